@@ -1,0 +1,62 @@
+// What the Autograd and ADInplaceOrView kernels of the rooms share. docs/semantics.md §0.5.
+#pragma once
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <initializer_list>
+
+namespace htree {
+
+using TensorRefs = std::initializer_list<std::reference_wrapper<const at::Tensor>>;
+
+// True when a graph must be recorded: grad mode is on and one of the tensors requires grad.
+inline bool needs_grad(TensorRefs tensors) {
+  if (!at::GradMode::is_enabled()) {
+    return false;
+  }
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.defined() && tensor.requires_grad()) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// Mutating and out= ops return nothing, so torch's fallbacks would record no node and give wrong gradients in silence.
+inline void refuse_grad(const char* op, TensorRefs tensors) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!needs_grad(tensors), op,
+                              ": this op writes into its arguments and has no gradient; call it under torch.no_grad() "
+                              "or on tensors that do not require grad, or use the functional op");
+}
+
+// The Autograd kernel of a mutating op: refuse, then run the op again below autograd.
+template <typename Call>
+void mutate_below_autograd(const char* op, TensorRefs tensors, Call&& call) {
+  refuse_grad(op, tensors);
+  at::AutoDispatchBelowAutograd guard;
+  call();
+}
+
+// The ADInplaceOrView kernel of a mutating op: run it below, then count the new version of what it wrote.
+template <typename Call>
+void mutate_and_bump(TensorRefs mutated, Call&& call) {
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    call();
+  }
+  for (const at::Tensor& tensor : mutated) {
+    if (!tensor.is_inference()) {
+      tensor.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+}
+
+[[noreturn]] inline void refuse_double_backward(const char* op) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, op, ": double backward is not supported");
+}
+
+}  // namespace htree

@@ -1,0 +1,54 @@
+// Run-time choice of the instruction set for the CPU kernels.
+//
+// A room's hot loops stand in one torch-free header that is compiled once per level, in files that differ only in the
+// simd_*.h they include; each defines a table of function pointers, and `pick_isa` chooses one. No compiler flag of the
+// whole library depends on the machine it was built on.
+#pragma once
+
+#include <c10/util/Exception.h>
+
+#include "host/env.h"
+
+namespace htree {
+
+enum class Isa { kBaseline, kAvx2, kAvx512 };
+
+inline Isa detect_isa() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  return avx512 ? Isa::kAvx512 : avx2 ? Isa::kAvx2 : Isa::kBaseline;
+#else
+  return Isa::kBaseline;
+#endif
+}
+
+// The best level of this CPU, or the lower one that HTREE_CPU_ISA=baseline|avx2|avx512 asks for.
+inline Isa active_isa() {
+  static const Isa isa = [] {
+    const Isa best = detect_isa();
+    const std::string wish = env_or("HTREE_CPU_ISA", "avx512");
+    TORCH_CHECK_VALUE(wish == "baseline" || wish == "avx2" || wish == "avx512",
+                      "HTREE_CPU_ISA must be baseline, avx2 or avx512, got ", wish);
+    const Isa limit = wish == "baseline" ? Isa::kBaseline : wish == "avx2" ? Isa::kAvx2 : Isa::kAvx512;
+    return limit < best ? limit : best;
+  }();
+  return isa;
+}
+
+template <typename Table>
+const Table& pick_isa(const Table& baseline, const Table& avx2, const Table& avx512) {
+  switch (active_isa()) {
+    case Isa::kAvx512:
+      return avx512;
+    case Isa::kAvx2:
+      return avx2;
+    case Isa::kBaseline:
+      break;
+  }
+  return baseline;
+}
+
+}  // namespace htree

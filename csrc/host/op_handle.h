@@ -1,0 +1,16 @@
+// Typed handles of our own ops: autograd and composed kernels call ops through the dispatcher, never a kernel, so
+// that Meta, functionalization, autocast and profilers see them.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+namespace htree {
+
+// Keep the result in a function-local static: the lookup takes a lock, the call does not.
+//   static const auto op = op_handle<at::Tensor(const at::Tensor&, int64_t)>("htree::causal_softmax");
+template <typename Signature>
+c10::TypedOperatorHandle<Signature> op_handle(const char* name, const char* overload = "") {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, overload).template typed<Signature>();
+}
+
+}  // namespace htree

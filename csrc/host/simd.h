@@ -1,0 +1,163 @@
+// One vector type per instruction set, in a namespace of its own (HTREE_ISA), written with the compiler's vector
+// extensions so that one source serves every level. Included through simd_baseline.h, simd_avx2.h or simd_avx512.h.
+// Not at::vec: its width is fixed by torch's own build macros, and an extension cannot dispatch over it at run time.
+#pragma once
+
+namespace htree::HTREE_ISA {
+
+constexpr int kLanes = HTREE_LANES;
+typedef float VecF __attribute__((vector_size(4 * HTREE_LANES), aligned(4)));
+typedef int32_t VecI __attribute__((vector_size(4 * HTREE_LANES), aligned(4)));
+typedef uint16_t VecH __attribute__((vector_size(2 * HTREE_LANES), aligned(2)));
+
+inline VecF splat(float x) { return x - VecF{}; }
+inline VecF as_float(VecI x) { return (VecF)x; }
+inline VecI as_int(VecF x) { return (VecI)x; }
+inline VecF max(VecF a, VecF b) { return a > b ? a : b; }
+// Keeps a NaN of either side, unlike max().
+inline VecF max_nan(VecF a, VecF b) { return a != a ? a : (a > b ? a : (b == b ? (a < b ? b : a) : b)); }
+
+inline float horizontal_sum(VecF x) {
+  float sum[kLanes];
+  std::memcpy(sum, &x, sizeof x);
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) {
+      sum[i] += sum[i + width];
+    }
+  }
+  return sum[0];
+}
+
+inline float horizontal_max(VecF x) {
+  float best[kLanes];
+  std::memcpy(best, &x, sizeof x);
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) {
+      best[i] = best[i] > best[i + width] ? best[i] : best[i + width];
+    }
+  }
+  return best[0];
+}
+
+// e^x to about 1 ulp: x = n ln2 + r with |r| <= ln2/2, a degree-6 polynomial for e^r, and n added to the exponent.
+// 0 below the smallest normal result, +inf above the largest; NaN stays NaN.
+inline VecF exp(VecF x) {
+  const VecF shifter = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits
+  const VecF shifted = x * 1.44269504088896341f + shifter;
+  const VecF n = shifted - shifter;
+  const VecF r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  VecF p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  const VecI exponent = (as_int(shifted) - as_int(shifter)) << 23;
+  VecF y = as_float(as_int(p) + exponent);
+  y = x < -87.33654f ? VecF{} : y;
+  y = x > 88.37626f ? splat(std::numeric_limits<float>::infinity()) : y;
+  return x == x ? y : x;
+}
+
+// ---- storage conversions: fp32, fp16 and bf16 memory to fp32 lanes and back (round to nearest even)
+
+inline VecI widen(VecH bits) { return __builtin_convertvector(bits, VecI); }
+inline VecH narrow(VecI bits) { return __builtin_convertvector(bits, VecH); }
+
+inline VecF load(const float* p) {
+  VecF x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+inline void store(float* p, VecF x) { std::memcpy(p, &x, sizeof x); }
+
+inline VecF load(const Bf16* p) {
+  VecH bits;
+  std::memcpy(&bits, p, sizeof bits);
+  return as_float(widen(bits) << 16);
+}
+inline void store(Bf16* p, VecF x) {
+  const VecI bits = as_int(x);
+  const VecI rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const VecI chosen = x == x ? rounded : ((bits >> 16) | 0x40);  // a NaN must not round to infinity
+  const VecH out = narrow(chosen);
+  std::memcpy(p, &out, sizeof out);
+}
+
+inline VecF load(const Fp16* p) {
+#if HTREE_LANES == 16
+  return (VecF)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif HTREE_LANES == 8
+  return (VecF)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  VecH half;
+  std::memcpy(&half, p, sizeof half);
+  const VecI bits = widen(half);
+  const VecI magnitude = (bits & 0x7fff) << 13;
+  // Scaling by 2^112 moves the exponent to fp32's bias and normalises subnormals; Inf and NaN keep all exponent bits.
+  const VecF scaled = as_float(magnitude) * 5.192296858534828e+33f;
+  const VecI special = magnitude | 0x7f800000;
+  const VecI value = (bits & 0x7c00) == 0x7c00 ? special : as_int(scaled);
+  return as_float(value | ((bits & 0x8000) << 16));
+#endif
+}
+
+inline void store(Fp16* p, VecF x) {
+#if HTREE_LANES == 16
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
+#elif HTREE_LANES == 8
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+#else
+  const VecI bits = as_int(x);
+  const VecI sign = (bits >> 16) & 0x8000;
+  const VecF magnitude = as_float(bits & 0x7fffffff);
+  // Normal results: round the mantissa to 10 bits, then re-bias the exponent by 112.
+  const VecI raw = as_int(magnitude);
+  const VecI normal = ((raw + 0xfff + ((raw >> 13) & 1)) >> 13) - (112 << 10);
+  // Subnormal results: adding 0.5 puts the half's last bit at the end of the fp32 mantissa, and rounds.
+  const VecI subnormal = as_int(magnitude + 0.5f) - as_int(splat(0.5f));
+  VecI out = magnitude < 6.103515625e-05f ? subnormal : normal;
+  out = magnitude >= 65520.0f ? (VecI{} + 0x7c00) : out;
+  out = x == x ? out : (VecI{} + 0x7e00);
+  const VecH half = narrow(out | sign);
+  std::memcpy(p, &half, sizeof half);
+#endif
+}
+
+// Partial accesses touch `count` < kLanes elements; missing lanes read as `fill`.
+template <typename T>
+inline VecF load_partial(const T* p, int count, float fill) {
+  T lanes[kLanes] = {};
+  std::memcpy(lanes, p, sizeof(T) * static_cast<size_t>(count));
+  VecF x = load(lanes);
+  for (int i = count; i < kLanes; ++i) {
+    x[i] = fill;
+  }
+  return x;
+}
+
+template <typename T>
+inline void store_partial(T* p, VecF x, int count) {
+  T lanes[kLanes];
+  store(lanes, x);
+  std::memcpy(p, lanes, sizeof(T) * static_cast<size_t>(count));
+}
+
+inline float to_float(float x) { return x; }
+inline float to_float(Bf16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float y;
+  std::memcpy(&y, &bits, sizeof y);
+  return y;
+}
+inline float to_float(Fp16 x) { return load_partial(&x, 1, 0.0f)[0]; }
+
+template <typename T>
+inline T from_float(float x) {
+  T y;
+  store_partial(&y, splat(x), 1);
+  return y;
+}
+
+}  // namespace htree::HTREE_ISA

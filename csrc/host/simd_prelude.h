@@ -1,0 +1,27 @@
+// Everything from outside that CPU kernel headers may use, included before the instruction set is raised.
+#pragma once
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+// GCC 12 warns about the undefined vector inside its own AVX-512 headers (GCC bug 105593).
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+namespace htree {
+
+// Storage of the two half formats; layout-compatible with c10::Half and c10::BFloat16.
+struct Fp16 {
+  uint16_t bits;
+};
+struct Bf16 {
+  uint16_t bits;
+};
+
+}  // namespace htree

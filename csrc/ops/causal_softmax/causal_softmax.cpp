@@ -1,0 +1,187 @@
+// Schemas, Meta, Autograd and registrations of the causal_softmax room. docs/semantics.md §5.
+#include "ops/causal_softmax/causal_softmax.h"
+
+#include <torch/library.h>
+
+#include "host/autograd.h"
+#include "host/op_handle.h"
+
+namespace htree::causal_softmax {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::variable_list;
+
+// ---- the ops, called through the dispatcher
+
+at::Tensor call_forward(const at::Tensor& x, int64_t block_size) {
+  static const auto op = op_handle<at::Tensor(const at::Tensor&, int64_t)>("htree::causal_softmax");
+  return op.call(x, block_size);
+}
+
+void call_out(const at::Tensor& x, int64_t block_size, const at::Tensor& out) {
+  static const auto op =
+      op_handle<void(const at::Tensor&, int64_t, const at::Tensor&)>("htree::causal_softmax", "out");
+  op.call(x, block_size, out);
+}
+
+void call_inplace(const at::Tensor& x, int64_t block_size) {
+  static const auto op = op_handle<void(const at::Tensor&, int64_t)>("htree::causal_softmax_");
+  op.call(x, block_size);
+}
+
+at::Tensor call_backward(const at::Tensor& dy, const at::Tensor& y) {
+  static const auto op =
+      op_handle<at::Tensor(const at::Tensor&, const at::Tensor&)>("htree::causal_softmax_backward");
+  return op.call(dy, y);
+}
+
+// ---- CPU, CUDA and Meta: one body, the device's entry points as template arguments
+
+using Forward = void (*)(const at::Tensor&, int64_t, const at::Tensor&);
+using Backward = void (*)(const at::Tensor&, const at::Tensor&, const at::Tensor&);
+
+// mask = torch.ones(h, w, dtype=torch.bool).tril(w - h)
+// torch.softmax(x.float().masked_fill(~mask, -inf), -1).to(x.dtype)
+template <Forward kForward>
+at::Tensor forward(const at::Tensor& x, int64_t block_size) {
+  at::Tensor out = prepare(x, block_size);
+  kForward(x, block_size, out);
+  return out;
+}
+
+template <Forward kForward>
+void forward_out(const at::Tensor& x, int64_t block_size, const at::Tensor& out) {
+  prepare_out(x, block_size, out);
+  check_overlap(x, out);
+  kForward(x, block_size, out);
+}
+
+template <Forward kForward>
+void forward_inplace(const at::Tensor& x, int64_t block_size) {
+  forward_out<kForward>(x, block_size, x);
+}
+
+// dx = torch.where(mask, y * (dy - (dy * y).masked_fill(~mask, 0).sum(-1, keepdim=True)), 0)
+template <Backward kBackward>
+at::Tensor backward(const at::Tensor& dy, const at::Tensor& y) {
+  at::Tensor dx = prepare_backward(dy, y);
+  kBackward(dy, y, dx);
+  return dx;
+}
+
+void forward_out_meta(const at::Tensor& x, int64_t block_size, const at::Tensor& out) {
+  prepare_out(x, block_size, out);
+}
+
+void forward_inplace_meta(const at::Tensor& x, int64_t block_size) { prepare_out(x, block_size, x); }
+
+// ---- Autograd
+
+struct ForwardNode : Function<ForwardNode> {
+  static constexpr bool is_traceable = true;
+
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, int64_t block_size) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    at::Tensor y = call_forward(x, block_size);
+    ctx->save_for_backward({y});
+    return y;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const at::Tensor y = ctx->get_saved_variables()[0];
+    return {grads[0].defined() ? call_backward(grads[0], y) : at::Tensor(), at::Tensor()};
+  }
+};
+
+struct BackwardNode : Function<BackwardNode> {
+  static constexpr bool is_traceable = true;
+
+  static at::Tensor forward(AutogradContext*, const at::Tensor& dy, const at::Tensor& y) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return call_backward(dy, y);
+  }
+
+  static variable_list backward(AutogradContext*, const variable_list&) {
+    refuse_double_backward("causal_softmax_backward");
+  }
+};
+
+at::Tensor forward_autograd(const at::Tensor& x, int64_t block_size) {
+  if (needs_grad({x})) {
+    return ForwardNode::apply(x, block_size);
+  }
+  at::AutoDispatchBelowAutograd guard;
+  return call_forward(x, block_size);
+}
+
+at::Tensor backward_autograd(const at::Tensor& dy, const at::Tensor& y) {
+  if (needs_grad({dy, y})) {
+    return BackwardNode::apply(dy, y);
+  }
+  at::AutoDispatchBelowAutograd guard;
+  return call_backward(dy, y);
+}
+
+void forward_out_autograd(const at::Tensor& x, int64_t block_size, const at::Tensor& out) {
+  mutate_below_autograd("causal_softmax.out", {x, out}, [&] { call_out(x, block_size, out); });
+}
+
+void forward_inplace_autograd(const at::Tensor& x, int64_t block_size) {
+  mutate_below_autograd("causal_softmax_", {x}, [&] { call_inplace(x, block_size); });
+}
+
+void forward_out_adinplace(const at::Tensor& x, int64_t block_size, const at::Tensor& out) {
+  mutate_and_bump({out}, [&] { call_out(x, block_size, out); });
+}
+
+void forward_inplace_adinplace(const at::Tensor& x, int64_t block_size) {
+  mutate_and_bump({x}, [&] { call_inplace(x, block_size); });
+}
+
+template <Forward kForward, Backward kBackward>
+void register_device(torch::Library& library) {
+  library.impl("causal_softmax", TORCH_FN((forward<kForward>)));
+  library.impl("causal_softmax.out", TORCH_FN((forward_out<kForward>)));
+  library.impl("causal_softmax_", TORCH_FN((forward_inplace<kForward>)));
+  library.impl("causal_softmax_backward", TORCH_FN((backward<kBackward>)));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(htree, library) {
+  library.set_python_module("htree_ops");
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides};
+  library.def("causal_softmax(Tensor x, int block_size=0) -> Tensor", tags);
+  library.def("causal_softmax.out(Tensor x, int block_size=0, *, Tensor(a!) out) -> ()", tags);
+  library.def("causal_softmax_(Tensor(a!) x, int block_size=0) -> ()", tags);
+  library.def("causal_softmax_backward(Tensor dy, Tensor y) -> Tensor", tags);
+}
+
+TORCH_LIBRARY_IMPL(htree, CPU, library) { register_device<forward_cpu, backward_cpu>(library); }
+
+#if defined(HTREE_WITH_CUDA)
+TORCH_LIBRARY_IMPL(htree, CUDA, library) { register_device<forward_cuda, backward_cuda>(library); }
+#endif
+
+TORCH_LIBRARY_IMPL(htree, Meta, library) {
+  library.impl("causal_softmax", TORCH_FN(prepare));
+  library.impl("causal_softmax.out", TORCH_FN(forward_out_meta));
+  library.impl("causal_softmax_", TORCH_FN(forward_inplace_meta));
+  library.impl("causal_softmax_backward", TORCH_FN(prepare_backward));
+}
+
+TORCH_LIBRARY_IMPL(htree, Autograd, library) {
+  library.impl("causal_softmax", TORCH_FN(forward_autograd));
+  library.impl("causal_softmax.out", TORCH_FN(forward_out_autograd));
+  library.impl("causal_softmax_", TORCH_FN(forward_inplace_autograd));
+  library.impl("causal_softmax_backward", TORCH_FN(backward_autograd));
+}
+
+TORCH_LIBRARY_IMPL(htree, ADInplaceOrView, library) {
+  library.impl("causal_softmax.out", TORCH_FN(forward_out_adinplace));
+  library.impl("causal_softmax_", TORCH_FN(forward_inplace_adinplace));
+}
+
+}  // namespace htree::causal_softmax

@@ -1,0 +1,43 @@
+// The contract of the causal_softmax room: sizes, checks and entry points. docs/semantics.md §5.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+namespace htree::causal_softmax {
+
+// Row i of a [rows, cols] score matrix sees its first cols - rows + 1 + i columns; the rest of the row is +0.
+struct Problem {
+  int64_t batch;
+  int64_t rows;
+  int64_t cols;
+  int block_size;  // threads per row on CUDA: 0 chooses by cols, else 512 or 1024
+};
+
+// Strides in elements of one 2-D or 3-D operand; the batch stride of a 2-D one is 0.
+struct Strides {
+  int64_t batch;
+  int64_t row;
+  int64_t col;
+};
+
+Problem problem_of(const at::Tensor& x, int64_t block_size);
+Strides strides_of(const at::Tensor& x);
+
+// Checks of the functional op; returns the output, uninitialised, contiguous, of x's shape and dtype.
+at::Tensor prepare(const at::Tensor& x, int64_t block_size);
+// Checks of the out= and in-place ops, on metadata alone.
+void prepare_out(const at::Tensor& x, int64_t block_size, const at::Tensor& out);
+// RuntimeError when out may share memory with x without being the same view; needs real memory, so Meta skips it.
+void check_overlap(const at::Tensor& x, const at::Tensor& out);
+// Checks of the backward op; returns dx, uninitialised.
+at::Tensor prepare_backward(const at::Tensor& dy, const at::Tensor& y);
+
+// Write every element of `out` [batch, rows, cols].
+void forward_cpu(const at::Tensor& x, int64_t block_size, const at::Tensor& out);
+void forward_cuda(const at::Tensor& x, int64_t block_size, const at::Tensor& out);
+void backward_cpu(const at::Tensor& dy, const at::Tensor& y, const at::Tensor& dx);
+void backward_cuda(const at::Tensor& dy, const at::Tensor& y, const at::Tensor& dx);
+
+}  // namespace htree::causal_softmax

@@ -1,0 +1,167 @@
+// CPU kernels of causal_softmax: rows in parallel, each row vectorised; arithmetic in float, in double for double.
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "host/dispatch.h"
+#include "host/isa.h"
+#include "ops/causal_softmax/causal_softmax.h"
+#include "ops/causal_softmax/causal_softmax_rows.h"
+
+namespace htree::causal_softmax {
+namespace {
+
+// Elements per task: small enough to balance the triangle of visible columns, large enough to hide the hand-over.
+constexpr int64_t kGrain = 1 << 15;
+
+const RowKernels& kernels() {
+#if defined(__x86_64__)
+  return pick_isa(kRowKernelsBaseline, kRowKernelsAvx2, kRowKernelsAvx512);
+#else
+  return kRowKernelsBaseline;
+#endif
+}
+
+template <typename T>
+struct Rows;
+template <>
+struct Rows<float> {
+  using Storage = float;
+  static auto forward() { return kernels().forward_float; }
+  static auto backward() { return kernels().backward_float; }
+};
+template <>
+struct Rows<c10::Half> {
+  using Storage = Fp16;
+  static auto forward() { return kernels().forward_half; }
+  static auto backward() { return kernels().backward_half; }
+};
+template <>
+struct Rows<c10::BFloat16> {
+  using Storage = Bf16;
+  static auto forward() { return kernels().forward_bfloat16; }
+  static auto backward() { return kernels().backward_bfloat16; }
+};
+
+void forward_row_double(const double* x, double* y, int64_t visible, int64_t cols, float*) {
+  double m = -std::numeric_limits<double>::infinity();
+  for (int64_t i = 0; i < visible; ++i) {
+    m = x[i] > m ? x[i] : m;
+  }
+  double sum = 0;
+  for (int64_t i = 0; i < visible; ++i) {
+    y[i] = std::exp(x[i] - m);
+    sum += y[i];
+  }
+  for (int64_t i = 0; i < visible; ++i) {
+    y[i] /= sum;
+  }
+  std::fill(y + visible, y + cols, 0.0);
+}
+
+void backward_row_double(const double* dy, const double* y, double* dx, int64_t visible, int64_t cols) {
+  double dot = 0;
+  for (int64_t i = 0; i < visible; ++i) {
+    dot += dy[i] * y[i];
+  }
+  for (int64_t i = 0; i < visible; ++i) {
+    dx[i] = y[i] * (dy[i] - dot);
+  }
+  std::fill(dx + visible, dx + cols, 0.0);
+}
+
+template <>
+struct Rows<double> {
+  using Storage = double;
+  static auto forward() { return forward_row_double; }
+  static auto backward() { return backward_row_double; }
+};
+
+// The first `count` elements of a row as a unit-stride array: the row itself, or a copy in `buffer`.
+template <typename T>
+const T* unit_stride(const T* row, int64_t stride, int64_t count, std::vector<T>& buffer) {
+  if (stride == 1) {
+    return row;
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    buffer[i] = row[i * stride];
+  }
+  return buffer.data();
+}
+
+// Calls f(batch_idx, row_idx, visible) for every row, in parallel over tasks of about kGrain elements.
+template <typename F>
+void for_each_row(const Problem& p, F&& make_task) {
+  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, p.cols));
+  at::parallel_for(0, p.batch * p.rows, grain, [&](int64_t begin, int64_t end) {
+    auto task = make_task();
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t row = i % p.rows;
+      task(i / p.rows, row, p.cols - p.rows + 1 + row);
+    }
+  });
+}
+
+template <typename T>
+void forward_typed(const Problem& p, const T* x, Strides xs, T* y, Strides ys) {
+  const auto row_kernel = Rows<T>::forward();
+  using Storage = typename Rows<T>::Storage;
+  for_each_row(p, [&] {
+    return [&, in = std::vector<T>(xs.col == 1 ? 0 : p.cols), out = std::vector<T>(ys.col == 1 ? 0 : p.cols),
+            scratch = std::vector<float>(p.cols)](int64_t b, int64_t row, int64_t visible) mutable {
+      const T* x_row = unit_stride(x + b * xs.batch + row * xs.row, xs.col, visible, in);
+      T* y_row = y + b * ys.batch + row * ys.row;
+      T* target = ys.col == 1 ? y_row : out.data();
+      row_kernel(reinterpret_cast<const Storage*>(x_row), reinterpret_cast<Storage*>(target), visible, p.cols,
+                 scratch.data());
+      for (int64_t i = 0; ys.col != 1 && i < p.cols; ++i) {
+        y_row[i * ys.col] = target[i];
+      }
+    };
+  });
+}
+
+template <typename T>
+void backward_typed(const Problem& p, const T* dy, Strides dys, const T* y, Strides ys, T* dx, Strides dxs) {
+  const auto row_kernel = Rows<T>::backward();
+  using Storage = typename Rows<T>::Storage;
+  for_each_row(p, [&] {
+    return [&, dy_copy = std::vector<T>(dys.col == 1 ? 0 : p.cols),
+            y_copy = std::vector<T>(ys.col == 1 ? 0 : p.cols)](int64_t b, int64_t row, int64_t visible) mutable {
+      const T* dy_row = unit_stride(dy + b * dys.batch + row * dys.row, dys.col, visible, dy_copy);
+      const T* y_row = unit_stride(y + b * ys.batch + row * ys.row, ys.col, visible, y_copy);
+      row_kernel(reinterpret_cast<const Storage*>(dy_row), reinterpret_cast<const Storage*>(y_row),
+                 reinterpret_cast<Storage*>(dx + b * dxs.batch + row * dxs.row), visible, p.cols);
+    };
+  });
+}
+
+}  // namespace
+
+void forward_cpu(const at::Tensor& x, int64_t block_size, const at::Tensor& out) {
+  const Problem p = problem_of(x, block_size);
+  if (x.numel() == 0) {
+    return;
+  }
+  dispatch_dtype("causal_softmax", x.scalar_type(), AllFloatTypes{}, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    forward_typed<T>(p, x.const_data_ptr<T>(), strides_of(x), out.mutable_data_ptr<T>(), strides_of(out));
+  });
+}
+
+void backward_cpu(const at::Tensor& dy, const at::Tensor& y, const at::Tensor& dx) {
+  const Problem p = problem_of(y, /*block_size=*/0);
+  if (y.numel() == 0) {
+    return;
+  }
+  dispatch_dtype("causal_softmax_backward", y.scalar_type(), AllFloatTypes{}, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    backward_typed<T>(p, dy.const_data_ptr<T>(), strides_of(dy), y.const_data_ptr<T>(), strides_of(y),
+                      dx.mutable_data_ptr<T>(), strides_of(dx));
+  });
+}
+
+}  // namespace htree::causal_softmax

@@ -1,0 +1,30 @@
+// The CPU row kernels of causal_softmax, one table per instruction set (host/isa.h).
+#pragma once
+
+#include <cstdint>
+
+#include "host/simd_prelude.h"
+
+namespace htree::causal_softmax {
+
+// A row of `cols` scores at unit stride, of which the first `visible` >= 1 count. y may be x.
+template <typename T>
+using ForwardRow = void (*)(const T* x, T* y, int64_t visible, int64_t cols, float* scratch);
+// dx may not alias dy or y. `scratch` holds `cols` floats.
+template <typename T>
+using BackwardRow = void (*)(const T* dy, const T* y, T* dx, int64_t visible, int64_t cols);
+
+struct RowKernels {
+  ForwardRow<float> forward_float;
+  ForwardRow<Fp16> forward_half;
+  ForwardRow<Bf16> forward_bfloat16;
+  BackwardRow<float> backward_float;
+  BackwardRow<Fp16> backward_half;
+  BackwardRow<Bf16> backward_bfloat16;
+};
+
+extern const RowKernels kRowKernelsBaseline;
+extern const RowKernels kRowKernelsAvx2;
+extern const RowKernels kRowKernelsAvx512;
+
+}  // namespace htree::causal_softmax

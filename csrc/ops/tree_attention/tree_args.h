@@ -1,0 +1,59 @@
+// Sizes and options that the stages of tree attention share. docs/semantics.md §1.1-1.3, §1.12.
+#pragma once
+
+#include <cstdint>
+
+namespace htree::tree_attention {
+
+enum class Importance { kLseCausal, kLse, kExpJoint };
+
+// One call of a staged or fused op on one layer, with every optional argument resolved and checked.
+// Query row i stands at token t = t0 + i; row j of `parents` serves the queries with t / selection_stride ==
+// t0 / selection_stride + j. `top_k` is the width of the next list, `list_width` the width of the parents given.
+struct LayerArgs {
+  int64_t layer = 0;             // 0 = tokens
+  int64_t compression_rate = 16;  // r, children per parent
+  int64_t list_width = 0;        // k of the parents argument; a list spans at most list_width * r candidates
+  int64_t top_k = 0;
+  int64_t t0 = 0;
+  int64_t selection_stride = 1;
+  double scale = 1.0;
+  Importance importance = Importance::kLseCausal;
+};
+
+// A whole attention call. Query row i stands at token t = (T - T_q) + i.
+struct AttentionArgs {
+  int64_t compression_rate = 16;
+  int64_t max_top_nodes = 8192;
+  int64_t top_k = 512;
+  int64_t selection_stride = 1;
+  double scale = 1.0;
+  bool rotate = true;  // false: rope_base None, no rotation at any layer
+  double rope_base = 10000.0;
+  Importance importance = Importance::kLseCausal;
+};
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Layers of the tree over `num_tokens`: 1 until the top layer has at most `max_top_nodes` nodes.
+inline int64_t num_layers(int64_t num_tokens, int64_t max_top_nodes, int64_t compression_rate) {
+  int64_t layers = 1;
+  for (int64_t n = num_tokens; n > max_top_nodes; n = ceil_div(n, compression_rate)) {
+    ++layers;
+  }
+  return layers;
+}
+
+// r^exponent, saturating far above any length.
+inline int64_t node_span(int64_t compression_rate, int64_t exponent) {
+  int64_t span = 1;
+  for (int64_t i = 0; i < exponent; ++i) {
+    if (span > (int64_t{1} << 62) / compression_rate) {
+      return int64_t{1} << 62;
+    }
+    span *= compression_rate;
+  }
+  return span;
+}
+
+}  // namespace htree::tree_attention

@@ -1,0 +1,51 @@
+"""Finds and loads the compiled op library, or says why it cannot be loaded and what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGE = Path(__file__).resolve().parent
+
+
+def library_path() -> Path | None:
+    """The compiled ``_C`` beside this file, or None."""
+    return next(iter(sorted(PACKAGE.glob("_C*.so"))), None)
+
+
+def build_info() -> dict[str, Any]:
+    """What setup.py decided when it built the library; empty when the file is missing."""
+    path = PACKAGE / "_build_info.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def load_library() -> None:
+    """Loads ``_C`` once; raises ImportError with the reason and the remedy when that fails."""
+    path = library_path()
+    if path is None:
+        where = (
+            "this is the source tree and it has not been built in place: run 'pip install --no-build-isolation -e .' "
+            "or 'make test', or import the installed package from another directory"
+            if (PACKAGE.parent / "setup.py").is_file()
+            else "the installation is incomplete: reinstall with 'pip install --no-build-isolation .'"
+        )
+        raise ImportError(f"htree_ops has no compiled library in {PACKAGE}; {where}")
+    if hasattr(torch.ops.htree, "causal_softmax"):
+        already = [p for p in torch.ops.loaded_libraries if Path(p).name.startswith("_C")]
+        if str(path) in already:
+            return
+        raise ImportError(
+            f"torch.ops.htree is already registered by another copy of htree_ops ({', '.join(already) or 'unknown'}), "
+            f"and {path} cannot be loaded beside it: remove one of the two installations"
+        )
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        built = build_info().get("torch", "an unknown version")
+        raise ImportError(
+            f"htree_ops could not load {path}: {error}. It was built against torch {built} and this is torch "
+            f"{torch.__version__}; rebuild with 'pip install --no-build-isolation --force-reinstall .'"
+        ) from error

@@ -1,0 +1,226 @@
+"""Builds htree_ops: the op library ``_C`` (torch only, no CPython) and the facts module ``_host`` (pybind11).
+
+CUDA is optional and needs no GPU at build time; ``detect_cuda`` decides and records why.
+Switches: ``HTREE_CUDA=0|1`` forces the decision, ``TORCH_CUDA_ARCH_LIST`` and ``MAX_JOBS`` are torch's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+ROOMS = ("causal_softmax", "tree_attention")
+# sm_90a machine code for Hopper, sm_80 machine code for Ampere and Ada, and compute_80 PTX, the highest
+# architecture that every later GPU can compile from (compute_90a PTX runs on Hopper alone).
+DEFAULT_ARCH_LIST = "8.0+PTX;9.0a"
+GIB_PER_JOB = 3.0
+
+
+@dataclass(frozen=True)
+class CudaDecision:
+    """Whether the CUDA kernels are built, with what, and the sentence that says why."""
+
+    enabled: bool
+    reason: str
+    cuda_home: str | None = None
+    nvcc_version: str | None = None
+    arch_list: str | None = None
+
+
+def nvcc_version_of(cuda_home: str | None) -> str | None:
+    """Version such as "13.0" of the nvcc under ``cuda_home``, or None when there is none that answers."""
+    nvcc = Path(cuda_home, "bin", "nvcc") if cuda_home else None
+    if nvcc is None or not nvcc.is_file():
+        return None
+    try:
+        text = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    found = re.search(r"release (\d+\.\d+)", text)
+    return found.group(1) if found else None
+
+
+def find_cuda_home(environ: dict[str, str]) -> str | None:
+    """CUDA_HOME or CUDA_PATH, else the folder above ``nvcc`` on PATH, else /usr/local/cuda if it exists."""
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        if environ.get(name):
+            return environ[name]
+    nvcc = shutil.which("nvcc", path=environ.get("PATH"))
+    if nvcc:
+        return str(Path(nvcc).resolve().parent.parent)
+    return "/usr/local/cuda" if Path("/usr/local/cuda").is_dir() else None
+
+
+def detect_cuda(torch_cuda: str | None, environ: dict[str, str], has_gpu: bool = False) -> CudaDecision:
+    """Decides about CUDA from torch's own CUDA version, the environment and the toolkit found.
+
+    Raises RuntimeError when ``HTREE_CUDA=1`` asks for CUDA and something is missing, ValueError for another value.
+    """
+    wish = environ.get("HTREE_CUDA", "")
+    if wish not in ("", "0", "1"):
+        raise ValueError(f"HTREE_CUDA must be 0, 1 or unset, got {wish!r}")
+    if wish == "0":
+        return CudaDecision(False, "HTREE_CUDA=0")
+
+    home = find_cuda_home(environ)
+    nvcc = nvcc_version_of(home)
+    missing = None
+    if torch_cuda is None:
+        missing = "this torch is built without CUDA"
+    elif home is None:
+        missing = "no CUDA toolkit found (CUDA_HOME unset, no nvcc on PATH)"
+    elif nvcc is None:
+        missing = f"no working nvcc in {home}/bin"
+    elif nvcc.split(".")[0] != torch_cuda.split(".")[0]:
+        missing = f"torch is built for CUDA {torch_cuda} but nvcc is {nvcc}: the major versions must agree"
+    if missing:
+        if wish == "1":
+            raise RuntimeError(f"HTREE_CUDA=1 asks for the CUDA kernels, but {missing}")
+        return CudaDecision(False, missing, home, nvcc)
+
+    arch_list = environ.get("TORCH_CUDA_ARCH_LIST") or ("native" if has_gpu else DEFAULT_ARCH_LIST)
+    reason = "HTREE_CUDA=1" if wish == "1" else f"torch's CUDA {torch_cuda} and nvcc {nvcc} agree"
+    return CudaDecision(True, reason, home, nvcc, arch_list)
+
+
+def native_arch_list(capabilities: list[tuple[int, int]]) -> str:
+    """Architecture list for the GPUs at hand: Hopper as 9.0a, the others plainly, all with the PTX fallback."""
+    names = {"9.0a" if cap == (9, 0) else f"{cap[0]}.{cap[1]}" for cap in capabilities}
+    return ";".join(sorted(names | {"8.0+PTX"}))
+
+
+def sources(*suffixes: str) -> list[str]:
+    """Every file of the op library with one of the suffixes: csrc/library.cpp, csrc/host and the listed rooms."""
+    found = [ROOT / "csrc" / "library.cpp", *(ROOT / "csrc" / "host").glob("*.cpp")]
+    for room in ROOMS:
+        found += (ROOT / "csrc" / "ops" / room).rglob("*")
+    return sorted(str(f.relative_to(ROOT)) for f in found if f.suffix in suffixes)
+
+
+def default_jobs() -> int:
+    """Parallel compilations that fit: one per core, and one per GIB_PER_JOB of free memory."""
+    cores = os.cpu_count() or 1
+    try:
+        free_gib = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    except (ValueError, OSError):
+        return cores
+    return max(1, min(cores, int(free_gib / GIB_PER_JOB)))
+
+
+def version() -> str:
+    text = (ROOT / "htree_ops" / "version.py").read_text()
+    found = re.search(r'__version__ = "([^"]+)"', text)
+    if not found:
+        raise RuntimeError("htree_ops/version.py defines no __version__")
+    return found.group(1)
+
+
+def commit() -> str | None:
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def main() -> None:
+    try:
+        import torch
+    except ImportError as error:
+        sys.exit(
+            f"htree_ops builds against the torch it will run with, and importing torch failed: {error}\n"
+            "Install torch >= 2.11 first, then: pip install --no-build-isolation ."
+        )
+    from setuptools import find_packages, setup
+    from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
+
+    environ = dict(os.environ)
+    has_gpu = torch.cuda.is_available()
+    cuda = detect_cuda(torch.version.cuda, environ, has_gpu)
+    arch_list = cuda.arch_list
+    if arch_list == "native":
+        arch_list = native_arch_list([torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())])
+    if cuda.enabled and arch_list:
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", arch_list)
+    os.environ.setdefault("MAX_JOBS", str(default_jobs()))
+    print(f"htree_ops: CUDA kernels {'on' if cuda.enabled else 'off'} ({cuda.reason})", file=sys.stderr)
+
+    define = ["-DHTREE_WITH_CUDA"] if cuda.enabled else []
+    cxx_flags = ["-O3", "-fvisibility=hidden", "-Wno-psabi", *define]
+    nvcc_flags = [
+        "-O3",
+        *define,
+        "--expt-relaxed-constexpr",
+        "-Xcompiler=-fvisibility=hidden",
+        "-Xfatbin=-compress-all",
+        # torch switches these operators off; the kernels use them
+        "-U__CUDA_NO_HALF_OPERATORS__",
+        "-U__CUDA_NO_HALF_CONVERSIONS__",
+        "-U__CUDA_NO_HALF2_OPERATORS__",
+        "-U__CUDA_NO_BFLOAT16_CONVERSIONS__",
+    ]
+    op_extension = CUDAExtension if cuda.enabled else CppExtension
+    # One translation unit of _host says at run time what was decided here; -D strings need their own quotes.
+    facts = {
+        "HTREE_VERSION": version(),
+        "HTREE_TORCH": torch.__version__,
+        "HTREE_NVCC": cuda.nvcc_version or "",
+        "HTREE_ARCH_LIST": arch_list or "",
+    }
+    extensions = [
+        op_extension(
+            "htree_ops._C",
+            sources(".cpp", ".cu") if cuda.enabled else sources(".cpp"),
+            include_dirs=[str(ROOT / "csrc")],
+            extra_compile_args={"cxx": cxx_flags, "nvcc": nvcc_flags},
+            # -s: without symbols the library is a third of the size; its exports stay
+            extra_link_args=["-s"],
+            py_limited_api=True,
+        ),
+        op_extension(
+            "htree_ops._host",
+            ["csrc/bindings.cpp"],
+            include_dirs=[str(ROOT / "csrc")],
+            extra_compile_args={
+                "cxx": [*cxx_flags, "-O1", *(f'-D{name}="{value}"' for name, value in facts.items())],
+                "nvcc": [],
+            },
+            extra_link_args=["-s"],
+        ),
+    ]
+
+    class Build(BuildExtension):
+        """BuildExtension that leaves ``_build_info.json`` beside the library it built."""
+
+        def run(self) -> None:
+            super().run()
+            target = ROOT if self.inplace else Path(self.build_lib)
+            info = {
+                "version": version(),
+                "torch": torch.__version__,
+                "cuda": cuda.nvcc_version if cuda.enabled else None,
+                "reason": cuda.reason,
+                "arch_list": arch_list if cuda.enabled else None,
+                "compiler": os.environ.get("CXX", "c++"),
+                "commit": commit(),
+            }
+            (target / "htree_ops" / "_build_info.json").write_text(json.dumps(info, indent=2) + "\n")
+
+    setup(
+        version=version(),
+        packages=find_packages(include=["htree_ops", "htree_ops.*"]),
+        package_data={"htree_ops": ["py.typed", "_build_info.json"]},
+        ext_modules=extensions,
+        cmdclass={"build_ext": Build},
+    )
+
+
+if __name__ == "__main__":
+    main()
