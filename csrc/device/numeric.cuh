@@ -1,0 +1,59 @@
+// Storage types to arithmetic types and back. Arithmetic is float, or double for double; stores round to nearest even.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace htree::device {
+
+template <typename T>
+struct Arithmetic {
+  using type = float;
+};
+template <>
+struct Arithmetic<double> {
+  using type = double;
+};
+template <typename T>
+using Acc = typename Arithmetic<T>::type;
+
+__device__ __forceinline__ float to_acc(float x) { return x; }
+__device__ __forceinline__ double to_acc(double x) { return x; }
+__device__ __forceinline__ float to_acc(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_acc(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <typename T>
+__device__ __forceinline__ T from_acc(Acc<T> x) {
+  if constexpr (sizeof(T) == sizeof(Acc<T>)) {
+    return x;
+  } else if constexpr (sizeof(T) == sizeof(__half) && __is_same(T, __half)) {
+    return __float2half_rn(x);
+  } else {
+    return __float2bfloat16_rn(x);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ T negative_infinity() {
+  if constexpr (sizeof(T) == 8) {
+    return -__longlong_as_double(0x7ff0000000000000LL);
+  } else {
+    return -__int_as_float(0x7f800000);
+  }
+}
+
+// e^x in the accuracy the storage type T can show: the hardware's exp2 for the half types, libdevice's for the others.
+template <typename T>
+__device__ __forceinline__ Acc<T> exp_for(Acc<T> x) {
+  if constexpr (sizeof(T) == 2) {
+    return __expf(x);
+  } else if constexpr (sizeof(T) == 4) {
+    return expf(x);
+  } else {
+    return exp(x);
+  }
+}
+
+}  // namespace htree::device

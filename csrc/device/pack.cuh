@@ -1,0 +1,50 @@
+// Memory access as a typed act: N elements that travel together, 16 bytes at most.
+#pragma once
+
+#include <cstdint>
+
+namespace htree::device {
+
+template <typename T, int N>
+struct alignas(sizeof(T) * N) Pack {
+  static_assert(sizeof(T) * N <= 16 && (N & (N - 1)) == 0, "a pack is one load of at most 16 bytes");
+  T data[N];
+
+  __device__ __forceinline__ T& operator[](int i) { return data[i]; }
+  __device__ __forceinline__ const T& operator[](int i) const { return data[i]; }
+};
+
+// Elements of T in the widest load.
+template <typename T>
+inline constexpr int kPackOf = 16 / static_cast<int>(sizeof(T));
+
+// `p` must be aligned to the pack.
+template <int N, typename T>
+__device__ __forceinline__ Pack<T, N> load_pack(const T* p) {
+  return *reinterpret_cast<const Pack<T, N>*>(p);
+}
+
+template <int N, typename T>
+__device__ __forceinline__ void store_pack(T* p, const Pack<T, N>& value) {
+  *reinterpret_cast<Pack<T, N>*>(p) = value;
+}
+
+// Data that no one reads again soon: leave the caches to others.
+template <int N, typename T>
+__device__ __forceinline__ void store_pack_streaming(T* p, const Pack<T, N>& value) {
+  if constexpr (sizeof(T) * N == 16) {
+    __stcs(reinterpret_cast<int4*>(p), *reinterpret_cast<const int4*>(&value));
+  } else {
+    store_pack(p, value);
+  }
+}
+
+// True when every row of a matrix starts at a multiple of `bytes`: the base and the strides (in elements) agree.
+template <typename T>
+inline bool rows_aligned(const T* base, int64_t row_stride, int64_t batch_stride, int bytes) {
+  const int64_t size = sizeof(T);
+  return reinterpret_cast<uintptr_t>(base) % bytes == 0 && row_stride * size % bytes == 0 &&
+         batch_stride * size % bytes == 0;
+}
+
+}  // namespace htree::device

@@ -1,0 +1,21 @@
+// What every CUDA launcher needs around its launch: the device of its tensors, their current stream, and the check.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+namespace htree {
+
+// Keeps the tensor's device current for its lifetime.
+class LaunchScope {
+ public:
+  explicit LaunchScope(const at::Tensor& tensor) : guard_(tensor.device()) {}
+  cudaStream_t stream() const { return c10::cuda::getCurrentCUDAStream().stream(); }
+
+ private:
+  c10::cuda::CUDAGuard guard_;
+};
+
+}  // namespace htree
