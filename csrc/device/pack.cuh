@@ -39,12 +39,4 @@ __device__ __forceinline__ void store_pack_streaming(T* p, const Pack<T, N>& val
   }
 }
 
-// True when every row of a matrix starts at a multiple of `bytes`: the base and the strides (in elements) agree.
-template <typename T>
-inline bool rows_aligned(const T* base, int64_t row_stride, int64_t batch_stride, int bytes) {
-  const int64_t size = sizeof(T);
-  return reinterpret_cast<uintptr_t>(base) % bytes == 0 && row_stride * size % bytes == 0 &&
-         batch_stride * size % bytes == 0;
-}
-
 }  // namespace htree::device

@@ -1,0 +1,79 @@
+# One command per target; `make help` lists them. A second call reuses the environment and the build.
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+TORCH ?= torch==2.11.0
+# Where GPU runs leave their logs, and how long one step may take (seconds).
+OUT ?= runs/gpu
+LIMIT ?= 540
+
+# Without a GPU the CUDA kernels are left out unless HTREE_CUDA says otherwise: two minutes of compiling, not twenty.
+ifndef HTREE_CUDA
+ifeq ($(shell nvidia-smi -L 2>/dev/null | grep -c GPU),0)
+export HTREE_CUDA := 0
+endif
+endif
+
+SOURCES := $(shell find csrc -type f) setup.py pyproject.toml htree_ops/version.py
+
+.PHONY: help demo test test-gpu bench sanitize lint format wheel cuda-build clean preflight
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+
+demo: $(VENV)/.built ## train a small tree-attention language model on real text
+	$(PY) examples/train_lm.py $(ARGS)
+
+test: $(VENV)/.built ## every test that this machine can run
+	$(PY) -m pytest $(ARGS)
+
+test-gpu: ## the tests on the GPU, no skips allowed: OUT=folder for logs, PY=interpreter
+	tests/gpu.sh test "$(OUT)" "$(LIMIT)" "$(PY)" $(ARGS)
+
+sanitize: ## compute-sanitizer memcheck and racecheck over the GPU tests
+	tests/gpu.sh sanitize "$(OUT)" "$(LIMIT)" "$(PY)" $(ARGS)
+
+bench: ## every benchmark beside its baseline: OUT=folder for results
+	benchmarks/run.sh "$(OUT)" "$(LIMIT)" "$(PY)" $(ARGS)
+
+lint: $(VENV)/.installed ## ruff, mypy and clang-format, changing nothing
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h' | xargs $(VENV)/bin/clang-format --dry-run -Werror
+
+format: $(VENV)/.installed ## format Python and C++ in place
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h' | xargs $(VENV)/bin/clang-format -i
+
+wheel: $(VENV)/.installed ## an sdist and a wheel in dist/
+	$(PY) -m build --no-isolation --outdir dist .
+
+cuda-build: $(VENV)/.installed ## compile the CUDA kernels into build/cuda without a GPU (TORCH_CUDA_ARCH_LIST chooses)
+	HTREE_CUDA=1 $(PY) setup.py build_ext --build-lib build/cuda --build-temp build/cuda-temp
+
+clean: ## remove builds, keep the environment
+	rm -rf build dist htree_ops.egg-info htree_ops/*.so htree_ops/_build_info.json $(VENV)/.built
+
+preflight:
+	@command -v g++ >/dev/null || { echo "g++ is missing (Debian: apt-get install g++)"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "$(PYTHON) must be 3.10 or newer: make PYTHON=python3.12 ..."; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
+	  { echo "$(PYTHON) cannot make environments (Debian: apt-get install python3-venv)"; exit 1; }
+	@$(PYTHON) -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || \
+	  { echo "Python.h is missing, which torch.compile needs too (Debian: apt-get install python3-dev)"; exit 1; }
+
+$(VENV)/.installed: pyproject.toml | preflight
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --upgrade pip
+	$(PY) -m pip install --quiet $(TORCH) $$($(PY) -c 'import re, pathlib; \
+	  text = pathlib.Path("pyproject.toml").read_text(); \
+	  print(*re.findall(r"\"([^\"]+)\"", re.search(r"^dev = \[(.*?)^\]", text, re.M | re.S).group(1)))')
+	touch $@
+
+$(VENV)/.built: $(VENV)/.installed $(SOURCES)
+	$(PY) -m pip install --quiet --no-build-isolation --no-deps --editable .
+	touch $@

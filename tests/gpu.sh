@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# The tests on a GPU machine: gpu.sh test|sanitize OUT LIMIT PYTHON [pytest arguments]
+# Uses the library that is built in place, or the one that `make cuda-build` left in build/cuda.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+mode=$1 out=$2 limit=$3 python=$4
+shift 4
+mkdir -p "$out"
+command -v "$python" >/dev/null || python=python3
+if [ -f build/cuda/htree_ops/_C.abi3.so ]; then
+  cp build/cuda/htree_ops/_C.abi3.so build/cuda/htree_ops/_build_info.json htree_ops/
+fi
+export HTREE_REQUIRE_CUDA=1 PYTHONUNBUFFERED=1
+case $mode in
+  test)
+    timeout "$limit" "$python" -m pytest -x -q -k cuda -p no:cacheprovider "$@" 2>&1 | tee "$out/test-gpu.log"
+    ;;
+  sanitize)
+    status=0
+    for tool in memcheck racecheck; do
+      PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout "$limit" compute-sanitizer --tool "$tool" --error-exitcode 86 \
+        --target-processes all "$python" -m pytest -x -q -k cuda -p no:cacheprovider "${@:-tests/test_sanitize.py}" \
+        2>&1 | tee "$out/sanitize-$tool.log"
+      status=$((status + PIPESTATUS[0]))
+    done
+    exit "$status"
+    ;;
+  *)
+    echo "gpu.sh: mode must be test or sanitize, got $mode" >&2
+    exit 2
+    ;;
+esac
