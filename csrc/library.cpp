@@ -4,12 +4,14 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-TORCH_LIBRARY(htree, library) { (void)library; }
+TORCH_LIBRARY(htree, library) {
+  (void)library;
+}
 
-// Loading the shared object registers the ops; `import htree_ops._C` needs an entry point and nothing else, which
-// keeps the library independent of the Python version (Py_LIMITED_API).
+// Loading the shared object registers the ops; `import htree_ops._C` needs an entry point and nothing else,
+// which keeps the library independent of the Python version (Py_LIMITED_API).
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit__C(void) {
-  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1,     nullptr,
-                               nullptr,               nullptr, nullptr, nullptr};
+  static PyModuleDef module = {
+      PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&module);
 }

@@ -1,4 +1,5 @@
-// Storage types to arithmetic types and back. Arithmetic is float, or double for double; stores round to nearest even.
+// Storage types to arithmetic types and back. Arithmetic is float, or double for double; stores round to
+// nearest even.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -19,10 +20,18 @@ struct Arithmetic<double> {
 template <typename T>
 using Acc = typename Arithmetic<T>::type;
 
-__device__ __forceinline__ float to_acc(float x) { return x; }
-__device__ __forceinline__ double to_acc(double x) { return x; }
-__device__ __forceinline__ float to_acc(__half x) { return __half2float(x); }
-__device__ __forceinline__ float to_acc(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float to_acc(float x) {
+  return x;
+}
+__device__ __forceinline__ double to_acc(double x) {
+  return x;
+}
+__device__ __forceinline__ float to_acc(__half x) {
+  return __half2float(x);
+}
+__device__ __forceinline__ float to_acc(__nv_bfloat16 x) {
+  return __bfloat162float(x);
+}
 
 template <typename T>
 __device__ __forceinline__ T from_acc(Acc<T> x) {
@@ -44,7 +53,8 @@ __device__ __forceinline__ T negative_infinity() {
   }
 }
 
-// e^x in the accuracy the storage type T can show: the hardware's exp2 for the half types, libdevice's for the others.
+// e^x in the accuracy the storage type T can show: the hardware's exp2 for the half types, libdevice's for
+// the others.
 template <typename T>
 __device__ __forceinline__ Acc<T> exp_for(Acc<T> x) {
   if constexpr (sizeof(T) == 2) {

@@ -30,9 +30,9 @@ __device__ __forceinline__ T warp_reduce(T value, Op op = {}) {
   return value;
 }
 
-// Every thread of a block of kThreads (a multiple of 32) must call; all threads get the result. `scratch` holds
-// kThreads / 32 values in shared memory and may be used again after the next __syncthreads of the caller's own; two
-// calls in a row need two scratch arrays. Costs one __syncthreads.
+// Every thread of a block of kThreads (a multiple of 32) must call; all threads get the result. `scratch`
+// holds kThreads / 32 values in shared memory and may be used again after the next __syncthreads of the
+// caller's own; two calls in a row need two scratch arrays. Costs one __syncthreads.
 template <int kThreads, typename Op, typename T>
 __device__ __forceinline__ T block_reduce(T value, T* scratch, Op op = {}) {
   static_assert(kThreads % kWarpSize == 0 && kThreads <= 1024);

@@ -2,8 +2,8 @@
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/grad_mode.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -26,11 +26,13 @@ inline bool needs_grad(TensorRefs tensors) {
   return false;
 }
 
-// Mutating and out= ops return nothing, so torch's fallbacks would record no node and give wrong gradients in silence.
+// Mutating and out= ops return nothing, so torch's fallbacks would record no node and give wrong gradients in
+// silence.
 inline void refuse_grad(const char* op, TensorRefs tensors) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!needs_grad(tensors), op,
-                              ": this op writes into its arguments and has no gradient; call it under torch.no_grad() "
-                              "or on tensors that do not require grad, or use the functional op");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !needs_grad(tensors), op,
+      ": this op writes into its arguments and has no gradient; call it under torch.no_grad() "
+      "or on tensors that do not require grad, or use the functional op");
 }
 
 // The Autograd kernel of a mutating op: refuse, then run the op again below autograd.

@@ -1,5 +1,5 @@
-// Argument checks. Each message says which argument of which op, what was required and what came. They compare
-// symbolic sizes, so the Meta kernels run the very same checks as the CPU and CUDA ones.
+// Argument checks. Each message says which argument of which op, what was required and what came. They
+// compare symbolic sizes, so the Meta kernels run the very same checks as the CPU and CUDA ones.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,23 +17,26 @@ inline bool same_size(const c10::SymInt& a, const c10::SymInt& b) {
   return a.sym_eq(b).expect_true(__FILE__, __LINE__);
 }
 
-inline bool holds(const c10::SymBool& condition) { return condition.expect_true(__FILE__, __LINE__); }
+inline bool holds(const c10::SymBool& condition) {
+  return condition.expect_true(__FILE__, __LINE__);
+}
 
 // `shape` is the documented form, such as "[B, T, H, K]".
-inline void check_rank(const char* op, const char* name, const at::Tensor& tensor, int64_t rank, const char* shape) {
-  TORCH_CHECK_VALUE(tensor.dim() == rank, op, ": ", name, " must be ", rank, "-D ", shape, ", got ", tensor.dim(),
-                    "-D ", tensor.sym_sizes());
+inline void check_rank(const char* op, const char* name, const at::Tensor& tensor, int64_t rank,
+                       const char* shape) {
+  TORCH_CHECK_VALUE(tensor.dim() == rank, op, ": ", name, " must be ", rank, "-D ", shape, ", got ",
+                    tensor.dim(), "-D ", tensor.sym_sizes());
 }
 
 // `meaning` names the size in words the caller knows, such as "H_kv of k".
 inline void check_size(const char* op, const char* name, const at::Tensor& tensor, int64_t dim,
                        const c10::SymInt& expected, const char* meaning) {
-  TORCH_CHECK_VALUE(same_size(tensor.sym_size(dim), expected), op, ": size ", dim, " of ", name, " must be ", expected,
-                    " (", meaning, "), got ", tensor.sym_size(dim), " in ", tensor.sym_sizes());
+  TORCH_CHECK_VALUE(same_size(tensor.sym_size(dim), expected), op, ": size ", dim, " of ", name, " must be ",
+                    expected, " (", meaning, "), got ", tensor.sym_size(dim), " in ", tensor.sym_sizes());
 }
 
-inline void check_shape(const char* op, const char* name, const at::Tensor& tensor, c10::SymIntArrayRef expected,
-                        const char* meaning) {
+inline void check_shape(const char* op, const char* name, const at::Tensor& tensor,
+                        c10::SymIntArrayRef expected, const char* meaning) {
   bool equal = tensor.dim() == static_cast<int64_t>(expected.size());
   for (size_t dim = 0; equal && dim < expected.size(); ++dim) {
     equal = same_size(tensor.sym_size(static_cast<int64_t>(dim)), expected[dim]);
@@ -61,8 +64,8 @@ inline void check_dtype(const char* op, const char* name, const at::Tensor& tens
                    tensor.scalar_type());
 }
 
-// The floating dtypes of every op: float32, float16, bfloat16; float64 on the CPU, and on CUDA only where the op
-// has `double_on_cuda` kernels. Meta tensors stand for either device and accept float64.
+// The floating dtypes of every op: float32, float16, bfloat16; float64 on the CPU, and on CUDA only where the
+// op has `double_on_cuda` kernels. Meta tensors stand for either device and accept float64.
 inline void check_floating(const char* op, const char* name, const at::Tensor& tensor, bool double_on_cuda) {
   if (tensor.is_cuda() && !double_on_cuda) {
     TORCH_CHECK_TYPE(tensor.scalar_type() != at::kDouble, op, ": ", name,
@@ -71,14 +74,14 @@ inline void check_floating(const char* op, const char* name, const at::Tensor& t
   check_dtype(op, name, tensor, {at::kFloat, at::kHalf, at::kBFloat16, at::kDouble});
 }
 
-inline void check_same_dtype(const char* op, const char* name, const at::Tensor& tensor, const char* like_name,
-                             const at::Tensor& like) {
-  TORCH_CHECK_TYPE(tensor.scalar_type() == like.scalar_type(), op, ": ", name, " must have the dtype of ", like_name,
-                   " (", like.scalar_type(), "), got ", tensor.scalar_type());
+inline void check_same_dtype(const char* op, const char* name, const at::Tensor& tensor,
+                             const char* like_name, const at::Tensor& like) {
+  TORCH_CHECK_TYPE(tensor.scalar_type() == like.scalar_type(), op, ": ", name, " must have the dtype of ",
+                   like_name, " (", like.scalar_type(), "), got ", tensor.scalar_type());
 }
 
-inline void check_same_device(const char* op, const char* name, const at::Tensor& tensor, const char* like_name,
-                              const at::Tensor& like) {
+inline void check_same_device(const char* op, const char* name, const at::Tensor& tensor,
+                              const char* like_name, const at::Tensor& like) {
   TORCH_CHECK(tensor.device() == like.device(), op, ": ", name, " must be on the device of ", like_name, " (",
               like.device(), "), got ", tensor.device());
 }

@@ -1,5 +1,5 @@
-// Run-time value to template argument, without macros. A value that is not in the list is an error that names the
-// compiled ones: a dispatch that falls through would leave the output unwritten.
+// Run-time value to template argument, without macros. A value that is not in the list is an error that names
+// the compiled ones: a dispatch that falls through would leave the output unwritten.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -29,7 +29,8 @@ using AllFloatTypes = TypeList<float, c10::Half, c10::BFloat16, double>;
 template <typename F, typename... Ts>
 void dispatch_dtype(const char* op, at::ScalarType dtype, TypeList<Ts...>, F&& f) {
   const bool found =
-      ((dtype == c10::CppTypeToScalarType<Ts>::value ? (std::forward<F>(f)(Type<Ts>{}), true) : false) || ...);
+      ((dtype == c10::CppTypeToScalarType<Ts>::value ? (std::forward<F>(f)(Type<Ts>{}), true) : false) ||
+       ...);
   if (!found) {
     std::string compiled;
     ((compiled += std::string(" ") + c10::toString(c10::CppTypeToScalarType<Ts>::value)), ...);
@@ -37,10 +38,12 @@ void dispatch_dtype(const char* op, at::ScalarType dtype, TypeList<Ts...>, F&& f
   }
 }
 
-// Calls f(std::integral_constant<int, N>{}) for the N of the list that equals `value`; `name` is for the error.
+// Calls f(std::integral_constant<int, N>{}) for the N of the list that equals `value`; `name` is for the
+// error.
 template <int... Ns, typename F>
 void dispatch_int(const char* op, const char* name, int64_t value, F&& f) {
-  const bool found = ((value == Ns ? (std::forward<F>(f)(std::integral_constant<int, Ns>{}), true) : false) || ...);
+  const bool found =
+      ((value == Ns ? (std::forward<F>(f)(std::integral_constant<int, Ns>{}), true) : false) || ...);
   if (!found) {
     std::string compiled;
     ((compiled += " " + std::to_string(Ns)), ...);

@@ -1,26 +1,69 @@
-// One vector type per instruction set, in a namespace of its own (HTREE_ISA), written with the compiler's vector
-// extensions so that one source serves every level. Included through simd_baseline.h, simd_avx2.h or simd_avx512.h.
-// Not at::vec: its width is fixed by torch's own build macros, and an extension cannot dispatch over it at run time.
+// One vector type per instruction set, in a namespace of its own (HTREE_ISA), written with the compiler's
+// vector extensions so that one source serves every level. Included through simd_baseline.h, simd_avx2.h or
+// simd_avx512.h. Not at::vec: its width is fixed by torch's own build macros, and an extension cannot
+// dispatch over it at run time.
 #pragma once
 
 namespace htree::HTREE_ISA {
+
+// The vector types carry an alignment (unaligned loads are the rule); as template arguments they lose it, harmlessly.
+#pragma GCC diagnostic ignored "-Wignored-attributes"
 
 constexpr int kLanes = HTREE_LANES;
 typedef float VecF __attribute__((vector_size(4 * HTREE_LANES), aligned(4)));
 typedef int32_t VecI __attribute__((vector_size(4 * HTREE_LANES), aligned(4)));
 typedef uint16_t VecH __attribute__((vector_size(2 * HTREE_LANES), aligned(2)));
+// The same registers as doubles, half as many lanes.
+typedef double VecD __attribute__((vector_size(4 * HTREE_LANES), aligned(8)));
+typedef int64_t VecL __attribute__((vector_size(4 * HTREE_LANES), aligned(8)));
 
-inline VecF splat(float x) { return x - VecF{}; }
-inline VecF as_float(VecI x) { return (VecF)x; }
-inline VecI as_int(VecF x) { return (VecI)x; }
-inline VecF max(VecF a, VecF b) { return a > b ? a : b; }
+// Arithmetic of a storage type: VecF and float, but VecD and double for double.
+template <typename T>
+struct Lane {
+  using Scalar = float;
+  using Vec = VecF;
+};
+template <>
+struct Lane<double> {
+  using Scalar = double;
+  using Vec = VecD;
+};
+template <typename T>
+using VecOf = typename Lane<T>::Vec;
+template <typename T>
+using ScalarOf = typename Lane<T>::Scalar;
+template <typename V>
+constexpr int kLanesOf = sizeof(V) / sizeof(V{}[0]);
+
+inline VecF splat(float x) {
+  return x - VecF{};
+}
+inline VecD splat(double x) {
+  return x - VecD{};
+}
+inline VecF as_float(VecI x) {
+  return (VecF)x;
+}
+inline VecI as_int(VecF x) {
+  return (VecI)x;
+}
+inline VecF max(VecF a, VecF b) {
+  return a > b ? a : b;
+}
+inline VecD max(VecD a, VecD b) {
+  return a > b ? a : b;
+}
 // Keeps a NaN of either side, unlike max().
-inline VecF max_nan(VecF a, VecF b) { return a != a ? a : (a > b ? a : (b == b ? (a < b ? b : a) : b)); }
+inline VecF max_nan(VecF a, VecF b) {
+  return a != a ? a : (a > b ? a : (b == b ? (a < b ? b : a) : b));
+}
 
-inline float horizontal_sum(VecF x) {
-  float sum[kLanes];
+template <typename V>
+inline auto horizontal_sum(V x) {
+  constexpr int kCount = kLanesOf<V>;
+  decltype(x[0] + x[0]) sum[kCount];
   std::memcpy(sum, &x, sizeof x);
-  for (int width = kLanes / 2; width > 0; width /= 2) {
+  for (int width = kCount / 2; width > 0; width /= 2) {
     for (int i = 0; i < width; ++i) {
       sum[i] += sum[i + width];
     }
@@ -28,10 +71,12 @@ inline float horizontal_sum(VecF x) {
   return sum[0];
 }
 
-inline float horizontal_max(VecF x) {
-  float best[kLanes];
+template <typename V>
+inline auto horizontal_max(V x) {
+  constexpr int kCount = kLanesOf<V>;
+  decltype(x[0] + x[0]) best[kCount];
   std::memcpy(best, &x, sizeof x);
-  for (int width = kLanes / 2; width > 0; width /= 2) {
+  for (int width = kCount / 2; width > 0; width /= 2) {
     for (int i = 0; i < width; ++i) {
       best[i] = best[i] > best[i + width] ? best[i] : best[i + width];
     }
@@ -39,10 +84,11 @@ inline float horizontal_max(VecF x) {
   return best[0];
 }
 
-// e^x to about 1 ulp: x = n ln2 + r with |r| <= ln2/2, a degree-6 polynomial for e^r, and n added to the exponent.
-// 0 below the smallest normal result, +inf above the largest; NaN stays NaN.
+// e^x to about 1 ulp: x = n ln2 + r with |r| <= ln2/2, a degree-6 polynomial for e^r, and n added to the
+// exponent. 0 below the smallest normal result, +inf above the largest; NaN stays NaN.
 inline VecF exp(VecF x) {
-  const VecF shifter = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits
+  const VecF shifter =
+      splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits
   const VecF shifted = x * 1.44269504088896341f + shifter;
   const VecF n = shifted - shifter;
   const VecF r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
@@ -60,17 +106,52 @@ inline VecF exp(VecF x) {
   return x == x ? y : x;
 }
 
+// The same in double precision: the Taylor series of e^r to degree 13 leaves 5e-18 at |r| = ln2/2.
+inline VecD exp(VecD x) {
+  const VecD shifter = splat(6755399441055744.0);  // 1.5 * 2^52
+  const VecD shifted = x * 1.4426950408889634 + shifter;
+  const VecD n = shifted - shifter;
+  const VecD r = (x - n * 6.93147180369123816490e-01) - n * 1.90821492927058770002e-10;
+  VecD p = splat(1.0 / 6227020800.0);
+  constexpr double kFactorials[] = {479001600.0, 39916800.0, 3628800.0, 362880.0, 40320.0, 5040.0,
+                                    720.0,       120.0,      24.0,      6.0,      2.0,     1.0};
+  for (double factorial : kFactorials) {
+    p = p * r + 1.0 / factorial;
+  }
+  p = p * r + 1.0;
+  const VecL exponent = ((VecL)shifted - (VecL)shifter) << 52;
+  VecD y = (VecD)((VecL)p + exponent);
+  y = x < -708.3964185322641 ? VecD{} : y;
+  y = x > 709.08 ? splat(std::numeric_limits<double>::infinity()) : y;
+  return x == x ? y : x;
+}
+
 // ---- storage conversions: fp32, fp16 and bf16 memory to fp32 lanes and back (round to nearest even)
 
-inline VecI widen(VecH bits) { return __builtin_convertvector(bits, VecI); }
-inline VecH narrow(VecI bits) { return __builtin_convertvector(bits, VecH); }
+inline VecI widen(VecH bits) {
+  return __builtin_convertvector(bits, VecI);
+}
+inline VecH narrow(VecI bits) {
+  return __builtin_convertvector(bits, VecH);
+}
 
 inline VecF load(const float* p) {
   VecF x;
   std::memcpy(&x, p, sizeof x);
   return x;
 }
-inline void store(float* p, VecF x) { std::memcpy(p, &x, sizeof x); }
+inline void store(float* p, VecF x) {
+  std::memcpy(p, &x, sizeof x);
+}
+
+inline VecD load(const double* p) {
+  VecD x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+inline void store(double* p, VecD x) {
+  std::memcpy(p, &x, sizeof x);
+}
 
 inline VecF load(const Bf16* p) {
   VecH bits;
@@ -95,7 +176,8 @@ inline VecF load(const Fp16* p) {
   std::memcpy(&half, p, sizeof half);
   const VecI bits = widen(half);
   const VecI magnitude = (bits & 0x7fff) << 13;
-  // Scaling by 2^112 moves the exponent to fp32's bias and normalises subnormals; Inf and NaN keep all exponent bits.
+  // Scaling by 2^112 moves the exponent to fp32's bias and normalises subnormals; Inf and NaN keep all
+  // exponent bits.
   const VecF scaled = as_float(magnitude) * 5.192296858534828e+33f;
   const VecI special = magnitude | 0x7f800000;
   const VecI value = (bits & 0x7c00) == 0x7c00 ? special : as_int(scaled);
@@ -125,33 +207,37 @@ inline void store(Fp16* p, VecF x) {
 #endif
 }
 
-// Partial accesses touch `count` < kLanes elements; missing lanes read as `fill`.
+// Partial accesses touch `count` elements, fewer than a vector has; missing lanes read as `fill`.
 template <typename T>
-inline VecF load_partial(const T* p, int count, float fill) {
-  T lanes[kLanes] = {};
+inline VecOf<T> load_partial(const T* p, int count, ScalarOf<T> fill) {
+  T lanes[kLanesOf<VecOf<T>>] = {};
   std::memcpy(lanes, p, sizeof(T) * static_cast<size_t>(count));
-  VecF x = load(lanes);
-  for (int i = count; i < kLanes; ++i) {
+  VecOf<T> x = load(lanes);
+  for (int i = count; i < kLanesOf<VecOf<T>>; ++i) {
     x[i] = fill;
   }
   return x;
 }
 
 template <typename T>
-inline void store_partial(T* p, VecF x, int count) {
-  T lanes[kLanes];
+inline void store_partial(T* p, VecOf<T> x, int count) {
+  T lanes[kLanesOf<VecOf<T>>];
   store(lanes, x);
   std::memcpy(p, lanes, sizeof(T) * static_cast<size_t>(count));
 }
 
-inline float to_float(float x) { return x; }
+inline float to_float(float x) {
+  return x;
+}
 inline float to_float(Bf16 x) {
   const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
   float y;
   std::memcpy(&y, &bits, sizeof y);
   return y;
 }
-inline float to_float(Fp16 x) { return load_partial(&x, 1, 0.0f)[0]; }
+inline float to_float(Fp16 x) {
+  return load_partial(&x, 1, 0.0f)[0];
+}
 
 template <typename T>
 inline T from_float(float x) {

@@ -1,4 +1,5 @@
-// First include of a baseline translation unit of CPU kernels: what the compiler targets by default (SSE2, NEON, ...).
+// First include of a baseline translation unit of CPU kernels: what the compiler targets by default (SSE2,
+// NEON, ...).
 #pragma once
 #include "host/simd_prelude.h"
 #define HTREE_ISA isa_baseline

@@ -75,7 +75,9 @@ void forward_out_meta(const at::Tensor& x, int64_t block_size, const at::Tensor&
   prepare_out(x, block_size, out);
 }
 
-void forward_inplace_meta(const at::Tensor& x, int64_t block_size) { prepare_out(x, block_size, x); }
+void forward_inplace_meta(const at::Tensor& x, int64_t block_size) {
+  prepare_out(x, block_size, x);
+}
 
 // ---- Autograd
 
@@ -159,10 +161,14 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
   library.def("causal_softmax_backward(Tensor dy, Tensor y) -> Tensor", tags);
 }
 
-TORCH_LIBRARY_IMPL(htree, CPU, library) { register_device<forward_cpu, backward_cpu>(library); }
+TORCH_LIBRARY_IMPL(htree, CPU, library) {
+  register_device<forward_cpu, backward_cpu>(library);
+}
 
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(htree, CUDA, library) { register_device<forward_cuda, backward_cuda>(library); }
+TORCH_LIBRARY_IMPL(htree, CUDA, library) {
+  register_device<forward_cuda, backward_cuda>(library);
+}
 #endif
 
 TORCH_LIBRARY_IMPL(htree, Meta, library) {

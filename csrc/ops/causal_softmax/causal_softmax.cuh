@@ -1,5 +1,5 @@
-// Kernels of causal_softmax. Each row is read once into registers, reduced, and written once; rows too long for that go
-// through the looping kernel. Only visible elements are ever read. docs/semantics.md §5.
+// Kernels of causal_softmax. Each row is read once into registers, reduced, and written once; rows too long
+// for that go through the looping kernel. Only visible elements are ever read. docs/semantics.md §5.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@ namespace htree::causal_softmax {
 using device::Acc;
 using device::Pack;
 
-// kThreads per row, each holding kElems elements (0: the looping kernels). kVectorised rows have unit stride and 16-byte
-// aligned starts; the others go element by element at any column stride.
+// kThreads per row, each holding kElems elements (0: the looping kernels). kVectorised rows have unit stride
+// and 16-byte aligned starts; the others go element by element at any column stride.
 template <typename Element, int kThreads_, int kRowsPerBlock_, int kElems, bool kVectorised>
 struct Traits {
   using T = Element;
@@ -48,11 +48,12 @@ __device__ __forceinline__ int64_t visible_of(const Shape& shape, int64_t row_id
   return shape.cols - shape.rows + 1 + row_idx % shape.rows;
 }
 
-// Elements [col, col + kPackElems) of a row, `fill` from `visible` on. A pack that crosses the boundary is read element
-// by element: what lies behind may be NaN and is never touched.
+// Elements [col, col + kPackElems) of a row, `fill` from `visible` on. A pack that crosses the boundary is
+// read element by element: what lies behind may be NaN and is never touched.
 template <typename Tr>
-__device__ __forceinline__ void load_visible(const Row<const typename Tr::T>& row, int64_t col, int64_t visible,
-                                             typename Tr::T fill, Pack<typename Tr::T, Tr::kPackElems>& out) {
+__device__ __forceinline__ void load_visible(const Row<const typename Tr::T>& row, int64_t col,
+                                             int64_t visible, typename Tr::T fill,
+                                             Pack<typename Tr::T, Tr::kPackElems>& out) {
   if (!Tr::kStrided && col + Tr::kPackElems <= visible) {
     out = device::load_pack<Tr::kPackElems>(row.data + col);
     return;
@@ -100,7 +101,8 @@ __device__ __forceinline__ int64_t pack_col(int pack) {
 }
 
 template <typename Tr>
-__global__ void __launch_bounds__(Tr::kBlock) forward_kernel(const __grid_constant__ ForwardParams<typename Tr::T> p) {
+__global__ void __launch_bounds__(Tr::kBlock)
+    forward_kernel(const __grid_constant__ ForwardParams<typename Tr::T> p) {
   using T = typename Tr::T;
   using A = Acc<T>;
   __shared__ A scratch[2][Tr::kThreads / device::kWarpSize];
@@ -199,8 +201,8 @@ __global__ void __launch_bounds__(Tr::kBlock)
   }
 }
 
-// Rows of any length: one pass for maximum and sum (re-based whenever the maximum grows), one that writes. y may be x:
-// a thread writes only what it alone reads.
+// Rows of any length: one pass for maximum and sum (re-based whenever the maximum grows), one that writes. y
+// may be x: a thread writes only what it alone reads.
 template <typename Tr>
 __global__ void __launch_bounds__(Tr::kBlock)
     looping_forward_kernel(const __grid_constant__ ForwardParams<typename Tr::T> p) {
@@ -224,7 +226,8 @@ __global__ void __launch_bounds__(Tr::kBlock)
     for (int i = 0; i < Tr::kPackElems; ++i) {
       grown = device::Max{}(device::to_acc(in[i]), grown);
     }
-    // While every score is -Inf the shift is 0, so that exp gives 0 and not NaN; the row's own rule comes at the end.
+    // While every score is -Inf the shift is 0, so that exp gives 0 and not NaN; the row's own rule comes at
+    // the end.
     const A shift = grown == device::negative_infinity<A>() ? A(0) : grown;
     sum *= device::exp_for<T>(best - shift);
     best = grown;

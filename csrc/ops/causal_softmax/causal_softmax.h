@@ -29,7 +29,8 @@ Strides strides_of(const at::Tensor& x);
 at::Tensor prepare(const at::Tensor& x, int64_t block_size);
 // Checks of the out= and in-place ops, on metadata alone.
 void prepare_out(const at::Tensor& x, int64_t block_size, const at::Tensor& out);
-// RuntimeError when out may share memory with x without being the same view; needs real memory, so Meta skips it.
+// RuntimeError when out may share memory with x without being the same view; needs real memory, so Meta skips
+// it.
 void check_overlap(const at::Tensor& x, const at::Tensor& out);
 // Checks of the backward op; returns dx, uninitialised.
 at::Tensor prepare_backward(const at::Tensor& dy, const at::Tensor& y);

@@ -14,8 +14,8 @@ constexpr const char* kOp = "causal_softmax";
 
 void check_scores(const char* name, const at::Tensor& x) {
   check_floating(kOp, name, x, /*double_on_cuda=*/true);
-  TORCH_CHECK_VALUE(x.dim() == 2 || x.dim() == 3, kOp, ": ", name, " must be 2-D [h, w] or 3-D [b, h, w], got ",
-                    x.dim(), "-D ", x.sym_sizes());
+  TORCH_CHECK_VALUE(x.dim() == 2 || x.dim() == 3, kOp, ": ", name,
+                    " must be 2-D [h, w] or 3-D [b, h, w], got ", x.dim(), "-D ", x.sym_sizes());
   TORCH_CHECK_VALUE(holds(x.sym_size(-1).sym_ge(x.sym_size(-2))), kOp, ": ", name,
                     " must have at least as many columns (keys) as rows (queries), got ", x.sym_sizes());
 }
@@ -87,10 +87,11 @@ void check_overlap(const at::Tensor& x, const at::Tensor& out) {
   if (x.numel() == 0 || same_view || !x.is_alias_of(out)) {
     return;
   }
-  TORCH_CHECK(provably_disjoint(x, out), kOp,
-              ": out must be the same view as x or share no memory with it; it may partially overlap x (shape ",
-              x.sizes(), ", strides ", x.strides(), " and ", out.strides(), ", offsets ", x.storage_offset(), " and ",
-              out.storage_offset(), ")");
+  TORCH_CHECK(
+      provably_disjoint(x, out), kOp,
+      ": out must be the same view as x or share no memory with it; it may partially overlap x (shape ",
+      x.sizes(), ", strides ", x.strides(), " and ", out.strides(), ", offsets ", x.storage_offset(), " and ",
+      out.storage_offset(), ")");
 }
 
 at::Tensor prepare_backward(const at::Tensor& dy, const at::Tensor& y) {

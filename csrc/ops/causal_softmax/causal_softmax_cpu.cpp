@@ -1,9 +1,9 @@
-// CPU kernels of causal_softmax: rows in parallel, each row vectorised; arithmetic in float, in double for double.
+// CPU kernels of causal_softmax: rows in parallel, each row vectorised; arithmetic in float, in double for
+// double.
 #include <ATen/Parallel.h>
 
 #include <algorithm>
-#include <cmath>
-#include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "host/dispatch.h"
@@ -14,7 +14,8 @@
 namespace htree::causal_softmax {
 namespace {
 
-// Elements per task: small enough to balance the triangle of visible columns, large enough to hide the hand-over.
+// Elements per task: small enough to balance the triangle of visible columns, large enough to hide the
+// hand-over.
 constexpr int64_t kGrain = 1 << 15;
 
 const RowKernels& kernels() {
@@ -46,38 +47,11 @@ struct Rows<c10::BFloat16> {
   static auto backward() { return kernels().backward_bfloat16; }
 };
 
-void forward_row_double(const double* x, double* y, int64_t visible, int64_t cols, float*) {
-  double m = -std::numeric_limits<double>::infinity();
-  for (int64_t i = 0; i < visible; ++i) {
-    m = x[i] > m ? x[i] : m;
-  }
-  double sum = 0;
-  for (int64_t i = 0; i < visible; ++i) {
-    y[i] = std::exp(x[i] - m);
-    sum += y[i];
-  }
-  for (int64_t i = 0; i < visible; ++i) {
-    y[i] /= sum;
-  }
-  std::fill(y + visible, y + cols, 0.0);
-}
-
-void backward_row_double(const double* dy, const double* y, double* dx, int64_t visible, int64_t cols) {
-  double dot = 0;
-  for (int64_t i = 0; i < visible; ++i) {
-    dot += dy[i] * y[i];
-  }
-  for (int64_t i = 0; i < visible; ++i) {
-    dx[i] = y[i] * (dy[i] - dot);
-  }
-  std::fill(dx + visible, dx + cols, 0.0);
-}
-
 template <>
 struct Rows<double> {
   using Storage = double;
-  static auto forward() { return forward_row_double; }
-  static auto backward() { return backward_row_double; }
+  static auto forward() { return kernels().forward_double; }
+  static auto backward() { return kernels().backward_double; }
 };
 
 // The first `count` elements of a row as a unit-stride array: the row itself, or a copy in `buffer`.
@@ -99,7 +73,9 @@ void for_each_row(const Problem& p, F&& make_task) {
   at::parallel_for(0, p.batch * p.rows, grain, [&](int64_t begin, int64_t end) {
     auto task = make_task();
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t row = i % p.rows;
+      // Long rows alternate with short ones, or the thread with the last rows would have most of the triangle.
+      const int64_t turn = i % p.rows;
+      const int64_t row = turn % 2 == 0 ? turn / 2 : p.rows - 1 - turn / 2;
       task(i / p.rows, row, p.cols - p.rows + 1 + row);
     }
   });
@@ -111,7 +87,8 @@ void forward_typed(const Problem& p, const T* x, Strides xs, T* y, Strides ys) {
   using Storage = typename Rows<T>::Storage;
   for_each_row(p, [&] {
     return [&, in = std::vector<T>(xs.col == 1 ? 0 : p.cols), out = std::vector<T>(ys.col == 1 ? 0 : p.cols),
-            scratch = std::vector<float>(p.cols)](int64_t b, int64_t row, int64_t visible) mutable {
+            scratch = std::vector<std::conditional_t<std::is_same_v<T, double>, double, float>>(p.cols)](
+               int64_t b, int64_t row, int64_t visible) mutable {
       const T* x_row = unit_stride(x + b * xs.batch + row * xs.row, xs.col, visible, in);
       T* y_row = y + b * ys.batch + row * ys.row;
       T* target = ys.col == 1 ? y_row : out.data();
@@ -129,13 +106,14 @@ void backward_typed(const Problem& p, const T* dy, Strides dys, const T* y, Stri
   const auto row_kernel = Rows<T>::backward();
   using Storage = typename Rows<T>::Storage;
   for_each_row(p, [&] {
-    return [&, dy_copy = std::vector<T>(dys.col == 1 ? 0 : p.cols),
-            y_copy = std::vector<T>(ys.col == 1 ? 0 : p.cols)](int64_t b, int64_t row, int64_t visible) mutable {
-      const T* dy_row = unit_stride(dy + b * dys.batch + row * dys.row, dys.col, visible, dy_copy);
-      const T* y_row = unit_stride(y + b * ys.batch + row * ys.row, ys.col, visible, y_copy);
-      row_kernel(reinterpret_cast<const Storage*>(dy_row), reinterpret_cast<const Storage*>(y_row),
-                 reinterpret_cast<Storage*>(dx + b * dxs.batch + row * dxs.row), visible, p.cols);
-    };
+    return
+        [&, dy_copy = std::vector<T>(dys.col == 1 ? 0 : p.cols),
+         y_copy = std::vector<T>(ys.col == 1 ? 0 : p.cols)](int64_t b, int64_t row, int64_t visible) mutable {
+          const T* dy_row = unit_stride(dy + b * dys.batch + row * dys.row, dys.col, visible, dy_copy);
+          const T* y_row = unit_stride(y + b * ys.batch + row * ys.row, ys.col, visible, y_copy);
+          row_kernel(reinterpret_cast<const Storage*>(dy_row), reinterpret_cast<const Storage*>(y_row),
+                     reinterpret_cast<Storage*>(dx + b * dxs.batch + row * dxs.row), visible, p.cols);
+        };
   });
 }
 

@@ -49,8 +49,8 @@ bool aligned(const Matrix<T>& m) {
 Shape shape_of(const Problem& p) {
   // Long rows cannot come in such numbers; short ones share a block of kRowsPerBlock.
   const int64_t num_rows = p.batch * p.rows;
-  TORCH_CHECK(num_rows / kRowsPerBlock < INT32_MAX, "causal_softmax: batch * rows must be below ", kRowsPerBlock,
-              " * (2^31 - 1) on CUDA, got ", num_rows);
+  TORCH_CHECK(num_rows / kRowsPerBlock < INT32_MAX, "causal_softmax: batch * rows must be below ",
+              kRowsPerBlock, " * (2^31 - 1) on CUDA, got ", num_rows);
   return {num_rows, p.rows, p.cols};
 }
 

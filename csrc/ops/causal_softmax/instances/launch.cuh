@@ -1,4 +1,5 @@
-// Configuration to kernel: every configuration that choose_config can return is listed here, and nothing else.
+// Configuration to kernel: every configuration that choose_config can return is listed here, and nothing
+// else.
 #pragma once
 
 #include "ops/causal_softmax/causal_softmax.cuh"
@@ -45,12 +46,13 @@ struct Table {
 };
 
 template <typename T, bool kVectorised>
-using Compiled = Table<Instance<T, 32, kRowsPerBlock, 8, kVectorised>, Instance<T, 32, kRowsPerBlock, 16, kVectorised>,
-                       Instance<T, 32, kRowsPerBlock, 32, kVectorised>, Instance<T, 128, 1, 16, kVectorised>,
-                       Instance<T, 256, 1, 16, kVectorised>, Instance<T, 512, 1, 16, kVectorised>,
-                       Instance<T, 512, 1, 32, kVectorised>, Instance<T, 1024, 1, 16, kVectorised>,
-                       Instance<T, 1024, 1, 32, kVectorised>, Instance<T, 512, 1, 0, kVectorised>,
-                       Instance<T, 1024, 1, 0, kVectorised>>;
+using Compiled =
+    Table<Instance<T, 32, kRowsPerBlock, 8, kVectorised>, Instance<T, 32, kRowsPerBlock, 16, kVectorised>,
+          Instance<T, 32, kRowsPerBlock, 32, kVectorised>, Instance<T, 128, 1, 16, kVectorised>,
+          Instance<T, 256, 1, 16, kVectorised>, Instance<T, 512, 1, 16, kVectorised>,
+          Instance<T, 512, 1, 32, kVectorised>, Instance<T, 1024, 1, 16, kVectorised>,
+          Instance<T, 1024, 1, 32, kVectorised>, Instance<T, 512, 1, 0, kVectorised>,
+          Instance<T, 1024, 1, 0, kVectorised>>;
 
 template <typename T, typename Launch>
 bool run_compiled(const KernelConfig& config, Launch&& launch) {
