@@ -32,7 +32,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def _fused_projection(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v as slices of the rows of one [B,T,...] projection; q takes its last rows where it is shorter."""
+    """q, k, v as slices of one projection [B,T,...]; q takes its last rows where it is shorter."""
     rows = torch.cat([_padded_front(q, k.shape[1]).flatten(2), k.flatten(2), v.flatten(2)], dim=-1)
     widths = [x.shape[2] * x.shape[3] for x in (q, k, v)]
     parts = rows.split(widths, dim=-1)
@@ -67,7 +67,7 @@ LAYOUTS: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]] = {
 
 @dataclass(frozen=True)
 class Stage:
-    """What the ops of one layer get: keys and values [B,N,H_kv,·], lists [B,ceil(T_q/s),H_kv,k], layer index."""
+    """What the ops of one layer get: keys and values [B,N,H_kv,·], lists [B,ceil(T_q/s),H_kv,k]."""
 
     layer: int
     layer_k: Tensor
@@ -216,7 +216,7 @@ class TreeAttentionCase(Case):
         ]
 
     def num_candidates(self) -> tuple[list[int], list[int]]:
-        """Candidates, and how many of them are merged: sums over the queries for one head, by layer (§1.3)."""
+        """Candidates and merged ones, summed over the queries of one head, by layer (§1.3)."""
         times = torch.arange(self.t0, self.T)
         num_layers = len(self.sizes)
         found, merged = [0] * num_layers, [0] * num_layers

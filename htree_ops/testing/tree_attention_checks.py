@@ -157,7 +157,8 @@ def assert_lists(parents: Sequence[Tensor], num_queries: int, length: int, optio
     times = torch.arange(t0, length, stride, device=parents[0].device)
     for layer, lists in enumerate(parents):
         assert lists.dtype == torch.int32
-        assert lists.shape[1] == times.numel() and lists.shape[3] == top_k, f"layer {layer}: {lists.shape}"
+        got = (lists.shape[1], lists.shape[3])
+        assert got == (times.numel(), top_k), f"layer {layer}: {tuple(lists.shape)}"
         num = reference.num_parents(lists)
         slots = torch.arange(top_k, device=lists.device)
         assert ((lists == -1) == (slots >= num[..., None])).all(), f"layer {layer}: -1 inside a list"
@@ -169,7 +170,7 @@ def assert_lists(parents: Sequence[Tensor], num_queries: int, length: int, optio
         assert (last == own).all(), f"layer {layer}: the last parent does not contain the query"
         if layer == len(sizes) - 1:
             wanted = reference.top_parents(
-                *lists.shape[:1],
+                lists.shape[0],
                 num_queries,
                 lists.shape[2],
                 top_k,

@@ -35,14 +35,11 @@ def htree_backward_naive(
     delta = (d_out * forward.out.reshape(*split, -1)).sum(-1)
     gmax, gsum = forward.gmax.reshape(split), forward.gsum.reshape(split)
     dq = torch.zeros_like(query)
-    dk: Tensor | None = None
-    dv: Tensor | None = None
+    dk, dv = (torch.zeros_like(x) for x in forward.layers[-1])
     for step in forward.trace:
         layer_k, layer_v = forward.layers[step.layer]
-        if dk is None or dv is None:
-            layer_dk, layer_dv = torch.zeros_like(layer_k), torch.zeros_like(layer_v)
-        else:
-            layer_dk, layer_dv = tree_build_backward(dk, dv, layer_k.shape[1], rate)
+        if step.layer < len(forward.layers) - 1:
+            dk, dv = tree_build_backward(dk, dv, layer_k.shape[1], rate)
         found = step.candidates
         num_positions = found.nodes.shape[-1]
         table = rope_cache(
@@ -62,9 +59,8 @@ def htree_backward_naive(
         rotated = factor * rotate(query, cos_q, sin_q)
         d_keys = rotate(torch.einsum("btscg,btsgd->btscd", d_scores, rotated), cos_k, -sin_k)
         d_values = torch.einsum("btscg,btsgv->btscv", weights, d_out)
-        dk = _add_rows(layer_dk, found.nodes, d_keys)
-        dv = _add_rows(layer_dv, found.nodes, d_values)
-    assert dk is not None and dv is not None
+        dk = _add_rows(dk, found.nodes, d_keys)
+        dv = _add_rows(dv, found.nodes, d_values)
     return dq.reshape(batch, num_queries, num_heads, width), dk, dv
 
 
