@@ -34,9 +34,12 @@ FACTS = [
     ),
     (errors.ArchitectureNotSupportedError, NotImplementedError, {}),
 ]
+each_class = pytest.mark.parametrize(
+    ("error", "builtin", "facts"), FACTS, ids=[error.__name__ for error, _, _ in FACTS]
+)
 
 
-@pytest.mark.parametrize(("error", "builtin", "facts"), FACTS, ids=lambda value: getattr(value, "__name__", ""))
+@each_class
 def test_class_is_also_the_builtin_and_carries_its_facts(error, builtin, facts):
     with pytest.raises(builtin, match="what was required") as caught:
         raise error("what was required and what came", **facts)
@@ -45,7 +48,7 @@ def test_class_is_also_the_builtin_and_carries_its_facts(error, builtin, facts):
     assert {name: getattr(caught.value, name) for name in facts} == facts
 
 
-@pytest.mark.parametrize(("error", "builtin", "facts"), FACTS, ids=lambda value: getattr(value, "__name__", ""))
+@each_class
 def test_facts_survive_pickle_and_copy(error, builtin, facts):
     raised = error("message", **facts)
     for twin in (pickle.loads(pickle.dumps(raised)), copy.copy(raised)):
@@ -65,5 +68,7 @@ def test_facts_are_keywords_and_optional():
 
 def test_base_is_a_plain_exception_and_every_class_is_exported():
     assert errors.HTreeKernelError.__bases__ == (Exception,)
-    classes = {name for name, value in vars(errors).items() if getattr(value, "__module__", "") == errors.__name__}
-    assert classes == set(errors.__all__)
+    defined_here = {
+        name for name, value in vars(errors).items() if getattr(value, "__module__", "") == errors.__name__
+    }
+    assert defined_here == set(errors.__all__)
