@@ -3,46 +3,22 @@
 from __future__ import annotations
 
 import importlib
-import json
 import platform
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-__all__ = ["build_info", "collect", "format_text", "op_names"]
+from htree_ops._load import build_info
+from htree_ops.version import __version__
 
-_BUILD_INFO = Path(__file__).with_name("_build_info.json")
-
-
-def build_info(path: Path = _BUILD_INFO) -> dict[str, Any] | None:
-    """What ``setup.py`` wrote beside the library, or None where nothing was built.
-
-    Keys: version, torch (the one compiled against), cuda (toolkit version or None), reason (why CUDA is in or
-    not), arch_list, compiler, commit.
-    """
-    if not path.is_file():
-        return None
-    facts = json.loads(path.read_text())
-    if not isinstance(facts, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(facts).__name__}")
-    return facts
+__all__ = ["collect", "format_text", "op_names"]
 
 
 def op_names() -> list[str]:
     """Registered ops and overloads without the namespace: ``causal_softmax``, ``causal_softmax.out``."""
     registered = torch._C._dispatch_get_all_op_names()
     return sorted(name.removeprefix("htree::") for name in registered if name.startswith("htree::"))
-
-
-def _import_library() -> str | None:
-    """Loads the op library through the package; the reason when it cannot be loaded."""
-    try:
-        importlib.import_module("htree_ops")
-    except ImportError as error:
-        return str(error)
-    return None if op_names() else "the package holds no compiled library"
 
 
 def _host_module() -> tuple[ModuleType | None, str | None]:
@@ -62,8 +38,8 @@ def _gpus_from_torch() -> list[dict[str, Any]]:
         facts.append(
             {
                 "name": properties.name,
-                "compute_capability": f"{properties.major}.{properties.minor}",
-                "num_sms": properties.multi_processor_count,
+                "capability": (properties.major, properties.minor),
+                "multiprocessors": properties.multi_processor_count,
                 "memory_bytes": properties.total_memory,
             }
         )
@@ -71,62 +47,60 @@ def _gpus_from_torch() -> list[dict[str, Any]]:
 
 
 def collect() -> dict[str, Any]:
-    """All facts as one JSON-ready dict; what could not be found out stands as None beside its reason."""
+    """All facts as one JSON-ready dict.
+
+    Keys: version, python, torch, torch_cuda (CUDA version of torch or None), build (what setup.py decided:
+    version, torch, cuda, reason, arch_list, compiler, commit; empty if unknown), gpus (one dict each), ops,
+    kernel_configurations (kernel name to its compiled variants) or None with host_error saying why.
+    """
     built = build_info()
-    library_error = _import_library()
     host, host_error = _host_module()
+    configurations = getattr(host, "kernel_configurations", None)
+    if host is not None and configurations is None:
+        host_error = "_host lists none"
     return {
-        "version": _version(built),
+        "version": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
         "build": built,
-        "library_error": library_error,
-        "cuda": built["cuda"] if built else None,
-        "cuda_reason": built["reason"] if built else "nothing is built here",
-        "gpus": host.device_facts() if host is not None else _gpus_from_torch(),
+        # A library without CUDA knows no GPU; torch may still see one, and the reader should learn of it.
+        "gpus": host.device_facts() if host is not None and built.get("cuda") else _gpus_from_torch(),
         "ops": op_names(),
-        "kernel_configurations": host.kernel_configurations() if host is not None else None,
+        "kernel_configurations": configurations() if configurations else None,
         "host_error": host_error,
     }
 
 
-def _version(built: dict[str, Any] | None) -> str | None:
-    try:
-        return str(importlib.import_module("htree_ops.version").__version__)
-    except ImportError:
-        return built["version"] if built else None
-
-
 def format_text(facts: dict[str, Any]) -> str:
     """The facts of :func:`collect` as lines for a reader."""
-    built = facts["build"] or {}
+    built = facts["build"]
     lines = [
-        f"htree_ops        {facts['version'] or 'unknown'}",
+        f"htree_ops        {facts['version']}",
         f"python           {facts['python']}",
         f"torch            {facts['torch']} (CUDA {facts['torch_cuda'] or 'none'})",
     ]
     if built:
         lines.append(
-            f"built against    torch {built['torch']}, {built['compiler']}, commit {built['commit']}"
+            f"built against    torch {built['torch']} with {built['compiler']}, commit {built['commit']}"
         )
-    if facts["cuda"]:
-        lines.append(f"CUDA kernels     CUDA {facts['cuda']}, architectures {built.get('arch_list')}")
+    if built.get("cuda"):
+        lines.append(f"CUDA kernels     CUDA {built['cuda']}, architectures {built['arch_list']}")
     else:
-        lines.append(f"CUDA kernels     none: {facts['cuda_reason']}")
+        lines.append(
+            f"CUDA kernels     none: {built.get('reason', 'the library says nothing about its build')}"
+        )
     for gpu in facts["gpus"]:
         details = ", ".join(f"{key} {value}" for key, value in gpu.items() if key != "name")
-        lines.append(f"GPU              {gpu.get('name', 'unnamed')} ({details})")
+        lines.append(f"GPU              {gpu['name']} ({details})")
     if not facts["gpus"]:
         lines.append("GPU              none visible")
-    if facts["library_error"]:
-        lines.append(f"library          not loaded: {facts['library_error']}")
     lines.append(f"ops              {len(facts['ops'])}")
     lines += [f"  {name}" for name in facts["ops"]]
     if facts["kernel_configurations"] is None:
         lines.append(f"configurations   unknown: {facts['host_error']}")
     else:
-        lines.append("configurations")
-        for kernel, names in sorted(facts["kernel_configurations"].items()):
-            lines.append(f"  {kernel}: {' '.join(names)}")
+        lines.append(f"configurations   {sum(map(len, facts['kernel_configurations'].values()))}")
+        for kernel, variants in sorted(facts["kernel_configurations"].items()):
+            lines.append(f"  {kernel}: {' '.join(variants)}")
     return "\n".join(lines)

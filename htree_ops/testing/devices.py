@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from htree_ops.info import build_info
+from htree_ops._load import build_info
 
 __all__ = ["cuda_missing", "poisoned_memory", "require_cuda"]
 
@@ -32,8 +32,8 @@ def cuda_missing() -> str | None:
     if not torch.cuda.is_available():
         return "torch sees no GPU"
     built = build_info()
-    if built is not None and built.get("cuda") is None:
-        return f"htree_ops is built without CUDA: {built.get('reason')}"
+    if built and not built["cuda"]:
+        return f"htree_ops is built without CUDA: {built['reason']}"
     return None
 
 
