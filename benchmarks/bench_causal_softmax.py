@@ -1,0 +1,103 @@
+"""causal_softmax and its backward against torch.compile, torch.softmax without a mask, and eager PyTorch.
+
+Run: ``python -m htree_ops.bench --room causal_softmax --json PATH --csv PATH``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._dynamo.config as dynamo_config
+import torch._functorch.config as functorch_config
+
+from htree_ops.bench.suite import Benchmark, Candidate
+from htree_ops.testing.causal_softmax_cases import (
+    BENCHMARK_BACKWARD_CASES,
+    BENCHMARK_CASES,
+    CausalSoftmaxBackwardCase,
+    masked_softmax,
+    tolerance,
+    visible_mask,
+)
+from htree_ops.testing.compare import assert_close_spec
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+def check_forward(inputs: tuple[Any, ...], result: torch.Tensor) -> None:
+    x = inputs[0]
+    rtol, atol = tolerance(x.dtype, x.shape[-1])
+    assert_close_spec(result, masked_softmax(x.double()), rtol, atol, dtype=x.dtype)
+
+
+def backward_formula(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """y * (dy - sum(dy * y)) on the visible entries, in fp32 with one rounding, in the dtype of y."""
+    mask = visible_mask(y.shape[-2], y.shape[-1], y.device)
+    dy32, y32 = dy.float().masked_fill(~mask, 0.0), y.float()
+    return (y32 * (dy32 - (dy32 * y32).sum(dim=-1, keepdim=True))).to(y.dtype)
+
+
+def check_backward(inputs: tuple[Any, ...], result: torch.Tensor) -> None:
+    dy, y = inputs
+    mask = visible_mask(y.shape[-2], y.shape[-1], y.device)
+    dy64, y64 = dy.double().masked_fill(~mask, 0.0), y.double()
+    products = dy64 * y64
+    expected = y64 * (dy64 - products.sum(dim=-1, keepdim=True))
+    # dy - sum cancels: fp32 arithmetic (2^-20 with the length of the sum) errs in proportion to the terms.
+    terms = dy64.abs() + products.abs().sum(dim=-1, keepdim=True)
+    rtol, atol = tolerance(y.dtype, y.shape[-1])
+    assert_close_spec(result, expected, rtol, atol + y64 * terms * 2.0**-20, dtype=y.dtype)
+
+
+def graph_inputs(forward: Forward) -> Callable[[CausalSoftmaxBackwardCase, str, int], tuple[Any, ...]]:
+    """Inputs of a backward through autograd: the softmax, run already, the leaf and dy."""
+
+    def make(case: CausalSoftmaxBackwardCase, device: str, seed: int) -> tuple[Any, ...]:
+        dy, _ = case.make_inputs(device, seed)
+        x = case.make_x(device, seed).requires_grad_()
+        return forward(x), x, dy
+
+    return make
+
+
+def differentiate(y: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(y, x, dy, retain_graph=True)[0]
+
+
+def forward_benchmarks(device: str) -> list[Benchmark]:
+    compiled = torch.compile(masked_softmax, dynamic=False)
+    baselines = (
+        Candidate("torch.compile", lambda x, _: compiled(x)),
+        Candidate("torch.softmax without mask", lambda x, _: torch.softmax(x, dim=-1), same_function=False),
+        Candidate("eager", lambda x, _: masked_softmax(x)),
+    )
+    ours = Candidate("htree_ops", torch.ops.htree.causal_softmax)
+    return [
+        Benchmark("causal_softmax", case, ours, baselines, check_forward) for case in BENCHMARK_CASES[device]
+    ]
+
+
+def backward_benchmarks(device: str) -> list[Benchmark]:
+    compiled_forward = torch.compile(masked_softmax, dynamic=False)
+    compiled_formula = torch.compile(backward_formula, dynamic=False)
+    baselines = (
+        Candidate("torch.compile", differentiate, graph_inputs(compiled_forward), capturable=False),
+        Candidate("torch.compile of the formula", compiled_formula),
+        Candidate("eager", differentiate, graph_inputs(masked_softmax), capturable=False),
+    )
+    ours = Candidate("htree_ops", torch.ops.htree.causal_softmax_backward)
+    return [
+        Benchmark("causal_softmax_backward", case, ours, baselines, check_backward)
+        for case in BENCHMARK_BACKWARD_CASES[device]
+    ]
+
+
+def make_benchmarks(device: str) -> list[Benchmark]:
+    """All benchmarks of the room on ``device`` ("cpu" or "cuda")."""
+    # The compiled backward runs often on one graph, so it may not reuse the memory of saved tensors.
+    functorch_config.donated_buffer = False
+    # One compilation per case: beyond the limit torch.compile would run a baseline eagerly.
+    dynamo_config.recompile_limit = max(64, dynamo_config.recompile_limit)
+    return forward_benchmarks(device) + backward_benchmarks(device)

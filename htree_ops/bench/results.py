@@ -1,0 +1,203 @@
+"""A measured row and what it must say: machine, versions, commit, problem, baseline and ceiling."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import platform
+import subprocess
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+
+from htree_ops._load import build_info
+
+__all__ = [
+    "Environment",
+    "Row",
+    "collect_environment",
+    "format_table",
+    "read_csv",
+    "read_json",
+    "source_commit",
+    "write_csv",
+    "write_json",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Where a row was measured.
+
+    Attributes:
+        gpu: name of the GPU, ``"none"`` for a CPU run.
+        cpu: name of the processor and the threads torch used.
+        torch: version of torch.
+        cuda: CUDA version of torch, ``"none"`` for a CPU run.
+        driver: version of the GPU driver, ``"none"`` for a CPU run.
+        commit: commit of the measured source, with ``-dirty`` where files were changed.
+        ceiling_gb_per_s: copy bandwidth measured in the same run, GB/s of read plus write.
+    """
+
+    gpu: str
+    cpu: str
+    torch: str
+    cuda: str
+    driver: str
+    commit: str
+    ceiling_gb_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(Environment):
+    """One op on one problem against one baseline. Times in microseconds per call.
+
+    ``graph_us`` is the time per call of a replayed CUDA graph, ``sustained_us`` the median under sustained
+    load; None where it was not taken. ``gb_per_s``, ``tflops`` and ``percent_of_ceiling`` come from the
+    graph-replay time where there is one, else from the median. ``speedup`` compares graph with graph where
+    both exist, else the medians.
+    """
+
+    op: str
+    case: str
+    shapes: str
+    dtype: str
+    bytes: int
+    flops: int
+    median_us: float
+    p20_us: float
+    p80_us: float
+    num_samples: int
+    graph_us: float | None
+    sustained_us: float | None
+    gb_per_s: float
+    tflops: float
+    percent_of_ceiling: float
+    baseline: str
+    baseline_computes_the_same: bool
+    baseline_median_us: float
+    baseline_p20_us: float
+    baseline_p80_us: float
+    baseline_graph_us: float | None
+    baseline_sustained_us: float | None
+    speedup: float
+
+
+def source_commit(folder: Path | None = None) -> str:
+    """The commit that is measured: ``HTREE_COMMIT``, else git's, else the one the library was built from.
+
+    Raises:
+        RuntimeError: none of them is known; a figure without its commit is not recorded.
+    """
+    if given := os.environ.get("HTREE_COMMIT"):
+        return given
+    where = folder or Path(__file__).resolve().parents[2]
+    head = _output_of(["git", "-C", str(where), "rev-parse", "HEAD"])
+    if head is not None:
+        changed = _output_of(["git", "-C", str(where), "status", "--porcelain", "--untracked-files=no"])
+        return f"{head}-dirty" if changed else head
+    if built := build_info().get("commit"):
+        return str(built)
+    raise RuntimeError("the measured commit is unknown: run inside the git checkout or set HTREE_COMMIT")
+
+
+def _output_of(command: list[str]) -> str | None:
+    """Standard output without its last newline, None where the program is absent or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{models[0] if models else platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def collect_environment(device: str, ceiling_gb_per_s: float) -> Environment:
+    """Facts about this run on ``device`` (``"cpu"`` or a CUDA device)."""
+    on_gpu = torch.device(device).type == "cuda"
+    driver = (
+        _output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) if on_gpu else None
+    )
+    return Environment(
+        gpu=torch.cuda.get_device_name(device) if on_gpu else "none",
+        cpu=_cpu_name(),
+        torch=torch.__version__,
+        cuda=str(torch.version.cuda) if on_gpu else "none",
+        driver=driver.splitlines()[0] if driver else "none",
+        commit=source_commit(),
+        ceiling_gb_per_s=ceiling_gb_per_s,
+    )
+
+
+def write_json(path: Path, rows: Sequence[Row]) -> None:
+    """A JSON list with one object per row."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+def read_json(path: Path) -> list[Row]:
+    """The rows of :func:`write_json`."""
+    return [Row(**entry) for entry in json.loads(path.read_text())]
+
+
+def write_csv(path: Path, rows: Sequence[Row]) -> None:
+    """A header and one line per row; None is an empty cell."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+
+
+def _parse_cell(text: str, kind: typing.Any) -> typing.Any:
+    if isinstance(kind, types.UnionType):  # float | None
+        return None if text == "" else float(text)
+    return text == "True" if kind is bool else kind(text)
+
+
+def read_csv(path: Path) -> list[Row]:
+    """The rows of :func:`write_csv`, with their types."""
+    kinds = typing.get_type_hints(Row)
+    with path.open(newline="") as file:
+        return [
+            Row(**{k: _parse_cell(v, kinds[k]) for k, v in line.items()}) for line in csv.DictReader(file)
+        ]
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    """The rows for a terminal: our time, its share of the ceiling, the baseline's time and the speed-up."""
+    header = (
+        "op",
+        "case",
+        "dtype",
+        "us",
+        "graph us",
+        "GB/s",
+        "% copy",
+        "baseline",
+        "us",
+        "graph us",
+        "speed-up",
+    )
+    table = [header]
+    for row in rows:
+        graph, baseline_graph = (
+            "-" if value is None else f"{value:.1f}" for value in (row.graph_us, row.baseline_graph_us)
+        )
+        name = row.baseline if row.baseline_computes_the_same else f"{row.baseline} (other function)"
+        ours = (f"{row.median_us:.1f}", graph, f"{row.gb_per_s:.0f}", f"{row.percent_of_ceiling:.0f}")
+        theirs = (name, f"{row.baseline_median_us:.1f}", baseline_graph, f"{row.speedup:.2f}x")
+        table.append((row.op, row.case, row.dtype, *ours, *theirs))
+    widths = [max(len(line[column]) for line in table) for column in range(len(header))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table
+    )

@@ -1,0 +1,187 @@
+"""One benchmark: gate, interleaved timing against the baselines, rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from htree_ops.bench import timing
+from htree_ops.bench.results import Environment, Row
+from htree_ops.testing.cases import Case, dtype_name
+
+__all__ = ["Benchmark", "Candidate", "GateError", "gate", "make_calls", "run_benchmark", "select"]
+
+Inputs = tuple[Any, ...]
+
+
+class GateError(RuntimeError):
+    """A candidate gave a wrong result and was not timed."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Something to time.
+
+    Attributes:
+        name: as it appears in the results, e.g. ``"torch.compile"``.
+        run: called with one set of inputs.
+        make_inputs: (case, device, seed) -> inputs, where they are not the case's own: a baseline that
+            differentiates builds its graph here, untimed. Its result must still be that of the case's inputs.
+        same_function: False for a yardstick that computes something else; it is not checked, its rows say so.
+        capturable: whether it can run inside a CUDA graph.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    make_inputs: Callable[[Any, str, int], Inputs] | None = None
+    same_function: bool = True
+    capturable: bool = True
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One op on one case.
+
+    Attributes:
+        op: name of the op.
+        case: the problem; it knows its inputs, bytes and flops.
+        ours: the op of this package.
+        baselines: what it is compared with, at least one.
+        check: (inputs, result) raises AssertionError when the result is wrong.
+    """
+
+    op: str
+    case: Case
+    ours: Candidate
+    baselines: Sequence[Candidate]
+    check: Callable[[Inputs, Any], object]
+
+
+def select(benchmarks: Sequence[Benchmark], pattern: str) -> list[Benchmark]:
+    """Those whose ``op/case-dtype`` matches the regular expression."""
+    return [b for b in benchmarks if re.search(pattern, f"{b.op}/{b.case.id}")]
+
+
+def _tensor_bytes(inputs: Inputs) -> int:
+    return sum(value.numel() * value.element_size() for value in inputs if isinstance(value, torch.Tensor))
+
+
+def make_calls(
+    benchmark: Benchmark, candidates: Sequence[Candidate], device: str, num_sets: int | None = None
+) -> tuple[Inputs, dict[str, list[Callable[[], Any]]]]:
+    """The case's first inputs, and for each candidate one call per set: ``num_sets``, or enough to rotate.
+
+    Candidates without inputs of their own share the sets.
+    """
+    case = benchmark.case
+    first = case.make_inputs(device, 0)
+    num_sets = num_sets or timing.num_input_sets(_tensor_bytes(first))
+    shared = [first, *(case.make_inputs(device, seed) for seed in range(1, num_sets))]
+    calls: dict[str, list[Callable[[], Any]]] = {}
+    for candidate in candidates:
+        make = candidate.make_inputs
+        sets = [make(case, device, seed) for seed in range(num_sets)] if make else shared
+        calls[candidate.name] = [partial(candidate.run, *inputs) for inputs in sets]
+    return first, calls
+
+
+def gate(benchmark: Benchmark, candidate: Candidate, inputs: Inputs, call: Callable[[], Any]) -> None:
+    """Runs ``call`` once and checks its result against ``inputs``.
+
+    Raises:
+        GateError: the result is wrong.
+    """
+    try:
+        benchmark.check(inputs, call())
+    except AssertionError as error:
+        raise GateError(
+            f"{benchmark.op} {benchmark.case.id}: {candidate.name} is wrong and is not timed: {error}"
+        ) from error
+
+
+def run_benchmark(
+    benchmark: Benchmark,
+    device: str,
+    environment: Environment,
+    effort: timing.Effort | None = None,
+    clock: timing.Clock | None = None,
+) -> list[Row]:
+    """Checks every candidate, then times them together; one row per baseline.
+
+    Raises:
+        GateError: a candidate that should compute the op does not.
+        ValueError: no baseline, or two candidates of one name.
+    """
+    candidates = [benchmark.ours, *benchmark.baselines]
+    if len(candidates) < 2 or len({c.name for c in candidates}) != len(candidates):
+        raise ValueError(
+            f"{benchmark.op}: need baselines and distinct names, got {[c.name for c in candidates]}"
+        )
+    effort = effort or timing.Effort()
+    clock = clock or timing.clock_for(device)
+
+    inputs, calls = make_calls(benchmark, candidates, device)
+    for candidate in candidates:
+        if candidate.same_function:
+            gate(benchmark, candidate, inputs, calls[candidate.name][0])
+    times = timing.measure(calls, clock, effort)
+    sustained = {
+        name: timing.sustained(calls[name], clock).median_us
+        for name, measured in times.items()
+        if measured.median_us >= effort.sustained_from_us
+    }
+    graph: dict[str, float] = {}
+    if torch.device(device).type == "cuda":
+        captured = {c.name: timing.capture(calls[c.name]) for c in candidates if c.capturable}
+        replayed = timing.measure({name: [replay] for name, (replay, _) in captured.items()}, clock, effort)
+        graph = {name: replayed[name].median_us / count for name, (_, count) in captured.items()}
+    return [
+        _make_row(benchmark, environment, baseline, times, graph, sustained)
+        for baseline in benchmark.baselines
+    ]
+
+
+def _make_row(
+    benchmark: Benchmark,
+    environment: Environment,
+    baseline: Candidate,
+    times: dict[str, timing.Timing],
+    graph: dict[str, float],
+    sustained: dict[str, float],
+) -> Row:
+    case, name = benchmark.case, benchmark.ours.name
+    ours, theirs = times[name], times[baseline.name]
+    device_us = graph.get(name, ours.median_us)
+    both_graphs = name in graph and baseline.name in graph
+    gb_per_s = case.bytes() / device_us / 1e3
+    return Row(
+        **asdict(environment),
+        op=benchmark.op,
+        case=case.name,
+        shapes=case.shapes,
+        dtype=dtype_name(case.dtype),
+        bytes=case.bytes(),
+        flops=case.flops(),
+        median_us=ours.median_us,
+        p20_us=ours.p20_us,
+        p80_us=ours.p80_us,
+        num_samples=ours.num_samples,
+        graph_us=graph.get(name),
+        sustained_us=sustained.get(name),
+        gb_per_s=gb_per_s,
+        tflops=case.flops() / device_us / 1e6,
+        percent_of_ceiling=100 * gb_per_s / environment.ceiling_gb_per_s,
+        baseline=baseline.name,
+        baseline_computes_the_same=baseline.same_function,
+        baseline_median_us=theirs.median_us,
+        baseline_p20_us=theirs.p20_us,
+        baseline_p80_us=theirs.p80_us,
+        baseline_graph_us=graph.get(baseline.name),
+        baseline_sustained_us=sustained.get(baseline.name),
+        speedup=(graph[baseline.name] / graph[name] if both_graphs else theirs.median_us / ours.median_us),
+    )

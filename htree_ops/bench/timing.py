@@ -1,0 +1,233 @@
+"""Clocks and measuring loops: rotated inputs, interleaved candidates, event and graph-replay times.
+
+A candidate is a list of calls without arguments, one per set of inputs. Going round the list keeps the inputs
+out of the caches once the sets together exceed :data:`ROTATED_BYTES`. All times are microseconds.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+__all__ = [
+    "ROTATED_BYTES",
+    "Clock",
+    "CpuClock",
+    "CudaClock",
+    "Effort",
+    "Timing",
+    "capture",
+    "clock_for",
+    "copy_bandwidth",
+    "measure",
+    "num_input_sets",
+    "percentile",
+    "summarise",
+    "sustained",
+    "warm_up",
+]
+
+Call = Callable[[], Any]
+
+#: Inputs are rotated over at least this many bytes: three times the largest L2 in use (60 MB).
+ROTATED_BYTES = 180_000_000
+_MAX_INPUT_SETS = 4096
+_GRAPH_CALLS = 10
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Distribution of the time of one call, in microseconds."""
+
+    median_us: float
+    p20_us: float
+    p80_us: float
+    num_samples: int
+
+    def scaled(self, factor: float) -> Timing:
+        """All times multiplied by ``factor``."""
+        return Timing(self.median_us * factor, self.p20_us * factor, self.p80_us * factor, self.num_samples)
+
+
+def percentile(samples: Sequence[float], percent: float) -> float:
+    """Value below which ``percent`` % of the samples lie, linear between the two nearest."""
+    if not samples or not 0 <= percent <= 100:
+        raise ValueError(f"need samples and 0 <= percent <= 100, got {len(samples)} samples, {percent} %")
+    ordered = sorted(samples)
+    position = percent / 100 * (len(ordered) - 1)
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
+
+
+def summarise(samples_us: Sequence[float]) -> Timing:
+    """Median, 20th and 80th percentile of the samples."""
+    return Timing(
+        median_us=percentile(samples_us, 50),
+        p20_us=percentile(samples_us, 20),
+        p80_us=percentile(samples_us, 80),
+        num_samples=len(samples_us),
+    )
+
+
+class Clock(Protocol):
+    """Times calls on one device."""
+
+    def now(self) -> float:
+        """Host time in seconds, after everything that was launched has finished."""
+
+    def time_calls(self, calls: Sequence[Call], keep: int) -> list[float]:
+        """Microseconds of each call, back to back; the last ``keep`` results live on: outputs rotate too."""
+
+
+class CpuClock:
+    """Wall time of synchronous calls; ``counter`` returns seconds."""
+
+    def __init__(self, counter: Callable[[], float] = time.perf_counter) -> None:
+        self._counter = counter
+
+    def now(self) -> float:
+        """See :class:`Clock`."""
+        return self._counter()
+
+    def time_calls(self, calls: Sequence[Call], keep: int) -> list[float]:
+        """See :class:`Clock`."""
+        alive: deque[Any] = deque(maxlen=keep)
+        samples = []
+        for call in calls:
+            start = self._counter()
+            alive.append(call())
+            samples.append((self._counter() - start) * 1e6)
+        return samples
+
+
+class CudaClock:
+    """Device time between CUDA events on the current stream of ``device``.
+
+    The stream first waits ``lead_in_cycles`` (about a millisecond), so that the host has queued the calls
+    before the first one starts: otherwise short kernels are timed with the gaps of their launches.
+    """
+
+    def __init__(self, device: torch.device | str = "cuda", lead_in_cycles: int = 2_000_000) -> None:
+        self._device = torch.device(device)
+        self._lead_in_cycles = lead_in_cycles
+
+    def now(self) -> float:
+        """See :class:`Clock`."""
+        torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def time_calls(self, calls: Sequence[Call], keep: int) -> list[float]:
+        """See :class:`Clock`."""
+        alive: deque[Any] = deque(maxlen=keep)
+        marks = []
+        with torch.cuda.device(self._device):
+            torch.cuda._sleep(self._lead_in_cycles)
+            for call in calls:
+                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                alive.append(call())
+                stop.record()
+                marks.append((start, stop))
+            torch.cuda.synchronize()
+        return [start.elapsed_time(stop) * 1e3 for start, stop in marks]
+
+
+def clock_for(device: torch.device | str) -> Clock:
+    """Events for a CUDA device, wall time otherwise."""
+    return CudaClock(device) if torch.device(device).type == "cuda" else CpuClock()
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure.
+
+    Attributes:
+        warm_up_ms: every candidate runs at least this long first, not counting its first call.
+        rounds: turns that each candidate takes.
+        burst: calls per turn, fewer when a turn would exceed ``turn_ms``.
+        turn_ms: upper limit of a turn.
+        sustained_from_us: calls from this length on are also timed under sustained load.
+    """
+
+    warm_up_ms: float = 25.0
+    rounds: int = 10
+    burst: int = 10
+    turn_ms: float = 200.0
+    sustained_from_us: float = 1000.0
+
+
+def num_input_sets(input_bytes: int, rotated_bytes: int = ROTATED_BYTES) -> int:
+    """Sets of inputs to rotate: together beyond ``rotated_bytes``, at least two, at most 4096."""
+    return min(_MAX_INPUT_SETS, max(2, math.ceil(rotated_bytes / max(1, input_bytes))))
+
+
+def _round_robin(calls: Sequence[Call], count: int, start: int) -> list[Call]:
+    return [calls[(start + i) % len(calls)] for i in range(count)]
+
+
+def warm_up(calls: Sequence[Call], clock: Clock, milliseconds: float) -> float:
+    """Runs the calls in turn for at least ``milliseconds``; returns microseconds per call of that time."""
+    calls[0]()
+    begin = clock.now()
+    count = 0
+    while count == 0 or (clock.now() - begin) * 1e3 < milliseconds:
+        calls[count % len(calls)]()
+        count += 1
+    return (clock.now() - begin) * 1e6 / count
+
+
+def measure(candidates: Mapping[str, Sequence[Call]], clock: Clock, effort: Effort) -> dict[str, Timing]:
+    """Times the candidates in turns within one loop, so that a change of clock rate meets all of them.
+
+    The order is reversed from turn to turn: no candidate always follows the same other one.
+    """
+    bursts = {}
+    for name, calls in candidates.items():
+        call_us = warm_up(calls, clock, effort.warm_up_ms)
+        bursts[name] = min(effort.burst, max(1, int(effort.turn_ms * 1e3 / max(call_us, 1e-3))))
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    for turn in range(effort.rounds):
+        names = list(candidates)
+        for name in names if turn % 2 == 0 else reversed(names):
+            calls = _round_robin(candidates[name], bursts[name], len(samples[name]))
+            samples[name] += clock.time_calls(calls, keep=len(candidates[name]))
+    return {name: summarise(times) for name, times in samples.items()}
+
+
+def sustained(calls: Sequence[Call], clock: Clock, repeats: int = 25, counted: int = 20) -> Timing:
+    """Back-to-back calls without a pause, the last ``counted`` of ``repeats``: power limits show here."""
+    return summarise(clock.time_calls(_round_robin(calls, repeats, 0), keep=len(calls))[-counted:])
+
+
+def capture(calls: Sequence[Call]) -> tuple[Call, int]:
+    """One CUDA graph with every call at least once and ten calls or more: (replay, number of calls).
+
+    The calls must have run before (compilation) and must be capturable. As many outputs as there are input
+    sets stay alive during the capture, so that replays rotate outputs as well.
+    """
+    count = len(calls) * math.ceil(_GRAPH_CALLS / len(calls))
+    alive: deque[Any] = deque(maxlen=len(calls))
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for call in _round_robin(calls, count, 0):
+            alive.append(call())
+    return graph.replay, count
+
+
+def copy_bandwidth(device: torch.device | str, num_bytes: int | None = None) -> float:
+    """Measured GB/s (10^9, read plus write) of a copy within the memory of ``device``: the ceiling of a run.
+
+    ``num_bytes`` is the size of the source: by default 1 GiB on a GPU and 256 MiB on a CPU.
+    """
+    size = num_bytes or (2**30 if torch.device(device).type == "cuda" else 2**28)
+    source, target = torch.rand(2, size // 4, dtype=torch.float32, device=device).unbind()
+    timing = measure({"copy": [lambda: target.copy_(source)]}, clock_for(device), Effort(rounds=4, burst=5))
+    return 2 * size / timing["copy"].median_us / 1e3

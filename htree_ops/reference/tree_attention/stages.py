@@ -1,0 +1,198 @@
+"""Staged and fused ops of one layer, named and called like the library's (docs/semantics.md §1.8)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import selection, state
+from .rotary import rotate
+from .state import State
+from .tree import Candidates, accumulate_dtype, candidates, rows_of_queries
+
+
+def score_candidates(
+    q: Tensor, layer_k: Tensor, found: Candidates, cos: Tensor, sin: Tensor, scale: float | None
+) -> Tensor:
+    """Return scale * <R_{n-1} q, R_p K_c(p)> as [B,T,S,C,G]; -inf where the candidate is absent.
+
+    q [B,T,S*G,K], layer_k [B,N,S,K], cos and sin [>= C,K/2]; arithmetic in the dtype of `cos` or wider.
+    """
+    batch, num_queries, num_heads, width = q.shape
+    groups = layer_k.shape[2]
+    wide = torch.promote_types(accumulate_dtype(q), cos.dtype)
+    num_positions = found.nodes.shape[-1]
+    if q.numel() == 0 or layer_k.shape[1] == 0 or num_positions == 0:
+        shape = (batch, num_queries, groups, num_positions, num_heads // max(groups, 1))
+        return torch.full(shape, -torch.inf, dtype=wide, device=q.device)
+    cos, sin = cos.to(wide), sin.to(wide)
+    keys = state.gather_nodes(layer_k.to(wide), found.nodes)
+    keys = rotate(keys, cos[:num_positions], sin[:num_positions])
+    last = (found.num - 1).clamp(min=0)
+    query = q.to(wide).view(batch, num_queries, groups, -1, width)
+    factor = width**-0.5 if scale is None else scale
+    query = rotate(query, cos[last][..., None, :], sin[last][..., None, :]) * factor
+    scores = torch.einsum("btscd,btsgd->btscg", keys, query)
+    return scores.masked_fill(~found.present[..., None], -torch.inf)
+
+
+def compute_scores(
+    q: Tensor,
+    layer_k: Tensor,
+    parents: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    layer: int,
+    compression_rate: int = 16,
+    scale: float | None = None,
+    t0: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Return scores [B,T_q,H_kv,k*r,G] (-inf at p >= n) and num_candidates int32 [B,T_q,H_kv]."""
+    found = candidates(parents, layer, layer_k.shape[1], compression_rate, t0)
+    return score_candidates(q, layer_k, found, cos, sin, scale), found.num.to(torch.int32)
+
+
+def accumulate_non_topk(
+    layer_v: Tensor,
+    parents: Tensor,
+    scores: Tensor,
+    num_candidates: Tensor,
+    layer: int,
+    compression_rate: int = 16,
+    t0: int = 0,
+) -> State:
+    """Return the state [B,T_q,H], [B,T_q,H], [B,T_q,H,V] of the candidates p < n whose score is not -inf."""
+    found = candidates(parents, layer, layer_v.shape[1], compression_rate, t0)
+    positions = torch.arange(scores.shape[-2], device=scores.device)
+    kept = found.present & (positions < num_candidates[..., None])
+    return state.accumulate(scores, _gather_values(layer_v, found, scores.dtype), kept)
+
+
+def _gather_values(layer_v: Tensor, found: Candidates, dtype: torch.dtype) -> Tensor:
+    if layer_v.shape[1] == 0:
+        return torch.zeros(*found.nodes.shape, layer_v.shape[-1], dtype=dtype, device=layer_v.device)
+    return state.gather_nodes(layer_v.to(dtype), found.nodes)
+
+
+def _group_size(q: Tensor, layer_k: Tensor) -> int:
+    return q.shape[2] // max(layer_k.shape[2], 1)
+
+
+def compute_and_select(
+    q: Tensor,
+    layer_k: Tensor,
+    layer_v: Tensor,
+    parents: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    layer: int,
+    compression_rate: int = 16,
+    top_k: int = 512,
+    scale: float | None = None,
+    t0: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Per query head (lists [B,T_q,H,k]): the state over all candidates, and the top-k nodes and scores.
+
+    topk_indices int32 [B,T_q,H,k] in key order (-1 tail), topk_scores likewise (-inf tail); both have
+    width 0 at layer 0. K/V head of query head h is h // G.
+    """
+    group = _group_size(q, layer_k)
+    keys, values = (x.repeat_interleave(group, dim=2) for x in (layer_k, layer_v))
+    found = candidates(parents, layer, keys.shape[1], compression_rate, t0)
+    scores = score_candidates(q, keys, found, cos, sin, scale)
+    lmax, lsum, lout = state.accumulate(scores, _gather_values(values, found, scores.dtype), found.present)
+    positions = selection.select_topk(scores, found.num, top_k)
+    if layer == 0:
+        positions = positions[..., :0]
+    slots = positions.clamp(min=0).long()
+    nodes = (parents.long() * compression_rate)[..., None] + torch.arange(
+        compression_rate, device=parents.device
+    )
+    indices = torch.where(positions >= 0, nodes.flatten(-2).gather(-1, slots), -1).to(torch.int32)
+    chosen = scores[..., 0].gather(-1, slots).masked_fill(positions < 0, -torch.inf)
+    return lmax, lsum, lout, indices, chosen
+
+
+def bottom_accumulate(
+    q: Tensor,
+    layer_k: Tensor,
+    layer_v: Tensor,
+    parents: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    compression_rate: int = 16,
+    scale: float | None = None,
+    t0: int = 0,
+    selection_stride: int = 1,
+) -> State:
+    """Return the state of all candidates of layer 0; row i of `parents` serves queries i*s ... i*s+s-1."""
+    lists = rows_of_queries(parents, q.shape[1], selection_stride)
+    found = candidates(lists, 0, layer_k.shape[1], compression_rate, t0)
+    scores = score_candidates(q, layer_k, found, cos, sin, scale)
+    return state.accumulate(scores, _gather_values(layer_v, found, scores.dtype), found.present)
+
+
+def select_accumulate(
+    q: Tensor,
+    layer_k: Tensor,
+    layer_v: Tensor,
+    parents: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    layer: int,
+    compression_rate: int = 16,
+    top_k: int = 512,
+    scale: float | None = None,
+    importance: str = "lse_causal",
+    t0: int = 0,
+    selection_stride: int = 1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Select at a layer above the bottom: the state of what is left out, and next_parents.
+
+    The set of each block of s queries is its leader's. next_parents is int32 [B,ceil(T_q/s),H_kv,k].
+    """
+    if layer == 0:
+        raise ValueError("layer must be at least 1, got 0: nothing is selected at the bottom")
+    lists = rows_of_queries(parents, q.shape[1], selection_stride)
+    found = candidates(lists, layer, layer_k.shape[1], compression_rate, t0)
+    scores = score_candidates(q, layer_k, found, cos, sin, scale)
+    leaders = slice(None, None, selection_stride)
+    positions = selection.select_topk(scores[:, leaders], found.num[:, leaders], top_k, importance)
+    nodes = selection.compute_next_parents(parents, positions, compression_rate)
+    chosen = selection.positions_mask(positions, scores.shape[-2])
+    chosen = rows_of_queries(chosen, q.shape[1], selection_stride)
+    values = _gather_values(layer_v, found, scores.dtype)
+    return (*state.accumulate(scores, values, found.present & ~chosen), nodes)
+
+
+def recompute_selection(
+    q: Tensor,
+    layer_k: Tensor,
+    parents: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    layer: int,
+    compression_rate: int = 16,
+    top_k: int = 512,
+    scale: float | None = None,
+    importance: str = "lse_causal",
+    t0: int = 0,
+    selection_stride: int = 1,
+) -> Tensor:
+    """Return next_parents of `select_accumulate` without touching values."""
+    no_values = layer_k[..., :0]
+    return select_accumulate(
+        q,
+        layer_k,
+        no_values,
+        parents,
+        cos,
+        sin,
+        layer,
+        compression_rate,
+        top_k,
+        scale,
+        importance,
+        t0,
+        selection_stride,
+    )[3]

@@ -1,0 +1,1 @@
+"""Case lists, tensor layouts, comparison and device rules shared by the tests and the benchmarks."""

@@ -1,0 +1,66 @@
+"""The common base of case lists: a room's list feeds its tests, opcheck and benchmarks."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Case", "case_id", "dtype_name", "normal"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case(abc.ABC):
+    """One problem for one op.
+
+    Attributes:
+        name: short and unique within its list.
+        dtype: dtype of the floating inputs.
+    """
+
+    name: str
+    dtype: torch.dtype
+
+    @abc.abstractmethod
+    def make_inputs(self, device: str | torch.device, seed: int = 0) -> tuple[Any, ...]:
+        """Positional arguments of the op, tensors on ``device``; equal for equal seed and device."""
+
+    @abc.abstractmethod
+    def bytes(self) -> int:
+        """Bytes between memory and chip that no implementation avoids: each operand and result once."""
+
+    @abc.abstractmethod
+    def flops(self) -> int:
+        """Arithmetic operations that the result needs, exponentials and divisions counted as one each."""
+
+    @property
+    def id(self) -> str:
+        """Name in a test report: ``name-dtype``."""
+        return f"{self.name}-{dtype_name(self.dtype)}"
+
+    @property
+    def shapes(self) -> str:
+        """Sizes for a results table; a room says more where one word is not enough."""
+        return self.name
+
+
+def case_id(case: Case) -> str:
+    """For ``pytest.mark.parametrize("case", CASES, ids=case_id)``."""
+    return case.id
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``bfloat16`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def normal(
+    shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device, seed: int, scale: float = 1.0
+) -> torch.Tensor:
+    """Contiguous standard normal values times ``scale``, drawn on ``device`` in fp32 (fp64 for fp64)."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    drawn_as = torch.float64 if dtype == torch.float64 else torch.float32
+    values = torch.randn(shape, dtype=drawn_as, device=device, generator=generator)
+    return values.mul_(scale).to(dtype)

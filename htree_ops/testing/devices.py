@@ -1,0 +1,56 @@
+"""Which devices the tests and benchmarks can use, and the NaN-filled memory they run on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+
+from htree_ops._load import build_info
+
+__all__ = ["cuda_missing", "poisoned_memory", "require_cuda"]
+
+
+def require_cuda() -> bool:
+    """Whether ``HTREE_REQUIRE_CUDA=1`` turns every GPU skip into a failure.
+
+    Raises:
+        ValueError: the variable is neither 0, 1, empty nor unset.
+    """
+    value = os.environ.get("HTREE_REQUIRE_CUDA", "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"HTREE_REQUIRE_CUDA must be 0, 1 or unset, got {value!r}")
+    return value == "1"
+
+
+def cuda_missing() -> str | None:
+    """Why the CUDA kernels cannot run here, or None when they can."""
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
+    built = build_info()
+    if built and not built["cuda"]:
+        return f"htree_ops is built without CUDA: {built['reason']}"
+    return None
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fresh tensors, also those of ``at::empty`` in C++, start as NaN (the largest value for integers).
+
+    An output element that a kernel forgets then fails, instead of holding an earlier right answer.
+    Ops without a deterministic variant only warn inside. Usable around one Hypothesis example.
+    """
+    previous = torch.are_deterministic_algorithms_enabled()
+    previous_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    previous_fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = previous_fill  # type: ignore[attr-defined]
+        torch.use_deterministic_algorithms(previous, warn_only=previous_warn_only)

@@ -1,0 +1,105 @@
+"""Rules that hold for every test: devices, Hypothesis settings, fresh memory, and a line that says what ran.
+
+* ``device`` is a parameter, ``"cpu"`` and ``"cuda"``. A CUDA test is one with that parameter, with any other
+  parameter that names a CUDA device, or with the marker ``gpu``. Without a GPU it is skipped.
+* ``HTREE_REQUIRE_CUDA=1`` turns every skip of a CUDA test, and of a whole module, into a failure.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+from htree_ops.testing.devices import cuda_missing, poisoned_memory, require_cuda
+
+# deadline: the first call of an op compiles, loads or warms up. derandomize: a run in CI must be repeatable.
+hypothesis.settings.register_profile("default", deadline=None, print_blob=True, max_examples=100)
+hypothesis.settings.register_profile(
+    "ci", hypothesis.settings.get_profile("default"), derandomize=True, database=None
+)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+MISSING = cuda_missing()
+REQUIRED = require_cuda()
+
+
+@pytest.fixture(scope="module", params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest) -> str:
+    """Device type to run on. Of module scope, so that it can be used beside Hypothesis' ``@given``."""
+    return str(request.param)
+
+
+@pytest.fixture
+def nan_memory() -> Iterator[None]:
+    """Fresh tensors of the test start as NaN; inside ``@given`` use ``poisoned_memory()`` itself."""
+    with poisoned_memory():
+        yield
+
+
+def is_cuda(item: pytest.Item) -> bool:
+    if item.get_closest_marker("gpu"):
+        return True
+    callspec = getattr(item, "callspec", None)
+    values = callspec.params.values() if callspec else ()
+    return any(isinstance(v, (str, torch.device)) and str(v).split(":")[0] == "cuda" for v in values)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    torch.backends.cuda.matmul.allow_tf32 = False  # an fp32 reference on the GPU must be fp32
+    torch.backends.cudnn.allow_tf32 = False
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if MISSING and is_cuda(item):
+        pytest.skip(f"no CUDA: {MISSING}")
+
+
+def forbid_skip(report: pytest.TestReport | pytest.CollectReport, what: str) -> None:
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+    report.outcome = "failed"
+    report.longrepr = f"HTREE_REQUIRE_CUDA=1 allows no skip of {what}: {reason}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item):
+    report = yield
+    report.device = "cuda" if is_cuda(item) else "cpu"
+    if REQUIRED and report.skipped and report.device == "cuda" and not hasattr(report, "wasxfail"):
+        forbid_skip(report, "a CUDA test")
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector):
+    report = yield
+    if REQUIRED and report.skipped:
+        forbid_skip(report, "a module, which may hold CUDA tests")
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if REQUIRED and MISSING and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    counts: Counter[tuple[str, str]] = Counter()
+    for outcome in ("passed", "failed", "error", "xfailed", "xpassed", "skipped"):
+        for report in terminalreporter.stats.get(outcome, []):
+            if hasattr(report, "device") and (
+                report.when == "call" or outcome in ("error", "skipped", "failed")
+            ):
+                counts[report.device, "skipped" if outcome == "skipped" else "ran"] += 1
+    parts = [
+        f"{name}: {counts[name, 'ran']} ran, {counts[name, 'skipped']} skipped" for name in ("cpu", "cuda")
+    ]
+    why = f" (no CUDA: {MISSING})" if MISSING else f" ({torch.cuda.get_device_name()})"
+    required = ", required by HTREE_REQUIRE_CUDA=1" if REQUIRED else ""
+    terminalreporter.write_line(f"devices: {'; '.join(parts)}{why}{required}")

@@ -1,0 +1,362 @@
+"""The benchmark machinery on a CPU: statistics, fairness of the loop, the gate, rows and their files."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import htree_ops.bench.__main__ as command_line
+from htree_ops.bench import results, suite, timing
+from htree_ops.testing.cases import Case, normal
+from htree_ops.testing.compare import assert_close_spec
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class FakeCounter:
+    """Seconds that pass only when a call says so."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def call(self, *microseconds: float):
+        """A call that takes the given times in turn, the last one for ever."""
+        remaining = list(microseconds)
+
+        def run() -> None:
+            self.seconds += (remaining.pop(0) if len(remaining) > 1 else remaining[0]) * 1e-6
+
+        return run
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumCase(Case):
+    """x [n] -> its sum."""
+
+    n: int
+
+    def make_inputs(self, device, seed=0):
+        return (normal((self.n,), self.dtype, device, seed),)
+
+    def bytes(self) -> int:
+        return self.n * self.dtype.itemsize
+
+    def flops(self) -> int:
+        return self.n
+
+
+CASE = SumCase(name="small", dtype=torch.float32, n=1 << 20)
+ENVIRONMENT = results.Environment(
+    gpu="none",
+    cpu="some CPU, 2 threads",
+    torch="2.11",
+    cuda="none",
+    driver="none",
+    commit="0123",
+    ceiling_gb_per_s=20.0,
+)
+QUICK = timing.Effort(warm_up_ms=0.0, rounds=3, burst=2)
+
+
+def check_sum(inputs, result) -> None:
+    assert_close_spec(result, inputs[0].double().sum(), 1e-4, 1e-2)
+
+
+def sum_benchmark(ours=torch.sum, baselines=None) -> suite.Benchmark:
+    if baselines is None:
+        baselines = [suite.Candidate("eager", lambda x: x.sum())]
+    return suite.Benchmark("sum", CASE, suite.Candidate("htree_ops", ours), baselines, check_sum)
+
+
+def test_percentiles_on_known_samples():
+    samples = [5.0, 1.0, 4.0, 2.0, 3.0]
+    assert [timing.percentile(samples, p) for p in (0, 20, 50, 80, 90, 100)] == pytest.approx(
+        [1, 1.8, 3, 4.2, 4.6, 5]
+    )
+    assert timing.percentile([7.0], 80) == 7.0
+    for samples, percent in (([], 50), ([1.0], 101), ([1.0], -1)):
+        with pytest.raises(ValueError):
+            timing.percentile(samples, percent)
+    assert timing.summarise(range(1, 102)) == timing.Timing(51.0, 21.0, 81.0, 101)
+
+
+def test_measure_on_a_fake_clock():
+    counter = FakeCounter()
+    clock = timing.CpuClock(counter)
+    candidates = {
+        "fast": [counter.call(10.0)],
+        "slow": [counter.call(40.0)],
+        "first": [counter.call(9e6, 5.0)],
+    }
+    measured = timing.measure(candidates, clock, timing.Effort(rounds=4, burst=5, warm_up_ms=1.0))
+    for name, expected in (
+        ("fast", 10.0),
+        ("slow", 40.0),
+        ("first", 5.0),
+    ):  # the compiling call is not counted
+        assert measured[name].median_us == pytest.approx(expected)
+        assert measured[name].num_samples == 20
+
+
+def test_warm_up_lasts_as_long_as_asked_and_not_longer():
+    counter = FakeCounter()
+    calls = [counter.call(2000.0)]
+    assert timing.warm_up(calls, timing.CpuClock(counter), 25.0) == pytest.approx(2000.0)
+    assert counter.seconds == pytest.approx(14 * 2e-3)  # the first call, then 13 to reach 25 ms
+
+
+def test_long_calls_get_short_turns():
+    counter = FakeCounter()
+    effort = timing.Effort(rounds=2, burst=10, turn_ms=200.0)
+    candidates = {
+        "long": [counter.call(90e3)],
+        "very long": [counter.call(3e6)],
+        "short": [counter.call(10.0)],
+    }
+    measured = timing.measure(candidates, timing.CpuClock(counter), effort)
+    assert {name: t.num_samples for name, t in measured.items()} == {"long": 4, "very long": 2, "short": 20}
+
+
+def test_candidates_alternate_and_inputs_rotate():
+    log: list[tuple[str, int]] = []
+    counter = FakeCounter()
+
+    def call(name: str, index: int):
+        def run() -> None:
+            counter.seconds += 1e-6
+            log.append((name, index))
+
+        return run
+
+    candidates = {name: [call(name, i) for i in range(3)] for name in ("a", "b")}
+    effort = timing.Effort(rounds=3, burst=2, warm_up_ms=0.0)
+    timing.measure(candidates, timing.CpuClock(counter), effort)
+    timed = log[4:]  # two warm-up calls each
+    assert "".join(name for name, _ in timed) == "aabb" + "bbaa" + "aabb"
+    for name in candidates:
+        assert [index for called, index in timed if called == name] == [0, 1, 2, 0, 1, 2]
+
+
+def test_sustained_counts_the_last_twenty_of_twenty_five():
+    counter = FakeCounter()
+    heating = counter.call(*[100.0] * 5, *[200.0] * 20)
+    assert timing.sustained([heating], timing.CpuClock(counter)) == timing.Timing(
+        *(pytest.approx(200.0) for _ in range(3)), num_samples=20
+    )
+
+
+def test_outputs_stay_alive_as_long_as_the_rotation():
+    addresses = [[lambda: torch.empty(1 << 16)] * 4]
+    seen: list[int] = []
+
+    def call():
+        made = addresses[0][0]()
+        seen.append(made.data_ptr())
+        return made
+
+    timing.CpuClock().time_calls([call] * 4, keep=4)
+    assert len(set(seen)) == 4
+
+
+def test_enough_input_sets_to_leave_the_caches():
+    assert timing.num_input_sets(268_000_000) == 2
+    assert timing.num_input_sets(1_000_000) == 180
+    assert timing.num_input_sets(7_000_000) * 7_000_000 >= timing.ROTATED_BYTES
+    assert timing.num_input_sets(0) == timing.num_input_sets(8) == 4096
+
+
+def test_copy_bandwidth_is_of_this_world(device):
+    assert 0.5 < timing.copy_bandwidth(device, 1 << 26) < 20_000
+
+
+def test_clock_of_the_device_orders_short_and_long_work(device):
+    sizes = {"short": 1 << 12, "long": 1 << 24}
+    inputs = {name: torch.rand(n, device=device) for name, n in sizes.items()}
+    candidates = {name: [lambda x=x: x.exp()] for name, x in inputs.items()}
+    measured = timing.measure(candidates, timing.clock_for(device), timing.Effort(rounds=3))
+    assert 0 < measured["short"].median_us < measured["long"].median_us
+    assert measured["long"].p20_us <= measured["long"].median_us <= measured["long"].p80_us
+
+
+@pytest.mark.gpu
+def test_graph_replay_runs_the_calls():
+    x = torch.zeros(1, device="cuda")
+    calls = [lambda: x.add_(1), lambda: x.add_(2), lambda: x.add_(3)]
+    replay, count = timing.capture(calls)
+    assert count == 12
+    x.zero_()
+    replay()
+    assert x.item() == 4 * 6
+
+
+def test_row_of_a_benchmark():
+    rows = suite.run_benchmark(sum_benchmark(), "cpu", ENVIRONMENT, QUICK)
+    assert len(rows) == 1
+    row = rows[0]
+    assert {field.name for field in dataclasses.fields(row)} >= {
+        "gpu",
+        "torch",
+        "commit",
+        "baseline",
+        "shapes",
+        "dtype",
+    }
+    assert (row.op, row.case, row.dtype, row.baseline) == ("sum", "small", "float32", "eager")
+    assert (row.bytes, row.flops, row.commit, row.num_samples) == (4 << 20, 1 << 20, "0123", 6)
+    assert row.p20_us <= row.median_us <= row.p80_us
+    assert row.gb_per_s == pytest.approx(row.bytes / row.median_us / 1e3)
+    assert row.tflops == pytest.approx(row.flops / row.median_us / 1e6)
+    assert row.percent_of_ceiling == pytest.approx(100 * row.gb_per_s / 20.0)
+    assert row.speedup == pytest.approx(row.baseline_median_us / row.median_us)
+    assert (row.graph_us, row.baseline_graph_us) == (None, None)
+
+
+def test_one_row_per_baseline_and_a_yardstick_is_marked():
+    def yardstick(x: torch.Tensor) -> torch.Tensor:
+        return x.max()
+
+    baselines = [
+        suite.Candidate("eager", torch.sum),
+        suite.Candidate("maximum", yardstick, same_function=False),
+        suite.Candidate(
+            "own inputs", lambda x, y: x.sum() + y, lambda case, d, s: (*case.make_inputs(d, s), 0.0)
+        ),
+    ]
+    rows = suite.run_benchmark(sum_benchmark(baselines=baselines), "cpu", ENVIRONMENT, QUICK)
+    assert [(row.baseline, row.baseline_computes_the_same) for row in rows] == [
+        ("eager", True),
+        ("maximum", False),
+        ("own inputs", True),
+    ]
+    assert "maximum (other function)" in results.format_table(rows)
+
+
+@pytest.mark.parametrize("wrong", ["htree_ops", "eager"])
+def test_the_gate_refuses_to_time_a_wrong_result(wrong):
+    calls = []
+
+    def wrong_sum(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        return x[:-1000].sum() + 1
+
+    benchmark = (
+        sum_benchmark(ours=wrong_sum)
+        if wrong == "htree_ops"
+        else sum_benchmark(baselines=[suite.Candidate("eager", wrong_sum)])
+    )
+    with pytest.raises(suite.GateError, match=f"sum small-float32: {wrong} is wrong and is not timed"):
+        suite.run_benchmark(benchmark, "cpu", ENVIRONMENT, QUICK)
+    assert len(calls) == 1
+
+
+def test_a_benchmark_needs_a_baseline_and_distinct_names():
+    for baselines in ([], [suite.Candidate("htree_ops", torch.sum)]):
+        with pytest.raises(ValueError, match="baselines and distinct names"):
+            suite.run_benchmark(sum_benchmark(baselines=baselines), "cpu", ENVIRONMENT, QUICK)
+
+
+def test_json_and_csv_round_trip(tmp_path):
+    row = suite.run_benchmark(sum_benchmark(), "cpu", ENVIRONMENT, QUICK)[0]
+    rows = [
+        row,
+        dataclasses.replace(
+            row, graph_us=1 / 3, baseline='a "quoted", name', baseline_computes_the_same=False
+        ),
+    ]
+    results.write_json(tmp_path / "new" / "rows.json", rows)
+    results.write_csv(tmp_path / "new" / "rows.csv", rows)
+    assert results.read_json(tmp_path / "new" / "rows.json") == rows
+    assert results.read_csv(tmp_path / "new" / "rows.csv") == rows
+
+
+def test_commit_of_the_source(tmp_path, monkeypatch):
+    monkeypatch.setenv("HTREE_COMMIT", "abc123")
+    assert results.source_commit(tmp_path) == "abc123"
+    monkeypatch.delenv("HTREE_COMMIT")
+    monkeypatch.setattr(results, "build_info", dict)
+    with pytest.raises(RuntimeError, match="HTREE_COMMIT"):
+        results.source_commit(tmp_path)
+    monkeypatch.setattr(results, "build_info", lambda: {"commit": "built"})
+    assert results.source_commit(tmp_path) == "built"
+
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
+        command = ["git", *identity, *arguments]
+        return subprocess.run(
+            command, cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    git("init", "-q")
+    (tmp_path / "file").write_text("one")
+    git("add", "file")
+    git("commit", "-qm", "one")
+    head = git("rev-parse", "HEAD")
+    assert results.source_commit(tmp_path) == head
+    (tmp_path / "file").write_text("two")
+    assert results.source_commit(tmp_path) == f"{head}-dirty"
+
+
+ROOM = """
+import torch
+from htree_ops.bench.suite import Benchmark, Candidate
+from htree_ops.testing.causal_softmax_cases import CausalSoftmaxCase, masked_softmax
+
+def check(inputs, result):
+    assert result.shape == inputs[0].shape and FACTOR == 1.0
+
+def make_benchmarks(device):
+    case = CausalSoftmaxCase(name="tiny", dtype=torch.float32, shape=(64, 64, 64))
+    baseline = Candidate("eager", lambda x, block_size: masked_softmax(x))
+    ours = Candidate("ours", lambda x, block_size: masked_softmax(x))
+    return [Benchmark("softmax", case, ours, [baseline], check)]
+"""
+
+
+def test_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HTREE_COMMIT", "abc123")
+    monkeypatch.setattr(timing, "copy_bandwidth", lambda device: 10.0)
+    common = ["--device", "cpu", "--rounds", "2", "--folder", str(tmp_path)]
+    files = ["--json", str(tmp_path / "out.json"), "--csv", str(tmp_path / "out.csv")]
+    (tmp_path / "bench_good.py").write_text("FACTOR = 1.0" + ROOM)
+    (tmp_path / "bench_bad.py").write_text("FACTOR = 2.0" + ROOM)
+
+    assert command_line.main([*common, "--room", "good", *files]) == 0
+    rows = results.read_json(tmp_path / "out.json")
+    assert rows == results.read_csv(tmp_path / "out.csv")
+    assert [(row.op, row.case, row.commit, row.ceiling_gb_per_s) for row in rows] == [
+        ("softmax", "tiny", "abc123", 10.0)
+    ]
+    assert "copy ceiling 10 GB/s" in capsys.readouterr().out
+
+    assert command_line.main([*common, "--room", "bad"]) == 1
+    assert "ours is wrong" in capsys.readouterr().err
+    assert command_line.main([*common, "--room", "good", "--case", "^nothing"]) == 2
+    assert "no case matches" in capsys.readouterr().err
+    assert command_line.main([*common, "--room", "absent"]) == 2
+    assert "bad good" in capsys.readouterr().err
+
+
+def test_the_causal_softmax_room_passes_its_own_gate(device):
+    """Ours and the eager baselines of the first case, forward and backward; torch.compile is left to the runs."""
+    module = command_line.load_room(ROOT / "benchmarks", "causal_softmax")
+    benchmarks = module.make_benchmarks(device)
+    first = benchmarks[0].case.id
+    chosen = [benchmark for benchmark in benchmarks if benchmark.case.id == first]
+    assert [benchmark.op for benchmark in chosen] == ["causal_softmax", "causal_softmax_backward"]
+    for benchmark in chosen:
+        baselines = [b for b in benchmark.baselines if b.same_function and "torch.compile" not in b.name]
+        assert baselines
+        inputs, calls = suite.make_calls(benchmark, [benchmark.ours, *baselines], device, num_sets=1)
+        for candidate in (benchmark.ours, *baselines):
+            suite.gate(benchmark, candidate, inputs, calls[candidate.name][0])
+        off_by_a_percent = suite.Candidate("wrong", lambda *_, run=calls["htree_ops"][0]: run() * 1.01)
+        with pytest.raises(suite.GateError):
+            suite.gate(benchmark, off_by_a_percent, inputs, off_by_a_percent.run)

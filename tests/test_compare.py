@@ -1,0 +1,172 @@
+"""The comparison helpers catch what they are for (docs/semantics.md §3.4, §3.5 P8)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from htree_ops.testing import compare as compare_module
+from htree_ops.testing.compare import assert_close_spec, assert_no_worse_than_eager, compare, verify
+
+INF, NAN = math.inf, math.nan
+
+
+def random_rows(num_rows: int = 4096, w: int = 512, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Softmax rows: two million positive values around 1/512, far below any absolute tolerance in use."""
+    x = torch.randn(num_rows, w, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return torch.softmax(x, dim=-1).to(dtype)
+
+
+@given(
+    expected=st.floats(-1e6, 1e6),
+    error=st.floats(0, 2),
+    rtol=st.floats(0, 1e-2),
+    atol=st.floats(0, 1.0),
+    place=st.integers(0, 4),
+)
+def test_one_element_decides(expected, error, rtol, atol, place):
+    reference = torch.full((5,), expected, dtype=torch.float64)
+    actual = reference.clone()
+    actual[place] += error
+    made = abs(float(actual[place]) - expected)
+    assert verify(actual, reference, rtol, atol) == (made <= atol + rtol * abs(expected))
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "equal"),
+    [
+        ([NAN, 1.0], [NAN, 1.0], True),
+        ([NAN, 1.0], [0.0, 1.0], False),
+        ([0.0, 1.0], [NAN, 1.0], False),
+        ([INF, 1.0], [INF, 1.0], True),
+        ([INF, 1.0], [-INF, 1.0], False),
+        ([INF, 1.0], [NAN, 1.0], False),
+        ([1e300, 1.0], [INF, 1.0], False),
+        ([INF, 1.0], [1.0, 1.0], False),
+        ([-0.0, 1.0], [0.0, 1.0], True),
+    ],
+)
+def test_nan_and_infinity_must_match(actual, expected, equal):
+    a, e = torch.tensor(actual, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64)
+    assert verify(a, e, rtol=1.0, atol=1e9) is equal
+    if equal:
+        assert assert_no_worse_than_eager(a, e, e).num_nonfinite_mismatch == 0
+    else:
+        for check in (lambda: assert_close_spec(a, e, 1.0, 1e9), lambda: assert_no_worse_than_eager(a, e, e)):
+            with pytest.raises(AssertionError, match="one side only"):
+                check()
+
+
+def test_shape_and_dtype_class_must_agree():
+    ones = torch.ones(2, 3, dtype=torch.float64)
+    for other in (ones.view(3, 2), ones.view(1, 2, 3), ones[:, :1], ones.int(), ones.bool()):
+        assert not verify(other, ones, rtol=1.0, atol=1.0)
+        with pytest.raises(AssertionError, match=r"shape|dtype"):
+            assert_close_spec(other, ones, 1.0, 1.0)
+        with pytest.raises(AssertionError, match=r"shape|dtype"):
+            assert_no_worse_than_eager(other, ones, ones)
+    # A narrower floating dtype is the usual case, the reference being float64; an exact one is asked for.
+    assert verify(ones.half(), ones, 0.0, 0.0)
+    with pytest.raises(AssertionError, match=r"torch\.float16, expected torch\.float32"):
+        assert_close_spec(ones.half(), ones, 0.0, 0.0, dtype=torch.float32)
+    with pytest.raises(AssertionError, match="eager result: dtype"):
+        assert_no_worse_than_eager(ones.half(), ones, ones.float())
+    with pytest.raises(AssertionError, match="must be float64"):
+        assert_no_worse_than_eager(ones.half(), ones.float(), ones.half())
+    with pytest.raises(AssertionError, match="complex"):
+        assert_close_spec(ones.to(torch.complex64), ones.to(torch.complex64), 0.0, 0.0)
+
+
+def test_a_wrong_tail_that_allclose_accepts_is_caught():
+    reference = random_rows()
+    eager = reference.bfloat16()
+    wrong = eager.clone()
+    wrong.view(-1)[-100:] = 0  # the last vector of the last row never written
+    torch.testing.assert_close(wrong.double(), reference, rtol=1.6e-2, atol=2e-2)
+    assert_no_worse_than_eager(eager, reference, eager)
+    with pytest.raises(AssertionError, match="run of 1024"):
+        assert_no_worse_than_eager(wrong, reference, eager)
+    with pytest.raises(AssertionError, match=r"100 of 2097152 .* first at \[4095, 412\]"):
+        assert_close_spec(wrong, reference, rtol=8e-3, atol=1e-8)
+
+
+def test_one_wrong_element_among_two_million_is_caught():
+    reference = random_rows()
+    eager = reference.bfloat16()
+    wrong = eager.clone()
+    place = int(
+        (reference.view(-1) - 1 / 512).abs().argmin()
+    )  # one of the usual size, a 100th of the largest
+    wrong.view(-1)[place] *= 2
+    torch.testing.assert_close(wrong.double(), reference, rtol=1.6e-2, atol=5e-3)
+    with pytest.raises(AssertionError, match=r"max .error"):
+        assert_no_worse_than_eager(wrong, reference, eager)
+    # One of the smallest is below the largest rounding error: only the relative tolerance sees it.
+    small = eager.clone()
+    small.view(-1)[reference.argmin()] *= 2
+    assert_no_worse_than_eager(small, reference, eager)
+    with pytest.raises(AssertionError, match="1 of 2097152"):
+        assert_close_spec(small, reference, rtol=8e-3, atol=1e-8)
+
+
+def test_a_second_rounding_passes_and_a_third_of_the_digits_lost_does_not():
+    reference = random_rows(64)
+    eager = reference.half()
+    once_more = (reference * 3).half().div(3).half()
+    assert_no_worse_than_eager(once_more, reference, eager)
+    with pytest.raises(AssertionError, match="relative norm"):
+        assert_no_worse_than_eager(reference.bfloat16().half(), reference, eager)
+
+
+def test_an_exact_eager_result_leaves_one_rounding():
+    reference = torch.ones(100, dtype=torch.float64)
+    exact = torch.ones(100)
+    one_ulp_below = torch.full((100,), 1 - 2.0**-24)
+    assert_no_worse_than_eager(one_ulp_below, reference, exact)
+    with pytest.raises(AssertionError, match="eager"):
+        assert_no_worse_than_eager(one_ulp_below, reference, exact, atol=0.0)
+    with pytest.raises(AssertionError, match="eager"):
+        assert_no_worse_than_eager(torch.full((100,), 1 - 2.0**-22), reference, exact)
+
+
+def test_integers_are_compared_as_integers():
+    large = torch.tensor([2**62, 2**53])
+    assert verify(large, large.clone(), 0.0, 0.0)
+    assert not verify(large + 1, large, 0.0, 0.0)  # both round to the same float64
+    assert verify(torch.tensor([5, 7]), torch.tensor([6, 7]), 0.0, 1.0)
+    assert not verify(torch.tensor([True, False]), torch.tensor([True, True]), 0.0, 0.0)
+
+
+def test_atol_per_element():
+    expected = torch.zeros(2, 3, dtype=torch.float64)
+    actual = torch.tensor([[0.0, 0.1, 0.2]]).expand(2, 3)
+    assert_close_spec(actual, expected, 0.0, torch.tensor([0.0, 0.15, 0.25]))
+    with pytest.raises(AssertionError, match=r"2 of 6 .* first at \[0, 2\]"):
+        assert_close_spec(actual, expected, 0.0, torch.tensor([0.0, 0.15, 0.15]))
+
+
+def test_the_measurement_and_its_chunks(monkeypatch):
+    expected = torch.arange(1, 5001, dtype=torch.float64)
+    actual = expected.clone()
+    actual[4500] += 3.0
+    whole = compare(actual, expected)
+    assert (whole.numel, whole.num_bad, whole.max_abs, whole.max_expected) == (5000, 1, 3.0, 5000.0)
+    assert whole.first_bad == ((4500,), 4504.0, 4501.0)
+    assert whole.norm == pytest.approx(3.0 / float(expected.norm()))
+    assert whole.worst_segment == pytest.approx(3.0 / float(expected[4096:].norm()))
+    monkeypatch.setattr(compare_module, "_CHUNK", 2048)
+    assert str(compare(actual, expected)) == str(whole)
+
+
+def test_empty_and_strided_and_narrow_tensors():
+    assert verify(torch.empty(0, 3), torch.empty(0, 3, dtype=torch.float64), 0.0, 0.0)
+    assert not verify(torch.empty(0, 3), torch.empty(3, 0), 0.0, 0.0)
+    x = torch.randn(6, 8)
+    assert verify(x.t(), x.t().contiguous().double(), 0.0, 0.0)
+    assert not verify(x.t(), x.t().contiguous().double().flip(0), 0.0, 0.0)
+    quantised = torch.tensor([448.0, NAN, -0.5]).to(torch.float8_e4m3fn)
+    assert verify(quantised, torch.tensor([448.0, NAN, -0.5], dtype=torch.float64), 0.0, 0.0)
