@@ -6,16 +6,14 @@
 
 namespace htree::HTREE_ISA {
 
-// The vector types carry an alignment (unaligned loads are the rule); as template arguments they lose it, harmlessly.
-#pragma GCC diagnostic ignored "-Wignored-attributes"
-
 constexpr int kLanes = HTREE_LANES;
-typedef float VecF __attribute__((vector_size(4 * HTREE_LANES), aligned(4)));
-typedef int32_t VecI __attribute__((vector_size(4 * HTREE_LANES), aligned(4)));
-typedef uint16_t VecH __attribute__((vector_size(2 * HTREE_LANES), aligned(2)));
+typedef float VecF __attribute__((vector_size(4 * HTREE_LANES)));
+typedef int32_t VecI __attribute__((vector_size(4 * HTREE_LANES)));
+typedef uint32_t VecU __attribute__((vector_size(4 * HTREE_LANES)));  // for additions that may wrap
+typedef uint16_t VecH __attribute__((vector_size(2 * HTREE_LANES)));
 // The same registers as doubles, half as many lanes.
-typedef double VecD __attribute__((vector_size(4 * HTREE_LANES), aligned(8)));
-typedef int64_t VecL __attribute__((vector_size(4 * HTREE_LANES), aligned(8)));
+typedef double VecD __attribute__((vector_size(4 * HTREE_LANES)));
+typedef uint64_t VecL __attribute__((vector_size(4 * HTREE_LANES)));
 
 // Arithmetic of a storage type: VecF and float, but VecD and double for double.
 template <typename T>
@@ -99,8 +97,8 @@ inline VecF exp(VecF x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
-  const VecI exponent = (as_int(shifted) - as_int(shifter)) << 23;
-  VecF y = as_float(as_int(p) + exponent);
+  const VecU exponent = ((VecU)shifted - (VecU)shifter) << 23;
+  VecF y = (VecF)((VecU)p + exponent);  // wraps only in lanes that are replaced below
   y = x < -87.33654f ? VecF{} : y;
   y = x > 88.37626f ? splat(std::numeric_limits<float>::infinity()) : y;
   return x == x ? y : x;
