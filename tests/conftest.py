@@ -55,6 +55,11 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.backends.cudnn.allow_tf32 = False
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if is_cuda(item):
+        item.extra_keyword_matches.add("cuda")  # `-k cuda` is every CUDA test, and nothing else
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if MISSING and is_cuda(item):

@@ -1,0 +1,336 @@
+"""causal_softmax, its out=, in-place and backward forms, against the float64 reference (docs/semantics.md §5)."""
+
+from __future__ import annotations
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+import htree_ops  # noqa: F401  (registers torch.ops.htree)
+from htree_ops.reference.causal_softmax import causal_softmax as reference
+from htree_ops.reference.causal_softmax import causal_softmax_backward as reference_backward
+from htree_ops.testing.cases import case_id, normal
+from htree_ops.testing.causal_softmax_cases import (
+    BACKWARD_CASES,
+    CASES,
+    DTYPES,
+    LAYOUT_CASES,
+    CausalSoftmaxBackwardCase,
+    CausalSoftmaxCase,
+    tolerance,
+)
+from htree_ops.testing.compare import assert_close_spec
+from htree_ops.testing.devices import poisoned_memory
+from htree_ops.testing.layouts import LAYOUTS
+
+op = torch.ops.htree.causal_softmax
+op_ = torch.ops.htree.causal_softmax_
+op_backward = torch.ops.htree.causal_softmax_backward
+
+
+def check(y: torch.Tensor, x: torch.Tensor) -> None:
+    rtol, atol = tolerance(x.dtype, x.shape[-1])
+    assert_close_spec(y, reference(x), rtol, atol, dtype=x.dtype)
+
+
+@pytest.mark.parametrize("case", [*CASES, *LAYOUT_CASES], ids=case_id)
+def test_forward(case: CausalSoftmaxCase, device: str, nan_memory: None) -> None:
+    x, block_size = case.make_inputs(device)
+    y = op(x, block_size)
+    assert y.is_contiguous()
+    check(y, x)
+    assert torch.equal(y, op(x, block_size)), "two runs must agree bit for bit"
+
+
+@pytest.mark.parametrize("case", BACKWARD_CASES, ids=case_id)
+def test_backward(case: CausalSoftmaxBackwardCase, device: str, nan_memory: None) -> None:
+    dy, y = case.make_inputs(device)
+    dx = op_backward(dy, y)
+    expected = reference_backward(dy, y)
+    # dy - sum(dy y) cancels: the arithmetic errs in proportion to its terms, not to the result.
+    terms = dy.double().abs().nan_to_num() + (dy.double() * y.double()).nan_to_num().abs().sum(-1, keepdim=True)
+    unit = 2.0**-49 if y.dtype == torch.float64 else 2.0**-20
+    rtol, atol = tolerance(y.dtype, y.shape[-1])
+    assert_close_spec(dx, expected, rtol, atol + y.double() * terms * unit, dtype=y.dtype)
+
+
+@pytest.mark.parametrize("block_size", [0, 512, 1024])
+@pytest.mark.parametrize("w", [1, 31, 1000, 1024, 1025, 2048, 5000, 16384, 16392, 32768, 33000, 70001])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_row_kernel(dtype: torch.dtype, w: int, block_size: int, device: str, nan_memory: None) -> None:
+    x = normal((2, min(w, 3), w), dtype, device, seed=w)
+    for view in (x, LAYOUTS["misaligned"](x)):
+        y = op(view, block_size)
+        check(y, x)
+        dy = torch.randn_like(x)
+        dx = op_backward(LAYOUTS["misaligned"](dy), y)
+        assert_close_spec(dx, reference_backward(dy, y), 2e-2 if dtype.itemsize == 2 else 1e-4, 1e-5, dtype=dtype)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_out_and_in_place_write_any_layout(dtype: torch.dtype, layout: str, device: str) -> None:
+    x = normal((3, 9, 37), dtype, device, seed=0)
+    expected = op(x)
+    out = LAYOUTS[layout](torch.full_like(x, math.nan))
+    assert op.out(x, out=out) is None
+    assert torch.equal(out, expected)
+    target = LAYOUTS[layout](x)
+    assert op_(target) is None
+    assert torch.equal(target, expected)
+
+
+def test_out_beside_its_input_touches_nothing_else(device: str) -> None:
+    """x and out interleave in one buffer: legal, and no neighbour is overwritten."""
+    buffer = normal((4, 16), torch.float32, device, seed=1)
+    x, out = buffer[:, 0::2], buffer[:, 1::2]
+    expected, kept = op(x), x.clone()
+    op.out(x, out=out)
+    assert torch.equal(out, expected)
+    assert torch.equal(x, kept)
+
+
+def test_partial_overlap_is_refused(device: str) -> None:
+    flat = torch.zeros(100, device=device)
+    with pytest.raises(RuntimeError, match="overlap"):
+        op.out(flat[:64].view(8, 8), out=flat[8:72].view(8, 8))
+    with pytest.raises(RuntimeError, match="overlap"):
+        op.out(flat[:64].view(8, 8), out=flat[:64].view(8, 8).t())
+    with pytest.raises(RuntimeError, match="overlap|single memory location"):
+        op_(flat[:1].expand(4, 4))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("w", [8, 40, 3000, 40000])
+def test_special_values(dtype: torch.dtype, w: int, device: str) -> None:
+    inf, nan = math.inf, math.nan
+    x = normal((8, w), dtype, device, seed=2)
+    first = w - 8 + 1  # visible columns of row 0
+    x[0, 0] = nan
+    x[1, 0] = inf
+    x[2, : first + 2] = -inf
+    x[3, 0] = -inf
+    x[4, first + 4 :] = nan  # behind the prefix: never read
+    x[5] = 1e4 if dtype != torch.float16 else 6e4
+    y = op(x)
+    for row in (0, 1, 2):
+        seen = first + row
+        assert y[row, :seen].isnan().all()
+        assert (y[row, seen:] == 0).all()
+    assert y[3:].isfinite().all()
+    assert y[3, 0] == 0 or first + 3 == 1
+    check(y[3:], x[3:])
+
+
+def test_zeros_behind_the_prefix_are_positive(device: str) -> None:
+    y = op(-torch.rand(5, 7, device=device))
+    assert not torch.signbit(y).any()
+    dx = op_backward(-torch.ones(5, 7, device=device), y)
+    assert not torch.signbit(dx[~torch.ones(5, 7, dtype=torch.bool).tril(2)]).any()
+
+
+def test_gradient(device: str) -> None:
+    x = normal((2, 4, 6), torch.float64, device, seed=3).requires_grad_()
+    assert torch.autograd.gradcheck(op, (x,), nondet_tol=0.0)
+    assert torch.autograd.gradcheck(lambda v: op(v.transpose(-1, -2)[..., :3, :]), (x,), nondet_tol=0.0)
+
+
+def test_masked_gradient_is_ignored(device: str) -> None:
+    y = op(torch.randn(3, 5, device=device))
+    dy = torch.randn(3, 5, device=device)
+    poisoned = dy.masked_fill(~torch.ones(3, 5, dtype=torch.bool, device=device).tril(2), math.nan)
+    assert torch.equal(op_backward(poisoned, y), op_backward(dy, y))
+
+
+def test_double_backward_is_refused(device: str) -> None:
+    x = torch.randn(3, 5, device=device, requires_grad=True)
+    (dx,) = torch.autograd.grad(op(x).square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="double backward is not supported"):
+        dx.sum().backward()
+
+
+def test_writing_ops_refuse_gradients_and_count_versions(device: str) -> None:
+    x = torch.randn(3, 5, device=device, requires_grad=True)
+    for call in (lambda: op_(x), lambda: op_(x * 1), lambda: op.out(x, out=torch.empty(3, 5, device=device))):
+        with pytest.raises(NotImplementedError, match="has no gradient"):
+            call()
+    out = torch.empty(3, 5, device=device)
+    version = out._version
+    with torch.no_grad():
+        op.out(x, out=out)
+    assert out._version == version + 1
+    op_(out)
+    assert out._version == version + 2
+    square = (leaf := torch.randn(3, 5, device=device, requires_grad=True)).mul(2)
+    saved = square.detach()
+    loss = (square * square).sum()
+    op_(saved)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    assert leaf.grad is None
+
+
+ERRORS = {
+    "one dim": (lambda: op(torch.zeros(5)), ValueError, r"x must be 2-D \[h, w\] or 3-D \[b, h, w\], got 1-D \[5\]"),
+    "four dims": (lambda: op(torch.zeros(1, 1, 2, 2)), ValueError, "got 4-D"),
+    "too few columns": (lambda: op(torch.zeros(5, 4)), ValueError, r"at least as many columns.*\[5, 4\]"),
+    "integer": (lambda: op(torch.zeros(3, 3, dtype=torch.int32)), TypeError, "x must have one of the dtypes.*Int"),
+    "block size": (lambda: op(torch.zeros(3, 3), 256), NotImplementedError, "block_size must be 0.*got 256"),
+    "out dtype": (
+        lambda: op.out(torch.zeros(3, 3), out=torch.zeros(3, 3, dtype=torch.half)),
+        TypeError,
+        "out must have the dtype of x.*Float.*Half",
+    ),
+    "out shape": (
+        lambda: op.out(torch.zeros(3, 3), out=torch.zeros(3, 4)),
+        ValueError,
+        r"out must have shape \[3, 3\].*got \[3, 4\]",
+    ),
+    "dy shape": (lambda: op_backward(torch.zeros(3, 4), torch.zeros(3, 3)), ValueError, "dy must have shape"),
+    "dy dtype": (lambda: op_backward(torch.zeros(3, 3).half(), torch.zeros(3, 3)), TypeError, "dy must have the dtype"),
+    "out device": (
+        lambda: op.out(torch.zeros(3, 3), out=torch.zeros(3, 3, device="meta")),
+        (RuntimeError, NotImplementedError),
+        "out must be on the device of x|devices?",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_name_argument_requirement_and_value(name: str) -> None:
+    call, kind, message = ERRORS[name]
+    with pytest.raises(kind, match=message):
+        call()
+
+
+# ---- properties
+
+rows_and_columns = st.integers(1, 40).flatmap(lambda h: st.tuples(st.just(h), st.integers(h, h + 80)))
+seeds = st.integers(0, 2**31 - 1)
+
+
+@given(size=rows_and_columns, seed=seeds, dtype=st.sampled_from(DTYPES), scale=st.sampled_from([0.1, 1.0, 30.0]))
+def test_property_matches_torch_and_sums_to_one(
+    device: str, size: tuple[int, int], seed: int, dtype: torch.dtype, scale: float
+) -> None:
+    x = normal((2, *size), dtype, device, seed, scale)
+    with poisoned_memory():
+        y = op(x)
+    check(y, x)
+    mask = torch.ones(size, dtype=torch.bool, device=device).tril(size[1] - size[0])
+    expected = torch.softmax(x.double().masked_fill(~mask, -math.inf), -1)
+    rtol, atol = tolerance(dtype, size[1])
+    assert_close_spec(y, expected, rtol, atol)
+    # each of the w terms is rounded once, and subnormals of the dtype may vanish
+    slack = size[1] * torch.finfo(dtype).tiny + torch.finfo(dtype).eps * 2 + 1e-6 * (dtype != torch.float64)
+    assert (y.double().sum(-1) - 1).abs().max() <= slack
+
+
+@given(size=rows_and_columns, seed=seeds, shift=st.floats(-50, 50))
+def test_property_shift_invariance(device: str, size: tuple[int, int], seed: int, shift: float) -> None:
+    x = normal(size, torch.float64, device, seed)
+    assert_close_spec(op(x + shift), op(x), 1e-12, 1e-15)
+
+
+@given(size=rows_and_columns, seed=seeds, data=st.data())
+def test_property_a_row_depends_on_its_prefix_alone(
+    device: str, size: tuple[int, int], seed: int, data: st.DataObject
+) -> None:
+    h, w = size
+    row = data.draw(st.integers(0, h - 1))
+    visible = w - h + 1 + row
+    x = normal((3, h, w), torch.float32, device, seed)
+    changed = x.clone()
+    changed[:, row, visible:] = math.nan
+    changed[1:] += 1.0  # other batches
+    assert torch.equal(op(changed)[0, row], op(x)[0, row])
+
+
+@given(seed=seeds, n=st.integers(1, 300))
+def test_property_square_starts_one_hot(device: str, seed: int, n: int) -> None:
+    y = op(normal((n, n), torch.float32, device, seed))
+    assert y[0, 0] == 1
+    assert (y[0, 1:] == 0).all()
+
+
+# ---- compile, export, devices
+
+OPCHECK_CASES = [c for c in [*CASES, *LAYOUT_CASES] if math.prod(c.shape) < 20_000][::3]
+
+
+@pytest.mark.parametrize("case", OPCHECK_CASES, ids=case_id)
+def test_opcheck(case: CausalSoftmaxCase, device: str) -> None:
+    x = case.make_x(device)
+    torch.library.opcheck(op.default, (x.clone().requires_grad_(),))
+    torch.library.opcheck(op.default, (x, case.block_size))
+    torch.library.opcheck(op_.default, (x.clone(),))
+    torch.library.opcheck(op.out, (x,), {"out": torch.empty_like(x)})
+    torch.library.opcheck(op_backward.default, (torch.randn_like(x), op(x)))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_with_views_and_backward(dynamic: bool, device: str) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return op(x.transpose(-1, -2)[..., 1:, :].sin()).cos()
+
+    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic)
+    for rows in (6, 9):
+        x = normal((2, 12, rows), torch.float64, device, rows).requires_grad_()
+        twin = x.detach().clone().requires_grad_()
+        compiled(x).sum().backward()
+        model(twin).sum().backward()
+        assert_close_spec(x.grad, twin.grad, 1e-12, 1e-14)
+
+
+def test_export_keeps_one_node(device: str) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return op(x)
+
+    length = torch.export.Dim("length", min=3, max=100)
+    program = torch.export.export(
+        Model(), (torch.randn(2, 4, 8, device=device),), dynamic_shapes={"x": {1: length, 2: 2 * length}}
+    )
+    calls = [n.target for n in program.graph.nodes if n.op == "call_function"]
+    assert calls == [op.default]
+    x = torch.randn(2, 5, 10, device=device)
+    assert torch.equal(program.module()(x), op(x))
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_elements() -> None:
+    shape = (33, 8192, 8192)
+    assert math.prod(shape) > 2**31
+    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    y = op(x)
+    dx = op_backward(x, y)
+    for b, row in ((0, 0), (16, 4000), (32, 0), (32, 8191)):
+        visible = row + 1
+        expected = torch.softmax(x[b, row, :visible].double(), -1)
+        assert_close_spec(y[b, row, :visible], expected, 8e-3, 1e-8)
+        assert (y[b, row, visible:] == 0).all()
+        single = reference_backward(x[b, row][None], y[b, row][None]) if visible == shape[-1] else None
+        if single is not None:
+            assert_close_spec(dx[b, row][None], single, 8e-3, 1e-6)
+
+
+@pytest.mark.gpu
+def test_stream_graph_and_many_batches() -> None:
+    x = torch.randn(70_000, 2, 9, device="cuda")
+    expected = op(x)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        y = op(x)
+    stream.synchronize()
+    assert torch.equal(y, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = op(x)
+    x.neg_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, op(x))
