@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Every benchmark on this machine's GPU: run.sh OUT LIMIT PYTHON [rooms...]; JSON, CSV and logs go to OUT.
+# Uses the library that is built in place, or the one that `make cuda-build` left in build/cuda.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+out=$1 limit=$2 python=$3
+shift 3
+mkdir -p "$out"
+command -v "$python" >/dev/null || python=python3
+if [ -f build/cuda/htree_ops/_C.abi3.so ]; then
+  cp build/cuda/htree_ops/_C.abi3.so build/cuda/htree_ops/_build_info.json htree_ops/
+fi
+rooms=("$@")
+if [ ${#rooms[@]} -eq 0 ]; then
+  for file in benchmarks/bench_*.py; do
+    room=${file##*/bench_}
+    rooms+=("${room%.py}")
+  done
+fi
+status=0
+for room in "${rooms[@]}"; do
+  timeout "$limit" "$python" -m htree_ops.bench --room "$room" --json "$out/$room.json" --csv "$out/$room.csv" \
+    2>&1 | tee "$out/bench-$room.log" || status=1
+done
+exit "$status"
