@@ -155,7 +155,7 @@ def test_sustained_counts_the_last_twenty_of_twenty_five():
 
 
 @pytest.mark.gpu
-def test_outputs_rotate_on_a_gpu():
+def test_cuda_outputs_rotate():
     seen: list[int] = []
 
     def call() -> torch.Tensor:
@@ -188,7 +188,7 @@ def test_clock_of_the_device_orders_short_and_long_work(device):
 
 
 @pytest.mark.gpu
-def test_graph_replay_runs_the_calls():
+def test_cuda_graph_replay_runs_the_calls():
     x = torch.zeros(1, device="cuda")
     calls = [lambda: x.add_(1), lambda: x.add_(2), lambda: x.add_(3)]
     replay, count = timing.capture(calls)

@@ -34,7 +34,7 @@ class Candidate:
             differentiates builds its graph here, untimed. Its result must still be that of the case's inputs.
         same_function: False for a yardstick that computes something else; it is not checked, its rows say so.
         capturable: whether it can run inside a CUDA graph.
-        check: replaces the benchmark's, where the candidate rounds an intermediate that the op takes as given.
+        check: replaces the benchmark's, where the candidate rounds an intermediate that the op is given.
     """
 
     name: str
