@@ -34,6 +34,7 @@ class Candidate:
             differentiates builds its graph here, untimed. Its result must still be that of the case's inputs.
         same_function: False for a yardstick that computes something else; it is not checked, its rows say so.
         capturable: whether it can run inside a CUDA graph.
+        check: replaces the benchmark's, where the candidate rounds an intermediate that the op is given.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Candidate:
     make_inputs: Callable[[Any, str, int], Inputs] | None = None
     same_function: bool = True
     capturable: bool = True
+    check: Callable[[Inputs, Any], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def gate(benchmark: Benchmark, candidate: Candidate, inputs: Inputs, call: Calla
         GateError: the result is wrong.
     """
     try:
-        benchmark.check(inputs, call())
+        (candidate.check or benchmark.check)(inputs, call())
     except AssertionError as error:
         raise GateError(
             f"{benchmark.op} {benchmark.case.id}: {candidate.name} is wrong and is not timed: {error}"
