@@ -292,7 +292,7 @@ SHAPES: tuple[TreeAttentionCase, ...] = (
     _shape("wide_value", T=40, K=4, V=70),
     _shape("key_18", T=50, K=18, V=18),
     _shape("head_64", T=80, H=4, H_kv=2, K=64, V=64, r=4, top_k=4, M=16),
-    _shape("head_128", T=150, H=8, H_kv=2, K=128, V=128, r=16, top_k=4, M=16),
+    _shape("head_128", T=70, H=8, H_kv=2, K=128, V=128, r=16, top_k=4, M=16),
     # suffixes of the keys, strides of the selection
     _shape("decode", T=107, num_queries=1),
     _shape("chunk", B=2, T=107, num_queries=19),

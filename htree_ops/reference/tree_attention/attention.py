@@ -133,7 +133,7 @@ def htree_forward_naive(
         if layer == 0:
             selected = torch.zeros_like(found.present)
         elif parents is not None:
-            selected = _listed(found, rows_of_queries(parents[layer - 1], num_queries, stride))
+            selected = listed_candidates(found, rows_of_queries(parents[layer - 1], num_queries, stride))
         else:
             positions = selection.select_topk(
                 scores[:, ::stride], found.num[:, ::stride], top_k, importance, tie_bits
@@ -157,7 +157,7 @@ def htree_forward_naive(
     return Forward(out, total[0], total[1], used, trace, layers)
 
 
-def _listed(found: Candidates, chosen: Tensor) -> Tensor:
+def listed_candidates(found: Candidates, chosen: Tensor) -> Tensor:
     """Mark the present candidates whose node stands in the ascending lists `chosen` [B,T_q,S,k]."""
     last = torch.iinfo(torch.int64).max
     ordered = torch.where(chosen == -1, last, chosen.long()).contiguous()
