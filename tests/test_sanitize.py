@@ -1,0 +1,30 @@
+"""Every CUDA kernel once at a small size, for compute-sanitizer (`make sanitize`); the results are checked as well.
+
+The full suite takes hours under the sanitizer. These calls cover each kernel and its tail paths in a minute or two.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import htree_ops  # noqa: F401
+from htree_ops.reference.causal_softmax import causal_softmax as reference_softmax
+from htree_ops.reference.causal_softmax import causal_softmax_backward as reference_softmax_backward
+from htree_ops.testing.cases import normal
+from htree_ops.testing.compare import assert_close_spec
+from htree_ops.testing.layouts import LAYOUTS
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("w", [1, 200, 300, 1000, 1031, 2048, 4096, 8192, 16384, 17000, 33000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_causal_softmax(dtype: torch.dtype, w: int) -> None:
+    x = normal((2, min(w, 3), w), dtype, "cuda", seed=w)
+    for view in (x, LAYOUTS["misaligned"](x)):
+        for block_size in (0, 512, 1024):
+            y = torch.ops.htree.causal_softmax(view, block_size)
+            assert_close_spec(y, reference_softmax(x), 8e-3, 1e-6)
+        dx = torch.ops.htree.causal_softmax_backward(view, y)
+        assert_close_spec(dx, reference_softmax_backward(x, y), 2e-2, 1e-5)
