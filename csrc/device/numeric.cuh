@@ -44,6 +44,27 @@ __device__ __forceinline__ T from_acc(Acc<T> x) {
   }
 }
 
+// Two at a time, because the half types are converted in pairs by one instruction; `to` holds an even number
+// of T.
+template <typename T, int N>
+__device__ __forceinline__ void from_acc(const Acc<T> (&from)[N], T (&to)[N]) {
+  if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+      if constexpr (__is_same(T, __half)) {
+        *reinterpret_cast<__half2*>(&to[i]) = __floats2half2_rn(from[i], from[i + 1]);
+      } else {
+        *reinterpret_cast<__nv_bfloat162*>(&to[i]) = __floats2bfloat162_rn(from[i], from[i + 1]);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      to[i] = from_acc<T>(from[i]);
+    }
+  }
+}
+
 template <typename T>
 __device__ __forceinline__ T negative_infinity() {
   if constexpr (sizeof(T) == 8) {
@@ -51,6 +72,13 @@ __device__ __forceinline__ T negative_infinity() {
   } else {
     return -__int_as_float(0x7f800000);
   }
+}
+
+// 2^x by the hardware: relative error 2^-22, results below 2^-126 flushed to 0.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 // e^x in the accuracy the storage type T can show: the hardware's exp2 for the half types, libdevice's for

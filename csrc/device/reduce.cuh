@@ -6,11 +6,10 @@ namespace htree::device {
 constexpr int kWarpSize = 32;
 constexpr unsigned kFullMask = 0xffffffffu;
 
+// Passes a NaN by (IEEE 754-2008 maxNum).
 struct Max {
-  template <typename T>
-  __device__ __forceinline__ T operator()(T a, T b) const {
-    return a > b ? a : b;
-  }
+  __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
+  __device__ __forceinline__ double operator()(double a, double b) const { return fmax(a, b); }
 };
 
 struct Sum {

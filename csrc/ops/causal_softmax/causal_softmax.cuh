@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "device/divmod.cuh"
 #include "device/numeric.cuh"
 #include "device/pack.cuh"
 #include "device/reduce.cuh"
@@ -13,6 +14,12 @@ namespace htree::causal_softmax {
 
 using device::Acc;
 using device::Pack;
+
+// Numbering of the rows of a batch of matrices.
+struct RowsView {
+  device::FastDivisor per_batch;
+  uint32_t num_rows;
+};
 
 // kThreads per row, each holding kElems elements (0: the looping kernels). kVectorised rows have unit stride
 // and 16-byte aligned starts; the others go element by element at any column stride.
@@ -36,46 +43,71 @@ struct Row {
   int64_t col_stride;
 };
 
-template <typename T>
-__device__ __forceinline__ Row<T> row_of(const Matrix<T>& m, const Shape& shape, int64_t row_idx) {
-  const int64_t batch = row_idx / shape.rows;
-  const int64_t row = row_idx - batch * shape.rows;
-  return {m.data + batch * m.batch_stride + row * m.row_stride, m.col_stride};
-}
+// The row of the matrices that a thread works on.
+struct RowIndex {
+  int64_t batch;
+  int64_t row;
 
-// Visible columns of a row: a prefix of at least one.
-__device__ __forceinline__ int64_t visible_of(const Shape& shape, int64_t row_idx) {
-  return shape.cols - shape.rows + 1 + row_idx % shape.rows;
-}
-
-// Elements [col, col + kPackElems) of a row, `fill` from `visible` on. A pack that crosses the boundary is
-// read element by element: what lies behind may be NaN and is never touched.
-template <typename Tr>
-__device__ __forceinline__ void load_visible(const Row<const typename Tr::T>& row, int64_t col,
-                                             int64_t visible, typename Tr::T fill,
-                                             Pack<typename Tr::T, Tr::kPackElems>& out) {
-  if (!Tr::kStrided && col + Tr::kPackElems <= visible) {
-    out = device::load_pack<Tr::kPackElems>(row.data + col);
-    return;
+  template <typename T>
+  __device__ __forceinline__ Row<T> of(const Matrix<T>& m) const {
+    return {m.data + batch * m.batch_stride + row * m.row_stride, m.col_stride};
   }
+};
+
+// False for the idle warps of the last block.
+template <typename Tr>
+__device__ __forceinline__ bool row_index(const RowsView& rows, RowIndex& index) {
+  const uint32_t row_idx = blockIdx.x * Tr::kRowsPerBlock + threadIdx.x / Tr::kThreads;
+  const uint32_t batch = rows.per_batch.quotient(row_idx);
+  index = {batch, rows.per_batch.remainder(row_idx, batch)};
+  return row_idx < rows.num_rows;
+}
+
+// Where the elements of a pack lie relative to the visible prefix.
+enum class Where { kVisible, kAcross, kBehind };
+
+template <typename Tr, typename Col>
+__device__ __forceinline__ Where where(Col col, Col visible) {
+  return col + Tr::kPackElems <= visible ? Where::kVisible : col < visible ? Where::kAcross : Where::kBehind;
+}
+
+// Elements [col, col + kPackElems) of a row, `fill` from `visible` on. A pack across the boundary is read
+// element by element: what lies behind may be NaN and is never touched.
+template <typename Tr, typename Col>
+__device__ __forceinline__ Pack<typename Tr::T, Tr::kPackElems> load_visible(
+    const Row<const typename Tr::T>& row, Col col, Col visible, typename Tr::T fill) {
+  if (!Tr::kStrided && where<Tr>(col, visible) == Where::kVisible) {
+    return device::load_pack<Tr::kPackElems>(row.data + col);
+  }
+  Pack<typename Tr::T, Tr::kPackElems> out;
 #pragma unroll
   for (int i = 0; i < Tr::kPackElems; ++i) {
     const int64_t offset = Tr::kStrided ? (col + i) * row.col_stride : col + i;
     out[i] = col + i < visible ? row.data[offset] : fill;
   }
+  return out;
 }
 
-template <typename Tr>
-__device__ __forceinline__ void store_row_pack(const Row<typename Tr::T>& row, int64_t col, int64_t cols,
-                                               const Pack<typename Tr::T, Tr::kPackElems>& value) {
+// Stores the first elements of `value` and +0 from `visible` on.
+template <typename Tr, typename Col>
+__device__ __forceinline__ void store_visible(const Row<typename Tr::T>& row, Col col, Col visible, Col cols,
+                                              const Acc<typename Tr::T> (&value)[Tr::kPackElems]) {
+  using T = typename Tr::T;
+  Acc<T> kept[Tr::kPackElems];
+#pragma unroll
+  for (int i = 0; i < Tr::kPackElems; ++i) {
+    kept[i] = col + i < visible ? value[i] : Acc<T>(0);
+  }
+  Pack<T, Tr::kPackElems> out;
+  device::from_acc<T>(kept, out.data);
   if (!Tr::kStrided && col + Tr::kPackElems <= cols) {
-    device::store_pack_streaming(row.data + col, value);
+    device::store_pack_streaming(row.data + col, out);
     return;
   }
 #pragma unroll
   for (int i = 0; i < Tr::kPackElems; ++i) {
     if (col + i < cols) {
-      row.data[Tr::kStrided ? (col + i) * row.col_stride : col + i] = value[i];
+      row.data[Tr::kStrided ? (col + i) * row.col_stride : col + i] = out[i];
     }
   }
 }
@@ -91,52 +123,74 @@ __device__ __forceinline__ A row_reduce(A value, A* scratch) {
 }
 
 template <typename Tr>
-__device__ __forceinline__ int64_t first_row() {
-  return static_cast<int64_t>(blockIdx.x) * Tr::kRowsPerBlock + threadIdx.x / Tr::kThreads;
+__device__ __forceinline__ int pack_col(int pack) {
+  return (pack * Tr::kThreads + static_cast<int>(threadIdx.x % Tr::kThreads)) * Tr::kPackElems;
 }
 
-template <typename Tr>
-__device__ __forceinline__ int64_t pack_col(int pack) {
-  return (static_cast<int64_t>(pack) * Tr::kThreads + threadIdx.x % Tr::kThreads) * Tr::kPackElems;
-}
+// e^(x - shift), and the same divided by a sum. Half types go through the hardware's 2^x with everything else
+// folded into one multiply-add (an error of 2^-17 at |x - shift| = 80, far below their rounding); the others
+// stay accurate.
+template <typename T>
+struct Exponential {
+  using A = Acc<T>;
+  static constexpr float kLog2E = 1.44269504088896341f;
+  A shift;
+
+  __device__ __forceinline__ explicit Exponential(A maximum)
+      : shift(sizeof(T) == 2 ? maximum * A(kLog2E) : maximum) {}
+
+  __device__ __forceinline__ A operator()(A x) const {
+    if constexpr (sizeof(T) == 2) {
+      return device::exp2_approx(fmaf(x, kLog2E, -shift));
+    } else {
+      return device::exp_for<T>(x - shift);
+    }
+  }
+};
 
 template <typename Tr>
 __global__ void __launch_bounds__(Tr::kBlock)
-    forward_kernel(const __grid_constant__ ForwardParams<typename Tr::T> p) {
+    forward_kernel(const __grid_constant__ ForwardParams<typename Tr::T> p,
+                   const __grid_constant__ RowsView rows) {
   using T = typename Tr::T;
   using A = Acc<T>;
   __shared__ A scratch[2][Tr::kThreads / device::kWarpSize];
-  const int64_t row_idx = first_row<Tr>();
-  if (row_idx >= p.shape.num_rows) {
+  RowIndex index;
+  if (!row_index<Tr>(rows, index)) {
     return;  // whole warps only: kRowsPerBlock > 1 implies one warp per row
   }
-  const auto x = row_of(p.x, p.shape, row_idx);
-  const auto y = row_of(p.y, p.shape, row_idx);
-  const int64_t visible = visible_of(p.shape, row_idx);
+  const auto x = index.of(p.x);
+  const auto y = index.of(p.y);
+  const int cols = static_cast<int>(p.shape.cols);
+  const int visible = static_cast<int>(p.shape.cols - p.shape.rows + 1 + index.row);
 
-  A value[Tr::kPacks][Tr::kPackElems];
+  // The row stays in its storage type, half the registers of floats for the half types.
+  Pack<T, Tr::kPackElems> value[Tr::kPacks];
+  const T fill = device::from_acc<T>(device::negative_infinity<A>());
+#pragma unroll
+  for (int pack = 0; pack < Tr::kPacks; ++pack) {
+    value[pack] = load_visible<Tr>(x, pack_col<Tr>(pack), visible, fill);
+  }
   A best = device::negative_infinity<A>();
 #pragma unroll
   for (int pack = 0; pack < Tr::kPacks; ++pack) {
-    Pack<T, Tr::kPackElems> in;
-    load_visible<Tr>(x, pack_col<Tr>(pack), visible, device::from_acc<T>(device::negative_infinity<A>()), in);
 #pragma unroll
     for (int i = 0; i < Tr::kPackElems; ++i) {
-      value[pack][i] = device::to_acc(in[i]);
-      best = device::Max{}(value[pack][i], best);
+      best = device::Max{}(device::to_acc(value[pack][i]), best);
     }
   }
   best = row_reduce<Tr, device::Max>(best, scratch[0]);
 
   // A NaN passes the maximum by and turns the sum, hence the row, into NaN; so do +Inf and a row of -Inf.
+  const Exponential<T> exponential(best);
   A sum = 0;
 #pragma unroll
   for (int pack = 0; pack < Tr::kPacks; ++pack) {
+    if (pack_col<Tr>(pack) < visible) {
 #pragma unroll
-    for (int i = 0; i < Tr::kPackElems; ++i) {
-      const bool seen = pack_col<Tr>(pack) + i < visible;
-      value[pack][i] = seen ? device::exp_for<T>(value[pack][i] - best) : A(0);
-      sum += value[pack][i];
+      for (int i = 0; i < Tr::kPackElems; ++i) {
+        sum += exponential(device::to_acc(value[pack][i]));
+      }
     }
   }
   sum = row_reduce<Tr, device::Sum>(sum, scratch[1]);
@@ -144,40 +198,42 @@ __global__ void __launch_bounds__(Tr::kBlock)
   const A scale = A(1) / sum;
 #pragma unroll
   for (int pack = 0; pack < Tr::kPacks; ++pack) {
-    Pack<T, Tr::kPackElems> out;
+    A out[Tr::kPackElems] = {};
+    if (pack_col<Tr>(pack) < visible) {
 #pragma unroll
-    for (int i = 0; i < Tr::kPackElems; ++i) {
-      const bool seen = pack_col<Tr>(pack) + i < visible;
-      out[i] = device::from_acc<T>(seen ? value[pack][i] * scale : A(0));
+      for (int i = 0; i < Tr::kPackElems; ++i) {
+        out[i] = exponential(device::to_acc(value[pack][i])) * scale;
+      }
     }
-    store_row_pack<Tr>(y, pack_col<Tr>(pack), p.shape.cols, out);
+    store_visible<Tr>(y, pack_col<Tr>(pack), visible, cols, out);
   }
 }
 
 // dx = y (dy - sum dy y) on the visible prefix, 0 behind it.
 template <typename Tr>
 __global__ void __launch_bounds__(Tr::kBlock)
-    backward_kernel(const __grid_constant__ BackwardParams<typename Tr::T> p) {
+    backward_kernel(const __grid_constant__ BackwardParams<typename Tr::T> p,
+                    const __grid_constant__ RowsView rows) {
   using T = typename Tr::T;
   using A = Acc<T>;
   __shared__ A scratch[Tr::kThreads / device::kWarpSize];
-  const int64_t row_idx = first_row<Tr>();
-  if (row_idx >= p.shape.num_rows) {
+  RowIndex index;
+  if (!row_index<Tr>(rows, index)) {
     return;
   }
-  const auto dy_row = row_of(p.dy, p.shape, row_idx);
-  const auto y_row = row_of(p.y, p.shape, row_idx);
-  const auto dx_row = row_of(p.dx, p.shape, row_idx);
-  const int64_t visible = visible_of(p.shape, row_idx);
+  const auto dy_row = index.of(p.dy);
+  const auto y_row = index.of(p.y);
+  const auto dx_row = index.of(p.dx);
+  const int cols = static_cast<int>(p.shape.cols);
+  const int visible = static_cast<int>(p.shape.cols - p.shape.rows + 1 + index.row);
 
-  // Packs stay in their storage type: two operands of 32 elements would not fit as floats.
   Pack<T, Tr::kPackElems> dy[Tr::kPacks];
   Pack<T, Tr::kPackElems> y[Tr::kPacks];
   const T zero = device::from_acc<T>(A(0));
 #pragma unroll
   for (int pack = 0; pack < Tr::kPacks; ++pack) {
-    load_visible<Tr>(dy_row, pack_col<Tr>(pack), visible, zero, dy[pack]);
-    load_visible<Tr>(y_row, pack_col<Tr>(pack), visible, zero, y[pack]);
+    dy[pack] = load_visible<Tr>(dy_row, pack_col<Tr>(pack), visible, zero);
+    y[pack] = load_visible<Tr>(y_row, pack_col<Tr>(pack), visible, zero);
   }
   A dot = 0;
 #pragma unroll
@@ -190,14 +246,14 @@ __global__ void __launch_bounds__(Tr::kBlock)
   dot = row_reduce<Tr, device::Sum>(dot, scratch);
 #pragma unroll
   for (int pack = 0; pack < Tr::kPacks; ++pack) {
-    Pack<T, Tr::kPackElems> out;
+    A out[Tr::kPackElems] = {};
+    if (pack_col<Tr>(pack) < visible) {
 #pragma unroll
-    for (int i = 0; i < Tr::kPackElems; ++i) {
-      const bool seen = pack_col<Tr>(pack) + i < visible;
-      const A gradient = device::to_acc(y[pack][i]) * (device::to_acc(dy[pack][i]) - dot);
-      out[i] = device::from_acc<T>(seen ? gradient : A(0));
+      for (int i = 0; i < Tr::kPackElems; ++i) {
+        out[i] = device::to_acc(y[pack][i]) * (device::to_acc(dy[pack][i]) - dot);
+      }
     }
-    store_row_pack<Tr>(dx_row, pack_col<Tr>(pack), p.shape.cols, out);
+    store_visible<Tr>(dx_row, pack_col<Tr>(pack), visible, cols, out);
   }
 }
 
@@ -205,22 +261,24 @@ __global__ void __launch_bounds__(Tr::kBlock)
 // may be x: a thread writes only what it alone reads.
 template <typename Tr>
 __global__ void __launch_bounds__(Tr::kBlock)
-    looping_forward_kernel(const __grid_constant__ ForwardParams<typename Tr::T> p) {
+    looping_forward_kernel(const __grid_constant__ ForwardParams<typename Tr::T> p,
+                           const __grid_constant__ RowsView rows) {
   using T = typename Tr::T;
   using A = Acc<T>;
-  constexpr int kStep = Tr::kThreads * Tr::kPackElems;
+  constexpr int64_t kStep = Tr::kThreads * Tr::kPackElems;
   __shared__ A scratch[2][Tr::kThreads / device::kWarpSize];
-  const int64_t row_idx = blockIdx.x;
-  const auto x = row_of(p.x, p.shape, row_idx);
-  const auto y = row_of(p.y, p.shape, row_idx);
-  const int64_t visible = visible_of(p.shape, row_idx);
+  RowIndex index;
+  row_index<Tr>(rows, index);
+  const auto x = index.of(p.x);
+  const auto y = index.of(p.y);
+  const int64_t cols = p.shape.cols;
+  const int64_t visible = cols - p.shape.rows + 1 + index.row;
   const T fill = device::from_acc<T>(device::negative_infinity<A>());
 
   A best = device::negative_infinity<A>();
   A sum = 0;
   for (int64_t col = pack_col<Tr>(0); col < visible; col += kStep) {
-    Pack<T, Tr::kPackElems> in;
-    load_visible<Tr>(x, col, visible, fill, in);
+    const auto in = load_visible<Tr>(x, col, visible, fill);
     A grown = best;
 #pragma unroll
     for (int i = 0; i < Tr::kPackElems; ++i) {
@@ -228,65 +286,65 @@ __global__ void __launch_bounds__(Tr::kBlock)
     }
     // While every score is -Inf the shift is 0, so that exp gives 0 and not NaN; the row's own rule comes at
     // the end.
-    const A shift = grown == device::negative_infinity<A>() ? A(0) : grown;
-    sum *= device::exp_for<T>(best - shift);
+    const Exponential<T> exponential(grown == device::negative_infinity<A>() ? A(0) : grown);
+    sum *= exponential(best);
     best = grown;
 #pragma unroll
     for (int i = 0; i < Tr::kPackElems; ++i) {
-      sum += col + i < visible ? device::exp_for<T>(device::to_acc(in[i]) - shift) : A(0);
+      sum += exponential(device::to_acc(in[i]));
     }
   }
   const A row_best = row_reduce<Tr, device::Max>(best, scratch[0]);
-  const A shift = row_best == device::negative_infinity<A>() ? A(0) : row_best;
-  const A row_sum = row_reduce<Tr, device::Sum>(sum * device::exp_for<T>(best - shift), scratch[1]);
+  const Exponential<T> exponential(row_best == device::negative_infinity<A>() ? A(0) : row_best);
+  const A row_sum = row_reduce<Tr, device::Sum>(sum * exponential(best), scratch[1]);
   const A scale = A(1) / row_sum;  // a row of -Inf: 0 * (1 / 0) = NaN, as torch.softmax
-  for (int64_t col = pack_col<Tr>(0); col < p.shape.cols; col += kStep) {
-    Pack<T, Tr::kPackElems> value;
-    load_visible<Tr>(x, col, visible, fill, value);
+  for (int64_t col = pack_col<Tr>(0); col < cols; col += kStep) {
+    const auto in = load_visible<Tr>(x, col, visible, fill);
+    A out[Tr::kPackElems];
 #pragma unroll
     for (int i = 0; i < Tr::kPackElems; ++i) {
-      const A e = device::exp_for<T>(device::to_acc(value[i]) - shift) * scale;
-      value[i] = device::from_acc<T>(col + i < visible ? e : A(0));
+      out[i] = exponential(device::to_acc(in[i])) * scale;
     }
-    store_row_pack<Tr>(y, col, p.shape.cols, value);
+    store_visible<Tr>(y, col, visible, cols, out);
   }
 }
 
 template <typename Tr>
 __global__ void __launch_bounds__(Tr::kBlock)
-    looping_backward_kernel(const __grid_constant__ BackwardParams<typename Tr::T> p) {
+    looping_backward_kernel(const __grid_constant__ BackwardParams<typename Tr::T> p,
+                            const __grid_constant__ RowsView rows) {
   using T = typename Tr::T;
   using A = Acc<T>;
-  constexpr int kStep = Tr::kThreads * Tr::kPackElems;
+  constexpr int64_t kStep = Tr::kThreads * Tr::kPackElems;
   __shared__ A scratch[Tr::kThreads / device::kWarpSize];
-  const int64_t row_idx = blockIdx.x;
-  const auto dy_row = row_of(p.dy, p.shape, row_idx);
-  const auto y_row = row_of(p.y, p.shape, row_idx);
-  const auto dx_row = row_of(p.dx, p.shape, row_idx);
-  const int64_t visible = visible_of(p.shape, row_idx);
+  RowIndex index;
+  row_index<Tr>(rows, index);
+  const auto dy_row = index.of(p.dy);
+  const auto y_row = index.of(p.y);
+  const auto dx_row = index.of(p.dx);
+  const int64_t cols = p.shape.cols;
+  const int64_t visible = cols - p.shape.rows + 1 + index.row;
   const T zero = device::from_acc<T>(A(0));
 
   A dot = 0;
   for (int64_t col = pack_col<Tr>(0); col < visible; col += kStep) {
-    Pack<T, Tr::kPackElems> dy, y;
-    load_visible<Tr>(dy_row, col, visible, zero, dy);
-    load_visible<Tr>(y_row, col, visible, zero, y);
+    const auto dy = load_visible<Tr>(dy_row, col, visible, zero);
+    const auto y = load_visible<Tr>(y_row, col, visible, zero);
 #pragma unroll
     for (int i = 0; i < Tr::kPackElems; ++i) {
       dot += device::to_acc(dy[i]) * device::to_acc(y[i]);
     }
   }
   dot = row_reduce<Tr, device::Sum>(dot, scratch);
-  for (int64_t col = pack_col<Tr>(0); col < p.shape.cols; col += kStep) {
-    Pack<T, Tr::kPackElems> dy, y;
-    load_visible<Tr>(dy_row, col, visible, zero, dy);
-    load_visible<Tr>(y_row, col, visible, zero, y);
+  for (int64_t col = pack_col<Tr>(0); col < cols; col += kStep) {
+    const auto dy = load_visible<Tr>(dy_row, col, visible, zero);
+    const auto y = load_visible<Tr>(y_row, col, visible, zero);
+    A out[Tr::kPackElems];
 #pragma unroll
     for (int i = 0; i < Tr::kPackElems; ++i) {
-      const A gradient = device::to_acc(y[i]) * (device::to_acc(dy[i]) - dot);
-      y[i] = device::from_acc<T>(col + i < visible ? gradient : A(0));
+      out[i] = device::to_acc(y[i]) * (device::to_acc(dy[i]) - dot);
     }
-    store_row_pack<Tr>(dx_row, col, p.shape.cols, y);
+    store_visible<Tr>(dx_row, col, visible, cols, out);
   }
 }
 

@@ -3,6 +3,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
+
 #include "host/dispatch.h"
 #include "host/launch.h"
 #include "ops/causal_softmax/causal_softmax.h"
@@ -46,12 +48,22 @@ bool aligned(const Matrix<T>& m) {
          m.row_stride * size % kPackBytes == 0 && m.batch_stride * size % kPackBytes == 0;
 }
 
-Shape shape_of(const Problem& p) {
-  // Long rows cannot come in such numbers; short ones share a block of kRowsPerBlock.
-  const int64_t num_rows = p.batch * p.rows;
-  TORCH_CHECK(num_rows / kRowsPerBlock < INT32_MAX, "causal_softmax: batch * rows must be below ",
-              kRowsPerBlock, " * (2^31 - 1) on CUDA, got ", num_rows);
-  return {num_rows, p.rows, p.cols};
+// One launch numbers its rows with 31 bits: a batch with more goes in slices. `launch` takes (first batch,
+// shape).
+template <typename Launch>
+void for_each_slice(const Problem& p, Launch&& launch) {
+  TORCH_CHECK(p.rows <= INT32_MAX, "causal_softmax: at most 2^31 - 1 rows (h) on CUDA, got ", p.rows);
+  const int64_t slice = INT32_MAX / p.rows;
+  for (int64_t first = 0; first < p.batch; first += slice) {
+    launch(first, Shape{std::min(slice, p.batch - first), p.rows, p.cols});
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+}
+
+template <typename T>
+Matrix<T> from_batch(Matrix<T> m, int64_t first) {
+  m.data += first * m.batch_stride;
+  return m;
 }
 
 }  // namespace
@@ -64,12 +76,15 @@ void forward_cuda(const at::Tensor& x, int64_t block_size, const at::Tensor& out
   const Problem p = problem_of(x, block_size);
   dispatch_dtype("causal_softmax", x.scalar_type(), AllFloatTypes{}, [&](auto tag) {
     using T = typename DeviceType<typename decltype(tag)::type>::type;
-    const ForwardParams<T> params{input<T>(x), output<T>(out), shape_of(p)};
-    const KernelConfig config = choose_config(p.cols, aligned(params.x) && aligned(params.y), p.block_size);
-    TORCH_CHECK_NOT_IMPLEMENTED(launch_forward(config, params, scope.stream()),
-                                "causal_softmax: no kernel is compiled for ", describe(config));
+    const Matrix<const T> in = input<T>(x);
+    const Matrix<T> result = output<T>(out);
+    const KernelConfig config = choose_config(p.cols, aligned(in) && aligned(result), p.block_size);
+    for_each_slice(p, [&](int64_t first, const Shape& shape) {
+      const ForwardParams<T> params{from_batch(in, first), from_batch(result, first), shape};
+      TORCH_CHECK_NOT_IMPLEMENTED(launch_forward(config, params, scope.stream()),
+                                  "causal_softmax: no kernel is compiled for ", describe(config));
+    });
   });
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 void backward_cuda(const at::Tensor& dy, const at::Tensor& y, const at::Tensor& dx) {
@@ -80,13 +95,18 @@ void backward_cuda(const at::Tensor& dy, const at::Tensor& y, const at::Tensor& 
   const Problem p = problem_of(y, /*block_size=*/0);
   dispatch_dtype("causal_softmax_backward", y.scalar_type(), AllFloatTypes{}, [&](auto tag) {
     using T = typename DeviceType<typename decltype(tag)::type>::type;
-    const BackwardParams<T> params{input<T>(dy), input<T>(y), output<T>(dx), shape_of(p)};
-    const bool vectorised = aligned(params.dy) && aligned(params.y) && aligned(params.dx);
+    const Matrix<const T> upstream = input<T>(dy);
+    const Matrix<const T> softmax = input<T>(y);
+    const Matrix<T> result = output<T>(dx);
+    const bool vectorised = aligned(upstream) && aligned(softmax) && aligned(result);
     const KernelConfig config = choose_config(p.cols, vectorised, /*block_size=*/0);
-    TORCH_CHECK_NOT_IMPLEMENTED(launch_backward(config, params, scope.stream()),
-                                "causal_softmax_backward: no kernel is compiled for ", describe(config));
+    for_each_slice(p, [&](int64_t first, const Shape& shape) {
+      const BackwardParams<T> params{from_batch(upstream, first), from_batch(softmax, first),
+                                     from_batch(result, first), shape};
+      TORCH_CHECK_NOT_IMPLEMENTED(launch_backward(config, params, scope.stream()),
+                                  "causal_softmax_backward: no kernel is compiled for ", describe(config));
+    });
   });
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 }  // namespace htree::causal_softmax

@@ -14,8 +14,9 @@ struct Matrix {
   int64_t col_stride;
 };
 
+// One launch takes fewer than 2^31 rows in all.
 struct Shape {
-  int64_t num_rows;  // batch * rows
+  int64_t batch;
   int64_t rows;
   int64_t cols;
 };

@@ -8,9 +8,14 @@
 namespace htree::causal_softmax {
 namespace {
 
+RowsView rows_of(const Shape& shape) {
+  return {device::FastDivisor(static_cast<uint32_t>(shape.rows)),
+          static_cast<uint32_t>(shape.batch * shape.rows)};
+}
+
 template <typename Tr>
-dim3 grid_of(const Shape& shape) {
-  return dim3(static_cast<unsigned>((shape.num_rows + Tr::kRowsPerBlock - 1) / Tr::kRowsPerBlock));
+dim3 grid_of(const RowsView& rows) {
+  return dim3((rows.num_rows + Tr::kRowsPerBlock - 1) / Tr::kRowsPerBlock);
 }
 
 template <typename T, int kThreads, int kRowsPerBlock, int kElems, bool kVectorised>
@@ -21,17 +26,19 @@ struct Instance {
     return c.threads == kThreads && c.elems_per_thread == kElems && c.vectorised == kVectorised;
   }
   static void forward(const ForwardParams<T>& params, cudaStream_t stream) {
+    const RowsView rows = rows_of(params.shape);
     if constexpr (kElems == 0) {
-      looping_forward_kernel<Tr><<<grid_of<Tr>(params.shape), Tr::kBlock, 0, stream>>>(params);
+      looping_forward_kernel<Tr><<<grid_of<Tr>(rows), Tr::kBlock, 0, stream>>>(params, rows);
     } else {
-      forward_kernel<Tr><<<grid_of<Tr>(params.shape), Tr::kBlock, 0, stream>>>(params);
+      forward_kernel<Tr><<<grid_of<Tr>(rows), Tr::kBlock, 0, stream>>>(params, rows);
     }
   }
   static void backward(const BackwardParams<T>& params, cudaStream_t stream) {
+    const RowsView rows = rows_of(params.shape);
     if constexpr (kElems == 0) {
-      looping_backward_kernel<Tr><<<grid_of<Tr>(params.shape), Tr::kBlock, 0, stream>>>(params);
+      looping_backward_kernel<Tr><<<grid_of<Tr>(rows), Tr::kBlock, 0, stream>>>(params, rows);
     } else {
-      backward_kernel<Tr><<<grid_of<Tr>(params.shape), Tr::kBlock, 0, stream>>>(params);
+      backward_kernel<Tr><<<grid_of<Tr>(rows), Tr::kBlock, 0, stream>>>(params, rows);
     }
   }
 };
