@@ -67,8 +67,8 @@ def tolerance(dtype: torch.dtype, w: int) -> tuple[float, float]:
 def backward_tolerance(dy: torch.Tensor, y: torch.Tensor, y_error: float = 0.0) -> tuple[float, torch.Tensor]:
     """(rtol, atol per element) of dx against float64.
 
-    ``dy - sum(dy y)`` cancels, so the arithmetic errs in proportion to its terms: by 2^-20 of them for fp32 sums
-    (2^-49 for fp64). ``y_error`` is the relative error of a y that was computed anew instead of taken as given.
+    ``dy - sum(dy y)`` cancels, so the arithmetic errs in proportion to its terms: by 2^-20 of them for fp32
+    sums (2^-49 for fp64). ``y_error`` is the relative error of a y that was computed anew, not taken as given.
     """
     visible = visible_mask(y.shape[-2], y.shape[-1], y.device)
     dy64, y64 = torch.where(visible, dy.double(), 0.0), y.double()
