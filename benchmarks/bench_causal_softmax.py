@@ -13,10 +13,12 @@ import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 
 from htree_ops.bench.suite import Benchmark, Candidate
+from htree_ops.reference import causal_softmax as reference
 from htree_ops.testing.causal_softmax_cases import (
     BENCHMARK_BACKWARD_CASES,
     BENCHMARK_CASES,
     CausalSoftmaxBackwardCase,
+    backward_tolerance,
     masked_softmax,
     tolerance,
     visible_mask,
@@ -29,27 +31,20 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 def check_forward(inputs: tuple[Any, ...], result: torch.Tensor) -> None:
     x = inputs[0]
     rtol, atol = tolerance(x.dtype, x.shape[-1])
-    assert_close_spec(result, masked_softmax(x.double()), rtol, atol, dtype=x.dtype)
-
-
-def backward_formula(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """y * (dy - sum(dy * y)) on the visible entries, in fp32 with one rounding, in the dtype of y."""
-    mask = visible_mask(y.shape[-2], y.shape[-1], y.device)
-    dy32, y32 = dy.float().masked_fill(~mask, 0.0), y.float()
-    return (y32 * (dy32 - (dy32 * y32).sum(dim=-1, keepdim=True))).to(y.dtype)
+    assert_close_spec(result, reference.causal_softmax(x), rtol, atol, dtype=x.dtype)
 
 
 def check_backward(inputs: tuple[Any, ...], result: torch.Tensor, y_error: float = 0.0) -> None:
-    """``y_error`` is the relative error of a y that the candidate computed itself instead of taking ours."""
     dy, y = inputs
+    rtol, atol = backward_tolerance(dy, y, y_error)
+    assert_close_spec(result, reference.causal_softmax_backward(dy, y), rtol, atol, dtype=y.dtype)
+
+
+def backward_formula(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """y * (dy - sum(dy * y)) on the visible entries, in fp32 with one rounding to the dtype of y."""
     mask = visible_mask(y.shape[-2], y.shape[-1], y.device)
-    dy64, y64 = dy.double().masked_fill(~mask, 0.0), y.double()
-    products = dy64 * y64
-    expected = y64 * (dy64 - products.sum(dim=-1, keepdim=True))
-    # dy - sum cancels: fp32 arithmetic (2^-20 with the length of the sum) errs in proportion to the terms.
-    terms = dy64.abs() + products.abs().sum(dim=-1, keepdim=True)
-    rtol, atol = tolerance(y.dtype, y.shape[-1])
-    assert_close_spec(result, expected, rtol, atol + y64 * terms * (2.0**-20 + y_error), dtype=y.dtype)
+    dy32, y32 = dy.float().masked_fill(~mask, 0.0), y.float()
+    return (y32 * (dy32 - (dy32 * y32).sum(dim=-1, keepdim=True))).to(y.dtype)
 
 
 def check_autograd(inputs: tuple[Any, ...], result: torch.Tensor) -> None:

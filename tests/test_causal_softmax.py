@@ -51,7 +51,9 @@ def test_backward(case: CausalSoftmaxBackwardCase, device: str, nan_memory: None
     dx = op_backward(dy, y)
     expected = reference_backward(dy, y)
     # dy - sum(dy y) cancels: the arithmetic errs in proportion to its terms, not to the result.
-    terms = dy.double().abs().nan_to_num() + (dy.double() * y.double()).nan_to_num().abs().sum(-1, keepdim=True)
+    terms = dy.double().abs().nan_to_num() + (dy.double() * y.double()).nan_to_num().abs().sum(
+        -1, keepdim=True
+    )
     unit = 2.0**-49 if y.dtype == torch.float64 else 2.0**-20
     rtol, atol = tolerance(y.dtype, y.shape[-1])
     assert_close_spec(dx, expected, rtol, atol + y.double() * terms * unit, dtype=y.dtype)
@@ -67,7 +69,9 @@ def test_every_row_kernel(dtype: torch.dtype, w: int, block_size: int, device: s
         check(y, x)
         dy = torch.randn_like(x)
         dx = op_backward(LAYOUTS["misaligned"](dy), y)
-        assert_close_spec(dx, reference_backward(dy, y), 2e-2 if dtype.itemsize == 2 else 1e-4, 1e-5, dtype=dtype)
+        assert_close_spec(
+            dx, reference_backward(dy, y), 2e-2 if dtype.itemsize == 2 else 1e-4, 1e-5, dtype=dtype
+        )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -174,10 +178,18 @@ def test_writing_ops_refuse_gradients_and_count_versions(device: str) -> None:
 
 
 ERRORS = {
-    "one dim": (lambda: op(torch.zeros(5)), ValueError, r"x must be 2-D \[h, w\] or 3-D \[b, h, w\], got 1-D \[5\]"),
+    "one dim": (
+        lambda: op(torch.zeros(5)),
+        ValueError,
+        r"x must be 2-D \[h, w\] or 3-D \[b, h, w\], got 1-D \[5\]",
+    ),
     "four dims": (lambda: op(torch.zeros(1, 1, 2, 2)), ValueError, "got 4-D"),
     "too few columns": (lambda: op(torch.zeros(5, 4)), ValueError, r"at least as many columns.*\[5, 4\]"),
-    "integer": (lambda: op(torch.zeros(3, 3, dtype=torch.int32)), TypeError, "x must have one of the dtypes.*Int"),
+    "integer": (
+        lambda: op(torch.zeros(3, 3, dtype=torch.int32)),
+        TypeError,
+        "x must have one of the dtypes.*Int",
+    ),
     "block size": (lambda: op(torch.zeros(3, 3), 256), NotImplementedError, "block_size must be 0.*got 256"),
     "out dtype": (
         lambda: op.out(torch.zeros(3, 3), out=torch.zeros(3, 3, dtype=torch.half)),
@@ -190,7 +202,11 @@ ERRORS = {
         r"out must have shape \[3, 3\].*got \[3, 4\]",
     ),
     "dy shape": (lambda: op_backward(torch.zeros(3, 4), torch.zeros(3, 3)), ValueError, "dy must have shape"),
-    "dy dtype": (lambda: op_backward(torch.zeros(3, 3).half(), torch.zeros(3, 3)), TypeError, "dy must have the dtype"),
+    "dy dtype": (
+        lambda: op_backward(torch.zeros(3, 3).half(), torch.zeros(3, 3)),
+        TypeError,
+        "dy must have the dtype",
+    ),
     "out device": (
         lambda: op.out(torch.zeros(3, 3), out=torch.zeros(3, 3, device="meta")),
         (RuntimeError, NotImplementedError),
@@ -212,7 +228,9 @@ rows_and_columns = st.integers(1, 40).flatmap(lambda h: st.tuples(st.just(h), st
 seeds = st.integers(0, 2**31 - 1)
 
 
-@given(size=rows_and_columns, seed=seeds, dtype=st.sampled_from(DTYPES), scale=st.sampled_from([0.1, 1.0, 30.0]))
+@given(
+    size=rows_and_columns, seed=seeds, dtype=st.sampled_from(DTYPES), scale=st.sampled_from([0.1, 1.0, 30.0])
+)
 def test_property_matches_torch_and_sums_to_one(
     device: str, size: tuple[int, int], seed: int, dtype: torch.dtype, scale: float
 ) -> None:

@@ -1,6 +1,6 @@
 """The rules of the house that a machine can read: sizes, names, what includes what, what a results file says.
 
-Each rule is a function from the tree to a list of complaints. It is run on this repository, and on small wrong
+Each rule is a function from the tree to a list of complaints. It runs on this repository, and on small wrong
 trees to show that it complains.
 """
 
@@ -91,7 +91,7 @@ def documents_name_existing_files(tree: Tree) -> list[str]:
 
 
 def rooms_are_complete(tree: Tree) -> list[str]:
-    """Each room, or each stage of a room that is split into stages, has the files that architecture asks for."""
+    """Each room, or each stage of a room that is split into stages, has all of its files."""
     if not tree.rooms:
         return ["no room under csrc/ops"]
     missing = []

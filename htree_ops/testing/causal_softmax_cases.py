@@ -22,6 +22,7 @@ __all__ = [
     "LAYOUT_CASES",
     "CausalSoftmaxBackwardCase",
     "CausalSoftmaxCase",
+    "backward_tolerance",
     "masked_softmax",
     "num_visible",
     "tolerance",
@@ -61,6 +62,20 @@ def tolerance(dtype: torch.dtype, w: int) -> tuple[float, float]:
     if dtype == torch.float32:
         return 2e-6 * per_unit, 1e-8
     return 2e-6 * 2.0**-29 * per_unit, 1e-8 * 2.0**-29
+
+
+def backward_tolerance(dy: torch.Tensor, y: torch.Tensor, y_error: float = 0.0) -> tuple[float, torch.Tensor]:
+    """(rtol, atol per element) of dx against float64.
+
+    ``dy - sum(dy y)`` cancels, so the arithmetic errs in proportion to its terms: by 2^-20 of them for fp32
+    sums (2^-49 for fp64). ``y_error`` is the relative error of a y that was computed anew, not taken as given.
+    """
+    visible = visible_mask(y.shape[-2], y.shape[-1], y.device)
+    dy64, y64 = torch.where(visible, dy.double(), 0.0), y.double()
+    terms = dy64.abs() + (dy64 * y64).abs().sum(dim=-1, keepdim=True)
+    unit = 2.0**-49 if y.dtype == torch.float64 else 2.0**-20
+    rtol, atol = tolerance(y.dtype, y.shape[-1])
+    return rtol, atol + y64 * terms * (unit + y_error)
 
 
 @dataclass(frozen=True, kw_only=True)
