@@ -1,10 +1,10 @@
-// Exact, deterministic selection of one row of candidates (docs/semantics.md §1.6), for the staged and the fused CPU
-// kernels. Torch-free; include it after a host/simd_*.h. Scores lie as [num_heads][stride], unit stride over the
-// candidates p in [0, n). Real is float or double; everything is in Real.
+// Exact, deterministic selection of one row of candidates (docs/semantics.md §1.6), for the staged and the
+// fused CPU kernels. Torch-free; include it after a host/simd_*.h. Scores lie as [num_heads][stride], unit
+// stride over the candidates p in [0, n). Real is float or double; everything is in Real.
 //
-// The order of keys is: candidate n-1, then NaN importances, then larger importances; equal ones by smaller p. It is
-// held as an unsigned `rank` per candidate whose ties are broken by position, which orders exactly as the packed key
-// (rank << 32 | ~p) does, without its 64 bits (96 for double).
+// The order of keys is: candidate n-1, then NaN importances, then larger importances; equal ones by smaller
+// p. It is held as an unsigned `rank` per candidate whose ties are broken by position, which orders exactly
+// as the packed key (rank << 32 | ~p) does, without its 64 bits (96 for double).
 #pragma once
 
 #include "ops/tree_attention/tree_args.h"
@@ -131,9 +131,9 @@ inline double exp_row(const double* x, double base, double* e, int64_t count) {
   return sum;
 }
 
-// weights[p] times the returned factor is exp(scores[p] - LSE), p < counted, with LSE over the first `counted` scores:
-// exp(s - max) / sum is the same number with fewer roundings and half the exponentials.
-// LSE = -inf gives 0. LSE = +inf gives NaN where the score is +inf and 0 elsewhere; any NaN counted gives NaN.
+// weights[p] times the returned factor is exp(scores[p] - LSE), p < counted, with LSE over the first
+// `counted` scores: exp(s - max) / sum is the same number with fewer roundings and half the exponentials. LSE
+// = -inf gives 0. LSE = +inf gives NaN where the score is +inf and 0 elsewhere; any NaN counted gives NaN.
 template <typename Real>
 inline Real normalised_weights(const Real* scores, int64_t counted, Real* weights) {
   const Real infinity = std::numeric_limits<Real>::infinity();
@@ -156,11 +156,11 @@ inline void add_weights(const Real* weights, Real factor, bool first, Real* tota
   }
 }
 
-// out[p] for p < n-1: the sum of the heads' weights in the order g = 0 ... num_heads-1. out[n-1] is left alone: the
-// rightmost candidate is selected unconditionally, and except for kLse its score is not read.
+// out[p] for p < n-1: the sum of the heads' weights in the order g = 0 ... num_heads-1. out[n-1] is left
+// alone: the rightmost candidate is selected unconditionally, and except for kLse its score is not read.
 template <typename Real>
-inline void importances(const Real* scores, int64_t stride, int64_t num_heads, int64_t n, Importance importance,
-                        Real* weights, Real* out) {
+inline void importances(const Real* scores, int64_t stride, int64_t num_heads, int64_t n,
+                        Importance importance, Real* weights, Real* out) {
   const Real infinity = std::numeric_limits<Real>::infinity();
   const int64_t counted = importance == Importance::kLse ? n : n - 1;
   Real joint = -infinity;
@@ -200,8 +200,8 @@ inline Rank<Real> rank_of(Real importance) {
 
 // Fills workspace.ranks[0, n) from scores [num_heads][stride]; n >= 1.
 template <typename Real>
-inline void rank_candidates(const Real* scores, int64_t stride, int64_t num_heads, int64_t n, Importance importance,
-                            Workspace<Real>& workspace) {
+inline void rank_candidates(const Real* scores, int64_t stride, int64_t num_heads, int64_t n,
+                            Importance importance, Workspace<Real>& workspace) {
   importances(scores, stride, num_heads, n, importance, workspace.weights, workspace.importance);
   for (int64_t p = 0; p < n - 1; ++p) {
     workspace.ranks[p] = rank_of(workspace.importance[p]);
@@ -209,7 +209,8 @@ inline void rank_candidates(const Real* scores, int64_t stride, int64_t num_head
   workspace.ranks[n - 1] = ~Rank<Real>{0};
 }
 
-// The set of the `wanted` largest ranks: all above `rank`, and the first `num_equal` >= 1 positions of those equal to it.
+// The set of the `wanted` largest ranks: all above `rank`, and the first `num_equal` >= 1 positions of those
+// equal to it.
 template <typename R>
 struct Threshold {
   R rank;
@@ -232,10 +233,11 @@ inline Threshold<R> threshold_by_pairs(const R* ranks, int64_t count, int64_t wa
   return {0, 0};  // not reached for 1 <= wanted <= count
 }
 
-// Most significant digit first; after each digit only the ranks that share it with the threshold stay in the pool.
-// 1 <= wanted <= count. pool [count] is overwritten, ranks are not.
+// Most significant digit first; after each digit only the ranks that share it with the threshold stay in the
+// pool. 1 <= wanted <= count. pool [count] is overwritten, ranks are not.
 template <typename R>
-inline Threshold<R> find_threshold(const R* ranks, int64_t count, int64_t wanted, R* pool, uint32_t* histogram) {
+inline Threshold<R> find_threshold(const R* ranks, int64_t count, int64_t wanted, R* pool,
+                                   uint32_t* histogram) {
   const R* source = ranks;
   for (int high = 8 * static_cast<int>(sizeof(R)); high > 0 && count > kSmallPool; high -= kDigitBits) {
     const int low = high > kDigitBits ? high - kDigitBits : 0;
@@ -264,8 +266,8 @@ inline Threshold<R> find_threshold(const R* ranks, int64_t count, int64_t wanted
   return count > kSmallPool ? Threshold<R>{source[0], wanted} : threshold_by_pairs(source, count, wanted);
 }
 
-// Writes the min(top_k, n) selected positions in ascending order (the last is n-1) and returns their number. `ranks`
-// as left by rank_candidates; 1 <= top_k, 1 <= n. positions [min(top_k, n)].
+// Writes the min(top_k, n) selected positions in ascending order (the last is n-1) and returns their number.
+// `ranks` as left by rank_candidates; 1 <= top_k, 1 <= n. positions [min(top_k, n)].
 template <typename Real>
 inline int64_t select_ranked(int64_t n, int64_t top_k, Workspace<Real>& workspace, int32_t* positions) {
   if (n <= top_k) {
