@@ -17,12 +17,12 @@ using tree_attention::StageRows;
 // Four vectors at a time, so that a visit to a child's row uses whole cache lines also for the half types.
 template <typename T>
 void mean_row(const T* first, int64_t row_stride, int64_t count, int64_t width, T* out) {
-  constexpr int kWidth = Arithmetic<T>::kWidth;
+  constexpr int kWidth = kLanesOf<VecOf<T>>;
   constexpr int kBlock = 4;
-  const Real<T> divisor = static_cast<Real<T>>(count);
+  const ScalarOf<T> divisor = static_cast<ScalarOf<T>>(count);
   int64_t i = 0;
   for (; i + kBlock * kWidth <= width; i += kBlock * kWidth) {
-    Vec<T> sum[kBlock];
+    VecOf<T> sum[kBlock];
     for (int j = 0; j < kBlock; ++j) {
       sum[j] = load(first + i + j * kWidth);
     }
@@ -37,7 +37,7 @@ void mean_row(const T* first, int64_t row_stride, int64_t count, int64_t width, 
     }
   }
   for_vectors<T>(width - i, [&](int64_t offset, auto lanes) {
-    Vec<T> sum = load_lanes(first + i + offset, lanes);
+    VecOf<T> sum = load_lanes(first + i + offset, lanes);
     for (int64_t c = 1; c < count; ++c) {
       sum += load_lanes(first + c * row_stride + i + offset, lanes);
     }
@@ -47,7 +47,7 @@ void mean_row(const T* first, int64_t row_stride, int64_t count, int64_t width, 
 
 template <typename T>
 void share_row(const T* row, int64_t count, int64_t width, T* out) {
-  const Real<T> divisor = static_cast<Real<T>>(count);
+  const ScalarOf<T> divisor = static_cast<ScalarOf<T>>(count);
   for_vectors<T>(width, [&](int64_t i, auto lanes) {
     store_lanes(out + i, load_lanes(row + i, lanes) / divisor, lanes);
   });
@@ -57,28 +57,29 @@ void share_row(const T* row, int64_t count, int64_t width, T* out) {
 
 // y = R x into storage of type Out, times `scale`; the angles' sine enters with the sign of `direction`.
 template <typename T, typename Out>
-inline void rotate_into(const T* x, const Real<T>* cos, const Real<T>* sin, Real<T> direction, Real<T> scale,
-                        int64_t half, Out* out) {
+inline void rotate_into(const T* x, const ScalarOf<T>* cos, const ScalarOf<T>* sin, ScalarOf<T> direction,
+                        ScalarOf<T> scale, int64_t half, Out* out) {
   for_vectors<T>(half, [&](int64_t i, auto lanes) {
-    const Vec<T> low = load_lanes(x + i, lanes) * scale;
-    const Vec<T> high = load_lanes(x + half + i, lanes) * scale;
-    const Vec<T> c = load_lanes(cos + i, lanes);
-    const Vec<T> s = load_lanes(sin + i, lanes) * direction;
+    const VecOf<T> low = load_lanes(x + i, lanes) * scale;
+    const VecOf<T> high = load_lanes(x + half + i, lanes) * scale;
+    const VecOf<T> c = load_lanes(cos + i, lanes);
+    const VecOf<T> s = load_lanes(sin + i, lanes) * direction;
     store_lanes(out + i, low * c - high * s, lanes);
     store_lanes(out + half + i, low * s + high * c, lanes);
   });
 }
 
 template <typename T>
-void rotate_row(const T* x, const Real<T>* cos, const Real<T>* sin, bool inverse, int64_t half, T* out) {
-  rotate_into(x, cos, sin, static_cast<Real<T>>(inverse ? -1 : 1), Real<T>{1}, half, out);
+void rotate_row(const T* x, const ScalarOf<T>* cos, const ScalarOf<T>* sin, bool inverse, int64_t half,
+                T* out) {
+  rotate_into(x, cos, sin, static_cast<ScalarOf<T>>(inverse ? -1 : 1), ScalarOf<T>{1}, half, out);
 }
 
 // ---- scores
 
 template <typename R>
 inline R dot(const R* a, const R* b, int64_t width) {
-  Vec<R> sum = {};
+  VecOf<R> sum = {};
   for_vectors<R>(width,
                  [&](int64_t i, auto lanes) { sum += load_lanes(a + i, lanes) * load_lanes(b + i, lanes); });
   return horizontal_sum(sum);
@@ -86,24 +87,25 @@ inline R dot(const R* a, const R* b, int64_t width) {
 
 template <typename Work, typename T>
 void score_row(const T* q, int64_t head_stride, int64_t num_heads, const CandidateRows<T>& keys,
-               const RotaryTable<Real<T>>& rotary, Real<T> scale, Real<T>* buffer, Real<T>* scores) {
+               const RotaryTable<ScalarOf<T>>& rotary, ScalarOf<T> scale, ScalarOf<T>* buffer,
+               ScalarOf<T>* scores) {
   const int64_t half = rotary.half;
-  Real<T>* key = buffer + num_heads * 2 * half;
+  ScalarOf<T>* key = buffer + num_heads * 2 * half;
   for (int64_t g = 0; g < num_heads; ++g) {
     rotate_into(q + g * head_stride, rotary.cos + (keys.num - 1) * rotary.cos_stride,
-                rotary.sin + (keys.num - 1) * rotary.sin_stride, Real<T>{1}, scale, half,
+                rotary.sin + (keys.num - 1) * rotary.sin_stride, ScalarOf<T>{1}, scale, half,
                 buffer + g * 2 * half);
   }
   for (int64_t p = 0; p < keys.num; ++p) {
-    Real<T>* out = scores + p * num_heads;
+    ScalarOf<T>* out = scores + p * num_heads;
     if (keys.nodes[p] < 0) {
       for (int64_t g = 0; g < num_heads; ++g) {
-        out[g] = -std::numeric_limits<Real<T>>::infinity();
+        out[g] = -std::numeric_limits<ScalarOf<T>>::infinity();
       }
       continue;
     }
     rotate_into(keys.layer + keys.nodes[p] * keys.node_stride, rotary.cos + p * rotary.cos_stride,
-                rotary.sin + p * rotary.sin_stride, Real<T>{1}, Real<T>{1}, half, key);
+                rotary.sin + p * rotary.sin_stride, ScalarOf<T>{1}, ScalarOf<T>{1}, half, key);
     for (int64_t g = 0; g < num_heads; ++g) {
       out[g] = dot(buffer + g * 2 * half, key, 2 * half);
     }
@@ -115,8 +117,9 @@ void score_row(const T* q, int64_t head_stride, int64_t num_heads, const Candida
 // out[g] += weights[g][p] * value_p, over the present candidates of which some head has a score above -inf. A
 // value that no weight belongs to is not touched: 0 * NaN would be NaN.
 template <typename T>
-inline void add_values(const CandidateRows<T>& values, const Real<T>* weights, const Real<T>* scores,
-                       int64_t score_stride, int64_t num_heads, int64_t width, Real<T>* value, Real<T>* out) {
+inline void add_values(const CandidateRows<T>& values, const ScalarOf<T>* weights, const ScalarOf<T>* scores,
+                       int64_t score_stride, int64_t num_heads, int64_t width, ScalarOf<T>* value,
+                       ScalarOf<T>* out) {
   for (int64_t p = 0; p < values.num; ++p) {
     if (values.nodes[p] < 0) {
       continue;
@@ -125,12 +128,12 @@ inline void add_values(const CandidateRows<T>& values, const Real<T>* weights, c
     for_vectors<T>(
         width, [&](int64_t i, auto lanes) { store_lanes(value + i, load_lanes(stored + i, lanes), lanes); });
     for (int64_t g = 0; g < num_heads; ++g) {
-      if (scores[p * score_stride + g] == -std::numeric_limits<Real<T>>::infinity()) {
+      if (scores[p * score_stride + g] == -std::numeric_limits<ScalarOf<T>>::infinity()) {
         continue;
       }
-      const Real<T> weight = weights[g * values.num + p];
-      Real<T>* sum = out + g * width;
-      for_vectors<Real<T>>(width, [&](int64_t i, auto lanes) {
+      const ScalarOf<T> weight = weights[g * values.num + p];
+      ScalarOf<T>* sum = out + g * width;
+      for_vectors<ScalarOf<T>>(width, [&](int64_t i, auto lanes) {
         store_lanes(sum + i, load_lanes(sum + i, lanes) + load_lanes(value + i, lanes) * weight, lanes);
       });
     }
@@ -138,25 +141,25 @@ inline void add_values(const CandidateRows<T>& values, const Real<T>* weights, c
 }
 
 template <typename T>
-void accumulate_row(const Real<T>* scores, int64_t score_stride, int64_t num_heads,
-                    const CandidateRows<T>& values, int64_t width, Real<T>* buffer, Real<T>* lmax,
-                    Real<T>* lsum, Real<T>* lout) {
-  const Real<T> infinity = std::numeric_limits<Real<T>>::infinity();
+void accumulate_row(const ScalarOf<T>* scores, int64_t score_stride, int64_t num_heads,
+                    const CandidateRows<T>& values, int64_t width, ScalarOf<T>* buffer, ScalarOf<T>* lmax,
+                    ScalarOf<T>* lsum, ScalarOf<T>* lout) {
+  const ScalarOf<T> infinity = std::numeric_limits<ScalarOf<T>>::infinity();
   for (int64_t g = 0; g < num_heads; ++g) {
-    Real<T>* weights = buffer + g * values.num;
+    ScalarOf<T>* weights = buffer + g * values.num;
     for (int64_t p = 0; p < values.num; ++p) {
       weights[p] = values.nodes[p] < 0 ? -infinity : scores[p * score_stride + g];
     }
-    const Real<T> top = selection::row_max(weights, values.num);
-    lmax[g] = selection::has_nan(weights, values.num) ? std::numeric_limits<Real<T>>::quiet_NaN() : top;
-    lsum[g] = selection::exp_row(weights, top == -infinity ? Real<T>{0} : top, weights, values.num);
+    const ScalarOf<T> top = selection::row_max(weights, values.num);
+    lmax[g] = selection::has_nan(weights, values.num) ? std::numeric_limits<ScalarOf<T>>::quiet_NaN() : top;
+    lsum[g] = selection::exp_row(weights, top == -infinity ? ScalarOf<T>{0} : top, weights, values.num);
   }
-  std::memset(lout, 0, sizeof(Real<T>) * static_cast<size_t>(num_heads * width));
+  std::memset(lout, 0, sizeof(ScalarOf<T>) * static_cast<size_t>(num_heads * width));
   add_values(values, buffer, scores, score_stride, num_heads, width, buffer + num_heads * values.num, lout);
 }
 
 template <typename T>
-void normalize_row(const Real<T>* row, Real<T> sum, int64_t width, T* out) {
+void normalize_row(const ScalarOf<T>* row, ScalarOf<T> sum, int64_t width, T* out) {
   for_vectors<T>(
       width, [&](int64_t i, auto lanes) { store_lanes(out + i, load_lanes(row + i, lanes) / sum, lanes); });
 }
@@ -188,10 +191,15 @@ int64_t select_row(const R* scores, int64_t score_stride, int64_t num_heads, int
 }
 
 template <typename Work, typename T>
-constexpr StageRows<T, Real<T>, selection::Rank<Real<T>>> rows_of() {
-  return {mean_row<T>,           share_row<T>,      rotate_row<T>,
-          score_row<Work, T>,    accumulate_row<T>, select_row<Work, Real<T>>,
-          select_bytes<Real<T>>, normalize_row<T>};
+constexpr StageRows<T, ScalarOf<T>, selection::Rank<ScalarOf<T>>> rows_of() {
+  return {mean_row<T>,
+          share_row<T>,
+          rotate_row<T>,
+          score_row<Work, T>,
+          accumulate_row<T>,
+          select_row<Work, ScalarOf<T>>,
+          select_bytes<ScalarOf<T>>,
+          normalize_row<T>};
 }
 
 constexpr tree_attention::StageTables stage_tables() {

@@ -55,31 +55,23 @@ struct Workspace {
 // ---- importance
 
 // Largest of `count` scores, NaN skipped; -inf for none.
-inline float row_max(const float* x, int64_t count) {
-  constexpr int kChains = 4;
-  VecF best[kChains];
-  for (auto& b : best) {
-    b = splat(-std::numeric_limits<float>::infinity());
-  }
+template <typename Real>
+inline Real row_max(const Real* x, int64_t count) {
+  constexpr int kWidth = kLanesOf<VecOf<Real>>;
+  constexpr int kChains = 4;  // independent, to hide the latency of max
+  const Real lowest = -std::numeric_limits<Real>::infinity();
+  VecOf<Real> best[kChains] = {splat(lowest), splat(lowest), splat(lowest), splat(lowest)};
   int64_t i = 0;
-  for (; i + kChains * kLanes <= count; i += kChains * kLanes) {
+  for (; i + kChains * kWidth <= count; i += kChains * kWidth) {
     for (int c = 0; c < kChains; ++c) {
-      best[c] = max(load(x + i + c * kLanes), best[c]);
+      best[c] = max(load(x + i + c * kWidth), best[c]);
     }
   }
-  for (; i + kLanes <= count; i += kLanes) {
+  for (; i + kWidth <= count; i += kWidth) {
     best[0] = max(load(x + i), best[0]);
   }
-  float top = horizontal_max(max(max(best[0], best[1]), max(best[2], best[3])));
+  Real top = horizontal_max(max(max(best[0], best[1]), max(best[2], best[3])));
   for (; i < count; ++i) {
-    top = x[i] > top ? x[i] : top;
-  }
-  return top;
-}
-
-inline double row_max(const double* x, int64_t count) {
-  double top = -std::numeric_limits<double>::infinity();
-  for (int64_t i = 0; i < count; ++i) {
     top = x[i] > top ? x[i] : top;
   }
   return top;
@@ -94,41 +86,35 @@ inline bool has_nan(const Real* x, int64_t count) {
   return found;
 }
 
-// e[i] = exp(x[i] - base), results below 2^-126 flushed to 0; returns their sum. e may be x.
-inline float exp_row(const float* x, float base, float* e, int64_t count) {
-  const VecF shift = splat(base);
-  const VecF smallest = splat(0x1p-126f);
-  VecF sum[2] = {};
-  int64_t i = 0;
-  const auto step = [&](VecF scores) {
-    const VecF value = exp(scores - shift);
-    return value < smallest ? VecF{} : value;
+// e[i] = exp(x[i] - base), results below 2^-126 flushed to 0; returns their sum. e may be x. base is not
+// -inf.
+template <typename Real>
+inline Real exp_row(const Real* x, Real base, Real* e, int64_t count) {
+  constexpr int kWidth = kLanesOf<VecOf<Real>>;
+  constexpr int kChains = 2;
+  const VecOf<Real> shift = splat(base);
+  const VecOf<Real> smallest = splat(static_cast<Real>(0x1p-126));
+  VecOf<Real> sum[kChains] = {};
+  const auto step = [&](VecOf<Real> scores) {
+    const VecOf<Real> value = exp(scores - shift);
+    return value < smallest ? VecOf<Real>{} : value;
   };
-  for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
-    for (int c = 0; c < 2; ++c) {
-      const VecF value = step(load(x + i + c * kLanes));
-      store(e + i + c * kLanes, value);
+  int64_t i = 0;
+  for (; i + kChains * kWidth <= count; i += kChains * kWidth) {
+    for (int c = 0; c < kChains; ++c) {
+      const VecOf<Real> value = step(load(x + i + c * kWidth));
+      store(e + i + c * kWidth, value);
       sum[c] += value;
     }
   }
-  for (; i < count; i += kLanes) {
-    const int lanes = count - i < kLanes ? static_cast<int>(count - i) : kLanes;
-    // missing lanes: exp(-inf) = 0, unless base is -inf too; the caller never passes that
-    const VecF value = step(load_partial(x + i, lanes, -std::numeric_limits<float>::infinity()));
+  for (; i < count; i += kWidth) {
+    const int lanes = count - i < kWidth ? static_cast<int>(count - i) : kWidth;
+    // missing lanes add exp(-inf - base) = 0
+    const VecOf<Real> value = step(load_partial(x + i, lanes, -std::numeric_limits<Real>::infinity()));
     store_partial(e + i, value, lanes);
     sum[0] += value;
   }
   return horizontal_sum(sum[0] + sum[1]);
-}
-
-inline double exp_row(const double* x, double base, double* e, int64_t count) {
-  double sum = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const double value = ::exp(x[i] - base);
-    e[i] = value < 0x1p-126 ? 0.0 : value;
-    sum += e[i];
-  }
-  return sum;
 }
 
 // weights[p] times the returned factor is exp(scores[p] - LSE), p < counted, with LSE over the first
