@@ -1,0 +1,9 @@
+#if defined(__x86_64__)
+#include "host/simd_avx2.h"
+// the body is compiled for the instruction set chosen above
+#include "ops/tree_attention/stage_rows_impl.h"
+
+namespace htree::tree_attention {
+const StageTables kStageTablesAvx2 = HTREE_ISA::stage_tables();
+}
+#endif

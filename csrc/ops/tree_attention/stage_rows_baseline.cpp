@@ -1,0 +1,7 @@
+#include "host/simd_baseline.h"
+// the body is compiled for the instruction set chosen above
+#include "ops/tree_attention/stage_rows_impl.h"
+
+namespace htree::tree_attention {
+const StageTables kStageTablesBaseline = HTREE_ISA::stage_tables();
+}
