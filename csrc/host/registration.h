@@ -1,4 +1,5 @@
-// What every room's registration shares: tags of its schemas and the Autograd kernel of ops without a gradient.
+// What every room's registration shares: tags of its schemas and the Autograd kernel of ops without a
+// gradient.
 #pragma once
 
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
@@ -18,8 +19,8 @@ inline void define_ops(torch::Library& library, std::initializer_list<const char
   }
 }
 
-// For ops without a gradient formula: their outputs can be used, and a backward through them raises RuntimeError
-// instead of giving zeros in silence. docs/semantics.md §0.5.
+// For ops without a gradient formula: their outputs can be used, and a backward through them raises
+// RuntimeError instead of giving zeros in silence. docs/semantics.md §0.5.
 inline void register_no_gradient(torch::Library& autograd, std::initializer_list<const char*> ops) {
   for (const char* op : ops) {
     autograd.impl(op, torch::autograd::autogradNotImplementedFallback());

@@ -35,8 +35,8 @@ void check_list_width(const char* op, const char* name, int64_t width, int64_t c
 void check_selection_stride(const char* op, int64_t selection_stride, int64_t compression_rate) {
   const bool power_of_two = selection_stride >= 1 && (selection_stride & (selection_stride - 1)) == 0;
   TORCH_CHECK_VALUE(power_of_two && compression_rate % selection_stride == 0, op,
-                    ": selection_stride must be a power of two that divides compression_rate (", compression_rate,
-                    "), got ", selection_stride);
+                    ": selection_stride must be a power of two that divides compression_rate (",
+                    compression_rate, "), got ", selection_stride);
 }
 
 void check_position(const char* op, int64_t layer, int64_t compression_rate, const SymInt& t0,
@@ -59,7 +59,8 @@ void check_queries(const char* op, const Tensor& q, const char* keys_name, const
   check_size(op, keys_name, keys, 3, q.sym_size(3), "K of q");
   const SymInt key_dim = q.sym_size(3);
   TORCH_CHECK_VALUE(holds(key_dim.sym_ge(2)) && same_size(key_dim % 2, 0), op,
-                    ": K, the last size of q, must be even and at least 2, got ", key_dim, " in ", q.sym_sizes());
+                    ": K, the last size of q, must be even and at least 2, got ", key_dim, " in ",
+                    q.sym_sizes());
   const SymInt heads = q.sym_size(2);
   const SymInt kv_heads = keys.sym_size(2);
   TORCH_CHECK_VALUE(holds(kv_heads.sym_ge(1)) && holds(heads.sym_ge(1)) && same_size(heads % kv_heads, 0), op,
@@ -83,23 +84,25 @@ void check_indices(const char* op, const char* name, const Tensor& indices, c10:
                    const char* meaning, const Tensor& like) {
   check_dtype(op, name, indices, {at::kInt});
   check_shape(op, name, indices, shape, meaning);
-  TORCH_CHECK(indices.device() == like.device(), op, ": ", name, " must be on the device of the other arguments (",
-              like.device(), "), got ", indices.device());
+  TORCH_CHECK(indices.device() == like.device(), op, ": ", name,
+              " must be on the device of the other arguments (", like.device(), "), got ", indices.device());
 }
 
 void check_parents(const char* op, const Tensor& parents, const Tensor& q, const SymInt& heads,
                    int64_t compression_rate, int64_t selection_stride) {
   check_rank(op, "parents", parents, 4, "[B, ceil(T_q / s), H_kv, k]");
   const SymInt width = parents.sym_size(3);
-  TORCH_CHECK_VALUE(holds(width.sym_ge(1)) && holds((width * compression_rate).sym_lt(kIndexLimit)), op,
-                    ": k, the last size of parents, must be at least 1 and below 2^31 / compression_rate, got ",
-                    parents.sym_sizes());
+  TORCH_CHECK_VALUE(
+      holds(width.sym_ge(1)) && holds((width * compression_rate).sym_lt(kIndexLimit)), op,
+      ": k, the last size of parents, must be at least 1 and below 2^31 / compression_rate, got ",
+      parents.sym_sizes());
   check_indices(op, "parents", parents,
                 {q.sym_size(0), list_rows(q.sym_size(1), selection_stride), heads, width},
                 "[B, ceil(T_q / selection_stride), selection heads, k]", q);
 }
 
-void check_cache(const char* op, const Tensor& cos, const Tensor& sin, const Tensor& x, const SymInt& min_size) {
+void check_cache(const char* op, const Tensor& cos, const Tensor& sin, const Tensor& x,
+                 const SymInt& min_size) {
   check_rank(op, "cos", cos, 2, "[size, K/2]");
   check_dtype(op, "cos", cos, {state_dtype(x)});
   check_same_device(op, "cos", cos, "the rotated tensor", x);
@@ -145,10 +148,11 @@ std::tuple<Tensor, Tensor, Tensor> new_state(const SymInt& batch, const SymInt& 
           new_tensor({batch, queries, heads, value_dim}, dtype, like)};
 }
 
-LayerArgs resolve_layer(const char* op, int64_t layer, int64_t compression_rate, int64_t list_width, int64_t top_k,
-                        const SymInt& t0, int64_t num_nodes, int64_t num_queries) {
+LayerArgs resolve_layer(const char* op, int64_t layer, int64_t compression_rate, int64_t list_width,
+                        int64_t top_k, const SymInt& t0, int64_t num_nodes, int64_t num_queries) {
   const int64_t first = t0.guard_int(__FILE__, __LINE__);
-  TORCH_CHECK_VALUE(num_nodes < kIndexLimit, op, ": a layer must have fewer than 2^31 nodes, got ", num_nodes);
+  TORCH_CHECK_VALUE(num_nodes < kIndexLimit, op, ": a layer must have fewer than 2^31 nodes, got ",
+                    num_nodes);
   TORCH_CHECK_VALUE(first < kIndexLimit && num_queries < kIndexLimit - first, op,
                     ": t0 + T_q must be below 2^31, got t0 = ", first, " and T_q = ", num_queries);
   LayerArgs args;

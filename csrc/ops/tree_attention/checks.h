@@ -1,5 +1,5 @@
-// Argument checks and allocations that the stages share. docs/semantics.md §1.3, §1.8 "Validation", §1.12, §1.13.
-// All but resolve_layer work on symbolic sizes, so Meta runs the very same checks as CPU and CUDA.
+// Argument checks and allocations that the stages share. docs/semantics.md §1.3, §1.8 "Validation", §1.12,
+// §1.13. All but resolve_layer work on symbolic sizes, so Meta runs the very same checks as CPU and CUDA.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -39,7 +39,8 @@ inline SymInt list_rows(const SymInt& num_queries, int64_t selection_stride) {
 
 // ---- tensors
 
-// q [B, T_q, H, K] against keys [B, N, H_kv, K]: dtype, device, B, K even and at least 2, H a multiple of H_kv.
+// q [B, T_q, H, K] against keys [B, N, H_kv, K]: dtype, device, B, K even and at least 2, H a multiple of
+// H_kv.
 void check_queries(const char* op, const Tensor& q, const char* keys_name, const Tensor& keys);
 // keys [B, N, H_kv, K] against values [B, N, H_kv, V], V at least 1.
 void check_values(const char* op, const char* keys_name, const Tensor& keys, const char* values_name,
@@ -51,7 +52,8 @@ void check_indices(const char* op, const char* name, const Tensor& indices, c10:
 void check_parents(const char* op, const Tensor& parents, const Tensor& q, const SymInt& heads,
                    int64_t compression_rate, int64_t selection_stride = 1);
 // cos and sin [size, K/2] in the state dtype of x, size at least `min_size`.
-void check_cache(const char* op, const Tensor& cos, const Tensor& sin, const Tensor& x, const SymInt& min_size);
+void check_cache(const char* op, const Tensor& cos, const Tensor& sin, const Tensor& x,
+                 const SymInt& min_size);
 // A layer state: max and sum [B, T_q, H], out [B, T_q, H, V], all in `dtype`.
 void check_state(const char* op, const char* const (&names)[3], const Tensor& max, const Tensor& sum,
                  const Tensor& out);
@@ -82,7 +84,7 @@ inline double resolve_scale(std::optional<double> scale, int64_t key_dim) {
 }
 
 // The arguments of one layer as numbers; real sizes only. `num_nodes` is N of the layer.
-LayerArgs resolve_layer(const char* op, int64_t layer, int64_t compression_rate, int64_t list_width, int64_t top_k,
-                        const SymInt& t0, int64_t num_nodes, int64_t num_queries);
+LayerArgs resolve_layer(const char* op, int64_t layer, int64_t compression_rate, int64_t list_width,
+                        int64_t top_k, const SymInt& t0, int64_t num_nodes, int64_t num_queries);
 
 }  // namespace htree::tree_attention

@@ -49,35 +49,40 @@ AttentionState attention_forward(const Tensor& q, const Tensor& k, const Tensor&
                                  int64_t max_top_nodes, int64_t top_k, std::optional<double> scale,
                                  std::optional<double> rope_base, std::string_view importance,
                                  int64_t selection_stride, bool store_parents) {
-  return run_forward<kKernel>("attention_forward", q, k, v,
-                              {compression_rate, max_top_nodes, top_k, scale, rope_base, std::string(importance),
-                               selection_stride},
-                              store_parents);
+  return run_forward<kKernel>(
+      "attention_forward", q, k, v,
+      {compression_rate, max_top_nodes, top_k, scale, rope_base, std::string(importance), selection_stride},
+      store_parents);
 }
 
-// attention_forward(...)[0]. This kernel runs without grad, where nobody reads the lists: they are never stored.
+// attention_forward(...)[0]. This kernel runs without grad, where nobody reads the lists: they are never
+// stored.
 template <AttentionForward* kKernel>
-Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, int64_t compression_rate, int64_t max_top_nodes,
-                 int64_t top_k, std::optional<double> scale, std::optional<double> rope_base,
-                 std::string_view importance, int64_t selection_stride, bool /*store_parents*/) {
-  return std::get<0>(run_forward<kKernel>("attention", q, k, v,
-                                          {compression_rate, max_top_nodes, top_k, scale, rope_base,
-                                           std::string(importance), selection_stride},
-                                          /*store_parents=*/false));
+Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, int64_t compression_rate,
+                 int64_t max_top_nodes, int64_t top_k, std::optional<double> scale,
+                 std::optional<double> rope_base, std::string_view importance, int64_t selection_stride,
+                 bool /*store_parents*/) {
+  return std::get<0>(run_forward<kKernel>(
+      "attention", q, k, v,
+      {compression_rate, max_top_nodes, top_k, scale, rope_base, std::string(importance), selection_stride},
+      /*store_parents=*/false));
 }
 
 // The gradient of the loop above with `parents` held fixed:
-// torch.autograd.grad(attention of the given cut, (q, k, v), dout); P = (s - gmax).exp() / gsum per merged candidate,
-// D = (dout * out).sum(-1), dS = P * (dout @ V^T - D); each layer's dK, dV go down through tree_build_backward
+// torch.autograd.grad(attention of the given cut, (q, k, v), dout); P = (s - gmax).exp() / gsum per merged
+// candidate, D = (dout * out).sum(-1), dS = P * (dout @ V^T - D); each layer's dK, dV go down through
+// tree_build_backward
 template <AttentionBackward* kKernel>
-Gradients attention_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-                             const Tensor& gmax, const Tensor& gsum, at::TensorList parents, int64_t compression_rate,
-                             int64_t max_top_nodes, int64_t top_k, std::optional<double> scale,
-                             std::optional<double> rope_base, std::string_view importance, int64_t selection_stride,
+Gradients attention_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                             const Tensor& out, const Tensor& gmax, const Tensor& gsum,
+                             at::TensorList parents, int64_t compression_rate, int64_t max_top_nodes,
+                             int64_t top_k, std::optional<double> scale, std::optional<double> rope_base,
+                             std::string_view importance, int64_t selection_stride,
                              std::array<bool, 3> output_mask) {
   const AttentionOptions options = {compression_rate, max_top_nodes,           top_k,           scale,
                                     rope_base,        std::string(importance), selection_stride};
-  Gradients gradients = prepare_attention_backward(dout, q, k, v, out, gmax, gsum, parents, options, output_mask);
+  Gradients gradients =
+      prepare_attention_backward(dout, q, k, v, out, gmax, gsum, parents, options, output_mask);
   if constexpr (kKernel != nullptr) {
     const AttentionArgs args = resolve("attention_backward", options, k);
     const auto& [dq, dk, dv] = gradients;
@@ -110,21 +115,30 @@ void register_kernels(torch::Library& library) {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(htree, library) {
-  define_ops(library, {
-      "attention_forward(Tensor q, Tensor k, Tensor v, int compression_rate=16, int max_top_nodes=8192, "
-      "int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str importance=\"lse_causal\", "
-      "int selection_stride=1, bool store_parents=True) -> (Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents)",
-      "attention(Tensor q, Tensor k, Tensor v, int compression_rate=16, int max_top_nodes=8192, "
-      "int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str importance=\"lse_causal\", "
-      "int selection_stride=1, bool store_parents=True) -> Tensor",
-      "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, "
-      "Tensor[] parents, int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, "
-      "float? scale=None, float? rope_base=10000., str importance=\"lse_causal\", int selection_stride=1, "
-      "bool[3] output_mask=[True, True, True]) -> (Tensor dq, Tensor dk, Tensor dv)",
-  });
+  define_ops(
+      library,
+      {
+          "attention_forward(Tensor q, Tensor k, Tensor v, int compression_rate=16, int max_top_nodes=8192, "
+          "int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str "
+          "importance=\"lse_causal\", "
+          "int selection_stride=1, bool store_parents=True) -> (Tensor out, Tensor gmax, Tensor gsum, "
+          "Tensor[] parents)",
+          "attention(Tensor q, Tensor k, Tensor v, int compression_rate=16, int max_top_nodes=8192, "
+          "int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str "
+          "importance=\"lse_causal\", "
+          "int selection_stride=1, bool store_parents=True) -> Tensor",
+          "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor "
+          "gsum, "
+          "Tensor[] parents, int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, "
+          "float? scale=None, float? rope_base=10000., str importance=\"lse_causal\", int "
+          "selection_stride=1, "
+          "bool[3] output_mask=[True, True, True]) -> (Tensor dq, Tensor dk, Tensor dv)",
+      });
 }
 
-TORCH_LIBRARY_IMPL(htree, CPU, library) { register_kernels<attention_forward_cpu, attention_backward_cpu>(library); }
+TORCH_LIBRARY_IMPL(htree, CPU, library) {
+  register_kernels<attention_forward_cpu, attention_backward_cpu>(library);
+}
 
 #if defined(HTREE_WITH_CUDA)
 TORCH_LIBRARY_IMPL(htree, CUDA, library) {
@@ -132,6 +146,8 @@ TORCH_LIBRARY_IMPL(htree, CUDA, library) {
 }
 #endif
 
-TORCH_LIBRARY_IMPL(htree, Meta, library) { register_kernels<nullptr, nullptr>(library); }
+TORCH_LIBRARY_IMPL(htree, Meta, library) {
+  register_kernels<nullptr, nullptr>(library);
+}
 
 }  // namespace htree::tree_attention

@@ -1,4 +1,5 @@
-// Contract of the whole operator: every check and every output. docs/semantics.md §1.5, §1.8, §1.10, §1.12, §1.13.
+// Contract of the whole operator: every check and every output. docs/semantics.md §1.5, §1.8, §1.10, §1.12,
+// §1.13.
 #pragma once
 
 #include <array>
@@ -9,7 +10,8 @@
 
 namespace htree::tree_attention {
 
-// (out [B, T_q, H, V], gmax [B, T_q, H], gsum [B, T_q, H], parents per layer int32 [B, ceil(T_q / s), H_kv, k])
+// (out [B, T_q, H, V], gmax [B, T_q, H], gsum [B, T_q, H], parents per layer int32 [B, ceil(T_q / s), H_kv,
+// k])
 using AttentionState = std::tuple<Tensor, Tensor, Tensor, std::vector<Tensor>>;
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 
@@ -24,8 +26,8 @@ struct AttentionOptions {
   int64_t selection_stride;
 };
 
-// L of §1.2. ceil(T / r^l) > M is T > M * r^l, so a symbolic T is compared with one bound per layer and no more:
-// compiled code serves every length of the same depth.
+// L of §1.2. ceil(T / r^l) > M is T > M * r^l, so a symbolic T is compared with one bound per layer and no
+// more: compiled code serves every length of the same depth.
 inline int64_t depth_of(const SymInt& num_tokens, const AttentionOptions& options) {
   constexpr int64_t kMost = int64_t{1} << 62;
   int64_t layers = 1;
@@ -42,14 +44,15 @@ inline void check_options(const char* op, const AttentionOptions& options) {
   check_list_width(op, "top_k_per_layer", options.top_k, options.compression_rate);
   const int64_t most = options.top_k * options.compression_rate;
   TORCH_CHECK_VALUE(options.max_top_nodes >= 1 && options.max_top_nodes <= most, op,
-                    ": max_top_nodes must be at least 1 and at most top_k_per_layer * compression_rate = ", most,
-                    ", got ", options.max_top_nodes);
+                    ": max_top_nodes must be at least 1 and at most top_k_per_layer * compression_rate = ",
+                    most, ", got ", options.max_top_nodes);
   check_selection_stride(op, options.selection_stride, options.compression_rate);
   check_scale(op, options.scale);
   parse_importance(op, options.importance);
   if (options.rope_base.has_value()) {
     TORCH_CHECK_VALUE(std::isfinite(*options.rope_base) && *options.rope_base > 0, op,
-                      ": rope_base must be finite and positive, or None for no rotation, got ", *options.rope_base);
+                      ": rope_base must be finite and positive, or None for no rotation, got ",
+                      *options.rope_base);
   }
 }
 
@@ -60,11 +63,12 @@ inline void check_attention(const char* op, const Tensor& q, const Tensor& k, co
   check_queries(op, q, "k", k);
   check_values(op, "k", k, "v", v);
   const SymInt before = k.sym_size(1) - q.sym_size(1);
-  TORCH_CHECK_VALUE(holds(before.sym_ge(0)), op, ": q must have at most as many rows as k (q is a suffix of the keys), ",
+  TORCH_CHECK_VALUE(holds(before.sym_ge(0)), op,
+                    ": q must have at most as many rows as k (q is a suffix of the keys), ",
                     "got T_q = ", q.sym_size(1), " and T = ", k.sym_size(1));
   TORCH_CHECK_VALUE(options.selection_stride == 1 || same_size(before % options.selection_stride, 0), op,
-                    ": T - T_q must be a multiple of selection_stride (", options.selection_stride, "), got T = ",
-                    k.sym_size(1), " and T_q = ", q.sym_size(1));
+                    ": T - T_q must be a multiple of selection_stride (", options.selection_stride,
+                    "), got T = ", k.sym_size(1), " and T_q = ", q.sym_size(1));
 }
 
 inline std::vector<SymInt> list_shape(const Tensor& q, const Tensor& k, const AttentionOptions& options) {
@@ -72,8 +76,9 @@ inline std::vector<SymInt> list_shape(const Tensor& q, const Tensor& k, const At
 }
 
 // Everything uninitialised; no lists unless they are stored.
-inline AttentionState prepare_attention_forward(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
-                                                const AttentionOptions& options, bool store_parents) {
+inline AttentionState prepare_attention_forward(const char* op, const Tensor& q, const Tensor& k,
+                                                const Tensor& v, const AttentionOptions& options,
+                                                bool store_parents) {
   check_attention(op, q, k, v, options);
   const std::array<SymInt, 3> rows = {q.sym_size(0), q.sym_size(1), q.sym_size(2)};
   std::vector<Tensor> parents;
@@ -84,10 +89,12 @@ inline AttentionState prepare_attention_forward(const char* op, const Tensor& q,
           new_tensor(rows, state_dtype(q), q), new_tensor(rows, state_dtype(q), q), std::move(parents)};
 }
 
-// Returns dq, dk, dv of the shapes and dtype of q, k, v, uninitialised; undefined where `output_mask` is false.
-inline Gradients prepare_attention_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                                            const Tensor& out, const Tensor& gmax, const Tensor& gsum,
-                                            at::TensorList parents, const AttentionOptions& options,
+// Returns dq, dk, dv of the shapes and dtype of q, k, v, uninitialised; undefined where `output_mask` is
+// false.
+inline Gradients prepare_attention_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
+                                            const Tensor& v, const Tensor& out, const Tensor& gmax,
+                                            const Tensor& gsum, at::TensorList parents,
+                                            const AttentionOptions& options,
                                             const std::array<bool, 3>& output_mask) {
   constexpr const char* kOp = "attention_backward";
   check_attention(kOp, q, k, v, options);

@@ -18,18 +18,18 @@ using torch::autograd::variable_list;
 Tensor call_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& o,
                       bool store_parents) {
   static const auto op =
-      op_handle<Tensor(const Tensor&, const Tensor&, const Tensor&, int64_t, int64_t, int64_t, std::optional<double>,
-                       std::optional<double>, std::string_view, int64_t, bool)>("htree::attention");
+      op_handle<Tensor(const Tensor&, const Tensor&, const Tensor&, int64_t, int64_t, int64_t,
+                       std::optional<double>, std::optional<double>, std::string_view, int64_t, bool)>(
+          "htree::attention");
   return op.call(q, k, v, o.compression_rate, o.max_top_nodes, o.top_k, o.scale, o.rope_base, o.importance,
                  o.selection_stride, store_parents);
 }
 
-AttentionState call_attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& o,
-                                      bool store_parents) {
-  static const auto op =
-      op_handle<AttentionState(const Tensor&, const Tensor&, const Tensor&, int64_t, int64_t, int64_t,
-                               std::optional<double>, std::optional<double>, std::string_view, int64_t, bool)>(
-          "htree::attention_forward");
+AttentionState call_attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                                      const AttentionOptions& o, bool store_parents) {
+  static const auto op = op_handle<AttentionState(
+      const Tensor&, const Tensor&, const Tensor&, int64_t, int64_t, int64_t, std::optional<double>,
+      std::optional<double>, std::string_view, int64_t, bool)>("htree::attention_forward");
   return op.call(q, k, v, o.compression_rate, o.max_top_nodes, o.top_k, o.scale, o.rope_base, o.importance,
                  o.selection_stride, store_parents);
 }
@@ -52,13 +52,12 @@ struct Saved {
 
 Gradients call_attention_backward(const Tensor& dout, const Saved& s, const AttentionOptions& o,
                                   std::array<bool, 3> output_mask) {
-  static const auto op =
-      op_handle<Gradients(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                          const Tensor&, at::TensorList, int64_t, int64_t, int64_t, std::optional<double>,
-                          std::optional<double>, std::string_view, int64_t, std::array<bool, 3>)>(
-          "htree::attention_backward");
-  return op.call(dout, s.q, s.k, s.v, s.out, s.gmax, s.gsum, s.parents, o.compression_rate, o.max_top_nodes, o.top_k,
-                 o.scale, o.rope_base, o.importance, o.selection_stride, output_mask);
+  static const auto op = op_handle<Gradients(
+      const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+      at::TensorList, int64_t, int64_t, int64_t, std::optional<double>, std::optional<double>,
+      std::string_view, int64_t, std::array<bool, 3>)>("htree::attention_backward");
+  return op.call(dout, s.q, s.k, s.v, s.out, s.gmax, s.gsum, s.parents, o.compression_rate, o.max_top_nodes,
+                 o.top_k, o.scale, o.rope_base, o.importance, o.selection_stride, output_mask);
 }
 
 // ---- Autograd
@@ -102,7 +101,8 @@ struct AttentionNode : Function<AttentionNode> {
       return variable_list(5);
     }
     const Saved saved = Saved::from_list(ctx->get_saved_variables());
-    const std::array<bool, 3> wanted = {ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2)};
+    const std::array<bool, 3> wanted = {ctx->needs_input_grad(0), ctx->needs_input_grad(1),
+                                        ctx->needs_input_grad(2)};
     auto [dq, dk, dv] = call_attention_backward(grads[0], saved, load_options(ctx), wanted);
     return {dq, dk, dv, Tensor(), Tensor()};
   }
@@ -134,8 +134,8 @@ struct AttentionBackwardNode : Function<AttentionBackwardNode> {
 
 Tensor attention_autograd(const Tensor& q, const Tensor& k, const Tensor& v, int64_t compression_rate,
                           int64_t max_top_nodes, int64_t top_k, std::optional<double> scale,
-                          std::optional<double> rope_base, std::string_view importance, int64_t selection_stride,
-                          bool store_parents) {
+                          std::optional<double> rope_base, std::string_view importance,
+                          int64_t selection_stride, bool store_parents) {
   const AttentionOptions options = {compression_rate, max_top_nodes,           top_k,           scale,
                                     rope_base,        std::string(importance), selection_stride};
   if (needs_grad({q, k, v})) {
@@ -148,9 +148,9 @@ Tensor attention_autograd(const Tensor& q, const Tensor& k, const Tensor& v, int
 Gradients attention_backward_autograd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                                       const Tensor& out, const Tensor& gmax, const Tensor& gsum,
                                       at::TensorList parents, int64_t compression_rate, int64_t max_top_nodes,
-                                      int64_t top_k, std::optional<double> scale, std::optional<double> rope_base,
-                                      std::string_view importance, int64_t selection_stride,
-                                      std::array<bool, 3> output_mask) {
+                                      int64_t top_k, std::optional<double> scale,
+                                      std::optional<double> rope_base, std::string_view importance,
+                                      int64_t selection_stride, std::array<bool, 3> output_mask) {
   const AttentionOptions options = {compression_rate, max_top_nodes,           top_k,           scale,
                                     rope_base,        std::string(importance), selection_stride};
   const Saved saved = {q, k, v, out, gmax, gsum, parents.vec()};
@@ -184,14 +184,14 @@ Cast cast_inputs(const Tensor& q, const Tensor& k, const Tensor& v) {
 template <at::DeviceType kDevice>
 Tensor attention_autocast(const Tensor& q, const Tensor& k, const Tensor& v, int64_t compression_rate,
                           int64_t max_top_nodes, int64_t top_k, std::optional<double> scale,
-                          std::optional<double> rope_base, std::string_view importance, int64_t selection_stride,
-                          bool store_parents) {
+                          std::optional<double> rope_base, std::string_view importance,
+                          int64_t selection_stride, bool store_parents) {
   c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
   const Cast cast = cast_inputs<kDevice>(q, k, v);
-  return call_attention(cast.q, cast.k, cast.v,
-                        {compression_rate, max_top_nodes, top_k, scale, rope_base, std::string(importance),
-                         selection_stride},
-                        store_parents);
+  return call_attention(
+      cast.q, cast.k, cast.v,
+      {compression_rate, max_top_nodes, top_k, scale, rope_base, std::string(importance), selection_stride},
+      store_parents);
 }
 
 template <at::DeviceType kDevice>
@@ -202,10 +202,10 @@ AttentionState attention_forward_autocast(const Tensor& q, const Tensor& k, cons
                                           bool store_parents) {
   c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
   const Cast cast = cast_inputs<kDevice>(q, k, v);
-  return call_attention_forward(cast.q, cast.k, cast.v,
-                                {compression_rate, max_top_nodes, top_k, scale, rope_base, std::string(importance),
-                                 selection_stride},
-                                store_parents);
+  return call_attention_forward(
+      cast.q, cast.k, cast.v,
+      {compression_rate, max_top_nodes, top_k, scale, rope_base, std::string(importance), selection_stride},
+      store_parents);
 }
 
 }  // namespace

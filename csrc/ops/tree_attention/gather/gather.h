@@ -55,12 +55,13 @@ inline State new_layer_state(const LayerTensors& in) {
 
 // int32 [B, ceil(T_q / s), H_kv, top_k], uninitialised.
 inline Tensor new_lists(const LayerTensors& in, int64_t top_k) {
-  return new_tensor({in.q.sym_size(0), in.parents.sym_size(1), in.layer_k.sym_size(2), top_k}, at::kInt, in.q);
+  return new_tensor({in.q.sym_size(0), in.parents.sym_size(1), in.layer_k.sym_size(2), top_k}, at::kInt,
+                    in.q);
 }
 
 inline State prepare_accumulate_non_topk(const Tensor& layer_v, const Tensor& parents, const Tensor& scores,
-                                         const Tensor& num_candidates, int64_t layer, int64_t compression_rate,
-                                         const SymInt& t0) {
+                                         const Tensor& num_candidates, int64_t layer,
+                                         int64_t compression_rate, const SymInt& t0) {
   constexpr const char* kOp = "accumulate_non_topk";
   check_position(kOp, layer, compression_rate, t0);
   check_scores(kOp, scores);
@@ -70,16 +71,18 @@ inline State prepare_accumulate_non_topk(const Tensor& layer_v, const Tensor& pa
   check_same_device(kOp, "scores", scores, "layer_v", layer_v);
   check_size(kOp, "layer_v", layer_v, 0, scores.sym_size(0), "B of scores");
   check_size(kOp, "layer_v", layer_v, 2, scores.sym_size(2), "H_kv of scores");
-  TORCH_CHECK_VALUE(holds(layer_v.sym_size(3).sym_ge(1)), kOp, ": V, the last size of layer_v, must be at least 1, ",
-                    "got ", layer_v.sym_sizes());
+  TORCH_CHECK_VALUE(holds(layer_v.sym_size(3).sym_ge(1)), kOp,
+                    ": V, the last size of layer_v, must be at least 1, ", "got ", layer_v.sym_sizes());
   check_num_candidates(kOp, num_candidates, scores);
   check_parents(kOp, parents, scores, scores.sym_size(2), compression_rate);
-  check_size(kOp, "scores", scores, 3, parents.sym_size(3) * compression_rate, "k of parents times compression_rate");
+  check_size(kOp, "scores", scores, 3, parents.sym_size(3) * compression_rate,
+             "k of parents times compression_rate");
   return new_state(scores.sym_size(0), scores.sym_size(1), scores.sym_size(2) * scores.sym_size(4),
                    layer_v.sym_size(3), layer_v);
 }
 
-inline StateAndTopk prepare_compute_and_select(const LayerTensors& in, const LayerOptions& options, int64_t top_k) {
+inline StateAndTopk prepare_compute_and_select(const LayerTensors& in, const LayerOptions& options,
+                                               int64_t top_k) {
   constexpr const char* kOp = "compute_and_select";
   check_layer(kOp, in, options, /*list_per_query_head=*/true);
   check_list_width(kOp, "top_k", top_k, options.compression_rate);
@@ -89,8 +92,8 @@ inline StateAndTopk prepare_compute_and_select(const LayerTensors& in, const Lay
   return {lmax, lsum, lout, new_tensor(shape, at::kInt, in.q), new_tensor(shape, state_dtype(in.q), in.q)};
 }
 
-inline StateAndParents prepare_select_accumulate(const LayerTensors& in, const LayerOptions& options, int64_t top_k,
-                                                 std::string_view importance) {
+inline StateAndParents prepare_select_accumulate(const LayerTensors& in, const LayerOptions& options,
+                                                 int64_t top_k, std::string_view importance) {
   constexpr const char* kOp = "select_accumulate";
   check_layer(kOp, in, options);
   check_above_bottom(kOp, options.layer);

@@ -17,8 +17,8 @@ using StateAndIndices = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 void call_merge_to_global(const Tensor& gmax, const Tensor& gsum, const Tensor& gout, const Tensor& lmax,
                           const Tensor& lsum, const Tensor& lout) {
-  static const auto op = op_handle<void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                                        const Tensor&)>("htree::merge_to_global_");
+  static const auto op = op_handle<void(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                                        const Tensor&, const Tensor&)>("htree::merge_to_global_");
   op.call(gmax, gsum, gout, lmax, lsum, lout);
 }
 
@@ -38,8 +38,8 @@ void check_no_overlap(const std::array<Tensor, 3>& written, const std::array<Ten
 // ---- CPU and CUDA
 
 // m = torch.maximum(gmax, lmax)
-// sg, sl = (torch.where(s > 0, (x - m).exp(), 0) for x, s in ((gmax, gsum), (lmax, lsum)))      empty states count 0
-// gout, gsum, gmax = gout * sg[..., None] + lout * sl[..., None], gsum * sg + lsum * sl, m
+// sg, sl = (torch.where(s > 0, (x - m).exp(), 0) for x, s in ((gmax, gsum), (lmax, lsum)))      empty states
+// count 0 gout, gsum, gmax = gout * sg[..., None] + lout * sl[..., None], gsum * sg + lsum * sl, m
 template <MergeToGlobal* kKernel>
 void merge_to_global(const Tensor& gmax, const Tensor& gsum, const Tensor& gout, const Tensor& lmax,
                      const Tensor& lsum, const Tensor& lout) {
@@ -68,7 +68,8 @@ template <SubtractTopk* kKernel>
 StateAndIndices subtract_topk(const Tensor& layer_v, const Tensor& topk_indices, const Tensor& topk_scores,
                               const Tensor& lmax, const Tensor& lsum, const Tensor& lout) {
   Tensor selected = prepare_subtract_topk(layer_v, topk_indices, topk_scores, lmax, lsum, lout);
-  StateAndIndices result = {lmax.clone(at::MemoryFormat::Contiguous), lsum.clone(at::MemoryFormat::Contiguous),
+  StateAndIndices result = {lmax.clone(at::MemoryFormat::Contiguous),
+                            lsum.clone(at::MemoryFormat::Contiguous),
                             lout.clone(at::MemoryFormat::Contiguous), selected};
   if (selected.numel() > 0) {
     kKernel(unit_last(layer_v), unit_last(topk_indices), unit_last(topk_scores), std::get<0>(result),
@@ -87,8 +88,9 @@ Tensor final_normalize(const Tensor& gout, const Tensor& gsum, std::optional<at:
   return out;
 }
 
-StateAndIndices subtract_topk_meta(const Tensor& layer_v, const Tensor& topk_indices, const Tensor& topk_scores,
-                                   const Tensor& lmax, const Tensor& lsum, const Tensor& lout) {
+StateAndIndices subtract_topk_meta(const Tensor& layer_v, const Tensor& topk_indices,
+                                   const Tensor& topk_scores, const Tensor& lmax, const Tensor& lsum,
+                                   const Tensor& lout) {
   Tensor selected = prepare_subtract_topk(layer_v, topk_indices, topk_scores, lmax, lsum, lout);
   return {new_tensor(lmax.sym_sizes(), lmax.scalar_type(), lmax),
           new_tensor(lsum.sym_sizes(), lsum.scalar_type(), lsum),
@@ -119,12 +121,14 @@ void register_device(torch::Library& library) {
 
 TORCH_LIBRARY_FRAGMENT(htree, library) {
   define_ops(library, {
-      "merge_to_global_(Tensor(a!) gmax, Tensor(b!) gsum, Tensor(c!) gout, Tensor lmax, Tensor lsum, Tensor lout) "
-      "-> ()",
-      "subtract_topk(Tensor layer_v, Tensor topk_indices, Tensor topk_scores, Tensor lmax, Tensor lsum, Tensor lout) "
-      "-> (Tensor lmax, Tensor lsum, Tensor lout, Tensor selected_indices)",
-      "final_normalize(Tensor gout, Tensor gsum, ScalarType? dtype=None) -> Tensor",
-  });
+                          "merge_to_global_(Tensor(a!) gmax, Tensor(b!) gsum, Tensor(c!) gout, Tensor lmax, "
+                          "Tensor lsum, Tensor lout) "
+                          "-> ()",
+                          "subtract_topk(Tensor layer_v, Tensor topk_indices, Tensor topk_scores, Tensor "
+                          "lmax, Tensor lsum, Tensor lout) "
+                          "-> (Tensor lmax, Tensor lsum, Tensor lout, Tensor selected_indices)",
+                          "final_normalize(Tensor gout, Tensor gsum, ScalarType? dtype=None) -> Tensor",
+                      });
 }
 
 TORCH_LIBRARY_IMPL(htree, CPU, library) {

@@ -18,9 +18,10 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
 
-Tensor call_rope(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& positions, bool inverse) {
-  static const auto op = op_handle<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, bool)>(
-      "htree::rope");
+Tensor call_rope(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& positions,
+                 bool inverse) {
+  static const auto op =
+      op_handle<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, bool)>("htree::rope");
   return op.call(x, cos, sin, positions, inverse);
 }
 
@@ -29,7 +30,8 @@ Tensor call_rope(const Tensor& x, const Tensor& cos, const Tensor& sin, const Te
 // angle = torch.outer(torch.arange(size).double(), base ** (-torch.arange(0, dim, 2).double() / dim))
 // torch.stack((angle.cos(), angle.sin())).to(dtype)
 // In double until the end: fp32 angles are off by up to 5e-4 rad at position 9000.
-Tensor rope_cache(SymInt size, int64_t dim, double base, at::ScalarType dtype, std::optional<at::Device> device) {
+Tensor rope_cache(SymInt size, int64_t dim, double base, at::ScalarType dtype,
+                  std::optional<at::Device> device) {
   check_rope_cache(size, dim, base, dtype);
   const auto options = at::TensorOptions().dtype(at::kDouble).device(device.value_or(at::kCPU));
   const Tensor exponents = at::arange(0, dim, 2, options).div(-static_cast<double>(dim));
@@ -74,7 +76,8 @@ struct RopeNode : Function<RopeNode> {
   }
 };
 
-Tensor rope_autograd(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& positions, bool inverse) {
+Tensor rope_autograd(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& positions,
+                     bool inverse) {
   TORCH_CHECK_NOT_IMPLEMENTED(!needs_grad({cos, sin}), "rope: cos and sin have no gradient; detach them");
   if (needs_grad({x})) {
     return RopeNode::apply(x, cos, sin, positions, inverse);
@@ -86,22 +89,34 @@ Tensor rope_autograd(const Tensor& x, const Tensor& cos, const Tensor& sin, cons
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(htree, library) {
-  define_ops(library, {
-      "rope_cache(SymInt size, int dim, float base=10000., *, ScalarType dtype=float, Device? device=None) -> Tensor",
-      "rope(Tensor x, Tensor cos, Tensor sin, Tensor positions, bool inverse=False) -> Tensor",
-  });
+  define_ops(library,
+             {
+                 "rope_cache(SymInt size, int dim, float base=10000., *, ScalarType dtype=float, Device? "
+                 "device=None) -> Tensor",
+                 "rope(Tensor x, Tensor cos, Tensor sin, Tensor positions, bool inverse=False) -> Tensor",
+             });
 }
 
-TORCH_LIBRARY_IMPL(htree, CompositeExplicitAutograd, library) { library.impl("rope_cache", TORCH_FN(rope_cache)); }
+TORCH_LIBRARY_IMPL(htree, CompositeExplicitAutograd, library) {
+  library.impl("rope_cache", TORCH_FN(rope_cache));
+}
 
-TORCH_LIBRARY_IMPL(htree, CPU, library) { library.impl("rope", TORCH_FN(rope<rope_cpu>)); }
+TORCH_LIBRARY_IMPL(htree, CPU, library) {
+  library.impl("rope", TORCH_FN(rope<rope_cpu>));
+}
 
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(htree, CUDA, library) { library.impl("rope", TORCH_FN(rope<rope_cuda>)); }
+TORCH_LIBRARY_IMPL(htree, CUDA, library) {
+  library.impl("rope", TORCH_FN(rope<rope_cuda>));
+}
 #endif
 
-TORCH_LIBRARY_IMPL(htree, Meta, library) { library.impl("rope", TORCH_FN(prepare_rope)); }
+TORCH_LIBRARY_IMPL(htree, Meta, library) {
+  library.impl("rope", TORCH_FN(prepare_rope));
+}
 
-TORCH_LIBRARY_IMPL(htree, Autograd, library) { library.impl("rope", TORCH_FN(rope_autograd)); }
+TORCH_LIBRARY_IMPL(htree, Autograd, library) {
+  library.impl("rope", TORCH_FN(rope_autograd));
+}
 
 }  // namespace htree::tree_attention

@@ -1,4 +1,5 @@
-// Schemas, Meta, Autograd and registrations of the selection ops and of top_parents. docs/semantics.md §1.3, §1.6.
+// Schemas, Meta, Autograd and registrations of the selection ops and of top_parents. docs/semantics.md §1.3,
+// §1.6.
 #include "ops/tree_attention/select/select.h"
 
 #include <ATen/MemoryOverlap.h>
@@ -21,7 +22,8 @@ void call_mask_topk_scores(const Tensor& scores, const Tensor& topk_positions) {
 // ---- factory
 
 // leader = t0 + s * torch.arange(ceil(T / s)); m = leader // r**num_layers + 1
-// torch.where(torch.arange(top_k) < m[:, None], torch.arange(top_k), -1)                    repeated over B and heads
+// torch.where(torch.arange(top_k) < m[:, None], torch.arange(top_k), -1)                    repeated over B
+// and heads
 Tensor top_parents(SymInt batch, SymInt queries, SymInt heads, int64_t top_k, int64_t num_layers,
                    int64_t compression_rate, SymInt t0, int64_t selection_stride,
                    std::optional<at::Device> device) {
@@ -40,11 +42,12 @@ Tensor top_parents(SymInt batch, SymInt queries, SymInt heads, int64_t top_k, in
 
 // ---- CPU and CUDA
 
-// rest = scores[..., : n - 1, :]                                                              rightmost excluded
-// imp = (rest - rest.logsumexp(-2, keepdim=True)).exp().sum(-1)                               "lse_causal"
-// topk_positions = [n - 1, then torch.argsort(-imp, stable=True)][:top_k], padded with -1
+// rest = scores[..., : n - 1, :]                                                              rightmost
+// excluded imp = (rest - rest.logsumexp(-2, keepdim=True)).exp().sum(-1) "lse_causal" topk_positions = [n -
+// 1, then torch.argsort(-imp, stable=True)][:top_k], padded with -1
 template <SelectTopk* kKernel>
-Tensor select_topk(const Tensor& scores, const Tensor& num_candidates, int64_t top_k, std::string_view importance) {
+Tensor select_topk(const Tensor& scores, const Tensor& num_candidates, int64_t top_k,
+                   std::string_view importance) {
   Tensor topk_positions = prepare_select_topk(scores, num_candidates, top_k, importance);
   if (topk_positions.numel() > 0) {
     kKernel(unit_last(scores), unit_last(num_candidates), top_k, parse_importance("select_topk", importance),
@@ -82,7 +85,8 @@ Tensor compute_next_parents(const Tensor& parents, const Tensor& topk_positions,
 // ---- Autograd of the mutating op
 
 void mask_topk_scores_autograd(const Tensor& scores, const Tensor& topk_positions) {
-  mutate_below_autograd("mask_topk_scores_", {scores}, [&] { call_mask_topk_scores(scores, topk_positions); });
+  mutate_below_autograd("mask_topk_scores_", {scores},
+                        [&] { call_mask_topk_scores(scores, topk_positions); });
 }
 
 void mask_topk_scores_adinplace(const Tensor& scores, const Tensor& topk_positions) {
@@ -99,17 +103,21 @@ void register_device(torch::Library& library) {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(htree, library) {
-  define_ops(library, {
-      "top_parents(SymInt B, SymInt T, SymInt heads, int top_k, int num_layers, int compression_rate=16, "
-      "SymInt t0=0, int selection_stride=1, *, Device? device=None) -> Tensor",
-      "select_topk(Tensor scores, Tensor num_candidates, int top_k, str importance=\"lse_causal\") "
-      "-> Tensor topk_positions",
-      "mask_topk_scores_(Tensor(a!) scores, Tensor topk_positions) -> ()",
-      "compute_next_parents(Tensor parents, Tensor topk_positions, int compression_rate=16) -> Tensor",
-  });
+  define_ops(
+      library,
+      {
+          "top_parents(SymInt B, SymInt T, SymInt heads, int top_k, int num_layers, int compression_rate=16, "
+          "SymInt t0=0, int selection_stride=1, *, Device? device=None) -> Tensor",
+          "select_topk(Tensor scores, Tensor num_candidates, int top_k, str importance=\"lse_causal\") "
+          "-> Tensor topk_positions",
+          "mask_topk_scores_(Tensor(a!) scores, Tensor topk_positions) -> ()",
+          "compute_next_parents(Tensor parents, Tensor topk_positions, int compression_rate=16) -> Tensor",
+      });
 }
 
-TORCH_LIBRARY_IMPL(htree, CompositeExplicitAutograd, library) { library.impl("top_parents", TORCH_FN(top_parents)); }
+TORCH_LIBRARY_IMPL(htree, CompositeExplicitAutograd, library) {
+  library.impl("top_parents", TORCH_FN(top_parents));
+}
 
 TORCH_LIBRARY_IMPL(htree, CPU, library) {
   register_device<select_topk_cpu, mask_topk_scores_cpu, compute_next_parents_cpu>(library);

@@ -1,4 +1,5 @@
-// Contract of the selection ops and of top_parents: every check and every output. docs/semantics.md §1.3, §1.6, §1.8.
+// Contract of the selection ops and of top_parents: every check and every output. docs/semantics.md §1.3,
+// §1.6, §1.8.
 #pragma once
 
 #include "ops/tree_attention/checks.h"
@@ -14,8 +15,8 @@ inline void check_scores(const char* op, const Tensor& scores) {
 }
 
 inline void check_num_candidates(const char* op, const Tensor& num_candidates, const Tensor& scores) {
-  check_indices(op, "num_candidates", num_candidates, scores.sym_sizes().slice(0, 3), "[B, T_q, H_kv] of scores",
-                scores);
+  check_indices(op, "num_candidates", num_candidates, scores.sym_sizes().slice(0, 3),
+                "[B, T_q, H_kv] of scores", scores);
 }
 
 // Returns topk_positions int32 [B, T_q, H_kv, top_k], uninitialised.
