@@ -1,0 +1,30 @@
+// What every room's registration shares: tags of its schemas and the Autograd kernel of ops without a
+// gradient.
+#pragma once
+
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/library.h>
+
+#include <initializer_list>
+#include <vector>
+
+namespace htree {
+
+// The ops trace (pt2_compliant_tag), and a compiler must hand them the strides that eager mode would.
+inline void define_ops(torch::Library& library, std::initializer_list<const char*> schemas) {
+  library.set_python_module("htree_ops");
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides};
+  for (const char* schema : schemas) {
+    library.def(schema, tags);
+  }
+}
+
+// For ops without a gradient formula: their outputs can be used, and a backward through them raises
+// RuntimeError instead of giving zeros in silence. docs/semantics.md §0.5.
+inline void register_no_gradient(torch::Library& autograd, std::initializer_list<const char*> ops) {
+  for (const char* op : ops) {
+    autograd.impl(op, torch::autograd::autogradNotImplementedFallback());
+  }
+}
+
+}  // namespace htree

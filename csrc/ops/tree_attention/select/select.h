@@ -1,0 +1,75 @@
+// Contract of the selection ops and of top_parents: every check and every output. docs/semantics.md §1.3,
+// §1.6, §1.8.
+#pragma once
+
+#include "ops/tree_attention/checks.h"
+
+namespace htree::tree_attention {
+
+// scores [B, T_q, H_kv, k*r, G] in a state dtype, no size of the last two zero.
+inline void check_scores(const char* op, const Tensor& scores) {
+  check_rank(op, "scores", scores, 5, "[B, T_q, H_kv, k*r, G]");
+  check_state_dtype(op, "scores", scores);
+  TORCH_CHECK_VALUE(holds(scores.sym_size(3).sym_ge(1)) && holds(scores.sym_size(4).sym_ge(1)), op,
+                    ": the last two sizes of scores must be at least 1, got ", scores.sym_sizes());
+}
+
+inline void check_num_candidates(const char* op, const Tensor& num_candidates, const Tensor& scores) {
+  check_indices(op, "num_candidates", num_candidates, scores.sym_sizes().slice(0, 3),
+                "[B, T_q, H_kv] of scores", scores);
+}
+
+// Returns topk_positions int32 [B, T_q, H_kv, top_k], uninitialised.
+inline Tensor prepare_select_topk(const Tensor& scores, const Tensor& num_candidates, int64_t top_k,
+                                  std::string_view importance) {
+  constexpr const char* kOp = "select_topk";
+  check_scores(kOp, scores);
+  check_num_candidates(kOp, num_candidates, scores);
+  check_list_width(kOp, "top_k", top_k, /*compression_rate=*/1);
+  parse_importance(kOp, importance);
+  return new_tensor({scores.sym_size(0), scores.sym_size(1), scores.sym_size(2), top_k}, at::kInt, scores);
+}
+
+inline void prepare_mask_topk_scores(const Tensor& scores, const Tensor& topk_positions) {
+  constexpr const char* kOp = "mask_topk_scores_";
+  check_scores(kOp, scores);
+  check_rank(kOp, "topk_positions", topk_positions, 4, "[B, T_q, H_kv, k]");
+  check_indices(kOp, "topk_positions", topk_positions,
+                {scores.sym_size(0), scores.sym_size(1), scores.sym_size(2), topk_positions.sym_size(3)},
+                "[B, T_q, H_kv] of scores, then k", scores);
+}
+
+// Returns next_parents int32 of topk_positions' shape, uninitialised.
+inline Tensor prepare_compute_next_parents(const Tensor& parents, const Tensor& topk_positions,
+                                           int64_t compression_rate) {
+  constexpr const char* kOp = "compute_next_parents";
+  check_rate(kOp, compression_rate);
+  check_rank(kOp, "parents", parents, 4, "[B, T_q, H_kv, k]");
+  check_dtype(kOp, "parents", parents, {at::kInt});
+  TORCH_CHECK_VALUE(holds(parents.sym_size(3).sym_ge(1)), kOp,
+                    ": k, the last size of parents, must be at least 1, got ", parents.sym_sizes());
+  check_rank(kOp, "topk_positions", topk_positions, 4, "[B, T_q, H_kv, k]");
+  check_indices(kOp, "topk_positions", topk_positions,
+                {parents.sym_size(0), parents.sym_size(1), parents.sym_size(2), topk_positions.sym_size(3)},
+                "[B, T_q, H_kv] of parents, then k", parents);
+  return new_tensor(topk_positions.sym_sizes(), at::kInt, parents);
+}
+
+inline void check_top_parents(const SymInt& batch, const SymInt& queries, const SymInt& heads, int64_t top_k,
+                              int64_t num_layers, int64_t compression_rate, const SymInt& t0,
+                              int64_t selection_stride) {
+  constexpr const char* kOp = "top_parents";
+  TORCH_CHECK_VALUE(holds(batch.sym_ge(0)) && holds(queries.sym_ge(0)) && holds(heads.sym_ge(0)), kOp,
+                    ": B, T and heads must be at least 0, got ", batch, ", ", queries, " and ", heads);
+  check_at_least(kOp, "num_layers", num_layers, 1);
+  check_position(kOp, num_layers - 1, compression_rate, t0, selection_stride);
+  check_list_width(kOp, "top_k", top_k, compression_rate);
+  const int64_t span = node_span(compression_rate, num_layers);
+  if (span < (int64_t{1} << 62) / top_k) {
+    TORCH_CHECK_VALUE(holds((t0 + queries).sym_le(span * top_k)), kOp, ": top_k = ", top_k,
+                      " lists of num_layers = ", num_layers, " with compression_rate = ", compression_rate,
+                      " reach ", span * top_k, " tokens, got t0 + T = ", t0 + queries);
+  }
+}
+
+}  // namespace htree::tree_attention

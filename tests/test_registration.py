@@ -1,0 +1,143 @@
+"""Every op of the library: its schema, its kernels per dispatch key, its tags (docs/semantics.md §0.3-0.5, §1.8)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import htree_ops  # noqa: F401  (registers torch.ops.htree)
+from htree_ops._load import build_info
+
+# Schema text as torch prints it, without the namespace.
+SCHEMAS = {
+    "causal_softmax": "(Tensor x, int block_size=0) -> Tensor",
+    "causal_softmax.out": "(Tensor x, int block_size=0, *, Tensor(a!) out) -> ()",
+    "causal_softmax_": "(Tensor(a!) x, int block_size=0) -> ()",
+    "causal_softmax_backward": "(Tensor dy, Tensor y) -> Tensor",
+    "tree_build": "(Tensor k, Tensor v, int compression_rate=16) -> (Tensor pk, Tensor pv)",
+    "tree_build_backward": "(Tensor dpk, Tensor dpv, SymInt n_child, int compression_rate=16) -> (Tensor, Tensor)",
+    "rope_cache": (
+        "(SymInt size, int dim, float base=10000., *, ScalarType dtype=float, Device? device=None) -> Tensor"
+    ),
+    "rope": "(Tensor x, Tensor cos, Tensor sin, Tensor positions, bool inverse=False) -> Tensor",
+    "top_parents": (
+        "(SymInt B, SymInt T, SymInt heads, int top_k, int num_layers, int compression_rate=16, SymInt t0=0, "
+        "int selection_stride=1, *, Device? device=None) -> Tensor"
+    ),
+    "compute_scores": (
+        "(Tensor q, Tensor layer_k, Tensor parents, Tensor cos, Tensor sin, int layer, int compression_rate=16, "
+        "float? scale=None, SymInt t0=0) -> (Tensor scores, Tensor num_candidates)"
+    ),
+    "select_topk": (
+        '(Tensor scores, Tensor num_candidates, int top_k, str importance="lse_causal") -> Tensor topk_positions'
+    ),
+    "mask_topk_scores_": "(Tensor(a!) scores, Tensor topk_positions) -> ()",
+    "compute_next_parents": "(Tensor parents, Tensor topk_positions, int compression_rate=16) -> Tensor",
+    "accumulate_non_topk": (
+        "(Tensor layer_v, Tensor parents, Tensor scores, Tensor num_candidates, int layer, "
+        "int compression_rate=16, SymInt t0=0) -> (Tensor lmax, Tensor lsum, Tensor lout)"
+    ),
+    "compute_and_select": (
+        "(Tensor q, Tensor layer_k, Tensor layer_v, Tensor parents, Tensor cos, Tensor sin, int layer, "
+        "int compression_rate=16, int top_k=512, float? scale=None, SymInt t0=0) "
+        "-> (Tensor lmax, Tensor lsum, Tensor lout, Tensor topk_indices, Tensor topk_scores)"
+    ),
+    "subtract_topk": (
+        "(Tensor layer_v, Tensor topk_indices, Tensor topk_scores, Tensor lmax, Tensor lsum, Tensor lout) "
+        "-> (Tensor lmax, Tensor lsum, Tensor lout, Tensor selected_indices)"
+    ),
+    "select_accumulate": (
+        "(Tensor q, Tensor layer_k, Tensor layer_v, Tensor parents, Tensor cos, Tensor sin, int layer, "
+        'int compression_rate=16, int top_k=512, float? scale=None, str importance="lse_causal", SymInt t0=0, '
+        "int selection_stride=1) -> (Tensor lmax, Tensor lsum, Tensor lout, Tensor next_parents)"
+    ),
+    "bottom_accumulate": (
+        "(Tensor q, Tensor layer_k, Tensor layer_v, Tensor parents, Tensor cos, Tensor sin, "
+        "int compression_rate=16, float? scale=None, SymInt t0=0, int selection_stride=1) "
+        "-> (Tensor lmax, Tensor lsum, Tensor lout)"
+    ),
+    "recompute_selection": (
+        "(Tensor q, Tensor layer_k, Tensor parents, Tensor cos, Tensor sin, int layer, int compression_rate=16, "
+        'int top_k=512, float? scale=None, str importance="lse_causal", SymInt t0=0, int selection_stride=1) '
+        "-> Tensor next_parents"
+    ),
+    "merge_to_global_": (
+        "(Tensor(a!) gmax, Tensor(b!) gsum, Tensor(c!) gout, Tensor lmax, Tensor lsum, Tensor lout) -> ()"
+    ),
+    "final_normalize": "(Tensor gout, Tensor gsum, ScalarType? dtype=None) -> Tensor",
+    "attention_forward": (
+        "(Tensor q, Tensor k, Tensor v, int compression_rate=16, int max_top_nodes=8192, "
+        'int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str importance="lse_causal", '
+        "int selection_stride=1, bool store_parents=True) "
+        "-> (Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents)"
+    ),
+    "attention": (
+        "(Tensor q, Tensor k, Tensor v, int compression_rate=16, int max_top_nodes=8192, "
+        'int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str importance="lse_causal", '
+        "int selection_stride=1, bool store_parents=True) -> Tensor"
+    ),
+    "attention_backward": (
+        "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents, "
+        "int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "
+        'float? rope_base=10000., str importance="lse_causal", int selection_stride=1, '
+        "bool[3] output_mask=[True, True, True]) -> (Tensor dq, Tensor dk, Tensor dv)"
+    ),
+}
+FACTORIES = {"rope_cache", "top_parents"}
+AUTOCAST = {"attention", "attention_forward"}
+DEVICE_KEYS = ("CPU", "Meta", *(("CUDA",) if build_info().get("cuda") else ()))
+
+
+def full_name(name: str) -> str:
+    return f"htree::{name}"
+
+
+def kernel_keys(name: str) -> set[str]:
+    """Keys and alias keys that the library registers a kernel at."""
+    lines = torch._C._dispatch_dump(full_name(name)).splitlines()
+    keys = [line.partition(": registered at ")[0] for line in lines if ": registered at " in line]
+    return {key.removesuffix("[alias]") for key in keys} - {"debug"}
+
+
+def overload(name: str) -> torch._ops.OpOverload:
+    packet, _, variant = name.partition(".")
+    return getattr(getattr(torch.ops.htree, packet), variant or "default")
+
+
+def test_the_table_names_every_op() -> None:
+    registered = {s.split("::")[1] for s in torch._C._dispatch_get_all_op_names() if s.startswith("htree::")}
+    assert registered == set(SCHEMAS)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_schema(name: str) -> None:
+    wanted = torch._C.parse_schema(full_name(name) + SCHEMAS[name])
+    assert overload(name)._schema == wanted, f"{overload(name)._schema} is not {wanted}"
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_kernels(name: str) -> None:
+    wanted = {"CompositeExplicitAutograd"} if name in FACTORIES else {*DEVICE_KEYS, "Autograd"}
+    if overload(name)._schema.is_mutable:
+        wanted.add("ADInplaceOrView")
+    if name in AUTOCAST:
+        wanted |= {"AutocastCPU", "AutocastCUDA"}
+    assert kernel_keys(name) == wanted
+
+
+def test_mutating_ops_return_nothing() -> None:
+    mutating = {name for name in SCHEMAS if overload(name)._schema.is_mutable}
+    assert mutating == {"causal_softmax.out", "causal_softmax_", "mask_topk_scores_", "merge_to_global_"}
+    assert not any(overload(name)._schema.returns for name in mutating)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_tags(name: str) -> None:
+    tags = overload(name).tags
+    assert torch.Tag.pt2_compliant_tag in tags
+    assert torch.Tag.needs_exact_strides in tags
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_no_output_aliases_an_input(name: str) -> None:
+    assert all(result.alias_info is None for result in overload(name)._schema.returns)
