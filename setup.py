@@ -153,7 +153,8 @@ def main() -> None:
     print(f"htree_ops: CUDA kernels {'on' if cuda.enabled else 'off'} ({cuda.reason})", file=sys.stderr)
 
     define = ["-DHTREE_WITH_CUDA"] if cuda.enabled else []
-    cxx_flags = ["-O3", "-fvisibility=hidden", "-Wno-psabi", *define]
+    # at::parallel_for is a template: without -fopenmp it runs on one thread. torch itself loads the OpenMP runtime.
+    cxx_flags = ["-O3", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi", *define]
     nvcc_flags = [
         "-O3",
         *define,
