@@ -68,7 +68,7 @@ def backward_tolerance(dy: torch.Tensor, y: torch.Tensor, y_error: float = 0.0) 
     """(rtol, atol per element) of dx against float64.
 
     ``dy - sum(dy y)`` cancels, so the arithmetic errs in proportion to its terms: by 2^-20 of them for fp32
-    sums (2^-49 for fp64). ``y_error`` is the relative error of a y that was computed anew, not taken as given.
+    sums (2^-49 for fp64). ``y_error`` is the relative error of a y that was computed anew, not given.
     """
     visible = visible_mask(y.shape[-2], y.shape[-1], y.device)
     dy64, y64 = torch.where(visible, dy.double(), 0.0), y.double()
