@@ -124,7 +124,9 @@ def version() -> str:
 
 def commit() -> str | None:
     try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
@@ -146,7 +148,9 @@ def main() -> None:
     cuda = detect_cuda(torch.version.cuda, environ, has_gpu)
     arch_list = cuda.arch_list
     if arch_list == "native":
-        arch_list = native_arch_list([torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())])
+        arch_list = native_arch_list(
+            [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
+        )
     if cuda.enabled and arch_list:
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", arch_list)
     os.environ.setdefault("MAX_JOBS", str(default_jobs()))

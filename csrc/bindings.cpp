@@ -3,13 +3,17 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <map>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #if defined(HTREE_WITH_CUDA)
 #include <cuda_runtime_api.h>
 #endif
+
+#include "ops/causal_softmax/causal_softmax_config.h"
 
 namespace py = pybind11;
 
@@ -49,10 +53,39 @@ std::vector<py::dict> device_facts() {
   return devices;
 }
 
+// What the dispatch of each room chooses over its range of problems: pure functions, printable without a GPU.
+std::map<std::string, std::vector<std::string>> kernel_configurations() {
+  std::map<std::string, std::vector<std::string>> rooms;
+#if defined(HTREE_WITH_CUDA)
+  auto& softmax = rooms["causal_softmax"];
+  for (int block_size : {0, 512, 1024}) {
+    for (bool vectorised : {true, false}) {
+      for (int64_t cols = 256; cols <= 65536; cols *= 2) {
+        const auto text = htree::causal_softmax::describe(
+            htree::causal_softmax::choose_config(cols, vectorised, block_size));
+        if (std::find(softmax.begin(), softmax.end(), text) == softmax.end()) {
+          softmax.push_back(text);
+        }
+      }
+    }
+  }
+#endif
+  return rooms;
+}
+
+// (threads per row, rows per block, elements per thread, vectorised) for rows of `cols` elements.
+std::tuple<int, int, int, bool> causal_softmax_config(int64_t cols, bool vectorised, int block_size) {
+  const auto config = htree::causal_softmax::choose_config(cols, vectorised, block_size);
+  return {config.threads, config.rows_per_block, config.elems_per_thread, config.vectorised};
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_host, module) {
   module.doc() = "Build facts, device facts and compiled kernel configurations of htree_ops.";
   module.def("build_facts", &build_facts, "How the library was built, as strings.");
+  module.def("kernel_configurations", &kernel_configurations, "Compiled CUDA configurations by room; empty without.");
+  module.def("causal_softmax_config", &causal_softmax_config, py::arg("cols"), py::arg("vectorised"),
+             py::arg("block_size") = 0, "The kernel that causal_softmax takes for rows of `cols` elements.");
   module.def("device_facts", &device_facts, "Name, capability and sizes of each visible GPU.");
 }

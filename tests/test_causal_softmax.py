@@ -103,7 +103,7 @@ def test_partial_overlap_is_refused(device: str) -> None:
         op.out(flat[:64].view(8, 8), out=flat[8:72].view(8, 8))
     with pytest.raises(RuntimeError, match="overlap"):
         op.out(flat[:64].view(8, 8), out=flat[:64].view(8, 8).t())
-    with pytest.raises(RuntimeError, match="overlap|single memory location"):
+    with pytest.raises(RuntimeError, match=r"overlap|single memory location"):
         op_(flat[:1].expand(4, 4))
 
 
@@ -352,3 +352,30 @@ def test_stream_graph_and_many_batches() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(captured, op(x))
+
+
+@pytest.mark.parametrize(
+    ("cols", "block_size", "expected"),
+    [
+        (1, 0, (32, 4, 8)),
+        (256, 0, (32, 4, 8)),
+        (257, 0, (32, 4, 16)),
+        (1024, 0, (32, 4, 32)),
+        (1025, 0, (128, 1, 16)),
+        (2048, 0, (128, 1, 16)),
+        (2049, 0, (256, 1, 16)),
+        (16384, 0, (1024, 1, 16)),
+        (16385, 0, (1024, 1, 32)),
+        (32769, 0, (1024, 1, 0)),
+        (8, 512, (512, 1, 16)),
+        (8193, 512, (512, 1, 32)),
+        (16385, 512, (512, 1, 0)),
+        (2**33, 1024, (1024, 1, 0)),
+    ],
+)
+def test_configuration_is_a_function_of_the_problem(
+    cols: int, block_size: int, expected: tuple[int, int, int]
+) -> None:
+    host = pytest.importorskip("htree_ops._host", reason="_host is built per Python version")
+    for vectorised in (True, False):
+        assert host.causal_softmax_config(cols, vectorised, block_size) == (*expected, vectorised)
