@@ -1,0 +1,155 @@
+"""The build's decisions about CUDA, and what a broken installation says. No compiler and no GPU needed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import htree_ops
+from htree_ops import _load
+
+ROOT = Path(__file__).resolve().parent.parent
+in_checkout = pytest.mark.skipif(not (ROOT / "setup.py").is_file(), reason="needs the source tree")
+
+
+@pytest.fixture(scope="module")
+def build() -> ModuleType:
+    """setup.py as a module; it builds nothing unless it is run."""
+    spec = importlib.util.spec_from_file_location("htree_setup", ROOT / "setup.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["htree_setup"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def fake_toolkit(folder: Path, version: str) -> str:
+    nvcc = folder / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text(f'#!/bin/sh\necho "Cuda compilation tools, release {version}, V{version}.1"\n')
+    nvcc.chmod(0o755)
+    return str(folder)
+
+
+@in_checkout
+class TestDetectCuda:
+    def test_no_nvcc_on_path(
+        self, build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(build, "find_cuda_home", lambda environ: None)
+        decision = build.detect_cuda("13.0", {"PATH": str(tmp_path)})
+        assert not decision.enabled
+        assert "no CUDA toolkit found" in decision.reason
+
+    def test_home_without_nvcc(self, build: ModuleType, tmp_path: Path) -> None:
+        decision = build.detect_cuda("13.0", {"CUDA_HOME": str(tmp_path), "PATH": ""})
+        assert not decision.enabled
+        assert decision.reason == f"no working nvcc in {tmp_path}/bin"
+
+    def test_same_major_version(self, build: ModuleType, tmp_path: Path) -> None:
+        home = fake_toolkit(tmp_path, "13.2")
+        decision = build.detect_cuda("13.0", {"CUDA_HOME": home, "PATH": ""})
+        assert decision == build.CudaDecision(
+            True, "torch's CUDA 13.0 and nvcc 13.2 agree", home, "13.2", build.DEFAULT_ARCH_LIST
+        )
+
+    def test_other_major_version(self, build: ModuleType, tmp_path: Path) -> None:
+        home = fake_toolkit(tmp_path, "12.8")
+        decision = build.detect_cuda("13.0", {"CUDA_HOME": home, "PATH": ""})
+        assert not decision.enabled
+        assert "torch is built for CUDA 13.0 but nvcc is 12.8" in decision.reason
+
+    def test_torch_without_cuda(self, build: ModuleType, tmp_path: Path) -> None:
+        decision = build.detect_cuda(None, {"CUDA_HOME": fake_toolkit(tmp_path, "13.0"), "PATH": ""})
+        assert decision.reason == "this torch is built without CUDA"
+
+    def test_switch_off_wins(self, build: ModuleType, tmp_path: Path) -> None:
+        environ = {"HTREE_CUDA": "0", "CUDA_HOME": fake_toolkit(tmp_path, "13.0"), "PATH": ""}
+        assert build.detect_cuda("13.0", environ) == build.CudaDecision(False, "HTREE_CUDA=0")
+
+    def test_switch_on_without_a_toolkit_says_what_is_missing(
+        self, build: ModuleType, tmp_path: Path
+    ) -> None:
+        environ = {"HTREE_CUDA": "1", "CUDA_HOME": str(tmp_path), "PATH": ""}
+        with pytest.raises(RuntimeError, match="HTREE_CUDA=1 asks for the CUDA kernels, but no working nvcc"):
+            build.detect_cuda("13.0", environ)
+
+    def test_other_values_are_refused(self, build: ModuleType) -> None:
+        with pytest.raises(ValueError, match="HTREE_CUDA must be 0, 1 or unset, got 'yes'"):
+            build.detect_cuda("13.0", {"HTREE_CUDA": "yes"})
+
+    def test_arch_list(self, build: ModuleType, tmp_path: Path) -> None:
+        environ = {"CUDA_HOME": fake_toolkit(tmp_path, "13.0"), "PATH": ""}
+        assert build.detect_cuda("13.0", environ, has_gpu=True).arch_list == "native"
+        environ["TORCH_CUDA_ARCH_LIST"] = "9.0a"
+        assert build.detect_cuda("13.0", environ).arch_list == "9.0a"
+        assert build.native_arch_list([(9, 0), (8, 6), (9, 0)]) == "8.0+PTX;8.6;9.0a"
+
+
+@in_checkout
+def test_every_source_is_built_and_shipped(build: ModuleType) -> None:
+    listed = set(build.sources(".cpp", ".cu"))
+    found = {str(f.relative_to(ROOT)) for f in (ROOT / "csrc").rglob("*") if f.suffix in (".cpp", ".cu")}
+    assert found - listed == {"csrc/bindings.cpp"}
+    assert "graft csrc" in (ROOT / "MANIFEST.in").read_text()
+
+
+def import_in(folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "import htree_ops"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={"PATH": ""},
+    )
+
+
+@in_checkout
+def test_import_from_a_source_tree_that_is_not_built(tmp_path: Path) -> None:
+    shutil.copytree(
+        ROOT / "htree_ops", tmp_path / "htree_ops", ignore=shutil.ignore_patterns("*.so", "__pycache__")
+    )
+    (tmp_path / "setup.py").touch()
+    done = import_in(tmp_path)
+    assert done.returncode == 1
+    assert "has not been built in place: run 'pip install --no-build-isolation -e .'" in done.stderr
+
+
+@in_checkout
+def test_import_with_an_unloadable_library(tmp_path: Path) -> None:
+    shutil.copytree(
+        ROOT / "htree_ops", tmp_path / "htree_ops", ignore=shutil.ignore_patterns("*.so", "__pycache__")
+    )
+    (tmp_path / "htree_ops" / "_C.abi3.so").write_bytes(b"not a library")
+    (tmp_path / "htree_ops" / "_build_info.json").write_text(json.dumps({"torch": "0.0.1"}))
+    done = import_in(tmp_path)
+    assert done.returncode == 1
+    assert "could not load" in done.stderr
+    assert "built against torch 0.0.1" in done.stderr
+
+
+@in_checkout
+def test_a_second_copy_is_refused(tmp_path: Path) -> None:
+    """Two installations in one process would register every op twice and abort; the message names both."""
+    package = Path(htree_ops.__file__).parent
+    shutil.copytree(package, tmp_path / "htree_ops", ignore=shutil.ignore_patterns("__pycache__"))
+    first = _load.library_path()
+    script = f"import torch; torch.ops.load_library({str(first)!r}); import htree_ops"
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "already registered by another copy" in done.stderr
+    assert str(first) in done.stderr
+
+
+def test_build_info_matches_the_library() -> None:
+    info = _load.build_info()
+    assert info["version"] == htree_ops.__version__
+    assert set(info) == {"version", "torch", "cuda", "reason", "arch_list", "compiler", "commit"}
