@@ -1,4 +1,4 @@
-"""Every op of the library: its schema, its kernels per dispatch key, its tags (docs/semantics.md §0.3-0.5, §1.8)."""
+"""Schema, kernels per dispatch key and tags of every op (docs/semantics.md §0.3-0.5, §1.8)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ SCHEMAS = {
     "causal_softmax_": "(Tensor(a!) x, int block_size=0) -> ()",
     "causal_softmax_backward": "(Tensor dy, Tensor y) -> Tensor",
     "tree_build": "(Tensor k, Tensor v, int compression_rate=16) -> (Tensor pk, Tensor pv)",
-    "tree_build_backward": "(Tensor dpk, Tensor dpv, SymInt n_child, int compression_rate=16) -> (Tensor, Tensor)",
+    "tree_build_backward": (
+        "(Tensor dpk, Tensor dpv, SymInt n_child, int compression_rate=16) -> (Tensor, Tensor)"
+    ),
     "rope_cache": (
         "(SymInt size, int dim, float base=10000., *, ScalarType dtype=float, Device? device=None) -> Tensor"
     ),
@@ -25,11 +27,12 @@ SCHEMAS = {
         "int selection_stride=1, *, Device? device=None) -> Tensor"
     ),
     "compute_scores": (
-        "(Tensor q, Tensor layer_k, Tensor parents, Tensor cos, Tensor sin, int layer, int compression_rate=16, "
-        "float? scale=None, SymInt t0=0) -> (Tensor scores, Tensor num_candidates)"
+        "(Tensor q, Tensor layer_k, Tensor parents, Tensor cos, Tensor sin, int layer, "
+        "int compression_rate=16, float? scale=None, SymInt t0=0) -> (Tensor scores, Tensor num_candidates)"
     ),
     "select_topk": (
-        '(Tensor scores, Tensor num_candidates, int top_k, str importance="lse_causal") -> Tensor topk_positions'
+        '(Tensor scores, Tensor num_candidates, int top_k, str importance="lse_causal") '
+        "-> Tensor topk_positions"
     ),
     "mask_topk_scores_": "(Tensor(a!) scores, Tensor topk_positions) -> ()",
     "compute_next_parents": "(Tensor parents, Tensor topk_positions, int compression_rate=16) -> Tensor",
@@ -48,8 +51,8 @@ SCHEMAS = {
     ),
     "select_accumulate": (
         "(Tensor q, Tensor layer_k, Tensor layer_v, Tensor parents, Tensor cos, Tensor sin, int layer, "
-        'int compression_rate=16, int top_k=512, float? scale=None, str importance="lse_causal", SymInt t0=0, '
-        "int selection_stride=1) -> (Tensor lmax, Tensor lsum, Tensor lout, Tensor next_parents)"
+        'int compression_rate=16, int top_k=512, float? scale=None, str importance="lse_causal", '
+        "SymInt t0=0, int selection_stride=1) -> (Tensor lmax, Tensor lsum, Tensor lout, Tensor next_parents)"
     ),
     "bottom_accumulate": (
         "(Tensor q, Tensor layer_k, Tensor layer_v, Tensor parents, Tensor cos, Tensor sin, "
@@ -57,9 +60,9 @@ SCHEMAS = {
         "-> (Tensor lmax, Tensor lsum, Tensor lout)"
     ),
     "recompute_selection": (
-        "(Tensor q, Tensor layer_k, Tensor parents, Tensor cos, Tensor sin, int layer, int compression_rate=16, "
-        'int top_k=512, float? scale=None, str importance="lse_causal", SymInt t0=0, int selection_stride=1) '
-        "-> Tensor next_parents"
+        "(Tensor q, Tensor layer_k, Tensor parents, Tensor cos, Tensor sin, int layer, "
+        'int compression_rate=16, int top_k=512, float? scale=None, str importance="lse_causal", '
+        "SymInt t0=0, int selection_stride=1) -> Tensor next_parents"
     ),
     "merge_to_global_": (
         "(Tensor(a!) gmax, Tensor(b!) gsum, Tensor(c!) gout, Tensor lmax, Tensor lsum, Tensor lout) -> ()"
