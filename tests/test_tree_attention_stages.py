@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from tree_attention_helpers import (
-    SELECTING,
     by_case,
     by_selecting_case,
     check_state,
@@ -23,13 +20,9 @@ from tree_attention_helpers import (
 
 import htree_ops  # noqa: F401  registers torch.ops.htree
 import htree_ops.reference.tree_attention as ref
-from htree_ops.reference.tree_attention.attention import _listed
-from htree_ops.reference.tree_attention.stages import score_candidates
-from htree_ops.reference.tree_attention.state import accumulate, gather_nodes
 from htree_ops.testing.cases import case_id
 from htree_ops.testing.compare import assert_close_spec
-from htree_ops.testing.tree_attention_cases import CASES, LAYOUTS, SHAPES
-from htree_ops.testing.tree_attention_checks import assert_state
+from htree_ops.testing.tree_attention_cases import SHAPES
 
 ops = torch.ops.htree
 

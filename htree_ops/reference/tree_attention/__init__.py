@@ -61,6 +61,7 @@ __all__ = [
     "layer_sizes",
     "mean_of_children",
     "mask_topk_scores",
+    "mean_of_children",
     "merge_to_global",
     "num_parents",
     "order_by_key",
