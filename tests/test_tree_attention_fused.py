@@ -1,4 +1,4 @@
-"""Per-head and fused ops and the merging of states against their references (docs/semantics.md §1.7, §1.8)."""
+"""Per-head and fused ops, and the merging of states, against their references."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ def htree_backward_naive(
     groups = forward.layers[0][0].shape[2]
     factor = width**-0.5 if scale is None else scale
     split = (batch, num_queries, groups, num_heads // groups)
-    query, d_out = q.to(wide).reshape(*split, width), dout.to(wide).reshape(*split, -1)
-    delta = (d_out * forward.out.reshape(*split, -1)).sum(-1)
+    query, d_out = q.to(wide).reshape(*split, width), dout.to(wide).reshape(*split, dout.shape[-1])
+    delta = (d_out * forward.out.reshape(d_out.shape)).sum(-1)
     gmax, gsum = forward.gmax.reshape(split), forward.gsum.reshape(split)
     dq = torch.zeros_like(query)
     dk, dv = (torch.zeros_like(x) for x in forward.layers[-1])
