@@ -82,8 +82,14 @@ void for_rows(int64_t n0, int64_t n1, int64_t n2, int64_t cost, MakeTask&& make_
   const int64_t grain = std::max<int64_t>(1, kStepsPerPiece / std::max<int64_t>(1, cost));
   at::parallel_for(0, n0 * n1 * n2, grain, [&](int64_t begin, int64_t end) {
     auto task = make_task();
+    int64_t i0 = begin / (n1 * n2);
+    int64_t i1 = begin / n2 % n1;
+    int64_t i2 = begin % n2;
     for (int64_t i = begin; i < end; ++i) {
-      task(i / (n1 * n2), i / n2 % n1, i % n2);
+      task(i0, i1, i2);
+      i2 = i2 + 1 == n2 ? 0 : i2 + 1;
+      i1 = i2 != 0 ? i1 : i1 + 1 == n1 ? 0 : i1 + 1;
+      i0 += i2 == 0 && i1 == 0;
     }
   });
 }

@@ -15,7 +15,8 @@ using StateTypes = TypeList<float, double>;
 // exp(max - new_max), taken as 0 for an empty state, where it would be exp(-inf + inf) = NaN.
 template <typename Real>
 Real rebase(Real max, Real new_max, Real sum) {
-  return sum == 0 ? Real{0} : std::exp(max - new_max);
+  const Real drop = max - new_max;
+  return sum == 0 ? Real{0} : drop == 0 ? Real{1} : std::exp(drop);  // one side of a merge always drops by 0
 }
 
 // The larger one; NaN if either is.
