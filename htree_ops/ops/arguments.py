@@ -1,7 +1,7 @@
 """Checks that the Python functions make before they call an op (docs/semantics.md §0.4).
 
-They raise the package's own classes with the facts as attributes. The op itself checks everything again, sizes
-that depend on each other and options included, and raises the builtin that each class derives from.
+They raise the package's own classes with the facts as attributes. The op itself checks everything again,
+sizes that depend on each other and options included, and raises the builtin that each class derives from.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def check_tensors(op: str, **arguments: tuple[Tensor, str]) -> None:
 
     Args:
         op: name for the messages.
-        arguments: per argument the tensor and its shape in words, such as ``"B T H K"``. A word that occurs twice
-            must have one size; the first tensor's device is everyone's.
+        arguments: per argument the tensor and its shape in words, such as ``"B T H K"``. A word that occurs
+            twice must have one size; the first tensor's device is everyone's.
 
     Raises:
         TypeError: an argument is not a tensor.
@@ -42,7 +42,8 @@ def check_tensors(op: str, **arguments: tuple[Tensor, str]) -> None:
         dims = words.split()
         if tensor.dim() != len(dims):
             raise ShapeMismatchError(
-                f"{op}: {name} must be {len(dims)}-D [{', '.join(dims)}], got {tensor.dim()}-D {tuple(tensor.shape)}",
+                f"{op}: {name} must be {len(dims)}-D [{', '.join(dims)}], "
+                f"got {tensor.dim()}-D {tuple(tensor.shape)}",
                 expected=len(dims),
                 actual=tensor.dim(),
                 tensor_name=name,
@@ -51,7 +52,8 @@ def check_tensors(op: str, **arguments: tuple[Tensor, str]) -> None:
             owner, wanted = sizes.setdefault(word, (name, size))
             if size != wanted:
                 raise ShapeMismatchError(
-                    f"{op}: size {dim} of {name} must be {word} of {owner} = {wanted}, got {tuple(tensor.shape)}",
+                    f"{op}: size {dim} of {name} must be {word} of {owner} = {wanted}, "
+                    f"got {tuple(tensor.shape)}",
                     expected=wanted,
                     actual=size,
                     tensor_name=name,

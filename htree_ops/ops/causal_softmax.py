@@ -14,9 +14,9 @@ __all__ = ["causal_softmax"]
 def causal_softmax(x: Tensor, block_size: int = 0, *, out: Tensor | None = None) -> Tensor:
     """Softmax of each row's visible prefix; zero behind it.
 
-    Column j of row i is visible iff ``j <= i + (w - h)`` (aligned at the bottom right): with m the maximum of the
-    row's visible entries, ``y_ij = exp(x_ij - m) / sum_j' exp(x_ij' - m)`` over visible j', and +0 elsewhere.
-    Masked entries are never read. Arithmetic in fp32 (fp64 for fp64) with one final rounding.
+    Column j of row i is visible iff ``j <= i + (w - h)`` (aligned at the bottom right): with m the maximum
+    of the row's visible entries, ``y_ij = exp(x_ij - m) / sum_j' exp(x_ij' - m)`` over visible j', and +0
+    elsewhere. Masked entries are never read. Arithmetic in fp32 (fp64 for fp64) with one final rounding.
     Source: docs/semantics.md §5, design document [004].
 
     Args:

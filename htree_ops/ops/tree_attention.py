@@ -98,41 +98,44 @@ def tree_attention(
     return_lse: bool = False,
     store_parents: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Causal attention over a tree of mean-pooled keys and values: each query reads about top_k * r rows per layer.
+    """Causal attention over a tree of mean-pooled keys and values, at most top_k * r of them per layer.
 
-    Layer 0 of the tree is the tokens; a node of layer l + 1 is the mean of its (at most r) children. Each query
-    starts at the top layer, refines its ``top_k`` most important candidates into their children and keeps the rest
-    as they are; the nodes it keeps tile [0, t] exactly once. Over them, with scores s = scale * <R_{n-1} q, R_p K>
-    (half-split rotary positions p in the query's own candidate list), it takes one softmax::
+    Layer 0 of the tree is the tokens; a node of layer l + 1 is the mean of its (at most r) children. Each
+    query starts at the top layer, refines its ``top_k`` most important candidates into their children and
+    keeps the rest as they are; the nodes it keeps tile [0, t] exactly once. Over them, with scores s = scale
+    * <R_{n-1} q, R_p K> (half-split rotary positions p in the query's own candidate list), it takes one
+    softmax::
 
         out[t, h] = sum(exp(s) V) / sum(exp(s))
 
-    While T <= max_top_nodes, or top_k covers every layer, this is dense causal attention with rotary positions.
+    While T <= max_top_nodes, or top_k covers every layer, this is dense causal attention with rotary
+    positions.
     Source: docs/semantics.md §1.1-1.7, §1.12, §1.13; design documents [000] and [001].
 
     Args:
         q: queries [B, T_q, H, K], not rotated, K even. Row i stands at token T - T_q + i, T_q <= T.
         k: keys [B, T, H_kv, K], H a multiple of H_kv.
-        v: values [B, T, H_kv, V]. All three float32, float16 or bfloat16, or float64 on the CPU; under autocast
-            they are cast to its dtype.
+        v: values [B, T, H_kv, V]. All three float32, float16 or bfloat16, or float64 on the CPU; under
+            autocast they are cast to its dtype.
         compression_rate: r >= 2, children per node.
         max_top_nodes: M, most nodes of the top layer; 1 <= M <= top_k * r. It decides the number of layers.
         top_k: k >= 1, candidates that a query refines per layer.
-        selection_stride: s, a power of two that divides r: s consecutive queries refine the set of their first one.
-            T - T_q must be a multiple of it.
+        selection_stride: s, a power of two that divides r: s consecutive queries refine the set of their
+            first one. T - T_q must be a multiple of it.
         scale: factor of the scores, finite; None is K^-1/2.
         rope_base: base of the rotary angles, positive; None rotates nothing.
         importance: "lse_causal"; or "lse" (not causal where H > H_kv) or "exp_joint".
-        scope: "kv_head": the H / H_kv query heads of a K/V head refine one common set. "q_head": each query head
-            refines its own; K and V are expanded to H heads, which costs H / H_kv times their memory.
-        return_lse: also return the log-sum-exp of each row's scores. Where a gradient is recorded this runs the
-            forward a second time.
-        store_parents: where a gradient is recorded, keep the lists of refined nodes (4 * B * T_q/s * H_kv * top_k
-            bytes per layer) for the backward; False selects again there.
+        scope: "kv_head": the H / H_kv query heads of a K/V head refine one common set. "q_head": each query
+            head refines its own; K and V are expanded to H heads, which costs H / H_kv times their memory.
+        return_lse: also return the log-sum-exp of each row's scores. Where a gradient is recorded this runs
+            the forward a second time.
+        store_parents: where a gradient is recorded, keep the lists of refined nodes (4 * B * T_q/s * H_kv *
+            top_k bytes per layer) for the backward; False selects again there.
 
     Returns:
         out [B, T_q, H, V] in the dtype of q, differentiable in q, k and v with the selection held fixed. With
-        ``return_lse`` also lse [B, T_q, H], natural logarithm, float32 (float64 for float64), without gradient.
+        ``return_lse`` also lse [B, T_q, H], natural logarithm, float32 (float64 for float64), without
+        gradient.
 
     Raises:
         ShapeMismatchError: a rank or size that does not fit, H no multiple of H_kv, odd K, T_q > T.
@@ -177,9 +180,9 @@ def attention_forward(
         q, k, v and the options: as in :func:`tree_attention`; ``top_k_per_layer`` is its ``top_k``.
 
     Returns:
-        out [B, T_q, H, V]; gmax and gsum [B, T_q, H] in float32 (float64 for float64), lse = gmax + log(gsum);
-        parents, one int32 list [B, ceil(T_q / s), H_kv, top_k] per layer, tokens first, ascending, -1 at the tail;
-        no list at all when they are not stored.
+        out [B, T_q, H, V]; gmax and gsum [B, T_q, H] in float32 (float64 for float64), lse = gmax +
+        log(gsum); parents, one int32 list [B, ceil(T_q / s), H_kv, top_k] per layer, tokens first, ascending, -1 at the
+        tail; no list at all when they are not stored.
 
     Raises:
         As :func:`tree_attention`. A backward through the outputs raises RuntimeError.
@@ -219,7 +222,8 @@ def attention_backward(
 
     With P = exp(s - gmax) / gsum on the kept nodes and D = sum(dout * out, -1)::
 
-        dS = P * (dout V^T - D);  dq += scale R_{n-1}^-1 (dS R_p K);  dK += dS R_p^-1 (scale R_{n-1} q);  dV += P dout
+        dS = P * (dout V^T - D);  dV += P dout
+        dq += scale R_{n-1}^-1 (dS R_p K);  dK += dS R_p^-1 (scale R_{n-1} q)
 
     and each layer's dK and dV go down the tree as dparent / number of children.
 
@@ -262,9 +266,9 @@ def attention_backward(
 class HTreeAttention(nn.Module):
     """Causal self-attention layer with :func:`tree_attention` between its projections.
 
-    ``o_proj(tree_attention(q_proj(x), k_proj(x), v_proj(x)))``, rotary positions included. Parameters are those of
-    ``q_proj`` [num_heads * head_dim, embed_dim], ``k_proj`` and ``v_proj`` [num_kv_heads * head_dim, embed_dim] and
-    ``o_proj`` [embed_dim, num_heads * head_dim].
+    ``o_proj(tree_attention(q_proj(x), k_proj(x), v_proj(x)))``, rotary positions included. Parameters are
+    those of ``q_proj`` [num_heads * head_dim, embed_dim], ``k_proj`` and ``v_proj`` [num_kv_heads *
+    head_dim, embed_dim] and ``o_proj`` [embed_dim, num_heads * head_dim].
 
     Args:
         embed_dim: E, width of the input and the output.
@@ -352,8 +356,8 @@ class HTreeAttention(nn.Module):
         for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
             if mask is not None:
                 raise NotImplementedError(
-                    f"HTreeAttention: {name} is not supported: the attention is causal over the whole sequence. "
-                    "Run sequences of different lengths one by one, or pad at the end and ignore those rows"
+                    f"HTreeAttention: {name} is not supported: the attention is causal over the whole "
+                    "sequence. Run sequences of different lengths one by one, or pad at the end and ignore those rows"
                 )
         if x.dim() != 3 or x.shape[2] != self.embed_dim:
             raise ShapeMismatchError(
@@ -387,7 +391,7 @@ class HTreeAttention(nn.Module):
         return (
             f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
             f"head_dim={self.head_dim}, compression_rate={self.compression_rate}, "
-            f"max_top_nodes={self.max_top_nodes}, top_k={self.top_k}, selection_stride={self.selection_stride}, "
-            f"scale={self.scale}, rope_base={self.rope_base}, importance={self.importance!r}, "
+            f"max_top_nodes={self.max_top_nodes}, top_k={self.top_k}, "
+            f"selection_stride={self.selection_stride}, scale={self.scale}, rope_base={self.rope_base}, importance={self.importance!r}, "
             f"scope={self.scope!r}, store_parents={self.store_parents}"
         )

@@ -1,15 +1,16 @@
 """The stages of tree attention, one thin function per op (docs/semantics.md §1.8).
 
-Letters of the shapes: B batch, T_q query rows, H query heads, H_kv key/value heads, G = H / H_kv, K and V the key
-and value widths, N nodes of the layer, k the width of a list, r = ``compression_rate``, s = ``selection_stride``.
-Query row i stands at token t = ``t0`` + i; keys and values are whole layers. Lists of nodes are int32, ascending,
--1 at the tail. Scores, states and rotary tables are float32 (float64 for float64 inputs). A list with values out
-of range or out of order gives a meaningless result, never an access out of bounds.
+Letters of the shapes: B batch, T_q query rows, H query heads, H_kv key/value heads, G = H / H_kv, K and V
+the key and value widths, N nodes of the layer, k the width of a list, r = ``compression_rate``, s =
+``selection_stride``. Query row i stands at token t = ``t0`` + i; keys and values are whole layers. Lists of
+nodes are int32, ascending, -1 at the tail. Scores, states and rotary tables are float32 (float64 for float64
+inputs). A list with values out of range or out of order gives a meaningless result, never an access out of
+bounds.
 
 Every function raises ShapeMismatchError, UnsupportedDtypeError or DeviceError naming the argument, what was
-required and what came, and ValueError for an option outside its range. Only ``tree_build`` and ``rope`` have a
-gradient; a backward through the other functions raises RuntimeError (NotImplementedError for those that write into
-an argument).
+required and what came, and ValueError for an option outside its range. Only ``tree_build`` and ``rope`` have
+a gradient; a backward through the other functions raises RuntimeError (NotImplementedError for those that
+write into an argument).
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def tree_build(k: Tensor, v: Tensor, compression_rate: int = 16) -> tuple[Tensor
         compression_rate: r >= 2.
 
     Returns:
-        (pk [B, ceil(N/r), H_kv, K], pv [B, ceil(N/r), H_kv, V]): summed in fp32, rounded once. Differentiable:
-        d child = d parent / number of children.
+        (pk [B, ceil(N/r), H_kv, K], pv [B, ceil(N/r), H_kv, V]): summed in fp32, rounded once.
+        Differentiable: d child = d parent / number of children.
     """
     check_tensors("tree_build", k=(k, "B N H_kv K"), v=(v, "B N H_kv V"))
     check_dtype("tree_build", FLOATING_AND_DOUBLE, k=k, v=v)
@@ -195,7 +196,7 @@ def compute_scores(
     scale: float | None = None,
     t0: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Scores of every candidate: scale * <R_{n-1} q, R_p K_c(p)>, c(p) = parents[p // r] * r + p mod r (§1.3, §1.4).
+    """Scores scale * <R_{n-1} q, R_p K_c(p)> of c(p) = parents[p // r] * r + p mod r (§1.3, §1.4).
 
     Args:
         q: [B, T_q, H, K]; layer_k: [B, N, H_kv, K]; parents: [B, T_q, H_kv, k].
@@ -212,7 +213,8 @@ def compute_scores(
 def select_topk(scores: Tensor, num_candidates: Tensor, top_k: int, importance: str = "lse_causal") -> Tensor:
     """Positions of the min(top_k, n) most important candidates, the rightmost always first (§1.6).
 
-    "lse_causal": sum over the group of exp(s - logsumexp of all but the rightmost); ties go to the smaller position.
+    "lse_causal": sum over the group of exp(s - logsumexp of all but the rightmost); ties go to the smaller
+    position.
 
     Args:
         scores: [B, T_q, H_kv, k*r, G]; num_candidates: int32 [B, T_q, H_kv].
@@ -232,7 +234,7 @@ def _check_scores(op: str, scores: Tensor, **indices: tuple[Tensor, str]) -> Non
 
 
 def mask_topk_scores_(scores: Tensor, topk_positions: Tensor) -> Tensor:
-    """Writes -inf at the selected positions of scores [B, T_q, H_kv, k*r, G], for every g; returns scores (§1.8)."""
+    """Writes -inf at the selected positions of scores [B, T_q, H_kv, k*r, G]; returns scores (§1.8)."""
     _check_scores("mask_topk_scores_", scores, topk_positions=(topk_positions, "B T_q H_kv k"))
     torch.ops.htree.mask_topk_scores_(scores, topk_positions)
     return scores
@@ -321,15 +323,16 @@ def subtract_topk(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Takes the top-k out of a state of all candidates again, of design document [000] (§1.7).
 
-    The remainder has the relative error eps * total mass / remaining mass: use it only where the scores' standard
-    deviation is at most 2. :func:`select_accumulate` never needs it.
+    The remainder has the relative error eps * total mass / remaining mass: use it only where the scores'
+    standard deviation is at most 2. :func:`select_accumulate` never needs it.
 
     Args:
         layer_v: [B, N, H_kv, V]; topk_indices, topk_scores: [B, T_q, H, k]; lmax, lsum: [B, T_q, H];
             lout: [B, T_q, H, V].
 
     Returns:
-        (lmax, lsum, lout) as new tensors and selected_indices int32 [B, T_q, H, k], ascending, -1 at the tail.
+        (lmax, lsum, lout) as new tensors and selected_indices int32 [B, T_q, H, k], ascending, -1 at the
+        tail.
     """
     check_tensors(
         "subtract_topk",
@@ -365,8 +368,8 @@ def select_accumulate(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A layer above the bottom in one op: select, and accumulate what is not selected (§1.5, §1.6, §1.8).
 
-    Equals compute_scores, select_topk, mask_topk_scores_, accumulate_non_topk and compute_next_parents, without
-    the buffer of scores.
+    Equals compute_scores, select_topk, mask_topk_scores_, accumulate_non_topk and compute_next_parents,
+    without the buffer of scores.
 
     Args:
         q: [B, T_q, H, K]; layer_k: [B, N, H_kv, K]; layer_v: [B, N, H_kv, V];
