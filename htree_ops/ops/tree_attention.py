@@ -181,8 +181,8 @@ def attention_forward(
 
     Returns:
         out [B, T_q, H, V]; gmax and gsum [B, T_q, H] in float32 (float64 for float64), lse = gmax +
-        log(gsum); parents, one int32 list [B, ceil(T_q / s), H_kv, top_k] per layer, tokens first, ascending, -1 at the
-        tail; no list at all when they are not stored.
+        log(gsum); parents, one int32 list [B, ceil(T_q / s), H_kv, top_k] per layer, tokens first, ascending,
+        -1 at the tail; no list at all when they are not stored.
 
     Raises:
         As :func:`tree_attention`. A backward through the outputs raises RuntimeError.
@@ -357,7 +357,8 @@ class HTreeAttention(nn.Module):
             if mask is not None:
                 raise NotImplementedError(
                     f"HTreeAttention: {name} is not supported: the attention is causal over the whole "
-                    "sequence. Run sequences of different lengths one by one, or pad at the end and ignore those rows"
+                    "sequence. Run sequences of different lengths one by one, or pad at the end and ignore "
+                    "those rows"
                 )
         if x.dim() != 3 or x.shape[2] != self.embed_dim:
             raise ShapeMismatchError(
@@ -392,6 +393,7 @@ class HTreeAttention(nn.Module):
             f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
             f"head_dim={self.head_dim}, compression_rate={self.compression_rate}, "
             f"max_top_nodes={self.max_top_nodes}, top_k={self.top_k}, "
-            f"selection_stride={self.selection_stride}, scale={self.scale}, rope_base={self.rope_base}, importance={self.importance!r}, "
+            f"selection_stride={self.selection_stride}, scale={self.scale}, rope_base={self.rope_base}, "
+            f"importance={self.importance!r}, "
             f"scope={self.scope!r}, store_parents={self.store_parents}"
         )
