@@ -7,6 +7,29 @@ from htree_ops import _load
 
 _load.load_library()
 
+from htree_ops.errors import (  # noqa: E402
+    ArchitectureNotSupportedError,
+    DeviceError,
+    HTreeKernelError,
+    NumericalOverflowError,
+    ShapeMismatchError,
+    TuningFailedError,
+    UnsupportedDtypeError,
+)
+from htree_ops.ops.causal_softmax import causal_softmax  # noqa: E402
+from htree_ops.ops.tree_attention import HTreeAttention, tree_attention  # noqa: E402
 from htree_ops.version import __version__  # noqa: E402
 
-__all__ = ["__version__"]
+__all__ = [
+    "ArchitectureNotSupportedError",
+    "DeviceError",
+    "HTreeAttention",
+    "HTreeKernelError",
+    "NumericalOverflowError",
+    "ShapeMismatchError",
+    "TuningFailedError",
+    "UnsupportedDtypeError",
+    "__version__",
+    "causal_softmax",
+    "tree_attention",
+]

@@ -1,0 +1,1 @@
+"""Typed Python functions and modules of the library, one file per room."""

@@ -1,0 +1,97 @@
+"""Checks that the Python functions make before they call an op (docs/semantics.md §0.4).
+
+They raise the package's own classes with the facts as attributes. The op itself checks everything again,
+sizes that depend on each other and options included, and raises the builtin that each class derives from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError
+
+__all__ = ["FLOATING", "FLOATING_AND_DOUBLE", "check_dtype", "check_tensors"]
+
+#: dtypes of every op on every device.
+FLOATING = (torch.float32, torch.float16, torch.bfloat16)
+#: dtypes on the CPU, and of the ops that have double kernels on CUDA.
+FLOATING_AND_DOUBLE = (*FLOATING, torch.float64)
+
+
+def check_tensors(op: str, **arguments: tuple[Tensor, str]) -> None:
+    """Checks type, rank, sizes and device of the tensors of one call.
+
+    Args:
+        op: name for the messages.
+        arguments: per argument the tensor and its shape in words, such as ``"B T H K"``. A word that occurs
+            twice must have one size; the first tensor's device is everyone's.
+
+    Raises:
+        TypeError: an argument is not a tensor.
+        ShapeMismatchError: wrong rank, or a size that disagrees with an earlier argument.
+        DeviceError: a tensor lies on another device than the first.
+    """
+    sizes: dict[str, tuple[str, int]] = {}
+    first: tuple[str, Tensor] | None = None
+    for name, (tensor, words) in arguments.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{op}: {name} must be a Tensor, got {type(tensor).__name__}")
+        dims = words.split()
+        if tensor.dim() != len(dims):
+            raise ShapeMismatchError(
+                f"{op}: {name} must be {len(dims)}-D [{', '.join(dims)}], "
+                f"got {tensor.dim()}-D {tuple(tensor.shape)}",
+                expected=len(dims),
+                actual=tensor.dim(),
+                tensor_name=name,
+            )
+        for dim, (word, size) in enumerate(zip(dims, tensor.shape, strict=True)):
+            owner, wanted = sizes.setdefault(word, (name, size))
+            if size != wanted:
+                raise ShapeMismatchError(
+                    f"{op}: size {dim} of {name} must be {word} of {owner} = {wanted}, "
+                    f"got {tuple(tensor.shape)}",
+                    expected=wanted,
+                    actual=size,
+                    tensor_name=name,
+                )
+        if first is None:
+            first = (name, tensor)
+        elif tensor.device != first[1].device:
+            raise DeviceError(
+                f"{op}: {name} must be on the device of {first[0]} ({first[1].device}), got {tensor.device}",
+                expected_device=first[1].device,
+                actual_device=tensor.device,
+                tensor_name=name,
+            )
+
+
+def check_dtype(op: str, supported: Sequence[torch.dtype], **tensors: Tensor) -> None:
+    """Checks that every tensor has one of the ``supported`` dtypes, and all of them the same one.
+
+    Raises:
+        UnsupportedDtypeError: naming the tensor, what it has and what is supported.
+    """
+    wanted: tuple[torch.dtype, ...] = tuple(supported)
+    for name, tensor in tensors.items():
+        if tensor.dtype not in wanted:
+            raise UnsupportedDtypeError(
+                f"{op}: {name} must have dtype {' or '.join(str(d) for d in wanted)}, got {tensor.dtype}",
+                dtype=tensor.dtype,
+                supported_dtypes=wanted,
+                tensor_name=name,
+            )
+        wanted = (tensor.dtype,)
+
+
+def floating_for(tensor: Tensor, double_on_cuda: bool = False) -> tuple[torch.dtype, ...]:
+    """The floating dtypes that an op takes on the device of ``tensor``."""
+    return FLOATING if tensor.is_cuda and not double_on_cuda else FLOATING_AND_DOUBLE
+
+
+def state_dtype(tensor: Tensor) -> torch.dtype:
+    """dtype of scores, states and rotary tables beside ``tensor``: float64 for float64, else float32."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

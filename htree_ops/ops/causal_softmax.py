@@ -1,0 +1,74 @@
+"""Causal softmax over score matrices (docs/semantics.md §5)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from htree_ops.errors import ArchitectureNotSupportedError, DeviceError, ShapeMismatchError
+from htree_ops.ops.arguments import FLOATING_AND_DOUBLE, check_dtype
+
+__all__ = ["causal_softmax"]
+
+
+def causal_softmax(x: Tensor, block_size: int = 0, *, out: Tensor | None = None) -> Tensor:
+    """Softmax of each row's visible prefix; zero behind it.
+
+    Column j of row i is visible iff ``j <= i + (w - h)`` (aligned at the bottom right): with m the maximum
+    of the row's visible entries, ``y_ij = exp(x_ij - m) / sum_j' exp(x_ij' - m)`` over visible j', and +0
+    elsewhere. Masked entries are never read. Arithmetic in fp32 (fp64 for fp64) with one final rounding.
+    Source: docs/semantics.md §5, design document [004].
+
+    Args:
+        x: scores [h, w] or [b, h, w] with w >= h, any strides; float32, float16, bfloat16 or float64.
+        block_size: threads per row on CUDA, 512 or 1024; 0 chooses by w. Validated everywhere.
+        out: tensor of the shape, dtype and device of x to write into, any strides. It may be x itself; the op
+            then works in place. Not differentiable.
+
+    Returns:
+        ``out`` where it is given, else a new contiguous tensor of the shape and dtype of x, differentiable.
+
+    Raises:
+        ShapeMismatchError: rank other than 2 or 3, w < h, or another shape of ``out``.
+        UnsupportedDtypeError: another dtype, or another one of ``out``.
+        DeviceError: ``out`` lies on another device.
+        ArchitectureNotSupportedError: another block_size.
+        RuntimeError: ``out`` overlaps x in part.
+        NotImplementedError: ``out`` is given and x or ``out`` requires grad.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"causal_softmax: x must be a Tensor, got {type(x).__name__}")
+    check_dtype("causal_softmax", FLOATING_AND_DOUBLE, x=x)
+    if x.dim() not in (2, 3) or x.shape[-1] < x.shape[-2]:
+        raise ShapeMismatchError(
+            f"causal_softmax: x must be [h, w] or [b, h, w] with w >= h, got {tuple(x.shape)}",
+            expected="[h, w] or [b, h, w] with w >= h",
+            actual=tuple(x.shape),
+            tensor_name="x",
+        )
+    if block_size not in (0, 512, 1024):
+        raise ArchitectureNotSupportedError(
+            f"causal_softmax: block_size must be 0 (automatic), 512 or 1024, got {block_size}"
+        )
+    if out is None:
+        return torch.ops.htree.causal_softmax(x, block_size)
+    check_dtype("causal_softmax", FLOATING_AND_DOUBLE, x=x, out=out)
+    if out.shape != x.shape:
+        raise ShapeMismatchError(
+            f"causal_softmax: out must have the shape of x {tuple(x.shape)}, got {tuple(out.shape)}",
+            expected=tuple(x.shape),
+            actual=tuple(out.shape),
+            tensor_name="out",
+        )
+    if out.device != x.device:
+        raise DeviceError(
+            f"causal_softmax: out must be on the device of x ({x.device}), got {out.device}",
+            expected_device=x.device,
+            actual_device=out.device,
+            tensor_name="out",
+        )
+    if out is x:
+        torch.ops.htree.causal_softmax_(x, block_size)
+    else:
+        torch.ops.htree.causal_softmax.out(x, block_size, out=out)
+    return out

@@ -1,0 +1,479 @@
+"""The stages of tree attention, one thin function per op (docs/semantics.md §1.8).
+
+Letters of the shapes: B batch, T_q query rows, H query heads, H_kv key/value heads, G = H / H_kv, K and V
+the key and value widths, N nodes of the layer, k the width of a list, r = ``compression_rate``, s =
+``selection_stride``. Query row i stands at token t = ``t0`` + i; keys and values are whole layers. Lists of
+nodes are int32, ascending, -1 at the tail. Scores, states and rotary tables are float32 (float64 for float64
+inputs). A list with values out of range or out of order gives a meaningless result, never an access out of
+bounds.
+
+Every function raises ShapeMismatchError, UnsupportedDtypeError or DeviceError naming the argument, what was
+required and what came, and ValueError for an option outside its range. Only ``tree_build`` and ``rope`` have
+a gradient; a backward through the other functions raises RuntimeError (NotImplementedError for those that
+write into an argument).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from htree_ops.ops.arguments import FLOATING_AND_DOUBLE, check_dtype, check_tensors, floating_for, state_dtype
+
+__all__ = [
+    "accumulate_non_topk",
+    "bottom_accumulate",
+    "compute_and_select",
+    "compute_next_parents",
+    "compute_scores",
+    "final_normalize",
+    "mask_topk_scores_",
+    "merge_to_global_",
+    "recompute_selection",
+    "rope",
+    "rope_cache",
+    "select_accumulate",
+    "select_topk",
+    "subtract_topk",
+    "top_parents",
+    "tree_build",
+    "tree_build_backward",
+]
+
+_INT32 = (torch.int32,)
+State = tuple[Tensor, Tensor, Tensor]
+
+
+def _default_device(device: torch.device | str | None) -> torch.device:
+    return torch.get_default_device() if device is None else torch.device(device)
+
+
+def _wide(tensor: Tensor) -> tuple[torch.dtype, ...]:
+    """dtypes of scores and states on the device of ``tensor``."""
+    return (torch.float32,) if tensor.is_cuda else (torch.float32, torch.float64)
+
+
+def tree_build(k: Tensor, v: Tensor, compression_rate: int = 16) -> tuple[Tensor, Tensor]:
+    """One level of the tree: parent i is the mean of its children i*r ... min((i+1)*r, N) - 1 (§1.2).
+
+    Args:
+        k: [B, N, H_kv, K] and v: [B, N, H_kv, V], float32, float16, bfloat16 or float64.
+        compression_rate: r >= 2.
+
+    Returns:
+        (pk [B, ceil(N/r), H_kv, K], pv [B, ceil(N/r), H_kv, V]): summed in fp32, rounded once.
+        Differentiable: d child = d parent / number of children.
+    """
+    check_tensors("tree_build", k=(k, "B N H_kv K"), v=(v, "B N H_kv V"))
+    check_dtype("tree_build", FLOATING_AND_DOUBLE, k=k, v=v)
+    return torch.ops.htree.tree_build(k, v, compression_rate)
+
+
+def tree_build_backward(
+    dpk: Tensor, dpv: Tensor, n_child: int, compression_rate: int = 16
+) -> tuple[Tensor, Tensor]:
+    """Gradients of :func:`tree_build` for ``n_child`` children: d child_i = d parent_{i // r} / c (§1.8).
+
+    Args:
+        dpk: [B, ceil(n_child/r), H_kv, K] and dpv: [B, ceil(n_child/r), H_kv, V].
+
+    Returns:
+        (dk [B, n_child, H_kv, K], dv [B, n_child, H_kv, V]); NotImplementedError when differentiated.
+    """
+    check_tensors("tree_build_backward", dpk=(dpk, "B parents H_kv K"), dpv=(dpv, "B parents H_kv V"))
+    check_dtype("tree_build_backward", FLOATING_AND_DOUBLE, dpk=dpk, dpv=dpv)
+    return torch.ops.htree.tree_build_backward(dpk, dpv, n_child, compression_rate)
+
+
+def rope_cache(
+    size: int,
+    dim: int,
+    base: float = 10000.0,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """cos and sin of angle[p, i] = p * base^(-2i/dim), computed in float64 and rounded (§1.4).
+
+    Args:
+        size: positions; dim: K, even; base: positive; dtype: float32 or float64.
+
+    Returns:
+        [2, size, dim/2], the cosines first, on ``device`` (torch's default device where it is None).
+    """
+    return torch.ops.htree.rope_cache(size, dim, base, dtype=dtype, device=_default_device(device))
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
+    """Half-split rotation: (lo, hi) -> (lo cos - hi sin, lo sin + hi cos) at each row's position (§1.4).
+
+    Args:
+        x: [B, T, H, K], K even.
+        cos, sin: [size, K/2] float32 (float64 for float64), without gradient.
+        positions: int32 or int64, [T] or [B, T], in [0, size). Outside: IndexError on the CPU; on
+            CUDA, where a check would wait for the device, the nearest position of the table is taken.
+        inverse: rotate by the negative angle.
+
+    Returns:
+        [B, T, H, K] in the dtype of x, differentiable in x: the gradient is the inverse rotation.
+    """
+    rows = "T" if positions.dim() == 1 else "B T"
+    check_tensors(
+        "rope", x=(x, "B T H K"), positions=(positions, rows), cos=(cos, "size K/2"), sin=(sin, "size K/2")
+    )
+    check_dtype("rope", FLOATING_AND_DOUBLE, x=x)
+    check_dtype("rope", (state_dtype(x),), cos=cos, sin=sin)
+    check_dtype("rope", (torch.int32, torch.int64), positions=positions)
+    return torch.ops.htree.rope(x, cos, sin, positions, inverse)
+
+
+def top_parents(
+    B: int,
+    T: int,
+    heads: int,
+    top_k: int,
+    num_layers: int,
+    compression_rate: int = 16,
+    t0: int = 0,
+    selection_stride: int = 1,
+    *,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Virtual parents of the top layer: the list 0 ... t // r^num_layers of each query (§1.3).
+
+    Returns:
+        int32 [B, ceil(T/s), heads, top_k]; row i belongs to token t0 + i*s.
+    """
+    return torch.ops.htree.top_parents(
+        B,
+        T,
+        heads,
+        top_k,
+        num_layers,
+        compression_rate,
+        t0,
+        selection_stride,
+        device=_default_device(device),
+    )
+
+
+def _check_layer(
+    op: str,
+    q: Tensor,
+    layer_k: Tensor,
+    layer_v: Tensor | None,
+    parents: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    lists: str = "B rows H_kv k",
+) -> None:
+    values = {} if layer_v is None else {"layer_v": (layer_v, "B N H_kv V")}
+    check_tensors(
+        op,
+        q=(q, "B T_q H K"),
+        layer_k=(layer_k, "B N H_kv K"),
+        **values,
+        parents=(parents, lists),
+        cos=(cos, "size K/2"),
+        sin=(sin, "size K/2"),
+    )
+    dense = (
+        {"q": q, "layer_k": layer_k} if layer_v is None else {"q": q, "layer_k": layer_k, "layer_v": layer_v}
+    )
+    check_dtype(op, floating_for(q), **dense)
+    check_dtype(op, (state_dtype(q),), cos=cos, sin=sin)
+    check_dtype(op, _INT32, parents=parents)
+
+
+def compute_scores(
+    q: Tensor,
+    layer_k: Tensor,
+    parents: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    layer: int,
+    compression_rate: int = 16,
+    scale: float | None = None,
+    t0: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Scores scale * <R_{n-1} q, R_p K_c(p)> of c(p) = parents[p // r] * r + p mod r (§1.3, §1.4).
+
+    Args:
+        q: [B, T_q, H, K]; layer_k: [B, N, H_kv, K]; parents: [B, T_q, H_kv, k].
+        cos, sin: [size >= k*r, K/2] of :func:`rope_cache`.
+        layer: l >= 0, 0 for the tokens; scale: None is K^-1/2; t0: token of the first query row.
+
+    Returns:
+        scores [B, T_q, H_kv, k*r, G], -inf at p >= n; num_candidates n, int32 [B, T_q, H_kv].
+    """
+    _check_layer("compute_scores", q, layer_k, None, parents, cos, sin, "B T_q H_kv k")
+    return torch.ops.htree.compute_scores(q, layer_k, parents, cos, sin, layer, compression_rate, scale, t0)
+
+
+def select_topk(scores: Tensor, num_candidates: Tensor, top_k: int, importance: str = "lse_causal") -> Tensor:
+    """Positions of the min(top_k, n) most important candidates, the rightmost always first (§1.6).
+
+    "lse_causal": sum over the group of exp(s - logsumexp of all but the rightmost); ties go to the smaller
+    position.
+
+    Args:
+        scores: [B, T_q, H_kv, k*r, G]; num_candidates: int32 [B, T_q, H_kv].
+        importance: "lse_causal", "lse" or "exp_joint".
+
+    Returns:
+        int32 [B, T_q, H_kv, top_k] in key order, -1 at the tail.
+    """
+    _check_scores("select_topk", scores, num_candidates=(num_candidates, "B T_q H_kv"))
+    return torch.ops.htree.select_topk(scores, num_candidates, top_k, importance)
+
+
+def _check_scores(op: str, scores: Tensor, **indices: tuple[Tensor, str]) -> None:
+    check_tensors(op, scores=(scores, "B T_q H_kv k*r G"), **indices)
+    check_dtype(op, _wide(scores), scores=scores)
+    check_dtype(op, _INT32, **{name: tensor for name, (tensor, _) in indices.items()})
+
+
+def mask_topk_scores_(scores: Tensor, topk_positions: Tensor) -> Tensor:
+    """Writes -inf at the selected positions of scores [B, T_q, H_kv, k*r, G]; returns scores (§1.8)."""
+    _check_scores("mask_topk_scores_", scores, topk_positions=(topk_positions, "B T_q H_kv k"))
+    torch.ops.htree.mask_topk_scores_(scores, topk_positions)
+    return scores
+
+
+def compute_next_parents(parents: Tensor, topk_positions: Tensor, compression_rate: int = 16) -> Tensor:
+    """Nodes at the selected positions, parents[p // r] * r + p mod r, ascending, -1 at the tail (§1.6).
+
+    Args:
+        parents: int32 [B, T_q, H_kv, k]; topk_positions: int32 [B, T_q, H_kv, top_k].
+
+    Returns:
+        int32 [B, T_q, H_kv, top_k].
+    """
+    check_tensors(
+        "compute_next_parents",
+        parents=(parents, "B T_q H_kv k"),
+        topk_positions=(topk_positions, "B T_q H_kv top_k"),
+    )
+    check_dtype("compute_next_parents", _INT32, parents=parents, topk_positions=topk_positions)
+    return torch.ops.htree.compute_next_parents(parents, topk_positions, compression_rate)
+
+
+def accumulate_non_topk(
+    layer_v: Tensor,
+    parents: Tensor,
+    scores: Tensor,
+    num_candidates: Tensor,
+    layer: int,
+    compression_rate: int = 16,
+    t0: int = 0,
+) -> State:
+    """State of the candidates whose score is not -inf: max, sum of e^(s-max), sum of e^(s-max) V (§1.7).
+
+    Args:
+        layer_v: [B, N, H_kv, V]; parents: [B, T_q, H_kv, k]; scores: [B, T_q, H_kv, k*r, G] after
+            :func:`mask_topk_scores_`; num_candidates: int32 [B, T_q, H_kv].
+
+    Returns:
+        (lmax, lsum [B, T_q, H], lout [B, T_q, H, V]); (-inf, 0, 0) where nothing is left.
+    """
+    _check_scores(
+        "accumulate_non_topk",
+        scores,
+        parents=(parents, "B T_q H_kv k"),
+        num_candidates=(num_candidates, "B T_q H_kv"),
+    )
+    check_tensors("accumulate_non_topk", scores=(scores, "B T_q H_kv k*r G"), layer_v=(layer_v, "B N H_kv V"))
+    check_dtype("accumulate_non_topk", floating_for(layer_v), layer_v=layer_v)
+    check_dtype("accumulate_non_topk", (state_dtype(layer_v),), scores=scores)
+    return torch.ops.htree.accumulate_non_topk(
+        layer_v, parents, scores, num_candidates, layer, compression_rate, t0
+    )
+
+
+def compute_and_select(
+    q: Tensor,
+    layer_k: Tensor,
+    layer_v: Tensor,
+    parents: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    layer: int,
+    compression_rate: int = 16,
+    top_k: int = 512,
+    scale: float | None = None,
+    t0: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Scores, state of all candidates and top-k per query head, of design document [000] (§1.8).
+
+    Args:
+        As :func:`select_accumulate`, but parents [B, T_q, H, k]: each query head has its own list.
+
+    Returns:
+        (lmax, lsum [B, T_q, H], lout [B, T_q, H, V], topk_indices int32 [B, T_q, H, top_k] in key order,
+        topk_scores of the same shape, -inf at the tail); the last two are [B, T_q, H, 0] at layer 0.
+    """
+    _check_layer("compute_and_select", q, layer_k, layer_v, parents, cos, sin, "B T_q H k")
+    return torch.ops.htree.compute_and_select(
+        q, layer_k, layer_v, parents, cos, sin, layer, compression_rate, top_k, scale, t0
+    )
+
+
+def subtract_topk(
+    layer_v: Tensor, topk_indices: Tensor, topk_scores: Tensor, lmax: Tensor, lsum: Tensor, lout: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Takes the top-k out of a state of all candidates again, of design document [000] (§1.7).
+
+    The remainder has the relative error eps * total mass / remaining mass: use it only where the scores'
+    standard deviation is at most 2. :func:`select_accumulate` never needs it.
+
+    Args:
+        layer_v: [B, N, H_kv, V]; topk_indices, topk_scores: [B, T_q, H, k]; lmax, lsum: [B, T_q, H];
+            lout: [B, T_q, H, V].
+
+    Returns:
+        (lmax, lsum, lout) as new tensors and selected_indices int32 [B, T_q, H, k], ascending, -1 at the
+        tail.
+    """
+    check_tensors(
+        "subtract_topk",
+        layer_v=(layer_v, "B N H_kv V"),
+        topk_indices=(topk_indices, "B T_q H k"),
+        topk_scores=(topk_scores, "B T_q H k"),
+        lmax=(lmax, "B T_q H"),
+        lsum=(lsum, "B T_q H"),
+        lout=(lout, "B T_q H V"),
+    )
+    check_dtype("subtract_topk", floating_for(layer_v), layer_v=layer_v)
+    check_dtype(
+        "subtract_topk", (state_dtype(layer_v),), topk_scores=topk_scores, lmax=lmax, lsum=lsum, lout=lout
+    )
+    check_dtype("subtract_topk", _INT32, topk_indices=topk_indices)
+    return torch.ops.htree.subtract_topk(layer_v, topk_indices, topk_scores, lmax, lsum, lout)
+
+
+def select_accumulate(
+    q: Tensor,
+    layer_k: Tensor,
+    layer_v: Tensor,
+    parents: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    layer: int,
+    compression_rate: int = 16,
+    top_k: int = 512,
+    scale: float | None = None,
+    importance: str = "lse_causal",
+    t0: int = 0,
+    selection_stride: int = 1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A layer above the bottom in one op: select, and accumulate what is not selected (§1.5, §1.6, §1.8).
+
+    Equals compute_scores, select_topk, mask_topk_scores_, accumulate_non_topk and compute_next_parents,
+    without the buffer of scores.
+
+    Args:
+        q: [B, T_q, H, K]; layer_k: [B, N, H_kv, K]; layer_v: [B, N, H_kv, V];
+            parents: [B, ceil(T_q/s), H_kv, k]; cos, sin: [size >= k*r, K/2].
+        layer: at least 1; top_k: width of the next lists; scale: None is K^-1/2; t0: token of the first query
+            row, a multiple of s; selection_stride: s, a power of two that divides r.
+
+    Returns:
+        (lmax, lsum [B, T_q, H], lout [B, T_q, H, V], next_parents int32 [B, ceil(T_q/s), H_kv, top_k]).
+    """
+    _check_layer("select_accumulate", q, layer_k, layer_v, parents, cos, sin)
+    return torch.ops.htree.select_accumulate(
+        q,
+        layer_k,
+        layer_v,
+        parents,
+        cos,
+        sin,
+        layer,
+        compression_rate,
+        top_k,
+        scale,
+        importance,
+        t0,
+        selection_stride,
+    )
+
+
+def bottom_accumulate(
+    q: Tensor,
+    layer_k: Tensor,
+    layer_v: Tensor,
+    parents: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    compression_rate: int = 16,
+    scale: float | None = None,
+    t0: int = 0,
+    selection_stride: int = 1,
+) -> State:
+    """State of every candidate among the tokens, layer 0 (§1.5, §1.7).
+
+    Args:
+        As :func:`select_accumulate`.
+
+    Returns:
+        (lmax, lsum [B, T_q, H], lout [B, T_q, H, V]).
+    """
+    _check_layer("bottom_accumulate", q, layer_k, layer_v, parents, cos, sin)
+    return torch.ops.htree.bottom_accumulate(
+        q, layer_k, layer_v, parents, cos, sin, compression_rate, scale, t0, selection_stride
+    )
+
+
+def recompute_selection(
+    q: Tensor,
+    layer_k: Tensor,
+    parents: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    layer: int,
+    compression_rate: int = 16,
+    top_k: int = 512,
+    scale: float | None = None,
+    importance: str = "lse_causal",
+    t0: int = 0,
+    selection_stride: int = 1,
+) -> Tensor:
+    """The next_parents of :func:`select_accumulate` without reading a value, bit for bit (§1.8)."""
+    _check_layer("recompute_selection", q, layer_k, None, parents, cos, sin)
+    return torch.ops.htree.recompute_selection(
+        q, layer_k, parents, cos, sin, layer, compression_rate, top_k, scale, importance, t0, selection_stride
+    )
+
+
+def merge_to_global_(
+    gmax: Tensor, gsum: Tensor, gout: Tensor, lmax: Tensor, lsum: Tensor, lout: Tensor
+) -> State:
+    """Merges a layer's state into the global one in place: both re-based to the larger max and added (§1.7).
+
+    A state with sum 0 counts as empty. Shapes [B, T_q, H] and, for gout and lout, [B, T_q, H, V]; the tensors
+    must not share memory (RuntimeError).
+
+    Returns:
+        (gmax, gsum, gout), the arguments.
+    """
+    check_tensors(
+        "merge_to_global_",
+        gmax=(gmax, "B T_q H"),
+        gsum=(gsum, "B T_q H"),
+        gout=(gout, "B T_q H V"),
+        lmax=(lmax, "B T_q H"),
+        lsum=(lsum, "B T_q H"),
+        lout=(lout, "B T_q H V"),
+    )
+    check_dtype(
+        "merge_to_global_", _wide(gout), gmax=gmax, gsum=gsum, gout=gout, lmax=lmax, lsum=lsum, lout=lout
+    )
+    torch.ops.htree.merge_to_global_(gmax, gsum, gout, lmax, lsum, lout)
+    return gmax, gsum, gout
+
+
+def final_normalize(gout: Tensor, gsum: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """gout / gsum [B, T_q, H, V] rounded to ``dtype`` (None: that of gout); NaN where gsum is 0 (§1.7)."""
+    check_tensors("final_normalize", gout=(gout, "B T_q H V"), gsum=(gsum, "B T_q H"))
+    check_dtype("final_normalize", _wide(gout), gout=gout, gsum=gsum)
+    return torch.ops.htree.final_normalize(gout, gsum, dtype)

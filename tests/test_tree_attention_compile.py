@@ -1,0 +1,495 @@
+"""Tree attention under torch's machinery: opcheck, compile, export, autocast, checkpoints, streams and graphs.
+
+The values are those of eager mode, which other tests compare with the reference (docs/semantics.md §0.3-0.5).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import htree_ops
+from htree_ops.testing.cases import normal
+from htree_ops.testing.tree_attention_calls import Call, calls
+from htree_ops.testing.tree_attention_cases import SHAPES, TreeAttentionCase
+
+OPS = torch.ops.htree
+OPTIONS: dict[str, Any] = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2}
+NAMES = (
+    "batch",
+    "fused_projection",
+    "copied_last_stride",
+    "stride4_suffix",
+    "empty_sequence",
+    "empty_batch",
+    "no_query",
+    "one_layer_full",
+)
+CASES = {case.name: case for case in SHAPES if case.name in NAMES}
+
+
+def qkv(device: str, T: int = 40, B: int = 2, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    shapes = ((B, T, 4, 8), (B, T, 2, 8), (B, T, 2, 6))
+    return tuple(normal(shape, dtype, device, seed).requires_grad_() for seed, shape in enumerate(shapes))
+
+
+def gradients(model: Callable[..., Tensor], leaves: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    out = model(*leaves)
+    weight = torch.linspace(0.5, 1.5, out.numel(), device=out.device, dtype=out.dtype).view(out.shape)
+    return (out, *torch.autograd.grad((out * weight).sum(), leaves))
+
+
+def assert_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], **tolerance: float) -> None:
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, **tolerance)
+
+
+# ---- opcheck
+
+
+def copied(call: Call, grad: bool) -> tuple[Any, ...]:
+    args = [x.detach() if isinstance(x, Tensor) else x for x in copy.copy(call.args)]
+    for position in call.differentiable if grad else ():
+        args[position] = args[position].requires_grad_()
+    return tuple(args)
+
+
+def test_the_cases_exist() -> None:
+    assert set(CASES) == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck(name: str, device: str) -> None:
+    for call in calls(CASES[name], device):
+        torch.library.opcheck(call.overload, copied(call, grad=False), call.kwargs)
+        if call.differentiable:
+            torch.library.opcheck(call.overload, copied(call, grad=True), call.kwargs)
+
+
+@pytest.mark.parametrize("mask", [(True, False, True), (False, False, True), (False, False, False)], ids=str)
+def test_opcheck_of_a_masked_backward(mask: tuple[bool, ...], device: str) -> None:
+    call = next(c for c in calls(CASES["batch"], device) if c.op == "attention_backward")
+    found = call.overload(*call.args, output_mask=mask)
+    assert [gradient is not None for gradient in found] == list(mask)
+    torch.library.opcheck(call.overload, call.args, {"output_mask": mask})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_meta_agrees_with_the_kernels(name: str, device: str) -> None:
+    """Shape, stride and dtype of every output, for every layout of the inputs."""
+
+    def to_meta(x: Any) -> Any:
+        if isinstance(x, list):
+            return [to_meta(y) for y in x]
+        if isinstance(x, Tensor):
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        return torch.device("meta") if isinstance(x, torch.device) else x
+
+    def facts(result: Any) -> Any:
+        if isinstance(result, (list, tuple)):
+            return [facts(x) for x in result]
+        return (result.shape, result.stride(), result.dtype) if isinstance(result, Tensor) else result
+
+    for call in calls(CASES[name], device):
+        meta = call.overload(*map(to_meta, call.args), **{k: to_meta(v) for k, v in call.kwargs.items()})
+        assert facts(meta) == facts(call()), call.op
+
+
+# ---- compile
+
+
+def views(x: Tensor, w: Tensor) -> Tensor:
+    """Attention on slices of one projection, with work on both sides."""
+    q, k, v = (x @ w).split([32, 16, 16], dim=-1)
+    out = htree_ops.tree_attention(
+        q.unflatten(-1, (4, 8)), k.unflatten(-1, (2, 8)), v.unflatten(-1, (2, 8)), **OPTIONS
+    )
+    assert isinstance(out, Tensor)
+    return out.flatten(2).cos()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_of_views_with_backward(dynamic: bool, device: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(views, fullgraph=True, dynamic=dynamic)
+    for T in (40, 57):
+        x = normal((2, T, 12), torch.float32, device, T).requires_grad_()
+        w = normal((12, 64), torch.float32, device, 1, 0.3).requires_grad_()
+        assert_same(gradients(compiled, (x, w)), gradients(views, (x, w)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_lengths_alone_do_not_recompile(grad: bool, device: str) -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        lambda q, k, v: htree_ops.tree_attention(q, k, v, **OPTIONS),
+        backend=counter,
+        fullgraph=True,
+        dynamic=True,
+    )
+    for T in (40, 41, 57, 100, 128):  # three layers each: 8 * 4 < T <= 8 * 16
+        leaves = qkv(device, T) if grad else tuple(x.detach() for x in qkv(device, T))
+        out = compiled(*leaves)
+        if grad:
+            out.sum().backward()
+    assert counter.frame_count == 1
+
+
+def test_lengths_and_positions_of_stages_do_not_recompile(device: str) -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def lists(k: Tensor, t0: int) -> Tensor:
+        return OPS.top_parents(k.shape[0], k.shape[1], k.shape[2], 4, 2, 4, t0, device=k.device)
+
+    compiled = torch.compile(lists, backend=counter, fullgraph=True, dynamic=True)
+    for T, t0 in ((20, 4), (21, 8), (30, 12), (33, 16)):
+        k = normal((2, T, 2, 8), torch.float32, device, 0)
+        assert torch.equal(compiled(k, t0), lists(k, t0))
+    assert counter.frame_count == 1
+
+
+def staged(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    """Two layers from the staged ops, the mutating ones included."""
+    B, T, H = q.shape[:3]
+    cos, sin = table[0], table[1]
+    pk, pv = OPS.tree_build(k, v, 4)
+    parents = OPS.top_parents(B, T, k.shape[2], 4, 2, 4, device=q.device)
+    scores, count = OPS.compute_scores(q, pk, parents, cos, sin, 1, 4)
+    positions = OPS.select_topk(scores, count, 4)
+    OPS.mask_topk_scores_(scores, positions)
+    state = OPS.accumulate_non_topk(pv, parents, scores, count, 1, 4)
+    gmax = q.new_full((B, T, H), -torch.inf)
+    gsum, gout = q.new_zeros(B, T, H), q.new_zeros(B, T, H, v.shape[3])
+    OPS.merge_to_global_(gmax, gsum, gout, *state)
+    lists = OPS.compute_next_parents(parents, positions, 4)
+    OPS.merge_to_global_(gmax, gsum, gout, *OPS.bottom_accumulate(q, k, v, lists, cos, sin, 4))
+    return OPS.final_normalize(gout, gsum)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_functionalization_keeps_mutations(backend: str, device: str) -> None:
+    torch._dynamo.reset()
+    q, k, v = (x.detach() for x in qkv(device, 60))
+    table = htree_ops.ops.tree_attention.rope_cache(16, 8, device=device)
+    expected = staged(q, k, v, table)
+    whole = htree_ops.tree_attention(q, k, v, compression_rate=4, max_top_nodes=16, top_k=4)
+    torch.testing.assert_close(expected, whole, rtol=1e-4, atol=1e-5)
+    compiled = torch.compile(staged, backend=backend, fullgraph=True)
+    assert_same((compiled(q, k, v, table),), (expected,), rtol=1e-4, atol=1e-5)
+
+
+def test_a_compiled_region_without_gradient_formula_fails_when_compiled(device: str) -> None:
+    torch._dynamo.reset()
+    q, k, v = qkv(device)
+
+    def model(q: Tensor) -> Tensor:
+        return OPS.attention_forward(q, k.detach(), v.detach(), 4, 8, 2)[0]
+
+    with pytest.raises(RuntimeError):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(q).sum().backward()
+
+
+# ---- export
+
+
+class Layer(torch.nn.Module):
+    """The attention alone, for export."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = htree_ops.tree_attention(q, k, v, **OPTIONS)
+        assert isinstance(out, Tensor)
+        return out
+
+
+def test_export_keeps_one_node_and_dynamic_lengths(device: str) -> None:
+    T = torch.export.Dim("T", min=2)
+    q, k, v = (x.detach() for x in qkv(device))
+    program = torch.export.export(Layer(), (q, k, v), dynamic_shapes=({1: T}, {1: T}, {1: T}))
+    names = [str(node.target) for node in program.graph.nodes if "htree" in str(node.target)]
+    assert names == ["htree.attention.default"]
+    for length in (40, 200):
+        inputs = tuple(x.detach() for x in qkv(device, length))
+        assert torch.equal(program.module()(*inputs), Layer()(*inputs))
+
+
+def test_aot_inductor(device: str, tmp_path: Any) -> None:
+    q, k, v = (x.detach() for x in qkv(device))
+    program = torch.export.export(Layer(), (q, k, v))
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
+    loaded = torch._inductor.aoti_load_package(path)
+    torch.testing.assert_close(loaded(q, k, v), Layer()(q, k, v))
+
+
+class Normalize(torch.nn.Module):
+    """An op that is called with an explicit ScalarType."""
+
+    def forward(self, gout: Tensor, gsum: Tensor) -> Tensor:
+        return OPS.final_normalize(gout, gsum, torch.bfloat16)
+
+
+@pytest.mark.xfail(strict=True, reason="AOTInductor of torch 2.11 rejects ops called with a ScalarType")
+def test_aot_inductor_with_a_scalar_type(device: str, tmp_path: Any) -> None:
+    gout, gsum = normal((2, 5, 3, 4), torch.float32, device, 0), torch.ones(2, 5, 3, device=device)
+    program = torch.export.export(Normalize(), (gout, gsum))
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "normalize.pt2"))
+    torch.testing.assert_close(torch._inductor.aoti_load_package(path)(gout, gsum), Normalize()(gout, gsum))
+
+
+# ---- autograd
+
+
+def test_undefined_and_unused_gradients(device: str) -> None:
+    q, k, v = qkv(device)
+    pk, pv = OPS.tree_build(k, v, 4)
+    (dk,) = torch.autograd.grad(pk.sum(), k)  # the gradient of pv is undefined
+    assert torch.equal(
+        dk, OPS.tree_build_backward(torch.ones_like(pk), torch.zeros_like(pv), k.shape[1], 4)[0]
+    )
+    out = htree_ops.tree_attention(q, k, v, **OPTIONS)
+    unrelated = (q * 2).sum()
+    assert torch.autograd.grad(unrelated, (k,), allow_unused=True) == (None,)
+    assert torch.autograd.grad((out * 0).sum() + unrelated, q)[0].eq(2).all()
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (0, 1, 2)], ids=str)
+def test_frozen_inputs_cost_no_gradient(wanted: tuple[int, ...], device: str) -> None:
+    full = gradients(lambda *x: htree_ops.tree_attention(*x, **OPTIONS), qkv(device))
+    inputs = [x.requires_grad_(i in wanted) for i, x in enumerate(qkv(device))]
+    leaves = tuple(inputs[i] for i in wanted)
+    masks = []
+
+    class Record(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is OPS.attention_backward.default:
+                masks.append(tuple(args[15]) if len(args) > 15 else (True, True, True))
+            return func(*args, **(kwargs or {}))
+
+    with Record():
+        found = gradients(lambda *_: htree_ops.tree_attention(*inputs, **OPTIONS), leaves)
+    assert masks == [tuple(i in wanted for i in range(3))]
+    assert_same(found[1:], tuple(full[1 + i] for i in wanted), rtol=0, atol=0)
+
+
+def test_store_parents_changes_no_bit(device: str) -> None:
+    models = [
+        lambda *x, stored=stored: htree_ops.tree_attention(*x, **OPTIONS, store_parents=stored)
+        for stored in (True, False)
+    ]
+    stored, recomputed = (gradients(model, qkv(device)) for model in models)
+    assert_same(stored, recomputed, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["tree_build", "attention"])
+def test_double_backward_is_refused(name: str, device: str) -> None:
+    q, k, v = qkv(device)
+    out = OPS.tree_build(k, v, 4)[0] if name == "tree_build" else OPS.attention(q, k, v, 4, 8, 2)
+    (dk,) = torch.autograd.grad((out * out).sum(), k, create_graph=True)
+    with pytest.raises(NotImplementedError, match="double backward"):
+        dk.sum().backward()
+
+
+def test_rope_differentiates_twice_and_refuses_tables_with_gradient(device: str) -> None:
+    x = normal((2, 5, 3, 4), torch.float64, device, 0).requires_grad_()
+    cos, sin = OPS.rope_cache(7, 4, dtype=torch.float64, device=device)
+    positions = torch.tensor([0, 3, 6, 1, 1], device=device)
+    assert torch.autograd.gradgradcheck(lambda x: OPS.rope(x, cos, sin, positions), (x,))
+    with pytest.raises(NotImplementedError, match="cos and sin"):
+        OPS.rope(x, cos.clone().requires_grad_(), sin, positions)
+
+
+NO_GRADIENT = (
+    "compute_scores",
+    "accumulate_non_topk",
+    "compute_and_select",
+    "subtract_topk",
+    "select_accumulate",
+    "bottom_accumulate",
+    "final_normalize",
+    "attention_forward",
+)
+
+
+@pytest.mark.parametrize("name", NO_GRADIENT)
+def test_a_backward_without_formula_raises(name: str, device: str) -> None:
+    call = next(c for c in calls(CASES["batch"], device) if c.op == name)
+    args = [x.requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in call.args]
+    result = call.overload(*args)
+    first = next(x for x in ([result] if isinstance(result, Tensor) else result) if x.is_floating_point())
+    with pytest.raises(RuntimeError, match="derivative"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["mask_topk_scores_", "merge_to_global_"])
+def test_writing_ops_refuse_gradients_and_count_versions(name: str, device: str) -> None:
+    call = next(c for c in calls(CASES["batch"], device) if c.op == name)
+    written = call.args[:1] if name == "mask_topk_scores_" else call.args[:3]
+    versions = [x._version for x in written]
+    assert call() is None
+    assert [x._version for x in written] == [version + 1 for version in versions]
+    floating = [i for i, x in enumerate(call.args) if x.is_floating_point()]
+    for position in floating:
+        args = [x.clone() for x in call.args]
+        args[position].requires_grad_()
+        with pytest.raises(NotImplementedError, match="no gradient"):
+            call.overload(*args)
+        with torch.no_grad():
+            call.overload(*args)
+    with torch.inference_mode():
+        call.overload(*[x.clone() for x in call.args])
+    leaf = torch.ones_like(written[0], requires_grad=True)
+    saved = leaf * written[0]  # the product saves what the op then overwrites
+    call()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.sum().backward()
+
+
+def test_written_arguments_must_not_overlap(device: str) -> None:
+    call = next(c for c in calls(CASES["batch"], device) if c.op == "merge_to_global_")
+    gmax, _, gout, *local = call.args
+    with pytest.raises(RuntimeError):
+        call.overload(gmax, gmax, gout, *local)
+    with pytest.raises(RuntimeError):
+        call.overload(*call.args[:2], gout[:1].expand_as(gout), *local)
+
+
+@pytest.mark.parametrize("name", ["mask_topk_scores_", "merge_to_global_"])
+def test_written_arguments_may_have_any_strides(name: str, device: str) -> None:
+    call = next(c for c in calls(CASES["batch"], device) if c.op == name)
+    plain = [x.clone() for x in call.args]
+    strided = [x.transpose(0, -1).contiguous().transpose(0, -1) for x in plain]
+    call.overload(*plain)
+    call.overload(*strided)
+    assert_same(tuple(strided), tuple(plain), rtol=0, atol=0)
+
+
+def test_activation_checkpointing(device: str) -> None:
+    def model(*x: Tensor) -> Tensor:
+        return htree_ops.tree_attention(*x, **OPTIONS)
+
+    def again(*x: Tensor) -> Tensor:
+        return checkpoint(model, *x, use_reentrant=False)
+
+    assert_same(gradients(again, qkv(device)), gradients(model, qkv(device)), rtol=0, atol=0)
+
+
+def test_torch_func_grad_is_refused(device: str) -> None:
+    q, k, v = (x.detach() for x in qkv(device))
+    with pytest.raises(RuntimeError, match=r"functorch transforms|setup_context"):
+        torch.func.grad(lambda q: htree_ops.tree_attention(q, k, v, **OPTIONS).sum())(q)
+
+
+# ---- autocast, module
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_casts_q_k_v_and_nothing_else(dtype: torch.dtype, device: str) -> None:
+    leaves = qkv(device)
+    with torch.autocast(device, dtype):
+        out, *grads = gradients(lambda *x: htree_ops.tree_attention(*x, **OPTIONS), leaves)
+        forward = OPS.attention_forward(*(x.detach() for x in leaves), 4, 8, 2)
+    assert out.dtype == forward[0].dtype == dtype
+    assert forward[1].dtype == forward[2].dtype == torch.float32
+    assert [g.dtype for g in grads] == [torch.float32] * 3
+    cast = [x.detach().to(dtype) for x in leaves]
+    assert torch.equal(out, htree_ops.tree_attention(*cast, **OPTIONS))
+    wide = [x.detach().double() for x in leaves]
+    if device == "cpu":
+        with torch.autocast(device, dtype):
+            assert htree_ops.tree_attention(*wide, **OPTIONS).dtype == torch.float64
+    with torch.autocast(device, dtype):
+        scores, _ = OPS.compute_scores(*stage_arguments(device))
+        assert scores.dtype == torch.float32
+
+
+def stage_arguments(device: str) -> tuple[Any, ...]:
+    return next(c for c in calls(CASES["batch"], device) if c.op == "compute_scores").args
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_under_autocast(dynamic: bool, device: str) -> None:
+    torch._dynamo.reset()
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            out = htree_ops.tree_attention(q, k, v, **OPTIONS)
+        return out.float()
+
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    assert_same(gradients(compiled, qkv(device)), gradients(model, qkv(device)), rtol=2e-2, atol=2e-2)
+
+
+def test_module_compiles_and_refuses_masks(device: str) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = htree_ops.HTreeAttention(16, 4, 2, **OPTIONS, device=device)
+    assert set(dict(layer.named_parameters())) == {f"{x}_proj.weight" for x in "qkvo"}
+    assert "num_kv_heads=2" in repr(layer)
+    x = normal((2, 50, 16), torch.float32, device, 0).requires_grad_()
+    leaves = (x, *layer.parameters())
+    compiled = torch.compile(layer, fullgraph=True)
+    found = gradients(lambda x, *_: compiled(x), leaves)
+    expected = gradients(lambda x, *_: layer(x), leaves)
+    assert_same(found, expected, rtol=1e-4, atol=1e-5)
+    mask = torch.ones(50, 50, dtype=torch.bool, device=device)
+    for name in ("attn_mask", "key_padding_mask"):
+        with pytest.raises(NotImplementedError, match=name):
+            layer(x, **{name: mask})
+
+
+# ---- streams and graphs
+
+
+@pytest.mark.gpu
+def test_runs_on_the_current_stream_and_in_a_graph() -> None:
+    inputs = tuple(x.detach() for x in qkv("cuda", 300))
+
+    def model() -> Tensor:
+        return htree_ops.tree_attention(*inputs, **OPTIONS)
+
+    expected = model()
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    originals = [x.clone() for x in inputs]
+    for x in inputs:
+        x.fill_(torch.nan)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(
+            50_000_000
+        )  # a kernel on another stream would read the NaN before they are replaced
+        for x, original in zip(inputs, originals, strict=True):
+            x.copy_(original)
+        on_stream = model()
+    stream.synchronize()
+    assert torch.equal(on_stream, expected)
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = model()
+    for x in inputs:
+        x.mul_(0.5)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, model())
+    assert not torch.equal(captured, expected)
+
+
+@pytest.mark.gpu
+def test_every_op_can_be_captured() -> None:
+    case: TreeAttentionCase = CASES["stride4_suffix"]
+    for call in calls(case, "cuda"):
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        graph.replay()
+        torch.cuda.synchronize()
