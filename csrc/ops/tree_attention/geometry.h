@@ -30,8 +30,8 @@ struct Geometry {
   int64_t query_step = 1;
   int64_t queries_per_list = 1;
 
-  int64_t num_rows() const { return num_batches * num_queries * num_lists; }
-  int64_t capacity() const { return list_width * rate; }
+  constexpr int64_t num_rows() const { return num_batches * num_queries * num_lists; }
+  constexpr int64_t capacity() const { return list_width * rate; }
 };
 
 // cos and sin [size, half] with a unit last stride, size >= the largest position + 1. Null: no rotation.

@@ -28,7 +28,7 @@ struct SelectParams {
   SelectionOrder order = SelectionOrder::kByKey;
   void* scratch = nullptr;  // select_scratch_bytes() of device memory; null when that is 0
 
-  int64_t num_rows() const { return num_batches * num_queries * num_lists; }
+  constexpr int64_t num_rows() const { return num_batches * num_queries * num_lists; }
 };
 
 // Device memory the launch needs on the current device: 0 unless a row's keys exceed shared memory.
@@ -64,7 +64,7 @@ struct NextParentsParams {
   int64_t top_k = 0;
   void* scratch = nullptr;  // next_parents_scratch_bytes() of device memory; null when that is 0
 
-  int64_t num_rows() const { return num_batches * num_queries * num_lists; }
+  constexpr int64_t num_rows() const { return num_batches * num_queries * num_lists; }
 };
 int64_t next_parents_scratch_bytes(const NextParentsParams& params);
 void launch_compute_next_parents(const NextParentsParams& params, cudaStream_t stream);
