@@ -1,5 +1,5 @@
-// Running maximum and sum of exponentials, with the special values of torch.logsumexp: NaN stays, +inf wins over finite
-// scores, -inf weighs nothing.
+// Running maximum and sum of exponentials, with the special values of torch.logsumexp: NaN stays, +inf wins
+// over finite scores, -inf weighs nothing.
 #pragma once
 
 #include "device/numeric.cuh"
@@ -50,9 +50,9 @@ struct MergeOnlineSum {
   }
 };
 
-// Every thread of a block of kThreads must call; all get the sum over the block. The order of the additions is that of
-// the thread indices' butterfly and depends on kThreads alone. `scratch` holds kThreads / 32 values in shared memory;
-// costs two __syncthreads, the second of which frees the scratch.
+// Every thread of a block of kThreads must call; all get the sum over the block. The order of the additions
+// is that of the thread indices' butterfly and depends on kThreads alone. `scratch` holds kThreads / 32
+// values in shared memory; costs two __syncthreads, the second of which frees the scratch.
 template <int kThreads>
 __device__ __forceinline__ OnlineSum block_merge(OnlineSum value, OnlineSum* scratch) {
   const MergeOnlineSum merge;

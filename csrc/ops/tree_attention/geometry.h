@@ -14,14 +14,15 @@ struct View {
   int64_t head = 0;
 };
 
-// One launch works on the rows (b, i, list): b < num_batches, i < num_queries, list < num_lists, list fastest. Row
-// (b, i) stands at token t0 + i * query_step and reads row i / queries_per_list of the parents.
+// One launch works on the rows (b, i, list): b < num_batches, i < num_queries, list < num_lists, list
+// fastest. Row (b, i) stands at token t0 + i * query_step and reads row i / queries_per_list of the parents.
 struct Geometry {
   int64_t num_batches = 0;
   int64_t num_queries = 0;
   int64_t num_lists = 0;          // S: kv heads, or query heads where each has a list of its own
   int64_t group = 1;              // G: query heads per list
-  int64_t lists_per_kv_head = 1;  // kv head of a list = list / lists_per_kv_head
+  int64_t first_list = 0;         // of the launch, in the whole call
+  int64_t lists_per_kv_head = 1;  // kv head of a list = (first_list + list) / lists_per_kv_head
   int64_t rate = 16;              // r: children per parent
   int64_t list_width = 0;         // parents per list; a row has at most list_width * rate candidates
   int64_t num_nodes = 0;          // N: nodes of the layer
@@ -30,6 +31,7 @@ struct Geometry {
   int64_t query_step = 1;
   int64_t queries_per_list = 1;
 
+  constexpr int64_t kv_head(int64_t list) const { return (first_list + list) / lists_per_kv_head; }
   constexpr int64_t num_rows() const { return num_batches * num_queries * num_lists; }
   constexpr int64_t capacity() const { return list_width * rate; }
 };

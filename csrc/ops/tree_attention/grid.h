@@ -1,5 +1,5 @@
-// Launch shapes of the elementwise kernels: a grid-stride loop over `num` items, never more blocks than the x dimension
-// of a grid holds or than fill any GPU many times over.
+// Launch shapes of the elementwise kernels: a grid-stride loop over `num` items, never more blocks than the x
+// dimension of a grid holds or than fill any GPU many times over.
 #pragma once
 
 #include <algorithm>

@@ -1,8 +1,9 @@
-// Accumulation kernel: a block owns one list row, up to kHeads of its query heads and one span of value columns.
+// Accumulation kernel: a block owns one list row, up to kHeads of its query heads and one span of value
+// columns.
 //
-// The maximum over the candidates comes first. Then the weights of a tile stand in shared memory, and `num_teams` teams
-// of `lanes` threads each gather every num_teams-th value row, a pack of columns a thread, for all heads at once. The
-// teams' parts are added in order at the end.
+// The maximum over the candidates comes first. Then the weights of a tile stand in shared memory, and
+// `num_teams` teams of `lanes` threads each gather every num_teams-th value row, a pack of columns a thread,
+// for all heads at once. The teams' parts are added in order at the end.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +32,8 @@ struct AccumulateShared {
   alignas(16) float weights[AccumulateTraits::kTile][kHeads];
   float parts[AccumulateTraits::kThreads * kPack];  // one head's columns of every thread
   int32_t nodes[AccumulateTraits::kTile];           // -1: no head has a weight, the value is not read
-  uint32_t unused[AccumulateTraits::kTile];         // bit per head: weight of a -inf score, its product is not formed
+  uint32_t
+      unused[AccumulateTraits::kTile];  // bit per head: weight of a -inf score, its product is not formed
   float reduced[kHeads][AccumulateTraits::kThreads / device::kWarpSize];
   int first_missing[AccumulateTraits::kThreads / device::kWarpSize];
 };
@@ -57,12 +59,13 @@ __device__ __forceinline__ void load_scores(const float* scores, int64_t num_hea
   }
 }
 
-// The weights of this thread's candidate go to shared memory and into the sums. Returns true when some heads, but not
-// all, have no weight.
+// The weights of this thread's candidate go to shared memory and into the sums. Returns true when some heads,
+// but not all, have no weight.
 template <int kHeads, int kPack>
-__device__ __forceinline__ bool stage_weights(const ListInfo& info, const float* scores, int64_t stride, int64_t num_heads,
-                                              int64_t p, int64_t num_candidates, const float (&maximum)[kHeads],
-                                              float (&sums)[kHeads], AccumulateShared<kHeads, kPack>& shared) {
+__device__ __forceinline__ bool stage_weights(const ListInfo& info, const float* scores, int64_t stride,
+                                              int64_t num_heads, int64_t p, int64_t num_candidates,
+                                              const float (&maximum)[kHeads], float (&sums)[kHeads],
+                                              AccumulateShared<kHeads, kPack>& shared) {
   constexpr uint32_t kAll = (1u << kHeads) - 1;
   const uint32_t absent = kAll & ~((1u << num_heads) - 1);
   uint32_t unused = kAll;
@@ -95,8 +98,9 @@ __device__ __forceinline__ bool stage_weights(const ListInfo& info, const float*
 
 // Adds the tile's weighted values of this thread's team to its columns.
 template <bool kMixed, typename T, int kHeads, int kPack>
-__device__ __forceinline__ void gather_tile(const T* values, int64_t row_stride, int team, int num_teams, bool active,
-                                            const AccumulateShared<kHeads, kPack>& shared, float (&out)[kHeads][kPack]) {
+__device__ __forceinline__ void gather_tile(const T* values, int64_t row_stride, int team, int num_teams,
+                                            bool active, const AccumulateShared<kHeads, kPack>& shared,
+                                            float (&out)[kHeads][kPack]) {
   using Traits = AccumulateTraits;
   constexpr int kRows = kMixed ? 1 : Traits::kRowsInFlight;
   for (int first = team; first < Traits::kTile; first += kRows * num_teams) {
@@ -139,8 +143,9 @@ __device__ __forceinline__ void gather_tile(const T* values, int64_t row_stride,
 
 // Adds the teams' columns in order and stores them. Every thread of the block must call.
 template <int kHeads, int kPack>
-__device__ __forceinline__ void store_columns(float* out, int64_t value_dim, int64_t num_heads, int64_t first_column,
-                                              int lanes, int num_teams, const float (&columns)[kHeads][kPack],
+__device__ __forceinline__ void store_columns(float* out, int64_t value_dim, int64_t num_heads,
+                                              int64_t first_column, int lanes, int num_teams,
+                                              const float (&columns)[kHeads][kPack],
                                               AccumulateShared<kHeads, kPack>& shared) {
   const int width = lanes * kPack;
 #pragma unroll
@@ -199,7 +204,8 @@ __global__ void __launch_bounds__(AccumulateTraits::kThreads, 2)
   }
 #pragma unroll
   for (int head = 0; head < kHeads; ++head) {
-    maximum[head] = device::block_reduce<Traits::kThreads, device::MaxNan>(maximum[head], shared.reduced[head]);
+    maximum[head] =
+        device::block_reduce<Traits::kThreads, device::MaxNan>(maximum[head], shared.reduced[head]);
   }
 
   const int lane = threadIdx.x % lanes;
@@ -207,24 +213,26 @@ __global__ void __launch_bounds__(AccumulateTraits::kThreads, 2)
   const int num_teams = Traits::kThreads / lanes;
   const int64_t first_column = static_cast<int64_t>(column_span) * lanes * kPack;
   const int64_t column = first_column + lane * kPack;
-  const T* values = at_row(params.values, row.batch, 0, row.list / geometry.lists_per_kv_head) + column;
+  const T* values = at_row(params.values, row.batch, 0, geometry.kv_head(row.list)) + column;
   float sums[kHeads] = {};
   float columns[kHeads][kPack] = {};
   for (int64_t tile = 0; tile < num_candidates; tile += Traits::kTile) {
     __syncthreads();
-    const bool mixed = stage_weights(info, scores, geometry.group, num_heads, tile + threadIdx.x, num_candidates, maximum,
-                                     sums, shared);
+    const bool mixed = stage_weights(info, scores, geometry.group, num_heads, tile + threadIdx.x,
+                                     num_candidates, maximum, sums, shared);
     if (__syncthreads_or(mixed)) {
-      gather_tile<true>(values, params.values.row, team, num_teams, column < params.value_dim, shared, columns);
+      gather_tile<true>(values, params.values.row, team, num_teams, column < params.value_dim, shared,
+                        columns);
     } else {
-      gather_tile<false>(values, params.values.row, team, num_teams, column < params.value_dim, shared, columns);
+      gather_tile<false>(values, params.values.row, team, num_teams, column < params.value_dim, shared,
+                         columns);
     }
   }
 
-  const int64_t state_row = row.batch * params.state.batch + row.query * params.state.row + row.list * geometry.group +
-                            first_head;
-  store_columns(params.state.out + state_row * params.value_dim, params.value_dim, num_heads, first_column, lanes,
-                num_teams, columns, shared);
+  const int64_t state_row =
+      row.batch * params.state.batch + row.query * params.state.row + row.list * geometry.group + first_head;
+  store_columns(params.state.out + state_row * params.value_dim, params.value_dim, num_heads, first_column,
+                lanes, num_teams, columns, shared);
   __syncthreads();
 #pragma unroll
   for (int head = 0; head < kHeads; ++head) {
@@ -246,7 +254,8 @@ void launch_accumulate_for(const AccumulateParams<T>& params, cudaStream_t strea
   }
   const int64_t column_spans = std::max<int64_t>(1, (packs + lanes - 1) / lanes);
   const int64_t head_chunks = (params.geometry.group + kHeads - 1) / kHeads;
-  const dim3 grid(static_cast<unsigned>(params.geometry.num_rows()), static_cast<unsigned>(column_spans * head_chunks));
+  const dim3 grid(static_cast<unsigned>(params.geometry.num_rows()),
+                  static_cast<unsigned>(column_spans * head_chunks));
   accumulate_kernel<device::FullWork, T, kHeads, kPack>
       <<<grid, Traits::kThreads, 0, stream>>>(params, lanes, static_cast<int>(column_spans));
 }

@@ -9,7 +9,8 @@
 
 namespace htree::tree_attention {
 
-// A state (max, sum, out) [B, T_q, H], [B, T_q, H], [B, T_q, H, V]; strides in heads, those of `out` are V times them.
+// A state (max, sum, out) [B, T_q, H], [B, T_q, H], [B, T_q, H, V]; strides in heads, those of `out` are V
+// times them.
 struct StateView {
   float* max = nullptr;
   float* sum = nullptr;

@@ -8,9 +8,11 @@
 
 namespace htree::tree_attention {
 
-__global__ void __launch_bounds__(kElementThreads) pick_topk_kernel(const PickParams params, int64_t num_items) {
+__global__ void __launch_bounds__(kElementThreads)
+    pick_topk_kernel(const PickParams params, int64_t num_items) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * kElementThreads;
-  for (int64_t item = static_cast<int64_t>(blockIdx.x) * kElementThreads + threadIdx.x; item < num_items; item += step) {
+  for (int64_t item = static_cast<int64_t>(blockIdx.x) * kElementThreads + threadIdx.x; item < num_items;
+       item += step) {
     const int64_t rank = item % params.top_k;
     const int64_t row_idx = item / params.top_k;
     const RowIndex row = row_index(row_idx, params.num_queries, params.num_lists);

@@ -5,7 +5,8 @@ namespace htree::tree_attention {
 void launch_merge_to_global(const MergeParams& params, cudaStream_t stream) {
   const int64_t states = params.num_batches * params.num_rows * params.num_heads;
   if (states > 0) {
-    merge_to_global_kernel<<<blocks_for(states * device::kWarpSize), kElementThreads, 0, stream>>>(params, states);
+    merge_to_global_kernel<<<blocks_for(states * device::kWarpSize), kElementThreads, 0, stream>>>(params,
+                                                                                                   states);
   }
 }
 

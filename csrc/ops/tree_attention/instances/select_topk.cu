@@ -16,7 +16,8 @@ SelectPlan select_plan(const SelectParams& params) {
     return fits;
   };
   const int64_t most = std::min(params.top_k, params.capacity);
-  plan.sort_size = params.order == SelectionOrder::kByKey ? power_of_two_above(std::max<int64_t>(most, 1)) : 0;
+  plan.sort_size =
+      params.order == SelectionOrder::kByKey ? power_of_two_above(std::max<int64_t>(most, 1)) : 0;
   plan.sorting_shared = place(plan.sort_size * 8);
   plan.normalizer_shared = place(params.group * 4);
   plan.keys_shared = place(params.capacity * 4);
@@ -29,8 +30,8 @@ template <int kHeads>
 void launch(const SelectParams& params, const SelectPlan& plan, cudaStream_t stream) {
   const auto kernel = select_topk_kernel<device::FullWork, kHeads>;
   allow_shared(kernel, plan.shared_bytes);
-  kernel<<<static_cast<unsigned>(plan.num_blocks), SelectTraits::kThreads, static_cast<size_t>(plan.shared_bytes),
-           stream>>>(params, plan);
+  kernel<<<static_cast<unsigned>(plan.num_blocks), SelectTraits::kThreads,
+           static_cast<size_t>(plan.shared_bytes), stream>>>(params, plan);
 }
 
 }  // namespace

@@ -23,12 +23,13 @@ __device__ __forceinline__ int64_t state_offset(const int64_t (&strides)[4], con
 }
 
 // A warp owns one head of one row: all lanes read the old state before lane 0 writes the new one.
-__global__ void __launch_bounds__(kElementThreads) merge_to_global_kernel(const MergeParams params, int64_t num_states) {
+__global__ void __launch_bounds__(kElementThreads)
+    merge_to_global_kernel(const MergeParams params, int64_t num_states) {
   constexpr int kWarps = kElementThreads / device::kWarpSize;
   const int lane = threadIdx.x % device::kWarpSize;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kWarps;
-  for (int64_t state = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / device::kWarpSize; state < num_states;
-       state += step) {
+  for (int64_t state = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / device::kWarpSize;
+       state < num_states; state += step) {
     const RowIndex row = row_index(state, params.num_rows, params.num_heads);
     float* global_max = params.global.max + state_offset(params.global.max_strides, row);
     float* global_sum = params.global.sum + state_offset(params.global.sum_strides, row);
@@ -55,10 +56,11 @@ __global__ void __launch_bounds__(kElementThreads) merge_to_global_kernel(const 
 
 // 0 / 0 is NaN, as in torch.softmax of -inf alone.
 template <typename T>
-__global__ void __launch_bounds__(kElementThreads) final_normalize_kernel(const NormalizeParams<T> params,
-                                                                          int64_t num_items) {
+__global__ void __launch_bounds__(kElementThreads)
+    final_normalize_kernel(const NormalizeParams<T> params, int64_t num_items) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * kElementThreads;
-  for (int64_t item = static_cast<int64_t>(blockIdx.x) * kElementThreads + threadIdx.x; item < num_items; item += step) {
+  for (int64_t item = static_cast<int64_t>(blockIdx.x) * kElementThreads + threadIdx.x; item < num_items;
+       item += step) {
     const int64_t column = item % params.value_dim;
     const RowIndex row = row_index(item / params.value_dim, params.num_rows, params.num_heads);
     const float sum = params.state.sum[state_offset(params.state.sum_strides, row)];
@@ -73,11 +75,12 @@ struct SubtractTraits {
   static constexpr int kTile = kThreads;
 };
 
-// A block owns one head of one row. It sums the listed nodes relative to their own maximum, takes them out of the
-// state, and leaves the exact empty state where nothing but rounding residue would remain: the list is not full, or the
-// rest is not above top_k * epsilon of the sum.
+// A block owns one head of one row. It sums the listed nodes relative to their own maximum, takes them out of
+// the state, and leaves the exact empty state where nothing but rounding residue would remain: the list is
+// not full, or the rest is not above top_k * epsilon of the sum.
 template <typename T>
-__global__ void __launch_bounds__(SubtractTraits::kThreads) subtract_topk_kernel(const SubtractParams<T> params) {
+__global__ void __launch_bounds__(SubtractTraits::kThreads)
+    subtract_topk_kernel(const SubtractParams<T> params) {
   constexpr int kThreads = SubtractTraits::kThreads;
   constexpr int kWarps = kThreads / device::kWarpSize;
   constexpr float kEpsilon = 1.1920929e-7f;
@@ -90,7 +93,8 @@ __global__ void __launch_bounds__(SubtractTraits::kThreads) subtract_topk_kernel
   const float* scores = at_row(params.scores, row.batch, row.query, row.list);
   const T* values = at_row(params.values, row.batch, 0, row.list / params.heads_per_kv_head);
   const auto counts = [&](int64_t i) {
-    return indices[i] >= 0 && indices[i] < params.num_nodes && scores[i] != device::negative_infinity<float>();
+    return indices[i] >= 0 && indices[i] < params.num_nodes &&
+           scores[i] != device::negative_infinity<float>();
   };
 
   float maximum = device::negative_infinity<float>();

@@ -45,12 +45,12 @@ void launch_final_normalize(const NormalizeParams<T>& params, cudaStream_t strea
 
 template <typename T>
 struct SubtractParams {
-  View<const T> values;          // [B, N, H_kv, V]
-  View<const int32_t> indices;   // [B, T_q, H, top_k], -1 tail
-  View<const float> scores;      // [B, T_q, H, top_k]
-  float* max = nullptr;          // [B, T_q, H] contiguous, updated in place like the next two
-  float* sum = nullptr;          // [B, T_q, H]
-  float* out = nullptr;          // [B, T_q, H, V]
+  View<const T> values;         // [B, N, H_kv, V]
+  View<const int32_t> indices;  // [B, T_q, H, top_k], -1 tail
+  View<const float> scores;     // [B, T_q, H, top_k]
+  float* max = nullptr;         // [B, T_q, H] contiguous, updated in place like the next two
+  float* sum = nullptr;         // [B, T_q, H]
+  float* out = nullptr;         // [B, T_q, H, V]
   int64_t num_batches = 0;
   int64_t num_rows = 0;
   int64_t num_heads = 0;

@@ -10,11 +10,13 @@
 namespace htree::tree_attention {
 
 template <typename T, typename TableT, int kPack>
-__global__ void __launch_bounds__(kElementThreads) rope_kernel(const RopeParams<T, TableT> params, int64_t num_items) {
+__global__ void __launch_bounds__(kElementThreads)
+    rope_kernel(const RopeParams<T, TableT> params, int64_t num_items) {
   const int64_t half = params.width / 2;
   const int64_t packs = half / kPack;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kElementThreads;
-  for (int64_t item = static_cast<int64_t>(blockIdx.x) * kElementThreads + threadIdx.x; item < num_items; item += step) {
+  for (int64_t item = static_cast<int64_t>(blockIdx.x) * kElementThreads + threadIdx.x; item < num_items;
+       item += step) {
     const int64_t pair = item % packs * kPack;
     const int64_t vector = item / packs;
     const int64_t head = vector % params.num_heads;

@@ -1,8 +1,9 @@
-// Scores kernel: a block owns one list row, a thread one candidate of the tile at hand for up to kHeads query heads.
+// Scores kernel: a block owns one list row, a thread one candidate of the tile at hand for up to kHeads query
+// heads.
 //
-// The keys of a tile are rotated once and stand in shared memory as floats, one slice of the key dimension at a time;
-// the rotated queries of the group are broadcast. Every score is one sequential sum over the key dimension, so it does
-// not depend on the launch shape.
+// The keys of a tile are rotated once and stand in shared memory as floats, one slice of the key dimension at
+// a time; the rotated queries of the group are broadcast. Every score is one sequential sum over the key
+// dimension, so it does not depend on the launch shape.
 #pragma once
 
 #include <algorithm>
@@ -46,10 +47,11 @@ __device__ __forceinline__ void load_table(const float* row, float (&values)[kPa
   }
 }
 
-// Rotates one slice of the tile's keys, each at its position p, into shared memory; zeros where there is no key.
+// Rotates one slice of the tile's keys, each at its position p, into shared memory; zeros where there is no
+// key.
 template <int kPack, typename T, int kHeads>
-__device__ __forceinline__ void stage_keys(const ScoresParams<T>& params, const T* keys, int64_t first_p, int64_t first_pair,
-                                           ScoresShared<kHeads>& shared) {
+__device__ __forceinline__ void stage_keys(const ScoresParams<T>& params, const T* keys, int64_t first_p,
+                                           int64_t first_pair, ScoresShared<kHeads>& shared) {
   using Traits = ScoresTraits;
   constexpr int kPacks = Traits::kPairs / kPack;
   const int64_t half = params.key_dim / 2;
@@ -91,8 +93,9 @@ __device__ __forceinline__ void stage_keys(const ScoresParams<T>& params, const 
 
 // Rotates one slice of the group's queries at position n - 1, times the scale, into shared memory.
 template <typename T, int kHeads>
-__device__ __forceinline__ void stage_queries(const ScoresParams<T>& params, const T* queries, int64_t num_heads,
-                                              int64_t position, int64_t first_pair, ScoresShared<kHeads>& shared) {
+__device__ __forceinline__ void stage_queries(const ScoresParams<T>& params, const T* queries,
+                                              int64_t num_heads, int64_t position, int64_t first_pair,
+                                              ScoresShared<kHeads>& shared) {
   using Traits = ScoresTraits;
   const int64_t half = params.key_dim / 2;
   for (int item = threadIdx.x; item < Traits::kPairs * kHeads; item += Traits::kThreads) {
@@ -157,7 +160,8 @@ __device__ __forceinline__ void store_scores(float* out, int64_t num_heads, cons
 
 // Block (row, split): the tiles split, split + gridDim.y, ... of the row's candidates.
 template <typename Work, typename T, int kHeads, int kPack>
-__global__ void __launch_bounds__(ScoresTraits::kThreads) compute_scores_kernel(const ScoresParams<T> params) {
+__global__ void __launch_bounds__(ScoresTraits::kThreads)
+    compute_scores_kernel(const ScoresParams<T> params) {
   using Traits = ScoresTraits;
   __shared__ ScoresShared<kHeads> shared;
   const Geometry& geometry = params.geometry;
@@ -170,7 +174,7 @@ __global__ void __launch_bounds__(ScoresTraits::kThreads) compute_scores_kernel(
 
   const int64_t capacity = geometry.capacity();
   const int64_t end = params.fill_tail ? capacity : num_candidates;
-  const T* keys = at_row(params.keys, row.batch, 0, row.list / geometry.lists_per_kv_head);
+  const T* keys = at_row(params.keys, row.batch, 0, geometry.kv_head(row.list));
   const T* queries = at_row(params.q, row.batch, row.query, row.list * geometry.group);
   float* scores = params.scores + static_cast<int64_t>(blockIdx.x) * capacity * geometry.group;
 
@@ -187,7 +191,8 @@ __global__ void __launch_bounds__(ScoresTraits::kThreads) compute_scores_kernel(
         for (int64_t first_pair = 0; first_pair < params.key_dim / 2; first_pair += Traits::kPairs) {
           __syncthreads();
           stage_keys<kPack>(params, keys, tile, first_pair, shared);
-          stage_queries(params, queries + first_head * params.q.head, num_heads, num_candidates - 1, first_pair, shared);
+          stage_queries(params, queries + first_head * params.q.head, num_heads, num_candidates - 1,
+                        first_pair, shared);
           __syncthreads();
           multiply_slice(shared, sums);
         }

@@ -12,11 +12,11 @@ namespace htree::tree_attention {
 template <typename T>
 struct ScoresParams {
   Geometry geometry;
-  View<const T> q;              // [B, T_q, S * G, K]
-  View<const T> keys;           // [B, N, H_kv, K]
-  View<const int32_t> parents;  // [B, ceil(T_q / queries_per_list), S, list_width]
-  RotaryTable<float> table;     // at least capacity() rows
-  float* scores = nullptr;      // [B, T_q, S, capacity, G] contiguous
+  View<const T> q;                    // [B, T_q, S * G, K]
+  View<const T> keys;                 // [B, N, H_kv, K]
+  View<const int32_t> parents;        // [B, ceil(T_q / queries_per_list), S, list_width]
+  RotaryTable<float> table;           // at least capacity() rows
+  float* scores = nullptr;            // [B, T_q, S, capacity, G] contiguous
   int32_t* num_candidates = nullptr;  // [B, T_q, S] contiguous
   int64_t key_dim = 0;                // K, even
   float scale = 1.0f;

@@ -24,8 +24,8 @@ struct NextParentsPlan {
 
 // A block owns one row: maps, sorts where the nodes do not ascend yet, and stores.
 template <typename Work>
-__global__ void __launch_bounds__(kNextParentsThreads) compute_next_parents_kernel(const NextParentsParams params,
-                                                                                   const NextParentsPlan plan) {
+__global__ void __launch_bounds__(kNextParentsThreads)
+    compute_next_parents_kernel(const NextParentsParams params, const NextParentsPlan plan) {
   constexpr int32_t kMissing = INT32_MAX;  // sorts behind every node
   extern __shared__ int32_t shared_nodes[];
   __shared__ int first_missing[kNextParentsThreads / device::kWarpSize];
@@ -70,16 +70,19 @@ __global__ void __launch_bounds__(kNextParentsThreads) compute_next_parents_kern
 }
 
 // A thread owns one listed position of one row of scores.
-__global__ void __launch_bounds__(kElementThreads) mask_topk_scores_kernel(const MaskParams params, int64_t num_items) {
+__global__ void __launch_bounds__(kElementThreads)
+    mask_topk_scores_kernel(const MaskParams params, int64_t num_items) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * kElementThreads;
-  for (int64_t item = static_cast<int64_t>(blockIdx.x) * kElementThreads + threadIdx.x; item < num_items; item += step) {
+  for (int64_t item = static_cast<int64_t>(blockIdx.x) * kElementThreads + threadIdx.x; item < num_items;
+       item += step) {
     const int64_t rank = item % params.top_k;
     const RowIndex row = row_index(item / params.top_k, params.num_queries, params.num_lists);
-    const int64_t p = at_row(params.positions, row.batch, row.query / params.queries_per_list, row.list)[rank];
+    const int64_t p =
+        at_row(params.positions, row.batch, row.query / params.queries_per_list, row.list)[rank];
     if (p >= 0 && p < params.capacity) {
       const int64_t* strides = params.score_strides;
-      float* scores = params.scores + row.batch * strides[0] + row.query * strides[1] + row.list * strides[2] +
-                      p * strides[3];
+      float* scores = params.scores + row.batch * strides[0] + row.query * strides[1] +
+                      row.list * strides[2] + p * strides[3];
       for (int64_t head = 0; head < params.group; ++head) {
         scores[head * strides[4]] = device::negative_infinity<float>();
       }

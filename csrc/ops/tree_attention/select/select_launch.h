@@ -50,8 +50,8 @@ struct MaskParams {
 };
 void launch_mask_topk_scores(const MaskParams& params, cudaStream_t stream);
 
-// Maps positions to nodes, ascending, -1 tail. With `parents.data` null the entries are node ids already and are only
-// sorted.
+// Maps positions to nodes, ascending, -1 tail. With `parents.data` null the entries are node ids already and
+// are only sorted.
 struct NextParentsParams {
   View<const int32_t> parents;    // [B, T_q, S, list_width]
   View<const int32_t> positions;  // [B, T_q, S, top_k]

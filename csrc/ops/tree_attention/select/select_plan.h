@@ -39,6 +39,8 @@ void allow_shared(Kernel kernel, int64_t bytes) {
   }
 }
 
-inline int64_t round_up_16(int64_t bytes) { return (bytes + 15) / 16 * 16; }
+inline int64_t round_up_16(int64_t bytes) {
+  return (bytes + 15) / 16 * 16;
+}
 
 }  // namespace htree::tree_attention

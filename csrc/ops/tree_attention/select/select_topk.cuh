@@ -1,5 +1,6 @@
-// Selection kernel: a block owns one row of scores. Integer keys order the candidates (docs/semantics.md §1.6), a radix
-// select finds the smallest key that is chosen, and a scan in the order of positions takes ties from the left.
+// Selection kernel: a block owns one row of scores. Integer keys order the candidates (docs/semantics.md
+// §1.6), a radix select finds the smallest key that is chosen, and a scan in the order of positions takes
+// ties from the left.
 #pragma once
 
 #include <cstdint>
@@ -97,8 +98,8 @@ __device__ __forceinline__ void make_lse(const float* scores, int64_t num, int64
 }
 
 // normalizer[g] = the maximum over the first `num` candidates and all heads; NaN if one is.
-__device__ __forceinline__ void make_joint_maximum(const float* scores, int64_t num, int64_t group, float* normalizer,
-                                                   SelectShared& shared) {
+__device__ __forceinline__ void make_joint_maximum(const float* scores, int64_t num, int64_t group,
+                                                   float* normalizer, SelectShared& shared) {
   float maximum = device::negative_infinity<float>();
   for (int64_t i = threadIdx.x; i < num * group; i += SelectTraits::kThreads) {
     maximum = device::MaxNan{}(maximum, scores[i]);
@@ -130,7 +131,7 @@ __device__ __forceinline__ void make_keys(const float* scores, int64_t num, int6
         }
       }
     }
-    keys[p] = p == rightmost              ? SelectTraits::kRightmost
+    keys[p] = p == rightmost             ? SelectTraits::kRightmost
               : importance != importance ? SelectTraits::kNan
                                          : __float_as_uint(importance);
   }
@@ -138,8 +139,8 @@ __device__ __forceinline__ void make_keys(const float* scores, int64_t num, int6
 
 // Calls emit(rank, p) for the `count` chosen positions, rank in ascending order of p.
 template <typename Emit>
-__device__ __forceinline__ void for_each_selected(const uint32_t* keys, int64_t num, int64_t count, SelectShared& shared,
-                                                  Emit&& emit) {
+__device__ __forceinline__ void for_each_selected(const uint32_t* keys, int64_t num, int64_t count,
+                                                  SelectShared& shared, Emit&& emit) {
   if (count == num) {
     for (int64_t p = threadIdx.x; p < num; p += SelectTraits::kThreads) {
       emit(p, p);
@@ -156,7 +157,8 @@ __device__ __forceinline__ void for_each_selected(const uint32_t* keys, int64_t 
     const bool larger = p < num && key > threshold.key;
     const bool equal = p < num && key == threshold.key;
     uint32_t total;
-    const uint32_t packed = (larger ? 1u << 16 : 0u) | (equal ? 1u : 0u);  // a tile has 256: the fields cannot meet
+    const uint32_t packed =
+        (larger ? 1u << 16 : 0u) | (equal ? 1u : 0u);  // a tile has 256: the fields cannot meet
     const uint32_t before = device::block_exclusive_sum<SelectTraits::kThreads>(packed, shared.counts, total);
     const uint32_t larger_rank = larger_before + (before >> 16);
     const uint32_t equal_rank = equal_before + (before & 0xffffu);
@@ -169,8 +171,9 @@ __device__ __forceinline__ void for_each_selected(const uint32_t* keys, int64_t 
 }
 
 template <int kHeads>
-__device__ __forceinline__ void select_row(const SelectParams& params, const SelectPlan& plan, const SelectBuffers& buffers,
-                                           int64_t row_idx, SelectShared& shared) {
+__device__ __forceinline__ void select_row(const SelectParams& params, const SelectPlan& plan,
+                                           const SelectBuffers& buffers, int64_t row_idx,
+                                           SelectShared& shared) {
   const RowIndex row = row_index(row_idx, params.num_queries, params.num_lists);
   const int64_t score_row =
       (row.batch * params.score_queries + row.query * params.query_step) * params.num_lists + row.list;
@@ -219,7 +222,8 @@ __device__ __forceinline__ void select_row(const SelectParams& params, const Sel
 }
 
 template <typename Work, int kHeads>
-__global__ void __launch_bounds__(SelectTraits::kThreads) select_topk_kernel(const SelectParams params, const SelectPlan plan) {
+__global__ void __launch_bounds__(SelectTraits::kThreads)
+    select_topk_kernel(const SelectParams params, const SelectPlan plan) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   __shared__ SelectShared shared;
   unsigned char* in_shared = shared_bytes;
