@@ -256,7 +256,7 @@ void launch_accumulate_for(const AccumulateParams<T>& params, cudaStream_t strea
   const int64_t head_chunks = (params.geometry.group + kHeads - 1) / kHeads;
   const dim3 grid(static_cast<unsigned>(params.geometry.num_rows()),
                   static_cast<unsigned>(column_spans * head_chunks));
-  accumulate_kernel<device::FullWork, T, kHeads, kPack>
+  accumulate_kernel<FullWork, T, kHeads, kPack>
       <<<grid, Traits::kThreads, 0, stream>>>(params, lanes, static_cast<int>(column_spans));
 }
 

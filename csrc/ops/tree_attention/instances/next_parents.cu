@@ -27,7 +27,7 @@ void launch_compute_next_parents(const NextParentsParams& params, cudaStream_t s
     return;
   }
   const NextParentsPlan plan = next_parents_plan(params);
-  const auto kernel = compute_next_parents_kernel<device::FullWork>;
+  const auto kernel = compute_next_parents_kernel<FullWork>;
   allow_shared(kernel, plan.shared_bytes);
   kernel<<<static_cast<unsigned>(plan.num_blocks), kNextParentsThreads,
            static_cast<size_t>(plan.shared_bytes), stream>>>(params, plan);

@@ -28,7 +28,7 @@ SelectPlan select_plan(const SelectParams& params) {
 
 template <int kHeads>
 void launch(const SelectParams& params, const SelectPlan& plan, cudaStream_t stream) {
-  const auto kernel = select_topk_kernel<device::FullWork, kHeads>;
+  const auto kernel = select_topk_kernel<FullWork, kHeads>;
   allow_shared(kernel, plan.shared_bytes);
   kernel<<<static_cast<unsigned>(plan.num_blocks), SelectTraits::kThreads,
            static_cast<size_t>(plan.shared_bytes), stream>>>(params, plan);

@@ -230,9 +230,9 @@ void launch_compute_scores_for(const ScoresParams<T>& params, cudaStream_t strea
                     device::rows_aligned(params.table.cos, params.table.cos_row, 0, 16) &&
                     device::rows_aligned(params.table.sin, params.table.sin_row, 0, 16);
   if (wide) {
-    compute_scores_kernel<device::FullWork, T, kHeads, kWide><<<grid, Traits::kThreads, 0, stream>>>(params);
+    compute_scores_kernel<FullWork, T, kHeads, kWide><<<grid, Traits::kThreads, 0, stream>>>(params);
   } else {
-    compute_scores_kernel<device::FullWork, T, kHeads, 1><<<grid, Traits::kThreads, 0, stream>>>(params);
+    compute_scores_kernel<FullWork, T, kHeads, 1><<<grid, Traits::kThreads, 0, stream>>>(params);
   }
 }
 
