@@ -45,4 +45,18 @@ struct RotaryTable {
   int64_t sin_row = 0;
 };
 
+// True when every vector starts at a multiple of 16 bytes.
+template <typename T>
+bool rows_aligned(const View<T>& view) {
+  const int64_t size = sizeof(T);
+  return reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.batch * size % 16 == 0 &&
+         view.row * size % 16 == 0 && view.head * size % 16 == 0;
+}
+
+template <typename A>
+bool rows_aligned(const RotaryTable<A>& table) {
+  return rows_aligned(View<const A>{table.cos, 0, table.cos_row, 0}) &&
+         rows_aligned(View<const A>{table.sin, 0, table.sin_row, 0});
+}
+
 }  // namespace htree::tree_attention

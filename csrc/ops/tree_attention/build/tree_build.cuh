@@ -8,13 +8,15 @@
 
 namespace htree::tree_attention {
 
-// Sums the children in order and divides by how many there are: the true count, also for the ragged last parent.
+// Sums the children in order and divides by how many there are: the true count, also for the ragged last
+// parent.
 template <typename T, int kPack>
-__global__ void __launch_bounds__(kElementThreads) tree_build_kernel(const TreeBuildParams<T> params, int64_t num_parents,
-                                                                     int64_t num_items) {
+__global__ void __launch_bounds__(kElementThreads)
+    tree_build_kernel(const TreeBuildParams<T> params, int64_t num_parents, int64_t num_items) {
   const int64_t packs = params.width / kPack;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kElementThreads;
-  for (int64_t item = static_cast<int64_t>(blockIdx.x) * kElementThreads + threadIdx.x; item < num_items; item += step) {
+  for (int64_t item = static_cast<int64_t>(blockIdx.x) * kElementThreads + threadIdx.x; item < num_items;
+       item += step) {
     const int64_t pack_idx = item % packs;
     int64_t rest = item / packs;
     const int64_t head = rest % params.num_heads;
@@ -25,8 +27,8 @@ __global__ void __launch_bounds__(kElementThreads) tree_build_kernel(const TreeB
     const int64_t first = parent * params.rate;
     const int64_t left = params.num_children - first;
     const int64_t count = left < params.rate ? left : params.rate;
-    const T* child = params.in.data + batch * params.in.batch + first * params.in.row + head * params.in.head +
-                     pack_idx * kPack;
+    const T* child = params.in.data + batch * params.in.batch + first * params.in.row +
+                     head * params.in.head + pack_idx * kPack;
     device::Acc<T> sum[kPack] = {};
 #pragma unroll 4
     for (int64_t i = 0; i < count; ++i) {
@@ -46,11 +48,12 @@ __global__ void __launch_bounds__(kElementThreads) tree_build_kernel(const TreeB
 }
 
 template <typename T, int kPack>
-__global__ void __launch_bounds__(kElementThreads) tree_build_backward_kernel(const TreeBuildParams<T> params,
-                                                                              int64_t num_items) {
+__global__ void __launch_bounds__(kElementThreads)
+    tree_build_backward_kernel(const TreeBuildParams<T> params, int64_t num_items) {
   const int64_t packs = params.width / kPack;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kElementThreads;
-  for (int64_t item = static_cast<int64_t>(blockIdx.x) * kElementThreads + threadIdx.x; item < num_items; item += step) {
+  for (int64_t item = static_cast<int64_t>(blockIdx.x) * kElementThreads + threadIdx.x; item < num_items;
+       item += step) {
     const int64_t pack_idx = item % packs;
     int64_t rest = item / packs;
     const int64_t head = rest % params.num_heads;
@@ -61,8 +64,9 @@ __global__ void __launch_bounds__(kElementThreads) tree_build_backward_kernel(co
     const int64_t parent = child / params.rate;
     const int64_t left = params.num_children - parent * params.rate;
     const auto count = static_cast<device::Acc<T>>(left < params.rate ? left : params.rate);
-    const auto values = device::load_pack<kPack>(params.in.data + batch * params.in.batch + parent * params.in.row +
-                                                 head * params.in.head + pack_idx * kPack);
+    const auto values =
+        device::load_pack<kPack>(params.in.data + batch * params.in.batch + parent * params.in.row +
+                                 head * params.in.head + pack_idx * kPack);
     device::Pack<T, kPack> share;
 #pragma unroll
     for (int e = 0; e < kPack; ++e) {
@@ -76,8 +80,7 @@ __global__ void __launch_bounds__(kElementThreads) tree_build_backward_kernel(co
 template <typename T>
 bool whole_packs(const TreeBuildParams<T>& params) {
   constexpr int kPack = device::kPackOf<T>;
-  return params.width % kPack == 0 && device::rows_aligned(params.in.data, params.in.row, params.in.batch, 16) &&
-         params.in.head * static_cast<int64_t>(sizeof(T)) % 16 == 0;
+  return params.width % kPack == 0 && rows_aligned(params.in);
 }
 
 template <typename T>
@@ -90,7 +93,8 @@ void launch_tree_build(const TreeBuildParams<T>& params, cudaStream_t stream) {
   const auto run = [&](auto pack) {
     constexpr int kPack = decltype(pack)::value;
     const int64_t items = elements / kPack;
-    tree_build_kernel<T, kPack><<<blocks_for(items), kElementThreads, 0, stream>>>(params, num_parents, items);
+    tree_build_kernel<T, kPack>
+        <<<blocks_for(items), kElementThreads, 0, stream>>>(params, num_parents, items);
   };
   if (whole_packs(params)) {
     run(std::integral_constant<int, device::kPackOf<T>>{});

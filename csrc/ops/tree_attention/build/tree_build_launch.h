@@ -9,8 +9,8 @@
 
 namespace htree::tree_attention {
 
-// Forward: children [B, N, H, D] in, parents [B, ceil(N/r), H, D] contiguous out. Backward: gradients of the parents
-// in, gradients of the N children contiguous out.
+// Forward: children [B, N, H, D] in, parents [B, ceil(N/r), H, D] contiguous out. Backward: gradients of the
+// parents in, gradients of the N children contiguous out.
 template <typename T>
 struct TreeBuildParams {
   View<const T> in;

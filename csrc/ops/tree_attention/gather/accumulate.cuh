@@ -266,9 +266,7 @@ void launch_accumulate(const AccumulateParams<T>& params, cudaStream_t stream) {
     return;
   }
   constexpr int kWide = device::kPackOf<T>;
-  const bool wide = params.value_dim % kWide == 0 &&
-                    device::rows_aligned(params.values.data, params.values.row, params.values.batch, 16) &&
-                    params.values.head * static_cast<int64_t>(sizeof(T)) % 16 == 0;
+  const bool wide = params.value_dim % kWide == 0 && rows_aligned(params.values);
   const auto run = [&](auto heads) {
     constexpr int kHeads = decltype(heads)::value;
     if (wide) {

@@ -60,8 +60,7 @@ void launch_rope(const RopeParams<T, TableT>& params, cudaStream_t stream) {
     const int64_t items = pairs / kPack;
     rope_kernel<T, TableT, kPack><<<blocks_for(items), kElementThreads, 0, stream>>>(params, items);
   };
-  if (half % kWide == 0 && device::rows_aligned(params.x.data, params.x.row, params.x.batch, 16) &&
-      params.x.head * static_cast<int64_t>(sizeof(T)) % 16 == 0) {
+  if (half % kWide == 0 && rows_aligned(params.x)) {
     run(std::integral_constant<int, kWide>{});
   } else {
     run(std::integral_constant<int, 1>{});

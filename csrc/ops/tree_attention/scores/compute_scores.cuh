@@ -224,11 +224,8 @@ void launch_compute_scores_for(const ScoresParams<T>& params, cudaStream_t strea
   const int64_t tiles = (params.geometry.capacity() + Traits::kTile - 1) / Traits::kTile;
   const int64_t rows = params.geometry.num_rows();
   const dim3 grid(static_cast<unsigned>(rows), score_splits(rows, tiles));
-  const bool wide = params.key_dim / 2 % kWide == 0 &&
-                    device::rows_aligned(params.keys.data, params.keys.row, params.keys.batch, 16) &&
-                    params.keys.head * static_cast<int64_t>(sizeof(T)) % 16 == 0 &&
-                    device::rows_aligned(params.table.cos, params.table.cos_row, 0, 16) &&
-                    device::rows_aligned(params.table.sin, params.table.sin_row, 0, 16);
+  const bool wide =
+      params.key_dim / 2 % kWide == 0 && rows_aligned(params.keys) && rows_aligned(params.table);
   if (wide) {
     compute_scores_kernel<FullWork, T, kHeads, kWide><<<grid, Traits::kThreads, 0, stream>>>(params);
   } else {
