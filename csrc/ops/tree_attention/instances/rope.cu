@@ -1,0 +1,10 @@
+#include "ops/tree_attention/rope/rope.cuh"
+
+namespace htree::tree_attention {
+
+template void launch_rope(const RopeParams<float, float>&, cudaStream_t);
+template void launch_rope(const RopeParams<__half, float>&, cudaStream_t);
+template void launch_rope(const RopeParams<__nv_bfloat16, float>&, cudaStream_t);
+template void launch_rope(const RopeParams<double, double>&, cudaStream_t);
+
+}  // namespace htree::tree_attention

@@ -1,0 +1,14 @@
+#include "ops/tree_attention/build/tree_build.cuh"
+
+namespace htree::tree_attention {
+
+template void launch_tree_build(const TreeBuildParams<float>&, cudaStream_t);
+template void launch_tree_build(const TreeBuildParams<__half>&, cudaStream_t);
+template void launch_tree_build(const TreeBuildParams<__nv_bfloat16>&, cudaStream_t);
+template void launch_tree_build(const TreeBuildParams<double>&, cudaStream_t);
+template void launch_tree_build_backward(const TreeBuildParams<float>&, cudaStream_t);
+template void launch_tree_build_backward(const TreeBuildParams<__half>&, cudaStream_t);
+template void launch_tree_build_backward(const TreeBuildParams<__nv_bfloat16>&, cudaStream_t);
+template void launch_tree_build_backward(const TreeBuildParams<double>&, cudaStream_t);
+
+}  // namespace htree::tree_attention
