@@ -1,0 +1,9 @@
+#if defined(__x86_64__)
+#include "host/simd_avx2.h"
+// the body is compiled for the instruction set chosen above
+#include "ops/tree_attention/attention/query_kernels_impl.h"
+
+namespace htree::tree_attention {
+const QueryKernels<float> kQueryKernelsAvx2 = HTREE_ISA::query::query_kernels<float>();
+}  // namespace htree::tree_attention
+#endif
