@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import htree_ops
@@ -127,7 +128,7 @@ def test_compile_of_views_with_backward(dynamic: bool, device: str) -> None:
 @pytest.mark.parametrize("grad", [False, True])
 def test_lengths_alone_do_not_recompile(grad: bool, device: str) -> None:
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(
         lambda q, k, v: htree_ops.tree_attention(q, k, v, **OPTIONS),
         backend=counter,
@@ -144,7 +145,7 @@ def test_lengths_alone_do_not_recompile(grad: bool, device: str) -> None:
 
 def test_lengths_and_positions_of_stages_do_not_recompile(device: str) -> None:
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
 
     def lists(k: Tensor, t0: int) -> Tensor:
         return OPS.top_parents(k.shape[0], k.shape[1], k.shape[2], 4, 2, 4, t0, device=k.device)
