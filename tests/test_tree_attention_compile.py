@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import htree_ops
@@ -128,33 +127,41 @@ def test_compile_of_views_with_backward(dynamic: bool, device: str) -> None:
 @pytest.mark.parametrize("grad", [False, True])
 def test_lengths_alone_do_not_recompile(grad: bool, device: str) -> None:
     torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(
         lambda q, k, v: htree_ops.tree_attention(q, k, v, **OPTIONS),
-        backend=counter,
+        backend="aot_eager",
         fullgraph=True,
         dynamic=True,
     )
-    for T in (40, 41, 57, 100, 128):  # three layers each: 8 * 4 < T <= 8 * 16
+
+    def run(T: int) -> None:
         leaves = qkv(device, T) if grad else tuple(x.detach() for x in qkv(device, T))
         out = compiled(*leaves)
         if grad:
             out.sum().backward()
-    assert counter.frame_count == 1
+
+    run(40)  # three layers, like every length below: 8 * 4 < T <= 8 * 16
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for T in (41, 57, 100, 128):
+            run(T)
+        if grad:  # one compilation per depth: the lists are outputs
+            with pytest.raises(RuntimeError, match="recompile"):
+                run(129)
+        else:
+            run(129)
 
 
 def test_lengths_and_positions_of_stages_do_not_recompile(device: str) -> None:
     torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
 
     def lists(k: Tensor, t0: int) -> Tensor:
         return OPS.top_parents(k.shape[0], k.shape[1], k.shape[2], 4, 2, 4, t0, device=k.device)
 
-    compiled = torch.compile(lists, backend=counter, fullgraph=True, dynamic=True)
+    compiled = torch.compile(lists, backend="aot_eager", fullgraph=True, dynamic=True)
     for T, t0 in ((20, 4), (21, 8), (30, 12), (33, 16)):
         k = normal((2, T, 2, 8), torch.float32, device, 0)
-        assert torch.equal(compiled(k, t0), lists(k, t0))
-    assert counter.frame_count == 1
+        with torch.compiler.set_stance("default" if T == 20 else "fail_on_recompile"):
+            assert torch.equal(compiled(k, t0), lists(k, t0))
 
 
 def staged(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
