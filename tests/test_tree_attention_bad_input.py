@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from tree_attention_calls import CALLS, make_call
+from tree_attention_named_calls import CALLS, make_call
 
 import htree_ops  # noqa: F401  registers torch.ops.htree
 
