@@ -112,8 +112,8 @@ struct AttendParams {
 };
 void launch_attend(const TensorCoreShape& shape, const AttendParams& params, cudaStream_t stream);
 
-// The list of the top layer: parents 0 ... (t / node_span) / 16, then -1.
+// The list of the top layer, any r: parents 0 ... t / parent_span, then -1. parent_span = r^layers.
 void launch_top_lists(int32_t* lists, int64_t num_batches, int64_t num_lists, int64_t num_kv_heads, int64_t width,
-                      int64_t t0, int64_t stride, int64_t node_span, cudaStream_t stream);
+                      int64_t t0, int64_t stride, int64_t parent_span, cudaStream_t stream);
 
 }  // namespace htree::tree_attention

@@ -58,14 +58,14 @@ __global__ void rope_table_kernel(float2* table, int64_t size, int half, double 
 }
 
 __global__ void top_lists_kernel(int32_t* lists, int64_t total, int64_t num_lists, int64_t num_kv_heads,
-                                 int64_t width, int64_t t0, int64_t stride, int64_t node_span) {
+                                 int64_t width, int64_t t0, int64_t stride, int64_t parent_span) {
   const int64_t i = int64_t{blockIdx.x} * kTableThreads + threadIdx.x;
   if (i >= total) {
     return;
   }
   const int64_t slot = i % width;
   const int64_t list_row = i / width / num_kv_heads % num_lists;
-  const int64_t last = (t0 + list_row * stride) / node_span / kBlockRows;
+  const int64_t last = (t0 + list_row * stride) / parent_span;
   lists[i] = slot <= last ? static_cast<int32_t>(slot) : -1;
 }
 
@@ -89,10 +89,10 @@ void launch_rope_table(float2* table, int64_t size, int key_dim, double base, bo
 }
 
 void launch_top_lists(int32_t* lists, int64_t num_batches, int64_t num_lists, int64_t num_kv_heads, int64_t width,
-                      int64_t t0, int64_t stride, int64_t node_span, cudaStream_t stream) {
+                      int64_t t0, int64_t stride, int64_t parent_span, cudaStream_t stream) {
   const int64_t total = num_batches * num_lists * num_kv_heads * width;
   top_lists_kernel<<<blocks_for(total), kTableThreads, 0, stream>>>(lists, total, num_lists, num_kv_heads, width, t0,
-                                                                    stride, node_span);
+                                                                    stride, parent_span);
 }
 
 void launch_relay(const TensorCoreShape& shape, const RelayParams& params, cudaStream_t stream) {

@@ -194,7 +194,7 @@ cudaError_t run_forward(const TreeCall& call, const ForwardBuffers& buffers, cud
   const AttentionConfig& c = call.config;
   if (!buffers.parents.empty()) {
     launch_top_lists(buffers.parents.back(), p.batch, p.num_lists(), p.num_kv_heads, p.args.top_k, p.t0(),
-                     p.args.selection_stride, call.layers.back().node_span, stream);
+                     p.args.selection_stride, call.layers.back().node_span * kTensorCoreRate, stream);
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) {
       return error;
     }
