@@ -1,6 +1,5 @@
 // Launchers of attention_launch.h: run-time shape to compiled instance, and the kernels without one. No torch.
-#include <cstdlib>
-
+#include "ops/tree_attention/attention/dispatch_shape.h"
 #include "ops/tree_attention/attention/leader_select.cuh"
 #include "ops/tree_attention/attention/tensor_core_instances.cuh"
 
@@ -14,37 +13,6 @@ HTREE_TREE_ATTENTION_INSTANCES(extern, __nv_bfloat16, 64)
 HTREE_TREE_ATTENTION_INSTANCES(extern, __nv_bfloat16, 128)
 
 namespace {
-
-template <typename T>
-struct Tag {
-  using type = T;
-};
-template <int kValue>
-struct Int {
-  static constexpr int value = kValue;
-};
-
-// attention_config.h sends nothing else here; an unknown shape must not leave outputs unwritten.
-template <typename F>
-void dispatch_shape(const TensorCoreShape& shape, F&& f) {
-  auto with_dim = [&](auto tag) {
-    switch (shape.key_dim == shape.value_dim ? shape.key_dim : 0) {
-      case 32:
-        return f(tag, Int<32>{});
-      case 64:
-        return f(tag, Int<64>{});
-      case 128:
-        return f(tag, Int<128>{});
-      default:
-        std::abort();
-    }
-  };
-  if (shape.dtype == HalfType::kHalf) {
-    with_dim(Tag<__half>{});
-  } else {
-    with_dim(Tag<__nv_bfloat16>{});
-  }
-}
 
 constexpr int kTableThreads = 256;
 

@@ -4,16 +4,9 @@
 #include "ops/tree_attention/attention/attend.cuh"
 #include "ops/tree_attention/attention/relay.cuh"
 #include "ops/tree_attention/attention/scores.cuh"
+#include "ops/tree_attention/attention/shared_bytes.h"
 
 namespace htree::tree_attention {
-
-// The maximum is set before every launch: it belongs to the current device.
-template <typename Kernel>
-void allow_shared_bytes(Kernel kernel, int64_t bytes) {
-  if (bytes > 48 * 1024) {
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-  }
-}
 
 template <typename T, int kKeyDim, int kValueDim>
 void launch_relay_instance(const RelayParams& params, cudaStream_t stream) {

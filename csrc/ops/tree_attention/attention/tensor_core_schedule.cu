@@ -3,10 +3,7 @@
 namespace htree::tree_attention {
 namespace {
 
-constexpr int64_t kAlign = 256;
 constexpr double kLog2E = 1.4426950408889634;
-
-int64_t aligned(int64_t bytes) { return ceil_div(bytes, kAlign) * kAlign; }
 
 // Sizes of the scratch of one chunk in bytes, in the order they lie in memory.
 struct ForwardScratch {
@@ -19,19 +16,68 @@ struct ForwardScratch {
     const bool many = call.layers.size() > 1;
     partial = many ? aligned(c.batch_chunk * c.query_chunk * p.num_heads * p.value_dim * 4) : 0;
     lists = many ? aligned(c.batch_chunk * chunk_lists * p.num_kv_heads * p.args.top_k * 4) : 0;
-    mask = many ? aligned(c.batch_chunk * chunk_lists * p.num_kv_heads * mask_words(p) * 4) : 0;
-    const int64_t widest = many ? list_candidates(call.layers[1].num_nodes, p.args.top_k, kTensorCoreRate) : 0;
-    scores = many ? aligned(c.batch_chunk * c.selection_chunk * p.num_heads * widest * 4) : 0;
+    mask = many ? aligned(c.batch_chunk * chunk_lists * p.num_kv_heads * call.mask_words() * 4) : 0;
+    scores = score_scratch_bytes(call);
   }
   int64_t total() const { return partial + 2 * lists + mask + scores; }
-
-  static int64_t mask_words(const AttentionProblem& p) { return ceil_div(p.args.top_k * kTensorCoreRate, 32); }
 };
 
-// One chunk: batches from `batch`, queries from `query` on.
-struct Chunk {
-  int64_t batch, num_batches, query, num_queries;
-};
+cudaError_t forward_chunk(const TreeCall& call, const ForwardBuffers& buffers, const Chunk& chunk,
+                          cudaStream_t stream) {
+  const AttentionProblem& p = call.problem;
+  const ForwardScratch sizes(call);
+  const int64_t stride = p.args.selection_stride;
+  const int64_t chunk_lists = ceil_div(chunk.num_queries, stride);
+  const int64_t list_row = p.num_kv_heads * p.args.top_k;
+  float* partial = reinterpret_cast<float*>(buffers.scratch);
+  char* scratch_lists = buffers.scratch + sizes.partial;
+  uint32_t* mask = reinterpret_cast<uint32_t*>(scratch_lists + 2 * sizes.lists);
+  float* scores = reinterpret_cast<float*>(scratch_lists + 2 * sizes.lists + sizes.mask);
+  const int64_t mask_words = call.mask_words();
+
+  auto lists_of = [&](size_t layer_idx) {
+    if (!buffers.parents.empty()) {
+      const int64_t batch_stride = p.num_lists() * list_row;
+      return ListSlice{buffers.parents[layer_idx] + chunk.batch * batch_stride + chunk.query / stride * list_row,
+                       batch_stride};
+    }
+    return ListSlice{reinterpret_cast<int32_t*>(scratch_lists + layer_idx % 2 * sizes.lists), chunk_lists * list_row};
+  };
+
+  const size_t top = call.layers.size() - 1;
+  for (size_t layer_idx = call.layers.size(); layer_idx-- > 0;) {
+    const ListSlice lists = layer_idx == top ? ListSlice{} : lists_of(layer_idx);
+    if (layer_idx > 0) {
+      const cudaError_t error = select_layer(call, layer_idx, chunk, lists, lists_of(layer_idx - 1), scores, mask,
+                                             stream);
+      if (error != cudaSuccess) {
+        return error;
+      }
+    }
+    AttendParams attend;
+    attend.gather = gather_of(call, layer_idx, chunk);
+    attend.gather.lists = lists.data;
+    attend.gather.list_batch = lists.batch;
+    attend.selected = layer_idx > 0 ? mask : nullptr;
+    attend.selected_batch = chunk_lists * p.num_kv_heads * mask_words;
+    attend.mask_words = mask_words;
+    attend.first = layer_idx == top;
+    attend.last = layer_idx == 0;
+    const int64_t state = (chunk.batch * p.num_queries + chunk.query) * p.num_heads;
+    attend.max = buffers.max + state;
+    attend.sum = buffers.sum + state;
+    attend.state_batch = p.num_queries * p.num_heads;
+    attend.partial = partial;
+    attend.out = static_cast<char*>(buffers.out) + 2 * state * p.value_dim;
+    launch_attend(call.shape, attend, stream);
+    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) {
+      return error;
+    }
+  }
+  return cudaSuccess;
+}
+
+}  // namespace
 
 TensorView at_row(TensorView view, int64_t batch, int64_t row) {
   view.data = static_cast<const char*>(view.data) + 2 * (batch * view.batch + row * view.row);
@@ -60,16 +106,10 @@ GatherParams gather_of(const TreeCall& call, size_t layer_idx, const Chunk& chun
   return g;
 }
 
-// Lists of a chunk at one layer; null for the implicit ones of the top.
-struct ListSlice {
-  int32_t* data = nullptr;
-  int64_t batch = 0;
-};
-
-// Selects the lists of the layer below, some leaders at a time.
 cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& chunk, const ListSlice& lists,
-                         const ListSlice& next, float* scores, uint32_t* mask, int64_t mask_words,
+                         const ListSlice& next, float* scores, uint32_t* mask,
                          cudaStream_t stream) {
+  const int64_t mask_words = call.mask_words();
   const AttentionProblem& p = call.problem;
   const TreeLayer& layer = call.layers[layer_idx];
   const int64_t chunk_lists = ceil_div(chunk.num_queries, p.args.selection_stride);
@@ -109,62 +149,14 @@ cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& ch
   return cudaSuccess;
 }
 
-cudaError_t forward_chunk(const TreeCall& call, const ForwardBuffers& buffers, const Chunk& chunk,
-                          cudaStream_t stream) {
+int64_t score_scratch_bytes(const TreeCall& call) {
   const AttentionProblem& p = call.problem;
-  const ForwardScratch sizes(call);
-  const int64_t stride = p.args.selection_stride;
-  const int64_t chunk_lists = ceil_div(chunk.num_queries, stride);
-  const int64_t list_row = p.num_kv_heads * p.args.top_k;
-  float* partial = reinterpret_cast<float*>(buffers.scratch);
-  char* scratch_lists = buffers.scratch + sizes.partial;
-  uint32_t* mask = reinterpret_cast<uint32_t*>(scratch_lists + 2 * sizes.lists);
-  float* scores = reinterpret_cast<float*>(scratch_lists + 2 * sizes.lists + sizes.mask);
-  const int64_t mask_words = ForwardScratch::mask_words(p);
-
-  auto lists_of = [&](size_t layer_idx) {
-    if (!buffers.parents.empty()) {
-      const int64_t batch_stride = p.num_lists() * list_row;
-      return ListSlice{buffers.parents[layer_idx] + chunk.batch * batch_stride + chunk.query / stride * list_row,
-                       batch_stride};
-    }
-    return ListSlice{reinterpret_cast<int32_t*>(scratch_lists + layer_idx % 2 * sizes.lists), chunk_lists * list_row};
-  };
-
-  const size_t top = call.layers.size() - 1;
-  for (size_t layer_idx = call.layers.size(); layer_idx-- > 0;) {
-    const ListSlice lists = layer_idx == top ? ListSlice{} : lists_of(layer_idx);
-    if (layer_idx > 0) {
-      const cudaError_t error = select_layer(call, layer_idx, chunk, lists, lists_of(layer_idx - 1), scores, mask,
-                                             mask_words, stream);
-      if (error != cudaSuccess) {
-        return error;
-      }
-    }
-    AttendParams attend;
-    attend.gather = gather_of(call, layer_idx, chunk);
-    attend.gather.lists = lists.data;
-    attend.gather.list_batch = lists.batch;
-    attend.selected = layer_idx > 0 ? mask : nullptr;
-    attend.selected_batch = chunk_lists * p.num_kv_heads * mask_words;
-    attend.mask_words = mask_words;
-    attend.first = layer_idx == top;
-    attend.last = layer_idx == 0;
-    const int64_t state = (chunk.batch * p.num_queries + chunk.query) * p.num_heads;
-    attend.max = buffers.max + state;
-    attend.sum = buffers.sum + state;
-    attend.state_batch = p.num_queries * p.num_heads;
-    attend.partial = partial;
-    attend.out = static_cast<char*>(buffers.out) + 2 * state * p.value_dim;
-    launch_attend(call.shape, attend, stream);
-    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) {
-      return error;
-    }
+  if (call.layers.size() == 1) {
+    return 0;
   }
-  return cudaSuccess;
+  const int64_t widest = list_candidates(call.layers[1].num_nodes, p.args.top_k, kTensorCoreRate);
+  return aligned(call.config.batch_chunk * call.config.selection_chunk * p.num_heads * widest * 4);
 }
-
-}  // namespace
 
 int64_t forward_scratch_bytes(const TreeCall& call) { return ForwardScratch(call).total(); }
 

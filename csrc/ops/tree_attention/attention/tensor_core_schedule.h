@@ -26,7 +26,36 @@ struct TreeCall {
   float2* rope = nullptr;  // [rope_rows(), K/2]
 
   int64_t rope_rows() const { return problem.args.top_k * kTensorCoreRate + 1; }
+  int64_t mask_words() const { return ceil_div(problem.args.top_k * kTensorCoreRate, 32); }
 };
+
+constexpr int64_t kScratchAlign = 256;
+inline int64_t aligned(int64_t bytes) { return ceil_div(bytes, kScratchAlign) * kScratchAlign; }
+
+// Batches from `batch`, queries from `query` on.
+struct Chunk {
+  int64_t batch, num_batches, query, num_queries;
+};
+
+// Lists of a chunk at one layer; null for the implicit ones of the top.
+struct ListSlice {
+  int32_t* data = nullptr;
+  int64_t batch = 0;  // stride in elements
+};
+
+// A view that starts at a chunk; elements of 2 bytes.
+TensorView at_row(TensorView view, int64_t batch, int64_t row);
+
+// Lists are left to the caller.
+GatherParams gather_of(const TreeCall& call, size_t layer_idx, const Chunk& chunk);
+
+// Bytes of `scores` below.
+int64_t score_scratch_bytes(const TreeCall& call);
+
+// Selects the lists of the layer below, some leaders at a time; `mask` [num_batches, lists of the chunk, H_kv,
+// mask_words()] may be null.
+cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& chunk, const ListSlice& lists,
+                         const ListSlice& next, float* scores, uint32_t* mask, cudaStream_t stream);
 
 struct ForwardBuffers {
   void* out = nullptr;   // [B, T_q, H, V]
