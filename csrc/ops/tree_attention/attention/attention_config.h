@@ -81,7 +81,7 @@ inline AttentionConfig choose_attention_config(const AttentionProblem& p, int de
 }
 
 // Chunks of the backward: records and numbers of the queries, dQ between layers, masks, and the inverse of one layer's
-// lists while it is sorted (16 bytes an entry); recomputed lists and their scores where none were stored.
+// lists; recomputed lists and their scores where none were stored.
 constexpr int64_t kBackwardScratchBytes = int64_t{1408} << 20;
 
 inline AttentionConfig choose_backward_config(const AttentionProblem& p, bool recompute, int device_major) {
@@ -89,8 +89,9 @@ inline AttentionConfig choose_backward_config(const AttentionProblem& p, bool re
   const int64_t stride = p.args.selection_stride;
   const int64_t stored_lists = recompute ? p.layers() - 1 : 0;
   const int64_t per_list = stride * p.num_heads * (2 * (p.key_dim + p.value_dim) + 16 + 4 * p.key_dim) +
-                           p.num_kv_heads * (p.args.top_k * (16 + 4 * stored_lists + 4) +
-                                             p.args.top_k * p.args.compression_rate / 8 + 64);
+                           p.num_kv_heads * (p.args.top_k * 4 * (stored_lists + 1) +
+                                             p.args.top_k * p.args.compression_rate / 8 +
+                                             ceil_div(p.num_keys, p.args.compression_rate) / 64 + 64);
   const int64_t lists = std::max<int64_t>(1, kBackwardScratchBytes / per_list);
   const int64_t used = std::max<int64_t>(1, std::min(lists, p.num_lists()));
   config.query_chunk = used * stride;

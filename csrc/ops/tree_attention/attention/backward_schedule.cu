@@ -5,7 +5,7 @@ namespace {
 
 // Offsets of the scratch, in bytes.
 struct BackwardScratch {
-  int64_t key_bounds, query_bounds, records, meta, query_sums, lists, list_bytes, mask, counts, entries, offsets, inverse,
+  int64_t key_bounds, query_bounds, records, meta, query_sums, lists, list_bytes, mask, counts, entries, offsets, run_counts,
       scores, total;
 
   BackwardScratch(const TreeCall& call, bool recompute) {
@@ -31,8 +31,9 @@ struct BackwardScratch {
     mask = take(call.layers.size() > 1 ? list_rows * call.mask_words() * 4 : 0);
     counts = take(list_rows * 4);
     entries = take(num_entries * 4);
-    offsets = take((c.batch_chunk * p.num_kv_heads * call.layers[0].num_parents + 1) * 4);
-    inverse = take(num_entries ? inverse_scratch_bytes(num_entries) : 0);
+    const int64_t heads = num_entries ? c.batch_chunk * p.num_kv_heads : 0;
+    offsets = take(heads * (call.layers[0].num_parents + 1) * 4);
+    run_counts = take(heads * ceil_div(chunk_lists, kInverseRows) * call.layers[0].num_parents * 4);
     scores = take(recompute ? score_scratch_bytes(call) : 0);
   }
 };
@@ -202,7 +203,7 @@ class BackwardRun {
       inverse.width = common.gather.list_width;
       inverse.entries = scratch<uint32_t>(at_.entries);
       inverse.offsets = scratch<uint32_t>(at_.offsets);
-      inverse.scratch = scratch<char>(at_.inverse);
+      inverse.run_counts = scratch<uint32_t>(at_.run_counts);
       if (const cudaError_t error = launch_inverse_lists(inverse, stream_); error != cudaSuccess) {
         return error;
       }

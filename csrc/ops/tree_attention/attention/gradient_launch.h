@@ -70,8 +70,10 @@ struct ListMaskParams {
 };
 void launch_list_masks(const ListMaskParams& params, cudaStream_t stream);
 
-// Users of every parent: entries[offsets[h * num_parents + j] ... offsets[... + 1]) = list_row * width + slot of the
-// lists of head h (batch * H_kv + kv head) that hold parent j, ascending.
+// Users of every parent: entries[offsets[h][j] ... offsets[h][j + 1]) = list_row * width + slot of the lists of head h
+// (batch * H_kv + kv head) that hold parent j, in the order of the lists.
+constexpr int kInverseRows = 256;  // list rows that one block counts and places
+
 struct InverseParams {
   const int32_t* lists = nullptr;  // [B, num_lists, H_kv, width]
   int64_t list_batch = 0;
@@ -80,14 +82,10 @@ struct InverseParams {
   int num_lists = 0;
   int num_kv_heads = 0;
   int width = 0;
-  uint32_t* entries = nullptr;  // num_entries()
-  uint32_t* offsets = nullptr;  // [B * H_kv * num_parents + 1]
-  void* scratch = nullptr;      // inverse_scratch_bytes()
-
-  constexpr int64_t num_entries() const { return int64_t{num_batches} * num_lists * num_kv_heads * width; }
-  constexpr int64_t num_keys() const { return int64_t{num_batches} * num_kv_heads * num_parents; }
+  uint32_t* entries = nullptr;     // [B, H_kv, num_lists * width]
+  uint32_t* offsets = nullptr;     // [B, H_kv, num_parents + 1]
+  uint32_t* run_counts = nullptr;  // [B, H_kv, ceil(num_lists / kInverseRows), num_parents], scratch
 };
-int64_t inverse_scratch_bytes(int64_t num_entries);
 cudaError_t launch_inverse_lists(const InverseParams& params, cudaStream_t stream);
 
 // Common to both gradients of a layer.

@@ -68,37 +68,94 @@ __global__ void __launch_bounds__(kMaskWarps * 32) list_masks_kernel(ListMaskPar
   }
 }
 
+// The inverse is a counting sort that keeps the order of the lists: runs of kInverseRows list rows count their parents,
+// a scan gives every (run, parent) its place, and each run fills its places row after row. A row holds a parent once.
 constexpr int kInverseThreads = 256;
 
-// Key of an entry: (batch * H_kv + kv head) * num_parents + parent; the largest for what is no parent.
-__global__ void __launch_bounds__(kInverseThreads)
-    inverse_keys_kernel(InverseParams p, uint32_t* keys, uint32_t* values) {
-  const int64_t i = int64_t{blockIdx.x} * kInverseThreads + threadIdx.x;
-  if (i >= p.num_entries()) {
-    return;
+// Grid: x = runs, y = batch * kv head. Calls f(list row, slot, parent) for the entries of the run that name a parent,
+// with a barrier after every row when kOrdered.
+template <bool kOrdered, typename F>
+__device__ __forceinline__ void for_each_entry(const InverseParams& p, F&& f) {
+  const int batch = blockIdx.y / p.num_kv_heads, kv_head = blockIdx.y % p.num_kv_heads;
+  const int begin = blockIdx.x * kInverseRows, end = min(begin + kInverseRows, p.num_lists);
+  for (int row = begin; row < end; ++row) {
+    const int32_t* list = p.lists + batch * p.list_batch + (int64_t{row} * p.num_kv_heads + kv_head) * p.width;
+    for (int slot = threadIdx.x; slot < p.width; slot += kInverseThreads) {
+      const int parent = list[slot];
+      if (parent >= 0 && parent < p.num_parents) {
+        f(row, slot, parent);
+      }
+    }
+    if constexpr (kOrdered) {
+      __syncthreads();
+    }
   }
-  const int64_t slot = i % p.width;
-  const int64_t kv_head = i / p.width % p.num_kv_heads;
-  const int64_t list_row = i / p.width / p.num_kv_heads % p.num_lists;
-  const int64_t batch = i / p.width / p.num_kv_heads / p.num_lists;
-  const int64_t parent = p.lists[batch * p.list_batch + (list_row * p.num_kv_heads + kv_head) * p.width + slot];
-  const bool exists = parent >= 0 && parent < p.num_parents;
-  keys[i] = static_cast<uint32_t>(exists ? (batch * p.num_kv_heads + kv_head) * p.num_parents + parent : p.num_keys());
-  values[i] = static_cast<uint32_t>(list_row * p.width + slot);
 }
 
-// offsets[x] = first entry whose key is >= x, from the sorted keys.
-__global__ void __launch_bounds__(kInverseThreads)
-    inverse_offsets_kernel(const uint32_t* keys, int64_t num_entries, int64_t num_keys, uint32_t* offsets) {
-  const int64_t i = int64_t{blockIdx.x} * kInverseThreads + threadIdx.x;
-  if (i > num_entries) {
-    return;
+__device__ __forceinline__ uint32_t* run_counts(const InverseParams& p) {
+  return p.run_counts + (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * p.num_parents;
+}
+
+__global__ void __launch_bounds__(kInverseThreads) inverse_count_kernel(InverseParams p) {
+  uint32_t* counts = run_counts(p);
+  for (int64_t i = threadIdx.x; i < p.num_parents; i += kInverseThreads) {
+    counts[i] = 0;
   }
-  const int64_t before = i == 0 ? int64_t{-1} : static_cast<int64_t>(keys[i - 1]);
-  const int64_t here = i == num_entries ? num_keys : static_cast<int64_t>(keys[i]);
-  for (int64_t key = before + 1; key <= here && key <= num_keys; ++key) {
-    offsets[key] = static_cast<uint32_t>(i);
+  __syncthreads();
+  for_each_entry<false>(p, [&](int, int, int parent) { atomicAdd(&counts[parent], 1u); });
+}
+
+// Turns counts into first places and writes the offsets of a head, whose entries start at head * num_lists * width.
+// Grid: x = batch * kv head.
+__global__ void __launch_bounds__(kInverseThreads) inverse_scan_kernel(InverseParams p, int num_runs) {
+  __shared__ uint32_t warp_totals[kInverseThreads / 32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t head = blockIdx.x;
+  uint32_t* counts = p.run_counts + head * num_runs * p.num_parents;
+  uint32_t* offsets = p.offsets + head * (p.num_parents + 1);
+  uint32_t base = static_cast<uint32_t>(head * p.num_lists * p.width);
+  for (int64_t first = 0; first < p.num_parents; first += kInverseThreads) {
+    const int64_t parent = first + threadIdx.x;
+    uint32_t own = 0;
+    for (int run = 0; run < num_runs && parent < p.num_parents; ++run) {
+      own += counts[run * p.num_parents + parent];
+    }
+    uint32_t inclusive = own;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const uint32_t other = __shfl_up_sync(device::kFullMask, inclusive, offset);
+      inclusive += lane >= offset ? other : 0;
+    }
+    if (lane == 31) {
+      warp_totals[warp] = inclusive;
+    }
+    __syncthreads();
+    uint32_t before = base + inclusive - own;
+#pragma unroll
+    for (int i = 0; i < kInverseThreads / 32; ++i) {
+      before += i < warp ? warp_totals[i] : 0;
+      base += warp_totals[i];
+    }
+    __syncthreads();
+    if (parent < p.num_parents) {
+      offsets[parent] = before;
+      for (int run = 0; run < num_runs; ++run) {
+        const uint32_t here = counts[run * p.num_parents + parent];
+        counts[run * p.num_parents + parent] = before;
+        before += here;
+      }
+    }
   }
+  if (threadIdx.x == 0) {
+    offsets[p.num_parents] = base;
+  }
+}
+
+__global__ void __launch_bounds__(kInverseThreads) inverse_fill_kernel(InverseParams p) {
+  uint32_t* places = run_counts(p);
+  for_each_entry<true>(p, [&](int row, int slot, int parent) {
+    p.entries[atomicAdd(&places[parent], 1u)] = static_cast<uint32_t>(row) * p.width + slot;
+  });
 }
 
 }  // namespace htree::tree_attention

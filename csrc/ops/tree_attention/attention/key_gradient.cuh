@@ -56,7 +56,7 @@ struct ParentUsers {
     span_shift = __ffsll(p.node_span) - 1;
     uint32_t num_lists;
     if (params.entries) {
-      const uint32_t* offset = params.offsets + head_idx * p.num_parents + parent;
+      const uint32_t* offset = params.offsets + head_idx * (p.num_parents + 1) + parent;
       entries = params.entries + offset[0];
       num_lists = offset[1] - offset[0];
       first_list = 0;
