@@ -80,16 +80,16 @@ inline AttentionConfig choose_attention_config(const AttentionProblem& p, int de
   return config;
 }
 
-// Chunks of the backward: records and numbers of the queries, dQ between layers, masks, and the inverse of one layer's
-// lists; recomputed lists and their scores where none were stored.
+// Chunks of the backward: records and numbers of the queries, dQ between layers, masks, the inverse of one layer's lists
+// and the lists of every layer. The last count whether they are stored or recomputed: the order of the fp32 sums, and so
+// every bit, is the same either way. Scores of recomputed lists (kForwardScoreBytes) come on top.
 constexpr int64_t kBackwardScratchBytes = int64_t{1408} << 20;
 
-inline AttentionConfig choose_backward_config(const AttentionProblem& p, bool recompute, int device_major) {
+inline AttentionConfig choose_backward_config(const AttentionProblem& p, int device_major) {
   AttentionConfig config = choose_attention_config(p, device_major);
   const int64_t stride = p.args.selection_stride;
-  const int64_t stored_lists = recompute ? p.layers() - 1 : 0;
   const int64_t per_list = stride * p.num_heads * (2 * (p.key_dim + p.value_dim) + 16 + 4 * p.key_dim) +
-                           p.num_kv_heads * (p.args.top_k * 4 * (stored_lists + 1) +
+                           p.num_kv_heads * (p.args.top_k * 4 * p.layers() +
                                              p.args.top_k * p.args.compression_rate / 8 +
                                              ceil_div(p.num_keys, p.args.compression_rate) / 64 + 64);
   const int64_t lists = std::max<int64_t>(1, kBackwardScratchBytes / per_list);

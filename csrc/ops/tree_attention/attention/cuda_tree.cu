@@ -36,6 +36,10 @@ AttentionConfig attention_config(const AttentionProblem& problem) {
   return choose_attention_config(problem, at::cuda::getCurrentDeviceProperties()->major);
 }
 
+AttentionConfig attention_backward_config(const AttentionProblem& problem) {
+  return choose_backward_config(problem, at::cuda::getCurrentDeviceProperties()->major);
+}
+
 CudaTree build_cuda_tree(const Tensor& k, const Tensor& v, const AttentionArgs& args) {
   const int64_t layers = num_layers(k.size(1), args.max_top_nodes, args.compression_rate);
   CudaTree tree{{k}, {v}};

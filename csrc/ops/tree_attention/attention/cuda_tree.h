@@ -17,7 +17,9 @@ struct CudaTree {
 };
 
 AttentionProblem attention_problem(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args);
+// Configurations for the current device.
 AttentionConfig attention_config(const AttentionProblem& problem);
+AttentionConfig attention_backward_config(const AttentionProblem& problem);
 
 CudaTree build_cuda_tree(const Tensor& k, const Tensor& v, const AttentionArgs& args);
 
