@@ -12,6 +12,11 @@ namespace {
 
 TensorView view_of(const Tensor& x) { return {x.const_data_ptr(), x.stride(0), x.stride(1), x.stride(2)}; }
 
+DeviceFacts current_device_facts() {
+  const cudaDeviceProp* properties = at::cuda::getCurrentDeviceProperties();
+  return {properties->major, static_cast<int64_t>(properties->sharedMemPerBlockOptin)};
+}
+
 Tensor device_bytes(int64_t bytes, const Tensor& like) {
   return at::empty({std::max<int64_t>(bytes, 1)}, like.options().dtype(at::kByte));
 }
@@ -33,11 +38,11 @@ AttentionProblem attention_problem(const Tensor& q, const Tensor& k, const Tenso
 }
 
 AttentionConfig attention_config(const AttentionProblem& problem) {
-  return choose_attention_config(problem, at::cuda::getCurrentDeviceProperties()->major);
+  return choose_attention_config(problem, current_device_facts());
 }
 
 AttentionConfig attention_backward_config(const AttentionProblem& problem) {
-  return choose_backward_config(problem, at::cuda::getCurrentDeviceProperties()->major);
+  return choose_backward_config(problem, current_device_facts());
 }
 
 CudaTree build_cuda_tree(const Tensor& k, const Tensor& v, const AttentionArgs& args) {

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "ops/tree_attention/attention/attention_config.h"
+#include "ops/tree_attention/attention/attention_launch.h"
 
 namespace htree::tree_attention {
 
