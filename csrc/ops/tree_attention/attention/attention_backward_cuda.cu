@@ -1,6 +1,6 @@
-// attention_backward on CUDA: docs/semantics.md §1.10. Deterministic, without float atomics. Scratch beyond the fp32
-// sums of dK and dV and the tree: at most kBackwardScratchBytes, and kForwardScoreBytes more where the parents have to
-// be recomputed (1.8 GiB together) at any T, as long as one list of one batch fits.
+// attention_backward on CUDA: docs/semantics.md §1.10. Deterministic, without float atomics. Scratch beyond
+// the fp32 sums of dK and dV and the tree: at most kBackwardScratchBytes, and kForwardScoreBytes more where
+// the parents have to be recomputed (1.8 GiB together) at any T, as long as one list of one batch fits.
 #include <c10/cuda/CUDAException.h>
 
 #include "host/launch.h"
@@ -42,9 +42,10 @@ void backward_tensor_core(const AttentionProblem& problem, const AttentionConfig
 
 }  // namespace
 
-void attention_backward_cuda(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-                             const Tensor& gmax, const Tensor& gsum, const std::vector<Tensor>& parents,
-                             const AttentionArgs& args, const Tensor& dq, const Tensor& dk, const Tensor& dv) {
+void attention_backward_cuda(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                             const Tensor& out, const Tensor& gmax, const Tensor& gsum,
+                             const std::vector<Tensor>& parents, const AttentionArgs& args, const Tensor& dq,
+                             const Tensor& dk, const Tensor& dv) {
   const LaunchScope scope(q);
   if (!dq.defined() && !dk.defined() && !dv.defined()) {
     return;

@@ -1,5 +1,5 @@
-// Which kernels a call of tree attention on CUDA takes and in which chunks: a pure function of the problem, so that it
-// can be printed, tested without a GPU and searched. No torch.
+// Which kernels a call of tree attention on CUDA takes and in which chunks: a pure function of the problem,
+// so that it can be printed, tested without a GPU and searched. No torch.
 #pragma once
 
 #include <algorithm>
@@ -52,8 +52,8 @@ struct DeviceFacts {
   int64_t shared_bytes = 0;  // most dynamic shared memory of a block
 };
 
-// Largest block of the forward and the backward together: one predicate serves both, so that recomputed lists are the
-// forward's. 128-wide heads need 112 KB, which consumer GPUs (99 KB) do not have.
+// Largest block of the forward and the backward together: one predicate serves both, so that recomputed lists
+// are the forward's. 128-wide heads need 112 KB, which consumer GPUs (99 KB) do not have.
 inline int64_t tensor_core_shared_bytes(const AttentionProblem& p) {
   const int64_t gradients = p.key_dim == 128 ? 112 * 1024 : 64 * 1024;
   const int64_t selection = p.args.top_k * 16 * 4 + p.args.top_k * 4 + 16 * 1024;
@@ -74,9 +74,10 @@ inline int64_t list_candidates(int64_t num_nodes, int64_t top_k, int64_t rate) {
 
 inline AttentionConfig choose_attention_config(const AttentionProblem& p, const DeviceFacts& device) {
   AttentionConfig config;
-  config.path = tensor_core_shape(p) && device.major >= 8 && device.shared_bytes >= tensor_core_shared_bytes(p)
-                    ? AttentionPath::kTensorCore
-                    : AttentionPath::kGeneral;
+  config.path =
+      tensor_core_shape(p) && device.major >= 8 && device.shared_bytes >= tensor_core_shared_bytes(p)
+          ? AttentionPath::kTensorCore
+          : AttentionPath::kGeneral;
   const int64_t stride = p.args.selection_stride;
   // per list: running states of its queries, two lists and the mask of one
   const int64_t per_list = stride * p.num_heads * p.value_dim * 4 + p.num_kv_heads * (p.args.top_k * 10 + 64);
@@ -84,10 +85,11 @@ inline AttentionConfig choose_attention_config(const AttentionProblem& p, const 
   const int64_t used = std::max<int64_t>(1, std::min(lists, p.num_lists()));
   config.query_chunk = used * stride;
   const int64_t heads = std::max<int64_t>(1, p.num_kv_heads);
-  config.batch_chunk = std::clamp<int64_t>(lists / used, 1, std::max<int64_t>(1, std::min(p.batch, 65535 / heads)));
+  config.batch_chunk =
+      std::clamp<int64_t>(lists / used, 1, std::max<int64_t>(1, std::min(p.batch, 65535 / heads)));
   if (p.layers() > 1) {
-    const int64_t widest = list_candidates(ceil_div(p.num_keys, p.args.compression_rate), p.args.top_k,
-                                           p.args.compression_rate);
+    const int64_t widest =
+        list_candidates(ceil_div(p.num_keys, p.args.compression_rate), p.args.top_k, p.args.compression_rate);
     const int64_t row = p.num_heads * widest * 4;
     config.batch_chunk = std::clamp<int64_t>(kForwardScoreBytes / row, 1, config.batch_chunk);
     config.selection_chunk = std::clamp<int64_t>(kForwardScoreBytes / (row * config.batch_chunk), 1, used);
@@ -95,18 +97,19 @@ inline AttentionConfig choose_attention_config(const AttentionProblem& p, const 
   return config;
 }
 
-// Chunks of the backward: records and numbers of the queries, dQ between layers, masks, the inverse of one layer's lists
-// and the lists of every layer. The last count whether they are stored or recomputed: the order of the fp32 sums, and so
-// every bit, is the same either way. Scores of recomputed lists (kForwardScoreBytes) come on top.
+// Chunks of the backward: records and numbers of the queries, dQ between layers, masks, the inverse of one
+// layer's lists and the lists of every layer. The last count whether they are stored or recomputed: the order
+// of the fp32 sums, and so every bit, is the same either way. Scores of recomputed lists (kForwardScoreBytes)
+// come on top.
 constexpr int64_t kBackwardScratchBytes = int64_t{1408} << 20;
 
 inline AttentionConfig choose_backward_config(const AttentionProblem& p, const DeviceFacts& device) {
   AttentionConfig config = choose_attention_config(p, device);
   const int64_t stride = p.args.selection_stride;
-  const int64_t per_list = stride * p.num_heads * (2 * (p.key_dim + p.value_dim) + 16 + 4 * p.key_dim) +
-                           p.num_kv_heads * (p.args.top_k * 4 * p.layers() +
-                                             p.args.top_k * p.args.compression_rate / 8 +
-                                             ceil_div(p.num_keys, p.args.compression_rate) / 64 + 64);
+  const int64_t per_list =
+      stride * p.num_heads * (2 * (p.key_dim + p.value_dim) + 16 + 4 * p.key_dim) +
+      p.num_kv_heads * (p.args.top_k * 4 * p.layers() + p.args.top_k * p.args.compression_rate / 8 +
+                        ceil_div(p.num_keys, p.args.compression_rate) / 64 + 64);
   const int64_t lists = std::max<int64_t>(1, kBackwardScratchBytes / per_list);
   const int64_t used = std::max<int64_t>(1, std::min(lists, p.num_lists()));
   config.query_chunk = used * stride;

@@ -10,7 +10,9 @@
 namespace htree::tree_attention {
 namespace {
 
-TensorView view_of(const Tensor& x) { return {x.const_data_ptr(), x.stride(0), x.stride(1), x.stride(2)}; }
+TensorView view_of(const Tensor& x) {
+  return {x.const_data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
+}
 
 DeviceFacts current_device_facts() {
   const cudaDeviceProp* properties = at::cuda::getCurrentDeviceProperties();
@@ -23,7 +25,8 @@ Tensor device_bytes(int64_t bytes, const Tensor& like) {
 
 }  // namespace
 
-AttentionProblem attention_problem(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args) {
+AttentionProblem attention_problem(const Tensor& q, const Tensor& k, const Tensor& v,
+                                   const AttentionArgs& args) {
   AttentionProblem problem;
   problem.batch = q.size(0);
   problem.num_keys = k.size(1);
@@ -59,8 +62,8 @@ CudaTree build_cuda_tree(const Tensor& k, const Tensor& v, const AttentionArgs& 
   return tree;
 }
 
-TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const AttentionConfig& config, const Tensor& q,
-                                    const CudaTree& tree, cudaStream_t stream) {
+TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const AttentionConfig& config,
+                                    const Tensor& q, const CudaTree& tree, cudaStream_t stream) {
   TensorCoreTree result;
   TreeCall& call = result.call;
   call.problem = problem;
@@ -95,7 +98,8 @@ RopeTables general_rope_tables(const AttentionProblem& problem, const Tensor& q)
   const int64_t rate = problem.args.compression_rate;
   const int64_t size = list_candidates(problem.num_keys, problem.args.top_k, rate);
   const auto options = q.options().dtype(at::kDouble);
-  const Tensor exponent = at::arange(0, problem.key_dim, 2, options).div(-static_cast<double>(problem.key_dim));
+  const Tensor exponent =
+      at::arange(0, problem.key_dim, 2, options).div(-static_cast<double>(problem.key_dim));
   const Tensor angle = at::outer(at::arange(size, options), at::pow(problem.args.rope_base, exponent));
   return {angle.cos().to(at::kFloat), angle.sin().to(at::kFloat)};
 }

@@ -1,9 +1,10 @@
-// dK and dV of a layer, docs/semantics.md §1.10: one block per (batch, kv head, parent) walks the parent's users.
+// dK and dV of a layer, docs/semantics.md §1.10: one block per (batch, kv head, parent) walks the parent's
+// users.
 //
-// A user is a list that holds the parent; with it come stride * G rows (query, head). The four warps take a quarter of
-// the rows each, 16 at a time: S^T = K' q^T and dP^T = V dO^T with the parent's children as rows, then
-// dV += P^T dO and dK' += dS^T q from the same registers. Their sums are added in warp order at the end, so the result
-// depends on the lists alone.
+// A user is a list that holds the parent; with it come stride * G rows (query, head). The four warps take a
+// quarter of the rows each, 16 at a time: S^T = K' q^T and dP^T = V dO^T with the parent's children as rows,
+// then dV += P^T dO and dK' += dS^T q from the same registers. Their sums are added in warp order at the end,
+// so the result depends on the lists alone.
 #pragma once
 
 #include "ops/tree_attention/attention/parent_users.cuh"
@@ -21,20 +22,24 @@ __device__ __forceinline__ void rotate_rows(uint32_t stage, const float2* rope) 
     const int unit = i * 32 + threadIdx.x % 32;
     const int row = unit / kHalfChunks, chunk = unit % kHalfChunks;
     int position;
-    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(position) : "r"(stage + Stage::kViewOffset + row * 8 + 4) : "memory");
+    asm volatile("ld.shared.s32 %0, [%1];"
+                 : "=r"(position)
+                 : "r"(stage + Stage::kViewOffset + row * 8 + 4)
+                 : "memory");
     const float4* turns =
         reinterpret_cast<const float4*>(rope + static_cast<int64_t>(position) * (kKeyDim / 2) + chunk * 8);
     const uint32_t low_at = stage + chunk_offset<kKeyDim>(row, chunk);
     const uint32_t high_at = stage + chunk_offset<kKeyDim>(row, chunk + kHalfChunks);
     uint32_t low[4], high[4];
-    const auto load = [](uint32_t (&x)[4], uint32_t at) {
+    const auto load = [](uint32_t(&x)[4], uint32_t at) {
       asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                    : "r"(at)
                    : "memory");
     };
     const auto store = [](const uint32_t(&x)[4], uint32_t at) {
-      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x[0]), "r"(x[1]), "r"(x[2]),
+                   "r"(x[3])
                    : "memory");
     };
     load(low, low_at);
@@ -82,7 +87,10 @@ __device__ __forceinline__ void weights_times_rows(float (&sum)[kDim / 8][4], co
 
 __device__ __forceinline__ float4 load_shared_float4(uint32_t at) {
   float4 x;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(at) : "memory");
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(at)
+               : "memory");
   return x;
 }
 
@@ -110,15 +118,16 @@ __global__ void __launch_bounds__(kKeyGradientWarps * 32, 2) key_gradient_kernel
 
   const KeyBounds key_bounds = common.key_bounds[blockIdx.y];
   const QueryBounds query_bounds = common.query_bounds[blockIdx.y];
-  const PowerOfTwo power =
-      score_gradient_scale(__uint_as_float(query_bounds.gradient_norm), __uint_as_float(key_bounds.value_norm),
-                           __uint_as_float(query_bounds.query_unscale));
+  const PowerOfTwo power = score_gradient_scale(__uint_as_float(query_bounds.gradient_norm),
+                                                __uint_as_float(key_bounds.value_norm),
+                                                __uint_as_float(query_bounds.query_unscale));
   float key_sum[kKeyDim / 8][4] = {}, value_sum[kValueDim / 8][4] = {};
   const uint32_t num_steps = (users.num_rows + kBlockRows - 1) / kBlockRows;
   const uint32_t steps_per_warp = (num_steps + kKeyGradientWarps - 1) / kKeyGradientWarps;
   const uint32_t begin = min(warp * steps_per_warp, num_steps), end = min(begin + steps_per_warp, num_steps);
   if (begin < end) {
-    RowStream<kKeyDim, kValueDim> stream(params, users, begin, end, block + Stage::kBlockBytes + warp * Stage::kWarpBytes);
+    RowStream<kKeyDim, kValueDim> stream(params, users, begin, end,
+                                         block + Stage::kBlockBytes + warp * Stage::kWarpBytes);
     const TileAddress<kKeyDim> key_at;
     const TileAddress<kValueDim> value_at;
     float row_unscale[2];
@@ -141,7 +150,10 @@ __global__ void __launch_bounds__(kKeyGradientWarps * 32, 2) key_gradient_kernel
           const int row = tile * 8 + lane % 4 * 2 + i;
           const float4 meta = load_shared_float4(stage + Stage::kMetaOffset + row * 16);  // RowMeta
           unsigned present;
-          asm volatile("ld.shared.u32 %0, [%1];" : "=r"(present) : "r"(stage + Stage::kViewOffset + row * 8) : "memory");
+          asm volatile("ld.shared.u32 %0, [%1];"
+                       : "=r"(present)
+                       : "r"(stage + Stage::kViewOffset + row * 8)
+                       : "memory");
           const float score_scale = meta.z * p.score_scale;
           const float gradient_scale = meta.z * power.scale;
 #pragma unroll
@@ -156,8 +168,9 @@ __global__ void __launch_bounds__(kKeyGradientWarps * 32, 2) key_gradient_kernel
         }
       }
       if (params.values) {
-        const uint32_t weights[4] = {device::pack_pair<T>(s[0][0], s[0][1]), device::pack_pair<T>(s[0][2], s[0][3]),
-                                     device::pack_pair<T>(s[1][0], s[1][1]), device::pack_pair<T>(s[1][2], s[1][3])};
+        const uint32_t weights[4] = {
+            device::pack_pair<T>(s[0][0], s[0][1]), device::pack_pair<T>(s[0][2], s[0][3]),
+            device::pack_pair<T>(s[1][0], s[1][1]), device::pack_pair<T>(s[1][2], s[1][3])};
         weights_times_rows<T>(value_sum, weights, stage + Stage::kQueryBytes, value_at);
       }
       if (params.keys) {
@@ -174,7 +187,9 @@ __global__ void __launch_bounds__(kKeyGradientWarps * 32, 2) key_gradient_kernel
 
   // [warp][tile][lane] sums of the warps
   float4* sums = reinterpret_cast<float4*>(shared + Stage::kBlockBytes);
-  const auto sum_at = [&](int of_warp, int tile) -> float4& { return sums[(of_warp * Stage::kSumTiles + tile) * 32 + lane]; };
+  const auto sum_at = [&](int of_warp, int tile) -> float4& {
+    return sums[(of_warp * Stage::kSumTiles + tile) * 32 + lane];
+  };
 #pragma unroll
   for (int tile = 0; tile < kKeyDim / 8; ++tile) {
     sum_at(warp, tile) = make_float4(key_sum[tile][0], key_sum[tile][1], key_sum[tile][2], key_sum[tile][3]);
@@ -185,7 +200,7 @@ __global__ void __launch_bounds__(kKeyGradientWarps * 32, 2) key_gradient_kernel
         make_float4(value_sum[tile][0], value_sum[tile][1], value_sum[tile][2], value_sum[tile][3]);
   }
   __syncthreads();
-  const auto total = [&](int tile, float (&x)[4]) {
+  const auto total = [&](int tile, float(&x)[4]) {
     float4 all = sum_at(0, tile);
 #pragma unroll
     for (int i = 1; i < kKeyGradientWarps; ++i) {
@@ -229,8 +244,8 @@ __global__ void __launch_bounds__(kKeyGradientWarps * 32, 2) key_gradient_kernel
       total(kKeyDim / 8 + tile, x);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        write(params.values + (first_row + lane / 4 + 8 * half) * kValueDim + tile * 8 + lane % 4 * 2, x[2 * half],
-              x[2 * half + 1]);
+        write(params.values + (first_row + lane / 4 + 8 * half) * kValueDim + tile * 8 + lane % 4 * 2,
+              x[2 * half], x[2 * half + 1]);
       }
     }
   }
