@@ -26,6 +26,7 @@ except ModuleNotFoundError as error:
 from htree_ops.testing.devices import cuda_missing
 
 CPU_LENGTHS = (4096, 8192, 16384, 32768)
+INTERRUPTED = 130  # as shells report a Ctrl-C
 GPU_LENGTHS = (*CPU_LENGTHS, 65536, 131072)
 
 
@@ -103,6 +104,9 @@ def introduce(run: training.Run, unigram_bits: float) -> None:
 
 def finish(run: training.Run, lengths: Sequence[int], num_sample_bytes: int, unigram_bits: float) -> None:
     """Comparison, times, sample and files."""
+    for learner in run.learners:
+        if not learner.validation or learner.validation[-1][0] != run.steps_done:
+            learner.validate(run.windows)
     print("\n" + report.comparison(run.learners, unigram_bits))
     times = report.attention_times(run.settings, lengths, run.settings.dense)
     if times:
@@ -127,21 +131,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     except settings.UserError as error:
         print(f"train_lm.py: {error}", file=sys.stderr)
         return 2
+    again = " ".join(["python", "examples/train_lm.py", *(w for w in words if w != "--resume"), "--resume"])
     unigram_bits = run.text.unigram_bits()
     introduce(run, unigram_bits)
-    finished = run.train()
-    run.save()
+    try:
+        finished = run.train()
+        run.save()
+        if finished:
+            finish(run, lengths, arguments.sample_bytes, unigram_bits)
+    except KeyboardInterrupt:
+        print(f"\nstopped at once; from the last checkpoint it goes on with\n  {again}")
+        return INTERRUPTED
     if not finished:
-        again = " ".join(
-            ["python", "examples/train_lm.py", *(w for w in words if w != "--resume"), "--resume"]
-        )
         print(
-            f"\nstopped after step {run.steps_done} of {run.settings.steps}; saved. Continue with\n  {again}"
+            f"\nstopped after step {run.steps_done} of {run.settings.steps} and saved; it goes on with\n  {again}"
         )
-        return 130
-    finish(run, lengths, arguments.sample_bytes, unigram_bits)
+        return INTERRUPTED
     minutes = (time.perf_counter() - started) / 60
-    print(f"\n{minutes:.1f} minutes; checkpoint, curves.png, history.json and sample.txt are in {run.folder}")
+    files = " ".join(sorted(path.name for path in run.folder.iterdir()))
+    print(f"\n{minutes:.1f} minutes; in {run.folder}: {files}")
     return 0
 
 

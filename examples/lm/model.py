@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,15 +17,20 @@ __all__ = ["ByteLM", "DenseAttention", "candidates_per_query", "dense_attention"
 VOCABULARY = 256
 
 
+@functools.lru_cache(maxsize=4)
+def rotary_table(num_rows: int, half: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of t * base^(-i / half), float32 [num_rows, 1, half] each, from float64 angles."""
+    frequency = base ** (-torch.arange(half, device=device, dtype=torch.float64) / half)
+    angle = torch.arange(num_rows, device=device, dtype=torch.float64)[:, None, None] * frequency
+    return angle.cos().float(), angle.sin().float()
+
+
 def rotate(x: Tensor, base: float = 10000.0) -> Tensor:
     """Half-split rotary positions on x [B, T, H, K]: row t turns by t * base^(-2i / K) (docs/semantics.md §1.4).
 
-    Angles in float64, the table in float32, the product in float32, one rounding to the dtype of x.
+    The product is taken in float32 and rounded once to the dtype of x.
     """
-    num_rows, half = x.shape[1], x.shape[3] // 2
-    frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float64) / half)
-    angle = torch.arange(num_rows, device=x.device, dtype=torch.float64)[:, None, None] * frequency
-    cos, sin = angle.cos().float(), angle.sin().float()
+    cos, sin = rotary_table(x.shape[1], x.shape[3] // 2, base, x.device)
     low, high = x.float().chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, low * sin + high * cos), dim=-1).to(x.dtype)
 

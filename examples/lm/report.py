@@ -72,16 +72,15 @@ def comparison(learners: Sequence[Learner], unigram_bits: float) -> str:
 
 
 def _seconds(call: Callable[[], object], device: str) -> float:
-    """Median of up to five calls after one that warms up; a slow call is taken once."""
+    """Median of up to five calls after one that warms up; a call of more than two seconds is taken once."""
     samples: list[float] = []
-    call()
-    while len(samples) < 5 and sum(samples) < 1.0:
+    while len(samples) < 6 and sum(samples) < 2.0:
         wait_for(device)
         started = time.perf_counter()
         call()
         wait_for(device)
         samples.append(time.perf_counter() - started)
-    return statistics.median(samples)
+    return statistics.median(samples[1:] or samples)
 
 
 def attention_times(settings: Settings, lengths: Sequence[int], dense: bool = True) -> list[Times]:
@@ -99,7 +98,9 @@ def attention_times(settings: Settings, lengths: Sequence[int], dense: bool = Tr
         kinds["dense"] = dense_attention
     on_gpu = torch.device(settings.device).type == "cuda"
     generator = torch.Generator().manual_seed(settings.seed)
-    table = []
+    table: list[Times] = []
+    if not lengths:
+        return table
     for length in tqdm(lengths, desc="timing attention", unit="length"):
         q, k, v = (
             torch.randn(1, length, heads, settings.dim // settings.heads, generator=generator)

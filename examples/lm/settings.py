@@ -102,7 +102,6 @@ def make_parser() -> argparse.ArgumentParser:
         description="Trains a byte-level causal language model with tree attention on the sources of Python's "
         "standard library, and the same model with dense attention on the same batches beside it.",
     )
-    number = {"type": int, "metavar": "N"}
     data = parser.add_argument_group("data and files")
     data.add_argument(
         "--text", metavar="DIR", help="folder with .py files to learn from; default: the standard library"
@@ -121,41 +120,62 @@ def make_parser() -> argparse.ArgumentParser:
         help="continue the checkpoint in --out; sizes come from it, and --steps may be raised",
     )
     model = parser.add_argument_group("model")
-    model.add_argument("--layers", **number, help=f"blocks of attention and MLP ({both('layers')})")
-    model.add_argument("--dim", **number, help=f"width of the model ({both('dim')})")
-    model.add_argument("--heads", **number, help=f"query heads, dim / heads even ({both('heads')})")
     model.add_argument(
-        "--kv-heads", **number, help=f"key and value heads, a divisor of heads ({both('kv_heads')})"
+        "--layers", type=int, metavar="N", help=f"blocks of attention and MLP ({both('layers')})"
+    )
+    model.add_argument("--dim", type=int, metavar="N", help=f"width of the model ({both('dim')})")
+    model.add_argument(
+        "--heads", type=int, metavar="N", help=f"query heads, dim / heads even ({both('heads')})"
+    )
+    model.add_argument(
+        "--kv-heads",
+        type=int,
+        metavar="N",
+        help=f"key and value heads, a divisor of heads ({both('kv_heads')})",
     )
     tree = parser.add_argument_group("tree")
     tree.add_argument(
-        "--compression-rate", **number, help=f"r, children per node ({both('compression_rate')})"
+        "--compression-rate", type=int, metavar="N", help=f"r, children per node ({both('compression_rate')})"
     )
-    tree.add_argument("--top-k", **number, help=f"k, nodes that a query refines per layer ({both('top_k')})")
+    tree.add_argument(
+        "--top-k", type=int, metavar="N", help=f"k, nodes that a query refines per layer ({both('top_k')})"
+    )
     tree.add_argument(
         "--max-top-nodes",
-        **number,
+        type=int,
+        metavar="N",
         help=f"M, most nodes of the top layer, at most k * r; decides the depth ({both('max_top_nodes')})",
     )
     tree.add_argument(
         "--selection-stride",
-        **number,
+        type=int,
+        metavar="N",
         help="s consecutive queries refine the set of their first one; a power of two that divides r "
         f"({both('selection_stride')})",
     )
     training = parser.add_argument_group("training")
     training.add_argument(
-        "--context", **number, help=f"bytes per sequence ({both('context')}); below M + 1 nothing is selected"
+        "--context",
+        type=int,
+        metavar="N",
+        help=f"bytes per sequence ({both('context')}); below M + 1 nothing is selected",
     )
-    training.add_argument("--batch", **number, help=f"sequences per step ({both('batch')})")
-    training.add_argument("--steps", **number, help=f"optimizer steps ({both('steps')})")
+    training.add_argument("--batch", type=int, metavar="N", help=f"sequences per step ({both('batch')})")
+    training.add_argument("--steps", type=int, metavar="N", help=f"optimizer steps ({both('steps')})")
     training.add_argument(
         "--learning-rate", type=float, metavar="X", help=f"peak of AdamW's ({both('learning_rate')})"
     )
-    training.add_argument("--seed", **number, help=f"of weights, batches and the sample ({both('seed')})")
-    training.add_argument("--eval-every", **number, help=f"steps between validations ({both('eval_every')})")
     training.add_argument(
-        "--eval-windows", **number, help=f"validation sequences of context bytes ({both('eval_windows')})"
+        "--seed", type=int, metavar="N", help=f"of weights, batches and the sample ({both('seed')})"
+    )
+    training.add_argument(
+        "--eval-every", type=int, metavar="N", help=f"steps between validations ({both('eval_every')})"
+    )
+    training.add_argument(
+        "--eval-windows",
+        type=int,
+        metavar="N",
+        help=f"validation sequences of context bytes ({both('eval_windows')})",
     )
     training.add_argument(
         "--no-dense",
@@ -169,7 +189,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     after = parser.add_argument_group("after training")
     after.add_argument(
-        "--sample-bytes", default=200, **number, help="length of the generated sample (default %(default)s)"
+        "--sample-bytes",
+        default=200,
+        type=int,
+        metavar="N",
+        help="length of the generated sample (default %(default)s)",
     )
     after.add_argument(
         "--time-lengths",
