@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -105,6 +107,13 @@ def kernel_keys(name: str) -> set[str]:
 def overload(name: str) -> torch._ops.OpOverload:
     packet, _, variant = name.partition(".")
     return getattr(getattr(torch.ops.htree, packet), variant or "default")
+
+
+def test_a_cuda_build_was_found_where_one_is_expected() -> None:
+    """Continuous integration compiles the CUDA kernels without a GPU and says so; then they must be there."""
+    if os.environ.get("HTREE_EXPECT_CUDA_BUILD") == "1":
+        assert build_info()["cuda"]
+        assert "CUDA" in kernel_keys("tree_build")
 
 
 def test_the_table_names_every_op() -> None:

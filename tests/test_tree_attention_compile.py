@@ -1,4 +1,4 @@
-"""Tree attention under torch's machinery: opcheck, compile, export, autocast, checkpoints, streams and graphs.
+"""Tree attention under torch's machinery: opcheck, compile, export, autocast, streams and graphs.
 
 The values are those of eager mode, which other tests compare with the reference (docs/semantics.md §0.3-0.5).
 """
@@ -6,49 +6,17 @@ The values are those of eager mode, which other tests compare with the reference
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from tree_attention_models import CASES, NAMES, OPS, OPTIONS, assert_same, gradients, qkv
 
 import htree_ops
 from htree_ops.testing.cases import normal
 from htree_ops.testing.tree_attention_calls import Call, calls
-from htree_ops.testing.tree_attention_cases import SHAPES, TreeAttentionCase
-
-OPS = torch.ops.htree
-OPTIONS: dict[str, Any] = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2}
-NAMES = (
-    "batch",
-    "fused_projection",
-    "copied_last_stride",
-    "stride4_suffix",
-    "empty_sequence",
-    "empty_batch",
-    "no_query",
-    "one_layer_full",
-)
-CASES = {case.name: case for case in SHAPES if case.name in NAMES}
-
-
-def qkv(device: str, T: int = 40, B: int = 2, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    shapes = ((B, T, 4, 8), (B, T, 2, 8), (B, T, 2, 6))
-    return tuple(normal(shape, dtype, device, seed).requires_grad_() for seed, shape in enumerate(shapes))
-
-
-def gradients(model: Callable[..., Tensor], leaves: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    out = model(*leaves)
-    weight = torch.linspace(0.5, 1.5, out.numel(), device=out.device, dtype=out.dtype).view(out.shape)
-    return (out, *torch.autograd.grad((out * weight).sum(), leaves))
-
-
-def assert_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], **tolerance: float) -> None:
-    for ours, theirs in zip(actual, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, **tolerance)
-
+from htree_ops.testing.tree_attention_cases import TreeAttentionCase
 
 # ---- opcheck
 
@@ -127,33 +95,41 @@ def test_compile_of_views_with_backward(dynamic: bool, device: str) -> None:
 @pytest.mark.parametrize("grad", [False, True])
 def test_lengths_alone_do_not_recompile(grad: bool, device: str) -> None:
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(
         lambda q, k, v: htree_ops.tree_attention(q, k, v, **OPTIONS),
-        backend=counter,
+        backend="aot_eager",
         fullgraph=True,
         dynamic=True,
     )
-    for T in (40, 41, 57, 100, 128):  # three layers each: 8 * 4 < T <= 8 * 16
+
+    def run(T: int) -> None:
         leaves = qkv(device, T) if grad else tuple(x.detach() for x in qkv(device, T))
         out = compiled(*leaves)
         if grad:
             out.sum().backward()
-    assert counter.frame_count == 1
+
+    run(40)  # three layers, like every length below: 8 * 4 < T <= 8 * 16
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for T in (41, 57, 100, 128):
+            run(T)
+        if grad:  # one compilation per depth: the lists are outputs
+            with pytest.raises(RuntimeError, match="recompile"):
+                run(129)
+        else:
+            run(129)
 
 
 def test_lengths_and_positions_of_stages_do_not_recompile(device: str) -> None:
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
 
     def lists(k: Tensor, t0: int) -> Tensor:
         return OPS.top_parents(k.shape[0], k.shape[1], k.shape[2], 4, 2, 4, t0, device=k.device)
 
-    compiled = torch.compile(lists, backend=counter, fullgraph=True, dynamic=True)
+    compiled = torch.compile(lists, backend="aot_eager", fullgraph=True, dynamic=True)
     for T, t0 in ((20, 4), (21, 8), (30, 12), (33, 16)):
         k = normal((2, T, 2, 8), torch.float32, device, 0)
-        assert torch.equal(compiled(k, t0), lists(k, t0))
-    assert counter.frame_count == 1
+        with torch.compiler.set_stance("default" if T == 20 else "fail_on_recompile"):
+            assert torch.equal(compiled(k, t0), lists(k, t0))
 
 
 def staged(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
@@ -241,149 +217,6 @@ def test_aot_inductor_with_a_scalar_type(device: str, tmp_path: Any) -> None:
     program = torch.export.export(Normalize(), (gout, gsum))
     path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "normalize.pt2"))
     torch.testing.assert_close(torch._inductor.aoti_load_package(path)(gout, gsum), Normalize()(gout, gsum))
-
-
-# ---- autograd
-
-
-def test_undefined_and_unused_gradients(device: str) -> None:
-    q, k, v = qkv(device)
-    pk, pv = OPS.tree_build(k, v, 4)
-    (dk,) = torch.autograd.grad(pk.sum(), k)  # the gradient of pv is undefined
-    assert torch.equal(
-        dk, OPS.tree_build_backward(torch.ones_like(pk), torch.zeros_like(pv), k.shape[1], 4)[0]
-    )
-    out = htree_ops.tree_attention(q, k, v, **OPTIONS)
-    unrelated = (q * 2).sum()
-    assert torch.autograd.grad(unrelated, (k,), allow_unused=True) == (None,)
-    assert torch.autograd.grad((out * 0).sum() + unrelated, q)[0].eq(2).all()
-
-
-@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (0, 1, 2)], ids=str)
-def test_frozen_inputs_cost_no_gradient(wanted: tuple[int, ...], device: str) -> None:
-    full = gradients(lambda *x: htree_ops.tree_attention(*x, **OPTIONS), qkv(device))
-    inputs = [x.requires_grad_(i in wanted) for i, x in enumerate(qkv(device))]
-    leaves = tuple(inputs[i] for i in wanted)
-    masks = []
-
-    class Record(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is OPS.attention_backward.default:
-                masks.append(tuple(args[15]) if len(args) > 15 else (True, True, True))
-            return func(*args, **(kwargs or {}))
-
-    with Record():
-        found = gradients(lambda *_: htree_ops.tree_attention(*inputs, **OPTIONS), leaves)
-    assert masks == [tuple(i in wanted for i in range(3))]
-    assert_same(found[1:], tuple(full[1 + i] for i in wanted), rtol=0, atol=0)
-
-
-def test_store_parents_changes_no_bit(device: str) -> None:
-    models = [
-        lambda *x, stored=stored: htree_ops.tree_attention(*x, **OPTIONS, store_parents=stored)
-        for stored in (True, False)
-    ]
-    stored, recomputed = (gradients(model, qkv(device)) for model in models)
-    assert_same(stored, recomputed, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name", ["tree_build", "attention"])
-def test_double_backward_is_refused(name: str, device: str) -> None:
-    q, k, v = qkv(device)
-    out = OPS.tree_build(k, v, 4)[0] if name == "tree_build" else OPS.attention(q, k, v, 4, 8, 2)
-    (dk,) = torch.autograd.grad((out * out).sum(), k, create_graph=True)
-    with pytest.raises(NotImplementedError, match="double backward"):
-        dk.sum().backward()
-
-
-def test_rope_differentiates_twice_and_refuses_tables_with_gradient(device: str) -> None:
-    x = normal((2, 5, 3, 4), torch.float64, device, 0).requires_grad_()
-    cos, sin = OPS.rope_cache(7, 4, dtype=torch.float64, device=device)
-    positions = torch.tensor([0, 3, 6, 1, 1], device=device)
-    assert torch.autograd.gradgradcheck(lambda x: OPS.rope(x, cos, sin, positions), (x,))
-    with pytest.raises(NotImplementedError, match="cos and sin"):
-        OPS.rope(x, cos.clone().requires_grad_(), sin, positions)
-
-
-NO_GRADIENT = (
-    "compute_scores",
-    "accumulate_non_topk",
-    "compute_and_select",
-    "subtract_topk",
-    "select_accumulate",
-    "bottom_accumulate",
-    "final_normalize",
-    "attention_forward",
-)
-
-
-@pytest.mark.parametrize("name", NO_GRADIENT)
-def test_a_backward_without_formula_raises(name: str, device: str) -> None:
-    call = next(c for c in calls(CASES["batch"], device) if c.op == name)
-    args = [x.requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in call.args]
-    result = call.overload(*args)
-    first = next(x for x in ([result] if isinstance(result, Tensor) else result) if x.is_floating_point())
-    with pytest.raises(RuntimeError, match="derivative"):
-        first.sum().backward()
-
-
-@pytest.mark.parametrize("name", ["mask_topk_scores_", "merge_to_global_"])
-def test_writing_ops_refuse_gradients_and_count_versions(name: str, device: str) -> None:
-    call = next(c for c in calls(CASES["batch"], device) if c.op == name)
-    written = call.args[:1] if name == "mask_topk_scores_" else call.args[:3]
-    versions = [x._version for x in written]
-    assert call() is None
-    assert [x._version for x in written] == [version + 1 for version in versions]
-    floating = [i for i, x in enumerate(call.args) if x.is_floating_point()]
-    for position in floating:
-        args = [x.clone() for x in call.args]
-        args[position].requires_grad_()
-        with pytest.raises(NotImplementedError, match="no gradient"):
-            call.overload(*args)
-        with torch.no_grad():
-            call.overload(*args)
-    with torch.inference_mode():
-        call.overload(*[x.clone() for x in call.args])
-    leaf = torch.ones_like(written[0], requires_grad=True)
-    saved = leaf * written[0]  # the product saves what the op then overwrites
-    call()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        saved.sum().backward()
-
-
-def test_written_arguments_must_not_overlap(device: str) -> None:
-    call = next(c for c in calls(CASES["batch"], device) if c.op == "merge_to_global_")
-    gmax, _, gout, *local = call.args
-    with pytest.raises(RuntimeError):
-        call.overload(gmax, gmax, gout, *local)
-    with pytest.raises(RuntimeError):
-        call.overload(*call.args[:2], gout[:1].expand_as(gout), *local)
-
-
-@pytest.mark.parametrize("name", ["mask_topk_scores_", "merge_to_global_"])
-def test_written_arguments_may_have_any_strides(name: str, device: str) -> None:
-    call = next(c for c in calls(CASES["batch"], device) if c.op == name)
-    plain = [x.clone() for x in call.args]
-    strided = [x.transpose(0, -1).contiguous().transpose(0, -1) for x in plain]
-    call.overload(*plain)
-    call.overload(*strided)
-    assert_same(tuple(strided), tuple(plain), rtol=0, atol=0)
-
-
-def test_activation_checkpointing(device: str) -> None:
-    def model(*x: Tensor) -> Tensor:
-        return htree_ops.tree_attention(*x, **OPTIONS)
-
-    def again(*x: Tensor) -> Tensor:
-        return checkpoint(model, *x, use_reentrant=False)
-
-    assert_same(gradients(again, qkv(device)), gradients(model, qkv(device)), rtol=0, atol=0)
-
-
-def test_torch_func_grad_is_refused(device: str) -> None:
-    q, k, v = (x.detach() for x in qkv(device))
-    with pytest.raises(RuntimeError, match=r"functorch transforms|setup_context"):
-        torch.func.grad(lambda q: htree_ops.tree_attention(q, k, v, **OPTIONS).sum())(q)
 
 
 # ---- autocast, module

@@ -250,6 +250,39 @@ class TreeAttentionCase(Case):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class TreeAttentionBackwardCase(Case):
+    """The gradient of ``forward``: what ``attention_forward`` gave, and a standard normal upstream gradient."""
+
+    forward: TreeAttentionCase
+
+    def make_inputs(self, device: str | torch.device, seed: int = 0) -> tuple[Any, ...]:
+        """Positional arguments of ``torch.ops.htree.attention_backward``; runs the forward op."""
+        q, k, v, *options = self.forward.make_inputs(device, seed)
+        out, gmax, gsum, parents = torch.ops.htree.attention_forward(q, k, v, *options)
+        dout = normal(tuple(out.shape), self.dtype, device, 3 * seed + 1_000_003)
+        return (dout, q, k, v, out, gmax, gsum, parents, *options)
+
+    def bytes(self) -> int:
+        """q, k, v, out, dout read and dq, dk, dv written once; the lists read once."""
+        case = self.forward
+        outputs = case.B * case.T_q * case.H * 2 * case.V
+        lists = 4 * case.B * -(-case.T_q // case.selection_stride) * case.H_kv * case.top_k * len(case.sizes)
+        operands = case.B * (case.T_q * case.H * case.K + case.T * case.H_kv * (case.K + case.V))
+        return (outputs + 2 * operands) * case.dtype.itemsize + lists
+
+    def flops(self) -> int:
+        """Five products of the merged candidates: scores, dP, dV, dQ, dK."""
+        case = self.forward
+        _, merged = case.num_candidates()
+        return case.B * case.H * sum(merged) * (6 * case.K + 4 * case.V)
+
+    @property
+    def shapes(self) -> str:
+        """As of the forward."""
+        return self.forward.shapes
+
+
 def _shape(name: str, **sizes: Any) -> TreeAttentionCase:
     return TreeAttentionCase(name=name, dtype=torch.float32, **sizes)
 
@@ -361,4 +394,13 @@ BENCHMARK_CASES: dict[str, list[TreeAttentionCase]] = {
         for T in (32_768, 65_536)
         for stride in (1, 16)
     ],
+}
+
+BENCHMARK_BACKWARD_CASES: dict[str, list[TreeAttentionBackwardCase]] = {
+    device: [
+        TreeAttentionBackwardCase(name=case.name, dtype=case.dtype, forward=case)
+        for case in cases
+        if case.T <= 32_768
+    ]
+    for device, cases in BENCHMARK_CASES.items()
 }

@@ -59,7 +59,11 @@ def select_topk(
     importance: str = "lse_causal",
     tie_bits: int = 0,
 ) -> Tensor:
-    """Return the min(k, n) selected positions in key order, -1 tail, int32 [B,T,S,k]."""
+    """Return the min(k, n) selected positions in key order, -1 tail, int32 [B,T,S,k].
+
+    Counts outside [0, C] are clamped to it.
+    """
+    num_candidates = num_candidates.clamp(0, scores.shape[-2])
     value = drop_low_bits(importance_of(scores, num_candidates, importance), tie_bits)
     order = order_by_key(value, num_candidates)[..., :top_k]
     order = torch.nn.functional.pad(order, (0, top_k - order.shape[-1]), value=-1)

@@ -39,10 +39,11 @@ def accumulate(scores: Tensor, values: Tensor, kept: Tensor) -> State:
     weights = torch.exp(masked - base[..., None, :])
     # 0 * NaN is NaN: an unused value must not be touched, neither for all heads nor for one of them.
     clean = values.masked_fill(~used.any(-1)[..., None], 0.0)
-    out = torch.einsum("btscg,btscv->btsgv", weights, clean)
-    if heads > 1 and not torch.isfinite(clean).all():
+    finite = clean.isfinite()
+    out = torch.einsum("btscg,btscv->btsgv", weights, clean.masked_fill(~finite, 0.0))
+    if not finite.all():
         spread = clean[..., None, :].masked_fill(~used[..., None], 0.0)
-        out = (weights[..., None] * spread).sum(-3)
+        out = torch.where(spread.isfinite().all(-3), out, (weights[..., None] * spread).sum(-3))
     flat = (batch, num_queries, groups * heads)
     return top.reshape(flat), weights.sum(-2).reshape(flat), out.reshape(*flat, width)
 

@@ -6,6 +6,10 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -72,6 +76,20 @@ void parallel_tasks(int64_t num_tasks, MakeWorker&& make_worker) {
       worker(task);
     }
   });
+}
+
+// An uninitialised array of `rows` rows of `size` elements. Parents are gathered at random from it, a page or two each:
+// huge pages, where the system grants them, save most of the address translations.
+inline at::Tensor empty_rows(int64_t rows, int64_t size, at::ScalarType dtype) {
+  at::Tensor tensor = at::empty({rows, size}, dtype);
+#if defined(__linux__)
+  constexpr uintptr_t kHugePage = uintptr_t{1} << 21;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(tensor.mutable_data_ptr());
+  const uintptr_t end = (begin + tensor.nbytes()) / kHugePage * kHugePage;
+  const uintptr_t first = (begin + kHugePage - 1) / kHugePage * kHugePage;
+  if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
+#endif
+  return tensor;
 }
 
 // The rotation table padded for the kernels: [2][positions][half_pad].
@@ -159,18 +177,18 @@ RelaidLayers<Real> RelaidLayers<Real>::make(const at::Tensor& layer_k, const at:
   out.num_nodes_ = num_nodes;
   const int64_t pairs = batch * kv_heads;
   const bool with_values = layer_v.defined();
-  out.keys_ = at::empty({pairs, num_parents * key_dim * shape.r_pad}, kRealType<Real>);
+  out.keys_ = empty_rows(pairs, num_parents * key_dim * shape.r_pad, kRealType<Real>);
   Real* keys = out.keys_.template mutable_data_ptr<Real>();
   Real* values = nullptr;
   Real* key_rows = nullptr;
   Real* value_lanes = nullptr;
   if (with_values) {
-    out.values_ = at::empty({pairs, num_nodes * shape.value_pad}, kRealType<Real>);
+    out.values_ = empty_rows(pairs, num_nodes * shape.value_pad, kRealType<Real>);
     values = out.values_.template mutable_data_ptr<Real>();
   }
   if (gradients) {
-    out.key_rows_ = at::empty({pairs, num_nodes * shape.row()}, kRealType<Real>);
-    out.value_lanes_ = at::empty({pairs, num_parents * shape.value_dim * shape.r_pad}, kRealType<Real>);
+    out.key_rows_ = empty_rows(pairs, num_nodes * shape.row(), kRealType<Real>);
+    out.value_lanes_ = empty_rows(pairs, num_parents * shape.value_dim * shape.r_pad, kRealType<Real>);
     key_rows = out.key_rows_.template mutable_data_ptr<Real>();
     value_lanes = out.value_lanes_.template mutable_data_ptr<Real>();
   }

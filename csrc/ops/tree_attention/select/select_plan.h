@@ -31,7 +31,8 @@ inline int64_t shared_limit() {
   return bytes - kReservedShared;
 }
 
-// More than 48 KB must be asked for per kernel and per device; asking again costs little beside a launch.
+// More than 48 KB must be asked for per kernel and per device; asking again costs little beside a launch. A
+// refusal stays the last error, and the check after the launch reports it.
 template <typename Kernel>
 void allow_shared(Kernel kernel, int64_t bytes) {
   if (bytes > 40 * 1024) {

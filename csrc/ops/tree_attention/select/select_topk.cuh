@@ -178,9 +178,11 @@ __device__ __forceinline__ void select_row(const SelectParams& params, const Sel
   const int64_t score_row =
       (row.batch * params.score_queries + row.query * params.query_step) * params.num_lists + row.list;
   const float* scores = params.scores + score_row * params.capacity * params.group;
-  const int64_t rightmost = static_cast<int64_t>(params.num_candidates[score_row]) - 1;
-  const int64_t num = max(int64_t{0}, min(rightmost + 1, params.capacity));
-  const int64_t counted = params.importance == Importance::kLse ? num : max(int64_t{0}, min(rightmost, num));
+  // A count outside [0, capacity] can only come from a caller.
+  const int64_t num =
+      max(int64_t{0}, min(static_cast<int64_t>(params.num_candidates[score_row]), params.capacity));
+  const int64_t rightmost = num - 1;
+  const int64_t counted = params.importance == Importance::kLse ? num : max(int64_t{0}, rightmost);
   const int64_t count = min(num, params.top_k);
   const bool by_key = params.order == SelectionOrder::kByKey;
   int32_t* out = params.positions + row_idx * params.top_k;

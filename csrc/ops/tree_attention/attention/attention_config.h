@@ -1,0 +1,111 @@
+// Which kernels a call of tree attention on CUDA takes and in which chunks: a pure function of the problem, so that it
+// can be printed, tested without a GPU and searched. No torch.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <sstream>
+#include <string>
+
+#include "ops/tree_attention/attention/attention_launch.h"
+#include "ops/tree_attention/tree_args.h"
+
+namespace htree::tree_attention {
+
+struct AttentionProblem {
+  int64_t batch = 0;
+  int64_t num_keys = 0;     // T
+  int64_t num_queries = 0;  // T_q
+  int64_t num_heads = 0;
+  int64_t num_kv_heads = 0;
+  int64_t key_dim = 0;
+  int64_t value_dim = 0;
+  bool half_dtype = false;  // fp16 or bf16
+  AttentionArgs args;
+
+  int64_t group() const { return num_heads / num_kv_heads; }
+  int64_t layers() const { return num_layers(num_keys, args.max_top_nodes, args.compression_rate); }
+  int64_t num_lists() const { return ceil_div(num_queries, args.selection_stride); }
+  int64_t t0() const { return num_keys - num_queries; }
+};
+
+enum class AttentionPath {
+  kGeneral,     // staged kernels over chunks, every dtype and shape
+  kTensorCore,  // r = 16, fp16 or bf16, K = V in {32, 64, 128}, G <= 16: mma.sync, sm_80 and later
+};
+
+struct AttentionConfig {
+  AttentionPath path = AttentionPath::kGeneral;
+  int64_t batch_chunk = 1;      // batches of a chunk
+  int64_t query_chunk = 0;      // queries of a chunk, a multiple of the stride
+  int64_t selection_chunk = 0;  // lists whose scores are in memory at a time
+};
+
+// Temporary memory of the forward beyond outputs, stored parents, the tree and the re-laid copy of K and V.
+constexpr int64_t kStateScratchBytes = int64_t{448} << 20;
+constexpr int64_t kForwardScoreBytes = int64_t{448} << 20;
+// Widest row whose selection fits the shared memory of every supported GPU (99 KB).
+constexpr int64_t kMaxSelectWidth = 16384;
+
+inline bool tensor_core_shape(const AttentionProblem& p) {
+  return p.half_dtype && p.args.compression_rate == 16 && p.key_dim == p.value_dim &&
+         (p.key_dim == 32 || p.key_dim == 64 || p.key_dim == 128) && p.group() <= 16 &&
+         p.args.top_k * 16 <= kMaxSelectWidth && p.num_kv_heads <= 65535 &&
+         ceil_div(p.num_keys, 16) < (int64_t{1} << 27);
+}
+
+// Candidates of a list in the layer with `num_nodes` nodes, at most.
+inline int64_t list_candidates(int64_t num_nodes, int64_t top_k, int64_t rate) {
+  return std::min(top_k, ceil_div(num_nodes, rate)) * rate;
+}
+
+inline AttentionConfig choose_attention_config(const AttentionProblem& p, int device_major) {
+  AttentionConfig config;
+  config.path = tensor_core_shape(p) && device_major >= 8 ? AttentionPath::kTensorCore : AttentionPath::kGeneral;
+  const int64_t stride = p.args.selection_stride;
+  // per list: running states of its queries, two lists and the mask of one
+  const int64_t per_list = stride * p.num_heads * p.value_dim * 4 + p.num_kv_heads * (p.args.top_k * 10 + 64);
+  const int64_t lists = std::max<int64_t>(1, kStateScratchBytes / per_list);
+  const int64_t used = std::max<int64_t>(1, std::min(lists, p.num_lists()));
+  config.query_chunk = used * stride;
+  const int64_t heads = std::max<int64_t>(1, p.num_kv_heads);
+  config.batch_chunk = std::clamp<int64_t>(lists / used, 1, std::max<int64_t>(1, std::min(p.batch, 65535 / heads)));
+  if (p.layers() > 1) {
+    const int64_t widest = list_candidates(ceil_div(p.num_keys, p.args.compression_rate), p.args.top_k,
+                                           p.args.compression_rate);
+    const int64_t row = p.num_heads * widest * 4;
+    config.batch_chunk = std::clamp<int64_t>(kForwardScoreBytes / row, 1, config.batch_chunk);
+    config.selection_chunk = std::clamp<int64_t>(kForwardScoreBytes / (row * config.batch_chunk), 1, used);
+  }
+  return config;
+}
+
+// Chunks of the backward: records and numbers of the queries, dQ between layers, masks, the inverse of one layer's lists
+// and the lists of every layer. The last count whether they are stored or recomputed: the order of the fp32 sums, and so
+// every bit, is the same either way. Scores of recomputed lists (kForwardScoreBytes) come on top.
+constexpr int64_t kBackwardScratchBytes = int64_t{1408} << 20;
+
+inline AttentionConfig choose_backward_config(const AttentionProblem& p, int device_major) {
+  AttentionConfig config = choose_attention_config(p, device_major);
+  const int64_t stride = p.args.selection_stride;
+  const int64_t per_list = stride * p.num_heads * (2 * (p.key_dim + p.value_dim) + 16 + 4 * p.key_dim) +
+                           p.num_kv_heads * (p.args.top_k * 4 * p.layers() +
+                                             p.args.top_k * p.args.compression_rate / 8 +
+                                             ceil_div(p.num_keys, p.args.compression_rate) / 64 + 64);
+  const int64_t lists = std::max<int64_t>(1, kBackwardScratchBytes / per_list);
+  const int64_t used = std::max<int64_t>(1, std::min(lists, p.num_lists()));
+  config.query_chunk = used * stride;
+  config.batch_chunk = std::clamp<int64_t>(lists / used, 1, config.batch_chunk);
+  config.selection_chunk = std::min(config.selection_chunk, used);
+  return config;
+}
+
+inline std::string describe(const AttentionConfig& config) {
+  std::ostringstream text;
+  text << (config.path == AttentionPath::kTensorCore ? "tensor_core" : "general")
+       << " batch_chunk=" << config.batch_chunk << " query_chunk=" << config.query_chunk
+       << " selection_chunk=" << config.selection_chunk;
+  return text.str();
+}
+
+}  // namespace htree::tree_attention

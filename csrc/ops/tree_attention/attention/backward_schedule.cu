@@ -1,0 +1,270 @@
+#include "ops/tree_attention/attention/backward_schedule.h"
+
+namespace htree::tree_attention {
+namespace {
+
+// Offsets of the scratch, in bytes.
+struct BackwardScratch {
+  int64_t key_bounds, query_bounds, records, meta, query_sums, lists, list_bytes, mask, counts, entries, offsets, run_counts,
+      scores, total;
+
+  BackwardScratch(const TreeCall& call, bool recompute) {
+    const AttentionProblem& p = call.problem;
+    const AttentionConfig& c = call.config;
+    const int64_t chunk_lists = ceil_div(c.query_chunk, p.args.selection_stride);
+    const int64_t rows = c.batch_chunk * c.query_chunk * p.num_heads;
+    const int64_t list_rows = c.batch_chunk * chunk_lists * p.num_kv_heads;
+    const int64_t num_entries = call.layers.size() > 1 ? list_rows * p.args.top_k : 0;
+    total = 0;
+    const auto take = [&](int64_t bytes) {
+      const int64_t at = total;
+      total += aligned(bytes);
+      return at;
+    };
+    key_bounds = take(p.batch * p.num_kv_heads * static_cast<int64_t>(sizeof(KeyBounds)));
+    query_bounds = take(c.batch_chunk * p.num_kv_heads * static_cast<int64_t>(sizeof(QueryBounds)));
+    records = take(rows * 2 * (p.key_dim + p.value_dim));
+    meta = take(rows * static_cast<int64_t>(sizeof(RowMeta)));
+    query_sums = take(call.layers.size() > 1 ? rows * p.key_dim * 4 : 0);
+    list_bytes = aligned(list_rows * p.args.top_k * 4);
+    lists = take(recompute ? list_bytes * static_cast<int64_t>(call.layers.size() - 1) : 0);
+    mask = take(call.layers.size() > 1 ? list_rows * call.mask_words() * 4 : 0);
+    counts = take(list_rows * 4);
+    entries = take(num_entries * 4);
+    const int64_t heads = num_entries ? c.batch_chunk * p.num_kv_heads : 0;
+    offsets = take(heads * (call.layers[0].num_parents + 1) * 4);
+    run_counts = take(heads * ceil_div(chunk_lists, kInverseRows) * call.layers[0].num_parents * 4);
+    scores = take(recompute ? score_scratch_bytes(call) : 0);
+  }
+};
+
+// First row of a layer's sums.
+int64_t layer_rows(const TreeCall& call, size_t layer_idx) {
+  int64_t rows = 0;
+  for (size_t i = 0; i < layer_idx; ++i) {
+    rows += call.problem.batch * call.problem.num_kv_heads * call.layers[i].num_parents * kTensorCoreRate;
+  }
+  return rows;
+}
+
+class BackwardRun {
+ public:
+  BackwardRun(const TreeCall& call, const BackwardBuffers& buffers, cudaStream_t stream)
+      : call_(call),
+        p_(call.problem),
+        buffers_(buffers),
+        at_(call, buffers.parents.empty()),
+        stream_(stream),
+        top_(call.layers.size() - 1) {}
+
+  cudaError_t run() {
+    cudaMemsetAsync(scratch<char>(at_.key_bounds), 0, p_.batch * p_.num_kv_heads * sizeof(KeyBounds), stream_);
+    RelayParams tokens;
+    tokens.keys = call_.layers[0].keys;
+    tokens.values = call_.layers[0].values;
+    tokens.num_nodes = call_.layers[0].num_nodes;
+    tokens.num_batches = p_.batch;
+    tokens.num_kv_heads = p_.num_kv_heads;
+    launch_key_bounds(call_.shape, tokens, scratch<KeyBounds>(at_.key_bounds), stream_);
+    cudaError_t error = cudaGetLastError();
+    for (int64_t batch = 0; batch < p_.batch; batch += call_.config.batch_chunk) {
+      for (int64_t query = 0; query < p_.num_queries && error == cudaSuccess; query += call_.config.query_chunk) {
+        error = chunk({batch, std::min(call_.config.batch_chunk, p_.batch - batch), query,
+                       std::min(call_.config.query_chunk, p_.num_queries - query)});
+      }
+    }
+    return error != cudaSuccess ? error : finish();
+  }
+
+ private:
+  template <typename T>
+  T* scratch(int64_t offset) const {
+    return reinterpret_cast<T*>(buffers_.scratch + offset);
+  }
+  bool keys_wanted() const { return buffers_.key_sums || buffers_.value_sums; }
+
+  ListSlice lists_of(size_t layer_idx, const Chunk& chunk) const {
+    const int64_t row = p_.num_kv_heads * p_.args.top_k;
+    if (!buffers_.parents.empty()) {
+      const int64_t batch_stride = p_.num_lists() * row;
+      // only read: the lists of the caller are never a target of select_layer
+      return {const_cast<int32_t*>(buffers_.parents[layer_idx]) + chunk.batch * batch_stride +
+                  chunk.query / p_.args.selection_stride * row,
+              batch_stride};
+    }
+    return {scratch<int32_t>(at_.lists + static_cast<int64_t>(layer_idx) * at_.list_bytes),
+            ceil_div(chunk.num_queries, p_.args.selection_stride) * row};
+  }
+
+  cudaError_t chunk(const Chunk& chunk) {
+    if (buffers_.parents.empty()) {
+      for (size_t i = top_; i > 0; --i) {
+        const cudaError_t error = select_layer(call_, i, chunk, i == top_ ? ListSlice{} : lists_of(i, chunk),
+                                               lists_of(i - 1, chunk), scratch<float>(at_.scores), nullptr, stream_);
+        if (error != cudaSuccess) {
+          return error;
+        }
+      }
+    }
+    cudaMemsetAsync(scratch<char>(at_.query_bounds), 0, chunk.num_batches * p_.num_kv_heads * sizeof(QueryBounds),
+                    stream_);
+    RowParams rows;
+    rows.queries = at_row(call_.queries, chunk.batch, chunk.query);
+    rows.gradients = at_row(buffers_.gradients, chunk.batch, chunk.query);
+    rows.outputs = at_row(buffers_.outputs, chunk.batch, chunk.query);
+    const int64_t state = (chunk.batch * p_.num_queries + chunk.query) * p_.num_heads;
+    rows.max = buffers_.max + state;
+    rows.sum = buffers_.sum + state;
+    rows.state_batch = p_.num_queries * p_.num_heads;
+    rows.records = scratch<char>(at_.records);
+    rows.meta = scratch<RowMeta>(at_.meta);
+    rows.bounds = scratch<QueryBounds>(at_.query_bounds);
+    rows.num_batches = static_cast<int>(chunk.num_batches);
+    rows.num_queries = static_cast<int>(chunk.num_queries);
+    rows.num_kv_heads = static_cast<int>(p_.num_kv_heads);
+    rows.group = static_cast<int>(p_.group());
+    launch_gradient_rows(call_.shape, rows, stream_);
+    cudaError_t error = cudaGetLastError();
+    for (size_t i = top_ + 1; i-- > 0 && error == cudaSuccess;) {
+      error = layer(i, chunk);
+    }
+    return error;
+  }
+
+  cudaError_t layer(size_t layer_idx, const Chunk& chunk) {
+    const bool implicit = layer_idx == top_;
+    const ListSlice lists = implicit ? ListSlice{} : lists_of(layer_idx, chunk);
+    GradientParams common;
+    common.gather = gather_of(call_, layer_idx, chunk);
+    common.gather.lists = lists.data;
+    common.gather.list_batch = lists.batch;
+    common.records = scratch<char>(at_.records);
+    common.meta = scratch<RowMeta>(at_.meta);
+    common.key_bounds = scratch<KeyBounds>(at_.key_bounds) + chunk.batch * p_.num_kv_heads;
+    common.query_bounds = scratch<QueryBounds>(at_.query_bounds);
+    common.selected = layer_idx > 0 ? scratch<uint32_t>(at_.mask) : nullptr;
+    common.mask_words = call_.mask_words();
+    common.scale = static_cast<float>(p_.args.scale);
+
+    if (!implicit || layer_idx > 0) {
+      ListMaskParams mask;
+      mask.lists = lists.data;
+      mask.list_batch = lists.batch;
+      if (layer_idx > 0) {
+        const ListSlice next = lists_of(layer_idx - 1, chunk);
+        mask.next_lists = next.data;
+        mask.next_batch = next.batch;
+      }
+      mask.selected = scratch<uint32_t>(at_.mask);
+      mask.mask_words = common.mask_words;
+      mask.counts = scratch<int32_t>(at_.counts);
+      mask.num_batches = common.gather.num_batches;
+      mask.num_lists = common.gather.num_lists;
+      mask.num_kv_heads = common.gather.num_kv_heads;
+      mask.width = common.gather.list_width;
+      mask.t0 = common.gather.t0;
+      mask.stride = common.gather.stride;
+      mask.node_span = common.gather.node_span;
+      launch_list_masks(mask, stream_);
+      if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) {
+        return error;
+      }
+    }
+    if (buffers_.query_gradient) {
+      QueryGradientParams query;
+      query.common = common;
+      query.first = implicit;
+      query.last = layer_idx == 0;
+      query.partial = scratch<float>(at_.query_sums);
+      query.gradient = static_cast<char*>(buffers_.query_gradient) +
+                       2 * (chunk.batch * p_.num_queries + chunk.query) * p_.num_heads * p_.key_dim;
+      query.gradient_batch = p_.num_queries * p_.num_heads * p_.key_dim;
+      launch_query_gradient(call_.shape, query, stream_);
+      if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) {
+        return error;
+      }
+    }
+    return keys_wanted() ? layer_keys(layer_idx, chunk, common, lists) : cudaSuccess;
+  }
+
+  cudaError_t layer_keys(size_t layer_idx, const Chunk& chunk, const GradientParams& common, const ListSlice& lists) {
+    const TreeLayer& layer = call_.layers[layer_idx];
+    KeyGradientParams key;
+    key.common = common;
+    key.counts = scratch<int32_t>(at_.counts);
+    if (lists.data) {
+      InverseParams inverse;
+      inverse.lists = lists.data;
+      inverse.list_batch = lists.batch;
+      inverse.num_parents = layer.num_parents;
+      inverse.num_batches = common.gather.num_batches;
+      inverse.num_lists = common.gather.num_lists;
+      inverse.num_kv_heads = common.gather.num_kv_heads;
+      inverse.width = common.gather.list_width;
+      inverse.entries = scratch<uint32_t>(at_.entries);
+      inverse.offsets = scratch<uint32_t>(at_.offsets);
+      inverse.run_counts = scratch<uint32_t>(at_.run_counts);
+      if (const cudaError_t error = launch_inverse_lists(inverse, stream_); error != cudaSuccess) {
+        return error;
+      }
+      key.entries = inverse.entries;
+      key.offsets = inverse.offsets;
+    }
+    const int64_t rows =
+        layer_rows(call_, layer_idx) + chunk.batch * p_.num_kv_heads * layer.num_parents * kTensorCoreRate;
+    key.keys = buffers_.key_sums ? buffers_.key_sums + rows * p_.key_dim : nullptr;
+    key.values = buffers_.value_sums ? buffers_.value_sums + rows * p_.value_dim : nullptr;
+    key.add = chunk.query > 0;
+    launch_key_gradient(call_.shape, key, stream_);
+    return cudaGetLastError();
+  }
+
+  // From the top to the tokens, where the sums are rounded into the gradients.
+  cudaError_t finish() {
+    const StoreType type = call_.shape.dtype == HalfType::kHalf ? StoreType::kHalf : StoreType::kBFloat16;
+    const auto push = [&](float* sums, int64_t dim, void* out) {
+      for (size_t i = top_ + 1; sums && i-- > 0;) {
+        const TreeLayer& layer = call_.layers[i];
+        PushParams params;
+        params.child = sums + layer_rows(call_, i) * dim;
+        params.heads = p_.batch * p_.num_kv_heads;
+        params.num_nodes = layer.num_nodes;
+        params.child_rows = layer.num_parents * kTensorCoreRate;
+        params.dim = dim;
+        if (i < top_) {
+          params.parent = sums + layer_rows(call_, i + 1) * dim;
+          params.parent_rows = call_.layers[i + 1].num_parents * kTensorCoreRate;
+        }
+        if (i == 0) {
+          launch_store_gradient(params, p_.num_kv_heads, type, out, stream_);
+        } else if (params.parent) {
+          launch_push_gradient(params, stream_);
+        }
+      }
+    };
+    push(buffers_.key_sums, p_.key_dim, buffers_.key_gradient);
+    push(buffers_.value_sums, p_.value_dim, buffers_.value_gradient);
+    return cudaGetLastError();
+  }
+
+  const TreeCall& call_;
+  const AttentionProblem& p_;
+  const BackwardBuffers& buffers_;
+  BackwardScratch at_;
+  cudaStream_t stream_;
+  size_t top_;
+};
+
+}  // namespace
+
+int64_t gradient_sum_rows(const TreeCall& call) { return layer_rows(call, call.layers.size()); }
+
+int64_t backward_scratch_bytes(const TreeCall& call, bool recompute) {
+  return BackwardScratch(call, recompute).total;
+}
+
+cudaError_t run_backward(const TreeCall& call, const BackwardBuffers& buffers, cudaStream_t stream) {
+  return BackwardRun(call, buffers, stream).run();
+}
+
+}  // namespace htree::tree_attention

@@ -1,0 +1,113 @@
+// Launchers of gradient_launch.h: run-time shape to compiled instance, and the kernels without one. No torch.
+#include "ops/tree_attention/attention/dispatch_shape.h"
+#include "ops/tree_attention/attention/gradient_instances.cuh"
+
+namespace htree::tree_attention {
+
+HTREE_TREE_GRADIENT_INSTANCES(extern, __half, 32)
+HTREE_TREE_GRADIENT_INSTANCES(extern, __half, 64)
+HTREE_TREE_GRADIENT_INSTANCES(extern, __half, 128)
+HTREE_TREE_GRADIENT_INSTANCES(extern, __nv_bfloat16, 32)
+HTREE_TREE_GRADIENT_INSTANCES(extern, __nv_bfloat16, 64)
+HTREE_TREE_GRADIENT_INSTANCES(extern, __nv_bfloat16, 128)
+
+namespace {
+
+constexpr int kThreads = 256;
+
+unsigned blocks_for(int64_t items, int64_t per_block) {
+  return static_cast<unsigned>((items + per_block - 1) / per_block);
+}
+
+template <typename F>
+void dispatch_type(HalfType dtype, F&& f) {
+  if (dtype == HalfType::kHalf) {
+    f(__half{});
+  } else {
+    f(__nv_bfloat16{});
+  }
+}
+
+__device__ __forceinline__ float pushed(const PushParams& p, int64_t head, int64_t node, int64_t dim) {
+  const float own = p.child[(head * p.child_rows + node) * p.dim + dim];
+  if (!p.parent) {
+    return own;
+  }
+  const int64_t parent = node / p.rate;
+  const int64_t children = min(p.rate, p.num_nodes - parent * p.rate);
+  return own + p.parent[(head * p.parent_rows + parent) * p.dim + dim] / static_cast<float>(children);
+}
+
+__global__ void __launch_bounds__(kThreads) push_gradient_kernel(PushParams p) {
+  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i >= p.heads * p.num_nodes * p.dim) {
+    return;
+  }
+  const int64_t dim = i % p.dim, node = i / p.dim % p.num_nodes, head = i / p.dim / p.num_nodes;
+  p.child[(head * p.child_rows + node) * p.dim + dim] = pushed(p, head, node, dim);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) store_gradient_kernel(PushParams p, int64_t num_kv_heads, T* out) {
+  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i >= p.heads * p.num_nodes * p.dim) {
+    return;
+  }
+  const int64_t dim = i % p.dim, kv_head = i / p.dim % num_kv_heads;
+  const int64_t node = i / p.dim / num_kv_heads % p.num_nodes, batch = i / p.dim / num_kv_heads / p.num_nodes;
+  out[i] = device::from_acc<T>(pushed(p, batch * num_kv_heads + kv_head, node, dim));
+}
+
+}  // namespace
+
+void launch_gradient_rows(const TensorCoreShape& shape, const RowParams& params, cudaStream_t stream) {
+  const int64_t rows = int64_t{params.num_batches} * params.num_queries * params.num_kv_heads * params.group;
+  dispatch_type(shape.dtype, [&](auto zero) {
+    gradient_rows_kernel<decltype(zero)>
+        <<<blocks_for(rows, kRowWarps), kRowWarps * 32, 0, stream>>>(params, shape.key_dim, shape.value_dim);
+  });
+}
+
+void launch_key_bounds(const TensorCoreShape& shape, const RelayParams& relay, KeyBounds* bounds,
+                       cudaStream_t stream) {
+  const int64_t rows = relay.num_batches * relay.num_nodes * relay.num_kv_heads;
+  dispatch_type(shape.dtype, [&](auto zero) {
+    key_bounds_kernel<decltype(zero)>
+        <<<blocks_for(rows, kRowWarps), kRowWarps * 32, 0, stream>>>(relay, shape.key_dim, shape.value_dim, bounds);
+  });
+}
+
+void launch_query_gradient(const TensorCoreShape& shape, const QueryGradientParams& params, cudaStream_t stream) {
+  dispatch_shape(shape, [&](auto tag, auto dim) {
+    launch_query_gradient_instance<typename decltype(tag)::type, dim.value, dim.value>(params, stream);
+  });
+}
+
+void launch_key_gradient(const TensorCoreShape& shape, const KeyGradientParams& params, cudaStream_t stream) {
+  dispatch_shape(shape, [&](auto tag, auto dim) {
+    launch_key_gradient_instance<typename decltype(tag)::type, dim.value, dim.value>(params, stream);
+  });
+}
+
+void launch_push_gradient(const PushParams& params, cudaStream_t stream) {
+  push_gradient_kernel<<<blocks_for(params.heads * params.num_nodes * params.dim, kThreads), kThreads, 0, stream>>>(
+      params);
+}
+
+void launch_store_gradient(const PushParams& params, int64_t num_kv_heads, StoreType type, void* out,
+                           cudaStream_t stream) {
+  const unsigned grid = blocks_for(params.heads * params.num_nodes * params.dim, kThreads);
+  switch (type) {
+    case StoreType::kFloat:
+      store_gradient_kernel<<<grid, kThreads, 0, stream>>>(params, num_kv_heads, static_cast<float*>(out));
+      break;
+    case StoreType::kHalf:
+      store_gradient_kernel<<<grid, kThreads, 0, stream>>>(params, num_kv_heads, static_cast<__half*>(out));
+      break;
+    case StoreType::kBFloat16:
+      store_gradient_kernel<<<grid, kThreads, 0, stream>>>(params, num_kv_heads, static_cast<__nv_bfloat16*>(out));
+      break;
+  }
+}
+
+}  // namespace htree::tree_attention

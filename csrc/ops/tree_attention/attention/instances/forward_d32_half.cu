@@ -1,0 +1,5 @@
+#include "ops/tree_attention/attention/tensor_core_instances.cuh"
+
+namespace htree::tree_attention {
+HTREE_TREE_ATTENTION_INSTANCES(, __half, 32)
+}  // namespace htree::tree_attention

@@ -1,0 +1,5 @@
+#include "ops/tree_attention/attention/general_gradient_instances.cuh"
+
+namespace htree::tree_attention {
+HTREE_GENERAL_GRADIENT_INSTANCES(__nv_bfloat16)
+}  // namespace htree::tree_attention

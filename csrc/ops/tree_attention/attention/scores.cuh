@@ -1,0 +1,68 @@
+// Scores of the leaders' candidates: one warp per (leader, kv head, run of slots).
+#pragma once
+
+#include "ops/tree_attention/attention/gather_task.cuh"
+#include "ops/tree_attention/attention/rotated_query.cuh"
+
+namespace htree::tree_attention {
+
+constexpr int kScoreWarps = 4;
+constexpr int kScoreSlots = 64;  // slots of one warp: short enough to fill the chip, long enough to hide the start
+constexpr int kScoreStages = 3;
+
+template <int kKeyDim>
+struct ScoreRing {
+  static constexpr int kCopyBytes = kBlockRows * kKeyDim * 2 + kBlockRows * 4;
+  static constexpr int kStageBytes = (kCopyBytes + 127) / 128 * 128;
+  static constexpr int kSharedBytes = kScoreWarps * kScoreStages * kStageBytes;
+};
+
+// Grid: x = runs of kScoreWarps leaders, y = batch * kv head, z = runs of kScoreSlots slots.
+template <typename T, int kKeyDim, int kTiles>
+__global__ void __launch_bounds__(kScoreWarps * 32, kTiles == 1 ? 4 : 3)
+    scores_kernel(ScoreParams params, int64_t block_bytes) {
+  using Ring = ScoreRing<kKeyDim>;
+  extern __shared__ __align__(128) char shared[];
+  const GatherParams& p = params.gather;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int64_t list_row = int64_t{blockIdx.x} * kScoreWarps + warp;
+  if (list_row >= p.num_lists) {
+    return;
+  }
+  const int64_t query = list_row * p.stride;
+  const GatherTask task = gather_task(p, blockIdx.y, query, list_row);
+  const int begin = blockIdx.z * kScoreSlots;
+  const int end = min(task.num_slots, begin + kScoreSlots);
+  if (begin >= end) {
+    return;
+  }
+  ParentStream<Ring::kCopyBytes, Ring::kStageBytes, kScoreStages> stream(
+      p.blocks + task.blocks * block_bytes, block_bytes, p.num_parents, task.list, begin, end,
+      device::shared_address(shared) + warp * kScoreStages * Ring::kStageBytes);
+  RotatedQuery<kKeyDim, kTiles> q;
+  q.load(query_rows<T>(p, task, query), p.queries.head, p.group, p.score_scale, p.rope,
+         task.num_candidates - 1 - begin * kBlockRows);
+  const TileAddress<kKeyDim> at;
+  float* row = params.scores + ((task.batch * int64_t{p.num_lists} + list_row) * p.num_kv_heads + task.kv_head) *
+                                   params.score_width * p.group;
+  for (int slot = begin; slot < end; ++slot) {
+    float s[kTiles][4];
+    slot_scores(q, at, stream.wait(slot), s);
+    q.step_back();
+    stream.release();
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int candidate = slot * kBlockRows + lane / 4 + i / 2 * 8;
+        const int head = tile * 8 + lane % 4 * 2 + (i & 1);
+        if (candidate < task.num_candidates && head < p.group) {
+          row[int64_t{candidate} * p.group + head] = s[tile][i];
+        }
+      }
+    }
+  }
+  device::wait_copies<0>();
+}
+
+}  // namespace htree::tree_attention

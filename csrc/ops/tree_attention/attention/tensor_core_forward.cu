@@ -1,0 +1,99 @@
+// Launchers of attention_launch.h: run-time shape to compiled instance, and the kernels without one. No torch.
+#include "ops/tree_attention/attention/dispatch_shape.h"
+#include "ops/tree_attention/attention/leader_select.cuh"
+#include "ops/tree_attention/attention/tensor_core_instances.cuh"
+
+namespace htree::tree_attention {
+
+HTREE_TREE_ATTENTION_INSTANCES(extern, __half, 32)
+HTREE_TREE_ATTENTION_INSTANCES(extern, __half, 64)
+HTREE_TREE_ATTENTION_INSTANCES(extern, __half, 128)
+HTREE_TREE_ATTENTION_INSTANCES(extern, __nv_bfloat16, 32)
+HTREE_TREE_ATTENTION_INSTANCES(extern, __nv_bfloat16, 64)
+HTREE_TREE_ATTENTION_INSTANCES(extern, __nv_bfloat16, 128)
+
+namespace {
+
+constexpr int kTableThreads = 256;
+
+__global__ void rope_table_kernel(float2* table, int64_t size, int half, double log_base, bool rotate) {
+  const int64_t i = int64_t{blockIdx.x} * kTableThreads + threadIdx.x;
+  if (i >= size * half) {
+    return;
+  }
+  const double angle = rotate ? static_cast<double>(i / half) * exp(-log_base * static_cast<double>(i % half) / half) : 0.0;
+  table[i] = make_float2(static_cast<float>(cos(angle)), static_cast<float>(sin(angle)));
+}
+
+__global__ void top_lists_kernel(int32_t* lists, int64_t total, int64_t num_lists, int64_t num_kv_heads,
+                                 int64_t width, int64_t t0, int64_t stride, int64_t parent_span) {
+  const int64_t i = int64_t{blockIdx.x} * kTableThreads + threadIdx.x;
+  if (i >= total) {
+    return;
+  }
+  const int64_t slot = i % width;
+  const int64_t list_row = i / width / num_kv_heads % num_lists;
+  const int64_t last = (t0 + list_row * stride) / parent_span;
+  lists[i] = slot <= last ? static_cast<int32_t>(slot) : -1;
+}
+
+unsigned blocks_for(int64_t threads) { return static_cast<unsigned>((threads + kTableThreads - 1) / kTableThreads); }
+
+template <int kGroup>
+void launch_leader_select_group(const LeaderSelectParams& params, cudaStream_t stream) {
+  auto kernel = leader_select_kernel<kGroup>;
+  const int64_t bytes = select_shared_bytes(params.score_width);
+  allow_shared_bytes(kernel, bytes);
+  const GatherParams& p = params.gather;
+  const dim3 grid(p.num_lists, p.num_batches * p.num_kv_heads);
+  kernel<<<grid, kSelectThreads, bytes, stream>>>(params);
+}
+
+}  // namespace
+
+void launch_rope_table(float2* table, int64_t size, int key_dim, double base, bool rotate, cudaStream_t stream) {
+  const int half = key_dim / 2;
+  rope_table_kernel<<<blocks_for(size * half), kTableThreads, 0, stream>>>(table, size, half, log(base), rotate);
+}
+
+void launch_top_lists(int32_t* lists, int64_t num_batches, int64_t num_lists, int64_t num_kv_heads, int64_t width,
+                      int64_t t0, int64_t stride, int64_t parent_span, cudaStream_t stream) {
+  const int64_t total = num_batches * num_lists * num_kv_heads * width;
+  top_lists_kernel<<<blocks_for(total), kTableThreads, 0, stream>>>(lists, total, num_lists, num_kv_heads, width, t0,
+                                                                    stride, parent_span);
+}
+
+void launch_relay(const TensorCoreShape& shape, const RelayParams& params, cudaStream_t stream) {
+  dispatch_shape(shape, [&](auto tag, auto dim) {
+    launch_relay_instance<typename decltype(tag)::type, dim.value, dim.value>(params, stream);
+  });
+}
+
+void launch_scores(const TensorCoreShape& shape, const ScoreParams& params, cudaStream_t stream) {
+  dispatch_shape(shape, [&](auto tag, auto dim) {
+    launch_scores_instance<typename decltype(tag)::type, dim.value, dim.value>(params, stream);
+  });
+}
+
+int64_t leader_select_shared_bytes(int64_t score_width) { return select_shared_bytes(score_width); }
+
+void launch_leader_select(const LeaderSelectParams& params, cudaStream_t stream) {
+  const int group = params.gather.group;
+  if (group == 1) {
+    launch_leader_select_group<1>(params, stream);
+  } else if (group <= 4) {
+    launch_leader_select_group<4>(params, stream);
+  } else if (group <= 8) {
+    launch_leader_select_group<8>(params, stream);
+  } else {
+    launch_leader_select_group<16>(params, stream);
+  }
+}
+
+void launch_attend(const TensorCoreShape& shape, const AttendParams& params, cudaStream_t stream) {
+  dispatch_shape(shape, [&](auto tag, auto dim) {
+    launch_attend_instance<typename decltype(tag)::type, dim.value, dim.value>(params, stream);
+  });
+}
+
+}  // namespace htree::tree_attention

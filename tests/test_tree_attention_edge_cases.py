@@ -1,0 +1,384 @@
+"""Whole tree attention over the case list (docs/semantics.md §1.11) and the edge cases of §1.3, §1.7 and §1.9."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tree_attention_strategies import seeds
+
+import htree_ops  # noqa: F401  registers torch.ops.htree
+import htree_ops.reference.tree_attention as ref
+from htree_ops.testing import layouts
+from htree_ops.testing.cases import case_id
+from htree_ops.testing.compare import assert_close_spec
+from htree_ops.testing.devices import poisoned_memory
+from htree_ops.testing.tree_attention_cases import CASES, SHAPES, TreeAttentionCase
+from htree_ops.testing.tree_attention_checks import (
+    STATE_TOLERANCE,
+    assert_epsilon_optimal,
+    assert_lists,
+    assert_output,
+    assert_state,
+    forced,
+)
+
+ops = torch.ops.htree
+
+
+def on(device, *tensors):
+    return [x.to(device) for x in tensors]
+
+
+def wide(*tensors):
+    return [x.double() if x.is_floating_point() else x for x in tensors]
+
+
+def named(name, **changes):
+    case = next(shape for shape in SHAPES if shape.name == name)
+    return dataclasses.replace(case, **changes)
+
+
+def lists_of(*args):
+    return [lists.cpu() for lists in ops.attention_forward(*args)[3]]
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_forward_by_epsilon_optimality_and_teacher_forcing(case, device):
+    q, k, v = case.make_qkv(device)
+    args = (q, k, v, *case.op_options())
+    if device == "cuda" and case.dtype == torch.float64:
+        with pytest.raises(TypeError, match="Double"):
+            ops.attention_forward(*args)
+        return
+    with poisoned_memory():
+        out, gmax, gsum, parents = ops.attention_forward(*args)
+        alone = ops.attention(*args)
+        unstored = ops.attention_forward(*args, False)
+    rows = (case.B, case.T_q, case.H)
+    assert out.shape == (*rows, case.V)
+    assert gmax.shape == gsum.shape == rows
+    assert (out.dtype, gmax.dtype, gsum.dtype) == (case.dtype, case.state_dtype, case.state_dtype)
+    assert all(x.is_contiguous() and x.device.type == device for x in (out, gmax, gsum, *parents))
+    assert torch.equal(alone, out)
+    assert unstored[3] == []
+    assert all(
+        torch.equal(ours, theirs) for ours, theirs in zip(unstored[:3], (out, gmax, gsum), strict=True)
+    )
+    cpu = [x.cpu() for x in (q, k, v)]
+    lists = [x.cpu() for x in parents]
+    options = case.reference_options()
+    assert_lists(lists, case.T_q, case.T, options)
+    assert_epsilon_optimal(*cpu, lists, options)
+    expected = forced(*cpu, lists, options)
+    assert_output(out, expected.out, cpu[2])
+    a, b = STATE_TOLERANCE[case.dtype]
+    lse = gmax.double() + gsum.double().log()
+    assert_close_spec(lse, expected.lse, rtol=b, atol=a + b, name="lse")
+
+
+# ---- lengths
+
+
+@pytest.mark.parametrize(("top_nodes", "rate", "top_k"), [(8, 4, 2), (3, 2, 2), (20, 16, 2), (1, 2, 1)])
+def test_depth_changes_at_the_boundaries(top_nodes, rate, top_k, device):
+    for layers in (1, 2, 3):
+        for length in (top_nodes * rate ** (layers - 1), top_nodes * rate ** (layers - 1) + 1):
+            q = torch.randn(1, length, 1, 2, device=device)
+            depth = len(ops.attention_forward(q, q, q, rate, top_nodes, top_k)[3])
+            assert depth == layers + (length > top_nodes * rate ** (layers - 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_one_token_gives_its_value(dtype, device):
+    q = torch.randn(2, 1, 4, 8, device=device).to(dtype)
+    k, v = torch.randn(2, 1, 2, 8, device=device).to(dtype), torch.randn(2, 1, 2, 5, device=device).to(dtype)
+    assert torch.equal(ops.attention(q, k, v), v.repeat_interleave(2, dim=2))
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 5), (2, 0, 0), (2, 5, 0)], ids=["B=0", "T=0", "T_q=0"])
+def test_empty_problems(shape, device):
+    batch, length, num_queries = shape
+    q = torch.randn(batch, num_queries, 4, 6, device=device)
+    k, v = torch.randn(batch, length, 2, 6, device=device), torch.randn(batch, length, 2, 3, device=device)
+    out, gmax, gsum, parents = ops.attention_forward(q, k, v, 2, 4, 2)
+    assert out.shape == (batch, num_queries, 4, 3)
+    assert gmax.shape == gsum.shape == (batch, num_queries, 4)
+    assert len(parents) == (2 if length else 1)
+    assert all(lists.shape == (batch, num_queries, 2, 2) for lists in parents)
+    lists = torch.zeros(batch, num_queries, 2, 2, dtype=torch.int32, device=device)
+    cos, sin = on(device, *ref.rope_cache(4, 6))
+    scores, num = ops.compute_scores(q, k, lists, cos, sin, 0, 2)
+    assert scores.shape == (batch, num_queries, 2, 4, 2)
+    assert num.shape == (batch, num_queries, 2)
+    assert ops.select_topk(scores, num, 2).shape == (batch, num_queries, 2, 2)
+    states = [
+        ops.accumulate_non_topk(v, lists, scores, num, 0, 2),
+        ops.bottom_accumulate(q, k, v, lists, cos, sin, 2),
+        ops.select_accumulate(q, k, v, lists, cos, sin, 1, 2, 2)[:3],
+    ]
+    for state in states:
+        assert [tuple(x.shape) for x in state] == [tuple(gmax.shape)] * 2 + [tuple(out.shape)]
+    pooled = ops.tree_build(k, v, 2)
+    assert [x.shape[1] for x in pooled] == [-(-length // 2)] * 2
+
+
+# ---- ties
+
+
+@pytest.mark.parametrize("importance", ["lse_causal", "lse", "exp_joint"])
+@pytest.mark.parametrize("name", ["ragged_everywhere", "group_of_8", "r16", "uneven_k", "stride4", "chunk"])
+def test_equal_scores_select_the_first_positions_and_the_rightmost(name, importance, device):
+    """q = 0 makes every score exactly 0, so the lists are known exactly and out is a mean over the cut."""
+    case = named(name, importance=importance)
+    q, k, v = case.make_qkv(device)
+    q = torch.zeros_like(q)
+    out, _, _, parents = ops.attention_forward(q, k, v, *case.op_options())
+    cpu = on("cpu", q, k, v)
+    wanted = ref.htree_forward_naive(*cpu, **case.reference_options(), compute_dtype=torch.float64)
+    for ours, theirs in zip(parents, wanted.parents, strict=True):
+        assert torch.equal(ours.cpu(), theirs)
+    assert_output(out, wanted.out, cpu[2])
+
+
+def test_repeated_keys_tie_and_the_smaller_position_wins(device):
+    """Without rotation, tokens that repeat with period 4 give parents that are all equal."""
+    case = named("uneven_k", rope_base=None)
+    q, k, v = case.make_qkv("cpu")
+    k = k[:, :4].repeat(1, 48, 1, 1)[:, : case.T].contiguous()
+    q, k, v = on(device, q, k, v)
+    parents = lists_of(q, k, v, *case.op_options())
+    q = torch.zeros_like(q)  # ties again, now through the scores
+    assert all(
+        torch.equal(ours[:, 63], theirs[:, 63])
+        for ours, theirs in zip(parents, lists_of(q, k, v, *case.op_options()), strict=True)
+    )
+
+
+# ---- special values
+
+
+@pytest.mark.parametrize("place", ["q", "k", "v"])
+@pytest.mark.parametrize("name", ["batch", "ragged_everywhere", "group_of_8", "decode", "stride4_suffix"])
+def test_nan_stays_in_its_rows(name, place, device):
+    case = named(name)
+    tensors = list(case.make_qkv(device))
+    before = ops.attention(*tensors, *case.op_options())
+    token = case.t0 + case.T_q // 2
+    index = "qkv".index(place)
+    tensors[index] = tensors[index].clone()
+    tensors[index][0, token - case.t0 if place == "q" else token, 0, 0] = math.nan
+    after, gmax, gsum, parents = ops.attention_forward(*tensors, *case.op_options())
+    row = token - case.t0
+    assert torch.equal(before[:, :row], after[:, :row])
+    assert torch.equal(before[1:], after[1:])
+    group = case.H // case.H_kv
+    if place == "q":
+        assert after[0, row, 0].isnan().all()
+        assert not after[0, row, 1:].isnan().any()
+        if case.selection_stride == 1:
+            assert torch.equal(before[:, row + 1 :], after[:, row + 1 :])
+        assert_lists([x.cpu() for x in parents], case.T_q, case.T, case.reference_options())
+    else:
+        heads = after[0, row, :group]
+        assert heads.isnan().all() if place == "k" else heads[:, 0].isnan().all()
+        assert not after[0, row, group:].isnan().any()
+        lse = gmax + gsum.log()
+        assert lse[0, row, :group].isnan().all() == (place == "k")
+        assert lse[0, row, group:].isfinite().all()
+
+
+def test_nan_query_selects_by_position(device):
+    case = named("group_of_8", selection_stride=1)
+    q, k, v = case.make_qkv("cpu")
+    row = 60
+    q[0, row, 3] = math.nan
+    parents = lists_of(*on(device, q, k, v), *case.op_options())
+    lists = ref.top_parents(1, 1, 1, case.top_k, 3, case.r, row)
+    for layer in (2, 1):
+        n = ref.candidates(lists, layer, case.sizes[layer], case.r, row).num
+        positions = torch.tensor([[[[int(n) - 1, *range(case.top_k - 1)]]]])
+        lists = ref.compute_next_parents(lists, positions, case.r)
+        assert torch.equal(parents[layer - 1][:, row : row + 1], lists)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_large_scores_do_not_overflow(dtype, device):
+    case = named("ragged_everywhere", dtype=dtype, H=4, H_kv=2, K=4)
+    q, k, v = case.make_qkv("cpu")
+    q, k = 150 * q, 150 * k  # scores of about 1e4 * sqrt(2), both signs
+    out, gmax, gsum, parents = (
+        x.cpu() if isinstance(x, torch.Tensor) else [y.cpu() for y in x]
+        for x in ops.attention_forward(*on(device, q, k, v), *case.op_options())
+    )
+    assert gmax.abs().max() > 1e4
+    assert out.isfinite().all()
+    assert gsum.isfinite().all()
+    expected = forced(q, k, v, parents, case.reference_options())
+    # the rounding of a score of size s is a relative error of the weight: eps * s * (8 + sqrt K)
+    slack = torch.finfo(torch.float32).eps * float(gmax.abs().max()) * (8 + case.K**0.5)
+    unit = torch.finfo(dtype).eps
+    atol = 4 * slack * float(v.abs().max())
+    assert_close_spec(out, expected.out, rtol=unit, atol=atol, name="out")
+
+
+def test_infinite_scores_in_the_stages(device):
+    """-inf has no weight and its value is not read; +inf gives NaN, as softmax does (§1.7, §1.9)."""
+    lists = torch.tensor([0, 1], dtype=torch.int32).view(1, 1, 1, 2)
+    values = torch.tensor([[1.0, math.nan], [2.0, 2.0], [3.0, 3.0], [4.0, 4.0]]).view(1, 4, 1, 2)
+    num = torch.tensor([[[4]]], dtype=torch.int32)
+
+    def state(*scores):
+        rows = torch.tensor(scores).view(1, 1, 1, 4, 1)
+        got = ops.accumulate_non_topk(*on(device, values, lists, rows, num), 0, 2, 3)
+        return [x.cpu().flatten().tolist() for x in got]
+
+    top, total, out = state(-math.inf, 5.0, 5.0, -math.inf)
+    assert (top, total, out) == ([5.0], [2.0], [5.0, 5.0])
+    top, total, out = state(*[-math.inf] * 4)
+    assert (top, total, out) == ([-math.inf], [0.0], [0.0, 0.0])
+    top, total, out = state(-math.inf, -1e30, math.inf, 0.0)
+    assert top == [math.inf]
+    assert math.isnan(total[0])
+    top, total, out = state(math.nan, 1.0, 1.0, 1.0)
+    assert math.isnan(total[0])
+    assert math.isnan(out[1])
+    scores = torch.tensor([-math.inf, 2.0, math.inf, math.nan, 1.0]).view(1, 1, 1, 5, 1)
+    five = torch.tensor([[[5]]], dtype=torch.int32)
+    assert ops.select_topk(*on(device, scores, five), 3).flatten().tolist() == [4, 0, 1]
+    scores[..., 3, :] = 0.0
+    assert ops.select_topk(*on(device, scores, five), 3).flatten().tolist() == [4, 2, 0]
+
+
+def test_every_score_minus_infinity_is_nan_as_in_softmax(device):
+    out = ops.final_normalize(torch.zeros(1, 1, 1, 2, device=device), torch.zeros(1, 1, 1, device=device))
+    assert out.isnan().all()
+
+
+def test_merge_keeps_scores_below_any_sentinel(device):
+    low = [torch.full((1, 1, 1), -5e10), torch.ones(1, 1, 1), torch.full((1, 1, 1, 2), 3.0)]
+    total = on(device, torch.full((1, 1, 1), -math.inf), torch.zeros(1, 1, 1), torch.zeros(1, 1, 1, 2))
+    ops.merge_to_global_(*total, *on(device, *low))
+    assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(total, low, strict=True))
+
+
+# ---- lists that a caller supplies (§1.3)
+
+
+def wild_lists(generator, shape, num_nodes, extreme):
+    """Unsorted, repeated, negative and too large parents, with -1 in the middle of some lists."""
+    lists = torch.randint(-3, 2 * num_nodes + 3, shape, generator=generator)
+    lists = torch.where(torch.rand(shape, generator=generator) < 0.15, -1, lists)
+    if extreme:
+        ends = torch.tensor([2**31 - 1, -(2**31), 2**30, -(2**30)])
+        chosen = ends[torch.randint(0, 4, shape, generator=generator)]
+        lists = torch.where(torch.rand(shape, generator=generator) < 0.3, chosen, lists)
+    return lists.to(torch.int32)
+
+
+@given(seed=seeds, extreme=st.booleans(), layer=st.integers(0, 2), stride=st.sampled_from((1, 2, 4)))
+def test_lists_that_break_the_invariant_stay_in_bounds(seed, extreme, layer, stride, device):
+    """NaN lies all around the tensors, so a read outside shows in the comparison with the reference."""
+    case = TreeAttentionCase(
+        name="wild", dtype=torch.float32, B=2, T=61, H=4, H_kv=2, K=6, V=5, r=4, top_k=3, M=9,
+        selection_stride=stride,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    stage = case.make_stages(*case.make_qkv("cpu", seed))[layer]
+    q = case.make_qkv("cpu", seed)[0]
+    num_nodes = stage.layer_k.shape[1]
+    rows = -(-case.T_q // stride)
+    lists = wild_lists(generator, (2, rows, 2, 3), num_nodes, extreme)
+    layer_k, layer_v = (layouts.in_larger(x.to(device)) for x in (stage.layer_k, stage.layer_v))
+    placed_q, placed, cos, sin = on(device, q, lists, *case.make_table("cpu"))
+    cache = wide(*case.make_table("cpu"))
+    tail = (case.scale, case.t0)
+    inputs = wide(q, stage.layer_k, stage.layer_v)
+    if layer == 0:
+        got = ops.bottom_accumulate(placed_q, layer_k, layer_v, placed, cos, sin, case.r, *tail, stride)
+        wanted = ref.bottom_accumulate(*inputs, lists, *cache, case.r, *tail, stride)
+        assert_state(tuple(x.cpu() for x in got), wanted, stage.layer_v)
+    else:
+        place = (layer, case.r, case.top_k, case.scale, "lse_causal", case.t0, stride)
+        *state, chosen = ops.select_accumulate(placed_q, layer_k, layer_v, placed, cos, sin, *place)
+        assert torch.equal(chosen, ops.recompute_selection(placed_q, layer_k, placed, cos, sin, *place))
+        assert all(x.isfinite().all() for x in (state[1], state[2]))
+        leaders = torch.arange(0, case.T, stride) // case.r**layer % case.r
+        count = ref.num_parents(lists)
+        num = torch.where(count > 0, (count - 1) * case.r + leaders.view(1, -1, 1) + 1, 0)
+        if not extreme:
+            assert torch.equal((chosen.cpu() != -1).sum(-1), num.clamp(max=case.top_k))
+    if stride == 1:
+        scores, num = ops.compute_scores(placed_q, layer_k, placed, cos, sin, layer, case.r, *tail)
+        wanted, wanted_num = ref.compute_scores(*inputs[:2], lists, *cache, layer, case.r, *tail)
+        assert torch.equal(num.cpu(), wanted_num)
+        assert_close_spec(scores, wanted, rtol=1e-4, atol=1e-4, name="scores")
+        got = ops.accumulate_non_topk(layer_v, placed, scores, num, layer, case.r, case.t0)
+        wanted = ref.accumulate_non_topk(inputs[2], lists, wanted, wanted_num, layer, case.r, case.t0)
+        assert_state(tuple(x.cpu() for x in got), wanted, stage.layer_v)
+        heads = lists.repeat_interleave(2, dim=2)
+        got = ops.compute_and_select(
+            placed_q, layer_k, layer_v, heads.to(device), cos, sin, layer, case.r, case.top_k, *tail
+        )
+        wanted = ref.compute_and_select(*inputs, heads, *cache, layer, case.r, case.top_k, *tail)
+        assert_state(tuple(x.cpu() for x in got[:3]), wanted[:3], stage.layer_v)
+
+
+@given(seed=seeds)
+def test_positions_and_counts_outside_their_range_stay_in_bounds(seed, device):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (2, 5, 2)
+    scores = torch.randn(*shape, 12, 2, generator=generator)
+    ends = torch.tensor([2**31 - 1, -(2**31), 12, -1, 40, 0, 5])
+    positions = ends[torch.randint(0, 7, (*shape, 3), generator=generator)].to(torch.int32)
+    masked = scores.to(device)
+    ops.mask_topk_scores_(masked, positions.to(device))
+    assert torch.equal(masked.cpu(), ref.mask_topk_scores(scores, positions))
+    parents = torch.tensor([1, 4, 6], dtype=torch.int32).expand(*shape, 3).contiguous()
+    got = ops.compute_next_parents(parents.to(device), positions.to(device), 4)
+    assert torch.equal(got.cpu(), ref.compute_next_parents(parents, positions, 4))
+    num = ends[torch.randint(0, 7, shape, generator=generator)].to(torch.int32)
+    got = ops.select_topk(*on(device, scores, num), 3)
+    assert torch.equal(got.cpu(), ref.select_topk(scores, num.clamp(0, 12), 3))
+
+
+def test_lists_without_any_parent_are_empty(device):
+    q, k, v = torch.randn(3, 1, 9, 2, 4, device=device)
+    lists = torch.full((1, 9, 2, 3), -1, dtype=torch.int32, device=device)
+    cos, sin = on(device, *ref.rope_cache(12, 4))
+    scores, num = ops.compute_scores(q, k, lists, cos, sin, 0, 4)
+    assert not num.any()
+    assert (scores == -math.inf).all()
+    assert (ops.select_topk(scores, num, 3) == -1).all()
+    for state in (
+        ops.accumulate_non_topk(v, lists, scores, num, 0, 4),
+        ops.bottom_accumulate(q, k, v, lists, cos, sin, 4),
+        ops.select_accumulate(q, k, v, lists, cos, sin, 1, 4, 3)[:3],
+        ops.compute_and_select(q, k, v, lists, cos, sin, 1, 4, 3)[:3],
+    ):
+        assert (state[0] == -math.inf).all()
+        assert not state[1].any()
+        assert not state[2].any()
+    assert (ops.recompute_selection(q, k, lists, cos, sin, 1, 4, 3) == -1).all()
+
+
+@pytest.mark.parametrize("extreme", [False, True])
+def test_backward_under_wild_lists_stays_in_bounds(extreme, device):
+    case = named("stride4", selection_stride=1)
+    q, k, v = case.make_qkv("cpu")
+    out, gmax, gsum, parents = ops.attention_forward(*on(device, q, k, v), *case.op_options())
+    generator = torch.Generator().manual_seed(4)
+    lists = [
+        wild_lists(generator, tuple(x.shape), size, extreme).to(device)
+        for x, size in zip(parents, case.sizes, strict=True)
+    ]
+    k, v = (layouts.in_larger(x.to(device)) for x in (k, v))
+    dout = torch.randn(out.shape, generator=generator).to(device)
+    got = ops.attention_backward(dout, q.to(device), k, v, out, gmax, gsum, lists, *case.op_options())
+    assert [x.shape for x in got] == [q.shape, k.shape, v.shape]
+    # exp(s - gmax) of candidates that the forward did not merge may be large, but never NaN or infinite here
+    assert all(x.isfinite().all() for x in got)

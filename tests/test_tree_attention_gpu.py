@@ -1,0 +1,194 @@
+"""Tree attention on the GPU at the shapes of real models: tensor-core paths, large tensors, streams, graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+import htree_ops  # noqa: F401
+from htree_ops.testing.cases import case_id
+from htree_ops.testing.compare import assert_close_spec
+from htree_ops.testing.tree_attention_cases import TreeAttentionCase
+from htree_ops.testing.tree_attention_checks import (
+    GRADIENT_FACTOR,
+    assert_epsilon_optimal,
+    assert_lists,
+    forced,
+    reference_gradients,
+)
+
+pytestmark = pytest.mark.gpu
+
+op = torch.ops.htree
+# Scores from half-precision tensor cores (docs/semantics.md §1.11); bf16 storage has the wider figure anyway.
+TENSOR_CORE_TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 8e-3, torch.float32: 1e-4}
+TENSOR_CORE_DELTA = {torch.float16: 2e-2, torch.bfloat16: 2e-2, torch.float32: 1e-4}
+
+
+def model(name: str, dtype: torch.dtype = torch.bfloat16, **sizes: object) -> TreeAttentionCase:
+    defaults: dict[str, object] = {
+        "T": 1500,
+        "H": 8,
+        "H_kv": 2,
+        "K": 64,
+        "V": 64,
+        "r": 16,
+        "top_k": 16,
+        "M": 128,
+    }
+    return TreeAttentionCase(name=name, dtype=dtype, **{**defaults, **sizes})  # type: ignore[arg-type]
+
+
+SHAPES = [
+    model("d32", K=32, V=32),
+    model("d64"),
+    model("d128", K=128, V=128),
+    model("k64_v128", V=128),
+    *(model(f"group{g}", H=2 * g, K=128, V=128) for g in (1, 2, 4, 8, 16)),
+    model("group3", H=6),
+    model("batch", B=2, T=700),
+    model("three_layers", T=3000, top_k=4, M=32),
+    model("wide_lists", T=3000, top_k=64, M=1024),
+    model("one_layer", T=900, M=1024, top_k=64),
+    model("boundary", T=2049, M=128),
+    model("boundary_next", T=2048 * 16 // 16 + 1, M=128, top_k=8),
+    model("stride2", selection_stride=2, K=128, V=128),
+    model("stride16", selection_stride=16, K=128, V=128),
+    model("stride16_three_layers", T=3000, top_k=4, M=32, selection_stride=16),
+    model("suffix", num_queries=77),
+    model("decode", num_queries=1),
+    model("fused_projection", layout="fused_projection"),
+    model("joint", importance="exp_joint"),
+    model("no_rotation", rope_base=None),
+    model("peaked", spread=4.0),
+    *(model(f"short{t}", T=t, K=128, V=128) for t in (1, 15, 16, 17, 64)),
+]
+CASES = [s.with_dtype(dtype) for s in SHAPES for dtype in (torch.bfloat16, torch.float16)] + [
+    s.with_dtype(torch.float32) for s in SHAPES[:4]
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_forward_under_its_own_selection(case: TreeAttentionCase, nan_memory: None) -> None:
+    q, k, v = case.make_qkv("cuda")
+    out, gmax, gsum, parents = op.attention_forward(q, k, v, **case.reference_options())
+    assert_lists(parents, case.T_q, case.T, case.reference_options())
+    expected = forced(q, k, v, parents, case.reference_options())
+    a = TENSOR_CORE_TOLERANCE[case.dtype]
+    assert_close_spec(out, expected.out, rtol=a, atol=a * float(v.abs().max()), dtype=case.dtype, name="out")
+    lse = gmax.double() + gsum.double().log()
+    reference_lse = expected.state[0].double() + expected.state[1].double().log()
+    assert_close_spec(lse, reference_lse, rtol=a, atol=a * max(1.0, case.spread**2), name="lse")
+    delta = TENSOR_CORE_DELTA[case.dtype] * case.spread**2
+    assert_epsilon_optimal(q, k, v, parents, case.reference_options(), delta)
+
+    again = op.attention_forward(q, k, v, **case.reference_options())
+    assert torch.equal(out, again[0])
+    assert all(torch.equal(x, y) for x, y in zip(parents, again[3], strict=True))
+    assert torch.equal(out, op.attention(q, k, v, **case.reference_options())), "stored or not, the same bits"
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_backward_under_the_same_selection(case: TreeAttentionCase, nan_memory: None) -> None:
+    q, k, v = case.make_qkv("cuda")
+    out, gmax, gsum, parents = op.attention_forward(q, k, v, **case.reference_options())
+    dout = torch.randn_like(out)
+    options = case.reference_options()
+    gradients = op.attention_backward(dout, q, k, v, out, gmax, gsum, parents, **options)
+    wanted = reference_gradients(q, k, v, dout, parents, options)
+    a = TENSOR_CORE_TOLERANCE[case.dtype] * GRADIENT_FACTOR
+    atol = a * float(dout.abs().max()) * max(float(x.abs().max()) for x in (q, k, v))
+    for name, gradient, expected in zip(("dq", "dk", "dv"), gradients, wanted, strict=True):
+        assert_close_spec(gradient, expected, rtol=a, atol=atol, dtype=case.dtype, name=name)
+        norm = (gradient.double() - expected).norm() / expected.norm().clamp(min=1e-30)
+        assert norm < 2e-2 or expected.norm() < 1e-6, f"{name}: relative norm of the error {norm:.2e}"
+    recomputed = op.attention_backward(dout, q, k, v, out, gmax, gsum, [], **options)
+    for stored, fresh in zip(gradients, recomputed, strict=True):
+        assert torch.equal(stored, fresh), "recomputed lists give the same bits"
+    only_dq = op.attention_backward(
+        dout, q, k, v, out, gmax, gsum, parents, **options, output_mask=[True, False, False]
+    )
+    assert torch.equal(only_dq[0], gradients[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("stride", [1, 16])
+def test_the_future_changes_nothing(dtype: torch.dtype, stride: int) -> None:
+    case = model("causal", dtype, T=1500, K=128, V=128, selection_stride=stride)
+    q, k, v = case.make_qkv("cuda")
+    out = op.attention(q, k, v, **case.reference_options())
+    for t in (0, 15, 100, 1023, 1400):
+        changed = [x.clone() for x in (q, k, v)]
+        for x in changed:
+            x[:, t + 1 :] = math.nan
+        # A NaN among the rotated keys may not move the scale guard of earlier queries either.
+        assert torch.equal(op.attention(*changed, **case.reference_options())[:, : t + 1], out[:, : t + 1])
+
+
+@pytest.mark.parametrize("size", [1e-20, 1e4, 1e18, 1e30])
+def test_the_range_of_bfloat16(size: float) -> None:
+    """Scratch in half precision is guarded by a power-of-two scale per kv head."""
+    case = model("range", T=900, K=128, V=128)
+    q, k, v = case.make_qkv("cuda")
+    options = case.reference_options()
+    plain = op.attention(q, k, v, **options)
+    scaled = op.attention((q.double() / size).bfloat16(), (k.double() * size).bfloat16(), v, **options)
+    assert scaled.isfinite().all()
+    assert (scaled - plain).double().norm() / plain.double().norm() < 3e-2
+
+
+def test_more_than_2_31_elements() -> None:
+    case = model("large", T=2**19 + 4096, H=32, H_kv=1, K=128, V=128, top_k=32, M=512, selection_stride=16)
+    assert case.T * case.H * case.K > 2**31
+    q, k, v = case.make_qkv("cuda")
+    options = case.reference_options()
+    out = op.attention(q, k, v, **options)
+    # The last rows again, as a suffix that is small.
+    tail = q[:, -32:].contiguous()
+    small = dataclasses.replace(case, num_queries=32)
+    out_small, _, _, parents = op.attention_forward(tail, k, v, **small.reference_options())
+    assert torch.equal(out[:, -32:], out_small)
+    expected = forced(tail, k, v, parents, small.reference_options())
+    assert_close_spec(out_small, expected.out, rtol=8e-3, atol=8e-3 * float(v.abs().max()))
+    del out
+    keys = torch.randn(1, 2**24 + 160, 1, 130, device="cuda", dtype=torch.bfloat16)
+    assert keys.numel() > 2**31
+    parent_keys, _ = op.tree_build(keys, keys, 16)
+    assert_close_spec(parent_keys[0, -1], keys[0, -16:].double().mean(0), rtol=8e-3, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_stream_and_graph(dtype: torch.dtype) -> None:
+    case = model("graph", dtype, T=600, K=64, V=64)
+    q, k, v = case.make_qkv("cuda")
+    expected = op.attention(q, k, v, **case.reference_options())
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        out = op.attention(q, k, v, **case.reference_options())
+    stream.synchronize()
+    assert torch.equal(out, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = op.attention(q, k, v, **case.reference_options())
+    q.neg_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, op.attention(q, k, v, **case.reference_options()))
+
+
+def test_temporary_memory_is_bounded() -> None:
+    """Beyond the output and one re-laid copy of K and V, at most 1 GiB (docs/semantics.md, Decisions)."""
+    case = model("memory", T=65_536, H=32, H_kv=4, K=128, V=128, top_k=512, M=8192)
+    q, k, v = case.make_qkv("cuda")
+    op.attention(q[:, :64], k[:, :64], v[:, :64], **case.reference_options())
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = op.attention(q, k, v, **case.reference_options())
+    torch.cuda.synchronize()
+    used = torch.cuda.max_memory_allocated() - before - out.numel() * 2 - 2 * k.numel() * 2 * 17 // 16
+    assert used < 2**30, f"{used / 2**20:.0f} MiB"

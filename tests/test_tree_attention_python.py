@@ -1,0 +1,185 @@
+"""`htree_ops.tree_attention` and `HTreeAttention`: options, log-sum-exp, gradients, error classes."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+
+import htree_ops
+import htree_ops.ops.tree_attention as room
+import htree_ops.reference.tree_attention as ref
+from htree_ops.testing.tree_attention_cases import SHAPES
+from htree_ops.testing.tree_attention_checks import assert_output
+
+CASES = {shape.name: shape for shape in SHAPES}
+
+
+def keywords(case):
+    return {
+        "compression_rate": case.r,
+        "max_top_nodes": case.M,
+        "top_k": case.top_k,
+        "selection_stride": case.selection_stride,
+        "scale": case.scale,
+        "rope_base": case.rope_base,
+        "importance": case.importance,
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ragged_everywhere", "group_of_3", "stride4_suffix", "no_rotation", "importance_lse", "other_scale"],
+)
+def test_the_function_is_the_op(name, device):
+    case = CASES[name]
+    q, k, v = case.make_qkv(device)
+    out, lse = htree_ops.tree_attention(q, k, v, **keywords(case), return_lse=True)
+    wanted, gmax, gsum, _ = torch.ops.htree.attention_forward(q, k, v, *case.op_options())
+    assert torch.equal(out, wanted)
+    assert torch.equal(lse, gmax + gsum.log())
+    assert torch.equal(htree_ops.tree_attention(q, k, v, **keywords(case)), wanted)
+
+
+def test_defaults_are_the_documented_ones(device):
+    q, k, v = torch.randn(3, 1, 40, 2, 8, device=device)
+    out = htree_ops.tree_attention(q, k, v)
+    assert torch.equal(
+        out, torch.ops.htree.attention(q, k, v, 16, 8192, 512, 8**-0.5, 1e4, "lse_causal", 1, True)
+    )
+    assert_output(out, ref.dense_causal_attention(*(x.cpu().double() for x in (q, k, v))), v)
+
+
+@pytest.mark.parametrize("name", ["group_of_3", "group_of_8", "multi_head", "stride4"])
+def test_scope_q_head_selects_per_query_head(name, device):
+    """The lists of the expanded heads, which the reference then uses with its own scope (H11)."""
+    case = CASES[name]
+    q, k, v = case.make_qkv(device)
+    out = htree_ops.tree_attention(q, k, v, **keywords(case), scope="q_head")
+    group = case.H // case.H_kv
+    wide = [x.repeat_interleave(group, dim=2) for x in (k, v)]
+    parents = [x.cpu() for x in torch.ops.htree.attention_forward(q, *wide, *case.op_options())[3]]
+    cpu = [x.cpu() for x in (q, k, v)]
+    wanted = ref.htree_forward_naive(
+        *cpu, **case.reference_options(), scope="q_head", parents=parents, compute_dtype=torch.float64
+    )
+    assert_output(out, wanted.out, cpu[2])
+    if group == 1:
+        assert torch.equal(out, htree_ops.tree_attention(q, k, v, **keywords(case)))
+
+
+@pytest.mark.parametrize("scope", ["kv_head", "q_head"])
+@pytest.mark.parametrize("store_parents", [True, False])
+@pytest.mark.parametrize("return_lse", [True, False])
+def test_gradients_flow_through_the_function(scope, store_parents, return_lse, device):
+    case = CASES["group_of_3"]
+    leaves = [x.requires_grad_() for x in case.make_qkv(device)]
+    result = htree_ops.tree_attention(
+        *leaves, **keywords(case), scope=scope, store_parents=store_parents, return_lse=return_lse
+    )
+    out = result[0] if return_lse else result
+    if return_lse:
+        assert not result[1].requires_grad
+    got = torch.autograd.grad(out.square().sum(), leaves)
+    q, k, v = (x.detach().requires_grad_() for x in leaves)
+    group = case.H // case.H_kv if scope == "q_head" else 1
+    wide = [x.repeat_interleave(group, dim=2) for x in (k, v)]
+    plain = torch.ops.htree.attention(q, *wide, *case.op_options())
+    assert torch.equal(out, plain)
+    for ours, theirs in zip(got, torch.autograd.grad(plain.square().sum(), (q, k, v)), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_the_module_is_its_projections_around_the_function(device):
+    torch.manual_seed(0)
+    options = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2}
+    module = htree_ops.HTreeAttention(24, 6, 2, bias=True, **options).to(device)
+    x = torch.randn(2, 50, 24, device=device)
+    got = module(x)
+    q = module.q_proj(x).view(2, 50, 6, 4)
+    k, v = (projection(x).view(2, 50, 2, 4) for projection in (module.k_proj, module.v_proj))
+    wanted = module.o_proj(htree_ops.tree_attention(q, k, v, **options).flatten(2))
+    assert torch.equal(got, wanted)
+    got.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
+    assert {name.split(".")[0] for name, _ in module.named_parameters()} == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+    }
+    assert "num_kv_heads=2" in repr(module)
+    assert "top_k=2" in repr(module)
+    clone = htree_ops.HTreeAttention(24, 6, 2, bias=True, **options).to(device)
+    clone.load_state_dict(module.state_dict())
+    assert torch.equal(clone(x), got)
+
+
+def test_the_module_refuses_masks_and_sizes_that_do_not_divide():
+    module = htree_ops.HTreeAttention(16, 4)
+    x = torch.randn(1, 5, 16)
+    for name in ("attn_mask", "key_padding_mask"):
+        with pytest.raises(NotImplementedError, match=name):
+            module(x, **{name: torch.ones(5, 5)})
+    for wrong in (torch.randn(5, 16), torch.randn(1, 5, 17)):
+        with pytest.raises(htree_ops.ShapeMismatchError, match="x must be"):
+            module(wrong)
+    for sizes in ((16, 3), (16, 4, 3), (12, 4, 4), (16, 4, 4, 5), (16, 0)):
+        with pytest.raises(ValueError, match="HTreeAttention"):
+            htree_ops.HTreeAttention(*sizes)
+
+
+def wrong(**changes):
+    q, k, v = torch.zeros(2, 12, 4, 6), torch.zeros(2, 20, 2, 6), torch.zeros(2, 20, 2, 5)
+    return {"q": q, "k": k, "v": v, "compression_rate": 4, "max_top_nodes": 8, "top_k": 2, **changes}
+
+
+SHAPE, DTYPE = htree_ops.ShapeMismatchError, htree_ops.UnsupportedDtypeError
+BAD = {
+    "q rank": ({"q": torch.zeros(12, 4, 6)}, SHAPE, ["q", "4", "3"]),
+    "v rank": ({"v": torch.zeros(2, 20, 5)}, SHAPE, ["v", "4", "3"]),
+    "batch": ({"k": torch.zeros(3, 20, 2, 6)}, SHAPE, ["k", "2", "3"]),
+    "lengths": ({"v": torch.zeros(2, 19, 2, 5)}, SHAPE, ["v", "20", "19"]),
+    "H": ({"q": torch.zeros(2, 12, 3, 6)}, SHAPE, ["H", "H_kv", "3", "2"]),
+    "odd K": ({"q": torch.zeros(2, 12, 4, 5), "k": torch.zeros(2, 20, 2, 5)}, SHAPE, ["K", "even", "5"]),
+    "T_q": ({"q": torch.zeros(2, 21, 4, 6)}, SHAPE, ["q", "21", "20"]),
+    "dtype": ({"q": torch.zeros(2, 12, 4, 6, dtype=torch.int32)}, DTYPE, ["q", "float32", "int32"]),
+    "dtypes": ({"k": torch.zeros(2, 20, 2, 6).half()}, DTYPE, ["k", "float32", "float16"]),
+    "device": ({"v": torch.zeros(2, 20, 2, 5, device="meta")}, htree_ops.DeviceError, ["v", "cpu", "meta"]),
+    "r": ({"compression_rate": 1}, ValueError, ["compression_rate", "2", "1"]),
+    "k": ({"top_k": 0}, ValueError, ["top_k_per_layer", "1", "0"]),
+    "M": ({"max_top_nodes": 9}, ValueError, ["max_top_nodes", "8", "9"]),
+    "scale": ({"scale": math.nan}, ValueError, ["scale", "finite", "nan"]),
+    "stride": ({"selection_stride": 3}, ValueError, ["selection_stride", "3"]),
+    "suffix": (
+        {"selection_stride": 4, "q": torch.zeros(2, 13, 4, 6)},
+        ValueError,
+        ["selection_stride", "20", "13"],
+    ),
+    "importance": ({"importance": "max"}, ValueError, ["importance", "max"]),
+    "scope": ({"scope": "head"}, ValueError, ["scope", "kv_head", "head"]),
+}
+
+
+@pytest.mark.parametrize(("changes", "error", "words"), BAD.values(), ids=BAD)
+def test_wrong_arguments_raise_the_classes_of_the_package(changes, error, words):
+    with pytest.raises(error) as caught:
+        htree_ops.tree_attention(**wrong(**changes))
+    missing = [w for w in words if not re.search(rf"(?<!\w){re.escape(w)}(?!\w)", str(caught.value))]
+    assert not missing, f"{missing} not in: {caught.value}"
+    if issubclass(error, htree_ops.HTreeKernelError):
+        assert getattr(caught.value, "tensor_name", None) in ("q", "k", "v")
+
+
+def test_the_stage_functions_return_the_tensors_that_the_ops_change(device):
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(1, 2, 1, 8, 2, generator=generator).to(device)
+    positions = torch.tensor([3, -1], dtype=torch.int32, device=device).expand(1, 2, 1, 2).contiguous()
+    assert room.mask_topk_scores_(scores, positions) is scores
+    assert (scores[..., 3, :] == -math.inf).all()
+    state = [torch.ones(1, 2, 2, device=device) for _ in range(2)] + [torch.ones(1, 2, 2, 3, device=device)]
+    merged = room.merge_to_global_(*state, *[x.clone() for x in state])
+    assert all(ours is theirs for ours, theirs in zip(merged, state, strict=True))
+    assert (state[1] == 2).all()
