@@ -23,7 +23,9 @@ TINY = f"--device cpu {MODEL} --context 256 --batch 4 --eval-windows 2 --time-le
 
 @pytest.fixture(scope="module")
 def lm():
-    """The script and its parts as modules."""
+    """The script and its parts as modules, on one thread: at this size more of them only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(SCRIPT.parent))
         import train_lm
@@ -32,6 +34,7 @@ def lm():
         yield SimpleNamespace(
             main=train_lm.main, model=model, report=report, settings=settings, text=text, training=training
         )
+    torch.set_num_threads(threads)
 
 
 def settings_of(lm, flags: str):
@@ -43,8 +46,8 @@ def history(folder: Path) -> dict:
 
 
 def test_it_learns_real_text(lm, tmp_path, capsys):
-    flags = f"{TINY} --steps 120 --learning-rate 1e-2 --eval-every 60 --out {tmp_path}"
-    flags = flags.replace("--time-lengths none --sample-bytes 0", "--time-lengths 64,128 --sample-bytes 8")
+    flags = f"{TINY} --batch 8 --steps 100 --eval-every 50 --eval-windows 24 --time-lengths 64,128 --sample-bytes 8"
+    flags += f" --out {tmp_path}"
     assert lm.main(flags.split()) == 0
     shown = capsys.readouterr().out
     found = history(tmp_path)
@@ -52,9 +55,9 @@ def test_it_learns_real_text(lm, tmp_path, capsys):
     assert 4 < unigram < 5.5  # Python sources
     for name in ("tree", "dense"):
         curves = found["models"][name]
-        assert len(curves["train_bits_per_byte"]) == 120
+        assert len(curves["train_bits_per_byte"]) == 100
         assert curves["train_bits_per_byte"][0] > unigram + 1
-        assert curves["validation_bits_per_byte"][-1][1] < unigram - 0.5, name
+        assert curves["validation_bits_per_byte"][-1][1] < unigram - 1.0, name
         assert name in shown
     # the same start on the same batches: the first losses differ by what the tree leaves out
     first = [found["models"][name]["train_bits_per_byte"][0] for name in ("tree", "dense")]

@@ -51,9 +51,9 @@ COMMON: dict[str, Any] = {
     "top_k": 32,
     "max_top_nodes": 256,
     "selection_stride": 1,
-    "learning_rate": 3e-3,
+    "learning_rate": 0.03,
     "seed": 0,
-    "eval_every": 25,
+    "eval_every": 20,
     "dense": True,
 }
 PRESETS: dict[str, dict[str, Any]] = {
@@ -61,7 +61,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     | {
         "context": 4096,
         "batch": 1,
-        "steps": 150,
+        "steps": 220,
         "layers": 3,
         "dim": 128,
         "heads": 4,
@@ -78,7 +78,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "heads": 8,
         "kv_heads": 2,
         "eval_windows": 8,
-        "learning_rate": 1e-3,
     },
 }
 
@@ -163,7 +162,7 @@ def make_parser() -> argparse.ArgumentParser:
     training.add_argument("--batch", type=int, metavar="N", help=f"sequences per step ({both('batch')})")
     training.add_argument("--steps", type=int, metavar="N", help=f"optimizer steps ({both('steps')})")
     training.add_argument(
-        "--learning-rate", type=float, metavar="X", help=f"peak of AdamW's ({both('learning_rate')})"
+        "--learning-rate", type=float, metavar="X", help=f"peak of Muon's ({both('learning_rate')})"
     )
     training.add_argument(
         "--seed", type=int, metavar="N", help=f"of weights, batches and the sample ({both('seed')})"

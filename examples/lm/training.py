@@ -27,6 +27,7 @@ __all__ = ["Learner", "Run", "bits_per_byte", "precision", "read_checkpoint"]
 
 CLIP_NORM = 1.0
 WARMUP_STEPS = 10
+EMBEDDING_RATE = 0.2  # AdamW's learning rate as a share of Muon's
 
 
 def precision(device: str) -> contextlib.AbstractContextManager[object]:
@@ -67,10 +68,13 @@ class Learner:
         self.name = name
         self.model = model.to(settings.device)
         self.settings = settings
-        matrices = [p for p in model.parameters() if p.dim() == 2]
-        vectors = [p for p in model.parameters() if p.dim() < 2]
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95))
+        # Muon learns in fewer steps than AdamW, which keeps the embedding and the norms.
+        matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
+        others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(matrices, lr=settings.learning_rate, weight_decay=0.1),
+            torch.optim.AdamW(others, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
         self.train: list[float] = []
         self.validation: list[list[float]] = []
         self.seconds: list[float] = []
@@ -78,15 +82,18 @@ class Learner:
     def step(self, sequences: Tensor) -> None:
         """One update on int64 [batch, context + 1]."""
         started = time.perf_counter()
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(len(self.train), self.settings)
+        rate = learning_rate(len(self.train), self.settings)
+        for optimizer, factor in zip(self.optimizers, (1.0, EMBEDDING_RATE), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * factor
+            optimizer.zero_grad(set_to_none=True)
         self.model.train()
         with precision(self.settings.device):
             loss = bits_per_byte(self.model, sequences)
-        self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         self.train.append(float(loss.detach()))
         self.seconds.append(time.perf_counter() - started)  # reading the loss has waited for the device
 
@@ -114,7 +121,7 @@ class Learner:
         """For a checkpoint."""
         return {
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "train": self.train,
             "validation": self.validation,
             "seconds": self.seconds,
@@ -123,7 +130,8 @@ class Learner:
     def load(self, state: dict[str, Any]) -> None:
         """The reverse of :meth:`state`."""
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        for optimizer, stored in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(stored)
         self.train, self.validation = list(state["train"]), [list(pair) for pair in state["validation"]]
         self.seconds = list(state["seconds"])
 
