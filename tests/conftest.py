@@ -34,6 +34,15 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """One CPU thread for the module: thousands of tiny calls, for which waking threads costs more than they save."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def nan_memory() -> Iterator[None]:
     """Fresh tensors of the test start as NaN; inside ``@given`` use ``poisoned_memory()`` itself."""

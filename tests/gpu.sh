@@ -13,13 +13,15 @@ fi
 export HTREE_REQUIRE_CUDA=1 PYTHONUNBUFFERED=1
 case $mode in
   test)
-    timeout "$limit" "$python" -m pytest -x -q -k cuda -p no:cacheprovider "$@" 2>&1 | tee "$out/test-gpu.log"
+    timeout "$limit" "$python" -m pytest -q -k cuda -p no:cacheprovider "$@" 2>&1 | tee "$out/test-gpu.log"
     ;;
   sanitize)
     status=0
+    tests=("$@")
+    [ $# -gt 0 ] || tests=(tests/test_sanitize*.py)
     for tool in memcheck racecheck; do
       PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout "$limit" compute-sanitizer --tool "$tool" --error-exitcode 86 \
-        --target-processes all "$python" -m pytest -x -q -k cuda -p no:cacheprovider "${@:-tests/test_sanitize.py}" \
+        --target-processes all "$python" -m pytest -q -k cuda -p no:cacheprovider "${tests[@]}" \
         2>&1 | tee "$out/sanitize-$tool.log"
       status=$((status + PIPESTATUS[0]))
     done

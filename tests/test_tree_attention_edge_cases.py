@@ -28,6 +28,7 @@ from htree_ops.testing.tree_attention_checks import (
 )
 
 ops = torch.ops.htree
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def on(device, *tensors):

@@ -30,6 +30,7 @@ from htree_ops.testing.cases import case_id
 from htree_ops.testing.compare import assert_close_spec
 
 ops = torch.ops.htree
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # ---- staged, per query head

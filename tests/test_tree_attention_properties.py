@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -24,6 +25,7 @@ from htree_ops.testing.tree_attention_checks import (
 )
 
 ops = torch.ops.htree
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def forward(q, k, v, case):

@@ -11,6 +11,8 @@ import htree_ops.reference.tree_attention as ref
 from htree_ops.testing.cases import case_id
 from htree_ops.testing.tree_attention_cases import SHAPES
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FLOAT64_SHAPES = [shape.with_dtype(torch.float64) for shape in SHAPES]
 SMALL = [case for case in FLOAT64_SHAPES if 0 < case.T * case.B <= 110 and case.K <= 18 and case.T_q]
 

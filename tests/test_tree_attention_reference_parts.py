@@ -13,6 +13,8 @@ from htree_ops.reference.tree_attention.state import accumulate
 from htree_ops.testing.cases import case_id
 from htree_ops.testing.tree_attention_cases import GRADIENT_SHAPES, SHAPES
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def test_subtraction_loses_what_the_formula_says():
     """Relative error about eps * total / remaining mass: fine for spread 1, lost for spread 8 (§1.7)."""

@@ -25,6 +25,7 @@ from htree_ops.testing.compare import assert_close_spec
 from htree_ops.testing.tree_attention_cases import SHAPES
 
 ops = torch.ops.htree
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # ---- tree and tables

@@ -1,0 +1,50 @@
+"""Small calls of every CUDA kernel of tree attention, for compute-sanitizer (`make sanitize`)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import htree_ops  # noqa: F401
+from htree_ops.testing.cases import case_id
+from htree_ops.testing.tree_attention_calls import calls
+from htree_ops.testing.tree_attention_cases import SHAPES, TreeAttentionCase
+
+pytestmark = pytest.mark.gpu
+
+NAMES = ("r16", "wide_lists", "group_of_3", "odd_value", "wide_value", "stride4_suffix", "ragged_everywhere")
+GENERAL = [shape for shape in SHAPES if shape.name in NAMES]
+
+
+def tensor_core(name: str, dtype: torch.dtype, **sizes: object) -> TreeAttentionCase:
+    defaults: dict[str, object] = {"T": 300, "H": 8, "H_kv": 1, "r": 16, "top_k": 4, "M": 32}
+    return TreeAttentionCase(name=name, dtype=dtype, **{**defaults, **sizes})  # type: ignore[arg-type]
+
+
+TENSOR_CORE = [
+    tensor_core("d32", torch.bfloat16, K=32, V=32),
+    tensor_core("d64", torch.float16, K=64, V=64),
+    tensor_core("d128", torch.bfloat16, K=128, V=128),
+    tensor_core("group16", torch.bfloat16, H=16, K=128, V=128),
+    tensor_core("stride16", torch.bfloat16, K=128, V=128, selection_stride=16),
+    tensor_core("three_layers", torch.bfloat16, T=1100, top_k=2, K=64, V=64),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", GENERAL, ids=lambda c: c.name)
+def test_every_op(case: TreeAttentionCase, dtype: torch.dtype) -> None:
+    for call in calls(case.with_dtype(dtype), "cuda"):
+        result = call()
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                assert not tensor.isnan().any(), call.op
+
+
+@pytest.mark.parametrize("case", TENSOR_CORE, ids=case_id)
+def test_attention_and_its_gradient(case: TreeAttentionCase) -> None:
+    q, k, v = (x.requires_grad_() for x in case.make_qkv("cuda"))
+    for store_parents in (True, False):
+        out = torch.ops.htree.attention(q, k, v, *case.op_options(), store_parents)
+        for gradient in torch.autograd.grad(out, (q, k, v), torch.randn_like(out)):
+            assert gradient.isfinite().all()
