@@ -182,3 +182,5 @@ def test_what_the_limits_say_is_refused():
     (dq,) = torch.autograd.grad(htree_ops.tree_attention(q, q, q).sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="double backward"):
         dq.sum().backward()
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(lambda x: htree_ops.tree_attention(x, x, x).sum())(q.detach())
