@@ -1,0 +1,136 @@
+"""The language model: bytes in, logits of the next byte out; its attention is a tree or dense."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from htree_ops import HTreeAttention
+
+from .settings import Settings
+
+__all__ = ["ByteLM", "DenseAttention", "candidates_per_query", "dense_attention", "layer_sizes", "rotate"]
+
+VOCABULARY = 256
+
+
+@functools.lru_cache(maxsize=4)
+def rotary_table(num_rows: int, half: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of t * base^(-i / half), float32 [num_rows, 1, half] each, from float64 angles."""
+    frequency = base ** (-torch.arange(half, device=device, dtype=torch.float64) / half)
+    angle = torch.arange(num_rows, device=device, dtype=torch.float64)[:, None, None] * frequency
+    return angle.cos().float(), angle.sin().float()
+
+
+def rotate(x: Tensor, base: float = 10000.0) -> Tensor:
+    """Half-split rotary positions on x [B, T, H, K]: row t turns by t * base^(-2i / K) (docs/semantics.md §1.4).
+
+    The product is taken in float32 and rounded once to the dtype of x.
+    """
+    cos, sin = rotary_table(x.shape[1], x.shape[3] // 2, base, x.device)
+    low, high = x.float().chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, low * sin + high * cos), dim=-1).to(x.dtype)
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal softmax attention over every earlier token: q [B, T, H, K], k and v [B, T, H_kv, K] -> as q."""
+    q, k, v = (x.transpose(1, 2) for x in (rotate(q), rotate(k), v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+class DenseAttention(HTreeAttention):
+    """The same projections and rotary positions around :func:`dense_attention`; parameters are exchangeable."""
+
+    def forward(
+        self, x: Tensor, *, attn_mask: Tensor | None = None, key_padding_mask: Tensor | None = None
+    ) -> Tensor:
+        """x [B, T, E] -> [B, T, E]; masks are refused."""
+        if attn_mask is not None or key_padding_mask is not None:
+            raise NotImplementedError("DenseAttention: masks are not supported")
+        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        return self.o_proj(dense_attention(q, k, v).flatten(2))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + MLP(norm(x)) of four times the width."""
+
+    def __init__(self, settings: Settings, attention: type[HTreeAttention]) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(settings.dim, eps=1e-6)
+        self.attention = attention(
+            settings.dim,
+            settings.heads,
+            settings.kv_heads,
+            compression_rate=settings.compression_rate,
+            max_top_nodes=settings.max_top_nodes,
+            top_k=settings.top_k,
+            selection_stride=settings.selection_stride,
+        )
+        self.mlp_norm = nn.RMSNorm(settings.dim, eps=1e-6)
+        self.up = nn.Linear(settings.dim, 4 * settings.dim, bias=False)
+        self.down = nn.Linear(4 * settings.dim, settings.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh"))
+
+
+class ByteLM(nn.Module):
+    """Embedding, blocks, norm and a tied output. The attention's rotary positions are the only ones.
+
+    Args:
+        settings: sizes and options of the tree.
+        attention: HTreeAttention or DenseAttention; the parameters have the same names and shapes.
+    """
+
+    def __init__(self, settings: Settings, attention: type[HTreeAttention] = HTreeAttention) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, settings.dim)
+        self.blocks = nn.ModuleList(Block(settings, attention) for _ in range(settings.layers))
+        self.norm = nn.RMSNorm(settings.dim, eps=1e-6)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                # what adds to the residual stream starts smaller, by the number of additions
+                adds = name.endswith(("o_proj.weight", "down.weight"))
+                deviation = parameter.shape[1] ** -0.5
+                nn.init.normal_(
+                    parameter, std=deviation / (2 * settings.layers) ** 0.5 if adds else deviation
+                )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens int64 [B, T] -> logits [B, T, 256]."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.embedding.weight)
+
+
+def layer_sizes(context: int, settings: Settings) -> list[int]:
+    """Nodes per layer of the tree over ``context`` tokens, tokens first (docs/semantics.md §1.2)."""
+    sizes = [context]
+    while sizes[-1] > settings.max_top_nodes:
+        sizes.append(-(-sizes[-1] // settings.compression_rate))
+    return sizes
+
+
+def candidates_per_query(context: int, settings: Settings) -> Tensor:
+    """Nodes that each query scores, all layers together, int64 [context] (docs/semantics.md §1.3).
+
+    Dense attention scores t + 1 at position t. A layer gives (m - 1) * r + (t // r^l) % r + 1 candidates from m
+    parents; min(k, that many) of them are the parents of the layer below.
+    """
+    rate, top = settings.compression_rate, len(layer_sizes(context, settings)) - 1
+    position = torch.arange(context)
+    parents = position // rate ** (top + 1) + 1
+    total = torch.zeros_like(position)
+    for layer in range(top, -1, -1):
+        count = (parents - 1) * rate + position // rate**layer % rate + 1
+        total += count
+        parents = count.clamp(max=settings.top_k)
+    return total

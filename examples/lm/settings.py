@@ -1,0 +1,255 @@
+"""Flags of the example, their defaults per device, and the one line that a wrong value gets."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from htree_ops.ops.tree_attention import HTreeAttention
+
+__all__ = ["Settings", "UserError", "make_parser", "resolve"]
+
+
+class UserError(Exception):
+    """Something the caller can put right; shown as one line, exit status 2."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides the numbers of a run; stored in its checkpoint.
+
+    Sizes are in bytes of text (context, sample), in bytes per step = batch * context, or plain counts.
+    """
+
+    device: str
+    text: str
+    context: int
+    batch: int
+    steps: int
+    layers: int
+    dim: int
+    heads: int
+    kv_heads: int
+    compression_rate: int
+    top_k: int
+    max_top_nodes: int
+    selection_stride: int
+    learning_rate: float
+    seed: int
+    eval_every: int
+    eval_windows: int
+    dense: bool
+
+
+#: What a device gets where a flag is not given. A GPU takes a longer context and a larger model, in bfloat16.
+COMMON: dict[str, Any] = {
+    "compression_rate": 16,
+    "top_k": 32,
+    "max_top_nodes": 256,
+    "selection_stride": 1,
+    "learning_rate": 0.03,
+    "seed": 0,
+    "eval_every": 20,
+    "dense": True,
+}
+PRESETS: dict[str, dict[str, Any]] = {
+    "cpu": COMMON
+    | {
+        "context": 4096,
+        "batch": 1,
+        "steps": 220,
+        "layers": 3,
+        "dim": 128,
+        "heads": 4,
+        "kv_heads": 1,
+        "eval_windows": 4,
+    },
+    "cuda": COMMON
+    | {
+        "context": 32768,
+        "batch": 2,
+        "steps": 400,
+        "layers": 6,
+        "dim": 512,
+        "heads": 8,
+        "kv_heads": 2,
+        "eval_windows": 8,
+    },
+}
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """argparse without the usage block in front of an error."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line. A flag without a value given is None: its default depends on the device."""
+
+    def both(name: str) -> str:
+        cpu, gpu = (PRESETS[device][name] for device in ("cpu", "cuda"))
+        return f"default {cpu}" if cpu == gpu else f"default {cpu}, on a GPU {gpu}"
+
+    parser = OneLineParser(
+        prog="train_lm.py",
+        description="Trains a byte-level causal language model with tree attention on the sources of Python's "
+        "standard library, and the same model with dense attention on the same batches beside it.",
+    )
+    data = parser.add_argument_group("data and files")
+    data.add_argument(
+        "--text", metavar="DIR", help="folder with .py files to learn from; default: the standard library"
+    )
+    data.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/train_lm"),
+        metavar="DIR",
+        help="folder for checkpoint.pt, history.json, curves.png and sample.txt (default %(default)s); "
+        "a run without --resume replaces what is there",
+    )
+    data.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the checkpoint in --out; sizes come from it, and --steps may be raised",
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--layers", type=int, metavar="N", help=f"blocks of attention and MLP ({both('layers')})"
+    )
+    model.add_argument("--dim", type=int, metavar="N", help=f"width of the model ({both('dim')})")
+    model.add_argument(
+        "--heads", type=int, metavar="N", help=f"query heads, dim / heads even ({both('heads')})"
+    )
+    model.add_argument(
+        "--kv-heads",
+        type=int,
+        metavar="N",
+        help=f"key and value heads, a divisor of heads ({both('kv_heads')})",
+    )
+    tree = parser.add_argument_group("tree")
+    tree.add_argument(
+        "--compression-rate", type=int, metavar="N", help=f"r, children per node ({both('compression_rate')})"
+    )
+    tree.add_argument(
+        "--top-k", type=int, metavar="N", help=f"k, nodes that a query refines per layer ({both('top_k')})"
+    )
+    tree.add_argument(
+        "--max-top-nodes",
+        type=int,
+        metavar="N",
+        help=f"M, most nodes of the top layer, at most k * r; decides the depth ({both('max_top_nodes')})",
+    )
+    tree.add_argument(
+        "--selection-stride",
+        type=int,
+        metavar="N",
+        help="s consecutive queries refine the set of their first one; a power of two that divides r "
+        f"({both('selection_stride')})",
+    )
+    training = parser.add_argument_group("training")
+    training.add_argument(
+        "--context",
+        type=int,
+        metavar="N",
+        help=f"bytes per sequence ({both('context')}); below M + 1 nothing is selected",
+    )
+    training.add_argument("--batch", type=int, metavar="N", help=f"sequences per step ({both('batch')})")
+    training.add_argument("--steps", type=int, metavar="N", help=f"optimizer steps ({both('steps')})")
+    training.add_argument(
+        "--learning-rate", type=float, metavar="X", help=f"peak of Muon's ({both('learning_rate')})"
+    )
+    training.add_argument(
+        "--seed", type=int, metavar="N", help=f"of weights, batches and the sample ({both('seed')})"
+    )
+    training.add_argument(
+        "--eval-every", type=int, metavar="N", help=f"steps between validations ({both('eval_every')})"
+    )
+    training.add_argument(
+        "--eval-windows",
+        type=int,
+        metavar="N",
+        help=f"validation sequences of context bytes ({both('eval_windows')})",
+    )
+    training.add_argument(
+        "--no-dense",
+        dest="dense",
+        action="store_const",
+        const=False,
+        help="train only the tree model, without the dense one beside it",
+    )
+    training.add_argument(
+        "--device", metavar="NAME", help="cpu, cuda or cuda:1; default: cuda where the GPU kernels can run"
+    )
+    after = parser.add_argument_group("after training")
+    after.add_argument(
+        "--sample-bytes",
+        default=200,
+        type=int,
+        metavar="N",
+        help="length of the generated sample (default %(default)s)",
+    )
+    after.add_argument(
+        "--time-lengths",
+        metavar="T,T,...",
+        help="context lengths at which attention alone is timed, or 'none' "
+        "(default 4096,8192,16384,32768, on a GPU up to 131072)",
+    )
+    return parser
+
+
+def resolve(arguments: argparse.Namespace, device: str, text: str, stored: Settings | None) -> Settings:
+    """The settings of a run: flags over the checkpoint's (``stored``) or the device's defaults.
+
+    Raises:
+        UserError: a flag contradicts the checkpoint, or a value is outside its range.
+    """
+    given = {f.name: getattr(arguments, f.name) for f in fields(Settings) if f.name not in ("device", "text")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if stored is None:
+        chosen = Settings(**(PRESETS[torch.device(device).type] | given), device=device, text=text)
+    else:
+        kept = asdict(stored)
+        for name, value in (given | ({"text": text} if arguments.text else {})).items():
+            if name != "steps" and value != kept[name]:
+                flag = "--no-dense" if name == "dense" else f"--{name.replace('_', '-')} {value}"
+                raise UserError(f"{flag} contradicts the checkpoint, which has {name} = {kept[name]}")
+        chosen = Settings(**(kept | {"device": device, "steps": given.get("steps", stored.steps)}))
+    check(chosen)
+    return chosen
+
+
+def check(settings: Settings) -> None:
+    """Raises UserError for the first value outside its range; tree options are checked by the package."""
+    smallest = {"context": 2, "batch": 1, "steps": 1, "layers": 1, "dim": 2, "heads": 1, "kv_heads": 1}
+    smallest |= {"seed": 0, "eval_every": 1, "eval_windows": 1, "compression_rate": 2, "top_k": 1}
+    smallest |= {"max_top_nodes": 1, "selection_stride": 1}
+    for name, least in smallest.items():
+        value = getattr(settings, name)
+        if value < least:
+            raise UserError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+    if not 0 < settings.learning_rate < float("inf"):
+        raise UserError(f"--learning-rate must be positive and finite, got {settings.learning_rate}")
+    r, k, m, s = (
+        settings.compression_rate,
+        settings.top_k,
+        settings.max_top_nodes,
+        settings.selection_stride,
+    )
+    if m > k * r:
+        raise UserError(
+            f"--max-top-nodes must be at most top-k * compression-rate = {k} * {r} = {k * r}, got {m}"
+        )
+    if s & (s - 1) or r % s:
+        raise UserError(f"--selection-stride must be a power of two that divides {r}, got {s}")
+    try:
+        HTreeAttention(settings.dim, settings.heads, settings.kv_heads, device="meta")
+    except ValueError as error:
+        raise UserError(
+            f"--dim {settings.dim}, --heads {settings.heads}, --kv-heads {settings.kv_heads}: {error}"
+        ) from error

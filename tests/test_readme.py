@@ -1,0 +1,191 @@
+"""The README is true: its example runs, its ops and switches are those of the code, its figures those of the files."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import htree_ops
+from htree_ops.bench import readme_table
+from htree_ops.info import op_names
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def section(title: str) -> str:
+    found = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", README, re.M | re.S)
+    assert found, title
+    return found.group(1)
+
+
+def test_the_example_runs_as_printed(capsys):
+    blocks = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
+    assert blocks
+    assert len(blocks[0].strip().splitlines()) <= 12
+    for block in blocks:
+        names: dict[str, object] = {}
+        exec(compile(block, "README.md", "exec"), names)
+    out = capsys.readouterr().out
+    assert "torch.Size([1, 4096, 256])" in out
+
+
+def test_the_two_commands_are_targets():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"(?:^    |`)make ([a-z][a-z-]*)", README, re.M)):
+        assert re.search(rf"^{target}:.*## ", makefile, re.M), target
+    assert {"demo", "test"} <= set(re.findall(r"^    make ([a-z-]+)", README, re.M))
+
+
+def test_the_table_names_every_op():
+    named = set(re.findall(r"^\| `(\w+?)(?:\(.*?)?`", section("Ops"), re.M))
+    named |= set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\|(.*?)\|", section("Ops"), re.M))))
+    registered = {name.split(".")[0] for name in op_names()}
+    modules = {
+        name
+        for name in htree_ops.__all__
+        if isinstance(value := getattr(htree_ops, name), type) and issubclass(value, torch.nn.Module)
+    }
+    assert (registered | modules) - named == set(), "not in the README's table"
+    assert named - registered - set(htree_ops.__all__) == set(), (
+        "in the README's table, but not in the package"
+    )
+
+
+def test_the_table_names_every_switch():
+    """Every HTREE_ variable that is read from an environment, and no other."""
+    code = re.compile(r"(?:environ(?:\.get\(|\[)|env_or\(|getenv\()\s*\"(HTREE_\w+)\"")
+    read: set[str] = set()
+    for pattern in (
+        "setup.py",
+        "htree_ops/**/*.py",
+        "tests/*.py",
+        "csrc/**/*.h",
+        "csrc/**/*.cpp",
+        "csrc/**/*.cu",
+    ):
+        for path in ROOT.glob(pattern):
+            read |= set(code.findall(path.read_text()))
+    assert {"HTREE_CUDA", "HTREE_REQUIRE_CUDA", "HTREE_CPU_ISA"} <= read
+    assert set(re.findall(r"^\| `(HTREE_\w+)", section("Switches"), re.M)) == read
+
+
+def test_the_figures_are_those_of_the_files():
+    folder = ROOT / "benchmarks" / "results"
+    expected = readme_table.render(readme_table.read_rows(folder), "benchmarks/results")
+    assert readme_table.replace_section(README, expected) == README, (
+        "run python -m htree_ops.bench.readme_table"
+    )
+
+
+ROW = {
+    "gpu": "Some GPU",
+    "cpu": "Some CPU, 2 threads",
+    "torch": "2.11.0",
+    "cuda": "13.0",
+    "driver": "580",
+    "commit": "0123456789abcdef-dirty",
+    "op": "causal_softmax",
+    "case": "square",
+    "dtype": "bfloat16",
+    "median_us": 130.0,
+    "graph_us": 110.25,
+    "percent_of_ceiling": 87.6,
+    "baseline": "eager",
+    "baseline_computes_the_same": True,
+    "baseline_median_us": 4000.0,
+    "baseline_graph_us": None,
+    "speedup": 30.77,
+}
+
+
+def write(folder: Path, name: str, content: object) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(json.dumps(content))
+
+
+def test_a_table_is_made_from_rows(tmp_path):
+    fast = ROW | {"baseline": "torch.compile", "baseline_graph_us": 384.0, "speedup": 384.0 / 110.25}
+    other = ROW | {"baseline": "without mask", "baseline_computes_the_same": False, "speedup": 1.1}
+    write(tmp_path / "results", "softmax.json", [ROW, fast, other])
+    on_cpu = ROW | {"gpu": "none", "graph_us": None, "speedup": 30.77}
+    write(tmp_path / "results", "wrapped.json", {"note": "", "rows": [on_cpu]})
+    text = readme_table.render(readme_table.read_rows(tmp_path / "results"), "r")
+    assert (
+        "Some GPU, CUDA 13.0, driver 580, torch 2.11.0, commit 0123456789ab-dirty (`r/softmax.json`):" in text
+    )
+    assert (
+        "| `causal_softmax` | square | bfloat16 | 110 µs | 88 | torch.compile | 384 µs | 3.48 |" in text
+    )  # graph times
+    assert "Some CPU, 2 threads, torch 2.11.0" in text
+    assert (
+        "| `causal_softmax` | square | bfloat16 | 130 µs | 88 | eager | 4.0 ms | 30.77 |" in text
+    )  # medians
+    assert "without mask" not in text
+
+
+def test_only_the_slowest_cases_of_an_op_are_shown(tmp_path):
+    rows = [ROW | {"case": f"case {i}", "median_us": 10.0 + i} for i in range(9)]
+    write(tmp_path, "a.json", rows)
+    shown = re.findall(r"case \d", readme_table.render(readme_table.read_rows(tmp_path), "r"))
+    assert shown == ["case 5", "case 6", "case 7", "case 8"]
+
+
+def test_the_command_writes_and_checks(tmp_path, capsys):
+    readme, folder = tmp_path / "README.md", tmp_path / "results"
+    readme.write_text(f"before\n{readme_table.BEGIN}\nold\n{readme_table.END}\nafter\n")
+    flags = ["--readme", str(readme), "--results", str(folder)]
+    assert readme_table.main([*flags, "--check"]) == 1
+    assert "differs" in capsys.readouterr().err
+    assert readme_table.main(flags) == 0  # no results at all
+    assert readme_table.NOTHING in readme.read_text()
+    assert readme.read_text().startswith("before\n")
+    assert readme.read_text().endswith("\nafter\n")
+    assert readme_table.main([*flags, "--check"]) == 0
+    write(folder, "a.json", [ROW])
+    assert readme_table.main([*flags, "--check"]) == 1
+    assert readme_table.main(flags) == 0
+    assert readme_table.NOTHING not in readme.read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ([ROW | {"commit": None}], "row 0 lacks commit"),
+        ({"rows": 3}, "expected a list of rows"),
+        ([1], "expected a list of rows"),
+    ],
+)
+def test_unusable_files_are_named(tmp_path, capsys, content, complaint):
+    (tmp_path / "README.md").write_text(f"{readme_table.BEGIN}{readme_table.END}")
+    write(tmp_path / "results", "bad.json", content)
+    status = readme_table.main(
+        ["--readme", str(tmp_path / "README.md"), "--results", str(tmp_path / "results")]
+    )
+    assert status == 2
+    assert "bad.json" in (err := capsys.readouterr().err)
+    assert complaint in err
+
+
+@pytest.mark.parametrize("text", ["", readme_table.END + readme_table.BEGIN, readme_table.BEGIN * 2])
+def test_a_readme_without_the_markers_is_refused(text):
+    with pytest.raises(ValueError, match="must hold"):
+        readme_table.replace_section(text, "")
+
+
+def test_what_the_limits_say_is_refused():
+    """Sentences of the section Limits that a few lines can check."""
+    layer = htree_ops.HTreeAttention(16, 2)
+    x = torch.randn(1, 8, 16)
+    with pytest.raises(NotImplementedError, match="key_padding_mask"):
+        layer(x, key_padding_mask=torch.ones(1, 8))
+    q = torch.randn(1, 8, 2, 8, requires_grad=True)
+    (dq,) = torch.autograd.grad(htree_ops.tree_attention(q, q, q).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="double backward"):
+        dq.sum().backward()
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(lambda x: htree_ops.tree_attention(x, x, x).sum())(q.detach())
