@@ -32,8 +32,8 @@ struct Traits {
   static constexpr int kPacks = kElems / kPackElems;
   static constexpr bool kStrided = !kVectorised;
   static constexpr int kBlock = kThreads * kRowsPerBlock;
-  // Half types at 16 elements fit 40 registers, which lets 1536 threads of an SM hide each other's latency.
-  static constexpr int kMinBlocks = sizeof(T) == 2 && kElems == 16 ? 1536 / kBlock : 1;
+  // Packed half types at 16 elements fit 48 registers, which lets 1280 threads of an SM hide each other's latency.
+  static constexpr int kMinBlocks = kVectorised && sizeof(T) == 2 && kElems == 16 ? 1280 / kBlock : 1;
   static_assert(kThreads % device::kWarpSize == 0 && kBlock <= 1024);
   static_assert(kRowsPerBlock == 1 || kThreads == device::kWarpSize, "rows share a block only one warp each");
   static_assert(kElems % kPackElems == 0, "whole packs only");
