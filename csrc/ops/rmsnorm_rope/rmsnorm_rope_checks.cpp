@@ -16,6 +16,11 @@ bool equal(const c10::SymInt& a, const c10::SymInt& b) {
   return a.sym_eq(b).guard_bool(__FILE__, __LINE__);
 }
 
+// Whether width = size * count, without a product that may overflow.
+bool is_product(const c10::SymInt& width, const c10::SymInt& size, int64_t count) {
+  return equal(width % count, 0) && equal(width / count, size);
+}
+
 // The width of the heads that are rotated. A table row holds a whole head, or half of one where something
 // else (num_heads, or the last dim of x) says how wide a head is.
 c10::SymInt head_dim_of(const Arguments& a) {
@@ -24,7 +29,7 @@ c10::SymInt head_dim_of(const Arguments& a) {
   if (a.norm == Norm::kHead) {
     return width;
   }
-  const bool half = a.num_heads.has_value() && equal(columns * 2 * *a.num_heads, width);
+  const bool half = a.num_heads.has_value() && is_product(width, columns * 2, *a.num_heads);
   return half ? columns * 2 : columns;
 }
 
@@ -75,7 +80,7 @@ void check(const Arguments& a) {
   const c10::SymInt head_dim = head_dim_of(a);
   const c10::SymInt width = a.x.sym_size(-1);
   if (a.norm == Norm::kHidden && a.num_heads.has_value()) {
-    TORCH_CHECK_VALUE(equal(head_dim * *a.num_heads, width), op, ": Hd = ", width,
+    TORCH_CHECK_VALUE(is_product(width, head_dim, *a.num_heads), op, ": Hd = ", width,
                       " must be num_heads = ", *a.num_heads, " times the head dim ", head_dim,
                       " of cos and sin");
   } else if (!equal(width, 0)) {
