@@ -66,8 +66,7 @@ __global__ void __launch_bounds__(Tr::kBlock)
     Rotation<A, Tr::kPack> rotation;
     rotation.load(p.cos, p.sin, index.position, in_half);
     A w_lower[Tr::kPack], w_upper[Tr::kPack];
-    load_any(p.weight.data, p.weight.dtype, column, w_lower);
-    load_any(p.weight.data, p.weight.dtype, column + half, w_upper);
+    load_both(p.weight.data, p.weight.dtype, column, column + half, w_lower, w_upper);
     const auto x_lower = device::load_pack<Tr::kPack>(source + column);
     const auto x_upper = device::load_pack<Tr::kPack>(source + column + half);
     Pack<T, Tr::kPack> out[2];
@@ -113,9 +112,9 @@ __global__ void __launch_bounds__(Tr::kBlock)
           rotation.transposed(i, device::to_acc(dy_lower[i]), device::to_acc(dy_upper[i]), dn[0][i],
                               dn[1][i]);
         }
+        load_both(p.weight.data, p.weight.dtype, column, column + half, w[0], w[1]);
 #pragma unroll
         for (int side = 0; side < 2; ++side) {
-          load_any(p.weight.data, p.weight.dtype, column + side * half, w[side]);
           f(column + side * half, device::load_pack<Tr::kPack>(x + column + side * half), dn[side], w[side]);
         }
       });

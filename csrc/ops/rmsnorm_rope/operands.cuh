@@ -12,39 +12,54 @@ namespace htree::rmsnorm_rope {
 using device::Acc;
 using device::Pack;
 
-template <typename Source, int N, typename A>
-__device__ __forceinline__ void load_as(const Source* from, A (&to)[N]) {
-  constexpr int kStep = N < device::kPackOf<Source> ? N : device::kPackOf<Source>;
+// Raw values of one dtype on their way to registers: loads of several can be in flight before the first is
+// converted.
+template <typename Source, int N>
+struct Raw {
+  static constexpr int kStep = N < device::kPackOf<Source> ? N : device::kPackOf<Source>;
+  Pack<Source, kStep> packs[N / kStep];
+
+  __device__ __forceinline__ void load(const void* data, int64_t offset) {
 #pragma unroll
-  for (int first = 0; first < N; first += kStep) {
-    const auto pack = device::load_pack<kStep>(from + first);
-#pragma unroll
-    for (int i = 0; i < kStep; ++i) {
-      to[first + i] = static_cast<A>(device::to_acc(pack[i]));
+    for (int i = 0; i < N / kStep; ++i) {
+      packs[i] = device::load_pack<kStep>(static_cast<const Source*>(data) + offset + i * kStep);
     }
   }
-}
+  template <typename A>
+  __device__ __forceinline__ void convert(A (&to)[N]) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      to[i] = static_cast<A>(device::to_acc(packs[i / kStep][i % kStep]));
+    }
+  }
+};
 
-// N consecutive values at `offset` elements, aligned to their packs. The branch is the same for every thread.
-template <int N, typename A>
-__device__ __forceinline__ void load_any(const void* data, Dtype dtype, int64_t offset, A (&to)[N]) {
+// Calls f(Source{}) for the type that `dtype` names. The branch is the same for every thread.
+template <typename F>
+__device__ __forceinline__ void with_dtype(Dtype dtype, F&& f) {
   switch (dtype) {
     case Dtype::kFloat:
-      return load_as(static_cast<const float*>(data) + offset, to);
+      return f(float{});
     case Dtype::kHalf:
-      return load_as(static_cast<const __half*>(data) + offset, to);
+      return f(__half{});
     case Dtype::kBFloat16:
-      return load_as(static_cast<const __nv_bfloat16*>(data) + offset, to);
+      return f(__nv_bfloat16{});
     case Dtype::kDouble:
-      return load_as(static_cast<const double*>(data) + offset, to);
+      return f(double{});
   }
 }
 
-template <typename A>
-__device__ __forceinline__ A load_any_one(const void* data, Dtype dtype, int64_t offset) {
-  A value[1];
-  load_any(data, dtype, offset, value);
-  return value[0];
+// N values at each of two offsets (in elements, aligned to their packs).
+template <int N, typename A>
+__device__ __forceinline__ void load_both(const void* data, Dtype dtype, int64_t first, int64_t second,
+                                          A (&to_first)[N], A (&to_second)[N]) {
+  with_dtype(dtype, [&](auto source) {
+    Raw<decltype(source), N> a, b;
+    a.load(data, first);
+    b.load(data, second);
+    a.convert(to_first);
+    b.convert(to_second);
+  });
 }
 
 template <typename A>
@@ -76,10 +91,22 @@ struct Rotation {
   __device__ __forceinline__ void load(const Table& cos, const Table& sin, int64_t position, int column) {
     const int64_t cos_at = position * cos.position_stride + column;
     const int64_t sin_at = position * sin.position_stride + column;
-    load_any(cos.data, cos.dtype, cos_at, cos_lower);
-    load_any(cos.data, cos.dtype, cos_at + cos.upper, cos_upper);
-    load_any(sin.data, sin.dtype, sin_at, sin_lower);
-    load_any(sin.data, sin.dtype, sin_at + sin.upper, sin_upper);
+    if (cos.dtype != sin.dtype) {
+      load_both(cos.data, cos.dtype, cos_at, cos_at + cos.upper, cos_lower, cos_upper);
+      load_both(sin.data, sin.dtype, sin_at, sin_at + sin.upper, sin_lower, sin_upper);
+      return;
+    }
+    with_dtype(cos.dtype, [&](auto source) {
+      Raw<decltype(source), N> raw[4];
+      raw[0].load(cos.data, cos_at);
+      raw[1].load(cos.data, cos_at + cos.upper);
+      raw[2].load(sin.data, sin_at);
+      raw[3].load(sin.data, sin_at + sin.upper);
+      raw[0].convert(cos_lower);
+      raw[1].convert(cos_upper);
+      raw[2].convert(sin_lower);
+      raw[3].convert(sin_upper);
+    });
   }
 
   // n cos + rotate_half(n) sin

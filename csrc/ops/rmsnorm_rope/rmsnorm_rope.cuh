@@ -40,8 +40,7 @@ struct PairWeights {
 
   __device__ __forceinline__ void load(const Weight& weight, const Columns<Tr>& columns, int pair) {
     if (columns.valid(pair)) {
-      load_any(weight.data, weight.dtype, columns.lower(pair), lower);
-      load_any(weight.data, weight.dtype, columns.upper(pair), upper);
+      load_both(weight.data, weight.dtype, columns.lower(pair), columns.upper(pair), lower, upper);
     }
   }
 };

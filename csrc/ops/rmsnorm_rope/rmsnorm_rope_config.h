@@ -23,6 +23,7 @@ struct KernelConfig {
 
 inline constexpr int kSharedBlock = 128;
 inline constexpr int kLoopingThreads = 512;
+inline constexpr int kStaticSharedBytes = 2048;  // an upper bound of what the kernels declare
 inline constexpr int kOnChipWidth = 16384;  // the looping kernel keeps rows up to this width in shared memory
 
 // Tuple of the RMSNORM_ROPE space: BLOCK_SIZE threads per row, num_warps per block, num_stages in flight. A
@@ -64,8 +65,10 @@ inline int pairs_per_thread(int threads, int64_t num_pairs, int packs_per_half, 
 }
 
 // For rows of `width` elements of `element_size` bytes in heads of `head_dim`. `vectorised` says that every
-// operand is 16-byte aligned; the packs must also divide half a head.
-inline KernelConfig choose_config(int64_t width, int64_t head_dim, int element_size, bool vectorised) {
+// operand is 16-byte aligned; the packs must also divide half a head. A second pair per thread saves loads of
+// the tables; the backward has no registers for it below 512 threads.
+inline KernelConfig choose_config(int64_t width, int64_t head_dim, int element_size, bool vectorised,
+                                  bool backward) {
   const int pack = 16 / element_size;
   vectorised = vectorised && head_dim % (2 * pack) == 0;
   const KernelConfig looping{kLoopingThreads, 0, 1, vectorised};
@@ -75,8 +78,10 @@ inline KernelConfig choose_config(int64_t width, int64_t head_dim, int element_s
   const int64_t num_pairs = width / (2 * pack);
   const int packs_per_half = static_cast<int>(head_dim / (2 * pack));
   for (int threads : {4, 8, 16, 32, 64, 128, 256, 512}) {
-    if (pairs_per_thread(threads, num_pairs, packs_per_half, 1) == 1) {
-      return {threads, 1, 3, true};
+    const int most = backward || threads <= 32 ? 1 : 2;
+    const int pairs = pairs_per_thread(threads, num_pairs, packs_per_half, most);
+    if (pairs != 0) {
+      return {threads, pairs, 2, true};
     }
   }
   const int pairs = pairs_per_thread(512, num_pairs, packs_per_half, max_pairs(element_size));
@@ -88,7 +93,7 @@ inline KernelConfig choose_config(int64_t width, int64_t head_dim, int element_s
 // choice stands.
 inline KernelConfig choose_forced_config(int64_t width, int64_t head_dim, int element_size, bool vectorised,
                                          const ForcedConfig& forced) {
-  const KernelConfig automatic = choose_config(width, head_dim, element_size, vectorised);
+  const KernelConfig automatic = choose_config(width, head_dim, element_size, vectorised, /*backward=*/false);
   const KernelConfig none{0, 0, 0, false};
   if (!in_compiled_space(forced)) {
     return none;
@@ -123,10 +128,7 @@ inline KernelConfig fit_stages(KernelConfig config, int num_tensors, int64_t ava
 
 // Threads that one multiprocessor holds; the kernels' register budgets are 65536 divided by it.
 constexpr int resident_threads(int threads, int pairs, bool backward) {
-  if (backward || pairs > 1) {
-    return 512;
-  }
-  return threads <= 32 ? 640 : 768;
+  return !backward && pairs == 1 && threads > 32 ? 768 : 512;
 }
 
 // Blocks of a launch. Rows in flight come from a loop over rows in each block, so the grid is what the device

@@ -97,7 +97,7 @@ int device_attribute(cudaDeviceAttr attribute) {
 
 KernelConfig config_of(const Problem& p, int element_size, bool vectorised, at::IntArrayRef forced) {
   if (forced.empty()) {
-    return choose_config(p.width, p.head_dim, element_size, vectorised);
+    return choose_config(p.width, p.head_dim, element_size, vectorised, /*backward=*/false);
   }
   const KernelConfig config =
       choose_forced_config(p.width, p.head_dim, element_size, vectorised, {forced[0], forced[1], forced[2]});
@@ -120,7 +120,8 @@ void forward_cuda(const Operands& o, at::IntArrayRef config_tuple, const at::Ten
     using T = typename DeviceType<typename decltype(tag)::type>::type;
     const bool vectorised = aligned({o.x, o.weight, o.cos, o.sin, out});
     KernelConfig config = config_of(p, sizeof(T), vectorised, config_tuple);
-    config = fit_stages(config, 1, device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
+    config =
+        fit_stages(config, 1, device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kStaticSharedBytes);
     const int blocks = num_blocks(config, p.num_rows(), device_attribute(cudaDevAttrMultiProcessorCount),
                                   /*backward=*/false);
     const ForwardParams<T> params{input<T>(o.x),      output<T>(out),     weight_of(o.weight),
@@ -149,8 +150,9 @@ void backward_cuda(const Operands& o, const at::Tensor& dy, const Gradients& gra
     using T = typename DeviceType<typename decltype(tag)::type>::type;
     using A = ArithmeticOf<T>;
     const bool vectorised = aligned({dy, o.x, o.weight, o.cos, o.sin, dx});
-    KernelConfig config = config_of(p, sizeof(T), vectorised, {});
-    config = fit_stages(config, 2, device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
+    KernelConfig config = choose_config(p.width, p.head_dim, sizeof(T), vectorised, /*backward=*/true);
+    config =
+        fit_stages(config, 2, device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kStaticSharedBytes);
     const int blocks = num_blocks(config, p.num_rows(), device_attribute(cudaDevAttrMultiProcessorCount),
                                   /*backward=*/true);
     at::Tensor dw_blocks;

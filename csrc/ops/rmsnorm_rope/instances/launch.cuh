@@ -7,9 +7,9 @@
 namespace htree::rmsnorm_rope {
 namespace {
 
-constexpr int64_t kFreeSharedBytes = 48 * 1024;
+constexpr int64_t kFreeSharedBytes = 48 * 1024 - kStaticSharedBytes;
 
-// More than 48 KiB of shared memory must be asked for, per kernel and device.
+// More than 48 KiB of shared memory in all must be asked for, per kernel and device.
 template <typename Kernel>
 void allow_shared_memory(Kernel* kernel, int64_t bytes) {
   if (bytes > kFreeSharedBytes) {
@@ -52,7 +52,7 @@ struct LoopingInstance {
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&available, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     const int64_t row = int64_t{p.shape.width} * sizeof(T);
-    const bool keep = p.shape.width <= kOnChipWidth && row + 1024 <= available;
+    const bool keep = p.shape.width <= kOnChipWidth && row + kStaticSharedBytes <= available;
     const int64_t shared = keep ? row : 0;
     allow_shared_memory(looping_forward_kernel<Tr>, shared);
     looping_forward_kernel<Tr>
