@@ -11,9 +11,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-import htree_ops
 from htree_ops.testing.cases import case_id, normal
-from htree_ops.testing.compare import assert_close_spec
 from htree_ops.testing.devices import poisoned_memory
 from htree_ops.testing.layouts import LAYOUTS
 from htree_ops.testing.rmsnorm_rope_cases import (
@@ -185,114 +183,6 @@ def test_double_backward_and_table_gradients_are_refused(device: str) -> None:
         op(x, weight, cos.requires_grad_(), sin)
 
 
-ONES = {size: torch.ones(size) for size in (6, 8, 9)}
-ERRORS = {
-    "rank": (
-        lambda: op(torch.zeros(2, 8), ONES[8], torch.zeros(2, 8), torch.zeros(2, 8)),
-        ValueError,
-        "x must be 3-D",
-    ),
-    "head rank": (
-        lambda: head_op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 8), torch.zeros(2, 8)),
-        ValueError,
-        "head_rmsnorm_rope: x must be 4-D",
-    ),
-    "weight": (
-        lambda: op(torch.zeros(1, 2, 8), ONES[6], torch.zeros(2, 8), torch.zeros(2, 8)),
-        ValueError,
-        r"size 0 of weight must be 8 \(Hd of x\), got 6",
-    ),
-    "odd head": (
-        lambda: op(torch.zeros(1, 2, 9), ONES[9], torch.zeros(2, 9), torch.zeros(2, 9)),
-        ValueError,
-        "head dim must be even, got 9",
-    ),
-    "no multiple": (
-        lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 6), torch.zeros(2, 6)),
-        ValueError,
-        "Hd = 8 must be a multiple of the head dim 6",
-    ),
-    "num_heads": (
-        lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4), 1e-6, 3),
-        ValueError,
-        "Hd = 8 must be num_heads = 3 times the head dim 4",
-    ),
-    "no head": (
-        lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4), 1e-6, 0),
-        ValueError,
-        "num_heads must be at least 1, got 0",
-    ),
-    "short table": (
-        lambda: op(torch.zeros(1, 3, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4)),
-        ValueError,
-        "at least S = 3 positions, got 2",
-    ),
-    "sin": (
-        lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 8)),
-        ValueError,
-        "sin must have shape",
-    ),
-    "table rank": (
-        lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(1, 2, 4), torch.zeros(1, 2, 4)),
-        ValueError,
-        "cos must be 2-D",
-    ),
-    "batched table": (
-        lambda: op(torch.zeros(2, 2, 8), ONES[8], torch.zeros(2, 2, 1, 4), torch.zeros(2, 2, 1, 4)),
-        ValueError,
-        "size 0 of cos must be 1",
-    ),
-    "eps": (
-        lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4), -1.0),
-        ValueError,
-        "eps must be finite and not negative, got -1",
-    ),
-    "dtype": (
-        lambda: op(torch.zeros(1, 2, 8).int(), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4)),
-        TypeError,
-        "x must have one of the dtypes.*Int",
-    ),
-    "table dtype": (
-        lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4).int(), torch.zeros(2, 4)),
-        TypeError,
-        "cos must have one of the dtypes.*Int",
-    ),
-    "config length": (
-        lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4), 1e-6, None, [64, 2]),
-        ValueError,
-        r"config must be \(BLOCK_SIZE, num_warps, num_stages\), got 2 values",
-    ),
-    "config": (
-        lambda: op(
-            torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4), 1e-6, None, [64, 4, 1]
-        ),
-        NotImplementedError,
-        "no kernel is compiled for BLOCK_SIZE = 64, num_warps = 4, num_stages = 1",
-    ),
-    "dy shape": (
-        lambda: op_backward(
-            torch.zeros(1, 2, 4), torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4)
-        ),
-        ValueError,
-        "dy must have shape",
-    ),
-    "dy dtype": (
-        lambda: op_backward(
-            torch.zeros(1, 2, 8).half(), torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4)
-        ),
-        TypeError,
-        "dy must have the dtype of x",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_errors_name_argument_requirement_and_value(name: str) -> None:
-    call, kind, message = ERRORS[name]
-    with pytest.raises(kind, match=message):
-        call()
-
-
 @pytest.mark.parametrize("config", [(64, 2, 1), (128, 4, 2), (256, 8, 3)])
 def test_the_result_does_not_depend_on_the_configuration(config: tuple[int, int, int], device: str) -> None:
     x = normal((2, 5, 1024), torch.float32, device, 7)
@@ -370,136 +260,23 @@ def test_property_gradients(device: str, case: RMSNormRoPECase, seed: int) -> No
     ("batch", "positions"), [(1, 1), (64, 1), (1, 8192), (64, 8192)], ids=lambda size: str(size)
 )
 def test_corners(batch: int, positions: int, device: str) -> None:
-    """(64, 8192) has 2^30 elements at Hd = 2048, 2^32 on a GPU at 8192: checked by slices."""
-    hidden = 8192 if device == "cuda" or batch * positions == 1 else 2048
-    if device == "cpu" and batch * positions > 2**15:
-        hidden = 128  # the full width would take 4 GiB; its offsets are those of the GPU test
+    """The corners of §3.5, checked by slices: Hd = 2048 on a CPU, 8192 on a GPU, where x and y have 2^32 elements.
+
+    On a CPU row (b, s) of x is row b + s of one buffer, to save the memory of x.
+    """
+    hidden = 8192 if device == "cuda" else 2048
     weight = normal((hidden,), torch.bfloat16, device, 1)
     cos, sin = tables(positions, 128, torch.bfloat16, device)
-    x = torch.empty(batch, positions, hidden, dtype=torch.bfloat16, device=device)
-    for b in range(batch):
-        x[b] = normal((positions, hidden), torch.bfloat16, device, b)
+    if device == "cuda":
+        x = torch.empty(batch, positions, hidden, dtype=torch.bfloat16, device=device)
+        for b in range(batch):
+            x[b] = normal((positions, hidden), torch.bfloat16, device, b)
+    else:
+        rows = normal((batch + positions, hidden), torch.bfloat16, device, 2)
+        x = rows.as_strided((batch, positions, hidden), (hidden, hidden, 1))
     y = op(x, weight, cos, sin)
     for b in {0, batch // 2, batch - 1}:
         for first in {0, max(0, positions - 64)}:
             part = slice(first, first + 64)
             inputs = (x[b : b + 1, part], weight, cos[part], sin[part], 1e-6, None)
             assert_forward(y[b : b + 1, part].contiguous(), inputs)
-
-
-# ---- compile, export, devices
-
-OPCHECK_CASES = [c for c in CASES if math.prod(c.shape) < 5_000][::5]
-
-
-@pytest.mark.parametrize("case", OPCHECK_CASES, ids=case_id)
-def test_opcheck(case: RMSNormRoPECase, device: str) -> None:
-    x, weight, *rest = case.make_inputs(device)
-    dy = torch.randn_like(x)
-    torch.library.opcheck(forward_of(case).default, (x, weight, *rest))
-    torch.library.opcheck(
-        forward_of(case).default, (x.clone().requires_grad_(), weight.clone().requires_grad_(), *rest)
-    )
-    torch.library.opcheck(backward_of(case).default, (dy, x, weight, *rest))
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_with_views_and_backward(dynamic: bool, device: str) -> None:
-    def model(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        whole = htree_ops.rmsnorm_rope(x[..., 8:40].sin(), weight, cos, sin)
-        heads = x[..., :32].unflatten(-1, (4, 8)).transpose(1, 2).transpose(1, 2)
-        return whole.cos() + htree_ops.head_rmsnorm_rope(heads, weight[:8], cos, sin).flatten(-2)
-
-    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic)
-    for length in (6, 9):
-        x = normal((2, length, 40), torch.float64, device, length)
-        weight = normal((32,), torch.float64, device, 1)
-        cos, sin = tables(length, 8, torch.float64, device)
-        ours = [t.clone().requires_grad_() for t in (x, weight)]
-        eager = [t.clone().requires_grad_() for t in (x, weight)]
-        compiled(*ours, cos, sin).sum().backward()
-        model(*eager, cos, sin).sum().backward()
-        for a, b in zip(ours, eager, strict=True):
-            assert_close_spec(a.grad, b.grad, 1e-12, 1e-12)
-
-
-def test_frozen_weight_compiles(device: str) -> None:
-    cos, sin = tables(4, 8, torch.float32, device)
-    weight = torch.ones(16, device=device)
-    x = torch.randn(2, 4, 16, device=device, requires_grad=True)
-    compiled = torch.compile(lambda a: op(a, weight, cos, sin).square().sum(), fullgraph=True)
-    (ours,) = torch.autograd.grad(compiled(x), x)
-    (eager,) = torch.autograd.grad(op(x, weight, cos, sin).square().sum(), x)
-    assert_close_spec(ours, eager, 1e-5, 1e-5)
-
-
-def test_export_keeps_one_node(device: str) -> None:
-    module = htree_ops.FusedRMSNormRoPE(64, 16).to(device)
-    cos, sin = tables(64, 16, torch.float32, device)
-    length = torch.export.Dim("length", min=2, max=60)
-    x = torch.randn(2, 5, 64, device=device)
-    with torch.no_grad():
-        program = torch.export.export(module, (x, cos, sin), dynamic_shapes=({1: length}, None, None))
-    calls = [n.target for n in program.graph.nodes if n.op == "call_function"]
-    assert [c for c in calls if c == op.default] == [op.default]
-    longer = torch.randn(2, 9, 64, device=device)
-    assert torch.equal(program.module()(longer, cos, sin), module(longer, cos, sin))
-
-
-@pytest.mark.gpu
-def test_stream_graph_and_one_kernel() -> None:
-    x = torch.randn(4, 33, 2048, device="cuda", dtype=torch.bfloat16)
-    weight = torch.ones(2048, device="cuda")
-    cos, sin = tables(33, 128, torch.float32, "cuda")
-    expected = op(x, weight, cos, sin)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        y = op(x, weight, cos, sin)
-    stream.synchronize()
-    assert torch.equal(y, expected)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = op(x, weight, cos, sin)
-    x.neg_()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(captured, op(x, weight, cos, sin))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        op(x, weight, cos, sin)
-        torch.cuda.synchronize()
-    kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    assert len(kernels) == 1, [e.name for e in kernels]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("block_size", [64, 128, 256])
-@pytest.mark.parametrize("num_stages", [1, 2, 3])
-def test_every_tuned_kernel(dtype: torch.dtype, block_size: int, num_stages: int) -> None:
-    config = [block_size, block_size // 32, num_stages]
-    for pairs in (1, 2, 4):
-        width = block_size * pairs * 32 // dtype.itemsize
-        x = normal((3, 7, width), dtype, "cuda", 9)
-        weight = normal((width,), dtype, "cuda", 10)
-        cos, sin = tables(7, 64, dtype, "cuda")
-        inputs = (x, weight, cos, sin, 1e-6, None)
-        if pairs > dtype.itemsize:
-            with pytest.raises(NotImplementedError, match="holds rows of"):
-                op(*inputs, config)
-        else:
-            assert_forward(op(*inputs, config), inputs)
-
-
-@pytest.mark.gpu
-def test_more_rows_than_blocks() -> None:
-    """Every block runs through its rows, the pipeline wraps around, and the last blocks have one row less."""
-    for shape, head_dim in (((3, 1000, 1024), 128), ((2, 501, 7, 128), 128), ((2, 700, 4096), 64)):
-        case = RMSNormRoPECase(
-            name="many", dtype=torch.bfloat16, shape=shape, head_dim=head_dim, table="unequal"
-        )
-        inputs = case.make_inputs("cuda")
-        assert_forward(forward_of(case)(*inputs), inputs)
-        backward = RMSNormRoPEBackwardCase(name="many", dtype=torch.bfloat16, forward=case)
-        inputs = backward.make_inputs("cuda")
-        assert_gradients(backward_of(case)(*inputs), inputs)

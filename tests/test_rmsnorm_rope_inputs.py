@@ -205,3 +205,116 @@ def test_configuration_is_a_function_of_the_problem(
 ) -> None:
     host = pytest.importorskip("htree_ops._host", reason="_host is built per Python version")
     assert host.rmsnorm_rope_config(width, head_dim, element_size, vectorised, backward) == expected
+
+
+# ---- the ops themselves check everything again
+
+op = torch.ops.htree.rmsnorm_rope
+op_backward = torch.ops.htree.rmsnorm_rope_backward
+head_op = torch.ops.htree.head_rmsnorm_rope
+ONES = {size: torch.ones(size) for size in (6, 8, 9)}
+ERRORS = {
+    "rank": (
+        lambda: op(torch.zeros(2, 8), ONES[8], torch.zeros(2, 8), torch.zeros(2, 8)),
+        ValueError,
+        "x must be 3-D",
+    ),
+    "head rank": (
+        lambda: head_op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 8), torch.zeros(2, 8)),
+        ValueError,
+        "head_rmsnorm_rope: x must be 4-D",
+    ),
+    "weight": (
+        lambda: op(torch.zeros(1, 2, 8), ONES[6], torch.zeros(2, 8), torch.zeros(2, 8)),
+        ValueError,
+        r"size 0 of weight must be 8 \(Hd of x\), got 6",
+    ),
+    "odd head": (
+        lambda: op(torch.zeros(1, 2, 9), ONES[9], torch.zeros(2, 9), torch.zeros(2, 9)),
+        ValueError,
+        "head dim must be even, got 9",
+    ),
+    "no multiple": (
+        lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 6), torch.zeros(2, 6)),
+        ValueError,
+        "Hd = 8 must be a multiple of the head dim 6",
+    ),
+    "num_heads": (
+        lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4), 1e-6, 3),
+        ValueError,
+        "Hd = 8 must be num_heads = 3 times the head dim 4",
+    ),
+    "no head": (
+        lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4), 1e-6, 0),
+        ValueError,
+        "num_heads must be at least 1, got 0",
+    ),
+    "short table": (
+        lambda: op(torch.zeros(1, 3, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4)),
+        ValueError,
+        "at least S = 3 positions, got 2",
+    ),
+    "sin": (
+        lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 8)),
+        ValueError,
+        "sin must have shape",
+    ),
+    "table rank": (
+        lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(1, 2, 4), torch.zeros(1, 2, 4)),
+        ValueError,
+        "cos must be 2-D",
+    ),
+    "batched table": (
+        lambda: op(torch.zeros(2, 2, 8), ONES[8], torch.zeros(2, 2, 1, 4), torch.zeros(2, 2, 1, 4)),
+        ValueError,
+        "size 0 of cos must be 1",
+    ),
+    "eps": (
+        lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4), -1.0),
+        ValueError,
+        "eps must be finite and not negative, got -1",
+    ),
+    "dtype": (
+        lambda: op(torch.zeros(1, 2, 8).int(), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4)),
+        TypeError,
+        "x must have one of the dtypes.*Int",
+    ),
+    "table dtype": (
+        lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4).int(), torch.zeros(2, 4)),
+        TypeError,
+        "cos must have one of the dtypes.*Int",
+    ),
+    "config length": (
+        lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4), 1e-6, None, [64, 2]),
+        ValueError,
+        r"config must be \(BLOCK_SIZE, num_warps, num_stages\), got 2 values",
+    ),
+    "config": (
+        lambda: op(
+            torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4), 1e-6, None, [64, 4, 1]
+        ),
+        NotImplementedError,
+        "no kernel is compiled for BLOCK_SIZE = 64, num_warps = 4, num_stages = 1",
+    ),
+    "dy shape": (
+        lambda: op_backward(
+            torch.zeros(1, 2, 4), torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4)
+        ),
+        ValueError,
+        "dy must have shape",
+    ),
+    "dy dtype": (
+        lambda: op_backward(
+            torch.zeros(1, 2, 8).half(), torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4)
+        ),
+        TypeError,
+        "dy must have the dtype of x",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_name_argument_requirement_and_value(name: str) -> None:
+    call, kind, message = ERRORS[name]
+    with pytest.raises(kind, match=message):
+        call()
