@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 import htree_ops
 from htree_ops.testing.cases import case_id, normal
@@ -66,6 +67,21 @@ def test_compile_with_views_and_backward(dynamic: bool, device: str) -> None:
         model(*eager, cos, sin).sum().backward()
         for a, b in zip(ours, eager, strict=True):
             assert_close_spec(a.grad, b.grad, 1e-12, 1e-12)
+
+
+def test_new_lengths_do_not_recompile() -> None:
+    counter = CompileCounter()
+
+    @torch.compile(backend=counter, fullgraph=True, dynamic=True)
+    def model(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (-1, 16))
+        return op(x, weight, cos, sin) + htree_ops.head_rmsnorm_rope(heads, weight[:16], cos, sin).flatten(-2)
+
+    weight = torch.ones(64)
+    for batch, length in ((2, 5), (3, 9), (4, 40), (7, 23)):
+        cos, sin = tables(length, 16, torch.float32, "cpu")
+        model(torch.randn(batch, length, 64), weight, cos, sin)
+    assert counter.frame_count == 1
 
 
 def test_frozen_weight_compiles(device: str) -> None:
