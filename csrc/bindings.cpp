@@ -14,6 +14,7 @@
 #endif
 
 #include "ops/causal_softmax/causal_softmax_config.h"
+#include "ops/rmsnorm_rope/rmsnorm_rope_config.h"
 
 namespace py = pybind11;
 
@@ -69,6 +70,14 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
       }
     }
   }
+  auto& norm = rooms["rmsnorm_rope"];
+  for (int64_t width = 32; width <= 65536; width *= 2) {
+    const auto config = htree::rmsnorm_rope::choose_config(width, std::min<int64_t>(width, 128),
+                                                           /*element_size=*/2, /*vectorised=*/true,
+                                                           /*backward=*/false);
+    norm.push_back(htree::rmsnorm_rope::describe(config));
+  }
+  norm.erase(std::unique(norm.begin(), norm.end()), norm.end());
 #endif
   return rooms;
 }
@@ -79,13 +88,24 @@ std::tuple<int, int, int, bool> causal_softmax_config(int64_t cols, bool vectori
   return {config.threads, config.rows_per_block, config.elems_per_thread, config.vectorised};
 }
 
+// (threads per row, pairs of packs per thread, stages, vectorised) for rows of `width` elements.
+std::tuple<int, int, int, bool> rmsnorm_rope_config(int64_t width, int64_t head_dim, int element_size,
+                                                    bool vectorised, bool backward) {
+  const auto config = htree::rmsnorm_rope::choose_config(width, head_dim, element_size, vectorised, backward);
+  return {config.threads, config.pairs, config.stages, config.vectorised};
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_host, module) {
   module.doc() = "Build facts, device facts and compiled kernel configurations of htree_ops.";
   module.def("build_facts", &build_facts, "How the library was built, as strings.");
-  module.def("kernel_configurations", &kernel_configurations, "Compiled CUDA configurations by room; empty without.");
+  module.def("kernel_configurations", &kernel_configurations,
+             "Compiled CUDA configurations by room; empty without.");
   module.def("causal_softmax_config", &causal_softmax_config, py::arg("cols"), py::arg("vectorised"),
              py::arg("block_size") = 0, "The kernel that causal_softmax takes for rows of `cols` elements.");
+  module.def("rmsnorm_rope_config", &rmsnorm_rope_config, py::arg("width"), py::arg("head_dim"),
+             py::arg("element_size"), py::arg("vectorised"), py::arg("backward") = false,
+             "The kernel that rmsnorm_rope takes for rows of `width` elements.");
   module.def("device_facts", &device_facts, "Name, capability and sizes of each visible GPU.");
 }

@@ -17,19 +17,31 @@ from htree_ops.errors import (  # noqa: E402
     UnsupportedDtypeError,
 )
 from htree_ops.ops.causal_softmax import causal_softmax  # noqa: E402
+from htree_ops.ops.rmsnorm_rope import (  # noqa: E402
+    FusedRMSNormRoPE,
+    RMSNormRoPEInput,
+    head_rmsnorm_rope,
+    rmsnorm_rope,
+    validate_rmsnorm_rope_inputs,
+)
 from htree_ops.ops.tree_attention import HTreeAttention, tree_attention  # noqa: E402
 from htree_ops.version import __version__  # noqa: E402
 
 __all__ = [
     "ArchitectureNotSupportedError",
     "DeviceError",
+    "FusedRMSNormRoPE",
     "HTreeAttention",
     "HTreeKernelError",
     "NumericalOverflowError",
+    "RMSNormRoPEInput",
     "ShapeMismatchError",
     "TuningFailedError",
     "UnsupportedDtypeError",
     "__version__",
     "causal_softmax",
+    "head_rmsnorm_rope",
+    "rmsnorm_rope",
     "tree_attention",
+    "validate_rmsnorm_rope_inputs",
 ]

@@ -16,6 +16,19 @@ SCHEMAS = {
     "causal_softmax.out": "(Tensor x, int block_size=0, *, Tensor(a!) out) -> ()",
     "causal_softmax_": "(Tensor(a!) x, int block_size=0) -> ()",
     "causal_softmax_backward": "(Tensor dy, Tensor y) -> Tensor",
+    "rmsnorm_rope": (
+        "(Tensor x, Tensor weight, Tensor cos, Tensor sin, float eps=1e-06, int? num_heads=None, "
+        "int[]? config=None) -> Tensor"
+    ),
+    "rmsnorm_rope_backward": (
+        "(Tensor dy, Tensor x, Tensor weight, Tensor cos, Tensor sin, float eps=1e-06, int? num_heads=None, "
+        "bool[2] output_mask=[True, True]) -> (Tensor dx, Tensor dweight)"
+    ),
+    "head_rmsnorm_rope": "(Tensor x, Tensor weight, Tensor cos, Tensor sin, float eps=1e-06) -> Tensor",
+    "head_rmsnorm_rope_backward": (
+        "(Tensor dy, Tensor x, Tensor weight, Tensor cos, Tensor sin, float eps=1e-06, "
+        "bool[2] output_mask=[True, True]) -> (Tensor dx, Tensor dweight)"
+    ),
     "tree_build": "(Tensor k, Tensor v, int compression_rate=16) -> (Tensor pk, Tensor pv)",
     "tree_build_backward": (
         "(Tensor dpk, Tensor dpv, SymInt n_child, int compression_rate=16) -> (Tensor, Tensor)"

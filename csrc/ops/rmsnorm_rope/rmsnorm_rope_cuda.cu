@@ -1,0 +1,177 @@
+// CUDA entry points of rmsnorm_rope: parameters, configuration, launch.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <initializer_list>
+
+#include "host/dispatch.h"
+#include "host/launch.h"
+#include "ops/rmsnorm_rope/rmsnorm_rope.h"
+#include "ops/rmsnorm_rope/rmsnorm_rope_launch.h"
+
+namespace htree::rmsnorm_rope {
+namespace {
+
+constexpr int kPackBytes = 16;
+
+template <typename T>
+struct DeviceType {
+  using type = T;
+};
+template <>
+struct DeviceType<c10::Half> {
+  using type = __half;
+};
+template <>
+struct DeviceType<c10::BFloat16> {
+  using type = __nv_bfloat16;
+};
+
+Dtype dtype_of(const at::Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kFloat:
+      return Dtype::kFloat;
+    case at::kHalf:
+      return Dtype::kHalf;
+    case at::kBFloat16:
+      return Dtype::kBFloat16;
+    case at::kDouble:
+      return Dtype::kDouble;
+    default:
+      TORCH_CHECK_TYPE(false, "rmsnorm_rope: dtype = ", t.scalar_type(), " has no kernel");
+  }
+}
+
+template <typename T>
+Rows<const T> input(const at::Tensor& t) {
+  return {static_cast<const T*>(t.const_data_ptr()), t.stride(0), t.stride(1), t.stride(2)};
+}
+
+template <typename T>
+Rows<T> output(const at::Tensor& t) {
+  return t.defined() ? Rows<T>{static_cast<T*>(t.mutable_data_ptr()), t.stride(0), t.stride(1), t.stride(2)}
+                     : Rows<T>{};
+}
+
+Weight weight_of(const at::Tensor& t) {
+  return {t.const_data_ptr(), dtype_of(t)};
+}
+
+Table table_of(const at::Tensor& t, const Problem& p) {
+  return {t.const_data_ptr(), t.stride(0), static_cast<int>(p.half_tables ? 0 : p.head_dim / 2), dtype_of(t)};
+}
+
+Shape shape_of(const Problem& p) {
+  return {p.batch, p.positions, p.heads, static_cast<int>(p.width), static_cast<int>(p.head_dim), p.eps};
+}
+
+// Whether every row of every operand starts at a multiple of 16 bytes.
+bool aligned(std::initializer_list<std::reference_wrapper<const at::Tensor>> tensors) {
+  for (const at::Tensor& t : tensors) {
+    bool starts = !t.defined() || reinterpret_cast<uintptr_t>(t.const_data_ptr()) % kPackBytes == 0;
+    for (int64_t dim = 0; t.defined() && dim + 1 < t.dim(); ++dim) {
+      starts &= t.size(dim) == 1 || t.stride(dim) * t.element_size() % kPackBytes == 0;
+    }
+    if (!starts) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void check_sizes(const Problem& p) {
+  TORCH_CHECK(p.num_rows() <= INT32_MAX, "rmsnorm_rope: at most 2^31 - 1 rows on CUDA, got ", p.num_rows());
+  TORCH_CHECK(p.width <= INT32_MAX / 4, "rmsnorm_rope: at most 2^29 - 1 elements per row on CUDA, got ",
+              p.width);
+}
+
+int device_attribute(cudaDeviceAttr attribute) {
+  int device = 0;
+  int value = 0;
+  C10_CUDA_CHECK(cudaGetDevice(&device));
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
+  return value;
+}
+
+KernelConfig config_of(const Problem& p, int element_size, bool vectorised, at::IntArrayRef forced) {
+  if (forced.empty()) {
+    return choose_config(p.width, p.head_dim, element_size, vectorised, /*backward=*/false);
+  }
+  const KernelConfig config =
+      choose_forced_config(p.width, p.head_dim, element_size, vectorised, {forced[0], forced[1], forced[2]});
+  TORCH_CHECK_NOT_IMPLEMENTED(config.found(), "rmsnorm_rope: no kernel with BLOCK_SIZE = ", forced[0],
+                              ", num_warps = ", forced[1], ", num_stages = ", forced[2], " holds rows of ",
+                              p.width, " elements of ", element_size, " bytes");
+  return config;
+}
+
+}  // namespace
+
+void forward_cuda(const Operands& o, at::IntArrayRef config_tuple, const at::Tensor& out) {
+  const LaunchScope scope(o.x);
+  const Problem& p = o.problem;
+  if (out.numel() == 0) {
+    return;
+  }
+  check_sizes(p);
+  dispatch_dtype("rmsnorm_rope", out.scalar_type(), AllFloatTypes{}, [&](auto tag) {
+    using T = typename DeviceType<typename decltype(tag)::type>::type;
+    const bool vectorised = aligned({o.x, o.weight, o.cos, o.sin, out});
+    KernelConfig config = config_of(p, sizeof(T), vectorised, config_tuple);
+    config =
+        fit_stages(config, 1, device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kStaticSharedBytes);
+    const int blocks = num_blocks(config, p.num_rows(), device_attribute(cudaDevAttrMultiProcessorCount),
+                                  /*backward=*/false);
+    const ForwardParams<T> params{input<T>(o.x),      output<T>(out),     weight_of(o.weight),
+                                  table_of(o.cos, p), table_of(o.sin, p), shape_of(p)};
+    TORCH_CHECK_NOT_IMPLEMENTED(launch_forward(config, params, blocks, scope.stream()),
+                                "rmsnorm_rope: no kernel is compiled for ", describe(config));
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+}
+
+void backward_cuda(const Operands& o, const at::Tensor& dy, const Gradients& gradients) {
+  const LaunchScope scope(o.x);
+  const auto& [dx, dweight] = gradients;
+  const Problem& p = o.problem;
+  if (o.x.numel() == 0) {
+    if (dweight.defined()) {
+      dweight.zero_();
+    }
+    return;
+  }
+  if (!dx.defined() && !dweight.defined()) {
+    return;
+  }
+  check_sizes(p);
+  dispatch_dtype("rmsnorm_rope_backward", dy.scalar_type(), AllFloatTypes{}, [&](auto tag) {
+    using T = typename DeviceType<typename decltype(tag)::type>::type;
+    using A = ArithmeticOf<T>;
+    const bool vectorised = aligned({dy, o.x, o.weight, o.cos, o.sin, dx});
+    KernelConfig config = choose_config(p.width, p.head_dim, sizeof(T), vectorised, /*backward=*/true);
+    config =
+        fit_stages(config, 2, device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kStaticSharedBytes);
+    const int blocks = num_blocks(config, p.num_rows(), device_attribute(cudaDevAttrMultiProcessorCount),
+                                  /*backward=*/true);
+    at::Tensor dw_blocks;
+    if (dweight.defined()) {
+      const at::ScalarType sum_type = std::is_same_v<A, double> ? at::kDouble : at::kFloat;
+      dw_blocks = at::empty({blocks, p.width}, o.x.options().dtype(sum_type));
+    }
+    A* sums = dweight.defined() ? static_cast<A*>(dw_blocks.mutable_data_ptr()) : nullptr;
+    const BackwardParams<T> params{input<T>(dy),        input<T>(o.x),      output<T>(dx),      sums,
+                                   weight_of(o.weight), table_of(o.cos, p), table_of(o.sin, p), shape_of(p)};
+    TORCH_CHECK_NOT_IMPLEMENTED(launch_backward(config, params, blocks, scope.stream()),
+                                "rmsnorm_rope_backward: no kernel is compiled for ", describe(config));
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    if (dweight.defined()) {
+      launch_sum<A>({sums, dweight.mutable_data_ptr(), dtype_of(dweight), blocks, static_cast<int>(p.width)},
+                    scope.stream());
+      C10_CUDA_KERNEL_LAUNCH_CHECK();
+    }
+  });
+}
+
+}  // namespace htree::rmsnorm_rope

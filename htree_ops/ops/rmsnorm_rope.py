@@ -1,0 +1,325 @@
+"""RMSNorm followed by RoPE in one kernel, over the hidden dim or per head (docs/semantics.md §3.1)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from htree_ops.errors import (
+    ArchitectureNotSupportedError,
+    DeviceError,
+    ShapeMismatchError,
+    UnsupportedDtypeError,
+)
+from htree_ops.ops.arguments import FLOATING_AND_DOUBLE
+
+__all__ = [
+    "FusedRMSNormRoPE",
+    "RMSNormRoPEInput",
+    "head_rmsnorm_rope",
+    "rmsnorm_rope",
+    "validate_rmsnorm_rope_inputs",
+]
+
+
+@dataclass
+class RMSNormRoPEInput:
+    """The arguments of :func:`rmsnorm_rope` as one value.
+
+    Attributes:
+        x: [B, S, Hd].
+        weight: [Hd].
+        cos: [S, hd].
+        sin: like cos.
+        eps: added to the mean of squares.
+    """
+
+    x: Tensor
+    weight: Tensor
+    cos: Tensor
+    sin: Tensor
+    eps: float = 1e-6
+
+    def validate(self, *, require_cuda: bool = False) -> None:
+        """See :func:`validate_rmsnorm_rope_inputs`."""
+        validate_rmsnorm_rope_inputs(
+            self.x, self.weight, self.cos, self.sin, self.eps, require_cuda=require_cuda
+        )
+
+
+def _check_device(op: str, x: Tensor, others: dict[str, Tensor], require_cuda: bool) -> None:
+    if require_cuda and x.device.type != "cuda":
+        raise DeviceError(
+            f"{op}: x must be on a CUDA device, got {x.device}",
+            expected_device="cuda",
+            actual_device=x.device,
+            tensor_name="x",
+        )
+    for name, tensor in others.items():
+        if tensor.device != x.device:
+            raise DeviceError(
+                f"{op}: {name} must be on the device of x ({x.device}), got {tensor.device}",
+                expected_device=x.device,
+                actual_device=tensor.device,
+                tensor_name=name,
+            )
+
+
+def _check_dtype(op: str, tensors: dict[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype not in FLOATING_AND_DOUBLE:
+            raise UnsupportedDtypeError(
+                f"{op}: {name} must have dtype {' or '.join(map(str, FLOATING_AND_DOUBLE))}, got {tensor.dtype}",
+                dtype=tensor.dtype,
+                supported_dtypes=FLOATING_AND_DOUBLE,
+                tensor_name=name,
+            )
+
+
+def _shape_error(message: str, name: str, tensor: Tensor, expected: object) -> ShapeMismatchError:
+    return ShapeMismatchError(message, expected=expected, actual=tuple(tensor.shape), tensor_name=name)
+
+
+def _check_tables(op: str, x: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> None:
+    if cos.dim() not in (2, 4) or (cos.dim() == 4 and (cos.shape[0] != 1 or cos.shape[2] != 1)):
+        raise _shape_error(
+            f"{op}: cos must be [S, hd] or [1, S, 1, hd], got {tuple(cos.shape)}", "cos", cos, "[S, hd]"
+        )
+    if sin.shape != cos.shape:
+        raise _shape_error(
+            f"{op}: sin must have the shape of cos {tuple(cos.shape)}, got {tuple(sin.shape)}",
+            "sin",
+            sin,
+            tuple(cos.shape),
+        )
+    num_positions = cos.shape[1 if cos.dim() == 4 else 0]
+    if num_positions < x.shape[1]:
+        raise _shape_error(
+            f"{op}: cos and sin must have at least S = {x.shape[1]} positions, got {num_positions}",
+            "cos",
+            cos,
+            x.shape[1],
+        )
+    if cos.shape[-1] not in (head_dim, head_dim // 2):
+        raise _shape_error(
+            f"{op}: the last dim of cos and sin must be hd = {head_dim} or hd / 2, got {cos.shape[-1]}",
+            "cos",
+            cos,
+            head_dim,
+        )
+    if head_dim % 2:
+        raise _shape_error(f"{op}: the head dim must be even, got {head_dim}", "cos", cos, "an even head dim")
+
+
+def _check_eps(op: str, eps: float) -> None:
+    if not (math.isfinite(eps) and eps >= 0):
+        raise ValueError(f"{op}: eps must be finite and not negative, got {eps}")
+
+
+def validate_rmsnorm_rope_inputs(
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float = 1e-6,
+    num_heads: int | None = None,
+    *,
+    require_cuda: bool = False,
+) -> None:
+    """Checks the arguments of :func:`rmsnorm_rope`: devices, then dtypes, ranks, shapes and values.
+
+    Layout is not checked: tensors that the kernels cannot read in place are copied.
+    Source: docs/semantics.md §3.4, design document [002].
+
+    Args:
+        x, weight, cos, sin, eps, num_heads: see :func:`rmsnorm_rope`.
+        require_cuda: refuse tensors that are not on a CUDA device.
+
+    Raises:
+        DeviceError: tensors on different devices, or not on CUDA where that is required.
+        UnsupportedDtypeError: a dtype other than float32, float16, bfloat16, float64.
+        ShapeMismatchError: a wrong rank or size.
+        ValueError: eps is negative or not finite, or num_heads is below 1.
+    """
+    op = "rmsnorm_rope"
+    tensors = {"x": x, "weight": weight, "cos": cos, "sin": sin}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{op}: {name} must be a Tensor, got {type(tensor).__name__}")
+    _check_device(op, x, {name: t for name, t in tensors.items() if name != "x"}, require_cuda)
+    _check_dtype(op, tensors)
+    if x.dim() != 3:
+        raise ShapeMismatchError(
+            f"Expected 3D input, got {x.dim()}D", expected=3, actual=x.dim(), tensor_name="x"
+        )
+    width = x.shape[2]
+    if tuple(weight.shape) != (width,):
+        raise _shape_error(
+            f"Weight shape mismatch: expected ({width},), got {tuple(weight.shape)}",
+            "weight",
+            weight,
+            (width,),
+        )
+    if num_heads is not None and num_heads < 1:
+        raise ValueError(f"{op}: num_heads must be at least 1, got {num_heads}")
+    head_dim = cos.shape[-1] if cos.dim() else 0
+    if num_heads is not None and 2 * head_dim * num_heads == width:
+        head_dim *= 2
+    whole = width == head_dim * num_heads if num_heads else width == 0 or (head_dim and width % head_dim == 0)
+    if not whole:
+        heads = "a multiple of" if num_heads is None else f"num_heads = {num_heads} times"
+        raise _shape_error(
+            f"{op}: Hd = {width} must be {heads} the head dim {head_dim} of cos and sin",
+            "cos",
+            cos,
+            width if num_heads is None else width / num_heads,
+        )
+    _check_tables(op, x, cos, sin, head_dim)
+    _check_eps(op, eps)
+
+
+def _config(**keys: int | None) -> list[int] | None:
+    """The values of the tuning keys in their order; None where none is given."""
+    given = [value for value in keys.values() if value is not None]
+    if not given:
+        return None
+    if len(given) != len(keys):
+        raise ValueError(f"rmsnorm_rope: give all of {', '.join(keys)} or none, got {keys}")
+    block_size, num_warps, num_stages = given
+    if block_size not in (64, 128, 256) or block_size != 32 * num_warps or num_stages not in (1, 2, 3):
+        raise ArchitectureNotSupportedError(
+            f"rmsnorm_rope: no kernel is compiled for {keys}; compiled: BLOCK_SIZE 64, 128, 256 with "
+            "num_warps = BLOCK_SIZE / 32 and num_stages 1, 2, 3"
+        )
+    return given
+
+
+def rmsnorm_rope(
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float = 1e-6,
+    num_heads: int | None = None,
+    *,
+    BLOCK_SIZE: int | None = None,
+    num_warps: int | None = None,
+    num_stages: int | None = None,
+) -> Tensor:
+    """RMSNorm over the whole hidden dim, then a rotary embedding of each head, in one pass over x.
+
+    ``n = x · (mean(x²) + eps)^-1/2 · weight`` with the mean over Hd; per head with the halves a, b of n:
+    ``y_lo = a · cos_lo − b · sin_lo`` and ``y_hi = b · cos_hi + a · sin_hi``, that is
+    ``n · cos + rotate_half(n) · sin``. Arithmetic in fp32 (fp64 for fp64) with one final rounding; squares are
+    summed in that precision, so |x| beyond 1e19 in fp32 gives 0. A NaN makes its row NaN, an infinity makes
+    its row 0 except for itself and its rotation partner, which are NaN.
+    Source: docs/semantics.md §3.1, design document [002].
+
+    Args:
+        x: [B, S, Hd], any strides; float32, float16, bfloat16 or float64.
+        weight: [Hd], any of these dtypes.
+        cos, sin: [S', hd] or [1, S', 1, hd] with S' >= S, any of these dtypes; position s uses row s. With
+            ``num_heads`` also [S', hd/2], which serves both halves. They are not differentiated.
+        eps: added to the mean; 0 is allowed.
+        num_heads: Hd / hd, by default from cos.
+        BLOCK_SIZE, num_warps, num_stages: a configuration of the CUDA kernel for the tuner, all three or
+            none: threads per row, warps per block, rows in flight. Validated everywhere, ignored on the CPU.
+
+    Returns:
+        A new contiguous tensor [B, S, Hd] of x's dtype, differentiable with respect to x and weight.
+
+    Raises:
+        DeviceError, UnsupportedDtypeError, ShapeMismatchError, ValueError: see
+            :func:`validate_rmsnorm_rope_inputs`.
+        ArchitectureNotSupportedError: a configuration that is not compiled.
+        NotImplementedError: cos or sin requires grad, or a configuration that cannot hold such rows.
+    """
+    validate_rmsnorm_rope_inputs(x, weight, cos, sin, eps, num_heads)
+    config = _config(BLOCK_SIZE=BLOCK_SIZE, num_warps=num_warps, num_stages=num_stages)
+    return torch.ops.htree.rmsnorm_rope(x, weight, cos, sin, eps, num_heads, config)
+
+
+def head_rmsnorm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float = 1e-6) -> Tensor:
+    """RMSNorm of each head, then its rotary embedding: the q_norm and k_norm of current models.
+
+    The formulas of :func:`rmsnorm_rope` with the mean over the head dim. Source: docs/semantics.md §3.1.
+
+    Args:
+        x: [B, S, H, hd], any strides, such as a part of a fused projection; float32, float16, bfloat16 or
+            float64.
+        weight: [hd], any of these dtypes.
+        cos, sin: [S', hd], [S', hd/2] or [1, S', 1, ...] with S' >= S, any of these dtypes; not
+            differentiated.
+        eps: added to the mean; 0 is allowed.
+
+    Returns:
+        A new contiguous tensor [B, S, H, hd] of x's dtype, differentiable with respect to x and weight.
+
+    Raises:
+        DeviceError, UnsupportedDtypeError, ShapeMismatchError, ValueError: as for :func:`rmsnorm_rope`.
+        NotImplementedError: cos or sin requires grad.
+    """
+    op = "head_rmsnorm_rope"
+    tensors = {"x": x, "weight": weight, "cos": cos, "sin": sin}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{op}: {name} must be a Tensor, got {type(tensor).__name__}")
+    _check_device(op, x, {name: t for name, t in tensors.items() if name != "x"}, require_cuda=False)
+    _check_dtype(op, tensors)
+    if x.dim() != 4:
+        raise ShapeMismatchError(
+            f"Expected 4D input, got {x.dim()}D", expected=4, actual=x.dim(), tensor_name="x"
+        )
+    if tuple(weight.shape) != (x.shape[3],):
+        raise _shape_error(
+            f"Weight shape mismatch: expected ({x.shape[3]},), got {tuple(weight.shape)}",
+            "weight",
+            weight,
+            (x.shape[3],),
+        )
+    _check_tables(op, x, cos, sin, x.shape[3])
+    _check_eps(op, eps)
+    return torch.ops.htree.head_rmsnorm_rope(x, weight, cos, sin, eps)
+
+
+class FusedRMSNormRoPE(nn.Module):
+    """:func:`rmsnorm_rope` with its weight.
+
+    Args:
+        hidden_dim: Hd.
+        head_dim: hd; even, divides Hd.
+        eps: added to the mean of squares.
+        device, dtype: of the weight [Hd], which starts as ones.
+
+    Raises:
+        ValueError: head_dim is odd or does not divide hidden_dim.
+    """
+
+    def __init__(
+        self,
+        hidden_dim: int,
+        head_dim: int,
+        eps: float = 1e-6,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if head_dim < 2 or head_dim % 2 or hidden_dim % head_dim:
+            raise ValueError(
+                f"head_dim must be even and divide hidden_dim = {hidden_dim}, got head_dim = {head_dim}"
+            )
+        self.hidden_dim = hidden_dim
+        self.head_dim = head_dim
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_dim, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [B, S, Hd], cos and sin [S, hd] or [S, hd/2] -> [B, S, Hd]."""
+        return rmsnorm_rope(x, self.weight, cos, sin, self.eps, self.hidden_dim // self.head_dim)
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_dim}, head_dim={self.head_dim}, eps={self.eps}"

@@ -1,0 +1,166 @@
+"""rmsnorm_rope and head_rmsnorm_rope under opcheck, torch.compile, export, graphs, and every tuned CUDA kernel."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+
+import htree_ops
+from htree_ops.testing.cases import case_id, normal
+from htree_ops.testing.compare import assert_close_spec
+from htree_ops.testing.rmsnorm_rope_cases import (
+    CASES,
+    DTYPES,
+    RMSNormRoPEBackwardCase,
+    RMSNormRoPECase,
+    assert_forward,
+    assert_gradients,
+    tables,
+)
+
+op = torch.ops.htree.rmsnorm_rope
+
+
+def forward_of(case: RMSNormRoPECase) -> Any:
+    return torch.ops.htree.head_rmsnorm_rope if case.per_head else op
+
+
+def backward_of(case: RMSNormRoPECase) -> Any:
+    ops = torch.ops.htree
+    return ops.head_rmsnorm_rope_backward if case.per_head else ops.rmsnorm_rope_backward
+
+
+OPCHECK_CASES = [c for c in CASES if math.prod(c.shape) < 5_000][::5]
+
+
+@pytest.mark.parametrize("case", OPCHECK_CASES, ids=case_id)
+def test_opcheck(case: RMSNormRoPECase, device: str) -> None:
+    x, weight, *rest = case.make_inputs(device)
+    dy = torch.randn_like(x)
+    torch.library.opcheck(forward_of(case).default, (x, weight, *rest))
+    torch.library.opcheck(
+        forward_of(case).default, (x.clone().requires_grad_(), weight.clone().requires_grad_(), *rest)
+    )
+    torch.library.opcheck(backward_of(case).default, (dy, x, weight, *rest))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_with_views_and_backward(dynamic: bool, device: str) -> None:
+    def model(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        whole = htree_ops.rmsnorm_rope(x[..., 8:40].sin(), weight, cos, sin)
+        heads = x[..., :32].unflatten(-1, (4, 8)).transpose(1, 2).transpose(1, 2)
+        return whole.cos() + htree_ops.head_rmsnorm_rope(heads, weight[:8], cos, sin).flatten(-2)
+
+    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic)
+    for length in (6, 9):
+        x = normal((2, length, 40), torch.float64, device, length)
+        weight = normal((32,), torch.float64, device, 1)
+        cos, sin = tables(length, 8, torch.float64, device)
+        ours = [t.clone().requires_grad_() for t in (x, weight)]
+        eager = [t.clone().requires_grad_() for t in (x, weight)]
+        compiled(*ours, cos, sin).sum().backward()
+        model(*eager, cos, sin).sum().backward()
+        for a, b in zip(ours, eager, strict=True):
+            assert_close_spec(a.grad, b.grad, 1e-12, 1e-12)
+
+
+def test_new_lengths_do_not_recompile() -> None:
+    counter = CompileCounter()
+
+    @torch.compile(backend=counter, fullgraph=True, dynamic=True)
+    def model(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (-1, 16))
+        return op(x, weight, cos, sin) + htree_ops.head_rmsnorm_rope(heads, weight[:16], cos, sin).flatten(-2)
+
+    weight = torch.ones(64)
+    for batch, length in ((2, 5), (3, 9), (4, 40), (7, 23)):
+        cos, sin = tables(length, 16, torch.float32, "cpu")
+        model(torch.randn(batch, length, 64), weight, cos, sin)
+    assert counter.frame_count == 1
+
+
+def test_frozen_weight_compiles(device: str) -> None:
+    cos, sin = tables(4, 8, torch.float32, device)
+    weight = torch.ones(16, device=device)
+    x = torch.randn(2, 4, 16, device=device, requires_grad=True)
+    compiled = torch.compile(lambda a: op(a, weight, cos, sin).square().sum(), fullgraph=True)
+    (ours,) = torch.autograd.grad(compiled(x), x)
+    (eager,) = torch.autograd.grad(op(x, weight, cos, sin).square().sum(), x)
+    assert_close_spec(ours, eager, 1e-5, 1e-5)
+
+
+def test_export_keeps_one_node(device: str) -> None:
+    module = htree_ops.FusedRMSNormRoPE(64, 16).to(device)
+    cos, sin = tables(64, 16, torch.float32, device)
+    length = torch.export.Dim("length", min=2, max=60)
+    x = torch.randn(2, 5, 64, device=device)
+    with torch.no_grad():
+        program = torch.export.export(module, (x, cos, sin), dynamic_shapes=({1: length}, None, None))
+    calls = [n.target for n in program.graph.nodes if n.op == "call_function"]
+    assert [c for c in calls if c == op.default] == [op.default]
+    longer = torch.randn(2, 9, 64, device=device)
+    assert torch.equal(program.module()(longer, cos, sin), module(longer, cos, sin))
+
+
+@pytest.mark.gpu
+def test_stream_graph_and_one_kernel() -> None:
+    x = torch.randn(4, 33, 2048, device="cuda", dtype=torch.bfloat16)
+    weight = torch.ones(2048, device="cuda")
+    cos, sin = tables(33, 128, torch.float32, "cuda")
+    expected = op(x, weight, cos, sin)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        y = op(x, weight, cos, sin)
+    stream.synchronize()
+    assert torch.equal(y, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = op(x, weight, cos, sin)
+    x.neg_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, op(x, weight, cos, sin))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        op(x, weight, cos, sin)
+        torch.cuda.synchronize()
+    kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(kernels) == 1, [e.name for e in kernels]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block_size", [64, 128, 256])
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_every_tuned_kernel(dtype: torch.dtype, block_size: int, num_stages: int) -> None:
+    config = [block_size, block_size // 32, num_stages]
+    for pairs in (1, 2, 4):
+        width = block_size * pairs * 32 // dtype.itemsize
+        x = normal((3, 7, width), dtype, "cuda", 9)
+        weight = normal((width,), dtype, "cuda", 10)
+        cos, sin = tables(7, 64, dtype, "cuda")
+        inputs = (x, weight, cos, sin, 1e-6, None)
+        if pairs > dtype.itemsize:
+            with pytest.raises(NotImplementedError, match="holds rows of"):
+                op(*inputs, config)
+        else:
+            assert_forward(op(*inputs, config), inputs)
+
+
+@pytest.mark.gpu
+def test_more_rows_than_blocks() -> None:
+    """Every block runs through its rows, the pipeline wraps around, and the last blocks have one row less."""
+    for shape, head_dim in (((3, 1000, 1024), 128), ((2, 501, 7, 128), 128), ((2, 700, 4096), 64)):
+        case = RMSNormRoPECase(
+            name="many", dtype=torch.bfloat16, shape=shape, head_dim=head_dim, table="unequal"
+        )
+        inputs = case.make_inputs("cuda")
+        assert_forward(forward_of(case)(*inputs), inputs)
+        backward = RMSNormRoPEBackwardCase(name="many", dtype=torch.bfloat16, forward=case)
+        inputs = backward.make_inputs("cuda")
+        assert_gradients(backward_of(case)(*inputs), inputs)

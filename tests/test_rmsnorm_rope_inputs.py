@@ -1,0 +1,320 @@
+"""The Python layer of the rmsnorm_rope room: validation, module, dataclass, configurations (docs/semantics.md §3.4)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import htree_ops
+from htree_ops.errors import (
+    ArchitectureNotSupportedError,
+    DeviceError,
+    HTreeKernelError,
+    ShapeMismatchError,
+    UnsupportedDtypeError,
+)
+from htree_ops.testing.rmsnorm_rope_cases import assert_forward, tables
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    """x [2, 3, 8] with heads of 4, and what `changes` replaces."""
+    cos, sin = tables(3, 4, torch.float32, "cpu")
+    return {
+        "x": torch.randn(2, 3, 8),
+        "weight": torch.ones(8),
+        "cos": cos,
+        "sin": sin,
+        "eps": 1e-6,
+        **changes,
+    }
+
+
+def meta(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message", "name"),
+    [
+        ({"weight": meta(8)}, DeviceError, "weight must be on the device of x", "weight"),
+        ({"x": torch.zeros(2, 3, 8).int()}, UnsupportedDtypeError, "x must have dtype", "x"),
+        ({"sin": torch.zeros(3, 4).int()}, UnsupportedDtypeError, "sin must have dtype", "sin"),
+        ({"x": torch.zeros(3, 8)}, ShapeMismatchError, r"^Expected 3D input, got 2D$", "x"),
+        ({"weight": torch.ones(7)}, ShapeMismatchError, r"^Weight shape mismatch: expected \(8,\)", "weight"),
+        ({"weight": torch.ones(1, 8)}, ShapeMismatchError, r"^Weight shape mismatch", "weight"),
+        (
+            dict(zip(("cos", "sin"), tables(3, 6, torch.float32, "cpu"), strict=True)),
+            ShapeMismatchError,
+            "multiple",
+            "cos",
+        ),
+        (
+            dict(zip(("cos", "sin"), tables(2, 4, torch.float32, "cpu"), strict=True)),
+            ShapeMismatchError,
+            "at least S = 3",
+            "cos",
+        ),
+        ({"sin": torch.zeros(3, 2)}, ShapeMismatchError, "sin must have the shape of cos", "sin"),
+        ({"cos": torch.zeros(1, 3, 4)}, ShapeMismatchError, "cos must be", "cos"),
+    ],
+)
+def test_validation_names_tensor_and_class(
+    changes: dict[str, Any], kind: type[Exception], message: str, name: str
+) -> None:
+    given = arguments(**changes)
+    for call in (htree_ops.validate_rmsnorm_rope_inputs, htree_ops.rmsnorm_rope):
+        with pytest.raises(kind, match=message) as caught:
+            call(**given)
+        assert isinstance(caught.value, HTreeKernelError)
+        assert caught.value.tensor_name == name  # type: ignore[attr-defined]
+    with pytest.raises(kind, match=message):
+        htree_ops.RMSNormRoPEInput(**given).validate()
+
+
+@pytest.mark.parametrize("eps", [-1e-6, float("nan"), float("inf")])
+def test_eps_must_be_finite_and_not_negative(eps: float) -> None:
+    with pytest.raises(ValueError, match="eps must be finite and not negative"):
+        htree_ops.rmsnorm_rope(**arguments(eps=eps))
+
+
+def test_order_of_the_checks() -> None:
+    """Device before dtype before rank before shape before value."""
+    wrong = [
+        (DeviceError, {"cos": meta(1)}),
+        (UnsupportedDtypeError, {"weight": torch.ones(5).int()}),
+        (ShapeMismatchError, {"x": torch.zeros(8)}),
+        (ShapeMismatchError, {"weight": torch.ones(5)}),
+        (ValueError, {"eps": -1.0}),
+    ]
+    for first, (kind, _) in enumerate(wrong):
+        changes: dict[str, Any] = {}
+        for _, change in reversed(wrong[first:]):
+            changes |= change
+        with pytest.raises(kind):
+            htree_ops.validate_rmsnorm_rope_inputs(**arguments(**changes))
+
+
+def test_cuda_is_required_only_on_request() -> None:
+    given = arguments()
+    htree_ops.validate_rmsnorm_rope_inputs(**given)
+    with pytest.raises(DeviceError, match="x must be on a CUDA device, got cpu") as caught:
+        htree_ops.validate_rmsnorm_rope_inputs(**given, require_cuda=True)
+    assert caught.value.expected_device == "cuda"
+    with pytest.raises(DeviceError):
+        htree_ops.RMSNormRoPEInput(**given).validate(require_cuda=True)
+
+
+def test_what_is_not_a_tensor_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="weight must be a Tensor, got list"):
+        htree_ops.rmsnorm_rope(**arguments(weight=[1.0] * 8))
+    with pytest.raises(TypeError, match="cos must be a Tensor, got NoneType"):
+        htree_ops.head_rmsnorm_rope(torch.zeros(1, 2, 3, 4), torch.ones(4), None, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "kind", "message"),
+    [
+        (torch.zeros(2, 3, 4), torch.ones(4), ShapeMismatchError, "^Expected 4D input, got 3D$"),
+        (torch.zeros(2, 3, 2, 4), torch.ones(8), ShapeMismatchError, "^Weight shape mismatch"),
+        (
+            torch.zeros(2, 3, 2, 6),
+            torch.ones(6),
+            ShapeMismatchError,
+            "last dim of cos and sin must be hd = 6",
+        ),
+        (torch.zeros(2, 3, 2, 4).long(), torch.ones(4), UnsupportedDtypeError, "x must have dtype"),
+    ],
+)
+def test_validation_per_head(
+    x: torch.Tensor, weight: torch.Tensor, kind: type[Exception], message: str
+) -> None:
+    cos, sin = tables(3, 4, torch.float32, "cpu")
+    with pytest.raises(kind, match=message):
+        htree_ops.head_rmsnorm_rope(x, weight, cos, sin)
+
+
+def test_dataclass_has_the_fields_and_the_default_of_the_document() -> None:
+    given = arguments()
+    del given["eps"]
+    value = htree_ops.RMSNormRoPEInput(**given)
+    assert list(vars(value)) == ["x", "weight", "cos", "sin", "eps"]
+    assert value.eps == 1e-6
+    value.validate()
+
+
+def test_module() -> None:
+    module = htree_ops.FusedRMSNormRoPE(64, 16, eps=1e-5)
+    assert torch.equal(module.weight, torch.ones(64))
+    assert list(module.state_dict()) == ["weight"]
+    x = torch.randn(2, 5, 64)
+    cos, sin = tables(5, 16, torch.float32, "cpu")
+    with torch.no_grad():
+        module.weight.uniform_(0.5, 1.5)
+    y = module(x, cos, sin)
+    assert_forward(y, (x, module.weight.detach(), cos, sin, 1e-5, 4))
+    assert torch.equal(module(x, cos[:, :8], sin[:, :8]), y)
+    y.square().sum().backward()
+    assert module.weight.grad is not None
+    for head_dim in (0, 7, 24):
+        with pytest.raises(ValueError, match="head_dim must be even and divide hidden_dim = 64"):
+            htree_ops.FusedRMSNormRoPE(64, head_dim)
+
+
+def test_configuration_keywords() -> None:
+    given = arguments()
+    automatic = htree_ops.rmsnorm_rope(**given)
+    assert torch.equal(htree_ops.rmsnorm_rope(**given, BLOCK_SIZE=128, num_warps=4, num_stages=2), automatic)
+    with pytest.raises(ValueError, match="give all of BLOCK_SIZE, num_warps, num_stages or none"):
+        htree_ops.rmsnorm_rope(**given, BLOCK_SIZE=128)
+    for config in ((128, 8, 2), (512, 8, 1), (64, 2, 4)):
+        with pytest.raises(ArchitectureNotSupportedError, match="no kernel is compiled"):
+            htree_ops.rmsnorm_rope(
+                **given, **dict(zip(("BLOCK_SIZE", "num_warps", "num_stages"), config, strict=True))
+            )
+
+
+@pytest.mark.parametrize(
+    ("width", "head_dim", "element_size", "vectorised", "backward", "expected"),
+    [
+        (64, 64, 2, True, False, (4, 1, 2, True)),
+        (128, 128, 2, True, False, (8, 1, 2, True)),
+        (128, 128, 4, True, False, (16, 1, 2, True)),
+        (128, 128, 8, True, False, (32, 1, 2, True)),
+        (4096, 128, 2, True, False, (128, 2, 2, True)),
+        (4096, 128, 2, True, True, (256, 1, 2, True)),
+        (3072, 96, 2, True, True, (256, 1, 2, True)),
+        (8192, 128, 2, True, False, (256, 2, 2, True)),
+        (16384, 128, 2, True, True, (512, 2, 2, True)),
+        (16384, 128, 4, True, False, (512, 4, 2, True)),
+        (16384, 128, 8, True, False, (512, 0, 1, True)),
+        (40000, 200, 2, True, False, (512, 0, 1, False)),
+        (4096, 128, 2, False, False, (512, 0, 1, False)),
+        (4096, 8, 2, True, False, (512, 0, 1, False)),
+        (65536, 32768, 2, True, False, (512, 0, 1, True)),
+    ],
+)
+def test_configuration_is_a_function_of_the_problem(
+    width: int,
+    head_dim: int,
+    element_size: int,
+    vectorised: bool,
+    backward: bool,
+    expected: tuple[int, int, int, bool],
+) -> None:
+    host = pytest.importorskip("htree_ops._host", reason="_host is built per Python version")
+    assert host.rmsnorm_rope_config(width, head_dim, element_size, vectorised, backward) == expected
+
+
+# ---- the ops themselves check everything again
+
+op = torch.ops.htree.rmsnorm_rope
+op_backward = torch.ops.htree.rmsnorm_rope_backward
+head_op = torch.ops.htree.head_rmsnorm_rope
+ONES = {size: torch.ones(size) for size in (6, 8, 9)}
+ERRORS = {
+    "rank": (
+        lambda: op(torch.zeros(2, 8), ONES[8], torch.zeros(2, 8), torch.zeros(2, 8)),
+        ValueError,
+        "x must be 3-D",
+    ),
+    "head rank": (
+        lambda: head_op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 8), torch.zeros(2, 8)),
+        ValueError,
+        "head_rmsnorm_rope: x must be 4-D",
+    ),
+    "weight": (
+        lambda: op(torch.zeros(1, 2, 8), ONES[6], torch.zeros(2, 8), torch.zeros(2, 8)),
+        ValueError,
+        r"size 0 of weight must be 8 \(Hd of x\), got 6",
+    ),
+    "odd head": (
+        lambda: op(torch.zeros(1, 2, 9), ONES[9], torch.zeros(2, 9), torch.zeros(2, 9)),
+        ValueError,
+        "head dim must be even, got 9",
+    ),
+    "no multiple": (
+        lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 6), torch.zeros(2, 6)),
+        ValueError,
+        "Hd = 8 must be a multiple of the head dim 6",
+    ),
+    "num_heads": (
+        lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4), 1e-6, 3),
+        ValueError,
+        "Hd = 8 must be num_heads = 3 times the head dim 4",
+    ),
+    "no head": (
+        lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4), 1e-6, 0),
+        ValueError,
+        "num_heads must be at least 1, got 0",
+    ),
+    "short table": (
+        lambda: op(torch.zeros(1, 3, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4)),
+        ValueError,
+        "at least S = 3 positions, got 2",
+    ),
+    "sin": (
+        lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 8)),
+        ValueError,
+        "sin must have shape",
+    ),
+    "table rank": (
+        lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(1, 2, 4), torch.zeros(1, 2, 4)),
+        ValueError,
+        "cos must be 2-D",
+    ),
+    "batched table": (
+        lambda: op(torch.zeros(2, 2, 8), ONES[8], torch.zeros(2, 2, 1, 4), torch.zeros(2, 2, 1, 4)),
+        ValueError,
+        "size 0 of cos must be 1",
+    ),
+    "eps": (
+        lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4), -1.0),
+        ValueError,
+        "eps must be finite and not negative, got -1",
+    ),
+    "dtype": (
+        lambda: op(torch.zeros(1, 2, 8).int(), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4)),
+        TypeError,
+        "x must have one of the dtypes.*Int",
+    ),
+    "table dtype": (
+        lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4).int(), torch.zeros(2, 4)),
+        TypeError,
+        "cos must have one of the dtypes.*Int",
+    ),
+    "config length": (
+        lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4), 1e-6, None, [64, 2]),
+        ValueError,
+        r"config must be \(BLOCK_SIZE, num_warps, num_stages\), got 2 values",
+    ),
+    "config": (
+        lambda: op(
+            torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4), 1e-6, None, [64, 4, 1]
+        ),
+        NotImplementedError,
+        "no kernel is compiled for BLOCK_SIZE = 64, num_warps = 4, num_stages = 1",
+    ),
+    "dy shape": (
+        lambda: op_backward(
+            torch.zeros(1, 2, 4), torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4)
+        ),
+        ValueError,
+        "dy must have shape",
+    ),
+    "dy dtype": (
+        lambda: op_backward(
+            torch.zeros(1, 2, 8).half(), torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4)
+        ),
+        TypeError,
+        "dy must have the dtype of x",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_name_argument_requirement_and_value(name: str) -> None:
+    call, kind, message = ERRORS[name]
+    with pytest.raises(kind, match=message):
+        call()

@@ -1,0 +1,54 @@
+"""Every CUDA kernel of the rmsnorm_rope room once at a small size, for compute-sanitizer; see test_sanitize.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import htree_ops  # noqa: F401
+from htree_ops.testing.rmsnorm_rope_cases import (
+    RMSNormRoPEBackwardCase,
+    RMSNormRoPECase,
+    assert_forward,
+    assert_gradients,
+)
+
+pytestmark = pytest.mark.gpu
+
+# widths that reach every number of threads per row, two pairs per thread, and the looping kernels
+SHAPES = (
+    ((2, 3, 5, 32), 32),
+    ((2, 3, 5, 64), 64),
+    ((2, 3, 5, 128), 128),
+    ((2, 3, 5, 256), 256),
+    ((2, 3, 576), 96),
+    ((2, 3, 1024), 128),
+    ((2, 3, 2048), 128),
+    ((2, 3, 4096), 128),
+    ((2, 3, 8192), 128),
+    ((1, 3, 16384), 128),
+    ((1, 3, 40000), 200),
+    ((2, 3, 60), 6),
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("shape", "head_dim"), SHAPES, ids=lambda value: str(value))
+def test_rmsnorm_rope(shape: tuple[int, ...], head_dim: int, dtype: torch.dtype) -> None:
+    ops = torch.ops.htree
+    for layout in ("contiguous", "misaligned"):
+        case = RMSNormRoPECase(name="small", dtype=dtype, shape=shape, head_dim=head_dim, layout=layout)
+        inputs = case.make_inputs("cuda")
+        assert_forward((ops.head_rmsnorm_rope if case.per_head else ops.rmsnorm_rope)(*inputs), inputs)
+        inputs = RMSNormRoPEBackwardCase(name="small", dtype=dtype, forward=case).make_inputs("cuda")
+        backward = ops.head_rmsnorm_rope_backward if case.per_head else ops.rmsnorm_rope_backward
+        assert_gradients(backward(*inputs), inputs)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize("block_size", [64, 128, 256])
+def test_configurations(block_size: int, num_stages: int) -> None:
+    case = RMSNormRoPECase(name="small", dtype=torch.bfloat16, shape=(2, 3, 1024), head_dim=128)
+    inputs = case.make_inputs("cuda")
+    y = torch.ops.htree.rmsnorm_rope(*inputs, [block_size, block_size // 32, num_stages])
+    assert_forward(y, inputs)
