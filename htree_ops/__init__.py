@@ -17,6 +17,12 @@ from htree_ops.errors import (  # noqa: E402
     UnsupportedDtypeError,
 )
 from htree_ops.ops.causal_softmax import causal_softmax  # noqa: E402
+from htree_ops.ops.hadamard import (  # noqa: E402
+    HadamardTransform,
+    grouped_hadamard,
+    hadamard_transform,
+    hadamard_transform_,
+)
 from htree_ops.ops.tree_attention import HTreeAttention, tree_attention  # noqa: E402
 from htree_ops.version import __version__  # noqa: E402
 
@@ -25,11 +31,15 @@ __all__ = [
     "DeviceError",
     "HTreeAttention",
     "HTreeKernelError",
+    "HadamardTransform",
     "NumericalOverflowError",
     "ShapeMismatchError",
     "TuningFailedError",
     "UnsupportedDtypeError",
     "__version__",
     "causal_softmax",
+    "grouped_hadamard",
+    "hadamard_transform",
+    "hadamard_transform_",
     "tree_attention",
 ]

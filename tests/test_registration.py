@@ -14,6 +14,9 @@ SCHEMAS = {
     "causal_softmax.out": "(Tensor x, int block_size=0, *, Tensor(a!) out) -> ()",
     "causal_softmax_": "(Tensor(a!) x, int block_size=0) -> ()",
     "causal_softmax_backward": "(Tensor dy, Tensor y) -> Tensor",
+    "hadamard_transform": "(Tensor x, float? scale=None) -> Tensor",
+    "hadamard_transform_": "(Tensor(a!) x, float? scale=None) -> ()",
+    "grouped_hadamard": "(Tensor x, int group, float? scale=None) -> Tensor",
     "tree_build": "(Tensor k, Tensor v, int compression_rate=16) -> (Tensor pk, Tensor pv)",
     "tree_build_backward": (
         "(Tensor dpk, Tensor dpv, SymInt n_child, int compression_rate=16) -> (Tensor, Tensor)"
@@ -130,7 +133,13 @@ def test_kernels(name: str) -> None:
 
 def test_mutating_ops_return_nothing() -> None:
     mutating = {name for name in SCHEMAS if overload(name)._schema.is_mutable}
-    assert mutating == {"causal_softmax.out", "causal_softmax_", "mask_topk_scores_", "merge_to_global_"}
+    assert mutating == {
+        "causal_softmax.out",
+        "causal_softmax_",
+        "hadamard_transform_",
+        "mask_topk_scores_",
+        "merge_to_global_",
+    }
     assert not any(overload(name)._schema.returns for name in mutating)
 
 
