@@ -106,9 +106,11 @@ struct FirstStages {
   }
 };
 
-// The values of a row of several warps change hands: packs out, the vectors of Exchange in. One __syncthreads.
-template <typename Tr>
-__device__ __forceinline__ void exchange(typename Tr::A (&value)[Tr::kElems], typename Tr::A* shared) {
+// The values of a row of several warps change hands: packs out, the vectors of Exchange in. One __syncthreads, then
+// meanwhile() before the values are read back.
+template <typename Tr, typename Meanwhile>
+__device__ __forceinline__ void exchange(typename Tr::A (&value)[Tr::kElems], typename Tr::A* shared,
+                                         Meanwhile&& meanwhile) {
   using A = typename Tr::A;
   using Ex = Exchange<Tr>;
   constexpr int kWide = 16 / sizeof(A) < Tr::kPackElems ? 16 / sizeof(A) : Tr::kPackElems;
@@ -119,6 +121,7 @@ __device__ __forceinline__ void exchange(typename Tr::A (&value)[Tr::kElems], ty
     device::store_pack(shared + Ex::slot(at), *reinterpret_cast<const Pack<A, kWide>*>(&value[i]));
   }
   __syncthreads();
+  meanwhile();
   constexpr int kRead = 16 / sizeof(A) < Ex::kVector ? 16 / sizeof(A) : Ex::kVector;
 #pragma unroll
   for (int i = 0; i < Tr::kElems; i += kRead) {
@@ -131,6 +134,21 @@ __device__ __forceinline__ void exchange(typename Tr::A (&value)[Tr::kElems], ty
   }
 }
 
+// A row of several warps, loaded: transforms and stores it.
+template <typename Tr, typename Params, typename Meanwhile>
+__device__ __forceinline__ void transform_row(const Params& p, const RowNumbers& rows, uint32_t row,
+                                              const Raw<Tr>& raw, typename Tr::A* shared, Meanwhile&& meanwhile) {
+  using Ex = Exchange<Tr>;
+  typename Tr::A value[Tr::kElems];
+  FirstStages<Tr>::run(raw, value);
+  device::butterfly_register_bits<Tr::kPackBits, Tr::kElemBits>(value);
+  device::butterfly_lane_bits<FirstStages<Tr>::kDoneLanes, Ex::kDoneLanes>(value);
+  exchange<Tr>(value, shared, meanwhile);
+  device::butterfly_register_bits<Ex::kVectorBits, Ex::kVectorBits + Ex::kCount>(value);
+  store_tile<Tr, Ex::kVector>(p, rows, row, value,
+                              [](int vector) { return Ex::place(vector, static_cast<int>(threadIdx.x)); });
+}
+
 template <typename Tr>
 __global__ void __launch_bounds__(Tr::kBlock)
     transform_kernel(const __grid_constant__ TransformParams<typename Tr::T, typename Tr::A> p,
@@ -140,30 +158,68 @@ __global__ void __launch_bounds__(Tr::kBlock)
   const int thread_in_tile = threadIdx.x & ((1 << kTileThreadBits) - 1);
   const uint32_t tile = blockIdx.x * Tr::kConfig.tiles_per_block() + (threadIdx.x >> kTileThreadBits);
   const uint32_t first_row = tile << Tr::kLog2RowsPerTile;
-
   Raw<Tr> raw;
   load_tile<Tr>(p, rows, first_row, thread_in_tile, raw);
-  typename Tr::A value[Tr::kElems];
-  FirstStages<Tr>::run(raw, value);
-
-  constexpr int kDone = FirstStages<Tr>::kDoneLanes;
-  constexpr int kPackRegisters = Tr::kPackBits;
   if constexpr (Tr::kWarpBits > 0) {
-    using Ex = Exchange<Tr>;
-    device::butterfly_register_bits<kPackRegisters, Tr::kElemBits>(value);
-    device::butterfly_lane_bits<kDone, Ex::kDoneLanes>(value);
-    exchange<Tr>(value, reinterpret_cast<typename Tr::A*>(shared));
-    device::butterfly_register_bits<Ex::kVectorBits, Ex::kVectorBits + Ex::kCount>(value);
-    store_tile<Tr, Ex::kVector>(p, rows, first_row, value,
-                                [&](int vector) { return Ex::place(vector, thread_in_tile); });
+    transform_row<Tr>(p, rows, first_row, raw, reinterpret_cast<typename Tr::A*>(shared), [] {});
   } else {
     // Of a tile with several short rows only the bits of a row are transformed.
     constexpr int kLanes = Tr::kLog2N - Tr::kPackBits < Tr::kLaneBits ? Tr::kLog2N - Tr::kPackBits : Tr::kLaneBits;
     constexpr int kPacks = Tr::kLog2N - Tr::kPackBits - Tr::kLaneBits;
-    device::butterfly_register_bits<kPackRegisters, kPackRegisters + kPacks>(value);
-    device::butterfly_lane_bits<kDone, kLanes>(value);
+    typename Tr::A value[Tr::kElems];
+    FirstStages<Tr>::run(raw, value);
+    device::butterfly_register_bits<Tr::kPackBits, Tr::kPackBits + kPacks>(value);
+    device::butterfly_lane_bits<FirstStages<Tr>::kDoneLanes, kLanes>(value);
     store_tile<Tr, Tr::kPackElems>(p, rows, first_row, value,
                                    [&](int pack) { return place_of<Tr>(pack, thread_in_tile); });
+  }
+}
+
+// The packs of a thread on their way to its own places in shared memory; done after cp.async.wait_all.
+template <typename Tr, Access kAccess, typename Params, typename P>
+__device__ __forceinline__ void prefetch_row(const Params& p, const RowNumbers& rows, uint32_t row, P* staged) {
+  using T = typename Tr::T;
+#pragma unroll
+  for (int pack = 0; pack < Tr::kPacks; ++pack) {
+    const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(staged + pack * Tr::kBlock + threadIdx.x));
+    visit<Tr, kAccess, Tr::kPackElems>(
+        p.x, rows, p.log2_segment, row, place_of<Tr>(pack, static_cast<int>(threadIdx.x)),
+        [&](const T* at) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(at) : "memory"); },
+        [](const T*, int) {});
+  }
+}
+
+// Rows so long that few blocks fit on a multiprocessor: each block goes from row to row, and the next row travels to
+// shared memory while this one is exchanged and stored. Shared memory holds the exchange and one staged row.
+// x.access is not kElements.
+template <typename Tr>
+__global__ void __launch_bounds__(Tr::kBlock)
+    streaming_kernel(const __grid_constant__ TransformParams<typename Tr::T, typename Tr::A> p,
+                     const __grid_constant__ RowNumbers rows) {
+  using P = Pack<typename Tr::T, Tr::kPackElems>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  auto* exchanged = reinterpret_cast<typename Tr::A*>(shared);
+  auto* staged = reinterpret_cast<P*>(shared + (sizeof(typename Tr::A) << Tr::kLog2N));
+  const auto prefetch = [&](uint32_t row) {
+    if (row < rows.num_rows) {
+      if (p.x.access == Access::kWhole) {
+        prefetch_row<Tr, Access::kWhole>(p, rows, row, staged);
+      } else {
+        prefetch_row<Tr, Access::kSegments>(p, rows, row, staged);
+      }
+    }
+  };
+  prefetch(blockIdx.x);
+  for (uint32_t row = blockIdx.x; row < rows.num_rows; row += gridDim.x) {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    Raw<Tr> raw;
+#pragma unroll
+    for (int pack = 0; pack < Tr::kPacks; ++pack) {
+      raw[pack] = staged[pack * Tr::kBlock + threadIdx.x];
+    }
+    // The exchange of the row before has been read, or this one could overwrite it.
+    __syncthreads();
+    transform_row<Tr>(p, rows, row, raw, exchanged, [&] { prefetch(row + gridDim.x); });
   }
 }
 

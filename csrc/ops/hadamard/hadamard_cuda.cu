@@ -100,8 +100,8 @@ void launch_slices(Params<T> params, cudaStream_t stream) {
   for (int64_t first = 0; first < num; first += slice) {
     sizes[dim] = std::min(slice, num - first);
     const cudaError_t error = launch<T>(params, stream);
-    TORCH_CHECK_NOT_IMPLEMENTED(error != cudaErrorNotSupported, "hadamard_transform: no kernel is compiled for n = 2^",
-                                params.log2_length);
+    TORCH_CHECK_NOT_IMPLEMENTED(error != cudaErrorNotSupported, "hadamard_transform: n = 2^",
+                                params.log2_length, " needs more shared memory per block than this device has");
     C10_CUDA_CHECK(error);
     params.x.data += slice * params.x.strides[dim];
     params.y.data += slice * params.y.strides[dim];

@@ -7,6 +7,12 @@
 namespace htree::hadamard {
 namespace {
 
+#ifndef MINWB
+#define MINWB 2
+#endif
+// Rows of the half types from 2^(11 + this) elements on are streamed where there are more than blocks to hold them.
+constexpr int kMinStreamedWarpBits = MINWB;
+
 template <typename P>
 RowNumbers number_rows(const P& p) {
   return {device::FastDivisor(static_cast<uint32_t>(p.sizes[1])),
@@ -14,20 +20,65 @@ RowNumbers number_rows(const P& p) {
           static_cast<uint32_t>(p.sizes[0] * p.sizes[1] * p.sizes[2]), p.sizes[0] * p.sizes[1] == 1};
 }
 
+// What the choice of kernel asks of the device that is current.
+inline cudaError_t attribute_of(cudaDeviceAttr attribute, int& value) {
+  int device = 0;
+  const cudaError_t error = cudaGetDevice(&device);
+  return error != cudaSuccess ? error : cudaDeviceGetAttribute(&value, attribute, device);
+}
+
+// cudaErrorNotSupported when a block of the device cannot have that much shared memory.
+template <typename Kernel>
+cudaError_t allow_shared(Kernel* kernel, int shared) {
+  if (shared <= 48 * 1024) {
+    return cudaSuccess;
+  }
+  int most = 0;
+  const cudaError_t error = attribute_of(cudaDevAttrMaxSharedMemoryPerBlockOptin, most);
+  if (error != cudaSuccess || shared > most) {
+    return error != cudaSuccess ? error : cudaErrorNotSupported;
+  }
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+}
+
+// Blocks of the streaming kernel on one multiprocessor of Hopper: 65536 registers, 227 KB of shared memory.
+template <typename Tr>
+constexpr int streaming_blocks(int shared) {
+  const int by_registers = 65536 / 128 / Tr::kBlock;
+  const int by_shared = 227 * 1024 / (shared + 1024);
+  return by_registers < by_shared ? by_registers : by_shared;
+}
+
 template <typename T, int kLog2Length>
 cudaError_t launch_one(const Params<T>& p, cudaStream_t stream) {
   using Tr = Traits<T, kLog2Length>;
   const RowNumbers rows = number_rows(p);
-  const int64_t rows_per_block = int64_t{Tr::kConfig.tiles_per_block()} << Tr::kLog2RowsPerTile;
-  const dim3 grid(static_cast<unsigned>((rows.num_rows + rows_per_block - 1) / rows_per_block));
   constexpr int kShared = Tr::kWarpBits > 0 ? static_cast<int>(sizeof(typename Tr::A)) << kLog2Length : 0;
-  if constexpr (kShared > 48 * 1024) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(transform_kernel<Tr>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+  if constexpr (sizeof(T) == 2 && Tr::kWarpBits >= kMinStreamedWarpBits) {
+    constexpr int kStreamed = kShared + (static_cast<int>(sizeof(T)) << kLog2Length);
+    int num_processors = 0;
+    const cudaError_t error = attribute_of(cudaDevAttrMultiProcessorCount, num_processors);
     if (error != cudaSuccess) {
       return error;
     }
+    const unsigned resident = num_processors * streaming_blocks<Tr>(kStreamed);
+    if (p.x.access != Access::kElements && rows.num_rows > resident) {
+      const cudaError_t allowed = allow_shared(streaming_kernel<Tr>, kStreamed);
+      if (allowed == cudaSuccess) {
+        streaming_kernel<Tr><<<resident, Tr::kBlock, kStreamed, stream>>>(p, rows);
+        return cudaGetLastError();
+      }
+      if (allowed != cudaErrorNotSupported) {
+        return allowed;
+      }
+    }
   }
+  const cudaError_t error = allow_shared(transform_kernel<Tr>, kShared);
+  if (error != cudaSuccess) {
+    return error;
+  }
+  const int64_t rows_per_block = int64_t{Tr::kConfig.tiles_per_block()} << Tr::kLog2RowsPerTile;
+  const dim3 grid(static_cast<unsigned>((rows.num_rows + rows_per_block - 1) / rows_per_block));
   transform_kernel<Tr><<<grid, Tr::kBlock, kShared, stream>>>(p, rows);
   return cudaGetLastError();
 }
