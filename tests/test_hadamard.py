@@ -172,13 +172,29 @@ ERRORS = {
     "scalar": (lambda f, _: f(torch.zeros(())), ShapeMismatchError, r"at least one dim, got a scalar"),
     "integer": (lambda f, _: f(torch.zeros(8, dtype=torch.int32)), UnsupportedDtypeError, r"dtype"),
     "scale": (lambda f, _: f(torch.zeros(8), math.nan), ValueError, r"scale must be finite, got nan"),
-    "rank": (lambda _, g: g(torch.zeros(2, 4, 8), 2), ShapeMismatchError, r"x must be 4-D \[B, H, S, D\], got 3-D"),
-    "group": (lambda _, g: g(torch.zeros(1, 6, 2, 8), 4), ShapeMismatchError, r"group must divide H of x = 6, got 4"),
+    "rank": (
+        lambda _, g: g(torch.zeros(2, 4, 8), 2),
+        ShapeMismatchError,
+        r"x must be 4-D \[B, H, S, D\], got 3-D",
+    ),
+    "group": (
+        lambda _, g: g(torch.zeros(1, 6, 2, 8), 4),
+        ShapeMismatchError,
+        r"group must divide H of x = 6, got 4",
+    ),
     "no group": (lambda _, g: g(torch.zeros(1, 6, 2, 8), 0), ValueError, r"group must be at least 1, got 0"),
-    "product": (lambda _, g: g(torch.zeros(1, 6, 2, 8), 3), ShapeMismatchError, r"group \* D must be a power of two"),
+    "product": (
+        lambda _, g: g(torch.zeros(1, 6, 2, 8), 3),
+        ShapeMismatchError,
+        r"group \* D must be a power of two",
+    ),
     "wide": (lambda _, g: g(torch.zeros(1, 64, 1, 1024), 64), ShapeMismatchError, r"group \* D must be"),
     "grouped dtype": (lambda _, g: g(torch.zeros(1, 2, 1, 8).int(), 2), UnsupportedDtypeError, r"dtype"),
-    "grouped scale": (lambda _, g: g(torch.zeros(1, 2, 1, 8), 2, math.inf), ValueError, r"scale must be finite, got inf"),
+    "grouped scale": (
+        lambda _, g: g(torch.zeros(1, 2, 1, 8), 2, math.inf),
+        ValueError,
+        r"scale must be finite, got inf",
+    ),
 }
 
 
@@ -233,11 +249,15 @@ def test_property_self_inverse_and_norm(device, n, rows, seed, dtype) -> None:
     x = normal((rows, n), dtype, device, seed)
     y = op(x)
     norm = x.double().norm(dim=-1, keepdim=True)
-    arithmetic = (torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps) * 2 * (
-        n.bit_length() + 1
+    arithmetic = (
+        (torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps)
+        * 2
+        * (n.bit_length() + 1)
     )
     # y errs by its rounding, u |y| in norm, and by the stages; the second transform keeps that error's norm.
-    slack = (2.1 * UNIT[dtype] + 2 * arithmetic) * norm + 2 * math.sqrt(n) * torch.finfo(dtype).smallest_normal
+    slack = (2.1 * UNIT[dtype] + 2 * arithmetic) * norm + 2 * math.sqrt(n) * torch.finfo(
+        dtype
+    ).smallest_normal
     assert ((op(y).double() - x.double()).norm(dim=-1, keepdim=True) <= slack).all()
     assert ((y.double().norm(dim=-1, keepdim=True) - norm).abs() <= slack).all()
 
@@ -252,7 +272,9 @@ def test_property_linear(device, n, seed, a, b) -> None:
 def test_property_scale_is_a_factor(device, n, seed, dtype, power) -> None:
     """Powers of two commute with every rounding."""
     x = normal((3, n), dtype, device, seed)
-    assert torch.equal(op(x, 2.0**power), (op(x.double(), 1.0) * 2.0**power).to(dtype)) or dtype != torch.float64
+    assert (
+        torch.equal(op(x, 2.0**power), (op(x.double(), 1.0) * 2.0**power).to(dtype)) or dtype != torch.float64
+    )
     assert_close_spec(op(x, 2.0**power), op(x, 1.0).double() * 2.0**power, UNIT[dtype] * 4, 1e-6)
 
 

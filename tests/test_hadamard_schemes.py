@@ -116,7 +116,9 @@ def test_grouped_with_a_full_inverse_is_exact(qkv: tuple[Tensor, Tensor, Tensor]
     assert relative_error(scores(q, grouped_hadamard(stored, group)), scores(q, k)) < EXACT
 
 
-def test_inverse_over_the_channels_leaves_the_butterfly_of_the_heads(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
+def test_inverse_over_the_channels_leaves_the_butterfly_of_the_heads(
+    qkv: tuple[Tensor, Tensor, Tensor],
+) -> None:
     _, k, _ = qkv
     left = hadamard_transform(grouped_hadamard(k, 2))
     first, second = k[:, 0::2], k[:, 1::2]

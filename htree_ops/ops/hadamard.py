@@ -30,7 +30,10 @@ def _check_rows(op: str, x: Tensor) -> None:
     check_dtype(op, FLOATING_AND_DOUBLE, x=x)
     if x.dim() == 0:
         raise ShapeMismatchError(
-            f"{op}: x must have at least one dim, got a scalar", expected="[..., n]", actual=(), tensor_name="x"
+            f"{op}: x must have at least one dim, got a scalar",
+            expected="[..., n]",
+            actual=(),
+            tensor_name="x",
         )
     _check_length(op, "the last dim of x", x.shape[-1], x)
 

@@ -44,7 +44,9 @@ def tolerance(x: torch.Tensor, scale: float | None = None) -> tuple[float, torch
     unit = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
     magnitudes = x.double().abs().sum(dim=-1, keepdim=True) * abs(scale)
     info = torch.finfo(x.dtype)
-    return info.eps / 2 * (1 + 2**-8), unit * (math.log2(n) + 2) * magnitudes + info.smallest_normal * info.eps
+    return info.eps / 2 * (1 + 2**-8), unit * (
+        math.log2(n) + 2
+    ) * magnitudes + info.smallest_normal * info.eps
 
 
 def grouped_tolerance(x: torch.Tensor, group: int, scale: float | None = None) -> tuple[float, torch.Tensor]:
@@ -108,7 +110,10 @@ def _whole_qkv(x: torch.Tensor) -> torch.Tensor:
 
 
 #: Layouts of x [B, H, S, D] beside the general ones.
-GROUPED_LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {**LAYOUTS, "fused_projection": _whole_qkv}
+GROUPED_LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    **LAYOUTS,
+    "fused_projection": _whole_qkv,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +125,9 @@ class GroupedHadamardCase(Case):
     layout: str = "contiguous"
     scale: float | None = None
 
-    def make_inputs(self, device: str | torch.device, seed: int = 0) -> tuple[torch.Tensor, int, float | None]:
+    def make_inputs(
+        self, device: str | torch.device, seed: int = 0
+    ) -> tuple[torch.Tensor, int, float | None]:
         """(x, group, scale) of ``torch.ops.htree.grouped_hadamard``."""
         x = normal(self.shape, self.dtype, device, seed)
         return GROUPED_LAYOUTS[self.layout](x), self.group, self.scale
@@ -165,12 +172,23 @@ CASES = [
 LAYOUT_CASES = [
     HadamardCase(name=f"{layout}_{'x'.join(map(str, shape))}", dtype=dtype, shape=shape, layout=layout)
     for layout in LAYOUTS
-    for shape in ((6, 2), (37, 8), (5, 3, 16), (9, 64), (2, 3, 4, 128), (2, 2, 2, 3, 256), (3, 1024), (3, 8192))
+    for shape in (
+        (6, 2),
+        (37, 8),
+        (5, 3, 16),
+        (9, 64),
+        (2, 3, 4, 128),
+        (2, 2, 2, 3, 256),
+        (3, 1024),
+        (3, 8192),
+    )
     for dtype in DTYPES
 ]
 
 GROUPED_CASES = [
-    GroupedHadamardCase(name=f"{name}_{layout}_g{group}", dtype=dtype, shape=shape, group=group, layout=layout)
+    GroupedHadamardCase(
+        name=f"{name}_{layout}_g{group}", dtype=dtype, shape=shape, group=group, layout=layout
+    )
     for name, shape, group in (
         ("mini", (2, 4, 3, 2), 2),
         ("one_channel", (2, 8, 5, 1), 8),
@@ -189,7 +207,14 @@ GROUPED_CASES = [
 BENCHMARK_CASES: dict[str, list[HadamardCase]] = {
     "cuda": [
         HadamardCase(name=f"{rows}x{n}", dtype=torch.bfloat16, shape=(rows, n))
-        for rows, n in ((262144, 128), (131072, 256), (32768, 1024), (8192, 4096), (4096, 8192), (1024, 32768))
+        for rows, n in (
+            (262144, 128),
+            (131072, 256),
+            (32768, 1024),
+            (8192, 4096),
+            (4096, 8192),
+            (1024, 32768),
+        )
     ]
     + [
         HadamardCase(name=f"{rows}x{n}", dtype=torch.float16, shape=(rows, n))

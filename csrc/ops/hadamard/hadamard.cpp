@@ -52,7 +52,8 @@ void run(const Problem& problem, const at::Tensor& x, const at::Tensor& y) {
   kTransform(problem, kRowsOf(problem, copy, y).value(), copy, y);
 }
 
-// y = scale * x @ H  with H [n, n] = [[1, 1], [1, -1]] (x) ... (x) [[1, 1], [1, -1]], scale = n ** -0.5 by default
+// y = scale * x @ H  with H [n, n] = [[1, 1], [1, -1]] (x) ... (x) [[1, 1], [1, -1]], scale = n ** -0.5 by
+// default
 template <Transform kTransform>
 at::Tensor transform(const at::Tensor& x, Scale scale) {
   at::Tensor y = prepare(x, scale);
@@ -115,8 +116,9 @@ struct GroupedNode : Function<GroupedNode> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto scale = ctx->saved_data["scale"].toOptional<double>();
-    return {grads[0].defined() ? call_grouped(grads[0], ctx->saved_data["group"].toInt(), scale) : at::Tensor(),
-            at::Tensor(), at::Tensor()};
+    return {
+        grads[0].defined() ? call_grouped(grads[0], ctx->saved_data["group"].toInt(), scale) : at::Tensor(),
+        at::Tensor(), at::Tensor()};
   }
 };
 

@@ -1,10 +1,12 @@
-// Kernels of the Hadamard transform: a tile is loaded once into registers, transformed there, and stored once.
+// Kernels of the Hadamard transform: a tile is loaded once into registers, transformed there, and stored
+// once.
 //
-// For the two half types the first four stages, two of them across lanes, are one product with the 16-point matrix
-// H_16 per eight rows on the tensor cores: its inputs and its +-1 are exact in those types and it accumulates in
-// fp32, so no intermediate is rounded to half and no shuffle is spent. (Using the tensor cores for Hadamard
-// transforms: "HadaCore", Agarwal et al. 2024; here only for the stages whose inputs are the stored values.) The other
-// stages are additions of registers, shuffles, and for rows of more than a warp one exchange through shared memory.
+// For the two half types the first four stages, two of them across lanes, are one product with the 16-point
+// matrix H_16 per eight rows on the tensor cores: its inputs and its +-1 are exact in those types and it
+// accumulates in fp32, so no intermediate is rounded to half and no shuffle is spent. (Using the tensor cores
+// for Hadamard transforms: "HadaCore", Agarwal et al. 2024; here only for the stages whose inputs are the
+// stored values.) The other stages are additions of registers, shuffles, and for rows of more than a warp one
+// exchange through shared memory.
 #pragma once
 
 #include "device/butterfly.cuh"
@@ -12,10 +14,10 @@
 
 namespace htree::hadamard {
 
-// Who holds which bits of the element index while a row of several warps is stored. The exchange gives a thread the
-// undone bits [kFirst, kFirst + kCount); bits [0, kVectorBits) stay together, so that vectors are stored, and where
-// registers are left the highest bits fill them. The other bits go to the threads in ascending order, so that
-// the lanes of a warp store adjacent vectors.
+// Who holds which bits of the element index while a row of several warps is stored. The exchange gives a
+// thread the undone bits [kFirst, kFirst + kCount); bits [0, kVectorBits) stay together, so that vectors are
+// stored, and where registers are left the highest bits fill them. The other bits go to the threads in
+// ascending order, so that the lanes of a warp store adjacent vectors.
 template <typename Tr>
 struct Exchange {
   static constexpr bool kHalf = sizeof(typename Tr::T) == 2;
@@ -38,14 +40,14 @@ struct Exchange {
            (thread >> kLowThreadBits) << (kFirst + kCount) | (vector >> kCount) << (Tr::kLog2N - kTopBits);
   }
 
-  // Place in shared memory. A pack of eight floats is written by two 16-byte accesses of every lane: without the
-  // swizzle lanes i and i + 4 would meet in the same banks.
+  // Place in shared memory. A pack of eight floats is written by two 16-byte accesses of every lane: without
+  // the swizzle lanes i and i + 4 would meet in the same banks.
   static __device__ __forceinline__ int slot(int i) { return kHalf ? i ^ (i >> 3 & 4) : i; }
 };
 
-// The stages of bits 0, 2, 3 and 4 of the pack's 8 values in each of the four neighbouring lanes, over the whole warp.
-// Lane i holds row i / 4 of the product; the words of its pack are bits 1 and 2 of the index. Lane i of the
-// 16 x 8 matrix fragments: docs of mma.m16n8k16 in the PTX ISA.
+// The stages of bits 0, 2, 3 and 4 of the pack's 8 values in each of the four neighbouring lanes, over the
+// whole warp. Lane i holds row i / 4 of the product; the words of its pack are bits 1 and 2 of the index.
+// Lane i of the 16 x 8 matrix fragments: docs of mma.m16n8k16 in the PTX ISA.
 template <typename T>
 __device__ __forceinline__ void first_four_stages(const Pack<T, 8>& raw, uint32_t signs, float* value) {
   const auto* words = reinterpret_cast<const uint32_t*>(&raw);
@@ -82,7 +84,8 @@ __device__ __forceinline__ uint32_t sign_pair() {
   return high << 16 | low;
 }
 
-// From the stored packs to fp32 (fp64) values with the stages inside a pack, and kDone lane bits, behind them.
+// From the stored packs to fp32 (fp64) values with the stages inside a pack, and kDone lane bits, behind
+// them.
 template <typename Tr>
 struct FirstStages {
   static constexpr bool kTensorCores = sizeof(typename Tr::T) == 2 && Tr::kLog2N >= Tr::kPackBits + 2;
@@ -106,8 +109,8 @@ struct FirstStages {
   }
 };
 
-// The values of a row of several warps change hands: packs out, the vectors of Exchange in. One __syncthreads, then
-// meanwhile() before the values are read back.
+// The values of a row of several warps change hands: packs out, the vectors of Exchange in. One
+// __syncthreads, then meanwhile() before the values are read back.
 template <typename Tr, typename Meanwhile>
 __device__ __forceinline__ void exchange(typename Tr::A (&value)[Tr::kElems], typename Tr::A* shared,
                                          Meanwhile&& meanwhile) {
@@ -137,7 +140,8 @@ __device__ __forceinline__ void exchange(typename Tr::A (&value)[Tr::kElems], ty
 // A row of several warps, loaded: transforms and stores it.
 template <typename Tr, typename Params, typename Meanwhile>
 __device__ __forceinline__ void transform_row(const Params& p, const RowNumbers& rows, uint32_t row,
-                                              const Raw<Tr>& raw, typename Tr::A* shared, Meanwhile&& meanwhile) {
+                                              const Raw<Tr>& raw, typename Tr::A* shared,
+                                              Meanwhile&& meanwhile) {
   using Ex = Exchange<Tr>;
   typename Tr::A value[Tr::kElems];
   FirstStages<Tr>::run(raw, value);
@@ -164,7 +168,8 @@ __global__ void __launch_bounds__(Tr::kBlock)
     transform_row<Tr>(p, rows, first_row, raw, reinterpret_cast<typename Tr::A*>(shared), [] {});
   } else {
     // Of a tile with several short rows only the bits of a row are transformed.
-    constexpr int kLanes = Tr::kLog2N - Tr::kPackBits < Tr::kLaneBits ? Tr::kLog2N - Tr::kPackBits : Tr::kLaneBits;
+    constexpr int kLanes =
+        Tr::kLog2N - Tr::kPackBits < Tr::kLaneBits ? Tr::kLog2N - Tr::kPackBits : Tr::kLaneBits;
     constexpr int kPacks = Tr::kLog2N - Tr::kPackBits - Tr::kLaneBits;
     typename Tr::A value[Tr::kElems];
     FirstStages<Tr>::run(raw, value);
@@ -177,21 +182,24 @@ __global__ void __launch_bounds__(Tr::kBlock)
 
 // The packs of a thread on their way to its own places in shared memory; done after cp.async.wait_all.
 template <typename Tr, Access kAccess, typename Params, typename P>
-__device__ __forceinline__ void prefetch_row(const Params& p, const RowNumbers& rows, uint32_t row, P* staged) {
+__device__ __forceinline__ void prefetch_row(const Params& p, const RowNumbers& rows, uint32_t row,
+                                             P* staged) {
   using T = typename Tr::T;
 #pragma unroll
   for (int pack = 0; pack < Tr::kPacks; ++pack) {
     const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(staged + pack * Tr::kBlock + threadIdx.x));
     visit<Tr, kAccess, Tr::kPackElems>(
         p.x, rows, p.log2_segment, row, place_of<Tr>(pack, static_cast<int>(threadIdx.x)),
-        [&](const T* at) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(at) : "memory"); },
+        [&](const T* at) {
+          asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(at) : "memory");
+        },
         [](const T*, int) {});
   }
 }
 
-// Rows so long that few blocks fit on a multiprocessor: each block goes from row to row, and the next row travels to
-// shared memory while this one is exchanged and stored. Shared memory holds the exchange and one staged row.
-// x.access is not kElements.
+// Rows so long that few blocks fit on a multiprocessor: each block goes from row to row, and the next row
+// travels to shared memory while this one is exchanged and stored. Shared memory holds the exchange and one
+// staged row. x.access is not kElements.
 template <typename Tr>
 __global__ void __launch_bounds__(Tr::kBlock)
     streaming_kernel(const __grid_constant__ TransformParams<typename Tr::T, typename Tr::A> p,

@@ -9,16 +9,16 @@
 
 namespace htree::hadamard {
 
-// y = scale * x * H_n over rows of n = 2^log2_length elements, each in segments of 2^log2_segment contiguous ones: one
-// segment for hadamard_transform, one per head of the group for grouped_hadamard.
+// y = scale * x * H_n over rows of n = 2^log2_length elements, each in segments of 2^log2_segment contiguous
+// ones: one segment for hadamard_transform, one per head of the group for grouped_hadamard.
 struct Problem {
   int log2_length;
   int log2_segment;
   double scale;
 };
 
-// Where the rows lie: numbers of rows under three dims, outermost first, and the strides in elements of x and y
-// between rows and between the segments of a row.
+// Where the rows lie: numbers of rows under three dims, outermost first, and the strides in elements of x and
+// y between rows and between the segments of a row.
 struct Rows {
   std::array<int64_t, 3> sizes;
   std::array<int64_t, 3> x_strides;
@@ -31,7 +31,8 @@ struct Rows {
 Problem problem_of(const at::Tensor& x, std::optional<double> scale);
 Problem grouped_problem_of(const at::Tensor& x, int64_t group, std::optional<double> scale);
 
-// Empty where the rows of a tensor have no unit stride or lie under more than three dims: x must then be copied.
+// Empty where the rows of a tensor have no unit stride or lie under more than three dims: x must then be
+// copied.
 std::optional<Rows> rows_of(const Problem& problem, const at::Tensor& x, const at::Tensor& y);
 // x, y [B, H, S, D]: rows are (batch, group of heads, position), segments the heads of a group.
 std::optional<Rows> grouped_rows_of(const Problem& problem, const at::Tensor& x, const at::Tensor& y);

@@ -58,8 +58,10 @@ struct Dim {
   int64_t y_stride;
 };
 
-// Drops dims of size 1 and joins neighbours that are one dim in x and in y; empty when more than three are left.
-std::optional<Rows> make_rows(const std::vector<Dim>& dims, int64_t x_segment_stride, int64_t y_segment_stride) {
+// Drops dims of size 1 and joins neighbours that are one dim in x and in y; empty when more than three are
+// left.
+std::optional<Rows> make_rows(const std::vector<Dim>& dims, int64_t x_segment_stride,
+                              int64_t y_segment_stride) {
   std::vector<Dim> joined;
   for (const Dim& dim : dims) {
     if (dim.size == 1) {
@@ -138,12 +140,13 @@ at::Tensor prepare_grouped(const at::Tensor& x, int64_t group, std::optional<dou
   check_floating(kGroupedOp, "x", x, /*double_on_cuda=*/true);
   check_rank(kGroupedOp, "x", x, 4, "[B, H, S, D]");
   check_at_least(kGroupedOp, "group", group, 1);
-  TORCH_CHECK_VALUE(holds((x.sym_size(1) % group).sym_eq(0)), kGroupedOp, ": group must divide H of x = ",
-                    x.sym_size(1), ", got ", group);
+  TORCH_CHECK_VALUE(holds((x.sym_size(1) % group).sym_eq(0)), kGroupedOp,
+                    ": group must divide H of x = ", x.sym_size(1), ", got ", group);
   const int64_t width = length_of(x, -1);
   // The bounds on the factors keep the product from overflowing.
-  TORCH_CHECK_VALUE(group <= kMaxLength && width <= kMaxLength && log2_of_length(group * width) >= 0, kGroupedOp,
-                    ": group * D must be a power of two between 1 and ", kMaxLength, ", got ", group, " * ", width);
+  TORCH_CHECK_VALUE(group <= kMaxLength && width <= kMaxLength && log2_of_length(group * width) >= 0,
+                    kGroupedOp, ": group * D must be a power of two between 1 and ", kMaxLength, ", got ",
+                    group, " * ", width);
   check_scale(kGroupedOp, scale);
   return empty_like_contiguous(x);
 }

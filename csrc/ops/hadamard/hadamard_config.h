@@ -20,8 +20,8 @@ struct KernelConfig {
   constexpr int tiles_per_block() const { return threads() >> (lane_bits + warp_bits); }
 };
 
-// 32 values in registers up to n = 128, 64 beyond, half as many doubles; at least four lanes on a row, so that
-// every load of a warp fills 64-byte pieces; a block where a warp does not suffice.
+// 32 values in registers up to n = 128, 64 beyond, half as many doubles; at least four lanes on a row, so
+// that every load of a warp fills 64-byte pieces; a block where a warp does not suffice.
 constexpr KernelConfig choose_config(int element_size, int log2_length) {
   const bool is_double = element_size == 8;
   const int short_length = is_double ? 6 : 7;
@@ -32,7 +32,8 @@ constexpr KernelConfig choose_config(int element_size, int log2_length) {
   return {pack_bits, elem_bits, lane_bits, others > 5 ? others - 5 : 0};
 }
 
-// 32768 doubles fill the registers of a multiprocessor: two transforms of half the length, then one butterfly.
+// 32768 doubles fill the registers of a multiprocessor: two transforms of half the length, then one
+// butterfly.
 constexpr bool is_split(int element_size, int log2_length) {
   return element_size == 8 && log2_length == 15;
 }

@@ -1,4 +1,5 @@
-// CPU kernels of the hadamard room: rows in parallel, each row vectorised; arithmetic in float, in double for double.
+// CPU kernels of the hadamard room: rows in parallel, each row vectorised; arithmetic in float, in double for
+// double.
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -74,8 +75,8 @@ void transform_typed(const Problem& p, const Rows& rows, const T* x, T* y) {
       const int64_t middle = row / inner_size % middle_size;
       const int64_t count = std::min(end - row, inner_size - inner);
       const RowRun<const Storage> from{
-          reinterpret_cast<const Storage*>(x + offset_of(rows.x_strides, outer, middle, inner)), rows.x_strides[2],
-          rows.x_segment_stride};
+          reinterpret_cast<const Storage*>(x + offset_of(rows.x_strides, outer, middle, inner)),
+          rows.x_strides[2], rows.x_segment_stride};
       const RowRun<Storage> to{
           reinterpret_cast<Storage*>(y + offset_of(rows.y_strides, outer, middle, inner)), rows.y_strides[2],
           rows.y_segment_stride};

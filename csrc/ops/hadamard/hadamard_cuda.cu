@@ -28,14 +28,16 @@ struct DeviceType<c10::BFloat16> {
 };
 
 constexpr int kPackBytes = 16;
-// Rows of one launch: their numbers, and those behind the last tile, must stay below 2^31. A power of two, so that
-// slices of rows that are shorter than a pack start at packs.
+// Rows of one launch: their numbers, and those behind the last tile, must stay below 2^31. A power of two, so
+// that slices of rows that are shorter than a pack start at packs.
 constexpr int64_t kMaxRows = int64_t{1} << 30;
 
 template <typename T>
-Access access_of(const Problem& problem, const Rows& rows, const T* data, const std::array<int64_t, 3>& strides,
-                 int64_t segment_stride) {
-  const auto aligned = [](int64_t elements) { return elements * static_cast<int64_t>(sizeof(T)) % kPackBytes == 0; };
+Access access_of(const Problem& problem, const Rows& rows, const T* data,
+                 const std::array<int64_t, 3>& strides, int64_t segment_stride) {
+  const auto aligned = [](int64_t elements) {
+    return elements * static_cast<int64_t>(sizeof(T)) % kPackBytes == 0;
+  };
   const bool whole = problem.log2_segment == problem.log2_length;
   if (reinterpret_cast<uintptr_t>(data) % kPackBytes != 0) {
     return Access::kElements;
@@ -101,7 +103,8 @@ void launch_slices(Params<T> params, cudaStream_t stream) {
     sizes[dim] = std::min(slice, num - first);
     const cudaError_t error = launch<T>(params, stream);
     TORCH_CHECK_NOT_IMPLEMENTED(error != cudaErrorNotSupported, "hadamard_transform: n = 2^",
-                                params.log2_length, " needs more shared memory per block than this device has");
+                                params.log2_length,
+                                " needs more shared memory per block than this device has");
     C10_CUDA_CHECK(error);
     params.x.data += slice * params.x.strides[dim];
     params.y.data += slice * params.y.strides[dim];
@@ -119,9 +122,13 @@ void transform_cuda(const Problem& problem, const Rows& rows, const at::Tensor& 
     const auto& xs = rows.x_strides;
     const auto& ys = rows.y_strides;
     const Params<T> params{
-        .x = {from, {xs[0], xs[1], xs[2]}, rows.x_segment_stride,
+        .x = {from,
+              {xs[0], xs[1], xs[2]},
+              rows.x_segment_stride,
               access_of(problem, rows, from, xs, rows.x_segment_stride)},
-        .y = {to, {ys[0], ys[1], ys[2]}, rows.y_segment_stride,
+        .y = {to,
+              {ys[0], ys[1], ys[2]},
+              rows.y_segment_stride,
               access_of(problem, rows, to, ys, rows.y_segment_stride)},
         .sizes = {rows.sizes[0], rows.sizes[1], rows.sizes[2]},
         .log2_length = problem.log2_length,

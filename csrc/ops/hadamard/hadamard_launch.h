@@ -18,8 +18,8 @@ struct ScalarOf<double> {
 template <typename T>
 using Params = TransformParams<T, typename ScalarOf<T>::type>;
 
-// Launch on `stream`; the errors are those of the runtime. Short rows have up to 2^7 elements, long ones from 2^8.
-// cudaErrorNotSupported: a length that is not compiled, or a device without the shared memory for it.
+// Launch on `stream`; the errors are those of the runtime. Short rows have up to 2^7 elements, long ones from
+// 2^8. cudaErrorNotSupported: a length that is not compiled, or a device without the shared memory for it.
 template <typename T>
 cudaError_t launch_short(const Params<T>& params, cudaStream_t stream);
 template <typename T>

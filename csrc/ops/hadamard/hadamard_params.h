@@ -27,7 +27,7 @@ struct RowView {
 template <typename T, typename Scalar>
 struct TransformParams {
   RowView<const T> x;
-  RowView<T> y;  // the same view as x, or disjoint from it
+  RowView<T> y;      // the same view as x, or disjoint from it
   int64_t sizes[3];  // numbers of rows; their product is below 2^31
   int log2_length;
   int log2_segment;

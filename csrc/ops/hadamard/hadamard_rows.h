@@ -25,7 +25,8 @@ struct RunShape {
 
 // y is x, or shares no memory with it. `scratch` holds scratch_bytes() and is aligned to 64 bytes.
 template <typename T>
-using TransformRows = void (*)(const RowRun<const T>& x, const RowRun<T>& y, const RunShape& shape, void* scratch);
+using TransformRows = void (*)(const RowRun<const T>& x, const RowRun<T>& y, const RunShape& shape,
+                               void* scratch);
 
 // The row in arithmetic precision, and a contiguous copy of it in storage.
 constexpr int64_t scratch_bytes(int64_t element_size, int log2_length) {

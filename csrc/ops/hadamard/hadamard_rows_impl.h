@@ -1,7 +1,7 @@
 // Body of the CPU row kernels; included by the hadamard_rows_*.cpp files after a host/simd_*.h.
 //
-// A stage on bit b of the element index works inside vectors while 2^b is below their width, across vectors in
-// registers for the next three bits, and then in passes of up to three bits over a row in scratch memory.
+// A stage on bit b of the element index works inside vectors while 2^b is below their width, across vectors
+// in registers for the next three bits, and then in passes of up to three bits over a row in scratch memory.
 #pragma once
 
 #include "ops/hadamard/hadamard_rows.h"
@@ -19,7 +19,6 @@ constexpr int log2_of(int64_t n) {
 }
 template <typename T>
 constexpr int kLog2Lanes = log2_of(kLanesOf<VecOf<T>>);
-
 
 template <int kDistance>
 inline VecF exchange_lanes(VecF x) {
@@ -71,7 +70,8 @@ inline __attribute__((always_inline)) void stages_across(Vec (&x)[kVecs]) {
 
 template <typename T>
 inline T* element(T* row, const RowRun<T>& run, const RunShape& shape, int64_t i) {
-  return row + (i >> shape.log2_segment) * run.segment_stride + (i & ((int64_t{1} << shape.log2_segment) - 1));
+  return row + (i >> shape.log2_segment) * run.segment_stride +
+         (i & ((int64_t{1} << shape.log2_segment) - 1));
 }
 
 // A row of kVecs vectors: registers only.
@@ -95,7 +95,8 @@ void rows_in_registers(const RowRun<const T>& x, const RowRun<T>& y, const RunSh
   }
 }
 
-// One pass over a row in scratch: the stages of the log2(kRadix) bits from `stride` elements on; `put` stores.
+// One pass over a row in scratch: the stages of the log2(kRadix) bits from `stride` elements on; `put`
+// stores.
 template <int kRadix, typename S, typename Put>
 inline __attribute__((always_inline)) void pass(const S* row, int64_t n, int64_t stride, Put&& put) {
   using Vec = VecOf<S>;
@@ -114,7 +115,8 @@ inline __attribute__((always_inline)) void pass(const S* row, int64_t n, int64_t
 }
 
 template <typename S, typename Put>
-inline __attribute__((always_inline)) void pass_of(int log2_radix, const S* row, int64_t n, int64_t stride, Put&& put) {
+inline __attribute__((always_inline)) void pass_of(int log2_radix, const S* row, int64_t n, int64_t stride,
+                                                   Put&& put) {
   if (log2_radix == 1) {
     pass<2>(row, n, stride, put);
   } else if (log2_radix == 2) {
@@ -218,8 +220,8 @@ void transform_vectors(const RowRun<const T>& x, const RowRun<T>& y, const RunSh
   }
 }
 
-// Vectors need segments of at least one vector, and short rows need to lie one after another; any other row is
-// copied element by element to the end of scratch and back.
+// Vectors need segments of at least one vector, and short rows need to lie one after another; any other row
+// is copied element by element to the end of scratch and back.
 template <typename T>
 void transform_rows(const RowRun<const T>& x, const RowRun<T>& y, const RunShape& shape, void* scratch) {
   const int64_t n = int64_t{1} << shape.log2_length;

@@ -39,7 +39,8 @@ struct Traits {
   static constexpr int kLog2RowsPerTile = kTileBits - kLog2N;
   static constexpr int kBlock = kConfig.threads();
   static_assert(kLog2RowsPerTile >= 0 && kBlock <= 1024);
-  static_assert(kWarpBits == 0 || (kLaneBits == 5 && kLog2RowsPerTile == 0), "a block per row, or whole warps");
+  static_assert(kWarpBits == 0 || (kLaneBits == 5 && kLog2RowsPerTile == 0),
+                "a block per row, or whole warps");
 };
 
 // A row of more elements than a thread's registers is addressed by 32-bit indices within it.
@@ -60,12 +61,13 @@ __device__ __forceinline__ T* element_of(T* row, const RowView<T>& view, int log
   if constexpr (kAccess == Access::kWhole) {
     return row + i;
   } else {
-    return row + static_cast<int64_t>(i >> log2_segment) * view.segment_stride + (i & ((1 << log2_segment) - 1));
+    return row + static_cast<int64_t>(i >> log2_segment) * view.segment_stride +
+           (i & ((1 << log2_segment) - 1));
   }
 }
 
-// Calls step(address, i) for the elements i of a vector of kCount that exist, `v` being its place in the tile; or
-// whole(address) where they are one aligned piece of memory.
+// Calls step(address, i) for the elements i of a vector of kCount that exist, `v` being its place in the
+// tile; or whole(address) where they are one aligned piece of memory.
 template <typename Tr, Access kAccess, int kCount, typename T, typename Whole, typename Step>
 __device__ __forceinline__ void visit(const RowView<T>& view, const RowNumbers& rows, int log2_segment,
                                       uint32_t first_row, int v, Whole&& whole, Step&& step) {
@@ -73,7 +75,8 @@ __device__ __forceinline__ void visit(const RowView<T>& view, const RowNumbers& 
   constexpr int kRowsPerVector = kN >= kCount ? 1 : kCount / kN;
   const uint32_t row = Tr::kLog2RowsPerTile == 0 ? first_row : first_row + (v >> Tr::kLog2N);
   const int i = Tr::kLog2RowsPerTile == 0 ? v : v & (kN - 1);
-  // Rows shorter than the vector lie one after another (Access::kWhole says so), the last vector may be cut off.
+  // Rows shorter than the vector lie one after another (Access::kWhole says so), the last vector may be cut
+  // off.
   if (kAccess != Access::kElements && row + kRowsPerVector <= rows.num_rows) {
     whole(element_of<kAccess>(row_start(view, rows, row), view, log2_segment, i));
     return;

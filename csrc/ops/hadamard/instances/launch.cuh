@@ -7,11 +7,9 @@
 namespace htree::hadamard {
 namespace {
 
-#ifndef MINWB
-#define MINWB 2
-#endif
-// Rows of the half types from 2^(11 + this) elements on are streamed where there are more than blocks to hold them.
-constexpr int kMinStreamedWarpBits = MINWB;
+// Rows of the half types from 2^(11 + this) elements on are streamed where there are more than blocks to hold
+// them.
+constexpr int kMinStreamedWarpBits = 2;
 
 template <typename P>
 RowNumbers number_rows(const P& p) {
