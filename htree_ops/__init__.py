@@ -17,6 +17,12 @@ from htree_ops.errors import (  # noqa: E402
     UnsupportedDtypeError,
 )
 from htree_ops.ops.causal_softmax import causal_softmax  # noqa: E402
+from htree_ops.ops.hadamard import (  # noqa: E402
+    HadamardTransform,
+    grouped_hadamard,
+    hadamard_transform,
+    hadamard_transform_,
+)
 from htree_ops.ops.rmsnorm_rope import (  # noqa: E402
     FusedRMSNormRoPE,
     RMSNormRoPEInput,
@@ -33,6 +39,7 @@ __all__ = [
     "FusedRMSNormRoPE",
     "HTreeAttention",
     "HTreeKernelError",
+    "HadamardTransform",
     "NumericalOverflowError",
     "RMSNormRoPEInput",
     "ShapeMismatchError",
@@ -40,6 +47,9 @@ __all__ = [
     "UnsupportedDtypeError",
     "__version__",
     "causal_softmax",
+    "grouped_hadamard",
+    "hadamard_transform",
+    "hadamard_transform_",
     "head_rmsnorm_rope",
     "rmsnorm_rope",
     "tree_attention",

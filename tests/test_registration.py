@@ -29,6 +29,9 @@ SCHEMAS = {
         "(Tensor dy, Tensor x, Tensor weight, Tensor cos, Tensor sin, float eps=1e-06, "
         "bool[2] output_mask=[True, True]) -> (Tensor dx, Tensor dweight)"
     ),
+    "hadamard_transform": "(Tensor x, float? scale=None) -> Tensor",
+    "hadamard_transform_": "(Tensor(a!) x, float? scale=None) -> ()",
+    "grouped_hadamard": "(Tensor x, int group, float? scale=None) -> Tensor",
     "tree_build": "(Tensor k, Tensor v, int compression_rate=16) -> (Tensor pk, Tensor pv)",
     "tree_build_backward": (
         "(Tensor dpk, Tensor dpv, SymInt n_child, int compression_rate=16) -> (Tensor, Tensor)"
@@ -152,7 +155,13 @@ def test_kernels(name: str) -> None:
 
 def test_mutating_ops_return_nothing() -> None:
     mutating = {name for name in SCHEMAS if overload(name)._schema.is_mutable}
-    assert mutating == {"causal_softmax.out", "causal_softmax_", "mask_topk_scores_", "merge_to_global_"}
+    assert mutating == {
+        "causal_softmax.out",
+        "causal_softmax_",
+        "hadamard_transform_",
+        "mask_topk_scores_",
+        "merge_to_global_",
+    }
     assert not any(overload(name)._schema.returns for name in mutating)
 
 

@@ -1,0 +1,88 @@
+"""hadamard_transform and grouped_hadamard against a product with H, torch.compile of the butterflies, and a copy.
+
+Run: ``python -m htree_ops.bench --room hadamard --json PATH --csv PATH``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch._dynamo.config as dynamo_config
+
+from htree_ops.bench.suite import Benchmark, Candidate
+from htree_ops.reference import hadamard as reference
+from htree_ops.testing.compare import assert_close_spec
+from htree_ops.testing.hadamard_cases import (
+    BENCHMARK_CASES,
+    BENCHMARK_GROUPED_CASES,
+    butterflies,
+    grouped_butterflies,
+    grouped_tolerance,
+    tolerance,
+)
+
+#: Longest row that is also multiplied by H: beyond, the product is no contender.
+MAX_PRODUCT = 4096
+
+
+@lru_cache
+def scaled_matrix(n: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    return (reference.hadamard_matrix(n, device) * n**-0.5).to(dtype)
+
+
+def product(x: torch.Tensor, _: float | None) -> torch.Tensor:
+    return x @ scaled_matrix(x.shape[-1], x.dtype, x.device.type)
+
+
+def check(inputs: tuple[Any, ...], result: torch.Tensor) -> None:
+    x, scale = inputs
+    rtol, atol = tolerance(x, scale)
+    assert_close_spec(result, reference.hadamard_transform(x, scale), rtol, atol, dtype=x.dtype)
+
+
+def check_product(inputs: tuple[Any, ...], result: torch.Tensor) -> None:
+    """The matrix times n^(-1/2) is rounded to the dtype of x, which errs by u times the sum of magnitudes."""
+    x, scale = inputs
+    rtol, atol = tolerance(x, scale)
+    rounded = torch.finfo(x.dtype).eps / 2 * x.double().abs().sum(-1, keepdim=True) * x.shape[-1] ** -0.5
+    assert_close_spec(result, reference.hadamard_transform(x, scale), rtol, atol + rounded, dtype=x.dtype)
+
+
+def check_grouped(inputs: tuple[Any, ...], result: torch.Tensor) -> None:
+    x, group, scale = inputs
+    rtol, atol = grouped_tolerance(x, group, scale)
+    assert_close_spec(result, reference.grouped_hadamard(x, group, scale), rtol, atol, dtype=x.dtype)
+
+
+def copy_of(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return x.clone()
+
+
+def baselines(function: Callable[..., torch.Tensor]) -> tuple[Candidate, ...]:
+    return (
+        Candidate("copy", copy_of, same_function=False),
+        Candidate("torch.compile", torch.compile(function, dynamic=False)),
+        Candidate("eager", function),
+    )
+
+
+def make_benchmarks(device: str) -> list[Benchmark]:
+    """All benchmarks of the room on ``device`` ("cpu" or "cuda")."""
+    # One compilation per case: beyond the limit torch.compile would run a baseline eagerly.
+    dynamo_config.recompile_limit = max(64, dynamo_config.recompile_limit)
+    plain, grouped = baselines(butterflies), baselines(grouped_butterflies)
+    with_product = (*plain, Candidate("x @ H", product, check=check_product))
+    ours = Candidate("htree_ops", torch.ops.htree.hadamard_transform)
+    ours_grouped = Candidate("htree_ops", torch.ops.htree.grouped_hadamard)
+    return [
+        Benchmark(
+            "hadamard_transform", case, ours, with_product if case.shape[-1] <= MAX_PRODUCT else plain, check
+        )
+        for case in BENCHMARK_CASES[device]
+    ] + [
+        Benchmark("grouped_hadamard", case, ours_grouped, grouped, check_grouped)
+        for case in BENCHMARK_GROUPED_CASES[device]
+    ]

@@ -1,0 +1,98 @@
+// CPU kernels of the hadamard room: rows in parallel, each row vectorised; arithmetic in float, in double for
+// double.
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <memory>
+
+#include "host/dispatch.h"
+#include "host/isa.h"
+#include "ops/hadamard/hadamard.h"
+#include "ops/hadamard/hadamard_rows.h"
+
+namespace htree::hadamard {
+namespace {
+
+// Elements per task: large enough to hide the hand-over.
+constexpr int64_t kGrain = 1 << 15;
+constexpr std::align_val_t kAlignment{64};
+
+const RowKernels& kernels() {
+#if defined(__x86_64__)
+  return pick_isa(kRowKernelsBaseline, kRowKernelsAvx2, kRowKernelsAvx512);
+#else
+  return kRowKernelsBaseline;
+#endif
+}
+
+template <typename T>
+struct KernelOf;
+template <>
+struct KernelOf<float> {
+  using Storage = float;
+  static auto get() { return kernels().of_float; }
+};
+template <>
+struct KernelOf<c10::Half> {
+  using Storage = Fp16;
+  static auto get() { return kernels().of_half; }
+};
+template <>
+struct KernelOf<c10::BFloat16> {
+  using Storage = Bf16;
+  static auto get() { return kernels().of_bfloat16; }
+};
+template <>
+struct KernelOf<double> {
+  using Storage = double;
+  static auto get() { return kernels().of_double; }
+};
+
+struct FreeAligned {
+  void operator()(void* p) const { ::operator delete(p, kAlignment); }
+};
+using Scratch = std::unique_ptr<void, FreeAligned>;
+
+// Offset in elements of row (outer, middle, inner).
+int64_t offset_of(const std::array<int64_t, 3>& strides, int64_t outer, int64_t middle, int64_t inner) {
+  return outer * strides[0] + middle * strides[1] + inner * strides[2];
+}
+
+template <typename T>
+void transform_typed(const Problem& p, const Rows& rows, const T* x, T* y) {
+  using Storage = typename KernelOf<T>::Storage;
+  const auto kernel = KernelOf<T>::get();
+  const int64_t middle_size = rows.sizes[1];
+  const int64_t inner_size = rows.sizes[2];
+  const int64_t num_rows = rows.sizes[0] * middle_size * inner_size;
+  const int64_t grain = std::max<int64_t>(1, kGrain >> p.log2_length);
+  at::parallel_for(0, num_rows, grain, [&](int64_t begin, int64_t end) {
+    const Scratch scratch(::operator new(scratch_bytes(sizeof(T), p.log2_length), kAlignment));
+    // Runs of rows along the innermost dim.
+    for (int64_t row = begin; row < end;) {
+      const int64_t inner = row % inner_size;
+      const int64_t outer = row / inner_size / middle_size;
+      const int64_t middle = row / inner_size % middle_size;
+      const int64_t count = std::min(end - row, inner_size - inner);
+      const RowRun<const Storage> from{
+          reinterpret_cast<const Storage*>(x + offset_of(rows.x_strides, outer, middle, inner)),
+          rows.x_strides[2], rows.x_segment_stride};
+      const RowRun<Storage> to{
+          reinterpret_cast<Storage*>(y + offset_of(rows.y_strides, outer, middle, inner)), rows.y_strides[2],
+          rows.y_segment_stride};
+      kernel(from, to, {count, p.log2_length, p.log2_segment, p.scale}, scratch.get());
+      row += count;
+    }
+  });
+}
+
+}  // namespace
+
+void transform_cpu(const Problem& problem, const Rows& rows, const at::Tensor& x, const at::Tensor& y) {
+  dispatch_dtype("hadamard_transform", x.scalar_type(), AllFloatTypes{}, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    transform_typed<T>(problem, rows, x.const_data_ptr<T>(), y.mutable_data_ptr<T>());
+  });
+}
+
+}  // namespace htree::hadamard

@@ -1,0 +1,31 @@
+// Torch-free launchers of the room, one set per storage type, instantiated in instances/*.cu.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "ops/hadamard/hadamard_params.h"
+
+namespace htree::hadamard {
+
+template <typename T>
+struct ScalarOf {
+  using type = float;
+};
+template <>
+struct ScalarOf<double> {
+  using type = double;
+};
+template <typename T>
+using Params = TransformParams<T, typename ScalarOf<T>::type>;
+
+// Launch on `stream`; the errors are those of the runtime. Short rows have up to 2^7 elements, long ones from
+// 2^8. cudaErrorNotSupported: a length that is not compiled, or a device without the shared memory for it.
+template <typename T>
+cudaError_t launch_short(const Params<T>& params, cudaStream_t stream);
+template <typename T>
+cudaError_t launch_long(const Params<T>& params, cudaStream_t stream);
+
+// The last stage of a row that is_split: sums and differences of its halves of y, in place, times the scale.
+cudaError_t launch_join_halves(const Params<double>& params, cudaStream_t stream);
+
+}  // namespace htree::hadamard

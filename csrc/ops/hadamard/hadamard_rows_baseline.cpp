@@ -1,0 +1,7 @@
+#include "host/simd_baseline.h"
+// the body is compiled for the instruction set chosen above
+#include "ops/hadamard/hadamard_rows_impl.h"
+
+namespace htree::hadamard {
+const RowKernels kRowKernelsBaseline = HTREE_ISA::row_kernels();
+}

@@ -1,0 +1,96 @@
+// Length to kernel: every power of two up to 2^kMaxLog2Length is listed here.
+#pragma once
+
+#include "ops/hadamard/hadamard.cuh"
+#include "ops/hadamard/hadamard_launch.h"
+
+namespace htree::hadamard {
+namespace {
+
+// Rows of the half types from 2^(11 + this) elements on are streamed where there are more than blocks to hold
+// them.
+constexpr int kMinStreamedWarpBits = 2;
+
+template <typename P>
+RowNumbers number_rows(const P& p) {
+  return {device::FastDivisor(static_cast<uint32_t>(p.sizes[1])),
+          device::FastDivisor(static_cast<uint32_t>(p.sizes[2])),
+          static_cast<uint32_t>(p.sizes[0] * p.sizes[1] * p.sizes[2]), p.sizes[0] * p.sizes[1] == 1};
+}
+
+// What the choice of kernel asks of the device that is current.
+inline cudaError_t attribute_of(cudaDeviceAttr attribute, int& value) {
+  int device = 0;
+  const cudaError_t error = cudaGetDevice(&device);
+  return error != cudaSuccess ? error : cudaDeviceGetAttribute(&value, attribute, device);
+}
+
+// cudaErrorNotSupported when a block of the device cannot have that much shared memory.
+template <typename Kernel>
+cudaError_t allow_shared(Kernel* kernel, int shared) {
+  if (shared <= 48 * 1024) {
+    return cudaSuccess;
+  }
+  int most = 0;
+  const cudaError_t error = attribute_of(cudaDevAttrMaxSharedMemoryPerBlockOptin, most);
+  if (error != cudaSuccess || shared > most) {
+    return error != cudaSuccess ? error : cudaErrorNotSupported;
+  }
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+}
+
+// Blocks of the streaming kernel on one multiprocessor of Hopper: 65536 registers, 227 KB of shared memory.
+template <typename Tr>
+constexpr int streaming_blocks(int shared) {
+  const int by_registers = 65536 / 128 / Tr::kBlock;
+  const int by_shared = 227 * 1024 / (shared + 1024);
+  return by_registers < by_shared ? by_registers : by_shared;
+}
+
+template <typename T, int kLog2Length>
+cudaError_t launch_one(const Params<T>& p, cudaStream_t stream) {
+  using Tr = Traits<T, kLog2Length>;
+  const RowNumbers rows = number_rows(p);
+  constexpr int kShared = Tr::kWarpBits > 0 ? static_cast<int>(sizeof(typename Tr::A)) << kLog2Length : 0;
+  if constexpr (sizeof(T) == 2 && Tr::kWarpBits >= kMinStreamedWarpBits) {
+    constexpr int kStreamed = kShared + (static_cast<int>(sizeof(T)) << kLog2Length);
+    int num_processors = 0;
+    const cudaError_t error = attribute_of(cudaDevAttrMultiProcessorCount, num_processors);
+    if (error != cudaSuccess) {
+      return error;
+    }
+    const unsigned resident = num_processors * streaming_blocks<Tr>(kStreamed);
+    if (p.x.access != Access::kElements && rows.num_rows > resident) {
+      const cudaError_t allowed = allow_shared(streaming_kernel<Tr>, kStreamed);
+      if (allowed == cudaSuccess) {
+        streaming_kernel<Tr><<<resident, Tr::kBlock, kStreamed, stream>>>(p, rows);
+        return cudaGetLastError();
+      }
+      if (allowed != cudaErrorNotSupported) {
+        return allowed;
+      }
+    }
+  }
+  const cudaError_t error = allow_shared(transform_kernel<Tr>, kShared);
+  if (error != cudaSuccess) {
+    return error;
+  }
+  const int64_t rows_per_block = int64_t{Tr::kConfig.tiles_per_block()} << Tr::kLog2RowsPerTile;
+  const dim3 grid(static_cast<unsigned>((rows.num_rows + rows_per_block - 1) / rows_per_block));
+  transform_kernel<Tr><<<grid, Tr::kBlock, kShared, stream>>>(p, rows);
+  return cudaGetLastError();
+}
+
+// Tries the lengths 2^kFirst, ..., 2^kLast.
+template <typename T, int kFirst, int kLast>
+cudaError_t launch_between(const Params<T>& p, cudaStream_t stream) {
+  if constexpr (kFirst > kLast) {
+    return cudaErrorNotSupported;
+  } else {
+    return p.log2_length == kFirst ? launch_one<T, kFirst>(p, stream)
+                                   : launch_between<T, kFirst + 1, kLast>(p, stream);
+  }
+}
+
+}  // namespace
+}  // namespace htree::hadamard

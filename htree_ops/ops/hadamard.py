@@ -1,0 +1,139 @@
+"""The Hadamard transform of rows and of groups of heads (docs/semantics.md §4.1)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from htree_ops.errors import ShapeMismatchError
+from htree_ops.ops.arguments import FLOATING_AND_DOUBLE, check_dtype, check_tensors
+
+__all__ = ["HadamardTransform", "grouped_hadamard", "hadamard_transform", "hadamard_transform_"]
+
+#: Longest row that the ops transform.
+MAX_LENGTH = 32768
+
+
+def _check_length(op: str, what: str, n: int, x: Tensor) -> None:
+    if not 1 <= n <= MAX_LENGTH or n & (n - 1):
+        raise ShapeMismatchError(
+            f"{op}: {what} must be a power of two between 1 and {MAX_LENGTH}, got {n} for x {tuple(x.shape)}",
+            expected=f"a power of two between 1 and {MAX_LENGTH}",
+            actual=n,
+            tensor_name="x",
+        )
+
+
+def _check_rows(op: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{op}: x must be a Tensor, got {type(x).__name__}")
+    check_dtype(op, FLOATING_AND_DOUBLE, x=x)
+    if x.dim() == 0:
+        raise ShapeMismatchError(
+            f"{op}: x must have at least one dim, got a scalar",
+            expected="[..., n]",
+            actual=(),
+            tensor_name="x",
+        )
+    _check_length(op, "the last dim of x", x.shape[-1], x)
+
+
+def hadamard_transform(x: Tensor, scale: float | None = None) -> Tensor:
+    """The Walsh-Hadamard transform of the last dim: ``y = scale * x @ H_n``.
+
+    H_n is the Sylvester matrix, H_1 = [1], H_2m = [[H_m, H_m], [H_m, -H_m]], and is symmetric. With the default
+    scale n^(-1/2) the transform is orthonormal and its own inverse. Computed in n log2 n additions in fp32 (fp64
+    for fp64), rounded once to the dtype of x. The gradient is the same transform with the same scale.
+    Source: docs/semantics.md §4.1, design document [003].
+
+    Args:
+        x: [..., n] with n a power of two, 1 to 32768, any strides; float32, float16, bfloat16 or float64.
+        scale: factor of the result; n^(-1/2) by default.
+
+    Returns:
+        A new contiguous tensor of the shape and dtype of x.
+
+    Raises:
+        ShapeMismatchError: x is a scalar, or n is no power of two or too long. Nothing is padded: a padded and
+            cut transform is not invertible.
+        UnsupportedDtypeError: another dtype.
+        ValueError: scale is not finite.
+    """
+    _check_rows("hadamard_transform", x)
+    return torch.ops.htree.hadamard_transform(x, scale)
+
+
+def hadamard_transform_(x: Tensor, scale: float | None = None) -> Tensor:
+    """:func:`hadamard_transform` in place, for an x of any strides; returns x.
+
+    Raises:
+        NotImplementedError: x requires grad while gradients are recorded.
+        RuntimeError: elements of x share memory.
+    """
+    _check_rows("hadamard_transform_", x)
+    torch.ops.htree.hadamard_transform_(x, scale)
+    return x
+
+
+def grouped_hadamard(x: Tensor, group: int, scale: float | None = None) -> Tensor:
+    """The transform of the joined rows of ``group`` adjacent heads, position by position.
+
+    For G = group, element g·D + d of a row is ``x[b, i·G + g, s, d]``; the row of G·D elements is transformed as by
+    :func:`hadamard_transform` (scale (G·D)^(-1/2) by default, its own inverse) and goes back to the same places.
+    As H_GD = H_G (x) H_D this is the transform of each head and a G-point butterfly across the heads; it runs in
+    one pass over x. G = 1 transforms each head on its own. Attention scores per head are kept by G = 1 alone
+    (docs/semantics.md §4.2). Source: docs/semantics.md §4.1, design document [003].
+
+    Args:
+        x: [B, H, S, D] with H a multiple of group and group·D a power of two, 1 to 32768, any strides;
+            float32, float16, bfloat16 or float64.
+        group: heads that are joined, at least 1.
+        scale: factor of the result; (group·D)^(-1/2) by default.
+
+    Returns:
+        A new contiguous tensor [B, H, S, D] of the dtype of x; its gradient is the same op.
+
+    Raises:
+        ShapeMismatchError: rank other than 4, group does not divide H, or group·D is no power of two or too long.
+        UnsupportedDtypeError: another dtype.
+        ValueError: group below 1, or scale is not finite.
+    """
+    check_tensors("grouped_hadamard", x=(x, "B H S D"))
+    check_dtype("grouped_hadamard", FLOATING_AND_DOUBLE, x=x)
+    if group < 1:
+        raise ValueError(f"grouped_hadamard: group must be at least 1, got {group}")
+    if x.shape[1] % group:
+        raise ShapeMismatchError(
+            f"grouped_hadamard: group must divide H of x = {x.shape[1]}, got {group}",
+            expected=f"a multiple of {group}",
+            actual=x.shape[1],
+            tensor_name="x",
+        )
+    _check_length("grouped_hadamard", "group * D", group * x.shape[-1], x)
+    return torch.ops.htree.grouped_hadamard(x, group, scale)
+
+
+class HadamardTransform(nn.Module):
+    """:func:`hadamard_transform` as a module without parameters, or :func:`grouped_hadamard` where ``group`` is given.
+
+    Args:
+        group: heads that are joined, for inputs [B, H, S, D]; None transforms the last dim of any input.
+        scale: factor of the result; by default the transform is orthonormal.
+    """
+
+    def __init__(self, group: int | None = None, scale: float | None = None) -> None:
+        super().__init__()
+        if group is not None and group < 1:
+            raise ValueError(f"HadamardTransform: group must be at least 1, got {group}")
+        self.group = group
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., n], or [B, H, S, D] with ``group``; returns the same shape and dtype."""
+        if self.group is None:
+            return hadamard_transform(x, self.scale)
+        return grouped_hadamard(x, self.group, self.scale)
+
+    def extra_repr(self) -> str:
+        """The two options, for ``repr``."""
+        return f"group={self.group}, scale={self.scale}"

@@ -1,0 +1,37 @@
+"""Every CUDA kernel of the hadamard room once at a small size, for compute-sanitizer (`make sanitize`)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from htree_ops.reference import hadamard as reference
+from htree_ops.testing.cases import normal
+from htree_ops.testing.compare import assert_close_spec
+from htree_ops.testing.hadamard_cases import DTYPES, LENGTHS, grouped_tolerance, tolerance
+from htree_ops.testing.layouts import LAYOUTS
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_hadamard_transform(dtype: torch.dtype, n: int) -> None:
+    x = normal((3 if n > 512 else 131, n), dtype, "cuda", seed=n)
+    rtol, atol = tolerance(x)
+    expected = reference.hadamard_transform(x)
+    for view in (x, LAYOUTS["misaligned"](x)):
+        y = torch.ops.htree.hadamard_transform(view)
+        assert_close_spec(y, expected, rtol, atol)
+        torch.ops.htree.hadamard_transform_(view)
+        assert torch.equal(view, y)
+
+
+@pytest.mark.parametrize("width", [2, 64, 512])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_grouped_hadamard(dtype: torch.dtype, width: int) -> None:
+    x = normal((2, 16, 3, width), dtype, "cuda", seed=width)
+    for group in (2, 16):
+        rtol, atol = grouped_tolerance(x, group)
+        y = torch.ops.htree.grouped_hadamard(x, group)
+        assert_close_spec(y, reference.grouped_hadamard(x, group), rtol, atol)
