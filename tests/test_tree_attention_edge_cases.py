@@ -78,6 +78,8 @@ def test_forward_by_epsilon_optimality_and_teacher_forcing(case, device):
     expected = forced(*cpu, lists, options)
     assert_output(out, expected.out, cpu[2])
     a, b = STATE_TOLERANCE[case.dtype]
+    if device == "cuda" and case.dtype != torch.float32:
+        a = b = 2e-3  # scores from half-precision tensor cores, §1.11
     lse = gmax.double() + gsum.double().log()
     assert_close_spec(lse, expected.lse, rtol=b, atol=a + b, name="lse")
 

@@ -1,5 +1,6 @@
-// Warp-level matrix products of sm_80 and later: shared-memory fragments, 16 x 8 x 16 products with fp32 accumulators
-// and the copies that feed them. Every function must be called by all 32 lanes with the same shapes.
+// Warp-level matrix products of sm_80 and later: shared-memory fragments, 16 x 8 x 16 products with fp32
+// accumulators and the copies that feed them. Every function must be called by all 32 lanes with the same
+// shapes.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -17,7 +18,9 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
 __device__ __forceinline__ void copy_async_16(uint32_t shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
 // Returns when at most kPending of this thread's committed groups are still under way.
 template <int kPending>
@@ -25,8 +28,8 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Four 8 x 8 matrices of 2-byte elements; lane i gives the 16-byte row address i % 8 of matrix i / 8. Lane i receives
-// of each matrix the elements (row i / 4, columns 2 * (i % 4) and the next).
+// Four 8 x 8 matrices of 2-byte elements; lane i gives the 16-byte row address i % 8 of matrix i / 8. Lane i
+// receives of each matrix the elements (row i / 4, columns 2 * (i % 4) and the next).
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace htree::device {
 
@@ -37,7 +38,7 @@ template <typename T>
 __device__ __forceinline__ T from_acc(Acc<T> x) {
   if constexpr (sizeof(T) == sizeof(Acc<T>)) {
     return x;
-  } else if constexpr (sizeof(T) == sizeof(__half) && __is_same(T, __half)) {
+  } else if constexpr (sizeof(T) == sizeof(__half) && std::is_same_v<T, __half>) {
     return __float2half_rn(x);
   } else {
     return __float2bfloat16_rn(x);
@@ -51,7 +52,7 @@ __device__ __forceinline__ void from_acc(const Acc<T> (&from)[N], T (&to)[N]) {
   if constexpr (sizeof(T) == 2 && N % 2 == 0) {
 #pragma unroll
     for (int i = 0; i < N; i += 2) {
-      if constexpr (__is_same(T, __half)) {
+      if constexpr (std::is_same_v<T, __half>) {
         *reinterpret_cast<__half2*>(&to[i]) = __floats2half2_rn(from[i], from[i + 1]);
       } else {
         *reinterpret_cast<__nv_bfloat162*>(&to[i]) = __floats2bfloat162_rn(from[i], from[i + 1]);
@@ -62,6 +63,33 @@ __device__ __forceinline__ void from_acc(const Acc<T> (&from)[N], T (&to)[N]) {
     for (int i = 0; i < N; ++i) {
       to[i] = from_acc<T>(from[i]);
     }
+  }
+}
+
+// The largest of N values; a NaN is passed by unless all are. Half types are compared in pairs by one
+// instruction.
+template <typename T, int N>
+__device__ __forceinline__ Acc<T> max_of(const T (&values)[N]) {
+  if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+    const Pair* pairs = reinterpret_cast<const Pair*>(values);
+    Pair best = pairs[0];
+#pragma unroll
+    for (int i = 1; i < N / 2; ++i) {
+      best = __hmax2(best, pairs[i]);
+    }
+    return fmaxf(to_acc(best.x), to_acc(best.y));
+  } else {
+    Acc<T> best = to_acc(values[0]);
+#pragma unroll
+    for (int i = 1; i < N; ++i) {
+      if constexpr (sizeof(T) == 8) {
+        best = fmax(best, to_acc(values[i]));
+      } else {
+        best = fmaxf(best, to_acc(values[i]));
+      }
+    }
+    return best;
   }
 }
 

@@ -32,6 +32,8 @@ struct Traits {
   static constexpr int kPacks = kElems / kPackElems;
   static constexpr bool kStrided = !kVectorised;
   static constexpr int kBlock = kThreads * kRowsPerBlock;
+  // Packed half types at 16 elements fit 48 registers, which lets 1280 threads of an SM hide each other's latency.
+  static constexpr int kMinBlocks = kVectorised && sizeof(T) == 2 && kElems == 16 ? 1280 / kBlock : 1;
   static_assert(kThreads % device::kWarpSize == 0 && kBlock <= 1024);
   static_assert(kRowsPerBlock == 1 || kThreads == device::kWarpSize, "rows share a block only one warp each");
   static_assert(kElems % kPackElems == 0, "whole packs only");
@@ -63,53 +65,66 @@ __device__ __forceinline__ bool row_index(const RowsView& rows, RowIndex& index)
   return row_idx < rows.num_rows;
 }
 
-// Where the elements of a pack lie relative to the visible prefix.
-enum class Where { kVisible, kAcross, kBehind };
-
-template <typename Tr, typename Col>
-__device__ __forceinline__ Where where(Col col, Col visible) {
-  return col + Tr::kPackElems <= visible ? Where::kVisible : col < visible ? Where::kAcross : Where::kBehind;
-}
-
-// Elements [col, col + kPackElems) of a row, `fill` from `visible` on. A pack across the boundary is read
-// element by element: what lies behind may be NaN and is never touched.
+// Elements [col, col + kPackElems) of a row, `fill` from `visible` on. What lies behind may be NaN and is
+// never touched: a pack across the boundary is read element by element.
 template <typename Tr, typename Col>
 __device__ __forceinline__ Pack<typename Tr::T, Tr::kPackElems> load_visible(
     const Row<const typename Tr::T>& row, Col col, Col visible, typename Tr::T fill) {
-  if (!Tr::kStrided && where<Tr>(col, visible) == Where::kVisible) {
-    return device::load_pack<Tr::kPackElems>(row.data + col);
-  }
   Pack<typename Tr::T, Tr::kPackElems> out;
 #pragma unroll
   for (int i = 0; i < Tr::kPackElems; ++i) {
-    const int64_t offset = Tr::kStrided ? (col + i) * row.col_stride : col + i;
-    out[i] = col + i < visible ? row.data[offset] : fill;
+    out[i] = fill;
+  }
+  if (!Tr::kStrided && col + Tr::kPackElems <= visible) {
+    out = device::load_pack<Tr::kPackElems>(row.data + col);
+  } else if (col < visible) {
+#pragma unroll
+    for (int i = 0; i < Tr::kPackElems; ++i) {
+      if (col + i < visible) {
+        out[i] = row.data[Tr::kStrided ? (col + i) * row.col_stride : col + i];
+      }
+    }
   }
   return out;
 }
 
-// Stores the first elements of `value` and +0 from `visible` on.
+// Stores a pack whose elements behind the prefix are zero already.
 template <typename Tr, typename Col>
-__device__ __forceinline__ void store_visible(const Row<typename Tr::T>& row, Col col, Col visible, Col cols,
-                                              const Acc<typename Tr::T> (&value)[Tr::kPackElems]) {
-  using T = typename Tr::T;
-  Acc<T> kept[Tr::kPackElems];
-#pragma unroll
-  for (int i = 0; i < Tr::kPackElems; ++i) {
-    kept[i] = col + i < visible ? value[i] : Acc<T>(0);
-  }
-  Pack<T, Tr::kPackElems> out;
-  device::from_acc<T>(kept, out.data);
+__device__ __forceinline__ void store_row_pack(const Row<typename Tr::T>& row, Col col, Col cols,
+                                               const Pack<typename Tr::T, Tr::kPackElems>& value) {
   if (!Tr::kStrided && col + Tr::kPackElems <= cols) {
-    device::store_pack_streaming(row.data + col, out);
+    device::store_pack_streaming(row.data + col, value);
     return;
   }
 #pragma unroll
   for (int i = 0; i < Tr::kPackElems; ++i) {
     if (col + i < cols) {
-      row.data[Tr::kStrided ? (col + i) * row.col_stride : col + i] = out[i];
+      row.data[Tr::kStrided ? (col + i) * row.col_stride : col + i] = value[i];
     }
   }
+}
+
+// Stores +0 behind the visible prefix and f(i), the value of element i of the pack, within. Whole packs take
+// a branch of their own, so that only the one across the boundary pays for the comparison of each element.
+template <typename Tr, typename Col, typename F>
+__device__ __forceinline__ void store_visible(const Row<typename Tr::T>& row, Col col, Col visible, Col cols,
+                                              F&& f) {
+  using T = typename Tr::T;
+  Acc<T> value[Tr::kPackElems] = {};
+  if (col + Tr::kPackElems <= visible) {
+#pragma unroll
+    for (int i = 0; i < Tr::kPackElems; ++i) {
+      value[i] = f(i);
+    }
+  } else if (col < visible) {
+#pragma unroll
+    for (int i = 0; i < Tr::kPackElems; ++i) {
+      value[i] = col + i < visible ? f(i) : Acc<T>(0);
+    }
+  }
+  Pack<T, Tr::kPackElems> out;
+  device::from_acc<T>(value, out.data);
+  store_row_pack<Tr>(row, col, cols, out);
 }
 
 // A reduction over the threads of one row: a warp, or the whole block.
@@ -149,7 +164,7 @@ struct Exponential {
 };
 
 template <typename Tr>
-__global__ void __launch_bounds__(Tr::kBlock)
+__global__ void __launch_bounds__(Tr::kBlock, Tr::kMinBlocks)
     forward_kernel(const __grid_constant__ ForwardParams<typename Tr::T> p,
                    const __grid_constant__ RowsView rows) {
   using T = typename Tr::T;
@@ -174,10 +189,7 @@ __global__ void __launch_bounds__(Tr::kBlock)
   A best = device::negative_infinity<A>();
 #pragma unroll
   for (int pack = 0; pack < Tr::kPacks; ++pack) {
-#pragma unroll
-    for (int i = 0; i < Tr::kPackElems; ++i) {
-      best = device::Max{}(device::to_acc(value[pack][i]), best);
-    }
+    best = device::Max{}(device::max_of(value[pack].data), best);
   }
   best = row_reduce<Tr, device::Max>(best, scratch[0]);
 
@@ -198,20 +210,14 @@ __global__ void __launch_bounds__(Tr::kBlock)
   const A scale = A(1) / sum;
 #pragma unroll
   for (int pack = 0; pack < Tr::kPacks; ++pack) {
-    A out[Tr::kPackElems] = {};
-    if (pack_col<Tr>(pack) < visible) {
-#pragma unroll
-      for (int i = 0; i < Tr::kPackElems; ++i) {
-        out[i] = exponential(device::to_acc(value[pack][i])) * scale;
-      }
-    }
-    store_visible<Tr>(y, pack_col<Tr>(pack), visible, cols, out);
+    store_visible<Tr>(y, pack_col<Tr>(pack), visible, cols,
+                      [&](int i) { return exponential(device::to_acc(value[pack][i])) * scale; });
   }
 }
 
 // dx = y (dy - sum dy y) on the visible prefix, 0 behind it.
 template <typename Tr>
-__global__ void __launch_bounds__(Tr::kBlock)
+__global__ void __launch_bounds__(Tr::kBlock, Tr::kMinBlocks)
     backward_kernel(const __grid_constant__ BackwardParams<typename Tr::T> p,
                     const __grid_constant__ RowsView rows) {
   using T = typename Tr::T;
@@ -238,22 +244,19 @@ __global__ void __launch_bounds__(Tr::kBlock)
   A dot = 0;
 #pragma unroll
   for (int pack = 0; pack < Tr::kPacks; ++pack) {
+    if (pack_col<Tr>(pack) < visible) {
 #pragma unroll
-    for (int i = 0; i < Tr::kPackElems; ++i) {
-      dot += device::to_acc(dy[pack][i]) * device::to_acc(y[pack][i]);
+      for (int i = 0; i < Tr::kPackElems; ++i) {
+        dot += device::to_acc(dy[pack][i]) * device::to_acc(y[pack][i]);
+      }
     }
   }
   dot = row_reduce<Tr, device::Sum>(dot, scratch);
 #pragma unroll
   for (int pack = 0; pack < Tr::kPacks; ++pack) {
-    A out[Tr::kPackElems] = {};
-    if (pack_col<Tr>(pack) < visible) {
-#pragma unroll
-      for (int i = 0; i < Tr::kPackElems; ++i) {
-        out[i] = device::to_acc(y[pack][i]) * (device::to_acc(dy[pack][i]) - dot);
-      }
-    }
-    store_visible<Tr>(dx_row, pack_col<Tr>(pack), visible, cols, out);
+    store_visible<Tr>(dx_row, pack_col<Tr>(pack), visible, cols, [&](int i) {
+      return device::to_acc(y[pack][i]) * (device::to_acc(dy[pack][i]) - dot);
+    });
   }
 }
 
@@ -300,12 +303,8 @@ __global__ void __launch_bounds__(Tr::kBlock)
   const A scale = A(1) / row_sum;  // a row of -Inf: 0 * (1 / 0) = NaN, as torch.softmax
   for (int64_t col = pack_col<Tr>(0); col < cols; col += kStep) {
     const auto in = load_visible<Tr>(x, col, visible, fill);
-    A out[Tr::kPackElems];
-#pragma unroll
-    for (int i = 0; i < Tr::kPackElems; ++i) {
-      out[i] = exponential(device::to_acc(in[i])) * scale;
-    }
-    store_visible<Tr>(y, col, visible, cols, out);
+    store_visible<Tr>(y, col, visible, cols,
+                      [&](int i) { return exponential(device::to_acc(in[i])) * scale; });
   }
 }
 
@@ -339,12 +338,8 @@ __global__ void __launch_bounds__(Tr::kBlock)
   for (int64_t col = pack_col<Tr>(0); col < cols; col += kStep) {
     const auto dy = load_visible<Tr>(dy_row, col, visible, zero);
     const auto y = load_visible<Tr>(y_row, col, visible, zero);
-    A out[Tr::kPackElems];
-#pragma unroll
-    for (int i = 0; i < Tr::kPackElems; ++i) {
-      out[i] = device::to_acc(y[i]) * (device::to_acc(dy[i]) - dot);
-    }
-    store_visible<Tr>(dx_row, col, visible, cols, out);
+    store_visible<Tr>(dx_row, col, visible, cols,
+                      [&](int i) { return device::to_acc(y[i]) * (device::to_acc(dy[i]) - dot); });
   }
 }
 

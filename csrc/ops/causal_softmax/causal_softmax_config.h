@@ -32,7 +32,7 @@ inline KernelConfig choose_config(int64_t cols, bool vectorised, int block_size)
   int threads = block_size;
   if (threads == 0) {
     threads = 128;
-    while (threads < 1024 && int64_t{threads} * 16 < cols) {
+    while (threads < 1024 && int64_t{threads} * 32 < cols) {
       threads *= 2;
     }
   }

@@ -56,10 +56,10 @@ template <typename T, bool kVectorised>
 using Compiled =
     Table<Instance<T, 32, kRowsPerBlock, 8, kVectorised>, Instance<T, 32, kRowsPerBlock, 16, kVectorised>,
           Instance<T, 32, kRowsPerBlock, 32, kVectorised>, Instance<T, 128, 1, 16, kVectorised>,
-          Instance<T, 256, 1, 16, kVectorised>, Instance<T, 512, 1, 16, kVectorised>,
-          Instance<T, 512, 1, 32, kVectorised>, Instance<T, 1024, 1, 16, kVectorised>,
-          Instance<T, 1024, 1, 32, kVectorised>, Instance<T, 512, 1, 0, kVectorised>,
-          Instance<T, 1024, 1, 0, kVectorised>>;
+          Instance<T, 128, 1, 32, kVectorised>, Instance<T, 256, 1, 32, kVectorised>,
+          Instance<T, 512, 1, 16, kVectorised>, Instance<T, 512, 1, 32, kVectorised>,
+          Instance<T, 1024, 1, 16, kVectorised>, Instance<T, 1024, 1, 32, kVectorised>,
+          Instance<T, 512, 1, 0, kVectorised>, Instance<T, 1024, 1, 0, kVectorised>>;
 
 template <typename T, typename Launch>
 bool run_compiled(const KernelConfig& config, Launch&& launch) {

@@ -1,6 +1,6 @@
-// One softmax step of tree attention over the candidates of a layer that are not refined further: docs/semantics.md
-// §1.5, §1.7. One warp per (token, kv head) gathers its parents privately; children are the rows and query heads the
-// columns of S^T = K' q^T, and O^T += V^T P^T.
+// One softmax step of tree attention over the candidates of a layer that are not refined further:
+// docs/semantics.md §1.5, §1.7. One warp per (token, kv head) gathers its parents privately; children are the
+// rows and query heads the columns of S^T = K' q^T, and O^T += V^T P^T.
 #pragma once
 
 #include "ops/tree_attention/attention/gather_task.cuh"
@@ -20,9 +20,9 @@ struct AttendRing {
   static constexpr int kSharedBytes = kAttendWarps * kWarpBytes;
 };
 
-// The running softmax of a warp: columns (query heads) 2 * (lane % 4) and the next of each tile, partial over the
-// lane's rows. `reference` moves only when a score exceeds it by kSlack powers of two, so it is rarely rescaled;
-// `largest` is the lane's true maximum.
+// The running softmax of a warp: columns (query heads) 2 * (lane % 4) and the next of each tile, partial over
+// the lane's rows. `reference` moves only when a score exceeds it by kSlack powers of two, so it is rarely
+// rescaled; `largest` is the lane's true maximum.
 template <int kValueDim, int kTiles>
 struct RunningSoftmax {
   static constexpr float kSlack = 8.f;
@@ -119,8 +119,8 @@ struct RunningSoftmax {
   }
 };
 
-// Zeroes the value rows from `first` on: what lies past the query's own node may hold anything, NaN included, and a
-// product with a weight of 0 would not silence it.
+// Zeroes the value rows from `first` on: what lies past the query's own node may hold anything, NaN included,
+// and a product with a weight of 0 would not silence it.
 template <int kValueDim>
 __device__ __forceinline__ void clear_value_rows(uint32_t values, int first) {
   const int lane = threadIdx.x % 32;
@@ -203,9 +203,9 @@ __global__ void __launch_bounds__(kAttendWarps * 32, kTiles == 1 ? 3 : 2) attend
   const uint16_t* selected = nullptr;  // 16 bits per slot
   int last_candidate = task.num_candidates;
   if (params.selected) {
-    selected = reinterpret_cast<const uint16_t*>(
-        params.selected + task.batch * params.selected_batch +
-        (list_row * p.num_kv_heads + task.kv_head) * params.mask_words);
+    selected =
+        reinterpret_cast<const uint16_t*>(params.selected + task.batch * params.selected_batch +
+                                          (list_row * p.num_kv_heads + task.kv_head) * params.mask_words);
     --last_candidate;  // the query's own node is always selected
     if (task.num_candidates <= p.list_width) {
       task.num_slots = 0;  // so is everything
@@ -216,7 +216,8 @@ __global__ void __launch_bounds__(kAttendWarps * 32, kTiles == 1 ? 3 : 2) attend
         p.blocks + task.blocks * Block::kBytes, Block::kBytes, p.num_parents, task.list, 0, task.num_slots,
         device::shared_address(shared) + warp * Ring::kWarpBytes);
     RotatedQuery<kKeyDim, kTiles> q;
-    q.load(query_rows<T>(p, task, query), p.queries.head, p.group, p.score_scale, p.rope, task.num_candidates - 1);
+    q.load(query_rows<T>(p, task, query), p.queries.head, p.group, p.score_scale, p.rope,
+           task.num_candidates - 1);
     const TileAddress<kKeyDim> key_at;
     const TileAddress<kValueDim> value_at;
     unsigned next_selected = selected ? selected[0] : 0;

@@ -1,11 +1,12 @@
 // CPU kernel of attention_backward (docs/semantics.md §1.10), deterministic whatever the number of threads.
 //
-// One key/value head at a time, in chunks of queries, layer by layer, in two steps. By query: scores again, P and dS
-// into the chunk's buffer, dq. By destination: an inverse list names, for each parent, the queries of the chunk that
-// have it in their list; its children's gradients are summed by one thread in the order of the queries. The gradients
-// of the upper layers are pushed down at the end.
-// Temporary memory: the layers laid out twice (attention/relay.h), their gradients in fp32 for one head, and the
-// chunk's buffers, about kChunkBytes.
+// One key/value head at a time, in chunks of queries, layer by layer, in two steps. By query: scores again, P
+// and dS into the chunk's buffer, dq. By destination: an inverse list names, for each parent, the queries of
+// the chunk that have it in their list; its children's gradients are summed by one thread in the order of the
+// queries. The gradients of the upper layers are pushed down at the end. Temporary memory: the layers laid
+// out twice (attention/relay.h), their gradients in fp32 for one head, and the chunk's buffers, about
+// kChunkBytes.
+#include "ops/tree_attention/attention/inverse_list.h"
 #include "ops/tree_attention/attention/pyramid.h"
 
 namespace htree::tree_attention {
@@ -17,46 +18,12 @@ constexpr int64_t kMaxChunk = 256;  // queries
 constexpr int64_t kTaskQueries = 8;
 constexpr int64_t kTaskParents = 16;
 
-// Which queries of a chunk have a parent in their list: entries [begin[p], begin[p + 1]) belong to parent p, in
-// ascending order of the query.
-struct InverseList {
-  struct Entry {
-    int32_t query;
-    int32_t slot;
-  };
-  std::vector<int64_t> begin;
-  std::vector<Entry> entries;
-
-  // candidates: one per query, with count 0 for a query that merges nothing.
-  void build(const std::vector<Candidates>& candidates, int64_t num_queries, int64_t num_parents) {
-    begin.assign(num_parents + 1, 0);
-    const auto for_each = [&](auto&& visit) {
-      for (int64_t i = 0; i < num_queries; ++i) {
-        const Candidates& list = candidates[i];
-        for (int64_t slot = 0; list.count > 0 && slot < list.num_parents; ++slot) {
-          const int64_t parent = list.parents[slot];
-          if (parent >= 0 && parent < num_parents) visit(parent, i, slot);
-        }
-      }
-    };
-    for_each([&](int64_t parent, int64_t, int64_t) { ++begin[parent + 1]; });
-    for (int64_t p = 0; p < num_parents; ++p) {
-      begin[p + 1] += begin[p];
-    }
-    entries.resize(begin[num_parents]);
-    std::vector<int64_t> next(begin.begin(), begin.end() - 1);
-    for_each([&](int64_t parent, int64_t i, int64_t slot) {
-      entries[next[parent]++] = {static_cast<int32_t>(i), static_cast<int32_t>(slot)};
-    });
-  }
-};
-
 template <typename T, typename Real>
 class Backward {
  public:
   Backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-           const Tensor& gmax, const Tensor& gsum, const std::vector<Tensor>& parents, const AttentionArgs& args,
-           const Tensor& dq, const Tensor& dk, const Tensor& dv)
+           const Tensor& gmax, const Tensor& gsum, const std::vector<Tensor>& parents,
+           const AttentionArgs& args, const Tensor& dq, const Tensor& dk, const Tensor& dv)
       : args_(args),
         pyramid_(q, k, v, args, /*gradients=*/true, Type<T>{}),
         shape_(pyramid_.shape),
@@ -121,10 +88,11 @@ class Backward {
     for_queries(begin, end, [&](QueryWorker<Real>& worker, int64_t i) { load(worker, b, h, begin, i); });
     for (int64_t l = pyramid_.depth - 1; l >= 0; --l) {
       const RelaidLayer<Real> layer = pyramid_.layers[l].at(b, h);
-      for_queries(begin, end, [&, positions = std::vector<int32_t>(args_.top_k)](QueryWorker<Real>& worker,
-                                                                                 int64_t i) mutable {
-        visit(worker, layer, b, h, l, begin, i, positions);
-      });
+      for_queries(
+          begin, end,
+          [&, positions = std::vector<int32_t>(args_.top_k)](QueryWorker<Real>& worker, int64_t i) mutable {
+            visit(worker, layer, b, h, l, begin, i, positions);
+          });
       if (wants_keys() || wants_values()) scatter(layer, l, end - begin);
     }
     if (dq_.defined()) {
@@ -147,7 +115,8 @@ class Backward {
   }
 
   void load(QueryWorker<Real>& worker, int64_t b, int64_t h, int64_t begin, int64_t i) {
-    const T* q = q_.const_data_ptr<T>() + b * q_.stride(0) + i * q_.stride(1) + h * shape_.group * q_.stride(2);
+    const T* q =
+        q_.const_data_ptr<T>() + b * q_.stride(0) + i * q_.stride(1) + h * shape_.group * q_.stride(2);
     Real* query = queries_.data() + (i - begin) * shape_.group * shape_.row();
     worker.load_query(q, q_.stride(2), args_.scale);
     worker.copy_query(query);
@@ -170,8 +139,8 @@ class Backward {
       deltas_[(i - begin) * shape_.group + g] = delta;
     }
     finite_[i - begin] = probe == 0;
-    std::fill_n(query_gradients_.data() + (i - begin) * shape_.group * shape_.row(), shape_.group * shape_.row(),
-                Real{0});
+    std::fill_n(query_gradients_.data() + (i - begin) * shape_.group * shape_.row(),
+                shape_.group * shape_.row(), Real{0});
   }
 
   // The list of query row i at layer l, given or the chunk's own.
@@ -197,7 +166,13 @@ class Backward {
     Candidates& candidates = candidates_[row];
     candidates = candidates_of(list, std::min(args_.top_k, shape_.max_parents), token / pyramid_.spans[l],
                                layer.num_nodes, r);
-    const bool merges = l == 0 || candidates.count > args_.top_k || !parents_.empty();
+    int64_t num_excluded = 0;
+    if (l > 0 && !parents_.empty()) {
+      num_excluded =
+          positions_of(candidates, r, list_of(b, h, l - 1, begin, i), args_.top_k, positions.data());
+    }
+    const bool merges =
+        l == 0 || (parents_.empty() ? candidates.count > args_.top_k : candidates.count > num_excluded);
     const Real* query = queries_.data() + row * shape_.group * shape_.row();
     const int64_t at = row * shape_.group * shape_.score_stride();
     Real* weights = weights_.data() + at;
@@ -210,12 +185,9 @@ class Backward {
       candidates.count = 0;
       return;
     }
-    const int64_t num_excluded =
-        l == 0 ? 0
-               : positions_of(candidates, r, list_of(b, h, l - 1, begin, i), args_.top_k, positions.data());
-    if (num_excluded == candidates.count) {
-      candidates.count = 0;
-      return;
+    if (l > 0 && parents_.empty()) {
+      num_excluded =
+          positions_of(candidates, r, list_of(b, h, l - 1, begin, i), args_.top_k, positions.data());
     }
     const int64_t heads = head_row(b, h, i);
     Real* dscores = wants_scores() ? dscores_.data() + at : nullptr;
@@ -246,8 +218,8 @@ class Backward {
             for (int64_t u = 0; u < count; ++u) {
               uses[u] = use_of(inverse_.entries[e + u]);
             }
-            query_kernels<Real>().node_gradients(shape_, pyramid_.rotation(), uses.data(), count, num_children,
-                                                 rotated.data(),
+            query_kernels<Real>().node_gradients(shape_, pyramid_.rotation(), uses.data(), count,
+                                                 num_children, rotated.data(),
                                                  dkeys ? dkeys + p * r * shape_.row() : nullptr,
                                                  dvalues ? dvalues + p * r * shape_.value_pad : nullptr);
           }
@@ -367,9 +339,10 @@ class Backward {
 
 }  // namespace
 
-void attention_backward_cpu(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-                            const Tensor& gmax, const Tensor& gsum, const std::vector<Tensor>& parents,
-                            const AttentionArgs& args, const Tensor& dq, const Tensor& dk, const Tensor& dv) {
+void attention_backward_cpu(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                            const Tensor& out, const Tensor& gmax, const Tensor& gsum,
+                            const std::vector<Tensor>& parents, const AttentionArgs& args, const Tensor& dq,
+                            const Tensor& dk, const Tensor& dv) {
   if (!dq.defined() && !dk.defined() && !dv.defined()) return;
   if (q.size(0) * q.size(1) * q.size(2) == 0) {
     for (const Tensor& gradient : {dq, dk, dv}) {
@@ -378,8 +351,8 @@ void attention_backward_cpu(const Tensor& dout, const Tensor& q, const Tensor& k
     return;
   }
   dispatch_storage("attention_backward", q.scalar_type(), [&](auto storage, auto real) {
-    Backward<typename decltype(storage)::type, typename decltype(real)::type>(dout, q, k, v, out, gmax, gsum, parents,
-                                                                              args, dq, dk, dv)
+    Backward<typename decltype(storage)::type, typename decltype(real)::type>(dout, q, k, v, out, gmax, gsum,
+                                                                              parents, args, dq, dk, dv)
         .run();
   });
 }

@@ -1,5 +1,5 @@
-// Which kernels a call of tree attention on CUDA takes and in which chunks: a pure function of the problem, so that it
-// can be printed, tested without a GPU and searched. No torch.
+// Which kernels a call of tree attention on CUDA takes and in which chunks: a pure function of the problem,
+// so that it can be printed, tested without a GPU and searched. No torch.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,6 @@
 #include <sstream>
 #include <string>
 
-#include "ops/tree_attention/attention/attention_launch.h"
 #include "ops/tree_attention/tree_args.h"
 
 namespace htree::tree_attention {
@@ -44,8 +43,22 @@ struct AttentionConfig {
 // Temporary memory of the forward beyond outputs, stored parents, the tree and the re-laid copy of K and V.
 constexpr int64_t kStateScratchBytes = int64_t{448} << 20;
 constexpr int64_t kForwardScoreBytes = int64_t{448} << 20;
-// Widest row whose selection fits the shared memory of every supported GPU (99 KB).
+// Candidates of a list, at most, on the tensor-core path: the keys of a row are ranked in shared memory.
 constexpr int64_t kMaxSelectWidth = 16384;
+
+// What the choice needs to know of a GPU.
+struct DeviceFacts {
+  int major = 0;             // of the compute capability
+  int64_t shared_bytes = 0;  // most dynamic shared memory of a block
+};
+
+// Largest block of the forward and the backward together: one predicate serves both, so that recomputed lists
+// are the forward's. 128-wide heads need 112 KB, which consumer GPUs (99 KB) do not have.
+inline int64_t tensor_core_shared_bytes(const AttentionProblem& p) {
+  const int64_t gradients = p.key_dim == 128 ? 112 * 1024 : 64 * 1024;
+  const int64_t selection = p.args.top_k * 16 * 4 + p.args.top_k * 4 + 16 * 1024;
+  return std::max(gradients, selection);
+}
 
 inline bool tensor_core_shape(const AttentionProblem& p) {
   return p.half_dtype && p.args.compression_rate == 16 && p.key_dim == p.value_dim &&
@@ -59,9 +72,12 @@ inline int64_t list_candidates(int64_t num_nodes, int64_t top_k, int64_t rate) {
   return std::min(top_k, ceil_div(num_nodes, rate)) * rate;
 }
 
-inline AttentionConfig choose_attention_config(const AttentionProblem& p, int device_major) {
+inline AttentionConfig choose_attention_config(const AttentionProblem& p, const DeviceFacts& device) {
   AttentionConfig config;
-  config.path = tensor_core_shape(p) && device_major >= 8 ? AttentionPath::kTensorCore : AttentionPath::kGeneral;
+  config.path =
+      tensor_core_shape(p) && device.major >= 8 && device.shared_bytes >= tensor_core_shared_bytes(p)
+          ? AttentionPath::kTensorCore
+          : AttentionPath::kGeneral;
   const int64_t stride = p.args.selection_stride;
   // per list: running states of its queries, two lists and the mask of one
   const int64_t per_list = stride * p.num_heads * p.value_dim * 4 + p.num_kv_heads * (p.args.top_k * 10 + 64);
@@ -69,10 +85,11 @@ inline AttentionConfig choose_attention_config(const AttentionProblem& p, int de
   const int64_t used = std::max<int64_t>(1, std::min(lists, p.num_lists()));
   config.query_chunk = used * stride;
   const int64_t heads = std::max<int64_t>(1, p.num_kv_heads);
-  config.batch_chunk = std::clamp<int64_t>(lists / used, 1, std::max<int64_t>(1, std::min(p.batch, 65535 / heads)));
+  config.batch_chunk =
+      std::clamp<int64_t>(lists / used, 1, std::max<int64_t>(1, std::min(p.batch, 65535 / heads)));
   if (p.layers() > 1) {
-    const int64_t widest = list_candidates(ceil_div(p.num_keys, p.args.compression_rate), p.args.top_k,
-                                           p.args.compression_rate);
+    const int64_t widest =
+        list_candidates(ceil_div(p.num_keys, p.args.compression_rate), p.args.top_k, p.args.compression_rate);
     const int64_t row = p.num_heads * widest * 4;
     config.batch_chunk = std::clamp<int64_t>(kForwardScoreBytes / row, 1, config.batch_chunk);
     config.selection_chunk = std::clamp<int64_t>(kForwardScoreBytes / (row * config.batch_chunk), 1, used);
@@ -80,18 +97,19 @@ inline AttentionConfig choose_attention_config(const AttentionProblem& p, int de
   return config;
 }
 
-// Chunks of the backward: records and numbers of the queries, dQ between layers, masks, the inverse of one layer's lists
-// and the lists of every layer. The last count whether they are stored or recomputed: the order of the fp32 sums, and so
-// every bit, is the same either way. Scores of recomputed lists (kForwardScoreBytes) come on top.
+// Chunks of the backward: records and numbers of the queries, dQ between layers, masks, the inverse of one
+// layer's lists and the lists of every layer. The last count whether they are stored or recomputed: the order
+// of the fp32 sums, and so every bit, is the same either way. Scores of recomputed lists (kForwardScoreBytes)
+// come on top.
 constexpr int64_t kBackwardScratchBytes = int64_t{1408} << 20;
 
-inline AttentionConfig choose_backward_config(const AttentionProblem& p, int device_major) {
-  AttentionConfig config = choose_attention_config(p, device_major);
+inline AttentionConfig choose_backward_config(const AttentionProblem& p, const DeviceFacts& device) {
+  AttentionConfig config = choose_attention_config(p, device);
   const int64_t stride = p.args.selection_stride;
-  const int64_t per_list = stride * p.num_heads * (2 * (p.key_dim + p.value_dim) + 16 + 4 * p.key_dim) +
-                           p.num_kv_heads * (p.args.top_k * 4 * p.layers() +
-                                             p.args.top_k * p.args.compression_rate / 8 +
-                                             ceil_div(p.num_keys, p.args.compression_rate) / 64 + 64);
+  const int64_t per_list =
+      stride * p.num_heads * (2 * (p.key_dim + p.value_dim) + 16 + 4 * p.key_dim) +
+      p.num_kv_heads * (p.args.top_k * 4 * p.layers() + p.args.top_k * p.args.compression_rate / 8 +
+                        ceil_div(p.num_keys, p.args.compression_rate) / 64 + 64);
   const int64_t lists = std::max<int64_t>(1, kBackwardScratchBytes / per_list);
   const int64_t used = std::max<int64_t>(1, std::min(lists, p.num_lists()));
   config.query_chunk = used * stride;

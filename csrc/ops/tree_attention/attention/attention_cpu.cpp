@@ -1,6 +1,7 @@
-// CPU kernel of attention_forward: a task takes a few queries of one key/value head through all layers, top to bottom,
-// so that neither scores nor (unless they are kept) parent lists exist for more than one query per thread.
-// Temporary memory: the pooled layers, their fp32 copies (attention/relay.h), and per thread about G k r elements.
+// CPU kernel of attention_forward: a task takes a few queries of one key/value head through all layers, top
+// to bottom, so that neither scores nor (unless they are kept) parent lists exist for more than one query per
+// thread. Temporary memory: the pooled layers, their fp32 copies (attention/relay.h), and per thread about G
+// k r elements.
 #include "ops/tree_attention/attention/pyramid.h"
 
 namespace htree::tree_attention {
@@ -9,8 +10,9 @@ namespace {
 constexpr int64_t kTaskQueries = 32;
 
 template <typename T, typename Real>
-void forward_typed(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args, const Tensor& out,
-                   const Tensor& gmax, const Tensor& gsum, const std::vector<Tensor>& parents) {
+void forward_typed(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args,
+                   const Tensor& out, const Tensor& gmax, const Tensor& gsum,
+                   const std::vector<Tensor>& parents) {
   const Pyramid<Real> pyramid(q, k, v, args, /*gradients=*/false, Type<T>{});
   const Rotation<Real> rotation = pyramid.rotation();
   const int64_t r = args.compression_rate;
@@ -82,8 +84,8 @@ void attention_forward_cpu(const Tensor& q, const Tensor& k, const Tensor& v, co
                            const std::vector<Tensor>& parents) {
   if (q.size(0) * q.size(1) * q.size(2) == 0) return;
   dispatch_storage("attention_forward", q.scalar_type(), [&](auto storage, auto real) {
-    forward_typed<typename decltype(storage)::type, typename decltype(real)::type>(q, k, v, args, out, gmax, gsum,
-                                                                                   parents);
+    forward_typed<typename decltype(storage)::type, typename decltype(real)::type>(q, k, v, args, out, gmax,
+                                                                                   gsum, parents);
   });
 }
 

@@ -1,6 +1,7 @@
-// attention_forward on CUDA: docs/semantics.md §1.5. Temporary memory beyond outputs, stored parents, the tree and (on
-// the tensor cores) one re-laid copy of K and V: at most kStateScratchBytes + kForwardScoreBytes, 896 MiB, at any T, as
-// long as one list of one batch fits; calls go over the queries in chunks of that size.
+// attention_forward on CUDA: docs/semantics.md §1.5. Temporary memory beyond outputs, stored parents, the
+// tree and (on the tensor cores) one re-laid copy of K and V: at most kStateScratchBytes +
+// kForwardScoreBytes, 896 MiB, at any T, as long as one list of one batch fits; calls go over the queries in
+// chunks of that size.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
@@ -32,8 +33,8 @@ void forward_tensor_core(const AttentionProblem& problem, const AttentionConfig&
   C10_CUDA_CHECK(run_forward(prepared.call, buffers, stream));
 }
 
-// Batches [batch, batch + batches), queries [query, query + queries): contiguous slices of contiguous outputs, since a
-// chunk of several batches holds all queries.
+// Batches [batch, batch + batches), queries [query, query + queries): contiguous slices of contiguous
+// outputs, since a chunk of several batches holds all queries.
 struct Slice {
   int64_t batch, batches, query, queries, stride;
 

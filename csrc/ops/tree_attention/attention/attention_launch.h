@@ -1,7 +1,7 @@
 // Launchers of the tensor-core kernels of tree attention: r = 16, fp16 or bf16 inputs. No torch.
 //
-// A launch works on one chunk: `num_batches` batches and `num_queries` consecutive queries, the first at token t0, a
-// multiple of the selection stride. Queries i with the same i / stride share one list of parents.
+// A launch works on one chunk: `num_batches` batches and `num_queries` consecutive queries, the first at
+// token t0, a multiple of the selection stride. Queries i with the same i / stride share one list of parents.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -37,11 +37,12 @@ struct TensorCoreShape {
 };
 
 // cos and sin of position * base^(-2i/K), [size, K/2]; every angle 0 when `rotate` is false.
-void launch_rope_table(float2* table, int64_t size, int key_dim, double base, bool rotate, cudaStream_t stream);
+void launch_rope_table(float2* table, int64_t size, int key_dim, double base, bool rotate,
+                       cudaStream_t stream);
 
 struct RelayParams {
-  TensorView keys;    // [B, N, H_kv, K]
-  TensorView values;  // [B, N, H_kv, V]
+  TensorView keys;               // [B, N, H_kv, K]
+  TensorView values;             // [B, N, H_kv, V]
   const float2* rope = nullptr;  // [>= 16, K/2]
   char* blocks = nullptr;        // [B, H_kv, num_parents] parent blocks
   int64_t num_nodes = 0;
@@ -56,11 +57,12 @@ struct GatherParams {
   TensorView queries;            // [B, T_q, H, K], from the first query of the chunk
   const char* blocks = nullptr;  // [B, H_kv, num_parents] parent blocks of the layer
   int64_t num_parents = 0;
-  const int32_t* lists = nullptr;  // [B, num_lists, H_kv, list_width]; null: parents 0, 1, ... up to the query's own
-  int64_t list_batch = 0;          // stride in elements
-  const float2* rope = nullptr;    // [list_width * 16 + 1, K/2]
-  float score_scale = 0.f;         // scale * log2(e): scores are in log2 units
-  int64_t node_span = 1;           // tokens per node of the layer
+  const int32_t* lists =
+      nullptr;             // [B, num_lists, H_kv, list_width]; null: parents 0, 1, ... up to the query's own
+  int64_t list_batch = 0;  // stride in elements
+  const float2* rope = nullptr;  // [list_width * 16 + 1, K/2]
+  float score_scale = 0.f;       // scale * log2(e): scores are in log2 units
+  int64_t node_span = 1;         // tokens per node of the layer
   int64_t t0 = 0;
   int num_queries = 0;
   int num_lists = 0;
@@ -81,22 +83,23 @@ void launch_scores(const TensorCoreShape& shape, const ScoreParams& params, cuda
 
 // Exact selection from the scores: docs/semantics.md §1.6.
 struct LeaderSelectParams {
-  GatherParams gather;             // of the layer the scores belong to
-  const float* scores = nullptr;   // as ScoreParams
+  GatherParams gather;            // of the layer the scores belong to
+  const float* scores = nullptr;  // as ScoreParams
   int64_t score_width = 0;
-  int32_t* next_lists = nullptr;   // [B, num_lists, H_kv, list_width] node ids, ascending, -1 tail
-  int64_t next_batch = 0;          // stride in elements
-  uint32_t* selected = nullptr;    // [B, num_lists, H_kv, mask_words]: bit p = candidate p is selected; may be null
-  int64_t selected_batch = 0;      // stride in words
-  int64_t mask_words = 0;          // >= score_width / 32
+  int32_t* next_lists = nullptr;  // [B, num_lists, H_kv, list_width] node ids, ascending, -1 tail
+  int64_t next_batch = 0;         // stride in elements
+  uint32_t* selected =
+      nullptr;  // [B, num_lists, H_kv, mask_words]: bit p = candidate p is selected; may be null
+  int64_t selected_batch = 0;  // stride in words
+  int64_t mask_words = 0;      // >= score_width / 32
   Importance importance = Importance::kLseCausal;
 };
 // Shared memory of the selection kernel for rows of up to `score_width` candidates, in bytes.
 int64_t leader_select_shared_bytes(int64_t score_width);
 void launch_leader_select(const LeaderSelectParams& params, cudaStream_t stream);
 
-// Softmax over the candidates that are not selected, merged into the running state. Maxima between layers are in
-// log2 units; the last layer converts them and writes the output.
+// Softmax over the candidates that are not selected, merged into the running state. Maxima between layers are
+// in log2 units; the last layer converts them and writes the output.
 struct AttendParams {
   GatherParams gather;
   const uint32_t* selected = nullptr;  // as above; null at the bottom, where nothing is selected
@@ -106,14 +109,14 @@ struct AttendParams {
   bool last = false;
   float* max = nullptr;  // [B, T_q, H]
   float* sum = nullptr;
-  int64_t state_batch = 0;       // stride of max and sum in elements
-  float* partial = nullptr;      // [num_batches, num_queries, H, V], the state between layers
-  void* out = nullptr;           // [B, T_q, H, V] in the input's dtype
+  int64_t state_batch = 0;   // stride of max and sum in elements
+  float* partial = nullptr;  // [num_batches, num_queries, H, V], the state between layers
+  void* out = nullptr;       // [B, T_q, H, V] in the input's dtype
 };
 void launch_attend(const TensorCoreShape& shape, const AttendParams& params, cudaStream_t stream);
 
 // The list of the top layer, any r: parents 0 ... t / parent_span, then -1. parent_span = r^layers.
-void launch_top_lists(int32_t* lists, int64_t num_batches, int64_t num_lists, int64_t num_kv_heads, int64_t width,
-                      int64_t t0, int64_t stride, int64_t parent_span, cudaStream_t stream);
+void launch_top_lists(int32_t* lists, int64_t num_batches, int64_t num_lists, int64_t num_kv_heads,
+                      int64_t width, int64_t t0, int64_t stride, int64_t parent_span, cudaStream_t stream);
 
 }  // namespace htree::tree_attention

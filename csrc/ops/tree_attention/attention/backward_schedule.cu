@@ -5,8 +5,8 @@ namespace {
 
 // Offsets of the scratch, in bytes.
 struct BackwardScratch {
-  int64_t key_bounds, query_bounds, records, meta, query_sums, lists, list_bytes, mask, counts, entries, offsets, run_counts,
-      scores, total;
+  int64_t key_bounds, query_bounds, records, meta, query_sums, lists, list_bytes, mask, counts, entries,
+      offsets, run_counts, scores, total;
 
   BackwardScratch(const TreeCall& call, bool recompute) {
     const AttentionProblem& p = call.problem;
@@ -58,7 +58,8 @@ class BackwardRun {
         top_(call.layers.size() - 1) {}
 
   cudaError_t run() {
-    cudaMemsetAsync(scratch<char>(at_.key_bounds), 0, p_.batch * p_.num_kv_heads * sizeof(KeyBounds), stream_);
+    cudaMemsetAsync(scratch<char>(at_.key_bounds), 0, p_.batch * p_.num_kv_heads * sizeof(KeyBounds),
+                    stream_);
     RelayParams tokens;
     tokens.keys = call_.layers[0].keys;
     tokens.values = call_.layers[0].values;
@@ -68,7 +69,8 @@ class BackwardRun {
     launch_key_bounds(call_.shape, tokens, scratch<KeyBounds>(at_.key_bounds), stream_);
     cudaError_t error = cudaGetLastError();
     for (int64_t batch = 0; batch < p_.batch; batch += call_.config.batch_chunk) {
-      for (int64_t query = 0; query < p_.num_queries && error == cudaSuccess; query += call_.config.query_chunk) {
+      for (int64_t query = 0; query < p_.num_queries && error == cudaSuccess;
+           query += call_.config.query_chunk) {
         error = chunk({batch, std::min(call_.config.batch_chunk, p_.batch - batch), query,
                        std::min(call_.config.query_chunk, p_.num_queries - query)});
       }
@@ -99,15 +101,16 @@ class BackwardRun {
   cudaError_t chunk(const Chunk& chunk) {
     if (buffers_.parents.empty()) {
       for (size_t i = top_; i > 0; --i) {
-        const cudaError_t error = select_layer(call_, i, chunk, i == top_ ? ListSlice{} : lists_of(i, chunk),
-                                               lists_of(i - 1, chunk), scratch<float>(at_.scores), nullptr, stream_);
+        const cudaError_t error =
+            select_layer(call_, i, chunk, i == top_ ? ListSlice{} : lists_of(i, chunk),
+                         lists_of(i - 1, chunk), scratch<float>(at_.scores), nullptr, stream_);
         if (error != cudaSuccess) {
           return error;
         }
       }
     }
-    cudaMemsetAsync(scratch<char>(at_.query_bounds), 0, chunk.num_batches * p_.num_kv_heads * sizeof(QueryBounds),
-                    stream_);
+    cudaMemsetAsync(scratch<char>(at_.query_bounds), 0,
+                    chunk.num_batches * p_.num_kv_heads * sizeof(QueryBounds), stream_);
     RowParams rows;
     rows.queries = at_row(call_.queries, chunk.batch, chunk.query);
     rows.gradients = at_row(buffers_.gradients, chunk.batch, chunk.query);
@@ -187,7 +190,8 @@ class BackwardRun {
     return keys_wanted() ? layer_keys(layer_idx, chunk, common, lists) : cudaSuccess;
   }
 
-  cudaError_t layer_keys(size_t layer_idx, const Chunk& chunk, const GradientParams& common, const ListSlice& lists) {
+  cudaError_t layer_keys(size_t layer_idx, const Chunk& chunk, const GradientParams& common,
+                         const ListSlice& lists) {
     const TreeLayer& layer = call_.layers[layer_idx];
     KeyGradientParams key;
     key.common = common;
@@ -257,7 +261,9 @@ class BackwardRun {
 
 }  // namespace
 
-int64_t gradient_sum_rows(const TreeCall& call) { return layer_rows(call, call.layers.size()); }
+int64_t gradient_sum_rows(const TreeCall& call) {
+  return layer_rows(call, call.layers.size());
+}
 
 int64_t backward_scratch_bytes(const TreeCall& call, bool recompute) {
   return BackwardScratch(call, recompute).total;

@@ -10,7 +10,14 @@
 namespace htree::tree_attention {
 namespace {
 
-TensorView view_of(const Tensor& x) { return {x.const_data_ptr(), x.stride(0), x.stride(1), x.stride(2)}; }
+TensorView view_of(const Tensor& x) {
+  return {x.const_data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
+}
+
+DeviceFacts current_device_facts() {
+  const cudaDeviceProp* properties = at::cuda::getCurrentDeviceProperties();
+  return {properties->major, static_cast<int64_t>(properties->sharedMemPerBlockOptin)};
+}
 
 Tensor device_bytes(int64_t bytes, const Tensor& like) {
   return at::empty({std::max<int64_t>(bytes, 1)}, like.options().dtype(at::kByte));
@@ -18,7 +25,8 @@ Tensor device_bytes(int64_t bytes, const Tensor& like) {
 
 }  // namespace
 
-AttentionProblem attention_problem(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args) {
+AttentionProblem attention_problem(const Tensor& q, const Tensor& k, const Tensor& v,
+                                   const AttentionArgs& args) {
   AttentionProblem problem;
   problem.batch = q.size(0);
   problem.num_keys = k.size(1);
@@ -33,11 +41,11 @@ AttentionProblem attention_problem(const Tensor& q, const Tensor& k, const Tenso
 }
 
 AttentionConfig attention_config(const AttentionProblem& problem) {
-  return choose_attention_config(problem, at::cuda::getCurrentDeviceProperties()->major);
+  return choose_attention_config(problem, current_device_facts());
 }
 
 AttentionConfig attention_backward_config(const AttentionProblem& problem) {
-  return choose_backward_config(problem, at::cuda::getCurrentDeviceProperties()->major);
+  return choose_backward_config(problem, current_device_facts());
 }
 
 CudaTree build_cuda_tree(const Tensor& k, const Tensor& v, const AttentionArgs& args) {
@@ -54,8 +62,8 @@ CudaTree build_cuda_tree(const Tensor& k, const Tensor& v, const AttentionArgs& 
   return tree;
 }
 
-TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const AttentionConfig& config, const Tensor& q,
-                                    const CudaTree& tree, cudaStream_t stream) {
+TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const AttentionConfig& config,
+                                    const Tensor& q, const CudaTree& tree, cudaStream_t stream) {
   TensorCoreTree result;
   TreeCall& call = result.call;
   call.problem = problem;
@@ -90,7 +98,8 @@ RopeTables general_rope_tables(const AttentionProblem& problem, const Tensor& q)
   const int64_t rate = problem.args.compression_rate;
   const int64_t size = list_candidates(problem.num_keys, problem.args.top_k, rate);
   const auto options = q.options().dtype(at::kDouble);
-  const Tensor exponent = at::arange(0, problem.key_dim, 2, options).div(-static_cast<double>(problem.key_dim));
+  const Tensor exponent =
+      at::arange(0, problem.key_dim, 2, options).div(-static_cast<double>(problem.key_dim));
   const Tensor angle = at::outer(at::arange(size, options), at::pow(problem.args.rope_base, exponent));
   return {angle.cos().to(at::kFloat), angle.sin().to(at::kFloat)};
 }

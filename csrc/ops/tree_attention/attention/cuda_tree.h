@@ -16,23 +16,26 @@ struct CudaTree {
   std::vector<Tensor> values;  // per layer [B, N, H_kv, V]
 };
 
-AttentionProblem attention_problem(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args);
+AttentionProblem attention_problem(const Tensor& q, const Tensor& k, const Tensor& v,
+                                   const AttentionArgs& args);
 // Configurations for the current device.
 AttentionConfig attention_config(const AttentionProblem& problem);
 AttentionConfig attention_backward_config(const AttentionProblem& problem);
 
 CudaTree build_cuda_tree(const Tensor& k, const Tensor& v, const AttentionArgs& args);
 
-// The tensor-core view of a call and the device memory it owns: one re-laid copy of K and V (17/16 of their size and
-// 4 bytes per node) and the rotation table. The launches that fill both are on `stream` when this returns.
+// The tensor-core view of a call and the device memory it owns: one re-laid copy of K and V (17/16 of their
+// size and 4 bytes per node) and the rotation table. The launches that fill both are on `stream` when this
+// returns.
 struct TensorCoreTree {
   TreeCall call;
   std::vector<Tensor> memory;
 };
-TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const AttentionConfig& config, const Tensor& q,
-                                    const CudaTree& tree, cudaStream_t stream);
+TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const AttentionConfig& config,
+                                    const Tensor& q, const CudaTree& tree, cudaStream_t stream);
 
-// cos and sin [min(k r, nodes a list can span), K/2] in fp32, rounded from double; undefined without rotation.
+// cos and sin [min(k r, nodes a list can span), K/2] in fp32, rounded from double; undefined without
+// rotation.
 struct RopeTables {
   Tensor cos, sin;
 };

@@ -20,8 +20,8 @@ struct IntTag {
   static constexpr int value = kValue;
 };
 
-// Calls f(TypeTag<T>, IntTag<D>). attention_config.h sends no other shape here, and one that came all the same must
-// not leave its outputs unwritten.
+// Calls f(TypeTag<T>, IntTag<D>). attention_config.h sends no other shape here, and one that came all the
+// same must not leave its outputs unwritten.
 template <typename F>
 void dispatch_shape(const TensorCoreShape& shape, F&& f) {
   const auto with_dim = [&](auto tag) {
@@ -33,7 +33,8 @@ void dispatch_shape(const TensorCoreShape& shape, F&& f) {
       case 128:
         return f(tag, IntTag<128>{});
       default:
-        std::fprintf(stderr, "tree attention: head dims %d, %d have no tensor-core kernel; compiled: 32 64 128\n",
+        std::fprintf(stderr,
+                     "tree attention: head dims %d, %d have no tensor-core kernel; compiled: 32 64 128\n",
                      shape.key_dim, shape.value_dim);
         std::abort();
     }

@@ -15,8 +15,8 @@ struct GatherTask {
   int64_t blocks;       // index of the kv head's first parent block
 };
 
-// All lanes of a warp call with the same arguments. `query` counts from the first of the chunk; `list_row` is its
-// list's row.
+// All lanes of a warp call with the same arguments. `query` counts from the first of the chunk; `list_row` is
+// its list's row.
 __device__ __forceinline__ GatherTask gather_task(const GatherParams& p, int head_index, int64_t query,
                                                   int64_t list_row) {
   GatherTask task;
@@ -26,14 +26,16 @@ __device__ __forceinline__ GatherTask gather_task(const GatherParams& p, int hea
   task.blocks = static_cast<int64_t>(head_index) * p.num_parents;
   const int64_t rightmost = task.token / p.node_span;
   if (p.lists) {
-    task.list = p.lists + task.batch * p.list_batch + (list_row * p.num_kv_heads + task.kv_head) * p.list_width;
+    task.list =
+        p.lists + task.batch * p.list_batch + (list_row * p.num_kv_heads + task.kv_head) * p.list_width;
     task.num_slots = count_parents(task.list, p.list_width);
   } else {
     task.list = nullptr;
     task.num_slots = static_cast<int>(rightmost / kBlockRows) + 1;
   }
-  task.num_candidates =
-      task.num_slots > 0 ? (task.num_slots - 1) * kBlockRows + static_cast<int>(rightmost % kBlockRows) + 1 : 0;
+  task.num_candidates = task.num_slots > 0
+                            ? (task.num_slots - 1) * kBlockRows + static_cast<int>(rightmost % kBlockRows) + 1
+                            : 0;
   return task;
 }
 

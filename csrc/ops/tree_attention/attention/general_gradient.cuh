@@ -1,6 +1,7 @@
-// Gradients for every dtype and shape. One warp owns a row of dQ (query, head) or a row of dK and dV (node, kv head);
-// lanes share the dims and sums lie in shared memory, so no width is special. Only the turn between a query and a
-// candidate matters, R_{n-1-p}, so neither is turned by more than that (docs/semantics.md §1.4).
+// Gradients for every dtype and shape. One warp owns a row of dQ (query, head) or a row of dK and dV (node,
+// kv head); lanes share the dims and sums lie in shared memory, so no width is special. Only the turn between
+// a query and a candidate matters, R_{n-1-p}, so neither is turned by more than that (docs/semantics.md
+// §1.4).
 #pragma once
 
 #include "device/numeric.cuh"
@@ -14,7 +15,8 @@ namespace htree::tree_attention {
 constexpr int kGeneralWarps = 4;
 
 template <typename T>
-__device__ __forceinline__ const T* view_row(const TensorView& view, int64_t batch, int64_t row, int64_t head) {
+__device__ __forceinline__ const T* view_row(const TensorView& view, int64_t batch, int64_t row,
+                                             int64_t head) {
   return static_cast<const T*>(view.data) + batch * view.batch + row * view.row + head * view.head;
 }
 
@@ -29,14 +31,18 @@ __device__ __forceinline__ float warp_dot(const T* x, const float* y, int count)
 }
 
 // Softmax weight of a score within the whole cut.
-__device__ __forceinline__ float cut_weight(float score, float max, float sum) { return expf(score - max) / sum; }
+__device__ __forceinline__ float cut_weight(float score, float max, float sum) {
+  return expf(score - max) / sum;
+}
 
 // Where a row of the state of a query head lies.
-__device__ __forceinline__ int64_t state_row(const GeneralGradientParams& p, int64_t batch, int64_t query, int64_t head) {
+__device__ __forceinline__ int64_t state_row(const GeneralGradientParams& p, int64_t batch, int64_t query,
+                                             int64_t head) {
   return batch * p.state_batch + query * p.num_kv_heads * p.group + head;
 }
 
-__device__ __forceinline__ int64_t chunk_row(const GeneralGradientParams& p, int64_t batch, int64_t query, int64_t head) {
+__device__ __forceinline__ int64_t chunk_row(const GeneralGradientParams& p, int64_t batch, int64_t query,
+                                             int64_t head) {
   return (batch * p.num_queries + query) * p.num_kv_heads * p.group + head;
 }
 
@@ -47,7 +53,8 @@ __global__ void __launch_bounds__(kGeneralWarps * 32) general_delta_kernel(Gener
   if (row >= p.num_batches * int64_t{p.num_queries} * num_heads) {
     return;
   }
-  const int64_t head = row % num_heads, query = row / num_heads % p.num_queries, batch = row / num_heads / p.num_queries;
+  const int64_t head = row % num_heads, query = row / num_heads % p.num_queries,
+                batch = row / num_heads / p.num_queries;
   const T* gradient = view_row<T>(p.gradients, batch, query, head);
   const T* output = view_row<T>(p.outputs, batch, query, head);
   float sum = 0.f;
@@ -71,7 +78,8 @@ __global__ void __launch_bounds__(kGeneralWarps * 32)
   if (row >= p.num_batches * int64_t{p.num_queries} * num_heads) {
     return;
   }
-  const int64_t head = row % num_heads, query = row / num_heads % p.num_queries, batch = row / num_heads / p.num_queries;
+  const int64_t head = row % num_heads, query = row / num_heads % p.num_queries,
+                batch = row / num_heads / p.num_queries;
   const int64_t kv_head = head / p.group;
   float* q = general_shared + threadIdx.x / 32 * (2 * p.key_dim + p.value_dim);
   float* gradient = q + p.key_dim;
@@ -119,7 +127,8 @@ __global__ void __launch_bounds__(kGeneralWarps * 32)
     }
     score = device::warp_reduce<device::Sum>(score);
     const float ds = cut_weight(score, max, total) *
-                     (warp_dot(view_row<T>(p.values, batch, node, kv_head), gradient, p.value_dim) - delta) * p.scale;
+                     (warp_dot(view_row<T>(p.values, batch, node, kv_head), gradient, p.value_dim) - delta) *
+                     p.scale;
     for (int i = lane; i < half; i += 32) {
       const float low = device::to_acc(key[i]), high = device::to_acc(key[half + i]);
       const float2 turn = turns[i];
@@ -128,7 +137,8 @@ __global__ void __launch_bounds__(kGeneralWarps * 32)
     }
   }
   float* partial = out.partial + row * p.key_dim;
-  T* result = static_cast<T*>(out.gradient) + batch * out.gradient_batch + (query * num_heads + head) * p.key_dim;
+  T* result =
+      static_cast<T*>(out.gradient) + batch * out.gradient_batch + (query * num_heads + head) * p.key_dim;
   for (int i = lane; i < p.key_dim; i += 32) {
     const float value = out.first ? sum[i] : sum[i] + partial[i];
     if (out.last) {
@@ -156,8 +166,8 @@ __device__ __forceinline__ bool list_holds(const int32_t* list, int width, int64
   return false;
 }
 
-// Grid: runs of kGeneralWarps rows (batch, kv head, node), node fastest. Shared memory per warp: the key [K], the value
-// [V] and their two sums in fp32.
+// Grid: runs of kGeneralWarps rows (batch, kv head, node), node fastest. Shared memory per warp: the key [K],
+// the value [V] and their two sums in fp32.
 template <typename T>
 __global__ void __launch_bounds__(kGeneralWarps * 32)
     general_key_gradient_kernel(GeneralGradientParams p, GeneralKeyGradient out) {
@@ -223,9 +233,9 @@ __global__ void __launch_bounds__(kGeneralWarps * 32)
           }
         }
         if (out.keys) {
-          const float ds = weight *
-                           (warp_dot(gradient, value, p.value_dim) - p.delta[chunk_row(p, batch, query, head)]) *
-                           p.scale;
+          const float ds =
+              weight * (warp_dot(gradient, value, p.value_dim) - p.delta[chunk_row(p, batch, query, head)]) *
+              p.scale;
           for (int i = lane; i < half; i += 32) {
             const float low = device::to_acc(q[i]), high = device::to_acc(q[half + i]);
             const float2 turn = turns[i];

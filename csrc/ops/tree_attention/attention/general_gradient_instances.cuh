@@ -21,7 +21,8 @@ void launch_general_query_gradient(const GeneralGradientParams& params, const Ge
   const int64_t rows = int64_t{params.num_batches} * params.num_queries * params.num_kv_heads * params.group;
   const int64_t bytes = int64_t{kGeneralWarps} * (2 * params.key_dim + params.value_dim) * 4;
   allow_shared_bytes(general_query_gradient_kernel<T>, bytes);
-  general_query_gradient_kernel<T><<<general_blocks(rows), kGeneralWarps * 32, bytes, stream>>>(params, query);
+  general_query_gradient_kernel<T>
+      <<<general_blocks(rows), kGeneralWarps * 32, bytes, stream>>>(params, query);
 }
 
 template <typename T>
@@ -33,11 +34,11 @@ void launch_general_key_gradient(const GeneralGradientParams& params, const Gene
   general_key_gradient_kernel<T><<<general_blocks(rows), kGeneralWarps * 32, bytes, stream>>>(params, key);
 }
 
-#define HTREE_GENERAL_GRADIENT_INSTANCES(T)                                                              \
-  template void launch_general_delta<T>(const GeneralGradientParams&, cudaStream_t);                     \
+#define HTREE_GENERAL_GRADIENT_INSTANCES(T)                                                                 \
+  template void launch_general_delta<T>(const GeneralGradientParams&, cudaStream_t);                        \
   template void launch_general_query_gradient<T>(const GeneralGradientParams&, const GeneralQueryGradient&, \
-                                                 cudaStream_t);                                          \
-  template void launch_general_key_gradient<T>(const GeneralGradientParams&, const GeneralKeyGradient&,  \
+                                                 cudaStream_t);                                             \
+  template void launch_general_key_gradient<T>(const GeneralGradientParams&, const GeneralKeyGradient&,     \
                                                cudaStream_t);
 
 }  // namespace htree::tree_attention

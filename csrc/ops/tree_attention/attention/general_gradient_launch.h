@@ -10,19 +10,20 @@ namespace htree::tree_attention {
 
 // One chunk of queries against one layer. Lists are explicit at every layer, the top included.
 struct GeneralGradientParams {
-  TensorView queries;    // [B, T_q, H, K], from the first of the chunk
-  TensorView gradients;  // dO [B, T_q, H, V], likewise
-  TensorView outputs;    // O, for launch_general_delta
-  TensorView keys;       // [B, N, H_kv, K] of the layer
-  TensorView values;     // [B, N, H_kv, V]
+  TensorView queries;          // [B, T_q, H, K], from the first of the chunk
+  TensorView gradients;        // dO [B, T_q, H, V], likewise
+  TensorView outputs;          // O, for launch_general_delta
+  TensorView keys;             // [B, N, H_kv, K] of the layer
+  TensorView values;           // [B, N, H_kv, V]
   const float* max = nullptr;  // [B, T_q, H]
   const float* sum = nullptr;
-  int64_t state_batch = 0;      // stride of max and sum in elements
-  float* delta = nullptr;       // [num_batches, num_queries, H]: sum over V of dO * O
-  const float2* rope = nullptr;  // [largest n, K/2]
-  const int32_t* lists = nullptr;       // [B, num_lists, H_kv, width]
+  int64_t state_batch = 0;         // stride of max and sum in elements
+  float* delta = nullptr;          // [num_batches, num_queries, H]: sum over V of dO * O
+  const float2* rope = nullptr;    // [largest n, K/2]
+  const int32_t* lists = nullptr;  // [B, num_lists, H_kv, width]
   int64_t list_batch = 0;
-  const int32_t* next_lists = nullptr;  // of the layer below, null at the bottom: what they hold is refined there
+  const int32_t* next_lists =
+      nullptr;  // of the layer below, null at the bottom: what they hold is refined there
   int64_t next_batch = 0;
   int64_t num_nodes = 0;
   int64_t rate = 16;
@@ -49,7 +50,7 @@ struct GeneralQueryGradient {
 };
 
 struct GeneralKeyGradient {
-  const int32_t* counts = nullptr;  // [B, num_lists, H_kv] parents of a list
+  const int32_t* counts = nullptr;    // [B, num_lists, H_kv] parents of a list
   const uint32_t* entries = nullptr;  // of InverseParams
   const uint32_t* offsets = nullptr;
   int64_t num_parents = 0;

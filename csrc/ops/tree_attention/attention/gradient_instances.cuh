@@ -13,7 +13,8 @@ void launch_query_gradient_tiles(const QueryGradientParams& params, cudaStream_t
   constexpr int kBytes = QueryGradientRing<kKeyDim, kValueDim>::kSharedBytes;
   allow_shared_bytes(kernel, kBytes);
   const GatherParams& p = params.common.gather;
-  const dim3 grid((p.num_queries + kQueryGradientWarps - 1) / kQueryGradientWarps, p.num_batches * p.num_kv_heads);
+  const dim3 grid((p.num_queries + kQueryGradientWarps - 1) / kQueryGradientWarps,
+                  p.num_batches * p.num_kv_heads);
   kernel<<<grid, kQueryGradientWarps * 32, kBytes, stream>>>(params);
 }
 
@@ -32,14 +33,14 @@ void launch_key_gradient_instance(const KeyGradientParams& params, cudaStream_t 
   constexpr int kBytes = KeyGradientStage<kKeyDim, kValueDim>::kSharedBytes;
   allow_shared_bytes(kernel, kBytes);
   const GatherParams& p = params.common.gather;
-  kernel<<<dim3(static_cast<unsigned>(p.num_parents), p.num_batches * p.num_kv_heads), kKeyGradientWarps * 32, kBytes,
-           stream>>>(params);
+  kernel<<<dim3(static_cast<unsigned>(p.num_parents), p.num_batches * p.num_kv_heads), kKeyGradientWarps * 32,
+           kBytes, stream>>>(params);
 }
 
-#define HTREE_TREE_GRADIENT_INSTANCES(PREFIX, T, DIM)                                               \
-  PREFIX template void launch_query_gradient_instance<T, DIM, DIM>(const QueryGradientParams& params,   \
-                                                                   cudaStream_t stream);                \
-  PREFIX template void launch_key_gradient_instance<T, DIM, DIM>(const KeyGradientParams& params,       \
+#define HTREE_TREE_GRADIENT_INSTANCES(PREFIX, T, DIM)                                                 \
+  PREFIX template void launch_query_gradient_instance<T, DIM, DIM>(const QueryGradientParams& params, \
+                                                                   cudaStream_t stream);              \
+  PREFIX template void launch_key_gradient_instance<T, DIM, DIM>(const KeyGradientParams& params,     \
                                                                  cudaStream_t stream);
 
 }  // namespace htree::tree_attention

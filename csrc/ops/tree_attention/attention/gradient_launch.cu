@@ -48,7 +48,8 @@ __global__ void __launch_bounds__(kThreads) push_gradient_kernel(PushParams p) {
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) store_gradient_kernel(PushParams p, int64_t num_kv_heads, T* out) {
+__global__ void __launch_bounds__(kThreads)
+    store_gradient_kernel(PushParams p, int64_t num_kv_heads, T* out) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i >= p.heads * p.num_nodes * p.dim) {
     return;
@@ -72,12 +73,13 @@ void launch_key_bounds(const TensorCoreShape& shape, const RelayParams& relay, K
                        cudaStream_t stream) {
   const int64_t rows = relay.num_batches * relay.num_nodes * relay.num_kv_heads;
   dispatch_type(shape.dtype, [&](auto zero) {
-    key_bounds_kernel<decltype(zero)>
-        <<<blocks_for(rows, kRowWarps), kRowWarps * 32, 0, stream>>>(relay, shape.key_dim, shape.value_dim, bounds);
+    key_bounds_kernel<decltype(zero)><<<blocks_for(rows, kRowWarps), kRowWarps * 32, 0, stream>>>(
+        relay, shape.key_dim, shape.value_dim, bounds);
   });
 }
 
-void launch_query_gradient(const TensorCoreShape& shape, const QueryGradientParams& params, cudaStream_t stream) {
+void launch_query_gradient(const TensorCoreShape& shape, const QueryGradientParams& params,
+                           cudaStream_t stream) {
   dispatch_shape(shape, [&](auto tag, auto dim) {
     launch_query_gradient_instance<typename decltype(tag)::type, dim.value, dim.value>(params, stream);
   });
@@ -90,8 +92,8 @@ void launch_key_gradient(const TensorCoreShape& shape, const KeyGradientParams& 
 }
 
 void launch_push_gradient(const PushParams& params, cudaStream_t stream) {
-  push_gradient_kernel<<<blocks_for(params.heads * params.num_nodes * params.dim, kThreads), kThreads, 0, stream>>>(
-      params);
+  push_gradient_kernel<<<blocks_for(params.heads * params.num_nodes * params.dim, kThreads), kThreads, 0,
+                         stream>>>(params);
 }
 
 void launch_store_gradient(const PushParams& params, int64_t num_kv_heads, StoreType type, void* out,
@@ -105,7 +107,8 @@ void launch_store_gradient(const PushParams& params, int64_t num_kv_heads, Store
       store_gradient_kernel<<<grid, kThreads, 0, stream>>>(params, num_kv_heads, static_cast<__half*>(out));
       break;
     case StoreType::kBFloat16:
-      store_gradient_kernel<<<grid, kThreads, 0, stream>>>(params, num_kv_heads, static_cast<__nv_bfloat16*>(out));
+      store_gradient_kernel<<<grid, kThreads, 0, stream>>>(params, num_kv_heads,
+                                                           static_cast<__nv_bfloat16*>(out));
       break;
   }
 }

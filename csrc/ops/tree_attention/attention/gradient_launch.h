@@ -1,28 +1,28 @@
 // Launchers of the tensor-core gradients of tree attention, docs/semantics.md §1.10. Chunks and lists as in
 // attention_launch.h. No torch.
 //
-// Nothing is added with atomics: dQ belongs to a warp per query, dK and dV of a parent's children to one block that
-// walks the parent's users in the order of their lists.
+// Nothing is added with atomics: dQ belongs to a warp per query, dK and dV of a parent's children to one
+// block that walks the parent's users in the order of their lists.
 #pragma once
 
 #include "ops/tree_attention/attention/attention_launch.h"
 
 namespace htree::tree_attention {
 
-// What a query head brings to the gradients, once per chunk: a record of K fp16 (the query times a power of two) and
-// V elements of the gradient of the output, contiguous, and
+// What a query head brings to the gradients, once per chunk: a record of K fp16 (the query times a power of
+// two) and V elements of the gradient of the output, contiguous, and
 struct RowMeta {
-  float log_sum;       // log2 of the sum of e^score over the cut
-  float delta;         // sum over V of dO * O
-  float unscale;       // undoes the power of two of the query
+  float log_sum;        // log2 of the sum of e^score over the cut
+  float delta;          // sum over V of dO * O
+  float unscale;        // undoes the power of two of the query
   float gradient_norm;  // |dO|_2
 };
 
-// Largest magnitudes per (batch, kv head), bits of non-negative floats; they choose the powers of two that keep the
-// gradients of scores in fp16's range.
+// Largest magnitudes per (batch, kv head), bits of non-negative floats; they choose the powers of two that
+// keep the gradients of scores in fp16's range.
 struct KeyBounds {
-  unsigned value_norm;    // |V row|_2
-  unsigned key_unscale;   // what undoes the power of two of a key row
+  unsigned value_norm;   // |V row|_2
+  unsigned key_unscale;  // what undoes the power of two of a key row
 };
 struct QueryBounds {
   unsigned gradient_norm;
@@ -36,8 +36,8 @@ struct RowParams {
   const float* max = nullptr;  // [B, T_q, H], natural units
   const float* sum = nullptr;
   int64_t state_batch = 0;
-  char* records = nullptr;  // [B, H_kv, num_queries, G] records of 2 (K + V) bytes
-  RowMeta* meta = nullptr;  // [B, H_kv, num_queries, G]
+  char* records = nullptr;        // [B, H_kv, num_queries, G] records of 2 (K + V) bytes
+  RowMeta* meta = nullptr;        // [B, H_kv, num_queries, G]
   QueryBounds* bounds = nullptr;  // [B, H_kv], zeroed by the caller
   int num_batches = 0;
   int num_queries = 0;
@@ -50,7 +50,8 @@ void launch_gradient_rows(const TensorCoreShape& shape, const RowParams& params,
 void launch_key_bounds(const TensorCoreShape& shape, const RelayParams& relay, KeyBounds* bounds,
                        cudaStream_t stream);
 
-// Bit p of a row's mask = candidate p is in the list of the layer below; counts = parents in the row's list. Any r.
+// Bit p of a row's mask = candidate p is in the list of the layer below; counts = parents in the row's list.
+// Any r.
 struct ListMaskParams {
   const int32_t* lists = nullptr;  // [B, num_lists, H_kv, width]; null: implicit, num_slots from the position
   int64_t list_batch = 0;
@@ -70,8 +71,8 @@ struct ListMaskParams {
 };
 void launch_list_masks(const ListMaskParams& params, cudaStream_t stream);
 
-// Users of every parent: entries[offsets[h][j] ... offsets[h][j + 1]) = list_row * width + slot of the lists of head h
-// (batch * H_kv + kv head) that hold parent j, in the order of the lists.
+// Users of every parent: entries[offsets[h][j] ... offsets[h][j + 1]) = list_row * width + slot of the lists
+// of head h (batch * H_kv + kv head) that hold parent j, in the order of the lists.
 constexpr int kInverseRows = 256;  // list rows that one block counts and places
 
 struct InverseParams {
@@ -108,12 +109,13 @@ struct QueryGradientParams {
   void* gradient = nullptr;    // dQ [B, T_q, H, K]
   int64_t gradient_batch = 0;  // stride in elements
 };
-void launch_query_gradient(const TensorCoreShape& shape, const QueryGradientParams& params, cudaStream_t stream);
+void launch_query_gradient(const TensorCoreShape& shape, const QueryGradientParams& params,
+                           cudaStream_t stream);
 
 struct KeyGradientParams {
   GradientParams common;
-  const int32_t* counts = nullptr;     // [B, num_lists, H_kv]
-  const uint32_t* entries = nullptr;   // of InverseParams; null: the implicit lists of the top
+  const int32_t* counts = nullptr;    // [B, num_lists, H_kv]
+  const uint32_t* entries = nullptr;  // of InverseParams; null: the implicit lists of the top
   const uint32_t* offsets = nullptr;
   float* keys = nullptr;    // [num_batches, H_kv, 16 num_parents, K]; null: not wanted
   float* values = nullptr;  // [num_batches, H_kv, 16 num_parents, V]
@@ -121,13 +123,14 @@ struct KeyGradientParams {
 };
 void launch_key_gradient(const TensorCoreShape& shape, const KeyGradientParams& params, cudaStream_t stream);
 
-// child[i] += parent[i / r] / (children of the parent), both [heads, nodes, dim] with rows padded to multiples of r.
+// child[i] += parent[i / r] / (children of the parent), both [heads, nodes, dim] with rows padded to
+// multiples of r.
 struct PushParams {
   const float* parent = nullptr;  // null: nothing to add
   float* child = nullptr;
   int64_t heads = 0;  // B * H_kv
   int64_t num_nodes = 0;
-  int64_t child_rows = 0;   // rows allocated per head
+  int64_t child_rows = 0;  // rows allocated per head
   int64_t parent_rows = 0;
   int64_t dim = 0;
   int64_t rate = 16;

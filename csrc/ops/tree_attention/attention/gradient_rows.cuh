@@ -1,4 +1,5 @@
-// Records and numbers of the query heads of a chunk, and the magnitudes that keep their gradients in fp16's range.
+// Records and numbers of the query heads of a chunk, and the magnitudes that keep their gradients in fp16's
+// range.
 #pragma once
 
 #include "device/mma.cuh"
@@ -17,7 +18,8 @@ __device__ __forceinline__ float finite_root(float sum_of_squares) {
 
 // One warp per (batch, query, head).
 template <typename T>
-__global__ void __launch_bounds__(kRowWarps * 32) gradient_rows_kernel(RowParams p, int key_dim, int value_dim) {
+__global__ void __launch_bounds__(kRowWarps * 32)
+    gradient_rows_kernel(RowParams p, int key_dim, int value_dim) {
   const int lane = threadIdx.x % 32;
   const int64_t num_heads = int64_t{p.num_kv_heads} * p.group;
   const int64_t row_idx = int64_t{blockIdx.x} * kRowWarps + threadIdx.x / 32;
@@ -58,7 +60,8 @@ __global__ void __launch_bounds__(kRowWarps * 32) gradient_rows_kernel(RowParams
   const float norm = finite_root(device::warp_reduce<device::Sum>(squares));
   if (lane == 0) {
     const int64_t state = batch * p.state_batch + query * num_heads + head;
-    p.meta[record_idx] = {p.max[state] * 1.442695040888963f + log2f(p.sum[state]), delta, power.inverse, norm};
+    p.meta[record_idx] = {p.max[state] * 1.442695040888963f + log2f(p.sum[state]), delta, power.inverse,
+                          norm};
     // maxima of non-negative floats: the order of arrival does not matter
     atomicMax(&p.bounds[head_idx].gradient_norm, __float_as_uint(norm));
     if (largest > 0.f) {
@@ -104,8 +107,10 @@ __global__ void __launch_bounds__(kRowWarps * 32)
   }
 }
 
-// The power of two that keeps |dS| * unscale below 2^15, where |dS| <= 2 |dO| |V|, for the fp16 operand of a product.
-__device__ __forceinline__ PowerOfTwo score_gradient_scale(float gradient_norm, float value_norm, float unscale) {
+// The power of two that keeps |dS| * unscale below 2^15, where |dS| <= 2 |dO| |V|, for the fp16 operand of a
+// product.
+__device__ __forceinline__ PowerOfTwo score_gradient_scale(float gradient_norm, float value_norm,
+                                                           float unscale) {
   const auto above = [](float x) { return static_cast<int>(__float_as_uint(x) >> 23 & 0xff) - 126; };
   const int bound = 1 + above(gradient_norm) + above(value_norm) + above(unscale);
   const int shift = min(max(15 - bound, -126), 126);

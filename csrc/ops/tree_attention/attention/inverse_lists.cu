@@ -9,7 +9,8 @@ void launch_list_masks(const ListMaskParams& params, cudaStream_t stream) {
   const int64_t rows = int64_t{params.num_batches} * params.num_lists * params.num_kv_heads;
   const int64_t bytes = kMaskWarps * params.mask_words * 4;
   allow_shared_bytes(list_masks_kernel, bytes);
-  list_masks_kernel<<<static_cast<unsigned>(ceil_div(rows, kMaskWarps)), kMaskWarps * 32, bytes, stream>>>(params);
+  list_masks_kernel<<<static_cast<unsigned>(ceil_div(rows, kMaskWarps)), kMaskWarps * 32, bytes, stream>>>(
+      params);
 }
 
 cudaError_t launch_inverse_lists(const InverseParams& params, cudaStream_t stream) {

@@ -68,18 +68,20 @@ __global__ void __launch_bounds__(kMaskWarps * 32) list_masks_kernel(ListMaskPar
   }
 }
 
-// The inverse is a counting sort that keeps the order of the lists: runs of kInverseRows list rows count their parents,
-// a scan gives every (run, parent) its place, and each run fills its places row after row. A row holds a parent once.
+// The inverse is a counting sort that keeps the order of the lists: runs of kInverseRows list rows count
+// their parents, a scan gives every (run, parent) its place, and each run fills its places row after row. A
+// row holds a parent once.
 constexpr int kInverseThreads = 256;
 
-// Grid: x = runs, y = batch * kv head. Calls f(list row, slot, parent) for the entries of the run that name a parent,
-// with a barrier after every row when kOrdered.
+// Grid: x = runs, y = batch * kv head. Calls f(list row, slot, parent) for the entries of the run that name a
+// parent, with a barrier after every row when kOrdered.
 template <bool kOrdered, typename F>
 __device__ __forceinline__ void for_each_entry(const InverseParams& p, F&& f) {
   const int batch = blockIdx.y / p.num_kv_heads, kv_head = blockIdx.y % p.num_kv_heads;
   const int begin = blockIdx.x * kInverseRows, end = min(begin + kInverseRows, p.num_lists);
   for (int row = begin; row < end; ++row) {
-    const int32_t* list = p.lists + batch * p.list_batch + (int64_t{row} * p.num_kv_heads + kv_head) * p.width;
+    const int32_t* list =
+        p.lists + batch * p.list_batch + (int64_t{row} * p.num_kv_heads + kv_head) * p.width;
     for (int slot = threadIdx.x; slot < p.width; slot += kInverseThreads) {
       const int parent = list[slot];
       if (parent >= 0 && parent < p.num_parents) {
@@ -105,8 +107,8 @@ __global__ void __launch_bounds__(kInverseThreads) inverse_count_kernel(InverseP
   for_each_entry<false>(p, [&](int, int, int parent) { atomicAdd(&counts[parent], 1u); });
 }
 
-// Turns counts into first places and writes the offsets of a head, whose entries start at head * num_lists * width.
-// Grid: x = batch * kv head.
+// Turns counts into first places and writes the offsets of a head, whose entries start at head * num_lists *
+// width. Grid: x = batch * kv head.
 __global__ void __launch_bounds__(kInverseThreads) inverse_scan_kernel(InverseParams p, int num_runs) {
   __shared__ uint32_t warp_totals[kInverseThreads / 32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

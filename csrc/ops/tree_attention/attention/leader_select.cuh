@@ -1,9 +1,9 @@
 // Exact selection of the next layer's parents from the scores of one leader: docs/semantics.md §1.6.
 //
-// One block of kSelectThreads threads per row. Importances are non-negative floats, so their bits order like the
-// numbers, with NaN made the largest; a histogram of the bits finds the k-1-th largest key in at most three rounds,
-// equal keys are taken from the smallest position on, and the query's own node joins unconditionally. The block size
-// is fixed, hence so is the order of every sum.
+// One block of kSelectThreads threads per row. Importances are non-negative floats, so their bits order like
+// the numbers, with NaN made the largest; a histogram of the bits finds the k-1-th largest key in at most
+// three rounds, equal keys are taken from the smallest position on, and the query's own node joins
+// unconditionally. The block size is fixed, hence so is the order of every sum.
 #pragma once
 
 #include "device/mma.cuh"
@@ -37,8 +37,8 @@ struct LogSum {
   }
 };
 
-// Inclusive to exclusive: every thread gets the sum over the threads before it, `total` the sum over all. Three
-// barriers. `scratch` holds kSelectWarps ints.
+// Inclusive to exclusive: every thread gets the sum over the threads before it, `total` the sum over all.
+// Three barriers. `scratch` holds kSelectWarps ints.
 __device__ __forceinline__ int block_exclusive_scan(int value, int* scratch, int* total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int inclusive = value;
@@ -62,7 +62,8 @@ __device__ __forceinline__ int block_exclusive_scan(int value, int* scratch, int
   return before + inclusive - value;
 }
 
-// References of the heads (shared [kGroup]): the log-sum of the first `count` candidates, or their joint maximum.
+// References of the heads (shared [kGroup]): the log-sum of the first `count` candidates, or their joint
+// maximum.
 template <int kGroup>
 __device__ __forceinline__ void head_references(const float* scores, int count, int group, bool joint_max,
                                                 float* references, LogSum (*partial)[kGroup]) {
@@ -110,7 +111,8 @@ __device__ __forceinline__ void head_references(const float* scores, int count, 
   }
 }
 
-// The `wanted`-th largest of keys[0, count): keys above `threshold` are in, of those equal to it the first `ties`.
+// The `wanted`-th largest of keys[0, count): keys above `threshold` are in, of those equal to it the first
+// `ties`.
 struct Threshold {
   uint32_t key;
   int ties;
@@ -214,7 +216,8 @@ __global__ void __launch_bounds__(kSelectThreads) leader_select_kernel(LeaderSel
     for (int base = threadIdx.x / 32 * 32; base < num_words * 32; base += kSelectThreads) {
       const int c = base + threadIdx.x % 32;
       const uint32_t key = c < ranked ? keys[c] : 0;
-      const uint32_t is_above = __ballot_sync(device::kFullMask, wanted > 0 && c < ranked && key > threshold.key);
+      const uint32_t is_above =
+          __ballot_sync(device::kFullMask, wanted > 0 && c < ranked && key > threshold.key);
       const uint32_t is_equal = __ballot_sync(device::kFullMask, c < ranked && key == threshold.key);
       if (threadIdx.x % 32 == 0) {
         above[base / 32] = is_above;

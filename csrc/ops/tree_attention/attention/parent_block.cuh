@@ -1,13 +1,14 @@
-// The re-laid copy of a layer that the tensor-core kernels gather from: one contiguous block per (batch, kv head,
-// parent) with the parent's 16 children.
+// The re-laid copy of a layer that the tensor-core kernels gather from: one contiguous block per (batch, kv
+// head, parent) with the parent's 16 children.
 //
 //   keys    16 rows of K fp16: R_{c mod 16} K_c times a power of two per row (docs/semantics.md §1.4)
 //   scales  16 floats that undo the powers of two
 //   values  16 rows of V in the input's dtype
 //
-// The power of two brings the largest finite |element| of a row into [128, 256), so all of bfloat16's range fits
-// fp16. It belongs to the row, not to the head: a key in the future cannot change how one in the past is rounded.
-// Rows are cut into 16-byte chunks stored in an order that makes ldmatrix free of bank conflicts in both directions.
+// The power of two brings the largest finite |element| of a row into [128, 256), so all of bfloat16's range
+// fits fp16. It belongs to the row, not to the head: a key in the future cannot change how one in the past is
+// rounded. Rows are cut into 16-byte chunks stored in an order that makes ldmatrix free of bank conflicts in
+// both directions.
 #pragma once
 
 #include <cstdint>
@@ -44,7 +45,8 @@ struct PowerOfTwo {
   float inverse;
 };
 
-// The power of two that brings `largest` >= 0, finite, into [128, 256); exponents are kept where both are normal.
+// The power of two that brings `largest` >= 0, finite, into [128, 256); exponents are kept where both are
+// normal.
 __device__ __forceinline__ PowerOfTwo half_range_scale(float largest) {
   const int exponent_field = static_cast<int>(__float_as_uint(largest) >> 23) & 0xff;
   const int shift = largest == 0.f ? 0 : min(134 - exponent_field, 126);

@@ -1,4 +1,5 @@
-// One warp walks the parents of a list: their blocks arrive in a private ring of shared memory a few slots ahead.
+// One warp walks the parents of a list: their blocks arrive in a private ring of shared memory a few slots
+// ahead.
 #pragma once
 
 #include "device/mma.cuh"
@@ -7,8 +8,8 @@
 
 namespace htree::tree_attention {
 
-// Entries of a list before its first negative one. All lanes call and get the result; two dependent loads for lists
-// of up to 1024 entries.
+// Entries of a list before its first negative one. All lanes call and get the result; two dependent loads for
+// lists of up to 1024 entries.
 __device__ __forceinline__ int count_parents(const int32_t* list, int width) {
   const int lane = threadIdx.x % 32;
   int low = 0, high = width;  // everything below `low` is a parent, `high` is not
@@ -24,15 +25,16 @@ __device__ __forceinline__ int count_parents(const int32_t* list, int width) {
   return low;
 }
 
-// The ring holds kStages stages of kStageBytes; a stage takes the first kCopyBytes of a block. `ring` is aligned to
-// 128 bytes. Slot j of the list lies in stage j mod kStages from wait(j) until release(j).
+// The ring holds kStages stages of kStageBytes; a stage takes the first kCopyBytes of a block. `ring` is
+// aligned to 128 bytes. Slot j of the list lies in stage j mod kStages from wait(j) until release(j).
 template <int kCopyBytes, int kStageBytes, int kStages>
 class ParentStream {
  public:
   static_assert(kCopyBytes % 16 == 0 && kStageBytes % 128 == 0 && kCopyBytes <= kStageBytes);
   static constexpr int kRingBytes = kStages * kStageBytes;
 
-  // Slots begin ... end - 1; `list` null stands for the list 0, 1, 2, ... Ids past the last parent are clamped.
+  // Slots begin ... end - 1; `list` null stands for the list 0, 1, 2, ... Ids past the last parent are
+  // clamped.
   __device__ __forceinline__ ParentStream(const char* blocks, int64_t block_bytes, int64_t num_parents,
                                           const int32_t* list, int begin, int end, uint32_t ring)
       : blocks_(blocks),

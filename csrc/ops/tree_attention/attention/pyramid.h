@@ -1,4 +1,5 @@
-// The layers of an attention call on the CPU: pooled tensors, their laid-out copies, and what a query sees of them.
+// The layers of an attention call on the CPU: pooled tensors, their laid-out copies, and what a query sees of
+// them.
 #pragma once
 
 #include "ops/tree_attention/attention/query_worker.h"
@@ -51,8 +52,7 @@ struct Pyramid {
     if (args.rotate) table = make_rotation<Real>(max_parents * r, shape, args.rope_base);
     int64_t layer = 0;
     for (const auto& [layer_k, layer_v] : build_layers(k, v, args)) {
-      layers.push_back(
-          RelaidLayers<Real>::make(layer_k, layer_v, shape, rotation(), gradients, storage));
+      layers.push_back(RelaidLayers<Real>::make(layer_k, layer_v, shape, rotation(), gradients, storage));
       spans.push_back(node_span(r, layer++));
     }
   }

@@ -46,8 +46,8 @@ inline void for_blocks(int64_t count, F&& f) {
 
 // out[g] = R_position q[g]; a negative `direction` rotates back. [G][row]
 template <typename Real>
-inline void rotate(const QueryShape& shape, const Rotation<Real>& rotation, int64_t position, const Real* q, Real* out,
-                   Real direction) {
+inline void rotate(const QueryShape& shape, const Rotation<Real>& rotation, int64_t position, const Real* q,
+                   Real* out, Real direction) {
   constexpr int width = kLanesOf<VecOf<Real>>;
   for (int64_t i = 0; i < shape.half_pad; i += width) {
     const VecOf<Real> c = load(rotation.cos + position * shape.half_pad + i);
@@ -66,8 +66,9 @@ inline bool parent_present(const QueryShape& shape, int64_t num_nodes, int64_t p
   return parent >= 0 && parent * shape.r < num_nodes;
 }
 
-// out[g][lane] = sum over d of rows[g][d] * tile[d][lane] for one vector of children: `tile` [first + second][r_pad],
-// rows split into two runs of `first` and `second` entries at 0 and at `second_at`. `next` is requested from memory.
+// out[g][lane] = sum over d of rows[g][d] * tile[d][lane] for one vector of children: `tile` [first +
+// second][r_pad], rows split into two runs of `first` and `second` entries at 0 and at `second_at`. `next` is
+// requested from memory.
 template <int Heads, typename Real>
 inline void dot_children(const Real* tile, int64_t r_pad, const Real* rows, int64_t row_stride, int64_t first,
                          int64_t second, int64_t second_at, const Real* next, Real* out, int64_t out_stride) {
@@ -115,8 +116,8 @@ inline void append_rows(RowList& rows, int64_t position, int64_t node, int64_t c
 }
 
 // The candidates that are present and not among the `excluded` positions (ascending).
-inline void list_rows(const QueryShape& shape, int64_t num_nodes, const Candidates& candidates, const int32_t* excluded,
-                      int64_t num_excluded, RowList& rows) {
+inline void list_rows(const QueryShape& shape, int64_t num_nodes, const Candidates& candidates,
+                      const int32_t* excluded, int64_t num_excluded, RowList& rows) {
   rows.count = 0;
   int64_t e = 0;
   for (int64_t slot = 0; slot < candidates.num_parents; ++slot) {
@@ -144,9 +145,9 @@ inline void list_rows(const QueryShape& shape, int64_t num_nodes, const Candidat
 
 // out[g][v] += sum over rows of weights[g][position] * matrix[node][v], for a block of heads and of vectors.
 template <int Heads, int Vectors, typename Real>
-inline void add_rows_block(const Real* weights, int64_t weight_stride, const int32_t* positions, const int32_t* nodes,
-                           int64_t count, int64_t num_ahead, const Real* matrix, int64_t matrix_stride, Real* out,
-                           int64_t out_stride) {
+inline void add_rows_block(const Real* weights, int64_t weight_stride, const int32_t* positions,
+                           const int32_t* nodes, int64_t count, int64_t num_ahead, const Real* matrix,
+                           int64_t matrix_stride, Real* out, int64_t out_stride) {
   constexpr int width = kLanesOf<VecOf<Real>>;
   constexpr int vectors_per_line = kCacheLineBytes / static_cast<int>(sizeof(VecOf<Real>));
   VecOf<Real> sum[Heads][Vectors];
@@ -192,9 +193,9 @@ inline void add_rows(const RowList& rows, int64_t group, const Real* weights, in
     const int64_t count = left < kRowTile ? left : kRowTile;
     for_blocks<kHeadBlock>(group, [&](auto heads, int64_t g) {
       for_blocks<kValueBlock>(row_size / width, [&](auto vectors, int64_t v) {
-        add_rows_block<heads.value, vectors.value>(weights + g * weight_stride, weight_stride, rows.positions + first,
-                                                   rows.nodes + first, count, left - kRowsAhead, matrix + v * width,
-                                                   row_size, out + g * row_size + v * width, row_size);
+        add_rows_block<heads.value, vectors.value>(
+            weights + g * weight_stride, weight_stride, rows.positions + first, rows.nodes + first, count,
+            left - kRowsAhead, matrix + v * width, row_size, out + g * row_size + v * width, row_size);
       });
     });
   }

@@ -1,7 +1,8 @@
 // dQ of a layer, docs/semantics.md §1.10: one warp per (token, kv head), the walk of attend.cuh.
 //
-// dq = scale * R^-1_{n-1} sum_j R_{16 j} K'_j^T dS_j. The sum is kept in the frame of the current slot, turned back by
-// 16 positions per slot as the query is, so one turn by the query's place under its parent is left for the end.
+// dq = scale * R^-1_{n-1} sum_j R_{16 j} K'_j^T dS_j. The sum is kept in the frame of the current slot,
+// turned back by 16 positions per slot as the query is, so one turn by the query's place under its parent is
+// left for the end.
 #pragma once
 
 #include "ops/tree_attention/attention/attend.cuh"
@@ -72,7 +73,8 @@ struct TurningSum {
 
 // Grid: x = runs of kQueryGradientWarps queries, the longest lists first, y = batch * kv head.
 template <typename T, int kKeyDim, int kValueDim, int kTiles>
-__global__ void __launch_bounds__(kQueryGradientWarps * 32, 2) query_gradient_kernel(QueryGradientParams params) {
+__global__ void __launch_bounds__(kQueryGradientWarps * 32, 2)
+    query_gradient_kernel(QueryGradientParams params) {
   using Block = ParentBlock<kKeyDim, kValueDim>;
   using Ring = QueryGradientRing<kKeyDim, kValueDim>;
   extern __shared__ __align__(128) char shared[];
@@ -138,8 +140,8 @@ __global__ void __launch_bounds__(kQueryGradientWarps * 32, 2) query_gradient_ke
     int64_t next_parent = task.list ? task.list[0] : 0;
     for (int slot = 0; slot < task.num_slots; ++slot) {
       // present: among the candidates and, whatever list the caller gave, not past the query's own node
-      const int64_t rows =
-          min(static_cast<int64_t>(last_candidate) - slot * kBlockRows, rightmost + 1 - next_parent * kBlockRows);
+      const int64_t rows = min(static_cast<int64_t>(last_candidate) - slot * kBlockRows,
+                               rightmost + 1 - next_parent * kBlockRows);
       const unsigned present =
           ~next_selected & (rows >= kBlockRows ? 0xffffu : (1u << max(static_cast<int>(rows), 0)) - 1u);
       const bool more = slot + 1 < task.num_slots;
@@ -178,7 +180,9 @@ __global__ void __launch_bounds__(kQueryGradientWarps * 32, 2) query_gradient_ke
             const RowMeta& m = meta[tile][e & 1];
             const float weight = device::exp2_flushed(s[tile][e] - m.log_sum);
             const bool here = present >> (lane / 4 + e / 2 * 8) & 1;
-            s[tile][e] = here ? weight * (dp[tile][e] - m.delta) * (power[tile][e & 1].scale * row_unscale[e / 2]) : 0.f;
+            s[tile][e] =
+                here ? weight * (dp[tile][e] - m.delta) * (power[tile][e & 1].scale * row_unscale[e / 2])
+                     : 0.f;
           }
           ds[tile][0] = device::transpose_matrix(device::pack_pair<__half>(s[tile][0], s[tile][1]));
           ds[tile][1] = device::transpose_matrix(device::pack_pair<__half>(s[tile][2], s[tile][3]));
@@ -217,13 +221,15 @@ __global__ void __launch_bounds__(kQueryGradientWarps * 32, 2) query_gradient_ke
         const float2 turn = p.rope[place * (kKeyDim / 2) + dim];
         sum.turn_back(tile, i, e, turn.x, turn.y);
         const int64_t head = int64_t{task.kv_head} * p.group + column;
-        float* partial = params.partial + ((task.batch * int64_t{p.num_queries} + query) * num_heads + head) * kKeyDim;
+        float* partial =
+            params.partial + ((task.batch * int64_t{p.num_queries} + query) * num_heads + head) * kKeyDim;
         T* out = static_cast<T*>(params.gradient) + task.batch * params.gradient_batch +
                  (query * num_heads + head) * kKeyDim;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int at = dim + half * (kKeyDim / 2);
-          float value = sum.x[tile][i + half * (kKeyDim / 32)][e] * (power[tile][e & 1].inverse * common.scale);
+          float value =
+              sum.x[tile][i + half * (kKeyDim / 32)][e] * (power[tile][e & 1].inverse * common.scale);
           if (!params.first) {
             value += partial[at];
           }

@@ -10,8 +10,8 @@ constexpr int kChildBlock = 4;
 
 template <typename Real>
 void weigh(const QueryShape& shape, const RelaidLayer<Real>& layer, const Candidates& candidates,
-           const int32_t* excluded, int64_t num_excluded, const Real* dout, const Real* delta, const Real* gmax,
-           const Real* gsum, Real* scores, Real* dscores) {
+           const int32_t* excluded, int64_t num_excluded, const Real* dout, const Real* delta,
+           const Real* gmax, const Real* gsum, Real* scores, Real* dscores) {
   constexpr int width = kLanesOf<VecOf<Real>>;
   const int64_t stride = shape.score_stride();
   const int64_t first = (shape.value_dim + 1) / 2;
@@ -30,8 +30,9 @@ void weigh(const QueryShape& shape, const RelaidLayer<Real>& layer, const Candid
     const Real* next = last ? tile : layer.value_lanes + candidates.parents[slot + 1] * tile_size;
     for_blocks<kHeadBlock>(shape.group, [&](auto heads, int64_t g) {
       for (int64_t lane = 0; lane < shape.r_pad; lane += width) {
-        dot_children<heads.value>(tile + lane, shape.r_pad, dout + g * shape.value_pad, shape.value_pad, first,
-                                  shape.value_dim - first, first, next + lane, out + g * stride + lane, stride);
+        dot_children<heads.value>(tile + lane, shape.r_pad, dout + g * shape.value_pad, shape.value_pad,
+                                  first, shape.value_dim - first, first, next + lane, out + g * stride + lane,
+                                  stride);
       }
     });
   }
@@ -57,8 +58,8 @@ void weigh(const QueryShape& shape, const RelaidLayer<Real>& layer, const Candid
 
 template <typename Real>
 void query_gradient(const QueryShape& shape, const RelaidLayer<Real>& layer, const Rotation<Real>& rotation,
-                    const Candidates& candidates, const int32_t* excluded, int64_t num_excluded, const Real* dscores,
-                    RowList rows, Real* partial, Real* dq) {
+                    const Candidates& candidates, const int32_t* excluded, int64_t num_excluded,
+                    const Real* dscores, RowList rows, Real* partial, Real* dq) {
   constexpr int width = kLanesOf<VecOf<Real>>;
   const int64_t stride = shape.score_stride();
   const int64_t size = shape.group * shape.row();
@@ -85,10 +86,11 @@ void query_gradient(const QueryShape& shape, const RelaidLayer<Real>& layer, con
   }
 }
 
-// out[child][v] += sum over rows of weights[row][child] * sources[row][v] for a block of children and of vectors.
+// out[child][v] += sum over rows of weights[row][child] * sources[row][v] for a block of children and of
+// vectors.
 template <int Children, int Vectors, typename Real>
-inline void add_outer_block(const Real* const* weights, const Real* const* sources, int64_t count, int64_t child,
-                            int64_t at, Real* out, int64_t out_stride) {
+inline void add_outer_block(const Real* const* weights, const Real* const* sources, int64_t count,
+                            int64_t child, int64_t at, Real* out, int64_t out_stride) {
   constexpr int width = kLanesOf<VecOf<Real>>;
   VecOf<Real> sum[Children][Vectors];
   for (int c = 0; c < Children; ++c) {
@@ -118,8 +120,8 @@ inline void add_outer_block(const Real* const* weights, const Real* const* sourc
 }
 
 template <typename Real>
-inline void add_outer(const Real* const* weights, const Real* const* sources, int64_t count, int64_t num_children,
-                      int64_t row_size, Real* out) {
+inline void add_outer(const Real* const* weights, const Real* const* sources, int64_t count,
+                      int64_t num_children, int64_t row_size, Real* out) {
   constexpr int width = kLanesOf<VecOf<Real>>;
   for_blocks<kChildBlock>(num_children, [&](auto children, int64_t child) {
     for_blocks<kValueBlock>(row_size / width, [&](auto vectors, int64_t v) {

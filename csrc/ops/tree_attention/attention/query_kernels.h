@@ -1,9 +1,9 @@
-// The CPU kernels that work on one query of one key/value head: all G query heads of it against one layer of the
-// tree. One table per instruction set (host/isa.h); double has one table, compiled at the baseline level.
+// The CPU kernels that work on one query of one key/value head: all G query heads of it against one layer of
+// the tree. One table per instruction set (host/isa.h); double has one table, compiled at the baseline level.
 //
-// A layer is laid out once per call so that every inner loop has unit stride and no tail (docs/semantics.md §1.4):
-// with K'_c = R_{c mod r} K_c and slot j of the list, the score of candidate p = j r + i is <R_{n-1-r j} q, K'_c>: the
-// query is rotated once per parent and a node's key once per call.
+// A layer is laid out once per call so that every inner loop has unit stride and no tail (docs/semantics.md
+// §1.4): with K'_c = R_{c mod r} K_c and slot j of the list, the score of candidate p = j r + i is <R_{n-1-r
+// j} q, K'_c>: the query is rotated once per parent and a node's key once per call.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,8 @@ struct QueryShape {
   int64_t score_stride() const { return max_parents * r + r_pad; }
 };
 
-// One layer of one (batch, key/value head). The gradients need the last two arrays, the forward pass the first two.
+// One layer of one (batch, key/value head). The gradients need the last two arrays, the forward pass the
+// first two.
 template <typename Real>
 struct RelaidLayer {
   const Real* keys = nullptr;         // [num_parents][K][r_pad], K' of a parent's children side by side
@@ -47,8 +48,8 @@ struct Rotation {
   const Real* sin = nullptr;
 };
 
-// What one query meets in one layer. `regular`: the list keeps the invariant of docs/semantics.md §1.3, so that every
-// candidate is present; otherwise each one is checked.
+// What one query meets in one layer. `regular`: the list keeps the invariant of docs/semantics.md §1.3, so
+// that every candidate is present; otherwise each one is checked.
 struct Candidates {
   const int32_t* parents = nullptr;  // [num_parents]
   int64_t num_parents = 0;
@@ -75,12 +76,12 @@ struct RowList {
 // One query that has a parent in its list, for the gradients of the parent's children.
 template <typename Real>
 struct ParentUse {
-  const Real* weights;   // P of the parent's first child; heads score_stride apart
-  const Real* dscores;   // the same for dS
-  const Real* q;         // [G][row], scaled, unrotated
-  const Real* dout;      // [G][value_pad]
-  int64_t position;      // the query's rotation relative to the parent's first child, n-1 - r slot
-  bool finite;           // all of q and dout
+  const Real* weights;  // P of the parent's first child; heads score_stride apart
+  const Real* dscores;  // the same for dS
+  const Real* q;        // [G][row], scaled, unrotated
+  const Real* dout;     // [G][value_pad]
+  int64_t position;     // the query's rotation relative to the parent's first child, n-1 - r slot
+  bool finite;          // all of q and dout
 };
 
 template <typename Real>
@@ -88,30 +89,31 @@ struct QueryKernels {
   int64_t lanes;
   // scores [G][score_stride] of all candidates; -inf for absent ones and for a vector past the end.
   // q [G][row] holds the scaled, unrotated query, `rotated` [G][row] is scratch.
-  void (*score)(const QueryShape&, const RelaidLayer<Real>&, const Rotation<Real>&, const Candidates&, const Real* q,
-                Real* rotated, Real* scores);
+  void (*score)(const QueryShape&, const RelaidLayer<Real>&, const Rotation<Real>&, const Candidates&,
+                const Real* q, Real* rotated, Real* scores);
   // The min(top_k, count) positions that the key of §1.6 selects, ascending; returns their number.
   int64_t (*select)(const QueryShape&, const Candidates&, const Real* scores, int64_t top_k, void* workspace,
                     int32_t* positions);
   int64_t (*select_workspace_bytes)(int64_t max_candidates);
-  // Merges the softmax over all candidates but the `excluded` positions (ascending) into the state. Overwrites scores.
-  // `partial` [G][value_pad] is scratch.
+  // Merges the softmax over all candidates but the `excluded` positions (ascending) into the state.
+  // Overwrites scores. `partial` [G][value_pad] is scratch.
   void (*accumulate)(const QueryShape&, const RelaidLayer<Real>&, const Candidates&, const int32_t* excluded,
                      int64_t num_excluded, Real* scores, RowList rows, Real* partial, QueryState<Real> state);
 
   // ---- gradients, docs/semantics.md §1.10
 
-  // scores -> P = exp(s - gmax) / gsum over the candidates that are not excluded, 0 elsewhere; dscores (may be null) =
-  // P (dout V^T - delta). dout [G][value_pad]; delta, gmax, gsum [G].
+  // scores -> P = exp(s - gmax) / gsum over the candidates that are not excluded, 0 elsewhere; dscores (may
+  // be null) = P (dout V^T - delta). dout [G][value_pad]; delta, gmax, gsum [G].
   void (*weigh)(const QueryShape&, const RelaidLayer<Real>&, const Candidates&, const int32_t* excluded,
                 int64_t num_excluded, const Real* dout, const Real* delta, const Real* gmax, const Real* gsum,
                 Real* scores, Real* dscores);
   // dq [G][row] += R^-1 sum of dS K'. `partial` [G][row] is scratch.
-  void (*query_gradient)(const QueryShape&, const RelaidLayer<Real>&, const Rotation<Real>&, const Candidates&,
-                         const int32_t* excluded, int64_t num_excluded, const Real* dscores, RowList rows,
-                         Real* partial, Real* dq);
-  // Adds to the gradients of K' [num_children][row] and of V [num_children][value_pad] of one parent's children, either
-  // of them null, in the order of `uses`. `rotated` [kParentUses][G][row] is scratch; 0 <= count <= kParentUses.
+  void (*query_gradient)(const QueryShape&, const RelaidLayer<Real>&, const Rotation<Real>&,
+                         const Candidates&, const int32_t* excluded, int64_t num_excluded,
+                         const Real* dscores, RowList rows, Real* partial, Real* dq);
+  // Adds to the gradients of K' [num_children][row] and of V [num_children][value_pad] of one parent's
+  // children, either of them null, in the order of `uses`. `rotated` [kParentUses][G][row] is scratch; 0 <=
+  // count <= kParentUses.
   void (*node_gradients)(const QueryShape&, const Rotation<Real>&, const ParentUse<Real>* uses, int64_t count,
                          int64_t num_children, Real* rotated, Real* dkeys, Real* dvalues);
 };

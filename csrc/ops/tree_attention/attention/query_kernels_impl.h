@@ -32,8 +32,8 @@ void score(const QueryShape& shape, const RelaidLayer<Real>& layer, const Rotati
     for_blocks<kHeadBlock>(shape.group, [&](auto heads, int64_t g) {
       // A vector reaches past the r children into the next slot, which is written after this one.
       for (int64_t lane = 0; lane < shape.r_pad; lane += kLanesOf<VecOf<Real>>) {
-        dot_children<heads.value>(tile + lane, shape.r_pad, row + g * shape.row(), shape.row(), shape.half, shape.half,
-                                  shape.half_pad, next + lane, out + g * stride + lane, stride);
+        dot_children<heads.value>(tile + lane, shape.r_pad, row + g * shape.row(), shape.row(), shape.half,
+                                  shape.half, shape.half_pad, next + lane, out + g * stride + lane, stride);
       }
     });
     for (int64_t child = 0; !candidates.regular && child < shape.r; ++child) {
@@ -45,8 +45,8 @@ void score(const QueryShape& shape, const RelaidLayer<Real>& layer, const Rotati
     }
   }
   for (int64_t g = 0; g < shape.group; ++g) {
-    fill(scores + g * stride + candidates.count, candidates.num_parents * shape.r + shape.r_pad - candidates.count,
-         -kInfinity<Real>);
+    fill(scores + g * stride + candidates.count,
+         candidates.num_parents * shape.r + shape.r_pad - candidates.count, -kInfinity<Real>);
   }
 }
 
@@ -54,11 +54,12 @@ template <typename Real>
 int64_t select(const QueryShape& shape, const Candidates& candidates, const Real* scores, int64_t top_k,
                void* workspace, int32_t* positions) {
   selection::Workspace<Real> scratch(workspace, shape.max_parents * shape.r);
-  return selection::select_row(scores, shape.score_stride(), shape.group, candidates.count, top_k, shape.importance,
-                               scratch, positions);
+  return selection::select_row(scores, shape.score_stride(), shape.group, candidates.count, top_k,
+                               shape.importance, scratch, positions);
 }
 
-// scores[p] = exp(scores[p] - max) over `count` rounded up to vectors; returns the maximum (NaN skipped) and the sum.
+// scores[p] = exp(scores[p] - max) over `count` rounded up to vectors; returns the maximum (NaN skipped) and
+// the sum.
 template <typename Real>
 inline void exponentiate(Real* scores, int64_t count, Real& max_out, Real& sum_out) {
   constexpr int width = kLanesOf<VecOf<Real>>;
@@ -140,8 +141,8 @@ void accumulate(const QueryShape& shape, const RelaidLayer<Real>& layer, const C
 
 template <typename Real>
 constexpr QueryKernels<Real> query_kernels() {
-  return {kLanesOf<VecOf<Real>>, score<Real>, select<Real>, selection::Workspace<Real>::bytes, accumulate<Real>,
-          weigh<Real>, query_gradient<Real>, node_gradients<Real>};
+  return {kLanesOf<VecOf<Real>>, score<Real>, select<Real>,         selection::Workspace<Real>::bytes,
+          accumulate<Real>,      weigh<Real>, query_gradient<Real>, node_gradients<Real>};
 }
 
 }  // namespace htree::HTREE_ISA::query

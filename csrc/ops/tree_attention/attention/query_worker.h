@@ -15,7 +15,8 @@ inline int64_t list_length(const int32_t* parents, int64_t width) {
   return length;
 }
 
-// The candidates of a query whose rightmost node in the layer is `rightmost`, given its list (-1 padded to `width`).
+// The candidates of a query whose rightmost node in the layer is `rightmost`, given its list (-1 padded to
+// `width`).
 inline Candidates candidates_of(const int32_t* parents, int64_t width, int64_t rightmost, int64_t num_nodes,
                                 int64_t r) {
   Candidates candidates;
@@ -24,7 +25,8 @@ inline Candidates candidates_of(const int32_t* parents, int64_t width, int64_t r
   candidates.rightmost = rightmost;
   candidates.count = candidate_count(candidates.num_parents, rightmost, r);
   const int64_t own = rightmost / r;
-  bool regular = candidates.num_parents > 0 && rightmost < num_nodes && parents[candidates.num_parents - 1] == own;
+  bool regular =
+      candidates.num_parents > 0 && rightmost < num_nodes && parents[candidates.num_parents - 1] == own;
   for (int64_t i = 0; i + 1 < candidates.num_parents; ++i) {
     regular &= parents[i] >= 0 && parents[i] < parents[i + 1];
   }
@@ -32,8 +34,8 @@ inline Candidates candidates_of(const int32_t* parents, int64_t width, int64_t r
   return candidates;
 }
 
-// Positions among the candidates of the nodes of `selected` (-1 padded to `width`), both lists ascending; a node
-// that is no candidate is passed over. Returns their number.
+// Positions among the candidates of the nodes of `selected` (-1 padded to `width`), both lists ascending; a
+// node that is no candidate is passed over. Returns their number.
 inline int64_t positions_of(const Candidates& candidates, int64_t r, const int32_t* selected, int64_t width,
                             int32_t* positions) {
   int64_t count = 0;
@@ -54,8 +56,8 @@ inline int64_t positions_of(const Candidates& candidates, int64_t r, const int32
 }
 
 // next[i] = node of positions[i], ascending, -1 padded to `width`. docs/semantics.md §1.6
-inline void write_list(const Candidates& candidates, int64_t r, const int32_t* positions, int64_t count, int64_t width,
-                       int32_t* next) {
+inline void write_list(const Candidates& candidates, int64_t r, const int32_t* positions, int64_t count,
+                       int64_t width, int32_t* next) {
   for (int64_t i = 0; i < count; ++i) {
     next[i] = static_cast<int32_t>(candidates.parents[positions[i] / r] * r + positions[i] % r);
   }
@@ -120,8 +122,8 @@ class QueryWorker {
   void copy_query(Real* out) const { std::copy(q_.begin(), q_.end(), out); }
 
   // For the gradients, whose scores live outside the worker.
-  void score_into(const RelaidLayer<Real>& layer, const Rotation<Real>& rotation, const Candidates& candidates,
-                  const Real* q, Real* scores) {
+  void score_into(const RelaidLayer<Real>& layer, const Rotation<Real>& rotation,
+                  const Candidates& candidates, const Real* q, Real* scores) {
     kernels_.score(shape_, layer, rotation, candidates, q, rotated_.data(), scores);
   }
   int64_t select_from(const Real* scores, const Candidates& candidates, int64_t top_k, int32_t* positions) {
@@ -129,8 +131,9 @@ class QueryWorker {
                ? 0
                : kernels_.select(shape_, candidates, scores, top_k, select_workspace_.data(), positions);
   }
-  void query_gradient(const RelaidLayer<Real>& layer, const Rotation<Real>& rotation, const Candidates& candidates,
-                      const int32_t* excluded, int64_t num_excluded, const Real* dscores, Real* dq) {
+  void query_gradient(const RelaidLayer<Real>& layer, const Rotation<Real>& rotation,
+                      const Candidates& candidates, const int32_t* excluded, int64_t num_excluded,
+                      const Real* dscores, Real* dq) {
     kernels_.query_gradient(shape_, layer, rotation, candidates, excluded, num_excluded, dscores,
                             {row_positions_.data(), row_nodes_.data()}, rotated_.data(), dq);
   }

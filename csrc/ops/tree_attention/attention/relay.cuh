@@ -11,8 +11,8 @@ namespace htree::tree_attention {
 
 constexpr int kRelayWarps = 8;
 
-// One warp per row (batch, kv head, node slot); lane i handles the key dims 2i, 2i + 1 of both halves. Rows past the
-// last node are zero.
+// One warp per row (batch, kv head, node slot); lane i handles the key dims 2i, 2i + 1 of both halves. Rows
+// past the last node are zero.
 template <typename T, int kKeyDim, int kValueDim>
 __global__ void __launch_bounds__(kRelayWarps * 32) relay_kernel(RelayParams p) {
   using Block = ParentBlock<kKeyDim, kValueDim>;
@@ -26,10 +26,12 @@ __global__ void __launch_bounds__(kRelayWarps * 32) relay_kernel(RelayParams p) 
   const int64_t head = row_idx / rows_per_head % p.num_kv_heads;
   const int64_t batch = row_idx / rows_per_head / p.num_kv_heads;
   const int row = static_cast<int>(node % kBlockRows);
-  char* block = p.blocks + ((batch * p.num_kv_heads + head) * p.num_parents + node / kBlockRows) * Block::kBytes;
+  char* block =
+      p.blocks + ((batch * p.num_kv_heads + head) * p.num_parents + node / kBlockRows) * Block::kBytes;
   const bool exists = node < p.num_nodes;
 
-  const T* key = static_cast<const T*>(p.keys.data) + batch * p.keys.batch + node * p.keys.row + head * p.keys.head;
+  const T* key =
+      static_cast<const T*>(p.keys.data) + batch * p.keys.batch + node * p.keys.row + head * p.keys.head;
   constexpr int kHalf = kKeyDim / 2;
   const int dim = 2 * lane;
   const bool active = exists && dim < kHalf;
@@ -68,8 +70,8 @@ __global__ void __launch_bounds__(kRelayWarps * 32) relay_kernel(RelayParams p) 
 #pragma unroll
   for (int at = 2 * lane; at < kValueDim; at += 64) {
     const uint32_t pair = exists ? value[at] | static_cast<uint32_t>(value[at + 1]) << 16 : 0u;
-    *reinterpret_cast<uint32_t*>(block + Block::kValueOffset + chunk_offset<kValueDim>(row, at / 8) + at % 8 * 2) =
-        pair;
+    *reinterpret_cast<uint32_t*>(block + Block::kValueOffset + chunk_offset<kValueDim>(row, at / 8) +
+                                 at % 8 * 2) = pair;
   }
 }
 

@@ -47,10 +47,12 @@ void dispatch_storage(const char* op, at::ScalarType dtype, F&& f) {
   });
 }
 
-inline int64_t round_up(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
+inline int64_t round_up(int64_t size, int64_t multiple) {
+  return (size + multiple - 1) / multiple * multiple;
+}
 
-inline QueryShape query_shape(const at::Tensor& q, int64_t kv_heads, int64_t value_dim, int64_t r, int64_t max_parents,
-                              Importance importance, int64_t lanes) {
+inline QueryShape query_shape(const at::Tensor& q, int64_t kv_heads, int64_t value_dim, int64_t r,
+                              int64_t max_parents, Importance importance, int64_t lanes) {
   QueryShape shape;
   shape.group = q.size(2) / kv_heads;
   shape.half = q.size(3) / 2;
@@ -64,8 +66,8 @@ inline QueryShape query_shape(const at::Tensor& q, int64_t kv_heads, int64_t val
   return shape;
 }
 
-// Tasks are handed to the threads one by one, because their cost grows with t; f(task) must not depend on the thread.
-// make_worker() is called once per thread.
+// Tasks are handed to the threads one by one, because their cost grows with t; f(task) must not depend on the
+// thread. make_worker() is called once per thread.
 template <typename MakeWorker>
 void parallel_tasks(int64_t num_tasks, MakeWorker&& make_worker) {
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), num_tasks);
@@ -78,8 +80,8 @@ void parallel_tasks(int64_t num_tasks, MakeWorker&& make_worker) {
   });
 }
 
-// An uninitialised array of `rows` rows of `size` elements. Parents are gathered at random from it, a page or two each:
-// huge pages, where the system grants them, save most of the address translations.
+// An uninitialised array of `rows` rows of `size` elements. Parents are gathered at random from it, a page or
+// two each: huge pages, where the system grants them, save most of the address translations.
 inline at::Tensor empty_rows(int64_t rows, int64_t size, at::ScalarType dtype) {
   at::Tensor tensor = at::empty({rows, size}, dtype);
 #if defined(__linux__)
@@ -130,15 +132,16 @@ RotationTable make_rotation(int64_t positions, const QueryShape& shape, double b
 
 // The first `positions` rows of the cos and sin tensors [size, K/2].
 template <typename Real>
-RotationTable copy_rotation(const at::Tensor& cos, const at::Tensor& sin, int64_t positions, const QueryShape& shape) {
+RotationTable copy_rotation(const at::Tensor& cos, const at::Tensor& sin, int64_t positions,
+                            const QueryShape& shape) {
   at::Tensor table = at::zeros({2, positions, shape.half_pad}, kRealType<Real>);
   table.select(0, 0).narrow(1, 0, shape.half).copy_(cos.narrow(0, 0, positions));
   table.select(0, 1).narrow(1, 0, shape.half).copy_(sin.narrow(0, 0, positions));
   return {table};
 }
 
-// One layer of all (batch, key/value head) pairs: fp32 (or fp64) copies of k and v, padded. Memory in elements:
-// B H_kv N (K r_pad/r + V), and as much again with `gradients`.
+// One layer of all (batch, key/value head) pairs: fp32 (or fp64) copies of k and v, padded. Memory in
+// elements: B H_kv N (K r_pad/r + V), and as much again with `gradients`.
 template <typename Real>
 class RelaidLayers {
  public:
@@ -165,8 +168,8 @@ class RelaidLayers {
 template <typename Real>
 template <typename T>
 RelaidLayers<Real> RelaidLayers<Real>::make(const at::Tensor& layer_k, const at::Tensor& layer_v,
-                                            const QueryShape& shape, const Rotation<Real>& rotation, bool gradients,
-                                            Type<T>) {
+                                            const QueryShape& shape, const Rotation<Real>& rotation,
+                                            bool gradients, Type<T>) {
   RelaidLayers out;
   const int64_t batch = layer_k.size(0);
   const int64_t num_nodes = layer_k.size(1);

@@ -1,8 +1,8 @@
 // The query rows of one (token, kv head) as the B operand of S^T = K' q^T, turned from slot to slot.
 //
-// R_p K_c = R_{16 j} K'_c for candidate p of slot j = p / 16 (docs/semantics.md §1.4), so the scores of slot j take the
-// query at position n - 1 - 16 j. It is kept in fp32 and turned back by 16 positions per slot: both halves of a
-// rotated pair lie in one lane, and 16 positions are the same constants everywhere.
+// R_p K_c = R_{16 j} K'_c for candidate p of slot j = p / 16 (docs/semantics.md §1.4), so the scores of slot
+// j take the query at position n - 1 - 16 j. It is kept in fp32 and turned back by 16 positions per slot:
+// both halves of a rotated pair lie in one lane, and 16 positions are the same constants everywhere.
 #pragma once
 
 #include "device/mma.cuh"
@@ -11,7 +11,8 @@
 
 namespace htree::tree_attention {
 
-// Dim in the lower half that element i of a lane stands for: B fragments of 16 dims, 4 elements of each per lane.
+// Dim in the lower half that element i of a lane stands for: B fragments of 16 dims, 4 elements of each per
+// lane.
 __device__ __forceinline__ int fragment_dim(int i, int lane) {
   return i / 4 * 16 + 2 * (lane % 4) + (i & 1) + 8 * (i >> 1 & 1);
 }
@@ -63,8 +64,7 @@ struct RotatedQuery {
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        unscale[tile][i] =
-            __shfl_sync(0xffffffffu, power.inverse, (2 * (lane % 4) + i) * 4) * score_scale;
+        unscale[tile][i] = __shfl_sync(0xffffffffu, power.inverse, (2 * (lane % 4) + i) * 4) * score_scale;
       }
     }
   }
@@ -83,8 +83,8 @@ struct RotatedQuery {
   }
 };
 
-// Addresses of a lane's rows for ldmatrix in a tile of 16 rows: `plain` for the rows as the M side of an A operand,
-// `transposed` for the dims as the M side and the rows as K.
+// Addresses of a lane's rows for ldmatrix in a tile of 16 rows: `plain` for the rows as the M side of an A
+// operand, `transposed` for the dims as the M side and the rows as K.
 template <int kDim>
 struct TileAddress {
   int plain_row, plain_chunk, transposed_row, transposed_chunk;
@@ -106,11 +106,12 @@ struct TileAddress {
   }
 };
 
-// Scores of the 16 children of a slot, in log2 units: s[tile][0..3] in the accumulator layout of mma_16x8x16 with
-// children as rows and query heads as columns. `key_tile` and `scales` are shared addresses.
+// Scores of the 16 children of a slot, in log2 units: s[tile][0..3] in the accumulator layout of mma_16x8x16
+// with children as rows and query heads as columns. `key_tile` and `scales` are shared addresses.
 template <int kKeyDim, int kTiles>
-__device__ __forceinline__ void slot_scores(const RotatedQuery<kKeyDim, kTiles>& q, const TileAddress<kKeyDim>& at,
-                                            uint32_t block, float (&s)[kTiles][4]) {
+__device__ __forceinline__ void slot_scores(const RotatedQuery<kKeyDim, kTiles>& q,
+                                            const TileAddress<kKeyDim>& at, uint32_t block,
+                                            float (&s)[kTiles][4]) {
   constexpr int kSteps = kKeyDim / 16;
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {

@@ -7,7 +7,8 @@
 namespace htree::tree_attention {
 
 constexpr int kScoreWarps = 4;
-constexpr int kScoreSlots = 64;  // slots of one warp: short enough to fill the chip, long enough to hide the start
+constexpr int kScoreSlots =
+    64;  // slots of one warp: short enough to fill the chip, long enough to hide the start
 constexpr int kScoreStages = 3;
 
 template <int kKeyDim>
@@ -43,8 +44,9 @@ __global__ void __launch_bounds__(kScoreWarps * 32, kTiles == 1 ? 4 : 3)
   q.load(query_rows<T>(p, task, query), p.queries.head, p.group, p.score_scale, p.rope,
          task.num_candidates - 1 - begin * kBlockRows);
   const TileAddress<kKeyDim> at;
-  float* row = params.scores + ((task.batch * int64_t{p.num_lists} + list_row) * p.num_kv_heads + task.kv_head) *
-                                   params.score_width * p.group;
+  float* row =
+      params.scores + ((task.batch * int64_t{p.num_lists} + list_row) * p.num_kv_heads + task.kv_head) *
+                          params.score_width * p.group;
   for (int slot = begin; slot < end; ++slot) {
     float s[kTiles][4];
     slot_scores(q, at, stream.wait(slot), s);

@@ -1,4 +1,5 @@
-// Launchers of attention_launch.h: run-time shape to compiled instance, and the kernels without one. No torch.
+// Launchers of attention_launch.h: run-time shape to compiled instance, and the kernels without one. No
+// torch.
 #include "ops/tree_attention/attention/dispatch_shape.h"
 #include "ops/tree_attention/attention/leader_select.cuh"
 #include "ops/tree_attention/attention/tensor_core_instances.cuh"
@@ -21,7 +22,8 @@ __global__ void rope_table_kernel(float2* table, int64_t size, int half, double 
   if (i >= size * half) {
     return;
   }
-  const double angle = rotate ? static_cast<double>(i / half) * exp(-log_base * static_cast<double>(i % half) / half) : 0.0;
+  const double angle =
+      rotate ? static_cast<double>(i / half) * exp(-log_base * static_cast<double>(i % half) / half) : 0.0;
   table[i] = make_float2(static_cast<float>(cos(angle)), static_cast<float>(sin(angle)));
 }
 
@@ -37,7 +39,9 @@ __global__ void top_lists_kernel(int32_t* lists, int64_t total, int64_t num_list
   lists[i] = slot <= last ? static_cast<int32_t>(slot) : -1;
 }
 
-unsigned blocks_for(int64_t threads) { return static_cast<unsigned>((threads + kTableThreads - 1) / kTableThreads); }
+unsigned blocks_for(int64_t threads) {
+  return static_cast<unsigned>((threads + kTableThreads - 1) / kTableThreads);
+}
 
 template <int kGroup>
 void launch_leader_select_group(const LeaderSelectParams& params, cudaStream_t stream) {
@@ -51,16 +55,18 @@ void launch_leader_select_group(const LeaderSelectParams& params, cudaStream_t s
 
 }  // namespace
 
-void launch_rope_table(float2* table, int64_t size, int key_dim, double base, bool rotate, cudaStream_t stream) {
+void launch_rope_table(float2* table, int64_t size, int key_dim, double base, bool rotate,
+                       cudaStream_t stream) {
   const int half = key_dim / 2;
-  rope_table_kernel<<<blocks_for(size * half), kTableThreads, 0, stream>>>(table, size, half, log(base), rotate);
+  rope_table_kernel<<<blocks_for(size * half), kTableThreads, 0, stream>>>(table, size, half, log(base),
+                                                                           rotate);
 }
 
-void launch_top_lists(int32_t* lists, int64_t num_batches, int64_t num_lists, int64_t num_kv_heads, int64_t width,
-                      int64_t t0, int64_t stride, int64_t parent_span, cudaStream_t stream) {
+void launch_top_lists(int32_t* lists, int64_t num_batches, int64_t num_lists, int64_t num_kv_heads,
+                      int64_t width, int64_t t0, int64_t stride, int64_t parent_span, cudaStream_t stream) {
   const int64_t total = num_batches * num_lists * num_kv_heads * width;
-  top_lists_kernel<<<blocks_for(total), kTableThreads, 0, stream>>>(lists, total, num_lists, num_kv_heads, width, t0,
-                                                                    stride, parent_span);
+  top_lists_kernel<<<blocks_for(total), kTableThreads, 0, stream>>>(lists, total, num_lists, num_kv_heads,
+                                                                    width, t0, stride, parent_span);
 }
 
 void launch_relay(const TensorCoreShape& shape, const RelayParams& params, cudaStream_t stream) {
@@ -75,7 +81,9 @@ void launch_scores(const TensorCoreShape& shape, const ScoreParams& params, cuda
   });
 }
 
-int64_t leader_select_shared_bytes(int64_t score_width) { return select_shared_bytes(score_width); }
+int64_t leader_select_shared_bytes(int64_t score_width) {
+  return select_shared_bytes(score_width);
+}
 
 void launch_leader_select(const LeaderSelectParams& params, cudaStream_t stream) {
   const int group = params.gather.group;

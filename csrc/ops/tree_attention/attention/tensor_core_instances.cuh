@@ -12,7 +12,8 @@ template <typename T, int kKeyDim, int kValueDim>
 void launch_relay_instance(const RelayParams& params, cudaStream_t stream) {
   const int64_t rows = params.num_batches * params.num_kv_heads * params.num_parents * kBlockRows;
   relay_kernel<T, kKeyDim, kValueDim>
-      <<<static_cast<unsigned>((rows + kRelayWarps - 1) / kRelayWarps), kRelayWarps * 32, 0, stream>>>(params);
+      <<<static_cast<unsigned>((rows + kRelayWarps - 1) / kRelayWarps), kRelayWarps * 32, 0, stream>>>(
+          params);
 }
 
 template <typename T, int kKeyDim, int kValueDim, int kTiles>
@@ -54,9 +55,9 @@ void launch_attend_instance(const AttendParams& params, cudaStream_t stream) {
   }
 }
 
-#define HTREE_TREE_ATTENTION_INSTANCES(PREFIX, T, DIM)                                                   \
-  PREFIX template void launch_relay_instance<T, DIM, DIM>(const RelayParams& params, cudaStream_t stream);   \
-  PREFIX template void launch_scores_instance<T, DIM, DIM>(const ScoreParams& params, cudaStream_t stream);  \
+#define HTREE_TREE_ATTENTION_INSTANCES(PREFIX, T, DIM)                                                      \
+  PREFIX template void launch_relay_instance<T, DIM, DIM>(const RelayParams& params, cudaStream_t stream);  \
+  PREFIX template void launch_scores_instance<T, DIM, DIM>(const ScoreParams& params, cudaStream_t stream); \
   PREFIX template void launch_attend_instance<T, DIM, DIM>(const AttendParams& params, cudaStream_t stream);
 
 }  // namespace htree::tree_attention

@@ -38,18 +38,20 @@ cudaError_t forward_chunk(const TreeCall& call, const ForwardBuffers& buffers, c
   auto lists_of = [&](size_t layer_idx) {
     if (!buffers.parents.empty()) {
       const int64_t batch_stride = p.num_lists() * list_row;
-      return ListSlice{buffers.parents[layer_idx] + chunk.batch * batch_stride + chunk.query / stride * list_row,
-                       batch_stride};
+      return ListSlice{
+          buffers.parents[layer_idx] + chunk.batch * batch_stride + chunk.query / stride * list_row,
+          batch_stride};
     }
-    return ListSlice{reinterpret_cast<int32_t*>(scratch_lists + layer_idx % 2 * sizes.lists), chunk_lists * list_row};
+    return ListSlice{reinterpret_cast<int32_t*>(scratch_lists + layer_idx % 2 * sizes.lists),
+                     chunk_lists * list_row};
   };
 
   const size_t top = call.layers.size() - 1;
   for (size_t layer_idx = call.layers.size(); layer_idx-- > 0;) {
     const ListSlice lists = layer_idx == top ? ListSlice{} : lists_of(layer_idx);
     if (layer_idx > 0) {
-      const cudaError_t error = select_layer(call, layer_idx, chunk, lists, lists_of(layer_idx - 1), scores, mask,
-                                             stream);
+      const cudaError_t error =
+          select_layer(call, layer_idx, chunk, lists, lists_of(layer_idx - 1), scores, mask, stream);
       if (error != cudaSuccess) {
         return error;
       }
@@ -89,8 +91,8 @@ GatherParams gather_of(const TreeCall& call, size_t layer_idx, const Chunk& chun
   const TreeLayer& layer = call.layers[layer_idx];
   GatherParams g;
   g.queries = at_row(call.queries, chunk.batch, chunk.query);
-  g.blocks = layer.blocks + chunk.batch * p.num_kv_heads * layer.num_parents *
-                                parent_block_bytes(p.key_dim, p.value_dim);
+  g.blocks = layer.blocks +
+             chunk.batch * p.num_kv_heads * layer.num_parents * parent_block_bytes(p.key_dim, p.value_dim);
   g.num_parents = layer.num_parents;
   g.rope = call.rope;
   g.score_scale = static_cast<float>(p.args.scale * kLog2E);
@@ -107,8 +109,7 @@ GatherParams gather_of(const TreeCall& call, size_t layer_idx, const Chunk& chun
 }
 
 cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& chunk, const ListSlice& lists,
-                         const ListSlice& next, float* scores, uint32_t* mask,
-                         cudaStream_t stream) {
+                         const ListSlice& next, float* scores, uint32_t* mask, cudaStream_t stream) {
   const int64_t mask_words = call.mask_words();
   const AttentionProblem& p = call.problem;
   const TreeLayer& layer = call.layers[layer_idx];
@@ -117,7 +118,8 @@ cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& ch
     const int64_t count = std::min(call.config.selection_chunk, chunk_lists - first);
     Chunk part = chunk;
     part.query += first * p.args.selection_stride;
-    part.num_queries = std::min(count * p.args.selection_stride, chunk.num_queries - first * p.args.selection_stride);
+    part.num_queries =
+        std::min(count * p.args.selection_stride, chunk.num_queries - first * p.args.selection_stride);
     const int64_t last_token = p.t0() + part.query + part.num_queries - 1;
     GatherParams gather = gather_of(call, layer_idx, part);
     const int64_t row_offset = first * p.num_kv_heads * p.args.top_k;
@@ -158,11 +160,14 @@ int64_t score_scratch_bytes(const TreeCall& call) {
   return aligned(call.config.batch_chunk * call.config.selection_chunk * p.num_heads * widest * 4);
 }
 
-int64_t forward_scratch_bytes(const TreeCall& call) { return ForwardScratch(call).total(); }
+int64_t forward_scratch_bytes(const TreeCall& call) {
+  return ForwardScratch(call).total();
+}
 
 cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream) {
   const AttentionProblem& p = call.problem;
-  launch_rope_table(call.rope, call.rope_rows(), static_cast<int>(p.key_dim), p.args.rope_base, p.args.rotate, stream);
+  launch_rope_table(call.rope, call.rope_rows(), static_cast<int>(p.key_dim), p.args.rope_base, p.args.rotate,
+                    stream);
   cudaError_t error = cudaGetLastError();
   for (size_t i = 0; i < call.layers.size() && error == cudaSuccess; ++i) {
     const TreeLayer& layer = call.layers[i];

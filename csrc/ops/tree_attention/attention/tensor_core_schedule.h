@@ -1,9 +1,11 @@
-// The order of launches of the tensor-core path over layers and chunks. Buffers come from the caller; no torch.
+// The order of launches of the tensor-core path over layers and chunks. Buffers come from the caller; no
+// torch.
 #pragma once
 
 #include <vector>
 
 #include "ops/tree_attention/attention/attention_config.h"
+#include "ops/tree_attention/attention/attention_launch.h"
 
 namespace htree::tree_attention {
 
@@ -30,7 +32,9 @@ struct TreeCall {
 };
 
 constexpr int64_t kScratchAlign = 256;
-inline int64_t aligned(int64_t bytes) { return ceil_div(bytes, kScratchAlign) * kScratchAlign; }
+inline int64_t aligned(int64_t bytes) {
+  return ceil_div(bytes, kScratchAlign) * kScratchAlign;
+}
 
 // Batches from `batch`, queries from `query` on.
 struct Chunk {
@@ -52,8 +56,8 @@ GatherParams gather_of(const TreeCall& call, size_t layer_idx, const Chunk& chun
 // Bytes of `scores` below.
 int64_t score_scratch_bytes(const TreeCall& call);
 
-// Selects the lists of the layer below, some leaders at a time; `mask` [num_batches, lists of the chunk, H_kv,
-// mask_words()] may be null.
+// Selects the lists of the layer below, some leaders at a time; `mask` [num_batches, lists of the chunk,
+// H_kv, mask_words()] may be null.
 cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& chunk, const ListSlice& lists,
                          const ListSlice& next, float* scores, uint32_t* mask, cudaStream_t stream);
 

@@ -1,6 +1,6 @@
 // CPU kernels of select_accumulate, bottom_accumulate and recompute_selection: one layer for all queries.
-// The scores of a query live in its thread's scratch, never in memory for all queries. Temporary memory: the layer laid
-// out once (attention/relay.h), and per thread about G k r elements.
+// The scores of a query live in its thread's scratch, never in memory for all queries. Temporary memory: the
+// layer laid out once (attention/relay.h), and per thread about G k r elements.
 #include "ops/tree_attention/attention/query_worker.h"
 #include "ops/tree_attention/kernels.h"
 
@@ -12,9 +12,9 @@ constexpr int64_t kTaskQueries = 32;
 
 // Undefined outputs are not computed. `next` is written for layer > 0, the states when lmax is defined.
 template <typename T, typename Real>
-void run_layer(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v, const Tensor& parents, const Tensor& cos,
-               const Tensor& sin, const LayerArgs& args, const Tensor& lmax, const Tensor& lsum, const Tensor& lout,
-               const Tensor& next) {
+void run_layer(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v, const Tensor& parents,
+               const Tensor& cos, const Tensor& sin, const LayerArgs& args, const Tensor& lmax,
+               const Tensor& lsum, const Tensor& lout, const Tensor& next) {
   const int64_t r = args.compression_rate;
   const int64_t batch = q.size(0);
   const int64_t num_queries = q.size(1);
@@ -24,11 +24,12 @@ void run_layer(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v, co
   const int64_t stride = args.selection_stride;
   const bool states = lmax.defined();
   const int64_t value_dim = states ? layer_v.size(3) : 1;
-  const QueryShape shape =
-      query_shape(q, kv_heads, value_dim, r, std::max<int64_t>(1, width), args.importance, query_kernels<Real>().lanes);
+  const QueryShape shape = query_shape(q, kv_heads, value_dim, r, std::max<int64_t>(1, width),
+                                       args.importance, query_kernels<Real>().lanes);
   const RotationTable table = copy_rotation<Real>(cos, sin, shape.max_parents * r, shape);
   const Rotation<Real> rotation = table.rotation<Real>();
-  const auto layers = RelaidLayers<Real>::make(layer_k, layer_v, shape, rotation, /*gradients=*/false, Type<T>{});
+  const auto layers =
+      RelaidLayers<Real>::make(layer_k, layer_v, shape, rotation, /*gradients=*/false, Type<T>{});
 
   const Tensor lists = parents.contiguous();
   const int32_t* list_data = lists.const_data_ptr<int32_t>();
@@ -56,8 +57,8 @@ void run_layer(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v, co
             candidates_of(list_data + row * width, width, (args.t0 + i) / span, num_nodes, r);
         const bool leader = args.layer > 0 && i % stride == 0;
         if (!states && !leader) continue;
-        worker.load_query(q_data + b * q.stride(0) + i * q.stride(1) + h * shape.group * q.stride(2), q.stride(2),
-                          args.scale);
+        worker.load_query(q_data + b * q.stride(0) + i * q.stride(1) + h * shape.group * q.stride(2),
+                          q.stride(2), args.scale);
         const bool merges = args.layer == 0 || candidates.count > args.top_k;  // else all are selected
         if (merges) worker.score(layer, rotation, candidates);
         if (leader) {
@@ -82,9 +83,10 @@ void run_layer(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v, co
 
 }  // namespace
 
-void select_accumulate_cpu(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v, const Tensor& parents,
-                           const Tensor& cos, const Tensor& sin, const LayerArgs& args, const Tensor& lmax,
-                           const Tensor& lsum, const Tensor& lout, const Tensor& next_parents) {
+void select_accumulate_cpu(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v,
+                           const Tensor& parents, const Tensor& cos, const Tensor& sin, const LayerArgs& args,
+                           const Tensor& lmax, const Tensor& lsum, const Tensor& lout,
+                           const Tensor& next_parents) {
   if (q.numel() == 0) return;
   dispatch_storage("select_accumulate", q.scalar_type(), [&](auto storage, auto real) {
     run_layer<typename decltype(storage)::type, typename decltype(real)::type>(
@@ -92,9 +94,9 @@ void select_accumulate_cpu(const Tensor& q, const Tensor& layer_k, const Tensor&
   });
 }
 
-void bottom_accumulate_cpu(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v, const Tensor& parents,
-                           const Tensor& cos, const Tensor& sin, const LayerArgs& args, const Tensor& lmax,
-                           const Tensor& lsum, const Tensor& lout) {
+void bottom_accumulate_cpu(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v,
+                           const Tensor& parents, const Tensor& cos, const Tensor& sin, const LayerArgs& args,
+                           const Tensor& lmax, const Tensor& lsum, const Tensor& lout) {
   if (q.numel() == 0) return;
   dispatch_storage("bottom_accumulate", q.scalar_type(), [&](auto storage, auto real) {
     run_layer<typename decltype(storage)::type, typename decltype(real)::type>(
