@@ -18,12 +18,14 @@ import torch
 
 try:
     from lm import report, settings, text, training
-except ModuleNotFoundError as error:
-    if error.name not in ("matplotlib", "tqdm"):
-        raise
-    sys.exit(f"train_lm.py: {error.name} is not installed: pip install matplotlib tqdm")
 
-from htree_ops.testing.devices import cuda_missing
+    from htree_ops.testing.devices import cuda_missing
+except ImportError as error:
+    remedy = {"htree_ops": "pip install --no-build-isolation .", "matplotlib": "pip install matplotlib"}
+    remedy |= {"tqdm": "pip install tqdm"}
+    hint = f"; run 'make demo', or: {remedy[error.name]}" if error.name in remedy else ""
+    print(f"train_lm.py: {error}{hint}", file=sys.stderr)
+    sys.exit(2)
 
 CPU_LENGTHS = (4096, 8192, 16384, 32768)
 INTERRUPTED = 130  # as shells report a Ctrl-C

@@ -46,7 +46,7 @@ def history(folder: Path) -> dict:
 
 
 def test_it_learns_real_text(lm, tmp_path, capsys):
-    flags = f"{TINY} --batch 8 --steps 100 --eval-every 50 --eval-windows 24 --time-lengths 64,128 --sample-bytes 8"
+    flags = f"{TINY} --batch 8 --steps 70 --eval-every 35 --eval-windows 24 --time-lengths 64,128 --sample-bytes 8"
     flags += f" --out {tmp_path}"
     assert lm.main(flags.split()) == 0
     shown = capsys.readouterr().out
@@ -55,9 +55,9 @@ def test_it_learns_real_text(lm, tmp_path, capsys):
     assert 4 < unigram < 5.5  # Python sources
     for name in ("tree", "dense"):
         curves = found["models"][name]
-        assert len(curves["train_bits_per_byte"]) == 100
+        assert len(curves["train_bits_per_byte"]) == 70
         assert curves["train_bits_per_byte"][0] > unigram + 1
-        assert curves["validation_bits_per_byte"][-1][1] < unigram - 1.0, name
+        assert curves["validation_bits_per_byte"][-1][1] < unigram - 0.8, name
         assert name in shown
     # the same start on the same batches: the first losses differ by what the tree leaves out
     first = [found["models"][name]["train_bits_per_byte"][0] for name in ("tree", "dense")]
