@@ -101,7 +101,10 @@ def rooms_are_complete(tree: Tree) -> list[str]:
         ]
         stages = sorted({name.split("/")[0] for name in inside if "/" in name} - {"instances"})
         units = [f"csrc/ops/{room}/{stage}/{stage}" for stage in stages] or [f"csrc/ops/{room}/{room}"]
-        missing += [unit + end for unit in units for end in (".h", ".cpp", "_cpu.cpp", "_cuda.cu")]
+        missing += [unit + end for unit in units for end in (".h", ".cpp", "_cpu.cpp")]
+        # a stage may have one launcher per direction: attention_forward_cuda.cu, attention_backward_cuda.cu
+        launchers = {unit: re.compile(rf"{unit}(_\w+)?_cuda\.cu") for unit in units}
+        missing += [f"{u}_cuda.cu" for u, p in launchers.items() if not any(map(p.fullmatch, tree.files))]
         missing.append(f"htree_ops/ops/{room}.py")
         reference = f"htree_ops/reference/{room}"
         missing.append(f"{reference}/__init__.py" if (tree.root / reference).is_dir() else f"{reference}.py")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError
 
-__all__ = ["FLOATING", "FLOATING_AND_DOUBLE", "check_dtype", "check_tensors"]
+__all__ = ["FLOATING", "FLOATING_AND_DOUBLE", "check_dtype", "check_int", "check_number", "check_tensors"]
 
 #: dtypes of every op on every device.
 FLOATING = (torch.float32, torch.float16, torch.bfloat16)
@@ -95,3 +95,21 @@ def floating_for(tensor: Tensor, double_on_cuda: bool = False) -> tuple[torch.dt
 def state_dtype(tensor: Tensor) -> torch.dtype:
     """dtype of scores, states and rotary tables beside ``tensor``: float64 for float64, else float32."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def check_int(op: str, name: str, value: object, least: int, most: int = 2**31 - 1) -> None:
+    """Raises TypeError unless ``value`` is an integer, ValueError unless it lies in [least, most]."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
+    if not least <= value <= most:
+        raise ValueError(f"{op}: {name} must be between {least} and {most}, got {value}")
+
+
+def check_number(op: str, name: str, value: object, *, positive: bool = False) -> None:
+    """Raises TypeError unless ``value`` is a real number, ValueError unless it is finite in fp32."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
+    largest = torch.finfo(torch.float32).max
+    if not -largest <= value <= largest or (positive and not value > 0):
+        wanted = "positive and finite" if positive else "finite"
+        raise ValueError(f"{op}: {name} must be {wanted} in float32, got {value}")

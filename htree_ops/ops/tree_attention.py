@@ -5,8 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from htree_ops.errors import ShapeMismatchError
-from htree_ops.ops.arguments import check_dtype, check_tensors, floating_for, state_dtype
+from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError
+from htree_ops.ops.arguments import (
+    check_dtype,
+    check_int,
+    check_number,
+    check_tensors,
+    floating_for,
+    state_dtype,
+)
 from htree_ops.ops.tree_attention_stages import (
     accumulate_non_topk,
     bottom_accumulate,
@@ -54,8 +61,8 @@ __all__ = [
 
 def _check_qkv(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     check_tensors(op, q=(q, "B T_q H K"), k=(k, "B T H_kv K"), v=(v, "B T H_kv V"))
-    # Autocast brings them to one dtype.
-    if not torch.is_autocast_enabled(q.device.type):
+    # Autocast brings them to one dtype; devices such as meta have none.
+    if q.device.type not in ("cpu", "cuda") or not torch.is_autocast_enabled(q.device.type):
         check_dtype(op, floating_for(q), q=q, k=k, v=v)
     if q.shape[2] < 1 or k.shape[2] < 1 or q.shape[2] % k.shape[2] != 0:
         raise ShapeMismatchError(
@@ -80,6 +87,50 @@ def _check_qkv(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
             actual=q.shape[1],
             tensor_name="q",
         )
+
+
+IMPORTANCES = ("lse_causal", "lse", "exp_joint")
+SCOPES = ("kv_head", "q_head")
+
+
+def _check_options(
+    op: str,
+    compression_rate: int,
+    max_top_nodes: int,
+    top_k: int,
+    selection_stride: int,
+    scale: float | None,
+    rope_base: float | None,
+    importance: str,
+    scope: str,
+    store_parents: bool,
+) -> None:
+    """Types and ranges of the keywords that a module and the function share, named as the caller wrote them."""
+    check_int(op, "compression_rate", compression_rate, 2)
+    check_int(op, "top_k", top_k, 1)
+    check_int(op, "max_top_nodes", max_top_nodes, 1)
+    check_int(op, "selection_stride", selection_stride, 1)
+    if max_top_nodes > top_k * compression_rate:
+        raise ValueError(
+            f"{op}: max_top_nodes must be at most top_k * compression_rate = {top_k * compression_rate}, "
+            f"got {max_top_nodes}"
+        )
+    if selection_stride & (selection_stride - 1) or compression_rate % selection_stride:
+        raise ValueError(
+            f"{op}: selection_stride must be a power of two that divides compression_rate = "
+            f"{compression_rate}, got {selection_stride}"
+        )
+    if scale is not None:
+        check_number(op, "scale", scale)
+    if rope_base is not None:
+        check_number(op, "rope_base", rope_base, positive=True)
+    for name, value, known in (("importance", importance, IMPORTANCES), ("scope", scope, SCOPES)):
+        if not isinstance(value, str):
+            raise TypeError(f"{op}: {name} must be a str, got {type(value).__name__}")
+        if value not in known:
+            raise ValueError(f"{op}: {name} must be one of {', '.join(known)}, got {value!r}")
+    if not isinstance(store_parents, bool):
+        raise TypeError(f"{op}: store_parents must be a bool, got {type(store_parents).__name__}")
 
 
 def tree_attention(
@@ -124,7 +175,9 @@ def tree_attention(
             first one. T - T_q must be a multiple of it.
         scale: factor of the scores, finite; None is K^-1/2.
         rope_base: base of the rotary angles, positive; None rotates nothing.
-        importance: "lse_causal"; or "lse" (not causal where H > H_kv) or "exp_joint".
+        importance: "lse_causal" or "exp_joint"; or "lse", which is not causal: its normaliser holds the query's own
+                node, whose pooled key covers later tokens. Where H = H_kv that cancels, but for non-finite keys and
+                weights flushed to 0.
         scope: "kv_head": the H / H_kv query heads of a K/V head refine one common set. "q_head": each query
             head refines its own; K and V are expanded to H heads, which costs H / H_kv times their memory.
         return_lse: also return the log-sum-exp of each row's scores. Where a gradient is recorded this runs
@@ -145,8 +198,18 @@ def tree_attention(
         NotImplementedError: in the backward of the backward.
     """
     _check_qkv("tree_attention", q, k, v)
-    if scope not in ("kv_head", "q_head"):
-        raise ValueError(f"tree_attention: scope must be 'kv_head' or 'q_head', got {scope!r}")
+    _check_options(
+        "tree_attention",
+        compression_rate,
+        max_top_nodes,
+        top_k,
+        selection_stride,
+        scale,
+        rope_base,
+        importance,
+        scope,
+        store_parents,
+    )
     if scope == "q_head":
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     options = (compression_rate, max_top_nodes, top_k, scale, rope_base, importance, selection_stride)
@@ -319,6 +382,18 @@ class HTreeAttention(nn.Module):
             head_dim = embed_dim // num_heads
         if head_dim < 2 or head_dim % 2 != 0:
             raise ValueError(f"HTreeAttention: head_dim must be even and at least 2, got {head_dim}")
+        _check_options(
+            "HTreeAttention",
+            compression_rate,
+            max_top_nodes,
+            top_k,
+            selection_stride,
+            scale,
+            rope_base,
+            importance,
+            scope,
+            store_parents,
+        )
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -351,6 +426,7 @@ class HTreeAttention(nn.Module):
 
         Raises:
             ShapeMismatchError: another shape of x.
+            UnsupportedDtypeError: x has another dtype than the parameters, outside autocast.
             NotImplementedError: a mask or padding is given.
         """
         for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
@@ -360,6 +436,16 @@ class HTreeAttention(nn.Module):
                     "sequence. Run sequences of different lengths one by one, or pad at the end and ignore "
                     "those rows"
                 )
+        if not isinstance(x, Tensor):
+            raise TypeError(f"HTreeAttention: x must be a Tensor, got {type(x).__name__}")
+        autocast = x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
+        if not x.is_floating_point() or not (autocast or x.dtype == self.q_proj.weight.dtype):
+            raise UnsupportedDtypeError(
+                f"HTreeAttention: x must have the dtype of the parameters ({self.q_proj.weight.dtype}), got {x.dtype}",
+                dtype=x.dtype,
+                supported_dtypes=(self.q_proj.weight.dtype,),
+                tensor_name="x",
+            )
         if x.dim() != 3 or x.shape[2] != self.embed_dim:
             raise ShapeMismatchError(
                 f"HTreeAttention: x must be [B, T, {self.embed_dim}], got {tuple(x.shape)}",

@@ -2,19 +2,27 @@
 // attention_autograd.cpp. docs/semantics.md §1.5, §1.10, §1.13.
 #include "ops/tree_attention/attention/attention.h"
 
+#include <algorithm>
+
 #include "host/registration.h"
 #include "ops/tree_attention/kernels.h"
 
 namespace htree::tree_attention {
 namespace {
 
-AttentionArgs resolve(const char* op, const AttentionOptions& options, const Tensor& k) {
+// `lists_given`: lists of width top_k are read or written. Otherwise an option far beyond what T tokens can use is cut
+// down to what they can, so that scratch follows the length: no list is longer than the number of parents, and a node
+// of r >= T children is a node of T.
+AttentionArgs resolve(const char* op, const AttentionOptions& options, const Tensor& k, bool lists_given) {
   TORCH_CHECK_VALUE(k.size(1) < kIndexLimit, op, ": T must be below 2^31, got ", k.size(1));
   AttentionArgs args;
-  args.compression_rate = options.compression_rate;
+  const int64_t stride = options.selection_stride;
+  const int64_t longest = std::max<int64_t>(2, ceil_div(k.size(1), stride) * stride);
+  args.compression_rate = std::min(options.compression_rate, longest);
   args.max_top_nodes = options.max_top_nodes;
-  args.top_k = options.top_k;
-  args.selection_stride = options.selection_stride;
+  args.top_k = lists_given ? options.top_k
+                           : std::min(options.top_k, ceil_div(longest, args.compression_rate));
+  args.selection_stride = stride;
   args.scale = resolve_scale(options.scale, k.size(3));
   args.rotate = options.rope_base.has_value();
   args.rope_base = options.rope_base.value_or(args.rope_base);
@@ -36,7 +44,7 @@ AttentionState run_forward(const char* op, const Tensor& q, const Tensor& k, con
   AttentionState result = prepare_attention_forward(op, q, k, v, options, store_parents);
   if constexpr (kKernel != nullptr) {
     const auto& [out, gmax, gsum, parents] = result;
-    const AttentionArgs args = resolve(op, options, k);
+    const AttentionArgs args = resolve(op, options, k, !parents.empty());
     if (out.numel() > 0) {
       kKernel(unit_last(q), unit_last(k), unit_last(v), args, out, gmax, gsum, parents);
     }
@@ -84,7 +92,7 @@ Gradients attention_backward(const Tensor& dout, const Tensor& q, const Tensor& 
   Gradients gradients =
       prepare_attention_backward(dout, q, k, v, out, gmax, gsum, parents, options, output_mask);
   if constexpr (kKernel != nullptr) {
-    const AttentionArgs args = resolve("attention_backward", options, k);
+    const AttentionArgs args = resolve("attention_backward", options, k, !parents.empty());
     const auto& [dq, dk, dv] = gradients;
     if (dout.numel() == 0) {
       // Without a query no key has a gradient.
