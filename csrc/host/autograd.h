@@ -13,13 +13,14 @@ namespace htree {
 
 using TensorRefs = std::initializer_list<std::reference_wrapper<const at::Tensor>>;
 
-// C++ autograd functions have no jvp. Without this check a tangent of an input that does not require grad would be
-// dropped, and forward-mode AD would give zeros in silence.
+// C++ autograd functions have no jvp. Without this check a tangent of an input that does not require grad
+// would be dropped, and forward-mode AD would give zeros in silence.
 inline void refuse_tangents(TensorRefs tensors) {
   for (const at::Tensor& tensor : tensors) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!tensor.defined() || !tensor._fw_grad(/*level=*/0).defined(),
-                                "htree: forward-mode automatic differentiation (torch.func.jvp, jacfwd) is not "
-                                "supported; use reverse mode");
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !tensor.defined() || !tensor._fw_grad(/*level=*/0).defined(),
+        "htree: forward-mode automatic differentiation (torch.func.jvp, jacfwd) is not "
+        "supported; use reverse mode");
   }
 }
 

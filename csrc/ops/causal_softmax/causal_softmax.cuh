@@ -32,7 +32,8 @@ struct Traits {
   static constexpr int kPacks = kElems / kPackElems;
   static constexpr bool kStrided = !kVectorised;
   static constexpr int kBlock = kThreads * kRowsPerBlock;
-  // Packed half types at 16 elements fit 48 registers, which lets 1280 threads of an SM hide each other's latency.
+  // Packed half types at 16 elements fit 48 registers, which lets 1280 threads of an SM hide each other's
+  // latency.
   static constexpr int kMinBlocks = kVectorised && sizeof(T) == 2 && kElems == 16 ? 1280 / kBlock : 1;
   static_assert(kThreads % device::kWarpSize == 0 && kBlock <= 1024);
   static_assert(kRowsPerBlock == 1 || kThreads == device::kWarpSize, "rows share a block only one warp each");

@@ -55,7 +55,8 @@ bool provably_disjoint(const at::Tensor& a, const at::Tensor& b) {
   return divisor > 1 && (a.storage_offset() - b.storage_offset()) % divisor != 0;
 }
 
-// True when no two elements can share a place: sorted by stride, each dim steps over all that the smaller ones reach.
+// True when no two elements can share a place: sorted by stride, each dim steps over all that the smaller
+// ones reach.
 bool provably_injective(const at::Tensor& t) {
   std::array<std::pair<int64_t, int64_t>, 3> dims{};  // stride, size
   const auto end = dims.begin() + t.dim();
@@ -104,8 +105,8 @@ void prepare_out(const at::Tensor& x, int64_t block_size, const at::Tensor& out)
 
 void check_overlap(const at::Tensor& x, const at::Tensor& out) {
   TORCH_CHECK(out.numel() == 0 || provably_injective(out), kOp,
-              ": elements of out must not share memory, they may overlap with shape ", out.sizes(), " and strides ",
-              out.strides());
+              ": elements of out must not share memory, they may overlap with shape ", out.sizes(),
+              " and strides ", out.strides());
   const bool same_view = x.data_ptr() == out.data_ptr() && x.strides() == out.strides();
   if (x.numel() == 0 || same_view || !x.is_alias_of(out)) {
     return;

@@ -1,7 +1,8 @@
 // Candidate arithmetic of docs/semantics.md §1.3, shared by the CPU and the CUDA kernels.
 //
-// A query with the ascending parents P_0 < ... < P_{m-1} of a layer (-1 after them) has the candidates p in [0, n),
-// candidate p being node P_{p / r} * r + p mod r. Only the last parent is cut short: at the query's own node.
+// A query with the ascending parents P_0 < ... < P_{m-1} of a layer (-1 after them) has the candidates p in
+// [0, n), candidate p being node P_{p / r} * r + p mod r. Only the last parent is cut short: at the query's
+// own node.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +20,9 @@ HTREE_HOST_DEVICE int64_t candidate_count(int64_t num_parents, int64_t rightmost
   return num_parents > 0 ? (num_parents - 1) * r + rightmost % r + 1 : 0;
 }
 
-// A node takes part when it exists and starts at or before the query; only a list that breaks the invariant (last
-// parent = the one that contains the query) can name another one, and such a candidate contributes nothing.
+// A node takes part when it exists and starts at or before the query; only a list that breaks the invariant
+// (last parent = the one that contains the query) can name another one, and such a candidate contributes
+// nothing.
 HTREE_HOST_DEVICE bool node_present(int64_t node, int64_t rightmost, int64_t num_nodes) {
   return node >= 0 && node <= rightmost && node < num_nodes;
 }

@@ -1,7 +1,8 @@
-// CPU and CUDA entry points of the room. Arguments come checked and outputs allocated (contiguous) by the stages'
-// prepare functions; every element of an output is written. Inputs may have any strides with a unit last dim.
-// Shapes: q [B, T_q, H, K], layer_k [B, N, H_kv, K], layer_v [B, N, H_kv, V], parents int32 [B, ceil(T_q/s), H_kv, k],
-// cos and sin [size, K/2], states [B, T_q, H] and [B, T_q, H, V] in fp32 (fp64 for fp64 inputs).
+// CPU and CUDA entry points of the room. Arguments come checked and outputs allocated (contiguous) by the
+// stages' prepare functions; every element of an output is written. Inputs may have any strides with a unit
+// last dim. Shapes: q [B, T_q, H, K], layer_k [B, N, H_kv, K], layer_v [B, N, H_kv, V], parents int32 [B,
+// ceil(T_q/s), H_kv, k], cos and sin [size, K/2], states [B, T_q, H] and [B, T_q, H, V] in fp32 (fp64 for
+// fp64 inputs).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,21 +18,22 @@ using Tensor = at::Tensor;
 
 // ---- build: docs/semantics.md §1.2
 using TreeBuild = void(const Tensor& k, const Tensor& v, int64_t r, const Tensor& pk, const Tensor& pv);
-using TreeBuildBackward = void(const Tensor& dpk, const Tensor& dpv, int64_t r, const Tensor& dk, const Tensor& dv);
+using TreeBuildBackward = void(const Tensor& dpk, const Tensor& dpv, int64_t r, const Tensor& dk,
+                               const Tensor& dv);
 TreeBuild tree_build_cpu, tree_build_cuda;
 TreeBuildBackward tree_build_backward_cpu, tree_build_backward_cuda;
 
 // ---- rope: §1.4. positions int32 or int64, [T] or [B, T].
-using Rope = void(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& positions, bool inverse,
-                  const Tensor& out);
+using Rope = void(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& positions,
+                  bool inverse, const Tensor& out);
 Rope rope_cpu, rope_cuda;
 
 // ---- scores and selection, staged: §1.3, §1.6
 using ComputeScores = void(const Tensor& q, const Tensor& layer_k, const Tensor& parents, const Tensor& cos,
                            const Tensor& sin, const LayerArgs& args, const Tensor& scores,
                            const Tensor& num_candidates);
-using SelectTopk = void(const Tensor& scores, const Tensor& num_candidates, int64_t top_k, Importance importance,
-                        const Tensor& topk_positions);
+using SelectTopk = void(const Tensor& scores, const Tensor& num_candidates, int64_t top_k,
+                        Importance importance, const Tensor& topk_positions);
 using MaskTopkScores = void(const Tensor& scores, const Tensor& topk_positions);
 using ComputeNextParents = void(const Tensor& parents, const Tensor& topk_positions, int64_t r,
                                 const Tensor& next_parents);
@@ -44,11 +46,12 @@ MaskTopkScores mask_topk_scores_cpu, mask_topk_scores_cuda;
 ComputeNextParents compute_next_parents_cpu, compute_next_parents_cuda;
 AccumulateNonTopk accumulate_non_topk_cpu, accumulate_non_topk_cuda;
 
-// ---- per query head, with reverse subtraction: §1.7, §1.8. parents, topk_* [B, T_q, H, k]; width 0 at layer 0.
-using ComputeAndSelect = void(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v, const Tensor& parents,
-                              const Tensor& cos, const Tensor& sin, const LayerArgs& args, const Tensor& lmax,
-                              const Tensor& lsum, const Tensor& lout, const Tensor& topk_indices,
-                              const Tensor& topk_scores);
+// ---- per query head, with reverse subtraction: §1.7, §1.8. parents, topk_* [B, T_q, H, k]; width 0 at layer
+// 0.
+using ComputeAndSelect = void(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v,
+                              const Tensor& parents, const Tensor& cos, const Tensor& sin,
+                              const LayerArgs& args, const Tensor& lmax, const Tensor& lsum,
+                              const Tensor& lout, const Tensor& topk_indices, const Tensor& topk_scores);
 // The states come as fresh copies and are updated in place.
 using SubtractTopk = void(const Tensor& layer_v, const Tensor& topk_indices, const Tensor& topk_scores,
                           const Tensor& lmax, const Tensor& lsum, const Tensor& lout,
@@ -57,14 +60,17 @@ ComputeAndSelect compute_and_select_cpu, compute_and_select_cuda;
 SubtractTopk subtract_topk_cpu, subtract_topk_cuda;
 
 // ---- fused: §1.8
-using SelectAccumulate = void(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v, const Tensor& parents,
-                              const Tensor& cos, const Tensor& sin, const LayerArgs& args, const Tensor& lmax,
-                              const Tensor& lsum, const Tensor& lout, const Tensor& next_parents);
-using BottomAccumulate = void(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v, const Tensor& parents,
-                              const Tensor& cos, const Tensor& sin, const LayerArgs& args, const Tensor& lmax,
-                              const Tensor& lsum, const Tensor& lout);
-using RecomputeSelection = void(const Tensor& q, const Tensor& layer_k, const Tensor& parents, const Tensor& cos,
-                                const Tensor& sin, const LayerArgs& args, const Tensor& next_parents);
+using SelectAccumulate = void(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v,
+                              const Tensor& parents, const Tensor& cos, const Tensor& sin,
+                              const LayerArgs& args, const Tensor& lmax, const Tensor& lsum,
+                              const Tensor& lout, const Tensor& next_parents);
+using BottomAccumulate = void(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v,
+                              const Tensor& parents, const Tensor& cos, const Tensor& sin,
+                              const LayerArgs& args, const Tensor& lmax, const Tensor& lsum,
+                              const Tensor& lout);
+using RecomputeSelection = void(const Tensor& q, const Tensor& layer_k, const Tensor& parents,
+                                const Tensor& cos, const Tensor& sin, const LayerArgs& args,
+                                const Tensor& next_parents);
 SelectAccumulate select_accumulate_cpu, select_accumulate_cuda;
 BottomAccumulate bottom_accumulate_cpu, bottom_accumulate_cuda;
 RecomputeSelection recompute_selection_cpu, recompute_selection_cuda;
@@ -76,15 +82,16 @@ using FinalNormalize = void(const Tensor& gout, const Tensor& gsum, const Tensor
 MergeToGlobal merge_to_global_cpu, merge_to_global_cuda;
 FinalNormalize final_normalize_cpu, final_normalize_cuda;
 
-// ---- the whole: §1.5, §1.10. `parents` holds one list per layer, [0] for the bottom, or is empty when they are not
-// kept; in the backward an empty one is recomputed. Undefined dq, dk or dv are not wanted and cost nothing.
+// ---- the whole: §1.5, §1.10. `parents` holds one list per layer, [0] for the bottom, or is empty when they
+// are not kept; in the backward an empty one is recomputed. Undefined dq, dk or dv are not wanted and cost
+// nothing.
 using AttentionForward = void(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args,
                               const Tensor& out, const Tensor& gmax, const Tensor& gsum,
                               const std::vector<Tensor>& parents);
 using AttentionBackward = void(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                                const Tensor& out, const Tensor& gmax, const Tensor& gsum,
-                               const std::vector<Tensor>& parents, const AttentionArgs& args, const Tensor& dq,
-                               const Tensor& dk, const Tensor& dv);
+                               const std::vector<Tensor>& parents, const AttentionArgs& args,
+                               const Tensor& dq, const Tensor& dk, const Tensor& dv);
 AttentionForward attention_forward_cpu, attention_forward_cuda;
 AttentionBackward attention_backward_cpu, attention_backward_cuda;
 

@@ -9,11 +9,12 @@ enum class Importance { kLseCausal, kLse, kExpJoint };
 
 // One call of a staged or fused op on one layer, with every optional argument resolved and checked.
 // Query row i stands at token t = t0 + i; row j of `parents` serves the queries with t / selection_stride ==
-// t0 / selection_stride + j. `top_k` is the width of the next list, `list_width` the width of the parents given.
+// t0 / selection_stride + j. `top_k` is the width of the next list, `list_width` the width of the parents
+// given.
 struct LayerArgs {
-  int64_t layer = 0;             // 0 = tokens
+  int64_t layer = 0;              // 0 = tokens
   int64_t compression_rate = 16;  // r, children per parent
-  int64_t list_width = 0;        // k of the parents argument; a list spans at most list_width * r candidates
+  int64_t list_width = 0;         // k of the parents argument; a list spans at most list_width * r candidates
   int64_t top_k = 0;
   int64_t t0 = 0;
   int64_t selection_stride = 1;
@@ -33,7 +34,9 @@ struct AttentionArgs {
   Importance importance = Importance::kLseCausal;
 };
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
 
 // Layers of the tree over `num_tokens`: 1 until the top layer has at most `max_top_nodes` nodes.
 inline int64_t num_layers(int64_t num_tokens, int64_t max_top_nodes, int64_t compression_rate) {

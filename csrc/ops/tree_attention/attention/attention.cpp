@@ -10,9 +10,9 @@
 namespace htree::tree_attention {
 namespace {
 
-// `lists_given`: lists of width top_k are read or written. Otherwise an option far beyond what T tokens can use is cut
-// down to what they can, so that scratch follows the length: no list is longer than the number of parents, and a node
-// of r >= T children is a node of T.
+// `lists_given`: lists of width top_k are read or written. Otherwise an option far beyond what T tokens can
+// use is cut down to what they can, so that scratch follows the length: no list is longer than the number of
+// parents, and a node of r >= T children is a node of T.
 AttentionArgs resolve(const char* op, const AttentionOptions& options, const Tensor& k, bool lists_given) {
   TORCH_CHECK_VALUE(k.size(1) < kIndexLimit, op, ": T must be below 2^31, got ", k.size(1));
   AttentionArgs args;
@@ -20,8 +20,8 @@ AttentionArgs resolve(const char* op, const AttentionOptions& options, const Ten
   const int64_t longest = std::max<int64_t>(2, ceil_div(k.size(1), stride) * stride);
   args.compression_rate = std::min(options.compression_rate, longest);
   args.max_top_nodes = options.max_top_nodes;
-  args.top_k = lists_given ? options.top_k
-                           : std::min(options.top_k, ceil_div(longest, args.compression_rate));
+  args.top_k =
+      lists_given ? options.top_k : std::min(options.top_k, ceil_div(longest, args.compression_rate));
   args.selection_stride = stride;
   args.scale = resolve_scale(options.scale, k.size(3));
   args.rotate = options.rope_base.has_value();
