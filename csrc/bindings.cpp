@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <string>
 #include <tuple>
@@ -15,6 +16,7 @@
 
 #include "ops/causal_softmax/causal_softmax_config.h"
 #include "ops/rmsnorm_rope/rmsnorm_rope_config.h"
+#include "ops/tree_attention/attention/attention_config.h"
 
 namespace py = pybind11;
 
@@ -70,6 +72,10 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
       }
     }
   }
+  auto& attention = rooms["tree_attention"];
+  attention.push_back(
+      "tensor_core: fp16, bf16; r = 16; K = V = 32, 64, 128; H / H_kv <= 16; k <= 1024; sm_80 and later");
+  attention.push_back("general: fp32, fp16, bf16; every other shape");
   auto& norm = rooms["rmsnorm_rope"];
   for (int64_t width = 32; width <= 65536; width *= 2) {
     const auto config = htree::rmsnorm_rope::choose_config(width, std::min<int64_t>(width, 128),
@@ -95,6 +101,23 @@ std::tuple<int, int, int, bool> rmsnorm_rope_config(int64_t width, int64_t head_
   return {config.threads, config.pairs, config.stages, config.vectorised};
 }
 
+// The path and chunks of one attention call on a GPU of that capability and shared memory per block.
+std::string tree_attention_config(const std::array<int64_t, 7>& sizes, bool half_dtype,
+                                  int64_t compression_rate, int64_t max_top_nodes, int64_t top_k,
+                                  int64_t selection_stride, bool backward, int major, int64_t shared_bytes) {
+  using namespace htree::tree_attention;
+  AttentionProblem p;
+  std::tie(p.batch, p.num_keys, p.num_queries, p.num_heads, p.num_kv_heads, p.key_dim, p.value_dim) =
+      std::tuple_cat(sizes);
+  p.half_dtype = half_dtype;
+  p.args.compression_rate = compression_rate;
+  p.args.max_top_nodes = max_top_nodes;
+  p.args.top_k = top_k;
+  p.args.selection_stride = selection_stride;
+  const DeviceFacts device{major, shared_bytes};
+  return describe(backward ? choose_backward_config(p, device) : choose_attention_config(p, device));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_host, module) {
@@ -107,5 +130,10 @@ PYBIND11_MODULE(_host, module) {
   module.def("rmsnorm_rope_config", &rmsnorm_rope_config, py::arg("width"), py::arg("head_dim"),
              py::arg("element_size"), py::arg("vectorised"), py::arg("backward") = false,
              "The kernel that rmsnorm_rope takes for rows of `width` elements.");
+  module.def("tree_attention_config", &tree_attention_config, py::arg("sizes"), py::arg("half_dtype"),
+             py::arg("compression_rate") = 16, py::arg("max_top_nodes") = 8192, py::arg("top_k") = 512,
+             py::arg("selection_stride") = 1, py::arg("backward") = false, py::arg("major") = 9,
+             py::arg("shared_bytes") = 232448,
+             "The path and chunks of an attention call; sizes are (B, T, T_q, H, H_kv, K, V).");
   module.def("device_facts", &device_facts, "Name, capability and sizes of each visible GPU.");
 }

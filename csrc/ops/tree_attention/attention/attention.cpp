@@ -17,7 +17,7 @@ AttentionArgs resolve(const char* op, const AttentionOptions& options, const Ten
   TORCH_CHECK_VALUE(k.size(1) < kIndexLimit, op, ": T must be below 2^31, got ", k.size(1));
   AttentionArgs args;
   const int64_t stride = options.selection_stride;
-  const int64_t longest = std::max<int64_t>(2, ceil_div(k.size(1), stride) * stride);
+  const int64_t longest = ceil_div(std::max<int64_t>(k.size(1), 1024), stride) * stride;
   args.compression_rate = std::min(options.compression_rate, longest);
   args.max_top_nodes = options.max_top_nodes;
   args.top_k =
