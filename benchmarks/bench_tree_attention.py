@@ -52,9 +52,15 @@ class Dense:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
     def recorded(self, case: TreeAttentionBackwardCase, device: str, seed: int) -> tuple[Any, ...]:
-        """Inputs of the backward: the output with its graph, the upstream gradient, the leaves."""
+        """Inputs of the backward: the output with its graph, the upstream gradient, the leaves.
+
+        On a CPU the K and V heads are repeated first: with enable_gqa and gradients torch would build the [T,T] matrix.
+        """
         leaves = [x.requires_grad_() for x in case.forward.make_qkv(device, seed)]
-        out = self(*leaves)
+        q, k, v = leaves
+        if device == "cpu":
+            k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+        out = self(q, k, v)
         return out, torch.randn_like(out), *leaves
 
 
