@@ -76,7 +76,21 @@ std::tuple<Tensor, Tensor, Tensor> new_state(const SymInt& batch, const SymInt& 
 
 // The kernels read any strides whose last dim is unit stride; other tensors are copied.
 inline Tensor unit_last(const Tensor& x) {
-  return x.size(-1) == 1 || x.stride(-1) == 1 ? x : x.contiguous();
+  if (x.size(-1) != 1 && x.stride(-1) != 1) {
+    return x.contiguous();
+  }
+  // On CUDA the width of the loads must follow from the shape alone, or a view's bits would depend on its
+  // place in memory: rows that a contiguous tensor would align, but this one does not, are copied.
+  constexpr int64_t kAlignment = 16;
+  const auto size = static_cast<int64_t>(x.element_size());
+  if (!x.is_cuda() || x.size(-1) * size % kAlignment != 0) {
+    return x;
+  }
+  bool aligned = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % kAlignment == 0;
+  for (int64_t dim = 0; dim + 1 < x.dim(); ++dim) {
+    aligned = aligned && (x.size(dim) <= 1 || x.stride(dim) * size % kAlignment == 0);
+  }
+  return aligned ? x : x.clone(at::MemoryFormat::Contiguous);
 }
 
 inline double resolve_scale(std::optional<double> scale, int64_t key_dim) {
