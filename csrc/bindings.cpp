@@ -65,7 +65,7 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
     for (bool vectorised : {true, false}) {
       for (int64_t cols = 256; cols <= 65536; cols *= 2) {
         const auto text = htree::causal_softmax::describe(
-            htree::causal_softmax::choose_config(cols, vectorised, /*element_size=*/2, block_size));
+            htree::causal_softmax::choose_config(cols, vectorised, block_size));
         if (std::find(softmax.begin(), softmax.end(), text) == softmax.end()) {
           softmax.push_back(text);
         }
@@ -89,9 +89,8 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
 }
 
 // (threads per row, rows per block, elements per thread, vectorised) for rows of `cols` elements.
-std::tuple<int, int, int, bool> causal_softmax_config(int64_t cols, bool vectorised, int element_size,
-                                                      int block_size) {
-  const auto config = htree::causal_softmax::choose_config(cols, vectorised, element_size, block_size);
+std::tuple<int, int, int, bool> causal_softmax_config(int64_t cols, bool vectorised, int block_size) {
+  const auto config = htree::causal_softmax::choose_config(cols, vectorised, block_size);
   return {config.threads, config.rows_per_block, config.elems_per_thread, config.vectorised};
 }
 
@@ -127,8 +126,7 @@ PYBIND11_MODULE(_host, module) {
   module.def("kernel_configurations", &kernel_configurations,
              "Compiled CUDA configurations by room; empty without.");
   module.def("causal_softmax_config", &causal_softmax_config, py::arg("cols"), py::arg("vectorised"),
-             py::arg("element_size") = 2, py::arg("block_size") = 0,
-             "The kernel that causal_softmax takes for rows of `cols` elements.");
+             py::arg("block_size") = 0, "The kernel that causal_softmax takes for rows of `cols` elements.");
   module.def("rmsnorm_rope_config", &rmsnorm_rope_config, py::arg("width"), py::arg("head_dim"),
              py::arg("element_size"), py::arg("vectorised"), py::arg("backward") = false,
              "The kernel that rmsnorm_rope takes for rows of `width` elements.");

@@ -215,20 +215,31 @@ def check_margin(tensor: Any, before: list[tuple[int, Tensor, Tensor]]) -> None:
 CASES = [case for case in SHAPES if case.name in NAMES]
 
 
-def softmax_calls() -> list[Call]:
+def row_calls() -> list[Call]:
+    """One call of every op that works row by row."""
     x = normal((2, 5, 9), torch.float32, "cpu", 0)
     y = torch.ops.htree.causal_softmax(x)
+    wide, weight = normal((2, 3, 16), torch.float32, "cpu", 1), normal((16,), torch.float32, "cpu", 2)
+    table = normal((3, 8), torch.float32, "cpu", 3)
+    heads = normal((2, 3, 4, 8), torch.float32, "cpu", 4)
     return [
         Call("causal_softmax", (x, 0)),
         Call("causal_softmax_", (x.clone(), 0)),
         Call("causal_softmax_backward", (x, y)),
+        Call("rmsnorm_rope", (wide, weight, table, table)),
+        Call("rmsnorm_rope_backward", (wide, wide, weight, table, table)),
+        Call("head_rmsnorm_rope", (heads, weight[:8], table, table)),
+        Call("head_rmsnorm_rope_backward", (heads, heads, weight[:8], table, table)),
+        Call("hadamard_transform", (wide,)),
+        Call("hadamard_transform_", (wide.clone(),)),
+        Call("grouped_hadamard", (heads.transpose(1, 2).contiguous(), 2)),
     ]
 
 
 def test_the_fuzzer_reaches_every_op() -> None:
     from test_registration import SCHEMAS
 
-    reached = {call.op for case in CASES for call in calls(case, "cpu")} | {c.op for c in softmax_calls()}
+    reached = {call.op for case in CASES for call in calls(case, "cpu")} | {c.op for c in row_calls()}
     assert reached | {"causal_softmax.out"} == set(SCHEMAS)
     assert {case.name for case in CASES} == set(NAMES)
     assert CALLS_PER_SEED * len(SEEDS) >= 2000
@@ -238,7 +249,7 @@ def test_the_fuzzer_reaches_every_op() -> None:
 def test_mutated_calls(seed: int) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    valid = [call for case in CASES for call in calls(case, "cpu", seed)] + softmax_calls() * 3
+    valid = [call for case in CASES for call in calls(case, "cpu", seed)] + row_calls() * 3
     outcomes: Counter[str] = Counter()
     done = 0
     while done < CALLS_PER_SEED:

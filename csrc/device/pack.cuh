@@ -29,17 +29,6 @@ __device__ __forceinline__ void store_pack(T* p, const Pack<T, N>& value) {
   *reinterpret_cast<Pack<T, N>*>(p) = value;
 }
 
-// Hides from the compiler that the pack still holds what it did: values unpacked before and after are
-// computed twice instead of being kept in registers, twice as many for 16-bit types, in between. Costs no
-// instruction.
-template <int N, typename T>
-__device__ __forceinline__ void forget(Pack<T, N>& value) {
-  if constexpr (sizeof(T) * N == 16) {
-    auto* words = reinterpret_cast<unsigned*>(&value);
-    asm volatile("" : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3]));
-  }
-}
-
 // Data that no one reads again soon: leave the caches to others.
 template <int N, typename T>
 __device__ __forceinline__ void store_pack_streaming(T* p, const Pack<T, N>& value) {

@@ -32,17 +32,9 @@ struct Traits {
   static constexpr int kPacks = kElems / kPackElems;
   static constexpr bool kStrided = !kVectorised;
   static constexpr int kBlock = kThreads * kRowsPerBlock;
-  // Registers are what limits the bytes in flight: packed half types take no more than lets this many threads
-  // of an SM run (forward, backward), the rest what the compiler likes.
-  static constexpr bool kPackedHalf = kVectorised && sizeof(T) == 2;
-  static constexpr int kMinForward = !kPackedHalf   ? 1
-                                     : kElems == 16 ? 1280 / kBlock
-                                     : kElems == 64 ? 768 / kBlock
-                                                    : 1;
-  static constexpr int kMinBackward = !kPackedHalf                    ? 1
-                                      : kElems == 16                  ? 1280 / kBlock
-                                      : kElems == 64 && kBlock <= 256 ? 512 / kBlock
-                                                                      : 1;
+  // Packed half types at 16 elements fit 48 registers, which lets 1280 threads of an SM hide each other's
+  // latency.
+  static constexpr int kMinBlocks = kVectorised && sizeof(T) == 2 && kElems == 16 ? 1280 / kBlock : 1;
   static_assert(kThreads % device::kWarpSize == 0 && kBlock <= 1024);
   static_assert(kRowsPerBlock == 1 || kThreads == device::kWarpSize, "rows share a block only one warp each");
   static_assert(kElems % kPackElems == 0, "whole packs only");
@@ -173,7 +165,7 @@ struct Exponential {
 };
 
 template <typename Tr>
-__global__ void __launch_bounds__(Tr::kBlock, Tr::kMinForward)
+__global__ void __launch_bounds__(Tr::kBlock, Tr::kMinBlocks)
     forward_kernel(const __grid_constant__ ForwardParams<typename Tr::T> p,
                    const __grid_constant__ RowsView rows) {
   using T = typename Tr::T;
@@ -219,9 +211,6 @@ __global__ void __launch_bounds__(Tr::kBlock, Tr::kMinForward)
   const A scale = A(1) / sum;
 #pragma unroll
   for (int pack = 0; pack < Tr::kPacks; ++pack) {
-    if constexpr (sizeof(T) == 2) {
-      device::forget(value[pack]);
-    }
     store_visible<Tr>(y, pack_col<Tr>(pack), visible, cols,
                       [&](int i) { return exponential(device::to_acc(value[pack][i])) * scale; });
   }
@@ -229,7 +218,7 @@ __global__ void __launch_bounds__(Tr::kBlock, Tr::kMinForward)
 
 // dx = y (dy - sum dy y) on the visible prefix, 0 behind it.
 template <typename Tr>
-__global__ void __launch_bounds__(Tr::kBlock, Tr::kMinBackward)
+__global__ void __launch_bounds__(Tr::kBlock, Tr::kMinBlocks)
     backward_kernel(const __grid_constant__ BackwardParams<typename Tr::T> p,
                     const __grid_constant__ RowsView rows) {
   using T = typename Tr::T;
@@ -266,10 +255,6 @@ __global__ void __launch_bounds__(Tr::kBlock, Tr::kMinBackward)
   dot = row_reduce<Tr, device::Sum>(dot, scratch);
 #pragma unroll
   for (int pack = 0; pack < Tr::kPacks; ++pack) {
-    if constexpr (sizeof(T) == 2) {
-      device::forget(dy[pack]);
-      device::forget(y[pack]);
-    }
     store_visible<Tr>(dx_row, pack_col<Tr>(pack), visible, cols, [&](int i) {
       return device::to_acc(y[pack][i]) * (device::to_acc(dy[pack][i]) - dot);
     });

@@ -21,33 +21,23 @@ struct KernelConfig {
 inline constexpr int kWarp = 32;
 inline constexpr int kRowsPerBlock = 4;
 
-// Elements of a row that one thread may hold: 32 floats' worth of registers.
-inline int most_elems_per_thread(bool vectorised, int element_size) {
-  return vectorised && element_size == 2 ? 64 : 32;
-}
-
-// `block_size` 0: one warp per row up to 1024 columns, 2048 of packed 16-bit values, else the fewest of 128,
-// 256, 512, 1024 threads that hold the row: the more of a row a thread holds, the more bytes are in flight on
-// an SM and the fewer instructions are spent around a row. 512 or 1024 force that many. Longer rows take the
+// `block_size` 0: one warp per row up to 1024 columns, else the fewest of 128, 256, 512, 1024 threads that
+// hold the row at 16 elements each; 512 or 1024 force that many. Rows beyond 32 elements per thread take the
 // looping kernel.
-inline KernelConfig choose_config(int64_t cols, bool vectorised, int element_size, int block_size) {
-  const int most = most_elems_per_thread(vectorised, element_size);
+inline KernelConfig choose_config(int64_t cols, bool vectorised, int block_size) {
+  if (block_size == 0 && cols <= 1024) {
+    const int elems = cols <= 256 ? 8 : cols <= 512 ? 16 : 32;
+    return {kWarp, kRowsPerBlock, elems, vectorised};
+  }
   int threads = block_size;
   if (threads == 0) {
-    threads = kWarp;
-    if (cols > int64_t{kWarp} * most) {
-      threads = 128;
-      while (threads < 1024 && int64_t{threads} * most < cols) {
-        threads *= 2;
-      }
+    threads = 128;
+    while (threads < 1024 && int64_t{threads} * 32 < cols) {
+      threads *= 2;
     }
   }
-  int elems = threads == kWarp ? 8 : 16;
-  while (elems <= most && int64_t{threads} * elems < cols) {
-    elems *= 2;
-  }
-  const bool held = elems <= most && !(threads == 1024 && elems == 64);
-  return {threads, threads == kWarp ? kRowsPerBlock : 1, held ? elems : 0, vectorised};
+  const int elems = int64_t{threads} * 16 >= cols ? 16 : int64_t{threads} * 32 >= cols ? 32 : 0;
+  return {threads, 1, elems, vectorised};
 }
 
 inline std::string describe(const KernelConfig& config) {

@@ -78,8 +78,7 @@ void forward_cuda(const at::Tensor& x, int64_t block_size, const at::Tensor& out
     using T = typename DeviceType<typename decltype(tag)::type>::type;
     const Matrix<const T> in = input<T>(x);
     const Matrix<T> result = output<T>(out);
-    const KernelConfig config =
-        choose_config(p.cols, aligned(in) && aligned(result), sizeof(T), p.block_size);
+    const KernelConfig config = choose_config(p.cols, aligned(in) && aligned(result), p.block_size);
     for_each_slice(p, [&](int64_t first, const Shape& shape) {
       const ForwardParams<T> params{from_batch(in, first), from_batch(result, first), shape};
       TORCH_CHECK_NOT_IMPLEMENTED(launch_forward(config, params, scope.stream()),
@@ -100,7 +99,7 @@ void backward_cuda(const at::Tensor& dy, const at::Tensor& y, const at::Tensor& 
     const Matrix<const T> softmax = input<T>(y);
     const Matrix<T> result = output<T>(dx);
     const bool vectorised = aligned(upstream) && aligned(softmax) && aligned(result);
-    const KernelConfig config = choose_config(p.cols, vectorised, sizeof(T), /*block_size=*/0);
+    const KernelConfig config = choose_config(p.cols, vectorised, /*block_size=*/0);
     for_each_slice(p, [&](int64_t first, const Shape& shape) {
       const BackwardParams<T> params{from_batch(upstream, first), from_batch(softmax, first),
                                      from_batch(result, first), shape};

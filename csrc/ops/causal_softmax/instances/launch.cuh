@@ -61,18 +61,8 @@ using Compiled =
           Instance<T, 1024, 1, 16, kVectorised>, Instance<T, 1024, 1, 32, kVectorised>,
           Instance<T, 512, 1, 0, kVectorised>, Instance<T, 1024, 1, 0, kVectorised>>;
 
-// Packed 16-bit values only: 64 of them fit the registers.
-template <typename T>
-using CompiledWide = Table<Instance<T, 32, kRowsPerBlock, 64, true>, Instance<T, 128, 1, 64, true>,
-                           Instance<T, 256, 1, 64, true>, Instance<T, 512, 1, 64, true>>;
-
 template <typename T, typename Launch>
 bool run_compiled(const KernelConfig& config, Launch&& launch) {
-  if constexpr (sizeof(T) == 2) {
-    if (CompiledWide<T>::run(config, launch)) {
-      return true;
-    }
-  }
   return Compiled<T, true>::run(config, launch) || Compiled<T, false>::run(config, launch);
 }
 

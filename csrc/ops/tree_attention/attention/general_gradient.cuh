@@ -136,6 +136,7 @@ __global__ void __launch_bounds__(kGeneralWarps * 32)
       sum[half + i] += ds * (high * turn.x - low * turn.y);
     }
   }
+  __syncwarp();  // the loop's lane of sum[K/2 + i] need not be the one that stores it
   float* partial = out.partial + row * p.key_dim;
   T* result =
       static_cast<T*>(out.gradient) + batch * out.gradient_batch + (query * num_heads + head) * p.key_dim;
@@ -246,6 +247,7 @@ __global__ void __launch_bounds__(kGeneralWarps * 32)
       }
     }
   }
+  __syncwarp();  // the loop's lane of key_sum[K/2 + i] need not be the one that stores it
   const auto write = [&](float* to, const float* sum, int dim) {
     for (int i = lane; to && i < dim; i += 32) {
       float* element = to + row * dim + i;
