@@ -1,4 +1,7 @@
-"""hadamard_transform, its in-place form and grouped_hadamard against the float64 reference (docs/semantics.md §4.1)."""
+"""hadamard_transform, its in-place form and grouped_hadamard against the float64 reference (docs/semantics.md §4.1).
+
+Longer than other files because three ops share its cases, from values to compilation.
+"""
 
 from __future__ import annotations
 

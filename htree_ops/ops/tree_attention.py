@@ -1,4 +1,7 @@
-"""Tree attention: the operator, its module, and the typed functions of every stage (docs/semantics.md §1)."""
+"""Tree attention: the operator, its module, and the typed functions of every stage (docs/semantics.md §1).
+
+Longer than other files because every public function carries its shapes, dtypes, errors and formula.
+"""
 
 from __future__ import annotations
 

@@ -11,6 +11,8 @@ Every function raises ShapeMismatchError, UnsupportedDtypeError or DeviceError n
 required and what came, and ValueError for an option outside its range. Only ``tree_build`` and ``rope`` have
 a gradient; a backward through the other functions raises RuntimeError (NotImplementedError for those that
 write into an argument).
+
+Longer than other files because each of the fifteen stages carries its shapes, dtypes, errors and formula.
 """
 
 from __future__ import annotations
