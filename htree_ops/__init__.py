@@ -17,6 +17,12 @@ from htree_ops.errors import (  # noqa: E402
     UnsupportedDtypeError,
 )
 from htree_ops.ops.causal_softmax import causal_softmax  # noqa: E402
+from htree_ops.ops.gated_mlp import (  # noqa: E402
+    FusedGatedMLP,
+    GatedMLPInput,
+    gated_mlp,
+    validate_gated_mlp_inputs,
+)
 from htree_ops.ops.hadamard import (  # noqa: E402
     HadamardTransform,
     grouped_hadamard,
@@ -36,7 +42,9 @@ from htree_ops.version import __version__  # noqa: E402
 __all__ = [
     "ArchitectureNotSupportedError",
     "DeviceError",
+    "FusedGatedMLP",
     "FusedRMSNormRoPE",
+    "GatedMLPInput",
     "HTreeAttention",
     "HTreeKernelError",
     "HadamardTransform",
@@ -47,11 +55,13 @@ __all__ = [
     "UnsupportedDtypeError",
     "__version__",
     "causal_softmax",
+    "gated_mlp",
     "grouped_hadamard",
     "hadamard_transform",
     "hadamard_transform_",
     "head_rmsnorm_rope",
     "rmsnorm_rope",
     "tree_attention",
+    "validate_gated_mlp_inputs",
     "validate_rmsnorm_rope_inputs",
 ]

@@ -175,10 +175,11 @@ struct BackwardNode : Function<BackwardNode> {
   static constexpr bool is_traceable = true;
 
   static variable_list forward(AutogradContext*, const Tensor& dy, const Tensor& gate, const Tensor& up,
-                               const Tensor&, const Tensor&, const Tensor&, const Arguments& a, Mask mask) {
+                               const Tensor&, const Tensor&, const Tensor&, const Arguments& a, bool saved,
+                               Mask mask) {
     at::AutoDispatchBelowADInplaceOrView guard;
     const auto [dx, dgate_weight, dup_weight] =
-        gate.defined() ? call_saved_backward(a, dy, gate, up, mask) : call_backward(a, dy, mask);
+        saved ? call_saved_backward(a, dy, gate, up, mask) : call_backward(a, dy, mask);
     variable_list wanted;
     for (const Tensor& gradient : {dx, dgate_weight, dup_weight}) {
       if (gradient.defined()) {
@@ -197,10 +198,11 @@ bool any(Mask mask) {
   return mask[0] || mask[1] || mask[2];
 }
 
-// `gate` and `up` are undefined for gated_mlp_backward.
+// Without saved products dy stands in their place: every input of a node must be a tensor.
 Gradients record_backward(const Arguments& a, const Tensor& dy, const Tensor& gate, const Tensor& up,
-                          Mask mask) {
-  const variable_list wanted = BackwardNode::apply(dy, gate, up, a.x, a.gate_weight, a.up_weight, a, mask);
+                          bool saved, Mask mask) {
+  const variable_list wanted =
+      BackwardNode::apply(dy, gate, up, a.x, a.gate_weight, a.up_weight, a, saved, mask);
   Gradients gradients;
   size_t next = 0;
   std::get<0>(gradients) = mask[0] ? wanted[next++] : Tensor();
@@ -211,7 +213,7 @@ Gradients record_backward(const Arguments& a, const Tensor& dy, const Tensor& ga
 
 Gradients backward_autograd(const Arguments& a, const Tensor& dy, Mask mask) {
   if (any(mask) && needs_grad({dy, a.x, a.gate_weight, a.up_weight})) {
-    return record_backward(a, dy, {}, {}, mask);
+    return record_backward(a, dy, dy, dy, /*saved=*/false, mask);
   }
   at::AutoDispatchBelowAutograd guard;
   return call_backward(a, dy, mask);
@@ -220,7 +222,7 @@ Gradients backward_autograd(const Arguments& a, const Tensor& dy, Mask mask) {
 Gradients saved_backward_autograd(const Arguments& a, const Tensor& dy, const Tensor& gate, const Tensor& up,
                                   Mask mask) {
   if (any(mask) && needs_grad({dy, gate, up, a.x, a.gate_weight, a.up_weight})) {
-    return record_backward(a, dy, gate, up, mask);
+    return record_backward(a, dy, gate, up, /*saved=*/true, mask);
   }
   at::AutoDispatchBelowAutograd guard;
   return call_saved_backward(a, dy, gate, up, mask);

@@ -55,7 +55,7 @@ constexpr KernelConfig config_of(const ForcedConfig& f) {
   return f.block_m == 128
              ? KernelConfig{Kernel::kTile, 128, static_cast<int>(f.block_n), f.block_n == 128 ? 4 : 6,
                             f.block_n == 128 ? 2 : 1}
-             : KernelConfig{Kernel::kStream, static_cast<int>(f.block_m), 64, f.block_m == 64 ? 4 : 5, 1};
+             : KernelConfig{Kernel::kStream, static_cast<int>(f.block_m), 64, 4, 1};
 }
 
 inline KernelConfig choose_config(const Facts& f) {
@@ -63,8 +63,8 @@ inline KernelConfig choose_config(const Facts& f) {
     return {Kernel::kComposed, 0, 0, 0, 0};
   }
   if (!f.keeps_products && f.rows <= 64) {
-    return f.rows <= 16   ? KernelConfig{Kernel::kStream, 16, 64, 5, 1}
-           : f.rows <= 32 ? KernelConfig{Kernel::kStream, 32, 64, 5, 1}
+    return f.rows <= 16   ? KernelConfig{Kernel::kStream, 16, 64, 4, 1}
+           : f.rows <= 32 ? KernelConfig{Kernel::kStream, 32, 64, 4, 1}
                           : KernelConfig{Kernel::kStream, 64, 64, 4, 1};
   }
   // Wide tiles where they fill the device twice over: below, half as wide ones leave fewer blocks idle.

@@ -26,11 +26,11 @@ cudaError_t launch_streams(const ForwardParams<typename Tr::T>& p, cudaStream_t 
 
 template <typename T, Activation kActivation>
 cudaError_t launch_rows(const ForwardParams<T>& p, const KernelConfig& c, cudaStream_t stream) {
-  if (c.rows == 16 && c.stages == 5) {
-    return launch_streams<StreamTraits<T, kActivation, 16, 5>>(p, stream);
+  if (c.rows == 16 && c.stages == 4) {
+    return launch_streams<StreamTraits<T, kActivation, 16, 4>>(p, stream);
   }
-  if (c.rows == 32 && c.stages == 5) {
-    return launch_streams<StreamTraits<T, kActivation, 32, 5>>(p, stream);
+  if (c.rows == 32 && c.stages == 4) {
+    return launch_streams<StreamTraits<T, kActivation, 32, 4>>(p, stream);
   }
   if (c.rows == 64 && c.stages == 4) {
     return launch_streams<StreamTraits<T, kActivation, 64, 4>>(p, stream);
