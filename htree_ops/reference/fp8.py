@@ -41,7 +41,7 @@ def encode(y: torch.Tensor) -> torch.Tensor:
     A magnitude lies between two codes or beyond the last: its code is the number of midpoints below it, and on a
     midpoint the even one of the two neighbours.
     """
-    magnitude = y.double().abs().nan_to_num(nan=0.0, posinf=MAX_VALUE).clamp(max=MAX_VALUE)
+    magnitude = y.double().abs().nan_to_num(nan=0.0, posinf=MAX_VALUE).clamp(max=MAX_VALUE).contiguous()
     midpoints = _midpoints(y.device)
     below = torch.searchsorted(midpoints, magnitude, right=False)  # midpoints strictly below
     upto = torch.searchsorted(midpoints, magnitude, right=True)

@@ -21,16 +21,16 @@ class OneScale {
  public:
   __device__ __forceinline__ explicit OneScale(float scale)
       : scale_(scale),
-        reciprocal_(__fdiv_rn(1.0f, scale)),
+        reciprocal_(1.0f / scale),
         is_moderate_(scale >= 0x1p-100f && scale <= 0x1p100f) {}
 
   __device__ __forceinline__ float of(int) const { return scale_; }
   __device__ __forceinline__ float quotient(float value, int) const {
     if (!is_moderate_) {
-      return __fdiv_rn(value, scale_);
+      return value / scale_;
     }
     const float y = value * reciprocal_;
-    return __fmaf_rn(__fmaf_rn(-y, scale_, value), reciprocal_, y);
+    return fmaf(fmaf(-y, scale_, value), reciprocal_, y);
   }
 
  private:
@@ -51,7 +51,7 @@ class LaneScales {
   }
 
   __device__ __forceinline__ float of(int i) const { return scale_[i]; }
-  __device__ __forceinline__ float quotient(float value, int i) const { return __fdiv_rn(value, scale_[i]); }
+  __device__ __forceinline__ float quotient(float value, int i) const { return value / scale_[i]; }
 
  private:
   float scale_[N];
