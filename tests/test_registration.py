@@ -50,6 +50,18 @@ SCHEMAS = {
     "hadamard_transform": "(Tensor x, float? scale=None) -> Tensor",
     "hadamard_transform_": "(Tensor(a!) x, float? scale=None) -> ()",
     "grouped_hadamard": "(Tensor x, int group, float? scale=None) -> Tensor",
+    "fp8_compute_scale": '(Tensor x, str granularity="tensor", int dim=-1, int block=128) -> Tensor',
+    "fp8_quantize": (
+        '(Tensor x, Tensor? scale=None, str granularity="tensor", int dim=-1, int block=128) '
+        "-> (Tensor q, Tensor scale, Tensor n_overflow)"
+    ),
+    "fp8_dequantize": "(Tensor q, Tensor scale, ScalarType dtype=half, int block=128) -> Tensor",
+    "fp8_fake_quant": (
+        '(Tensor x, Tensor? scale=None, str granularity="tensor", int dim=-1, int block=128) -> Tensor'
+    ),
+    "fp8_fake_quant_backward": (
+        '(Tensor dy, Tensor x, Tensor scale, str granularity="tensor", int dim=-1, int block=128) -> Tensor'
+    ),
     "tree_build": "(Tensor k, Tensor v, int compression_rate=16) -> (Tensor pk, Tensor pv)",
     "tree_build_backward": (
         "(Tensor dpk, Tensor dpv, SymInt n_child, int compression_rate=16) -> (Tensor, Tensor)"

@@ -12,6 +12,7 @@
 #include "device/gemm_pipeline.cuh"
 #include "device/mma.cuh"
 #include "device/stmatrix.cuh"
+#include "device/tile_order.cuh"
 #include "ops/gated_mlp/activation.cuh"
 #include "ops/gated_mlp/gated_mlp_params.h"
 
@@ -64,27 +65,9 @@ struct TileArguments {
   T* unaligned_up;
 };
 
-// Tile number to place: groups of `group` row tiles are swept across all columns, rows first, so that the
-// blocks at work at one time share rows of x and of the weights in L2.
-struct TileOrder {
-  int num_row_tiles;
-  int num_column_tiles;
-  int group;
-
-  __host__ __device__ int count() const { return num_row_tiles * num_column_tiles; }
-  __device__ __forceinline__ void place(int tile, int& row_tile, int& column_tile) const {
-    const int per_group = group * num_column_tiles;
-    const int first = tile / per_group * group;
-    const int in_group = tile % per_group;
-    const int rows = min(group, num_row_tiles - first);
-    row_tile = first + in_group % rows;
-    column_tile = in_group / rows;
-  }
-};
-
 template <class Tr>
 __device__ __forceinline__ void load_tiles(typename Tr::Shared& shared, const TileMaps& maps,
-                                           const TileOrder& order, int num_blocks) {
+                                           const device::TileOrder& order, int num_blocks) {
   using Shape = typename Tr::Shape;
   const int rank = Tr::kCluster > 1 ? static_cast<int>(device::cluster_block_rank()) : 0;
   device::RingPlace<Shape::kStages> place;
@@ -169,7 +152,7 @@ __device__ __forceinline__ void store_tile(typename Tr::Shared& shared, const De
 
 template <class Tr>
 __global__ void __launch_bounds__(Tr::kThreads, 1)
-    tile_kernel(const __grid_constant__ TileMaps maps, const TileOrder order,
+    tile_kernel(const __grid_constant__ TileMaps maps, const device::TileOrder order,
                 const TileArguments<typename Tr::T> arguments) {
 #if HTREE_SM90A
   using Shape = typename Tr::Shape;

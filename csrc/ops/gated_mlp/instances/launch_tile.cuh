@@ -38,7 +38,7 @@ cudaError_t launch_tiles(const ForwardParams<typename Tr::T>& p, cudaStream_t st
   const TileArguments<T> arguments{s, num_k_blocks(s), aligned ? nullptr : p.out, aligned ? nullptr : p.gate,
                                    aligned ? nullptr : p.up};
   constexpr int kClusterRows = Tr::kRows * Tr::kCluster;
-  const TileOrder order{static_cast<int>((s.rows + kClusterRows - 1) / kClusterRows),
+  const device::TileOrder order{static_cast<int>((s.rows + kClusterRows - 1) / kClusterRows),
                         static_cast<int>((s.inner + Tr::kColumns - 1) / Tr::kColumns), kRowTilesPerGroup};
   const int64_t clusters = std::min<int64_t>(processors / Tr::kCluster, order.count());
   return launch_cluster(tile_kernel<Tr>, dim3(static_cast<unsigned>(clusters * Tr::kCluster)), Tr::kThreads,
