@@ -29,6 +29,13 @@ SCHEMAS = {
         "(Tensor dy, Tensor x, Tensor weight, Tensor cos, Tensor sin, float eps=1e-06, "
         "bool[2] output_mask=[True, True]) -> (Tensor dx, Tensor dweight)"
     ),
+    "fp8_gemm": (
+        "(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, ScalarType output_dtype=half, "
+        "int[]? config=None) -> Tensor"
+    ),
+    "fp8_gemm_exact": (
+        "(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, ScalarType output_dtype=half) -> Tensor"
+    ),
     "gated_mlp": (
         '(Tensor x, Tensor gate_weight, Tensor up_weight, str activation="silu", str act_on="up", '
         "int[]? config=None) -> Tensor"

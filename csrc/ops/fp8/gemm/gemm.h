@@ -22,6 +22,9 @@ struct GemmArguments {
 // Checks of fp8_gemm and fp8_gemm_exact; c [M, N], uninitialised, contiguous.
 at::Tensor prepare_gemm(const GemmArguments& arguments, at::OptionalIntArrayRef config);
 
+// [] or [M, N]; never 0, so that a sum of zero stays zero where the product underflows.
+at::Tensor product_of_scales(const at::Tensor& a_scale, const at::Tensor& b_scale);
+
 // Write every element of c; M, N and K are at least 1. `config`: empty, or a tuple of the tuning space.
 void gemm_cpu(const GemmArguments& arguments, at::IntArrayRef config, const at::Tensor& c);
 void gemm_cuda(const GemmArguments& arguments, at::IntArrayRef config, const at::Tensor& c);

@@ -1,5 +1,7 @@
 // All checks and output allocation of fp8_gemm, shared by the CPU, CUDA and Meta kernels.
+#include <ATen/ops/clamp_min.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/mul.h>
 
 #include <limits>
 
@@ -55,6 +57,10 @@ at::Tensor prepare_gemm(const GemmArguments& g, at::OptionalIntArrayRef config) 
   check_gemm_scale("b_scale", g.b_scale, 1, g.b.sym_size(1));
   check_gemm_config(config);
   return at::empty_symint({g.a.sym_size(0), g.b.sym_size(1)}, g.a.options().dtype(g.output_dtype));
+}
+
+at::Tensor product_of_scales(const at::Tensor& a_scale, const at::Tensor& b_scale) {
+  return at::mul(a_scale, b_scale).clamp_min_(std::numeric_limits<float>::denorm_min());
 }
 
 }  // namespace htree::fp8

@@ -24,8 +24,7 @@ void exact_gemm_cpu(const GemmArguments& g, const at::Tensor& c) {
     const int64_t count = std::min(block, columns - first);
     const at::Tensor scale = g.b_scale.dim() == 0 ? g.b_scale : g.b_scale.narrow(1, first, count);
     at::Tensor sums = at::mm(a, g.b.narrow(1, first, count).to(at::kFloat));
-    // one after the other: the product of two scales may leave the range of fp32
-    c.narrow(1, first, count).copy_(sums.div_(g.a_scale).div_(scale));
+    c.narrow(1, first, count).copy_(sums.div_(product_of_scales(g.a_scale, scale)));
   }
 }
 

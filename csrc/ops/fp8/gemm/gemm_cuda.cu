@@ -121,8 +121,7 @@ void exact_gemm_cuda(const GemmArguments& g, const Tensor& c) {
   const LaunchScope scope(g.a);
   const c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
   Tensor sums = at::mm(g.a.to(at::kHalf), g.b.to(at::kHalf), at::kFloat);
-  // one after the other: the product of two scales may leave the range of fp32
-  c.copy_(sums.div_(g.a_scale).div_(g.b_scale));
+  c.copy_(sums.div_(product_of_scales(g.a_scale, g.b_scale)));
 }
 
 void gemm_cuda(const GemmArguments& g, at::IntArrayRef config, const Tensor& c) {

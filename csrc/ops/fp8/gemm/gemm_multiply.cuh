@@ -59,4 +59,9 @@ __device__ __forceinline__ float inverse_scale(const GemmScale& scale, int64_t i
   return 1.0f / scale.data[(index < count ? index : count - 1) * scale.stride];
 }
 
+// The sum times the product of two inverse scales, which may be infinite: a sum of zero stays zero.
+__device__ __forceinline__ float rescale(float sum, float by_row, float by_column) {
+  return sum == 0.0f ? 0.0f : sum * (by_row * by_column);
+}
+
 }  // namespace htree::fp8

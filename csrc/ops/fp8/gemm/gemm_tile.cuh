@@ -128,8 +128,8 @@ __device__ __forceinline__ void store_rows(typename Tr::Shared& shared, const CU
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float by_column = inverse_scale(p.b_scale, column + 8 * j + 2 * (lane % 4) + i, p.sizes.n);
-      d[4 * j + i] = d[4 * j + i] * by_row[0] * by_column;
-      d[4 * j + 2 + i] = d[4 * j + 2 + i] * by_row[1] * by_column;
+      d[4 * j + i] = rescale(d[4 * j + i], by_row[0], by_column);
+      d[4 * j + 2 + i] = rescale(d[4 * j + 2 + i], by_row[1], by_column);
     }
   }
   const auto value = [&](int i) { return d[i]; };
