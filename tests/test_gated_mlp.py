@@ -40,6 +40,10 @@ def on_device(case: GatedMLPCase, device: str) -> GatedMLPCase:
     return case
 
 
+#: Gradients beyond the range of fp16 have no bound to test.
+BACKWARD = [c for c in [*CASES, *LAYOUT_CASES] if c.dtype != torch.float16 or c.magnitude <= 10]
+
+
 def dy_for(case: GatedMLPCase, device: str) -> Tensor:
     return normal((*case.rows, case.inner), case.dtype, device, seed=77)
 
@@ -71,11 +75,9 @@ def test_forward(case: GatedMLPCase, device: str, nan_memory: None) -> None:
     assert torch.equal(op(*inputs), out), "two runs must agree bit for bit"
 
 
-@pytest.mark.parametrize("case", [*CASES, *LAYOUT_CASES], ids=case_id)
+@pytest.mark.parametrize("case", BACKWARD, ids=case_id)
 def test_backward(case: GatedMLPCase, device: str, nan_memory: None) -> None:
     case = on_device(case, device)
-    if case.magnitude > 10 and case.dtype == torch.float16:
-        pytest.skip("gradients beyond the range of fp16 have no bound to test")
     inputs = case.make_inputs(device)
     dy = dy_for(case, device)
     again = op_backward(dy, *inputs)

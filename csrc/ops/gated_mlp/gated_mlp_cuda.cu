@@ -172,9 +172,15 @@ void backward_cuda(const Operands& o, const BackwardOperands& b) {
   });
   if (b.dx.defined()) {
     // both terms are summed in fp32 and rounded once
-    const Tensor first = product(dlinear_product, o.linear);
-    b.dx.copy_(is_half(o.x) ? at::addmm(first, dacted_product, o.acted, at::kFloat)
-                            : at::addmm(first, dacted_product, o.acted));
+    if (is_half(o.x)) {
+      Tensor sum = product(dlinear_product, o.linear);
+      at::addmm_out(sum, sum, dacted_product, o.acted, at::kFloat);
+      b.dx.copy_(sum);
+    } else {
+      Tensor dx = b.dx;
+      at::mm_out(dx, dlinear_product, o.linear);
+      dx.addmm_(dacted_product, o.acted);
+    }
   }
   if (b.dlinear.defined()) {
     Tensor dlinear = b.dlinear;
