@@ -144,10 +144,11 @@ struct Exponential {
   A rate;
   A shift;
 
-  // Where maximum * log2(e) would overflow (bf16 only), other values differ from the maximum by 2^120 or not
-  // at all, so that any finite rate gives the same 0 and 1.
+  // The rounding of `shift` is a factor common to the row, until it is a factor of 2^128. So beyond 2^24
+  // (bf16 only) the rate is a power of two, which rounds nothing; there other values differ from the maximum
+  // by 2^17 at least, and e^ of that is 0 at either rate.
   __device__ __forceinline__ explicit Exponential(A maximum)
-      : rate(fabsf(static_cast<float>(maximum)) > 2e38f ? 0.5f : kLog2E),
+      : rate(fabsf(static_cast<float>(maximum)) > 16777216.0f ? 0.5f : kLog2E),
         shift(sizeof(T) == 2 ? maximum * rate : maximum) {}
 
   __device__ __forceinline__ A operator()(A x) const {

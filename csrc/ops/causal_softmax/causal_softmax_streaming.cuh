@@ -15,6 +15,19 @@ struct StreamTraits : Traits<T, kThreads, kRowsPerBlock, kElems, /*kVectorised=*
   static constexpr int kStages = kStages_;
 };
 
+// Makes the compiler convert the elements again where they are next used. A block of 1024 threads has 64
+// registers each: arithmetic values kept from one pass over the row to the next would spill.
+template <typename Tr>
+__device__ __forceinline__ void drop_conversions(Pack<typename Tr::T, Tr::kPackElems>& pack) {
+  if constexpr (sizeof(typename Tr::T) == 2 && Tr::kBlock == 1024) {
+    auto* words = reinterpret_cast<uint32_t*>(&pack);
+#pragma unroll
+    for (int word = 0; word < Tr::kPackElems / 2; ++word) {
+      asm volatile("" : "+r"(words[word]));
+    }
+  }
+}
+
 // The rows of a group of kThreads threads on their way to shared memory. A thread reads back only what it
 // copied itself, so it waits for its own copies and for no other thread.
 template <typename Tr, int kTensors>
@@ -196,6 +209,8 @@ __global__ void __launch_bounds__(Tr::kBlock)
     for (int pack = 0; pack < Tr::kPacks; ++pack) {
       A dx[Tr::kPackElems] = {};
       if (pack_col<Tr>(pack) < visible) {
+        drop_conversions<Tr>(dy[pack]);
+        drop_conversions<Tr>(y[pack]);
 #pragma unroll
         for (int i = 0; i < Tr::kPackElems; ++i) {
           dx[i] = device::to_acc(y[pack][i]) * (device::to_acc(dy[pack][i]) - dot);
