@@ -15,6 +15,7 @@
 #endif
 
 #include "ops/causal_softmax/causal_softmax_config.h"
+#include "ops/hadamard/hadamard_config.h"
 #include "ops/rmsnorm_rope/rmsnorm_rope_config.h"
 #include "ops/tree_attention/attention/attention_config.h"
 
@@ -77,6 +78,14 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
       }
     }
   }
+  auto& hadamard = rooms["hadamard"];
+  for (int log2_length = 0; log2_length <= 15; ++log2_length) {
+    const auto text =
+        htree::hadamard::describe(htree::hadamard::choose_config(/*element_size=*/2, log2_length));
+    if (std::find(hadamard.begin(), hadamard.end(), text) == hadamard.end()) {
+      hadamard.push_back(text);
+    }
+  }
   auto& attention = rooms["tree_attention"];
   attention.push_back(
       "tensor_core: fp16, bf16; r = 16; K = V = 32, 64, 128; H / H_kv <= 16; k <= 1024; sm_80 and later");
@@ -99,6 +108,12 @@ std::tuple<int, int, int, int> causal_softmax_config(int64_t cols, int element_s
   const auto config = htree::causal_softmax::choose_config(
       {cols, element_size, vectorised, backward, block_size, shared_bytes});
   return {config.threads, config.rows_per_block, config.elems_per_thread, config.stages};
+}
+
+// (elements per thread, threads per tile, threads per block) for rows of 2^log2_length elements.
+std::tuple<int, int, int> hadamard_config(int element_size, int log2_length) {
+  const auto config = htree::hadamard::choose_config(element_size, log2_length);
+  return {1 << config.elem_bits, 1 << (config.lane_bits + config.warp_bits), config.threads()};
 }
 
 // (threads per row, pairs of packs per thread, stages, vectorised) for rows of `width` elements.
@@ -136,6 +151,8 @@ PYBIND11_MODULE(_host, module) {
              py::arg("vectorised") = true, py::arg("backward") = false, py::arg("block_size") = 0,
              py::arg("shared_bytes") = 232448,
              "The kernel that causal_softmax takes for rows of `cols` elements.");
+  module.def("hadamard_config", &hadamard_config, py::arg("element_size"), py::arg("log2_length"),
+             "The kernel that hadamard_transform takes for rows of 2^log2_length elements.");
   module.def("rmsnorm_rope_config", &rmsnorm_rope_config, py::arg("width"), py::arg("head_dim"),
              py::arg("element_size"), py::arg("vectorised"), py::arg("backward") = false,
              "The kernel that rmsnorm_rope takes for rows of `width` elements.");
