@@ -161,6 +161,17 @@ class TuningCache:
         record = self._current().get(key.text()) or self._from_package().get(key.text())
         return copy.deepcopy(record["config"]) if record else None
 
+    def get_any_dtype(self, key: CacheKey) -> Config | None:
+        """The configuration for ``key`` with any dtype; None where there is none, or where dtypes disagree."""
+        wanted = {**asdict(key), "problem": list(key.problem)}
+        found = [
+            record["config"]
+            for record in {**self._from_package(), **self._current()}.values()
+            if all(record["key"].get(name) == value for name, value in wanted.items() if name != "dtype")
+        ]
+        agree = found and all(config == found[0] for config in found)
+        return copy.deepcopy(found[0]) if agree else None
+
     def set(self, key: CacheKey, config: Config, metrics: Mapping[str, Any] | None = None) -> None:
         """Stores one configuration of JSON scalars, with its measurement, on disk.
 

@@ -64,20 +64,31 @@ def configured(
     """
     if not tensor.is_cuda or torch.compiler.is_compiling():
         return None  # a CPU ignores configurations, a trace must not depend on a file
-    memory_key = (kernel, problem, tensor.dtype, layout, tensor.device.index)
+    return choose(kernel, problem, tensor.dtype, layout, tensor.device, call)
+
+
+def choose(
+    kernel: str,
+    problem: tuple[int, ...],
+    dtype: torch.dtype,
+    layout: str,
+    device: torch.device,
+    call: Callable[[list[int] | None], Any],
+) -> list[int] | None:
+    """:func:`configured` on any device."""
+    memory_key = (kernel, problem, dtype, layout, device.index)
     if memory_key in _chosen:
         return _chosen[memory_key]
+    config = None
     mode = tuning_mode()
-    if mode == "off":
-        _chosen[memory_key] = None
-        return None
-    cache = TuningCache(cache_dir())
-    key = CacheKey.of(kernel, problem, dtype_name(tensor.dtype), layout, tensor.device)
-    config = cache.get(key)
-    if config is None and mode == "tune":
-        if may_tune():
-            return None
-        config = _search(cache, key, tensor.device, call)
+    if mode != "off":
+        cache = TuningCache(cache_dir())
+        key = CacheKey.of(kernel, problem, dtype_name(dtype), layout, device)
+        config = cache.get(key)
+        if config is None and mode == "tune":
+            if may_tune():
+                return None
+            config = _search(cache, key, device, call)
     _chosen[memory_key] = [config[name] for name in SPACES[kernel]] if config else None
     return _chosen[memory_key]
 
@@ -98,13 +109,13 @@ def _search(
         dtype=key.dtype,
         layout=key.layout,
     )
-    own = benchmark(lambda: call(None), device, 3, 20)
-    try:
-        result = tuner.tune()
-    except TuningFailedError:
-        cache.set(key, {}, asdict(compute_metrics(own)))
-        return {}
-    if own <= result.latency:
-        cache.set(key, {}, asdict(compute_metrics(own)))
-        return {}
-    return result.best_config
+    with torch.no_grad():
+        own = benchmark(lambda: call(None), device, 3, 20)
+        try:
+            result = tuner.tune()
+        except TuningFailedError:
+            result = None
+    if result is not None and result.latency < own:
+        return result.best_config
+    cache.set(key, {}, asdict(compute_metrics(own)))
+    return {}

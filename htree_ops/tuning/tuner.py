@@ -100,8 +100,8 @@ class AutoTuner:
         self.cache = TuningCache(cache_dir)
         self.problem_size = None if problem_size is None else tuple(problem_size)
         self.device = device
-        self.kernel_type = kernel_type or getattr(kernel_fn, "__name__", type(kernel_fn).__name__)
-        self.dtype = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
+        self.kernel_type = str(kernel_type or getattr(kernel_fn, "__name__", type(kernel_fn).__name__))
+        self.dtype: str | None = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
         self.layout = layout
         self.flops = flops
         self.num_bytes = num_bytes
@@ -119,7 +119,8 @@ class AutoTuner:
         tensors = _tensors(args, kwargs)
         device = self.device or (tensors[0].device if tensors else "cpu")
         problem = self.problem_size or tuple(size for tensor in tensors for size in tensor.shape)
-        key = self._key(problem, device, self.dtype or self._dtype_of(tensors))
+        floating = [tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point]
+        key = self._key(problem, device, self.dtype or (dtype_name(floating[0]) if floating else ""))
         results: list[tuple[Config, KernelMetrics]] = []
         failures: list[tuple[Config, Exception]] = []
         for done, config in enumerate(self.configs):
@@ -152,18 +153,16 @@ class AutoTuner:
     def get_cached_config(
         self, problem_size: Sequence[int], device: torch.device | str | None = None
     ) -> Config | None:
-        """The configuration that an earlier search found for ``problem_size`` on ``device``, as a copy, or None."""
-        problem = tuple(problem_size)
-        key = self._key(problem, device or self.device or "cpu", self.dtype or self._tuned_dtype)
-        return self.cache.get(key)
+        """The configuration that an earlier search found for ``problem_size`` on ``device``, as a copy, or None.
 
-    #: dtype of the last search, for look-ups without one.
-    _tuned_dtype = ""
+        A tuner that was not told a dtype takes the result of any, and None where those of several dtypes differ.
+        """
+        key = self._key(tuple(problem_size), device or self.device or "cpu", self.dtype or "")
+        return self.cache.get(key) if self.dtype else self.cache.get_any_dtype(key)
 
-    def _dtype_of(self, tensors: Sequence[torch.Tensor]) -> str:
-        floating = [tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point]
-        self._tuned_dtype = dtype_name(floating[0]) if floating else ""
-        return self._tuned_dtype
+    def key(self) -> CacheKey:
+        """The cache's key of a tuner that was told its problem_size, device and dtype."""
+        return self._key(self.problem_size or (), self.device or "cpu", self.dtype or "")
 
     def _key(self, problem: tuple[int, ...], device: torch.device | str, dtype: str) -> CacheKey:
         return CacheKey.of(self.kernel_type, problem, dtype, self.layout, device)
