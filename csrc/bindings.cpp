@@ -16,6 +16,7 @@
 
 #include "ops/causal_softmax/causal_softmax_config.h"
 #include "ops/fp8/gemm/gemm_config.h"
+#include "ops/fp8/quantize/quantize_config.h"
 #include "ops/gated_mlp/gated_mlp_config.h"
 #include "ops/hadamard/hadamard_config.h"
 #include "ops/rmsnorm_rope/rmsnorm_rope_config.h"
@@ -88,6 +89,15 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
       hadamard.push_back(text);
     }
   }
+  auto& quantize = rooms["fp8"];
+  for (int pack : {8, 1}) {
+    for (int64_t group = 64; group <= 32768; group *= 2) {
+      const auto text = htree::fp8::describe(htree::fp8::choose_group_config(group, pack));
+      if (quantize.empty() || quantize.back() != text) {
+        quantize.push_back(text);
+      }
+    }
+  }
   auto& attention = rooms["tree_attention"];
   attention.push_back(
       "tensor_core: fp16, bf16; r = 16; K = V = 32, 64, 128; H / H_kv <= 16; k <= 1024; sm_80 and later");
@@ -140,6 +150,18 @@ std::tuple<int, int, int> hadamard_config(int element_size, int log2_length) {
   return {1 << config.elem_bits, 1 << (config.lane_bits + config.warp_bits), config.threads()};
 }
 
+// (threads per chunk, packs per thread, elements per pack, blocks that share a group in the search for its
+// largest magnitude, or 0) for fp8_quantize of a contiguous matrix. `layout`: 0 one scale, 1 groups along
+// rows, 2 groups of rows of one matrix.
+std::tuple<int, int, int, int64_t> fp8_quantize_config(int64_t rows, int64_t cols, int layout, int64_t group,
+                                                       int element_size, int num_processors) {
+  using namespace htree::fp8;
+  const MatrixShape shape{rows, cols, static_cast<ScaleLayout>(layout), group, rows};
+  const int pack = choose_pack(shape, cols, element_size, /*aligned=*/true);
+  const ChunkConfig config = choose_group_config(group, pack);
+  return {config.threads, config.packs, pack, choose_largest_config(shape, pack, num_processors).num_splits};
+}
+
 // (threads per row, pairs of packs per thread, stages, vectorised) for rows of `width` elements.
 std::tuple<int, int, int, bool> rmsnorm_rope_config(int64_t width, int64_t head_dim, int element_size,
                                                     bool vectorised, bool backward) {
@@ -189,6 +211,9 @@ PYBIND11_MODULE(_host, module) {
              "The kernel that causal_softmax takes for rows of `cols` elements.");
   module.def("hadamard_config", &hadamard_config, py::arg("element_size"), py::arg("log2_length"),
              "The kernel that hadamard_transform takes for rows of 2^log2_length elements.");
+  module.def("fp8_quantize_config", &fp8_quantize_config, py::arg("rows"), py::arg("cols"), py::arg("layout"),
+             py::arg("group"), py::arg("element_size") = 2, py::arg("num_processors") = 132,
+             "The kernels that fp8_quantize takes: (threads, packs, pack, splits).");
   module.def("rmsnorm_rope_config", &rmsnorm_rope_config, py::arg("width"), py::arg("head_dim"),
              py::arg("element_size"), py::arg("vectorised"), py::arg("backward") = false,
              "The kernel that rmsnorm_rope takes for rows of `width` elements.");

@@ -275,6 +275,27 @@ def test_overflow_handler_refusals(arguments, kind, message) -> None:
         handle_fp8_overflow(**{"tensor": X, "scale": 1.0, **arguments})
 
 
+# ---- the choice of kernels
+
+
+@pytest.mark.parametrize("element_size", [2, 4])
+def test_kernel_configuration(element_size: int) -> None:
+    config = pytest.importorskip("htree_ops._host").fp8_quantize_config
+    wide = 16 // element_size
+    for cols in (8, 64, 100, 128, 1000, 8192, 32768, 33001, 65536):
+        threads, packs, pack, splits = config(64, cols, 1, cols, element_size)
+        assert pack == (wide if cols % wide == 0 else 1)
+        assert (threads == 0) == (splits > 0), "read once, or searched first"
+        if threads:
+            assert threads * packs * pack >= cols
+            assert threads * packs * pack < 4 * max(cols, 256), "few idle threads"
+    assert config(1, 2**27, 0, 2**27, element_size)[3] == 4 * 132
+    assert config(1, 5000, 0, 5000, element_size)[3] <= 3
+    assert config(4096, 4096, 2, 4096, element_size)[3] * 4096 // (32 * wide) >= 4 * 132
+    assert config(4096, 4096, 2, 64, element_size)[3] == 1
+    assert config(16, 8192, 1, 100, element_size)[2] == (1 if 100 % wide else wide)
+
+
 # ---- numbers as scales, meta tensors, compilation
 
 

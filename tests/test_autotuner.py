@@ -1,0 +1,537 @@
+"""The search, its cache and the command (docs/semantics.md §3.4, property 7 of §3.5)."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import time
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from htree_ops import __main__ as command_line
+from htree_ops._load import build_info
+from htree_ops.errors import TuningFailedError
+from htree_ops.ops.tensor_spec import TensorSpec
+from htree_ops.tuning import (
+    FP8_GEMM,
+    GATED_MLP,
+    RMSNORM_ROPE,
+    SPACES,
+    AutoTuner,
+    CacheKey,
+    KernelMetrics,
+    TritonAutoTuner,
+    TuningCache,
+    TuningResult,
+    config_search,
+    forget,
+    gated_mlp_flops,
+    gemm_flops,
+    problems,
+    select,
+    tuner,
+    tuning_mode,
+)
+from htree_ops.tuning.cache import BUNDLED, cache_dir
+from htree_ops.tuning.command import progress_bar
+from htree_ops.tuning.metrics import compute_metrics
+
+KEY = CacheKey(
+    "rmsnorm_rope", (8, 2048, 4096, 128), "bfloat16", "contiguous", "NVIDIA H200", "9.0", "1", "ab"
+)
+QUICK = {"warmup_runs": 1, "benchmark_runs": 3}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HTREE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("HTREE_TUNE", raising=False)
+    forget()
+    yield
+    forget()
+
+
+def sleeping(x: torch.Tensor, *, wait_ms: float, fail: bool = False) -> torch.Tensor:
+    """Stands for a kernel whose speed its configuration decides."""
+    if fail:
+        raise NotImplementedError(f"no kernel for {wait_ms}")
+    time.sleep(wait_ms / 1e3)
+    return x
+
+
+# ---- spaces
+
+
+def test_the_spaces_have_the_documented_values() -> None:
+    assert dict(RMSNORM_ROPE) == {
+        "BLOCK_SIZE": (64, 128, 256, 512, 1024),
+        "num_warps": (2, 4, 8),
+        "num_stages": (1, 2, 3),
+    }
+    assert dict(GATED_MLP) == {
+        "BLOCK_M": (32, 64, 128),
+        "BLOCK_N": (32, 64, 128),
+        "BLOCK_K": (32, 64),
+        "num_warps": (4, 8),
+        "num_stages": (2, 3, 4),
+    }
+    assert dict(FP8_GEMM) == {
+        "BLOCK_M": (64, 128, 256),
+        "BLOCK_N": (64, 128, 256),
+        "BLOCK_K": (32, 64),
+        "GROUP_SIZE_M": (4, 8),
+        "num_warps": (4, 8),
+        "num_stages": (3, 4, 5),
+    }
+    assert [len(config_search(SPACES[name])) for name in ("rmsnorm_rope", "gated_mlp", "fp8_gemm")] == [
+        45,
+        108,
+        216,
+    ]
+
+
+def test_the_product_goes_in_key_order() -> None:
+    assert config_search({"a": (1, 2), "b": "xy"}) == [
+        {"a": 1, "b": "x"},
+        {"a": 1, "b": "y"},
+        {"a": 2, "b": "x"},
+        {"a": 2, "b": "y"},
+    ]
+    assert config_search({"a": (1, 2, 3)}, lambda config: config["a"] != 2) == [{"a": 1}, {"a": 3}]
+    assert config_search({}) == [{}]
+    with pytest.raises(ValueError, match="b has no values"):
+        config_search({"a": (1,), "b": ()})
+
+
+# ---- metrics and specs
+
+
+def test_metrics_and_their_fields() -> None:
+    assert [f.name for f in fields(KernelMetrics)] == [
+        "latency_ms",
+        "throughput_tflops",
+        "bandwidth_gbps",
+        "bandwidth_utilization",
+    ]
+    metrics = compute_metrics(2.0, flops=gemm_flops(1000, 2000, 3000), num_bytes=4e9, peak_gbps=4000.0)
+    assert metrics == KernelMetrics(2.0, 6.0, 2000.0, 50.0)
+    assert compute_metrics(0.0) == KernelMetrics(0.0, 0.0, 0.0, 0.0)
+    assert gated_mlp_flops(2, 3, 5, 7) == 4 * 2 * 3 * 5 * 7
+    result = TuningResult({"a": 1}, metrics)
+    assert (result.latency, result.throughput, result.bandwidth) == (2.0, 6.0, 2000.0)
+    assert result.all_results == result.failures == []
+
+
+def test_tensor_spec() -> None:
+    assert TensorSpec((2,), torch.float32) == TensorSpec((2,), torch.float32, "cuda", True)
+    for spec in (
+        TensorSpec((3, 4), torch.bfloat16, "cpu"),
+        TensorSpec((3, 4), torch.float32, "cpu", contiguous=False),
+        TensorSpec((5,), torch.int32, "cpu"),
+        TensorSpec((4, 2), torch.float8_e4m3fn, "cpu"),
+    ):
+        tensor = spec.create_tensor()
+        spec.validate(tensor)
+        assert tensor.is_contiguous() is spec.contiguous
+    spec = TensorSpec((3, 4), torch.float32, "cpu")
+    good = spec.create_tensor()
+    for wrong, kind in (
+        (good.half(), TypeError),
+        (good[:2], ValueError),
+        (good.t().contiguous().t(), ValueError),
+        (good.to("meta"), RuntimeError),
+        ([1.0], TypeError),
+    ):
+        with pytest.raises(kind, match="weight must be|weight must have"):  # noqa: RUF043
+            spec.validate(wrong, "weight")  # type: ignore[arg-type]
+
+
+# ---- the search
+
+
+def test_the_fastest_configuration_wins() -> None:
+    assert TritonAutoTuner is AutoTuner
+    space = {"wait_ms": (3.0, 0.0, 1.5), "fail": (False, True)}
+    seen: list[tuple[int, int]] = []
+    search = AutoTuner(sleeping, space, **QUICK, num_bytes=1e3, progress=lambda *state: seen.append(state))
+    x = torch.zeros(4, 6, dtype=torch.float16)
+    result = search.tune(x)
+    assert result.best_config == {"wait_ms": 0.0, "fail": False}
+    assert [config["wait_ms"] for config, _ in result.all_results] == [3.0, 0.0, 1.5]
+    assert [config["wait_ms"] for config, _ in result.failures] == [3.0, 0.0, 1.5]
+    assert all(isinstance(error, NotImplementedError) for _, error in result.failures)
+    assert result.all_results[0][1].latency_ms >= 3.0
+    assert result.metrics.bandwidth_gbps == pytest.approx(1e3 / (result.latency * 1e6))
+    assert (result.problem_size, result.device) == ((4, 6), "cpu")
+    assert seen == [(i, 6) for i in range(1, 7)]
+    for again in (search, AutoTuner(sleeping, space), AutoTuner(sleeping, space, dtype=torch.float16)):
+        assert again.get_cached_config((4, 6), "cpu") == result.best_config
+    assert AutoTuner(sleeping, space, dtype=torch.float32).get_cached_config((4, 6), "cpu") is None
+    assert search.get_cached_config((4, 7), "cpu") is None
+    assert search.get_cached_config((4, 6), "NVIDIA H200") is None
+
+
+def test_ties_go_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuner, "benchmark", lambda *_: 1.0)
+    result = AutoTuner(lambda **_: None, {"a": (1, 2), "b": (3, 4)}).tune()
+    assert result.best_config == {"a": 1, "b": 3}
+
+
+def test_the_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    class Clock:
+        def time_calls(self, calls_, keep):
+            calls.extend(call() for call in calls_)
+            return [100.0, 1.0, 5.0, 900.0, 4.0]
+
+    monkeypatch.setattr(tuner, "clock_for", lambda device: Clock())
+    assert tuner.benchmark(lambda: 7, "cpu", 3, 5) == 5.0 / 1e3
+    assert calls == [7] * 5
+
+
+def test_nothing_runs() -> None:
+    search = AutoTuner(sleeping, {"wait_ms": (1.0, 2.0), "fail": (True,)}, problem_size=(3, 5))
+    with pytest.raises(TuningFailedError, match="none of 2 configurations of sleeping") as error:
+        search.tune(torch.zeros(2))
+    assert isinstance(error.value, RuntimeError)
+    assert error.value.configs_tried == 2
+    assert tuple(error.value.problem_size) == (3, 5)
+    assert str(error.value.last_error) == "no kernel for 2.0"
+    assert search.get_cached_config((3, 5), "cpu") is None
+
+
+def test_only_exceptions_are_skipped() -> None:
+    def interrupted(**_: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        AutoTuner(interrupted, {"a": (1,)}).tune()
+    for wrong in ({"warmup_runs": -1}, {"benchmark_runs": 0}):
+        with pytest.raises(ValueError, match="benchmark_runs at least 1"):
+            AutoTuner(sleeping, {"a": (1,)}, **wrong)
+
+
+def test_no_search_inside_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = AutoTuner(sleeping, {"wait_ms": (0.0,)}, **QUICK)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(RuntimeError, match=r"cannot tune while torch\.compile is tracing"):
+        search.tune(torch.zeros(2))
+
+
+@pytest.mark.gpu
+def test_no_search_inside_a_capture() -> None:
+    search = AutoTuner(sleeping, {"wait_ms": (0.0,)}, **QUICK)
+    graph = torch.cuda.CUDAGraph()
+    x = torch.zeros(2, device="cuda")
+    with torch.cuda.graph(graph):
+        x.add_(1)
+        with pytest.raises(RuntimeError, match="cannot tune while a CUDA graph is being captured"):
+            search.tune(x)
+
+
+# ---- the cache
+
+names = st.text('abz_,:"{}é ', min_size=1, max_size=8)
+keys = st.builds(
+    CacheKey,
+    kernel=names,
+    problem=st.lists(st.integers(0, 2**40), max_size=4).map(tuple),
+    dtype=names,
+    layout=names,
+    device=names,
+    capability=names,
+    version=names,
+    source=names,
+)
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=5)
+)
+configs = st.dictionaries(names, scalars, max_size=4)
+
+
+@given(entries=st.dictionaries(keys, configs, min_size=1, max_size=5), other=keys)
+def test_property_7_what_was_stored_comes_back(tmp_path_factory, entries, other) -> None:
+    """Feature: tuner, Property 7: set and get agree, also after a reload; keys are isolated; copies come out."""
+    folder = tmp_path_factory.mktemp("cache")
+    cache = TuningCache(folder, bundled=None)
+    for key, config in entries.items():
+        cache.set(key, config)
+    for reader in (cache, TuningCache(folder, bundled=None)):
+        for key, config in entries.items():
+            got = reader.get(key)
+            assert got == config
+            got["changed"] = 1
+            assert reader.get(key) == config
+        if other not in entries:
+            assert reader.get(other) is None
+
+
+@pytest.mark.parametrize("field", [f.name for f in fields(CacheKey)])
+def test_every_field_of_the_key_counts(field: str, tmp_path: Path) -> None:
+    cache = TuningCache(tmp_path, bundled=None)
+    cache.set(KEY, {"a": 1})
+    changed = replace(KEY, **{field: (1,) if field == "problem" else "other"})
+    assert cache.get(changed) is None
+    assert cache.get(replace(KEY)) == {"a": 1}
+
+
+def test_a_stored_config_is_not_the_callers(tmp_path: Path) -> None:
+    cache = TuningCache(tmp_path, bundled=None)
+    config = {"a": 1}
+    cache.set(KEY, config)
+    config["a"] = 2
+    assert cache.get(KEY) == {"a": 1}
+    for wrong in ({"a": [1]}, {"a": {}}, {1: 2}, {"a": torch.zeros(1)}):
+        with pytest.raises(TypeError, match="JSON scalars"):
+            cache.set(KEY, wrong)  # type: ignore[arg-type]
+    cache.clear()
+    assert cache.get(KEY) is None
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"\xff\x00", b'{"format": 99, "records": {}}', b'{"format": 1}']
+)
+def test_a_damaged_file_is_moved_aside(content: bytes, tmp_path: Path) -> None:
+    cache = TuningCache(tmp_path, bundled=None)
+    cache.path.write_bytes(content)
+    with pytest.warns(RuntimeWarning, match="cannot be read"):
+        assert cache.get(KEY) is None
+    aside = list(tmp_path.glob("tuning.json.damaged-*"))
+    assert [path.read_bytes() for path in aside] == [content]
+    cache.set(KEY, {"a": 1})
+    assert TuningCache(tmp_path, bundled=None).get(KEY) == {"a": 1}
+
+
+def test_a_damaged_record_is_a_miss_and_the_others_stay(tmp_path: Path) -> None:
+    cache = TuningCache(tmp_path, bundled=None)
+    other = replace(KEY, kernel="gated_mlp")
+    cache.set(KEY, {"a": 1})
+    cache.set(other, {"a": 2})
+    content = json.loads(cache.path.read_text())
+    content["records"][KEY.text()]["config"]["a"] = 3
+    cache.path.write_text(json.dumps(content))
+    with pytest.warns(RuntimeWarning, match="damaged tuning record"):
+        assert cache.get(KEY) is None
+    assert cache.get(other) == {"a": 2}
+
+
+def _write_many(folder: str, worker: int, count: int) -> None:
+    cache = TuningCache(folder, bundled=None)
+    for i in range(count):
+        cache.set(replace(KEY, problem=(worker, i)), {"worker": worker, "i": i})
+
+
+def test_eight_writers_lose_nothing(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=_write_many, args=(str(tmp_path), w, 12)) for w in range(8)]
+    reader = TuningCache(tmp_path, bundled=None)
+    for worker in workers:
+        worker.start()
+    while any(worker.is_alive() for worker in workers):
+        got = reader.get(replace(KEY, problem=(3, 5)))  # never half a file
+        assert got in (None, {"worker": 3, "i": 5})
+    for worker in workers:
+        worker.join()
+        assert worker.exitcode == 0
+    fresh = TuningCache(tmp_path, bundled=None)
+    for worker_idx in range(8):
+        for i in range(12):
+            assert fresh.get(replace(KEY, problem=(worker_idx, i))) == {"worker": worker_idx, "i": i}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["tuning.json", "tuning.json.lock"]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = TuningCache(tmp_path, bundled=None)
+    cache.set(KEY, {"a": 1})
+    before = cache.path.read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space left"):
+        cache.set(KEY, {"a": 2})
+    assert cache.path.read_bytes() == before
+    assert not list(tmp_path.glob(".tuning*"))
+
+
+def test_where_the_cache_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache_dir() == tmp_path / "cache"
+    monkeypatch.delenv("HTREE_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_dir() == tmp_path / "htree_ops"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_dir() == Path.home() / ".cache" / "htree_ops"
+
+
+def test_results_that_come_with_the_package(tmp_path: Path) -> None:
+    shipped, own = tmp_path / "shipped", TuningCache(tmp_path / "own", bundled=tmp_path / "shipped")
+    source = TuningCache(tmp_path / "source", bundled=None)
+    source.set(KEY, {"a": 1})
+    assert source.export(shipped / "h200.json") == 1
+    assert own.get(KEY) == {"a": 1}
+    own.set(KEY, {"a": 2})
+    assert own.get(KEY) == {"a": 2}
+    for path in sorted(BUNDLED.glob("*.json")):
+        content = json.loads(path.read_text())
+        cache = TuningCache(tmp_path / "none")
+        for record in content["records"].values():
+            key = CacheKey(**{**record["key"], "problem": tuple(record["key"]["problem"])})
+            assert cache.get(key) == record["config"]
+            assert set(record["config"]) in (set(), set(SPACES[key.kernel]))
+
+
+def test_the_build_says_what_its_kernels_are() -> None:
+    hashes = build_info()["source_hashes"]
+    assert {"rmsnorm_rope", "fp8"} <= set(hashes)
+    assert CacheKey.of("fp8_gemm", (1,), "", "", "cpu").source == hashes["fp8"]
+    assert CacheKey.of("somebody_elses", (1,), "", "", "cpu").source == "unknown"
+
+
+# ---- HTREE_TUNE
+
+
+def test_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tuning_mode() == "read"
+    monkeypatch.setenv("HTREE_TUNE", "always")
+    with pytest.raises(ValueError, match="HTREE_TUNE must be off, read or tune, got 'always'"):
+        tuning_mode()
+
+
+def pick(call=lambda config: None, problem=(1, 2, 3, 4)):
+    return select.choose("rmsnorm_rope", problem, torch.bfloat16, "contiguous", torch.device("cpu"), call)
+
+
+def test_nothing_is_searched_unasked_or_inside_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[list[int] | None] = []
+    assert pick(tried.append) is None
+    forget()
+    monkeypatch.setenv("HTREE_TUNE", "tune")
+    with monkeypatch.context() as tracing:
+        tracing.setattr(torch.compiler, "is_compiling", lambda: True)
+        assert pick(tried.append) is None
+    assert tried == []
+    pick(tried.append)
+    assert tried
+
+
+def test_tuning_at_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(config):
+        tried.append(config)
+        if config is not None and config != [128, 4, 2]:
+            raise NotImplementedError
+        time.sleep(2e-3 if config is None else 0)
+
+    tried: list[list[int] | None] = []
+    monkeypatch.setenv("HTREE_TUNE", "tune")
+    assert pick(call) == [128, 4, 2]
+    assert {tuple(config) for config in tried if config} == {
+        tuple(config.values()) for config in config_search(RMSNORM_ROPE)
+    }
+    searched = len(tried)
+    assert pick(call) == [128, 4, 2]
+    forget()
+    assert pick(call) == [128, 4, 2]
+    monkeypatch.setenv("HTREE_TUNE", "read")
+    forget()
+    assert pick(call) == [128, 4, 2]
+    assert pick(call, problem=(9, 9, 9, 9)) is None
+    monkeypatch.setenv("HTREE_TUNE", "off")
+    forget()
+    assert pick(call) is None
+    assert len(tried) == searched
+
+
+def test_the_kernels_own_choice_may_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTREE_TUNE", "tune")
+    assert pick(lambda config: time.sleep(0 if config is None else 1e-3), problem=(5, 5, 5, 5)) is None
+
+    def never(config):
+        if config is not None:
+            raise NotImplementedError
+        counted.append(1)
+
+    counted: list[int] = []
+    assert pick(never, problem=(6, 6, 6, 6)) is None
+    before = len(counted)
+    forget()
+    assert pick(never, problem=(6, 6, 6, 6)) is None
+    assert len(counted) == before
+
+
+def test_ops_take_configurations_as_lists(device: str) -> None:
+    problem = problems.make_problem("rmsnorm_rope", (2, 3, 256, 64), torch.bfloat16, device)
+    own = problem.call()
+    for config in (
+        {"BLOCK_SIZE": 64, "num_warps": 2, "num_stages": 1},
+        {"BLOCK_SIZE": 128, "num_warps": 4, "num_stages": 2},
+    ):
+        assert torch.allclose(problem.call(**config).float(), own.float(), rtol=2.0**-7, atol=1e-6)
+    with pytest.raises(ValueError, match="takes 4 sizes"):
+        problems.make_problem("rmsnorm_rope", (2, 3), torch.bfloat16, device)
+    with pytest.raises(ValueError, match="kernel must be one of"):
+        problems.make_problem("softmax", (2, 3), torch.bfloat16, device)
+
+
+@pytest.mark.gpu
+def test_a_tuned_call_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from htree_ops import rmsnorm_rope
+
+    x = torch.randn(2, 64, 1024, device="cuda", dtype=torch.bfloat16)
+    weight, table = torch.ones(1024, device="cuda"), torch.ones(64, 128, device="cuda")
+    plain = torch.ops.htree.rmsnorm_rope(x, weight, table, table)
+    monkeypatch.setenv("HTREE_TUNE", "tune")
+    assert torch.allclose(rmsnorm_rope(x, weight, table, table).float(), plain.float(), rtol=2.0**-7)
+    assert json.loads((cache_dir() / "tuning.json").read_text())["records"]
+
+
+# ---- the command
+
+
+def test_the_command_on_a_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    target = tmp_path / "out.json"
+    arguments = ["tune", "--kernel", "rmsnorm_rope", "--sizes", "1", "2", "64", "32", "--device", "cpu"]
+    status = command_line.main([*arguments, "--runs", "2", "--warmup", "0", "--export", str(target)])
+    assert status == 0
+    captured = capsys.readouterr()
+    assert captured.out.count("rmsnorm_rope 1x2x64x32") == 2
+    assert "45/45" in captured.err
+    records = json.loads(target.read_text())["records"].values()
+    assert {record["key"]["dtype"] for record in records} == {"bfloat16", "float16"}
+    assert all(record["metrics"]["latency_ms"] > 0 for record in records)
+    assert command_line.main(["tune", "--kernel", "rmsnorm_rope", "--sizes", "1", "--device", "cpu"]) == 2
+    if not torch.cuda.is_available():
+        assert command_line.main(["tune"]) == 2
+        assert "there is no GPU" in capsys.readouterr().err
+
+
+def test_the_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    class Terminal(list):
+        def isatty(self) -> bool:
+            return True
+
+        def write(self, text: str) -> None:
+            self.append(text)
+
+        def flush(self) -> None:
+            return None
+
+    terminal = Terminal()
+    show = progress_bar("label", terminal)  # type: ignore[arg-type]
+    show(1, 2)
+    show(2, 2)
+    assert terminal[0] == "\rlabel [############............] 1/2"
+    assert "".join(terminal).endswith("\rlabel [########################] 2/2\n")
+    assert math.isfinite(asdict(compute_metrics(1.0))["latency_ms"])
