@@ -10,7 +10,11 @@ _host = pytest.importorskip("htree_ops._host", reason="no _host for this Python"
 @pytest.mark.parametrize(
     ("rows", "inner", "options", "words"),
     [
-        (1, 11264, {}, "stream: 16 rows"),
+        (1, 11264, {}, "vector: 1 rows, 3 stages per warp"),
+        (3, 11264, {}, "vector: 4 rows"),
+        (1, 11264, {"hidden": 4095}, "stream: 16 rows"),
+        (4, 11264, {"hidden": 8192}, "stream: 16 rows"),
+        (5, 11264, {}, "stream: 16 rows"),
         (17, 11264, {}, "stream: 32 rows"),
         (64, 11264, {}, "stream: 64 rows"),
         (65, 11264, {}, "tile: 128 rows x 64 columns"),

@@ -76,9 +76,8 @@ __global__ void __launch_bounds__(Tr::kThreads)
       for (int i = 0; i < 2; ++i) {
         const int64_t r = row + 8 * j + 2 * (lane % 4) + i;
         if (r < p.sizes.m) {
-          const float value =
-              rescale(sum[0][4 * j + 2 * h + i], inverse_scale(p.a_scale, r, p.sizes.m), by_column);
-          p.c[r * p.sizes.n + c] = device::from_acc<typename Tr::Out>(value);
+          const float factor = joint_factor(inverse_scale(p.a_scale, r, p.sizes.m), by_column);
+          p.c[r * p.sizes.n + c] = device::from_acc<typename Tr::Out>(sum[0][4 * j + 2 * h + i] * factor);
         }
       }
     }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "host/launch_cluster.h"
 #include "host/tensor_map.h"
 #include "ops/fp8/gemm/gemm_launch.h"
 #include "ops/fp8/gemm/gemm_stream.cuh"
@@ -38,16 +39,12 @@ cudaError_t launch_tiles(const GemmParams<typename Tr::Out>& p, int group, cudaS
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   }
-  if (error == cudaSuccess) {
-    error = cudaFuncSetAttribute(gemm_tile_kernel<Tr>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 Tr::kSharedBytes);
-  }
   if (error != cudaSuccess) {
     return error;
   }
   const GemmSizes& s = p.sizes;
   const bool staged = sizeof(Out) == 2 && s.n % 8 == 0;
-  GemmTileMaps maps{code_map(p.a, s.m, s.k, Tr::kRows), code_map(p.b, s.n, s.k, Tr::kColumns), {}};
+  GemmTileMaps maps{code_map(p.a, s.m, s.k, Tr::kLoadedRows), code_map(p.b, s.n, s.k, Tr::kColumns), {}};
   if (staged) {
     TensorBox box;
     box.data = p.c;
@@ -60,12 +57,13 @@ cudaError_t launch_tiles(const GemmParams<typename Tr::Out>& p, int group, cudaS
     box.box[1] = 16;
     maps.c = make_tensor_map(box);
   }
+  constexpr int kClusterColumns = Tr::kColumns * Tr::kCluster;
   const device::TileOrder order{static_cast<int>((s.m + Tr::kRows - 1) / Tr::kRows),
-                                static_cast<int>((s.n + Tr::kColumns - 1) / Tr::kColumns), group};
+                                static_cast<int>((s.n + kClusterColumns - 1) / kClusterColumns), group};
   const GemmTileArguments<Out> arguments{s, p.a_scale, p.b_scale, staged ? nullptr : p.c, num_code_blocks(s)};
-  const int blocks = std::min(processors, order.count());
-  gemm_tile_kernel<Tr><<<blocks, Tr::kThreads, Tr::kSharedBytes, stream>>>(maps, order, arguments);
-  return cudaGetLastError();
+  const int clusters = std::min(processors / Tr::kCluster, order.count());
+  return launch_cluster(gemm_tile_kernel<Tr>, dim3(static_cast<unsigned>(clusters * Tr::kCluster)),
+                        Tr::kThreads, Tr::kSharedBytes, Tr::kCluster, stream, maps, order, arguments);
 }
 
 template <class Tr>
@@ -87,20 +85,20 @@ cudaError_t launch_streams(const GemmParams<typename Tr::Out>& p, cudaStream_t s
 
 template <typename Out>
 cudaError_t launch_gemm_tile(const GemmParams<Out>& p, const GemmConfig& c, cudaStream_t stream) {
-  if (c.rows == 128 && c.columns == 128 && c.stages == 5) {
+  if (c.rows == 128 && c.columns == 128 && c.stages == 5 && c.cluster == 1) {
     if (c.promote == 128) {
-      return launch_tiles<GemmTileTraits<Out, 128, 128, 5, 128>>(p, c.group, stream);
+      return launch_tiles<GemmTileTraits<Out, 128, 128, 5, 128, 1>>(p, c.group, stream);
     }
     if (c.promote == 64) {
-      return launch_tiles<GemmTileTraits<Out, 128, 128, 5, 64>>(p, c.group, stream);
+      return launch_tiles<GemmTileTraits<Out, 128, 128, 5, 64, 1>>(p, c.group, stream);
     }
   }
-  if (c.rows == 256 && c.columns == 128 && c.stages == 4) {
+  if (c.rows == 256 && c.columns == 128 && c.stages == 4 && c.cluster == 2) {
     if (c.promote == 128) {
-      return launch_tiles<GemmTileTraits<Out, 256, 128, 4, 128>>(p, c.group, stream);
+      return launch_tiles<GemmTileTraits<Out, 256, 128, 4, 128, 2, Stagger::kTile>>(p, c.group, stream);
     }
     if (c.promote == 64) {
-      return launch_tiles<GemmTileTraits<Out, 256, 128, 4, 64>>(p, c.group, stream);
+      return launch_tiles<GemmTileTraits<Out, 256, 128, 4, 64, 2, Stagger::kTile>>(p, c.group, stream);
     }
   }
   return cudaErrorNotSupported;
