@@ -192,7 +192,8 @@ __global__ void __launch_bounds__(Tr::kBlock)
     const OneScale<kDivides<Job>> scale(s);
 #pragma unroll
     for (int i = 0; i < Tr::kPacks; ++i) {
-      slice.store(out, i, Job::template apply<Tr::kPack>(value[i], upstream[kIsBackward<Job> ? i : 0], scale));
+      slice.store(out, i,
+                  Job::template apply<Tr::kPack>(value[i], upstream[kIsBackward<Job> ? i : 0], scale));
     }
   }
   if constexpr (kEncodes<Job>) {

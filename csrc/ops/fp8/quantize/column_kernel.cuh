@@ -130,7 +130,7 @@ __device__ __forceinline__ bool apply_rows(const ColumnParams<typename Job::In, 
       }
       if (row < slice.end) {
         store_result<kPack>(p.out + first + row * p.grid.cols,
-                     Job::template apply<kPack>(value[i], upstream[kIsBackward<Job> ? i : 0], scale));
+                            Job::template apply<kPack>(value[i], upstream[kIsBackward<Job> ? i : 0], scale));
       }
     }
   }

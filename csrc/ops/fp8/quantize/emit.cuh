@@ -190,8 +190,8 @@ template <typename Job>
 inline constexpr bool kEncodes = std::is_same_v<Job, Encode<typename Job::In>>;
 // Jobs that divide by the scale.
 template <typename Job>
-inline constexpr bool kDivides = std::is_same_v<Job, Round<typename Job::In>> ||
-                                 std::is_same_v<Job, Decode<typename Job::Out>>;
+inline constexpr bool kDivides =
+    std::is_same_v<Job, Round<typename Job::In>> || std::is_same_v<Job, Decode<typename Job::Out>>;
 template <typename Job>
 inline constexpr bool kIsBackward = std::is_same_v<Job, RoundBackward<typename Job::In>>;
 
