@@ -81,14 +81,6 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
       }
     }
   }
-  auto& hadamard = rooms["hadamard"];
-  for (int log2_length = 0; log2_length <= 15; ++log2_length) {
-    const auto text =
-        htree::hadamard::describe(htree::hadamard::choose_config(/*element_size=*/2, log2_length));
-    if (std::find(hadamard.begin(), hadamard.end(), text) == hadamard.end()) {
-      hadamard.push_back(text);
-    }
-  }
   auto& quantize = rooms["fp8"];
   for (int pack : {8, 1}) {
     for (int64_t group = 64; group <= 32768; group *= 2) {
@@ -96,6 +88,14 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
       if (quantize.empty() || quantize.back() != text) {
         quantize.push_back(text);
       }
+    }
+  }
+  auto& hadamard = rooms["hadamard"];
+  for (int log2_length = 0; log2_length <= 15; ++log2_length) {
+    const auto text =
+        htree::hadamard::describe(htree::hadamard::choose_config(/*element_size=*/2, log2_length));
+    if (std::find(hadamard.begin(), hadamard.end(), text) == hadamard.end()) {
+      hadamard.push_back(text);
     }
   }
   auto& attention = rooms["tree_attention"];
@@ -209,11 +209,11 @@ PYBIND11_MODULE(_host, module) {
              py::arg("vectorised") = true, py::arg("backward") = false, py::arg("block_size") = 0,
              py::arg("shared_bytes") = 232448,
              "The kernel that causal_softmax takes for rows of `cols` elements.");
-  module.def("hadamard_config", &hadamard_config, py::arg("element_size"), py::arg("log2_length"),
-             "The kernel that hadamard_transform takes for rows of 2^log2_length elements.");
   module.def("fp8_quantize_config", &fp8_quantize_config, py::arg("rows"), py::arg("cols"), py::arg("layout"),
              py::arg("group"), py::arg("element_size") = 2, py::arg("num_processors") = 132,
              "The kernels that fp8_quantize takes: (threads, packs, pack, splits).");
+  module.def("hadamard_config", &hadamard_config, py::arg("element_size"), py::arg("log2_length"),
+             "The kernel that hadamard_transform takes for rows of 2^log2_length elements.");
   module.def("rmsnorm_rope_config", &rmsnorm_rope_config, py::arg("width"), py::arg("head_dim"),
              py::arg("element_size"), py::arg("vectorised"), py::arg("backward") = false,
              "The kernel that rmsnorm_rope takes for rows of `width` elements.");

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -294,6 +295,35 @@ def test_kernel_configuration(element_size: int) -> None:
     assert config(4096, 4096, 2, 4096, element_size)[3] * 4096 // (32 * wide) >= 4 * 132
     assert config(4096, 4096, 2, 64, element_size)[3] == 1
     assert config(16, 8192, 1, 100, element_size)[2] == (1 if 100 % wide else wide)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", [128, 1000, 8192, 32768])
+def test_number_of_kernels(cols: int) -> None:
+    """x is read once, by one kernel, where its group's scale is computed or given; twice, by two, per tensor."""
+
+    def count(call: Callable[[], object]) -> int:
+        call()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            call()
+            torch.cuda.synchronize()
+        events = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        return sum(not name.startswith("Mem") for name in events)
+
+    x = torch.randn(64, cols, device="cuda", dtype=torch.bfloat16)
+    rows = fp8_quantize(x, granularity="channel")
+    whole = fp8_quantize(x)
+    columns = fp8_quantize(x, granularity="channel", dim=0)
+    dy = torch.ones_like(x)
+    assert count(lambda: ops.fp8_quantize(x, None, "channel")) == 1
+    assert count(lambda: ops.fp8_quantize(x, None, "block")) == 1
+    assert count(lambda: ops.fp8_fake_quant(x, None, "channel")) == 1
+    assert count(lambda: ops.fp8_compute_scale(x, "channel")) == 1
+    assert count(lambda: ops.fp8_quantize(x, None, "tensor")) == 2
+    assert count(lambda: ops.fp8_quantize(x, whole[1], "tensor")) <= 2  # the second copies the scale
+    for q, scale, _ in (rows, whole, columns):
+        assert count(lambda q=q, scale=scale: ops.fp8_dequantize(q, scale, torch.bfloat16)) == 1
+    assert count(lambda: ops.fp8_fake_quant_backward(dy, x, rows[1], "channel")) == 1
 
 
 # ---- numbers as scales, meta tensors, compilation

@@ -17,7 +17,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +108,29 @@ class CacheKey:
         """The key as one line, in which no two keys are equal."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
 
+    @classmethod
+    def parse(cls, text: str) -> CacheKey:
+        """The inverse of :meth:`text`."""
+        facts = json.loads(text)
+        return cls(**{**facts, "problem": tuple(facts["problem"])})
+
+    def of_any_build(self) -> CacheKey:
+        """The key without version and source."""
+        return replace(self, version="", source="")
+
 
 def _checksum(record: Mapping[str, Any]) -> str:
     content = {name: record[name] for name in ("key", "config", "metrics")}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _of_any_dtype(key: CacheKey, records: Mapping[str, dict[str, Any]]) -> list[Config]:
+    """Configurations of the records, which go by their keys' text, that are for ``key`` but for the dtype."""
+    return [
+        record["config"]
+        for text, record in records.items()
+        if replace(CacheKey.parse(text), dtype=key.dtype) == key
+    ]
 
 
 def _check_scalars(what: str, values: Mapping[str, Any]) -> None:
@@ -145,7 +164,9 @@ def _valid_records(path: Path, content: Any) -> dict[str, dict[str, Any]]:
 class TuningCache:
     """A cache in ``folder`` (default :func:`cache_dir`), above the results that come with the package.
 
-    Values that come out are copies: changing one changes no record.
+    What is on disk counts for the very build that measured it. What comes with the package is a default for every
+    build: its configurations run in all of them, which the tests check on a GPU, and a search supersedes it. Values
+    that come out are copies: changing one changes no record.
     """
 
     def __init__(self, folder: Path | str | None = None, bundled: Path | None = BUNDLED) -> None:
@@ -158,17 +179,13 @@ class TuningCache:
 
     def get(self, key: CacheKey) -> Config | None:
         """The configuration of ``key``, or None; the file is read again when another process has changed it."""
-        record = self._current().get(key.text()) or self._from_package().get(key.text())
+        record = self._current().get(key.text()) or self._from_package().get(key.of_any_build().text())
         return copy.deepcopy(record["config"]) if record else None
 
     def get_any_dtype(self, key: CacheKey) -> Config | None:
         """The configuration for ``key`` with any dtype; None where there is none, or where dtypes disagree."""
-        wanted = {**asdict(key), "problem": list(key.problem)}
-        found = [
-            record["config"]
-            for record in {**self._from_package(), **self._current()}.values()
-            if all(record["key"].get(name) == value for name, value in wanted.items() if name != "dtype")
-        ]
+        found = _of_any_dtype(key, self._current())
+        found = found or _of_any_dtype(key.of_any_build(), self._from_package())
         agree = found and all(config == found[0] for config in found)
         return copy.deepcopy(found[0]) if agree else None
 
@@ -212,7 +229,8 @@ class TuningCache:
         if self._bundled_records is None:
             self._bundled_records = {}
             for path in sorted(self._bundled.glob("*.json")) if self._bundled else ():
-                self._bundled_records |= _valid_records(path, json.loads(path.read_text()))
+                for text, record in _valid_records(path, json.loads(path.read_text())).items():
+                    self._bundled_records[CacheKey.parse(text).of_any_build().text()] = record
         return self._bundled_records
 
     def _signature(self) -> tuple[int, int, int] | None:

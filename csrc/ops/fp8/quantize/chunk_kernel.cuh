@@ -99,8 +99,15 @@ struct ChunkSlice {
   }
 
   template <typename T>
-  __device__ __forceinline__ Pack<T, Tr::kPack> load(const T* from, int pack) const {
-    return col(pack) < length ? device::load_pack<Tr::kPack>(from + col(pack)) : Pack<T, Tr::kPack>{};
+  __device__ __forceinline__ Held<T, Tr::kPack> load(const T* from, int pack) const {
+    return load_held<Tr::kPack>(col(pack) < length, from + col(pack));
+  }
+
+  template <typename T>
+  __device__ __forceinline__ void store(T* to, int pack, const Held<T, Tr::kPack>& value) const {
+    if (col(pack) < length) {
+      store_result<Tr::kPack>(to + col(pack), value);
+    }
   }
 };
 
@@ -133,12 +140,12 @@ __global__ void __launch_bounds__(Tr::kBlock)
   __shared__ uint32_t scratch[Tr::kBlock / device::kWarpSize];
   const ChunkSlice<Tr> slice(p);
   const In* x = p.x + slice.x_offset;
-  Pack<In, Tr::kPack> value[Tr::kPacks];
+  Held<In, Tr::kPack> value[Tr::kPacks];
 #pragma unroll
   for (int i = 0; i < Tr::kPacks; ++i) {
     value[i] = slice.load(x, i);
   }
-  Pack<Out, Tr::kPack> upstream[kIsBackward<Job> ? Tr::kPacks : 1];
+  Held<Out, Tr::kPack> upstream[kIsBackward<Job> ? Tr::kPacks : 1];
   if constexpr (kIsBackward<Job>) {
 #pragma unroll
     for (int i = 0; i < Tr::kPacks; ++i) {
@@ -170,16 +177,23 @@ __global__ void __launch_bounds__(Tr::kBlock)
       *p.scale = s;
     }
   }
-  const OneScale scale(s);
-
+  Out* out = p.out + slice.out_offset;
+  if constexpr (kDivides<Job>) {
+    if (!is_moderate(s)) {
+      // x is read again instead of being kept in registers over the divisions.
+#pragma unroll 1
+      for (int i = 0; i < Tr::kPacks; ++i) {
+        slice.store(out, i, Job::template apply<Tr::kPack>(slice.load(x, i), {}, OneScale<false>(s)));
+      }
+      return;
+    }
+  }
   if constexpr (!std::is_same_v<Job, Nothing<In>>) {
-    Out* out = p.out + slice.out_offset;
+    const OneScale<kDivides<Job>> scale(s);
 #pragma unroll
     for (int i = 0; i < Tr::kPacks; ++i) {
-      if (slice.col(i) < slice.length) {
-        store_result(out + slice.col(i),
-                     Job::template apply<Tr::kPack>(value[i], upstream[kIsBackward<Job> ? i : 0], scale));
-      }
+      slice.store(out, i,
+                  Job::template apply<Tr::kPack>(value[i], upstream[kIsBackward<Job> ? i : 0], scale));
     }
   }
   if constexpr (kEncodes<Job>) {
@@ -190,7 +204,7 @@ __global__ void __launch_bounds__(Tr::kBlock)
       int count = 0;
 #pragma unroll 1
       for (int i = 0; i < Tr::kPacks; ++i) {
-        count += count_overflow(slice.load(x, i), scale);
+        count += count_overflow(slice.load(x, i), OneScale<false>(s));
       }
       add_overflow(count, p.num_overflow);
     }

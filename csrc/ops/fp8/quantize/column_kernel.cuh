@@ -102,30 +102,71 @@ struct ColumnParams {
   ColumnGrid grid;
 };
 
+// Packs of a thread that are in flight at once.
+constexpr int kColumnBatch = 4;
+
+// The rows of a slice; returns whether an element goes beyond the rounding limit.
+template <typename Job, int kPack, typename Scale>
+__device__ __forceinline__ bool apply_rows(const ColumnParams<typename Job::In, typename Job::Out>& p,
+                                           const ColumnSlice& slice, const Scale& scale) {
+  const int64_t first = slice.first_row * p.grid.cols + slice.col;
+  bool is_beyond = false;
+  for (int64_t begin = slice.begin; begin < slice.end; begin += kColumnBatch * kColumnRows) {
+    Held<typename Job::In, kPack> value[kColumnBatch];
+    Held<typename Job::Out, kPack> upstream[kIsBackward<Job> ? kColumnBatch : 1];
+#pragma unroll
+    for (int i = 0; i < kColumnBatch; ++i) {
+      const int64_t row = begin + i * kColumnRows;
+      value[i] = load_held<kPack>(row < slice.end, p.x + first + row * p.grid.cols);
+      if constexpr (kIsBackward<Job>) {
+        upstream[i] = load_held<kPack>(row < slice.end, p.dy + first + row * p.grid.cols);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kColumnBatch; ++i) {
+      const int64_t row = begin + i * kColumnRows;
+      if constexpr (kEncodes<Job>) {
+        is_beyond |= exceeds_limit(value[i], scale);
+      }
+      if (row < slice.end) {
+        store_result<kPack>(p.out + first + row * p.grid.cols,
+                            Job::template apply<kPack>(value[i], upstream[kIsBackward<Job> ? i : 0], scale));
+      }
+    }
+  }
+  return is_beyond;
+}
+
 template <typename Job, int kPack>
 __global__ void __launch_bounds__(kColumnLanes* kColumnRows)
     column_kernel(const __grid_constant__ ColumnParams<typename Job::In, typename Job::Out> p) {
   const auto slice = ColumnSlice::of<kPack>(p.grid);
-  int count = 0;
-  if (slice.begin < slice.end) {
-    const LaneScales<kPack> scale(p.scale + slice.group_idx * p.grid.cols + slice.col);
-    const int64_t first = slice.first_row * p.grid.cols + slice.col;
-#pragma unroll 4
-    for (int64_t row = slice.begin; row < slice.end; row += kColumnRows) {
-      const int64_t offset = first + row * p.grid.cols;
-      const auto value = device::load_pack<kPack>(p.x + offset);
-      Pack<typename Job::Out, kPack> upstream{};
-      if constexpr (kIsBackward<Job>) {
-        upstream = device::load_pack<kPack>(p.dy + offset);
+  const float* scale = p.scale + slice.group_idx * p.grid.cols + slice.col;
+  const bool has_rows = slice.begin < slice.end;
+  bool is_beyond = false;
+  if (has_rows) {
+    bool is_quick = kDivides<Job>;
+    if constexpr (kDivides<Job>) {
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) {
+        is_quick &= is_moderate(scale[i]);
       }
-      store_result(p.out + offset, Job::template apply<kPack>(value, upstream, scale));
-      if constexpr (kEncodes<Job>) {
-        count += count_overflow(value, scale);
-      }
+    }
+    if (is_quick) {
+      apply_rows<Job, kPack>(p, slice, LaneScales<kPack, true>(scale));
+    } else {
+      is_beyond = apply_rows<Job, kPack>(p, slice, LaneScales<kPack, false>(scale));
     }
   }
   if constexpr (kEncodes<Job>) {
-    add_overflow(count, p.num_overflow);
+    if (__any_sync(device::kFullMask, is_beyond)) {
+      int count = 0;
+      for (int64_t row = slice.begin; row < slice.end; row += kColumnRows) {
+        const int64_t offset = (slice.first_row + row) * p.grid.cols + slice.col;
+        count += count_overflow(device::load_pack<kPack>(p.x + offset), LaneScales<kPack, false>(scale));
+      }
+      add_overflow(count, p.num_overflow);
+    }
   }
 }
 
