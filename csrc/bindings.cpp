@@ -117,7 +117,8 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
   for (bool hopper : {true, false}) {
     for (bool library : {true, false}) {
       for (int64_t m = 1; m <= 4096; m *= 2) {
-        const auto text = htree::fp8::describe(htree::fp8::choose_gemm_config({m, 4096, hopper, library}));
+        const auto text =
+            htree::fp8::describe(htree::fp8::choose_gemm_config({m, 4096, 4096, 132, hopper, library}));
         if (std::find(gemm.begin(), gemm.end(), text) == gemm.end()) {
           gemm.push_back(text);
         }
@@ -176,9 +177,9 @@ std::string gated_mlp_config(int64_t rows, int64_t inner, int64_t hidden, bool h
       htree::gated_mlp::choose_config({rows, inner, hidden, hopper_half, keeps_products, multiprocessors}));
 }
 
-// The kernel of fp8_gemm for c [m, n], in words.
-std::string fp8_gemm_config(int64_t m, int64_t n, bool hopper, bool library) {
-  return htree::fp8::describe(htree::fp8::choose_gemm_config({m, n, hopper, library}));
+// The kernel of fp8_gemm for c [m, n] and sums of length k, in words.
+std::string fp8_gemm_config(int64_t m, int64_t n, int64_t k, bool hopper, bool library, int multiprocessors) {
+  return htree::fp8::describe(htree::fp8::choose_gemm_config({m, n, k, multiprocessors, hopper, library}));
 }
 
 // The path and chunks of one attention call on a GPU of that capability and shared memory per block.
@@ -221,8 +222,9 @@ PYBIND11_MODULE(_host, module) {
              py::arg("hidden") = 4096, py::arg("hopper_half") = true, py::arg("keeps_products") = false,
              py::arg("multiprocessors") = 132,
              "The kernel that gated_mlp takes for x [rows, hidden] and a result [rows, inner].");
-  module.def("fp8_gemm_config", &fp8_gemm_config, py::arg("m"), py::arg("n"), py::arg("hopper") = true,
-             py::arg("library") = true, "The kernel that fp8_gemm takes for a result [m, n].");
+  module.def("fp8_gemm_config", &fp8_gemm_config, py::arg("m"), py::arg("n"), py::arg("k") = 4096,
+             py::arg("hopper") = true, py::arg("library") = true, py::arg("multiprocessors") = 132,
+             "The kernel that fp8_gemm takes for a result [m, n] and sums of length k.");
   module.def("tree_attention_config", &tree_attention_config, py::arg("sizes"), py::arg("half_dtype"),
              py::arg("compression_rate") = 16, py::arg("max_top_nodes") = 8192, py::arg("top_k") = 512,
              py::arg("selection_stride") = 1, py::arg("backward") = false, py::arg("major") = 9,

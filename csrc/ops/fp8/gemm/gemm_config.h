@@ -18,13 +18,15 @@ struct GemmConfig {
   int promote;  // elements of k that are summed before fp32 registers take over
   int group;    // row tiles swept together, 0 for kStream
   int stages;   // k-blocks of 128 in flight
-  int cluster;  // blocks that share the rows of a they load
+  int cluster;  // blocks that share the rows of a they load; for kStream, that share out k
 };
 
 // What the choice needs to know of the problem and the device.
 struct GemmFacts {
   int64_t m;
   int64_t n;
+  int64_t k;
+  int multiprocessors;
   bool hopper;   // sm_90 with its kernels compiled
   bool library;  // cuBLASLt takes the dtypes, sizes, layouts and scales
 };
@@ -56,11 +58,22 @@ constexpr GemmConfig config_of(const ForcedGemmConfig& f) {
           f.block_m == 256 ? 2 : 1};
 }
 
+// Blocks that share out k: as many as bring every multiprocessor to work, with two k-blocks each at least.
+inline int choose_parts(const GemmFacts& f) {
+  const int64_t blocks = (f.n + 63) / 64;
+  for (int parts : {4, 2}) {
+    if (blocks * parts <= f.multiprocessors && f.k >= int64_t{256} * parts) {
+      return parts;
+    }
+  }
+  return 1;
+}
+
 // Up to 64 rows the weights stream once. Beyond, the library's kernel is the faster one wherever it runs.
 inline GemmConfig choose_gemm_config(const GemmFacts& f) {
   if (f.hopper && f.m <= 64) {
     const int rows = f.m <= 16 ? 16 : f.m <= 32 ? 32 : 64;
-    return {GemmKernel::kStream, rows, 64, 128, 0, 8, 1};
+    return {GemmKernel::kStream, rows, 64, 128, 0, 8, choose_parts(f)};
   }
   if (f.library) {
     return {GemmKernel::kLibrary, 0, 0, 0, 0, 0, 0};

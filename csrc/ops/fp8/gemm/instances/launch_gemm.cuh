@@ -68,17 +68,12 @@ cudaError_t launch_tiles(const GemmParams<typename Tr::Out>& p, int group, cudaS
 
 template <class Tr>
 cudaError_t launch_streams(const GemmParams<typename Tr::Out>& p, cudaStream_t stream) {
-  const cudaError_t error = cudaFuncSetAttribute(
-      gemm_stream_kernel<Tr>, cudaFuncAttributeMaxDynamicSharedMemorySize, Tr::kSharedBytes);
-  if (error != cudaSuccess) {
-    return error;
-  }
   const GemmSizes& s = p.sizes;
   const GemmStreamMaps maps{code_map(p.a, s.m, s.k, Tr::kRows), code_map(p.b, s.n, s.k, Tr::kColumns)};
-  const dim3 grid(static_cast<unsigned>((s.n + Tr::kColumns - 1) / Tr::kColumns),
+  const dim3 grid(static_cast<unsigned>((s.n + Tr::kColumns - 1) / Tr::kColumns * Tr::kParts),
                   static_cast<unsigned>((s.m + Tr::kRows - 1) / Tr::kRows));
-  gemm_stream_kernel<Tr><<<grid, Tr::kThreads, Tr::kSharedBytes, stream>>>(maps, p, num_code_blocks(s));
-  return cudaGetLastError();
+  return launch_cluster(gemm_stream_kernel<Tr>, grid, Tr::kThreads, Tr::kSharedBytes, Tr::kParts, stream,
+                        maps, p, num_code_blocks(s));
 }
 
 }  // namespace
@@ -104,15 +99,29 @@ cudaError_t launch_gemm_tile(const GemmParams<Out>& p, const GemmConfig& c, cuda
   return cudaErrorNotSupported;
 }
 
+template <typename Out, int kRows>
+cudaError_t launch_stream_parts(const GemmParams<Out>& p, const GemmConfig& c, cudaStream_t stream) {
+  switch (c.stages == 8 ? c.cluster : 0) {
+    case 1:
+      return launch_streams<GemmStreamTraits<Out, kRows, 8, 1>>(p, stream);
+    case 2:
+      return launch_streams<GemmStreamTraits<Out, kRows, 8, 2>>(p, stream);
+    case 4:
+      return launch_streams<GemmStreamTraits<Out, kRows, 8, 4>>(p, stream);
+    default:
+      return cudaErrorNotSupported;
+  }
+}
+
 template <typename Out>
 cudaError_t launch_gemm_stream(const GemmParams<Out>& p, const GemmConfig& c, cudaStream_t stream) {
-  switch (c.stages == 8 ? c.rows : 0) {
+  switch (c.rows) {
     case 16:
-      return launch_streams<GemmStreamTraits<Out, 16, 8>>(p, stream);
+      return launch_stream_parts<Out, 16>(p, c, stream);
     case 32:
-      return launch_streams<GemmStreamTraits<Out, 32, 8>>(p, stream);
+      return launch_stream_parts<Out, 32>(p, c, stream);
     case 64:
-      return launch_streams<GemmStreamTraits<Out, 64, 8>>(p, stream);
+      return launch_stream_parts<Out, 64>(p, c, stream);
     default:
       return cudaErrorNotSupported;
   }
