@@ -26,6 +26,7 @@ from htree_ops.ops.fp8 import (  # noqa: E402
     fp8_scale_inv,
     handle_fp8_overflow,
 )
+from htree_ops.ops.fp8_gemm import fp8_gemm, fp8_gemm_exact  # noqa: E402
 from htree_ops.ops.fp8_inputs import (  # noqa: E402
     FP8GEMMInput,
     validate_fp8_gemm_inputs,
@@ -35,6 +36,12 @@ from htree_ops.ops.fp8_linear import (  # noqa: E402
     FP8Linear,
     calibrate_activation_scales,
     quantize_model_,
+)
+from htree_ops.ops.gated_mlp import (  # noqa: E402
+    FusedGatedMLP,
+    GatedMLPInput,
+    gated_mlp,
+    validate_gated_mlp_inputs,
 )
 from htree_ops.ops.hadamard import (  # noqa: E402
     HadamardTransform,
@@ -59,7 +66,9 @@ __all__ = [
     "FP8Format",
     "FP8GEMMInput",
     "FP8Linear",
+    "FusedGatedMLP",
     "FusedRMSNormRoPE",
+    "GatedMLPInput",
     "HTreeAttention",
     "HTreeKernelError",
     "HadamardTransform",
@@ -75,8 +84,11 @@ __all__ = [
     "fp8_compute_scale",
     "fp8_dequantize",
     "fp8_fake_quant",
+    "fp8_gemm",
+    "fp8_gemm_exact",
     "fp8_quantize",
     "fp8_scale_inv",
+    "gated_mlp",
     "grouped_hadamard",
     "hadamard_transform",
     "hadamard_transform_",
@@ -87,5 +99,6 @@ __all__ = [
     "tree_attention",
     "validate_fp8_gemm_inputs",
     "validate_fp8_quantize_inputs",
+    "validate_gated_mlp_inputs",
     "validate_rmsnorm_rope_inputs",
 ]
