@@ -341,6 +341,27 @@ def test_a_tuned_call_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(captured, wanted)
 
 
+def test_functions_ask_with_the_keys_of_the_command(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """What ``python -m htree_ops tune`` stores for a problem is what a call of that problem looks up."""
+    import htree_ops
+    from htree_ops.ops import fp8_gemm, gated_mlp, rmsnorm_rope
+
+    asked: list[tuple[str, tuple[int, ...], str, str]] = []
+
+    def record(kernel, problem, tensor, call, layout="contiguous"):
+        asked.append((kernel, tuple(problem), str(tensor.dtype), layout))
+        return None
+
+    for module in (fp8_gemm, gated_mlp, rmsnorm_rope):
+        monkeypatch.setattr(module, "configured", record)
+    sizes = {"rmsnorm_rope": (2, 3, 256, 64), "gated_mlp": (6, 64, 48), "fp8_gemm": (5, 32, 64)}
+    for kernel, chosen in sizes.items():
+        problem = problems.make_problem(kernel, chosen, torch.bfloat16, device)
+        getattr(htree_ops, kernel)(*problem.arguments)
+        assert asked.pop() == (kernel, chosen, str(problem.dtype), problem.layout)
+    assert not asked
+
+
 # ---- the command
 
 

@@ -77,6 +77,7 @@ def _tune(problem: problems.Problem, arguments: argparse.Namespace, folder: Path
         device=problem.device,
         kernel_type=problem.kernel,
         dtype=problem.dtype,
+        layout=problem.layout,
         flops=problem.flops,
         num_bytes=problem.num_bytes,
         progress=progress_bar(label, sys.stderr),
