@@ -91,6 +91,9 @@ def test_the_format() -> None:
     info = torch.finfo(torch.float8_e4m3fn)
     assert FP8Format() == FP8Format(4, 3, info.max, info.smallest_normal, info.smallest_normal / 8)
     assert FP8Format.max_value == 448.0
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    assert tuple(values.isnan().nonzero().flatten().tolist()) == FP8Format.nan_codes
+    assert bool(values.isinf().any()) == FP8Format.has_infinity
 
 
 # ---- values

@@ -24,21 +24,6 @@ __device__ __forceinline__ Pack<T, N> load_pack(const T* p) {
   return *reinterpret_cast<const Pack<T, N>*>(p);
 }
 
-// Zeros where the pack is not wanted; chosen by words, so that elements of a byte stay together.
-template <int N, typename T>
-__device__ __forceinline__ Pack<T, N> load_pack_if(bool is_wanted, const T* p) {
-  if constexpr (sizeof(T) * N % sizeof(uint32_t) == 0) {
-    using Words = Pack<uint32_t, sizeof(T) * N / sizeof(uint32_t)>;
-    Words words{};
-    if (is_wanted) {
-      words = *reinterpret_cast<const Words*>(p);
-    }
-    return *reinterpret_cast<const Pack<T, N>*>(&words);
-  } else {
-    return is_wanted ? load_pack<N>(p) : Pack<T, N>{};
-  }
-}
-
 template <int N, typename T>
 __device__ __forceinline__ void store_pack(T* p, const Pack<T, N>& value) {
   *reinterpret_cast<Pack<T, N>*>(p) = value;

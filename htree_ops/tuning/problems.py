@@ -48,18 +48,22 @@ class Problem:
         kernel: name of the op.
         sizes: see :data:`PROBLEMS`.
         dtype: of the first floating argument, for the cache's key.
+        arguments: of the op, without a configuration.
         call: runs the op with the keys of a configuration as keywords.
         device: where the inputs lie.
         flops, num_bytes: work of one call.
+        layout: of the operands, for the cache's key.
     """
 
     kernel: str
     sizes: tuple[int, ...]
     dtype: torch.dtype
+    arguments: tuple[Any, ...]
     call: Callable[..., Any]
     device: torch.device
     flops: int
     num_bytes: int
+    layout: str = "contiguous"
 
 
 def tunable_kernels() -> list[str]:
@@ -111,10 +115,12 @@ def make_problem(
         kernel=kernel,
         sizes=sizes,
         dtype=result,
+        arguments=arguments,
         call=lambda **config: op(*arguments, list(config.values()) or None),
         device=place,
         flops=flops,
         num_bytes=num_bytes,
+        layout="column-major b" if kernel == "fp8_gemm" else "contiguous",
     )
 
 

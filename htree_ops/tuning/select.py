@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +25,15 @@ from htree_ops.tuning.tuner import AutoTuner, benchmark, may_tune
 __all__ = ["configured", "forget", "tuning_mode"]
 
 MODES = ("off", "read", "tune")
+#: Problems that are remembered; beyond this number all are looked up again.
+MAX_CHOSEN = 4096
 _chosen: dict[tuple[Any, ...], list[int] | None] = {}
+
+
+@lru_cache(maxsize=8)
+def _cache_in(folder: Path) -> TuningCache:
+    """One reader per folder: it reads a file again only where that has changed."""
+    return TuningCache(folder)
 
 
 def tuning_mode() -> str:
@@ -41,6 +51,7 @@ def tuning_mode() -> str:
 def forget() -> None:
     """Drops what this process has looked up, so that the next calls look again."""
     _chosen.clear()
+    _cache_in.cache_clear()
 
 
 def configured(
@@ -82,13 +93,17 @@ def choose(
     config = None
     mode = tuning_mode()
     if mode != "off":
-        cache = TuningCache(cache_dir())
+        cache = _cache_in(cache_dir())
         key = CacheKey.of(kernel, problem, dtype_name(dtype), layout, device)
         config = cache.get(key)
+        if config and set(config) != set(SPACES[kernel]):
+            config = None  # of a space that has changed since
         if config is None and mode == "tune":
             if may_tune():
                 return None
             config = _search(cache, key, device, call)
+    if len(_chosen) >= MAX_CHOSEN:
+        _chosen.clear()
     _chosen[memory_key] = [config[name] for name in SPACES[kernel]] if config else None
     return _chosen[memory_key]
 

@@ -46,6 +46,9 @@ struct ColumnSlice {
   }
 };
 
+// Packs of a thread that are in flight at once.
+constexpr int kColumnBatch = 4;
+
 template <typename T>
 struct LargestColumnParams {
   const T* x;
@@ -60,15 +63,30 @@ __global__ void __launch_bounds__(kColumnLanes* kColumnRows)
   __shared__ uint32_t scratch[kColumnRows][kColumnLanes * kPack];
   const auto slice = ColumnSlice::of<kPack>(p.grid);
   const T* x = p.x + slice.first_row * p.grid.cols + slice.col;
-  uint32_t best[kPack] = {};
-#pragma unroll 4
-  for (int64_t row = slice.begin; row < slice.end; row += kColumnRows) {
-    const auto value = device::load_pack<kPack>(x + row * p.grid.cols);
+  using Magnitudes = MagnitudeWords<T, kPack>;
+  Magnitudes best;
+  for (int64_t begin = slice.begin; begin < slice.end; begin += kColumnBatch * kColumnRows) {
+    Pack<T, kPack> value[kColumnBatch];
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) {
-      const uint32_t bits = magnitude_bits(value[i]);
-      best[i] = bits < kInfinityBits<T> ? MaxBits{}(best[i], bits) : best[i];
+    for (int i = 0; i < kColumnBatch; ++i) {
+      const int64_t row = begin + i * kColumnRows;
+      value[i] = load_held<kPack>(row < slice.end, x + row * p.grid.cols);
     }
+    Magnitudes most;
+#pragma unroll
+    for (int i = 0; i < kColumnBatch; ++i) {
+      most.raise_to(Magnitudes::of(value[i]));
+    }
+    if (most.has_special()) {
+      most = {};
+#pragma unroll
+      for (int i = 0; i < kColumnBatch; ++i) {
+        auto finite = Magnitudes::of(value[i]);
+        finite.keep_finite();
+        most.raise_to(finite);
+      }
+    }
+    best.raise_to(most);
   }
 #pragma unroll
   for (int i = 0; i < kPack; ++i) {
@@ -102,16 +120,17 @@ struct ColumnParams {
   ColumnGrid grid;
 };
 
-// Packs of a thread that are in flight at once.
-constexpr int kColumnBatch = 4;
-
 // The rows of a slice; returns whether an element goes beyond the rounding limit.
 template <typename Job, int kPack, typename Scale>
 __device__ __forceinline__ bool apply_rows(const ColumnParams<typename Job::In, typename Job::Out>& p,
                                            const ColumnSlice& slice, const Scale& scale) {
   const int64_t first = slice.first_row * p.grid.cols + slice.col;
+  constexpr int64_t kStep = kColumnBatch * kColumnRows;
   bool is_beyond = false;
-  for (int64_t begin = slice.begin; begin < slice.end; begin += kColumnBatch * kColumnRows) {
+  // From the last rows to the first: the search for the largest magnitude has left the last ones in the L2
+  // cache.
+  for (int64_t step = (slice.end - slice.begin - 1) / kStep; step >= 0; --step) {
+    const int64_t begin = slice.begin + step * kStep;
     Held<typename Job::In, kPack> value[kColumnBatch];
     Held<typename Job::Out, kPack> upstream[kIsBackward<Job> ? kColumnBatch : 1];
 #pragma unroll

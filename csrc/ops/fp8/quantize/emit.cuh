@@ -20,12 +20,18 @@ inline constexpr bool kInWords = sizeof(T) == 1 && N % 4 == 0;
 template <typename T, int N>
 using Held = std::conditional_t<kInWords<T, N>, Pack<uint32_t, kInWords<T, N> ? N / 4 : 1>, Pack<T, N>>;
 
+// Zeros where the pack is not wanted; chosen by words for the same reason.
 template <int N, typename T>
 __device__ __forceinline__ Held<T, N> load_held(bool is_wanted, const T* p) {
-  if constexpr (kInWords<T, N>) {
-    return device::load_pack_if<N / 4>(is_wanted, reinterpret_cast<const uint32_t*>(p));
+  if constexpr (sizeof(T) * N % sizeof(uint32_t) == 0) {
+    using Words = Pack<uint32_t, sizeof(T) * N / sizeof(uint32_t)>;
+    Words words{};
+    if (is_wanted) {
+      words = *reinterpret_cast<const Words*>(p);
+    }
+    return *reinterpret_cast<const Held<T, N>*>(&words);
   } else {
-    return device::load_pack_if<N>(is_wanted, p);
+    return is_wanted ? *reinterpret_cast<const Held<T, N>*>(p) : Held<T, N>{};
   }
 }
 
