@@ -63,9 +63,10 @@ def fp8_gemm(
     Accuracy: on the CPU products are summed in fp32. The FP8 tensor cores of sm_90 align the terms of a sum to
     the largest and drop what lies more than about 13 bits below it, so their sums are moved to fp32 registers
     every 128 elements of K. On random data the result errs by up to 2^-12 of Σ|a·b| at K = 128 and 2^-15 at
-    K = 4096 beyond the rounding of the result, less than ``torch._scaled_mm(use_fast_accum=False)``.
+    K = 4096 beyond the rounding of the result, about as much as ``torch._scaled_mm(use_fast_accum=False)``.
     :func:`fp8_gemm_exact` sums in fp32 everywhere.
-    cuBLASLt computes the product where it takes the operands and is the fastest candidate.
+    Up to 64 rows, b streams once through a kernel of its own. Beyond, persistent tiles or cuBLASLt compute the
+    product, whichever is expected to be faster, and the tiles whatever cuBLASLt does not take.
     Source: docs/semantics.md §3.3, design document [002].
 
     Args:
