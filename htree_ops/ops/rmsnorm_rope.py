@@ -15,6 +15,7 @@ from htree_ops.errors import (
     UnsupportedDtypeError,
 )
 from htree_ops.ops.arguments import FLOATING_AND_DOUBLE, check_int, check_tensor
+from htree_ops.tuning.select import configured
 
 __all__ = [
     "FusedRMSNormRoPE",
@@ -256,9 +257,19 @@ def rmsnorm_rope(
             :func:`validate_rmsnorm_rope_inputs`.
         ArchitectureNotSupportedError: a configuration that is not compiled.
         NotImplementedError: cos or sin requires grad, or a configuration that cannot hold such rows.
+
+    Without a configuration ``HTREE_TUNE`` decides: see :mod:`htree_ops.tuning.select`.
     """
     validate_rmsnorm_rope_inputs(x, weight, cos, sin, eps, num_heads)
     config = _config(BLOCK_SIZE=BLOCK_SIZE, num_warps=num_warps, num_stages=num_stages)
+    if config is None:
+        head_dim = x.shape[2] // num_heads if num_heads else cos.shape[-1]
+        config = configured(
+            "rmsnorm_rope",
+            (*x.shape, head_dim),
+            x,
+            lambda tried: torch.ops.htree.rmsnorm_rope(x, weight, cos, sin, eps, num_heads, tried),
+        )
     return torch.ops.htree.rmsnorm_rope(x, weight, cos, sin, eps, num_heads, config)
 
 
