@@ -96,7 +96,9 @@ def _tune(problem: problems.Problem, arguments: argparse.Namespace, folder: Path
     metrics = compute_metrics(own, problem.flops, problem.num_bytes, PEAK_GBPS.get(key.device, 0.0))
     tuner.cache.set(key, {}, asdict(metrics))
     ran = len(result.all_results) if result else 0
-    return f"{label}: the kernel's own choice, {own * 1e3:.1f} us; {ran} configurations ran, none faster by 2 %"
+    return (
+        f"{label}: the kernel's own choice, {own * 1e3:.1f} us; {ran} configurations ran, none faster by 2 %"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
