@@ -102,7 +102,7 @@ def kv_compress(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Prunes, quantises and packs x [B, H_kv, S, D].
 
-    Returns bitmap int64 [B, H_kv, S, D/64], values uint8 [B, H_kv, S, row_bytes], scales fp16 [B, H_kv, S] (or 0 of them).
+    Returns bitmap int64 [B, H_kv, S, D/64], values uint8 [B, H_kv, S, row_bytes], scales fp16 [B, H_kv, S] (or 0 rows).
     """
     kept = kept_channels(x, keep, weight)
     bitmap = pack_bits(kept)
