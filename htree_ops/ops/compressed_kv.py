@@ -1,7 +1,7 @@
 """Rows of a K/V cache with few channels and few bits, and attention on them (docs/semantics.md §4.2-4.6).
 
 The functions here are the ops; :mod:`htree_ops.ops.compressed_kv_cache` has the cache that a model keeps, and
-:mod:`htree_ops.ops.mustafar_attention` the module around it.
+:mod:`htree_ops.ops.compressed_kv_attention` the module around it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def kv_prune(x: Tensor, keep: int, weight: Tensor | None = None) -> tuple[Tensor
     Source: docs/semantics.md §4.4, design document [003].
 
     Args:
-        x: [B, H_kv, S, D], D a multiple of 64, any strides; float32, float16 or bfloat16.
+        x: [B, H_kv, S, D], D 64, 128 or 256, any strides; float32, float16 or bfloat16.
         keep: channels that stay, 1 ... D; :func:`num_kept` gives it for a sparsity.
         weight: [B, H_kv, D] >= 0, any floating dtype, or None for ones.
 
@@ -56,7 +56,7 @@ def kv_prune(x: Tensor, keep: int, weight: Tensor | None = None) -> tuple[Tensor
         The pruned rows [B, H_kv, S, D] in the dtype of x, and their bitmap int64 [B, H_kv, S, D/64]. No gradient.
 
     Raises:
-        ShapeMismatchError: a rank or size that does not fit, or D no multiple of 64.
+        ShapeMismatchError: a rank or size that does not fit, or another D.
         UnsupportedDtypeError: another dtype.
         ValueError: keep outside 1 ... D, or a negative weight (seen on the CPU only).
     """
@@ -76,7 +76,7 @@ def kv_compress(x: Tensor, keep: int, bits: int = 8, weight: Tensor | None = Non
     Source: docs/semantics.md §4.5, design document [003] (``convert_key_batched_quant``).
 
     Args:
-        x: [B, H_kv, S, D], D a multiple of 64, any strides; float32, float16 or bfloat16. Not float32 for 16 bits.
+        x: [B, H_kv, S, D], D 64, 128 or 256, any strides; float32, float16 or bfloat16. Not float32 for 16 bits.
         keep: channels that stay, 1 ... D.
         bits: 16, 8 or 4 per kept value.
         weight: as in :func:`kv_prune`.
@@ -178,28 +178,28 @@ def kv_decode_attention(
     are never transformed. Source: docs/semantics.md §4.6, design document [003] (``mustafar_attention``).
 
     Args:
-        q: [B, H, Dk] or [B, H, 1, Dk], rotated already; float32, float16 or bfloat16.
+        q: [B, H, D] or [B, H, 1, D], D 64, 128 or 256, rotated already; float32, float16 or bfloat16.
         k_bitmap, k_values, k_scales: compressed keys of S tokens, see :class:`CompressedKV`. With ``block_table``
             they are pools [num_pages, H_kv, page, ...].
-        v_bitmap, v_values, v_scales: the values, of width Dv, with the same tokens.
-        k_win, v_win: dense window [B, H_kv, W, Dk] and [B, H_kv, W, Dv] in the dtype of q, the keys transformed like
-            the compressed ones.
+            16-bit values are of the dtype of q, float16 for a float32 q.
+        v_bitmap, v_values, v_scales: the values of the same tokens.
+        k_win, v_win: dense window [B, H_kv, W, D] in the dtype of q, the keys transformed like the compressed ones.
         comp_len: int32 [B], compressed tokens of each sequence that exist; None is all S.
         win_len: int32 [B], tokens of each window that exist; None is all W.
-        scale: factor of the scores; None is Dk^-1/2.
+        scale: factor of the scores; None is D^-1/2.
         block_table: int32 [B, max_pages]; token t of sequence b is row t mod page of page block_table[b, t // page].
             Entries past comp_len are never read.
         k_keep, v_keep, k_bits, v_bits: as compressed.
         hadamard_group: 0, 1, or a divisor of H_kv.
-        split_size: tokens that one block of threads takes; 0 chooses by the size of the problem. With a fixed size
-            the bits of a sequence do not depend on the others of its batch.
+        split_size: compressed tokens per partial softmax, rounded up to a multiple of 256; 0 chooses by the size of
+            the problem. With a fixed size the bits of a sequence do not depend on the others of its batch.
 
     Returns:
-        out, of the shape of q with Dv as the last dim, in its dtype; lse [B, H] float32. No gradient.
+        out, of the shape and dtype of q; lse float32 [B, H] or [B, H, 1]. No gradient.
 
     Raises:
         ShapeMismatchError: a rank or size that does not fit.
-        UnsupportedDtypeError: another dtype, or 16-bit values with a float32 q.
+        UnsupportedDtypeError: another dtype.
         DeviceError: tensors on different devices.
         ValueError: keep, bits, group, split or scale out of range; lengths above the capacity, where they lie on the
             CPU (a kernel on CUDA clamps them).
@@ -208,11 +208,11 @@ def kv_decode_attention(
     pooled = block_table is not None
     lead = "num_pages H_kv page" if pooled else "B H_kv S"
     words: dict[str, tuple[Tensor, str]] = {
-        "q": (q, "B H one Dk" if isinstance(q, Tensor) and q.dim() == 4 else "B H Dk")
+        "q": (q, "B H one D" if isinstance(q, Tensor) and q.dim() == 4 else "B H D")
     }
     words |= check_compressed(op, lead, CompressedKV(k_bitmap, k_values, k_scales), k_keep, k_bits, "k_")
     words |= check_compressed(op, lead, CompressedKV(v_bitmap, v_values, v_scales), v_keep, v_bits, "v_")
-    words |= {"k_win": (k_win, "B H_kv W Dk"), "v_win": (v_win, "B H_kv W Dv")}
+    words |= {"k_win": (k_win, "B H_kv W D"), "v_win": (v_win, "B H_kv W D")}
     words |= {} if comp_len is None else {"comp_len": (comp_len, "B")}
     words |= {} if win_len is None else {"win_len": (win_len, "B")}
     words |= {} if block_table is None else {"block_table": (block_table, "B max_pages")}
@@ -223,7 +223,7 @@ def kv_decode_attention(
     for name, size, wanted in (
         ("q", q.shape[2] if q.dim() == 4 else 1, 1),
         ("k_bitmap", k_bitmap.shape[-1] * WORD, width),
-        ("v_bitmap", v_bitmap.shape[-1] * WORD, v_win.shape[-1]),
+        ("v_bitmap", v_bitmap.shape[-1] * WORD, width),
     ):
         if size != wanted:
             what = (
@@ -237,13 +237,6 @@ def kv_decode_attention(
             f"{op}: H of q must be a multiple of H_kv = {kv_heads}, got {heads}",
             expected=f"a multiple of {kv_heads}",
             actual=heads,
-            tensor_name="q",
-        )
-    if q.dtype == torch.float32 and 16 in (k_bits, v_bits):
-        raise UnsupportedDtypeError(
-            f"{op}: 16-bit values need q of float16 or bfloat16, their own dtype, got torch.float32",
-            dtype=q.dtype,
-            supported_dtypes=(torch.float16, torch.bfloat16),
             tensor_name="q",
         )
     check_int(op, "split_size", split_size, 0)

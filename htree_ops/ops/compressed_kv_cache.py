@@ -56,7 +56,7 @@ class CompressedKVCache(CompressedTokens):
 
     Args:
         batch: B, sequences; num_kv_heads: H_kv.
-        head_dim: Dk = Dv, or (Dk, Dv); multiples of 64.
+        head_dim: D, 64, 128 or 256.
         capacity: most tokens of a sequence.
         keep, bits: of the rows, 1 ... D and 16, 8 or 4; one number, or (keys, values).
         window: R, tokens that always stay dense. chunk: C, tokens that are compressed at a time.
@@ -68,11 +68,11 @@ class CompressedKVCache(CompressedTokens):
         device: where the cache lies.
 
     Attributes:
-        key_weight: [B, H_kv, Dk] >= 0 or None: weight of the channels for keys that are compressed from now on.
+        key_weight: [B, H_kv, D] >= 0 or None: weight of the channels for keys that are compressed from now on.
         comp_len, win_len: int32 [B] on the device, compressed and dense tokens.
 
     Raises:
-        ShapeMismatchError: a width that is no multiple of 64.
+        ShapeMismatchError: another head_dim.
         UnsupportedDtypeError: another dtype, or float32 with 16 bits.
         TypeError, ValueError: a number of the wrong kind or out of range.
     """
@@ -82,11 +82,11 @@ class CompressedKVCache(CompressedTokens):
         """:func:`htree_ops.kv_decode_attention` of q over everything that the cache holds.
 
         Args:
-            q: [B, H, Dk] or [B, H, 1, Dk] in the dtype of the cache, rotated, not transformed.
-            scale: factor of the scores; None is Dk^-1/2.
+            q: [B, H, D] or [B, H, 1, D] in the dtype of the cache, rotated, not transformed.
+            scale: factor of the scores; None is D^-1/2.
 
         Returns:
-            out, of the shape of q with Dv last, and lse float32 [B, H].
+            out, of the shape and dtype of q, and lse float32 [B, H] or [B, H, 1].
         """
         keys, values = self.formats
         k, v = self.storage.parts
@@ -98,7 +98,7 @@ class CompressedKVCache(CompressedTokens):
 
     @torch.no_grad()
     def to_dense(self) -> tuple[Tensor, Tensor]:
-        """Keys [B, H_kv, L, Dk] and values [B, H_kv, L, Dv] as attention sees them, L the longest sequence.
+        """Keys [B, H_kv, L, D] and values [B, H_kv, L, D] as attention sees them, L the longest sequence.
 
         In the dtype of the cache; keys are transformed back (one more rounding), and rows past a sequence are 0.
         """
@@ -140,7 +140,7 @@ class CompressedKVCache(CompressedTokens):
         """What decides the bytes of a token, as :meth:`load_state_dict` compares it."""
         return {
             "num_kv_heads": self.num_kv_heads,
-            "head_dim": tuple(f.head_dim for f in self.formats),
+            "head_dim": self.formats[0].head_dim,
             "keep": tuple(f.keep for f in self.formats),
             "bits": tuple(f.bits for f in self.formats),
             "window": self.window,

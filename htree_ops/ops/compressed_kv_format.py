@@ -15,8 +15,10 @@ from htree_ops.ops.hadamard import MAX_LENGTH
 __all__ = ["BITS", "WORD", "CompressedKV", "num_kept", "row_bytes"]
 
 BITS = (16, 8, 4)
-#: Channels of one word of a bitmap; the width of a row is a multiple of it.
+#: Channels of one word of a bitmap.
 WORD = 64
+#: Channels of a row.
+WIDTHS = (64, 128, 256)
 
 
 class CompressedKV(NamedTuple):
@@ -50,16 +52,16 @@ def check_format(op: str, head_dim: int, keep: int, bits: int, prefix: str = "")
     """Checks the numbers that describe rows.
 
     Raises:
-        ShapeMismatchError: head_dim is no positive multiple of 64.
+        ShapeMismatchError: head_dim is not 64, 128 or 256.
         TypeError: keep or bits is no int.
         ValueError: keep outside 1 ... head_dim, or bits other than 16, 8 and 4.
     """
-    if head_dim < WORD or head_dim % WORD:
+    if head_dim not in WIDTHS:
         raise ShapeMismatchError(
-            f"{op}: the width of a row must be a positive multiple of {WORD}, got {head_dim}",
-            expected=f"a multiple of {WORD}",
+            f"{op}: a row must have 64, 128 or 256 channels, got {head_dim}",
+            expected=WIDTHS,
             actual=head_dim,
-            tensor_name="x" if not prefix else f"{prefix}bitmap",
+            tensor_name=f"{prefix}bitmap" if prefix else "x",
         )
     check_int(op, f"{prefix}keep", keep, 1, head_dim)
     check_int(op, f"{prefix}bits", bits, 1)

@@ -29,7 +29,7 @@ class CompressedTokens:
         self,
         batch: int,
         num_kv_heads: int,
-        head_dim: int | tuple[int, int],
+        head_dim: int,
         capacity: int,
         keep: int | tuple[int, int],
         bits: int | tuple[int, int] = 8,
@@ -53,7 +53,9 @@ class CompressedTokens:
             ("split_size", split_size, 0),
         ):
             check_int(OP, name, value, least)
-        self.formats = [RowFormat(*x) for x in zip(_pair(head_dim), _pair(keep), _pair(bits), strict=True)]
+        self.formats = [
+            RowFormat(*x) for x in zip((head_dim, head_dim), _pair(keep), _pair(bits), strict=True)
+        ]
         for row_format, prefix in zip(self.formats, ("k_", "v_"), strict=True):
             row_format.check(OP, prefix)
         supported = FLOATING[1:] if 16 in _pair(bits) else FLOATING
@@ -112,7 +114,7 @@ class CompressedTokens:
 
     def _check_new(self, name: str, k: Tensor, v: Tensor) -> None:
         op = f"{OP}.{name}"
-        check_tensors(op, k=(k, "B H_kv S Dk"), v=(v, "B H_kv S Dv"))
+        check_tensors(op, k=(k, "B H_kv S D"), v=(v, "B H_kv S D"))
         check_dtype(op, (self.dtype,), k=k, v=v)
         for label, x, row_format in (("k", k, self.formats[0]), ("v", v, self.formats[1])):
             wanted = (self.batch, self.num_kv_heads, x.shape[2], row_format.head_dim)
@@ -164,7 +166,7 @@ class CompressedTokens:
         """Takes the prompts into an empty cache; attention over them is the caller's, on the dense tensors.
 
         Args:
-            k, v: [B, H_kv, S, Dk] and [B, H_kv, S, Dv] in the dtype of the cache, keys rotated.
+            k, v: [B, H_kv, S, D] in the dtype of the cache, keys rotated.
             lengths: tokens of each sequence, the first of its row; None is S for all.
 
         Raises:
@@ -203,7 +205,7 @@ class CompressedTokens:
         """Adds S tokens to every sequence; compresses whatever leaves a full window on the way.
 
         Args:
-            k, v: [B, H_kv, S, Dk] and [B, H_kv, S, Dv] in the dtype of the cache, keys rotated.
+            k, v: [B, H_kv, S, D] in the dtype of the cache, keys rotated.
 
         Raises:
             As :meth:`prefill`, less the demand for an empty cache. The cache is left as it was.

@@ -239,4 +239,4 @@ def kv_decode_attention(
         keys = keys.masked_fill(~present[:, None, :, None], 0.0)  # what is absent may hold anything
         keys = grouped_hadamard(keys, hadamard_group)
     out, lse = attention(q.flatten(2) if q.dim() == 4 else q, keys, values, present, scale)
-    return out.view(*q.shape[:-1], v_win.shape[-1]), lse
+    return out.view(*q.shape[:-1], v_win.shape[-1]), lse.view(q.shape[:-1])
