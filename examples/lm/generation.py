@@ -144,7 +144,7 @@ class Trace:
     """What a decoder said while it read a text byte by byte.
 
     Attributes:
-        log_shares: natural logarithms of the shares of the next byte, float32 [N, 256], on the CPU.
+        log_shares: natural logarithms of the shares of the next byte, float64 [N, 256], on the CPU.
         seconds: per byte, the median.
         bytes_per_token: of the caches at the end.
     """
@@ -178,13 +178,13 @@ def read_along(make: Callable[[], Decoder], prompt: Tensor, text: Tensor, label:
         shares.append(decoder.read(token[None]))
         wait_for(decoder.device)
         seconds.append(time.perf_counter() - started)
-    log_shares = torch.stack(shares).log_softmax(-1).cpu()
+    log_shares = torch.stack(shares).double().log_softmax(-1).cpu()
     median = sorted(seconds)[len(seconds) // 2] if seconds else math.nan
     return Trace(log_shares, median, decoder.bytes_per_token())
 
 
 def continuation(make: Callable[[], Decoder], prompt: Tensor, num_bytes: int, seed: int) -> list[int]:
-    """Bytes drawn after the prompt at temperature 0.7; the same random numbers for the same seed, whatever the cache."""
+    """Bytes drawn after the prompt at temperature 0.7, with the same random numbers for the same seed."""
     decoder = make()
     generator = torch.Generator().manual_seed(seed)
     logits = decoder.read(prompt)
