@@ -35,7 +35,7 @@ COMPRESS: dict[str, tuple[Call, type[Exception], str]] = {
     "float in 16": (lambda f: f(X, 20, 16), UnsupportedDtypeError, r"convert it first"),
     "weight shape": (lambda f: f(X, 20, 8, WEIGHT[:, :1]), ShapeMismatchError, r"weight"),
     "weight rank": (lambda f: f(X, 20, 8, WEIGHT[0]), ShapeMismatchError, r"weight must (be 3-D|have shape)"),
-    "weight dtype": (lambda f: f(X, 20, 8, WEIGHT.int()), UnsupportedDtypeError, r"weight must have (dtype|one of the dtypes)"),
+    "weight dtype": (lambda f: f(X, 20, 8, WEIGHT.int()), UnsupportedDtypeError, r"weight must have .*dtypes?"),
     "weight negative": (lambda f: f(X, 20, 8, -WEIGHT), ValueError, r"weight must not be negative"),
     "weight device": (lambda f: f(X, 20, 8, WEIGHT.to("meta")), DeviceError, r"weight"),
 }  # fmt: skip
@@ -109,7 +109,7 @@ DECODE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "q two tokens": ({"q": torch.zeros(2, 4, 2, 64).half()}, ShapeMismatchError, r"q"),
     "q width": ({"q": torch.zeros(2, 4, 128).half()}, ShapeMismatchError, r"128|64"),
     "q batch": ({"q": torch.zeros(3, 4, 64).half()}, ShapeMismatchError, r"2|3"),
-    "q dtype": ({"q": torch.zeros(2, 4, 64).double()}, UnsupportedDtypeError, r"q must have (dtype|one of the dtypes)"),
+    "q dtype": ({"q": torch.zeros(2, 4, 64).double()}, UnsupportedDtypeError, r"q must have (one of the )?dtypes?"),
     "heads": ({"q": torch.zeros(2, 3, 64).half()}, ShapeMismatchError, r"multiple of H_kv( =)? 2"),
     "window dtype": ({"k_win": torch.zeros(2, 2, 4, 64)}, UnsupportedDtypeError, r"k_win"),
     "window width": ({"v_win": torch.zeros(2, 2, 4, 128).half()}, ShapeMismatchError, r"v_win"),
