@@ -344,6 +344,7 @@ def step(
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("group", [0, 2])
 def test_compile_with_views(group: int, dynamic: bool, device: str) -> None:
+    torch.compiler.reset()  # the limit of recompilations counts those of other tests
     compiled = torch.compile(step, fullgraph=True, dynamic=dynamic)
     for length in (5, 9):
         x = normal((2, length, 12, 64), torch.float16, device, length)
@@ -356,9 +357,10 @@ def test_compile_with_views(group: int, dynamic: bool, device: str) -> None:
 
 
 def test_new_lengths_do_not_recompile() -> None:
+    torch.compiler.reset()
     counter = CompileCounter()
     compiled = torch.compile(step, backend=counter, fullgraph=True, dynamic=True)
-    for batch, length in ((2, 5), (3, 9), (4, 40), (5, 23)):
+    for batch, length in ((3, 5), (4, 9), (6, 40), (5, 23)):  # a first size of 2 would be taken for H_kv
         x = torch.randn(batch, length, 12, 64).half()
         k, v = torch.randn(2, batch, 2, 30 + length, 64).half()
         rows = (*ops.kv_compress(k, 39, 4), *ops.kv_compress(v, 39, 8))

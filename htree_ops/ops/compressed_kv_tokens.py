@@ -19,7 +19,7 @@ OP = "CompressedKVCache"
 
 
 def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
-    return (value[0], value[1]) if isinstance(value, (tuple, list)) and len(value) == 2 else (value, value)  # type: ignore[return-value]
+    return (value[0], value[1]) if isinstance(value, (tuple, list)) and len(value) == 2 else (value, value)
 
 
 class CompressedTokens:

@@ -204,10 +204,12 @@ class DecodeCase(Case):
             generator = torch.Generator().manual_seed(seed)
             order = torch.randperm(num_pages, generator=generator)[: self.B * max_pages]
             table = order.view(self.B, max_pages).int().to(device)
-            rows = [
-                in_pages(x, self.page, table, num_pages, math.nan if x.is_floating_point() else 0x5A)
-                for x in rows
-            ]
+            for part, x in enumerate(rows):
+                if part % 3 == 2 and (self.k_bits, self.v_bits)[part // 3] == 16:
+                    rows[part] = x.new_zeros(num_pages, self.H_kv, 0)
+                    continue
+                poison = math.nan if x.is_floating_point() else 0x5A
+                rows[part] = in_pages(x, self.page, table, num_pages, poison)
             table[:, -1] = -1
         lengths = [
             None if x is None else torch.tensor(x, dtype=torch.int32, device=device)
@@ -215,7 +217,8 @@ class DecodeCase(Case):
         ]
         if self.page and lengths[0] is None:
             lengths[0] = torch.full((self.B,), self.S, dtype=torch.int32, device=device)
-        k_win, v_win = k[:, :, self.S :].contiguous(), v[:, :, self.S :].contiguous()
+        # a clone, for contiguous() leaves an empty view the strides that it had
+        k_win, v_win = (x[:, :, self.S :].clone(memory_format=torch.contiguous_format) for x in (k, v))
         return (q, *rows, k_win, v_win, *lengths, self.scale, table)
 
     def options(self) -> dict[str, Any]:
