@@ -1,10 +1,11 @@
 // Split-KV decode attention over compressed rows. docs/semantics.md §4.6.
 //
-// A block owns up to eight query heads of one kv head and a split of its tokens; its warps take tiles of 16 tokens
-// in turn. Lane (g, t) of a warp, g = lane / 4 and t = lane % 4, expands channels [t * D/4, (t + 1) * D/4) of the
-// tokens g and g + 8: just what it holds of the left-hand operand of the score products, where K is that operand
-// and the order of channels is free. Expanded values are transposed by movmatrix into the left-hand operand of the
-// products with the weights. Scales multiply scores and weights, so quantised codes are never dequantised.
+// A block owns up to eight query heads of one kv head and a split of its tokens; its warps take tiles of 16
+// tokens in turn. Lane (g, t) of a warp, g = lane / 4 and t = lane % 4, expands channels [t * D/4, (t + 1) *
+// D/4) of the tokens g and g + 8: just what it holds of the left-hand operand of the score products, where K
+// is that operand and the order of channels is free. Expanded values are transposed by movmatrix into the
+// left-hand operand of the products with the weights. Scales multiply scores and weights, so quantised codes
+// are never dequantised.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -19,8 +20,8 @@
 
 namespace htree::compressed_kv {
 
-// Weights are kept relative to a maximum that may fall behind the true one by this many powers of two, so that
-// the sums are rescaled a few times per split only.
+// Weights are kept relative to a maximum that may fall behind the true one by this many powers of two, so
+// that the sums are rescaled a few times per split only.
 constexpr float kSlack = 8.0f;
 
 // c[16 x 8] += a[16 x 32] * b[32 x 8] on signed bytes.
@@ -63,8 +64,8 @@ struct RowPair {
 
 // `before` is the misalignment of the first row of each part in its stage.
 template <typename Tr>
-__device__ __forceinline__ RowPair<Tr> load_row_pair(uint32_t bitmap, uint32_t values, int row_bytes, int bits,
-                                                     int num_tokens, int lane) {
+__device__ __forceinline__ RowPair<Tr> load_row_pair(uint32_t bitmap, uint32_t values, int row_bytes,
+                                                     int bits, int num_tokens, int lane) {
   const int g = lane >> 2;
   const int t = lane & 3;
   RowPair<Tr> rows;
@@ -190,8 +191,8 @@ __device__ __forceinline__ void weigh_tile(RowPair<Tr>& rows, uint32_t table, ui
   }
 }
 
-// Channel of acc[index][c] in lane (g, t): column g of a transposed matrix is half g & 1 of the register of lane
-// t = g >> 1.
+// Channel of acc[index][c] in lane (g, t): column g of a transposed matrix is half g & 1 of the register of
+// lane t = g >> 1.
 template <typename Tr>
 __device__ __forceinline__ int channel_of(int g, int index, int c) {
   const int base = (g >> 1) * (Tr::kD / 4) + 8 * (index >> 1) + 4 * (index & 1);

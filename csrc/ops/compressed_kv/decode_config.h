@@ -15,8 +15,8 @@ struct DecodeConfig {
   int shared_bytes;
 };
 
-// `stage_bytes` of one warp, `table_bytes` of the selector tables, `merge_bytes` of the final sums, and the most
-// shared memory that a block may have. As many warps as fit with two stages, then as many stages as fit.
+// `stage_bytes` of one warp, `table_bytes` of the selector tables, `merge_bytes` of the final sums, and the
+// most shared memory that a block may have. As many warps as fit with two stages, then as many stages as fit.
 inline DecodeConfig choose_decode_config(int stage_bytes, int table_bytes, int merge_bytes, int padding,
                                          int most_warps, int most_stages, int most_shared) {
   const int room = most_shared - table_bytes - padding;

@@ -9,6 +9,7 @@ constexpr float kMinusInfinity = -INFINITY;
 
 // What a block works on.
 struct Split {
+  int index;
   int sequence;
   int kv_head;
   int first_head;  // of the query, counted over the batch
@@ -19,7 +20,8 @@ struct Split {
 
 __device__ __forceinline__ Split split_of(const DecodeParams& p) {
   Split s;
-  int index = blockIdx.y;
+  s.index = static_cast<int>(blockIdx.x % p.num_splits);
+  int index = static_cast<int>(blockIdx.x / p.num_splits);
   const int chunk = index % p.head_chunks;
   index /= p.head_chunks;
   s.kv_head = index % p.num_kv_heads;
@@ -31,7 +33,7 @@ __device__ __forceinline__ Split split_of(const DecodeParams& p) {
   if (p.comp_len != nullptr) {
     length = min(length, static_cast<int64_t>(max(p.comp_len[s.sequence], 0)));
   }
-  s.begin = min(static_cast<int64_t>(blockIdx.x) * p.split_size, length);
+  s.begin = min(s.index * p.split_size, length);
   s.end = min(s.begin + p.split_size, length);
   return s;
 }
@@ -47,8 +49,8 @@ __device__ __forceinline__ int64_t row_of_tile(const DecodeParams& p, const Spli
   return (known * p.num_kv_heads + s.kv_head) * p.page + token % p.page;
 }
 
-// Softmax state of a warp: heads t and t + 4 of the lanes (g, t). The maxima are alike in all lanes of a t, the
-// sums are those of the lane's own tokens.
+// Softmax state of a warp: heads t and t + 4 of the lanes (g, t). The maxima are alike in all lanes of a t,
+// the sums are those of the lane's own tokens.
 struct WarpState {
   float max[2] = {kMinusInfinity, kMinusInfinity};
   float sum[2] = {0.0f, 0.0f};
@@ -139,8 +141,9 @@ __device__ __forceinline__ void attend_tile(const DecodeParams& p, const StageLa
   WarpState& state = result.state;
   float score[2][2];
   {
-    RowPair<Tr> rows = load_row_pair<Tr>(stage + layout.k_bitmap + bitmap_before,
-                                         values_at(layout.k_values, p.k.row_bytes), p.k.row_bytes, Tr::kK, num_tokens, lane);
+    RowPair<Tr> rows =
+        load_row_pair<Tr>(stage + layout.k_bitmap + bitmap_before, values_at(layout.k_values, p.k.row_bytes),
+                          p.k.row_bytes, Tr::kK, num_tokens, lane);
     score_tile<Tr>(rows, k_table, many_heads, q, score);
   }
 #pragma unroll
@@ -154,8 +157,9 @@ __device__ __forceinline__ void attend_tile(const DecodeParams& p, const StageLa
     }
   }
   raise_max(score, state, result.acc);
-  RowPair<Tr> rows = load_row_pair<Tr>(stage + layout.v_bitmap + bitmap_before, values_at(layout.v_values, p.v.row_bytes),
-                                       p.v.row_bytes, Tr::kV, num_tokens, lane);
+  RowPair<Tr> rows =
+      load_row_pair<Tr>(stage + layout.v_bitmap + bitmap_before, values_at(layout.v_values, p.v.row_bytes),
+                        p.v.row_bytes, Tr::kV, num_tokens, lane);
   float unit[2] = {1.0f, 1.0f};
   if constexpr (Tr::kV != 16) {
     float scale[2];
@@ -257,7 +261,7 @@ __device__ __forceinline__ void merge_warps(const DecodeParams& p, const Split& 
     }
   }
   __syncthreads();
-  const int64_t part = p.first_part + blockIdx.x;
+  const int64_t part = p.first_part + s.index;
   for (int i = threadIdx.x; i < s.num_heads * Tr::kD; i += blockDim.x) {
     const int head = i / Tr::kD;
     const int channel = i % Tr::kD;
@@ -286,8 +290,9 @@ __device__ __forceinline__ void merge_warps(const DecodeParams& p, const Split& 
   }
 }
 
-// Grid: (splits, B * H_kv * head_chunks); blocks of at most kMaxWarps warps. Shared memory: the selector tables,
-// then the rings of num_stages stages per warp and their padding, or BlockMerge where that is larger.
+// Grid: B * H_kv * head_chunks * num_splits, splits innermost; blocks of at most kMaxWarps warps. Shared
+// memory: the selector tables, then the rings of num_stages stages per warp and their padding, or BlockMerge
+// where that is larger.
 template <typename Tr>
 __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
     decode_kernel(const __grid_constant__ DecodeParams p, int num_stages) {
@@ -298,15 +303,14 @@ __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
   const int num_warps = blockDim.x >> 5;
   if (s.begin >= s.end) {
     for (int head = threadIdx.x; head < s.num_heads; head += blockDim.x) {
-      const int64_t out = (s.first_head + head) * static_cast<int64_t>(p.num_parts) + p.first_part + blockIdx.x;
+      const int64_t out = (s.first_head + head) * static_cast<int64_t>(p.num_parts) + p.first_part + s.index;
       p.part_max[out] = kMinusInfinity;
       p.part_sum[out] = 0.0f;  // the accumulators of an empty part are never read
     }
     return;
   }
   const StageLayout layout(Tr::kD, p.k.row_bytes, p.v.row_bytes);
-  const uint32_t ring =
-      device::shared_address(memory) + Tr::kTableBytes + warp * num_stages * layout.bytes;
+  const uint32_t ring = device::shared_address(memory) + Tr::kTableBytes + warp * num_stages * layout.bytes;
   const int64_t stride = num_warps * kTileRows;
   const int64_t first = s.begin + warp * kTileRows;
 
@@ -357,8 +361,8 @@ __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
     wait_pending(num_stages - 1);
     __syncwarp();
     const int num_tokens = static_cast<int>(min(s.end - token, static_cast<int64_t>(kTileRows)));
-    attend_tile<Tr>(p, layout, ring + stage * layout.bytes, row_of_tile(p, s, token), num_tokens, lane, k_table,
-                    v_table, many_heads, q, result);
+    attend_tile<Tr>(p, layout, ring + stage * layout.bytes, row_of_tile(p, s, token), num_tokens, lane,
+                    k_table, v_table, many_heads, q, result);
     __syncwarp();  // the stage is free for the next copy
     stage = stage + 1 == num_stages ? 0 : stage + 1;
   }

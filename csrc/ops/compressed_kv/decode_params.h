@@ -29,6 +29,7 @@ struct DecodeParams {
   RowsView k;
   RowsView v;
   int64_t num_rows;            // of each compressed tensor
+  int64_t num_queries;         // B * H
   const int32_t* comp_len;     // [B] or null
   const int32_t* block_table;  // [B, max_pages] or null
   float* part_acc;             // [B, H, num_parts, D], not normalised
@@ -42,10 +43,11 @@ struct DecodeParams {
   int page;
   int max_pages;
   int num_pages;
-  int num_parts;     // splits of the compressed part, then those of the window
-  int first_part;    // the part that split 0 of this launch writes
-  int num_slots;     // kv heads of a group
-  float score_scale; // scale * log2(e)
+  int num_splits;     // of this launch
+  int num_parts;      // splits of the compressed part, then those of the window
+  int first_part;     // the part that split 0 of this launch writes
+  int num_slots;      // kv heads of a group
+  float score_scale;  // scale * log2(e)
 
   constexpr int heads_per_kv() const { return num_heads / num_kv_heads; }
 };

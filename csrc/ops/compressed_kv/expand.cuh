@@ -1,7 +1,7 @@
 // Eight channels of a compressed row at a time: a byte of the bitmap and the window of up to eight codes that
-// follows the codes before it. A table gives for each byte the eight 4-bit selectors of two byte permutations that
-// put the codes at their channels; a selector with its upper bit set repeats the sign bit of a byte that is
-// known to be clear, which makes a pruned channel 0. docs/semantics.md §4.5.
+// follows the codes before it. A table gives for each byte the eight 4-bit selectors of two byte permutations
+// that put the codes at their channels; a selector with its upper bit set repeats the sign bit of a byte that
+// is known to be clear, which makes a pruned channel 0. docs/semantics.md §4.5.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@ namespace htree::compressed_kv {
 // Selectors of every byte, one copy per lane so that no two lanes meet in a bank: [256][32] words.
 constexpr int kSelectorBytes = 256 * 32 * 4;
 
-// Where the permutations find the code of rank r. 8 and 16 bits: at byte r of the window. 4 bits: even ranks in
-// the first register, odd ones in the second, because that is how nibbles are cheapest to separate.
+// Where the permutations find the code of rank r. 8 and 16 bits: at byte r of the window. 4 bits: even ranks
+// in the first register, odd ones in the second, because that is how nibbles are cheapest to separate.
 template <int kBits>
 __device__ __forceinline__ uint32_t selectors_of(uint32_t byte) {
   uint32_t selectors = 0;
@@ -43,8 +43,8 @@ __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
   return value;
 }
 
-// Bytes of the pair (low, high) by the selectors in the low 16 bits. Not __byte_perm, which documents three bits
-// per selector: the fourth one repeats the sign bit of the byte.
+// Bytes of the pair (low, high) by the selectors in the low 16 bits. Not __byte_perm, which documents three
+// bits per selector: the fourth one repeats the sign bit of the byte.
 __device__ __forceinline__ uint32_t permute(uint32_t low, uint32_t high, uint32_t selectors) {
   uint32_t value;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(value) : "r"(low), "r"(high), "r"(selectors));

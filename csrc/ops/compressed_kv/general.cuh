@@ -1,5 +1,5 @@
-// Decode attention for what the tensor-core kernel leaves: the dense window, fp32 queries, expanded queries of a
-// group of kv heads, and pages that hold no whole tiles. One warp per token, fp32 arithmetic throughout.
+// Decode attention for what the tensor-core kernel leaves: the dense window, fp32 queries, expanded queries
+// of a group of kv heads, and pages that hold no whole tiles. One warp per token, fp32 arithmetic throughout.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -7,20 +7,10 @@
 
 #include "device/numeric.cuh"
 #include "device/reduce.cuh"
-#include "ops/compressed_kv/decode_params.h"
+#include "ops/compressed_kv/general_params.h"
 #include "ops/compressed_kv/query_fragments.cuh"
 
 namespace htree::compressed_kv {
-
-enum class RowKind { kFloat, kHalf, kBfloat16, kPackedHalf, kPackedBfloat16, kBytes, kNibbles };
-
-struct GeneralParams {
-  DecodeParams base;  // the tokens of a block are those of the compressed part or of the window
-  const void* k_dense;     // [B, H_kv, window, D] for the dense kinds
-  const void* v_dense;
-  RowKind k_kind;
-  RowKind v_kind;
-};
 
 __device__ __forceinline__ bool is_dense(RowKind kind) {
   return kind == RowKind::kFloat || kind == RowKind::kHalf || kind == RowKind::kBfloat16;
@@ -28,14 +18,14 @@ __device__ __forceinline__ bool is_dense(RowKind kind) {
 
 // Channels [lane * D/32, (lane + 1) * D/32) of a row as floats. All 32 lanes must call with the same row.
 template <int kHeadDim>
-__device__ __forceinline__ void load_channels(const RowsView& rows, const void* dense, RowKind kind, int64_t row,
-                                              int lane, float (&x)[kHeadDim / 32]) {
+__device__ __forceinline__ void load_channels(const RowsView& rows, const void* dense, RowKind kind,
+                                              int64_t row, int lane, float (&x)[kHeadDim / 32]) {
   constexpr int kChannels = kHeadDim / 32;
   if (is_dense(kind)) {
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
       const int64_t at = row * kHeadDim + lane * kChannels + c;
-      x[c] = kind == RowKind::kFloat    ? static_cast<const float*>(dense)[at]
+      x[c] = kind == RowKind::kFloat  ? static_cast<const float*>(dense)[at]
              : kind == RowKind::kHalf ? __half2float(static_cast<const __half*>(dense)[at])
                                       : __bfloat162float(static_cast<const __nv_bfloat16*>(dense)[at]);
     }
@@ -80,12 +70,14 @@ __device__ __forceinline__ void load_channels(const RowsView& rows, const void* 
 }
 
 // Row of a token among the rows of its tensors; pages may have any size.
-__device__ __forceinline__ int64_t row_of_token(const GeneralParams& p, int sequence, int kv_head, int64_t token) {
+__device__ __forceinline__ int64_t row_of_token(const GeneralParams& p, int sequence, int kv_head,
+                                                int64_t token) {
   const DecodeParams& d = p.base;
   if (d.block_table == nullptr || is_dense(p.k_kind)) {
     return (static_cast<int64_t>(sequence) * d.num_kv_heads + kv_head) * d.capacity + token;
   }
-  const int page = d.block_table[static_cast<int64_t>(sequence) * d.max_pages + static_cast<int>(token / d.page)];
+  const int page =
+      d.block_table[static_cast<int64_t>(sequence) * d.max_pages + static_cast<int>(token / d.page)];
   const int64_t known = min(max(page, 0), d.num_pages - 1);
   return (known * d.num_kv_heads + kv_head) * d.page + token % d.page;
 }
@@ -98,8 +90,8 @@ struct GeneralShared {
   float sum[kWarps][kHeadsPerBlock];
 };
 
-// Grid: (splits, B * H_kv * head_chunks), blocks of GeneralShared::kWarps warps. comp_len, capacity and split_size
-// are those of the part that is attended.
+// Grid: B * H_kv * head_chunks * num_splits, splits innermost; blocks of GeneralShared::kWarps warps.
+// comp_len, capacity and split_size are those of the part that is attended.
 template <int kHeadDim>
 __global__ void __launch_bounds__(32 * GeneralShared<kHeadDim>::kWarps)
     general_kernel(const __grid_constant__ GeneralParams p) {
@@ -109,9 +101,11 @@ __global__ void __launch_bounds__(32 * GeneralShared<kHeadDim>::kWarps)
   const DecodeParams& d = p.base;
   const int lane = threadIdx.x & 31;
   const int warp = threadIdx.x >> 5;
-  const int chunk = blockIdx.y % d.head_chunks;
-  const int kv_head = blockIdx.y / d.head_chunks % d.num_kv_heads;
-  const int sequence = blockIdx.y / d.head_chunks / d.num_kv_heads;
+  const int split = static_cast<int>(blockIdx.x % d.num_splits);
+  const int group = static_cast<int>(blockIdx.x / d.num_splits);
+  const int chunk = group % d.head_chunks;
+  const int kv_head = group / d.head_chunks % d.num_kv_heads;
+  const int sequence = group / d.head_chunks / d.num_kv_heads;
   const int heads_per_kv = d.num_heads / d.num_kv_heads;
   const int first_head = sequence * d.num_heads + kv_head * heads_per_kv + chunk * kHeadsPerBlock;
   const int num_heads = min(kHeadsPerBlock, heads_per_kv - chunk * kHeadsPerBlock);
@@ -119,7 +113,7 @@ __global__ void __launch_bounds__(32 * GeneralShared<kHeadDim>::kWarps)
   if (d.comp_len != nullptr) {
     length = min(length, static_cast<int64_t>(max(d.comp_len[sequence], 0)));
   }
-  const int64_t begin = min(static_cast<int64_t>(blockIdx.x) * d.split_size, length);
+  const int64_t begin = min(split * d.split_size, length);
   const int64_t end = min(begin + d.split_size, length);
 
   float max[kHeadsPerBlock];
@@ -134,7 +128,6 @@ __global__ void __launch_bounds__(32 * GeneralShared<kHeadDim>::kWarps)
       acc[h][c] = 0.0f;
     }
   }
-  const int64_t slot_stride = static_cast<int64_t>(gridDim.y / d.head_chunks / d.num_kv_heads) * d.num_heads;
   const int group_head = kv_head / d.num_slots * d.num_slots;
   for (int64_t token = begin + warp; token < end; token += Shared::kWarps) {
     float score[kHeadsPerBlock] = {};
@@ -145,7 +138,7 @@ __global__ void __launch_bounds__(32 * GeneralShared<kHeadDim>::kWarps)
 #pragma unroll
       for (int h = 0; h < kHeadsPerBlock; ++h) {
         if (h < num_heads) {
-          const int64_t at = (slot * slot_stride + first_head + h) * kHeadDim + lane * kChannels;
+          const int64_t at = (slot * d.num_queries + first_head + h) * kHeadDim + lane * kChannels;
 #pragma unroll
           for (int c = 0; c < kChannels; ++c) {
             score[h] += load_query(d, at + c) * x[c];
@@ -197,7 +190,7 @@ __global__ void __launch_bounds__(32 * GeneralShared<kHeadDim>::kWarps)
       total += shared.sum[w][head] * factor;
       value += shared.acc[w][head][i % kHeadDim] * factor;
     }
-    const int64_t out = (first_head + head) * static_cast<int64_t>(d.num_parts) + d.first_part + blockIdx.x;
+    const int64_t out = (first_head + head) * static_cast<int64_t>(d.num_parts) + d.first_part + split;
     d.part_acc[out * kHeadDim + i % kHeadDim] = value;
     if (i % kHeadDim == 0) {
       d.part_max[out] = top;
@@ -243,14 +236,14 @@ __global__ void __launch_bounds__(kHeadDim)
   }
   if (threadIdx.x == 0) {
     constexpr float kLn2 = 0.693147180559945309f;
-    lse[row] = total == 0.0f ? device::negative_infinity<float>()
+    lse[row] = total == 0.0f    ? device::negative_infinity<float>()
                : total != total ? total
                                 : top * kLn2 + logf(total);
   }
 }
 
-// The query in the space of the keys: q [B, H, D] times the orthonormal H_D, once per slot of a group with the
-// sign and the factor of §4.2. Grid: B * H; blocks of D threads; to [slots, B, H, D].
+// The query in the space of the keys: q [B, H, D] times the orthonormal H_D, once per slot of a group with
+// the sign and the factor of §4.2. Grid: B * H; blocks of D threads; to [slots, B, H, D].
 template <int kHeadDim>
 __global__ void __launch_bounds__(kHeadDim)
     transform_query_kernel(const void* q, QueryType type, int num_heads, int heads_per_kv, int num_slots,

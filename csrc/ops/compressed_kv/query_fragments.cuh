@@ -1,7 +1,7 @@
-// The query heads of a block as the right-hand operand of the score products. Column n of a product belongs to
-// query head (n >> 1) + 4 * (n & 1) with 16-bit keys, so that lane (g, t) of the result holds heads t and t + 4.
-// With 8 and 4 bits the query is an integer of 16 bits per channel in two int8 pieces, and column n of product i
-// is piece n & 1 of head 4 * i + (n >> 1): the dot products with the codes are exact.
+// The query heads of a block as the right-hand operand of the score products. Column n of a product belongs
+// to query head (n >> 1) + 4 * (n & 1) with 16-bit keys, so that lane (g, t) of the result holds heads t and
+// t + 4. With 8 and 4 bits the query is an integer of 16 bits per channel in two int8 pieces, and column n of
+// product i is piece n & 1 of head 4 * i + (n >> 1): the dot products with the codes are exact.
 #pragma once
 
 #include <cstdint>
@@ -99,8 +99,7 @@ __device__ __forceinline__ void load_half_query(const DecodeParams& p, int64_t f
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
       const int64_t at = base + 8 * group + 2 * pair;
-      q.b[0][group][pair] =
-          exists ? device::pack_pair<T>(load_query(p, at), load_query(p, at + 1)) : 0u;
+      q.b[0][group][pair] = exists ? device::pack_pair<T>(load_query(p, at), load_query(p, at + 1)) : 0u;
     }
   }
   q.factor[0] = q.factor[1] = p.score_scale;

@@ -1,5 +1,5 @@
-// Tiles of 16 rows on their way from global to shared memory: one ring of stages per warp, so that no warp waits
-// for another.
+// Tiles of 16 rows on their way from global to shared memory: one ring of stages per warp, so that no warp
+// waits for another.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@ __device__ __forceinline__ void copy_async_clipped(uint32_t shared, const void* 
                : "memory");
 }
 
-// Byte offsets of the parts of a stage. Every part has room for the bytes before its first row, because copies
-// start at multiples of 16.
+// Byte offsets of the parts of a stage. Every part has room for the bytes before its first row, because
+// copies start at multiples of 16.
 struct StageLayout {
   int k_bitmap;
   int v_bitmap;
@@ -38,12 +38,12 @@ struct StageLayout {
   }
 };
 
-// Bytes behind the last stage that the windows of a bitmap with too many bits may read: D values of 2 bytes, and
-// a window.
+// Bytes behind the last stage that the windows of a bitmap with too many bits may read: D values of 2 bytes,
+// and a window.
 constexpr int kStagePadding = 2 * 256 + 32;
 
-// Copies `bytes` bytes from `start` on to shared address `to` + start % 16, in chunks of 16 that `num_lanes` lanes
-// share. `clipped`: nothing at or behind `total` is read.
+// Copies `bytes` bytes from `start` on to shared address `to` + start % 16, in chunks of 16 that `num_lanes`
+// lanes share. `clipped`: nothing at or behind `total` is read.
 __device__ __forceinline__ void copy_span(uint32_t to, const uint8_t* from, int64_t start, int bytes,
                                           int64_t total, bool clipped, int lane, int num_lanes) {
   const int before = static_cast<int>(start) & 15;
@@ -73,11 +73,11 @@ __device__ __forceinline__ void copy_tile(const DecodeParams& p, const StageLayo
   const uint8_t* bitmap = second ? p.v.bitmap : p.k.bitmap;
   const uint16_t* scales = second ? p.v.scales : p.k.scales;
   constexpr int kBitmapBytes = kHeadDim / 8;
-  copy_span(stage + (second ? layout.v_bitmap : layout.k_bitmap), bitmap, row * kBitmapBytes, kTileRows * kBitmapBytes,
-            p.num_rows * kBitmapBytes, clipped, lane & 15, 16);
+  copy_span(stage + (second ? layout.v_bitmap : layout.k_bitmap), bitmap, row * kBitmapBytes,
+            kTileRows * kBitmapBytes, p.num_rows * kBitmapBytes, clipped, lane & 15, 16);
   if (scales != nullptr && (lane & 15) < 3) {
-    copy_span(stage + (second ? layout.v_scales : layout.k_scales), reinterpret_cast<const uint8_t*>(scales), row * 2,
-              kTileRows * 2, p.num_rows * 2, clipped, lane & 15, 16);
+    copy_span(stage + (second ? layout.v_scales : layout.k_scales), reinterpret_cast<const uint8_t*>(scales),
+              row * 2, kTileRows * 2, p.num_rows * 2, clipped, lane & 15, 16);
   }
   copy_span(stage + layout.k_values, p.k.values, row * p.k.row_bytes, kTileRows * p.k.row_bytes,
             p.num_rows * p.k.row_bytes, clipped, lane, 32);

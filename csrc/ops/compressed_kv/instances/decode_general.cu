@@ -7,22 +7,22 @@ namespace htree::compressed_kv {
 
 template <int kHeadDim>
 cudaError_t launch_decode(const DecodeParams& p, int k_bits, int v_bits, QueryType pair_type,
-                          const DecodeGrid& grid, cudaStream_t stream) {
+                          int64_t num_groups, cudaStream_t stream) {
   switch (k_bits) {
     case 4:
-      return launch_decode_keys<kHeadDim, 4>(p, v_bits, pair_type, grid, stream);
+      return launch_decode_keys<kHeadDim, 4>(p, v_bits, pair_type, num_groups, stream);
     case 8:
-      return launch_decode_keys<kHeadDim, 8>(p, v_bits, pair_type, grid, stream);
+      return launch_decode_keys<kHeadDim, 8>(p, v_bits, pair_type, num_groups, stream);
     case 16:
-      return launch_decode_keys<kHeadDim, 16>(p, v_bits, pair_type, grid, stream);
+      return launch_decode_keys<kHeadDim, 16>(p, v_bits, pair_type, num_groups, stream);
   }
   return cudaErrorInvalidValue;
 }
 
 template <int kHeadDim>
-cudaError_t launch_general(const GeneralParams& p, const DecodeGrid& grid, cudaStream_t stream) {
-  general_kernel<kHeadDim>
-      <<<dim3(grid.num_splits, grid.num_groups), 32 * GeneralShared<kHeadDim>::kWarps, 0, stream>>>(p);
+cudaError_t launch_general(const GeneralParams& p, int64_t num_groups, cudaStream_t stream) {
+  general_kernel<kHeadDim><<<static_cast<unsigned>(num_groups * p.base.num_splits),
+                             32 * GeneralShared<kHeadDim>::kWarps, 0, stream>>>(p);
   return cudaGetLastError();
 }
 
@@ -42,12 +42,12 @@ cudaError_t launch_transform_query(const DecodeParams& p, int64_t num_rows, floa
   return cudaGetLastError();
 }
 
-template cudaError_t launch_decode<64>(const DecodeParams&, int, int, QueryType, const DecodeGrid&, cudaStream_t);
-template cudaError_t launch_decode<128>(const DecodeParams&, int, int, QueryType, const DecodeGrid&, cudaStream_t);
-template cudaError_t launch_decode<256>(const DecodeParams&, int, int, QueryType, const DecodeGrid&, cudaStream_t);
-template cudaError_t launch_general<64>(const GeneralParams&, const DecodeGrid&, cudaStream_t);
-template cudaError_t launch_general<128>(const GeneralParams&, const DecodeGrid&, cudaStream_t);
-template cudaError_t launch_general<256>(const GeneralParams&, const DecodeGrid&, cudaStream_t);
+template cudaError_t launch_decode<64>(const DecodeParams&, int, int, QueryType, int64_t, cudaStream_t);
+template cudaError_t launch_decode<128>(const DecodeParams&, int, int, QueryType, int64_t, cudaStream_t);
+template cudaError_t launch_decode<256>(const DecodeParams&, int, int, QueryType, int64_t, cudaStream_t);
+template cudaError_t launch_general<64>(const GeneralParams&, int64_t, cudaStream_t);
+template cudaError_t launch_general<128>(const GeneralParams&, int64_t, cudaStream_t);
+template cudaError_t launch_general<256>(const GeneralParams&, int64_t, cudaStream_t);
 template cudaError_t launch_merge<64>(const DecodeParams&, int64_t, QueryType, void*, float*, cudaStream_t);
 template cudaError_t launch_merge<128>(const DecodeParams&, int64_t, QueryType, void*, float*, cudaStream_t);
 template cudaError_t launch_merge<256>(const DecodeParams&, int64_t, QueryType, void*, float*, cudaStream_t);
