@@ -49,7 +49,7 @@ struct DecodeTraits {
   static constexpr int kGroups = kHeadDim / 32;  // groups of eight channels of a lane
   static constexpr int kWords = kHeadDim == 256 ? 2 : 1;
   static constexpr int kMaxWarps = kHeadDim == 256 ? 8 : 16;
-  static constexpr bool kTwoTables = kKeyBits != kValueBits;
+  static constexpr bool kTwoTables = (kKeyBits == 4) != (kValueBits == 4);
   static constexpr int kTableBytes = (kTwoTables ? 2 : 1) * kSelectorBytes;
   // Weights of 8 and 4-bit values are fp16, whatever the query is.
   using Weight = std::conditional_t<kValueBits == 16, T, __half>;
@@ -62,103 +62,83 @@ struct RowPair {
   uint32_t cursor[2];
 };
 
-// `values` is the address of the first row, rows are `pitch` bytes apart.
+// `before` is the misalignment of the first row of each part in its stage.
 template <typename Tr>
-__device__ __forceinline__ RowPair<Tr> load_row_pair(uint32_t bitmap, uint32_t values, int pitch, int bits,
-                                                     int num_tokens, int lane) {
+__device__ __forceinline__ RowPair<Tr> load_row_pair(uint32_t bitmap, uint32_t values, int row_bytes,
+                                                     int bits, int num_tokens, int lane) {
   const int g = lane >> 2;
   const int t = lane & 3;
   RowPair<Tr> rows;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const uint32_t address = bitmap + (g + 8 * half) * (Tr::kD / 8) + t * (Tr::kD / 32);
-#pragma unroll
-    for (int i = 0; i < Tr::kWords; ++i) {
-      rows.word[half][i] = load_shared((address & ~3u) + 4 * i);
-      if constexpr (Tr::kD == 64) {
-        rows.word[half][i] = (rows.word[half][i] >> (16 * (t & 1))) & 0xffffu;
-      }
-    }
-  }
-  if (num_tokens < kTileRows) {  // rows behind the last token hold whatever was there before
-#pragma unroll
-    for (int i = 0; i < Tr::kWords; ++i) {
-      rows.word[0][i] = g < num_tokens ? rows.word[0][i] : 0u;
-      rows.word[1][i] = g + 8 < num_tokens ? rows.word[1][i] : 0u;
-    }
-  }
   uint32_t counts = 0;
 #pragma unroll
-  for (int i = 0; i < Tr::kWords; ++i) {
-    counts += __popc(rows.word[0][i]) + (__popc(rows.word[1][i]) << 16);
+  for (int half = 0; half < 2; ++half) {
+    const int row = g + 8 * half;
+    const uint32_t address = bitmap + row * (Tr::kD / 8) + t * (Tr::kD / 32);
+#pragma unroll
+    for (int i = 0; i < Tr::kWords; ++i) {
+      uint32_t word = load_shared((address & ~3u) + 4 * i);
+      if constexpr (Tr::kD == 64) {
+        word = (word >> (16 * (t & 1))) & 0xffffu;
+      }
+      // Rows behind the last token hold whatever was there before.
+      rows.word[half][i] = row < num_tokens ? word : 0u;
+      counts += __popc(rows.word[half][i]) << (16 * half);
+    }
   }
   // Exclusive sums over the lanes of a quad, both rows in one register.
-  uint32_t below = __shfl_up_sync(0xffffffffu, counts, 1, 4);
-  uint32_t sum = t >= 1 ? below : 0;
-  below = __shfl_up_sync(0xffffffffu, counts + sum, 2, 4);
+  uint32_t sum = counts;
+  uint32_t below = __shfl_up_sync(0xffffffffu, sum, 1, 4);
+  sum += t >= 1 ? below : 0;
+  below = __shfl_up_sync(0xffffffffu, sum, 2, 4);
   sum += t >= 2 ? below : 0;
-  const uint32_t first = (values + g * pitch) * 8;
-  rows.cursor[0] = first + (sum & 0xffffu) * bits;
-  rows.cursor[1] = first + pitch * 64 + (sum >> 16) * bits;
+  sum -= counts;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t rank = (sum >> (16 * half)) & 0xffffu;
+    rows.cursor[half] = (values + (g + 8 * half) * row_bytes) * 8 + rank * bits;
+  }
   return rows;
 }
 
-// Selectors of this lane.
-struct LaneTable {
-  const unsigned char* table;
-  uint32_t lane_offset;
-};
-
-// The codes of group kGroup of both rows.
-template <int kBits, int kGroup, typename Tr>
-__device__ __forceinline__ void expand_group(RowPair<Tr>& rows, const LaneTable& table, Expanded<kBits>& low,
-                                             Expanded<kBits>& high) {
-  constexpr int kWord = kGroup / 4;
-  low = expand_byte<kBits, kGroup % 4>(rows.word[0][kWord], rows.cursor[0], table.table, table.lane_offset);
-  high = expand_byte<kBits, kGroup % 4>(rows.word[1][kWord], rows.cursor[1], table.table, table.lane_offset);
-}
-
-// Calls step(integral constant) for 0 ... kCount - 1.
-template <int kCount, int kFirst = 0, typename Step>
-__device__ __forceinline__ void unrolled(Step&& step) {
-  if constexpr (kFirst < kCount) {
-    step(std::integral_constant<int, kFirst>{});
-    unrolled<kCount, kFirst + 1>(step);
-  }
+template <typename Tr>
+__device__ __forceinline__ uint32_t byte_of(const RowPair<Tr>& rows, int half, int group) {
+  return (rows.word[half][group >> 2] >> (8 * (group & 3))) & 0xffu;
 }
 
 // Scores of tokens g, g + 8 and heads t, t + 4 in units of log2, without the scales of the rows.
 template <typename Tr>
-__device__ __forceinline__ void score_tile(RowPair<Tr>& rows, const LaneTable& table, bool many_heads,
+__device__ __forceinline__ void score_tile(RowPair<Tr>& rows, uint32_t table, bool many_heads,
                                            const QueryFragments<Tr::kD, Tr::kK != 16>& q,
                                            float (&score)[2][2]) {
   if constexpr (Tr::kK == 16) {
     float sum[4] = {};
-    unrolled<Tr::kGroups>([&](auto group) {
-      Expanded<16> low, high;
-      expand_group<16, decltype(group)::value>(rows, table, low, high);
+#pragma unroll
+    for (int group = 0; group < Tr::kGroups; ++group) {
+      const auto low = expand_byte<16>(byte_of(rows, 0, group), rows.cursor[0], table);
+      const auto high = expand_byte<16>(byte_of(rows, 1, group), rows.cursor[1], table);
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
         const uint32_t a[4] = {low.r[i], high.r[i], low.r[i + 1], high.r[i + 1]};
         device::mma_16x8x16<typename Tr::Pair>(sum, a, q.b[0][group][i], q.b[0][group][i + 1]);
       }
-    });
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       score[i >> 1][i & 1] = sum[i] * q.factor[i & 1];
     }
   } else {
     int sum[2][4] = {};
-    constexpr uint32_t kUnit = Tr::kK == 4 ? 16 : 1;  // 4-bit to 8-bit two's complement
-    unrolled<Tr::kGroups>([&](auto group) {
-      Expanded<Tr::kK> low, high;
-      expand_group<Tr::kK, decltype(group)::value>(rows, table, low, high);
+    constexpr uint32_t kUnit = Tr::kK == 4 ? 2 : 1;  // 7-bit to 8-bit two's complement
+#pragma unroll
+    for (int group = 0; group < Tr::kGroups; ++group) {
+      const auto low = expand_byte<Tr::kK>(byte_of(rows, 0, group), rows.cursor[0], table);
+      const auto high = expand_byte<Tr::kK>(byte_of(rows, 1, group), rows.cursor[1], table);
       const uint32_t a[4] = {low.r[0] * kUnit, high.r[0] * kUnit, low.r[1] * kUnit, high.r[1] * kUnit};
       mma_int8(sum[0], a[0], a[1], a[2], a[3], q.b[0][group][0], q.b[0][group][1]);
       if (many_heads) {
         mma_int8(sum[1], a[0], a[1], a[2], a[3], q.b[1][group][0], q.b[1][group][1]);
       }
-    });
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -172,25 +152,28 @@ __device__ __forceinline__ void score_tile(RowPair<Tr>& rows, const LaneTable& t
 // Two halves of transposed bytes as fp16: the even and the odd bytes of the four.
 template <int kBits>
 __device__ __forceinline__ void bytes_to_halves(uint32_t bytes, uint32_t& even, uint32_t& odd) {
-  // 1024 + 8 + code or 1024 + 128 + code: an integer in the mantissa, its sign bit flipped
-  constexpr uint32_t kMask = kBits == 4 ? 0x000f000fu : 0x00ff00ffu;
-  constexpr uint32_t kMagic = kBits == 4 ? 0x64086408u : 0x64806480u;
-  const __half2 bias = __float2half2_rn(kBits == 4 ? -1032.0f : -1152.0f);
-  const uint32_t low = mask_flip(bytes, kMask, kMagic);
-  const uint32_t high = mask_flip(bytes >> 8, kMask, kMagic);
+  // 1024 + 64 + 8 * code or 1024 + 128 + code: an integer in the mantissa, its sign bit flipped
+  constexpr uint32_t kMagic = kBits == 4 ? 0x64406440u : 0x64806480u;
+  const __half2 bias = __float2half2_rn(kBits == 4 ? -1088.0f : -1152.0f);
+  const uint32_t low = (bytes & 0x00ff00ffu) ^ kMagic;
+  const uint32_t high = ((bytes >> 8) & 0x00ff00ffu) ^ kMagic;
   const __half2 a = __hadd2(*reinterpret_cast<const __half2*>(&low), bias);
   const __half2 b = __hadd2(*reinterpret_cast<const __half2*>(&high), bias);
   even = *reinterpret_cast<const uint32_t*>(&a);
   odd = *reinterpret_cast<const uint32_t*>(&b);
 }
+// What a code counts in the products.
+template <int kBits>
+constexpr float kCodeUnit = kBits == 4 ? 0.125f : 1.0f;
 
 // acc[group * 2 + i][c]: c = 0, 1 are heads t and t + 4 of one channel, c = 2, 3 of another (channel_of).
 template <typename Tr>
-__device__ __forceinline__ void weigh_tile(RowPair<Tr>& rows, const LaneTable& table, uint32_t weight0,
+__device__ __forceinline__ void weigh_tile(RowPair<Tr>& rows, uint32_t table, uint32_t weight0,
                                            uint32_t weight1, float (&acc)[2 * Tr::kGroups][4]) {
-  unrolled<Tr::kGroups>([&](auto group) {
-    Expanded<Tr::kV> low, high;
-    expand_group<Tr::kV, decltype(group)::value>(rows, table, low, high);
+#pragma unroll
+  for (int group = 0; group < Tr::kGroups; ++group) {
+    const auto low = expand_byte<Tr::kV>(byte_of(rows, 0, group), rows.cursor[0], table);
+    const auto high = expand_byte<Tr::kV>(byte_of(rows, 1, group), rows.cursor[1], table);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       uint32_t a[4];
@@ -205,7 +188,7 @@ __device__ __forceinline__ void weigh_tile(RowPair<Tr>& rows, const LaneTable& t
       }
       device::mma_16x8x16<typename Tr::Weight>(acc[2 * group + i], a, weight0, weight1);
     }
-  });
+  }
 }
 
 // Channel of acc[index][c] in lane (g, t): column g of a transposed matrix is half g & 1 of the register of
