@@ -1,4 +1,7 @@
-"""CompressedKVCache: the policy of docs/semantics.md §4.6, pages, beams, states and refusals."""
+"""CompressedKVCache: the policy of docs/semantics.md §4.6, pages, beams, states and refusals.
+
+Longer than other files because every kind of cache goes through every one of them.
+"""
 
 from __future__ import annotations
 
@@ -451,6 +454,7 @@ def test_wrong_tokens_and_indices() -> None:
         (lambda: cache.append(k[0], v[0]), ShapeMismatchError, r"k must be 4-D"),
         (lambda: cache.append(k.float(), v.float()), UnsupportedDtypeError, r"k must have dtype torch\.float16"),
         (lambda: cache.append(k, v.to("meta")), DeviceError, r"v must be on the device of k"),
+        (lambda: cache.append(k.to("meta"), v.to("meta")), DeviceError, r"the device of the cache \(cpu\)"),
         (lambda: cache.append(None, v), TypeError, r"k must be a Tensor, got NoneType"),
         (lambda: cache.prefill(k, v, [1, 2]), ValueError, r"lengths must be 3 numbers between 0 and 4, got \[1, 2\]"),
         (lambda: cache.prefill(k, v, [1, 2, 5]), ValueError, r"lengths must be 3 numbers between 0 and 4"),
