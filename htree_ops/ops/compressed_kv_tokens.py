@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError
+from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError
 from htree_ops.ops.arguments import FLOATING, check_dtype, check_int, check_tensors
 from htree_ops.ops.compressed_kv_format import CompressedKV, check_hadamard_group
 from htree_ops.ops.compressed_kv_storage import ContiguousRows, PagedRows, RowFormat
@@ -113,9 +113,25 @@ class CompressedTokens:
         return list(self._compressed)
 
     def _check_new(self, name: str, k: Tensor, v: Tensor) -> None:
+        if (
+            isinstance(k, Tensor)
+            and isinstance(v, Tensor)
+            and k.dim() == 4
+            and k.shape == v.shape == (self.batch, self.num_kv_heads, k.shape[2], self.formats[0].head_dim)
+            and k.dtype == v.dtype == self.dtype
+            and k.device == v.device == self.device
+        ):
+            return  # one step of a model makes two of these per layer; what follows finds the words
         op = f"{OP}.{name}"
         check_tensors(op, k=(k, "B H_kv S D"), v=(v, "B H_kv S D"))
         check_dtype(op, (self.dtype,), k=k, v=v)
+        if k.device != self.device:
+            raise DeviceError(
+                f"{op}: k must be on the device of the cache ({self.device}), got {k.device}",
+                expected_device=self.device,
+                actual_device=k.device,
+                tensor_name="k",
+            )
         for label, x, row_format in (("k", k, self.formats[0]), ("v", v, self.formats[1])):
             wanted = (self.batch, self.num_kv_heads, x.shape[2], row_format.head_dim)
             if x.shape != wanted:
@@ -219,7 +235,13 @@ class CompressedTokens:
         while start < size:
             self.settle()
             stop = min(size, start + self.window_size - max(self._dense, default=0))
-            self._write(k[:, :, start:stop], v[:, :, start:stop])
+            if len(set(self._dense)) == 1:
+                first = self._dense[0]
+                self.k_win[:, :, first : first + stop - start] = k[:, :, start:stop]
+                self.v_win[:, :, first : first + stop - start] = v[:, :, start:stop]
+                self.win_len += stop - start
+            else:
+                self._write(k[:, :, start:stop], v[:, :, start:stop])
             self._dense = [n + stop - start for n in self._dense]
             start = stop
 

@@ -90,7 +90,8 @@ def quantise(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """
     largest_code = LARGEST_CODE[bits]
     largest = values.abs().amax(dim=-1)
-    scale = (largest / largest_code).clamp(max=LARGEST_HALF).half()
+    # by a tensor: torch on CUDA multiplies with the rounded inverse of a number, which is off by a bit
+    scale = (largest / torch.full_like(largest, largest_code)).clamp(max=LARGEST_HALF).half()
     scale = scale.masked_fill((largest > 0) & (scale == 0), SMALLEST_HALF)
     scale = scale.masked_fill(~largest.isfinite(), math.nan)
     codes = (values / scale.float()[..., None]).round().clamp(-largest_code, largest_code)
