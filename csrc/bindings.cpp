@@ -15,6 +15,7 @@
 #endif
 
 #include "ops/causal_softmax/causal_softmax_config.h"
+#include "ops/hadamard/hadamard_config.h"
 #include "ops/rmsnorm_rope/rmsnorm_rope_config.h"
 #include "ops/tree_attention/attention/attention_config.h"
 
@@ -62,14 +63,27 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
 #if defined(HTREE_WITH_CUDA)
   auto& softmax = rooms["causal_softmax"];
   for (int block_size : {0, 512, 1024}) {
-    for (bool vectorised : {true, false}) {
+    for (int variant = 0; variant < 12; ++variant) {
       for (int64_t cols = 256; cols <= 65536; cols *= 2) {
         const auto text = htree::causal_softmax::describe(
-            htree::causal_softmax::choose_config(cols, vectorised, block_size));
+            htree::causal_softmax::choose_config({.cols = cols,
+                                                  .element_size = 2 << variant / 4,
+                                                  .vectorised = variant % 2 == 0,
+                                                  .backward = variant % 4 < 2,
+                                                  .block_size = block_size,
+                                                  .shared_bytes = 227 << 10}));
         if (std::find(softmax.begin(), softmax.end(), text) == softmax.end()) {
           softmax.push_back(text);
         }
       }
+    }
+  }
+  auto& hadamard = rooms["hadamard"];
+  for (int log2_length = 0; log2_length <= 15; ++log2_length) {
+    const auto text =
+        htree::hadamard::describe(htree::hadamard::choose_config(/*element_size=*/2, log2_length));
+    if (std::find(hadamard.begin(), hadamard.end(), text) == hadamard.end()) {
+      hadamard.push_back(text);
     }
   }
   auto& attention = rooms["tree_attention"];
@@ -88,10 +102,18 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
   return rooms;
 }
 
-// (threads per row, rows per block, elements per thread, vectorised) for rows of `cols` elements.
-std::tuple<int, int, int, bool> causal_softmax_config(int64_t cols, bool vectorised, int block_size) {
-  const auto config = htree::causal_softmax::choose_config(cols, vectorised, block_size);
-  return {config.threads, config.rows_per_block, config.elems_per_thread, config.vectorised};
+// (threads per row, rows per block, elements per thread, rows in flight) for rows of `cols` elements.
+std::tuple<int, int, int, int> causal_softmax_config(int64_t cols, int element_size, bool vectorised,
+                                                     bool backward, int block_size, int64_t shared_bytes) {
+  const auto config = htree::causal_softmax::choose_config(
+      {cols, element_size, vectorised, backward, block_size, shared_bytes});
+  return {config.threads, config.rows_per_block, config.elems_per_thread, config.stages};
+}
+
+// (elements per thread, threads per tile, threads per block) for rows of 2^log2_length elements.
+std::tuple<int, int, int> hadamard_config(int element_size, int log2_length) {
+  const auto config = htree::hadamard::choose_config(element_size, log2_length);
+  return {1 << config.elem_bits, 1 << (config.lane_bits + config.warp_bits), config.threads()};
 }
 
 // (threads per row, pairs of packs per thread, stages, vectorised) for rows of `width` elements.
@@ -125,8 +147,12 @@ PYBIND11_MODULE(_host, module) {
   module.def("build_facts", &build_facts, "How the library was built, as strings.");
   module.def("kernel_configurations", &kernel_configurations,
              "Compiled CUDA configurations by room; empty without.");
-  module.def("causal_softmax_config", &causal_softmax_config, py::arg("cols"), py::arg("vectorised"),
-             py::arg("block_size") = 0, "The kernel that causal_softmax takes for rows of `cols` elements.");
+  module.def("causal_softmax_config", &causal_softmax_config, py::arg("cols"), py::arg("element_size"),
+             py::arg("vectorised") = true, py::arg("backward") = false, py::arg("block_size") = 0,
+             py::arg("shared_bytes") = 232448,
+             "The kernel that causal_softmax takes for rows of `cols` elements.");
+  module.def("hadamard_config", &hadamard_config, py::arg("element_size"), py::arg("log2_length"),
+             "The kernel that hadamard_transform takes for rows of 2^log2_length elements.");
   module.def("rmsnorm_rope_config", &rmsnorm_rope_config, py::arg("width"), py::arg("head_dim"),
              py::arg("element_size"), py::arg("vectorised"), py::arg("backward") = false,
              "The kernel that rmsnorm_rope takes for rows of `width` elements.");
