@@ -34,161 +34,210 @@ __device__ __forceinline__ void mma_int8(int (&c)[4], uint32_t a0, uint32_t a1, 
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ float load_shared_half(uint32_t address) {
-  uint16_t bits;
-  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(address));
-  return __half2float(__ushort_as_half(bits));
-}
-
-template <int kHeadDim, int kKeyBits, int kValueBits, typename T>
+// kHeads: 4 or 8 query heads of a block.
+template <int kHeadDim, int kKeyBits, int kValueBits, int kHeads, typename T>
 struct DecodeTraits {
   using Pair = T;  // of 16-bit values
   static constexpr int kD = kHeadDim;
   static constexpr int kK = kKeyBits;
   static constexpr int kV = kValueBits;
+  static constexpr int kHeadPairs = kHeads / 4;  // heads of a lane: t, t + 4
+  static constexpr bool kIntegerKeys = kKeyBits != 16;
   static constexpr int kGroups = kHeadDim / 32;  // groups of eight channels of a lane
   static constexpr int kWords = kHeadDim == 256 ? 2 : 1;
   static constexpr int kMaxWarps = kHeadDim == 256 ? 8 : 16;
-  static constexpr bool kTwoTables = (kKeyBits == 4) != (kValueBits == 4);
+  static constexpr bool kTwoTables = kKeyBits != kValueBits;
   static constexpr int kTableBytes = (kTwoTables ? 2 : 1) * kSelectorBytes;
   // Weights of 8 and 4-bit values are fp16, whatever the query is.
   using Weight = std::conditional_t<kValueBits == 16, T, __half>;
 };
 
-// The bitmap words of two rows (tokens g and g + 8) in this lane's channels, and where their codes start.
+// Where a lane finds its channels of the rows g and g + 8 of a tile whose stage begins at address 0.
+struct LaneRows {
+  uint32_t bitmap;      // address, of row g
+  uint32_t values;      // address in bits, of row g
+  uint32_t pitch_bits;  // between rows g and g + 8
+  uint32_t scales;      // address, of row g
+};
+
+template <typename Tr>
+using Query = QueryFragments<Tr::kD, Tr::kIntegerKeys ? Tr::kHeadPairs : 0>;
+
+// The bitmap words of two rows in this lane's channels, and where their codes start.
 template <typename Tr>
 struct RowPair {
   uint32_t word[2][Tr::kWords];
   uint32_t cursor[2];
 };
 
-// `before` is the misalignment of the first row of each part in its stage.
-template <typename Tr>
-__device__ __forceinline__ RowPair<Tr> load_row_pair(uint32_t bitmap, uint32_t values, int row_bytes,
-                                                     int bits, int num_tokens, int lane) {
+// Of the tile at shared address `stage`. kTail: it has only `num_tokens` rows.
+template <typename Tr, int kBits, bool kTail>
+__device__ __forceinline__ RowPair<Tr> load_row_pair(uint32_t stage, const LaneRows& at, int num_tokens,
+                                                     int lane) {
   const int g = lane >> 2;
   const int t = lane & 3;
   RowPair<Tr> rows;
-  uint32_t counts = 0;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = g + 8 * half;
-    const uint32_t address = bitmap + row * (Tr::kD / 8) + t * (Tr::kD / 32);
 #pragma unroll
     for (int i = 0; i < Tr::kWords; ++i) {
-      uint32_t word = load_shared((address & ~3u) + 4 * i);
+      rows.word[half][i] = load_shared(stage + at.bitmap + half * Tr::kD + 4 * i);
       if constexpr (Tr::kD == 64) {
-        word = (word >> (16 * (t & 1))) & 0xffffu;
+        rows.word[half][i] = (rows.word[half][i] >> (16 * (t & 1))) & 0xffffu;
       }
-      // Rows behind the last token hold whatever was there before.
-      rows.word[half][i] = row < num_tokens ? word : 0u;
-      counts += __popc(rows.word[half][i]) << (16 * half);
     }
   }
-  // Exclusive sums over the lanes of a quad, both rows in one register.
-  uint32_t sum = counts;
-  uint32_t below = __shfl_up_sync(0xffffffffu, sum, 1, 4);
-  sum += t >= 1 ? below : 0;
-  below = __shfl_up_sync(0xffffffffu, sum, 2, 4);
-  sum += t >= 2 ? below : 0;
-  sum -= counts;
+  if constexpr (kTail) {  // rows behind the last token hold whatever was there before
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const uint32_t rank = (sum >> (16 * half)) & 0xffffu;
-    rows.cursor[half] = (values + (g + 8 * half) * row_bytes) * 8 + rank * bits;
+    for (int i = 0; i < Tr::kWords; ++i) {
+      rows.word[0][i] = g < num_tokens ? rows.word[0][i] : 0u;
+      rows.word[1][i] = g + 8 < num_tokens ? rows.word[1][i] : 0u;
+    }
   }
+  uint32_t counts = 0;
+#pragma unroll
+  for (int i = 0; i < Tr::kWords; ++i) {
+    counts += __popc(rows.word[0][i]) + (__popc(rows.word[1][i]) << 16);
+  }
+  // Exclusive sums over the lanes of a quad, both rows in one register.
+  uint32_t below = __shfl_up_sync(0xffffffffu, counts, 1, 4);
+  uint32_t sum = t >= 1 ? below : 0;
+  below = __shfl_up_sync(0xffffffffu, counts + sum, 2, 4);
+  sum += t >= 2 ? below : 0;
+  const uint32_t first = stage * 8 + at.values;
+  rows.cursor[0] = first + (sum & 0xffffu) * kBits;
+  rows.cursor[1] = first + at.pitch_bits + (sum >> 16) * kBits;
   return rows;
 }
 
-template <typename Tr>
-__device__ __forceinline__ uint32_t byte_of(const RowPair<Tr>& rows, int half, int group) {
-  return (rows.word[half][group >> 2] >> (8 * (group & 3))) & 0xffu;
+// The codes of group kGroup of both rows.
+template <int kBits, int kGroup, bool kUpper, typename Tr>
+__device__ __forceinline__ void expand_group(RowPair<Tr>& rows, const LaneTable& lane, Expanded<kBits>& low,
+                                             Expanded<kBits>& high) {
+  constexpr int kWord = kGroup / 4;
+  low = expand_byte<kBits, kGroup % 4, kUpper>(rows.word[0][kWord], rows.cursor[0], lane);
+  high = expand_byte<kBits, kGroup % 4, kUpper>(rows.word[1][kWord], rows.cursor[1], lane);
+}
+
+// Calls step(integral constant) for 0 ... kCount - 1.
+template <int kCount, int kFirst = 0, typename Step>
+__device__ __forceinline__ void unrolled(Step&& step) {
+  if constexpr (kFirst < kCount) {
+    step(std::integral_constant<int, kFirst>{});
+    unrolled<kCount, kFirst + 1>(step);
+  }
 }
 
 // Scores of tokens g, g + 8 and heads t, t + 4 in units of log2, without the scales of the rows.
 template <typename Tr>
-__device__ __forceinline__ void score_tile(RowPair<Tr>& rows, uint32_t table, bool many_heads,
-                                           const QueryFragments<Tr::kD, Tr::kK != 16>& q,
-                                           float (&score)[2][2]) {
+__device__ __forceinline__ void score_tile(RowPair<Tr>& rows, const LaneTable& table, const Query<Tr>& q,
+                                           float (&score)[2][Tr::kHeadPairs]) {
   if constexpr (Tr::kK == 16) {
     float sum[4] = {};
-#pragma unroll
-    for (int group = 0; group < Tr::kGroups; ++group) {
-      const auto low = expand_byte<16>(byte_of(rows, 0, group), rows.cursor[0], table);
-      const auto high = expand_byte<16>(byte_of(rows, 1, group), rows.cursor[1], table);
+    unrolled<Tr::kGroups>([&](auto index) {
+      constexpr int group = decltype(index)::value;
+      Expanded<16> low, high;
+      expand_group<16, group, false>(rows, table, low, high);
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
         const uint32_t a[4] = {low.r[i], high.r[i], low.r[i + 1], high.r[i + 1]};
         device::mma_16x8x16<typename Tr::Pair>(sum, a, q.b[0][group][i], q.b[0][group][i + 1]);
       }
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      score[i >> 1][i & 1] = sum[i] * q.factor[i & 1];
-    }
-  } else {
-    int sum[2][4] = {};
-    constexpr uint32_t kUnit = Tr::kK == 4 ? 2 : 1;  // 7-bit to 8-bit two's complement
-#pragma unroll
-    for (int group = 0; group < Tr::kGroups; ++group) {
-      const auto low = expand_byte<Tr::kK>(byte_of(rows, 0, group), rows.cursor[0], table);
-      const auto high = expand_byte<Tr::kK>(byte_of(rows, 1, group), rows.cursor[1], table);
-      const uint32_t a[4] = {low.r[0] * kUnit, high.r[0] * kUnit, low.r[1] * kUnit, high.r[1] * kUnit};
-      mma_int8(sum[0], a[0], a[1], a[2], a[3], q.b[0][group][0], q.b[0][group][1]);
-      if (many_heads) {
-        mma_int8(sum[1], a[0], a[1], a[2], a[3], q.b[1][group][0], q.b[1][group][1]);
-      }
-    }
+    });
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int i = 0; i < Tr::kHeadPairs; ++i) {
+        score[half][i] = sum[2 * half + i] * q.factor[i];
+      }
+    }
+  } else {
+    int sum[Tr::kHeadPairs][4] = {};
+    unrolled<Tr::kGroups>([&](auto index) {
+      constexpr int group = decltype(index)::value;
+      Expanded<Tr::kK> low, high;
+      expand_group<Tr::kK, group, true>(rows, table, low, high);
+#pragma unroll
+      for (int i = 0; i < Tr::kHeadPairs; ++i) {
+        mma_int8(sum[i], low.r[0], high.r[0], low.r[1], high.r[1], q.b[i][group][0], q.b[i][group][1]);
+      }
+    });
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int i = 0; i < Tr::kHeadPairs; ++i) {
         score[half][i] = static_cast<float>(sum[i][2 * half] * 256 + sum[i][2 * half + 1]) * q.factor[i];
       }
     }
   }
 }
 
-// Two halves of transposed bytes as fp16: the even and the odd bytes of the four.
-template <int kBits>
-__device__ __forceinline__ void bytes_to_halves(uint32_t bytes, uint32_t& even, uint32_t& odd) {
-  // 1024 + 64 + 8 * code or 1024 + 128 + code: an integer in the mantissa, its sign bit flipped
-  constexpr uint32_t kMagic = kBits == 4 ? 0x64406440u : 0x64806480u;
-  const __half2 bias = __float2half2_rn(kBits == 4 ? -1088.0f : -1152.0f);
-  const uint32_t low = (bytes & 0x00ff00ffu) ^ kMagic;
-  const uint32_t high = ((bytes >> 8) & 0x00ff00ffu) ^ kMagic;
-  const __half2 a = __hadd2(*reinterpret_cast<const __half2*>(&low), bias);
-  const __half2 b = __hadd2(*reinterpret_cast<const __half2*>(&high), bias);
-  even = *reinterpret_cast<const uint32_t*>(&a);
-  odd = *reinterpret_cast<const uint32_t*>(&b);
+__device__ __forceinline__ __half2 as_half2(uint32_t x) {
+  return *reinterpret_cast<const __half2*>(&x);
 }
-// What a code counts in the products.
-template <int kBits>
-constexpr float kCodeUnit = kBits == 4 ? 0.125f : 1.0f;
+__device__ __forceinline__ uint32_t as_bits(__half2 x) {
+  return *reinterpret_cast<const uint32_t*>(&x);
+}
+
+// Two halves of transposed bytes as fp16: the even and the odd bytes of the four.
+__device__ __forceinline__ void bytes_to_halves(uint32_t bytes, uint32_t& even, uint32_t& odd) {
+  // 1024 + 128 + code: an integer in the mantissa, its sign bit flipped
+  const __half2 bias = __float2half2_rn(-1152.0f);
+  even = as_bits(__hadd2(as_half2(mask_flip(bytes, 0x00ff00ffu, 0x64806480u)), bias));
+  odd = as_bits(__hadd2(as_half2(mask_flip(bytes >> 8, 0x00ff00ffu, 0x64806480u)), bias));
+}
+
+// The same for nibbles: h[i] and h[2 + i] hold the lower and upper nibbles of the even (i = 0) or odd bytes.
+__device__ __forceinline__ void nibbles_to_halves(uint32_t bytes, uint32_t (&h)[4]) {
+  const __half2 bias = __float2half2_rn(-1032.0f);      // of 1024 + 8 + code
+  const __half2 sixteenth = __float2half2_rn(0.0625f);  // an upper nibble counts 16 to the code
+  const __half2 upper_bias = __float2half2_rn(-72.0f);  // (1024 + 128) / 16
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t x = i == 0 ? bytes : bytes >> 8;
+    h[i] = as_bits(__hadd2(as_half2(mask_flip(x, 0x000f000fu, 0x64086408u)), bias));
+    h[2 + i] = as_bits(__hfma2(as_half2(mask_flip(x, 0x00f000f0u, 0x64806480u)), sixteenth, upper_bias));
+  }
+}
 
 // acc[group * 2 + i][c]: c = 0, 1 are heads t and t + 4 of one channel, c = 2, 3 of another (channel_of).
 template <typename Tr>
-__device__ __forceinline__ void weigh_tile(RowPair<Tr>& rows, uint32_t table, uint32_t weight0,
+__device__ __forceinline__ void weigh_tile(RowPair<Tr>& rows, const LaneTable& table, uint32_t weight0,
                                            uint32_t weight1, float (&acc)[2 * Tr::kGroups][4]) {
+  unrolled<Tr::kGroups>([&](auto index) {
+    constexpr int group = decltype(index)::value;
+    Expanded<Tr::kV> low, high;
+    expand_group<Tr::kV, group, false>(rows, table, low, high);
+    uint32_t a[2][4];
+    if constexpr (Tr::kV == 4) {
+      // Channels i and i + 4 share a byte on their way through the transposition.
+      uint32_t first[4], second[4];
+      nibbles_to_halves(device::transpose_matrix(low.r[0] + low.r[1] * 16), first);
+      nibbles_to_halves(device::transpose_matrix(high.r[0] + high.r[1] * 16), second);
 #pragma unroll
-  for (int group = 0; group < Tr::kGroups; ++group) {
-    const auto low = expand_byte<Tr::kV>(byte_of(rows, 0, group), rows.cursor[0], table);
-    const auto high = expand_byte<Tr::kV>(byte_of(rows, 1, group), rows.cursor[1], table);
+      for (int i = 0; i < 4; ++i) {
+        a[i >> 1][i & 1] = first[i];
+        a[i >> 1][2 + (i & 1)] = second[i];
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if constexpr (Tr::kV == 16) {
+          a[i][0] = device::transpose_matrix(low.r[2 * i]);
+          a[i][1] = device::transpose_matrix(low.r[2 * i + 1]);
+          a[i][2] = device::transpose_matrix(high.r[2 * i]);
+          a[i][3] = device::transpose_matrix(high.r[2 * i + 1]);
+        } else {
+          bytes_to_halves(device::transpose_matrix(low.r[i]), a[i][0], a[i][1]);
+          bytes_to_halves(device::transpose_matrix(high.r[i]), a[i][2], a[i][3]);
+        }
+      }
+    }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      uint32_t a[4];
-      if constexpr (Tr::kV == 16) {
-        a[0] = device::transpose_matrix(low.r[2 * i]);
-        a[1] = device::transpose_matrix(low.r[2 * i + 1]);
-        a[2] = device::transpose_matrix(high.r[2 * i]);
-        a[3] = device::transpose_matrix(high.r[2 * i + 1]);
-      } else {
-        bytes_to_halves<Tr::kV>(device::transpose_matrix(low.r[i]), a[0], a[1]);
-        bytes_to_halves<Tr::kV>(device::transpose_matrix(high.r[i]), a[2], a[3]);
-      }
-      device::mma_16x8x16<typename Tr::Weight>(acc[2 * group + i], a, weight0, weight1);
+      device::mma_16x8x16<typename Tr::Weight>(acc[2 * group + i], a[i], weight0, weight1);
     }
-  }
+  });
 }
 
 // Channel of acc[index][c] in lane (g, t): column g of a transposed matrix is half g & 1 of the register of

@@ -16,12 +16,14 @@ struct DecodeConfig {
 };
 
 // `stage_bytes` of one warp, `table_bytes` of the selector tables, `merge_bytes` of the final sums, and the
-// most shared memory that a block may have. As many warps as fit with two stages, then as many stages as fit.
+// most shared memory that a block may have. As many warps as fit with the fewest stages, then the most stages
+// if they fit.
 inline DecodeConfig choose_decode_config(int stage_bytes, int table_bytes, int merge_bytes, int padding,
-                                         int most_warps, int most_stages, int most_shared) {
+                                         int most_warps, int fewest_stages, int most_stages,
+                                         int most_shared) {
   const int room = most_shared - table_bytes - padding;
-  const int num_warps = std::clamp(room / (2 * stage_bytes), 1, most_warps);
-  const int num_stages = std::clamp(room / (num_warps * stage_bytes), 2, most_stages);
+  const int num_warps = std::clamp(room / (fewest_stages * stage_bytes), 1, most_warps);
+  const int num_stages = room >= num_warps * most_stages * stage_bytes ? most_stages : fewest_stages;
   const int ring = num_warps * num_stages * stage_bytes + padding;
   return {num_warps, num_stages, table_bytes + std::max(ring, merge_bytes)};
 }

@@ -1,177 +1,87 @@
-// The decode kernel: a warp's loop over its tiles, the online softmax, and the merge of a block's warps.
+// The decode kernel: a warp's loop over its tiles.
 #pragma once
 
 #include "ops/compressed_kv/decode.cuh"
+#include "ops/compressed_kv/decode_merge.cuh"
+#include "ops/compressed_kv/decode_softmax.cuh"
+#include "ops/compressed_kv/decode_split.cuh"
 
 namespace htree::compressed_kv {
 
-constexpr float kMinusInfinity = -INFINITY;
-
-// What a block works on.
-struct Split {
-  int index;
-  int sequence;
-  int kv_head;
-  int first_head;  // of the query, counted over the batch
-  int num_heads;   // at most kHeadsPerBlock
-  int64_t begin;   // tokens [begin, end), begin a multiple of 16
-  int64_t end;
-};
-
-__device__ __forceinline__ Split split_of(const DecodeParams& p) {
-  Split s;
-  s.index = static_cast<int>(blockIdx.x % p.num_splits);
-  int index = static_cast<int>(blockIdx.x / p.num_splits);
-  const int chunk = index % p.head_chunks;
-  index /= p.head_chunks;
-  s.kv_head = index % p.num_kv_heads;
-  s.sequence = index / p.num_kv_heads;
-  const int heads_per_kv = p.num_heads / p.num_kv_heads;
-  s.first_head = s.sequence * p.num_heads + s.kv_head * heads_per_kv + chunk * kHeadsPerBlock;
-  s.num_heads = min(kHeadsPerBlock, heads_per_kv - chunk * kHeadsPerBlock);
-  int64_t length = p.capacity;
-  if (p.comp_len != nullptr) {
-    length = min(length, static_cast<int64_t>(max(p.comp_len[s.sequence], 0)));
-  }
-  s.begin = min(s.index * p.split_size, length);
-  s.end = min(s.begin + p.split_size, length);
-  return s;
-}
-
-// Row of the first token of a tile in the compressed tensors; pages hold whole tiles.
-__device__ __forceinline__ int64_t row_of_tile(const DecodeParams& p, const Split& s, int64_t token) {
-  if (p.block_table == nullptr) {
-    return (static_cast<int64_t>(s.sequence) * p.num_kv_heads + s.kv_head) * p.capacity + token;
-  }
-  const int in_sequence = static_cast<int>(token / p.page);
-  const int page = p.block_table[static_cast<int64_t>(s.sequence) * p.max_pages + in_sequence];
-  const int64_t known = min(max(page, 0), p.num_pages - 1);  // a wrong page must not be an illegal address
-  return (known * p.num_kv_heads + s.kv_head) * p.page + token % p.page;
-}
-
-// Softmax state of a warp: heads t and t + 4 of the lanes (g, t). The maxima are alike in all lanes of a t,
-// the sums are those of the lane's own tokens.
-struct WarpState {
-  float max[2] = {kMinusInfinity, kMinusInfinity};
-  float sum[2] = {0.0f, 0.0f};
-  float unit = 0.0f;  // power of two that no scale of V so far exceeds; accumulators count in it
-};
-
-template <int kTiles>
-__device__ __forceinline__ void rescale(float (&acc)[kTiles][4], float even, float odd) {
-#pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-    acc[i][0] *= even;
-    acc[i][1] *= odd;
-    acc[i][2] *= even;
-    acc[i][3] *= odd;
-  }
-}
-
-// Raises the maxima where a score exceeds them by more than the slack.
-template <int kTiles>
-__device__ __forceinline__ void raise_max(const float (&score)[2][2], WarpState& state,
-                                          float (&acc)[kTiles][4]) {
-  const bool low = score[0][0] > state.max[0] + kSlack || score[1][0] > state.max[0] + kSlack;
-  const bool high = score[0][1] > state.max[1] + kSlack || score[1][1] > state.max[1] + kSlack;
-  if (!__any_sync(0xffffffffu, low || high)) {
-    return;
-  }
-  float factor[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    float largest = fmaxf(score[0][i], score[1][i]);
-#pragma unroll
-    for (int offset = 4; offset < 32; offset *= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
-    }
-    const float raised = fmaxf(state.max[i], largest);
-    factor[i] = raised == kMinusInfinity ? 1.0f : device::exp2_flushed(state.max[i] - raised);
-    state.max[i] = raised;
-    state.sum[i] *= factor[i];
-  }
-  rescale(acc, factor[0], factor[1]);
-}
-
-// The smallest power of two that is at least x > 0, an fp16 value.
-__device__ __forceinline__ float power_above(float x) {
-  const int bits = __float_as_int(x);
-  return __int_as_float((bits & 0x7f800000) + ((bits & 0x007fffff) != 0 ? 0x00800000 : 0));
-}
-
-template <int kTiles>
-__device__ __forceinline__ void raise_unit(const float (&scale)[2], WarpState& state,
-                                           float (&acc)[kTiles][4]) {
-  const float own = fmaxf(scale[0], scale[1]);
-  if (!__any_sync(0xffffffffu, own > state.unit)) {
-    return;
-  }
-  float largest = own;
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
-  }
-  const float raised = power_above(largest);
-  const float factor = state.unit / raised;
-  state.unit = raised;
-  rescale(acc, factor, factor);
-}
-
+// What a lane needs to know of every tile.
 template <typename Tr>
-struct WarpResult {
-  WarpState state;
-  float acc[2 * Tr::kGroups][4];
-  uint32_t poison[Tr::kWords];  // this lane's channels that a value row with a NaN scale keeps
+struct TileReader {
+  LaneTable k_table;
+  LaneTable v_table;
+  LaneRows k;
+  LaneRows v;
+
+  __device__ __forceinline__ TileReader(const DecodeParams& p, const StageLayout& layout, int64_t first_row,
+                                        const unsigned char* memory, int lane)
+      : k_table{memory, 8u * lane},
+        v_table{memory + (Tr::kTwoTables ? kSelectorBytes : 0), 8u * lane},
+        k(lane_rows(p.k.row_bytes, layout.bitmap[0], layout.values[0], layout.scales[0], first_row, lane)),
+        v(lane_rows(p.v.row_bytes, layout.bitmap[1], layout.values[1], layout.scales[1], first_row, lane)) {}
+
+ private:
+  // Copies start at multiples of 16 bytes, at or before the first row.
+  __device__ static LaneRows lane_rows(int row_bytes, int bitmap, int values, int scales, int64_t first_row,
+                                       int lane) {
+    const auto before = [first_row](int bytes) { return static_cast<int>(first_row * bytes) & 15; };
+    const int g = lane >> 2;
+    const int t = lane & 3;
+    const int pitch = row_pitch(row_bytes);
+    LaneRows at;
+    at.bitmap = bitmap + before(Tr::kD / 8) + g * (Tr::kD / 8) + (t * (Tr::kD / 32) & ~3);
+    at.values = (values + before(row_bytes) + g * pitch) * 8;
+    at.pitch_bits = pitch * 64;
+    at.scales = scales + before(2) + 2 * g;
+    // Kept in registers, not computed again per tile.
+    asm volatile("" : "+r"(at.bitmap), "+r"(at.values), "+r"(at.pitch_bits), "+r"(at.scales));
+    return at;
+  }
 };
 
-// One tile in shared memory, whose first row is `row` of the compressed tensors.
-template <typename Tr>
-__device__ __forceinline__ void attend_tile(const DecodeParams& p, const StageLayout& layout, uint32_t stage,
-                                            int64_t row, int num_tokens, int lane, uint32_t k_table,
-                                            uint32_t v_table, bool many_heads,
-                                            const QueryFragments<Tr::kD, Tr::kK != 16>& q,
-                                            WarpResult<Tr>& result) {
-  constexpr int kBitmapBytes = Tr::kD / 8;
+__device__ __forceinline__ float load_scale(uint32_t address) {
+  uint16_t bits;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(address));
+  return __half2float(__ushort_as_half(bits));
+}
+
+// The tile at shared address `stage`. kTail: it has only `num_tokens` rows.
+template <bool kTail, typename Tr>
+__device__ __forceinline__ void attend_tile(const TileReader<Tr>& reader, uint32_t stage, int num_tokens,
+                                            int lane, const Query<Tr>& q, WarpResult<Tr>& result) {
   const int g = lane >> 2;
-  const uint32_t bitmap_before = static_cast<uint32_t>(row * kBitmapBytes) & 15;
-  const uint32_t scale_before = static_cast<uint32_t>(row * 2) & 15;
-  const auto values_at = [&](int part, int row_bytes) {
-    return stage + part + (static_cast<uint32_t>(row * row_bytes) & 15);
-  };
-  WarpState& state = result.state;
-  float score[2][2];
+  WarpState<Tr::kHeadPairs>& state = result.state;
+  float score[2][Tr::kHeadPairs];
   {
-    RowPair<Tr> rows =
-        load_row_pair<Tr>(stage + layout.k_bitmap + bitmap_before, values_at(layout.k_values, p.k.row_bytes),
-                          p.k.row_bytes, Tr::kK, num_tokens, lane);
-    score_tile<Tr>(rows, k_table, many_heads, q, score);
+    RowPair<Tr> rows = load_row_pair<Tr, Tr::kK, kTail>(stage, reader.k, num_tokens, lane);
+    score_tile<Tr>(rows, reader.k_table, q, score);
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int token = g + 8 * half;
-    const float scale =
-        Tr::kK == 16 ? 1.0f : load_shared_half(stage + layout.k_scales + scale_before + 2 * token);
+    const float scale = Tr::kK == 16 ? 1.0f : load_scale(stage + reader.k.scales + 16 * half);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      score[half][i] = token < num_tokens ? score[half][i] * scale : kMinusInfinity;
+    for (int i = 0; i < Tr::kHeadPairs; ++i) {
+      score[half][i] *= scale;
+      if constexpr (kTail) {
+        score[half][i] = g + 8 * half < num_tokens ? score[half][i] : kMinusInfinity;
+      }
     }
   }
   raise_max(score, state, result.acc);
-  RowPair<Tr> rows =
-      load_row_pair<Tr>(stage + layout.v_bitmap + bitmap_before, values_at(layout.v_values, p.v.row_bytes),
-                        p.v.row_bytes, Tr::kV, num_tokens, lane);
+  RowPair<Tr> rows = load_row_pair<Tr, Tr::kV, kTail>(stage, reader.v, num_tokens, lane);
   float unit[2] = {1.0f, 1.0f};
   if constexpr (Tr::kV != 16) {
-    float scale[2];
-    bool bad = false;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int token = g + 8 * half;
-      scale[half] = load_shared_half(stage + layout.v_scales + scale_before + 2 * token);
-      scale[half] = token < num_tokens ? scale[half] : 0.0f;
-      bad |= !(fabsf(scale[half]) <= 65504.0f);
+    float scale[2] = {load_scale(stage + reader.v.scales), load_scale(stage + reader.v.scales + 16)};
+    if constexpr (kTail) {
+      scale[0] = g < num_tokens ? scale[0] : 0.0f;
+      scale[1] = g + 8 < num_tokens ? scale[1] : 0.0f;
     }
-    if (__any_sync(0xffffffffu, bad)) {
+    // One comparison for both a larger unit and a scale that is NaN or infinite.
+    const bool usual = scale[0] <= state.unit && scale[1] <= state.unit;
+    if (!__all_sync(0xffffffffu, usual)) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (!(fabsf(scale[half]) <= 65504.0f)) {
@@ -182,124 +92,47 @@ __device__ __forceinline__ void attend_tile(const DecodeParams& p, const StageLa
           }
         }
       }
+      raise_unit(scale, state, result.acc);
     }
-    raise_unit(scale, state, result.acc);
-    // A unit of 0 means that all scales are 0 so far.
-    const float inverse = state.unit > 0.0f ? 1.0f / state.unit : 0.0f;
-    unit[0] = scale[0] * inverse;
-    unit[1] = scale[1] * inverse;
+    unit[0] = scale[0] * state.inverse_unit;
+    unit[1] = scale[1] * state.inverse_unit;
+  }
+  float w[2][2] = {};
+#pragma unroll
+  for (int i = 0; i < Tr::kHeadPairs; ++i) {
+    const float base = state.max[i] == kMinusInfinity ? 0.0f : state.max[i];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      w[half][i] = device::exp2_flushed(score[half][i] - base);
+      state.sum[i] += w[half][i];
+      w[half][i] *= unit[half];
+    }
   }
   uint32_t weight[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float w[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float base = state.max[i] == kMinusInfinity ? 0.0f : state.max[i];
-      w[i] = device::exp2_flushed(score[half][i] - base);
-      state.sum[i] += w[i];
-      w[i] *= unit[half];
-    }
-    weight[half] = device::transpose_matrix(device::pack_pair<typename Tr::Weight>(w[0], w[1]));
+    weight[half] = device::transpose_matrix(device::pack_pair<typename Tr::Weight>(w[half][0], w[half][1]));
   }
-  weigh_tile<Tr>(rows, v_table, weight[0], weight[1], result.acc);
+  weigh_tile<Tr>(rows, reader.v_table, weight[0], weight[1], result.acc);
 }
 
-// Sums of the warps of a block, in their order, and the block's part of the result.
-template <typename Tr>
-struct BlockMerge {
-  float acc[Tr::kMaxWarps][kHeadsPerBlock][Tr::kD];
-  float max[Tr::kMaxWarps][kHeadsPerBlock];
-  float sum[Tr::kMaxWarps][kHeadsPerBlock];
-  uint32_t poison[Tr::kMaxWarps][4][Tr::kWords];
-};
-
-template <typename Tr>
-__device__ __forceinline__ void merge_warps(const DecodeParams& p, const Split& s, BlockMerge<Tr>& shared,
-                                            WarpResult<Tr>& result, int warp, int num_warps, int lane) {
-  const int g = lane >> 2;
-  const int t = lane & 3;
-  WarpState& state = result.state;
-#pragma unroll
-  for (int offset = 4; offset < 32; offset *= 2) {
-    state.sum[0] += __shfl_xor_sync(0xffffffffu, state.sum[0], offset);
-    state.sum[1] += __shfl_xor_sync(0xffffffffu, state.sum[1], offset);
-#pragma unroll
-    for (int i = 0; i < Tr::kWords; ++i) {
-      result.poison[i] |= __shfl_xor_sync(0xffffffffu, result.poison[i], offset);
-    }
-  }
-  if (g == 0) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      shared.max[warp][t + 4 * i] = state.max[i];
-      shared.sum[warp][t + 4 * i] = state.sum[i];
-    }
-#pragma unroll
-    for (int i = 0; i < Tr::kWords; ++i) {
-      shared.poison[warp][t][i] = result.poison[i];
-    }
-  }
-  __syncthreads();
-  const float code_unit = Tr::kV == 16 ? 1.0f : kCodeUnit<Tr::kV> * state.unit;
-  float factor[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    float top = kMinusInfinity;
-    for (int w = 0; w < num_warps; ++w) {
-      top = fmaxf(top, shared.max[w][t + 4 * i]);
-    }
-    factor[i] = state.max[i] == kMinusInfinity ? 1.0f : device::exp2_flushed(state.max[i] - top);
-    factor[i] *= code_unit;
-  }
-#pragma unroll
-  for (int index = 0; index < 2 * Tr::kGroups; ++index) {
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const int head = t + 4 * (c & 1);
-      shared.acc[warp][head][channel_of<Tr>(g, index, c)] = result.acc[index][c] * factor[c & 1];
-    }
-  }
-  __syncthreads();
-  const int64_t part = p.first_part + s.index;
-  for (int i = threadIdx.x; i < s.num_heads * Tr::kD; i += blockDim.x) {
-    const int head = i / Tr::kD;
-    const int channel = i % Tr::kD;
-    constexpr int kChannels = Tr::kD / 4;
-    float sum = 0;
-    uint32_t poison = 0;
-    for (int w = 0; w < num_warps; ++w) {
-      sum += shared.acc[w][head][channel];
-      poison |= shared.poison[w][channel / kChannels][channel % kChannels / 32] >> (channel % kChannels % 32);
-    }
-    const int64_t out = (s.first_head + head) * static_cast<int64_t>(p.num_parts) + part;
-    p.part_acc[out * Tr::kD + channel] = (poison & 1) != 0 ? NAN : sum;
-    if (channel == 0) {
-      float top = kMinusInfinity;
-      float total = 0;
-      for (int w = 0; w < num_warps; ++w) {
-        top = fmaxf(top, shared.max[w][head]);
-      }
-      for (int w = 0; w < num_warps; ++w) {
-        const float max = shared.max[w][head];
-        total += shared.sum[w][head] * (max == kMinusInfinity ? 1.0f : device::exp2_flushed(max - top));
-      }
-      p.part_max[out] = top;
-      p.part_sum[out] = total;
-    }
-  }
+// Opaque, so that it is kept and not read again wherever it is used.
+__device__ __forceinline__ int lane_index() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
 }
 
 // Grid: B * H_kv * head_chunks * num_splits, splits innermost; blocks of at most kMaxWarps warps. Shared
-// memory: the selector tables, then the rings of num_stages stages per warp and their padding, or BlockMerge
-// where that is larger.
+// memory: the selector tables, the chunks of a tile, then the rings of num_stages stages per warp and their
+// padding, or BlockMerge where that is larger.
 template <typename Tr>
 __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
     decode_kernel(const __grid_constant__ DecodeParams p, int num_stages) {
   extern __shared__ __align__(128) unsigned char memory[];
   const Split s = split_of(p);
-  const int lane = threadIdx.x & 31;
-  const int warp = threadIdx.x >> 5;
+  const int lane = lane_index();
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
   const int num_warps = blockDim.x >> 5;
   if (s.begin >= s.end) {
     for (int head = threadIdx.x; head < s.num_heads; head += blockDim.x) {
@@ -310,28 +143,48 @@ __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
     return;
   }
   const StageLayout layout(Tr::kD, p.k.row_bytes, p.v.row_bytes);
-  const uint32_t ring = device::shared_address(memory) + Tr::kTableBytes + warp * num_stages * layout.bytes;
-  const int64_t stride = num_warps * kTileRows;
-  const int64_t first = s.begin + warp * kTileRows;
+  const uint32_t ring = device::shared_address(memory) + Tr::kTableBytes +
+                        chunk_table_bytes(Tr::kD, p.k.row_bytes, p.v.row_bytes) +
+                        warp * num_stages * layout.bytes;
+  const uint32_t ring_end = ring + num_stages * layout.bytes;
+  const int num_tokens = static_cast<int>(s.end - s.begin);
+  const int num_tiles = (num_tokens + kTileRows - 1) / kTileRows;
+  const int64_t first_row = first_row_of(p, s);
+  // From this tile on, tiles hold the last row of the tensors.
+  const auto last_tile = static_cast<uint32_t>((p.num_rows - first_row - 1) / kTileRows);
+  auto* chunks = reinterpret_cast<ChunkCopy*>(memory + Tr::kTableBytes);
+  const int rounds = fill_chunks(p, layout, Tr::kD, first_row, chunks);
+  __syncthreads();
+  const auto copy = [&](uint32_t to, int tile) {
+    const uint32_t stored = stored_tile(p, s, tile);
+    if (stored < last_tile) {
+      copy_tile(chunks, rounds, to, stored, lane);
+    } else {
+      copy_last_tile(p, Tr::kD, first_row, to, stored, lane);
+    }
+  };
 
-  for (int stage = 0; stage < num_stages - 1; ++stage) {
-    const int64_t token = first + stage * stride;
-    if (token < s.end) {
-      copy_tile<Tr::kD>(p, layout, ring + stage * layout.bytes, row_of_tile(p, s, token), lane);
+  for (int i = 0; i < num_stages - 1; ++i) {
+    const int tile = warp + i * num_warps;
+    if (tile < num_tiles) {
+      copy(ring + i * layout.bytes, tile);
     }
     device::commit_copies();
   }
 
-  uint32_t* tables = reinterpret_cast<uint32_t*>(memory);
-  fill_selectors<Tr::kK>(tables);
-  if constexpr (Tr::kTwoTables) {
-    fill_selectors<Tr::kV>(tables + kSelectorBytes / 4);
-  }
-  QueryFragments<Tr::kD, Tr::kK != 16> q;
+  auto& scratch = *reinterpret_cast<QueryScratch<Tr::kD>*>(memory);  // where the tables come to lie
+  static_assert(sizeof(QueryScratch<Tr::kD>) <= kSelectorBytes);
+  Query<Tr> q;
+  stage_query<Tr::kD>(p, s.first_head, s.num_heads, scratch);
   if constexpr (Tr::kK == 16) {
-    load_half_query<typename Tr::Pair, Tr::kD>(p, s.first_head, s.num_heads, lane, q);
+    load_half_query<typename Tr::Pair, Tr::kD>(p, lane, scratch, q);
   } else {
-    load_integer_query<Tr::kD>(p, s.first_head, s.num_heads, lane, Tr::kK == 4 ? 0.0625f : 1.0f, q);
+    load_integer_query<Tr::kD>(p, Tr::kK == 4 ? 0.0625f : 1.0f, lane, scratch, q);
+  }
+  __syncthreads();
+  fill_selectors<Tr::kK>(memory);
+  if constexpr (Tr::kTwoTables) {
+    fill_selectors<Tr::kV>(memory + kSelectorBytes);
   }
   WarpResult<Tr> result;
 #pragma unroll
@@ -347,24 +200,30 @@ __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
   }
   __syncthreads();
 
-  const uint32_t k_table = device::shared_address(memory) + 4 * lane;
-  const uint32_t v_table = k_table + (Tr::kTwoTables ? kSelectorBytes : 0);
-  const bool many_heads = s.num_heads > 4;
-  int stage = 0;
-  for (int64_t token = first; token < s.end; token += stride) {
-    const int64_t ahead = token + (num_stages - 1) * stride;
-    if (ahead < s.end) {
-      const int into = stage == 0 ? num_stages - 1 : stage - 1;
-      copy_tile<Tr::kD>(p, layout, ring + into * layout.bytes, row_of_tile(p, s, ahead), lane);
+  const TileReader<Tr> reader(p, layout, first_row, memory, lane);
+  uint32_t stage = ring;
+  uint32_t into = ring_end - layout.bytes;
+  int ahead = warp + (num_stages - 1) * num_warps;
+  for (int tile = warp; tile < num_tiles; tile += num_warps, ahead += num_warps) {
+    if (ahead < num_tiles) {
+      copy(into, ahead);
     }
     device::commit_copies();
-    wait_pending(num_stages - 1);
+    if (num_stages == kMaxStages) {
+      device::wait_copies<kMaxStages - 1>();
+    } else {
+      device::wait_copies<kMinStages - 1>();
+    }
     __syncwarp();
-    const int num_tokens = static_cast<int>(min(s.end - token, static_cast<int64_t>(kTileRows)));
-    attend_tile<Tr>(p, layout, ring + stage * layout.bytes, row_of_tile(p, s, token), num_tokens, lane,
-                    k_table, v_table, many_heads, q, result);
+    if ((tile + 1) * kTileRows <= num_tokens) {
+      attend_tile<false>(reader, stage, kTileRows, lane, q, result);
+    } else {
+      attend_tile<true>(reader, stage, num_tokens - tile * kTileRows, lane, q, result);
+    }
     __syncwarp();  // the stage is free for the next copy
-    stage = stage + 1 == num_stages ? 0 : stage + 1;
+    into = stage;
+    stage += layout.bytes;
+    stage = stage == ring_end ? ring : stage;
   }
   device::wait_copies<0>();
   __syncthreads();

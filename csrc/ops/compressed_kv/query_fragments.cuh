@@ -8,6 +8,7 @@
 
 #include "device/mma.cuh"
 #include "device/numeric.cuh"
+#include "device/reduce.cuh"
 #include "ops/compressed_kv/decode_params.h"
 
 namespace htree::compressed_kv {
@@ -25,81 +26,93 @@ __device__ __forceinline__ float load_query(const DecodeParams& p, int64_t index
 
 constexpr float kQuerySteps = 127 * 256;
 
+// The query heads of a block on their way to the fragments, in shared memory.
+template <int kHeadDim>
+struct QueryScratch {
+  float rows[kHeadsPerBlock][kHeadDim];
+  int8_t pieces[2][kHeadsPerBlock][kHeadDim];
+  float steps[kHeadsPerBlock];  // value of one step of the integers; NaN if a channel is NaN or infinite
+};
+
 // Lane t of a quad owns channels [t * D/4, (t + 1) * D/4): kGroups groups of eight.
-template <int kHeadDim, bool kInteger>
+// kIntegerProducts: 1 or 2, or 0 for 16-bit keys.
+template <int kHeadDim, int kIntegerProducts>
 struct QueryFragments {
   static constexpr int kGroups = kHeadDim / 32;
   // Integer: [product][group][half of the channels]; 16 bits: [0][group][pair of channels], four of them.
-  static constexpr int kProducts = kInteger ? 2 : 1;
-  static constexpr int kRegisters = kInteger ? 2 : 4;
+  static constexpr int kProducts = kIntegerProducts > 0 ? kIntegerProducts : 1;
+  static constexpr int kRegisters = kIntegerProducts > 0 ? 2 : 4;
   uint32_t b[kProducts][kGroups][kRegisters];
   float factor[2];  // of the scores of heads t and t + 4, in units of log2
 };
 
+// Rows of absent heads are zero. Every thread of the block must call; costs one __syncthreads.
 template <int kHeadDim>
-__device__ __forceinline__ void load_integer_query(const DecodeParams& p, int64_t first_head, int num_heads,
-                                                   int lane, float code_unit,
-                                                   QueryFragments<kHeadDim, true>& q) {
-  constexpr int kChannels = kHeadDim / 4;
+__device__ __forceinline__ void stage_query(const DecodeParams& p, int64_t first_head, int num_heads,
+                                            QueryScratch<kHeadDim>& scratch) {
+  for (int i = threadIdx.x; i < kHeadsPerBlock * kHeadDim; i += blockDim.x) {
+    scratch.rows[i / kHeadDim][i % kHeadDim] =
+        i < num_heads * kHeadDim ? load_query(p, first_head * kHeadDim + i) : 0.0f;
+  }
+  __syncthreads();
+}
+
+// After stage_query. Every thread of the block must call; costs one __syncthreads. `code_unit` is what a code
+// counts in the products.
+template <int kHeadDim, int kProducts>
+__device__ __forceinline__ void load_integer_query(const DecodeParams& p, float code_unit, int lane,
+                                                   QueryScratch<kHeadDim>& scratch,
+                                                   QueryFragments<kHeadDim, kProducts>& q) {
+  for (int head = threadIdx.x >> 5; head < kHeadsPerBlock; head += blockDim.x >> 5) {
+    const float* row = scratch.rows[head];
+    float largest = 0;
+    float poison = 0;
+    for (int c = lane; c < kHeadDim; c += 32) {
+      largest = fmaxf(largest, fabsf(row[c]));
+      poison += row[c] * 0.0f;
+    }
+    largest = device::warp_reduce<device::Max>(largest);
+    poison = device::warp_reduce<device::Sum>(poison);
+    const float inverse = largest > 0 ? kQuerySteps / largest : 0.0f;
+    for (int c = lane; c < kHeadDim; c += 32) {
+      const int steps = __float2int_rn(fminf(fmaxf(row[c] * inverse, -kQuerySteps), kQuerySteps));
+      const int high = (steps + 128) >> 8;
+      scratch.pieces[0][head][c] = static_cast<int8_t>(high);
+      scratch.pieces[1][head][c] = static_cast<int8_t>(steps - 256 * high);
+    }
+    if (lane == 0) {
+      scratch.steps[head] = largest / kQuerySteps + poison;
+    }
+  }
+  __syncthreads();
   const int g = lane >> 2;
   const int t = lane & 3;
-  const int piece = g & 1;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int head = 4 * i + (g >> 1);
-    const bool exists = head < num_heads;
-    const int64_t base = (first_head + (exists ? head : 0)) * kHeadDim + t * kChannels;
-    float largest = 0;
-    float poison = 0;  // NaN if one channel is NaN or infinite
-#pragma unroll 4
-    for (int c = 0; c < kChannels; ++c) {
-      const float x = exists ? load_query(p, base + c) : 0.0f;
-      largest = fmaxf(largest, fabsf(x));
-      poison += x * 0.0f;
-    }
-#pragma unroll
-    for (int offset = 1; offset < 4; offset *= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
-      poison += __shfl_xor_sync(0xffffffffu, poison, offset);
-    }
-    const float step = largest > 0 ? largest / kQuerySteps : 1.0f;
+  for (int i = 0; i < kProducts; ++i) {
+    const int8_t* channels = scratch.pieces[g & 1][4 * i + (g >> 1)] + t * (kHeadDim / 4);
 #pragma unroll
     for (int group = 0; group < kHeadDim / 32; ++group) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        uint32_t packed = 0;
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          const float x = exists ? load_query(p, base + 8 * group + 4 * half + c) : 0.0f;
-          const int steps = __float2int_rn(fminf(fmaxf(x / step, -kQuerySteps), kQuerySteps));
-          const int high = (steps + 128) >> 8;
-          const int chosen = piece == 0 ? high : steps - 256 * high;
-          packed |= static_cast<uint32_t>(chosen & 255) << (8 * c);
-        }
-        q.b[i][group][half] = packed;
-      }
+      q.b[i][group][0] = *reinterpret_cast<const uint32_t*>(channels + 8 * group);
+      q.b[i][group][1] = *reinterpret_cast<const uint32_t*>(channels + 8 * group + 4);
     }
-    // The factor of head 4 * i + t stands in the lanes with g >> 1 == t.
-    const float factor = step * p.score_scale * code_unit + poison;
-    q.factor[i] = __shfl_sync(0xffffffffu, factor, 8 * t);
+    q.factor[i] = scratch.steps[4 * i + t] * p.score_scale * code_unit;
   }
 }
 
+// After stage_query.
 template <typename T, int kHeadDim>
-__device__ __forceinline__ void load_half_query(const DecodeParams& p, int64_t first_head, int num_heads,
-                                                int lane, QueryFragments<kHeadDim, false>& q) {
-  constexpr int kChannels = kHeadDim / 4;
+__device__ __forceinline__ void load_half_query(const DecodeParams& p, int lane,
+                                                const QueryScratch<kHeadDim>& scratch,
+                                                QueryFragments<kHeadDim, 0>& q) {
   const int g = lane >> 2;
   const int t = lane & 3;
-  const int head = (g >> 1) + 4 * (g & 1);
-  const bool exists = head < num_heads;
-  const int64_t base = (first_head + (exists ? head : 0)) * kHeadDim + t * kChannels;
+  const float* channels = scratch.rows[(g >> 1) + 4 * (g & 1)] + t * (kHeadDim / 4);
 #pragma unroll
   for (int group = 0; group < kHeadDim / 32; ++group) {
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
-      const int64_t at = base + 8 * group + 2 * pair;
-      q.b[0][group][pair] = exists ? device::pack_pair<T>(load_query(p, at), load_query(p, at + 1)) : 0u;
+      const float* at = channels + 8 * group + 2 * pair;
+      q.b[0][group][pair] = device::pack_pair<T>(at[0], at[1]);
     }
   }
   q.factor[0] = q.factor[1] = p.score_scale;
