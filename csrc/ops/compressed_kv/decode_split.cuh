@@ -45,7 +45,8 @@ __device__ __forceinline__ int64_t first_row_of(const DecodeParams& p, const Spl
              ? 0
              : (static_cast<int64_t>(s.sequence) * p.num_kv_heads + s.kv_head) * p.capacity + s.begin;
 }
-__device__ __noinline__ uint32_t paged_tile(const DecodeParams& p, int sequence, int kv_head, int64_t token) {
+inline __device__ __noinline__ uint32_t paged_tile(const DecodeParams& p, int sequence, int kv_head,
+                                                   int64_t token) {
   const int in_sequence = static_cast<int>(token / p.page);
   const int page = p.block_table[static_cast<int64_t>(sequence) * p.max_pages + in_sequence];
   const int64_t known = min(max(page, 0), p.num_pages - 1);  // a wrong page must not be an illegal address

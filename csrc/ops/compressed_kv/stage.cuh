@@ -136,8 +136,8 @@ __device__ __forceinline__ void copy_tile(const ChunkCopy* table, int rounds, ui
 
 // The same for a tile that holds the last row of the tensors: nothing behind that row is read. The bytes
 // after the last whole chunk go past the asynchronous copies.
-__device__ __noinline__ void copy_last_tile(const DecodeParams& p, int head_dim, int64_t first_row,
-                                            uint32_t stage, uint32_t tile, int lane) {
+inline __device__ __noinline__ void copy_last_tile(const DecodeParams& p, int head_dim, int64_t first_row,
+                                                   uint32_t stage, uint32_t tile, int lane) {
   const StageLayout layout(head_dim, p.k.row_bytes, p.v.row_bytes);
   for (int index = 0; index < kNumParts; ++index) {
     const StagePart part = stage_part(p, layout, head_dim, index);
