@@ -13,7 +13,9 @@
 
 #include "device/numeric.cuh"
 #include "device/pack.cuh"
+#include "ops/compressed_kv/channels.cuh"
 #include "ops/compressed_kv/compress_params.h"
+#include "ops/compressed_kv/pack_rows.cuh"
 
 namespace htree::compressed_kv {
 
@@ -57,63 +59,6 @@ __device__ __forceinline__ void transpose_bits(uint32_t (&words)[16]) {
   exchange_rows<4, 0x0f0f0f0fu>(words);
   exchange_rows<2, 0x33333333u>(words);
   exchange_rows<1, 0x55555555u>(words);
-}
-
-// 32 channels: half types as pairs (channel i, channel i + 16), fp32 as they are.
-template <typename T>
-struct Channels {
-  static constexpr int kWords = sizeof(T) == 2 ? 16 : 32;
-  uint32_t words[kWords];
-
-  // Bits of channel i in the lower bits; the upper half is another channel's where T has 16 bits.
-  __device__ __forceinline__ uint32_t bits(int i) const {
-    if constexpr (sizeof(T) == 2) {
-      return i < 16 ? words[i] : words[i - 16] >> 16;
-    } else {
-      return words[i];
-    }
-  }
-  __device__ __forceinline__ float value(int i) const {
-    if constexpr (sizeof(T) == 4) {
-      return __uint_as_float(words[i]);
-    } else if constexpr (std::is_same_v<T, __half>) {
-      return __half2float(__ushort_as_half(static_cast<unsigned short>(bits(i))));
-    } else {
-      return __uint_as_float(i < 16 ? words[i] << 16 : words[i - 16] & 0xffff0000u);
-    }
-  }
-};
-
-template <typename T>
-__device__ __forceinline__ Channels<T> load_32(const T* row) {
-  Channels<T> x;
-  const uint4* packs = reinterpret_cast<const uint4*>(row);
-  if constexpr (sizeof(T) == 4) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const uint4 pack = packs[i];
-      x.words[4 * i] = pack.x;
-      x.words[4 * i + 1] = pack.y;
-      x.words[4 * i + 2] = pack.z;
-      x.words[4 * i + 3] = pack.w;
-    }
-  } else {
-    uint32_t pairs[16];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint4 pack = packs[i];
-      pairs[4 * i] = pack.x;
-      pairs[4 * i + 1] = pack.y;
-      pairs[4 * i + 2] = pack.z;
-      pairs[4 * i + 3] = pack.w;
-    }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      x.words[2 * i] = __byte_perm(pairs[i], pairs[i + 8], 0x5410);
-      x.words[2 * i + 1] = __byte_perm(pairs[i], pairs[i + 8], 0x7632);
-    }
-  }
-  return x;
 }
 
 template <typename T>
@@ -195,56 +140,6 @@ __device__ __forceinline__ uint32_t select_channels(const Keys& keys, int keep, 
   return larger | lowest_bits(equal, min(max(needed - before, 0), own));
 }
 
-// The fp16 scale of a row whose largest kept magnitude has these fp32 bits.
-__device__ __forceinline__ uint16_t scale_of(uint32_t largest_bits, int max_code) {
-  if (largest_bits >= 0x7f800000u) {
-    return kPoisonedScale;
-  }
-  const float scale = __fdiv_rn(__uint_as_float(largest_bits), static_cast<float>(max_code));
-  const uint16_t bits = __half_as_ushort(__float2half_rn(scale));
-  if (bits == 0 && largest_bits != 0) {
-    return kSmallestScale;
-  }
-  return bits > kLargestScale ? kLargestScale : bits;
-}
-
-// `divisor` is the rounded scale; anything but a positive number stands for codes 0.
-__device__ __forceinline__ int code_of(float x, float divisor, float bound) {
-  if (!(divisor > 0.0f)) {
-    return 0;
-  }
-  return __float2int_rn(fminf(fmaxf(__fdiv_rn(x, divisor), -bound), bound));
-}
-
-// Word `index` of a packed row from its kept values in shared memory.
-template <typename T>
-__device__ __forceinline__ uint32_t pack_word(const T* kept, int index, const RowFormat& format,
-                                              float divisor) {
-  uint32_t word = 0;
-  if (format.bits == 16) {
-    if constexpr (sizeof(T) == 2) {  // fp32 is refused by the checks
-      const uint16_t* raw = reinterpret_cast<const uint16_t*>(kept);
-      word = raw[2 * index];
-      word |= 2 * index + 1 < format.keep ? static_cast<uint32_t>(raw[2 * index + 1]) << 16 : 0;
-    }
-  } else if (format.bits == 8) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int rank = 4 * index + i;
-      const int code = rank < format.keep ? code_of(device::to_acc(kept[rank]), divisor, 127.0f) : 0;
-      word |= static_cast<uint32_t>(code & 255) << (8 * i);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int rank = 8 * index + i;
-      const int code = rank < format.keep ? code_of(device::to_acc(kept[rank]), divisor, 7.0f) : 0;
-      word |= static_cast<uint32_t>(code + 8) << (4 * i);
-    }
-  }
-  return word;
-}
-
 template <typename T>
 __device__ __forceinline__ void store_pruned(const Channels<T>& x, uint32_t selected, T* row) {
 #pragma unroll
@@ -260,69 +155,6 @@ __device__ __forceinline__ void store_pruned(const Channels<T>& x, uint32_t sele
       }
     }
     device::store_pack<device::kPackOf<T>>(row + i, pack);
-  }
-}
-
-// The rows of a warp on their way from channels to codes.
-template <typename T, int kHeadDim>
-struct PackScratch {
-  static constexpr int kRows = 1024 / kHeadDim;
-  T kept[kRows][kHeadDim];
-  uint16_t scales[kRows];
-};
-
-// Writes values and scales of the rows first ... first + num_rows - 1. All lanes must call.
-template <typename T, int kHeadDim>
-__device__ __forceinline__ void pack_rows(const CompressParams& p, const Channels<T>& x, uint32_t selected,
-                                          int64_t first, int num_rows, PackScratch<T, kHeadDim>& scratch) {
-  constexpr int kLanes = kHeadDim / 32;
-  const int lane = threadIdx.x & 31;
-  const int lane_of_row = lane % kLanes;
-  const int own_row = lane / kLanes;
-  const int own = __popc(selected);
-  int rank = own;  // inclusive sum over the lanes of the row, then exclusive
-#pragma unroll
-  for (int offset = 1; offset < kLanes; offset *= 2) {
-    const int below = __shfl_up_sync(0xffffffffu, rank, offset, kLanes);
-    rank += lane_of_row >= offset ? below : 0;
-  }
-  rank -= own;
-  using Raw = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
-  Raw* to = reinterpret_cast<Raw*>(scratch.kept[own_row]) + rank;
-  uint32_t largest = 0;
-#pragma unroll
-  for (int i = 0; i < 32; ++i) {
-    if ((selected >> i & 1) != 0) {
-      const Raw bits = static_cast<Raw>(x.bits(i));
-      *to++ = bits;
-      largest = max(largest, static_cast<uint32_t>(bits) & (sizeof(T) == 2 ? 0x7fffu : 0x7fffffffu));
-    }
-  }
-  if (p.format.quantised()) {
-#pragma unroll
-    for (int offset = 1; offset < kLanes; offset *= 2) {
-      largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
-    }
-    if constexpr (std::is_same_v<T, __half>) {
-      largest = __float_as_uint(__half2float(__ushort_as_half(static_cast<unsigned short>(largest))));
-    } else if constexpr (sizeof(T) == 2) {
-      largest <<= 16;
-    }
-    if (lane_of_row == 0) {
-      const uint16_t scale = scale_of(largest, p.format.max_code());
-      scratch.scales[own_row] = scale;
-      if (own_row < num_rows) {
-        p.scales[first + own_row] = scale;
-      }
-    }
-  }
-  __syncwarp();
-  const int row_words = p.format.row_bytes() / 4;
-  uint32_t* values = p.values + first * row_words;
-  for (int word = lane; word < num_rows * row_words; word += 32) {
-    const int row = word / row_words;
-    const float divisor = p.format.quantised() ? __half2float(__ushort_as_half(scratch.scales[row])) : 1.0f;
-    values[word] = pack_word(scratch.kept[row], word - row * row_words, p.format, divisor);
   }
 }
 
