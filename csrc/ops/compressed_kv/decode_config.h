@@ -9,6 +9,10 @@
 
 namespace htree::compressed_kv {
 
+// The ring of a warp has one of two lengths, which are known where copies are awaited.
+constexpr int kMinStages = 2;
+constexpr int kMaxStages = 4;
+
 struct DecodeConfig {
   int num_warps;
   int num_stages;

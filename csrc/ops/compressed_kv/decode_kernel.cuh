@@ -2,6 +2,7 @@
 #pragma once
 
 #include "ops/compressed_kv/decode.cuh"
+#include "ops/compressed_kv/decode_config.h"
 #include "ops/compressed_kv/decode_merge.cuh"
 #include "ops/compressed_kv/decode_softmax.cuh"
 #include "ops/compressed_kv/decode_split.cuh"

@@ -159,8 +159,4 @@ inline __device__ __noinline__ void copy_last_tile(const DecodeParams& p, int he
   }
 }
 
-// The ring of a warp has one of two lengths, which are known where copies are awaited.
-constexpr int kMinStages = 2;
-constexpr int kMaxStages = 4;
-
 }  // namespace htree::compressed_kv
