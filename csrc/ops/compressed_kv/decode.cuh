@@ -61,7 +61,7 @@ struct LaneRows {
 };
 
 template <typename Tr>
-using Query = QueryFragments<Tr::kD, Tr::kIntegerKeys ? Tr::kHeadPairs : 0>;
+using Query = QueryFragments<Tr::kD, Tr::kHeadPairs, Tr::kIntegerKeys>;
 
 // The bitmap words of two rows in this lane's channels, and where their codes start.
 template <typename Tr>
@@ -133,7 +133,7 @@ template <typename Tr>
 __device__ __forceinline__ void score_tile(RowPair<Tr>& rows, const LaneTable& table, const Query<Tr>& q,
                                            float (&score)[2][Tr::kHeadPairs]) {
   if constexpr (Tr::kK == 16) {
-    float sum[4] = {};
+    float sum[Tr::kHeadPairs][4] = {};
     unrolled<Tr::kGroups>([&](auto index) {
       constexpr int group = decltype(index)::value;
       Expanded<16> low, high;
@@ -141,14 +141,18 @@ __device__ __forceinline__ void score_tile(RowPair<Tr>& rows, const LaneTable& t
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
         const uint32_t a[4] = {low.r[i], high.r[i], low.r[i + 1], high.r[i + 1]};
-        device::mma_16x8x16<typename Tr::Pair>(sum, a, q.b[0][group][i], q.b[0][group][i + 1]);
+#pragma unroll
+        for (int product = 0; product < Tr::kHeadPairs; ++product) {
+          device::mma_16x8x16<typename Tr::Pair>(sum[product], a, q.b[product][group][i],
+                                                 q.b[product][group][i + 1]);
+        }
       }
     });
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int i = 0; i < Tr::kHeadPairs; ++i) {
-        score[half][i] = sum[2 * half + i] * q.factor[i];
+        score[half][i] = (sum[i][2 * half] + sum[i][2 * half + 1]) * q.factor[i];
       }
     }
   } else {

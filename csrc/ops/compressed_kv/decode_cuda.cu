@@ -16,6 +16,7 @@ namespace htree::compressed_kv {
 namespace {
 
 constexpr int64_t kGeneralStep = 64;  // tokens of a split of the general kernel count in these
+constexpr int64_t kWindowSplit = 16;  // tokens of the window that a block takes: two per warp
 
 // Tiles are copied in chunks of 16 bytes that may start before their first row, but not before the tensor.
 at::Tensor aligned(const at::Tensor& x) {
@@ -86,7 +87,7 @@ void decode_cuda(const DecodeProblem& p, const DecodeTensors& t, const at::Tenso
       : tiles          ? choose_split_size(p.capacity, num_groups, num_processors, 256)
                        : choose_split_size(p.capacity, num_groups, 4 * num_processors, kGeneralStep);
   const int64_t num_splits = ceil_div(p.capacity, split_size);
-  const int64_t num_parts = num_splits + ceil_div(p.window, kGeneralStep);
+  const int64_t num_parts = num_splits + ceil_div(p.window, kWindowSplit);
   if (num_parts == 0) {
     out.zero_();
     lse.fill_(-std::numeric_limits<float>::infinity());
@@ -149,7 +150,7 @@ void decode_cuda(const DecodeProblem& p, const DecodeTensors& t, const at::Tenso
                            dense_kind(type)};
       window.base.comp_len = lengths_of(t.win_len);
       window.base.capacity = p.window;
-      window.base.split_size = kGeneralStep;
+      window.base.split_size = kWindowSplit;
       window.base.num_splits = static_cast<int>(num_parts - num_splits);
       window.base.first_part = static_cast<int>(num_splits);
       check_launch(launch_general<kHeadDim>(window, num_groups, stream));

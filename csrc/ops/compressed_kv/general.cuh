@@ -130,6 +130,9 @@ __global__ void __launch_bounds__(32 * GeneralShared<kHeadDim>::kWarps)
   }
   const int group_head = kv_head / d.num_slots * d.num_slots;
   for (int64_t token = begin + warp; token < end; token += Shared::kWarps) {
+    // Loaded first, so that it is on its way while the scores are summed.
+    float value[kChannels];
+    load_channels<kHeadDim>(d.v, p.v_dense, p.v_kind, row_of_token(p, sequence, kv_head, token), lane, value);
     float score[kHeadsPerBlock] = {};
     float x[kChannels];
     for (int slot = 0; slot < d.num_slots; ++slot) {
@@ -146,7 +149,6 @@ __global__ void __launch_bounds__(32 * GeneralShared<kHeadDim>::kWarps)
         }
       }
     }
-    load_channels<kHeadDim>(d.v, p.v_dense, p.v_kind, row_of_token(p, sequence, kv_head, token), lane, x);
 #pragma unroll
     for (int h = 0; h < kHeadsPerBlock; ++h) {
       if (h < num_heads) {
@@ -159,7 +161,7 @@ __global__ void __launch_bounds__(32 * GeneralShared<kHeadDim>::kWarps)
         sum[h] = sum[h] * factor + weight;
 #pragma unroll
         for (int c = 0; c < kChannels; ++c) {
-          acc[h][c] = acc[h][c] * factor + weight * x[c];
+          acc[h][c] = acc[h][c] * factor + weight * value[c];
         }
       }
     }

@@ -1,7 +1,8 @@
-// The query heads of a block as the right-hand operand of the score products. Column n of a product belongs
-// to query head (n >> 1) + 4 * (n & 1) with 16-bit keys, so that lane (g, t) of the result holds heads t and
-// t + 4. With 8 and 4 bits the query is an integer of 16 bits per channel in two int8 pieces, and column n of
-// product i is piece n & 1 of head 4 * i + (n >> 1): the dot products with the codes are exact.
+// The query heads of a block as the right-hand operand of the score products. Column n of product i is piece
+// n & 1 of query head 4 * i + (n >> 1), so that lane (g, t) of a result holds both pieces of head 4 * i + t.
+// With 8 and 4-bit keys the query is an integer of 16 bits per channel and its pieces are bytes: the dot
+// products with the codes are exact. With 16-bit keys the pieces are its value rounded to the type of the
+// keys and what that leaves, because a transformed query is not of that type.
 #pragma once
 
 #include <cstdint>
@@ -35,15 +36,14 @@ struct QueryScratch {
 };
 
 // Lane t of a quad owns channels [t * D/4, (t + 1) * D/4): kGroups groups of eight.
-// kIntegerProducts: 1 or 2, or 0 for 16-bit keys.
-template <int kHeadDim, int kIntegerProducts>
+template <int kHeadDim, int kProducts, bool kInteger>
 struct QueryFragments {
   static constexpr int kGroups = kHeadDim / 32;
-  // Integer: [product][group][half of the channels]; 16 bits: [0][group][pair of channels], four of them.
-  static constexpr int kProducts = kIntegerProducts > 0 ? kIntegerProducts : 1;
-  static constexpr int kRegisters = kIntegerProducts > 0 ? 2 : 4;
+  // Integer: [product][group][half of the channels]; 16 bits: [product][group][pair of channels], four of
+  // them.
+  static constexpr int kRegisters = kInteger ? 2 : 4;
   uint32_t b[kProducts][kGroups][kRegisters];
-  float factor[2];  // of the scores of heads t and t + 4, in units of log2
+  float factor[kProducts];  // of the scores of heads t and t + 4, in units of log2
 };
 
 // Rows of absent heads are zero. Every thread of the block must call; costs one __syncthreads.
@@ -62,7 +62,7 @@ __device__ __forceinline__ void stage_query(const DecodeParams& p, int64_t first
 template <int kHeadDim, int kProducts>
 __device__ __forceinline__ void load_integer_query(const DecodeParams& p, float code_unit, int lane,
                                                    QueryScratch<kHeadDim>& scratch,
-                                                   QueryFragments<kHeadDim, kProducts>& q) {
+                                                   QueryFragments<kHeadDim, kProducts, true>& q) {
   for (int head = threadIdx.x >> 5; head < kHeadsPerBlock; head += blockDim.x >> 5) {
     const float* row = scratch.rows[head];
     float largest = 0;
@@ -100,22 +100,29 @@ __device__ __forceinline__ void load_integer_query(const DecodeParams& p, float 
 }
 
 // After stage_query.
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, int kProducts>
 __device__ __forceinline__ void load_half_query(const DecodeParams& p, int lane,
                                                 const QueryScratch<kHeadDim>& scratch,
-                                                QueryFragments<kHeadDim, 0>& q) {
+                                                QueryFragments<kHeadDim, kProducts, false>& q) {
   const int g = lane >> 2;
   const int t = lane & 3;
-  const float* channels = scratch.rows[(g >> 1) + 4 * (g & 1)] + t * (kHeadDim / 4);
+  const auto piece = [g](float x) {
+    const T rounded = device::from_acc<T>(x);
+    return (g & 1) == 0 ? x : x - device::to_acc(rounded);
+  };
 #pragma unroll
-  for (int group = 0; group < kHeadDim / 32; ++group) {
+  for (int i = 0; i < kProducts; ++i) {
+    const float* channels = scratch.rows[4 * i + (g >> 1)] + t * (kHeadDim / 4);
 #pragma unroll
-    for (int pair = 0; pair < 4; ++pair) {
-      const float* at = channels + 8 * group + 2 * pair;
-      q.b[0][group][pair] = device::pack_pair<T>(at[0], at[1]);
+    for (int group = 0; group < kHeadDim / 32; ++group) {
+#pragma unroll
+      for (int pair = 0; pair < 4; ++pair) {
+        const float* at = channels + 8 * group + 2 * pair;
+        q.b[i][group][pair] = device::pack_pair<T>(piece(at[0]), piece(at[1]));
+      }
     }
+    q.factor[i] = p.score_scale;
   }
-  q.factor[0] = q.factor[1] = p.score_scale;
 }
 
 }  // namespace htree::compressed_kv
