@@ -67,7 +67,9 @@ using Query = QueryFragments<Tr::kD, Tr::kHeadPairs, Tr::kIntegerKeys>;
 template <typename Tr>
 struct RowPair {
   uint32_t word[2][Tr::kWords];
-  uint32_t cursor[2];
+  Cursor cursor[2];
+  NibbleWindow window[2];  // of the word in hand, where windows are used
+  bool fits;               // no word has more codes than a window; alike in all lanes
 };
 
 // Of the tile at shared address `stage`. kTail: it has only `num_tokens` rows.
@@ -95,28 +97,49 @@ __device__ __forceinline__ RowPair<Tr> load_row_pair(uint32_t stage, const LaneR
     }
   }
   uint32_t counts = 0;
+  int most = 0;
 #pragma unroll
   for (int i = 0; i < Tr::kWords; ++i) {
-    counts += __popc(rows.word[0][i]) + (__popc(rows.word[1][i]) << 16);
+    const int low = __popc(rows.word[0][i]);
+    const int high = __popc(rows.word[1][i]);
+    most = max(most, max(low, high));
+    counts += low + (high << 16);
   }
+  // Half a word of the bitmap always fits.
+  rows.fits = kBits == 4 && !kTail && (Tr::kD == 64 || __all_sync(0xffffffffu, most <= NibbleWindow::kCodes));
   // Exclusive sums over the lanes of a quad, both rows in one register.
   uint32_t below = __shfl_up_sync(0xffffffffu, counts, 1, 4);
   uint32_t sum = t >= 1 ? below : 0;
   below = __shfl_up_sync(0xffffffffu, counts + sum, 2, 4);
   sum += t >= 2 ? below : 0;
   const uint32_t first = stage * 8 + at.values;
-  rows.cursor[0] = first + (sum & 0xffffu) * kBits;
-  rows.cursor[1] = first + at.pitch_bits + (sum >> 16) * kBits;
+  rows.cursor[0].set(first + (sum & 0xffffu) * kBits);
+  rows.cursor[1].set(first + at.pitch_bits + (sum >> 16) * kBits);
   return rows;
 }
 
-// The codes of group kGroup of both rows.
-template <int kBits, int kGroup, bool kUpper, typename Tr>
+// The codes of group kGroup of both rows, groups in their order. kWindow: `fits`, and 4 bits.
+template <int kBits, int kGroup, bool kUpper, bool kWindow, typename Tr>
 __device__ __forceinline__ void expand_group(RowPair<Tr>& rows, const LaneTable& lane, Expanded<kBits>& low,
                                              Expanded<kBits>& high) {
   constexpr int kWord = kGroup / 4;
-  low = expand_byte<kBits, kGroup % 4, kUpper>(rows.word[0][kWord], rows.cursor[0], lane);
-  high = expand_byte<kBits, kGroup % 4, kUpper>(rows.word[1][kWord], rows.cursor[1], lane);
+  constexpr int kByte = kGroup % 4;
+  if constexpr (kWindow) {
+    if constexpr (kByte == 0) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        rows.window[half].load(rows.cursor[half]);
+        if constexpr (kWord + 1 < Tr::kWords) {
+          rows.cursor[half].set(rows.cursor[half].bits + 4 * __popc(rows.word[half][kWord]));
+        }
+      }
+    }
+    low = expand_window<kByte, kUpper>(rows.word[0][kWord], rows.window[0], lane);
+    high = expand_window<kByte, kUpper>(rows.word[1][kWord], rows.window[1], lane);
+  } else {
+    low = expand_byte<kBits, kByte, kUpper>(rows.word[0][kWord], rows.cursor[0], lane);
+    high = expand_byte<kBits, kByte, kUpper>(rows.word[1][kWord], rows.cursor[1], lane);
+  }
 }
 
 // Calls step(integral constant) for 0 ... kCount - 1.
@@ -129,7 +152,7 @@ __device__ __forceinline__ void unrolled(Step&& step) {
 }
 
 // Scores of tokens g, g + 8 and heads t, t + 4 in units of log2, without the scales of the rows.
-template <typename Tr>
+template <bool kWindow, typename Tr>
 __device__ __forceinline__ void score_tile(RowPair<Tr>& rows, const LaneTable& table, const Query<Tr>& q,
                                            float (&score)[2][Tr::kHeadPairs]) {
   if constexpr (Tr::kK == 16) {
@@ -137,7 +160,7 @@ __device__ __forceinline__ void score_tile(RowPair<Tr>& rows, const LaneTable& t
     unrolled<Tr::kGroups>([&](auto index) {
       constexpr int group = decltype(index)::value;
       Expanded<16> low, high;
-      expand_group<16, group, false>(rows, table, low, high);
+      expand_group<16, group, false, false>(rows, table, low, high);
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
         const uint32_t a[4] = {low.r[i], high.r[i], low.r[i + 1], high.r[i + 1]};
@@ -160,7 +183,7 @@ __device__ __forceinline__ void score_tile(RowPair<Tr>& rows, const LaneTable& t
     unrolled<Tr::kGroups>([&](auto index) {
       constexpr int group = decltype(index)::value;
       Expanded<Tr::kK> low, high;
-      expand_group<Tr::kK, group, true>(rows, table, low, high);
+      expand_group<Tr::kK, group, true, kWindow>(rows, table, low, high);
 #pragma unroll
       for (int i = 0; i < Tr::kHeadPairs; ++i) {
         mma_int8(sum[i], low.r[0], high.r[0], low.r[1], high.r[1], q.b[i][group][0], q.b[i][group][1]);
@@ -205,13 +228,13 @@ __device__ __forceinline__ void nibbles_to_halves(uint32_t bytes, uint32_t (&h)[
 }
 
 // acc[group * 2 + i][c]: c = 0, 1 are heads t and t + 4 of one channel, c = 2, 3 of another (channel_of).
-template <typename Tr>
+template <bool kWindow, typename Tr>
 __device__ __forceinline__ void weigh_tile(RowPair<Tr>& rows, const LaneTable& table, uint32_t weight0,
                                            uint32_t weight1, float (&acc)[2 * Tr::kGroups][4]) {
   unrolled<Tr::kGroups>([&](auto index) {
     constexpr int group = decltype(index)::value;
     Expanded<Tr::kV> low, high;
-    expand_group<Tr::kV, group, false>(rows, table, low, high);
+    expand_group<Tr::kV, group, false, kWindow>(rows, table, low, high);
     uint32_t a[2][4];
     if constexpr (Tr::kV == 4) {
       // Channels i and i + 4 share a byte on their way through the transposition.

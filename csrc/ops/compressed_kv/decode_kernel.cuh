@@ -58,7 +58,11 @@ __device__ __forceinline__ void attend_tile(const TileReader<Tr>& reader, uint32
   float score[2][Tr::kHeadPairs];
   {
     RowPair<Tr> rows = load_row_pair<Tr, Tr::kK, kTail>(stage, reader.k, num_tokens, lane);
-    score_tile<Tr>(rows, reader.k_table, q, score);
+    if (Tr::kK == 4 && rows.fits) {
+      score_tile<Tr::kK == 4 && !kTail, Tr>(rows, reader.k_table, q, score);
+    } else {
+      score_tile<false, Tr>(rows, reader.k_table, q, score);
+    }
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -114,7 +118,11 @@ __device__ __forceinline__ void attend_tile(const TileReader<Tr>& reader, uint32
   for (int half = 0; half < 2; ++half) {
     weight[half] = device::transpose_matrix(device::pack_pair<typename Tr::Weight>(w[half][0], w[half][1]));
   }
-  weigh_tile<Tr>(rows, reader.v_table, weight[0], weight[1], result.acc);
+  if (Tr::kV == 4 && rows.fits) {
+    weigh_tile<Tr::kV == 4 && !kTail, Tr>(rows, reader.v_table, weight[0], weight[1], result.acc);
+  } else {
+    weigh_tile<false, Tr>(rows, reader.v_table, weight[0], weight[1], result.acc);
+  }
 }
 
 // Opaque, so that it is kept and not read again wherever it is used.
