@@ -29,6 +29,31 @@ SCHEMAS = {
         "(Tensor dy, Tensor x, Tensor weight, Tensor cos, Tensor sin, float eps=1e-06, "
         "bool[2] output_mask=[True, True]) -> (Tensor dx, Tensor dweight)"
     ),
+    "fp8_gemm": (
+        "(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, ScalarType output_dtype=half, "
+        "int[]? config=None) -> Tensor"
+    ),
+    "fp8_gemm_exact": (
+        "(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, ScalarType output_dtype=half) -> Tensor"
+    ),
+    "gated_mlp": (
+        '(Tensor x, Tensor gate_weight, Tensor up_weight, str activation="silu", str act_on="up", '
+        "int[]? config=None) -> Tensor"
+    ),
+    "gated_mlp_forward": (
+        '(Tensor x, Tensor gate_weight, Tensor up_weight, str activation="silu", str act_on="up") '
+        "-> (Tensor out, Tensor gate, Tensor up)"
+    ),
+    "gated_mlp_backward": (
+        '(Tensor dy, Tensor x, Tensor gate_weight, Tensor up_weight, str activation="silu", '
+        'str act_on="up", bool[3] output_mask=[True, True, True]) '
+        "-> (Tensor dx, Tensor dgate_weight, Tensor dup_weight)"
+    ),
+    "gated_mlp_saved_backward": (
+        "(Tensor dy, Tensor gate, Tensor up, Tensor x, Tensor gate_weight, Tensor up_weight, "
+        'str activation="silu", str act_on="up", bool[3] output_mask=[True, True, True]) '
+        "-> (Tensor dx, Tensor dgate_weight, Tensor dup_weight)"
+    ),
     "hadamard_transform": "(Tensor x, float? scale=None) -> Tensor",
     "hadamard_transform_": "(Tensor(a!) x, float? scale=None) -> ()",
     "grouped_hadamard": "(Tensor x, int group, float? scale=None) -> Tensor",
@@ -44,6 +69,18 @@ SCHEMAS = {
         "Tensor v_scales, Tensor k_win, Tensor v_win, Tensor? comp_len=None, Tensor? win_len=None, "
         "float? scale=None, Tensor? block_table=None, *, int k_keep, int v_keep, int k_bits=8, int v_bits=8, "
         "int hadamard_group=0, int split_size=0) -> (Tensor out, Tensor lse)"
+    ),
+    "fp8_compute_scale": '(Tensor x, str granularity="tensor", int dim=-1, int block=128) -> Tensor',
+    "fp8_quantize": (
+        '(Tensor x, Tensor? scale=None, str granularity="tensor", int dim=-1, int block=128) '
+        "-> (Tensor q, Tensor scale, Tensor n_overflow)"
+    ),
+    "fp8_dequantize": "(Tensor q, Tensor scale, ScalarType dtype=half, int block=128) -> Tensor",
+    "fp8_fake_quant": (
+        '(Tensor x, Tensor? scale=None, str granularity="tensor", int dim=-1, int block=128) -> Tensor'
+    ),
+    "fp8_fake_quant_backward": (
+        '(Tensor dy, Tensor x, Tensor scale, str granularity="tensor", int dim=-1, int block=128) -> Tensor'
     ),
     "tree_build": "(Tensor k, Tensor v, int compression_rate=16) -> (Tensor pk, Tensor pv)",
     "tree_build_backward": (
@@ -160,7 +197,7 @@ def test_schema(name: str) -> None:
 def test_kernels(name: str) -> None:
     wanted = {"CompositeExplicitAutograd"} if name in FACTORIES else {*DEVICE_KEYS, "Autograd"}
     if overload(name)._schema.is_mutable:
-        wanted.add("ADInplaceOrView")
+        wanted |= {"ADInplaceOrView", "Negative", "Conjugate"}
     if name in AUTOCAST:
         wanted |= {"AutocastCPU", "AutocastCUDA"}
     assert kernel_keys(name) == wanted
