@@ -39,20 +39,24 @@ from htree_ops.ops.fp8 import (  # noqa: E402
     fp8_quantize,
     fp8_scale_inv,
     handle_fp8_overflow,
+)
 from htree_ops.ops.fp8_gemm import fp8_gemm, fp8_gemm_exact  # noqa: E402
 from htree_ops.ops.fp8_inputs import (  # noqa: E402
     FP8GEMMInput,
     validate_fp8_gemm_inputs,
     validate_fp8_quantize_inputs,
+)
 from htree_ops.ops.fp8_linear import (  # noqa: E402
     FP8Linear,
     calibrate_activation_scales,
     quantize_model_,
+)
 from htree_ops.ops.gated_mlp import (  # noqa: E402
     FusedGatedMLP,
     GatedMLPInput,
     gated_mlp,
     validate_gated_mlp_inputs,
+)
 from htree_ops.ops.hadamard import (  # noqa: E402
     HadamardTransform,
     grouped_hadamard,
@@ -95,9 +99,9 @@ __all__ = [
     "apply_grouped_hadamard",
     "apply_rotary_pos_emb_k",
     "apply_rotary_pos_emb_q",
+    "calibrate_activation_scales",
     "causal_softmax",
     "convert_key_batched_quant",
-    "calibrate_activation_scales",
     "fp8_compute_scale",
     "fp8_dequantize",
     "fp8_fake_quant",
