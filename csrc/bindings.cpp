@@ -15,6 +15,7 @@
 #endif
 
 #include "ops/causal_softmax/causal_softmax_config.h"
+#include "ops/compressed_kv/decode_config.h"
 #include "ops/fp8/gemm/gemm_config.h"
 #include "ops/fp8/quantize/quantize_config.h"
 #include "ops/gated_mlp/gated_mlp_config.h"
@@ -81,6 +82,10 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
       }
     }
   }
+  auto& compressed = rooms["compressed_kv"];
+  compressed.push_back(
+      "tiles: fp16, bf16; D = 64, 128, 256; bits 16, 8, 4; pages of a multiple of 16; sm_80 and later");
+  compressed.push_back("general: fp32; hadamard_group above 1; other pages; the window");
   auto& quantize = rooms["fp8"];
   for (int pack : {8, 1}) {
     for (int64_t group = 64; group <= 32768; group *= 2) {
@@ -135,6 +140,15 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
   norm.erase(std::unique(norm.begin(), norm.end()), norm.end());
 #endif
   return rooms;
+}
+
+// (warps, stages of each warp, bytes of shared memory) of a decode block.
+std::tuple<int, int, int> compressed_kv_config(int stage_bytes, int table_bytes, int merge_bytes, int padding,
+                                               int most_warps, int shared_bytes) {
+  using namespace htree::compressed_kv;
+  const auto config = choose_decode_config(stage_bytes, table_bytes, merge_bytes, padding, most_warps,
+                                           kMinStages, kMaxStages, shared_bytes);
+  return {config.num_warps, config.num_stages, config.shared_bytes};
 }
 
 // (threads per row, rows per block, elements per thread, rows in flight) for rows of `cols` elements.
@@ -210,6 +224,13 @@ PYBIND11_MODULE(_host, module) {
              py::arg("vectorised") = true, py::arg("backward") = false, py::arg("block_size") = 0,
              py::arg("shared_bytes") = 232448,
              "The kernel that causal_softmax takes for rows of `cols` elements.");
+  module.def("compressed_kv_config", &compressed_kv_config, py::arg("stage_bytes"), py::arg("table_bytes"),
+             py::arg("merge_bytes"), py::arg("padding"), py::arg("most_warps"),
+             py::arg("shared_bytes") = 232448,
+             "Warps, stages and shared bytes of a decode block of kv_decode_attention.");
+  module.def("compressed_kv_split_size", &htree::compressed_kv::choose_split_size, py::arg("capacity"),
+             py::arg("num_groups"), py::arg("num_processors"), py::arg("step") = 256,
+             "Tokens that a block of kv_decode_attention takes where split_size is 0.");
   module.def("fp8_quantize_config", &fp8_quantize_config, py::arg("rows"), py::arg("cols"), py::arg("layout"),
              py::arg("group"), py::arg("element_size") = 2, py::arg("num_processors") = 132,
              "The kernels that fp8_quantize takes: (threads, packs, pack, splits).");
