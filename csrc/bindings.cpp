@@ -15,6 +15,8 @@
 #endif
 
 #include "ops/causal_softmax/causal_softmax_config.h"
+#include "ops/fp8/gemm/gemm_config.h"
+#include "ops/gated_mlp/gated_mlp_config.h"
 #include "ops/hadamard/hadamard_config.h"
 #include "ops/rmsnorm_rope/rmsnorm_rope_config.h"
 #include "ops/tree_attention/attention/attention_config.h"
@@ -90,6 +92,28 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
   attention.push_back(
       "tensor_core: fp16, bf16; r = 16; K = V = 32, 64, 128; H / H_kv <= 16; k <= 1024; sm_80 and later");
   attention.push_back("general: fp32, fp16, bf16; every other shape");
+  auto& mlp = rooms["gated_mlp"];
+  for (bool keeps_products : {false, true}) {
+    for (int64_t rows = 1; rows <= 4096; rows *= 2) {
+      const auto config = htree::gated_mlp::choose_config({rows, 11264, true, keeps_products, 132});
+      const auto text = htree::gated_mlp::describe(config);
+      if (std::find(mlp.begin(), mlp.end(), text) == mlp.end()) {
+        mlp.push_back(text);
+      }
+    }
+  }
+  mlp.push_back(htree::gated_mlp::describe(htree::gated_mlp::choose_config({1, 1, false, false, 132})));
+  auto& gemm = rooms["fp8"];
+  for (bool hopper : {true, false}) {
+    for (bool library : {true, false}) {
+      for (int64_t m = 1; m <= 4096; m *= 2) {
+        const auto text = htree::fp8::describe(htree::fp8::choose_gemm_config({m, 4096, hopper, library}));
+        if (std::find(gemm.begin(), gemm.end(), text) == gemm.end()) {
+          gemm.push_back(text);
+        }
+      }
+    }
+  }
   auto& norm = rooms["rmsnorm_rope"];
   for (int64_t width = 32; width <= 65536; width *= 2) {
     const auto config = htree::rmsnorm_rope::choose_config(width, std::min<int64_t>(width, 128),
@@ -121,6 +145,18 @@ std::tuple<int, int, int, bool> rmsnorm_rope_config(int64_t width, int64_t head_
                                                     bool vectorised, bool backward) {
   const auto config = htree::rmsnorm_rope::choose_config(width, head_dim, element_size, vectorised, backward);
   return {config.threads, config.pairs, config.stages, config.vectorised};
+}
+
+// The kernel of gated_mlp for `rows` rows of x and `inner` columns of the result, in words.
+std::string gated_mlp_config(int64_t rows, int64_t inner, bool hopper_half, bool keeps_products,
+                             int multiprocessors) {
+  return htree::gated_mlp::describe(
+      htree::gated_mlp::choose_config({rows, inner, hopper_half, keeps_products, multiprocessors}));
+}
+
+// The kernel of fp8_gemm for c [m, n], in words.
+std::string fp8_gemm_config(int64_t m, int64_t n, bool hopper, bool library) {
+  return htree::fp8::describe(htree::fp8::choose_gemm_config({m, n, hopper, library}));
 }
 
 // The path and chunks of one attention call on a GPU of that capability and shared memory per block.
@@ -156,6 +192,12 @@ PYBIND11_MODULE(_host, module) {
   module.def("rmsnorm_rope_config", &rmsnorm_rope_config, py::arg("width"), py::arg("head_dim"),
              py::arg("element_size"), py::arg("vectorised"), py::arg("backward") = false,
              "The kernel that rmsnorm_rope takes for rows of `width` elements.");
+  module.def("gated_mlp_config", &gated_mlp_config, py::arg("rows"), py::arg("inner"),
+             py::arg("hopper_half") = true, py::arg("keeps_products") = false,
+             py::arg("multiprocessors") = 132,
+             "The kernel that gated_mlp takes for `rows` rows of x and `inner` columns of the result.");
+  module.def("fp8_gemm_config", &fp8_gemm_config, py::arg("m"), py::arg("n"), py::arg("hopper") = true,
+             py::arg("library") = true, "The kernel that fp8_gemm takes for a result [m, n].");
   module.def("tree_attention_config", &tree_attention_config, py::arg("sizes"), py::arg("half_dtype"),
              py::arg("compression_rate") = 16, py::arg("max_top_nodes") = 8192, py::arg("top_k") = 512,
              py::arg("selection_stride") = 1, py::arg("backward") = false, py::arg("major") = 9,
