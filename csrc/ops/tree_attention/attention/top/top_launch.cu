@@ -1,0 +1,69 @@
+// Launchers of top_launch.h: run-time shape to compiled instance, and the selection, which has none. No torch.
+#include "ops/tree_attention/attention/dispatch_shape.h"
+#include "ops/tree_attention/attention/top/top_instances.cuh"
+#include "ops/tree_attention/attention/top/top_select.cuh"
+
+namespace htree::tree_attention {
+
+HTREE_TOP_INSTANCES(extern, __half, 32)
+HTREE_TOP_INSTANCES(extern, __half, 64)
+HTREE_TOP_INSTANCES(extern, __half, 128)
+HTREE_TOP_INSTANCES(extern, __nv_bfloat16, 32)
+HTREE_TOP_INSTANCES(extern, __nv_bfloat16, 64)
+HTREE_TOP_INSTANCES(extern, __nv_bfloat16, 128)
+
+namespace {
+
+__global__ void compiled_kernel() {}
+
+}  // namespace
+
+void launch_top_relay(const TensorCoreShape& shape, const TopRelayParams& params, cudaStream_t stream) {
+  dispatch_shape(shape, [&](auto type, auto dim) {
+    launch_top_relay_instance<typename decltype(type)::type, decltype(dim)::value>(params, stream);
+  });
+}
+
+void launch_top_references(const TensorCoreShape& shape, const TopReferenceParams& params,
+                           cudaStream_t stream) {
+  dispatch_shape(shape, [&](auto type, auto dim) {
+    launch_top_references_instance<typename decltype(type)::type, decltype(dim)::value>(params, stream);
+  });
+}
+
+void launch_top_importances(const TensorCoreShape& shape, const TopImportanceParams& params,
+                            cudaStream_t stream) {
+  dispatch_shape(shape, [&](auto type, auto dim) {
+    launch_top_importances_instance<typename decltype(type)::type, decltype(dim)::value>(params, stream);
+  });
+}
+
+void launch_top_attend(const TensorCoreShape& shape, const TopAttendParams& params, cudaStream_t stream) {
+  dispatch_shape(shape, [&](auto type, auto dim) {
+    launch_top_attend_instance<typename decltype(type)::type, decltype(dim)::value>(params, stream);
+  });
+}
+
+// As few keys per thread as the longest row of the launch needs.
+void launch_top_select(const LeaderSelectParams& params, cudaStream_t stream) {
+  const GatherParams& p = params.gather;
+  const int64_t longest = (p.t0 + int64_t{p.num_lists - 1} * p.stride) / p.node_span + 1;
+  auto kernel = longest <= 8 * kTopSelectThreads    ? top_select_kernel<8, 6>
+                : longest <= 16 * kTopSelectThreads ? top_select_kernel<16, 5>
+                : longest <= 32 * kTopSelectThreads ? top_select_kernel<32, 4>
+                                                    : top_select_kernel<64, 2>;
+  const dim3 grid(static_cast<unsigned>(int64_t{p.num_lists} * p.num_kv_heads), p.num_batches);
+  kernel<<<grid, kTopSelectThreads, 0, stream>>>(params);
+}
+
+bool top_kernels_compiled() {
+  cudaFuncAttributes attributes;
+  if (cudaFuncGetAttributes(&attributes, compiled_kernel) != cudaSuccess) {
+    cudaGetLastError();  // no code for this device at all; the launch that follows says so
+    return false;
+  }
+  // Code made from an older architecture's PTX runs here too, but without these kernels' bodies.
+  return attributes.binaryVersion == 90 && attributes.ptxVersion == 90;
+}
+
+}  // namespace htree::tree_attention
