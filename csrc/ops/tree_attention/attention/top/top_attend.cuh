@@ -41,8 +41,8 @@ static_assert(kAttendSharedBytes<128, 2> <= 227 * 1024);
 // Where the rows of a block come from.
 struct AttendTask {
   int batch, kv_head, rank, num_tiles;
+  int half_log2;  // query heads among 8 rows of a warp
   int64_t head_index, block_token;  // first token of the aligned run
-  int heads_per_half;               // of the 8 rows i of a warp
 
   __device__ __forceinline__ AttendTask(const GatherParams& p) {
     const int tokens = attend_tokens(p.group);
@@ -52,19 +52,18 @@ struct AttendTask {
     batch = blockIdx.y;
     head_index = int64_t{batch} * p.num_kv_heads + kv_head;
     block_token = (first_run + runs - 1 - blockIdx.x / p.num_kv_heads) * tokens;
-    rank = static_cast<int>(block_token / p.node_span);
+    rank = static_cast<int>(block_token >> log2_of(p.node_span));
     num_tiles = rank < p.list_width ? 0 : (rank + kTopTileNodes - 1) / kTopTileNodes;
-    heads_per_half = max(p.group / 2, 1);
+    half_log2 = log2_of(max(p.group / 2, 1));
   }
   // Query of row `row` of the block, counted from the first of the chunk; rows without one repeat another.
   __device__ __forceinline__ int64_t query(const GatherParams& p, int row) const {
-    const int tokens_per_warp = 8 / heads_per_half;
-    const int token = row / 16 * tokens_per_warp + row % 8 / heads_per_half;
+    const int token = row / 16 * (8 >> half_log2) + (row % 8 >> half_log2);
     const int64_t at = block_token + min(token, attend_tokens(p.group) - 1) - p.t0;
     return min(max(at, int64_t{0}), int64_t{p.num_queries} - 1);
   }
   __device__ __forceinline__ int head(const GatherParams& p, int row) const {
-    return min(row / 8 % 2 * heads_per_half + row % heads_per_half, p.group - 1);
+    return min((row / 8 % 2 << half_log2) + (row & ((1 << half_log2) - 1)), p.group - 1);
   }
 };
 
@@ -183,6 +182,22 @@ struct TileMask {
     }
   }
 };
+
+// Barrier `index` of `num_threads` threads; every one gets the OR of all.
+__device__ __forceinline__ bool named_barrier_or(int index, int num_threads, bool value) {
+  int any;
+  asm volatile(
+      "{\n"
+      ".reg .pred p, q;\n"
+      "setp.ne.u32 p, %1, 0;\n"
+      "bar.red.or.pred q, %2, %3, p;\n"
+      "selp.u32 %0, 1, 0, q;\n"
+      "}"
+      : "=r"(any)
+      : "r"(static_cast<int>(value)), "r"(index), "r"(num_threads)
+      : "memory");
+  return any;
+}
 
 // The warpgroup of copies: one thread.
 template <int kDim, int kGroups>
@@ -327,7 +342,6 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1) top_attend_kernel(TopA
 #if HTREE_SM90A
   extern __shared__ __align__(128) char raw[];
   using Shared = AttendShared<kDim, kGroups>;
-  constexpr int kThreads = 128 * (kGroups + 1);
   Shared& shared = *aligned_shared<Shared>(raw);
   const AttendParams& attend = params.attend;
   const GatherParams& p = attend.gather;
@@ -343,14 +357,7 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1) top_attend_kernel(TopA
     }
     device::fence_barrier_init();
   }
-  bool scaled = false;
-  if (task.num_tiles > 0) {
-    scaled = rotate_queries<T, kDim, Shared::kRows, kThreads>(
-        shared.queries, shared.factors, p, params.vector_loads, [&](int row) {
-          return query_row<T>(p, task.batch, task.kv_head, task.query(p, row), task.head(p, row));
-        });
-    scaled |= any_scaled_tile(params.tiles.scaled + first_tile, task.num_tiles);
-  }
+  __syncthreads();
   if (threadIdx.x >= 128 * kGroups) {
     if constexpr (kGroups == 2) {
       device::lower_registers<kCopyRegisters>();
@@ -367,6 +374,15 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1) top_attend_kernel(TopA
   const int lane = threadIdx.x % 32;
   const int first_row = threadIdx.x / 32 * 16 + lane / 4;
   const int64_t query = task.query(p, first_row);
+  bool scaled = false;
+  if (task.num_tiles > 0) {
+    scaled = scaled_tile(params.tiles.scaled + first_tile, task.num_tiles);
+    scaled |= rotate_queries<T, kDim, Shared::kRows, 128 * kGroups>(
+        shared.queries, shared.factors, p, params.vector_loads, threadIdx.x, [&](int row) {
+          return query_row<T>(p, task.batch, task.kv_head, task.query(p, row), task.head(p, row), task.rank);
+        });
+    scaled = named_barrier_or(kConsumerBarrier, 128 * kGroups, scaled);
+  }
   AttendState<T, kDim> state;
 #pragma unroll
   for (int i = 0; i < kDim / 2; ++i) {

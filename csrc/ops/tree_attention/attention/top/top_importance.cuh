@@ -9,7 +9,7 @@
 
 namespace htree::tree_attention {
 
-// Grid: see ScoreTask. kGroup: G, or 0 for any power of two up to 16.
+// Grid: see ScoreTask. kGroup: G.
 template <typename T, int kDim, int kGroup>
 __global__ void __launch_bounds__(kScoreThreads, 1) top_importance_kernel(TopImportanceParams all) {
 #if HTREE_SM90A
@@ -21,20 +21,21 @@ __global__ void __launch_bounds__(kScoreThreads, 1) top_importance_kernel(TopImp
   if (task.most_rank < p.list_width) {
     return;
   }
-  const int group = kGroup > 0 ? kGroup : p.group;
   const int num_tiles = (task.most_rank + kTopTileNodes - 1) / kTopTileNodes;
   const int64_t first_tile = task.head_index * params.tiles.num_tiles;
   KeyRing<kDim> ring{shared, params.tiles.keys + first_tile * kTopTileBytes<kDim>, num_tiles};
   ring.start();
   const auto list_of = [&](int column) {
-    return min(task.first_list + column / (8 * group) * 8 + column % 8, task.last_list);
+    return min(task.first_list + column / (8 * kGroup) * 8 + column % 8, task.last_list);
   };
-  bool scaled = rotate_queries<T, kDim, kScoreRows, kScoreThreads>(
-      shared.queries, shared.factors, p, params.vector_loads, [&](int column) {
-        return query_row<T>(p, task.batch, task.kv_head, int64_t{list_of(column)} * p.stride,
-                            column / 8 % group);
+  bool scaled = scaled_tile(params.tiles.scaled + first_tile, num_tiles);
+  scaled |= rotate_queries<T, kDim, kScoreRows, kScoreThreads>(
+      shared.queries, shared.factors, p, params.vector_loads, threadIdx.x, [&](int column) {
+        const int list = list_of(column);
+        return query_row<T>(p, task.batch, task.kv_head, int64_t{list} * p.stride, column / 8 % kGroup,
+                            task.rank(p, list));
       });
-  scaled |= any_scaled_tile(params.tiles.scaled + first_tile, num_tiles);
+  scaled = __syncthreads_or(scaled);
 
   const int group_idx = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const int key_half = group_idx % 2, first_column = group_idx / 2 * 128 + lane % 4 * 2;
@@ -44,27 +45,28 @@ __global__ void __launch_bounds__(kScoreThreads, 1) top_importance_kernel(TopImp
 #pragma unroll
   for (int i = 0; i < 32; ++i) {
     const int column = first_column + i / 2 * 8 + i % 2;
-    const int64_t at = (int64_t{task.batch} * p.num_lists + list_of(column)) * p.num_kv_heads + task.kv_head;
-    lowered[i] = params.references[at * group + column / 8 % group];
+    const int64_t at = int64_t{list_of(column)} * p.num_kv_heads + task.kv_head;
+    lowered[i] = params.references[task.batch * params.reference_batch + at * kGroup + column / 8 % kGroup];
   }
   if (params.importance == Importance::kExpJoint) {
-    for (int i = 0; i < 16 / group; ++i) {
+#pragma unroll
+    for (int i = 0; i < 16 / kGroup; ++i) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         float most = -INFINITY;
 #pragma unroll
-        for (int j = 0; j < 16; ++j) {
-          most = j / group == i ? fmaxf(most, lowered[2 * j + e]) : most;
+        for (int j = 0; j < kGroup; ++j) {
+          most = fmaxf(most, lowered[2 * (i * kGroup + j) + e]);
         }
 #pragma unroll
-        for (int j = 0; j < 16; ++j) {
-          lowered[2 * j + e] = j / group != i ? lowered[2 * j + e] : most == -INFINITY ? INFINITY : most;
+        for (int j = 0; j < kGroup; ++j) {
+          lowered[2 * (i * kGroup + j) + e] = most == -INFINITY ? INFINITY : most;
         }
       }
     }
   }
   // leaders of this thread: first_list + 8 * run (+ 1), at most the last
-  const int first_list = task.first_list + first_column / (8 * group) * 8 + first_column % 8;
+  const int first_list = task.first_list + first_column / (8 * kGroup) * 8 + first_column % 8;
   const uint32_t row_stride = static_cast<uint32_t>(p.num_kv_heads * all.width);
   float* rows = all.importances + first_key +
                 ((int64_t{task.batch} * p.num_lists + task.first_list) * p.num_kv_heads + task.kv_head) *
@@ -99,9 +101,9 @@ __global__ void __launch_bounds__(kScoreThreads, 1) top_importance_kernel(TopImp
 #pragma unroll
       for (int j = 0; j < 16; ++j) {
         const float weight = device::exp2_flushed(s[4 * j + i] - lowered[2 * j + i % 2]);
-        importance = (j & (group - 1)) == 0 ? weight : importance + weight;
-        if (((j + 1) & (group - 1)) == 0) {
-          const int list = min(first_list + j / group * 8 + i % 2, task.last_list) - task.first_list;
+        importance = j % kGroup == 0 ? weight : importance + weight;
+        if ((j + 1) % kGroup == 0) {
+          const int list = min(first_list + j / kGroup * 8 + i % 2, task.last_list) - task.first_list;
           rows[list * row_stride + tile * kTopTileNodes + i / 2 * 8] = importance;
         }
       }

@@ -11,8 +11,8 @@ namespace htree::tree_attention {
 
 template <typename T, int kDim>
 void launch_top_relay_instance(const TopRelayParams& params, cudaStream_t stream) {
-  const dim3 grid(params.tiles.num_tiles, static_cast<unsigned>(params.num_batches * params.num_kv_heads));
-  top_relay_kernel<T, kDim><<<grid, kTopRelayWarps * 32, 0, stream>>>(params);
+  const int64_t tiles = params.num_batches * params.num_kv_heads * params.tiles.num_tiles;
+  top_relay_kernel<T, kDim><<<static_cast<unsigned>(tiles), kTopRelayWarps * 32, 0, stream>>>(params);
 }
 
 inline dim3 score_grid(const GatherParams& p) {
@@ -27,10 +27,15 @@ void launch_top_references_instance(const TopReferenceParams& params, cudaStream
   kernel<<<score_grid(params.gather), kScoreThreads, kScoreSharedBytes<kDim>, stream>>>(params);
 }
 
+// G is 1, 2, 4, 8 or 16: attention_config.h sends no other here.
 template <typename T, int kDim>
 void launch_top_importances_instance(const TopImportanceParams& params, cudaStream_t stream) {
   const GatherParams& p = params.reference.gather;
-  auto kernel = p.group == 8 ? top_importance_kernel<T, kDim, 8> : top_importance_kernel<T, kDim, 0>;
+  auto kernel = p.group == 16  ? top_importance_kernel<T, kDim, 16>
+                : p.group == 8 ? top_importance_kernel<T, kDim, 8>
+                : p.group == 4 ? top_importance_kernel<T, kDim, 4>
+                : p.group == 2 ? top_importance_kernel<T, kDim, 2>
+                               : top_importance_kernel<T, kDim, 1>;
   allow_shared_bytes(kernel, kScoreSharedBytes<kDim>);
   kernel<<<score_grid(p), kScoreThreads, kScoreSharedBytes<kDim>, stream>>>(params);
 }

@@ -47,6 +47,7 @@ struct TopReferenceParams {
   bool vector_loads = false;  // rows of the queries are aligned to 16 bytes
   Importance importance = Importance::kLseCausal;
   float* references = nullptr;
+  int64_t reference_batch = 0;  // stride in elements
 };
 void launch_top_references(const TensorCoreShape& shape, const TopReferenceParams& params,
                            cudaStream_t stream);

@@ -11,42 +11,65 @@
 
 namespace htree::tree_attention {
 
-// 8 consecutive elements; one load where the rows are aligned to 16 bytes.
+// 8 consecutive elements as they are stored; one load where the rows are aligned to 16 bytes.
 template <typename T>
-__device__ __forceinline__ void load_eight(const T* from, bool vector_loads, float (&x)[8]) {
-  T raw[8];
+__device__ __forceinline__ uint4 load_eight(const T* from, bool vector_loads) {
   if (vector_loads) {
-    *reinterpret_cast<uint4*>(raw) = __ldg(reinterpret_cast<const uint4*>(from));
-  } else {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      raw[i] = from[i];
-    }
+    return __ldg(reinterpret_cast<const uint4*>(from));
   }
+  const uint16_t* x = reinterpret_cast<const uint16_t*>(from);
+  return make_uint4(x[0] | uint32_t{x[1]} << 16, x[2] | uint32_t{x[3]} << 16, x[4] | uint32_t{x[5]} << 16,
+                    x[6] | uint32_t{x[7]} << 16);
+}
+template <typename T>
+__device__ __forceinline__ void widen_eight(const uint4& raw, float (&x)[8]) {
+  const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    x[i] = device::to_acc(raw[i]);
+    x[i] = device::to_acc(reinterpret_cast<const T*>(words)[i]);
   }
 }
 
-// All kThreads threads of the block. row_of(i) gives the source of row i of `tile` (kRows rows in panels) and
-// the position it is rotated to. Returns, to every thread, whether some factor in `factors` [kRows] is not 1.
-// Ends with a barrier; the rows are visible to wgmma.
+struct QueryRow {
+  const void* data;  // [K]
+  int64_t position;
+};
+
+// kThreads threads, numbered by `thread`. row_of(i) gives the source of row i of `tile` (kRows rows in panels)
+// and the position it is rotated to. Returns whether some factor of this thread's rows is not 1. A barrier of
+// these threads has to follow, and then the rows are visible to wgmma.
 template <typename T, int kDim, int kRows, int kThreads, typename RowOf>
 __device__ __forceinline__ bool rotate_queries(char* tile, float* factors, const GatherParams& p,
-                                               bool vector_loads, RowOf row_of) {
+                                               bool vector_loads, int thread, RowOf row_of) {
   constexpr int kHalf = kDim / 2;
   constexpr int kTasks = kDim / 16;  // threads of a row: 8 dims of the lower half and their partners
+  constexpr int kRounds = (kRows * kTasks + kThreads - 1) / kThreads;
   static_assert(kRows * kTasks % 32 == 0 && kThreads % 32 == 0);  // warps run whole or not at all
+  uint4 low_raw[kRounds], high_raw[kRounds];
+  const float4* turns[kRounds];
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    const int task = thread + round * kThreads;
+    if (task < kRows * kTasks) {
+      const QueryRow source = row_of(task / kTasks);
+      const int chunk = task % kTasks;
+      const T* from = static_cast<const T*>(source.data) + chunk * 8;
+      low_raw[round] = load_eight(from, vector_loads);
+      high_raw[round] = load_eight(from + kHalf, vector_loads);
+      turns[round] = reinterpret_cast<const float4*>(p.rope + source.position * kHalf + chunk * 8);
+    }
+  }
   bool scaled = false;
-#pragma unroll 2
-  for (int task = threadIdx.x; task < kRows * kTasks; task += kThreads) {
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    const int task = thread + round * kThreads;
+    if (task >= kRows * kTasks) {
+      break;
+    }
     const int row = task / kTasks, chunk = task % kTasks;
-    const auto source = row_of(row);
-    const T* from = static_cast<const T*>(source.data) + chunk * 8;
     float low[8], high[8];
-    load_eight(from, vector_loads, low);
-    load_eight(from + kHalf, vector_loads, high);
+    widen_eight<T>(low_raw[round], low);
+    widen_eight<T>(high_raw[round], high);
     float largest = 0.f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -64,10 +87,9 @@ __device__ __forceinline__ bool rotate_queries(char* tile, float* factors, const
     }
     scaled |= !plain;
     uint32_t first[4], second[4];
-    const float4* turns = reinterpret_cast<const float4*>(p.rope + source.position * kHalf + chunk * 8);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float4 turn = __ldg(turns + i);  // cos, sin of dims 2 i and 2 i + 1
+      const float4 turn = __ldg(turns[round] + i);  // cos, sin of dims 2 i and 2 i + 1
       const float x0 = low[2 * i] * scale, y0 = high[2 * i] * scale;
       const float x1 = low[2 * i + 1] * scale, y1 = high[2 * i + 1] * scale;
       first[i] = device::pack_pair<__half>(x0 * turn.x - y0 * turn.y, x1 * turn.z - y1 * turn.w);
@@ -79,21 +101,16 @@ __device__ __forceinline__ bool rotate_queries(char* tile, float* factors, const
         make_uint4(second[0], second[1], second[2], second[3]);
   }
   device::fence_async_shared();
-  return __syncthreads_or(scaled);
+  return scaled;
 }
 
-struct QueryRow {
-  const void* data;  // [K]
-  int64_t position;
-};
-
-// Row of the query head `head` of a kv head; `query` counts from the first of the chunk.
+// Row of the query head `head` of a kv head, turned to `position`; `query` counts from the first of the chunk.
 template <typename T>
-__device__ __forceinline__ QueryRow query_row(const GatherParams& p, int64_t batch, int64_t kv_head,
-                                              int64_t query, int head) {
+__device__ __forceinline__ QueryRow query_row(const GatherParams& p, int64_t batch, int kv_head, int64_t query,
+                                              int head, int position) {
   const T* data = static_cast<const T*>(p.queries.data) + batch * p.queries.batch + query * p.queries.row +
-                  (kv_head * p.group + head) * p.queries.head;
-  return {data, (p.t0 + query) / p.node_span};
+                  int64_t{kv_head * p.group + head} * p.queries.head;
+  return {data, position};
 }
 
 }  // namespace htree::tree_attention

@@ -129,17 +129,22 @@ __global__ void __launch_bounds__(kScoreThreads, 1) top_references_kernel(TopRef
   const int64_t first_tile = task.head_index * params.tiles.num_tiles;
   KeyRing<kDim> ring{shared, params.tiles.keys + first_tile * kTopTileBytes<kDim>, num_tiles};
   ring.start();
-  const auto list_of = [&](int row) { return min(task.first_list + row / p.group, task.last_list); };
-  bool scaled = rotate_queries<T, kDim, kScoreRows, kScoreThreads>(
-      shared.queries, shared.factors, p, params.vector_loads, [&](int row) {
-        return query_row<T>(p, task.batch, task.kv_head, int64_t{list_of(row)} * p.stride, row % p.group);
+  const auto list_of = [&](int row) {
+    return min(task.first_list + (row >> task.group_log2), task.last_list);
+  };
+  bool scaled = scaled_tile(params.tiles.scaled + first_tile, num_tiles);
+  scaled |= rotate_queries<T, kDim, kScoreRows, kScoreThreads>(
+      shared.queries, shared.factors, p, params.vector_loads, threadIdx.x, [&](int row) {
+        const int list = list_of(row);
+        return query_row<T>(p, task.batch, task.kv_head, int64_t{list} * p.stride, row & (p.group - 1),
+                            task.rank(p, list));
       });
-  scaled |= any_scaled_tile(params.tiles.scaled + first_tile, num_tiles);
+  scaled = __syncthreads_or(scaled);
 
   const int group_idx = threadIdx.x / 128, lane = threadIdx.x % 32;
   const int first_row = threadIdx.x / 32 * 16 + lane / 4;
-  const int ranks[2] = {ScoreTask::rank(p, list_of(first_row)) + extra,
-                        ScoreTask::rank(p, list_of(first_row + 8)) + extra};
+  const int ranks[2] = {task.rank(p, list_of(first_row)) + extra,
+                        task.rank(p, list_of(first_row + 8)) + extra};
   const uint64_t queries = device::k_major_descriptor<device::Swizzle::k128>(shared.queries + group_idx * 64 *
                                                                                                   kPanelRowBytes);
   const bool joint = params.importance == Importance::kExpJoint;
@@ -190,9 +195,9 @@ __global__ void __launch_bounds__(kScoreThreads, 1) top_references_kernel(TopRef
   for (int i = 0; i < 2; ++i) {
     const float result = joint ? maxima.finish(i) : sums.finish(i);
     const int row = first_row + 8 * i;
-    const int64_t at = (int64_t{task.batch} * p.num_lists + list_of(row)) * p.num_kv_heads + task.kv_head;
+    const int64_t at = int64_t{list_of(row)} * p.num_kv_heads + task.kv_head;
     if (lane % 4 == 0) {
-      params.references[at * p.group + row % p.group] = result;
+      params.references[task.batch * params.reference_batch + at * p.group + (row & (p.group - 1))] = result;
     }
   }
 #else

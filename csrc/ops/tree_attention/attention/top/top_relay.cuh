@@ -10,19 +10,19 @@ namespace htree::tree_attention {
 
 constexpr int kTopRelayWarps = 8;
 
-// Grid: x = tiles, y = batch * kv head. A warp per row; lane i handles the key dims 2i, 2i + 1 of both halves.
+// A block per tile of a (batch, kv head), a warp per row; lane i handles the key dims 2i, 2i + 1 of both halves.
 template <typename T, int kDim>
 __global__ void __launch_bounds__(kTopRelayWarps * 32) top_relay_kernel(TopRelayParams p) {
   constexpr int kHalf = kDim / 2;
   const int lane = threadIdx.x % 32;
-  const int64_t head_index = blockIdx.y;
+  const int64_t tile_index = blockIdx.x;
+  const int64_t head_index = tile_index / p.tiles.num_tiles;
   const int64_t batch = head_index / p.num_kv_heads, head = head_index % p.num_kv_heads;
-  const int64_t tile_index = head_index * p.tiles.num_tiles + blockIdx.x;
   char* keys = p.tiles.keys + tile_index * kTopTileBytes<kDim>;
   char* values = p.tiles.values + tile_index * kTopTileBytes<kDim>;
   bool scaled = false;
   for (int row = threadIdx.x / 32; row < kTopTileNodes; row += kTopRelayWarps) {
-    const int64_t node = int64_t{blockIdx.x} * kTopTileNodes + row;
+    const int64_t node = tile_index % p.tiles.num_tiles * kTopTileNodes + row;
     const bool exists = node < p.num_nodes;
     const T* key =
         static_cast<const T*>(p.keys.data) + batch * p.keys.batch + node * p.keys.row + head * p.keys.head;

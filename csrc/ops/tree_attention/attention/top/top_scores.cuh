@@ -48,25 +48,32 @@ __device__ __forceinline__ void exp2_eight(float (&x)[8]) {
       : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3]), "+f"(x[4]), "+f"(x[5]), "+f"(x[6]), "+f"(x[7]));
 }
 
-// Whether some of the first `count` tiles of a kv head holds keys with a scale that is not 1; the same for
-// all threads of the block.
-__device__ __forceinline__ bool any_scaled_tile(const int32_t* scaled, int count) {
+// Whether one of this thread's share of the first `count` tiles holds keys with a scale that is not 1.
+__device__ __forceinline__ bool scaled_tile(const int32_t* scaled, int count) {
   bool any = false;
-  for (int i = threadIdx.x; i < count; i += blockDim.x) {
-    any |= scaled[i] != 0;
+  for (int i = threadIdx.x; i < count; i += 128) {
+    any |= __ldg(scaled + i) != 0;
   }
-  return __syncthreads_or(any);
+  return any;
+}
+
+// Nodes per query head and tokens per node are powers of two here: no divisions in the kernels.
+__device__ __forceinline__ int log2_of(int64_t power) {
+  return __ffsll(power) - 1;
 }
 
 // The leaders and tiles of a block. Rows past the last leader repeat it and write the same values again.
 // Grid: x = kv heads, fastest, and runs of leaders, the longest rows first; y = batch.
 struct ScoreTask {
   int batch, kv_head, first_list, last_list;
+  int span_log2, group_log2;
   int least_rank, most_rank;  // R = n - 1 of the first and of the last leader
   int64_t head_index;
 
   __device__ __forceinline__ ScoreTask(const GatherParams& p) {
-    const int lists = kScoreRows / p.group;
+    span_log2 = log2_of(p.node_span);
+    group_log2 = log2_of(p.group);
+    const int lists = kScoreRows >> group_log2;
     const int runs = gridDim.x / p.num_kv_heads;
     kv_head = blockIdx.x % p.num_kv_heads;
     batch = blockIdx.y;
@@ -76,8 +83,8 @@ struct ScoreTask {
     most_rank = rank(p, last_list);
     head_index = int64_t{batch} * p.num_kv_heads + kv_head;
   }
-  __device__ __forceinline__ static int rank(const GatherParams& p, int list) {
-    return static_cast<int>((p.t0 + int64_t{list} * p.stride) / p.node_span);
+  __device__ __forceinline__ int rank(const GatherParams& p, int list) const {
+    return static_cast<int>((p.t0 + int64_t{list} * p.stride) >> span_log2);
   }
 };
 

@@ -248,9 +248,9 @@ __global__ void __launch_bounds__(kTopSelectThreads, kBlocks) top_select_kernel(
   using Shared = TopSelectShared<kKeys>;
   __shared__ Shared shared;
   const GatherParams& p = params.gather;
-  const int64_t row = int64_t{gridDim.x} - 1 - blockIdx.x;
-  const int64_t batch = blockIdx.y, list_row = row / p.num_kv_heads;
-  const int rank = static_cast<int>((p.t0 + list_row * p.stride) / p.node_span);
+  const int64_t row = gridDim.x - 1 - blockIdx.x;
+  const int64_t batch = blockIdx.y, list_row = static_cast<unsigned>(row) / static_cast<unsigned>(p.num_kv_heads);
+  const int rank = static_cast<int>((p.t0 + list_row * p.stride) >> (__ffsll(p.node_span) - 1));
   const int num_words = rank / 32 + 1;
   int32_t* next = params.next_lists + batch * params.next_batch + row * p.list_width;
   uint32_t* mask =
