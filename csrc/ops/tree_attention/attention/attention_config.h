@@ -96,9 +96,8 @@ inline bool dense_top_shape(const AttentionProblem& p) {
          p.num_kv_heads * importance_width(top_nodes(p)) * 256 < (int64_t{1} << 32);
 }
 
-
 constexpr int64_t kTensorCoreBlock = 16;  // queries that one block of the widest kernels takes together
-constexpr int64_t kTopLists = 256;         // rows of a block at a dense top, a list being G of them
+constexpr int64_t kTopLists = 256;        // rows of a block at a dense top, a list being G of them
 
 // Size of the chunks that `total` is cut into: at most `most` each, about the same, multiples of `block` if
 // they can be.
@@ -132,8 +131,7 @@ inline AttentionConfig choose_attention_config(const AttentionProblem& p, const 
     const int64_t row = p.num_heads * widest * 4;
     config.batch_chunk = std::clamp<int64_t>(kForwardScoreBytes / row, 1, config.batch_chunk);
     config.selection_chunk = std::clamp<int64_t>(kForwardScoreBytes / (row * config.batch_chunk), 1, used);
-    config.dense_top =
-        config.path == AttentionPath::kTensorCore && device.hopper && dense_top_shape(p);
+    config.dense_top = config.path == AttentionPath::kTensorCore && device.hopper && dense_top_shape(p);
     if (config.dense_top) {
       const int64_t references = config.batch_chunk * used * p.num_heads * 4;
       const int64_t row = p.num_kv_heads * importance_width(top_nodes(p)) * 4;
@@ -170,8 +168,8 @@ inline std::string describe(const AttentionConfig& config) {
   std::ostringstream text;
   text << (config.path == AttentionPath::kTensorCore ? "tensor_core" : "general")
        << " batch_chunk=" << config.batch_chunk << " query_chunk=" << config.query_chunk
-       << " selection_chunk=" << config.selection_chunk << " top=" << (config.dense_top ? "dense" : "gathered")
-       << " top_chunk=" << config.top_chunk;
+       << " selection_chunk=" << config.selection_chunk
+       << " top=" << (config.dense_top ? "dense" : "gathered") << " top_chunk=" << config.top_chunk;
   return text.str();
 }
 

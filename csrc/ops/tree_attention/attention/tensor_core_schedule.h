@@ -26,8 +26,8 @@ struct TreeCall {
   TensorCoreShape shape;
   TensorView queries;  // [B, T_q, H, K]
   std::vector<TreeLayer> layers;
-  float2* rope = nullptr;  // [rope_rows(), K/2]
-  TopTiles top;            // of layers.back(), if config.dense_top
+  float2* rope = nullptr;     // [rope_rows(), K/2]
+  TopTiles top;               // of layers.back(), if config.dense_top
   bool vector_loads = false;  // rows of the queries are aligned to 16 bytes
 
   int64_t rope_rows() const { return problem.args.top_k * kTensorCoreRate + 1; }

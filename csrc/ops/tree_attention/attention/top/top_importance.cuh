@@ -1,8 +1,8 @@
 // The second pass over a selection at the top: importances from scores and references.
 //
-// Keys are the rows of the product and a column is (run of 8 leaders, head, leader in the run): a thread holds
-// all heads of its (key, leader) pairs, and the sum over the heads in order is additions of its own registers,
-// whatever the tile. Warpgroup = (half of the keys, half of the columns).
+// Keys are the rows of the product and a column is (run of 8 leaders, head, leader in the run): a thread
+// holds all heads of its (key, leader) pairs, and the sum over the heads in order is additions of its own
+// registers, whatever the tile. Warpgroup = (half of the keys, half of the columns).
 #pragma once
 
 #include "ops/tree_attention/attention/top/top_scores.cuh"
@@ -68,25 +68,24 @@ __global__ void __launch_bounds__(kScoreThreads, 1) top_importance_kernel(TopImp
   // leaders of this thread: first_list + 8 * run (+ 1), at most the last
   const int first_list = task.first_list + first_column / (8 * kGroup) * 8 + first_column % 8;
   const uint32_t row_stride = static_cast<uint32_t>(p.num_kv_heads * all.width);
-  float* rows = all.importances + first_key +
-                ((int64_t{task.batch} * p.num_lists + task.first_list) * p.num_kv_heads + task.kv_head) *
-                    all.width;
+  float* rows =
+      all.importances + first_key +
+      ((int64_t{task.batch} * p.num_lists + task.first_list) * p.num_kv_heads + task.kv_head) * all.width;
 
   const uint64_t queries = device::k_major_descriptor<device::Swizzle::k128>(
       shared.queries + group_idx / 2 * 128 * kPanelRowBytes);
   float s[64];
   for (int tile = 0; tile < num_tiles; ++tile) {
     ring.wait(tile);
-    const uint64_t keys = device::k_major_descriptor<device::Swizzle::k128>(shared.keys[tile % kTopScoreStages] +
-                                                                            key_half * 64 * kPanelRowBytes);
+    const uint64_t keys = device::k_major_descriptor<device::Swizzle::k128>(
+        shared.keys[tile % kTopScoreStages] + key_half * 64 * kPanelRowBytes);
     device::wgmma_fence();
     multiply_panels<kDim, kTopTileNodes, kScoreRows>(s, keys, queries);
     device::wgmma_commit();
     device::wgmma_wait<0>();
     ring.release(tile);
     if (scaled) {
-      const float* scales =
-          params.tiles.scales + (first_tile + tile) * kTopTileNodes + first_key;
+      const float* scales = params.tiles.scales + (first_tile + tile) * kTopTileNodes + first_key;
       const float key_scales[2] = {__ldg(scales), __ldg(scales + 8)};
 #pragma unroll
       for (int i = 0; i < 64; ++i) {

@@ -1,4 +1,5 @@
-// Launches of the top layer's kernels whose shape is a template argument; each instance file makes one head dim.
+// Launches of the top layer's kernels whose shape is a template argument; each instance file makes one head
+// dim.
 #pragma once
 
 #include "ops/tree_attention/attention/shared_bytes.h"

@@ -1,4 +1,5 @@
-// Launchers of top_launch.h: run-time shape to compiled instance, and the selection, which has none. No torch.
+// Launchers of top_launch.h: run-time shape to compiled instance, and the selection, which has none. No
+// torch.
 #include "ops/tree_attention/attention/dispatch_shape.h"
 #include "ops/tree_attention/attention/top/top_instances.cuh"
 #include "ops/tree_attention/attention/top/top_select.cuh"

@@ -1,7 +1,7 @@
 // Query rows of a block of the top layer, rotated once and kept in shared memory as fp16.
 //
-// The scale of the scores and log2(e) are folded in before the rounding. A row out of fp16's comfortable range
-// takes a power of two and a factor that undoes it instead, as keys do (top_tiles.cuh).
+// The scale of the scores and log2(e) are folded in before the rounding. A row out of fp16's comfortable
+// range takes a power of two and a factor that undoes it instead, as keys do (top_tiles.cuh).
 #pragma once
 
 #include "device/numeric.cuh"
@@ -35,9 +35,9 @@ struct QueryRow {
   int64_t position;
 };
 
-// kThreads threads, numbered by `thread`. row_of(i) gives the source of row i of `tile` (kRows rows in panels)
-// and the position it is rotated to. Returns whether some factor of this thread's rows is not 1. A barrier of
-// these threads has to follow, and then the rows are visible to wgmma.
+// kThreads threads, numbered by `thread`. row_of(i) gives the source of row i of `tile` (kRows rows in
+// panels) and the position it is rotated to. Returns whether some factor of this thread's rows is not 1. A
+// barrier of these threads has to follow, and then the rows are visible to wgmma.
 template <typename T, int kDim, int kRows, int kThreads, typename RowOf>
 __device__ __forceinline__ bool rotate_queries(char* tile, float* factors, const GatherParams& p,
                                                bool vector_loads, int thread, RowOf row_of) {
@@ -104,10 +104,11 @@ __device__ __forceinline__ bool rotate_queries(char* tile, float* factors, const
   return scaled;
 }
 
-// Row of the query head `head` of a kv head, turned to `position`; `query` counts from the first of the chunk.
+// Row of the query head `head` of a kv head, turned to `position`; `query` counts from the first of the
+// chunk.
 template <typename T>
-__device__ __forceinline__ QueryRow query_row(const GatherParams& p, int64_t batch, int kv_head, int64_t query,
-                                              int head, int position) {
+__device__ __forceinline__ QueryRow query_row(const GatherParams& p, int64_t batch, int kv_head,
+                                              int64_t query, int head, int position) {
   const T* data = static_cast<const T*>(p.queries.data) + batch * p.queries.batch + query * p.queries.row +
                   int64_t{kv_head * p.group + head} * p.queries.head;
   return {data, position};

@@ -1,8 +1,9 @@
 // The first pass over a selection at the top: what the scores of each leader and head are lowered by.
 //
-// Queries are the rows of a product, so that a thread sums two of them over its own columns and the four lanes
-// of a row meet once at the end. What a row's sums are taken relative to moves only when they would leave the
-// range of fp32, and depends on nothing but the row: no other query, before or after, changes a bit.
+// Queries are the rows of a product, so that a thread sums two of them over its own columns and the four
+// lanes of a row meet once at the end. What a row's sums are taken relative to moves only when they would
+// leave the range of fp32, and depends on nothing but the row: no other query, before or after, changes a
+// bit.
 #pragma once
 
 #include "ops/tree_attention/attention/top/top_scores.cuh"
@@ -145,8 +146,8 @@ __global__ void __launch_bounds__(kScoreThreads, 1) top_references_kernel(TopRef
   const int first_row = threadIdx.x / 32 * 16 + lane / 4;
   const int ranks[2] = {task.rank(p, list_of(first_row)) + extra,
                         task.rank(p, list_of(first_row + 8)) + extra};
-  const uint64_t queries = device::k_major_descriptor<device::Swizzle::k128>(shared.queries + group_idx * 64 *
-                                                                                                  kPanelRowBytes);
+  const uint64_t queries =
+      device::k_major_descriptor<device::Swizzle::k128>(shared.queries + group_idx * 64 * kPanelRowBytes);
   const bool joint = params.importance == Importance::kExpJoint;
   RowSums sums;
   RowMaxima maxima;
@@ -158,7 +159,8 @@ __global__ void __launch_bounds__(kScoreThreads, 1) top_references_kernel(TopRef
   }
   for (int tile = 0; tile < num_tiles; ++tile) {
     ring.wait(tile);
-    const uint64_t keys = device::k_major_descriptor<device::Swizzle::k128>(shared.keys[tile % kTopScoreStages]);
+    const uint64_t keys =
+        device::k_major_descriptor<device::Swizzle::k128>(shared.keys[tile % kTopScoreStages]);
     device::named_barrier_sync(kTurnBarrier + group_idx, 256);
     device::wgmma_fence();
     multiply_panels<kDim, kScoreRows, kTopTileNodes>(s, queries, keys);

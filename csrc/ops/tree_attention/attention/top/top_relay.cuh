@@ -10,7 +10,8 @@ namespace htree::tree_attention {
 
 constexpr int kTopRelayWarps = 8;
 
-// A block per tile of a (batch, kv head), a warp per row; lane i handles the key dims 2i, 2i + 1 of both halves.
+// A block per tile of a (batch, kv head), a warp per row; lane i handles the key dims 2i, 2i + 1 of both
+// halves.
 template <typename T, int kDim>
 __global__ void __launch_bounds__(kTopRelayWarps * 32) top_relay_kernel(TopRelayParams p) {
   constexpr int kHalf = kDim / 2;
