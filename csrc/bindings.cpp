@@ -75,6 +75,8 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
   auto& attention = rooms["tree_attention"];
   attention.push_back(
       "tensor_core: fp16, bf16; r = 16; K = V = 32, 64, 128; H / H_kv <= 16; k <= 1024; sm_80 and later");
+  attention.push_back(
+      "dense top layer of tensor_core: H / H_kv = 1, 2, 4, 8, 16; more than one layer; sm_90a code on sm_90");
   attention.push_back("general: fp32, fp16, bf16; every other shape");
   auto& norm = rooms["rmsnorm_rope"];
   for (int64_t width = 32; width <= 65536; width *= 2) {
