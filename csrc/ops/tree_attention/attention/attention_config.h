@@ -128,7 +128,7 @@ inline AttentionConfig choose_attention_config(const AttentionProblem& p, const 
   if (p.layers() > 1) {
     const int64_t widest =
         list_candidates(ceil_div(p.num_keys, p.args.compression_rate), p.args.top_k, p.args.compression_rate);
-    const int64_t row = p.num_heads * widest * 4;
+    const int64_t row = p.num_heads * (widest * 4 + ceil_div(widest, 1024) * 8);  // scores, and sums of runs
     config.batch_chunk = std::clamp<int64_t>(kForwardScoreBytes / row, 1, config.batch_chunk);
     config.selection_chunk = std::clamp<int64_t>(kForwardScoreBytes / (row * config.batch_chunk), 1, used);
     config.dense_top = config.path == AttentionPath::kTensorCore && device.hopper && dense_top_shape(p);

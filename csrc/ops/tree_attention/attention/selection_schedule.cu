@@ -21,11 +21,18 @@ cudaError_t score_lists(const TreeCall& call, const GatherParams& gather, int64_
                         float* scratch, LeaderSelectParams& select, cudaStream_t stream) {
   ScoreParams score;
   score.gather = gather;
+  score.importance = call.problem.args.importance;
   score.scores = scratch;
   score.score_width = most_candidates;
+  score.num_runs = static_cast<int>(score_runs(most_candidates));
+  score.sums = reinterpret_cast<float2*>(scratch + aligned(int64_t{gather.num_batches} * gather.num_lists *
+                                                           call.problem.num_heads * most_candidates * 4) /
+                                                       4);
   launch_scores(call.shape, score, stream);
   select.scores = scratch;
   select.score_width = score.score_width;
+  select.sums = score.sums;
+  select.num_runs = score.num_runs;
   return cudaGetLastError();
 }
 
@@ -107,7 +114,7 @@ cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& ch
     if (error != cudaSuccess) {
       return error;
     }
-    dense ? launch_top_select(select, stream) : launch_leader_select(select, stream);
+    launch_leader_select(select, stream);
     error = cudaGetLastError();
     if (error != cudaSuccess) {
       return error;
@@ -128,7 +135,9 @@ int64_t score_scratch_bytes(const TreeCall& call) {
       bytes = std::max(bytes, references + aligned(c.batch_chunk * c.top_chunk * row));
     } else {
       const int64_t widest = list_candidates(call.layers[i].num_nodes, p.args.top_k, kTensorCoreRate);
-      bytes = std::max(bytes, aligned(c.batch_chunk * c.selection_chunk * p.num_heads * widest * 4));
+      const int64_t rows = c.batch_chunk * c.selection_chunk * p.num_heads;
+      bytes = std::max(bytes, aligned(rows * widest * 4) +
+                                  aligned(rows * score_runs(widest) * static_cast<int64_t>(sizeof(float2))));
     }
   }
   return bytes;

@@ -2,7 +2,6 @@
 // torch.
 #include "ops/tree_attention/attention/dispatch_shape.h"
 #include "ops/tree_attention/attention/top/top_instances.cuh"
-#include "ops/tree_attention/attention/top/top_select.cuh"
 
 namespace htree::tree_attention {
 
@@ -43,18 +42,6 @@ void launch_top_attend(const TensorCoreShape& shape, const TopAttendParams& para
   dispatch_shape(shape, [&](auto type, auto dim) {
     launch_top_attend_instance<typename decltype(type)::type, decltype(dim)::value>(params, stream);
   });
-}
-
-// As few keys per thread as the longest row of the launch needs.
-void launch_top_select(const LeaderSelectParams& params, cudaStream_t stream) {
-  const GatherParams& p = params.gather;
-  const int64_t longest = (p.t0 + int64_t{p.num_lists - 1} * p.stride) / p.node_span + 1;
-  auto kernel = longest <= 8 * kTopSelectThreads    ? top_select_kernel<8, 6>
-                : longest <= 16 * kTopSelectThreads ? top_select_kernel<16, 5>
-                : longest <= 32 * kTopSelectThreads ? top_select_kernel<32, 4>
-                                                    : top_select_kernel<64, 2>;
-  const dim3 grid(static_cast<unsigned>(int64_t{p.num_lists} * p.num_kv_heads), p.num_batches);
-  kernel<<<grid, kTopSelectThreads, 0, stream>>>(params);
 }
 
 bool top_kernels_compiled() {

@@ -63,10 +63,6 @@ struct TopImportanceParams {
 void launch_top_importances(const TensorCoreShape& shape, const TopImportanceParams& params,
                             cudaStream_t stream);
 
-// Exact selection from importances: docs/semantics.md §1.6. `scores` of the parameters are importances
-// [num_batches, num_lists, H_kv, score_width].
-void launch_top_select(const LeaderSelectParams& params, cudaStream_t stream);
-
 // As launch_attend for the top layer, which is the first: writes max, sum and partial.
 struct TopAttendParams {
   AttendParams attend;

@@ -6,26 +6,26 @@
 
 namespace htree::tree_attention {
 
-constexpr int kTopSelectThreads = 256;
-constexpr int kTopSelectWarps = kTopSelectThreads / 32;
-constexpr int kTopSelectBins = 2048;
-constexpr int kTopFinalists = 64;
-constexpr int kTopMaxSelected = 1024;  // k
+constexpr int kSelectThreads = 256;
+constexpr int kSelectWarps = kSelectThreads / 32;
+constexpr int kSelectBins = 2048;
+constexpr int kFinalists = 64;
+constexpr int kMaxSelected = 1024;  // k
 
 template <int kKeys>
-struct TopSelectShared {
-  static constexpr int kWords = kKeys * kTopSelectThreads / 32;
-  alignas(16) uint32_t bins[kTopSelectBins + 4];  // the last ones take what lies outside
-  uint64_t finalists[kTopFinalists];
+struct SelectShared {
+  static constexpr int kWords = kKeys * kSelectThreads / 32;
+  alignas(16) uint32_t bins[kSelectBins + 4];  // the last ones take what lies outside
+  uint64_t finalists[kFinalists];
   uint32_t above[kWords];
   uint32_t equal[kWords];
-  int ids[kTopMaxSelected];
-  int least[kTopSelectWarps], most[kTopSelectWarps];
-  int scan[3][kTopSelectWarps];
+  int ids[kMaxSelected];
+  int least[kSelectWarps], most[kSelectWarps];
+  int scan[3][kSelectWarps];
   int bin, bin_above, bin_count, num_finalists;
 };
 
-// Sum over the threads before this one; `total` over all. One barrier; `scratch` holds kTopSelectWarps ints
+// Sum over the threads before this one; `total` over all. One barrier; `scratch` holds kSelectWarps ints
 // that nobody reads any more.
 __device__ __forceinline__ int sum_before(int value, int* scratch, int* total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -39,7 +39,7 @@ __device__ __forceinline__ int sum_before(int value, int* scratch, int* total) {
     scratch[warp] = inclusive;
   }
   __syncthreads();
-  const int of_warp = lane < kTopSelectWarps ? scratch[lane] : 0;
+  const int of_warp = lane < kSelectWarps ? scratch[lane] : 0;
   *total = __reduce_add_sync(device::kFullMask, of_warp);
   return __reduce_add_sync(device::kFullMask, lane < warp ? of_warp : 0) + inclusive - value;
 }
@@ -52,17 +52,17 @@ struct RowKeys {
   int key[kKeys];  // -1 past the end
   int used;        // keys of a thread that reach the end of the row
 
-  __device__ __forceinline__ void load(const float* importances, int count) {
-    used = (count + kTopSelectThreads - 1) / kTopSelectThreads;
-    const int* from = reinterpret_cast<const int*>(importances) + threadIdx.x;
+  // importance(p) of the positions p < count.
+  template <typename F>
+  __device__ __forceinline__ void load(int count, F importance) {
+    used = (count + kSelectThreads - 1) / kSelectThreads;
 #pragma unroll
     for (int base = 0; base < kKeys; base += kStep) {
-      const bool whole = (base + kStep) * kTopSelectThreads <= count;
+      const bool whole = (base + kStep) * kSelectThreads <= count;
 #pragma unroll
       for (int i = base; i < base + kStep; ++i) {
-        key[i] = whole || i * kTopSelectThreads + static_cast<int>(threadIdx.x) < count
-                     ? __ldg(from + i * kTopSelectThreads)
-                     : -1;
+        const int position = i * kSelectThreads + static_cast<int>(threadIdx.x);
+        key[i] = whole || position < count ? __float_as_int(importance(position)) : -1;
       }
     }
   }
@@ -88,7 +88,7 @@ struct KeyRange {
 // 512 disjoint groups have a key each that is at least the smallest of their maxima, so as many are above it.
 template <int kKeys>
 __device__ __forceinline__ KeyRange bracket(const RowKeys<kKeys>& keys, int wanted,
-                                            TopSelectShared<kKeys>& shared) {
+                                            SelectShared<kKeys>& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int largest[2] = {-1, -1};
   keys.each([&](int i, int key) { largest[i % 2] = max(largest[i % 2], key); });
@@ -100,9 +100,9 @@ __device__ __forceinline__ KeyRange bracket(const RowKeys<kKeys>& keys, int want
   }
   __syncthreads();
   KeyRange range;
-  range.low = max(__reduce_min_sync(device::kFullMask, shared.least[lane % kTopSelectWarps]), 0);
-  range.high = __reduce_max_sync(device::kFullMask, shared.most[lane % kTopSelectWarps]);
-  if (wanted > 2 * kTopSelectThreads) {
+  range.low = max(__reduce_min_sync(device::kFullMask, shared.least[lane % kSelectWarps]), 0);
+  range.high = __reduce_max_sync(device::kFullMask, shared.most[lane % kSelectWarps]);
+  if (wanted > 2 * kSelectThreads) {
     range.low = 0;
   }
   range.wanted = wanted;
@@ -111,16 +111,16 @@ __device__ __forceinline__ KeyRange bracket(const RowKeys<kKeys>& keys, int want
 }
 
 __device__ __forceinline__ void clear_bins(uint32_t* bins) {
-  static_assert(kTopSelectBins == 8 * kTopSelectThreads);
+  static_assert(kSelectBins == 8 * kSelectThreads);
   reinterpret_cast<uint4*>(bins)[threadIdx.x] = make_uint4(0, 0, 0, 0);
-  reinterpret_cast<uint4*>(bins)[threadIdx.x + kTopSelectThreads] = make_uint4(0, 0, 0, 0);
+  reinterpret_cast<uint4*>(bins)[threadIdx.x + kSelectThreads] = make_uint4(0, 0, 0, 0);
 }
 
 // Narrows `range` to the bin of its `wanted`-th largest key, `bins` being clear. Returns whether a bin is one
 // key.
 template <int kKeys>
 __device__ __forceinline__ bool narrow(const RowKeys<kKeys>& keys, KeyRange& range,
-                                       TopSelectShared<kKeys>& shared) {
+                                       SelectShared<kKeys>& shared) {
   const uint32_t width = static_cast<uint32_t>(range.high - range.low);
   const int shift = max(0, 21 - __clz(width));
   const uint32_t bins = device::shared_address(shared.bins);
@@ -130,17 +130,17 @@ __device__ __forceinline__ bool narrow(const RowKeys<kKeys>& keys, KeyRange& ran
   if (shift > 0) {
     // below the range the difference wraps; above there is nothing, or the range is a power of two
     keys.each([&](int, int key) {
-      count(min(static_cast<uint32_t>(key - range.low) >> shift, uint32_t{kTopSelectBins}));
+      count(min(static_cast<uint32_t>(key - range.low) >> shift, uint32_t{kSelectBins}));
     });
   } else {
     keys.each([&](int, int key) {
       const uint32_t bin = static_cast<uint32_t>(key - range.low);
-      count(bin <= width ? bin : uint32_t{kTopSelectBins});
+      count(bin <= width ? bin : uint32_t{kSelectBins});
     });
   }
   __syncthreads();
   // thread i owns 8 bins, the largest keys first
-  const int first = kTopSelectBins - 8 - static_cast<int>(threadIdx.x) * 8;
+  const int first = kSelectBins - 8 - static_cast<int>(threadIdx.x) * 8;
   const uint4 lower = *reinterpret_cast<const uint4*>(shared.bins + first);
   const uint4 upper = *reinterpret_cast<const uint4*>(shared.bins + first + 4);
   const int counts[8] = {static_cast<int>(upper.w), static_cast<int>(upper.z), static_cast<int>(upper.y),
