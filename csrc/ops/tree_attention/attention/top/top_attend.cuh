@@ -122,7 +122,8 @@ __device__ __forceinline__ void clear_values(char* tile, int first) {
 template <typename T, int kDim, int kGroups>
 __device__ __forceinline__ void attend_tiles(const TopAttendParams& params, const AttendTask& task,
                                              AttendShared<kDim, kGroups>& shared, bool scaled,
-                                             const uint32_t* mask_row, AttendState<T, kDim>& state) {
+                                             const uint32_t* mask_row, const TileMask& first_mask,
+                                             AttendState<T, kDim>& state) {
   constexpr int kRows = 64 * kGroups;
   const int group_idx = threadIdx.x / 128, lane = threadIdx.x % 32;
   const int first_row = threadIdx.x / 32 * 16 + lane / 4;
@@ -179,9 +180,7 @@ __device__ __forceinline__ void attend_tiles(const TopAttendParams& params, cons
     }
   };
 
-  TileMask mask, next;
-  mask.load(mask_row, 0);
-  next = mask;
+  TileMask mask = first_mask, next = first_mask;
   start_scores(0);
   if (task.num_tiles > 1) {
     next.load(mask_row, 1);
@@ -258,10 +257,15 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1) top_attend_kernel(TopA
   const int lane = threadIdx.x % 32;
   const int first_row = threadIdx.x / 32 * 16 + lane / 4;
   const int64_t query = task.query(p, first_row);
+  const uint32_t* mask_row =
+      attend.selected + task.batch * attend.selected_batch +
+      ((query >> log2_of(p.stride)) * p.num_kv_heads + task.kv_head) * attend.mask_words;
+  TileMask first_mask;
   bool scaled = false;
   if (task.num_tiles > 0) {
+    first_mask.load(mask_row, 0);
     scaled = scaled_tile(params.tiles.scaled + first_tile, task.num_tiles);
-    scaled |= rotate_queries<T, kDim, Shared::kRows, 128 * kGroups>(
+    scaled |= rotate_queries<T, kDim, Shared::kRows, 128 * kGroups, 4>(
         shared.queries, shared.factors, p, params.vector_loads, threadIdx.x, [&](int row) {
           return query_row<T>(p, task.batch, task.kv_head, task.query(p, row), task.head(p, row), task.rank);
         });
@@ -273,9 +277,7 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1) top_attend_kernel(TopA
     state.out[i] = 0.f;
   }
   if (task.num_tiles > 0) {
-    const uint32_t* mask_row = attend.selected + task.batch * attend.selected_batch +
-                               (query / p.stride * p.num_kv_heads + task.kv_head) * attend.mask_words;
-    attend_tiles<T, kDim, kGroups>(params, task, shared, scaled, mask_row, state);
+    attend_tiles<T, kDim, kGroups>(params, task, shared, scaled, mask_row, first_mask, state);
   }
 #pragma unroll
   for (int row = 0; row < 2; ++row) {

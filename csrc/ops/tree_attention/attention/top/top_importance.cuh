@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1) top_importance_kernel(TopImp
     return min(task.first_list + column / (8 * kGroup) * 8 + column % 8, task.last_list);
   };
   bool scaled = scaled_tile(params.tiles.scaled + first_tile, num_tiles);
-  scaled |= rotate_queries<T, kDim, kScoreRows, kScoreThreads>(
+  scaled |= rotate_queries<T, kDim, kScoreRows, kScoreThreads, 3>(
       shared.queries, shared.factors, p, params.vector_loads, threadIdx.x, [&](int column) {
         const int list = list_of(column);
         return query_row<T>(p, task.batch, task.kv_head, int64_t{list} * p.stride, column / 8 % kGroup,

@@ -38,26 +38,33 @@ struct QueryRow {
 // kThreads threads, numbered by `thread`. row_of(i) gives the source of row i of `tile` (kRows rows in
 // panels) and the position it is rotated to. Returns whether some factor of this thread's rows is not 1. A
 // barrier of these threads has to follow, and then the rows are visible to wgmma.
-template <typename T, int kDim, int kRows, int kThreads, typename RowOf>
+template <typename T, int kDim, int kRows, int kThreads, int kAhead, typename RowOf>
 __device__ __forceinline__ bool rotate_queries(char* tile, float* factors, const GatherParams& p,
                                                bool vector_loads, int thread, RowOf row_of) {
   constexpr int kHalf = kDim / 2;
   constexpr int kTasks = kDim / 16;  // threads of a row: 8 dims of the lower half and their partners
   constexpr int kRounds = (kRows * kTasks + kThreads - 1) / kThreads;
   static_assert(kRows * kTasks % 32 == 0 && kThreads % 32 == 0);  // warps run whole or not at all
-  uint4 low_raw[kRounds], high_raw[kRounds];
-  const float4* turns[kRounds];
-#pragma unroll
-  for (int round = 0; round < kRounds; ++round) {
+  uint4 low_raw[kAhead], high_raw[kAhead];
+  float4 turns[kAhead][4];  // cos, sin of two dims each
+  const auto load = [&](int round) {
     const int task = thread + round * kThreads;
     if (task < kRows * kTasks) {
       const QueryRow source = row_of(task / kTasks);
       const int chunk = task % kTasks;
       const T* from = static_cast<const T*>(source.data) + chunk * 8;
-      low_raw[round] = load_eight(from, vector_loads);
-      high_raw[round] = load_eight(from + kHalf, vector_loads);
-      turns[round] = reinterpret_cast<const float4*>(p.rope + source.position * kHalf + chunk * 8);
+      low_raw[round % kAhead] = load_eight(from, vector_loads);
+      high_raw[round % kAhead] = load_eight(from + kHalf, vector_loads);
+      const float4* turn = reinterpret_cast<const float4*>(p.rope + source.position * kHalf + chunk * 8);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        turns[round % kAhead][i] = __ldg(turn + i);
+      }
     }
+  };
+#pragma unroll
+  for (int round = 0; round < kAhead; ++round) {
+    load(round);
   }
   bool scaled = false;
 #pragma unroll
@@ -68,8 +75,8 @@ __device__ __forceinline__ bool rotate_queries(char* tile, float* factors, const
     }
     const int row = task / kTasks, chunk = task % kTasks;
     float low[8], high[8];
-    widen_eight<T>(low_raw[round], low);
-    widen_eight<T>(high_raw[round], high);
+    widen_eight<T>(low_raw[round % kAhead], low);
+    widen_eight<T>(high_raw[round % kAhead], high);
     float largest = 0.f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -89,7 +96,7 @@ __device__ __forceinline__ bool rotate_queries(char* tile, float* factors, const
     uint32_t first[4], second[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float4 turn = __ldg(turns[round] + i);  // cos, sin of dims 2 i and 2 i + 1
+      const float4 turn = turns[round % kAhead][i];
       const float x0 = low[2 * i] * scale, y0 = high[2 * i] * scale;
       const float x1 = low[2 * i + 1] * scale, y1 = high[2 * i + 1] * scale;
       first[i] = device::pack_pair<__half>(x0 * turn.x - y0 * turn.y, x1 * turn.z - y1 * turn.w);
@@ -99,6 +106,9 @@ __device__ __forceinline__ bool rotate_queries(char* tile, float* factors, const
         make_uint4(first[0], first[1], first[2], first[3]);
     *reinterpret_cast<uint4*>(tile + panel_offset(kRows, row, kHalf / 8 + chunk)) =
         make_uint4(second[0], second[1], second[2], second[3]);
+    if (round + kAhead < kRounds) {
+      load(round + kAhead);
+    }
   }
   device::fence_async_shared();
   return scaled;

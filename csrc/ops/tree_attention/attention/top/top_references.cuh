@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1) top_references_kernel(TopRef
     return min(task.first_list + (row >> task.group_log2), task.last_list);
   };
   bool scaled = scaled_tile(params.tiles.scaled + first_tile, num_tiles);
-  scaled |= rotate_queries<T, kDim, kScoreRows, kScoreThreads>(
+  scaled |= rotate_queries<T, kDim, kScoreRows, kScoreThreads, 3>(
       shared.queries, shared.factors, p, params.vector_loads, threadIdx.x, [&](int row) {
         const int list = list_of(row);
         return query_row<T>(p, task.batch, task.kv_head, int64_t{list} * p.stride, row & (p.group - 1),
