@@ -172,8 +172,14 @@ __global__ void __launch_bounds__(kSelectThreads, kBlocks) leader_select_kernel(
   const unsigned kv_head = row % static_cast<unsigned>(p.num_kv_heads);
   const int64_t list_row = row / static_cast<unsigned>(p.num_kv_heads);
   const int64_t batch = blockIdx.y;
-  const GatherTask task =
-      gather_task(p, static_cast<int>(batch * p.num_kv_heads + kv_head), list_row * p.stride, list_row);
+  constexpr bool kWholeLayer = kSource == RowSource::kImportances;  // candidate p is node p
+  GatherTask task;
+  if constexpr (kWholeLayer) {
+    const int64_t token = p.t0 + list_row * p.stride;
+    task.num_candidates = static_cast<int>(token >> (__ffsll(p.node_span) - 1)) + 1;
+  } else {
+    task = gather_task(p, static_cast<int>(batch * p.num_kv_heads + kv_head), list_row * p.stride, list_row);
+  }
   const int rank = task.num_candidates - 1;
   const int num_words = (rank + 32) / 32;
   int32_t* next = params.next_lists + batch * params.next_batch + int64_t{row} * p.list_width;
@@ -181,6 +187,9 @@ __global__ void __launch_bounds__(kSelectThreads, kBlocks) leader_select_kernel(
                        ? params.selected + batch * params.selected_batch + int64_t{row} * params.mask_words
                        : nullptr;
   const auto node = [&](int position) {
+    if constexpr (kWholeLayer) {
+      return position;
+    }
     return (task.list ? task.list[position / kBlockRows] : position / kBlockRows) * kBlockRows +
            position % kBlockRows;
   };

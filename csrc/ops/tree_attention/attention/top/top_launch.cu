@@ -14,7 +14,13 @@ HTREE_TOP_INSTANCES(extern, __nv_bfloat16, 128)
 
 namespace {
 
-__global__ void compiled_kernel() {}
+// Has static shared memory where the bodies of the kernels are compiled in: sm_90a, not sm_90 or later PTX.
+__global__ void top_probe_kernel() {
+#if HTREE_SM90A
+  __shared__ volatile int present;
+  present = 1;
+#endif
+}
 
 }  // namespace
 
@@ -46,12 +52,11 @@ void launch_top_attend(const TensorCoreShape& shape, const TopAttendParams& para
 
 bool top_kernels_compiled() {
   cudaFuncAttributes attributes;
-  if (cudaFuncGetAttributes(&attributes, compiled_kernel) != cudaSuccess) {
+  if (cudaFuncGetAttributes(&attributes, top_probe_kernel) != cudaSuccess) {
     cudaGetLastError();  // no code for this device at all; the launch that follows says so
     return false;
   }
-  // Code made from an older architecture's PTX runs here too, but without these kernels' bodies.
-  return attributes.binaryVersion == 90 && attributes.ptxVersion == 90;
+  return attributes.sharedSizeBytes > 0;
 }
 
 }  // namespace htree::tree_attention
