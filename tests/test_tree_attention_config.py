@@ -45,6 +45,49 @@ def test_everything_else_takes_the_general_kernels(
     assert path(sizes, half, **options, backward=True) == "general"
 
 
+def choices(sizes: tuple[int, ...] = MODEL, half: bool = True, **options: int) -> dict[str, str]:
+    return dict(word.split("=") for word in host.tree_attention_config(sizes, half, **options).split()[1:])
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("width", [32, 64, 128])
+@pytest.mark.parametrize("group", [1, 2, 4, 8, 16])
+def test_the_top_of_a_tree_is_dense_on_hopper(group: int, width: int, backward: bool) -> None:
+    assert choices((2, 20_000, 7, 2 * group, 2, width, width), backward=backward)["top"] == "dense"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((1, 20_000, 20_000, 6, 2, 64, 64), {}),
+        ((1, 8192, 8192, 8, 1, 64, 64), {}),
+        (MODEL, {"major": 8}),
+        (MODEL, {"major": 10}),
+        (MODEL, {"hopper_kernels": False}),
+        ((1, 20_000, 20_000, 8, 1, 96, 96), {}),
+    ],
+    ids=["group_3", "one_layer", "ampere", "blackwell", "other_code", "general"],
+)
+def test_every_other_top_is_gathered(sizes: tuple[int, ...], options: dict[str, int]) -> None:
+    assert choices(sizes, **options)["top"] == "gathered"
+
+
+@pytest.mark.parametrize("stride", [1, 16])
+@pytest.mark.parametrize("length", [9000, 32_768, 131_072, 1_048_576])
+def test_importances_are_bounded_and_chunks_even(length: int, stride: int) -> None:
+    found = choices((1, length, length, 32, 4, 128, 128), selection_stride=stride)
+    top = -(-length // 16)
+    while top > 8192:
+        top = -(-top // 16)
+    lists, chunk = int(found["top_chunk"]), int(found["query_chunk"]) // stride
+    assert 1 <= lists <= chunk
+    assert lists * 4 * (-(-top // 128) * 128) * 4 + chunk * 32 * 4 <= 448 * 2**20
+    total = -(-length // stride)
+    if chunk < total:
+        last = total - (-(-total // chunk) - 1) * chunk
+        assert last > chunk // 2 or -(-total // chunk) > 4
+
+
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("stride", [1, 16])
 @pytest.mark.parametrize("length", [32_768, 131_072, 1_048_576])

@@ -38,6 +38,8 @@ struct AttentionConfig {
   int64_t batch_chunk = 1;      // batches of a chunk
   int64_t query_chunk = 0;      // queries of a chunk, a multiple of the stride
   int64_t selection_chunk = 0;  // lists whose scores are in memory at a time
+  bool dense_top = false;       // the top layer as dense products of warpgroups (sm_90a), see top/
+  int64_t top_chunk = 0;        // lists whose importances at a dense top are in memory at a time
 };
 
 // Temporary memory of the forward beyond outputs, stored parents, the tree and the re-laid copy of K and V.
@@ -50,6 +52,7 @@ constexpr int64_t kMaxSelectWidth = 16384;
 struct DeviceFacts {
   int major = 0;             // of the compute capability
   int64_t shared_bytes = 0;  // most dynamic shared memory of a block
+  bool hopper = false;       // sm_90, and the library holds code made for it
 };
 
 // Largest block of the forward and the backward together: one predicate serves both, so that recomputed lists
@@ -72,6 +75,41 @@ inline int64_t list_candidates(int64_t num_nodes, int64_t top_k, int64_t rate) {
   return std::min(top_k, ceil_div(num_nodes, rate)) * rate;
 }
 
+// Nodes of the top layer.
+inline int64_t top_nodes(const AttentionProblem& p) {
+  int64_t nodes = p.num_keys;
+  for (int64_t layer = 1; layer < p.layers(); ++layer) {
+    nodes = ceil_div(nodes, p.args.compression_rate);
+  }
+  return nodes;
+}
+
+// Floats of a row of importances at a dense top.
+inline int64_t importance_width(int64_t num_nodes) {
+  return ceil_div(num_nodes, 128) * 128;
+}
+
+// A single layer has nothing to select: it is one softmax on the kernels of every other layer.
+inline bool dense_top_shape(const AttentionProblem& p) {
+  const int64_t group = p.group();
+  return tensor_core_shape(p) && p.layers() > 1 && (group & (group - 1)) == 0 &&
+         p.num_kv_heads * importance_width(top_nodes(p)) * 256 < (int64_t{1} << 32);
+}
+
+constexpr int64_t kTensorCoreBlock = 16;  // queries that one block of the widest kernels takes together
+constexpr int64_t kTopLists = 256;        // rows of a block at a dense top, a list being G of them
+
+// Size of the chunks that `total` is cut into: at most `most` each, about the same, multiples of `block` if
+// they can be.
+inline int64_t even_chunk(int64_t total, int64_t most, int64_t block) {
+  if (total <= most) {
+    return std::max<int64_t>(1, total);
+  }
+  const int64_t even = ceil_div(total, ceil_div(total, most));
+  const int64_t whole = ceil_div(even, block) * block;
+  return whole <= most ? whole : most >= block ? most / block * block : most;
+}
+
 inline AttentionConfig choose_attention_config(const AttentionProblem& p, const DeviceFacts& device) {
   AttentionConfig config;
   config.path =
@@ -82,7 +120,7 @@ inline AttentionConfig choose_attention_config(const AttentionProblem& p, const 
   // per list: running states of its queries, two lists and the mask of one
   const int64_t per_list = stride * p.num_heads * p.value_dim * 4 + p.num_kv_heads * (p.args.top_k * 10 + 64);
   const int64_t lists = std::max<int64_t>(1, kStateScratchBytes / per_list);
-  const int64_t used = std::max<int64_t>(1, std::min(lists, p.num_lists()));
+  const int64_t used = even_chunk(p.num_lists(), lists, std::max<int64_t>(1, kTensorCoreBlock / stride));
   config.query_chunk = used * stride;
   const int64_t heads = std::max<int64_t>(1, p.num_kv_heads);
   config.batch_chunk =
@@ -90,9 +128,16 @@ inline AttentionConfig choose_attention_config(const AttentionProblem& p, const 
   if (p.layers() > 1) {
     const int64_t widest =
         list_candidates(ceil_div(p.num_keys, p.args.compression_rate), p.args.top_k, p.args.compression_rate);
-    const int64_t row = p.num_heads * widest * 4;
+    const int64_t row = p.num_heads * (widest * 4 + ceil_div(widest, 1024) * 8);  // scores, and sums of runs
     config.batch_chunk = std::clamp<int64_t>(kForwardScoreBytes / row, 1, config.batch_chunk);
     config.selection_chunk = std::clamp<int64_t>(kForwardScoreBytes / (row * config.batch_chunk), 1, used);
+    config.dense_top = config.path == AttentionPath::kTensorCore && device.hopper && dense_top_shape(p);
+    if (config.dense_top) {
+      const int64_t references = config.batch_chunk * used * p.num_heads * 4;
+      const int64_t row = p.num_kv_heads * importance_width(top_nodes(p)) * 4;
+      const int64_t most = (kForwardScoreBytes - references) / (row * config.batch_chunk);
+      config.top_chunk = even_chunk(used, std::max<int64_t>(1, most), kTopLists / p.group());
+    }
   }
   return config;
 }
@@ -115,6 +160,7 @@ inline AttentionConfig choose_backward_config(const AttentionProblem& p, const D
   config.query_chunk = used * stride;
   config.batch_chunk = std::clamp<int64_t>(lists / used, 1, config.batch_chunk);
   config.selection_chunk = std::min(config.selection_chunk, used);
+  config.top_chunk = std::min(config.top_chunk, used);
   return config;
 }
 
@@ -122,7 +168,8 @@ inline std::string describe(const AttentionConfig& config) {
   std::ostringstream text;
   text << (config.path == AttentionPath::kTensorCore ? "tensor_core" : "general")
        << " batch_chunk=" << config.batch_chunk << " query_chunk=" << config.query_chunk
-       << " selection_chunk=" << config.selection_chunk;
+       << " selection_chunk=" << config.selection_chunk
+       << " top=" << (config.dense_top ? "dense" : "gathered") << " top_chunk=" << config.top_chunk;
   return text.str();
 }
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cuda_runtime_api.h>
+#include <vector_types.h>
 
 #include <cstdint>
 
@@ -73,19 +74,32 @@ struct GatherParams {
   int stride = 1;
 };
 
-// Scores of the leaders. Entries p >= n of a row are not written.
+// Slots that one warp scores: short enough to fill the chip, long enough to hide the start.
+constexpr int kRunSlots = 64;
+
+// Scores of the leaders and, for every run of kRunSlots slots and head, (maximum, sum of 2^(s - maximum))
+// over the candidates that are ranked, or over all n for kLse. Entries p >= n of a row are not written, nor
+// are runs past its last slot.
 struct ScoreParams {
   GatherParams gather;
+  Importance importance = Importance::kLseCausal;
   float* scores = nullptr;  // [B, num_lists, H_kv, score_width, G]
   int64_t score_width = 0;  // >= the largest n of the chunk
+  float2* sums = nullptr;   // [B, num_lists, H_kv, num_runs, G]
+  int num_runs = 0;         // score_runs(score_width)
 };
+constexpr int64_t score_runs(int64_t score_width) {
+  return (score_width + kRunSlots * kTensorCoreRate - 1) / (kRunSlots * kTensorCoreRate);
+}
 void launch_scores(const TensorCoreShape& shape, const ScoreParams& params, cudaStream_t stream);
 
-// Exact selection from the scores: docs/semantics.md §1.6.
+// Exact selection: docs/semantics.md §1.6.
 struct LeaderSelectParams {
   GatherParams gather;            // of the layer the scores belong to
-  const float* scores = nullptr;  // as ScoreParams
+  const float* scores = nullptr;  // as ScoreParams, or importances [B, num_lists, H_kv, score_width]
   int64_t score_width = 0;
+  const float2* sums = nullptr;  // as ScoreParams; null where `scores` are importances
+  int num_runs = 0;
   int32_t* next_lists = nullptr;  // [B, num_lists, H_kv, list_width] node ids, ascending, -1 tail
   int64_t next_batch = 0;         // stride in elements
   uint32_t* selected =
@@ -94,8 +108,6 @@ struct LeaderSelectParams {
   int64_t mask_words = 0;      // >= score_width / 32
   Importance importance = Importance::kLseCausal;
 };
-// Shared memory of the selection kernel for rows of up to `score_width` candidates, in bytes.
-int64_t leader_select_shared_bytes(int64_t score_width);
 void launch_leader_select(const LeaderSelectParams& params, cudaStream_t stream);
 
 // Softmax over the candidates that are not selected, merged into the running state. Maxima between layers are

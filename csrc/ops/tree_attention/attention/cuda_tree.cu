@@ -14,9 +14,16 @@ TensorView view_of(const Tensor& x) {
   return {x.const_data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
 }
 
+// Whether every row of q [B, T_q, H, K] starts at a multiple of 16 bytes.
+bool aligned_rows(const Tensor& q) {
+  const auto whole = [&](int64_t dim) { return q.size(dim) == 1 || q.stride(dim) % 8 == 0; };
+  return reinterpret_cast<uintptr_t>(q.const_data_ptr()) % 16 == 0 && whole(0) && whole(1) && whole(2);
+}
+
 DeviceFacts current_device_facts() {
   const cudaDeviceProp* properties = at::cuda::getCurrentDeviceProperties();
-  return {properties->major, static_cast<int64_t>(properties->sharedMemPerBlockOptin)};
+  const bool hopper = properties->major == 9 && top_kernels_compiled();
+  return {properties->major, static_cast<int64_t>(properties->sharedMemPerBlockOptin), hopper};
 }
 
 Tensor device_bytes(int64_t bytes, const Tensor& like) {
@@ -87,6 +94,15 @@ TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const Atten
                                           parent_block_bytes(problem.key_dim, problem.value_dim)));
     call.layers.push_back(layer);
   }
+  if (config.dense_top) {
+    call.top.num_tiles = static_cast<int>(ceil_div(call.layers.back().num_nodes, kTopTileNodes));
+    const int64_t tiles = problem.batch * problem.num_kv_heads * call.top.num_tiles;
+    call.top.keys = static_cast<char*>(own(tiles * top_tile_bytes(problem.key_dim)));
+    call.top.values = static_cast<char*>(own(tiles * top_tile_bytes(problem.value_dim)));
+    call.top.scales = static_cast<float*>(own(tiles * kTopTileNodes * sizeof(float)));
+    call.top.scaled = static_cast<int32_t*>(own(tiles * sizeof(int32_t)));
+  }
+  call.vector_loads = aligned_rows(q);
   C10_CUDA_CHECK(run_prepare(call, stream));
   return result;
 }

@@ -1,7 +1,6 @@
 // Launchers of attention_launch.h: run-time shape to compiled instance, and the kernels without one. No
 // torch.
 #include "ops/tree_attention/attention/dispatch_shape.h"
-#include "ops/tree_attention/attention/leader_select.cuh"
 #include "ops/tree_attention/attention/tensor_core_instances.cuh"
 
 namespace htree::tree_attention {
@@ -43,16 +42,6 @@ unsigned blocks_for(int64_t threads) {
   return static_cast<unsigned>((threads + kTableThreads - 1) / kTableThreads);
 }
 
-template <int kGroup>
-void launch_leader_select_group(const LeaderSelectParams& params, cudaStream_t stream) {
-  auto kernel = leader_select_kernel<kGroup>;
-  const int64_t bytes = select_shared_bytes(params.score_width);
-  allow_shared_bytes(kernel, bytes);
-  const GatherParams& p = params.gather;
-  const dim3 grid(p.num_lists, p.num_batches * p.num_kv_heads);
-  kernel<<<grid, kSelectThreads, bytes, stream>>>(params);
-}
-
 }  // namespace
 
 void launch_rope_table(float2* table, int64_t size, int key_dim, double base, bool rotate,
@@ -79,23 +68,6 @@ void launch_scores(const TensorCoreShape& shape, const ScoreParams& params, cuda
   dispatch_shape(shape, [&](auto tag, auto dim) {
     launch_scores_instance<typename decltype(tag)::type, dim.value, dim.value>(params, stream);
   });
-}
-
-int64_t leader_select_shared_bytes(int64_t score_width) {
-  return select_shared_bytes(score_width);
-}
-
-void launch_leader_select(const LeaderSelectParams& params, cudaStream_t stream) {
-  const int group = params.gather.group;
-  if (group == 1) {
-    launch_leader_select_group<1>(params, stream);
-  } else if (group <= 4) {
-    launch_leader_select_group<4>(params, stream);
-  } else if (group <= 8) {
-    launch_leader_select_group<8>(params, stream);
-  } else {
-    launch_leader_select_group<16>(params, stream);
-  }
 }
 
 void launch_attend(const TensorCoreShape& shape, const AttendParams& params, cudaStream_t stream) {
