@@ -26,6 +26,7 @@ struct TreeCall {
   TensorView queries;  // [B, T_q, H, K]
   std::vector<TreeLayer> layers;
   float2* rope = nullptr;  // [rope_rows(), K/2]
+  uint16_t* slot_turns = nullptr;  // [top_k][2][K/2], see GatherParams; null unless config.gather is kBlock
 
   int64_t rope_rows() const { return problem.args.top_k * kTensorCoreRate + 1; }
   int64_t mask_words() const { return ceil_div(problem.args.top_k * kTensorCoreRate, 32); }
@@ -71,7 +72,7 @@ struct ForwardBuffers {
 
 int64_t forward_scratch_bytes(const TreeCall& call);
 
-// Fills call.rope and the blocks of every layer.
+// Fills call.rope, call.slot_turns and the blocks of every layer.
 cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream);
 cudaError_t run_forward(const TreeCall& call, const ForwardBuffers& buffers, cudaStream_t stream);
 
