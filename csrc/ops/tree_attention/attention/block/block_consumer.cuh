@@ -104,8 +104,10 @@ class BlockConsumer {
   __device__ __forceinline__ void issue_output(Softmax& state, unsigned tile_idx) const {
     const int stage = stage_of<Tile>(tile_idx);
     const uint64_t values = Values::transposed(shared_.values[stage]);
+#if !STUDY_EARLY
     device::barrier_wait(&shared_.values_full[stage], phase_of<Tile>(tile_idx));
     device::wgmma_fence();
+#endif
 #pragma unroll
     for (int slot = 0; slot < kTileSlots; ++slot) {
       device::wgmma<T, Tile::kValueDim, device::Major::kMN>(
@@ -164,6 +166,9 @@ class BlockConsumer {
 #pragma unroll 1
     while (tile + Tile::kTileStep < end) {
       const unsigned next = tile + Tile::kTileStep;
+#if STUDY_EARLY
+      device::barrier_wait(&shared_.values_full[stage_of<Tile>(tile)], phase_of<Tile>(tile));
+#endif
       issue_scores(state, next);
       issue_output(state, tile);
       give_turn();
@@ -178,6 +183,10 @@ class BlockConsumer {
       state.pack_weights();
       tile = next;
     }
+#if STUDY_EARLY
+    device::barrier_wait(&shared_.values_full[stage_of<Tile>(tile)], phase_of<Tile>(tile));
+    device::wgmma_fence();
+#endif
     issue_output(state, tile);
     device::wgmma_wait<0>();
     device::pin_registers(state.out);

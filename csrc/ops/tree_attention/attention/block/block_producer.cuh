@@ -59,6 +59,10 @@ class SlotWalk {
         present = (present & ((1u << (own_bits_ >> 21 & 31)) - 1u)) | own_bits_;
       }
       source.bits = present | SlotSource::kExists;
+#if STUDY_VOLATILE
+      asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(source.scale) : "l"(params_.gather.blocks + int64_t{source.parent} * Block::kBytes + Block::kScaleOffset + lane % 16 * 4));
+      if (false)
+#endif
       if (lane < kBlockRows) {
         source.scale = reinterpret_cast<const float*>(params_.gather.blocks +
                                                       int64_t{source.parent} * Block::kBytes +
@@ -129,7 +133,11 @@ template <int kKeyDim>
 struct KeyTurner {
   static constexpr int kChunks = kKeyDim / 16;  // of the lower half of a row
   static constexpr int kPasses = kBlockRows * kChunks / 32;
-  static constexpr uint32_t kPartner = kKeyDim == 128 ? 1024 : kKeyDim;  // XORed to an address
+
+  // Address of the partner of a lower chunk.
+  __device__ __forceinline__ static uint32_t partner(uint32_t address) {
+    return kKeyDim == 128 ? address + 1024 : address ^ static_cast<uint32_t>(kKeyDim);
+  }
 
   __device__ __forceinline__ static int chunk() { return threadIdx.x % kChunks; }
   // Eight lanes side by side must cover 128 bytes of banks.
@@ -146,6 +154,12 @@ struct KeyTurner {
 
   __device__ __forceinline__ static SlotTurn load(const uint16_t* turns, int slot) {
     const uint4* from = reinterpret_cast<const uint4*>(turns + static_cast<int64_t>(slot) * kKeyDim) + chunk();
+#if STUDY_VOLATILE
+    SlotTurn t;
+    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(t.cos.x), "=r"(t.cos.y), "=r"(t.cos.z), "=r"(t.cos.w) : "l"(from));
+    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(t.sin.x), "=r"(t.sin.y), "=r"(t.sin.z), "=r"(t.sin.w) : "l"(from + kChunks));
+    return t;
+#endif
     return {__ldg(from), __ldg(from + kChunks)};
   }
 
@@ -172,13 +186,13 @@ struct KeyTurner {
       for (int i = 0; i < kBatch; ++i) {
         at[i] = keys + chunk_offset<kKeyDim>(row(first + i), chunk());
         low[i] = device::load_shared_16(at[i]);
-        high[i] = device::load_shared_16(at[i] ^ kPartner);
+        high[i] = device::load_shared_16(partner(at[i]));
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         turn_chunk(low[i], high[i], turn);
         device::store_shared_16(at[i], low[i]);
-        device::store_shared_16(at[i] ^ kPartner, high[i]);
+        device::store_shared_16(partner(at[i]), high[i]);
       }
     }
   }

@@ -25,7 +25,7 @@ struct BlockRow {
 // 8 elements; rows of a view may start anywhere.
 template <typename T>
 __device__ __forceinline__ void load_8(const T* from, float (&x)[8]) {
-  T raw[8];
+  alignas(16) T raw[8];
   if (reinterpret_cast<uintptr_t>(from) % 16 == 0) {
     *reinterpret_cast<uint4*>(raw) = __ldg(reinterpret_cast<const uint4*>(from));
   } else {
