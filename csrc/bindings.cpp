@@ -93,6 +93,7 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
       "tensor_core: fp16, bf16; r = 16; K = V = 32, 64, 128; H / H_kv <= 16; k <= 1024; sm_80 and later");
   attention.push_back(
       "dense top layer of tensor_core: H / H_kv = 1, 2, 4, 8, 16; more than one layer; sm_90a code on sm_90");
+      "tensor_core, gather=block: as tensor_core with selection_stride >= 4 on sm_90 in a build for 9.0a");
   attention.push_back("general: fp32, fp16, bf16; every other shape");
   auto& mlp = rooms["gated_mlp"];
   for (bool keeps_products : {false, true}) {

@@ -100,3 +100,33 @@ def test_chunks_bound_the_scratch(length: int, stride: int, backward: bool) -> N
     assert queries * 32 * 128 * 4 <= 2**30 * (3 if backward else 1)
     widest = min(8192, length // 16)  # candidates of a list above the bottom
     assert lists * 32 * widest * 4 <= 2**29
+
+
+def gather(sizes: tuple[int, ...] = MODEL, **options: int | bool) -> str:
+    words = host.tree_attention_config(sizes, True, **options).split()
+    return dict(word.split("=") for word in words[1:])["gather"]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("width", [32, 64, 128])
+@pytest.mark.parametrize("group", [1, 3, 8, 16])
+def test_lists_of_several_queries_take_a_block(group: int, width: int, backward: bool) -> None:
+    sizes = (2, 5000, 5000, 2 * group, 2, width, width)
+    for stride, kernel in ((1, "query"), (2, "query"), (4, "block"), (8, "block"), (16, "block")):
+        assert gather(sizes, selection_stride=stride, backward=backward) == kernel
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"major": 8, "shared_bytes": 166_912}, {"hopper_kernels": False}, {"major": 10}, {"shared_bytes": 166_912}],
+    ids=["ampere", "not_compiled", "blackwell", "little_shared_memory"],
+)
+def test_other_gpus_and_builds_gather_per_query(options: dict[str, int | bool]) -> None:
+    assert gather(selection_stride=16, **options) == "query"
+    assert gather(selection_stride=16) == "block"
+
+
+def test_a_general_call_gathers_nothing() -> None:
+    words = host.tree_attention_config(MODEL, False, selection_stride=16).split()
+    assert words[0] == "general"
+    assert "gather=query" in words

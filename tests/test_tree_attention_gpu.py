@@ -58,6 +58,20 @@ SHAPES = [
     model("stride2", selection_stride=2, K=128, V=128),
     model("stride16", selection_stride=16, K=128, V=128),
     model("stride16_three_layers", T=3000, top_k=4, M=32, selection_stride=16),
+    # the queries of a list on one block of warpgroups, where there is one: rows, head dims and layers
+    *(model(f"stride16_d{d}", H=16, K=d, V=d, selection_stride=16) for d in (32, 64)),
+    *(model(f"stride16_group{g}", H=2 * g, K=128, V=128, selection_stride=16) for g in (1, 3, 5, 8, 12, 16)),
+    *(model(f"stride{s}_group8", H=16, K=128, V=128, selection_stride=s) for s in (4, 8)),
+    model("stride8_d32", H=16, K=32, V=32, selection_stride=8),
+    model("stride16_batch", B=2, T=2111, H=16, K=128, V=128, top_k=33, M=512, selection_stride=16),
+    model("stride16_one_layer", T=900, M=1024, top_k=64, K=128, V=128, selection_stride=16),
+    model("stride16_wide_lists", T=5003, H=16, H_kv=2, top_k=80, M=1280, selection_stride=16),
+    model("stride8_three_layers", T=3000, H=16, top_k=4, M=32, selection_stride=8),
+    model("stride16_suffix", T=1501, num_queries=77 + 16 * 4, selection_stride=16),
+    model("stride16_no_rotation", rope_base=None, K=128, V=128, selection_stride=16),
+    model("stride16_fused_projection", layout="fused_projection", selection_stride=16),
+    model("stride16_peaked", spread=4.0, K=128, V=128, selection_stride=16),
+    *(model(f"stride16_short{t}", T=t, K=128, V=128, selection_stride=16) for t in (1, 15, 16, 17, 64)),
     model("suffix", num_queries=77),
     model("decode", num_queries=1),
     model("fused_projection", layout="fused_projection"),
@@ -126,7 +140,7 @@ def test_backward_under_the_same_selection(case: TreeAttentionCase, nan_memory: 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("stride", [1, 16])
+@pytest.mark.parametrize("stride", [1, 4, 16])
 @pytest.mark.parametrize("group", [1, 2, 8, 16])
 def test_the_future_changes_nothing(dtype: torch.dtype, stride: int, group: int) -> None:
     case = model("causal", dtype, T=4500, H=2 * group, K=128, V=128, top_k=32, M=512, selection_stride=stride)
@@ -143,10 +157,11 @@ def test_the_future_changes_nothing(dtype: torch.dtype, stride: int, group: int)
             assert torch.equal(again[:, : t + 1], out[:, : t + 1])
 
 
-@pytest.mark.parametrize("size", [2.0**-66, 2.0**14, 2.0**60, 2.0**100])
-def test_the_range_of_bfloat16(size: float) -> None:
+@pytest.mark.parametrize("stride", [1, 16])
+@pytest.mark.parametrize("size", [2.0**-66, 2.0**-12, 2.0**14, 2.0**60, 2.0**100])
+def test_the_range_of_bfloat16(size: float, stride: int) -> None:
     """Scratch in half precision is guarded by a power of two per row: every size of q and k is as good as 1."""
-    case = model("range", T=3000, K=128, V=128, top_k=16, M=256)
+    case = model("range", T=3000, K=128, V=128, top_k=16, M=256, selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
     options = case.reference_options()
     q, k = (q.double() / size).bfloat16(), (k.double() * size).bfloat16()
@@ -183,6 +198,40 @@ def test_equal_importances_go_by_position(value: float, stride: int) -> None:
     wanted[:, 31] = rank.clamp(min=31)
     wanted[wanted > rank[:, None]] = -1
     assert torch.equal(parents[0][0].long(), wanted[:, None].expand(-1, case.H_kv, -1))
+
+
+@pytest.mark.parametrize(("query", "plain", "guarded"), [(8, -7, -10), (-14, 12, 15)], ids=["small", "large"])
+@pytest.mark.parametrize("stride", [1, 16])
+def test_keys_of_mixed_size(query: int, plain: int, guarded: int, stride: int, nan_memory: None) -> None:
+    """Key rows with and without a power of two beside each other, and rows of zeros."""
+    case = model("mixed", T=1100, H=16, K=128, V=128, selection_stride=stride)
+    q, k, v = case.make_qkv("cuda")
+    q = q * 2.0**query
+    k[:, ::3] *= 2.0**guarded
+    k[:, 1::3] *= 2.0**plain
+    k[:, 2::3] *= 2.0**plain
+    k[:, 5::13] = 0.0
+    options = case.reference_options()
+    out, _, _, parents = op.attention_forward(q, k, v, **options)
+    expected = forced(q, k, v, parents, options)
+    assert_close_spec(out, expected.out, rtol=8e-3, atol=8e-3 * float(v.abs().max()))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("stride", [1, 4, 16])
+def test_values_that_are_not_finite_reach_their_readers_alone(value: float, stride: int) -> None:
+    case = model("poisoned", T=700, H=16, K=64, V=64, M=1024, top_k=64, selection_stride=stride)
+    q, k, v = case.make_qkv("cuda")
+    options = case.reference_options()
+    clean = op.attention(q, k, v, **options)
+    token, channel = 645, 5  # inside the parent of tokens 640 ... 655
+    v[:, token, :, channel] = value
+    out = op.attention(q, k, v, **options)
+    assert torch.equal(out[:, :token], clean[:, :token])
+    hit = out[:, token:, :, channel]
+    assert (hit.isnan() if math.isnan(value) else hit == value).all()
+    others = [c for c in range(case.V) if c != channel]
+    assert torch.equal(out[..., others], clean[..., others])
 
 
 def test_more_than_2_31_elements() -> None:

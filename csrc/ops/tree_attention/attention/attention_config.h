@@ -33,8 +33,15 @@ enum class AttentionPath {
   kTensorCore,  // r = 16, fp16 or bf16, K = V in {32, 64, 128}, G <= 16: mma.sync, sm_80 and later
 };
 
+// How the tensor-core path takes the softmax over the gathered parents of a list.
+enum class GatherKernel {
+  kQuery,  // a warp per (query, kv head), each with a gather of its own: sm_80 and later
+  kBlock,  // all queries of a list together on products of warpgroups: sm_90a, see block/
+};
+
 struct AttentionConfig {
   AttentionPath path = AttentionPath::kGeneral;
+  GatherKernel gather = GatherKernel::kQuery;
   int64_t batch_chunk = 1;      // batches of a chunk
   int64_t query_chunk = 0;      // queries of a chunk, a multiple of the stride
   int64_t selection_chunk = 0;  // lists whose scores are in memory at a time
@@ -54,6 +61,11 @@ struct DeviceFacts {
   int64_t shared_bytes = 0;  // most dynamic shared memory of a block
   bool hopper = false;       // sm_90, and the library holds code made for it
 };
+
+// Dynamic shared memory of the kernels that fill an SM of sm_90.
+constexpr int64_t kHopperSharedBytes = 232448;
+// A block's time hardly depends on how many of its rows are used, so it takes lists of several queries.
+constexpr int64_t kMinBlockStride = 4;
 
 // Largest block of the forward and the backward together: one predicate serves both, so that recomputed lists
 // are the forward's. 128-wide heads need 112 KB, which consumer GPUs (99 KB) do not have.
@@ -117,6 +129,10 @@ inline AttentionConfig choose_attention_config(const AttentionProblem& p, const 
           ? AttentionPath::kTensorCore
           : AttentionPath::kGeneral;
   const int64_t stride = p.args.selection_stride;
+  if (config.path == AttentionPath::kTensorCore && device.hopper && stride >= kMinBlockStride &&
+      device.shared_bytes >= kHopperSharedBytes) {
+    config.gather = GatherKernel::kBlock;
+  }
   // per list: running states of its queries, two lists and the mask of one
   const int64_t per_list = stride * p.num_heads * p.value_dim * 4 + p.num_kv_heads * (p.args.top_k * 10 + 64);
   const int64_t lists = std::max<int64_t>(1, kStateScratchBytes / per_list);
@@ -169,7 +185,8 @@ inline std::string describe(const AttentionConfig& config) {
   text << (config.path == AttentionPath::kTensorCore ? "tensor_core" : "general")
        << " batch_chunk=" << config.batch_chunk << " query_chunk=" << config.query_chunk
        << " selection_chunk=" << config.selection_chunk
-       << " top=" << (config.dense_top ? "dense" : "gathered") << " top_chunk=" << config.top_chunk;
+       << " top=" << (config.dense_top ? "dense" : "gathered") << " top_chunk=" << config.top_chunk
+       << " gather=" << (config.gather == GatherKernel::kBlock ? "block" : "query");
   return text.str();
 }
 

@@ -62,7 +62,9 @@ struct GatherParams {
       nullptr;             // [B, num_lists, H_kv, list_width]; null: parents 0, 1, ... up to the query's own
   int64_t list_batch = 0;  // stride in elements
   const float2* rope = nullptr;  // [list_width * 16 + 1, K/2]
-  float score_scale = 0.f;       // scale * log2(e): scores are in log2 units
+  // fp16 [list_width][2][K/2]: cos, then sin of 16 * slot positions. For block/ alone.
+  const uint16_t* slot_turns = nullptr;
+  float score_scale = 0.f;  // scale * log2(e): scores are in log2 units
   int64_t node_span = 1;         // tokens per node of the layer
   int64_t t0 = 0;
   int num_queries = 0;

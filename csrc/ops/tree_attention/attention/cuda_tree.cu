@@ -7,6 +7,8 @@
 #include <ATen/ops/pow.h>
 #include <c10/cuda/CUDAException.h>
 
+#include "ops/tree_attention/attention/block/block_launch.h"
+
 namespace htree::tree_attention {
 namespace {
 
@@ -83,6 +85,9 @@ TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const Atten
     return result.memory.back().mutable_data_ptr();
   };
   call.rope = static_cast<float2*>(own(call.rope_rows() * problem.key_dim / 2 * sizeof(float2)));
+  if (config.gather == GatherKernel::kBlock) {
+    call.slot_turns = static_cast<uint16_t*>(own(slot_turns_bytes(problem.args.top_k, problem.key_dim)));
+  }
   for (size_t i = 0; i < tree.keys.size(); ++i) {
     TreeLayer layer;
     layer.keys = view_of(tree.keys[i]);

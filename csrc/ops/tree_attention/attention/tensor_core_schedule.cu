@@ -1,5 +1,7 @@
 #include "ops/tree_attention/attention/tensor_core_schedule.h"
 
+#include "ops/tree_attention/attention/block/block_launch.h"
+
 namespace htree::tree_attention {
 namespace {
 
@@ -73,6 +75,8 @@ cudaError_t forward_chunk(const TreeCall& call, const ForwardBuffers& buffers, c
     attend.out = static_cast<char*>(buffers.out) + 2 * state * p.value_dim;
     if (call.config.dense_top && layer_idx == top) {
       launch_top_attend(call.shape, {attend, top_tiles_of(call, chunk), call.vector_loads}, stream);
+    } else if (call.config.gather == GatherKernel::kBlock) {
+      launch_block_attend(call.shape, attend, stream);
     } else {
       launch_attend(call.shape, attend, stream);
     }
@@ -99,6 +103,7 @@ GatherParams gather_of(const TreeCall& call, size_t layer_idx, const Chunk& chun
              chunk.batch * p.num_kv_heads * layer.num_parents * parent_block_bytes(p.key_dim, p.value_dim);
   g.num_parents = layer.num_parents;
   g.rope = call.rope;
+  g.slot_turns = call.slot_turns;
   g.score_scale = static_cast<float>(p.args.scale * kLog2E);
   g.node_span = layer.node_span;
   g.t0 = p.t0() + chunk.query;
@@ -121,6 +126,11 @@ cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream) {
   launch_rope_table(call.rope, call.rope_rows(), static_cast<int>(p.key_dim), p.args.rope_base, p.args.rotate,
                     stream);
   cudaError_t error = cudaGetLastError();
+  if (call.slot_turns && error == cudaSuccess) {
+    launch_slot_turns(call.slot_turns, p.args.top_k, static_cast<int>(p.key_dim), p.args.rope_base,
+                      p.args.rotate, stream);
+    error = cudaGetLastError();
+  }
   for (size_t i = 0; i < call.layers.size() && error == cudaSuccess; ++i) {
     const TreeLayer& layer = call.layers[i];
     RelayParams relay;

@@ -29,6 +29,7 @@ struct TreeCall {
   float2* rope = nullptr;     // [rope_rows(), K/2]
   TopTiles top;               // of layers.back(), if config.dense_top
   bool vector_loads = false;  // rows of the queries are aligned to 16 bytes
+  uint16_t* slot_turns = nullptr;  // [top_k][2][K/2], see GatherParams; null unless config.gather is kBlock
 
   int64_t rope_rows() const { return problem.args.top_k * kTensorCoreRate + 1; }
   // Rows of masks are aligned to 16 bytes.
@@ -78,7 +79,7 @@ struct ForwardBuffers {
 
 int64_t forward_scratch_bytes(const TreeCall& call);
 
-// Fills call.rope and the blocks of every layer.
+// Fills call.rope, call.slot_turns and the blocks of every layer.
 cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream);
 cudaError_t run_forward(const TreeCall& call, const ForwardBuffers& buffers, cudaStream_t stream);
 
