@@ -8,11 +8,9 @@
 
 #include <cstdint>
 
-namespace htree::device {
+#include "device/shared_address.cuh"
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
+namespace htree::device {
 
 // 16 bytes from global to shared memory past L1; complete after commit_copies() and wait_copies().
 __device__ __forceinline__ void copy_async_16(uint32_t shared, const void* global) {

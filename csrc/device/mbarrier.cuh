@@ -1,0 +1,100 @@
+// Barriers in shared memory that count arrivals of threads and bytes of bulk copies (sm_90), and what a
+// cluster of blocks needs to share them. Nothing here synchronises a warp: "one thread" means exactly that.
+//
+// A barrier completes phase after phase. Its first phase has parity 0; a waiter names the parity of the phase
+// it waits for, so whoever waits first for a barrier that starts "free" waits for parity 1, which returns at
+// once.
+#pragma once
+
+#include <cstdint>
+
+#include "device/shared_address.cuh"
+
+namespace htree::device {
+
+using Barrier = uint64_t;  // in shared memory, 8-byte aligned
+
+// One thread; then fence_barrier_init() and a __syncthreads (cluster_sync in a cluster) before any use.
+__device__ __forceinline__ void barrier_init(Barrier* barrier, uint32_t num_arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(num_arrivals)
+               : "memory");
+}
+
+// Makes the barriers this thread initialised visible to the bulk copies and to the other blocks of a cluster.
+__device__ __forceinline__ void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// One arrival, with release order: what this thread wrote before is visible to who waits.
+__device__ __forceinline__ void barrier_arrive(Barrier* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// One arrival that adds `bytes` to what the phase must receive from bulk copies before it completes.
+__device__ __forceinline__ void barrier_arrive_expect(Barrier* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
+}
+
+// Adds `bytes` without arriving.
+__device__ __forceinline__ void barrier_expect(Barrier* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
+}
+
+// One arrival at the barrier that stands at the same place in block `block_rank` of the cluster.
+__device__ __forceinline__ void barrier_arrive_remote(Barrier* barrier, uint32_t block_rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(block_rank)
+      : "memory");
+}
+
+// True when the phase of `parity` has completed; may suspend the thread for a while first.
+__device__ __forceinline__ bool barrier_try_wait(Barrier* barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+// Returns when the phase of `parity` has completed.
+__device__ __forceinline__ void barrier_wait(Barrier* barrier, uint32_t parity) {
+  while (!barrier_try_wait(barrier, parity)) {
+  }
+}
+
+// ---- clusters
+
+__device__ __forceinline__ uint32_t cluster_block_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// All threads of all blocks of the cluster, converged per warp: what was written before is visible after.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_sync() {
+  cluster_arrive();
+  cluster_wait();
+}
+
+}  // namespace htree::device

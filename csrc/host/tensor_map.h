@@ -1,0 +1,73 @@
+// Descriptors of tensor copies (device/tma.cuh). The driver's encoder is fetched through the runtime, so that
+// the library does not link libcuda, which machines without a GPU lack. Torch-free.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace htree {
+
+// A box that copies move between a strided tensor in global memory and shared memory; innermost dimension
+// first. The innermost stride is one element.
+struct TensorBox {
+  const void* data = nullptr;  // 16-byte aligned
+  CUtensorMapDataType type = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  int rank = 2;                    // 1 to 5
+  uint64_t sizes[5] = {};          // elements, at least 1
+  uint64_t strides_bytes[4] = {};  // of dimensions 1, 2, ...: multiples of 16, below 2^40
+  uint32_t box[5] = {};            // elements, 1 to 256; box[0] fits the swizzle's width
+  CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+  CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
+};
+
+using TensorMapEncoder = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                                      const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
+                                      CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
+                                      CUtensorMapFloatOOBfill);
+
+// Throws std::runtime_error when the driver is too old to have it (before 12.0).
+inline TensorMapEncoder tensor_map_encoder() {
+  static const TensorMapEncoder encoder = [] {
+    void* symbol = nullptr;
+    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &symbol, 12000, cudaEnableDefault, &found);
+#else
+    const cudaError_t error =
+        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &symbol, cudaEnableDefault, &found);
+#endif
+    if (error != cudaSuccess || found != cudaDriverEntryPointSuccess) {
+      throw std::runtime_error(
+          "htree: the CUDA driver has no cuTensorMapEncodeTiled; it must be 12.0 or newer");
+    }
+    return reinterpret_cast<TensorMapEncoder>(symbol);
+  }();
+  return encoder;
+}
+
+// Throws std::runtime_error with the sizes when the driver refuses the box.
+inline CUtensorMap make_tensor_map(const TensorBox& b) {
+  CUtensorMap map;
+  const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
+  const CUresult result =
+      tensor_map_encoder()(&map, b.type, static_cast<cuuint32_t>(b.rank), const_cast<void*>(b.data), b.sizes,
+                           b.strides_bytes, b.box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, b.swizzle,
+                           b.promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    std::string text = "htree: the driver refused a tensor copy descriptor (error " +
+                       std::to_string(static_cast<int>(result)) + "); sizes, box and strides in bytes:";
+    for (int i = 0; i < b.rank; ++i) {
+      text += " " + std::to_string(b.sizes[i]) + "/" + std::to_string(b.box[i]);
+      text += i > 0 ? "/" + std::to_string(b.strides_bytes[i - 1]) : "";
+    }
+    throw std::runtime_error(text);
+  }
+  return map;
+}
+
+}  // namespace htree
