@@ -4,6 +4,7 @@
 // token t0, a multiple of the selection stride. Queries i with the same i / stride share one list of parents.
 #pragma once
 
+#include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
@@ -51,6 +52,14 @@ struct RelayParams {
   int64_t num_kv_heads = 0;
 };
 void launch_relay(const TensorCoreShape& shape, const RelayParams& params, cudaStream_t stream);
+
+// cos and sin of 16 j base^(-2i/K) in fp16 for slots j < num_slots, as TurnTable of turned_query.cuh; every
+// angle 0 when `rotate` is false.
+constexpr int64_t turn_table_bytes(int64_t num_slots, int64_t key_dim) {
+  return num_slots * key_dim * 2;
+}
+void launch_turn_table(__half2* table, int64_t num_slots, int key_dim, double base, bool rotate,
+                       cudaStream_t stream);
 
 // The queries, lists and keys of one layer.
 struct GatherParams {
@@ -102,6 +111,7 @@ void launch_leader_select(const LeaderSelectParams& params, cudaStream_t stream)
 // in log2 units; the last layer converts them and writes the output.
 struct AttendParams {
   GatherParams gather;
+  const __half2* turns = nullptr;      // turn table of list_width slots; for the union kernel
   const uint32_t* selected = nullptr;  // as above; null at the bottom, where nothing is selected
   int64_t selected_batch = 0;
   int64_t mask_words = 0;
