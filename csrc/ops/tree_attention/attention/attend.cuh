@@ -26,9 +26,11 @@ struct AttendRing {
 template <int kValueDim>
 __device__ __forceinline__ void clear_value_rows(uint32_t values, int first) {
   const int lane = threadIdx.x % 32;
-  const uint32_t begin = max(first, 0) * kValueDim * 2;
-  for (uint32_t at = begin + lane * 16; at < kBlockRows * kValueDim * 2; at += 512) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(values + at), "r"(0) : "memory");
+#pragma unroll
+  for (int at = lane * 16; at < kBlockRows * kValueDim * 2; at += 512) {
+    if (row_of_offset<kValueDim>(at) >= first) {
+      asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(values + at), "r"(0) : "memory");
+    }
   }
   __syncwarp();
 }
