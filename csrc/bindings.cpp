@@ -104,7 +104,8 @@ std::tuple<int, int, int, bool> rmsnorm_rope_config(int64_t width, int64_t head_
 // The path and chunks of one attention call on a GPU of that capability and shared memory per block.
 std::string tree_attention_config(const std::array<int64_t, 7>& sizes, bool half_dtype,
                                   int64_t compression_rate, int64_t max_top_nodes, int64_t top_k,
-                                  int64_t selection_stride, bool backward, int major, int64_t shared_bytes) {
+                                  int64_t selection_stride, bool backward, int major, int64_t shared_bytes,
+                                  bool hopper_kernels) {
   using namespace htree::tree_attention;
   AttentionProblem p;
   std::tie(p.batch, p.num_keys, p.num_queries, p.num_heads, p.num_kv_heads, p.key_dim, p.value_dim) =
@@ -114,7 +115,7 @@ std::string tree_attention_config(const std::array<int64_t, 7>& sizes, bool half
   p.args.max_top_nodes = max_top_nodes;
   p.args.top_k = top_k;
   p.args.selection_stride = selection_stride;
-  const DeviceFacts device{major, shared_bytes};
+  const DeviceFacts device{major, shared_bytes, major == 9 && hopper_kernels};
   return describe(backward ? choose_backward_config(p, device) : choose_attention_config(p, device));
 }
 
@@ -133,7 +134,7 @@ PYBIND11_MODULE(_host, module) {
   module.def("tree_attention_config", &tree_attention_config, py::arg("sizes"), py::arg("half_dtype"),
              py::arg("compression_rate") = 16, py::arg("max_top_nodes") = 8192, py::arg("top_k") = 512,
              py::arg("selection_stride") = 1, py::arg("backward") = false, py::arg("major") = 9,
-             py::arg("shared_bytes") = 232448,
+             py::arg("shared_bytes") = 232448, py::arg("hopper_kernels") = true,
              "The path and chunks of an attention call; sizes are (B, T, T_q, H, H_kv, K, V).");
   module.def("device_facts", &device_facts, "Name, capability and sizes of each visible GPU.");
 }

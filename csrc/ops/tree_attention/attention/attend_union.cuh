@@ -182,7 +182,8 @@ __global__ void __launch_bounds__(UnionShape<kKeyDim, kValueDim, kTiles>::kThrea
 
   const int64_t query = first_query + warp;
   const bool exists = query <= last_query;
-  GatherTask task = gather_task(p, blockIdx.y, exists ? query : last_query, (exists ? query : last_query) / p.stride);
+  GatherTask task =
+      gather_task(p, blockIdx.y, exists ? query : last_query, (exists ? query : last_query) / p.stride);
   const uint16_t* selected = nullptr;
   if constexpr (kSelected) {
     selected = reinterpret_cast<const uint16_t*>(

@@ -38,6 +38,7 @@ struct AttentionConfig {
   int64_t batch_chunk = 1;      // batches of a chunk
   int64_t query_chunk = 0;      // queries of a chunk, a multiple of the stride
   int64_t selection_chunk = 0;  // lists whose scores are in memory at a time
+  bool union_gather = false;    // neighbouring queries share one gather (sm_90a), see attend_union.cuh
 };
 
 // Temporary memory of the forward beyond outputs, stored parents, the tree and the re-laid copy of K and V.
@@ -50,7 +51,11 @@ constexpr int64_t kMaxSelectWidth = 16384;
 struct DeviceFacts {
   int major = 0;             // of the compute capability
   int64_t shared_bytes = 0;  // most dynamic shared memory of a block
+  bool hopper = false;       // sm_90, and the library holds code made for it
 };
+
+// Whether the forward's kernels share gathers between queries: left to the problem, or forced where they can.
+enum class GatherChoice { kAuto, kPrivate, kUnion };
 
 // Largest block of the forward and the backward together: one predicate serves both, so that recomputed lists
 // are the forward's. 128-wide heads need 112 KB, which consumer GPUs (99 KB) do not have.
@@ -72,12 +77,27 @@ inline int64_t list_candidates(int64_t num_nodes, int64_t top_k, int64_t rate) {
   return std::min(top_k, ceil_div(num_nodes, rate)) * rate;
 }
 
-inline AttentionConfig choose_attention_config(const AttentionProblem& p, const DeviceFacts& device) {
+// Runs of queries that share a gather, from which on they fill the GPU; below, a warp per query on its own
+// has the shorter way. Measured on an H200, where sharing is faster from here up to every T tried (262144).
+constexpr int64_t kUnionRunQueries = 16;
+constexpr int64_t kUnionMinRuns = 256;
+
+inline bool choose_union_gather(const AttentionProblem& p, const DeviceFacts& device, GatherChoice choice) {
+  if (!device.hopper || device.shared_bytes < 227 * 1024 || choice == GatherChoice::kPrivate) {
+    return false;
+  }
+  const int64_t runs = p.batch * p.num_kv_heads * ceil_div(p.num_queries, kUnionRunQueries);
+  return choice == GatherChoice::kUnion || runs >= kUnionMinRuns;
+}
+
+inline AttentionConfig choose_attention_config(const AttentionProblem& p, const DeviceFacts& device,
+                                               GatherChoice gather = GatherChoice::kAuto) {
   AttentionConfig config;
   config.path =
       tensor_core_shape(p) && device.major >= 8 && device.shared_bytes >= tensor_core_shared_bytes(p)
           ? AttentionPath::kTensorCore
           : AttentionPath::kGeneral;
+  config.union_gather = config.path == AttentionPath::kTensorCore && choose_union_gather(p, device, gather);
   const int64_t stride = p.args.selection_stride;
   // per list: running states of its queries, two lists and the mask of one
   const int64_t per_list = stride * p.num_heads * p.value_dim * 4 + p.num_kv_heads * (p.args.top_k * 10 + 64);
@@ -122,7 +142,8 @@ inline std::string describe(const AttentionConfig& config) {
   std::ostringstream text;
   text << (config.path == AttentionPath::kTensorCore ? "tensor_core" : "general")
        << " batch_chunk=" << config.batch_chunk << " query_chunk=" << config.query_chunk
-       << " selection_chunk=" << config.selection_chunk;
+       << " selection_chunk=" << config.selection_chunk
+       << " gather=" << (config.union_gather ? "union" : "private");
   return text.str();
 }
 

@@ -111,7 +111,7 @@ void launch_leader_select(const LeaderSelectParams& params, cudaStream_t stream)
 // in log2 units; the last layer converts them and writes the output.
 struct AttendParams {
   GatherParams gather;
-  const __half2* turns = nullptr;      // turn table of list_width slots; for the union kernel
+  const __half2* turns = nullptr;      // turn table of list_width + 1 slots, for launch_union_attend
   const uint32_t* selected = nullptr;  // as above; null at the bottom, where nothing is selected
   int64_t selected_batch = 0;
   int64_t mask_words = 0;
@@ -124,6 +124,12 @@ struct AttendParams {
   void* out = nullptr;       // [B, T_q, H, V] in the input's dtype
 };
 void launch_attend(const TensorCoreShape& shape, const AttendParams& params, cudaStream_t stream);
+
+// The same on sm_90a, where neighbouring queries share one gather; needs params.turns.
+void launch_union_attend(const TensorCoreShape& shape, const AttendParams& params, cudaStream_t stream);
+
+// Whether the library holds the body of the kernel above for the current device; no launch.
+bool union_kernels_compiled();
 
 // The list of the top layer, any r: parents 0 ... t / parent_span, then -1. parent_span = r^layers.
 void launch_top_lists(int32_t* lists, int64_t num_batches, int64_t num_lists, int64_t num_kv_heads,

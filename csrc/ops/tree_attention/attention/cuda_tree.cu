@@ -6,6 +6,11 @@
 #include <ATen/ops/outer.h>
 #include <ATen/ops/pow.h>
 #include <c10/cuda/CUDAException.h>
+#include <c10/util/Exception.h>
+
+#include <string>
+
+#include "host/env.h"
 
 namespace htree::tree_attention {
 namespace {
@@ -16,7 +21,18 @@ TensorView view_of(const Tensor& x) {
 
 DeviceFacts current_device_facts() {
   const cudaDeviceProp* properties = at::cuda::getCurrentDeviceProperties();
-  return {properties->major, static_cast<int64_t>(properties->sharedMemPerBlockOptin)};
+  return {properties->major, static_cast<int64_t>(properties->sharedMemPerBlockOptin),
+          properties->major == 9 && union_kernels_compiled()};
+}
+
+// HTREE_TREE_GATHER, read at every call so that a test can compare the kernels.
+GatherChoice gather_choice() {
+  const std::string choice = env_or("HTREE_TREE_GATHER", "auto");
+  TORCH_CHECK_VALUE(choice == "auto" || choice == "private" || choice == "union",
+                    "HTREE_TREE_GATHER is auto, private or union, got ", choice);
+  return choice == "private" ? GatherChoice::kPrivate
+         : choice == "union" ? GatherChoice::kUnion
+                             : GatherChoice::kAuto;
 }
 
 Tensor device_bytes(int64_t bytes, const Tensor& like) {
@@ -41,7 +57,7 @@ AttentionProblem attention_problem(const Tensor& q, const Tensor& k, const Tenso
 }
 
 AttentionConfig attention_config(const AttentionProblem& problem) {
-  return choose_attention_config(problem, current_device_facts());
+  return choose_attention_config(problem, current_device_facts(), gather_choice());
 }
 
 AttentionConfig attention_backward_config(const AttentionProblem& problem) {
@@ -76,6 +92,9 @@ TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const Atten
     return result.memory.back().mutable_data_ptr();
   };
   call.rope = static_cast<float2*>(own(call.rope_rows() * problem.key_dim / 2 * sizeof(float2)));
+  if (config.union_gather) {
+    call.turns = static_cast<__half2*>(own(turn_table_bytes(call.turn_slots(), problem.key_dim)));
+  }
   for (size_t i = 0; i < tree.keys.size(); ++i) {
     TreeLayer layer;
     layer.keys = view_of(tree.keys[i]);

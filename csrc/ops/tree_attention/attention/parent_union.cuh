@@ -168,9 +168,10 @@ __device__ __forceinline__ void load_union(UnionRing<kBlockBytes, kStages>& ring
     }
     __syncwarp();
     if (lane < count) {
-      device::bulk_load(tiles + place.stage * UnionRing<kBlockBytes, kStages>::kTileBytes + lane * kBlockBytes,
-                        blocks + static_cast<int64_t>(entries[first + lane] >> 16) * kBlockBytes, kBlockBytes,
-                        &ring.full[place.stage]);
+      device::bulk_load(
+          tiles + place.stage * UnionRing<kBlockBytes, kStages>::kTileBytes + lane * kBlockBytes,
+          blocks + static_cast<int64_t>(entries[first + lane] >> 16) * kBlockBytes, kBlockBytes,
+          &ring.full[place.stage]);
     }
     place.advance();
   }

@@ -71,7 +71,12 @@ cudaError_t forward_chunk(const TreeCall& call, const ForwardBuffers& buffers, c
     attend.state_batch = p.num_queries * p.num_heads;
     attend.partial = partial;
     attend.out = static_cast<char*>(buffers.out) + 2 * state * p.value_dim;
-    launch_attend(call.shape, attend, stream);
+    attend.turns = call.turns;
+    if (call.config.union_gather) {
+      launch_union_attend(call.shape, attend, stream);
+    } else {
+      launch_attend(call.shape, attend, stream);
+    }
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) {
       return error;
     }
@@ -169,6 +174,11 @@ cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream) {
   launch_rope_table(call.rope, call.rope_rows(), static_cast<int>(p.key_dim), p.args.rope_base, p.args.rotate,
                     stream);
   cudaError_t error = cudaGetLastError();
+  if (call.turns && error == cudaSuccess) {
+    launch_turn_table(call.turns, call.turn_slots(), static_cast<int>(p.key_dim), p.args.rope_base,
+                      p.args.rotate, stream);
+    error = cudaGetLastError();
+  }
   for (size_t i = 0; i < call.layers.size() && error == cudaSuccess; ++i) {
     const TreeLayer& layer = call.layers[i];
     RelayParams relay;

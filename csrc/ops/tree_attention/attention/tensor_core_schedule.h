@@ -25,9 +25,11 @@ struct TreeCall {
   TensorCoreShape shape;
   TensorView queries;  // [B, T_q, H, K]
   std::vector<TreeLayer> layers;
-  float2* rope = nullptr;  // [rope_rows(), K/2]
+  float2* rope = nullptr;    // [rope_rows(), K/2]
+  __half2* turns = nullptr;  // turn table of turn_slots() slots; null without the union gather
 
   int64_t rope_rows() const { return problem.args.top_k * kTensorCoreRate + 1; }
+  int64_t turn_slots() const { return problem.args.top_k + 1; }
   int64_t mask_words() const { return ceil_div(problem.args.top_k * kTensorCoreRate, 32); }
 };
 
@@ -71,7 +73,7 @@ struct ForwardBuffers {
 
 int64_t forward_scratch_bytes(const TreeCall& call);
 
-// Fills call.rope and the blocks of every layer.
+// Fills call.rope, call.turns and the blocks of every layer.
 cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream);
 cudaError_t run_forward(const TreeCall& call, const ForwardBuffers& buffers, cudaStream_t stream);
 
