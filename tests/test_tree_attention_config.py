@@ -57,3 +57,23 @@ def test_chunks_bound_the_scratch(length: int, stride: int, backward: bool) -> N
     assert queries * 32 * 128 * 4 <= 2**30 * (3 if backward else 1)
     widest = min(8192, length // 16)  # candidates of a list above the bottom
     assert lists * 32 * widest * 4 <= 2**29
+
+
+def gather(**options: int) -> str:
+    words = host.tree_attention_config(MODEL, True, **options).split()
+    return dict(word.split("=") for word in words[1:])["gather"]
+
+
+def test_hopper_shares_gathers() -> None:
+    assert gather() == "union"
+    assert gather(selection_stride=4) == "union"
+    assert gather(top_k=128, max_top_nodes=2048) == "union"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"major": 8}, {"hopper_kernels": False}, {"shared_bytes": 166_912}, {"major": 10}, {"top_k": 1025}],
+    ids=["ampere", "built_without", "little_shared_memory", "blackwell", "general_path"],
+)
+def test_other_gpus_gather_for_each_query(options: dict[str, int]) -> None:
+    assert gather(**options) == "private"

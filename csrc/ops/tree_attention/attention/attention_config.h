@@ -54,8 +54,8 @@ struct DeviceFacts {
   bool hopper = false;       // sm_90, and the library holds code made for it
 };
 
-// Whether the forward's kernels share gathers between queries: left to the problem, or forced where they can.
-enum class GatherChoice { kAuto, kPrivate, kUnion };
+// Whether queries of the forward share gathers: where the GPU has the kernels for it, or never.
+enum class GatherChoice { kAuto, kPrivate };
 
 // Largest block of the forward and the backward together: one predicate serves both, so that recomputed lists
 // are the forward's. 128-wide heads need 112 KB, which consumer GPUs (99 KB) do not have.
@@ -77,17 +77,12 @@ inline int64_t list_candidates(int64_t num_nodes, int64_t top_k, int64_t rate) {
   return std::min(top_k, ceil_div(num_nodes, rate)) * rate;
 }
 
-// Runs of queries that share a gather, from which on they fill the GPU; below, a warp per query on its own
-// has the shorter way. Measured on an H200, where sharing is faster from here up to every T tried (262144).
-constexpr int64_t kUnionRunQueries = 16;
-constexpr int64_t kUnionMinRuns = 256;
+// Sharing is faster than private gathers at every length tried on an H200 (4096 ... 524288), and what a query
+// computes must not depend on how many others are in the call: so the GPU alone decides.
+constexpr int64_t kUnionSharedBytes = 227 * 1024;
 
-inline bool choose_union_gather(const AttentionProblem& p, const DeviceFacts& device, GatherChoice choice) {
-  if (!device.hopper || device.shared_bytes < 227 * 1024 || choice == GatherChoice::kPrivate) {
-    return false;
-  }
-  const int64_t runs = p.batch * p.num_kv_heads * ceil_div(p.num_queries, kUnionRunQueries);
-  return choice == GatherChoice::kUnion || runs >= kUnionMinRuns;
+inline bool choose_union_gather(const DeviceFacts& device, GatherChoice choice) {
+  return device.hopper && device.shared_bytes >= kUnionSharedBytes && choice != GatherChoice::kPrivate;
 }
 
 inline AttentionConfig choose_attention_config(const AttentionProblem& p, const DeviceFacts& device,
@@ -97,7 +92,7 @@ inline AttentionConfig choose_attention_config(const AttentionProblem& p, const 
       tensor_core_shape(p) && device.major >= 8 && device.shared_bytes >= tensor_core_shared_bytes(p)
           ? AttentionPath::kTensorCore
           : AttentionPath::kGeneral;
-  config.union_gather = config.path == AttentionPath::kTensorCore && choose_union_gather(p, device, gather);
+  config.union_gather = config.path == AttentionPath::kTensorCore && choose_union_gather(device, gather);
   const int64_t stride = p.args.selection_stride;
   // per list: running states of its queries, two lists and the mask of one
   const int64_t per_list = stride * p.num_heads * p.value_dim * 4 + p.num_kv_heads * (p.args.top_k * 10 + 64);

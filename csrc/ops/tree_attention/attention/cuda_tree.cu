@@ -28,11 +28,9 @@ DeviceFacts current_device_facts() {
 // HTREE_TREE_GATHER, read at every call so that a test can compare the kernels.
 GatherChoice gather_choice() {
   const std::string choice = env_or("HTREE_TREE_GATHER", "auto");
-  TORCH_CHECK_VALUE(choice == "auto" || choice == "private" || choice == "union",
-                    "HTREE_TREE_GATHER is auto, private or union, got ", choice);
-  return choice == "private" ? GatherChoice::kPrivate
-         : choice == "union" ? GatherChoice::kUnion
-                             : GatherChoice::kAuto;
+  TORCH_CHECK_VALUE(choice == "auto" || choice == "private", "HTREE_TREE_GATHER is auto or private, got ",
+                    choice);
+  return choice == "private" ? GatherChoice::kPrivate : GatherChoice::kAuto;
 }
 
 Tensor device_bytes(int64_t bytes, const Tensor& like) {
