@@ -75,6 +75,7 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
   auto& attention = rooms["tree_attention"];
   attention.push_back(
       "tensor_core: fp16, bf16; r = 16; K = V = 32, 64, 128; H / H_kv <= 16; k <= 1024; sm_80 and later");
+  attention.push_back("tensor_core gather=union: the same shapes, forward; sm_90a");
   attention.push_back("general: fp32, fp16, bf16; every other shape");
   auto& norm = rooms["rmsnorm_rope"];
   for (int64_t width = 32; width <= 65536; width *= 2) {
