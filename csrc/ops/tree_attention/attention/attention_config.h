@@ -7,6 +7,7 @@
 #include <sstream>
 #include <string>
 
+#include "device/hopper_limits.h"
 #include "ops/tree_attention/tree_args.h"
 
 namespace htree::tree_attention {
@@ -35,24 +36,28 @@ enum class AttentionPath {
 
 // How the tensor-core path takes the softmax over the gathered parents of a list.
 enum class GatherKernel {
-  kQuery,  // a warp per (query, kv head), each with a gather of its own: sm_80 and later
-  kBlock,  // all queries of a list together on products of warpgroups: sm_90a, see block/
+  kPrivate,  // a warp per (query, kv head), each with a gather of its own: sm_80 and later
+  kUnion,    // neighbouring queries share one gather: sm_90a, see union/
+  kBlock,    // all queries of a list together on products of warpgroups: sm_90a, see block/
 };
+
+// Which of them a caller wants: the fastest that the GPU has, or the one that every GPU has.
+enum class GatherChoice { kAuto, kPrivate };
 
 struct AttentionConfig {
   AttentionPath path = AttentionPath::kGeneral;
-  GatherKernel gather = GatherKernel::kQuery;
+  GatherKernel gather = GatherKernel::kPrivate;
+  bool dense_top = false;       // the top layer as dense products of warpgroups (sm_90a), see top/
   int64_t batch_chunk = 1;      // batches of a chunk
   int64_t query_chunk = 0;      // queries of a chunk, a multiple of the stride
   int64_t selection_chunk = 0;  // lists whose scores are in memory at a time
-  bool dense_top = false;       // the top layer as dense products of warpgroups (sm_90a), see top/
   int64_t top_chunk = 0;        // lists whose importances at a dense top are in memory at a time
 };
 
 // Temporary memory of the forward beyond outputs, stored parents, the tree and the re-laid copy of K and V.
 constexpr int64_t kStateScratchBytes = int64_t{448} << 20;
 constexpr int64_t kForwardScoreBytes = int64_t{448} << 20;
-// Candidates of a list, at most, on the tensor-core path: the keys of a row are ranked in shared memory.
+// Candidates of a list, at most, on the tensor-core path: the keys of a row are ranked in registers.
 constexpr int64_t kMaxSelectWidth = 16384;
 
 // What the choice needs to know of a GPU.
@@ -62,17 +67,26 @@ struct DeviceFacts {
   bool hopper = false;       // sm_90, and the library holds code made for it
 };
 
-// Dynamic shared memory of the kernels that fill an SM of sm_90.
-constexpr int64_t kHopperSharedBytes = 232448;
+inline bool hopper_kernels(const DeviceFacts& facts) {
+  return facts.hopper && facts.shared_bytes >= device::kHopperSharedBytes;
+}
+
 // A block's time hardly depends on how many of its rows are used, so it takes lists of several queries.
+// Below, sharing beats private gathers at every length tried on an H200 (4096 ... 524288); and what a query
+// computes must not depend on how many others are in the call, so length has no say.
 constexpr int64_t kMinBlockStride = 4;
+
+inline GatherKernel choose_gather(const AttentionProblem& p, const DeviceFacts& device, GatherChoice choice) {
+  if (!hopper_kernels(device) || choice == GatherChoice::kPrivate) {
+    return GatherKernel::kPrivate;
+  }
+  return p.args.selection_stride >= kMinBlockStride ? GatherKernel::kBlock : GatherKernel::kUnion;
+}
 
 // Largest block of the forward and the backward together: one predicate serves both, so that recomputed lists
 // are the forward's. 128-wide heads need 112 KB, which consumer GPUs (99 KB) do not have.
 inline int64_t tensor_core_shared_bytes(const AttentionProblem& p) {
-  const int64_t gradients = p.key_dim == 128 ? 112 * 1024 : 64 * 1024;
-  const int64_t selection = p.args.top_k * 16 * 4 + p.args.top_k * 4 + 16 * 1024;
-  return std::max(gradients, selection);
+  return p.key_dim == 128 ? 112 * 1024 : 64 * 1024;
 }
 
 inline bool tensor_core_shape(const AttentionProblem& p) {
@@ -122,17 +136,15 @@ inline int64_t even_chunk(int64_t total, int64_t most, int64_t block) {
   return whole <= most ? whole : most >= block ? most / block * block : most;
 }
 
-inline AttentionConfig choose_attention_config(const AttentionProblem& p, const DeviceFacts& device) {
+inline AttentionConfig choose_attention_config(const AttentionProblem& p, const DeviceFacts& device,
+                                               GatherChoice gather = GatherChoice::kAuto) {
   AttentionConfig config;
-  config.path =
-      tensor_core_shape(p) && device.major >= 8 && device.shared_bytes >= tensor_core_shared_bytes(p)
-          ? AttentionPath::kTensorCore
-          : AttentionPath::kGeneral;
-  const int64_t stride = p.args.selection_stride;
-  if (config.path == AttentionPath::kTensorCore && device.hopper && stride >= kMinBlockStride &&
-      device.shared_bytes >= kHopperSharedBytes) {
-    config.gather = GatherKernel::kBlock;
+  if (tensor_core_shape(p) && device.major >= 8 && device.shared_bytes >= tensor_core_shared_bytes(p)) {
+    config.path = AttentionPath::kTensorCore;
+    config.gather = choose_gather(p, device, gather);
+    config.dense_top = hopper_kernels(device) && dense_top_shape(p);
   }
+  const int64_t stride = p.args.selection_stride;
   // per list: running states of its queries, two lists and the mask of one
   const int64_t per_list = stride * p.num_heads * p.value_dim * 4 + p.num_kv_heads * (p.args.top_k * 10 + 64);
   const int64_t lists = std::max<int64_t>(1, kStateScratchBytes / per_list);
@@ -147,7 +159,6 @@ inline AttentionConfig choose_attention_config(const AttentionProblem& p, const 
     const int64_t row = p.num_heads * (widest * 4 + ceil_div(widest, 1024) * 8);  // scores, and sums of runs
     config.batch_chunk = std::clamp<int64_t>(kForwardScoreBytes / row, 1, config.batch_chunk);
     config.selection_chunk = std::clamp<int64_t>(kForwardScoreBytes / (row * config.batch_chunk), 1, used);
-    config.dense_top = config.path == AttentionPath::kTensorCore && device.hopper && dense_top_shape(p);
     if (config.dense_top) {
       const int64_t references = config.batch_chunk * used * p.num_heads * 4;
       const int64_t row = p.num_kv_heads * importance_width(top_nodes(p)) * 4;
@@ -165,7 +176,7 @@ inline AttentionConfig choose_attention_config(const AttentionProblem& p, const 
 constexpr int64_t kBackwardScratchBytes = int64_t{1408} << 20;
 
 inline AttentionConfig choose_backward_config(const AttentionProblem& p, const DeviceFacts& device) {
-  AttentionConfig config = choose_attention_config(p, device);
+  AttentionConfig config = choose_attention_config(p, device, GatherChoice::kPrivate);
   const int64_t stride = p.args.selection_stride;
   const int64_t per_list =
       stride * p.num_heads * (2 * (p.key_dim + p.value_dim) + 16 + 4 * p.key_dim) +
@@ -180,14 +191,46 @@ inline AttentionConfig choose_backward_config(const AttentionProblem& p, const D
   return config;
 }
 
+// The kernels that the forward runs at one layer, 0 being the tokens. Gathered layers share those that
+// select.
+enum class LayerKernel { kGeneral, kPrivate, kUnion, kBlock, kDense };
+
+inline LayerKernel layer_kernel(const AttentionConfig& config, int64_t layer, int64_t num_layers) {
+  if (config.path == AttentionPath::kGeneral) {
+    return LayerKernel::kGeneral;
+  }
+  if (config.dense_top && layer + 1 == num_layers) {
+    return LayerKernel::kDense;
+  }
+  switch (config.gather) {
+    case GatherKernel::kUnion:
+      return LayerKernel::kUnion;
+    case GatherKernel::kBlock:
+      return LayerKernel::kBlock;
+    case GatherKernel::kPrivate:
+      break;
+  }
+  return LayerKernel::kPrivate;
+}
+
 inline std::string describe(const AttentionConfig& config) {
   std::ostringstream text;
   text << (config.path == AttentionPath::kTensorCore ? "tensor_core" : "general")
        << " batch_chunk=" << config.batch_chunk << " query_chunk=" << config.query_chunk
        << " selection_chunk=" << config.selection_chunk
-       << " top=" << (config.dense_top ? "dense" : "gathered") << " top_chunk=" << config.top_chunk
-       << " gather=" << (config.gather == GatherKernel::kBlock ? "block" : "query");
+       << " top=" << (config.dense_top ? "dense" : "gathered") << " top_chunk=" << config.top_chunk;
   return text.str();
+}
+
+// layer_kernel() of every layer of the forward, the top first.
+inline std::string describe_layers(const AttentionConfig& config, int64_t num_layers) {
+  constexpr const char* kNames[] = {"general", "private", "union", "block", "dense"};
+  std::string text;
+  for (int64_t layer = num_layers; layer-- > 0;) {
+    text += kNames[static_cast<int>(layer_kernel(config, layer, num_layers))];
+    text += layer > 0 ? "," : "";
+  }
+  return text;
 }
 
 }  // namespace htree::tree_attention

@@ -4,6 +4,7 @@
 // token t0, a multiple of the selection stride. Queries i with the same i / stride share one list of parents.
 #pragma once
 
+#include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 #include <vector_types.h>
 
@@ -28,6 +29,7 @@ struct TensorView {
   int64_t batch = 0;
   int64_t row = 0;
   int64_t head = 0;
+  bool aligned = false;  // every row starts at a multiple of 16 bytes; only queries say so
 };
 
 // What the instances are compiled for.
@@ -53,6 +55,16 @@ struct RelayParams {
 };
 void launch_relay(const TensorCoreShape& shape, const RelayParams& params, cudaStream_t stream);
 
+// cos and sin of 16 j base^(-2i/K) in fp16 for slots j < num_slots, [num_slots][cos, sin][K/4] pairs of dims
+// i; every angle 0 when `rotate` is false. kDims: dims 2i and 2i + 1. kFragments: as TurnFactors of
+// union/turned_query.cuh reads them.
+enum class TurnOrder { kDims, kFragments };
+constexpr int64_t turn_table_bytes(int64_t num_slots, int64_t key_dim) {
+  return num_slots * key_dim * 2;
+}
+void launch_turn_table(__half2* table, int64_t num_slots, int key_dim, TurnOrder order, double base,
+                       bool rotate, cudaStream_t stream);
+
 // The queries, lists and keys of one layer.
 struct GatherParams {
   TensorView queries;            // [B, T_q, H, K], from the first query of the chunk
@@ -62,9 +74,7 @@ struct GatherParams {
       nullptr;             // [B, num_lists, H_kv, list_width]; null: parents 0, 1, ... up to the query's own
   int64_t list_batch = 0;  // stride in elements
   const float2* rope = nullptr;  // [list_width * 16 + 1, K/2]
-  // fp16 [list_width][2][K/2]: cos, then sin of 16 * slot positions. For block/ alone.
-  const uint16_t* slot_turns = nullptr;
-  float score_scale = 0.f;  // scale * log2(e): scores are in log2 units
+  float score_scale = 0.f;       // scale * log2(e): scores are in log2 units
   int64_t node_span = 1;         // tokens per node of the layer
   int64_t t0 = 0;
   int num_queries = 0;
@@ -116,6 +126,7 @@ void launch_leader_select(const LeaderSelectParams& params, cudaStream_t stream)
 // in log2 units; the last layer converts them and writes the output.
 struct AttendParams {
   GatherParams gather;
+  const __half2* turns = nullptr;      // turn table of list_width + 1 slots, for union/ and block/
   const uint32_t* selected = nullptr;  // as above; null at the bottom, where nothing is selected
   int64_t selected_batch = 0;
   int64_t mask_words = 0;

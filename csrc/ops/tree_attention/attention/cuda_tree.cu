@@ -6,8 +6,12 @@
 #include <ATen/ops/outer.h>
 #include <ATen/ops/pow.h>
 #include <c10/cuda/CUDAException.h>
+#include <c10/util/Exception.h>
 
-#include "ops/tree_attention/attention/block/block_launch.h"
+#include <string>
+
+#include "device/hopper_probe.cuh"
+#include "host/env.h"
 
 namespace htree::tree_attention {
 namespace {
@@ -24,8 +28,16 @@ bool aligned_rows(const Tensor& q) {
 
 DeviceFacts current_device_facts() {
   const cudaDeviceProp* properties = at::cuda::getCurrentDeviceProperties();
-  const bool hopper = properties->major == 9 && top_kernels_compiled();
-  return {properties->major, static_cast<int64_t>(properties->sharedMemPerBlockOptin), hopper};
+  return {properties->major, static_cast<int64_t>(properties->sharedMemPerBlockOptin),
+          properties->major == 9 && device::hopper_kernels_compiled()};
+}
+
+// HTREE_TREE_GATHER, read at every call so that a test can compare the kernels.
+GatherChoice gather_choice() {
+  const std::string choice = env_or("HTREE_TREE_GATHER", "auto");
+  TORCH_CHECK_VALUE(choice == "auto" || choice == "private", "HTREE_TREE_GATHER is auto or private, got ",
+                    choice);
+  return choice == "private" ? GatherChoice::kPrivate : GatherChoice::kAuto;
 }
 
 Tensor device_bytes(int64_t bytes, const Tensor& like) {
@@ -50,7 +62,7 @@ AttentionProblem attention_problem(const Tensor& q, const Tensor& k, const Tenso
 }
 
 AttentionConfig attention_config(const AttentionProblem& problem) {
-  return choose_attention_config(problem, current_device_facts());
+  return choose_attention_config(problem, current_device_facts(), gather_choice());
 }
 
 AttentionConfig attention_backward_config(const AttentionProblem& problem) {
@@ -80,13 +92,14 @@ TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const Atten
   call.shape = {q.scalar_type() == at::kHalf ? HalfType::kHalf : HalfType::kBFloat16,
                 static_cast<int>(problem.key_dim), static_cast<int>(problem.value_dim)};
   call.queries = view_of(q);
+  call.queries.aligned = aligned_rows(q);
   const auto own = [&](int64_t bytes) {
     result.memory.push_back(device_bytes(bytes, q));
     return result.memory.back().mutable_data_ptr();
   };
   call.rope = static_cast<float2*>(own(call.rope_rows() * problem.key_dim / 2 * sizeof(float2)));
-  if (config.gather == GatherKernel::kBlock) {
-    call.slot_turns = static_cast<uint16_t*>(own(slot_turns_bytes(problem.args.top_k, problem.key_dim)));
+  if (config.gather != GatherKernel::kPrivate) {
+    call.turns = static_cast<__half2*>(own(turn_table_bytes(call.turn_slots(), problem.key_dim)));
   }
   for (size_t i = 0; i < tree.keys.size(); ++i) {
     TreeLayer layer;
@@ -107,7 +120,6 @@ TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const Atten
     call.top.scales = static_cast<float*>(own(tiles * kTopTileNodes * sizeof(float)));
     call.top.scaled = static_cast<int32_t*>(own(tiles * sizeof(int32_t)));
   }
-  call.vector_loads = aligned_rows(q);
   C10_CUDA_CHECK(run_prepare(call, stream));
   return result;
 }

@@ -46,7 +46,6 @@ cudaError_t refer_top(const TreeCall& call, const Chunk& chunk, const GatherPara
                       TopReferenceParams& params, cudaStream_t stream) {
   params.gather = gather;
   params.tiles = top_tiles_of(call, chunk);
-  params.vector_loads = call.vector_loads;
   params.importance = call.problem.args.importance;
   params.references = scratch;
   params.reference_batch = int64_t{gather.num_lists} * call.problem.num_heads;

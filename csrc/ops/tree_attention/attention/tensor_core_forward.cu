@@ -26,6 +26,30 @@ __global__ void rope_table_kernel(float2* table, int64_t size, int half, double 
   table[i] = make_float2(static_cast<float>(cos(angle)), static_cast<float>(sin(angle)));
 }
 
+// One thread per pair of dims of a slot.
+__global__ void turn_table_kernel(__half2* table, int64_t num_slots, int key_dim, TurnOrder order,
+                                  double log_base, bool rotate) {
+  const int64_t i = int64_t{blockIdx.x} * kTableThreads + threadIdx.x;
+  const int row_pairs = key_dim / 4, lane_pairs = key_dim / 16;
+  if (i >= num_slots * row_pairs) {
+    return;
+  }
+  const int64_t slot = i / row_pairs;
+  const int pair = static_cast<int>(i % row_pairs);
+  const double position = static_cast<double>(slot * kBlockRows);
+  float cos_of[2], sin_of[2];
+  for (int e = 0; e < 2; ++e) {
+    const int dim = order == TurnOrder::kDims ? 2 * pair + e
+                                              : fragment_dim(2 * (pair % lane_pairs) + e, pair / lane_pairs);
+    const double angle = rotate ? position * exp(-log_base * dim / (key_dim / 2)) : 0.0;
+    cos_of[e] = static_cast<float>(cos(angle));
+    sin_of[e] = static_cast<float>(sin(angle));
+  }
+  __half2* at = table + slot * 2 * row_pairs + pair;
+  at[0] = __floats2half2_rn(cos_of[0], cos_of[1]);
+  at[row_pairs] = __floats2half2_rn(sin_of[0], sin_of[1]);
+}
+
 __global__ void top_lists_kernel(int32_t* lists, int64_t total, int64_t num_lists, int64_t num_kv_heads,
                                  int64_t width, int64_t t0, int64_t stride, int64_t parent_span) {
   const int64_t i = int64_t{blockIdx.x} * kTableThreads + threadIdx.x;
@@ -49,6 +73,12 @@ void launch_rope_table(float2* table, int64_t size, int key_dim, double base, bo
   const int half = key_dim / 2;
   rope_table_kernel<<<blocks_for(size * half), kTableThreads, 0, stream>>>(table, size, half, log(base),
                                                                            rotate);
+}
+
+void launch_turn_table(__half2* table, int64_t num_slots, int key_dim, TurnOrder order, double base,
+                       bool rotate, cudaStream_t stream) {
+  turn_table_kernel<<<blocks_for(num_slots * key_dim / 4), kTableThreads, 0, stream>>>(
+      table, num_slots, key_dim, order, log(base), rotate);
 }
 
 void launch_top_lists(int32_t* lists, int64_t num_batches, int64_t num_lists, int64_t num_kv_heads,

@@ -1,6 +1,7 @@
 #include "ops/tree_attention/attention/tensor_core_schedule.h"
 
 #include "ops/tree_attention/attention/block/block_launch.h"
+#include "ops/tree_attention/attention/union/union_launch.h"
 
 namespace htree::tree_attention {
 namespace {
@@ -23,6 +24,22 @@ struct ForwardScratch {
   }
   int64_t total() const { return partial + 2 * lists + mask + scores; }
 };
+
+void attend_layer(const TreeCall& call, size_t layer_idx, const Chunk& chunk, const AttendParams& attend,
+                  cudaStream_t stream) {
+  switch (
+      layer_kernel(call.config, static_cast<int64_t>(layer_idx), static_cast<int64_t>(call.layers.size()))) {
+    case LayerKernel::kDense:
+      return launch_top_attend(call.shape, {attend, top_tiles_of(call, chunk)}, stream);
+    case LayerKernel::kBlock:
+      return launch_block_attend(call.shape, attend, stream);
+    case LayerKernel::kUnion:
+      return launch_union_attend(call.shape, attend, stream);
+    case LayerKernel::kPrivate:
+    case LayerKernel::kGeneral:  // does not come here: attention_forward_cuda.cu
+      return launch_attend(call.shape, attend, stream);
+  }
+}
 
 cudaError_t forward_chunk(const TreeCall& call, const ForwardBuffers& buffers, const Chunk& chunk,
                           cudaStream_t stream) {
@@ -73,13 +90,8 @@ cudaError_t forward_chunk(const TreeCall& call, const ForwardBuffers& buffers, c
     attend.state_batch = p.num_queries * p.num_heads;
     attend.partial = partial;
     attend.out = static_cast<char*>(buffers.out) + 2 * state * p.value_dim;
-    if (call.config.dense_top && layer_idx == top) {
-      launch_top_attend(call.shape, {attend, top_tiles_of(call, chunk), call.vector_loads}, stream);
-    } else if (call.config.gather == GatherKernel::kBlock) {
-      launch_block_attend(call.shape, attend, stream);
-    } else {
-      launch_attend(call.shape, attend, stream);
-    }
+    attend.turns = call.turns;
+    attend_layer(call, layer_idx, chunk, attend, stream);
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) {
       return error;
     }
@@ -103,7 +115,6 @@ GatherParams gather_of(const TreeCall& call, size_t layer_idx, const Chunk& chun
              chunk.batch * p.num_kv_heads * layer.num_parents * parent_block_bytes(p.key_dim, p.value_dim);
   g.num_parents = layer.num_parents;
   g.rope = call.rope;
-  g.slot_turns = call.slot_turns;
   g.score_scale = static_cast<float>(p.args.scale * kLog2E);
   g.node_span = layer.node_span;
   g.t0 = p.t0() + chunk.query;
@@ -126,8 +137,10 @@ cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream) {
   launch_rope_table(call.rope, call.rope_rows(), static_cast<int>(p.key_dim), p.args.rope_base, p.args.rotate,
                     stream);
   cudaError_t error = cudaGetLastError();
-  if (call.slot_turns && error == cudaSuccess) {
-    launch_slot_turns(call.slot_turns, p.args.top_k, static_cast<int>(p.key_dim), p.args.rope_base,
+  if (call.turns && error == cudaSuccess) {
+    const TurnOrder order =
+        call.config.gather == GatherKernel::kUnion ? TurnOrder::kFragments : TurnOrder::kDims;
+    launch_turn_table(call.turns, call.turn_slots(), static_cast<int>(p.key_dim), order, p.args.rope_base,
                       p.args.rotate, stream);
     error = cudaGetLastError();
   }

@@ -26,12 +26,12 @@ struct TreeCall {
   TensorCoreShape shape;
   TensorView queries;  // [B, T_q, H, K]
   std::vector<TreeLayer> layers;
-  float2* rope = nullptr;     // [rope_rows(), K/2]
-  TopTiles top;               // of layers.back(), if config.dense_top
-  bool vector_loads = false;  // rows of the queries are aligned to 16 bytes
-  uint16_t* slot_turns = nullptr;  // [top_k][2][K/2], see GatherParams; null unless config.gather is kBlock
+  float2* rope = nullptr;    // [rope_rows(), K/2]
+  __half2* turns = nullptr;  // turn table of turn_slots() slots; null for private gathers
+  TopTiles top;              // of layers.back(), if config.dense_top
 
   int64_t rope_rows() const { return problem.args.top_k * kTensorCoreRate + 1; }
+  int64_t turn_slots() const { return problem.args.top_k + 1; }
   // Rows of masks are aligned to 16 bytes.
   int64_t mask_words() const { return ceil_div(problem.args.top_k * kTensorCoreRate, 128) * 4; }
 };
@@ -79,7 +79,7 @@ struct ForwardBuffers {
 
 int64_t forward_scratch_bytes(const TreeCall& call);
 
-// Fills call.rope, call.slot_turns and the blocks of every layer.
+// Fills call.rope, call.turns and the blocks of every layer.
 cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream);
 cudaError_t run_forward(const TreeCall& call, const ForwardBuffers& buffers, cudaStream_t stream);
 

@@ -36,7 +36,7 @@ struct AttendShared {
 };
 template <int kDim, int kGroups>
 constexpr int kAttendSharedBytes = sizeof(AttendShared<kDim, kGroups>) + 1024;
-static_assert(kAttendSharedBytes<128, 2> <= 227 * 1024);
+static_assert(kAttendSharedBytes<128, 2> <= device::kHopperSharedBytes);
 
 // Where the rows of a block come from.
 struct AttendTask {
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1) top_attend_kernel(TopA
     first_mask.load(mask_row, 0);
     scaled = scaled_tile(params.tiles.scaled + first_tile, task.num_tiles);
     scaled |= rotate_queries<T, kDim, Shared::kRows, 128 * kGroups, 4>(
-        shared.queries, shared.factors, p, params.vector_loads, threadIdx.x, [&](int row) {
+        shared.queries, shared.factors, p, threadIdx.x, [&](int row) {
           return query_row<T>(p, task.batch, task.kv_head, task.query(p, row), task.head(p, row), task.rank);
         });
     scaled = named_barrier_or(kConsumerBarrier, 128 * kGroups, scaled);

@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1) top_importance_kernel(TopImp
   };
   bool scaled = scaled_tile(params.tiles.scaled + first_tile, num_tiles);
   scaled |= rotate_queries<T, kDim, kScoreRows, kScoreThreads, 3>(
-      shared.queries, shared.factors, p, params.vector_loads, threadIdx.x, [&](int column) {
+      shared.queries, shared.factors, p, threadIdx.x, [&](int column) {
         const int list = list_of(column);
         return query_row<T>(p, task.batch, task.kv_head, int64_t{list} * p.stride, column / 8 % kGroup,
                             task.rank(p, list));

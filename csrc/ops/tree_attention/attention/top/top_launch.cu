@@ -12,18 +12,6 @@ HTREE_TOP_INSTANCES(extern, __nv_bfloat16, 32)
 HTREE_TOP_INSTANCES(extern, __nv_bfloat16, 64)
 HTREE_TOP_INSTANCES(extern, __nv_bfloat16, 128)
 
-namespace {
-
-// Has static shared memory where the bodies of the kernels are compiled in: sm_90a, not sm_90 or later PTX.
-__global__ void top_probe_kernel() {
-#if HTREE_SM90A
-  __shared__ volatile int present;
-  present = 1;
-#endif
-}
-
-}  // namespace
-
 void launch_top_relay(const TensorCoreShape& shape, const TopRelayParams& params, cudaStream_t stream) {
   dispatch_shape(shape, [&](auto type, auto dim) {
     launch_top_relay_instance<typename decltype(type)::type, decltype(dim)::value>(params, stream);
@@ -48,15 +36,6 @@ void launch_top_attend(const TensorCoreShape& shape, const TopAttendParams& para
   dispatch_shape(shape, [&](auto type, auto dim) {
     launch_top_attend_instance<typename decltype(type)::type, decltype(dim)::value>(params, stream);
   });
-}
-
-bool top_kernels_compiled() {
-  cudaFuncAttributes attributes;
-  if (cudaFuncGetAttributes(&attributes, top_probe_kernel) != cudaSuccess) {
-    cudaGetLastError();  // no code for this device at all; the launch that follows says so
-    return false;
-  }
-  return attributes.sharedSizeBytes > 0;
 }
 
 }  // namespace htree::tree_attention

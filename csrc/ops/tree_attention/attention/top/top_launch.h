@@ -11,8 +11,6 @@
 namespace htree::tree_attention {
 
 constexpr int kTopTileNodes = 128;
-// Candidates of a row, at most: what the selection holds in registers.
-constexpr int64_t kTopMaxNodes = 16384;
 
 // The top layer as tiles, see top_tiles.cuh; num_tiles = ceil(num_nodes / 128) per (batch, kv head).
 struct TopTiles {
@@ -43,9 +41,8 @@ void launch_top_relay(const TensorCoreShape& shape, const TopRelayParams& params
 // the candidates before the query's own node (kLse: with it), +inf where that is -inf; the maximum for
 // kExpJoint.
 struct TopReferenceParams {
-  GatherParams gather;        // its blocks and lists are not read
-  TopTiles tiles;             // from the chunk's first batch on
-  bool vector_loads = false;  // rows of the queries are aligned to 16 bytes
+  GatherParams gather;  // its blocks and lists are not read
+  TopTiles tiles;       // from the chunk's first batch on
   Importance importance = Importance::kLseCausal;
   float* references = nullptr;
   int64_t reference_batch = 0;  // stride in elements
@@ -67,11 +64,7 @@ void launch_top_importances(const TensorCoreShape& shape, const TopImportancePar
 struct TopAttendParams {
   AttendParams attend;
   TopTiles tiles;
-  bool vector_loads = false;
 };
 void launch_top_attend(const TensorCoreShape& shape, const TopAttendParams& params, cudaStream_t stream);
-
-// Whether the library holds these kernels for the current device; attributes only, no launch.
-bool top_kernels_compiled();
 
 }  // namespace htree::tree_attention

@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1) top_references_kernel(TopRef
   };
   bool scaled = scaled_tile(params.tiles.scaled + first_tile, num_tiles);
   scaled |= rotate_queries<T, kDim, kScoreRows, kScoreThreads, 3>(
-      shared.queries, shared.factors, p, params.vector_loads, threadIdx.x, [&](int row) {
+      shared.queries, shared.factors, p, threadIdx.x, [&](int row) {
         const int list = list_of(row);
         return query_row<T>(p, task.batch, task.kv_head, int64_t{list} * p.stride, row & (p.group - 1),
                             task.rank(p, list));

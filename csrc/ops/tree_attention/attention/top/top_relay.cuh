@@ -40,12 +40,8 @@ __global__ void __launch_bounds__(kTopRelayWarps * 32) top_relay_kernel(TopRelay
       largest = fmaxf(largest, fmaxf(finite_magnitude(low[i]), finite_magnitude(high[i])));
     }
     largest = device::warp_reduce<device::Max>(largest);
-    const bool plain = plain_range(largest, 1.f);
-    PowerOfTwo power = half_range_scale(largest);
-    if (plain) {
-      power = {1.f, 1.f};
-    }
-    scaled |= !plain;
+    const PowerOfTwo power = key_row_scale(largest);
+    scaled |= power.scale != 1.f;
     if (active) {
       float first[2], second[2];
 #pragma unroll

@@ -3,6 +3,7 @@
 // scores. Scores are in log2 units. sm_90a.
 #pragma once
 
+#include "device/hopper_limits.h"
 #include "device/mma.cuh"
 #include "device/wgmma.cuh"
 #include "ops/tree_attention/attention/top/top_query.cuh"
@@ -26,7 +27,7 @@ struct ScoreShared {
 };
 template <int kDim>
 constexpr int kScoreSharedBytes = sizeof(ScoreShared<kDim>) + 1024;
-static_assert(kScoreSharedBytes<128> <= 227 * 1024);
+static_assert(kScoreSharedBytes<128> <= device::kHopperSharedBytes);
 
 template <typename Shared>
 __device__ __forceinline__ Shared* aligned_shared(char* raw) {

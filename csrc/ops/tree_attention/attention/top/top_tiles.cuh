@@ -7,10 +7,8 @@
 // A tile is cut into panels of 64 dims: 128 rows of 128 bytes in the 128-byte swizzle, so that one bulk copy
 // of a tile is an operand. Heads of 32 dims leave half of every row unused. Rows past the last node are zero.
 //
-// The power of two is 1 unless the node's largest element leaves [2^-8, 2^14], where fp16 holds every digit
-// that counts; then it brings the largest into [128, 256). It depends on the node alone, so a key in the
-// future cannot change how one in the past is rounded, and multiplying by scales of 1 changes no bit: a tile
-// whose flag is 0 skips it.
+// The power of two is that of the parent blocks, 1 for most nodes (parent_block.cuh); multiplying by scales
+// of 1 changes no bit, so a tile whose flag is 0 skips it.
 #pragma once
 
 #include <cstdint>
@@ -32,16 +30,6 @@ constexpr int kTopTileBytes = kPanels<kDim>* kTopPanelBytes;
 // Byte offset of the 16-byte chunk `chunk` (8 dims) of a row in a tile whose panels have `rows` rows.
 __host__ __device__ constexpr int panel_offset(int rows, int row, int chunk) {
   return chunk / 8 * rows * kPanelRowBytes + row * kPanelRowBytes + (((chunk ^ row) & 7) << 4);
-}
-
-constexpr float kPlainLeast = 0x1p-8f;
-constexpr float kPlainMost = 0x1p14f;
-
-// The power of two of a row whose largest finite |element| is `largest` after `factor`, which is left out of
-// the row unless the power is 1.
-__device__ __forceinline__ bool plain_range(float largest, float factor) {
-  const float scaled = largest * fabsf(factor);
-  return largest == 0.f || factor == 0.f || (scaled >= kPlainLeast && scaled <= kPlainMost);
 }
 
 }  // namespace htree::tree_attention
