@@ -103,6 +103,38 @@ def test_chunks_bound_the_scratch(length: int, stride: int, backward: bool) -> N
     assert lists * 32 * widest * 4 <= 2**29
 
 
+@pytest.mark.parametrize("major", [8, 9])
+@pytest.mark.parametrize("stride", [1, 4, 16])
+@pytest.mark.parametrize("heads", [(32, 4), (64, 4)], ids=str)
+@pytest.mark.parametrize("length", [9000, 32_768, 131_072, 262_144, 524_288, 1_000_000])
+def test_a_gigabyte_holds_all_but_a_copy_of_the_keys(
+    length: int, heads: tuple[int, int], stride: int, major: int
+) -> None:
+    """Chunks of states and scores, the tree and its copy, log-sums, tiles of the top: decision 16."""
+    (num_heads, kv_heads), width = heads, 128 if heads[0] == 32 else 64
+    found = choices(
+        (1, length, length, num_heads, kv_heads, width, width), selection_stride=stride, major=major
+    )
+    queries = int(found["query_chunk"])
+    lists = queries // stride
+    states = queries * num_heads * width * 4 + lists * kv_heads * (512 * 8 + 512 * 2)
+    nodes = -(-length // 16)
+    widest = min(8192, nodes)
+    scores = int(found["selection_chunk"]) * num_heads * (widest * 4 + -(-widest // 1024) * 8)
+    tree = length * (kv_heads * 4 + num_heads * 8)  # scales of the copy, log-sums
+    while True:
+        tree += 2 * nodes * kv_heads * 2 * width * 2  # pooled nodes and their blocks
+        if nodes <= 8192:
+            break
+        nodes = -(-nodes // 16)
+    if major == 9:
+        assert found["top"] == "dense"
+        scores = max(scores, int(found["top_chunk"]) * kv_heads * nodes * 4 + lists * num_heads * 4)
+        tree += nodes * kv_heads * 2 * width * 2
+    assert states + scores + tree <= 10**9
+    assert states + scores + tree >= 4 * 10**8 or lists * stride >= length, "and what there is is used"
+
+
 def layers(sizes: tuple[int, ...] = MODEL, half: bool = True, **options: int | bool) -> list[str]:
     """The kernels of every layer of a forward, the top first."""
     return choices(sizes, half, **options)["layers"].split(",")
@@ -117,7 +149,9 @@ HEADS = {(32, 4): 8, (64, 4): 16, (8, 8): 1}  # H, H_kv
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("width", [32, 64, 128])
 @pytest.mark.parametrize("stride", [1, 2, 4, 8, 16])
-def test_kernels_of_every_layer_on_hopper(length: int, heads: tuple[int, int], width: int, stride: int) -> None:
+def test_kernels_of_every_layer_on_hopper(
+    length: int, heads: tuple[int, int], width: int, stride: int
+) -> None:
     gathered = "block" if stride >= 4 else "union"
     above = LENGTHS[length]
     wanted = [gathered] if above == 0 else ["dense"] + [gathered] * above

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "device/hopper_limits.h"
+#include "ops/tree_attention/attention/layout_sizes.h"
 #include "ops/tree_attention/tree_args.h"
 
 namespace htree::tree_attention {
@@ -54,9 +55,16 @@ struct AttentionConfig {
   int64_t top_chunk = 0;        // lists whose importances at a dense top are in memory at a time
 };
 
-// Temporary memory of the forward beyond outputs, stored parents, the tree and the re-laid copy of K and V.
-constexpr int64_t kStateScratchBytes = int64_t{448} << 20;
-constexpr int64_t kForwardScoreBytes = int64_t{448} << 20;
+// Temporary memory of the forward beyond the output, stored parents and one re-laid copy of K and V, in
+// bytes: states and scores of a chunk take at most kScratchBytes, and at most what the tree and the other
+// memory that follows T leave of kForwardBytes; 10^9 bytes in all, a little of which the allocator rounds
+// away. Where they leave less than kLeastScratchBytes (above a million tokens of 32 heads), chunks have that
+// and no less.
+constexpr int64_t kForwardBytes = 1'000'000'000 - (int64_t{16} << 20);
+constexpr int64_t kScratchBytes = int64_t{896} << 20;
+constexpr int64_t kLeastScratchBytes = int64_t{256} << 20;
+// Scores of recomputed parents in the backward.
+constexpr int64_t kScoreBytes = kScratchBytes / 2;
 // Candidates of a list, at most, on the tensor-core path: the keys of a row are ranked in registers.
 constexpr int64_t kMaxSelectWidth = 16384;
 
@@ -112,7 +120,7 @@ inline int64_t top_nodes(const AttentionProblem& p) {
 
 // Floats of a row of importances at a dense top.
 inline int64_t importance_width(int64_t num_nodes) {
-  return ceil_div(num_nodes, 128) * 128;
+  return ceil_div(num_nodes, kTopTileNodes) * kTopTileNodes;
 }
 
 // A single layer has nothing to select: it is one softmax on the kernels of every other layer.
@@ -136,6 +144,25 @@ inline int64_t even_chunk(int64_t total, int64_t most, int64_t block) {
   return whole <= most ? whole : most >= block ? most / block * block : most;
 }
 
+// Memory of the tensor-core forward that follows T: the layers above the tokens with their re-laid copies,
+// the scales of the re-laid keys, the log-sums, and the tables.
+inline int64_t tensor_core_tree_bytes(const AttentionProblem& p, bool dense_top) {
+  const int64_t heads = p.batch * p.num_kv_heads;
+  int64_t nodes = p.num_keys;
+  int64_t bytes = heads * nodes * 4 + p.batch * p.num_queries * p.num_heads * 8 +
+                  (p.args.top_k * kTensorCoreRate + 1) * p.key_dim * 4;
+  for (int64_t layer = 1; layer < p.layers(); ++layer) {
+    nodes = ceil_div(nodes, kTensorCoreRate);
+    bytes += heads * (nodes * (p.key_dim + p.value_dim) * 2 +
+                      ceil_div(nodes, kTensorCoreRate) * parent_block_bytes(p.key_dim, p.value_dim));
+  }
+  if (dense_top) {
+    bytes += heads * (ceil_div(nodes, kTopTileNodes) *
+                      (top_tile_bytes(p.key_dim) + top_tile_bytes(p.value_dim) + kTopTileNodes * 4 + 4));
+  }
+  return bytes;
+}
+
 inline AttentionConfig choose_attention_config(const AttentionProblem& p, const DeviceFacts& device,
                                                GatherChoice gather = GatherChoice::kAuto) {
   AttentionConfig config;
@@ -147,7 +174,12 @@ inline AttentionConfig choose_attention_config(const AttentionProblem& p, const 
   const int64_t stride = p.args.selection_stride;
   // per list: running states of its queries, two lists and the mask of one
   const int64_t per_list = stride * p.num_heads * p.value_dim * 4 + p.num_kv_heads * (p.args.top_k * 10 + 64);
-  const int64_t lists = std::max<int64_t>(1, kStateScratchBytes / per_list);
+  const int64_t scratch = config.path == AttentionPath::kGeneral
+                              ? kScratchBytes
+                              : std::clamp(kForwardBytes - tensor_core_tree_bytes(p, config.dense_top),
+                                           kLeastScratchBytes, kScratchBytes);
+  const int64_t state_bytes = scratch / 2, score_bytes = scratch / 2;
+  const int64_t lists = std::max<int64_t>(1, state_bytes / per_list);
   const int64_t used = even_chunk(p.num_lists(), lists, std::max<int64_t>(1, kTensorCoreBlock / stride));
   config.query_chunk = used * stride;
   const int64_t heads = std::max<int64_t>(1, p.num_kv_heads);
@@ -157,12 +189,12 @@ inline AttentionConfig choose_attention_config(const AttentionProblem& p, const 
     const int64_t widest =
         list_candidates(ceil_div(p.num_keys, p.args.compression_rate), p.args.top_k, p.args.compression_rate);
     const int64_t row = p.num_heads * (widest * 4 + ceil_div(widest, 1024) * 8);  // scores, and sums of runs
-    config.batch_chunk = std::clamp<int64_t>(kForwardScoreBytes / row, 1, config.batch_chunk);
-    config.selection_chunk = std::clamp<int64_t>(kForwardScoreBytes / (row * config.batch_chunk), 1, used);
+    config.batch_chunk = std::clamp<int64_t>(score_bytes / row, 1, config.batch_chunk);
+    config.selection_chunk = std::clamp<int64_t>(score_bytes / (row * config.batch_chunk), 1, used);
     if (config.dense_top) {
       const int64_t references = config.batch_chunk * used * p.num_heads * 4;
       const int64_t row = p.num_kv_heads * importance_width(top_nodes(p)) * 4;
-      const int64_t most = (kForwardScoreBytes - references) / (row * config.batch_chunk);
+      const int64_t most = (score_bytes - references) / (row * config.batch_chunk);
       config.top_chunk = even_chunk(used, std::max<int64_t>(1, most), kTopLists / p.group());
     }
   }
@@ -171,7 +203,7 @@ inline AttentionConfig choose_attention_config(const AttentionProblem& p, const 
 
 // Chunks of the backward: records and numbers of the queries, dQ between layers, masks, the inverse of one
 // layer's lists and the lists of every layer. The last count whether they are stored or recomputed: the order
-// of the fp32 sums, and so every bit, is the same either way. Scores of recomputed lists (kForwardScoreBytes)
+// of the fp32 sums, and so every bit, is the same either way. Scores of recomputed lists (kScoreBytes)
 // come on top.
 constexpr int64_t kBackwardScratchBytes = int64_t{1408} << 20;
 

@@ -10,16 +10,10 @@
 
 #include <cstdint>
 
+#include "ops/tree_attention/attention/layout_sizes.h"
 #include "ops/tree_attention/tree_args.h"
 
 namespace htree::tree_attention {
-
-constexpr int kTensorCoreRate = 16;  // r of every kernel here
-
-// Size of a parent's block of re-laid keys and values, see parent_block.cuh.
-constexpr int64_t parent_block_bytes(int64_t key_dim, int64_t value_dim) {
-  return kTensorCoreRate * (2 * key_dim + 4 + 2 * value_dim);
-}
 
 enum class HalfType { kHalf, kBFloat16 };
 
@@ -59,9 +53,6 @@ void launch_relay(const TensorCoreShape& shape, const RelayParams& params, cudaS
 // i; every angle 0 when `rotate` is false. kDims: dims 2i and 2i + 1. kFragments: as TurnFactors of
 // union/turned_query.cuh reads them.
 enum class TurnOrder { kDims, kFragments };
-constexpr int64_t turn_table_bytes(int64_t num_slots, int64_t key_dim) {
-  return num_slots * key_dim * 2;
-}
 void launch_turn_table(__half2* table, int64_t num_slots, int key_dim, TurnOrder order, double base,
                        bool rotate, cudaStream_t stream);
 

@@ -7,6 +7,7 @@
 
 #include "device/mma.cuh"
 #include "device/numeric.cuh"
+#include "device/reduce.cuh"
 #include "ops/tree_attention/attention/parent_block.cuh"
 
 namespace htree::tree_attention {

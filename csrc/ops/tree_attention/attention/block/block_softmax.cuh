@@ -3,6 +3,7 @@
 #pragma once
 
 #include "device/mma.cuh"
+#include "device/reduce.cuh"
 #include "device/wgmma.cuh"
 #include "ops/tree_attention/attention/block/block_tile.cuh"
 

@@ -10,8 +10,6 @@
 
 namespace htree::tree_attention {
 
-constexpr int kTopTileNodes = 128;
-
 // The top layer as tiles, see top_tiles.cuh; num_tiles = ceil(num_nodes / 128) per (batch, kv head).
 struct TopTiles {
   char* keys = nullptr;       // [B, H_kv, num_tiles] tiles
@@ -20,11 +18,6 @@ struct TopTiles {
   int32_t* scaled = nullptr;  // [B, H_kv, num_tiles]
   int num_tiles = 0;
 };
-
-// Bytes of a tile of keys or of values.
-constexpr int64_t top_tile_bytes(int64_t dim) {
-  return (dim + 63) / 64 * kTopTileNodes * 128;
-}
 
 struct TopRelayParams {
   TensorView keys;               // [B, N, H_kv, K]
