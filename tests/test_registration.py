@@ -184,7 +184,7 @@ def test_schema(name: str) -> None:
 def test_kernels(name: str) -> None:
     wanted = {"CompositeExplicitAutograd"} if name in FACTORIES else {*DEVICE_KEYS, "Autograd"}
     if overload(name)._schema.is_mutable:
-        wanted.add("ADInplaceOrView")
+        wanted |= {"ADInplaceOrView", "Negative", "Conjugate"}
     if name in AUTOCAST:
         wanted |= {"AutocastCPU", "AutocastCUDA"}
     assert kernel_keys(name) == wanted

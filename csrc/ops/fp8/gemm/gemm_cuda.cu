@@ -130,7 +130,12 @@ void gemm_cuda(const GemmArguments& g, at::IntArrayRef config, const Tensor& c) 
   constexpr int64_t kMost = int64_t{1} << 30;  // tile numbers and coordinates are 32-bit
   TORCH_CHECK_VALUE(g.a.size(0) <= kMost && g.a.size(1) <= kMost && g.b.size(1) <= kMost,
                     "fp8_gemm: M, K and N must be at most 2^30, got ", g.a.sizes(), " and ", g.b.sizes());
-  const GemmFacts facts{g.a.size(0), g.b.size(1), has_hopper_kernels(), library_takes(g)};
+  const GemmFacts facts{.m = g.a.size(0),
+                        .n = g.b.size(1),
+                        .k = g.a.size(1),
+                        .multiprocessors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount,
+                        .hopper = has_hopper_kernels(),
+                        .library = library_takes(g)};
   GemmConfig choice = choose_gemm_config(facts);
   if (!config.empty()) {
     TORCH_CHECK_NOT_IMPLEMENTED(facts.hopper, "fp8_gemm: config chooses among the kernels for sm_90");

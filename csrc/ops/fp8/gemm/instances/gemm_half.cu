@@ -7,7 +7,8 @@ template cudaError_t launch_gemm_stream(const GemmParams<__half>&, const GemmCon
 bool gemm_is_compiled_for_hopper() {
   cudaFuncAttributes attributes{};
   // The stub needs a handful of registers, the kernel all that its block can have.
-  return cudaFuncGetAttributes(&attributes, gemm_tile_kernel<GemmTileTraits<__half, 256, 128, 4, 128>>) ==
+  return cudaFuncGetAttributes(
+             &attributes, gemm_tile_kernel<GemmTileTraits<__half, 256, 128, 4, 128, 2, Stagger::kTile>>) ==
              cudaSuccess &&
          attributes.numRegs > 64;
 }
