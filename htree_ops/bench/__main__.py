@@ -75,9 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except suite.GateError as error:
             print(error, file=sys.stderr)
             wrong += 1
+        if arguments.json:
+            results.write_json(arguments.json, rows)  # whole after each, should the run be cut short
     print(results.format_table(rows))
-    if arguments.json:
-        results.write_json(arguments.json, rows)
     if arguments.csv:
         results.write_csv(arguments.csv, rows)
     return 1 if wrong else 0
