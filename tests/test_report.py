@@ -8,7 +8,7 @@ import re
 import sys
 
 import pytest
-from test_benchmark import row
+from test_bench_suite import row
 
 import htree_ops.bench.__main__ as command_line
 from htree_ops.bench import plots, report, results
