@@ -103,7 +103,8 @@ def test_without_matplotlib_one_line_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert command_line.main(["report", str(tmp_path / "a.json"), "--out", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err == (
-        "report: the report draws with matplotlib, which is not installed: pip install matplotlib\n"
+        "report: the report draws with matplotlib, which is not installed: "
+        "pip install 'htree_ops[report]' or matplotlib\n"
     )
 
 

@@ -33,7 +33,7 @@ def load_matplotlib() -> Any:
         import matplotlib
     except ImportError as error:
         raise MissingMatplotlibError(
-            "the report draws with matplotlib, which is not installed: pip install matplotlib"
+            "the report draws with matplotlib, which is not installed: pip install 'htree_ops[report]' or matplotlib"
         ) from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
