@@ -2,7 +2,8 @@
 
 Run on a GPU:
 
-    ncu --profile-from-start off --csv --page raw --metrics dram__bytes_read.sum,dram__bytes_write.sum,lts__t_bytes.sum \\
+    ncu --profile-from-start off --csv --page raw \\
+        --metrics dram__bytes_read.sum,dram__bytes_write.sum,lts__t_bytes.sum \\
         --kernel-name regex:'compute_scores|select_topk|next_parents|accumulate_kernel' \\
         python benchmarks/twin_traffic.py > traffic.csv
     python benchmarks/twin_traffic.py --parse traffic.csv
