@@ -308,3 +308,28 @@ def test_the_module_runs_as_a_program(tmp_path):
     )
     assert done.returncode == 2
     assert done.stderr.startswith("compare: absent.json")
+
+
+# ---- the room of the stages
+
+
+def test_the_stages_pass_their_own_gate_and_a_wrong_result_does_not(device):
+    module = command_line.load_room(ROOT / "benchmarks", "tree_stages")
+    for benchmark in module.make_benchmarks(device):
+        sizes = {"queries": 20, "width": 8, "top_k": 16, "rate": 4, "group": 2}
+        small = dataclasses.replace(benchmark, case=dataclasses.replace(benchmark.case, **sizes))
+        candidates = [small.ours, *small.baselines]
+        inputs, calls = suite.make_calls(small, candidates, device, num_sets=1)
+        for candidate in candidates:
+            suite.gate(small, candidate, inputs, calls[candidate.name][0])
+
+        def wrong(call=calls["htree_ops"][0]):
+            result = call()
+            first = result[0] if isinstance(result, tuple) else result
+            first[0, 3] += 1
+            return result
+
+        with pytest.raises(suite.GateError, match="is wrong and is not timed"):
+            suite.gate(small, small.ours, inputs, wrong)
+        assert small.case.bytes() > 0
+        assert small.case.flops() > 0
