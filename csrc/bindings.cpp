@@ -15,6 +15,7 @@
 #endif
 
 #include "ops/causal_softmax/causal_softmax_config.h"
+#include "ops/compressed_kv/decode_config.h"
 #include "ops/fp8/gemm/gemm_config.h"
 #include "ops/fp8/quantize/quantize_config.h"
 #include "ops/gated_mlp/gated_mlp_config.h"
@@ -81,6 +82,10 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
       }
     }
   }
+  auto& compressed = rooms["compressed_kv"];
+  compressed.push_back(
+      "tiles: fp16, bf16; D = 64, 128, 256; bits 16, 8, 4; pages of a multiple of 16; sm_80 and later");
+  compressed.push_back("general: fp32; hadamard_group above 1; other pages; the window");
   auto& quantize = rooms["fp8"];
   for (int pack : {8, 1}) {
     for (int64_t group = 64; group <= 32768; group *= 2) {
@@ -101,6 +106,10 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
   auto& attention = rooms["tree_attention"];
   attention.push_back(
       "tensor_core: fp16, bf16; r = 16; K = V = 32, 64, 128; H / H_kv <= 16; k <= 1024; sm_80 and later");
+  attention.push_back(
+      "dense top layer of tensor_core: H / H_kv = 1, 2, 4, 8, 16; more than one layer; sm_90a code on sm_90");
+  attention.push_back("gather=block of tensor_core: forward, selection_stride >= 4; sm_90a code on sm_90");
+  attention.push_back("gather=union of tensor_core: forward, selection_stride < 4; sm_90a code on sm_90");
   attention.push_back("general: fp32, fp16, bf16; every other shape");
   auto& mlp = rooms["gated_mlp"];
   for (bool keeps_products : {false, true}) {
@@ -135,6 +144,15 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
   norm.erase(std::unique(norm.begin(), norm.end()), norm.end());
 #endif
   return rooms;
+}
+
+// (warps, stages of each warp, bytes of shared memory) of a decode block.
+std::tuple<int, int, int> compressed_kv_config(int stage_bytes, int table_bytes, int merge_bytes, int padding,
+                                               int most_warps, int shared_bytes) {
+  using namespace htree::compressed_kv;
+  const auto config = choose_decode_config(stage_bytes, table_bytes, merge_bytes, padding, most_warps,
+                                           kMinStages, kMaxStages, shared_bytes);
+  return {config.num_warps, config.num_stages, config.shared_bytes};
 }
 
 // (threads per row, rows per block, elements per thread, rows in flight) for rows of `cols` elements.
@@ -185,7 +203,8 @@ std::string fp8_gemm_config(int64_t m, int64_t n, int64_t k, bool hopper, bool l
 // The path and chunks of one attention call on a GPU of that capability and shared memory per block.
 std::string tree_attention_config(const std::array<int64_t, 7>& sizes, bool half_dtype,
                                   int64_t compression_rate, int64_t max_top_nodes, int64_t top_k,
-                                  int64_t selection_stride, bool backward, int major, int64_t shared_bytes) {
+                                  int64_t selection_stride, bool backward, int major, int64_t shared_bytes,
+                                  bool hopper_kernels, bool private_gather, int64_t num_sms) {
   using namespace htree::tree_attention;
   AttentionProblem p;
   std::tie(p.batch, p.num_keys, p.num_queries, p.num_heads, p.num_kv_heads, p.key_dim, p.value_dim) =
@@ -195,8 +214,13 @@ std::string tree_attention_config(const std::array<int64_t, 7>& sizes, bool half
   p.args.max_top_nodes = max_top_nodes;
   p.args.top_k = top_k;
   p.args.selection_stride = selection_stride;
-  const DeviceFacts device{major, shared_bytes};
-  return describe(backward ? choose_backward_config(p, device) : choose_attention_config(p, device));
+  const DeviceFacts device{major, shared_bytes, major == 9 && hopper_kernels, num_sms};
+  if (backward) {
+    return describe(choose_backward_config(p, device));
+  }
+  const AttentionConfig config =
+      choose_attention_config(p, device, private_gather ? GatherChoice::kPrivate : GatherChoice::kAuto);
+  return describe(config) + " layers=" + describe_layers(config, p.layers());
 }
 
 }  // namespace
@@ -210,6 +234,13 @@ PYBIND11_MODULE(_host, module) {
              py::arg("vectorised") = true, py::arg("backward") = false, py::arg("block_size") = 0,
              py::arg("shared_bytes") = 232448,
              "The kernel that causal_softmax takes for rows of `cols` elements.");
+  module.def("compressed_kv_config", &compressed_kv_config, py::arg("stage_bytes"), py::arg("table_bytes"),
+             py::arg("merge_bytes"), py::arg("padding"), py::arg("most_warps"),
+             py::arg("shared_bytes") = 232448,
+             "Warps, stages and shared bytes of a decode block of kv_decode_attention.");
+  module.def("compressed_kv_split_size", &htree::compressed_kv::choose_split_size, py::arg("capacity"),
+             py::arg("num_groups"), py::arg("num_processors"), py::arg("step") = 256,
+             "Tokens that a block of kv_decode_attention takes where split_size is 0.");
   module.def("fp8_quantize_config", &fp8_quantize_config, py::arg("rows"), py::arg("cols"), py::arg("layout"),
              py::arg("group"), py::arg("element_size") = 2, py::arg("num_processors") = 132,
              "The kernels that fp8_quantize takes: (threads, packs, pack, splits).");
@@ -227,7 +258,9 @@ PYBIND11_MODULE(_host, module) {
   module.def("tree_attention_config", &tree_attention_config, py::arg("sizes"), py::arg("half_dtype"),
              py::arg("compression_rate") = 16, py::arg("max_top_nodes") = 8192, py::arg("top_k") = 512,
              py::arg("selection_stride") = 1, py::arg("backward") = false, py::arg("major") = 9,
-             py::arg("shared_bytes") = 232448,
-             "The path and chunks of an attention call; sizes are (B, T, T_q, H, H_kv, K, V).");
+             py::arg("shared_bytes") = htree::device::kHopperSharedBytes, py::arg("hopper_kernels") = true,
+             py::arg("private_gather") = false, py::arg("num_sms") = 132,
+             "The path and chunks of an attention call and, of a forward, the kernels of its layers from the "
+             "top down; sizes are (B, T, T_q, H, H_kv, K, V).");
   module.def("device_facts", &device_facts, "Name, capability and sizes of each visible GPU.");
 }

@@ -57,6 +57,19 @@ SCHEMAS = {
     "hadamard_transform": "(Tensor x, float? scale=None) -> Tensor",
     "hadamard_transform_": "(Tensor(a!) x, float? scale=None) -> ()",
     "grouped_hadamard": "(Tensor x, int group, float? scale=None) -> Tensor",
+    "kv_prune": "(Tensor x, int keep, Tensor? weight=None) -> (Tensor pruned, Tensor bitmap)",
+    "kv_compress": (
+        "(Tensor x, int keep, int bits=8, Tensor? weight=None) -> (Tensor bitmap, Tensor values, Tensor scales)"
+    ),
+    "kv_decompress": (
+        "(Tensor bitmap, Tensor values, Tensor scales, SymInt D, int keep, int bits, ScalarType dtype=half) -> Tensor"
+    ),
+    "kv_decode_attention": (
+        "(Tensor q, Tensor k_bitmap, Tensor k_values, Tensor k_scales, Tensor v_bitmap, Tensor v_values, "
+        "Tensor v_scales, Tensor k_win, Tensor v_win, Tensor? comp_len=None, Tensor? win_len=None, "
+        "float? scale=None, Tensor? block_table=None, *, int k_keep, int v_keep, int k_bits=8, int v_bits=8, "
+        "int hadamard_group=0, int split_size=0) -> (Tensor out, Tensor lse)"
+    ),
     "fp8_compute_scale": '(Tensor x, str granularity="tensor", int dim=-1, int block=128) -> Tensor',
     "fp8_quantize": (
         '(Tensor x, Tensor? scale=None, str granularity="tensor", int dim=-1, int block=128) '
@@ -133,6 +146,25 @@ SCHEMAS = {
         "(Tensor q, Tensor k, Tensor v, int compression_rate=16, int max_top_nodes=8192, "
         'int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str importance="lse_causal", '
         "int selection_stride=1, bool store_parents=True) -> Tensor"
+    ),
+    "io_compute_scores": (
+        "(Tensor q, Tensor layer_k, Tensor parents, Tensor cos, Tensor sin, int layer, "
+        "int compression_rate=16, float? scale=None, SymInt t0=0) -> (Tensor scores, Tensor num_candidates)"
+    ),
+    "io_select_topk": (
+        "(Tensor scores, Tensor num_candidates, int top_k, int layer=1, "
+        'str select="lcg", SymInt t0=0, int fold_mask=0) -> Tensor'
+    ),
+    "io_accumulate_non_topk": (
+        "(Tensor layer_v, Tensor parents, Tensor scores, Tensor num_candidates, int layer, "
+        "int compression_rate=16, SymInt t0=0) -> (Tensor lmax, Tensor lsum, Tensor lout)"
+    ),
+    "io_compute_next_parents": (
+        "(Tensor parents, Tensor topk_positions, int compression_rate=16, bool map_positions=False) -> Tensor"
+    ),
+    "io_attention_forward": (
+        "(Tensor q, Tensor k, Tensor v, int compression_rate=16, int max_top_nodes=8192, "
+        'int top_k_per_layer=512, float? scale=None, str select="lcg", bool map_positions=False) -> Tensor'
     ),
     "attention_backward": (
         "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents, "

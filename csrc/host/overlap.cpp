@@ -166,8 +166,8 @@ void check_writable(const char* op, const char* name, const at::Tensor& written)
 void check_disjoint(const char* op, const char* name, const at::Tensor& written, const char* other_name,
                     const at::Tensor& other) {
   TORCH_CHECK(!share_memory(written, other), op, ": ", name, " must not share memory with ", other_name,
-              ", got shapes ", written.sizes(), " and ", other.sizes(), ", strides ", written.strides(), " and ",
-              other.strides());
+              ", got shapes ", written.sizes(), " and ", other.sizes(), ", strides ", written.strides(),
+              " and ", other.strides());
 }
 
 }  // namespace htree

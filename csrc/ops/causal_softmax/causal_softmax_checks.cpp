@@ -26,7 +26,9 @@ bool is_same_view(const at::Tensor& a, const at::Tensor& b) {
   if (a.unsafeGetTensorImpl() == b.unsafeGetTensorImpl()) {
     return true;
   }
-  const auto symbolic = [](const at::Tensor& t) { return t.unsafeGetTensorImpl()->has_symbolic_sizes_strides(); };
+  const auto symbolic = [](const at::Tensor& t) {
+    return t.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+  };
   if (symbolic(a) || symbolic(b) || !a.is_alias_of(b) || a.storage_offset() != b.storage_offset()) {
     return false;
   }

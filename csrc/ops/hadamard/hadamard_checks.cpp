@@ -35,9 +35,9 @@ int64_t length_of(const at::Tensor& x, int64_t dim) {
 // The factor is applied in fp32 (fp64 for fp64) and must be finite there.
 void check_scale(const char* op, const at::Tensor& x, std::optional<double> scale) {
   if (scale.has_value()) {
-    TORCH_CHECK_VALUE(
-        std::isfinite(x.scalar_type() == at::kDouble ? *scale : static_cast<float>(*scale)), op,
-        ": scale must be finite", x.scalar_type() == at::kDouble ? "" : " in float32", ", got ", *scale);
+    TORCH_CHECK_VALUE(std::isfinite(x.scalar_type() == at::kDouble ? *scale : static_cast<float>(*scale)), op,
+                      ": scale must be finite", x.scalar_type() == at::kDouble ? "" : " in float32", ", got ",
+                      *scale);
   }
 }
 

@@ -1,7 +1,6 @@
 // Schemas, Meta, Autograd and registrations of the state ops. docs/semantics.md §1.7.
 #include "ops/tree_attention/merge/merge.h"
 
-
 #include <array>
 
 #include "host/autograd.h"
