@@ -106,18 +106,22 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
   auto& attention = rooms["tree_attention"];
   attention.push_back(
       "tensor_core: fp16, bf16; r = 16; K = V = 32, 64, 128; H / H_kv <= 16; k <= 1024; sm_80 and later");
+  attention.push_back(
+      "dense top layer of tensor_core: H / H_kv = 1, 2, 4, 8, 16; more than one layer; sm_90a code on sm_90");
+  attention.push_back("gather=block of tensor_core: forward, selection_stride >= 4; sm_90a code on sm_90");
+  attention.push_back("gather=union of tensor_core: forward, selection_stride < 4; sm_90a code on sm_90");
   attention.push_back("general: fp32, fp16, bf16; every other shape");
   auto& mlp = rooms["gated_mlp"];
   for (bool keeps_products : {false, true}) {
     for (int64_t rows = 1; rows <= 4096; rows *= 2) {
-      const auto config = htree::gated_mlp::choose_config({rows, 11264, 4096, true, keeps_products, 132});
+      const auto config = htree::gated_mlp::choose_config({rows, 11264, true, keeps_products, 132});
       const auto text = htree::gated_mlp::describe(config);
       if (std::find(mlp.begin(), mlp.end(), text) == mlp.end()) {
         mlp.push_back(text);
       }
     }
   }
-  mlp.push_back(htree::gated_mlp::describe(htree::gated_mlp::choose_config({1, 1, 1, false, false, 132})));
+  mlp.push_back(htree::gated_mlp::describe(htree::gated_mlp::choose_config({1, 1, false, false, 132})));
   auto& gemm = rooms["fp8"];
   for (bool hopper : {true, false}) {
     for (bool library : {true, false}) {
@@ -184,11 +188,11 @@ std::tuple<int, int, int, bool> rmsnorm_rope_config(int64_t width, int64_t head_
   return {config.threads, config.pairs, config.stages, config.vectorised};
 }
 
-// The kernel of gated_mlp for x [rows, hidden] and a result [rows, inner], in words.
-std::string gated_mlp_config(int64_t rows, int64_t inner, int64_t hidden, bool hopper_half,
-                             bool keeps_products, int multiprocessors) {
+// The kernel of gated_mlp for a result [rows, inner], in words.
+std::string gated_mlp_config(int64_t rows, int64_t inner, bool hopper_half, bool keeps_products,
+                             int multiprocessors) {
   return htree::gated_mlp::describe(
-      htree::gated_mlp::choose_config({rows, inner, hidden, hopper_half, keeps_products, multiprocessors}));
+      htree::gated_mlp::choose_config({rows, inner, hopper_half, keeps_products, multiprocessors}));
 }
 
 // The kernel of fp8_gemm for c [m, n] and sums of length k, in words.
@@ -199,7 +203,8 @@ std::string fp8_gemm_config(int64_t m, int64_t n, int64_t k, bool hopper, bool l
 // The path and chunks of one attention call on a GPU of that capability and shared memory per block.
 std::string tree_attention_config(const std::array<int64_t, 7>& sizes, bool half_dtype,
                                   int64_t compression_rate, int64_t max_top_nodes, int64_t top_k,
-                                  int64_t selection_stride, bool backward, int major, int64_t shared_bytes) {
+                                  int64_t selection_stride, bool backward, int major, int64_t shared_bytes,
+                                  bool hopper_kernels, bool private_gather, int64_t num_sms) {
   using namespace htree::tree_attention;
   AttentionProblem p;
   std::tie(p.batch, p.num_keys, p.num_queries, p.num_heads, p.num_kv_heads, p.key_dim, p.value_dim) =
@@ -209,8 +214,13 @@ std::string tree_attention_config(const std::array<int64_t, 7>& sizes, bool half
   p.args.max_top_nodes = max_top_nodes;
   p.args.top_k = top_k;
   p.args.selection_stride = selection_stride;
-  const DeviceFacts device{major, shared_bytes};
-  return describe(backward ? choose_backward_config(p, device) : choose_attention_config(p, device));
+  const DeviceFacts device{major, shared_bytes, major == 9 && hopper_kernels, num_sms};
+  if (backward) {
+    return describe(choose_backward_config(p, device));
+  }
+  const AttentionConfig config =
+      choose_attention_config(p, device, private_gather ? GatherChoice::kPrivate : GatherChoice::kAuto);
+  return describe(config) + " layers=" + describe_layers(config, p.layers());
 }
 
 }  // namespace
@@ -240,16 +250,17 @@ PYBIND11_MODULE(_host, module) {
              py::arg("element_size"), py::arg("vectorised"), py::arg("backward") = false,
              "The kernel that rmsnorm_rope takes for rows of `width` elements.");
   module.def("gated_mlp_config", &gated_mlp_config, py::arg("rows"), py::arg("inner"),
-             py::arg("hidden") = 4096, py::arg("hopper_half") = true, py::arg("keeps_products") = false,
-             py::arg("multiprocessors") = 132,
-             "The kernel that gated_mlp takes for x [rows, hidden] and a result [rows, inner].");
+             py::arg("hopper_half") = true, py::arg("keeps_products") = false,
+             py::arg("multiprocessors") = 132, "The kernel that gated_mlp takes for a result [rows, inner].");
   module.def("fp8_gemm_config", &fp8_gemm_config, py::arg("m"), py::arg("n"), py::arg("k") = 4096,
              py::arg("hopper") = true, py::arg("library") = true, py::arg("multiprocessors") = 132,
              "The kernel that fp8_gemm takes for a result [m, n] and sums of length k.");
   module.def("tree_attention_config", &tree_attention_config, py::arg("sizes"), py::arg("half_dtype"),
              py::arg("compression_rate") = 16, py::arg("max_top_nodes") = 8192, py::arg("top_k") = 512,
              py::arg("selection_stride") = 1, py::arg("backward") = false, py::arg("major") = 9,
-             py::arg("shared_bytes") = 232448,
-             "The path and chunks of an attention call; sizes are (B, T, T_q, H, H_kv, K, V).");
+             py::arg("shared_bytes") = htree::device::kHopperSharedBytes, py::arg("hopper_kernels") = true,
+             py::arg("private_gather") = false, py::arg("num_sms") = 132,
+             "The path and chunks of an attention call and, of a forward, the kernels of its layers from the "
+             "top down; sizes are (B, T, T_q, H, H_kv, K, V).");
   module.def("device_facts", &device_facts, "Name, capability and sizes of each visible GPU.");
 }

@@ -237,6 +237,7 @@ def row_calls() -> list[Call]:
         Call("grouped_hadamard", (heads.transpose(1, 2).contiguous(), 2)),
         *compressed_calls(),
         *fp8_calls(wide.float()),
+        *matrix_calls(),
     ]
 
 
@@ -271,6 +272,21 @@ def fp8_calls(x: Tensor) -> list[Call]:
         Call("fp8_dequantize", (q, scale, torch.float32, 4)),
         Call("fp8_fake_quant", (x, scale, "channel", 2, 128)),
         Call("fp8_fake_quant_backward", (x, x, scale, "channel", -1, 128)),
+    ]
+
+
+def matrix_calls() -> list[Call]:
+    x, dy = normal((2, 3, 8), torch.float32, "cpu", 5), normal((2, 3, 6), torch.float32, "cpu", 6)
+    gate, up = normal((6, 8), torch.float32, "cpu", 7), normal((6, 8), torch.float32, "cpu", 8)
+    a, b = (normal((4, 16), torch.float32, "cpu", seed).to(torch.float8_e4m3fn) for seed in (9, 10))
+    rows, columns = torch.full((4, 1), 0.5), torch.full((1, 4), 2.0)
+    return [
+        Call("gated_mlp", (x, gate, up, "silu", "up")),
+        Call("gated_mlp_forward", (x, gate, up, "gelu", "gate")),
+        Call("gated_mlp_backward", (dy, x, gate, up, "silu", "gate")),
+        Call("gated_mlp_saved_backward", (dy, dy, dy, x, gate, up, "gelu", "up")),
+        Call("fp8_gemm", (a, b.t(), rows, columns, torch.float32)),
+        Call("fp8_gemm_exact", (a, b.t(), rows, columns, torch.bfloat16)),
     ]
 
 

@@ -27,6 +27,7 @@ def test_the_example_runs_as_printed(capsys):
     blocks = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
     assert blocks
     assert len(blocks[0].strip().splitlines()) <= 12
+    blocks += re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "usage.md").read_text(), re.M | re.S)
     for block in blocks:
         names: dict[str, object] = {}
         exec(compile(block, "README.md", "exec"), names)

@@ -27,7 +27,9 @@ TENSOR_CORE = [
     tensor_core("d128", torch.bfloat16, K=128, V=128),
     tensor_core("group16", torch.bfloat16, H=16, K=128, V=128),
     tensor_core("stride16", torch.bfloat16, K=128, V=128, selection_stride=16),
+    tensor_core("stride4", torch.float16, K=64, V=64, selection_stride=4),
     tensor_core("three_layers", torch.bfloat16, T=1100, top_k=2, K=64, V=64),
+    tensor_core("stride16_three_layers", torch.bfloat16, T=1100, top_k=2, K=128, V=128, selection_stride=16),
 ]
 
 
@@ -41,8 +43,12 @@ def test_every_op(case: TreeAttentionCase, dtype: torch.dtype) -> None:
                 assert not tensor.isnan().any(), call.op
 
 
+@pytest.mark.parametrize("gather", ["auto", "private"])
 @pytest.mark.parametrize("case", TENSOR_CORE, ids=case_id)
-def test_attention_and_its_gradient(case: TreeAttentionCase) -> None:
+def test_attention_and_its_gradient(
+    case: TreeAttentionCase, gather: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTREE_TREE_GATHER", gather)
     q, k, v = (x.requires_grad_() for x in case.make_qkv("cuda"))
     for store_parents in (True, False):
         out = torch.ops.htree.attention(q, k, v, *case.op_options(), store_parents)

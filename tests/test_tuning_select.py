@@ -154,7 +154,7 @@ def test_a_tuned_call_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_functions_ask_with_the_keys_of_the_command(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """What ``python -m htree_ops tune`` stores for a problem is what a call of that problem looks up."""
     import htree_ops
-    from htree_ops.ops import fp8_gemm, gated_mlp, rmsnorm_rope
+    from htree_ops.ops import fp8_gemm, fp8_linear, gated_mlp, rmsnorm_rope
 
     asked: list[tuple[str, tuple[int, ...], str, str]] = []
 
@@ -162,11 +162,14 @@ def test_functions_ask_with_the_keys_of_the_command(monkeypatch: pytest.MonkeyPa
         asked.append((kernel, tuple(problem), str(tensor.dtype), layout))
         return None
 
-    for module in (fp8_gemm, gated_mlp, rmsnorm_rope):
+    for module in (fp8_gemm, fp8_linear, gated_mlp, rmsnorm_rope):
         monkeypatch.setattr(module, "configured", record)
     sizes = {"rmsnorm_rope": (2, 3, 256, 64), "gated_mlp": (6, 64, 48), "fp8_gemm": (5, 32, 64)}
     for kernel, chosen in sizes.items():
         problem = problems.make_problem(kernel, chosen, torch.bfloat16, device)
         getattr(htree_ops, kernel)(*problem.arguments)
         assert asked.pop() == (kernel, chosen, str(problem.dtype), problem.layout)
+    module = htree_ops.FP8Linear(64, 32, device=device)
+    module(torch.randn(5, 64, device=device))
+    assert asked.pop() == ("fp8_gemm", (5, 32, 64), "torch.float8_e4m3fn", "column-major b")
     assert not asked

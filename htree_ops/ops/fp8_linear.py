@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from htree_ops.errors import ShapeMismatchError
 from htree_ops.ops.fp8 import FP8Format, fp8_quantize
+from htree_ops.tuning.select import configured
 
 __all__ = ["FP8Linear", "calibrate_activation_scales", "quantize_model_"]
 
@@ -109,7 +110,15 @@ class FP8Linear(nn.Module):
         rows = x.reshape(math.prod(x.shape[:-1]), self.in_features)
         granularity = "channel" if self.activation_scale is None else "tensor"
         q, scale, _ = torch.ops.htree.fp8_quantize(rows, self.activation_scale, granularity)
-        y = torch.ops.htree.fp8_gemm(q, self.weight.t(), scale, self.weight_scale.t(), x.dtype)
+        operands = (q, self.weight.t(), scale, self.weight_scale.t(), x.dtype)
+        config = configured(
+            "fp8_gemm",
+            (rows.shape[0], self.out_features, self.in_features),
+            q,
+            lambda tried: torch.ops.htree.fp8_gemm(*operands, tried),
+            layout="column-major b",
+        )
+        y = torch.ops.htree.fp8_gemm(*operands, config)
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
         return y.reshape(*x.shape[:-1], self.out_features)

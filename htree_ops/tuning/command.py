@@ -16,7 +16,7 @@ from htree_ops.tuning import problems
 from htree_ops.tuning.cache import TuningCache, cache_dir
 from htree_ops.tuning.metrics import compute_metrics
 from htree_ops.tuning.space import SPACES
-from htree_ops.tuning.tuner import PEAK_GBPS, AutoTuner, benchmark
+from htree_ops.tuning.tuner import PEAK_GBPS, WORTHWHILE, AutoTuner, benchmark
 
 __all__ = ["add_arguments", "progress_bar", "run"]
 
@@ -87,7 +87,7 @@ def _tune(problem: problems.Problem, arguments: argparse.Namespace, folder: Path
         result = tuner.tune()
     except TuningFailedError:
         result = None
-    if result is not None and result.latency < own:
+    if result is not None and result.latency < WORTHWHILE * own:
         return (
             f"{label}: {result.best_config}, {result.latency * 1e3:.1f} us against {own * 1e3:.1f} us of the "
             f"kernel's own choice; {len(result.all_results)} configurations ran"
@@ -96,7 +96,9 @@ def _tune(problem: problems.Problem, arguments: argparse.Namespace, folder: Path
     metrics = compute_metrics(own, problem.flops, problem.num_bytes, PEAK_GBPS.get(key.device, 0.0))
     tuner.cache.set(key, {}, asdict(metrics))
     ran = len(result.all_results) if result else 0
-    return f"{label}: the kernel's own choice, {own * 1e3:.1f} us; {ran} configurations ran, none faster"
+    return (
+        f"{label}: the kernel's own choice, {own * 1e3:.1f} us; {ran} configurations ran, none faster by 2 %"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

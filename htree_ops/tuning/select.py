@@ -20,7 +20,7 @@ from htree_ops.testing.cases import dtype_name
 from htree_ops.tuning.cache import CacheKey, TuningCache, cache_dir
 from htree_ops.tuning.metrics import compute_metrics
 from htree_ops.tuning.space import SPACES
-from htree_ops.tuning.tuner import AutoTuner, benchmark, may_tune
+from htree_ops.tuning.tuner import WORTHWHILE, AutoTuner, benchmark, may_tune
 
 __all__ = ["configured", "forget", "tuning_mode"]
 
@@ -111,7 +111,7 @@ def choose(
 def _search(
     cache: TuningCache, key: CacheKey, device: torch.device, call: Callable[[list[int] | None], Any]
 ) -> dict[str, Any]:
-    """The best configuration of the space, or {} where the kernel's own choice is as fast; stored either way."""
+    """The best configuration of the space, or {} where the kernel's own choice is about as fast; stored either way."""
     tuner = AutoTuner(
         lambda **config: call(list(config.values())),
         SPACES[key.kernel],
@@ -130,7 +130,7 @@ def _search(
             result = tuner.tune()
         except TuningFailedError:
             result = None
-    if result is not None and result.latency < own:
+    if result is not None and result.latency < WORTHWHILE * own:
         return result.best_config
     cache.set(key, {}, asdict(compute_metrics(own)))
     return {}

@@ -18,6 +18,8 @@ from htree_ops.tuning.space import Config, Space, config_search
 
 __all__ = ["AutoTuner", "TritonAutoTuner", "benchmark", "may_tune"]
 
+#: A configuration replaces the kernel's own choice where its time is below this share: less is noise.
+WORTHWHILE = 0.98
 #: Peak bandwidth in GB/s of devices whose utilisation is reported.
 PEAK_GBPS = {"NVIDIA H200": 4800.0, "NVIDIA H100 80GB HBM3": 3350.0, "NVIDIA A100-SXM4-80GB": 2039.0}
 

@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kRowWarps * 32)
     KeyBounds& bound = bounds[batch * p.num_kv_heads + head];
     atomicMax(&bound.value_norm, __float_as_uint(norm));
     if (largest > 0.f) {
-      atomicMax(&bound.key_unscale, __float_as_uint(half_range_scale(largest).inverse));
+      atomicMax(&bound.key_unscale, __float_as_uint(key_row_scale(largest).inverse));
     }
   }
 }

@@ -5,10 +5,11 @@
 //   scales  16 floats that undo the powers of two
 //   values  16 rows of V in the input's dtype
 //
-// The power of two brings the largest finite |element| of a row into [128, 256), so all of bfloat16's range
-// fits fp16. It belongs to the row, not to the head: a key in the future cannot change how one in the past is
-// rounded. Rows are cut into 16-byte chunks stored in an order that makes ldmatrix free of bank conflicts in
-// both directions.
+// Most rows take the power 1; a row whose largest finite |element| fp16 could not hold, or not hold well, is
+// brought into [128, 256), so all of bfloat16's range fits. It belongs to the row, not to the head: a key in
+// the future cannot change how one in the past is rounded. Rows are cut into 16-byte chunks stored in an
+// order that makes ldmatrix free of bank conflicts in both directions and that wgmma reads as it is: 8 rows
+// of 128 bytes (64 for head dim 32) with the swizzle of that width.
 #pragma once
 
 #include <cstdint>
@@ -30,14 +31,25 @@ struct ParentBlock {
   static_assert(kBytes == parent_block_bytes(kKeyDim, kValueDim));
 };
 
-// Byte offset of the 16-byte chunk `chunk` of row `row` in a tile of 16 rows of kDim 2-byte elements.
+// Byte offset of the 16-byte chunk `chunk` of row `row` in a tile of rows of kDim 2-byte elements. A group of
+// 8 rows is contiguous; with head dim 128 the lower 64 dims of its rows stand before the upper ones.
 template <int kDim>
 __host__ __device__ constexpr int chunk_offset(int row, int chunk) {
-  if (kDim % 64 == 0) {
-    return row * kDim * 2 + ((chunk ^ (row & 7)) << 4);
+  static_assert(kDim == 32 || kDim == 64 || kDim == 128);
+  if (kDim == 128) {
+    return (row >> 3) * 2048 + (chunk >> 3) * 1024 + (row & 7) * 128 + (((chunk ^ row) & 7) << 4);
+  }
+  if (kDim == 64) {
+    return row * 128 + ((chunk ^ (row & 7)) << 4);
   }
   // rows of 64 bytes: two of them share the 128 bytes of one pass over the banks
-  return row * kDim * 2 + ((chunk ^ ((row >> 1) & 3)) << 4);
+  return row * 64 + ((chunk ^ ((row >> 1) & 3)) << 4);
+}
+
+// The row that owns the byte at `offset` of such a tile.
+template <int kDim>
+__host__ __device__ constexpr int row_of_offset(int offset) {
+  return kDim == 128 ? (offset >> 11) * 8 + (offset >> 7 & 7) : offset / (kDim * 2);
 }
 
 struct PowerOfTwo {
@@ -52,6 +64,18 @@ __device__ __forceinline__ PowerOfTwo half_range_scale(float largest) {
   const int shift = largest == 0.f ? 0 : min(134 - exponent_field, 126);
   return {__uint_as_float(static_cast<uint32_t>(127 + shift) << 23),
           __uint_as_float(static_cast<uint32_t>(127 - shift) << 23)};
+}
+
+// Whether fp16 holds every digit that counts of a row, times `factor`, whose largest element is `largest`;
+// rotated, an element is up to sqrt(2) times that.
+__device__ __forceinline__ bool fits_half(float largest, float factor = 1.f) {
+  const float scaled = largest * fabsf(factor);
+  return largest == 0.f || factor == 0.f || (scaled >= 0x1p-8f && scaled < 0x1p15f);
+}
+
+// Of a key row: 1 where that serves.
+__device__ __forceinline__ PowerOfTwo key_row_scale(float largest) {
+  return fits_half(largest) ? PowerOfTwo{1.f, 1.f} : half_range_scale(largest);
 }
 
 // |x| for the search of the largest; what is not finite does not take part.

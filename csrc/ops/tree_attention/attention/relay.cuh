@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kRelayWarps * 32) relay_kernel(RelayParams p) 
     largest = fmaxf(largest, fmaxf(finite_magnitude(low[i]), finite_magnitude(high[i])));
   }
   largest = device::warp_reduce<device::Max>(largest);
-  const PowerOfTwo power = half_range_scale(largest);
+  const PowerOfTwo power = key_row_scale(largest);
   if (dim < kHalf) {
     float first[2], second[2];
 #pragma unroll

@@ -132,8 +132,17 @@ unsigned num_blocks_of(const ColumnGrid& grid) {
 template <typename Job, int kPack>
 cudaError_t launch_known(const Operands<typename Job::In, typename Job::Out>& o, cudaStream_t stream) {
   if (o.shape.layout != ScaleLayout::kColumns) {
-    return launch_chunk_shape<Job, ScaleSource::kMemory, kPack>(choose_chunk_config(o.shape.group, kPack), o,
-                                                                stream);
+    if constexpr (kPack > 1 && std::is_same_v<Job, Decode<typename Job::Out>>) {
+      const ChunkConfig config = choose_decode_config(o.shape.group, kPack);
+      if (config.threads == kMaxSharedThreads) {
+        using Tr = ChunkTraits<Job, ScaleSource::kMemory, kMaxSharedThreads, kDecodePacks, kPack>;
+        return launch_chunks<Tr>(o, stream);
+      }
+      return launch_chunk_shape<Job, ScaleSource::kMemory, kPack>(config, o, stream);
+    } else {
+      return launch_chunk_shape<Job, ScaleSource::kMemory, kPack>(choose_chunk_config(o.shape.group, kPack),
+                                                                  o, stream);
+    }
   }
   const ColumnParams<typename Job::In, typename Job::Out> params{
       .x = o.x,

@@ -1,0 +1,5 @@
+#include "ops/tree_attention/attention/block/block_instances.cuh"
+
+namespace htree::tree_attention {
+HTREE_BLOCK_INSTANCES(, __half, 128)
+}  // namespace htree::tree_attention
