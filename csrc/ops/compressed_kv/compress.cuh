@@ -29,6 +29,12 @@ constexpr int kKeyBits = sizeof(T) == 2 && !kWeighted ? 15 : 31;
 // with those of `lower` under the mask.
 template <int kShift, uint32_t kMask>
 __device__ __forceinline__ void exchange_bits(uint32_t& upper, uint32_t& lower) {
+  if constexpr (kShift >= 8) {  // whole bytes
+    const uint32_t both = __byte_perm(upper, lower, kShift == 8 ? 0x6240 : 0x5410);
+    lower = __byte_perm(upper, lower, kShift == 8 ? 0x7351 : 0x7632);
+    upper = both;
+    return;
+  }
   const uint32_t first = (upper & kMask) | ((lower & kMask) << kShift);
   const uint32_t second = ((upper >> kShift) & kMask) | (lower & (kMask << kShift));
   upper = first;
@@ -191,7 +197,7 @@ __global__ void __launch_bounds__(kCompressThreads)
     }
   } else {
     __shared__ PackScratch<T, kHeadDim> scratch[kCompressThreads / 32];
-    pack_rows<T, kHeadDim>(p, x, selected, first, num_rows, scratch[warp]);
+    pack_rows<T, kHeadDim, !kWeighted>(p, x, selected, first, num_rows, scratch[warp]);
   }
 }
 

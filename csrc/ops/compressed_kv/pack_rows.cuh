@@ -100,12 +100,29 @@ __device__ __forceinline__ uint32_t pack_word(const T* kept, int index, const Ro
 template <typename T, int kHeadDim>
 struct PackScratch {
   static constexpr int kRows = 1024 / kHeadDim;
-  alignas(16) T kept[kRows][kHeadDim];
+  // 16 bytes between rows, or the same rank of all rows would lie in one bank.
+  alignas(16) T kept[kRows][kHeadDim + 16 / sizeof(T)];
   uint16_t scales[kRows];
 };
 
-// Writes values and scales of the rows first ... first + num_rows - 1. All lanes must call.
-template <typename T, int kHeadDim>
+// Bits of the largest magnitude of 32 channels.
+template <typename T>
+__device__ __forceinline__ uint32_t largest_of(const Channels<T>& x) {
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < Channels<T>::kWords; ++i) {
+    if constexpr (sizeof(T) == 2) {
+      largest = __vmaxu2(largest, x.words[i] & 0x7fff7fffu);
+    } else {
+      largest = max(largest, x.words[i] & 0x7fffffffu);
+    }
+  }
+  return sizeof(T) == 2 ? max(largest & 0xffffu, largest >> 16) : largest;
+}
+
+// Writes values and scales of the rows first ... first + num_rows - 1. All lanes must call. kLargestKept: the
+// largest magnitude of a row is among those that are kept.
+template <typename T, int kHeadDim, bool kLargestKept>
 __device__ __forceinline__ void pack_rows(const CompressParams& p, const Channels<T>& x, uint32_t selected,
                                           int64_t first, int num_rows, PackScratch<T, kHeadDim>& scratch) {
   constexpr int kLanes = kHeadDim / 32;
@@ -122,13 +139,15 @@ __device__ __forceinline__ void pack_rows(const CompressParams& p, const Channel
   rank -= own;
   using Raw = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
   Raw* to = reinterpret_cast<Raw*>(scratch.kept[own_row]) + rank;
-  uint32_t largest = 0;
+  uint32_t largest = kLargestKept ? largest_of(x) : 0u;
 #pragma unroll
   for (int i = 0; i < 32; ++i) {
     if ((selected >> i & 1) != 0) {
       const Raw bits = static_cast<Raw>(x.bits(i));
       *to++ = bits;
-      largest = max(largest, static_cast<uint32_t>(bits) & (sizeof(T) == 2 ? 0x7fffu : 0x7fffffffu));
+      if constexpr (!kLargestKept) {
+        largest = max(largest, static_cast<uint32_t>(bits) & (sizeof(T) == 2 ? 0x7fffu : 0x7fffffffu));
+      }
     }
   }
   if (p.format.quantised()) {
