@@ -114,14 +114,14 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
   auto& mlp = rooms["gated_mlp"];
   for (bool keeps_products : {false, true}) {
     for (int64_t rows = 1; rows <= 4096; rows *= 2) {
-      const auto config = htree::gated_mlp::choose_config({rows, 11264, 4096, true, keeps_products, 132});
+      const auto config = htree::gated_mlp::choose_config({rows, 11264, true, keeps_products, 132});
       const auto text = htree::gated_mlp::describe(config);
       if (std::find(mlp.begin(), mlp.end(), text) == mlp.end()) {
         mlp.push_back(text);
       }
     }
   }
-  mlp.push_back(htree::gated_mlp::describe(htree::gated_mlp::choose_config({1, 1, 1, false, false, 132})));
+  mlp.push_back(htree::gated_mlp::describe(htree::gated_mlp::choose_config({1, 1, false, false, 132})));
   auto& gemm = rooms["fp8"];
   for (bool hopper : {true, false}) {
     for (bool library : {true, false}) {
@@ -188,11 +188,11 @@ std::tuple<int, int, int, bool> rmsnorm_rope_config(int64_t width, int64_t head_
   return {config.threads, config.pairs, config.stages, config.vectorised};
 }
 
-// The kernel of gated_mlp for x [rows, hidden] and a result [rows, inner], in words.
-std::string gated_mlp_config(int64_t rows, int64_t inner, int64_t hidden, bool hopper_half,
-                             bool keeps_products, int multiprocessors) {
+// The kernel of gated_mlp for a result [rows, inner], in words.
+std::string gated_mlp_config(int64_t rows, int64_t inner, bool hopper_half, bool keeps_products,
+                             int multiprocessors) {
   return htree::gated_mlp::describe(
-      htree::gated_mlp::choose_config({rows, inner, hidden, hopper_half, keeps_products, multiprocessors}));
+      htree::gated_mlp::choose_config({rows, inner, hopper_half, keeps_products, multiprocessors}));
 }
 
 // The kernel of fp8_gemm for c [m, n] and sums of length k, in words.
@@ -250,9 +250,8 @@ PYBIND11_MODULE(_host, module) {
              py::arg("element_size"), py::arg("vectorised"), py::arg("backward") = false,
              "The kernel that rmsnorm_rope takes for rows of `width` elements.");
   module.def("gated_mlp_config", &gated_mlp_config, py::arg("rows"), py::arg("inner"),
-             py::arg("hidden") = 4096, py::arg("hopper_half") = true, py::arg("keeps_products") = false,
-             py::arg("multiprocessors") = 132,
-             "The kernel that gated_mlp takes for x [rows, hidden] and a result [rows, inner].");
+             py::arg("hopper_half") = true, py::arg("keeps_products") = false,
+             py::arg("multiprocessors") = 132, "The kernel that gated_mlp takes for a result [rows, inner].");
   module.def("fp8_gemm_config", &fp8_gemm_config, py::arg("m"), py::arg("n"), py::arg("k") = 4096,
              py::arg("hopper") = true, py::arg("library") = true, py::arg("multiprocessors") = 132,
              "The kernel that fp8_gemm takes for a result [m, n] and sums of length k.");

@@ -156,6 +156,18 @@ def test_property_6_for_one_sign(device: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("n", [8296, 8290])
+def test_many_tiles(n: int) -> None:
+    """More tiles than sixteen rounds of all multiprocessors: blocks work in clusters, the last one past the end."""
+    inputs = FP8GemmCase(name="tiles", dtype=torch.float16, m=4200, n=n, k=272, scales="channel").make_inputs(
+        "cuda"
+    )
+    c = op(*inputs)
+    assert_product(c, inputs, sum_error("cuda"))
+    assert torch.equal(op(*inputs), c)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("k", [512, 4096])
 def test_no_less_accurate_than_cublaslt(k: int) -> None:
     a, b, a_scale, b_scale, _ = FP8GemmCase(

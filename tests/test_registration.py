@@ -147,6 +147,25 @@ SCHEMAS = {
         'int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str importance="lse_causal", '
         "int selection_stride=1, bool store_parents=True) -> Tensor"
     ),
+    "io_compute_scores": (
+        "(Tensor q, Tensor layer_k, Tensor parents, Tensor cos, Tensor sin, int layer, "
+        "int compression_rate=16, float? scale=None, SymInt t0=0) -> (Tensor scores, Tensor num_candidates)"
+    ),
+    "io_select_topk": (
+        "(Tensor scores, Tensor num_candidates, int top_k, int layer=1, "
+        'str select="lcg", SymInt t0=0, int fold_mask=0) -> Tensor'
+    ),
+    "io_accumulate_non_topk": (
+        "(Tensor layer_v, Tensor parents, Tensor scores, Tensor num_candidates, int layer, "
+        "int compression_rate=16, SymInt t0=0) -> (Tensor lmax, Tensor lsum, Tensor lout)"
+    ),
+    "io_compute_next_parents": (
+        "(Tensor parents, Tensor topk_positions, int compression_rate=16, bool map_positions=False) -> Tensor"
+    ),
+    "io_attention_forward": (
+        "(Tensor q, Tensor k, Tensor v, int compression_rate=16, int max_top_nodes=8192, "
+        'int top_k_per_layer=512, float? scale=None, str select="lcg", bool map_positions=False) -> Tensor'
+    ),
     "attention_backward": (
         "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents, "
         "int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "

@@ -6,6 +6,15 @@
 namespace htree {
 
 // The arithmetic that docs/semantics.md defines.
-struct FullWork {};
+struct FullWork {
+  static constexpr bool kIoOnly = false;
+};
+
+// Every load and every store of the full kernel, but only a few operations on what was loaded. Each loaded
+// value feeds a stored one, or the compiler would delete the load. Results mean nothing beyond
+// docs/semantics.md §2.3.
+struct IoOnly {
+  static constexpr bool kIoOnly = true;
+};
 
 }  // namespace htree

@@ -10,7 +10,7 @@ import subprocess
 import types
 import typing
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from htree_ops._load import build_info
 
 __all__ = [
     "Environment",
+    "ResultsError",
     "Row",
     "collect_environment",
     "format_table",
@@ -28,6 +29,10 @@ __all__ = [
     "write_csv",
     "write_json",
 ]
+
+
+class ResultsError(ValueError):
+    """A results file that cannot be used; the message is one line that names the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +65,9 @@ class Row(Environment):
     ``graph_us`` is the time per call of a replayed CUDA graph, ``sustained_us`` the median under sustained
     load; None where it was not taken. ``gb_per_s``, ``tflops`` and ``percent_of_ceiling`` come from the
     graph-replay time where there is one, else from the median. ``speedup`` compares graph with graph where
-    both exist, else the medians.
+    both exist, else the medians. ``floor_us`` is the least time that memory traffic takes (``floor_kind``:
+    "copy" for compulsory bytes over copy bandwidth, "twin" for a measured IO-only twin), ``percent_of_floor``
+    is 100 * floor / time and ``verdict`` says what bounds the op; None in rows older than these columns.
     """
 
     op: str
@@ -86,6 +93,10 @@ class Row(Environment):
     baseline_graph_us: float | None
     baseline_sustained_us: float | None
     speedup: float
+    floor_us: float | None = None
+    floor_kind: str | None = None
+    percent_of_floor: float | None = None
+    verdict: str | None = None
 
 
 def source_commit(folder: Path | None = None) -> str:
@@ -145,8 +156,45 @@ def write_json(path: Path, rows: Sequence[Row]) -> None:
 
 
 def read_json(path: Path) -> list[Row]:
-    """The rows of :func:`write_json`."""
-    return [Row(**entry) for entry in json.loads(path.read_text())]
+    """The rows of :func:`write_json`.
+
+    Raises:
+        ResultsError: the file cannot be read, or holds something else.
+    """
+    try:
+        entries = json.loads(path.read_text())
+    except OSError as error:
+        raise ResultsError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ResultsError(f"{path}: not JSON ({error})") from error
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ResultsError(f"{path}: not a results file: expected a list of rows")
+    known = {field.name for field in fields(Row)}
+    needed = {field.name for field in fields(Row) if field.default is MISSING}
+    for number, entry in enumerate(entries):
+        if lacking := sorted(needed - set(entry)):
+            raise ResultsError(f"{path}: not a results file: row {number} lacks {', '.join(lacking)}")
+        if foreign := sorted(set(entry) - known):
+            raise ResultsError(f"{path}: not a results file: row {number} has {', '.join(foreign)}")
+        if wrong := [name for name in _NUMBERS if not _is_number(entry[name])]:
+            raise ResultsError(f"{path}: row {number}: {', '.join(wrong)} must be a number")
+    return [Row(**entry) for entry in entries]
+
+
+_NUMBERS = (
+    "median_us",
+    "p20_us",
+    "p80_us",
+    "baseline_median_us",
+    "ceiling_gb_per_s",
+    "bytes",
+    "flops",
+    "speedup",
+)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
@@ -159,8 +207,8 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 
 
 def _parse_cell(text: str, kind: typing.Any) -> typing.Any:
-    if isinstance(kind, types.UnionType):  # float | None
-        return None if text == "" else float(text)
+    if isinstance(kind, types.UnionType):  # float | None, str | None
+        return None if text == "" else typing.get_args(kind)[0](text)
     return text == "True" if kind is bool else kind(text)
 
 
@@ -183,6 +231,8 @@ def format_table(rows: Sequence[Row]) -> str:
         "graph us",
         "GB/s",
         "% copy",
+        "% floor",
+        "verdict",
         "baseline",
         "us",
         "graph us",
@@ -195,8 +245,12 @@ def format_table(rows: Sequence[Row]) -> str:
         )
         name = row.baseline if row.baseline_computes_the_same else f"{row.baseline} (other function)"
         ours = (f"{row.median_us:.1f}", graph, f"{row.gb_per_s:.0f}", f"{row.percent_of_ceiling:.0f}")
+        if row.percent_of_floor is None or row.verdict is None:
+            floor = ("-", "-")
+        else:
+            floor = (f"{row.percent_of_floor:.0f}", row.verdict)
         theirs = (name, f"{row.baseline_median_us:.1f}", baseline_graph, f"{row.speedup:.2f}x")
-        table.append((row.op, row.case, row.dtype, *ours, *theirs))
+        table.append((row.op, row.case, row.dtype, *ours, *floor, *theirs))
     widths = [max(len(line[column]) for line in table) for column in range(len(header))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from htree_ops.bench import timing
+from htree_ops.bench import io_floor, timing
 from htree_ops.bench.results import Environment, Row
 from htree_ops.testing.cases import Case, dtype_name
+from htree_ops.testing.compare import verify
 
-__all__ = ["Benchmark", "Candidate", "GateError", "gate", "make_calls", "run_benchmark", "select"]
+__all__ = [
+    "Benchmark",
+    "Candidate",
+    "GateError",
+    "gate",
+    "make_calls",
+    "run_benchmark",
+    "select",
+    "verify",
+]
 
 Inputs = tuple[Any, ...]
 
@@ -64,9 +74,27 @@ class Benchmark:
     check: Callable[[Inputs, Any], object]
 
 
-def select(benchmarks: Sequence[Benchmark], pattern: str) -> list[Benchmark]:
-    """Those whose ``op/case-dtype`` matches the regular expression."""
-    return [b for b in benchmarks if re.search(pattern, f"{b.op}/{b.case.id}")]
+def select(
+    benchmarks: Sequence[Benchmark], pattern: str, dtypes: Sequence[str] = (), baselines: str = ""
+) -> list[Benchmark]:
+    """Those whose ``op/case-dtype`` matches the regular expression, with the baselines whose name does.
+
+    Args:
+        benchmarks: to choose from.
+        pattern: regular expression for ``op/case-dtype``; empty for all.
+        dtypes: names such as ``"bfloat16"``; empty for all.
+        baselines: regular expression; a benchmark that has no such baseline is left out.
+    """
+    chosen = []
+    for benchmark in benchmarks:
+        if not re.search(pattern, f"{benchmark.op}/{benchmark.case.id}"):
+            continue
+        if dtypes and dtype_name(benchmark.case.dtype) not in dtypes:
+            continue
+        kept = [candidate for candidate in benchmark.baselines if re.search(baselines, candidate.name)]
+        if kept:
+            chosen.append(replace(benchmark, baselines=kept))
+    return chosen
 
 
 def _tensor_bytes(inputs: Inputs) -> int:
@@ -143,8 +171,9 @@ def run_benchmark(
         captured = {c.name: timing.capture(calls[c.name]) for c in candidates if c.capturable}
         replayed = timing.measure({name: [replay] for name, (replay, _) in captured.items()}, clock, effort)
         graph = {name: replayed[name].median_us / count for name, (_, count) in captured.items()}
+    least = io_floor.floor(benchmark.op, benchmark.case, device, environment.ceiling_gb_per_s, effort)
     return [
-        _make_row(benchmark, environment, baseline, times, graph, sustained)
+        _make_row(benchmark, environment, baseline, times, graph, sustained, least)
         for baseline in benchmark.baselines
     ]
 
@@ -156,6 +185,7 @@ def _make_row(
     times: dict[str, timing.Timing],
     graph: dict[str, float],
     sustained: dict[str, float],
+    least: io_floor.Floor,
 ) -> Row:
     case, name = benchmark.case, benchmark.ours.name
     ours, theirs = times[name], times[baseline.name]
@@ -187,4 +217,8 @@ def _make_row(
         baseline_graph_us=graph.get(baseline.name),
         baseline_sustained_us=sustained.get(baseline.name),
         speedup=(graph[baseline.name] / graph[name] if both_graphs else theirs.median_us / ours.median_us),
+        floor_us=least.us,
+        floor_kind=least.kind,
+        percent_of_floor=100 * least.us / device_us,
+        verdict=io_floor.verdict(device_us, least.us) if least.us > 0 else None,
     )

@@ -63,6 +63,7 @@ def calls(case: TreeAttentionCase, device: str | torch.device, seed: int = 0) ->
     forward = torch.ops.htree.attention_forward(q, k, v, *shared)
     parents = [stage.parents for stage in stages]
     dout = normal((*rows, case.V), case.dtype, device, seed + 9)
+    io_shared = (rate, case.M, top_k, case.scale, "stratified", True)
     built = reference.tree_build(k, v, rate)
     times = torch.arange(case.T_q, device=device, dtype=torch.int32) % (rate * top_k)
     found = [
@@ -91,6 +92,11 @@ def calls(case: TreeAttentionCase, device: str | torch.device, seed: int = 0) ->
         ),
         Call("merge_to_global_", (*state, *other)),
         Call("final_normalize", (state[2], state[1], case.dtype)),
+        Call("io_compute_scores", (q, top.layer_k, lists, cos, sin, top.layer, rate, case.scale, t0)),
+        Call("io_select_topk", (scores, count, top_k, top.layer, "lcg", t0)),
+        Call("io_accumulate_non_topk", (top.layer_v, lists, scores, count, top.layer, rate, t0)),
+        Call("io_compute_next_parents", (lists, positions, rate)),
+        Call("io_attention_forward", (q, k, v, *io_shared)),
         Call("attention_forward", (q, k, v, *shared)),
         Call("attention", (q, k, v, *shared), differentiable=(0, 1, 2)),
         Call("attention_backward", (dout, q, k, v, *forward[:3], parents, *shared)),

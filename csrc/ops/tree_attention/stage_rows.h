@@ -39,8 +39,12 @@ struct StageRows {
   void (*rotate)(const T* x, const Real* cos, const Real* sin, bool inverse, int64_t half, T* out);
   // scores [num][num_heads] = scale * <R_{num-1} q_g, R_p key_p>, -inf where absent. `buffer`: (num_heads +
   // 1) * K.
-  void (*score)(const T* q, int64_t head_stride, int64_t num_heads, const CandidateRows<T>& keys,
-                const RotaryTable<Real>& rotary, Real scale, Real* buffer, Real* scores);
+  using Score = void(const T* q, int64_t head_stride, int64_t num_heads, const CandidateRows<T>& keys,
+                     const RotaryTable<Real>& rotary, Real scale, Real* buffer, Real* scores);
+  Score* score;
+  // The IO-only twin (docs/semantics.md §2.3): adds to scores[p * num_heads], which hold the hash of
+  // candidate p, sums of what `score` reads, and spreads the result over the heads. `scale` is not used.
+  Score* io_score;
   // State of the candidates that are present and whose score is not -inf; scores [num][score_stride >=
   // num_heads]. lmax and lsum [num_heads], lout [num_heads][width]. `buffer`: num_heads * num + width.
   void (*accumulate)(const Real* scores, int64_t score_stride, int64_t num_heads,
@@ -48,8 +52,12 @@ struct StageRows {
                      Real* lout);
   // The min(top_k, num) selected positions in ascending order and their ranks (select/selection.h); num >= 1.
   // Returns their number. `buffer`: select_bytes(num, num_heads), aligned to 8.
-  int64_t (*select)(const Real* scores, int64_t score_stride, int64_t num_heads, int64_t num, int64_t top_k,
-                    Importance importance, void* buffer, int32_t* positions, Rank* ranks);
+  using Select = int64_t(const Real* scores, int64_t score_stride, int64_t num_heads, int64_t num,
+                         int64_t top_k, Importance importance, void* buffer, int32_t* positions, Rank* ranks);
+  Select* select;
+  // The IO-only twin: the same passes over the scores; ranks[0] is their folded bits, positions stay as they
+  // are.
+  Select* io_select;
   int64_t (*select_bytes)(int64_t max_candidates, int64_t num_heads);
   // out[d] = row[d] / sum, rounded once.
   void (*normalize)(const Real* row, Real sum, int64_t width, T* out);

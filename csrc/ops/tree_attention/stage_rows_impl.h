@@ -2,6 +2,7 @@
 #pragma once
 
 #include "host/simd_lanes.h"
+#include "ops/tree_attention/io_weights.h"
 #include "ops/tree_attention/select/selection.h"
 #include "ops/tree_attention/stage_rows.h"
 
@@ -85,13 +86,30 @@ inline R dot(const R* a, const R* b, int64_t width) {
   return horizontal_sum(sum);
 }
 
+template <typename T>
+inline ScalarOf<T> row_sum(const T* row, int64_t width) {
+  VecOf<T> sum = {};
+  for_vectors<T>(width, [&](int64_t i, auto lanes) { sum += load_lanes(row + i, lanes); });
+  return horizontal_sum(sum);
+}
+
 template <typename Work, typename T>
 void score_row(const T* q, int64_t head_stride, int64_t num_heads, const CandidateRows<T>& keys,
                const RotaryTable<ScalarOf<T>>& rotary, ScalarOf<T> scale, ScalarOf<T>* buffer,
                ScalarOf<T>* scores) {
   const int64_t half = rotary.half;
   ScalarOf<T>* key = buffer + num_heads * 2 * half;
+  const auto angles = [&](int64_t p) {
+    return row_sum(rotary.cos + p * rotary.cos_stride, half) +
+           row_sum(rotary.sin + p * rotary.sin_stride, half);
+  };
   for (int64_t g = 0; g < num_heads; ++g) {
+    if constexpr (Work::kIoOnly) {
+      buffer[g] = static_cast<ScalarOf<T>>(tree_attention::kIoQueryWeight) *
+                      (row_sum(q + g * head_stride, 2 * half) + angles(keys.num - 1)) +
+                  static_cast<ScalarOf<T>>(tree_attention::kIoHeadWeight) * static_cast<ScalarOf<T>>(g);
+      continue;
+    }
     rotate_into(q + g * head_stride, rotary.cos + (keys.num - 1) * rotary.cos_stride,
                 rotary.sin + (keys.num - 1) * rotary.sin_stride, ScalarOf<T>{1}, scale, half,
                 buffer + g * 2 * half);
@@ -101,6 +119,16 @@ void score_row(const T* q, int64_t head_stride, int64_t num_heads, const Candida
     if (keys.nodes[p] < 0) {
       for (int64_t g = 0; g < num_heads; ++g) {
         out[g] = -std::numeric_limits<ScalarOf<T>>::infinity();
+      }
+      continue;
+    }
+    if constexpr (Work::kIoOnly) {
+      const ScalarOf<T> shared = out[0] +
+                                 static_cast<ScalarOf<T>>(tree_attention::kIoKeyWeight) *
+                                     row_sum(keys.layer + keys.nodes[p] * keys.node_stride, 2 * half) +
+                                 static_cast<ScalarOf<T>>(tree_attention::kIoQueryWeight) * angles(p);
+      for (int64_t g = 0; g < num_heads; ++g) {
+        out[g] = shared + buffer[g];
       }
       continue;
     }
@@ -182,6 +210,16 @@ int64_t select_row(const R* scores, int64_t score_stride, int64_t num_heads, int
       by_head[g * num + p] = scores[p * score_stride + g];
     }
   }
+  if constexpr (Work::kIoOnly) {
+    selection::Rank<R> fold = 0;
+    for (int64_t i = 0; i < num * num_heads; ++i) {
+      selection::Rank<R> bits;
+      std::memcpy(&bits, by_head + i, sizeof(bits));
+      fold ^= bits;
+    }
+    ranks[0] = fold;
+    return num < top_k ? num : top_k;
+  }
   selection::rank_candidates(by_head, num, num_heads, num, importance, workspace);
   const int64_t count = selection::select_ranked(num, top_k, workspace, positions);
   for (int64_t i = 0; i < count; ++i) {
@@ -190,21 +228,22 @@ int64_t select_row(const R* scores, int64_t score_stride, int64_t num_heads, int
   return count;
 }
 
-template <typename Work, typename T>
+template <typename T>
 constexpr StageRows<T, ScalarOf<T>, selection::Rank<ScalarOf<T>>> rows_of() {
   return {mean_row<T>,
           share_row<T>,
           rotate_row<T>,
-          score_row<Work, T>,
+          score_row<FullWork, T>,
+          score_row<IoOnly, T>,
           accumulate_row<T>,
-          select_row<Work, ScalarOf<T>>,
+          select_row<FullWork, ScalarOf<T>>,
+          select_row<IoOnly, ScalarOf<T>>,
           select_bytes<ScalarOf<T>>,
           normalize_row<T>};
 }
 
 constexpr tree_attention::StageTables stage_tables() {
-  return {rows_of<FullWork, float>(), rows_of<FullWork, Fp16>(), rows_of<FullWork, Bf16>(),
-          rows_of<FullWork, double>()};
+  return {rows_of<float>(), rows_of<Fp16>(), rows_of<Bf16>(), rows_of<double>()};
 }
 
 }  // namespace htree::HTREE_ISA

@@ -7,6 +7,13 @@ takes `compute_dtype` and every option, the ones the library does not offer incl
 
 from .attention import Forward, LayerTrace, htree_forward_naive
 from .gradient import htree_backward_naive
+from .io_only import (
+    io_attention_forward,
+    io_compute_next_parents,
+    io_compute_scores,
+    io_select_topk,
+    lcg,
+)
 from .oracle import cut_coverage, dense_causal_attention, softmax_over_cut
 from .rotary import rope, rope_cache, rotate
 from .selection import (
@@ -58,7 +65,12 @@ __all__ = [
     "htree_backward_naive",
     "htree_forward_naive",
     "importance_of",
+    "io_attention_forward",
+    "io_compute_next_parents",
+    "io_compute_scores",
+    "io_select_topk",
     "layer_sizes",
+    "lcg",
     "mask_topk_scores",
     "mean_of_children",
     "merge_to_global",

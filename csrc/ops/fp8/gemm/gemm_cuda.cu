@@ -75,11 +75,11 @@ void run_library(const GemmArguments& g, const Tensor& c, cudaStream_t stream) {
   const bool single = g.a_scale.numel() == 1 && g.b_scale.numel() == 1;
   const int64_t num_a = single ? 1 : g.a.size(0);
   const int64_t num_b = single ? 1 : g.b.size(1);
-  // cuBLASLt reads scales from multiples of 16 bytes.
-  const int64_t begin_b = (num_a + 3) / 4 * 4;
-  const Tensor reciprocals = at::empty({begin_b + num_b}, g.a_scale.options());
+  constexpr int64_t kPack = kAlignment / sizeof(float);  // the library wants each vector on the 16-byte grid
+  const int64_t first_b = (num_a + kPack - 1) / kPack * kPack;
+  const Tensor reciprocals = at::empty({first_b + num_b}, g.a_scale.options());
   const Tensor a = reciprocals.narrow(0, 0, num_a);
-  const Tensor b = reciprocals.narrow(0, begin_b, num_b);
+  const Tensor b = reciprocals.narrow(0, first_b, num_b);
   C10_CUDA_CHECK(launch_reciprocals(scale_of(g.a_scale), num_a, a.mutable_data_ptr<float>(),
                                     scale_of(g.b_scale), num_b, b.mutable_data_ptr<float>(), stream));
   Tensor out = c;

@@ -9,13 +9,6 @@
 
 namespace htree::fp8 {
 
-// When one warpgroup adds partial sums the other must keep the tensor cores busy, which it does only if the
-// two are out of step. kTile, kBlock: the second warpgroup waits for the first product of the first one, in
-// every tile or in every k-block.
-enum class Stagger : int { kNone, kTile, kBlock };
-
-inline constexpr int kStaggerBarrier = 1;  // named barrier of both warpgroups
-
 // The products of kPromoteK elements into d; committed, not waited for. `a`, `b` at their first element.
 template <class Shape, int kPromoteK>
 __device__ __forceinline__ void start_products(uint64_t a, uint64_t b, float (&d)[Shape::kRowsB / 2]) {
@@ -38,7 +31,7 @@ __device__ __forceinline__ void add_to(float (&sum)[kCount], float (&d)[kCount])
 }
 
 // A warpgroup: sum[half] = its 64 rows number `half` of A times all rows of B. kPromoteK: 32, 64 or 128.
-template <class Shape, int kPromoteK, int kHalves, Stagger kStagger = Stagger::kNone>
+template <class Shape, int kPromoteK, int kHalves>
 __device__ __forceinline__ void multiply_promoted(device::GemmRing<Shape>& ring,
                                                   device::RingPlace<Shape::kStages>& place, int num_blocks,
                                                   int warpgroup, float (&sum)[kHalves][Shape::kRowsB / 2]) {
@@ -52,10 +45,6 @@ __device__ __forceinline__ void multiply_promoted(device::GemmRing<Shape>& ring,
   for (int block_idx = 0; block_idx < num_blocks; ++block_idx) {
     device::barrier_wait(&ring.full[place.stage], place.parity);
     const uint64_t b = device::k_major_descriptor<device::Swizzle::k128>(ring.b[place.stage]);
-    const bool staggered = kStagger == Stagger::kBlock || (kStagger == Stagger::kTile && block_idx == 0);
-    if (staggered && warpgroup == 1) {
-      device::named_barrier_sync(kStaggerBarrier, 256);
-    }
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
       const uint64_t a = device::k_major_descriptor<device::Swizzle::k128>(
@@ -65,9 +54,6 @@ __device__ __forceinline__ void multiply_promoted(device::GemmRing<Shape>& ring,
         float d[Shape::kRowsB / 2];
         start_products<Shape, kPromoteK>(device::advance(a, k), device::advance(b, k), d);
         device::wgmma_wait<0>();
-        if (half == 0 && k == 0 && staggered && warpgroup == 0) {
-          device::named_barrier_arrive(kStaggerBarrier, 256);
-        }
         if (half + 1 == kHalves && k + kPromoteK == device::kBlockBytes) {
           device::release_stage(ring, place.stage);
         }

@@ -79,6 +79,18 @@ __global__ void __launch_bounds__(Tr::kThreads)
     return;
   }
 
+  // Places 4 j + 2 h + i of a thread: column 16 warp + lane / 4 + 8 h, row 8 j + 2 (lane % 4) + i. Their
+  // scales are fetched while the first codes are under way.
+  const int64_t first_column = column + warp * 16 + lane / 4;
+  const int64_t first_row = row + 2 * (lane % 4);
+  float by_row[Tr::kRows / 4];
+#pragma unroll
+  for (int j = 0; j < Tr::kRows / 4; ++j) {
+    by_row[j] = inverse_scale(p.a_scale, first_row + j / 2 * 8 + j % 2, p.sizes.m);
+  }
+  const float by_column[2] = {inverse_scale(p.b_scale, first_column, p.sizes.n),
+                              inverse_scale(p.b_scale, first_column + 8, p.sizes.n)};
+
   float sum[1][Tr::kRows / 2];
   multiply_promoted<Shape, 128, 1>(ring, place, count, 0, sum);
   if constexpr (Tr::kParts > 1) {
@@ -103,23 +115,18 @@ __global__ void __launch_bounds__(Tr::kThreads)
     }
   }
 
-  // Places 4 j + 2 h + i: column 16 warp + lane / 4 + 8 h, row 8 j + 2 (lane % 4) + i.
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int64_t c = column + warp * 16 + lane / 4 + 8 * h;
+    const int64_t c = first_column + 8 * h;
     if (c >= p.sizes.n) {
       continue;
     }
-    const float by_column = inverse_scale(p.b_scale, c, p.sizes.n);
 #pragma unroll
-    for (int j = 0; j < Tr::kRows / 8; ++j) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int64_t r = row + 8 * j + 2 * (lane % 4) + i;
-        if (r < p.sizes.m) {
-          const float factor = joint_factor(inverse_scale(p.a_scale, r, p.sizes.m), by_column);
-          p.c[r * p.sizes.n + c] = device::from_acc<typename Tr::Out>(sum[0][4 * j + 2 * h + i] * factor);
-        }
+    for (int j = 0; j < Tr::kRows / 4; ++j) {
+      const int64_t r = first_row + j / 2 * 8 + j % 2;
+      if (r < p.sizes.m) {
+        const float value = sum[0][j / 2 * 4 + 2 * h + j % 2] * joint_factor(by_row[j], by_column[h]);
+        p.c[r * p.sizes.n + c] = device::from_acc<typename Tr::Out>(value);
       }
     }
   }

@@ -15,15 +15,13 @@
 
 namespace htree::fp8 {
 
-template <typename Out_, int kRows_, int kColumns_, int kStages_, int kPromoteK_, int kCluster_ = 1,
-          Stagger kStagger_ = Stagger::kNone>
+template <typename Out_, int kRows_, int kColumns_, int kStages_, int kPromoteK_, int kCluster_>
 struct GemmTileTraits {
   using Out = Out_;
   static constexpr int kRows = kRows_;
   static constexpr int kColumns = kColumns_;
   static constexpr int kPromoteK = kPromoteK_;
   static constexpr int kCluster = kCluster_;
-  static constexpr Stagger kStagger = kStagger_;
   static constexpr int kHalves = kRows / 128;  // 64-row parts of a warpgroup
   static constexpr bool kInTurns = kHalves == 1 && kPromoteK == device::kBlockBytes;
   using Shape = device::GemmShape<__nv_fp8_e4m3, kRows, kColumns, kStages_, kCluster, 2>;
@@ -229,8 +227,7 @@ __device__ __forceinline__ void multiply_tiles(typename Tr::Shared& shared, cons
     if constexpr (Tr::kInTurns) {
       multiply_promoted_in_turns<Shape>(shared.ring, place, p.num_blocks, warpgroup, sum[0]);
     } else {
-      multiply_promoted<Shape, Tr::kPromoteK, Tr::kHalves, Tr::kStagger>(shared.ring, place, p.num_blocks,
-                                                                         warpgroup, sum);
+      multiply_promoted<Shape, Tr::kPromoteK, Tr::kHalves>(shared.ring, place, p.num_blocks, warpgroup, sum);
     }
 #pragma unroll
     for (int half = 0; half < Tr::kHalves; ++half) {

@@ -22,20 +22,36 @@ LayerArgs resolve(const char* op, const LayerTensors& in, const LayerOptions& op
 // H_kv, k*r, G] lmax = scores.where(keep, -inf).amax(-2); w = (scores - lmax).exp().where(keep, 0); lsum =
 // w.sum(-2) lout = torch.einsum("bthpg,bthpv->bthgv", w, layer_v[b, node, h]) node as in compute_scores
 template <AccumulateNonTopk* kKernel>
-State accumulate_non_topk(const Tensor& layer_v, const Tensor& parents, const Tensor& scores,
-                          const Tensor& num_candidates, int64_t layer, int64_t compression_rate, SymInt t0) {
+State run_accumulate(const char* op, const Tensor& layer_v, const Tensor& parents, const Tensor& scores,
+                     const Tensor& num_candidates, int64_t layer, int64_t compression_rate, SymInt t0) {
   State state =
-      prepare_accumulate_non_topk(layer_v, parents, scores, num_candidates, layer, compression_rate, t0);
+      prepare_accumulate_non_topk(layer_v, parents, scores, num_candidates, layer, compression_rate, t0, op);
   if constexpr (kKernel != nullptr) {
     const auto& [lmax, lsum, lout] = state;
-    const LayerArgs args = resolve_layer("accumulate_non_topk", layer, compression_rate, parents.size(3),
-                                         parents.size(3), t0, layer_v.size(1), scores.size(1));
+    const LayerArgs args = resolve_layer(op, layer, compression_rate, parents.size(3), parents.size(3), t0,
+                                         layer_v.size(1), scores.size(1));
     if (lout.numel() > 0) {
       kKernel(unit_last(layer_v), unit_last(parents), unit_last(scores), unit_last(num_candidates), args,
               lmax, lsum, lout);
     }
   }
   return state;
+}
+
+template <AccumulateNonTopk* kKernel>
+State accumulate_non_topk(const Tensor& layer_v, const Tensor& parents, const Tensor& scores,
+                          const Tensor& num_candidates, int64_t layer, int64_t compression_rate, SymInt t0) {
+  return run_accumulate<kKernel>("accumulate_non_topk", layer_v, parents, scores, num_candidates, layer,
+                                 compression_rate, t0);
+}
+
+// The IO-only twin is the op itself. docs/semantics.md §2.2.
+template <AccumulateNonTopk* kKernel>
+State io_accumulate_non_topk(const Tensor& layer_v, const Tensor& parents, const Tensor& scores,
+                             const Tensor& num_candidates, int64_t layer, int64_t compression_rate,
+                             SymInt t0) {
+  return run_accumulate<kKernel>("io_accumulate_non_topk", layer_v, parents, scores, num_candidates, layer,
+                                 compression_rate, t0);
 }
 
 // compute_scores, select_topk and the state of all candidates, with one list per query head:
@@ -130,6 +146,7 @@ template <AccumulateNonTopk* kAccumulate, ComputeAndSelect* kPerHead, SelectAccu
           BottomAccumulate* kBottom, RecomputeSelection* kRecompute>
 void register_kernels(torch::Library& library) {
   library.impl("accumulate_non_topk", TORCH_FN(accumulate_non_topk<kAccumulate>));
+  library.impl("io_accumulate_non_topk", TORCH_FN(io_accumulate_non_topk<kAccumulate>));
   library.impl("compute_and_select", TORCH_FN(compute_and_select<kPerHead>));
   library.impl("select_accumulate", TORCH_FN(select_accumulate<kSelect>));
   library.impl("bottom_accumulate", TORCH_FN(bottom_accumulate<kBottom>));
@@ -143,6 +160,9 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
       library,
       {
           "accumulate_non_topk(Tensor layer_v, Tensor parents, Tensor scores, Tensor num_candidates, int "
+          "layer, "
+          "int compression_rate=16, SymInt t0=0) -> (Tensor lmax, Tensor lsum, Tensor lout)",
+          "io_accumulate_non_topk(Tensor layer_v, Tensor parents, Tensor scores, Tensor num_candidates, int "
           "layer, "
           "int compression_rate=16, SymInt t0=0) -> (Tensor lmax, Tensor lsum, Tensor lout)",
           "compute_and_select(Tensor q, Tensor layer_k, Tensor layer_v, Tensor parents, Tensor cos, Tensor "
@@ -183,8 +203,8 @@ TORCH_LIBRARY_IMPL(htree, Meta, library) {
 }
 
 TORCH_LIBRARY_IMPL(htree, Autograd, library) {
-  register_no_gradient(library, {"accumulate_non_topk", "compute_and_select", "select_accumulate",
-                                 "bottom_accumulate", "recompute_selection"});
+  register_no_gradient(library, {"accumulate_non_topk", "io_accumulate_non_topk", "compute_and_select",
+                                 "select_accumulate", "bottom_accumulate", "recompute_selection"});
 }
 
 }  // namespace htree::tree_attention

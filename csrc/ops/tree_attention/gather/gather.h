@@ -61,21 +61,20 @@ inline Tensor new_lists(const LayerTensors& in, int64_t top_k) {
 
 inline State prepare_accumulate_non_topk(const Tensor& layer_v, const Tensor& parents, const Tensor& scores,
                                          const Tensor& num_candidates, int64_t layer,
-                                         int64_t compression_rate, const SymInt& t0) {
-  constexpr const char* kOp = "accumulate_non_topk";
-  check_position(kOp, layer, compression_rate, t0);
-  check_scores(kOp, scores);
-  check_rank(kOp, "layer_v", layer_v, 4, "[B, N, H_kv, V]");
-  check_floating(kOp, "layer_v", layer_v, /*double_on_cuda=*/false);
-  check_dtype(kOp, "scores", scores, {state_dtype(layer_v)});
-  check_same_device(kOp, "scores", scores, "layer_v", layer_v);
-  check_size(kOp, "layer_v", layer_v, 0, scores.sym_size(0), "B of scores");
-  check_size(kOp, "layer_v", layer_v, 2, scores.sym_size(2), "H_kv of scores");
-  TORCH_CHECK_VALUE(holds(layer_v.sym_size(3).sym_ge(1)), kOp,
+                                         int64_t compression_rate, const SymInt& t0, const char* op) {
+  check_position(op, layer, compression_rate, t0);
+  check_scores(op, scores);
+  check_rank(op, "layer_v", layer_v, 4, "[B, N, H_kv, V]");
+  check_floating(op, "layer_v", layer_v, /*double_on_cuda=*/false);
+  check_dtype(op, "scores", scores, {state_dtype(layer_v)});
+  check_same_device(op, "scores", scores, "layer_v", layer_v);
+  check_size(op, "layer_v", layer_v, 0, scores.sym_size(0), "B of scores");
+  check_size(op, "layer_v", layer_v, 2, scores.sym_size(2), "H_kv of scores");
+  TORCH_CHECK_VALUE(holds(layer_v.sym_size(3).sym_ge(1)), op,
                     ": V, the last size of layer_v, must be at least 1, ", "got ", layer_v.sym_sizes());
-  check_num_candidates(kOp, num_candidates, scores);
-  check_parents(kOp, parents, scores, scores.sym_size(2), compression_rate);
-  check_size(kOp, "scores", scores, 3, parents.sym_size(3) * compression_rate,
+  check_num_candidates(op, num_candidates, scores);
+  check_parents(op, parents, scores, scores.sym_size(2), compression_rate);
+  check_size(op, "scores", scores, 3, parents.sym_size(3) * compression_rate,
              "k of parents times compression_rate");
   return new_state(scores.sym_size(0), scores.sym_size(1), scores.sym_size(2) * scores.sym_size(4),
                    layer_v.sym_size(3), layer_v);

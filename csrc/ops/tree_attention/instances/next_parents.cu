@@ -15,6 +15,18 @@ NextParentsPlan next_parents_plan(const NextParentsParams& params) {
   return plan;
 }
 
+template <typename Work>
+void launch_as(const NextParentsParams& params, cudaStream_t stream) {
+  if (params.num_rows() == 0 || params.top_k == 0) {
+    return;
+  }
+  const NextParentsPlan plan = next_parents_plan(params);
+  const auto kernel = compute_next_parents_kernel<Work>;
+  allow_shared(kernel, plan.shared_bytes);
+  kernel<<<static_cast<unsigned>(plan.num_blocks), kNextParentsThreads,
+           static_cast<size_t>(plan.shared_bytes), stream>>>(params, plan);
+}
+
 }  // namespace
 
 int64_t next_parents_scratch_bytes(const NextParentsParams& params) {
@@ -23,14 +35,11 @@ int64_t next_parents_scratch_bytes(const NextParentsParams& params) {
 }
 
 void launch_compute_next_parents(const NextParentsParams& params, cudaStream_t stream) {
-  if (params.num_rows() == 0 || params.top_k == 0) {
-    return;
-  }
-  const NextParentsPlan plan = next_parents_plan(params);
-  const auto kernel = compute_next_parents_kernel<FullWork>;
-  allow_shared(kernel, plan.shared_bytes);
-  kernel<<<static_cast<unsigned>(plan.num_blocks), kNextParentsThreads,
-           static_cast<size_t>(plan.shared_bytes), stream>>>(params, plan);
+  launch_as<FullWork>(params, stream);
+}
+
+void launch_io_compute_next_parents(const NextParentsParams& params, cudaStream_t stream) {
+  launch_as<IoOnly>(params, stream);
 }
 
 void launch_mask_topk_scores(const MaskParams& params, cudaStream_t stream) {

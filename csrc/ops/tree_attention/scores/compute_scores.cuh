@@ -4,14 +4,18 @@
 // The keys of a tile are rotated once and stand in shared memory as floats, one slice of the key dimension at
 // a time; the rotated queries of the group are broadcast. Every score is one sequential sum over the key
 // dimension, so it does not depend on the launch shape.
+//
+// The IO-only twin adds up what it loads instead of rotating and multiplying (docs/semantics.md §2.3).
 #pragma once
 
 #include <algorithm>
 
 #include "device/numeric.cuh"
 #include "device/pack.cuh"
+#include "device/reduce.cuh"
 #include "device/rotary.cuh"
 #include "device/work.cuh"
+#include "ops/tree_attention/io_formulas.h"
 #include "ops/tree_attention/lists.cuh"
 #include "ops/tree_attention/scores/compute_scores_launch.h"
 
@@ -48,8 +52,8 @@ __device__ __forceinline__ void load_table(const float* row, float (&values)[kPa
 }
 
 // Rotates one slice of the tile's keys, each at its position p, into shared memory; zeros where there is no
-// key.
-template <int kPack, typename T, int kHeads>
+// key. The twin leaves one sum per pack in the row of the pack.
+template <typename Work, int kPack, typename T, int kHeads>
 __device__ __forceinline__ void stage_keys(const ScoresParams<T>& params, const T* keys, int64_t first_p,
                                            int64_t first_pair, ScoresShared<kHeads>& shared) {
   using Traits = ScoresTraits;
@@ -63,6 +67,7 @@ __device__ __forceinline__ void stage_keys(const ScoresParams<T>& params, const 
     const int32_t node = shared.nodes[candidate];
     float low[kPack] = {};
     float high[kPack] = {};
+    float angles = 0.0f;
     if (node >= 0 && pair < half) {
       const T* key = keys + node * params.keys.row + pair;
       const auto stored_low = device::load_pack<kPack>(key);
@@ -79,20 +84,36 @@ __device__ __forceinline__ void stage_keys(const ScoresParams<T>& params, const 
         load_table(params.table.sin + (first_p + candidate) * params.table.sin_row + pair, sin);
 #pragma unroll
         for (int e = 0; e < kPack; ++e) {
-          device::rotate_pair(low[e], high[e], cos[e], sin[e]);
+          if constexpr (!Work::kIoOnly) {
+            device::rotate_pair(low[e], high[e], cos[e], sin[e]);
+          } else {
+            angles += cos[e] + sin[e];
+          }
         }
       }
     }
+    if constexpr (!Work::kIoOnly) {
 #pragma unroll
-    for (int e = 0; e < kPack; ++e) {
-      shared.keys[pair_in_slice + e][candidate] = low[e];
-      shared.keys[Traits::kPairs + pair_in_slice + e][candidate] = high[e];
+      for (int e = 0; e < kPack; ++e) {
+        shared.keys[pair_in_slice + e][candidate] = low[e];
+        shared.keys[Traits::kPairs + pair_in_slice + e][candidate] = high[e];
+      }
+    } else {
+      constexpr float kKeyWeight = static_cast<float>(kIoKeyWeight);
+      constexpr float kQueryWeight = static_cast<float>(kIoQueryWeight);
+      float sum = 0.0f;
+#pragma unroll
+      for (int e = 0; e < kPack; ++e) {
+        sum += low[e] + high[e];
+      }
+      shared.keys[item % kPacks][candidate] = kKeyWeight * sum + kQueryWeight * angles;
     }
   }
 }
 
-// Rotates one slice of the group's queries at position n - 1, times the scale, into shared memory.
-template <typename T, int kHeads>
+// Rotates one slice of the group's queries at position n - 1, times the scale, into shared memory. The twin
+// leaves the sum of the slice in row 0: a warp owns the pairs of one head.
+template <typename Work, typename T, int kHeads>
 __device__ __forceinline__ void stage_queries(const ScoresParams<T>& params, const T* queries,
                                               int64_t num_heads, int64_t position, int64_t first_pair,
                                               ScoresShared<kHeads>& shared) {
@@ -109,12 +130,40 @@ __device__ __forceinline__ void stage_queries(const ScoresParams<T>& params, con
       low = device::to_acc(query[0]);
       high = device::to_acc(query[half]);
       if (params.table.cos != nullptr) {
-        device::rotate_pair(low, high, params.table.cos[position * params.table.cos_row + pair],
-                            params.table.sin[position * params.table.sin_row + pair]);
+        const float cos = params.table.cos[position * params.table.cos_row + pair];
+        const float sin = params.table.sin[position * params.table.sin_row + pair];
+        if constexpr (!Work::kIoOnly) {
+          device::rotate_pair(low, high, cos, sin);
+        } else {
+          low += cos;
+          high += sin;
+        }
       }
     }
-    shared.queries[pair_in_slice][head] = low * params.scale;
-    shared.queries[Traits::kPairs + pair_in_slice][head] = high * params.scale;
+    if constexpr (!Work::kIoOnly) {
+      shared.queries[pair_in_slice][head] = low * params.scale;
+      shared.queries[Traits::kPairs + pair_in_slice][head] = high * params.scale;
+    } else {
+      static_assert(Traits::kPairs == device::kWarpSize);
+      constexpr float kQueryWeight = static_cast<float>(kIoQueryWeight);
+      const float sum = device::warp_reduce<device::Sum>(low + high);
+      if (pair_in_slice == 0) {
+        shared.queries[0][head] = kQueryWeight * sum;
+      }
+    }
+  }
+}
+
+template <int kPack, int kHeads>
+__device__ __forceinline__ void add_slice(const ScoresShared<kHeads>& shared, float (&sums)[kHeads]) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int pack = 0; pack < ScoresTraits::kPairs / kPack; ++pack) {
+    sum += shared.keys[pack][threadIdx.x];
+  }
+#pragma unroll
+  for (int head = 0; head < kHeads; ++head) {
+    sums[head] += sum + shared.queries[0][head];
   }
 }
 
@@ -190,11 +239,15 @@ __global__ void __launch_bounds__(ScoresTraits::kThreads)
       if (tile < num_candidates) {
         for (int64_t first_pair = 0; first_pair < params.key_dim / 2; first_pair += Traits::kPairs) {
           __syncthreads();
-          stage_keys<kPack>(params, keys, tile, first_pair, shared);
-          stage_queries(params, queries + first_head * params.q.head, num_heads, num_candidates - 1,
-                        first_pair, shared);
+          stage_keys<Work, kPack>(params, keys, tile, first_pair, shared);
+          stage_queries<Work>(params, queries + first_head * params.q.head, num_heads, num_candidates - 1,
+                              first_pair, shared);
           __syncthreads();
-          multiply_slice(shared, sums);
+          if constexpr (!Work::kIoOnly) {
+            multiply_slice(shared, sums);
+          } else {
+            add_slice<kPack>(shared, sums);
+          }
         }
       }
       if (p < end) {
@@ -202,6 +255,13 @@ __global__ void __launch_bounds__(ScoresTraits::kThreads)
 #pragma unroll
           for (int head = 0; head < kHeads; ++head) {
             sums[head] = device::negative_infinity<float>();
+          }
+        } else if constexpr (Work::kIoOnly) {
+          constexpr float kHeadWeight = static_cast<float>(kIoHeadWeight);
+          const float base = io_score_base(node, row.list, geometry.t0 + row.query * geometry.query_step);
+#pragma unroll
+          for (int head = 0; head < kHeads; ++head) {
+            sums[head] += base + kHeadWeight * static_cast<float>(first_head + head);
           }
         }
         store_scores(scores + p * geometry.group + first_head, num_heads, sums);
@@ -217,7 +277,7 @@ inline unsigned score_splits(int64_t num_rows, int64_t num_tiles) {
   return static_cast<unsigned>(std::clamp<int64_t>(wanted, 1, std::clamp<int64_t>(num_tiles, 1, 65535)));
 }
 
-template <typename T, int kHeads>
+template <typename Work, typename T, int kHeads>
 void launch_compute_scores_for(const ScoresParams<T>& params, cudaStream_t stream) {
   using Traits = ScoresTraits;
   constexpr int kWide = device::kPackOf<T>;
@@ -227,27 +287,37 @@ void launch_compute_scores_for(const ScoresParams<T>& params, cudaStream_t strea
   const bool wide =
       params.key_dim / 2 % kWide == 0 && rows_aligned(params.keys) && rows_aligned(params.table);
   if (wide) {
-    compute_scores_kernel<FullWork, T, kHeads, kWide><<<grid, Traits::kThreads, 0, stream>>>(params);
+    compute_scores_kernel<Work, T, kHeads, kWide><<<grid, Traits::kThreads, 0, stream>>>(params);
   } else {
-    compute_scores_kernel<FullWork, T, kHeads, 1><<<grid, Traits::kThreads, 0, stream>>>(params);
+    compute_scores_kernel<Work, T, kHeads, 1><<<grid, Traits::kThreads, 0, stream>>>(params);
   }
 }
 
-template <typename T>
-void launch_compute_scores(const ScoresParams<T>& params, cudaStream_t stream) {
+template <typename Work, typename T>
+void launch_scores_as(const ScoresParams<T>& params, cudaStream_t stream) {
   if (params.geometry.num_rows() == 0) {
     return;
   }
   const int64_t group = params.geometry.group;
   if (group == 1) {
-    launch_compute_scores_for<T, 1>(params, stream);
+    launch_compute_scores_for<Work, T, 1>(params, stream);
   } else if (group == 2) {
-    launch_compute_scores_for<T, 2>(params, stream);
+    launch_compute_scores_for<Work, T, 2>(params, stream);
   } else if (group <= 4) {
-    launch_compute_scores_for<T, 4>(params, stream);
+    launch_compute_scores_for<Work, T, 4>(params, stream);
   } else {
-    launch_compute_scores_for<T, ScoresTraits::kMaxHeads>(params, stream);
+    launch_compute_scores_for<Work, T, ScoresTraits::kMaxHeads>(params, stream);
   }
+}
+
+template <typename T>
+void launch_compute_scores(const ScoresParams<T>& params, cudaStream_t stream) {
+  launch_scores_as<FullWork>(params, stream);
+}
+
+template <typename T>
+void launch_io_compute_scores(const ScoresParams<T>& params, cudaStream_t stream) {
+  launch_scores_as<IoOnly>(params, stream);
 }
 
 }  // namespace htree::tree_attention

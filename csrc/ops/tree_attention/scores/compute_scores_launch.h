@@ -27,4 +27,8 @@ struct ScoresParams {
 template <typename T>
 void launch_compute_scores(const ScoresParams<T>& params, cudaStream_t stream);
 
+// The same launch with the policy IoOnly. docs/semantics.md §2.2.
+template <typename T>
+void launch_io_compute_scores(const ScoresParams<T>& params, cudaStream_t stream);
+
 }  // namespace htree::tree_attention

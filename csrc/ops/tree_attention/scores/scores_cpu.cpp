@@ -1,15 +1,16 @@
-// CPU kernel of compute_scores (docs/semantics.md §1.3, §1.4): one query row and kv head at a time, in
-// parallel.
+// CPU kernels of compute_scores (docs/semantics.md §1.3, §1.4) and of its IO-only twin (§2.3): one query row
+// and kv head at a time, in parallel.
 #include <limits>
 
 #include "host/dispatch.h"
-#include "ops/tree_attention/kernels.h"
+#include "ops/tree_attention/io_formulas.h"
+#include "ops/tree_attention/io_kernels.h"
 #include "ops/tree_attention/stage_cpu.h"
 
 namespace htree::tree_attention {
 namespace {
 
-template <typename T>
+template <typename Work, typename T>
 void score_rows(const Tensor& q, const Tensor& layer_k, const Tensor& parents, const Tensor& cos,
                 const Tensor& sin, const LayerArgs& args, const Tensor& scores,
                 const Tensor& num_candidates) {
@@ -29,7 +30,7 @@ void score_rows(const Tensor& q, const Tensor& layer_k, const Tensor& parents, c
                                  sin.stride(0), q.size(3) / 2};
   Real* score_data = scores.mutable_data_ptr<Real>();
   int32_t* counts = num_candidates.mutable_data_ptr<int32_t>();
-  const auto score = Stage<T>::rows().score;
+  const auto score = Work::kIoOnly ? Stage<T>::rows().io_score : Stage<T>::rows().score;
 
   for_rows(q.size(0), q.size(1), kv_heads, max_candidates * q.size(3), [&] {
     return [&, nodes = std::vector<int64_t>(max_candidates),
@@ -42,6 +43,9 @@ void score_rows(const Tensor& q, const Tensor& layer_k, const Tensor& parents, c
       counts[row] = static_cast<int32_t>(num);
       if (num > 0) {
         resolve_nodes(list, num, r, rightmost, layer_k.size(1), nodes.data());
+        for (int64_t p = 0; Work::kIoOnly && p < num; ++p) {
+          out[p * group] = io_score_base(nodes[p], s, args.t0 + i);
+        }
         score(queries + q_strides.at(b, i, s * group), q_strides.d2, group,
               {keys + k_strides.at(b, 0, s), k_strides.d1, nodes.data(), num}, rotary,
               static_cast<Real>(args.scale), buffer.data(), out);
@@ -51,17 +55,31 @@ void score_rows(const Tensor& q, const Tensor& layer_k, const Tensor& parents, c
   });
 }
 
+template <typename Work>
+void score_any_dtype(const char* op, const Tensor& q, const Tensor& layer_k, const Tensor& parents,
+                     const Tensor& cos, const Tensor& sin, const LayerArgs& args, const Tensor& scores,
+                     const Tensor& num_candidates) {
+  if (num_candidates.numel() == 0) {
+    return;
+  }
+  dispatch_dtype(op, q.scalar_type(), AllFloatTypes{}, [&](auto tag) {
+    score_rows<Work, typename decltype(tag)::type>(q, layer_k, parents, cos, sin, args, scores,
+                                                   num_candidates);
+  });
+}
+
 }  // namespace
 
 void compute_scores_cpu(const Tensor& q, const Tensor& layer_k, const Tensor& parents, const Tensor& cos,
                         const Tensor& sin, const LayerArgs& args, const Tensor& scores,
                         const Tensor& num_candidates) {
-  if (num_candidates.numel() == 0) {
-    return;
-  }
-  dispatch_dtype("compute_scores", q.scalar_type(), AllFloatTypes{}, [&](auto tag) {
-    score_rows<typename decltype(tag)::type>(q, layer_k, parents, cos, sin, args, scores, num_candidates);
-  });
+  score_any_dtype<FullWork>("compute_scores", q, layer_k, parents, cos, sin, args, scores, num_candidates);
+}
+
+void io_compute_scores_cpu(const Tensor& q, const Tensor& layer_k, const Tensor& parents, const Tensor& cos,
+                           const Tensor& sin, const LayerArgs& args, const Tensor& scores,
+                           const Tensor& num_candidates) {
+  score_any_dtype<IoOnly>("io_compute_scores", q, layer_k, parents, cos, sin, args, scores, num_candidates);
 }
 
 }  // namespace htree::tree_attention

@@ -22,7 +22,7 @@ struct NextParentsPlan {
   int64_t num_blocks;
 };
 
-// A block owns one row: maps, sorts where the nodes do not ascend yet, and stores.
+// A block owns one row: maps, sorts where the nodes do not ascend yet, and stores. The IO-only twin copies.
 template <typename Work>
 __global__ void __launch_bounds__(kNextParentsThreads)
     compute_next_parents_kernel(const NextParentsParams params, const NextParentsPlan plan) {
@@ -35,6 +35,13 @@ __global__ void __launch_bounds__(kNextParentsThreads)
   for (int64_t row_idx = blockIdx.x; row_idx < params.num_rows(); row_idx += gridDim.x) {
     const RowIndex row = row_index(row_idx, params.num_queries, params.num_lists);
     const int32_t* positions = at_row(params.positions, row.batch, row.query, row.list);
+    int32_t* out = at_row(params.next_parents, row.batch, row.query, row.list);
+    if constexpr (Work::kIoOnly) {
+      for (int64_t i = threadIdx.x; i < params.top_k; i += kNextParentsThreads) {
+        out[i] = positions[i];
+      }
+      continue;
+    }
     const int32_t* parents = nullptr;
     int64_t num_parents = 0;
     if (params.parents.data != nullptr) {
@@ -61,7 +68,6 @@ __global__ void __launch_bounds__(kNextParentsThreads)
     if (__syncthreads_or(descends)) {
       device::block_sort(nodes, plan.sort_size);
     }
-    int32_t* out = at_row(params.next_parents, row.batch, row.query, row.list);
     for (int64_t i = threadIdx.x; i < params.top_k; i += kNextParentsThreads) {
       out[i] = nodes[i] == kMissing ? -1 : nodes[i];
     }

@@ -9,7 +9,7 @@
 #include "host/lazy_views.h"
 #include "host/op_handle.h"
 #include "host/registration.h"
-#include "ops/tree_attention/kernels.h"
+#include "ops/tree_attention/io_kernels.h"
 
 namespace htree::tree_attention {
 namespace {
@@ -81,6 +81,52 @@ Tensor compute_next_parents(const Tensor& parents, const Tensor& topk_positions,
   return next_parents;
 }
 
+// ---- IO-only twins
+
+// a = min(top_k, n); hash[j] = LCG(j + 7 * t + 13 * h_kv + 31 * b), LCG(x) = (x * 1103515245 + 12345) &
+// 0x7fffffff "lcg": hash[j] % n; "stratified": first[j] + hash[j] % (first[j + 1] - first[j]) with first[j] =
+// j * n // a slot a - 1 is n - 1, slots from a on are -1; everything is -1 at the bottom. `fold_mask` is the
+// zero that no compiler sees: any other value adds bits of the scores to the positions.
+template <IoSelectTopk* kKernel>
+Tensor io_select_topk(const Tensor& scores, const Tensor& num_candidates, int64_t top_k, int64_t layer,
+                      std::string_view select, SymInt t0, int64_t fold_mask) {
+  Tensor topk_positions = prepare_io_select_topk(scores, num_candidates, top_k, layer, select, t0);
+  if (topk_positions.numel() > 0) {
+    const IoPositions io = {t0.guard_int(__FILE__, __LINE__), layer == 0,
+                            parse_io_select("io_select_topk", select), static_cast<uint32_t>(fold_mask)};
+    kKernel(unit_last(scores), unit_last(num_candidates), top_k, io, topk_positions);
+  }
+  return topk_positions;
+}
+
+// topk_positions as they are; with map_positions what compute_next_parents gives
+template <ComputeNextParents* kCopy, ComputeNextParents* kMap>
+Tensor io_compute_next_parents(const Tensor& parents, const Tensor& topk_positions, int64_t compression_rate,
+                               bool map_positions) {
+  Tensor next_parents =
+      prepare_compute_next_parents(parents, topk_positions, compression_rate, "io_compute_next_parents");
+  if (next_parents.numel() > 0) {
+    (map_positions ? kMap : kCopy)(unit_last(parents), unit_last(topk_positions), compression_rate,
+                                   next_parents);
+  }
+  return next_parents;
+}
+
+Tensor io_compute_next_parents_meta(const Tensor& parents, const Tensor& topk_positions,
+                                    int64_t compression_rate, bool /*map_positions*/) {
+  return prepare_compute_next_parents(parents, topk_positions, compression_rate, "io_compute_next_parents");
+}
+
+Tensor compute_next_parents_meta(const Tensor& parents, const Tensor& topk_positions,
+                                 int64_t compression_rate) {
+  return prepare_compute_next_parents(parents, topk_positions, compression_rate);
+}
+
+Tensor io_select_topk_meta(const Tensor& scores, const Tensor& num_candidates, int64_t top_k, int64_t layer,
+                           std::string_view select, SymInt t0, int64_t /*fold_mask*/) {
+  return prepare_io_select_topk(scores, num_candidates, top_k, layer, select, t0);
+}
+
 // ---- Autograd of the mutating op
 
 void mask_topk_scores_autograd(const Tensor& scores, const Tensor& topk_positions) {
@@ -92,11 +138,14 @@ void mask_topk_scores_adinplace(const Tensor& scores, const Tensor& topk_positio
   mutate_and_bump({scores}, [&] { call_mask_topk_scores(scores, topk_positions); });
 }
 
-template <SelectTopk* kSelect, MaskTopkScores* kMask, ComputeNextParents* kNext>
+template <SelectTopk* kSelect, MaskTopkScores* kMask, ComputeNextParents* kNext, IoSelectTopk* kIoSelect,
+          ComputeNextParents* kIoNext>
 void register_device(torch::Library& library) {
   library.impl("select_topk", TORCH_FN(select_topk<kSelect>));
   library.impl("mask_topk_scores_", TORCH_FN(mask_topk_scores<kMask>));
   library.impl("compute_next_parents", TORCH_FN(compute_next_parents<kNext>));
+  library.impl("io_select_topk", TORCH_FN(io_select_topk<kIoSelect>));
+  library.impl("io_compute_next_parents", TORCH_FN((io_compute_next_parents<kIoNext, kNext>)));
 }
 
 }  // namespace
@@ -111,6 +160,10 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
           "-> Tensor topk_positions",
           "mask_topk_scores_(Tensor(a!) scores, Tensor topk_positions) -> ()",
           "compute_next_parents(Tensor parents, Tensor topk_positions, int compression_rate=16) -> Tensor",
+          "io_select_topk(Tensor scores, Tensor num_candidates, int top_k, int layer=1, str select=\"lcg\", "
+          "SymInt t0=0, int fold_mask=0) -> Tensor",
+          "io_compute_next_parents(Tensor parents, Tensor topk_positions, int compression_rate=16, "
+          "bool map_positions=False) -> Tensor",
       });
 }
 
@@ -119,23 +172,28 @@ TORCH_LIBRARY_IMPL(htree, CompositeExplicitAutograd, library) {
 }
 
 TORCH_LIBRARY_IMPL(htree, CPU, library) {
-  register_device<select_topk_cpu, mask_topk_scores_cpu, compute_next_parents_cpu>(library);
+  register_device<select_topk_cpu, mask_topk_scores_cpu, compute_next_parents_cpu, io_select_topk_cpu,
+                  io_compute_next_parents_cpu>(library);
 }
 
 #if defined(HTREE_WITH_CUDA)
 TORCH_LIBRARY_IMPL(htree, CUDA, library) {
-  register_device<select_topk_cuda, mask_topk_scores_cuda, compute_next_parents_cuda>(library);
+  register_device<select_topk_cuda, mask_topk_scores_cuda, compute_next_parents_cuda, io_select_topk_cuda,
+                  io_compute_next_parents_cuda>(library);
 }
 #endif
 
 TORCH_LIBRARY_IMPL(htree, Meta, library) {
   library.impl("select_topk", TORCH_FN(prepare_select_topk));
   library.impl("mask_topk_scores_", TORCH_FN(prepare_mask_topk_scores));
-  library.impl("compute_next_parents", TORCH_FN(prepare_compute_next_parents));
+  library.impl("compute_next_parents", TORCH_FN(compute_next_parents_meta));
+  library.impl("io_select_topk", TORCH_FN(io_select_topk_meta));
+  library.impl("io_compute_next_parents", TORCH_FN(io_compute_next_parents_meta));
 }
 
 TORCH_LIBRARY_IMPL(htree, Autograd, library) {
-  register_no_gradient(library, {"select_topk", "compute_next_parents"});
+  register_no_gradient(library,
+                       {"select_topk", "compute_next_parents", "io_select_topk", "io_compute_next_parents"});
   library.impl("mask_topk_scores_", TORCH_FN(mask_topk_scores_autograd));
 }
 

@@ -21,14 +21,35 @@ inline void check_num_candidates(const char* op, const Tensor& num_candidates, c
 }
 
 // Returns topk_positions int32 [B, T_q, H_kv, top_k], uninitialised.
+inline Tensor prepare_positions(const char* op, const Tensor& scores, const Tensor& num_candidates,
+                                int64_t top_k) {
+  check_scores(op, scores);
+  check_num_candidates(op, num_candidates, scores);
+  check_list_width(op, "top_k", top_k, /*compression_rate=*/1);
+  return new_tensor({scores.sym_size(0), scores.sym_size(1), scores.sym_size(2), top_k}, at::kInt, scores);
+}
+
 inline Tensor prepare_select_topk(const Tensor& scores, const Tensor& num_candidates, int64_t top_k,
                                   std::string_view importance) {
   constexpr const char* kOp = "select_topk";
-  check_scores(kOp, scores);
-  check_num_candidates(kOp, num_candidates, scores);
-  check_list_width(kOp, "top_k", top_k, /*compression_rate=*/1);
   parse_importance(kOp, importance);
-  return new_tensor({scores.sym_size(0), scores.sym_size(1), scores.sym_size(2), top_k}, at::kInt, scores);
+  return prepare_positions(kOp, scores, num_candidates, top_k);
+}
+
+// `select` of the twin, docs/semantics.md §2.3: true for "stratified", false for "lcg".
+inline bool parse_io_select(const char* op, std::string_view select) {
+  TORCH_CHECK_VALUE(select == "lcg" || select == "stratified", op,
+                    ": select must be \"lcg\" or \"stratified\", got \"", select, "\"");
+  return select == "stratified";
+}
+
+inline Tensor prepare_io_select_topk(const Tensor& scores, const Tensor& num_candidates, int64_t top_k,
+                                     int64_t layer, std::string_view select, const SymInt& t0) {
+  constexpr const char* kOp = "io_select_topk";
+  check_at_least(kOp, "layer", layer, 0);
+  TORCH_CHECK_VALUE(holds(t0.sym_ge(0)), kOp, ": t0 must be at least 0, got ", t0);
+  parse_io_select(kOp, select);
+  return prepare_positions(kOp, scores, num_candidates, top_k);
 }
 
 inline void prepare_mask_topk_scores(const Tensor& scores, const Tensor& topk_positions) {
@@ -44,15 +65,15 @@ inline void prepare_mask_topk_scores(const Tensor& scores, const Tensor& topk_po
 
 // Returns next_parents int32 of topk_positions' shape, uninitialised.
 inline Tensor prepare_compute_next_parents(const Tensor& parents, const Tensor& topk_positions,
-                                           int64_t compression_rate) {
-  constexpr const char* kOp = "compute_next_parents";
-  check_rate(kOp, compression_rate);
-  check_rank(kOp, "parents", parents, 4, "[B, T_q, H_kv, k]");
-  check_dtype(kOp, "parents", parents, {at::kInt});
-  TORCH_CHECK_VALUE(holds(parents.sym_size(3).sym_ge(1)), kOp,
+                                           int64_t compression_rate,
+                                           const char* op = "compute_next_parents") {
+  check_rate(op, compression_rate);
+  check_rank(op, "parents", parents, 4, "[B, T_q, H_kv, k]");
+  check_dtype(op, "parents", parents, {at::kInt});
+  TORCH_CHECK_VALUE(holds(parents.sym_size(3).sym_ge(1)), op,
                     ": k, the last size of parents, must be at least 1, got ", parents.sym_sizes());
-  check_rank(kOp, "topk_positions", topk_positions, 4, "[B, T_q, H_kv, k]");
-  check_indices(kOp, "topk_positions", topk_positions,
+  check_rank(op, "topk_positions", topk_positions, 4, "[B, T_q, H_kv, k]");
+  check_indices(op, "topk_positions", topk_positions,
                 {parents.sym_size(0), parents.sym_size(1), parents.sym_size(2), topk_positions.sym_size(3)},
                 "[B, T_q, H_kv] of parents, then k", parents);
   return new_tensor(topk_positions.sym_sizes(), at::kInt, parents);

@@ -1,9 +1,10 @@
-// CPU kernels of select_topk, mask_topk_scores_ and compute_next_parents (docs/semantics.md §1.6): rows in
-// parallel.
+// CPU kernels of select_topk, mask_topk_scores_ and compute_next_parents (docs/semantics.md §1.6) and of the
+// IO-only twins (§2.3): rows in parallel.
 #include <limits>
 
 #include "host/dispatch.h"
-#include "ops/tree_attention/kernels.h"
+#include "ops/tree_attention/io_formulas.h"
+#include "ops/tree_attention/io_kernels.h"
 #include "ops/tree_attention/stage_cpu.h"
 
 namespace htree::tree_attention {
@@ -11,11 +12,12 @@ namespace {
 
 using ScoreTypes = TypeList<float, double>;
 
-template <typename Real>
+template <typename Work, typename Real>
 void select_rows(const Tensor& scores, const Tensor& num_candidates, int64_t top_k, Importance importance,
-                 const Tensor& topk_positions) {
+                 const IoPositions& io, const Tensor& topk_positions) {
   using Rank = typename Stage<Real>::Rank;
   const auto& kernels = Stage<Real>::rows();
+  const auto select = Work::kIoOnly ? kernels.io_select : kernels.select;
   const int64_t max_candidates = scores.size(3);
   const int64_t group = scores.size(4);
   const RowStrides score_strides = row_strides(scores);
@@ -33,9 +35,18 @@ void select_rows(const Tensor& scores, const Tensor& num_candidates, int64_t top
       const int64_t num = std::clamp<int64_t>(counts[count_strides.at(b, i, s)], 0, max_candidates);
       int64_t taken = 0;
       if (num > 0) {
-        taken = kernels.select(score_data + score_strides.at(b, i, s), scores.stride(3), group, num, top_k,
-                               importance, scratch.data(), out, ranks.data());
-        order_by_key(out, ranks.data(), taken, keys);
+        taken = select(score_data + score_strides.at(b, i, s), scores.stride(3), group, num, top_k,
+                       importance, scratch.data(), out, ranks.data());
+        if constexpr (Work::kIoOnly) {
+          taken = io.bottom ? 0 : taken;
+          const auto nothing = static_cast<int32_t>(static_cast<uint32_t>(ranks[0]) & io.fold_mask);
+          const uint32_t seed = io_position_seed(b, io.t0 + i, s);
+          for (int64_t j = 0; j < taken; ++j) {
+            out[j] = io_position(j, taken, num, seed, io.stratified) + nothing;
+          }
+        } else {
+          order_by_key(out, ranks.data(), taken, keys);
+        }
       }
       std::fill(out + taken, out + top_k, -1);
     };
@@ -79,6 +90,11 @@ void next_parents_rows(const Tensor& parents, const Tensor& topk_positions, int6
     return [&, nodes = std::vector<int64_t>()](int64_t b, int64_t i, int64_t s) mutable {
       const int32_t* list = parent_data + parent_strides.at(b, i, s);
       const int32_t* chosen = positions + list_strides.at(b, i, s);
+      int32_t* out = next + ((b * n1 + i) * n2 + s) * top_k;
+      if constexpr (Work::kIoOnly) {
+        std::copy_n(chosen, top_k, out);
+        return;
+      }
       const int64_t num_parents = count_parents(list, parents.size(3));
       nodes.clear();
       for (int64_t j = 0; j < top_k; ++j) {
@@ -87,7 +103,6 @@ void next_parents_rows(const Tensor& parents, const Tensor& topk_positions, int6
         }
       }
       std::sort(nodes.begin(), nodes.end());
-      int32_t* out = next + ((b * n1 + i) * n2 + s) * top_k;
       std::transform(nodes.begin(), nodes.end(), out,
                      [](int64_t node) { return static_cast<int32_t>(node); });
       std::fill(out + nodes.size(), out + top_k, -1);
@@ -103,7 +118,19 @@ void select_topk_cpu(const Tensor& scores, const Tensor& num_candidates, int64_t
     return;
   }
   dispatch_dtype("select_topk", scores.scalar_type(), ScoreTypes{}, [&](auto tag) {
-    select_rows<typename decltype(tag)::type>(scores, num_candidates, top_k, importance, topk_positions);
+    select_rows<FullWork, typename decltype(tag)::type>(scores, num_candidates, top_k, importance, {},
+                                                        topk_positions);
+  });
+}
+
+void io_select_topk_cpu(const Tensor& scores, const Tensor& num_candidates, int64_t top_k,
+                        const IoPositions& io, const Tensor& topk_positions) {
+  if (topk_positions.numel() == 0) {
+    return;
+  }
+  dispatch_dtype("io_select_topk", scores.scalar_type(), ScoreTypes{}, [&](auto tag) {
+    select_rows<IoOnly, typename decltype(tag)::type>(scores, num_candidates, top_k, Importance::kLseCausal,
+                                                      io, topk_positions);
   });
 }
 
@@ -121,6 +148,14 @@ void compute_next_parents_cpu(const Tensor& parents, const Tensor& topk_position
     return;
   }
   next_parents_rows<FullWork>(parents, topk_positions, r, next_parents);
+}
+
+void io_compute_next_parents_cpu(const Tensor& parents, const Tensor& topk_positions, int64_t r,
+                                 const Tensor& next_parents) {
+  if (next_parents.numel() == 0) {
+    return;
+  }
+  next_parents_rows<IoOnly>(parents, topk_positions, r, next_parents);
 }
 
 }  // namespace htree::tree_attention

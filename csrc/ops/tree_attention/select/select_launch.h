@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "ops/tree_attention/geometry.h"
+#include "ops/tree_attention/io_positions.h"
 #include "ops/tree_attention/tree_args.h"
 
 namespace htree::tree_attention {
@@ -27,6 +28,7 @@ struct SelectParams {
   Importance importance = Importance::kLseCausal;
   SelectionOrder order = SelectionOrder::kByKey;
   void* scratch = nullptr;  // select_scratch_bytes() of device memory; null when that is 0
+  IoPositions io;           // read by the twin alone
 
   constexpr int64_t num_rows() const { return num_batches * num_queries * num_lists; }
 };
@@ -34,6 +36,8 @@ struct SelectParams {
 // Device memory the launch needs on the current device: 0 unless a row's keys exceed shared memory.
 int64_t select_scratch_bytes(const SelectParams& params);
 void launch_select_topk(const SelectParams& params, cudaStream_t stream);
+// The same launch with the policy IoOnly. docs/semantics.md §2.2.
+void launch_io_select_topk(const SelectParams& params, cudaStream_t stream);
 
 // Sets scores to -inf at the listed positions; positions outside [0, capacity) do nothing.
 struct MaskParams {
@@ -68,5 +72,7 @@ struct NextParentsParams {
 };
 int64_t next_parents_scratch_bytes(const NextParentsParams& params);
 void launch_compute_next_parents(const NextParentsParams& params, cudaStream_t stream);
+// The same launch with the policy IoOnly: the positions themselves, as they stand.
+void launch_io_compute_next_parents(const NextParentsParams& params, cudaStream_t stream);
 
 }  // namespace htree::tree_attention

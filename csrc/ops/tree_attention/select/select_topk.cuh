@@ -1,6 +1,9 @@
 // Selection kernel: a block owns one row of scores. Integer keys order the candidates (docs/semantics.md
 // §1.6), a radix select finds the smallest key that is chosen, and a scan in the order of positions takes
 // ties from the left.
+//
+// The IO-only twin reads the scores in the same two passes and writes hashed positions (docs/semantics.md
+// §2.3).
 #pragma once
 
 #include <cstdint>
@@ -10,6 +13,7 @@
 #include "device/pack.cuh"
 #include "device/select.cuh"
 #include "device/work.cuh"
+#include "ops/tree_attention/io_formulas.h"
 #include "ops/tree_attention/lists.cuh"
 #include "ops/tree_attention/select/select_launch.h"
 
@@ -68,10 +72,22 @@ __device__ __forceinline__ void load_group(const float* scores, int64_t num_head
   }
 }
 
-// normalizer[g] = log-sum-exp of head g over the first `num` candidates.
+struct Xor {
+  __device__ __forceinline__ uint32_t operator()(uint32_t a, uint32_t b) const { return a ^ b; }
+};
+
 template <int kHeads>
+__device__ __forceinline__ void fold_bits(const float (&values)[kHeads], uint32_t& fold) {
+#pragma unroll
+  for (int head = 0; head < kHeads; ++head) {
+    fold ^= __float_as_uint(values[head]);
+  }
+}
+
+// normalizer[g] = log-sum-exp of head g over the first `num` candidates. The twin folds what it reads.
+template <typename Work, int kHeads>
 __device__ __forceinline__ void make_lse(const float* scores, int64_t num, int64_t group, float* normalizer,
-                                         SelectShared& shared) {
+                                         SelectShared& shared, uint32_t& fold) {
   for (int64_t first = 0; first < group; first += kHeads) {
     const int64_t num_heads = min(static_cast<int64_t>(kHeads), group - first);
     device::OnlineSum sums[kHeads];
@@ -82,38 +98,51 @@ __device__ __forceinline__ void make_lse(const float* scores, int64_t num, int64
     for (int64_t p = threadIdx.x; p < num; p += SelectTraits::kThreads) {
       float values[kHeads];
       load_group(scores + p * group + first, num_heads, values);
+      if constexpr (Work::kIoOnly) {
+        fold_bits(values, fold);
+      } else {
 #pragma unroll
-      for (int head = 0; head < kHeads; ++head) {
-        sums[head].add(values[head]);
+        for (int head = 0; head < kHeads; ++head) {
+          sums[head].add(values[head]);
+        }
       }
     }
+    if constexpr (!Work::kIoOnly) {
 #pragma unroll
-    for (int head = 0; head < kHeads; ++head) {
-      const float lse = device::block_merge<SelectTraits::kThreads>(sums[head], shared.sums).log_sum();
-      if (threadIdx.x == 0 && head < num_heads) {
-        normalizer[first + head] = lse;
+      for (int head = 0; head < kHeads; ++head) {
+        const float lse = device::block_merge<SelectTraits::kThreads>(sums[head], shared.sums).log_sum();
+        if (threadIdx.x == 0 && head < num_heads) {
+          normalizer[first + head] = lse;
+        }
       }
     }
   }
 }
 
 // normalizer[g] = the maximum over the first `num` candidates and all heads; NaN if one is.
+template <typename Work>
 __device__ __forceinline__ void make_joint_maximum(const float* scores, int64_t num, int64_t group,
-                                                   float* normalizer, SelectShared& shared) {
+                                                   float* normalizer, SelectShared& shared, uint32_t& fold) {
   float maximum = device::negative_infinity<float>();
   for (int64_t i = threadIdx.x; i < num * group; i += SelectTraits::kThreads) {
-    maximum = device::MaxNan{}(maximum, scores[i]);
+    if constexpr (Work::kIoOnly) {
+      fold ^= __float_as_uint(scores[i]);
+    } else {
+      maximum = device::MaxNan{}(maximum, scores[i]);
+    }
   }
-  maximum = device::block_reduce<SelectTraits::kThreads, device::MaxNan>(maximum, shared.maxima);
-  for (int64_t head = threadIdx.x; head < group; head += SelectTraits::kThreads) {
-    normalizer[head] = maximum;
+  if constexpr (!Work::kIoOnly) {
+    maximum = device::block_reduce<SelectTraits::kThreads, device::MaxNan>(maximum, shared.maxima);
+    for (int64_t head = threadIdx.x; head < group; head += SelectTraits::kThreads) {
+      normalizer[head] = maximum;
+    }
   }
 }
 
 // The key of every candidate: the bits of its importance, which order like the floats because they are >= 0.
-template <int kHeads>
+template <typename Work, int kHeads>
 __device__ __forceinline__ void make_keys(const float* scores, int64_t num, int64_t rightmost, int64_t group,
-                                          const float* normalizer, uint32_t* keys) {
+                                          const float* normalizer, uint32_t* keys, uint32_t& fold) {
   constexpr float kSmallestNormal = 1.17549435e-38f;
   for (int64_t p = threadIdx.x; p < num; p += SelectTraits::kThreads) {
     float importance = 0.0f;
@@ -121,19 +150,25 @@ __device__ __forceinline__ void make_keys(const float* scores, int64_t num, int6
       const int64_t num_heads = min(static_cast<int64_t>(kHeads), group - first);
       float values[kHeads];
       load_group(scores + p * group + first, num_heads, values);
+      if constexpr (Work::kIoOnly) {
+        fold_bits(values, fold);
+      } else {
 #pragma unroll
-      for (int head = 0; head < kHeads; ++head) {
-        if (head < num_heads) {
-          const float base = normalizer[first + head];
-          float weight = expf(values[head] - base);
-          weight = weight < kSmallestNormal || base == device::negative_infinity<float>() ? 0.0f : weight;
-          importance += weight;
+        for (int head = 0; head < kHeads; ++head) {
+          if (head < num_heads) {
+            const float base = normalizer[first + head];
+            float weight = expf(values[head] - base);
+            weight = weight < kSmallestNormal || base == device::negative_infinity<float>() ? 0.0f : weight;
+            importance += weight;
+          }
         }
       }
     }
-    keys[p] = p == rightmost             ? SelectTraits::kRightmost
-              : importance != importance ? SelectTraits::kNan
-                                         : __float_as_uint(importance);
+    if constexpr (!Work::kIoOnly) {
+      keys[p] = p == rightmost             ? SelectTraits::kRightmost
+                : importance != importance ? SelectTraits::kNan
+                                           : __float_as_uint(importance);
+    }
   }
 }
 
@@ -170,7 +205,21 @@ __device__ __forceinline__ void for_each_selected(const uint32_t* keys, int64_t 
   }
 }
 
-template <int kHeads>
+// The twin's row: its positions, and with them, masked to nothing, every score that was read.
+__device__ __forceinline__ void store_io_positions(const SelectParams& params, const RowIndex& row,
+                                                   int64_t num, uint32_t fold, SelectShared& shared,
+                                                   int32_t* out) {
+  const uint32_t nothing =
+      device::block_reduce<SelectTraits::kThreads, Xor>(fold, shared.counts) & params.io.fold_mask;
+  const int64_t count = params.io.bottom ? 0 : min(num, params.top_k);
+  const uint32_t seed = io_position_seed(row.batch, params.io.t0 + row.query * params.query_step, row.list);
+  for (int64_t i = threadIdx.x; i < params.top_k; i += SelectTraits::kThreads) {
+    const int32_t position = i < count ? io_position(i, count, num, seed, params.io.stratified) : -1;
+    out[i] = position + static_cast<int32_t>(nothing);
+  }
+}
+
+template <typename Work, int kHeads>
 __device__ __forceinline__ void select_row(const SelectParams& params, const SelectPlan& plan,
                                            const SelectBuffers& buffers, int64_t row_idx,
                                            SelectShared& shared) {
@@ -186,16 +235,22 @@ __device__ __forceinline__ void select_row(const SelectParams& params, const Sel
   const int64_t count = min(num, params.top_k);
   const bool by_key = params.order == SelectionOrder::kByKey;
   int32_t* out = params.positions + row_idx * params.top_k;
+  uint32_t fold = 0;
 
   if (count < num || by_key) {
     if (params.importance == Importance::kExpJoint) {
-      make_joint_maximum(scores, counted, params.group, buffers.normalizer, shared);
+      make_joint_maximum<Work>(scores, counted, params.group, buffers.normalizer, shared, fold);
     } else {
-      make_lse<kHeads>(scores, counted, params.group, buffers.normalizer, shared);
+      make_lse<Work, kHeads>(scores, counted, params.group, buffers.normalizer, shared, fold);
     }
     __syncthreads();
-    make_keys<kHeads>(scores, num, rightmost, params.group, buffers.normalizer, buffers.keys);
+    fold = __funnelshift_l(fold, fold, 1);  // or the second pass would undo the first
+    make_keys<Work, kHeads>(scores, num, rightmost, params.group, buffers.normalizer, buffers.keys, fold);
     __syncthreads();
+  }
+  if constexpr (Work::kIoOnly) {
+    store_io_positions(params, row, num, fold, shared, out);
+    return;
   }
   if (by_key) {
     // Ascending in the complement: larger key first, then smaller position; the padding is larger than any.
@@ -241,7 +296,7 @@ __global__ void __launch_bounds__(SelectTraits::kThreads)
   buffers.normalizer = reinterpret_cast<float*>(take(plan.normalizer_shared, params.group * 4));
   buffers.keys = reinterpret_cast<uint32_t*>(take(plan.keys_shared, params.capacity * 4));
   for (int64_t row = blockIdx.x; row < params.num_rows(); row += gridDim.x) {
-    select_row<kHeads>(params, plan, buffers, row, shared);
+    select_row<Work, kHeads>(params, plan, buffers, row, shared);
     __syncthreads();
   }
 }

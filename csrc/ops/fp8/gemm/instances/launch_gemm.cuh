@@ -80,21 +80,19 @@ cudaError_t launch_streams(const GemmParams<typename Tr::Out>& p, cudaStream_t s
 
 template <typename Out>
 cudaError_t launch_gemm_tile(const GemmParams<Out>& p, const GemmConfig& c, cudaStream_t stream) {
-  if (c.rows == 128 && c.columns == 128 && c.stages == 5 && c.cluster == 1) {
-    if (c.promote == 128) {
+  if (c.rows == 128 && c.columns == 128 && c.stages == 5) {
+    if (c.promote == 128 && c.cluster == 1) {
       return launch_tiles<GemmTileTraits<Out, 128, 128, 5, 128, 1>>(p, c.group, stream);
     }
-    if (c.promote == 64) {
+    if (c.promote == 128 && c.cluster == 2) {
+      return launch_tiles<GemmTileTraits<Out, 128, 128, 5, 128, 2>>(p, c.group, stream);
+    }
+    if (c.promote == 64 && c.cluster == 1) {
       return launch_tiles<GemmTileTraits<Out, 128, 128, 5, 64, 1>>(p, c.group, stream);
     }
   }
-  if (c.rows == 256 && c.columns == 128 && c.stages == 4 && c.cluster == 2) {
-    if (c.promote == 128) {
-      return launch_tiles<GemmTileTraits<Out, 256, 128, 4, 128, 2, Stagger::kTile>>(p, c.group, stream);
-    }
-    if (c.promote == 64) {
-      return launch_tiles<GemmTileTraits<Out, 256, 128, 4, 64, 2, Stagger::kTile>>(p, c.group, stream);
-    }
+  if (c.rows == 256 && c.columns == 128 && c.stages == 4 && c.promote == 64 && c.cluster == 2) {
+    return launch_tiles<GemmTileTraits<Out, 256, 128, 4, 64, 2>>(p, c.group, stream);
   }
   return cudaErrorNotSupported;
 }

@@ -1,0 +1,7 @@
+#include "ops/tree_attention/scores/compute_scores.cuh"
+
+namespace htree::tree_attention {
+
+template void launch_io_compute_scores(const ScoresParams<float>&, cudaStream_t);
+
+}  // namespace htree::tree_attention

@@ -1,0 +1,12 @@
+// What an IO-only score adds to its hash: weights of the sum of the key, of the sums of query, cosines and
+// sines, and of the head in its group (docs/semantics.md §2.3). Constants alone: the CPU row kernels include
+// this file.
+#pragma once
+
+namespace htree::tree_attention {
+
+constexpr double kIoKeyWeight = 0.01;
+constexpr double kIoQueryWeight = 1e-6;
+constexpr double kIoHeadWeight = 0.001;
+
+}  // namespace htree::tree_attention

@@ -1,0 +1,313 @@
+"""Tree attention against its IO-only twin: ``python -m htree_ops.bench io-only`` (docs/semantics.md §2.4, §2.5)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from htree_ops.bench import io_floor, results, timing
+from htree_ops.bench.io_model import PipelineProblem, traffic
+from htree_ops.bench.io_pipeline import SELECTIONS, Pipeline, Recorder, make_inputs, milliseconds
+from htree_ops.command_line import OneLineParser, at_least, bandwidth
+
+__all__ = ["choose_rows", "format_summary", "main", "make_parser"]
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+LIMITS = (
+    "Limits: hashing is not free; hashed positions are not the clustered ones of a real selection;",
+    "        results of the IO-only pipeline are unusable for correctness.",
+)
+#: Part of the free memory that may be used, and what a CUDA context and its library workspaces may still take.
+USABLE, RESERVE = 0.92, 512 << 20
+
+
+class UsageError(ValueError):
+    """Something that the user must change; printed as one line, status 2."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Flags and defaults of §2.4."""
+    parser = OneLineParser(prog="python -m htree_ops.bench io-only", description=__doc__)
+    parser.add_argument("--batch", type=at_least(1), default=1, help="B")
+    parser.add_argument("--seq-len", type=at_least(1), default=120_000, help="T")
+    parser.add_argument("--hq", type=at_least(1), default=16, help="query heads")
+    parser.add_argument("--h-kv", type=at_least(1), default=1, help="key and value heads")
+    parser.add_argument("--k-dim", type=at_least(1), default=16, help="key width")
+    parser.add_argument("--v-dim", type=at_least(1), default=16, help="value width")
+    parser.add_argument("--compression-rate", type=at_least(1), default=16, help="r, children per node")
+    parser.add_argument(
+        "--max-top-nodes", type=at_least(1), default=8192, help="M, nodes of the top layer at most"
+    )
+    parser.add_argument("--top-k", type=at_least(1), default=512, help="k, nodes that are refined")
+    parser.add_argument("--warmup", type=at_least(0), default=3, help="calls before the timed ones")
+    parser.add_argument("--iters", type=at_least(1), default=10, help="timed calls")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
+    parser.add_argument("--gpu", type=int, default=None, help="index of the GPU (default 0); -1 is the CPU")
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--select", choices=SELECTIONS, default="lcg", help="positions of the twin")
+    parser.add_argument("--map-positions", action="store_true", help="the twin maps positions to nodes")
+    parser.add_argument("--per-kernel", action="store_true", help="print a table of kernels and their bytes")
+    parser.add_argument("--json", type=Path, help="write everything to this file")
+    parser.add_argument(
+        "--peak-gbps", type=bandwidth, default=None, help="memory bandwidth, else by the GPU's name"
+    )
+    return parser
+
+
+def choose_device(gpu: int | None) -> torch.device:
+    """The GPU asked for, or the CPU for -1 and where none was asked for and none is there.
+
+    Raises:
+        UsageError: a GPU was asked for and is not there.
+    """
+    if gpu == -1 or (gpu is None and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    index = gpu or 0
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not 0 <= index < count:
+        raise UsageError(f"--gpu {index}: torch sees {count} GPUs (--gpu -1 runs on the CPU)")
+    return torch.device("cuda", index)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can be allocated on the device, by its own account."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def choose_rows(problem: PipelineProblem, free_bytes: int) -> int:
+    """Queries per piece: all where the score buffer fits beside the inputs, else as many as do.
+
+    Raises:
+        UsageError: not even one query fits.
+    """
+    left = int(USABLE * free_bytes) - RESERVE - problem.input_bytes
+    rows = left // (problem.score_bytes_per_query + problem.row_bytes_per_query)
+    if rows < 1:
+        raise UsageError(
+            f"not enough memory: inputs take {problem.input_bytes / 1e9:.1f} GB and one query row "
+            f"{problem.score_bytes_per_query / 1e9:.3f} GB of scores, {free_bytes / 1e9:.1f} GB are free"
+        )
+    return min(int(rows), problem.seq_len)
+
+
+def format_summary(full_ms: float, io_ms: float) -> str:
+    """Results and analysis in the wording of §2.4."""
+    overhead = io_floor.overhead_percent(full_ms, io_ms)
+    return "\n".join(
+        [
+            "Results (avg ms / iter):",
+            f"  Full Computation: {full_ms:.2f} ms",
+            f"  IO-Only        : {io_ms:.2f} ms",
+            "",
+            "Analysis:",
+            f"  Speedup (Full/IO): {full_ms / io_ms:.2f}x",
+            f"  Computation overhead: {overhead:.1f}% of total time",
+            f"  IO time (approx): {io_ms:.2f} ms ({100 - overhead:.1f}% of total)",
+            f"  Verdict: {io_floor.verdict(full_ms, io_ms)}",
+        ]
+    )
+
+
+def kernel_rows(
+    problem: PipelineProblem,
+    full: dict[tuple[int, str], float],
+    io: dict[tuple[int, str], float],
+    peak: float,
+) -> list[dict[str, Any]]:
+    """One entry per layer and kernel; bandwidths are those of the full kernel (GB = 10^9 bytes)."""
+    rows = []
+    for (layer, kernel), moved in traffic(problem).items():
+        ms = full[layer, kernel]
+        unique, requested = (bytes_ / (ms * 1e6) for bytes_ in (moved.unique, moved.requested))
+        rows.append(
+            {
+                "layer": layer,
+                "kernel": kernel,
+                "full_ms": ms,
+                "io_ms": io[layer, kernel],
+                "unique_bytes": moved.unique,
+                "requested_bytes": moved.requested,
+                "unique_gb_per_s": unique,
+                "requested_gb_per_s": requested,
+                "percent_of_peak": 100 * unique / peak,
+                "percent_of_peak_requested": 100 * requested / peak,
+            }
+        )
+    return rows
+
+
+def format_kernels(rows: Sequence[dict[str, Any]], peak: float, peak_source: str) -> str:
+    """The table of ``--per-kernel``."""
+    header = (
+        "layer",
+        "kernel",
+        "full ms",
+        "io ms",
+        "unique GB",
+        "requested GB",
+        "GB/s",
+        "% peak",
+        "GB/s",
+        "% peak",
+    )
+    table = [("", "", "", "", "", "", "unique", "", "requested", ""), header]
+    for row in rows:
+        table.append(
+            (
+                "-" if row["layer"] < 0 else str(row["layer"]),
+                row["kernel"],
+                f"{row['full_ms']:.3f}",
+                f"{row['io_ms']:.3f}",
+                f"{row['unique_bytes'] / 1e9:.4f}",
+                f"{row['requested_bytes'] / 1e9:.4f}",
+                f"{row['unique_gb_per_s']:.0f}",
+                f"{row['percent_of_peak']:.1f}",
+                f"{row['requested_gb_per_s']:.0f}",
+                f"{row['percent_of_peak_requested']:.1f}",
+            )
+        )
+    widths = [max(len(line[column]) for line in table) for column in range(len(header))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
+    note = "Requested bytes beyond 100 % of peak are served by caches."
+    return "\n".join([f"Per kernel (peak {peak:.0f} GB/s, {peak_source}):", *lines, note])
+
+
+def to_json(
+    arguments: argparse.Namespace,
+    problem: PipelineProblem,
+    environment: results.Environment,
+    times: dict[str, float],
+    kernels: list[dict[str, Any]],
+    rows: int,
+) -> dict[str, Any]:
+    """What ``--json`` writes; ``rows`` has the form of the other results files."""
+    full_us = times["full_ms"] * 1e3
+    unique = sum(moved.unique for moved in traffic(problem).values())
+    gb_per_s = unique / full_us / 1e3
+    flags = {
+        name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()
+    }
+    p = problem
+    row = {
+        **asdict(environment),
+        "op": "staged pipeline",
+        "case": f"T{p.seq_len}_{arguments.select}",
+        "shapes": f"B={p.batch} T={p.seq_len} H={p.hq}/{p.h_kv} K={p.k_dim} V={p.v_dim} "
+        f"r={p.compression_rate} k={p.top_k} M={p.max_top_nodes}",
+        "dtype": arguments.dtype,
+        "bytes": unique,
+        "median_us": full_us,
+        "gb_per_s": gb_per_s,
+        "percent_of_ceiling": 100 * gb_per_s / environment.ceiling_gb_per_s,
+        "baseline": "IO-only twin",
+        "baseline_computes_the_same": False,
+        "baseline_median_us": times["io_ms"] * 1e3,
+        "speedup": times["io_ms"] / times["full_ms"],
+    }
+    overhead = io_floor.overhead_percent(times["full_ms"], times["io_ms"])
+    summary = {
+        **times,
+        "overhead_percent": overhead,
+        "verdict": io_floor.verdict(times["full_ms"], times["io_ms"]),
+    }
+    return {"flags": flags, "rows_per_piece": rows, "summary": summary, "kernels": kernels, "rows": [row]}
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measures and prints.
+
+    Raises:
+        UsageError: impossible flags, no such GPU, not enough memory.
+    """
+    try:
+        problem = PipelineProblem(
+            batch=arguments.batch,
+            seq_len=arguments.seq_len,
+            hq=arguments.hq,
+            h_kv=arguments.h_kv,
+            k_dim=arguments.k_dim,
+            v_dim=arguments.v_dim,
+            compression_rate=arguments.compression_rate,
+            max_top_nodes=arguments.max_top_nodes,
+            top_k=arguments.top_k,
+            dtype=DTYPES[arguments.dtype],
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    device = choose_device(arguments.gpu)
+    free = free_memory(device)
+    rows = choose_rows(problem, free)
+    on_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if on_gpu else "CPU"
+    print(f"Staged pipeline on {name}: {problem}")
+    print(f"Score buffer: {problem.score_bytes / 1e9:.1f} GB, {free / 1e9:.1f} GB free", end="")
+    print("" if rows == problem.seq_len else f"; working in pieces of {rows} queries")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    with torch.no_grad():
+        measure(arguments, problem, device, rows)
+
+
+def measure(arguments: argparse.Namespace, problem: PipelineProblem, device: torch.device, rows: int) -> None:
+    """Times both pipelines and the fused one on one set of inputs; prints, and writes the JSON file."""
+    q, k, v = make_inputs(problem, device, arguments.seed)
+    pipelines = {
+        "full_ms": Pipeline(problem, rows),
+        "io_ms": Pipeline(problem, rows, True, arguments.select, arguments.map_positions),
+    }
+    effort = (device, arguments.warmup, arguments.iters)
+    times = {name: milliseconds(partial(pipeline, q, k, v), *effort) for name, pipeline in pipelines.items()}
+    options = (problem.compression_rate, problem.max_top_nodes, problem.top_k)
+    times["fused_ms"] = milliseconds(partial(torch.ops.htree.attention, q, k, v, *options), *effort)
+    print(format_summary(times["full_ms"], times["io_ms"]))
+    print(f"\nFused pipeline (informational): {times['fused_ms']:.2f} ms")
+    print("\n".join(LIMITS))
+
+    kernels: list[dict[str, Any]] = []
+    if arguments.per_kernel or arguments.json:
+        ceiling = timing.copy_bandwidth(device)
+        known = io_floor.peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        source = "given" if arguments.peak_gbps else "data sheet" if known else "measured copy"
+        peak = arguments.peak_gbps or known or ceiling
+        recorded = []
+        for pipeline in pipelines.values():
+            recorder = Recorder(device)
+            pipeline(q, k, v, recorder)
+            recorded.append(recorder.milliseconds())
+        kernels = kernel_rows(problem, recorded[0], recorded[1], peak)
+        if arguments.per_kernel:
+            print("\n" + format_kernels(kernels, peak, source))
+        if arguments.json:
+            environment = results.collect_environment(str(device), ceiling)
+            content = to_json(arguments, problem, environment, times, kernels, rows)
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
+            arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0, or 2 with one line for bad use."""
+    arguments = make_parser().parse_args(argv)
+    try:
+        run(arguments)
+    except UsageError as error:
+        print(f"io-only: {error}", file=sys.stderr)
+        return 2
+    except torch.cuda.OutOfMemoryError as error:
+        print(f"io-only: out of GPU memory: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

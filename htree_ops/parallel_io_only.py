@@ -1,0 +1,155 @@
+"""The IO-only twin of tree attention: the staged kernels' loads and stores with next to no arithmetic.
+
+A twin is the very kernel of its stage with another policy, hence with the same launches, buffers and addresses. Its
+time is about the least that this access pattern takes, and says how much could be won by removing arithmetic. Its
+results mean nothing and must never be used as attention. Formulas: docs/semantics.md §2.3.
+
+Shapes as in :mod:`htree_ops.ops.tree_attention_stages`; no function has a gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from htree_ops.ops.arguments import check_dtype, check_tensors, floating_for, state_dtype
+
+__all__ = [
+    "htree_forward_io_only",
+    "io_accumulate_non_topk",
+    "io_compute_next_parents",
+    "io_compute_scores",
+    "io_select_topk",
+]
+
+
+def htree_forward_io_only(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    compression_rate: int = 16,
+    max_top_nodes: int = 8192,
+    top_k_per_layer: int = 512,
+    scale: float | None = None,
+    select: str = "lcg",
+    map_positions: bool = False,
+) -> Tensor:
+    """The staged pipeline made of the twins: the traffic of tree attention, a meaningless result (§2).
+
+    Args:
+        q: [B, T_q, H, K], k: [B, T, H_kv, K], v: [B, T, H_kv, V]; one floating dtype, T_q <= T.
+        compression_rate, max_top_nodes, top_k_per_layer: r, M and k, M <= k * r.
+        scale: accepted and ignored.
+        select: "lcg" hashes positions (some twice, unsorted); "stratified" draws one from each of k spans.
+        map_positions: turn positions into nodes in ascending order; otherwise they are passed on as they stand.
+
+    Returns:
+        [B, T_q, H, V] in the dtype of q. Scores are worked on in pieces of at most 1 GiB.
+
+    Raises:
+        ShapeMismatchError, UnsupportedDtypeError, DeviceError, ValueError: as ``tree_attention``.
+    """
+    check_tensors("htree_forward_io_only", q=(q, "B T_q H K"), k=(k, "B T H_kv K"), v=(v, "B T H_kv V"))
+    check_dtype("htree_forward_io_only", floating_for(q), q=q, k=k, v=v)
+    return torch.ops.htree.io_attention_forward(
+        q, k, v, compression_rate, max_top_nodes, top_k_per_layer, scale, select, map_positions
+    )
+
+
+def io_compute_scores(
+    q: Tensor,
+    layer_k: Tensor,
+    parents: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    layer: int,
+    compression_rate: int = 16,
+    scale: float | None = None,
+    t0: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Twin of ``compute_scores``: a hash of the node plus small multiples of sums of everything read (§2.3).
+
+    Args:
+        q: [B, T_q, H, K]; layer_k: [B, N, H_kv, K]; parents: int32 [B, T_q, H_kv, k].
+        cos, sin: [size >= k*r, K/2]; layer: l >= 0; scale: accepted and ignored; t0: token of the first row.
+
+    Returns:
+        scores [B, T_q, H_kv, k*r, G], -inf at p >= n; num_candidates int32 [B, T_q, H_kv].
+    """
+    check_tensors(
+        "io_compute_scores",
+        q=(q, "B T_q H K"),
+        layer_k=(layer_k, "B N H_kv K"),
+        parents=(parents, "B T_q H_kv k"),
+        cos=(cos, "size K/2"),
+        sin=(sin, "size K/2"),
+    )
+    check_dtype("io_compute_scores", floating_for(q), q=q, layer_k=layer_k)
+    check_dtype("io_compute_scores", (state_dtype(q),), cos=cos, sin=sin)
+    check_dtype("io_compute_scores", (torch.int32,), parents=parents)
+    return torch.ops.htree.io_compute_scores(
+        q, layer_k, parents, cos, sin, layer, compression_rate, scale, t0
+    )
+
+
+def io_select_topk(
+    scores: Tensor,
+    num_candidates: Tensor,
+    top_k: int,
+    layer: int = 1,
+    select: str = "lcg",
+    t0: int = 0,
+    fold_mask: int = 0,
+) -> Tensor:
+    """Twin of ``select_topk``: reads the scores in two passes, returns hashed positions (§2.3).
+
+    Args:
+        scores: [B, T_q, H_kv, k*r, G]; num_candidates: int32 [B, T_q, H_kv]; layer: 0 selects nothing.
+        select: "lcg" or "stratified"; t0: token of the first row.
+        fold_mask: 0. With another value, bits of the scores are added to the positions: a test of the loads.
+
+    Returns:
+        int32 [B, T_q, H_kv, top_k]: the rightmost candidate in slot min(top_k, n) - 1, -1 after it.
+    """
+    check_tensors(
+        "io_select_topk",
+        scores=(scores, "B T_q H_kv k*r G"),
+        num_candidates=(num_candidates, "B T_q H_kv"),
+    )
+    check_dtype("io_select_topk", (torch.int32,), num_candidates=num_candidates)
+    return torch.ops.htree.io_select_topk(scores, num_candidates, top_k, layer, select, t0, fold_mask)
+
+
+def io_accumulate_non_topk(
+    layer_v: Tensor,
+    parents: Tensor,
+    scores: Tensor,
+    num_candidates: Tensor,
+    layer: int,
+    compression_rate: int = 16,
+    t0: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Another name of ``accumulate_non_topk``, whose arithmetic is kept (§2.2); same arguments and results."""
+    return torch.ops.htree.io_accumulate_non_topk(
+        layer_v, parents, scores, num_candidates, layer, compression_rate, t0
+    )
+
+
+def io_compute_next_parents(
+    parents: Tensor, topk_positions: Tensor, compression_rate: int = 16, map_positions: bool = False
+) -> Tensor:
+    """Twin of ``compute_next_parents``: a copy of topk_positions, or with ``map_positions`` the op itself (§2.3).
+
+    Args:
+        parents: int32 [B, T_q, H_kv, k]; topk_positions: int32 [B, T_q, H_kv, top_k].
+
+    Returns:
+        int32 [B, T_q, H_kv, top_k].
+    """
+    check_tensors(
+        "io_compute_next_parents",
+        parents=(parents, "B T_q H_kv k"),
+        topk_positions=(topk_positions, "B T_q H_kv top_k"),
+    )
+    check_dtype("io_compute_next_parents", (torch.int32,), parents=parents, topk_positions=topk_positions)
+    return torch.ops.htree.io_compute_next_parents(parents, topk_positions, compression_rate, map_positions)

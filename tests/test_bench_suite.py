@@ -1,0 +1,310 @@
+"""The suite's choices, comparisons and command lines on a CPU (docs/semantics.md §3.4)."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+
+import htree_ops.bench.__main__ as command_line
+from htree_ops import bench
+from htree_ops.bench import compare, results, suite, timing
+from htree_ops.bench.progress import progress
+
+ROOT = Path(__file__).resolve().parents[1]
+ROW = results.Row(
+    gpu="Some GPU",
+    cpu="some CPU, 2 threads",
+    torch="2.11",
+    cuda="13.0",
+    driver="580",
+    commit="0123456789",
+    ceiling_gb_per_s=4000.0,
+    op="hadamard_transform",
+    case="1024x128",
+    shapes="1024x128",
+    dtype="bfloat16",
+    bytes=400_000_000,
+    flops=1_000_000,
+    median_us=125.0,
+    p20_us=123.0,
+    p80_us=128.0,
+    num_samples=100,
+    graph_us=None,
+    sustained_us=None,
+    gb_per_s=3200.0,
+    tflops=0.008,
+    percent_of_ceiling=80.0,
+    baseline="eager",
+    baseline_computes_the_same=True,
+    baseline_median_us=250.0,
+    baseline_p20_us=249.0,
+    baseline_p80_us=251.0,
+    baseline_graph_us=None,
+    baseline_sustained_us=None,
+    speedup=2.0,
+)
+
+
+def row(**changes):
+    return dataclasses.replace(ROW, **changes)
+
+
+# ---- verify (property 8)
+
+
+def test_verify_is_the_rule_of_the_specification():
+    """Feature: benchmark suite, Property 8: a single element outside the tolerance is found."""
+    expected = torch.linspace(-3, 3, 50)
+    assert bench.verify is suite.verify
+    assert bench.verify(expected.clone(), expected, 0.0, 0.0)
+    for index in (0, 17, 49):
+        off = expected.clone()
+        off[index] += 0.02 + 0.01 * abs(off[index])
+        assert not bench.verify(off, expected, 0.0099, 0.0199)
+        assert bench.verify(off, expected, 0.0101, 0.0201)
+    nan, inf = torch.tensor([math.nan]), torch.tensor([math.inf])
+    assert bench.verify(nan, nan, 0.0, 0.0)
+    assert bench.verify(inf, inf, 0.0, 0.0)
+    assert not bench.verify(nan, torch.tensor([1.0]), 1e9, 1e9)
+    assert not bench.verify(torch.tensor([1.0]), nan, 1e9, 1e9)
+    assert not bench.verify(inf, -inf, 1e9, 1e9)
+    assert not bench.verify(inf, torch.tensor([1.0]), 1e9, 1e9)
+    assert not bench.verify(expected[:-1], expected, 1e9, 1e9)
+    assert not bench.verify(expected.int(), expected, 1e9, 1e9)
+
+
+@hypothesis.given(
+    values=st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=30),
+    index=st.integers(0, 29),
+    rtol=st.floats(0, 0.1),
+    atol=st.floats(1e-3, 1.0),
+    outside=st.booleans(),
+)
+def test_verify_on_any_values(values, index, rtol, atol, outside):
+    """Feature: benchmark suite, Property 8: |a - e| <= atol + rtol |e| decides, element by element."""
+    expected = torch.tensor(values, dtype=torch.float64)
+    actual = expected.clone()
+    at = index % len(values)
+    actual[at] += (atol + rtol * abs(float(expected[at]))) * (1.01 if outside else 0.99)
+    assert bench.verify(actual, expected, rtol, atol) is not outside
+
+
+# ---- choosing
+
+
+def make(op, case_name, dtype, *baselines):
+    from htree_ops.testing.causal_softmax_cases import CausalSoftmaxCase
+
+    case = CausalSoftmaxCase(name=case_name, dtype=dtype, shape=(4, 8, 8))
+    candidates = [suite.Candidate(name, lambda x, block_size: x) for name in baselines]
+    return suite.Benchmark(op, case, suite.Candidate("ours", lambda x, b: x), candidates, lambda i, r: None)
+
+
+def test_selecting_by_case_dtype_and_baseline():
+    every = [
+        make("a", "one", torch.float32, "eager", "torch.compile"),
+        make("a", "two", torch.bfloat16, "eager"),
+        make("b", "one", torch.bfloat16, "torch.compile"),
+    ]
+    assert suite.select(every, "") == every
+    assert [b.op for b in suite.select(every, "^b/")] == ["b"]
+    assert [b.case.name for b in suite.select(every, "", ["bfloat16"])] == ["two", "one"]
+    only = suite.select(every, "", (), "compile")
+    assert [(b.op, [c.name for c in b.baselines]) for b in only] == [
+        ("a", ["torch.compile"]),
+        ("b", ["torch.compile"]),
+    ]
+
+
+ROOM = """
+import torch
+from htree_ops.bench.suite import Benchmark, Candidate
+from htree_ops.testing.causal_softmax_cases import CausalSoftmaxCase, masked_softmax
+
+def check(inputs, result):
+    assert result.shape == inputs[0].shape and bool(torch.isfinite(result).all())
+
+def eager(x, block_size):
+    return masked_softmax(x)
+
+def make_benchmarks(device):
+    return [
+        Benchmark("softmax", CausalSoftmaxCase(name="tiny", dtype=dtype, shape=(8, 16, 16)),
+                  Candidate("ours", eager), [Candidate("eager", eager), Candidate("again", eager)], check)
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HTREE_COMMIT", "abc123")
+    monkeypatch.setattr(timing, "copy_bandwidth", lambda device: 10.0)
+    (tmp_path / "bench_tiny.py").write_text(ROOM)
+    return tmp_path
+
+
+def test_flags_of_the_command_line(folder, capsys):
+    common = ["--device", "cpu", "--room", "tiny", "--folder", str(folder), "--repeat", "1"]
+    out = folder / "rows.json"
+    assert command_line.main([*common, "--dtype", "bfloat16", "--baseline", "^ag", "--json", str(out)]) == 0
+    (got,) = results.read_json(out)
+    assert (got.dtype, got.baseline) == ("bfloat16", "again")
+    assert got.floor_kind == "copy"
+    assert got.floor_us == pytest.approx(got.bytes / 10.0 / 1e3)
+    assert got.percent_of_floor == pytest.approx(100 * got.floor_us / got.median_us)
+    assert got.verdict == bench.verdict(got.median_us, got.floor_us)
+    shown = capsys.readouterr().out
+    assert "% floor" in shown
+    assert got.verdict in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--case", "nothing"], "there are softmax/tiny-float32"),
+        (["--case", "["], "not a regular expression"),
+        (["--dtype", "int4"], "there are bfloat16, float32"),
+        (["--baseline", "cuBLAS"], "there are again, eager"),
+        (["--repeat", "0"], "must be at least 1"),
+        (["--room", "absent"], "rooms in"),
+        (["--device", "tpu"], "invalid choice"),
+        (["--nonsense"], "unrecognized arguments"),
+    ],
+)
+def test_bad_flags_are_one_line_and_status_two(folder, capsys, flags, complaint):
+    common = ["--device", "cpu", "--room", "tiny", "--folder", str(folder)]
+    try:
+        status = command_line.main([*common, *flags])
+    except SystemExit as stop:
+        status = stop.code
+    captured = capsys.readouterr()
+    assert status == 2
+    assert complaint in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(folder, capsys):
+    assert command_line.main(["--device", "cuda", "--room", "tiny", "--folder", str(folder)]) == 2
+    assert "sees no GPU" in capsys.readouterr().err
+
+
+def test_progress_draws_only_on_a_terminal():
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    plain, terminal = io.StringIO(), Terminal()
+    assert list(progress([1, 2, 3], str, plain)) == [1, 2, 3]
+    assert plain.getvalue() == ""
+    assert list(progress(["x", "y"], str, terminal)) == ["x", "y"]
+    assert "0/2 x" in terminal.getvalue()
+    assert "1/2 y" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\r\033[K")
+
+
+# ---- comparing
+
+
+def write(path: Path, *rows: results.Row) -> str:
+    results.write_json(path, rows)
+    return str(path)
+
+
+def test_compare_flags_what_exceeds_tolerance_and_noise(tmp_path, capsys):
+    old = write(tmp_path / "old.json", row(), row(case="b"), row(case="c"), row(case="gone"))
+    quiet = {"p20_us": 149.0, "p80_us": 151.0}
+    new = write(
+        tmp_path / "new.json",
+        row(median_us=127.0, p20_us=126.0, p80_us=128.0),  # within the tolerance
+        row(case="b", median_us=150.0, p20_us=100.0, p80_us=160.0),  # within the noise
+        row(case="c", median_us=150.0, **quiet),
+        row(case="new"),
+    )
+    assert command_line.main(["compare", old, new]) == 1
+    shown = capsys.readouterr().out
+    assert "3 cases compared, 1 slower" in shown
+    assert [line.split()[1] for line in shown.splitlines() if line.endswith("  slower")] == ["c"]
+    assert command_line.main(["compare", old, new, "--tolerance", "25"]) == 0
+    assert command_line.main(["compare", new, old]) == 0
+    assert "faster" in capsys.readouterr().out
+    assert command_line.main(["compare", old, old]) == 0
+
+
+def test_compare_uses_graph_times_where_both_have_them():
+    (change,) = compare.compare([row(graph_us=100.0)], [row(graph_us=110.0)])
+    assert (change.old_us, change.new_us, change.verdict) == (100.0, 110.0, "slower")
+    (change,) = compare.compare([row()], [row(graph_us=110.0)])
+    assert (change.old_us, change.new_us, change.verdict) == (125.0, 125.0, "same")
+
+
+@hypothesis.given(
+    old=st.floats(1, 1e6), factor=st.floats(0.2, 5), spread=st.floats(0, 0.5), tolerance=st.floats(0, 50)
+)
+def test_compare_is_antisymmetric_and_quiet_on_equal_runs(old, factor, spread, tolerance):
+    def timed(time):
+        return row(median_us=time, p20_us=time * (1 - spread), p80_us=time * (1 + spread))
+
+    (forward,) = compare.compare([timed(old)], [timed(old * factor)], tolerance)
+    (back,) = compare.compare([timed(old * factor)], [timed(old)], tolerance)
+    opposite = {"slower": "faster", "faster": "slower", "same": "same"}
+    bound = 1 + max(forward.tolerance, forward.noise)
+    if abs(math.log(max(factor, 1 / factor)) - math.log(bound)) > 1e-9:
+        assert back.verdict == opposite[forward.verdict]
+    (equal,) = compare.compare([timed(old)], [timed(old)], tolerance)
+    assert equal.verdict == "same"
+
+
+def test_compare_refuses_what_cannot_be_compared(tmp_path, capsys):
+    good = write(tmp_path / "good.json", row())
+    files = {
+        "other machine": (write(tmp_path / "gpu.json", row(gpu="Other GPU")), "different machines"),
+        "other cases": (write(tmp_path / "case.json", row(case="x")), "no case in common"),
+        "absent": (str(tmp_path / "absent.json"), "No such file"),
+        "a folder": (str(tmp_path), "directory"),
+    }
+    for name, content, complaint in (
+        ("text", "hello", "not JSON"),
+        ("object", "{}", "expected a list of rows"),
+        ("numbers", "[1]", "expected a list of rows"),
+        ("foreign", '[{"op": "x"}]', "row 0 lacks"),
+        ("more", json.dumps([dataclasses.asdict(row()) | {"colour": 1}]), "row 0 has colour"),
+        (
+            "type",
+            json.dumps([dataclasses.asdict(row()) | {"median_us": "fast"}]),
+            "median_us must be a number",
+        ),
+        ("binary", "\udcff", "not JSON"),
+    ):
+        path = tmp_path / f"bad_{name}.json"
+        path.write_bytes(content.encode(errors="surrogateescape"))
+        files[name] = (str(path), complaint)
+    for name, (path, complaint) in files.items():
+        assert command_line.main(["compare", good, path]) == 2, name
+        message = capsys.readouterr().err
+        assert complaint in message, name
+        assert message.count("\n") == 1, name
+    assert command_line.main(["compare", good, good, "--tolerance", "-1"]) == 2
+
+
+def test_the_module_runs_as_a_program(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "htree_ops.bench", "compare", "absent.json", "absent.json"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("compare: absent.json")

@@ -1,0 +1,111 @@
+"""The command line that judges tree attention: its reference in pieces, its statuses, its refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import htree_ops.reference.tree_attention as ref
+from htree_ops.testing import correctness
+
+SIZES = {
+    "batch": 2, "seq-len": 150, "hq": 4, "h-kv": 2, "k-dim": 4, "v-dim": 6,
+    "compression-rate": 4, "top-k-per-layer": 4, "max-top-nodes": 12,
+}  # fmt: skip
+FLAGS = [f"--{name}={value}" for name, value in SIZES.items()]
+PROBLEM = correctness.Problem(**{name.replace("-", "_"): value for name, value in SIZES.items()})
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(correctness, "PIECE_ELEMENTS", 1 << 14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_pieces_give_the_reference(dtype):
+    problem = correctness.Problem(**{**vars(PROBLEM), "dtype": dtype})
+    q, k, v, dout = problem.make(3, "cpu")
+    whole = ref.htree_forward_naive(q, k, v, **problem.options, compute_dtype=torch.float64)
+    free = correctness.reference_results(q, k, v, dout, problem, None)
+    forced = correctness.reference_results(q, k, v, dout, problem, whole.parents)
+    gradients = ref.htree_backward_naive(dout, q, whole, compression_rate=problem.compression_rate)
+    for found in (free, forced):
+        torch.testing.assert_close(found["out"], whole.out, rtol=1e-10, atol=1e-12)
+        for name, wanted in zip(("dq", "dk", "dv"), gradients, strict=True):
+            torch.testing.assert_close(found[name], wanted, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_pass(device, dtype, capsys):
+    assert correctness.main([*FLAGS, f"--device={device}", "--seeds", "1", "2", f"--dtype={dtype}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines[:2]] == [["seed", "1:", "PASS"], ["seed", "2:", "PASS"]]
+    assert "p99 out" in lines[0]
+    assert lines[-1] == f"PASS (2 seeds, {dtype}, {device})"
+
+
+def test_alarm_passes_unless_told_otherwise(capsys):
+    strict = [*FLAGS, "--device=cpu", "--out-p99-atol=0"]
+    assert correctness.main(strict) == 0
+    assert "PASS_WITH_ALARM (1 seed" in capsys.readouterr().out
+    assert correctness.main([*strict, "--fail-on-alarm"]) == 1
+    assert "out, free selection: 99th percentile" in capsys.readouterr().out
+    assert correctness.main([*FLAGS, "--device=cpu", "--grad-p99-atol=0", "--fail-on-alarm"]) == 1
+
+
+def test_fail(monkeypatch, capsys):
+    assert correctness.main([*FLAGS, "--device=cpu", "--final-atol=0", "--final-rtol=0"]) == 1
+    assert "FAIL (1 seed" in capsys.readouterr().out
+    true = correctness.reference_results
+
+    def shifted(*arguments):
+        found = true(*arguments)
+        found["dk"][0, 7, 1, 2] += 1.0
+        return found
+
+    monkeypatch.setattr(correctness, "reference_results", shifted)
+    assert correctness.main([*FLAGS, "--device=cpu"]) == 1
+    assert "dk, forced lists: 1 of" in capsys.readouterr().out
+
+
+def test_lists_out_of_shape_fail(monkeypatch, capsys):
+    def broken(*_):
+        raise AssertionError("layer 0: not ascending")
+
+    monkeypatch.setattr(correctness.checks, "assert_lists", broken)
+    assert correctness.main([*FLAGS, "--device=cpu"]) == 1
+    assert "lists: layer 0: not ascending" in capsys.readouterr().out
+
+
+def test_defaults():
+    flags = vars(correctness.make_parser().parse_args([]))
+    documented = {
+        "seed": 42, "seq_len": 12_000, "hq": 16, "h_kv": 4, "k_dim": 32, "v_dim": 32, "final_atol": 3e-2,
+        "final_rtol": 3e-2, "out_p99_atol": 5e-3, "grad_p99_atol": 1e-2, "fail_on_alarm": False,
+    }  # fmt: skip
+    assert {name: flags[name] for name in documented} == documented
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--hq=3"], "H_kv"),
+        (["--k-dim=5"], "even"),
+        (["--max-top-nodes=17"], "max_top_nodes"),
+        (["--compression-rate=1"], "compression_rate"),
+        (["--rope-base=-1"], "rope_base"),
+        (["--final-atol=-1"], "tolerances"),
+        (["--final-atol=nan"], "tolerances"),
+        (["--seq-len=0"], "at least 1"),
+        (["--dtype=int8"], "invalid choice"),
+    ],
+)
+def test_bad_use_is_one_line_and_status_two(capsys, flags, complaint):
+    try:
+        status = correctness.main([*FLAGS, "--device=cpu", *flags])
+    except SystemExit as stop:
+        status = stop.code
+    message = capsys.readouterr().err
+    assert status == 2
+    assert complaint in message
+    assert message.count("\n") == 1

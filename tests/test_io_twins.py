@@ -1,0 +1,147 @@
+"""Loads and stores of the IO-only twins in the compiled code: what the full kernel reads, the twin reads too (§2.2).
+
+Needs nvcc and no GPU. The kernels are compiled to PTX without loop transformations, which would copy loads and count
+them twice; dead loads are removed all the same, as a twin with a broken fold shows.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections import Counter
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CSRC = ROOT / "csrc"
+INSTANCES = "ops/tree_attention/instances"
+NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+needs_nvcc = pytest.mark.skipif(NVCC is None or not CSRC.is_dir(), reason="no nvcc, or no source tree")
+
+#: Which memory each of a kernel's instructions touches; shared, local and parameter space do not count.
+ACCESS = re.compile(r"\b(ld|st)((?:\.(?!shared|param|local)\w+)*)\s")
+
+
+def compile_to_ptx(source: Path, include: Path = CSRC) -> str:
+    assert NVCC is not None
+    command = [
+        NVCC,
+        "-std=c++17",
+        "-O3",
+        "-ptx",
+        "-arch=compute_90",
+        "-Xcicc",
+        "-O1",
+        "--expt-relaxed-constexpr",
+    ]
+    done = subprocess.run(
+        [*command, f"-I{include}", str(source), "-o", "-"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@lru_cache
+def accesses(name: str) -> dict[str, Counter[str]]:
+    """Per kernel of ``instances/<name>.cu``: how often each kind of load and store occurs."""
+    return accesses_of(compile_to_ptx(CSRC / INSTANCES / f"{name}.cu"))
+
+
+def accesses_of(ptx: str) -> dict[str, Counter[str]]:
+    kernels = {}
+    for match in re.finditer(r"\.entry (\w+)\((.*?)\n\}", ptx, re.S):
+        found: Counter[str] = Counter()
+        for kind, rest in ACCESS.findall(match.group(2)):
+            words = [word for word in rest.split(".") if word]
+            vector = next((word for word in words if re.fullmatch(r"v\d", word)), "")
+            width = re.sub(r"\D", "", words[-1])
+            # the space is known for some pointers and generic for others
+            space = "global" if "global" in words else "generic"
+            found[f"{kind} {space} {vector}{width}"] += 1
+        kernels[match.group(1)] = found
+    return kernels
+
+
+def twins(full: str, io: str) -> list[tuple[Counter[str], Counter[str]]]:
+    """Pairs of the same kernel under both policies."""
+    theirs = accesses(io)
+    pairs = [
+        (counts, theirs[name.replace("8FullWork", "6IoOnly")])
+        for name, counts in accesses(full).items()
+        if "8FullWork" in name
+    ]
+    assert pairs
+    return pairs
+
+
+@needs_nvcc
+@pytest.mark.parametrize("dtype", ["float", "half", "bfloat16"])
+def test_scores_read_and_write_the_same(dtype: str) -> None:
+    pairs = twins(f"compute_scores_{dtype}", f"io_compute_scores_{dtype}")
+    assert len(pairs) == 8  # 1, 2, 4, 8 heads; packs and single elements
+    for full, io in pairs:
+        assert full == io
+        loads = sum(count for kind, count in full.items() if kind.startswith("ld"))
+        assert loads == 10  # list twice, K twice, its cos and sin, q twice, its cos and sin
+        assert any(kind.startswith("st") for kind in full)
+
+
+@needs_nvcc
+def test_selection_reads_the_same_scores() -> None:
+    """The full kernel's other accesses are generic: keys and sort buffer, in shared memory where they fit."""
+    pairs = twins("select_topk", "io_select_topk")
+    assert len(pairs) == 4
+    for full, io in pairs:
+        loads = {kind: count for kind, count in full.items() if kind.startswith("ld global")}
+        assert sum(loads.values()) >= 4  # count, two passes, the joint maximum
+        assert {kind: count for kind, count in io.items() if kind.startswith("ld")} == loads
+        assert sum(count for kind, count in io.items() if kind.startswith("st")) == 1
+
+
+@needs_nvcc
+def test_next_parents_are_copied() -> None:
+    ((full, io),) = twins("next_parents", "next_parents")
+    assert sorted(kind.split()[0] for kind in io.elements()) == ["ld", "st"]
+    assert sum(count for kind, count in full.items() if kind.startswith("ld")) > 1  # the list as well
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    ("header", "kept", "dropped", "instance"),
+    [
+        (
+            "scores/compute_scores.cuh",
+            "sum += low[e] + high[e];",
+            "sum += low[e];",
+            "io_compute_scores_float",
+        ),
+        (
+            "scores/compute_scores.cuh",
+            "angles += cos[e] + sin[e];",
+            "angles += cos[e];",
+            "io_compute_scores_float",
+        ),
+        (
+            "select/select_topk.cuh",
+            "fold_bits(values, fold);\n      } else {",
+            "      } else {",
+            "io_select_topk",
+        ),
+    ],
+)
+def test_a_load_that_feeds_nothing_is_missed(tmp_path, header, kept, dropped, instance) -> None:
+    """A twin that drops a value loses the load, and the count shows it."""
+    tree = tmp_path / "csrc"
+    shutil.copytree(CSRC, tree, ignore=shutil.ignore_patterns("*.cpp"))
+    changed = tree / "ops" / "tree_attention" / header
+    text = changed.read_text()
+    assert kept in text
+    changed.write_text(text.replace(kept, dropped))
+    broken = accesses_of(compile_to_ptx(tree / INSTANCES / f"{instance}.cu", tree))
+    whole = accesses(instance)
+    assert set(broken) == set(whole)
+    for name, counts in broken.items():
+        assert sum(counts.values()) < sum(whole[name].values())
