@@ -78,19 +78,15 @@ def _io_select_topk(scores: torch.Tensor, num_candidates: torch.Tensor, top_k: i
     return torch.ops.htree.io_select_topk(scores, num_candidates, top_k)
 
 
-def _io_accumulate(*arguments: Any) -> Any:
-    return torch.ops.htree.io_accumulate_non_topk(*arguments)
-
-
 def _io_next_parents(parents: torch.Tensor, positions: torch.Tensor, rate: int = 16) -> Any:
     return torch.ops.htree.io_compute_next_parents(parents, positions, rate)
 
 
-#: Ops whose kernels have the policy IoOnly: the twin takes the op's own arguments.
+#: Ops whose kernels have the policy IoOnly: the twin takes the op's own arguments. io_accumulate_non_topk keeps its
+#: arithmetic, so it is no floor.
 TWINS: dict[str, Callable[..., Any]] = {
     "compute_scores": _io_compute_scores,
     "select_topk": _io_select_topk,
-    "accumulate_non_topk": _io_accumulate,
     "compute_next_parents": _io_next_parents,
 }
 
