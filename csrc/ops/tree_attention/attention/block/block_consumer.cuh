@@ -78,11 +78,13 @@ class BlockConsumer {
     device::wgmma_commit();
   }
 
+  __device__ __forceinline__ void wait_values(unsigned tile_idx) const {
+    device::barrier_wait(&shared_.values_full[stage_of<Tile>(tile_idx)], phase_of<Tile>(tile_idx));
+  }
+
+  // After wait_values() and a wgmma_fence() since the weights were packed.
   __device__ __forceinline__ void issue_output(Softmax& state, unsigned tile_idx) const {
-    const int stage = stage_of<Tile>(tile_idx);
-    const uint64_t values = Values::transposed(shared_.values[stage]);
-    device::barrier_wait(&shared_.values_full[stage], phase_of<Tile>(tile_idx));
-    device::wgmma_fence();
+    const uint64_t values = Values::transposed(shared_.values[stage_of<Tile>(tile_idx)]);
 #pragma unroll
     for (int slot = 0; slot < kTileSlots; ++slot) {
       device::wgmma<T, Tile::kValueDim, device::Major::kMN>(
@@ -134,6 +136,7 @@ class BlockConsumer {
 #pragma unroll 1
     while (tile + Tile::kTileStep < end) {
       const unsigned next = tile + Tile::kTileStep;
+      wait_values(tile);  // first, so that the products of both follow one fence without a gap
       issue_scores(state, next);
       issue_output(state, tile);
       device::wgmma_wait<1>();
@@ -147,6 +150,8 @@ class BlockConsumer {
       state.pack_weights();
       tile = next;
     }
+    wait_values(tile);
+    device::wgmma_fence();
     issue_output(state, tile);
     device::wgmma_wait<0>();
     device::pin_registers(state.out);
