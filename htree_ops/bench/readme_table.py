@@ -101,8 +101,15 @@ def _sustained_or_median(row: Entry, prefix: str = "") -> float:
     return float(row[f"{prefix}median_us"] if sustained is None else sustained)
 
 
-def _yardsticks(rows: Iterable[Entry]) -> str:
-    """Cases that have no baseline of the same function: one line each, a column per other function; "" if none."""
+#: Lines of a room in the README for cases that only other functions are timed beside.
+HEADLINE_YARDSTICKS = 8
+
+
+def _yardsticks(rows: Iterable[Entry], most: int | None = None) -> str:
+    """Cases that have no baseline of the same function: one line each, a column per other function; "" if none.
+
+    Only the first ``most`` of them where that is given.
+    """
     equals = {(row["op"], row["case"], row["dtype"]) for row in _fastest_equals(rows)}
     cases: dict[tuple[str, str, str], dict[str, Entry]] = {}
     names: dict[str, None] = {}
@@ -117,7 +124,7 @@ def _yardsticks(rows: Iterable[Entry]) -> str:
         f"| op | case | dtype | htree_ops | {' | '.join(names)} |",
         "|---|---|---|---:|" + "---:|" * len(names),
     ]
-    for (op, case, dtype), by_name in cases.items():
+    for (op, case, dtype), by_name in list(cases.items())[:most]:
         ours = _sustained_or_median(next(iter(by_name.values())))
         theirs = [
             _time(_sustained_or_median(by_name[name], "baseline_")) if name in by_name else ""
@@ -178,11 +185,11 @@ def render(files: dict[str, list[Entry]], folder: str) -> str:
 
 
 def render_headlines(files: dict[str, list[Entry]], folder: str) -> str:
-    """The README's section: the first case of every op on a GPU, then what has yardsticks only."""
+    """The README's section: the first case of every op on a GPU, then the first of those with yardsticks only."""
     on_gpu = {name: [row for row in rows if row["gpu"] != "none"] for name, rows in files.items()}
     lines = [_line(row) for rows in on_gpu.values() for row in _first_cases(_fastest_equals(rows))]
     parts = [f"{HEADER}\n" + "\n".join(lines)] if lines else []
-    parts += [others for rows in on_gpu.values() if (others := _yardsticks(rows))]
+    parts += [others for rows in on_gpu.values() if (others := _yardsticks(rows, HEADLINE_YARDSTICKS))]
     places: dict[str, list[str]] = {}
     for name, rows in on_gpu.items():
         for place in _by_place(rows):
