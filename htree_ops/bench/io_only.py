@@ -195,9 +195,7 @@ def to_json(
     full_us = times["full_ms"] * 1e3
     unique = sum(moved.unique for moved in traffic(problem).values())
     gb_per_s = unique / full_us / 1e3
-    flags = {
-        name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()
-    }
+    flags = {name: value for name, value in vars(arguments).items() if name != "json"}
     p = problem
     row = {
         **asdict(environment),
