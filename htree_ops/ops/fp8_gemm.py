@@ -65,8 +65,9 @@ def fp8_gemm(
     every 128 elements of K. On random data the result errs by up to 2^-12 of Σ|a·b| at K = 128 and 2^-15 at
     K = 4096 beyond the rounding of the result, about as much as ``torch._scaled_mm(use_fast_accum=False)``.
     :func:`fp8_gemm_exact` sums in fp32 everywhere.
-    Up to 64 rows, b streams once through a kernel of its own. Beyond, persistent tiles or cuBLASLt compute the
-    product, whichever is expected to be faster, and the tiles whatever cuBLASLt does not take.
+    Up to 64 rows, b streams once through a kernel of its own. Beyond, cuBLASLt computes what it takes, and
+    persistent tiles with the same sums the rest: misaligned or short rows, or one scale per row and column with a
+    result other than bf16.
     Source: docs/semantics.md §3.3, design document [002].
 
     Args:
