@@ -146,7 +146,10 @@ def test_headlines_are_the_first_cases_on_a_gpu(tmp_path):
     write(tmp_path, "a.json", [ROW | {"gpu": "none", "case": "on a CPU"}, *rows])
     text = readme_table.render_headlines(readme_table.read_rows(tmp_path), "r")
     assert re.findall(r"case \d|on a CPU", text) == ["case 0"]
-    assert "- Some GPU, CUDA 13.0, driver 580, torch 2.11.0, commit 0123456789ab-dirty: `r/a.json`" in text
+    assert (
+        "Measured on Some GPU, CUDA 13.0, driver 580, torch 2.11.0: `r/a.json` (commit 0123456789ab-dirty)."
+        in text
+    )
 
 
 @pytest.mark.parametrize("render", [readme_table.render, readme_table.render_headlines])

@@ -155,12 +155,20 @@ def _line(row: Entry) -> str:
     return f"| {' | '.join(str(cell).replace('|', '/') for cell in cells)} |"
 
 
-def _place(row: Entry) -> str:
+def _machine(row: Entry) -> str:
     machine = (
         row["cpu"] if row["gpu"] == "none" else f"{row['gpu']}, CUDA {row['cuda']}, driver {row['driver']}"
     )
+    return f"{machine}, torch {row['torch']}"
+
+
+def _commit(row: Entry) -> str:
     commit, dirty, _ = str(row["commit"]).partition("-dirty")
-    return f"{machine}, torch {row['torch']}, commit {commit[:12]}{dirty}"
+    return f"commit {commit[:12]}{dirty}"
+
+
+def _place(row: Entry) -> str:
+    return f"{_machine(row)}, {_commit(row)}"
 
 
 def _by_place(rows: Iterable[Entry]) -> dict[str, list[Entry]]:
@@ -190,13 +198,11 @@ def render_headlines(files: dict[str, list[Entry]], folder: str) -> str:
     lines = [_line(row) for rows in on_gpu.values() for row in _first_cases(_fastest_equals(rows))]
     parts = [f"{HEADER}\n" + "\n".join(lines)] if lines else []
     parts += [others for rows in on_gpu.values() if (others := _yardsticks(rows, HEADLINE_YARDSTICKS))]
-    places: dict[str, list[str]] = {}
+    machines: dict[str, list[str]] = {}
     for name, rows in on_gpu.items():
-        for place in _by_place(rows):
-            places.setdefault(place, []).append(f"`{folder}/{name}`")
-    parts += [
-        "Measured on:\n" + "\n".join(f"- {place}: {', '.join(names)}" for place, names in places.items())
-    ] * bool(places)
+        for here in _by_place(rows).values():
+            machines.setdefault(_machine(here[0]), []).append(f"`{folder}/{name}` ({_commit(here[0])})")
+    parts += [f"Measured on {machine}: {', '.join(names)}." for machine, names in machines.items()]
     return "\n\n".join(parts) or NOTHING
 
 
