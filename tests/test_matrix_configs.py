@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-_host = pytest.importorskip("htree_ops._host", reason="no _host for this Python")
+try:
+    from htree_ops import _host
+except ImportError:
+    _host = None
+
+pytestmark = pytest.mark.skipif(_host is None, reason="_host is not built for this Python")
 
 
 @pytest.mark.parametrize(
