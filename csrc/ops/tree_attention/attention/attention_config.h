@@ -42,6 +42,7 @@ enum class GatherKernel {
 struct AttentionConfig {
   AttentionPath path = AttentionPath::kGeneral;
   GatherKernel gather = GatherKernel::kQuery;
+  GatherKernel gradients = GatherKernel::kQuery;  // of the backward
   int64_t batch_chunk = 1;      // batches of a chunk
   int64_t query_chunk = 0;      // queries of a chunk, a multiple of the stride
   int64_t selection_chunk = 0;  // lists whose scores are in memory at a time
@@ -64,6 +65,10 @@ struct DeviceFacts {
 constexpr int64_t kHopperSharedBytes = 232448;
 // A block's time hardly depends on how many of its rows are used, so it takes lists of several queries.
 constexpr int64_t kMinBlockStride = 4;
+
+// A block of gradients multiplies 128 rows (query, head) of a list, used or not; with fewer than these the
+// kernels that take a warp per query are faster.
+constexpr int64_t kMinGradientBlockRows = 32;
 
 // Largest block of the forward and the backward together: one predicate serves both, so that recomputed lists
 // are the forward's. 128-wide heads need 112 KB, which consumer GPUs (99 KB) do not have.
@@ -119,15 +124,24 @@ inline AttentionConfig choose_attention_config(const AttentionProblem& p, const 
 // of the fp32 sums, and so every bit, is the same either way. Scores of recomputed lists (kForwardScoreBytes)
 // come on top.
 constexpr int64_t kBackwardScratchBytes = int64_t{1408} << 20;
+// What blocks leave for dK and dV of their lists takes this much of it: two tasks per SM of an H200 at
+// head dim 128 and k = 512.
+constexpr int64_t kPartialSumBytes = int64_t{1056} << 20;
 
 inline AttentionConfig choose_backward_config(const AttentionProblem& p, const DeviceFacts& device) {
   AttentionConfig config = choose_attention_config(p, device);
   const int64_t stride = p.args.selection_stride;
+  if (config.gather == GatherKernel::kBlock && stride * p.group() >= kMinGradientBlockRows) {
+    config.gradients = GatherKernel::kBlock;
+  }
+  const bool blocks = config.gradients == GatherKernel::kBlock;
+  const int64_t record = blocks ? 0 : 2 * (p.key_dim + p.value_dim);
+  const int64_t scratch = kBackwardScratchBytes - (blocks ? kPartialSumBytes : 0);
   const int64_t per_list =
-      stride * p.num_heads * (2 * (p.key_dim + p.value_dim) + 16 + 4 * p.key_dim) +
+      stride * p.num_heads * (record + 16 + 4 * p.key_dim) +
       p.num_kv_heads * (p.args.top_k * 4 * p.layers() + p.args.top_k * p.args.compression_rate / 8 +
                         ceil_div(p.num_keys, p.args.compression_rate) / 64 + 64);
-  const int64_t lists = std::max<int64_t>(1, kBackwardScratchBytes / per_list);
+  const int64_t lists = std::max<int64_t>(1, scratch / per_list);
   const int64_t used = std::max<int64_t>(1, std::min(lists, p.num_lists()));
   config.query_chunk = used * stride;
   config.batch_chunk = std::clamp<int64_t>(lists / used, 1, config.batch_chunk);
@@ -140,7 +154,8 @@ inline std::string describe(const AttentionConfig& config) {
   text << (config.path == AttentionPath::kTensorCore ? "tensor_core" : "general")
        << " batch_chunk=" << config.batch_chunk << " query_chunk=" << config.query_chunk
        << " selection_chunk=" << config.selection_chunk
-       << " gather=" << (config.gather == GatherKernel::kBlock ? "block" : "query");
+       << " gather=" << (config.gather == GatherKernel::kBlock ? "block" : "query")
+       << " gradients=" << (config.gradients == GatherKernel::kBlock ? "block" : "query");
   return text.str();
 }
 

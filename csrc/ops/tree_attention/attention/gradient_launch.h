@@ -36,7 +36,7 @@ struct RowParams {
   const float* max = nullptr;  // [B, T_q, H], natural units
   const float* sum = nullptr;
   int64_t state_batch = 0;
-  char* records = nullptr;        // [B, H_kv, num_queries, G] records of 2 (K + V) bytes
+  char* records = nullptr;        // [B, H_kv, num_queries, G] records of 2 (K + V) bytes; null: not wanted
   RowMeta* meta = nullptr;        // [B, H_kv, num_queries, G]
   QueryBounds* bounds = nullptr;  // [B, H_kv], zeroed by the caller
   int num_batches = 0;

@@ -1,0 +1,99 @@
+// The query side of a block in shared memory: queries turned to their positions, dO and their numbers.
+#pragma once
+
+#include "device/numeric.cuh"
+#include "device/tma.cuh"
+#include "ops/tree_attention/attention/block/block_query.cuh"
+#include "ops/tree_attention/attention/block_gradient/gradient_tile.cuh"
+
+namespace htree::tree_attention {
+
+// 16 bytes of a row that may start anywhere.
+template <typename T>
+__device__ __forceinline__ uint4 load_bits_8(const T* from) {
+  if (reinterpret_cast<uintptr_t>(from) % 16 == 0) {
+    return __ldg(reinterpret_cast<const uint4*>(from));
+  }
+  uint4 pack;
+  T* elements = reinterpret_cast<T*>(&pack);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    elements[i] = from[i];
+  }
+  return pack;
+}
+
+__device__ __forceinline__ int position_of(const GatherParams& p, const GradientTask& task, int query) {
+  const int64_t rightmost = (p.t0 + query) / p.node_span;
+  return max(task.num_slots - 1, 0) * kBlockRows + static_cast<int>(rightmost % kBlockRows);
+}
+
+// All rows of the block; kThreads threads call, `thread` in 0 ... kThreads - 1. Rows without a query are zero,
+// and so are their weights.
+template <typename T, typename Tile, int kThreads>
+__device__ __forceinline__ void load_gradient_rows(const BlockGradientParams& params, const GradientTask& task,
+                                                   const HeadPowers<T>& powers, GradientShared<Tile>& shared,
+                                                   int thread) {
+  constexpr int kHalf = Tile::kDim / 2;
+  constexpr int kLanes = kHalf / 8;  // of one row: 8 dims of the lower half and their partners each
+  constexpr int kRowsPerPass = kThreads / kLanes;
+  static_assert(kGradientRows % kRowsPerPass == 0);
+  const GatherParams& p = params.gather;
+  const auto head_rows = [&](const TensorView& view) {
+    return static_cast<const T*>(view.data) + task.batch * view.batch + int64_t{task.kv_head} * p.group * view.head;
+  };
+  const T* queries = head_rows(p.queries);
+  const T* gradients = head_rows(params.gradients);
+  const int chunk = thread % kLanes, dim = chunk * 8;
+  const float power = powers.signed_query(params.scale);
+#pragma unroll 1
+  for (int row = thread / kLanes; row < kGradientRows; row += kRowsPerPass) {
+    const PairPlace at = pair_place(p, task, row);
+    float x[8] = {}, y[8] = {};
+    uint4 gradient_low = {}, gradient_high = {};
+    int position = 0;
+    if (at.exists) {
+      const T* query = queries + at.query * p.queries.row + at.head * p.queries.head + dim;
+      load_8(query, x);
+      load_8(query + kHalf, y);
+      const T* gradient = gradients + at.query * params.gradients.row + at.head * params.gradients.head + dim;
+      gradient_low = load_bits_8(gradient);
+      gradient_high = load_bits_8(gradient + kHalf);
+      position = position_of(p, task, at.query);
+    }
+    const float2* turns = p.rope + int64_t{position} * kHalf + dim;
+    uint4 low, high;
+    uint32_t* lows = reinterpret_cast<uint32_t*>(&low);
+    uint32_t* highs = reinterpret_cast<uint32_t*>(&high);
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+      const float4 turn = __ldg(reinterpret_cast<const float4*>(turns + i));
+      const float x0 = x[i] * power, x1 = x[i + 1] * power;
+      const float y0 = y[i] * power, y1 = y[i + 1] * power;
+      lows[i / 2] = device::pack_pair<__half>(x0 * turn.x - y0 * turn.y, x1 * turn.z - y1 * turn.w);
+      highs[i / 2] = device::pack_pair<__half>(x0 * turn.y + y0 * turn.x, x1 * turn.w + y1 * turn.z);
+    }
+    const int low_at = chunk_offset<Tile::kDim>(row, chunk), high_at = chunk_offset<Tile::kDim>(row, chunk + kLanes);
+    *reinterpret_cast<uint4*>(shared.query + low_at) = low;
+    *reinterpret_cast<uint4*>(shared.query + high_at) = high;
+    *reinterpret_cast<uint4*>(shared.gradient + low_at) = gradient_low;
+    *reinterpret_cast<uint4*>(shared.gradient + high_at) = gradient_high;
+    if (chunk == 0) {
+      float log_sum = INFINITY, delta = 0.f;
+      int limit = 0;
+      if (at.exists) {
+        const int64_t first = int64_t{task.head_index} * p.num_queries;
+        const RowMeta meta = params.meta[(first + at.query) * p.group + at.head];
+        log_sum = meta.log_sum - HeadPowers<T>::kWeightShift;
+        delta = meta.delta * powers.weighted_gradient();
+        limit = position % kBlockRows + (params.selected ? 0 : 1);
+      }
+      shared.log_sum[row] = log_sum;
+      shared.delta[row] = delta;
+      shared.own_limit[row] = static_cast<uint8_t>(limit);
+    }
+  }
+  device::fence_async_shared();
+}
+
+}  // namespace htree::tree_attention
