@@ -43,9 +43,9 @@ struct AttentionConfig {
   AttentionPath path = AttentionPath::kGeneral;
   GatherKernel gather = GatherKernel::kQuery;
   GatherKernel gradients = GatherKernel::kQuery;  // of the backward
-  int64_t batch_chunk = 1;      // batches of a chunk
-  int64_t query_chunk = 0;      // queries of a chunk, a multiple of the stride
-  int64_t selection_chunk = 0;  // lists whose scores are in memory at a time
+  int64_t batch_chunk = 1;                        // batches of a chunk
+  int64_t query_chunk = 0;                        // queries of a chunk, a multiple of the stride
+  int64_t selection_chunk = 0;                    // lists whose scores are in memory at a time
 };
 
 // Temporary memory of the forward beyond outputs, stored parents, the tree and the re-laid copy of K and V.

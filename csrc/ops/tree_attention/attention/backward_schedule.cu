@@ -267,7 +267,8 @@ class BackwardRun {
 
   void sums_of(size_t layer_idx, const Chunk& chunk, float*& keys, float*& values) const {
     const int64_t rows = layer_rows(call_, layer_idx) + chunk.batch * p_.num_kv_heads *
-                                                            call_.layers[layer_idx].num_parents * kTensorCoreRate;
+                                                            call_.layers[layer_idx].num_parents *
+                                                            kTensorCoreRate;
     keys = buffers_.key_sums ? buffers_.key_sums + rows * p_.key_dim : nullptr;
     values = buffers_.value_sums ? buffers_.value_sums + rows * p_.value_dim : nullptr;
   }
@@ -279,7 +280,8 @@ class BackwardRun {
     PartialSumParams& sums = layer.sums;
     sums_of(layer_idx, chunk, sums.keys, sums.values);
     if (lists.data && keys_wanted()) {
-      if (const cudaError_t error = invert(call_.layers[layer_idx], common.gather, lists); error != cudaSuccess) {
+      if (const cudaError_t error = invert(call_.layers[layer_idx], common.gather, lists);
+          error != cudaSuccess) {
         return error;
       }
       sums.entries = scratch<uint32_t>(at_.entries);

@@ -1,9 +1,9 @@
 // Gradients of one layer of tree attention for the selection_stride * G query rows that share a list, on
 // Hopper: docs/semantics.md §1.10, §1.12.
 //
-// A persistent block of three warpgroups: four producer warps gather the parents of a list and turn their keys,
-// two consumer warpgroups make S^T, dP^T, dV, dK' and dQ of a tile. The five products in one pass cost fewer
-// bytes than a second pass over the queries of a parent, which would read their q and dO once per use.
+// A persistent block of three warpgroups: four producer warps gather the parents of a list and turn their
+// keys, two consumer warpgroups make S^T, dP^T, dV, dK' and dQ of a tile. The five products in one pass cost
+// fewer bytes than a second pass over the queries of a parent, which would read their q and dO once per use.
 #pragma once
 
 #include "ops/tree_attention/attention/block_gradient/gradient_consumer.cuh"

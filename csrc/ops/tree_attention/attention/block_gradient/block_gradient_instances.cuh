@@ -34,6 +34,7 @@ void launch_partial_sums_instance(const PartialSumParams& params, cudaStream_t s
 #define HTREE_BLOCK_GRADIENT_INSTANCES(PREFIX, T, DIM)                                           \
   PREFIX template void launch_block_gradient_instance<T, DIM>(const BlockGradientParams& params, \
                                                               cudaStream_t stream);              \
-  PREFIX template void launch_partial_sums_instance<T, DIM>(const PartialSumParams& params, cudaStream_t stream);
+  PREFIX template void launch_partial_sums_instance<T, DIM>(const PartialSumParams& params,      \
+                                                            cudaStream_t stream);
 
 }  // namespace htree::tree_attention

@@ -1,9 +1,9 @@
 // Launchers of the gradients of whole selection blocks on Hopper (sm_90a): r = 16, fp16 or bf16 inputs,
 // K = V in {32, 64, 128}, any G, docs/semantics.md §1.10, §1.12. No torch.
 //
-// One pass over the lists makes all five products of attention's backward while a parent's keys and values are
-// in shared memory. dQ stays with its block; what a block adds to dK and dV of a parent leaves as one partial
-// sum per (list, slot), and a second kernel adds a parent's partials in the order of the lists.
+// One pass over the lists makes all five products of attention's backward while a parent's keys and values
+// are in shared memory. dQ stays with its block; what a block adds to dK and dV of a parent leaves as one
+// partial sum per (list, slot), and a second kernel adds a parent's partials in the order of the lists.
 #pragma once
 
 #include "ops/tree_attention/attention/gradient_launch.h"
@@ -20,9 +20,9 @@ constexpr int64_t partial_sum_bytes(int64_t key_dim, int64_t value_dim) {
 
 // A layer of a chunk of queries. Tasks are (batch * kv head, list, block of rows), the last fastest.
 struct BlockGradientParams {
-  GatherParams gather;                 // with slot_turns
-  TensorView gradients;                // dO [B, T_q, H, V], from the first query of the chunk
-  const RowMeta* meta = nullptr;       // [B, H_kv, num_queries, G]
+  GatherParams gather;            // with slot_turns
+  TensorView gradients;           // dO [B, T_q, H, V], from the first query of the chunk
+  const RowMeta* meta = nullptr;  // [B, H_kv, num_queries, G]
   const KeyBounds* key_bounds = nullptr;
   const QueryBounds* query_bounds = nullptr;
   const int32_t* counts = nullptr;     // [B, num_lists, H_kv] parents of a list; null: implicit lists
@@ -36,8 +36,8 @@ struct BlockGradientParams {
   void* query_gradient = nullptr;    // dQ [B, T_q, H, K]; null: not wanted
   int64_t query_gradient_batch = 0;  // stride in elements
 
-  // [num_tasks, partial_slots] partial sums of the tasks [first_task, first_task + num_tasks); null: dK and dV
-  // are not wanted. A task with m parents writes its first m slots.
+  // [num_tasks, partial_slots] partial sums of the tasks [first_task, first_task + num_tasks); null: dK and
+  // dV are not wanted. A task with m parents writes its first m slots.
   char* partials = nullptr;
   int64_t partial_slots = 0;
   int64_t first_task = 0;

@@ -14,9 +14,9 @@ inline int64_t partial_sum_lists(int64_t budget, int64_t blocks, int64_t slots, 
 }
 
 struct BlockLayerParams {
-  PartialSumParams sums;      // without partials, first_task and num_tasks; keys and values may be null
-  int64_t blocks = 1;         // of kGradientRows rows per list
-  char* partials = nullptr;   // partial_bytes of them
+  PartialSumParams sums;     // without partials, first_task and num_tasks; keys and values may be null
+  int64_t blocks = 1;        // of kGradientRows rows per list
+  char* partials = nullptr;  // partial_bytes of them
   int64_t partial_bytes = 0;
 };
 

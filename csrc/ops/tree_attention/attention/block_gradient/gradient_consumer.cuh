@@ -1,8 +1,8 @@
 // The consumer warpgroups of block_gradient.cuh. Group c owns keys 64 c ... of a tile in S^T = K' Q^T,
 // dP^T = V dO^T, dV = P^T dO and dK' = dS^T Q, one parent per warp, and query rows 64 c ... of dQ += dS K'.
 //
-// dS^T passes through shared memory once and is read there in both directions. The group's own keys come first
-// in dQ, so that the other group's dS is waited for as late as possible; partial sums are stored while
+// dS^T passes through shared memory once and is read there in both directions. The group's own keys come
+// first in dQ, so that the other group's dS is waited for as late as possible; partial sums are stored while
 // products run.
 #pragma once
 
@@ -55,9 +55,9 @@ class GradientConsumer {
     for (int64_t task_idx = params_.first_task + blockIdx.x; task_idx < end; task_idx += gridDim.x) {
       int num_tiles, slot;
       prepare(task_idx, num_tiles, slot);
-      char* partial = params_.partials
-                          ? params_.partials + (task_idx - params_.first_task) * params_.partial_slots * kPartialBytes
-                          : nullptr;
+      char* partial = params_.partials ? params_.partials + (task_idx - params_.first_task) *
+                                                                params_.partial_slots * kPartialBytes
+                                       : nullptr;
       float query_sum[kSum], scores[kScores], products[kScores];
 #pragma unroll
       for (int i = 0; i < kSum; ++i) {
@@ -65,7 +65,8 @@ class GradientConsumer {
       }
 #pragma unroll 1
       for (; num_tiles > 0; --num_tiles, ++tile_idx, slot -= kGradientSlots) {
-        step(tile_idx, partial && slot >= 0 ? partial + slot * int64_t{kPartialBytes} : nullptr, query_sum, scores, products);
+        step(tile_idx, partial && slot >= 0 ? partial + slot * int64_t{kPartialBytes} : nullptr, query_sum,
+             scores, products);
       }
       if (params_.query_gradient) {
         store_queries(task_idx, query_sum);
@@ -100,7 +101,8 @@ class GradientConsumer {
 
   // d = rows of `own` (this group's 64 keys) times rows of `other` (the queries).
   template <typename E>
-  __device__ __forceinline__ void keys_times_rows(float (&d)[kScores], const char* own, const char* other) const {
+  __device__ __forceinline__ void keys_times_rows(float (&d)[kScores], const char* own,
+                                                  const char* other) const {
     const uint64_t a = Operand::rows(own + group_ * kGroupRows * Tile::kRowBytes);
     const uint64_t b = Operand::rows(other);
     device::wgmma_fence();
@@ -112,7 +114,8 @@ class GradientConsumer {
   }
 
   template <int kOther>
-  __device__ __forceinline__ static float (&sum_registers(float (&free)[kScores], float (&own)[kOther]))[kOther] {
+  __device__ __forceinline__ static float (&sum_registers(float (&free)[kScores],
+                                                          float (&own)[kOther]))[kOther] {
     if constexpr (kOther == kScores) {
       return free;
     } else {
@@ -121,7 +124,8 @@ class GradientConsumer {
   }
 
   // One tile; `partial` is where this warp's parent's sums go, null: nowhere.
-  __device__ __forceinline__ void step(unsigned tile_idx, char* partial, float (&query_sum)[kSum], float (&scores)[kScores], float (&products)[kScores]) const {
+  __device__ __forceinline__ void step(unsigned tile_idx, char* partial, float (&query_sum)[kSum],
+                                       float (&scores)[kScores], float (&products)[kScores]) const {
     const int stage = gradient_stage<Tile>(tile_idx);
     const uint32_t phase = gradient_phase<Tile>(tile_idx);
     device::barrier_wait(&shared_.keys_full[stage], phase);
@@ -149,8 +153,8 @@ class GradientConsumer {
     const uint64_t gradient = Operand::transposed(shared_.gradient);
 #pragma unroll
     for (int i = 0; i < kRowSteps; ++i) {
-      device::wgmma<T, Tile::kDim, device::Major::kMN>(value_sum, weights[i],
-                                                       device::advance(gradient, i * Tile::kSlotBytes), i > 0);
+      device::wgmma<T, Tile::kDim, device::Major::kMN>(
+          value_sum, weights[i], device::advance(gradient, i * Tile::kSlotBytes), i > 0);
     }
     device::wgmma_commit();
     device::fence_async_shared();
@@ -160,7 +164,8 @@ class GradientConsumer {
     device::wgmma_wait<1>();
     device::pin_registers(value_sum);
     device::wgmma_fence();
-    const uint64_t own = device::k_major_descriptor<device::Swizzle::k128>(shared_.score_gradient + group_ * kGroupRows * 128);
+    const uint64_t own =
+        device::k_major_descriptor<device::Swizzle::k128>(shared_.score_gradient + group_ * kGroupRows * 128);
     const uint64_t query = Operand::transposed(shared_.query);
 #pragma unroll
     for (int i = 0; i < kRowSteps; ++i) {
@@ -184,7 +189,8 @@ class GradientConsumer {
   // query_sum += dS K' over the keys that group `of` owns.
   __device__ __forceinline__ void add_queries(float (&query_sum)[kSum], int stage, int of) const {
     const uint64_t a = device::mn_major_descriptor<device::Swizzle::k128>(
-        shared_.score_gradient + group_ * Tile::kScoreHalfBytes + of * kGroupRows * 128, Tile::kScoreHalfBytes);
+        shared_.score_gradient + group_ * Tile::kScoreHalfBytes + of * kGroupRows * 128,
+        Tile::kScoreHalfBytes);
     const uint64_t b = Operand::transposed(shared_.keys[stage] + of * kGroupRows * Tile::kRowBytes);
     device::wgmma_fence();
 #pragma unroll
@@ -201,7 +207,8 @@ class GradientConsumer {
     const int key = lane_ / 4;
     const uint32_t limits = device::shared_address(shared_.own_limit) + lane_ % 4 * 2;
     const bool own = present & kOwnSlot;
-    const int low = present >> key & 1 ? key : kBlockRows, high = present >> key & 0x100 ? key + 8 : kBlockRows;
+    const int low = present >> key & 1 ? key : kBlockRows,
+              high = present >> key & 0x100 ? key + 8 : kBlockRows;
 #pragma unroll
     for (int i = 0; i < kScores / 4; ++i) {
       uint32_t limit = 0x1010;
@@ -217,7 +224,8 @@ class GradientConsumer {
     }
   }
 
-  __device__ __forceinline__ void weigh(const float (&scores)[kScores], uint32_t (&weights)[kRowSteps][4]) const {
+  __device__ __forceinline__ void weigh(const float (&scores)[kScores],
+                                        uint32_t (&weights)[kRowSteps][4]) const {
     const uint32_t sums = device::shared_address(shared_.log_sum) + lane_ % 4 * 8;
 #pragma unroll
     for (int i = 0; i < kScores / 4; ++i) {
@@ -225,8 +233,9 @@ class GradientConsumer {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float* s = scores + 4 * i + 2 * half;
-        weights[i / 2][i % 2 * 2 + half] = device::pack_pair<T>(device::exp2_flushed(fmaf(s[0], score_factor_, -sum.x)),
-                                                                device::exp2_flushed(fmaf(s[1], score_factor_, -sum.y)));
+        weights[i / 2][i % 2 * 2 + half] =
+            device::pack_pair<T>(device::exp2_flushed(fmaf(s[0], score_factor_, -sum.x)),
+                                 device::exp2_flushed(fmaf(s[1], score_factor_, -sum.y)));
       }
     }
   }
@@ -290,8 +299,8 @@ class GradientConsumer {
       }
       const int64_t head = int64_t{task.kv_head} * p.group + at.head;
       const int64_t num_heads = int64_t{p.num_kv_heads} * p.group;
-      float* partial =
-          params_.partial_queries + ((task.batch * int64_t{p.num_queries} + at.query) * num_heads + head) * Tile::kDim;
+      float* partial = params_.partial_queries +
+                       ((task.batch * int64_t{p.num_queries} + at.query) * num_heads + head) * Tile::kDim;
       T* out = static_cast<T*>(params_.query_gradient) + task.batch * params_.query_gradient_batch +
                (at.query * num_heads + head) * Tile::kDim;
       const float2* turns = p.rope + int64_t{position_of(p, task, at.query)} * kHalf;

@@ -28,19 +28,20 @@ __device__ __forceinline__ int position_of(const GatherParams& p, const Gradient
   return max(task.num_slots - 1, 0) * kBlockRows + static_cast<int>(rightmost % kBlockRows);
 }
 
-// All rows of the block; kThreads threads call, `thread` in 0 ... kThreads - 1. Rows without a query are zero,
-// and so are their weights.
+// All rows of the block; kThreads threads call, `thread` in 0 ... kThreads - 1. Rows without a query are
+// zero, and so are their weights.
 template <typename T, typename Tile, int kThreads>
-__device__ __forceinline__ void load_gradient_rows(const BlockGradientParams& params, const GradientTask& task,
-                                                   const HeadPowers<T>& powers, GradientShared<Tile>& shared,
-                                                   int thread) {
+__device__ __forceinline__ void load_gradient_rows(const BlockGradientParams& params,
+                                                   const GradientTask& task, const HeadPowers<T>& powers,
+                                                   GradientShared<Tile>& shared, int thread) {
   constexpr int kHalf = Tile::kDim / 2;
   constexpr int kLanes = kHalf / 8;  // of one row: 8 dims of the lower half and their partners each
   constexpr int kRowsPerPass = kThreads / kLanes;
   static_assert(kGradientRows % kRowsPerPass == 0);
   const GatherParams& p = params.gather;
   const auto head_rows = [&](const TensorView& view) {
-    return static_cast<const T*>(view.data) + task.batch * view.batch + int64_t{task.kv_head} * p.group * view.head;
+    return static_cast<const T*>(view.data) + task.batch * view.batch +
+           int64_t{task.kv_head} * p.group * view.head;
   };
   const T* queries = head_rows(p.queries);
   const T* gradients = head_rows(params.gradients);
@@ -73,7 +74,8 @@ __device__ __forceinline__ void load_gradient_rows(const BlockGradientParams& pa
       lows[i / 2] = device::pack_pair<__half>(x0 * turn.x - y0 * turn.y, x1 * turn.z - y1 * turn.w);
       highs[i / 2] = device::pack_pair<__half>(x0 * turn.y + y0 * turn.x, x1 * turn.w + y1 * turn.z);
     }
-    const int low_at = chunk_offset<Tile::kDim>(row, chunk), high_at = chunk_offset<Tile::kDim>(row, chunk + kLanes);
+    const int low_at = chunk_offset<Tile::kDim>(row, chunk),
+              high_at = chunk_offset<Tile::kDim>(row, chunk + kLanes);
     *reinterpret_cast<uint4*>(shared.query + low_at) = low;
     *reinterpret_cast<uint4*>(shared.query + high_at) = high;
     *reinterpret_cast<uint4*>(shared.gradient + low_at) = gradient_low;

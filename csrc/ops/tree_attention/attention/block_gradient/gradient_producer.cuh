@@ -50,8 +50,8 @@ class PairWalk {
       pair.bits[i] = __shfl_sync(0xffffffffu, bits_, from);
     }
     const uint32_t mine = lane < 16 ? pair.parent[0] : pair.parent[1];
-    const float* scales = reinterpret_cast<const float*>(params_.gather.blocks + int64_t{mine} * Block::kBytes +
-                                                         Block::kScaleOffset);
+    const float* scales = reinterpret_cast<const float*>(params_.gather.blocks +
+                                                         int64_t{mine} * Block::kBytes + Block::kScaleOffset);
     pair.scale = scales[lane % 16] * key_power_;
     ++tile_;
     if (tile_ * kGradientSlots >= num_slots_) {
@@ -83,9 +83,9 @@ class PairWalk {
       const int64_t row = int64_t{task.list_row} * p.num_kv_heads + task.kv_head;
       list_ = p.lists ? p.lists + task.batch * p.list_batch + row * p.list_width : nullptr;
       const int64_t mask_row = int64_t{task.batch} * p.num_lists * p.num_kv_heads + row;
-      selected_ = params_.selected ? reinterpret_cast<const uint16_t*>(params_.selected +
-                                                                       mask_row * params_.mask_words)
-                                   : nullptr;
+      selected_ = params_.selected
+                      ? reinterpret_cast<const uint16_t*>(params_.selected + mask_row * params_.mask_words)
+                      : nullptr;
       read(0);
       return;
     }
@@ -162,9 +162,7 @@ class GradientProducer {
   __device__ __forceinline__ const char* block_of(const SlotPair& pair, int i) const {
     return params_.gather.blocks + int64_t{pair.parent[i]} * Block::kBytes;
   }
-  __device__ __forceinline__ int slot_offset(int i) const {
-    return (2 * warp_ + i) * Tile::kSlotBytes;
-  }
+  __device__ __forceinline__ int slot_offset(int i) const { return (2 * warp_ + i) * Tile::kSlotBytes; }
 
   __device__ __forceinline__ void load_keys(const SlotPair& pair, unsigned tile_idx) {
     const int stage = gradient_stage<Tile>(tile_idx);
@@ -175,7 +173,8 @@ class GradientProducer {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (pair.exists(i)) {
-          device::bulk_load(shared_.keys[stage] + slot_offset(i), block_of(pair, i), Tile::kSlotBytes, landed);
+          device::bulk_load(shared_.keys[stage] + slot_offset(i), block_of(pair, i), Tile::kSlotBytes,
+                            landed);
         }
       }
     }
@@ -255,8 +254,8 @@ class GradientProducer {
   }
 
   // The own parent has children in the future of some queries, and 0 times a NaN there would not be silent.
-  // Rows that no query sees become 0, as do elements that are not finite in rows that only some see: for those
-  // that do, the sum of the weights or delta is not finite either and says so in their gradients.
+  // Rows that no query sees become 0, as do elements that are not finite in rows that only some see: for
+  // those that do, the sum of the weights or delta is not finite either and says so in their gradients.
   template <typename E>
   __device__ __forceinline__ void clean_rows(const char* from, char* to, const SlotPair& pair) const {
     constexpr uint32_t kExponent = __is_same(E, __half) ? 0x7c00u : 0x7f80u;

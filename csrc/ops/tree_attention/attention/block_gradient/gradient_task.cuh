@@ -16,9 +16,9 @@ struct GradientTask {
   int head_index;  // batch * kv heads + kv head
   int batch, kv_head;
   int list_row;
-  int first_pair;  // of the block among the list's
+  int first_pair;                // of the block among the list's
   int first_query, num_queries;  // of the list, in the chunk
-  int num_slots;  // m; 0 when everything is selected and nothing takes part
+  int num_slots;                 // m; 0 when everything is selected and nothing takes part
   int num_tiles;
   int64_t own_parent;
   // Children of the own parent that take part for the first and for the last query of the list.
@@ -44,9 +44,9 @@ __device__ __forceinline__ int taking_part(const BlockGradientParams& params, in
                                            int list_row) {
   const GatherParams& p = params.gather;
   const int64_t rightmost = (p.t0 + int64_t{list_row} * p.stride) / p.node_span;
-  const int count =
-      params.counts ? params.counts[(batch * int64_t{p.num_lists} + list_row) * p.num_kv_heads + kv_head]
-                    : static_cast<int>(rightmost / kBlockRows) + 1;
+  const int count = params.counts
+                        ? params.counts[(batch * int64_t{p.num_lists} + list_row) * p.num_kv_heads + kv_head]
+                        : static_cast<int>(rightmost / kBlockRows) + 1;
   const int64_t candidates = (count - 1) * int64_t{kBlockRows} + rightmost % kBlockRows + 1;
   return params.selected && candidates <= p.list_width ? 0 : count;
 }
@@ -101,10 +101,11 @@ struct HeadPowers {
     const KeyBounds keys = params.key_bounds[head_index];
     const QueryBounds queries = params.query_bounds[head_index];
     key = keys.key_unscale ? power_of_two(-exponent_of(__uint_as_float(keys.key_unscale))) : 1.f;
-    query = queries.query_unscale ? power_of_two(6 - exponent_of(__uint_as_float(queries.query_unscale))) : 1.f;
-    score_gradient = score_gradient_scale(__uint_as_float(queries.gradient_norm),
-                                          __uint_as_float(keys.value_norm), 1.f)
-                         .scale;
+    query =
+        queries.query_unscale ? power_of_two(6 - exponent_of(__uint_as_float(queries.query_unscale))) : 1.f;
+    score_gradient =
+        score_gradient_scale(__uint_as_float(queries.gradient_norm), __uint_as_float(keys.value_norm), 1.f)
+            .scale;
   }
 
   __device__ __forceinline__ static float inverse(float power) { return power_of_two(-exponent_of(power)); }

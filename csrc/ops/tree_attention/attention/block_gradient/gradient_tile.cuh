@@ -39,8 +39,8 @@ struct GradientShared {
   char score_gradient[2 * Tile::kScoreHalfBytes];
   char keys[Tile::kStages][Tile::kTileBytes];
   char values[Tile::kStages][Tile::kTileBytes];
-  float log_sum[kGradientRows];  // log2 of the sum of e^score, less the shift of the weights
-  float delta[kGradientRows];    // in the units of dS
+  float log_sum[kGradientRows];      // log2 of the sum of e^score, less the shift of the weights
+  float delta[kGradientRows];        // in the units of dS
   uint8_t own_limit[kGradientRows];  // children of the own parent that the row sees
   uint32_t slots[Tile::kStages][kGradientSlots];
   device::Barrier keys_landed[Tile::kStages][Tile::kProducerWarps];  // one producer warp's copies

@@ -82,8 +82,8 @@ class PartialSum {
   using Shape = SumShape<kDim>;
   using Pieces = PartialPieces<kDim>;
 
-  __device__ __forceinline__ PartialSum(const PartialSumParams& params, const PartialUsers& users, int head_index,
-                                        int parent)
+  __device__ __forceinline__ PartialSum(const PartialSumParams& params, const PartialUsers& users,
+                                        int head_index, int parent)
       : params_(params),
         users_(users),
         head_index_(head_index),
@@ -150,7 +150,8 @@ class PartialSum {
   static constexpr uint32_t kAbsent = 0xffffffffu;
 
   // Place of partial sum `index` of the parent and the slot it stands for.
-  __device__ __forceinline__ void find(uint32_t index, uint32_t blocks, uint32_t& place, uint32_t& slot) const {
+  __device__ __forceinline__ void find(uint32_t index, uint32_t blocks, uint32_t& place,
+                                       uint32_t& slot) const {
     const BlockGradientParams& b = params_.blocks;
     const GatherParams& p = b.gather;
     const uint32_t user = users_.begin + index / blocks;
@@ -164,17 +165,17 @@ class PartialSum {
     // what a list holds behind its end, and lists that refine everything, left no sum
     const int count = taking_part(b, head_index_ / p.num_kv_heads, head_index_ % p.num_kv_heads, list);
     if (static_cast<int>(slot) < count) {
-      place = static_cast<uint32_t>(users_.first_partial +
-                                    ((list - users_.first_list) * int64_t{blocks} + index % blocks) * b.partial_slots +
-                                    slot);
+      place = static_cast<uint32_t>(
+          users_.first_partial +
+          ((list - users_.first_list) * int64_t{blocks} + index % blocks) * b.partial_slots + slot);
     }
   }
 
   __device__ __forceinline__ void load(uint32_t place, Pieces& pieces) const {
-    const uint4* from = reinterpret_cast<const uint4*>(params_.blocks.partials +
-                                                       place * int64_t{2 * Shape::kMatrixBytes} +
-                                                       (is_value_ ? Shape::kMatrixBytes : 0)) +
-                        share_ * Shape::kLow * 32 + lane_;
+    const uint4* from =
+        reinterpret_cast<const uint4*>(params_.blocks.partials + place * int64_t{2 * Shape::kMatrixBytes} +
+                                       (is_value_ ? Shape::kMatrixBytes : 0)) +
+        share_ * Shape::kLow * 32 + lane_;
 #pragma unroll
     for (int i = 0; i < Shape::kLow; ++i) {
       pieces.low[i] = __ldcs(from + 32 * i);
@@ -257,7 +258,8 @@ template <typename T, int kDim>
 __global__ void __launch_bounds__(SumShape<kDim>::kThreads)
     partial_sum_kernel(const __grid_constant__ PartialSumParams params) {
   const GatherParams& p = params.blocks.gather;
-  const int first_head = static_cast<int>(params.blocks.first_task / (int64_t{p.num_lists} * blocks_per_list(p)));
+  const int first_head =
+      static_cast<int>(params.blocks.first_task / (int64_t{p.num_lists} * blocks_per_list(p)));
   const int head_index = first_head + blockIdx.y, parent = blockIdx.x;
   if (!(threadIdx.x / 32 >= SumShape<kDim>::kShares ? params.values : params.keys)) {
     return;
