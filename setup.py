@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-ROOMS = ("causal_softmax", "hadamard", "rmsnorm_rope", "tree_attention")
+ROOMS = ("causal_softmax", "fp8", "gated_mlp", "hadamard", "rmsnorm_rope", "tree_attention")
 # sm_90a machine code for Hopper, sm_80 machine code for Ampere and Ada, and compute_80 PTX, the highest
 # architecture that every later GPU can compile from (compute_90a PTX runs on Hopper alone).
 DEFAULT_ARCH_LIST = "8.0+PTX;9.0a"

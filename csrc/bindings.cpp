@@ -15,6 +15,9 @@
 #endif
 
 #include "ops/causal_softmax/causal_softmax_config.h"
+#include "ops/fp8/gemm/gemm_config.h"
+#include "ops/gated_mlp/gated_mlp_config.h"
+#include "ops/hadamard/hadamard_config.h"
 #include "ops/rmsnorm_rope/rmsnorm_rope_config.h"
 #include "ops/tree_attention/attention/attention_config.h"
 
@@ -62,22 +65,59 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
 #if defined(HTREE_WITH_CUDA)
   auto& softmax = rooms["causal_softmax"];
   for (int block_size : {0, 512, 1024}) {
-    for (bool vectorised : {true, false}) {
+    for (int variant = 0; variant < 12; ++variant) {
       for (int64_t cols = 256; cols <= 65536; cols *= 2) {
         const auto text = htree::causal_softmax::describe(
-            htree::causal_softmax::choose_config(cols, vectorised, block_size));
+            htree::causal_softmax::choose_config({.cols = cols,
+                                                  .element_size = 2 << variant / 4,
+                                                  .vectorised = variant % 2 == 0,
+                                                  .backward = variant % 4 < 2,
+                                                  .block_size = block_size,
+                                                  .shared_bytes = 227 << 10}));
         if (std::find(softmax.begin(), softmax.end(), text) == softmax.end()) {
           softmax.push_back(text);
         }
       }
     }
   }
+  auto& hadamard = rooms["hadamard"];
+  for (int log2_length = 0; log2_length <= 15; ++log2_length) {
+    const auto text =
+        htree::hadamard::describe(htree::hadamard::choose_config(/*element_size=*/2, log2_length));
+    if (std::find(hadamard.begin(), hadamard.end(), text) == hadamard.end()) {
+      hadamard.push_back(text);
+    }
+  }
   auto& attention = rooms["tree_attention"];
   attention.push_back(
       "tensor_core: fp16, bf16; r = 16; K = V = 32, 64, 128; H / H_kv <= 16; k <= 1024; sm_80 and later");
   attention.push_back(
-      "tensor_core, gather=block: as tensor_core with selection_stride >= 4 on sm_90 in a build for 9.0a");
+      "dense top layer of tensor_core: H / H_kv = 1, 2, 4, 8, 16; more than one layer; sm_90a code on sm_90");
+  attention.push_back("gather=block of tensor_core: forward, selection_stride >= 4; sm_90a code on sm_90");
+  attention.push_back("gather=union of tensor_core: forward, selection_stride < 4; sm_90a code on sm_90");
   attention.push_back("general: fp32, fp16, bf16; every other shape");
+  auto& mlp = rooms["gated_mlp"];
+  for (bool keeps_products : {false, true}) {
+    for (int64_t rows = 1; rows <= 4096; rows *= 2) {
+      const auto config = htree::gated_mlp::choose_config({rows, 11264, true, keeps_products, 132});
+      const auto text = htree::gated_mlp::describe(config);
+      if (std::find(mlp.begin(), mlp.end(), text) == mlp.end()) {
+        mlp.push_back(text);
+      }
+    }
+  }
+  mlp.push_back(htree::gated_mlp::describe(htree::gated_mlp::choose_config({1, 1, false, false, 132})));
+  auto& gemm = rooms["fp8"];
+  for (bool hopper : {true, false}) {
+    for (bool library : {true, false}) {
+      for (int64_t m = 1; m <= 4096; m *= 2) {
+        const auto text = htree::fp8::describe(htree::fp8::choose_gemm_config({m, 4096, hopper, library}));
+        if (std::find(gemm.begin(), gemm.end(), text) == gemm.end()) {
+          gemm.push_back(text);
+        }
+      }
+    }
+  }
   auto& norm = rooms["rmsnorm_rope"];
   for (int64_t width = 32; width <= 65536; width *= 2) {
     const auto config = htree::rmsnorm_rope::choose_config(width, std::min<int64_t>(width, 128),
@@ -90,10 +130,18 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
   return rooms;
 }
 
-// (threads per row, rows per block, elements per thread, vectorised) for rows of `cols` elements.
-std::tuple<int, int, int, bool> causal_softmax_config(int64_t cols, bool vectorised, int block_size) {
-  const auto config = htree::causal_softmax::choose_config(cols, vectorised, block_size);
-  return {config.threads, config.rows_per_block, config.elems_per_thread, config.vectorised};
+// (threads per row, rows per block, elements per thread, rows in flight) for rows of `cols` elements.
+std::tuple<int, int, int, int> causal_softmax_config(int64_t cols, int element_size, bool vectorised,
+                                                     bool backward, int block_size, int64_t shared_bytes) {
+  const auto config = htree::causal_softmax::choose_config(
+      {cols, element_size, vectorised, backward, block_size, shared_bytes});
+  return {config.threads, config.rows_per_block, config.elems_per_thread, config.stages};
+}
+
+// (elements per thread, threads per tile, threads per block) for rows of 2^log2_length elements.
+std::tuple<int, int, int> hadamard_config(int element_size, int log2_length) {
+  const auto config = htree::hadamard::choose_config(element_size, log2_length);
+  return {1 << config.elem_bits, 1 << (config.lane_bits + config.warp_bits), config.threads()};
 }
 
 // (threads per row, pairs of packs per thread, stages, vectorised) for rows of `width` elements.
@@ -103,11 +151,23 @@ std::tuple<int, int, int, bool> rmsnorm_rope_config(int64_t width, int64_t head_
   return {config.threads, config.pairs, config.stages, config.vectorised};
 }
 
+// The kernel of gated_mlp for `rows` rows of x and `inner` columns of the result, in words.
+std::string gated_mlp_config(int64_t rows, int64_t inner, bool hopper_half, bool keeps_products,
+                             int multiprocessors) {
+  return htree::gated_mlp::describe(
+      htree::gated_mlp::choose_config({rows, inner, hopper_half, keeps_products, multiprocessors}));
+}
+
+// The kernel of fp8_gemm for c [m, n], in words.
+std::string fp8_gemm_config(int64_t m, int64_t n, bool hopper, bool library) {
+  return htree::fp8::describe(htree::fp8::choose_gemm_config({m, n, hopper, library}));
+}
+
 // The path and chunks of one attention call on a GPU of that capability and shared memory per block.
 std::string tree_attention_config(const std::array<int64_t, 7>& sizes, bool half_dtype,
                                   int64_t compression_rate, int64_t max_top_nodes, int64_t top_k,
                                   int64_t selection_stride, bool backward, int major, int64_t shared_bytes,
-                                  bool hopper_kernels) {
+                                  bool hopper_kernels, bool private_gather) {
   using namespace htree::tree_attention;
   AttentionProblem p;
   std::tie(p.batch, p.num_keys, p.num_queries, p.num_heads, p.num_kv_heads, p.key_dim, p.value_dim) =
@@ -118,7 +178,13 @@ std::string tree_attention_config(const std::array<int64_t, 7>& sizes, bool half
   p.args.top_k = top_k;
   p.args.selection_stride = selection_stride;
   const DeviceFacts device{major, shared_bytes, major == 9 && hopper_kernels};
-  return describe(backward ? choose_backward_config(p, device) : choose_attention_config(p, device));
+  const GatherChoice gather = private_gather ? GatherChoice::kPrivate : GatherChoice::kAuto;
+  if (backward) {
+    const AttentionConfig config = choose_backward_config(p, device, gather);
+    return describe(config) + " gradients=" + describe_gradients(config);
+  }
+  const AttentionConfig config = choose_attention_config(p, device, gather);
+  return describe(config) + " layers=" + describe_layers(config, p.layers());
 }
 
 }  // namespace
@@ -128,15 +194,27 @@ PYBIND11_MODULE(_host, module) {
   module.def("build_facts", &build_facts, "How the library was built, as strings.");
   module.def("kernel_configurations", &kernel_configurations,
              "Compiled CUDA configurations by room; empty without.");
-  module.def("causal_softmax_config", &causal_softmax_config, py::arg("cols"), py::arg("vectorised"),
-             py::arg("block_size") = 0, "The kernel that causal_softmax takes for rows of `cols` elements.");
+  module.def("causal_softmax_config", &causal_softmax_config, py::arg("cols"), py::arg("element_size"),
+             py::arg("vectorised") = true, py::arg("backward") = false, py::arg("block_size") = 0,
+             py::arg("shared_bytes") = 232448,
+             "The kernel that causal_softmax takes for rows of `cols` elements.");
+  module.def("hadamard_config", &hadamard_config, py::arg("element_size"), py::arg("log2_length"),
+             "The kernel that hadamard_transform takes for rows of 2^log2_length elements.");
   module.def("rmsnorm_rope_config", &rmsnorm_rope_config, py::arg("width"), py::arg("head_dim"),
              py::arg("element_size"), py::arg("vectorised"), py::arg("backward") = false,
              "The kernel that rmsnorm_rope takes for rows of `width` elements.");
+  module.def("gated_mlp_config", &gated_mlp_config, py::arg("rows"), py::arg("inner"),
+             py::arg("hopper_half") = true, py::arg("keeps_products") = false,
+             py::arg("multiprocessors") = 132,
+             "The kernel that gated_mlp takes for `rows` rows of x and `inner` columns of the result.");
+  module.def("fp8_gemm_config", &fp8_gemm_config, py::arg("m"), py::arg("n"), py::arg("hopper") = true,
+             py::arg("library") = true, "The kernel that fp8_gemm takes for a result [m, n].");
   module.def("tree_attention_config", &tree_attention_config, py::arg("sizes"), py::arg("half_dtype"),
              py::arg("compression_rate") = 16, py::arg("max_top_nodes") = 8192, py::arg("top_k") = 512,
              py::arg("selection_stride") = 1, py::arg("backward") = false, py::arg("major") = 9,
-             py::arg("shared_bytes") = 232448, py::arg("hopper_kernels") = true,
-             "The path and chunks of an attention call; sizes are (B, T, T_q, H, H_kv, K, V).");
+             py::arg("shared_bytes") = htree::device::kHopperSharedBytes, py::arg("hopper_kernels") = true,
+             py::arg("private_gather") = false,
+             "The path and chunks of an attention call and, of a forward, the kernels of its layers from the "
+             "top down; sizes are (B, T, T_q, H, H_kv, K, V).");
   module.def("device_facts", &device_facts, "Name, capability and sizes of each visible GPU.");
 }

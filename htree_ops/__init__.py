@@ -17,6 +17,32 @@ from htree_ops.errors import (  # noqa: E402
     UnsupportedDtypeError,
 )
 from htree_ops.ops.causal_softmax import causal_softmax  # noqa: E402
+from htree_ops.ops.fp8 import (  # noqa: E402
+    FP8Format,
+    fp8_compute_scale,
+    fp8_dequantize,
+    fp8_fake_quant,
+    fp8_quantize,
+    fp8_scale_inv,
+    handle_fp8_overflow,
+)
+from htree_ops.ops.fp8_gemm import fp8_gemm, fp8_gemm_exact  # noqa: E402
+from htree_ops.ops.fp8_inputs import (  # noqa: E402
+    FP8GEMMInput,
+    validate_fp8_gemm_inputs,
+    validate_fp8_quantize_inputs,
+)
+from htree_ops.ops.fp8_linear import (  # noqa: E402
+    FP8Linear,
+    calibrate_activation_scales,
+    quantize_model_,
+)
+from htree_ops.ops.gated_mlp import (  # noqa: E402
+    FusedGatedMLP,
+    GatedMLPInput,
+    gated_mlp,
+    validate_gated_mlp_inputs,
+)
 from htree_ops.ops.hadamard import (  # noqa: E402
     HadamardTransform,
     grouped_hadamard,
@@ -30,28 +56,49 @@ from htree_ops.ops.rmsnorm_rope import (  # noqa: E402
     rmsnorm_rope,
     validate_rmsnorm_rope_inputs,
 )
+from htree_ops.ops.tensor_spec import TensorSpec  # noqa: E402
 from htree_ops.ops.tree_attention import HTreeAttention, tree_attention  # noqa: E402
 from htree_ops.version import __version__  # noqa: E402
 
 __all__ = [
     "ArchitectureNotSupportedError",
     "DeviceError",
+    "FP8Format",
+    "FP8GEMMInput",
+    "FP8Linear",
+    "FusedGatedMLP",
     "FusedRMSNormRoPE",
+    "GatedMLPInput",
     "HTreeAttention",
     "HTreeKernelError",
     "HadamardTransform",
     "NumericalOverflowError",
     "RMSNormRoPEInput",
     "ShapeMismatchError",
+    "TensorSpec",
     "TuningFailedError",
     "UnsupportedDtypeError",
     "__version__",
+    "calibrate_activation_scales",
     "causal_softmax",
+    "fp8_compute_scale",
+    "fp8_dequantize",
+    "fp8_fake_quant",
+    "fp8_gemm",
+    "fp8_gemm_exact",
+    "fp8_quantize",
+    "fp8_scale_inv",
+    "gated_mlp",
     "grouped_hadamard",
     "hadamard_transform",
     "hadamard_transform_",
+    "handle_fp8_overflow",
     "head_rmsnorm_rope",
+    "quantize_model_",
     "rmsnorm_rope",
     "tree_attention",
+    "validate_fp8_gemm_inputs",
+    "validate_fp8_quantize_inputs",
+    "validate_gated_mlp_inputs",
     "validate_rmsnorm_rope_inputs",
 ]

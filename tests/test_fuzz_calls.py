@@ -233,6 +233,19 @@ def row_calls() -> list[Call]:
         Call("hadamard_transform", (wide,)),
         Call("hadamard_transform_", (wide.clone(),)),
         Call("grouped_hadamard", (heads.transpose(1, 2).contiguous(), 2)),
+        *fp8_calls(wide.float()),
+    ]
+
+
+def fp8_calls(x: Tensor) -> list[Call]:
+    q, scale, _ = torch.ops.htree.fp8_quantize(x, None, "channel")
+    return [
+        Call("fp8_compute_scale", (x, "block", -1, 3)),
+        Call("fp8_quantize", (x, scale, "channel", -1, 128)),
+        Call("fp8_quantize", (x, None, "block", 1, 2)),
+        Call("fp8_dequantize", (q, scale, torch.float32, 4)),
+        Call("fp8_fake_quant", (x, scale, "channel", 2, 128)),
+        Call("fp8_fake_quant_backward", (x, x, scale, "channel", -1, 128)),
     ]
 
 

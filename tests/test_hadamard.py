@@ -388,6 +388,21 @@ def test_more_than_2_31_elements(n: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("rows", "n"), [(1700, 8192), (900, 16384), (500, 32768)])
+def test_more_rows_than_run_at_a_time(rows: int, n: int, dtype: torch.dtype) -> None:
+    """Blocks that stay transform several rows each, the next one on its way."""
+    x = normal((rows, n), dtype, "cuda", seed=n)
+    rtol, atol = tolerance(x)
+    y = op(x)
+    assert_close_spec(y, reference.hadamard_transform(x), rtol, atol)
+    heads = normal((1, 16, rows, n // 16), dtype, "cuda", seed=rows)
+    rtol, atol = grouped_tolerance(heads, 16)
+    grouped = torch.ops.htree.grouped_hadamard(heads, 16)
+    assert_close_spec(grouped, reference.grouped_hadamard(heads, 16), rtol, atol)
+
+
+@pytest.mark.gpu
 def test_stream_and_graph() -> None:
     x = torch.randn(1000, 2048, device="cuda", dtype=torch.bfloat16)
     expected = op(x)
@@ -408,3 +423,24 @@ def test_stream_and_graph() -> None:
     torch.cuda.synchronize()
     assert torch.equal(captured, op(x))
     assert torch.equal(captured_wide, op(wide))
+
+
+@pytest.mark.parametrize(
+    ("element_size", "n", "expected"),
+    [
+        (2, 8, (32, 4, 128)),
+        (2, 128, (32, 4, 128)),
+        (2, 256, (64, 4, 128)),
+        (2, 2048, (64, 32, 128)),
+        (2, 4096, (64, 64, 64)),
+        (2, 32768, (64, 512, 512)),
+        (4, 32768, (64, 512, 512)),
+        (8, 64, (16, 4, 128)),
+        (8, 16384, (32, 512, 512)),
+    ],
+)
+def test_configuration_is_a_function_of_the_problem(
+    element_size: int, n: int, expected: tuple[int, int, int]
+) -> None:
+    host = pytest.importorskip("htree_ops._host", reason="_host is built per Python version")
+    assert host.hadamard_config(element_size, n.bit_length() - 1) == expected

@@ -32,6 +32,7 @@ JVP: dict[str, Callable[[Tensor], Any]] = {
         x[..., 0] * 1, x[..., 0] * 1, x * 1, x[..., 0], x[..., 0], x
     ),
     "hadamard_transform": lambda x: op.hadamard_transform(x),
+    "fp8_fake_quant": lambda x: op.fp8_fake_quant(x),
     "rmsnorm_rope": lambda x: op.rmsnorm_rope(
         x.flatten(2),
         torch.ones(8, device=x.device),

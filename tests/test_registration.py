@@ -29,9 +29,46 @@ SCHEMAS = {
         "(Tensor dy, Tensor x, Tensor weight, Tensor cos, Tensor sin, float eps=1e-06, "
         "bool[2] output_mask=[True, True]) -> (Tensor dx, Tensor dweight)"
     ),
+    "fp8_gemm": (
+        "(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, ScalarType output_dtype=half, "
+        "int[]? config=None) -> Tensor"
+    ),
+    "fp8_gemm_exact": (
+        "(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, ScalarType output_dtype=half) -> Tensor"
+    ),
+    "gated_mlp": (
+        '(Tensor x, Tensor gate_weight, Tensor up_weight, str activation="silu", str act_on="up", '
+        "int[]? config=None) -> Tensor"
+    ),
+    "gated_mlp_forward": (
+        '(Tensor x, Tensor gate_weight, Tensor up_weight, str activation="silu", str act_on="up") '
+        "-> (Tensor out, Tensor gate, Tensor up)"
+    ),
+    "gated_mlp_backward": (
+        '(Tensor dy, Tensor x, Tensor gate_weight, Tensor up_weight, str activation="silu", '
+        'str act_on="up", bool[3] output_mask=[True, True, True]) '
+        "-> (Tensor dx, Tensor dgate_weight, Tensor dup_weight)"
+    ),
+    "gated_mlp_saved_backward": (
+        "(Tensor dy, Tensor gate, Tensor up, Tensor x, Tensor gate_weight, Tensor up_weight, "
+        'str activation="silu", str act_on="up", bool[3] output_mask=[True, True, True]) '
+        "-> (Tensor dx, Tensor dgate_weight, Tensor dup_weight)"
+    ),
     "hadamard_transform": "(Tensor x, float? scale=None) -> Tensor",
     "hadamard_transform_": "(Tensor(a!) x, float? scale=None) -> ()",
     "grouped_hadamard": "(Tensor x, int group, float? scale=None) -> Tensor",
+    "fp8_compute_scale": '(Tensor x, str granularity="tensor", int dim=-1, int block=128) -> Tensor',
+    "fp8_quantize": (
+        '(Tensor x, Tensor? scale=None, str granularity="tensor", int dim=-1, int block=128) '
+        "-> (Tensor q, Tensor scale, Tensor n_overflow)"
+    ),
+    "fp8_dequantize": "(Tensor q, Tensor scale, ScalarType dtype=half, int block=128) -> Tensor",
+    "fp8_fake_quant": (
+        '(Tensor x, Tensor? scale=None, str granularity="tensor", int dim=-1, int block=128) -> Tensor'
+    ),
+    "fp8_fake_quant_backward": (
+        '(Tensor dy, Tensor x, Tensor scale, str granularity="tensor", int dim=-1, int block=128) -> Tensor'
+    ),
     "tree_build": "(Tensor k, Tensor v, int compression_rate=16) -> (Tensor pk, Tensor pv)",
     "tree_build_backward": (
         "(Tensor dpk, Tensor dpv, SymInt n_child, int compression_rate=16) -> (Tensor, Tensor)"

@@ -35,3 +35,13 @@ def test_grouped_hadamard(dtype: torch.dtype, width: int) -> None:
         rtol, atol = grouped_tolerance(x, group)
         y = torch.ops.htree.grouped_hadamard(x, group)
         assert_close_spec(y, reference.grouped_hadamard(x, group), rtol, atol)
+
+
+@pytest.mark.parametrize(("rows", "n"), [(540, 8192), (140, 32768)])
+def test_more_rows_than_run_at_a_time(rows: int, n: int) -> None:
+    x = normal((rows, n), torch.bfloat16, "cuda", seed=n)
+    assert torch.equal(torch.ops.htree.hadamard_transform(x)[-1], torch.ops.htree.hadamard_transform(x[-1]))
+    heads = normal((1, 16, rows, n // 16), torch.bfloat16, "cuda", seed=n)
+    few = heads[:, :, -3:].clone()
+    y = torch.ops.htree.grouped_hadamard(heads, 16)
+    assert torch.equal(y[:, :, -3:], torch.ops.htree.grouped_hadamard(few, 16))

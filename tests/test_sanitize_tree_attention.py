@@ -41,8 +41,12 @@ def test_every_op(case: TreeAttentionCase, dtype: torch.dtype) -> None:
                 assert not tensor.isnan().any(), call.op
 
 
+@pytest.mark.parametrize("gather", ["auto", "private"])
 @pytest.mark.parametrize("case", TENSOR_CORE, ids=case_id)
-def test_attention_and_its_gradient(case: TreeAttentionCase) -> None:
+def test_attention_and_its_gradient(
+    case: TreeAttentionCase, gather: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTREE_TREE_GATHER", gather)
     q, k, v = (x.requires_grad_() for x in case.make_qkv("cuda"))
     for store_parents in (True, False):
         out = torch.ops.htree.attention(q, k, v, *case.op_options(), store_parents)

@@ -45,6 +45,50 @@ def test_everything_else_takes_the_general_kernels(
     assert path(sizes, half, **options, backward=True) == "general"
 
 
+def choices(sizes: tuple[int, ...] = MODEL, half: bool = True, **options: int | bool) -> dict[str, str]:
+    return dict(word.split("=") for word in host.tree_attention_config(sizes, half, **options).split()[1:])
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("width", [32, 64, 128])
+@pytest.mark.parametrize("group", [1, 2, 4, 8, 16])
+def test_the_top_of_a_tree_is_dense_on_hopper(group: int, width: int, backward: bool) -> None:
+    assert choices((2, 20_000, 7, 2 * group, 2, width, width), backward=backward)["top"] == "dense"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((1, 20_000, 20_000, 6, 2, 64, 64), {}),
+        ((1, 8192, 8192, 8, 1, 64, 64), {}),
+        (MODEL, {"major": 8}),
+        (MODEL, {"major": 10}),
+        (MODEL, {"hopper_kernels": False}),
+        (MODEL, {"shared_bytes": 166_912}),
+        ((1, 20_000, 20_000, 8, 1, 96, 96), {}),
+    ],
+    ids=["group_3", "one_layer", "ampere", "blackwell", "other_code", "little_shared_memory", "general"],
+)
+def test_every_other_top_is_gathered(sizes: tuple[int, ...], options: dict[str, int]) -> None:
+    assert choices(sizes, **options)["top"] == "gathered"
+
+
+@pytest.mark.parametrize("stride", [1, 16])
+@pytest.mark.parametrize("length", [9000, 32_768, 131_072, 1_048_576])
+def test_importances_are_bounded_and_chunks_even(length: int, stride: int) -> None:
+    found = choices((1, length, length, 32, 4, 128, 128), selection_stride=stride)
+    top = -(-length // 16)
+    while top > 8192:
+        top = -(-top // 16)
+    lists, chunk = int(found["top_chunk"]), int(found["query_chunk"]) // stride
+    assert 1 <= lists <= chunk
+    assert lists * 4 * (-(-top // 128) * 128) * 4 + chunk * 32 * 4 <= 448 * 2**20
+    total = -(-length // stride)
+    if chunk < total:
+        last = total - (-(-total // chunk) - 1) * chunk
+        assert last > chunk // 2 or -(-total // chunk) > 4
+
+
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("stride", [1, 16])
 @pytest.mark.parametrize("length", [32_768, 131_072, 1_048_576])
@@ -59,31 +103,96 @@ def test_chunks_bound_the_scratch(length: int, stride: int, backward: bool) -> N
     assert lists * 32 * widest * 4 <= 2**29
 
 
-def gather(sizes: tuple[int, ...] = MODEL, **options: int | bool) -> str:
-    words = host.tree_attention_config(sizes, True, **options).split()
-    return dict(word.split("=") for word in words[1:])["gather"]
+@pytest.mark.parametrize("major", [8, 9])
+@pytest.mark.parametrize("stride", [1, 4, 16])
+@pytest.mark.parametrize("heads", [(32, 4), (64, 4)], ids=str)
+@pytest.mark.parametrize("length", [9000, 32_768, 131_072, 262_144, 524_288, 1_000_000])
+def test_a_gigabyte_holds_all_but_a_copy_of_the_keys(
+    length: int, heads: tuple[int, int], stride: int, major: int
+) -> None:
+    """Chunks of states and scores, the tree and its copy, log-sums, tiles of the top: decision 16."""
+    (num_heads, kv_heads), width = heads, 128 if heads[0] == 32 else 64
+    found = choices(
+        (1, length, length, num_heads, kv_heads, width, width), selection_stride=stride, major=major
+    )
+    queries = int(found["query_chunk"])
+    lists = queries // stride
+    states = queries * num_heads * width * 4 + lists * kv_heads * (512 * 8 + 512 * 2)
+    nodes = -(-length // 16)
+    widest = min(8192, nodes)
+    scores = int(found["selection_chunk"]) * num_heads * (widest * 4 + -(-widest // 1024) * 8)
+    tree = length * (kv_heads * 4 + num_heads * 8)  # scales of the copy, log-sums
+    while True:
+        tree += 2 * nodes * kv_heads * 2 * width * 2  # pooled nodes and their blocks
+        if nodes <= 8192:
+            break
+        nodes = -(-nodes // 16)
+    if major == 9:
+        assert found["top"] == "dense"
+        scores = max(scores, int(found["top_chunk"]) * kv_heads * nodes * 4 + lists * num_heads * 4)
+        tree += nodes * kv_heads * 2 * width * 2
+    assert states + scores + tree <= 10**9
+    assert states + scores + tree >= 4 * 10**8 or lists * stride >= length, "and what there is is used"
 
 
-@pytest.mark.parametrize("backward", [False, True])
+def layers(sizes: tuple[int, ...] = MODEL, half: bool = True, **options: int | bool) -> list[str]:
+    """The kernels of every layer of a forward, the top first."""
+    return choices(sizes, half, **options)["layers"].split(",")
+
+
+# Sequences of the table of figures, and the layers above the tokens that a top of at most 8192 nodes leaves.
+LENGTHS = {4096: 0, 32_768: 1, 65_536: 1, 131_072: 1, 262_144: 2, 524_288: 2, 1_048_576: 2}
+HEADS = {(32, 4): 8, (64, 4): 16, (8, 8): 1}  # H, H_kv
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("width", [32, 64, 128])
-@pytest.mark.parametrize("group", [1, 3, 8, 16])
-def test_lists_of_several_queries_take_a_block(group: int, width: int, backward: bool) -> None:
-    sizes = (2, 5000, 5000, 2 * group, 2, width, width)
-    for stride, kernel in ((1, "query"), (2, "query"), (4, "block"), (8, "block"), (16, "block")):
-        assert gather(sizes, selection_stride=stride, backward=backward) == kernel
+@pytest.mark.parametrize("stride", [1, 2, 4, 8, 16])
+def test_kernels_of_every_layer_on_hopper(
+    length: int, heads: tuple[int, int], width: int, stride: int
+) -> None:
+    gathered = "block" if stride >= 4 else "union"
+    above = LENGTHS[length]
+    wanted = [gathered] if above == 0 else ["dense"] + [gathered] * above
+    sizes = (1, length, length, *heads, width, width)
+    assert layers(sizes, selection_stride=stride) == wanted
+    suffix = (1, length, 64, *heads, width, width)
+    assert layers(suffix, selection_stride=stride) == wanted, "however many queries a call has"
+    ampere = layers(sizes, selection_stride=stride, major=8, shared_bytes=166_912)
+    assert ampere == ["private"] * (above + 1)
 
 
+def test_the_shape_of_the_public_triton_version() -> None:
+    assert layers((1, 120_000, 120_000, 64, 4, 32, 32)) == ["dense", "union"]
+    assert layers((1, 120_000, 120_000, 64, 4, 32, 32), half=False) == ["general", "general"]
+
+
+def test_group_sizes_without_a_dense_top() -> None:
+    for group in (3, 5, 6, 7, 9, 12, 15):
+        sizes = (2, 20_000, 20_000, 2 * group, 2, 64, 64)
+        assert layers(sizes) == ["union", "union"]
+        assert layers(sizes, selection_stride=16) == ["block", "block"]
+
+
+@pytest.mark.parametrize("stride", [1, 16])
 @pytest.mark.parametrize(
     "options",
-    [{"major": 8, "shared_bytes": 166_912}, {"hopper_kernels": False}, {"major": 10}, {"shared_bytes": 166_912}],
+    [
+        {"major": 8, "shared_bytes": 166_912},
+        {"hopper_kernels": False},
+        {"major": 10},
+        {"shared_bytes": 166_912},
+    ],
     ids=["ampere", "not_compiled", "blackwell", "little_shared_memory"],
 )
-def test_other_gpus_and_builds_gather_per_query(options: dict[str, int | bool]) -> None:
-    assert gather(selection_stride=16, **options) == "query"
-    assert gather(selection_stride=16) == "block"
+def test_other_gpus_and_builds_gather_for_each_query(options: dict[str, int | bool], stride: int) -> None:
+    assert layers(selection_stride=stride, **options) == ["private", "private"]
 
 
-def test_a_general_call_gathers_nothing() -> None:
-    words = host.tree_attention_config(MODEL, False, selection_stride=16).split()
-    assert words[0] == "general"
-    assert "gather=query" in words
+@pytest.mark.parametrize("stride", [1, 16])
+def test_a_gather_for_each_query_on_request(stride: int) -> None:
+    assert layers(selection_stride=stride, private_gather=True) == ["dense", "private"]
+    chunks = choices(selection_stride=stride)
+    private = choices(selection_stride=stride, private_gather=True)
+    assert {**chunks, "layers": ""} == {**private, "layers": ""}, "the chunks stay"

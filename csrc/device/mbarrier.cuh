@@ -44,13 +44,16 @@ __device__ __forceinline__ void barrier_expect(Barrier* barrier, uint32_t bytes)
                : "memory");
 }
 
-// One arrival at the barrier that stands at the same place in block `block_rank` of the cluster.
+// One arrival at the barrier that stands at the same place in block `block_rank` of the cluster. It orders
+// what this block read, not what it wrote: an arrival with release order for the whole cluster waits until
+// all writes of the thread are performed (a MEMBAR.GPU, about a microsecond), so ask for that with
+// cluster_sync().
 __device__ __forceinline__ void barrier_arrive_remote(Barrier* barrier, uint32_t block_rank) {
   asm volatile(
       "{\n"
       ".reg .b32 remote;\n"
       "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
       "}" ::"r"(shared_address(barrier)),
       "r"(block_rank)
       : "memory");

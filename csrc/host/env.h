@@ -1,4 +1,4 @@
-// Switches read from the environment, each once. The table of all of them stands in README.md.
+// Switches read from the environment. The table of all of them, and when each is read, stands in README.md.
 #pragma once
 
 #include <cstdlib>

@@ -52,3 +52,11 @@ const Table& pick_isa(const Table& baseline, const Table& avx2, const Table& avx
 }
 
 }  // namespace htree
+
+// The best of the tables kNameBaseline, kNameAvx2 and kNameAvx512 for HTREE_PICK_ISA(kName). Elsewhere than
+// on x86-64 only the first exists.
+#if defined(__x86_64__)
+#define HTREE_PICK_ISA(name) ::htree::pick_isa(name##Baseline, name##Avx2, name##Avx512)
+#else
+#define HTREE_PICK_ISA(name) (name##Baseline)
+#endif

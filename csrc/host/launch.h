@@ -15,6 +15,14 @@ class LaunchScope {
   explicit LaunchScope(const at::Tensor& tensor) : guard_(tensor.device()) {}
   cudaStream_t stream() const { return c10::cuda::getCurrentCUDAStream().stream(); }
 
+  // Most shared memory that a block may ask for on this device.
+  int shared_bytes() const {
+    int bytes = 0;
+    C10_CUDA_CHECK(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin,
+                                          guard_.current_device().index()));
+    return bytes;
+  }
+
  private:
   c10::cuda::CUDAGuard guard_;
 };

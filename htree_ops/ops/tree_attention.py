@@ -193,6 +193,10 @@ def tree_attention(
         ``return_lse`` also lse [B, T_q, H], natural logarithm, float32 (float64 for float64), without
         gradient.
 
+    On a GPU the tensor-core path (r = 16, half precision, K = V of 32, 64 or 128, H / H_kv <= 16) needs, beside the
+    output and the stored lists, one re-laid copy of K and V and at most 10^9 bytes up to T of about 10^6, by chunks
+    over the queries; the backward 2 GiB and fp32 sums of dK and dV (docs/semantics.md, Decisions).
+
     Raises:
         ShapeMismatchError: a rank or size that does not fit, H no multiple of H_kv, odd K, T_q > T.
         UnsupportedDtypeError: a dtype that is not supported, or q, k and v of different ones.

@@ -32,9 +32,6 @@ struct Traits {
   static constexpr int kPacks = kElems / kPackElems;
   static constexpr bool kStrided = !kVectorised;
   static constexpr int kBlock = kThreads * kRowsPerBlock;
-  // Packed half types at 16 elements fit 48 registers, which lets 1280 threads of an SM hide each other's
-  // latency.
-  static constexpr int kMinBlocks = kVectorised && sizeof(T) == 2 && kElems == 16 ? 1280 / kBlock : 1;
   static_assert(kThreads % device::kWarpSize == 0 && kBlock <= 1024);
   static_assert(kRowsPerBlock == 1 || kThreads == device::kWarpSize, "rows share a block only one warp each");
   static_assert(kElems % kPackElems == 0, "whole packs only");
@@ -66,6 +63,16 @@ __device__ __forceinline__ bool row_index(const RowsView& rows, RowIndex& index)
   return row_idx < rows.num_rows;
 }
 
+// `pack` with `fill` in the place of the elements from `visible` on, whatever they are.
+template <typename Tr, typename Col>
+__device__ __forceinline__ void mask_behind(Pack<typename Tr::T, Tr::kPackElems>& pack, Col col, Col visible,
+                                            typename Tr::T fill) {
+#pragma unroll
+  for (int i = 0; i < Tr::kPackElems; ++i) {
+    pack[i] = col + i < visible ? pack[i] : fill;
+  }
+}
+
 // Elements [col, col + kPackElems) of a row, `fill` from `visible` on. What lies behind may be NaN and is
 // never touched: a pack across the boundary is read element by element.
 template <typename Tr, typename Col>
@@ -89,43 +96,27 @@ __device__ __forceinline__ Pack<typename Tr::T, Tr::kPackElems> load_visible(
   return out;
 }
 
-// Stores a pack whose elements behind the prefix are zero already.
+// Stores the values of a pack, +0 from `visible` on, where they are NaN in a row of NaN. A pack that lies
+// wholly behind must hold zeros.
 template <typename Tr, typename Col>
-__device__ __forceinline__ void store_row_pack(const Row<typename Tr::T>& row, Col col, Col cols,
-                                               const Pack<typename Tr::T, Tr::kPackElems>& value) {
+__device__ __forceinline__ void store_visible(const Row<typename Tr::T>& row, Col col, Col visible, Col cols,
+                                              const Acc<typename Tr::T> (&value)[Tr::kPackElems]) {
+  using T = typename Tr::T;
+  Pack<T, Tr::kPackElems> out;
+  device::from_acc<T>(value, out.data);
+  if (col < visible && col + Tr::kPackElems > visible) {
+    mask_behind<Tr>(out, col, visible, device::from_acc<T>(Acc<T>(0)));
+  }
   if (!Tr::kStrided && col + Tr::kPackElems <= cols) {
-    device::store_pack_streaming(row.data + col, value);
+    device::store_pack_streaming(row.data + col, out);
     return;
   }
 #pragma unroll
   for (int i = 0; i < Tr::kPackElems; ++i) {
     if (col + i < cols) {
-      row.data[Tr::kStrided ? (col + i) * row.col_stride : col + i] = value[i];
+      row.data[Tr::kStrided ? (col + i) * row.col_stride : col + i] = out[i];
     }
   }
-}
-
-// Stores +0 behind the visible prefix and f(i), the value of element i of the pack, within. Whole packs take
-// a branch of their own, so that only the one across the boundary pays for the comparison of each element.
-template <typename Tr, typename Col, typename F>
-__device__ __forceinline__ void store_visible(const Row<typename Tr::T>& row, Col col, Col visible, Col cols,
-                                              F&& f) {
-  using T = typename Tr::T;
-  Acc<T> value[Tr::kPackElems] = {};
-  if (col + Tr::kPackElems <= visible) {
-#pragma unroll
-    for (int i = 0; i < Tr::kPackElems; ++i) {
-      value[i] = f(i);
-    }
-  } else if (col < visible) {
-#pragma unroll
-    for (int i = 0; i < Tr::kPackElems; ++i) {
-      value[i] = col + i < visible ? f(i) : Acc<T>(0);
-    }
-  }
-  Pack<T, Tr::kPackElems> out;
-  device::from_acc<T>(value, out.data);
-  store_row_pack<Tr>(row, col, cols, out);
 }
 
 // A reduction over the threads of one row: a warp, or the whole block.
@@ -143,21 +134,26 @@ __device__ __forceinline__ int pack_col(int pack) {
   return (pack * Tr::kThreads + static_cast<int>(threadIdx.x % Tr::kThreads)) * Tr::kPackElems;
 }
 
-// e^(x - shift), and the same divided by a sum. Half types go through the hardware's 2^x with everything else
-// folded into one multiply-add (an error of 2^-17 at |x - shift| = 80, far below their rounding); the others
-// stay accurate.
+// e^(x - maximum), and the same divided by a sum. Half types go through the hardware's 2^x with everything
+// else folded into one multiply-add (an error of 2^-17 at |x - maximum| = 80, far below their rounding); the
+// others stay accurate.
 template <typename T>
 struct Exponential {
   using A = Acc<T>;
   static constexpr float kLog2E = 1.44269504088896341f;
+  A rate;
   A shift;
 
+  // The rounding of `shift` is a factor common to the row, until it is a factor of 2^128. So beyond 2^24
+  // (bf16 only) the rate is a power of two, which rounds nothing; there other values differ from the maximum
+  // by 2^17 at least, and e^ of that is 0 at either rate.
   __device__ __forceinline__ explicit Exponential(A maximum)
-      : shift(sizeof(T) == 2 ? maximum * A(kLog2E) : maximum) {}
+      : rate(fabsf(static_cast<float>(maximum)) > 16777216.0f ? 0.5f : kLog2E),
+        shift(sizeof(T) == 2 ? maximum * rate : maximum) {}
 
   __device__ __forceinline__ A operator()(A x) const {
     if constexpr (sizeof(T) == 2) {
-      return device::exp2_approx(fmaf(x, kLog2E, -shift));
+      return device::exp2_approx(fmaf(x, rate, -shift));
     } else {
       return device::exp_for<T>(x - shift);
     }
@@ -165,7 +161,7 @@ struct Exponential {
 };
 
 template <typename Tr>
-__global__ void __launch_bounds__(Tr::kBlock, Tr::kMinBlocks)
+__global__ void __launch_bounds__(Tr::kBlock)
     forward_kernel(const __grid_constant__ ForwardParams<typename Tr::T> p,
                    const __grid_constant__ RowsView rows) {
   using T = typename Tr::T;
@@ -180,7 +176,6 @@ __global__ void __launch_bounds__(Tr::kBlock, Tr::kMinBlocks)
   const int cols = static_cast<int>(p.shape.cols);
   const int visible = static_cast<int>(p.shape.cols - p.shape.rows + 1 + index.row);
 
-  // The row stays in its storage type, half the registers of floats for the half types.
   Pack<T, Tr::kPackElems> value[Tr::kPacks];
   const T fill = device::from_acc<T>(device::negative_infinity<A>());
 #pragma unroll
@@ -197,12 +192,14 @@ __global__ void __launch_bounds__(Tr::kBlock, Tr::kMinBlocks)
   // A NaN passes the maximum by and turns the sum, hence the row, into NaN; so do +Inf and a row of -Inf.
   const Exponential<T> exponential(best);
   A sum = 0;
+  A kept[Tr::kPacks][Tr::kPackElems];
 #pragma unroll
   for (int pack = 0; pack < Tr::kPacks; ++pack) {
     if (pack_col<Tr>(pack) < visible) {
 #pragma unroll
       for (int i = 0; i < Tr::kPackElems; ++i) {
-        sum += exponential(device::to_acc(value[pack][i]));
+        kept[pack][i] = exponential(device::to_acc(value[pack][i]));
+        sum += kept[pack][i];
       }
     }
   }
@@ -211,14 +208,20 @@ __global__ void __launch_bounds__(Tr::kBlock, Tr::kMinBlocks)
   const A scale = A(1) / sum;
 #pragma unroll
   for (int pack = 0; pack < Tr::kPacks; ++pack) {
-    store_visible<Tr>(y, pack_col<Tr>(pack), visible, cols,
-                      [&](int i) { return exponential(device::to_acc(value[pack][i])) * scale; });
+    A out[Tr::kPackElems] = {};
+    if (pack_col<Tr>(pack) < visible) {
+#pragma unroll
+      for (int i = 0; i < Tr::kPackElems; ++i) {
+        out[i] = kept[pack][i] * scale;
+      }
+    }
+    store_visible<Tr>(y, pack_col<Tr>(pack), visible, cols, out);
   }
 }
 
 // dx = y (dy - sum dy y) on the visible prefix, 0 behind it.
 template <typename Tr>
-__global__ void __launch_bounds__(Tr::kBlock, Tr::kMinBlocks)
+__global__ void __launch_bounds__(Tr::kBlock)
     backward_kernel(const __grid_constant__ BackwardParams<typename Tr::T> p,
                     const __grid_constant__ RowsView rows) {
   using T = typename Tr::T;
@@ -255,9 +258,14 @@ __global__ void __launch_bounds__(Tr::kBlock, Tr::kMinBlocks)
   dot = row_reduce<Tr, device::Sum>(dot, scratch);
 #pragma unroll
   for (int pack = 0; pack < Tr::kPacks; ++pack) {
-    store_visible<Tr>(dx_row, pack_col<Tr>(pack), visible, cols, [&](int i) {
-      return device::to_acc(y[pack][i]) * (device::to_acc(dy[pack][i]) - dot);
-    });
+    A dx[Tr::kPackElems] = {};
+    if (pack_col<Tr>(pack) < visible) {
+#pragma unroll
+      for (int i = 0; i < Tr::kPackElems; ++i) {
+        dx[i] = device::to_acc(y[pack][i]) * (device::to_acc(dy[pack][i]) - dot);
+      }
+    }
+    store_visible<Tr>(dx_row, pack_col<Tr>(pack), visible, cols, dx);
   }
 }
 
@@ -304,8 +312,14 @@ __global__ void __launch_bounds__(Tr::kBlock)
   const A scale = A(1) / row_sum;  // a row of -Inf: 0 * (1 / 0) = NaN, as torch.softmax
   for (int64_t col = pack_col<Tr>(0); col < cols; col += kStep) {
     const auto in = load_visible<Tr>(x, col, visible, fill);
-    store_visible<Tr>(y, col, visible, cols,
-                      [&](int i) { return exponential(device::to_acc(in[i])) * scale; });
+    A out[Tr::kPackElems] = {};
+    if (col < visible) {
+#pragma unroll
+      for (int i = 0; i < Tr::kPackElems; ++i) {
+        out[i] = exponential(device::to_acc(in[i])) * scale;
+      }
+    }
+    store_visible<Tr>(y, col, visible, cols, out);
   }
 }
 
@@ -339,8 +353,14 @@ __global__ void __launch_bounds__(Tr::kBlock)
   for (int64_t col = pack_col<Tr>(0); col < cols; col += kStep) {
     const auto dy = load_visible<Tr>(dy_row, col, visible, zero);
     const auto y = load_visible<Tr>(y_row, col, visible, zero);
-    store_visible<Tr>(dx_row, col, visible, cols,
-                      [&](int i) { return device::to_acc(y[i]) * (device::to_acc(dy[i]) - dot); });
+    A dx[Tr::kPackElems] = {};
+    if (col < visible) {
+#pragma unroll
+      for (int i = 0; i < Tr::kPackElems; ++i) {
+        dx[i] = device::to_acc(y[i]) * (device::to_acc(dy[i]) - dot);
+      }
+    }
+    store_visible<Tr>(dx_row, col, visible, cols, dx);
   }
 }
 

@@ -7,46 +7,99 @@
 
 namespace htree::causal_softmax {
 
-// `threads` work on one row and hold `elems_per_thread` of its elements each in registers; 0 is the looping
-// kernel, which reads a row twice and takes any length. `rows_per_block` rows share a block, one warp each.
-// `vectorised` rows move in 16-byte packs, the others (a column stride, a misaligned start) element by
-// element.
-struct KernelConfig {
-  int threads;
-  int rows_per_block;
-  int elems_per_thread;
-  bool vectorised;
+inline constexpr int kWarp = 32;
+inline constexpr int kMaxThreads = 1024;
+inline constexpr int kRowsPerBlock = 4;  // of one warp each
+inline constexpr int kPackBytes = 16;
+
+struct RowProblem {
+  int64_t cols = 0;
+  int element_size = 4;    // bytes
+  bool vectorised = true;  // unit column stride, every row start 16-byte aligned
+  bool backward = false;
+  int block_size = 0;               // 512 or 1024 threads per row; 0 chooses
+  int64_t shared_bytes = 48 << 10;  // most shared memory of a block on the device
 };
 
-inline constexpr int kWarp = 32;
-inline constexpr int kRowsPerBlock = 4;
+// `threads` work on one row and hold `elems_per_thread` of its elements each in registers; 0 is the looping
+// kernel, which reads a row twice and takes any length. `rows_per_block` rows share a block, one warp each.
+// `vectorised` rows move in 16-byte packs, the others element by element. With `stages` the blocks stay and
+// go from row to row with that many rows on their way in shared memory; 0 is a block for each row.
+struct KernelConfig {
+  int threads = 0;
+  int rows_per_block = 1;
+  int elems_per_thread = 0;
+  bool vectorised = false;
+  int stages = 0;
 
-// `block_size` 0: one warp per row up to 1024 columns, else the fewest of 128, 256, 512, 1024 threads that
-// hold the row at 16 elements each; 512 or 1024 force that many. Rows beyond 32 elements per thread take the
-// looping kernel.
-inline KernelConfig choose_config(int64_t cols, bool vectorised, int block_size) {
-  if (block_size == 0 && cols <= 1024) {
-    const int elems = cols <= 256 ? 8 : cols <= 512 ? 16 : 32;
-    return {kWarp, kRowsPerBlock, elems, vectorised};
+  int64_t shared_bytes(int element_size, int num_tensors) const {
+    return int64_t{num_tensors} * stages * threads * rows_per_block * elems_per_thread * element_size;
   }
-  int threads = block_size;
-  if (threads == 0) {
-    threads = 128;
-    while (threads < 1024 && int64_t{threads} * 32 < cols) {
-      threads *= 2;
-    }
+};
+
+inline int next_power_of_two(int64_t least, int from) {
+  int value = from;
+  while (value < least) {
+    value *= 2;
   }
-  const int elems = int64_t{threads} * 16 >= cols ? 16 : int64_t{threads} * 32 >= cols ? 32 : 0;
-  return {threads, 1, elems, vectorised};
+  return value;
+}
+
+// A block for each row. A thread holds up to 32 elements of the half types, 16 of the wider ones, in as few
+// threads as hold the row.
+inline KernelConfig choose_block_per_row(const RowProblem& p) {
+  const int held = p.element_size == 2 ? 32 : 16;
+  if (p.block_size == 0 && p.cols <= kWarp * held) {
+    return {kWarp, kRowsPerBlock, next_power_of_two((p.cols + kWarp - 1) / kWarp, 8), p.vectorised, 0};
+  }
+  const int threads = p.block_size != 0 ? p.block_size
+                      : p.cols > kMaxThreads * held
+                          ? kMaxThreads
+                          : next_power_of_two((p.cols + held - 1) / held, 2 * kWarp);
+  const bool narrow = p.block_size == 0 ? held == 16 : int64_t{threads} * 16 >= p.cols;
+  const int elems = narrow && int64_t{threads} * 16 >= p.cols ? 16 : int64_t{threads} * 32 >= p.cols ? 32 : 0;
+  return {threads, 1, elems, p.vectorised, 0};
+}
+
+// Blocks that stay: the backward, whose two inputs are twice the loads to hide, and long forward rows of the
+// half types, of which few blocks fit on a multiprocessor. A thread has 4 packs of a row, a lane that has a
+// row with its warp alone up to 8. No stages where that does not fit.
+inline KernelConfig choose_streaming(const RowProblem& p) {
+  const bool half = p.element_size == 2;
+  if (p.block_size != 0 || !p.vectorised || p.element_size > 4 ||
+      (!p.backward && (!half || p.cols <= 4096))) {
+    return {};
+  }
+  const int pack = kPackBytes / p.element_size;
+  const int lane_packs = half && p.backward ? 8 : 4;
+  KernelConfig config{kWarp, kRowsPerBlock, 0, true, 2};
+  if (p.cols <= int64_t{kWarp} * lane_packs * pack) {
+    config.elems_per_thread = next_power_of_two((p.cols + kWarp * pack - 1) / (kWarp * pack), 1) * pack;
+  } else if (p.cols <= int64_t{p.backward ? kMaxThreads : 512} * 4 * pack) {
+    config.threads = next_power_of_two((p.cols + 4 * pack - 1) / (4 * pack), 2 * kWarp);
+    config.rows_per_block = 1;
+    config.elems_per_thread = 4 * pack;
+    config.stages = p.backward && config.threads >= 512 ? 1 : 2;
+  } else {
+    return {};
+  }
+  return config.shared_bytes(p.element_size, p.backward ? 2 : 1) <= p.shared_bytes ? config : KernelConfig{};
+}
+
+inline KernelConfig choose_config(const RowProblem& p) {
+  const KernelConfig streaming = choose_streaming(p);
+  return streaming.stages > 0 ? streaming : choose_block_per_row(p);
 }
 
 inline std::string describe(const KernelConfig& config) {
   const std::string text = std::to_string(config.threads) + " threads per row, " +
                            std::to_string(config.rows_per_block) + " rows per block, " +
                            (config.vectorised ? "16-byte packs, " : "single elements, ");
-  return config.elems_per_thread == 0
-             ? text + "two reads of the row"
-             : text + std::to_string(config.elems_per_thread) + " elements per thread";
+  if (config.elems_per_thread == 0) {
+    return text + "two reads of the row";
+  }
+  return text + std::to_string(config.elems_per_thread) + " elements per thread" +
+         (config.stages > 0 ? ", " + std::to_string(config.stages) + " rows in flight" : "");
 }
 
 }  // namespace htree::causal_softmax

@@ -8,6 +8,7 @@
 
 #include "host/dispatch.h"
 #include "host/isa.h"
+#include "host/storage.h"
 #include "ops/causal_softmax/causal_softmax.h"
 #include "ops/causal_softmax/causal_softmax_rows.h"
 
@@ -19,37 +20,29 @@ namespace {
 constexpr int64_t kGrain = 1 << 15;
 
 const RowKernels& kernels() {
-#if defined(__x86_64__)
-  return pick_isa(kRowKernelsBaseline, kRowKernelsAvx2, kRowKernelsAvx512);
-#else
-  return kRowKernelsBaseline;
-#endif
+  return HTREE_PICK_ISA(kRowKernels);
 }
 
 template <typename T>
 struct Rows;
 template <>
 struct Rows<float> {
-  using Storage = float;
   static auto forward() { return kernels().forward_float; }
   static auto backward() { return kernels().backward_float; }
 };
 template <>
 struct Rows<c10::Half> {
-  using Storage = Fp16;
   static auto forward() { return kernels().forward_half; }
   static auto backward() { return kernels().backward_half; }
 };
 template <>
 struct Rows<c10::BFloat16> {
-  using Storage = Bf16;
   static auto forward() { return kernels().forward_bfloat16; }
   static auto backward() { return kernels().backward_bfloat16; }
 };
 
 template <>
 struct Rows<double> {
-  using Storage = double;
   static auto forward() { return kernels().forward_double; }
   static auto backward() { return kernels().backward_double; }
 };
@@ -85,7 +78,6 @@ void for_each_row(const Problem& p, F&& make_task) {
 template <typename T>
 void forward_typed(const Problem& p, const T* x, Strides xs, T* y, Strides ys) {
   const auto row_kernel = Rows<T>::forward();
-  using Storage = typename Rows<T>::Storage;
   for_each_row(p, [&] {
     return [&, in = std::vector<T>(xs.col == 1 ? 0 : p.cols), out = std::vector<T>(ys.col == 1 ? 0 : p.cols),
             scratch = std::vector<std::conditional_t<std::is_same_v<T, double>, double, float>>(p.cols)](
@@ -93,8 +85,8 @@ void forward_typed(const Problem& p, const T* x, Strides xs, T* y, Strides ys) {
       const T* x_row = unit_stride(x + b * xs.batch + row * xs.row, xs.col, visible, in);
       T* y_row = y + b * ys.batch + row * ys.row;
       T* target = ys.col == 1 ? y_row : out.data();
-      row_kernel(reinterpret_cast<const Storage*>(x_row), reinterpret_cast<Storage*>(target), visible, p.cols,
-                 scratch.data());
+      row_kernel(reinterpret_cast<const Storage<T>*>(x_row), reinterpret_cast<Storage<T>*>(target), visible,
+                 p.cols, scratch.data());
       for (int64_t i = 0; ys.col != 1 && i < p.cols; ++i) {
         y_row[i * ys.col] = target[i];
       }
@@ -105,15 +97,14 @@ void forward_typed(const Problem& p, const T* x, Strides xs, T* y, Strides ys) {
 template <typename T>
 void backward_typed(const Problem& p, const T* dy, Strides dys, const T* y, Strides ys, T* dx, Strides dxs) {
   const auto row_kernel = Rows<T>::backward();
-  using Storage = typename Rows<T>::Storage;
   for_each_row(p, [&] {
     return
         [&, dy_copy = std::vector<T>(dys.col == 1 ? 0 : p.cols),
          y_copy = std::vector<T>(ys.col == 1 ? 0 : p.cols)](int64_t b, int64_t row, int64_t visible) mutable {
           const T* dy_row = unit_stride(dy + b * dys.batch + row * dys.row, dys.col, visible, dy_copy);
           const T* y_row = unit_stride(y + b * ys.batch + row * ys.row, ys.col, visible, y_copy);
-          row_kernel(reinterpret_cast<const Storage*>(dy_row), reinterpret_cast<const Storage*>(y_row),
-                     reinterpret_cast<Storage*>(dx + b * dxs.batch + row * dxs.row), visible, p.cols);
+          row_kernel(reinterpret_cast<const Storage<T>*>(dy_row), reinterpret_cast<const Storage<T>*>(y_row),
+                     reinterpret_cast<Storage<T>*>(dx + b * dxs.batch + row * dxs.row), visible, p.cols);
         };
   });
 }

@@ -1,10 +1,9 @@
 // CUDA entry points of causal_softmax: parameters, configuration, launch.
 #include <ATen/core/Tensor.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include <algorithm>
 
+#include "host/device_type.h"
 #include "host/dispatch.h"
 #include "host/launch.h"
 #include "ops/causal_softmax/causal_softmax.h"
@@ -12,21 +11,6 @@
 
 namespace htree::causal_softmax {
 namespace {
-
-template <typename T>
-struct DeviceType {
-  using type = T;
-};
-template <>
-struct DeviceType<c10::Half> {
-  using type = __half;
-};
-template <>
-struct DeviceType<c10::BFloat16> {
-  using type = __nv_bfloat16;
-};
-
-constexpr int kPackBytes = 16;
 
 template <typename T>
 Matrix<const T> input(const at::Tensor& t) {
@@ -51,12 +35,14 @@ bool aligned(const Matrix<T>& m) {
 // One launch numbers its rows with 31 bits: a batch with more goes in slices. `launch` takes (first batch,
 // shape).
 template <typename Launch>
-void for_each_slice(const Problem& p, Launch&& launch) {
+void for_each_slice(const Problem& p, const KernelConfig& config, Launch&& launch) {
   TORCH_CHECK(p.rows <= INT32_MAX, "causal_softmax: at most 2^31 - 1 rows (h) on CUDA, got ", p.rows);
   const int64_t slice = INT32_MAX / p.rows;
   for (int64_t first = 0; first < p.batch; first += slice) {
-    launch(first, Shape{std::min(slice, p.batch - first), p.rows, p.cols});
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    const cudaError_t error = launch(first, Shape{std::min(slice, p.batch - first), p.rows, p.cols});
+    TORCH_CHECK_NOT_IMPLEMENTED(error != cudaErrorNotSupported, "causal_softmax: no kernel is compiled for ",
+                                describe(config));
+    C10_CUDA_CHECK(error);
   }
 }
 
@@ -75,14 +61,18 @@ void forward_cuda(const at::Tensor& x, int64_t block_size, const at::Tensor& out
   }
   const Problem p = problem_of(x, block_size);
   dispatch_dtype("causal_softmax", x.scalar_type(), AllFloatTypes{}, [&](auto tag) {
-    using T = typename DeviceType<typename decltype(tag)::type>::type;
+    using T = DeviceType<typename decltype(tag)::type>;
     const Matrix<const T> in = input<T>(x);
     const Matrix<T> result = output<T>(out);
-    const KernelConfig config = choose_config(p.cols, aligned(in) && aligned(result), p.block_size);
-    for_each_slice(p, [&](int64_t first, const Shape& shape) {
-      const ForwardParams<T> params{from_batch(in, first), from_batch(result, first), shape};
-      TORCH_CHECK_NOT_IMPLEMENTED(launch_forward(config, params, scope.stream()),
-                                  "causal_softmax: no kernel is compiled for ", describe(config));
+    const KernelConfig config = choose_config({.cols = p.cols,
+                                               .element_size = sizeof(T),
+                                               .vectorised = aligned(in) && aligned(result),
+                                               .backward = false,
+                                               .block_size = static_cast<int>(p.block_size),
+                                               .shared_bytes = scope.shared_bytes()});
+    for_each_slice(p, config, [&](int64_t first, const Shape& shape) {
+      return launch_forward(config, ForwardParams<T>{from_batch(in, first), from_batch(result, first), shape},
+                            scope.stream());
     });
   });
 }
@@ -94,17 +84,21 @@ void backward_cuda(const at::Tensor& dy, const at::Tensor& y, const at::Tensor& 
   }
   const Problem p = problem_of(y, /*block_size=*/0);
   dispatch_dtype("causal_softmax_backward", y.scalar_type(), AllFloatTypes{}, [&](auto tag) {
-    using T = typename DeviceType<typename decltype(tag)::type>::type;
+    using T = DeviceType<typename decltype(tag)::type>;
     const Matrix<const T> upstream = input<T>(dy);
     const Matrix<const T> softmax = input<T>(y);
     const Matrix<T> result = output<T>(dx);
-    const bool vectorised = aligned(upstream) && aligned(softmax) && aligned(result);
-    const KernelConfig config = choose_config(p.cols, vectorised, /*block_size=*/0);
-    for_each_slice(p, [&](int64_t first, const Shape& shape) {
+    const KernelConfig config =
+        choose_config({.cols = p.cols,
+                       .element_size = sizeof(T),
+                       .vectorised = aligned(upstream) && aligned(softmax) && aligned(result),
+                       .backward = true,
+                       .block_size = 0,
+                       .shared_bytes = scope.shared_bytes()});
+    for_each_slice(p, config, [&](int64_t first, const Shape& shape) {
       const BackwardParams<T> params{from_batch(upstream, first), from_batch(softmax, first),
                                      from_batch(result, first), shape};
-      TORCH_CHECK_NOT_IMPLEMENTED(launch_backward(config, params, scope.stream()),
-                                  "causal_softmax_backward: no kernel is compiled for ", describe(config));
+      return launch_backward(config, params, scope.stream());
     });
   });
 }

@@ -8,10 +8,10 @@
 
 namespace htree::causal_softmax {
 
-// Launch on `stream`. False when `config` is not compiled; the caller turns that into an error.
+// Launch on `stream` of the current device; cudaErrorNotSupported when `config` is not compiled.
 template <typename T>
-bool launch_forward(const KernelConfig& config, const ForwardParams<T>& params, cudaStream_t stream);
+cudaError_t launch_forward(const KernelConfig& config, const ForwardParams<T>& params, cudaStream_t stream);
 template <typename T>
-bool launch_backward(const KernelConfig& config, const BackwardParams<T>& params, cudaStream_t stream);
+cudaError_t launch_backward(const KernelConfig& config, const BackwardParams<T>& params, cudaStream_t stream);
 
 }  // namespace htree::causal_softmax

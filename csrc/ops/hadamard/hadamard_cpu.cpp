@@ -7,6 +7,7 @@
 
 #include "host/dispatch.h"
 #include "host/isa.h"
+#include "host/storage.h"
 #include "ops/hadamard/hadamard.h"
 #include "ops/hadamard/hadamard_rows.h"
 
@@ -18,33 +19,25 @@ constexpr int64_t kGrain = 1 << 15;
 constexpr std::align_val_t kAlignment{64};
 
 const RowKernels& kernels() {
-#if defined(__x86_64__)
-  return pick_isa(kRowKernelsBaseline, kRowKernelsAvx2, kRowKernelsAvx512);
-#else
-  return kRowKernelsBaseline;
-#endif
+  return HTREE_PICK_ISA(kRowKernels);
 }
 
 template <typename T>
 struct KernelOf;
 template <>
 struct KernelOf<float> {
-  using Storage = float;
   static auto get() { return kernels().of_float; }
 };
 template <>
 struct KernelOf<c10::Half> {
-  using Storage = Fp16;
   static auto get() { return kernels().of_half; }
 };
 template <>
 struct KernelOf<c10::BFloat16> {
-  using Storage = Bf16;
   static auto get() { return kernels().of_bfloat16; }
 };
 template <>
 struct KernelOf<double> {
-  using Storage = double;
   static auto get() { return kernels().of_double; }
 };
 
@@ -60,7 +53,6 @@ int64_t offset_of(const std::array<int64_t, 3>& strides, int64_t outer, int64_t 
 
 template <typename T>
 void transform_typed(const Problem& p, const Rows& rows, const T* x, T* y) {
-  using Storage = typename KernelOf<T>::Storage;
   const auto kernel = KernelOf<T>::get();
   const int64_t middle_size = rows.sizes[1];
   const int64_t inner_size = rows.sizes[2];
@@ -74,12 +66,12 @@ void transform_typed(const Problem& p, const Rows& rows, const T* x, T* y) {
       const int64_t outer = row / inner_size / middle_size;
       const int64_t middle = row / inner_size % middle_size;
       const int64_t count = std::min(end - row, inner_size - inner);
-      const RowRun<const Storage> from{
-          reinterpret_cast<const Storage*>(x + offset_of(rows.x_strides, outer, middle, inner)),
+      const RowRun<const Storage<T>> from{
+          reinterpret_cast<const Storage<T>*>(x + offset_of(rows.x_strides, outer, middle, inner)),
           rows.x_strides[2], rows.x_segment_stride};
-      const RowRun<Storage> to{
-          reinterpret_cast<Storage*>(y + offset_of(rows.y_strides, outer, middle, inner)), rows.y_strides[2],
-          rows.y_segment_stride};
+      const RowRun<Storage<T>> to{
+          reinterpret_cast<Storage<T>*>(y + offset_of(rows.y_strides, outer, middle, inner)),
+          rows.y_strides[2], rows.y_segment_stride};
       kernel(from, to, {count, p.log2_length, p.log2_segment, p.scale}, scratch.get());
       row += count;
     }

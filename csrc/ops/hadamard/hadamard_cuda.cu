@@ -1,10 +1,9 @@
 // CUDA entry point of the hadamard room: parameters, access, slices, launch.
 #include <ATen/core/Tensor.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include <algorithm>
 
+#include "host/device_type.h"
 #include "host/dispatch.h"
 #include "host/launch.h"
 #include "ops/hadamard/hadamard.h"
@@ -13,19 +12,6 @@
 
 namespace htree::hadamard {
 namespace {
-
-template <typename T>
-struct DeviceType {
-  using type = T;
-};
-template <>
-struct DeviceType<c10::Half> {
-  using type = __half;
-};
-template <>
-struct DeviceType<c10::BFloat16> {
-  using type = __nv_bfloat16;
-};
 
 constexpr int kPackBytes = 16;
 // Rows of one launch: their numbers, and those behind the last tile, must stay below 2^31. A power of two, so
@@ -116,7 +102,7 @@ void launch_slices(Params<T> params, cudaStream_t stream) {
 void transform_cuda(const Problem& problem, const Rows& rows, const at::Tensor& x, const at::Tensor& y) {
   const LaunchScope scope(x);
   dispatch_dtype("hadamard_transform", x.scalar_type(), AllFloatTypes{}, [&](auto tag) {
-    using T = typename DeviceType<typename decltype(tag)::type>::type;
+    using T = DeviceType<typename decltype(tag)::type>;
     const T* from = static_cast<const T*>(x.const_data_ptr());
     T* to = static_cast<T*>(y.mutable_data_ptr());
     const auto& xs = rows.x_strides;

@@ -8,6 +8,7 @@
 
 #include "host/dispatch.h"
 #include "host/isa.h"
+#include "host/storage.h"
 #include "ops/rmsnorm_rope/rmsnorm_rope.h"
 #include "ops/rmsnorm_rope/rmsnorm_rope_rows.h"
 
@@ -21,36 +22,28 @@ constexpr int64_t kGrain = 1 << 15;
 constexpr int64_t kMaxParts = 64;
 
 const RowKernels& kernels() {
-#if defined(__x86_64__)
-  return pick_isa(kRowKernelsBaseline, kRowKernelsAvx2, kRowKernelsAvx512);
-#else
-  return kRowKernelsBaseline;
-#endif
+  return HTREE_PICK_ISA(kRowKernels);
 }
 
 template <typename T>
 struct Kernels;
 template <>
 struct Kernels<float> {
-  using Storage = float;
   static auto forward() { return kernels().forward_float; }
   static auto backward() { return kernels().backward_float; }
 };
 template <>
 struct Kernels<c10::Half> {
-  using Storage = Fp16;
   static auto forward() { return kernels().forward_half; }
   static auto backward() { return kernels().backward_half; }
 };
 template <>
 struct Kernels<c10::BFloat16> {
-  using Storage = Bf16;
   static auto forward() { return kernels().forward_bfloat16; }
   static auto backward() { return kernels().backward_bfloat16; }
 };
 template <>
 struct Kernels<double> {
-  using Storage = double;
   static auto forward() { return kernels().forward_double; }
   static auto backward() { return kernels().backward_double; }
 };
@@ -119,7 +112,6 @@ void for_rows(const Problem& p, int64_t begin, int64_t end, F&& row) {
 template <typename T>
 void forward_typed(const Operands& o, const at::Tensor& out) {
   using A = ArithmeticOf<T>;
-  using Storage = typename Kernels<T>::Storage;
   const Problem& p = o.problem;
   std::vector<A> weight;
   const RowShape<A> shape{p.width / p.head_dim, p.head_dim, static_cast<A>(p.eps),
@@ -130,8 +122,9 @@ void forward_typed(const Operands& o, const at::Tensor& out) {
   at::parallel_for(0, p.num_rows(), std::max<int64_t>(1, kGrain / p.width), [&](int64_t begin, int64_t end) {
     Tables<A> tables(o);
     for_rows(p, begin, end, [&](int64_t batch, int64_t position, int64_t head) {
-      kernel(reinterpret_cast<const Storage*>(row_of(x, o.x, batch, position, head)),
-             reinterpret_cast<Storage*>(row_of(y, out, batch, position, head)), shape, tables.at(position));
+      kernel(reinterpret_cast<const Storage<T>*>(row_of(x, o.x, batch, position, head)),
+             reinterpret_cast<Storage<T>*>(row_of(y, out, batch, position, head)), shape,
+             tables.at(position));
     });
   });
 }
@@ -139,7 +132,6 @@ void forward_typed(const Operands& o, const at::Tensor& out) {
 template <typename T>
 void backward_typed(const Operands& o, const at::Tensor& dy, const Gradients& gradients) {
   using A = ArithmeticOf<T>;
-  using Storage = typename Kernels<T>::Storage;
   const Problem& p = o.problem;
   const auto& [dx, dweight] = gradients;
   std::vector<A> weight;
@@ -158,14 +150,14 @@ void backward_typed(const Operands& o, const at::Tensor& dy, const Gradients& gr
     std::vector<A> scratch(p.width);
     for (int64_t part = first; part < last; ++part) {
       A* dw = dweight.defined() ? sums.data() + part * p.width : nullptr;
-      for_rows(
-          p, rows * part / num_parts, rows * (part + 1) / num_parts,
-          [&](int64_t batch, int64_t position, int64_t head) {
-            kernel(reinterpret_cast<const Storage*>(row_of(dy_data, dy, batch, position, head)),
-                   reinterpret_cast<const Storage*>(row_of(x_data, o.x, batch, position, head)),
-                   dx_data ? reinterpret_cast<Storage*>(row_of(dx_data, dx, batch, position, head)) : nullptr,
-                   dw, shape, tables.at(position), scratch.data());
-          });
+      for_rows(p, rows * part / num_parts, rows * (part + 1) / num_parts,
+               [&](int64_t batch, int64_t position, int64_t head) {
+                 kernel(reinterpret_cast<const Storage<T>*>(row_of(dy_data, dy, batch, position, head)),
+                        reinterpret_cast<const Storage<T>*>(row_of(x_data, o.x, batch, position, head)),
+                        dx_data ? reinterpret_cast<Storage<T>*>(row_of(dx_data, dx, batch, position, head))
+                                : nullptr,
+                        dw, shape, tables.at(position), scratch.data());
+               });
     }
   });
   if (!dweight.defined()) {

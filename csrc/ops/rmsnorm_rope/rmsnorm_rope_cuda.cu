@@ -1,11 +1,10 @@
 // CUDA entry points of rmsnorm_rope: parameters, configuration, launch.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include <initializer_list>
 
+#include "host/device_type.h"
 #include "host/dispatch.h"
 #include "host/launch.h"
 #include "ops/rmsnorm_rope/rmsnorm_rope.h"
@@ -15,19 +14,6 @@ namespace htree::rmsnorm_rope {
 namespace {
 
 constexpr int kPackBytes = 16;
-
-template <typename T>
-struct DeviceType {
-  using type = T;
-};
-template <>
-struct DeviceType<c10::Half> {
-  using type = __half;
-};
-template <>
-struct DeviceType<c10::BFloat16> {
-  using type = __nv_bfloat16;
-};
 
 Dtype dtype_of(const at::Tensor& t) {
   switch (t.scalar_type()) {
@@ -117,7 +103,7 @@ void forward_cuda(const Operands& o, at::IntArrayRef config_tuple, const at::Ten
   }
   check_sizes(p);
   dispatch_dtype("rmsnorm_rope", out.scalar_type(), AllFloatTypes{}, [&](auto tag) {
-    using T = typename DeviceType<typename decltype(tag)::type>::type;
+    using T = DeviceType<typename decltype(tag)::type>;
     const bool vectorised = aligned({o.x, o.weight, o.cos, o.sin, out});
     KernelConfig config = config_of(p, sizeof(T), vectorised, config_tuple);
     config =
@@ -147,7 +133,7 @@ void backward_cuda(const Operands& o, const at::Tensor& dy, const Gradients& gra
   }
   check_sizes(p);
   dispatch_dtype("rmsnorm_rope_backward", dy.scalar_type(), AllFloatTypes{}, [&](auto tag) {
-    using T = typename DeviceType<typename decltype(tag)::type>::type;
+    using T = DeviceType<typename decltype(tag)::type>;
     using A = ArithmeticOf<T>;
     const bool vectorised = aligned({dy, o.x, o.weight, o.cos, o.sin, dx});
     KernelConfig config = choose_config(p.width, p.head_dim, sizeof(T), vectorised, /*backward=*/true);

@@ -3,11 +3,10 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include <algorithm>
 
+#include "host/device_type.h"
 #include "host/dispatch.h"
 #include "host/launch.h"
 #include "ops/tree_attention/geometry.h"
@@ -15,24 +14,10 @@
 
 namespace htree::tree_attention {
 
-template <typename T>
-struct DeviceType {
-  using type = T;
-};
-template <>
-struct DeviceType<c10::Half> {
-  using type = __half;
-};
-template <>
-struct DeviceType<c10::BFloat16> {
-  using type = __nv_bfloat16;
-};
-
 // Calls f(Type<T>{}) with the device type T of `dtype`.
 template <typename List, typename F>
 void dispatch_device_dtype(const char* op, at::ScalarType dtype, List list, F&& f) {
-  dispatch_dtype(op, dtype, list,
-                 [&](auto tag) { f(Type<typename DeviceType<typename decltype(tag)::type>::type>{}); });
+  dispatch_dtype(op, dtype, list, [&](auto tag) { f(Type<DeviceType<typename decltype(tag)::type>>{}); });
 }
 
 template <typename T>

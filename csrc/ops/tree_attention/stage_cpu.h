@@ -11,17 +11,14 @@
 #include <vector>
 
 #include "host/isa.h"
+#include "host/storage.h"
 #include "ops/tree_attention/candidates.h"
 #include "ops/tree_attention/stage_rows.h"
 
 namespace htree::tree_attention {
 
 inline const StageTables& stage_tables() {
-#if defined(__x86_64__)
-  return pick_isa(kStageTablesBaseline, kStageTablesAvx2, kStageTablesAvx512);
-#else
-  return kStageTablesBaseline;
-#endif
+  return HTREE_PICK_ISA(kStageTables);
 }
 
 // Torch's element type to the storage and arithmetic types of the row kernels.
@@ -29,40 +26,36 @@ template <typename T>
 struct Stage;
 template <>
 struct Stage<float> {
-  using Storage = float;
   using Real = float;
   using Rank = uint32_t;
   static const auto& rows() { return stage_tables().for_float; }
 };
 template <>
 struct Stage<c10::Half> {
-  using Storage = Fp16;
   using Real = float;
   using Rank = uint32_t;
   static const auto& rows() { return stage_tables().for_half; }
 };
 template <>
 struct Stage<c10::BFloat16> {
-  using Storage = Bf16;
   using Real = float;
   using Rank = uint32_t;
   static const auto& rows() { return stage_tables().for_bfloat16; }
 };
 template <>
 struct Stage<double> {
-  using Storage = double;
   using Real = double;
   using Rank = uint64_t;
   static const auto& rows() { return stage_tables().for_double; }
 };
 
 template <typename T>
-const typename Stage<T>::Storage* stored(const at::Tensor& tensor) {
-  return reinterpret_cast<const typename Stage<T>::Storage*>(tensor.const_data_ptr<T>());
+const Storage<T>* stored(const at::Tensor& tensor) {
+  return reinterpret_cast<const Storage<T>*>(tensor.const_data_ptr<T>());
 }
 template <typename T>
-typename Stage<T>::Storage* stored_mutable(const at::Tensor& tensor) {
-  return reinterpret_cast<typename Stage<T>::Storage*>(tensor.mutable_data_ptr<T>());
+Storage<T>* stored_mutable(const at::Tensor& tensor) {
+  return reinterpret_cast<Storage<T>*>(tensor.mutable_data_ptr<T>());
 }
 
 // Rows [d0, d1, d2] of a tensor whose further dims, if any, belong to the row.

@@ -1,5 +1,5 @@
 // attention_backward on CUDA: docs/semantics.md §1.10. Deterministic, without float atomics. Scratch beyond
-// the fp32 sums of dK and dV and the tree: at most kBackwardScratchBytes, and kForwardScoreBytes more where
+// the fp32 sums of dK and dV and the tree: at most kBackwardScratchBytes, and kScoreBytes more where
 // the parents have to be recomputed (1.8 GiB together) at any T, as long as one list of one batch fits.
 #include <c10/cuda/CUDAException.h>
 

@@ -1,7 +1,5 @@
-// attention_forward on CUDA: docs/semantics.md §1.5. Temporary memory beyond outputs, stored parents, the
-// tree and (on the tensor cores) one re-laid copy of K and V: at most kStateScratchBytes +
-// kForwardScoreBytes, 896 MiB, at any T, as long as one list of one batch fits; calls go over the queries in
-// chunks of that size.
+// attention_forward on CUDA: docs/semantics.md §1.5. Temporary memory: attention_config.h and Decision 16;
+// calls go over the queries in chunks.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>

@@ -4,20 +4,16 @@
 // token t0, a multiple of the selection stride. Queries i with the same i / stride share one list of parents.
 #pragma once
 
+#include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
+#include <vector_types.h>
 
 #include <cstdint>
 
+#include "ops/tree_attention/attention/layout_sizes.h"
 #include "ops/tree_attention/tree_args.h"
 
 namespace htree::tree_attention {
-
-constexpr int kTensorCoreRate = 16;  // r of every kernel here
-
-// Size of a parent's block of re-laid keys and values, see parent_block.cuh.
-constexpr int64_t parent_block_bytes(int64_t key_dim, int64_t value_dim) {
-  return kTensorCoreRate * (2 * key_dim + 4 + 2 * value_dim);
-}
 
 enum class HalfType { kHalf, kBFloat16 };
 
@@ -27,6 +23,7 @@ struct TensorView {
   int64_t batch = 0;
   int64_t row = 0;
   int64_t head = 0;
+  bool aligned = false;  // every row starts at a multiple of 16 bytes; only queries say so
 };
 
 // What the instances are compiled for.
@@ -52,6 +49,13 @@ struct RelayParams {
 };
 void launch_relay(const TensorCoreShape& shape, const RelayParams& params, cudaStream_t stream);
 
+// cos and sin of 16 j base^(-2i/K) in fp16 for slots j < num_slots, [num_slots][cos, sin][K/4] pairs of dims
+// i; every angle 0 when `rotate` is false. kDims: dims 2i and 2i + 1. kFragments: as TurnFactors of
+// union/turned_query.cuh reads them.
+enum class TurnOrder { kDims, kFragments };
+void launch_turn_table(__half2* table, int64_t num_slots, int key_dim, TurnOrder order, double base,
+                       bool rotate, cudaStream_t stream);
+
 // The queries, lists and keys of one layer.
 struct GatherParams {
   TensorView queries;            // [B, T_q, H, K], from the first query of the chunk
@@ -61,9 +65,7 @@ struct GatherParams {
       nullptr;             // [B, num_lists, H_kv, list_width]; null: parents 0, 1, ... up to the query's own
   int64_t list_batch = 0;  // stride in elements
   const float2* rope = nullptr;  // [list_width * 16 + 1, K/2]
-  // fp16 [list_width][2][K/2]: cos, then sin of 16 * slot positions. For block/ alone.
-  const uint16_t* slot_turns = nullptr;
-  float score_scale = 0.f;  // scale * log2(e): scores are in log2 units
+  float score_scale = 0.f;       // scale * log2(e): scores are in log2 units
   int64_t node_span = 1;         // tokens per node of the layer
   int64_t t0 = 0;
   int num_queries = 0;
@@ -75,19 +77,32 @@ struct GatherParams {
   int stride = 1;
 };
 
-// Scores of the leaders. Entries p >= n of a row are not written.
+// Slots that one warp scores: short enough to fill the chip, long enough to hide the start.
+constexpr int kRunSlots = 64;
+
+// Scores of the leaders and, for every run of kRunSlots slots and head, (maximum, sum of 2^(s - maximum))
+// over the candidates that are ranked, or over all n for kLse. Entries p >= n of a row are not written, nor
+// are runs past its last slot.
 struct ScoreParams {
   GatherParams gather;
+  Importance importance = Importance::kLseCausal;
   float* scores = nullptr;  // [B, num_lists, H_kv, score_width, G]
   int64_t score_width = 0;  // >= the largest n of the chunk
+  float2* sums = nullptr;   // [B, num_lists, H_kv, num_runs, G]
+  int num_runs = 0;         // score_runs(score_width)
 };
+constexpr int64_t score_runs(int64_t score_width) {
+  return (score_width + kRunSlots * kTensorCoreRate - 1) / (kRunSlots * kTensorCoreRate);
+}
 void launch_scores(const TensorCoreShape& shape, const ScoreParams& params, cudaStream_t stream);
 
-// Exact selection from the scores: docs/semantics.md §1.6.
+// Exact selection: docs/semantics.md §1.6.
 struct LeaderSelectParams {
   GatherParams gather;            // of the layer the scores belong to
-  const float* scores = nullptr;  // as ScoreParams
+  const float* scores = nullptr;  // as ScoreParams, or importances [B, num_lists, H_kv, score_width]
   int64_t score_width = 0;
+  const float2* sums = nullptr;  // as ScoreParams; null where `scores` are importances
+  int num_runs = 0;
   int32_t* next_lists = nullptr;  // [B, num_lists, H_kv, list_width] node ids, ascending, -1 tail
   int64_t next_batch = 0;         // stride in elements
   uint32_t* selected =
@@ -96,14 +111,13 @@ struct LeaderSelectParams {
   int64_t mask_words = 0;      // >= score_width / 32
   Importance importance = Importance::kLseCausal;
 };
-// Shared memory of the selection kernel for rows of up to `score_width` candidates, in bytes.
-int64_t leader_select_shared_bytes(int64_t score_width);
 void launch_leader_select(const LeaderSelectParams& params, cudaStream_t stream);
 
 // Softmax over the candidates that are not selected, merged into the running state. Maxima between layers are
 // in log2 units; the last layer converts them and writes the output.
 struct AttendParams {
   GatherParams gather;
+  const __half2* turns = nullptr;      // turn table of list_width + 1 slots, for union/ and block/
   const uint32_t* selected = nullptr;  // as above; null at the bottom, where nothing is selected
   int64_t selected_batch = 0;
   int64_t mask_words = 0;

@@ -38,7 +38,7 @@ struct BackwardScratch {
     };
     key_bounds = take(p.batch * p.num_kv_heads * static_cast<int64_t>(sizeof(KeyBounds)));
     query_bounds = take(c.batch_chunk * p.num_kv_heads * static_cast<int64_t>(sizeof(QueryBounds)));
-    const bool blocks = c.gradients == GatherKernel::kBlock;
+    const bool blocks = c.gather == GatherKernel::kBlock;
     records = take(blocks ? 0 : rows * 2 * (p.key_dim + p.value_dim));
     meta = take(rows * static_cast<int64_t>(sizeof(RowMeta)));
     query_sums = take(call.layers.size() > 1 ? rows * p.key_dim * 4 : 0);
@@ -115,7 +115,7 @@ class BackwardRun {
   T* scratch(int64_t offset) const {
     return reinterpret_cast<T*>(buffers_.scratch + offset);
   }
-  bool blocks() const { return call_.config.gradients == GatherKernel::kBlock; }
+  bool blocks() const { return call_.config.gather == GatherKernel::kBlock; }
   bool keys_wanted() const { return buffers_.key_sums || buffers_.value_sums; }
 
   char* query_gradient_of(const Chunk& chunk) const {
@@ -289,6 +289,7 @@ class BackwardRun {
     }
     BlockGradientParams& block = sums.blocks;
     block.gather = common.gather;
+    block.turns = call_.turns;
     block.gradients = at_row(buffers_.gradients, chunk.batch, chunk.query);
     block.meta = common.meta;
     block.key_bounds = common.key_bounds;

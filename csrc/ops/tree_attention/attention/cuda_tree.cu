@@ -6,8 +6,12 @@
 #include <ATen/ops/outer.h>
 #include <ATen/ops/pow.h>
 #include <c10/cuda/CUDAException.h>
+#include <c10/util/Exception.h>
 
-#include "ops/tree_attention/attention/block/block_launch.h"
+#include <string>
+
+#include "device/hopper_probe.cuh"
+#include "host/env.h"
 
 namespace htree::tree_attention {
 namespace {
@@ -16,10 +20,24 @@ TensorView view_of(const Tensor& x) {
   return {x.const_data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
 }
 
+// Whether every row of q [B, T_q, H, K] starts at a multiple of 16 bytes.
+bool aligned_rows(const Tensor& q) {
+  const auto whole = [&](int64_t dim) { return q.size(dim) == 1 || q.stride(dim) % 8 == 0; };
+  return reinterpret_cast<uintptr_t>(q.const_data_ptr()) % 16 == 0 && whole(0) && whole(1) && whole(2);
+}
+
 DeviceFacts current_device_facts() {
   const cudaDeviceProp* properties = at::cuda::getCurrentDeviceProperties();
-  const bool hopper = properties->major == 9 && block_kernels_compiled();
-  return {properties->major, static_cast<int64_t>(properties->sharedMemPerBlockOptin), hopper};
+  return {properties->major, static_cast<int64_t>(properties->sharedMemPerBlockOptin),
+          properties->major == 9 && device::hopper_kernels_compiled()};
+}
+
+// HTREE_TREE_GATHER, read at every call so that a test can compare the kernels.
+GatherChoice gather_choice() {
+  const std::string choice = env_or("HTREE_TREE_GATHER", "auto");
+  TORCH_CHECK_VALUE(choice == "auto" || choice == "private", "HTREE_TREE_GATHER is auto or private, got ",
+                    choice);
+  return choice == "private" ? GatherChoice::kPrivate : GatherChoice::kAuto;
 }
 
 Tensor device_bytes(int64_t bytes, const Tensor& like) {
@@ -44,11 +62,11 @@ AttentionProblem attention_problem(const Tensor& q, const Tensor& k, const Tenso
 }
 
 AttentionConfig attention_config(const AttentionProblem& problem) {
-  return choose_attention_config(problem, current_device_facts());
+  return choose_attention_config(problem, current_device_facts(), gather_choice());
 }
 
 AttentionConfig attention_backward_config(const AttentionProblem& problem) {
-  return choose_backward_config(problem, current_device_facts());
+  return choose_backward_config(problem, current_device_facts(), gather_choice());
 }
 
 CudaTree build_cuda_tree(const Tensor& k, const Tensor& v, const AttentionArgs& args) {
@@ -74,13 +92,14 @@ TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const Atten
   call.shape = {q.scalar_type() == at::kHalf ? HalfType::kHalf : HalfType::kBFloat16,
                 static_cast<int>(problem.key_dim), static_cast<int>(problem.value_dim)};
   call.queries = view_of(q);
+  call.queries.aligned = aligned_rows(q);
   const auto own = [&](int64_t bytes) {
     result.memory.push_back(device_bytes(bytes, q));
     return result.memory.back().mutable_data_ptr();
   };
   call.rope = static_cast<float2*>(own(call.rope_rows() * problem.key_dim / 2 * sizeof(float2)));
-  if (config.gather == GatherKernel::kBlock) {
-    call.slot_turns = static_cast<uint16_t*>(own(slot_turns_bytes(problem.args.top_k, problem.key_dim)));
+  if (config.gather != GatherKernel::kPrivate) {
+    call.turns = static_cast<__half2*>(own(turn_table_bytes(call.turn_slots(), problem.key_dim)));
   }
   for (size_t i = 0; i < tree.keys.size(); ++i) {
     TreeLayer layer;
@@ -92,6 +111,14 @@ TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const Atten
     layer.blocks = static_cast<char*>(own(problem.batch * problem.num_kv_heads * layer.num_parents *
                                           parent_block_bytes(problem.key_dim, problem.value_dim)));
     call.layers.push_back(layer);
+  }
+  if (config.dense_top) {
+    call.top.num_tiles = static_cast<int>(ceil_div(call.layers.back().num_nodes, kTopTileNodes));
+    const int64_t tiles = problem.batch * problem.num_kv_heads * call.top.num_tiles;
+    call.top.keys = static_cast<char*>(own(tiles * top_tile_bytes(problem.key_dim)));
+    call.top.values = static_cast<char*>(own(tiles * top_tile_bytes(problem.value_dim)));
+    call.top.scales = static_cast<float*>(own(tiles * kTopTileNodes * sizeof(float)));
+    call.top.scaled = static_cast<int32_t*>(own(tiles * sizeof(int32_t)));
   }
   C10_CUDA_CHECK(run_prepare(call, stream));
   return result;

@@ -24,7 +24,7 @@ __device__ __forceinline__ GatherTask gather_task(const GatherParams& p, int hea
   task.kv_head = head_index % p.num_kv_heads;
   task.token = p.t0 + query;
   task.blocks = static_cast<int64_t>(head_index) * p.num_parents;
-  const int64_t rightmost = task.token / p.node_span;
+  const int64_t rightmost = task.token >> (__ffsll(p.node_span) - 1);  // a power of 16
   if (p.lists) {
     task.list =
         p.lists + task.batch * p.list_batch + (list_row * p.num_kv_heads + task.kv_head) * p.list_width;

@@ -1,282 +1,251 @@
-// Exact selection of the next layer's parents from the scores of one leader: docs/semantics.md §1.6.
+// Exact selection of the next layer's parents for one leader: docs/semantics.md §1.6.
 //
-// One block of kSelectThreads threads per row. Importances are non-negative floats, so their bits order like
-// the numbers, with NaN made the largest; a histogram of the bits finds the k-1-th largest key in at most
-// three rounds, equal keys are taken from the smallest position on, and the query's own node joins
-// unconditionally. The block size is fixed, hence so is the order of every sum.
+// One block per row holds the importances of the whole row in registers, read as they are or made from
+// scores. They are not negative, so their bits as signed integers order like the numbers, with NaN
+// (0x7fffffff, as every instruction makes it) above infinity. A lower bound of the wanted key comes from
+// maxima of disjoint groups, histograms narrow it down to a bin of a few keys, and those are ranked by (key,
+// smaller position first). The result does not depend on the order in which threads arrive.
 #pragma once
 
-#include "device/mma.cuh"
 #include "ops/tree_attention/attention/gather_task.cuh"
+#include "ops/tree_attention/attention/log_sum.cuh"
+#include "ops/tree_attention/attention/row_keys.cuh"
 
 namespace htree::tree_attention {
 
-constexpr int kSelectThreads = 256;
-constexpr int kSelectWarps = kSelectThreads / 32;
-constexpr int kSelectBins = 2048;
+constexpr int kMaxGroup = 16;
 
-// Shared memory: keys [width], words [width / 32] x 2, bins.
-constexpr int64_t select_shared_bytes(int64_t width) {
-  return width * 4 + (width + 31) / 32 * 8 + kSelectBins * 4;
-}
-
-// log2 sum 2^s of what it has seen; -inf of nothing, NaN of a NaN.
-struct LogSum {
-  float max = -INFINITY, sum = 0.f;
-
-  __device__ __forceinline__ static float finite(float m) { return fabsf(m) == INFINITY ? 0.f : m; }
-  __device__ __forceinline__ void add(float other_max, float other_sum) {
-    const float top = fmaxf(max, other_max);
-    const float from = finite(top);
-    sum = sum * device::exp2_flushed(max - from) + other_sum * device::exp2_flushed(other_max - from);
-    max = top;
-  }
-  // What a score is lowered by; +inf turns every weight to 0.
-  __device__ __forceinline__ float reference() const {
-    return sum == 0.f ? INFINITY : finite(max) + log2f(sum);
-  }
-};
-
-// Inclusive to exclusive: every thread gets the sum over the threads before it, `total` the sum over all.
-// Three barriers. `scratch` holds kSelectWarps ints.
-__device__ __forceinline__ int block_exclusive_scan(int value, int* scratch, int* total) {
+// Words of chosen positions in `shared.above`: everything above the range, and of the few keys in it the
+// `wanted` first by (key, position).
+template <int kKeys>
+__device__ __forceinline__ void choose_few(const RowKeys<kKeys>& keys, const KeyRange& range,
+                                           SelectShared<kKeys>& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int inclusive = value;
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const int other = __shfl_up_sync(device::kFullMask, inclusive, offset);
-    inclusive += lane >= offset ? other : 0;
-  }
-  __syncthreads();
-  if (lane == 31) {
-    scratch[warp] = inclusive;
-  }
-  __syncthreads();
-  int before = 0, all = 0;
-#pragma unroll
-  for (int i = 0; i < kSelectWarps; ++i) {
-    before += i < warp ? scratch[i] : 0;
-    all += scratch[i];
-  }
-  *total = all;
-  return before + inclusive - value;
-}
-
-// References of the heads (shared [kGroup]): the log-sum of the first `count` candidates, or their joint
-// maximum.
-template <int kGroup>
-__device__ __forceinline__ void head_references(const float* scores, int count, int group, bool joint_max,
-                                                float* references, LogSum (*partial)[kGroup]) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  LogSum sums[kGroup];
-  for (int p = threadIdx.x; p < count; p += kSelectThreads) {
-#pragma unroll
-    for (int g = 0; g < kGroup; ++g) {
-      if (g < group) {
-        sums[g].add(scores[int64_t{p} * group + g], 1.f);
-      }
-    }
-  }
-#pragma unroll
-  for (int g = 0; g < kGroup; ++g) {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-      const float max = __shfl_xor_sync(device::kFullMask, sums[g].max, offset);
-      const float sum = __shfl_xor_sync(device::kFullMask, sums[g].sum, offset);
-      sums[g].add(max, sum);
-    }
+  const bool contested = range.count > range.wanted;
+  keys.each([&](int i, int key) {
+    const bool in = key >= range.low;
+    const uint32_t word = __ballot_sync(device::kFullMask, in);
     if (lane == 0) {
-      partial[warp][g] = sums[g];
+      shared.above[i * kSelectWarps + warp] = word;
     }
-  }
+    if (contested && in && key <= range.high) {
+      const uint32_t position = i * kSelectThreads + threadIdx.x;
+      shared.finalists[atomicAdd(&shared.num_finalists, 1)] =
+          uint64_t{static_cast<uint32_t>(key)} << 32 | ~position;
+    }
+  });
   __syncthreads();
-  if (threadIdx.x < kGroup) {
-    LogSum all = partial[0][threadIdx.x];
-    for (int i = 1; i < kSelectWarps; ++i) {
-      all.add(partial[i][threadIdx.x].max, partial[i][threadIdx.x].sum);
+  if (contested && threadIdx.x < range.count) {
+    const uint64_t own = shared.finalists[threadIdx.x];
+    int rank = 0;
+    for (int i = 0; i < range.count; ++i) {
+      rank += shared.finalists[i] > own;
     }
-    references[threadIdx.x] = joint_max ? all.max : all.reference();
-  }
-  __syncthreads();
-  if (joint_max) {
-    float max = -INFINITY;
-    for (int g = 0; g < group; ++g) {
-      max = fmaxf(max, references[g]);
+    if (rank >= range.wanted) {
+      const uint32_t position = ~static_cast<uint32_t>(own);
+      atomicAnd(&shared.above[position / 32], ~(1u << position % 32));
     }
-    __syncthreads();
-    if (threadIdx.x < kGroup) {
-      references[threadIdx.x] = max == -INFINITY ? INFINITY : max;
-    }
-    __syncthreads();
   }
 }
 
-// The `wanted`-th largest of keys[0, count): keys above `threshold` are in, of those equal to it the first
-// `ties`.
-struct Threshold {
-  uint32_t key;
-  int ties;
-};
-
-__device__ __forceinline__ Threshold find_threshold(const uint32_t* keys, int count, int wanted, int* bins,
-                                                    int* scratch) {
-  __shared__ uint32_t found_prefix;
-  __shared__ int found_wanted, found_count;
-  uint32_t prefix = 0;  // the bits above `shift + width` that are settled
-  constexpr int kShifts[3] = {20, 9, 0};
-  constexpr int kWidths[3] = {11, 11, 9};
-#pragma unroll
-  for (int round = 0; round < 3; ++round) {
-    const int shift = kShifts[round], width = kWidths[round];
-    for (int i = threadIdx.x; i < kSelectBins; i += kSelectThreads) {
-      bins[i] = 0;
+// As choose_few where the range is one key that many positions hold: the smallest win.
+template <int kKeys>
+__device__ __forceinline__ void choose_ties(const RowKeys<kKeys>& keys, const KeyRange& range,
+                                            SelectShared<kKeys>& shared) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  keys.each([&](int i, int key) {
+    const uint32_t above = __ballot_sync(device::kFullMask, key > range.low);
+    const uint32_t equal = __ballot_sync(device::kFullMask, key == range.low);
+    if (lane == 0) {
+      shared.above[i * kSelectWarps + warp] = above;
+      shared.equal[i * kSelectWarps + warp] = equal;
     }
-    __syncthreads();
-    for (int p = threadIdx.x; p < count; p += kSelectThreads) {
-      const uint32_t key = keys[p];
-      if (round == 0 || key >> (shift + width) == prefix) {
-        atomicAdd(&bins[key >> shift & ((1u << width) - 1)], 1);
-      }
-    }
-    __syncthreads();
-    // thread i owns 8 bins, the largest keys first
-    constexpr int kOwn = kSelectBins / kSelectThreads;
-    const int first = kSelectBins - 1 - static_cast<int>(threadIdx.x) * kOwn;
-    int own = 0;
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      own += bins[first - i];
-    }
-    int total;
-    int above = block_exclusive_scan(own, scratch, &total);
-    if (above < wanted && wanted <= above + own) {
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) {
-        const int here = bins[first - i];
-        if (above < wanted && wanted <= above + here) {
-          found_prefix = prefix << width | static_cast<uint32_t>(first - i);
-          found_wanted = wanted - above;
-          found_count = here;
-        }
-        above += here;
-      }
-    }
-    __syncthreads();
-    prefix = found_prefix;
-    wanted = found_wanted;
-    // the whole bin is wanted: everything from its smallest key on
-    if (found_count == wanted && shift > 0) {
-      const uint32_t least = prefix << shift;
-      return least == 0 ? Threshold{0, wanted} : Threshold{least - 1, 0};
-    }
-    __syncthreads();
-  }
-  return {prefix, wanted};
-}
-
-// Grid: x = list rows, y = batch * kv head.
-template <int kGroup>
-__global__ void __launch_bounds__(kSelectThreads) leader_select_kernel(LeaderSelectParams params) {
-  extern __shared__ __align__(128) char shared[];
-  __shared__ int scan_scratch[kSelectWarps];
-  __shared__ float references[kGroup];
-  __shared__ LogSum partial[kSelectWarps][kGroup];
-  const GatherParams& p = params.gather;
-  const int64_t list_row = blockIdx.x;
-  const GatherTask task = gather_task(p, blockIdx.y, list_row * p.stride, list_row);
-  const int n = task.num_candidates;
-  const int num_words = (n + 31) / 32;
-  const int64_t row_idx = (task.batch * int64_t{p.num_lists} + list_row) * p.num_kv_heads + task.kv_head;
-  const float* scores = params.scores + row_idx * params.score_width * p.group;
-  uint32_t* keys = reinterpret_cast<uint32_t*>(shared);
-  uint32_t* above = keys + params.score_width;
-  uint32_t* equal = above + (params.score_width + 31) / 32;
-  int* bins = reinterpret_cast<int*>(equal + (params.score_width + 31) / 32);
-
-  if (n > p.list_width) {
-    const int ranked = n - 1;  // the rightmost is not ranked
-    const int wanted = p.list_width - 1;
-    Threshold threshold{0xffffffffu, 0};
-    if (wanted > 0) {
-      head_references<kGroup>(scores, params.importance == Importance::kLse ? n : ranked, p.group,
-                              params.importance == Importance::kExpJoint, references, partial);
-      for (int c = threadIdx.x; c < ranked; c += kSelectThreads) {
-        float importance = 0.f;
-#pragma unroll
-        for (int g = 0; g < kGroup; ++g) {
-          if (g < p.group) {
-            importance += device::exp2_flushed(scores[int64_t{c} * p.group + g] - references[g]);
-          }
-        }
-        keys[c] = importance != importance ? 0x7fffffffu : __float_as_uint(importance);
-      }
-      __syncthreads();
-      threshold = find_threshold(keys, ranked, wanted, bins, scan_scratch);
-    }
-    for (int base = threadIdx.x / 32 * 32; base < num_words * 32; base += kSelectThreads) {
-      const int c = base + threadIdx.x % 32;
-      const uint32_t key = c < ranked ? keys[c] : 0;
-      const uint32_t is_above =
-          __ballot_sync(device::kFullMask, wanted > 0 && c < ranked && key > threshold.key);
-      const uint32_t is_equal = __ballot_sync(device::kFullMask, c < ranked && key == threshold.key);
-      if (threadIdx.x % 32 == 0) {
-        above[base / 32] = is_above;
-        equal[base / 32] = is_equal;
-      }
-    }
-    __syncthreads();
-    // ties from the smallest position on: thread i owns a run of words
-    const int run = (num_words + kSelectThreads - 1) / kSelectThreads;
-    const int begin = min(static_cast<int>(threadIdx.x) * run, num_words), end = min(begin + run, num_words);
-    int own = 0, total;
-    for (int word = begin; word < end; ++word) {
-      own += __popc(equal[word]);
-    }
-    int rank = block_exclusive_scan(own, scan_scratch, &total);
-    for (int word = begin; word < end; ++word) {
-      uint32_t bits = equal[word], taken = 0;
-      for (; bits && rank < threshold.ties; bits &= bits - 1, ++rank) {
-        taken |= bits & (0u - bits);
-      }
-      above[word] |= taken;
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      above[(n - 1) / 32] |= 1u << ((n - 1) % 32);
-    }
-  } else {
-    for (int word = threadIdx.x; word < num_words; word += kSelectThreads) {
-      above[word] = n - word * 32 >= 32 ? 0xffffffffu : (1u << (n - word * 32)) - 1u;
-    }
-  }
+  });
   __syncthreads();
-
-  // node ids in ascending order
-  int32_t* next = params.next_lists + task.batch * params.next_batch +
-                  (list_row * p.num_kv_heads + task.kv_head) * p.list_width;
-  const int run = (num_words + kSelectThreads - 1) / kSelectThreads;
-  const int begin = min(static_cast<int>(threadIdx.x) * run, num_words), end = min(begin + run, num_words);
+  constexpr int kOwn = (SelectShared<kKeys>::kWords + kSelectThreads - 1) / kSelectThreads;
+  const int num_words =
+      (keys.used + RowKeys<kKeys>::kStep - 1) / RowKeys<kKeys>::kStep * RowKeys<kKeys>::kStep * kSelectWarps;
+  const int begin = threadIdx.x * kOwn, end = min(begin + kOwn, num_words);
   int own = 0, total;
   for (int word = begin; word < end; ++word) {
-    own += __popc(above[word]);
+    own += __popc(shared.equal[word]);
   }
-  int at = block_exclusive_scan(own, scan_scratch, &total);
-  for (int word = begin; word < end; ++word) {
-    for (uint32_t bits = above[word]; bits; bits &= bits - 1) {
-      const int c = word * 32 + __ffs(bits) - 1;
-      const int parent = task.list ? task.list[c / kBlockRows] : c / kBlockRows;
-      next[at++] = parent * kBlockRows + c % kBlockRows;
+  int left = range.wanted - sum_before(own, shared.scan[1], &total);
+  for (int word = begin; word < end && left > 0; ++word) {
+    uint32_t taken = 0;
+    for (uint32_t bits = shared.equal[word]; bits && left > 0; bits &= bits - 1, --left) {
+      taken |= bits & (0u - bits);
+    }
+    shared.above[word] |= taken;
+  }
+}
+
+// Chooses `wanted` of the keys and writes their words to `shared.above`.
+template <int kKeys>
+__device__ __forceinline__ void choose(const RowKeys<kKeys>& keys, int wanted, SelectShared<kKeys>& shared) {
+  clear_bins(shared.bins);
+  if (threadIdx.x == 0) {
+    shared.num_finalists = 0;
+  }
+  KeyRange range = bracket(keys, wanted, shared);
+  bool one_key = narrow(keys, range, shared);
+  while (range.count > kFinalists && !one_key) {
+    clear_bins(shared.bins);
+    __syncthreads();
+    one_key = narrow(keys, range, shared);
+  }
+  if (range.count <= kFinalists) {
+    choose_few(keys, range, shared);
+  } else {
+    choose_ties(keys, range, shared);
+  }
+}
+
+// References of the heads into `references` [kMaxGroup], from the sums of `runs` runs of the row's candidates
+// ([runs, G]) in order; the joint maximum for kExpJoint. Two barriers.
+__device__ __forceinline__ void combine_sums(const float2* sums, int runs, int group, bool joint,
+                                             float* references) {
+  if (threadIdx.x < group) {
+    LogSum all;
+    for (int i = 0; i < runs; ++i) {
+      const float2 part = sums[i * group + threadIdx.x];
+      all.add(part.x, part.y);
+    }
+    references[threadIdx.x] = joint ? all.max : all.reference();
+  }
+  __syncthreads();
+  float most = -INFINITY;
+  for (int g = 0; joint && g < group; ++g) {
+    most = fmaxf(most, references[g]);
+  }
+  __syncthreads();
+  if (joint && threadIdx.x < group) {
+    references[threadIdx.x] = most == -INFINITY ? INFINITY : most;
+  }
+  __syncthreads();
+}
+
+// Importances of the first `count` candidates from their scores [p, G]: sums over the heads in order. kGroup:
+// G, or 0 for any.
+template <int kKeys, int kGroup>
+__device__ __forceinline__ void load_scores(RowKeys<kKeys>& keys, const float* scores, int count, int group,
+                                            const float* references) {
+  if constexpr (kGroup % 4 == 0 && kGroup > 0) {
+    float lowered[kGroup];
+#pragma unroll
+    for (int g = 0; g < kGroup; ++g) {
+      lowered[g] = references[g];
+    }
+    keys.load(count, [&](int position) {
+      const float4* row = reinterpret_cast<const float4*>(scores + int64_t{position} * kGroup);
+      float importance = 0.f;
+#pragma unroll
+      for (int g = 0; g < kGroup; g += 4) {
+        const float4 s = __ldcs(row + g / 4);
+        importance += device::exp2_flushed(s.x - lowered[g]);
+        importance += device::exp2_flushed(s.y - lowered[g + 1]);
+        importance += device::exp2_flushed(s.z - lowered[g + 2]);
+        importance += device::exp2_flushed(s.w - lowered[g + 3]);
+      }
+      return importance;
+    });
+  } else {
+    keys.load(count, [&](int position) {
+      float importance = 0.f;
+      for (int g = 0; g < group; ++g) {
+        importance += device::exp2_flushed(scores[int64_t{position} * group + g] - references[g]);
+      }
+      return importance;
+    });
+  }
+}
+
+enum class RowSource { kImportances, kScores, kScoresOfEight };
+
+// Grid: x = list rows * kv heads, the longest rows first; y = batch.
+template <RowSource kSource, int kKeys, int kBlocks>
+__global__ void __launch_bounds__(kSelectThreads, kBlocks) leader_select_kernel(LeaderSelectParams params) {
+  using Shared = SelectShared<kKeys>;
+  __shared__ Shared shared;
+  const GatherParams& p = params.gather;
+  const unsigned row = gridDim.x - 1 - blockIdx.x;
+  const unsigned kv_head = row % static_cast<unsigned>(p.num_kv_heads);
+  const int64_t list_row = row / static_cast<unsigned>(p.num_kv_heads);
+  const int64_t batch = blockIdx.y;
+  constexpr bool kWholeLayer = kSource == RowSource::kImportances;  // candidate p is node p
+  GatherTask task;
+  if constexpr (kWholeLayer) {
+    const int64_t token = p.t0 + list_row * p.stride;
+    task.num_candidates = static_cast<int>(token >> (__ffsll(p.node_span) - 1)) + 1;
+  } else {
+    task = gather_task(p, static_cast<int>(batch * p.num_kv_heads + kv_head), list_row * p.stride, list_row);
+  }
+  const int rank = task.num_candidates - 1;
+  const int num_words = (rank + 32) / 32;
+  int32_t* next = params.next_lists + batch * params.next_batch + int64_t{row} * p.list_width;
+  uint32_t* mask = params.selected
+                       ? params.selected + batch * params.selected_batch + int64_t{row} * params.mask_words
+                       : nullptr;
+  const auto node = [&](int position) {
+    if constexpr (kWholeLayer) {
+      return position;
+    }
+    return (task.list ? task.list[position / kBlockRows] : position / kBlockRows) * kBlockRows +
+           position % kBlockRows;
+  };
+  if (rank < p.list_width) {  // every candidate
+    for (int i = threadIdx.x; i < p.list_width; i += kSelectThreads) {
+      next[i] = i <= rank ? node(i) : -1;
+    }
+    for (int word = threadIdx.x; mask && word < num_words; word += kSelectThreads) {
+      mask[word] = rank - word * 32 >= 31 ? 0xffffffffu : (2u << (rank - word * 32)) - 1u;
+    }
+    return;
+  }
+  const int wanted = p.list_width - 1;  // the query's own node is chosen in any case
+  if (wanted > 0) {
+    RowKeys<kKeys> keys;
+    const int64_t row_idx = batch * p.num_lists * p.num_kv_heads + row;
+    if constexpr (kSource == RowSource::kImportances) {
+      const float* importances = params.scores + row_idx * params.score_width;
+      keys.load(rank, [&](int position) { return __ldg(importances + position); });
+    } else {
+      __shared__ float references[kMaxGroup];
+      combine_sums(params.sums + row_idx * params.num_runs * p.group,
+                   (task.num_slots + kRunSlots - 1) / kRunSlots, p.group,
+                   params.importance == Importance::kExpJoint, references);
+      load_scores<kKeys, kSource == RowSource::kScoresOfEight ? 8 : 0>(
+          keys, params.scores + row_idx * params.score_width * p.group, rank, p.group, references);
+    }
+    choose(keys, wanted, shared);
+  }
+  __syncthreads();
+
+  // thread i owns the words from i * kOwn on; word w is positions 32 w ... 32 w + 31
+  constexpr int kOwn = (Shared::kWords + kSelectThreads - 1) / kSelectThreads;
+  uint32_t words[kOwn];
+  int own = 0, total;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int word = threadIdx.x * kOwn + i;
+    const int last_word = (rank - 1) / 32;
+    words[i] = wanted > 0 && word <= last_word ? shared.above[word] : 0u;
+    words[i] |= word == rank / 32 ? 1u << rank % 32 : 0u;
+    own += __popc(words[i]);
+    if (mask && word < num_words) {
+      mask[word] = words[i];
     }
   }
-  for (int i = total + threadIdx.x; i < p.list_width; i += kSelectThreads) {
-    next[i] = -1;
-  }
-  if (params.selected) {
-    uint32_t* mask = params.selected + task.batch * params.selected_batch +
-                     (list_row * p.num_kv_heads + task.kv_head) * params.mask_words;
-    for (int word = threadIdx.x; word < num_words; word += kSelectThreads) {
-      mask[word] = above[word];
+  int at = sum_before(own, shared.scan[2], &total);
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    for (uint32_t bits = words[i]; bits; bits &= bits - 1) {
+      shared.ids[at++] = node((threadIdx.x * kOwn + i) * 32 + __ffs(bits) - 1);
     }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < p.list_width; i += kSelectThreads) {
+    next[i] = shared.ids[i];
   }
 }
 

@@ -7,9 +7,9 @@
 //
 // Most rows take the power 1; a row whose largest finite |element| fp16 could not hold, or not hold well, is
 // brought into [128, 256), so all of bfloat16's range fits. It belongs to the row, not to the head: a key in
-// the future cannot change how one in the past is rounded. Rows are cut into 16-byte chunks stored in an order
-// that makes ldmatrix free of bank conflicts in both directions and that wgmma reads as it is: 8 rows of 128
-// bytes (64 for head dim 32) with the swizzle of that width.
+// the future cannot change how one in the past is rounded. Rows are cut into 16-byte chunks stored in an
+// order that makes ldmatrix free of bank conflicts in both directions and that wgmma reads as it is: 8 rows
+// of 128 bytes (64 for head dim 32) with the swizzle of that width.
 #pragma once
 
 #include <cstdint>
@@ -66,10 +66,16 @@ __device__ __forceinline__ PowerOfTwo half_range_scale(float largest) {
           __uint_as_float(static_cast<uint32_t>(127 - shift) << 23)};
 }
 
-// Of a key row: 1 where rotated elements, up to sqrt(2) times the largest, are well inside fp16's range.
+// Whether fp16 holds every digit that counts of a row, times `factor`, whose largest element is `largest`;
+// rotated, an element is up to sqrt(2) times that.
+__device__ __forceinline__ bool fits_half(float largest, float factor = 1.f) {
+  const float scaled = largest * fabsf(factor);
+  return largest == 0.f || factor == 0.f || (scaled >= 0x1p-8f && scaled < 0x1p15f);
+}
+
+// Of a key row: 1 where that serves.
 __device__ __forceinline__ PowerOfTwo key_row_scale(float largest) {
-  const bool fits = largest == 0.f || (largest >= 0x1p-8f && largest < 0x1p15f);
-  return fits ? PowerOfTwo{1.f, 1.f} : half_range_scale(largest);
+  return fits_half(largest) ? PowerOfTwo{1.f, 1.f} : half_range_scale(largest);
 }
 
 // |x| for the search of the largest; what is not finite does not take part.

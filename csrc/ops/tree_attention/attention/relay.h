@@ -27,11 +27,7 @@ const QueryKernels<Real>& query_kernels() {
   if constexpr (std::is_same_v<Real, double>) {
     return kQueryKernelsDouble;
   } else {
-#if defined(__x86_64__)
-    return pick_isa(kQueryKernelsBaseline, kQueryKernelsAvx2, kQueryKernelsAvx512);
-#else
-    return kQueryKernelsBaseline;
-#endif
+    return HTREE_PICK_ISA(kQueryKernels);
   }
 }
 

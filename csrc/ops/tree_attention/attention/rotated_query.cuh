@@ -7,6 +7,7 @@
 
 #include "device/mma.cuh"
 #include "device/numeric.cuh"
+#include "device/reduce.cuh"
 #include "ops/tree_attention/attention/parent_block.cuh"
 
 namespace htree::tree_attention {
@@ -52,8 +53,8 @@ struct RotatedQuery {
         high[tile][i] = head < group ? device::to_acc(row[kHalf + dim]) : 0.f;
         largest = fmaxf(largest, fmaxf(finite_magnitude(low[tile][i]), finite_magnitude(high[tile][i])));
       }
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+      largest = fmaxf(largest, __shfl_xor_sync(device::kFullMask, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(device::kFullMask, largest, 2));
       const PowerOfTwo power = half_range_scale(largest);
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
@@ -64,7 +65,8 @@ struct RotatedQuery {
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        unscale[tile][i] = __shfl_sync(0xffffffffu, power.inverse, (2 * (lane % 4) + i) * 4) * score_scale;
+        unscale[tile][i] =
+            __shfl_sync(device::kFullMask, power.inverse, (2 * (lane % 4) + i) * 4) * score_scale;
       }
     }
   }

@@ -1,7 +1,6 @@
 // Launchers of attention_launch.h: run-time shape to compiled instance, and the kernels without one. No
 // torch.
 #include "ops/tree_attention/attention/dispatch_shape.h"
-#include "ops/tree_attention/attention/leader_select.cuh"
 #include "ops/tree_attention/attention/tensor_core_instances.cuh"
 
 namespace htree::tree_attention {
@@ -27,6 +26,30 @@ __global__ void rope_table_kernel(float2* table, int64_t size, int half, double 
   table[i] = make_float2(static_cast<float>(cos(angle)), static_cast<float>(sin(angle)));
 }
 
+// One thread per pair of dims of a slot.
+__global__ void turn_table_kernel(__half2* table, int64_t num_slots, int key_dim, TurnOrder order,
+                                  double log_base, bool rotate) {
+  const int64_t i = int64_t{blockIdx.x} * kTableThreads + threadIdx.x;
+  const int row_pairs = key_dim / 4, lane_pairs = key_dim / 16;
+  if (i >= num_slots * row_pairs) {
+    return;
+  }
+  const int64_t slot = i / row_pairs;
+  const int pair = static_cast<int>(i % row_pairs);
+  const double position = static_cast<double>(slot * kBlockRows);
+  float cos_of[2], sin_of[2];
+  for (int e = 0; e < 2; ++e) {
+    const int dim = order == TurnOrder::kDims ? 2 * pair + e
+                                              : fragment_dim(2 * (pair % lane_pairs) + e, pair / lane_pairs);
+    const double angle = rotate ? position * exp(-log_base * dim / (key_dim / 2)) : 0.0;
+    cos_of[e] = static_cast<float>(cos(angle));
+    sin_of[e] = static_cast<float>(sin(angle));
+  }
+  __half2* at = table + slot * 2 * row_pairs + pair;
+  at[0] = __floats2half2_rn(cos_of[0], cos_of[1]);
+  at[row_pairs] = __floats2half2_rn(sin_of[0], sin_of[1]);
+}
+
 __global__ void top_lists_kernel(int32_t* lists, int64_t total, int64_t num_lists, int64_t num_kv_heads,
                                  int64_t width, int64_t t0, int64_t stride, int64_t parent_span) {
   const int64_t i = int64_t{blockIdx.x} * kTableThreads + threadIdx.x;
@@ -43,16 +66,6 @@ unsigned blocks_for(int64_t threads) {
   return static_cast<unsigned>((threads + kTableThreads - 1) / kTableThreads);
 }
 
-template <int kGroup>
-void launch_leader_select_group(const LeaderSelectParams& params, cudaStream_t stream) {
-  auto kernel = leader_select_kernel<kGroup>;
-  const int64_t bytes = select_shared_bytes(params.score_width);
-  allow_shared_bytes(kernel, bytes);
-  const GatherParams& p = params.gather;
-  const dim3 grid(p.num_lists, p.num_batches * p.num_kv_heads);
-  kernel<<<grid, kSelectThreads, bytes, stream>>>(params);
-}
-
 }  // namespace
 
 void launch_rope_table(float2* table, int64_t size, int key_dim, double base, bool rotate,
@@ -60,6 +73,12 @@ void launch_rope_table(float2* table, int64_t size, int key_dim, double base, bo
   const int half = key_dim / 2;
   rope_table_kernel<<<blocks_for(size * half), kTableThreads, 0, stream>>>(table, size, half, log(base),
                                                                            rotate);
+}
+
+void launch_turn_table(__half2* table, int64_t num_slots, int key_dim, TurnOrder order, double base,
+                       bool rotate, cudaStream_t stream) {
+  turn_table_kernel<<<blocks_for(num_slots * key_dim / 4), kTableThreads, 0, stream>>>(
+      table, num_slots, key_dim, order, log(base), rotate);
 }
 
 void launch_top_lists(int32_t* lists, int64_t num_batches, int64_t num_lists, int64_t num_kv_heads,
@@ -79,23 +98,6 @@ void launch_scores(const TensorCoreShape& shape, const ScoreParams& params, cuda
   dispatch_shape(shape, [&](auto tag, auto dim) {
     launch_scores_instance<typename decltype(tag)::type, dim.value, dim.value>(params, stream);
   });
-}
-
-int64_t leader_select_shared_bytes(int64_t score_width) {
-  return select_shared_bytes(score_width);
-}
-
-void launch_leader_select(const LeaderSelectParams& params, cudaStream_t stream) {
-  const int group = params.gather.group;
-  if (group == 1) {
-    launch_leader_select_group<1>(params, stream);
-  } else if (group <= 4) {
-    launch_leader_select_group<4>(params, stream);
-  } else if (group <= 8) {
-    launch_leader_select_group<8>(params, stream);
-  } else {
-    launch_leader_select_group<16>(params, stream);
-  }
 }
 
 void launch_attend(const TensorCoreShape& shape, const AttendParams& params, cudaStream_t stream) {

@@ -23,7 +23,7 @@ void launch_scores_tiles(const ScoreParams& params, cudaStream_t stream) {
   allow_shared_bytes(kernel, kBytes);
   const GatherParams& p = params.gather;
   const dim3 grid((p.num_lists + kScoreWarps - 1) / kScoreWarps, p.num_batches * p.num_kv_heads,
-                  static_cast<unsigned>((params.score_width / kBlockRows + kScoreSlots - 1) / kScoreSlots));
+                  static_cast<unsigned>(params.num_runs));
   kernel<<<grid, kScoreWarps * 32, kBytes, stream>>>(params, ParentBlock<kKeyDim, kValueDim>::kBytes);
 }
 

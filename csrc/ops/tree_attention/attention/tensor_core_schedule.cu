@@ -1,6 +1,7 @@
 #include "ops/tree_attention/attention/tensor_core_schedule.h"
 
 #include "ops/tree_attention/attention/block/block_launch.h"
+#include "ops/tree_attention/attention/union/union_launch.h"
 
 namespace htree::tree_attention {
 namespace {
@@ -23,6 +24,22 @@ struct ForwardScratch {
   }
   int64_t total() const { return partial + 2 * lists + mask + scores; }
 };
+
+void attend_layer(const TreeCall& call, size_t layer_idx, const Chunk& chunk, const AttendParams& attend,
+                  cudaStream_t stream) {
+  switch (
+      layer_kernel(call.config, static_cast<int64_t>(layer_idx), static_cast<int64_t>(call.layers.size()))) {
+    case LayerKernel::kDense:
+      return launch_top_attend(call.shape, {attend, top_tiles_of(call, chunk)}, stream);
+    case LayerKernel::kBlock:
+      return launch_block_attend(call.shape, attend, stream);
+    case LayerKernel::kUnion:
+      return launch_union_attend(call.shape, attend, stream);
+    case LayerKernel::kPrivate:
+    case LayerKernel::kGeneral:  // does not come here: attention_forward_cuda.cu
+      return launch_attend(call.shape, attend, stream);
+  }
+}
 
 cudaError_t forward_chunk(const TreeCall& call, const ForwardBuffers& buffers, const Chunk& chunk,
                           cudaStream_t stream) {
@@ -73,11 +90,8 @@ cudaError_t forward_chunk(const TreeCall& call, const ForwardBuffers& buffers, c
     attend.state_batch = p.num_queries * p.num_heads;
     attend.partial = partial;
     attend.out = static_cast<char*>(buffers.out) + 2 * state * p.value_dim;
-    if (call.config.gather == GatherKernel::kBlock) {
-      launch_block_attend(call.shape, attend, stream);
-    } else {
-      launch_attend(call.shape, attend, stream);
-    }
+    attend.turns = call.turns;
+    attend_layer(call, layer_idx, chunk, attend, stream);
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) {
       return error;
     }
@@ -101,7 +115,6 @@ GatherParams gather_of(const TreeCall& call, size_t layer_idx, const Chunk& chun
              chunk.batch * p.num_kv_heads * layer.num_parents * parent_block_bytes(p.key_dim, p.value_dim);
   g.num_parents = layer.num_parents;
   g.rope = call.rope;
-  g.slot_turns = call.slot_turns;
   g.score_scale = static_cast<float>(p.args.scale * kLog2E);
   g.node_span = layer.node_span;
   g.t0 = p.t0() + chunk.query;
@@ -115,58 +128,6 @@ GatherParams gather_of(const TreeCall& call, size_t layer_idx, const Chunk& chun
   return g;
 }
 
-cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& chunk, const ListSlice& lists,
-                         const ListSlice& next, float* scores, uint32_t* mask, cudaStream_t stream) {
-  const int64_t mask_words = call.mask_words();
-  const AttentionProblem& p = call.problem;
-  const TreeLayer& layer = call.layers[layer_idx];
-  const int64_t chunk_lists = ceil_div(chunk.num_queries, p.args.selection_stride);
-  for (int64_t first = 0; first < chunk_lists; first += call.config.selection_chunk) {
-    const int64_t count = std::min(call.config.selection_chunk, chunk_lists - first);
-    Chunk part = chunk;
-    part.query += first * p.args.selection_stride;
-    part.num_queries =
-        std::min(count * p.args.selection_stride, chunk.num_queries - first * p.args.selection_stride);
-    const int64_t last_token = p.t0() + part.query + part.num_queries - 1;
-    GatherParams gather = gather_of(call, layer_idx, part);
-    const int64_t row_offset = first * p.num_kv_heads * p.args.top_k;
-    gather.lists = lists.data ? lists.data + row_offset : nullptr;
-    gather.list_batch = lists.batch;
-    ScoreParams score;
-    score.gather = gather;
-    score.scores = scores;
-    score.score_width = list_candidates(last_token / layer.node_span + 1, p.args.top_k, kTensorCoreRate);
-    launch_scores(call.shape, score, stream);
-    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) {
-      return error;
-    }
-    LeaderSelectParams select;
-    select.gather = gather;
-    select.scores = scores;
-    select.score_width = score.score_width;
-    select.next_lists = next.data + row_offset;
-    select.next_batch = next.batch;
-    select.selected = mask ? mask + first * p.num_kv_heads * mask_words : nullptr;
-    select.selected_batch = chunk_lists * p.num_kv_heads * mask_words;
-    select.mask_words = mask_words;
-    select.importance = p.args.importance;
-    launch_leader_select(select, stream);
-    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) {
-      return error;
-    }
-  }
-  return cudaSuccess;
-}
-
-int64_t score_scratch_bytes(const TreeCall& call) {
-  const AttentionProblem& p = call.problem;
-  if (call.layers.size() == 1) {
-    return 0;
-  }
-  const int64_t widest = list_candidates(call.layers[1].num_nodes, p.args.top_k, kTensorCoreRate);
-  return aligned(call.config.batch_chunk * call.config.selection_chunk * p.num_heads * widest * 4);
-}
-
 int64_t forward_scratch_bytes(const TreeCall& call) {
   return ForwardScratch(call).total();
 }
@@ -176,8 +137,10 @@ cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream) {
   launch_rope_table(call.rope, call.rope_rows(), static_cast<int>(p.key_dim), p.args.rope_base, p.args.rotate,
                     stream);
   cudaError_t error = cudaGetLastError();
-  if (call.slot_turns && error == cudaSuccess) {
-    launch_slot_turns(call.slot_turns, p.args.top_k, static_cast<int>(p.key_dim), p.args.rope_base,
+  if (call.turns && error == cudaSuccess) {
+    const TurnOrder order =
+        call.config.gather == GatherKernel::kUnion ? TurnOrder::kFragments : TurnOrder::kDims;
+    launch_turn_table(call.turns, call.turn_slots(), static_cast<int>(p.key_dim), order, p.args.rope_base,
                       p.args.rotate, stream);
     error = cudaGetLastError();
   }
@@ -193,6 +156,18 @@ cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream) {
     relay.num_batches = p.batch;
     relay.num_kv_heads = p.num_kv_heads;
     launch_relay(call.shape, relay, stream);
+    error = cudaGetLastError();
+  }
+  if (call.config.dense_top && error == cudaSuccess) {
+    TopRelayParams relay;
+    relay.keys = call.layers.back().keys;
+    relay.values = call.layers.back().values;
+    relay.rope = call.rope;
+    relay.tiles = call.top;
+    relay.num_nodes = call.layers.back().num_nodes;
+    relay.num_batches = p.batch;
+    relay.num_kv_heads = p.num_kv_heads;
+    launch_top_relay(call.shape, relay, stream);
     error = cudaGetLastError();
   }
   return error;

@@ -6,6 +6,7 @@
 
 #include "ops/tree_attention/attention/attention_config.h"
 #include "ops/tree_attention/attention/attention_launch.h"
+#include "ops/tree_attention/attention/top/top_launch.h"
 
 namespace htree::tree_attention {
 
@@ -25,11 +26,14 @@ struct TreeCall {
   TensorCoreShape shape;
   TensorView queries;  // [B, T_q, H, K]
   std::vector<TreeLayer> layers;
-  float2* rope = nullptr;  // [rope_rows(), K/2]
-  uint16_t* slot_turns = nullptr;  // [top_k][2][K/2], see GatherParams; null unless config.gather is kBlock
+  float2* rope = nullptr;    // [rope_rows(), K/2]
+  __half2* turns = nullptr;  // turn table of turn_slots() slots; null for private gathers
+  TopTiles top;              // of layers.back(), if config.dense_top
 
   int64_t rope_rows() const { return problem.args.top_k * kTensorCoreRate + 1; }
-  int64_t mask_words() const { return ceil_div(problem.args.top_k * kTensorCoreRate, 32); }
+  int64_t turn_slots() const { return problem.args.top_k + 1; }
+  // Rows of masks are aligned to 16 bytes.
+  int64_t mask_words() const { return ceil_div(problem.args.top_k * kTensorCoreRate, 128) * 4; }
 };
 
 constexpr int64_t kScratchAlign = 256;
@@ -54,13 +58,16 @@ TensorView at_row(TensorView view, int64_t batch, int64_t row);
 // Lists are left to the caller.
 GatherParams gather_of(const TreeCall& call, size_t layer_idx, const Chunk& chunk);
 
-// Bytes of `scores` below.
+// Bytes of `scratch` below.
 int64_t score_scratch_bytes(const TreeCall& call);
 
 // Selects the lists of the layer below, some leaders at a time; `mask` [num_batches, lists of the chunk,
 // H_kv, mask_words()] may be null.
 cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& chunk, const ListSlice& lists,
-                         const ListSlice& next, float* scores, uint32_t* mask, cudaStream_t stream);
+                         const ListSlice& next, float* scratch, uint32_t* mask, cudaStream_t stream);
+
+// A layer's tiles from the chunk's first batch on.
+TopTiles top_tiles_of(const TreeCall& call, const Chunk& chunk);
 
 struct ForwardBuffers {
   void* out = nullptr;   // [B, T_q, H, V]
@@ -72,7 +79,7 @@ struct ForwardBuffers {
 
 int64_t forward_scratch_bytes(const TreeCall& call);
 
-// Fills call.rope, call.slot_turns and the blocks of every layer.
+// Fills call.rope, call.turns and the blocks of every layer.
 cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream);
 cudaError_t run_forward(const TreeCall& call, const ForwardBuffers& buffers, cudaStream_t stream);
 

@@ -6,12 +6,11 @@
 // products and the order of both are those of FlashAttention-3.
 #pragma once
 
+#include "device/hopper_limits.h"
 #include "ops/tree_attention/attention/block/block_consumer.cuh"
 #include "ops/tree_attention/attention/block/block_producer.cuh"
 
 namespace htree::tree_attention {
-
-constexpr int kMaxBlockSharedBytes = 232448;  // of sm_90
 
 template <typename Tile>
 __device__ __forceinline__ void init_barriers(BlockShared<Tile>& shared) {
@@ -29,10 +28,11 @@ __device__ __forceinline__ void init_barriers(BlockShared<Tile>& shared) {
 }
 
 // Grid: at most one block per SM; blocks take the tasks in turn.
-template <typename T, typename Tile, bool kTakeTurns = false>
-__global__ void __launch_bounds__(Tile::kThreads, 1) block_attend_kernel(const __grid_constant__ AttendParams params) {
+template <typename T, typename Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    block_attend_kernel(const __grid_constant__ AttendParams params) {
 #if HTREE_SM90A
-  static_assert(sizeof(BlockShared<Tile>) <= kMaxBlockSharedBytes);
+  static_assert(sizeof(BlockShared<Tile>) <= device::kHopperSharedBytes);
   extern __shared__ __align__(1024) char block_shared[];
   BlockShared<Tile>& shared = *reinterpret_cast<BlockShared<Tile>*>(block_shared);
   if (threadIdx.x == 0) {
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) block_attend_kernel(const _
     BlockProducer<Tile>(params, shared).template run<T>();
   } else {
     device::raise_registers<Tile::kConsumerRegisters>();
-    BlockConsumer<T, Tile, kTakeTurns>(params, shared).run();
+    BlockConsumer<T, Tile>(params, shared).run();
   }
 #else
   __trap();  // chosen for sm_90a alone, see attention_config.h

@@ -2,32 +2,14 @@
 // before it is, and the softmax of the former hides under the latter (the order of FlashAttention-3).
 #pragma once
 
+#include "ops/tree_attention/attention/block/block_operand.cuh"
 #include "ops/tree_attention/attention/block/block_query.cuh"
 #include "ops/tree_attention/attention/block/block_softmax.cuh"
+#include "ops/tree_attention/attention/merge_states.cuh"
 
 namespace htree::tree_attention {
 
-// Wgmma descriptors of a tile of parent blocks: groups of 8 rows lie 8 rows apart whatever the head dim.
-template <int kDim>
-struct TileOperand {
-  static constexpr device::Swizzle kSwizzle = kDim == 32 ? device::Swizzle::k64 : device::Swizzle::k128;
-  static constexpr uint32_t kGroupBytes = 8 * kDim * 2;
-
-  // Rows are m or n and dims are k.
-  __device__ __forceinline__ static uint64_t rows(const void* tile) {
-    return device::wgmma_descriptor<kSwizzle>(device::shared_address(tile), 16, kGroupBytes);
-  }
-  // 16 dims from 16 * step on.
-  __device__ __forceinline__ static uint64_t dims(uint64_t rows, int step) {
-    return device::advance(rows, step / 4 * 1024 + step % 4 * 32);
-  }
-  // Rows are k and dims are n; with head dim 128 the upper 64 dims stand 1024 bytes further.
-  __device__ __forceinline__ static uint64_t transposed(const void* tile) {
-    return device::wgmma_descriptor<kSwizzle>(device::shared_address(tile), 1024, kGroupBytes);
-  }
-};
-
-template <typename T, typename Tile, bool kTakeTurns>
+template <typename T, typename Tile>
 class BlockConsumer {
  public:
   using Block = ParentBlock<Tile::kKeyDim, Tile::kValueDim>;
@@ -45,9 +27,6 @@ class BlockConsumer {
   __device__ __forceinline__ void run() {
     const int num_tasks = num_block_tasks<Tile>(params_);
     unsigned first_tile = 0;
-    if (kTakeTurns && group_ == 1) {
-      device::named_barrier_arrive(kFirstTurn, 256);
-    }
     for (int task_idx = blockIdx.x; task_idx < num_tasks; task_idx += gridDim.x) {
       const BlockTask task = block_task<Tile>(params_, task_idx);
       if (task.num_tiles == 0 && !params_.first && !params_.last) {
@@ -90,13 +69,11 @@ class BlockConsumer {
         Keys::rows(shared_.query + (Tile::kSplitKeys ? 0 : group_ * 64 * Tile::kKeyDim * 2));
     const uint64_t keys = Keys::rows(shared_.keys[stage]);
     device::barrier_wait(&shared_.keys_full[stage], phase_of<Tile>(tile_idx));
-    if (kTakeTurns) {
-      device::named_barrier_sync(kFirstTurn + group_, 256);
-    }
     device::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Tile::kKeyDim / 16; ++step) {
-      device::wgmma<__half, kTileKeys>(state.scores, Keys::dims(query, step), Keys::dims(keys, step), step > 0);
+      device::wgmma<__half, kTileKeys>(state.scores, Keys::dims(query, step), Keys::dims(keys, step),
+                                       step > 0);
     }
     device::wgmma_commit();
   }
@@ -104,22 +81,14 @@ class BlockConsumer {
   __device__ __forceinline__ void issue_output(Softmax& state, unsigned tile_idx) const {
     const int stage = stage_of<Tile>(tile_idx);
     const uint64_t values = Values::transposed(shared_.values[stage]);
-#if !STUDY_EARLY
     device::barrier_wait(&shared_.values_full[stage], phase_of<Tile>(tile_idx));
     device::wgmma_fence();
-#endif
 #pragma unroll
     for (int slot = 0; slot < kTileSlots; ++slot) {
       device::wgmma<T, Tile::kValueDim, device::Major::kMN>(
           state.out, state.weights[slot], device::advance(values, slot * Tile::kSlotValueBytes), true);
     }
     device::wgmma_commit();
-  }
-
-  __device__ __forceinline__ void give_turn() const {
-    if (kTakeTurns) {
-      device::named_barrier_arrive(kFirstTurn + (group_ ^ 1), 256);
-    }
   }
 
   __device__ __forceinline__ void release(device::Barrier* empty) const {
@@ -148,7 +117,6 @@ class BlockConsumer {
       return;
     }
     issue_scores(state, tile);
-    give_turn();
     device::wgmma_wait<0>();
     device::pin_registers(state.scores);
     release(&shared_.keys_empty[stage_of<Tile>(tile)]);
@@ -166,12 +134,8 @@ class BlockConsumer {
 #pragma unroll 1
     while (tile + Tile::kTileStep < end) {
       const unsigned next = tile + Tile::kTileStep;
-#if STUDY_EARLY
-      device::barrier_wait(&shared_.values_full[stage_of<Tile>(tile)], phase_of<Tile>(tile));
-#endif
       issue_scores(state, next);
       issue_output(state, tile);
-      give_turn();
       device::wgmma_wait<1>();
       device::pin_registers(state.scores);
       release(&shared_.keys_empty[stage_of<Tile>(next)]);
@@ -183,10 +147,6 @@ class BlockConsumer {
       state.pack_weights();
       tile = next;
     }
-#if STUDY_EARLY
-    device::barrier_wait(&shared_.values_full[stage_of<Tile>(tile)], phase_of<Tile>(tile));
-    device::wgmma_fence();
-#endif
     issue_output(state, tile);
     device::wgmma_wait<0>();
     device::pin_registers(state.out);
@@ -266,16 +226,6 @@ class BlockConsumer {
     }
   }
 
-  // (max, sum) becomes that of both; `own` and `other` are what their partial outputs weigh in it.
-  __device__ __forceinline__ static void merge_states(float& max, float& sum, float other_max,
-                                                      float other_sum, float& own, float& other) {
-    const float top = fmaxf(max, other_max);
-    own = sum == 0.f ? 0.f : device::exp2_flushed(max - top);
-    other = other_sum == 0.f ? 0.f : device::exp2_flushed(other_max - top);
-    sum = sum * own + other_sum * other;
-    max = top;
-  }
-
   template <int kCount>
   __device__ __forceinline__ void store_dims(const BlockTask& task, Softmax& state, int first_dim) const {
     const GatherParams& p = params_.gather;
@@ -302,12 +252,13 @@ class BlockConsumer {
         continue;
       }
       if (thread_ % 4 == 0 && (!Tile::kSplitKeys || group_ == 0)) {
-        params_.max[state_row] = params_.last ? max * 0.693147180559945f : max;
+        params_.max[state_row] = params_.last ? max * kLn2 : max;
         params_.sum[state_row] = sum;
       }
       const float inverse = 1.f / sum;
       float* partial = params_.partial + partial_row * Tile::kValueDim + dim;
-      uint32_t* out = reinterpret_cast<uint32_t*>(static_cast<T*>(params_.out) + state_row * Tile::kValueDim + dim);
+      uint32_t* out =
+          reinterpret_cast<uint32_t*>(static_cast<T*>(params_.out) + state_row * Tile::kValueDim + dim);
 #pragma unroll
       for (int i = 0; i < kCount / 4; ++i) {
         float2 value = {state.out[4 * i + 2 * h], state.out[4 * i + 2 * h + 1]};

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "device/mma.cuh"
+#include "device/reduce.cuh"
 #include "device/wgmma.cuh"
 #include "ops/tree_attention/attention/block/block_tile.cuh"
 
@@ -93,7 +94,7 @@ struct BlockSoftmax {
       largest[h] = fmaxf(largest[h], top[h]);
       grows |= top[h] * unscale[h] > reference[h] + kSlack;
     }
-    rescale = __any_sync(0xffffffffu, grows);
+    rescale = __any_sync(device::kFullMask, grows);
     if (rescale) {
       move_references(top);
     }
@@ -113,10 +114,12 @@ struct BlockSoftmax {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float row_top = top[h] * unscale[h];
-      row_top = fmaxf(row_top, __shfl_xor_sync(0xffffffffu, row_top, 1));
-      row_top = fmaxf(row_top, __shfl_xor_sync(0xffffffffu, row_top, 2));
+      row_top = fmaxf(row_top, __shfl_xor_sync(device::kFullMask, row_top, 1));
+      row_top = fmaxf(row_top, __shfl_xor_sync(device::kFullMask, row_top, 2));
       const bool moves = row_top > reference[h] + kSlack;
-      factor[h] = !moves ? 1.f : reference[h] == -INFINITY ? 0.f : device::exp2_flushed(reference[h] - row_top);
+      factor[h] = !moves                      ? 1.f
+                  : reference[h] == -INFINITY ? 0.f
+                                              : device::exp2_flushed(reference[h] - row_top);
       reference[h] = moves ? row_top : reference[h];
       sum[h] *= factor[h];
     }
@@ -147,13 +150,14 @@ struct BlockSoftmax {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const uint32_t pair = child < 8 ? weights[0][h] : weights[0][h + 2];
-        const uint32_t owned = __shfl_sync(0xffffffffu, pair, (lane & 28) + child % 8 / 2);
+        const uint32_t owned = __shfl_sync(device::kFullMask, pair, (lane & 28) + child % 8 / 2);
         const uint16_t bits = static_cast<uint16_t>(child % 2 ? owned >> 16 : owned);
         weight[h] = device::to_acc(*reinterpret_cast<const T*>(&bits));
       }
 #pragma unroll
       for (int i = 0; i < kOut; i += 4) {
-        const T* pair = reinterpret_cast<const T*>(values + chunk_offset<kValueDim>(child, i / 4) + lane % 4 * 4);
+        const T* pair =
+            reinterpret_cast<const T*>(values + chunk_offset<kValueDim>(child, i / 4) + lane % 4 * 4);
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           const float value = device::to_acc(pair[c]);
@@ -174,8 +178,8 @@ struct BlockSoftmax {
       largest[h] *= unscale[h];
 #pragma unroll
       for (int offset = 1; offset < 4; offset *= 2) {
-        sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], offset);
-        largest[h] = fmaxf(largest[h], __shfl_xor_sync(0xffffffffu, largest[h], offset));
+        sum[h] += __shfl_xor_sync(device::kFullMask, sum[h], offset);
+        largest[h] = fmaxf(largest[h], __shfl_xor_sync(device::kFullMask, largest[h], offset));
       }
       factor[h] = largest[h] == -INFINITY ? 1.f : device::exp2_flushed(reference[h] - largest[h]);
       sum[h] *= factor[h];

@@ -9,9 +9,6 @@
 
 namespace htree::tree_attention {
 
-#ifndef STUDY_PREG
-#define STUDY_PREG 56
-#endif
 constexpr int kTileSlots = 8;
 constexpr int kTileKeys = kTileSlots * kBlockRows;
 
@@ -39,8 +36,8 @@ struct BlockTile {
   static constexpr int kConsumerGroups = 2;
   static constexpr int kThreads = 128 * (kProducerGroups + kConsumerGroups);
   static_assert(kProducerGroups * 4 == kTileSlots);
-  static constexpr int kProducerRegisters = STUDY_PREG;
-  static constexpr int kConsumerRegisters = 256 - STUDY_PREG;
+  static constexpr int kProducerRegisters = 56;
+  static constexpr int kConsumerRegisters = 200;
   static constexpr int kLaunchRegisters = 65536 / kThreads;
   static_assert(128 * (kProducerGroups * kProducerRegisters + kConsumerGroups * kConsumerRegisters) <=
                     kThreads * kLaunchRegisters,
@@ -80,7 +77,6 @@ struct BlockShared {
 enum BlockNamedBarrier : int {
   kQueryReady = 1,  // and kQueryReady + 1: one per consumer group
   kGroupsMeet = 3,
-  kFirstTurn = 4,  // and kFirstTurn + 1
 };
 
 }  // namespace htree::tree_attention

@@ -20,9 +20,10 @@ constexpr int64_t partial_sum_bytes(int64_t key_dim, int64_t value_dim) {
 
 // A layer of a chunk of queries. Tasks are (batch * kv head, list, block of rows), the last fastest.
 struct BlockGradientParams {
-  GatherParams gather;            // with slot_turns
-  TensorView gradients;           // dO [B, T_q, H, V], from the first query of the chunk
-  const RowMeta* meta = nullptr;  // [B, H_kv, num_queries, G]
+  GatherParams gather;
+  const __half2* turns = nullptr;  // turn table of list_width slots, TurnOrder::kDims
+  TensorView gradients;            // dO [B, T_q, H, V], from the first query of the chunk
+  const RowMeta* meta = nullptr;   // [B, H_kv, num_queries, G]
   const KeyBounds* key_bounds = nullptr;
   const QueryBounds* query_bounds = nullptr;
   const int32_t* counts = nullptr;     // [B, num_lists, H_kv] parents of a list; null: implicit lists

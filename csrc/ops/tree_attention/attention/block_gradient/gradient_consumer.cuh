@@ -9,7 +9,7 @@
 #include "device/mma.cuh"
 #include "device/stmatrix.cuh"
 #include "device/wgmma.cuh"
-#include "ops/tree_attention/attention/block/block_consumer.cuh"
+#include "ops/tree_attention/attention/block/block_operand.cuh"
 #include "ops/tree_attention/attention/block_gradient/gradient_operands.cuh"
 
 namespace htree::tree_attention {

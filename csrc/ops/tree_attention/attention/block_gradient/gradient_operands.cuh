@@ -1,27 +1,11 @@
 // The query side of a block in shared memory: queries turned to their positions, dO and their numbers.
 #pragma once
 
-#include "device/numeric.cuh"
 #include "device/tma.cuh"
-#include "ops/tree_attention/attention/block/block_query.cuh"
 #include "ops/tree_attention/attention/block_gradient/gradient_tile.cuh"
+#include "ops/tree_attention/attention/query_row.cuh"
 
 namespace htree::tree_attention {
-
-// 16 bytes of a row that may start anywhere.
-template <typename T>
-__device__ __forceinline__ uint4 load_bits_8(const T* from) {
-  if (reinterpret_cast<uintptr_t>(from) % 16 == 0) {
-    return __ldg(reinterpret_cast<const uint4*>(from));
-  }
-  uint4 pack;
-  T* elements = reinterpret_cast<T*>(&pack);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    elements[i] = from[i];
-  }
-  return pack;
-}
 
 __device__ __forceinline__ int position_of(const GatherParams& p, const GradientTask& task, int query) {
   const int64_t rightmost = (p.t0 + query) / p.node_span;
@@ -55,25 +39,18 @@ __device__ __forceinline__ void load_gradient_rows(const BlockGradientParams& pa
     int position = 0;
     if (at.exists) {
       const T* query = queries + at.query * p.queries.row + at.head * p.queries.head + dim;
-      load_8(query, x);
-      load_8(query + kHalf, y);
+      widen_eight<T>(load_eight(query, p.queries.aligned), x);
+      widen_eight<T>(load_eight(query + kHalf, p.queries.aligned), y);
       const T* gradient = gradients + at.query * params.gradients.row + at.head * params.gradients.head + dim;
-      gradient_low = load_bits_8(gradient);
-      gradient_high = load_bits_8(gradient + kHalf);
+      const bool aligned = reinterpret_cast<uintptr_t>(gradient) % 16 == 0;
+      gradient_low = load_eight(gradient, aligned);
+      gradient_high = load_eight(gradient + kHalf, aligned);
       position = position_of(p, task, at.query);
     }
-    const float2* turns = p.rope + int64_t{position} * kHalf + dim;
+    const float4* table = reinterpret_cast<const float4*>(p.rope + int64_t{position} * kHalf + dim);
+    const float4 turns[4] = {__ldg(table), __ldg(table + 1), __ldg(table + 2), __ldg(table + 3)};
     uint4 low, high;
-    uint32_t* lows = reinterpret_cast<uint32_t*>(&low);
-    uint32_t* highs = reinterpret_cast<uint32_t*>(&high);
-#pragma unroll
-    for (int i = 0; i < 8; i += 2) {
-      const float4 turn = __ldg(reinterpret_cast<const float4*>(turns + i));
-      const float x0 = x[i] * power, x1 = x[i + 1] * power;
-      const float y0 = y[i] * power, y1 = y[i + 1] * power;
-      lows[i / 2] = device::pack_pair<__half>(x0 * turn.x - y0 * turn.y, x1 * turn.z - y1 * turn.w);
-      highs[i / 2] = device::pack_pair<__half>(x0 * turn.y + y0 * turn.x, x1 * turn.w + y1 * turn.z);
-    }
+    turn_eight(x, y, power, turns, low, high);
     const int low_at = chunk_offset<Tile::kDim>(row, chunk),
               high_at = chunk_offset<Tile::kDim>(row, chunk + kLanes);
     *reinterpret_cast<uint4*>(shared.query + low_at) = low;

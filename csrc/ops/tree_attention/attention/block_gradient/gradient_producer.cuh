@@ -3,7 +3,7 @@
 #pragma once
 
 #include "device/tma.cuh"
-#include "ops/tree_attention/attention/block/block_producer.cuh"
+#include "ops/tree_attention/attention/block/key_turner.cuh"
 #include "ops/tree_attention/attention/block_gradient/gradient_tile.cuh"
 
 namespace htree::tree_attention {
@@ -183,7 +183,7 @@ class GradientProducer {
   __device__ __forceinline__ void turn_keys(const SlotPair& pair, unsigned tile_idx) {
     const int stage = gradient_stage<Tile>(tile_idx);
     const unsigned scaled = __ballot_sync(0xffffffffu, pair.scale != 1.f);
-    SlotTurn turn = Turner::load(params_.gather.slot_turns, max(pair.slot, 0));
+    SlotTurn turn = Turner::load(params_.turns, max(pair.slot, 0));
     device::barrier_wait(&shared_.keys_landed[stage][warp_], gradient_phase<Tile>(tile_idx));
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -201,7 +201,7 @@ class GradientProducer {
       } else {
         clear(keys);
       }
-      turn = Turner::load(params_.gather.slot_turns, max(pair.slot - 1, 0));
+      turn = Turner::load(params_.turns, max(pair.slot - 1, 0));
     }
     if (lane_ == 0) {
       shared_.slots[stage][2 * warp_] = pair.bits[0];

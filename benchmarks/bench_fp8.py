@@ -1,0 +1,132 @@
+"""fp8_quantize, its inverse and the rounding in place against torch.compile of the plain composition, and a copy.
+
+Run: ``python -m htree_ops.bench --room fp8 --json PATH --csv PATH``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._dynamo.config as dynamo_config
+
+from htree_ops.bench.suite import Benchmark, Candidate
+from htree_ops.reference import fp8 as reference
+from htree_ops.testing.fp8_cases import (
+    BENCHMARK_CASES,
+    FP8Case,
+    codes_of,
+    eager_dequantize,
+    eager_fake_quant,
+    eager_quantize,
+)
+
+#: Rows that are compared with the reference, which searches every code in float64.
+CHECKED_ROWS = 64
+
+
+def check(inputs: tuple[Any, ...], result: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+    """Scale and count of the whole tensor, codes of some rows."""
+    x, scale, granularity, dim, block = inputs
+    q, used, num_overflow = result
+    wanted = reference.compute_scale(x, granularity, dim, block) if scale is None else scale
+    assert torch.equal(used, wanted), "scales differ"
+    assert int(num_overflow) == 0, f"{int(num_overflow)} overflows"
+    full = reference.expand_scale(wanted, x.shape, granularity, dim, block)
+    rows = slice(0, CHECKED_ROWS)
+    codes = reference.encode(x[rows].float() * full[rows])
+    wrong = int((codes_of(q[rows]) != codes).sum())
+    assert wrong == 0, f"{wrong} codes differ"
+
+
+def check_values(inputs: tuple[Any, ...], result: torch.Tensor) -> None:
+    """The rounded values of some rows; torch.compile may divide by a reciprocal, one fp32 rounding away."""
+    x, scale, granularity, dim, block = inputs
+    used = reference.compute_scale(x, granularity, dim, block) if scale is None else scale
+    full = reference.expand_scale(used, x.shape, granularity, dim, block)[:CHECKED_ROWS]
+    codes = reference.encode(x[:CHECKED_ROWS].float() * full)
+    wanted = reference.dequantize(codes, full)
+    error = (result[:CHECKED_ROWS].double() - wanted).abs()
+    assert bool((error <= wanted.abs() * (torch.finfo(result.dtype).eps / 2 + 2.0**-22)).all())
+
+
+@dataclass(frozen=True, kw_only=True)
+class DequantizeCase(FP8Case):
+    """Codes and scales of an FP8Case, back to its dtype."""
+
+    def make_inputs(self, device: str | torch.device, seed: int = 0) -> Any:
+        """(q, scale, dtype, block) of ``torch.ops.htree.fp8_dequantize``."""
+        q, scale, _ = torch.ops.htree.fp8_quantize(*super().make_inputs(device, seed))
+        return q, scale, self.dtype, self.block
+
+    def bytes(self) -> int:
+        """Codes read, values written."""
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        return numel * (1 + self.dtype.itemsize)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeQuantCase(FP8Case):
+    """An FP8Case whose values are written back in its dtype."""
+
+    def bytes(self) -> int:
+        """As for codes, with values of the dtype in their place."""
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        return super().bytes() + numel * (self.dtype.itemsize - 1)
+
+
+def check_dequantized(inputs: tuple[Any, ...], result: torch.Tensor) -> None:
+    """Some rows against the plain composition, to one rounding of the dtype and one of fp32."""
+    q, scale, dtype, block = inputs
+    full = scale.repeat_interleave(block, -1) if scale.shape[-1:] not in ((), (1,), q.shape[-1:]) else scale
+    full = full.expand(q.shape)[:CHECKED_ROWS]
+    wanted = q[:CHECKED_ROWS].double() / full.double()
+    error = (result[:CHECKED_ROWS].double() - wanted).abs()
+    assert bool((error <= wanted.abs() * (torch.finfo(dtype).eps / 2 + 2.0**-22)).all())
+
+
+def as_kind(case: FP8Case, kind: type[FP8Case]) -> FP8Case:
+    return kind(**{name: getattr(case, name) for name in case.__dataclass_fields__})
+
+
+def copy_of(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return x.clone()
+
+
+def with_eager(function: Any) -> tuple[Candidate, ...]:
+    return (
+        Candidate("copy", copy_of, same_function=False),
+        Candidate("torch.compile", torch.compile(function, dynamic=False)),
+        Candidate("eager", function),
+    )
+
+
+def make_benchmarks(device: str) -> list[Benchmark]:
+    """All benchmarks of quantisation on ``device`` ("cpu" or "cuda")."""
+    # One compilation per case: beyond the limit torch.compile would run a baseline eagerly.
+    dynamo_config.recompile_limit = max(64, dynamo_config.recompile_limit)
+    cases = BENCHMARK_CASES[device]
+    quantize = Candidate("htree_ops", torch.ops.htree.fp8_quantize)
+    dequantize = Candidate("htree_ops", torch.ops.htree.fp8_dequantize)
+    fake = Candidate("htree_ops", torch.ops.htree.fp8_fake_quant)
+    some = [case for case in cases if case.granularity in ("tensor", "channel") and case.dim == -1]
+    baselines = with_eager(eager_quantize)
+    backwards, rounded = with_eager(eager_dequantize), with_eager(eager_fake_quant)
+    return [
+        *(Benchmark("fp8_quantize", case, quantize, baselines, check) for case in cases),
+        *(
+            Benchmark(
+                "fp8_dequantize", as_kind(case, DequantizeCase), dequantize, backwards, check_dequantized
+            )
+            for case in some
+        ),
+        *(
+            Benchmark("fp8_fake_quant", as_kind(case, FakeQuantCase), fake, rounded, check_values)
+            for case in some
+        ),
+    ]

@@ -1,0 +1,167 @@
+"""gated_mlp and its backward against cuBLAS with merged weights, two products, torch.compile and Liger.
+
+Run: ``python -m htree_ops.bench --room gated_mlp --json PATH --csv PATH``. Liger is timed where it is installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._dynamo.config as dynamo_config
+import torch._functorch.config as functorch_config
+from torch import Tensor
+
+from htree_ops.bench.suite import Benchmark, Candidate
+from htree_ops.reference import gated_mlp as reference
+from htree_ops.testing.compare import assert_close_spec
+from htree_ops.testing.gated_mlp_cases import (
+    BENCHMARK_BACKWARD_CASES,
+    BENCHMARK_CASES,
+    GatedMLPBackwardCase,
+    GatedMLPCase,
+    assert_forward,
+    assert_gradients,
+)
+
+Forward = Callable[..., Tensor]
+#: Rows and columns of the result that are compared: the fp64 reference of the whole would take minutes.
+NUM_CHECKED = 48
+
+
+def spread(size: int, device: torch.device) -> Tensor:
+    return torch.linspace(0, size - 1, min(NUM_CHECKED, size), device=device).long()
+
+
+def activated(z: Tensor, activation: str) -> Tensor:
+    return torch.nn.functional.silu(z) if activation == "silu" else torch.nn.functional.gelu(z)
+
+
+def composition(x: Tensor, gate_weight: Tensor, up_weight: Tensor, activation: str, act_on: str) -> Tensor:
+    """What one writes without this package: two products, the activation, their product."""
+    g, u = x @ gate_weight.mT, x @ up_weight.mT
+    return g * activated(u, activation) if act_on == "up" else activated(g, activation) * u
+
+
+def merged(x: Tensor, weights: Tensor, activation: str, act_on: str) -> Tensor:
+    """One product with both weights in one matrix [2 I, Hd]."""
+    g, u = (x @ weights.mT).chunk(2, dim=-1)
+    return g * activated(u, activation) if act_on == "up" else activated(g, activation) * u
+
+
+def merged_inputs(case: GatedMLPCase, device: str, seed: int) -> tuple[Any, ...]:
+    x, gate_weight, up_weight, *options = case.make_inputs(device, seed)
+    return x, torch.cat((gate_weight, up_weight)), *options
+
+
+def liger(x: Tensor, gate_weight: Tensor, up_weight: Tensor, activation: str, act_on: str) -> Tensor:
+    """Two products, then Liger's kernel, which applies silu to its first argument."""
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    g, u = x @ gate_weight.mT, x @ up_weight.mT
+    return LigerSiLUMulFunction.apply(u, g) if act_on == "up" else LigerSiLUMulFunction.apply(g, u)
+
+
+def check_forward(inputs: tuple[Any, ...], result: Tensor) -> None:
+    x, gate_weight, up_weight, *options = inputs
+    rows, columns = spread(x.shape[0], x.device), spread(gate_weight.shape[0], x.device)
+    part = (x[rows], gate_weight[columns], up_weight[columns], *options)
+    assert_forward(result[rows][:, columns], part)
+
+
+def check_rounded(inputs: tuple[Any, ...], result: Tensor) -> None:
+    """For a baseline that rounds g and u, the activation of u and the result."""
+    x, gate_weight, up_weight, *options = inputs
+    rows, columns = spread(x.shape[0], x.device), spread(gate_weight.shape[0], x.device)
+    expected = reference.gated_mlp(x[rows], gate_weight[columns], up_weight[columns], *options)
+    unit = torch.finfo(x.dtype).eps / 2
+    scale = float(expected.abs().amax())
+    assert_close_spec(
+        result[rows][:, columns], expected, 8 * unit, 8 * unit * max(scale, 1e-6), dtype=x.dtype
+    )
+
+
+def check_backward(inputs: tuple[Any, ...], result: tuple[Tensor, Tensor, Tensor]) -> None:
+    """dx of some rows and the weights' gradients of some rows; sums over all rows need all of x."""
+    dy, x, gate_weight, up_weight, *options = inputs
+    rows, columns = spread(x.shape[0], x.device), spread(gate_weight.shape[0], x.device)
+    some = (x[rows], gate_weight, up_weight, *options)
+    assert_gradients((result[0][rows], None, None), dy[rows], some)
+    part = (x, gate_weight[columns], up_weight[columns], *options)
+    assert_gradients((None, result[1][columns], result[2][columns]), dy[:, columns], part)
+
+
+def check_backward_rounded(inputs: tuple[Any, ...], result: tuple[Tensor, ...]) -> None:
+    """A baseline that rounds every intermediate: its gradients are compared in norm."""
+    dy, x, gate_weight, up_weight, *options = inputs
+    rows = spread(x.shape[0], x.device)
+    expected = reference.gated_mlp_backward(dy[rows], x[rows], gate_weight, up_weight, *options)[0]
+    error = (result[0][rows].double() - expected).norm() / expected.norm()
+    assert error < 8 * torch.finfo(x.dtype).eps, f"relative norm of the error of dx: {error}"
+
+
+def graph_inputs(forward: Forward) -> Callable[[GatedMLPBackwardCase, str, int], tuple[Any, ...]]:
+    """Inputs of a backward through autograd: the result, computed already, the leaves and dy."""
+
+    def make(case: GatedMLPBackwardCase, device: str, seed: int) -> tuple[Any, ...]:
+        dy, *tensors, activation, act_on = case.make_inputs(device, seed)
+        leaves = tuple(t.requires_grad_() for t in tensors)
+        return forward(*leaves, activation, act_on), leaves, dy
+
+    return make
+
+
+def differentiate(y: Tensor, leaves: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(y, leaves, dy, retain_graph=True)
+
+
+def forward_benchmarks(device: str) -> list[Benchmark]:
+    compiled = torch.compile(composition, dynamic=False)
+    baselines = [
+        Candidate("merged product, then activation", merged, merged_inputs, check=check_rounded),
+        Candidate("torch.compile", compiled, check=check_rounded),
+        Candidate("eager", composition, check=check_rounded),
+    ]
+    with_liger = list(baselines)
+    if device == "cuda" and importlib.util.find_spec("liger_kernel"):
+        with_liger.append(Candidate("products, then Liger", torch.no_grad()(liger), check=check_rounded))
+    ours = Candidate("htree_ops", torch.ops.htree.gated_mlp)
+    return [
+        Benchmark(
+            "gated_mlp", case, ours, with_liger if case.activation == "silu" else baselines, check_forward
+        )
+        for case in BENCHMARK_CASES[device]
+    ]
+
+
+def backward_benchmarks(device: str) -> list[Benchmark]:
+    """Through autograd on both sides: the products were kept by the forward."""
+    compiled = torch.compile(composition, dynamic=False)
+    ours = Candidate("htree_ops", differentiate, graph_inputs(torch.ops.htree.gated_mlp), capturable=False)
+    baselines = (
+        Candidate(
+            "torch.compile",
+            differentiate,
+            graph_inputs(compiled),
+            capturable=False,
+            check=check_backward_rounded,
+        ),
+        Candidate(
+            "eager", differentiate, graph_inputs(composition), capturable=False, check=check_backward_rounded
+        ),
+    )
+    return [
+        Benchmark("gated_mlp_backward", case, ours, baselines, check_backward)
+        for case in BENCHMARK_BACKWARD_CASES[device]
+    ]
+
+
+def make_benchmarks(device: str) -> list[Benchmark]:
+    """All benchmarks of the room on ``device`` ("cpu" or "cuda")."""
+    # The compiled backward runs often on one graph, so it may not reuse the memory of saved tensors.
+    functorch_config.donated_buffer = False
+    # One compilation per case: beyond the limit torch.compile would run a baseline eagerly.
+    dynamo_config.recompile_limit = max(64, dynamo_config.recompile_limit)
+    return forward_benchmarks(device) + backward_benchmarks(device)

@@ -1,0 +1,128 @@
+// The main loop shared by the Hopper matrix kernels: one thread streams k-blocks of both operands into a ring
+// of shared-memory stages with tensor copies, and warpgroups multiply them out of it. Ping-pong of barriers
+// per stage: `full` counts bytes that arrived, `empty` counts warps that are done reading. Technique: the
+// warp-specialised persistent kernels of CUTLASS and DeepGEMM.
+//
+// A k-block is 128 bytes of each row (64 two-byte or 128 one-byte elements), stored with the 128-byte
+// swizzle, K-major for both operands.
+#pragma once
+
+#include <cstdint>
+
+#include "device/mbarrier.cuh"
+#include "device/tma.cuh"
+#include "device/wgmma.cuh"
+
+namespace htree::device {
+
+constexpr int kBlockBytes = 128;  // of one row in one k-block
+
+// kRowsA rows of A (64, or a multiple, per multiplying warpgroup) against kRowsB rows of B; kCluster blocks
+// share the ring's pace because they multicast to one another.
+template <typename T_, int kRowsA_, int kRowsB_, int kStages_, int kCluster_, int kWarpgroups_ = kRowsA_ / 64>
+struct GemmShape {
+  using T = T_;
+  static constexpr int kRowsA = kRowsA_;
+  static constexpr int kRowsB = kRowsB_;
+  static constexpr int kStages = kStages_;
+  static constexpr int kCluster = kCluster_;
+  static constexpr int kBlockK = kBlockBytes / static_cast<int>(sizeof(T));
+  static constexpr int kWarpgroups = kWarpgroups_;  // that multiply
+  static constexpr int kBytesA = kRowsA * kBlockBytes;
+  static constexpr int kBytesB = kRowsB * kBlockBytes;
+  static_assert(kRowsA % (64 * kWarpgroups) == 0 && kRowsB % 8 == 0 && kRowsB <= 256);
+};
+
+template <class Shape>
+struct alignas(1024) GemmRing {
+  uint8_t a[Shape::kStages][Shape::kBytesA];
+  uint8_t b[Shape::kStages][Shape::kBytesB];
+  Barrier full[Shape::kStages];
+  Barrier empty[Shape::kStages];
+};
+
+// One thread, before fence_barrier_init() and a sync of the cluster or block.
+template <class Shape>
+__device__ __forceinline__ void init_ring(GemmRing<Shape>& ring) {
+  for (int i = 0; i < Shape::kStages; ++i) {
+    barrier_init(&ring.full[i], 1);
+    barrier_init(&ring.empty[i], Shape::kCluster * Shape::kWarpgroups * 4);
+  }
+}
+
+// A place in the ring and the parity of its phase; each side carries its own from tile to tile.
+template <int kStages>
+struct RingPlace {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// One thread. load(a, b, block_idx, barrier) starts the copies of one k-block into this block's stage; they
+// must bring kBytesA + kBytesB bytes to `barrier` of every block of the cluster, whoever issues them.
+template <class Shape, class Load>
+__device__ __forceinline__ void fill_ring(GemmRing<Shape>& ring, RingPlace<Shape::kStages>& place,
+                                          int num_blocks, Load&& load) {
+  for (int block_idx = 0; block_idx < num_blocks; ++block_idx) {
+    barrier_wait(&ring.empty[place.stage], place.parity ^ 1);
+    Barrier* full = &ring.full[place.stage];
+    barrier_arrive_expect(full, Shape::kBytesA + Shape::kBytesB);
+    load(ring.a[place.stage], ring.b[place.stage], block_idx, full);
+    place.advance();
+  }
+}
+
+// Each warp of the multiplying warpgroups: the stage may be overwritten, by any block of the cluster.
+template <class Shape>
+__device__ __forceinline__ void release_stage(GemmRing<Shape>& ring, int stage) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  if constexpr (Shape::kCluster > 1) {
+    if (lane < Shape::kCluster) {
+      barrier_arrive_remote(&ring.empty[stage], static_cast<uint32_t>(lane));
+    }
+  } else if (lane == 0) {
+    barrier_arrive(&ring.empty[stage]);
+  }
+}
+
+// One k-block: d[64 x N] (+)= rows of `a` times rows of `b`.
+template <typename T, int N>
+__device__ __forceinline__ void multiply_block(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
+#pragma unroll
+  for (int k = 0; k < kBlockBytes / 32; ++k) {
+    wgmma<T, N>(d, advance(a, k * 32), advance(b, k * 32), accumulate || k > 0);
+  }
+}
+
+// A warpgroup: d[64 x kRowsB] = its 64 rows of A times all rows of B, over num_blocks >= 1 k-blocks.
+template <class Shape>
+__device__ __forceinline__ void multiply_ring(GemmRing<Shape>& ring, RingPlace<Shape::kStages>& place,
+                                              int num_blocks, int warpgroup, float (&d)[Shape::kRowsB / 2]) {
+  using T = typename Shape::T;
+  int previous = 0;
+  for (int block_idx = 0; block_idx < num_blocks; ++block_idx) {
+    barrier_wait(&ring.full[place.stage], place.parity);
+    const uint64_t a = k_major_descriptor<Swizzle::k128>(ring.a[place.stage] + warpgroup * 64 * kBlockBytes);
+    const uint64_t b = k_major_descriptor<Swizzle::k128>(ring.b[place.stage]);
+    wgmma_fence();
+    multiply_block<T, Shape::kRowsB>(d, a, b, block_idx > 0);
+    wgmma_commit();
+    if (block_idx > 0) {
+      wgmma_wait<1>();
+      release_stage(ring, previous);
+    }
+    previous = place.stage;
+    place.advance();
+  }
+  wgmma_wait<0>();
+  release_stage(ring, previous);
+  pin_registers(d);
+}
+
+}  // namespace htree::device

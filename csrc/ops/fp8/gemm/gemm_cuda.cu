@@ -1,0 +1,150 @@
+// CUDA entry points of fp8_gemm: operands, choice of kernel, launch.
+#include <ATen/core/Tensor.h>
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/ops/_scaled_mm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "host/dispatch.h"
+#include "host/launch.h"
+#include "ops/fp8/gemm/gemm.h"
+#include "ops/fp8/gemm/gemm_launch.h"
+
+namespace htree::fp8 {
+namespace {
+
+using at::Tensor;
+
+template <typename T>
+struct OutputType {
+  using type = T;
+};
+template <>
+struct OutputType<c10::Half> {
+  using type = __half;
+};
+template <>
+struct OutputType<c10::BFloat16> {
+  using type = __nv_bfloat16;
+};
+
+constexpr int64_t kAlignment = 16;  // bytes, and codes
+
+bool is_aligned(const Tensor& x) {
+  return x.stride(1) == 1 && x.stride(0) % kAlignment == 0 && x.stride(0) > 0 &&
+         reinterpret_cast<uintptr_t>(x.const_data_ptr()) % kAlignment == 0;
+}
+
+// Codes [rows, k] as tensor copies can read them. Otherwise a copy with padded rows: a row-major b, among
+// others, is transposed here.
+Tensor with_aligned_codes(const Tensor& x) {
+  if (is_aligned(x)) {
+    return x;
+  }
+  const int64_t pitch = (x.size(1) + kAlignment - 1) / kAlignment * kAlignment;
+  Tensor copy = at::empty({x.size(0), pitch}, x.options()).narrow(1, 0, x.size(1));
+  copy.view(at::kByte).copy_(x.view(at::kByte));
+  return copy;
+}
+
+GemmOperand operand_of(const Tensor& x) {
+  return {x.const_data_ptr(), x.stride(0)};
+}
+
+// [] or a vector in two dims.
+GemmScale scale_of(const Tensor& scale) {
+  const int64_t dim = scale.dim() == 2 && scale.size(0) == 1 ? 1 : 0;
+  return {scale.const_data_ptr<float>(), scale.dim() == 0 ? 0 : scale.stride(dim)};
+}
+
+// What torch's scaled product takes as it is: both scales single, or one per row and column with a bf16
+// result.
+bool library_takes(const GemmArguments& g) {
+  const bool single = g.a_scale.numel() == 1 && g.b_scale.numel() == 1;
+  const bool vectors = g.output_dtype == at::kBFloat16;
+  const cudaDeviceProp* p = at::cuda::getCurrentDeviceProperties();
+  const bool has_fp8 = p->major > 8 || (p->major == 8 && p->minor == 9);
+  return has_fp8 && (single || vectors) && g.a.size(1) % kAlignment == 0 && g.b.size(1) % kAlignment == 0 &&
+         is_aligned(g.a) && is_aligned(g.b.t());
+}
+
+void run_library(const GemmArguments& g, const Tensor& c, cudaStream_t stream) {
+  const bool single = g.a_scale.numel() == 1 && g.b_scale.numel() == 1;
+  const int64_t num_a = single ? 1 : g.a.size(0);
+  const int64_t num_b = single ? 1 : g.b.size(1);
+  const Tensor reciprocals = at::empty({num_a + num_b}, g.a_scale.options());
+  const Tensor a = reciprocals.narrow(0, 0, num_a);
+  const Tensor b = reciprocals.narrow(0, num_a, num_b);
+  C10_CUDA_CHECK(launch_reciprocals(scale_of(g.a_scale), num_a, a.mutable_data_ptr<float>(),
+                                    scale_of(g.b_scale), num_b, b.mutable_data_ptr<float>(), stream));
+  Tensor out = c;
+  at::_scaled_mm_out(out, g.a, g.b, single ? a.reshape({}) : a.unsqueeze(1),
+                     single ? b.reshape({}) : b.unsqueeze(0),
+                     /*bias=*/std::nullopt, /*scale_result=*/std::nullopt, g.output_dtype,
+                     /*use_fast_accum=*/false);
+}
+
+void run_hopper(const GemmArguments& g, const GemmConfig& config, const Tensor& c, cudaStream_t stream) {
+  const Tensor a = with_aligned_codes(g.a);
+  const Tensor b = with_aligned_codes(g.b.t());
+  dispatch_dtype("fp8_gemm", g.output_dtype, FloatTypes{}, [&](auto tag) {
+    using Out = typename OutputType<typename decltype(tag)::type>::type;
+    const GemmParams<Out> params{
+        .sizes = {a.size(0), b.size(0), a.size(1)},
+        .a = operand_of(a),
+        .b = operand_of(b),
+        .a_scale = scale_of(g.a_scale),
+        .b_scale = scale_of(g.b_scale),
+        .c = static_cast<Out*>(c.mutable_data_ptr()),
+    };
+    const cudaError_t error = config.kernel == GemmKernel::kStream
+                                  ? launch_gemm_stream(params, config, stream)
+                                  : launch_gemm_tile(params, config, stream);
+    TORCH_CHECK_NOT_IMPLEMENTED(error != cudaErrorNotSupported, "fp8_gemm: no kernel for ", describe(config));
+    C10_CUDA_CHECK(error);
+  });
+}
+
+bool has_hopper_kernels() {
+  const cudaDeviceProp* properties = at::cuda::getCurrentDeviceProperties();
+  static const bool compiled = gemm_is_compiled_for_hopper();
+  return properties->major == 9 && properties->minor == 0 && compiled;
+}
+
+}  // namespace
+
+// fp16 holds every e4m3 value, and its tensor cores sum products in fp32.
+void exact_gemm_cuda(const GemmArguments& g, const Tensor& c) {
+  const LaunchScope scope(g.a);
+  const c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
+  Tensor sums = at::mm(g.a.to(at::kHalf), g.b.to(at::kHalf), at::kFloat);
+  c.copy_(sums.div_(product_of_scales(g.a_scale, g.b_scale)));
+}
+
+void gemm_cuda(const GemmArguments& g, at::IntArrayRef config, const Tensor& c) {
+  const LaunchScope scope(g.a);
+  const c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
+  constexpr int64_t kMost = int64_t{1} << 30;  // tile numbers and coordinates are 32-bit
+  TORCH_CHECK_VALUE(g.a.size(0) <= kMost && g.a.size(1) <= kMost && g.b.size(1) <= kMost,
+                    "fp8_gemm: M, K and N must be at most 2^30, got ", g.a.sizes(), " and ", g.b.sizes());
+  const GemmFacts facts{g.a.size(0), g.b.size(1), has_hopper_kernels(), library_takes(g)};
+  GemmConfig choice = choose_gemm_config(facts);
+  if (!config.empty()) {
+    TORCH_CHECK_NOT_IMPLEMENTED(facts.hopper, "fp8_gemm: config chooses among the kernels for sm_90");
+    choice = config_of({config[0], config[1], config[2], config[3], config[4], config[5]});
+  }
+  switch (choice.kernel) {
+    case GemmKernel::kExact:
+      return exact_gemm_cuda(g, c);
+    case GemmKernel::kLibrary:
+      return run_library(g, c, scope.stream());
+    case GemmKernel::kStream:
+    case GemmKernel::kTile:
+      return run_hopper(g, choice, c, scope.stream());
+  }
+}
+
+}  // namespace htree::fp8

@@ -1,0 +1,25 @@
+// Torch-free launchers of fp8_gemm, instantiated in instances/*.cu for float, __half and __nv_bfloat16.
+// cudaErrorNotSupported: a configuration that is not compiled.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "ops/fp8/gemm/gemm_config.h"
+#include "ops/fp8/gemm/gemm_params.h"
+
+namespace htree::fp8 {
+
+// Whether the binary for the current device holds the kernels for sm_90a, not the stubs that other
+// architectures get.
+bool gemm_is_compiled_for_hopper();
+
+template <typename Out>
+cudaError_t launch_gemm_tile(const GemmParams<Out>& params, const GemmConfig& config, cudaStream_t stream);
+template <typename Out>
+cudaError_t launch_gemm_stream(const GemmParams<Out>& params, const GemmConfig& config, cudaStream_t stream);
+
+// out_a[i] = 1 / a[i * stride], i < num_a, and the same for b: the library multiplies by its scales.
+cudaError_t launch_reciprocals(GemmScale a, int64_t num_a, float* out_a, GemmScale b, int64_t num_b,
+                               float* out_b, cudaStream_t stream);
+
+}  // namespace htree::fp8

@@ -1,0 +1,26 @@
+#include "ops/fp8/gemm/gemm_launch.h"
+
+namespace htree::fp8 {
+namespace {
+
+__global__ void reciprocals_kernel(GemmScale a, int64_t num_a, float* out_a, GemmScale b, int64_t num_b,
+                                   float* out_b) {
+  const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i < num_a) {
+    out_a[i] = 1.0f / a.data[i * a.stride];
+  } else if (i - num_a < num_b) {
+    out_b[i - num_a] = 1.0f / b.data[(i - num_a) * b.stride];
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_reciprocals(GemmScale a, int64_t num_a, float* out_a, GemmScale b, int64_t num_b,
+                               float* out_b, cudaStream_t stream) {
+  constexpr int kThreads = 128;
+  const auto blocks = static_cast<unsigned>((num_a + num_b + kThreads - 1) / kThreads);
+  reciprocals_kernel<<<blocks, kThreads, 0, stream>>>(a, num_a, out_a, b, num_b, out_b);
+  return cudaGetLastError();
+}
+
+}  // namespace htree::fp8

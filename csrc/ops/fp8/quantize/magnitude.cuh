@@ -1,0 +1,78 @@
+// The largest finite magnitude of a thread's elements, found on their bit patterns: for one sign these order
+// as the values do, with infinities and NaN on top.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "device/numeric.cuh"
+#include "device/reduce.cuh"
+
+namespace htree::fp8 {
+
+template <typename T>
+inline constexpr uint32_t kInfinityBits = 0x7f800000u;
+template <>
+inline constexpr uint32_t kInfinityBits<__half> = 0x7c00u;
+template <>
+inline constexpr uint32_t kInfinityBits<__nv_bfloat16> = 0x7f80u;
+
+// |x| as bits.
+template <typename T>
+__device__ __forceinline__ uint32_t magnitude_bits(T x) {
+  if constexpr (sizeof(T) == 2) {
+    return *reinterpret_cast<const uint16_t*>(&x) & 0x7fffu;
+  } else {
+    return __float_as_uint(x) & 0x7fffffffu;
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ float magnitude_of(uint32_t bits) {
+  if constexpr (sizeof(T) == 2) {
+    const uint16_t half = static_cast<uint16_t>(bits);
+    return device::to_acc(*reinterpret_cast<const T*>(&half));
+  } else {
+    return __uint_as_float(bits);
+  }
+}
+
+struct MaxBits {
+  __device__ __forceinline__ uint32_t operator()(uint32_t a, uint32_t b) const { return a > b ? a : b; }
+};
+
+// Bits of the largest magnitude of N elements; half types go through pairs, two to an instruction.
+template <typename T, int N>
+__device__ __forceinline__ uint32_t largest_bits(const T (&x)[N]) {
+  uint32_t best = 0;
+  if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+    const uint32_t* pairs = reinterpret_cast<const uint32_t*>(x);
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      best = __vmaxu2(best, pairs[i] & 0x7fff7fffu);
+    }
+    return MaxBits{}(best & 0xffffu, best >> 16);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      best = MaxBits{}(best, magnitude_bits(x[i]));
+    }
+    return best;
+  }
+}
+
+// The same over finite elements alone; 0 where there is none.
+template <typename T, int N>
+__device__ __forceinline__ uint32_t largest_finite_bits(const T (&x)[N]) {
+  uint32_t best = 0;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const uint32_t bits = magnitude_bits(x[i]);
+    best = bits < kInfinityBits<T> ? MaxBits{}(best, bits) : best;
+  }
+  return best;
+}
+
+}  // namespace htree::fp8

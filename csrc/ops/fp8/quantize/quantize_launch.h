@@ -1,0 +1,46 @@
+// Torch-free launchers of the stage, one set per storage type, instantiated in instances/*.cu.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "ops/fp8/quantize/quantize_config.h"
+
+namespace htree::fp8 {
+
+// Null outputs are not wanted; at most one of codes and values is.
+template <typename T>
+struct QuantizeArgs {
+  const T* x;
+  int64_t row_stride;
+  MatrixShape shape;
+  int pack;  // choose_pack()
+  float* scale;
+  bool is_scale_given;
+  uint8_t* codes;
+  T* values;
+  int* num_overflow;  // beside codes; written
+  uint32_t* partial;  // choose_largest_config().num_partials
+  int num_processors;
+};
+
+// x is a matrix of codes for dequantize, of T for the gradient.
+template <typename In, typename T>
+struct ApplyArgs {
+  const In* x;
+  const T* dy;  // gradient alone; contiguous
+  T* out;       // contiguous
+  const float* scale;
+  int64_t row_stride;
+  MatrixShape shape;
+  int pack;
+};
+
+// Launch on `stream`; the errors are those of the runtime.
+template <typename T>
+cudaError_t launch_quantize(const QuantizeArgs<T>& args, cudaStream_t stream);
+template <typename T>
+cudaError_t launch_dequantize(const ApplyArgs<uint8_t, T>& args, cudaStream_t stream);
+template <typename T>
+cudaError_t launch_fake_backward(const ApplyArgs<T, T>& args, cudaStream_t stream);
+
+}  // namespace htree::fp8

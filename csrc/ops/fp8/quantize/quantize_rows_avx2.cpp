@@ -1,0 +1,9 @@
+#if defined(__x86_64__)
+#include "host/simd_avx2.h"
+// the body is compiled for the instruction set chosen above
+#include "ops/fp8/quantize/quantize_rows_impl.h"
+
+namespace htree::fp8 {
+const RowKernels kRowKernelsAvx2 = HTREE_ISA::row_kernels();
+}
+#endif

@@ -1,0 +1,9 @@
+#if defined(__x86_64__)
+#include "host/simd_avx512.h"
+// the body is compiled for the instruction set chosen above
+#include "ops/fp8/quantize/quantize_rows_impl.h"
+
+namespace htree::fp8 {
+const RowKernels kRowKernelsAvx512 = HTREE_ISA::row_kernels();
+}
+#endif

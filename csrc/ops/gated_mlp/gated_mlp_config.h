@@ -1,0 +1,87 @@
+// The choice of kernel for gated_mlp on CUDA: a pure function of the problem, printable and tested on the
+// CPU.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace htree::gated_mlp {
+
+// kComposed: two matrix products of the library in fp32 and one elementwise kernel. kStream: rows of x are
+// the n side of products, 64 columns per block, weights read once (gated_mlp_stream.cuh). kTile: 128 rows x
+// `columns` per block (gated_mlp_tile.cuh).
+enum class Kernel : int { kComposed, kStream, kTile };
+
+struct KernelConfig {
+  Kernel kernel;
+  int rows;     // of x per block
+  int columns;  // of the output per block
+  int stages;   // k-blocks of 64 in flight
+  int cluster;  // blocks that share the weights they load
+};
+
+// What the choice needs to know of the problem and the device.
+struct Facts {
+  int64_t rows;
+  int64_t inner;
+  bool hopper_half;  // fp16 or bf16 on sm_90
+  bool keeps_products;
+  int multiprocessors;
+};
+
+// Tuple of the GATED_MLP space in its key order: BLOCK_M, BLOCK_N, BLOCK_K, num_warps that multiply,
+// num_stages.
+struct ForcedConfig {
+  int64_t block_m;
+  int64_t block_n;
+  int64_t block_k;
+  int64_t num_warps;
+  int64_t num_stages;
+};
+
+inline constexpr char kCompiledSpace[] =
+    "BLOCK_K 64 and num_warps 8 with (BLOCK_M, BLOCK_N, num_stages) = (128, 128, 4), (128, 64, 4), (64, 64, "
+    "4) "
+    "or (32, 64, 4)";
+
+constexpr bool in_compiled_space(const ForcedConfig& f) {
+  const bool tile = f.block_m == 128 && (f.block_n == 128 || f.block_n == 64);
+  const bool stream = (f.block_m == 64 || f.block_m == 32) && f.block_n == 64;
+  return (tile || stream) && f.block_k == 64 && f.num_warps == 8 && f.num_stages == 4;
+}
+
+// For a tuple of the compiled space.
+constexpr KernelConfig config_of(const ForcedConfig& f) {
+  return f.block_m == 128
+             ? KernelConfig{Kernel::kTile, 128, static_cast<int>(f.block_n), f.block_n == 128 ? 4 : 6,
+                            f.block_n == 128 ? 2 : 1}
+             : KernelConfig{Kernel::kStream, static_cast<int>(f.block_m), 64, 4, 1};
+}
+
+inline KernelConfig choose_config(const Facts& f) {
+  if (!f.hopper_half) {
+    return {Kernel::kComposed, 0, 0, 0, 0};
+  }
+  if (!f.keeps_products && f.rows <= 64) {
+    return f.rows <= 16   ? KernelConfig{Kernel::kStream, 16, 64, 4, 1}
+           : f.rows <= 32 ? KernelConfig{Kernel::kStream, 32, 64, 4, 1}
+                          : KernelConfig{Kernel::kStream, 64, 64, 4, 1};
+  }
+  // Wide tiles where they fill the device twice over: below, half as wide ones leave fewer blocks idle.
+  const int64_t wide = (f.rows + 127) / 128 * ((f.inner + 127) / 128);
+  if (wide < 2 * f.multiprocessors) {
+    return {Kernel::kTile, 128, 64, 6, 1};
+  }
+  return {Kernel::kTile, 128, 128, 4, 2};
+}
+
+inline std::string describe(const KernelConfig& c) {
+  if (c.kernel == Kernel::kComposed) {
+    return "composed: two library products, one elementwise kernel";
+  }
+  return std::string(c.kernel == Kernel::kStream ? "stream" : "tile") + ": " + std::to_string(c.rows) +
+         " rows x " + std::to_string(c.columns) + " columns, " + std::to_string(c.stages) +
+         " stages, clusters of " + std::to_string(c.cluster);
+}
+
+}  // namespace htree::gated_mlp

@@ -1,0 +1,177 @@
+// CPU kernels of the gated_mlp room: the products by the library in fp32 (fp64 for fp64), over blocks of the
+// weights' rows, so that neither fp32 copies of half weights nor the products are ever whole; the elementwise
+// part in one vectorised pass.
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <algorithm>
+
+#include "host/dispatch.h"
+#include "host/isa.h"
+#include "ops/gated_mlp/gated_mlp.h"
+#include "ops/gated_mlp/gated_mlp_rows.h"
+
+namespace htree::gated_mlp {
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t kGrain = 1 << 13;       // elements per task
+constexpr int64_t kBlockBytes = 1 << 26;  // of one weight's block in arithmetic precision
+constexpr int64_t kLeastBlock = 256;      // rows of a weight
+
+const RowKernels& kernels() {
+#if defined(__x86_64__)
+  return pick_isa(kRowKernelsBaseline, kRowKernelsAvx2, kRowKernelsAvx512);
+#else
+  return kRowKernelsBaseline;
+#endif
+}
+
+template <typename T>
+struct KernelOf;
+template <>
+struct KernelOf<float> {
+  using Storage = float;
+  static auto get() { return kernels().of_float; }
+};
+template <>
+struct KernelOf<c10::Half> {
+  using Storage = Fp16;
+  static auto get() { return kernels().of_half; }
+};
+template <>
+struct KernelOf<c10::BFloat16> {
+  using Storage = Bf16;
+  static auto get() { return kernels().of_bfloat16; }
+};
+template <>
+struct KernelOf<double> {
+  using Storage = double;
+  static auto get() { return kernels().of_double; }
+};
+
+// Calls run(row, column, count) in parallel over runs of a [rows, columns] matrix that stay in a row.
+template <typename Run>
+void for_row_runs(int64_t rows, int64_t columns, Run&& run) {
+  at::parallel_for(0, rows * columns, kGrain, [&](int64_t begin, int64_t end) {
+    while (begin < end) {
+      const int64_t column = begin % columns;
+      const int64_t count = std::min(end - begin, columns - column);
+      run(begin / columns, column, count);
+      begin += count;
+    }
+  });
+}
+
+// dtype of products and sums.
+at::ScalarType arithmetic_of(const Tensor& x) {
+  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// Calls body(first, count) over blocks of the weights' rows.
+template <typename Body>
+void for_blocks(const Sizes& sizes, int64_t element_bytes, Body&& body) {
+  const int64_t block = std::max(kLeastBlock, kBlockBytes / (element_bytes * sizes.hidden));
+  for (int64_t first = 0; first < sizes.inner; first += block) {
+    body(first, std::min(block, sizes.inner - first));
+  }
+}
+
+Tensor block_of(const Tensor& weight, int64_t first, int64_t count, at::ScalarType dtype) {
+  return weight.narrow(0, first, count).to(dtype);
+}
+
+template <typename T>
+void gate_block(Activation activation, const Tensor& linear, const Tensor& acted, const Tensor& out,
+                int64_t first) {
+  using A = std::conditional_t<std::is_same_v<T, double>, double, float>;
+  using Storage = typename KernelOf<T>::Storage;
+  const auto kernel = KernelOf<T>::get().forward;
+  const A* linear_data = linear.const_data_ptr<A>();
+  const A* acted_data = acted.const_data_ptr<A>();
+  auto* out_data = reinterpret_cast<Storage*>(out.mutable_data_ptr<T>()) + first;
+  const int64_t columns = linear.size(1);
+  const int64_t inner = out.size(1);
+  for_row_runs(linear.size(0), columns, [&](int64_t row, int64_t column, int64_t count) {
+    const int64_t at = row * columns + column;
+    kernel(activation, count, linear_data + at, acted_data + at, out_data + row * inner + column);
+  });
+}
+
+// linear and acted become their gradients.
+template <typename T>
+void gate_block_backward(Activation activation, const Tensor& dy, int64_t first, const Tensor& linear,
+                         const Tensor& acted) {
+  using A = std::conditional_t<std::is_same_v<T, double>, double, float>;
+  using Storage = typename KernelOf<T>::Storage;
+  const auto kernel = KernelOf<T>::get().backward;
+  A* linear_data = linear.mutable_data_ptr<A>();
+  A* acted_data = acted.mutable_data_ptr<A>();
+  const auto* dy_data = reinterpret_cast<const Storage*>(dy.const_data_ptr<T>()) + first;
+  const int64_t columns = linear.size(1);
+  const int64_t inner = dy.size(1);
+  for_row_runs(linear.size(0), columns, [&](int64_t row, int64_t column, int64_t count) {
+    const int64_t at = row * columns + column;
+    kernel(activation, count, dy_data + row * inner + column, linear_data + at, acted_data + at);
+  });
+}
+
+}  // namespace
+
+void forward_cpu(const Operands& o, at::IntArrayRef /*config*/, const Results& results) {
+  const c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
+  const auto dtype = arithmetic_of(o.x);
+  const Tensor x = o.x.to(dtype);
+  for_blocks(o.sizes, c10::elementSize(dtype), [&](int64_t first, int64_t count) {
+    const Tensor linear = at::mm(x, block_of(o.linear, first, count, dtype).t()).contiguous();
+    const Tensor acted = at::mm(x, block_of(o.acted, first, count, dtype).t()).contiguous();
+    dispatch_dtype("gated_mlp", o.x.scalar_type(), AllFloatTypes{}, [&](auto tag) {
+      gate_block<typename decltype(tag)::type>(o.activation, linear, acted, results.out, first);
+    });
+    if (results.linear.defined()) {
+      results.linear.narrow(1, first, count).copy_(linear);
+      results.acted.narrow(1, first, count).copy_(acted);
+    }
+  });
+}
+
+void backward_cpu(const Operands& o, const BackwardOperands& b) {
+  const c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
+  const auto dtype = arithmetic_of(o.x);
+  const Tensor x = o.x.to(dtype);
+  const Tensor dy = b.dy.contiguous();
+  Tensor dx = b.dx.defined() ? at::zeros({o.sizes.rows, o.sizes.hidden}, x.options()) : Tensor();
+  for_blocks(o.sizes, c10::elementSize(dtype), [&](int64_t first, int64_t count) {
+    const Tensor linear_weight = block_of(o.linear, first, count, dtype);
+    const Tensor acted_weight = block_of(o.acted, first, count, dtype);
+    // a fresh tensor: the gradients are written over it
+    const auto product = [&](const Tensor& saved, const Tensor& weight) {
+      return saved.defined()
+                 ? at::empty({o.sizes.rows, count}, x.options()).copy_(saved.narrow(1, first, count))
+                 : at::mm(x, weight.t()).contiguous();
+    };
+    const Tensor linear = product(b.linear_product, linear_weight);
+    const Tensor acted = product(b.acted_product, acted_weight);
+    dispatch_dtype("gated_mlp_backward", o.x.scalar_type(), AllFloatTypes{}, [&](auto tag) {
+      gate_block_backward<typename decltype(tag)::type>(o.activation, dy, first, linear, acted);
+    });
+    if (dx.defined()) {
+      dx.addmm_(linear, linear_weight).addmm_(acted, acted_weight);
+    }
+    if (b.dlinear.defined()) {
+      b.dlinear.narrow(0, first, count).copy_(at::mm(linear.t(), x));
+    }
+    if (b.dacted.defined()) {
+      b.dacted.narrow(0, first, count).copy_(at::mm(acted.t(), x));
+    }
+  });
+  if (dx.defined()) {
+    b.dx.copy_(dx);
+  }
+}
+
+}  // namespace htree::gated_mlp

@@ -1,0 +1,54 @@
+// Torch-free launchers of the gated MLP, instantiated in instances/*.cu for __half and __nv_bfloat16 (the
+// elementwise ones for float too). Launch on `stream`; cudaErrorNotSupported: a configuration that is not
+// compiled, or a device that cannot run it.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "ops/gated_mlp/gated_mlp_config.h"
+#include "ops/gated_mlp/gated_mlp_params.h"
+
+namespace htree::gated_mlp {
+
+// Rows of `pitch` elements, a multiple of 8 (16 bytes); data aligned to 16 bytes.
+template <typename T>
+struct Operand {
+  const T* data;
+  int64_t pitch;
+};
+
+// All results are [rows, inner], contiguous; gate and up null unless the products are kept.
+template <typename T>
+struct ForwardParams {
+  Sizes sizes;
+  Activation activation;
+  Operand<T> x;            // [rows, hidden]
+  Operand<T> gate_weight;  // [inner, hidden]
+  Operand<T> up_weight;    // [inner, hidden]
+  T* out;
+  T* gate;  // x Wg^T
+  T* up;    // x Wu^T
+};
+
+// Whether the binary for the current device holds the kernels for sm_90a, not the stubs that other
+// architectures get.
+bool is_compiled_for_hopper();
+
+template <typename T>
+cudaError_t launch_tile(const ForwardParams<T>& params, const KernelConfig& config, cudaStream_t stream);
+// Without products.
+template <typename T>
+cudaError_t launch_stream(const ForwardParams<T>& params, const KernelConfig& config, cudaStream_t stream);
+
+// out = gate * act(up); gate and up in fp32. All contiguous, `count` elements.
+template <typename T>
+cudaError_t launch_gate(Activation activation, int64_t count, const float* gate, const float* up, T* out,
+                        cudaStream_t stream);
+// dgate = dy act(up), dup = dy gate act'(up); gate and up in P, which is T or float.
+template <typename T, typename P>
+cudaError_t launch_gate_backward(Activation activation, int64_t count, const T* dy, const P* gate,
+                                 const P* up, T* dgate, T* dup, cudaStream_t stream);
+
+}  // namespace htree::gated_mlp

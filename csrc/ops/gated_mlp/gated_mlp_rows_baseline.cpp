@@ -1,0 +1,7 @@
+#include "host/simd_baseline.h"
+// the body is compiled for the instruction set chosen above
+#include "ops/gated_mlp/gated_mlp_rows_impl.h"
+
+namespace htree::gated_mlp {
+const RowKernels kRowKernelsBaseline = HTREE_ISA::row_kernels();
+}

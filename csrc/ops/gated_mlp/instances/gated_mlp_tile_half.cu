@@ -1,0 +1,5 @@
+#include "ops/gated_mlp/instances/launch_tile.cuh"
+
+namespace htree::gated_mlp {
+template cudaError_t launch_tile(const ForwardParams<__half>&, const KernelConfig&, cudaStream_t);
+}

@@ -1,0 +1,72 @@
+// launch_tile for one storage type.
+#pragma once
+
+#include "ops/gated_mlp/gated_mlp_tile.cuh"
+#include "ops/gated_mlp/instances/launch.cuh"
+
+namespace htree::gated_mlp {
+namespace {
+
+// Clusters of row tiles swept together before the next columns: 16 x 256 rows of x stay in L2.
+constexpr int kRowTilesPerGroup = 16;
+
+template <class Tr>
+cudaError_t launch_tiles(const ForwardParams<typename Tr::T>& p, cudaStream_t stream) {
+  using T = typename Tr::T;
+  int device = 0;
+  int processors = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  }
+  if (error != cudaSuccess) {
+    return error;
+  }
+  const Sizes& s = p.sizes;
+  const bool aligned = s.inner % 8 == 0;
+  const auto result_map = [&](T* data) {
+    return aligned && data != nullptr ? matrix_map<T>(data, s.rows, s.inner, s.inner, 16) : CUtensorMap{};
+  };
+  const TileMaps maps{
+      matrix_map(p.x.data, s.rows, s.hidden, p.x.pitch, Tr::kRows),
+      matrix_map(p.gate_weight.data, s.inner, s.hidden, p.gate_weight.pitch, Tr::kColumns),
+      matrix_map(p.up_weight.data, s.inner, s.hidden, p.up_weight.pitch, Tr::kColumns),
+      result_map(p.out),
+      result_map(p.gate),
+      result_map(p.up),
+  };
+  const TileArguments<T> arguments{s, num_k_blocks(s), aligned ? nullptr : p.out, aligned ? nullptr : p.gate,
+                                   aligned ? nullptr : p.up};
+  constexpr int kClusterRows = Tr::kRows * Tr::kCluster;
+  const device::TileOrder order{static_cast<int>((s.rows + kClusterRows - 1) / kClusterRows),
+                        static_cast<int>((s.inner + Tr::kColumns - 1) / Tr::kColumns), kRowTilesPerGroup};
+  const int64_t clusters = std::min<int64_t>(processors / Tr::kCluster, order.count());
+  return launch_cluster(tile_kernel<Tr>, dim3(static_cast<unsigned>(clusters * Tr::kCluster)), Tr::kThreads,
+                        Tr::kSharedBytes, Tr::kCluster, stream, maps, order, arguments);
+}
+
+template <typename T, Activation kActivation, bool kKeepsProducts>
+cudaError_t launch_config(const ForwardParams<T>& p, const KernelConfig& c, cudaStream_t stream) {
+  if (c.columns == 128 && c.stages == 4 && c.cluster == 2) {
+    return launch_tiles<TileTraits<T, kActivation, 128, 4, 2, kKeepsProducts>>(p, stream);
+  }
+  if (c.columns == 64 && c.stages == 6 && c.cluster == 1) {
+    return launch_tiles<TileTraits<T, kActivation, 64, 6, 1, kKeepsProducts>>(p, stream);
+  }
+  return cudaErrorNotSupported;
+}
+
+}  // namespace
+
+template <typename T>
+cudaError_t launch_tile(const ForwardParams<T>& p, const KernelConfig& config, cudaStream_t stream) {
+  const bool silu = p.activation == Activation::kSilu;
+  if (p.gate != nullptr) {
+    return silu ? launch_config<T, Activation::kSilu, true>(p, config, stream)
+                : launch_config<T, Activation::kGelu, true>(p, config, stream);
+  }
+  return silu ? launch_config<T, Activation::kSilu, false>(p, config, stream)
+              : launch_config<T, Activation::kGelu, false>(p, config, stream);
+}
+
+}  // namespace htree::gated_mlp

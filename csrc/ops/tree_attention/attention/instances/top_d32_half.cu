@@ -1,0 +1,5 @@
+#include "ops/tree_attention/attention/top/top_instances.cuh"
+
+namespace htree::tree_attention {
+HTREE_TOP_INSTANCES(, __half, 32)
+}  // namespace htree::tree_attention

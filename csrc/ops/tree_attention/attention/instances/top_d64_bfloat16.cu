@@ -1,0 +1,5 @@
+#include "ops/tree_attention/attention/top/top_instances.cuh"
+
+namespace htree::tree_attention {
+HTREE_TOP_INSTANCES(, __nv_bfloat16, 64)
+}  // namespace htree::tree_attention

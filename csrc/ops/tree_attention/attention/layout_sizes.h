@@ -1,0 +1,27 @@
+// Sizes in bytes of what the tensor-core kernels keep beside the tree. No CUDA: the choice of chunks counts
+// them too.
+#pragma once
+
+#include <cstdint>
+
+namespace htree::tree_attention {
+
+constexpr int kTensorCoreRate = 16;  // r of every tensor-core kernel
+
+// A parent's block of re-laid keys and values, see parent_block.cuh.
+constexpr int64_t parent_block_bytes(int64_t key_dim, int64_t value_dim) {
+  return kTensorCoreRate * (2 * key_dim + 4 + 2 * value_dim);
+}
+
+// A turn table, see attention_launch.h.
+constexpr int64_t turn_table_bytes(int64_t num_slots, int64_t key_dim) {
+  return num_slots * key_dim * 2;
+}
+
+// A tile of keys or of values of a dense top layer, see top/top_tiles.cuh.
+constexpr int kTopTileNodes = 128;
+constexpr int64_t top_tile_bytes(int64_t dim) {
+  return (dim + 63) / 64 * kTopTileNodes * 128;
+}
+
+}  // namespace htree::tree_attention

@@ -1,0 +1,22 @@
+// Run-time shape to compiled instance of union_instances.cuh. No torch.
+#include "ops/tree_attention/attention/union/union_launch.h"
+
+#include "ops/tree_attention/attention/dispatch_shape.h"
+#include "ops/tree_attention/attention/union/union_instances.cuh"
+
+namespace htree::tree_attention {
+
+HTREE_UNION_INSTANCE(extern, __half, 32)
+HTREE_UNION_INSTANCE(extern, __half, 64)
+HTREE_UNION_INSTANCE(extern, __half, 128)
+HTREE_UNION_INSTANCE(extern, __nv_bfloat16, 32)
+HTREE_UNION_INSTANCE(extern, __nv_bfloat16, 64)
+HTREE_UNION_INSTANCE(extern, __nv_bfloat16, 128)
+
+void launch_union_attend(const TensorCoreShape& shape, const AttendParams& params, cudaStream_t stream) {
+  dispatch_shape(shape, [&](auto tag, auto dim) {
+    launch_union_instance<typename decltype(tag)::type, dim.value, dim.value>(params, stream);
+  });
+}
+
+}  // namespace htree::tree_attention

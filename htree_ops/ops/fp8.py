@@ -1,0 +1,229 @@
+"""FP8 in the format E4M3FN: scales, quantisation and back (docs/semantics.md §3.3).
+
+A scale s multiplies when quantising, s = 448 / max|x|, and divides when dequantising. torch._scaled_mm takes the
+reciprocals: :func:`fp8_scale_inv`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from htree_ops.errors import NumericalOverflowError
+from htree_ops.ops.fp8_inputs import check_scale_shape, validate_fp8_quantize_inputs
+
+__all__ = [
+    "FP8Format",
+    "fp8_compute_scale",
+    "fp8_dequantize",
+    "fp8_fake_quant",
+    "fp8_quantize",
+    "fp8_scale_inv",
+    "handle_fp8_overflow",
+]
+
+Granularity = Literal["tensor", "channel", "block"]
+
+
+@dataclass(frozen=True)
+class FP8Format:
+    """The numbers of E4M3FN, stored as ``torch.float8_e4m3fn``. It has no infinity; NaN is 0x7f and 0xff.
+
+    Attributes:
+        exponent_bits: 4, with a bias of 7.
+        mantissa_bits: 3.
+        max_value: largest magnitude.
+        min_normal: smallest magnitude with a full mantissa.
+        min_subnormal: smallest magnitude, and the distance of the numbers below ``min_normal``.
+    """
+
+    exponent_bits: int = 4
+    mantissa_bits: int = 3
+    max_value: float = 448.0
+    min_normal: float = 2.0**-6
+    min_subnormal: float = 2.0**-9
+
+
+def fp8_compute_scale(
+    x: Tensor, granularity: Granularity = "tensor", dim: int = -1, block: int = 128
+) -> Tensor:
+    """The scale that takes the largest finite magnitude to 448: fp32 448 / max|x| in [2^-126, 2^127], 1 for zeros.
+
+    NaN and infinities are left out of the maximum. Source: docs/semantics.md §3.3, design document [002].
+
+    Args:
+        x: any shape and strides; float32, float16 or bfloat16.
+        granularity: "tensor" for one scale, "channel" for one per slice along ``dim`` (a maximum over ``dim``),
+            "block" for one per ``block`` elements along ``dim``, of which the last may have fewer.
+        dim: the dim that a channel or a block reduces.
+        block: elements of a block, at least 1.
+
+    Returns:
+        fp32 of shape [], or that of x with ``dim`` of n reduced to 1 or to ceil(n / block).
+
+    Raises:
+        UnsupportedDtypeError: another dtype.
+        ValueError: another granularity, or block below 1. IndexError: no such dim.
+    """
+    validate_fp8_quantize_inputs(x, None, granularity, dim, block, op="fp8_compute_scale")
+    return torch.ops.htree.fp8_compute_scale(x, granularity, dim, block)
+
+
+def _scale_tensor(
+    op: str, x: Tensor, scale: Tensor | float | None, granularity: str, dim: int, block: int
+) -> Tensor | None:
+    """A number becomes the scale of every group."""
+    if scale is None or isinstance(scale, Tensor):
+        return scale
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"{op}: scale must be a Tensor or a number, got {type(scale).__name__}")
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"{op}: scale must be positive and finite, got {scale}")
+    sizes = check_scale_shape(op, x, None, granularity, dim, block)
+    return torch.full(sizes, scale, dtype=torch.float32, device=x.device)
+
+
+def fp8_quantize(
+    x: Tensor,
+    scale: Tensor | float | None = None,
+    granularity: Granularity = "tensor",
+    dim: int = -1,
+    block: int = 128,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes of x·s: the product rounded to fp32, held within ±448, rounded to the nearest code, ties to even.
+
+    The sign of zero is kept, NaN stays NaN, ±Inf becomes ±448. A row's or a block's own scale takes one pass over
+    x on a GPU, a tensor's or a column's two. Source: docs/semantics.md §3.3, design document [002].
+
+    Args:
+        x: any shape and strides; float32, float16 or bfloat16.
+        scale: fp32 of the shape that :func:`fp8_compute_scale` returns, or a number for all groups; computed by
+            default. Values must be positive and finite; they are checked where x is on the CPU.
+        granularity, dim, block: see :func:`fp8_compute_scale`.
+
+    Returns:
+        (q float8_e4m3fn of the shape of x, the scale used as a fresh tensor, int32 [] number of overflows). An
+        overflow is an element with |x·s| > 464, the rounding limit of 448, or an infinite one.
+
+    Raises:
+        UnsupportedDtypeError: x or scale has another dtype.
+        ShapeMismatchError: scale has not the shape that the granularity implies.
+        DeviceError: scale lies on another device.
+        ValueError: another granularity, block below 1, or a scale that is not positive and finite.
+    """
+    given = _scale_tensor("fp8_quantize", x, scale, granularity, dim, block)
+    validate_fp8_quantize_inputs(x, given, granularity, dim, block)
+    return torch.ops.htree.fp8_quantize(x, given, granularity, dim, block)
+
+
+def fp8_dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float16, block: int = 128) -> Tensor:
+    """``q / scale``, divided in fp32 and rounded to ``dtype``. Source: docs/semantics.md §3.3.
+
+    Args:
+        q: float8_e4m3fn codes, any shape and strides.
+        scale: fp32; [], or the shape of q with one dim of n reduced to 1 or to ceil(n / block).
+        dtype: float16, bfloat16 or float32.
+        block: elements of a block, where the scale is of blocks; that of the quantisation.
+
+    Raises:
+        UnsupportedDtypeError, ShapeMismatchError, DeviceError, ValueError: what one would expect of each.
+    """
+    check_scale_shape("fp8_dequantize", q, scale, None, 0, block)
+    return torch.ops.htree.fp8_dequantize(q, scale, dtype, block)
+
+
+def fp8_fake_quant(
+    x: Tensor,
+    scale: Tensor | float | None = None,
+    granularity: Granularity = "tensor",
+    dim: int = -1,
+    block: int = 128,
+) -> Tensor:
+    """x as it comes out of quantisation and back, in its own dtype, for training with the rounding in place.
+
+    Arguments and errors are those of :func:`fp8_quantize`. The gradient goes straight through the rounding:
+    dx = dy where |x·s| ≤ 448, else 0; the scale has none.
+    """
+    given = _scale_tensor("fp8_fake_quant", x, scale, granularity, dim, block)
+    validate_fp8_quantize_inputs(x, given, granularity, dim, block, op="fp8_fake_quant")
+    return torch.ops.htree.fp8_fake_quant(x, given, granularity, dim, block)
+
+
+def fp8_scale_inv(scale: Tensor) -> Tensor:
+    """1 / scale in fp32: the convention of ``torch._scaled_mm``, whose scales multiply the product."""
+    return scale.float().reciprocal()
+
+
+def handle_fp8_overflow(
+    tensor: Tensor,
+    scale: Tensor | float,
+    max_attempts: int = 3,
+    *,
+    on_fail: Literal["raise", "saturate"] = "raise",
+    granularity: Granularity = "tensor",
+    dim: int = -1,
+    block: int = 128,
+) -> tuple[Tensor, Tensor]:
+    """Quantises with the first of s, s/2, s/4, … s/2^max_attempts at which nothing overflows.
+
+    Reaches scales that are up to 2^max_attempts times too large. It waits for the device once per attempt, because
+    the number of overflows decides. Source: docs/semantics.md §3.3, design document [002].
+
+    Args:
+        tensor: see :func:`fp8_quantize`.
+        scale: the first scale, a tensor or a number; all groups are halved together.
+        max_attempts: halvings, at least 1; max_attempts + 1 scales are tried.
+        on_fail: "raise", or "saturate" to return the codes of the last scale, with overflows at ±448. With
+            "saturate" infinities are saturated and do not count.
+        granularity, dim, block: see :func:`fp8_compute_scale`.
+
+    Returns:
+        (q, the scale used).
+
+    Raises:
+        NumericalOverflowError: values overflow at the last scale, or an infinity is found at the first one.
+        ValueError: max_attempts below 1, another ``on_fail``, and what :func:`fp8_quantize` raises.
+    """
+    if isinstance(max_attempts, bool) or not isinstance(max_attempts, int):
+        raise TypeError(
+            f"handle_fp8_overflow: max_attempts must be an int, got {type(max_attempts).__name__}"
+        )
+    if max_attempts < 1:
+        raise ValueError(f"handle_fp8_overflow: max_attempts must be at least 1, got {max_attempts}")
+    if on_fail not in ("raise", "saturate"):
+        raise ValueError(f"handle_fp8_overflow: on_fail must be 'raise' or 'saturate', got {on_fail!r}")
+    given = _scale_tensor("handle_fp8_overflow", tensor, scale, granularity, dim, block)
+    if given is None:
+        raise TypeError("handle_fp8_overflow: scale must be a Tensor or a number, got NoneType")
+    validate_fp8_quantize_inputs(tensor, given, granularity, dim, block, op="handle_fp8_overflow")
+    num_infinite: int | None = None
+    for attempt in range(max_attempts + 1):
+        q, used, num_overflow = torch.ops.htree.fp8_quantize(
+            tensor, given / 2**attempt, granularity, dim, block
+        )
+        overflows = int(num_overflow)
+        if overflows and num_infinite is None:
+            num_infinite = int(tensor.isinf().sum())
+            if num_infinite and on_fail == "raise":
+                raise NumericalOverflowError(
+                    f"handle_fp8_overflow: tensor holds {num_infinite} infinite values, which no scale fits",
+                    max_value=math.inf,
+                    scale=float(used.max()),
+                    attempts=1,
+                )
+        if overflows == (num_infinite or 0):
+            return q, used
+    if on_fail == "saturate":
+        return q, used
+    largest = float(tensor.abs().where(tensor.isfinite(), 0).max())
+    raise NumericalOverflowError(
+        f"handle_fp8_overflow: {overflows} values overflow at each of {max_attempts + 1} scales, the last of them "
+        f"{float(used.max()):g}; the largest magnitude is {largest:g}",
+        max_value=largest,
+        scale=float(used.max()),
+        attempts=max_attempts + 1,
+    )

@@ -1,0 +1,235 @@
+"""Linear layers with FP8 weights and activations, and the swap of a model's layers (docs/semantics.md §3.3)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from htree_ops.errors import ShapeMismatchError
+from htree_ops.ops.fp8 import FP8Format, fp8_quantize
+
+__all__ = ["FP8Linear", "calibrate_activation_scales", "quantize_model_"]
+
+
+class FP8Linear(nn.Module):
+    """``y = x @ weight.T + bias`` with x and weight in E4M3, for inference.
+
+    The weight is quantised once, with a scale per output channel. Activations are quantised at each call, by default
+    with a scale per row (dynamic), or with one given scale for all (static), which saves the search for the maximum
+    and saturates beyond it. The product accumulates in fp32 and is rounded to the dtype of x; the bias is added in
+    that dtype. There is no gradient: a backward through it raises RuntimeError.
+
+    ``state_dict`` holds weight (float8_e4m3fn [out, in]), weight_scale (fp32 [out, 1]), bias, and activation_scale
+    (fp32 []) where it is static. A state dict of an ``nn.Linear`` is quantised while it is loaded. ``.to(dtype)``,
+    ``.half()`` and the like change the bias alone.
+
+    Args:
+        in_features: K.
+        out_features: N.
+        bias: whether there is one.
+        static_activation: whether activations have one fixed scale, 1 until it is loaded or set.
+        device, dtype: of the initial values, as for ``nn.Linear``.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+    activation_scale: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        static_activation: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self._take(nn.Linear(in_features, out_features, bias, device=device, dtype=dtype))
+        if static_activation:
+            self.activation_scale = torch.ones((), device=self.weight.device)
+
+    def _take(self, linear: nn.Linear) -> None:
+        """Becomes the quantised ``linear``, with dynamic activation scales."""
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        weight, scale, _ = fp8_quantize(linear.weight.detach(), granularity="channel")
+        self.register_buffer("weight", weight)
+        self.register_buffer("weight_scale", scale)
+        self.register_buffer("activation_scale", None)
+        bias = linear.bias
+        self.bias = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, activation_scale: Tensor | float | None = None) -> FP8Linear:
+        """The quantised ``linear``; with ``activation_scale`` (one positive number) its activations are static.
+
+        Raises:
+            TypeError: not an ``nn.Linear``. UnsupportedDtypeError: its weight is not float32, float16 or bfloat16.
+            ValueError: the scale is not positive and finite. ShapeMismatchError: it has several elements.
+        """
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(
+                f"FP8Linear.from_linear: linear must be an nn.Linear, got {type(linear).__name__}"
+            )
+        module = cls.__new__(cls)
+        nn.Module.__init__(module)
+        module._take(linear)
+        if activation_scale is not None:
+            scale = torch.as_tensor(activation_scale, dtype=torch.float32)
+            if scale.numel() != 1:
+                raise ShapeMismatchError(
+                    f"FP8Linear.from_linear: activation_scale must have one element, got {tuple(scale.shape)}",
+                    expected=(),
+                    actual=tuple(scale.shape),
+                    tensor_name="activation_scale",
+                )
+            value = float(scale)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(
+                    f"FP8Linear.from_linear: activation_scale must be positive and finite, got {value}"
+                )
+            module.activation_scale = scale.detach().reshape(()).to(module.weight.device)
+        module.train(linear.training)
+        return module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] in float16, bfloat16 or float32; returns [..., N] in the same dtype."""
+        if x.shape[-1] != self.in_features:
+            raise ShapeMismatchError(
+                f"FP8Linear: the last dim of x must be in_features = {self.in_features}, got {tuple(x.shape)}",
+                expected=self.in_features,
+                actual=x.shape[-1] if x.dim() else None,
+                tensor_name="x",
+            )
+        rows = x.reshape(-1, self.in_features)
+        granularity = "channel" if self.activation_scale is None else "tensor"
+        q, scale, _ = torch.ops.htree.fp8_quantize(rows, self.activation_scale, granularity)
+        y = torch.ops.htree.fp8_gemm(q, self.weight.t(), scale, self.weight_scale.t(), x.dtype)
+        if self.bias is not None:
+            y = y + self.bias.to(y.dtype)
+        return y.unflatten(0, x.shape[:-1]) if x.dim() != 2 else y
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Linear:
+        """Moves everything, but keeps codes codes and scales fp32."""
+        before = {name: buffer.dtype for name, buffer in self._buffers.items() if buffer is not None}
+        kept = {name: self._buffers[name] for name in before}
+        super()._apply(fn, recurse)
+        for name, dtype in before.items():
+            after, original = self._buffers[name], kept[name]
+            if after is not None and original is not None and after.dtype != dtype:
+                self._buffers[name] = original.to(after.device)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        weight = state_dict.get(prefix + "weight")
+        if isinstance(weight, Tensor) and weight.dtype in (torch.float32, torch.float16, torch.bfloat16):
+            q, scale, _ = fp8_quantize(weight, granularity="channel")
+            state_dict[prefix + "weight"] = q
+            state_dict[prefix + "weight_scale"] = scale
+            if self.activation_scale is not None:
+                state_dict.setdefault(prefix + "activation_scale", self.activation_scale)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        """Sizes and the kind of activation scale, for ``repr``."""
+        kind = "dynamic" if self.activation_scale is None else "static"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"activation={kind}"
+        )
+
+
+def _linears(
+    module: nn.Module, wanted: Callable[[str, nn.Linear], bool] | None
+) -> list[tuple[str, nn.Linear]]:
+    """Layers that can be swapped. Subclasses of nn.Linear are left out: their owners use them in other ways."""
+    return [
+        (name, child)
+        for name, child in module.named_modules(remove_duplicate=False)
+        if type(child) is nn.Linear and (wanted is None or wanted(name, child))
+    ]
+
+
+def quantize_model_(
+    module: nn.Module,
+    filter: Callable[[str, nn.Linear], bool] | None = None,
+    *,
+    activation_scales: Mapping[str, Tensor | float] | None = None,
+) -> nn.Module:
+    """Swaps the ``nn.Linear`` layers inside ``module`` for :class:`FP8Linear`, in place, and returns it.
+
+    A layer that occurs twice becomes one layer that occurs twice. Subclasses of ``nn.Linear``, such as the output
+    projection of ``nn.MultiheadAttention``, are left alone: their owners read the weight themselves.
+
+    Args:
+        module: a model that holds linear layers; not itself one.
+        filter: called with a layer's name and the layer; those it refuses stay. All by default.
+        activation_scales: by name the static activation scale, as of :func:`calibrate_activation_scales`; the other
+            layers are dynamic.
+
+    Raises:
+        TypeError: module is itself an ``nn.Linear``, which cannot be swapped in place.
+        ValueError: ``activation_scales`` names a layer that is not swapped.
+    """
+    if isinstance(module, nn.Linear):
+        raise TypeError("quantize_model_: module is itself an nn.Linear; use FP8Linear.from_linear")
+    layers = _linears(module, filter)
+    scales = dict(activation_scales or {})
+    unknown = sorted(set(scales) - {name for name, _ in layers})
+    if unknown:
+        raise ValueError(f"quantize_model_: activation_scales names no swapped layer: {', '.join(unknown)}")
+    swapped: dict[nn.Linear, FP8Linear] = {}
+    for name, linear in layers:
+        if linear not in swapped:
+            swapped[linear] = FP8Linear.from_linear(linear, scales.get(name))
+        parent, _, last = name.rpartition(".")
+        setattr(module.get_submodule(parent), last, swapped[linear])
+    return module
+
+
+def calibrate_activation_scales(
+    module: nn.Module,
+    batches: Iterable[Any],
+    filter: Callable[[str, nn.Linear], bool] | None = None,
+) -> dict[str, Tensor]:
+    """Runs ``module`` on each batch and returns the scale 448 / max|x| of each linear layer's inputs, by name.
+
+    The model is run as it is, without gradients; layers that see no input are left out.
+
+    Args:
+        module: a model with ``nn.Linear`` layers.
+        batches: arguments of single calls: a tuple is unpacked, a mapping passed as keywords.
+        filter: see :func:`quantize_model_`.
+    """
+    largest: dict[str, Tensor] = {}
+
+    def observe(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def hook(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+            x = inputs[0].detach()
+            if x.numel():
+                seen = x.abs().where(x.isfinite(), 0).max().float()
+                largest[name] = torch.maximum(largest[name], seen) if name in largest else seen
+
+        return hook
+
+    handles = [linear.register_forward_pre_hook(observe(name)) for name, linear in _linears(module, filter)]
+    try:
+        with torch.no_grad():
+            for batch in batches:
+                if isinstance(batch, Mapping):
+                    module(**batch)
+                else:
+                    module(*(batch if isinstance(batch, tuple) else (batch,)))
+    finally:
+        for handle in handles:
+            handle.remove()
+    limit = torch.tensor(FP8Format().max_value)
+    return {
+        name: torch.where(seen == 0, 1.0, limit.to(seen.device) / seen).clamp(2.0**-126, 2.0**127)
+        for name, seen in largest.items()
+    }

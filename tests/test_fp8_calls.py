@@ -1,0 +1,368 @@
+"""The fp8 functions as callables: gradients, refusals, the overflow handler, compilation (docs/semantics.md §3.3)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import htree_ops
+from htree_ops.errors import (
+    DeviceError,
+    NumericalOverflowError,
+    ShapeMismatchError,
+    UnsupportedDtypeError,
+)
+from htree_ops.ops.fp8 import (
+    fp8_compute_scale,
+    fp8_dequantize,
+    fp8_fake_quant,
+    fp8_quantize,
+    handle_fp8_overflow,
+)
+from htree_ops.ops.fp8_inputs import (
+    FP8GEMMInput,
+    validate_fp8_gemm_inputs,
+    validate_fp8_quantize_inputs,
+)
+from htree_ops.reference import fp8 as reference
+from htree_ops.testing.cases import case_id, normal
+from htree_ops.testing.fp8_cases import CASES, LAYOUT_CASES, FP8Case, codes_of
+
+ops = torch.ops.htree
+
+# ---- gradients
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+def test_gradient_goes_straight_through(granularity: str, given: bool, device: str) -> None:
+    x = normal((6, 200), torch.bfloat16, device, seed=1).requires_grad_()
+    scale = reference.compute_scale(x.detach(), granularity)
+    if given:
+        scale = scale * 3  # two thirds of the range saturate
+    dy = normal((6, 200), torch.bfloat16, device, seed=2)
+    y = ops.fp8_fake_quant(x, scale if given else None, granularity)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    assert torch.equal(y.detach(), reference.fake_quant(x.detach(), scale, granularity))
+    wanted = reference.fake_quant_backward(dy, x.detach(), scale, granularity)
+    assert torch.equal(dx, wanted)
+    if given:
+        assert bool((dx == 0).any())
+
+
+def test_gradient_with_views(device: str) -> None:
+    x = normal((8, 12, 40), torch.float32, device, seed=3).requires_grad_()
+    y = fp8_fake_quant(x.transpose(0, 2)[1:], granularity="channel", dim=0)
+    y.transpose(0, 1).sin().sum().backward()
+    twin = x.detach().transpose(0, 2)[1:]
+    scale = reference.compute_scale(twin, "channel", 0)
+    dy = reference.fake_quant(twin, scale, "channel", 0).cos()
+    dx = torch.zeros_like(x)
+    dx.transpose(0, 2)[1:] = reference.fake_quant_backward(dy, twin, scale, "channel", 0)
+    assert torch.allclose(x.grad, dx, atol=1e-6)
+
+
+def test_what_has_no_gradient_says_so(device: str) -> None:
+    x = torch.randn(4, 32, device=device, requires_grad=True)
+    scale = torch.ones((), device=device, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="scale has no gradient"):
+        ops.fp8_fake_quant(x, scale)
+    (dx,) = torch.autograd.grad(ops.fp8_fake_quant(x).square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="double backward"):
+        dx.sum().backward()
+    for outputs in (ops.fp8_quantize(x)[1], ops.fp8_compute_scale(x)):
+        with pytest.raises(RuntimeError, match=r"not implemented|not support|derivative"):
+            outputs.sum().backward()
+    with pytest.raises(RuntimeError, match=r"not implemented|not support|derivative"):
+        ops.fp8_dequantize(ops.fp8_quantize(x.detach())[0], scale, torch.float32).sum().backward()
+
+
+def test_frozen_input_records_nothing(device: str) -> None:
+    assert not ops.fp8_fake_quant(torch.randn(4, device=device)).requires_grad
+    with torch.no_grad():
+        assert not ops.fp8_fake_quant(torch.randn(4, device=device, requires_grad=True)).requires_grad
+
+
+# ---- refusals: (call of the function or the op, class in Python, message); the op raises the builtin
+
+X = torch.zeros(4, 6)
+Q = X.to(torch.float8_e4m3fn)
+BAD = {
+    "uint8": (lambda f: f.fp8_quantize(X.to(torch.uint8)), UnsupportedDtypeError, "x must have .*dtype"),
+    "integer": (lambda f: f.fp8_compute_scale(X.int()), UnsupportedDtypeError, "x must have .*dtype"),
+    "double": (lambda f: f.fp8_fake_quant(X.double()), UnsupportedDtypeError, "x must have .*dtype"),
+    "fp8 twice": (lambda f: f.fp8_quantize(Q), UnsupportedDtypeError, "x must have .*dtype"),
+    "uint8 codes": (
+        lambda f: f.fp8_dequantize(X.to(torch.uint8), torch.ones(())),
+        UnsupportedDtypeError,
+        "q must have .*dtype",
+    ),
+    "half scale": (
+        lambda f: f.fp8_quantize(X, torch.ones((), dtype=torch.half)),
+        UnsupportedDtypeError,
+        "scale must have .*dtype",
+    ),
+    "scale shape": (
+        lambda f: f.fp8_quantize(X, torch.ones(4, 1)),
+        ShapeMismatchError,
+        r"scale must have shape.*\[?4, 1",
+    ),
+    "scale along the channel": (
+        lambda f: f.fp8_quantize(X, torch.ones(4, 6), "channel"),
+        ShapeMismatchError,
+        "scale must have shape",
+    ),
+    "scale of blocks": (
+        lambda f: f.fp8_quantize(X, torch.ones(4, 2), "block", -1, 2),
+        ShapeMismatchError,
+        "scale must have shape",
+    ),
+    "dequantise": (lambda f: f.fp8_dequantize(Q, torch.ones(4, 3)), ShapeMismatchError, "scale must"),
+    "dequantise rank": (lambda f: f.fp8_dequantize(Q, torch.ones(6)), ShapeMismatchError, "scale must"),
+    "granularity": (lambda f: f.fp8_quantize(X, None, "row"), ValueError, "granularity must be.*row"),
+    "block": (
+        lambda f: f.fp8_quantize(X, None, "block", -1, 0),
+        ValueError,
+        "block must be at least 1, got 0",
+    ),
+    "dim": (lambda f: f.fp8_compute_scale(X, "channel", 2), IndexError, "2"),
+    "zero scale": (lambda f: f.fp8_quantize(X, torch.zeros(())), ValueError, "positive and finite, got 0"),
+    "negative scale": (
+        lambda f: f.fp8_dequantize(Q, torch.full((4, 1), -1.0)),
+        ValueError,
+        "positive and finite, got -1",
+    ),
+    "nan scale": (
+        lambda f: f.fp8_fake_quant(X, torch.tensor(math.nan)),
+        ValueError,
+        "positive and finite, got nan",
+    ),
+    "infinite scale": (
+        lambda f: f.fp8_quantize(X, torch.tensor(math.inf)),
+        ValueError,
+        "positive and finite, got inf",
+    ),
+    "output dtype": (
+        lambda f: f.fp8_dequantize(Q, torch.ones(()), torch.float64),
+        TypeError,
+        "dtype",
+    ),
+}
+
+
+@pytest.mark.parametrize("layer", ["python", "op"])
+@pytest.mark.parametrize("name", BAD)
+def test_refusals_name_the_tensor(name: str, layer: str) -> None:
+    call, kind, message = BAD[name]
+    if layer == "op":
+        kind = next(b for b in (ValueError, TypeError, IndexError) if issubclass(kind, b))
+    with pytest.raises(kind, match=message):
+        call(htree_ops if layer == "python" else ops)
+
+
+def test_attributes_of_refusals() -> None:
+    with pytest.raises(UnsupportedDtypeError) as dtype:
+        fp8_quantize(X.int())
+    assert (dtype.value.dtype, dtype.value.tensor_name) == (torch.int32, "x")
+    with pytest.raises(ShapeMismatchError) as shape:
+        fp8_quantize(X, torch.ones(3, 1), "channel")
+    assert (shape.value.expected, shape.value.actual, shape.value.tensor_name) == ((4, 1), (3, 1), "scale")
+    with pytest.raises(DeviceError) as place:
+        fp8_quantize(X, torch.ones((), device="meta"))
+    assert str(place.value.actual_device) == "meta"
+    with pytest.raises(DeviceError, match="x must be on a CUDA device"):
+        validate_fp8_quantize_inputs(X, require_cuda=True)
+    for wrong in ("1", True, [1.0]):
+        with pytest.raises(TypeError, match="scale must be a Tensor or a number"):
+            fp8_quantize(X, wrong)  # type: ignore[arg-type]
+    for wrong in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="scale must be positive and finite"):
+            fp8_quantize(X, wrong)
+    with pytest.raises(TypeError, match="x must be a Tensor, got list"):
+        fp8_quantize([1.0])  # type: ignore[arg-type]
+
+
+GEMM_BAD = {
+    "uint8": ({"a": torch.zeros(4, 6, dtype=torch.uint8)}, UnsupportedDtypeError, "a must have dtype"),
+    "output": ({"output_dtype": torch.int8}, UnsupportedDtypeError, "output_dtype must be"),
+    "rank": ({"b": torch.zeros(6).to(torch.float8_e4m3fn)}, ShapeMismatchError, "b must be 2-D"),
+    "inner": ({"b": torch.zeros(5, 3).to(torch.float8_e4m3fn)}, ShapeMismatchError, "size 0 of b must be K"),
+    "scale along k": (
+        {"a_scale": torch.ones(4, 6)},
+        ShapeMismatchError,
+        "a_scale must be .*constant along K",
+    ),
+    "scale of rows for b": ({"b_scale": torch.ones(3, 1)}, ShapeMismatchError, "b_scale must be"),
+    "scale dtype": (
+        {"a_scale": torch.ones((), dtype=torch.half)},
+        UnsupportedDtypeError,
+        "a_scale must have",
+    ),
+    "value": ({"b_scale": torch.tensor(0.0)}, ValueError, "b_scale must be positive and finite"),
+    "device": ({"b_scale": torch.ones((), device="meta")}, DeviceError, "b_scale must be on the device of a"),
+}
+
+
+@pytest.mark.parametrize("name", GEMM_BAD)
+def test_product_inputs(name: str) -> None:
+    change, kind, message = GEMM_BAD[name]
+    good = {"a": Q, "b": torch.zeros(6, 3).to(torch.float8_e4m3fn), "a_scale": torch.ones(4, 1)}
+    arguments = {**good, "b_scale": torch.ones(())}
+    FP8GEMMInput(**arguments).validate()
+    assert FP8GEMMInput(**arguments).output_dtype == torch.float16
+    with pytest.raises(kind, match=message):
+        validate_fp8_gemm_inputs(**{**arguments, **change})
+
+
+# ---- the overflow handler
+
+
+@pytest.mark.parametrize("excess", [1.0, 1.9, 3.7, 7.9])
+def test_halving_reaches_scales_eight_times_too_large(excess: float, device: str) -> None:
+    x = normal((37, 65), torch.bfloat16, device, seed=4)
+    best = reference.compute_scale(x)
+    q, used = handle_fp8_overflow(x, best * excess)
+    halvings = math.ceil(math.log2(excess * 448 / 464)) if excess > 464 / 448 else 0
+    assert torch.equal(used, best * excess / 2**halvings)
+    assert torch.equal(codes_of(q), reference.encode(x.float() * used))
+
+
+def test_overflow_beyond_reach(device: str) -> None:
+    x = torch.tensor([1.0, -2.0, math.nan], device=device)
+    with pytest.raises(NumericalOverflowError) as error:
+        handle_fp8_overflow(x, 448.0 * 64)
+    assert isinstance(error.value, ArithmeticError)
+    assert (error.value.max_value, error.value.scale, error.value.attempts) == (2.0, 448.0 * 8, 4)
+    q, used = handle_fp8_overflow(x, 448.0 * 64, on_fail="saturate")
+    assert float(used) == 448.0 * 8
+    assert q.float().tolist()[:2] == [448.0, -448.0]
+    _, used = handle_fp8_overflow(x, 448.0 * 64, max_attempts=7)
+    assert float(used) == 448.0 / 2
+
+
+def test_infinite_input(device: str) -> None:
+    x = torch.tensor([1.0, math.inf, -3.0], device=device)
+    with pytest.raises(NumericalOverflowError, match="infinite") as error:
+        handle_fp8_overflow(x, 1.0)
+    assert (error.value.max_value, error.value.scale, error.value.attempts) == (math.inf, 1.0, 1)
+    q, used = handle_fp8_overflow(x, 448.0, on_fail="saturate")
+    assert float(used) == 112.0
+    assert q.float().tolist() == [112.0, 448.0, -320.0]
+
+
+def test_overflow_by_rows(device: str) -> None:
+    x = normal((5, 64), torch.float32, device, seed=5)
+    scale = fp8_compute_scale(x, "channel") * torch.tensor([1, 2, 1, 1, 1.0], device=device)[:, None]
+    _, used = handle_fp8_overflow(x, scale, granularity="channel")
+    assert torch.equal(used, scale / 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"max_attempts": 0}, ValueError, "max_attempts must be at least 1, got 0"),
+        ({"max_attempts": 1.5}, TypeError, "max_attempts must be an int"),
+        ({"on_fail": "ignore"}, ValueError, "on_fail must be"),
+        ({"scale": 0.0}, ValueError, "scale must be positive"),
+        ({"scale": None}, TypeError, "scale must be a Tensor or a number"),
+        ({"tensor": X.int()}, UnsupportedDtypeError, "x must have dtype"),
+    ],
+)
+def test_overflow_handler_refusals(arguments, kind, message) -> None:
+    with pytest.raises(kind, match=message):
+        handle_fp8_overflow(**{"tensor": X, "scale": 1.0, **arguments})
+
+
+# ---- numbers as scales, meta tensors, compilation
+
+
+def test_a_number_is_the_scale_of_every_group(device: str) -> None:
+    x = normal((6, 300), torch.float16, device, seed=6)
+    for granularity, shape in (("tensor", ()), ("channel", (6, 1)), ("block", (6, 3))):
+        q, used, _ = fp8_quantize(x, 20.0, granularity)
+        assert torch.equal(used, torch.full(shape, 20.0, device=device))
+        assert torch.equal(codes_of(q), reference.encode(x.float() * 20.0))
+        assert torch.equal(fp8_fake_quant(x, 20.0, granularity), fp8_dequantize(q, used))
+
+
+OPCHECK_CASES = [c for c in [*CASES, *LAYOUT_CASES] if math.prod(c.shape) < 3000][::23]
+
+
+@pytest.mark.parametrize("case", OPCHECK_CASES, ids=case_id)
+def test_opcheck(case: FP8Case, device: str) -> None:
+    x, scale, *grouping = case.make_inputs(device)
+    # torch 2.11 cannot compare float8 tensors, which two of opcheck's tests do with inputs and outputs
+    utils = ("test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(ops.fp8_quantize.default, (x, scale, *grouping), test_utils=utils)
+    torch.library.opcheck(ops.fp8_compute_scale.default, (x, *grouping))
+    torch.library.opcheck(ops.fp8_fake_quant.default, (x, scale, *grouping))
+    torch.library.opcheck(ops.fp8_fake_quant.default, (x.clone().requires_grad_(), scale, *grouping))
+    q, used, _ = ops.fp8_quantize(x, scale, *grouping)
+    torch.library.opcheck(ops.fp8_dequantize.default, (q, used, torch.bfloat16, case.block), test_utils=utils)
+    dy = torch.ones_like(x)
+    torch.library.opcheck(ops.fp8_fake_quant_backward.default, (dy, x, used, *grouping))
+
+
+@pytest.mark.parametrize("case", OPCHECK_CASES, ids=case_id)
+def test_meta_says_what_the_kernels_give(case: FP8Case, device: str) -> None:
+    x, scale, *grouping = case.make_inputs(device)
+    real = ops.fp8_quantize(x, scale, *grouping)
+    fake = ops.fp8_quantize(x.to("meta"), None if scale is None else scale.to("meta"), *grouping)
+    for a, b in zip(real, fake, strict=True):
+        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+def test_compile_with_views_and_backward(granularity: str, dynamic: bool, device: str) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        y = ops.fp8_fake_quant(x.transpose(0, 1)[1:], None, granularity, -1, 32)
+        with torch.no_grad():
+            q, scale, n = fp8_quantize(y[:, :, 1:], None, granularity, -1, 32)
+            back = fp8_dequantize(q, scale, torch.float32, 32)
+        return y.sin().sum() + back.sum() + n
+
+    torch.compiler.reset()  # one code object for all parameters would run into the limit of recompilations
+    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic)
+    for length in (5, 9):
+        x = normal((3, length, 70), torch.float32, device, seed=length).requires_grad_()
+        twin = x.detach().clone().requires_grad_()
+        result, wanted = compiled(x), model(twin)
+        result.backward()
+        wanted.backward()
+        # at most 1700 terms below 4, each sum with its own order of fp32 roundings
+        assert torch.allclose(result, wanted, rtol=0, atol=1700 * 4 * 2.0**-24)
+        assert torch.allclose(x.grad, twin.grad, atol=1e-6)
+
+
+def test_lengths_do_not_recompile(device: str) -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+
+    @torch.compile(backend=counter, fullgraph=True, dynamic=True)
+    def model(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, scale, _ = ops.fp8_quantize(x, None, "block", -1, 16)
+        return ops.fp8_dequantize(q, scale, torch.float32, 16), ops.fp8_fake_quant(x, None, "channel", 0)
+
+    for rows, cols in ((5, 70), (6, 90), (17, 133), (8, 320)):
+        model(torch.randn(rows, cols, device=device))
+    assert counter.frame_count == 1
+
+
+def test_export_keeps_one_node_per_call(device: str) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, scale, _ = fp8_quantize(x, None, "channel")
+            return fp8_dequantize(q, scale, torch.float32) + fp8_fake_quant(x)
+
+    rows = torch.export.Dim("rows", min=2, max=100)
+    program = torch.export.export(
+        Model(), (torch.randn(6, 40, device=device),), dynamic_shapes={"x": {0: rows}}
+    )
+    calls = [n.target for n in program.graph.nodes if n.op == "call_function" and "htree" in str(n.target)]
+    assert calls == [ops.fp8_quantize.default, ops.fp8_dequantize.default, ops.fp8_fake_quant.default]
+    x = torch.randn(11, 40, device=device)
+    assert torch.equal(program.module()(x), Model()(x))

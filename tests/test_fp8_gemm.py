@@ -1,0 +1,281 @@
+"""fp8_gemm and fp8_gemm_exact against the float64 product of the dequantised operands (docs/semantics.md §3.3)."""
+
+from __future__ import annotations
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from htree_ops.errors import (
+    ArchitectureNotSupportedError,
+    DeviceError,
+    ShapeMismatchError,
+    UnsupportedDtypeError,
+)
+from htree_ops.ops.fp8 import fp8_quantize
+from htree_ops.ops.fp8_gemm import COMPILED_CONFIGS, KEYS, fp8_gemm, fp8_gemm_exact
+from htree_ops.reference import fp8 as reference
+from htree_ops.testing.cases import case_id, normal
+from htree_ops.testing.devices import poisoned_memory
+from htree_ops.testing.fp8_gemm_cases import (
+    CASES,
+    EXACT_SUM,
+    OUTPUTS,
+    FP8GemmCase,
+    assert_product,
+    sum_error,
+)
+
+FP8 = torch.float8_e4m3fn
+op = torch.ops.htree.fp8_gemm
+op_exact = torch.ops.htree.fp8_gemm_exact
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_product(case: FP8GemmCase, device: str, nan_memory: None) -> None:
+    inputs = case.make_inputs(device)
+    c = op(*inputs)
+    assert c.shape == (case.m, case.n)
+    assert_product(c, inputs, sum_error(device))
+    assert torch.equal(op(*inputs), c), "two runs must agree bit for bit"
+    assert_product(op_exact(*inputs), inputs, EXACT_SUM)
+
+
+def test_nothing_to_sum_gives_zeros(device: str, nan_memory: None) -> None:
+    a, b = torch.zeros(3, 0, device=device).to(FP8), torch.zeros(0, 5, device=device).to(FP8)
+    scale = torch.tensor(2.0, device=device)
+    for f in (op, op_exact):
+        c = f(a, b, scale, scale, torch.float32)
+        assert c.shape == (3, 5)
+        assert not c.any()
+
+
+def test_small_integers_are_exact(device: str) -> None:
+    """Sums below 2^12 of small integers lose no bit, in the tensor cores either."""
+    generator = torch.Generator().manual_seed(5)
+    for m, n, k in ((3, 70, 100), (200, 144, 96)):
+        a = torch.randint(-3, 4, (m, k), generator=generator).float().to(device)
+        b = torch.randint(-3, 4, (k, n), generator=generator).float().to(device)
+        one = torch.tensor(1.0, device=device)
+        c = op(a.to(FP8), b.to(FP8), one, one, torch.float32)
+        assert torch.equal(c, a @ b)
+
+
+@pytest.mark.parametrize("rows", [4, 90])
+def test_special_values_stay_in_their_row(rows: int, device: str) -> None:
+    a, b, *rest = FP8GemmCase(name="nan", dtype=torch.float32, m=rows, n=80, k=144).make_inputs(device)
+    clean = op(a, b, *rest)
+    spoilt = a.clone()
+    spoilt.view(torch.uint8)[2, 7] = 0x7F
+    c = op(spoilt, b, *rest)
+    assert c[2].isnan().all()
+    others = [i for i in range(rows) if i != 2]
+    assert torch.equal(c[others], clean[others])
+
+
+def test_extreme_scales(device: str) -> None:
+    a = torch.full((2, 32), 2.0, device=device).to(FP8)
+    b = torch.full((32, 16), 2.0, device=device).to(FP8)
+    for s_a, s_b in ((2.0**-100, 2.0**100), (2.0**127, 2.0**-120), (2.0**-126, 2.0**126)):
+        scales = [torch.tensor(s, device=device) for s in (s_a, s_b)]
+        for f in (op, op_exact):
+            c = f(a, b, *scales, torch.float32)
+            assert torch.equal(c, torch.full_like(c, 128.0 / (s_a * s_b)))
+
+
+def test_overflow_of_the_result(device: str) -> None:
+    a = torch.full((3, 64), 448.0, device=device).to(FP8)
+    b = torch.full((64, 16), 448.0, device=device).to(FP8)
+    one = torch.tensor(1.0, device=device)
+    assert (op(a, b, one, one, torch.float16) == math.inf).all()
+    assert torch.equal(op(a, b, one, one, torch.float32), torch.full((3, 16), 64 * 448.0**2, device=device))
+
+
+# ---- properties
+
+sizes = st.tuples(st.integers(1, 150), st.integers(1, 150), st.integers(1, 300))
+seeds = st.integers(0, 2**31 - 1)
+
+
+@given(
+    size=sizes,
+    seed=seeds,
+    dtype=st.sampled_from(OUTPUTS),
+    scales=st.sampled_from(["tensor", "channel", "mixed"]),
+    layout=st.sampled_from(["column", "row", "sliced"]),
+)
+def test_property_4_kernel_bound(device, size, seed, dtype, scales, layout) -> None:
+    """Feature: fused operators, Property 4: the product of the dequantised operands, with γ as documented."""
+    m, n, k = size
+    inputs = FP8GemmCase(name="p4", dtype=dtype, m=m, n=n, k=k, scales=scales, layout=layout).make_inputs(
+        device, seed
+    )
+    with poisoned_memory():
+        assert_product(op(*inputs), inputs, sum_error(device))
+        assert_product(op_exact(*inputs), inputs, EXACT_SUM)
+
+
+@given(size=sizes, seed=seeds)
+def test_property_6_quantisation_error(device, size, seed) -> None:
+    """Feature: fused operators, Property 6 (a): |C8 - C| <= (2d + d²)·|A||B| + floor terms, d = 1/17."""
+    m, n, k = size
+    a = normal((m, k), torch.float32, device, seed)
+    b = normal((k, n), torch.float32, device, seed + 1)
+    (qa, sa, _), (qb, sb, _) = fp8_quantize(a), fp8_quantize(b)
+    c = op(qa, qb, sa, sb, torch.float32).double()
+    d = 1 / 17
+    floor_a, floor_b = (2.0**-10 / float(s) for s in (sa, sb))
+    wide_a, wide_b = a.double().abs(), b.double().abs()
+    bound = (2 * d + d * d + sum_error(device) * 1.2) * (wide_a @ wide_b)
+    bound += floor_a * (1 + d) * wide_b.sum(0, keepdim=True) + floor_b * (1 + d) * wide_a.sum(1, keepdim=True)
+    bound += k * floor_a * floor_b
+    assert ((c - a.double() @ b.double()).abs() <= bound * (1 + 2**-10)).all()
+
+
+@pytest.mark.parametrize("k", [256, 2048])
+def test_property_6_in_norm(k: int, device: str) -> None:
+    """Feature: fused operators, Property 6 (b): at most 6 % in the Frobenius norm for zero-mean data."""
+    a = normal((128, k), torch.float32, device, seed=k)
+    b = normal((k, 96), torch.float32, device, seed=k + 1)
+    c = fp8_gemm(a, b, output_dtype=torch.float32).double()
+    expected = a.double() @ b.double()
+    assert (c - expected).norm() <= 0.06 * expected.norm()
+
+
+def test_property_6_for_one_sign(device: str) -> None:
+    """Feature: fused operators, Property 6 (c): 1 % per element where no product is negative, K >= 1024."""
+    generator = torch.Generator().manual_seed(11)
+    a = torch.rand(128, 1024, generator=generator).to(device)
+    b = torch.rand(1024, 96, generator=generator).to(device)
+    c = fp8_gemm(a, b, output_dtype=torch.float32).double()
+    expected = a.double() @ b.double()
+    assert ((c - expected).abs() <= 0.01 * expected).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [512, 4096])
+def test_no_less_accurate_than_cublaslt(k: int) -> None:
+    a, b, a_scale, b_scale, _ = FP8GemmCase(
+        name="accuracy", dtype=torch.float32, m=256, n=256, k=k
+    ).make_inputs("cuda")
+    expected = reference.gemm(a, b, a_scale, b_scale)
+    theirs = torch._scaled_mm(
+        a, b, 1 / a_scale, 1 / b_scale, out_dtype=torch.float32, use_fast_accum=False
+    ).double()
+    limit = 1.1 * (theirs - expected).norm()
+    assert (op(a, b, a_scale, b_scale, torch.float32).double() - expected).norm() <= limit
+    for config in COMPILED_CONFIGS:
+        ours = op(a, b, a_scale, b_scale, torch.float32, list(config)).double()
+        assert (ours - expected).norm() <= limit
+
+
+# ---- configurations, refusals
+
+
+@pytest.mark.parametrize("config", COMPILED_CONFIGS, ids=str)
+@pytest.mark.parametrize("size", [(3, 40, 64), (300, 260, 400)], ids=str)
+def test_every_configuration_computes_the_same(
+    size: tuple[int, int, int], config: tuple[int, ...], device: str
+) -> None:
+    m, n, k = size
+    for dtype in OUTPUTS:
+        inputs = FP8GemmCase(name="config", dtype=dtype, m=m, n=n, k=k, scales="channel").make_inputs(device)
+        c = op(*inputs, list(config))
+        assert_product(c, inputs, sum_error(device))
+        assert torch.equal(fp8_gemm(*inputs, **dict(zip(KEYS, config, strict=True))), c)
+
+
+def test_configurations_are_checked_everywhere() -> None:
+    inputs = FP8GemmCase(name="c", dtype=torch.float16, m=2, n=3, k=4).make_inputs("cpu")
+    with pytest.raises(NotImplementedError, match="no kernel is compiled"):
+        op(*inputs, [64, 64, 32, 4, 4, 3])
+    with pytest.raises(ValueError, match="config must be"):
+        op(*inputs, [64])
+    with pytest.raises(ArchitectureNotSupportedError, match="compiled: "):
+        fp8_gemm(*inputs, BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_SIZE_M=4, num_warps=4, num_stages=3)
+    with pytest.raises(ValueError, match="give all of"):
+        fp8_gemm(*inputs, BLOCK_M=64)
+
+
+A, B, S = torch.ones(2, 4).to(FP8), torch.ones(4, 3).to(FP8), torch.tensor(1.0)
+ERRORS = {
+    "a rank": (lambda f: f(A[0], B, S, S), ShapeMismatchError, r"a must be 2-D \[M, K\]"),
+    "b rank": (lambda f: f(A, B[0], S, S), ShapeMismatchError, r"b must be 2-D \[K, N\]"),
+    "k": (lambda f: f(A, torch.ones(5, 3).to(FP8), S, S), ShapeMismatchError, r"size 0 of b must be"),
+    "a dtype": (lambda f: f(A.view(torch.uint8), B, S, S), UnsupportedDtypeError, r"a must have"),
+    "b dtype": (lambda f: f(A, B.view(torch.uint8), S, S), UnsupportedDtypeError, r"b must have"),
+    "scale dtype": (lambda f: f(A, B, S.double(), S), UnsupportedDtypeError, r"a_scale must have"),
+    "output": (lambda f: f(A, B, S, S, torch.int32), UnsupportedDtypeError, r"output_dtype must be"),
+    "varies along K": (
+        lambda f: f(A, B, torch.ones(1, 4), S),
+        ShapeMismatchError,
+        r"a_scale must be \[\] or \[2, 1\], constant along K, got \[1, 4\]",
+    ),
+    "b varies along K": (
+        lambda f: f(A, B, S, torch.ones(4, 1)),
+        ShapeMismatchError,
+        r"b_scale must be \[\] or \[1, 3\], constant along K",
+    ),
+}
+
+
+@pytest.mark.parametrize("layer", ["python", "op"])
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_name_argument_requirement_and_value(name: str, layer: str) -> None:
+    call, kind, message = ERRORS[name]
+    wanted = kind if layer == "python" else next(b for b in (ValueError, TypeError) if issubclass(kind, b))
+    functions = (fp8_gemm, fp8_gemm_exact) if layer == "python" else (op, op_exact)
+    for f in functions:
+        with pytest.raises(wanted, match=message):
+            call(f)
+
+
+def test_python_layer(device: str) -> None:
+    a = normal((20, 48), torch.float32, device, seed=1)
+    b = normal((48, 32), torch.bfloat16, device, seed=2)
+    (qa, sa, _), (qb, sb, _) = fp8_quantize(a), fp8_quantize(b)
+    assert torch.equal(fp8_gemm(a, b), op(qa, qb, sa, sb))
+    assert torch.equal(fp8_gemm(qa, b, sa, output_dtype=torch.bfloat16), op(qa, qb, sa, sb, torch.bfloat16))
+    assert torch.equal(fp8_gemm_exact(qa, qb, sa, sb), op_exact(qa, qb, sa, sb))
+    with pytest.raises(ValueError, match="a_scale is required"):
+        fp8_gemm(qa, b)
+    with pytest.raises(ValueError, match="a_scale"):
+        fp8_gemm(qa.cpu(), qb.cpu(), torch.tensor(-1.0), sb.cpu())
+    with pytest.raises(DeviceError, match="b_scale"):
+        fp8_gemm(qa, qb, sa, torch.tensor(1.0, device="meta"))
+
+
+@pytest.mark.gpu
+def test_one_kernel_on_own_paths() -> None:
+    for m in (1, 64):
+        inputs = FP8GemmCase(name="one", dtype=torch.float16, m=m, n=256, k=512).make_inputs("cuda")
+        op(*inputs)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            op(*inputs)
+            torch.cuda.synchronize()
+        kernels = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        assert len(kernels) == 1, kernels
+
+
+# ---- compile, export
+
+
+@pytest.mark.parametrize("case", CASES[::17], ids=case_id)
+def test_opcheck(case: FP8GemmCase, device: str) -> None:
+    inputs = case.make_inputs(device)
+    # test_schema multiplies its inputs, which torch cannot do in this dtype
+    tests = ("test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(op.default, inputs, test_utils=tests)
+    torch.library.opcheck(op_exact.default, inputs, test_utils=tests)
+
+
+def test_compile(device: str) -> None:
+    a, b, *rest = FP8GemmCase(name="compile", dtype=torch.float32, m=70, n=32, k=48).make_inputs(device)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return op(x, b, *rest) * 2
+
+    assert torch.equal(torch.compile(model, fullgraph=True)(a), model(a))

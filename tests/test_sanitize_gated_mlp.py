@@ -1,0 +1,41 @@
+"""Every CUDA kernel of the gated_mlp room once at a small size, for compute-sanitizer; see test_sanitize.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import htree_ops  # noqa: F401
+from htree_ops.ops.gated_mlp import COMPILED_CONFIGS
+from htree_ops.testing.cases import normal
+from htree_ops.testing.gated_mlp_cases import ACTIVATIONS, GatedMLPCase, assert_forward, assert_gradients
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("rows", [1, 30, 60, 140])
+def test_gated_mlp(rows: int, activation: str, dtype: torch.dtype) -> None:
+    # ragged in every direction; an inner size that tensor copies can store, and one that they cannot
+    for inner, hidden in ((136, 200), (67, 65)):
+        case = GatedMLPCase(
+            name="small", dtype=dtype, rows=(rows,), inner=inner, hidden=hidden, activation=activation
+        )
+        inputs = case.make_inputs("cuda")
+        assert_forward(torch.ops.htree.gated_mlp(*inputs), inputs)
+        out, gate, up = torch.ops.htree.gated_mlp_forward(*inputs)
+        assert_forward(out, inputs)
+        dy = normal((rows, inner), dtype, "cuda", seed=9)
+        assert_gradients(torch.ops.htree.gated_mlp_saved_backward(dy, gate, up, *inputs), dy, inputs)
+        assert_gradients(torch.ops.htree.gated_mlp_backward(dy, *inputs), dy, inputs, saved=False)
+
+
+@pytest.mark.parametrize("config", COMPILED_CONFIGS, ids=str)
+def test_configurations(config: tuple[int, ...]) -> None:
+    for rows in (20, 300):
+        case = GatedMLPCase(name="small", dtype=torch.bfloat16, rows=(rows,), inner=264, hidden=136)
+        inputs = case.make_inputs("cuda")
+        assert_forward(torch.ops.htree.gated_mlp(*inputs, list(config)), inputs)

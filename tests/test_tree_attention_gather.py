@@ -1,0 +1,120 @@
+"""The two gathers of tree attention's tensor-core path: shared by neighbouring queries (Hopper), and one per query."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import htree_ops  # noqa: F401
+from htree_ops.testing.cases import case_id
+from htree_ops.testing.compare import assert_close_spec
+from htree_ops.testing.tree_attention_cases import TreeAttentionCase
+from htree_ops.testing.tree_attention_checks import assert_lists, forced
+
+pytestmark = pytest.mark.gpu
+
+op = torch.ops.htree
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 8e-3}
+
+
+def model(name: str, dtype: torch.dtype = torch.bfloat16, **sizes: object) -> TreeAttentionCase:
+    defaults: dict[str, object] = {
+        "T": 1500,
+        "H": 8,
+        "H_kv": 1,
+        "K": 64,
+        "V": 64,
+        "r": 16,
+        "top_k": 16,
+        "M": 128,
+    }
+    return TreeAttentionCase(name=name, dtype=dtype, **{**defaults, **sizes})  # type: ignore[arg-type]
+
+
+SHAPES = [
+    model("d32", K=32, V=32),
+    model("d64", H=16, H_kv=2),
+    model("d128", K=128, V=128),
+    *(model(f"group{g}", H=2 * g, H_kv=2, K=128, V=128) for g in (1, 3, 4, 9, 16)),
+    model("batch", B=3, T=523),
+    model("three_layers", T=3000, top_k=4, M=32, K=128, V=128),
+    model("three_layers_group16", T=3000, top_k=4, M=32, H=16),
+    model("long_lists", T=5000, top_k=128, M=512, K=128, V=128),
+    model("one_layer", T=900, M=1024, top_k=64),
+    model("stride2", selection_stride=2, K=128, V=128),
+    model("stride4", selection_stride=4, T=2999),
+    model("suffix", num_queries=77),
+    model("decode", num_queries=1),
+    model("no_rotation", rope_base=None, K=128, V=128),
+    model("peaked", spread=4.0, K=128, V=128),
+    *(model(f"short{t}", T=t, K=128, V=128) for t in (1, 15, 16, 17, 33)),
+]
+CASES = [s.with_dtype(dtype) for s in SHAPES for dtype in (torch.bfloat16, torch.float16)]
+
+
+@pytest.fixture(params=["auto", "private"])
+def gather(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("HTREE_TREE_GATHER", request.param)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_forward_under_its_own_selection(case: TreeAttentionCase, gather: str, nan_memory: None) -> None:
+    q, k, v = case.make_qkv("cuda")
+    options = case.reference_options()
+    out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
+    assert_lists(parents, case.T_q, case.T, options)
+    expected = forced(q, k, v, parents, options)
+    a = TOLERANCE[case.dtype]
+    assert_close_spec(out, expected.out, rtol=a, atol=a * float(v.abs().max()), dtype=case.dtype, name="out")
+    lse = gmax.double() + gsum.double().log()
+    assert_close_spec(lse, expected.lse, rtol=a, atol=a * max(1.0, case.spread**2), name="lse")
+    assert torch.equal(out, op.attention(q, k, v, **options)), "run again, the same bits"
+
+
+@pytest.mark.parametrize("length", [65_537, 140_000])
+def test_lists_over_several_windows(length: int, gather: str) -> None:
+    """More parents than a block looks at together; the last queries against the reference, all against a repeat."""
+    case = model("windows", T=length, H=4, K=32, V=32, top_k=32, M=512)
+    q, k, v = case.make_qkv("cuda")
+    options = case.reference_options()
+    out, _, _, parents = op.attention_forward(q, k, v, **options)
+    tail = [x[:, -64:].contiguous() for x in parents]
+    expected = forced(q[:, -64:].contiguous(), k, v, tail, options)
+    assert_close_spec(out[:, -64:], expected.out, rtol=8e-3, atol=8e-3 * float(v.abs().max()), name="out")
+    assert torch.equal(out, op.attention(q, k, v, **options))
+    suffix = op.attention(q[:, -64:], k, v, **options)
+    assert torch.equal(out[:, -64:], suffix), "a query alone computes what it does among others"
+
+
+def test_both_gathers_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = model("agree", T=20_000, H=16, H_kv=2, K=128, V=128, top_k=64, M=1024)
+    q, k, v = case.make_qkv("cuda")
+    shared = op.attention(q, k, v, **case.reference_options())
+    monkeypatch.setenv("HTREE_TREE_GATHER", "private")
+    private = op.attention(q, k, v, **case.reference_options())
+    assert_close_spec(shared, private.double(), rtol=8e-3, atol=4e-3 * float(v.abs().max()))
+
+
+@pytest.mark.parametrize("group", [1, 8, 16])
+@pytest.mark.parametrize("stride", [1, 4])
+def test_the_future_changes_nothing(stride: int, group: int, gather: str) -> None:
+    case = model("causal", H=group, K=128, V=128, selection_stride=stride)
+    q, k, v = case.make_qkv("cuda")
+    options = case.reference_options()
+    out = op.attention(q, k, v, **options)
+    for t in (0, 7, 15, 16, 100, 1023, 1400):
+        changed = [x.clone() for x in (q, k, v)]
+        for x in changed:
+            x[:, t + 1 :] = math.nan
+        assert torch.equal(op.attention(*changed, **options)[:, : t + 1], out[:, : t + 1])
+
+
+def test_an_unknown_gather_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = model("unknown", T=64)
+    q, k, v = case.make_qkv("cuda")
+    monkeypatch.setenv("HTREE_TREE_GATHER", "shared")
+    with pytest.raises(ValueError, match="HTREE_TREE_GATHER"):
+        op.attention(q, k, v, **case.reference_options())
