@@ -18,10 +18,17 @@ int64_t partial_bytes_of(const TreeCall& call) {
   return partial_sum_bytes(call.problem.key_dim, call.problem.value_dim);
 }
 
+// Whether dK and dV of gathered layers are made by a warp per parent.
+bool by_parent(const TreeCall& call) {
+  const int64_t group = call.problem.group();
+  return call.config.gather != GatherKernel::kBlock && call.layers.size() > 1 && group >= kMinParentGroup &&
+         group <= kMaxParentGroup;
+}
+
 // Offsets of the scratch, in bytes.
 struct BackwardScratch {
   int64_t key_bounds, query_bounds, records, meta, query_sums, lists, list_bytes, mask, counts, entries,
-      offsets, run_counts, partials, partial_bytes, scores, total;
+      offsets, run_counts, turns, partials, partial_bytes, scores, total;
 
   BackwardScratch(const TreeCall& call, bool recompute) {
     const AttentionProblem& p = call.problem;
@@ -50,6 +57,7 @@ struct BackwardScratch {
     const int64_t heads = num_entries ? c.batch_chunk * p.num_kv_heads : 0;
     offsets = take(heads * (call.layers[0].num_parents + 1) * 4);
     run_counts = take(heads * ceil_div(chunk_lists, kInverseRows) * call.layers[0].num_parents * 4);
+    turns = take(by_parent(call) ? call.rope_rows() * p.key_dim * 2 : 0);
     partial_bytes = 0;
     for (size_t i = 0; i < call.layers.size() && blocks; ++i) {
       const int64_t per_list = blocks_of_list(call) * partial_slots(call, i) * partial_bytes_of(call);
@@ -97,6 +105,10 @@ class BackwardRun {
       if (buffers_.value_sums) {
         cudaMemsetAsync(buffers_.value_sums, 0, rows * p_.value_dim * 4, stream_);
       }
+    }
+    if (by_parent(call_) && keys_wanted()) {
+      launch_position_turns(call_.rope, scratch<__half2>(at_.turns), call_.rope_rows(),
+                            static_cast<int>(p_.key_dim), stream_);
     }
     launch_key_bounds(call_.shape, tokens, scratch<KeyBounds>(at_.key_bounds), stream_);
     cudaError_t error = cudaGetLastError();
@@ -245,8 +257,22 @@ class BackwardRun {
     }
     sums_of(layer_idx, chunk, key.keys, key.values);
     key.add = chunk.query > 0;
-    launch_key_gradient(call_.shape, key, stream_);
-    return cudaGetLastError();
+    if (!lists.data || !by_parent(call_)) {
+      launch_key_gradient(call_.shape, key, stream_);
+      return cudaGetLastError();
+    }
+    key.turns = scratch<__half2>(at_.turns);
+    const int64_t list_bytes = p_.args.selection_stride * p_.group() * 2 * (p_.key_dim + p_.value_dim);
+    const int64_t window = std::max<int64_t>(1, kParentWindowBytes / list_bytes);
+    cudaError_t error = cudaSuccess;
+    for (int64_t first = 0; first < common.gather.num_lists && error == cudaSuccess; first += window) {
+      key.first_list = static_cast<uint32_t>(first);
+      key.end_list = static_cast<uint32_t>(std::min<int64_t>(first + window, common.gather.num_lists));
+      launch_parent_gradient(call_.shape, key, stream_);
+      error = cudaGetLastError();
+      key.add = true;
+    }
+    return error;
   }
 
   // Users of every parent of the layer.
