@@ -18,11 +18,10 @@ int64_t partial_bytes_of(const TreeCall& call) {
   return partial_sum_bytes(call.problem.key_dim, call.problem.value_dim);
 }
 
-// Whether dK and dV of gathered layers are made by a warp per parent.
+// Whether dK and dV are made by parent_gradient.cuh.
 bool by_parent(const TreeCall& call) {
   const int64_t group = call.problem.group();
-  return call.config.gather != GatherKernel::kBlock && call.layers.size() > 1 && group >= kMinParentGroup &&
-         group <= kMaxParentGroup;
+  return call.config.gather != GatherKernel::kBlock && group >= kMinParentGroup && group <= kMaxParentGroup;
 }
 
 // Offsets of the scratch, in bytes.
@@ -257,7 +256,7 @@ class BackwardRun {
     }
     sums_of(layer_idx, chunk, key.keys, key.values);
     key.add = chunk.query > 0;
-    if (!lists.data || !by_parent(call_)) {
+    if (!by_parent(call_)) {
       launch_key_gradient(call_.shape, key, stream_);
       return cudaGetLastError();
     }

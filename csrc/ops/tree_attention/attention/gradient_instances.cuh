@@ -38,15 +38,24 @@ void launch_key_gradient_instance(const KeyGradientParams& params, cudaStream_t 
            kBytes, stream>>>(params);
 }
 
-template <typename T, int kDim>
-void launch_parent_gradient_instance(const KeyGradientParams& params, cudaStream_t stream) {
-  auto kernel = parent_gradient_kernel<T, kDim>;
+template <typename T, int kDim, int kParentsPerBlock>
+void launch_parent_gradient_blocks(const KeyGradientParams& params, cudaStream_t stream) {
+  auto kernel = parent_gradient_kernel<T, kDim, kParentsPerBlock>;
   constexpr int kBytes = UserStage<kDim>::kSharedBytes;
   allow_shared_bytes(kernel, kBytes);
   const GatherParams& p = params.common.gather;
-  const dim3 grid(static_cast<unsigned>(ceil_div(p.num_parents, kParentWarps)),
+  const dim3 grid(static_cast<unsigned>(ceil_div(p.num_parents, kParentsPerBlock)),
                   p.num_batches * p.num_kv_heads);
   kernel<<<grid, kParentWarps * 32, kBytes, stream>>>(params);
+}
+
+template <typename T, int kDim>
+void launch_parent_gradient_instance(const KeyGradientParams& params, cudaStream_t stream) {
+  if (params.entries) {
+    launch_parent_gradient_blocks<T, kDim, kParentWarps>(params, stream);
+  } else {
+    launch_parent_gradient_blocks<T, kDim, 1>(params, stream);
+  }
 }
 
 #define HTREE_TREE_GRADIENT_INSTANCES(PREFIX, T, DIM)                                                 \

@@ -126,9 +126,9 @@ struct KeyGradientParams {
 };
 void launch_key_gradient(const TensorCoreShape& shape, const KeyGradientParams& params, cudaStream_t stream);
 
-// The same of gathered layers from the users of a window of lists, a warp per parent. Below kMinParentGroup
-// heads, kernels that fill a tile with the rows of several users do less work; above kMaxParentGroup there
-// are two tiles.
+// The same from the users of a window of lists, a warp per parent or, for implicit lists, four. Below
+// kMinParentGroup heads, kernels that fill a tile with the rows of several users do less work; above
+// kMaxParentGroup there are two tiles.
 constexpr int kMinParentGroup = 4, kMaxParentGroup = 8;
 // Records of a head whose users all its parents walk at a time: they stay in the L2.
 constexpr int64_t kParentWindowBytes = int64_t{16} << 20;

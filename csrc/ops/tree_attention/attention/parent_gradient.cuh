@@ -1,5 +1,5 @@
-// dK and dV of a gathered layer for short lists of queries, docs/semantics.md §1.10: one warp per (batch, kv
-// head, parent) walks the parent's users in a window of the lists.
+// dK and dV of a layer for short lists of queries, docs/semantics.md §1.10: a warp walks the users of a
+// (batch, kv head, parent) in a window of the lists.
 //
 // A user is a query of a list that holds the parent; with it come up to 8 rows (query, head), one tile. The
 // parent's keys and values stay in registers as A operands, so a user costs its own bytes and no more: S^T =
@@ -185,6 +185,22 @@ class ParentGradient {
     }
   }
 
+  // Lane after lane, for the warp that adds the sums of the others to its own.
+  __device__ __forceinline__ void leave(uint32_t ring) const {
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      store_sum(ring, 2 * i, key_sum_[i]);
+      store_sum(ring, 2 * i + 1, value_sum_[i]);
+    }
+  }
+  __device__ __forceinline__ void add_left(uint32_t ring) {
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      add_sum(ring, 2 * i, key_sum_[i]);
+      add_sum(ring, 2 * i + 1, value_sum_[i]);
+    }
+  }
+
   // Adds to the running sums, dK turned back by the child's place.
   __device__ __forceinline__ void store(const KeyGradientParams& params, int64_t parent, float factor) const {
     const GatherParams& p = params.common.gather;
@@ -225,19 +241,37 @@ class ParentGradient {
   }
 
  private:
+  __device__ __forceinline__ static uint32_t sum_at(uint32_t ring, int i) {
+    return ring + (i * 32 + threadIdx.x % 32) * 16;
+  }
+  __device__ __forceinline__ static void store_sum(uint32_t ring, int i, const float (&x)[4]) {
+    device::store_shared_16(sum_at(ring, i), make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]),
+                                                        __float_as_uint(x[2]), __float_as_uint(x[3])));
+  }
+  __device__ __forceinline__ static void add_sum(uint32_t ring, int i, float (&x)[4]) {
+    const uint4 bits = device::load_shared_16(sum_at(ring, i));
+    x[0] += __uint_as_float(bits.x), x[1] += __uint_as_float(bits.y);
+    x[2] += __uint_as_float(bits.z), x[3] += __uint_as_float(bits.w);
+  }
+
   uint32_t keys_[kSteps][4], values_[kSteps][4];
   float row_unscale_[2];
   float key_sum_[kChunks][4], value_sum_[kChunks][4];
 };
 
-// Grid: x = blocks of kParentWarps parents, y = batch * kv head.
-template <typename T, int kDim>
+// Grid: x = parents / kParentsPerBlock, y = batch * kv head. A block has a parent for every warp, or one
+// whose users the warps share in equal runs, added in the order of the warps: few parents with many users
+// each, as at the top.
+template <typename T, int kDim, int kParentsPerBlock>
 __global__ void __launch_bounds__(kParentWarps * 32, 2) parent_gradient_kernel(KeyGradientParams params) {
+  static_assert(kParentsPerBlock == 1 || kParentsPerBlock == kParentWarps);
+  constexpr bool kShared = kParentsPerBlock == 1;
   using Stage = UserStage<kDim>;
   extern __shared__ __align__(128) char shared[];
   const GradientParams& common = params.common;
   const GatherParams& p = common.gather;
-  const int64_t parent = int64_t{blockIdx.x} * kParentWarps + threadIdx.x / 32;
+  const int warp = threadIdx.x / 32;
+  const int64_t parent = kShared ? blockIdx.x : int64_t{blockIdx.x} * kParentWarps + warp;
   if (parent >= p.num_parents) {
     return;
   }
@@ -250,15 +284,32 @@ __global__ void __launch_bounds__(kParentWarps * 32, 2) parent_gradient_kernel(K
   const PowerOfTwo power = score_gradient_scale(__uint_as_float(query_bounds.gradient_norm),
                                                 __uint_as_float(key_bounds.value_norm),
                                                 __uint_as_float(query_bounds.query_unscale));
-  const uint32_t ring = device::shared_address(shared) + threadIdx.x / 32 * Stage::kWarpBytes;
+  const uint32_t rings = device::shared_address(shared);
+  const uint32_t ring = rings + warp * Stage::kWarpBytes;
+  const uint32_t run = kShared ? (users.num_users + kParentWarps - 1) / kParentWarps : users.num_users;
+  const uint32_t begin = kShared ? min(warp * run, users.num_users) : 0;
+  const uint32_t end = min(begin + run, users.num_users);
   ParentGradient<T, kDim> sums;
   sums.load(p.blocks + (int64_t{blockIdx.y} * p.num_parents + parent) * ParentBlock<kDim, kDim>::kBytes,
             ring);
-  UserStream<kDim> stream(params, users, parent, ring);
-  for (uint32_t user = 0; user < users.num_users; ++user) {
+  UserStream<kDim> stream(params, users, parent, begin, end, ring);
+  for (uint32_t user = begin; user < end; ++user) {
     sums.add_user(stream.wait(user), p.score_scale, power.scale);
   }
   device::wait_copies<0>();
+  if constexpr (kShared) {
+    __syncwarp();
+    if (warp > 0) {
+      sums.leave(ring);
+    }
+    __syncthreads();
+    if (warp > 0) {
+      return;
+    }
+    for (int other = 1; other < kParentWarps; ++other) {
+      sums.add_left(rings + other * Stage::kWarpBytes);
+    }
+  }
   sums.store(params, parent, power.inverse * common.scale);
 }
 

@@ -24,17 +24,34 @@ struct UserStage {
   static constexpr int kWarpBytes = kParentStages * kBytes;
   static constexpr int kSharedBytes = kParentWarps * kWarpBytes;
   static_assert(ParentBlock<kDim, kDim>::kBytes <= kWarpBytes);
+  static constexpr int kSumBytes = 2 * kBlockRows * kDim * 4;  // of a warp
+  static_assert(kSumBytes <= kWarpBytes);
 };
 
-// Users of a parent in the window of lists [first_list, end_list): entries [begin, end), stride queries each.
+// Users of a parent in the window of lists [first_list, end_list): of entries or, where every list holds all
+// parents up to its own, of lists [begin, ...), stride queries each.
 struct WindowUsers {
   uint32_t begin, num_users;
 
   __device__ __forceinline__ WindowUsers(const KeyGradientParams& params, int64_t parent) {
     const GatherParams& p = params.common.gather;
-    const uint32_t* offset = params.offsets + int64_t{blockIdx.y} * (p.num_parents + 1) + parent;
-    begin = first_of(params, offset[0], offset[1], params.first_list);
-    num_users = (first_of(params, begin, offset[1], params.end_list) - begin) * p.stride;
+    uint32_t end;
+    if (params.entries) {
+      const uint32_t* offset = params.offsets + int64_t{blockIdx.y} * (p.num_parents + 1) + parent;
+      begin = first_of(params, offset[0], offset[1], params.first_list);
+      end = first_of(params, begin, offset[1], params.end_list);
+    } else {
+      // lists whose own parent comes before this one do not hold it, and at upper layers lists that refine
+      // everything do not use it
+      int64_t token = parent * kBlockRows * p.node_span;
+      if (params.common.selected) {
+        token = max(token, p.list_width * p.node_span);
+      }
+      const int64_t first = max((token - p.t0 + p.stride - 1) / p.stride, int64_t{params.first_list});
+      end = params.end_list;
+      begin = static_cast<uint32_t>(min(first, int64_t{end}));
+    }
+    num_users = (end - begin) * p.stride;
   }
 
   // First entry of [low, high) whose list is not before `list`.
@@ -52,16 +69,23 @@ struct WindowUsers {
   }
 };
 
-// Copies of a warp's users. Lane i knows user 32 j + i.
+// Copies of a warp's users [begin, end) of those of its parent. Lane i knows user begin + 32 j + i.
 template <int kDim>
 class UserStream {
  public:
   using Stage = UserStage<kDim>;
 
   __device__ __forceinline__ UserStream(const KeyGradientParams& params, const WindowUsers& users,
-                                        int64_t parent, uint32_t ring)
-      : params_(params), users_(users), parent_(parent), ring_(ring), lane_(threadIdx.x % 32) {
-    entry_ = read_entry(0);
+                                        int64_t parent, uint32_t begin, uint32_t end, uint32_t ring)
+      : params_(params),
+        users_(users),
+        parent_(parent),
+        begin_(begin),
+        end_(end),
+        ring_(ring),
+        lane_(threadIdx.x % 32),
+        next_(begin) {
+    entry_ = read_entry(begin);
     for (int i = 0; i < kParentStages - 1; ++i) {
       issue();
     }
@@ -71,15 +95,20 @@ class UserStream {
   __device__ __forceinline__ uint32_t wait(uint32_t user) {
     device::wait_copies<kParentStages - 2>();
     __syncwarp();
-    issue();  // into the stage of the user before this one, which all lanes have
-              // left
-    return ring_ + user % kParentStages * Stage::kBytes;
+    issue();  // into the stage of the user before this one, which all lanes have left
+    return ring_ + (user - begin_) % kParentStages * Stage::kBytes;
   }
 
  private:
+  // Entry of user first + lane.
   __device__ __forceinline__ uint32_t read_entry(uint32_t first) const {
+    const GatherParams& p = params_.common.gather;
     const uint32_t user = first + lane_;
-    return user < users_.num_users ? params_.entries[users_.begin + user / params_.common.gather.stride] : 0u;
+    if (user >= end_) {
+      return 0;
+    }
+    const uint32_t at = users_.begin + user / p.stride;
+    return params_.entries ? params_.entries[at] : at * p.list_width + static_cast<uint32_t>(parent_);
   }
 
   // What this lane's user of the next 32 sees of the parent, its position and its query.
@@ -94,15 +123,16 @@ class UserStream {
     query_ = list_row * p.stride + user % p.stride;
     present_ = 0;
     position_ = 0;
-    if (user >= users_.num_users || query_ >= static_cast<uint32_t>(p.num_queries)) {
+    if (user >= end_ || query_ >= static_cast<uint32_t>(p.num_queries)) {
       query_ = 0;
       return;
     }
     const int batch = blockIdx.y / p.num_kv_heads, kv_head = blockIdx.y % p.num_kv_heads;
     const int64_t list_idx = (batch * int64_t{p.num_lists} + list_row) * p.num_kv_heads + kv_head;
     const int64_t rightmost = (p.t0 + query_) / p.node_span;
-    const int position =
-        (params_.counts[list_idx] - 1 - slot) * kBlockRows + static_cast<int>(rightmost % kBlockRows);
+    const int count =
+        params_.entries ? params_.counts[list_idx] : static_cast<int>(rightmost / kBlockRows) + 1;
+    const int position = (count - 1 - slot) * kBlockRows + static_cast<int>(rightmost % kBlockRows);
     // at upper layers the query's own node is always refined
     const int64_t rows =
         min(static_cast<int64_t>(position) + (common.selected ? 0 : 1), rightmost + 1 - parent_ * kBlockRows);
@@ -115,16 +145,16 @@ class UserStream {
   }
 
   __device__ __forceinline__ void issue() {
-    if (next_ < users_.num_users) {
-      if (next_ % 32 == 0) {
+    if (next_ < end_) {
+      if ((next_ - begin_) % 32 == 0) {
         look_up();
       }
       const GatherParams& p = params_.common.gather;
-      const int from = static_cast<int>(next_ % 32);
+      const int from = static_cast<int>((next_ - begin_) % 32);
       const unsigned query = __shfl_sync(device::kFullMask, query_, from);
       const unsigned present = __shfl_sync(device::kFullMask, present_, from);
       const int position = __shfl_sync(device::kFullMask, position_, from);
-      const uint32_t stage = ring_ + next_ % kParentStages * Stage::kBytes;
+      const uint32_t stage = ring_ + (next_ - begin_) % kParentStages * Stage::kBytes;
       const int64_t row = (int64_t{blockIdx.y} * p.num_queries + query) * p.group;
       copy_rows(stage, params_.common.records + row * (4 * kDim), p.group);
       constexpr int kTurnChunks = kDim / 8;
@@ -160,9 +190,9 @@ class UserStream {
   const KeyGradientParams& params_;
   const WindowUsers& users_;
   int64_t parent_;
-  uint32_t ring_;
+  uint32_t begin_, end_, ring_;
   int lane_;
-  uint32_t next_ = 0, entry_ = 0;
+  uint32_t next_, entry_ = 0;
   unsigned query_ = 0, present_ = 0;
   int position_ = 0;
 };
