@@ -6,6 +6,7 @@ Switches: ``HTREE_CUDA=0|1`` forces the decision, ``TORCH_CUDA_ARCH_LIST`` and `
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-ROOMS = ("causal_softmax", "fp8", "gated_mlp", "hadamard", "rmsnorm_rope", "tree_attention")
+ROOMS = ("causal_softmax", "compressed_kv", "fp8", "gated_mlp", "hadamard", "rmsnorm_rope", "tree_attention")
 # sm_90a machine code for Hopper, sm_80 machine code for Ampere and Ada, and compute_80 PTX, the highest
 # architecture that every later GPU can compile from (compute_90a PTX runs on Hopper alone).
 DEFAULT_ARCH_LIST = "8.0+PTX;9.0a"
@@ -102,6 +103,18 @@ def sources(*suffixes: str) -> list[str]:
     for room in ROOMS:
         found += (ROOT / "csrc" / "ops" / room).rglob("*")
     return sorted(str(f.relative_to(ROOT)) for f in found if f.suffix in suffixes)
+
+
+def source_hashes() -> dict[str, str]:
+    """For each room the hash of its sources and of the device headers that rooms share: tuning results keep it."""
+    hashes = {}
+    for room in ROOMS:
+        digest = hashlib.sha256()
+        for folder in (ROOT / "csrc" / "device", ROOT / "csrc" / "ops" / room):
+            for path in sorted(file for file in folder.rglob("*") if file.is_file()):
+                digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
+        hashes[room] = digest.hexdigest()[:16]
+    return hashes
 
 
 def default_jobs() -> int:
@@ -228,13 +241,14 @@ def main() -> None:
                 "arch_list": arch_list if cuda.enabled else None,
                 "compiler": os.environ.get("CXX", "c++"),
                 "commit": commit(),
+                "source_hashes": source_hashes(),
             }
             (target / "htree_ops" / "_build_info.json").write_text(json.dumps(info, indent=2) + "\n")
 
     setup(
         version=version(),
         packages=find_packages(include=["htree_ops", "htree_ops.*"]),
-        package_data={"htree_ops": ["py.typed", "_build_info.json"]},
+        package_data={"htree_ops": ["py.typed", "_build_info.json", "tuning/results/*.json"]},
         ext_modules=extensions,
         cmdclass={"build_ext": Build},
     )

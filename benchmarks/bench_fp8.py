@@ -20,20 +20,28 @@ from htree_ops.testing.fp8_cases import (
     eager_dequantize,
     eager_fake_quant,
     eager_quantize,
+    round_trip_bound,
 )
 
 #: Rows that are compared with the reference, which searches every code in float64.
 CHECKED_ROWS = 64
 
 
+#: torch.compile divides 448 by the maximum with an instruction that is good to two units in the last place of fp32;
+#: the ops' own tests demand the rounded quotient.
+SCALE_TOLERANCE = 2.0**-22
+
+
 def check(inputs: tuple[Any, ...], result: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-    """Scale and count of the whole tensor, codes of some rows."""
+    """Scales and count of the whole tensor, codes of some rows, exactly those of the scales that were returned."""
     x, scale, granularity, dim, block = inputs
     q, used, num_overflow = result
     wanted = reference.compute_scale(x, granularity, dim, block) if scale is None else scale
-    assert torch.equal(used, wanted), "scales differ"
+    assert used.shape == wanted.shape, f"scales have shape {tuple(used.shape)}"
+    error = float(((used - wanted).abs() / wanted).max())
+    assert error <= SCALE_TOLERANCE, f"scales are off by {error:.1e}"
     assert int(num_overflow) == 0, f"{int(num_overflow)} overflows"
-    full = reference.expand_scale(wanted, x.shape, granularity, dim, block)
+    full = reference.expand_scale(used, x.shape, granularity, dim, block)
     rows = slice(0, CHECKED_ROWS)
     codes = reference.encode(x[rows].float() * full[rows])
     wrong = int((codes_of(q[rows]) != codes).sum())
@@ -41,14 +49,19 @@ def check(inputs: tuple[Any, ...], result: tuple[torch.Tensor, torch.Tensor, tor
 
 
 def check_values(inputs: tuple[Any, ...], result: torch.Tensor) -> None:
-    """The rounded values of some rows; torch.compile may divide by a reciprocal, one fp32 rounding away."""
+    """Some rows: the nearest code of each value, but for ties that a scale off by one unit turns the other way."""
     x, scale, granularity, dim, block = inputs
     used = reference.compute_scale(x, granularity, dim, block) if scale is None else scale
     full = reference.expand_scale(used, x.shape, granularity, dim, block)[:CHECKED_ROWS]
-    codes = reference.encode(x[:CHECKED_ROWS].float() * full)
-    wanted = reference.dequantize(codes, full)
-    error = (result[:CHECKED_ROWS].double() - wanted).abs()
-    assert bool((error <= wanted.abs() * (torch.finfo(result.dtype).eps / 2 + 2.0**-22)).all())
+    part = x[:CHECKED_ROWS]
+    wanted = reference.dequantize(reference.encode(part.float() * full), full)
+    values = result[:CHECKED_ROWS].double()
+    slack = torch.finfo(result.dtype).eps / 2 + 2 * SCALE_TOLERANCE
+    turned = (values - wanted).abs() > wanted.abs() * slack
+    share = float(turned.double().mean())
+    assert share <= 1e-3, f"{share:.1%} of the values differ"
+    bound = round_trip_bound(part, 448.0 / full.double()) * (1 + slack)
+    assert bool(((values - part.double()).abs() <= bound)[turned].all()), "a value is not the nearest one"
 
 
 @dataclass(frozen=True, kw_only=True)

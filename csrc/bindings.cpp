@@ -15,7 +15,9 @@
 #endif
 
 #include "ops/causal_softmax/causal_softmax_config.h"
+#include "ops/compressed_kv/decode_config.h"
 #include "ops/fp8/gemm/gemm_config.h"
+#include "ops/fp8/quantize/quantize_config.h"
 #include "ops/gated_mlp/gated_mlp_config.h"
 #include "ops/hadamard/hadamard_config.h"
 #include "ops/rmsnorm_rope/rmsnorm_rope_config.h"
@@ -80,6 +82,19 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
       }
     }
   }
+  auto& compressed = rooms["compressed_kv"];
+  compressed.push_back(
+      "tiles: fp16, bf16; D = 64, 128, 256; bits 16, 8, 4; pages of a multiple of 16; sm_80 and later");
+  compressed.push_back("general: fp32; hadamard_group above 1; other pages; the window");
+  auto& quantize = rooms["fp8"];
+  for (int pack : {8, 1}) {
+    for (int64_t group = 64; group <= 32768; group *= 2) {
+      const auto text = htree::fp8::describe(htree::fp8::choose_group_config(group, pack));
+      if (quantize.empty() || quantize.back() != text) {
+        quantize.push_back(text);
+      }
+    }
+  }
   auto& hadamard = rooms["hadamard"];
   for (int log2_length = 0; log2_length <= 15; ++log2_length) {
     const auto text =
@@ -99,19 +114,20 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
   auto& mlp = rooms["gated_mlp"];
   for (bool keeps_products : {false, true}) {
     for (int64_t rows = 1; rows <= 4096; rows *= 2) {
-      const auto config = htree::gated_mlp::choose_config({rows, 11264, true, keeps_products, 132});
+      const auto config = htree::gated_mlp::choose_config({rows, 11264, 4096, true, keeps_products, 132});
       const auto text = htree::gated_mlp::describe(config);
       if (std::find(mlp.begin(), mlp.end(), text) == mlp.end()) {
         mlp.push_back(text);
       }
     }
   }
-  mlp.push_back(htree::gated_mlp::describe(htree::gated_mlp::choose_config({1, 1, false, false, 132})));
+  mlp.push_back(htree::gated_mlp::describe(htree::gated_mlp::choose_config({1, 1, 1, false, false, 132})));
   auto& gemm = rooms["fp8"];
   for (bool hopper : {true, false}) {
     for (bool library : {true, false}) {
       for (int64_t m = 1; m <= 4096; m *= 2) {
-        const auto text = htree::fp8::describe(htree::fp8::choose_gemm_config({m, 4096, hopper, library}));
+        const auto text =
+            htree::fp8::describe(htree::fp8::choose_gemm_config({m, 4096, 4096, 132, hopper, library}));
         if (std::find(gemm.begin(), gemm.end(), text) == gemm.end()) {
           gemm.push_back(text);
         }
@@ -130,6 +146,15 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
   return rooms;
 }
 
+// (warps, stages of each warp, bytes of shared memory) of a decode block.
+std::tuple<int, int, int> compressed_kv_config(int stage_bytes, int table_bytes, int merge_bytes, int padding,
+                                               int most_warps, int shared_bytes) {
+  using namespace htree::compressed_kv;
+  const auto config = choose_decode_config(stage_bytes, table_bytes, merge_bytes, padding, most_warps,
+                                           kMinStages, kMaxStages, shared_bytes);
+  return {config.num_warps, config.num_stages, config.shared_bytes};
+}
+
 // (threads per row, rows per block, elements per thread, rows in flight) for rows of `cols` elements.
 std::tuple<int, int, int, int> causal_softmax_config(int64_t cols, int element_size, bool vectorised,
                                                      bool backward, int block_size, int64_t shared_bytes) {
@@ -144,6 +169,18 @@ std::tuple<int, int, int> hadamard_config(int element_size, int log2_length) {
   return {1 << config.elem_bits, 1 << (config.lane_bits + config.warp_bits), config.threads()};
 }
 
+// (threads per chunk, packs per thread, elements per pack, blocks that share a group in the search for its
+// largest magnitude, or 0) for fp8_quantize of a contiguous matrix. `layout`: 0 one scale, 1 groups along
+// rows, 2 groups of rows of one matrix.
+std::tuple<int, int, int, int64_t> fp8_quantize_config(int64_t rows, int64_t cols, int layout, int64_t group,
+                                                       int element_size, int num_processors) {
+  using namespace htree::fp8;
+  const MatrixShape shape{rows, cols, static_cast<ScaleLayout>(layout), group, rows};
+  const int pack = choose_pack(shape, cols, element_size, /*aligned=*/true);
+  const ChunkConfig config = choose_group_config(group, pack);
+  return {config.threads, config.packs, pack, choose_largest_config(shape, pack, num_processors).num_splits};
+}
+
 // (threads per row, pairs of packs per thread, stages, vectorised) for rows of `width` elements.
 std::tuple<int, int, int, bool> rmsnorm_rope_config(int64_t width, int64_t head_dim, int element_size,
                                                     bool vectorised, bool backward) {
@@ -151,23 +188,23 @@ std::tuple<int, int, int, bool> rmsnorm_rope_config(int64_t width, int64_t head_
   return {config.threads, config.pairs, config.stages, config.vectorised};
 }
 
-// The kernel of gated_mlp for `rows` rows of x and `inner` columns of the result, in words.
-std::string gated_mlp_config(int64_t rows, int64_t inner, bool hopper_half, bool keeps_products,
-                             int multiprocessors) {
+// The kernel of gated_mlp for x [rows, hidden] and a result [rows, inner], in words.
+std::string gated_mlp_config(int64_t rows, int64_t inner, int64_t hidden, bool hopper_half,
+                             bool keeps_products, int multiprocessors) {
   return htree::gated_mlp::describe(
-      htree::gated_mlp::choose_config({rows, inner, hopper_half, keeps_products, multiprocessors}));
+      htree::gated_mlp::choose_config({rows, inner, hidden, hopper_half, keeps_products, multiprocessors}));
 }
 
-// The kernel of fp8_gemm for c [m, n], in words.
-std::string fp8_gemm_config(int64_t m, int64_t n, bool hopper, bool library) {
-  return htree::fp8::describe(htree::fp8::choose_gemm_config({m, n, hopper, library}));
+// The kernel of fp8_gemm for c [m, n] and sums of length k, in words.
+std::string fp8_gemm_config(int64_t m, int64_t n, int64_t k, bool hopper, bool library, int multiprocessors) {
+  return htree::fp8::describe(htree::fp8::choose_gemm_config({m, n, k, multiprocessors, hopper, library}));
 }
 
 // The path and chunks of one attention call on a GPU of that capability and shared memory per block.
 std::string tree_attention_config(const std::array<int64_t, 7>& sizes, bool half_dtype,
                                   int64_t compression_rate, int64_t max_top_nodes, int64_t top_k,
                                   int64_t selection_stride, bool backward, int major, int64_t shared_bytes,
-                                  bool hopper_kernels, bool private_gather) {
+                                  bool hopper_kernels, bool private_gather, int64_t num_sms) {
   using namespace htree::tree_attention;
   AttentionProblem p;
   std::tie(p.batch, p.num_keys, p.num_queries, p.num_heads, p.num_kv_heads, p.key_dim, p.value_dim) =
@@ -177,7 +214,7 @@ std::string tree_attention_config(const std::array<int64_t, 7>& sizes, bool half
   p.args.max_top_nodes = max_top_nodes;
   p.args.top_k = top_k;
   p.args.selection_stride = selection_stride;
-  const DeviceFacts device{major, shared_bytes, major == 9 && hopper_kernels};
+  const DeviceFacts device{major, shared_bytes, major == 9 && hopper_kernels, num_sms};
   const GatherChoice gather = private_gather ? GatherChoice::kPrivate : GatherChoice::kAuto;
   if (backward) {
     const AttentionConfig config = choose_backward_config(p, device, gather);
@@ -198,22 +235,33 @@ PYBIND11_MODULE(_host, module) {
              py::arg("vectorised") = true, py::arg("backward") = false, py::arg("block_size") = 0,
              py::arg("shared_bytes") = 232448,
              "The kernel that causal_softmax takes for rows of `cols` elements.");
+  module.def("compressed_kv_config", &compressed_kv_config, py::arg("stage_bytes"), py::arg("table_bytes"),
+             py::arg("merge_bytes"), py::arg("padding"), py::arg("most_warps"),
+             py::arg("shared_bytes") = 232448,
+             "Warps, stages and shared bytes of a decode block of kv_decode_attention.");
+  module.def("compressed_kv_split_size", &htree::compressed_kv::choose_split_size, py::arg("capacity"),
+             py::arg("num_groups"), py::arg("num_processors"), py::arg("step") = 256,
+             "Tokens that a block of kv_decode_attention takes where split_size is 0.");
+  module.def("fp8_quantize_config", &fp8_quantize_config, py::arg("rows"), py::arg("cols"), py::arg("layout"),
+             py::arg("group"), py::arg("element_size") = 2, py::arg("num_processors") = 132,
+             "The kernels that fp8_quantize takes: (threads, packs, pack, splits).");
   module.def("hadamard_config", &hadamard_config, py::arg("element_size"), py::arg("log2_length"),
              "The kernel that hadamard_transform takes for rows of 2^log2_length elements.");
   module.def("rmsnorm_rope_config", &rmsnorm_rope_config, py::arg("width"), py::arg("head_dim"),
              py::arg("element_size"), py::arg("vectorised"), py::arg("backward") = false,
              "The kernel that rmsnorm_rope takes for rows of `width` elements.");
   module.def("gated_mlp_config", &gated_mlp_config, py::arg("rows"), py::arg("inner"),
-             py::arg("hopper_half") = true, py::arg("keeps_products") = false,
+             py::arg("hidden") = 4096, py::arg("hopper_half") = true, py::arg("keeps_products") = false,
              py::arg("multiprocessors") = 132,
-             "The kernel that gated_mlp takes for `rows` rows of x and `inner` columns of the result.");
-  module.def("fp8_gemm_config", &fp8_gemm_config, py::arg("m"), py::arg("n"), py::arg("hopper") = true,
-             py::arg("library") = true, "The kernel that fp8_gemm takes for a result [m, n].");
+             "The kernel that gated_mlp takes for x [rows, hidden] and a result [rows, inner].");
+  module.def("fp8_gemm_config", &fp8_gemm_config, py::arg("m"), py::arg("n"), py::arg("k") = 4096,
+             py::arg("hopper") = true, py::arg("library") = true, py::arg("multiprocessors") = 132,
+             "The kernel that fp8_gemm takes for a result [m, n] and sums of length k.");
   module.def("tree_attention_config", &tree_attention_config, py::arg("sizes"), py::arg("half_dtype"),
              py::arg("compression_rate") = 16, py::arg("max_top_nodes") = 8192, py::arg("top_k") = 512,
              py::arg("selection_stride") = 1, py::arg("backward") = false, py::arg("major") = 9,
              py::arg("shared_bytes") = htree::device::kHopperSharedBytes, py::arg("hopper_kernels") = true,
-             py::arg("private_gather") = false,
+             py::arg("private_gather") = false, py::arg("num_sms") = 132,
              "The path and chunks of an attention call and, of a forward, the kernels of its layers from the "
              "top down; sizes are (B, T, T_q, H, H_kv, K, V).");
   module.def("device_facts", &device_facts, "Name, capability and sizes of each visible GPU.");

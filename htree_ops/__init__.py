@@ -17,6 +17,20 @@ from htree_ops.errors import (  # noqa: E402
     UnsupportedDtypeError,
 )
 from htree_ops.ops.causal_softmax import causal_softmax  # noqa: E402
+from htree_ops.ops.compressed_kv import (  # noqa: E402
+    CompressedKV,
+    apply_grouped_hadamard,
+    apply_rotary_pos_emb_k,
+    apply_rotary_pos_emb_q,
+    convert_key_batched_quant,
+    kv_compress,
+    kv_decode_attention,
+    kv_decompress,
+    kv_prune,
+    mustafar_attention,
+)
+from htree_ops.ops.compressed_kv_attention import MustafarAttention  # noqa: E402
+from htree_ops.ops.compressed_kv_cache import CompressedKVCache  # noqa: E402
 from htree_ops.ops.fp8 import (  # noqa: E402
     FP8Format,
     fp8_compute_scale,
@@ -62,6 +76,8 @@ from htree_ops.version import __version__  # noqa: E402
 
 __all__ = [
     "ArchitectureNotSupportedError",
+    "CompressedKV",
+    "CompressedKVCache",
     "DeviceError",
     "FP8Format",
     "FP8GEMMInput",
@@ -72,6 +88,7 @@ __all__ = [
     "HTreeAttention",
     "HTreeKernelError",
     "HadamardTransform",
+    "MustafarAttention",
     "NumericalOverflowError",
     "RMSNormRoPEInput",
     "ShapeMismatchError",
@@ -79,8 +96,12 @@ __all__ = [
     "TuningFailedError",
     "UnsupportedDtypeError",
     "__version__",
+    "apply_grouped_hadamard",
+    "apply_rotary_pos_emb_k",
+    "apply_rotary_pos_emb_q",
     "calibrate_activation_scales",
     "causal_softmax",
+    "convert_key_batched_quant",
     "fp8_compute_scale",
     "fp8_dequantize",
     "fp8_fake_quant",
@@ -94,6 +115,11 @@ __all__ = [
     "hadamard_transform_",
     "handle_fp8_overflow",
     "head_rmsnorm_rope",
+    "kv_compress",
+    "kv_decode_attention",
+    "kv_decompress",
+    "kv_prune",
+    "mustafar_attention",
     "quantize_model_",
     "rmsnorm_rope",
     "tree_attention",

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from htree_ops import info
+from htree_ops.tuning import command as tuning_command
 
 
 def _run_info(arguments: argparse.Namespace) -> int:
@@ -24,6 +25,10 @@ def make_parser() -> argparse.ArgumentParser:
     info_parser = commands.add_parser("info", help=about, description=f"Prints {about}.")
     info_parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     info_parser.set_defaults(run=_run_info)
+    about = "search the fastest kernel configurations on this GPU and keep them in the cache"
+    tuning_command.add_arguments(
+        commands.add_parser("tune", help=about, description=f"The command to {about}.")
+    )
     return parser
 
 

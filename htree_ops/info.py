@@ -50,8 +50,8 @@ def collect() -> dict[str, Any]:
     """All facts as one JSON-ready dict.
 
     Keys: version, python, torch, torch_cuda (CUDA version of torch or None), build (what setup.py decided:
-    version, torch, cuda, reason, arch_list, compiler, commit; empty if unknown), gpus (one dict each), ops,
-    kernel_configurations (kernel name to its compiled variants) or None with host_error saying why.
+    version, torch, cuda, reason, arch_list, compiler, commit, source_hashes; empty if unknown), gpus (one dict
+    each), ops, kernel_configurations (kernel name to its compiled variants) or None with host_error saying why.
     """
     built = build_info()
     host, host_error = _host_module()

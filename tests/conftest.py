@@ -3,6 +3,8 @@
 * ``device`` is a parameter, ``"cpu"`` and ``"cuda"``. A CUDA test is one with that parameter, with any other
   parameter that names a CUDA device, or with the marker ``gpu``. Without a GPU it is skipped.
 * ``HTREE_REQUIRE_CUDA=1`` turns every skip of a CUDA test, and of a whole module, into a failure.
+* ``--shard I/N`` runs part I of N, so that N processes share the suite. Tests of more than 2^31 elements, which need
+  much memory, are all in part 1.
 """
 
 from __future__ import annotations
@@ -56,6 +58,34 @@ def is_cuda(item: pytest.Item) -> bool:
     callspec = getattr(item, "callspec", None)
     values = callspec.params.values() if callspec else ()
     return any(isinstance(v, (str, torch.device)) and str(v).split(":")[0] == "cuda" for v in values)
+
+
+def shard(text: str) -> tuple[int, int]:
+    """``I/N`` with 1 <= I <= N, as two ints."""
+    try:
+        part, of = map(int, text.split("/"))
+    except ValueError:
+        part, of = 0, 0
+    if not 1 <= part <= of:
+        raise pytest.UsageError(f"--shard: expected I/N with 1 <= I <= N, got {text}")
+    return part, of
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--shard", type=shard, default=(1, 1), metavar="I/N", help="run part I of N of the tests"
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part, of = config.getoption("shard")
+    large = [item for item in items if "more_than_2_31" in item.nodeid]
+    others = [item for item in items if "more_than_2_31" not in item.nodeid]
+    mine = [*(large if part == 1 else []), *others[part - 1 :: of]]
+    chosen = set(mine)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The tests on a GPU machine: gpu.sh test|sanitize OUT LIMIT PYTHON [pytest arguments]
-# Uses the library that is built in place, or the one that `make cuda-build` left in build/cuda.
+# JOBS=N runs the tests in N processes that share the GPU. Uses the library that is built in place, or the one that `make cuda-build` left in build/cuda.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 mode=$1 out=$2 limit=$3 python=$4
@@ -13,7 +13,18 @@ fi
 export HTREE_REQUIRE_CUDA=1 PYTHONUNBUFFERED=1
 case $mode in
   test)
-    timeout "$limit" "$python" -m pytest -q -k cuda -p no:cacheprovider "$@" 2>&1 | tee "$out/test-gpu.log"
+    jobs=${JOBS:-1} status=0 running=()
+    for part in $(seq "$jobs"); do
+      timeout "$limit" "$python" -m pytest -q -k cuda -p no:cacheprovider --shard "$part/$jobs" "$@" \
+        >"$out/test-gpu-$part.log" 2>&1 &
+      running+=($!)
+    done
+    for process in "${running[@]}"; do
+      wait "$process" || status=1
+    done
+    tail -n 3 "$out"/test-gpu-*.log
+    grep -h '^FAILED\|^ERROR' "$out"/test-gpu-*.log
+    exit "$status"
     ;;
   sanitize)
     status=0

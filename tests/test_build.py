@@ -152,4 +152,13 @@ def test_a_second_copy_is_refused(tmp_path: Path) -> None:
 def test_build_info_matches_the_library() -> None:
     info = _load.build_info()
     assert info["version"] == htree_ops.__version__
-    assert set(info) == {"version", "torch", "cuda", "reason", "arch_list", "compiler", "commit"}
+    assert set(info) == {
+        "version",
+        "torch",
+        "cuda",
+        "reason",
+        "arch_list",
+        "compiler",
+        "commit",
+        "source_hashes",
+    }

@@ -29,11 +29,43 @@ def random_rows(num_rows: int = 4096, w: int = 512, dtype: torch.dtype = torch.f
     place=st.integers(0, 4),
 )
 def test_one_element_decides(expected, error, rtol, atol, place):
+    """Feature: benchmark, Property 8: the bound itself, |a - e| <= atol + rtol |e|, for one of five elements."""
     reference = torch.full((5,), expected, dtype=torch.float64)
     actual = reference.clone()
     actual[place] += error
     made = abs(float(actual[place]) - expected)
     assert verify(actual, reference, rtol, atol) == (made <= atol + rtol * abs(expected))
+
+
+@given(
+    shape=st.lists(st.integers(1, 6), min_size=0, max_size=3),
+    seed=st.integers(0, 2**31 - 1),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+    rtol=st.sampled_from([0.0, 1e-3, 8e-3]),
+    atol=st.sampled_from([0.0, 1e-5, 1e-2]),
+    data=st.data(),
+)
+def test_property_8_equal_near_and_one_element_off(shape, seed, dtype, rtol, atol, data):
+    """Feature: benchmark, Property 8: equal or within tolerance passes; one element outside or NaN fails."""
+    generator = torch.Generator().manual_seed(seed)
+    expected = torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)
+    assert verify(expected, expected.clone(), 0.0, 0.0)
+    slack = atol + rtol * expected.double().abs()
+    near = (
+        expected.double()
+        + slack * (2 * torch.rand(shape, dtype=torch.float64, generator=generator) - 1) * 0.99
+    )
+    assert verify(near, expected, rtol, atol)
+    place = data.draw(st.integers(0, expected.numel() - 1))
+    sign = data.draw(st.sampled_from([-1.0, 1.0]))
+    far = near.clone()
+    far.view(-1)[place] = (expected.double() + sign * (1.01 * slack + 1e-6)).view(-1)[place]
+    assert not verify(far, expected, rtol, atol)
+    hole = near.clone()
+    hole.view(-1)[place] = NAN
+    assert not verify(hole, expected, rtol, atol)
+    assert not verify(near, hole.to(dtype), rtol, atol)
+    assert verify(hole, hole.clone(), rtol, atol)
 
 
 @pytest.mark.parametrize(

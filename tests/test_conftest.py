@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,7 +50,7 @@ def test_fresh_memory(nan_memory):
 """
 
 
-def run_pytest(folder: Path, source: str, **environ: str) -> tuple[int, str]:
+def run_pytest(folder: Path, source: str, *flags: str, **environ: str) -> tuple[int, str]:
     """Exit status and output of pytest on ``source`` with our conftest.py and no visible GPU."""
     (folder / "conftest.py").write_text(CONFTEST.read_text())
     (folder / "test_sample.py").write_text(source)
@@ -57,7 +58,7 @@ def run_pytest(folder: Path, source: str, **environ: str) -> tuple[int, str]:
     inherited = {key: value for key, value in os.environ.items() if key != "HTREE_REQUIRE_CUDA"}
     path = os.pathsep.join(filter(None, [str(PACKAGE_PARENT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "test_sample.py"],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", *flags, "test_sample.py"],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -91,6 +92,28 @@ def test_required_cuda_fails_a_run_that_shows_nothing(tmp_path, source):
     status, output = run_pytest(tmp_path, source, HTREE_REQUIRE_CUDA="1")
     assert status != 0, output
     assert run_pytest(tmp_path, source)[0] in (0, 5)
+
+
+def test_shards_share_out_the_tests(tmp_path):
+    source = """
+import pytest
+@pytest.mark.parametrize("i", range(7))
+def test_part(i):
+    pass
+def test_more_than_2_31_elements():
+    pass
+"""
+    ran = []
+    for part in range(1, 4):
+        status, output = run_pytest(tmp_path, source, "--shard", f"{part}/3")
+        assert status == 0, output
+        ran.append(set(re.findall(r"PASSED test_sample.py::(\S+)", output)))
+    assert sorted(map(len, ran)) == [2, 2, 4]
+    assert len(set.union(*ran)) == 8
+    assert "test_more_than_2_31_elements" in ran[0]
+    status, output = run_pytest(tmp_path, source, "--shard", "4/3")
+    assert status != 0
+    assert "expected I/N with 1 <= I <= N, got 4/3" in output
 
 
 def test_the_switch_is_checked(monkeypatch):

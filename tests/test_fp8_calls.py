@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -273,6 +274,56 @@ def test_overflow_by_rows(device: str) -> None:
 def test_overflow_handler_refusals(arguments, kind, message) -> None:
     with pytest.raises(kind, match=message):
         handle_fp8_overflow(**{"tensor": X, "scale": 1.0, **arguments})
+
+
+# ---- the choice of kernels
+
+
+@pytest.mark.parametrize("element_size", [2, 4])
+def test_kernel_configuration(element_size: int) -> None:
+    config = pytest.importorskip("htree_ops._host").fp8_quantize_config
+    wide = 16 // element_size
+    for cols in (8, 64, 100, 128, 1000, 8192, 32768, 33001, 65536):
+        threads, packs, pack, splits = config(64, cols, 1, cols, element_size)
+        assert pack == (wide if cols % wide == 0 else 1)
+        assert (threads == 0) == (splits > 0), "read once, or searched first"
+        if threads:
+            assert threads * packs * pack >= cols
+            assert threads * packs * pack < 4 * max(cols, 256), "few idle threads"
+    assert config(1, 2**27, 0, 2**27, element_size)[3] == 4 * 132
+    assert config(1, 5000, 0, 5000, element_size)[3] <= 3
+    assert config(4096, 4096, 2, 4096, element_size)[3] * 4096 // (32 * wide) >= 4 * 132
+    assert config(4096, 4096, 2, 64, element_size)[3] == 1
+    assert config(16, 8192, 1, 100, element_size)[2] == (1 if 100 % wide else wide)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", [128, 1000, 8192, 32768])
+def test_number_of_kernels(cols: int) -> None:
+    """x is read once, by one kernel, where its group's scale is computed or given; twice, by two, per tensor."""
+
+    def count(call: Callable[[], object]) -> int:
+        call()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            call()
+            torch.cuda.synchronize()
+        events = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        return sum(not name.startswith("Mem") for name in events)
+
+    x = torch.randn(64, cols, device="cuda", dtype=torch.bfloat16)
+    rows = fp8_quantize(x, granularity="channel")
+    whole = fp8_quantize(x)
+    columns = fp8_quantize(x, granularity="channel", dim=0)
+    dy = torch.ones_like(x)
+    assert count(lambda: ops.fp8_quantize(x, None, "channel")) == 1
+    assert count(lambda: ops.fp8_quantize(x, None, "block")) == 1
+    assert count(lambda: ops.fp8_fake_quant(x, None, "channel")) == 1
+    assert count(lambda: ops.fp8_compute_scale(x, "channel")) == 1
+    assert count(lambda: ops.fp8_quantize(x, None, "tensor")) == 2
+    assert count(lambda: ops.fp8_quantize(x, whole[1], "tensor")) <= 2  # the second copies the scale
+    for q, scale, _ in (rows, whole, columns):
+        assert count(lambda q=q, scale=scale: ops.fp8_dequantize(q, scale, torch.bfloat16)) == 1
+    assert count(lambda: ops.fp8_fake_quant_backward(dy, x, rows[1], "channel")) == 1
 
 
 # ---- numbers as scales, meta tensors, compilation

@@ -12,6 +12,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from htree_ops.testing.cases import normal
+from htree_ops.testing.compressed_kv_cases import DecodeCase
 from htree_ops.testing.layouts import in_larger
 from htree_ops.testing.tree_attention_calls import Call, calls
 from htree_ops.testing.tree_attention_cases import SHAPES
@@ -233,7 +235,31 @@ def row_calls() -> list[Call]:
         Call("hadamard_transform", (wide,)),
         Call("hadamard_transform_", (wide.clone(),)),
         Call("grouped_hadamard", (heads.transpose(1, 2).contiguous(), 2)),
+        *compressed_calls(),
         *fp8_calls(wide.float()),
+        *matrix_calls(),
+    ]
+
+
+def compressed_calls() -> list[Call]:
+    """Compression, and decoding with and without pages and transformed keys."""
+    x, weight = (
+        normal((1, 2, 3, 64), torch.float16, "cpu", 5),
+        normal((1, 2, 64), torch.float32, "cpu", 6).abs(),
+    )
+    rows = torch.ops.htree.kv_compress(x, 7, 4, weight)
+    decoding = (
+        DecodeCase(name="fuzz", dtype=torch.float16, D=64, k_keep=9, v_keep=30, S=5, W=3, comp_len=(5, 2)),
+    )
+    decoding += (
+        replace(decoding[0], page=2, win_len=(3, 0), k_bits=4),
+        replace(decoding[0], hadamard_group=2, v_bits=16, split_size=3),
+    )
+    return [
+        Call("kv_prune", (x, 7, weight)),
+        Call("kv_compress", (x, 7, 4, weight)),
+        Call("kv_decompress", (*rows, 64, 7, 4, torch.float16)),
+        *(Call("kv_decode_attention", case.make_inputs("cpu"), case.options()) for case in decoding),
     ]
 
 
@@ -246,6 +272,21 @@ def fp8_calls(x: Tensor) -> list[Call]:
         Call("fp8_dequantize", (q, scale, torch.float32, 4)),
         Call("fp8_fake_quant", (x, scale, "channel", 2, 128)),
         Call("fp8_fake_quant_backward", (x, x, scale, "channel", -1, 128)),
+    ]
+
+
+def matrix_calls() -> list[Call]:
+    x, dy = normal((2, 3, 8), torch.float32, "cpu", 5), normal((2, 3, 6), torch.float32, "cpu", 6)
+    gate, up = normal((6, 8), torch.float32, "cpu", 7), normal((6, 8), torch.float32, "cpu", 8)
+    a, b = (normal((4, 16), torch.float32, "cpu", seed).to(torch.float8_e4m3fn) for seed in (9, 10))
+    rows, columns = torch.full((4, 1), 0.5), torch.full((1, 4), 2.0)
+    return [
+        Call("gated_mlp", (x, gate, up, "silu", "up")),
+        Call("gated_mlp_forward", (x, gate, up, "gelu", "gate")),
+        Call("gated_mlp_backward", (dy, x, gate, up, "silu", "gate")),
+        Call("gated_mlp_saved_backward", (dy, dy, dy, x, gate, up, "gelu", "up")),
+        Call("fp8_gemm", (a, b.t(), rows, columns, torch.float32)),
+        Call("fp8_gemm_exact", (a, b.t(), rows, columns, torch.bfloat16)),
     ]
 
 

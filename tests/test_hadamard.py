@@ -161,7 +161,7 @@ def test_in_place_refuses_gradients_and_counts_versions(device: str) -> None:
 
 
 def test_in_place_on_shared_memory_is_refused(device: str) -> None:
-    with pytest.raises(RuntimeError, match="single memory location"):
+    with pytest.raises(RuntimeError, match="elements of x must not share memory"):
         op_(torch.zeros(1, 8, device=device).expand(4, 8))
 
 
@@ -174,7 +174,11 @@ ERRORS = {
     "too long": (lambda f, _: f(torch.zeros(1, 65536)), ShapeMismatchError, r"between 1 and 32768.*65536"),
     "scalar": (lambda f, _: f(torch.zeros(())), ShapeMismatchError, r"at least one dim, got a scalar"),
     "integer": (lambda f, _: f(torch.zeros(8, dtype=torch.int32)), UnsupportedDtypeError, r"dtype"),
-    "scale": (lambda f, _: f(torch.zeros(8), math.nan), ValueError, r"scale must be finite, got nan"),
+    "scale": (
+        lambda f, _: f(torch.zeros(8), math.nan),
+        ValueError,
+        r"scale must be finite in float32, got nan",
+    ),
     "rank": (
         lambda _, g: g(torch.zeros(2, 4, 8), 2),
         ShapeMismatchError,
@@ -185,7 +189,11 @@ ERRORS = {
         ShapeMismatchError,
         r"group must divide H of x = 6, got 4",
     ),
-    "no group": (lambda _, g: g(torch.zeros(1, 6, 2, 8), 0), ValueError, r"group must be at least 1, got 0"),
+    "no group": (
+        lambda _, g: g(torch.zeros(1, 6, 2, 8), 0),
+        ValueError,
+        r"group must be (at least 1|between 1 and .*), got 0",
+    ),
     "product": (
         lambda _, g: g(torch.zeros(1, 6, 2, 8), 3),
         ShapeMismatchError,
@@ -196,7 +204,7 @@ ERRORS = {
     "grouped scale": (
         lambda _, g: g(torch.zeros(1, 2, 1, 8), 2, math.inf),
         ValueError,
-        r"scale must be finite, got inf",
+        r"scale must be finite in float32, got inf",
     ),
 }
 
@@ -214,7 +222,7 @@ def test_errors_name_argument_requirement_and_value(name: str, layer: str) -> No
 def test_no_tensor_is_refused() -> None:
     with pytest.raises(TypeError, match="x must be a Tensor, got list"):
         hadamard_transform([1.0, 2.0])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="group must be at least 1"):
+    with pytest.raises(ValueError, match="group must be between 1 and"):
         HadamardTransform(group=0)
 
 

@@ -27,6 +27,7 @@ def test_the_example_runs_as_printed(capsys):
     blocks = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
     assert blocks
     assert len(blocks[0].strip().splitlines()) <= 12
+    blocks += re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "usage.md").read_text(), re.M | re.S)
     for block in blocks:
         names: dict[str, object] = {}
         exec(compile(block, "README.md", "exec"), names)
@@ -76,10 +77,15 @@ def test_the_table_names_every_switch():
 
 def test_the_figures_are_those_of_the_files():
     folder = ROOT / "benchmarks" / "results"
-    expected = readme_table.render(readme_table.read_rows(folder), "benchmarks/results")
-    assert readme_table.replace_section(README, expected) == README, (
-        "run python -m htree_ops.bench.readme_table"
-    )
+    files = readme_table.read_rows(folder)
+    results = (ROOT / "docs" / "results.md").read_text()
+    for text, section in (
+        (README, readme_table.render_headlines(files, "benchmarks/results")),
+        (results, readme_table.render(files, "benchmarks/results")),
+    ):
+        assert readme_table.replace_section(text, section) == text, (
+            "run python -m htree_ops.bench.readme_table"
+        )
 
 
 ROW = {
@@ -135,10 +141,31 @@ def test_only_the_slowest_cases_of_an_op_are_shown(tmp_path):
     assert shown == ["case 5", "case 6", "case 7", "case 8"]
 
 
+def test_headlines_are_the_first_cases_on_a_gpu(tmp_path):
+    rows = [ROW | {"case": f"case {i}", "median_us": 10.0 + i} for i in range(3)]
+    write(tmp_path, "a.json", [ROW | {"gpu": "none", "case": "on a CPU"}, *rows])
+    text = readme_table.render_headlines(readme_table.read_rows(tmp_path), "r")
+    assert re.findall(r"case \d|on a CPU", text) == ["case 0"]
+    assert "- Some GPU, CUDA 13.0, driver 580, torch 2.11.0, commit 0123456789ab-dirty: `r/a.json`" in text
+
+
+@pytest.mark.parametrize("render", [readme_table.render, readme_table.render_headlines])
+def test_other_functions_stand_side_by_side(tmp_path, render):
+    """Where no baseline computes the same, each yardstick is a column, with sustained times where they exist."""
+    one = ROW | {"baseline": "dense", "baseline_computes_the_same": False, "median_us": 2000.0}
+    two = one | {"baseline": "dense, old", "sustained_us": None, "baseline_sustained_us": 9000.0}
+    write(tmp_path, "a.json", [one, two, one | {"case": "tall"}])
+    lines = render(readme_table.read_rows(tmp_path), "r").splitlines()
+    assert "| op | case | dtype | htree_ops | dense | dense, old |" in lines
+    assert "| `causal_softmax` | square | bfloat16 | 2.0 ms | 4.0 ms | 9.0 ms |" in lines
+    assert "| `causal_softmax` | tall | bfloat16 | 2.0 ms | 4.0 ms |  |" in lines
+
+
 def test_the_command_writes_and_checks(tmp_path, capsys):
-    readme, folder = tmp_path / "README.md", tmp_path / "results"
-    readme.write_text(f"before\n{readme_table.BEGIN}\nold\n{readme_table.END}\nafter\n")
-    flags = ["--readme", str(readme), "--results", str(folder)]
+    readme, document, folder = tmp_path / "README.md", tmp_path / "results.md", tmp_path / "results"
+    for path in (readme, document):
+        path.write_text(f"before\n{readme_table.BEGIN}\nold\n{readme_table.END}\nafter\n")
+    flags = ["--readme", str(readme), "--document", str(document), "--results", str(folder)]
     assert readme_table.main([*flags, "--check"]) == 1
     assert "differs" in capsys.readouterr().err
     assert readme_table.main(flags) == 0  # no results at all
@@ -150,6 +177,7 @@ def test_the_command_writes_and_checks(tmp_path, capsys):
     assert readme_table.main([*flags, "--check"]) == 1
     assert readme_table.main(flags) == 0
     assert readme_table.NOTHING not in readme.read_text()
+    assert "`causal_softmax`" in document.read_text()
 
 
 @pytest.mark.parametrize(
@@ -161,11 +189,11 @@ def test_the_command_writes_and_checks(tmp_path, capsys):
     ],
 )
 def test_unusable_files_are_named(tmp_path, capsys, content, complaint):
-    (tmp_path / "README.md").write_text(f"{readme_table.BEGIN}{readme_table.END}")
+    document = tmp_path / "README.md"
+    document.write_text(f"{readme_table.BEGIN}{readme_table.END}")
     write(tmp_path / "results", "bad.json", content)
-    status = readme_table.main(
-        ["--readme", str(tmp_path / "README.md"), "--results", str(tmp_path / "results")]
-    )
+    flags = ["--readme", str(document), "--document", str(document), "--results", str(tmp_path / "results")]
+    status = readme_table.main(flags)
     assert status == 2
     assert "bad.json" in (err := capsys.readouterr().err)
     assert complaint in err

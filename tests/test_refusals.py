@@ -125,3 +125,74 @@ def test_an_output_that_overlaps_itself_is_refused(device: str) -> None:
     x = torch.randn(4, 6, device=device)
     with pytest.raises(RuntimeError, match="elements of out must not share memory"):
         op.causal_softmax.out(x, out=torch.zeros(20, device=device).as_strided((4, 6), (2, 1)))
+
+
+WRONG_TYPES = {
+    "group float": (lambda x: htree_ops.grouped_hadamard(x, 2.0), "group must be an int, got float"),
+    "group text": (lambda x: htree_ops.grouped_hadamard(x, "2"), "group must be an int, got str"),
+    "scale text": (lambda x: htree_ops.hadamard_transform(x, "1"), "scale must be a number, got str"),
+    "scale complex": (lambda x: htree_ops.hadamard_transform_(x, 1j), "scale must be a number, got complex"),
+    "block size float": (
+        lambda x: htree_ops.causal_softmax(x[0], 512.0),
+        "block_size must be an int, got float",
+    ),
+    "block size text": (
+        lambda x: htree_ops.causal_softmax(x[0], "512"),
+        "block_size must be an int, got str",
+    ),
+    "out list": (lambda x: htree_ops.causal_softmax(x[0], out=[1]), "out must be a Tensor, got list"),
+    "out array": (
+        lambda x: htree_ops.causal_softmax(x[0], out=x[0].numpy()),
+        "out must be a Tensor, got ndarray",
+    ),
+    "group of the module": (lambda x: htree_ops.HadamardTransform(2.0), "group must be an int, got float"),
+    "scale of the module": (
+        lambda x: htree_ops.HadamardTransform(None, "a"),
+        "scale must be a number, got str",
+    ),
+    "sizes of the module": (
+        lambda x: htree_ops.FusedRMSNormRoPE(8.0, 4),
+        "hidden_dim must be an int, got float",
+    ),
+    "head of the module": (
+        lambda x: htree_ops.FusedRMSNormRoPE(8, None),
+        "head_dim must be an int, got NoneType",
+    ),
+    "eps of the module": (lambda x: htree_ops.FusedRMSNormRoPE(8, 4, "a"), "eps must be a number, got str"),
+    "dtype of the module": (
+        lambda x: htree_ops.FusedRMSNormRoPE(8, 4, dtype=torch.complex64),
+        "dtype must be .*, got torch.complex64",
+    ),
+    "nested": (
+        lambda x: htree_ops.hadamard_transform(torch.nested.nested_tensor([x[0, 0]], layout=torch.jagged)),
+        "x must be a dense tensor, got a nested one",
+    ),
+    "sparse": (lambda x: htree_ops.hadamard_transform(x[0, 0].to_sparse()), "x must be a dense tensor"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_wrong_types_are_named(name: str) -> None:
+    call, message = WRONG_TYPES[name]
+    with pytest.raises(TypeError, match=message):
+        call(torch.randn(1, 4, 4, 4))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: htree_ops.FusedRMSNormRoPE(-8, 2), "hidden_dim must be between 1"),
+        (lambda: htree_ops.FusedRMSNormRoPE(8, 2, -1.0), "eps must be finite and not negative, got -1.0"),
+        (
+            lambda: htree_ops.FusedRMSNormRoPE(8, 2, float("nan")),
+            "eps must be finite and not negative, got nan",
+        ),
+        (lambda: htree_ops.HadamardTransform(None, float("nan")), "scale must be finite in float32, got nan"),
+        (lambda: htree_ops.hadamard_transform(torch.zeros(4), 1e39), "scale must be finite in float32"),
+        (lambda: torch.ops.htree.hadamard_transform(torch.zeros(4), 1e39), "scale must be finite in float32"),
+    ],
+)
+def test_wrong_values_are_named(build, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+    assert htree_ops.hadamard_transform(torch.zeros(4, dtype=torch.float64), 1e39).eq(0).all()

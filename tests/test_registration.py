@@ -57,6 +57,19 @@ SCHEMAS = {
     "hadamard_transform": "(Tensor x, float? scale=None) -> Tensor",
     "hadamard_transform_": "(Tensor(a!) x, float? scale=None) -> ()",
     "grouped_hadamard": "(Tensor x, int group, float? scale=None) -> Tensor",
+    "kv_prune": "(Tensor x, int keep, Tensor? weight=None) -> (Tensor pruned, Tensor bitmap)",
+    "kv_compress": (
+        "(Tensor x, int keep, int bits=8, Tensor? weight=None) -> (Tensor bitmap, Tensor values, Tensor scales)"
+    ),
+    "kv_decompress": (
+        "(Tensor bitmap, Tensor values, Tensor scales, SymInt D, int keep, int bits, ScalarType dtype=half) -> Tensor"
+    ),
+    "kv_decode_attention": (
+        "(Tensor q, Tensor k_bitmap, Tensor k_values, Tensor k_scales, Tensor v_bitmap, Tensor v_values, "
+        "Tensor v_scales, Tensor k_win, Tensor v_win, Tensor? comp_len=None, Tensor? win_len=None, "
+        "float? scale=None, Tensor? block_table=None, *, int k_keep, int v_keep, int k_bits=8, int v_bits=8, "
+        "int hadamard_group=0, int split_size=0) -> (Tensor out, Tensor lse)"
+    ),
     "fp8_compute_scale": '(Tensor x, str granularity="tensor", int dim=-1, int block=128) -> Tensor',
     "fp8_quantize": (
         '(Tensor x, Tensor? scale=None, str granularity="tensor", int dim=-1, int block=128) '
@@ -184,7 +197,7 @@ def test_schema(name: str) -> None:
 def test_kernels(name: str) -> None:
     wanted = {"CompositeExplicitAutograd"} if name in FACTORIES else {*DEVICE_KEYS, "Autograd"}
     if overload(name)._schema.is_mutable:
-        wanted.add("ADInplaceOrView")
+        wanted |= {"ADInplaceOrView", "Negative", "Conjugate"}
     if name in AUTOCAST:
         wanted |= {"AutocastCPU", "AutocastCUDA"}
     assert kernel_keys(name) == wanted

@@ -164,3 +164,21 @@ def test_more_rows_than_blocks() -> None:
         backward = RMSNormRoPEBackwardCase(name="many", dtype=torch.bfloat16, forward=case)
         inputs = backward.make_inputs("cuda")
         assert_gradients(backward_of(case)(*inputs), inputs)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_layers_of_different_eps(dynamic: bool | None) -> None:
+    """The second value makes eps symbolic while the graph is traced."""
+    x, cos, sin = torch.randn(2, 3, 8), torch.randn(3, 4), torch.randn(3, 4)
+    torch._dynamo.reset()
+    for eps in (1e-6, 1e-5, 1e-3):
+        layer = htree_ops.FusedRMSNormRoPE(8, 4, eps)
+        compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+        assert torch.equal(compiled(x, cos, sin), layer(x, cos, sin))
+
+    def head(eps: float) -> torch.Tensor:
+        return htree_ops.head_rmsnorm_rope(x.view(2, 3, 2, 4), torch.ones(4), cos, sin, eps)
+
+    compiled_head = torch.compile(head, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for eps in (1e-6, 1e-5, 1e-3):
+        assert torch.equal(compiled_head(eps), head(eps))

@@ -318,3 +318,15 @@ def test_errors_name_argument_requirement_and_value(name: str) -> None:
     call, kind, message = ERRORS[name]
     with pytest.raises(kind, match=message):
         call()
+
+
+def test_ranks_come_before_shapes() -> None:
+    x, weight, cos = torch.zeros(1, 2, 8), torch.zeros(3), torch.zeros(2, 4)
+    with pytest.raises(htree_ops.ShapeMismatchError, match=r"cos must be \[S, hd\]"):
+        htree_ops.validate_rmsnorm_rope_inputs(x, weight, cos[0], cos)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_tiny_eps_stays_positive(dtype: torch.dtype, device: str) -> None:
+    x, weight, cos = (torch.zeros(*s, dtype=dtype, device=device) for s in ((1, 2, 8), (8,), (2, 4)))
+    assert htree_ops.rmsnorm_rope(x, weight, cos, cos, eps=1e-46).eq(0).all()

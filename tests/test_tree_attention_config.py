@@ -135,6 +135,18 @@ def test_a_gigabyte_holds_all_but_a_copy_of_the_keys(
     assert states + scores + tree >= 4 * 10**8 or lists * stride >= length, "and what there is is used"
 
 
+@pytest.mark.parametrize("kv_heads", [1, 4, 8])
+@pytest.mark.parametrize("stride", [1, 4, 16])
+@pytest.mark.parametrize("num_sms", [132, 114])
+def test_chunks_fill_whole_waves_of_blocks(kv_heads: int, stride: int, num_sms: int) -> None:
+    length = 1_000_000
+    sizes = (1, length, length, 8 * kv_heads, kv_heads, 128, 128)
+    queries = int(choices(sizes, selection_stride=stride, num_sms=num_sms)["query_chunk"])
+    assert queries < length
+    assert queries % 16 == 0
+    assert queries // 16 * kv_heads % num_sms == 0
+
+
 def layers(sizes: tuple[int, ...] = MODEL, half: bool = True, **options: int | bool) -> list[str]:
     """The kernels of every layer of a forward, the top first."""
     return choices(sizes, half, **options)["layers"].split(",")

@@ -1,4 +1,4 @@
-"""The two gathers of tree attention's tensor-core path: shared by neighbouring queries (Hopper), and one per query."""
+"""The gathers of tree attention's tensor-core path: those that queries share (Hopper), and one for each query."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SHAPES = [
     model("long_lists", T=5000, top_k=128, M=512, K=128, V=128),
     model("one_layer", T=900, M=1024, top_k=64),
     model("stride2", selection_stride=2, K=128, V=128),
-    model("stride4", selection_stride=4, T=2999),
+    *(model(f"stride{s}", selection_stride=s, T=2999) for s in (4, 8, 16)),
     model("suffix", num_queries=77),
     model("decode", num_queries=1),
     model("no_rotation", rope_base=None, K=128, V=128),
@@ -89,17 +89,34 @@ def test_lists_over_several_windows(length: int, gather: str) -> None:
     assert torch.equal(out[:, -64:], suffix), "a query alone computes what it does among others"
 
 
-def test_both_gathers_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = model("agree", T=20_000, H=16, H_kv=2, K=128, V=128, top_k=64, M=1024)
+@pytest.mark.parametrize("stride", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize(("top_k", "top_nodes"), [(64, 1024), (16, 128)], ids=["two_layers", "three_layers"])
+def test_the_gathers_agree(stride: int, top_k: int, top_nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = model(
+        "agree",
+        T=16_000,
+        H=16,
+        H_kv=2,
+        K=128,
+        V=128,
+        top_k=top_k,
+        M=top_nodes,
+        selection_stride=stride,
+    )
     q, k, v = case.make_qkv("cuda")
-    shared = op.attention(q, k, v, **case.reference_options())
+    out, gmax, gsum, parents = op.attention_forward(q, k, v, **case.reference_options())
     monkeypatch.setenv("HTREE_TREE_GATHER", "private")
-    private = op.attention(q, k, v, **case.reference_options())
-    assert_close_spec(shared, private.double(), rtol=8e-3, atol=4e-3 * float(v.abs().max()))
+    private, private_max, private_sum, private_parents = op.attention_forward(
+        q, k, v, **case.reference_options()
+    )
+    assert all(torch.equal(x, y) for x, y in zip(parents, private_parents, strict=True)), "one selection"
+    assert_close_spec(out, private.double(), rtol=8e-3, atol=4e-3 * float(v.abs().max()))
+    lse = private_max.double() + private_sum.double().log()
+    assert_close_spec(gmax.double() + gsum.double().log(), lse, rtol=2e-3, atol=2e-3, name="lse")
 
 
 @pytest.mark.parametrize("group", [1, 8, 16])
-@pytest.mark.parametrize("stride", [1, 4])
+@pytest.mark.parametrize("stride", [1, 2, 4])
 def test_the_future_changes_nothing(stride: int, group: int, gather: str) -> None:
     case = model("causal", H=group, K=128, V=128, selection_stride=stride)
     q, k, v = case.make_qkv("cuda")

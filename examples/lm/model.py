@@ -12,7 +12,15 @@ from htree_ops import HTreeAttention
 
 from .settings import Settings
 
-__all__ = ["ByteLM", "DenseAttention", "candidates_per_query", "dense_attention", "layer_sizes", "rotate"]
+__all__ = [
+    "Block",
+    "ByteLM",
+    "DenseAttention",
+    "candidates_per_query",
+    "dense_attention",
+    "layer_sizes",
+    "rotate",
+]
 
 VOCABULARY = 256
 

@@ -1,7 +1,8 @@
-"""Writes the measured results of ``benchmarks/results/*.json`` into the README, or checks that they agree.
+"""Writes the measured results of ``benchmarks/results/*.json`` into the README and ``docs/results.md``.
 
-Run: ``python -m htree_ops.bench.readme_table`` after committing results; ``--check`` changes nothing and fails
-where the README differs.
+The README gets the first case of every op on a GPU, ``docs/results.md`` every machine and the slowest cases of each
+op. Run: ``python -m htree_ops.bench.readme_table`` after committing results; ``--check`` changes nothing and fails
+where a document differs.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BEGIN", "END", "read_rows", "render", "replace_section"]
+__all__ = ["BEGIN", "END", "read_rows", "render", "render_headlines", "replace_section"]
 
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
-#: The slowest cases of an op and dtype that the table shows; the files have all of them.
+#: The slowest cases of an op and dtype that ``docs/results.md`` shows; the files have all of them.
 CASES_PER_OP = 4
 NOTHING = "No figures are recorded: `make bench` measures them."
 HEADER = (
@@ -66,22 +67,64 @@ def _both_times(row: Entry) -> tuple[float, float]:
     return float(ours), float(theirs)
 
 
-def _shown(rows: Iterable[Entry]) -> list[Entry]:
-    """Per op, case and dtype the fastest baseline that computes the same; per op and dtype the slowest cases."""
+def _fastest_equals(rows: Iterable[Entry]) -> list[Entry]:
+    """Per op, case and dtype, in the order of the file, the fastest baseline that computes the same."""
     best: dict[tuple[str, str, str], Entry] = {}
     for row in rows:
         if row.get("baseline_computes_the_same", True):
             key = (row["op"], row["case"], row["dtype"])
             if key not in best or row["speedup"] < best[key]["speedup"]:
                 best[key] = row
+    return list(best.values())
+
+
+def _slowest_cases(rows: list[Entry]) -> list[Entry]:
     groups: dict[tuple[str, str], list[Entry]] = {}
-    for (op, _, dtype), row in best.items():
-        groups.setdefault((op, dtype), []).append(row)
+    for row in rows:
+        groups.setdefault((row["op"], row["dtype"]), []).append(row)
     shown: list[Entry] = []
     for group in groups.values():
         longest = sorted(group, key=lambda row: -_both_times(row)[0])[:CASES_PER_OP]
         shown += [row for row in group if row in longest]
     return shown
+
+
+def _first_cases(rows: list[Entry]) -> list[Entry]:
+    first: dict[str, Entry] = {}
+    for row in rows:
+        first.setdefault(row["op"], row)
+    return list(first.values())
+
+
+def _sustained_or_median(row: Entry, prefix: str = "") -> float:
+    sustained = row.get(f"{prefix}sustained_us")
+    return float(row[f"{prefix}median_us"] if sustained is None else sustained)
+
+
+def _yardsticks(rows: Iterable[Entry]) -> str:
+    """Cases that have no baseline of the same function: one line each, a column per other function; "" if none."""
+    equals = {(row["op"], row["case"], row["dtype"]) for row in _fastest_equals(rows)}
+    cases: dict[tuple[str, str, str], dict[str, Entry]] = {}
+    names: dict[str, None] = {}
+    for row in rows:
+        key = (row["op"], row["case"], row["dtype"])
+        if key not in equals:
+            cases.setdefault(key, {})[row["baseline"]] = row
+            names.setdefault(row["baseline"])
+    if not cases:
+        return ""
+    lines = [
+        f"| op | case | dtype | htree_ops | {' | '.join(names)} |",
+        "|---|---|---|---:|" + "---:|" * len(names),
+    ]
+    for (op, case, dtype), by_name in cases.items():
+        ours = _sustained_or_median(next(iter(by_name.values())))
+        theirs = [
+            _time(_sustained_or_median(by_name[name], "baseline_")) if name in by_name else ""
+            for name in names
+        ]
+        lines.append(f"| `{op}` | {case} | {dtype} | {_time(ours)} | {' | '.join(theirs)} |")
+    return "\n".join(lines)
 
 
 def _time(microseconds: float) -> str:
@@ -113,20 +156,45 @@ def _place(row: Entry) -> str:
     return f"{machine}, torch {row['torch']}, commit {commit[:12]}{dirty}"
 
 
+def _by_place(rows: Iterable[Entry]) -> dict[str, list[Entry]]:
+    places: dict[str, list[Entry]] = {}
+    for row in rows:
+        places.setdefault(_place(row), []).append(row)
+    return places
+
+
 def render(files: dict[str, list[Entry]], folder: str) -> str:
-    """The section between the markers. ``folder``: the results' place as the README names it."""
+    """The section of ``docs/results.md``. ``folder``: the results' place as the document names it."""
     parts = []
     for name, rows in files.items():
-        places: dict[str, list[Entry]] = {}
-        for row in _shown(rows):
-            places.setdefault(_place(row), []).append(row)
-        for place, shown in places.items():
-            parts.append(f"{place} (`{folder}/{name}`):\n\n{HEADER}\n" + "\n".join(map(_line, shown)))
+        for place, here in _by_place(rows).items():
+            tables = []
+            if shown := _slowest_cases(_fastest_equals(here)):
+                tables.append(f"{HEADER}\n" + "\n".join(map(_line, shown)))
+            if others := _yardsticks(here):
+                tables.append(others)
+            parts.append(f"{place} (`{folder}/{name}`):\n\n" + "\n\n".join(tables))
+    return "\n\n".join(parts) or NOTHING
+
+
+def render_headlines(files: dict[str, list[Entry]], folder: str) -> str:
+    """The README's section: the first case of every op on a GPU, then what has yardsticks only."""
+    on_gpu = {name: [row for row in rows if row["gpu"] != "none"] for name, rows in files.items()}
+    lines = [_line(row) for rows in on_gpu.values() for row in _first_cases(_fastest_equals(rows))]
+    parts = [f"{HEADER}\n" + "\n".join(lines)] if lines else []
+    parts += [others for rows in on_gpu.values() if (others := _yardsticks(rows))]
+    places: dict[str, list[str]] = {}
+    for name, rows in on_gpu.items():
+        for place in _by_place(rows):
+            places.setdefault(place, []).append(f"`{folder}/{name}`")
+    parts += [
+        "Measured on:\n" + "\n".join(f"- {place}: {', '.join(names)}" for place, names in places.items())
+    ] * bool(places)
     return "\n\n".join(parts) or NOTHING
 
 
 def replace_section(readme: str, section: str) -> str:
-    """The README's text with ``section`` between the markers.
+    """A document's text with ``section`` between the markers.
 
     Raises:
         ValueError: the markers are missing or not once each in order.
@@ -134,7 +202,7 @@ def replace_section(readme: str, section: str) -> str:
     before, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end or BEGIN in rest or END in after:
-        raise ValueError(f"the README must hold {BEGIN} and {END} once, in this order")
+        raise ValueError(f"the document must hold {BEGIN} and {END} once, in this order")
     return f"{before}{BEGIN}\n{section}\n{END}{after}"
 
 
@@ -142,7 +210,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 written or equal, 1 ``--check`` found a difference, 2 unusable files."""
     parser = argparse.ArgumentParser(prog="python -m htree_ops.bench.readme_table", description=__doc__)
     parser.add_argument(
-        "--readme", type=Path, default=Path("README.md"), help="file to write (default %(default)s)"
+        "--readme",
+        type=Path,
+        default=Path("README.md"),
+        help="file of the headlines to write (default %(default)s)",
+    )
+    parser.add_argument(
+        "--document",
+        type=Path,
+        default=Path("docs/results.md"),
+        help="file of all tables to write (default %(default)s)",
     )
     parser.add_argument(
         "--results",
@@ -151,23 +228,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="folder of JSON files (default %(default)s)",
     )
     parser.add_argument(
-        "--check", action="store_true", help="change nothing; status 1 where the README differs"
+        "--check", action="store_true", help="change nothing; status 1 where a document differs"
     )
     arguments = parser.parse_args(argv)
     try:
-        old = arguments.readme.read_text()
-        new = replace_section(old, render(read_rows(arguments.results), arguments.results.as_posix()))
+        files = read_rows(arguments.results)
+        folder = arguments.results.as_posix()
+        changed: dict[Path, str] = {}
+        for path, section in (
+            (arguments.readme, render_headlines(files, folder)),
+            (arguments.document, render(files, folder)),
+        ):
+            old = path.read_text()
+            if (new := replace_section(old, section)) != old:
+                changed[path] = new
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    if arguments.check:
-        if new != old:
-            print(
-                f"{arguments.readme} differs from {arguments.results}: run without --check", file=sys.stderr
-            )
-        return int(new != old)
-    arguments.readme.write_text(new)
-    return 0
+    for path, text in changed.items():
+        if arguments.check:
+            print(f"{path} differs from {arguments.results}: run without --check", file=sys.stderr)
+        else:
+            path.write_text(text)
+    return int(arguments.check and bool(changed))
 
 
 if __name__ == "__main__":

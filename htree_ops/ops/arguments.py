@@ -13,12 +13,29 @@ from torch import Tensor
 
 from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError
 
-__all__ = ["FLOATING", "FLOATING_AND_DOUBLE", "check_dtype", "check_int", "check_number", "check_tensors"]
+__all__ = [
+    "FLOATING",
+    "FLOATING_AND_DOUBLE",
+    "check_dtype",
+    "check_int",
+    "check_number",
+    "check_tensor",
+    "check_tensors",
+]
 
 #: dtypes of every op on every device.
 FLOATING = (torch.float32, torch.float16, torch.bfloat16)
 #: dtypes on the CPU, and of the ops that have double kernels on CUDA.
 FLOATING_AND_DOUBLE = (*FLOATING, torch.float64)
+
+
+def check_tensor(op: str, name: str, tensor: object) -> None:
+    """Raises TypeError unless ``tensor`` is a dense tensor."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{op}: {name} must be a Tensor, got {type(tensor).__name__}")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        came = "a nested one" if tensor.is_nested else f"layout {tensor.layout}"
+        raise TypeError(f"{op}: {name} must be a dense tensor, got {came}")
 
 
 def check_tensors(op: str, **arguments: tuple[Tensor, str]) -> None:
@@ -37,8 +54,7 @@ def check_tensors(op: str, **arguments: tuple[Tensor, str]) -> None:
     sizes: dict[str, tuple[str, int]] = {}
     first: tuple[str, Tensor] | None = None
     for name, (tensor, words) in arguments.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{op}: {name} must be a Tensor, got {type(tensor).__name__}")
+        check_tensor(op, name, tensor)
         dims = words.split()
         if tensor.dim() != len(dims):
             raise ShapeMismatchError(
@@ -105,11 +121,13 @@ def check_int(op: str, name: str, value: object, least: int, most: int = 2**31 -
         raise ValueError(f"{op}: {name} must be between {least} and {most}, got {value}")
 
 
-def check_number(op: str, name: str, value: object, *, positive: bool = False) -> None:
-    """Raises TypeError unless ``value`` is a real number, ValueError unless it is finite in fp32."""
+def check_number(
+    op: str, name: str, value: object, *, positive: bool = False, dtype: torch.dtype = torch.float32
+) -> None:
+    """Raises TypeError unless ``value`` is a real number, ValueError unless it is finite in ``dtype``."""
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
-    largest = torch.finfo(torch.float32).max
+    largest = torch.finfo(dtype).max
     if not -largest <= value <= largest or (positive and not value > 0):
         wanted = "positive and finite" if positive else "finite"
-        raise ValueError(f"{op}: {name} must be {wanted} in float32, got {value}")
+        raise ValueError(f"{op}: {name} must be {wanted} in {str(dtype).removeprefix('torch.')}, got {value}")

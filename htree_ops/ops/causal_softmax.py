@@ -6,9 +6,45 @@ import torch
 from torch import Tensor
 
 from htree_ops.errors import ArchitectureNotSupportedError, DeviceError, ShapeMismatchError
-from htree_ops.ops.arguments import FLOATING_AND_DOUBLE, check_dtype
+from htree_ops.ops.arguments import FLOATING_AND_DOUBLE, check_dtype, check_int, check_tensor
 
 __all__ = ["causal_softmax"]
+
+
+def _check(x: Tensor, block_size: int) -> None:
+    check_tensor("causal_softmax", "x", x)
+    check_dtype("causal_softmax", FLOATING_AND_DOUBLE, x=x)
+    if x.dim() not in (2, 3) or x.shape[-1] < x.shape[-2]:
+        raise ShapeMismatchError(
+            f"causal_softmax: x must be [h, w] or [b, h, w] with w >= h, got {tuple(x.shape)}",
+            expected="[h, w] or [b, h, w] with w >= h",
+            actual=tuple(x.shape),
+            tensor_name="x",
+        )
+    check_int("causal_softmax", "block_size", block_size, 0)
+    if block_size not in (0, 512, 1024):
+        raise ArchitectureNotSupportedError(
+            f"causal_softmax: block_size must be 0 (automatic), 512 or 1024, got {block_size}"
+        )
+
+
+def _check_out(x: Tensor, out: Tensor) -> None:
+    check_tensor("causal_softmax", "out", out)
+    check_dtype("causal_softmax", FLOATING_AND_DOUBLE, x=x, out=out)
+    if out.shape != x.shape:
+        raise ShapeMismatchError(
+            f"causal_softmax: out must have the shape of x {tuple(x.shape)}, got {tuple(out.shape)}",
+            expected=tuple(x.shape),
+            actual=tuple(out.shape),
+            tensor_name="out",
+        )
+    if out.device != x.device:
+        raise DeviceError(
+            f"causal_softmax: out must be on the device of x ({x.device}), got {out.device}",
+            expected_device=x.device,
+            actual_device=out.device,
+            tensor_name="out",
+        )
 
 
 def causal_softmax(x: Tensor, block_size: int = 0, *, out: Tensor | None = None) -> Tensor:
@@ -33,40 +69,15 @@ def causal_softmax(x: Tensor, block_size: int = 0, *, out: Tensor | None = None)
         UnsupportedDtypeError: another dtype, or another one of ``out``.
         DeviceError: ``out`` lies on another device.
         ArchitectureNotSupportedError: another block_size.
-        RuntimeError: ``out`` overlaps x in part.
+        RuntimeError: ``out`` overlaps x in part, or elements of ``out`` share memory.
+        TypeError: x or ``out`` is no dense tensor, or block_size no int.
         NotImplementedError: ``out`` is given and x or ``out`` requires grad.
     """
-    if not isinstance(x, Tensor):
-        raise TypeError(f"causal_softmax: x must be a Tensor, got {type(x).__name__}")
-    check_dtype("causal_softmax", FLOATING_AND_DOUBLE, x=x)
-    if x.dim() not in (2, 3) or x.shape[-1] < x.shape[-2]:
-        raise ShapeMismatchError(
-            f"causal_softmax: x must be [h, w] or [b, h, w] with w >= h, got {tuple(x.shape)}",
-            expected="[h, w] or [b, h, w] with w >= h",
-            actual=tuple(x.shape),
-            tensor_name="x",
-        )
-    if block_size not in (0, 512, 1024):
-        raise ArchitectureNotSupportedError(
-            f"causal_softmax: block_size must be 0 (automatic), 512 or 1024, got {block_size}"
-        )
+    _check(x, block_size)
+    if out is not None:
+        _check_out(x, out)
     if out is None:
         return torch.ops.htree.causal_softmax(x, block_size)
-    check_dtype("causal_softmax", FLOATING_AND_DOUBLE, x=x, out=out)
-    if out.shape != x.shape:
-        raise ShapeMismatchError(
-            f"causal_softmax: out must have the shape of x {tuple(x.shape)}, got {tuple(out.shape)}",
-            expected=tuple(x.shape),
-            actual=tuple(out.shape),
-            tensor_name="out",
-        )
-    if out.device != x.device:
-        raise DeviceError(
-            f"causal_softmax: out must be on the device of x ({x.device}), got {out.device}",
-            expected_device=x.device,
-            actual_device=out.device,
-            tensor_name="out",
-        )
     if out is x:
         torch.ops.htree.causal_softmax_(x, block_size)
     else:

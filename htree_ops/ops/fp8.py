@@ -31,7 +31,7 @@ Granularity = Literal["tensor", "channel", "block"]
 
 @dataclass(frozen=True)
 class FP8Format:
-    """The numbers of E4M3FN, stored as ``torch.float8_e4m3fn``. It has no infinity; NaN is 0x7f and 0xff.
+    """The numbers of E4M3FN, stored as ``torch.float8_e4m3fn``.
 
     Attributes:
         exponent_bits: 4, with a bias of 7.
@@ -39,6 +39,8 @@ class FP8Format:
         max_value: largest magnitude.
         min_normal: smallest magnitude with a full mantissa.
         min_subnormal: smallest magnitude, and the distance of the numbers below ``min_normal``.
+        nan_codes: the codes that are no number.
+        has_infinity: False.
     """
 
     exponent_bits: int = 4
@@ -46,6 +48,8 @@ class FP8Format:
     max_value: float = 448.0
     min_normal: float = 2.0**-6
     min_subnormal: float = 2.0**-9
+    nan_codes: tuple[int, int] = (0x7F, 0xFF)
+    has_infinity: bool = False
 
 
 def fp8_compute_scale(

@@ -9,6 +9,7 @@ from htree_ops.errors import ArchitectureNotSupportedError
 from htree_ops.ops.arguments import FLOATING
 from htree_ops.ops.fp8 import fp8_quantize
 from htree_ops.ops.fp8_inputs import validate_fp8_gemm_inputs
+from htree_ops.tuning.select import configured
 
 __all__ = ["fp8_gemm", "fp8_gemm_exact"]
 
@@ -87,6 +88,8 @@ def fp8_gemm(
             :func:`validate_fp8_gemm_inputs`; ValueError also for a missing scale of a quantised operand.
         ArchitectureNotSupportedError: a configuration that is not compiled.
         NotImplementedError: a configuration on another GPU than sm_90.
+
+    Without a configuration ``HTREE_TUNE`` decides: see :mod:`htree_ops.tuning.select`.
     """
     a, a_scale = _quantised(a, a_scale, "a", "fp8_gemm")
     b, b_scale = _quantised(b, b_scale, "b", "fp8_gemm")
@@ -99,6 +102,14 @@ def fp8_gemm(
         num_warps=num_warps,
         num_stages=num_stages,
     )
+    if config is None:
+        config = configured(
+            "fp8_gemm",
+            (a.shape[0], b.shape[1], a.shape[1]),
+            a,
+            lambda tried: torch.ops.htree.fp8_gemm(a, b, a_scale, b_scale, output_dtype, tried),
+            layout="column-major b" if b.stride(0) == 1 else "row-major b",
+        )
     return torch.ops.htree.fp8_gemm(a, b, a_scale, b_scale, output_dtype, config)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from htree_ops.errors import ShapeMismatchError
 from htree_ops.ops.fp8 import FP8Format, fp8_quantize
+from htree_ops.tuning.select import configured
 
 __all__ = ["FP8Linear", "calibrate_activation_scales", "quantize_model_"]
 
@@ -99,20 +100,28 @@ class FP8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] in float16, bfloat16 or float32; returns [..., N] in the same dtype."""
-        if x.shape[-1] != self.in_features:
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ShapeMismatchError(
                 f"FP8Linear: the last dim of x must be in_features = {self.in_features}, got {tuple(x.shape)}",
                 expected=self.in_features,
                 actual=x.shape[-1] if x.dim() else None,
                 tensor_name="x",
             )
-        rows = x.reshape(-1, self.in_features)
+        rows = x.reshape(math.prod(x.shape[:-1]), self.in_features)
         granularity = "channel" if self.activation_scale is None else "tensor"
         q, scale, _ = torch.ops.htree.fp8_quantize(rows, self.activation_scale, granularity)
-        y = torch.ops.htree.fp8_gemm(q, self.weight.t(), scale, self.weight_scale.t(), x.dtype)
+        operands = (q, self.weight.t(), scale, self.weight_scale.t(), x.dtype)
+        config = configured(
+            "fp8_gemm",
+            (rows.shape[0], self.out_features, self.in_features),
+            q,
+            lambda tried: torch.ops.htree.fp8_gemm(*operands, tried),
+            layout="column-major b",
+        )
+        y = torch.ops.htree.fp8_gemm(*operands, config)
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
-        return y.unflatten(0, x.shape[:-1]) if x.dim() != 2 else y
+        return y.reshape(*x.shape[:-1], self.out_features)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Linear:
         """Moves everything, but keeps codes codes and scales fp32."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from htree_ops.errors import (
     UnsupportedDtypeError,
 )
 from htree_ops.ops.arguments import floating_for
+from htree_ops.tuning.select import configured
 
 __all__ = ["FusedGatedMLP", "GatedMLPInput", "gated_mlp", "validate_gated_mlp_inputs"]
 
@@ -221,11 +223,20 @@ def gated_mlp(
             :func:`validate_gated_mlp_inputs`.
         ArchitectureNotSupportedError: a configuration that is not compiled.
         NotImplementedError: a configuration where the kernels it chooses among do not run (fp32, not sm_90).
+
+    Without a configuration ``HTREE_TUNE`` decides: see :mod:`htree_ops.tuning.select`.
     """
     _validate(x, gate_weight, up_weight, activation, act_on, strict=False, require_cuda=False)
     config = _config(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=num_warps, num_stages=num_stages
     )
+    if config is None:
+        config = configured(
+            "gated_mlp",
+            (math.prod(x.shape[:-1]), x.shape[-1], gate_weight.shape[0]),
+            x,
+            lambda tried: torch.ops.htree.gated_mlp(x, gate_weight, up_weight, activation, act_on, tried),
+        )
     return torch.ops.htree.gated_mlp(x, gate_weight, up_weight, activation, act_on, config)
 
 

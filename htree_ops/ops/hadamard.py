@@ -6,7 +6,15 @@ import torch
 from torch import Tensor, nn
 
 from htree_ops.errors import ShapeMismatchError
-from htree_ops.ops.arguments import FLOATING_AND_DOUBLE, check_dtype, check_tensors
+from htree_ops.ops.arguments import (
+    FLOATING_AND_DOUBLE,
+    check_dtype,
+    check_int,
+    check_number,
+    check_tensor,
+    check_tensors,
+    state_dtype,
+)
 
 __all__ = ["HadamardTransform", "grouped_hadamard", "hadamard_transform", "hadamard_transform_"]
 
@@ -24,9 +32,13 @@ def _check_length(op: str, what: str, n: int, x: Tensor) -> None:
         )
 
 
-def _check_rows(op: str, x: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{op}: x must be a Tensor, got {type(x).__name__}")
+def _check_scale(op: str, scale: float | None, x: Tensor) -> None:
+    if scale is not None:
+        check_number(op, "scale", scale, dtype=state_dtype(x))
+
+
+def _check_rows(op: str, x: Tensor, scale: float | None) -> None:
+    check_tensor(op, "x", x)
     check_dtype(op, FLOATING_AND_DOUBLE, x=x)
     if x.dim() == 0:
         raise ShapeMismatchError(
@@ -36,6 +48,22 @@ def _check_rows(op: str, x: Tensor) -> None:
             tensor_name="x",
         )
     _check_length(op, "the last dim of x", x.shape[-1], x)
+    _check_scale(op, scale, x)
+
+
+def _check_groups(x: Tensor, group: int, scale: float | None) -> None:
+    check_tensors("grouped_hadamard", x=(x, "B H S D"))
+    check_dtype("grouped_hadamard", FLOATING_AND_DOUBLE, x=x)
+    check_int("grouped_hadamard", "group", group, 1)
+    if x.shape[1] % group:
+        raise ShapeMismatchError(
+            f"grouped_hadamard: group must divide H of x = {x.shape[1]}, got {group}",
+            expected=f"a multiple of {group}",
+            actual=x.shape[1],
+            tensor_name="x",
+        )
+    _check_length("grouped_hadamard", "group * D", group * x.shape[-1], x)
+    _check_scale("grouped_hadamard", scale, x)
 
 
 def hadamard_transform(x: Tensor, scale: float | None = None) -> Tensor:
@@ -43,7 +71,8 @@ def hadamard_transform(x: Tensor, scale: float | None = None) -> Tensor:
 
     H_n is the Sylvester matrix, H_1 = [1], H_2m = [[H_m, H_m], [H_m, -H_m]], and is symmetric. With the default
     scale n^(-1/2) the transform is orthonormal and its own inverse. Computed in n log2 n additions in fp32 (fp64
-    for fp64), rounded once to the dtype of x. The gradient is the same transform with the same scale.
+    for fp64), then scaled and rounded once to the dtype of x; a sum beyond that range is infinite whatever the
+    scale. The gradient is the same transform with the same scale.
     Source: docs/semantics.md §4.1, design document [003].
 
     Args:
@@ -57,9 +86,10 @@ def hadamard_transform(x: Tensor, scale: float | None = None) -> Tensor:
         ShapeMismatchError: x is a scalar, or n is no power of two or too long. Nothing is padded: a padded and
             cut transform is not invertible.
         UnsupportedDtypeError: another dtype.
-        ValueError: scale is not finite.
+        ValueError: scale is not finite in float32 (float64 for a float64 x).
+        TypeError: x is no dense tensor or scale no number.
     """
-    _check_rows("hadamard_transform", x)
+    _check_rows("hadamard_transform", x, scale)
     return torch.ops.htree.hadamard_transform(x, scale)
 
 
@@ -70,7 +100,7 @@ def hadamard_transform_(x: Tensor, scale: float | None = None) -> Tensor:
         NotImplementedError: x requires grad while gradients are recorded.
         RuntimeError: elements of x share memory.
     """
-    _check_rows("hadamard_transform_", x)
+    _check_rows("hadamard_transform_", x, scale)
     torch.ops.htree.hadamard_transform_(x, scale)
     return x
 
@@ -96,20 +126,10 @@ def grouped_hadamard(x: Tensor, group: int, scale: float | None = None) -> Tenso
     Raises:
         ShapeMismatchError: rank other than 4, group does not divide H, or group·D is no power of two or too long.
         UnsupportedDtypeError: another dtype.
-        ValueError: group below 1, or scale is not finite.
+        ValueError: group below 1, or scale is not finite in float32 (float64 for a float64 x).
+        TypeError: x is no dense tensor, group no int or scale no number.
     """
-    check_tensors("grouped_hadamard", x=(x, "B H S D"))
-    check_dtype("grouped_hadamard", FLOATING_AND_DOUBLE, x=x)
-    if group < 1:
-        raise ValueError(f"grouped_hadamard: group must be at least 1, got {group}")
-    if x.shape[1] % group:
-        raise ShapeMismatchError(
-            f"grouped_hadamard: group must divide H of x = {x.shape[1]}, got {group}",
-            expected=f"a multiple of {group}",
-            actual=x.shape[1],
-            tensor_name="x",
-        )
-    _check_length("grouped_hadamard", "group * D", group * x.shape[-1], x)
+    _check_groups(x, group, scale)
     return torch.ops.htree.grouped_hadamard(x, group, scale)
 
 
@@ -119,12 +139,18 @@ class HadamardTransform(nn.Module):
     Args:
         group: heads that are joined, for inputs [B, H, S, D]; None transforms the last dim of any input.
         scale: factor of the result; by default the transform is orthonormal.
+
+    Raises:
+        ValueError: group below 1, or scale is not finite in float32.
+        TypeError: group is no int or scale no number.
     """
 
     def __init__(self, group: int | None = None, scale: float | None = None) -> None:
         super().__init__()
-        if group is not None and group < 1:
-            raise ValueError(f"HadamardTransform: group must be at least 1, got {group}")
+        if group is not None:
+            check_int("HadamardTransform", "group", group, 1)
+        if scale is not None:
+            check_number("HadamardTransform", "scale", scale)
         self.group = group
         self.scale = scale
 

@@ -14,7 +14,8 @@ from htree_ops.errors import (
     ShapeMismatchError,
     UnsupportedDtypeError,
 )
-from htree_ops.ops.arguments import FLOATING_AND_DOUBLE
+from htree_ops.ops.arguments import FLOATING_AND_DOUBLE, check_int, check_tensor
+from htree_ops.tuning.select import configured
 
 __all__ = [
     "FusedRMSNormRoPE",
@@ -83,8 +84,27 @@ def _shape_error(message: str, name: str, tensor: Tensor, expected: object) -> S
     return ShapeMismatchError(message, expected=expected, actual=tuple(tensor.shape), tensor_name=name)
 
 
+def _check_ranks(op: str, dims: int, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> None:
+    if x.dim() != dims:
+        raise ShapeMismatchError(
+            f"Expected {dims}D input, got {x.dim()}D", expected=dims, actual=x.dim(), tensor_name="x"
+        )
+    if weight.dim() != 1:
+        raise _shape_error(
+            f"Weight shape mismatch: expected 1-D, got {tuple(weight.shape)}", "weight", weight, 1
+        )
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.dim() not in (2, 4):
+            raise _shape_error(
+                f"{op}: {name} must be [S, hd] or [1, S, 1, hd], got {tuple(table.shape)}",
+                name,
+                table,
+                "[S, hd]",
+            )
+
+
 def _check_tables(op: str, x: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> None:
-    if cos.dim() not in (2, 4) or (cos.dim() == 4 and (cos.shape[0] != 1 or cos.shape[2] != 1)):
+    if cos.dim() == 4 and (cos.shape[0] != 1 or cos.shape[2] != 1):
         raise _shape_error(
             f"{op}: cos must be [S, hd] or [1, S, 1, hd], got {tuple(cos.shape)}", "cos", cos, "[S, hd]"
         )
@@ -115,7 +135,9 @@ def _check_tables(op: str, x: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -
 
 
 def _check_eps(op: str, eps: float) -> None:
-    if not (math.isfinite(eps) and eps >= 0):
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+        raise TypeError(f"{op}: eps must be a number, got {type(eps).__name__}")
+    if not 0 <= eps < math.inf:
         raise ValueError(f"{op}: eps must be finite and not negative, got {eps}")
 
 
@@ -143,18 +165,15 @@ def validate_rmsnorm_rope_inputs(
         UnsupportedDtypeError: a dtype other than float32, float16, bfloat16, float64.
         ShapeMismatchError: a wrong rank or size.
         ValueError: eps is negative or not finite, or num_heads is below 1.
+        TypeError: no dense tensor, or eps no number, or num_heads no int.
     """
     op = "rmsnorm_rope"
     tensors = {"x": x, "weight": weight, "cos": cos, "sin": sin}
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{op}: {name} must be a Tensor, got {type(tensor).__name__}")
+        check_tensor(op, name, tensor)
     _check_device(op, x, {name: t for name, t in tensors.items() if name != "x"}, require_cuda)
     _check_dtype(op, tensors)
-    if x.dim() != 3:
-        raise ShapeMismatchError(
-            f"Expected 3D input, got {x.dim()}D", expected=3, actual=x.dim(), tensor_name="x"
-        )
+    _check_ranks(op, 3, x, weight, cos, sin)
     width = x.shape[2]
     if tuple(weight.shape) != (width,):
         raise _shape_error(
@@ -163,9 +182,9 @@ def validate_rmsnorm_rope_inputs(
             weight,
             (width,),
         )
-    if num_heads is not None and num_heads < 1:
-        raise ValueError(f"{op}: num_heads must be at least 1, got {num_heads}")
-    head_dim = cos.shape[-1] if cos.dim() else 0
+    if num_heads is not None:
+        check_int(op, "num_heads", num_heads, 1)
+    head_dim = cos.shape[-1]
     if num_heads is not None and 2 * head_dim * num_heads == width:
         head_dim *= 2
     whole = width == head_dim * num_heads if num_heads else width == 0 or (head_dim and width % head_dim == 0)
@@ -188,6 +207,8 @@ def _config(**keys: int | None) -> list[int] | None:
         return None
     if len(given) != len(keys):
         raise ValueError(f"rmsnorm_rope: give all of {', '.join(keys)} or none, got {keys}")
+    for key, value in keys.items():
+        check_int("rmsnorm_rope", key, value, 1)
     block_size, num_warps, num_stages = given
     if block_size not in (64, 128, 256) or block_size != 32 * num_warps or num_stages not in (1, 2, 3):
         raise ArchitectureNotSupportedError(
@@ -236,10 +257,39 @@ def rmsnorm_rope(
             :func:`validate_rmsnorm_rope_inputs`.
         ArchitectureNotSupportedError: a configuration that is not compiled.
         NotImplementedError: cos or sin requires grad, or a configuration that cannot hold such rows.
+
+    Without a configuration ``HTREE_TUNE`` decides: see :mod:`htree_ops.tuning.select`.
     """
     validate_rmsnorm_rope_inputs(x, weight, cos, sin, eps, num_heads)
     config = _config(BLOCK_SIZE=BLOCK_SIZE, num_warps=num_warps, num_stages=num_stages)
+    if config is None:
+        head_dim = x.shape[2] // num_heads if num_heads else cos.shape[-1]
+        config = configured(
+            "rmsnorm_rope",
+            (*x.shape, head_dim),
+            x,
+            lambda tried: torch.ops.htree.rmsnorm_rope(x, weight, cos, sin, eps, num_heads, tried),
+        )
     return torch.ops.htree.rmsnorm_rope(x, weight, cos, sin, eps, num_heads, config)
+
+
+def _check_head_inputs(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> None:
+    op = "head_rmsnorm_rope"
+    tensors = {"x": x, "weight": weight, "cos": cos, "sin": sin}
+    for name, tensor in tensors.items():
+        check_tensor(op, name, tensor)
+    _check_device(op, x, {name: t for name, t in tensors.items() if name != "x"}, require_cuda=False)
+    _check_dtype(op, tensors)
+    _check_ranks(op, 4, x, weight, cos, sin)
+    if tuple(weight.shape) != (x.shape[3],):
+        raise _shape_error(
+            f"Weight shape mismatch: expected ({x.shape[3]},), got {tuple(weight.shape)}",
+            "weight",
+            weight,
+            (x.shape[3],),
+        )
+    _check_tables(op, x, cos, sin, x.shape[3])
+    _check_eps(op, eps)
 
 
 def head_rmsnorm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float = 1e-6) -> Tensor:
@@ -262,26 +312,7 @@ def head_rmsnorm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: 
         DeviceError, UnsupportedDtypeError, ShapeMismatchError, ValueError: as for :func:`rmsnorm_rope`.
         NotImplementedError: cos or sin requires grad.
     """
-    op = "head_rmsnorm_rope"
-    tensors = {"x": x, "weight": weight, "cos": cos, "sin": sin}
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{op}: {name} must be a Tensor, got {type(tensor).__name__}")
-    _check_device(op, x, {name: t for name, t in tensors.items() if name != "x"}, require_cuda=False)
-    _check_dtype(op, tensors)
-    if x.dim() != 4:
-        raise ShapeMismatchError(
-            f"Expected 4D input, got {x.dim()}D", expected=4, actual=x.dim(), tensor_name="x"
-        )
-    if tuple(weight.shape) != (x.shape[3],):
-        raise _shape_error(
-            f"Weight shape mismatch: expected ({x.shape[3]},), got {tuple(weight.shape)}",
-            "weight",
-            weight,
-            (x.shape[3],),
-        )
-    _check_tables(op, x, cos, sin, x.shape[3])
-    _check_eps(op, eps)
+    _check_head_inputs(x, weight, cos, sin, eps)
     return torch.ops.htree.head_rmsnorm_rope(x, weight, cos, sin, eps)
 
 
@@ -295,7 +326,9 @@ class FusedRMSNormRoPE(nn.Module):
         device, dtype: of the weight [Hd], which starts as ones.
 
     Raises:
-        ValueError: head_dim is odd or does not divide hidden_dim.
+        ValueError: a size is below 1, head_dim is odd or does not divide hidden_dim, or eps is negative or not
+            finite.
+        TypeError: a size is no int, eps no number, or dtype none that the op computes (UnsupportedDtypeError).
     """
 
     def __init__(
@@ -308,6 +341,16 @@ class FusedRMSNormRoPE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        name = type(self).__name__
+        check_int(name, "hidden_dim", hidden_dim, 1)
+        check_int(name, "head_dim", head_dim, 0)
+        _check_eps(name, eps)
+        if dtype not in (None, *FLOATING_AND_DOUBLE):
+            raise UnsupportedDtypeError(
+                f"{name}: dtype must be {' or '.join(map(str, FLOATING_AND_DOUBLE))}, got {dtype}",
+                dtype=dtype,
+                supported_dtypes=FLOATING_AND_DOUBLE,
+            )
         if head_dim < 2 or head_dim % 2 or hidden_dim % head_dim:
             raise ValueError(
                 f"head_dim must be even and divide hidden_dim = {hidden_dim}, got head_dim = {head_dim}"

@@ -98,7 +98,8 @@ class FP8GemmCase(Case):
         return f"[{self.m}, {self.k}] x [{self.k}, {self.n}] {self.scales}"
 
 
-#: Sizes around the tiles: 16, 32, 64, 128 and 256 rows, 64 and 128 columns, k-blocks of 128, packs of 16.
+#: Sizes around the tiles: 16, 32, 64, 128 and 256 rows, 64 and 128 columns, k-blocks of 128 shared out to one, two
+#: and four blocks, packs of 16.
 SIZES = (
     (1, 1, 1),
     (1, 64, 128),
@@ -107,6 +108,8 @@ SIZES = (
     (17, 96, 256),
     (33, 200, 100),
     (64, 128, 512),
+    (7, 90, 1100),
+    (40, 130, 700),
     (65, 130, 144),
     (100, 72, 90),
     (128, 256, 128),

@@ -189,6 +189,10 @@ SIZES: tuple[tuple[tuple[int, ...], int, int], ...] = (
     ((65,), 129, 65),
     ((130,), 257, 136),
     ((2, 150), 320, 328),
+    # few rows: rows of weights in several chunks of 2048, several columns per warp
+    ((1,), 20, 8200),
+    ((2,), 2200, 72),
+    ((4,), 3300, 136),
 )
 CASES = [
     GatedMLPCase(

@@ -141,18 +141,29 @@ GRADIENT_SHAPES: tuple[TreeAttentionCase, ...] = tuple(
 )
 
 
-def _model(T: int, dtype: torch.dtype, **sizes: Any) -> TreeAttentionCase:
+def _model(T: int, dtype: torch.dtype, shape: str = "", **sizes: Any) -> TreeAttentionCase:
     defaults = {"H": 32, "H_kv": 4, "K": 128, "V": 128, "r": 16, "top_k": 512, "M": 8192}
     stride = sizes.get("selection_stride", 1)
-    return TreeAttentionCase(name=f"T{T}_s{stride}", T=T, dtype=dtype, **{**defaults, **sizes})
+    return TreeAttentionCase(name=f"T{T}{shape}_s{stride}", T=T, dtype=dtype, **{**defaults, **sizes})
 
 
 #: Sizes of the results tables by device type.
 BENCHMARK_CASES: dict[str, list[TreeAttentionCase]] = {
     "cuda": [
-        _model(T, torch.bfloat16, selection_stride=stride)
-        for T in (32_768, 65_536, 131_072)
-        for stride in (1, 16)
+        *(
+            _model(T, torch.bfloat16, selection_stride=stride)
+            for T in (16_384, 32_768, 65_536, 131_072, 262_144)
+            for stride in (1, 16)
+        ),
+        *(
+            _model(T, torch.bfloat16, shape, selection_stride=stride, **sizes)
+            for T, shape, sizes in (
+                (131_072, "_h64", {"H": 64}),
+                (131_072, "_d64", {"K": 64, "V": 64}),
+                (120_000, "_h64_d32", {"H": 64, "K": 32, "V": 32}),  # the public Triton version's benchmark
+            )
+            for stride in (1, 16)
+        ),
     ],
     "cpu": [
         _model(T, torch.float32, H=4, H_kv=1, K=64, V=64, top_k=64, M=1024, selection_stride=stride)
@@ -165,7 +176,7 @@ BENCHMARK_BACKWARD_CASES: dict[str, list[TreeAttentionBackwardCase]] = {
     device: [
         TreeAttentionBackwardCase(name=case.name, dtype=case.dtype, forward=case)
         for case in cases
-        if case.T <= 32_768
+        if case.T == 32_768
     ]
     for device, cases in BENCHMARK_CASES.items()
 }

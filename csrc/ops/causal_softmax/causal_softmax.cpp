@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include "host/autograd.h"
+#include "host/lazy_views.h"
 #include "host/op_handle.h"
 
 namespace htree::causal_softmax {
@@ -54,13 +55,13 @@ at::Tensor forward(const at::Tensor& x, int64_t block_size) {
 template <Forward kForward>
 void forward_out(const at::Tensor& x, int64_t block_size, const at::Tensor& out) {
   prepare_out(x, block_size, out);
-  check_overlap(x, out);
   kForward(x, block_size, out);
 }
 
 template <Forward kForward>
 void forward_inplace(const at::Tensor& x, int64_t block_size) {
-  forward_out<kForward>(x, block_size, x);
+  prepare_inplace(x, block_size);
+  kForward(x, block_size, x);
 }
 
 // dx = torch.where(mask, y * (dy - (dy * y).masked_fill(~mask, 0).sum(-1, keepdim=True)), 0)
@@ -69,14 +70,6 @@ at::Tensor backward(const at::Tensor& dy, const at::Tensor& y) {
   at::Tensor dx = prepare_backward(dy, y);
   kBackward(dy, y, dx);
   return dx;
-}
-
-void forward_out_meta(const at::Tensor& x, int64_t block_size, const at::Tensor& out) {
-  prepare_out(x, block_size, out);
-}
-
-void forward_inplace_meta(const at::Tensor& x, int64_t block_size) {
-  prepare_out(x, block_size, x);
 }
 
 // ---- Autograd
@@ -173,8 +166,8 @@ TORCH_LIBRARY_IMPL(htree, CUDA, library) {
 
 TORCH_LIBRARY_IMPL(htree, Meta, library) {
   library.impl("causal_softmax", TORCH_FN(prepare));
-  library.impl("causal_softmax.out", TORCH_FN(forward_out_meta));
-  library.impl("causal_softmax_", TORCH_FN(forward_inplace_meta));
+  library.impl("causal_softmax.out", TORCH_FN(prepare_out));
+  library.impl("causal_softmax_", TORCH_FN(prepare_inplace));
   library.impl("causal_softmax_backward", TORCH_FN(prepare_backward));
 }
 
@@ -188,6 +181,14 @@ TORCH_LIBRARY_IMPL(htree, Autograd, library) {
 TORCH_LIBRARY_IMPL(htree, ADInplaceOrView, library) {
   library.impl("causal_softmax.out", TORCH_FN(forward_out_adinplace));
   library.impl("causal_softmax_", TORCH_FN(forward_inplace_adinplace));
+}
+
+TORCH_LIBRARY_IMPL(htree, Negative, library) {
+  register_lazy_views(library, {"causal_softmax.out", "causal_softmax_"});
+}
+
+TORCH_LIBRARY_IMPL(htree, Conjugate, library) {
+  register_lazy_views(library, {"causal_softmax.out", "causal_softmax_"});
 }
 
 }  // namespace htree::causal_softmax

@@ -27,11 +27,10 @@ Strides strides_of(const at::Tensor& x);
 
 // Checks of the functional op; returns the output, uninitialised, contiguous, of x's shape and dtype.
 at::Tensor prepare(const at::Tensor& x, int64_t block_size);
-// Checks of the out= and in-place ops, on metadata alone.
+// Checks of the out= op: out is the same view as x or shares no memory with it.
 void prepare_out(const at::Tensor& x, int64_t block_size, const at::Tensor& out);
-// RuntimeError when out may share memory with x without being the same view; needs real memory, so Meta skips
-// it.
-void check_overlap(const at::Tensor& x, const at::Tensor& out);
+// Checks of the in-place op.
+void prepare_inplace(const at::Tensor& x, int64_t block_size);
 // Checks of the backward op; returns dx, uninitialised.
 at::Tensor prepare_backward(const at::Tensor& dy, const at::Tensor& y);
 

@@ -7,16 +7,17 @@
 
 namespace htree::gated_mlp {
 
-// kComposed: two matrix products of the library in fp32 and one elementwise kernel. kStream: rows of x are
-// the n side of products, 64 columns per block, weights read once (gated_mlp_stream.cuh). kTile: 128 rows x
-// `columns` per block (gated_mlp_tile.cuh).
-enum class Kernel : int { kComposed, kStream, kTile };
+// kComposed: two matrix products of the library in fp32 and one elementwise kernel. kVector: up to four rows,
+// warps that stream whole rows of weights (gated_mlp_vector.cuh). kStream: rows of x are the n side of
+// products, 64 columns per block, weights read once (gated_mlp_stream.cuh). kTile: 128 rows x `columns` per
+// block (gated_mlp_tile.cuh).
+enum class Kernel : int { kComposed, kVector, kStream, kTile };
 
 struct KernelConfig {
   Kernel kernel;
   int rows;     // of x per block
-  int columns;  // of the output per block
-  int stages;   // k-blocks of 64 in flight
+  int columns;  // of the output per block, or per warp and time for kVector
+  int stages;   // k-blocks of 64 in flight; chunks of 2048 per warp for kVector
   int cluster;  // blocks that share the weights they load
 };
 
@@ -24,6 +25,7 @@ struct KernelConfig {
 struct Facts {
   int64_t rows;
   int64_t inner;
+  int64_t hidden;
   bool hopper_half;  // fp16 or bf16 on sm_90
   bool keeps_products;
   int multiprocessors;
@@ -52,15 +54,28 @@ constexpr bool in_compiled_space(const ForcedConfig& f) {
 
 // For a tuple of the compiled space.
 constexpr KernelConfig config_of(const ForcedConfig& f) {
-  return f.block_m == 128
-             ? KernelConfig{Kernel::kTile, 128, static_cast<int>(f.block_n), f.block_n == 128 ? 4 : 6,
-                            f.block_n == 128 ? 2 : 1}
-             : KernelConfig{Kernel::kStream, static_cast<int>(f.block_m), 64, 4, 1};
+  return f.block_m == 128 ? KernelConfig{Kernel::kTile, 128, static_cast<int>(f.block_n),
+                                         f.block_n == 128 ? 4 : 6, f.block_n == 128 ? 2 : 1}
+                          : KernelConfig{Kernel::kStream, static_cast<int>(f.block_m), 64, 4, 1};
+}
+
+// Rows of x that the kernel for `rows` is compiled for.
+constexpr int vector_rows(int64_t rows) {
+  return rows <= 1 ? 1 : rows <= 2 ? 2 : 4;
+}
+
+// Whether kVector takes the problem: whole packs of 16 bytes, and x beside the weights in shared memory.
+constexpr bool vector_fits(int64_t rows, int64_t hidden) {
+  constexpr int64_t kBytesOfX = 34 * 1024;
+  return rows <= 4 && hidden % 8 == 0 && vector_rows(rows) * hidden * 2 <= kBytesOfX;
 }
 
 inline KernelConfig choose_config(const Facts& f) {
   if (!f.hopper_half) {
     return {Kernel::kComposed, 0, 0, 0, 0};
+  }
+  if (!f.keeps_products && vector_fits(f.rows, f.hidden)) {
+    return {Kernel::kVector, vector_rows(f.rows), 1, 3, 1};
   }
   if (!f.keeps_products && f.rows <= 64) {
     return f.rows <= 16   ? KernelConfig{Kernel::kStream, 16, 64, 4, 1}
@@ -78,6 +93,9 @@ inline KernelConfig choose_config(const Facts& f) {
 inline std::string describe(const KernelConfig& c) {
   if (c.kernel == Kernel::kComposed) {
     return "composed: two library products, one elementwise kernel";
+  }
+  if (c.kernel == Kernel::kVector) {
+    return "vector: " + std::to_string(c.rows) + " rows, " + std::to_string(c.stages) + " stages per warp";
   }
   return std::string(c.kernel == Kernel::kStream ? "stream" : "tile") + ": " + std::to_string(c.rows) +
          " rows x " + std::to_string(c.columns) + " columns, " + std::to_string(c.stages) +

@@ -95,9 +95,10 @@ void launch_fused(const Operands& o, const KernelConfig& config, const Results& 
       .gate = mutable_data_of<T>(results.linear),
       .up = mutable_data_of<T>(results.acted),
   };
-  check_launch(config.kernel == Kernel::kStream ? launch_stream<T>(params, config, stream)
-                                                : launch_tile<T>(params, config, stream),
-               config);
+  const auto launch = config.kernel == Kernel::kVector   ? launch_vector<T>
+                      : config.kernel == Kernel::kStream ? launch_stream<T>
+                                                         : launch_tile<T>;
+  check_launch(launch(params, config, stream), config);
 }
 
 template <typename T>
@@ -123,8 +124,12 @@ bool has_hopper_kernels() {
 void forward_cuda(const Operands& o, at::IntArrayRef config, const Results& results) {
   const LaunchScope scope(o.x);
   const WithoutAutocast guard(c10::autocast_dispatch_keyset);
-  const Facts facts{o.sizes.rows, o.sizes.inner, is_half(o.x) && has_hopper_kernels(),
-                    results.linear.defined(), at::cuda::getCurrentDeviceProperties()->multiProcessorCount};
+  const Facts facts{o.sizes.rows,
+                    o.sizes.inner,
+                    o.sizes.hidden,
+                    is_half(o.x) && has_hopper_kernels(),
+                    results.linear.defined(),
+                    at::cuda::getCurrentDeviceProperties()->multiProcessorCount};
   KernelConfig choice = choose_config(facts);
   if (!config.empty()) {
     TORCH_CHECK_NOT_IMPLEMENTED(

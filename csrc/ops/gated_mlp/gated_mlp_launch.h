@@ -40,6 +40,8 @@ template <typename T>
 cudaError_t launch_tile(const ForwardParams<T>& params, const KernelConfig& config, cudaStream_t stream);
 // Without products.
 template <typename T>
+cudaError_t launch_vector(const ForwardParams<T>& params, const KernelConfig& config, cudaStream_t stream);
+template <typename T>
 cudaError_t launch_stream(const ForwardParams<T>& params, const KernelConfig& config, cudaStream_t stream);
 
 // out = gate * act(up); gate and up in fp32. All contiguous, `count` elements.

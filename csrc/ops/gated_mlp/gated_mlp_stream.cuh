@@ -1,6 +1,8 @@
 // out = (x Wg^T) * act(x Wu^T) for few rows: the weights are read once, at the speed of memory, so they take
 // the 64-row side of the products and the rows of x the n side (16 ... 128 of them, missing ones are zero). A
-// block owns 64 columns of the output; one warpgroup multiplies rows of Wg, the other rows of Wu.
+// block owns 64 columns of the output; one warpgroup multiplies rows of Wg, the other rows of Wu. The blocks
+// of a cluster share the rows of x: each loads a part of them for all, so that L2 has weights to deliver and
+// little else.
 #pragma once
 
 #include <cuda.h>
@@ -15,15 +17,17 @@
 
 namespace htree::gated_mlp {
 
-template <typename T_, Activation kActivation_, int kRows_, int kStages_>
+template <typename T_, Activation kActivation_, int kRows_, int kStages_, int kCluster_ = 1>
 struct StreamTraits {
   using T = T_;
   static constexpr Activation kActivation = kActivation_;
   static constexpr int kRows = kRows_;  // of x
   static constexpr int kColumns = 64;   // of the output, per block
-  using Shape = device::GemmShape<T, 2 * kColumns, kRows, kStages_, 1>;
+  static constexpr int kCluster = kCluster_;
+  static constexpr int kLoadedRows = kRows / kCluster;  // of x, by one block
+  using Shape = device::GemmShape<T, 2 * kColumns, kRows, kStages_, kCluster>;
   static constexpr int kThreads = 256 + 32;
-  static_assert(kRows % 16 == 0);
+  static_assert(kRows % 16 == 0 && kLoadedRows % 8 == 0);
 
   struct Shared {
     device::GemmRing<Shape> ring;
@@ -34,7 +38,7 @@ struct StreamTraits {
   static_assert(kExchangeBytes + kRows * kColumns * 2 <= sizeof(Shared));
 };
 
-// Tensor copies of x by boxes of 128 bytes x kRows rows and of the weights by 128 bytes x 64 rows.
+// Tensor copies of x by boxes of 128 bytes x kLoadedRows rows and of the weights by 128 bytes x 64 rows.
 struct StreamMaps {
   CUtensorMap x;
   CUtensorMap gate;
@@ -53,7 +57,13 @@ __device__ __forceinline__ void load_stream(typename Tr::Shared& shared, const S
         const int k = block_idx * Shape::kBlockK;
         device::tensor_load_2d(a, &maps.gate, k, column, full, device::kEvictFirst);
         device::tensor_load_2d(a + 64 * device::kBlockBytes, &maps.up, k, column, full, device::kEvictFirst);
-        device::tensor_load_2d(b, &maps.x, k, row, full, device::kEvictLast);
+        if constexpr (Tr::kCluster > 1) {
+          const int first = static_cast<int>(device::cluster_block_rank()) * Tr::kLoadedRows;
+          device::tensor_load_2d_multicast(b + first * device::kBlockBytes, &maps.x, k, row + first, full,
+                                           (1 << Tr::kCluster) - 1);
+        } else {
+          device::tensor_load_2d(b, &maps.x, k, row, full, device::kEvictLast);
+        }
       });
 }
 
@@ -75,7 +85,11 @@ __global__ void __launch_bounds__(Tr::kThreads)
     device::init_ring(shared.ring);
     device::fence_barrier_init();
   }
-  __syncthreads();
+  if constexpr (Tr::kCluster > 1) {
+    device::cluster_sync();
+  } else {
+    __syncthreads();
+  }
   if (warp == 8) {
     if (lane == 0) {
       load_stream<Tr>(shared, maps, num_blocks);
@@ -135,6 +149,9 @@ __global__ void __launch_bounds__(Tr::kThreads)
         to[c] = reinterpret_cast<const T*>(from)[c];
       }
     }
+  }
+  if constexpr (Tr::kCluster > 1) {
+    device::cluster_sync();  // no block leaves while another may still signal its barriers
   }
 #else
   __trap();  // the launcher does not come here: see is_compiled_for_hopper()

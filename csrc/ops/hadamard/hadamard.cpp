@@ -1,10 +1,10 @@
 // Schemas, Meta, Autograd and registrations of the hadamard room. docs/semantics.md §4.1.
 #include "ops/hadamard/hadamard.h"
 
-#include <ATen/MemoryOverlap.h>
 #include <torch/library.h>
 
 #include "host/autograd.h"
+#include "host/lazy_views.h"
 #include "host/op_handle.h"
 #include "host/registration.h"
 
@@ -64,7 +64,6 @@ at::Tensor transform(const at::Tensor& x, Scale scale) {
 template <Transform kTransform>
 void transform_inplace(const at::Tensor& x, Scale scale) {
   prepare_inplace(x, scale);
-  at::assert_no_internal_overlap(x);
   if (x.numel() == 0) {
     return;
   }
@@ -187,6 +186,14 @@ TORCH_LIBRARY_IMPL(htree, Autograd, library) {
 
 TORCH_LIBRARY_IMPL(htree, ADInplaceOrView, library) {
   library.impl("hadamard_transform_", TORCH_FN(inplace_adinplace));
+}
+
+TORCH_LIBRARY_IMPL(htree, Negative, library) {
+  register_lazy_views(library, {"hadamard_transform_"});
+}
+
+TORCH_LIBRARY_IMPL(htree, Conjugate, library) {
+  register_lazy_views(library, {"hadamard_transform_"});
 }
 
 }  // namespace htree::hadamard

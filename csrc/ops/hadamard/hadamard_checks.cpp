@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "host/check.h"
+#include "host/overlap.h"
 #include "ops/hadamard/hadamard.h"
 #include "ops/hadamard/hadamard_params.h"
 
@@ -31,9 +32,12 @@ int64_t length_of(const at::Tensor& x, int64_t dim) {
   return x.sym_size(dim).guard_int(__FILE__, __LINE__);
 }
 
-void check_scale(const char* op, std::optional<double> scale) {
+// The factor is applied in fp32 (fp64 for fp64) and must be finite there.
+void check_scale(const char* op, const at::Tensor& x, std::optional<double> scale) {
   if (scale.has_value()) {
-    check_finite(op, "scale", *scale);
+    TORCH_CHECK_VALUE(std::isfinite(x.scalar_type() == at::kDouble ? *scale : static_cast<float>(*scale)), op,
+                      ": scale must be finite", x.scalar_type() == at::kDouble ? "" : " in float32", ", got ",
+                      *scale);
   }
 }
 
@@ -43,7 +47,7 @@ void check_transform(const char* op, const at::Tensor& x, std::optional<double> 
   TORCH_CHECK_VALUE(log2_of_length(length_of(x, -1)) >= 0, op,
                     ": the last dim of x must be a power of two between 1 and ", kMaxLength, ", got ",
                     x.sym_sizes());
-  check_scale(op, scale);
+  check_scale(op, x, scale);
 }
 
 Problem make_problem(int64_t length, int64_t segment, std::optional<double> scale) {
@@ -134,6 +138,7 @@ at::Tensor prepare(const at::Tensor& x, std::optional<double> scale) {
 
 void prepare_inplace(const at::Tensor& x, std::optional<double> scale) {
   check_transform("hadamard_transform_", x, scale);
+  check_writable("hadamard_transform_", "x", x);
 }
 
 at::Tensor prepare_grouped(const at::Tensor& x, int64_t group, std::optional<double> scale) {
@@ -147,7 +152,7 @@ at::Tensor prepare_grouped(const at::Tensor& x, int64_t group, std::optional<dou
   TORCH_CHECK_VALUE(group <= kMaxLength && width <= kMaxLength && log2_of_length(group * width) >= 0,
                     kGroupedOp, ": group * D must be a power of two between 1 and ", kMaxLength, ", got ",
                     group, " * ", width);
-  check_scale(kGroupedOp, scale);
+  check_scale(kGroupedOp, x, scale);
   return empty_like_contiguous(x);
 }
 

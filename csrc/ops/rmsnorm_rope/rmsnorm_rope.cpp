@@ -113,9 +113,10 @@ struct ForwardNode : Function<ForwardNode> {
 struct BackwardNode : Function<BackwardNode> {
   static constexpr bool is_traceable = true;
 
-  static variable_list forward(AutogradContext*, const Tensor& dy, const Tensor&, const Tensor&,
+  static variable_list forward(AutogradContext* ctx, const Tensor& dy, const Tensor&, const Tensor&,
                                const Arguments& a, Mask mask) {
     at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->saved_data["norm"] = static_cast<int64_t>(a.norm);
     const auto [dx, dweight] = call_backward(a, dy, mask);
     variable_list wanted;
     for (const Tensor& gradient : {dx, dweight}) {
@@ -126,14 +127,14 @@ struct BackwardNode : Function<BackwardNode> {
     return wanted;
   }
 
-  static variable_list backward(AutogradContext*, const variable_list&) {
-    refuse_double_backward("rmsnorm_rope_backward");
+  static variable_list backward(AutogradContext* ctx, const variable_list&) {
+    refuse_double_backward(backward_name(static_cast<Norm>(ctx->saved_data["norm"].toInt())));
   }
 };
 
 Tensor forward_autograd(const Arguments& a, at::OptionalIntArrayRef config) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!needs_grad({a.cos, a.sin}),
-                              "rmsnorm_rope: cos and sin are not differentiated; detach them");
+  TORCH_CHECK_NOT_IMPLEMENTED(!needs_grad({a.cos, a.sin}), op_name(a.norm),
+                              ": cos and sin are not differentiated; detach them");
   if (needs_grad({a.x, a.weight})) {
     return ForwardNode::apply(a.x, a.weight, a.cos, a.sin, a, config);
   }

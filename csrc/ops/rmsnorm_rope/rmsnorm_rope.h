@@ -16,6 +16,14 @@ using Gradients = std::tuple<at::Tensor, at::Tensor>;  // dx, dweight; undefined
 // Whether one mean runs over the whole hidden dim (rmsnorm_rope) or over each head (head_rmsnorm_rope).
 enum class Norm { kHidden, kHead };
 
+// Names for messages.
+inline const char* op_name(Norm norm) {
+  return norm == Norm::kHidden ? "rmsnorm_rope" : "head_rmsnorm_rope";
+}
+inline const char* backward_name(Norm norm) {
+  return norm == Norm::kHidden ? "rmsnorm_rope_backward" : "head_rmsnorm_rope_backward";
+}
+
 // The arguments as they come. For kHidden x is [B, S, Hd] and weight [Hd]; for kHead x is [B, S, H, hd] and
 // weight [hd]. cos and sin are [S', hd], [S', hd / 2] or [1, S', 1, ...] with S' >= S.
 struct Arguments {

@@ -1,16 +1,15 @@
 // All checks and output allocation of the room, shared by the CPU, CUDA and Meta kernels.
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
+#include <limits>
+
 #include "host/check.h"
 #include "ops/rmsnorm_rope/rmsnorm_rope.h"
 #include "ops/rmsnorm_rope/rmsnorm_rope_config.h"
 
 namespace htree::rmsnorm_rope {
 namespace {
-
-const char* op_name(Norm norm) {
-  return norm == Norm::kHidden ? "rmsnorm_rope" : "head_rmsnorm_rope";
-}
 
 bool equal(const c10::SymInt& a, const c10::SymInt& b) {
   return a.sym_eq(b).guard_bool(__FILE__, __LINE__);
@@ -53,8 +52,7 @@ void check_tables(const char* op, const Arguments& a, const c10::SymInt& head_di
   TORCH_CHECK_VALUE(equal(head_dim % 2, 0), op, ": the head dim must be even, got ", head_dim);
 }
 
-void check(const Arguments& a) {
-  const char* op = op_name(a.norm);
+void check(const char* op, const Arguments& a) {
   const std::initializer_list<std::pair<const char*, const at::Tensor&>> others = {
       {"weight", a.weight}, {"cos", a.cos}, {"sin", a.sin}};
   for (const auto& [name, tensor] : others) {
@@ -109,6 +107,12 @@ at::Tensor with_unit_stride(const at::Tensor& x) {
   return x.stride(-1) == 1 || x.size(-1) <= 1 ? x : x.contiguous();
 }
 
+// A positive eps stays positive in fp32, where the other dtypes compute: a row of zeros gives zeros.
+double in_range(double eps, at::ScalarType dtype) {
+  constexpr double kLeast = std::numeric_limits<float>::min();
+  return dtype == at::kDouble || eps == 0 ? eps : std::max(eps, kLeast);
+}
+
 at::Tensor table_rows(const at::Tensor& table) {
   return with_unit_stride(table.dim() == 4 ? table.select(2, 0).select(0, 0) : table);
 }
@@ -116,15 +120,15 @@ at::Tensor table_rows(const at::Tensor& table) {
 }  // namespace
 
 at::Tensor prepare(const Arguments& arguments, at::OptionalIntArrayRef config) {
-  check(arguments);
+  check(op_name(arguments.norm), arguments);
   check_config(op_name(arguments.norm), config);
   return at::empty_symint(arguments.x.sym_sizes(),
                           arguments.x.options().memory_format(at::MemoryFormat::Contiguous));
 }
 
 Gradients prepare_backward(const Arguments& arguments, const at::Tensor& dy, std::array<bool, 2> wanted) {
-  const char* op = op_name(arguments.norm);
-  check(arguments);
+  const char* op = backward_name(arguments.norm);
+  check(op, arguments);
   check_same_device(op, "dy", dy, "x", arguments.x);
   check_same_dtype(op, "dy", dy, "x", arguments.x);
   check_shape(op, "dy", dy, arguments.x.sym_sizes(), "the shape of x");
@@ -157,7 +161,7 @@ Operands operands_of(const Arguments& arguments) {
       .width = o.x.size(3),
       .head_dim = head_dim,
       .half_tables = o.cos.size(1) != head_dim,
-      .eps = arguments.eps,
+      .eps = in_range(arguments.eps, arguments.x.scalar_type()),
   };
   return o;
 }

@@ -18,12 +18,15 @@ struct GemmConfig {
   int promote;  // elements of k that are summed before fp32 registers take over
   int group;    // row tiles swept together, 0 for kStream
   int stages;   // k-blocks of 128 in flight
+  int cluster;  // blocks that share the rows of a they load; for kStream, that share out k
 };
 
 // What the choice needs to know of the problem and the device.
 struct GemmFacts {
   int64_t m;
   int64_t n;
+  int64_t k;
+  int multiprocessors;
   bool hopper;   // sm_90 with its kernels compiled
   bool library;  // cuBLASLt takes the dtypes, sizes, layouts and scales
 };
@@ -51,23 +54,35 @@ constexpr bool in_compiled_space(const ForcedGemmConfig& f) {
 
 constexpr GemmConfig config_of(const ForcedGemmConfig& f) {
   return {GemmKernel::kTile,           static_cast<int>(f.block_m),      static_cast<int>(f.block_n),
-          static_cast<int>(f.block_k), static_cast<int>(f.group_size_m), static_cast<int>(f.num_stages)};
+          static_cast<int>(f.block_k), static_cast<int>(f.group_size_m), static_cast<int>(f.num_stages),
+          f.block_m == 256 ? 2 : 1};
+}
+
+// Blocks that share out k: as many as bring every multiprocessor to work, with two k-blocks each at least.
+inline int choose_parts(const GemmFacts& f) {
+  const int64_t blocks = (f.n + 63) / 64;
+  for (int parts : {4, 2}) {
+    if (blocks * parts <= f.multiprocessors && f.k >= int64_t{256} * parts) {
+      return parts;
+    }
+  }
+  return 1;
 }
 
 // Up to 64 rows the weights stream once. Beyond, the library's kernel is the faster one wherever it runs.
 inline GemmConfig choose_gemm_config(const GemmFacts& f) {
   if (f.hopper && f.m <= 64) {
     const int rows = f.m <= 16 ? 16 : f.m <= 32 ? 32 : 64;
-    return {GemmKernel::kStream, rows, 64, 128, 0, 8};
+    return {GemmKernel::kStream, rows, 64, 128, 0, 8, choose_parts(f)};
   }
   if (f.library) {
-    return {GemmKernel::kLibrary, 0, 0, 0, 0, 0};
+    return {GemmKernel::kLibrary, 0, 0, 0, 0, 0, 0};
   }
   if (!f.hopper) {
-    return {GemmKernel::kExact, 0, 0, 0, 0, 0};
+    return {GemmKernel::kExact, 0, 0, 0, 0, 0, 0};
   }
-  return f.m > 1024 ? GemmConfig{GemmKernel::kTile, 256, 128, 128, 16, 4}
-                    : GemmConfig{GemmKernel::kTile, 128, 128, 128, 16, 5};
+  return f.m > 1024 ? GemmConfig{GemmKernel::kTile, 256, 128, 128, 16, 4, 2}
+                    : GemmConfig{GemmKernel::kTile, 128, 128, 128, 16, 5, 1};
 }
 
 inline std::string describe(const GemmConfig& c) {
@@ -82,7 +97,8 @@ inline std::string describe(const GemmConfig& c) {
   }
   return std::string(c.kernel == GemmKernel::kStream ? "stream" : "tile") + ": " + std::to_string(c.rows) +
          " rows x " + std::to_string(c.columns) + " columns, fp32 sums every " + std::to_string(c.promote) +
-         ", groups of " + std::to_string(c.group) + ", " + std::to_string(c.stages) + " stages";
+         ", groups of " + std::to_string(c.group) + ", " + std::to_string(c.stages) +
+         " stages, clusters of " + std::to_string(c.cluster);
 }
 
 }  // namespace htree::fp8

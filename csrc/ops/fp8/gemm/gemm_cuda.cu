@@ -75,9 +75,11 @@ void run_library(const GemmArguments& g, const Tensor& c, cudaStream_t stream) {
   const bool single = g.a_scale.numel() == 1 && g.b_scale.numel() == 1;
   const int64_t num_a = single ? 1 : g.a.size(0);
   const int64_t num_b = single ? 1 : g.b.size(1);
-  const Tensor reciprocals = at::empty({num_a + num_b}, g.a_scale.options());
+  // cuBLASLt reads scales from multiples of 16 bytes.
+  const int64_t begin_b = (num_a + 3) / 4 * 4;
+  const Tensor reciprocals = at::empty({begin_b + num_b}, g.a_scale.options());
   const Tensor a = reciprocals.narrow(0, 0, num_a);
-  const Tensor b = reciprocals.narrow(0, num_a, num_b);
+  const Tensor b = reciprocals.narrow(0, begin_b, num_b);
   C10_CUDA_CHECK(launch_reciprocals(scale_of(g.a_scale), num_a, a.mutable_data_ptr<float>(),
                                     scale_of(g.b_scale), num_b, b.mutable_data_ptr<float>(), stream));
   Tensor out = c;
@@ -130,7 +132,12 @@ void gemm_cuda(const GemmArguments& g, at::IntArrayRef config, const Tensor& c) 
   constexpr int64_t kMost = int64_t{1} << 30;  // tile numbers and coordinates are 32-bit
   TORCH_CHECK_VALUE(g.a.size(0) <= kMost && g.a.size(1) <= kMost && g.b.size(1) <= kMost,
                     "fp8_gemm: M, K and N must be at most 2^30, got ", g.a.sizes(), " and ", g.b.sizes());
-  const GemmFacts facts{g.a.size(0), g.b.size(1), has_hopper_kernels(), library_takes(g)};
+  const GemmFacts facts{.m = g.a.size(0),
+                        .n = g.b.size(1),
+                        .k = g.a.size(1),
+                        .multiprocessors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount,
+                        .hopper = has_hopper_kernels(),
+                        .library = library_takes(g)};
   GemmConfig choice = choose_gemm_config(facts);
   if (!config.empty()) {
     TORCH_CHECK_NOT_IMPLEMENTED(facts.hopper, "fp8_gemm: config chooses among the kernels for sm_90");

@@ -1,4 +1,4 @@
-// Largest finite magnitudes of groups that no block holds in registers: long rows, the whole tensor, columns.
+// Largest finite magnitudes of groups along rows that no block holds in registers, and of the whole tensor.
 // Each group is split over blocks, which leave partial maxima [num_splits, num_scales] as bits.
 #pragma once
 
@@ -17,7 +17,8 @@ struct LargestTraits {
   static constexpr int kTile = kThreads * kPacks * kPack;  // elements of a block and turn
 };
 
-// Groups of `group` columns of each row; block b works on group b / num_splits. The whole tensor is one group.
+// Groups of `group` columns of each row; block b works on group b / num_splits. The whole tensor is one
+// group.
 template <typename T>
 struct LargestParams {
   const T* x;
@@ -73,82 +74,25 @@ __global__ void __launch_bounds__(Tr::kThreads)
   }
 }
 
-// Groups of `group` rows of each matrix of `length` rows, column by column; x is contiguous.
-template <typename T>
-struct ColumnParams {
-  const T* x;
-  int64_t cols;
-  int64_t group;
-  int64_t length;
-  uint32_t groups_per_matrix;
-  uint32_t num_groups;  // of all matrices
-  uint32_t num_splits;
-  uint32_t num_tiles;  // of kColumnLanes packs across the columns
-  uint32_t* partial;   // [num_splits, num_groups, cols]
-};
-
-// Block: kColumnLanes packs of columns, every (kColumnRows * num_splits)-th row of its group to a thread.
-template <typename T, int kPack>
-__global__ void __launch_bounds__(kColumnLanes* kColumnRows)
-    largest_column_kernel(const __grid_constant__ ColumnParams<T> p) {
-  __shared__ uint32_t scratch[kColumnRows][kColumnLanes * kPack];
-  const uint32_t tile = blockIdx.x % p.num_tiles;
-  const uint32_t rest = blockIdx.x / p.num_tiles;
-  const uint32_t split = rest % p.num_splits;
-  const uint32_t group_idx = rest / p.num_splits;
-  const uint32_t matrix = group_idx / p.groups_per_matrix;
-  const int64_t first = (group_idx - matrix * p.groups_per_matrix) * p.group;
-  const int64_t num_rows = min(p.group, p.length - first);
-  const int lane = threadIdx.x;
-  const int64_t col = (int64_t{tile} * kColumnLanes + lane) * kPack;
-  const T* x = p.x + (matrix * p.length + first) * p.cols + col;
-
-  uint32_t best[kPack] = {};
-  if (col < p.cols) {
-#pragma unroll 4
-    for (int64_t row = split * kColumnRows + threadIdx.y; row < num_rows; row += p.num_splits * kColumnRows) {
-      const auto value = device::load_pack<kPack>(x + row * p.cols);
-#pragma unroll
-      for (int i = 0; i < kPack; ++i) {
-        const uint32_t bits = magnitude_bits(value[i]);
-        best[i] = bits < kInfinityBits<T> ? MaxBits{}(best[i], bits) : best[i];
-      }
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kPack; ++i) {
-    scratch[threadIdx.y][i * kColumnLanes + lane] = best[i];
-  }
-  __syncthreads();
-  for (int i = threadIdx.y; i < kPack; i += kColumnRows) {
-    uint32_t bits = 0;
-#pragma unroll
-    for (int row = 0; row < kColumnRows; ++row) {
-      bits = MaxBits{}(bits, scratch[row][i * kColumnLanes + lane]);
-    }
-    if (col < p.cols) {
-      p.partial[(int64_t{split} * p.num_groups + group_idx) * p.cols + col + i] = bits;
-    }
-  }
-}
-
 constexpr int kFinishThreads = 128;
 
-// scale[i] from partial [num_splits, num_scales], a warp each.
-template <typename T>
+// scale[i] from partial [num_splits, num_scales]: a warp for each, or a thread where there are many.
+template <typename T, bool kWarpEach>
 __global__ void __launch_bounds__(kFinishThreads)
     finish_scale_kernel(const uint32_t* partial, float* scale, uint32_t num_splits, int64_t num_scales) {
-  const int lane = threadIdx.x % device::kWarpSize;
-  const int64_t idx = int64_t{blockIdx.x} * (kFinishThreads / device::kWarpSize) + threadIdx.x / device::kWarpSize;
+  constexpr int kThreads = kWarpEach ? device::kWarpSize : 1;  // to a scale
+  const int64_t idx = (int64_t{blockIdx.x} * kFinishThreads + threadIdx.x) / kThreads;
   if (idx >= num_scales) {
-    return;  // whole warps
+    return;  // whole warps where they work together
   }
   uint32_t bits = 0;
-  for (uint32_t split = lane; split < num_splits; split += device::kWarpSize) {
+  for (uint32_t split = threadIdx.x % kThreads; split < num_splits; split += kThreads) {
     bits = MaxBits{}(bits, partial[split * num_scales + idx]);
   }
-  bits = device::warp_reduce<MaxBits>(bits);
-  if (lane == 0) {
+  if constexpr (kWarpEach) {
+    bits = device::warp_reduce<MaxBits>(bits);
+  }
+  if (threadIdx.x % kThreads == 0) {
     scale[idx] = scale_of(magnitude_of<T>(bits));
   }
 }

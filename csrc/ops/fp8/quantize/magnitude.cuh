@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "device/numeric.cuh"
+#include "device/pack.cuh"
 #include "device/reduce.cuh"
 
 namespace htree::fp8 {
@@ -74,5 +75,60 @@ __device__ __forceinline__ uint32_t largest_finite_bits(const T (&x)[N]) {
   }
   return best;
 }
+
+// Magnitudes side by side in words, two of the half types to one, so that maxima are taken lane by lane.
+template <typename T, int N>
+struct MagnitudeWords {
+  static constexpr int kPerWord = sizeof(T) == 2 ? 2 : 1;
+  static constexpr int kWords = (N + kPerWord - 1) / kPerWord;
+  uint32_t word[kWords] = {};
+
+  // Of a pack; where N is 1 the other half of a word is 0.
+  __device__ __forceinline__ static MagnitudeWords of(const device::Pack<T, N>& x) {
+    MagnitudeWords result;
+    if constexpr (N % kPerWord == 0) {
+      const uint32_t* words = reinterpret_cast<const uint32_t*>(x.data);
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        result.word[i] = words[i] & (kPerWord == 2 ? 0x7fff7fffu : 0x7fffffffu);
+      }
+    } else {
+      result.word[0] = magnitude_bits(x[0]);
+    }
+    return result;
+  }
+
+  __device__ __forceinline__ static uint32_t larger(uint32_t a, uint32_t b) {
+    return kPerWord == 2 ? __vmaxu2(a, b) : MaxBits{}(a, b);
+  }
+  __device__ __forceinline__ void raise_to(const MagnitudeWords& other) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      word[i] = larger(word[i], other.word[i]);
+    }
+  }
+
+  __device__ __forceinline__ uint32_t operator[](int i) const {
+    return kPerWord == 2 ? word[i / 2] >> i % 2 * 16 & 0xffffu : word[i];
+  }
+  __device__ __forceinline__ bool has_special() const {
+    uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      most = larger(most, word[i]);
+    }
+    return kPerWord == 2 ? (most & 0xffffu) >= kInfinityBits<T> || most >> 16 >= kInfinityBits<T>
+                         : most >= kInfinityBits<T>;
+  }
+  // Infinities and NaN become 0.
+  __device__ __forceinline__ void keep_finite() {
+#pragma unroll
+    for (int i = 0; i < kWords * kPerWord; ++i) {
+      if ((*this)[i] >= kInfinityBits<T>) {
+        word[i / kPerWord] &= kPerWord == 2 ? 0xffff0000u >> i % 2 * 16 : 0u;
+      }
+    }
+  }
+};
 
 }  // namespace htree::fp8

@@ -50,8 +50,8 @@ c10::SymDimVector scale_sizes(const at::Tensor& x, const Grouping& grouping) {
   c10::SymDimVector sizes(x.sym_sizes().begin(), x.sym_sizes().end());
   c10::SymInt& size = sizes[at::maybe_wrap_dim(grouping.dim, x.dim())];
   // n = 0 has no block, but one channel.
-  size = granularity == Granularity::kChannel ? c10::SymInt(1)
-                                              : (size + (grouping.block - 1)) / grouping.block;
+  size =
+      granularity == Granularity::kChannel ? c10::SymInt(1) : (size + (grouping.block - 1)) / grouping.block;
   return sizes;
 }
 

@@ -8,37 +8,49 @@
 
 namespace htree::fp8 {
 
-// Threads to a group of elements under one scale, and what each holds in registers.
-struct GroupConfig {
+// Threads to a chunk of elements under one scale, and what each holds in registers.
+struct ChunkConfig {
   int threads;
   int packs;
-  int pack;  // elements of a load: 16 bytes, or 1 where rows lie off that grid
+  int pack;  // elements of a load: 16 bytes of the wider side, or 1 where rows lie off that grid
 
   constexpr int capacity() const { return threads * packs * pack; }
   constexpr int block() const { return threads < 128 ? 128 : threads; }
-  constexpr int groups_per_block() const { return block() / threads; }
+  constexpr int chunks_per_block() const { return block() / threads; }
 };
 
-constexpr int kNumGroupShapes = 10;
+constexpr int kNumChunkShapes = 10;
 
 // The compiled shapes, smallest first; threads = 0 ends the list of those with single elements.
-struct GroupShapes {
-  int threads[kNumGroupShapes];
-  int packs[kNumGroupShapes];
+struct ChunkShapes {
+  int threads[kNumChunkShapes];
+  int packs[kNumChunkShapes];
 };
-constexpr GroupShapes kPackShapes{{8, 8, 16, 32, 32, 64, 128, 256, 512, 1024}, {1, 2, 2, 2, 4, 4, 4, 4, 4, 4}};
-constexpr GroupShapes kElementShapes{{32, 256, 1024}, {8, 16, 32}};
+constexpr ChunkShapes kPackShapes{{8, 8, 16, 32, 32, 64, 128, 256, 512, 1024},
+                                  {1, 2, 2, 2, 4, 4, 4, 4, 4, 4}};
+constexpr ChunkShapes kElementShapes{{32, 256, 1024}, {8, 16, 32}};
+// The largest shape for chunks that are no whole group: 256 threads read fastest.
+constexpr int kMaxSharedThreads = 256;
 
-// The smallest shape that holds the group; threads = 0 where none does, and the group is read twice.
-constexpr GroupConfig choose_group_config(int64_t group, int pack) {
-  const GroupShapes& shapes = pack > 1 ? kPackShapes : kElementShapes;
-  for (int i = 0; i < kNumGroupShapes && shapes.threads[i] > 0; ++i) {
-    const GroupConfig config{shapes.threads[i], shapes.packs[i], pack};
+// The smallest shape that holds the group; threads = 0 where none does, and x is read twice.
+constexpr ChunkConfig choose_group_config(int64_t group, int pack) {
+  const ChunkShapes& shapes = pack > 1 ? kPackShapes : kElementShapes;
+  for (int i = 0; i < kNumChunkShapes && shapes.threads[i] > 0; ++i) {
+    const ChunkConfig config{shapes.threads[i], shapes.packs[i], pack};
     if (config.capacity() >= group) {
       return config;
     }
   }
   return {0, 0, pack};
+}
+
+// The same where the scale is known and a group may be several chunks.
+constexpr ChunkConfig choose_chunk_config(int64_t group, int pack) {
+  const ChunkConfig config = choose_group_config(group, pack);
+  if (config.threads > 0 && config.threads <= kMaxSharedThreads) {
+    return config;
+  }
+  return {kMaxSharedThreads, pack > 1 ? 4 : 16, pack};
 }
 
 constexpr int kLargestThreads = 512;
@@ -53,8 +65,8 @@ constexpr int64_t choose_splits(int64_t num_groups, int64_t length, int64_t tile
   return wanted < most ? wanted : most;
 }
 
-// Elements of a pack that rows of both tensors allow: 16 bytes of the wider one, or 1. `aligned` says that the
-// data pointers lie on that grid.
+// Elements of a pack that rows of both tensors allow: 16 bytes of the wider one, or 1. `aligned` says that
+// the data pointers lie on that grid.
 constexpr int choose_pack(const MatrixShape& s, int64_t row_stride, int element_size, bool aligned) {
   const int pack = 16 / element_size;
   const bool by_groups = s.layout == ScaleLayout::kRowGroups && s.group < s.cols;
@@ -63,8 +75,8 @@ constexpr int choose_pack(const MatrixShape& s, int64_t row_stride, int element_
   return fits ? pack : 1;
 }
 
-// How the largest magnitudes are found in a launch of its own; splits = 0 where none is needed because
-// the registers hold each group.
+// How the largest magnitudes are found in a launch of its own; splits = 0 where none is needed because the
+// registers hold each group.
 struct LargestConfig {
   int64_t num_splits;
   int64_t num_partials;
@@ -73,12 +85,16 @@ constexpr int kColumnLanes = 32;  // packs across
 constexpr int kColumnRows = 8;    // rows of a block at a time
 constexpr int kColumnTurns = 8;   // turns that are worth a block
 
+// Blocks of half the threads: twice as many.
+constexpr int64_t choose_column_splits(int64_t num_tiles, int64_t group, int num_processors) {
+  return choose_splits(num_tiles, group, kColumnRows * kColumnTurns, 2 * num_processors);
+}
+
 constexpr LargestConfig choose_largest_config(const MatrixShape& s, int pack, int num_processors) {
   int64_t splits = 0;
   if (s.layout == ScaleLayout::kColumns) {
     const int64_t tiles = num_scales(s) / s.cols * ceil_div(s.cols, kColumnLanes * pack);
-    // blocks of half the threads: twice as many
-    splits = choose_splits(tiles, s.group, kColumnRows * kColumnTurns, 2 * num_processors);
+    splits = choose_column_splits(tiles, s.group, num_processors);
   } else if (s.layout == ScaleLayout::kTensor || choose_group_config(s.group, pack).threads == 0) {
     splits = choose_splits(num_scales(s), s.group, int64_t{kLargestThreads} * kLargestPacks * pack,
                            num_processors);
@@ -86,8 +102,8 @@ constexpr LargestConfig choose_largest_config(const MatrixShape& s, int pack, in
   return {splits, splits * num_scales(s)};
 }
 
-inline std::string describe(const GroupConfig& config) {
-  return std::to_string(config.threads) + " threads per group, " + std::to_string(config.packs) +
+inline std::string describe(const ChunkConfig& config) {
+  return std::to_string(config.threads) + " threads per chunk, " + std::to_string(config.packs) +
          " packs of " + std::to_string(config.pack);
 }
 

@@ -122,30 +122,29 @@ void largest_of_columns(const MatrixInput& x, const RunKernels<T>& kernels, floa
   const int64_t num_groups = ceil_div(s.length, s.group);
   const int64_t num_stripes = ceil_div(s.cols, kStripe);
   const int64_t grain = std::max<int64_t>(1, kGrain / (s.group * std::min(s.cols, kStripe)));
-  at::parallel_for(
-      0, s.rows / s.length * num_groups * num_stripes, grain, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) {
-          const int64_t group = i / num_stripes;
-          const int64_t col = i % num_stripes * kStripe;
-          const int64_t width = std::min(kStripe, s.cols - col);
-          const int64_t first = group / num_groups * s.length + group % num_groups * s.group;
-          const int64_t count = std::min(s.group, s.length - group % num_groups * s.group);
-          float* to = scale + group * s.cols + col;
-          std::fill_n(to, width, 0.0f);
-          for (int64_t row = first; row < first + count; ++row) {
-            kernels.fold_largest(data + row * x.row_stride + col, to, width);
-          }
-          std::transform(to, to + width, to, scale_of);
-        }
-      });
+  at::parallel_for(0, s.rows / s.length * num_groups * num_stripes, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t group = i / num_stripes;
+      const int64_t col = i % num_stripes * kStripe;
+      const int64_t width = std::min(kStripe, s.cols - col);
+      const int64_t first = group / num_groups * s.length + group % num_groups * s.group;
+      const int64_t count = std::min(s.group, s.length - group % num_groups * s.group);
+      float* to = scale + group * s.cols + col;
+      std::fill_n(to, width, 0.0f);
+      for (int64_t row = first; row < first + count; ++row) {
+        kernels.fold_largest(data + row * x.row_stride + col, to, width);
+      }
+      std::transform(to, to + width, to, scale_of);
+    }
+  });
 }
 
 // Values are at hand on a CPU, so a scale that no quantiser makes is refused.
 void check_scale_values(const char* op, const at::Tensor& scale) {
   const float* data = input<float>(scale);
   for (int64_t i = 0; i < scale.numel(); ++i) {
-    TORCH_CHECK_VALUE(std::isfinite(data[i]) && data[i] > 0, op,
-                      ": scale must be positive and finite, got ", data[i]);
+    TORCH_CHECK_VALUE(std::isfinite(data[i]) && data[i] > 0, op, ": scale must be positive and finite, got ",
+                      data[i]);
   }
 }
 

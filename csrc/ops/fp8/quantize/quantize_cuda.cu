@@ -46,6 +46,10 @@ bool is_aligned(const void* data, int64_t num_bytes) {
   return reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(num_bytes) == 0;
 }
 
+int num_processors() {
+  return at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+}
+
 void check_launch(const char* op, cudaError_t error) {
   TORCH_CHECK_NOT_IMPLEMENTED(error != cudaErrorNotSupported, op,
                               ": a row of x has more groups than one launch can number (2^30)");
@@ -61,21 +65,21 @@ void quantize_cuda(const MatrixInput& x, const at::Tensor& scale, bool given, co
     using T = typename decltype(tag)::type;
     const T* data = input<T>(x.data);
     const int pack = choose_pack(x.shape, x.row_stride, sizeof(T), is_aligned(data, 16));
-    const int num_processors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
     const int64_t num_partials =
-        given ? 0 : choose_largest_config(x.shape, pack, num_processors).num_partials;
+        given ? 0 : choose_largest_config(x.shape, pack, num_processors()).num_partials;
     const at::Tensor partial = at::empty({num_partials}, x.data.options().dtype(at::kInt));
-    const QuantizeArgs<T> args{.x = data,
-                               .row_stride = x.row_stride,
-                               .shape = x.shape,
-                               .pack = pack,
-                               .scale = given ? const_cast<float*>(input<float>(scale)) : output<float>(scale),
-                               .is_scale_given = given,
-                               .codes = output<uint8_t>(out.codes),
-                               .values = output<T>(out.values),
-                               .num_overflow = output<int>(out.num_overflow),
-                               .partial = reinterpret_cast<uint32_t*>(partial.mutable_data_ptr<int>()),
-                               .num_processors = num_processors};
+    const QuantizeArgs<T> args{
+        .x = data,
+        .row_stride = x.row_stride,
+        .shape = x.shape,
+        .pack = pack,
+        .scale = given ? const_cast<float*>(input<float>(scale)) : output<float>(scale),
+        .is_scale_given = given,
+        .codes = output<uint8_t>(out.codes),
+        .values = output<T>(out.values),
+        .num_overflow = output<int>(out.num_overflow),
+        .partial = reinterpret_cast<uint32_t*>(partial.mutable_data_ptr<int>()),
+        .num_processors = num_processors()};
     check_launch(kOp, launch_quantize(args, scope.stream()));
   });
 }
@@ -93,7 +97,8 @@ void dequantize_cuda(const MatrixInput& codes, const at::Tensor& scale, const at
         .scale = input<float>(scale),
         .row_stride = codes.row_stride,
         .shape = codes.shape,
-        .pack = choose_pack(codes.shape, codes.row_stride, sizeof(T), is_aligned(data, 16 / sizeof(T)))};
+        .pack = choose_pack(codes.shape, codes.row_stride, sizeof(T), is_aligned(data, 16 / sizeof(T))),
+        .num_processors = num_processors()};
     check_launch(kOp, launch_dequantize(args, scope.stream()));
   });
 }
@@ -113,7 +118,8 @@ void fake_backward_cuda(const at::Tensor& dy, const MatrixInput& x, const at::Te
                                .scale = input<float>(scale),
                                .row_stride = x.row_stride,
                                .shape = x.shape,
-                               .pack = choose_pack(x.shape, x.row_stride, sizeof(T), aligned)};
+                               .pack = choose_pack(x.shape, x.row_stride, sizeof(T), aligned),
+                               .num_processors = num_processors()};
     check_launch(kOp, launch_fake_backward(args, scope.stream()));
   });
 }

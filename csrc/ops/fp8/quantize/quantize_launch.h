@@ -33,6 +33,7 @@ struct ApplyArgs {
   int64_t row_stride;
   MatrixShape shape;
   int pack;
+  int num_processors;
 };
 
 // Launch on `stream`; the errors are those of the runtime.

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "host/launch_cluster.h"
 #include "host/tensor_map.h"
 #include "ops/gated_mlp/gated_mlp_launch.h"
 
@@ -30,29 +31,6 @@ CUtensorMap matrix_map(const T* data, int64_t rows, int64_t columns, int64_t pit
 
 inline int num_k_blocks(const Sizes& sizes) {
   return static_cast<int>((sizes.hidden + 63) / 64);
-}
-
-// Kernels of more than 48 KB of shared memory, in clusters of `cluster` blocks.
-template <typename... Parameters, typename... Arguments>
-cudaError_t launch_cluster(void (*kernel)(Parameters...), dim3 grid, int threads, int shared, int cluster,
-                           cudaStream_t stream, const Arguments&... arguments) {
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-  if (error != cudaSuccess) {
-    return error;
-  }
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
-  attribute.val.clusterDim.y = 1;
-  attribute.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = static_cast<size_t>(shared);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
 }
 
 }  // namespace

@@ -11,17 +11,18 @@ template <class Tr>
 cudaError_t launch_streams(const ForwardParams<typename Tr::T>& p, cudaStream_t stream) {
   const Sizes& s = p.sizes;
   const StreamMaps maps{
-      matrix_map(p.x.data, s.rows, s.hidden, p.x.pitch, Tr::kRows),
+      matrix_map(p.x.data, s.rows, s.hidden, p.x.pitch, Tr::kLoadedRows),
       matrix_map(p.gate_weight.data, s.inner, s.hidden, p.gate_weight.pitch, Tr::kColumns),
       matrix_map(p.up_weight.data, s.inner, s.hidden, p.up_weight.pitch, Tr::kColumns),
   };
-  const dim3 grid(static_cast<unsigned>((s.inner + Tr::kColumns - 1) / Tr::kColumns),
+  constexpr int kClusterColumns = Tr::kColumns * Tr::kCluster;
+  const dim3 grid(static_cast<unsigned>((s.inner + kClusterColumns - 1) / kClusterColumns * Tr::kCluster),
                   static_cast<unsigned>((s.rows + Tr::kRows - 1) / Tr::kRows));
   if (grid.y > 65535) {
     return cudaErrorNotSupported;
   }
-  return launch_cluster(stream_kernel<Tr>, grid, Tr::kThreads, Tr::kSharedBytes, 1, stream, maps, p.out, s,
-                        num_k_blocks(s));
+  return launch_cluster(stream_kernel<Tr>, grid, Tr::kThreads, Tr::kSharedBytes, Tr::kCluster, stream, maps,
+                        p.out, s, num_k_blocks(s));
 }
 
 template <typename T, Activation kActivation>

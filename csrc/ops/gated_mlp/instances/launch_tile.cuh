@@ -39,7 +39,8 @@ cudaError_t launch_tiles(const ForwardParams<typename Tr::T>& p, cudaStream_t st
                                    aligned ? nullptr : p.up};
   constexpr int kClusterRows = Tr::kRows * Tr::kCluster;
   const device::TileOrder order{static_cast<int>((s.rows + kClusterRows - 1) / kClusterRows),
-                        static_cast<int>((s.inner + Tr::kColumns - 1) / Tr::kColumns), kRowTilesPerGroup};
+                                static_cast<int>((s.inner + Tr::kColumns - 1) / Tr::kColumns),
+                                kRowTilesPerGroup};
   const int64_t clusters = std::min<int64_t>(processors / Tr::kCluster, order.count());
   return launch_cluster(tile_kernel<Tr>, dim3(static_cast<unsigned>(clusters * Tr::kCluster)), Tr::kThreads,
                         Tr::kSharedBytes, Tr::kCluster, stream, maps, order, arguments);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 #include <sstream>
 #include <string>
 
@@ -73,6 +74,7 @@ struct DeviceFacts {
   int major = 0;             // of the compute capability
   int64_t shared_bytes = 0;  // most dynamic shared memory of a block
   bool hopper = false;       // sm_90, and the library holds code made for it
+  int64_t num_sms = 1;
 };
 
 inline bool hopper_kernels(const DeviceFacts& facts) {
@@ -180,9 +182,13 @@ inline AttentionConfig choose_attention_config(const AttentionProblem& p, const 
                                            kLeastScratchBytes, kScratchBytes);
   const int64_t state_bytes = scratch / 2, score_bytes = scratch / 2;
   const int64_t lists = std::max<int64_t>(1, state_bytes / per_list);
-  const int64_t used = even_chunk(p.num_lists(), lists, std::max<int64_t>(1, kTensorCoreBlock / stride));
-  config.query_chunk = used * stride;
   const int64_t heads = std::max<int64_t>(1, p.num_kv_heads);
+  // The widest kernels take a run of 16 queries of a kv head per block and SM: chunks of whole waves of
+  // those.
+  const int64_t wave = kTensorCoreBlock * device.num_sms / std::gcd(device.num_sms, heads);
+  const int64_t block = wave / stride <= lists ? wave : kTensorCoreBlock;
+  const int64_t used = even_chunk(p.num_lists(), lists, std::max<int64_t>(1, block / stride));
+  config.query_chunk = used * stride;
   config.batch_chunk =
       std::clamp<int64_t>(lists / used, 1, std::max<int64_t>(1, std::min(p.batch, 65535 / heads)));
   if (p.layers() > 1) {

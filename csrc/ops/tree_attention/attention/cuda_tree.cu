@@ -29,7 +29,7 @@ bool aligned_rows(const Tensor& q) {
 DeviceFacts current_device_facts() {
   const cudaDeviceProp* properties = at::cuda::getCurrentDeviceProperties();
   return {properties->major, static_cast<int64_t>(properties->sharedMemPerBlockOptin),
-          properties->major == 9 && device::hopper_kernels_compiled()};
+          properties->major == 9 && device::hopper_kernels_compiled(), properties->multiProcessorCount};
 }
 
 // HTREE_TREE_GATHER, read at every call so that a test can compare the kernels.

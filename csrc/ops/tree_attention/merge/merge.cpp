@@ -1,11 +1,10 @@
 // Schemas, Meta, Autograd and registrations of the state ops. docs/semantics.md §1.7.
 #include "ops/tree_attention/merge/merge.h"
 
-#include <ATen/MemoryOverlap.h>
-
 #include <array>
 
 #include "host/autograd.h"
+#include "host/lazy_views.h"
 #include "host/op_handle.h"
 #include "host/registration.h"
 #include "ops/tree_attention/kernels.h"
@@ -22,19 +21,6 @@ void call_merge_to_global(const Tensor& gmax, const Tensor& gsum, const Tensor& 
   op.call(gmax, gsum, gout, lmax, lsum, lout);
 }
 
-// What is written must not share memory with anything else.
-void check_no_overlap(const std::array<Tensor, 3>& written, const std::array<Tensor, 3>& read) {
-  for (size_t i = 0; i < written.size(); ++i) {
-    at::assert_no_internal_overlap(written[i]);
-    for (size_t j = i + 1; j < written.size(); ++j) {
-      at::assert_no_overlap(written[i], written[j]);
-    }
-    for (const Tensor& other : read) {
-      at::assert_no_overlap(written[i], other);
-    }
-  }
-}
-
 // ---- CPU and CUDA
 
 // m = torch.maximum(gmax, lmax)
@@ -45,7 +31,6 @@ void merge_to_global(const Tensor& gmax, const Tensor& gsum, const Tensor& gout,
                      const Tensor& lsum, const Tensor& lout) {
   prepare_merge_to_global(gmax, gsum, gout, lmax, lsum, lout);
   const std::array<Tensor, 3> written = {gmax, gsum, gout};
-  check_no_overlap(written, {lmax, lsum, lout});
   if (gout.numel() == 0) {
     return;
   }
@@ -154,6 +139,14 @@ TORCH_LIBRARY_IMPL(htree, Autograd, library) {
 
 TORCH_LIBRARY_IMPL(htree, ADInplaceOrView, library) {
   library.impl("merge_to_global_", TORCH_FN(merge_to_global_adinplace));
+}
+
+TORCH_LIBRARY_IMPL(htree, Negative, library) {
+  register_lazy_views(library, {"merge_to_global_"});
+}
+
+TORCH_LIBRARY_IMPL(htree, Conjugate, library) {
+  register_lazy_views(library, {"merge_to_global_"});
 }
 
 }  // namespace htree::tree_attention

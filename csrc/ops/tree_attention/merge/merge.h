@@ -1,6 +1,10 @@
 // Contract of the state ops: every check and every output. docs/semantics.md §1.7, §1.8.
 #pragma once
 
+#include <array>
+#include <utility>
+
+#include "host/overlap.h"
 #include "ops/tree_attention/checks.h"
 
 namespace htree::tree_attention {
@@ -13,6 +17,19 @@ inline void prepare_merge_to_global(const Tensor& gmax, const Tensor& gsum, cons
   check_same_dtype(kOp, "lout", lout, "gout", gout);
   check_same_device(kOp, "lout", lout, "gout", gout);
   check_shape(kOp, "lout", lout, gout.sym_sizes(), "the shape of gout");
+  // What is written shares memory with nothing else.
+  using Named = std::pair<const char*, const Tensor&>;
+  const std::array<Named, 3> written = {Named{"gmax", gmax}, {"gsum", gsum}, {"gout", gout}};
+  for (size_t i = 0; i < written.size(); ++i) {
+    const auto& [name, tensor] = written[i];
+    check_writable(kOp, name, tensor);
+    for (size_t j = i + 1; j < written.size(); ++j) {
+      check_disjoint(kOp, name, tensor, written[j].first, written[j].second);
+    }
+    for (const auto& [read_name, read] : {Named{"lmax", lmax}, {"lsum", lsum}, {"lout", lout}}) {
+      check_disjoint(kOp, name, tensor, read_name, read);
+    }
+  }
 }
 
 // layer_v [B, N, H_kv, V], topk_indices int32 and topk_scores [B, T_q, H, k], state [B, T_q, H(, V)].

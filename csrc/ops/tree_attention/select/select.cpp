@@ -2,11 +2,11 @@
 // §1.6.
 #include "ops/tree_attention/select/select.h"
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/where.h>
 
 #include "host/autograd.h"
+#include "host/lazy_views.h"
 #include "host/op_handle.h"
 #include "host/registration.h"
 #include "ops/tree_attention/kernels.h"
@@ -60,7 +60,6 @@ Tensor select_topk(const Tensor& scores, const Tensor& num_candidates, int64_t t
 template <MaskTopkScores* kKernel>
 void mask_topk_scores(const Tensor& scores, const Tensor& topk_positions) {
   prepare_mask_topk_scores(scores, topk_positions);
-  at::assert_no_internal_overlap(scores);
   if (scores.numel() == 0 || topk_positions.numel() == 0) {
     return;
   }
@@ -142,6 +141,14 @@ TORCH_LIBRARY_IMPL(htree, Autograd, library) {
 
 TORCH_LIBRARY_IMPL(htree, ADInplaceOrView, library) {
   library.impl("mask_topk_scores_", TORCH_FN(mask_topk_scores_adinplace));
+}
+
+TORCH_LIBRARY_IMPL(htree, Negative, library) {
+  register_lazy_views(library, {"mask_topk_scores_"});
+}
+
+TORCH_LIBRARY_IMPL(htree, Conjugate, library) {
+  register_lazy_views(library, {"mask_topk_scores_"});
 }
 
 }  // namespace htree::tree_attention

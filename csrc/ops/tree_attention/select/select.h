@@ -2,6 +2,7 @@
 // §1.6, §1.8.
 #pragma once
 
+#include "host/overlap.h"
 #include "ops/tree_attention/checks.h"
 
 namespace htree::tree_attention {
@@ -37,6 +38,8 @@ inline void prepare_mask_topk_scores(const Tensor& scores, const Tensor& topk_po
   check_indices(kOp, "topk_positions", topk_positions,
                 {scores.sym_size(0), scores.sym_size(1), scores.sym_size(2), topk_positions.sym_size(3)},
                 "[B, T_q, H_kv] of scores, then k", scores);
+  check_writable(kOp, "scores", scores);
+  check_disjoint(kOp, "scores", scores, "topk_positions", topk_positions);
 }
 
 // Returns next_parents int32 of topk_positions' shape, uninitialised.

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "host/launch_cluster.h"
 #include "host/tensor_map.h"
 #include "ops/fp8/gemm/gemm_launch.h"
 #include "ops/fp8/gemm/gemm_stream.cuh"
@@ -38,16 +39,12 @@ cudaError_t launch_tiles(const GemmParams<typename Tr::Out>& p, int group, cudaS
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   }
-  if (error == cudaSuccess) {
-    error = cudaFuncSetAttribute(gemm_tile_kernel<Tr>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 Tr::kSharedBytes);
-  }
   if (error != cudaSuccess) {
     return error;
   }
   const GemmSizes& s = p.sizes;
   const bool staged = sizeof(Out) == 2 && s.n % 8 == 0;
-  GemmTileMaps maps{code_map(p.a, s.m, s.k, Tr::kRows), code_map(p.b, s.n, s.k, Tr::kColumns), {}};
+  GemmTileMaps maps{code_map(p.a, s.m, s.k, Tr::kLoadedRows), code_map(p.b, s.n, s.k, Tr::kColumns), {}};
   if (staged) {
     TensorBox box;
     box.data = p.c;
@@ -60,61 +57,71 @@ cudaError_t launch_tiles(const GemmParams<typename Tr::Out>& p, int group, cudaS
     box.box[1] = 16;
     maps.c = make_tensor_map(box);
   }
+  constexpr int kClusterColumns = Tr::kColumns * Tr::kCluster;
   const device::TileOrder order{static_cast<int>((s.m + Tr::kRows - 1) / Tr::kRows),
-                                static_cast<int>((s.n + Tr::kColumns - 1) / Tr::kColumns), group};
+                                static_cast<int>((s.n + kClusterColumns - 1) / kClusterColumns), group};
   const GemmTileArguments<Out> arguments{s, p.a_scale, p.b_scale, staged ? nullptr : p.c, num_code_blocks(s)};
-  const int blocks = std::min(processors, order.count());
-  gemm_tile_kernel<Tr><<<blocks, Tr::kThreads, Tr::kSharedBytes, stream>>>(maps, order, arguments);
-  return cudaGetLastError();
+  const int clusters = std::min(processors / Tr::kCluster, order.count());
+  return launch_cluster(gemm_tile_kernel<Tr>, dim3(static_cast<unsigned>(clusters * Tr::kCluster)),
+                        Tr::kThreads, Tr::kSharedBytes, Tr::kCluster, stream, maps, order, arguments);
 }
 
 template <class Tr>
 cudaError_t launch_streams(const GemmParams<typename Tr::Out>& p, cudaStream_t stream) {
-  const cudaError_t error = cudaFuncSetAttribute(
-      gemm_stream_kernel<Tr>, cudaFuncAttributeMaxDynamicSharedMemorySize, Tr::kSharedBytes);
-  if (error != cudaSuccess) {
-    return error;
-  }
   const GemmSizes& s = p.sizes;
   const GemmStreamMaps maps{code_map(p.a, s.m, s.k, Tr::kRows), code_map(p.b, s.n, s.k, Tr::kColumns)};
-  const dim3 grid(static_cast<unsigned>((s.n + Tr::kColumns - 1) / Tr::kColumns),
+  const dim3 grid(static_cast<unsigned>((s.n + Tr::kColumns - 1) / Tr::kColumns * Tr::kParts),
                   static_cast<unsigned>((s.m + Tr::kRows - 1) / Tr::kRows));
-  gemm_stream_kernel<Tr><<<grid, Tr::kThreads, Tr::kSharedBytes, stream>>>(maps, p, num_code_blocks(s));
-  return cudaGetLastError();
+  return launch_cluster(gemm_stream_kernel<Tr>, grid, Tr::kThreads, Tr::kSharedBytes, Tr::kParts, stream,
+                        maps, p, num_code_blocks(s));
 }
 
 }  // namespace
 
 template <typename Out>
 cudaError_t launch_gemm_tile(const GemmParams<Out>& p, const GemmConfig& c, cudaStream_t stream) {
-  if (c.rows == 128 && c.columns == 128 && c.stages == 5) {
+  if (c.rows == 128 && c.columns == 128 && c.stages == 5 && c.cluster == 1) {
     if (c.promote == 128) {
-      return launch_tiles<GemmTileTraits<Out, 128, 128, 5, 128>>(p, c.group, stream);
+      return launch_tiles<GemmTileTraits<Out, 128, 128, 5, 128, 1>>(p, c.group, stream);
     }
     if (c.promote == 64) {
-      return launch_tiles<GemmTileTraits<Out, 128, 128, 5, 64>>(p, c.group, stream);
+      return launch_tiles<GemmTileTraits<Out, 128, 128, 5, 64, 1>>(p, c.group, stream);
     }
   }
-  if (c.rows == 256 && c.columns == 128 && c.stages == 4) {
+  if (c.rows == 256 && c.columns == 128 && c.stages == 4 && c.cluster == 2) {
     if (c.promote == 128) {
-      return launch_tiles<GemmTileTraits<Out, 256, 128, 4, 128>>(p, c.group, stream);
+      return launch_tiles<GemmTileTraits<Out, 256, 128, 4, 128, 2, Stagger::kTile>>(p, c.group, stream);
     }
     if (c.promote == 64) {
-      return launch_tiles<GemmTileTraits<Out, 256, 128, 4, 64>>(p, c.group, stream);
+      return launch_tiles<GemmTileTraits<Out, 256, 128, 4, 64, 2, Stagger::kTile>>(p, c.group, stream);
     }
   }
   return cudaErrorNotSupported;
 }
 
+template <typename Out, int kRows>
+cudaError_t launch_stream_parts(const GemmParams<Out>& p, const GemmConfig& c, cudaStream_t stream) {
+  switch (c.stages == 8 ? c.cluster : 0) {
+    case 1:
+      return launch_streams<GemmStreamTraits<Out, kRows, 8, 1>>(p, stream);
+    case 2:
+      return launch_streams<GemmStreamTraits<Out, kRows, 8, 2>>(p, stream);
+    case 4:
+      return launch_streams<GemmStreamTraits<Out, kRows, 8, 4>>(p, stream);
+    default:
+      return cudaErrorNotSupported;
+  }
+}
+
 template <typename Out>
 cudaError_t launch_gemm_stream(const GemmParams<Out>& p, const GemmConfig& c, cudaStream_t stream) {
-  switch (c.stages == 8 ? c.rows : 0) {
+  switch (c.rows) {
     case 16:
-      return launch_streams<GemmStreamTraits<Out, 16, 8>>(p, stream);
+      return launch_stream_parts<Out, 16>(p, c, stream);
     case 32:
-      return launch_streams<GemmStreamTraits<Out, 32, 8>>(p, stream);
+      return launch_stream_parts<Out, 32>(p, c, stream);
     case 64:
-      return launch_streams<GemmStreamTraits<Out, 64, 8>>(p, stream);
+      return launch_stream_parts<Out, 64>(p, c, stream);
     default:
       return cudaErrorNotSupported;
   }

@@ -1,96 +1,167 @@
-// From a problem to its launches. Every group shape of quantize_config.h is compiled here.
+// From a problem to its launches. Every chunk shape of quantize_config.h is compiled here.
 #pragma once
 
 #include <algorithm>
 #include <utility>
 
-#include "ops/fp8/quantize/apply_kernel.cuh"
-#include "ops/fp8/quantize/group_kernel.cuh"
+#include "ops/fp8/quantize/chunk_kernel.cuh"
+#include "ops/fp8/quantize/column_kernel.cuh"
 #include "ops/fp8/quantize/largest_kernel.cuh"
 #include "ops/fp8/quantize/quantize_launch.h"
-#include "ops/fp8/quantize/tensor_kernel.cuh"
 
 namespace htree::fp8 {
 namespace {
 
-// Groups of one launch: their numbers, and those behind the last block, must stay below 2^31.
-constexpr int64_t kMaxGroups = int64_t{1} << 30;
-constexpr int kApplyPacks = 4;
+// Chunks of one launch: their numbers, and those behind the last block, must stay below 2^31.
+constexpr int64_t kMaxChunks = int64_t{1} << 30;
+// From this number of scales on a thread each finishes them.
+constexpr int64_t kMinThreadEach = 4096;
 
 template <typename T>
 constexpr int kWidePack = 16 / static_cast<int>(sizeof(T));
 
+// What every launch needs of a call.
+template <typename In, typename Out>
+struct Operands {
+  const In* x;
+  const Out* dy;
+  Out* out;
+  float* scale;
+  int* num_overflow;
+  const uint32_t* partial;
+  int num_partials;
+  int64_t row_stride;
+  const MatrixShape& shape;
+  int num_processors;
+};
+
 template <typename T, typename Out>
-Out* output_of(const QuantizeArgs<T>& a) {
+Operands<T, Out> operands_of(const QuantizeArgs<T>& a, int64_t num_partials) {
+  Out* out = nullptr;
   if constexpr (std::is_same_v<Out, uint8_t>) {
-    return a.codes;
+    out = a.codes;
   } else {
-    return a.values;
+    out = a.values;
   }
+  return {a.x,
+          nullptr,
+          out,
+          a.scale,
+          a.num_overflow,
+          a.partial,
+          static_cast<int>(num_partials),
+          a.row_stride,
+          a.shape,
+          a.num_processors};
+}
+
+template <typename T>
+T* advance(T* data, int64_t elements) {
+  return data == nullptr ? nullptr : data + elements;
 }
 
 template <typename Tr>
-cudaError_t launch_groups(const QuantizeArgs<typename Tr::T>& a, cudaStream_t stream) {
-  const int64_t groups_per_row = ceil_div(a.shape.cols, a.shape.group);
-  const int64_t slice = std::max<int64_t>(1, kMaxGroups / groups_per_row);
-  for (int64_t row = 0; row < a.shape.rows; row += slice) {
-    const int64_t num_groups = std::min(slice, a.shape.rows - row) * groups_per_row;
-    if (num_groups > kMaxGroups) {
+cudaError_t launch_chunks(const Operands<typename Tr::In, typename Tr::Out>& o, cudaStream_t stream) {
+  const MatrixShape& s = o.shape;
+  const int64_t groups_per_row = ceil_div(s.cols, s.group);
+  const int64_t chunks_per_group = ceil_div(s.group, Tr::kConfig.capacity());
+  const int64_t chunks_per_row = groups_per_row * chunks_per_group;
+  const int64_t slice = std::max<int64_t>(1, kMaxChunks / chunks_per_row);
+  for (int64_t row = 0; row < s.rows; row += slice) {
+    const int64_t num_chunks = std::min(slice, s.rows - row) * chunks_per_row;
+    if (num_chunks > kMaxChunks) {
       return cudaErrorNotSupported;
     }
-    auto* out = output_of<typename Tr::T, typename Tr::Out>(a);
-    const GroupParams<typename Tr::T, typename Tr::Out> params{
-        .x = a.x + row * a.row_stride,
-        .row_stride = a.row_stride,
-        .out = out == nullptr ? nullptr : out + row * a.shape.cols,
-        .scale = a.scale + row * groups_per_row,
-        .num_overflow = a.num_overflow,
-        .cols = a.shape.cols,
-        .group = a.shape.group,
-        .num_groups = static_cast<uint32_t>(num_groups),
+    const ChunkParams<typename Tr::In, typename Tr::Out> params{
+        .x = o.x + row * o.row_stride,
+        .row_stride = o.row_stride,
+        .dy = advance(o.dy, row * s.cols),
+        .out = advance(o.out, row * s.cols),
+        .scale = o.scale + row * groups_per_row,
+        .num_overflow = o.num_overflow,
+        .partial = o.partial,
+        .num_partials = o.num_partials,
+        .cols = s.cols,
+        .group = s.group,
+        .num_chunks = static_cast<uint32_t>(num_chunks),
+        .chunks_per_group = device::FastDivisor(static_cast<uint32_t>(chunks_per_group)),
         .groups_per_row = device::FastDivisor(static_cast<uint32_t>(groups_per_row))};
-    const auto num_blocks = static_cast<unsigned>(ceil_div(num_groups, Tr::kGroupsPerBlock));
-    group_kernel<Tr><<<num_blocks, Tr::kBlock, 0, stream>>>(params);
+    const auto num_blocks = static_cast<unsigned>(ceil_div(num_chunks, Tr::kChunksPerBlock));
+    chunk_kernel<Tr><<<num_blocks, Tr::kBlock, 0, stream>>>(params);
   }
   return cudaGetLastError();
 }
 
 // Tries shape kIndex of the list and those behind it.
-template <typename T, typename Emit, int kPack, int kIndex = 0>
-cudaError_t launch_group_shape(const GroupConfig& config, const QuantizeArgs<T>& a, cudaStream_t stream) {
-  constexpr GroupShapes kShapes = kPack > 1 ? kPackShapes : kElementShapes;
-  if constexpr (kIndex == kNumGroupShapes || kShapes.threads[kIndex % kNumGroupShapes] == 0) {
+template <typename Job, ScaleSource kSource, int kPack, int kIndex = 0>
+cudaError_t launch_chunk_shape(const ChunkConfig& config,
+                               const Operands<typename Job::In, typename Job::Out>& o, cudaStream_t stream) {
+  constexpr ChunkShapes kShapes = kPack > 1 ? kPackShapes : kElementShapes;
+  constexpr int kThreads = kShapes.threads[kIndex % kNumChunkShapes];
+  constexpr int kPacks = kShapes.packs[kIndex % kNumChunkShapes];
+  constexpr bool kIsCompiled = kSource == ScaleSource::kChunk || kThreads <= kMaxSharedThreads;
+  if constexpr (kIndex == kNumChunkShapes || kThreads == 0 || !kIsCompiled) {
     return cudaErrorNotSupported;
   } else {
-    constexpr int kThreads = kShapes.threads[kIndex];
-    constexpr int kPacks = kShapes.packs[kIndex];
     if (config.threads == kThreads && config.packs == kPacks) {
-      return launch_groups<GroupTraits<T, Emit, kThreads, kPacks, kPack>>(a, stream);
+      return launch_chunks<ChunkTraits<Job, kSource, kThreads, kPacks, kPack>>(o, stream);
     }
-    return launch_group_shape<T, Emit, kPack, kIndex + 1>(config, a, stream);
+    return launch_chunk_shape<Job, kSource, kPack, kIndex + 1>(config, o, stream);
   }
 }
 
-// The largest magnitudes of the problem's groups into a.partial.
+template <int kPack>
+ColumnGrid column_grid(const MatrixShape& s, int num_processors) {
+  const int64_t num_groups = num_scales(s) / s.cols;
+  const int64_t num_tiles = ceil_div(s.cols, kColumnLanes * kPack);
+  return {.cols = s.cols,
+          .group = s.group,
+          .length = s.length,
+          .groups_per_matrix = static_cast<uint32_t>(ceil_div(s.length, s.group)),
+          .num_groups = static_cast<uint32_t>(num_groups),
+          .num_splits =
+              static_cast<uint32_t>(choose_column_splits(num_tiles * num_groups, s.group, num_processors)),
+          .num_tiles = static_cast<uint32_t>(num_tiles)};
+}
+
+unsigned num_blocks_of(const ColumnGrid& grid) {
+  return grid.num_tiles * grid.num_splits * grid.num_groups;
+}
+
+// An elementwise job with its scale in memory.
+template <typename Job, int kPack>
+cudaError_t launch_known(const Operands<typename Job::In, typename Job::Out>& o, cudaStream_t stream) {
+  if (o.shape.layout != ScaleLayout::kColumns) {
+    return launch_chunk_shape<Job, ScaleSource::kMemory, kPack>(choose_chunk_config(o.shape.group, kPack), o,
+                                                                stream);
+  }
+  const ColumnParams<typename Job::In, typename Job::Out> params{
+      .x = o.x,
+      .dy = o.dy,
+      .out = o.out,
+      .scale = o.scale,
+      .num_overflow = o.num_overflow,
+      .grid = column_grid<kPack>(o.shape, o.num_processors)};
+  column_kernel<Job, kPack>
+      <<<num_blocks_of(params.grid), dim3(kColumnLanes, kColumnRows), 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+// The largest magnitudes of the problem's groups into a.partial, or at once their scales where each group is
+// one block's.
 template <typename T, int kPack>
 cudaError_t launch_largest(const QuantizeArgs<T>& a, int64_t num_splits, cudaStream_t stream) {
   const MatrixShape& s = a.shape;
-  const int64_t total = num_scales(s);
   if (s.layout == ScaleLayout::kColumns) {
-    const int64_t num_tiles = ceil_div(s.cols, kColumnLanes * kPack);
-    const ColumnParams<T> params{.x = a.x,
-                                 .cols = s.cols,
-                                 .group = s.group,
-                                 .length = s.length,
-                                 .groups_per_matrix = static_cast<uint32_t>(ceil_div(s.length, s.group)),
-                                 .num_groups = static_cast<uint32_t>(total / s.cols),
-                                 .num_splits = static_cast<uint32_t>(num_splits),
-                                 .num_tiles = static_cast<uint32_t>(num_tiles),
-                                 .partial = a.partial};
-    const auto num_blocks = static_cast<unsigned>(num_tiles * num_splits * (total / s.cols));
-    largest_column_kernel<T, kPack><<<num_blocks, dim3(kColumnLanes, kColumnRows), 0, stream>>>(params);
+    const LargestColumnParams<T> params{.x = a.x,
+                                        .grid = column_grid<kPack>(s, a.num_processors),
+                                        .partial = a.partial,
+                                        .scale = num_splits == 1 ? a.scale : nullptr};
+    largest_column_kernel<T, kPack>
+        <<<num_blocks_of(params.grid), dim3(kColumnLanes, kColumnRows), 0, stream>>>(params);
     return cudaGetLastError();
   }
+  const int64_t total = num_scales(s);
   using Tr = LargestTraits<T, kLargestThreads, kLargestPacks, kPack>;
   const LargestParams<T> params{.x = a.x,
                                 .row_stride = a.row_stride,
@@ -105,107 +176,92 @@ cudaError_t launch_largest(const QuantizeArgs<T>& a, int64_t num_splits, cudaStr
   return cudaGetLastError();
 }
 
-template <typename Op, int kPack, typename Args>
-cudaError_t launch_apply(const Args& a, typename Op::Out* out, const typename Op::Out* dy, int* num_overflow,
-                         cudaStream_t stream) {
-  const ApplyParams<typename Op::In, typename Op::Out, kPack> params{
-      .x = a.x,
-      .dy = dy,
-      .out = out,
-      .scale = a.scale,
-      .num_overflow = num_overflow,
-      .index = MatrixIndex<kPack>(a.shape, a.row_stride)};
-  const int64_t num_blocks = ceil_div(params.index.num_packs(), kApplyThreads * kApplyPacks);
-  apply_kernel<Op, kApplyPacks, kPack>
-      <<<static_cast<unsigned>(num_blocks), kApplyThreads, 0, stream>>>(params);
-  return cudaGetLastError();
-}
-
-template <typename T, typename Emit, int kPack>
-cudaError_t launch_tensor(const QuantizeArgs<T>& a, int64_t num_partials, cudaStream_t stream) {
-  // 32 registers: all 2048 threads of a multiprocessor
-  using Tr = TensorTraits<T, Emit, 512, 2, kPack, std::is_same_v<Emit, EmitCodes> ? 4 : 3>;
-  const int64_t num_packs = a.shape.cols / kPack;
-  const TensorParams<T, typename Tr::Out> params{.x = a.x,
-                                                 .out = output_of<T, typename Tr::Out>(a),
-                                                 .partial = a.partial,
-                                                 .scale = a.scale,
-                                                 .num_overflow = a.num_overflow,
-                                                 .num_packs = num_packs,
-                                                 .num_partials = static_cast<int>(num_partials)};
-  tensor_kernel<Tr>
-      <<<static_cast<unsigned>(ceil_div(num_packs, Tr::kTile)), Tr::kThreads, 0, stream>>>(params);
-  return cudaGetLastError();
-}
-
 template <typename T>
 cudaError_t finish_scale(const QuantizeArgs<T>& a, int64_t num_splits, cudaStream_t stream) {
   const int64_t total = num_scales(a.shape);
-  const int64_t num_blocks = ceil_div(total, kFinishThreads / device::kWarpSize);
-  finish_scale_kernel<T><<<static_cast<unsigned>(num_blocks), kFinishThreads, 0, stream>>>(
-      a.partial, a.scale, static_cast<uint32_t>(num_splits), total);
+  const bool warp_each = total < kMinThreadEach;
+  const auto num_blocks =
+      static_cast<unsigned>(ceil_div(warp_each ? total * device::kWarpSize : total, kFinishThreads));
+  const auto splits = static_cast<uint32_t>(num_splits);
+  if (warp_each) {
+    finish_scale_kernel<T, true>
+        <<<num_blocks, kFinishThreads, 0, stream>>>(a.partial, a.scale, splits, total);
+  } else {
+    finish_scale_kernel<T, false>
+        <<<num_blocks, kFinishThreads, 0, stream>>>(a.partial, a.scale, splits, total);
+  }
   return cudaGetLastError();
 }
 
-#define HTREE_RETURN_IF_ERROR(call)        \
-  if (const cudaError_t error = (call); error != cudaSuccess) { \
-    return error;                          \
-  }
-
-template <typename T, typename Emit, int kPack>
-cudaError_t quantize_packs(const QuantizeArgs<T>& a, cudaStream_t stream) {
-  constexpr bool kEmits = !std::is_same_v<Emit, EmitNothing>;
+template <typename Job, int kPack>
+cudaError_t quantize_packs(const QuantizeArgs<typename Job::In>& a, cudaStream_t stream) {
+  using T = typename Job::In;
+  constexpr bool kWrites = !std::is_same_v<Job, Nothing<T>>;
   const LargestConfig largest = choose_largest_config(a.shape, kPack, a.num_processors);
+  const auto operands = operands_of<T, typename Job::Out>(a, largest.num_partials);
   const bool is_tensor = a.shape.layout == ScaleLayout::kTensor;
+  cudaError_t error = cudaSuccess;
   if (a.num_overflow != nullptr && (a.is_scale_given || !is_tensor)) {
-    HTREE_RETURN_IF_ERROR(cudaMemsetAsync(a.num_overflow, 0, sizeof(int), stream));
+    error = cudaMemsetAsync(a.num_overflow, 0, sizeof(int), stream);
   }
-  if (!a.is_scale_given) {
+  if (!a.is_scale_given && error == cudaSuccess) {
     if (largest.num_splits == 0) {
-      return launch_group_shape<T, Emit, kPack>(choose_group_config(a.shape.group, kPack), a, stream);
+      return launch_chunk_shape<Job, ScaleSource::kChunk, kPack>(choose_group_config(a.shape.group, kPack),
+                                                                 operands, stream);
     }
-    HTREE_RETURN_IF_ERROR((launch_largest<T, kPack>(a, largest.num_splits, stream)));
-    if constexpr (kEmits) {
-      if (is_tensor) {
-        return launch_tensor<T, Emit, kPack>(a, largest.num_partials, stream);
+    error = launch_largest<T, kPack>(a, largest.num_splits, stream);
+    if constexpr (kWrites) {
+      if (is_tensor && error == cudaSuccess) {
+        constexpr ChunkConfig kConfig = choose_chunk_config(int64_t{1} << 40, kPack);
+        return launch_chunks<ChunkTraits<Job, ScaleSource::kPartials, kConfig.threads, kConfig.packs, kPack>>(
+            operands, stream);
       }
     }
-    HTREE_RETURN_IF_ERROR(finish_scale(a, largest.num_splits, stream));
+    const bool is_finished = a.shape.layout == ScaleLayout::kColumns && largest.num_splits == 1;
+    if (!is_finished && error == cudaSuccess) {
+      error = finish_scale(a, largest.num_splits, stream);
+    }
   }
-  if constexpr (kEmits) {
-    using Op = EncodeGiven<T, Emit>;
-    return launch_apply<Op, kPack>(a, output_of<T, typename Op::Out>(a), nullptr, a.num_overflow, stream);
+  if constexpr (kWrites) {
+    if (error == cudaSuccess) {
+      error = launch_known<Job, kPack>(operands, stream);
+    }
   }
-  return cudaSuccess;
+  return error;
 }
 
-#undef HTREE_RETURN_IF_ERROR
+template <typename Job, typename Args>
+cudaError_t apply_packs(const Args& a, cudaStream_t stream) {
+  using Out = typename Job::Out;
+  const Operands<typename Job::In, Out> operands{
+      a.x,          a.dy,    a.out,           const_cast<float*>(a.scale), nullptr, nullptr, 0,
+      a.row_stride, a.shape, a.num_processors};
+  return a.pack > 1 ? launch_known<Job, kWidePack<Out>>(operands, stream)
+                    : launch_known<Job, 1>(operands, stream);
+}
 
 }  // namespace
 
 template <typename T>
 cudaError_t launch_quantize(const QuantizeArgs<T>& a, cudaStream_t stream) {
-  const auto with_pack = [&](auto emit) {
-    using Emit = decltype(emit);
-    return a.pack > 1 ? quantize_packs<T, Emit, kWidePack<T>>(a, stream)
-                      : quantize_packs<T, Emit, 1>(a, stream);
+  const auto with_pack = [&](auto job) {
+    using Job = decltype(job);
+    return a.pack > 1 ? quantize_packs<Job, kWidePack<T>>(a, stream) : quantize_packs<Job, 1>(a, stream);
   };
   if (a.codes != nullptr) {
-    return with_pack(EmitCodes{});
+    return with_pack(Encode<T>{});
   }
-  return a.values != nullptr ? with_pack(EmitValues{}) : with_pack(EmitNothing{});
+  return a.values != nullptr ? with_pack(Round<T>{}) : with_pack(Nothing<T>{});
 }
 
 template <typename T>
 cudaError_t launch_dequantize(const ApplyArgs<uint8_t, T>& a, cudaStream_t stream) {
-  return a.pack > 1 ? launch_apply<Decode<T>, kWidePack<T>>(a, a.out, nullptr, nullptr, stream)
-                    : launch_apply<Decode<T>, 1>(a, a.out, nullptr, nullptr, stream);
+  return apply_packs<Decode<T>>(a, stream);
 }
 
 template <typename T>
 cudaError_t launch_fake_backward(const ApplyArgs<T, T>& a, cudaStream_t stream) {
-  return a.pack > 1 ? launch_apply<RoundBackward<T>, kWidePack<T>>(a, a.out, a.dy, nullptr, stream)
-                    : launch_apply<RoundBackward<T>, 1>(a, a.out, a.dy, nullptr, stream);
+  return apply_packs<RoundBackward<T>>(a, stream);
 }
 
 }  // namespace htree::fp8

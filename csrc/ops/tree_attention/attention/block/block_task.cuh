@@ -6,7 +6,8 @@
 
 namespace htree::tree_attention {
 
-// A list and kRows of its (query, head) pairs. All queries of a list stand under the same parent of the layer.
+// A list and kRows of its (query, head) pairs. All queries of a list stand under the same parent of the
+// layer.
 struct BlockTask {
   int head_index;  // batch * kv heads + kv head
   int list_row;

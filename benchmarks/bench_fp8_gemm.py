@@ -1,0 +1,88 @@
+"""fp8_gemm against cuBLASLt through ``torch._scaled_mm``, with and without fast accumulation, and a bf16 product.
+
+Run: ``python -m htree_ops.bench --room fp8_gemm --json PATH --csv PATH``. The library multiplies by reciprocal scales;
+they are computed beforehand for it, while ``fp8_gemm`` gets the scales as they are.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from htree_ops.bench.suite import Benchmark, Candidate
+from htree_ops.testing.fp8_gemm_cases import (
+    BENCHMARK_CASES,
+    FP8GemmCase,
+    assert_product,
+    sum_error,
+)
+
+#: Rows and columns of the result that are compared: the fp64 reference of the whole would take minutes.
+NUM_CHECKED = 96
+#: γ of sums that stay in the tensor cores throughout, on random data.
+FAST_SUM = 2.0**-8
+
+
+def spread(size: int, device: torch.device) -> Tensor:
+    return torch.linspace(0, size - 1, min(NUM_CHECKED, size), device=device).long()
+
+
+def chosen(x: Tensor, rows: Tensor) -> Tensor:
+    """Rows of a matrix of codes, which torch cannot index in their own dtype."""
+    return x.view(torch.uint8)[rows].view(x.dtype)
+
+
+def check(inputs: tuple[Any, ...], result: Tensor, gamma: float | None = None) -> None:
+    """Some rows and columns against the fp64 product."""
+    a, b, a_scale, b_scale, dtype = inputs
+    rows, columns = spread(a.shape[0], a.device), spread(b.shape[1], a.device)
+    part = (
+        chosen(a, rows),
+        chosen(b.t(), columns).t(),
+        a_scale if a_scale.dim() == 0 else a_scale[rows],
+        b_scale if b_scale.dim() == 0 else b_scale[:, columns],
+        dtype,
+    )
+    assert_product(result[rows][:, columns].contiguous(), part, gamma or sum_error(a.device.type))
+
+
+def library_inputs(case: FP8GemmCase, device: str, seed: int) -> tuple[Any, ...]:
+    a, b, a_scale, b_scale, dtype = case.make_inputs(device, seed)
+    return a, b, 1 / a_scale, 1 / b_scale, dtype
+
+
+def library(
+    a: Tensor, b: Tensor, a_factor: Tensor, b_factor: Tensor, dtype: torch.dtype, fast: bool
+) -> Tensor:
+    return torch._scaled_mm(a, b, a_factor, b_factor, out_dtype=dtype, use_fast_accum=fast)
+
+
+def half_inputs(case: FP8GemmCase, device: str, seed: int) -> tuple[Any, ...]:
+    a, b, *_ = case.make_inputs(device, seed)
+    return a.to(torch.bfloat16), b.to(torch.bfloat16)
+
+
+def eager(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return ((a.float() @ b.float()) / (a_scale * b_scale)).to(dtype)
+
+
+def make_benchmarks(device: str) -> list[Benchmark]:
+    """All benchmarks of the FP8 product on ``device`` ("cpu" or "cuda")."""
+    ours = Candidate("htree_ops", torch.ops.htree.fp8_gemm)
+    if device == "cpu":
+        baselines = [Candidate("eager", eager)]
+    else:
+        baselines = [
+            Candidate("torch._scaled_mm", partial(library, fast=False), library_inputs),
+            Candidate(
+                "torch._scaled_mm, fast accumulation",
+                partial(library, fast=True),
+                library_inputs,
+                check=partial(check, gamma=FAST_SUM),
+            ),
+            Candidate("bf16 product", torch.mm, half_inputs, same_function=False),
+        ]
+    return [Benchmark("fp8_gemm", case, ours, baselines, check) for case in BENCHMARK_CASES[device]]

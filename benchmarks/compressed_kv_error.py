@@ -1,0 +1,120 @@
+"""What compression does to attention: outputs of compressed decode attention against the uncompressed cache.
+
+Run: ``python benchmarks/compressed_kv_error.py --csv PATH``. Queries and values are standard normal; so are the keys,
+or one channel in 29 is ten times as large, as keys of language models have it. The reference is float64 attention over
+the same keys and values before they are pruned and quantised. Figures are reported, never asserted: they depend on the
+data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from htree_ops.ops.compressed_kv import kv_compress, kv_decode_attention
+from htree_ops.reference import compressed_kv as reference
+from htree_ops.reference.hadamard import grouped_hadamard
+from htree_ops.testing.cases import normal
+from htree_ops.testing.compressed_kv_cases import rows_with_outliers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How keys and values are stored: sparsity in [0, 1), bits per kept channel, transformed keys or not."""
+
+    sparsity: float
+    bits: int
+    transformed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorRow:
+    """One setting on one kind of keys.
+
+    ``output_error`` and ``key_error`` are relative L2 errors of the outputs and of the stored keys, ``lse_error`` is
+    the mean absolute error of the natural log-sum-exp, ``bytes_per_element`` that of stored keys and values.
+    """
+
+    keys: str
+    sparsity: float
+    bits: int
+    transformed: bool
+    bytes_per_element: float
+    key_error: float
+    output_error: float
+    lse_error: float
+
+
+SETTINGS = [
+    *(Setting(sparsity=sparsity, bits=bits) for sparsity in (0.0, 0.5, 0.7) for bits in (16, 8, 4)),
+    *(Setting(sparsity=0.0, bits=bits, transformed=True) for bits in (8, 4)),
+]
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+def measure(setting: Setting, keys: str, tokens: int, device: str) -> ErrorRow:
+    """Two sequences of ``tokens`` tokens, eight query heads on two of keys and values, 128 channels, float16."""
+    shape = (2, 2, tokens, 128)
+    make_keys = rows_with_outliers if keys == "outliers" else normal
+    q = normal((2, 8, 128), torch.float16, device, seed=1)
+    k, v = make_keys(shape, torch.float16, device, seed=2), normal(shape, torch.float16, device, seed=3)
+    group = 1 if setting.transformed else 0
+    stored = grouped_hadamard(k, 1).half() if group else k
+    keep = reference.num_kept(128, setting.sparsity)
+    k_rows, v_rows = kv_compress(stored, keep, setting.bits), kv_compress(v, keep, setting.bits)
+    nothing = k[:, :, :0]
+    out, lse = kv_decode_attention(
+        q, *k_rows, *v_rows, nothing, nothing, k_keep=keep, v_keep=keep, k_bits=setting.bits, v_bits=setting.bits,
+        hadamard_group=group,
+    )  # fmt: skip
+    present = torch.ones(2, tokens, dtype=torch.bool, device=device)
+    expected, expected_lse = reference.attention(q, k, v, present)
+    decoded = reference.kv_decompress(*k_rows, 128, keep, setting.bits, torch.float64, torch.float16)
+    row_bytes = 16 + reference.row_bytes(keep, setting.bits) + (0 if setting.bits == 16 else 2)
+    return ErrorRow(
+        keys=keys,
+        **asdict(setting),
+        bytes_per_element=row_bytes / 128,
+        key_error=relative(grouped_hadamard(decoded, 1) if group else decoded, k),
+        output_error=relative(out, expected),
+        lse_error=float((lse.double() - expected_lse).abs().mean()),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table and writes it where ``--csv`` says."""
+    parser = argparse.ArgumentParser(
+        description="errors of compressed decode attention against the dense cache"
+    )
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a sequence")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--csv", type=Path, help="write the rows to this file")
+    arguments = parser.parse_args(argv)
+    rows = [
+        asdict(measure(setting, keys, arguments.tokens, arguments.device))
+        for keys in ("normal", "outliers")
+        for setting in SETTINGS
+    ]
+    writer = csv.DictWriter(sys.stdout, rows[0])
+    writer.writeheader()
+    writer.writerows({k: f"{x:.3g}" if isinstance(x, float) else x for k, x in row.items()} for row in rows)
+    if arguments.csv:
+        with arguments.csv.open("w", newline="") as file:
+            to_file = csv.DictWriter(file, rows[0])
+            to_file.writeheader()
+            to_file.writerows(rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+#include "host/lazy_views.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <utility>
+#include <vector>
+
+namespace htree {
+namespace {
+
+void run_on_values(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  const size_t first = stack->size() - arguments.size();
+  std::vector<std::pair<at::Tensor, at::Tensor>> written;  // view, its values
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    c10::IValue& value = (*stack)[first + i];
+    if (!value.isTensor() || !value.toTensor().defined()) {
+      continue;
+    }
+    const at::Tensor view = value.toTensor();
+    if (!view.is_neg() && !view.is_conj()) {
+      continue;
+    }
+    const at::Tensor values = view.resolve_conj().resolve_neg();
+    if (const auto* alias = arguments[i].alias_info(); alias != nullptr && alias->isWrite()) {
+      written.emplace_back(view, values);
+    }
+    value = values;
+  }
+  op.callBoxed(stack);
+  for (const auto& [view, values] : written) {
+    view.copy_(values);
+  }
+}
+
+}  // namespace
+
+void register_lazy_views(torch::Library& library, std::initializer_list<const char*> ops) {
+  for (const char* op : ops) {
+    library.impl(op, torch::CppFunction::makeFromBoxedFunction<&run_on_values>());
+  }
+}
+
+}  // namespace htree

@@ -1,0 +1,22 @@
+// Whether elements share memory: what a mutating op writes must be its own. docs/semantics.md §0.5.
+//
+// Meta tensors have no addresses: those of one storage are compared by their offsets in it, others never
+// share. Tensors with symbolic sizes or strides pass, and are checked when the op runs.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace htree {
+
+// Whether two elements of t share memory. Exact up to a bound on the work, beyond which the answer is true.
+bool overlaps_itself(const at::Tensor& t);
+// Whether an element of a shares memory with one of b; as exact.
+bool share_memory(const at::Tensor& a, const at::Tensor& b);
+
+// RuntimeError where elements of `written` share memory.
+void check_writable(const char* op, const char* name, const at::Tensor& written);
+// RuntimeError where `written` and `other` share memory.
+void check_disjoint(const char* op, const char* name, const at::Tensor& written, const char* other_name,
+                    const at::Tensor& other);
+
+}  // namespace htree

@@ -1,0 +1,104 @@
+// The contract of the compressed_kv room: sizes, checks and entry points. docs/semantics.md §4.4 to §4.6.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <tuple>
+
+#include "ops/compressed_kv/format.h"
+
+namespace htree::compressed_kv {
+
+using OptionalTensor = std::optional<at::Tensor>;
+using Outputs3 = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+using Outputs2 = std::tuple<at::Tensor, at::Tensor>;
+
+// One compressed tensor: bitmap int64 [N, H_kv, S, D/64], values uint8 [N, H_kv, S, row_bytes], scales fp16
+// [N, H_kv, S] ([N, H_kv, 0] with 16 bits). With a block table N counts pages and S the tokens of a page.
+struct Compressed {
+  RowFormat format;
+  at::Tensor bitmap;
+  at::Tensor values;
+  at::Tensor scales;
+};
+
+struct DecodeProblem {
+  int64_t batch;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int head_dim;
+  int64_t capacity;   // tokens of the compressed part that lengths may reach: S, or max_pages * page
+  int64_t window;     // tokens of the dense window
+  int64_t page;       // tokens of a page, 0 without a block table
+  int64_t num_pages;  // of the pool
+  int64_t max_pages;  // of one sequence
+  int hadamard_group;
+  int64_t split_size;  // 0: chosen by occupancy
+  double scale;
+
+  int64_t heads_per_kv() const { return num_heads / num_kv_heads; }
+};
+
+struct DecodeTensors {
+  at::Tensor q;  // [B, H, D]
+  Compressed k;
+  Compressed v;
+  at::Tensor k_win;  // [B, H_kv, W, D]
+  at::Tensor v_win;
+  OptionalTensor comp_len;     // int32 [B]
+  OptionalTensor win_len;      // int32 [B]
+  OptionalTensor block_table;  // int32 [B, max_pages]
+};
+
+// Arguments of kv_decode_attention in the order of the schema.
+struct DecodeArguments {
+  const at::Tensor& q;
+  const at::Tensor& k_bitmap;
+  const at::Tensor& k_values;
+  const at::Tensor& k_scales;
+  const at::Tensor& v_bitmap;
+  const at::Tensor& v_values;
+  const at::Tensor& v_scales;
+  const at::Tensor& k_win;
+  const at::Tensor& v_win;
+  const OptionalTensor& comp_len;
+  const OptionalTensor& win_len;
+  std::optional<double> scale;
+  const OptionalTensor& block_table;
+  int64_t k_keep;
+  int64_t v_keep;
+  int64_t k_bits;
+  int64_t v_bits;
+  int64_t hadamard_group;
+  int64_t split_size;
+};
+
+// Checks on metadata alone; the outputs, uninitialised and contiguous.
+Outputs2 prepare_prune(const at::Tensor& x, int64_t keep, const OptionalTensor& weight);
+Outputs3 prepare_compress(const at::Tensor& x, int64_t keep, int64_t bits, const OptionalTensor& weight);
+at::Tensor prepare_decompress(const at::Tensor& bitmap, const at::Tensor& values, const at::Tensor& scales,
+                              c10::SymInt head_dim, int64_t keep, int64_t bits, at::ScalarType dtype);
+Outputs2 prepare_decode(const DecodeArguments& a);
+
+// Sizes of checked arguments that are no symbols.
+DecodeProblem decode_problem_of(const DecodeArguments& a);
+
+// Entry points. x is [B, H_kv, S, D] with unit stride in D, `weight` undefined or contiguous fp32 [B, H_kv,
+// D]; all outputs and the compressed tensors of decompress are contiguous and have at least one row.
+void prune_cpu(const RowFormat& format, const at::Tensor& x, const at::Tensor& weight,
+               const at::Tensor& pruned, const at::Tensor& bitmap);
+void prune_cuda(const RowFormat& format, const at::Tensor& x, const at::Tensor& weight,
+                const at::Tensor& pruned, const at::Tensor& bitmap);
+void compress_cpu(const at::Tensor& x, const at::Tensor& weight, const Compressed& to);
+void compress_cuda(const at::Tensor& x, const at::Tensor& weight, const Compressed& to);
+void decompress_cpu(const Compressed& from, const at::Tensor& out);
+void decompress_cuda(const Compressed& from, const at::Tensor& out);
+
+// Tensors are contiguous; out [B, H, D] and lse [B, H] have at least one element.
+void decode_cpu(const DecodeProblem& p, const DecodeTensors& t, const at::Tensor& out, const at::Tensor& lse);
+void decode_cuda(const DecodeProblem& p, const DecodeTensors& t, const at::Tensor& out,
+                 const at::Tensor& lse);
+
+}  // namespace htree::compressed_kv

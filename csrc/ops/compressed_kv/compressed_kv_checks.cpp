@@ -1,0 +1,208 @@
+// All checks and the allocation of outputs, shared by the CPU, CUDA and Meta kernels.
+#include <ATen/ops/empty.h>
+
+#include "host/check.h"
+#include "ops/compressed_kv/compressed_kv.h"
+
+namespace htree::compressed_kv {
+namespace {
+
+// The head size decides about the kernel: a symbolic one becomes a constant of the trace.
+int guard(const c10::SymInt& size) {
+  return static_cast<int>(size.guard_int(__FILE__, __LINE__));
+}
+
+void check_head_dim(const char* op, const char* name, int64_t head_dim) {
+  TORCH_CHECK_VALUE(head_dim == 64 || head_dim == 128 || head_dim == 256, op, ": ", name,
+                    " must be 64, 128 or 256, got ", head_dim);
+}
+
+void check_keep(const char* op, const char* name, int64_t keep, int64_t head_dim) {
+  TORCH_CHECK_VALUE(keep >= 1 && keep <= head_dim, op, ": ", name, " must be between 1 and D = ", head_dim,
+                    ", got ", keep);
+}
+
+void check_bits(const char* op, const char* name, int64_t bits) {
+  TORCH_CHECK_VALUE(bits == 16 || bits == 8 || bits == 4, op, ": ", name, " must be 16, 8 or 4, got ", bits);
+}
+
+void check_weight(const char* op, const at::Tensor& x, const OptionalTensor& weight) {
+  if (weight.has_value()) {
+    check_dtype(op, "weight", *weight, {at::kFloat, at::kHalf, at::kBFloat16, at::kDouble});
+    check_same_device(op, "weight", *weight, "x", x);
+    const auto sizes = x.sym_sizes();
+    check_shape(op, "weight", *weight, {sizes[0], sizes[1], sizes[3]}, "[B, H_kv, D] of x");
+  }
+}
+
+RowFormat check_rows(const char* op, const at::Tensor& x, int64_t keep, int64_t bits,
+                     const OptionalTensor& weight) {
+  check_rank(op, "x", x, 4, "[B, H_kv, S, D]");
+  const int head_dim = guard(x.sym_size(3));
+  check_head_dim(op, "D of x", head_dim);
+  check_keep(op, "keep", keep, head_dim);
+  check_weight(op, x, weight);
+  return {.head_dim = head_dim, .keep = static_cast<int>(keep), .bits = static_cast<int>(bits)};
+}
+
+at::Tensor empty_of(const at::Tensor& like, c10::SymIntArrayRef sizes, at::ScalarType dtype) {
+  return at::empty_symint(sizes, like.options().dtype(dtype).memory_format(at::MemoryFormat::Contiguous));
+}
+
+// `names` are those of the bitmap, the values and the scales.
+void check_compressed(const char* op, const char* const (&names)[3], const at::Tensor& bitmap,
+                      const at::Tensor& values, const at::Tensor& scales, const RowFormat& format) {
+  check_dtype(op, names[0], bitmap, {at::kLong});
+  check_dtype(op, names[1], values, {at::kByte});
+  check_dtype(op, names[2], scales, {at::kHalf});
+  check_rank(op, names[0], bitmap, 4, "[B, H_kv, S, D/64]");
+  check_rank(op, names[1], values, 4, "[B, H_kv, S, row_bytes]");
+  check_rank(op, names[2], scales, 3, "[B, H_kv, S]");
+  check_same_device(op, names[1], values, names[0], bitmap);
+  check_same_device(op, names[2], scales, names[0], bitmap);
+  check_size(op, names[0], bitmap, 3, format.words(), "D/64");
+  const auto sizes = bitmap.sym_sizes();
+  check_shape(op, names[1], values, {sizes[0], sizes[1], sizes[2], format.row_bytes()},
+              "the first dims of the bitmap, then ceil(keep * bits / 8) rounded up to a multiple of 4");
+  check_shape(op, names[2], scales, {sizes[0], sizes[1], format.quantised() ? sizes[2] : c10::SymInt(0)},
+              "the first dims of the bitmap; S = 0 with 16 bits");
+}
+
+constexpr const char* kDecode = "kv_decode_attention";
+
+RowFormat format_of(const DecodeArguments& a, bool of_keys) {
+  const int head_dim = guard(a.q.sym_size(-1));
+  return {.head_dim = head_dim,
+          .keep = static_cast<int>(of_keys ? a.k_keep : a.v_keep),
+          .bits = static_cast<int>(of_keys ? a.k_bits : a.v_bits)};
+}
+
+void check_lengths(const char* name, const OptionalTensor& lengths, const at::Tensor& q) {
+  if (lengths.has_value()) {
+    check_dtype(kDecode, name, *lengths, {at::kInt});
+    check_same_device(kDecode, name, *lengths, "q", q);
+    check_shape(kDecode, name, *lengths, {q.sym_size(0)}, "[B]");
+  }
+}
+
+void check_window(const char* name, const at::Tensor& window, const DecodeArguments& a,
+                  const c10::SymInt& num_kv_heads, const c10::SymInt& length) {
+  check_rank(kDecode, name, window, 4, "[B, H_kv, W, D]");
+  check_same_dtype(kDecode, name, window, "q", a.q);
+  check_same_device(kDecode, name, window, "q", a.q);
+  check_shape(kDecode, name, window, {a.q.sym_size(0), num_kv_heads, length, a.q.sym_size(-1)},
+              "[B, H_kv, W, D] of q and k_win");
+}
+
+}  // namespace
+
+Outputs2 prepare_prune(const at::Tensor& x, int64_t keep, const OptionalTensor& weight) {
+  constexpr const char* kOp = "kv_prune";
+  check_dtype(kOp, "x", x, {at::kFloat, at::kHalf, at::kBFloat16});
+  const RowFormat format = check_rows(kOp, x, keep, /*bits=*/16, weight);
+  const auto sizes = x.sym_sizes();
+  return {empty_of(x, sizes, x.scalar_type()),
+          empty_of(x, {sizes[0], sizes[1], sizes[2], format.words()}, at::kLong)};
+}
+
+Outputs3 prepare_compress(const at::Tensor& x, int64_t keep, int64_t bits, const OptionalTensor& weight) {
+  constexpr const char* kOp = "kv_compress";
+  check_bits(kOp, "bits", bits);
+  check_dtype(kOp, "x", x, {at::kFloat, at::kHalf, at::kBFloat16});
+  TORCH_CHECK_TYPE(bits != 16 || x.scalar_type() != at::kFloat, kOp,
+                   ": bits = 16 stores half or bfloat16 values as they are, x is Float: convert it first");
+  const RowFormat format = check_rows(kOp, x, keep, bits, weight);
+  const auto sizes = x.sym_sizes();
+  return {empty_of(x, {sizes[0], sizes[1], sizes[2], format.words()}, at::kLong),
+          empty_of(x, {sizes[0], sizes[1], sizes[2], format.row_bytes()}, at::kByte),
+          empty_of(x, {sizes[0], sizes[1], format.quantised() ? sizes[2] : c10::SymInt(0)}, at::kHalf)};
+}
+
+at::Tensor prepare_decompress(const at::Tensor& bitmap, const at::Tensor& values, const at::Tensor& scales,
+                              c10::SymInt head_dim, int64_t keep, int64_t bits, at::ScalarType dtype) {
+  constexpr const char* kOp = "kv_decompress";
+  const RowFormat format{
+      .head_dim = guard(head_dim), .keep = static_cast<int>(keep), .bits = static_cast<int>(bits)};
+  check_head_dim(kOp, "D", format.head_dim);
+  check_keep(kOp, "keep", keep, format.head_dim);
+  check_bits(kOp, "bits", bits);
+  check_compressed(kOp, {"bitmap", "values", "scales"}, bitmap, values, scales, format);
+  TORCH_CHECK_TYPE(dtype == at::kHalf || dtype == at::kBFloat16 || (dtype == at::kFloat && bits != 16), kOp,
+                   ": dtype must be Half, BFloat16 or, with 8 and 4 bits, Float, got ", dtype);
+  const auto sizes = bitmap.sym_sizes();
+  return empty_of(bitmap, {sizes[0], sizes[1], sizes[2], head_dim}, dtype);
+}
+
+Outputs2 prepare_decode(const DecodeArguments& a) {
+  check_dtype(kDecode, "q", a.q, {at::kFloat, at::kHalf, at::kBFloat16});
+  TORCH_CHECK_VALUE(a.q.dim() == 3 || (a.q.dim() == 4 && same_size(a.q.sym_size(2), 1)), kDecode,
+                    ": q must be [B, H, D] or [B, H, 1, D], got ", a.q.sym_sizes());
+  check_head_dim(kDecode, "D of q", guard(a.q.sym_size(-1)));
+  const int head_dim = guard(a.q.sym_size(-1));
+  check_bits(kDecode, "k_bits", a.k_bits);
+  check_bits(kDecode, "v_bits", a.v_bits);
+  check_keep(kDecode, "k_keep", a.k_keep, head_dim);
+  check_keep(kDecode, "v_keep", a.v_keep, head_dim);
+  check_same_device(kDecode, "k_bitmap", a.k_bitmap, "q", a.q);
+  check_same_device(kDecode, "v_bitmap", a.v_bitmap, "q", a.q);
+  check_compressed(kDecode, {"k_bitmap", "k_values", "k_scales"}, a.k_bitmap, a.k_values, a.k_scales,
+                   format_of(a, true));
+  check_compressed(kDecode, {"v_bitmap", "v_values", "v_scales"}, a.v_bitmap, a.v_values, a.v_scales,
+                   format_of(a, false));
+  const auto sizes = a.k_bitmap.sym_sizes();
+  check_shape(kDecode, "v_bitmap", a.v_bitmap, sizes, "the shape of k_bitmap");
+  const c10::SymInt num_kv_heads = sizes[1];
+  TORCH_CHECK_VALUE(holds(num_kv_heads.sym_ge(1)), kDecode, ": H_kv of k_bitmap must be at least 1, got ",
+                    sizes);
+  TORCH_CHECK_VALUE(holds((a.q.sym_size(1) % num_kv_heads).sym_eq(0)), kDecode,
+                    ": H of q must be a multiple of H_kv = ", num_kv_heads, ", got ", a.q.sym_size(1));
+  if (a.block_table.has_value()) {
+    check_dtype(kDecode, "block_table", *a.block_table, {at::kInt});
+    check_same_device(kDecode, "block_table", *a.block_table, "q", a.q);
+    check_rank(kDecode, "block_table", *a.block_table, 2, "[B, max_pages]");
+    check_size(kDecode, "block_table", *a.block_table, 0, a.q.sym_size(0), "B of q");
+    TORCH_CHECK_VALUE(holds(sizes[2].sym_ge(1)) && holds(sizes[0].sym_ge(1)), kDecode,
+                      ": with a block_table k_bitmap must be [num_pages >= 1, H_kv, page >= 1, D/64], got ",
+                      sizes);
+  } else {
+    check_size(kDecode, "k_bitmap", a.k_bitmap, 0, a.q.sym_size(0), "B of q");
+  }
+  check_rank(kDecode, "k_win", a.k_win, 4, "[B, H_kv, W, D]");
+  check_window("k_win", a.k_win, a, num_kv_heads, a.k_win.sym_size(2));
+  check_window("v_win", a.v_win, a, num_kv_heads, a.k_win.sym_size(2));
+  check_lengths("comp_len", a.comp_len, a.q);
+  check_lengths("win_len", a.win_len, a.q);
+  if (a.scale.has_value()) {
+    check_finite(kDecode, "scale", *a.scale);
+  }
+  check_at_least(kDecode, "split_size", a.split_size, 0);
+  const int64_t group = a.hadamard_group;
+  TORCH_CHECK_VALUE(
+      group == 0 || (group > 0 && (group & (group - 1)) == 0 && holds((num_kv_heads % group).sym_eq(0))),
+      kDecode, ": hadamard_group must be 0 or a power of two that divides H_kv = ", num_kv_heads, ", got ",
+      group);
+  const auto q_sizes = a.q.sym_sizes();
+  return {empty_of(a.q, q_sizes, a.q.scalar_type()),
+          empty_of(a.q, q_sizes.slice(0, q_sizes.size() - 1), at::kFloat)};
+}
+
+DecodeProblem decode_problem_of(const DecodeArguments& a) {
+  const bool paged = a.block_table.has_value();
+  const int64_t head_dim = a.q.size(-1);
+  const int64_t page = paged ? a.k_bitmap.size(2) : 0;
+  const int64_t max_pages = paged ? a.block_table->size(1) : 0;
+  return {.batch = a.q.size(0),
+          .num_heads = a.q.size(1),
+          .num_kv_heads = a.k_bitmap.size(1),
+          .head_dim = static_cast<int>(head_dim),
+          .capacity = paged ? max_pages * page : a.k_bitmap.size(2),
+          .window = a.k_win.size(2),
+          .page = page,
+          .num_pages = paged ? a.k_bitmap.size(0) : 0,
+          .max_pages = max_pages,
+          .hadamard_group = static_cast<int>(a.hadamard_group),
+          .split_size = a.split_size,
+          .scale = a.scale.value_or(1.0 / std::sqrt(static_cast<double>(head_dim)))};
+}
+
+}  // namespace htree::compressed_kv

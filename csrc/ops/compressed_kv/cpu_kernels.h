@@ -1,0 +1,58 @@
+// What the CPU entry points share: the kernels of this processor, and the rows of a compressed tensor.
+#pragma once
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <type_traits>
+
+#include "host/isa.h"
+#include "ops/compressed_kv/compressed_kv.h"
+#include "ops/compressed_kv/rows.h"
+
+namespace htree::compressed_kv {
+
+template <typename T>
+using StorageOf = std::conditional_t<std::is_same_v<T, c10::Half>, Fp16,
+                                     std::conditional_t<std::is_same_v<T, c10::BFloat16>, Bf16, float>>;
+
+inline const RowKernels& row_kernels() {
+#if defined(__x86_64__)
+  return pick_isa(kRowKernelsBaseline, kRowKernelsAvx2, kRowKernelsAvx512);
+#else
+  return kRowKernelsBaseline;
+#endif
+}
+
+template <typename Storage>
+const TypedKernels<Storage>& kernels_of() {
+  if constexpr (std::is_same_v<Storage, Fp16>) {
+    return row_kernels().of_half;
+  } else if constexpr (std::is_same_v<Storage, Bf16>) {
+    return row_kernels().of_bfloat16;
+  } else {
+    return row_kernels().of_float;
+  }
+}
+
+// Rows of a contiguous compressed tensor by their number.
+class CompressedRows {
+ public:
+  explicit CompressedRows(const Compressed& from)
+      : format_(from.format),
+        bitmap_(reinterpret_cast<const uint64_t*>(from.bitmap.const_data_ptr<int64_t>())),
+        values_(from.values.const_data_ptr<uint8_t>()),
+        scales_(static_cast<const uint16_t*>(from.scales.const_data_ptr())) {}
+
+  const uint64_t* bitmap(int64_t row) const { return bitmap_ + row * format_.words(); }
+  const uint8_t* values(int64_t row) const { return values_ + row * format_.row_bytes(); }
+  uint16_t scale(int64_t row) const { return format_.quantised() ? scales_[row] : uint16_t{0}; }
+
+ private:
+  RowFormat format_;
+  const uint64_t* bitmap_;
+  const uint8_t* values_;
+  const uint16_t* scales_;
+};
+
+}  // namespace htree::compressed_kv

@@ -1,0 +1,278 @@
+// Split-KV decode attention over compressed rows. docs/semantics.md §4.6.
+//
+// A block owns up to eight query heads of one kv head and a split of its tokens; its warps take tiles of 16
+// tokens in turn. Lane (g, t) of a warp, g = lane / 4 and t = lane % 4, expands channels [t * D/4, (t + 1) *
+// D/4) of the tokens g and g + 8: just what it holds of the left-hand operand of the score products, where K
+// is that operand and the order of channels is free. Expanded values are transposed by movmatrix into the
+// left-hand operand of the products with the weights. Scales multiply scores and weights, so quantised codes
+// are never dequantised.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "device/mma.cuh"
+#include "ops/compressed_kv/expand.cuh"
+#include "ops/compressed_kv/query_fragments.cuh"
+#include "ops/compressed_kv/stage.cuh"
+
+namespace htree::compressed_kv {
+
+// Weights are kept relative to a maximum that may fall behind the true one by this many powers of two, so
+// that the sums are rescaled a few times per split only.
+constexpr float kSlack = 8.0f;
+
+// c[16 x 8] += a[16 x 32] * b[32 x 8] on signed bytes.
+__device__ __forceinline__ void mma_int8(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                         uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// kHeads: 4 or 8 query heads of a block.
+template <int kHeadDim, int kKeyBits, int kValueBits, int kHeads, typename T>
+struct DecodeTraits {
+  using Pair = T;  // of 16-bit values
+  static constexpr int kD = kHeadDim;
+  static constexpr int kK = kKeyBits;
+  static constexpr int kV = kValueBits;
+  static constexpr int kHeadPairs = kHeads / 4;  // heads of a lane: t, t + 4
+  static constexpr bool kIntegerKeys = kKeyBits != 16;
+  static constexpr int kGroups = kHeadDim / 32;  // groups of eight channels of a lane
+  static constexpr int kWords = kHeadDim == 256 ? 2 : 1;
+  static constexpr int kMaxWarps = kHeadDim == 256 ? 8 : 16;
+  static constexpr bool kTwoTables = kKeyBits != kValueBits;
+  static constexpr int kTableBytes = (kTwoTables ? 2 : 1) * kSelectorBytes;
+  // Weights of 8 and 4-bit values are fp16, whatever the query is.
+  using Weight = std::conditional_t<kValueBits == 16, T, __half>;
+};
+
+// Where a lane finds its channels of the rows g and g + 8 of a tile whose stage begins at address 0.
+struct LaneRows {
+  uint32_t bitmap;      // address, of row g
+  uint32_t values;      // address in bits, of row g
+  uint32_t pitch_bits;  // between rows g and g + 8
+  uint32_t scales;      // address, of row g
+};
+
+template <typename Tr>
+using Query = QueryFragments<Tr::kD, Tr::kHeadPairs, Tr::kIntegerKeys>;
+
+// The bitmap words of two rows in this lane's channels, and where their codes start.
+template <typename Tr>
+struct RowPair {
+  uint32_t word[2][Tr::kWords];
+  Cursor cursor[2];
+  NibbleWindow window[2];  // of the word in hand, where windows are used
+  bool fits;               // no word has more codes than a window; alike in all lanes
+};
+
+// Of the tile at shared address `stage`. kTail: it has only `num_tokens` rows.
+template <typename Tr, int kBits, bool kTail>
+__device__ __forceinline__ RowPair<Tr> load_row_pair(uint32_t stage, const LaneRows& at, int num_tokens,
+                                                     int lane) {
+  const int g = lane >> 2;
+  const int t = lane & 3;
+  RowPair<Tr> rows;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int i = 0; i < Tr::kWords; ++i) {
+      rows.word[half][i] = load_shared(stage + at.bitmap + half * Tr::kD + 4 * i);
+      if constexpr (Tr::kD == 64) {
+        rows.word[half][i] = (rows.word[half][i] >> (16 * (t & 1))) & 0xffffu;
+      }
+    }
+  }
+  if constexpr (kTail) {  // rows behind the last token hold whatever was there before
+#pragma unroll
+    for (int i = 0; i < Tr::kWords; ++i) {
+      rows.word[0][i] = g < num_tokens ? rows.word[0][i] : 0u;
+      rows.word[1][i] = g + 8 < num_tokens ? rows.word[1][i] : 0u;
+    }
+  }
+  uint32_t counts = 0;
+  int most = 0;
+#pragma unroll
+  for (int i = 0; i < Tr::kWords; ++i) {
+    const int low = __popc(rows.word[0][i]);
+    const int high = __popc(rows.word[1][i]);
+    most = max(most, max(low, high));
+    counts += low + (high << 16);
+  }
+  // Half a word of the bitmap always fits.
+  rows.fits = kBits == 4 && !kTail && (Tr::kD == 64 || __all_sync(0xffffffffu, most <= NibbleWindow::kCodes));
+  // Exclusive sums over the lanes of a quad, both rows in one register.
+  uint32_t below = __shfl_up_sync(0xffffffffu, counts, 1, 4);
+  uint32_t sum = t >= 1 ? below : 0;
+  below = __shfl_up_sync(0xffffffffu, counts + sum, 2, 4);
+  sum += t >= 2 ? below : 0;
+  const uint32_t first = stage * 8 + at.values;
+  rows.cursor[0].set(first + (sum & 0xffffu) * kBits);
+  rows.cursor[1].set(first + at.pitch_bits + (sum >> 16) * kBits);
+  return rows;
+}
+
+// The codes of group kGroup of both rows, groups in their order. kWindow: `fits`, and 4 bits.
+template <int kBits, int kGroup, bool kUpper, bool kWindow, typename Tr>
+__device__ __forceinline__ void expand_group(RowPair<Tr>& rows, const LaneTable& lane, Expanded<kBits>& low,
+                                             Expanded<kBits>& high) {
+  constexpr int kWord = kGroup / 4;
+  constexpr int kByte = kGroup % 4;
+  if constexpr (kWindow) {
+    if constexpr (kByte == 0) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        rows.window[half].load(rows.cursor[half]);
+        if constexpr (kWord + 1 < Tr::kWords) {
+          rows.cursor[half].set(rows.cursor[half].bits + 4 * __popc(rows.word[half][kWord]));
+        }
+      }
+    }
+    low = expand_window<kByte, kUpper>(rows.word[0][kWord], rows.window[0], lane);
+    high = expand_window<kByte, kUpper>(rows.word[1][kWord], rows.window[1], lane);
+  } else {
+    low = expand_byte<kBits, kByte, kUpper>(rows.word[0][kWord], rows.cursor[0], lane);
+    high = expand_byte<kBits, kByte, kUpper>(rows.word[1][kWord], rows.cursor[1], lane);
+  }
+}
+
+// Calls step(integral constant) for 0 ... kCount - 1.
+template <int kCount, int kFirst = 0, typename Step>
+__device__ __forceinline__ void unrolled(Step&& step) {
+  if constexpr (kFirst < kCount) {
+    step(std::integral_constant<int, kFirst>{});
+    unrolled<kCount, kFirst + 1>(step);
+  }
+}
+
+// Scores of tokens g, g + 8 and heads t, t + 4 in units of log2, without the scales of the rows.
+template <bool kWindow, typename Tr>
+__device__ __forceinline__ void score_tile(RowPair<Tr>& rows, const LaneTable& table, const Query<Tr>& q,
+                                           float (&score)[2][Tr::kHeadPairs]) {
+  if constexpr (Tr::kK == 16) {
+    float sum[Tr::kHeadPairs][4] = {};
+    unrolled<Tr::kGroups>([&](auto index) {
+      constexpr int group = decltype(index)::value;
+      Expanded<16> low, high;
+      expand_group<16, group, false, false>(rows, table, low, high);
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        const uint32_t a[4] = {low.r[i], high.r[i], low.r[i + 1], high.r[i + 1]};
+#pragma unroll
+        for (int product = 0; product < Tr::kHeadPairs; ++product) {
+          device::mma_16x8x16<typename Tr::Pair>(sum[product], a, q.b[product][group][i],
+                                                 q.b[product][group][i + 1]);
+        }
+      }
+    });
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int i = 0; i < Tr::kHeadPairs; ++i) {
+        score[half][i] = (sum[i][2 * half] + sum[i][2 * half + 1]) * q.factor[i];
+      }
+    }
+  } else {
+    int sum[Tr::kHeadPairs][4] = {};
+    unrolled<Tr::kGroups>([&](auto index) {
+      constexpr int group = decltype(index)::value;
+      Expanded<Tr::kK> low, high;
+      expand_group<Tr::kK, group, true, kWindow>(rows, table, low, high);
+#pragma unroll
+      for (int i = 0; i < Tr::kHeadPairs; ++i) {
+        mma_int8(sum[i], low.r[0], high.r[0], low.r[1], high.r[1], q.b[i][group][0], q.b[i][group][1]);
+      }
+    });
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int i = 0; i < Tr::kHeadPairs; ++i) {
+        score[half][i] = static_cast<float>(sum[i][2 * half] * 256 + sum[i][2 * half + 1]) * q.factor[i];
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ __half2 as_half2(uint32_t x) {
+  return *reinterpret_cast<const __half2*>(&x);
+}
+__device__ __forceinline__ uint32_t as_bits(__half2 x) {
+  return *reinterpret_cast<const uint32_t*>(&x);
+}
+
+// Two halves of transposed bytes as fp16: the even and the odd bytes of the four.
+__device__ __forceinline__ void bytes_to_halves(uint32_t bytes, uint32_t& even, uint32_t& odd) {
+  // 1024 + 128 + code: an integer in the mantissa, its sign bit flipped
+  const __half2 bias = __float2half2_rn(-1152.0f);
+  even = as_bits(__hadd2(as_half2(mask_flip(bytes, 0x00ff00ffu, 0x64806480u)), bias));
+  odd = as_bits(__hadd2(as_half2(mask_flip(bytes >> 8, 0x00ff00ffu, 0x64806480u)), bias));
+}
+
+// The same for nibbles: h[i] and h[2 + i] hold the lower and upper nibbles of the even (i = 0) or odd bytes.
+__device__ __forceinline__ void nibbles_to_halves(uint32_t bytes, uint32_t (&h)[4]) {
+  const __half2 bias = __float2half2_rn(-1032.0f);      // of 1024 + 8 + code
+  const __half2 sixteenth = __float2half2_rn(0.0625f);  // an upper nibble counts 16 to the code
+  const __half2 upper_bias = __float2half2_rn(-72.0f);  // (1024 + 128) / 16
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t x = i == 0 ? bytes : bytes >> 8;
+    h[i] = as_bits(__hadd2(as_half2(mask_flip(x, 0x000f000fu, 0x64086408u)), bias));
+    h[2 + i] = as_bits(__hfma2(as_half2(mask_flip(x, 0x00f000f0u, 0x64806480u)), sixteenth, upper_bias));
+  }
+}
+
+// acc[group * 2 + i][c]: c = 0, 1 are heads t and t + 4 of one channel, c = 2, 3 of another (channel_of).
+template <bool kWindow, typename Tr>
+__device__ __forceinline__ void weigh_tile(RowPair<Tr>& rows, const LaneTable& table, uint32_t weight0,
+                                           uint32_t weight1, float (&acc)[2 * Tr::kGroups][4]) {
+  unrolled<Tr::kGroups>([&](auto index) {
+    constexpr int group = decltype(index)::value;
+    Expanded<Tr::kV> low, high;
+    expand_group<Tr::kV, group, false, kWindow>(rows, table, low, high);
+    uint32_t a[2][4];
+    if constexpr (Tr::kV == 4) {
+      // Channels i and i + 4 share a byte on their way through the transposition.
+      uint32_t first[4], second[4];
+      nibbles_to_halves(device::transpose_matrix(low.r[0] + low.r[1] * 16), first);
+      nibbles_to_halves(device::transpose_matrix(high.r[0] + high.r[1] * 16), second);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        a[i >> 1][i & 1] = first[i];
+        a[i >> 1][2 + (i & 1)] = second[i];
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if constexpr (Tr::kV == 16) {
+          a[i][0] = device::transpose_matrix(low.r[2 * i]);
+          a[i][1] = device::transpose_matrix(low.r[2 * i + 1]);
+          a[i][2] = device::transpose_matrix(high.r[2 * i]);
+          a[i][3] = device::transpose_matrix(high.r[2 * i + 1]);
+        } else {
+          bytes_to_halves(device::transpose_matrix(low.r[i]), a[i][0], a[i][1]);
+          bytes_to_halves(device::transpose_matrix(high.r[i]), a[i][2], a[i][3]);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      device::mma_16x8x16<typename Tr::Weight>(acc[2 * group + i], a[i], weight0, weight1);
+    }
+  });
+}
+
+// Channel of acc[index][c] in lane (g, t): column g of a transposed matrix is half g & 1 of the register of
+// lane t = g >> 1.
+template <typename Tr>
+__device__ __forceinline__ int channel_of(int g, int index, int c) {
+  const int base = (g >> 1) * (Tr::kD / 4) + 8 * (index >> 1) + 4 * (index & 1);
+  return Tr::kV == 16 ? base + 2 * (c >> 1) + (g & 1) : base + 2 * (g & 1) + (c >> 1);
+}
+
+}  // namespace htree::compressed_kv

@@ -1,0 +1,223 @@
+// CPU decode attention: tasks are (sequence, kv head, split of the tokens), merged in the order of the
+// splits.
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "host/dispatch.h"
+#include "ops/compressed_kv/compressed_kv.h"
+#include "ops/compressed_kv/cpu_kernels.h"
+#include "ops/compressed_kv/query.h"
+
+namespace htree::compressed_kv {
+namespace {
+
+// Tokens of a split where the caller fixes none. It follows neither from the batch nor from the threads, so
+// that results do not depend on them.
+constexpr int64_t kSplitTokens = 1024;
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+int64_t length_of(const OptionalTensor& lengths, int64_t sequence, int64_t capacity) {
+  return lengths.has_value() ? std::clamp<int64_t>(lengths->const_data_ptr<int32_t>()[sequence], 0, capacity)
+                             : capacity;
+}
+
+// State of the softmax over one split, for the query heads of one kv head.
+struct Partial {
+  float* max;  // [queries]
+  float* sum;  // [queries]
+  float* acc;  // [queries, D]
+};
+
+template <typename Storage>
+class Decoder {
+ public:
+  Decoder(const DecodeProblem& p, const DecodeTensors& t)
+      : p_(p),
+        t_(t),
+        keys_(t.k),
+        values_(t.v),
+        group_(std::max(1, p.hadamard_group)),
+        split_(p.split_size > 0 ? p.split_size : kSplitTokens),
+        num_comp_((p.capacity + split_ - 1) / split_),
+        num_splits_(num_comp_ + (p.window + kSplitTokens - 1) / kSplitTokens),
+        queries_(expand_queries(static_cast<const Storage*>(t.q.const_data_ptr()))) {
+    check_pages();
+    const int64_t rows = p.batch * p.num_heads * num_splits_;
+    max_.resize(rows);
+    sum_.resize(rows);
+    acc_.resize(rows * p.head_dim);
+  }
+
+  void run() {
+    const int64_t num_tasks = p_.batch * p_.num_kv_heads * num_splits_;
+    at::parallel_for(0, num_tasks, 1, [&](int64_t begin, int64_t end) {
+      std::vector<float> k(static_cast<size_t>(kTileTokens * p_.head_dim));
+      std::vector<float> v(k.size());
+      std::vector<float> scores(static_cast<size_t>(p_.heads_per_kv() * kTileTokens));
+      for (int64_t task = begin; task < end; ++task) {
+        attend(task, k.data(), v.data(), scores.data());
+      }
+    });
+  }
+
+  // docs/semantics.md §1.7, in the order of the splits.
+  void merge(Storage* out, float* lse) const {
+    const int64_t head_dim = p_.head_dim;
+    at::parallel_for(0, p_.batch * p_.num_heads, 8, [&](int64_t begin, int64_t end) {
+      std::vector<float> total(static_cast<size_t>(head_dim));
+      for (int64_t row = begin; row < end; ++row) {
+        const float* max = max_.data() + row * num_splits_;
+        float top = -kInfinity;
+        for (int64_t s = 0; s < num_splits_; ++s) {
+          top = std::max(top, max[s]);
+        }
+        float sum = 0;
+        std::fill(total.begin(), total.end(), 0.0f);
+        for (int64_t s = 0; s < num_splits_; ++s) {
+          const float part = sum_[row * num_splits_ + s];
+          if (part == 0) {
+            continue;  // no token
+          }
+          const float factor = max[s] == -kInfinity ? 1.0f : std::exp(max[s] - top);
+          sum += factor * part;
+          const float* acc = acc_.data() + (row * num_splits_ + s) * head_dim;
+          for (int64_t d = 0; d < head_dim; ++d) {
+            total[d] += factor * acc[d];
+          }
+        }
+        for (int64_t d = 0; d < head_dim; ++d) {
+          total[d] = sum == 0 ? 0.0f : total[d] / sum;
+        }
+        narrow_row(total.data(), head_dim, out + row * head_dim);
+        lse[row] = sum == 0 ? -kInfinity : (std::isnan(sum) ? sum : top + std::log(sum));
+      }
+    });
+  }
+
+ private:
+  static void narrow_row(const float* x, int64_t count, Storage* to) {
+    using Torch = std::conditional_t<std::is_same_v<Storage, Fp16>, c10::Half,
+                                     std::conditional_t<std::is_same_v<Storage, Bf16>, c10::BFloat16, float>>;
+    auto* out = reinterpret_cast<Torch*>(to);
+    for (int64_t i = 0; i < count; ++i) {
+      out[i] = static_cast<Torch>(x[i]);
+    }
+  }
+
+  std::vector<float> expand_queries(const Storage* q) const {
+    std::vector<float> wide(static_cast<size_t>(p_.batch * p_.num_heads * p_.head_dim));
+    for (int64_t row = 0; row < p_.batch * p_.num_heads; ++row) {
+      kernels_of<Storage>().widen(q + row * p_.head_dim, p_.head_dim, wide.data() + row * p_.head_dim);
+    }
+    return transformed_queries(p_, wide);
+  }
+
+  void check_pages() const {
+    if (!t_.block_table.has_value()) {
+      return;
+    }
+    const int32_t* table = t_.block_table->const_data_ptr<int32_t>();
+    for (int64_t b = 0; b < p_.batch; ++b) {
+      const int64_t used = (length_of(t_.comp_len, b, p_.capacity) + p_.page - 1) / p_.page;
+      for (int64_t i = 0; i < used; ++i) {
+        const int64_t page = table[b * p_.max_pages + i];
+        TORCH_CHECK_INDEX(page >= 0 && page < p_.num_pages, "kv_decode_attention: block_table[", b, ", ", i,
+                          "] must be between 0 and ", p_.num_pages - 1, ", got ", page);
+      }
+    }
+  }
+
+  // Number of the row of a token in the compressed tensors.
+  int64_t row_of(int64_t sequence, int64_t kv_head, int64_t token) const {
+    if (p_.page == 0) {
+      return (sequence * p_.num_kv_heads + kv_head) * p_.capacity + token;
+    }
+    const int64_t page = t_.block_table->const_data_ptr<int32_t>()[sequence * p_.max_pages + token / p_.page];
+    return (page * p_.num_kv_heads + kv_head) * p_.page + token % p_.page;
+  }
+
+  void attend(int64_t task, float* k, float* v, float* scores) {
+    const int64_t split = task % num_splits_;
+    const int64_t kv_head = task / num_splits_ % p_.num_kv_heads;
+    const int64_t sequence = task / num_splits_ / p_.num_kv_heads;
+    const int64_t heads = p_.heads_per_kv();
+    const int64_t first_row = sequence * p_.num_heads + kv_head * heads;
+    std::vector<float> max(heads, -kInfinity);
+    std::vector<float> sum(heads, 0.0f);
+    std::vector<float> acc(heads * p_.head_dim, 0.0f);
+    const bool window = split >= num_comp_;
+    const int64_t step = window ? kSplitTokens : split_;
+    const int64_t begin = (window ? split - num_comp_ : split) * step;
+    const int64_t length =
+        window ? length_of(t_.win_len, sequence, p_.window) : length_of(t_.comp_len, sequence, p_.capacity);
+    const int64_t end = std::min(begin + step, length);
+    for (int64_t token = begin; token < end; token += kTileTokens) {
+      const Tile tile{static_cast<int>(std::min<int64_t>(kTileTokens, end - token)), p_.head_dim,
+                      static_cast<int>(heads)};
+      std::fill(scores, scores + heads * kTileTokens, 0.0f);
+      const int64_t group_head = kv_head / group_ * group_;
+      for (int64_t slot = 0; slot < group_; ++slot) {
+        load_tile(tile, sequence, group_head + slot, token, window, /*of_keys=*/true, k);
+        const float* q = queries_.data() + (slot * p_.batch * p_.num_heads + first_row) * p_.head_dim;
+        row_kernels().add_scores(tile, q, k, scores);
+      }
+      load_tile(tile, sequence, kv_head, token, window, /*of_keys=*/false, v);
+      row_kernels().accumulate(tile, v, scores, max.data(), sum.data(), acc.data());
+    }
+    for (int64_t h = 0; h < heads; ++h) {
+      const int64_t at = (first_row + h) * num_splits_ + split;
+      max_[at] = max[h];
+      sum_[at] = sum[h];
+      std::copy_n(acc.data() + h * p_.head_dim, p_.head_dim, acc_.data() + at * p_.head_dim);
+    }
+  }
+
+  void load_tile(const Tile& tile, int64_t sequence, int64_t kv_head, int64_t token, bool window,
+                 bool of_keys, float* to) const {
+    const auto& kernels = kernels_of<Storage>();
+    const Compressed& from = of_keys ? t_.k : t_.v;
+    const CompressedRows& rows = of_keys ? keys_ : values_;
+    const auto* dense =
+        static_cast<const Storage*>(of_keys ? t_.k_win.const_data_ptr() : t_.v_win.const_data_ptr());
+    for (int i = 0; i < tile.num_tokens; ++i, to += p_.head_dim) {
+      if (window) {
+        const int64_t row = (sequence * p_.num_kv_heads + kv_head) * p_.window + token + i;
+        kernels.widen(dense + row * p_.head_dim, p_.head_dim, to);
+      } else {
+        const int64_t row = row_of(sequence, kv_head, token + i);
+        kernels.expand(rows.bitmap(row), rows.values(row), rows.scale(row), from.format, to);
+      }
+    }
+  }
+
+  const DecodeProblem& p_;
+  const DecodeTensors& t_;
+  CompressedRows keys_;
+  CompressedRows values_;
+  int64_t group_;
+  int64_t split_;
+  int64_t num_comp_;
+  int64_t num_splits_;
+  std::vector<float> queries_;  // [group, B, H, D], transformed, times the scale
+  std::vector<float> max_;      // [B, H, splits]
+  std::vector<float> sum_;
+  std::vector<float> acc_;  // [B, H, splits, D]
+};
+
+}  // namespace
+
+void decode_cpu(const DecodeProblem& p, const DecodeTensors& t, const at::Tensor& out,
+                const at::Tensor& lse) {
+  dispatch_dtype("kv_decode_attention", t.q.scalar_type(), FloatTypes{}, [&](auto tag) {
+    using Storage = StorageOf<typename decltype(tag)::type>;
+    Decoder<Storage> decoder(p, t);
+    decoder.run();
+    decoder.merge(static_cast<Storage*>(out.mutable_data_ptr()), lse.mutable_data_ptr<float>());
+  });
+}
+
+}  // namespace htree::compressed_kv

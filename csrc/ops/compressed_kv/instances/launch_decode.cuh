@@ -1,0 +1,79 @@
+// Widths of codes to kernels, with the blocks and stages that fit the device.
+#pragma once
+
+#include "ops/compressed_kv/decode_config.h"
+#include "ops/compressed_kv/decode_kernel.cuh"
+#include "ops/compressed_kv/decode_launch.h"
+
+namespace htree::compressed_kv {
+namespace {
+
+template <typename Tr>
+cudaError_t launch_traits(const DecodeParams& p, int64_t num_groups, cudaStream_t stream) {
+  int device = 0;
+  int most = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  }
+  if (error != cudaSuccess) {
+    return error;
+  }
+  const StageLayout layout(Tr::kD, p.k.row_bytes, p.v.row_bytes);
+  const DecodeConfig config =
+      choose_decode_config(layout.bytes, Tr::kTableBytes, static_cast<int>(sizeof(BlockMerge<Tr>)),
+                           kStagePadding + chunk_table_bytes(Tr::kD, p.k.row_bytes, p.v.row_bytes),
+                           Tr::kMaxWarps, kMinStages, kMaxStages, most);
+  if (config.shared_bytes > most) {
+    return cudaErrorNotSupported;
+  }
+  error = cudaFuncSetAttribute(decode_kernel<Tr>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               config.shared_bytes);
+  if (error != cudaSuccess) {
+    return error;
+  }
+  decode_kernel<Tr><<<static_cast<unsigned>(num_groups * p.num_splits), 32 * config.num_warps,
+                      config.shared_bytes, stream>>>(p, config.num_stages);
+  return cudaGetLastError();
+}
+
+// Kernels for at most four query heads per kv head exist for the usual head size only: they save a fifth of
+// the instructions and double what there is to compile.
+template <int kHeadDim, int kKeyBits, int kValueBits, typename T>
+cudaError_t launch_heads(const DecodeParams& p, int64_t num_groups, cudaStream_t stream) {
+  if constexpr (kHeadDim == 128) {
+    if (p.heads_per_kv() <= 4) {
+      return launch_traits<DecodeTraits<kHeadDim, kKeyBits, kValueBits, 4, T>>(p, num_groups, stream);
+    }
+  }
+  return launch_traits<DecodeTraits<kHeadDim, kKeyBits, kValueBits, 8, T>>(p, num_groups, stream);
+}
+
+template <int kHeadDim, int kKeyBits, int kValueBits>
+cudaError_t launch_pairs(const DecodeParams& p, QueryType pair_type, int64_t num_groups,
+                         cudaStream_t stream) {
+  if constexpr (kKeyBits == 16 || kValueBits == 16) {
+    if (pair_type == QueryType::kBfloat16) {
+      return launch_heads<kHeadDim, kKeyBits, kValueBits, __nv_bfloat16>(p, num_groups, stream);
+    }
+  }
+  return launch_heads<kHeadDim, kKeyBits, kValueBits, __half>(p, num_groups, stream);
+}
+
+}  // namespace
+
+template <int kHeadDim, int kKeyBits>
+cudaError_t launch_decode_keys(const DecodeParams& p, int v_bits, QueryType pair_type, int64_t num_groups,
+                               cudaStream_t stream) {
+  switch (v_bits) {
+    case 4:
+      return launch_pairs<kHeadDim, kKeyBits, 4>(p, pair_type, num_groups, stream);
+    case 8:
+      return launch_pairs<kHeadDim, kKeyBits, 8>(p, pair_type, num_groups, stream);
+    case 16:
+      return launch_pairs<kHeadDim, kKeyBits, 16>(p, pair_type, num_groups, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace htree::compressed_kv

@@ -1,0 +1,128 @@
+// The query heads of a block as the right-hand operand of the score products. Column n of product i is piece
+// n & 1 of query head 4 * i + (n >> 1), so that lane (g, t) of a result holds both pieces of head 4 * i + t.
+// With 8 and 4-bit keys the query is an integer of 16 bits per channel and its pieces are bytes: the dot
+// products with the codes are exact. With 16-bit keys the pieces are its value rounded to the type of the
+// keys and what that leaves, because a transformed query is not of that type.
+#pragma once
+
+#include <cstdint>
+
+#include "device/mma.cuh"
+#include "device/numeric.cuh"
+#include "device/reduce.cuh"
+#include "ops/compressed_kv/decode_params.h"
+
+namespace htree::compressed_kv {
+
+__device__ __forceinline__ float load_query(const DecodeParams& p, int64_t index) {
+  switch (p.q_type) {
+    case QueryType::kHalf:
+      return __half2float(static_cast<const __half*>(p.q)[index]);
+    case QueryType::kBfloat16:
+      return __bfloat162float(static_cast<const __nv_bfloat16*>(p.q)[index]);
+    default:
+      return static_cast<const float*>(p.q)[index];
+  }
+}
+
+constexpr float kQuerySteps = 127 * 256;
+
+// The query heads of a block on their way to the fragments, in shared memory.
+template <int kHeadDim>
+struct QueryScratch {
+  float rows[kHeadsPerBlock][kHeadDim];
+  int8_t pieces[2][kHeadsPerBlock][kHeadDim];
+  float steps[kHeadsPerBlock];  // value of one step of the integers; NaN if a channel is NaN or infinite
+};
+
+// Lane t of a quad owns channels [t * D/4, (t + 1) * D/4): kGroups groups of eight.
+template <int kHeadDim, int kProducts, bool kInteger>
+struct QueryFragments {
+  static constexpr int kGroups = kHeadDim / 32;
+  // Integer: [product][group][half of the channels]; 16 bits: [product][group][pair of channels], four of
+  // them.
+  static constexpr int kRegisters = kInteger ? 2 : 4;
+  uint32_t b[kProducts][kGroups][kRegisters];
+  float factor[kProducts];  // of the scores of heads t and t + 4, in units of log2
+};
+
+// Rows of absent heads are zero. Every thread of the block must call; costs one __syncthreads.
+template <int kHeadDim>
+__device__ __forceinline__ void stage_query(const DecodeParams& p, int64_t first_head, int num_heads,
+                                            QueryScratch<kHeadDim>& scratch) {
+  for (int i = threadIdx.x; i < kHeadsPerBlock * kHeadDim; i += blockDim.x) {
+    scratch.rows[i / kHeadDim][i % kHeadDim] =
+        i < num_heads * kHeadDim ? load_query(p, first_head * kHeadDim + i) : 0.0f;
+  }
+  __syncthreads();
+}
+
+// After stage_query. Every thread of the block must call; costs one __syncthreads. `code_unit` is what a code
+// counts in the products.
+template <int kHeadDim, int kProducts>
+__device__ __forceinline__ void load_integer_query(const DecodeParams& p, float code_unit, int lane,
+                                                   QueryScratch<kHeadDim>& scratch,
+                                                   QueryFragments<kHeadDim, kProducts, true>& q) {
+  for (int head = threadIdx.x >> 5; head < kHeadsPerBlock; head += blockDim.x >> 5) {
+    const float* row = scratch.rows[head];
+    float largest = 0;
+    float poison = 0;
+    for (int c = lane; c < kHeadDim; c += 32) {
+      largest = fmaxf(largest, fabsf(row[c]));
+      poison += row[c] * 0.0f;
+    }
+    largest = device::warp_reduce<device::Max>(largest);
+    poison = device::warp_reduce<device::Sum>(poison);
+    const float inverse = largest > 0 ? kQuerySteps / largest : 0.0f;
+    for (int c = lane; c < kHeadDim; c += 32) {
+      const int steps = __float2int_rn(fminf(fmaxf(row[c] * inverse, -kQuerySteps), kQuerySteps));
+      const int high = (steps + 128) >> 8;
+      scratch.pieces[0][head][c] = static_cast<int8_t>(high);
+      scratch.pieces[1][head][c] = static_cast<int8_t>(steps - 256 * high);
+    }
+    if (lane == 0) {
+      scratch.steps[head] = largest / kQuerySteps + poison;
+    }
+  }
+  __syncthreads();
+  const int g = lane >> 2;
+  const int t = lane & 3;
+#pragma unroll
+  for (int i = 0; i < kProducts; ++i) {
+    const int8_t* channels = scratch.pieces[g & 1][4 * i + (g >> 1)] + t * (kHeadDim / 4);
+#pragma unroll
+    for (int group = 0; group < kHeadDim / 32; ++group) {
+      q.b[i][group][0] = *reinterpret_cast<const uint32_t*>(channels + 8 * group);
+      q.b[i][group][1] = *reinterpret_cast<const uint32_t*>(channels + 8 * group + 4);
+    }
+    q.factor[i] = scratch.steps[4 * i + t] * p.score_scale * code_unit;
+  }
+}
+
+// After stage_query.
+template <typename T, int kHeadDim, int kProducts>
+__device__ __forceinline__ void load_half_query(const DecodeParams& p, int lane,
+                                                const QueryScratch<kHeadDim>& scratch,
+                                                QueryFragments<kHeadDim, kProducts, false>& q) {
+  const int g = lane >> 2;
+  const int t = lane & 3;
+  const auto piece = [g](float x) {
+    const T rounded = device::from_acc<T>(x);
+    return (g & 1) == 0 ? x : x - device::to_acc(rounded);
+  };
+#pragma unroll
+  for (int i = 0; i < kProducts; ++i) {
+    const float* channels = scratch.rows[4 * i + (g >> 1)] + t * (kHeadDim / 4);
+#pragma unroll
+    for (int group = 0; group < kHeadDim / 32; ++group) {
+#pragma unroll
+      for (int pair = 0; pair < 4; ++pair) {
+        const float* at = channels + 8 * group + 2 * pair;
+        q.b[i][group][pair] = device::pack_pair<T>(piece(at[0]), piece(at[1]));
+      }
+    }
+    q.factor[i] = p.score_scale;
+  }
+}
+
+}  // namespace htree::compressed_kv

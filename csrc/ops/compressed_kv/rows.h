@@ -1,0 +1,69 @@
+// The CPU kernels of the compressed_kv room, one table per instruction set (host/isa.h). Pointers are to host
+// memory, rows of a compressed tensor are contiguous.
+#pragma once
+
+#include <cstdint>
+
+#include "host/simd_prelude.h"
+#include "ops/compressed_kv/format.h"
+
+namespace htree::compressed_kv {
+
+// Floats of a buffer that holds the unpacked codes of one row: reads of a whole vector may start at any code.
+constexpr int kUnpackedFloats = 256 + 16;
+
+template <typename T>
+using PruneRow = void (*)(const T* x, const float* weight, const RowFormat& format, T* pruned,
+                          uint64_t* bitmap);
+// `values` [row_bytes] and *scale of one row; x [D], weight [D] or null.
+template <typename T>
+using CompressRow = void (*)(const T* x, const float* weight, const RowFormat& format, uint64_t* bitmap,
+                             uint8_t* values, uint16_t* scale);
+template <typename T>
+using DecompressRow = void (*)(const uint64_t* bitmap, const uint8_t* values, uint16_t scale,
+                               const RowFormat& format, T* out);
+// A row to D floats; with 16 bits the values are T.
+template <typename T>
+using ExpandRow = void (*)(const uint64_t* bitmap, const uint8_t* values, uint16_t scale,
+                           const RowFormat& format, float* out);
+template <typename T>
+using WidenRow = void (*)(const T* x, int head_dim, float* out);
+
+template <typename T>
+struct TypedKernels {
+  PruneRow<T> prune;
+  CompressRow<T> compress;
+  DecompressRow<T> decompress;
+  ExpandRow<T> expand;
+  WidenRow<T> widen;
+};
+
+// Tokens that attend at a time: their expanded rows stay in the caches.
+constexpr int kTileTokens = 32;
+
+struct Tile {
+  int num_tokens;  // 1 ... kTileTokens
+  int head_dim;
+  int num_queries;
+};
+
+// scores[query * kTileTokens + token] += <q[query], k[token]> over rows of D floats.
+using AddScores = void (*)(const Tile& tile, const float* q, const float* k, float* scores);
+
+// One step of the online softmax of §1.7: max, sum [queries] and acc [queries, D]; scores become weights.
+using Accumulate = void (*)(const Tile& tile, const float* v, float* scores, float* max, float* sum,
+                            float* acc);
+
+struct RowKernels {
+  TypedKernels<float> of_float;
+  TypedKernels<Fp16> of_half;
+  TypedKernels<Bf16> of_bfloat16;
+  AddScores add_scores;
+  Accumulate accumulate;
+};
+
+extern const RowKernels kRowKernelsBaseline;
+extern const RowKernels kRowKernelsAvx2;
+extern const RowKernels kRowKernelsAvx512;
+
+}  // namespace htree::compressed_kv

@@ -1,0 +1,9 @@
+#include "host/simd_baseline.h"
+// the bodies are compiled for the instruction set chosen above
+#include "ops/compressed_kv/rows_impl.h"
+// after the rows
+#include "ops/compressed_kv/attend_impl.h"
+
+namespace htree::compressed_kv {
+const RowKernels kRowKernelsBaseline = HTREE_ISA::row_kernels();
+}

@@ -1,0 +1,162 @@
+// Tiles of 16 rows on their way from global to shared memory: one ring of stages per warp, so that no warp
+// waits for another.
+#pragma once
+
+#include <cstdint>
+
+#include "device/mma.cuh"
+#include "ops/compressed_kv/decode_params.h"
+
+namespace htree::compressed_kv {
+
+// Rows of a multiple of 32 bytes are laid 16 bytes further apart, or the same code of eight rows would lie in
+// one bank. A row is then a power of two of chunks of 16 bytes; the shift turns a chunk into its row.
+__host__ __device__ constexpr int pitch_shift(int row_bytes) {
+  const int chunks = row_bytes / 16;
+  const bool padded = row_bytes % 32 == 0 && chunks <= 32 && (chunks & (chunks - 1)) == 0;
+  int shift = 0;
+  while (padded && (1 << shift) < chunks) {
+    ++shift;
+  }
+  return padded ? shift : 31;
+}
+__host__ __device__ constexpr int row_pitch(int row_bytes) {
+  return row_bytes + (pitch_shift(row_bytes) < 31 ? 16 : 0);
+}
+
+// Byte offsets of the parts of a stage. Every part has room for the bytes before its first row, because
+// copies start at multiples of 16.
+struct StageLayout {
+  int bitmap[2];  // of K and V
+  int scales[2];
+  int values[2];
+  int bytes;
+
+  __host__ __device__ constexpr StageLayout(int head_dim, int k_row_bytes, int v_row_bytes)
+      : bitmap{0, bitmap_bytes(head_dim)},
+        scales{2 * bitmap_bytes(head_dim), 2 * bitmap_bytes(head_dim) + 48},
+        values{scales[1] + 48, scales[1] + 48 + kTileRows * row_pitch(k_row_bytes) + 16},
+        bytes(values[1] + kTileRows * row_pitch(v_row_bytes) + 16) {}
+
+ private:
+  __host__ __device__ static constexpr int bitmap_bytes(int head_dim) {
+    return kTileRows * head_dim / 8 + (head_dim < 128 ? 16 : 0);
+  }
+};
+
+// Bytes behind the last stage that the windows of a bitmap with too many bits may read: D values of 2 bytes,
+// and a window.
+constexpr int kStagePadding = 2 * 256 + 32;
+
+// One of the tensors that tiles are parts of. A tile is contiguous in each; its first 16 bytes may begin
+// before the first row.
+struct StagePart {
+  const uint8_t* from;  // null: absent
+  int row_bytes;
+  int offset;  // in the stage
+  int shift;   // chunks are laid one further apart every 2^shift
+};
+constexpr int kNumParts = 6;
+
+__device__ __forceinline__ StagePart stage_part(const DecodeParams& p, const StageLayout& layout,
+                                                int head_dim, int index) {
+  const int which = index & 1;
+  const RowsView& view = which == 0 ? p.k : p.v;
+  if (index < 2) {
+    return {view.values, view.row_bytes, which == 0 ? layout.values[0] : layout.values[1],
+            pitch_shift(view.row_bytes)};
+  }
+  if (index < 4) {
+    return {view.bitmap, head_dim / 8, which == 0 ? layout.bitmap[0] : layout.bitmap[1], 31};
+  }
+  return {reinterpret_cast<const uint8_t*>(view.scales), 2, which == 0 ? layout.scales[0] : layout.scales[1],
+          31};
+}
+
+// Chunks of 16 bytes that hold a tile, `before` being what lies between the first one and the first row.
+__device__ __forceinline__ int bytes_before(const StagePart& part, int64_t first_row) {
+  return static_cast<int>(first_row * part.row_bytes) & 15;
+}
+__device__ __forceinline__ int num_chunks(const StagePart& part, int64_t first_row) {
+  return part.from == nullptr ? 0 : part.row_bytes + (bytes_before(part, first_row) != 0 ? 1 : 0);
+}
+
+// A chunk of 16 bytes that some lane copies for every tile.
+struct alignas(16) ChunkCopy {
+  const uint8_t* from;  // of tile 0
+  uint32_t tile_bytes;  // from tile to tile
+  uint32_t to;          // offset in the stage, or kNoChunk
+};
+constexpr uint32_t kNoChunk = 0xffffffffu;
+
+// The table of all chunks of a tile, alike for all warps of a block: entry 32 * i + lane is that of a lane.
+__host__ __device__ constexpr int most_rounds(int head_dim, int k_row_bytes, int v_row_bytes) {
+  return (k_row_bytes + v_row_bytes + 2 * (head_dim / 8) + 2 * 2 + kNumParts + 31) / 32;
+}
+__host__ __device__ constexpr int chunk_table_bytes(int head_dim, int k_row_bytes, int v_row_bytes) {
+  return 32 * most_rounds(head_dim, k_row_bytes, v_row_bytes) * static_cast<int>(sizeof(ChunkCopy));
+}
+
+// Fills the table for tiles that count from row `first_row` and returns its rounds. Every thread of the block
+// must call, and __syncthreads before the table is used.
+__device__ __forceinline__ int fill_chunks(const DecodeParams& p, const StageLayout& layout, int head_dim,
+                                           int64_t first_row, ChunkCopy* table) {
+  int total = 0;
+#pragma unroll 1
+  for (int index = 0; index < kNumParts; ++index) {
+    const StagePart part = stage_part(p, layout, head_dim, index);
+    const int count = num_chunks(part, first_row);
+    const int64_t start = first_row * part.row_bytes - bytes_before(part, first_row);
+    for (int chunk = threadIdx.x; chunk < count; chunk += blockDim.x) {
+      table[total + chunk] = {part.from + start + 16 * chunk,
+                              static_cast<uint32_t>(kTileRows * part.row_bytes),
+                              static_cast<uint32_t>(part.offset + 16 * (chunk + (chunk >> part.shift)))};
+    }
+    total += count;
+  }
+  const int rounds = (total + 31) / 32;
+  for (int i = total + threadIdx.x; i < 32 * rounds; i += blockDim.x) {
+    table[i].to = kNoChunk;
+  }
+  return rounds;
+}
+
+// Tile `tile` to the stage at shared address `stage`. All lanes of a warp must call; it commits no group.
+__device__ __forceinline__ void copy_tile(const ChunkCopy* table, int rounds, uint32_t stage, uint32_t tile,
+                                          int lane) {
+  const ChunkCopy* entry = table + lane;
+#pragma unroll 1
+  for (int i = 0; i < rounds; ++i, entry += 32) {
+    const ChunkCopy chunk = *entry;
+    if (chunk.to != kNoChunk) {
+      device::copy_async_16(stage + chunk.to, chunk.from + static_cast<uint64_t>(tile) * chunk.tile_bytes);
+    }
+  }
+}
+
+// The same for a tile that holds the last row of the tensors: nothing behind that row is read. The bytes
+// after the last whole chunk go past the asynchronous copies.
+inline __device__ __noinline__ void copy_last_tile(const DecodeParams& p, int head_dim, int64_t first_row,
+                                                   uint32_t stage, uint32_t tile, int lane) {
+  const StageLayout layout(head_dim, p.k.row_bytes, p.v.row_bytes);
+  for (int index = 0; index < kNumParts; ++index) {
+    const StagePart part = stage_part(p, layout, head_dim, index);
+    const int64_t tile_row = first_row + static_cast<int64_t>(tile) * kTileRows;
+    const int64_t start = tile_row * part.row_bytes - bytes_before(part, first_row);
+    const int64_t end = p.num_rows * part.row_bytes;
+    for (int chunk = lane; chunk < num_chunks(part, first_row); chunk += 32) {
+      const int64_t at = start + 16 * chunk;
+      const uint32_t to = stage + part.offset + 16 * (chunk + (chunk >> part.shift));
+      if (at + 16 <= end) {
+        device::copy_async_16(to, part.from + at);
+        continue;
+      }
+      for (int byte = 0; at + byte < end; byte += 2) {  // rows have an even number of bytes
+        const uint16_t value = *reinterpret_cast<const uint16_t*>(part.from + at + byte);
+        asm volatile("st.shared.u16 [%0], %1;" ::"r"(to + byte), "h"(value) : "memory");
+      }
+    }
+  }
+}
+
+}  // namespace htree::compressed_kv

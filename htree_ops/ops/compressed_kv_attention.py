@@ -1,0 +1,256 @@
+"""Attention that reads its prompt dense and decodes from a compressed cache (docs/semantics.md §4.2-4.6)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from htree_ops.errors import ShapeMismatchError
+from htree_ops.ops.arguments import FLOATING, check_dtype, check_int, check_number, check_tensors
+from htree_ops.ops.compressed_kv import apply_rotary_pos_emb_k, apply_rotary_pos_emb_q
+from htree_ops.ops.compressed_kv_cache import CompressedKVCache
+from htree_ops.ops.compressed_kv_format import check_format, check_hadamard_group, num_kept
+from htree_ops.ops.tree_attention_stages import rope_cache
+
+__all__ = ["MustafarAttention", "key_weight_from_queries"]
+
+OP = "MustafarAttention"
+
+
+def key_weight_from_queries(
+    q: Tensor, num_kv_heads: int, last: int = 32, lengths: Sequence[int] | None = None
+) -> Tensor:
+    """How much the channels of the keys matter to the latest queries: the output-aware weight of §4.4.
+
+    w_d is the sum over the query heads of a K/V head of the mean of |q_d| over the last ``last`` queries. Give it to
+    ``kv_compress``, or to a cache as its ``key_weight``.
+
+    Args:
+        q: [B, H, S, D], S at least 1, rotated; H a multiple of num_kv_heads.
+        lengths: queries of each sequence, the first of its row; None is S for all.
+
+    Returns:
+        float32 [B, H_kv, D].
+
+    Raises:
+        ShapeMismatchError: another rank, no query, or H no multiple of num_kv_heads.
+    """
+    op = "key_weight_from_queries"
+    check_tensors(op, q=(q, "B H S D"))
+    check_int(op, "num_kv_heads", num_kv_heads, 1)
+    check_int(op, "last", last, 1)
+    if q.shape[1] % num_kv_heads or not q.shape[2]:
+        raise ShapeMismatchError(
+            f"{op}: q must be [B, a multiple of {num_kv_heads}, S >= 1, D], got {tuple(q.shape)}",
+            expected=f"a multiple of {num_kv_heads} heads",
+            actual=tuple(q.shape),
+            tensor_name="q",
+        )
+    stop = torch.tensor([q.shape[2]] * q.shape[0] if lengths is None else lengths, device=q.device)[:, None]
+    rows = torch.arange(q.shape[2], device=q.device)
+    share = ((rows < stop) & (rows >= stop - last)).float()
+    share = share / share.sum(dim=1, keepdim=True).clamp(min=1.0)
+    heads = torch.einsum("bhsd,bs->bhd", q.detach().float().abs(), share)
+    return heads.unflatten(1, (num_kv_heads, -1)).sum(dim=2)
+
+
+class MustafarAttention(nn.Module):
+    """Rotary positions, dense causal attention over a prompt, then decoding from a :class:`CompressedKVCache`.
+
+    It has no parameters: projections are the caller's. The order is rotation, optional Hadamard transform, pruning,
+    quantisation, packing. The transform spreads outliers, which helps few bits and hurts pruning
+    (docs/semantics.md §4.3); keys are therefore pruned or transformed, not both. Transformed keys give the scores of
+    the keys themselves: for head_group_num = 1 because the transform is orthonormal, for larger groups because the
+    query is expanded to the stored row of its whole group (§4.2).
+    Source: docs/semantics.md §4.2-4.6, design document [003].
+
+    Args:
+        num_heads: H, query heads. num_kv_heads: H_kv, a divisor of H; None is H.
+        head_dim: D of keys and values, 64, 128 or 256.
+        sparsity: part of the channels that is dropped, one number or (keys, values). By default half, and no keys
+            where they are transformed.
+        bits: 16, 8 or 4 per kept value, one number or (keys, values).
+        use_grouped_hadamard: store the transform of the keys.
+        head_group_num: G, adjacent K/V heads that are transformed together; a divisor of H_kv.
+        output_aware: weigh the channels of the prompt's keys by its last ``window`` queries when pruning.
+        rope_base: base of the rotary angles, half-split; None for inputs that are rotated already.
+        max_positions: positions 0 ... max_positions - 1 can be rotated.
+        scale: factor of the scores; None is D^-1/2.
+        window, chunk, page_size, split_size: of the cache.
+
+    Raises:
+        ShapeMismatchError: another head_dim.
+        ValueError: heads that do not divide, a sparsity outside [0, 1], other bits, a group without the transform,
+            or pruned transformed keys.
+    """
+
+    tables: Tensor
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int = 128,
+        *,
+        sparsity: float | tuple[float, float] | None = None,
+        bits: int | tuple[int, int] = 8,
+        use_grouped_hadamard: bool = False,
+        head_group_num: int = 1,
+        output_aware: bool = False,
+        rope_base: float | None = 10000.0,
+        max_positions: int = 32768,
+        scale: float | None = None,
+        window: int = 32,
+        chunk: int = 256,
+        page_size: int | None = None,
+        split_size: int = 0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        for name, value in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+            check_int(OP, name, value, 1)
+        check_int(OP, "head_group_num", head_group_num, 1)
+        check_int(OP, "max_positions", max_positions, 1)
+        if num_heads % num_kv_heads:
+            raise ValueError(
+                f"{OP}: num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}"
+            )
+        if head_group_num > 1 and not use_grouped_hadamard:
+            raise ValueError(f"{OP}: head_group_num = {head_group_num} needs use_grouped_hadamard=True")
+        if sparsity is None:
+            sparsity = (0.0 if use_grouped_hadamard else 0.5, 0.5)
+        pair = sparsity if isinstance(sparsity, tuple) else (sparsity, sparsity)
+        self.keep = (num_kept(head_dim, pair[0]), num_kept(head_dim, pair[1]))
+        self.bits = bits if isinstance(bits, tuple) else (bits, bits)
+        for keep, one in zip(self.keep, self.bits, strict=True):
+            check_format(OP, head_dim, keep, one)
+        if use_grouped_hadamard and self.keep[0] != head_dim:
+            raise ValueError(
+                f"{OP}: transformed keys are not pruned, for the transform spreads what pruning looks for: the "
+                f"sparsity of keys must be 0, got {pair[0]}"
+            )
+        self.hadamard_group = head_group_num if use_grouped_hadamard else 0
+        check_hadamard_group(OP, self.hadamard_group, num_kv_heads, head_dim)
+        if rope_base is not None:
+            check_number(OP, "rope_base", rope_base, positive=True)
+        if scale is not None:
+            check_number(OP, "scale", scale)
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.output_aware, self.rope_base, self.scale = output_aware, rope_base, scale
+        self.max_positions = max_positions
+        self.window, self.chunk = window, chunk
+        self.page_size, self.split_size = page_size, split_size
+        size = 0 if rope_base is None else max_positions
+        table = rope_cache(size, head_dim, rope_base or 1.0, device=device)
+        self.register_buffer("tables", table, persistent=False)
+
+    def make_cache(
+        self,
+        batch: int,
+        capacity: int,
+        *,
+        num_pages: int | None = None,
+        dtype: torch.dtype = torch.float16,
+        device: torch.device | str | None = None,
+    ) -> CompressedKVCache:
+        """An empty cache for this layer, of ``batch`` sequences of at most ``capacity`` tokens."""
+        return CompressedKVCache(
+            batch,
+            self.num_kv_heads,
+            self.head_dim,
+            capacity,
+            self.keep,
+            self.bits,
+            self.window,
+            self.chunk,
+            hadamard_group=self.hadamard_group,
+            page_size=self.page_size,
+            num_pages=num_pages,
+            split_size=self.split_size,
+            dtype=dtype,
+            device=self.tables.device if device is None else device,
+        )
+
+    def _positions(self, query: Tensor, cache: CompressedKVCache | None) -> Tensor:
+        """[S] or [B, S]: the places behind what the cache holds."""
+        held = [0] if cache is None else cache.lengths
+        tokens = torch.arange(query.shape[2], device=query.device)
+        if len(set(held)) <= 1:
+            return tokens + (held[0] if held else 0)
+        return torch.tensor(held, device=query.device)[:, None] + tokens
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        position_ids: Tensor | None = None,
+        cache: CompressedKVCache | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Causal attention of S tokens: of a prompt, dense, or of one token after what the cache holds.
+
+        Args:
+            query: [B, H, S, D]; key, value: [B, H_kv, S, D]; one dtype, float32, float16 or bfloat16; not rotated.
+            position_ids: [S] or [B, S], int32 or int64; None counts on from the cache.
+            cache: from :meth:`make_cache`; the tokens are added to it. None keeps nothing.
+            lengths: tokens of each prompt in its row, for prompts of different length; the rows behind are ignored.
+
+        Returns:
+            [B, H, S, D] in the dtype of query; differentiable for a prompt.
+
+        Raises:
+            ShapeMismatchError, UnsupportedDtypeError, DeviceError: a tensor that does not fit.
+            ValueError: the cache has no room.
+            NotImplementedError: several tokens for a cache that holds some, or lengths with such a cache.
+        """
+        check_tensors(OP, query=(query, "B H S D"), key=(key, "B H_kv S D"), value=(value, "B H_kv S D"))
+        check_dtype(OP, FLOATING, query=query, key=key, value=value)
+        wanted = (self.num_heads, self.num_kv_heads, self.head_dim)
+        if (query.shape[1], key.shape[1], query.shape[3]) != wanted:
+            raise ShapeMismatchError(
+                f"{OP}: H, H_kv and D must be {wanted}, got query {tuple(query.shape)} and key {tuple(key.shape)}",
+                expected=wanted,
+                actual=(query.shape[1], key.shape[1], query.shape[3]),
+                tensor_name="query",
+            )
+        decoding = cache is not None and any(cache.lengths)
+        if decoding and (query.shape[2] != 1 or lengths is not None):
+            raise NotImplementedError(
+                f"{OP}: a cache that holds tokens takes one at a time, got {query.shape[2]}"
+                + (" with lengths" if lengths is not None else "")
+            )
+        if self.rope_base is not None:
+            places = self._positions(query, cache) if position_ids is None else position_ids
+            cos, sin = self.tables
+            query = apply_rotary_pos_emb_q(query, cos, sin, places)
+            key = apply_rotary_pos_emb_k(key, cos, sin, places)
+        if cache is not None and decoding:
+            cache.append(key.detach(), value.detach())
+            return cache.attend(query.detach(), self.scale)[0]
+        if cache is not None and query.shape[2]:
+            if self.output_aware:
+                cache.key_weight = key_weight_from_queries(
+                    query, self.num_kv_heads, max(1, self.window), lengths
+                )
+            cache.prefill(key.detach(), value.detach(), lengths)
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            is_causal=True,
+            scale=self.scale,
+            enable_gqa=self.num_heads != self.num_kv_heads,
+        )
+
+    def extra_repr(self) -> str:
+        """Sizes and the format of the cache."""
+        return (
+            f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
+            f"keep={self.keep}, bits={self.bits}, hadamard_group={self.hadamard_group}, "
+            f"rope_base={self.rope_base}, window={self.window}, chunk={self.chunk}"
+        )

@@ -1,0 +1,28 @@
+"""Search for the fastest kernel configuration, and a cache of what was found (docs/semantics.md §3.4)."""
+
+from htree_ops.tuning.cache import CacheKey, TuningCache, cache_dir
+from htree_ops.tuning.metrics import KernelMetrics, TuningResult, gated_mlp_flops, gemm_flops
+from htree_ops.tuning.select import configured, forget, tuning_mode
+from htree_ops.tuning.space import FP8_GEMM, GATED_MLP, RMSNORM_ROPE, SPACES, config_search
+from htree_ops.tuning.tuner import AutoTuner, TritonAutoTuner, benchmark
+
+__all__ = [
+    "FP8_GEMM",
+    "GATED_MLP",
+    "RMSNORM_ROPE",
+    "SPACES",
+    "AutoTuner",
+    "CacheKey",
+    "KernelMetrics",
+    "TritonAutoTuner",
+    "TuningCache",
+    "TuningResult",
+    "benchmark",
+    "cache_dir",
+    "config_search",
+    "configured",
+    "forget",
+    "gated_mlp_flops",
+    "gemm_flops",
+    "tuning_mode",
+]

@@ -1,0 +1,136 @@
+"""The configuration that a call without one runs with, by ``HTREE_TUNE`` (docs/semantics.md §3.4).
+
+``off``: the kernel's own choice. ``read`` (default): what an earlier search found for this very problem, else the
+kernel's own choice. ``tune``: as ``read``, and a problem that was never searched is searched at its first call.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from htree_ops.errors import TuningFailedError
+from htree_ops.testing.cases import dtype_name
+from htree_ops.tuning.cache import CacheKey, TuningCache, cache_dir
+from htree_ops.tuning.metrics import compute_metrics
+from htree_ops.tuning.space import SPACES
+from htree_ops.tuning.tuner import WORTHWHILE, AutoTuner, benchmark, may_tune
+
+__all__ = ["configured", "forget", "tuning_mode"]
+
+MODES = ("off", "read", "tune")
+#: Problems that are remembered; beyond this number all are looked up again.
+MAX_CHOSEN = 4096
+_chosen: dict[tuple[Any, ...], list[int] | None] = {}
+
+
+@lru_cache(maxsize=8)
+def _cache_in(folder: Path) -> TuningCache:
+    """One reader per folder: it reads a file again only where that has changed."""
+    return TuningCache(folder)
+
+
+def tuning_mode() -> str:
+    """``HTREE_TUNE``, "read" by default.
+
+    Raises:
+        ValueError: another value than off, read or tune.
+    """
+    mode = os.environ.get("HTREE_TUNE", "read")
+    if mode not in MODES:
+        raise ValueError(f"HTREE_TUNE must be off, read or tune, got {mode!r}")
+    return mode
+
+
+def forget() -> None:
+    """Drops what this process has looked up, so that the next calls look again."""
+    _chosen.clear()
+    _cache_in.cache_clear()
+
+
+def configured(
+    kernel: str,
+    problem: tuple[int, ...],
+    tensor: torch.Tensor,
+    call: Callable[[list[int] | None], Any],
+    layout: str = "contiguous",
+) -> list[int] | None:
+    """The values of ``kernel``'s configuration for a problem on the device of ``tensor``; None is its own choice.
+
+    Looked up once per problem and process. Nothing is timed while a compiler traces or a CUDA graph is captured;
+    such a call takes what is known, and nothing is remembered of it.
+
+    Args:
+        kernel: name of the op and of its space.
+        problem: sizes that the speed depends on.
+        tensor: an argument, for dtype and device.
+        call: runs the op with a configuration, for the search.
+        layout: how the operands lie.
+    """
+    if not tensor.is_cuda or torch.compiler.is_compiling():
+        return None  # a CPU ignores configurations, a trace must not depend on a file
+    return choose(kernel, problem, tensor.dtype, layout, tensor.device, call)
+
+
+def choose(
+    kernel: str,
+    problem: tuple[int, ...],
+    dtype: torch.dtype,
+    layout: str,
+    device: torch.device,
+    call: Callable[[list[int] | None], Any],
+) -> list[int] | None:
+    """:func:`configured` on any device."""
+    memory_key = (kernel, problem, dtype, layout, device.index)
+    if memory_key in _chosen:
+        return _chosen[memory_key]
+    config = None
+    mode = tuning_mode()
+    if mode != "off":
+        cache = _cache_in(cache_dir())
+        key = CacheKey.of(kernel, problem, dtype_name(dtype), layout, device)
+        config = cache.get(key)
+        if config and set(config) != set(SPACES[kernel]):
+            config = None  # of a space that has changed since
+        if config is None and mode == "tune":
+            if may_tune():
+                return None
+            config = _search(cache, key, device, call)
+    if len(_chosen) >= MAX_CHOSEN:
+        _chosen.clear()
+    _chosen[memory_key] = [config[name] for name in SPACES[kernel]] if config else None
+    return _chosen[memory_key]
+
+
+def _search(
+    cache: TuningCache, key: CacheKey, device: torch.device, call: Callable[[list[int] | None], Any]
+) -> dict[str, Any]:
+    """The best configuration of the space, or {} where the kernel's own choice is about as fast; stored either way."""
+    tuner = AutoTuner(
+        lambda **config: call(list(config.values())),
+        SPACES[key.kernel],
+        warmup_runs=3,
+        benchmark_runs=20,
+        cache_dir=cache.folder,
+        problem_size=key.problem,
+        device=device,
+        kernel_type=key.kernel,
+        dtype=key.dtype,
+        layout=key.layout,
+    )
+    with torch.no_grad():
+        own = benchmark(lambda: call(None), device, 3, 20)
+        try:
+            result = tuner.tune()
+        except TuningFailedError:
+            result = None
+    if result is not None and result.latency < WORTHWHILE * own:
+        return result.best_config
+    cache.set(key, {}, asdict(compute_metrics(own)))
+    return {}

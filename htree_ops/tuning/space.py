@@ -1,0 +1,56 @@
+"""The configurations that an op can be asked for (docs/semantics.md §3.4).
+
+A space maps each key to its values. A configuration is one value per key; ops take the values in key order as their
+last argument ``config``, Python functions take the keys as keywords. Not every tuple is compiled: the others raise
+NotImplementedError, and the tuner skips them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+__all__ = ["FP8_GEMM", "GATED_MLP", "RMSNORM_ROPE", "SPACES", "Config", "Space", "config_search"]
+
+Config = dict[str, Any]
+Space = Mapping[str, Sequence[Any]]
+
+#: 45 configurations.
+RMSNORM_ROPE: Space = {
+    "BLOCK_SIZE": (64, 128, 256, 512, 1024),
+    "num_warps": (2, 4, 8),
+    "num_stages": (1, 2, 3),
+}
+#: 108 configurations.
+GATED_MLP: Space = {
+    "BLOCK_M": (32, 64, 128),
+    "BLOCK_N": (32, 64, 128),
+    "BLOCK_K": (32, 64),
+    "num_warps": (4, 8),
+    "num_stages": (2, 3, 4),
+}
+#: 216 configurations.
+FP8_GEMM: Space = {
+    "BLOCK_M": (64, 128, 256),
+    "BLOCK_N": (64, 128, 256),
+    "BLOCK_K": (32, 64),
+    "GROUP_SIZE_M": (4, 8),
+    "num_warps": (4, 8),
+    "num_stages": (3, 4, 5),
+}
+#: The space of each op, by name.
+SPACES: dict[str, Space] = {"rmsnorm_rope": RMSNORM_ROPE, "gated_mlp": GATED_MLP, "fp8_gemm": FP8_GEMM}
+
+
+def config_search(space: Space, accept: Callable[[Config], bool] | None = None) -> list[Config]:
+    """Every configuration that ``accept`` lets through: the product of the values, the last key fastest.
+
+    Raises:
+        ValueError: a key has no values.
+    """
+    for key, values in space.items():
+        if not len(values):
+            raise ValueError(f"config_search: {key} has no values")
+    product = (dict(zip(space, values, strict=True)) for values in itertools.product(*space.values()))
+    return [config for config in product if accept is None or accept(config)]

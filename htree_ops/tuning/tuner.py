@@ -1,0 +1,180 @@
+"""The search over a space of configurations (docs/semantics.md §3.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from htree_ops.bench.timing import clock_for, percentile
+from htree_ops.errors import TuningFailedError
+from htree_ops.testing.cases import dtype_name
+from htree_ops.tuning.cache import CacheKey, TuningCache
+from htree_ops.tuning.metrics import KernelMetrics, TuningResult, compute_metrics, gemm_flops
+from htree_ops.tuning.space import Config, Space, config_search
+
+__all__ = ["AutoTuner", "TritonAutoTuner", "benchmark", "may_tune"]
+
+#: A configuration replaces the kernel's own choice where its time is below this share: less is noise.
+WORTHWHILE = 0.98
+#: Peak bandwidth in GB/s of devices whose utilisation is reported.
+PEAK_GBPS = {"NVIDIA H200": 4800.0, "NVIDIA H100 80GB HBM3": 3350.0, "NVIDIA A100-SXM4-80GB": 2039.0}
+
+
+def may_tune() -> str | None:
+    """Why nothing may be timed right now, or None: a compiler is tracing, or a CUDA graph is being captured."""
+    if torch.compiler.is_compiling():
+        return "torch.compile is tracing"
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is being captured"
+    return None
+
+
+def benchmark(
+    call: Callable[[], Any], device: torch.device | str, warmup_runs: int = 10, benchmark_runs: int = 100
+) -> float:
+    """Median milliseconds of ``call``: between CUDA events on a GPU, of the host clock elsewhere."""
+    for _ in range(warmup_runs):
+        call()
+    return percentile(clock_for(device).time_calls([call] * benchmark_runs, keep=1), 50) / 1e3
+
+
+def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    return [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+
+
+class AutoTuner:
+    """Times ``kernel_fn`` with every configuration of a space and remembers the fastest, on disk too.
+
+    ``kernel_fn`` is called as ``kernel_fn(*args, **config, **kwargs)``. A configuration that raises an Exception is
+    recorded and skipped: a space may hold configurations that are not compiled.
+
+    Args:
+        kernel_fn: what to time.
+        config_space: values by key; the product is searched in key order.
+        warmup_runs: untimed calls of each configuration.
+        benchmark_runs: timed calls, of which the median counts.
+        cache_dir: folder of the cache; :func:`htree_ops.tuning.cache_dir` by default.
+        problem_size: sizes for the key; by default those of the tensor arguments, one after another.
+        device: where it runs; by default the device of the first tensor argument.
+        kernel_type: name for the key; by default that of the function.
+        dtype: dtype for the key; by default that of the first floating tensor argument.
+        layout: layout of the operands, for the key.
+        accept: leaves out the configurations for which it returns False.
+        flops, num_bytes: work of one call, for the metrics; fp8_gemm's flops follow from (M, N, K).
+        progress: called with (configurations done, all of them).
+
+    Raises:
+        ValueError: warmup_runs below 0 or benchmark_runs below 1, or a key without values.
+    """
+
+    def __init__(
+        self,
+        kernel_fn: Callable[..., Any],
+        config_space: Space,
+        warmup_runs: int = 10,
+        benchmark_runs: int = 100,
+        *,
+        cache_dir: Path | str | None = None,
+        problem_size: Sequence[int] | None = None,
+        device: torch.device | str | None = None,
+        kernel_type: str | None = None,
+        dtype: torch.dtype | str | None = None,
+        layout: str = "contiguous",
+        accept: Callable[[Config], bool] | None = None,
+        flops: float = 0.0,
+        num_bytes: float = 0.0,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        if warmup_runs < 0 or benchmark_runs < 1:
+            raise ValueError(
+                f"AutoTuner: warmup_runs must be at least 0 and benchmark_runs at least 1, "
+                f"got {warmup_runs} and {benchmark_runs}"
+            )
+        self.kernel_fn = kernel_fn
+        self.config_space = {key: list(values) for key, values in config_space.items()}
+        self.configs = config_search(config_space, accept)
+        self.warmup_runs = warmup_runs
+        self.benchmark_runs = benchmark_runs
+        self.cache = TuningCache(cache_dir)
+        self.problem_size = None if problem_size is None else tuple(problem_size)
+        self.device = device
+        self.kernel_type = str(kernel_type or getattr(kernel_fn, "__name__", type(kernel_fn).__name__))
+        self.dtype: str | None = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
+        self.layout = layout
+        self.flops = flops
+        self.num_bytes = num_bytes
+        self.progress = progress
+
+    def tune(self, *args: Any, **kwargs: Any) -> TuningResult:
+        """Times every configuration on these arguments and stores the fastest; of equal ones the first.
+
+        Raises:
+            TuningFailedError: no configuration ran; with their number and the last error.
+            RuntimeError: torch.compile is tracing or a CUDA graph is being captured.
+        """
+        if reason := may_tune():
+            raise RuntimeError(f"AutoTuner: cannot tune while {reason}")
+        tensors = _tensors(args, kwargs)
+        device = self.device or (tensors[0].device if tensors else "cpu")
+        problem = self.problem_size or tuple(size for tensor in tensors for size in tensor.shape)
+        floating = [tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point]
+        key = self._key(problem, device, self.dtype or (dtype_name(floating[0]) if floating else ""))
+        results: list[tuple[Config, KernelMetrics]] = []
+        failures: list[tuple[Config, Exception]] = []
+        for done, config in enumerate(self.configs):
+            try:
+                latency = benchmark(
+                    lambda config=config: self.kernel_fn(*args, **config, **kwargs),  # type: ignore[misc]
+                    device,
+                    self.warmup_runs,
+                    self.benchmark_runs,
+                )
+            except Exception as error:
+                failures.append((dict(config), error))
+            else:
+                results.append((dict(config), self._metrics(latency, problem, key)))
+            if self.progress:
+                self.progress(done + 1, len(self.configs))
+        if not results:
+            last = failures[-1][1] if failures else None
+            raise TuningFailedError(
+                f"AutoTuner: none of {len(self.configs)} configurations of {self.kernel_type} ran on "
+                f"{problem}; the last error: {last}",
+                problem_size=problem,
+                configs_tried=len(self.configs),
+                last_error=last,
+            )
+        best, metrics = min(results, key=lambda result: result[1].latency_ms)
+        self.cache.set(key, best, asdict(metrics))
+        return TuningResult(dict(best), metrics, results, problem, key.device, failures)
+
+    def get_cached_config(
+        self, problem_size: Sequence[int], device: torch.device | str | None = None
+    ) -> Config | None:
+        """The configuration that an earlier search found for ``problem_size`` on ``device``, as a copy, or None.
+
+        A tuner that was not told a dtype takes the result of any, and None where those of several dtypes differ.
+        """
+        key = self._key(tuple(problem_size), device or self.device or "cpu", self.dtype or "")
+        return self.cache.get(key) if self.dtype else self.cache.get_any_dtype(key)
+
+    def key(self) -> CacheKey:
+        """The cache's key of a tuner that was told its problem_size, device and dtype."""
+        return self._key(self.problem_size or (), self.device or "cpu", self.dtype or "")
+
+    def _key(self, problem: tuple[int, ...], device: torch.device | str, dtype: str) -> CacheKey:
+        return CacheKey.of(self.kernel_type, problem, dtype, self.layout, device)
+
+    def _metrics(self, latency_ms: float, problem: tuple[int, ...], key: CacheKey) -> KernelMetrics:
+        flops = self.flops
+        if not flops and self.kernel_type == "fp8_gemm" and len(problem) == 3:
+            flops = gemm_flops(*problem)
+        return compute_metrics(latency_ms, flops, self.num_bytes, PEAK_GBPS.get(key.device, 0.0))
+
+
+#: The name of the design document.
+TritonAutoTuner = AutoTuner

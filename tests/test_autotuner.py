@@ -1,0 +1,267 @@
+"""The search over a space, and the command (docs/semantics.md §3.4); test_tuning_cache and test_tuning_select go on."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from htree_ops import __main__ as command_line
+from htree_ops.errors import TuningFailedError
+from htree_ops.ops.tensor_spec import TensorSpec
+from htree_ops.tuning import (
+    FP8_GEMM,
+    GATED_MLP,
+    RMSNORM_ROPE,
+    SPACES,
+    AutoTuner,
+    CacheKey,
+    KernelMetrics,
+    TritonAutoTuner,
+    TuningResult,
+    config_search,
+    forget,
+    gated_mlp_flops,
+    gemm_flops,
+    tuner,
+)
+from htree_ops.tuning.command import progress_bar
+from htree_ops.tuning.metrics import compute_metrics
+
+KEY = CacheKey(
+    "rmsnorm_rope", (8, 2048, 4096, 128), "bfloat16", "contiguous", "NVIDIA H200", "9.0", "1", "ab"
+)
+QUICK = {"warmup_runs": 1, "benchmark_runs": 3}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HTREE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("HTREE_TUNE", raising=False)
+    forget()
+    yield
+    forget()
+
+
+def sleeping(x: torch.Tensor, *, wait_ms: float, fail: bool = False) -> torch.Tensor:
+    """Stands for a kernel whose speed its configuration decides."""
+    if fail:
+        raise NotImplementedError(f"no kernel for {wait_ms}")
+    time.sleep(wait_ms / 1e3)
+    return x
+
+
+# ---- spaces
+
+
+def test_the_spaces_have_the_documented_values() -> None:
+    assert dict(RMSNORM_ROPE) == {
+        "BLOCK_SIZE": (64, 128, 256, 512, 1024),
+        "num_warps": (2, 4, 8),
+        "num_stages": (1, 2, 3),
+    }
+    assert dict(GATED_MLP) == {
+        "BLOCK_M": (32, 64, 128),
+        "BLOCK_N": (32, 64, 128),
+        "BLOCK_K": (32, 64),
+        "num_warps": (4, 8),
+        "num_stages": (2, 3, 4),
+    }
+    assert dict(FP8_GEMM) == {
+        "BLOCK_M": (64, 128, 256),
+        "BLOCK_N": (64, 128, 256),
+        "BLOCK_K": (32, 64),
+        "GROUP_SIZE_M": (4, 8),
+        "num_warps": (4, 8),
+        "num_stages": (3, 4, 5),
+    }
+    assert [len(config_search(SPACES[name])) for name in ("rmsnorm_rope", "gated_mlp", "fp8_gemm")] == [
+        45,
+        108,
+        216,
+    ]
+
+
+def test_the_product_goes_in_key_order() -> None:
+    assert config_search({"a": (1, 2), "b": "xy"}) == [
+        {"a": 1, "b": "x"},
+        {"a": 1, "b": "y"},
+        {"a": 2, "b": "x"},
+        {"a": 2, "b": "y"},
+    ]
+    assert config_search({"a": (1, 2, 3)}, lambda config: config["a"] != 2) == [{"a": 1}, {"a": 3}]
+    assert config_search({}) == [{}]
+    with pytest.raises(ValueError, match="b has no values"):
+        config_search({"a": (1,), "b": ()})
+
+
+# ---- metrics and specs
+
+
+def test_metrics_and_their_fields() -> None:
+    assert [f.name for f in fields(KernelMetrics)] == [
+        "latency_ms",
+        "throughput_tflops",
+        "bandwidth_gbps",
+        "bandwidth_utilization",
+    ]
+    metrics = compute_metrics(2.0, flops=gemm_flops(1000, 2000, 3000), num_bytes=4e9, peak_gbps=4000.0)
+    assert metrics == KernelMetrics(2.0, 6.0, 2000.0, 50.0)
+    assert compute_metrics(0.0) == KernelMetrics(0.0, 0.0, 0.0, 0.0)
+    assert gated_mlp_flops(2, 3, 5, 7) == 4 * 2 * 3 * 5 * 7
+    result = TuningResult({"a": 1}, metrics)
+    assert (result.latency, result.throughput, result.bandwidth) == (2.0, 6.0, 2000.0)
+    assert result.all_results == result.failures == []
+
+
+def test_tensor_spec() -> None:
+    assert TensorSpec((2,), torch.float32) == TensorSpec((2,), torch.float32, "cuda", True)
+    for spec in (
+        TensorSpec((3, 4), torch.bfloat16, "cpu"),
+        TensorSpec((3, 4), torch.float32, "cpu", contiguous=False),
+        TensorSpec((5,), torch.int32, "cpu"),
+        TensorSpec((4, 2), torch.float8_e4m3fn, "cpu"),
+    ):
+        tensor = spec.create_tensor()
+        spec.validate(tensor)
+        assert tensor.is_contiguous() is spec.contiguous
+    spec = TensorSpec((3, 4), torch.float32, "cpu")
+    good = spec.create_tensor()
+    for wrong, kind in (
+        (good.half(), TypeError),
+        (good[:2], ValueError),
+        (good.t().contiguous().t(), ValueError),
+        (good.to("meta"), RuntimeError),
+        ([1.0], TypeError),
+    ):
+        with pytest.raises(kind, match="weight must be|weight must have"):  # noqa: RUF043
+            spec.validate(wrong, "weight")  # type: ignore[arg-type]
+
+
+# ---- the search
+
+
+def test_the_fastest_configuration_wins() -> None:
+    assert TritonAutoTuner is AutoTuner
+    space = {"wait_ms": (3.0, 0.0, 1.5), "fail": (False, True)}
+    seen: list[tuple[int, int]] = []
+    search = AutoTuner(sleeping, space, **QUICK, num_bytes=1e3, progress=lambda *state: seen.append(state))
+    x = torch.zeros(4, 6, dtype=torch.float16)
+    result = search.tune(x)
+    assert result.best_config == {"wait_ms": 0.0, "fail": False}
+    assert [config["wait_ms"] for config, _ in result.all_results] == [3.0, 0.0, 1.5]
+    assert [config["wait_ms"] for config, _ in result.failures] == [3.0, 0.0, 1.5]
+    assert all(isinstance(error, NotImplementedError) for _, error in result.failures)
+    assert result.all_results[0][1].latency_ms >= 3.0
+    assert result.metrics.bandwidth_gbps == pytest.approx(1e3 / (result.latency * 1e6))
+    assert (result.problem_size, result.device) == ((4, 6), "cpu")
+    assert seen == [(i, 6) for i in range(1, 7)]
+    for again in (search, AutoTuner(sleeping, space), AutoTuner(sleeping, space, dtype=torch.float16)):
+        assert again.get_cached_config((4, 6), "cpu") == result.best_config
+    assert AutoTuner(sleeping, space, dtype=torch.float32).get_cached_config((4, 6), "cpu") is None
+    assert search.get_cached_config((4, 7), "cpu") is None
+    assert search.get_cached_config((4, 6), "NVIDIA H200") is None
+
+
+def test_ties_go_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuner, "benchmark", lambda *_: 1.0)
+    result = AutoTuner(lambda **_: None, {"a": (1, 2), "b": (3, 4)}).tune()
+    assert result.best_config == {"a": 1, "b": 3}
+
+
+def test_the_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    class Clock:
+        def time_calls(self, calls_, keep):
+            calls.extend(call() for call in calls_)
+            return [100.0, 1.0, 5.0, 900.0, 4.0]
+
+    monkeypatch.setattr(tuner, "clock_for", lambda device: Clock())
+    assert tuner.benchmark(lambda: 7, "cpu", 3, 5) == 5.0 / 1e3
+    assert calls == [7] * 5
+
+
+def test_nothing_runs() -> None:
+    search = AutoTuner(sleeping, {"wait_ms": (1.0, 2.0), "fail": (True,)}, problem_size=(3, 5))
+    with pytest.raises(TuningFailedError, match="none of 2 configurations of sleeping") as error:
+        search.tune(torch.zeros(2))
+    assert isinstance(error.value, RuntimeError)
+    assert error.value.configs_tried == 2
+    assert tuple(error.value.problem_size) == (3, 5)
+    assert str(error.value.last_error) == "no kernel for 2.0"
+    assert search.get_cached_config((3, 5), "cpu") is None
+
+
+def test_only_exceptions_are_skipped() -> None:
+    def interrupted(**_: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        AutoTuner(interrupted, {"a": (1,)}).tune()
+    for wrong in ({"warmup_runs": -1}, {"benchmark_runs": 0}):
+        with pytest.raises(ValueError, match="benchmark_runs at least 1"):
+            AutoTuner(sleeping, {"a": (1,)}, **wrong)
+
+
+def test_no_search_inside_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = AutoTuner(sleeping, {"wait_ms": (0.0,)}, **QUICK)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(RuntimeError, match=r"cannot tune while torch\.compile is tracing"):
+        search.tune(torch.zeros(2))
+
+
+@pytest.mark.gpu
+def test_no_search_inside_a_capture() -> None:
+    search = AutoTuner(sleeping, {"wait_ms": (0.0,)}, **QUICK)
+    graph = torch.cuda.CUDAGraph()
+    x = torch.zeros(2, device="cuda")
+    with torch.cuda.graph(graph):
+        x.add_(1)
+        with pytest.raises(RuntimeError, match="cannot tune while a CUDA graph is being captured"):
+            search.tune(x)
+
+
+# ---- the command
+
+
+def test_the_command_on_a_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    target = tmp_path / "out.json"
+    arguments = ["tune", "--kernel", "rmsnorm_rope", "--sizes", "1", "2", "64", "32", "--device", "cpu"]
+    status = command_line.main([*arguments, "--runs", "2", "--warmup", "0", "--export", str(target)])
+    assert status == 0
+    captured = capsys.readouterr()
+    assert captured.out.count("rmsnorm_rope 1x2x64x32") == 2
+    assert "45/45" in captured.err
+    records = json.loads(target.read_text())["records"].values()
+    assert {record["key"]["dtype"] for record in records} == {"bfloat16", "float16"}
+    assert all(record["metrics"]["latency_ms"] > 0 for record in records)
+    assert command_line.main(["tune", "--kernel", "rmsnorm_rope", "--sizes", "1", "--device", "cpu"]) == 2
+    if not torch.cuda.is_available():
+        assert command_line.main(["tune"]) == 2
+        assert "there is no GPU" in capsys.readouterr().err
+
+
+def test_the_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    class Terminal(list):
+        def isatty(self) -> bool:
+            return True
+
+        def write(self, text: str) -> None:
+            self.append(text)
+
+        def flush(self) -> None:
+            return None
+
+    terminal = Terminal()
+    show = progress_bar("label", terminal)  # type: ignore[arg-type]
+    show(1, 2)
+    show(2, 2)
+    assert terminal[0] == "\rlabel [############............] 1/2"
+    assert "".join(terminal).endswith("\rlabel [########################] 2/2\n")
+    assert math.isfinite(asdict(compute_metrics(1.0))["latency_ms"])

@@ -1,0 +1,219 @@
+"""MustafarAttention: dense prompts, decoding from the cache, every exact storage of keys (docs/semantics.md §4.2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import htree_ops
+from htree_ops import MustafarAttention
+from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError
+from htree_ops.ops.compressed_kv_attention import key_weight_from_queries
+from htree_ops.reference import compressed_kv as reference
+from htree_ops.reference.tree_attention.rotary import rope, rope_cache
+from htree_ops.testing.cases import normal
+from htree_ops.testing.compare import assert_close_spec
+from htree_ops.testing.compressed_kv_cases import rows_with_outliers
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+BATCH, HEADS, KV_HEADS, WIDTH = 2, 8, 4, 64
+
+
+def layer(device: str, **changes: Any) -> MustafarAttention:
+    options: dict[str, Any] = {"window": 4, "chunk": 8, "max_positions": 200} | changes
+    return MustafarAttention(HEADS, KV_HEADS, WIDTH, device=device, **options)
+
+
+def qkv(
+    device: str, length: int, dtype: torch.dtype = torch.float16, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        normal((BATCH, HEADS, length, WIDTH), dtype, device, seed),
+        rows_with_outliers((BATCH, KV_HEADS, length, WIDTH), dtype, device, seed + 1),
+        normal((BATCH, KV_HEADS, length, WIDTH), dtype, device, seed + 2),
+    )
+
+
+def rotated(x: Tensor, positions: Tensor | None = None) -> Tensor:
+    """x [B, H, S, D] in float64 at 0, 1, ... or at ``positions``, by the table that the module uses."""
+    cos, sin = rope_cache(200, WIDTH, dtype=torch.float32, device=x.device)
+    places = torch.arange(x.shape[2], device=x.device) if positions is None else positions
+    return rope(x.double().transpose(1, 2), cos, sin, places).transpose(1, 2)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention in float64 of rotated q, k [B, H, S, D]; every output is a row of S."""
+    return F.scaled_dot_product_attention(rotated(q), rotated(k), v.double(), is_causal=True, enable_gqa=True)
+
+
+EXACT: dict[str, dict[str, Any]] = {
+    "plain": {"sparsity": 0.0, "bits": 16},
+    "per head": {"bits": 16, "sparsity": (0.0, 0.0), "use_grouped_hadamard": True},
+    "groups of 2": {"bits": 16, "sparsity": (0.0, 0.0), "use_grouped_hadamard": True, "head_group_num": 2},
+    "groups of 4": {"bits": 16, "sparsity": (0.0, 0.0), "use_grouped_hadamard": True, "head_group_num": 4},
+    "paged": {"sparsity": 0.0, "bits": 16, "page_size": 4},
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_decoding_continues_dense_attention(name: str, device: str) -> None:
+    """With all channels in 16 bits nothing but roundings to float16 separates prompt and decoding."""
+    module = layer(device, **EXACT[name])
+    q, k, v = qkv(device, 50)
+    expected = dense(q, k, v)
+    cache = module.make_cache(BATCH, 64)
+    out = [module(q[:, :, :30], k[:, :, :30], v[:, :, :30], cache=cache)]
+    for t in range(30, 50):
+        out.append(module(*(x[:, :, t : t + 1] for x in (q, k, v)), cache=cache))
+    assert cache.compressed_lengths == [40, 40]
+    # a rotated or transformed key is rounded to float16: scores of outliers move by D channels of 10 * 2^-11
+    assert_close_spec(torch.cat(out, dim=2), expected, 2e-3, 4e-2, dtype=torch.float16)
+    error = (torch.cat(out, dim=2).double() - expected).abs().mean()
+    assert error < 1e-3
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_decoding_sees_what_the_cache_holds(bits: int, device: str) -> None:
+    module = layer(device, bits=bits)
+    q, k, v = qkv(device, 41)
+    cache = module.make_cache(BATCH, 64)
+    module(q[:, :, :40], k[:, :, :40], v[:, :, :40], cache=cache)
+    assert module.keep == (32, 32)
+    out = module(*(x[:, :, 40:] for x in (q, k, v)), cache=cache)
+    keys, values = cache.to_dense()
+    everything = torch.ones(BATCH, 41, dtype=torch.bool, device=device)
+    query = rotated(q)[:, :, 40].half()
+    expected, _ = reference.attention(query, keys, values, everything)
+    assert_close_spec(out[:, :, 0], expected, 2e-3, 2e-3 * float(v.abs().max()))
+    assert (out[:, :, 0].double() - dense(q, k, v)[:, :, 40]).abs().max() > 1e-3, "nothing was dropped"
+
+
+def test_prompts_of_different_length(device: str) -> None:
+    module = layer(device, sparsity=0.0, bits=16)
+    q, k, v = qkv(device, 40)
+    cache = module.make_cache(BATCH, 64)
+    lengths = [33, 9]
+    module(q[:, :, :33], k[:, :, :33], v[:, :, :33], cache=cache, lengths=lengths)
+    assert cache.lengths == lengths
+    for step in range(5):
+        own = [torch.stack([x[i, :, n + step] for i, n in enumerate(lengths)])[:, :, None] for x in (q, k, v)]
+        out = module(*own, cache=cache)
+        for i, n in enumerate(lengths):
+            expected = dense(*(x[i : i + 1, :, : n + step + 1] for x in (q, k, v)))[0, :, -1]
+            assert_close_spec(out[i, :, 0], expected, 2e-3, 4e-2)
+
+
+def test_positions_are_the_callers_or_counted(device: str) -> None:
+    module = layer(device, sparsity=0.0, bits=16)
+    q, k, v = qkv(device, 20)
+    counted, given = module.make_cache(BATCH, 64), module.make_cache(BATCH, 64)
+    places = torch.arange(20, device=device)
+    for start, stop in ((0, 18), (18, 19), (19, 20)):
+        part = [x[:, :, start:stop] for x in (q, k, v)]
+        one = module(*part, cache=counted)
+        for position_ids in (places[start:stop], places[start:stop].expand(BATCH, -1)):
+            assert torch.equal(
+                module(*part, position_ids, None)[:, :, :1], module(*part, position_ids)[:, :, :1]
+            )
+        assert torch.equal(module(*part, places[start:stop], given), one)
+    far = module(q, k, v, places + 100)  # scores depend on distances alone
+    assert_close_spec(far, dense(q, k, v), 2e-3, 4e-2)
+    plain = layer(device, rope_base=None)
+    expected = F.scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True
+    )
+    assert_close_spec(plain(q, k, v), expected, 2e-3, 4e-2)
+
+
+def test_a_prompt_has_gradients(device: str) -> None:
+    module = layer(device)
+    leaves = [x.requires_grad_() for x in qkv(device, 13, torch.float32)]
+    cache = module.make_cache(BATCH, 64, dtype=torch.float32)
+    out = module(*leaves, cache=cache)
+    without = module(*leaves)
+    assert torch.equal(out, without)
+    for a, b in zip(
+        torch.autograd.grad(out.sum(), leaves), torch.autograd.grad(without.sum(), leaves), strict=True
+    ):
+        assert torch.equal(a, b)
+        assert a.abs().sum() > 0
+    assert not cache.k_win.requires_grad
+
+
+def test_output_aware_keys(device: str) -> None:
+    q, k, v = qkv(device, 30)
+    weight = key_weight_from_queries(q, KV_HEADS, 8)
+    assert_close_spec(
+        weight, reference.key_weight_from_queries(q, KV_HEADS, 8), 1e-5, 1e-6, dtype=torch.float32
+    )
+    ragged = key_weight_from_queries(q, KV_HEADS, 8, [30, 3])
+    assert torch.equal(ragged[0], weight[0])
+    expected = reference.key_weight_from_queries(q[1:, :, :3], KV_HEADS, 8)
+    assert_close_spec(ragged[1:], expected, 1e-5, 1e-6)
+    module = layer(device, output_aware=True, rope_base=None)
+    cache = module.make_cache(BATCH, 64)
+    module(q, k, v, cache=cache)
+    rows = htree_ops.kv_compress(k[:, :, :24], 32, 8, key_weight_from_queries(q, KV_HEADS, 4))
+    assert torch.equal(cache.state_dict()["k_bitmap"], rows.bitmap)
+    assert not torch.equal(rows.bitmap, htree_ops.kv_compress(k[:, :, :24], 32, 8).bitmap)
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "heads": ({"num_heads": 6}, ValueError, "num_heads must be a multiple of num_kv_heads, got 6 and 4"),
+    "no heads": ({"num_heads": 0}, ValueError, "num_heads must be between 1"),
+    "width": ({"head_dim": 80}, ShapeMismatchError, "64, 128 or 256"),
+    "sparsity": ({"sparsity": 1.5}, ValueError, r"sparsity must be between 0 and 1, got 1\.5"),
+    "sparsity nan": ({"sparsity": float("nan")}, ValueError, "sparsity must be finite"),
+    "bits": ({"bits": 3}, ValueError, "bits must be one of 16, 8, 4, got 3"),
+    "group alone": ({"head_group_num": 2}, ValueError, "head_group_num = 2 needs use_grouped_hadamard"),
+    "group": (
+        {"head_group_num": 3, "use_grouped_hadamard": True},
+        ValueError,
+        "hadamard_group must divide H_kv = 4, got 3",
+    ),
+    "both": (
+        {"sparsity": 0.5, "use_grouped_hadamard": True},
+        ValueError,
+        r"sparsity of keys must be 0, got 0\.5",
+    ),
+    "base": ({"rope_base": -1.0}, ValueError, "rope_base must be positive and finite"),
+    "scale": ({"scale": float("inf")}, ValueError, "scale must be finite"),
+    "positions": ({"max_positions": 0}, ValueError, "max_positions must be between 1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_options(name: str) -> None:
+    changes, kind, message = WRONG[name]
+    with pytest.raises(kind, match=message):
+        MustafarAttention(**({"num_heads": 8, "num_kv_heads": 4, "head_dim": 64} | changes))
+
+
+def test_wrong_calls() -> None:
+    module = layer("cpu")
+    q, k, v = qkv("cpu", 5)
+    cache = module.make_cache(BATCH, 6)
+    with pytest.raises(ShapeMismatchError, match=r"H, H_kv and D must be \(8, 4, 64\)"):
+        module(k, k, v)
+    with pytest.raises(ShapeMismatchError, match="S of query"):
+        module(q, k[:, :, :3], v[:, :, :3])
+    with pytest.raises(UnsupportedDtypeError, match="query must have dtype"):
+        module(q.double(), k.double(), v.double())
+    with pytest.raises(UnsupportedDtypeError, match="prefill: k must have dtype"):
+        module(q.float(), k.float(), v.float(), cache=cache)
+    module(q, k, v, cache=cache)
+    with pytest.raises(NotImplementedError, match="takes one at a time, got 5"):
+        module(q, k, v, cache=cache)
+    with pytest.raises(NotImplementedError, match="with lengths"):
+        module(q[:, :, :1], k[:, :, :1], v[:, :, :1], cache=cache, lengths=[1, 1])
+    module(q[:, :, :1], k[:, :, :1], v[:, :, :1], cache=cache)
+    with pytest.raises(ValueError, match="exceed the capacity of 6"):
+        module(q[:, :, :1], k[:, :, :1], v[:, :, :1], cache=cache)
+    with pytest.raises(IndexError):
+        module(q, k, v, torch.arange(198, 203))
+    assert "keep=(32, 32), bits=(8, 8), hadamard_group=0" in repr(module)
+    assert module.state_dict() == {}

@@ -1,0 +1,478 @@
+"""CompressedKVCache: the policy of docs/semantics.md §4.6, pages, beams, states and refusals.
+
+Longer than other files because every kind of cache goes through every one of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from torch import Tensor
+
+import htree_ops
+from htree_ops import CompressedKVCache
+from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError
+from htree_ops.reference import compressed_kv as reference
+from htree_ops.testing.cases import normal
+from htree_ops.testing.compare import assert_close_spec
+from htree_ops.testing.compressed_kv_cases import decode_tolerance, rows_with_outliers
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+BATCH, HEADS, WIDTH, CAPACITY = 3, 4, 64, 130
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "paged": {"page_size": 8},
+    "page_is_chunk": {"page_size": 16, "bits": 4},
+    "transformed": {"hadamard_group": 2, "keep": 64, "bits": 4},
+    "paged_16": {"page_size": 4, "bits": 16},
+    "mixed": {"bits": (4, 16), "keep": (20, 64)},
+}
+
+
+def make(device: str, batch: int = BATCH, **changes: Any) -> CompressedKVCache:
+    options: dict[str, Any] = {"keep": 20, "bits": 8, "window": 5, "chunk": 16} | changes
+    return CompressedKVCache(batch, HEADS, WIDTH, options.pop("capacity", CAPACITY), device=device, **options)
+
+
+def tokens(device: str, length: int, seed: int = 0, batch: int = BATCH) -> tuple[Tensor, Tensor]:
+    k = rows_with_outliers((batch, HEADS, length, WIDTH), torch.float16, device, seed)
+    return k, normal((batch, HEADS, length, WIDTH), torch.float16, device, seed + 1)
+
+
+def assert_same_content(a: CompressedKVCache, b: CompressedKVCache) -> None:
+    """Byte for byte, in what the sequences hold."""
+    first, second = a.state_dict(), b.state_dict()
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        if isinstance(value, Tensor):
+            assert value.shape == second[name].shape, name
+            same = value.contiguous().view(torch.uint8) if value.numel() else value
+            other = second[name].contiguous().view(torch.uint8) if value.numel() else second[name]
+            assert torch.equal(same, other), name
+        else:
+            assert value == second[name], name
+
+
+def compressed_length(length: int, window: int = 5, chunk: int = 16) -> int:
+    return chunk * max(0, (length - window) // chunk)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_append_in_any_pieces_is_prefill(kind: str, device: str) -> None:
+    k, v = tokens(device, 117)
+    whole = make(device, **KINDS[kind])
+    whole.prefill(k, v)
+    for sizes in ([1] * 117, [117], [20, 1, 21, 75], [5, 16, 16, 80], [0, 37, 0, 80]):
+        pieces = make(device, **KINDS[kind])
+        for part in zip(k.split(sizes, dim=2), v.split(sizes, dim=2), strict=True):
+            pieces.append(*part)
+        pieces.settle()
+        assert pieces.lengths == [117] * BATCH
+        assert pieces.compressed_lengths == [compressed_length(117)] * BATCH
+        assert_same_content(pieces, whole)
+        q = normal((BATCH, 8, WIDTH), torch.float16, device, seed=3)
+        assert torch.equal(pieces.attend(q)[0], whole.attend(q)[0])
+
+
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=8),
+    start=st.none() | st.lists(st.integers(0, 50), min_size=BATCH, max_size=BATCH),
+    window=st.integers(0, 9),
+    chunk=st.sampled_from([1, 4, 16]),
+    kind=st.sampled_from(sorted(KINDS)),
+    seed=st.integers(0, 1000),
+)
+def test_property_the_content_follows_the_length_alone(
+    device, sizes, start, window, chunk, kind, seed
+) -> None:
+    """Ragged prompts, then pieces; every sequence as if it had been alone and whole."""
+    options = KINDS[kind] | {"window": window, "chunk": chunk, "capacity": 400}
+    if "page_size" in options:
+        options["page_size"] = min(chunk, int(options["page_size"]))
+    begin = [0] * BATCH if start is None else start
+    k, v = tokens(device, 50 + sum(sizes), seed)
+    cache = make(device, **options)
+    if start is not None:
+        cache.prefill(k[:, :, :50], v[:, :, :50], start)
+    at = 50
+    for size in sizes:
+        cache.append(k[:, :, at : at + size], v[:, :, at : at + size])
+        at += size
+    cache.settle()
+    assert cache.lengths == [n + sum(sizes) for n in begin]
+    assert cache.compressed_lengths == [compressed_length(n, window, chunk) for n in cache.lengths]
+    assert cache.comp_len.tolist() == cache.compressed_lengths
+    assert (cache.comp_len + cache.win_len).tolist() == cache.lengths
+    for i, n in enumerate(begin):
+        alone = make(device, batch=1, **options)
+        own = [torch.cat((x[i : i + 1, :, :n], x[i : i + 1, :, 50:]), dim=2) for x in (k, v)]
+        alone.prefill(*own)
+        assert_same_content(cache.select([i]), alone)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_those_of_the_packer(kind: str, device: str) -> None:
+    options = {"keep": 20, "bits": 8} | KINDS[kind]
+    k, v = tokens(device, 90)
+    cache = make(device, **KINDS[kind])
+    cache.prefill(k, v)
+    group = int(options.get("hadamard_group", 0))
+    stored = htree_ops.grouped_hadamard(k, group) if group else k
+    state = cache.state_dict()
+    for x, prefix, side in ((stored, "k", 0), (v, "v", 1)):
+        keep, bits = (o[side] if isinstance(o, tuple) else o for o in (options["keep"], options["bits"]))
+        expected = reference.kv_compress(x[:, :, :80], keep, bits)
+        for name, e in zip(("bitmap", "values", "scales"), expected, strict=True):
+            assert torch.equal(state[f"{prefix}_{name}"], e)
+        assert torch.equal(state[f"{prefix}_win"], x[:, :, 80:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_is_that_of_the_dense_content(kind: str, device: str) -> None:
+    k, v = tokens(device, 120)
+    cache = make(device, **KINDS[kind])
+    cache.prefill(k[:, :, :100], v[:, :, :100], [100, 3, 60])
+    q = normal((BATCH, 8, 1, WIDTH), torch.float16, device, seed=4)
+    for t in range(100, 120):
+        cache.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
+        out, lse = cache.attend(q)
+        keys, values = cache.to_dense()
+        assert keys.shape[2] == max(cache.lengths)
+        present = (
+            torch.arange(keys.shape[2], device=device) < torch.tensor(cache.lengths, device=device)[:, None]
+        )
+        expected, expected_lse = reference.attention(q[:, :, 0], keys, values, present)
+        # transformed keys come back with one more rounding of 64 channels
+        slack = 2e-2 if cache.hadamard_group else 2e-3
+        rtol, atol = decode_tolerance(q, float(values.abs().max()))
+        assert_close_spec(out[:, :, 0], expected, rtol, atol + slack)
+        assert_close_spec(lse[:, :, 0], expected_lse, 1e-4, slack)
+        assert not keys[~present[:, None].expand(keys.shape[:3])].any()
+
+
+def test_the_newest_tokens_are_exact_and_the_chunk_is_compressed_after_its_step(device: str) -> None:
+    k, v = tokens(device, 40)
+    cache = make(device, capacity=64)
+    cache.append(k[:, :, :20], v[:, :, :20])
+    assert cache.compressed_lengths == [0] * BATCH
+    cache.append(k[:, :, 20:21], v[:, :, 20:21])
+    assert cache.compressed_lengths == [0] * BATCH, "the step that fills the window still sees it dense"
+    assert torch.equal(cache.to_dense()[0], k[:, :, :21])
+    cache.append(k[:, :, 21:22], v[:, :, 21:22])
+    assert cache.compressed_lengths == [16] * BATCH
+    assert torch.equal(cache.to_dense()[1][:, :, 16:], v[:, :, 16:22])
+    assert not torch.equal(cache.to_dense()[1][:, :, :16], v[:, :, :16])
+
+
+def test_sixteen_bits_of_all_channels_lose_nothing(device: str) -> None:
+    k, v = tokens(device, 101)
+    cache = make(device, keep=64, bits=16, page_size=8)
+    cache.prefill(k, v)
+    for actual, expected in zip(cache.to_dense(), (k, v), strict=True):
+        assert torch.equal(actual, expected)
+    q = normal((BATCH, 8, WIDTH), torch.float16, device, seed=5)
+    expected = F.scaled_dot_product_attention(
+        q[:, :, None].double(), k.double(), v.double(), enable_gqa=True
+    )[:, :, 0]
+    assert_close_spec(cache.attend(q)[0], expected, *decode_tolerance(q, float(v.abs().max())))
+
+
+# ---- pages
+
+
+def poison_free_pages(cache: CompressedKVCache) -> None:
+    pages = torch.tensor(cache.storage.free, device=cache.device)  # type: ignore[union-attr]
+    for part in cache.storage.parts:
+        for x in part:
+            x[pages] = math.nan if x.is_floating_point() else 0x5A
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_unused_pages_may_hold_anything(page_size: int, device: str) -> None:
+    k, v = tokens(device, 120)
+    q = normal((BATCH, 8, WIDTH), torch.float16, device, seed=6)
+    plain, clean, poisoned = (
+        make(device),
+        make(device, page_size=page_size),
+        make(device, page_size=page_size),
+    )
+    poison_free_pages(poisoned)
+    caches = (plain, clean, poisoned)
+    for cache in caches:
+        cache.prefill(k[:, :, :70], v[:, :, :70], [70, 0, 33])
+    poison_free_pages(poisoned)
+    for t in range(70, 120):
+        for cache in caches:
+            cache.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
+        for a, e in zip(poisoned.attend(q), clean.attend(q), strict=True):
+            assert torch.equal(a, e)
+        poison_free_pages(poisoned)
+    out, lse = plain.attend(q)
+    assert_close_spec(poisoned.attend(q)[0], out.double(), *decode_tolerance(q, float(v.abs().max())))
+    assert_close_spec(poisoned.attend(q)[1], lse.double(), 1e-4, 2e-3)
+    assert_same_content(plain, poisoned)
+
+
+def test_beams_share_pages_and_give_them_back(device: str) -> None:
+    k, v = tokens(device, 100)
+    cache = make(device, page_size=8, num_pages=3 * 10)
+    cache.prefill(k[:, :, :85], v[:, :, :85])  # 80 compressed tokens each: every page is taken
+    assert not cache.storage.free  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match=r"append: 6 more pages of 8 tokens are needed than are free"):
+        cache.append(k[:, :, 83:], v[:, :, 83:])
+    assert cache.lengths == [85] * BATCH
+    cache.reorder([1, 1, 1])
+    assert len(cache.storage.free) == 20  # type: ignore[union-attr]
+    cache.append(k[:, :, 83:], v[:, :, 83:])
+    cache.settle()
+    assert len(cache.storage.free) == 14  # type: ignore[union-attr]
+    for i in range(BATCH):
+        alone = make(device, batch=1)
+        alone.prefill(*(torch.cat((x[1:2, :, :85], x[i : i + 1, :, 83:]), dim=2) for x in (k, v)))
+        assert_same_content(cache.select([i]), alone)
+    cache.reset()
+    assert sorted(cache.storage.free) == list(range(30))  # type: ignore[union-attr]
+
+
+# ---- beams and states
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("index", [[2, 0, 1], [0, 0, 2], [1, 1, 1]], ids=str)
+def test_reorder_and_select(kind: str, index: list[int], device: str) -> None:
+    k, v = tokens(device, 100)
+    q = normal((BATCH, 8, WIDTH), torch.float16, device, seed=7)
+    cache = make(device, split_size=256, **KINDS[kind])
+    cache.prefill(k[:, :, :90], v[:, :, :90], [90, 37, 2])
+    cache.key_weight = normal((BATCH, HEADS, WIDTH), torch.float32, device, seed=8).abs()
+    chosen = cache.select(torch.tensor(index, device=device))
+    out, lse = cache.attend(q)
+    cache.reorder(torch.tensor(index, device=device))
+    assert cache.lengths == chosen.lengths == [[90, 37, 2][i] for i in index]
+    assert_same_content(cache, chosen)
+    for a in (cache, chosen):
+        after, after_lse = a.attend(q[index])
+        assert torch.equal(after, out[index])
+        assert torch.equal(after_lse, lse[index])
+    for a in (cache, chosen):
+        a.append(k[:, :, 90:], v[:, :, 90:])
+    assert_same_content(cache, chosen)
+    assert cache.select([0, 2, 2, 0]).lengths == [cache.lengths[i] for i in (0, 2, 2, 0)]
+    assert cache.select([]).lengths == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_travel_between_layouts(kind: str, device: str) -> None:
+    k, v = tokens(device, 100)
+    cache = make(device, **KINDS[kind])
+    cache.prefill(k, v, [100, 1, 55])
+    file = io.BytesIO()
+    torch.save(cache.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    for page_size in (None, 8, 16):
+        other = make(device, capacity=101, **(KINDS[kind] | {"page_size": page_size}))
+        other.append(*tokens(device, 50, seed=9))  # is replaced
+        other.load_state_dict(state)
+        assert_same_content(other, cache)
+    again = copy.deepcopy(cache)
+    again.append(*tokens(device, 1, seed=10))
+    assert cache.lengths == [100, 1, 55]
+
+
+def test_a_state_of_another_cache_is_refused(device: str) -> None:
+    cache = make(device)
+    cache.append(*tokens(device, 60))
+    state = cache.state_dict()
+    for changes, message in (
+        ({"bits": 4}, r"the state has bits = \(8, 8\), this cache \(4, 4\)"),
+        ({"chunk": 8}, "the state has chunk = 16, this cache 8"),
+        ({"hadamard_group": 1}, "the state has hadamard_group = 0, this cache 1"),
+        ({"dtype": torch.bfloat16}, r"the state has dtype = torch\.float16"),
+        ({"batch": 2}, "the state has 3 sequences, this cache 2"),
+        ({"capacity": 59}, "up to 60 tokens per sequence, the capacity is 59"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(device, **changes).load_state_dict(state)
+    with pytest.raises(RuntimeError, match="more pages of 16 tokens"):
+        make(device, page_size=16, num_pages=8).load_state_dict(state)
+
+
+# ---- weights, bytes, graphs
+
+
+def test_weights_decide_what_is_kept_from_now_on(device: str) -> None:
+    k, v = tokens(device, 60)
+    cache = make(device)
+    cache.append(k[:, :, :21], v[:, :, :21])
+    cache.settle()
+    cache.key_weight = torch.zeros(BATCH, HEADS, WIDTH, device=device)
+    cache.key_weight[..., 40:60] = 1.0
+    cache.append(k[:, :, 21:], v[:, :, 21:])
+    kept = reference.unpack_bits(cache.state_dict()["k_bitmap"])
+    expected = torch.zeros(64, dtype=torch.bool, device=device)
+    expected[40:60] = True
+    assert (kept[:, :, 16:] == expected).all()
+    assert not (kept[:, :, :16] == expected).all()
+
+
+def test_the_byte_report(device: str) -> None:
+    cache = make(device, page_size=8)
+    assert cache.num_bytes().per_token == 0
+    assert cache.num_bytes().of_dense == 1
+    cache.prefill(*tokens(device, 117), [117, 4, 50])
+    report = cache.num_bytes()
+    compressed = 112 + 0 + 32
+    assert report.tokens == 171
+    assert report.compressed == compressed * HEADS * 2 * (8 + 20 + 2)
+    assert report.window == (171 - compressed) * HEADS * 2 * 64 * 2
+    assert report.dense == 171 * HEADS * 2 * 64 * 2
+    assert report.per_token == (report.compressed + report.window) / 171
+    assert report.of_dense == (report.compressed + report.window) / report.dense
+    tensors = [x for part in cache.storage.parts for x in part]
+    tensors += [cache.k_win, cache.v_win, cache.comp_len, cache.win_len, cache.storage.block_table]
+    assert report.allocated == sum(x.untyped_storage().nbytes() for x in tensors if x is not None)
+
+
+def test_the_parts_of_a_step_for_graphs(device: str) -> None:
+    k, v = tokens(device, 90)
+    q = normal((BATCH, 8, WIDTH), torch.float16, device, seed=11)
+    eager, parts = make(device), make(device)
+    for cache in (eager, parts):
+        cache.prefill(k[:, :, :30], v[:, :, :30], [30, 7, 19])
+    for t in range(30, 90):
+        new = (k[:, :, t : t + 1], v[:, :, t : t + 1])
+        eager.append(*new)
+        parts.write_token(*new)
+        for a, e in zip(parts.attend(q), eager.attend(q), strict=True):
+            assert torch.equal(a, e)
+        parts.advance()
+        eager.settle()
+        assert_same_content(parts, eager)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_captured_step_replays(kind: str) -> None:
+    k, v = tokens("cuda", 120)
+    q = normal((120, BATCH, 8, WIDTH), torch.float16, "cuda", seed=12)
+    eager, replayed = (make("cuda", split_size=256, **KINDS[kind]) for _ in range(2))
+    for cache in (eager, replayed):
+        cache.prefill(k[:, :, :30], v[:, :, :30], [30, 7, 19])
+    k_new, v_new, q_new = k[:, :, :1].clone(), v[:, :, :1].clone(), q[0].clone()
+    warm = copy.deepcopy(replayed)
+    warm.write_token(k_new, v_new)
+    warm.attend(q_new)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed.write_token(k_new, v_new)
+        out, lse = replayed.attend(q_new)
+    for t in range(30, 120):
+        for buffer, x in ((k_new, k[:, :, t : t + 1]), (v_new, v[:, :, t : t + 1]), (q_new, q[t])):
+            buffer.copy_(x)
+        graph.replay()
+        eager.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
+        expected, expected_lse = eager.attend(q[t])
+        assert torch.equal(out, expected)
+        assert torch.equal(lse, expected_lse)
+        replayed.advance()
+    eager.settle()
+    assert_same_content(eager, replayed)
+
+
+# ---- refusals
+
+
+def test_a_full_cache_says_so_and_stays_as_it_was(device: str) -> None:
+    k, v = tokens(device, 131)
+    cache = make(device)
+    with pytest.raises(
+        ValueError, match=r"prefill: sequence 0 holds 0 tokens; 131 more exceed the capacity of 130"
+    ):
+        cache.prefill(k, v)
+    cache.prefill(k[:, :, :120], v[:, :, :120], [3, 120, 7])
+    before = copy.deepcopy(cache)
+    with pytest.raises(ValueError, match=r"append: sequence 1 holds 120 tokens; 11 more exceed the capacity"):
+        cache.append(k[:, :, :11], v[:, :, :11])
+    assert_same_content(cache, before)
+    cache.append(k[:, :, :10], v[:, :, :10])
+    with pytest.raises(ValueError, match=r"advance: sequence 1 holds 130 tokens; 1 more"):
+        cache.advance()
+    with pytest.raises(RuntimeError, match="the cache holds tokens already"):
+        cache.prefill(k[:, :, :1], v[:, :, :1])
+
+
+@pytest.mark.parametrize("capacity", [1, 5, 20, 21, 22])
+def test_small_capacities(capacity: int, device: str) -> None:
+    k, v = tokens(device, capacity)
+    q = normal((BATCH, 8, WIDTH), torch.float16, device, seed=13)
+    cache = make(device, capacity=capacity)
+    assert not cache.attend(q)[0].any()
+    for t in range(capacity):
+        cache.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
+    with pytest.raises(ValueError, match="capacity"):
+        cache.append(k[:, :, :1], v[:, :, :1])
+    cache.settle()
+    assert cache.compressed_lengths == [compressed_length(capacity)] * BATCH
+    assert cache.attend(q)[0].isfinite().all()
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "keep": ({"keep": 65}, ValueError, r"k_keep must be between 1 and 64, got 65"),
+    "value keep": ({"keep": (64, 0)}, ValueError, r"v_keep must be between 1 and 64, got 0"),
+    "bits": ({"bits": 2}, ValueError, r"k_bits must be one of 16, 8, 4, got 2"),
+    "float bits": ({"bits": 8.0}, TypeError, r"k_bits must be an int, got float"),
+    "three keeps": ({"keep": (1, 2, 3)}, TypeError, r"k_keep must be an int, got tuple"),
+    "window": ({"window": -1}, ValueError, r"window must be between 0"),
+    "chunk": ({"chunk": 0}, ValueError, r"chunk must be between 1"),
+    "capacity": ({"capacity": 0}, ValueError, r"capacity must be between 1"),
+    "page": ({"page_size": 5}, ValueError, r"page_size must divide chunk = 16, got 5"),
+    "page 0": ({"page_size": 0}, ValueError, r"page_size must be between 1"),
+    "pages": ({"num_pages": 5}, ValueError, r"num_pages needs a page_size"),
+    "group": ({"hadamard_group": 3}, ValueError, r"hadamard_group must divide H_kv = 4, got 3"),
+    "split": ({"split_size": -1}, ValueError, r"split_size"),
+    "dtype": ({"dtype": torch.float64}, UnsupportedDtypeError, r"dtype must be"),
+    "dtype of 16": ({"bits": (8, 16), "dtype": torch.float32}, UnsupportedDtypeError, r"float16 or torch\.bfloat16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_options(name: str) -> None:
+    changes, kind, message = WRONG[name]
+    with pytest.raises(kind, match=message):
+        make("cpu", **changes)
+
+
+def test_wrong_tokens_and_indices() -> None:
+    cache = make("cpu")
+    k, v = tokens("cpu", 4)
+    with pytest.raises(ShapeMismatchError, match="64, 128 or 256"):
+        CompressedKVCache(1, 1, 80, 10, 40)
+    for call, kind, message in (
+        (lambda: cache.append(k[:2], v[:2]), ShapeMismatchError, r"append: k must be \[3, 4, S, 64\], got"),
+        (lambda: cache.append(k, v[:, :, :3]), ShapeMismatchError, r"size 2 of v must be S of k = 4"),
+        (lambda: cache.append(k[:, :, :, :32], v[..., :32]), ShapeMismatchError, r"k must be \[3, 4, S, 64\]"),
+        (lambda: cache.append(k[0], v[0]), ShapeMismatchError, r"k must be 4-D"),
+        (lambda: cache.append(k.float(), v.float()), UnsupportedDtypeError, r"k must have dtype torch\.float16"),
+        (lambda: cache.append(k, v.to("meta")), DeviceError, r"v must be on the device of k"),
+        (lambda: cache.append(k.to("meta"), v.to("meta")), DeviceError, r"the device of the cache \(cpu\)"),
+        (lambda: cache.append(None, v), TypeError, r"k must be a Tensor, got NoneType"),
+        (lambda: cache.prefill(k, v, [1, 2]), ValueError, r"lengths must be 3 numbers between 0 and 4, got \[1, 2\]"),
+        (lambda: cache.prefill(k, v, [1, 2, 5]), ValueError, r"lengths must be 3 numbers between 0 and 4"),
+        (lambda: cache.reorder([0, 1]), ValueError, r"index must have 3 entries, got 2"),
+        (lambda: cache.reorder([0, 1, 3]), IndexError, r"index must lie in \[0, 3\), got \[0, 1, 3\]"),
+        (lambda: cache.select([-1]), IndexError, r"select: index must lie in"),
+        (lambda: cache.attend(k[:, :, 0].float()), TypeError, r"k_win|q"),
+    ):  # fmt: skip
+        with pytest.raises(kind, match=message):
+            call()
+    assert cache.lengths == [0, 0, 0]

@@ -1,0 +1,168 @@
+"""Compressed decode attention on the GPU at the sizes of real models: widths, splits, pages, streams, graphs, bytes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import htree_ops  # noqa: F401
+from htree_ops.testing.cases import case_id, normal
+from htree_ops.testing.compressed_kv_cases import DecodeCase, assert_decode, decode_tolerance
+
+pytestmark = pytest.mark.gpu
+
+op = torch.ops.htree
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def model(name: str, dtype: torch.dtype = torch.float16, **sizes: object) -> DecodeCase:
+    """Rows are packed by the op, which the room's other tests compare with the reference."""
+    defaults: dict[str, object] = {"B": 2, "H": 8, "H_kv": 2, "S": 3000, "W": 33}
+    return DecodeCase(name=name, dtype=dtype, packer=op.kv_compress, **{**defaults, **sizes})  # type: ignore[arg-type]
+
+
+def run(case: DecodeCase, inputs: tuple[object, ...]) -> tuple[Tensor, Tensor]:
+    out, lse = op.kv_decode_attention(*inputs, **case.options())
+    return out, lse
+
+
+WIDTHS = [
+    model(f"d{width}_{k_bits}_{v_bits}", dtype, D=width, k_bits=k_bits, v_bits=v_bits, k_keep=width * 3 // 10,
+          v_keep=width // 2 + 1, S=1000)
+    for width in (64, 128, 256)
+    for k_bits in (4, 8, 16)
+    for v_bits in (4, 8, 16)
+    for dtype in HALVES
+]  # fmt: skip
+SHAPES = [
+    *(model(f"keep{keep}_{bits}", k_keep=keep, v_keep=keep, k_bits=bits, v_bits=bits, S=500)
+      for bits in (4, 8, 16) for keep in (1, 2, 63, 127, 128)),
+    *(model(f"group{group}_{bits}", H=2 * group, k_bits=bits, v_bits=bits)
+      for bits in (4, 16) for group in (1, 3, 5, 8, 9, 16, 20)),
+    *(model(f"tokens{tokens}", S=tokens, k_bits=4) for tokens in (1, 15, 16, 17, 31, 255, 256, 257)),
+    *(model(f"odd{tokens}_d{width}", S=tokens, D=width, k_keep=19, v_keep=33, v_bits=4)
+      for tokens in (301, 777) for width in (64, 128, 256)),
+    *(model(f"split{split}", split_size=split, comp_len=(3000, 1234)) for split in (1, 16, 272, 4096)),
+    *(model(f"page{page}", page=page, comp_len=(2999, 17), k_bits=4, v_bits=16) for page in (16, 48, 256)),
+    model("long", B=1, H=32, H_kv=8, S=40000, k_bits=4, v_bits=4),
+    model("ragged", B=8, comp_len=(0, 1, 15, 16, 17, 1500, 2999, 3000), win_len=(0, 1, 33, 5, 0, 33, 2, 7)),
+    model("window", W=300, S=0),
+    model("transformed", hadamard_group=1, k_keep=128, k_bits=4),
+    model("transformed_16", torch.bfloat16, hadamard_group=1, k_keep=128, k_bits=16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*WIDTHS, *SHAPES], ids=case_id)
+def test_against_float64(case: DecodeCase, nan_memory: None) -> None:
+    inputs = case.make_inputs("cuda")
+    result = run(case, inputs)
+    assert_decode(case, result, inputs)
+    for first, second in zip(result, run(case, inputs), strict=True):
+        assert torch.equal(first, second), "two runs must agree bit for bit"
+
+
+def one_of(inputs: tuple[object, ...], b: int) -> tuple[object, ...]:
+    return tuple(x[b : b + 1] if isinstance(x, Tensor) else x for x in inputs)
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_a_fixed_split_makes_sequences_independent_of_their_batch(bits: int) -> None:
+    case = model("batch", B=5, comp_len=(3000, 5, 999, 2048, 1), k_bits=bits, v_bits=bits, split_size=512)
+    inputs = case.make_inputs("cuda")
+    out, lse = run(case, inputs)
+    for b in range(case.B):
+        alone = run(replace(case, B=1), one_of(inputs, b))
+        assert torch.equal(alone[0], out[b : b + 1])
+        assert torch.equal(alone[1], lse[b : b + 1])
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_pages_change_no_bit(bits: int) -> None:
+    flat = model("flat", k_bits=bits, v_bits=bits, split_size=256, comp_len=(2996, 700), S=3008)
+    paged = replace(flat, page=64)
+    for first, second in zip(
+        run(flat, flat.make_inputs("cuda")), run(paged, paged.make_inputs("cuda")), strict=True
+    ):
+        assert torch.equal(first, second)
+
+
+def test_scales_of_very_different_sizes() -> None:
+    """Values from 2^-20 to 2^10 in one sequence: weights times scales must neither overflow nor vanish."""
+    case = model("scales", S=2048, W=0, k_bits=8, v_bits=8)
+    q, k, v = case.dense("cuda")
+    for factor in (2.0**-20, 2.0**10):
+        v = (
+            v
+            * torch.where(torch.arange(case.S, device="cuda") < 1024, factor, factor * 2.0**-6)[
+                :, None
+            ].half()
+        )
+        rows = (*op.kv_compress(k, case.k_keep, 8), *op.kv_compress(v, case.v_keep, 8))
+        inputs = (q, *rows, k[:, :, :0], v[:, :, :0], None, None, None, None)
+        out, lse = run(case, inputs)
+        dense = op.kv_decompress(*rows[3:], 128, case.v_keep, 8, torch.float32).double()
+        keys = op.kv_decompress(*rows[:3], 128, case.k_keep, 8, torch.float32).double()
+        dense, keys = (x.repeat_interleave(4, dim=1) for x in (dense, keys))
+        scores = torch.einsum("bhd,bhsd->bhs", q.double(), keys) * 128**-0.5
+        expected = torch.einsum("bhs,bhsd->bhd", scores.softmax(-1), dense)
+        rtol, atol = decode_tolerance(q, float(dense.abs().max()))
+        assert bool(((out.double() - expected).abs() <= atol + rtol * expected.abs() + 2.0**-25).all())
+        assert torch.allclose(lse.double(), scores.logsumexp(-1), atol=2e-3)
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_stream_and_graph(bits: int) -> None:
+    """Lengths stay on the device: a captured step follows them."""
+    case = model("graph", k_bits=bits, v_bits=bits, comp_len=(3000, 40), win_len=(3, 33))
+    inputs = case.make_inputs("cuda")
+    expected = run(case, inputs)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        elsewhere = run(case, inputs)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(case, inputs)
+    graph.replay()
+    for a, b, c in zip(expected, elsewhere, captured, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+    lengths = inputs[9]
+    assert isinstance(lengths, Tensor)
+    lengths.copy_(torch.tensor([100, 2500], dtype=torch.int32))
+    graph.replay()
+    for a, b in zip(run(case, inputs), captured, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_poisoned_rows_reach_only_their_channels(bits: int) -> None:
+    case = model("poison", B=1, H=4, H_kv=1, S=700, k_bits=bits, v_bits=bits, v_keep=40)
+    inputs = list(case.make_inputs("cuda"))
+    v = normal((1, 1, case.S, 128), case.dtype, "cuda", seed=5)
+    v[0, 0, 333, 17] = float("nan")
+    inputs[4:7] = op.kv_compress(v, case.v_keep, bits)
+    out = run(case, tuple(inputs))[0]
+    kept = inputs[4][0, 0, 333].view(torch.uint8).cpu()
+    mask = torch.tensor([bool(kept[d // 8] >> (d % 8) & 1) for d in range(128)])
+    if bits == 16:  # no scale: the one value is NaN
+        mask = torch.arange(128) == 17
+    assert torch.equal(out.isnan().cpu(), mask.expand(1, 4, 128))
+
+
+def test_many_rows_pass_2_to_the_31_bytes() -> None:
+    case = model("large", B=1, H=2, H_kv=2, S=2**23, W=0, k_bits=16, v_bits=16, k_keep=128, v_keep=128)
+    x = normal((1, 2, 2**16, 128), torch.float16, "cuda", seed=1)
+    rows = [part.repeat(1, 1, 128, *[1] * (part.dim() - 3)) for part in op.kv_compress(x, 128, 16)[:2]]
+    scales = torch.empty(1, 2, 0, dtype=torch.float16, device="cuda")
+    q, window = normal((1, 2, 128), torch.float16, "cuda", seed=2), x[:, :, :0]
+    out, lse = run(case, (q, *rows, scales, *rows, scales, window, window, None, None, None, None))
+    scores = torch.einsum("bhd,bhsd->bhs", q.double(), x.double()) * 128**-0.5
+    expected = torch.einsum("bhs,bhsd->bhd", scores.softmax(-1), x.double())
+    assert torch.allclose(out.double(), expected, rtol=2e-3, atol=2e-3)
+    assert torch.allclose(lse.double(), scores.logsumexp(-1) + math.log(128), atol=2e-3)

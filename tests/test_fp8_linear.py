@@ -1,0 +1,240 @@
+"""FP8Linear and the swap of a model's layers (docs/semantics.md §3.3)."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+from htree_ops import FP8Linear, calibrate_activation_scales, quantize_model_
+from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError
+from htree_ops.reference import fp8 as reference
+from htree_ops.testing.cases import normal
+from htree_ops.testing.fp8_cases import codes_of
+from htree_ops.testing.fp8_gemm_cases import sum_error
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DELTA = 1 / 17
+
+
+def make(dtype: torch.dtype, device: str, k: int = 96, n: int = 80, bias: bool = True) -> nn.Linear:
+    torch.manual_seed(1)
+    return nn.Linear(k, n, bias, device=device, dtype=dtype)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_forward_is_the_product_of_what_was_quantised(
+    dtype: torch.dtype, bias: bool, static: bool, device: str
+) -> None:
+    linear = make(dtype, device, bias=bias)
+    scale = 90.0 if static else None
+    module = FP8Linear.from_linear(linear, scale)
+    for shape in ((7, 96), (2, 5, 96), (96,), (0, 96), (3, 0, 96)):
+        x = normal(shape, dtype, device, seed=2)
+        y = module(x)
+        assert (y.shape, y.dtype) == (torch.Size((*shape[:-1], 80)), dtype)
+        rows = x.reshape(-1, 96)
+        if not rows.numel():
+            continue
+        given = torch.tensor(90.0, device=device) if static else None
+        codes, used, _ = reference.quantize(rows, given, "tensor" if static else "channel")
+        a = reference.dequantize(codes, used, "tensor" if static else "channel")
+        b = reference.dequantize(codes_of(module.weight), module.weight_scale, "channel")
+        expected = a @ b.t()
+        unit = torch.finfo(dtype).eps / 2
+        slack = (
+            sum_error(device) * (a.abs() @ b.abs().t())
+            + unit * expected.abs()
+            + torch.finfo(dtype).smallest_normal
+        )
+        if bias:
+            expected = expected + linear.bias.detach().double()
+            slack = slack + unit * expected.abs()
+        assert bool(((y.reshape(-1, 80).double() - expected).abs() <= slack * (1 + 2 * unit)).all())
+
+
+def test_error_against_the_full_layer(device: str) -> None:
+    """Property 6 (a): each factor is within 1/17 of itself, or half a subnormal of its own row."""
+    linear = make(torch.float32, device, k=512)
+    x = normal((33, 512), torch.float32, device, seed=3)
+    w = linear.weight.detach().double()
+    error = (FP8Linear.from_linear(linear)(x).double() - linear(x).detach().double()).abs()
+    magnitudes = x.double().abs() @ w.abs().t()
+    floor = 2.0**-10 / 448
+    rows = x.double().abs().amax(1, keepdim=True) * w.abs().sum(1)
+    columns = w.abs().amax(1) * x.double().abs().sum(1, keepdim=True)
+    bound = (2 * DELTA + DELTA**2) * magnitudes + floor * (1 + DELTA) * (rows + columns)
+    assert bool((error <= bound + 1e-6).all())
+    norm = (error.norm() / (x.double() @ w.t()).norm()).item()
+    assert norm <= 0.06
+
+
+def test_weights_are_quantised_once(device: str) -> None:
+    linear = make(torch.bfloat16, device)
+    module = FP8Linear.from_linear(linear)
+    assert module.weight.dtype == torch.float8_e4m3fn
+    assert module.weight_scale.shape == (80, 1)
+    codes, scale, _ = reference.quantize(linear.weight.detach(), None, "channel")
+    assert torch.equal(codes_of(module.weight), codes)
+    assert torch.equal(module.weight_scale, scale)
+    before = module.weight.data_ptr()
+    module(normal((2, 96), torch.bfloat16, device, seed=4))
+    assert module.weight.data_ptr() == before
+    assert not any(p.requires_grad for p in module.parameters())
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_state_dict_round_trip(static: bool, device: str) -> None:
+    module = FP8Linear.from_linear(make(torch.float16, device), 17.0 if static else None)
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    other = FP8Linear(96, 80, static_activation=static, device=device, dtype=torch.float16)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    x = normal((5, 96), torch.float16, device, seed=5)
+    assert torch.equal(other(x), module(x))
+    assert set(module.state_dict()) == {"weight", "weight_scale", "bias"} | (
+        {"activation_scale"} if static else set()
+    )
+    assert torch.equal(copy.deepcopy(module)(x), module(x))
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_float_checkpoint_is_quantised_while_it_loads(static: bool, device: str) -> None:
+    linear = make(torch.float32, device)
+    module = FP8Linear(96, 80, static_activation=static, device=device)
+    state = linear.state_dict()
+    module.load_state_dict(state)
+    assert state["weight"].dtype == torch.float32, "the caller's state dict must stay as it is"
+    wanted = FP8Linear.from_linear(linear, 1.0 if static else None)
+    assert torch.equal(codes_of(module.weight), codes_of(wanted.weight))
+    assert torch.equal(module.weight_scale, wanted.weight_scale)
+    assert torch.equal(module.bias, linear.bias)
+
+
+def test_casts_keep_codes_and_scales(device: str) -> None:
+    module = FP8Linear.from_linear(make(torch.float32, device), 3.0)
+    codes = codes_of(module.weight).clone()
+    for cast in (module.half(), module.to(torch.bfloat16), module.double(), module.to(device)):
+        assert cast.weight.dtype == torch.float8_e4m3fn
+        assert torch.equal(codes_of(cast.weight), codes)
+        assert cast.weight_scale.dtype == torch.float32
+        assert cast.activation_scale.dtype == torch.float32
+    assert module.bias.dtype == torch.float64
+    moved = module.to("meta")
+    assert moved.weight.device.type == "meta"
+    assert moved(torch.empty(2, 96, device="meta")).shape == (2, 80)
+
+
+def test_there_is_no_gradient(device: str) -> None:
+    module = FP8Linear.from_linear(make(torch.float32, device))
+    x = torch.randn(3, 96, device=device, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"not implemented|derivative|not support"):
+        module(x).sum().backward()
+
+
+class Model(nn.Module):
+    """Layers in several places: nested, shared, in attention, and a subclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 32)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(OrderedDict(up=nn.Linear(32, 64), act=nn.GELU(), down=nn.Linear(64, 32)))
+            for _ in range(2)
+        )
+        self.shared = self.blocks[0].up
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+        self.head = nn.Linear(32, 11, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        x = x + self.attention(x, x, x)[0]
+        return self.head(x + self.shared(x)[..., :32])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_model_is_swapped_in_place(dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(2)
+    model = Model().to(device, dtype)
+    tokens = torch.randint(0, 11, (2, 9), device=device)
+    before = model(tokens).detach()
+    assert quantize_model_(model, lambda name, layer: name != "head" and layer.in_features == 32) is model
+    assert isinstance(model.blocks[0].up, FP8Linear)
+    assert model.shared is model.blocks[0].up
+    assert type(model.blocks[1].down) is nn.Linear
+    assert type(model.head) is nn.Linear
+    assert type(model.attention.out_proj) is not FP8Linear
+    with torch.no_grad():
+        after = model(tokens)
+    assert after.dtype == dtype
+    error = (after - before).norm() / before.norm()
+    assert 0 < float(error) < 0.06
+    quantize_model_(model)
+    assert isinstance(model.head, FP8Linear)
+    assert sum(isinstance(m, FP8Linear) for m in model.modules()) == 5
+
+
+def test_calibrated_activations(device: str) -> None:
+    torch.manual_seed(3)
+    model = Model().to(device)
+    batches = [torch.randint(0, 11, (2, 9), device=device) for _ in range(3)]
+    scales = calibrate_activation_scales(model, batches)
+    assert set(scales) >= {"blocks.0.up", "blocks.1.down", "head"}
+    largest = max(float(model.embed(b).detach().abs().max()) for b in batches)
+    assert float(scales["blocks.0.up"]) <= 448 / largest * (1 + 1e-6)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    with torch.no_grad():
+        before = model(batches[0])
+        names = {"blocks.0.up", "blocks.1.down"}
+        quantize_model_(model, activation_scales={name: scales[name] for name in names})
+        assert model.blocks[0].up.activation_scale is not None
+        assert model.head.activation_scale is None
+        assert float((model(batches[0]) - before).norm() / before.norm()) < 0.08
+
+
+def test_keyword_batches() -> None:
+    model = nn.Sequential(nn.Linear(4, 3))
+    by_name = calibrate_activation_scales(model, [{"input": torch.full((1, 4), 2.0)}])
+    assert float(by_name["0"]) == 224.0
+    assert float(calibrate_activation_scales(model, [(torch.zeros(1, 4),)])["0"]) == 1.0
+
+
+def test_compiled_forward(device: str) -> None:
+    module = FP8Linear.from_linear(make(torch.float32, device))
+    compiled = torch.compile(module, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for rows in (4, 9):
+            x = normal((2, rows, 96), torch.float32, device, seed=rows)
+            assert torch.equal(compiled(x), module(x))
+
+
+def test_refusals() -> None:
+    linear = nn.Linear(4, 3)
+    with pytest.raises(TypeError, match=r"use FP8Linear\.from_linear"):
+        quantize_model_(linear)
+    with pytest.raises(TypeError, match=r"linear must be an nn\.Linear, got Embedding"):
+        FP8Linear.from_linear(nn.Embedding(2, 3))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="names no swapped layer: absent"):
+        quantize_model_(nn.Sequential(linear), activation_scales={"absent": 1.0})
+    for wrong in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="activation_scale must be positive and finite"):
+            FP8Linear.from_linear(linear, wrong)
+    with pytest.raises(ShapeMismatchError, match="activation_scale must have one element"):
+        FP8Linear.from_linear(linear, torch.ones(3))
+    with pytest.raises(ShapeMismatchError, match="the last dim of x must be in_features = 4"):
+        FP8Linear.from_linear(linear)(torch.zeros(2, 5))
+    with pytest.raises(ShapeMismatchError, match="the last dim of x must be in_features = 4"):
+        FP8Linear.from_linear(linear)(torch.zeros(()))
+    with pytest.raises(UnsupportedDtypeError, match="x must have dtype"):
+        FP8Linear.from_linear(nn.Linear(4, 3, dtype=torch.float64))
+    assert "activation=static" in repr(FP8Linear(4, 3, static_activation=True))

@@ -1,0 +1,94 @@
+"""Every CUDA kernel of the compressed_kv room at a small size, for compute-sanitizer (`make sanitize`)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from htree_ops.reference import compressed_kv as reference
+from htree_ops.testing.compressed_kv_cases import DecodeCase, assert_decode, rows_with_outliers
+
+pytestmark = pytest.mark.gpu
+
+op = torch.ops.htree
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_rows(width: int, dtype: torch.dtype) -> None:
+    x = rows_with_outliers((2, 3, 7, width), dtype, "cuda", seed=width)
+    weight = torch.rand(2, 3, width, device="cuda")
+    for bits in (4, 8, 16) if dtype != torch.float32 else (4, 8):
+        for w in (None, weight):
+            rows = op.kv_compress(x, width // 3, bits, w)
+            for actual, expected in zip(rows, reference.kv_compress(x, width // 3, bits, w), strict=True):
+                assert torch.equal(actual, expected)
+            op.kv_decompress(*rows, width, width // 3, bits, dtype)
+    pruned, bitmap = op.kv_prune(x, 5, weight)
+    assert torch.equal(pruned, reference.kv_prune(x, 5, weight)[0])
+    assert bitmap.shape == (2, 3, 7, width // 64)
+
+
+def case_of(width: int, k_bits: int, v_bits: int, dtype: torch.dtype, **sizes: object) -> DecodeCase:
+    defaults: dict[str, object] = {
+        "B": 2, "H": 6, "H_kv": 2, "S": 131, "W": 5, "D": width, "k_keep": 29, "v_keep": 33, "comp_len": (131, 20)
+    }  # fmt: skip
+    fields = {**defaults, **sizes}
+    return DecodeCase(name="case", dtype=dtype, k_bits=k_bits, v_bits=v_bits, **fields)  # type: ignore[arg-type]
+
+
+CASES = [
+    case_of(width, k_bits, v_bits, dtype)
+    for width in (64, 128, 256)
+    for k_bits in (4, 8, 16)
+    for v_bits in (4, 8, 16)
+    for dtype in (torch.float16, torch.bfloat16)
+] + [
+    case_of(128, 4, 8, torch.float32),
+    case_of(256, 16, 16, torch.float32, hadamard_group=2),
+    case_of(64, 4, 4, torch.float16, hadamard_group=1),
+    case_of(128, 8, 4, torch.float16, page=16),
+    case_of(128, 8, 4, torch.float16, page=5),
+    case_of(128, 4, 16, torch.bfloat16, H=24, split_size=32),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.shapes}-{c.dtype}")
+def test_decode(case: DecodeCase) -> None:
+    inputs = case.make_inputs("cuda")
+    assert_decode(case, op.kv_decode_attention(*inputs, **case.options()), inputs)
+
+
+def spoiled(x: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    noise = torch.randint(0, 256, (x.numel() * x.element_size(),), generator=generator, device="cuda")
+    return noise.to(torch.uint8).view(x.dtype).view(x.shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("keep", [1, 39, 128])
+def test_mutated_bytes_stay_in_bounds(keep: int, bits: int, dtype: torch.dtype) -> None:
+    """Random bytes, full bitmaps, wrong pages and lengths: every read stays inside the tensors."""
+    case = case_of(128, bits, bits, dtype, k_keep=keep, v_keep=keep, page=16, S=128, comp_len=(128, 16))
+    inputs = list(case.make_inputs("cuda"))
+    expected_shape = inputs[0].shape
+    for round_number in range(2):
+        for i in (1, 2, 3, 4, 5, 6):
+            if inputs[i].numel():
+                inputs[i] = spoiled(inputs[i], seed=i)
+        if round_number == 1:
+            inputs[1].fill_(-1)  # every channel kept, whatever keep says
+            inputs[4].fill_(-1)
+        inputs[9] = torch.tensor([2**31 - 1, -5], dtype=torch.int32, device="cuda")
+        inputs[12] = torch.full_like(inputs[12], 2**31 - 1)
+        inputs[12][1:] = -(2**31)
+        out, lse = op.kv_decode_attention(*inputs, **case.options())
+        torch.cuda.synchronize()
+        assert out.shape == expected_shape
+        assert lse.shape == expected_shape[:2]
+        decoded = op.kv_decompress(*inputs[1:4], 128, keep, bits, torch.float16)
+        torch.cuda.synchronize()
+        assert decoded.shape[-1] == 128

@@ -1,0 +1,171 @@
+"""What mutating ops accept to write: views of any layout, lazy ones too, whose elements are their own.
+
+docs/semantics.md §0.5. The oracle lists every address.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import htree_ops
+
+op = torch.ops.htree
+BUFFER = 60
+
+
+def addresses(size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> list[int]:
+    places = itertools.product(*(range(n) for n in size))
+    return [offset + sum(i * s for i, s in zip(place, stride, strict=True)) for place in places]
+
+
+@st.composite
+def views(draw: st.DrawFn, size: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+    """Strides and an offset that stay inside the buffer."""
+    stride = tuple(draw(st.integers(0, 8)) for _ in size)
+    reach = sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+    if reach >= BUFFER:
+        stride, reach = tuple(1 for _ in size), sum(n - 1 for n in size)
+    return stride, draw(st.integers(0, BUFFER - 1 - reach))
+
+
+@st.composite
+def pairs(draw: st.DrawFn):
+    rows = draw(st.integers(1, 4))
+    size = (
+        *(draw(st.integers(1, 3)) for _ in range(draw(st.integers(0, 1)))),
+        rows,
+        draw(st.integers(rows, 5)),
+    )
+    return size, draw(views(size)), draw(views(size))
+
+
+@given(pairs())
+def test_out_is_refused_exactly_where_memory_is_shared(case) -> None:
+    size, (stride, offset), (out_stride, out_offset) = case
+    buffer = torch.randn(BUFFER, dtype=torch.float64)
+    x, out = buffer.as_strided(size, stride, offset), buffer.as_strided(size, out_stride, out_offset)
+    read, written = addresses(size, stride, offset), addresses(size, out_stride, out_offset)
+    expected = op.causal_softmax(x)
+    if len(set(written)) < len(written):
+        with pytest.raises(RuntimeError, match="elements of out must not share memory"):
+            op.causal_softmax.out(x, out=out)
+    elif read != written and set(read) & set(written):
+        with pytest.raises(RuntimeError, match="out must not share memory with x"):
+            op.causal_softmax.out(x, out=out)
+    else:
+        op.causal_softmax.out(x, out=out)
+        assert torch.equal(out, expected)
+
+
+@given(st.data())
+def test_in_place_ops_refuse_exactly_what_overlaps_itself(data) -> None:
+    size = data.draw(st.sampled_from([(4,), (3, 4), (2, 3, 4), (1, 2), (5, 1)]))
+    stride, offset = data.draw(views(size))
+    x = torch.randn(BUFFER, dtype=torch.float64).as_strided(size, stride, offset)
+    places = addresses(size, stride, offset)
+    expected = op.hadamard_transform(x)
+    if len(set(places)) < len(places):
+        with pytest.raises(RuntimeError, match="hadamard_transform_: elements of x must not share memory"):
+            op.hadamard_transform_(x)
+    else:
+        op.hadamard_transform_(x)
+        assert torch.equal(x, expected)
+
+
+def test_two_storages_of_one_memory() -> None:
+    numbers = np.random.default_rng(0).standard_normal((5, 6)).astype(np.float32)
+    with pytest.raises(RuntimeError, match="out must not share memory with x"):
+        op.causal_softmax.out(torch.from_numpy(numbers[:4]), out=torch.from_numpy(numbers[1:]))
+
+
+def test_strange_strides_end_in_bounded_time() -> None:
+    """Dims whose strides are coprime make the search long; it then errs on the side of sharing."""
+    buffer = torch.zeros(4_000_000)
+    x = buffer.as_strided((64, 64, 64), (30011, 10007, 3001))
+    out = buffer.as_strided((64, 64, 64), (29989, 9973, 2999), 1)
+    with pytest.raises(RuntimeError, match="must not share memory"):
+        op.causal_softmax.out(x, out=out)
+
+
+def test_meta_tensors_are_checked_too() -> None:
+    with pytest.raises(RuntimeError, match="elements of x must not share memory"):
+        op.hadamard_transform_(torch.empty(1, 4, device="meta").expand(3, 4))
+    with pytest.raises(RuntimeError, match="elements of out must not share memory"):
+        op.causal_softmax.out(
+            torch.empty(3, 4, device="meta"), out=torch.empty(1, 4, device="meta").expand(3, 4)
+        )
+    flat = torch.empty(100, device="meta")
+    with pytest.raises(RuntimeError, match="out must not share memory with x"):
+        op.causal_softmax.out(flat[:64].view(8, 8), out=flat[8:72].view(8, 8))
+    op.causal_softmax.out(flat[:36].view(6, 6), out=flat[36:72].view(6, 6))
+
+
+# ---- lazy views
+
+MUTATING = {
+    "causal_softmax_": lambda x: op.causal_softmax_(x),
+    "causal_softmax.out": lambda x: op.causal_softmax.out(x, out=x),
+    "hadamard_transform_": lambda x: op.hadamard_transform_(x),
+    "mask_topk_scores_": lambda x: op.mask_topk_scores_(
+        x.view(1, 1, 1, 4, 4), torch.tensor([2, -1], dtype=torch.int32, device=x.device).view(1, 1, 1, 2)
+    ),
+    "merge_to_global_": lambda x: op.merge_to_global_(
+        torch.zeros(1, 1, 4, device=x.device),
+        torch.ones(1, 1, 4, device=x.device),
+        x.view(1, 1, 4, 4),
+        *(torch.ones(1, 1, 4, device=x.device) for _ in range(2)),
+        torch.ones(1, 1, 4, 4, device=x.device),
+    ),
+}
+
+
+def negated(values: Tensor) -> Tensor:
+    view = torch.complex(torch.zeros_like(values), -values).conj().imag
+    assert view.is_neg()
+    assert torch.equal(view, values)
+    return view
+
+
+@pytest.mark.parametrize("name", MUTATING)
+def test_views_with_a_lazy_sign(name: str, device: str) -> None:
+    """Torch negates such a view when it is read: the op must see its values and write values back."""
+    values = torch.randn(4, 4, device=device)
+    expected = values.clone()
+    MUTATING[name](expected)
+    for _ in range(20):
+        view = negated(values)
+        version = view._version
+        MUTATING[name](view)
+        assert torch.equal(view, expected)
+        assert view._version > version
+
+
+def test_the_list_of_mutating_ops_is_whole() -> None:
+    schemas = torch._C._jit_get_schemas_for_operator
+    names = {n for n in torch._C._dispatch_get_all_op_names() if n.startswith("htree::")}
+    mutable = {
+        ".".join(filter(None, (s.name.split("::")[1], s.overload_name)))
+        for n in {n.split(".")[0] for n in names}
+        for s in schemas(n)
+        if s.is_mutable
+    }
+    assert mutable == set(MUTATING)
+
+
+@pytest.mark.parametrize("name", ["causal_softmax_", "hadamard_transform_", "causal_softmax.out"])
+def test_conjugated_views_are_refused_like_any_complex_tensor(name: str, device: str) -> None:
+    with pytest.raises(TypeError, match="must have one of the dtypes"):
+        MUTATING[name](torch.zeros(4, 4, dtype=torch.complex64, device=device).conj())
+
+
+def test_a_lazy_output_beside_a_plain_input(device: str) -> None:
+    x = torch.randn(4, 4, device=device)
+    out = negated(torch.zeros(4, 4, device=device))
+    assert torch.equal(htree_ops.causal_softmax(x, out=out), htree_ops.causal_softmax(x))

@@ -1,0 +1,224 @@
+"""The tuner's cache: keys, damage, many writers, the results of the package (docs/semantics.md §3.4, §3.5)."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from dataclasses import fields, replace
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from htree_ops._load import build_info
+from htree_ops.tuning import SPACES, CacheKey, TuningCache, problems
+from htree_ops.tuning.cache import BUNDLED, cache_dir
+
+KEY = CacheKey(
+    "rmsnorm_rope", (8, 2048, 4096, 128), "bfloat16", "contiguous", "NVIDIA H200", "9.0", "1", "ab"
+)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTREE_CACHE_DIR", str(tmp_path / "cache"))
+
+
+names = st.text('abz_,:"{}é ', min_size=1, max_size=8)
+keys = st.builds(
+    CacheKey,
+    kernel=names,
+    problem=st.lists(st.integers(0, 2**40), max_size=4).map(tuple),
+    dtype=names,
+    layout=names,
+    device=names,
+    capability=names,
+    version=names,
+    source=names,
+)
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=5)
+)
+configs = st.dictionaries(names, scalars, max_size=4)
+
+
+@given(entries=st.dictionaries(keys, configs, min_size=1, max_size=5), other=keys)
+def test_property_7_what_was_stored_comes_back(tmp_path_factory, entries, other) -> None:
+    """Feature: tuner, Property 7: set and get agree, also after a reload; keys are isolated; copies come out."""
+    folder = tmp_path_factory.mktemp("cache")
+    cache = TuningCache(folder, bundled=None)
+    for key, config in entries.items():
+        cache.set(key, config)
+    for reader in (cache, TuningCache(folder, bundled=None)):
+        for key, config in entries.items():
+            got = reader.get(key)
+            assert got == config
+            got["changed"] = 1
+            assert reader.get(key) == config
+        if other not in entries:
+            assert reader.get(other) is None
+
+
+@pytest.mark.parametrize("field", [f.name for f in fields(CacheKey)])
+def test_every_field_of_the_key_counts(field: str, tmp_path: Path) -> None:
+    cache = TuningCache(tmp_path, bundled=None)
+    cache.set(KEY, {"a": 1})
+    changed = replace(KEY, **{field: (1,) if field == "problem" else "other"})
+    assert cache.get(changed) is None
+    assert cache.get(replace(KEY)) == {"a": 1}
+
+
+def test_a_stored_config_is_not_the_callers(tmp_path: Path) -> None:
+    cache = TuningCache(tmp_path, bundled=None)
+    config = {"a": 1}
+    cache.set(KEY, config)
+    config["a"] = 2
+    assert cache.get(KEY) == {"a": 1}
+    for wrong in ({"a": [1]}, {"a": {}}, {1: 2}, {"a": torch.zeros(1)}):
+        with pytest.raises(TypeError, match="JSON scalars"):
+            cache.set(KEY, wrong)  # type: ignore[arg-type]
+    cache.clear()
+    assert cache.get(KEY) is None
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"\xff\x00", b'{"format": 99, "records": {}}', b'{"format": 1}']
+)
+def test_a_damaged_file_is_moved_aside(content: bytes, tmp_path: Path) -> None:
+    cache = TuningCache(tmp_path, bundled=None)
+    cache.path.write_bytes(content)
+    with pytest.warns(RuntimeWarning, match="cannot be read"):
+        assert cache.get(KEY) is None
+    aside = list(tmp_path.glob("tuning.json.damaged-*"))
+    assert [path.read_bytes() for path in aside] == [content]
+    cache.set(KEY, {"a": 1})
+    assert TuningCache(tmp_path, bundled=None).get(KEY) == {"a": 1}
+
+
+def test_a_damaged_record_is_a_miss_and_the_others_stay(tmp_path: Path) -> None:
+    cache = TuningCache(tmp_path, bundled=None)
+    other = replace(KEY, kernel="gated_mlp")
+    cache.set(KEY, {"a": 1})
+    cache.set(other, {"a": 2})
+    content = json.loads(cache.path.read_text())
+    content["records"][KEY.text()]["config"]["a"] = 3
+    cache.path.write_text(json.dumps(content))
+    with pytest.warns(RuntimeWarning, match="damaged tuning record"):
+        assert cache.get(KEY) is None
+    assert cache.get(other) == {"a": 2}
+
+
+def _write_many(folder: str, worker: int, count: int) -> None:
+    cache = TuningCache(folder, bundled=None)
+    for i in range(count):
+        cache.set(replace(KEY, problem=(worker, i)), {"worker": worker, "i": i})
+
+
+def test_eight_writers_lose_nothing(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=_write_many, args=(str(tmp_path), w, 12)) for w in range(8)]
+    reader = TuningCache(tmp_path, bundled=None)
+    for worker in workers:
+        worker.start()
+    while any(worker.is_alive() for worker in workers):
+        got = reader.get(replace(KEY, problem=(3, 5)))  # never half a file
+        assert got in (None, {"worker": 3, "i": 5})
+    for worker in workers:
+        worker.join()
+        assert worker.exitcode == 0
+    fresh = TuningCache(tmp_path, bundled=None)
+    for worker_idx in range(8):
+        for i in range(12):
+            assert fresh.get(replace(KEY, problem=(worker_idx, i))) == {"worker": worker_idx, "i": i}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["tuning.json", "tuning.json.lock"]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = TuningCache(tmp_path, bundled=None)
+    cache.set(KEY, {"a": 1})
+    before = cache.path.read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space left"):
+        cache.set(KEY, {"a": 2})
+    assert cache.path.read_bytes() == before
+    assert not list(tmp_path.glob(".tuning*"))
+
+
+def test_where_the_cache_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache_dir() == tmp_path / "cache"
+    monkeypatch.delenv("HTREE_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_dir() == tmp_path / "htree_ops"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_dir() == Path.home() / ".cache" / "htree_ops"
+
+
+def test_results_that_come_with_the_package(tmp_path: Path) -> None:
+    """They serve every build, whose own results are above them."""
+    shipped, own = tmp_path / "shipped", TuningCache(tmp_path / "own", bundled=tmp_path / "shipped")
+    source = TuningCache(tmp_path / "source", bundled=None)
+    source.set(KEY, {"a": 1})
+    assert source.export(shipped / "h200.json") == 1
+    later = replace(KEY, version="2", source="cd")
+    assert own.get(KEY) == own.get(later) == {"a": 1}
+    assert own.get(replace(KEY, capability="8.0")) is None
+    own.set(later, {"a": 2})
+    assert (own.get(later), own.get(KEY)) == ({"a": 2}, {"a": 1})
+
+
+def test_any_dtype(tmp_path: Path) -> None:
+    shipped = TuningCache(tmp_path / "source", bundled=None)
+    shipped.set(KEY, {"a": 1})
+    shipped.export(tmp_path / "shipped" / "h200.json")
+    cache = TuningCache(tmp_path / "own", bundled=tmp_path / "shipped")
+    unknown = replace(KEY, dtype="", version="2")
+    assert cache.get_any_dtype(unknown) == {"a": 1}
+    assert cache.get_any_dtype(replace(unknown, kernel="other")) is None
+    cache.set(replace(KEY, version="2"), {"a": 2})
+    assert cache.get_any_dtype(unknown) == {"a": 2}
+    cache.set(replace(KEY, version="2", dtype="float16"), {"a": 3})
+    assert cache.get_any_dtype(unknown) is None, "dtypes disagree"
+
+
+@pytest.mark.parametrize("path", sorted(BUNDLED.glob("*.json")), ids=lambda path: path.stem)
+def test_the_packages_own_results(path: Path, tmp_path: Path) -> None:
+    cache = TuningCache(tmp_path / "none")
+    records = json.loads(path.read_text())["records"]
+    assert records
+    for text, record in records.items():
+        key = CacheKey.parse(text)
+        assert cache.get(key) == cache.get(replace(key, source="of another build")) == record["config"]
+        assert set(record["config"]) in (set(), set(SPACES[key.kernel]))
+        assert key.problem in problems.PROBLEMS[key.kernel]
+        assert record["metrics"]["latency_ms"] > 0
+
+
+@pytest.mark.gpu
+def test_every_configuration_of_the_package_is_compiled(tmp_path: Path) -> None:
+    wanted = {
+        (record["key"]["kernel"], tuple(record["key"]["problem"]), tuple(record["config"].items()))
+        for path in BUNDLED.glob("*.json")
+        for record in json.loads(path.read_text())["records"].values()
+    }
+    for kernel, sizes, config in sorted(wanted):
+        small = (min(sizes[0], 64), *sizes[1:])
+        problem = problems.make_problem(kernel, small, problems.DTYPES[kernel][0], "cuda")
+        assert bool(problem.call(**dict(config)).isfinite().all())
+
+
+def test_the_build_says_what_its_kernels_are() -> None:
+    hashes = build_info()["source_hashes"]
+    assert {"rmsnorm_rope", "fp8"} <= set(hashes)
+    assert CacheKey.of("fp8_gemm", (1,), "", "", "cpu").source == hashes["fp8"]
+    assert CacheKey.of("somebody_elses", (1,), "", "", "cpu").source == "unknown"

@@ -1,0 +1,175 @@
+"""``HTREE_TUNE``: which configuration a call without one runs with (docs/semantics.md §3.4)."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from htree_ops.tuning import (
+    RMSNORM_ROPE,
+    CacheKey,
+    TuningCache,
+    config_search,
+    forget,
+    problems,
+    select,
+    tuning_mode,
+)
+from htree_ops.tuning.cache import cache_dir
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HTREE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("HTREE_TUNE", raising=False)
+    forget()
+    yield
+    forget()
+
+
+def test_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tuning_mode() == "read"
+    monkeypatch.setenv("HTREE_TUNE", "always")
+    with pytest.raises(ValueError, match="HTREE_TUNE must be off, read or tune, got 'always'"):
+        tuning_mode()
+
+
+def pick(call=lambda config: None, problem=(1, 2, 3, 4)):
+    return select.choose("rmsnorm_rope", problem, torch.bfloat16, "contiguous", torch.device("cpu"), call)
+
+
+def test_nothing_is_searched_unasked_or_inside_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[list[int] | None] = []
+    assert pick(tried.append) is None
+    forget()
+    monkeypatch.setenv("HTREE_TUNE", "tune")
+    with monkeypatch.context() as tracing:
+        tracing.setattr(torch.compiler, "is_compiling", lambda: True)
+        assert pick(tried.append) is None
+    assert tried == []
+    pick(tried.append)
+    assert tried
+
+
+def test_tuning_at_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(config):
+        tried.append(config)
+        if config is not None and config != [128, 4, 2]:
+            raise NotImplementedError
+        time.sleep(2e-3 if config is None else 0)
+
+    tried: list[list[int] | None] = []
+    monkeypatch.setenv("HTREE_TUNE", "tune")
+    assert pick(call) == [128, 4, 2]
+    assert {tuple(config) for config in tried if config} == {
+        tuple(config.values()) for config in config_search(RMSNORM_ROPE)
+    }
+    searched = len(tried)
+    assert pick(call) == [128, 4, 2]
+    forget()
+    assert pick(call) == [128, 4, 2]
+    monkeypatch.setenv("HTREE_TUNE", "read")
+    forget()
+    assert pick(call) == [128, 4, 2]
+    assert pick(call, problem=(9, 9, 9, 9)) is None
+    monkeypatch.setenv("HTREE_TUNE", "off")
+    forget()
+    assert pick(call) is None
+    assert len(tried) == searched
+
+
+def test_what_is_known_is_bounded_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "MAX_CHOSEN", 3)
+    for i in range(10):
+        assert pick(problem=(i,)) is None
+        assert len(select._chosen) <= 3
+    key = CacheKey.of("rmsnorm_rope", (7, 7), "bfloat16", "contiguous", "cpu")
+    TuningCache().set(key, {"BLOCK_SIZE": 64, "num_warps": 2, "num_stages": 3})
+    assert pick(problem=(7, 7)) == [64, 2, 3]
+    TuningCache().set(key, {"BLOCK_SIZE": 64, "a_key_that_was_dropped": 1})
+    forget()
+    assert pick(problem=(7, 7)) is None
+
+
+def test_the_kernels_own_choice_may_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTREE_TUNE", "tune")
+    assert pick(lambda config: time.sleep(0 if config is None else 1e-3), problem=(5, 5, 5, 5)) is None
+
+    def never(config):
+        if config is not None:
+            raise NotImplementedError
+        counted.append(1)
+
+    counted: list[int] = []
+    assert pick(never, problem=(6, 6, 6, 6)) is None
+    before = len(counted)
+    forget()
+    assert pick(never, problem=(6, 6, 6, 6)) is None
+    assert len(counted) == before
+
+
+def test_ops_take_configurations_as_lists(device: str) -> None:
+    problem = problems.make_problem("rmsnorm_rope", (2, 3, 256, 64), torch.bfloat16, device)
+    own = problem.call()
+    for config in (
+        {"BLOCK_SIZE": 64, "num_warps": 2, "num_stages": 1},
+        {"BLOCK_SIZE": 128, "num_warps": 4, "num_stages": 2},
+    ):
+        assert torch.allclose(problem.call(**config).float(), own.float(), rtol=2.0**-7, atol=1e-6)
+    with pytest.raises(ValueError, match="takes 4 sizes"):
+        problems.make_problem("rmsnorm_rope", (2, 3), torch.bfloat16, device)
+    with pytest.raises(ValueError, match="kernel must be one of"):
+        problems.make_problem("softmax", (2, 3), torch.bfloat16, device)
+
+
+@pytest.mark.gpu
+def test_a_tuned_call_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from htree_ops import rmsnorm_rope
+
+    x = torch.randn(2, 64, 1024, device="cuda", dtype=torch.bfloat16)
+    weight, table = torch.ones(1024, device="cuda"), torch.ones(64, 128, device="cuda")
+    plain = torch.ops.htree.rmsnorm_rope(x, weight, table, table)
+    monkeypatch.setenv("HTREE_TUNE", "tune")
+    assert torch.allclose(rmsnorm_rope(x, weight, table, table).float(), plain.float(), rtol=2.0**-7)
+    assert len(json.loads((cache_dir() / "tuning.json").read_text())["records"]) == 1
+    other = torch.randn(3, 64, 1024, device="cuda", dtype=torch.bfloat16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = rmsnorm_rope(other, weight, table, table)
+    graph.replay()
+    assert len(json.loads((cache_dir() / "tuning.json").read_text())["records"]) == 1, "searched in a capture"
+    compiled = torch.compile(rmsnorm_rope, fullgraph=True)
+    wanted = torch.ops.htree.rmsnorm_rope(other, weight, table, table)
+    assert torch.equal(compiled(other, weight, table, table), wanted)
+    assert len(json.loads((cache_dir() / "tuning.json").read_text())["records"]) == 1, (
+        "searched in a compiler"
+    )
+    assert torch.equal(captured, wanted)
+
+
+def test_functions_ask_with_the_keys_of_the_command(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """What ``python -m htree_ops tune`` stores for a problem is what a call of that problem looks up."""
+    import htree_ops
+    from htree_ops.ops import fp8_gemm, fp8_linear, gated_mlp, rmsnorm_rope
+
+    asked: list[tuple[str, tuple[int, ...], str, str]] = []
+
+    def record(kernel, problem, tensor, call, layout="contiguous"):
+        asked.append((kernel, tuple(problem), str(tensor.dtype), layout))
+        return None
+
+    for module in (fp8_gemm, fp8_linear, gated_mlp, rmsnorm_rope):
+        monkeypatch.setattr(module, "configured", record)
+    sizes = {"rmsnorm_rope": (2, 3, 256, 64), "gated_mlp": (6, 64, 48), "fp8_gemm": (5, 32, 64)}
+    for kernel, chosen in sizes.items():
+        problem = problems.make_problem(kernel, chosen, torch.bfloat16, device)
+        getattr(htree_ops, kernel)(*problem.arguments)
+        assert asked.pop() == (kernel, chosen, str(problem.dtype), problem.layout)
+    module = htree_ops.FP8Linear(64, 32, device=device)
+    module(torch.randn(5, 64, device=device))
+    assert asked.pop() == ("fp8_gemm", (5, 32, 64), "torch.float8_e4m3fn", "column-major b")
+    assert not asked
