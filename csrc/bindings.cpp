@@ -215,11 +215,12 @@ std::string tree_attention_config(const std::array<int64_t, 7>& sizes, bool half
   p.args.top_k = top_k;
   p.args.selection_stride = selection_stride;
   const DeviceFacts device{major, shared_bytes, major == 9 && hopper_kernels, num_sms};
+  const GatherChoice gather = private_gather ? GatherChoice::kPrivate : GatherChoice::kAuto;
   if (backward) {
-    return describe(choose_backward_config(p, device));
+    const AttentionConfig config = choose_backward_config(p, device, gather);
+    return describe(config) + " gradients=" + describe_gradients(config);
   }
-  const AttentionConfig config =
-      choose_attention_config(p, device, private_gather ? GatherChoice::kPrivate : GatherChoice::kAuto);
+  const AttentionConfig config = choose_attention_config(p, device, gather);
   return describe(config) + " layers=" + describe_layers(config, p.layers());
 }
 

@@ -208,3 +208,43 @@ def test_a_gather_for_each_query_on_request(stride: int) -> None:
     chunks = choices(selection_stride=stride)
     private = choices(selection_stride=stride, private_gather=True)
     assert {**chunks, "layers": ""} == {**private, "layers": ""}, "the chunks stay"
+
+
+def gradients(sizes: tuple[int, ...] = MODEL, half: bool = True, **options: int | bool) -> str:
+    return choices(sizes, half, backward=True, **options)["gradients"]
+
+
+@pytest.mark.parametrize("width", [32, 64, 128])
+@pytest.mark.parametrize("length", [700, 32_768, 1_048_576])
+def test_gradients_of_lists_with_many_rows_take_a_block(length: int, width: int) -> None:
+    for group in (1, 2, 3, 4, 8, 16):
+        for stride in (1, 2, 4, 8, 16):
+            found = gradients((1, length, length, 2 * group, 2, width, width), selection_stride=stride)
+            assert found == ("block" if stride >= 4 and stride * group >= 32 else "private")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"major": 8, "shared_bytes": 166_912},
+        {"hopper_kernels": False},
+        {"major": 10},
+        {"shared_bytes": 166_912},
+        {"private_gather": True},
+    ],
+    ids=["ampere", "not_compiled", "blackwell", "little_shared_memory", "on_request"],
+)
+def test_other_gradients_are_made_for_each_query(options: dict[str, int | bool]) -> None:
+    assert gradients(selection_stride=16, **options) == "private"
+    assert gradients(MODEL, False, selection_stride=16) == "general"
+
+
+@pytest.mark.parametrize("length", [32_768, 131_072, 1_048_576])
+@pytest.mark.parametrize(("stride", "share"), [(1, 1408), (16, 352)])
+def test_the_backward_keeps_to_its_scratch(length: int, stride: int, share: int) -> None:
+    """Rows of a chunk take what the partial sums of blocks leave of 1408 MiB."""
+    sizes = (1, length, length, 32, 4, 128, 128)
+    queries = int(choices(sizes, selection_stride=stride, backward=True)["query_chunk"])
+    records = 0 if stride == 16 else 2 * 256
+    assert queries % stride == 0
+    assert queries * 32 * (records + 4 * 128 + 16) <= share * 2**20

@@ -212,15 +212,30 @@ inline AttentionConfig choose_attention_config(const AttentionProblem& p, const 
 // of the fp32 sums, and so every bit, is the same either way. Scores of recomputed lists (kScoreBytes)
 // come on top.
 constexpr int64_t kBackwardScratchBytes = int64_t{1408} << 20;
+// What blocks leave for dK and dV of their lists takes this much of it: two tasks per SM of an H200 at
+// head dim 128 and k = 512.
+constexpr int64_t kPartialSumBytes = int64_t{1056} << 20;
 
-inline AttentionConfig choose_backward_config(const AttentionProblem& p, const DeviceFacts& device) {
+// A block of gradients multiplies 128 rows (query, head) of a list, used or not; below this many the kernels
+// that take a warp per query do less work.
+constexpr int64_t kMinGradientBlockRows = 32;
+
+// `gather` of the result is that of the gradients: kPrivate, or kBlock, see block_gradient/.
+inline AttentionConfig choose_backward_config(const AttentionProblem& p, const DeviceFacts& device,
+                                              GatherChoice gather = GatherChoice::kAuto) {
   AttentionConfig config = choose_attention_config(p, device, GatherChoice::kPrivate);
   const int64_t stride = p.args.selection_stride;
+  const bool blocks = config.path == AttentionPath::kTensorCore &&
+                      choose_gather(p, device, gather) == GatherKernel::kBlock &&
+                      stride * p.group() >= kMinGradientBlockRows;
+  config.gather = blocks ? GatherKernel::kBlock : GatherKernel::kPrivate;
+  const int64_t record = blocks ? 0 : 2 * (p.key_dim + p.value_dim);
+  const int64_t scratch = kBackwardScratchBytes - (blocks ? kPartialSumBytes : 0);
   const int64_t per_list =
-      stride * p.num_heads * (2 * (p.key_dim + p.value_dim) + 16 + 4 * p.key_dim) +
+      stride * p.num_heads * (record + 16 + 4 * p.key_dim) +
       p.num_kv_heads * (p.args.top_k * 4 * p.layers() + p.args.top_k * p.args.compression_rate / 8 +
                         ceil_div(p.num_keys, p.args.compression_rate) / 64 + 64);
-  const int64_t lists = std::max<int64_t>(1, kBackwardScratchBytes / per_list);
+  const int64_t lists = std::max<int64_t>(1, scratch / per_list);
   const int64_t used = std::max<int64_t>(1, std::min(lists, p.num_lists()));
   config.query_chunk = used * stride;
   config.batch_chunk = std::clamp<int64_t>(lists / used, 1, config.batch_chunk);
@@ -258,6 +273,13 @@ inline std::string describe(const AttentionConfig& config) {
        << " selection_chunk=" << config.selection_chunk
        << " top=" << (config.dense_top ? "dense" : "gathered") << " top_chunk=" << config.top_chunk;
   return text.str();
+}
+
+// The kernels of the gradients, which are those of every layer.
+inline std::string describe_gradients(const AttentionConfig& config) {
+  return config.path == AttentionPath::kGeneral  ? "general"
+         : config.gather == GatherKernel::kBlock ? "block"
+                                                 : "private";
 }
 
 // layer_kernel() of every layer of the forward, the top first.

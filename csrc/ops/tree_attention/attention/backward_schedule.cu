@@ -1,12 +1,33 @@
 #include "ops/tree_attention/attention/backward_schedule.h"
 
+#include "ops/tree_attention/attention/block_gradient/block_gradient_schedule.h"
+
 namespace htree::tree_attention {
 namespace {
+
+// Blocks of kGradientRows rows per list.
+int64_t blocks_of_list(const TreeCall& call) {
+  return ceil_div(call.problem.args.selection_stride * call.problem.group(), kGradientRows);
+}
+// Partial sums of a block in a layer, at most.
+int64_t partial_slots(const TreeCall& call, size_t layer_idx) {
+  const bool implicit = layer_idx + 1 == call.layers.size();
+  return implicit ? call.layers[layer_idx].num_parents : call.problem.args.top_k;
+}
+int64_t partial_bytes_of(const TreeCall& call) {
+  return partial_sum_bytes(call.problem.key_dim, call.problem.value_dim);
+}
+
+// Whether dK and dV are made by parent_gradient.cuh.
+bool by_parent(const TreeCall& call) {
+  const int64_t group = call.problem.group();
+  return call.config.gather != GatherKernel::kBlock && group >= kMinParentGroup && group <= kMaxParentGroup;
+}
 
 // Offsets of the scratch, in bytes.
 struct BackwardScratch {
   int64_t key_bounds, query_bounds, records, meta, query_sums, lists, list_bytes, mask, counts, entries,
-      offsets, run_counts, scores, total;
+      offsets, run_counts, turns, partials, partial_bytes, scores, total;
 
   BackwardScratch(const TreeCall& call, bool recompute) {
     const AttentionProblem& p = call.problem;
@@ -23,7 +44,8 @@ struct BackwardScratch {
     };
     key_bounds = take(p.batch * p.num_kv_heads * static_cast<int64_t>(sizeof(KeyBounds)));
     query_bounds = take(c.batch_chunk * p.num_kv_heads * static_cast<int64_t>(sizeof(QueryBounds)));
-    records = take(rows * 2 * (p.key_dim + p.value_dim));
+    const bool blocks = c.gather == GatherKernel::kBlock;
+    records = take(blocks ? 0 : rows * 2 * (p.key_dim + p.value_dim));
     meta = take(rows * static_cast<int64_t>(sizeof(RowMeta)));
     query_sums = take(call.layers.size() > 1 ? rows * p.key_dim * 4 : 0);
     list_bytes = aligned(list_rows * p.args.top_k * 4);
@@ -34,6 +56,14 @@ struct BackwardScratch {
     const int64_t heads = num_entries ? c.batch_chunk * p.num_kv_heads : 0;
     offsets = take(heads * (call.layers[0].num_parents + 1) * 4);
     run_counts = take(heads * ceil_div(chunk_lists, kInverseRows) * call.layers[0].num_parents * 4);
+    turns = take(by_parent(call) ? call.rope_rows() * p.key_dim * 2 : 0);
+    partial_bytes = 0;
+    for (size_t i = 0; i < call.layers.size() && blocks; ++i) {
+      const int64_t per_list = blocks_of_list(call) * partial_slots(call, i) * partial_bytes_of(call);
+      const int64_t lists_at_once = partial_sum_lists(kPartialSumBytes, 1, 1, per_list);
+      partial_bytes = std::max(partial_bytes, std::min(lists_at_once, list_rows) * per_list);
+    }
+    partials = take(partial_bytes);
     scores = take(recompute ? score_scratch_bytes(call) : 0);
   }
 };
@@ -66,6 +96,19 @@ class BackwardRun {
     tokens.num_nodes = call_.layers[0].num_nodes;
     tokens.num_batches = p_.batch;
     tokens.num_kv_heads = p_.num_kv_heads;
+    if (blocks()) {  // they only ever add
+      const size_t rows = static_cast<size_t>(gradient_sum_rows(call_));
+      if (buffers_.key_sums) {
+        cudaMemsetAsync(buffers_.key_sums, 0, rows * p_.key_dim * 4, stream_);
+      }
+      if (buffers_.value_sums) {
+        cudaMemsetAsync(buffers_.value_sums, 0, rows * p_.value_dim * 4, stream_);
+      }
+    }
+    if (by_parent(call_) && keys_wanted()) {
+      launch_position_turns(call_.rope, scratch<__half2>(at_.turns), call_.rope_rows(),
+                            static_cast<int>(p_.key_dim), stream_);
+    }
     launch_key_bounds(call_.shape, tokens, scratch<KeyBounds>(at_.key_bounds), stream_);
     cudaError_t error = cudaGetLastError();
     for (int64_t batch = 0; batch < p_.batch; batch += call_.config.batch_chunk) {
@@ -83,7 +126,13 @@ class BackwardRun {
   T* scratch(int64_t offset) const {
     return reinterpret_cast<T*>(buffers_.scratch + offset);
   }
+  bool blocks() const { return call_.config.gather == GatherKernel::kBlock; }
   bool keys_wanted() const { return buffers_.key_sums || buffers_.value_sums; }
+
+  char* query_gradient_of(const Chunk& chunk) const {
+    return static_cast<char*>(buffers_.query_gradient) +
+           2 * (chunk.batch * p_.num_queries + chunk.query) * p_.num_heads * p_.key_dim;
+  }
 
   ListSlice lists_of(size_t layer_idx, const Chunk& chunk) const {
     const int64_t row = p_.num_kv_heads * p_.args.top_k;
@@ -119,7 +168,7 @@ class BackwardRun {
     rows.max = buffers_.max + state;
     rows.sum = buffers_.sum + state;
     rows.state_batch = p_.num_queries * p_.num_heads;
-    rows.records = scratch<char>(at_.records);
+    rows.records = blocks() ? nullptr : scratch<char>(at_.records);
     rows.meta = scratch<RowMeta>(at_.meta);
     rows.bounds = scratch<QueryBounds>(at_.query_bounds);
     rows.num_batches = static_cast<int>(chunk.num_batches);
@@ -173,14 +222,16 @@ class BackwardRun {
         return error;
       }
     }
+    if (blocks()) {
+      return layer_blocks(layer_idx, chunk, common, lists);
+    }
     if (buffers_.query_gradient) {
       QueryGradientParams query;
       query.common = common;
       query.first = implicit;
       query.last = layer_idx == 0;
       query.partial = scratch<float>(at_.query_sums);
-      query.gradient = static_cast<char*>(buffers_.query_gradient) +
-                       2 * (chunk.batch * p_.num_queries + chunk.query) * p_.num_heads * p_.key_dim;
+      query.gradient = query_gradient_of(chunk);
       query.gradient_batch = p_.num_queries * p_.num_heads * p_.key_dim;
       launch_query_gradient(call_.shape, query, stream_);
       if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) {
@@ -197,30 +248,93 @@ class BackwardRun {
     key.common = common;
     key.counts = scratch<int32_t>(at_.counts);
     if (lists.data) {
-      InverseParams inverse;
-      inverse.lists = lists.data;
-      inverse.list_batch = lists.batch;
-      inverse.num_parents = layer.num_parents;
-      inverse.num_batches = common.gather.num_batches;
-      inverse.num_lists = common.gather.num_lists;
-      inverse.num_kv_heads = common.gather.num_kv_heads;
-      inverse.width = common.gather.list_width;
-      inverse.entries = scratch<uint32_t>(at_.entries);
-      inverse.offsets = scratch<uint32_t>(at_.offsets);
-      inverse.run_counts = scratch<uint32_t>(at_.run_counts);
-      if (const cudaError_t error = launch_inverse_lists(inverse, stream_); error != cudaSuccess) {
+      if (const cudaError_t error = invert(layer, common.gather, lists); error != cudaSuccess) {
         return error;
       }
-      key.entries = inverse.entries;
-      key.offsets = inverse.offsets;
+      key.entries = scratch<uint32_t>(at_.entries);
+      key.offsets = scratch<uint32_t>(at_.offsets);
     }
-    const int64_t rows =
-        layer_rows(call_, layer_idx) + chunk.batch * p_.num_kv_heads * layer.num_parents * kTensorCoreRate;
-    key.keys = buffers_.key_sums ? buffers_.key_sums + rows * p_.key_dim : nullptr;
-    key.values = buffers_.value_sums ? buffers_.value_sums + rows * p_.value_dim : nullptr;
+    sums_of(layer_idx, chunk, key.keys, key.values);
     key.add = chunk.query > 0;
-    launch_key_gradient(call_.shape, key, stream_);
-    return cudaGetLastError();
+    if (!by_parent(call_)) {
+      launch_key_gradient(call_.shape, key, stream_);
+      return cudaGetLastError();
+    }
+    key.turns = scratch<__half2>(at_.turns);
+    const int64_t list_bytes = p_.args.selection_stride * p_.group() * 2 * (p_.key_dim + p_.value_dim);
+    const int64_t window = std::max<int64_t>(1, kParentWindowBytes / list_bytes);
+    cudaError_t error = cudaSuccess;
+    for (int64_t first = 0; first < common.gather.num_lists && error == cudaSuccess; first += window) {
+      key.first_list = static_cast<uint32_t>(first);
+      key.end_list = static_cast<uint32_t>(std::min<int64_t>(first + window, common.gather.num_lists));
+      launch_parent_gradient(call_.shape, key, stream_);
+      error = cudaGetLastError();
+      key.add = true;
+    }
+    return error;
+  }
+
+  // Users of every parent of the layer.
+  cudaError_t invert(const TreeLayer& layer, const GatherParams& gather, const ListSlice& lists) {
+    InverseParams inverse;
+    inverse.lists = lists.data;
+    inverse.list_batch = lists.batch;
+    inverse.num_parents = layer.num_parents;
+    inverse.num_batches = gather.num_batches;
+    inverse.num_lists = gather.num_lists;
+    inverse.num_kv_heads = gather.num_kv_heads;
+    inverse.width = gather.list_width;
+    inverse.entries = scratch<uint32_t>(at_.entries);
+    inverse.offsets = scratch<uint32_t>(at_.offsets);
+    inverse.run_counts = scratch<uint32_t>(at_.run_counts);
+    return launch_inverse_lists(inverse, stream_);
+  }
+
+  void sums_of(size_t layer_idx, const Chunk& chunk, float*& keys, float*& values) const {
+    const int64_t rows = layer_rows(call_, layer_idx) + chunk.batch * p_.num_kv_heads *
+                                                            call_.layers[layer_idx].num_parents *
+                                                            kTensorCoreRate;
+    keys = buffers_.key_sums ? buffers_.key_sums + rows * p_.key_dim : nullptr;
+    values = buffers_.value_sums ? buffers_.value_sums + rows * p_.value_dim : nullptr;
+  }
+
+  // Both gradients at once.
+  cudaError_t layer_blocks(size_t layer_idx, const Chunk& chunk, const GradientParams& common,
+                           const ListSlice& lists) {
+    BlockLayerParams layer;
+    PartialSumParams& sums = layer.sums;
+    sums_of(layer_idx, chunk, sums.keys, sums.values);
+    if (lists.data && keys_wanted()) {
+      if (const cudaError_t error = invert(call_.layers[layer_idx], common.gather, lists);
+          error != cudaSuccess) {
+        return error;
+      }
+      sums.entries = scratch<uint32_t>(at_.entries);
+      sums.offsets = scratch<uint32_t>(at_.offsets);
+    }
+    BlockGradientParams& block = sums.blocks;
+    block.gather = common.gather;
+    block.turns = call_.turns;
+    block.gradients = at_row(buffers_.gradients, chunk.batch, chunk.query);
+    block.meta = common.meta;
+    block.key_bounds = common.key_bounds;
+    block.query_bounds = common.query_bounds;
+    block.counts = lists.data ? scratch<int32_t>(at_.counts) : nullptr;
+    block.selected = common.selected;
+    block.mask_words = common.mask_words;
+    block.scale = common.scale;
+    block.first = layer_idx == top_;
+    block.last = layer_idx == 0;
+    block.partial_queries = scratch<float>(at_.query_sums);
+    if (buffers_.query_gradient) {
+      block.query_gradient = query_gradient_of(chunk);
+      block.query_gradient_batch = p_.num_queries * p_.num_heads * p_.key_dim;
+    }
+    block.partial_slots = partial_slots(call_, layer_idx);
+    layer.blocks = blocks_of_list(call_);
+    layer.partials = scratch<char>(at_.partials);
+    layer.partial_bytes = at_.partial_bytes;
+    return run_block_layer(call_.shape, layer, stream_);
   }
 
   // From the top to the tokens, where the sums are rounded into the gradients.

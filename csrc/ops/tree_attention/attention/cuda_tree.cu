@@ -66,7 +66,7 @@ AttentionConfig attention_config(const AttentionProblem& problem) {
 }
 
 AttentionConfig attention_backward_config(const AttentionProblem& problem) {
-  return choose_backward_config(problem, current_device_facts());
+  return choose_backward_config(problem, current_device_facts(), gather_choice());
 }
 
 CudaTree build_cuda_tree(const Tensor& k, const Tensor& v, const AttentionArgs& args) {

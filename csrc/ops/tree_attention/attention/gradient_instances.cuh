@@ -2,6 +2,7 @@
 #pragma once
 
 #include "ops/tree_attention/attention/key_gradient.cuh"
+#include "ops/tree_attention/attention/parent_gradient.cuh"
 #include "ops/tree_attention/attention/query_gradient.cuh"
 #include "ops/tree_attention/attention/shared_bytes.h"
 
@@ -37,10 +38,32 @@ void launch_key_gradient_instance(const KeyGradientParams& params, cudaStream_t 
            kBytes, stream>>>(params);
 }
 
+template <typename T, int kDim, int kParentsPerBlock>
+void launch_parent_gradient_blocks(const KeyGradientParams& params, cudaStream_t stream) {
+  auto kernel = parent_gradient_kernel<T, kDim, kParentsPerBlock>;
+  constexpr int kBytes = UserStage<kDim>::kSharedBytes;
+  allow_shared_bytes(kernel, kBytes);
+  const GatherParams& p = params.common.gather;
+  const dim3 grid(static_cast<unsigned>(ceil_div(p.num_parents, kParentsPerBlock)),
+                  p.num_batches * p.num_kv_heads);
+  kernel<<<grid, kParentWarps * 32, kBytes, stream>>>(params);
+}
+
+template <typename T, int kDim>
+void launch_parent_gradient_instance(const KeyGradientParams& params, cudaStream_t stream) {
+  if (params.entries) {
+    launch_parent_gradient_blocks<T, kDim, kParentWarps>(params, stream);
+  } else {
+    launch_parent_gradient_blocks<T, kDim, 1>(params, stream);
+  }
+}
+
 #define HTREE_TREE_GRADIENT_INSTANCES(PREFIX, T, DIM)                                                 \
   PREFIX template void launch_query_gradient_instance<T, DIM, DIM>(const QueryGradientParams& params, \
                                                                    cudaStream_t stream);              \
   PREFIX template void launch_key_gradient_instance<T, DIM, DIM>(const KeyGradientParams& params,     \
-                                                                 cudaStream_t stream);
+                                                                 cudaStream_t stream);                \
+  PREFIX template void launch_parent_gradient_instance<T, DIM>(const KeyGradientParams& params,       \
+                                                               cudaStream_t stream);
 
 }  // namespace htree::tree_attention

@@ -91,6 +91,20 @@ void launch_key_gradient(const TensorCoreShape& shape, const KeyGradientParams& 
   });
 }
 
+void launch_parent_gradient(const TensorCoreShape& shape, const KeyGradientParams& params,
+                            cudaStream_t stream) {
+  dispatch_shape(shape, [&](auto tag, auto dim) {
+    launch_parent_gradient_instance<typename decltype(tag)::type, dim.value>(params, stream);
+  });
+}
+
+void launch_position_turns(const float2* rope, __half2* turns, int64_t num_positions, int key_dim,
+                           cudaStream_t stream) {
+  const int half = key_dim / 2;
+  position_turns_kernel<<<blocks_for(num_positions * (half / 2), kThreads), kThreads, 0, stream>>>(
+      rope, turns, num_positions, half);
+}
+
 void launch_push_gradient(const PushParams& params, cudaStream_t stream) {
   push_gradient_kernel<<<blocks_for(params.heads * params.num_nodes * params.dim, kThreads), kThreads, 0,
                          stream>>>(params);

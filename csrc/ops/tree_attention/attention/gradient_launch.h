@@ -36,7 +36,7 @@ struct RowParams {
   const float* max = nullptr;  // [B, T_q, H], natural units
   const float* sum = nullptr;
   int64_t state_batch = 0;
-  char* records = nullptr;        // [B, H_kv, num_queries, G] records of 2 (K + V) bytes
+  char* records = nullptr;        // [B, H_kv, num_queries, G] records of 2 (K + V) bytes; null: not wanted
   RowMeta* meta = nullptr;        // [B, H_kv, num_queries, G]
   QueryBounds* bounds = nullptr;  // [B, H_kv], zeroed by the caller
   int num_batches = 0;
@@ -120,8 +120,23 @@ struct KeyGradientParams {
   float* keys = nullptr;    // [num_batches, H_kv, 16 num_parents, K]; null: not wanted
   float* values = nullptr;  // [num_batches, H_kv, 16 num_parents, V]
   bool add = false;         // to what is there, else replace it
+  // For launch_parent_gradient alone: the window of lists, and fp16 turns of every position.
+  uint32_t first_list = 0, end_list = 0;
+  const __half2* turns = nullptr;
 };
 void launch_key_gradient(const TensorCoreShape& shape, const KeyGradientParams& params, cudaStream_t stream);
+
+// The same from the users of a window of lists, a warp per parent or, for implicit lists, four. Below
+// kMinParentGroup heads, kernels that fill a tile with the rows of several users do less work; above
+// kMaxParentGroup there are two tiles.
+constexpr int kMinParentGroup = 4, kMaxParentGroup = 8;
+// Records of a head whose users all its parents walk at a time: they stay in the L2.
+constexpr int64_t kParentWindowBytes = int64_t{16} << 20;
+void launch_parent_gradient(const TensorCoreShape& shape, const KeyGradientParams& params,
+                            cudaStream_t stream);
+// Fills the turns, [num_positions, K/2], from `rope` of the same shape.
+void launch_position_turns(const float2* rope, __half2* turns, int64_t num_positions, int key_dim,
+                           cudaStream_t stream);
 
 // child[i] += parent[i / r] / (children of the parent), both [heads, nodes, dim] with rows padded to
 // multiples of r.

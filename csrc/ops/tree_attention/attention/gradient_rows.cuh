@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kRowWarps * 32)
   const int64_t batch = row_idx / num_heads / p.num_queries;
   const int64_t head_idx = batch * p.num_kv_heads + head / p.group;
   const int64_t record_idx = (head_idx * p.num_queries + query) * p.group + head % p.group;
-  T* record = reinterpret_cast<T*>(p.records + record_idx * 2 * (key_dim + value_dim));
+  T* record = p.records ? reinterpret_cast<T*>(p.records + record_idx * 2 * (key_dim + value_dim)) : nullptr;
   const auto row_of = [&](const TensorView& view) {
     return static_cast<const T*>(view.data) + batch * view.batch + query * view.row + head * view.head;
   };
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kRowWarps * 32)
   }
   largest = device::warp_reduce<device::Max>(largest);
   const PowerOfTwo power = half_range_scale(largest);
-  for (int i = lane; i < key_dim; i += 32) {
+  for (int i = lane; i < key_dim && record; i += 32) {
     reinterpret_cast<__half*>(record)[i] = __float2half_rn(device::to_acc(q[i]) * power.scale);
   }
 
@@ -54,7 +54,9 @@ __global__ void __launch_bounds__(kRowWarps * 32)
     const float g = device::to_acc(gradient[i]);
     delta += g * device::to_acc(output[i]);
     squares += g * g;
-    record[key_dim + i] = gradient[i];
+    if (record) {
+      record[key_dim + i] = gradient[i];
+    }
   }
   delta = device::warp_reduce<device::Sum>(delta);
   const float norm = finite_root(device::warp_reduce<device::Sum>(squares));

@@ -1,0 +1,29 @@
+// Launchers of block_gradient_launch.h: run-time shape to compiled instance. No torch.
+#include "ops/tree_attention/attention/block_gradient/block_gradient_launch.h"
+
+#include "ops/tree_attention/attention/block_gradient/block_gradient_instances.cuh"
+#include "ops/tree_attention/attention/dispatch_shape.h"
+
+namespace htree::tree_attention {
+
+HTREE_BLOCK_GRADIENT_INSTANCES(extern, __half, 32)
+HTREE_BLOCK_GRADIENT_INSTANCES(extern, __half, 64)
+HTREE_BLOCK_GRADIENT_INSTANCES(extern, __half, 128)
+HTREE_BLOCK_GRADIENT_INSTANCES(extern, __nv_bfloat16, 32)
+HTREE_BLOCK_GRADIENT_INSTANCES(extern, __nv_bfloat16, 64)
+HTREE_BLOCK_GRADIENT_INSTANCES(extern, __nv_bfloat16, 128)
+
+void launch_block_gradient(const TensorCoreShape& shape, const BlockGradientParams& params,
+                           cudaStream_t stream) {
+  dispatch_shape(shape, [&](auto type, auto dim) {
+    launch_block_gradient_instance<typename decltype(type)::type, decltype(dim)::value>(params, stream);
+  });
+}
+
+void launch_partial_sums(const TensorCoreShape& shape, const PartialSumParams& params, cudaStream_t stream) {
+  dispatch_shape(shape, [&](auto type, auto dim) {
+    launch_partial_sums_instance<typename decltype(type)::type, decltype(dim)::value>(params, stream);
+  });
+}
+
+}  // namespace htree::tree_attention

@@ -1,0 +1,341 @@
+// The consumer warpgroups of block_gradient.cuh. Group c owns keys 64 c ... of a tile in S^T = K' Q^T,
+// dP^T = V dO^T, dV = P^T dO and dK' = dS^T Q, one parent per warp, and query rows 64 c ... of dQ += dS K'.
+//
+// dS^T passes through shared memory once and is read there in both directions. The group's own keys come
+// first in dQ, so that the other group's dS is waited for as late as possible; partial sums are stored while
+// products run.
+#pragma once
+
+#include "device/mma.cuh"
+#include "device/stmatrix.cuh"
+#include "device/wgmma.cuh"
+#include "ops/tree_attention/attention/block/block_operand.cuh"
+#include "ops/tree_attention/attention/block_gradient/gradient_operands.cuh"
+
+namespace htree::tree_attention {
+
+template <typename T>
+__device__ __forceinline__ float2 unpack_pair(uint32_t pair) {
+  if constexpr (__is_same(T, __half)) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+  } else {
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+  }
+}
+
+// Volatile, so that no more of them are in registers than one step needs.
+__device__ __forceinline__ float2 load_shared_pair(uint32_t address) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address));
+  return x;
+}
+
+template <typename T, typename Tile>
+class GradientConsumer {
+ public:
+  using Operand = TileOperand<Tile::kDim>;
+  static constexpr int kSum = Tile::kDim / 2;  // accumulators of 64 rows and all dims
+  static constexpr int kScores = kGradientRows / 2;
+  static constexpr int kSteps = Tile::kDim / 16;
+  static constexpr int kRowSteps = kGradientRows / 16;
+  static constexpr uint32_t kGroupRows = 64;
+
+  __device__ __forceinline__ GradientConsumer(const BlockGradientParams& params, GradientShared<Tile>& shared)
+      : params_(params),
+        shared_(shared),
+        group_(threadIdx.x / 128 - 1),
+        warp_(threadIdx.x / 32 % 4),
+        lane_(threadIdx.x % 32) {}
+
+  // All threads of both consumer warpgroups.
+  __device__ __forceinline__ void run() {
+    device::named_barrier_arrive(kDoneReading + group_, 256);
+    unsigned tile_idx = 0;
+    const int64_t end = params_.first_task + params_.num_tasks;
+    for (int64_t task_idx = params_.first_task + blockIdx.x; task_idx < end; task_idx += gridDim.x) {
+      int num_tiles, slot;
+      prepare(task_idx, num_tiles, slot);
+      char* partial = params_.partials ? params_.partials + (task_idx - params_.first_task) *
+                                                                params_.partial_slots * kPartialBytes
+                                       : nullptr;
+      float query_sum[kSum], scores[kScores], products[kScores];
+#pragma unroll
+      for (int i = 0; i < kSum; ++i) {
+        query_sum[i] = 0.f;
+      }
+#pragma unroll 1
+      for (; num_tiles > 0; --num_tiles, ++tile_idx, slot -= kGradientSlots) {
+        step(tile_idx, partial && slot >= 0 ? partial + slot * int64_t{kPartialBytes} : nullptr, query_sum,
+             scores, products);
+      }
+      if (params_.query_gradient) {
+        store_queries(task_idx, query_sum);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kPartialBytes = static_cast<int>(partial_sum_bytes(Tile::kDim, Tile::kDim));
+
+  // Rows and numbers of a task; `slot` is that of this warp's parent of the first tile.
+  __device__ __forceinline__ void prepare(int64_t task_idx, int& num_tiles, int& slot) {
+    const GradientTask task = gradient_task(params_, task_idx);
+    num_tiles = task.num_tiles;
+    slot = task.num_slots - 1 - 4 * group_ - warp_;
+    if (task.num_slots == 0) {
+      return;
+    }
+    const HeadPowers<T> powers(params_, task.head_index);
+    device::named_barrier_sync(kRowsMeet, 256);  // nobody reads the rows of the last task any more
+    load_gradient_rows<T, Tile, 256>(params_, task, powers, shared_, threadIdx.x - 128);
+    device::named_barrier_sync(kRowsMeet, 256);
+    score_factor_ = powers.score_factor(params_.gather.score_scale);
+    product_factor_ = powers.weighted_gradient();
+  }
+
+  __device__ __forceinline__ void release(device::Barrier* empty) const {
+    if (threadIdx.x % 128 == 0) {
+      device::barrier_arrive(empty);
+    }
+  }
+
+  // d = rows of `own` (this group's 64 keys) times rows of `other` (the queries).
+  template <typename E>
+  __device__ __forceinline__ void keys_times_rows(float (&d)[kScores], const char* own,
+                                                  const char* other) const {
+    const uint64_t a = Operand::rows(own + group_ * kGroupRows * Tile::kRowBytes);
+    const uint64_t b = Operand::rows(other);
+    device::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      device::wgmma<E, kGradientRows>(d, Operand::dims(a, i), Operand::dims(b, i), i > 0);
+    }
+    device::wgmma_commit();
+  }
+
+  template <int kOther>
+  __device__ __forceinline__ static float (&sum_registers(float (&free)[kScores],
+                                                          float (&own)[kOther]))[kOther] {
+    if constexpr (kOther == kScores) {
+      return free;
+    } else {
+      return own;
+    }
+  }
+
+  // One tile; `partial` is where this warp's parent's sums go, null: nowhere.
+  __device__ __forceinline__ void step(unsigned tile_idx, char* partial, float (&query_sum)[kSum],
+                                       float (&scores)[kScores], float (&products)[kScores]) const {
+    const int stage = gradient_stage<Tile>(tile_idx);
+    const uint32_t phase = gradient_phase<Tile>(tile_idx);
+    device::barrier_wait(&shared_.keys_full[stage], phase);
+    keys_times_rows<__half>(scores, shared_.keys[stage], shared_.query);
+    device::barrier_wait(&shared_.values_full[stage], phase);
+    keys_times_rows<T>(products, shared_.values[stage], shared_.gradient);
+    device::wgmma_wait<1>();
+    device::pin_registers(scores);
+    const uint32_t present = shared_.slots[stage][4 * group_ + warp_];
+    if ((present & (kWholeSlot | kOwnSlot)) != kWholeSlot) {
+      cut(scores, present);
+    }
+    uint32_t weights[kRowSteps][4];
+    weigh(scores, weights);
+    device::named_barrier_sync(kDoneReading + (group_ ^ 1), 256);  // dS of the last tile may be overwritten
+    device::wgmma_wait<0>();
+    device::pin_registers(products);
+    release(&shared_.values_empty[stage]);
+    store_score_gradients(weights, products);
+    // of full width they are dP^T and S^T themselves: ptxas finds no registers for arrays of their own
+    float own_value_sum[kSum], own_key_sum[kSum];
+    float(&value_sum)[kSum] = sum_registers(products, own_value_sum);
+    float(&key_sum)[kSum] = sum_registers(scores, own_key_sum);
+    device::wgmma_fence();
+    const uint64_t gradient = Operand::transposed(shared_.gradient);
+#pragma unroll
+    for (int i = 0; i < kRowSteps; ++i) {
+      device::wgmma<T, Tile::kDim, device::Major::kMN>(
+          value_sum, weights[i], device::advance(gradient, i * Tile::kSlotBytes), i > 0);
+    }
+    device::wgmma_commit();
+    device::fence_async_shared();
+    device::named_barrier_arrive(kOtherWrote + group_, 256);
+    device::named_barrier_sync(kGroupWrote + group_, 128);
+    add_queries(query_sum, stage, group_);
+    device::wgmma_wait<1>();
+    device::pin_registers(value_sum);
+    device::wgmma_fence();
+    const uint64_t own =
+        device::k_major_descriptor<device::Swizzle::k128>(shared_.score_gradient + group_ * kGroupRows * 128);
+    const uint64_t query = Operand::transposed(shared_.query);
+#pragma unroll
+    for (int i = 0; i < kRowSteps; ++i) {
+      device::wgmma<__half, Tile::kDim, device::Major::kK, device::Major::kMN>(
+          key_sum, device::advance(own, i / 4 * Tile::kScoreHalfBytes + i % 4 * 32),
+          device::advance(query, i * Tile::kSlotBytes), i > 0);
+    }
+    device::wgmma_commit();
+    store_partial(partial, Tile::kSlotBytes, value_sum);
+    device::named_barrier_sync(kOtherWrote + (group_ ^ 1), 256);
+    add_queries(query_sum, stage, group_ ^ 1);
+    device::wgmma_wait<1>();
+    device::pin_registers(key_sum);
+    store_partial(partial, 0, key_sum);
+    device::wgmma_wait<0>();
+    device::pin_registers(query_sum);
+    release(&shared_.keys_empty[stage]);
+    device::named_barrier_arrive(kDoneReading + group_, 256);
+  }
+
+  // query_sum += dS K' over the keys that group `of` owns.
+  __device__ __forceinline__ void add_queries(float (&query_sum)[kSum], int stage, int of) const {
+    const uint64_t a = device::mn_major_descriptor<device::Swizzle::k128>(
+        shared_.score_gradient + group_ * Tile::kScoreHalfBytes + of * kGroupRows * 128,
+        Tile::kScoreHalfBytes);
+    const uint64_t b = Operand::transposed(shared_.keys[stage] + of * kGroupRows * Tile::kRowBytes);
+    device::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kGroupRows / 16; ++i) {
+      device::wgmma<__half, Tile::kDim, device::Major::kMN, device::Major::kMN>(
+          query_sum, device::advance(a, i * 16 * 128), device::advance(b, i * Tile::kSlotBytes), true);
+    }
+    device::wgmma_commit();
+  }
+
+  // Takes out the children that do not take part: of this thread's keys lane / 4 and lane / 4 + 8, for rows
+  // 8 i + 2 (lane % 4) and the next.
+  __device__ __forceinline__ void cut(float (&scores)[kScores], uint32_t present) const {
+    const int key = lane_ / 4;
+    const uint32_t limits = device::shared_address(shared_.own_limit) + lane_ % 4 * 2;
+    const bool own = present & kOwnSlot;
+    const int low = present >> key & 1 ? key : kBlockRows,
+              high = present >> key & 0x100 ? key + 8 : kBlockRows;
+#pragma unroll
+    for (int i = 0; i < kScores / 4; ++i) {
+      uint32_t limit = 0x1010;
+      if (own) {
+        asm volatile("ld.shared.u16 %0, [%1];" : "=r"(limit) : "r"(limits + 8 * i));
+      }
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int end = limit >> 8 * j & 0xff;
+        scores[4 * i + j] = low < end ? scores[4 * i + j] : -INFINITY;
+        scores[4 * i + 2 + j] = high < end ? scores[4 * i + 2 + j] : -INFINITY;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void weigh(const float (&scores)[kScores],
+                                        uint32_t (&weights)[kRowSteps][4]) const {
+    const uint32_t sums = device::shared_address(shared_.log_sum) + lane_ % 4 * 8;
+#pragma unroll
+    for (int i = 0; i < kScores / 4; ++i) {
+      const float2 sum = load_shared_pair(sums + 32 * i);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float* s = scores + 4 * i + 2 * half;
+        weights[i / 2][i % 2 * 2 + half] =
+            device::pack_pair<T>(device::exp2_flushed(fmaf(s[0], score_factor_, -sum.x)),
+                                 device::exp2_flushed(fmaf(s[1], score_factor_, -sum.y)));
+      }
+    }
+  }
+
+  // dS^T = P^T (dP^T - delta) to shared memory, in fp16.
+  __device__ __forceinline__ void store_score_gradients(const uint32_t (&weights)[kRowSteps][4],
+                                                        const float (&products)[kScores]) const {
+    const uint32_t deltas = device::shared_address(shared_.delta) + lane_ % 4 * 8;
+    // matrix lane / 8 of a store: bit 0 its keys, bit 1 its rows
+    const int key = group_ * kGroupRows + warp_ * 16 + lane_ / 8 % 2 * 8 + lane_ % 8;
+    const uint32_t to = device::shared_address(shared_.score_gradient) + key * 128;
+#pragma unroll
+    for (int i = 0; i < kRowSteps; ++i) {
+      uint32_t packed[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 delta = load_shared_pair(deltas + 64 * i + j / 2 * 32);
+        const float2 weight = unpack_pair<T>(weights[i][j]);
+        const float* dp = products + 8 * i + 2 * j;
+        packed[j] = device::pack_pair<__half>(weight.x * fmaf(dp[0], product_factor_, -delta.x),
+                                              weight.y * fmaf(dp[1], product_factor_, -delta.y));
+      }
+      const int chunk = 2 * i + lane_ / 16;  // 8 rows each
+      device::store_matrices(to + chunk / 8 * Tile::kScoreHalfBytes + ((chunk ^ key) % 8) * 16, packed);
+    }
+  }
+
+  // In the order of the accumulators, 16 bytes of all lanes after another: see partial_sum.cuh.
+  __device__ __forceinline__ void store_partial(char* partial, int offset, const float (&sum)[kSum]) const {
+    if (!partial) {
+      return;
+    }
+    uint4* to = reinterpret_cast<uint4*>(partial + offset) + lane_;
+#pragma unroll
+    for (int i = 0; i < kSum / 8; ++i) {
+      uint4 pack;
+      uint32_t* words = reinterpret_cast<uint32_t*>(&pack);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        words[j] = device::pack_pair<__nv_bfloat16>(sum[8 * i + 2 * j], sum[8 * i + 2 * j + 1]);
+      }
+      __stcs(to + 32 * i, pack);
+    }
+  }
+
+  // Turns dQ back by the query's position and adds it to that of the layers above.
+  __device__ __forceinline__ void store_queries(int64_t task_idx, const float (&sum)[kSum]) const {
+    constexpr int kHalf = Tile::kDim / 2;
+    const GatherParams& p = params_.gather;
+    // made again: kept, they would cost registers of the products
+    const GradientTask task = gradient_task(params_, task_idx);
+    if (task.num_slots == 0 && !params_.first && !params_.last) {
+      return;
+    }
+    const float factor = HeadPowers<T>(params_, task.head_index).query_factor(params_.scale);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const PairPlace at = pair_place(p, task, group_ * kGroupRows + warp_ * 16 + lane_ / 4 + 8 * h);
+      if (!at.exists) {
+        continue;
+      }
+      const int64_t head = int64_t{task.kv_head} * p.group + at.head;
+      const int64_t num_heads = int64_t{p.num_kv_heads} * p.group;
+      float* partial = params_.partial_queries +
+                       ((task.batch * int64_t{p.num_queries} + at.query) * num_heads + head) * Tile::kDim;
+      T* out = static_cast<T*>(params_.query_gradient) + task.batch * params_.query_gradient_batch +
+               (at.query * num_heads + head) * Tile::kDim;
+      const float2* turns = p.rope + int64_t{position_of(p, task, at.query)} * kHalf;
+#pragma unroll
+      for (int i = 0; i < kSum / 8; ++i) {
+        const int dim = 8 * i + lane_ % 4 * 2;
+        const float4 turn = *reinterpret_cast<const float4*>(turns + dim);
+        const float* low = sum + 4 * i + 2 * h;
+        const float* high = low + kSum / 2;
+        store_pair(partial + dim, out + dim, (low[0] * turn.x + high[0] * turn.y) * factor,
+                   (low[1] * turn.z + high[1] * turn.w) * factor);
+        store_pair(partial + dim + kHalf, out + dim + kHalf, (high[0] * turn.x - low[0] * turn.y) * factor,
+                   (high[1] * turn.z - low[1] * turn.w) * factor);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store_pair(float* partial, T* out, float x, float y) const {
+    float2* sums = reinterpret_cast<float2*>(partial);
+    if (!params_.first) {
+      const float2 old = *sums;
+      x += old.x;
+      y += old.y;
+    }
+    if (params_.last) {
+      *reinterpret_cast<uint32_t*>(out) = device::pack_pair<T>(x, y);
+    } else {
+      *sums = make_float2(x, y);
+    }
+  }
+
+  const BlockGradientParams& params_;
+  GradientShared<Tile>& shared_;
+  int group_, warp_, lane_;
+  float score_factor_, product_factor_;
+};
+
+}  // namespace htree::tree_attention

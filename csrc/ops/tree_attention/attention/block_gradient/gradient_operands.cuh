@@ -1,0 +1,78 @@
+// The query side of a block in shared memory: queries turned to their positions, dO and their numbers.
+#pragma once
+
+#include "device/tma.cuh"
+#include "ops/tree_attention/attention/block_gradient/gradient_tile.cuh"
+#include "ops/tree_attention/attention/query_row.cuh"
+
+namespace htree::tree_attention {
+
+__device__ __forceinline__ int position_of(const GatherParams& p, const GradientTask& task, int query) {
+  const int64_t rightmost = (p.t0 + query) / p.node_span;
+  return max(task.num_slots - 1, 0) * kBlockRows + static_cast<int>(rightmost % kBlockRows);
+}
+
+// All rows of the block; kThreads threads call, `thread` in 0 ... kThreads - 1. Rows without a query are
+// zero, and so are their weights.
+template <typename T, typename Tile, int kThreads>
+__device__ __forceinline__ void load_gradient_rows(const BlockGradientParams& params,
+                                                   const GradientTask& task, const HeadPowers<T>& powers,
+                                                   GradientShared<Tile>& shared, int thread) {
+  constexpr int kHalf = Tile::kDim / 2;
+  constexpr int kLanes = kHalf / 8;  // of one row: 8 dims of the lower half and their partners each
+  constexpr int kRowsPerPass = kThreads / kLanes;
+  static_assert(kGradientRows % kRowsPerPass == 0);
+  const GatherParams& p = params.gather;
+  const auto head_rows = [&](const TensorView& view) {
+    return static_cast<const T*>(view.data) + task.batch * view.batch +
+           int64_t{task.kv_head} * p.group * view.head;
+  };
+  const T* queries = head_rows(p.queries);
+  const T* gradients = head_rows(params.gradients);
+  const int chunk = thread % kLanes, dim = chunk * 8;
+  const float power = powers.signed_query(params.scale);
+#pragma unroll 1
+  for (int row = thread / kLanes; row < kGradientRows; row += kRowsPerPass) {
+    const PairPlace at = pair_place(p, task, row);
+    float x[8] = {}, y[8] = {};
+    uint4 gradient_low = {}, gradient_high = {};
+    int position = 0;
+    if (at.exists) {
+      const T* query = queries + at.query * p.queries.row + at.head * p.queries.head + dim;
+      widen_eight<T>(load_eight(query, p.queries.aligned), x);
+      widen_eight<T>(load_eight(query + kHalf, p.queries.aligned), y);
+      const T* gradient = gradients + at.query * params.gradients.row + at.head * params.gradients.head + dim;
+      const bool aligned = reinterpret_cast<uintptr_t>(gradient) % 16 == 0;
+      gradient_low = load_eight(gradient, aligned);
+      gradient_high = load_eight(gradient + kHalf, aligned);
+      position = position_of(p, task, at.query);
+    }
+    const float4* table = reinterpret_cast<const float4*>(p.rope + int64_t{position} * kHalf + dim);
+    const float4 turns[4] = {__ldg(table), __ldg(table + 1), __ldg(table + 2), __ldg(table + 3)};
+    uint4 low, high;
+    turn_eight(x, y, power, turns, low, high);
+    const int low_at = chunk_offset<Tile::kDim>(row, chunk),
+              high_at = chunk_offset<Tile::kDim>(row, chunk + kLanes);
+    *reinterpret_cast<uint4*>(shared.query + low_at) = low;
+    *reinterpret_cast<uint4*>(shared.query + high_at) = high;
+    *reinterpret_cast<uint4*>(shared.gradient + low_at) = gradient_low;
+    *reinterpret_cast<uint4*>(shared.gradient + high_at) = gradient_high;
+    if (chunk == 0) {
+      float log_sum = INFINITY, delta = 0.f;
+      int limit = 0;
+      if (at.exists) {
+        const int64_t first = int64_t{task.head_index} * p.num_queries;
+        const RowMeta meta = params.meta[(first + at.query) * p.group + at.head];
+        log_sum = meta.log_sum - HeadPowers<T>::kWeightShift;
+        delta = meta.delta * powers.weighted_gradient();
+        limit = position % kBlockRows + (params.selected ? 0 : 1);
+      }
+      shared.log_sum[row] = log_sum;
+      shared.delta[row] = delta;
+      shared.own_limit[row] = static_cast<uint8_t>(limit);
+    }
+  }
+  device::fence_async_shared();
+}
+
+}  // namespace htree::tree_attention

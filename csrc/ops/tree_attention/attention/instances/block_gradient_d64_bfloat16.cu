@@ -1,0 +1,5 @@
+#include "ops/tree_attention/attention/block_gradient/block_gradient_instances.cuh"
+
+namespace htree::tree_attention {
+HTREE_BLOCK_GRADIENT_INSTANCES(, __nv_bfloat16, 64)
+}  // namespace htree::tree_attention

@@ -1,0 +1,150 @@
+"""Gradients of tree attention on the GPU where half precision could go wrong: ranges, futures, masks, memory."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import htree_ops  # noqa: F401
+from htree_ops.testing.tree_attention_cases import TreeAttentionCase
+from htree_ops.testing.tree_attention_checks import reference_gradients
+
+pytestmark = pytest.mark.gpu
+
+op = torch.ops.htree
+STRIDES = [1, 4, 8, 16]
+
+
+def model(dtype: torch.dtype = torch.bfloat16, **sizes: object) -> TreeAttentionCase:
+    defaults: dict[str, object] = {
+        "T": 900,
+        "H": 16,
+        "H_kv": 2,
+        "K": 128,
+        "V": 128,
+        "r": 16,
+        "top_k": 16,
+        "M": 128,
+    }
+    return TreeAttentionCase(name="backward", dtype=dtype, **{**defaults, **sizes})  # type: ignore[arg-type]
+
+
+def assert_small_error(got: torch.Tensor, expected: torch.Tensor, name: str, bound: float = 2e-2) -> None:
+    assert got.isfinite().all(), name
+    error = (got.double() - expected).norm() / expected.norm().clamp(min=1e-300)
+    assert error < bound, f"{name}: relative norm of the error {error:.2e}"
+
+
+@pytest.mark.parametrize("size", [2.0**-40, 2.0**-12, 2.0**14, 2.0**40])
+@pytest.mark.parametrize("stride", STRIDES)
+def test_keys_and_queries_of_any_size(stride: int, size: float, nan_memory: None) -> None:
+    """The scores stay what they are; dS, keys and queries share fp16's range by powers of two."""
+    case = model(selection_stride=stride)
+    q, k, v = case.make_qkv("cuda")
+    q, k = (q.double() / size).bfloat16(), (k.double() * size).bfloat16()
+    options = case.reference_options()
+    out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
+    dout = torch.randn_like(out)
+    gradients = op.attention_backward(dout, q, k, v, out, gmax, gsum, parents, **options)
+    wanted = reference_gradients(q, k, v, dout, parents, options)
+    for name, gradient, expected in zip(("dq", "dk", "dv"), gradients, wanted, strict=True):
+        assert_small_error(gradient, expected, name)
+
+
+@pytest.mark.parametrize("stride", STRIDES)
+def test_keys_of_mixed_size(stride: int, nan_memory: None) -> None:
+    """Gradients of small keys beside large ones: each kind of key is judged by its own size."""
+    case = model(T=1100, selection_stride=stride)
+    q, k, v = case.make_qkv("cuda")
+    k[:, 1::3] *= 2.0**-11
+    k[:, 5::13] = 0.0
+    q[:, 2::5] *= 2.0**-9
+    options = case.reference_options()
+    out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
+    dout = torch.randn_like(out)
+    dq, dk, dv = op.attention_backward(dout, q, k, v, out, gmax, gsum, parents, **options)
+    wanted = reference_gradients(q, k, v, dout, parents, options)
+    kinds = [slice(None), slice(1, None, 3), slice(5, None, 13), slice(2, None, 5)]
+    for name, gradient, expected in zip(("dq", "dk", "dv"), (dq, dk, dv), wanted, strict=True):
+        for kind in kinds:
+            assert_small_error(gradient[:, kind], expected[:, kind], f"{name} of {kind}")
+
+
+@pytest.mark.parametrize("stride", STRIDES)
+@pytest.mark.parametrize("t", [15, 100, 643])
+def test_a_future_that_is_not_finite(stride: int, t: int) -> None:
+    """dq of a query is finite whatever stands behind it, in its own parent too."""
+    case = model(selection_stride=stride)
+    q, k, v = case.make_qkv("cuda")
+    options = case.reference_options()
+    dout = torch.randn_like(q)
+    dout[:, t + 1 :] = 0.0
+    expected = op.attention_backward(
+        dout, q, k, v, *op.attention_forward(q, k, v, **options), **options, output_mask=[True, False, False]
+    )[0]
+    for x in (k, v):
+        x[:, t + 1 :] = math.nan
+    dq = op.attention_backward(dout, q, k, v, *op.attention_forward(q, k, v, **options), **options)[0]
+    assert_small_error(dq[:, : t + 1], expected[:, : t + 1].double(), "dq", 5e-3)
+
+
+@pytest.mark.parametrize("stride", STRIDES)
+@pytest.mark.parametrize("scale", [-0.2, 0.0])
+def test_scales_that_are_not_positive(stride: int, scale: float, nan_memory: None) -> None:
+    case = model(selection_stride=stride)
+    q, k, v = case.make_qkv("cuda")
+    options = {**case.reference_options(), "scale": scale}
+    out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
+    dout = torch.randn_like(out)
+    dq, dk, dv = op.attention_backward(dout, q, k, v, out, gmax, gsum, parents, **options)
+    wanted = reference_gradients(q, k, v, dout, parents, options)
+    if scale == 0.0:
+        assert not dq.any()
+        assert not dk.any()
+    else:
+        assert_small_error(dq, wanted[0], "dq")
+        assert_small_error(dk, wanted[1], "dk")
+    assert_small_error(dv, wanted[2], "dv")
+
+
+@pytest.mark.parametrize("stride", STRIDES)
+@pytest.mark.parametrize(
+    "mask", [[False, True, False], [False, False, True], [False, True, True], [True, False, True]]
+)
+def test_some_of_the_gradients(stride: int, mask: list[bool], nan_memory: None) -> None:
+    case = model(selection_stride=stride)
+    q, k, v = case.make_qkv("cuda")
+    options = case.reference_options()
+    out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
+    dout = torch.randn_like(out)
+    saved = (dout, q, k, v, out, gmax, gsum, parents)
+    gradients = op.attention_backward(*saved, **options)
+    some = op.attention_backward(*saved, **options, output_mask=mask)
+    for wanted, full, gradient in zip(mask, gradients, some, strict=True):
+        assert gradient is None or not wanted or torch.equal(gradient, full)
+        assert not wanted or gradient is not None
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["stored", "recomputed"])
+@pytest.mark.parametrize("stride", [1, 16])
+def test_scratch_is_bounded(stride: int, stored: bool) -> None:
+    """At most 2 GB beyond gradients, fp32 sums, the tree and a re-laid copy of K and V; the same bits twice."""
+    case = model(T=32_768, H=32, H_kv=4, top_k=512, M=8192, selection_stride=stride)
+    q, k, v = case.make_qkv("cuda")
+    options = case.reference_options()
+    out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
+    dout = torch.randn_like(out)
+    saved = (dout, q, k, v, out, gmax, gsum, parents if stored else [])
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    gradients = op.attention_backward(*saved, **options)
+    torch.cuda.synchronize()
+    sums = 2 * k.numel() * 4 * 17 // 16
+    tree = 2 * k.numel() * 2 * (1 + 17 // 16 + 1)
+    used = torch.cuda.max_memory_allocated() - before - sum(g.numel() * 2 for g in gradients) - sums - tree
+    assert used < 2e9, f"{used / 1e6:.0f} MB"
+    for first, second in zip(gradients, op.attention_backward(*saved, **options), strict=True):
+        assert torch.equal(first, second)
