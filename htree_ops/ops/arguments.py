@@ -6,7 +6,7 @@ sizes that depend on each other and options included, and raises the builtin tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeEr
 __all__ = [
     "FLOATING",
     "FLOATING_AND_DOUBLE",
+    "check_devices",
     "check_dtype",
     "check_int",
     "check_number",
@@ -38,6 +39,34 @@ def check_tensor(op: str, name: str, tensor: object) -> None:
         raise TypeError(f"{op}: {name} must be a dense tensor, got {came}")
 
 
+def check_devices(op: str, tensors: Mapping[str, Tensor], require_cuda: bool = False) -> None:
+    """Checks that all are dense tensors on one device, that of the first.
+
+    Raises:
+        TypeError: an argument is not a dense tensor.
+        DeviceError: a tensor lies on another device than the first, or the first not on CUDA where that is required.
+    """
+    first: tuple[str, Tensor] | None = None
+    for name, tensor in tensors.items():
+        check_tensor(op, name, tensor)
+        if first is None:
+            first = (name, tensor)
+            if require_cuda and tensor.device.type != "cuda":
+                raise DeviceError(
+                    f"{op}: {name} must be on a CUDA device, got {tensor.device}",
+                    expected_device="cuda",
+                    actual_device=tensor.device,
+                    tensor_name=name,
+                )
+        elif tensor.device != first[1].device:
+            raise DeviceError(
+                f"{op}: {name} must be on the device of {first[0]} ({first[1].device}), got {tensor.device}",
+                expected_device=first[1].device,
+                actual_device=tensor.device,
+                tensor_name=name,
+            )
+
+
 def check_tensors(op: str, **arguments: tuple[Tensor, str]) -> None:
     """Checks type, rank, sizes and device of the tensors of one call.
 
@@ -52,7 +81,6 @@ def check_tensors(op: str, **arguments: tuple[Tensor, str]) -> None:
         DeviceError: a tensor lies on another device than the first.
     """
     sizes: dict[str, tuple[str, int]] = {}
-    first: tuple[str, Tensor] | None = None
     for name, (tensor, words) in arguments.items():
         check_tensor(op, name, tensor)
         dims = words.split()
@@ -74,15 +102,7 @@ def check_tensors(op: str, **arguments: tuple[Tensor, str]) -> None:
                     actual=size,
                     tensor_name=name,
                 )
-        if first is None:
-            first = (name, tensor)
-        elif tensor.device != first[1].device:
-            raise DeviceError(
-                f"{op}: {name} must be on the device of {first[0]} ({first[1].device}), got {tensor.device}",
-                expected_device=first[1].device,
-                actual_device=tensor.device,
-                tensor_name=name,
-            )
+    check_devices(op, {name: tensor for name, (tensor, _) in arguments.items()})
 
 
 def check_dtype(op: str, supported: Sequence[torch.dtype], **tensors: Tensor) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from htree_ops.errors import ArchitectureNotSupportedError, DeviceError, ShapeMismatchError
-from htree_ops.ops.arguments import FLOATING_AND_DOUBLE, check_dtype, check_int, check_tensor
+from htree_ops.errors import ArchitectureNotSupportedError, ShapeMismatchError
+from htree_ops.ops.arguments import FLOATING_AND_DOUBLE, check_devices, check_dtype, check_int, check_tensor
 
 __all__ = ["causal_softmax"]
 
@@ -38,13 +38,7 @@ def _check_out(x: Tensor, out: Tensor) -> None:
             actual=tuple(out.shape),
             tensor_name="out",
         )
-    if out.device != x.device:
-        raise DeviceError(
-            f"causal_softmax: out must be on the device of x ({x.device}), got {out.device}",
-            expected_device=x.device,
-            actual_device=out.device,
-            tensor_name="out",
-        )
+    check_devices("causal_softmax", {"x": x, "out": out})
 
 
 def causal_softmax(x: Tensor, block_size: int = 0, *, out: Tensor | None = None) -> Tensor:

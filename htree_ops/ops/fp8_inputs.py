@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError
-from htree_ops.ops.arguments import FLOATING, check_dtype
+from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError
+from htree_ops.ops.arguments import FLOATING, check_devices, check_dtype
 
 __all__ = [
     "FP8GEMMInput",
@@ -19,32 +19,6 @@ __all__ = [
 
 FP8 = torch.float8_e4m3fn
 GRANULARITIES = ("tensor", "channel", "block")
-
-
-def _check_tensors(op: str, tensors: dict[str, Tensor | None], require_cuda: bool) -> None:
-    """Types and devices; the first tensor's device is everyone's."""
-    first: tuple[str, Tensor] | None = None
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{op}: {name} must be a Tensor, got {type(tensor).__name__}")
-        if first is None:
-            first = (name, tensor)
-            if require_cuda and tensor.device.type != "cuda":
-                raise DeviceError(
-                    f"{op}: {name} must be on a CUDA device, got {tensor.device}",
-                    expected_device="cuda",
-                    actual_device=tensor.device,
-                    tensor_name=name,
-                )
-        elif tensor.device != first[1].device:
-            raise DeviceError(
-                f"{op}: {name} must be on the device of {first[0]} ({first[1].device}), got {tensor.device}",
-                expected_device=first[1].device,
-                actual_device=tensor.device,
-                tensor_name=name,
-            )
 
 
 def _check_values(op: str, name: str, scale: Tensor) -> None:
@@ -87,7 +61,8 @@ def check_scale_shape(
         TypeError, UnsupportedDtypeError, DeviceError, ShapeMismatchError, IndexError, ValueError: see
             :func:`validate_fp8_quantize_inputs`.
     """
-    _check_tensors(op, {"q" if granularity is None else "x": x, "scale": scale}, False)
+    name = "q" if granularity is None else "x"
+    check_devices(op, {name: x} if scale is None else {name: x, "scale": scale})
     if granularity is None:
         check_dtype(op, (FP8,), q=x)
     if scale is not None:
@@ -141,7 +116,7 @@ def validate_fp8_quantize_inputs(
         ShapeMismatchError: scale has not the shape that the granularity implies.
         ValueError: unknown granularity, block below 1, or a scale on the CPU that is not positive and finite.
     """
-    _check_tensors(op, {"x": x, "scale": scale}, require_cuda)
+    check_devices(op, {"x": x} if scale is None else {"x": x, "scale": scale}, require_cuda)
     check_dtype(op, FLOATING, x=x)
     check_scale_shape(op, x, scale, granularity, dim, block)
 
@@ -193,7 +168,7 @@ def validate_fp8_gemm_inputs(
         ValueError: a scale on the CPU that is not positive and finite.
     """
     op = "fp8_gemm"
-    _check_tensors(op, {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale}, require_cuda)
+    check_devices(op, {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale}, require_cuda)
     check_dtype(op, (FP8,), a=a, b=b)
     check_dtype(op, (torch.float32,), a_scale=a_scale, b_scale=b_scale)
     if output_dtype not in FLOATING:

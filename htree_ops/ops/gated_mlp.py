@@ -8,13 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from htree_ops.errors import (
-    ArchitectureNotSupportedError,
-    DeviceError,
-    ShapeMismatchError,
-    UnsupportedDtypeError,
-)
-from htree_ops.ops.arguments import floating_for
+from htree_ops.errors import ArchitectureNotSupportedError, ShapeMismatchError
+from htree_ops.ops.arguments import check_devices, check_dtype, floating_for
 from htree_ops.tuning.select import configured
 
 __all__ = ["FusedGatedMLP", "GatedMLPInput", "gated_mlp", "validate_gated_mlp_inputs"]
@@ -46,39 +41,6 @@ class GatedMLPInput:
         validate_gated_mlp_inputs(
             self.x, self.gate_weight, self.up_weight, self.activation, require_cuda=require_cuda
         )
-
-
-def _check_devices(op: str, tensors: dict[str, Tensor], require_cuda: bool) -> None:
-    x = tensors["x"]
-    if require_cuda and x.device.type != "cuda":
-        raise DeviceError(
-            f"{op}: x must be on a CUDA device, got {x.device}",
-            expected_device="cuda",
-            actual_device=x.device,
-            tensor_name="x",
-        )
-    for name, tensor in tensors.items():
-        if tensor.device != x.device:
-            raise DeviceError(
-                f"{op}: {name} must be on the device of x ({x.device}), got {tensor.device}",
-                expected_device=x.device,
-                actual_device=tensor.device,
-                tensor_name=name,
-            )
-
-
-def _check_dtypes(op: str, tensors: dict[str, Tensor]) -> None:
-    x = tensors["x"]
-    wanted: tuple[torch.dtype, ...] = floating_for(x)
-    for name, tensor in tensors.items():
-        if tensor.dtype not in wanted:
-            raise UnsupportedDtypeError(
-                f"{op}: {name} must have dtype {' or '.join(map(str, wanted))}, got {tensor.dtype}",
-                dtype=tensor.dtype,
-                supported_dtypes=wanted,
-                tensor_name=name,
-            )
-        wanted = (x.dtype,)
 
 
 def _check_shapes(op: str, x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> None:
@@ -125,11 +87,8 @@ def _validate(
 ) -> None:
     op = "gated_mlp"
     tensors = {"x": x, "gate_weight": gate_weight, "up_weight": up_weight}
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{op}: {name} must be a Tensor, got {type(tensor).__name__}")
-    _check_devices(op, tensors, require_cuda)
-    _check_dtypes(op, tensors)
+    check_devices(op, tensors, require_cuda)
+    check_dtype(op, floating_for(x), **tensors)
     if strict and x.dim() != 3:
         raise ShapeMismatchError(
             f"Expected 3D input, got {x.dim()}D", expected=3, actual=x.dim(), tensor_name="x"

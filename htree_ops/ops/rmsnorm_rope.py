@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from htree_ops.errors import (
     ArchitectureNotSupportedError,
-    DeviceError,
     ShapeMismatchError,
     UnsupportedDtypeError,
 )
-from htree_ops.ops.arguments import FLOATING_AND_DOUBLE, check_int, check_tensor
+from htree_ops.ops.arguments import FLOATING_AND_DOUBLE, check_devices, check_int
 from htree_ops.tuning.select import configured
 
 __all__ = [
@@ -49,24 +48,6 @@ class RMSNormRoPEInput:
         validate_rmsnorm_rope_inputs(
             self.x, self.weight, self.cos, self.sin, self.eps, require_cuda=require_cuda
         )
-
-
-def _check_device(op: str, x: Tensor, others: dict[str, Tensor], require_cuda: bool) -> None:
-    if require_cuda and x.device.type != "cuda":
-        raise DeviceError(
-            f"{op}: x must be on a CUDA device, got {x.device}",
-            expected_device="cuda",
-            actual_device=x.device,
-            tensor_name="x",
-        )
-    for name, tensor in others.items():
-        if tensor.device != x.device:
-            raise DeviceError(
-                f"{op}: {name} must be on the device of x ({x.device}), got {tensor.device}",
-                expected_device=x.device,
-                actual_device=tensor.device,
-                tensor_name=name,
-            )
 
 
 def _check_dtype(op: str, tensors: dict[str, Tensor]) -> None:
@@ -169,9 +150,7 @@ def validate_rmsnorm_rope_inputs(
     """
     op = "rmsnorm_rope"
     tensors = {"x": x, "weight": weight, "cos": cos, "sin": sin}
-    for name, tensor in tensors.items():
-        check_tensor(op, name, tensor)
-    _check_device(op, x, {name: t for name, t in tensors.items() if name != "x"}, require_cuda)
+    check_devices(op, tensors, require_cuda)
     _check_dtype(op, tensors)
     _check_ranks(op, 3, x, weight, cos, sin)
     width = x.shape[2]
@@ -276,9 +255,7 @@ def rmsnorm_rope(
 def _check_head_inputs(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> None:
     op = "head_rmsnorm_rope"
     tensors = {"x": x, "weight": weight, "cos": cos, "sin": sin}
-    for name, tensor in tensors.items():
-        check_tensor(op, name, tensor)
-    _check_device(op, x, {name: t for name, t in tensors.items() if name != "x"}, require_cuda=False)
+    check_devices(op, tensors)
     _check_dtype(op, tensors)
     _check_ranks(op, 4, x, weight, cos, sin)
     if tuple(weight.shape) != (x.shape[3],):
