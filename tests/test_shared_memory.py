@@ -85,6 +85,13 @@ def test_two_storages_of_one_memory() -> None:
         op.causal_softmax.out(torch.from_numpy(numbers[:4]), out=torch.from_numpy(numbers[1:]))
 
 
+def test_two_storages_of_the_same_view() -> None:
+    numbers = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
+    expected = op.causal_softmax(torch.from_numpy(numbers.copy()))
+    op.causal_softmax.out(torch.from_numpy(numbers), out=torch.from_numpy(numbers))
+    assert torch.equal(torch.from_numpy(numbers), expected)
+
+
 def test_strange_strides_end_in_bounded_time() -> None:
     """Dims whose strides are coprime make the search long; it then errs on the side of sharing."""
     buffer = torch.zeros(4_000_000)

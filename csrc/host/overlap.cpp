@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
+#include <optional>
+#include <utility>
 #include <vector>
 
 namespace htree {
@@ -69,12 +71,40 @@ bool is_symbolic(const at::Tensor& t) {
   return t.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
 
+int64_t element_size_of(const at::Tensor& t) {
+  return static_cast<int64_t>(t.element_size());
+}
+
+// Bytes from the first element of a to that of b; none where they cannot be compared.
+std::optional<int64_t> distance_between(const at::Tensor& a, const at::Tensor& b) {
+  if (is_symbolic(a) || is_symbolic(b) || a.device() != b.device()) {
+    return std::nullopt;
+  }
+  if (!a.is_meta()) {
+    return static_cast<int64_t>(reinterpret_cast<intptr_t>(b.const_data_ptr()) -
+                                reinterpret_cast<intptr_t>(a.const_data_ptr()));
+  }
+  if (!a.is_alias_of(b)) {
+    return std::nullopt;
+  }
+  return b.storage_offset() * element_size_of(b) - a.storage_offset() * element_size_of(a);
+}
+
+// Bytes from the first byte of t to behind its last.
+int64_t extent_of(const at::Tensor& t) {
+  int64_t bytes = element_size_of(t);
+  for (int64_t dim = 0; dim < t.dim(); ++dim) {
+    bytes += (t.size(dim) - 1) * t.stride(dim) * element_size_of(t);
+  }
+  return bytes;
+}
+
 // Dims of more than one element, strides in bytes.
 std::vector<Term> terms_of(const at::Tensor& t) {
   std::vector<Term> terms;
   for (int64_t dim = 0; dim < t.dim(); ++dim) {
     if (t.size(dim) > 1) {
-      terms.push_back({t.stride(dim) * static_cast<int64_t>(t.element_size()), t.size(dim) - 1});
+      terms.push_back({t.stride(dim) * element_size_of(t), t.size(dim) - 1});
     }
   }
   return terms;
@@ -96,11 +126,11 @@ bool is_nested(std::vector<Term> terms, int64_t element_size) {
 }  // namespace
 
 bool overlaps_itself(const at::Tensor& t) {
-  if (is_symbolic(t) || t.numel() == 0) {
+  if (is_symbolic(t) || t.numel() == 0 || t.is_non_overlapping_and_dense()) {
     return false;
   }
   const std::vector<Term> terms = terms_of(t);
-  if (is_nested(terms, static_cast<int64_t>(t.element_size()))) {
+  if (is_nested(terms, element_size_of(t))) {
     return false;
   }
   if (std::any_of(terms.begin(), terms.end(), [](Term term) { return term.stride == 0; })) {
@@ -126,34 +156,40 @@ bool overlaps_itself(const at::Tensor& t) {
   return false;
 }
 
-bool share_memory(const at::Tensor& a, const at::Tensor& b) {
-  if (is_symbolic(a) || is_symbolic(b) || a.numel() == 0 || b.numel() == 0 || a.device() != b.device()) {
+bool is_same_view(const at::Tensor& a, const at::Tensor& b) {
+  if (a.is_same(b)) {
+    return true;
+  }
+  if (distance_between(a, b) != 0 || a.dim() != b.dim()) {
     return false;
   }
-  int64_t distance = 0;  // of the first element of b from that of a, bytes
-  if (a.is_meta()) {
-    if (!a.is_alias_of(b)) {
+  for (int64_t dim = 0; dim < a.dim(); ++dim) {
+    if (a.size(dim) != b.size(dim) || (a.size(dim) > 1 && a.stride(dim) != b.stride(dim))) {
       return false;
     }
-    distance = b.storage_offset() * static_cast<int64_t>(b.element_size()) -
-               a.storage_offset() * static_cast<int64_t>(a.element_size());
-  } else {
-    distance = static_cast<int64_t>(reinterpret_cast<intptr_t>(b.const_data_ptr()) -
-                                    reinterpret_cast<intptr_t>(a.const_data_ptr()));
+  }
+  return true;
+}
+
+bool share_memory(const at::Tensor& a, const at::Tensor& b) {
+  const std::optional<int64_t> distance = distance_between(a, b);
+  if (!distance.has_value() || a.numel() == 0 || b.numel() == 0 || *distance >= extent_of(a) ||
+      -*distance >= extent_of(b)) {
+    return false;
   }
   // a's place minus b's = distance: the dims of b count backwards from their ends. Elements are wider than a
   // byte: bytes u of a's and v of b's coincide.
   std::vector<Term> terms = terms_of(a);
-  int64_t target = distance;
+  int64_t target = *distance;
   for (const Term& term : terms_of(b)) {
     terms.push_back(term);
     target += term.stride * term.last;
   }
   terms.erase(std::remove_if(terms.begin(), terms.end(), [](Term term) { return term.stride == 0; }),
               terms.end());
-  terms.push_back({1, static_cast<int64_t>(a.element_size()) - 1});
-  terms.push_back({1, static_cast<int64_t>(b.element_size()) - 1});
-  target += static_cast<int64_t>(b.element_size()) - 1;
+  terms.push_back({1, element_size_of(a) - 1});
+  terms.push_back({1, element_size_of(b) - 1});
+  target += element_size_of(b) - 1;
   return target >= 0 && Equation(std::move(terms)).solvable(target);
 }
 

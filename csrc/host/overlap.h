@@ -10,6 +10,8 @@ namespace htree {
 
 // Whether two elements of t share memory. Exact up to a bound on the work, beyond which the answer is true.
 bool overlaps_itself(const at::Tensor& t);
+// Whether a and b are the same elements in the same places. Strides of dims of one element do not matter.
+bool is_same_view(const at::Tensor& a, const at::Tensor& b);
 // Whether an element of a shares memory with one of b; as exact.
 bool share_memory(const at::Tensor& a, const at::Tensor& b);
 

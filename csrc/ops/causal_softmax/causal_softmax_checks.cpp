@@ -21,25 +21,6 @@ void check_block_size(const char* op, int64_t block_size) {
                               ": block_size must be 0 (automatic), 512 or 1024, got ", block_size);
 }
 
-// Strides of dims that hold one element do not matter.
-bool is_same_view(const at::Tensor& a, const at::Tensor& b) {
-  if (a.unsafeGetTensorImpl() == b.unsafeGetTensorImpl()) {
-    return true;
-  }
-  const auto symbolic = [](const at::Tensor& t) {
-    return t.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
-  };
-  if (symbolic(a) || symbolic(b) || !a.is_alias_of(b) || a.storage_offset() != b.storage_offset()) {
-    return false;
-  }
-  for (int64_t dim = 0; dim < a.dim(); ++dim) {
-    if (a.size(dim) > 1 && a.stride(dim) != b.stride(dim)) {
-      return false;
-    }
-  }
-  return true;
-}
-
 }  // namespace
 
 Problem problem_of(const at::Tensor& x, int64_t block_size) {
