@@ -36,9 +36,10 @@ void run_on_values(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 }  // namespace
 
-void register_lazy_views(torch::Library& library, std::initializer_list<const char*> ops) {
-  for (const char* op : ops) {
-    library.impl(op, torch::CppFunction::makeFromBoxedFunction<&run_on_values>());
+void register_lazy_views(torch::Library& library, const std::string& name) {
+  for (const auto key : {c10::DispatchKey::Negative, c10::DispatchKey::Conjugate}) {
+    library.impl(name.c_str(),
+                 torch::dispatch(key, torch::CppFunction::makeFromBoxedFunction<&run_on_values>()));
   }
 }
 

@@ -4,13 +4,13 @@
 
 #include <torch/library.h>
 
-#include <initializer_list>
+#include <string>
 
 namespace htree {
 
-// Registers `ops`, mutating ones, for a library of the dispatch key Negative or Conjugate: the op runs on
+// Registers kernels of the mutating op `name` for the dispatch keys Negative and Conjugate: the op runs on
 // tensors with the view's values, and what it wrote goes back into the view. Torch's own kernel for these
 // keys expects a mutating op to return what it wrote; ours return nothing, and it would read past the stack.
-void register_lazy_views(torch::Library& library, std::initializer_list<const char*> ops);
+void register_lazy_views(torch::Library& library, const std::string& name);
 
 }  // namespace htree

@@ -6,16 +6,27 @@
 #include <torch/library.h>
 
 #include <initializer_list>
+#include <string>
+#include <utility>
 #include <vector>
+
+#include "host/lazy_views.h"
 
 namespace htree {
 
 // The ops trace (pt2_compliant_tag), and a compiler must hand them the strides that eager mode would.
+// Mutating ones take lazy views (host/lazy_views.h).
 inline void define_ops(torch::Library& library, std::initializer_list<const char*> schemas) {
   library.set_python_module("htree_ops");
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides};
   for (const char* schema : schemas) {
-    library.def(schema, tags);
+    c10::FunctionSchema parsed = torch::schema(schema);
+    const bool is_mutable = parsed.is_mutable();
+    const std::string name = c10::toString(parsed.operator_name());
+    library.def(std::move(parsed), tags);
+    if (is_mutable) {
+      register_lazy_views(library, name);
+    }
   }
 }
 

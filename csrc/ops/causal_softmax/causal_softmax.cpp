@@ -4,8 +4,8 @@
 #include <torch/library.h>
 
 #include "host/autograd.h"
-#include "host/lazy_views.h"
 #include "host/op_handle.h"
+#include "host/registration.h"
 
 namespace htree::causal_softmax {
 namespace {
@@ -146,12 +146,12 @@ void register_device(torch::Library& library) {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(htree, library) {
-  library.set_python_module("htree_ops");
-  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides};
-  library.def("causal_softmax(Tensor x, int block_size=0) -> Tensor", tags);
-  library.def("causal_softmax.out(Tensor x, int block_size=0, *, Tensor(a!) out) -> ()", tags);
-  library.def("causal_softmax_(Tensor(a!) x, int block_size=0) -> ()", tags);
-  library.def("causal_softmax_backward(Tensor dy, Tensor y) -> Tensor", tags);
+  define_ops(library, {
+                          "causal_softmax(Tensor x, int block_size=0) -> Tensor",
+                          "causal_softmax.out(Tensor x, int block_size=0, *, Tensor(a!) out) -> ()",
+                          "causal_softmax_(Tensor(a!) x, int block_size=0) -> ()",
+                          "causal_softmax_backward(Tensor dy, Tensor y) -> Tensor",
+                      });
 }
 
 TORCH_LIBRARY_IMPL(htree, CPU, library) {
@@ -181,14 +181,6 @@ TORCH_LIBRARY_IMPL(htree, Autograd, library) {
 TORCH_LIBRARY_IMPL(htree, ADInplaceOrView, library) {
   library.impl("causal_softmax.out", TORCH_FN(forward_out_adinplace));
   library.impl("causal_softmax_", TORCH_FN(forward_inplace_adinplace));
-}
-
-TORCH_LIBRARY_IMPL(htree, Negative, library) {
-  register_lazy_views(library, {"causal_softmax.out", "causal_softmax_"});
-}
-
-TORCH_LIBRARY_IMPL(htree, Conjugate, library) {
-  register_lazy_views(library, {"causal_softmax.out", "causal_softmax_"});
 }
 
 }  // namespace htree::causal_softmax

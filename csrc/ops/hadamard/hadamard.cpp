@@ -4,7 +4,6 @@
 #include <torch/library.h>
 
 #include "host/autograd.h"
-#include "host/lazy_views.h"
 #include "host/op_handle.h"
 #include "host/registration.h"
 
@@ -186,14 +185,6 @@ TORCH_LIBRARY_IMPL(htree, Autograd, library) {
 
 TORCH_LIBRARY_IMPL(htree, ADInplaceOrView, library) {
   library.impl("hadamard_transform_", TORCH_FN(inplace_adinplace));
-}
-
-TORCH_LIBRARY_IMPL(htree, Negative, library) {
-  register_lazy_views(library, {"hadamard_transform_"});
-}
-
-TORCH_LIBRARY_IMPL(htree, Conjugate, library) {
-  register_lazy_views(library, {"hadamard_transform_"});
 }
 
 }  // namespace htree::hadamard

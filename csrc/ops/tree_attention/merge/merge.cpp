@@ -4,7 +4,6 @@
 #include <array>
 
 #include "host/autograd.h"
-#include "host/lazy_views.h"
 #include "host/op_handle.h"
 #include "host/registration.h"
 #include "ops/tree_attention/kernels.h"
@@ -139,14 +138,6 @@ TORCH_LIBRARY_IMPL(htree, Autograd, library) {
 
 TORCH_LIBRARY_IMPL(htree, ADInplaceOrView, library) {
   library.impl("merge_to_global_", TORCH_FN(merge_to_global_adinplace));
-}
-
-TORCH_LIBRARY_IMPL(htree, Negative, library) {
-  register_lazy_views(library, {"merge_to_global_"});
-}
-
-TORCH_LIBRARY_IMPL(htree, Conjugate, library) {
-  register_lazy_views(library, {"merge_to_global_"});
 }
 
 }  // namespace htree::tree_attention

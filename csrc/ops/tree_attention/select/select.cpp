@@ -6,7 +6,6 @@
 #include <ATen/ops/where.h>
 
 #include "host/autograd.h"
-#include "host/lazy_views.h"
 #include "host/op_handle.h"
 #include "host/registration.h"
 #include "ops/tree_attention/io_kernels.h"
@@ -199,14 +198,6 @@ TORCH_LIBRARY_IMPL(htree, Autograd, library) {
 
 TORCH_LIBRARY_IMPL(htree, ADInplaceOrView, library) {
   library.impl("mask_topk_scores_", TORCH_FN(mask_topk_scores_adinplace));
-}
-
-TORCH_LIBRARY_IMPL(htree, Negative, library) {
-  register_lazy_views(library, {"mask_topk_scores_"});
-}
-
-TORCH_LIBRARY_IMPL(htree, Conjugate, library) {
-  register_lazy_views(library, {"mask_topk_scores_"});
 }
 
 }  // namespace htree::tree_attention
