@@ -28,6 +28,9 @@ BACKENDS = {
 }
 #: FlashAttention-2 is left out beyond this length: it takes 1.7 times cuDNN's time at every length, and minutes here.
 FLASH_UP_TO = 65_536
+#: Beyond this length dense attention runs on one key head and its query heads only, and its name says so: all heads
+#: take 4.7 seconds a call at 524288 tokens and 19 at 1048576.
+ALL_HEADS_UP_TO = 262_144
 #: Rows that are compared with the reference before timing: the last ones, which have the longest lists. The reference
 #: of all rows would need hundreds of gigabytes.
 CHECKED_ROWS = 64
@@ -43,12 +46,19 @@ OPTIONS = (
 
 
 class Dense:
-    """Dense causal attention [B,T,H,V] by one backend; ignores the tree's options."""
+    """Dense causal attention [B,T,H,V] by one backend; ignores the tree's options.
 
-    def __init__(self, backend: SDPBackend) -> None:
+    With ``num_kv_heads`` only on the first key heads and the query heads that share them.
+    """
+
+    def __init__(self, backend: SDPBackend, num_kv_heads: int | None = None) -> None:
         self.backend = backend
+        self.num_kv_heads = num_kv_heads
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+        if self.num_kv_heads is not None:
+            q = q[:, :, : q.shape[2] // k.shape[2] * self.num_kv_heads]
+            k, v = (x[:, :, : self.num_kv_heads] for x in (k, v))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         with sdpa_kernel(self.backend):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
@@ -98,9 +108,19 @@ def forward_cases(device: str) -> list[TreeAttentionCase]:
     return [*cases, *(cases[0].with_dtype(dtype) for dtype in (torch.float16, torch.bfloat16))]
 
 
+def dense_for(case: TreeAttentionCase, device: str) -> dict[str, Dense]:
+    """Dense attention by every backend that is quick enough for the length."""
+    if case.T > ALL_HEADS_UP_TO:
+        return {f"dense SDPA, cuDNN, 1 of {case.H_kv} key heads": Dense(SDPBackend.CUDNN_ATTENTION, 1)}
+    return {
+        f"dense SDPA, {name}": Dense(backend)
+        for name, backend in BACKENDS[device].items()
+        if case.T <= FLASH_UP_TO or "Flash" not in name
+    }
+
+
 def make_benchmarks(device: str) -> list[Benchmark]:
     """All benchmarks of the room on ``device`` ("cpu" or "cuda")."""
-    dense = {f"dense SDPA, {name}": Dense(backend) for name, backend in BACKENDS[device].items()}
     forward = [
         Benchmark(
             "tree_attention",
@@ -108,8 +128,7 @@ def make_benchmarks(device: str) -> list[Benchmark]:
             Candidate("htree_ops", torch.ops.htree.attention, capturable=False),
             [
                 Candidate(name, run, same_function=False, capturable=False)
-                for name, run in dense.items()
-                if case.T <= FLASH_UP_TO or "Flash" not in name
+                for name, run in dense_for(case, device).items()
             ],
             check_forward,
         )
@@ -122,7 +141,7 @@ def make_benchmarks(device: str) -> list[Benchmark]:
             Candidate("htree_ops", torch.ops.htree.attention_backward, capturable=False),
             [
                 Candidate(name, differentiate, run.recorded, same_function=False, capturable=False)
-                for name, run in dense.items()
+                for name, run in dense_for(case.forward, device).items()
             ],
             check_backward,
         )

@@ -149,9 +149,36 @@ def test_candidates_alternate_and_inputs_rotate():
 def test_sustained_counts_the_last_twenty_of_twenty_five():
     counter = FakeCounter()
     heating = counter.call(*[100.0] * 5, *[200.0] * 20)
-    assert timing.sustained([heating], timing.CpuClock(counter)) == timing.Timing(
+    assert timing.sustained([heating], timing.CpuClock(counter), call_us=150.0) == timing.Timing(
         *(pytest.approx(200.0) for _ in range(3)), num_samples=20
     )
+
+
+@pytest.mark.parametrize(("call_ms", "calls", "counted"), [(100, 25, 20), (500, 6, 5), (5000, 3, 3)])
+def test_sustained_load_has_an_end(call_ms, calls, counted):
+    counter = FakeCounter()
+    log = []
+    heating = counter.call(*[call_ms * 1e3] * 25)
+    measured = timing.sustained(
+        [lambda: (log.append(1), heating())], timing.CpuClock(counter), call_us=call_ms * 1e3
+    )
+    assert (len(log), measured.num_samples) == (calls, counted)
+
+
+def test_long_calls_take_fewer_turns():
+    counter = FakeCounter()
+    effort = timing.Effort(rounds=10, warm_up_ms=0.0, candidate_ms=2000.0)
+    calls = {
+        "short": [counter.call(*[1e3] * 200)],
+        "long": [counter.call(*[900e3] * 200)],
+        "slow": [counter.call(*[5e6] * 9)],
+    }
+    measured = timing.measure(calls, timing.CpuClock(counter), effort)
+    assert {name: times.num_samples for name, times in measured.items()} == {
+        "short": 100,
+        "long": 2,
+        "slow": 2,
+    }
 
 
 @pytest.mark.gpu

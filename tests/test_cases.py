@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from htree_ops.testing import causal_softmax_cases as softmax
 from htree_ops.testing.cases import Case
 from htree_ops.testing.layouts import LAYOUTS, misaligned, storage_span, with_strides
+from htree_ops.testing.tree_attention_problem import TreeAttentionCase
 
 LISTS: dict[str, list[Case]] = {
     "cases": [*softmax.CASES, *softmax.LAYOUT_CASES],
@@ -89,3 +92,14 @@ def test_bytes_of_the_bar_give_the_known_floors():
     assert forward.bytes() / COPY_BYTES_PER_SECOND * 1e6 == pytest.approx(94, abs=0.5)
     assert backward.bytes() / COPY_BYTES_PER_SECOND * 1e6 == pytest.approx(125, abs=0.6)
     assert forward.flops() == 5 * 32 * 2048 * 2049 // 2
+
+
+def test_correlated_tokens_are_an_autoregression():
+    """Lag-one correlation ρ and variance 1, against the recursion itself on the same noise."""
+    rho = 0.95
+    alike = TreeAttentionCase(name="alike", dtype=torch.float64, T=3000, K=16, V=16, correlation=rho)
+    noise = dataclasses.replace(alike, correlation=0.0).make_qkv("cpu", seed=3)[0]
+    expected = noise.clone()
+    for t in range(1, alike.T):
+        expected[:, t] = rho * expected[:, t - 1] + (1 - rho**2) ** 0.5 * noise[:, t]
+    torch.testing.assert_close(alike.make_qkv("cpu", seed=3)[0], expected, rtol=0, atol=1e-4)

@@ -164,6 +164,27 @@ def test_other_functions_stand_side_by_side(tmp_path, render):
     assert "| `causal_softmax` | tall | bfloat16 | 2.0 ms | 4.0 ms |  |" in lines
 
 
+def test_the_length_from_which_the_tree_is_faster(tmp_path):
+    def row(length, stride, ours_ms, dense_ms):
+        return ROW | {
+            "op": "tree_attention",
+            "case": f"T{length}_s{stride}",
+            "baseline": readme_table.DENSE,
+            "baseline_computes_the_same": False,
+            "median_us": ours_ms * 1e3,
+            "baseline_median_us": dense_ms * 1e3,
+        }
+
+    rows = [row(64_000, 1, 10, 40), row(16_000, 1, 10, 2.5), row(8000, 16, 8, 2), row(16_000, 16, 8, 8)]
+    rows += [row(8000, 4, 1, 2), row(16_000, 4, 1, 4)]  # faster from the start: nothing to say
+    write(tmp_path, "a.json", rows)
+    text = readme_table.render_headlines(readme_table.read_rows(tmp_path), "r")
+    assert (
+        "from about 32 thousand tokens with `selection_stride=1` and 16 thousand tokens with `selection_stride=16` on."
+        in text
+    )
+
+
 def test_the_command_writes_and_checks(tmp_path, capsys):
     readme, document, folder = tmp_path / "README.md", tmp_path / "results.md", tmp_path / "results"
     for path in (readme, document):

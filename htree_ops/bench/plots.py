@@ -139,12 +139,14 @@ def roofline(rows: Sequence[Row], path: Path) -> Path | None:
 def lengths(rows: Sequence[Row], path: Path) -> Path | None:
     """Time of tree attention against T beside the dense baselines of the same run; forward only."""
     points: dict[str, dict[int, float]] = {}
-    used = []
+    used: list[Row] = []
     dtypes = sorted({row.dtype for row in rows if row.op == "tree_attention"})
     dtype = "bfloat16" if "bfloat16" in dtypes and len(dtypes) == 1 else dtypes[0] if dtypes else ""
     for row in rows:
         found = re.search(r"\bT=(\d+)", row.shapes)
         if row.op != "tree_attention" or row.dtype != dtype or not found:
+            continue
+        if used and _sizes(row) != _sizes(used[0]):
             continue
         stride = re.search(r"\bs=(\d+)", row.shapes)
         used.append(row)
@@ -181,8 +183,13 @@ def lengths(rows: Sequence[Row], path: Path) -> Path | None:
     axes.set_xlabel("sequence length T, tokens (k = 1024)")
     axes.set_ylabel(f"time of the forward, {unit} (lower is better)")
     axes.legend(loc="upper left", fontsize=10)
-    sizes = re.sub(r"B=\d+ T=\d+ | s=\d+|T_q=\d+ ", "", used[0].shapes)
-    return _finish(plt, figure, axes, used, f"Tree attention against dense, {sizes}, {dtype}", path)
+    title = f"Tree attention against dense, {_sizes(used[0])}, {dtype}"
+    return _finish(plt, figure, axes, used, title, path)
+
+
+def _sizes(row: Row) -> str:
+    """A row of tree attention's shapes without batch, lengths and stride: what one line of the picture shares."""
+    return re.sub(r"B=\d+ T=\d+ | s=\d+|T_q=\d+ ", "", row.shapes)
 
 
 def bars(rows: Sequence[Row], path: Path) -> Path | None:

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -101,14 +105,40 @@ def _sustained_or_median(row: Entry, prefix: str = "") -> float:
     return float(row[f"{prefix}median_us"] if sustained is None else sustained)
 
 
-#: Lines of a room in the README for cases that only other functions are timed beside.
-HEADLINE_YARDSTICKS = 8
+#: Lines of an op in the README for cases that only other functions are timed beside.
+HEADLINE_YARDSTICKS = 6
+DENSE = "dense SDPA, cuDNN"
+
+
+def _crossovers(rows: Iterable[Entry]) -> str:
+    """From which length on tree attention is faster than dense attention, one clause per stride; "" if never seen.
+
+    Between the last length at which dense is faster and the next one, by straight lines of log time over log length.
+    """
+    ratios: dict[int, dict[int, float]] = {}
+    for row in rows:
+        found = re.fullmatch(r"T(\d+)_s(\d+)", row["case"])
+        if found and row["op"] == "tree_attention" and row["baseline"] == DENSE:
+            length, stride = map(int, found.groups())
+            ours, theirs = _sustained_or_median(row), _sustained_or_median(row, "baseline_")
+            ratios.setdefault(stride, {})[length] = math.log(ours / theirs)
+    clauses = []
+    for stride, by_length in sorted(ratios.items()):
+        steps = sorted(by_length.items())
+        crossings = [(a, b) for a, b in pairwise(steps) if a[1] > 0 >= b[1]]
+        if crossings:
+            (shorter, above), (longer, below) = crossings[-1]
+            length = shorter * (longer / shorter) ** (above / (above - below))
+            clauses.append(f"{round(length / 1000)} thousand tokens with `selection_stride={stride}`")
+    if not clauses:
+        return ""
+    return f"Tree attention is faster than {DENSE} from about {' and '.join(clauses)} on."
 
 
 def _yardsticks(rows: Iterable[Entry], most: int | None = None) -> str:
     """Cases that have no baseline of the same function: one line each, a column per other function; "" if none.
 
-    Only the first ``most`` of them where that is given.
+    Only the first ``most`` of each op where that is given.
     """
     equals = {(row["op"], row["case"], row["dtype"]) for row in _fastest_equals(rows)}
     cases: dict[tuple[str, str, str], dict[str, Entry]] = {}
@@ -124,7 +154,11 @@ def _yardsticks(rows: Iterable[Entry], most: int | None = None) -> str:
         f"| op | case | dtype | htree_ops | {' | '.join(names)} |",
         "|---|---|---|---:|" + "---:|" * len(names),
     ]
-    for (op, case, dtype), by_name in list(cases.items())[:most]:
+    shown: Counter[str] = Counter()
+    for (op, case, dtype), by_name in cases.items():
+        shown[op] += 1
+        if most is not None and shown[op] > most:
+            continue
         ours = _sustained_or_median(next(iter(by_name.values())))
         theirs = [
             _time(_sustained_or_median(by_name[name], "baseline_")) if name in by_name else ""
@@ -198,6 +232,7 @@ def render_headlines(files: dict[str, list[Entry]], folder: str) -> str:
     lines = [_line(row) for rows in on_gpu.values() for row in _first_cases(_fastest_equals(rows))]
     parts = [f"{HEADER}\n" + "\n".join(lines)] if lines else []
     parts += [others for rows in on_gpu.values() if (others := _yardsticks(rows, HEADLINE_YARDSTICKS))]
+    parts += [sentence for rows in on_gpu.values() if (sentence := _crossovers(rows))]
     machines: dict[str, list[str]] = {}
     for name, rows in on_gpu.items():
         for here in _by_place(rows).values():

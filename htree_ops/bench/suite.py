@@ -161,7 +161,7 @@ def run_benchmark(
             gate(benchmark, candidate, inputs, calls[candidate.name][0])
     times = timing.measure(calls, clock, effort)
     sustained = {
-        name: timing.sustained(calls[name], clock).median_us
+        name: timing.sustained(calls[name], clock, measured.median_us, effort).median_us
         for name, measured in times.items()
         # power limits are a GPU's affair
         if torch.device(device).type == "cuda" and measured.median_us >= effort.sustained_from_us

@@ -156,14 +156,18 @@ class Effort:
         rounds: turns that each candidate takes.
         burst: calls per turn, fewer when a turn would exceed ``turn_ms``.
         turn_ms: upper limit of a turn.
+        candidate_ms: upper limit of all turns of a candidate together; long calls take fewer turns, at least two.
         sustained_from_us: calls from this length on are also timed under sustained load.
+        sustained_ms: the load lasts 25 calls or this long, whichever is shorter, and at least three calls.
     """
 
     warm_up_ms: float = 25.0
     rounds: int = 10
     burst: int = 10
     turn_ms: float = 200.0
+    candidate_ms: float = 2000.0
     sustained_from_us: float = 1000.0
+    sustained_ms: float = 3000.0
 
 
 def num_input_sets(input_bytes: int, rotated_bytes: int = ROTATED_BYTES) -> int:
@@ -191,21 +195,28 @@ def measure(candidates: Mapping[str, Sequence[Call]], clock: Clock, effort: Effo
 
     The order is reversed from turn to turn: no candidate always follows the same other one.
     """
-    bursts = {}
+    bursts, turns = {}, {}
     for name, calls in candidates.items():
-        call_us = warm_up(calls, clock, effort.warm_up_ms)
-        bursts[name] = min(effort.burst, max(1, int(effort.turn_ms * 1e3 / max(call_us, 1e-3))))
+        call_us = max(warm_up(calls, clock, effort.warm_up_ms), 1e-3)
+        bursts[name] = min(effort.burst, max(1, int(effort.turn_ms * 1e3 / call_us)))
+        turns[name] = min(effort.rounds, max(2, int(effort.candidate_ms * 1e3 / (bursts[name] * call_us))))
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     for turn in range(effort.rounds):
-        names = list(candidates)
+        names = [name for name in candidates if turn < turns[name]]
         for name in names if turn % 2 == 0 else reversed(names):
             calls = _round_robin(candidates[name], bursts[name], len(samples[name]))
             samples[name] += clock.time_calls(calls, keep=len(candidates[name]))
     return {name: summarise(times) for name, times in samples.items()}
 
 
-def sustained(calls: Sequence[Call], clock: Clock, repeats: int = 25, counted: int = 20) -> Timing:
-    """Back-to-back calls without a pause, the last ``counted`` of ``repeats``: power limits show here."""
+def sustained(calls: Sequence[Call], clock: Clock, call_us: float, effort: Effort | None = None) -> Timing:
+    """Back-to-back calls without a pause, the last four fifths counted: power limits show here.
+
+    25 calls, fewer where calls of ``call_us`` microseconds would take longer than ``effort.sustained_ms``.
+    """
+    limit_ms = (effort or Effort()).sustained_ms
+    repeats = min(25, max(3, math.ceil(limit_ms * 1e3 / max(call_us, 1e-3))))
+    counted = math.ceil(0.8 * repeats)
     return summarise(clock.time_calls(_round_robin(calls, repeats, 0), keep=len(calls))[-counted:])
 
 

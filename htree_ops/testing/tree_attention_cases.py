@@ -152,12 +152,13 @@ BENCHMARK_CASES: dict[str, list[TreeAttentionCase]] = {
     "cuda": [
         *(
             _model(T, torch.bfloat16, selection_stride=stride)
-            for T in (16_384, 32_768, 65_536, 131_072, 262_144)
+            for T in (32_768, 131_072, 1_048_576, 8192, 16_384, 65_536, 262_144, 524_288)
             for stride in (1, 16)
         ),
         *(
             _model(T, torch.bfloat16, shape, selection_stride=stride, **sizes)
             for T, shape, sizes in (
+                (131_072, "_ar1", {"correlation": 0.95}),
                 (131_072, "_h64", {"H": 64}),
                 (131_072, "_d64", {"K": 64, "V": 64}),
                 (120_000, "_h64_d32", {"H": 64, "K": 32, "V": 32}),  # the public Triton version's benchmark
@@ -176,7 +177,7 @@ BENCHMARK_BACKWARD_CASES: dict[str, list[TreeAttentionBackwardCase]] = {
     device: [
         TreeAttentionBackwardCase(name=case.name, dtype=case.dtype, forward=case)
         for case in cases
-        if case.T == 32_768
+        if case.name in {f"T{T}_s{stride}" for T in (32_768, 131_072) for stride in (1, 16)}
     ]
     for device, cases in BENCHMARK_CASES.items()
 }

@@ -39,6 +39,20 @@ def _head_major(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+def _correlated(noise: Tensor, rho: float) -> Tensor:
+    """A stationary AR(1) process over dim 1 from independent values [B,T,...], by sums over doubled windows.
+
+    The first value has the process's own variance; powers of ρ under 1e-6 are left out.
+    """
+    x = noise.to(torch.promote_types(noise.dtype, torch.float32), copy=True)
+    x[:, 1:] *= (1 - rho * rho) ** 0.5
+    window = 1
+    while window < x.shape[1] and rho**window > 1e-6:
+        x[:, window:] += rho**window * x[:, :-window].clone()
+        window *= 2
+    return x.to(noise.dtype)
+
+
 #: How q, k and v lie in memory. Unit stride in the last dim: the first five; the others are copied (§0.2).
 LAYOUTS: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]] = {
     "contiguous": lambda q, k, v: (q, k, v),
@@ -66,6 +80,8 @@ class TreeAttentionCase(Case):
     """q [B,T_q,H,K], k [B,T,H_kv,K], v [B,T,H_kv,V] and the options of ``attention`` (§1.8).
 
     ``num_queries`` None means T. ``spread`` multiplies q: 1 gives scores of standard deviation about 1.
+    ``correlation`` makes neighbouring tokens alike: each channel of q, k and v is a stationary AR(1) process over the
+    tokens, x_t = ρ·x_(t-1) + √(1-ρ²)·ε_t, of variance 1; 0 gives independent tokens.
     """
 
     B: int = 1
@@ -84,6 +100,7 @@ class TreeAttentionCase(Case):
     rope_base: float | None = 10000.0
     layout: str = "contiguous"
     spread: float = 1.0
+    correlation: float = 0.0
 
     @property
     def T_q(self) -> int:
@@ -114,6 +131,8 @@ class TreeAttentionCase(Case):
         q = normal((self.B, self.T_q, self.H, self.K), self.dtype, device, 3 * seed, self.spread)
         k = normal((self.B, self.T, self.H_kv, self.K), self.dtype, device, 3 * seed + 1)
         v = normal((self.B, self.T, self.H_kv, self.V), self.dtype, device, 3 * seed + 2)
+        if self.correlation:
+            q, k, v = (_correlated(x, self.correlation) for x in (q, k, v))
         q, k, v = LAYOUTS[self.layout](q, k, v)
         return q, k, v
 
@@ -230,9 +249,10 @@ class TreeAttentionCase(Case):
     def shapes(self) -> str:
         """Sizes and the options that shape the tree."""
         queries = "" if self.num_queries is None else f" T_q={self.T_q}"
+        alike = f" AR(1) {self.correlation}" if self.correlation else ""
         return (
             f"B={self.B} T={self.T}{queries} H={self.H}/{self.H_kv} K={self.K} V={self.V} "
-            f"r={self.r} k={self.top_k} M={self.M} s={self.selection_stride}"
+            f"r={self.r} k={self.top_k} M={self.M} s={self.selection_stride}{alike}"
         )
 
 
