@@ -105,6 +105,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"no CUDA: {MISSING}")
 
 
+def pytest_runtest_teardown() -> None:
+    """Gives back what the caching allocator keeps: several processes of one run share the GPU."""
+    if not MISSING and torch.cuda.memory_reserved() > 1 << 30:
+        torch.cuda.empty_cache()
+
+
 def forbid_skip(report: pytest.TestReport | pytest.CollectReport, what: str) -> None:
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
     report.outcome = "failed"

@@ -116,7 +116,7 @@ def make_problem(
         sizes=sizes,
         dtype=result,
         arguments=arguments,
-        call=lambda **config: op(*arguments, list(config.values()) or None),
+        call=lambda **config: op(*arguments, [config[name] for name in SPACES[kernel]] if config else None),
         device=place,
         flops=flops,
         num_bytes=num_bytes,
