@@ -160,6 +160,90 @@ struct Exponential {
   }
 };
 
+// Makes the compiler convert the elements again where they are next used. A block of 1024 threads has 64
+// registers each: arithmetic values kept from one pass over the row to the next would spill.
+template <typename Tr>
+__device__ __forceinline__ void drop_conversions(Pack<typename Tr::T, Tr::kPackElems>& pack) {
+  if constexpr (sizeof(typename Tr::T) == 2 && Tr::kBlock == 1024 && Tr::kPackElems > 1) {
+    auto* words = reinterpret_cast<uint32_t*>(&pack);
+#pragma unroll
+    for (int word = 0; word < Tr::kPackElems / 2; ++word) {
+      asm volatile("" : "+r"(words[word]));
+    }
+  }
+}
+
+// The packs of a row that a thread holds.
+template <typename Tr>
+using RowPacks = Pack<typename Tr::T, Tr::kPackElems>[Tr::kPacks];
+
+// Writes the softmax of the row in `value`, whose maximum the calling thread's packs have in `best`. A NaN
+// passes the maximum by and turns the sum, hence the row, into NaN; so do +Inf and a row of -Inf.
+template <typename Tr>
+__device__ __forceinline__ void write_softmax(
+    const Row<typename Tr::T>& y, const RowPacks<Tr>& value, Acc<typename Tr::T> best, int visible, int cols,
+    Acc<typename Tr::T> (&scratch)[2][Tr::kThreads / device::kWarpSize]) {
+  using A = Acc<typename Tr::T>;
+  best = row_reduce<Tr, device::Max>(best, scratch[0]);
+  const Exponential<typename Tr::T> exponential(best);
+  A sum = 0;
+  A kept[Tr::kPacks][Tr::kPackElems];
+#pragma unroll
+  for (int pack = 0; pack < Tr::kPacks; ++pack) {
+    if (pack_col<Tr>(pack) < visible) {
+#pragma unroll
+      for (int i = 0; i < Tr::kPackElems; ++i) {
+        kept[pack][i] = exponential(device::to_acc(value[pack][i]));
+        sum += kept[pack][i];
+      }
+    }
+  }
+  const A scale = A(1) / row_reduce<Tr, device::Sum>(sum, scratch[1]);
+#pragma unroll
+  for (int pack = 0; pack < Tr::kPacks; ++pack) {
+    A out[Tr::kPackElems] = {};
+    if (pack_col<Tr>(pack) < visible) {
+#pragma unroll
+      for (int i = 0; i < Tr::kPackElems; ++i) {
+        out[i] = kept[pack][i] * scale;
+      }
+    }
+    store_visible<Tr>(y, pack_col<Tr>(pack), visible, cols, out);
+  }
+}
+
+// The part of sum dy y that a pack adds.
+template <typename Tr>
+__device__ __forceinline__ Acc<typename Tr::T> pack_dot(const Pack<typename Tr::T, Tr::kPackElems>& dy,
+                                                        const Pack<typename Tr::T, Tr::kPackElems>& y,
+                                                        Acc<typename Tr::T> dot) {
+#pragma unroll
+  for (int i = 0; i < Tr::kPackElems; ++i) {
+    dot += device::to_acc(dy[i]) * device::to_acc(y[i]);
+  }
+  return dot;
+}
+
+// Writes dx = y (dy - dot) on the visible prefix, 0 behind it.
+template <typename Tr>
+__device__ __forceinline__ void write_gradient(const Row<typename Tr::T>& dx_row, RowPacks<Tr>& dy,
+                                               RowPacks<Tr>& y, Acc<typename Tr::T> dot, int visible,
+                                               int cols) {
+#pragma unroll
+  for (int pack = 0; pack < Tr::kPacks; ++pack) {
+    Acc<typename Tr::T> dx[Tr::kPackElems] = {};
+    if (pack_col<Tr>(pack) < visible) {
+      drop_conversions<Tr>(dy[pack]);
+      drop_conversions<Tr>(y[pack]);
+#pragma unroll
+      for (int i = 0; i < Tr::kPackElems; ++i) {
+        dx[i] = device::to_acc(y[pack][i]) * (device::to_acc(dy[pack][i]) - dot);
+      }
+    }
+    store_visible<Tr>(dx_row, pack_col<Tr>(pack), visible, cols, dx);
+  }
+}
+
 template <typename Tr>
 __global__ void __launch_bounds__(Tr::kBlock)
     forward_kernel(const __grid_constant__ ForwardParams<typename Tr::T> p,
@@ -187,36 +271,7 @@ __global__ void __launch_bounds__(Tr::kBlock)
   for (int pack = 0; pack < Tr::kPacks; ++pack) {
     best = device::Max{}(device::max_of(value[pack].data), best);
   }
-  best = row_reduce<Tr, device::Max>(best, scratch[0]);
-
-  // A NaN passes the maximum by and turns the sum, hence the row, into NaN; so do +Inf and a row of -Inf.
-  const Exponential<T> exponential(best);
-  A sum = 0;
-  A kept[Tr::kPacks][Tr::kPackElems];
-#pragma unroll
-  for (int pack = 0; pack < Tr::kPacks; ++pack) {
-    if (pack_col<Tr>(pack) < visible) {
-#pragma unroll
-      for (int i = 0; i < Tr::kPackElems; ++i) {
-        kept[pack][i] = exponential(device::to_acc(value[pack][i]));
-        sum += kept[pack][i];
-      }
-    }
-  }
-  sum = row_reduce<Tr, device::Sum>(sum, scratch[1]);
-
-  const A scale = A(1) / sum;
-#pragma unroll
-  for (int pack = 0; pack < Tr::kPacks; ++pack) {
-    A out[Tr::kPackElems] = {};
-    if (pack_col<Tr>(pack) < visible) {
-#pragma unroll
-      for (int i = 0; i < Tr::kPackElems; ++i) {
-        out[i] = kept[pack][i] * scale;
-      }
-    }
-    store_visible<Tr>(y, pack_col<Tr>(pack), visible, cols, out);
-  }
+  write_softmax<Tr>(y, value, best, visible, cols, scratch);
 }
 
 // dx = y (dy - sum dy y) on the visible prefix, 0 behind it.
@@ -249,24 +304,10 @@ __global__ void __launch_bounds__(Tr::kBlock)
 #pragma unroll
   for (int pack = 0; pack < Tr::kPacks; ++pack) {
     if (pack_col<Tr>(pack) < visible) {
-#pragma unroll
-      for (int i = 0; i < Tr::kPackElems; ++i) {
-        dot += device::to_acc(dy[pack][i]) * device::to_acc(y[pack][i]);
-      }
+      dot = pack_dot<Tr>(dy[pack], y[pack], dot);
     }
   }
-  dot = row_reduce<Tr, device::Sum>(dot, scratch);
-#pragma unroll
-  for (int pack = 0; pack < Tr::kPacks; ++pack) {
-    A dx[Tr::kPackElems] = {};
-    if (pack_col<Tr>(pack) < visible) {
-#pragma unroll
-      for (int i = 0; i < Tr::kPackElems; ++i) {
-        dx[i] = device::to_acc(y[pack][i]) * (device::to_acc(dy[pack][i]) - dot);
-      }
-    }
-    store_visible<Tr>(dx_row, pack_col<Tr>(pack), visible, cols, dx);
-  }
+  write_gradient<Tr>(dx_row, dy, y, row_reduce<Tr, device::Sum>(dot, scratch), visible, cols);
 }
 
 // Rows of any length: one pass for maximum and sum (re-based whenever the maximum grows), one that writes. y

@@ -15,19 +15,6 @@ struct StreamTraits : Traits<T, kThreads, kRowsPerBlock, kElems, /*kVectorised=*
   static constexpr int kStages = kStages_;
 };
 
-// Makes the compiler convert the elements again where they are next used. A block of 1024 threads has 64
-// registers each: arithmetic values kept from one pass over the row to the next would spill.
-template <typename Tr>
-__device__ __forceinline__ void drop_conversions(Pack<typename Tr::T, Tr::kPackElems>& pack) {
-  if constexpr (sizeof(typename Tr::T) == 2 && Tr::kBlock == 1024) {
-    auto* words = reinterpret_cast<uint32_t*>(&pack);
-#pragma unroll
-    for (int word = 0; word < Tr::kPackElems / 2; ++word) {
-      asm volatile("" : "+r"(words[word]));
-    }
-  }
-}
-
 // The rows of a group of kThreads threads on their way to shared memory. A thread reads back only what it
 // copied itself, so it waits for its own copies and for no other thread.
 template <typename Tr, int kTensors>
@@ -143,32 +130,7 @@ __global__ void __launch_bounds__(Tr::kBlock)
       }
     }
     refill();
-    best = row_reduce<Tr, device::Max>(best, scratch[0]);
-    const Exponential<T> exponential(best);
-    A sum = 0;
-    A kept[Tr::kPacks][Tr::kPackElems];
-#pragma unroll
-    for (int pack = 0; pack < Tr::kPacks; ++pack) {
-      if (pack_col<Tr>(pack) < visible) {
-#pragma unroll
-        for (int i = 0; i < Tr::kPackElems; ++i) {
-          kept[pack][i] = exponential(device::to_acc(value[pack][i]));
-          sum += kept[pack][i];
-        }
-      }
-    }
-    const A scale = A(1) / row_reduce<Tr, device::Sum>(sum, scratch[1]);
-#pragma unroll
-    for (int pack = 0; pack < Tr::kPacks; ++pack) {
-      A out[Tr::kPackElems] = {};
-      if (pack_col<Tr>(pack) < visible) {
-#pragma unroll
-        for (int i = 0; i < Tr::kPackElems; ++i) {
-          out[i] = kept[pack][i] * scale;
-        }
-      }
-      store_visible<Tr>(y, pack_col<Tr>(pack), visible, cols, out);
-    }
+    write_softmax<Tr>(y, value, best, visible, cols, scratch);
   });
 }
 
@@ -196,28 +158,13 @@ __global__ void __launch_bounds__(Tr::kBlock)
       if (pack_col<Tr>(pack) < visible) {
         dy[pack] = ring.take(slot, 0, pack);
         y[pack] = ring.take(slot, 1, pack);
-#pragma unroll
-        for (int i = 0; i < Tr::kPackElems; ++i) {
-          dot += device::to_acc(dy[pack][i]) * device::to_acc(y[pack][i]);
-        }
+        dot = pack_dot<Tr>(dy[pack], y[pack], dot);
       }
     }
     refill();
     dot = row_reduce<Tr, device::Sum>(dot, scratch[parity]);
     parity ^= 1;
-#pragma unroll
-    for (int pack = 0; pack < Tr::kPacks; ++pack) {
-      A dx[Tr::kPackElems] = {};
-      if (pack_col<Tr>(pack) < visible) {
-        drop_conversions<Tr>(dy[pack]);
-        drop_conversions<Tr>(y[pack]);
-#pragma unroll
-        for (int i = 0; i < Tr::kPackElems; ++i) {
-          dx[i] = device::to_acc(y[pack][i]) * (device::to_acc(dy[pack][i]) - dot);
-        }
-      }
-      store_visible<Tr>(dx_row, pack_col<Tr>(pack), visible, cols, dx);
-    }
+    write_gradient<Tr>(dx_row, dy, y, dot, visible, cols);
   });
 }
 
