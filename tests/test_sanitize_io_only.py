@@ -1,0 +1,30 @@
+"""Small calls of the kernels of the IO-only twins, for compute-sanitizer (`make sanitize`)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from htree_ops.testing.tree_attention_calls import calls
+from htree_ops.testing.tree_attention_cases import SHAPES
+
+pytestmark = pytest.mark.gpu
+
+#: Packs and single elements, groups of 1 to 16 heads, lists that end in the middle of a tile, a batch, misaligned rows.
+NAMES = ("r16", "wide_lists", "group_of_3", "group_of_16", "odd_value", "batch", "misaligned", "head_128")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", [shape for shape in SHAPES if shape.name in NAMES], ids=lambda c: c.name)
+def test_every_twin(case, dtype) -> None:
+    twins = {call.op: call for call in calls(case.with_dtype(dtype), "cuda") if call.op.startswith("io_")}
+    assert len(twins) == 5
+    results = {op: call() for op, call in twins.items()}
+    assert not results["io_compute_scores"][0].isnan().any()
+    assert results["io_attention_forward"].isfinite().all()
+    scores, num, top_k, _, _, t0 = twins["io_select_topk"].args
+    lists, _, rate = twins["io_compute_next_parents"].args
+    for select in ("lcg", "stratified"):
+        positions = torch.ops.htree.io_select_topk(scores, num, top_k, 1, select, t0)
+        mapped = torch.ops.htree.io_compute_next_parents(lists, positions, rate, True)
+        assert ((mapped >= 0) == (positions >= 0)).all()
