@@ -6,9 +6,10 @@ import argparse
 import math
 import re
 import sys
+from pathlib import Path
 from typing import NoReturn
 
-__all__ = ["OneLineParser", "at_least", "bandwidth", "regular_expression"]
+__all__ = ["OneLineParser", "at_least", "bandwidth", "output_file", "regular_expression"]
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -49,3 +50,17 @@ def regular_expression(text: str) -> str:
     except re.error as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from error
     return text
+
+
+def output_file(text: str) -> Path:
+    """A path that can be written: tried before the work is done whose result goes there; makes its folder."""
+    path = Path(text)
+    existed = path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from error
+    if not existed:
+        path.unlink()
+    return path

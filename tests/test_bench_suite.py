@@ -19,6 +19,7 @@ import htree_ops.bench.__main__ as command_line
 from htree_ops import bench
 from htree_ops.bench import compare, results, suite, timing
 from htree_ops.bench.progress import progress
+from htree_ops.command_line import output_file
 
 ROOT = Path(__file__).resolve().parents[1]
 ROW = results.Row(
@@ -196,6 +197,26 @@ def test_bad_flags_are_one_line_and_status_two(folder, capsys, flags, complaint)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", [["--room", "fake"], ["io-only"]], ids=" ".join)
+@pytest.mark.parametrize("place", ["", "file/below"])
+def test_a_file_that_cannot_be_written_is_found_before_the_work(tmp_path, capsys, command, place):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as stop:
+        command_line.main([*command, "--json", str(tmp_path / place)])
+    assert stop.value.code == 2
+    message = capsys.readouterr().err
+    assert "argument --json" in message
+    assert message.count("\n") == 1
+
+
+def test_trying_a_file_leaves_nothing_behind(tmp_path):
+    path = tmp_path / "new" / "rows.json"
+    assert output_file(str(path)) == path
+    assert not path.exists()
+    path.write_text("old")
+    assert output_file(str(path)).read_text() == "old"
+
+
 def test_a_gpu_that_is_not_there(folder, capsys):
     assert command_line.main(["--device", "cuda", "--room", "tiny", "--folder", str(folder)]) == 2
     assert "sees no GPU" in capsys.readouterr().err
@@ -286,6 +307,13 @@ def test_compare_refuses_what_cannot_be_compared(tmp_path, capsys):
             json.dumps([dataclasses.asdict(row()) | {"median_us": "fast"}]),
             "median_us must be a number",
         ),
+        ("zero", json.dumps([dataclasses.asdict(row()) | {"median_us": 0.0}]), "median_us must be above 0"),
+        (
+            "no time",
+            json.dumps([dataclasses.asdict(row()) | {"graph_us": math.nan}]),
+            "graph_us must be a number",
+        ),
+        ("name", json.dumps([dataclasses.asdict(row()) | {"gpu": 3}]), "gpu must be a text"),
         ("binary", "\udcff", "not JSON"),
     ):
         path = tmp_path / f"bad_{name}.json"

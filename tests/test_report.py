@@ -85,6 +85,42 @@ def test_floor_of_rows_with_and_without_the_columns():
     assert report.with_floor(dataclasses.replace(old, bytes=0)) == (None, "-")
 
 
+def test_a_curve_is_one_problem_at_several_lengths(monkeypatch, tmp_path):
+    """Other widths, dtypes, inputs and single lengths must not move its points."""
+    wide = SHAPES.format(T=65536, s=1).replace("H=32/4", "H=64/4")
+    slow = {"median_us": 1e9, "p80_us": 1e9}
+    others = [
+        dataclasses.replace(TREE[-1], case="T65536_h64_s16", shapes=wide, **slow),
+        dataclasses.replace(TREE[-1], dtype="float16", **slow),
+        *(dataclasses.replace(r, case=r.case.replace("_s", "_correlated_s"), **slow) for r in TREE),
+    ]
+    drawn: dict[str, list[float]] = {}
+    plt = plots.load_matplotlib()
+    monkeypatch.setattr(plt, "close", lambda figure: drawn.update(curves(figure)))
+    assert plots.lengths([*others, *TREE], tmp_path / "lengths.png")
+    assert drawn == {
+        "htree_ops, stride 1": [32.768e-3, 65.536e-3],
+        "htree_ops, stride 16": [pytest.approx(16 * 32.768e-3), pytest.approx(16 * 65.536e-3)],
+        "dense SDPA, cuDNN": [8.192e-3, 16.384e-3],
+        "dense SDPA, FlashAttention-2": [8.192e-3, 16.384e-3],
+    }
+    assert plots.lengths([r for r in TREE if "T=32768" in r.shapes], tmp_path / "point.png") is None
+
+
+def curves(figure):
+    return {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].lines}
+
+
+def test_the_roofline_shows_what_copies_and_products_reach(monkeypatch, tmp_path):
+    product = row(op="fp8_gemm", dtype="bfloat16", flops=10**12, tflops=500.0, baseline_median_us=1000.0)
+    drawn: dict[str, list[float]] = {}
+    plt = plots.load_matplotlib()
+    monkeypatch.setattr(plt, "close", lambda figure: drawn.update(curves(figure)))
+    assert plots.roofline([product, *TREE], tmp_path / "roofline.png")
+    assert set(drawn) == {"copy, 4.00 TB/s", "FP8 products of torch, 1000 TFLOP/s"}
+    assert drawn["FP8 products of torch, 1000 TFLOP/s"] == [1000.0, 1000.0]
+
+
 def test_pictures_without_anything_to_show(tmp_path):
     only_yardsticks = [row(baseline_computes_the_same=False, flops=0)]
     for draw in (plots.bars, plots.lengths, plots.roofline):

@@ -14,7 +14,7 @@ import torch
 
 from htree_ops.bench import results, suite, timing
 from htree_ops.bench.progress import progress
-from htree_ops.command_line import OneLineParser, at_least, regular_expression
+from htree_ops.command_line import OneLineParser, at_least, output_file, regular_expression
 from htree_ops.testing.cases import dtype_name
 
 #: Other commands, each a module with ``main(argv)``.
@@ -73,8 +73,8 @@ def make_parser() -> argparse.ArgumentParser:
         default=timing.Effort.rounds,
         help="turns of each candidate (default %(default)s)",
     )
-    parser.add_argument("--json", type=Path, help="write the rows to this JSON file")
-    parser.add_argument("--csv", type=Path, help="write the rows to this CSV file")
+    parser.add_argument("--json", type=output_file, help="write the rows to this JSON file")
+    parser.add_argument("--csv", type=output_file, help="write the rows to this CSV file")
     parser.add_argument(
         "--folder", type=Path, default=Path("benchmarks"), help="where the files bench_<room>.py lie"
     )

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ import torch
 from htree_ops.bench import io_floor, results, timing
 from htree_ops.bench.io_model import PipelineProblem, traffic
 from htree_ops.bench.io_pipeline import SELECTIONS, Pipeline, Recorder, make_inputs, milliseconds
-from htree_ops.command_line import OneLineParser, at_least, bandwidth
+from htree_ops.command_line import OneLineParser, at_least, bandwidth, output_file
 
 __all__ = ["choose_rows", "format_summary", "main", "make_parser"]
 
@@ -56,7 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--select", choices=SELECTIONS, default="lcg", help="positions of the twin")
     parser.add_argument("--map-positions", action="store_true", help="the twin maps positions to nodes")
     parser.add_argument("--per-kernel", action="store_true", help="print a table of kernels and their bytes")
-    parser.add_argument("--json", type=Path, help="write everything to this file")
+    parser.add_argument("--json", type=output_file, help="write everything to this file")
     parser.add_argument(
         "--peak-gbps", type=bandwidth, default=None, help="memory bandwidth, else by the GPU's name"
     )
@@ -289,7 +288,6 @@ def measure(arguments: argparse.Namespace, problem: PipelineProblem, device: tor
         if arguments.json:
             environment = results.collect_environment(str(device), ceiling)
             content = to_json(arguments, problem, environment, times, kernels, rows)
-            arguments.json.parent.mkdir(parents=True, exist_ok=True)
             arguments.json.write_text(json.dumps(content, indent=1) + "\n")
 
 

@@ -73,17 +73,42 @@ def place(rows: Sequence[Row]) -> str:
 
 
 def _finish(plt: Any, figure: Any, axes: Any, rows: Sequence[Row], title: str, path: Path) -> Path:
-    axes.set_title(title, loc="left", fontsize=12.5, fontweight="bold", pad=26)
+    axes.set_title(title, loc="left", fontsize=12.5, fontweight="bold", pad=24)
     axes.text(0, 1.015, place(rows), transform=axes.transAxes, fontsize=9, color=MUTED, va="bottom")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.savefig(path, bbox_inches="tight", facecolor="white")
     plt.close(figure)
+    _reduce_colours(path)
     return path
 
 
+def _reduce_colours(path: Path) -> None:
+    """A palette of 128 colours makes a picture of lines and letters three times smaller."""
+    from PIL import Image  # matplotlib depends on it
+
+    with Image.open(path) as picture:
+        small = picture.convert("RGB").quantize(128, dither=Image.Dither.NONE)
+    small.save(path, optimize=True)
+
+
+#: Ops whose baselines show what the matrix units reach in a dtype, on a GPU.
+MATRIX_OPS = {"fp8_gemm": "FP8 products of torch", "gated_mlp": "bf16 products of torch"}
+
+
+def _matrix_speeds(rows: Sequence[Row]) -> dict[str, float]:
+    """TFLOP/s of the fastest baseline among the matrix ops, by what they show; empty for a CPU."""
+    found = dict.fromkeys(MATRIX_OPS.values(), 0.0)
+    for row in rows:
+        name = MATRIX_OPS.get(row.op)
+        if name and row.gpu != "none" and row.dtype == "bfloat16" and row.baseline_computes_the_same:
+            speed = row.flops / row.baseline_median_us / 1e6
+            found[name] = max(found[name], speed)
+    return {name: speed for name, speed in found.items() if speed}
+
+
 def roofline(rows: Sequence[Row], path: Path) -> Path | None:
-    """Scatter of every case: TFLOP/s against FLOP per compulsory byte, under the measured copy bandwidth."""
+    """Scatter of every case: TFLOP/s against FLOP per compulsory byte, under what copies and matrix products reach."""
     cases = {
         (r.op, r.case, r.shapes, r.dtype): r for r in rows if r.flops > 0 and r.bytes > 0 and r.tflops > 0
     }
@@ -114,18 +139,12 @@ def roofline(rows: Sequence[Row], path: Path) -> Path | None:
     left, right = min(intensities) / 3, max(max(intensities) * 3, min(intensities) * 30)
     top = max(speeds) * 5
     knee = min(right, top * 1e3 / ceiling)
-    axes.plot([left, knee], [left * ceiling / 1e3, knee * ceiling / 1e3], color=INK, linewidth=1.6, zorder=2)
-    axes.annotate(
-        f"copy bandwidth {ceiling / 1e3:.2f} TB/s"
-        if ceiling >= 1000
-        else f"copy bandwidth {ceiling:.1f} GB/s",
-        xy=(knee / 2, knee / 2 * ceiling / 1e3),
-        xytext=(14, -10),
-        textcoords="offset points",
-        ha="left",
-        va="top",
-        fontsize=9.5,
-    )
+    unit = f"{ceiling / 1e3:.2f} TB/s" if ceiling >= 1000 else f"{ceiling:.1f} GB/s"
+    lines = [("-", f"copy, {unit}", (left, knee), (left * ceiling / 1e3, knee * ceiling / 1e3))]
+    for style, (name, speed) in zip(("--", ":"), _matrix_speeds(rows).items(), strict=False):
+        lines.append((style, f"{name}, {speed:.0f} TFLOP/s", (speed * 1e3 / ceiling, right), (speed, speed)))
+    for style, name, xs, ys in lines:
+        axes.plot(xs, ys, color=INK, linewidth=1.5, linestyle=style, label=name, zorder=2)
     axes.set_xlim(left, right)
     axes.set_ylim(min(speeds) / 3, top)
     axes.set_xlabel("arithmetic intensity, FLOP per compulsory byte")
@@ -136,31 +155,51 @@ def roofline(rows: Sequence[Row], path: Path) -> Path | None:
     return _finish(plt, figure, axes, list(cases.values()), "Roofline of every measured case", path)
 
 
+def _one_family(rows: Sequence[Row]) -> list[Row]:
+    """The rows of tree attention that differ in length and stride alone: the family with the most lengths.
+
+    Other widths, heads, dtypes and inputs (all but ``T<n>`` and ``_s<n>`` of a case's name) are other curves.
+    """
+    families: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        if row.op == "tree_attention" and re.search(r"\bT=\d+", row.shapes):
+            sizes = re.sub(r"\b(T|T_q|s)=\d+ ?", "", row.shapes).strip()
+            inputs = re.sub(r"T\d+|_s\d+", "", row.case)
+            families.setdefault((sizes, inputs, row.dtype), []).append(row)
+    most = max((len({_length(row) for row in family}) for family in families.values()), default=0)
+    if most < 2:
+        return []  # points, no curve
+    longest = [key for key, family in families.items() if len({_length(row) for row in family}) == most]
+    return families[min(longest, key=lambda key: (len(key[1]), key))]
+
+
+def _length(row: Row) -> int:
+    found = re.search(r"\bT=(\d+)", row.shapes)
+    return int(found.group(1)) if found else 0
+
+
+def _tokens(count: int) -> str:
+    if count % 1024:
+        return str(count)
+    return f"{count >> 20}M" if count % (1 << 20) == 0 else f"{count >> 10}k"
+
+
 def lengths(rows: Sequence[Row], path: Path) -> Path | None:
     """Time of tree attention against T beside the dense baselines of the same run; forward only."""
-    points: dict[str, dict[int, float]] = {}
-    used: list[Row] = []
-    dtypes = sorted({row.dtype for row in rows if row.op == "tree_attention"})
-    dtype = "bfloat16" if "bfloat16" in dtypes and len(dtypes) == 1 else dtypes[0] if dtypes else ""
-    for row in rows:
-        found = re.search(r"\bT=(\d+)", row.shapes)
-        if row.op != "tree_attention" or row.dtype != dtype or not found:
-            continue
-        if used and _sizes(row) != _sizes(used[0]):
-            continue
-        stride = re.search(r"\bs=(\d+)", row.shapes)
-        used.append(row)
-        length = int(found.group(1))
-        ours = f"htree_ops, stride {stride.group(1) if stride else '1'}"
-        points.setdefault(ours, {})[length] = time_us(row)
-        theirs = points.setdefault(row.baseline, {})
-        theirs[length] = min(theirs.get(length, float("inf")), row.baseline_median_us)
+    used = _one_family(rows)
     if not used:
         return None
+    points: dict[str, dict[int, float]] = {}
+    for row in used:
+        stride = re.search(r"\bs=(\d+)", row.shapes)
+        ours = f"htree_ops, stride {stride.group(1) if stride else '1'}"
+        points.setdefault(ours, {})[_length(row)] = time_us(row)
+        theirs = points.setdefault(row.baseline, {})
+        theirs[_length(row)] = min(theirs.get(_length(row), float("inf")), row.baseline_median_us)
     plt = load_matplotlib()
     figure, axes = plt.subplots(figsize=(8.8, 5.2))
     unit, scale = ("ms", 1e3) if max(max(p.values()) for p in points.values()) < 2e6 else ("s", 1e6)
-    names = sorted(points, key=lambda name: (not name.startswith("htree_ops"), name))
+    names = sorted(points, key=lambda name: (not name.startswith("htree_ops"), len(name), name))
     for index, name in enumerate(names):
         own = name.startswith("htree_ops")
         steps = sorted(points[name].items())
@@ -176,20 +215,16 @@ def lengths(rows: Sequence[Row], path: Path) -> Path | None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     ticks = sorted({length for steps in points.values() for length in steps})
-    axes.set_xticks(ticks, [f"{t // 1024}k" if t % 1024 == 0 else str(t) for t in ticks])
+    axes.set_xticks(ticks, [_tokens(t) for t in ticks])
     axes.yaxis.set_major_locator(plt.LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(plt.FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(plt.NullFormatter())
-    axes.set_xlabel("sequence length T, tokens (k = 1024)")
+    axes.set_xlabel("sequence length T, tokens (1k = 1024)")
     axes.set_ylabel(f"time of the forward, {unit} (lower is better)")
     axes.legend(loc="upper left", fontsize=10)
-    title = f"Tree attention against dense, {_sizes(used[0])}, {dtype}"
+    sizes = re.sub(r"B=1 |(T|T_q)=\d+ | s=\d+", "", used[0].shapes)
+    title = f"Tree attention against dense causal attention\n{sizes}, {used[0].dtype}"
     return _finish(plt, figure, axes, used, title, path)
-
-
-def _sizes(row: Row) -> str:
-    """A row of tree attention's shapes without batch, lengths and stride: what one line of the picture shares."""
-    return re.sub(r"B=\d+ T=\d+ | s=\d+|T_q=\d+ ", "", row.shapes)
 
 
 def bars(rows: Sequence[Row], path: Path) -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import platform
 import subprocess
@@ -176,25 +177,38 @@ def read_json(path: Path) -> list[Row]:
             raise ResultsError(f"{path}: not a results file: row {number} lacks {', '.join(lacking)}")
         if foreign := sorted(set(entry) - known):
             raise ResultsError(f"{path}: not a results file: row {number} has {', '.join(foreign)}")
-        if wrong := [name for name in _NUMBERS if not _is_number(entry[name])]:
-            raise ResultsError(f"{path}: row {number}: {', '.join(wrong)} must be a number")
+        for name, value in entry.items():
+            if expected := _objection(name, value):
+                raise ResultsError(f"{path}: row {number}: {name} must be {expected}, got {value!r:.40}")
     return [Row(**entry) for entry in entries]
 
 
-_NUMBERS = (
+#: What everything else is divided by.
+_POSITIVE = (
     "median_us",
-    "p20_us",
-    "p80_us",
     "baseline_median_us",
+    "graph_us",
+    "baseline_graph_us",
     "ceiling_gb_per_s",
-    "bytes",
-    "flops",
     "speedup",
 )
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _objection(name: str, value: object) -> str | None:
+    """What a value of a row should be, None where it is that."""
+    kind = _KINDS[name]
+    optional = isinstance(kind, types.UnionType)  # float | None, str | None
+    if optional and value is None:
+        return None
+    kind = typing.get_args(kind)[0] if optional else kind
+    if kind is str or kind is bool:
+        return None if isinstance(value, kind) else "a text" if kind is str else "true or false"
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return "a number"
+    return "above 0" if name in _POSITIVE and value <= 0 else None
+
+
+_KINDS = typing.get_type_hints(Row)
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
@@ -214,10 +228,9 @@ def _parse_cell(text: str, kind: typing.Any) -> typing.Any:
 
 def read_csv(path: Path) -> list[Row]:
     """The rows of :func:`write_csv`, with their types."""
-    kinds = typing.get_type_hints(Row)
     with path.open(newline="") as file:
         return [
-            Row(**{k: _parse_cell(v, kinds[k]) for k, v in line.items()}) for line in csv.DictReader(file)
+            Row(**{k: _parse_cell(v, _KINDS[k]) for k, v in line.items()}) for line in csv.DictReader(file)
         ]
 
 
