@@ -27,6 +27,12 @@ FILLED = [
 by_case = pytest.mark.parametrize("case", FILLED, ids=case_id)
 
 
+def test_the_module_comes_with_the_package():
+    import htree_ops
+
+    assert htree_ops.parallel_io_only.htree_forward_io_only is io.htree_forward_io_only
+
+
 def test_the_generator_is_the_documented_one():
     assert [ref.lcg(x) for x in (0, 1, 2)] == [12345, 1103527590, 59559187]
     assert ref.lcg(2**32 + 5) == ref.lcg(5)

@@ -243,6 +243,7 @@ def format_table(rows: Sequence[Row]) -> str:
         "us",
         "graph us",
         "GB/s",
+        "TFLOP/s",
         "% copy",
         "% floor",
         "verdict",
@@ -257,7 +258,8 @@ def format_table(rows: Sequence[Row]) -> str:
             "-" if value is None else f"{value:.1f}" for value in (row.graph_us, row.baseline_graph_us)
         )
         name = row.baseline if row.baseline_computes_the_same else f"{row.baseline} (other function)"
-        ours = (f"{row.median_us:.1f}", graph, f"{row.gb_per_s:.0f}", f"{row.percent_of_ceiling:.0f}")
+        rates = (f"{row.gb_per_s:.0f}", f"{row.tflops:.3g}", f"{row.percent_of_ceiling:.0f}")
+        ours = (f"{row.median_us:.1f}", graph, *rates)
         if row.percent_of_floor is None or row.verdict is None:
             floor = ("-", "-")
         else:
