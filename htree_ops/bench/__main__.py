@@ -141,7 +141,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.json:
             results.write_json(arguments.json, rows)  # whole after each, should the run be cut short
     print(results.format_table(rows))
-    print(f"the op and the baselines that compute it were checked before timing: {wrong} cases wrong, not timed")
+    print(
+        f"the op and the baselines that compute it were checked before timing: {wrong} cases wrong, not timed"
+    )
     if arguments.csv:
         results.write_csv(arguments.csv, rows)
     return 1 if wrong else 0
