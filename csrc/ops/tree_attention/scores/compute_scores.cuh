@@ -195,7 +195,7 @@ __device__ __forceinline__ void store_scores(float* out, int64_t num_heads, cons
       for (int e = 0; e < kStep; ++e) {
         pack[e] = sums[head + e];
       }
-      device::store_pack(out + head, pack);
+      device::store_pack_streaming(out + head, pack);  // or they drive the keys out of L2
     }
     return;
   }
