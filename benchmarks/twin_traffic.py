@@ -1,28 +1,43 @@
-"""DRAM and L2 bytes of each staged kernel and of its IO-only twin, fed the same lists and positions.
+"""Bytes of each staged kernel and of its IO-only twin, fed the same lists and positions, counted by ncu.
 
 Run on a GPU:
 
-    ncu --profile-from-start off --csv --page raw \\
-        --metrics dram__bytes_read.sum,dram__bytes_write.sum,lts__t_bytes.sum \\
+    ncu --profile-from-start off --csv --page raw --print-units base \\
+        --metrics $(python benchmarks/twin_traffic.py --metrics) \\
         --kernel-name regex:'compute_scores|select_topk|next_parents|accumulate_kernel' \\
         python benchmarks/twin_traffic.py > traffic.csv
-    python benchmarks/twin_traffic.py --parse traffic.csv
+    python benchmarks/twin_traffic.py --parse traffic.csv --json traffic.json
+
+"asked" are the sectors that the loads ask of the first cache: the kernel's code and its inputs determine them. What
+reaches L2 and DRAM depends on when blocks run, too: neighbours on one multiprocessor that work on the same positions
+share the cosines and sines in its first cache, and a kernel without arithmetic keeps them closer together. So scores
+are measured twice: with as many queries as the other kernels, and with two, whose blocks have a multiprocessor each.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import htree_ops  # noqa: F401  registers torch.ops.htree
 
-METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "lts__t_bytes.sum")
-UNITS = {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
+SECTOR = 32  # bytes
+#: Column of the table -> metric of ncu and bytes per unit of it.
+METRICS = {
+    "asked": ("l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum", SECTOR),
+    "L2": ("lts__t_bytes.sum", 1),
+    "DRAM read": ("dram__bytes_read.sum", 1),
+    "DRAM written": ("dram__bytes_write.sum", 1),
+}
+UNITS = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "sector": 1.0}
 #: Full op, then twin: the order in which :func:`launch` calls them.
 PAIRS = (
     "compute_scores",
@@ -30,12 +45,29 @@ PAIRS = (
     "compute_next_parents (mapped)",
     "compute_next_parents (copy)",
     "accumulate_non_topk",
+    "compute_scores, one block per SM",
 )
 RATE, TOP_K, NODES, GROUP = 16, 512, 8192, 8
+#: Of the run without neighbours: two queries make 128 blocks; wide keys make the bytes many.
+LONE_QUERIES, LONE_WIDTH = 2, 512
 
 
-def launch(queries: int, width: int) -> None:
-    """Every pair once, on the bottom of a tree of 131 072 tokens: full op, then twin, on the same inputs."""
+@dataclass(frozen=True)
+class Pair:
+    """Bytes of a kernel and of its twin by column."""
+
+    kernel: str
+    full: dict[str, float]
+    twin: dict[str, float]
+
+    def percent(self, column: str) -> float:
+        """How far the twin is off; 0 where the full kernel moves nothing."""
+        full = self.full[column]
+        return 100 * (self.twin[column] - full) / full if full else 0.0
+
+
+def stages(queries: int, width: int) -> dict[str, tuple[Any, ...]]:
+    """Arguments of the stages for the last queries of 131 072 tokens, lists as a real selection makes them."""
     ops, device = torch.ops.htree, "cuda"
     generator = torch.Generator(device).manual_seed(0)
     tokens = NODES * RATE
@@ -50,61 +82,78 @@ def launch(queries: int, width: int) -> None:
     scores, num = ops.compute_scores(q, layers[1], top, cos, sin, 1, RATE, None, t0)
     positions = ops.select_topk(scores, num, TOP_K)
     lists = ops.compute_next_parents(top, positions, RATE)
+    bottom = (q, layers[0], lists, cos, sin, 0, RATE, None, t0)
+    return {
+        "compute_scores": bottom,
+        "select_topk": (scores, num, TOP_K),
+        "io_select_topk": (scores, num, TOP_K, 1, "stratified", t0),
+        "compute_next_parents": (top, positions, RATE),
+        "accumulate_non_topk": (layers[0], lists, *ops.compute_scores(*bottom), 0, RATE, t0),
+    }
+
+
+def launch(queries: int, width: int) -> None:
+    """Every pair once: full op, then twin, on the same inputs."""
+    ops = torch.ops.htree
+    many, lone = stages(queries, width), stages(LONE_QUERIES, LONE_WIDTH)
+    nodes = many["compute_next_parents"]
+    calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
+        (ops.compute_scores, many["compute_scores"]),
+        (ops.io_compute_scores, many["compute_scores"]),
+        (ops.select_topk, many["select_topk"]),
+        (ops.io_select_topk, many["io_select_topk"]),
+        (ops.compute_next_parents, nodes),
+        (ops.io_compute_next_parents, (*nodes, True)),
+        (ops.compute_next_parents, nodes),
+        (ops.io_compute_next_parents, (*nodes, False)),
+        (ops.accumulate_non_topk, many["accumulate_non_topk"]),
+        (ops.io_accumulate_non_topk, many["accumulate_non_topk"]),
+        (ops.compute_scores, lone["compute_scores"]),
+        (ops.io_compute_scores, lone["compute_scores"]),
+    ]
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
-    inputs = (q, layers[0], lists, cos, sin, 0, RATE, None, t0)
-    bottom_scores, bottom_num = ops.compute_scores(*inputs)
-    ops.io_compute_scores(*inputs)
-    ops.select_topk(scores, num, TOP_K)
-    ops.io_select_topk(scores, num, TOP_K, 1, "stratified", t0)
-    ops.compute_next_parents(top, positions, RATE)
-    ops.io_compute_next_parents(top, positions, RATE, True)
-    ops.compute_next_parents(top, positions, RATE)
-    ops.io_compute_next_parents(top, positions, RATE, False)
-    arguments = (layers[0], lists, bottom_scores, bottom_num, 0, RATE, t0)
-    ops.accumulate_non_topk(*arguments)
-    ops.io_accumulate_non_topk(*arguments)
-    torch.cuda.synchronize()
+    for op, arguments in calls:
+        op(*arguments)
+        torch.cuda.synchronize()
     torch.cuda.profiler.stop()
 
 
-def parse(path: Path) -> list[tuple[str, list[float]]]:
-    """(kernel, bytes per metric) of each launch in the order of the launches.
+def parse(path: Path) -> list[Pair]:
+    """The pairs of a profile.
 
     Raises:
-        ValueError: the file is no raw page of ncu with the metrics.
+        ValueError: the file is no raw page of ncu with the metrics, or not of these launches.
     """
     lines = [line for line in path.read_text().splitlines() if line.startswith('"')]
     rows = list(csv.reader(lines))
-    if len(rows) < 3 or any(metric not in rows[0] for metric in METRICS):
-        raise ValueError(f"{path}: expected the CSV of ncu --page raw with {', '.join(METRICS)}")
+    if len(rows) < 3 or any(metric not in rows[0] for metric, _ in METRICS.values()):
+        raise ValueError(f"{path}: expected the CSV of ncu --page raw with the metrics of --metrics")
     header, units, launches = rows[0], rows[1], rows[2:]
-    where = [header.index(metric) for metric in METRICS]
-    scales = [UNITS[units[column]] for column in where]
-    name = header.index("Kernel Name")
-    return [
-        (row[name], [float(row[c].replace(",", "")) * s for c, s in zip(where, scales, strict=True)])
-        for row in launches
-    ]
-
-
-def report(launches: Sequence[tuple[str, list[float]]]) -> str:
-    """A table of the pairs: megabytes of both and how far the twin is off.
-
-    Raises:
-        ValueError: not two launches per pair.
-    """
     if len(launches) != 2 * len(PAIRS):
-        raise ValueError(f"expected {2 * len(PAIRS)} launches, found {len(launches)}")
-    lines = [f"{'kernel':30}" + "".join(f"{name:>38}" for name in ("DRAM read", "DRAM written", "L2"))]
-    for index, pair in enumerate(PAIRS):
-        full, io = launches[2 * index][1], launches[2 * index + 1][1]
+        raise ValueError(f"{path}: expected {2 * len(PAIRS)} launches, found {len(launches)}")
+    bytes_of = []
+    for row in launches:
+        found = {}
+        for column, (metric, unit) in METRICS.items():
+            where = header.index(metric)
+            if units[where] not in UNITS:
+                raise ValueError(f"{path}: {metric} has the unknown unit {units[where]}")
+            found[column] = float(row[where].replace(",", "")) * UNITS[units[where]] * unit
+        bytes_of.append(found)
+    return [Pair(name, bytes_of[2 * i], bytes_of[2 * i + 1]) for i, name in enumerate(PAIRS)]
+
+
+def format_table(pairs: Sequence[Pair]) -> str:
+    """Megabytes of both and how far the twin is off."""
+    lines = [f"{'kernel':34}" + "".join(f"{column:>34}" for column in METRICS)]
+    for pair in pairs:
         cells = [
-            f"{a / 1e6:12.2f} {b / 1e6:12.2f} MB {100 * (b - a) / a if a else 0.0:+7.2f} %"
-            for a, b in zip(full, io, strict=True)
+            f"{pair.full[c] / 1e6:10.2f} {pair.twin[c] / 1e6:10.2f} {pair.percent(c):+7.2f} %"
+            for c in METRICS
         ]
-        lines.append(f"{pair:30}" + "".join(f"{cell:>38}" for cell in cells))
-    return "\n".join(lines)
+        lines.append(f"{pair.kernel:34}" + "".join(f"{cell:>34}" for cell in cells))
+    return "\n".join([*lines, "MB (10^6 bytes) of the full kernel, MB of the twin, difference"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,13 +161,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--metrics", action="store_true", help="print the metrics for ncu")
     parser.add_argument("--parse", type=Path, help="CSV that ncu wrote")
+    parser.add_argument("--json", type=Path, help="with --parse: write the bytes to this file")
     parser.add_argument("--queries", type=int, default=4096)
     parser.add_argument("--width", type=int, default=128, help="K and V")
     arguments = parser.parse_args(argv)
     try:
-        if arguments.parse:
-            print(report(parse(arguments.parse)))
+        if arguments.metrics:
+            print(",".join(metric for metric, _ in METRICS.values()))
+        elif arguments.parse:
+            pairs = parse(arguments.parse)
+            print(format_table(pairs))
+            if arguments.json:
+                arguments.json.write_text(json.dumps([asdict(pair) for pair in pairs], indent=1) + "\n")
         elif not torch.cuda.is_available():
             raise ValueError("torch sees no GPU")
         else:
