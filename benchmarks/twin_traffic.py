@@ -33,6 +33,7 @@ SECTOR = 32  # bytes
 #: Column of the table -> metric of ncu and bytes per unit of it.
 METRICS = {
     "asked": ("l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum", SECTOR),
+    "found in L1": ("l1tex__t_sectors_pipe_lsu_mem_global_op_ld_lookup_hit.sum", SECTOR),
     "L2": ("lts__t_bytes.sum", 1),
     "DRAM read": ("dram__bytes_read.sum", 1),
     "DRAM written": ("dram__bytes_write.sum", 1),
@@ -146,13 +147,12 @@ def parse(path: Path) -> list[Pair]:
 
 def format_table(pairs: Sequence[Pair]) -> str:
     """Megabytes of both and how far the twin is off."""
-    lines = [f"{'kernel':34}" + "".join(f"{column:>34}" for column in METRICS)]
+    lines = [f"{'kernel':34}" + "".join(f"{column:>31}" for column in METRICS)]
     for pair in pairs:
         cells = [
-            f"{pair.full[c] / 1e6:10.2f} {pair.twin[c] / 1e6:10.2f} {pair.percent(c):+7.2f} %"
-            for c in METRICS
+            f"{pair.full[c] / 1e6:9.2f} {pair.twin[c] / 1e6:9.2f} {pair.percent(c):+7.2f} %" for c in METRICS
         ]
-        lines.append(f"{pair.kernel:34}" + "".join(f"{cell:>34}" for cell in cells))
+        lines.append(f"{pair.kernel:34}" + "".join(f"{cell:>31}" for cell in cells))
     return "\n".join([*lines, "MB (10^6 bytes) of the full kernel, MB of the twin, difference"])
 
 

@@ -19,9 +19,9 @@ spec.loader.exec_module(twin_traffic)
 
 
 def profile(path, launches, unit="Mbyte"):
-    """A raw page of ncu: noise, a header, units, one line per launch with its four metrics."""
+    """A raw page of ncu: noise, a header, units, one line per launch with its metrics."""
     metrics = [metric for metric, _ in twin_traffic.METRICS.values()]
-    units = ["sector", unit, unit, unit]
+    units = ["sector", "sector", unit, unit, unit]
     lines = [["ID", "Kernel Name", *metrics], ["", "", *units]]
     lines += [[str(i), "some_kernel(int, char)", *values] for i, values in enumerate(launches)]
     text = "\n".join(",".join(f'"{cell}"' for cell in line) for line in lines)
@@ -29,20 +29,21 @@ def profile(path, launches, unit="Mbyte"):
     return path
 
 
-COUNT = 2 * len(twin_traffic.PAIRS)
+PAIRS = twin_traffic.PAIRS
+COUNT = 2 * len(PAIRS)
 
 
 def test_the_pairs_of_a_profile(tmp_path, capsys):
-    launches = [["1,000,000", "4", "2", "0"], ["1,000,000", "3", "2.02", "0"]] * len(twin_traffic.PAIRS)
+    launches = [["1,000,000", "0", "4", "2", "0"], ["1,000,000", "7", "3", "2.02", "0"]] * len(PAIRS)
     path = profile(tmp_path / "traffic.csv", launches)
     assert twin_traffic.main(["--parse", str(path), "--json", str(tmp_path / "traffic.json")]) == 0
-    assert [pair.kernel for pair in twin_traffic.parse(path)] == list(twin_traffic.PAIRS)
+    assert [pair.kernel for pair in twin_traffic.parse(path)] == list(PAIRS)
     first = twin_traffic.parse(path)[0]
-    assert first.full == {"asked": 32e6, "L2": 4e6, "DRAM read": 2e6, "DRAM written": 0.0}
-    assert [first.percent(c) for c in first.full] == [0.0, -25.0, pytest.approx(1.0), 0.0]
+    assert first.full == {"asked": 32e6, "found in L1": 0.0, "L2": 4e6, "DRAM read": 2e6, "DRAM written": 0.0}
+    assert [first.percent(c) for c in first.full] == [0.0, 0.0, -25.0, pytest.approx(1.0), 0.0]
     table = capsys.readouterr().out
-    assert "32.00      32.00   +0.00 %" in table
-    assert "4.00       3.00  -25.00 %" in table
+    assert "32.00     32.00   +0.00 %" in table
+    assert "4.00      3.00  -25.00 %" in table
     written = json.loads((tmp_path / "traffic.json").read_text())
     assert written[0] == {"kernel": "compute_scores", "full": first.full, "twin": first.twin}
 
@@ -51,8 +52,8 @@ def test_the_pairs_of_a_profile(tmp_path, capsys):
     ("launches", "unit", "complaint"),
     [
         ([], "byte", "expected the CSV of ncu"),
-        ([["1", "1", "1", "1"]], "byte", f"expected {COUNT} launches, found 1"),
-        ([["1", "1", "1", "1"]] * COUNT, "furlong", "unknown unit furlong"),
+        ([["1"] * 5], "byte", f"expected {COUNT} launches, found 1"),
+        ([["1"] * 5] * COUNT, "furlong", "unknown unit furlong"),
     ],
 )
 def test_a_foreign_profile_is_one_line_and_status_two(tmp_path, capsys, launches, unit, complaint):
