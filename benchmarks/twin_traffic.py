@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 import htree_ops  # noqa: F401  registers torch.ops.htree
+from htree_ops.command_line import OneLineParser, at_least, output_file
 
 SECTOR = 32  # bytes
 #: Column of the table -> metric of ncu and bytes per unit of it.
@@ -158,14 +159,12 @@ def format_table(pairs: Sequence[Pair]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Launches the kernels, or prints the table of a profile; status 2 for bad use."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--metrics", action="store_true", help="print the metrics for ncu")
     parser.add_argument("--parse", type=Path, help="CSV that ncu wrote")
-    parser.add_argument("--json", type=Path, help="with --parse: write the bytes to this file")
-    parser.add_argument("--queries", type=int, default=4096)
-    parser.add_argument("--width", type=int, default=128, help="K and V")
+    parser.add_argument("--json", type=output_file, help="with --parse: write the bytes to this file")
+    parser.add_argument("--queries", type=at_least(1), default=4096)
+    parser.add_argument("--width", type=at_least(2), default=128, help="K and V, even")
     arguments = parser.parse_args(argv)
     try:
         if arguments.metrics:
