@@ -28,9 +28,11 @@ from typing import Any
 import torch
 
 import htree_ops  # noqa: F401  registers torch.ops.htree
+from htree_ops.bench.results import source_commit
 from htree_ops.command_line import OneLineParser, at_least, output_file
 
 SECTOR = 32  # bytes
+NAME = "device__attribute_display_name"
 #: Column of the table -> metric of ncu and bytes per unit of it.
 METRICS = {
     "asked": ("l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum", SECTOR),
@@ -121,15 +123,16 @@ def launch(queries: int, width: int) -> None:
     torch.cuda.profiler.stop()
 
 
-def parse(path: Path) -> list[Pair]:
-    """The pairs of a profile.
+def parse(path: Path) -> tuple[str, list[Pair]]:
+    """The GPU and the pairs of a profile.
 
     Raises:
         ValueError: the file is no raw page of ncu with the metrics, or not of these launches.
     """
     lines = [line for line in path.read_text().splitlines() if line.startswith('"')]
     rows = list(csv.reader(lines))
-    if len(rows) < 3 or any(metric not in rows[0] for metric, _ in METRICS.values()):
+    wanted = [NAME, *(metric for metric, _ in METRICS.values())]
+    if len(rows) < 3 or any(column not in rows[0] for column in wanted):
         raise ValueError(f"{path}: expected the CSV of ncu --page raw with the metrics of --metrics")
     header, units, launches = rows[0], rows[1], rows[2:]
     if len(launches) != 2 * len(PAIRS):
@@ -143,7 +146,8 @@ def parse(path: Path) -> list[Pair]:
                 raise ValueError(f"{path}: {metric} has the unknown unit {units[where]}")
             found[column] = float(row[where].replace(",", "")) * UNITS[units[where]] * unit
         bytes_of.append(found)
-    return [Pair(name, bytes_of[2 * i], bytes_of[2 * i + 1]) for i, name in enumerate(PAIRS)]
+    pairs = [Pair(name, bytes_of[2 * i], bytes_of[2 * i + 1]) for i, name in enumerate(PAIRS)]
+    return launches[0][header.index(NAME)], pairs
 
 
 def format_table(pairs: Sequence[Pair]) -> str:
@@ -170,10 +174,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.metrics:
             print(",".join(metric for metric, _ in METRICS.values()))
         elif arguments.parse:
-            pairs = parse(arguments.parse)
+            gpu, pairs = parse(arguments.parse)
             print(format_table(pairs))
             if arguments.json:
-                arguments.json.write_text(json.dumps([asdict(pair) for pair in pairs], indent=1) + "\n")
+                place = {"gpu": gpu, "torch": torch.__version__, "commit": source_commit()}
+                rows = [place | {"baseline": "full kernel"} | asdict(pair) for pair in pairs]
+                arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
         elif not torch.cuda.is_available():
             raise ValueError("torch sees no GPU")
         else:

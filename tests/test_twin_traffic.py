@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 PATH = Path(__file__).resolve().parents[1] / "benchmarks" / "twin_traffic.py"
 spec = importlib.util.spec_from_file_location("twin_traffic", PATH)
@@ -22,8 +23,8 @@ def profile(path, launches, unit="Mbyte"):
     """A raw page of ncu: noise, a header, units, one line per launch with its metrics."""
     metrics = [metric for metric, _ in twin_traffic.METRICS.values()]
     units = ["sector", "sector", unit, unit, unit]
-    lines = [["ID", "Kernel Name", *metrics], ["", "", *units]]
-    lines += [[str(i), "some_kernel(int, char)", *values] for i, values in enumerate(launches)]
+    lines = [["ID", twin_traffic.NAME, "Kernel Name", *metrics], ["", "", "", *units]]
+    lines += [[str(i), "Some GPU", "some_kernel(int, char)", *values] for i, values in enumerate(launches)]
     text = "\n".join(",".join(f'"{cell}"' for cell in line) for line in lines)
     path.write_text(f"==PROF== Connected to process 1\n{text}\n")
     return path
@@ -33,19 +34,23 @@ PAIRS = twin_traffic.PAIRS
 COUNT = 2 * len(PAIRS)
 
 
-def test_the_pairs_of_a_profile(tmp_path, capsys):
+def test_the_pairs_of_a_profile(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HTREE_COMMIT", "abc123")
     launches = [["1,000,000", "0", "4", "2", "0"], ["1,000,000", "7", "3", "2.02", "0"]] * len(PAIRS)
     path = profile(tmp_path / "traffic.csv", launches)
     assert twin_traffic.main(["--parse", str(path), "--json", str(tmp_path / "traffic.json")]) == 0
-    assert [pair.kernel for pair in twin_traffic.parse(path)] == list(PAIRS)
-    first = twin_traffic.parse(path)[0]
+    gpu, pairs = twin_traffic.parse(path)
+    assert gpu == "Some GPU"
+    assert [pair.kernel for pair in pairs] == list(PAIRS)
+    first = pairs[0]
     assert first.full == {"asked": 32e6, "found in L1": 0.0, "L2": 4e6, "DRAM read": 2e6, "DRAM written": 0.0}
     assert [first.percent(c) for c in first.full] == [0.0, 0.0, -25.0, pytest.approx(1.0), 0.0]
     table = capsys.readouterr().out
     assert "32.00     32.00   +0.00 %" in table
     assert "4.00      3.00  -25.00 %" in table
     written = json.loads((tmp_path / "traffic.json").read_text())
-    assert written[0] == {"kernel": "compute_scores", "full": first.full, "twin": first.twin}
+    place = {"gpu": "Some GPU", "torch": torch.__version__, "commit": "abc123", "baseline": "full kernel"}
+    assert written[0] == place | {"kernel": "compute_scores", "full": first.full, "twin": first.twin}
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,8 @@ def _sustained_or_median(row: Entry, prefix: str = "") -> float:
 #: Lines of an op in the README for cases that only other functions are timed beside.
 HEADLINE_YARDSTICKS = 6
 DENSE = "dense SDPA, cuDNN"
+#: Parts of tree attention: in ``docs/results.md``, no headlines.
+STAGES = frozenset({"compute_scores", "select_topk", "compute_next_parents", "accumulate_non_topk"})
 
 
 def _crossovers(rows: Iterable[Entry]) -> str:
@@ -227,8 +229,14 @@ def render(files: dict[str, list[Entry]], folder: str) -> str:
 
 
 def render_headlines(files: dict[str, list[Entry]], folder: str) -> str:
-    """The README's section: the first case of every op on a GPU, then the first of those with yardsticks only."""
-    on_gpu = {name: [row for row in rows if row["gpu"] != "none"] for name, rows in files.items()}
+    """The README's section: the first case of every op on a GPU, then the first of those with yardsticks only.
+
+    Stages are left out.
+    """
+    on_gpu = {
+        name: [row for row in rows if row["gpu"] != "none" and row["op"] not in STAGES]
+        for name, rows in files.items()
+    }
     lines = [_line(row) for rows in on_gpu.values() for row in _first_cases(_fastest_equals(rows))]
     parts = [f"{HEADER}\n" + "\n".join(lines)] if lines else []
     parts += [others for rows in on_gpu.values() if (others := _yardsticks(rows, HEADLINE_YARDSTICKS))]
