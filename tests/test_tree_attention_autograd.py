@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint
 from tree_attention_models import CASES, OPS, OPTIONS, assert_same, gradients, qkv
 
@@ -153,3 +155,22 @@ def test_torch_func_grad_is_refused(device: str) -> None:
     q, k, v = (x.detach() for x in qkv(device))
     with pytest.raises(RuntimeError, match=r"functorch transforms|setup_context"):
         torch.func.grad(lambda q: htree_ops.tree_attention(q, k, v, **OPTIONS).sum())(q)
+
+
+def test_compiled_autograd(device: str) -> None:
+    """Compiled autograd can trace the backward of the C++ functions."""
+    inputs = [x.requires_grad_() for x in qkv(device)]
+
+    def found(traced: bool) -> tuple[Tensor, ...]:
+        out = htree_ops.tree_attention(*inputs, **OPTIONS)
+        weights = OPS.causal_softmax(OPS.hadamard_transform(out.flatten(2)[..., :16]).mT)
+        loss = weights.square().sum() + out.sum()
+        with compiled_autograd._enable(torch.compile(backend="eager")) if traced else nullcontext():
+            loss.backward()
+        gradients = tuple(x.grad for x in inputs)
+        for x in inputs:
+            x.grad = None
+        return gradients
+
+    for one, other in zip(found(False), found(True), strict=True):
+        assert torch.equal(one, other)
