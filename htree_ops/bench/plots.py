@@ -74,7 +74,8 @@ def place(rows: Sequence[Row]) -> str:
 
 def _finish(plt: Any, figure: Any, axes: Any, rows: Sequence[Row], title: str, path: Path) -> Path:
     axes.set_title(title, loc="left", fontsize=12.5, fontweight="bold", pad=24)
-    axes.text(0, 1.015, place(rows), transform=axes.transAxes, fontsize=9, color=MUTED, va="bottom")
+    where = {"xy": (0, 1), "xycoords": "axes fraction", "xytext": (0, 7), "textcoords": "offset points"}
+    axes.annotate(place(rows), **where, fontsize=9, color=MUTED, va="bottom")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.savefig(path, bbox_inches="tight", facecolor="white")
