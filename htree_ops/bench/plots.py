@@ -116,8 +116,8 @@ def roofline(rows: Sequence[Row], path: Path) -> Path | None:
     if not cases:
         return None
     plt = load_matplotlib()
-    figure, axes = plt.subplots(figsize=(9.2, 5.6))
     ops = sorted({row.op for row in cases.values()})
+    figure, axes = plt.subplots(figsize=(9.2, max(5.6, 1.2 + 0.22 * len(ops))))  # the legend stands beside it
     for index, op in enumerate(ops):
         own = [row for row in cases.values() if row.op == op]
         axes.scatter(
