@@ -152,6 +152,18 @@ def test_headlines_are_the_first_cases_on_a_gpu(tmp_path):
     )
 
 
+def test_stages_are_no_headlines(tmp_path):
+    write(tmp_path, "a.json", [ROW])
+    write(tmp_path, "stages.json", [ROW | {"op": op} for op in sorted(readme_table.STAGES)])
+    files = readme_table.read_rows(tmp_path)
+    headlines = readme_table.render_headlines(files, "r")
+    assert "`causal_softmax`" in headlines
+    assert "stages.json" not in headlines
+    for op in readme_table.STAGES:
+        assert f"`{op}`" not in headlines
+        assert f"`{op}`" in readme_table.render(files, "r")
+
+
 @pytest.mark.parametrize("render", [readme_table.render, readme_table.render_headlines])
 def test_other_functions_stand_side_by_side(tmp_path, render):
     """Where no baseline computes the same, each yardstick is a column, with sustained times where they exist."""
