@@ -5,7 +5,7 @@
 #include "ops/tree_attention/attention/block/block_operand.cuh"
 #include "ops/tree_attention/attention/block/block_query.cuh"
 #include "ops/tree_attention/attention/block/block_softmax.cuh"
-#include "ops/tree_attention/attention/merge_states.cuh"
+#include "ops/tree_attention/attention/block/block_store.cuh"
 
 namespace htree::tree_attention {
 
@@ -20,7 +20,9 @@ class BlockConsumer {
   __device__ __forceinline__ BlockConsumer(const AttendParams& params, BlockShared<Tile>& shared)
       : params_(params),
         shared_(shared),
-        group_(threadIdx.x / 128 - Tile::kProducerGroups),
+        // from one lane, so that the compiler knows it to be the same in all
+        group_(__shfl_sync(device::kFullMask, static_cast<int>(threadIdx.x / 128), 0) -
+               Tile::kProducerGroups),
         thread_(threadIdx.x % 128) {}
 
   // All threads of both consumer warpgroups.
@@ -36,17 +38,16 @@ class BlockConsumer {
       Softmax state;
       state.begin(shared_.unscale[row_of(0)], shared_.unscale[row_of(1)]);
       attend(task, first_tile, state);
-      state.finish();
-      store(task, state);
       first_tile += task.num_tiles;
+      state.finish();
+      // found a second time, not kept in registers through the loop over the tiles
+      asm volatile("" : "+r"(task_idx));
+      BlockStore<T, Tile>(params_, shared_, group_, thread_).run(block_task<Tile>(params_, task_idx), state);
     }
   }
 
  private:
-  // The row of the block that accumulators with h = 0, 1 belong to.
-  __device__ __forceinline__ int row_of(int h) const {
-    return (Tile::kSplitKeys ? 0 : group_ * 64) + thread_ / 32 * 16 + thread_ % 32 / 4 + 8 * h;
-  }
+  __device__ __forceinline__ int row_of(int h) const { return accumulator_row<Tile>(group_, thread_, h); }
 
   __device__ __forceinline__ void meet() const {
     if (Tile::kSplitKeys) {
@@ -72,8 +73,9 @@ class BlockConsumer {
     device::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Tile::kKeyDim / 16; ++step) {
-      device::wgmma<__half, kTileKeys>(state.scores, Keys::dims(query, step), Keys::dims(keys, step),
-                                       step > 0);
+      const uint32_t offset = Keys::dims_offset(step);
+      device::wgmma<__half, kTileKeys>(state.scores, Keys::further(query, offset),
+                                       Keys::further(keys, offset), step > 0);
     }
     device::wgmma_commit();
   }
@@ -88,7 +90,7 @@ class BlockConsumer {
 #pragma unroll
     for (int slot = 0; slot < kTileSlots; ++slot) {
       device::wgmma<T, Tile::kValueDim, device::Major::kMN>(
-          state.out, state.weights[slot], device::advance(values, slot * Tile::kSlotValueBytes), true);
+          state.out, state.weights[slot], Values::further(values, slot * Tile::kSlotValueBytes), true);
     }
     device::wgmma_commit();
   }
@@ -99,15 +101,16 @@ class BlockConsumer {
     }
   }
 
-  // Scores of tile `tile_idx`, already computed, to weights.
-  __device__ __forceinline__ void weigh(Softmax& state, unsigned tile_idx) const {
+  // Whether all keys of a tile take part as they are. Asked before the wait for the scores, which hides it.
+  __device__ __forceinline__ bool is_plain(unsigned tile_idx) const {
     const TileNote& note = shared_.notes[tile_idx % Tile::kNotes];
-    const uint4 low = *reinterpret_cast<const uint4*>(note.slots);
-    const uint4 high = *reinterpret_cast<const uint4*>(note.slots + 4);
-    const uint32_t both = low.x & low.y & low.z & low.w & high.x & high.y & high.z & high.w;
-    const uint32_t either = low.x | low.y | low.z | low.w | high.x | high.y | high.z | high.w;
-    if (both != TileNote::kAll || either != TileNote::kAll) {
-      state.amend(note);
+    return !__any_sync(device::kFullMask, note.slots[thread_ % kTileSlots] != TileNote::kAll);
+  }
+
+  // Scores of tile `tile_idx`, already computed, to weights.
+  __device__ __forceinline__ void weigh(Softmax& state, unsigned tile_idx, bool plain) const {
+    if (!plain) {
+      state.amend(shared_.notes[tile_idx % Tile::kNotes]);
     }
     state.weigh();
   }
@@ -119,6 +122,7 @@ class BlockConsumer {
       return;
     }
     issue_scores(state, tile);
+    bool plain = is_plain(tile);
     device::wgmma_wait<0>();
     device::pin_registers(state.scores);
     release(&shared_.keys_empty[stage_of<Tile>(tile)]);
@@ -128,7 +132,7 @@ class BlockConsumer {
       own_limits(task, limit);
       state.cut_own(limit);
     }
-    weigh(state, tile);
+    weigh(state, tile, plain);
     state.pack_weights();
     if (has_own && task.own_first < task.own_last) {
       add_own_nonfinite(task, tile, limit, state);
@@ -139,10 +143,12 @@ class BlockConsumer {
       wait_values(tile);  // first, so that the products of both follow one fence without a gap
       issue_scores(state, next);
       issue_output(state, tile);
+      plain = is_plain(next);
       device::wgmma_wait<1>();
       device::pin_registers(state.scores);
       release(&shared_.keys_empty[stage_of<Tile>(next)]);
-      weigh(state, next);
+      weigh(state, next, plain);
+      state.settle();
       device::wgmma_wait<0>();
       device::pin_registers(state.out);
       release(&shared_.values_empty[stage_of<Tile>(tile)]);
@@ -165,7 +171,7 @@ class BlockConsumer {
       const BlockRow row = BlockRow::of<Tile>(p, task, row_of(h));
       // a row that stands for no query still needs numbers
       const int query = row.exists ? row.query : task.first_query;
-      limit[h] = static_cast<int>((p.t0 + query) / p.node_span % kBlockRows) + (params_.selected ? 0 : 1);
+      limit[h] = static_cast<int>(own_node(p, query) % kBlockRows) + (params_.selected ? 0 : 1);
     }
   }
 
@@ -184,101 +190,6 @@ class BlockConsumer {
       }
       const char* block = p.blocks + (task.head_index * p.num_parents + own) * Block::kBytes;
       state.add_nonfinite(block + Block::kValueOffset, limit);
-    }
-  }
-
-  // Merges into the running state of docs/semantics.md §1.7 and writes that, or the output at the last layer.
-  __device__ __forceinline__ void store(const BlockTask& task, Softmax& state) const {
-    if constexpr (Tile::kSplitKeys) {
-      exchange(state);
-      // each group now has its half of the dims
-      store_dims<Softmax::kOut / 2>(task, state, group_ * Tile::kValueDim / 2);
-    } else {
-      store_dims<Softmax::kOut>(task, state, 0);
-    }
-  }
-
-  // After it out[0 ... kOut / 2) is the sum of both groups over the dims of this group's half.
-  __device__ __forceinline__ void exchange(Softmax& state) const {
-    constexpr int kSent = Softmax::kOut / 2;
-    device::named_barrier_sync(kGroupsMeet, 256);  // nobody reads the queries any more
-    float* buffers[2] = {reinterpret_cast<float*>(shared_.query),
-                         reinterpret_cast<float*>(shared_.query + Tile::kQueryBytes)};
-    float* to = group_ == 0 ? buffers[1] : buffers[0];
-    const float* from = group_ == 0 ? buffers[0] : buffers[1];
-#pragma unroll
-    for (int i = 0; i < kSent; ++i) {
-      to[i * 128 + thread_] = group_ == 0 ? state.out[i + kSent] : state.out[i];
-    }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      if (thread_ % 4 == 0) {
-        shared_.states[group_ * 64 + row_of(h)] = make_float2(state.largest[h], state.sum[h]);
-      }
-    }
-    device::named_barrier_sync(kGroupsMeet, 256);
-    float own[2], other[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float2 theirs = shared_.states[(group_ ^ 1) * 64 + row_of(h)];
-      merge_states(state.largest[h], state.sum[h], theirs.x, theirs.y, own[h], other[h]);
-    }
-#pragma unroll
-    for (int i = 0; i < kSent; ++i) {
-      const float mine = group_ == 0 ? state.out[i] : state.out[i + kSent];
-      const int h = i / 2 % 2;
-      state.out[i] = mine * own[h] + from[i * 128 + thread_] * other[h];
-    }
-  }
-
-  template <int kCount>
-  __device__ __forceinline__ void store_dims(const BlockTask& task, Softmax& state, int first_dim) const {
-    const GatherParams& p = params_.gather;
-    const int batch = task.head_index / p.num_kv_heads, kv_head = task.head_index % p.num_kv_heads;
-    const int64_t num_heads = int64_t{p.num_kv_heads} * p.group;
-    const int dim = first_dim + thread_ % 4 * 2;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const BlockRow row = BlockRow::of<Tile>(p, task, row_of(h));
-      const int64_t head = int64_t{kv_head} * p.group + row.head;
-      const int64_t state_row = batch * params_.state_batch + row.query * num_heads + head;
-      const int64_t partial_row = (batch * int64_t{p.num_queries} + row.query) * num_heads + head;
-      float own = 1.f, before = 0.f;
-      float max = state.largest[h], sum = state.sum[h];
-      if (row.exists && !params_.first) {
-        merge_states(max, sum, params_.max[state_row], params_.sum[state_row], own, before);
-      }
-      if (Tile::kSplitKeys) {
-        device::named_barrier_sync(kGroupsMeet, 256);  // the other group has read the state as well
-      } else {
-        __syncwarp();
-      }
-      if (!row.exists) {
-        continue;
-      }
-      if (thread_ % 4 == 0 && (!Tile::kSplitKeys || group_ == 0)) {
-        params_.max[state_row] = params_.last ? max * kLn2 : max;
-        params_.sum[state_row] = sum;
-      }
-      const float inverse = 1.f / sum;
-      float* partial = params_.partial + partial_row * Tile::kValueDim + dim;
-      uint32_t* out =
-          reinterpret_cast<uint32_t*>(static_cast<T*>(params_.out) + state_row * Tile::kValueDim + dim);
-#pragma unroll
-      for (int i = 0; i < kCount / 4; ++i) {
-        float2 value = {state.out[4 * i + 2 * h], state.out[4 * i + 2 * h + 1]};
-        float2* at = reinterpret_cast<float2*>(partial + 8 * i);
-        if (!params_.first) {
-          const float2 old = *at;
-          value.x = value.x * own + old.x * before;
-          value.y = value.y * own + old.y * before;
-        }
-        if (params_.last) {
-          out[4 * i] = device::pack_pair<T>(value.x * inverse, value.y * inverse);
-        } else {
-          *at = value;
-        }
-      }
     }
   }
 

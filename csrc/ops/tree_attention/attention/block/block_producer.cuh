@@ -17,7 +17,11 @@ class BlockProducer {
   using Turner = KeyTurner<Tile::kKeyDim>;
 
   __device__ __forceinline__ BlockProducer(const AttendParams& params, BlockShared<Tile>& shared)
-      : params_(params), shared_(shared), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32) {}
+      : params_(params),
+        shared_(shared),
+        // from one lane, so that the compiler knows it to be the same in all
+        warp_(__shfl_sync(device::kFullMask, static_cast<int>(threadIdx.x / 32), 0)),
+        lane_(threadIdx.x % 32) {}
 
   // All lanes of a producer warp. `T` is the type of the values.
   template <typename T>
@@ -25,35 +29,35 @@ class BlockProducer {
     SlotWalk<Tile> walk(params_, warp_);
     constexpr int kAhead = Tile::kStages - 1;
     SlotSource ahead[kAhead + 1];
-    bool some[kAhead + 1];
-    unsigned loaded = 0;
-    const auto load_next = [&](int place) {
-      some[place] = !walk.done();
-      if (some[place]) {
+    const auto load_next = [&](int place, unsigned tile_idx) {
+      ahead[place].bits = 0;
+      if (!walk.done()) {
         ahead[place] = walk.next();
-        load_keys(ahead[place], loaded++);
+        load_keys(ahead[place], tile_idx);
       }
     };
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      load_next(i);
+      load_next(i, i);
     }
-    if (!some[0]) {
+    if (!ahead[0].in_tile()) {
       return;
     }
+    // These come from memory and are asked for a tile ahead; not further, since handing a value on waits for
+    // it.
     SlotTurn turn = Turner::load(params_.turns, ahead[0].slot);
-    for (unsigned tile_idx = 0;; ++tile_idx) {
-      turn_keys(ahead[0], turn, tile_idx);
-      turn = Turner::load(params_.turns, some[1] ? ahead[1].slot : 0);
-      load_values<T>(ahead[0], tile_idx);
-      load_next(kAhead);
-      if (!some[1]) {
-        return;
+    float scale = load_scale(ahead[0]);
+    for (unsigned tile_idx = 0; ahead[0].in_tile(); ++tile_idx) {
+      turn_keys(ahead[0], turn, scale, tile_idx);
+      if (ahead[1].in_tile()) {
+        turn = Turner::load(params_.turns, ahead[1].slot);
+        scale = load_scale(ahead[1]);
       }
+      load_values<T>(ahead[0], tile_idx);
+      load_next(kAhead, tile_idx + kAhead);
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         ahead[i] = ahead[i + 1];
-        some[i] = some[i + 1];
       }
     }
   }
@@ -61,6 +65,12 @@ class BlockProducer {
  private:
   __device__ __forceinline__ const char* block_of(const SlotSource& source) const {
     return params_.gather.blocks + int64_t{source.parent} * Block::kBytes;
+  }
+
+  // Lane c < 16: what undoes the power of two of child c; else 1.
+  __device__ __forceinline__ float load_scale(const SlotSource& source) const {
+    const bool wanted = source.exists() && lane_ < kBlockRows;
+    return wanted ? reinterpret_cast<const float*>(block_of(source) + Block::kScaleOffset)[lane_] : 1.f;
   }
 
   __device__ __forceinline__ void load_keys(const SlotSource& source, unsigned tile_idx) {
@@ -76,13 +86,13 @@ class BlockProducer {
     }
   }
 
-  __device__ __forceinline__ void turn_keys(const SlotSource& source, const SlotTurn& turn,
+  __device__ __forceinline__ void turn_keys(const SlotSource& source, const SlotTurn& turn, float scale,
                                             unsigned tile_idx) {
     const int stage = stage_of<Tile>(tile_idx);
     TileNote& note = shared_.notes[tile_idx % Tile::kNotes];
-    const bool scaled = __any_sync(device::kFullMask, source.scale != 1.f);
+    const bool scaled = __any_sync(device::kFullMask, scale != 1.f);
     if (scaled && lane_ < kBlockRows) {
-      note.exponents[warp_ * kBlockRows + lane_] = static_cast<uint8_t>(__float_as_uint(source.scale) >> 23);
+      note.exponents[warp_ * kBlockRows + lane_] = static_cast<uint8_t>(__float_as_uint(scale) >> 23);
     }
     if (lane_ == 0) {
       note.slots[warp_] = (source.bits & TileNote::kAll) | (scaled ? TileNote::kScaled : 0);

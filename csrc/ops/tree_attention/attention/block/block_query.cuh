@@ -3,24 +3,10 @@
 
 #include "device/shared_vector.cuh"
 #include "device/tma.cuh"
-#include "ops/tree_attention/attention/block/block_task.cuh"
+#include "ops/tree_attention/attention/block/block_row.cuh"
 #include "ops/tree_attention/attention/query_row.cuh"
 
 namespace htree::tree_attention {
-
-// One (query, head) pair of a block.
-struct BlockRow {
-  bool exists;
-  int query;  // in the chunk
-  int head;   // of the kv head's group
-
-  template <typename Tile>
-  __device__ __forceinline__ static BlockRow of(const GatherParams& p, const BlockTask& task, int row) {
-    const int pair = task.row_tile * Tile::kRows + row;
-    const int local = pair / p.group;
-    return {local < task.num_queries, task.first_query + local, pair - local * p.group};
-  }
-};
 
 // Rows [first_row, first_row + kCount) of the block, turned to position n - 1 of their query, in fp16 with a
 // power of two per row; 128 threads call, `thread` in 0 ... 127. The sign of the scale goes with the queries,
@@ -36,28 +22,38 @@ __device__ __forceinline__ void load_query_rows(const GatherParams& p, const Blo
                        static_cast<int64_t>(kv_head) * p.group * p.queries.head;
   const int dim = thread % kLanes * 8;
   const float sign = p.score_scale < 0.f ? -1.f : 1.f;
-#pragma unroll 1
-  for (int pass = 0; pass < (kCount + kRowsPerPass - 1) / kRowsPerPass; ++pass) {
+  constexpr int kPasses = (kCount + kRowsPerPass - 1) / kRowsPerPass;
+  // All rows are asked for before any is used: one round trip to memory.
+  uint4 raw_low[kPasses], raw_high[kPasses];
+  int position[kPasses];
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) {
     const int row_idx = pass * kRowsPerPass + thread / kLanes;
-    const bool wanted = kCount % kRowsPerPass == 0 || row_idx < kCount;
-    const int row = first_row + row_idx;
-    const BlockRow at = BlockRow::of<Tile>(p, task, row);
-    float low[8] = {}, high[8] = {};
-    int position = 0;
-    if (wanted && at.exists) {
+    const BlockRow at = BlockRow::of<Tile>(p, task, first_row + row_idx);
+    raw_low[pass] = raw_high[pass] = uint4{0, 0, 0, 0};
+    position[pass] = 0;
+    if ((kCount % kRowsPerPass == 0 || row_idx < kCount) && at.exists) {
       const T* from = head_rows + at.query * p.queries.row + at.head * p.queries.head + dim;
-      widen_eight<T>(load_eight(from, p.queries.aligned), low);
-      widen_eight<T>(load_eight(from + kHalf, p.queries.aligned), high);
-      const int64_t rightmost = (p.t0 + at.query) / p.node_span;
-      position = (task.num_slots - 1) * kBlockRows + static_cast<int>(rightmost % kBlockRows);
+      raw_low[pass] = load_eight(from, p.queries.aligned);
+      raw_high[pass] = load_eight(from + kHalf, p.queries.aligned);
+      position[pass] =
+          (task.num_slots - 1) * kBlockRows + static_cast<int>(own_node(p, at.query) % kBlockRows);
     }
+  }
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const int row_idx = pass * kRowsPerPass + thread / kLanes;
+    const int row = first_row + row_idx;
+    float low[8], high[8];
+    widen_eight<T>(raw_low[pass], low);
+    widen_eight<T>(raw_high[pass], high);
     const PowerOfTwo power = half_range_scale(row_magnitude<kLanes>(low, high));
     const float4* turn =
-        reinterpret_cast<const float4*>(p.rope + static_cast<int64_t>(position) * kHalf + dim);
+        reinterpret_cast<const float4*>(p.rope + static_cast<int64_t>(position[pass]) * kHalf + dim);
     const float4 turns[4] = {__ldg(turn), __ldg(turn + 1), __ldg(turn + 2), __ldg(turn + 3)};
     uint4 turned_low, turned_high;
     turn_eight(low, high, power.scale * sign, turns, turned_low, turned_high);
-    if (!wanted) {
+    if (kCount % kRowsPerPass != 0 && row_idx >= kCount) {
       continue;
     }
     const uint32_t rows = device::shared_address(shared.query);

@@ -45,24 +45,48 @@ struct BlockSoftmax {
 
   // Undoes the powers of two of the keys and takes out what does not take part.
   __device__ __forceinline__ void amend(const TileNote& note) {
+    const uint4 low = *reinterpret_cast<const uint4*>(note.slots);
+    const uint4 high = *reinterpret_cast<const uint4*>(note.slots + 4);
+    const uint32_t both = low.x & low.y & low.z & low.w & high.x & high.y & high.z & high.w;
+    const uint32_t either = low.x | low.y | low.z | low.w | high.x | high.y | high.z | high.w;
+    if (either & TileNote::kScaled) {
+      unscale_keys(note);
+    }
+    if ((both & TileNote::kAll) != TileNote::kAll) {
+      take_out({low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w});
+    }
+  }
+
+  // Undoes the powers of two of the keys.
+  __device__ __forceinline__ void unscale_keys(const TileNote& note) {
     const int column = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int slot = 0; slot < kTileSlots; ++slot) {
-      const uint32_t word = note.slots[slot];
-      if (word == TileNote::kAll) {
+      if (!(note.slots[slot] & TileNote::kScaled)) {
         continue;
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int child = i / 2 * 8 + column + i % 2;
         const int at = slot * 8 + i / 2 * 4 + i % 2;
-        if (word & TileNote::kScaled) {
-          const float power =
-              __uint_as_float(static_cast<uint32_t>(note.exponents[slot * kBlockRows + child]) << 23);
-          scores[at] *= power;
-          scores[at + 2] *= power;
-        }
-        if (!(word >> child & 1)) {
+        const float power =
+            __uint_as_float(static_cast<uint32_t>(note.exponents[slot * kBlockRows + child]) << 23);
+        scores[at] *= power;
+        scores[at + 2] *= power;
+      }
+    }
+  }
+
+  // Takes out the children that take part for no query; straight code, since above the bottom almost every
+  // tile has some.
+  __device__ __forceinline__ void take_out(const uint32_t (&words)[kTileSlots]) {
+    const uint32_t column = 1u << threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int slot = 0; slot < kTileSlots; ++slot) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = slot * 8 + i / 2 * 4 + i % 2;
+        if (!(words[slot] & column << (i / 2 * 8 + i % 2))) {
           scores[at] = scores[at + 2] = -INFINITY;
         }
       }
@@ -83,11 +107,12 @@ struct BlockSoftmax {
 
   // Turns scores into weights 2^(s - reference), in place.
   __device__ __forceinline__ void weigh() {
-    float top[2] = {scores[0], scores[2]};
+    float tops[4] = {scores[0], scores[1], scores[2], scores[3]};
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      top[i / 2 % 2] = fmaxf(top[i / 2 % 2], scores[i]);
+    for (int i = 4; i < kScores; ++i) {
+      tops[i % 4] = fmaxf(tops[i % 4], scores[i]);
     }
+    const float top[2] = {fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3])};
     bool grows = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -123,6 +148,21 @@ struct BlockSoftmax {
       reference[h] = moves ? row_top : reference[h];
       sum[h] *= factor[h];
     }
+  }
+
+  // The exponentials of weigh() are computed before whatever follows. Without a reader the compiler moves
+  // them below the next wait, where no product is left for them to hide under.
+  __device__ __forceinline__ void settle() const {
+    // Sums of powers of two are not negative: nothing is ever stored. A trap instead would be a branch, which
+    // costs registers.
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.lt.f32 p, %0, 0f00000000;\n"
+        "@p st.shared.f32 [%1], %0;\n"
+        "}" ::"f"(sum[0] + sum[1]),
+        "r"(0)
+        : "memory");
   }
 
   __device__ __forceinline__ void rescale_out() {
