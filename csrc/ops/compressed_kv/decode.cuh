@@ -45,7 +45,10 @@ struct DecodeTraits {
   static constexpr bool kIntegerKeys = kKeyBits != 16;
   static constexpr int kGroups = kHeadDim / 32;  // groups of eight channels of a lane
   static constexpr int kWords = kHeadDim == 256 ? 2 : 1;
-  static constexpr int kMaxWarps = kHeadDim == 256 ? 8 : 16;
+  // Warps hide each other's latencies as long as their registers suffice.
+  static constexpr int kMaxWarps = kHeadDim == 256                                            ? 8
+                                   : kHeads == 4 && kKeyBits != 16 && kValueBits != 16 ? 20
+                                                                                       : 16;
   static constexpr bool kTwoTables = kKeyBits != kValueBits;
   static constexpr int kTableBytes = (kTwoTables ? 2 : 1) * kSelectorBytes;
   // Weights of 8 and 4-bit values are fp16, whatever the query is.
@@ -69,52 +72,86 @@ struct RowPair {
   uint32_t word[2][Tr::kWords];
   Cursor cursor[2];
   NibbleWindow window[2];  // of the word in hand, where windows are used
-  bool fits;               // no word has more codes than a window; alike in all lanes
 };
 
-// Of the tile at shared address `stage`. kTail: it has only `num_tokens` rows.
-template <typename Tr, int kBits, bool kTail>
-__device__ __forceinline__ RowPair<Tr> load_row_pair(uint32_t stage, const LaneRows& at, int num_tokens,
-                                                     int lane) {
+// The same of K and of V.
+template <typename Tr>
+struct TileRows {
+  uint32_t k_word[2][Tr::kWords];
+  uint32_t v_word[2][Tr::kWords];
+  uint32_t ranks;  // codes of each row before this lane's: bytes for the rows g and g + 8 of K, then of V
+  bool fits;       // no word of 4-bit rows has more codes than a window; alike in all lanes
+};
+
+template <int kHeadDim, int kWords>
+__device__ __forceinline__ void load_words(uint32_t address, int t, uint32_t (&word)[2][kWords]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      word[half][i] = load_shared(address + half * kHeadDim + 4 * i);
+      if constexpr (kHeadDim == 64) {
+        word[half][i] = (word[half][i] >> (16 * (t & 1))) & 0xffffu;
+      }
+    }
+  }
+}
+
+// Of the tile whose bitmaps of K and V are at these shared addresses. kTail: it has only `num_tokens` rows.
+template <typename Tr, bool kTail>
+__device__ __forceinline__ TileRows<Tr> load_rows(uint32_t k_bitmap, uint32_t v_bitmap, int num_tokens,
+                                                  int lane) {
   const int g = lane >> 2;
   const int t = lane & 3;
+  TileRows<Tr> rows;
+  load_words<Tr::kD>(k_bitmap, t, rows.k_word);
+  load_words<Tr::kD>(v_bitmap, t, rows.v_word);
+  int count[4] = {};
+  int most = 0;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const bool present = !kTail || g + 8 * half < num_tokens;
+#pragma unroll
+    for (int i = 0; i < Tr::kWords; ++i) {
+      if constexpr (kTail) {  // rows behind the last token hold whatever was there before
+        rows.k_word[half][i] = present ? rows.k_word[half][i] : 0u;
+        rows.v_word[half][i] = present ? rows.v_word[half][i] : 0u;
+      }
+      const int in_k = __popc(rows.k_word[half][i]);
+      const int in_v = __popc(rows.v_word[half][i]);
+      count[half] += in_k;
+      count[2 + half] += in_v;
+      most = Tr::kK == 4 ? max(most, in_k) : most;
+      most = Tr::kV == 4 ? max(most, in_v) : most;
+    }
+  }
+  constexpr bool kNibbles = Tr::kK == 4 || Tr::kV == 4;
+  // Half a word of the bitmap always fits.
+  rows.fits = kNibbles && !kTail && (Tr::kD == 64 || __all_sync(0xffffffffu, most <= NibbleWindow::kCodes));
+  // Exclusive sums over the lanes of a quad, all rows in one register: at most 3/4 of the channels.
+  const uint32_t counts = count[0] + (count[1] << 8) + (count[2] << 16) + (count[3] << 24);
+  uint32_t below = __shfl_up_sync(0xffffffffu, counts, 1, 4);
+  uint32_t sum = t >= 1 ? below : 0;
+  below = __shfl_up_sync(0xffffffffu, counts + sum, 2, 4);
+  rows.ranks = sum + (t >= 2 ? below : 0);
+  return rows;
+}
+
+// The rows of K (kFirstByte: 0) or of V (2), whose values start at bit `first` of shared memory, rows g and
+// g + 8 `pitch_bits` apart.
+template <typename Tr, int kBits, int kFirstByte>
+__device__ __forceinline__ RowPair<Tr> row_pair(const uint32_t (&word)[2][Tr::kWords], uint32_t ranks,
+                                                uint32_t first, uint32_t pitch_bits) {
   RowPair<Tr> rows;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
     for (int i = 0; i < Tr::kWords; ++i) {
-      rows.word[half][i] = load_shared(stage + at.bitmap + half * Tr::kD + 4 * i);
-      if constexpr (Tr::kD == 64) {
-        rows.word[half][i] = (rows.word[half][i] >> (16 * (t & 1))) & 0xffffu;
-      }
+      rows.word[half][i] = word[half][i];
     }
+    const uint32_t rank = permute(ranks, 0, 0x4440 + kFirstByte + half);
+    rows.cursor[half].set(first + half * pitch_bits + rank * kBits);
   }
-  if constexpr (kTail) {  // rows behind the last token hold whatever was there before
-#pragma unroll
-    for (int i = 0; i < Tr::kWords; ++i) {
-      rows.word[0][i] = g < num_tokens ? rows.word[0][i] : 0u;
-      rows.word[1][i] = g + 8 < num_tokens ? rows.word[1][i] : 0u;
-    }
-  }
-  uint32_t counts = 0;
-  int most = 0;
-#pragma unroll
-  for (int i = 0; i < Tr::kWords; ++i) {
-    const int low = __popc(rows.word[0][i]);
-    const int high = __popc(rows.word[1][i]);
-    most = max(most, max(low, high));
-    counts += low + (high << 16);
-  }
-  // Half a word of the bitmap always fits.
-  rows.fits = kBits == 4 && !kTail && (Tr::kD == 64 || __all_sync(0xffffffffu, most <= NibbleWindow::kCodes));
-  // Exclusive sums over the lanes of a quad, both rows in one register.
-  uint32_t below = __shfl_up_sync(0xffffffffu, counts, 1, 4);
-  uint32_t sum = t >= 1 ? below : 0;
-  below = __shfl_up_sync(0xffffffffu, counts + sum, 2, 4);
-  sum += t >= 2 ? below : 0;
-  const uint32_t first = stage * 8 + at.values;
-  rows.cursor[0].set(first + (sum & 0xffffu) * kBits);
-  rows.cursor[1].set(first + at.pitch_bits + (sum >> 16) * kBits);
   return rows;
 }
 
