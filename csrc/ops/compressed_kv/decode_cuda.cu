@@ -82,19 +82,20 @@ void decode_cuda(const DecodeProblem& p, const DecodeTensors& t, const at::Tenso
   // Whole tiles of half queries with one slot go to the tensor cores.
   const bool tiles = type != QueryType::kFloat && num_slots == 1 && p.page % kTileRows == 0;
 
+  const int cheap_splits = properties->major >= 9 ? kMostClusterSplits : 1;
+
   // A fixed split follows from the argument alone; tiles need its multiple of 16.
   const int64_t split_size =
       p.split_size > 0 ? ceil_div(p.split_size, kTileRows) * kTileRows
-      : tiles          ? choose_split_size(p.capacity, num_groups, num_processors, 256)
-                       : choose_split_size(p.capacity, num_groups, 4 * num_processors, kGeneralStep);
+      : tiles          ? choose_split_size(p.capacity, num_groups, num_processors, 256, cheap_splits)
+                       : choose_split_size(p.capacity, num_groups, 4 * num_processors, kGeneralStep, 0);
   const int64_t num_splits = ceil_div(p.capacity, split_size);
   // The tensor-core kernel takes the window along, dealt to its splits.
   const int64_t window_share = num_splits > 0 ? ceil_div(p.window, num_splits) : 0;
   const bool fused = tiles && num_splits > 0 && window_share <= kMostWindowTokens;
-  const Ending ending = !fused                                                     ? Ending::kParts
-                        : num_splits == 1                                          ? Ending::kResult
-                        : properties->major >= 9 && num_splits <= kMostClusterSplits ? Ending::kCluster
-                                                                                   : Ending::kParts;
+  const Ending ending = !fused || num_splits > cheap_splits ? Ending::kParts
+                        : num_splits == 1                   ? Ending::kResult
+                                                            : Ending::kCluster;
   const int64_t num_parts = num_splits + (fused ? 0 : ceil_div(p.window, kWindowSplit));
   if (num_parts == 0) {
     out.zero_();

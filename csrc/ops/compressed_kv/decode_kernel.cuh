@@ -60,8 +60,8 @@ __device__ __forceinline__ void attend_rows(const TileReader<Tr>& reader, const 
   WarpState<Tr::kHeadPairs>& state = result.state;
   float score[2][Tr::kHeadPairs];
   {
-    RowPair<Tr> rows = row_pair<Tr, Tr::kK, 0>(tile.k_word, tile.ranks, stage * 8 + reader.k.values,
-                                               reader.k.pitch_bits);
+    RowPair<Tr> rows =
+        row_pair<Tr, Tr::kK, 0>(tile.k_word, tile.ranks, stage * 8 + reader.k.values, reader.k.pitch_bits);
     score_tile<kWindow && Tr::kK == 4, Tr>(rows, reader.k_table, q, score);
   }
 #pragma unroll
@@ -76,8 +76,8 @@ __device__ __forceinline__ void attend_rows(const TileReader<Tr>& reader, const 
     }
   }
   raise_max(score, state, result.acc);
-  RowPair<Tr> rows = row_pair<Tr, Tr::kV, 2>(tile.v_word, tile.ranks, stage * 8 + reader.v.values,
-                                             reader.v.pitch_bits);
+  RowPair<Tr> rows =
+      row_pair<Tr, Tr::kV, 2>(tile.v_word, tile.ranks, stage * 8 + reader.v.values, reader.v.pitch_bits);
   float unit[2] = {1.0f, 1.0f};
   if constexpr (Tr::kV != 16) {
     float scale[2] = {load_scale(stage + reader.v.scales), load_scale(stage + reader.v.scales + 16)};
@@ -106,10 +106,9 @@ __device__ __forceinline__ void attend_rows(const TileReader<Tr>& reader, const 
   float w[2][2] = {};
 #pragma unroll
   for (int i = 0; i < Tr::kHeadPairs; ++i) {
-    const float base = state.max[i] == kMinusInfinity ? 0.0f : state.max[i];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      w[half][i] = device::exp2_flushed(score[half][i] - base);
+      w[half][i] = device::exp2_flushed(score[half][i] - state.base[i]);
       state.sum[i] += w[half][i];
       w[half][i] *= unit[half];
     }

@@ -51,7 +51,7 @@ __device__ __forceinline__ void collect_warps(BlockMerge<Tr>& shared, const Wind
   if (g == 0) {
 #pragma unroll
     for (int i = 0; i < Tr::kHeadPairs; ++i) {
-      shared.max[warp][t + 4 * i] = state.max[i];
+      shared.max[warp][t + 4 * i] = state.max(i);
       shared.sum[warp][t + 4 * i] = state.sum[i];
     }
 #pragma unroll
@@ -68,7 +68,7 @@ __device__ __forceinline__ void collect_warps(BlockMerge<Tr>& shared, const Wind
     for (int w = 0; w < num_warps; ++w) {
       top = fmaxf(top, shared.max[w][t + 4 * i]);
     }
-    factor[i] = state.max[i] == kMinusInfinity ? 1.0f : device::exp2_flushed(state.max[i] - top);
+    factor[i] = state.max(i) == kMinusInfinity ? 1.0f : device::exp2_flushed(state.max(i) - top);
     factor[i] *= code_unit;
   }
 #pragma unroll

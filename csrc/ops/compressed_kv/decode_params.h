@@ -26,7 +26,7 @@ enum class QueryType { kHalf, kBfloat16, kFloat };
 // The dense window of the tensor-core kernel, in half or bfloat16, first bytes aligned to 4. Its tokens are
 // dealt to the splits in order, `per_split` to each; 0: none.
 struct WindowView {
-  const void* k;       // [B, H_kv, capacity, D]
+  const void* k;  // [B, H_kv, capacity, D]
   const void* v;
   const int32_t* len;  // [B] or null
   int capacity;        // tokens of a sequence

@@ -55,8 +55,7 @@ __device__ __forceinline__ float2 load_pair(const void* pairs, int64_t index, bo
 
 __device__ __forceinline__ float load_element(const void* elements, int64_t index, bool bfloat16) {
   const uint16_t bits = static_cast<const uint16_t*>(elements)[index];
-  return bfloat16 ? __uint_as_float(static_cast<uint32_t>(bits) << 16)
-                  : __half2float(__ushort_as_half(bits));
+  return bfloat16 ? __uint_as_float(static_cast<uint32_t>(bits) << 16) : __half2float(__ushort_as_half(bits));
 }
 
 // Brings `bytes` bytes to L2, a thread per 128 of them.
@@ -110,7 +109,8 @@ __device__ __forceinline__ void score_window(const DecodeParams& p, const Window
   }
 }
 
-// A thread per head and channel. Every thread of the block must call, and __syncthreads before `part` is used.
+// A thread per head and channel. Every thread of the block must call, and __syncthreads before `part` is
+// used.
 template <int kHeadDim>
 __device__ __forceinline__ void weigh_window(const DecodeParams& p, const Split& s, const WindowRows& rows,
                                              const WindowScores& from, WindowPart<kHeadDim>& part) {
@@ -128,7 +128,8 @@ __device__ __forceinline__ void weigh_window(const DecodeParams& p, const Split&
     for (int token = 0; token < rows.count; ++token) {
       const float weight = exp2f(from.score[token][head] - base);
       sum += weight;
-      value += weight * load_element(p.window.v, (rows.first + token) * kHeadDim + channel, p.window.bfloat16);
+      value +=
+          weight * load_element(p.window.v, (rows.first + token) * kHeadDim + channel, p.window.bfloat16);
     }
     part.acc[head][channel] = value;
     if (channel == 0) {

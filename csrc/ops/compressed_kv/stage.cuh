@@ -144,13 +144,14 @@ __device__ __forceinline__ ChunkCounts fill_chunks(const DecodeParams& p, const 
   for (int i = total + threadIdx.x; i < 64 + 32 * max(lists, kUsualLists); i += blockDim.x) {
     table[i].to = kNoChunk;
   }
-  ChunkCounts counts = {static_cast<uint32_t>(lists | whole_rounds(p.k.row_bytes) << 8 |
-                                              whole_rounds(p.v.row_bytes) << 20)};
+  ChunkCounts counts = {
+      static_cast<uint32_t>(lists | whole_rounds(p.k.row_bytes) << 8 | whole_rounds(p.v.row_bytes) << 20)};
   asm volatile("" : "+r"(counts.bits));  // kept, not computed again per tile
   return counts;
 }
 
-// The entry of this lane in part `index` of the table; `table` is the shared address of this lane's first one.
+// The entry of this lane in part `index` of the table; `table` is the shared address of this lane's first
+// one.
 __device__ __forceinline__ ChunkCopy load_chunk(uint32_t table, int index) {
   ChunkCopy chunk;
   uint32_t low;
@@ -163,8 +164,8 @@ __device__ __forceinline__ ChunkCopy load_chunk(uint32_t table, int index) {
 }
 
 // Whole rounds: chunks 512 bytes apart from `from` on.
-__device__ __forceinline__ void copy_rounds(const ChunkCopy& first, int rounds, int row_bytes,
-                                            uint32_t stage, uint32_t tile) {
+__device__ __forceinline__ void copy_rounds(const ChunkCopy& first, int rounds, int row_bytes, uint32_t stage,
+                                            uint32_t tile) {
   const uint8_t* from = first.from + static_cast<uint64_t>(tile) * static_cast<uint32_t>(16 * row_bytes);
   uint32_t to = stage + first.to;
 #pragma unroll 1
@@ -196,8 +197,8 @@ __device__ __forceinline__ void copy_chunk(const ChunkCopy& chunk, uint32_t stag
       : "memory");
 }
 
-// Tile `tile` to the stage at shared address `stage`; `table` as of load_chunk. All lanes of a warp must call;
-// it commits no group.
+// Tile `tile` to the stage at shared address `stage`; `table` as of load_chunk. All lanes of a warp must
+// call; it commits no group.
 __device__ __forceinline__ void copy_tile(const DecodeParams& p, uint32_t table, const ChunkCounts& counts,
                                           uint32_t stage, uint32_t tile) {
   // Entries are read together where possible, so that one latency is waited for.

@@ -21,11 +21,10 @@ cudaError_t launch_traits(const DecodeParams& p, int64_t num_groups, cudaStream_
     return error;
   }
   const StageLayout layout(Tr::kD, p.k.row_bytes, p.v.row_bytes);
-  const DecodeConfig config =
-      choose_decode_config(layout.bytes, Tr::kTableBytes + window_bytes<Tr>(),
-                           static_cast<int>(sizeof(BlockMerge<Tr>)),
-                           kStagePadding + chunk_table_bytes(Tr::kD, p.k.row_bytes, p.v.row_bytes),
-                           Tr::kMaxWarps, kMinStages, kMaxStages, most);
+  const DecodeConfig config = choose_decode_config(
+      layout.bytes, Tr::kTableBytes + window_bytes<Tr>(), static_cast<int>(sizeof(BlockMerge<Tr>)),
+      kStagePadding + chunk_table_bytes(Tr::kD, p.k.row_bytes, p.v.row_bytes), Tr::kMaxWarps, kMinStages,
+      kMaxStages, most);
   if (config.shared_bytes > most) {
     return cudaErrorNotSupported;
   }
