@@ -241,6 +241,7 @@ PYBIND11_MODULE(_host, module) {
              "Warps, stages and shared bytes of a decode block of kv_decode_attention.");
   module.def("compressed_kv_split_size", &htree::compressed_kv::choose_split_size, py::arg("capacity"),
              py::arg("num_groups"), py::arg("num_processors"), py::arg("step") = 256,
+             py::arg("cheap_splits") = 8,
              "Tokens that a block of kv_decode_attention takes where split_size is 0.");
   module.def("fp8_quantize_config", &fp8_quantize_config, py::arg("rows"), py::arg("cols"), py::arg("layout"),
              py::arg("group"), py::arg("element_size") = 2, py::arg("num_processors") = 132,

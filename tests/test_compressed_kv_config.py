@@ -17,12 +17,15 @@ pytestmark = pytest.mark.skipif(host is None, reason="_host is not built for thi
 
 #: Tokens that starting a block is said to cost.
 OVERHEAD = 1024
+#: And what the kernel that merges more splits than a cluster has.
+MERGE, CLUSTER = 512, 8
 
 
 def cost(capacity: int, groups: int, processors: int, split: int) -> int:
     """Tokens that pass until the last wave of blocks is done."""
-    waves = math.ceil(groups * math.ceil(capacity / split) / processors)
-    return waves * (split + OVERHEAD)
+    splits = math.ceil(capacity / split)
+    waves = math.ceil(groups * splits / processors)
+    return waves * (split + OVERHEAD) + (MERGE if splits > CLUSTER else 0)
 
 
 @given(
@@ -45,7 +48,8 @@ def test_the_known_sizes() -> None:
     assert (
         host.compressed_kv_split_size(32736, 64, 132) == 16384
     )  # 8 sequences of 8 kv heads: two blocks each
-    assert host.compressed_kv_split_size(4064, 8, 132) == 256
+    assert host.compressed_kv_split_size(4064, 8, 132) == 512  # the eight splits of a cluster
+    assert host.compressed_kv_split_size(32736, 8, 132) == 2048
     assert host.compressed_kv_split_size(1, 1, 132) == 256
 
 

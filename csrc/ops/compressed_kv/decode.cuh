@@ -14,15 +14,11 @@
 #include <cstdint>
 
 #include "device/mma.cuh"
-#include "ops/compressed_kv/expand.cuh"
+#include "ops/compressed_kv/decode_rows.cuh"
 #include "ops/compressed_kv/query_fragments.cuh"
 #include "ops/compressed_kv/stage.cuh"
 
 namespace htree::compressed_kv {
-
-// Weights are kept relative to a maximum that may fall behind the true one by this many powers of two, so
-// that the sums are rescaled a few times per split only.
-constexpr float kSlack = 8.0f;
 
 // c[16 x 8] += a[16 x 32] * b[32 x 8] on signed bytes.
 __device__ __forceinline__ void mma_int8(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
@@ -34,113 +30,8 @@ __device__ __forceinline__ void mma_int8(int (&c)[4], uint32_t a0, uint32_t a1, 
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// kHeads: 4 or 8 query heads of a block.
-template <int kHeadDim, int kKeyBits, int kValueBits, int kHeads, typename T>
-struct DecodeTraits {
-  using Pair = T;  // of 16-bit values
-  static constexpr int kD = kHeadDim;
-  static constexpr int kK = kKeyBits;
-  static constexpr int kV = kValueBits;
-  static constexpr int kHeadPairs = kHeads / 4;  // heads of a lane: t, t + 4
-  static constexpr bool kIntegerKeys = kKeyBits != 16;
-  static constexpr int kGroups = kHeadDim / 32;  // groups of eight channels of a lane
-  static constexpr int kWords = kHeadDim == 256 ? 2 : 1;
-  static constexpr int kMaxWarps = kHeadDim == 256 ? 8 : 16;
-  static constexpr bool kTwoTables = kKeyBits != kValueBits;
-  static constexpr int kTableBytes = (kTwoTables ? 2 : 1) * kSelectorBytes;
-  // Weights of 8 and 4-bit values are fp16, whatever the query is.
-  using Weight = std::conditional_t<kValueBits == 16, T, __half>;
-};
-
-// Where a lane finds its channels of the rows g and g + 8 of a tile whose stage begins at address 0.
-struct LaneRows {
-  uint32_t bitmap;      // address, of row g
-  uint32_t values;      // address in bits, of row g
-  uint32_t pitch_bits;  // between rows g and g + 8
-  uint32_t scales;      // address, of row g
-};
-
 template <typename Tr>
 using Query = QueryFragments<Tr::kD, Tr::kHeadPairs, Tr::kIntegerKeys>;
-
-// The bitmap words of two rows in this lane's channels, and where their codes start.
-template <typename Tr>
-struct RowPair {
-  uint32_t word[2][Tr::kWords];
-  Cursor cursor[2];
-  NibbleWindow window[2];  // of the word in hand, where windows are used
-  bool fits;               // no word has more codes than a window; alike in all lanes
-};
-
-// Of the tile at shared address `stage`. kTail: it has only `num_tokens` rows.
-template <typename Tr, int kBits, bool kTail>
-__device__ __forceinline__ RowPair<Tr> load_row_pair(uint32_t stage, const LaneRows& at, int num_tokens,
-                                                     int lane) {
-  const int g = lane >> 2;
-  const int t = lane & 3;
-  RowPair<Tr> rows;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-#pragma unroll
-    for (int i = 0; i < Tr::kWords; ++i) {
-      rows.word[half][i] = load_shared(stage + at.bitmap + half * Tr::kD + 4 * i);
-      if constexpr (Tr::kD == 64) {
-        rows.word[half][i] = (rows.word[half][i] >> (16 * (t & 1))) & 0xffffu;
-      }
-    }
-  }
-  if constexpr (kTail) {  // rows behind the last token hold whatever was there before
-#pragma unroll
-    for (int i = 0; i < Tr::kWords; ++i) {
-      rows.word[0][i] = g < num_tokens ? rows.word[0][i] : 0u;
-      rows.word[1][i] = g + 8 < num_tokens ? rows.word[1][i] : 0u;
-    }
-  }
-  uint32_t counts = 0;
-  int most = 0;
-#pragma unroll
-  for (int i = 0; i < Tr::kWords; ++i) {
-    const int low = __popc(rows.word[0][i]);
-    const int high = __popc(rows.word[1][i]);
-    most = max(most, max(low, high));
-    counts += low + (high << 16);
-  }
-  // Half a word of the bitmap always fits.
-  rows.fits = kBits == 4 && !kTail && (Tr::kD == 64 || __all_sync(0xffffffffu, most <= NibbleWindow::kCodes));
-  // Exclusive sums over the lanes of a quad, both rows in one register.
-  uint32_t below = __shfl_up_sync(0xffffffffu, counts, 1, 4);
-  uint32_t sum = t >= 1 ? below : 0;
-  below = __shfl_up_sync(0xffffffffu, counts + sum, 2, 4);
-  sum += t >= 2 ? below : 0;
-  const uint32_t first = stage * 8 + at.values;
-  rows.cursor[0].set(first + (sum & 0xffffu) * kBits);
-  rows.cursor[1].set(first + at.pitch_bits + (sum >> 16) * kBits);
-  return rows;
-}
-
-// The codes of group kGroup of both rows, groups in their order. kWindow: `fits`, and 4 bits.
-template <int kBits, int kGroup, bool kUpper, bool kWindow, typename Tr>
-__device__ __forceinline__ void expand_group(RowPair<Tr>& rows, const LaneTable& lane, Expanded<kBits>& low,
-                                             Expanded<kBits>& high) {
-  constexpr int kWord = kGroup / 4;
-  constexpr int kByte = kGroup % 4;
-  if constexpr (kWindow) {
-    if constexpr (kByte == 0) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        rows.window[half].load(rows.cursor[half]);
-        if constexpr (kWord + 1 < Tr::kWords) {
-          rows.cursor[half].set(rows.cursor[half].bits + 4 * __popc(rows.word[half][kWord]));
-        }
-      }
-    }
-    low = expand_window<kByte, kUpper>(rows.word[0][kWord], rows.window[0], lane);
-    high = expand_window<kByte, kUpper>(rows.word[1][kWord], rows.window[1], lane);
-  } else {
-    low = expand_byte<kBits, kByte, kUpper>(rows.word[0][kWord], rows.cursor[0], lane);
-    high = expand_byte<kBits, kByte, kUpper>(rows.word[1][kWord], rows.cursor[1], lane);
-  }
-}
 
 // Calls step(integral constant) for 0 ... kCount - 1.
 template <int kCount, int kFirst = 0, typename Step>

@@ -33,9 +33,12 @@ inline DecodeConfig choose_decode_config(int stage_bytes, int table_bytes, int m
 }
 
 // Tokens of a split, a multiple of `step`: the split count whose last wave of blocks leaves the fewest
-// multiprocessors idle, where a block costs as much as `overhead` tokens before it starts.
-inline int64_t choose_split_size(int64_t capacity, int64_t num_groups, int num_processors, int64_t step) {
+// multiprocessors idle, where a block costs as much as kOverhead tokens before it starts, and the kernel that
+// merges more than `cheap_splits` splits as much as kMerge.
+inline int64_t choose_split_size(int64_t capacity, int64_t num_groups, int num_processors, int64_t step,
+                                 int64_t cheap_splits) {
   constexpr int64_t kOverhead = 1024;
+  constexpr int64_t kMerge = 512;
   constexpr int64_t kMostSplits = 256;
   const int64_t steps = std::max<int64_t>(1, (capacity + step - 1) / step);
   int64_t best = steps;
@@ -43,7 +46,7 @@ inline int64_t choose_split_size(int64_t capacity, int64_t num_groups, int num_p
   for (int64_t splits = 1; splits <= std::min(steps, kMostSplits); ++splits) {
     const int64_t per_split = (steps + splits - 1) / splits;
     const int64_t waves = (num_groups * splits + num_processors - 1) / num_processors;
-    const int64_t cost = waves * (per_split * step + kOverhead);
+    const int64_t cost = waves * (per_split * step + kOverhead) + (splits > cheap_splits ? kMerge : 0);
     if (best_cost < 0 || cost < best_cost) {
       best = per_split;
       best_cost = cost;

@@ -77,17 +77,26 @@ void decode_cuda(const DecodeProblem& p, const DecodeTensors& t, const at::Tenso
   const int num_slots = std::max(1, p.hadamard_group);
   const int64_t head_chunks = ceil_div(p.heads_per_kv(), kHeadsPerBlock);
   const int64_t num_groups = p.batch * p.num_kv_heads * head_chunks;
-  const int num_processors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+  const cudaDeviceProp* const properties = at::cuda::getCurrentDeviceProperties();
+  const int num_processors = properties->multiProcessorCount;
   // Whole tiles of half queries with one slot go to the tensor cores.
   const bool tiles = type != QueryType::kFloat && num_slots == 1 && p.page % kTileRows == 0;
+
+  const int cheap_splits = properties->major >= 9 ? kMostClusterSplits : 1;
 
   // A fixed split follows from the argument alone; tiles need its multiple of 16.
   const int64_t split_size =
       p.split_size > 0 ? ceil_div(p.split_size, kTileRows) * kTileRows
-      : tiles          ? choose_split_size(p.capacity, num_groups, num_processors, 256)
-                       : choose_split_size(p.capacity, num_groups, 4 * num_processors, kGeneralStep);
+      : tiles          ? choose_split_size(p.capacity, num_groups, num_processors, 256, cheap_splits)
+                       : choose_split_size(p.capacity, num_groups, 4 * num_processors, kGeneralStep, 0);
   const int64_t num_splits = ceil_div(p.capacity, split_size);
-  const int64_t num_parts = num_splits + ceil_div(p.window, kWindowSplit);
+  // The tensor-core kernel takes the window along, dealt to its splits.
+  const int64_t window_share = num_splits > 0 ? ceil_div(p.window, num_splits) : 0;
+  const bool fused = tiles && num_splits > 0 && window_share <= kMostWindowTokens;
+  const Ending ending = !fused || num_splits > cheap_splits ? Ending::kParts
+                        : num_splits == 1                   ? Ending::kResult
+                                                            : Ending::kCluster;
+  const int64_t num_parts = num_splits + (fused ? 0 : ceil_div(p.window, kWindowSplit));
   if (num_parts == 0) {
     out.zero_();
     lse.fill_(-std::numeric_limits<float>::infinity());
@@ -98,8 +107,11 @@ void decode_cuda(const DecodeProblem& p, const DecodeTensors& t, const at::Tenso
                               " splits are more than 2^31 blocks");
 
   const auto floats = t.q.options().dtype(at::kFloat);
-  const at::Tensor acc = at::empty({num_queries, num_parts, p.head_dim}, floats);
-  const at::Tensor stats = at::empty({2, num_queries, num_parts}, floats);
+  const int64_t stored_parts = ending == Ending::kParts ? num_parts : 0;
+  const at::Tensor acc = at::empty({num_queries, stored_parts, p.head_dim}, floats);
+  const at::Tensor stats = at::empty({2, num_queries, stored_parts}, floats);
+  const at::Tensor k_win = aligned(t.k_win);
+  const at::Tensor v_win = aligned(t.v_win);
   const Compressed k{t.k.format, aligned(t.k.bitmap), aligned(t.k.values), aligned(t.k.scales)};
   const Compressed v{t.v.format, aligned(t.v.bitmap), aligned(t.v.values), aligned(t.v.scales)};
   constexpr double kLog2E = 1.4426950408889634;
@@ -113,7 +125,7 @@ void decode_cuda(const DecodeProblem& p, const DecodeTensors& t, const at::Tenso
                  .block_table = lengths_of(t.block_table),
                  .part_acc = acc.mutable_data_ptr<float>(),
                  .part_max = stats.mutable_data_ptr<float>(),
-                 .part_sum = stats.mutable_data_ptr<float>() + num_queries * num_parts,
+                 .part_sum = stats.mutable_data_ptr<float>() + num_queries * stored_parts,
                  .capacity = p.capacity,
                  .split_size = split_size,
                  .num_heads = static_cast<int>(p.num_heads),
@@ -126,7 +138,17 @@ void decode_cuda(const DecodeProblem& p, const DecodeTensors& t, const at::Tenso
                  .num_parts = static_cast<int>(num_parts),
                  .first_part = 0,
                  .num_slots = num_slots,
-                 .score_scale = static_cast<float>(p.scale * kLog2E)};
+                 .score_scale = static_cast<float>(p.scale * kLog2E),
+                 .window = {.k = k_win.const_data_ptr(),
+                            .v = v_win.const_data_ptr(),
+                            .len = lengths_of(t.win_len),
+                            .capacity = static_cast<int>(p.window),
+                            .per_split = fused ? static_cast<int>(window_share) : 0,
+                            .bfloat16 = type == QueryType::kBfloat16},
+                 .ending = ending,
+                 .out = out.mutable_data_ptr(),
+                 .lse = lse.mutable_data_ptr<float>(),
+                 .out_type = type};
 
   dispatch_int<64, 128, 256>("kv_decode_attention", "D", p.head_dim, [&](auto head_dim) {
     constexpr int kHeadDim = decltype(head_dim)::value;
@@ -145,8 +167,8 @@ void decode_cuda(const DecodeProblem& p, const DecodeTensors& t, const at::Tenso
                                   packed_kind(v.format.bits, type)};
       check_launch(launch_general<kHeadDim>(general, num_groups, stream));
     }
-    if (p.window > 0) {
-      GeneralParams window{d, t.k_win.const_data_ptr(), t.v_win.const_data_ptr(), dense_kind(type),
+    if (p.window > 0 && !fused) {
+      GeneralParams window{d, k_win.const_data_ptr(), v_win.const_data_ptr(), dense_kind(type),
                            dense_kind(type)};
       window.base.comp_len = lengths_of(t.win_len);
       window.base.capacity = p.window;
@@ -155,8 +177,9 @@ void decode_cuda(const DecodeProblem& p, const DecodeTensors& t, const at::Tenso
       window.base.first_part = static_cast<int>(num_splits);
       check_launch(launch_general<kHeadDim>(window, num_groups, stream));
     }
-    check_launch(launch_merge<kHeadDim>(d, num_queries, type, out.mutable_data_ptr(),
-                                        lse.mutable_data_ptr<float>(), stream));
+    if (ending == Ending::kParts) {
+      check_launch(launch_merge<kHeadDim>(d, num_queries, stream));
+    }
   });
 }
 

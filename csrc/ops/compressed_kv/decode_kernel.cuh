@@ -6,6 +6,7 @@
 #include "ops/compressed_kv/decode_merge.cuh"
 #include "ops/compressed_kv/decode_softmax.cuh"
 #include "ops/compressed_kv/decode_split.cuh"
+#include "ops/compressed_kv/decode_window.cuh"
 
 namespace htree::compressed_kv {
 
@@ -49,20 +50,19 @@ __device__ __forceinline__ float load_scale(uint32_t address) {
   return __half2float(__ushort_as_half(bits));
 }
 
-// The tile at shared address `stage`. kTail: it has only `num_tokens` rows.
-template <bool kTail, typename Tr>
-__device__ __forceinline__ void attend_tile(const TileReader<Tr>& reader, uint32_t stage, int num_tokens,
-                                            int lane, const Query<Tr>& q, WarpResult<Tr>& result) {
+// The tile at shared address `stage`, whose rows are `tile`. kTail: it has only `num_tokens` rows. kWindow:
+// `fits`.
+template <bool kTail, bool kWindow, typename Tr>
+__device__ __forceinline__ void attend_rows(const TileReader<Tr>& reader, const TileRows<Tr>& tile,
+                                            uint32_t stage, int num_tokens, int lane, const Query<Tr>& q,
+                                            WarpResult<Tr>& result) {
   const int g = lane >> 2;
   WarpState<Tr::kHeadPairs>& state = result.state;
   float score[2][Tr::kHeadPairs];
   {
-    RowPair<Tr> rows = load_row_pair<Tr, Tr::kK, kTail>(stage, reader.k, num_tokens, lane);
-    if (Tr::kK == 4 && rows.fits) {
-      score_tile<Tr::kK == 4 && !kTail, Tr>(rows, reader.k_table, q, score);
-    } else {
-      score_tile<false, Tr>(rows, reader.k_table, q, score);
-    }
+    RowPair<Tr> rows =
+        row_pair<Tr, Tr::kK, 0>(tile.k_word, tile.ranks, stage * 8 + reader.k.values, reader.k.pitch_bits);
+    score_tile<kWindow && Tr::kK == 4, Tr>(rows, reader.k_table, q, score);
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -76,7 +76,8 @@ __device__ __forceinline__ void attend_tile(const TileReader<Tr>& reader, uint32
     }
   }
   raise_max(score, state, result.acc);
-  RowPair<Tr> rows = load_row_pair<Tr, Tr::kV, kTail>(stage, reader.v, num_tokens, lane);
+  RowPair<Tr> rows =
+      row_pair<Tr, Tr::kV, 2>(tile.v_word, tile.ranks, stage * 8 + reader.v.values, reader.v.pitch_bits);
   float unit[2] = {1.0f, 1.0f};
   if constexpr (Tr::kV != 16) {
     float scale[2] = {load_scale(stage + reader.v.scales), load_scale(stage + reader.v.scales + 16)};
@@ -105,10 +106,9 @@ __device__ __forceinline__ void attend_tile(const TileReader<Tr>& reader, uint32
   float w[2][2] = {};
 #pragma unroll
   for (int i = 0; i < Tr::kHeadPairs; ++i) {
-    const float base = state.max[i] == kMinusInfinity ? 0.0f : state.max[i];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      w[half][i] = device::exp2_flushed(score[half][i] - base);
+      w[half][i] = device::exp2_flushed(score[half][i] - state.base[i]);
       state.sum[i] += w[half][i];
       w[half][i] *= unit[half];
     }
@@ -118,10 +118,20 @@ __device__ __forceinline__ void attend_tile(const TileReader<Tr>& reader, uint32
   for (int half = 0; half < 2; ++half) {
     weight[half] = device::transpose_matrix(device::pack_pair<typename Tr::Weight>(w[half][0], w[half][1]));
   }
-  if (Tr::kV == 4 && rows.fits) {
-    weigh_tile<Tr::kV == 4 && !kTail, Tr>(rows, reader.v_table, weight[0], weight[1], result.acc);
+  weigh_tile<kWindow && Tr::kV == 4, Tr>(rows, reader.v_table, weight[0], weight[1], result.acc);
+}
+
+// The tile at shared address `stage`. kTail: it has only `num_tokens` rows.
+template <bool kTail, typename Tr>
+__device__ __forceinline__ void attend_tile(const TileReader<Tr>& reader, uint32_t stage, int num_tokens,
+                                            int lane, const Query<Tr>& q, WarpResult<Tr>& result) {
+  const TileRows<Tr> tile =
+      load_rows<Tr, kTail>(stage + reader.k.bitmap, stage + reader.v.bitmap, num_tokens, lane);
+  constexpr bool kWindows = !kTail && (Tr::kK == 4 || Tr::kV == 4);
+  if (kWindows && tile.fits) {
+    attend_rows<kTail, kWindows>(reader, tile, stage, num_tokens, lane, q, result);
   } else {
-    weigh_tile<false, Tr>(rows, reader.v_table, weight[0], weight[1], result.acc);
+    attend_rows<kTail, false>(reader, tile, stage, num_tokens, lane, q, result);
   }
 }
 
@@ -132,9 +142,15 @@ __device__ __forceinline__ int lane_index() {
   return lane;
 }
 
+// What a block keeps for its merge, behind the selector tables.
+template <typename Tr>
+__host__ __device__ constexpr int window_bytes() {
+  return static_cast<int>(sizeof(WindowPart<Tr::kD>));
+}
+
 // Grid: B * H_kv * head_chunks * num_splits, splits innermost; blocks of at most kMaxWarps warps. Shared
-// memory: the selector tables, the chunks of a tile, then the rings of num_stages stages per warp and their
-// padding, or BlockMerge where that is larger.
+// memory: the selector tables, WindowPart, the chunks of a tile, then the rings of num_stages stages per warp
+// and their padding, or BlockMerge where that and the chunks are smaller.
 template <typename Tr>
 __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
     decode_kernel(const __grid_constant__ DecodeParams p, int num_stages) {
@@ -143,34 +159,36 @@ __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
   const int lane = lane_index();
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
   const int num_warps = blockDim.x >> 5;
-  if (s.begin >= s.end) {
-    for (int head = threadIdx.x; head < s.num_heads; head += blockDim.x) {
-      const int64_t out = (s.first_head + head) * static_cast<int64_t>(p.num_parts) + p.first_part + s.index;
-      p.part_max[out] = kMinusInfinity;
-      p.part_sum[out] = 0.0f;  // the accumulators of an empty part are never read
-    }
-    return;
-  }
+  const WindowRows window_part = window_rows(p, s);
+  prefetch_inputs<Tr::kD>(p, s, window_part);
   const StageLayout layout(Tr::kD, p.k.row_bytes, p.v.row_bytes);
-  const uint32_t ring = device::shared_address(memory) + Tr::kTableBytes +
+  unsigned char* const behind_tables = memory + Tr::kTableBytes;
+  auto* chunks = reinterpret_cast<ChunkCopy*>(behind_tables + window_bytes<Tr>());
+  const uint32_t ring = device::shared_address(chunks) +
                         chunk_table_bytes(Tr::kD, p.k.row_bytes, p.v.row_bytes) +
                         warp * num_stages * layout.bytes;
   const uint32_t ring_end = ring + num_stages * layout.bytes;
   const int num_tokens = static_cast<int>(s.end - s.begin);
   const int num_tiles = (num_tokens + kTileRows - 1) / kTileRows;
+  const int whole_tiles = num_tokens / kTileRows;
   const int64_t first_row = first_row_of(p, s);
   // From this tile on, tiles hold the last row of the tensors.
   const auto last_tile = static_cast<uint32_t>((p.num_rows - first_row - 1) / kTileRows);
-  auto* chunks = reinterpret_cast<ChunkCopy*>(memory + Tr::kTableBytes);
-  const int rounds = fill_chunks(p, layout, Tr::kD, first_row, chunks);
+  const ChunkCounts counts = fill_chunks(p, layout, Tr::kD, first_row, chunks);
   __syncthreads();
+  const uint32_t chunk_table = device::shared_address(chunks + lane);
+  // Tiles before this one are stored where they are counted and do not hold the last row.
+  const uint32_t plain_tiles = p.block_table == nullptr ? last_tile : 0;
   const auto copy = [&](uint32_t to, int tile) {
-    const uint32_t stored = stored_tile(p, s, tile);
-    if (stored < last_tile) {
-      copy_tile(chunks, rounds, to, stored, lane);
-    } else {
-      copy_last_tile(p, Tr::kD, first_row, to, stored, lane);
+    auto stored = static_cast<uint32_t>(tile);
+    if (stored >= plain_tiles) {
+      stored = stored_tile(p, s, tile);
+      if (stored >= last_tile) {
+        copy_last_tile(p, Tr::kD, first_row, to, stored, lane);
+        return;
+      }
     }
+    copy_tile(p, chunk_table, counts, to, stored);
   };
 
   for (int i = 0; i < num_stages - 1; ++i) {
@@ -182,9 +200,17 @@ __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
   }
 
   auto& scratch = *reinterpret_cast<QueryScratch<Tr::kD>*>(memory);  // where the tables come to lie
-  static_assert(sizeof(QueryScratch<Tr::kD>) <= kSelectorBytes);
+  auto& window_scores = *reinterpret_cast<WindowScores*>(memory + sizeof(QueryScratch<Tr::kD>));
+  static_assert(sizeof(QueryScratch<Tr::kD>) + sizeof(WindowScores) <= kSelectorBytes);
+  WindowPart<Tr::kD>* const window =
+      p.window.per_split > 0 ? reinterpret_cast<WindowPart<Tr::kD>*>(behind_tables) : nullptr;
   Query<Tr> q;
   stage_query<Tr::kD>(p, s.first_head, s.num_heads, scratch);
+  if (window != nullptr) {
+    score_window<4 * Tr::kHeadPairs>(p, window_part, scratch.rows, warp, num_warps, lane, window_scores);
+    __syncthreads();
+    weigh_window(p, s, window_part, window_scores, *window);
+  }
   if constexpr (Tr::kK == 16) {
     load_half_query<typename Tr::Pair, Tr::kD>(p, lane, scratch, q);
   } else {
@@ -210,6 +236,8 @@ __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
   __syncthreads();
 
   const TileReader<Tr> reader(p, layout, first_row, memory, lane);
+  int deep = num_stages == kMaxStages ? 1 : 0;
+  asm volatile("" : "+r"(deep));  // kept in a register
   uint32_t stage = ring;
   uint32_t into = ring_end - layout.bytes;
   int ahead = warp + (num_stages - 1) * num_warps;
@@ -218,13 +246,13 @@ __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
       copy(into, ahead);
     }
     device::commit_copies();
-    if (num_stages == kMaxStages) {
+    if (deep != 0) {
       device::wait_copies<kMaxStages - 1>();
     } else {
       device::wait_copies<kMinStages - 1>();
     }
     __syncwarp();
-    if ((tile + 1) * kTileRows <= num_tokens) {
+    if (tile < whole_tiles) {
       attend_tile<false>(reader, stage, kTileRows, lane, q, result);
     } else {
       attend_tile<true>(reader, stage, num_tokens - tile * kTileRows, lane, q, result);
@@ -236,8 +264,9 @@ __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
   }
   device::wait_copies<0>();
   __syncthreads();
-  auto& shared = *reinterpret_cast<BlockMerge<Tr>*>(memory + Tr::kTableBytes);
-  merge_warps(p, s, shared, result, warp, num_warps, lane);
+  auto& shared = *reinterpret_cast<BlockMerge<Tr>*>(chunks);
+  auto& part = *reinterpret_cast<SplitPart<Tr::kD>*>(memory);  // where the tables were
+  finish_block(p, s, shared, part, window, result, warp, num_warps, lane);
 }
 
 }  // namespace htree::compressed_kv

@@ -21,8 +21,7 @@ cudaError_t launch_decode_keys(const DecodeParams& p, int v_bits, QueryType pair
 template <int kHeadDim>
 cudaError_t launch_general(const GeneralParams& p, int64_t num_groups, cudaStream_t stream);
 template <int kHeadDim>
-cudaError_t launch_merge(const DecodeParams& p, int64_t num_rows, QueryType type, void* out, float* lse,
-                         cudaStream_t stream);
+cudaError_t launch_merge(const DecodeParams& p, int64_t num_rows, cudaStream_t stream);
 // q [rows, D] to [num_slots, rows, D]; rows = B * H.
 template <int kHeadDim>
 cudaError_t launch_transform_query(const DecodeParams& p, int64_t num_rows, float* to, cudaStream_t stream);

@@ -1,10 +1,14 @@
-// The end of a block of the decode kernel: the merge of its warps.
+// The end of a block of the decode kernel: the merge of its warps and of its share of the window, and that of
+// the blocks of a cluster.
 #pragma once
 
 #include <cstdint>
 
+#include "device/mbarrier.cuh"
+#include "ops/compressed_kv/decode_result.cuh"
 #include "ops/compressed_kv/decode_softmax.cuh"
 #include "ops/compressed_kv/decode_split.cuh"
+#include "ops/compressed_kv/decode_window.cuh"
 
 namespace htree::compressed_kv {
 
@@ -17,9 +21,19 @@ struct BlockMerge {
   uint32_t poison[Tr::kMaxWarps][4][Tr::kWords];
 };
 
+// The sums of a block for the other blocks of its cluster.
+template <int kHeadDim>
+struct SplitPart {
+  float acc[kHeadsPerBlock][kHeadDim];
+  float max[kHeadsPerBlock];  // in units of log2
+  float sum[kHeadsPerBlock];
+};
+
+// `result` of every warp to shared memory, relative to the maxima of the block. Costs one __syncthreads and
+// needs another before `shared` is read.
 template <typename Tr>
-__device__ __forceinline__ void merge_warps(const DecodeParams& p, const Split& s, BlockMerge<Tr>& shared,
-                                            WarpResult<Tr>& result, int warp, int num_warps, int lane) {
+__device__ __forceinline__ void collect_warps(BlockMerge<Tr>& shared, const WindowPart<Tr::kD>* window,
+                                              WarpResult<Tr>& result, int warp, int num_warps, int lane) {
   const int g = lane >> 2;
   const int t = lane & 3;
   auto& state = result.state;
@@ -37,7 +51,7 @@ __device__ __forceinline__ void merge_warps(const DecodeParams& p, const Split& 
   if (g == 0) {
 #pragma unroll
     for (int i = 0; i < Tr::kHeadPairs; ++i) {
-      shared.max[warp][t + 4 * i] = state.max[i];
+      shared.max[warp][t + 4 * i] = state.max(i);
       shared.sum[warp][t + 4 * i] = state.sum[i];
     }
 #pragma unroll
@@ -50,11 +64,11 @@ __device__ __forceinline__ void merge_warps(const DecodeParams& p, const Split& 
   float factor[Tr::kHeadPairs];
 #pragma unroll
   for (int i = 0; i < Tr::kHeadPairs; ++i) {
-    float top = kMinusInfinity;
+    float top = window != nullptr ? window->max[t + 4 * i] : kMinusInfinity;
     for (int w = 0; w < num_warps; ++w) {
       top = fmaxf(top, shared.max[w][t + 4 * i]);
     }
-    factor[i] = state.max[i] == kMinusInfinity ? 1.0f : device::exp2_flushed(state.max[i] - top);
+    factor[i] = state.max(i) == kMinusInfinity ? 1.0f : device::exp2_flushed(state.max(i) - top);
     factor[i] *= code_unit;
   }
 #pragma unroll
@@ -67,33 +81,124 @@ __device__ __forceinline__ void merge_warps(const DecodeParams& p, const Split& 
       }
     }
   }
+}
+
+// Sums of one head and channel of a block.
+struct BlockSum {
+  float value;
+  float top;  // in units of log2
+  float total;
+};
+
+template <typename Tr>
+__device__ __forceinline__ BlockSum sum_warps(const BlockMerge<Tr>& shared, const WindowPart<Tr::kD>* window,
+                                              int num_warps, int head, int channel) {
+  constexpr int kChannels = Tr::kD / 4;
+  BlockSum sum = {0.0f, window != nullptr ? window->max[head] : kMinusInfinity, 0.0f};
+  for (int w = 0; w < num_warps; ++w) {
+    sum.top = fmaxf(sum.top, shared.max[w][head]);
+  }
+  uint32_t poison = 0;
+  for (int w = 0; w < num_warps; ++w) {
+    sum.total += shared.sum[w][head] * part_factor(shared.max[w][head], sum.top);
+    sum.value += shared.acc[w][head][channel];
+    poison |= shared.poison[w][channel / kChannels][channel % kChannels / 32] >> (channel % kChannels % 32);
+  }
+  if (window != nullptr) {
+    const float factor = part_factor(window->max[head], sum.top);
+    sum.total += window->sum[head] * factor;
+    sum.value += window->acc[head][channel] * factor;
+  }
+  sum.value = (poison & 1) != 0 ? NAN : sum.value;
+  return sum;
+}
+
+#if __CUDA_ARCH__ >= 900
+// Reads the place of `shared` in block `block` of the cluster.
+__device__ __forceinline__ float load_from_block(const float* shared, uint32_t block) {
+  float value;
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %1, %2;\n"
+      "ld.shared::cluster.f32 %0, [remote];\n"
+      "}"
+      : "=f"(value)
+      : "r"(device::shared_address(shared)), "r"(block)
+      : "memory");
+  return value;
+}
+#endif
+
+// Merges the parts of the blocks of a cluster in their order; the blocks share the channels.
+template <int kHeadDim>
+__device__ __forceinline__ void merge_cluster(const DecodeParams& p, const Split& s,
+                                              SplitPart<kHeadDim>& part) {
+#if __CUDA_ARCH__ >= 900
+  __syncwarp();
+  device::cluster_sync();
+  for (int i = s.index * blockDim.x + threadIdx.x; i < s.num_heads * kHeadDim;
+       i += p.num_splits * blockDim.x) {
+    const int head = i / kHeadDim;
+    const int channel = i % kHeadDim;
+    BlockSum sum = {0.0f, kMinusInfinity, 0.0f};
+#pragma unroll 1
+    for (int block = 0; block < p.num_splits; ++block) {
+      sum.top = fmaxf(sum.top, load_from_block(&part.max[head], block));
+    }
+#pragma unroll 2
+    for (int block = 0; block < p.num_splits; ++block) {
+      const float weights = load_from_block(&part.sum[head], block);
+      const float value = load_from_block(&part.acc[head][channel], block);
+      const float factor = part_factor(load_from_block(&part.max[head], block), sum.top);
+      sum.total += weights * factor;
+      sum.value += weights == 0.0f ? 0.0f : value * factor;
+    }
+    const int64_t row = s.first_head + head;
+    store_output(p.out, p.out_type, row * kHeadDim + channel, sum.value, sum.total);
+    if (channel == 0) {
+      p.lse[row] = log_sum_exp(sum.top, sum.total);
+    }
+  }
+  __syncwarp();
+  device::cluster_sync();  // no block leaves while another may still read its part
+#endif
+}
+
+// Shared memory is free for `shared` and `part`, which do not overlap. `window`: null without one.
+template <typename Tr>
+__device__ __forceinline__ void finish_block(const DecodeParams& p, const Split& s, BlockMerge<Tr>& shared,
+                                             SplitPart<Tr::kD>& part, const WindowPart<Tr::kD>* window,
+                                             WarpResult<Tr>& result, int warp, int num_warps, int lane) {
+  collect_warps(shared, window, result, warp, num_warps, lane);
   __syncthreads();
-  const int64_t part = p.first_part + s.index;
   for (int i = threadIdx.x; i < s.num_heads * Tr::kD; i += blockDim.x) {
     const int head = i / Tr::kD;
     const int channel = i % Tr::kD;
-    constexpr int kChannels = Tr::kD / 4;
-    float sum = 0;
-    uint32_t poison = 0;
-    for (int w = 0; w < num_warps; ++w) {
-      sum += shared.acc[w][head][channel];
-      poison |= shared.poison[w][channel / kChannels][channel % kChannels / 32] >> (channel % kChannels % 32);
-    }
-    const int64_t out = (s.first_head + head) * static_cast<int64_t>(p.num_parts) + part;
-    p.part_acc[out * Tr::kD + channel] = (poison & 1) != 0 ? NAN : sum;
-    if (channel == 0) {
-      float top = kMinusInfinity;
-      float total = 0;
-      for (int w = 0; w < num_warps; ++w) {
-        top = fmaxf(top, shared.max[w][head]);
+    const BlockSum sum = sum_warps(shared, window, num_warps, head, channel);
+    const int64_t row = s.first_head + head;
+    if (p.ending == Ending::kResult) {
+      store_output(p.out, p.out_type, row * Tr::kD + channel, sum.value, sum.total);
+      if (channel == 0) {
+        p.lse[row] = log_sum_exp(sum.top, sum.total);
       }
-      for (int w = 0; w < num_warps; ++w) {
-        const float max = shared.max[w][head];
-        total += shared.sum[w][head] * (max == kMinusInfinity ? 1.0f : device::exp2_flushed(max - top));
+    } else if (p.ending == Ending::kCluster) {
+      part.acc[head][channel] = sum.value;
+      if (channel == 0) {
+        part.max[head] = sum.top;
+        part.sum[head] = sum.total;
       }
-      p.part_max[out] = top;
-      p.part_sum[out] = total;
+    } else {
+      const int64_t at = row * p.num_parts + p.first_part + s.index;
+      p.part_acc[at * Tr::kD + channel] = sum.value;
+      if (channel == 0) {
+        p.part_max[at] = sum.top;
+        p.part_sum[at] = sum.total;
+      }
     }
+  }
+  if (p.ending == Ending::kCluster) {
+    merge_cluster(p, s, part);
   }
 }
 

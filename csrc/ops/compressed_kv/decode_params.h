@@ -23,6 +23,27 @@ struct RowsView {
 
 enum class QueryType { kHalf, kBfloat16, kFloat };
 
+// The dense window of the tensor-core kernel, in half or bfloat16, first bytes aligned to 4. Its tokens are
+// dealt to the splits in order, `per_split` to each; 0: none.
+struct WindowView {
+  const void* k;  // [B, H_kv, capacity, D]
+  const void* v;
+  const int32_t* len;  // [B] or null
+  int capacity;        // tokens of a sequence
+  int per_split;       // at most kMostWindowTokens
+  bool bfloat16;
+};
+// Tokens of the window that one block may have.
+constexpr int kMostWindowTokens = 256;
+
+// What becomes of the sums of a split.
+enum class Ending {
+  kParts,    // to part_acc, part_max and part_sum, for the merge kernel
+  kCluster,  // the splits of a kv head are a cluster (sm_90), whose blocks merge them
+  kResult    // the only split: out and lse
+};
+constexpr int kMostClusterSplits = 8;  // blocks of a portable cluster
+
 struct DecodeParams {
   const void* q;  // [slots, B, H, D]; more than one slot for expanded queries of a group of kv heads
   QueryType q_type;
@@ -48,6 +69,11 @@ struct DecodeParams {
   int first_part;     // the part that split 0 of this launch writes
   int num_slots;      // kv heads of a group
   float score_scale;  // scale * log2(e)
+  WindowView window;  // of the tensor-core kernel
+  Ending ending;
+  void* out;           // [B, H, D]
+  float* lse;          // [B, H]
+  QueryType out_type;  // of out
 
   constexpr int heads_per_kv() const { return num_heads / num_kv_heads; }
 };

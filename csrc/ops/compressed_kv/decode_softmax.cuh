@@ -10,11 +10,16 @@ namespace htree::compressed_kv {
 
 constexpr float kMinusInfinity = -INFINITY;
 
-// Softmax state of a warp: heads t and t + 4 of the lanes (g, t). The maxima are alike in all lanes of a t,
-// the sums are those of the lane's own tokens.
+// Weights are kept relative to a maximum that may fall behind the true one by this many powers of two, so
+// that the sums are rescaled a few times per split only.
+constexpr float kSlack = 8.0f;
+
+// Softmax state of a warp: heads t and t + 4 of the lanes (g, t). Limits and bases are alike in all lanes of a
+// t, the sums are those of the lane's own tokens.
 template <int kHeadPairs>
 struct WarpState {
-  float max[kHeadPairs];
+  float limit[kHeadPairs];  // scores above it raise the maximum: the maximum and the slack
+  float base[kHeadPairs];   // the maximum, or 0 while that is minus infinity
   float sum[kHeadPairs];
   float unit = 0.0f;          // power of two that no scale of V so far exceeds; accumulators count in it
   float inverse_unit = 0.0f;  // 0 while all scales are 0
@@ -22,9 +27,14 @@ struct WarpState {
   __device__ WarpState() {
 #pragma unroll
     for (int i = 0; i < kHeadPairs; ++i) {
-      max[i] = kMinusInfinity;
+      limit[i] = kMinusInfinity;
+      base[i] = 0.0f;
       sum[i] = 0.0f;
     }
+  }
+
+  __device__ __forceinline__ float max(int i) const {
+    return limit[i] == kMinusInfinity ? kMinusInfinity : base[i];
   }
 };
 
@@ -46,7 +56,7 @@ __device__ __forceinline__ void raise_max(const float (&score)[2][kHeadPairs], W
   bool exceeds = false;
 #pragma unroll
   for (int i = 0; i < kHeadPairs; ++i) {
-    exceeds |= fmaxf(score[0][i], score[1][i]) > state.max[i] + kSlack;
+    exceeds |= fmaxf(score[0][i], score[1][i]) > state.limit[i];
   }
   if (!__any_sync(0xffffffffu, exceeds)) {
     return;
@@ -59,9 +69,11 @@ __device__ __forceinline__ void raise_max(const float (&score)[2][kHeadPairs], W
     for (int offset = 4; offset < 32; offset *= 2) {
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
     }
-    const float raised = fmaxf(state.max[i], largest);
-    factor[i] = raised == kMinusInfinity ? 1.0f : device::exp2_flushed(state.max[i] - raised);
-    state.max[i] = raised;
+    const float before = state.max(i);
+    const float raised = fmaxf(before, largest);
+    factor[i] = raised == kMinusInfinity ? 1.0f : device::exp2_flushed(before - raised);
+    state.limit[i] = raised + kSlack;
+    state.base[i] = raised == kMinusInfinity ? 0.0f : raised;
     state.sum[i] *= factor[i];
   }
   rescale(acc, factor[0], factor[kHeadPairs - 1]);

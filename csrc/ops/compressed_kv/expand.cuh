@@ -35,15 +35,17 @@ __device__ __forceinline__ Selectors selectors_of(uint32_t byte) {
   return {(selectors & 0xffffu) | (byte == 255 ? 0x80000000u : 0u), (selectors >> 16) | (rank * kBits) << 16};
 }
 
-// Every thread of the block must call, and __syncthreads before the table is used.
+// Every thread of the block must call, and __syncthreads before the table is used. A lane works out one entry
+// in 16, and all lanes store their own copy of each.
 template <int kBits>
 __device__ __forceinline__ void fill_selectors(unsigned char* table) {
-  for (int part = threadIdx.x; part < 1024; part += blockDim.x) {  // a quarter of the copies of an entry
-    const Selectors s = selectors_of<kBits>(part >> 2);
-    uint4* copies = reinterpret_cast<uint4*>(table + part * (8 * sizeof(Selectors)));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      copies[i] = make_uint4(s.low, s.high, s.low, s.high);
+  const int lane = threadIdx.x & 31;
+  for (int first = (threadIdx.x >> 5) * 16; first < 256; first += blockDim.x / 2) {
+    const Selectors own = selectors_of<kBits>(first + (lane & 15));
+#pragma unroll 4
+    for (int i = 0; i < 16; ++i) {
+      const Selectors s = {__shfl_sync(0xffffffffu, own.low, i), __shfl_sync(0xffffffffu, own.high, i)};
+      reinterpret_cast<Selectors*>(table)[32 * (first + i) + lane] = s;
     }
   }
 }

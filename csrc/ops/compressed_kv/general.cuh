@@ -7,6 +7,7 @@
 
 #include "device/numeric.cuh"
 #include "device/reduce.cuh"
+#include "ops/compressed_kv/decode_result.cuh"
 #include "ops/compressed_kv/general_params.h"
 #include "ops/compressed_kv/query_fragments.cuh"
 
@@ -188,7 +189,7 @@ __global__ void __launch_bounds__(32 * GeneralShared<kHeadDim>::kWarps)
     float value = 0;
     for (int w = 0; w < Shared::kWarps; ++w) {
       const float own = shared.max[w][head];
-      const float factor = own == device::negative_infinity<float>() ? 1.0f : exp2f(own - top);
+      const float factor = part_factor(own, top);
       total += shared.sum[w][head] * factor;
       value += shared.acc[w][head][i % kHeadDim] * factor;
     }
@@ -218,29 +219,14 @@ __global__ void __launch_bounds__(kHeadDim)
     const float part = sum[first + i];
     if (part != 0.0f) {  // the accumulators of a part without tokens are not written
       const float own = max[first + i];
-      const float factor = own == device::negative_infinity<float>() ? 1.0f : exp2f(own - top);
+      const float factor = part_factor(own, top);
       total += part * factor;
       value += acc[(first + i) * kHeadDim + threadIdx.x] * factor;
     }
   }
-  const float result = total == 0.0f ? 0.0f : value / total;
-  const int64_t at = row * kHeadDim + threadIdx.x;
-  switch (type) {
-    case QueryType::kHalf:
-      static_cast<__half*>(out)[at] = __float2half_rn(result);
-      break;
-    case QueryType::kBfloat16:
-      static_cast<__nv_bfloat16*>(out)[at] = __float2bfloat16_rn(result);
-      break;
-    default:
-      static_cast<float*>(out)[at] = result;
-      break;
-  }
+  store_output(out, type, row * kHeadDim + threadIdx.x, value, total);
   if (threadIdx.x == 0) {
-    constexpr float kLn2 = 0.693147180559945309f;
-    lse[row] = total == 0.0f    ? device::negative_infinity<float>()
-               : total != total ? total
-                                : top * kLn2 + logf(total);
+    lse[row] = log_sum_exp(top, total);
   }
 }
 

@@ -81,56 +81,146 @@ __device__ __forceinline__ int num_chunks(const StagePart& part, int64_t first_r
   return part.from == nullptr ? 0 : part.row_bytes + (bytes_before(part, first_row) != 0 ? 1 : 0);
 }
 
-// A chunk of 16 bytes that some lane copies for every tile.
+// A chunk of 16 bytes that some lane copies for every tile, or the first one of several rounds.
 struct alignas(16) ChunkCopy {
   const uint8_t* from;  // of tile 0
-  uint32_t tile_bytes;  // from tile to tile
+  uint32_t step;        // bytes from tile to tile in global memory, or from round to round in the stage
   uint32_t to;          // offset in the stage, or kNoChunk
 };
 constexpr uint32_t kNoChunk = 0xffffffffu;
 
-// The table of all chunks of a tile, alike for all warps of a block: entry 32 * i + lane is that of a lane.
-__host__ __device__ constexpr int most_rounds(int head_dim, int k_row_bytes, int v_row_bytes) {
-  return (k_row_bytes + v_row_bytes + 2 * (head_dim / 8) + 2 * 2 + kNumParts + 31) / 32;
-}
-__host__ __device__ constexpr int chunk_table_bytes(int head_dim, int k_row_bytes, int v_row_bytes) {
-  return 32 * most_rounds(head_dim, k_row_bytes, v_row_bytes) * static_cast<int>(sizeof(ChunkCopy));
+// The values of a tile are `row_bytes` chunks: whole rounds of 32 of them lie at equal distances, in global
+// memory and in the stage. What remains of them, the bitmaps and the scales are lists of 32 chunks.
+__host__ __device__ constexpr int whole_rounds(int row_bytes) {
+  return static_cast<int>(static_cast<unsigned>(row_bytes) / 32);
 }
 
-// Fills the table for tiles that count from row `first_row` and returns its rounds. Every thread of the block
-// must call, and __syncthreads before the table is used.
-__device__ __forceinline__ int fill_chunks(const DecodeParams& p, const StageLayout& layout, int head_dim,
-                                           int64_t first_row, ChunkCopy* table) {
-  int total = 0;
+// The table of the chunks of a tile, alike for all warps of a block: entry `lane` is the first one of this
+// lane in the whole rounds of K, entry 32 + lane that of V, and entry 32 * (2 + i) + lane is in list i.
+constexpr int kUsualLists = 3;  // as many are always there, if only with chunks that nobody copies
+__host__ __device__ constexpr int most_lists(int head_dim, int k_row_bytes, int v_row_bytes) {
+  const int chunks = k_row_bytes % 32 + v_row_bytes % 32 + 2 * (head_dim / 8) + 2 * 2 + kNumParts;
+  return chunks > 32 * kUsualLists ? (chunks + 31) / 32 : kUsualLists;
+}
+__host__ __device__ constexpr int chunk_table_bytes(int head_dim, int k_row_bytes, int v_row_bytes) {
+  return 32 * (2 + most_lists(head_dim, k_row_bytes, v_row_bytes)) * static_cast<int>(sizeof(ChunkCopy));
+}
+
+// How much of the table there is, in one register.
+struct ChunkCounts {
+  uint32_t bits;  // lists, rounds of K from bit 8 on, rounds of V from bit 20 on
+
+  __device__ __forceinline__ int lists() const { return static_cast<int>(bits & 0xffu); }
+  __device__ __forceinline__ bool any_rounds() const { return bits > 0xffu; }
+  __device__ __forceinline__ int k_rounds() const { return static_cast<int>(bits >> 8 & 0xfffu); }
+  __device__ __forceinline__ int v_rounds() const { return static_cast<int>(bits >> 20); }
+};
+
+// Fills the table for tiles that count from row `first_row`. Every thread of the block must call, and
+// __syncthreads before the table is used.
+__device__ __forceinline__ ChunkCounts fill_chunks(const DecodeParams& p, const StageLayout& layout,
+                                                   int head_dim, int64_t first_row, ChunkCopy* table) {
+  int total = 64;
 #pragma unroll 1
   for (int index = 0; index < kNumParts; ++index) {
     const StagePart part = stage_part(p, layout, head_dim, index);
     const int count = num_chunks(part, first_row);
+    const int whole = index < 2 ? 32 * whole_rounds(part.row_bytes) : 0;
     const int64_t start = first_row * part.row_bytes - bytes_before(part, first_row);
     for (int chunk = threadIdx.x; chunk < count; chunk += blockDim.x) {
-      table[total + chunk] = {part.from + start + 16 * chunk,
-                              static_cast<uint32_t>(kTileRows * part.row_bytes),
-                              static_cast<uint32_t>(part.offset + 16 * (chunk + (chunk >> part.shift)))};
+      ChunkCopy copy = {part.from + start + 16 * chunk, static_cast<uint32_t>(kTileRows * part.row_bytes),
+                        static_cast<uint32_t>(part.offset + 16 * (chunk + (chunk >> part.shift)))};
+      if (chunk >= whole) {
+        table[total + chunk - whole] = copy;
+      }
+      if (chunk < 32 && index < 2) {  // without whole rounds it is not used
+        copy.step = static_cast<uint32_t>(16 * (32 + (32 >> part.shift)));
+        table[32 * index + chunk] = copy;
+      }
     }
-    total += count;
+    total += count - whole;
   }
-  const int rounds = (total + 31) / 32;
-  for (int i = total + threadIdx.x; i < 32 * rounds; i += blockDim.x) {
+  const int lists = (total - 64 + 31) / 32;
+  for (int i = total + threadIdx.x; i < 64 + 32 * max(lists, kUsualLists); i += blockDim.x) {
     table[i].to = kNoChunk;
   }
-  return rounds;
+  ChunkCounts counts = {
+      static_cast<uint32_t>(lists | whole_rounds(p.k.row_bytes) << 8 | whole_rounds(p.v.row_bytes) << 20)};
+  asm volatile("" : "+r"(counts.bits));  // kept, not computed again per tile
+  return counts;
 }
 
-// Tile `tile` to the stage at shared address `stage`. All lanes of a warp must call; it commits no group.
-__device__ __forceinline__ void copy_tile(const ChunkCopy* table, int rounds, uint32_t stage, uint32_t tile,
-                                          int lane) {
-  const ChunkCopy* entry = table + lane;
+// The entry of this lane in part `index` of the table; `table` is the shared address of this lane's first
+// one.
+__device__ __forceinline__ ChunkCopy load_chunk(uint32_t table, int index) {
+  ChunkCopy chunk;
+  uint32_t low;
+  uint32_t high;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(low), "=r"(high), "=r"(chunk.step), "=r"(chunk.to)
+               : "r"(table + 512 * index));
+  asm("mov.b64 %0, {%1, %2};" : "=l"(chunk.from) : "r"(low), "r"(high));
+  return chunk;
+}
+
+// Whole rounds: chunks 512 bytes apart from `from` on.
+__device__ __forceinline__ void copy_rounds(const ChunkCopy& first, int rounds, int row_bytes, uint32_t stage,
+                                            uint32_t tile) {
+  const uint8_t* from = first.from + static_cast<uint64_t>(tile) * static_cast<uint32_t>(16 * row_bytes);
+  uint32_t to = stage + first.to;
 #pragma unroll 1
-  for (int i = 0; i < rounds; ++i, entry += 32) {
-    const ChunkCopy chunk = *entry;
-    if (chunk.to != kNoChunk) {
-      device::copy_async_16(stage + chunk.to, chunk.from + static_cast<uint64_t>(tile) * chunk.tile_bytes);
+  for (; rounds >= 4; rounds -= 4) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      device::copy_async_16(to, from + 512 * i);
+      to += first.step;
     }
+    from += 2048;
+  }
+#pragma unroll 1
+  for (; rounds > 0; --rounds) {
+    device::copy_async_16(to, from);
+    to += first.step;
+    from += 512;
+  }
+}
+
+// Without a branch; 16 bytes as device::copy_async_16 copies them.
+__device__ __forceinline__ void copy_chunk(const ChunkCopy& chunk, uint32_t stage, uint32_t tile) {
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.u32 wanted, %2, %3;\n"
+      "@wanted cp.async.cg.shared.global [%0], [%1], 16;\n"
+      "}" ::"r"(stage + chunk.to),
+      "l"(chunk.from + static_cast<uint64_t>(tile) * chunk.step), "r"(chunk.to), "n"(kNoChunk)
+      : "memory");
+}
+
+// Tile `tile` to the stage at shared address `stage`; `table` as of load_chunk. All lanes of a warp must
+// call; it commits no group.
+__device__ __forceinline__ void copy_tile(const DecodeParams& p, uint32_t table, const ChunkCounts& counts,
+                                          uint32_t stage, uint32_t tile) {
+  // Entries are read together where possible, so that one latency is waited for.
+  const ChunkCopy first = load_chunk(table, 2);
+  if (counts.any_rounds()) {
+    const ChunkCopy k = load_chunk(table, 0);
+    const ChunkCopy v = load_chunk(table, 1);
+    copy_rounds(k, counts.k_rounds(), p.k.row_bytes, stage, tile);
+    copy_rounds(v, counts.v_rounds(), p.v.row_bytes, stage, tile);
+  }
+  if (counts.lists() > 1) {
+    const ChunkCopy second = load_chunk(table, 3);
+    const ChunkCopy third = load_chunk(table, 4);
+    copy_chunk(first, stage, tile);
+    copy_chunk(second, stage, tile);
+    copy_chunk(third, stage, tile);
+#pragma unroll 1
+    for (int i = kUsualLists; i < counts.lists(); ++i) {
+      copy_chunk(load_chunk(table, 2 + i), stage, tile);
+    }
+  } else {
+    copy_chunk(first, stage, tile);
   }
 }
 

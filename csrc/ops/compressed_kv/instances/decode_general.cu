@@ -27,10 +27,9 @@ cudaError_t launch_general(const GeneralParams& p, int64_t num_groups, cudaStrea
 }
 
 template <int kHeadDim>
-cudaError_t launch_merge(const DecodeParams& p, int64_t num_rows, QueryType type, void* out, float* lse,
-                         cudaStream_t stream) {
+cudaError_t launch_merge(const DecodeParams& p, int64_t num_rows, cudaStream_t stream) {
   merge_parts_kernel<kHeadDim><<<static_cast<unsigned>(num_rows), kHeadDim, 0, stream>>>(
-      p.part_acc, p.part_max, p.part_sum, p.num_parts, type, out, lse);
+      p.part_acc, p.part_max, p.part_sum, p.num_parts, p.out_type, p.out, p.lse);
   return cudaGetLastError();
 }
 
@@ -48,9 +47,9 @@ template cudaError_t launch_decode<256>(const DecodeParams&, int, int, QueryType
 template cudaError_t launch_general<64>(const GeneralParams&, int64_t, cudaStream_t);
 template cudaError_t launch_general<128>(const GeneralParams&, int64_t, cudaStream_t);
 template cudaError_t launch_general<256>(const GeneralParams&, int64_t, cudaStream_t);
-template cudaError_t launch_merge<64>(const DecodeParams&, int64_t, QueryType, void*, float*, cudaStream_t);
-template cudaError_t launch_merge<128>(const DecodeParams&, int64_t, QueryType, void*, float*, cudaStream_t);
-template cudaError_t launch_merge<256>(const DecodeParams&, int64_t, QueryType, void*, float*, cudaStream_t);
+template cudaError_t launch_merge<64>(const DecodeParams&, int64_t, cudaStream_t);
+template cudaError_t launch_merge<128>(const DecodeParams&, int64_t, cudaStream_t);
+template cudaError_t launch_merge<256>(const DecodeParams&, int64_t, cudaStream_t);
 template cudaError_t launch_transform_query<64>(const DecodeParams&, int64_t, float*, cudaStream_t);
 template cudaError_t launch_transform_query<128>(const DecodeParams&, int64_t, float*, cudaStream_t);
 template cudaError_t launch_transform_query<256>(const DecodeParams&, int64_t, float*, cudaStream_t);

@@ -1,6 +1,7 @@
 // Widths of codes to kernels, with the blocks and stages that fit the device.
 #pragma once
 
+#include "host/launch_cluster.h"
 #include "ops/compressed_kv/decode_config.h"
 #include "ops/compressed_kv/decode_kernel.cuh"
 #include "ops/compressed_kv/decode_launch.h"
@@ -20,20 +21,24 @@ cudaError_t launch_traits(const DecodeParams& p, int64_t num_groups, cudaStream_
     return error;
   }
   const StageLayout layout(Tr::kD, p.k.row_bytes, p.v.row_bytes);
-  const DecodeConfig config =
-      choose_decode_config(layout.bytes, Tr::kTableBytes, static_cast<int>(sizeof(BlockMerge<Tr>)),
-                           kStagePadding + chunk_table_bytes(Tr::kD, p.k.row_bytes, p.v.row_bytes),
-                           Tr::kMaxWarps, kMinStages, kMaxStages, most);
+  const DecodeConfig config = choose_decode_config(
+      layout.bytes, Tr::kTableBytes + window_bytes<Tr>(), static_cast<int>(sizeof(BlockMerge<Tr>)),
+      kStagePadding + chunk_table_bytes(Tr::kD, p.k.row_bytes, p.v.row_bytes), Tr::kMaxWarps, kMinStages,
+      kMaxStages, most);
   if (config.shared_bytes > most) {
     return cudaErrorNotSupported;
+  }
+  const auto grid = static_cast<unsigned>(num_groups * p.num_splits);
+  if (p.ending == Ending::kCluster) {
+    return launch_cluster(decode_kernel<Tr>, dim3(grid), 32 * config.num_warps, config.shared_bytes,
+                          p.num_splits, stream, p, config.num_stages);
   }
   error = cudaFuncSetAttribute(decode_kernel<Tr>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                config.shared_bytes);
   if (error != cudaSuccess) {
     return error;
   }
-  decode_kernel<Tr><<<static_cast<unsigned>(num_groups * p.num_splits), 32 * config.num_warps,
-                      config.shared_bytes, stream>>>(p, config.num_stages);
+  decode_kernel<Tr><<<grid, 32 * config.num_warps, config.shared_bytes, stream>>>(p, config.num_stages);
   return cudaGetLastError();
 }
 
