@@ -155,6 +155,21 @@ def test_poisoned_rows_reach_only_their_channels(bits: int) -> None:
     assert torch.equal(out.isnan().cpu(), mask.expand(1, 4, 128))
 
 
+@pytest.mark.parametrize("splits", [1, 2, 7, 8])
+def test_one_kernel_up_to_the_splits_of_a_cluster(splits: int) -> None:
+    """The window and the merge of the splits belong to the kernel, where clusters exist."""
+    case = model("launches", S=512 * splits - 3, split_size=512, W=32, win_len=(32, 5))
+    inputs = case.make_inputs("cuda")
+    run(case, inputs)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        result = run(case, inputs)
+        torch.cuda.synchronize()
+    kernels = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    clusters = torch.cuda.get_device_capability()[0] >= 9
+    assert len(kernels) == (1 if clusters or splits == 1 else 2), kernels
+    assert_decode(case, result, inputs)
+
+
 def test_many_rows_pass_2_to_the_31_bytes() -> None:
     case = model("large", B=1, H=2, H_kv=2, S=2**23, W=0, k_bits=16, v_bits=16, k_keep=128, v_keep=128)
     x = normal((1, 2, 2**16, 128), torch.float16, "cuda", seed=1)

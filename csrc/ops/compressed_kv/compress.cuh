@@ -25,6 +25,13 @@ constexpr int kCompressThreads = 128;
 template <typename T, bool kWeighted>
 constexpr int kKeyBits = sizeof(T) == 2 && !kWeighted ? 15 : 31;
 
+// The bits of `a` where `mask` is set, those of `b` elsewhere, in one instruction.
+__device__ __forceinline__ uint32_t select_bits(uint32_t mask, uint32_t a, uint32_t b) {
+  uint32_t bits;
+  asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(bits) : "r"(mask), "r"(a), "r"(b));
+  return bits;
+}
+
 // One step of a transposition of bit matrices: exchanges the bits of `upper` that lie kShift above the mask
 // with those of `lower` under the mask.
 template <int kShift, uint32_t kMask>
@@ -35,8 +42,9 @@ __device__ __forceinline__ void exchange_bits(uint32_t& upper, uint32_t& lower) 
     upper = both;
     return;
   }
-  const uint32_t first = (upper & kMask) | ((lower & kMask) << kShift);
-  const uint32_t second = ((upper >> kShift) & kMask) | (lower & (kMask << kShift));
+  static_assert(kShift >= 8 || kMask << kShift == ~kMask);
+  const uint32_t first = select_bits(kMask, upper, lower << kShift);
+  const uint32_t second = select_bits(kMask, upper >> kShift, lower);
   upper = first;
   lower = second;
 }

@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
   const int64_t first_row = first_row_of(p, s);
   // From this tile on, tiles hold the last row of the tensors.
   const auto last_tile = static_cast<uint32_t>((p.num_rows - first_row - 1) / kTileRows);
-  const ChunkCounts counts = fill_chunks(p, layout, Tr::kD, first_row, chunks);
+  const ChunkCounts counts = fill_chunks(p, layout, Tr::kD, first_row, warp, num_warps, lane, chunks);
   __syncthreads();
   const uint32_t chunk_table = device::shared_address(chunks + lane);
   // Tiles before this one are stored where they are counted and do not hold the last row.

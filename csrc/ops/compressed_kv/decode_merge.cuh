@@ -12,13 +12,14 @@
 
 namespace htree::compressed_kv {
 
-// Sums of the warps of a block, in their order, and the block's part of the result.
+// Sums of the warps of a block, relative to its maxima.
 template <typename Tr>
 struct BlockMerge {
   float acc[Tr::kMaxWarps][kHeadsPerBlock][Tr::kD];
-  float max[Tr::kMaxWarps][kHeadsPerBlock];
+  float max[Tr::kMaxWarps][kHeadsPerBlock];  // in units of log2
   float sum[Tr::kMaxWarps][kHeadsPerBlock];
-  uint32_t poison[Tr::kMaxWarps][4][Tr::kWords];
+  float top[kHeadsPerBlock];                      // the largest
+  uint32_t poison[Tr::kMaxWarps][4][Tr::kWords];  // read only where some warp has a bit set
 };
 
 // The sums of a block for the other blocks of its cluster.
@@ -29,10 +30,10 @@ struct SplitPart {
   float sum[kHeadsPerBlock];
 };
 
-// `result` of every warp to shared memory, relative to the maxima of the block. Costs one __syncthreads and
-// needs another before `shared` is read.
+// `result` of every warp to shared memory. Returns whether any warp poisons a channel. Costs one
+// __syncthreads and needs another before `shared` is read.
 template <typename Tr>
-__device__ __forceinline__ void collect_warps(BlockMerge<Tr>& shared, const WindowPart<Tr::kD>* window,
+__device__ __forceinline__ bool collect_warps(BlockMerge<Tr>& shared, const WindowPart<Tr::kD>* window,
                                               WarpResult<Tr>& result, int warp, int num_warps, int lane) {
   const int g = lane >> 2;
   const int t = lane & 3;
@@ -48,27 +49,38 @@ __device__ __forceinline__ void collect_warps(BlockMerge<Tr>& shared, const Wind
       result.poison[i] |= __shfl_xor_sync(0xffffffffu, result.poison[i], offset);
     }
   }
+  uint32_t poison = 0;
+#pragma unroll
+  for (int i = 0; i < Tr::kWords; ++i) {
+    poison |= result.poison[i];
+    if (g == 0) {
+      shared.poison[warp][t][i] = result.poison[i];
+    }
+  }
   if (g == 0) {
 #pragma unroll
     for (int i = 0; i < Tr::kHeadPairs; ++i) {
       shared.max[warp][t + 4 * i] = state.max(i);
-      shared.sum[warp][t + 4 * i] = state.sum[i];
-    }
-#pragma unroll
-    for (int i = 0; i < Tr::kWords; ++i) {
-      shared.poison[warp][t][i] = result.poison[i];
     }
   }
-  __syncthreads();
+  const bool poisoned = __syncthreads_or(poison != 0) != 0;
   const float code_unit = Tr::kV == 16 ? 1.0f : state.unit;
   float factor[Tr::kHeadPairs];
 #pragma unroll
   for (int i = 0; i < Tr::kHeadPairs; ++i) {
-    float top = window != nullptr ? window->max[t + 4 * i] : kMinusInfinity;
+    const int head = t + 4 * i;
+    float top = window != nullptr ? window->max[head] : kMinusInfinity;
     for (int w = 0; w < num_warps; ++w) {
-      top = fmaxf(top, shared.max[w][t + 4 * i]);
+      top = fmaxf(top, shared.max[w][head]);
     }
-    factor[i] = state.max(i) == kMinusInfinity ? 1.0f : device::exp2_flushed(state.max(i) - top);
+    const float own = state.max(i);
+    factor[i] = own == kMinusInfinity ? 1.0f : device::exp2_flushed(own - top);
+    if (g == 0) {
+      shared.sum[warp][head] = state.sum[i] * factor[i];
+      if (warp == 0) {
+        shared.top[head] = top;
+      }
+    }
     factor[i] *= code_unit;
   }
 #pragma unroll
@@ -81,6 +93,7 @@ __device__ __forceinline__ void collect_warps(BlockMerge<Tr>& shared, const Wind
       }
     }
   }
+  return poisoned;
 }
 
 // Sums of one head and channel of a block.
@@ -92,24 +105,26 @@ struct BlockSum {
 
 template <typename Tr>
 __device__ __forceinline__ BlockSum sum_warps(const BlockMerge<Tr>& shared, const WindowPart<Tr::kD>* window,
-                                              int num_warps, int head, int channel) {
-  constexpr int kChannels = Tr::kD / 4;
-  BlockSum sum = {0.0f, window != nullptr ? window->max[head] : kMinusInfinity, 0.0f};
+                                              bool poisoned, int num_warps, int head, int channel) {
+  BlockSum sum = {0.0f, shared.top[head], 0.0f};
+#pragma unroll 4
   for (int w = 0; w < num_warps; ++w) {
-    sum.top = fmaxf(sum.top, shared.max[w][head]);
-  }
-  uint32_t poison = 0;
-  for (int w = 0; w < num_warps; ++w) {
-    sum.total += shared.sum[w][head] * part_factor(shared.max[w][head], sum.top);
+    sum.total += shared.sum[w][head];
     sum.value += shared.acc[w][head][channel];
-    poison |= shared.poison[w][channel / kChannels][channel % kChannels / 32] >> (channel % kChannels % 32);
   }
   if (window != nullptr) {
     const float factor = part_factor(window->max[head], sum.top);
     sum.total += window->sum[head] * factor;
     sum.value += window->acc[head][channel] * factor;
   }
-  sum.value = (poison & 1) != 0 ? NAN : sum.value;
+  if (poisoned) {
+    constexpr int kChannels = Tr::kD / 4;
+    uint32_t poison = 0;
+    for (int w = 0; w < num_warps; ++w) {
+      poison |= shared.poison[w][channel / kChannels][channel % kChannels / 32] >> (channel % kChannels % 32);
+    }
+    sum.value = (poison & 1) != 0 ? NAN : sum.value;
+  }
   return sum;
 }
 
@@ -170,12 +185,12 @@ template <typename Tr>
 __device__ __forceinline__ void finish_block(const DecodeParams& p, const Split& s, BlockMerge<Tr>& shared,
                                              SplitPart<Tr::kD>& part, const WindowPart<Tr::kD>* window,
                                              WarpResult<Tr>& result, int warp, int num_warps, int lane) {
-  collect_warps(shared, window, result, warp, num_warps, lane);
+  const bool poisoned = collect_warps(shared, window, result, warp, num_warps, lane);
   __syncthreads();
   for (int i = threadIdx.x; i < s.num_heads * Tr::kD; i += blockDim.x) {
     const int head = i / Tr::kD;
     const int channel = i % Tr::kD;
-    const BlockSum sum = sum_warps(shared, window, num_warps, head, channel);
+    const BlockSum sum = sum_warps(shared, window, poisoned, num_warps, head, channel);
     const int64_t row = s.first_head + head;
     if (p.ending == Ending::kResult) {
       store_output(p.out, p.out_type, row * Tr::kD + channel, sum.value, sum.total);

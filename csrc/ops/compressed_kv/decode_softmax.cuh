@@ -14,8 +14,8 @@ constexpr float kMinusInfinity = -INFINITY;
 // that the sums are rescaled a few times per split only.
 constexpr float kSlack = 8.0f;
 
-// Softmax state of a warp: heads t and t + 4 of the lanes (g, t). Limits and bases are alike in all lanes of a
-// t, the sums are those of the lane's own tokens.
+// Softmax state of a warp: heads t and t + 4 of the lanes (g, t). Limits and bases are alike in all lanes of
+// a t, the sums are those of the lane's own tokens.
 template <int kHeadPairs>
 struct WarpState {
   float limit[kHeadPairs];  // scores above it raise the maximum: the maximum and the slack

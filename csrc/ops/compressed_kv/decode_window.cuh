@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "device/mma.cuh"
 #include "device/numeric.cuh"
 #include "device/reduce.cuh"
 #include "ops/compressed_kv/decode_result.cuh"
@@ -126,7 +127,7 @@ __device__ __forceinline__ void weigh_window(const DecodeParams& p, const Split&
     float value = 0.0f;
 #pragma unroll 8
     for (int token = 0; token < rows.count; ++token) {
-      const float weight = exp2f(from.score[token][head] - base);
+      const float weight = device::exp2_flushed(from.score[token][head] - base);
       sum += weight;
       value +=
           weight * load_element(p.window.v, (rows.first + token) * kHeadDim + channel, p.window.bfloat16);

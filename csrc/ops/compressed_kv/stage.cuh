@@ -24,8 +24,9 @@ __host__ __device__ constexpr int row_pitch(int row_bytes) {
   return row_bytes + (pitch_shift(row_bytes) < 31 ? 16 : 0);
 }
 
-// Byte offsets of the parts of a stage. Every part has room for the bytes before its first row, because
-// copies start at multiples of 16.
+// Byte offsets of the parts of a stage, at multiples of 32: copies of 16 bytes to the halves of two such
+// sectors take twice the time. Every part has room for the bytes before its first row, because copies start
+// at multiples of 16, and the last one for a window that starts at its end.
 struct StageLayout {
   int bitmap[2];  // of K and V
   int scales[2];
@@ -33,14 +34,15 @@ struct StageLayout {
   int bytes;
 
   __host__ __device__ constexpr StageLayout(int head_dim, int k_row_bytes, int v_row_bytes)
-      : bitmap{0, bitmap_bytes(head_dim)},
-        scales{2 * bitmap_bytes(head_dim), 2 * bitmap_bytes(head_dim) + 48},
-        values{scales[1] + 48, scales[1] + 48 + kTileRows * row_pitch(k_row_bytes) + 16},
-        bytes(values[1] + kTileRows * row_pitch(v_row_bytes) + 16) {}
+      : bitmap{0, part(head_dim / 8)},
+        scales{2 * part(head_dim / 8), 2 * part(head_dim / 8) + part(2)},
+        values{scales[1] + part(2), scales[1] + part(2) + part(row_pitch(k_row_bytes))},
+        bytes(values[1] + part(row_pitch(v_row_bytes) + 1)) {}
 
  private:
-  __host__ __device__ static constexpr int bitmap_bytes(int head_dim) {
-    return kTileRows * head_dim / 8 + (head_dim < 128 ? 16 : 0);
+  // With the bytes before the first row, which there are none of where 16 rows begin at multiples of 16.
+  __host__ __device__ static constexpr int part(int row_bytes) {
+    return (kTileRows * row_bytes + (row_bytes % 16 == 0 ? 0 : 16) + 31) / 32 * 32;
   }
 };
 
@@ -53,8 +55,8 @@ constexpr int kStagePadding = 2 * 256 + 32;
 struct StagePart {
   const uint8_t* from;  // null: absent
   int row_bytes;
-  int offset;  // in the stage
-  int shift;   // chunks are laid one further apart every 2^shift
+  int offset;   // in the stage
+  bool padded;  // rows are laid row_pitch() apart
 };
 constexpr int kNumParts = 6;
 
@@ -63,14 +65,13 @@ __device__ __forceinline__ StagePart stage_part(const DecodeParams& p, const Sta
   const int which = index & 1;
   const RowsView& view = which == 0 ? p.k : p.v;
   if (index < 2) {
-    return {view.values, view.row_bytes, which == 0 ? layout.values[0] : layout.values[1],
-            pitch_shift(view.row_bytes)};
+    return {view.values, view.row_bytes, which == 0 ? layout.values[0] : layout.values[1], true};
   }
   if (index < 4) {
-    return {view.bitmap, head_dim / 8, which == 0 ? layout.bitmap[0] : layout.bitmap[1], 31};
+    return {view.bitmap, head_dim / 8, which == 0 ? layout.bitmap[0] : layout.bitmap[1], false};
   }
   return {reinterpret_cast<const uint8_t*>(view.scales), 2, which == 0 ? layout.scales[0] : layout.scales[1],
-          31};
+          false};
 }
 
 // Chunks of 16 bytes that hold a tile, `before` being what lies between the first one and the first row.
@@ -81,7 +82,7 @@ __device__ __forceinline__ int num_chunks(const StagePart& part, int64_t first_r
   return part.from == nullptr ? 0 : part.row_bytes + (bytes_before(part, first_row) != 0 ? 1 : 0);
 }
 
-// A chunk of 16 bytes that some lane copies for every tile, or the first one of several rounds.
+// A chunk of 16 bytes that some lane copies for every tile, or the first one of runs.
 struct alignas(16) ChunkCopy {
   const uint8_t* from;  // of tile 0
   uint32_t step;        // bytes from tile to tile in global memory, or from round to round in the stage
@@ -89,17 +90,20 @@ struct alignas(16) ChunkCopy {
 };
 constexpr uint32_t kNoChunk = 0xffffffffu;
 
-// The values of a tile are `row_bytes` chunks: whole rounds of 32 of them lie at equal distances, in global
-// memory and in the stage. What remains of them, the bitmaps and the scales are lists of 32 chunks.
-__host__ __device__ constexpr int whole_rounds(int row_bytes) {
-  return static_cast<int>(static_cast<unsigned>(row_bytes) / 32);
+// The values of a tile are `row_bytes` chunks: rounds of 32 of them lie at equal distances, in global memory
+// and in the stage, and four rounds are a run. What remains, the bitmaps and the scales are lists of 32
+// chunks.
+constexpr int kRunRounds = 4;
+__host__ __device__ constexpr int num_runs(int row_bytes) {
+  return row_bytes / (32 * kRunRounds);
 }
 
 // The table of the chunks of a tile, alike for all warps of a block: entry `lane` is the first one of this
-// lane in the whole rounds of K, entry 32 + lane that of V, and entry 32 * (2 + i) + lane is in list i.
+// lane in the runs of K, entry 32 + lane that of V, and entry 32 * (2 + i) + lane is in list i.
 constexpr int kUsualLists = 3;  // as many are always there, if only with chunks that nobody copies
 __host__ __device__ constexpr int most_lists(int head_dim, int k_row_bytes, int v_row_bytes) {
-  const int chunks = k_row_bytes % 32 + v_row_bytes % 32 + 2 * (head_dim / 8) + 2 * 2 + kNumParts;
+  const int run = 32 * kRunRounds;
+  const int chunks = k_row_bytes % run + v_row_bytes % run + 2 * (head_dim / 8) + 2 * 2 + kNumParts;
   return chunks > 32 * kUsualLists ? (chunks + 31) / 32 : kUsualLists;
 }
 __host__ __device__ constexpr int chunk_table_bytes(int head_dim, int k_row_bytes, int v_row_bytes) {
@@ -108,44 +112,52 @@ __host__ __device__ constexpr int chunk_table_bytes(int head_dim, int k_row_byte
 
 // How much of the table there is, in one register.
 struct ChunkCounts {
-  uint32_t bits;  // lists, rounds of K from bit 8 on, rounds of V from bit 20 on
+  uint32_t bits;  // lists, runs of K from bit 8 on, runs of V from bit 20 on
 
   __device__ __forceinline__ int lists() const { return static_cast<int>(bits & 0xffu); }
-  __device__ __forceinline__ bool any_rounds() const { return bits > 0xffu; }
-  __device__ __forceinline__ int k_rounds() const { return static_cast<int>(bits >> 8 & 0xfffu); }
-  __device__ __forceinline__ int v_rounds() const { return static_cast<int>(bits >> 20); }
+  __device__ __forceinline__ bool any_runs() const { return bits > 0xffu; }
+  __device__ __forceinline__ int k_runs() const { return static_cast<int>(bits >> 8 & 0xfffu); }
+  __device__ __forceinline__ int v_runs() const { return static_cast<int>(bits >> 20); }
 };
 
-// Fills the table for tiles that count from row `first_row`. Every thread of the block must call, and
-// __syncthreads before the table is used.
+// Fills the table for tiles that count from row `first_row`, a warp per part. Every thread of the block must
+// call, and __syncthreads before the table is used.
 __device__ __forceinline__ ChunkCounts fill_chunks(const DecodeParams& p, const StageLayout& layout,
-                                                   int head_dim, int64_t first_row, ChunkCopy* table) {
+                                                   int head_dim, int64_t first_row, int warp, int num_warps,
+                                                   int lane, ChunkCopy* table) {
   int total = 64;
+  int turn = 0;  // the warp of the part
 #pragma unroll 1
   for (int index = 0; index < kNumParts; ++index) {
     const StagePart part = stage_part(p, layout, head_dim, index);
     const int count = num_chunks(part, first_row);
-    const int whole = index < 2 ? 32 * whole_rounds(part.row_bytes) : 0;
-    const int64_t start = first_row * part.row_bytes - bytes_before(part, first_row);
-    for (int chunk = threadIdx.x; chunk < count; chunk += blockDim.x) {
-      ChunkCopy copy = {part.from + start + 16 * chunk, static_cast<uint32_t>(kTileRows * part.row_bytes),
-                        static_cast<uint32_t>(part.offset + 16 * (chunk + (chunk >> part.shift)))};
-      if (chunk >= whole) {
-        table[total + chunk - whole] = copy;
-      }
-      if (chunk < 32 && index < 2) {  // without whole rounds it is not used
-        copy.step = static_cast<uint32_t>(16 * (32 + (32 >> part.shift)));
-        table[32 * index + chunk] = copy;
+    const int in_runs = index < 2 ? 32 * kRunRounds * num_runs(part.row_bytes) : 0;
+    if (turn == warp) {
+      const int shift = part.padded ? pitch_shift(part.row_bytes) : 31;
+      const int64_t start = first_row * part.row_bytes - bytes_before(part, first_row);
+      for (int chunk = lane; chunk < count; chunk += 32) {
+        ChunkCopy copy = {part.from + start + 16 * chunk, static_cast<uint32_t>(kTileRows * part.row_bytes),
+                          static_cast<uint32_t>(part.offset + 16 * (chunk + (chunk >> shift)))};
+        if (chunk >= in_runs) {
+          table[total + chunk - in_runs] = copy;
+        }
+        if (chunk < 32 && index < 2) {  // without runs it is not used
+          copy.step = static_cast<uint32_t>(16 * (32 + (32 >> shift)));
+          table[32 * index + chunk] = copy;
+        }
       }
     }
-    total += count - whole;
+    turn = turn + 1 == num_warps ? 0 : turn + 1;
+    total += count - in_runs;
   }
   const int lists = (total - 64 + 31) / 32;
-  for (int i = total + threadIdx.x; i < 64 + 32 * max(lists, kUsualLists); i += blockDim.x) {
-    table[i].to = kNoChunk;
+  if (turn == warp) {
+    for (int i = total + lane; i < 64 + 32 * max(lists, kUsualLists); i += 32) {
+      table[i].to = kNoChunk;
+    }
   }
   ChunkCounts counts = {
-      static_cast<uint32_t>(lists | whole_rounds(p.k.row_bytes) << 8 | whole_rounds(p.v.row_bytes) << 20)};
+      static_cast<uint32_t>(lists | num_runs(p.k.row_bytes) << 8 | num_runs(p.v.row_bytes) << 20)};
   asm volatile("" : "+r"(counts.bits));  // kept, not computed again per tile
   return counts;
 }
@@ -163,25 +175,19 @@ __device__ __forceinline__ ChunkCopy load_chunk(uint32_t table, int index) {
   return chunk;
 }
 
-// Whole rounds: chunks 512 bytes apart from `from` on.
-__device__ __forceinline__ void copy_rounds(const ChunkCopy& first, int rounds, int row_bytes, uint32_t stage,
-                                            uint32_t tile) {
+// Runs of rounds, whose chunks are 512 bytes apart.
+__device__ __forceinline__ void copy_runs(const ChunkCopy& first, int runs, int row_bytes, uint32_t stage,
+                                          uint32_t tile) {
   const uint8_t* from = first.from + static_cast<uint64_t>(tile) * static_cast<uint32_t>(16 * row_bytes);
   uint32_t to = stage + first.to;
 #pragma unroll 1
-  for (; rounds >= 4; rounds -= 4) {
+  for (; runs > 0; --runs) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < kRunRounds; ++i) {
       device::copy_async_16(to, from + 512 * i);
       to += first.step;
     }
-    from += 2048;
-  }
-#pragma unroll 1
-  for (; rounds > 0; --rounds) {
-    device::copy_async_16(to, from);
-    to += first.step;
-    from += 512;
+    from += 512 * kRunRounds;
   }
 }
 
@@ -203,24 +209,30 @@ __device__ __forceinline__ void copy_tile(const DecodeParams& p, uint32_t table,
                                           uint32_t stage, uint32_t tile) {
   // Entries are read together where possible, so that one latency is waited for.
   const ChunkCopy first = load_chunk(table, 2);
-  if (counts.any_rounds()) {
+  if (counts.any_runs()) {
     const ChunkCopy k = load_chunk(table, 0);
     const ChunkCopy v = load_chunk(table, 1);
-    copy_rounds(k, counts.k_rounds(), p.k.row_bytes, stage, tile);
-    copy_rounds(v, counts.v_rounds(), p.v.row_bytes, stage, tile);
+    copy_runs(k, counts.k_runs(), p.k.row_bytes, stage, tile);
+    copy_runs(v, counts.v_runs(), p.v.row_bytes, stage, tile);
   }
-  if (counts.lists() > 1) {
-    const ChunkCopy second = load_chunk(table, 3);
-    const ChunkCopy third = load_chunk(table, 4);
+  if (counts.lists() == 1) {
     copy_chunk(first, stage, tile);
-    copy_chunk(second, stage, tile);
-    copy_chunk(third, stage, tile);
+    return;
+  }
+  const ChunkCopy second = load_chunk(table, 3);
+  const ChunkCopy third = load_chunk(table, 4);
+  if (counts.lists() == 4) {
+    const ChunkCopy fourth = load_chunk(table, 5);
+    copy_chunk(fourth, stage, tile);
+  }
+  copy_chunk(first, stage, tile);
+  copy_chunk(second, stage, tile);
+  copy_chunk(third, stage, tile);
+  if (counts.lists() > 4) {
 #pragma unroll 1
     for (int i = kUsualLists; i < counts.lists(); ++i) {
       copy_chunk(load_chunk(table, 2 + i), stage, tile);
     }
-  } else {
-    copy_chunk(first, stage, tile);
   }
 }
 
@@ -234,9 +246,10 @@ inline __device__ __noinline__ void copy_last_tile(const DecodeParams& p, int he
     const int64_t tile_row = first_row + static_cast<int64_t>(tile) * kTileRows;
     const int64_t start = tile_row * part.row_bytes - bytes_before(part, first_row);
     const int64_t end = p.num_rows * part.row_bytes;
+    const int shift = part.padded ? pitch_shift(part.row_bytes) : 31;
     for (int chunk = lane; chunk < num_chunks(part, first_row); chunk += 32) {
       const int64_t at = start + 16 * chunk;
-      const uint32_t to = stage + part.offset + 16 * (chunk + (chunk >> part.shift));
+      const uint32_t to = stage + part.offset + 16 * (chunk + (chunk >> shift));
       if (at + 16 <= end) {
         device::copy_async_16(to, part.from + at);
         continue;
