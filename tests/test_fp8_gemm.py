@@ -272,6 +272,43 @@ def test_one_kernel_on_own_paths() -> None:
         assert len(kernels) == 1, kernels
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 64, 200])
+def test_calls_that_begin_before_the_last_one_ends(m: int) -> None:
+    """Each product reads what the call in front of it wrote, into memory that the one before that still used."""
+    a, b, a_scale, b_scale, _ = FP8GemmCase(
+        name="chain", dtype=torch.float16, m=m, n=1024, k=1024
+    ).make_inputs("cuda")
+
+    def chain(wait: bool) -> torch.Tensor:
+        x = a
+        for _ in range(6):
+            y = op(x, b, a_scale, b_scale * 20, torch.float32)
+            if wait:
+                torch.cuda.synchronize()
+            x = y.clamp(-448, 448).to(FP8)
+            for _ in range(3):
+                z = op(x, b, a_scale, b_scale, torch.float16)
+                if wait:
+                    torch.cuda.synchronize()
+        return torch.cat((y, z.float()))
+
+    expected = chain(wait=True)
+    assert expected.isfinite().any()
+    assert torch.equal(chain(wait=False).nan_to_num(), expected.nan_to_num())
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        chain(wait=False)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = chain(wait=False)
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(result.nan_to_num(), expected.nan_to_num())
+
+
 # ---- compile, export
 
 

@@ -81,7 +81,8 @@ void run_library(const GemmArguments& g, const Tensor& c, cudaStream_t stream) {
   const Tensor a = reciprocals.narrow(0, 0, num_a);
   const Tensor b = reciprocals.narrow(0, first_b, num_b);
   C10_CUDA_CHECK(launch_reciprocals(scale_of(g.a_scale), num_a, a.mutable_data_ptr<float>(),
-                                    scale_of(g.b_scale), num_b, b.mutable_data_ptr<float>(), stream));
+                                    scale_of(g.b_scale), num_b, b.mutable_data_ptr<float>(),
+                                    at::cuda::getCurrentDeviceProperties()->major >= 9, stream));
   Tensor out = c;
   at::_scaled_mm_out(out, g.a, g.b, single ? a.reshape({}) : a.unsqueeze(1),
                      single ? b.reshape({}) : b.unsqueeze(0),
