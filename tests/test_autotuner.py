@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 import time
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -12,7 +15,7 @@ import pytest
 import torch
 
 from htree_ops import __main__ as command_line
-from htree_ops.errors import TuningFailedError
+from htree_ops.errors import DeviceError, TuningFailedError
 from htree_ops.ops.tensor_spec import TensorSpec
 from htree_ops.tuning import (
     FP8_GEMM,
@@ -204,9 +207,105 @@ def test_only_exceptions_are_skipped() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         AutoTuner(interrupted, {"a": (1,)}).tune()
-    for wrong in ({"warmup_runs": -1}, {"benchmark_runs": 0}):
-        with pytest.raises(ValueError, match="benchmark_runs at least 1"):
-            AutoTuner(sleeping, {"a": (1,)}, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "complaint"),
+    [
+        ({"warmup_runs": -1}, ValueError, "warmup_runs must be between 0"),
+        ({"warmup_runs": 1.5}, TypeError, "warmup_runs must be an int, got float"),
+        ({"benchmark_runs": 0}, ValueError, "benchmark_runs must be between 1"),
+        ({"benchmark_runs": "3"}, TypeError, "benchmark_runs must be an int, got str"),
+        ({"config_space": None}, TypeError, "space must map names to sequences, got NoneType"),
+        ({"config_space": {"A": 3}}, TypeError, "space must map names to sequences, got 'A': 3"),
+        ({"config_space": {1: (2,)}}, TypeError, r"space must map names to sequences, got 1: \(2,\)"),
+        ({"kernel_fn": 3}, TypeError, "kernel_fn must be callable, got int"),
+        ({"problem_size": 3}, TypeError, "problem_size must be a sequence of ints, got 3"),
+        ({"problem_size": "12"}, TypeError, "problem_size must be a sequence of ints, got '12'"),
+        ({"problem_size": (1.9, 2)}, TypeError, r"problem_size must be a sequence of ints, got \(1\.9, 2\)"),
+        ({"problem_size": (-1, 2)}, ValueError, "problem_size must have sizes of at least 0"),
+    ],
+)
+def test_wrong_arguments_are_named(wrong: dict[str, object], kind: type[Exception], complaint: str) -> None:
+    with pytest.raises(kind, match=complaint):
+        AutoTuner(**{"kernel_fn": sleeping, "config_space": {"a": (1,)}, **wrong})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", ["meta", f"cuda:{torch.cuda.device_count()}"])
+def test_a_device_that_cannot_be_timed_is_refused_at_once(device: str) -> None:
+    called: list[int] = []
+    search = AutoTuner(lambda a: called.append(a), {"a": (1,)}, device=device)
+    for call in (search.tune, lambda: tuner.benchmark(called.clear, device)):
+        with pytest.raises(DeviceError, match=f"device must be one that can be timed, got {device}: "):
+            call()
+    with pytest.raises(
+        ValueError, match="device must be a device of torch such as 'cuda', got 'NVIDIA H200'"
+    ):
+        AutoTuner(sleeping, {"a": (1,)}, device="NVIDIA H200").tune()
+    assert called == []
+
+
+def test_a_result_that_cannot_be_stored_is_returned(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    search = AutoTuner(lambda a: None, {"a": (1, 2)}, **QUICK, cache_dir=tmp_path / "file")
+    with pytest.warns(RuntimeWarning, match="of <lambda> is not stored"):
+        assert len(search.tune().all_results) == 2
+    search = AutoTuner(lambda a: None, {"a": [torch.float16]}, **QUICK)
+    with pytest.warns(
+        RuntimeWarning, match="is not stored: TuningCache: config must map names to JSON scalars"
+    ):
+        assert search.tune().best_config == {"a": torch.float16}
+    assert search.get_cached_config((), "cpu") is None
+
+
+def test_functions_of_one_name_do_not_share_results() -> None:
+    first = AutoTuner(lambda x, A: 1, {"A": [1]}, **QUICK)
+    first.tune(torch.zeros(3))
+    assert first.get_cached_config((3,)) == {"A": 1}
+    for fn, space in (
+        (lambda x, B: 1, {"B": [5]}),
+        (lambda x, A: 2, {"A": [1]}),
+        (first.kernel_fn, {"A": [1, 2]}),
+        (first.kernel_fn, {"A": [1], "B": [1]}),
+    ):
+        assert AutoTuner(fn, space).get_cached_config((3,)) is None
+    named = {"kernel_type": "mine", "problem_size": (3,), "dtype": torch.float32, **QUICK}
+    AutoTuner(lambda A: 1, {"A": [1]}, **named).tune()
+    assert AutoTuner(lambda A: 2, {"A": [1]}, **named).get_cached_config((3,)) == {"A": 1}
+    assert AutoTuner(lambda A: 2, {"A": [2]}, **named).get_cached_config((3,)) is None
+
+
+def test_a_functions_key_is_the_same_in_another_process() -> None:
+    code = (
+        "from htree_ops.tuning import AutoTuner\n"
+        "def fn(x, a):\n    return [v in {'p', 'q', 'r', a} for v in x if v in {'s', 't', 'u'}]\n"
+        "print(AutoTuner(fn, {'a': [1]}).key().source)\n"
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, check=True,
+                       capture_output=True, text=True, cwd=Path(__file__).parents[1]).stdout
+        for seed in ("1", "2")
+    ]  # fmt: skip
+    assert runs[0] == runs[1] != ""
+
+
+def test_the_librarys_keys_are_those_of_its_calls_and_the_order_is_the_spaces() -> None:
+    search = AutoTuner(sleeping, RMSNORM_ROPE, kernel_type="rmsnorm_rope", dtype=torch.bfloat16)
+    key = CacheKey.of("rmsnorm_rope", (1, 2), "bfloat16", "contiguous", "cpu")
+    config = {"num_warps": 2, "num_stages": 3, "BLOCK_SIZE": 64}
+    search.cache.set(key, config)
+    found = search.get_cached_config((1, 2), "cpu")
+    assert found == config
+    assert list(found) == list(RMSNORM_ROPE)
+    narrow = AutoTuner(
+        sleeping, {**RMSNORM_ROPE, "num_warps": (4,)}, kernel_type="rmsnorm_rope", dtype="bfloat16"
+    )
+    assert narrow.get_cached_config((1, 2), "cpu") is None, "not one of its own"
+    search.cache.set(key, {})
+    assert search.get_cached_config((1, 2), "cpu") == {}
+    for wrong in (3, "12", (1.9, 2)):
+        with pytest.raises(TypeError, match="problem_size must be a sequence of ints"):
+            search.get_cached_config(wrong)  # type: ignore[arg-type]
 
 
 def test_no_search_inside_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
