@@ -27,10 +27,12 @@ from htree_ops.tuning import (
     KernelMetrics,
     TritonAutoTuner,
     TuningResult,
+    command,
     config_search,
     forget,
     gated_mlp_flops,
     gemm_flops,
+    problems,
     tuner,
 )
 from htree_ops.tuning.command import progress_bar
@@ -144,6 +146,23 @@ def test_tensor_spec() -> None:
     ):
         with pytest.raises(kind, match="weight must be|weight must have"):  # noqa: RUF043
             spec.validate(wrong, "weight")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "complaint"),
+    [
+        (((-1, 4), torch.float32), ValueError, r"shape must have sizes of at least 0, got \(-1, 4\)"),
+        ((3, torch.float32), TypeError, "shape must be a sequence of ints, got 3"),
+        (((1.5,), torch.float32), TypeError, r"shape must be a sequence of ints, got \(1\.5,\)"),
+        (((2,), "float"), TypeError, "dtype must be a torch.dtype, got 'float'"),
+        (((2,), torch.float32, "gpu"), ValueError, "device must be one of torch, got 'gpu'"),
+    ],
+)
+def test_a_spec_that_no_tensor_has_is_refused(
+    arguments: tuple[object, ...], kind: type[Exception], complaint: str
+) -> None:
+    with pytest.raises(kind, match=f"TensorSpec: {complaint}"):
+        TensorSpec(*arguments)  # type: ignore[arg-type]
 
 
 # ---- the search
@@ -344,6 +363,77 @@ def test_the_command_on_a_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Path
     if not torch.cuda.is_available():
         assert command_line.main(["tune"]) == 2
         assert "there is no GPU" in capsys.readouterr().err
+
+
+ONE = ["--device", "cpu", "--kernel", "gated_mlp", "--sizes", "4", "64", "64"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--device", "x"], "argument --device: must be cuda, cuda:N or cpu, got 'x'"),
+        (["--device", "mps"], "argument --device: must be"),
+        (["--device", "meta"], "argument --device: must be"),
+        (["--device", "cuda:77"], "GPU"),
+        (["--kernel", "softmax"], "argument --kernel: invalid choice"),
+        (["--sizes", "-4", "64", "64"], "argument --sizes: must be at least 1, got -4"),
+        (["--sizes", "0", "0", "0"], "argument --sizes: must be at least 1, got 0"),
+        (["--sizes", "99999999999999999999", "64", "64"], "argument --sizes: must be at most 2147483647"),
+        (["--sizes", "999999999", "64000", "64"], "--sizes: not enough memory: the inputs of gated_mlp take"),
+        (["--sizes", "1", "1", "64", "64"], "--sizes: gated_mlp takes 3 sizes"),
+        (["--runs", "0"], "argument --runs: must be at least 1"),
+        (["--warmup", "-1"], "argument --warmup: must be at least 0"),
+        (["--cache-dir", "/dev/null/x"], "argument --cache-dir: /dev/null/x cannot be written"),
+        (["--cache-dir", "/proc/x"], "argument --cache-dir: /proc/x cannot be written"),
+        (["--cache-dir", ""], "argument --cache-dir: must be a folder"),
+        (["--export", "/dev/null/x"], "argument --export: /dev/null/x cannot be written"),
+        (["--export", "/dev"], "argument --export: /dev cannot be written: Is a directory"),
+    ],
+)
+def test_bad_use_is_one_line_and_status_two_before_the_search(
+    flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "AutoTuner", lambda *_, **__: pytest.fail("searched"))
+    try:
+        status = command_line.main(["tune", *ONE, *flags])
+    except SystemExit as stop:
+        status = int(stop.code or 0)
+    captured = capsys.readouterr()
+    assert status == 2
+    assert complaint in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_sizes_are_checked_for_every_op_before_the_first_search(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["tune", "--device", "cpu", "--sizes", "1", "1", "64", "64"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.endswith("takes 3 sizes, got (1, 1, 64, 64); --kernel chooses an op\n")
+
+
+def test_a_cache_that_cannot_be_written_is_found_before_the_search(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newer = tmp_path / "tuning.json"
+    newer.write_text('{"format": 2}')
+    assert command_line.main(["tune", *ONE, "--cache-dir", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"tune: --cache-dir: nothing can be stored in {tmp_path}: ")
+    assert newer.read_text() == '{"format": 2}'
+    monkeypatch.setenv("HTREE_CACHE_DIR", str(newer / "below"))
+    assert command_line.main(["tune", *ONE]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("tune: the cache folder (HTREE_CACHE_DIR): nothing can be stored in ")
+    assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize("kernel", sorted(SPACES))
+def test_the_bytes_of_the_inputs(kernel: str) -> None:
+    sizes = (2, 3, 256, 64) if kernel == "rmsnorm_rope" else (5, 64, 48)
+    problem = problems.make_problem(kernel, sizes, torch.bfloat16, "cpu")
+    inputs = {id(t): t for t in problem.arguments if isinstance(t, torch.Tensor) and t.dtype != torch.float32}
+    elements = sum(t.numel() for t in inputs.values()) + problem.call().numel()
+    assert problems.input_bytes(kernel, sizes) == 6 * elements, "all but the scales"
 
 
 def test_the_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
