@@ -31,7 +31,7 @@ def test_the_package_of_references_has_the_documented_names():
     ):
         assert getattr(reference, room).__name__ == f"htree_ops.reference.{room}"
     assert {"htree_forward_naive", "hadamard"} <= set(dir(reference))
-    with pytest.raises(AttributeError, match="'htree_ops.reference' has no attribute 'absent'"):
+    with pytest.raises(AttributeError, match=r"'htree_ops\.reference' has no attribute 'absent'"):
         _ = reference.absent
 
 
