@@ -222,10 +222,15 @@ class TuningCache:
 
     def _from_package(self) -> Records:
         if self._bundled_records is None:
-            self._bundled_records = {}
-            for path in sorted(self._bundled.glob("*.json")) if self._bundled else ():
-                for text, record in _valid_records(path, path.read_bytes()).items():
-                    self._bundled_records[CacheKey.parse(text).of_any_build().text()] = record
+            found: Records = {}
+            try:
+                for path in sorted(self._bundled.glob("*.json")) if self._bundled else ():
+                    for text, record in _valid_records(path, path.read_bytes()).items():
+                        found[CacheKey.parse(text).of_any_build().text()] = record
+            except OSError as error:  # such as too many open files
+                self._warn_once(f"htree_ops: the results of the package cannot be read: {error}")
+                return {}
+            self._bundled_records = found
         return self._bundled_records
 
     def _target(self) -> Path:
