@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import htree_ops
 from htree_ops import __main__ as command_line
 from htree_ops.errors import DeviceError, TuningFailedError
 from htree_ops.ops.tensor_spec import TensorSpec
@@ -58,6 +59,11 @@ def sleeping(x: torch.Tensor, *, wait_ms: float, fail: bool = False) -> torch.Te
     if fail:
         raise NotImplementedError(f"no kernel for {wait_ms}")
     time.sleep(wait_ms / 1e3)
+    return x
+
+
+def rmsnorm_rope(x: torch.Tensor, **_: int) -> torch.Tensor:
+    """Somebody else's function of that name."""
     return x
 
 
@@ -250,8 +256,9 @@ def test_wrong_arguments_are_named(wrong: dict[str, object], kind: type[Exceptio
         AutoTuner(**{"kernel_fn": sleeping, "config_space": {"a": (1,)}, **wrong})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("device", ["meta", f"cuda:{torch.cuda.device_count()}"])
-def test_a_device_that_cannot_be_timed_is_refused_at_once(device: str) -> None:
+@pytest.mark.parametrize("name", ["meta", "absent GPU"])
+def test_a_device_that_cannot_be_timed_is_refused_at_once(name: str) -> None:
+    device = f"cuda:{torch.cuda.device_count()}" if name == "absent GPU" else name
     called: list[int] = []
     search = AutoTuner(lambda a: called.append(a), {"a": (1,)}, device=device)
     for call in (search.tune, lambda: tuner.benchmark(called.clear, device)):
@@ -322,6 +329,14 @@ def test_the_librarys_keys_are_those_of_its_calls_and_the_order_is_the_spaces() 
     assert narrow.get_cached_config((1, 2), "cpu") is None, "not one of its own"
     search.cache.set(key, {})
     assert search.get_cached_config((1, 2), "cpu") == {}
+    assert search._key((1, 2), "cpu", "bfloat16") == key
+    stranger = AutoTuner(rmsnorm_rope, RMSNORM_ROPE, dtype=torch.bfloat16)
+    assert stranger.kernel_type == "rmsnorm_rope"
+    assert stranger.get_cached_config((1, 2), "cpu") is None, "of one name with an op"
+    assert (
+        AutoTuner(htree_ops.rmsnorm_rope, RMSNORM_ROPE, dtype="bfloat16").get_cached_config((1, 2), "cpu")
+        == {}
+    )
     for wrong in (3, "12", (1.9, 2)):
         with pytest.raises(TypeError, match="problem_size must be a sequence of ints"):
             search.get_cached_config(wrong)  # type: ignore[arg-type]

@@ -10,10 +10,8 @@ import torch
 from htree_ops._load import build_info
 from htree_ops.version import __version__
 
-__all__ = ["UNKNOWN_SOURCE", "CacheKey", "device_facts", "source_hash"]
+__all__ = ["CacheKey", "device_facts", "source_hash"]
 
-#: Source of a function of another library.
-UNKNOWN_SOURCE = "unknown"
 #: The folder of csrc/ops whose kernels an op runs, where it is not named like the op.
 ROOM_OF = {"fp8_gemm": "fp8"}
 
@@ -21,7 +19,7 @@ ROOM_OF = {"fp8_gemm": "fp8"}
 def source_hash(kernel: str) -> str:
     """Hash of the sources that the kernels of an op were built from; "unknown" for a function of another library."""
     hashes = build_info().get("source_hashes", {})
-    return str(hashes.get(ROOM_OF.get(kernel, kernel), UNKNOWN_SOURCE))
+    return str(hashes.get(ROOM_OF.get(kernel, kernel), "unknown"))
 
 
 def device_facts(device: torch.device | str) -> tuple[str, str]:

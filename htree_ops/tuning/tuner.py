@@ -19,9 +19,9 @@ from htree_ops.errors import DeviceError, TuningFailedError
 from htree_ops.ops.arguments import check_int
 from htree_ops.testing.cases import dtype_name
 from htree_ops.tuning.cache import TuningCache
-from htree_ops.tuning.key import UNKNOWN_SOURCE, CacheKey, source_hash
+from htree_ops.tuning.key import CacheKey, source_hash
 from htree_ops.tuning.metrics import KernelMetrics, TuningResult, compute_metrics, gemm_flops
-from htree_ops.tuning.space import Config, Space, config_search
+from htree_ops.tuning.space import SPACES, Config, Space, config_search
 
 __all__ = ["AutoTuner", "TritonAutoTuner", "benchmark", "may_tune"]
 
@@ -171,10 +171,12 @@ class AutoTuner:
         self.problem_size = None if problem_size is None else _sizes(problem_size)
         self.device = device
         self.kernel_type = str(kernel_type or getattr(kernel_fn, "__name__", type(kernel_fn).__name__))
-        of_library = kernel_type or str(getattr(kernel_fn, "__module__", "")).startswith("htree_ops.")
-        self._source = source_hash(self.kernel_type) if of_library else UNKNOWN_SOURCE
-        if self._source == UNKNOWN_SOURCE:
-            self._source = _fingerprint(kernel_fn, self.config_space, is_named=bool(kernel_type))
+        is_ours = kernel_type or str(getattr(kernel_fn, "__module__", "")).startswith("htree_ops.")
+        self._source = (
+            source_hash(self.kernel_type)
+            if is_ours and self.kernel_type in SPACES
+            else _fingerprint(kernel_fn, self.config_space, is_named=bool(kernel_type))
+        )
         self.dtype: str | None = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
         self.layout = layout
         self.flops = flops
