@@ -151,6 +151,9 @@ def fp8_fake_quant(
 
     Arguments and errors are those of :func:`fp8_quantize`. The gradient goes straight through the rounding:
     dx = dy where |x·s| ≤ 448, else 0; the scale has none.
+
+    Raises:
+        NotImplementedError: scale requires a gradient.
     """
     given = _scale_tensor("fp8_fake_quant", x, scale, granularity, dim, block)
     validate_fp8_quantize_inputs(x, given, granularity, dim, block, op="fp8_fake_quant")
