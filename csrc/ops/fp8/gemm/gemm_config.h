@@ -70,8 +70,8 @@ inline int choose_parts(const GemmFacts& f) {
   return 1;
 }
 
-// Microseconds of one product on an H200 as graph replays show them; what decides is their order. block_us: per
-// k-block of 128, tile_us: per tile, launch_us: per call.
+// Microseconds of one product on an H200 as graph replays show them; what decides is their order. block_us:
+// per k-block of 128, tile_us: per tile, launch_us: per call.
 struct GemmTile {
   int rows;
   int columns;
