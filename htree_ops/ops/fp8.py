@@ -226,10 +226,9 @@ def handle_fp8_overflow(
         tensor, given, granularity, dim, block, op="handle_fp8_overflow", name="tensor"
     )
     num_infinite: int | None = None
-    for attempt in range(max_attempts + 1):
-        q, used, num_overflow = torch.ops.htree.fp8_quantize(
-            tensor, given * 0.5**attempt, granularity, dim, block
-        )
+    for _ in range(max_attempts + 1):
+        q, used, num_overflow = torch.ops.htree.fp8_quantize(tensor, given, granularity, dim, block)
+        given = given / 2
         overflows = int(num_overflow)
         if overflows and num_infinite is None:
             num_infinite = int(tensor.isinf().sum())

@@ -176,7 +176,7 @@ class FP8Linear(nn.Module):
                 faults.append(f"{prefix}weight must have dtype {wanted}, got {weight.dtype}")
             elif weight.dtype in FLOATING and given is not None:
                 faults.append(
-                    f"{prefix}weight must be {torch.float8_e4m3fn} where {prefix}weight_scale is given, got {weight.dtype}"
+                    f"{prefix}weight must be {torch.float8_e4m3fn} where weight_scale is given, got {weight.dtype}"
                 )
         for name in ("weight_scale", "activation_scale"):
             scale = state_dict.get(prefix + name)
@@ -223,7 +223,7 @@ def _linears(
     return {
         linear: of_it
         for linear, of_it in names.items()
-        if wanted is None or all([wanted(name, linear) for name in of_it])
+        if wanted is None or all(wanted(name, linear) for name in of_it)
     }
 
 
@@ -295,7 +295,7 @@ def calibrate_activation_scales(
 
     def observe(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         def hook(_: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            x = inputs[0] if inputs else keywords.get("input")
+            x: Any = inputs[0] if inputs else keywords.get("input")
             check_tensor(op, f"the input of layer {name!r}", x)
             if x.numel():
                 seen = x.detach().abs().where(x.isfinite(), 0).max().float()
