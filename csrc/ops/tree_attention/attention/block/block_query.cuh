@@ -37,7 +37,7 @@ __device__ __forceinline__ void load_query_rows(const GatherParams& p, const Blo
       raw_low[pass] = load_eight(from, p.queries.aligned);
       raw_high[pass] = load_eight(from + kHalf, p.queries.aligned);
       position[pass] =
-          (task.num_slots - 1) * kBlockRows + static_cast<int>(own_node(p, at.query) % kBlockRows);
+          max(task.num_slots - 1, 0) * kBlockRows + static_cast<int>(own_node(p, at.query) % kBlockRows);
     }
   }
 #pragma unroll
