@@ -216,7 +216,8 @@ __global__ void __launch_bounds__(kInverseThreads) inverse_fill_kernel(InversePa
     });
   } else {
     for_each_entry<true>(p, [&](int row, int slot, int parent) {
-      p.entries[offsets[parent] + atomicAdd(&places[parent], 1u)] = static_cast<uint32_t>(row) * p.width + slot;
+      p.entries[offsets[parent] + atomicAdd(&places[parent], 1u)] =
+          static_cast<uint32_t>(row) * p.width + slot;
     });
   }
 }

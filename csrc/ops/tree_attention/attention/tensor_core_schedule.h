@@ -26,10 +26,10 @@ struct TreeCall {
   TensorCoreShape shape;
   TensorView queries;  // [B, T_q, H, K]
   std::vector<TreeLayer> layers;
-  float2* rope = nullptr;    // [rope_rows(), K/2]
-  __half2* turns = nullptr;  // turn table of turn_slots() slots; null for private gathers
+  float2* rope = nullptr;          // [rope_rows(), K/2]
+  __half2* turns = nullptr;        // turn table of turn_slots() slots; null for private gathers
   __half2* block_turns = nullptr;  // another of TurnOrder::kDims, if config.block_top
-  TopTiles top;              // of layers.back(), if config.dense_top
+  TopTiles top;                    // of layers.back(), if config.dense_top
 
   int64_t rope_rows() const { return problem.args.top_k * kTensorCoreRate + 1; }
   int64_t turn_slots() const { return problem.args.top_k + 1; }
