@@ -28,8 +28,8 @@ BACKENDS = {
 }
 #: FlashAttention-2 is left out beyond this length: it takes 1.7 times cuDNN's time at every length, and minutes here.
 FLASH_UP_TO = 65_536
-#: Beyond this length dense attention runs on one key head and its query heads only, and its name says so: all heads
-#: take 4.7 seconds a call at 524288 tokens and 19 at 1048576.
+#: Beyond this length dense attention runs on one head only, and its name says so: all 32 take 4.7 seconds a call at
+#: 524288 tokens and 19 at 1048576.
 ALL_HEADS_UP_TO = 262_144
 #: Rows that are compared with the reference before timing: the last ones, which have the longest lists. The reference
 #: of all rows would need hundreds of gigabytes.
@@ -48,17 +48,16 @@ OPTIONS = (
 class Dense:
     """Dense causal attention [B,T,H,V] by one backend; ignores the tree's options.
 
-    With ``num_kv_heads`` only on the first key heads and the query heads that share them.
+    With ``num_heads`` only the first query heads, on the first key head.
     """
 
-    def __init__(self, backend: SDPBackend, num_kv_heads: int | None = None) -> None:
+    def __init__(self, backend: SDPBackend, num_heads: int | None = None) -> None:
         self.backend = backend
-        self.num_kv_heads = num_kv_heads
+        self.num_heads = num_heads
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-        if self.num_kv_heads is not None:
-            q = q[:, :, : q.shape[2] // k.shape[2] * self.num_kv_heads]
-            k, v = (x[:, :, : self.num_kv_heads] for x in (k, v))
+        if self.num_heads is not None:
+            q, k, v = q[:, :, : self.num_heads], k[:, :, :1], v[:, :, :1]
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         with sdpa_kernel(self.backend):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
@@ -111,7 +110,7 @@ def forward_cases(device: str) -> list[TreeAttentionCase]:
 def dense_for(case: TreeAttentionCase, device: str) -> dict[str, Dense]:
     """Dense attention by every backend that is quick enough for the length."""
     if case.T > ALL_HEADS_UP_TO:
-        return {f"dense SDPA, cuDNN, 1 of {case.H_kv} key heads": Dense(SDPBackend.CUDNN_ATTENTION, 1)}
+        return {f"dense SDPA, cuDNN, 1 of {case.H} heads": Dense(SDPBackend.CUDNN_ATTENTION, 1)}
     return {
         f"dense SDPA, {name}": Dense(backend)
         for name, backend in BACKENDS[device].items()

@@ -218,7 +218,8 @@ std::string tree_attention_config(const std::array<int64_t, 7>& sizes, bool half
   const GatherChoice gather = private_gather ? GatherChoice::kPrivate : GatherChoice::kAuto;
   if (backward) {
     const AttentionConfig config = choose_backward_config(p, device, gather);
-    return describe(config) + " gradients=" + describe_gradients(config);
+    return describe(config) + " gradients=" + describe_gradients(config) +
+           " top_gradients=" + describe_top_gradients(config);
   }
   const AttentionConfig config = choose_attention_config(p, device, gather);
   return describe(config) + " layers=" + describe_layers(config, p.layers());

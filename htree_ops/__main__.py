@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from htree_ops import info
+from htree_ops.command_line import OneLineParser
 from htree_ops.tuning import command as tuning_command
 
 
@@ -19,7 +20,7 @@ def _run_info(arguments: argparse.Namespace) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """One subparser per command; each sets ``run``: parsed arguments in, exit status out."""
-    parser = argparse.ArgumentParser(prog="python -m htree_ops", description=__doc__)
+    parser = OneLineParser(prog="python -m htree_ops", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     about = "versions, how the library was built, GPUs, ops and compiled kernel configurations"
     info_parser = commands.add_parser("info", help=about, description=f"Prints {about}.")

@@ -6,10 +6,22 @@ import argparse
 import math
 import re
 import sys
+import tempfile
 from pathlib import Path
 from typing import NoReturn
 
-__all__ = ["OneLineParser", "at_least", "bandwidth", "output_file", "regular_expression"]
+import torch
+
+__all__ = [
+    "SEED",
+    "OneLineParser",
+    "at_least",
+    "bandwidth",
+    "is_out_of_memory",
+    "output_file",
+    "output_folder",
+    "regular_expression",
+]
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -22,17 +34,24 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 class at_least:
-    """An integer of at least ``least``."""
+    """An integer of at least ``least``, by default one that fits in 32 bits, as sizes do."""
 
-    def __init__(self, least: int) -> None:
+    def __init__(self, least: int, most: int = 2**31 - 1) -> None:
         self.least = least
+        self.most = most
         self.__name__ = "integer"  # argparse names the type in its message
 
     def __call__(self, text: str) -> int:
         value = int(text)
         if value < self.least:
             raise argparse.ArgumentTypeError(f"must be at least {self.least}, got {value}")
+        if value > self.most:
+            raise argparse.ArgumentTypeError(f"must be at most {self.most}, got {value}")
         return value
+
+
+#: What ``torch.manual_seed`` takes.
+SEED = at_least(-(2**63), 2**64 - 1)
 
 
 def bandwidth(text: str) -> float:
@@ -52,6 +71,11 @@ def regular_expression(text: str) -> str:
     return text
 
 
+def _refusal(path: Path, error: OSError) -> argparse.ArgumentTypeError:
+    reason = "a folder above it is a file" if isinstance(error, FileExistsError) else error.strerror or error
+    return argparse.ArgumentTypeError(f"{path} cannot be written: {reason}")
+
+
 def output_file(text: str) -> Path:
     """A path that can be written: tried before the work is done whose result goes there; makes its folder."""
     path = Path(text)
@@ -60,7 +84,25 @@ def output_file(text: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a").close()
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from error
+        raise _refusal(path, error) from error
     if not existed:
         path.unlink()
     return path
+
+
+def output_folder(text: str) -> Path:
+    """A folder that files can be written into, made where there is none; tried as in :func:`output_file`."""
+    if not text:
+        raise argparse.ArgumentTypeError("must be a folder, got an empty text")
+    path = Path(text)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise _refusal(path, error) from error
+    return path
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation of torch failed, on a GPU or, where the error has no class of its own, on the CPU."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)

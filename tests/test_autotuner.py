@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 import time
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -11,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import htree_ops
 from htree_ops import __main__ as command_line
-from htree_ops.errors import TuningFailedError
+from htree_ops.errors import DeviceError, TuningFailedError
 from htree_ops.ops.tensor_spec import TensorSpec
 from htree_ops.tuning import (
     FP8_GEMM,
@@ -24,10 +28,12 @@ from htree_ops.tuning import (
     KernelMetrics,
     TritonAutoTuner,
     TuningResult,
+    command,
     config_search,
     forget,
     gated_mlp_flops,
     gemm_flops,
+    problems,
     tuner,
 )
 from htree_ops.tuning.command import progress_bar
@@ -53,6 +59,11 @@ def sleeping(x: torch.Tensor, *, wait_ms: float, fail: bool = False) -> torch.Te
     if fail:
         raise NotImplementedError(f"no kernel for {wait_ms}")
     time.sleep(wait_ms / 1e3)
+    return x
+
+
+def rmsnorm_rope(x: torch.Tensor, **_: int) -> torch.Tensor:
+    """Somebody else's function of that name."""
     return x
 
 
@@ -143,6 +154,23 @@ def test_tensor_spec() -> None:
             spec.validate(wrong, "weight")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "kind", "complaint"),
+    [
+        (((-1, 4), torch.float32), ValueError, r"shape must have sizes of at least 0, got \(-1, 4\)"),
+        ((3, torch.float32), TypeError, "shape must be a sequence of ints, got 3"),
+        (((1.5,), torch.float32), TypeError, r"shape must be a sequence of ints, got \(1\.5,\)"),
+        (((2,), "float"), TypeError, "dtype must be a torch.dtype, got 'float'"),
+        (((2,), torch.float32, "gpu"), ValueError, "device must be one of torch, got 'gpu'"),
+    ],
+)
+def test_a_spec_that_no_tensor_has_is_refused(
+    arguments: tuple[object, ...], kind: type[Exception], complaint: str
+) -> None:
+    with pytest.raises(kind, match=f"TensorSpec: {complaint}"):
+        TensorSpec(*arguments)  # type: ignore[arg-type]
+
+
 # ---- the search
 
 
@@ -204,9 +232,114 @@ def test_only_exceptions_are_skipped() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         AutoTuner(interrupted, {"a": (1,)}).tune()
-    for wrong in ({"warmup_runs": -1}, {"benchmark_runs": 0}):
-        with pytest.raises(ValueError, match="benchmark_runs at least 1"):
-            AutoTuner(sleeping, {"a": (1,)}, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "complaint"),
+    [
+        ({"warmup_runs": -1}, ValueError, "warmup_runs must be between 0"),
+        ({"warmup_runs": 1.5}, TypeError, "warmup_runs must be an int, got float"),
+        ({"benchmark_runs": 0}, ValueError, "benchmark_runs must be between 1"),
+        ({"benchmark_runs": "3"}, TypeError, "benchmark_runs must be an int, got str"),
+        ({"config_space": None}, TypeError, "space must map names to sequences, got NoneType"),
+        ({"config_space": {"A": 3}}, TypeError, "space must map names to sequences, got 'A': 3"),
+        ({"config_space": {1: (2,)}}, TypeError, r"space must map names to sequences, got 1: \(2,\)"),
+        ({"kernel_fn": 3}, TypeError, "kernel_fn must be callable, got int"),
+        ({"problem_size": 3}, TypeError, "problem_size must be a sequence of ints, got 3"),
+        ({"problem_size": "12"}, TypeError, "problem_size must be a sequence of ints, got '12'"),
+        ({"problem_size": (1.9, 2)}, TypeError, r"problem_size must be a sequence of ints, got \(1\.9, 2\)"),
+        ({"problem_size": (-1, 2)}, ValueError, "problem_size must have sizes of at least 0"),
+    ],
+)
+def test_wrong_arguments_are_named(wrong: dict[str, object], kind: type[Exception], complaint: str) -> None:
+    with pytest.raises(kind, match=complaint):
+        AutoTuner(**{"kernel_fn": sleeping, "config_space": {"a": (1,)}, **wrong})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["meta", "absent GPU"])
+def test_a_device_that_cannot_be_timed_is_refused_at_once(name: str) -> None:
+    device = f"cuda:{torch.cuda.device_count()}" if name == "absent GPU" else name
+    called: list[int] = []
+    search = AutoTuner(lambda a: called.append(a), {"a": (1,)}, device=device)
+    for call in (search.tune, lambda: tuner.benchmark(called.clear, device)):
+        with pytest.raises(DeviceError, match=f"device must be one that can be timed, got {device}: "):
+            call()
+    with pytest.raises(
+        ValueError, match="device must be a device of torch such as 'cuda', got 'NVIDIA H200'"
+    ):
+        AutoTuner(sleeping, {"a": (1,)}, device="NVIDIA H200").tune()
+    assert called == []
+
+
+def test_a_result_that_cannot_be_stored_is_returned(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    search = AutoTuner(lambda a: None, {"a": (1, 2)}, **QUICK, cache_dir=tmp_path / "file")
+    with pytest.warns(RuntimeWarning, match="of <lambda> is not stored"):
+        assert len(search.tune().all_results) == 2
+    search = AutoTuner(lambda a: None, {"a": [torch.float16]}, **QUICK)
+    with pytest.warns(
+        RuntimeWarning, match="is not stored: TuningCache: config must map names to JSON scalars"
+    ):
+        assert search.tune().best_config == {"a": torch.float16}
+    assert search.get_cached_config((), "cpu") is None
+
+
+def test_functions_of_one_name_do_not_share_results() -> None:
+    first = AutoTuner(lambda x, A: 1, {"A": [1]}, **QUICK)
+    first.tune(torch.zeros(3))
+    assert first.get_cached_config((3,)) == {"A": 1}
+    for fn, space in (
+        (lambda x, B: 1, {"B": [5]}),
+        (lambda x, A: 2, {"A": [1]}),
+        (first.kernel_fn, {"A": [1, 2]}),
+        (first.kernel_fn, {"A": [1], "B": [1]}),
+    ):
+        assert AutoTuner(fn, space).get_cached_config((3,)) is None
+    named = {"kernel_type": "mine", "problem_size": (3,), "dtype": torch.float32, **QUICK}
+    AutoTuner(lambda A: 1, {"A": [1]}, **named).tune()
+    assert AutoTuner(lambda A: 2, {"A": [1]}, **named).get_cached_config((3,)) == {"A": 1}
+    assert AutoTuner(lambda A: 2, {"A": [2]}, **named).get_cached_config((3,)) is None
+
+
+def test_a_functions_key_is_the_same_in_another_process() -> None:
+    code = (
+        "from htree_ops.tuning import AutoTuner\n"
+        "def fn(x, a):\n    return [v in {'p', 'q', 'r', a} for v in x if v in {'s', 't', 'u'}]\n"
+        "print(AutoTuner(fn, {'a': [1]}).key().source)\n"
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, check=True,
+                       capture_output=True, text=True, cwd=Path(__file__).parents[1]).stdout
+        for seed in ("1", "2")
+    ]  # fmt: skip
+    assert runs[0] == runs[1] != ""
+
+
+def test_the_librarys_keys_are_those_of_its_calls_and_the_order_is_the_spaces() -> None:
+    search = AutoTuner(sleeping, RMSNORM_ROPE, kernel_type="rmsnorm_rope", dtype=torch.bfloat16)
+    key = CacheKey.of("rmsnorm_rope", (1, 2), "bfloat16", "contiguous", "cpu")
+    config = {"num_warps": 2, "num_stages": 3, "BLOCK_SIZE": 64}
+    search.cache.set(key, config)
+    found = search.get_cached_config((1, 2), "cpu")
+    assert found == config
+    assert list(found) == list(RMSNORM_ROPE)
+    narrow = AutoTuner(
+        sleeping, {**RMSNORM_ROPE, "num_warps": (4,)}, kernel_type="rmsnorm_rope", dtype="bfloat16"
+    )
+    assert narrow.get_cached_config((1, 2), "cpu") is None, "not one of its own"
+    search.cache.set(key, {})
+    assert search.get_cached_config((1, 2), "cpu") == {}
+    assert search._key((1, 2), "cpu", "bfloat16") == key
+    stranger = AutoTuner(rmsnorm_rope, RMSNORM_ROPE, dtype=torch.bfloat16)
+    assert stranger.kernel_type == "rmsnorm_rope"
+    assert stranger.get_cached_config((1, 2), "cpu") is None, "of one name with an op"
+    assert (
+        AutoTuner(htree_ops.rmsnorm_rope, RMSNORM_ROPE, dtype="bfloat16").get_cached_config((1, 2), "cpu")
+        == {}
+    )
+    for wrong in (3, "12", (1.9, 2)):
+        with pytest.raises(TypeError, match="problem_size must be a sequence of ints"):
+            search.get_cached_config(wrong)  # type: ignore[arg-type]
 
 
 def test_no_search_inside_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,6 +378,77 @@ def test_the_command_on_a_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Path
     if not torch.cuda.is_available():
         assert command_line.main(["tune"]) == 2
         assert "there is no GPU" in capsys.readouterr().err
+
+
+ONE = ["--device", "cpu", "--kernel", "gated_mlp", "--sizes", "4", "64", "64"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--device", "x"], "argument --device: must be cuda, cuda:N or cpu, got 'x'"),
+        (["--device", "mps"], "argument --device: must be"),
+        (["--device", "meta"], "argument --device: must be"),
+        (["--device", "cuda:77"], "GPU"),
+        (["--kernel", "softmax"], "argument --kernel: invalid choice"),
+        (["--sizes", "-4", "64", "64"], "argument --sizes: must be at least 1, got -4"),
+        (["--sizes", "0", "0", "0"], "argument --sizes: must be at least 1, got 0"),
+        (["--sizes", "99999999999999999999", "64", "64"], "argument --sizes: must be at most 2147483647"),
+        (["--sizes", "999999999", "64000", "64"], "--sizes: not enough memory: the inputs of gated_mlp take"),
+        (["--sizes", "1", "1", "64", "64"], "--sizes: gated_mlp takes 3 sizes"),
+        (["--runs", "0"], "argument --runs: must be at least 1"),
+        (["--warmup", "-1"], "argument --warmup: must be at least 0"),
+        (["--cache-dir", "/dev/null/x"], "argument --cache-dir: /dev/null/x cannot be written"),
+        (["--cache-dir", "/proc/x"], "argument --cache-dir: /proc/x cannot be written"),
+        (["--cache-dir", ""], "argument --cache-dir: must be a folder"),
+        (["--export", "/dev/null/x"], "argument --export: /dev/null/x cannot be written"),
+        (["--export", "/dev"], "argument --export: /dev cannot be written: Is a directory"),
+    ],
+)
+def test_bad_use_is_one_line_and_status_two_before_the_search(
+    flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "AutoTuner", lambda *_, **__: pytest.fail("searched"))
+    try:
+        status = command_line.main(["tune", *ONE, *flags])
+    except SystemExit as stop:
+        status = int(stop.code or 0)
+    captured = capsys.readouterr()
+    assert status == 2
+    assert complaint in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_sizes_are_checked_for_every_op_before_the_first_search(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["tune", "--device", "cpu", "--sizes", "1", "1", "64", "64"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.endswith("takes 3 sizes, got (1, 1, 64, 64); --kernel chooses an op\n")
+
+
+def test_a_cache_that_cannot_be_written_is_found_before_the_search(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newer = tmp_path / "tuning.json"
+    newer.write_text('{"format": 2}')
+    assert command_line.main(["tune", *ONE, "--cache-dir", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"tune: --cache-dir: nothing can be stored in {tmp_path}: ")
+    assert newer.read_text() == '{"format": 2}'
+    monkeypatch.setenv("HTREE_CACHE_DIR", str(newer / "below"))
+    assert command_line.main(["tune", *ONE]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("tune: the cache folder (HTREE_CACHE_DIR): nothing can be stored in ")
+    assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize("kernel", sorted(SPACES))
+def test_the_bytes_of_the_inputs(kernel: str) -> None:
+    sizes = (2, 3, 256, 64) if kernel == "rmsnorm_rope" else (5, 64, 48)
+    problem = problems.make_problem(kernel, sizes, torch.bfloat16, "cpu")
+    inputs = {id(t): t for t in problem.arguments if isinstance(t, torch.Tensor) and t.dtype != torch.float32}
+    elements = sum(t.numel() for t in inputs.values()) + problem.call().numel()
+    assert problems.input_bytes(kernel, sizes) == 6 * elements, "all but the scales"
 
 
 def test_the_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:

@@ -178,6 +178,11 @@ def test_flags_of_the_command_line(folder, capsys):
         (["--dtype", "int4"], "there are bfloat16, float32"),
         (["--baseline", "cuBLAS"], "there are again, eager"),
         (["--repeat", "0"], "must be at least 1"),
+        (
+            ["--json", "/dev/null/x"],
+            "argument --json: /dev/null/x cannot be written: a folder above it is a file",
+        ),
+        (["--csv", "/dev"], "argument --csv: /dev cannot be written: Is a directory"),
         (["--room", "absent"], "rooms in"),
         (["--device", "tpu"], "invalid choice"),
         (["--nonsense"], "unrecognized arguments"),

@@ -93,6 +93,23 @@ def test_nan_and_infinity_must_match(actual, expected, equal):
                 check()
 
 
+def test_verify_refuses_what_it_cannot_judge():
+    ones = torch.ones(2)
+    for wrong in ([1.0, 1.0], 1.0, ones.numpy()):
+        with pytest.raises(TypeError, match=r"verify: actual must be a Tensor, got (list|float|ndarray)"):
+            verify(wrong, ones, 0.0, 0.0)
+        with pytest.raises(TypeError, match="verify: expected must be a Tensor"):
+            verify(ones, wrong, 0.0, 0.0)
+    for rtol, atol, name in (
+        (-1.0, 0.0, "rtol"),
+        (NAN, 0.0, "rtol"),
+        (0.0, -1.0, "atol"),
+        (0.0, NAN, "atol"),
+    ):
+        with pytest.raises(ValueError, match=f"verify: {name} must be at least 0"):
+            verify(ones, ones, rtol, atol)
+
+
 def test_shape_and_dtype_class_must_agree():
     ones = torch.ones(2, 3, dtype=torch.float64)
     for other in (ones.view(3, 2), ones.view(1, 2, 3), ones[:, :1], ones.int(), ones.bool()):

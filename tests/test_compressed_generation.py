@@ -100,7 +100,7 @@ def test_decoding_is_the_model_run_as_a_whole(example, trained, name):
     ("flags", "complaint"),
     [
         ("--checkpoint {absent}", "--checkpoint: there is no"),
-        ("--checkpoint {damaged}", "is not a checkpoint of this script"),
+        ("--checkpoint {damaged}", "--checkpoint: {damaged} is not a checkpoint of this script"),
         (
             "--checkpoint {narrow}",
             "has heads of 32 channels; caches compress 64, 128 or 256 (train_lm.py --heads 2)",
@@ -108,6 +108,11 @@ def test_decoding_is_the_model_run_as_a_whole(example, trained, name):
         ("--checkpoint {tree}", "has no dense model"),
         ("--prompt-bytes 0", "--prompt-bytes must be at least 1, got 0"),
         ("--bytes 0", "--bytes must be at least 1, got 0"),
+        ("--prompt-bytes 192", "together must be at most the model's context of 192, got 192 and 1"),
+        (
+            "--prompt-bytes 100 --bytes 93",
+            "together must be at most the model's context of 192, got 100 and 93",
+        ),
         ("--write-bytes -1", "--write-bytes must not be negative, got -1"),
         ("--window -1", "--window must not be negative, got -1"),
         ("--chunk 0", "--chunk must be at least 1, got 0"),
@@ -126,13 +131,14 @@ def test_a_wrong_flag_gets_one_line(example, tmp_path, capsys, flags, complaint)
         state = {"settings": vars(chosen), "learners": {kind: {}}}
         torch.save(state, tmp_path / name)
     names = ("absent", "damaged", "narrow", "tree")
-    words = flags.format(**{name: tmp_path / name for name in names}).split()
+    places = {name: tmp_path / name for name in names}
+    words = flags.format(**places).split()
     assert example.script.main([*words, "--out", str(tmp_path / "out")]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.count("\n") == 1
     assert printed.err.startswith("compressed_generation.py: ")
-    assert complaint in printed.err
+    assert complaint.format(**places) in printed.err
 
 
 def test_help_explains_every_flag(example):

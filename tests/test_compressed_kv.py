@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from typing import Any
 
 import hypothesis.strategies as st
@@ -91,6 +94,41 @@ def test_property_every_byte(
         rows = ops.kv_compress(LAYOUTS[layout](x), keep, bits, weight)
     assert_same_bits(rows, reference.kv_compress(x, keep, bits, weight))
     assert (reference.unpack_bits(rows[0]).sum(-1) == keep).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_nan", [2, 3, 64])
+def test_more_nan_than_stay(num_nan: int, dtype: torch.dtype, device: str, nan_memory: None) -> None:
+    """Exactly `keep` bits, the lower channels of equals, zeros behind the kept values, other rows untouched."""
+    x = normal((1, 2, 3, 64), torch.float32, device, seed=1).to(dtype)
+    x[0, 1, 1, 5 : 5 + num_nan] = math.nan
+    x[0, 1, 1, 4] = math.inf
+    for keep in (1, 3, 5):
+        for weight in (None, torch.ones(1, 2, 64, device=device)):
+            _, bitmap = ops.kv_prune(x, keep, weight)
+            assert (reference.unpack_bits(bitmap).sum(-1) == keep).all()
+            assert torch.equal(bitmap, reference.kv_prune(x, keep, weight)[1])
+            for bits in (16, 8, 4):
+                if bits == 16 and dtype == torch.float32:
+                    continue
+                rows = ops.kv_compress(x, keep, bits, weight)
+                assert_same_bits(rows, reference.kv_compress(x, keep, bits, weight))
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+def test_more_nan_than_stay_for_every_instruction_set(isa: str) -> None:
+    """The set is read once per process."""
+    script = (
+        "import torch, htree_ops\n"
+        "for dtype in (torch.float16, torch.bfloat16, torch.float32):\n"
+        "    x = torch.full((1, 1, 2, 128), float('nan'), dtype=dtype)\n"
+        "    x[0, 0, 1, :100] = 1.0\n"
+        "    bitmap = htree_ops.kv_prune(x, 3)[1]\n"
+        "    assert bitmap.tolist() == [[[[7, 0], [0, 7 << 36]]]], (dtype, bitmap)\n"
+    )
+    environment = os.environ | {"HTREE_CPU_ISA": isa}
+    ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
 
 
 SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0, 65504.0, 3e38, 2.0**-24, 1e-40)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from typing import Any
 
 import pytest
@@ -144,6 +146,66 @@ def test_a_prompt_has_gradients(device: str) -> None:
     assert not cache.k_win.requires_grad
 
 
+@pytest.mark.parametrize(
+    "cast", [lambda m: m.half(), lambda m: m.bfloat16(), lambda m: m.double(), lambda m: m.to(torch.float16)]
+)
+def test_a_cast_leaves_the_rotary_table(cast: Any, device: str) -> None:
+    module = layer(device)
+    expected = module(*qkv(device, 9))
+    cast(torch.nn.Sequential(module))
+    assert module.tables.dtype == torch.float32
+    assert torch.equal(module(*qkv(device, 9)), expected)
+    assert "tables" in dict(module.named_buffers())
+    elsewhere = layer("meta").to_empty(device=device)
+    assert torch.equal(elsewhere.half()(*qkv(device, 9)), expected)
+
+
+@pytest.mark.parametrize("filling", [math.nan, math.inf])
+def test_rows_behind_the_lengths_are_ignored(filling: float, device: str) -> None:
+    module = layer(device, output_aware=True)
+    clean, dirty = (qkv(device, 20, torch.float32) for _ in range(2))
+    lengths = [7, 20]
+    grads = []
+    caches = [module.make_cache(BATCH, 64, dtype=torch.float32) for _ in range(2)]
+    outs = []
+    for inputs, cache in zip((clean, dirty), caches, strict=True):
+        for x in inputs:
+            x[0, :, 7:] = filling if inputs is dirty else 1.0
+        leaves = [x.requires_grad_() for x in inputs]
+        out = module(*leaves, cache=cache, lengths=lengths)
+        outs.append(torch.cat([out[0, :, :7], out[1]], dim=1))
+        grads.append(torch.autograd.grad(outs[-1].square().sum(), leaves))
+    assert torch.equal(*outs)
+    assert outs[0].isfinite().all()
+    for a, e in zip(*grads, strict=True):
+        assert torch.equal(a, e)
+        assert a.isfinite().all()
+        assert not a[0, :, 7:].any()
+    for a, e in zip(*(cache.to_dense() for cache in caches), strict=True):
+        assert torch.equal(a, e)
+    assert torch.equal(module(*dirty, lengths=torch.tensor(lengths))[1], outs[0][:, 7:])
+    weights = [key_weight_from_queries(x[0], KV_HEADS, 4, lengths) for x in (clean, dirty)]
+    assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_decoded_token_refuses_a_backward(which: int, device: str) -> None:
+    module = layer(device)
+    cache = module.make_cache(BATCH, 64)
+    q, k, v = qkv(device, 6)
+    module(q[:, :, :5], k[:, :, :5], v[:, :, :5], cache=cache)
+    step = [x[:, :, 5:].clone() for x in (q, k, v)]
+    step[which].requires_grad_()
+    before = copy.deepcopy(cache)
+    out = module(*step, cache=cache)
+    with pytest.raises(RuntimeError, match="kv_decode_attention"):
+        out.sum().backward()
+    with torch.no_grad():
+        again = module(*step, cache=before)
+    assert not again.requires_grad
+    assert torch.equal(again, out)
+
+
 def test_output_aware_keys(device: str) -> None:
     q, k, v = qkv(device, 30)
     weight = key_weight_from_queries(q, KV_HEADS, 8)
@@ -183,6 +245,10 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "base": ({"rope_base": -1.0}, ValueError, "rope_base must be positive and finite"),
     "scale": ({"scale": float("inf")}, ValueError, "scale must be finite"),
     "positions": ({"max_positions": 0}, ValueError, "max_positions must be between 1"),
+    "window": ({"window": -1}, ValueError, "window must be between 0"),
+    "chunk": ({"chunk": 0}, ValueError, "chunk must be between 1"),
+    "page": ({"page_size": 3}, ValueError, "page_size must divide chunk = 256, got 3"),
+    "split": ({"split_size": -1}, ValueError, "split_size must be between 0"),
 }
 
 
@@ -215,5 +281,14 @@ def test_wrong_calls() -> None:
         module(q[:, :, :1], k[:, :, :1], v[:, :, :1], cache=cache)
     with pytest.raises(IndexError):
         module(q, k, v, torch.arange(198, 203))
+    with pytest.raises(TypeError, match="cache must be a CompressedKVCache, got str"):
+        module(q, k, v, cache="a")
+    with pytest.raises(ShapeMismatchError, match="B of query must be that of the cache = 3"):
+        module(q, k, v, cache=module.make_cache(3, 6))
+    for lengths in ([6, 1], [-1, 1], [1]):
+        with pytest.raises(ValueError, match="lengths must be 2 numbers between 0 and 5"):
+            module(q, k, v, lengths=lengths)
+    with pytest.raises(TypeError, match="lengths must be a list of ints"):
+        module(q, k, v, lengths=[1.5, 2.0])
     assert "keep=(32, 32), bits=(8, 8), hadamard_group=0" in repr(module)
     assert module.state_dict() == {}

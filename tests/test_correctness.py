@@ -86,6 +86,19 @@ def test_defaults():
     assert {name: flags[name] for name in documented} == documented
 
 
+@pytest.mark.parametrize("seed", [-(2**63), 2**64 - 1])
+def test_every_seed_of_torch_is_one(seed):
+    assert correctness.main([*FLAGS, "--device=cpu", f"--seed={seed}"]) == 0
+
+
+def test_memory_that_runs_out_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(correctness, "judge", lambda *_: torch.empty(1 << 60, dtype=torch.uint8))
+    assert correctness.main([*FLAGS, "--device=cpu"]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("correctness: out of memory: ")
+    assert message.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
@@ -98,6 +111,16 @@ def test_defaults():
         (["--final-atol=nan"], "tolerances"),
         (["--seq-len=0"], "at least 1"),
         (["--dtype=int8"], "invalid choice"),
+        (
+            ["--compression-rate=99999999999999999999"],
+            "argument --compression-rate: must be at most 2147483647",
+        ),
+        (["--top-k-per-layer=99999999999999999999"], "argument --top-k-per-layer: must be at most"),
+        (["--max-top-nodes=99999999999999999999"], "argument --max-top-nodes: must be at most"),
+        (["--batch=99999999999999999999"], "argument --batch: must be at most"),
+        (["--seed=99999999999999999999"], "argument --seed: must be at most 18446744073709551615"),
+        (["--seeds", "1", "-9223372036854775809"], "argument --seeds: must be at least -9223372036854775808"),
+        (["--batch=1000000", "--seq-len=1000000"], "not enough memory: the inputs of --batch and --seq-len"),
     ],
 )
 def test_bad_use_is_one_line_and_status_two(capsys, flags, complaint):

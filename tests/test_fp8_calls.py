@@ -124,6 +124,16 @@ BAD = {
         "scale must have shape",
     ),
     "dequantise": (lambda f: f.fp8_dequantize(Q, torch.ones(4, 3)), ShapeMismatchError, "scale must"),
+    "one scale of another rank": (
+        lambda f: f.fp8_dequantize(Q, torch.ones(1)),
+        ShapeMismatchError,
+        "scale must",
+    ),
+    "one scale of two dims": (
+        lambda f: f.fp8_dequantize(Q, torch.ones(1, 1)),
+        ShapeMismatchError,
+        "scale must",
+    ),
     "dequantise rank": (lambda f: f.fp8_dequantize(Q, torch.ones(6)), ShapeMismatchError, "scale must"),
     "granularity": (lambda f: f.fp8_quantize(X, None, "row"), ValueError, "granularity must be.*row"),
     "block": (
@@ -164,6 +174,33 @@ def test_refusals_name_the_tensor(name: str, layer: str) -> None:
         kind = next(b for b in (ValueError, TypeError, IndexError) if issubclass(kind, b))
     with pytest.raises(kind, match=message):
         call(htree_ops if layer == "python" else ops)
+
+
+#: Of what the op's own schema refuses, or takes for something else.
+PYTHON_BAD = {
+    "granularity": (lambda: fp8_compute_scale(X, None), ValueError, "granularity must be .* got None"),
+    "dim": (lambda: fp8_compute_scale(X, "channel", 1.0), TypeError, "dim must be an int, got float"),
+    "no dim": (lambda: fp8_quantize(X, None, "channel", None), TypeError, "dim must be an int, got NoneType"),
+    "block": (lambda: fp8_compute_scale(X, "block", -1, 1.5), TypeError, "block must be an int, got float"),
+    "large block": (lambda: fp8_quantize(X, None, "block", -1, 2**63), ValueError, "block must be below 2"),
+    "dtype": (lambda: fp8_dequantize(Q, torch.ones(()), "half"), TypeError, "dtype must be a torch.dtype"),
+    "large scale": (lambda: fp8_quantize(X, 1e39), ValueError, r"scale must be positive and finite.*1e\+39"),
+    "scale that rounds to 0": (lambda: fp8_quantize(X, 1e-46), ValueError, "scale must be positive"),
+    "inverse": (lambda: htree_ops.fp8_scale_inv(4.0), TypeError, "scale must be a Tensor, got float"),
+}
+
+
+@pytest.mark.parametrize("name", PYTHON_BAD)
+def test_refusals_before_the_op(name: str) -> None:
+    call, kind, message = PYTHON_BAD[name]
+    with pytest.raises(kind, match=message):
+        call()
+
+
+def test_scale_messages_name_the_op() -> None:
+    for name in ("fp8_quantize", "fp8_fake_quant"):
+        with pytest.raises(ValueError, match=f"^{name}: scale must be positive"):
+            getattr(ops, name)(X, torch.zeros(()))
 
 
 def test_attributes_of_refusals() -> None:
@@ -246,6 +283,13 @@ def test_overflow_beyond_reach(device: str) -> None:
     assert float(used) == 448.0 / 2
 
 
+def test_many_attempts(device: str) -> None:
+    x = torch.tensor([1e-3, 3e38], device=device)
+    q, used = handle_fp8_overflow(x, 2.0**100, max_attempts=10**9)
+    assert float(used) == 2.0**-119
+    assert float(q[1].float()) == 448.0
+
+
 def test_infinite_input(device: str) -> None:
     x = torch.tensor([1.0, math.inf, -3.0], device=device)
     with pytest.raises(NumericalOverflowError, match="infinite") as error:
@@ -271,7 +315,7 @@ def test_overflow_by_rows(device: str) -> None:
         ({"on_fail": "ignore"}, ValueError, "on_fail must be"),
         ({"scale": 0.0}, ValueError, "scale must be positive"),
         ({"scale": None}, TypeError, "scale must be a Tensor or a number"),
-        ({"tensor": X.int()}, UnsupportedDtypeError, "x must have dtype"),
+        ({"tensor": X.int()}, UnsupportedDtypeError, "tensor must have dtype"),
     ],
 )
 def test_overflow_handler_refusals(arguments, kind, message) -> None:

@@ -86,6 +86,51 @@ def test_extreme_scales(device: str) -> None:
             assert torch.equal(c, torch.full_like(c, 128.0 / (s_a * s_b)))
 
 
+@pytest.mark.parametrize("k", [14336, 1 << 18])
+@pytest.mark.parametrize("kind", ["one sign", "outlier", "largest"])
+def test_long_sums(kind: str, k: int, device: str) -> None:
+    """A chain of fp32 sums would lose more than the bound: each addition rounds to the size of the sum."""
+    generator = torch.Generator().manual_seed(3)
+    a, b = torch.rand(3, k, generator=generator), torch.rand(k, 16, generator=generator)
+    if kind == "outlier":
+        a, b = torch.full_like(a, 0.01), torch.full_like(b, 0.01)
+        a[:, 0], b[0] = 448.0, 448.0
+    elif kind == "largest":
+        a, b = torch.full_like(a, 448.0), torch.full_like(b, 416.0)
+    one = torch.tensor(1.0, device=device)
+    inputs = (a.to(FP8).to(device), b.to(FP8).to(device), one, one, torch.float32)
+    assert_product(op_exact(*inputs), inputs, 0.0)  # the sums are exact
+    assert_product(op(*inputs), inputs, sum_error(device))
+
+
+def test_the_bits_do_not_depend_on_the_number_of_threads() -> None:
+    inputs = FP8GemmCase(name="threads", dtype=torch.float32, m=33, n=65, k=4000).make_inputs("cpu")
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = op(*inputs)
+        torch.set_num_threads(4)
+        assert torch.equal(op(*inputs), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("s_a", "s_b"),
+    [(2.0**3, 2.0**127), (2.0**127, 448.0), (2.0**-149, 2.0**127), (3e38, 3e38), (1e-45, 1e-45)],
+)
+def test_scales_whose_product_leaves_fp32(s_a: float, s_b: float, dtype: torch.dtype, device: str) -> None:
+    a, b = torch.ones(3, 64).to(FP8).to(device), torch.ones(64, 16).to(FP8).to(device)
+    inputs = (a, b, torch.tensor(s_a, device=device), torch.tensor(s_b, device=device), dtype)
+    functions = (op_exact,) if device == "cuda" else (op, op_exact)
+    for f in functions:
+        assert_product(f(*inputs), inputs, EXACT_SUM)
+        rows = (a, b, inputs[2].expand(3, 1), inputs[3].expand(1, 16), dtype)
+        assert torch.equal(f(*rows), f(*inputs))
+        assert not f(torch.zeros_like(a), *inputs[1:]).any()
+
+
 def test_overflow_of_the_result(device: str) -> None:
     a = torch.full((3, 64), 448.0, device=device).to(FP8)
     b = torch.full((64, 16), 448.0, device=device).to(FP8)
@@ -210,6 +255,9 @@ def test_configurations_are_checked_everywhere() -> None:
         fp8_gemm(*inputs, BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_SIZE_M=4, num_warps=4, num_stages=3)
     with pytest.raises(ValueError, match="give all of"):
         fp8_gemm(*inputs, BLOCK_M=64)
+    keys = dict(zip(KEYS, COMPILED_CONFIGS[0], strict=True))
+    with pytest.raises(TypeError, match="GROUP_SIZE_M must be an int, got float"):
+        fp8_gemm(*inputs, **{**keys, "GROUP_SIZE_M": 4.0})  # type: ignore[arg-type]
 
 
 A, B, S = torch.ones(2, 4).to(FP8), torch.ones(4, 3).to(FP8), torch.tensor(1.0)
@@ -234,6 +282,25 @@ ERRORS = {
 }
 
 
+SCALE_VALUES = {"a_scale": lambda f, bad: f(A, B, bad, S), "b_scale": lambda f, bad: f(A, B, S, bad)}
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("name", SCALE_VALUES)
+def test_scales_are_checked_on_the_cpu(name: str, value: float) -> None:
+    for f in (fp8_gemm, fp8_gemm_exact, op, op_exact):
+        for bad in (torch.tensor(value), torch.full((2, 1) if name == "a_scale" else (1, 3), value)):
+            with pytest.raises(ValueError, match=f"{name} must be positive and finite, got {value:g}"):
+                SCALE_VALUES[name](f, bad)
+
+
+def test_messages_name_the_function() -> None:
+    for f, name in ((fp8_gemm, "fp8_gemm"), (fp8_gemm_exact, "fp8_gemm_exact")):
+        for call in (f, getattr(torch.ops.htree, name)):
+            with pytest.raises(ValueError, match=f"^{name}: size 0 of b"):
+                call(A, torch.ones(5, 3).to(FP8), S, S)
+
+
 @pytest.mark.parametrize("layer", ["python", "op"])
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors_name_argument_requirement_and_value(name: str, layer: str) -> None:
@@ -254,10 +321,32 @@ def test_python_layer(device: str) -> None:
     assert torch.equal(fp8_gemm_exact(qa, qb, sa, sb), op_exact(qa, qb, sa, sb))
     with pytest.raises(ValueError, match="a_scale is required"):
         fp8_gemm(qa, b)
+    with pytest.raises(UnsupportedDtypeError, match="a must have dtype"):
+        fp8_gemm(a.int(), b)
+    with pytest.raises(TypeError, match="a must be a Tensor, got list"):
+        fp8_gemm([1.0], b)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a_scale"):
         fp8_gemm(qa.cpu(), qb.cpu(), torch.tensor(-1.0), sb.cpu())
     with pytest.raises(DeviceError, match="b_scale"):
         fp8_gemm(qa, qb, sa, torch.tensor(1.0, device="meta"))
+
+
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("rows", [False, True])
+def test_given_scales_of_float_operands(rows: bool, columns: bool, device: str) -> None:
+    a = normal((20, 48), torch.float32, device, seed=1)
+    b = normal((48, 32), torch.bfloat16, device, seed=2)
+    sa = torch.linspace(50, 90, 20, device=device)[:, None] if rows else torch.tensor(70.0, device=device)
+    sb = torch.linspace(50, 90, 32, device=device)[None, :] if columns else torch.tensor(70.0, device=device)
+    qa, _, _ = fp8_quantize(a, sa, "channel" if rows else "tensor")
+    qb, _, _ = fp8_quantize(b, sb, "channel" if columns else "tensor", 0)
+    assert torch.equal(fp8_gemm(a, b, sa, sb), op(qa, qb, sa, sb))
+    assert torch.equal(fp8_gemm(qa, b, sa, sb), op(qa, qb, sa, sb))
+    for wrong in (torch.ones(1, 20), torch.ones(20), torch.ones(20, 48)):
+        with pytest.raises(ShapeMismatchError, match=r"^fp8_gemm: a_scale must be \[\] or \[20, 1\]"):
+            fp8_gemm(a, b, wrong.to(device), sb)
+    with pytest.raises(ShapeMismatchError, match=r"^fp8_gemm: b_scale must be \[\] or \[1, 32\]"):
+        fp8_gemm(a, b, sa, sb.reshape(-1)[:1, None])
 
 
 @pytest.mark.gpu
@@ -270,6 +359,43 @@ def test_one_kernel_on_own_paths() -> None:
             torch.cuda.synchronize()
         kernels = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
         assert len(kernels) == 1, kernels
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 64, 200])
+def test_calls_that_begin_before_the_last_one_ends(m: int) -> None:
+    """Each product reads what the call in front of it wrote, into memory that the one before that still used."""
+    a, b, a_scale, b_scale, _ = FP8GemmCase(
+        name="chain", dtype=torch.float16, m=m, n=1024, k=1024
+    ).make_inputs("cuda")
+
+    def chain(wait: bool) -> torch.Tensor:
+        x = a
+        for _ in range(6):
+            y = op(x, b, a_scale, b_scale * 20, torch.float32)
+            if wait:
+                torch.cuda.synchronize()
+            x = y.clamp(-448, 448).to(FP8)
+            for _ in range(3):
+                z = op(x, b, a_scale, b_scale, torch.float16)
+                if wait:
+                    torch.cuda.synchronize()
+        return torch.cat((y, z.float()))
+
+    expected = chain(wait=True)
+    assert expected.isfinite().any()
+    assert torch.equal(chain(wait=False).nan_to_num(), expected.nan_to_num())
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        chain(wait=False)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = chain(wait=False)
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(result.nan_to_num(), expected.nan_to_num())
 
 
 # ---- compile, export

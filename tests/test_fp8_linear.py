@@ -209,6 +209,81 @@ def test_keyword_batches() -> None:
     assert float(calibrate_activation_scales(model, [(torch.zeros(1, 4),)])["0"]) == 1.0
 
 
+def test_calibration_sees_keywords_and_refuses_what_is_no_tensor() -> None:
+    class ByName(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.l = nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.l(input=x)
+
+    assert float(calibrate_activation_scales(ByName(), [torch.full((1, 4), 2.0)])["l"]) == 224.0
+    with pytest.raises(TypeError, match="the input of layer 'l' must be a Tensor, got list"):
+        calibrate_activation_scales(ByName(), [[torch.zeros(1, 4)]])
+
+
+def test_an_error_leaves_the_model_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
+    with pytest.raises(UnsupportedDtypeError, match=r"layer '1': linear\.weight must have dtype"):
+        quantize_model_(model)
+    assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with pytest.raises(ValueError, match="layer '1': activation_scale must be positive and finite"):
+        quantize_model_(model, activation_scales={"0": 2.0, "1": math.nan})
+    assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]
+
+
+def test_layers_that_occur_twice_stay_one_layer() -> None:
+    def twice() -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        return model.append(model[0])
+
+    model = quantize_model_(twice(), activation_scales={"2": 5.0})
+    assert model[0] is model[2]
+    assert float(model[0].activation_scale) == 5.0
+    assert model[1].activation_scale is None
+    quantize_model_(twice(), activation_scales={"0": 5.0, "2": torch.tensor(5.0)})
+    with pytest.raises(ValueError, match="several scales for one layer"):
+        quantize_model_(twice(), activation_scales={"0": 5.0, "2": 6.0})
+    model = quantize_model_(twice(), lambda name, _: name != "2")
+    assert [type(layer) for layer in model] == [nn.Linear, FP8Linear, nn.Linear]
+    assert model[0] is model[2]
+
+
+def _state(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {**FP8Linear(32, 16, static_activation=True).state_dict(), **changes}
+
+
+BAD_STATES = {
+    "nan scale": (
+        _state(weight_scale=torch.full((16, 1), math.nan)),
+        "weight_scale must be positive and finite",
+    ),
+    "zero scale": (_state(weight_scale=torch.zeros(16, 1)), "weight_scale must be positive and finite"),
+    "activations": (
+        _state(activation_scale=torch.tensor(-1.0)),
+        "activation_scale must be positive and finite",
+    ),
+    "e5m2": (
+        _state(weight=torch.zeros(16, 32).to(torch.float8_e5m2)),
+        "weight must have dtype .*float8_e5m2",
+    ),
+    "double": (nn.Linear(32, 16).double().state_dict(), "weight must have dtype .*float64"),
+    "decoded": (_state(weight=torch.zeros(16, 32)), "where weight_scale is given, got torch.float32"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_STATES)
+def test_bad_states_are_refused(name: str) -> None:
+    state, message = BAD_STATES[name]
+    module = FP8Linear(32, 16, static_activation=True)
+    before = codes_of(module.weight).clone()
+    with pytest.raises(RuntimeError, match=f"FP8Linear: .*{message}"):
+        module.load_state_dict(state)
+    assert torch.equal(codes_of(module.weight), before)
+
+
 def test_compiled_forward(device: str) -> None:
     module = FP8Linear.from_linear(make(torch.float32, device))
     compiled = torch.compile(module, fullgraph=True, dynamic=True)
@@ -235,6 +310,24 @@ def test_refusals() -> None:
         FP8Linear.from_linear(linear)(torch.zeros(2, 5))
     with pytest.raises(ShapeMismatchError, match="the last dim of x must be in_features = 4"):
         FP8Linear.from_linear(linear)(torch.zeros(()))
-    with pytest.raises(UnsupportedDtypeError, match="x must have dtype"):
+    with pytest.raises(UnsupportedDtypeError, match=r"linear\.weight must have dtype"):
         FP8Linear.from_linear(nn.Linear(4, 3, dtype=torch.float64))
+    with pytest.raises(UnsupportedDtypeError, match=r"^FP8Linear: dtype must be"):
+        FP8Linear(4, 3, dtype=torch.float64)
+    with pytest.raises(TypeError, match="FP8Linear: in_features must be an int, got float"):
+        FP8Linear(2.0, 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="FP8Linear: in_features must be between 0 and"):
+        FP8Linear(-1, 3)
+    layer = FP8Linear(4, 3)
+    with pytest.raises(TypeError, match="FP8Linear: x must be a Tensor, got list"):
+        layer([1.0])
+    with pytest.raises(UnsupportedDtypeError, match="FP8Linear: x must have dtype"):
+        layer(torch.zeros(2, 4, dtype=torch.int32))
+    for wrong in (3, None):
+        with pytest.raises(TypeError, match=r"quantize_model_: module must be an nn\.Module, got"):
+            quantize_model_(wrong)  # type: ignore[arg-type]
+        with pytest.raises(
+            TypeError, match=r"calibrate_activation_scales: module must be an nn\.Module, got"
+        ):
+            calibrate_activation_scales(wrong, [])  # type: ignore[arg-type]
     assert "activation=static" in repr(FP8Linear(4, 3, static_activation=True))

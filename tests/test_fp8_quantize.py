@@ -9,7 +9,14 @@ import pytest
 import torch
 from hypothesis import given
 
-from htree_ops.ops.fp8 import FP8Format, fp8_quantize, fp8_scale_inv
+from htree_ops.ops.fp8 import (
+    FP8Format,
+    fp8_compute_scale,
+    fp8_dequantize,
+    fp8_fake_quant,
+    fp8_quantize,
+    fp8_scale_inv,
+)
 from htree_ops.reference import fp8 as reference
 from htree_ops.testing.cases import case_id, normal
 from htree_ops.testing.devices import poisoned_memory
@@ -191,6 +198,22 @@ def test_many_overflows_are_counted(granularity: str, device: str) -> None:
         scale = torch.full(reference.scale_shape(x.shape, granularity, -1, 128), 464.0, device=device)
         count = int((x.float().abs() * 464.0 > 464.0).sum())
         assert int(quantize(x, scale, granularity)[2]) == count > 0
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("block", [2**63 - 1, 2**63 - 4, 2**62, 9])
+def test_a_block_longer_than_the_dim_is_a_channel(block: int, dim: int, device: str) -> None:
+    x = normal((2, 4, 8), torch.float32, device, seed=7)
+    scale = fp8_compute_scale(x, "channel", dim)
+    for number in (None, scale, 3.0):
+        wanted = fp8_quantize(x, number, "channel", dim)
+        result = fp8_quantize(x, number, "block", dim, block)
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(result, wanted, strict=True))
+        fake = fp8_fake_quant(x, result[1], "block", dim, block)
+        assert torch.equal(fp8_dequantize(*result[:2], torch.float32, block), fake)
+    assert torch.equal(fp8_compute_scale(x, "block", dim, block), scale)
+    assert fp8_compute_scale(x.to("meta"), "block", dim, block).shape == scale.shape
+    assert fp8_compute_scale(x[:, :, :0], "block", -1, block).shape == (2, 4, 0)
 
 
 def test_eager_composition_agrees(device: str) -> None:

@@ -21,6 +21,7 @@ from htree_ops.testing.gated_mlp_cases import (
     CASES,
     DTYPES,
     LAYOUT_CASES,
+    RTOL,
     SIDES,
     GatedMLPCase,
     assert_forward,
@@ -129,6 +130,44 @@ def test_special_values_stay_in_their_row(
     assert out[:, 4].isnan().all()
     others = [i for i in range(80) if i != 4]
     assert torch.equal(out[:, others], clean[:, others])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gelu_falls_to_zero(dtype: torch.dtype, device: str) -> None:
+    """The far tail of the normal distribution is 0, so that gelu(-inf) is NaN and no large factor revives it."""
+    dtype = torch.float32 if device == "cuda" and dtype == torch.float64 else dtype
+    far = [-6e4] if dtype == torch.float16 else [-6e4, -1e20, -3e38]
+    z = torch.tensor([*far, -300, -15, -10, -9, -8.5, -8.4, -3, 0, 9, 6e4, math.inf, -math.inf, math.nan])
+    z = z.to(device, dtype)
+    one = torch.ones(1, 1, dtype=dtype, device=device)
+    leaf = z[:, None].clone().requires_grad_()
+    y = op(one, torch.ones_like(leaf), leaf, "gelu")
+    (slope,) = torch.autograd.grad(y.sum(), leaf)
+    y, slope = y.detach()[0].double(), slope[:, 0].double()
+    assert y[-3:].isnan().tolist() == [False, True, True]
+    assert y[-3] == math.inf
+    z, y, slope = z[:-3].double(), y[:-3], slope[:-3]
+    # absolutely: the tail beyond z = -8.5, where nothing is above 1e-15
+    assert_close_spec(y, reference.activate(z, "gelu"), RTOL[dtype], 2e-15)
+    assert_close_spec(slope, reference.activation_slope(z, "gelu"), RTOL[dtype], 1e-13)
+    assert bool((y[z < -15] == 0).all())
+    tail = op(one, 1 / one * 6e4, leaf.detach()[len(far) - 1 :][:1], "gelu")
+    assert bool((tail == 0).all())
+
+
+def test_half_projections_beyond_the_range_are_kept_as_infinities(device: str) -> None:
+    """The result and the gradients that compute g again are finite; those of the kept g are not."""
+    x = torch.full((1, 4), 100.0, dtype=torch.float16, device=device)
+    gate = torch.full((1, 4), 300.0, dtype=torch.float16, device=device)
+    up = torch.tensor([[1e-5, 0, 0, 0]], dtype=torch.float16, device=device)
+    leaves = [t.clone().requires_grad_() for t in (x, gate, up)]
+    y = op(*leaves)
+    assert bool(y.isfinite().all())
+    dy = torch.full_like(y, 1e-3)
+    assert not bool(torch.autograd.grad(y, leaves, dy)[0].isfinite().any())
+    again = op_backward(dy, x, gate, up)
+    assert all(bool(t.isfinite().all()) for t in again)
+    assert_gradients(again, dy, (x, gate, up, "silu", "up"), saved=False)
 
 
 def test_half_overflows_to_infinity(device: str) -> None:

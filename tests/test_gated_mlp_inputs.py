@@ -101,8 +101,12 @@ def test_dataclass_fields() -> None:
 
 
 def test_module_refuses() -> None:
-    with pytest.raises(ValueError, match="hidden_dim must be at least 1"):
+    with pytest.raises(ValueError, match="hidden_dim must be between 1 and"):
         FusedGatedMLP(0, 4)
+    with pytest.raises(TypeError, match="FusedGatedMLP: hidden_dim must be an int, got float"):
+        FusedGatedMLP(2.0, 5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="FusedGatedMLP: intermediate_dim must be an int, got str"):
+        FusedGatedMLP(5, "a")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="activation must be silu or gelu"):
         FusedGatedMLP(4, 4, "tanh")
 
@@ -117,6 +121,8 @@ def test_configurations_are_checked_everywhere() -> None:
         gated_mlp(x, O(3, 4), O(3, 4), BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, num_warps=4, num_stages=2)
     with pytest.raises(ValueError, match="give all of"):
         gated_mlp(x, O(3, 4), O(3, 4), BLOCK_M=128)
+    with pytest.raises(TypeError, match="BLOCK_M must be an int, got float"):
+        gated_mlp(x, O(3, 4), O(3, 4), BLOCK_M=128.0, BLOCK_N=128, BLOCK_K=64, num_warps=8, num_stages=4)  # type: ignore[arg-type]
     leaf = O(2, 4, requires_grad=True)
     with pytest.raises(NotImplementedError, match="no kernel is compiled for"):
         op(leaf, O(3, 4), O(3, 4), "silu", "up", [32, 32, 32, 4, 2])

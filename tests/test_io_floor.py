@@ -312,6 +312,9 @@ def test_a_run_on_the_cpu(tmp_path, monkeypatch, capsys, dtype):
         (["--peak-gbps", "0"], "positive and finite"),
         (["--gpu", "99"], "--gpu 99: torch sees"),
         (["--gpu", "-2"], "--gpu -2: torch sees"),
+        (["--seed", "99999999999999999999"], "argument --seed: must be at most"),
+        (["--batch", "99999999999999999999"], "argument --batch: must be at most"),
+        (["--json", "/proc/x.json"], "argument --json: /proc/x.json cannot be written"),
     ],
 )
 def test_bad_use_is_one_line_and_status_two(capsys, flags, complaint):

@@ -90,6 +90,15 @@ def test_positions(select, B, T, S, capacity, G, top_k, device):
     assert (io.io_select_topk(scores, num, top_k, 0, select) == -1).all()
 
 
+def test_positions_beyond_the_largest_token_are_refused(device):
+    scores, num = positions_inputs(1, 3, 1, 8, 1, device)
+    assert io.io_select_topk(scores, num, 2, 1, "lcg", 2**31 - 4).shape == (1, 3, 1, 2)
+    for t0 in (2**31 - 3, 2**31, 2**63 - 1):
+        for where in (device, "meta"):
+            with pytest.raises(ValueError, match=r"io_select_topk: t0 \+ T_q must be below 2\^31, got t0 = "):
+                ops.io_select_topk(scores.to(where), num.to(where), 2, 1, "lcg", t0)
+
+
 @hypothesis.given(
     n=st.integers(1, 9000),
     top_k=st.integers(1, 600),

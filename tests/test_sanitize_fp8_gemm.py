@@ -27,6 +27,15 @@ def test_fp8_gemm(m: int, dtype: torch.dtype) -> None:
         assert_product(torch.ops.htree.fp8_gemm_exact(*inputs), inputs, EXACT_SUM)
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(60, 70, 7200), (60, 6000, 520), (120, 6200, 300), (1100, 1500, 160)]
+)
+def test_kernels_that_small_sizes_do_not_reach(m: int, n: int, k: int) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        inputs = FP8GemmCase(name="wide", dtype=dtype, m=m, n=n, k=k, scales="channel").make_inputs("cuda")
+        assert_product(torch.ops.htree.fp8_gemm(*inputs), inputs, sum_error("cuda"))
+
+
 @pytest.mark.parametrize("config", COMPILED_CONFIGS, ids=str)
 def test_configurations(config: tuple[int, ...]) -> None:
     for m, dtype in ((20, torch.float32), (600, torch.bfloat16)):

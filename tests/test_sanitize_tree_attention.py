@@ -28,6 +28,7 @@ TENSOR_CORE = [
     tensor_core("group16", torch.bfloat16, H=16, K=128, V=128),
     tensor_core("stride16", torch.bfloat16, K=128, V=128, selection_stride=16),
     tensor_core("stride4", torch.float16, K=64, V=64, selection_stride=4),
+    tensor_core("group4_stride2", torch.bfloat16, H=4, K=128, V=128, selection_stride=2),
     tensor_core("three_layers", torch.bfloat16, T=1100, top_k=2, K=64, V=64),
     tensor_core("stride16_three_layers", torch.bfloat16, T=1100, top_k=2, K=128, V=128, selection_stride=16),
 ]

@@ -127,6 +127,47 @@ def test_some_of_the_gradients(stride: int, mask: list[bool], nan_memory: None) 
         assert not wanted or gradient is not None
 
 
+@pytest.mark.parametrize("width", [32, 64, 128])
+@pytest.mark.parametrize("group", [3, 4, 8, 16])
+@pytest.mark.parametrize("stride", [1, 2, 4, 8])
+def test_queries_that_start_within_a_node(stride: int, group: int, width: int, nan_memory: None) -> None:
+    """Runs of 16 queries at the top begin before the first query; three layers, and one."""
+    for nodes in (32, 1024):
+        case = model(
+            T=709,
+            H=2 * group,
+            K=width,
+            V=width,
+            M=nodes,
+            top_k=8 if nodes == 32 else 64,
+            selection_stride=stride,
+        )
+        q, k, v = case.make_qkv("cuda")
+        q = q[:, 37 // stride * stride :].contiguous()
+        options = case.reference_options()
+        out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
+        dout = torch.randn_like(out)
+        gradients = op.attention_backward(dout, q, k, v, out, gmax, gsum, parents, **options)
+        wanted = reference_gradients(q, k, v, dout, parents, options)
+        for name, gradient, expected in zip(("dq", "dk", "dv"), gradients, wanted, strict=True):
+            assert_small_error(gradient, expected, f"{name}, {nodes} nodes")
+
+
+@pytest.mark.parametrize("stride", [1, 2, 4, 16])
+def test_the_kernels_of_every_gpu_agree_at_length(stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks of queries, windows and launches of partial sums against kernels that know none of them."""
+    case = model(T=40_000, H=8, H_kv=1, top_k=512, M=8192, selection_stride=stride)
+    q, k, v = case.make_qkv("cuda")
+    options = case.reference_options()
+    out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
+    saved = (torch.randn_like(out), q, k, v, out, gmax, gsum, parents)
+    gradients = op.attention_backward(*saved, **options)
+    monkeypatch.setenv("HTREE_TREE_GATHER", "private")
+    wanted = op.attention_backward(*saved, **options)
+    for name, gradient, expected in zip(("dq", "dk", "dv"), gradients, wanted, strict=True):
+        assert_small_error(gradient, expected.double(), name, 1e-2)
+
+
 @pytest.mark.parametrize("stored", [True, False], ids=["stored", "recomputed"])
 @pytest.mark.parametrize("stride", [1, 16])
 def test_scratch_is_bounded(stride: int, stored: bool) -> None:

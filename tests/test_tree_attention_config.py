@@ -210,8 +210,10 @@ def test_a_gather_for_each_query_on_request(stride: int) -> None:
     assert {**chunks, "layers": ""} == {**private, "layers": ""}, "the chunks stay"
 
 
-def gradients(sizes: tuple[int, ...] = MODEL, half: bool = True, **options: int | bool) -> str:
-    return choices(sizes, half, backward=True, **options)["gradients"]
+def gradients(
+    sizes: tuple[int, ...] = MODEL, half: bool = True, key: str = "gradients", **options: int | bool
+) -> str:
+    return choices(sizes, half, backward=True, **options)[key]
 
 
 @pytest.mark.parametrize("width", [32, 64, 128])
@@ -220,7 +222,18 @@ def test_gradients_of_lists_with_many_rows_take_a_block(length: int, width: int)
     for group in (1, 2, 3, 4, 8, 16):
         for stride in (1, 2, 4, 8, 16):
             found = gradients((1, length, length, 2 * group, 2, width, width), selection_stride=stride)
-            assert found == ("block" if stride >= 4 and stride * group >= 32 else "private")
+            few = "union" if group <= 8 else "private"
+            assert found == ("block" if stride >= 4 and stride * group >= 32 else few)
+
+
+@pytest.mark.parametrize("length", [700, 32_768, 1_048_576])
+def test_gradients_of_the_top_take_a_block_of_neighbours(length: int) -> None:
+    for group in (1, 2, 3, 4, 6, 8, 16):
+        for stride in (1, 2, 4, 8, 16):
+            sizes = (1, length, length, 2 * group, 2, 128, 128)
+            found = gradients(sizes, key="top_gradients", selection_stride=stride)
+            below = gradients(sizes, selection_stride=stride)
+            assert found == ("block" if group in (4, 8, 16) else below)
 
 
 @pytest.mark.parametrize(
@@ -235,12 +248,14 @@ def test_gradients_of_lists_with_many_rows_take_a_block(length: int, width: int)
     ids=["ampere", "not_compiled", "blackwell", "little_shared_memory", "on_request"],
 )
 def test_other_gradients_are_made_for_each_query(options: dict[str, int | bool]) -> None:
-    assert gradients(selection_stride=16, **options) == "private"
-    assert gradients(MODEL, False, selection_stride=16) == "general"
+    for stride in (1, 16):
+        for key in ("gradients", "top_gradients"):
+            assert gradients(selection_stride=stride, key=key, **options) == "private"
+            assert gradients(MODEL, False, key, selection_stride=stride) == "general"
 
 
 @pytest.mark.parametrize("length", [32_768, 131_072, 1_048_576])
-@pytest.mark.parametrize(("stride", "share"), [(1, 1408), (16, 352)])
+@pytest.mark.parametrize(("stride", "share"), [(1, 880), (16, 352)])
 def test_the_backward_keeps_to_its_scratch(length: int, stride: int, share: int) -> None:
     """Rows of a chunk take what the partial sums of blocks leave of 1408 MiB."""
     sizes = (1, length, length, 32, 4, 128, 128)

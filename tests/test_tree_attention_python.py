@@ -11,6 +11,8 @@ import torch
 import htree_ops
 import htree_ops.ops.tree_attention as room
 import htree_ops.reference.tree_attention as ref
+from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError
+from htree_ops.ops import tree_attention_stages as stages
 from htree_ops.testing.tree_attention_cases import SHAPES
 from htree_ops.testing.tree_attention_checks import assert_output
 
@@ -183,3 +185,46 @@ def test_the_stage_functions_return_the_tensors_that_the_ops_change(device):
     merged = room.merge_to_global_(*state, *[x.clone() for x in state])
     assert all(ours is theirs for ours, theirs in zip(merged, state, strict=True))
     assert (state[1] == 2).all()
+
+
+def test_factories_without_a_device_compile_and_follow_the_default() -> None:
+    torch._dynamo.reset()
+
+    def tables(x):
+        return stages.rope_cache(8, 8) + x, stages.top_parents(1, 40, 2, 4, 1)
+
+    for actual, expected in zip(
+        torch.compile(tables, fullgraph=True, backend="aot_eager")(torch.zeros(4)),
+        tables(torch.zeros(4)),
+        strict=True,
+    ):
+        assert torch.equal(actual, expected)
+    with torch.device("meta"):
+        assert stages.rope_cache(8, 8).is_meta
+        assert stages.top_parents(1, 40, 2, 4, 1).is_meta
+        assert stages.rope_cache(8, 8, device="cpu").device.type == "cpu"
+
+
+def test_dtypes_of_options_and_lists_have_the_classes_of_the_package() -> None:
+    with pytest.raises(
+        UnsupportedDtypeError, match="rope_cache: dtype must be torch.float32 or torch.float64"
+    ):
+        stages.rope_cache(8, 8, dtype=torch.float16)
+    state = torch.ones(1, 3, 2, 4), torch.ones(1, 3, 2)
+    with pytest.raises(UnsupportedDtypeError, match="final_normalize: dtype must be .*, got torch.int32"):
+        stages.final_normalize(*state, torch.int32)
+    q, k, v = torch.randn(3, 1, 40, 2, 8)
+    options = {"compression_rate": 2, "max_top_nodes": 8, "top_k_per_layer": 4}
+    out, gmax, gsum, parents = room.attention_forward(q, k, v, **options)
+    assert len(parents) == 4
+    for wrong, kind, message in (
+        (parents[0].long(), UnsupportedDtypeError, r"parents\[1\] must have dtype torch\.int32"),
+        (parents[0][0], ShapeMismatchError, r"parents\[1\] must be 4-D"),
+        (parents[0][..., :3], ShapeMismatchError, r"size 3 of parents\[1\] must be k of parents\[0\] = 4"),
+        (parents[0][:, :, :1], ShapeMismatchError, r"size 2 of parents\[1\] must be H_kv"),
+        (parents[0].to("meta"), DeviceError, r"parents\[1\] must be on the device of q"),
+        (None, TypeError, r"parents\[1\] must be a Tensor"),
+    ):
+        lists = [parents[0], wrong, *parents[2:]]
+        with pytest.raises(kind, match=message):
+            room.attention_backward(out, q, k, v, out, gmax, gsum, lists, **options)

@@ -8,12 +8,31 @@ import pytest
 import torch
 
 import htree_ops.reference.tree_attention as ref
+from htree_ops import reference
 from htree_ops.reference.tree_attention.selection import positions_mask
 from htree_ops.reference.tree_attention.state import accumulate
 from htree_ops.testing.cases import case_id
 from htree_ops.testing.tree_attention_cases import GRADIENT_SHAPES, SHAPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_the_package_of_references_has_the_documented_names():
+    for name in ref.__all__:
+        assert getattr(reference, name) is getattr(ref, name)
+    for room in (
+        "causal_softmax",
+        "compressed_kv",
+        "fp8",
+        "gated_mlp",
+        "hadamard",
+        "rmsnorm_rope",
+        "tree_attention",
+    ):
+        assert getattr(reference, room).__name__ == f"htree_ops.reference.{room}"
+    assert {"htree_forward_naive", "hadamard"} <= set(dir(reference))
+    with pytest.raises(AttributeError, match=r"'htree_ops\.reference' has no attribute 'absent'"):
+        _ = reference.absent
 
 
 def test_subtraction_loses_what_the_formula_says():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import multiprocessing
 import os
+import stat
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from hypothesis import given
 
 from htree_ops._load import build_info
 from htree_ops.tuning import SPACES, CacheKey, TuningCache, problems
+from htree_ops.tuning import cache as cache_module
 from htree_ops.tuning.cache import BUNDLED, cache_dir
 
 KEY = CacheKey(
@@ -43,7 +47,7 @@ scalars = (
     st.none()
     | st.booleans()
     | st.integers(-(2**53), 2**53)
-    | st.floats(allow_nan=False)
+    | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=5)
 )
 configs = st.dictionaries(names, scalars, max_size=4)
@@ -81,16 +85,30 @@ def test_a_stored_config_is_not_the_callers(tmp_path: Path) -> None:
     cache.set(KEY, config)
     config["a"] = 2
     assert cache.get(KEY) == {"a": 1}
-    for wrong in ({"a": [1]}, {"a": {}}, {1: 2}, {"a": torch.zeros(1)}):
+    wrongs = (
+        {"a": [1]},
+        {"a": {}},
+        {1: 2},
+        {"a": torch.zeros(1)},
+        {"a": math.nan},
+        {"a": -math.inf},
+        [1],
+        None,
+    )
+    for wrong in wrongs:
         with pytest.raises(TypeError, match="JSON scalars"):
             cache.set(KEY, wrong)  # type: ignore[arg-type]
+    for call in (lambda: cache.set("key", {}), lambda: cache.get("key"), lambda: cache.get_any_dtype("key")):
+        with pytest.raises(TypeError, match="key must be a CacheKey, got str"):
+            call()  # type: ignore[no-untyped-call]
     cache.clear()
     assert cache.get(KEY) is None
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"\xff\x00", b'{"format": 99, "records": {}}', b'{"format": 1}']
-)
+DAMAGE = [b"", b"{", b"[]", b"\xff\x00", b'{"format": "2", "records": {}}', b'{"format": 1}', b"[" * 100_000]
+
+
+@pytest.mark.parametrize("content", DAMAGE, ids=lambda content: repr(content[:12]))
 def test_a_damaged_file_is_moved_aside(content: bytes, tmp_path: Path) -> None:
     cache = TuningCache(tmp_path, bundled=None)
     cache.path.write_bytes(content)
@@ -100,6 +118,137 @@ def test_a_damaged_file_is_moved_aside(content: bytes, tmp_path: Path) -> None:
     assert [path.read_bytes() for path in aside] == [content]
     cache.set(KEY, {"a": 1})
     assert TuningCache(tmp_path, bundled=None).get(KEY) == {"a": 1}
+
+
+def test_the_same_damage_is_kept_once_and_other_damage_beside_it(tmp_path: Path) -> None:
+    for content in (b"{", b"[", b"{"):
+        (tmp_path / "tuning.json").write_bytes(content)
+        with pytest.warns(RuntimeWarning, match=r"it is now tuning\.json\.damaged-"):
+            TuningCache(tmp_path, bundled=None).get(KEY)
+    assert sorted(path.read_bytes() for path in tmp_path.glob("*.damaged-*")) == [b"[", b"{"]
+
+
+def test_only_what_was_read_is_moved_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the reading of damaged content and its move another process stores a result."""
+    writer, reader = (TuningCache(tmp_path, bundled=None) for _ in range(2))
+    reader.path.write_bytes(b"{")
+    true = cache_module.locked
+
+    def late(target: Path):
+        monkeypatch.setattr(cache_module, "locked", true)
+        reader.path.unlink()
+        writer.set(KEY, {"a": 1})
+        return true(target)
+
+    monkeypatch.setattr(cache_module, "locked", late)
+    assert reader.get(KEY) == {"a": 1}
+    assert not list(tmp_path.glob("*.damaged-*"))
+
+
+def _fail(number: int):
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.EIO])
+def test_a_file_that_cannot_be_read_stays(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    cache = TuningCache(tmp_path, bundled=None)
+    cache.set(KEY, {"a": 1})
+    before = cache.path.read_bytes()
+    other = TuningCache(tmp_path, bundled=None)
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "read_bytes", _fail(number))
+        assert other.get(KEY) is None
+        assert other.get(KEY) is None
+        with pytest.raises(OSError, match=os.strerror(number)):
+            other.set(KEY, {"a": 2})
+    above_the_package = TuningCache(tmp_path / "none")
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "read_bytes", _fail(number))
+        with pytest.warns(RuntimeWarning, match="results of the package cannot be read"):
+            assert above_the_package.get(KEY) is None
+    assert [str(warning.message) for warning in recwarn] == [
+        f"htree_ops: the tuning cache {cache.path} cannot be read: [Errno {number}] {os.strerror(number)}"
+    ]
+    assert cache.path.read_bytes() == before
+    assert other.get(KEY) == {"a": 1}, "read again once it can be"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tuning.json", "tuning.json.lock"]
+
+
+def test_a_file_of_a_newer_version_stays(tmp_path: Path) -> None:
+    cache = TuningCache(tmp_path, bundled=None)
+    content = b'{"format": 2, "entries": []}'
+    cache.path.write_bytes(content)
+    with pytest.warns(RuntimeWarning, match="has format 2 of a newer version, this one has format 1"):
+        assert cache.get(KEY) is None
+    for write in (lambda: cache.set(KEY, {}), cache.check_writable, lambda: cache.export(tmp_path / "out")):
+        with pytest.raises(OSError, match="format 2 of a newer version"):
+            write()
+    assert cache.path.read_bytes() == content
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tuning.json", "tuning.json.lock"]
+
+
+@pytest.mark.parametrize("folder", ["file/below", "x" * 300], ids=["below a file", "long"])
+def test_an_unusable_folder_is_a_miss(folder: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    cache = TuningCache(tmp_path / folder, bundled=None)
+    with pytest.warns(RuntimeWarning, match="cannot be read") as caught:
+        assert cache.get(KEY) is cache.get(KEY) is cache.get_any_dtype(KEY) is None
+    assert len(caught) == 1
+    with pytest.warns(RuntimeWarning, match="of rmsnorm_rope is not stored"):
+        assert not cache.try_set(KEY, {"a": 1})
+    with pytest.raises(OSError):
+        cache.check_writable()
+
+
+def test_a_folder_can_be_shared(tmp_path: Path) -> None:
+    cache = TuningCache(tmp_path, bundled=None)
+    before = os.umask(0o002)
+    try:
+        cache.set(KEY, {"a": 1})
+        cache.export(tmp_path / "out.json")
+    finally:
+        os.umask(before)
+    for name in ("tuning.json", "tuning.json.lock", "out.json"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o664
+    (tmp_path / "tuning.json.lock").chmod(0o444)  # as another user sees it, unless tests run as root
+    cache.set(KEY, {"a": 2})
+    assert TuningCache(tmp_path, bundled=None).get(KEY) == {"a": 2}
+
+
+def test_a_link_is_written_through(tmp_path: Path) -> None:
+    real = tmp_path / "real" / "results.json"
+    cache = TuningCache(tmp_path / "own", bundled=None)
+    cache.folder.mkdir()
+    cache.path.symlink_to(real)
+    assert cache.get(KEY) is None
+    cache.set(KEY, {"a": 1})
+    assert cache.path.is_symlink()
+    assert json.loads(real.read_text())["records"]
+    assert TuningCache(tmp_path / "own", bundled=None).get(KEY) == {"a": 1}
+    real.write_text("{")
+    with pytest.warns(RuntimeWarning, match=r"it is now results\.json\.damaged-"):
+        assert cache.get(KEY) is None
+    assert cache.path.is_symlink()
+    cache.set(KEY, {"a": 2})
+    assert json.loads(real.read_text())["records"]
+
+
+@pytest.mark.parametrize(
+    "key", ["junk", "3", "null", "{}", '{"problem": 1}', "[" * 100_000], ids=lambda k: k[:9]
+)
+def test_a_record_under_a_key_that_is_none_is_a_miss(key: str, tmp_path: Path) -> None:
+    cache = TuningCache(tmp_path, bundled=None)
+    cache.set(KEY, {"a": 1})
+    content = json.loads(cache.path.read_text())
+    content["records"][key] = content["records"][KEY.text()]
+    cache.path.write_text(json.dumps(content))
+    with pytest.warns(RuntimeWarning, match="damaged tuning record"):
+        assert cache.get_any_dtype(replace(KEY, dtype="")) == {"a": 1}
 
 
 def test_a_damaged_record_is_a_miss_and_the_others_stay(tmp_path: Path) -> None:
@@ -160,6 +309,11 @@ def test_where_the_cache_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("HTREE_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_dir() == tmp_path / "htree_ops"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert cache_dir() == Path.home() / ".cache" / "htree_ops"
+    monkeypatch.setenv("HTREE_CACHE_DIR", "~/results")
+    assert cache_dir() == Path.home() / "results"
+    monkeypatch.delenv("HTREE_CACHE_DIR")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_dir() == Path.home() / ".cache" / "htree_ops"
 

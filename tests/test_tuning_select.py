@@ -33,6 +33,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tuning_mode() == "read"
+    for given, mode in (("", "read"), ("OFF", "off"), (" Tune ", "tune")):
+        monkeypatch.setenv("HTREE_TUNE", given)
+        assert tuning_mode() == mode
     monkeypatch.setenv("HTREE_TUNE", "always")
     with pytest.raises(ValueError, match="HTREE_TUNE must be off, read or tune, got 'always'"):
         tuning_mode()
@@ -110,6 +113,20 @@ def test_the_kernels_own_choice_may_win(monkeypatch: pytest.MonkeyPatch) -> None
     forget()
     assert pick(never, problem=(6, 6, 6, 6)) is None
     assert len(counted) == before
+
+
+def test_a_folder_that_cannot_be_used_does_not_stop_a_call(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HTREE_CACHE_DIR", str(tmp_path / "file" / "below"))
+    with pytest.warns(RuntimeWarning, match="cannot be read"):
+        assert pick() is None
+    forget()
+    monkeypatch.setenv("HTREE_TUNE", "tune")
+    unread = pytest.warns(RuntimeWarning, match="cannot be read")
+    with unread, pytest.warns(RuntimeWarning, match="is not stored"):
+        assert pick(lambda config: time.sleep(0 if config is None else 1e-3)) is None
 
 
 def test_ops_take_configurations_as_lists(device: str) -> None:

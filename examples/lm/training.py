@@ -204,20 +204,20 @@ class Run:
             learner.load(content["learners"][learner.name])
 
 
-def read_checkpoint(path: Path, device: str) -> tuple[Settings, dict[str, Any]]:
-    """The settings and the rest of a checkpoint.
+def read_checkpoint(path: Path, device: str, flag: str = "--resume") -> tuple[Settings, dict[str, Any]]:
+    """The settings and the rest of a checkpoint that ``flag`` asked for.
 
     Raises:
         UserError: no such file, or not one of this script.
     """
     if not path.is_file():
-        raise UserError(f"--resume: there is no {path}")
+        raise UserError(f"{flag}: there is no {path}")
     try:
         content = torch.load(path, map_location=device, weights_only=True)
         return Settings(**content["settings"]), content
     except (OSError, EOFError, RuntimeError, KeyError, TypeError, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"--resume: {path} is not a checkpoint of this script ({reason})") from error
+        raise UserError(f"{flag}: {path} is not a checkpoint of this script ({reason})") from error
 
 
 def progress_words(learner: Learner) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,7 +15,15 @@ import torch
 from htree_ops.bench import io_floor, results, timing
 from htree_ops.bench.io_model import PipelineProblem, traffic
 from htree_ops.bench.io_pipeline import SELECTIONS, Pipeline, Recorder, make_inputs, milliseconds
-from htree_ops.command_line import OneLineParser, at_least, bandwidth, output_file
+from htree_ops.command_line import (
+    SEED,
+    OneLineParser,
+    at_least,
+    bandwidth,
+    is_out_of_memory,
+    output_file,
+)
+from htree_ops.testing.devices import free_memory
 
 __all__ = ["choose_rows", "format_summary", "main", "make_parser"]
 
@@ -51,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--iters", type=at_least(1), default=10, help="timed calls")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
     parser.add_argument("--gpu", type=int, default=None, help="index of the GPU (default 0); -1 is the CPU")
-    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--seed", type=SEED, default=42)
     parser.add_argument("--select", choices=SELECTIONS, default="lcg", help="positions of the twin")
     parser.add_argument("--map-positions", action="store_true", help="the twin maps positions to nodes")
     parser.add_argument("--per-kernel", action="store_true", help="print a table of kernels and their bytes")
@@ -75,13 +82,6 @@ def choose_device(gpu: int | None) -> torch.device:
     if not 0 <= index < count:
         raise UsageError(f"--gpu {index}: torch sees {count} GPUs (--gpu -1 runs on the CPU)")
     return torch.device("cuda", index)
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can be allocated on the device, by its own account."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def choose_rows(problem: PipelineProblem, free_bytes: int) -> int:
@@ -299,8 +299,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"io-only: {error}", file=sys.stderr)
         return 2
-    except torch.cuda.OutOfMemoryError as error:
-        print(f"io-only: out of GPU memory: {str(error).splitlines()[0]}", file=sys.stderr)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        print(f"io-only: out of memory: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
     return 0
 

@@ -172,10 +172,11 @@ def kv_decode_attention(
 
         s_j = scale * <q, K_j>;  out = sum_j exp(s_j - lse) V_j;  lse = log sum_j exp(s_j)
 
-    Without any token out is 0 and lse is -inf. Keys may be stored transformed (docs/semantics.md §4.2): with
-    ``hadamard_group`` 1 each row is the orthonormal Hadamard transform of the key, with G > 1 the rows are those of
-    :func:`grouped_hadamard` over G adjacent K/V heads. The op transforms q to match, exactly in both cases; values
-    are never transformed. Source: docs/semantics.md §4.6, design document [003] (``mustafar_attention``).
+    Without any token, or with scores of -inf alone, out is 0 and lse is -inf. Keys may be stored transformed
+    (docs/semantics.md §4.2): with ``hadamard_group`` 1 each row is the orthonormal Hadamard transform of the key, with
+    G > 1 the rows are those of :func:`grouped_hadamard` over G adjacent K/V heads. The op transforms q to match,
+    exactly in both cases; values are never transformed.
+    Source: docs/semantics.md §4.6, design document [003] (``mustafar_attention``).
 
     Args:
         q: [B, H, D] or [B, H, 1, D], D 64, 128 or 256, rotated already; float32, float16 or bfloat16.
@@ -188,7 +189,8 @@ def kv_decode_attention(
         win_len: int32 [B], tokens of each window that exist; None is all W.
         scale: factor of the scores; None is D^-1/2.
         block_table: int32 [B, max_pages]; token t of sequence b is row t mod page of page block_table[b, t // page].
-            Entries past comp_len are never read.
+            Entries past comp_len are never read; one before it that is no page is an IndexError on the CPU, and
+            some page of the pool on CUDA.
         k_keep, v_keep, k_bits, v_bits: as compressed.
         hadamard_group: 0, 1, or a divisor of H_kv.
         split_size: compressed tokens per partial softmax, rounded up to a multiple of 256; 0 chooses by the size of
@@ -261,7 +263,7 @@ def apply_rotary_pos_emb_q(q: Tensor, cos: Tensor, sin: Tensor, position_ids: Te
     """Half-split rotary positions on q [B, H, S, D] in the layout of heads first, as design document [003] has it.
 
     Args:
-        q: queries (or keys, :func:`apply_rotary_pos_emb_k`), D even.
+        q: queries, D even.
         cos, sin: float32 [size, D/2], the two halves of ``htree_ops.ops.tree_attention_stages.rope_cache``.
         position_ids: int32 or int64, [S] or [B, S], in [0, size).
 
@@ -276,8 +278,13 @@ def apply_rotary_pos_emb_q(q: Tensor, cos: Tensor, sin: Tensor, position_ids: Te
     return rope(q.transpose(1, 2), cos, sin, position_ids).transpose(1, 2)
 
 
+def apply_rotary_pos_emb_k(k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor) -> Tensor:
+    """:func:`apply_rotary_pos_emb_q` of keys k [B, H_kv, S, D]."""
+    check_tensors("apply_rotary_pos_emb_k", k=(k, "B H_kv S D"))
+    return rope(k.transpose(1, 2), cos, sin, position_ids).transpose(1, 2)
+
+
 # The names that design document [003] uses.
-apply_rotary_pos_emb_k = apply_rotary_pos_emb_q
 apply_grouped_hadamard = grouped_hadamard
 convert_key_batched_quant = kv_compress
 mustafar_attention = kv_decode_attention

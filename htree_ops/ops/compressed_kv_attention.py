@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from htree_ops.errors import ShapeMismatchError
 from htree_ops.ops.arguments import FLOATING, check_dtype, check_int, check_number, check_tensors
 from htree_ops.ops.compressed_kv import apply_rotary_pos_emb_k, apply_rotary_pos_emb_q
 from htree_ops.ops.compressed_kv_cache import CompressedKVCache
+from htree_ops.ops.compressed_kv_checks import check_policy, prompt_lengths
 from htree_ops.ops.compressed_kv_format import check_format, check_hadamard_group, num_kept
 from htree_ops.ops.tree_attention_stages import rope_cache
 
@@ -37,6 +38,7 @@ def key_weight_from_queries(
 
     Raises:
         ShapeMismatchError: another rank, no query, or H no multiple of num_kv_heads.
+        TypeError, ValueError: numbers or lengths of the wrong kind or out of range.
     """
     op = "key_weight_from_queries"
     check_tensors(op, q=(q, "B H S D"))
@@ -49,11 +51,14 @@ def key_weight_from_queries(
             actual=tuple(q.shape),
             tensor_name="q",
         )
-    stop = torch.tensor([q.shape[2]] * q.shape[0] if lengths is None else lengths, device=q.device)[:, None]
+    stop = torch.tensor(prompt_lengths(op, lengths, q.shape[0], q.shape[2]), device=q.device)[:, None]
     rows = torch.arange(q.shape[2], device=q.device)
     share = ((rows < stop) & (rows >= stop - last)).float()
     share = share / share.sum(dim=1, keepdim=True).clamp(min=1.0)
-    heads = torch.einsum("bhsd,bs->bhd", q.detach().float().abs(), share)
+    sizes = (
+        q.detach().float().abs().masked_fill((share == 0)[:, None, :, None], 0.0)
+    )  # a NaN there has no weight
+    heads = torch.einsum("bhsd,bs->bhd", sizes, share)
     return heads.unflatten(1, (num_kv_heads, -1)).sum(dim=2)
 
 
@@ -115,6 +120,7 @@ class MustafarAttention(nn.Module):
             check_int(OP, name, value, 1)
         check_int(OP, "head_group_num", head_group_num, 1)
         check_int(OP, "max_positions", max_positions, 1)
+        check_policy(OP, window, chunk, page_size, split_size)
         if num_heads % num_kv_heads:
             raise ValueError(
                 f"{OP}: num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}"
@@ -144,9 +150,21 @@ class MustafarAttention(nn.Module):
         self.max_positions = max_positions
         self.window, self.chunk = window, chunk
         self.page_size, self.split_size = page_size, split_size
-        size = 0 if rope_base is None else max_positions
-        table = rope_cache(size, head_dim, rope_base or 1.0, device=device)
-        self.register_buffer("tables", table, persistent=False)
+        self.register_buffer("tables", self._make_tables(device), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MustafarAttention:
+        """Moves the rotary table with the module, but keeps it fp32."""
+        kept = self.tables
+        super()._apply(fn, recurse)
+        if self.tables is not kept:
+            self.tables = (
+                self._make_tables(self.tables.device) if kept.is_meta else kept.to(self.tables.device)
+            )
+        return self
+
+    def _make_tables(self, device: torch.device | str | None) -> Tensor:
+        size = 0 if self.rope_base is None else self.max_positions
+        return rope_cache(size, self.head_dim, self.rope_base or 1.0, device=device)
 
     def make_cache(
         self,
@@ -183,6 +201,29 @@ class MustafarAttention(nn.Module):
             return tokens + (held[0] if held else 0)
         return torch.tensor(held, device=query.device)[:, None] + tokens
 
+    def _check_call(self, query: Tensor, key: Tensor, value: Tensor, cache: CompressedKVCache | None) -> None:
+        check_tensors(OP, query=(query, "B H S D"), key=(key, "B H_kv S D"), value=(value, "B H_kv S D"))
+        check_dtype(OP, FLOATING, query=query, key=key, value=value)
+        wanted = (self.num_heads, self.num_kv_heads, self.head_dim)
+        if (query.shape[1], key.shape[1], query.shape[3]) != wanted:
+            raise ShapeMismatchError(
+                f"{OP}: H, H_kv and D must be {wanted}, got query {tuple(query.shape)} and key {tuple(key.shape)}",
+                expected=wanted,
+                actual=(query.shape[1], key.shape[1], query.shape[3]),
+                tensor_name="query",
+            )
+        if cache is None:
+            return
+        if not isinstance(cache, CompressedKVCache):
+            raise TypeError(f"{OP}: cache must be a CompressedKVCache, got {type(cache).__name__}")
+        if query.shape[0] != cache.batch:
+            raise ShapeMismatchError(
+                f"{OP}: B of query must be that of the cache = {cache.batch}, got {tuple(query.shape)}",
+                expected=cache.batch,
+                actual=query.shape[0],
+                tensor_name="query",
+            )
+
     def forward(
         self,
         query: Tensor,
@@ -198,32 +239,33 @@ class MustafarAttention(nn.Module):
             query: [B, H, S, D]; key, value: [B, H_kv, S, D]; one dtype, float32, float16 or bfloat16; not rotated.
             position_ids: [S] or [B, S], int32 or int64; None counts on from the cache.
             cache: from :meth:`make_cache`; the tokens are added to it. None keeps nothing.
-            lengths: tokens of each prompt in its row, for prompts of different length; the rows behind are ignored.
+            lengths: tokens of each prompt in its row, for prompts of different length; the rows behind are ignored,
+                whatever they hold, and what comes out there means nothing.
 
         Returns:
-            [B, H, S, D] in the dtype of query; differentiable for a prompt.
+            [B, H, S, D] in the dtype of query; differentiable for a prompt. A backward through a decoded token
+            raises RuntimeError, and what the cache holds never has a gradient. A NaN or an infinity in the value of
+            a token of a prompt may also reach the rows before it: torch multiplies it by the weight 0.
 
         Raises:
             ShapeMismatchError, UnsupportedDtypeError, DeviceError: a tensor that does not fit.
-            ValueError: the cache has no room.
+            TypeError: a cache of another class, or lengths that are no ints.
+            ValueError: the cache has no room, or lengths outside 0 ... S.
             NotImplementedError: several tokens for a cache that holds some, or lengths with such a cache.
         """
-        check_tensors(OP, query=(query, "B H S D"), key=(key, "B H_kv S D"), value=(value, "B H_kv S D"))
-        check_dtype(OP, FLOATING, query=query, key=key, value=value)
-        wanted = (self.num_heads, self.num_kv_heads, self.head_dim)
-        if (query.shape[1], key.shape[1], query.shape[3]) != wanted:
-            raise ShapeMismatchError(
-                f"{OP}: H, H_kv and D must be {wanted}, got query {tuple(query.shape)} and key {tuple(key.shape)}",
-                expected=wanted,
-                actual=(query.shape[1], key.shape[1], query.shape[3]),
-                tensor_name="query",
-            )
+        self._check_call(query, key, value, cache)
         decoding = cache is not None and any(cache.lengths)
         if decoding and (query.shape[2] != 1 or lengths is not None):
             raise NotImplementedError(
                 f"{OP}: a cache that holds tokens takes one at a time, got {query.shape[2]}"
                 + (" with lengths" if lengths is not None else "")
             )
+        if lengths is not None:
+            stops = prompt_lengths(OP, lengths, query.shape[0], query.shape[2])
+            places = torch.arange(query.shape[2], device=query.device)
+            behind = places >= torch.tensor(stops, device=query.device)[:, None]
+            # a weight or a gradient of 0 is not enough: 0 * NaN
+            query, key, value = (x.masked_fill(behind[:, None, :, None], 0.0) for x in (query, key, value))
         if self.rope_base is not None:
             places = self._positions(query, cache) if position_ids is None else position_ids
             cos, sin = self.tables
@@ -231,7 +273,10 @@ class MustafarAttention(nn.Module):
             key = apply_rotary_pos_emb_k(key, cos, sin, places)
         if cache is not None and decoding:
             cache.append(key.detach(), value.detach())
-            return cache.attend(query.detach(), self.scale)[0]
+            asks = torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)
+            if asks and not query.requires_grad:
+                query = query.detach().requires_grad_()  # a backward shall raise, not leave zeros
+            return cache.attend(query, self.scale)[0]
         if cache is not None and query.shape[2]:
             if self.output_aware:
                 cache.key_weight = key_weight_from_queries(

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from htree_ops.ops.compressed_kv_checks import check_query, integers
 from htree_ops.ops.compressed_kv_format import CompressedKV
+from htree_ops.ops.compressed_kv_state import check_state
 from htree_ops.ops.compressed_kv_tokens import OP, CompressedTokens
 
 __all__ = ["CacheBytes", "CompressedKVCache"]
@@ -51,6 +53,7 @@ class CompressedKVCache(CompressedTokens):
     the bytes do not depend on it either (with ``key_weight`` None). Keys are given rotated.
 
     In a loop: ``cache.prefill(k, v)`` with the prompt, then per token ``cache.append(k, v); out = cache.attend(q)``.
+    A cache made inside ``torch.inference_mode()`` can only be filled there, as torch has it for its tensors.
     For a CUDA graph, capture :meth:`write_token` and :meth:`attend`, and call :meth:`advance` after each replay.
     Source: docs/semantics.md §4.5, §4.6, design document [003].
 
@@ -68,7 +71,8 @@ class CompressedKVCache(CompressedTokens):
         device: where the cache lies.
 
     Attributes:
-        key_weight: [B, H_kv, D] >= 0 or None: weight of the channels for keys that are compressed from now on.
+        key_weight: [B, H_kv, D] >= 0 or None: weight of the channels for keys that are compressed from now on;
+            checked when it is set.
         comp_len, win_len: int32 [B] on the device, compressed and dense tokens.
 
     Raises:
@@ -77,7 +81,6 @@ class CompressedKVCache(CompressedTokens):
         TypeError, ValueError: a number of the wrong kind or out of range.
     """
 
-    @torch.no_grad()
     def attend(self, q: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
         """:func:`htree_ops.kv_decode_attention` of q over everything that the cache holds.
 
@@ -86,8 +89,15 @@ class CompressedKVCache(CompressedTokens):
             scale: factor of the scores; None is D^-1/2.
 
         Returns:
-            out, of the shape and dtype of q, and lse float32 [B, H] or [B, H, 1].
+            out, of the shape and dtype of q, and lse float32 [B, H] or [B, H, 1]. No gradient: where q requires
+            one, a backward through them raises RuntimeError.
+
+        Raises:
+            ShapeMismatchError, UnsupportedDtypeError, DeviceError: a q that does not fit.
+            TypeError, ValueError: scale is no finite number.
         """
+        place = (self.batch, self.num_kv_heads, self.formats[0].head_dim)
+        check_query(f"{OP}.attend", q, scale, place, self.dtype, self.device)
         keys, values = self.formats
         k, v = self.storage.parts
         return torch.ops.htree.kv_decode_attention(
@@ -180,24 +190,19 @@ class CompressedKVCache(CompressedTokens):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replaces what the cache holds by :meth:`state_dict` of a cache with the same :meth:`config` and batch.
 
+        Everything is copied. The bytes of the rows are taken as they are.
+
         Raises:
-            ValueError: another configuration, batch, or more tokens than the capacity.
+            TypeError: the state is no dict, or key_weight no floating tensor.
+            ValueError: an entry is missing or does not fit: another configuration or batch, more tokens than the
+                capacity, lengths that no cache has, a tensor of another shape or dtype. The cache is left as it was.
             RuntimeError: pages are lacking; the cache is empty then.
         """
-        for name, value in self.config().items():
-            stored = state["config"][name]
-            if stored != value:
-                raise ValueError(f"{OP}.load_state_dict: the state has {name} = {stored}, this cache {value}")
+        op = f"{OP}.load_state_dict"
+        check_state(op, state, self.config(), self.formats, self.batch, self.capacity, self.dtype)
+        weight = state["key_weight"]
+        self.key_weight = weight.to(self.device, copy=True) if isinstance(weight, Tensor) else weight
         compressed, dense = list(state["compressed"]), list(state["dense"])
-        if len(compressed) != self.batch:
-            raise ValueError(
-                f"{OP}.load_state_dict: the state has {len(compressed)} sequences, this cache {self.batch}"
-            )
-        if any(c + d > self.capacity for c, d in zip(compressed, dense, strict=True)):
-            raise ValueError(
-                f"{OP}.load_state_dict: the state has up to {max(map(sum, zip(compressed, dense, strict=True)))} "
-                f"tokens per sequence, the capacity is {self.capacity}"
-            )
         self.reset()
         self._check_room("load_state_dict", [], compressed)
         parts = [
@@ -208,12 +213,12 @@ class CompressedKVCache(CompressedTokens):
             rows = [CompressedKV(*(x[i : i + 1, :, :length] for x in part)) for part in parts]
             self.storage.write([i], [0], rows)
         for target, name in ((self.k_win, "k_win"), (self.v_win, "v_win")):
-            target[:, :, : state[name].shape[2]] = state[name].to(self.device)
-        self.key_weight = None if state["key_weight"] is None else state["key_weight"].to(self.device)
+            most = max(dense, default=0)
+            target[:, :, :most] = state[name][:, :, :most].to(self.device)
         self._count(compressed, dense)
 
     def _indices(self, name: str, index: Tensor | Sequence[int]) -> list[int]:
-        numbers = [int(i) for i in (index.tolist() if isinstance(index, Tensor) else index)]
+        numbers = integers(f"{OP}.{name}", "index", index)
         if not all(0 <= i < self.batch for i in numbers):
             raise IndexError(f"{OP}.{name}: index must lie in [0, {self.batch}), got {numbers}")
         return numbers
@@ -225,7 +230,7 @@ class CompressedKVCache(CompressedTokens):
         The lengths are known on the host, so an index on a device is waited for.
 
         Raises:
-            ValueError: index has not B entries. IndexError: an entry outside [0, B).
+            TypeError: no ints. ValueError: index has not B entries. IndexError: an entry outside [0, B).
         """
         numbers = self._indices("reorder", index)
         if len(numbers) != self.batch:

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from htree_ops.errors import ShapeMismatchError
-from htree_ops.ops.arguments import FLOATING, check_dtype, check_int, check_number, check_tensors
+from htree_ops.ops.arguments import (
+    FLOATING,
+    FLOATING_AND_DOUBLE,
+    check_dtype,
+    check_int,
+    check_number,
+    check_tensors,
+)
 from htree_ops.ops.hadamard import MAX_LENGTH
 
 __all__ = ["BITS", "WORD", "CompressedKV", "num_kept", "row_bytes"]
@@ -48,8 +55,10 @@ def row_bytes(keep: int, bits: int) -> int:
     return (keep * bits + 31) // 32 * 4
 
 
-def check_format(op: str, head_dim: int, keep: int, bits: int, prefix: str = "") -> None:
-    """Checks the numbers that describe rows.
+def check_format(
+    op: str, head_dim: int, keep: int, bits: int, prefix: str = "", width: str = "head_dim"
+) -> None:
+    """Checks the numbers that describe rows; ``width`` is what the message calls head_dim.
 
     Raises:
         ShapeMismatchError: head_dim is not 64, 128 or 256.
@@ -58,13 +67,13 @@ def check_format(op: str, head_dim: int, keep: int, bits: int, prefix: str = "")
     """
     if head_dim not in WIDTHS:
         raise ShapeMismatchError(
-            f"{op}: a row must have 64, 128 or 256 channels, got {head_dim}",
+            f"{op}: {width} must be 64, 128 or 256, got {head_dim}",
             expected=WIDTHS,
             actual=head_dim,
-            tensor_name=f"{prefix}bitmap" if prefix else "x",
+            tensor_name=None if width == "head_dim" else width.split()[-1],
         )
     check_int(op, f"{prefix}keep", keep, 1, head_dim)
-    check_int(op, f"{prefix}bits", bits, 1)
+    check_int(op, f"{prefix}bits", bits, -(2**31))
     if bits not in BITS:
         raise ValueError(f"{op}: {prefix}bits must be one of 16, 8, 4, got {bits}")
 
@@ -77,11 +86,16 @@ def _on_host(x: Tensor) -> bool:
 def check_rows(op: str, x: Tensor, keep: int, bits: int, weight: Tensor | None) -> None:
     check_tensors(op, x=(x, "B H_kv S D"), **({} if weight is None else {"weight": (weight, "B H_kv D")}))
     check_dtype(op, FLOATING, x=x)
-    check_format(op, x.shape[-1], keep, bits)
+    check_format(op, x.shape[-1], keep, bits, width="D of x")
     if weight is not None:
-        check_dtype(op, (*FLOATING, torch.float64), weight=weight)
-        if _on_host(weight) and bool((weight < 0).any()):
-            raise ValueError(f"{op}: weight must not be negative, got {float(weight.min())}")
+        check_weight(op, "weight", weight)
+
+
+def check_weight(op: str, name: str, weight: Tensor) -> None:
+    """Checks the dtype of a weight and, where no device is waited for, its sign."""
+    check_dtype(op, FLOATING_AND_DOUBLE, **{name: weight})
+    if _on_host(weight) and bool((weight < 0).any()):
+        raise ValueError(f"{op}: {name} must not be negative, got {float(weight.min())}")
 
 
 def check_compressed(
@@ -97,7 +111,8 @@ def check_compressed(
     check_tensors(op, **words)
     for part, dtype in (("bitmap", torch.int64), ("values", torch.uint8), ("scales", torch.float16)):
         check_dtype(op, (dtype,), **{f"{prefix}{part}": getattr(rows, part)})
-    check_format(op, rows.bitmap.shape[-1] * WORD, keep, bits, prefix)
+    width = f"{WORD} times the words of {prefix}bitmap"
+    check_format(op, rows.bitmap.shape[-1] * WORD, keep, bits, prefix, width)
     for part, size, wanted in (
         ("values", rows.values.shape[-1], row_bytes(keep, bits)),
         ("scales", rows.scales.shape[-1], 0 if bits == 16 else rows.scales.shape[-1]),

@@ -27,7 +27,7 @@ class RowFormat:
     bits: int
 
     def check(self, op: str, prefix: str) -> None:
-        """Raises as :func:`htree_ops.ops.compressed_kv_format.check_format`."""
+        """Checks as :func:`htree_ops.ops.compressed_kv_format.check_format` does."""
         check_format(op, self.head_dim, self.keep, self.bits, prefix)
 
     def num_bytes(self) -> int:
@@ -82,7 +82,8 @@ class ContiguousRows:
         for part in self.parts:
             for x in part:
                 used = x[:, :, :length]
-                used.copy_(used.index_select(0, torch.tensor(index, device=x.device)))
+                places = torch.tensor(index, dtype=torch.int64, device=x.device)
+                used.copy_(used.index_select(0, places))
 
     def clear(self) -> None:
         """Forgets every sequence."""
@@ -95,11 +96,12 @@ class PagedRows:
 
     Args:
         formats: of keys and values.
-        num_pages: of the pool; page: tokens of each.
+        num_pages: of the pool; page: tokens of each. The op reads no table without a page to point to, so that a
+            pool of none holds one that is never given out.
         batch, heads, capacity: B, H_kv and tokens per sequence, a multiple of page.
 
     Attributes:
-        block_table: int32 [B, capacity / page] on the device; -1 where there is no page.
+        block_table: int32 [B, max(1, capacity / page)] on the device; -1 where there is no page.
     """
 
     def __init__(
@@ -113,9 +115,10 @@ class PagedRows:
         page: int,
         num_pages: int,
     ) -> None:
-        self.parts = [f.allocate(num_pages, heads, page, device) for f in formats]
+        self.parts = [f.allocate(max(1, num_pages), heads, page, device) for f in formats]
         self.page = page
-        self.block_table = torch.full((batch, capacity // page), -1, dtype=torch.int32, device=device)
+        columns = max(1, capacity // page)
+        self.block_table = torch.full((batch, columns), -1, dtype=torch.int32, device=device)
         self.pages: list[list[int]] = [[] for _ in range(batch)]
         self.users: Counter[int] = Counter()
         self.free = list(range(num_pages))[::-1]
@@ -159,7 +162,8 @@ class PagedRows:
         kept = [list(self.pages[i]) for i in index]
         for pages in kept:
             self.users.update(pages)
-        table = self.block_table.index_select(0, torch.tensor(index, device=self.block_table.device))
+        places = torch.tensor(index, dtype=torch.int64, device=self.block_table.device)
+        table = self.block_table.index_select(0, places)
         self.clear()
         self.pages = kept
         self.block_table.copy_(table)

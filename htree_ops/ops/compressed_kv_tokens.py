@@ -7,9 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError
-from htree_ops.ops.arguments import FLOATING, check_dtype, check_int, check_tensors
-from htree_ops.ops.compressed_kv_format import CompressedKV, check_hadamard_group
+from htree_ops.errors import UnsupportedDtypeError
+from htree_ops.ops.arguments import FLOATING, check_int, check_tensors
+from htree_ops.ops.compressed_kv_checks import (
+    check_new_tokens,
+    check_place,
+    check_policy,
+    check_shape,
+    prompt_lengths,
+)
+from htree_ops.ops.compressed_kv_format import CompressedKV, check_hadamard_group, check_weight
 from htree_ops.ops.compressed_kv_storage import ContiguousRows, PagedRows, RowFormat
 from htree_ops.ops.hadamard import grouped_hadamard
 
@@ -47,12 +54,10 @@ class CompressedTokens:
             ("batch", batch, 0),
             ("num_kv_heads", num_kv_heads, 1),
             ("capacity", capacity, 1),
-            ("window", window, 0),
-            ("chunk", chunk, 1),
             ("hadamard_group", hadamard_group, 0),
-            ("split_size", split_size, 0),
         ):
             check_int(OP, name, value, least)
+        check_policy(OP, window, chunk, page_size, split_size)
         self.formats = [
             RowFormat(*x) for x in zip((head_dim, head_dim), _pair(keep), _pair(bits), strict=True)
         ]
@@ -80,9 +85,6 @@ class CompressedTokens:
                 raise ValueError(f"{OP}: num_pages needs a page_size")
             self.storage = ContiguousRows(*place)
         else:
-            check_int(OP, "page_size", page_size, 1)
-            if chunk % page_size:
-                raise ValueError(f"{OP}: page_size must divide chunk = {chunk}, got {page_size}")
             full = batch * rows // page_size
             check_int(OP, "num_pages", full if num_pages is None else num_pages, 0)
             pages = full if num_pages is None else num_pages
@@ -95,7 +97,7 @@ class CompressedTokens:
         self.comp_len, self.win_len = (
             torch.zeros(batch, dtype=torch.int32, device=self.device) for _ in range(2)
         )
-        self.key_weight: Tensor | None = None
+        self._key_weight: Tensor | None = None
         self._compressed = [0] * batch
         self._dense = [0] * batch
 
@@ -112,36 +114,23 @@ class CompressedTokens:
         """Of these, the compressed ones."""
         return list(self._compressed)
 
-    def _check_new(self, name: str, k: Tensor, v: Tensor) -> None:
-        if (
-            isinstance(k, Tensor)
-            and isinstance(v, Tensor)
-            and k.dim() == 4
-            and k.shape == v.shape == (self.batch, self.num_kv_heads, k.shape[2], self.formats[0].head_dim)
-            and k.dtype == v.dtype == self.dtype
-            and k.device == v.device == self.device
-        ):
-            return  # one step of a model makes two of these per layer; what follows finds the words
-        op = f"{OP}.{name}"
-        check_tensors(op, k=(k, "B H_kv S D"), v=(v, "B H_kv S D"))
-        check_dtype(op, (self.dtype,), k=k, v=v)
-        if k.device != self.device:
-            raise DeviceError(
-                f"{op}: k must be on the device of the cache ({self.device}), got {k.device}",
-                expected_device=self.device,
-                actual_device=k.device,
-                tensor_name="k",
-            )
-        for label, x, row_format in (("k", k, self.formats[0]), ("v", v, self.formats[1])):
-            wanted = (self.batch, self.num_kv_heads, x.shape[2], row_format.head_dim)
-            if x.shape != wanted:
-                raise ShapeMismatchError(
-                    f"{op}: {label} must be [{self.batch}, {self.num_kv_heads}, S, {row_format.head_dim}], "
-                    f"got {tuple(x.shape)}",
-                    expected=wanted,
-                    actual=tuple(x.shape),
-                    tensor_name=label,
-                )
+    @property
+    def key_weight(self) -> Tensor | None:
+        """Weight of the channels of keys. Setting it checks type, shape, dtype, device and, on the CPU, the sign."""
+        return self._key_weight
+
+    @key_weight.setter
+    def key_weight(self, weight: Tensor | None) -> None:
+        if weight is not None:
+            check_tensors(OP, key_weight=(weight, "B H_kv D"))
+            check_place(OP, "key_weight", weight, self.device)
+            check_shape(OP, "key_weight", weight, (*self.k_win.shape[:2], self.k_win.shape[3]))
+            check_weight(OP, "key_weight", weight)
+        self._key_weight = weight
+
+    def _check_new(self, op: str, k: Tensor, v: Tensor) -> None:
+        width = self.formats[0].head_dim
+        check_new_tokens(op, k, v, (self.batch, self.num_kv_heads, width), self.dtype, self.device)
 
     def _check_room(self, name: str, new_lengths: Sequence[int], newly_compressed: Sequence[int]) -> None:
         for sequence, length in enumerate(new_lengths):
@@ -175,7 +164,7 @@ class CompressedTokens:
     def _count(self, compressed: list[int], dense: list[int]) -> None:
         self._compressed, self._dense = compressed, dense
         for target, values in ((self.comp_len, compressed), (self.win_len, dense)):
-            target.copy_(torch.tensor(values, dtype=torch.int32))
+            target.copy_(torch.tensor(values, dtype=torch.int32, device="cpu"))
 
     @torch.no_grad()
     def prefill(self, k: Tensor, v: Tensor, lengths: Sequence[int] | None = None) -> None:
@@ -187,16 +176,13 @@ class CompressedTokens:
 
         Raises:
             ShapeMismatchError, UnsupportedDtypeError, DeviceError: a tensor that does not fit.
+            TypeError: lengths that are no ints.
             ValueError: a length outside 0 ... S or above the capacity.
             RuntimeError: the cache is not empty, or pages are lacking. The cache is left as it was.
         """
-        self._check_new("prefill", k, v)
+        self._check_new(f"{OP}.prefill", k, v)
         size = k.shape[2]
-        totals = [size] * self.batch if lengths is None else [int(n) for n in lengths]
-        if len(totals) != self.batch or not all(0 <= n <= size for n in totals):
-            raise ValueError(
-                f"{OP}.prefill: lengths must be {self.batch} numbers between 0 and {size}, got {totals}"
-            )
+        totals = prompt_lengths(f"{OP}.prefill", lengths, self.batch, size)
         if any(self.lengths):
             raise RuntimeError(f"{OP}.prefill: the cache holds tokens already; append them, or reset() it")
         compressed = [self._compressed_tokens(n) for n in totals]
@@ -225,11 +211,14 @@ class CompressedTokens:
 
         Raises:
             As :meth:`prefill`, less the demand for an empty cache. The cache is left as it was.
+            ValueError: key_weight has become negative since it was set (seen on the CPU only).
         """
-        self._check_new("append", k, v)
+        self._check_new(f"{OP}.append", k, v)
         size, full = k.shape[2], self.window + self.chunk
         chunks = [max(0, -(-(dense + size - full) // self.chunk)) for dense in self._dense]
         self._check_room("append", [n + size for n in self.lengths], [self.chunk * n for n in chunks])
+        if self.key_weight is not None and any(chunks):
+            check_weight(f"{OP}.append", "key_weight", self.key_weight)
         k = self._stored(k)
         start = 0
         while start < size:
@@ -258,18 +247,37 @@ class CompressedTokens:
     def write_token(self, k: Tensor, v: Tensor) -> None:
         """The part of :meth:`append` of one token that runs on the device alone, for CUDA graphs.
 
-        Call :meth:`advance` once after each run; the window has room for one token then. k, v: [B, H_kv, 1, ...].
+        Call :meth:`advance` once after each run: it counts the token and leaves room for another. After :meth:`append`
+        the window may be full; :meth:`settle` makes room. A replayed graph checks nothing: stop at the capacity, for
+        a write behind the window is an error of the device.
+
+        Args:
+            k, v: [B, H_kv, 1, D] in the dtype of the cache, keys rotated.
+
+        Raises:
+            ShapeMismatchError, UnsupportedDtypeError, DeviceError: a tensor that does not fit.
+            ValueError: a sequence is at the capacity, or a window is full, as far as the host has counted.
         """
+        self._check_new(f"{OP}.write_token", k, v)
+        wanted = (*k.shape[:2], 1, k.shape[3])
+        check_shape(f"{OP}.write_token", "k", k, wanted, f"one token {list(wanted)}")
+        self._check_room("write_token", [n + 1 for n in self.lengths], [])
+        if max(self._dense, default=0) == self.window + self.chunk:
+            raise ValueError(f"{OP}.write_token: the window is full; settle() compresses its oldest chunk")
         self._write(self._stored(k), v)
 
     def advance(self) -> None:
         """Counts one token that :meth:`write_token` wrote, and compresses a full window.
 
         Raises:
-            ValueError: the token was one more than the capacity.
+            ValueError: the token was one more than the capacity; it is forgotten.
             RuntimeError: pages are lacking.
         """
-        self._check_room("advance", [n + 1 for n in self.lengths], [])
+        try:
+            self._check_room("advance", [n + 1 for n in self.lengths], [])
+        except ValueError:
+            self._count(self._compressed, self._dense)  # the device counted it already
+            raise
         self._dense = [n + 1 for n in self._dense]
         self.settle()
 

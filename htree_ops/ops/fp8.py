@@ -13,8 +13,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from htree_ops.errors import NumericalOverflowError
-from htree_ops.ops.fp8_inputs import check_scale_shape, validate_fp8_quantize_inputs
+from htree_ops.errors import NumericalOverflowError, UnsupportedDtypeError
+from htree_ops.ops.arguments import FLOATING, check_number, check_tensor
+from htree_ops.ops.fp8_inputs import check_codes, check_scale_shape, validate_fp8_quantize_inputs
 
 __all__ = [
     "FP8Format",
@@ -78,16 +79,23 @@ def fp8_compute_scale(
 
 
 def _scale_tensor(
-    op: str, x: Tensor, scale: Tensor | float | None, granularity: str, dim: int, block: int
+    op: str,
+    x: Tensor,
+    scale: Tensor | float | None,
+    granularity: str,
+    dim: int,
+    block: int,
+    name: str = "x",
 ) -> Tensor | None:
     """A number becomes the scale of every group."""
     if scale is None or isinstance(scale, Tensor):
         return scale
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"{op}: scale must be a Tensor or a number, got {type(scale).__name__}")
-    if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"{op}: scale must be positive and finite, got {scale}")
-    sizes = check_scale_shape(op, x, None, granularity, dim, block)
+    check_number(op, "scale", scale, positive=True)
+    if scale <= 2.0**-150:  # rounds to 0
+        raise ValueError(f"{op}: scale must be positive and finite in float32, got {scale}")
+    sizes = check_scale_shape(op, x, None, granularity, dim, block, name)
     return torch.full(sizes, scale, dtype=torch.float32, device=x.device)
 
 
@@ -135,8 +143,18 @@ def fp8_dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float16,
 
     Raises:
         UnsupportedDtypeError, ShapeMismatchError, DeviceError, ValueError: what one would expect of each.
+        TypeError: dtype is not a dtype.
     """
-    check_scale_shape("fp8_dequantize", q, scale, None, 0, block)
+    check_codes("fp8_dequantize", q, scale, block)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"fp8_dequantize: dtype must be a torch.dtype, got {dtype!r}")
+    if dtype not in FLOATING:
+        raise UnsupportedDtypeError(
+            f"fp8_dequantize: dtype must be {' or '.join(map(str, FLOATING))}, got {dtype}",
+            dtype=dtype,
+            supported_dtypes=FLOATING,
+            tensor_name="output",
+        )
     return torch.ops.htree.fp8_dequantize(q, scale, dtype, block)
 
 
@@ -151,6 +169,9 @@ def fp8_fake_quant(
 
     Arguments and errors are those of :func:`fp8_quantize`. The gradient goes straight through the rounding:
     dx = dy where |x·s| ≤ 448, else 0; the scale has none.
+
+    Raises:
+        NotImplementedError: scale requires a gradient.
     """
     given = _scale_tensor("fp8_fake_quant", x, scale, granularity, dim, block)
     validate_fp8_quantize_inputs(x, given, granularity, dim, block, op="fp8_fake_quant")
@@ -159,6 +180,7 @@ def fp8_fake_quant(
 
 def fp8_scale_inv(scale: Tensor) -> Tensor:
     """1 / scale in fp32: the convention of ``torch._scaled_mm``, whose scales multiply the product."""
+    check_tensor("fp8_scale_inv", "scale", scale)
     return scale.float().reciprocal()
 
 
@@ -200,15 +222,16 @@ def handle_fp8_overflow(
         raise ValueError(f"handle_fp8_overflow: max_attempts must be at least 1, got {max_attempts}")
     if on_fail not in ("raise", "saturate"):
         raise ValueError(f"handle_fp8_overflow: on_fail must be 'raise' or 'saturate', got {on_fail!r}")
-    given = _scale_tensor("handle_fp8_overflow", tensor, scale, granularity, dim, block)
+    given = _scale_tensor("handle_fp8_overflow", tensor, scale, granularity, dim, block, "tensor")
     if given is None:
         raise TypeError("handle_fp8_overflow: scale must be a Tensor or a number, got NoneType")
-    validate_fp8_quantize_inputs(tensor, given, granularity, dim, block, op="handle_fp8_overflow")
+    validate_fp8_quantize_inputs(
+        tensor, given, granularity, dim, block, op="handle_fp8_overflow", name="tensor"
+    )
     num_infinite: int | None = None
-    for attempt in range(max_attempts + 1):
-        q, used, num_overflow = torch.ops.htree.fp8_quantize(
-            tensor, given / 2**attempt, granularity, dim, block
-        )
+    for _ in range(max_attempts + 1):
+        q, used, num_overflow = torch.ops.htree.fp8_quantize(tensor, given, granularity, dim, block)
+        given = given / 2
         overflows = int(num_overflow)
         if overflows and num_infinite is None:
             num_infinite = int(tensor.isinf().sum())

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from htree_ops.errors import ArchitectureNotSupportedError
 from htree_ops.ops.arguments import FLOATING
-from htree_ops.ops.fp8 import fp8_quantize
-from htree_ops.ops.fp8_inputs import validate_fp8_gemm_inputs
+from htree_ops.ops.fp8_inputs import FP8, check_product
 from htree_ops.tuning.select import configured
 
 __all__ = ["fp8_gemm", "fp8_gemm_exact"]
@@ -20,14 +19,16 @@ COMPILED_CONFIGS = tuple(
 )
 
 
-def _quantised(x: Tensor, scale: Tensor | None, name: str, op: str) -> tuple[Tensor, Tensor]:
-    """x in FP8 with its scale: as it is, or quantised with one scale for the whole tensor."""
-    if isinstance(x, Tensor) and x.dtype in FLOATING:
-        codes, used, _ = fp8_quantize(x, scale)
-        return codes, used
-    if scale is None:
-        raise ValueError(f"{op}: {name}_scale is required where {name} is quantised already")
-    return x, scale
+def _quantised(x: Tensor, scale: Tensor | None, dim: int) -> tuple[Tensor, Tensor]:
+    """x in FP8 with its scale: as it is, or quantised, without a scale with one for the whole tensor.
+
+    A scale of two dims is one per slice along ``dim``, that of the sum.
+    """
+    if scale is not None and x.dtype == FP8:
+        return x, scale
+    granularity = "tensor" if scale is None or scale.dim() == 0 else "channel"
+    codes, used, _ = torch.ops.htree.fp8_quantize(x, scale, granularity, dim)
+    return codes, used
 
 
 def _config(**keys: int | None) -> list[int] | None:
@@ -37,6 +38,9 @@ def _config(**keys: int | None) -> list[int] | None:
         return None
     if len(given) != len(keys):
         raise ValueError(f"fp8_gemm: give all of {', '.join(keys)} or none, got {keys}")
+    for name, value in keys.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"fp8_gemm: {name} must be an int, got {type(value).__name__}")
     if tuple(given) not in COMPILED_CONFIGS:
         raise ArchitectureNotSupportedError(
             f"fp8_gemm: no kernel is compiled for {keys}; compiled: {', '.join(map(str, COMPILED_CONFIGS))}"
@@ -60,19 +64,19 @@ def fp8_gemm(
 ) -> Tensor:
     """``C = (Σ_k a·b) / (a_scale · b_scale)`` on FP8 tensor cores, rounded once to ``output_dtype``.
 
-    Accuracy: on the CPU products are summed in fp32. The FP8 tensor cores of sm_90 align the terms of a sum to
+    Accuracy: on the CPU it is :func:`fp8_gemm_exact`. The FP8 tensor cores of sm_90 align the terms of a sum to
     the largest and drop what lies more than about 13 bits below it, so their sums are moved to fp32 registers
     every 128 elements of K. On random data the result errs by up to 2^-12 of Σ|a·b| at K = 128 and 2^-15 at
     K = 4096 beyond the rounding of the result, about as much as ``torch._scaled_mm(use_fast_accum=False)``.
-    :func:`fp8_gemm_exact` sums in fp32 everywhere.
+    A product of scales beyond 2^126 leaves fp32's range there, and the result loses bits or becomes 0.
     Up to 64 rows, b streams once through a kernel of its own. Beyond, cuBLASLt computes what it takes, and
     persistent tiles with the same sums the rest: misaligned or short rows, or one scale per row and column with a
     result other than bf16.
     Source: docs/semantics.md §3.3, design document [002].
 
     Args:
-        a: [M, K] float8_e4m3fn; or float32, float16 or bfloat16, which is quantised here, with ``a_scale`` if it
-            is given and else with one scale for the tensor.
+        a: [M, K] float8_e4m3fn; or float32, float16 or bfloat16, which is quantised here, with ``a_scale``
+            (one, or one per row) if it is given and else with one scale for the tensor.
         b: [K, N] likewise; column-major is read in place, row-major is transposed first.
         a_scale: fp32 [] or [M, 1], the factor that was applied when quantising a.
         b_scale: fp32 [] or [1, N].
@@ -93,9 +97,10 @@ def fp8_gemm(
 
     Without a configuration ``HTREE_TUNE`` decides: see :mod:`htree_ops.tuning.select`.
     """
-    a, a_scale = _quantised(a, a_scale, "a", "fp8_gemm")
-    b, b_scale = _quantised(b, b_scale, "b", "fp8_gemm")
-    validate_fp8_gemm_inputs(a, b, a_scale, b_scale, output_dtype)
+    scales = {"a": a_scale, "b": b_scale}
+    check_product("fp8_gemm", {"a": a, "b": b}, scales, output_dtype, supported=(FP8, *FLOATING))
+    a, a_scale = _quantised(a, a_scale, -1)
+    b, b_scale = _quantised(b, b_scale, 0)
     config = _config(
         BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N,
@@ -118,12 +123,13 @@ def fp8_gemm(
 def fp8_gemm_exact(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, output_dtype: torch.dtype = torch.float16
 ) -> Tensor:
-    """:func:`fp8_gemm` with fp32 sums of the exact products: ``|error| <= u·|C| + 2^-20·Σ|a·b| / (s_a·s_b)``.
+    """:func:`fp8_gemm` with sums in fp64, exact up to K = 2^17: ``C = Σ_k a·b / a_scale / b_scale``, rounded to
+    fp32 and from there to ``output_dtype``, so ``|error| <= (u + 2^-23)·|C|``.
 
-    On CUDA the codes become fp16, which holds every one of them, and the product runs on the fp16 tensor cores,
-    at half the rate of the FP8 ones. Source: docs/semantics.md §3.3, §3.5 (property 4).
+    The products are those of the library in fp64, on blocks of the operands: far slower on a GPU than
+    :func:`fp8_gemm`, even where fp64 has tensor cores. Source: docs/semantics.md §3.3, §3.5 (property 4).
 
     Args and errors as for :func:`fp8_gemm`, for operands that are quantised already.
     """
-    validate_fp8_gemm_inputs(a, b, a_scale, b_scale, output_dtype)
+    check_product("fp8_gemm_exact", {"a": a, "b": b}, {"a": a_scale, "b": b_scale}, output_dtype)
     return torch.ops.htree.fp8_gemm_exact(a, b, a_scale, b_scale, output_dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,11 @@ from htree_ops.ops.arguments import FLOATING, check_devices, check_dtype
 
 __all__ = [
     "FP8GEMMInput",
+    "check_block",
+    "check_codes",
+    "check_product",
     "check_scale_shape",
+    "check_scale_values",
     "validate_fp8_gemm_inputs",
     "validate_fp8_quantize_inputs",
 ]
@@ -21,7 +26,7 @@ FP8 = torch.float8_e4m3fn
 GRANULARITIES = ("tensor", "channel", "block")
 
 
-def _check_values(op: str, name: str, scale: Tensor) -> None:
+def check_scale_values(op: str, name: str, scale: Tensor) -> None:
     """Positive and finite, where looking costs no synchronisation: real values on the CPU."""
     if scale.device.type != "cpu" or torch.compiler.is_compiling() or type(scale) is not Tensor:
         return
@@ -41,7 +46,7 @@ def _shape_error(op: str, name: str, wanted: object, tensor: Tensor) -> ShapeMis
 
 def _is_scale_of(scale: Tensor, q: Tensor, block: int) -> bool:
     """Whether the shape is [] or that of q with one dim reduced."""
-    if scale.numel() == 1:
+    if scale.dim() == 0:
         return True
     if scale.dim() != q.dim():
         return False
@@ -52,32 +57,52 @@ def _is_scale_of(scale: Tensor, q: Tensor, block: int) -> bool:
     return len(differing) == 1 and scale.shape[differing[0]] in (1, -(-n // block))
 
 
+def _check_int(op: str, name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
+
+
+def check_block(op: str, block: int) -> None:
+    """Raises TypeError unless ``block`` is an int, ValueError unless it is a positive one of 64 bits."""
+    _check_int(op, "block", block)
+    if block < 1:
+        raise ValueError(f"{op}: block must be at least 1, got {block}")
+    if block >= 2**63:
+        raise ValueError(f"{op}: block must be below 2^63, got {block}")
+
+
+def check_codes(op: str, q: Tensor, scale: Tensor, block: int) -> None:
+    """Checks codes and their scale, which may belong to any grouping.
+
+    Raises:
+        TypeError, UnsupportedDtypeError, DeviceError, ShapeMismatchError, ValueError: naming q, scale or block.
+    """
+    check_devices(op, {"q": q, "scale": scale})
+    check_dtype(op, (FP8,), q=q)
+    check_dtype(op, (torch.float32,), scale=scale)
+    check_block(op, block)
+    if not _is_scale_of(scale, q, block):
+        wanted = f"[] or that of q {tuple(q.shape)} with one dim of n reduced to 1 or ceil(n / {block})"
+        raise _shape_error(op, "scale", wanted, scale)
+    check_scale_values(op, "scale", scale)
+
+
 def check_scale_shape(
-    op: str, x: Tensor, scale: Tensor | None, granularity: str | None, dim: int, block: int
+    op: str, x: Tensor, scale: Tensor | None, granularity: str, dim: int, block: int, name: str = "x"
 ) -> list[int]:
-    """Checks a scale against x (``granularity`` None: against any grouping of codes x), and returns its shape.
+    """Checks the scale of x, which messages call ``name``, and returns the shape that it must have.
 
     Raises:
         TypeError, UnsupportedDtypeError, DeviceError, ShapeMismatchError, IndexError, ValueError: see
             :func:`validate_fp8_quantize_inputs`.
     """
-    name = "q" if granularity is None else "x"
     check_devices(op, {name: x} if scale is None else {name: x, "scale": scale})
-    if granularity is None:
-        check_dtype(op, (FP8,), q=x)
     if scale is not None:
         check_dtype(op, (torch.float32,), scale=scale)
-    if granularity is not None and granularity not in GRANULARITIES:
+    if granularity not in GRANULARITIES:
         raise ValueError(f"{op}: granularity must be 'tensor', 'channel' or 'block', got {granularity!r}")
-    if block < 1:
-        raise ValueError(f"{op}: block must be at least 1, got {block}")
-    if granularity is None:
-        if scale is not None and not _is_scale_of(scale, x, block):
-            wanted = f"[] or that of q {tuple(x.shape)} with one dim of n reduced to 1 or ceil(n / {block})"
-            raise _shape_error(op, "scale", wanted, scale)
-        if scale is not None:
-            _check_values(op, "scale", scale)
-        return []
+    _check_int(op, "dim", dim)
+    check_block(op, block)
     sizes = list(x.shape)
     if granularity == "tensor" or not sizes:
         sizes = []
@@ -88,7 +113,7 @@ def check_scale_shape(
     if scale is not None and list(scale.shape) != sizes:
         raise _shape_error(op, "scale", tuple(sizes), scale)
     if scale is not None:
-        _check_values(op, "scale", scale)
+        check_scale_values(op, "scale", scale)
     return sizes
 
 
@@ -101,24 +126,26 @@ def validate_fp8_quantize_inputs(
     *,
     require_cuda: bool = False,
     op: str = "fp8_quantize",
+    name: str = "x",
 ) -> None:
     """Checks the arguments of ``fp8_quantize``: devices, then dtypes, ranks, shapes and values.
 
     Args:
         x, scale, granularity, dim, block: see ``fp8_quantize``.
         require_cuda: refuse tensors that are not on a CUDA device.
-        op: name in the messages.
+        op, name: names of the function and of x in the messages.
 
     Raises:
+        TypeError: x or scale is not a dense tensor, dim or block not an int.
         DeviceError: tensors on different devices, or not on CUDA where that is required.
         UnsupportedDtypeError: x is not float32, float16 or bfloat16, or scale is not float32.
         IndexError: x has no such dim.
         ShapeMismatchError: scale has not the shape that the granularity implies.
         ValueError: unknown granularity, block below 1, or a scale on the CPU that is not positive and finite.
     """
-    check_devices(op, {"x": x} if scale is None else {"x": x, "scale": scale}, require_cuda)
-    check_dtype(op, FLOATING, x=x)
-    check_scale_shape(op, x, scale, granularity, dim, block)
+    check_devices(op, {name: x} if scale is None else {name: x, "scale": scale}, require_cuda)
+    check_dtype(op, FLOATING, **{name: x})
+    check_scale_shape(op, x, scale, granularity, dim, block, name)
 
 
 @dataclass
@@ -167,10 +194,32 @@ def validate_fp8_gemm_inputs(
         ShapeMismatchError: a or b is not 2-D, K differs, or a scale is neither [] nor constant along K.
         ValueError: a scale on the CPU that is not positive and finite.
     """
-    op = "fp8_gemm"
-    check_devices(op, {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale}, require_cuda)
-    check_dtype(op, (FP8,), a=a, b=b)
-    check_dtype(op, (torch.float32,), a_scale=a_scale, b_scale=b_scale)
+    check_product(
+        "fp8_gemm", {"a": a, "b": b}, {"a": a_scale, "b": b_scale}, output_dtype, require_cuda=require_cuda
+    )
+
+
+def check_product(
+    op: str,
+    operands: Mapping[str, Tensor],
+    given: Mapping[str, Tensor | None],
+    output_dtype: torch.dtype,
+    *,
+    supported: Sequence[torch.dtype] = (FP8,),
+    require_cuda: bool = False,
+) -> None:
+    """What :func:`validate_fp8_gemm_inputs` checks, for operands a and b of the ``supported`` dtypes.
+
+    Only operands in FP8 need a scale: ``given`` has it, or None, under the name of its operand.
+    """
+    scales = {f"{name}_scale": scale for name, scale in given.items() if scale is not None}
+    check_devices(op, {**operands, **scales}, require_cuda)
+    for name, tensor in operands.items():
+        check_dtype(op, supported, **{name: tensor})
+        if given[name] is None and tensor.dtype == FP8:
+            raise ValueError(f"{op}: {name}_scale is required where {name} is quantised already")
+    check_dtype(op, (torch.float32,), **scales)
+    a, b = operands["a"], operands["b"]
     if output_dtype not in FLOATING:
         raise UnsupportedDtypeError(
             f"{op}: output_dtype must be {' or '.join(map(str, FLOATING))}, got {output_dtype}",
@@ -193,10 +242,9 @@ def validate_fp8_gemm_inputs(
             actual=b.shape[0],
             tensor_name="b",
         )
-    for name, scale, wanted in (
-        ("a_scale", a_scale, (a.shape[0], 1)),
-        ("b_scale", b_scale, (1, b.shape[1])),
-    ):
+    shapes = {"a_scale": (a.shape[0], 1), "b_scale": (1, b.shape[1])}
+    for name, scale in scales.items():
+        wanted = shapes[name]
         if scale.dim() and tuple(scale.shape) != wanted:
             raise ShapeMismatchError(
                 f"{op}: {name} must be [] or {list(wanted)}, constant along K, got {list(scale.shape)}",
@@ -204,4 +252,4 @@ def validate_fp8_gemm_inputs(
                 actual=tuple(scale.shape),
                 tensor_name=name,
             )
-        _check_values(op, name, scale)
+        check_scale_values(op, name, scale)

@@ -9,11 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from htree_ops.errors import ShapeMismatchError
+from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError
+from htree_ops.ops.arguments import FLOATING, check_dtype, check_int, check_tensor
 from htree_ops.ops.fp8 import FP8Format, fp8_quantize
 from htree_ops.tuning.select import configured
 
 __all__ = ["FP8Linear", "calibrate_activation_scales", "quantize_model_"]
+
+
+def _is_good(scale: Tensor) -> bool:
+    """Whether the values are positive and finite; those of a meta tensor are unknown."""
+    return scale.is_meta or bool((scale.isfinite() & (scale > 0)).all())
+
+
+def _static_scale(op: str, activation_scale: Tensor | float) -> Tensor:
+    """The scale as fp32 []."""
+    scale = torch.as_tensor(activation_scale, dtype=torch.float32).detach()
+    if scale.numel() != 1:
+        raise ShapeMismatchError(
+            f"{op}: activation_scale must have one element, got {tuple(scale.shape)}",
+            expected=(),
+            actual=tuple(scale.shape),
+            tensor_name="activation_scale",
+        )
+    if not _is_good(scale):
+        raise ValueError(f"{op}: activation_scale must be positive and finite, got {float(scale)}")
+    return scale.reshape(())
 
 
 class FP8Linear(nn.Module):
@@ -25,15 +46,19 @@ class FP8Linear(nn.Module):
     that dtype. There is no gradient: a backward through it raises RuntimeError.
 
     ``state_dict`` holds weight (float8_e4m3fn [out, in]), weight_scale (fp32 [out, 1]), bias, and activation_scale
-    (fp32 []) where it is static. A state dict of an ``nn.Linear`` is quantised while it is loaded. ``.to(dtype)``,
-    ``.half()`` and the like change the bias alone.
+    (fp32 []) where it is static. A state dict of an ``nn.Linear`` is quantised while it is loaded; a weight of
+    another dtype, a float weight beside a weight_scale, and scales that are not positive and finite are refused with
+    the RuntimeError of ``load_state_dict``. ``.to(dtype)``, ``.half()`` and the like change the bias alone.
 
     Args:
         in_features: K.
         out_features: N.
         bias: whether there is one.
         static_activation: whether activations have one fixed scale, 1 until it is loaded or set.
-        device, dtype: of the initial values, as for ``nn.Linear``.
+        device, dtype: of the initial values, as for ``nn.Linear``; float32, float16 or bfloat16.
+
+    Raises:
+        TypeError: a size is not an int. ValueError: it is negative. UnsupportedDtypeError: another dtype.
     """
 
     weight: Tensor
@@ -51,6 +76,16 @@ class FP8Linear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_int("FP8Linear", "in_features", in_features, 0)
+        check_int("FP8Linear", "out_features", out_features, 0)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if dtype not in FLOATING:
+            raise UnsupportedDtypeError(
+                f"FP8Linear: dtype must be {' or '.join(map(str, FLOATING))}, got {dtype}",
+                dtype=dtype,
+                supported_dtypes=FLOATING,
+                tensor_name="weight",
+            )
         self._take(nn.Linear(in_features, out_features, bias, device=device, dtype=dtype))
         if static_activation:
             self.activation_scale = torch.ones((), device=self.weight.device)
@@ -77,29 +112,25 @@ class FP8Linear(nn.Module):
             raise TypeError(
                 f"FP8Linear.from_linear: linear must be an nn.Linear, got {type(linear).__name__}"
             )
+        return cls._from_linear("FP8Linear.from_linear", linear, activation_scale)
+
+    @classmethod
+    def _from_linear(cls, op: str, linear: nn.Linear, activation_scale: Tensor | float | None) -> FP8Linear:
+        """:meth:`from_linear` with the words that its messages begin with."""
+        check_dtype(op, FLOATING, **{"linear.weight": linear.weight})
         module = cls.__new__(cls)
         nn.Module.__init__(module)
         module._take(linear)
         if activation_scale is not None:
-            scale = torch.as_tensor(activation_scale, dtype=torch.float32)
-            if scale.numel() != 1:
-                raise ShapeMismatchError(
-                    f"FP8Linear.from_linear: activation_scale must have one element, got {tuple(scale.shape)}",
-                    expected=(),
-                    actual=tuple(scale.shape),
-                    tensor_name="activation_scale",
-                )
-            value = float(scale)
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(
-                    f"FP8Linear.from_linear: activation_scale must be positive and finite, got {value}"
-                )
-            module.activation_scale = scale.detach().reshape(()).to(module.weight.device)
+            scale = _static_scale(op, activation_scale)
+            module.activation_scale = scale.to(module.weight.device)
         module.train(linear.training)
         return module
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] in float16, bfloat16 or float32; returns [..., N] in the same dtype."""
+        check_tensor("FP8Linear", "x", x)
+        check_dtype("FP8Linear", FLOATING, x=x)
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ShapeMismatchError(
                 f"FP8Linear: the last dim of x must be in_features = {self.in_features}, got {tuple(x.shape)}",
@@ -134,9 +165,32 @@ class FP8Linear(nn.Module):
                 self._buffers[name] = original.to(after.device)
         return self
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _state_faults(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
+        """What makes the weight or a scale of a state dict unusable."""
+        faults = []
         weight = state_dict.get(prefix + "weight")
-        if isinstance(weight, Tensor) and weight.dtype in (torch.float32, torch.float16, torch.bfloat16):
+        given = state_dict.get(prefix + "weight_scale")
+        if isinstance(weight, Tensor):
+            if weight.dtype not in (torch.float8_e4m3fn, *FLOATING):
+                wanted = " or ".join(map(str, (torch.float8_e4m3fn, *FLOATING)))
+                faults.append(f"{prefix}weight must have dtype {wanted}, got {weight.dtype}")
+            elif weight.dtype in FLOATING and given is not None:
+                faults.append(
+                    f"{prefix}weight must be {torch.float8_e4m3fn} where weight_scale is given, got {weight.dtype}"
+                )
+        for name in ("weight_scale", "activation_scale"):
+            scale = state_dict.get(prefix + name)
+            if isinstance(scale, Tensor) and not _is_good(scale):
+                faults.append(f"{prefix}{name} must be positive and finite")
+        return [f"FP8Linear: {fault}" for fault in faults]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        faults = self._state_faults(state_dict, prefix)
+        if faults:
+            args[-1].extend(faults)  # load_state_dict raises them all
+            return
+        weight = state_dict.get(prefix + "weight")
+        if isinstance(weight, Tensor) and weight.dtype in FLOATING:
             q, scale, _ = fp8_quantize(weight, granularity="channel")
             state_dict[prefix + "weight"] = q
             state_dict[prefix + "weight_scale"] = scale
@@ -154,14 +208,23 @@ class FP8Linear(nn.Module):
 
 
 def _linears(
-    module: nn.Module, wanted: Callable[[str, nn.Linear], bool] | None
-) -> list[tuple[str, nn.Linear]]:
-    """Layers that can be swapped. Subclasses of nn.Linear are left out: their owners use them in other ways."""
-    return [
-        (name, child)
-        for name, child in module.named_modules(remove_duplicate=False)
-        if type(child) is nn.Linear and (wanted is None or wanted(name, child))
-    ]
+    op: str, module: nn.Module, wanted: Callable[[str, nn.Linear], bool] | None
+) -> dict[nn.Linear, list[str]]:
+    """The names of each layer that can be swapped, all of which ``wanted`` must accept.
+
+    Subclasses of nn.Linear are left out: their owners use them in other ways.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{op}: module must be an nn.Module, got {type(module).__name__}")
+    names: dict[nn.Linear, list[str]] = {}
+    for name, child in module.named_modules(remove_duplicate=False):
+        if type(child) is nn.Linear:
+            names.setdefault(child, []).append(name)
+    return {
+        linear: of_it
+        for linear, of_it in names.items()
+        if wanted is None or all(wanted(name, linear) for name in of_it)
+    }
 
 
 def quantize_model_(
@@ -173,31 +236,40 @@ def quantize_model_(
     """Swaps the ``nn.Linear`` layers inside ``module`` for :class:`FP8Linear`, in place, and returns it.
 
     A layer that occurs twice becomes one layer that occurs twice. Subclasses of ``nn.Linear``, such as the output
-    projection of ``nn.MultiheadAttention``, are left alone: their owners read the weight themselves.
+    projection of ``nn.MultiheadAttention``, are left alone: their owners read the weight themselves. Hooks of a swapped
+    layer go with it: register them anew. An error leaves the model as it was.
 
     Args:
         module: a model that holds linear layers; not itself one.
-        filter: called with a layer's name and the layer; those it refuses stay. All by default.
+        filter: called with a layer's name and the layer; those it refuses stay, under all their names. All by default.
         activation_scales: by name the static activation scale, as of :func:`calibrate_activation_scales`; the other
-            layers are dynamic.
+            layers are dynamic. Any name of a layer that occurs twice will do.
 
     Raises:
-        TypeError: module is itself an ``nn.Linear``, which cannot be swapped in place.
-        ValueError: ``activation_scales`` names a layer that is not swapped.
+        TypeError: module is no ``nn.Module``, or itself an ``nn.Linear``, which cannot be swapped in place.
+        UnsupportedDtypeError: a layer's weight is not float32, float16 or bfloat16.
+        ValueError: ``activation_scales`` names a layer that is not swapped, has two scales for one layer, or one
+            that is not positive and finite.
     """
     if isinstance(module, nn.Linear):
         raise TypeError("quantize_model_: module is itself an nn.Linear; use FP8Linear.from_linear")
-    layers = _linears(module, filter)
+    layers = _linears("quantize_model_", module, filter)
     scales = dict(activation_scales or {})
-    unknown = sorted(set(scales) - {name for name, _ in layers})
+    unknown = sorted(set(scales) - {name for names in layers.values() for name in names})
     if unknown:
         raise ValueError(f"quantize_model_: activation_scales names no swapped layer: {', '.join(unknown)}")
-    swapped: dict[nn.Linear, FP8Linear] = {}
-    for name, linear in layers:
-        if linear not in swapped:
-            swapped[linear] = FP8Linear.from_linear(linear, scales.get(name))
+    swapped: dict[str, FP8Linear] = {}
+    for linear, names in layers.items():
+        given = {name: scales[name] for name in names if name in scales}
+        values = {float(_static_scale(f"quantize_model_: layer {name!r}", given[name])) for name in given}
+        if len(values) > 1:
+            raise ValueError(f"quantize_model_: activation_scales has several scales for one layer: {given}")
+        op = f"quantize_model_: layer {names[0]!r}"
+        layer = FP8Linear._from_linear(op, linear, next(iter(given.values()), None))
+        swapped.update(dict.fromkeys(names, layer))
+    for name, layer in swapped.items():
         parent, _, last = name.rpartition(".")
-        setattr(module.get_submodule(parent), last, swapped[linear])
+        setattr(module.get_submodule(parent), last, layer)
     return module
 
 
@@ -214,19 +286,28 @@ def calibrate_activation_scales(
         module: a model with ``nn.Linear`` layers.
         batches: arguments of single calls: a tuple is unpacked, a mapping passed as keywords.
         filter: see :func:`quantize_model_`.
+
+    Raises:
+        TypeError: module is no ``nn.Module``, or a layer's input no tensor.
     """
+    op = "calibrate_activation_scales"
     largest: dict[str, Tensor] = {}
 
-    def observe(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def hook(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-            x = inputs[0].detach()
+    def observe(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def hook(_: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            x: Any = inputs[0] if inputs else keywords.get("input")
+            check_tensor(op, f"the input of layer {name!r}", x)
             if x.numel():
-                seen = x.abs().where(x.isfinite(), 0).max().float()
+                seen = x.detach().abs().where(x.isfinite(), 0).max().float()
                 largest[name] = torch.maximum(largest[name], seen) if name in largest else seen
 
         return hook
 
-    handles = [linear.register_forward_pre_hook(observe(name)) for name, linear in _linears(module, filter)]
+    handles = [
+        linear.register_forward_pre_hook(observe(name), with_kwargs=True)
+        for linear, names in _linears(op, module, filter).items()
+        for name in names
+    ]
     try:
         with torch.no_grad():
             for batch in batches:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from htree_ops.errors import ArchitectureNotSupportedError, ShapeMismatchError
-from htree_ops.ops.arguments import check_devices, check_dtype, floating_for
+from htree_ops.ops.arguments import check_devices, check_dtype, check_int, floating_for
 from htree_ops.tuning.select import configured
 
 __all__ = ["FusedGatedMLP", "GatedMLPInput", "gated_mlp", "validate_gated_mlp_inputs"]
@@ -132,6 +132,9 @@ def _config(**keys: int | None) -> list[int] | None:
         return None
     if len(given) != len(keys):
         raise ValueError(f"gated_mlp: give all of {', '.join(keys)} or none, got {keys}")
+    for name, value in keys.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"gated_mlp: {name} must be an int, got {type(value).__name__}")
     if tuple(given) not in COMPILED_CONFIGS:
         raise ArchitectureNotSupportedError(
             f"gated_mlp: no kernel is compiled for {keys}; compiled: {', '.join(map(str, COMPILED_CONFIGS))}"
@@ -157,12 +160,15 @@ def gated_mlp(
     ``g = x·Wg^T`` and ``u = x·Wu^T``, accumulated in fp32 (fp64 for fp64), neither rounded before the result is.
     With ``act_on="gate"`` it is ``act(g) · u``, the usual SwiGLU or GeGLU. ``silu(z) = z·σ(z)``,
     ``gelu(z) = z·Φ(z)`` (the form with erf). On sm_90 in fp16 and bf16 one kernel reads x once for both products.
-    fp32 products follow ``torch.backends.cuda.matmul.allow_tf32``. Results beyond the range of fp16 are
+    fp32 products follow ``torch.backends.cuda.matmul.allow_tf32``; on the CPU those of fp16, bf16 and fp32 are the
+    BLAS's in fp32, which follow ``torch.set_float32_matmul_precision`` and whose bits hold for one number of threads.
+    Results beyond the range of fp16 are
     infinite; a NaN in a row of x makes that row NaN.
     Source: docs/semantics.md §3.2, design document [002].
 
     Under autograd g and u are kept in the dtype of x for the backward, whose gradients therefore err by that
-    rounding; ``torch.ops.htree.gated_mlp_backward`` computes them again instead.
+    rounding; in fp16 a product beyond 65504 is kept as an infinity, and its gradients are infinite or NaN even
+    where the result is finite. ``torch.ops.htree.gated_mlp_backward`` computes g and u again instead.
 
     Args:
         x: [..., Hd], any strides; float32, float16, bfloat16, on the CPU also float64.
@@ -210,7 +216,7 @@ class FusedGatedMLP(nn.Module):
         device, dtype: of the weights [I, Hd].
 
     Raises:
-        ValueError: a size below 1, an unknown activation or side.
+        TypeError: a size is not an int. ValueError: a size below 1, an unknown activation or side.
     """
 
     def __init__(
@@ -225,8 +231,7 @@ class FusedGatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         for name, value in (("hidden_dim", hidden_dim), ("intermediate_dim", intermediate_dim)):
-            if value < 1:
-                raise ValueError(f"FusedGatedMLP: {name} must be at least 1, got {value}")
+            check_int("FusedGatedMLP", name, value, 1)
         _check_options("FusedGatedMLP", activation, act_on)
         self.hidden_dim = hidden_dim
         self.intermediate_dim = intermediate_dim

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,12 +23,29 @@ class TensorSpec:
         dtype: element type.
         device: device, without an index for any of its kind.
         contiguous: whether the elements must lie in row-major order without gaps.
+
+    Raises:
+        TypeError: shape is no sequence of ints, or dtype no torch.dtype. ValueError: a size below 0, or no device.
     """
 
     shape: Sequence[int]
     dtype: torch.dtype
     device: str | torch.device = "cuda"
     contiguous: bool = True
+
+    def __post_init__(self) -> None:
+        try:
+            sizes = [operator.index(size) for size in self.shape]
+        except TypeError as error:
+            raise TypeError(f"TensorSpec: shape must be a sequence of ints, got {self.shape!r}") from error
+        if any(size < 0 for size in sizes):
+            raise ValueError(f"TensorSpec: shape must have sizes of at least 0, got {self.shape!r}")
+        if not isinstance(self.dtype, torch.dtype):
+            raise TypeError(f"TensorSpec: dtype must be a torch.dtype, got {self.dtype!r}")
+        try:
+            torch.device(self.device)
+        except RuntimeError as error:
+            raise ValueError(f"TensorSpec: device must be one of torch, got {self.device!r}") from error
 
     def validate(self, tensor: Tensor, name: str = "tensor") -> None:
         """Checks ``tensor``: device, then dtype, rank, sizes and layout.

@@ -318,9 +318,12 @@ def attention_backward(
         out=(out, "B T_q H V"),
         gmax=(gmax, "B T_q H"),
         gsum=(gsum, "B T_q H"),
+        **{f"parents[{layer}]": (x, "B rows H_kv k") for layer, x in enumerate(parents)},
     )
     check_dtype("attention_backward", floating_for(q), q=q, dout=dout, out=out)
     check_dtype("attention_backward", (state_dtype(q),), gmax=gmax, gsum=gsum)
+    for layer, x in enumerate(parents):
+        check_dtype("attention_backward", (torch.int32,), **{f"parents[{layer}]": x})
     options = (
         compression_rate,
         max_top_nodes,

@@ -13,8 +13,6 @@ Every function raises ShapeMismatchError, UnsupportedDtypeError or DeviceError n
 required and what came, and ValueError for an option outside its range. Only ``tree_build`` and ``rope`` have
 a gradient; a backward through the other functions raises RuntimeError (NotImplementedError for those that
 write into an argument).
-
-Longer than other files because each of the fifteen stages carries its shapes, dtypes, errors and formula.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from htree_ops.errors import UnsupportedDtypeError
 from htree_ops.ops.arguments import FLOATING_AND_DOUBLE, check_dtype, check_tensors, floating_for, state_dtype
 
 __all__ = [
@@ -49,7 +48,17 @@ State = tuple[Tensor, Tensor, Tensor]
 
 
 def _default_device(device: torch.device | str | None) -> torch.device:
-    return torch.get_default_device() if device is None else torch.device(device)
+    # torch.get_default_device() breaks the graph of torch.compile
+    return torch.empty(0).device if device is None else torch.device(device)
+
+
+def _check_option_dtype(op: str, dtype: torch.dtype, supported: tuple[torch.dtype, ...]) -> None:
+    if dtype not in supported:
+        raise UnsupportedDtypeError(
+            f"{op}: dtype must be {' or '.join(map(str, supported))}, got {dtype}",
+            dtype=dtype,
+            supported_dtypes=supported,
+        )
 
 
 def _wide(tensor: Tensor) -> tuple[torch.dtype, ...]:
@@ -105,6 +114,7 @@ def rope_cache(
     Returns:
         [2, size, dim/2], the cosines first, on ``device`` (torch's default device where it is None).
     """
+    _check_option_dtype("rope_cache", dtype, (torch.float32, torch.float64))
     return torch.ops.htree.rope_cache(size, dim, base, dtype=dtype, device=_default_device(device))
 
 
@@ -480,4 +490,6 @@ def final_normalize(gout: Tensor, gsum: Tensor, dtype: torch.dtype | None = None
     """gout / gsum [B, T_q, H, V] rounded to ``dtype`` (None: that of gout); NaN where gsum is 0 (§1.7)."""
     check_tensors("final_normalize", gout=(gout, "B T_q H V"), gsum=(gsum, "B T_q H"))
     check_dtype("final_normalize", _wide(gout), gout=gout, gsum=gsum)
+    if dtype is not None:
+        _check_option_dtype("final_normalize", dtype, FLOATING_AND_DOUBLE)
     return torch.ops.htree.final_normalize(gout, gsum, dtype)

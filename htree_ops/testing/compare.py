@@ -147,7 +147,17 @@ def compare(
 
 
 def verify(actual: torch.Tensor, expected: torch.Tensor, rtol: float, atol: float) -> bool:
-    """True iff shapes and dtype classes agree and every element is in tolerance (docs/semantics.md §3.4)."""
+    """True iff shapes and dtype classes agree and every element is in tolerance (docs/semantics.md §3.4).
+
+    Raises:
+        TypeError: an argument is no tensor. ValueError: a tolerance is negative or NaN.
+    """
+    for name, tensor in (("actual", actual), ("expected", expected)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"verify: {name} must be a Tensor, got {type(tensor).__name__}")
+    for name, tolerance in (("rtol", rtol), ("atol", atol)):
+        if not tolerance >= 0:
+            raise ValueError(f"verify: {name} must be at least 0, got {tolerance}")
     return _mismatch(actual, expected, None) is None and compare(actual, expected, rtol, atol).num_bad == 0
 
 

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 import htree_ops  # noqa: F401  registers torch.ops.htree
-from htree_ops.command_line import OneLineParser, at_least
+from htree_ops.command_line import SEED, OneLineParser, at_least, is_out_of_memory
 from htree_ops.reference import tree_attention as reference
 from htree_ops.reference.tree_attention import selection, stages, state
 from htree_ops.reference.tree_attention.attention import listed_candidates
 from htree_ops.testing import tree_attention_checks as checks
 from htree_ops.testing.compare import compare
+from htree_ops.testing.devices import free_memory
 
 __all__ = ["Judgement", "Problem", "judge", "main", "make_parser"]
 
@@ -60,6 +61,11 @@ class Problem:
             "top_k_per_layer": self.top_k_per_layer,
             "rope_base": self.rope_base,
         }
+
+    @property
+    def input_bytes(self) -> int:
+        """What q, k, v and dout take at least: drawn in float32, and in float64 for the reference."""
+        return 12 * self.batch * self.seq_len * (self.hq + self.h_kv) * (self.k_dim + self.v_dim)
 
     def make(self, seed: int, device: str) -> tuple[Tensor, ...]:
         """q, k, v and the upstream gradient dout, standard normal."""
@@ -215,8 +221,8 @@ def make_parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seed", type=int, default=42, help="seed of the inputs (default %(default)s)")
-    parser.add_argument("--seeds", type=int, nargs="+", help="several seeds, instead of --seed")
+    parser.add_argument("--seed", type=SEED, default=42, help="seed of the inputs (default %(default)s)")
+    parser.add_argument("--seeds", type=SEED, nargs="+", help="several seeds, instead of --seed")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     sizes = ("batch", "seq-len", "hq", "h-kv", "k-dim", "v-dim")
@@ -246,12 +252,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     sizes = {name: getattr(arguments, name) for name in Problem.__dataclass_fields__ if name != "dtype"}
     problem = Problem(**sizes, dtype=DTYPES[arguments.dtype])
+    free = free_memory(device)
+    if problem.input_bytes > free:
+        needed = f"the inputs of --batch and --seq-len take {problem.input_bytes / 1e9:.1f} GB"
+        print(f"{prog}: not enough memory: {needed}, {free / 1e9:.1f} GB are free", file=sys.stderr)
+        return 2
     statuses = []
     for seed in arguments.seeds or [arguments.seed]:
         try:
             found = judge(problem, bounds, seed, device)
         except (ValueError, TypeError, NotImplementedError) as error:
             print(f"{prog}: {str(error).splitlines()[0]}", file=sys.stderr)
+            return 2
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            print(f"{prog}: out of memory: {str(error).splitlines()[0]}", file=sys.stderr)
             return 2
         percentiles = " ".join(f"p99 {name} {value:.2e}" for name, value in found.p99.items())
         print(f"seed {seed}: {found.status}  {percentiles}".rstrip())

@@ -98,8 +98,8 @@ class FP8GemmCase(Case):
         return f"[{self.m}, {self.k}] x [{self.k}, {self.n}] {self.scales}"
 
 
-#: Sizes around the tiles: 16, 32, 64, 128 and 256 rows, 64 and 128 columns, k-blocks of 128 shared out to one, two
-#: and four blocks, packs of 16.
+#: Sizes around the tiles: 16, 32, 64, 128 and 256 rows, 32, 64 and 128 columns, k-blocks of 128 shared out to one,
+#: two and four blocks, packs of 16. On Hopper every kernel is reached (tests/test_matrix_configs.py).
 SIZES = (
     (1, 1, 1),
     (1, 64, 128),
@@ -116,6 +116,10 @@ SIZES = (
     (300, 144, 272),
     (257, 129, 1000),
     (1100, 136, 160),
+    (60, 130, 7200),
+    (60, 6000, 520),
+    (120, 6200, 300),
+    (1100, 1500, 160),
 )
 CASES = [
     FP8GemmCase(

@@ -21,6 +21,7 @@ __all__ = [
     "CASES",
     "DTYPES",
     "LAYOUT_CASES",
+    "RTOL",
     "SIDES",
     "GatedMLPBackwardCase",
     "GatedMLPCase",

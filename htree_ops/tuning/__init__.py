@@ -1,6 +1,7 @@
 """Search for the fastest kernel configuration, and a cache of what was found (docs/semantics.md §3.4)."""
 
-from htree_ops.tuning.cache import CacheKey, TuningCache, cache_dir
+from htree_ops.tuning.cache import TuningCache, cache_dir
+from htree_ops.tuning.key import CacheKey
 from htree_ops.tuning.metrics import KernelMetrics, TuningResult, gated_mlp_flops, gemm_flops
 from htree_ops.tuning.select import configured, forget, tuning_mode
 from htree_ops.tuning.space import FP8_GEMM, GATED_MLP, RMSNORM_ROPE, SPACES, config_search

@@ -2,121 +2,54 @@
 
 A writer holds a lock, reads the file again, adds its record, writes a new file beside it and renames that over the
 old one, so a reader sees the old or the new one and no record is lost. Each record carries a checksum of its contents.
-A file that cannot be read is moved aside with a warning and counts as empty; a record whose checksum is wrong is
-ignored with a warning.
+
+What cannot be used is a miss, with a warning, and nothing that could still be of use is lost:
+
+* content that was read and is damaged is moved aside, under the lock, if it still lies there; its new name ends in a
+  hash of it;
+* a damaged record is ignored;
+* a file that cannot be read, or of a newer format, stays as it is, and nothing is written over it.
+
+The files' modes follow the umask, so that a folder can be shared; a file that is a link is written through it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import fcntl
 import hashlib
 import json
+import math
 import os
-import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from htree_ops._load import build_info
+from htree_ops.tuning.files import locked, new_file, replace_text
+from htree_ops.tuning.key import CacheKey
 from htree_ops.tuning.space import Config
-from htree_ops.version import __version__
 
-__all__ = ["BUNDLED", "CacheKey", "TuningCache", "cache_dir", "device_facts", "source_hash"]
+__all__ = ["BUNDLED", "TuningCache", "cache_dir"]
 
 FORMAT = 1
 FILE_NAME = "tuning.json"
 #: Results that come with the package, in the format of the cache file.
 BUNDLED = Path(__file__).resolve().parent / "results"
-#: The folder of csrc/ops whose kernels an op runs, where it is not named like the op.
-ROOM_OF = {"fp8_gemm": "fp8"}
+
+Records = dict[str, dict[str, Any]]
 
 
 def cache_dir() -> Path:
-    """``HTREE_CACHE_DIR``, else ``$XDG_CACHE_HOME/htree_ops``, else ``~/.cache/htree_ops``."""
+    """``HTREE_CACHE_DIR``, else ``$XDG_CACHE_HOME/htree_ops``, else ``~/.cache/htree_ops``.
+
+    A leading ``~`` of the first is the home folder; the second counts where it is absolute, as its standard says.
+    """
     chosen = os.environ.get("HTREE_CACHE_DIR")
     if chosen:
-        return Path(chosen)
+        return Path(os.path.expanduser(chosen))
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "htree_ops"
-
-
-def source_hash(kernel: str) -> str:
-    """Hash of the sources that the kernels of an op were built from; "unknown" for a function of another library."""
-    hashes = build_info().get("source_hashes", {})
-    return str(hashes.get(ROOM_OF.get(kernel, kernel), "unknown"))
-
-
-def device_facts(device: torch.device | str) -> tuple[str, str]:
-    """(name, compute capability) of a device: ("NVIDIA H200", "9.0"); ("cpu", "") for a CPU.
-
-    A device that is no torch device, such as the name of a GPU elsewhere, is its own name.
-    """
-    try:
-        place = torch.device(device)
-    except RuntimeError:
-        return str(device), ""
-    if place.type == "cuda" and torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability(place)
-        return torch.cuda.get_device_name(place), f"{major}.{minor}"
-    return place.type, ""
-
-
-@dataclass(frozen=True)
-class CacheKey:
-    """Everything that a configuration's speed depends on.
-
-    Attributes:
-        kernel: name of the op.
-        problem: sizes.
-        dtype: dtype of the first floating argument, such as "bfloat16".
-        layout: how the operands lie, such as "contiguous".
-        device: name of the device.
-        capability: compute capability, "" for a CPU.
-        version: version of the library.
-        source: hash of the kernels' sources.
-    """
-
-    kernel: str
-    problem: tuple[int, ...]
-    dtype: str
-    layout: str
-    device: str
-    capability: str
-    version: str = __version__
-    source: str = ""
-
-    @classmethod
-    def of(
-        cls,
-        kernel: str,
-        problem: tuple[int, ...],
-        dtype: str,
-        layout: str,
-        device: torch.device | str,
-    ) -> CacheKey:
-        """The key on this installation."""
-        name, capability = device_facts(device)
-        return cls(kernel, problem, dtype, layout, name, capability, __version__, source_hash(kernel))
-
-    def text(self) -> str:
-        """The key as one line, in which no two keys are equal."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
-
-    @classmethod
-    def parse(cls, text: str) -> CacheKey:
-        """The inverse of :meth:`text`."""
-        facts = json.loads(text)
-        return cls(**{**facts, "problem": tuple(facts["problem"])})
-
-    def of_any_build(self) -> CacheKey:
-        """The key without version and source."""
-        return replace(self, version="", source="")
+    return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "htree_ops"
 
 
 def _checksum(record: Mapping[str, Any]) -> str:
@@ -124,7 +57,7 @@ def _checksum(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _of_any_dtype(key: CacheKey, records: Mapping[str, dict[str, Any]]) -> list[Config]:
+def _of_any_dtype(key: CacheKey, records: Records) -> list[Config]:
     """Configurations of the records, which go by their keys' text, that are for ``key`` but for the dtype."""
     return [
         record["config"]
@@ -133,32 +66,56 @@ def _of_any_dtype(key: CacheKey, records: Mapping[str, dict[str, Any]]) -> list[
     ]
 
 
-def _check_scalars(what: str, values: Mapping[str, Any]) -> None:
+def _check_key(key: object) -> None:
+    if not isinstance(key, CacheKey):
+        raise TypeError(f"TuningCache: key must be a CacheKey, got {type(key).__name__}")
+
+
+def _check_scalars(what: str, values: object) -> None:
+    if not isinstance(values, Mapping):
+        raise TypeError(f"TuningCache: {what} must map names to JSON scalars, got {type(values).__name__}")
     for name, value in values.items():
-        if not isinstance(name, str) or not (value is None or isinstance(value, (bool, int, float, str))):
+        scalar = value is None or isinstance(value, (bool, int, str))
+        scalar = scalar or (isinstance(value, float) and math.isfinite(value))
+        if not isinstance(name, str) or not scalar:
             raise TypeError(f"TuningCache: {what} must map names to JSON scalars, got {name!r}: {value!r}")
 
 
-def _valid_records(path: Path, content: Any) -> dict[str, dict[str, Any]]:
-    """Records with a right checksum; ValueError where the file is none of ours."""
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+def _is_valid(text: str, record: Any) -> bool:
+    """Whether the record is whole and lies under its own key."""
+    try:
+        same = CacheKey.parse(text) == CacheKey.parse(json.dumps(record["key"]))
+        return same and record["checksum"] == _checksum(record) and isinstance(record["config"], dict)
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return False
+
+
+def _valid_records(path: Path, content: bytes) -> Records:
+    """Records with a right checksum.
+
+    Raises:
+        ValueError: the content is damaged. OSError: it was written by a newer version.
+    """
+    try:
+        found = json.loads(content)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    number = found.get("format") if isinstance(found, dict) else None
+    if isinstance(number, int) and number > FORMAT:
+        raise OSError(f"{path} has format {number} of a newer version, this one has format {FORMAT}")
+    if number != FORMAT:
         raise ValueError(f"no tuning file of format {FORMAT}")
-    records = content.get("records")
+    records = found.get("records")
     if not isinstance(records, dict):
         raise ValueError("no records")
-    valid = {}
-    for key, record in records.items():
-        try:
-            good = record["checksum"] == _checksum(record) and isinstance(record["config"], dict)
-        except (KeyError, TypeError):
-            good = False
-        if good:
-            valid[key] = record
-        else:
-            warnings.warn(
-                f"htree_ops: ignoring a damaged tuning record in {path}", RuntimeWarning, stacklevel=5
-            )
+    valid = {text: record for text, record in records.items() if _is_valid(text, record)}
+    if len(valid) < len(records):
+        warnings.warn(f"htree_ops: ignoring a damaged tuning record in {path}", RuntimeWarning, stacklevel=6)
     return valid
+
+
+def _content(records: Records) -> str:
+    return json.dumps({"format": FORMAT, "records": records}, indent=1, sort_keys=True) + "\n"
 
 
 class TuningCache:
@@ -174,16 +131,22 @@ class TuningCache:
         self.path = self.folder / FILE_NAME
         self._bundled = bundled
         self._stamp: tuple[int, int, int] | None = None
-        self._records: dict[str, dict[str, Any]] = {}
-        self._bundled_records: dict[str, dict[str, Any]] | None = None
+        self._records: Records = {}
+        self._bundled_records: Records | None = None
+        self._has_warned = False
 
     def get(self, key: CacheKey) -> Config | None:
-        """The configuration of ``key``, or None; the file is read again when another process has changed it."""
+        """The configuration of ``key``, or None; the file is read again when another process has changed it.
+
+        A file that cannot be read is a miss, with a warning the first time.
+        """
+        _check_key(key)
         record = self._current().get(key.text()) or self._from_package().get(key.of_any_build().text())
         return copy.deepcopy(record["config"]) if record else None
 
     def get_any_dtype(self, key: CacheKey) -> Config | None:
         """The configuration for ``key`` with any dtype; None where there is none, or where dtypes disagree."""
+        _check_key(key)
         found = _of_any_dtype(key, self._current())
         found = found or _of_any_dtype(key.of_any_build(), self._from_package())
         agree = found and all(config == found[0] for config in found)
@@ -193,45 +156,86 @@ class TuningCache:
         """Stores one configuration of JSON scalars, with its measurement, on disk.
 
         Raises:
-            TypeError: a value is not a JSON scalar. OSError: the folder cannot be written.
+            TypeError: a value is not a JSON scalar; NaN and infinities are none.
+            OSError: the folder cannot be written, or its file cannot be read or is of a newer format.
         """
+        _check_key(key)
         _check_scalars("config", config)
         _check_scalars("metrics", metrics or {})
         record: dict[str, Any] = {"key": asdict(key), "config": dict(config), "metrics": dict(metrics or {})}
         record = json.loads(json.dumps(record))
         record["checksum"] = _checksum(record)
-        with self._locked():
-            records = dict(self._read())
+        with locked(self._target()):
+            records = self._read_locked()
             records[key.text()] = record
-            self._write(records)
+            replace_text(self.path, _content(records))
             self._records, self._stamp = records, self._signature()
 
+    def try_set(self, key: CacheKey, config: Config, metrics: Mapping[str, Any] | None = None) -> bool:
+        """:meth:`set`, and a warning where it fails: a finished search is worth more than its place on disk."""
+        try:
+            self.set(key, config, metrics)
+        except (OSError, TypeError) as error:
+            text = f"htree_ops: the result of the search of {key.kernel} is not stored: {error}"
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
+            return False
+        return True
+
+    def check_writable(self) -> None:
+        """Raises OSError where :meth:`set` would: to be known before a long search."""
+        with locked(self._target()):
+            self._read_locked()
+            with new_file(self._target()):
+                pass
+
     def clear(self) -> None:
-        """Forgets what is on disk; the results of the package stay."""
-        with self._locked():
-            self.path.unlink(missing_ok=True)
+        """Forgets what is on disk, whatever it is; the results of the package stay."""
+        with locked(self._target()):
+            self._target().unlink(missing_ok=True)
             self._records, self._stamp = {}, None
 
     def export(self, path: Path) -> int:
-        """Writes the records on disk to ``path``, in the format of the package's own; returns their number."""
-        records = self._current()
-        self._write(records, path)
+        """Writes the records on disk to ``path``, in the format of the package's own; returns their number.
+
+        Raises:
+            OSError: the file of the cache cannot be read, or ``path`` not written.
+        """
+        records = self._read()
+        replace_text(path, _content(records))
         return len(records)
 
-    def _current(self) -> dict[str, dict[str, Any]]:
-        signature = self._signature()
-        if signature != self._stamp:
-            self._records = self._read()
-            self._stamp = self._signature()
+    def _current(self) -> Records:
+        try:
+            signature = self._signature()
+            if signature != self._stamp:
+                self._records = self._read()
+                self._stamp = signature
+        except OSError as error:
+            self._warn_once(f"htree_ops: the tuning cache {self.path} cannot be read: {error}")
+            return {}
         return self._records
 
-    def _from_package(self) -> dict[str, dict[str, Any]]:
+    def _warn_once(self, text: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(text, RuntimeWarning, stacklevel=5)
+
+    def _from_package(self) -> Records:
         if self._bundled_records is None:
-            self._bundled_records = {}
-            for path in sorted(self._bundled.glob("*.json")) if self._bundled else ():
-                for text, record in _valid_records(path, json.loads(path.read_text())).items():
-                    self._bundled_records[CacheKey.parse(text).of_any_build().text()] = record
+            found: Records = {}
+            try:
+                for path in sorted(self._bundled.glob("*.json")) if self._bundled else ():
+                    for text, record in _valid_records(path, path.read_bytes()).items():
+                        found[CacheKey.parse(text).of_any_build().text()] = record
+            except OSError as error:  # such as too many open files
+                self._warn_once(f"htree_ops: the results of the package cannot be read: {error}")
+                return {}
+            self._bundled_records = found
         return self._bundled_records
+
+    def _target(self) -> Path:
+        """The file itself, where that is a link."""
+        return Path(os.path.realpath(self.path))
 
     def _signature(self) -> tuple[int, int, int] | None:
         try:
@@ -240,47 +244,35 @@ class TuningCache:
             return None
         return facts.st_ino, facts.st_mtime_ns, facts.st_size
 
-    def _read(self) -> dict[str, dict[str, Any]]:
+    def _read(self) -> Records:
+        """The records on disk; damaged content is moved aside."""
         try:
-            return _valid_records(self.path, json.loads(self.path.read_bytes()))
+            return _valid_records(self.path, self.path.read_bytes())
         except FileNotFoundError:
             return {}
-        except (ValueError, OSError) as error:
-            self._quarantine(error)
+        except ValueError as error:
+            damage = error
+        try:
+            with locked(self._target()):
+                return self._read_locked()  # again: another process may have replaced it by now
+        except OSError as error:
+            text = f"cannot be read ({damage}), and it could not be moved aside: {error}"
+            self._warn_once(f"htree_ops: the tuning cache {self.path} {text}")
             return {}
 
-    def _quarantine(self, error: Exception) -> None:
-        """Moves the file aside, so that the next writer starts anew and the contents can be looked at."""
-        aside = self.path.with_name(f"{FILE_NAME}.damaged-{os.getpid()}-{id(error):x}")
+    def _read_locked(self) -> Records:
+        """:meth:`_read` for the holder of the lock, under which what was read is what is moved."""
+        target = self._target()
         try:
-            os.replace(self.path, aside)
-            moved = f"; it is now {aside.name}"
-        except OSError as other:
-            moved = f", and it could not be moved aside: {other}"
-        warnings.warn(
-            f"htree_ops: the tuning cache {self.path} cannot be read ({error}){moved}",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-
-    def _write(self, records: Mapping[str, Any], path: Path | None = None) -> None:
-        path = path or self.path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"format": FORMAT, "records": records}, indent=1, sort_keys=True) + "\n"
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+            content = target.read_bytes()
+        except FileNotFoundError:
+            return {}
         try:
-            with os.fdopen(handle, "w") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(name, path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / f"{FILE_NAME}.lock", "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield  # closing the file releases the lock
+            return _valid_records(self.path, content)
+        except ValueError as error:
+            # Named by the content, so that no name is taken by something else.
+            aside = target.with_name(f"{target.name}.damaged-{hashlib.sha256(content).hexdigest()[:16]}")
+            target.replace(aside)
+            text = f"the tuning cache {self.path} cannot be read ({error}); it is now {aside.name}"
+            warnings.warn(f"htree_ops: {text}", RuntimeWarning, stacklevel=6)
+            return {}

@@ -11,7 +11,9 @@ from typing import TextIO
 
 import torch
 
+from htree_ops.command_line import at_least, is_out_of_memory, output_file, output_folder
 from htree_ops.errors import TuningFailedError
+from htree_ops.testing.devices import free_memory
 from htree_ops.tuning import problems
 from htree_ops.tuning.cache import TuningCache, cache_dir
 from htree_ops.tuning.metrics import compute_metrics
@@ -31,19 +33,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=sorted(SPACES),
         help="op to search; may be given again; default: all",
     )
-    parser.add_argument("--sizes", type=int, nargs="+", help="sizes of one problem instead of the usual ones")
     parser.add_argument(
-        "--device", default=None, help="cuda (default) or cpu, where configurations have no effect"
+        "--sizes", type=at_least(1), nargs="+", help="sizes of one problem instead of the usual ones"
     )
     parser.add_argument(
-        "--cache-dir", type=Path, default=None, help="folder of the cache; default: HTREE_CACHE_DIR"
+        "--device",
+        type=device,
+        default=None,
+        help="cuda (default) or cpu, where configurations have no effect",
     )
-    parser.add_argument("--warmup", type=int, default=5, help="untimed calls of each configuration")
-    parser.add_argument("--runs", type=int, default=30, help="timed calls of each configuration")
     parser.add_argument(
-        "--export", type=Path, help="also write all results to this file, as the package bundles them"
+        "--cache-dir", type=output_folder, default=None, help="folder of the cache; default: HTREE_CACHE_DIR"
+    )
+    parser.add_argument("--warmup", type=at_least(0), default=5, help="untimed calls of each configuration")
+    parser.add_argument("--runs", type=at_least(1), default=30, help="timed calls of each configuration")
+    parser.add_argument(
+        "--export", type=output_file, help="also write all results to this file, as the package bundles them"
     )
     parser.set_defaults(run=run)
+
+
+def device(text: str) -> torch.device:
+    """A device that kernels run on."""
+    try:
+        place = torch.device(text)
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(f"must be cuda, cuda:N or cpu, got {text!r}") from error
+    if place.type not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"must be cuda, cuda:N or cpu, got {text!r}")
+    return place
 
 
 def progress_bar(label: str, stream: TextIO) -> Callable[[int, int], None]:
@@ -94,33 +112,62 @@ def _tune(problem: problems.Problem, arguments: argparse.Namespace, folder: Path
         )
     key = tuner.key()
     metrics = compute_metrics(own, problem.flops, problem.num_bytes, PEAK_GBPS.get(key.device, 0.0))
-    tuner.cache.set(key, {}, asdict(metrics))
+    tuner.cache.try_set(key, {}, asdict(metrics))
     ran = len(result.all_results) if result else 0
     return (
         f"{label}: the kernel's own choice, {own * 1e3:.1f} us; {ran} configurations ran, none faster by 2 %"
     )
 
 
+def _check(arguments: argparse.Namespace, kernels: list[str], place: torch.device, folder: Path) -> None:
+    """Everything that can be known before the search.
+
+    Raises:
+        ValueError, OSError: one line that names what to change.
+    """
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("there is no GPU to tune for; --device cpu runs the search without effect")
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device {place}: torch sees {torch.cuda.device_count()} GPUs")
+    if missing := sorted(set(kernels) - set(problems.tunable_kernels())):
+        raise ValueError(f"this library has no {', '.join(missing)}")
+    for kernel in kernels if arguments.sizes else ():
+        sizes = tuple(arguments.sizes)
+        try:
+            problems.check_sizes(kernel, sizes)
+        except ValueError as error:
+            choose = "" if arguments.kernel else "; --kernel chooses an op"
+            raise ValueError(f"--sizes: {str(error).removeprefix('make_problem: ')}{choose}") from error
+        needed, free = problems.input_bytes(kernel, sizes), free_memory(place)
+        if needed > free:
+            size = f"{needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
+            raise ValueError(f"--sizes: not enough memory: the inputs of {kernel} take {size}")
+    try:
+        TuningCache(folder).check_writable()
+    except OSError as error:
+        name = "--cache-dir" if arguments.cache_dir else "the cache folder (HTREE_CACHE_DIR)"
+        raise OSError(f"{name}: nothing can be stored in {folder}: {error.strerror or error}") from error
+
+
 def run(arguments: argparse.Namespace) -> int:
-    """The command; status 2 where there is nothing to tune."""
-    device = arguments.device or "cuda"
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        print("there is no GPU to tune for; --device cpu runs the search without effect", file=sys.stderr)
-        return 2
+    """The command; status 2 where there is nothing to tune or nothing could be stored."""
+    place = arguments.device or torch.device("cuda")
     kernels = arguments.kernel or problems.tunable_kernels()
-    missing = sorted(set(kernels) - set(problems.tunable_kernels()))
-    if missing:
-        print(f"this library has no {', '.join(missing)}", file=sys.stderr)
-        return 2
     folder = arguments.cache_dir or cache_dir()
     sizes = tuple(arguments.sizes) if arguments.sizes else None
     try:
-        for problem in problems.all_problems(kernels, device, sizes):
+        _check(arguments, kernels, place, folder)
+        for problem in problems.all_problems(kernels, place, sizes):
             print(_tune(problem, arguments, folder), flush=True)
-    except ValueError as error:
-        print(error, file=sys.stderr)
+        if arguments.export:
+            count = TuningCache(folder).export(arguments.export)
+            print(f"{count} results written to {arguments.export}")
+    except (ValueError, OSError, NotImplementedError) as error:
+        print(f"tune: {error}", file=sys.stderr)
         return 2
-    if arguments.export:
-        count = TuningCache(folder).export(arguments.export)
-        print(f"{count} results written to {arguments.export}")
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        print(f"tune: out of memory: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 2
     return 0

@@ -12,7 +12,16 @@ import htree_ops
 from htree_ops.tuning.metrics import gated_mlp_flops, gemm_flops
 from htree_ops.tuning.space import SPACES
 
-__all__ = ["DTYPES", "PROBLEMS", "Problem", "all_problems", "make_problem", "tunable_kernels"]
+__all__ = [
+    "DTYPES",
+    "PROBLEMS",
+    "Problem",
+    "all_problems",
+    "check_sizes",
+    "input_bytes",
+    "make_problem",
+    "tunable_kernels",
+]
 
 #: Sizes of each op: (B, S, Hd, hd) · (rows, Hd, I) · (M, N, K).
 PROBLEMS: dict[str, tuple[tuple[int, ...], ...]] = {
@@ -75,6 +84,26 @@ def _bytes(*tensors: torch.Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+def check_sizes(kernel: str, sizes: tuple[int, ...]) -> None:
+    """Raises ValueError unless ``kernel`` is an op of :data:`PROBLEMS` that takes so many sizes."""
+    if kernel not in SPACES:
+        raise ValueError(f"make_problem: kernel must be one of {', '.join(SPACES)}, got {kernel!r}")
+    wanted = len(PROBLEMS[kernel][0])
+    if len(sizes) != wanted:
+        raise ValueError(f"make_problem: {kernel} takes {wanted} sizes, got {sizes}")
+
+
+def input_bytes(kernel: str, sizes: tuple[int, ...]) -> int:
+    """What inputs and result take at least: each drawn in fp32, then kept in 2 bytes per element."""
+    if kernel == "rmsnorm_rope":
+        batch, seq_len, hidden, head_dim = sizes
+        return 6 * (2 * batch * seq_len * hidden + hidden + seq_len * head_dim)
+    rows, one, other = sizes
+    matrices = 2 if kernel == "gated_mlp" else 1
+    inner, outer = (one, other) if kernel == "gated_mlp" else (other, one)
+    return 6 * (rows * inner + matrices * inner * outer + rows * outer)
+
+
 def make_problem(
     kernel: str, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
 ) -> Problem:
@@ -83,11 +112,7 @@ def make_problem(
     Raises:
         ValueError: no such op, or a wrong number of sizes.
     """
-    if kernel not in SPACES:
-        raise ValueError(f"make_problem: kernel must be one of {', '.join(SPACES)}, got {kernel!r}")
-    wanted = len(PROBLEMS[kernel][0])
-    if len(sizes) != wanted:
-        raise ValueError(f"make_problem: {kernel} takes {wanted} sizes, got {sizes}")
+    check_sizes(kernel, sizes)
     place = torch.device(device)
     op = getattr(torch.ops.htree, kernel)
 

@@ -17,7 +17,8 @@ import torch
 
 from htree_ops.errors import TuningFailedError
 from htree_ops.testing.cases import dtype_name
-from htree_ops.tuning.cache import CacheKey, TuningCache, cache_dir
+from htree_ops.tuning.cache import TuningCache, cache_dir
+from htree_ops.tuning.key import CacheKey
 from htree_ops.tuning.metrics import compute_metrics
 from htree_ops.tuning.space import SPACES
 from htree_ops.tuning.tuner import WORTHWHILE, AutoTuner, benchmark, may_tune
@@ -37,14 +38,15 @@ def _cache_in(folder: Path) -> TuningCache:
 
 
 def tuning_mode() -> str:
-    """``HTREE_TUNE``, "read" by default.
+    """``HTREE_TUNE`` in lower case, "read" where it is empty or not set.
 
     Raises:
         ValueError: another value than off, read or tune.
     """
-    mode = os.environ.get("HTREE_TUNE", "read")
+    given = os.environ.get("HTREE_TUNE", "")
+    mode = given.strip().lower() or "read"
     if mode not in MODES:
-        raise ValueError(f"HTREE_TUNE must be off, read or tune, got {mode!r}")
+        raise ValueError(f"HTREE_TUNE must be off, read or tune, got {given!r}")
     return mode
 
 
@@ -132,5 +134,5 @@ def _search(
             result = None
     if result is not None and result.latency < WORTHWHILE * own:
         return result.best_config
-    cache.set(key, {}, asdict(compute_metrics(own)))
+    cache.try_set(key, {}, asdict(compute_metrics(own)))
     return {}

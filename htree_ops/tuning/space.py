@@ -47,9 +47,13 @@ def config_search(space: Space, accept: Callable[[Config], bool] | None = None) 
     """Every configuration that ``accept`` lets through: the product of the values, the last key fastest.
 
     Raises:
-        ValueError: a key has no values.
+        TypeError: space maps no names to sequences. ValueError: a key has no values.
     """
+    if not isinstance(space, Mapping):
+        raise TypeError(f"config_search: space must map names to sequences, got {type(space).__name__}")
     for key, values in space.items():
+        if not isinstance(key, str) or not isinstance(values, Sequence):
+            raise TypeError(f"config_search: space must map names to sequences, got {key!r}: {values!r}")
         if not len(values):
             raise ValueError(f"config_search: {key} has no values")
     product = (dict(zip(space, values, strict=True)) for values in itertools.product(*space.values()))

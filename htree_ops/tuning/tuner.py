@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
 
 from htree_ops.bench.timing import clock_for, percentile
-from htree_ops.errors import TuningFailedError
+from htree_ops.errors import DeviceError, TuningFailedError
+from htree_ops.ops.arguments import check_int
 from htree_ops.testing.cases import dtype_name
-from htree_ops.tuning.cache import CacheKey, TuningCache
+from htree_ops.tuning.cache import TuningCache
+from htree_ops.tuning.key import CacheKey, source_hash
 from htree_ops.tuning.metrics import KernelMetrics, TuningResult, compute_metrics, gemm_flops
-from htree_ops.tuning.space import Config, Space, config_search
+from htree_ops.tuning.space import SPACES, Config, Space, config_search
 
 __all__ = ["AutoTuner", "TritonAutoTuner", "benchmark", "may_tune"]
 
@@ -36,10 +43,70 @@ def may_tune() -> str | None:
 def benchmark(
     call: Callable[[], Any], device: torch.device | str, warmup_runs: int = 10, benchmark_runs: int = 100
 ) -> float:
-    """Median milliseconds of ``call``: between CUDA events on a GPU, of the host clock elsewhere."""
+    """Median milliseconds of ``call``: between CUDA events on a GPU, of the host clock elsewhere.
+
+    Raises:
+        TypeError, ValueError: warmup_runs is no int of at least 0, benchmark_runs none of at least 1, or no device.
+        DeviceError: a GPU that torch does not see, or the meta device, on which nothing runs.
+    """
+    check_int("benchmark", "warmup_runs", warmup_runs, 0)
+    check_int("benchmark", "benchmark_runs", benchmark_runs, 1)
+    check_runs_on("benchmark", device)
     for _ in range(warmup_runs):
         call()
     return percentile(clock_for(device).time_calls([call] * benchmark_runs, keep=1), 50) / 1e3
+
+
+def check_runs_on(op: str, device: torch.device | str) -> None:
+    """Raises DeviceError unless something can be timed on ``device``, ValueError where that is none."""
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"{op}: device must be a device of torch such as 'cuda', got {device!r}") from error
+    if place.type == "meta":
+        problem = "nothing runs on the meta device"
+    elif place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        problem = f"torch sees {torch.cuda.device_count() or 'no'} GPU"
+    else:
+        return
+    raise DeviceError(
+        f"{op}: device must be one that can be timed, got {place}: {problem}", actual_device=place
+    )
+
+
+def _sizes(values: object) -> tuple[int, ...]:
+    """``values`` as sizes."""
+    try:
+        sizes = tuple(operator.index(value) for value in values)  # type: ignore[attr-defined]
+    except TypeError as error:
+        raise TypeError(f"AutoTuner: problem_size must be a sequence of ints, got {values!r}") from error
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"AutoTuner: problem_size must have sizes of at least 0, got {values!r}")
+    return sizes
+
+
+def _facts(code: CodeType) -> list[Any]:
+    """What a function does, in values whose text is the same in every process."""
+    constants = [
+        _facts(value)
+        if isinstance(value, CodeType)
+        else sorted(map(repr, value))
+        if isinstance(value, frozenset)
+        else repr(value)
+        for value in code.co_consts
+    ]
+    return [code.co_code.hex(), code.co_names, code.co_varnames, constants]
+
+
+def _fingerprint(kernel_fn: Callable[..., Any], space: Mapping[str, list[Any]], is_named: bool) -> str:
+    """Hash of the space and, unless the caller gave the kernel a name, of where the function is and of its code."""
+    facts: list[Any] = [list(space.items())]
+    if not is_named:
+        plain = inspect.unwrap(kernel_fn.func if isinstance(kernel_fn, functools.partial) else kernel_fn)
+        owner = plain if hasattr(plain, "__qualname__") else type(plain)
+        code = getattr(plain, "__code__", None) or getattr(type(plain).__call__, "__code__", None)
+        facts += [owner.__module__, owner.__qualname__, _facts(code) if code else []]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -60,7 +127,8 @@ class AutoTuner:
         cache_dir: folder of the cache; :func:`htree_ops.tuning.cache_dir` by default.
         problem_size: sizes for the key; by default those of the tensor arguments, one after another.
         device: where it runs; by default the device of the first tensor argument.
-        kernel_type: name for the key; by default that of the function.
+        kernel_type: name for the key, by which searches of other functions find the results too; by default that
+            of the function, whose module and code are then part of the key.
         dtype: dtype for the key; by default that of the first floating tensor argument.
         layout: layout of the operands, for the key.
         accept: leaves out the configurations for which it returns False.
@@ -68,7 +136,8 @@ class AutoTuner:
         progress: called with (configurations done, all of them).
 
     Raises:
-        ValueError: warmup_runs below 0 or benchmark_runs below 1, or a key without values.
+        TypeError: kernel_fn cannot be called, config_space maps no names to sequences, the runs or sizes are no ints.
+        ValueError: warmup_runs below 0, benchmark_runs below 1, a size below 0, or a key without values.
     """
 
     def __init__(
@@ -89,20 +158,25 @@ class AutoTuner:
         num_bytes: float = 0.0,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        if warmup_runs < 0 or benchmark_runs < 1:
-            raise ValueError(
-                f"AutoTuner: warmup_runs must be at least 0 and benchmark_runs at least 1, "
-                f"got {warmup_runs} and {benchmark_runs}"
-            )
+        if not callable(kernel_fn):
+            raise TypeError(f"AutoTuner: kernel_fn must be callable, got {type(kernel_fn).__name__}")
+        check_int("AutoTuner", "warmup_runs", warmup_runs, 0)
+        check_int("AutoTuner", "benchmark_runs", benchmark_runs, 1)
         self.kernel_fn = kernel_fn
-        self.config_space = {key: list(values) for key, values in config_space.items()}
         self.configs = config_search(config_space, accept)
+        self.config_space = {key: list(values) for key, values in config_space.items()}
         self.warmup_runs = warmup_runs
         self.benchmark_runs = benchmark_runs
         self.cache = TuningCache(cache_dir)
-        self.problem_size = None if problem_size is None else tuple(problem_size)
+        self.problem_size = None if problem_size is None else _sizes(problem_size)
         self.device = device
         self.kernel_type = str(kernel_type or getattr(kernel_fn, "__name__", type(kernel_fn).__name__))
+        is_ours = kernel_type or str(getattr(kernel_fn, "__module__", "")).startswith("htree_ops.")
+        self._source = (
+            source_hash(self.kernel_type)
+            if is_ours and self.kernel_type in SPACES
+            else _fingerprint(kernel_fn, self.config_space, is_named=bool(kernel_type))
+        )
         self.dtype: str | None = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
         self.layout = layout
         self.flops = flops
@@ -112,7 +186,11 @@ class AutoTuner:
     def tune(self, *args: Any, **kwargs: Any) -> TuningResult:
         """Times every configuration on these arguments and stores the fastest; of equal ones the first.
 
+        Where that cannot be stored (the folder cannot be written, a value is no JSON scalar) the result is
+        returned with a warning.
+
         Raises:
+            DeviceError: a GPU that torch does not see, or the meta device.
             TuningFailedError: no configuration ran; with their number and the last error.
             RuntimeError: torch.compile is tracing or a CUDA graph is being captured.
         """
@@ -120,6 +198,7 @@ class AutoTuner:
             raise RuntimeError(f"AutoTuner: cannot tune while {reason}")
         tensors = _tensors(args, kwargs)
         device = self.device or (tensors[0].device if tensors else "cpu")
+        check_runs_on("AutoTuner", device)
         problem = self.problem_size or tuple(size for tensor in tensors for size in tensor.shape)
         floating = [tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point]
         key = self._key(problem, device, self.dtype or (dtype_name(floating[0]) if floating else ""))
@@ -149,7 +228,7 @@ class AutoTuner:
                 last_error=last,
             )
         best, metrics = min(results, key=lambda result: result[1].latency_ms)
-        self.cache.set(key, best, asdict(metrics))
+        self.cache.try_set(key, best, asdict(metrics))
         return TuningResult(dict(best), metrics, results, problem, key.device, failures)
 
     def get_cached_config(
@@ -157,17 +236,23 @@ class AutoTuner:
     ) -> Config | None:
         """The configuration that an earlier search found for ``problem_size`` on ``device``, as a copy, or None.
 
-        A tuner that was not told a dtype takes the result of any, and None where those of several dtypes differ.
+        Its keys have the order of the space. What is none of this tuner's configurations counts as not found; {}
+        stands for the kernel's own choice. A tuner that was not told a dtype takes the result of any, and None where
+        those of several dtypes differ.
+
+        Raises:
+            TypeError, ValueError: problem_size is no sequence of ints of at least 0.
         """
-        key = self._key(tuple(problem_size), device or self.device or "cpu", self.dtype or "")
-        return self.cache.get(key) if self.dtype else self.cache.get_any_dtype(key)
+        key = self._key(_sizes(problem_size), device or self.device or "cpu", self.dtype or "")
+        found = self.cache.get(key) if self.dtype else self.cache.get_any_dtype(key)
+        return next((dict(own) for own in self.configs if own == found), {} if found == {} else None)
 
     def key(self) -> CacheKey:
         """The cache's key of a tuner that was told its problem_size, device and dtype."""
         return self._key(self.problem_size or (), self.device or "cpu", self.dtype or "")
 
     def _key(self, problem: tuple[int, ...], device: torch.device | str, dtype: str) -> CacheKey:
-        return CacheKey.of(self.kernel_type, problem, dtype, self.layout, device)
+        return CacheKey.of(self.kernel_type, problem, dtype, self.layout, device, self._source)
 
     def _metrics(self, latency_ms: float, problem: tuple[int, ...], key: CacheKey) -> KernelMetrics:
         flops = self.flops

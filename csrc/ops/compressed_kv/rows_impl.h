@@ -28,10 +28,12 @@ constexpr int kZeroBits<Fp16> = 13;
 template <>
 constexpr int kZeroBits<Bf16> = 16;
 
-// keys [D] of the selection: the bits of |x| * weight as positive integers. docs/semantics.md §4.4.
+// keys [D] of the selection: the bits of |x| * weight as positive integers, the low `zero_bits` of them 0;
+// one key for every NaN, above that of infinity. docs/semantics.md §4.4.
 template <typename T>
-inline void selection_keys(const T* x, const float* weight, int head_dim, int32_t* keys) {
-  const VecI nan_key = VecI{} + static_cast<int32_t>(compressed_kv::kNanKey);
+inline void selection_keys(const T* x, const float* weight, int head_dim, int zero_bits, int32_t* keys) {
+  constexpr auto kInfinityKey = static_cast<int32_t>(compressed_kv::kNanKey) - 1;
+  const VecI nan_key = VecI{} + (kInfinityKey + (1 << zero_bits));
   for (int d = 0; d < head_dim; d += kLanes) {
     VecF value = load(x + d);
     if (weight != nullptr) {
@@ -54,10 +56,10 @@ inline int count_at_least(const int32_t* keys, int head_dim, int32_t bound) {
 }
 
 // The bitmap of the `keep` largest keys, ties to the lower channel. The threshold, the keep-th largest key,
-// is found bit by bit.
-inline void select_channels(const int32_t* keys, const RowFormat& format, int last_bit, uint64_t* bitmap) {
+// is found bit by bit; the low `zero_bits` of every key are 0.
+inline void select_channels(const int32_t* keys, const RowFormat& format, int zero_bits, uint64_t* bitmap) {
   int32_t threshold = 0;
-  for (int bit = 30; bit >= last_bit; --bit) {
+  for (int bit = 30; bit >= zero_bits; --bit) {
     const int32_t candidate = threshold | 1 << bit;
     if (count_at_least(keys, format.head_dim, candidate) >= format.keep) {
       threshold = candidate;
@@ -79,8 +81,9 @@ inline void select_channels(const int32_t* keys, const RowFormat& format, int la
 template <typename T>
 inline void select_row(const T* x, const float* weight, const RowFormat& format, uint64_t* bitmap) {
   alignas(64) int32_t keys[kMaxHeadDim];
-  selection_keys(x, weight, format.head_dim, keys);
-  select_channels(keys, format, weight == nullptr ? kZeroBits<T> : 0, bitmap);
+  const int zero_bits = weight == nullptr ? kZeroBits<T> : 0;
+  selection_keys(x, weight, format.head_dim, zero_bits, keys);
+  select_channels(keys, format, zero_bits, bitmap);
 }
 
 // Calls step(channel) for the channels of a bitmap in increasing order.

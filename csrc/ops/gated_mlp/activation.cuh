@@ -12,13 +12,14 @@ __device__ __forceinline__ float sigmoid(float z) {
 
 // The normal distribution function, see erfc_exponent.
 __device__ __forceinline__ float normal_cdf(float z) {
-  const float t = fminf(fabsf(z) * kSqrtHalf, kErfcLimit);
+  const float whole = fabsf(z) * kSqrtHalf;
+  const float t = fminf(whole, kErfcLimit);
   float q = erfc_exponent(kErfcTerms - 1);
 #pragma unroll
   for (int i = kErfcTerms - 2; i >= 0; --i) {
     q = fmaf(q, t, erfc_exponent(i));
   }
-  const float lower = 0.5f * __expf(-t * q);
+  const float lower = 0.5f * __expf(-t * q - (whole - t) * (whole + t));
   return z < 0.0f ? lower : 1.0f - lower;
 }
 
@@ -28,7 +29,6 @@ __device__ __forceinline__ float activate(float z) {
   if constexpr (kActivation == Activation::kSilu) {
     return z * sigmoid(z);
   } else {
-    // the minimum in normal_cdf loses a NaN; the factor z keeps it
     return z * normal_cdf(z);
   }
 }

@@ -26,7 +26,9 @@ constexpr float erfc_exponent(int power) {
   return kCoefficients[power];
 }
 inline constexpr int kErfcTerms = 11;
-inline constexpr float kErfcLimit = 6.0f;  // beyond, erfc is below 3e-17 and taken as constant
+// Beyond t = 6, where erfc is 2e-17, it falls as exp(-t^2), so that gelu(z) goes to 0 and is NaN at
+// -infinity.
+inline constexpr float kErfcLimit = 6.0f;
 inline constexpr float kSqrtHalf = 0.70710678118654752f;
 inline constexpr float kNormalPeak = 0.39894228040143268f;  // 1 / sqrt(2 pi)
 

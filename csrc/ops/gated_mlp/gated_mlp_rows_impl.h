@@ -23,13 +23,13 @@ inline ActedAndSlope<Vec> silu(Vec z) {
 
 // The normal distribution function, see erfc_exponent().
 inline VecF normal_cdf(VecF z) {
-  VecF t = (z < 0 ? -z : z) * gated_mlp::kSqrtHalf;
-  t = t > gated_mlp::kErfcLimit ? splat(gated_mlp::kErfcLimit) : t;
+  const VecF whole = (z < 0 ? -z : z) * gated_mlp::kSqrtHalf;
+  const VecF t = whole > gated_mlp::kErfcLimit ? splat(gated_mlp::kErfcLimit) : whole;
   VecF q = splat(gated_mlp::erfc_exponent(gated_mlp::kErfcTerms - 1));
   for (int i = gated_mlp::kErfcTerms - 2; i >= 0; --i) {
     q = q * t + gated_mlp::erfc_exponent(i);
   }
-  const VecF lower = 0.5f * exp(-t * q);
+  const VecF lower = 0.5f * exp(-t * q - (whole - t) * (whole + t));
   return z < 0 ? lower : 1 - lower;
 }
 

@@ -16,7 +16,7 @@ using ExactGemm = void (*)(const GemmArguments&, const Tensor&);
 template <Gemm kGemm>
 Tensor gemm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
             at::ScalarType output_dtype, at::OptionalIntArrayRef config) {
-  const GemmArguments arguments{a, b, a_scale, b_scale, output_dtype};
+  const GemmArguments arguments{"fp8_gemm", a, b, a_scale, b_scale, output_dtype};
   Tensor c = prepare_gemm(arguments, config);
   if (c.numel() > 0 && a.size(1) == 0) {
     c.zero_();
@@ -26,11 +26,11 @@ Tensor gemm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tenso
   return c;
 }
 
-// ((a.float() @ b.float()) / (a_scale * b_scale)).to(output_dtype)
+// (a.double() @ b.double() / a_scale / b_scale).to(output_dtype)
 template <ExactGemm kGemm>
 Tensor exact_gemm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
                   at::ScalarType output_dtype) {
-  const GemmArguments arguments{a, b, a_scale, b_scale, output_dtype};
+  const GemmArguments arguments{"fp8_gemm_exact", a, b, a_scale, b_scale, output_dtype};
   Tensor c = prepare_gemm(arguments, std::nullopt);
   if (c.numel() > 0 && a.size(1) == 0) {
     c.zero_();
@@ -42,12 +42,12 @@ Tensor exact_gemm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const
 
 Tensor meta_gemm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
                  at::ScalarType output_dtype, at::OptionalIntArrayRef config) {
-  return prepare_gemm({a, b, a_scale, b_scale, output_dtype}, config);
+  return prepare_gemm({"fp8_gemm", a, b, a_scale, b_scale, output_dtype}, config);
 }
 
 Tensor meta_exact_gemm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
                        at::ScalarType output_dtype) {
-  return prepare_gemm({a, b, a_scale, b_scale, output_dtype}, std::nullopt);
+  return prepare_gemm({"fp8_gemm_exact", a, b, a_scale, b_scale, output_dtype}, std::nullopt);
 }
 
 }  // namespace

@@ -12,6 +12,7 @@ namespace htree::fp8 {
 
 // The arguments as they come: a [M, K] and b [K, N] e4m3 of any strides, scales fp32 [] or [M, 1] and [1, N].
 struct GemmArguments {
+  const char* op;  // for messages
   const at::Tensor& a;
   const at::Tensor& b;
   const at::Tensor& a_scale;
@@ -22,13 +23,10 @@ struct GemmArguments {
 // Checks of fp8_gemm and fp8_gemm_exact; c [M, N], uninitialised, contiguous.
 at::Tensor prepare_gemm(const GemmArguments& arguments, at::OptionalIntArrayRef config);
 
-// [] or [M, N]; never 0, so that a sum of zero stays zero where the product underflows.
-at::Tensor product_of_scales(const at::Tensor& a_scale, const at::Tensor& b_scale);
-
 // Write every element of c; M, N and K are at least 1. `config`: empty, or a tuple of the tuning space.
 void gemm_cpu(const GemmArguments& arguments, at::IntArrayRef config, const at::Tensor& c);
 void gemm_cuda(const GemmArguments& arguments, at::IntArrayRef config, const at::Tensor& c);
-// With fp32 sums of exact products throughout.
+// With sums in fp64, see gemm_exact.h.
 void exact_gemm_cpu(const GemmArguments& arguments, const at::Tensor& c);
 void exact_gemm_cuda(const GemmArguments& arguments, const at::Tensor& c);
 

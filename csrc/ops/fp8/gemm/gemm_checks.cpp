@@ -1,9 +1,5 @@
 // All checks and output allocation of fp8_gemm, shared by the CPU, CUDA and Meta kernels.
-#include <ATen/ops/clamp_min.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mul.h>
-
-#include <limits>
 
 #include "host/check.h"
 #include "ops/fp8/gemm/gemm.h"
@@ -13,12 +9,12 @@ namespace htree::fp8 {
 namespace {
 
 // A scale must not vary along K: [] or the one shape that has 1 there.
-void check_gemm_scale(const char* name, const at::Tensor& scale, const c10::SymInt& rows,
+void check_gemm_scale(const char* op, const char* name, const at::Tensor& scale, const c10::SymInt& rows,
                       const c10::SymInt& columns) {
-  check_dtype("fp8_gemm", name, scale, {at::kFloat});
+  check_dtype(op, name, scale, {at::kFloat});
   TORCH_CHECK_VALUE(scale.dim() == 0 || (scale.dim() == 2 && same_size(scale.sym_size(0), rows) &&
                                          same_size(scale.sym_size(1), columns)),
-                    "fp8_gemm: ", name, " must be [] or [", rows, ", ", columns, "], constant along K, got ",
+                    op, ": ", name, " must be [] or [", rows, ", ", columns, "], constant along K, got ",
                     scale.sym_sizes());
 }
 
@@ -41,7 +37,7 @@ void check_gemm_config(at::OptionalIntArrayRef config) {
 }  // namespace
 
 at::Tensor prepare_gemm(const GemmArguments& g, at::OptionalIntArrayRef config) {
-  const char* op = "fp8_gemm";
+  const char* op = g.op;
   check_same_device(op, "b", g.b, "a", g.a);
   check_same_device(op, "a_scale", g.a_scale, "a", g.a);
   check_same_device(op, "b_scale", g.b_scale, "a", g.a);
@@ -53,14 +49,10 @@ at::Tensor prepare_gemm(const GemmArguments& g, at::OptionalIntArrayRef config) 
   check_rank(op, "a", g.a, 2, "[M, K]");
   check_rank(op, "b", g.b, 2, "[K, N]");
   check_size(op, "b", g.b, 0, g.a.sym_size(1), "K of a");
-  check_gemm_scale("a_scale", g.a_scale, g.a.sym_size(0), 1);
-  check_gemm_scale("b_scale", g.b_scale, 1, g.b.sym_size(1));
+  check_gemm_scale(op, "a_scale", g.a_scale, g.a.sym_size(0), 1);
+  check_gemm_scale(op, "b_scale", g.b_scale, 1, g.b.sym_size(1));
   check_gemm_config(config);
   return at::empty_symint({g.a.sym_size(0), g.b.sym_size(1)}, g.a.options().dtype(g.output_dtype));
-}
-
-at::Tensor product_of_scales(const at::Tensor& a_scale, const at::Tensor& b_scale) {
-  return at::mul(a_scale, b_scale).clamp_min_(std::numeric_limits<float>::denorm_min());
 }
 
 }  // namespace htree::fp8

@@ -1,6 +1,7 @@
 // The choice of kernel for fp8_gemm on CUDA: a pure function of the problem, printable and tested on the CPU.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 
@@ -69,22 +70,76 @@ inline int choose_parts(const GemmFacts& f) {
   return 1;
 }
 
-// Up to 64 rows the weights stream once. Beyond, the library's kernel wherever it runs: on one H200 4096^3
-// took it 103 us and our tiles 108, 8192^3 836 and 912; the reciprocals of the scales that it wants cost 3
-// us. Clusters pay where there are many more tiles than multiprocessors.
+// Microseconds of one product on an H200 as graph replays show them; what decides is their order. block_us:
+// per k-block of 128, tile_us: per tile, launch_us: per call.
+struct GemmTile {
+  int rows;
+  int columns;
+  int stages;
+  double block_us;
+  double tile_us;
+  double launch_us;
+};
+inline constexpr GemmTile kGemmTiles[] = {
+    {64, 32, 15, 0.133, 0.8, 2.0},
+    {64, 64, 12, 0.15, 1.1, 2.0},
+    {128, 64, 8, 0.25, 0.6, 2.0},
+    {128, 128, 5, 0.445, 0.6, 1.6},
+};
+inline constexpr int kTileGroup = 16;  // row tiles swept together
+
+// No kernel is faster than memory.
+inline double memory_time(const GemmFacts& f) {
+  constexpr double kBytesPerUs = 4.2e6;
+  const auto m = static_cast<double>(f.m), n = static_cast<double>(f.n), k = static_cast<double>(f.k);
+  return 3.0 + (m * k + n * k + 2 * m * n) / kBytesPerUs;
+}
+
+// The multiprocessors take the tiles in turns.
+inline double tile_time(const GemmTile& tile, const GemmFacts& f) {
+  const int64_t tiles = (f.m + tile.rows - 1) / tile.rows * ((f.n + tile.columns - 1) / tile.columns);
+  const auto turns = static_cast<double>((tiles + f.multiprocessors - 1) / f.multiprocessors);
+  const auto blocks = static_cast<double>((f.k + 127) / 128);
+  return std::max(memory_time(f), tile.launch_us + turns * (blocks * tile.block_us + tile.tile_us));
+}
+
+// With its reciprocals of the scales, which are a kernel of their own.
+inline double library_time(const GemmFacts& f) {
+  constexpr double kOperationsPerUs = 1.22e9;
+  const double operations =
+      2.0 * static_cast<double>(f.m) * static_cast<double>(f.n) * static_cast<double>(f.k);
+  constexpr double kReciprocals = 3.0;
+  return kReciprocals + std::max(memory_time(f), 3.0 + operations / kOperationsPerUs);
+}
+
+// One cluster per 64 columns, all at work at once.
+inline double stream_time(const GemmFacts& f, int parts) {
+  return std::max(memory_time(f), 6.4 + 0.075 * static_cast<double>((f.k + 127) / 128) / parts);
+}
+
+// Up to 32 rows the weights stream once, shared out along k. Beyond, what the estimates say.
 inline GemmConfig choose_gemm_config(const GemmFacts& f) {
-  if (f.hopper && f.m <= 64) {
-    const int rows = f.m <= 16 ? 16 : f.m <= 32 ? 32 : 64;
-    return {GemmKernel::kStream, rows, 64, 128, 0, 8, choose_parts(f)};
+  if (!f.hopper) {
+    return {f.library ? GemmKernel::kLibrary : GemmKernel::kExact, 0, 0, 0, 0, 0, 0};
   }
-  if (f.library) {
+  const int parts = choose_parts(f);
+  if (f.m <= 32) {
+    return {GemmKernel::kStream, f.m <= 16 ? 16 : 32, 64, 128, 0, 8, parts};
+  }
+  const GemmTile* best = kGemmTiles;
+  for (const GemmTile& tile : kGemmTiles) {
+    if (tile_time(tile, f) < tile_time(*best, f)) {
+      best = &tile;
+    }
+  }
+  const double time = tile_time(*best, f);
+  if (f.m <= 64 && parts > 1 && stream_time(f, parts) < time) {
+    return {GemmKernel::kStream, 64, 64, 128, 0, 8, parts};
+  }
+  if (f.library && library_time(f) < time) {
     return {GemmKernel::kLibrary, 0, 0, 0, 0, 0, 0};
   }
-  if (!f.hopper) {
-    return {GemmKernel::kExact, 0, 0, 0, 0, 0, 0};
-  }
-  const int64_t tiles = (f.m + 127) / 128 * ((f.n + 127) / 128);
-  return {GemmKernel::kTile, 128, 128, 128, 16, 5, tiles > int64_t{16} * f.multiprocessors ? 2 : 1};
+  return {GemmKernel::kTile, best->rows, best->columns, 128, kTileGroup, best->stages, 1};
 }
 
 inline std::string describe(const GemmConfig& c) {

@@ -1,31 +1,54 @@
-// CPU kernel of fp8_gemm: the library's fp32 product, in which products of e4m3 codes are exact, over blocks
-// of columns, so that the fp32 copy of b is never whole.
-#include <ATen/ops/mm.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
+// CPU kernels of fp8_gemm and fp8_gemm_exact: the same one, the library's product in fp64.
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/util/Float8_e4m3fn.h>
 
-#include <algorithm>
+#include <array>
 
-#include "ops/fp8/gemm/gemm.h"
+#include "ops/fp8/gemm/gemm_exact.h"
+#include "ops/fp8/scale_values.h"
 
 namespace htree::fp8 {
 namespace {
 
-constexpr int64_t kBlockBytes = 1 << 26;  // of a block of b in fp32
-constexpr int64_t kLeastBlock = 256;      // columns
+constexpr int64_t kBlockBytes = 1 << 26;
+constexpr int64_t kGrain = 1 << 15;  // codes per task
+
+// The values of all codes.
+const std::array<double, 256>& code_values() {
+  static const std::array<double, 256> values = [] {
+    std::array<double, 256> result{};
+    for (int code = 0; code < 256; ++code) {
+      result[code] =
+          static_cast<float>(c10::Float8_e4m3fn(static_cast<uint8_t>(code), c10::Float8_e4m3fn::from_bits()));
+    }
+    return result;
+  }();
+  return values;
+}
+
+// The fp64 copy of codes [rows, columns], in their own order; by a table, ten times as fast as torch's cast.
+at::Tensor widen(const at::Tensor& codes) {
+  const at::Tensor dense = codes.is_non_overlapping_and_dense() ? codes : codes.contiguous();
+  const at::Tensor wide =
+      at::empty_strided(dense.sizes(), dense.strides(), dense.options().dtype(at::kDouble));
+  const auto& values = code_values();
+  const auto* from = static_cast<const uint8_t*>(dense.const_data_ptr());
+  double* to = wide.mutable_data_ptr<double>();
+  at::parallel_for(0, dense.numel(), kGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      to[i] = values[from[i]];
+    }
+  });
+  return wide;
+}
 
 }  // namespace
 
 void exact_gemm_cpu(const GemmArguments& g, const at::Tensor& c) {
-  const c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
-  const int64_t columns = g.b.size(1);
-  const int64_t block = std::max(kLeastBlock, kBlockBytes / (4 * g.b.size(0)));
-  const at::Tensor a = g.a.to(at::kFloat);
-  for (int64_t first = 0; first < columns; first += block) {
-    const int64_t count = std::min(block, columns - first);
-    const at::Tensor scale = g.b_scale.dim() == 0 ? g.b_scale : g.b_scale.narrow(1, first, count);
-    at::Tensor sums = at::mm(a, g.b.narrow(1, first, count).to(at::kFloat));
-    c.narrow(1, first, count).copy_(sums.div_(product_of_scales(g.a_scale, scale)));
-  }
+  check_scale_values(g.op, "a_scale", g.a_scale);
+  check_scale_values(g.op, "b_scale", g.b_scale);
+  multiply_in_double(g, kBlockBytes, c, widen);
 }
 
 void gemm_cpu(const GemmArguments& g, at::IntArrayRef /*config*/, const at::Tensor& c) {

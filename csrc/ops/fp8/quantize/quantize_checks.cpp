@@ -42,6 +42,12 @@ void check_input(const char* op, const at::Tensor& x, const Grouping& grouping) 
   }
 }
 
+// ceil(n / block); the block is cut down to what no size exceeds, so that the sum cannot overflow.
+c10::SymInt num_blocks(const c10::SymInt& n, int64_t block) {
+  block = std::min(block, int64_t{1} << 62);
+  return (n + (block - 1)) / block;
+}
+
 c10::SymDimVector scale_sizes(const at::Tensor& x, const Grouping& grouping) {
   const Granularity granularity = parse(kScaleOp, grouping.granularity);
   if (is_one_scale(x, granularity)) {
@@ -50,8 +56,7 @@ c10::SymDimVector scale_sizes(const at::Tensor& x, const Grouping& grouping) {
   c10::SymDimVector sizes(x.sym_sizes().begin(), x.sym_sizes().end());
   c10::SymInt& size = sizes[at::maybe_wrap_dim(grouping.dim, x.dim())];
   // n = 0 has no block, but one channel.
-  size =
-      granularity == Granularity::kChannel ? c10::SymInt(1) : (size + (grouping.block - 1)) / grouping.block;
+  size = granularity == Granularity::kChannel ? c10::SymInt(1) : num_blocks(size, grouping.block);
   return sizes;
 }
 
@@ -151,7 +156,7 @@ at::Tensor prepare_fake_backward(const at::Tensor& dy, const at::Tensor& x, cons
 }
 
 Grouping grouping_of(const at::Tensor& codes, const at::Tensor& scale, int64_t block) {
-  if (is_equal(scale.sym_numel(), 1)) {
+  if (scale.dim() == 0) {
     return {"tensor", 0, block};
   }
   TORCH_CHECK_VALUE(scale.dim() == codes.dim(), kDequantizeOp, ": scale must be [] or have the rank of q ",
@@ -178,7 +183,7 @@ Grouping grouping_of(const at::Tensor& codes, const at::Tensor& scale, int64_t b
     return {"channel", differing, block};
   }
   TORCH_CHECK_VALUE(
-      single && is_equal(scale.sym_size(differing), (codes.sym_size(differing) + (block - 1)) / block),
+      single && is_equal(scale.sym_size(differing), num_blocks(codes.sym_size(differing), block)),
       kDequantizeOp, ": scale must be [] or have the shape of q ", codes.sym_sizes(),
       " with one dim of n reduced to 1 or to ceil(n / block), block = ", block, "; got ", scale.sym_sizes());
   return {"block", differing, block};

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <vector>
 
 #include "host/dispatch.h"
@@ -11,6 +10,7 @@
 #include "ops/fp8/e4m3.h"
 #include "ops/fp8/quantize/quantize.h"
 #include "ops/fp8/quantize/quantize_rows.h"
+#include "ops/fp8/scale_values.h"
 
 namespace htree::fp8 {
 namespace {
@@ -139,24 +139,15 @@ void largest_of_columns(const MatrixInput& x, const RunKernels<T>& kernels, floa
   });
 }
 
-// Values are at hand on a CPU, so a scale that no quantiser makes is refused.
-void check_scale_values(const char* op, const at::Tensor& scale) {
-  const float* data = input<float>(scale);
-  for (int64_t i = 0; i < scale.numel(); ++i) {
-    TORCH_CHECK_VALUE(std::isfinite(data[i]) && data[i] > 0, op, ": scale must be positive and finite, got ",
-                      data[i]);
-  }
-}
-
 }  // namespace
 
 void quantize_cpu(const MatrixInput& x, const at::Tensor& scale, bool given, const QuantizeOutputs& out) {
-  constexpr const char* kOp = "fp8_quantize";
+  const char* op = out.values.defined() ? "fp8_fake_quant" : "fp8_quantize";
   if (given) {
-    check_scale_values(kOp, scale);
+    check_scale_values(op, "scale", scale);
   }
   std::atomic<int64_t> num_overflow{0};
-  dispatch(kOp, x.data.scalar_type(), [&](auto tag, const auto& kernels) {
+  dispatch(op, x.data.scalar_type(), [&](auto tag, const auto& kernels) {
     using T = typename decltype(tag)::type;
     const T* data = input<T>(x.data);
     // Rows in one go, while each is in the cache; a tensor's or a column's scale must be known before.
@@ -198,7 +189,7 @@ void quantize_cpu(const MatrixInput& x, const at::Tensor& scale, bool given, con
 
 void dequantize_cpu(const MatrixInput& codes, const at::Tensor& scale, const at::Tensor& out) {
   constexpr const char* kOp = "fp8_dequantize";
-  check_scale_values(kOp, scale);
+  check_scale_values(kOp, "scale", scale);
   dispatch(kOp, out.scalar_type(), [&](auto tag, const auto& kernels) {
     using T = typename decltype(tag)::type;
     const uint8_t* data = input<uint8_t>(codes.data);
@@ -213,7 +204,7 @@ void dequantize_cpu(const MatrixInput& codes, const at::Tensor& scale, const at:
 void fake_backward_cpu(const at::Tensor& dy, const MatrixInput& x, const at::Tensor& scale,
                        const at::Tensor& dx) {
   constexpr const char* kOp = "fp8_fake_quant_backward";
-  check_scale_values(kOp, scale);
+  check_scale_values(kOp, "scale", scale);
   dispatch(kOp, dx.scalar_type(), [&](auto tag, const auto& kernels) {
     using T = typename decltype(tag)::type;
     const T* data = input<T>(x.data);

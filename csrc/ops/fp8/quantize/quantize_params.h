@@ -20,8 +20,9 @@ struct MatrixShape {
   int64_t length;  // kColumns: rows of one matrix of the batch
 };
 
+// a >= 0; b may be as large as the type allows.
 constexpr int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
+  return a / b + (a % b != 0);
 }
 
 // Number of scales; shape has at least one element.

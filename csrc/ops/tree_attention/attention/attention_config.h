@@ -49,7 +49,10 @@ enum class GatherChoice { kAuto, kPrivate };
 struct AttentionConfig {
   AttentionPath path = AttentionPath::kGeneral;
   GatherKernel gather = GatherKernel::kPrivate;
-  bool dense_top = false;       // the top layer as dense products of warpgroups (sm_90a), see top/
+  bool dense_top = false;  // the top layer as dense products of warpgroups (sm_90a), see top/
+  // Of the backward alone.
+  bool block_top = false;       // gradients of the top by block_gradient/, for whatever stride
+  bool union_queries = false;   // dQ by union_gradient/
   int64_t batch_chunk = 1;      // batches of a chunk
   int64_t query_chunk = 0;      // queries of a chunk, a multiple of the stride
   int64_t selection_chunk = 0;  // lists whose scores are in memory at a time
@@ -219,6 +222,16 @@ constexpr int64_t kPartialSumBytes = int64_t{1056} << 20;
 // A block of gradients multiplies 128 rows (query, head) of a list, used or not; below this many the kernels
 // that take a warp per query do less work.
 constexpr int64_t kMinGradientBlockRows = 32;
+// The same at the top, where all lists hold the same parents and a block takes kGradientRun tokens.
+constexpr int64_t kMinTopGradientRows = 64;
+// dK and dV by parent_gradient.cuh: below so many heads, kernels that fill a tile with the rows of several
+// users do less work; above there are two tiles.
+constexpr int64_t kMinParentGroup = 4, kMaxParentGroup = 8;
+// Query heads that the registers of a warp of union_gradient/ hold beside their gradients.
+constexpr int64_t kMaxUnionGroup = 8;
+
+// Where queries have lists of their own, what blocks leave at the top, where they need none. One task per SM.
+constexpr int64_t kTopSumBytes = kPartialSumBytes / 2;
 
 // `gather` of the result is that of the gradients: kPrivate, or kBlock, see block_gradient/.
 inline AttentionConfig choose_backward_config(const AttentionProblem& p, const DeviceFacts& device,
@@ -229,8 +242,20 @@ inline AttentionConfig choose_backward_config(const AttentionProblem& p, const D
                       choose_gather(p, device, gather) == GatherKernel::kBlock &&
                       stride * p.group() >= kMinGradientBlockRows;
   config.gather = blocks ? GatherKernel::kBlock : GatherKernel::kPrivate;
-  const int64_t record = blocks ? 0 : 2 * (p.key_dim + p.value_dim);
-  const int64_t scratch = kBackwardScratchBytes - (blocks ? kPartialSumBytes : 0);
+  const int64_t group = p.group();
+  config.block_top = config.path == AttentionPath::kTensorCore && gather == GatherChoice::kAuto &&
+                     hopper_kernels(device) && stride < kGradientRun && (group & (group - 1)) == 0 &&
+                     kGradientRun * group >= kMinTopGradientRows;
+  config.union_queries = config.path == AttentionPath::kTensorCore && gather == GatherChoice::kAuto &&
+                         hopper_kernels(device) && !blocks && group <= kMaxUnionGroup;
+  // of a head; where few share a kv head, records are made for 8
+  const int64_t record = blocks ? 0
+                         : group >= kMinParentGroup && group <= kMaxParentGroup
+                             ? ceil_div(tiled_record_bytes(p.key_dim, p.value_dim), group)
+                             : 2 * (p.key_dim + p.value_dim);
+  const int64_t scratch = kBackwardScratchBytes - (blocks             ? kPartialSumBytes
+                                                   : config.block_top ? kTopSumBytes
+                                                                      : 0);
   const int64_t per_list =
       stride * p.num_heads * (record + 16 + 4 * p.key_dim) +
       p.num_kv_heads * (p.args.top_k * 4 * p.layers() + p.args.top_k * p.args.compression_rate / 8 +
@@ -279,7 +304,13 @@ inline std::string describe(const AttentionConfig& config) {
 inline std::string describe_gradients(const AttentionConfig& config) {
   return config.path == AttentionPath::kGeneral  ? "general"
          : config.gather == GatherKernel::kBlock ? "block"
+         : config.union_queries                  ? "union"
                                                  : "private";
+}
+
+// Those of the top.
+inline std::string describe_top_gradients(const AttentionConfig& config) {
+  return config.block_top ? "block" : describe_gradients(config);
 }
 
 // layer_kernel() of every layer of the forward, the top first.

@@ -1,13 +1,23 @@
 #include "ops/tree_attention/attention/backward_schedule.h"
 
 #include "ops/tree_attention/attention/block_gradient/block_gradient_schedule.h"
+#include "ops/tree_attention/attention/union_gradient/union_gradient_launch.h"
 
 namespace htree::tree_attention {
 namespace {
 
-// Blocks of kGradientRows rows per list.
-int64_t blocks_of_list(const TreeCall& call) {
-  return ceil_div(call.problem.args.selection_stride * call.problem.group(), kGradientRows);
+// Whether the gradients of a layer are made by block_gradient/, and there for runs of neighbouring queries.
+bool layer_blocks(const TreeCall& call, size_t layer_idx) {
+  return call.config.gather == GatherKernel::kBlock ||
+         (call.config.block_top && layer_idx + 1 == call.layers.size());
+}
+bool layer_runs(const TreeCall& call, size_t layer_idx) {
+  return call.config.block_top && layer_idx + 1 == call.layers.size();
+}
+// Blocks of kGradientRows rows per list or run.
+int64_t blocks_of_list(const TreeCall& call, size_t layer_idx) {
+  const int64_t queries = layer_runs(call, layer_idx) ? kGradientRun : call.problem.args.selection_stride;
+  return ceil_div(queries * call.problem.group(), kGradientRows);
 }
 // Partial sums of a block in a layer, at most.
 int64_t partial_slots(const TreeCall& call, size_t layer_idx) {
@@ -34,6 +44,7 @@ struct BackwardScratch {
     const AttentionConfig& c = call.config;
     const int64_t chunk_lists = ceil_div(c.query_chunk, p.args.selection_stride);
     const int64_t rows = c.batch_chunk * c.query_chunk * p.num_heads;
+    const int64_t query_rows = c.batch_chunk * c.query_chunk * p.num_kv_heads;
     const int64_t list_rows = c.batch_chunk * chunk_lists * p.num_kv_heads;
     const int64_t num_entries = call.layers.size() > 1 ? list_rows * p.args.top_k : 0;
     total = 0;
@@ -45,7 +56,9 @@ struct BackwardScratch {
     key_bounds = take(p.batch * p.num_kv_heads * static_cast<int64_t>(sizeof(KeyBounds)));
     query_bounds = take(c.batch_chunk * p.num_kv_heads * static_cast<int64_t>(sizeof(QueryBounds)));
     const bool blocks = c.gather == GatherKernel::kBlock;
-    records = take(blocks ? 0 : rows * 2 * (p.key_dim + p.value_dim));
+    records = take(layer_blocks(call, 0) ? 0
+                   : by_parent(call)     ? query_rows * tiled_record_bytes(p.key_dim, p.value_dim)
+                                         : rows * 2 * (p.key_dim + p.value_dim));
     meta = take(rows * static_cast<int64_t>(sizeof(RowMeta)));
     query_sums = take(call.layers.size() > 1 ? rows * p.key_dim * 4 : 0);
     list_bytes = aligned(list_rows * p.args.top_k * 4);
@@ -58,10 +71,14 @@ struct BackwardScratch {
     run_counts = take(heads * ceil_div(chunk_lists, kInverseRows) * call.layers[0].num_parents * 4);
     turns = take(by_parent(call) ? call.rope_rows() * p.key_dim * 2 : 0);
     partial_bytes = 0;
-    for (size_t i = 0; i < call.layers.size() && blocks; ++i) {
-      const int64_t per_list = blocks_of_list(call) * partial_slots(call, i) * partial_bytes_of(call);
-      const int64_t lists_at_once = partial_sum_lists(kPartialSumBytes, 1, 1, per_list);
-      partial_bytes = std::max(partial_bytes, std::min(lists_at_once, list_rows) * per_list);
+    for (size_t i = 0; i < call.layers.size(); ++i) {
+      if (layer_blocks(call, i)) {
+        const int64_t per_list = blocks_of_list(call, i) * partial_slots(call, i) * partial_bytes_of(call);
+        const int64_t most = partial_sum_lists(blocks ? kPartialSumBytes : kTopSumBytes, 1, 1, per_list);
+        const int64_t runs = (c.query_chunk / kGradientRun + 2) * c.batch_chunk * p.num_kv_heads;
+        partial_bytes =
+            std::max(partial_bytes, std::min(most, layer_runs(call, i) ? runs : list_rows) * per_list);
+      }
     }
     partials = take(partial_bytes);
     scores = take(recompute ? score_scratch_bytes(call) : 0);
@@ -96,13 +113,14 @@ class BackwardRun {
     tokens.num_nodes = call_.layers[0].num_nodes;
     tokens.num_batches = p_.batch;
     tokens.num_kv_heads = p_.num_kv_heads;
-    if (blocks()) {  // they only ever add
-      const size_t rows = static_cast<size_t>(gradient_sum_rows(call_));
+    if (layer_blocks(call_, top_)) {  // they only ever add
+      const int64_t first = blocks() ? 0 : layer_rows(call_, top_);
+      const size_t rows = static_cast<size_t>(gradient_sum_rows(call_) - first);
       if (buffers_.key_sums) {
-        cudaMemsetAsync(buffers_.key_sums, 0, rows * p_.key_dim * 4, stream_);
+        cudaMemsetAsync(buffers_.key_sums + first * p_.key_dim, 0, rows * p_.key_dim * 4, stream_);
       }
       if (buffers_.value_sums) {
-        cudaMemsetAsync(buffers_.value_sums, 0, rows * p_.value_dim * 4, stream_);
+        cudaMemsetAsync(buffers_.value_sums + first * p_.value_dim, 0, rows * p_.value_dim * 4, stream_);
       }
     }
     if (by_parent(call_) && keys_wanted()) {
@@ -168,7 +186,8 @@ class BackwardRun {
     rows.max = buffers_.max + state;
     rows.sum = buffers_.sum + state;
     rows.state_batch = p_.num_queries * p_.num_heads;
-    rows.records = blocks() ? nullptr : scratch<char>(at_.records);
+    rows.records = layer_blocks(call_, 0) ? nullptr : scratch<char>(at_.records);
+    rows.tiled = by_parent(call_);
     rows.meta = scratch<RowMeta>(at_.meta);
     rows.bounds = scratch<QueryBounds>(at_.query_bounds);
     rows.num_batches = static_cast<int>(chunk.num_batches);
@@ -191,6 +210,7 @@ class BackwardRun {
     common.gather.lists = lists.data;
     common.gather.list_batch = lists.batch;
     common.records = scratch<char>(at_.records);
+    common.tiled = by_parent(call_);
     common.meta = scratch<RowMeta>(at_.meta);
     common.key_bounds = scratch<KeyBounds>(at_.key_bounds) + chunk.batch * p_.num_kv_heads;
     common.query_bounds = scratch<QueryBounds>(at_.query_bounds);
@@ -222,8 +242,8 @@ class BackwardRun {
         return error;
       }
     }
-    if (blocks()) {
-      return layer_blocks(layer_idx, chunk, common, lists);
+    if (layer_blocks(call_, layer_idx)) {
+      return block_layer(layer_idx, chunk, common, lists);
     }
     if (buffers_.query_gradient) {
       QueryGradientParams query;
@@ -233,7 +253,11 @@ class BackwardRun {
       query.partial = scratch<float>(at_.query_sums);
       query.gradient = query_gradient_of(chunk);
       query.gradient_batch = p_.num_queries * p_.num_heads * p_.key_dim;
-      launch_query_gradient(call_.shape, query, stream_);
+      if (call_.config.union_queries) {
+        launch_union_gradient(call_.shape, {query, call_.turns}, stream_);
+      } else {
+        launch_query_gradient(call_.shape, query, stream_);
+      }
       if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) {
         return error;
       }
@@ -299,8 +323,8 @@ class BackwardRun {
   }
 
   // Both gradients at once.
-  cudaError_t layer_blocks(size_t layer_idx, const Chunk& chunk, const GradientParams& common,
-                           const ListSlice& lists) {
+  cudaError_t block_layer(size_t layer_idx, const Chunk& chunk, const GradientParams& common,
+                          const ListSlice& lists) {
     BlockLayerParams layer;
     PartialSumParams& sums = layer.sums;
     sums_of(layer_idx, chunk, sums.keys, sums.values);
@@ -314,7 +338,18 @@ class BackwardRun {
     }
     BlockGradientParams& block = sums.blocks;
     block.gather = common.gather;
+    block.mask_stride = common.gather.stride;
     block.turns = call_.turns;
+    if (layer_runs(call_, layer_idx)) {
+      GatherParams& gather = block.gather;
+      block.turns = call_.block_turns;
+      block.lead = static_cast<int>(gather.t0 % kGradientRun);
+      for (int group = gather.group; group > 1; group /= 2) {
+        ++block.group_shift;
+      }
+      gather.stride = kGradientRun;
+      gather.num_lists = static_cast<int>(ceil_div(block.lead + chunk.num_queries, kGradientRun));
+    }
     block.gradients = at_row(buffers_.gradients, chunk.batch, chunk.query);
     block.meta = common.meta;
     block.key_bounds = common.key_bounds;
@@ -331,7 +366,7 @@ class BackwardRun {
       block.query_gradient_batch = p_.num_queries * p_.num_heads * p_.key_dim;
     }
     block.partial_slots = partial_slots(call_, layer_idx);
-    layer.blocks = blocks_of_list(call_);
+    layer.blocks = blocks_of_list(call_, layer_idx);
     layer.partials = scratch<char>(at_.partials);
     layer.partial_bytes = at_.partial_bytes;
     return run_block_layer(call_.shape, layer, stream_);

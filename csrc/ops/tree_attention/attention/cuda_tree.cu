@@ -98,8 +98,11 @@ TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const Atten
     return result.memory.back().mutable_data_ptr();
   };
   call.rope = static_cast<float2*>(own(call.rope_rows() * problem.key_dim / 2 * sizeof(float2)));
-  if (config.gather != GatherKernel::kPrivate) {
+  if (config.gather != GatherKernel::kPrivate || config.union_queries) {
     call.turns = static_cast<__half2*>(own(turn_table_bytes(call.turn_slots(), problem.key_dim)));
+  }
+  if (config.block_top) {
+    call.block_turns = static_cast<__half2*>(own(turn_table_bytes(call.turn_slots(), problem.key_dim)));
   }
   for (size_t i = 0; i < tree.keys.size(); ++i) {
     TreeLayer layer;

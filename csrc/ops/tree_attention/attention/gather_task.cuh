@@ -6,6 +6,15 @@
 
 namespace htree::tree_attention {
 
+// Node of the layer above `token`, and list of a query. Spans are powers of 16 and strides of 2: a division
+// of 64 bits would be a call, and kernels that call have no uniform registers.
+__device__ __forceinline__ int64_t node_of(const GatherParams& p, int64_t token) {
+  return token >> (__ffsll(p.node_span) - 1);
+}
+__device__ __forceinline__ int64_t list_of(const GatherParams& p, int64_t query) {
+  return query >> (__ffs(p.stride) - 1);
+}
+
 struct GatherTask {
   int batch, kv_head;
   int64_t token;
@@ -24,7 +33,7 @@ __device__ __forceinline__ GatherTask gather_task(const GatherParams& p, int hea
   task.kv_head = head_index % p.num_kv_heads;
   task.token = p.t0 + query;
   task.blocks = static_cast<int64_t>(head_index) * p.num_parents;
-  const int64_t rightmost = task.token >> (__ffsll(p.node_span) - 1);  // a power of 16
+  const int64_t rightmost = node_of(p, task.token);
   if (p.lists) {
     task.list =
         p.lists + task.batch * p.list_batch + (list_row * p.num_kv_heads + task.kv_head) * p.list_width;

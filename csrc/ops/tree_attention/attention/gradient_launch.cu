@@ -62,19 +62,20 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void launch_gradient_rows(const TensorCoreShape& shape, const RowParams& params, cudaStream_t stream) {
-  const int64_t rows = int64_t{params.num_batches} * params.num_queries * params.num_kv_heads * params.group;
-  dispatch_type(shape.dtype, [&](auto zero) {
-    gradient_rows_kernel<decltype(zero)>
-        <<<blocks_for(rows, kRowWarps), kRowWarps * 32, 0, stream>>>(params, shape.key_dim, shape.value_dim);
+  const dim3 grid(blocks_for(params.num_queries, kRowQueries), params.num_batches * params.num_kv_heads);
+  dispatch_shape(shape, [&](auto tag, auto dim) {
+    gradient_rows_kernel<typename decltype(tag)::type, dim.value>
+        <<<grid, kRowWarps * 32, 0, stream>>>(params);
   });
 }
 
 void launch_key_bounds(const TensorCoreShape& shape, const RelayParams& relay, KeyBounds* bounds,
                        cudaStream_t stream) {
-  const int64_t rows = relay.num_batches * relay.num_nodes * relay.num_kv_heads;
-  dispatch_type(shape.dtype, [&](auto zero) {
-    key_bounds_kernel<decltype(zero)><<<blocks_for(rows, kRowWarps), kRowWarps * 32, 0, stream>>>(
-        relay, shape.key_dim, shape.value_dim, bounds);
+  const dim3 grid(blocks_for(relay.num_nodes, kBoundNodes),
+                  static_cast<unsigned>(relay.num_batches * relay.num_kv_heads));
+  dispatch_shape(shape, [&](auto tag, auto dim) {
+    key_bounds_kernel<typename decltype(tag)::type, dim.value>
+        <<<grid, kRowWarps * 32, 0, stream>>>(relay, bounds);
   });
 }
 

@@ -9,8 +9,8 @@
 
 namespace htree::tree_attention {
 
-// What a query head brings to the gradients, once per chunk: a record of K fp16 (the query times a power of
-// two) and V elements of the gradient of the output, contiguous, and
+// What a query head brings to the gradients, once per chunk: in a record of its query K fp16 (times a power
+// of two) and V elements of the gradient of the output, and
 struct RowMeta {
   float log_sum;        // log2 of the sum of e^score over the cut
   float delta;          // sum over V of dO * O
@@ -36,7 +36,8 @@ struct RowParams {
   const float* max = nullptr;  // [B, T_q, H], natural units
   const float* sum = nullptr;
   int64_t state_batch = 0;
-  char* records = nullptr;        // [B, H_kv, num_queries, G] records of 2 (K + V) bytes; null: not wanted
+  char* records = nullptr;        // [B, H_kv, num_queries]; null: not wanted
+  bool tiled = false;             // records, of up to 8 heads; else [G] rows of 2 (K + V) bytes
   RowMeta* meta = nullptr;        // [B, H_kv, num_queries, G]
   QueryBounds* bounds = nullptr;  // [B, H_kv], zeroed by the caller
   int num_batches = 0;
@@ -93,6 +94,7 @@ cudaError_t launch_inverse_lists(const InverseParams& params, cudaStream_t strea
 struct GradientParams {
   GatherParams gather;  // its queries are not used
   const char* records = nullptr;
+  bool tiled = false;
   const RowMeta* meta = nullptr;
   const KeyBounds* key_bounds = nullptr;
   const QueryBounds* query_bounds = nullptr;
@@ -126,10 +128,8 @@ struct KeyGradientParams {
 };
 void launch_key_gradient(const TensorCoreShape& shape, const KeyGradientParams& params, cudaStream_t stream);
 
-// The same from the users of a window of lists, a warp per parent or, for implicit lists, four. Below
-// kMinParentGroup heads, kernels that fill a tile with the rows of several users do less work; above
-// kMaxParentGroup there are two tiles.
-constexpr int kMinParentGroup = 4, kMaxParentGroup = 8;
+// The same from the users of a window of lists and tiled records, a warp per parent or, for implicit lists,
+// four.
 // Records of a head whose users all its parents walk at a time: they stay in the L2.
 constexpr int64_t kParentWindowBytes = int64_t{16} << 20;
 void launch_parent_gradient(const TensorCoreShape& shape, const KeyGradientParams& params,

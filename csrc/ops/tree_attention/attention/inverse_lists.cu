@@ -16,15 +16,23 @@ void launch_list_masks(const ListMaskParams& params, cudaStream_t stream) {
 cudaError_t launch_inverse_lists(const InverseParams& params, cudaStream_t stream) {
   const unsigned heads = static_cast<unsigned>(params.num_batches * params.num_kv_heads);
   const dim3 runs(static_cast<unsigned>(ceil_div(params.num_lists, kInverseRows)), heads);
-  inverse_count_kernel<<<runs, kInverseThreads, 0, stream>>>(params);
+  const bool shared = params.num_parents <= kSharedCounters;
+  const int64_t bytes = shared ? params.num_parents * 4 : 0;
+  const auto count = shared ? inverse_count_kernel<true> : inverse_count_kernel<false>;
+  const auto fill = shared ? inverse_fill_kernel<true> : inverse_fill_kernel<false>;
+  allow_shared_bytes(count, bytes);
+  allow_shared_bytes(fill, bytes);
+  count<<<runs, kInverseThreads, bytes, stream>>>(params);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) {
     return error;
   }
-  inverse_scan_kernel<<<heads, kInverseThreads, 0, stream>>>(params, static_cast<int>(runs.x));
+  const dim3 parents(static_cast<unsigned>(ceil_div(params.num_parents, kInverseThreads)), heads);
+  inverse_places_kernel<<<parents, kInverseThreads, 0, stream>>>(params, static_cast<int>(runs.x));
+  inverse_scan_kernel<<<heads, kInverseThreads, 0, stream>>>(params);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) {
     return error;
   }
-  inverse_fill_kernel<<<runs, kInverseThreads, 0, stream>>>(params);
+  fill<<<runs, kInverseThreads, bytes, stream>>>(params);
   return cudaGetLastError();
 }
 

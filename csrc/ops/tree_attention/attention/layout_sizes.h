@@ -8,9 +8,17 @@ namespace htree::tree_attention {
 
 constexpr int kTensorCoreRate = 16;  // r of every tensor-core kernel
 
+// Queries that share a task of block_gradient/ at the top, where they need no lists.
+constexpr int kGradientRun = 16;
+
 // A parent's block of re-laid keys and values, see parent_block.cuh.
 constexpr int64_t parent_block_bytes(int64_t key_dim, int64_t value_dim) {
   return kTensorCoreRate * (2 * key_dim + 4 + 2 * value_dim);
+}
+
+// A query's record of 8 heads, see gradient_rows.cuh.
+constexpr int64_t tiled_record_bytes(int64_t key_dim, int64_t value_dim) {
+  return 8 * (2 * (key_dim + value_dim) + 16);
 }
 
 // A turn table, see attention_launch.h.

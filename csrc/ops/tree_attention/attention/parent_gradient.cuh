@@ -118,13 +118,6 @@ class ParentGradient {
                    : "memory");
     }
     __syncwarp();
-    // rows that no user fills weigh nothing
-    for (int at = lane * 16; at < Stage::kWarpBytes; at += 512) {
-      const bool meta =
-          at % Stage::kBytes >= Stage::kMetaOffset && at % Stage::kBytes < Stage::kPresentOffset;
-      device::store_shared_16(ring + at, uint4{meta ? 0x7f800000u : 0u, 0, 0, 0});
-    }
-    __syncwarp();
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
 #pragma unroll
@@ -142,17 +135,16 @@ class ParentGradient {
       load_four_chunks<kDim, false>(reinterpret_cast<uint32_t(&)[4]>(q[i]), stage, i);
     }
     turn_user<kDim>(q, stage + Stage::kTurnOffset);
+    // two chains of products, one behind the other's back
     float dp[4] = {}, s[4] = {};
 #pragma unroll
     for (int i = 0; i < kChunks; i += 4) {
       uint32_t x[4];
       load_four_chunks<kDim, false>(x, stage + Stage::kGradientOffset, i);
       device::mma_16x8x16<T>(dp, values_[i / 2], x[0], x[1]);
+      device::mma_16x8x16<__half>(s, keys_[i / 2], q[i], q[i + 1]);
       device::mma_16x8x16<T>(dp, values_[i / 2 + 1], x[2], x[3]);
-    }
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      device::mma_16x8x16<__half>(s, keys_[i], q[2 * i], q[2 * i + 1]);
+      device::mma_16x8x16<__half>(s, keys_[i / 2 + 1], q[i + 2], q[i + 3]);
     }
     unsigned present;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(present) : "r"(stage + Stage::kPresentOffset) : "memory");
@@ -294,7 +286,7 @@ __global__ void __launch_bounds__(kParentWarps * 32, 2) parent_gradient_kernel(K
             ring);
   UserStream<kDim> stream(params, users, parent, begin, end, ring);
   for (uint32_t user = begin; user < end; ++user) {
-    sums.add_user(stream.wait(user), p.score_scale, power.scale);
+    sums.add_user(stream.wait(), p.score_scale, power.scale);
   }
   device::wait_copies<0>();
   if constexpr (kShared) {

@@ -85,9 +85,9 @@ __global__ void __launch_bounds__(kQueryGradientWarps * 32, 2)
   if (query >= p.num_queries) {
     return;
   }
-  const int64_t list_row = query / p.stride;
+  const int64_t list_row = list_of(p, query);
   GatherTask task = gather_task(p, blockIdx.y, query, list_row);
-  const int64_t rightmost = task.token / p.node_span;
+  const int64_t rightmost = node_of(p, task.token);
   const uint16_t* selected = nullptr;
   int last_candidate = task.num_candidates;
   if (common.selected) {
@@ -105,23 +105,25 @@ __global__ void __launch_bounds__(kQueryGradientWarps * 32, 2)
     ParentStream<Ring::kCopyBytes, Ring::kStageBytes, Ring::kStages> stream(
         p.blocks + task.blocks * Block::kBytes, Block::kBytes, p.num_parents, task.list, 0, task.num_slots,
         device::shared_address(shared) + warp * Ring::kWarpBytes);
-    constexpr int kRecord = kKeyDim + kValueDim;  // 2-byte elements
     const int64_t record_idx = (int64_t{blockIdx.y} * p.num_queries + query) * p.group;
-    const __half* records = reinterpret_cast<const __half*>(common.records) + record_idx * kRecord;
+    static_assert(kKeyDim == kValueDim);
+    const RecordRows<kKeyDim> record(common, blockIdx.y, query);
     RotatedQuery<kKeyDim, kTiles> q;
-    q.load(records, kRecord, p.group, p.score_scale, p.rope, task.num_candidates - 1);
+    q.load([&](int head, int dim) { return __half2float(*record.query(head, dim)); }, p.group, p.score_scale,
+           p.rope, task.num_candidates - 1);
     uint32_t gradient[kTiles][kValueDim / 16][2];  // dO^T as a B operand
     RowMeta meta[kTiles][2];
     const KeyBounds bounds = common.key_bounds[blockIdx.y];
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       const int head = tile * 8 + lane / 4;
-      const uint32_t* row = reinterpret_cast<const uint32_t*>(records + int64_t{head} * kRecord + kKeyDim);
 #pragma unroll
       for (int step = 0; step < kValueDim / 16; ++step) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          gradient[tile][step][i] = head < p.group ? row[step * 8 + i * 4 + lane % 4] : 0u;
+          const int dim = step * 16 + i * 8 + lane % 4 * 2;
+          gradient[tile][step][i] =
+              head < p.group ? *reinterpret_cast<const uint32_t*>(record.gradient(head, dim)) : 0u;
         }
       }
 #pragma unroll

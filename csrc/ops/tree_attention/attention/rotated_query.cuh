@@ -33,6 +33,14 @@ struct RotatedQuery {
   template <typename T>
   __device__ __forceinline__ void load(const T* rows, int64_t head_stride, int group, float score_scale,
                                        const float2* rope, int64_t position) {
+    load([&](int head, int dim) { return device::to_acc(rows[head * head_stride + dim]); }, group,
+         score_scale, rope, position);
+  }
+
+  // element(head, dim) as above.
+  template <typename Element>
+  __device__ __forceinline__ void load(Element&& element, int group, float score_scale, const float2* rope,
+                                       int64_t position) {
     constexpr int kHalf = kKeyDim / 2;
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -44,13 +52,12 @@ struct RotatedQuery {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       const int head = tile * 8 + lane / 4;
-      const T* row = rows + head * head_stride;
       float largest = 0.f;
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
         const int dim = fragment_dim(i, lane);
-        low[tile][i] = head < group ? device::to_acc(row[dim]) : 0.f;
-        high[tile][i] = head < group ? device::to_acc(row[kHalf + dim]) : 0.f;
+        low[tile][i] = head < group ? element(head, dim) : 0.f;
+        high[tile][i] = head < group ? element(head, kHalf + dim) : 0.f;
         largest = fmaxf(largest, fmaxf(finite_magnitude(low[tile][i]), finite_magnitude(high[tile][i])));
       }
       largest = fmaxf(largest, __shfl_xor_sync(device::kFullMask, largest, 1));

@@ -138,10 +138,16 @@ cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream) {
                     stream);
   cudaError_t error = cudaGetLastError();
   if (call.turns && error == cudaSuccess) {
-    const TurnOrder order =
-        call.config.gather == GatherKernel::kUnion ? TurnOrder::kFragments : TurnOrder::kDims;
+    const TurnOrder order = call.config.gather == GatherKernel::kUnion || call.config.union_queries
+                                ? TurnOrder::kFragments
+                                : TurnOrder::kDims;
     launch_turn_table(call.turns, call.turn_slots(), static_cast<int>(p.key_dim), order, p.args.rope_base,
                       p.args.rotate, stream);
+    error = cudaGetLastError();
+  }
+  if (call.block_turns && error == cudaSuccess) {
+    launch_turn_table(call.block_turns, call.turn_slots(), static_cast<int>(p.key_dim), TurnOrder::kDims,
+                      p.args.rope_base, p.args.rotate, stream);
     error = cudaGetLastError();
   }
   for (size_t i = 0; i < call.layers.size() && error == cudaSuccess; ++i) {

@@ -28,6 +28,7 @@ struct TreeCall {
   std::vector<TreeLayer> layers;
   float2* rope = nullptr;    // [rope_rows(), K/2]
   __half2* turns = nullptr;  // turn table of turn_slots() slots; null for private gathers
+  __half2* block_turns = nullptr;  // another of TurnOrder::kDims, if config.block_top
   TopTiles top;              // of layers.back(), if config.dense_top
 
   int64_t rope_rows() const { return problem.args.top_k * kTensorCoreRate + 1; }

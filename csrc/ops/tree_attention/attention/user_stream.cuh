@@ -9,17 +9,16 @@ namespace htree::tree_attention {
 
 constexpr int kParentWarps = 4;
 constexpr int kParentStages = 6;
-constexpr int kParentRows = 8;  // query heads of a user, at most
 
-// One user in shared memory.
+// One user in shared memory: a tiled record, what turns its queries and what of the parent they see.
 template <int kDim>
 struct UserStage {
+  using Record = TiledRecord<kDim>;
   static constexpr int kRowBytes = kDim * 2;
-  static constexpr int kTileBytes = kParentRows * kRowBytes;
-  static constexpr int kGradientOffset = kTileBytes;
-  static constexpr int kTurnOffset = 2 * kTileBytes;  // fp16 cos and sin of its position, see position_turns
-  static constexpr int kMetaOffset = kTurnOffset + kRowBytes;
-  static constexpr int kPresentOffset = kMetaOffset + kParentRows * 16;
+  static constexpr int kGradientOffset = Record::kGradientOffset;
+  static constexpr int kMetaOffset = Record::kMetaOffset;
+  static constexpr int kTurnOffset = Record::kBytes;  // fp16 cos and sin of its position, see position_turns
+  static constexpr int kPresentOffset = kTurnOffset + kRowBytes;
   static constexpr int kBytes = (kPresentOffset + 16 + 127) / 128 * 128;
   static constexpr int kWarpBytes = kParentStages * kBytes;
   static constexpr int kSharedBytes = kParentWarps * kWarpBytes;
@@ -47,7 +46,7 @@ struct WindowUsers {
       if (params.common.selected) {
         token = max(token, p.list_width * p.node_span);
       }
-      const int64_t first = max((token - p.t0 + p.stride - 1) / p.stride, int64_t{params.first_list});
+      const int64_t first = max(list_of(p, token - p.t0 + p.stride - 1), int64_t{params.first_list});
       end = params.end_list;
       begin = static_cast<uint32_t>(min(first, int64_t{end}));
     }
@@ -74,6 +73,7 @@ template <int kDim>
 class UserStream {
  public:
   using Stage = UserStage<kDim>;
+  using Record = TiledRecord<kDim>;
 
   __device__ __forceinline__ UserStream(const KeyGradientParams& params, const WindowUsers& users,
                                         int64_t parent, uint32_t begin, uint32_t end, uint32_t ring)
@@ -85,21 +85,32 @@ class UserStream {
         ring_(ring),
         lane_(threadIdx.x % 32),
         next_(begin) {
+    const GatherParams& p = params.common.gather;
+    records_ = params.common.records + int64_t{blockIdx.y} * p.num_queries * Record::kBytes + lane_ * 16;
+    const bool meta = lane_ < kRecordRows;
+    rest_ = meta ? records_ + Record::kMetaOffset
+                 : reinterpret_cast<const char*>(params.turns) + (lane_ - kRecordRows) * 16;
     entry_ = read_entry(begin);
     for (int i = 0; i < kParentStages - 1; ++i) {
       issue();
     }
   }
 
-  // Stage of user `user`; users are waited for in their order.
-  __device__ __forceinline__ uint32_t wait(uint32_t user) {
+  // Stage of the next user.
+  __device__ __forceinline__ uint32_t wait() {
     device::wait_copies<kParentStages - 2>();
     __syncwarp();
     issue();  // into the stage of the user before this one, which all lanes have left
-    return ring_ + (user - begin_) % kParentStages * Stage::kBytes;
+    const uint32_t stage = ring_ + read_;
+    read_ = following(read_);
+    return stage;
   }
 
  private:
+  __device__ __forceinline__ static uint32_t following(uint32_t stage) {
+    return stage == (kParentStages - 1) * Stage::kBytes ? 0 : stage + Stage::kBytes;
+  }
+
   // Entry of user first + lane.
   __device__ __forceinline__ uint32_t read_entry(uint32_t first) const {
     const GatherParams& p = params_.common.gather;
@@ -107,7 +118,7 @@ class UserStream {
     if (user >= end_) {
       return 0;
     }
-    const uint32_t at = users_.begin + user / p.stride;
+    const uint32_t at = users_.begin + static_cast<uint32_t>(list_of(p, user));
     return params_.entries ? params_.entries[at] : at * p.list_width + static_cast<uint32_t>(parent_);
   }
 
@@ -120,7 +131,7 @@ class UserStream {
     entry_ = read_entry(next_ + 32);
     const uint32_t list_row = entry / p.list_width;
     const int slot = static_cast<int>(entry % p.list_width);
-    query_ = list_row * p.stride + user % p.stride;
+    query_ = list_row * p.stride + (user & (p.stride - 1));
     present_ = 0;
     position_ = 0;
     if (user >= end_ || query_ >= static_cast<uint32_t>(p.num_queries)) {
@@ -129,7 +140,7 @@ class UserStream {
     }
     const int batch = blockIdx.y / p.num_kv_heads, kv_head = blockIdx.y % p.num_kv_heads;
     const int64_t list_idx = (batch * int64_t{p.num_lists} + list_row) * p.num_kv_heads + kv_head;
-    const int64_t rightmost = (p.t0 + query_) / p.node_span;
+    const int64_t rightmost = node_of(p, p.t0 + query_);
     const int count =
         params_.entries ? params_.counts[list_idx] : static_cast<int>(rightmost / kBlockRows) + 1;
     const int position = (count - 1 - slot) * kBlockRows + static_cast<int>(rightmost % kBlockRows);
@@ -141,50 +152,38 @@ class UserStream {
       present_ &= ~static_cast<unsigned>(
           reinterpret_cast<const uint16_t*>(common.selected + list_idx * common.mask_words)[slot]);
     }
-    position_ = max(position, 0);
+    position_ = static_cast<unsigned>(max(position, 0));
   }
 
   __device__ __forceinline__ void issue() {
     if (next_ < end_) {
-      if ((next_ - begin_) % 32 == 0) {
+      const int from = static_cast<int>((next_ - begin_) % 32);
+      if (from == 0) {
         look_up();
       }
-      const GatherParams& p = params_.common.gather;
-      const int from = static_cast<int>((next_ - begin_) % 32);
       const unsigned query = __shfl_sync(device::kFullMask, query_, from);
       const unsigned present = __shfl_sync(device::kFullMask, present_, from);
-      const int position = __shfl_sync(device::kFullMask, position_, from);
-      const uint32_t stage = ring_ + (next_ - begin_) % kParentStages * Stage::kBytes;
-      const int64_t row = (int64_t{blockIdx.y} * p.num_queries + query) * p.group;
-      copy_rows(stage, params_.common.records + row * (4 * kDim), p.group);
-      constexpr int kTurnChunks = kDim / 8;
-      if (lane_ < kTurnChunks) {
-        device::copy_async_16(stage + Stage::kTurnOffset + lane_ * 16,
-                              params_.turns + int64_t{position} * (kDim / 2) + lane_ * 4);
-      } else if (lane_ - 16 >= 0 && lane_ - 16 < p.group) {
-        device::copy_async_16(stage + Stage::kMetaOffset + (lane_ - 16) * 16,
-                              params_.common.meta + row + lane_ - 16);
+      const unsigned position = __shfl_sync(device::kFullMask, position_, from);
+      const uint32_t to = ring_ + write_ + lane_ * 16;
+      const char* record = records_ + uint64_t{query} * Record::kBytes;
+#pragma unroll
+      for (int at = 0; at < Record::kMetaOffset; at += 512) {
+        device::copy_async_16(to + at, record + at);
+      }
+      // the numbers of the rows, and behind them their turns
+      const bool meta = lane_ < kRecordRows;
+      if (lane_ < kRecordRows + kDim / 8) {
+        device::copy_async_16(
+            to + Record::kMetaOffset,
+            rest_ + uint64_t{meta ? query : position} * (meta ? Record::kBytes : Stage::kRowBytes));
       }
       if (lane_ == 0) {
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(stage + Stage::kPresentOffset), "r"(present) : "memory");
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(to + Stage::kPresentOffset), "r"(present) : "memory");
       }
     }
     device::commit_copies();
     ++next_;
-  }
-
-  // Records [G][q, dO] into two tiles of 8 rows.
-  __device__ __forceinline__ void copy_rows(uint32_t stage, const char* records, int group) const {
-    constexpr int kChunks = kDim / 8, kRowChunks = 2 * kChunks;
-#pragma unroll
-    for (int i = 0; i < kParentRows * kRowChunks / 32; ++i) {
-      const int at = i * 32 + lane_;
-      const int row = at / kRowChunks, chunk = at % kRowChunks;
-      if (row < group) {
-        const uint32_t tile = chunk < kChunks ? 0 : Stage::kGradientOffset;
-        device::copy_async_16(stage + tile + chunk_offset<kDim>(row, chunk % kChunks), records + at * 16);
-      }
-    }
+    write_ = following(write_);
   }
 
   const KeyGradientParams& params_;
@@ -192,9 +191,11 @@ class UserStream {
   int64_t parent_;
   uint32_t begin_, end_, ring_;
   int lane_;
+  const char* records_;  // of the head, at this lane's chunk
+  const char* rest_;     // what the lane copies behind the tiles: of record 0 or of position 0
   uint32_t next_, entry_ = 0;
-  unsigned query_ = 0, present_ = 0;
-  int position_ = 0;
+  uint32_t read_ = 0, write_ = 0;  // stages
+  unsigned query_ = 0, present_ = 0, position_ = 0;
 };
 
 }  // namespace htree::tree_attention

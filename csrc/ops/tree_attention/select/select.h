@@ -49,7 +49,11 @@ inline Tensor prepare_io_select_topk(const Tensor& scores, const Tensor& num_can
   check_at_least(kOp, "layer", layer, 0);
   TORCH_CHECK_VALUE(holds(t0.sym_ge(0)), kOp, ": t0 must be at least 0, got ", t0);
   parse_io_select(kOp, select);
-  return prepare_positions(kOp, scores, num_candidates, top_k);
+  Tensor positions = prepare_positions(kOp, scores, num_candidates, top_k);
+  const SymInt limit = int64_t{1} << 31;
+  TORCH_CHECK_VALUE(holds(t0.sym_lt(limit)) && holds(scores.sym_size(1).sym_lt(limit - t0)), kOp,
+                    ": t0 + T_q must be below 2^31, got t0 = ", t0, " and T_q = ", scores.sym_size(1));
+  return positions;
 }
 
 inline void prepare_mask_topk_scores(const Tensor& scores, const Tensor& topk_positions) {

@@ -1,3 +1,5 @@
+#include "device/kernel_overlap.cuh"
+#include "host/launch_cluster.h"
 #include "ops/fp8/gemm/gemm_launch.h"
 
 namespace htree::fp8 {
@@ -5,6 +7,10 @@ namespace {
 
 __global__ void reciprocals_kernel(GemmScale a, int64_t num_a, float* out_a, GemmScale b, int64_t num_b,
                                    float* out_b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  device::let_next_kernel_begin();
+  device::wait_for_previous_kernels();
+#endif
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (i < num_a) {
     out_a[i] = 1.0f / a.data[i * a.stride];
@@ -16,9 +22,13 @@ __global__ void reciprocals_kernel(GemmScale a, int64_t num_a, float* out_a, Gem
 }  // namespace
 
 cudaError_t launch_reciprocals(GemmScale a, int64_t num_a, float* out_a, GemmScale b, int64_t num_b,
-                               float* out_b, cudaStream_t stream) {
+                               float* out_b, bool overlaps, cudaStream_t stream) {
   constexpr int kThreads = 128;
   const auto blocks = static_cast<unsigned>((num_a + num_b + kThreads - 1) / kThreads);
+  if (overlaps) {
+    return launch_overlapping_cluster(reciprocals_kernel, dim3(blocks), kThreads, 0, 1, stream, a, num_a,
+                                      out_a, b, num_b, out_b);
+  }
   reciprocals_kernel<<<blocks, kThreads, 0, stream>>>(a, num_a, out_a, b, num_b, out_b);
   return cudaGetLastError();
 }

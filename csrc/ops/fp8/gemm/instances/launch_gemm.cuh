@@ -30,71 +30,73 @@ inline int num_code_blocks(const GemmSizes& sizes) {
   return static_cast<int>((sizes.k + 127) / 128);
 }
 
+inline cudaError_t count_multiprocessors(int& count) {
+  int device = 0;
+  const cudaError_t error = cudaGetDevice(&device);
+  return error != cudaSuccess ? error
+                              : cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+}
+
 template <class Tr>
 cudaError_t launch_tiles(const GemmParams<typename Tr::Out>& p, int group, cudaStream_t stream) {
   using Out = typename Tr::Out;
-  int device = 0;
   int processors = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  }
+  const cudaError_t error = count_multiprocessors(processors);
   if (error != cudaSuccess) {
     return error;
   }
   const GemmSizes& s = p.sizes;
-  const bool staged = sizeof(Out) == 2 && s.n % 8 == 0;
-  GemmTileMaps maps{code_map(p.a, s.m, s.k, Tr::kLoadedRows), code_map(p.b, s.n, s.k, Tr::kColumns), {}};
-  if (staged) {
-    TensorBox box;
-    box.data = p.c;
-    box.type =
-        std::is_same_v<Out, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    box.sizes[0] = static_cast<uint64_t>(s.n);
-    box.sizes[1] = static_cast<uint64_t>(s.m);
-    box.strides_bytes[0] = static_cast<uint64_t>(s.n) * sizeof(Out);
-    box.box[0] = Tr::kStoreColumns;
-    box.box[1] = 16;
-    maps.c = make_tensor_map(box);
-  }
+  const GemmTileMaps maps{code_map(p.a, s.m, s.k, Tr::kLoadedRows), code_map(p.b, s.n, s.k, Tr::kColumns)};
   constexpr int kClusterColumns = Tr::kColumns * Tr::kCluster;
   const device::TileOrder order{static_cast<int>((s.m + Tr::kRows - 1) / Tr::kRows),
                                 static_cast<int>((s.n + kClusterColumns - 1) / kClusterColumns), group};
-  const GemmTileArguments<Out> arguments{s, p.a_scale, p.b_scale, staged ? nullptr : p.c, num_code_blocks(s)};
+  const GemmTileArguments<Out> arguments{s, p.a_scale, p.b_scale, p.c, num_code_blocks(s)};
   const int clusters = std::min(processors / Tr::kCluster, order.count());
-  return launch_cluster(gemm_tile_kernel<Tr>, dim3(static_cast<unsigned>(clusters * Tr::kCluster)),
-                        Tr::kThreads, Tr::kSharedBytes, Tr::kCluster, stream, maps, order, arguments);
+  return launch_overlapping_cluster(gemm_tile_kernel<Tr>,
+                                    dim3(static_cast<unsigned>(clusters * Tr::kCluster)), Tr::kThreads,
+                                    Tr::kSharedBytes, Tr::kCluster, stream, maps, order, arguments);
 }
 
 template <class Tr>
 cudaError_t launch_streams(const GemmParams<typename Tr::Out>& p, cudaStream_t stream) {
+  int processors = 0;
+  const cudaError_t error = count_multiprocessors(processors);
+  if (error != cudaSuccess) {
+    return error;
+  }
   const GemmSizes& s = p.sizes;
   const GemmStreamMaps maps{code_map(p.a, s.m, s.k, Tr::kRows), code_map(p.b, s.n, s.k, Tr::kColumns)};
   const dim3 grid(static_cast<unsigned>((s.n + Tr::kColumns - 1) / Tr::kColumns * Tr::kParts),
                   static_cast<unsigned>((s.m + Tr::kRows - 1) / Tr::kRows));
-  return launch_cluster(gemm_stream_kernel<Tr>, grid, Tr::kThreads, Tr::kSharedBytes, Tr::kParts, stream,
-                        maps, p, num_code_blocks(s));
+  const auto processor_count = static_cast<unsigned>(processors);
+  const bool overlaps = grid.x <= processor_count && grid.y == 1;
+  return launch_with(overlaps, gemm_stream_kernel<Tr>, grid, Tr::kThreads, Tr::kSharedBytes, Tr::kParts,
+                     stream, maps, p, num_code_blocks(s));
+}
+
+template <class Tr>
+bool is_tile(const GemmConfig& c) {
+  return c.rows == Tr::kRows && c.columns == Tr::kColumns && c.stages == Tr::Shape::kStages &&
+         c.promote == Tr::kPromoteK && c.cluster == Tr::kCluster;
+}
+
+// The one of Tiles that `c` describes.
+template <class... Tiles, typename Out>
+cudaError_t launch_described(const GemmParams<Out>& p, const GemmConfig& c, cudaStream_t stream) {
+  cudaError_t error = cudaErrorNotSupported;
+  (void)((is_tile<Tiles>(c) && (error = launch_tiles<Tiles>(p, c.group, stream), true)) || ...);
+  return error;
 }
 
 }  // namespace
 
 template <typename Out>
 cudaError_t launch_gemm_tile(const GemmParams<Out>& p, const GemmConfig& c, cudaStream_t stream) {
-  if (c.rows == 128 && c.columns == 128 && c.stages == 5) {
-    if (c.promote == 128 && c.cluster == 1) {
-      return launch_tiles<GemmTileTraits<Out, 128, 128, 5, 128, 1>>(p, c.group, stream);
-    }
-    if (c.promote == 128 && c.cluster == 2) {
-      return launch_tiles<GemmTileTraits<Out, 128, 128, 5, 128, 2>>(p, c.group, stream);
-    }
-    if (c.promote == 64 && c.cluster == 1) {
-      return launch_tiles<GemmTileTraits<Out, 128, 128, 5, 64, 1>>(p, c.group, stream);
-    }
-  }
-  if (c.rows == 256 && c.columns == 128 && c.stages == 4 && c.promote == 64 && c.cluster == 2) {
-    return launch_tiles<GemmTileTraits<Out, 256, 128, 4, 64, 2>>(p, c.group, stream);
-  }
-  return cudaErrorNotSupported;
+  return launch_described<
+      GemmTileTraits<Out, 1, 64, 32, 15, 128, 1>, GemmTileTraits<Out, 1, 64, 64, 12, 128, 1>,
+      GemmTileTraits<Out, 2, 128, 64, 8, 128, 1>, GemmTileTraits<Out, 2, 128, 128, 5, 128, 1>,
+      // named by tuples of the tuning space
+      GemmTileTraits<Out, 2, 128, 128, 5, 64, 1>, GemmTileTraits<Out, 2, 256, 128, 4, 64, 2>>(p, c, stream);
 }
 
 template <typename Out, int kRows>

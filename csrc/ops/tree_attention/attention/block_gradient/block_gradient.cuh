@@ -19,7 +19,7 @@ __device__ __forceinline__ void init_gradient_barriers(GradientShared<Tile>& sha
     for (int warp = 0; warp < Tile::kProducerWarps; ++warp) {
       device::barrier_init(&shared.keys_landed[stage][warp], 1);
     }
-    device::barrier_init(&shared.keys_full[stage], Tile::kProducerWarps);
+    device::barrier_init(&shared.keys_full[stage], 32 * Tile::kProducerWarps);
     device::barrier_init(&shared.values_full[stage], Tile::kProducerWarps);
     device::barrier_init(&shared.keys_empty[stage], 2);
     device::barrier_init(&shared.values_empty[stage], 2);

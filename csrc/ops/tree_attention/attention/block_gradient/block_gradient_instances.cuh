@@ -27,8 +27,13 @@ void launch_partial_sums_instance(const PartialSumParams& params, cudaStream_t s
   const BlockGradientParams& b = params.blocks;
   const int64_t per_head = int64_t{b.gather.num_lists} * blocks_per_list(b.gather);
   const int64_t heads = (b.first_task + b.num_tasks - 1) / per_head - b.first_task / per_head + 1;
-  const dim3 grid(static_cast<unsigned>(b.gather.num_parents), static_cast<unsigned>(heads));
-  partial_sum_kernel<T, kDim><<<grid, SumShape<kDim>::kThreads, 0, stream>>>(params);
+  // parents up to the last list's own
+  const int64_t last_list = (b.first_task + b.num_tasks - 1) % per_head / blocks_per_list(b.gather);
+  const int64_t reached =
+      heads > 1 ? b.gather.num_parents
+                : (b.gather.t0 - b.lead + last_list * b.gather.stride) / b.gather.node_span / kBlockRows + 1;
+  const dim3 grid(static_cast<unsigned>(reached), static_cast<unsigned>(heads));
+  partial_sum_kernel<T, kDim><<<grid, SumShape<kDim>::kWarps * 32, 0, stream>>>(params);
 }
 
 #define HTREE_BLOCK_GRADIENT_INSTANCES(PREFIX, T, DIM)                                           \

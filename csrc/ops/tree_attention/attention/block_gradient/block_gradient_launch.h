@@ -1,6 +1,9 @@
 // Launchers of the gradients of whole selection blocks on Hopper (sm_90a): r = 16, fp16 or bf16 inputs,
 // K = V in {32, 64, 128}, any G, docs/semantics.md §1.10, §1.12. No torch.
 //
+// Without lists every query takes all parents up to its own, so that neighbours under one parent can share a
+// task whatever the selection stride: kGradientRun queries each, with a mask for every query.
+//
 // One pass over the lists makes all five products of attention's backward while a parent's keys and values
 // are in shared memory. dQ stays with its block; what a block adds to dK and dV of a parent leaves as one
 // partial sum per (list, slot), and a second kernel adds a parent's partials in the order of the lists.
@@ -27,8 +30,13 @@ struct BlockGradientParams {
   const KeyBounds* key_bounds = nullptr;
   const QueryBounds* query_bounds = nullptr;
   const int32_t* counts = nullptr;     // [B, num_lists, H_kv] parents of a list; null: implicit lists
-  const uint32_t* selected = nullptr;  // [B, num_lists, H_kv, mask_words]; null at the bottom
+  const uint32_t* selected = nullptr;  // [B, lists, H_kv, mask_words]; null at the bottom
   int64_t mask_words = 0;
+  int mask_stride =
+      1;  // queries that share a row of `selected`: gather.stride or, of runs, the selection stride
+  int group_shift = 0;  // log2 G, a power of two, where they differ
+  int lead =
+      0;  // of queries that the first run lacks at its begin, for it begins at a multiple of its length
   float scale = 0.f;
 
   bool first = false;  // layer: nothing in partial_queries yet
@@ -41,8 +49,8 @@ struct BlockGradientParams {
   // dV are not wanted. A task with m parents writes its first m slots.
   char* partials = nullptr;
   int64_t partial_slots = 0;
-  int64_t first_task = 0;
-  int64_t num_tasks = 0;
+  uint32_t first_task = 0;
+  uint32_t num_tasks = 0;
 };
 void launch_block_gradient(const TensorCoreShape& shape, const BlockGradientParams& params,
                            cudaStream_t stream);

@@ -20,6 +20,35 @@ struct BlockLayerParams {
   int64_t partial_bytes = 0;
 };
 
+// Lists from `first` on, counted over all heads, whose partial sums fit `slots` of them together; `most` is
+// how many slots each of them may need. Without lists, later queries need more of them.
+struct ListRun {
+  int64_t lists, most;
+};
+inline ListRun next_lists(const BlockGradientParams& b, int64_t first, int64_t num_lists, int64_t slots) {
+  const GatherParams& p = b.gather;
+  const auto needed = [&](int64_t list_row) {
+    // a caller's list may hold more than it should
+    const int64_t last = (p.t0 - b.lead + list_row * p.stride) / p.node_span / kTensorCoreRate + 1;
+    return p.lists ? b.partial_slots : last;
+  };
+  const int64_t row = first % p.num_lists, left = p.num_lists - row;
+  const int64_t across = std::min(slots / b.partial_slots, num_lists - first);
+  if (across >= left) {
+    return {across, b.partial_slots};
+  }
+  int64_t low = 1, high = left;  // at least one list
+  while (low < high) {
+    const int64_t middle = (low + high + 1) / 2;
+    if (middle * needed(row + middle - 1) <= slots) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return {low, needed(row + low - 1)};
+}
+
 inline cudaError_t run_block_layer(const TensorCoreShape& shape, const BlockLayerParams& layer,
                                    cudaStream_t stream) {
   PartialSumParams sums = layer.sums;
@@ -27,13 +56,16 @@ inline cudaError_t run_block_layer(const TensorCoreShape& shape, const BlockLaye
   const GatherParams& p = b.gather;
   const bool keys_wanted = sums.keys || sums.values;
   const int64_t num_lists = int64_t{p.num_batches} * p.num_kv_heads * p.num_lists;
-  const int64_t step = keys_wanted ? partial_sum_lists(layer.partial_bytes, layer.blocks, b.partial_slots,
-                                                       partial_sum_bytes(shape.key_dim, shape.value_dim))
-                                   : num_lists;
+  const int64_t slots =
+      layer.partial_bytes / (layer.blocks * partial_sum_bytes(shape.key_dim, shape.value_dim));
+  const BlockGradientParams all = b;
   b.partials = keys_wanted ? layer.partials : nullptr;
-  for (int64_t first = 0; first < num_lists; first += step) {
+  for (int64_t first = 0; first < num_lists;) {
+    const ListRun run = keys_wanted ? next_lists(all, first, num_lists, slots) : ListRun{num_lists, 1};
+    b.partial_slots = run.most;
     b.first_task = first * layer.blocks;
-    b.num_tasks = std::min(step, num_lists - first) * layer.blocks;
+    b.num_tasks = run.lists * layer.blocks;
+    first += run.lists;
     launch_block_gradient(shape, b, stream);
     cudaError_t error = cudaGetLastError();
     if (keys_wanted && error == cudaSuccess) {

@@ -43,21 +43,20 @@ class GradientConsumer {
   __device__ __forceinline__ GradientConsumer(const BlockGradientParams& params, GradientShared<Tile>& shared)
       : params_(params),
         shared_(shared),
-        group_(threadIdx.x / 128 - 1),
-        warp_(threadIdx.x / 32 % 4),
+        group_(__shfl_sync(device::kFullMask, threadIdx.x / 128, 0) - 1),
+        warp_(__shfl_sync(device::kFullMask, threadIdx.x / 32 % 4, 0)),
         lane_(threadIdx.x % 32) {}
 
   // All threads of both consumer warpgroups.
   __device__ __forceinline__ void run() {
     device::named_barrier_arrive(kDoneReading + group_, 256);
     unsigned tile_idx = 0;
-    const int64_t end = params_.first_task + params_.num_tasks;
-    for (int64_t task_idx = params_.first_task + blockIdx.x; task_idx < end; task_idx += gridDim.x) {
+    const uint32_t end = params_.first_task + params_.num_tasks;
+    for (uint32_t task_idx = params_.first_task + blockIdx.x; task_idx < end; task_idx += gridDim.x) {
       int num_tiles, slot;
       prepare(task_idx, num_tiles, slot);
-      char* partial = params_.partials ? params_.partials + (task_idx - params_.first_task) *
-                                                                params_.partial_slots * kPartialBytes
-                                       : nullptr;
+      char* partials =
+          params_.partials + int64_t{task_idx - params_.first_task} * params_.partial_slots * kPartialBytes;
       float query_sum[kSum], scores[kScores], products[kScores];
 #pragma unroll
       for (int i = 0; i < kSum; ++i) {
@@ -65,7 +64,7 @@ class GradientConsumer {
       }
 #pragma unroll 1
       for (; num_tiles > 0; --num_tiles, ++tile_idx, slot -= kGradientSlots) {
-        step(tile_idx, partial && slot >= 0 ? partial + slot * int64_t{kPartialBytes} : nullptr, query_sum,
+        step(tile_idx, params_.partials && slot >= 0, partials + slot * int64_t{kPartialBytes}, query_sum,
              scores, products);
       }
       if (params_.query_gradient) {
@@ -78,7 +77,7 @@ class GradientConsumer {
   static constexpr int kPartialBytes = static_cast<int>(partial_sum_bytes(Tile::kDim, Tile::kDim));
 
   // Rows and numbers of a task; `slot` is that of this warp's parent of the first tile.
-  __device__ __forceinline__ void prepare(int64_t task_idx, int& num_tiles, int& slot) {
+  __device__ __forceinline__ void prepare(uint32_t task_idx, int& num_tiles, int& slot) {
     const GradientTask task = gradient_task(params_, task_idx);
     num_tiles = task.num_tiles;
     slot = task.num_slots - 1 - 4 * group_ - warp_;
@@ -123,9 +122,10 @@ class GradientConsumer {
     }
   }
 
-  // One tile; `partial` is where this warp's parent's sums go, null: nowhere.
-  __device__ __forceinline__ void step(unsigned tile_idx, char* partial, float (&query_sum)[kSum],
-                                       float (&scores)[kScores], float (&products)[kScores]) const {
+  // One tile; `partial` is where this warp's parent's sums go, if it has any.
+  __device__ __forceinline__ void step(unsigned tile_idx, bool has_partial, char* partial,
+                                       float (&query_sum)[kSum], float (&scores)[kScores],
+                                       float (&products)[kScores]) const {
     const int stage = gradient_stage<Tile>(tile_idx);
     const uint32_t phase = gradient_phase<Tile>(tile_idx);
     device::barrier_wait(&shared_.keys_full[stage], phase);
@@ -137,6 +137,9 @@ class GradientConsumer {
     const uint32_t present = shared_.slots[stage][4 * group_ + warp_];
     if ((present & (kWholeSlot | kOwnSlot)) != kWholeSlot) {
       cut(scores, present);
+    }
+    if (present & kQuerySlot) {
+      cut_queries(scores, shared_.query_masks[stage][4 * group_ + warp_]);
     }
     uint32_t weights[kRowSteps][4];
     weigh(scores, weights);
@@ -174,16 +177,25 @@ class GradientConsumer {
           device::advance(query, i * Tile::kSlotBytes), i > 0);
     }
     device::wgmma_commit();
-    store_partial(partial, Tile::kSlotBytes, value_sum);
+    if (has_partial) {
+      uint32_t packed[kSum / 2];
+      pack_sum(value_sum, packed);
+      store_partial(partial + Tile::kSlotBytes, packed);
+    }
     device::named_barrier_sync(kOtherWrote + (group_ ^ 1), 256);
     add_queries(query_sum, stage, group_ ^ 1);
     device::wgmma_wait<1>();
     device::pin_registers(key_sum);
-    store_partial(partial, 0, key_sum);
+    uint32_t packed_key_sum[kSum / 2];
+    pack_sum(key_sum, packed_key_sum);
     device::wgmma_wait<0>();
     device::pin_registers(query_sum);
+    // ahead of the stores: what is spilled would be read behind them
     release(&shared_.keys_empty[stage]);
     device::named_barrier_arrive(kDoneReading + group_, 256);
+    if (has_partial) {
+      store_partial(partial, packed_key_sum);
+    }
   }
 
   // query_sum += dS K' over the keys that group `of` owns.
@@ -224,6 +236,23 @@ class GradientConsumer {
     }
   }
 
+  // The same by the masks of the queries.
+  __device__ __forceinline__ void cut_queries(float (&scores)[kScores], const uint16_t* masks) const {
+    const uint32_t from = device::shared_address(masks);
+    const int key = lane_ / 4;
+#pragma unroll
+    for (int i = 0; i < kScores / 4; ++i) {
+      uint32_t mask;
+      const int query = 8 * i + lane_ % 4 * 2 >> params_.group_shift;
+      asm volatile("ld.shared.u16 %0, [%1];" : "=r"(mask) : "r"(from + query * 2));
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        scores[4 * i + j] = mask >> key & 1 ? scores[4 * i + j] : -INFINITY;
+        scores[4 * i + 2 + j] = mask >> key & 0x100 ? scores[4 * i + 2 + j] : -INFINITY;
+      }
+    }
+  }
+
   __device__ __forceinline__ void weigh(const float (&scores)[kScores],
                                         uint32_t (&weights)[kRowSteps][4]) const {
     const uint32_t sums = device::shared_address(shared_.log_sum) + lane_ % 4 * 8;
@@ -246,7 +275,8 @@ class GradientConsumer {
     const uint32_t deltas = device::shared_address(shared_.delta) + lane_ % 4 * 8;
     // matrix lane / 8 of a store: bit 0 its keys, bit 1 its rows
     const int key = group_ * kGroupRows + warp_ * 16 + lane_ / 8 % 2 * 8 + lane_ % 8;
-    const uint32_t to = device::shared_address(shared_.score_gradient) + key * 128;
+    const uint32_t to =
+        device::shared_address(shared_.score_gradient) + key * 128 + ((lane_ / 16 ^ key) % 8) * 16;
 #pragma unroll
     for (int i = 0; i < kRowSteps; ++i) {
       uint32_t packed[4];
@@ -258,31 +288,29 @@ class GradientConsumer {
         packed[j] = device::pack_pair<__half>(weight.x * fmaf(dp[0], product_factor_, -delta.x),
                                               weight.y * fmaf(dp[1], product_factor_, -delta.y));
       }
-      const int chunk = 2 * i + lane_ / 16;  // 8 rows each
-      device::store_matrices(to + chunk / 8 * Tile::kScoreHalfBytes + ((chunk ^ key) % 8) * 16, packed);
+      // chunk 2 i + lane / 16 of 8 rows each
+      device::store_matrices((to ^ i % 4 * 32) + i / 4 * Tile::kScoreHalfBytes, packed);
+    }
+  }
+
+  __device__ __forceinline__ static void pack_sum(const float (&sum)[kSum], uint32_t (&packed)[kSum / 2]) {
+#pragma unroll
+    for (int i = 0; i < kSum / 2; ++i) {
+      packed[i] = device::pack_pair<__nv_bfloat16>(sum[2 * i], sum[2 * i + 1]);
     }
   }
 
   // In the order of the accumulators, 16 bytes of all lanes after another: see partial_sum.cuh.
-  __device__ __forceinline__ void store_partial(char* partial, int offset, const float (&sum)[kSum]) const {
-    if (!partial) {
-      return;
-    }
-    uint4* to = reinterpret_cast<uint4*>(partial + offset) + lane_;
+  __device__ __forceinline__ void store_partial(char* partial, const uint32_t (&sum)[kSum / 2]) const {
+    uint4* to = reinterpret_cast<uint4*>(partial) + lane_;
 #pragma unroll
     for (int i = 0; i < kSum / 8; ++i) {
-      uint4 pack;
-      uint32_t* words = reinterpret_cast<uint32_t*>(&pack);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        words[j] = device::pack_pair<__nv_bfloat16>(sum[8 * i + 2 * j], sum[8 * i + 2 * j + 1]);
-      }
-      __stcs(to + 32 * i, pack);
+      __stcs(to + 32 * i, make_uint4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]));
     }
   }
 
   // Turns dQ back by the query's position and adds it to that of the layers above.
-  __device__ __forceinline__ void store_queries(int64_t task_idx, const float (&sum)[kSum]) const {
+  __device__ __forceinline__ void store_queries(uint32_t task_idx, const float (&sum)[kSum]) const {
     constexpr int kHalf = Tile::kDim / 2;
     const GatherParams& p = params_.gather;
     // made again: kept, they would cost registers of the products

@@ -8,7 +8,7 @@
 namespace htree::tree_attention {
 
 __device__ __forceinline__ int position_of(const GatherParams& p, const GradientTask& task, int query) {
-  const int64_t rightmost = (p.t0 + query) / p.node_span;
+  const int64_t rightmost = node_of(p, p.t0 + query);
   return max(task.num_slots - 1, 0) * kBlockRows + static_cast<int>(rightmost % kBlockRows);
 }
 
@@ -31,22 +31,31 @@ __device__ __forceinline__ void load_gradient_rows(const BlockGradientParams& pa
   const T* gradients = head_rows(params.gradients);
   const int chunk = thread % kLanes, dim = chunk * 8;
   const float power = powers.signed_query(params.scale);
-#pragma unroll 1
-  for (int row = thread / kLanes; row < kGradientRows; row += kRowsPerPass) {
-    const PairPlace at = pair_place(p, task, row);
-    float x[8] = {}, y[8] = {};
-    uint4 gradient_low = {}, gradient_high = {};
-    int position = 0;
+  constexpr int kPasses = kGradientRows / kRowsPerPass;
+  // all on their way before the first is used
+  uint4 query_low[kPasses], query_high[kPasses], gradient_low[kPasses], gradient_high[kPasses];
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const PairPlace at = pair_place(p, task, pass * kRowsPerPass + thread / kLanes);
+    query_low[pass] = query_high[pass] = gradient_low[pass] = gradient_high[pass] = uint4{};
     if (at.exists) {
       const T* query = queries + at.query * p.queries.row + at.head * p.queries.head + dim;
-      widen_eight<T>(load_eight(query, p.queries.aligned), x);
-      widen_eight<T>(load_eight(query + kHalf, p.queries.aligned), y);
+      query_low[pass] = load_eight(query, p.queries.aligned);
+      query_high[pass] = load_eight(query + kHalf, p.queries.aligned);
       const T* gradient = gradients + at.query * params.gradients.row + at.head * params.gradients.head + dim;
       const bool aligned = reinterpret_cast<uintptr_t>(gradient) % 16 == 0;
-      gradient_low = load_eight(gradient, aligned);
-      gradient_high = load_eight(gradient + kHalf, aligned);
-      position = position_of(p, task, at.query);
+      gradient_low[pass] = load_eight(gradient, aligned);
+      gradient_high[pass] = load_eight(gradient + kHalf, aligned);
     }
+  }
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const int row = pass * kRowsPerPass + thread / kLanes;
+    const PairPlace at = pair_place(p, task, row);
+    const int position = at.exists ? position_of(p, task, at.query) : 0;
+    float x[8], y[8];
+    widen_eight<T>(query_low[pass], x);
+    widen_eight<T>(query_high[pass], y);
     const float4* table = reinterpret_cast<const float4*>(p.rope + int64_t{position} * kHalf + dim);
     const float4 turns[4] = {__ldg(table), __ldg(table + 1), __ldg(table + 2), __ldg(table + 3)};
     uint4 low, high;
@@ -55,8 +64,8 @@ __device__ __forceinline__ void load_gradient_rows(const BlockGradientParams& pa
               high_at = chunk_offset<Tile::kDim>(row, chunk + kLanes);
     *reinterpret_cast<uint4*>(shared.query + low_at) = low;
     *reinterpret_cast<uint4*>(shared.query + high_at) = high;
-    *reinterpret_cast<uint4*>(shared.gradient + low_at) = gradient_low;
-    *reinterpret_cast<uint4*>(shared.gradient + high_at) = gradient_high;
+    *reinterpret_cast<uint4*>(shared.gradient + low_at) = gradient_low[pass];
+    *reinterpret_cast<uint4*>(shared.gradient + high_at) = gradient_high[pass];
     if (chunk == 0) {
       float log_sum = INFINITY, delta = 0.f;
       int limit = 0;

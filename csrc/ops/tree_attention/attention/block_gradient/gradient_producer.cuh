@@ -13,10 +13,12 @@ struct SlotPair {
   uint32_t parent[2];  // among those of all batches and kv heads
   uint32_t bits[2];    // as GradientShared::slots, and
   int slot;            // of the first; the second is the one before it in the list
-  float scale;         // lane 16 i + c: brings child c of parent i to the power of two of the head
+  uint32_t selected;   // lane 2 i + j: for query i of the block, the children of parent j that take no part
+  float scale;         // lane 16 i + c: undoes the power of two of child c of parent i
+  float power;         // of the head's keys
   uint32_t own_rows;   // bits 0-7, 8-15: how many of the own parent's children the first, last query sees
 
-  static constexpr uint32_t kExists = 1u << 17;  // takes part for some query; else it reads as zeros
+  static constexpr uint32_t kExists = 1u << 18;  // takes part for some query; else it reads as zeros
 
   __device__ __forceinline__ bool exists(int i) const { return bits[i] & kExists; }
   __device__ __forceinline__ bool own(int i) const { return bits[i] & kOwnSlot; }
@@ -37,12 +39,16 @@ class PairWalk {
 
   __device__ __forceinline__ bool done() const { return task_idx_ >= params_.first_task + params_.num_tasks; }
 
-  // The warp's parents of the next tile; not after done().
-  __device__ __forceinline__ SlotPair next() {
+  // The warp's parents of the tile; not after done(). What is loaded here nobody waits for yet.
+  __device__ __forceinline__ SlotPair pair() const {
     const int lane = threadIdx.x % 32;
     SlotPair pair;
     pair.slot = num_slots_ - 1 - tile_ * kGradientSlots - 2 * warp_;
     pair.own_rows = own_rows_;
+    pair.selected = kWholeSlot;
+    if (query_masks(params_) && selected_ && pair.slot >= lane % 2) {
+      pair.selected = selected_[pair.slot - lane % 2];
+    }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int from = tile_ % kTilesAhead * 2 + i;
@@ -52,7 +58,12 @@ class PairWalk {
     const uint32_t mine = lane < 16 ? pair.parent[0] : pair.parent[1];
     const float* scales = reinterpret_cast<const float*>(params_.gather.blocks +
                                                          int64_t{mine} * Block::kBytes + Block::kScaleOffset);
-    pair.scale = scales[lane % 16] * key_power_;
+    pair.scale = scales[lane % 16];
+    pair.power = key_power_;
+    return pair;
+  }
+
+  __device__ __forceinline__ void advance() {
     ++tile_;
     if (tile_ * kGradientSlots >= num_slots_) {
       task_idx_ += gridDim.x;
@@ -60,7 +71,6 @@ class PairWalk {
     } else if (tile_ % kTilesAhead == 0) {
       read(tile_);
     }
-    return pair;
   }
 
  private:
@@ -82,10 +92,15 @@ class PairWalk {
       key_power_ = HeadPowers<T>(params_, task.head_index).key;
       const int64_t row = int64_t{task.list_row} * p.num_kv_heads + task.kv_head;
       list_ = p.lists ? p.lists + task.batch * p.list_batch + row * p.list_width : nullptr;
-      const int64_t mask_row = int64_t{task.batch} * p.num_lists * p.num_kv_heads + row;
-      selected_ = params_.selected
-                      ? reinterpret_cast<const uint16_t*>(params_.selected + mask_row * params_.mask_words)
-                      : nullptr;
+      selected_ = nullptr;
+      const int query = query_masks(params_) ? task.first_pair / p.group + threadIdx.x % 32 / 2 : 0;
+      if (params_.selected && query < task.num_queries) {
+        const int64_t lists = (p.num_queries + params_.mask_stride - 1) / params_.mask_stride;
+        const int64_t mask_row =
+            (task.batch * lists + (task.first_query + query) / params_.mask_stride) * p.num_kv_heads +
+            task.kv_head;
+        selected_ = reinterpret_cast<const uint16_t*>(params_.selected + mask_row * params_.mask_words);
+      }
       read(0);
       return;
     }
@@ -106,21 +121,24 @@ class PairWalk {
     }
     const bool own = parent == own_parent_ || slot == num_slots_ - 1;
     uint32_t present = own ? (1u << (own_rows_ >> 8)) - 1u : kWholeSlot;
-    if (selected_) {
+    uint32_t flags = SlotPair::kExists | (own ? kOwnSlot : 0u);
+    if (query_masks(params_)) {
+      flags |= kQuerySlot;
+    } else if (selected_) {
       present &= ~static_cast<uint32_t>(selected_[slot]);
     }
     parents_ = parent;
-    bits_ = present | (own ? kOwnSlot : 0u) | SlotPair::kExists;
+    bits_ = present | flags;
   }
 
   const BlockGradientParams& params_;
-  int64_t task_idx_;
+  uint32_t task_idx_;
   int warp_;
   int num_slots_, tile_, own_parent_;
   uint32_t own_rows_, first_parent_;
   float key_power_;
   const int32_t* list_;
-  const uint16_t* selected_;
+  const uint16_t* selected_;  // of the task or, with masks of their own, of the lane's query
   int parents_;
   uint32_t bits_;
 };
@@ -132,29 +150,20 @@ class GradientProducer {
   using Turner = KeyTurner<Tile::kDim>;
 
   __device__ __forceinline__ GradientProducer(const BlockGradientParams& params, GradientShared<Tile>& shared)
-      : params_(params), shared_(shared), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32) {}
+      : params_(params),
+        shared_(shared),
+        warp_(__shfl_sync(device::kFullMask, threadIdx.x / 32, 0)),
+        lane_(threadIdx.x % 32) {}
 
   // All lanes of a producer warp.
   __device__ __forceinline__ void run() {
     PairWalk<T, Tile> walk(params_, warp_);
-    if (walk.done()) {
-      return;
-    }
-    SlotPair pair = walk.next();
-    load_keys(pair, 0);
-    for (unsigned tile_idx = 0;; ++tile_idx) {
-      const bool more = !walk.done();
-      SlotPair next = pair;
-      if (more) {
-        next = walk.next();  // on its way while keys are turned
-      }
-      turn_keys(pair, tile_idx);
+    for (unsigned tile_idx = 0; !walk.done(); ++tile_idx) {
+      const SlotPair pair = walk.pair();
+      load_keys(pair, tile_idx);
       load_values(pair, tile_idx);
-      if (!more) {
-        return;
-      }
-      load_keys(next, tile_idx + 1);
-      pair = next;
+      turn_keys(pair, tile_idx);
+      walk.advance();
     }
   }
 
@@ -182,9 +191,11 @@ class GradientProducer {
 
   __device__ __forceinline__ void turn_keys(const SlotPair& pair, unsigned tile_idx) {
     const int stage = gradient_stage<Tile>(tile_idx);
-    const unsigned scaled = __ballot_sync(0xffffffffu, pair.scale != 1.f);
     SlotTurn turn = Turner::load(params_.turns, max(pair.slot, 0));
     device::barrier_wait(&shared_.keys_landed[stage][warp_], gradient_phase<Tile>(tile_idx));
+    // brings the keys to the power of two of the head
+    const float scale = pair.scale * pair.power;
+    const unsigned scaled = __ballot_sync(0xffffffffu, scale != 1.f);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       char* keys = shared_.keys[stage] + slot_offset(i);
@@ -194,7 +205,7 @@ class GradientProducer {
           __syncwarp();
         }
         if (scaled >> (16 * i) & 0xffff) {
-          scale_rows(keys, pair.scale, i);
+          scale_rows(keys, scale, i);
           __syncwarp();
         }
         Turner::run(device::shared_address(keys), turn);
@@ -207,11 +218,12 @@ class GradientProducer {
       shared_.slots[stage][2 * warp_] = pair.bits[0];
       shared_.slots[stage][2 * warp_ + 1] = pair.bits[1];
     }
+    if (pair.bits[0] & kQuerySlot) {
+      shared_.query_masks[stage][2 * warp_ + lane_ % 2][lane_ / 2] = static_cast<uint16_t>(~pair.selected);
+    }
     device::fence_async_shared();
     __syncwarp();
-    if (lane_ == 0) {
-      device::barrier_arrive(&shared_.keys_full[stage]);
-    }
+    device::barrier_arrive(&shared_.keys_full[stage]);  // every lane, for what it wrote itself
   }
 
   __device__ __forceinline__ void load_values(const SlotPair& pair, unsigned tile_idx) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "ops/tree_attention/attention/block_gradient/block_gradient_launch.h"
+#include "ops/tree_attention/attention/gather_task.cuh"
 #include "ops/tree_attention/attention/gradient_rows.cuh"
 #include "ops/tree_attention/attention/parent_block.cuh"
 
@@ -43,7 +44,7 @@ __host__ __device__ inline int64_t num_gradient_tasks(const GatherParams& p) {
 __device__ __forceinline__ int taking_part(const BlockGradientParams& params, int batch, int kv_head,
                                            int list_row) {
   const GatherParams& p = params.gather;
-  const int64_t rightmost = (p.t0 + int64_t{list_row} * p.stride) / p.node_span;
+  const int64_t rightmost = node_of(p, p.t0 - params.lead + int64_t{list_row} * p.stride);
   const int count = params.counts
                         ? params.counts[(batch * int64_t{p.num_lists} + list_row) * p.num_kv_heads + kv_head]
                         : static_cast<int>(rightmost / kBlockRows) + 1;
@@ -51,20 +52,21 @@ __device__ __forceinline__ int taking_part(const BlockGradientParams& params, in
   return params.selected && candidates <= p.list_width ? 0 : count;
 }
 
-__device__ __forceinline__ GradientTask gradient_task(const BlockGradientParams& params, int64_t task_idx) {
+__device__ __forceinline__ GradientTask gradient_task(const BlockGradientParams& params, uint32_t task_idx) {
   const GatherParams& p = params.gather;
-  const int blocks = blocks_per_list(p);
-  const int64_t list_idx = task_idx / blocks;
+  const uint32_t blocks = blocks_per_list(p), num_lists = p.num_lists;
+  const uint32_t list_idx = task_idx / blocks;
   GradientTask task;
   task.first_pair = static_cast<int>(task_idx % blocks) * kGradientRows;
-  task.list_row = static_cast<int>(list_idx % p.num_lists);
-  task.head_index = static_cast<int>(list_idx / p.num_lists);
+  task.list_row = static_cast<int>(list_idx % num_lists);
+  task.head_index = static_cast<int>(list_idx / num_lists);
   task.batch = task.head_index / p.num_kv_heads;
   task.kv_head = task.head_index % p.num_kv_heads;
-  task.first_query = task.list_row * p.stride;
-  task.num_queries = min(p.stride, p.num_queries - task.first_query);
-  const int64_t first = (p.t0 + task.first_query) / p.node_span;
-  const int64_t last = (p.t0 + task.first_query + task.num_queries - 1) / p.node_span;
+  const int begin = task.list_row * p.stride - params.lead;
+  task.first_query = max(begin, 0);
+  task.num_queries = min(begin + p.stride, p.num_queries) - task.first_query;
+  const int64_t first = node_of(p, p.t0 + task.first_query);
+  const int64_t last = node_of(p, p.t0 + task.first_query + task.num_queries - 1);
   task.own_parent = first / kBlockRows;
   const int excluded = params.selected ? 1 : 0;  // the query's own node is always selected
   task.own_first = static_cast<int>(first % kBlockRows) + 1 - excluded;
@@ -78,6 +80,11 @@ __device__ __forceinline__ PairPlace pair_place(const GatherParams& p, const Gra
   const int pair = task.first_pair + row;
   const int local = pair / p.group;
   return {local < task.num_queries, task.first_query + local, pair - local * p.group};
+}
+
+// Whether the queries of a task have masks of their own.
+__device__ __forceinline__ bool query_masks(const BlockGradientParams& params) {
+  return params.selected && params.mask_stride != params.gather.stride;
 }
 
 __device__ __forceinline__ float power_of_two(int exponent) {

@@ -8,7 +8,8 @@ namespace htree::tree_attention {
 
 // What a consumer must know of a slot beyond keys and values: bit c = child c takes part for some query.
 constexpr uint32_t kWholeSlot = 0xffff;
-constexpr uint32_t kOwnSlot = 0x10000;  // queries see different numbers of its children
+constexpr uint32_t kOwnSlot = 0x10000;    // queries see different numbers of its children
+constexpr uint32_t kQuerySlot = 0x20000;  // queries have masks of their own
 
 template <int kDim_>
 struct GradientTile {
@@ -43,6 +44,8 @@ struct GradientShared {
   float delta[kGradientRows];        // in the units of dS
   uint8_t own_limit[kGradientRows];  // children of the own parent that the row sees
   uint32_t slots[Tile::kStages][kGradientSlots];
+  // bit c = child c takes part for the query, counted from the first of the block's
+  uint16_t query_masks[Tile::kStages][kGradientSlots][kGradientRun];
   device::Barrier keys_landed[Tile::kStages][Tile::kProducerWarps];  // one producer warp's copies
   device::Barrier keys_full[Tile::kStages];                          // every warp's keys are turned
   device::Barrier keys_empty[Tile::kStages];

@@ -10,15 +10,18 @@
 
 namespace htree::tree_attention {
 
-constexpr int kUnionWindow = 4096;  // parents looked at together
-constexpr int kUnionTile = 4;       // parents that share a barrier of the ring
+// Parents looked at together by that many warps.
+template <int kWarps>
+constexpr int kUnionWindow = kWarps % 3 == 0 ? 3072 : 4096;
+constexpr int kUnionTile = 4;  // parents that share a barrier of the ring
 
 // Which queries of the block hold a parent of the window; kWarps warps, one query each.
 template <int kWarps>
 struct UnionWindow {
-  static_assert(kWarps <= 16 && kUnionWindow % (kWarps * 32 * 8) == 0);
-  uint16_t holders[kUnionWindow];  // bit w: warp w's query
-  uint32_t entries[kUnionWindow];  // the union, ascending: parent - base in the upper half, its holders below
+  static constexpr int kParents = kUnionWindow<kWarps>;
+  static_assert(kWarps <= 16 && kParents % (kWarps * 32 * 8) == 0);
+  uint16_t holders[kParents];  // bit w: warp w's query
+  uint32_t entries[kParents];  // the union, ascending: parent - base in the upper half, its holders below
   int counts[kWarps];
   int total;
 };
@@ -29,8 +32,9 @@ class ListCursor {
   __device__ __forceinline__ ListCursor(const int32_t* list, int num_slots, int64_t num_parents)
       : list_(list), num_slots_(num_slots), last_parent_(static_cast<int>(num_parents - 1)) {}
 
-  // Marks the parents of the list in base ... base + kUnionWindow - 1. The whole warp calls.
-  __device__ __forceinline__ void mark(uint16_t* holders, int base, int warp) {
+  // Marks the parents of the list in base ... base + kParents - 1. The whole warp calls.
+  template <int kParents>
+  __device__ __forceinline__ void mark(uint16_t (&holders)[kParents], int base, int warp) {
     constexpr int kAhead = 4;
     const int lane = threadIdx.x % 32;
     unsigned inside = 32;
@@ -39,14 +43,14 @@ class ListCursor {
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         const int at = next_ + 32 * i + lane;
-        id[i] = at >= num_slots_ ? base + kUnionWindow : list_ ? min(list_[at], last_parent_) : at;
+        id[i] = at >= num_slots_ ? base + kParents : list_ ? min(list_[at], last_parent_) : at;
       }
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        const bool marks = id[i] < base + kUnionWindow;
+        const bool marks = id[i] < base + kParents;
         const int offset = id[i] - base;
         if (marks && offset >= 0) {
-          atomicOr(reinterpret_cast<uint32_t*>(holders) + offset / 2, 1u << (warp + offset % 2 * 16));
+          atomicOr(reinterpret_cast<uint32_t*>(&holders[0]) + offset / 2, 1u << (warp + offset % 2 * 16));
         }
         inside = __popc(__ballot_sync(device::kFullMask, marks));
         next_ += inside;
@@ -70,11 +74,11 @@ template <int kWarps>
 __device__ __forceinline__ int build_union(UnionWindow<kWarps>& window, ListCursor& cursor, int base) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   constexpr int kThreads = kWarps * 32;
-  constexpr int kPerThread = kUnionWindow / kThreads;
+  constexpr int kPerThread = kUnionWindow<kWarps> / kThreads;
   uint4* words = reinterpret_cast<uint4*>(window.holders);
   __syncthreads();  // the previous window has been read
   if (warp < kWarps) {
-    for (int i = threadIdx.x; i < kUnionWindow / 8; i += kThreads) {
+    for (int i = threadIdx.x; i < kUnionWindow<kWarps> / 8; i += kThreads) {
       words[i] = make_uint4(0, 0, 0, 0);
     }
   }

@@ -78,11 +78,11 @@ struct TurnedQuery {
   uint32_t low[kTiles][kPairs], high[kTiles][kPairs];  // R_{n-1} q
   float unscale[kTiles][2];                            // as in RotatedQuery
 
-  template <typename T>
-  __device__ __forceinline__ void load(const T* rows, int64_t head_stride, int group, float score_scale,
-                                       const float2* rope, int64_t position) {
+  // As RotatedQuery::load.
+  template <typename... Args>
+  __device__ __forceinline__ void load(Args&&... args) {
     RotatedQuery<kKeyDim, kTiles> q;
-    q.load(rows, head_stride, group, score_scale, rope, position);
+    q.load(args...);
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll

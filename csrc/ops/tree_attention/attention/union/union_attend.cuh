@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(UnionShape<kKeyDim, kValueDim, kTiles>::kThrea
   if (warp >= Shape::kWarps) {
     device::lower_registers<Shape::kLoaderRegisters>();
     ListCursor none(nullptr, 0, 0);
-    for (int base = 0; base < num_parents; base += kUnionWindow) {
+    for (int base = 0; base < num_parents; base += kUnionWindow<Shape::kWarps>) {
       const int total = build_union(shared.window, none, base);
       if (warp == Shape::kWarps) {
         load_union(shared.ring, shared.tiles, place, shared.window.entries, total,
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(UnionShape<kKeyDim, kValueDim, kTiles>::kThrea
   }
   UnionQuery<T, kKeyDim, kValueDim, kTiles, kSelected> own(params, task, query, selected);
   ListCursor cursor(task.list, task.num_slots, p.num_parents);
-  for (int base = 0; base < num_parents; base += kUnionWindow) {
+  for (int base = 0; base < num_parents; base += kUnionWindow<Shape::kWarps>) {
     const int total = build_union(shared.window, cursor, base);
     unsigned held = 0;
     for (int first = 0; first < total; first += kUnionTile) {

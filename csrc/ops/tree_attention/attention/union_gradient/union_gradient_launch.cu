@@ -1,0 +1,23 @@
+// Run-time shape to compiled instance of union_gradient_instances.cuh. No torch.
+#include "ops/tree_attention/attention/union_gradient/union_gradient_launch.h"
+
+#include "ops/tree_attention/attention/dispatch_shape.h"
+#include "ops/tree_attention/attention/union_gradient/union_gradient_instances.cuh"
+
+namespace htree::tree_attention {
+
+HTREE_UNION_GRADIENT_INSTANCE(extern, __half, 32)
+HTREE_UNION_GRADIENT_INSTANCE(extern, __half, 64)
+HTREE_UNION_GRADIENT_INSTANCE(extern, __half, 128)
+HTREE_UNION_GRADIENT_INSTANCE(extern, __nv_bfloat16, 32)
+HTREE_UNION_GRADIENT_INSTANCE(extern, __nv_bfloat16, 64)
+HTREE_UNION_GRADIENT_INSTANCE(extern, __nv_bfloat16, 128)
+
+void launch_union_gradient(const TensorCoreShape& shape, const UnionGradientParams& params,
+                           cudaStream_t stream) {
+  dispatch_shape(shape, [&](auto tag, auto dim) {
+    launch_union_gradient_instance<typename decltype(tag)::type, dim.value>(params, stream);
+  });
+}
+
+}  // namespace htree::tree_attention

@@ -1,0 +1,142 @@
+"""Checks of what a compressed cache is given (docs/semantics.md §0.4)."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from htree_ops.errors import DeviceError, ShapeMismatchError
+from htree_ops.ops.arguments import check_dtype, check_int, check_number, check_tensor, check_tensors
+
+__all__ = [
+    "check_new_tokens",
+    "check_place",
+    "check_policy",
+    "check_query",
+    "check_shape",
+    "integers",
+    "prompt_lengths",
+]
+
+
+def check_place(op: str, name: str, x: Tensor, device: torch.device) -> None:
+    """Raises DeviceError unless x lies where the cache does."""
+    if x.device != device:
+        raise DeviceError(
+            f"{op}: {name} must be on the device of the cache ({device}), got {x.device}",
+            expected_device=device,
+            actual_device=x.device,
+            tensor_name=name,
+        )
+
+
+def check_shape(op: str, name: str, x: Tensor, wanted: tuple[int, ...], words: str = "") -> None:
+    """Raises ShapeMismatchError; ``words`` tells the shape where not all of it is asked for."""
+    if x.shape != wanted:
+        raise ShapeMismatchError(
+            f"{op}: {name} must be {words or list(wanted)}, got {tuple(x.shape)}",
+            expected=wanted,
+            actual=tuple(x.shape),
+            tensor_name=name,
+        )
+
+
+def check_new_tokens(
+    op: str, k: Tensor, v: Tensor, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Checks k and v [B, H_kv, S, D] for a cache of ``sizes`` B, H_kv and D.
+
+    Raises:
+        ShapeMismatchError, UnsupportedDtypeError, DeviceError, TypeError: naming k or v.
+    """
+    batch, heads, width = sizes
+    if (
+        isinstance(k, Tensor)
+        and isinstance(v, Tensor)
+        and k.dim() == 4
+        and k.shape == v.shape == (batch, heads, k.shape[2], width)
+        and k.dtype == v.dtype == dtype
+        and k.device == v.device == device
+    ):
+        return  # one step of a model makes two of these per layer; what follows finds the words
+    check_tensors(op, k=(k, "B H_kv S D"), v=(v, "B H_kv S D"))
+    check_dtype(op, (dtype,), k=k, v=v)
+    check_place(op, "k", k, device)
+    for name, x in (("k", k), ("v", v)):
+        check_shape(op, name, x, (batch, heads, x.shape[2], width), f"[{batch}, {heads}, S, {width}]")
+
+
+def check_query(
+    op: str,
+    q: Tensor,
+    scale: float | None,
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Checks q [B, H, D] or [B, H, 1, D] and the scale for a cache of ``sizes`` B, H_kv and D.
+
+    Raises:
+        ShapeMismatchError, UnsupportedDtypeError, DeviceError, TypeError: naming q.
+        TypeError, ValueError: scale is no finite number.
+    """
+    batch, kv_heads, width = sizes
+    check_tensor(op, "q", q)
+    check_dtype(op, (dtype,), q=q)
+    check_place(op, "q", q, device)
+    heads = q.shape[1] if q.dim() > 1 else 0
+    wanted = (batch, heads, width) if q.dim() == 3 else (batch, heads, 1, width)
+    check_shape(op, "q", q, wanted, f"[{batch}, H, {width}] or [{batch}, H, 1, {width}]")
+    if heads % kv_heads:
+        raise ShapeMismatchError(
+            f"{op}: H of q must be a multiple of H_kv = {kv_heads}, got {heads}",
+            expected=f"a multiple of {kv_heads}",
+            actual=heads,
+            tensor_name="q",
+        )
+    if scale is not None:
+        check_number(op, "scale", scale)
+
+
+def integers(op: str, name: str, values: Iterable[int]) -> list[int]:
+    """A tensor or sequence of ints as a list; a tensor on a device is waited for.
+
+    Raises:
+        TypeError: something else, floats and bools included.
+    """
+    try:
+        entries = values.tolist() if isinstance(values, Tensor) else list(values)
+        if any(isinstance(n, bool) for n in entries):
+            raise TypeError("bools")
+        return [operator.index(n) for n in entries]
+    except TypeError as error:
+        raise TypeError(f"{op}: {name} must be a list of ints, got {values!r}") from error
+
+
+def prompt_lengths(op: str, lengths: Iterable[int] | None, batch: int, size: int) -> list[int]:
+    """Tokens of each of ``batch`` prompts in rows of ``size``; None is ``size`` for all.
+
+    Raises:
+        TypeError: no ints. ValueError: another number of them, or one outside 0 ... size.
+    """
+    if lengths is None:
+        return [size] * batch
+    numbers = integers(op, "lengths", lengths)
+    if len(numbers) != batch or not all(0 <= n <= size for n in numbers):
+        raise ValueError(f"{op}: lengths must be {batch} numbers between 0 and {size}, got {numbers}")
+    return numbers
+
+
+def check_policy(op: str, window: int, chunk: int, page_size: int | None, split_size: int) -> None:
+    """Raises TypeError or ValueError for numbers with which no cache can be made."""
+    check_int(op, "window", window, 0)
+    check_int(op, "chunk", chunk, 1)
+    check_int(op, "split_size", split_size, 0)
+    if page_size is None:
+        return
+    check_int(op, "page_size", page_size, 1)
+    if chunk % page_size:
+        raise ValueError(f"{op}: page_size must divide chunk = {chunk}, got {page_size}")

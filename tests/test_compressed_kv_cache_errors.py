@@ -1,0 +1,280 @@
+"""What CompressedKVCache refuses, and that it stays as it was (docs/semantics.md §4.6)."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from compressed_kv_helpers import (
+    BATCH,
+    HEADS,
+    KINDS,
+    WIDTH,
+    assert_same_content,
+    compressed_length,
+    make,
+    tokens,
+)
+
+from htree_ops import CompressedKVCache
+from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError
+from htree_ops.testing.cases import normal
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_a_state_of_another_cache_is_refused(device: str) -> None:
+    cache = make(device)
+    cache.append(*tokens(device, 60))
+    state = cache.state_dict()
+    for changes, message in (
+        ({"bits": 4}, r"the state has bits = \(8, 8\), this cache \(4, 4\)"),
+        ({"chunk": 8}, "the state has chunk = 16, this cache 8"),
+        ({"hadamard_group": 1}, "the state has hadamard_group = 0, this cache 1"),
+        ({"dtype": torch.bfloat16}, r"the state has dtype = torch\.float16"),
+        ({"batch": 2}, "the state has 3 sequences, this cache 2"),
+        ({"capacity": 59}, "up to 60 tokens per sequence, the capacity is 59"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(device, **changes).load_state_dict(state)
+    with pytest.raises(RuntimeError, match="more pages of 16 tokens"):
+        make(device, page_size=16, num_pages=8).load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_that_no_cache_gives_is_refused(kind: str) -> None:
+    cache = make("cpu", **KINDS[kind])
+    cache.append(*tokens("cpu", 60))
+    cache.key_weight = torch.ones(BATCH, HEADS, WIDTH)
+    state = cache.state_dict()
+    of_rows = ("k_bitmap", "k_values", "k_scales", "v_bitmap", "v_values", "v_scales")
+    wrong: list[tuple[str, Any]] = [("compressed", x) for x in ([48, 48, 47], [48.0] * 3, [-16] * 3, 48)]
+    wrong += [("dense", x) for x in ([22] * 3, [4] * 3, [True] * 3, [12, 12], None)]
+    wrong += [("key_weight", x) for x in (torch.ones(3), -torch.ones(BATCH, HEADS, WIDTH))]
+    wrong += [("config", 1)]
+    for name in (*of_rows, "k_win", "v_win"):
+        x = state[name]
+        wrong += [(name, x[:1]), (name, x[:, :1]), (name, x[0]), (name, x.double()), (name, None)]
+        wrong += [(name, x[:, :, :3])] if x.shape[2] else [(name, x.new_zeros(*x.shape[:2], 48))]
+        wrong += [(name, x[..., :-1])] if x.dim() == 4 else []
+    full = make("cpu", **KINDS[kind])
+    full.append(*tokens("cpu", 7, seed=3))
+    before = copy.deepcopy(full)
+    for name, value in wrong:
+        with pytest.raises(ValueError, match=name):
+            full.load_state_dict(state | {name: value})
+    for name in state:
+        with pytest.raises(ValueError, match=f"the state has no {name}"):
+            full.load_state_dict({n: x for n, x in state.items() if n != name})
+    with pytest.raises(ValueError, match="the state has num_kv_heads = None"):
+        full.load_state_dict(state | {"config": {}})
+    with pytest.raises(TypeError, match="the state must be a dict, got list"):
+        full.load_state_dict([])  # type: ignore[arg-type]
+    assert_same_content(full, before)
+    full.load_state_dict(state)
+    for weight in (cache.key_weight, state["key_weight"]):
+        weight.zero_()
+    assert full.key_weight is not None
+    assert full.key_weight.all(), "the state is copied"
+
+
+def test_key_weights_are_checked_before_anything_happens(device: str) -> None:
+    cache = make(device)
+    k, v = tokens(device, 60)
+    good = torch.ones(BATCH, HEADS, WIDTH, device=device)
+    for weight, kind, message in (
+        (good[0], ShapeMismatchError, "key_weight must be 3-D"),
+        (good[:, :1], ShapeMismatchError, r"key_weight must be \[3, 4, 64\], got \(3, 1, 64\)"),
+        (good.int(), UnsupportedDtypeError, "key_weight must have dtype"),
+        (good.to("meta"), DeviceError, "key_weight must be on the device of the cache"),
+        ([1.0], TypeError, "key_weight must be a Tensor, got list"),
+    ):
+        with pytest.raises(kind, match=message):
+            cache.key_weight = weight  # type: ignore[assignment]
+    assert cache.key_weight is None
+    if device != "cpu":
+        return  # the sign is not looked at there
+    with pytest.raises(ValueError, match="key_weight must not be negative, got -1"):
+        cache.key_weight = -good
+    cache.append(k[:, :, :15], v[:, :, :15])
+    cache.key_weight = good
+    good.neg_()
+    before = copy.deepcopy(cache)
+    with pytest.raises(ValueError, match=r"append: key_weight must not be negative"):
+        cache.append(k[:, :, 15:], v[:, :, 15:])
+    assert_same_content(cache, before)
+    cache.append(k[:, :, 15:18], v[:, :, 15:18])  # compresses nothing
+
+
+def test_a_single_token_is_checked(device: str) -> None:
+    cache = make(device)
+    k, v = tokens(device, 22)
+    one, other = k[:, :, :1], v[:, :, :1]
+    for new, kind, message in (
+        ((one[:, :1], other[:, :1]), ShapeMismatchError, r"write_token: k must be \[3, 4, S, 64\]"),
+        ((one[..., :1], other[..., :1]), ShapeMismatchError, r"write_token: k must be \[3, 4, S, 64\]"),
+        ((one[:2], other[:2]), ShapeMismatchError, r"write_token: k must be \[3, 4, S, 64\]"),
+        ((one[0, 0, 0], other), ShapeMismatchError, "write_token: k must be 4-D"),
+        (
+            (k[:, :, :2], v[:, :, :2]),
+            ShapeMismatchError,
+            r"k must be one token \[3, 4, 1, 64\], got \(3, 4, 2, 64\)",
+        ),
+        ((one.float(), other.float()), UnsupportedDtypeError, "write_token: k must have dtype"),
+        (
+            (one.to("meta"), other.to("meta")),
+            DeviceError,
+            "write_token: k must be on the device of the cache",
+        ),
+        ((None, other), TypeError, "k must be a Tensor"),
+    ):
+        with pytest.raises(kind, match=message):
+            cache.write_token(*new)
+    cache.append(k[:, :, :21], v[:, :, :21])
+    with pytest.raises(ValueError, match=r"write_token: the window is full; settle\(\)"):
+        cache.write_token(one, other)
+    assert cache.win_len.tolist() == [21] * BATCH
+    cache.settle()
+    cache.write_token(k[:, :, 21:], v[:, :, 21:])
+    cache.advance()
+    whole = make(device)
+    whole.prefill(k, v)
+    assert_same_content(cache, whole)
+    for capacity in (3, 22):
+        small = make(device, capacity=capacity)
+        small.append(k[:, :, :capacity], v[:, :, :capacity])
+        small.settle()
+        with pytest.raises(ValueError, match=f"write_token: sequence 0 holds {capacity} tokens; 1 more"):
+            small.write_token(one, other)
+    small.win_len += 1  # as a graph that is replayed once too often
+    with pytest.raises(ValueError, match="advance: sequence 0 holds 22 tokens"):
+        small.advance()
+    assert small.win_len.tolist() == [6] * BATCH
+
+
+def test_attention_refuses_a_backward(device: str) -> None:
+    cache = make(device)
+    cache.append(*tokens(device, 30))
+    q = normal((BATCH, 8, WIDTH), torch.float16, device, seed=15).requires_grad_()
+    out, _ = cache.attend(q)
+    assert out.requires_grad
+    with pytest.raises(RuntimeError, match="kv_decode_attention"):
+        out.sum().backward()
+    with torch.no_grad():
+        assert not cache.attend(q)[0].requires_grad
+
+
+@pytest.mark.parametrize("kind", ["plain", "paged"])
+def test_a_default_device_elsewhere_is_ignored(kind: str, device: str) -> None:
+    cache = make(device, **KINDS[kind])
+    cache.prefill(*tokens(device, 60), [60, 5, 30])
+    expected = cache.select([2, 2, 0])
+    with torch.device("meta"):
+        cache.reorder([2, 2, 0])
+        cache.append(*tokens(device, 20, seed=1))
+        cache.settle()
+    expected.append(*tokens(device, 20, seed=1))
+    expected.settle()
+    assert_same_content(cache, expected)
+    none = make(device, batch=0, **KINDS[kind])
+    none.reorder([])
+    assert none.lengths == []
+
+
+def test_a_full_cache_says_so_and_stays_as_it_was(device: str) -> None:
+    k, v = tokens(device, 131)
+    cache = make(device)
+    with pytest.raises(
+        ValueError, match=r"prefill: sequence 0 holds 0 tokens; 131 more exceed the capacity of 130"
+    ):
+        cache.prefill(k, v)
+    cache.prefill(k[:, :, :120], v[:, :, :120], [3, 120, 7])
+    before = copy.deepcopy(cache)
+    with pytest.raises(ValueError, match=r"append: sequence 1 holds 120 tokens; 11 more exceed the capacity"):
+        cache.append(k[:, :, :11], v[:, :, :11])
+    assert_same_content(cache, before)
+    cache.append(k[:, :, :10], v[:, :, :10])
+    with pytest.raises(ValueError, match=r"advance: sequence 1 holds 130 tokens; 1 more"):
+        cache.advance()
+    with pytest.raises(RuntimeError, match="the cache holds tokens already"):
+        cache.prefill(k[:, :, :1], v[:, :, :1])
+
+
+@pytest.mark.parametrize("capacity", [1, 5, 20, 21, 22])
+def test_small_capacities(capacity: int, device: str) -> None:
+    k, v = tokens(device, capacity)
+    q = normal((BATCH, 8, WIDTH), torch.float16, device, seed=13)
+    cache = make(device, capacity=capacity)
+    assert not cache.attend(q)[0].any()
+    for t in range(capacity):
+        cache.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
+    with pytest.raises(ValueError, match="capacity"):
+        cache.append(k[:, :, :1], v[:, :, :1])
+    cache.settle()
+    assert cache.compressed_lengths == [compressed_length(capacity)] * BATCH
+    assert cache.attend(q)[0].isfinite().all()
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "keep": ({"keep": 65}, ValueError, r"k_keep must be between 1 and 64, got 65"),
+    "value keep": ({"keep": (64, 0)}, ValueError, r"v_keep must be between 1 and 64, got 0"),
+    "bits": ({"bits": 2}, ValueError, r"k_bits must be one of 16, 8, 4, got 2"),
+    "float bits": ({"bits": 8.0}, TypeError, r"k_bits must be an int, got float"),
+    "three keeps": ({"keep": (1, 2, 3)}, TypeError, r"k_keep must be an int, got tuple"),
+    "window": ({"window": -1}, ValueError, r"window must be between 0"),
+    "chunk": ({"chunk": 0}, ValueError, r"chunk must be between 1"),
+    "capacity": ({"capacity": 0}, ValueError, r"capacity must be between 1"),
+    "page": ({"page_size": 5}, ValueError, r"page_size must divide chunk = 16, got 5"),
+    "page 0": ({"page_size": 0}, ValueError, r"page_size must be between 1"),
+    "pages": ({"num_pages": 5}, ValueError, r"num_pages needs a page_size"),
+    "group": ({"hadamard_group": 3}, ValueError, r"hadamard_group must divide H_kv = 4, got 3"),
+    "split": ({"split_size": -1}, ValueError, r"split_size"),
+    "dtype": ({"dtype": torch.float64}, UnsupportedDtypeError, r"dtype must be"),
+    "dtype of 16": ({"bits": (8, 16), "dtype": torch.float32}, UnsupportedDtypeError, r"float16 or torch\.bfloat16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_options(name: str) -> None:
+    changes, kind, message = WRONG[name]
+    with pytest.raises(kind, match=message):
+        make("cpu", **changes)
+
+
+def test_wrong_tokens_and_indices() -> None:
+    cache = make("cpu")
+    k, v = tokens("cpu", 4)
+    with pytest.raises(ShapeMismatchError, match="64, 128 or 256"):
+        CompressedKVCache(1, 1, 80, 10, 40)
+    for call, kind, message in (
+        (lambda: cache.append(k[:2], v[:2]), ShapeMismatchError, r"append: k must be \[3, 4, S, 64\], got"),
+        (lambda: cache.append(k, v[:, :, :3]), ShapeMismatchError, r"size 2 of v must be S of k = 4"),
+        (lambda: cache.append(k[:, :, :, :32], v[..., :32]), ShapeMismatchError, r"k must be \[3, 4, S, 64\]"),
+        (lambda: cache.append(k[0], v[0]), ShapeMismatchError, r"k must be 4-D"),
+        (lambda: cache.append(k.float(), v.float()), UnsupportedDtypeError, r"k must have dtype torch\.float16"),
+        (lambda: cache.append(k, v.to("meta")), DeviceError, r"v must be on the device of k"),
+        (lambda: cache.append(k.to("meta"), v.to("meta")), DeviceError, r"the device of the cache \(cpu\)"),
+        (lambda: cache.append(None, v), TypeError, r"k must be a Tensor, got NoneType"),
+        (lambda: cache.prefill(k, v, [1, 2]), ValueError, r"lengths must be 3 numbers between 0 and 4, got \[1, 2\]"),
+        (lambda: cache.prefill(k, v, [1, 2, 5]), ValueError, r"lengths must be 3 numbers between 0 and 4"),
+        (lambda: cache.reorder([0, 1]), ValueError, r"index must have 3 entries, got 2"),
+        (lambda: cache.reorder([0, 1, 3]), IndexError, r"index must lie in \[0, 3\), got \[0, 1, 3\]"),
+        (lambda: cache.select([-1]), IndexError, r"select: index must lie in"),
+        (lambda: cache.reorder([0.9, 1.5, 0]), TypeError, r"reorder: index must be a list of ints"),
+        (lambda: cache.reorder(torch.zeros(3)), TypeError, r"reorder: index must be a list of ints"),
+        (lambda: cache.reorder([True, False, True]), TypeError, r"reorder: index must be a list of ints"),
+        (lambda: cache.reorder(torch.zeros(3, 1).int()), TypeError, r"reorder: index must be a list of ints"),
+        (lambda: cache.select(None), TypeError, r"select: index must be a list of ints, got None"),
+        (lambda: cache.prefill(k, v, [1.5, 2, 3]), TypeError, r"prefill: lengths must be a list of ints"),
+        (lambda: cache.attend(k[:, :, 0].float()), UnsupportedDtypeError, r"attend: q must have dtype"),
+        (lambda: cache.attend(k[:2, :, 0]), ShapeMismatchError, r"q must be \[3, H, 64\] or .*, got \(2, 4, 64\)"),
+        (lambda: cache.attend(k[:, :3, 0]), ShapeMismatchError, r"H of q must be a multiple of H_kv = 4, got 3"),
+        (lambda: cache.attend(k[:, :, 0].to("meta")), DeviceError, r"q must be on the device of the cache"),
+        (lambda: cache.attend(k[:, :, 0], "a"), TypeError, r"scale must be a number, got str"),
+        (lambda: cache.attend(k[:, :, 0], 1e300), ValueError, r"scale must be finite"),
+    ):  # fmt: skip
+        with pytest.raises(kind, match=message):
+            call()
+    assert cache.lengths == [0, 0, 0]
