@@ -45,8 +45,6 @@ struct RowPair {
   uint32_t word[2][Tr::kWords];
   Cursor cursor[2];
   NibbleWindow window[2];  // of the word in hand, where windows are used
-  ByteWindow bytes[2];     // of 8-bit codes: of the two bytes in hand
-  Selectors second[2];     // of the second one
 };
 
 // The same of K and of V.
@@ -148,21 +146,6 @@ __device__ __forceinline__ void expand_group(RowPair<Tr>& rows, const LaneTable&
     }
     low = expand_window<kByte, kUpper>(rows.word[0][kWord], rows.window[0], lane);
     high = expand_window<kByte, kUpper>(rows.word[1][kWord], rows.window[1], lane);
-  } else if constexpr (kBits == 8) {
-    Expanded<8> out[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if constexpr (kByte % 2 == 0) {
-        const Selectors first = load_selectors<kByte>(rows.word[half][kWord], lane);
-        rows.second[half] = load_selectors<kByte + 1>(rows.word[half][kWord], lane);
-        rows.bytes[half].load(rows.cursor[half], first, rows.second[half]);
-        out[half] = rows.bytes[half].template expand<false>(first);
-      } else {
-        out[half] = rows.bytes[half].template expand<true>(rows.second[half]);
-      }
-    }
-    low = out[0];
-    high = out[1];
   } else {
     low = expand_byte<kBits, kByte, kUpper>(rows.word[0][kWord], rows.cursor[0], lane);
     high = expand_byte<kBits, kByte, kUpper>(rows.word[1][kWord], rows.cursor[1], lane);

@@ -188,51 +188,11 @@ __device__ __forceinline__ Expanded<4> expand_window(uint32_t word, NibbleWindow
   return out;
 }
 
-// Codes of 8 bits of two neighbouring bytes of the bitmap, loaded together: most lanes then need fewer words.
-struct ByteWindow {
-  uint32_t codes[4];
-  uint32_t skipped;  // bits of the codes of the first byte: 0 to 64
-
-  // Bytes kByte and kByte + 1 of `word`, whose first code is at the cursor; that moves behind their codes.
-  // Reads at most 20 bytes from the cursor on.
-  __device__ __forceinline__ void load(Cursor& cursor, const Selectors& first, const Selectors& second) {
-    const uint32_t address = cursor.address;
-    const uint32_t shift = cursor.bits;
-    skipped = first.high >> 16;
-    cursor.set(shift + skipped + (second.high >> 16));
-    const uint32_t reach = cursor.address - address;
-    const uint32_t words[5] = {load_shared(address), load_reached<1>(address, reach),
-                               load_reached<2>(address, reach), load_reached<3>(address, reach),
-                               load_reached<4>(address, reach)};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      codes[i] = funnel(words[i], words[i + 1], shift);
-    }
-  }
-
-  // The codes of the first byte, or of the second one.
-  template <bool kSecond>
-  __device__ __forceinline__ Expanded<8> expand(const Selectors& s) const {
-    uint32_t low = codes[0];
-    uint32_t high = codes[1];
-    if constexpr (kSecond) {
-      const bool far = skipped >= 32;
-      const uint32_t middle = far ? codes[2] : codes[1];
-      const uint32_t left = far ? skipped - 32 : skipped;
-      low = __funnelshift_rc(far ? codes[1] : codes[0], middle, left);
-      high = __funnelshift_rc(middle, far ? codes[3] : codes[2], left);
-    }
-    high = clear_last(high, s);
-    return {permute(low, high, s.low), permute(low, high, s.high)};
-  }
-};
-
-// 4 or 16 bits: byte kByte of `word`, whose first code is at the cursor; that moves behind its codes. kUpper:
+// Byte kByte of `word`, whose first code is at the cursor; that moves behind the codes of this byte. kUpper:
 // 4-bit codes in the upper halves of the bytes. Reads at most 20 bytes from the cursor on, whatever the
 // bitmap holds.
 template <int kBits, int kByte, bool kUpper>
 __device__ __forceinline__ Expanded<kBits> expand_byte(uint32_t word, Cursor& cursor, const LaneTable& lane) {
-  static_assert(kBits != 8);  // ByteWindow
   const Selectors s = load_selectors<kByte>(word, lane);
   const uint32_t address = cursor.address;
   const uint32_t shift = cursor.bits;
@@ -242,6 +202,11 @@ __device__ __forceinline__ Expanded<kBits> expand_byte(uint32_t word, Cursor& cu
   const uint32_t second = load_reached<1>(address, reach);
   if constexpr (kBits == 4) {
     return expand_nibbles<kUpper>(funnel(first, second, shift), s);
+  } else if constexpr (kBits == 8) {
+    const uint32_t third = load_reached<2>(address, reach);
+    const uint32_t low = funnel(first, second, shift);
+    const uint32_t high = clear_last(funnel(second, third, shift), s);
+    return {permute(low, high, s.low), permute(low, high, s.high)};
   } else {
     const uint32_t words[5] = {first, second, load_reached<2>(address, reach),
                                load_reached<3>(address, reach), load_reached<4>(address, reach)};
