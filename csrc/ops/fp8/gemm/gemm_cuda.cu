@@ -1,7 +1,6 @@
 // CUDA entry points of fp8_gemm: operands, choice of kernel, launch.
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/CUDAContext.h>
-#include <ATen/ops/_scaled_mm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -12,6 +11,7 @@
 #include "host/launch.h"
 #include "ops/fp8/gemm/gemm_exact.h"
 #include "ops/fp8/gemm/gemm_launch.h"
+#include "ops/fp8/gemm/gemm_library.h"
 
 namespace htree::fp8 {
 namespace {
@@ -69,25 +69,6 @@ bool library_takes(const GemmArguments& g) {
   const bool has_fp8 = p->major > 8 || (p->major == 8 && p->minor == 9);
   return has_fp8 && (single || vectors) && g.a.size(1) % kAlignment == 0 && g.b.size(1) % kAlignment == 0 &&
          is_aligned(g.a) && is_aligned(g.b.t());
-}
-
-void run_library(const GemmArguments& g, const Tensor& c, cudaStream_t stream) {
-  const bool single = g.a_scale.numel() == 1 && g.b_scale.numel() == 1;
-  const int64_t num_a = single ? 1 : g.a.size(0);
-  const int64_t num_b = single ? 1 : g.b.size(1);
-  constexpr int64_t kPack = kAlignment / sizeof(float);  // the library wants each vector on the 16-byte grid
-  const int64_t first_b = (num_a + kPack - 1) / kPack * kPack;
-  const Tensor reciprocals = at::empty({first_b + num_b}, g.a_scale.options());
-  const Tensor a = reciprocals.narrow(0, 0, num_a);
-  const Tensor b = reciprocals.narrow(0, first_b, num_b);
-  C10_CUDA_CHECK(launch_reciprocals(scale_of(g.a_scale), num_a, a.mutable_data_ptr<float>(),
-                                    scale_of(g.b_scale), num_b, b.mutable_data_ptr<float>(),
-                                    at::cuda::getCurrentDeviceProperties()->major >= 9, stream));
-  Tensor out = c;
-  at::_scaled_mm_out(out, g.a, g.b, single ? a.reshape({}) : a.unsqueeze(1),
-                     single ? b.reshape({}) : b.unsqueeze(0),
-                     /*bias=*/std::nullopt, /*scale_result=*/std::nullopt, g.output_dtype,
-                     /*use_fast_accum=*/false);
 }
 
 // fp16 holds every e4m3 value.
@@ -154,7 +135,8 @@ void gemm_cuda(const GemmArguments& g, at::IntArrayRef config, const Tensor& c) 
     case GemmKernel::kExact:
       return run_half(g, c);
     case GemmKernel::kLibrary:
-      return run_library(g, c, scope.stream());
+      return library_gemm(g, scale_of(g.a_scale), scale_of(g.b_scale), c,
+                          at::cuda::getCurrentDeviceProperties()->major >= 9, scope.stream());
     case GemmKernel::kStream:
     case GemmKernel::kTile:
       return run_hopper(g, choice, c, scope.stream());

@@ -1,0 +1,15 @@
+// The library's product of e4m3 codes, for what library_takes() in gemm_cuda.cu accepts.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <cuda_runtime_api.h>
+
+#include "ops/fp8/gemm/gemm.h"
+
+namespace htree::fp8 {
+
+// Writes c = (a b) / (s_a s_b). `overlaps`: the reciprocals of the scales may overlap the kernel in front.
+void library_gemm(const GemmArguments& g, GemmScale a_scale, GemmScale b_scale, const at::Tensor& c,
+                  bool overlaps, cudaStream_t stream);
+
+}  // namespace htree::fp8
