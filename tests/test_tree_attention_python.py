@@ -207,11 +207,11 @@ def test_factories_without_a_device_compile_and_follow_the_default() -> None:
 
 def test_dtypes_of_options_and_lists_have_the_classes_of_the_package() -> None:
     with pytest.raises(
-        UnsupportedDtypeError, match="rope_cache: dtype must be torch.float32 or torch.float64"
+        UnsupportedDtypeError, match=r"rope_cache: dtype must be torch\.float32 or torch\.float64"
     ):
         stages.rope_cache(8, 8, dtype=torch.float16)
     state = torch.ones(1, 3, 2, 4), torch.ones(1, 3, 2)
-    with pytest.raises(UnsupportedDtypeError, match="final_normalize: dtype must be .*, got torch.int32"):
+    with pytest.raises(UnsupportedDtypeError, match=r"final_normalize: dtype must be .*, got torch\.int32"):
         stages.final_normalize(*state, torch.int32)
     q, k, v = torch.randn(3, 1, 40, 2, 8)
     options = {"compression_rate": 2, "max_top_nodes": 8, "top_k_per_layer": 4}
