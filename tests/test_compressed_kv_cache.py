@@ -226,7 +226,7 @@ def test_a_pool_without_pages_attends(options: dict[str, Any], device: str) -> N
     for cache in (paged, plain):
         cache.append(k, v)
     for a, e in zip(paged.attend(q), plain.attend(q), strict=True):
-        assert torch.equal(a, e)
+        torch.testing.assert_close(a, e, rtol=2e-3, atol=2e-3)  # a GPU may split them differently
     paged.reorder(range(paged.batch))
     assert_same_content(paged, plain)
     if "num_pages" in options:
