@@ -23,6 +23,7 @@ from htree_ops.testing.devices import poisoned_memory
 from htree_ops.testing.fp8_gemm_cases import (
     CASES,
     EXACT_SUM,
+    ONE_SIGN_SUM,
     OUTPUTS,
     FP8GemmCase,
     assert_product,
@@ -62,6 +63,18 @@ def test_small_integers_are_exact(device: str) -> None:
         one = torch.tensor(1.0, device=device)
         c = op(a.to(FP8), b.to(FP8), one, one, torch.float32)
         assert torch.equal(c, a @ b)
+
+
+def test_long_sums_of_one_sign(device: str) -> None:
+    """The worst case for units that cut off instead of rounding."""
+    a, b = (
+        normal(shape, torch.float32, device, seed=i).abs() * 100
+        for i, shape in enumerate([(40, 20000), (20000, 48)])
+    )
+    one = torch.tensor(1.0, device=device)
+    inputs = (a.clamp(max=448).to(FP8), b.clamp(max=448).to(FP8), one, one, torch.float32)
+    assert_product(op_exact(*inputs), inputs, EXACT_SUM)
+    assert_product(op(*inputs), inputs, EXACT_SUM if device == "cpu" else ONE_SIGN_SUM)
 
 
 @pytest.mark.parametrize("rows", [4, 90])
