@@ -158,7 +158,7 @@ class Effort:
         turn_ms: upper limit of a turn.
         candidate_ms: upper limit of all turns of a candidate together; long calls take fewer turns, at least two.
         sustained_from_us: calls from this length on are also timed under sustained load.
-        sustained_ms: the load lasts 25 calls or this long, whichever is shorter, and at least three calls.
+        sustained_ms: the load lasts 25 calls or this long, whichever is shorter, and at least two calls.
     """
 
     warm_up_ms: float = 25.0
@@ -167,7 +167,7 @@ class Effort:
     turn_ms: float = 200.0
     candidate_ms: float = 2000.0
     sustained_from_us: float = 1000.0
-    sustained_ms: float = 3000.0
+    sustained_ms: float = 2000.0
 
 
 def num_input_sets(input_bytes: int, rotated_bytes: int = ROTATED_BYTES) -> int:
@@ -215,7 +215,7 @@ def sustained(calls: Sequence[Call], clock: Clock, call_us: float, effort: Effor
     25 calls, fewer where calls of ``call_us`` microseconds would take longer than ``effort.sustained_ms``.
     """
     limit_ms = (effort or Effort()).sustained_ms
-    repeats = min(25, max(3, math.ceil(limit_ms * 1e3 / max(call_us, 1e-3))))
+    repeats = min(25, max(2, math.ceil(limit_ms * 1e3 / max(call_us, 1e-3))))
     counted = math.ceil(0.8 * repeats)
     return summarise(clock.time_calls(_round_robin(calls, repeats, 0), keep=len(calls))[-counted:])
 
