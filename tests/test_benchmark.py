@@ -154,7 +154,9 @@ def test_sustained_counts_the_last_twenty_of_twenty_five():
     )
 
 
-@pytest.mark.parametrize(("call_ms", "calls", "counted"), [(80, 25, 20), (100, 20, 16), (500, 4, 4), (5000, 2, 2)])
+@pytest.mark.parametrize(
+    ("call_ms", "calls", "counted"), [(80, 25, 20), (100, 20, 16), (500, 4, 4), (5000, 2, 2)]
+)
 def test_sustained_load_has_an_end(call_ms, calls, counted):
     counter = FakeCounter()
     log = []
