@@ -86,6 +86,13 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
   return r;
 }
 
+// An accumulator of 16 rows and 8 columns, rounded to T, as the B operand of a product over those rows.
+template <typename T>
+__device__ __forceinline__ void pack_transposed(const float (&tile)[4], uint32_t (&b)[2]) {
+  b[0] = transpose_matrix(pack_pair<T>(tile[0], tile[1]));
+  b[1] = transpose_matrix(pack_pair<T>(tile[2], tile[3]));
+}
+
 // 2^x in one instruction; results below 2^-126 become 0.
 __device__ __forceinline__ float exp2_flushed(float x) {
   float y;

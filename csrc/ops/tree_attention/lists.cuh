@@ -1,6 +1,8 @@
 // What the staged kernels share: which row a block works on and what its list of parents says.
 #pragma once
 
+#include "device/numeric.cuh"
+#include "device/pack.cuh"
 #include "device/reduce.cuh"
 #include "ops/tree_attention/candidates.h"
 #include "ops/tree_attention/geometry.h"
@@ -70,6 +72,28 @@ __device__ __forceinline__ ListInfo list_info(const Geometry& geometry, const Vi
   info.num_candidates = candidate_count(count_parents<kThreads>(info.parents, geometry.list_width, scratch),
                                         info.rightmost, geometry.rate);
   return info;
+}
+
+// Scores of up to kHeads heads of one candidate; heads beyond num_heads read as -inf.
+template <int kHeads>
+__device__ __forceinline__ void load_head_scores(const float* scores, int64_t num_heads,
+                                                 float (&values)[kHeads]) {
+  constexpr int kStep = kHeads < 4 ? kHeads : 4;
+  if (num_heads == kHeads && reinterpret_cast<uintptr_t>(scores) % (4 * kStep) == 0) {
+#pragma unroll
+    for (int head = 0; head < kHeads; head += kStep) {
+      const auto pack = device::load_pack<kStep>(scores + head);
+#pragma unroll
+      for (int e = 0; e < kStep; ++e) {
+        values[head + e] = pack[e];
+      }
+    }
+    return;
+  }
+#pragma unroll
+  for (int head = 0; head < kHeads; ++head) {
+    values[head] = head < num_heads ? scores[head] : device::negative_infinity<float>();
+  }
 }
 
 }  // namespace htree::tree_attention

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kAttendWarps * 32, kTiles == 1 ? 3 : 2) attend
   using Ring = AttendRing<kKeyDim, kValueDim>;
   extern __shared__ __align__(128) char shared[];
   const GatherParams& p = params.gather;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
   const int64_t query = int64_t{gridDim.x - 1 - blockIdx.x} * kAttendWarps + warp;
   if (query >= p.num_queries) {
     return;
@@ -82,19 +82,12 @@ __global__ void __launch_bounds__(kAttendWarps * 32, kTiles == 1 ? 3 : 2) attend
         }
         float s[kTiles][4];
         slot_scores(q, key_at, block, s);
-#pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            s[tile][i] = present >> (lane / 4 + i / 2 * 8) & 1 ? s[tile][i] : -INFINITY;
-          }
-        }
+        hide_rows(s, present);
         state.weigh(s);
         uint32_t weights[kTiles][2];
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
-          weights[tile][0] = device::transpose_matrix(device::pack_pair<T>(s[tile][0], s[tile][1]));
-          weights[tile][1] = device::transpose_matrix(device::pack_pair<T>(s[tile][2], s[tile][3]));
+          device::pack_transposed<T>(s[tile], weights[tile]);
         }
 #pragma unroll
         for (int step = 0; step < kValueDim / 16; ++step) {

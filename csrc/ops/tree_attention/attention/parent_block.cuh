@@ -84,4 +84,42 @@ __device__ __forceinline__ float finite_magnitude(float x) {
   return magnitude <= 3.402823466e38f ? magnitude : 0.f;
 }
 
+// What undoes the powers of two of rows lane / 4 and lane / 4 + 8, the rows of a lane in an accumulator of 16
+// rows; `scales` is an address in shared memory.
+__device__ __forceinline__ void load_row_scales(uint32_t scales, float (&row_scale)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    asm volatile("ld.shared.f32 %0, [%1];"
+                 : "=f"(row_scale[i])
+                 : "r"(scales + (threadIdx.x % 32 / 4 + 8 * i) * 4)
+                 : "memory");
+  }
+}
+
+// Clears rows of a block in the A operand of its transpose: bit i of `keep` is row i. What lies past a
+// query's own node may hold anything, NaN included, and a factor of 0 would not silence it.
+template <bool kPartial>
+class RowMask {
+ public:
+  __device__ __forceinline__ explicit RowMask(unsigned keep) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const unsigned rows = keep >> (2 * (threadIdx.x % 4) + 8 * i);
+      kept_[i] = (rows & 1 ? 0xffffu : 0u) | (rows & 2 ? 0xffff0000u : 0u);
+    }
+  }
+
+  __device__ __forceinline__ void apply(uint32_t (&a)[4]) const {
+    if constexpr (kPartial) {
+      a[0] &= kept_[0];
+      a[1] &= kept_[0];
+      a[2] &= kept_[1];
+      a[3] &= kept_[1];
+    }
+  }
+
+ private:
+  uint32_t kept_[2];
+};
+
 }  // namespace htree::tree_attention

@@ -110,13 +110,7 @@ class ParentGradient {
       device::load_matrices(keys_[i], ring + address.plain(i));
       device::load_matrices(values_[i], ring + Block::kValueOffset + address.plain(i));
     }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      asm volatile("ld.shared.f32 %0, [%1];"
-                   : "=f"(row_unscale_[i])
-                   : "r"(ring + Block::kScaleOffset + (lane / 4 + 8 * i) * 4)
-                   : "memory");
-    }
+    load_row_scales(ring + Block::kScaleOffset, row_unscale_);
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {

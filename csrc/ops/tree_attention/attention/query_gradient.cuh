@@ -167,13 +167,7 @@ __global__ void __launch_bounds__(kQueryGradientWarps * 32, 2)
           }
         }
         float row_unscale[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          asm volatile("ld.shared.f32 %0, [%1];"
-                       : "=f"(row_unscale[i])
-                       : "r"(block + Block::kScaleOffset + (lane / 4 + 8 * i) * 4)
-                       : "memory");
-        }
+        load_row_scales(block + Block::kScaleOffset, row_unscale);
         uint32_t ds[kTiles][2];
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
@@ -186,8 +180,7 @@ __global__ void __launch_bounds__(kQueryGradientWarps * 32, 2)
                 here ? weight * (dp[tile][e] - m.delta) * (power[tile][e & 1].scale * row_unscale[e / 2])
                      : 0.f;
           }
-          ds[tile][0] = device::transpose_matrix(device::pack_pair<__half>(s[tile][0], s[tile][1]));
-          ds[tile][1] = device::transpose_matrix(device::pack_pair<__half>(s[tile][2], s[tile][3]));
+          device::pack_transposed<__half>(s[tile], ds[tile]);
         }
 #pragma unroll
         for (int step = 0; step < kKeyDim / 16; ++step) {

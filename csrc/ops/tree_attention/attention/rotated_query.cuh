@@ -142,15 +142,8 @@ __device__ __forceinline__ void slot_scores(const RotatedQuery<kKeyDim, kTiles>&
                                   device::pack_pair<__half>(half[i + 2], half[i + 3]));
     }
   }
-  const int lane = threadIdx.x % 32;
   float row_scale[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    asm volatile("ld.shared.f32 %0, [%1];"
-                 : "=f"(row_scale[i])
-                 : "r"(block + kBlockRows * kKeyDim * 2 + (lane / 4 + 8 * i) * 4)
-                 : "memory");
-  }
+  load_row_scales(block + kBlockRows * kKeyDim * 2, row_scale);
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll

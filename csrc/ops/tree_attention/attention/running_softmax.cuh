@@ -10,6 +10,19 @@
 
 namespace htree::tree_attention {
 
+// -inf for the rows of a slot that do not take part; bit i of `present` is row i.
+template <int kTiles>
+__device__ __forceinline__ void hide_rows(float (&s)[kTiles][4], unsigned present) {
+  const int row = threadIdx.x % 32 / 4;
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      s[tile][i] = present >> (row + i / 2 * 8) & 1 ? s[tile][i] : -INFINITY;
+    }
+  }
+}
+
 // The running softmax of a warp: columns (query heads) 2 * (lane % 4) and the next of each tile, partial over
 // the lane's rows. `reference` moves only when a score exceeds it by kSlack powers of two, so it is rarely
 // rescaled; `largest` is the lane's true maximum.

@@ -38,27 +38,6 @@ struct AccumulateShared {
   int first_missing[AccumulateTraits::kThreads / device::kWarpSize];
 };
 
-// Scores of one candidate; heads beyond num_heads read as -inf.
-template <int kHeads>
-__device__ __forceinline__ void load_scores(const float* scores, int64_t num_heads, float (&values)[kHeads]) {
-  constexpr int kStep = kHeads < 4 ? kHeads : 4;
-  if (num_heads == kHeads && reinterpret_cast<uintptr_t>(scores) % (4 * kStep) == 0) {
-#pragma unroll
-    for (int head = 0; head < kHeads; head += kStep) {
-      const auto pack = device::load_pack<kStep>(scores + head);
-#pragma unroll
-      for (int e = 0; e < kStep; ++e) {
-        values[head + e] = pack[e];
-      }
-    }
-    return;
-  }
-#pragma unroll
-  for (int head = 0; head < kHeads; ++head) {
-    values[head] = head < num_heads ? scores[head] : device::negative_infinity<float>();
-  }
-}
-
 // The weights of this thread's candidate go to shared memory and into the sums. Returns true when some heads,
 // but not all, have no weight.
 template <int kHeads, int kPack>
@@ -75,7 +54,7 @@ __device__ __forceinline__ bool stage_weights(const ListInfo& info, const float*
   }
   if (node >= 0) {
     float values[kHeads];
-    load_scores(scores + p * stride, num_heads, values);
+    load_head_scores(scores + p * stride, num_heads, values);
     unused = 0;
 #pragma unroll
     for (int head = 0; head < kHeads; ++head) {
@@ -195,7 +174,7 @@ __global__ void __launch_bounds__(AccumulateTraits::kThreads, 2)
   }
   for (int64_t p = threadIdx.x; p < num_candidates; p += Traits::kThreads) {
     float values[kHeads];
-    load_scores(scores + p * geometry.group, num_heads, values);
+    load_head_scores(scores + p * geometry.group, num_heads, values);
     const bool present = info.node(p) >= 0;
 #pragma unroll
     for (int head = 0; head < kHeads; ++head) {

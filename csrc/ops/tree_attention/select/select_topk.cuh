@@ -10,7 +10,6 @@
 
 #include "device/numeric.cuh"
 #include "device/online_softmax.cuh"
-#include "device/pack.cuh"
 #include "device/select.cuh"
 #include "device/work.cuh"
 #include "ops/tree_attention/io_formulas.h"
@@ -51,27 +50,6 @@ struct SelectPlan {
   int64_t num_blocks;
 };
 
-// Scores of up to kHeads heads of one candidate; -inf for heads that do not exist.
-template <int kHeads>
-__device__ __forceinline__ void load_group(const float* scores, int64_t num_heads, float (&values)[kHeads]) {
-  constexpr int kStep = kHeads < 4 ? kHeads : 4;
-  if (num_heads == kHeads && reinterpret_cast<uintptr_t>(scores) % (4 * kStep) == 0) {
-#pragma unroll
-    for (int head = 0; head < kHeads; head += kStep) {
-      const auto pack = device::load_pack<kStep>(scores + head);
-#pragma unroll
-      for (int e = 0; e < kStep; ++e) {
-        values[head + e] = pack[e];
-      }
-    }
-    return;
-  }
-#pragma unroll
-  for (int head = 0; head < kHeads; ++head) {
-    values[head] = head < num_heads ? scores[head] : device::negative_infinity<float>();
-  }
-}
-
 struct Xor {
   __device__ __forceinline__ uint32_t operator()(uint32_t a, uint32_t b) const { return a ^ b; }
 };
@@ -97,7 +75,7 @@ __device__ __forceinline__ void make_lse(const float* scores, int64_t num, int64
     }
     for (int64_t p = threadIdx.x; p < num; p += SelectTraits::kThreads) {
       float values[kHeads];
-      load_group(scores + p * group + first, num_heads, values);
+      load_head_scores(scores + p * group + first, num_heads, values);
       if constexpr (Work::kIoOnly) {
         fold_bits(values, fold);
       } else {
@@ -149,7 +127,7 @@ __device__ __forceinline__ void make_keys(const float* scores, int64_t num, int6
     for (int64_t first = 0; first < group; first += kHeads) {
       const int64_t num_heads = min(static_cast<int64_t>(kHeads), group - first);
       float values[kHeads];
-      load_group(scores + p * group + first, num_heads, values);
+      load_head_scores(scores + p * group + first, num_heads, values);
       if constexpr (Work::kIoOnly) {
         fold_bits(values, fold);
       } else {

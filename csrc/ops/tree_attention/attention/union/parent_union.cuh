@@ -2,6 +2,7 @@
 // shared memory through which every parent of it passes once.
 #pragma once
 
+#include "device/hopper_limits.h"
 #include "device/mbarrier.cuh"
 #include "device/reduce.cuh"
 #include "device/tma.cuh"
@@ -178,6 +179,67 @@ __device__ __forceinline__ void load_union(UnionRing<kBlockBytes, kStages>& ring
           &ring.full[place.stage]);
     }
     place.advance();
+  }
+}
+
+// What a block of kWarps queries holds in shared memory: as many stages of the ring as fit.
+template <typename Block, int kWarps>
+struct UnionShared {
+  static constexpr int kTileBytes = kUnionTile * Block::kBytes;
+  static constexpr int kFit =
+      (device::kHopperSharedBytes - static_cast<int>(sizeof(UnionWindow<kWarps>)) - 256) / kTileBytes;
+  static constexpr int kStages = kFit < 8 ? kFit : 8;
+  static_assert(kStages >= 3);
+  UnionWindow<kWarps> window;
+  UnionRing<Block::kBytes, kStages> ring;
+  alignas(128) char tiles[kStages * kTileBytes];
+};
+
+// The part of the loading warpgroup: it takes part in every window and its first warp fills the ring.
+template <typename Block, int kWarps>
+__device__ __forceinline__ void load_unions(UnionShared<Block, kWarps>& shared, int num_parents,
+                                            const char* blocks, int warp) {
+  RingPlace<UnionShared<Block, kWarps>::kStages> place;
+  ListCursor none(nullptr, 0, 0);
+  for (int base = 0; base < num_parents; base += kUnionWindow<kWarps>) {
+    const int total = build_union(shared.window, none, base);
+    if (warp == kWarps) {
+      load_union(shared.ring, shared.tiles, place, shared.window.entries, total,
+                 blocks + int64_t{base} * Block::kBytes);
+    }
+  }
+}
+
+// The part of a query's warp: take(block, parent) for every parent of its list, in ascending order; `block`
+// is an address in shared memory.
+template <typename Block, int kWarps, typename Take>
+__device__ __forceinline__ void walk_unions(UnionShared<Block, kWarps>& shared, ListCursor cursor,
+                                            int num_parents, int warp, Take take) {
+  using Shared = UnionShared<Block, kWarps>;
+  static_assert(32 % kUnionTile == 0);
+  const int lane = threadIdx.x % 32;
+  RingPlace<Shared::kStages> place;
+  for (int base = 0; base < num_parents; base += kUnionWindow<kWarps>) {
+    const int total = build_union(shared.window, cursor, base);
+    unsigned held = 0;
+    for (int first = 0; first < total; first += kUnionTile) {
+      if (first % 32 == 0) {
+        held = __ballot_sync(device::kFullMask,
+                             first + lane < total && shared.window.entries[first + lane] >> warp & 1);
+      }
+      const uint32_t tile = device::shared_address(shared.tiles) + place.stage * Shared::kTileBytes;
+      device::barrier_wait(&shared.ring.full[place.stage], place.parity);
+      for (unsigned mine = held & ((1u << kUnionTile) - 1); mine; mine &= mine - 1) {
+        const int i = __ffs(mine) - 1;
+        take(tile + i * Block::kBytes, base + static_cast<int>(shared.window.entries[first + i] >> 16));
+      }
+      held >>= kUnionTile;
+      __syncwarp();
+      if (lane == 0) {
+        device::barrier_arrive(&shared.ring.empty[place.stage]);
+      }
+      place.advance();
+    }
   }
 }
 

@@ -24,43 +24,21 @@ struct UnionShape {
   static constexpr int kLoaderRegisters = kTiles == 1 ? 24 : 40;
   static constexpr int kLaunchRegisters = 65536 / (kThreads / 128 * 128) / 8 * 8;
   static_assert(kWarps * 32 * kRegisters + 128 * kLoaderRegisters <= kThreads * kLaunchRegisters);
-  static constexpr int kMaxShared = device::kHopperSharedBytes;
-  static constexpr int kTileBytes = kUnionTile * Block::kBytes;
-  static constexpr int kFit = (kMaxShared - static_cast<int>(sizeof(UnionWindow<kWarps>)) - 256) / kTileBytes;
-  static constexpr int kStages = kFit < 8 ? kFit : 8;
-  using Ring = UnionRing<Block::kBytes, kStages>;
-  struct Shared {
-    UnionWindow<kWarps> window;
-    Ring ring;
-    alignas(128) char tiles[kStages * kTileBytes];
-  };
-  static_assert(kStages >= 3 && sizeof(Shared) <= kMaxShared);
+  using Shared = UnionShared<Block, kWarps>;
+  static_assert(sizeof(Shared) <= device::kHopperSharedBytes);
 };
 
-// Adds P V for the children of a block. `keep` marks the rows whose values exist for this query: what lies
-// past its own node may hold anything, NaN included, and a weight of 0 would not silence it.
+// Adds P V for the children of a block. `keep` marks the rows whose values exist for this query.
 template <typename T, int kValueDim, int kTiles, bool kPartial>
 __device__ __forceinline__ void add_values(RunningSoftmax<kValueDim, kTiles>& state,
                                            const StepOffsets<kValueDim>& at, uint32_t values,
                                            const uint32_t (&weights)[kTiles][2], unsigned keep) {
-  uint32_t kept[2];
-  if constexpr (kPartial) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const unsigned rows = keep >> (2 * (threadIdx.x % 4) + 8 * i);
-      kept[i] = (rows & 1 ? 0xffffu : 0u) | (rows & 2 ? 0xffff0000u : 0u);
-    }
-  }
+  const RowMask<kPartial> kept(keep);
 #pragma unroll
   for (int step = 0; step < kValueDim / 16; ++step) {
     uint32_t a[4];
     device::load_matrices_transposed(a, values + at.transposed[step % at.kSteps] + at.further(step));
-    if constexpr (kPartial) {
-      a[0] &= kept[0];
-      a[1] &= kept[0];
-      a[2] &= kept[1];
-      a[3] &= kept[1];
-    }
+    kept.apply(a);
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       device::mma_16x8x16<T>(state.out[tile][step], a, weights[tile][0], weights[tile][1]);
@@ -113,21 +91,13 @@ class UnionQuery {
       }
     }
     if (present != 0xffffu) {
-      const int lane = threadIdx.x % 32;
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          s[tile][i] = present >> (lane / 4 + i / 2 * 8) & 1 ? s[tile][i] : -INFINITY;
-        }
-      }
+      hide_rows(s, present);
     }
     state.weigh(s);
     uint32_t weights[kTiles][2];
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      weights[tile][0] = device::transpose_matrix(device::pack_pair<T>(s[tile][0], s[tile][1]));
-      weights[tile][1] = device::transpose_matrix(device::pack_pair<T>(s[tile][2], s[tile][3]));
+      device::pack_transposed<T>(s[tile], weights[tile]);
     }
     if (exist == 0xffffu) {
       add_values<T, kValueDim, kTiles, false>(state, value_at_, block + Block::kValueOffset, weights, exist);
@@ -157,7 +127,7 @@ __global__ void __launch_bounds__(UnionShape<kKeyDim, kValueDim, kTiles>::kThrea
   extern __shared__ __align__(128) char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Shape::Shared*>(shared_bytes);
   const GatherParams& p = params.gather;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
   const int64_t first_query = int64_t{gridDim.x - 1 - blockIdx.x} * Shape::kWarps;
   const int64_t last_query = min(first_query + Shape::kWarps, int64_t{p.num_queries}) - 1;
   const int num_parents = static_cast<int>((p.t0 + last_query) / p.node_span / kBlockRows) + 1;
@@ -165,18 +135,10 @@ __global__ void __launch_bounds__(UnionShape<kKeyDim, kValueDim, kTiles>::kThrea
   if (threadIdx.x == 0) {
     shared.ring.init(Shape::kWarps);
   }
-  RingPlace<Shape::kStages> place;
 
   if (warp >= Shape::kWarps) {
     device::lower_registers<Shape::kLoaderRegisters>();
-    ListCursor none(nullptr, 0, 0);
-    for (int base = 0; base < num_parents; base += kUnionWindow<Shape::kWarps>) {
-      const int total = build_union(shared.window, none, base);
-      if (warp == Shape::kWarps) {
-        load_union(shared.ring, shared.tiles, place, shared.window.entries, total,
-                   blocks + int64_t{base} * Block::kBytes);
-      }
-    }
+    load_unions(shared, num_parents, blocks, warp);
     return;
   }
   device::raise_registers<Shape::kRegisters>();
@@ -198,28 +160,8 @@ __global__ void __launch_bounds__(UnionShape<kKeyDim, kValueDim, kTiles>::kThrea
     task.num_slots = 0;
   }
   UnionQuery<T, kKeyDim, kValueDim, kTiles, kSelected> own(params, task, query, selected);
-  ListCursor cursor(task.list, task.num_slots, p.num_parents);
-  for (int base = 0; base < num_parents; base += kUnionWindow<Shape::kWarps>) {
-    const int total = build_union(shared.window, cursor, base);
-    unsigned held = 0;
-    for (int first = 0; first < total; first += kUnionTile) {
-      if (first % 32 == 0) {
-        held = __ballot_sync(device::kFullMask,
-                             first + lane < total && shared.window.entries[first + lane] >> warp & 1);
-      }
-      const uint32_t tile = device::shared_address(shared.tiles) + place.stage * Shape::kTileBytes;
-      device::barrier_wait(&shared.ring.full[place.stage], place.parity);
-      for (unsigned mine = held & ((1u << kUnionTile) - 1); mine; mine &= mine - 1) {
-        own.take(tile + (__ffs(mine) - 1) * Block::kBytes);
-      }
-      held >>= kUnionTile;
-      __syncwarp();
-      if (lane == 0) {
-        device::barrier_arrive(&shared.ring.empty[place.stage]);
-      }
-      place.advance();
-    }
-  }
+  walk_unions(shared, ListCursor(task.list, task.num_slots, p.num_parents), num_parents, warp,
+              [&](uint32_t block, int) { own.take(block); });
   if (!exists || (task.num_slots == 0 && !params.first && !params.last)) {
     return;  // nothing to add
   }

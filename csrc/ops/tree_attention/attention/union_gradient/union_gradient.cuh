@@ -21,17 +21,8 @@ struct UnionGradientShape {
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
   static_assert(kWarps * 32 * kRegisters + 128 * kLoaderRegisters <= kThreads * kLaunchRegisters,
                 "raise_registers would wait for ever");
-  static constexpr int kMaxShared = device::kHopperSharedBytes;
-  static constexpr int kTileBytes = kUnionTile * Block::kBytes;
-  static constexpr int kFit = (kMaxShared - static_cast<int>(sizeof(UnionWindow<kWarps>)) - 256) / kTileBytes;
-  static constexpr int kStages = kFit < 8 ? kFit : 8;
-  using Ring = UnionRing<Block::kBytes, kStages>;
-  struct Shared {
-    UnionWindow<kWarps> window;
-    Ring ring;
-    alignas(128) char tiles[kStages * kTileBytes];
-  };
-  static_assert(kStages >= 3 && sizeof(Shared) <= kMaxShared);
+  using Shared = UnionShared<Block, kWarps>;
+  static_assert(sizeof(Shared) <= device::kHopperSharedBytes);
 };
 
 // The query of a warp on its way along its list.
@@ -176,13 +167,7 @@ class UnionGradientQuery {
       device::mma_16x8x16<T>(dp[step % 2], a, gradient_[step][0], gradient_[step][1]);
     }
     float row_unscale[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      asm volatile("ld.shared.f32 %0, [%1];"
-                   : "=f"(row_unscale[i])
-                   : "r"(block + Block::kScaleOffset + (lane / 4 + 8 * i) * 4)
-                   : "memory");
-    }
+    load_row_scales(block + Block::kScaleOffset, row_unscale);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const float weight = device::exp2_flushed(s[e] - log_sum_[e & 1]);
@@ -190,31 +175,18 @@ class UnionGradientQuery {
       s[e] =
           here ? weight * (dp[0][e] + dp[1][e] - delta_[e & 1]) * (power_[e & 1] * row_unscale[e / 2]) : 0.f;
     }
-    gradients[0] = device::transpose_matrix(device::pack_pair<__half>(s[0], s[1]));
-    gradients[1] = device::transpose_matrix(device::pack_pair<__half>(s[2], s[3]));
+    device::pack_transposed<__half>(s, gradients);
   }
 
   // `keep` marks the rows whose keys exist for this query, as in add_values().
   template <bool kPartial>
   __device__ __forceinline__ void add_keys(uint32_t block, const uint32_t (&gradients)[2], unsigned keep) {
-    uint32_t kept[2];
-    if constexpr (kPartial) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const unsigned rows = keep >> (2 * (threadIdx.x % 4) + 8 * i);
-        kept[i] = (rows & 1 ? 0xffffu : 0u) | (rows & 2 ? 0xffff0000u : 0u);
-      }
-    }
+    const RowMask<kPartial> kept(keep);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       uint32_t a[4];
       device::load_matrices_transposed(a, block + at_.transposed[step % at_.kSteps] + at_.further(step));
-      if constexpr (kPartial) {
-        a[0] &= kept[0];
-        a[1] &= kept[0];
-        a[2] &= kept[1];
-        a[3] &= kept[1];
-      }
+      kept.apply(a);
       device::mma_16x8x16<__half>(sum_.x[0][step], a, gradients[0], gradients[1]);
     }
   }
@@ -244,7 +216,7 @@ __global__ void __launch_bounds__(UnionGradientShape<kDim>::kThreads, 1)
   auto& shared = *reinterpret_cast<typename Shape::Shared*>(shared_bytes);
   const QueryGradientParams& gradient = params.query;
   const GatherParams& p = gradient.common.gather;
-  const int warp = __shfl_sync(device::kFullMask, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const int warp = __shfl_sync(device::kFullMask, threadIdx.x / 32, 0);
   const int64_t first_query = int64_t{gridDim.x - 1 - blockIdx.x} * Shape::kWarps;
   const int64_t last_query = min(first_query + Shape::kWarps, int64_t{p.num_queries}) - 1;
   const int num_parents = static_cast<int>(node_of(p, p.t0 + last_query) / kBlockRows) + 1;
@@ -252,18 +224,10 @@ __global__ void __launch_bounds__(UnionGradientShape<kDim>::kThreads, 1)
   if (threadIdx.x == 0) {
     shared.ring.init(Shape::kWarps);
   }
-  RingPlace<Shape::kStages> place;
 
   if (warp >= Shape::kWarps) {
     device::lower_registers<Shape::kLoaderRegisters>();
-    ListCursor none(nullptr, 0, 0);
-    for (int base = 0; base < num_parents; base += kUnionWindow<Shape::kWarps>) {
-      const int total = build_union(shared.window, none, base);
-      if (warp == Shape::kWarps) {
-        load_union(shared.ring, shared.tiles, place, shared.window.entries, total,
-                   blocks + int64_t{base} * Block::kBytes);
-      }
-    }
+    load_unions(shared, num_parents, blocks, warp);
     return;
   }
   device::raise_registers<Shape::kRegisters>();
@@ -284,29 +248,8 @@ __global__ void __launch_bounds__(UnionGradientShape<kDim>::kThreads, 1)
     task.num_slots = 0;
   }
   UnionGradientQuery<T, kDim, kSelected> own(params, task, query, node_of(p, task.token), selected);
-  ListCursor cursor(task.list, task.num_slots, p.num_parents);
-  for (int base = 0; base < num_parents; base += kUnionWindow<Shape::kWarps>) {
-    const int total = build_union(shared.window, cursor, base);
-    unsigned held = 0;
-    for (int first = 0; first < total; first += kUnionTile) {
-      if (first % 32 == 0) {
-        held = __ballot_sync(device::kFullMask,
-                             first + lane < total && shared.window.entries[first + lane] >> warp & 1);
-      }
-      const uint32_t tile = device::shared_address(shared.tiles) + place.stage * Shape::kTileBytes;
-      device::barrier_wait(&shared.ring.full[place.stage], place.parity);
-      for (unsigned mine = held & ((1u << kUnionTile) - 1); mine; mine &= mine - 1) {
-        const int i = __ffs(mine) - 1;
-        own.take(tile + i * Block::kBytes, base + static_cast<int>(shared.window.entries[first + i] >> 16));
-      }
-      held >>= kUnionTile;
-      __syncwarp();
-      if (lane == 0) {
-        device::barrier_arrive(&shared.ring.empty[place.stage]);
-      }
-      place.advance();
-    }
-  }
+  walk_unions(shared, ListCursor(task.list, task.num_slots, p.num_parents), num_parents, warp,
+              [&](uint32_t block, int parent) { own.take(block, parent); });
   if (exists && (task.num_slots > 0 || gradient.first || gradient.last)) {
     own.store(gradient, task, query);
   }
