@@ -9,7 +9,6 @@ data.
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from htree_ops.bench.plain_rows import print_rows
 from htree_ops.ops.compressed_kv import kv_compress, kv_decode_attention
 from htree_ops.reference import compressed_kv as reference
 from htree_ops.reference.hadamard import grouped_hadamard
@@ -101,18 +101,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
     arguments = parser.parse_args(argv)
     rows = [
-        asdict(measure(setting, keys, arguments.tokens, arguments.device))
+        measure(setting, keys, arguments.tokens, arguments.device)
         for keys in ("normal", "outliers")
         for setting in SETTINGS
     ]
-    writer = csv.DictWriter(sys.stdout, rows[0])
-    writer.writeheader()
-    writer.writerows({k: f"{x:.3g}" if isinstance(x, float) else x for k, x in row.items()} for row in rows)
-    if arguments.csv:
-        with arguments.csv.open("w", newline="") as file:
-            to_file = csv.DictWriter(file, rows[0])
-            to_file.writeheader()
-            to_file.writerows(rows)
+    print_rows(rows, arguments.csv)
     return 0
 
 

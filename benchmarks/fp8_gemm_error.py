@@ -9,12 +9,11 @@ reported, never asserted.
 from __future__ import annotations
 
 import argparse
-import csv
 import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 
 import htree_ops  # noqa: F401 - registers the ops
 from htree_ops.bench import timing
+from htree_ops.bench.plain_rows import print_rows
 
 FP8 = torch.float8_e4m3fn
 Product = Callable[[Tensor, Tensor, torch.dtype], Tensor]
@@ -141,19 +141,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     times = time_methods(arguments.size)
     rows = [
-        asdict(measure(kind, k, method, times if k == arguments.size and kind == "normal" else {}))
+        measure(kind, k, method, times if k == arguments.size and kind == "normal" else {})
         for kind in ("normal", "one sign")
         for k in (32, 128, 1024, 4096, 16384)
         for method in METHODS
     ]
-    writer = csv.DictWriter(sys.stdout, rows[0])
-    writer.writeheader()
-    writer.writerows({k: f"{x:.3g}" if isinstance(x, float) else x for k, x in row.items()} for row in rows)
-    if arguments.csv:
-        with arguments.csv.open("w", newline="") as file:
-            to_file = csv.DictWriter(file, rows[0])
-            to_file.writeheader()
-            to_file.writerows(rows)
+    print_rows(rows, arguments.csv)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import io
 import json
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 import htree_ops.bench.__main__ as command_line
 from htree_ops import bench
 from htree_ops.bench import compare, results, suite, timing
+from htree_ops.bench.plain_rows import print_rows
 from htree_ops.bench.progress import progress
 from htree_ops.command_line import output_file
 
@@ -366,3 +368,23 @@ def test_the_stages_pass_their_own_gate_and_a_wrong_result_does_not(device):
             suite.gate(small, small.ours, inputs, wrong)
         assert small.case.bytes() > 0
         assert small.case.flops() > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Point:
+    name: str
+    error: float
+
+
+def test_plain_rows_are_written_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [_Point("a", 1 / 3), _Point("b, c", 2.0)]
+    print_rows(rows, tmp_path / "rows.csv")
+    assert capsys.readouterr().out == 'name,error\na,0.333\n"b, c",2\n'
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        read = list(csv.DictReader(file))
+    assert [_Point(row["name"], float(row["error"])) for row in read] == rows
+
+
+def test_plain_rows_need_a_row() -> None:
+    with pytest.raises(ValueError, match="rows: at least one is required, got none"):
+        print_rows([])
