@@ -10,9 +10,7 @@
 #include <algorithm>
 
 #include "host/dispatch.h"
-#include "host/isa.h"
-#include "ops/gated_mlp/gated_mlp.h"
-#include "ops/gated_mlp/gated_mlp_rows.h"
+#include "ops/gated_mlp/gated_mlp_cpu.h"
 
 namespace htree::gated_mlp {
 namespace {
@@ -22,37 +20,6 @@ using at::Tensor;
 constexpr int64_t kGrain = 1 << 13;       // elements per task
 constexpr int64_t kBlockBytes = 1 << 26;  // of one weight's block in arithmetic precision
 constexpr int64_t kLeastBlock = 256;      // rows of a weight
-
-const RowKernels& kernels() {
-#if defined(__x86_64__)
-  return pick_isa(kRowKernelsBaseline, kRowKernelsAvx2, kRowKernelsAvx512);
-#else
-  return kRowKernelsBaseline;
-#endif
-}
-
-template <typename T>
-struct KernelOf;
-template <>
-struct KernelOf<float> {
-  using Storage = float;
-  static auto get() { return kernels().of_float; }
-};
-template <>
-struct KernelOf<c10::Half> {
-  using Storage = Fp16;
-  static auto get() { return kernels().of_half; }
-};
-template <>
-struct KernelOf<c10::BFloat16> {
-  using Storage = Bf16;
-  static auto get() { return kernels().of_bfloat16; }
-};
-template <>
-struct KernelOf<double> {
-  using Storage = double;
-  static auto get() { return kernels().of_double; }
-};
 
 // Calls run(row, column, count) in parallel over runs of a [rows, columns] matrix that stay in a row.
 template <typename Run>
@@ -89,8 +56,8 @@ template <typename T>
 void gate_block(Activation activation, const Tensor& linear, const Tensor& acted, const Tensor& out,
                 int64_t first) {
   using A = std::conditional_t<std::is_same_v<T, double>, double, float>;
-  using Storage = typename KernelOf<T>::Storage;
-  const auto kernel = KernelOf<T>::get().forward;
+  using Storage = typename KernelsOf<T>::Storage;
+  const auto kernel = KernelsOf<T>::gate().forward;
   const A* linear_data = linear.const_data_ptr<A>();
   const A* acted_data = acted.const_data_ptr<A>();
   auto* out_data = reinterpret_cast<Storage*>(out.mutable_data_ptr<T>()) + first;
@@ -107,8 +74,8 @@ template <typename T>
 void gate_block_backward(Activation activation, const Tensor& dy, int64_t first, const Tensor& linear,
                          const Tensor& acted) {
   using A = std::conditional_t<std::is_same_v<T, double>, double, float>;
-  using Storage = typename KernelOf<T>::Storage;
-  const auto kernel = KernelOf<T>::get().backward;
+  using Storage = typename KernelsOf<T>::Storage;
+  const auto kernel = KernelsOf<T>::gate().backward;
   A* linear_data = linear.mutable_data_ptr<A>();
   A* acted_data = acted.mutable_data_ptr<A>();
   const auto* dy_data = reinterpret_cast<const Storage*>(dy.const_data_ptr<T>()) + first;
@@ -123,6 +90,10 @@ void gate_block_backward(Activation activation, const Tensor& dy, int64_t first,
 }  // namespace
 
 void forward_cpu(const Operands& o, at::IntArrayRef /*config*/, const Results& results) {
+  if (is_fused(o)) {
+    fused_forward_cpu(o, results);
+    return;
+  }
   const c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
   const auto dtype = arithmetic_of(o.x);
   const Tensor x = o.x.to(dtype);
