@@ -66,10 +66,23 @@ struct FloatStep {
   static VecF add(VecF sum, VecF row, VecF column) { return sum + row * column; }
 };
 
-// totals += the products of `steps` steps from element `first` on.
-template <class Step, int R, int C>
+// Groups of columns between the one at work and the one that is fetched from memory meanwhile. Without it
+// several rows of weights side by side come at half the speed of one: the hardware's prefetchers follow one
+// run of addresses per page.
+constexpr int kGroupsAhead = 2;
+
+// Into the second-level cache. Past the end of the weights it has no effect, so the address is no pointer.
+template <typename T>
+inline void prefetch(const T* p, int64_t ahead) {
+  const auto address = reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(ahead) * sizeof(T);
+  __builtin_prefetch(reinterpret_cast<const void*>(address), 0, 2);
+}
+
+// totals += the products of `steps` steps from element `first` on. Meanwhile the elements `ahead` of those
+// of w are fetched.
+template <class Step, bool kPrefetch, int R, int C>
 inline void add_chain(const typename Step::Row* const (&x)[R], const typename Step::Column* const (&w)[C],
-                      int64_t first, int64_t steps, VecD (&totals)[R][C]) {
+                      int64_t first, int64_t steps, int64_t ahead, VecD (&totals)[R][C]) {
   VecF sums[R][C] = {};
   for (int64_t i = first; i < first + steps * Step::kElements; i += Step::kElements) {
     decltype(Step::row(x[0])) rows[R];
@@ -78,6 +91,9 @@ inline void add_chain(const typename Step::Row* const (&x)[R], const typename St
     }
     for (int c = 0; c < C; ++c) {
       const auto column = Step::column(w[c] + i);
+      if constexpr (kPrefetch) {
+        prefetch(w[c] + i, ahead);
+      }
       for (int r = 0; r < R; ++r) {
         sums[r][c] = Step::add(sums[r][c], rows[r], column);
       }
@@ -104,7 +120,7 @@ inline void add_rest(const typename Step::Row* const (&x)[R], const typename Ste
 
 // Sums of R rows from `row` on and C columns from `column` on. Beyond the last row or column the last one is
 // taken again, and not stored.
-template <class Step, int kChain, int R, int C, typename S>
+template <class Step, int kChain, int R, int C, bool kPrefetch, typename S>
 void multiply_tile(const RowProducts<typename Step::Row, typename Step::Column, S>& p, int64_t row,
                    int64_t column) {
   const typename Step::Row* x[R];
@@ -117,8 +133,10 @@ void multiply_tile(const RowProducts<typename Step::Row, typename Step::Column, 
   }
   VecD totals[R][C] = {};
   const int64_t steps = p.depth / Step::kElements;
+  const int64_t ahead = kGroupsAhead * C * p.w_stride;
   for (int64_t step = 0; step < steps; step += kChain) {
-    add_chain<Step>(x, w, step * Step::kElements, kChain < steps - step ? kChain : steps - step, totals);
+    const int64_t count = kChain < steps - step ? kChain : steps - step;
+    add_chain<Step, kPrefetch>(x, w, step * Step::kElements, count, ahead, totals);
   }
   if (const int64_t rest = p.depth % Step::kElements; rest != 0) {
     add_rest<Step>(x, w, steps * Step::kElements, static_cast<int>(rest), totals);
@@ -130,22 +148,30 @@ void multiply_tile(const RowProducts<typename Step::Row, typename Step::Column, 
   }
 }
 
+// The tile at (row, column) with up to kTileRows rows; returns how many.
+template <class Step, int kChain, bool kPrefetch, typename S>
+int64_t multiply_next(const RowProducts<typename Step::Row, typename Step::Column, S>& p, int64_t row,
+                      int64_t column) {
+  const int64_t left = p.rows - row;
+  if (left == 1) {
+    multiply_tile<Step, kChain, 1, kTileColumns, kPrefetch>(p, row, column);
+    return 1;
+  }
+  if (left == 2) {
+    multiply_tile<Step, kChain, 2, kTileColumns, kPrefetch>(p, row, column);
+    return 2;
+  }
+  multiply_tile<Step, kChain, kTileRows, kTileColumns, kPrefetch>(p, row, column);
+  return kTileRows;
+}
+
 // All sums of p. Columns are the outer loop: a group of them comes from memory once and then from the cache.
 template <class Step, int kChain, typename S>
 void multiply_rows(const RowProducts<typename Step::Row, typename Step::Column, S>& p) {
   for (int64_t column = 0; column < p.columns; column += kTileColumns) {
-    for (int64_t row = 0; row < p.rows;) {
-      const int64_t left = p.rows - row;
-      if (left == 1) {
-        multiply_tile<Step, kChain, 1, kTileColumns>(p, row, column);
-        row += 1;
-      } else if (left == 2) {
-        multiply_tile<Step, kChain, 2, kTileColumns>(p, row, column);
-        row += 2;
-      } else {
-        multiply_tile<Step, kChain, kTileRows, kTileColumns>(p, row, column);
-        row += kTileRows;
-      }
+    int64_t row = multiply_next<Step, kChain, true>(p, 0, column);
+    while (row < p.rows) {
+      row += multiply_next<Step, kChain, false>(p, row, column);
     }
   }
 }

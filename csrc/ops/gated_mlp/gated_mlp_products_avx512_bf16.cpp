@@ -31,7 +31,7 @@ static_assert(Bf16PairStep::kElements <= kRowPadding, "rows are padded to a mult
 namespace gated_mlp {
 
 void multiply_bf16_pairs(const RowProducts<Bf16, Bf16, float>& products) {
-  constexpr int kChain = 16;  // of 32 elements
+  constexpr int kChain = 32;  // of 32 elements
   HTREE_ISA::multiply_rows<HTREE_ISA::Bf16PairStep, kChain>(products);
 }
 
