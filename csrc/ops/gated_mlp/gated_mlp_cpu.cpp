@@ -1,10 +1,10 @@
-// CPU kernels of the gated_mlp room: the products by the library in fp32 (fp64 for fp64), over blocks of the
-// weights' rows, so that neither fp32 copies of half weights nor the products are ever whole; the elementwise
-// part in one vectorised pass.
+// CPU kernels of the gated_mlp room. What gated_mlp_fused_cpu.cpp does not serve takes its products from the
+// library in fp32 (fp64 for fp64), over blocks of the weights' rows, so that neither fp32 copies of half
+// weights nor the products are ever whole, and its elementwise part from one vectorised pass.
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
@@ -110,37 +110,52 @@ void forward_cpu(const Operands& o, at::IntArrayRef /*config*/, const Results& r
   });
 }
 
+// The products by the library in `dtype`: that of the sums, but bf16 for bf16 where the CPU multiplies it,
+// with dlinear and dacted rounded to it and no copies of the weights.
 void backward_cpu(const Operands& o, const BackwardOperands& b) {
   const c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
-  const auto dtype = arithmetic_of(o.x);
+  const auto wide = arithmetic_of(o.x);
+  const bool narrow = o.x.scalar_type() == at::kBFloat16 && active_isa() == Isa::kAvx512Bf16;
+  const auto dtype = narrow ? at::kBFloat16 : wide;
   const Tensor x = o.x.to(dtype);
   const Tensor dy = b.dy.contiguous();
-  Tensor dx = b.dx.defined() ? at::zeros({o.sizes.rows, o.sizes.hidden}, x.options()) : Tensor();
-  for_blocks(o.sizes, c10::elementSize(dtype), [&](int64_t first, int64_t count) {
+  const bool in_place = dtype == o.x.scalar_type();  // gradients are written where they belong
+  Tensor dx = !b.dx.defined() || in_place ? b.dx : at::empty_like(b.dx, dtype);
+  const auto body = [&](int64_t first, int64_t count) {
     const Tensor linear_weight = block_of(o.linear, first, count, dtype);
     const Tensor acted_weight = block_of(o.acted, first, count, dtype);
     // a fresh tensor: the gradients are written over it
     const auto product = [&](const Tensor& saved, const Tensor& weight) {
-      return saved.defined()
-                 ? at::empty({o.sizes.rows, count}, x.options()).copy_(saved.narrow(1, first, count))
-                 : at::mm(x, weight.t()).contiguous();
+      return saved.defined() ? at::empty({o.sizes.rows, count}, x.options().dtype(wide))
+                                   .copy_(saved.narrow(1, first, count))
+                             : at::mm(x.to(wide), weight.to(wide).t()).contiguous();
     };
-    const Tensor linear = product(b.linear_product, linear_weight);
-    const Tensor acted = product(b.acted_product, acted_weight);
+    Tensor linear = product(b.linear_product, linear_weight);
+    Tensor acted = product(b.acted_product, acted_weight);
     dispatch_dtype("gated_mlp_backward", o.x.scalar_type(), AllFloatTypes{}, [&](auto tag) {
       gate_block_backward<typename decltype(tag)::type>(o.activation, dy, first, linear, acted);
     });
+    linear = linear.to(dtype);
+    acted = acted.to(dtype);
     if (dx.defined()) {
-      dx.addmm_(linear, linear_weight).addmm_(acted, acted_weight);
+      first == 0 ? at::mm_out(dx, linear, linear_weight) : dx.addmm_(linear, linear_weight);
+      dx.addmm_(acted, acted_weight);
     }
-    if (b.dlinear.defined()) {
-      b.dlinear.narrow(0, first, count).copy_(at::mm(linear.t(), x));
-    }
-    if (b.dacted.defined()) {
-      b.dacted.narrow(0, first, count).copy_(at::mm(acted.t(), x));
-    }
-  });
-  if (dx.defined()) {
+    const auto weight_gradient = [&](const Tensor& gradient, const Tensor& whole) {
+      if (whole.defined()) {
+        Tensor part = whole.narrow(0, first, count);
+        in_place ? at::mm_out(part, gradient.t(), x) : part.copy_(at::mm(gradient.t(), x));
+      }
+    };
+    weight_gradient(linear, b.dlinear);
+    weight_gradient(acted, b.dacted);
+  };
+  if (narrow) {
+    body(0, o.sizes.inner);
+  } else {
+    for_blocks(o.sizes, c10::elementSize(dtype), body);
+  }
+  if (dx.defined() && !in_place) {
     b.dx.copy_(dx);
   }
 }

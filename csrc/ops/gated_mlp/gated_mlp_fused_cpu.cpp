@@ -18,7 +18,8 @@ using at::Tensor;
 constexpr int64_t kTileRows = 64;
 constexpr int64_t kTileColumns = 48;         // a multiple of every kernel's columns
 constexpr int64_t kFewRows = 4;              // up to here a product waits for the weights
-constexpr int64_t kCopyBytes = 1 << 26;      // of x, or of a weight that has to be copied
+constexpr int64_t kMostFloatRows = 128;      // beyond, the library's product of fp32 is quicker
+constexpr int64_t kCopyBytes = 1 << 26;      // of x
 constexpr int64_t kWidenGrain = 1 << 15;     // elements per task
 constexpr int64_t kMultiplyGrain = 1 << 18;  // multiply-adds per task
 
@@ -26,20 +27,10 @@ constexpr int64_t kMultiplyGrain = 1 << 18;  // multiply-adds per task
 bool has_rows(const Tensor& matrix) {
   return matrix.stride(1) == 1 || matrix.size(1) == 1;
 }
-Tensor with_rows(const Tensor& matrix) {
-  return has_rows(matrix) ? matrix : matrix.contiguous();
-}
 
 int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
-
-// Rows of weights, [columns, hidden] each, for the columns of the results from `first_column` on.
-struct Weights {
-  Tensor linear;
-  Tensor acted;
-  int64_t first_column;
-};
 
 // One dtype T of the operands, X of the padded copy of x.
 template <typename T, typename X>
@@ -50,15 +41,15 @@ class Forward {
   using Pad = void (*)(const Storage* from, int64_t count, X* to, int64_t width);
 
   Forward(const Operands& o, const Results& results, Multiply multiply, Pad pad)
-      : o_(o), results_(results), multiply_(multiply), pad_(pad), x_(with_rows(o.x)) {
+      : o_(o), results_(results), multiply_(multiply), pad_(pad), x_(has_rows(o.x) ? o.x : o.x.contiguous()) {
     const int64_t fitting = kCopyBytes / (static_cast<int64_t>(sizeof(X)) * stride_) / kTileRows * kTileRows;
     most_rows_ = std::min(o.sizes.rows, std::max(fitting, kTileRows));
     padded_ = at::empty({most_rows_ * stride_}, at::TensorOptions(c10::CppTypeToScalarType<Element>::value));
   }
 
-  void run(const Weights& weights) {
+  void run() {
     for (int64_t first = 0; first < o_.sizes.rows; first += most_rows_) {
-      run_rows(weights, first, std::min(most_rows_, o_.sizes.rows - first));
+      run_rows(first, std::min(most_rows_, o_.sizes.rows - first));
     }
   }
 
@@ -67,7 +58,7 @@ class Forward {
 
   X* padded() const { return reinterpret_cast<X*>(padded_.template mutable_data_ptr<Element>()); }
 
-  void run_rows(const Weights& weights, int64_t first_row, int64_t rows) {
+  void run_rows(int64_t first_row, int64_t rows) {
     const auto* from = reinterpret_cast<const Storage*>(x_.template const_data_ptr<T>());
     const int64_t grain = std::max<int64_t>(1, kWidenGrain / o_.sizes.hidden);
     at::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
@@ -75,7 +66,7 @@ class Forward {
         pad_(from + (first_row + row) * x_.stride(0), o_.sizes.hidden, padded() + row * stride_, stride_);
       }
     });
-    const int64_t columns = weights.linear.size(0);
+    const int64_t columns = o_.sizes.inner;
     const int64_t row_tiles = ceil_div(rows, kTileRows);
     const int64_t column_tiles = ceil_div(columns, kTileColumns);
     const int64_t work = 2 * std::min(rows, kTileRows) * kTileColumns * o_.sizes.hidden;
@@ -84,15 +75,14 @@ class Forward {
                        for (int64_t tile = begin; tile < end; ++tile) {
                          const int64_t row = tile / column_tiles * kTileRows;
                          const int64_t column = tile % column_tiles * kTileColumns;
-                         run_tile(weights, first_row, row, std::min(kTileRows, rows - row), column,
+                         run_tile(first_row, row, std::min(kTileRows, rows - row), column,
                                   std::min(kTileColumns, columns - column));
                        }
                      });
   }
 
-  // `row` counts from first_row on, `column` from the first of the weights.
-  void run_tile(const Weights& weights, int64_t first_row, int64_t row, int64_t rows, int64_t column,
-                int64_t columns) {
+  // `row` counts from first_row on.
+  void run_tile(int64_t first_row, int64_t row, int64_t rows, int64_t column, int64_t columns) {
     alignas(64) float linear[kTileRows * kTileColumns];
     alignas(64) float acted[kTileRows * kTileColumns];
     const auto product = [&](const Tensor& weight, float* sums) {
@@ -100,14 +90,14 @@ class Forward {
       multiply_({padded() + row * stride_, stride_, rows, w + column * weight.stride(0), weight.stride(0),
                  columns, o_.sizes.hidden, sums, kTileColumns});
     };
-    product(weights.linear, linear);
-    product(weights.acted, acted);
+    product(o_.linear, linear);
+    product(o_.acted, acted);
     const auto gate = KernelsOf<T>::gate().forward;
     const auto round = KernelsOf<T>::products().round;
     for (int64_t r = 0; r < rows; ++r) {
       const float* linear_row = linear + r * kTileColumns;
       const float* acted_row = acted + r * kTileColumns;
-      const int64_t at = (first_row + row + r) * o_.sizes.inner + weights.first_column + column;
+      const int64_t at = (first_row + row + r) * o_.sizes.inner + column;
       gate(o_.activation, columns, linear_row, acted_row, data_of(results_.out) + at);
       if (results_.linear.defined()) {
         round(linear_row, data_of(results_.linear) + at, columns);
@@ -128,22 +118,6 @@ class Forward {
   Tensor padded_;  // [most_rows, stride]
 };
 
-// Weights whose rows are not adjacent elements are copied in blocks of columns of the result.
-template <typename T, typename X>
-void run_forward(const Operands& o, Forward<T, X> forward) {
-  if (has_rows(o.linear) && has_rows(o.acted)) {
-    forward.run({o.linear, o.acted, 0});
-    return;
-  }
-  const int64_t block =
-      std::max(kTileColumns, kCopyBytes / (static_cast<int64_t>(sizeof(T)) * o.sizes.hidden));
-  for (int64_t first = 0; first < o.sizes.inner; first += block) {
-    const int64_t count = std::min(block, o.sizes.inner - first);
-    forward.run(
-        {with_rows(o.linear.narrow(0, first, count)), with_rows(o.acted.narrow(0, first, count)), first});
-  }
-}
-
 void pad_bf16(const Bf16* from, int64_t count, Bf16* to, int64_t width) {
   std::memcpy(to, from, sizeof(Bf16) * static_cast<size_t>(count));
   std::memset(to + count, 0, sizeof(Bf16) * static_cast<size_t>(width - count));
@@ -152,20 +126,26 @@ void pad_bf16(const Bf16* from, int64_t count, Bf16* to, int64_t width) {
 }  // namespace
 
 bool is_fused(const Operands& o) {
-  return o.x.scalar_type() != at::kDouble && (active_isa() != Isa::kBaseline || o.sizes.rows <= kFewRows);
+  const auto dtype = o.x.scalar_type();
+  if (dtype == at::kDouble || !has_rows(o.linear) || !has_rows(o.acted)) {
+    return false;
+  }
+  return o.sizes.rows <= (active_isa() == Isa::kBaseline ? kFewRows
+                          : dtype == at::kFloat          ? kMostFloatRows
+                                                         : o.sizes.rows);
 }
 
 void fused_forward_cpu(const Operands& o, const Results& results) {
 #if defined(__x86_64__)
   if (o.x.scalar_type() == at::kBFloat16 && active_isa() == Isa::kAvx512Bf16 && o.sizes.rows > kFewRows) {
-    run_forward(o, Forward<c10::BFloat16, Bf16>(o, results, multiply_bf16_pairs, pad_bf16));
+    Forward<c10::BFloat16, Bf16>(o, results, multiply_bf16_pairs, pad_bf16).run();
     return;
   }
 #endif
   dispatch_dtype("gated_mlp", o.x.scalar_type(), FloatTypes{}, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto products = KernelsOf<T>::products();
-    run_forward(o, Forward<T, float>(o, results, products.multiply, products.widen));
+    Forward<T, float>(o, results, products.multiply, products.widen).run();
   });
 }
 
