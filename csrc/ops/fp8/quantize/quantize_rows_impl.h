@@ -41,7 +41,7 @@ inline VecI encode(VecF y) {
 }
 
 inline void store_codes(uint8_t* p, VecI code, int count) {
-  const VecB bytes = __builtin_convertvector(code, VecB);
+  const VecB bytes = narrow_to_bytes(code);
   std::memcpy(p, &bytes, static_cast<size_t>(count));
 }
 inline void store_codes(uint8_t* p, VecI code, AllLanes) {
