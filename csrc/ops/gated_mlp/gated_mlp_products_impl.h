@@ -6,8 +6,8 @@
 
 namespace htree::HTREE_ISA {
 
-// Steps in fp32 before a sum goes on in fp64: at 16 half as much again of the time of a shallow product would
-// go into folding as at 32.
+// Steps in fp32 before a sum goes on in fp64; shorter chains would be more exact, but folding is a tenth of
+// the time of a product of depth 1024 at 15.
 constexpr int kProductChain = 32;
 
 template <typename T>
