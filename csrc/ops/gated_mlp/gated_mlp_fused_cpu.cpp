@@ -118,7 +118,7 @@ class Forward {
   Tensor padded_;  // [most_rows, stride]
 };
 
-void pad_bf16(const Bf16* from, int64_t count, Bf16* to, int64_t width) {
+[[maybe_unused]] void pad_bf16(const Bf16* from, int64_t count, Bf16* to, int64_t width) {
   std::memcpy(to, from, sizeof(Bf16) * static_cast<size_t>(count));
   std::memset(to + count, 0, sizeof(Bf16) * static_cast<size_t>(width - count));
 }
