@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def test_sizes_around_the_tiles(m: int, dtype: torch.dtype) -> None:
 def test_every_instruction_set(isa: str) -> None:
     """The set is read once per process; one that the CPU lacks is replaced by the best it has."""
     script = (
-        "import sys; sys.path.insert(0, 'tests')\n"
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from test_fp8_gemm_cpu import OUTPUTS, check, check_codes\n"
         "check_codes()\n"
         "for dtype in OUTPUTS:\n"

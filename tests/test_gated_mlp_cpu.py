@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def test_sizes_around_the_tiles(rows: int, dtype: torch.dtype) -> None:
 def test_every_instruction_set(isa: str) -> None:
     """The set is read once per process; one that the CPU lacks is replaced by the best it has."""
     script = (
-        "import sys; sys.path.insert(0, 'tests')\n"
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "import torch\n"
         "from test_gated_mlp_cpu import DTYPES, check\n"
         "for dtype in DTYPES:\n"
