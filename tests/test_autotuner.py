@@ -5,6 +5,7 @@ Longer than other files because every refusal of the command line is a line of i
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
@@ -131,6 +132,20 @@ def test_metrics_and_their_fields() -> None:
     result = TuningResult({"a": 1}, metrics)
     assert (result.latency, result.throughput, result.bandwidth) == (2.0, 6.0, 2000.0)
     assert result.all_results == result.failures == []
+    assert [f.name for f in fields(TuningResult)][:5] == [
+        "best_config",
+        "metrics",
+        "all_results",
+        "problem_size",
+        "device",
+    ]
+
+
+def test_defaults_of_a_search() -> None:
+    parameters = inspect.signature(AutoTuner).parameters
+    assert list(parameters)[:4] == ["kernel_fn", "config_space", "warmup_runs", "benchmark_runs"]
+    assert [parameters[name].default for name in ("warmup_runs", "benchmark_runs")] == [10, 100]
+    assert AutoTuner(sleeping, {"wait_ms": (0.0,)}).benchmark_runs == 100
 
 
 def test_tensor_spec() -> None:
@@ -197,6 +212,33 @@ def test_the_fastest_configuration_wins() -> None:
     assert AutoTuner(sleeping, space, dtype=torch.float32).get_cached_config((4, 6), "cpu") is None
     assert search.get_cached_config((4, 7), "cpu") is None
     assert search.get_cached_config((4, 6), "NVIDIA H200") is None
+
+
+def test_a_result_is_found_on_the_device_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU too, where the tuner was told no device: here the meta device stands for it."""
+    monkeypatch.setattr(tuner, "benchmark", lambda *_: 1.0)
+    monkeypatch.setattr(tuner, "check_runs_on", lambda *_: None)
+    space = {"wait_ms": (0.0,)}
+    search = AutoTuner(sleeping, space, problem_size=(3,))
+    assert search.get_cached_config((3,)) is None
+    search.tune(torch.zeros(2, device="meta"))
+    assert search.get_cached_config((3,)) == {"wait_ms": 0.0}
+    assert search.get_cached_config((3,), "cpu") is None
+    told = AutoTuner(sleeping, space, device="cpu")
+    assert told.get_cached_config((3,)) is None
+    assert AutoTuner(sleeping, space).get_cached_config((3,)) is None, "a new tuner looks on the CPU"
+    told.tune(torch.zeros(3))
+    assert told.get_cached_config((3,)) == {"wait_ms": 0.0}
+
+
+@pytest.mark.gpu
+def test_a_result_of_a_gpu_is_found() -> None:
+    search = AutoTuner(sleeping, {"wait_ms": (0.0,)}, **QUICK)
+    result = search.tune(torch.zeros(5, device="cuda"))
+    assert result.device == torch.cuda.get_device_name()
+    assert search.get_cached_config((5,)) == {"wait_ms": 0.0}
+    assert AutoTuner(sleeping, search.config_space).get_cached_config((5,), "cuda") == {"wait_ms": 0.0}
+    assert AutoTuner(sleeping, search.config_space).get_cached_config((5,)) is None
 
 
 def test_ties_go_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
