@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from htree_ops.ops import fp8_gemm, gated_mlp, rmsnorm_rope
 from htree_ops.tuning import (
     RMSNORM_ROPE,
+    SPACES,
     CacheKey,
     TuningCache,
     config_search,
@@ -141,6 +143,40 @@ def test_ops_take_configurations_as_lists(device: str) -> None:
         problems.make_problem("rmsnorm_rope", (2, 3), torch.bfloat16, device)
     with pytest.raises(ValueError, match="kernel must be one of"):
         problems.make_problem("softmax", (2, 3), torch.bfloat16, device)
+
+
+X, TABLE = torch.zeros(1, 2, 8), torch.ones(2, 4)
+CODES = torch.ones(2, 2).to(torch.float8_e4m3fn)
+#: The compiled tuples that Python lists, and the op with a configuration.
+COMPILED = {
+    "rmsnorm_rope": (
+        rmsnorm_rope.COMPILED_CONFIGS,
+        lambda c: torch.ops.htree.rmsnorm_rope(X, torch.ones(8), TABLE, TABLE, 1e-6, None, c),
+    ),
+    "gated_mlp": (
+        gated_mlp.COMPILED_CONFIGS,
+        lambda c: torch.ops.htree.gated_mlp(X, torch.ones(3, 8), torch.ones(3, 8), "silu", "up", c),
+    ),
+    "fp8_gemm": (
+        fp8_gemm.COMPILED_CONFIGS,
+        lambda c: torch.ops.htree.fp8_gemm(
+            CODES, CODES, torch.tensor(1.0), torch.tensor(1.0), torch.float16, c
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("kernel", SPACES)
+def test_functions_and_ops_know_the_same_configurations(kernel: str) -> None:
+    compiled, call = COMPILED[kernel]
+    accepted = []
+    for config in config_search(SPACES[kernel]):
+        try:
+            call(list(config.values()))
+        except NotImplementedError:
+            continue
+        accepted.append(tuple(config.values()))
+    assert sorted(accepted) == sorted(compiled)
 
 
 @pytest.mark.gpu

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from htree_ops.errors import ArchitectureNotSupportedError, ShapeMismatchError
-from htree_ops.ops.arguments import check_devices, check_dtype, check_int, floating_for
+from htree_ops.errors import ShapeMismatchError
+from htree_ops.ops.arguments import check_devices, check_dtype, check_int, floating_for, tuning_config
 from htree_ops.tuning.select import configured
 
 __all__ = ["FusedGatedMLP", "GatedMLPInput", "gated_mlp", "validate_gated_mlp_inputs"]
@@ -125,23 +125,6 @@ def validate_gated_mlp_inputs(
     _validate(x, gate_weight, up_weight, activation, act_on, strict=True, require_cuda=require_cuda)
 
 
-def _config(**keys: int | None) -> list[int] | None:
-    """The values of the tuning keys in their order; None where none is given."""
-    given = [value for value in keys.values() if value is not None]
-    if not given:
-        return None
-    if len(given) != len(keys):
-        raise ValueError(f"gated_mlp: give all of {', '.join(keys)} or none, got {keys}")
-    for name, value in keys.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"gated_mlp: {name} must be an int, got {type(value).__name__}")
-    if tuple(given) not in COMPILED_CONFIGS:
-        raise ArchitectureNotSupportedError(
-            f"gated_mlp: no kernel is compiled for {keys}; compiled: {', '.join(map(str, COMPILED_CONFIGS))}"
-        )
-    return given
-
-
 def gated_mlp(
     x: Tensor,
     gate_weight: Tensor,
@@ -192,8 +175,14 @@ def gated_mlp(
     Without a configuration ``HTREE_TUNE`` decides: see :mod:`htree_ops.tuning.select`.
     """
     _validate(x, gate_weight, up_weight, activation, act_on, strict=False, require_cuda=False)
-    config = _config(
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=num_warps, num_stages=num_stages
+    config = tuning_config(
+        "gated_mlp",
+        COMPILED_CONFIGS,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        BLOCK_K=BLOCK_K,
+        num_warps=num_warps,
+        num_stages=num_stages,
     )
     if config is None:
         config = configured(
