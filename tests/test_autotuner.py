@@ -20,6 +20,7 @@ import torch
 
 import htree_ops
 from htree_ops import __main__ as command_line
+from htree_ops.bench.progress import progress_bar
 from htree_ops.errors import DeviceError, TuningFailedError
 from htree_ops.tuning import (
     FP8_GEMM,
@@ -35,7 +36,6 @@ from htree_ops.tuning import (
     problems,
     tuner,
 )
-from htree_ops.tuning.command import progress_bar
 from htree_ops.tuning.metrics import compute_metrics
 
 KEY = CacheKey(

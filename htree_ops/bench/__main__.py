@@ -15,7 +15,7 @@ import torch
 from htree_ops.bench import results, suite, timing
 from htree_ops.bench.progress import progress
 from htree_ops.command_line import OneLineParser, at_least, is_out_of_memory, output_file, regular_expression
-from htree_ops.testing.cases import dtype_name
+from htree_ops.ops.arguments import dtype_name
 
 #: Other commands, each a module with ``main(argv)``.
 COMMANDS = {

@@ -12,7 +12,8 @@ import torch
 
 from htree_ops.bench import io_floor, timing
 from htree_ops.bench.results import Environment, Row
-from htree_ops.testing.cases import Case, dtype_name
+from htree_ops.ops.arguments import dtype_name
+from htree_ops.testing.cases import Case
 from htree_ops.testing.compare import verify
 
 __all__ = [

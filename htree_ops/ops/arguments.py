@@ -29,6 +29,7 @@ __all__ = [
     "check_number",
     "check_tensor",
     "check_tensors",
+    "dtype_name",
     "tuning_config",
 ]
 
@@ -136,6 +137,11 @@ def floating_for(tensor: Tensor, double_on_cuda: bool = False) -> tuple[torch.dt
     return FLOATING if tensor.is_cuda and not double_on_cuda else FLOATING_AND_DOUBLE
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """``bfloat16`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def state_dtype(tensor: Tensor) -> torch.dtype:
     """dtype of scores, states and rotary tables beside ``tensor``: float64 for float64, else float32."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
@@ -163,7 +169,7 @@ def check_number(
     largest = torch.finfo(dtype).max
     if not -largest <= value <= largest or (positive and not value > 0):
         wanted = "positive and finite" if positive else "finite"
-        raise ValueError(f"{op}: {name} must be {wanted} in {str(dtype).removeprefix('torch.')}, got {value}")
+        raise ValueError(f"{op}: {name} must be {wanted} in {dtype_name(dtype)}, got {value}")
 
 
 def tuning_config(op: str, compiled: Sequence[tuple[int, ...]], **keys: int | None) -> list[int] | None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from htree_ops.errors import TuningFailedError
-from htree_ops.testing.cases import dtype_name
+from htree_ops.ops.arguments import dtype_name
 from htree_ops.tuning.cache import TuningCache, cache_dir
 from htree_ops.tuning.key import CacheKey
 from htree_ops.tuning.metrics import compute_metrics

@@ -16,8 +16,7 @@ import torch
 
 from htree_ops.bench.timing import clock_for, percentile
 from htree_ops.errors import DeviceError, TuningFailedError
-from htree_ops.ops.arguments import check_int
-from htree_ops.testing.cases import dtype_name
+from htree_ops.ops.arguments import check_int, dtype_name
 from htree_ops.tuning.cache import TuningCache
 from htree_ops.tuning.key import CacheKey, source_hash
 from htree_ops.tuning.metrics import KernelMetrics, TuningResult, compute_metrics, gemm_flops
