@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from pathlib import Path
@@ -86,6 +87,25 @@ def test_the_figures_are_those_of_the_files():
         assert readme_table.replace_section(text, section) == text, (
             "run python -m htree_ops.bench.readme_table"
         )
+
+
+def test_the_errors_of_compression_are_those_of_the_file():
+    with (ROOT / "benchmarks" / "results" / "compressed_kv_error_h200.csv").open(newline="") as file:
+        measured = list(csv.DictReader(file))
+    cells = re.findall(
+        r"^\| (\d+) % \| (\d+) \| (yes|no) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$",
+        (ROOT / "docs" / "usage.md").read_text(),
+        re.M,
+    )
+    assert 2 * len(cells) == len(measured)
+    for sparsity, bits, transformed, size, normal, outliers in cells:
+        setting = (float(sparsity) / 100, bits, str(transformed == "yes"))
+        rows = [r for r in measured if (float(r["sparsity"]), r["bits"], r["transformed"]) == setting]
+        assert {r["keys"]: f"{float(r['output_error']):.4f}" for r in rows} == {
+            "normal": normal,
+            "outliers": outliers,
+        }
+        assert {f"{float(r['bytes_per_element']):.3f}" for r in rows} == {size}
 
 
 ROW = {
