@@ -291,6 +291,10 @@ def test_wrong_calls() -> None:
     with pytest.raises(TypeError, match="lengths must be a list of ints"):
         module(q, k, v, lengths=[1.5, 2.0])
     assert "keep=(32, 32), bits=(8, 8), hadamard_group=0" in repr(module)
+    lists = layer("cpu", sparsity=[0.5, 0.25], bits=[4, 8])
+    assert (lists.keep, lists.bits) == ((32, 48), (4, 8))
+    with pytest.raises(TypeError, match="sparsity must be a number, got list"):
+        layer("cpu", sparsity=[0.5])
     assert module.state_dict() == {}
 
 

@@ -12,7 +12,7 @@ from htree_ops.errors import ShapeMismatchError
 from htree_ops.ops.arguments import FLOATING, check_dtype, check_int, check_number, check_tensors
 from htree_ops.ops.compressed_kv import apply_rotary_pos_emb_k, apply_rotary_pos_emb_q
 from htree_ops.ops.compressed_kv_cache import CompressedKVCache
-from htree_ops.ops.compressed_kv_checks import check_policy, prompt_lengths
+from htree_ops.ops.compressed_kv_checks import check_policy, pair, prompt_lengths
 from htree_ops.ops.compressed_kv_format import check_format, check_hadamard_group, num_kept
 from htree_ops.ops.tree_attention_stages import rope_cache
 
@@ -129,15 +129,15 @@ class MustafarAttention(nn.Module):
             raise ValueError(f"{OP}: head_group_num = {head_group_num} needs use_grouped_hadamard=True")
         if sparsity is None:
             sparsity = (0.0 if use_grouped_hadamard else 0.5, 0.5)
-        pair = sparsity if isinstance(sparsity, tuple) else (sparsity, sparsity)
-        self.keep = (num_kept(head_dim, pair[0]), num_kept(head_dim, pair[1]))
-        self.bits = bits if isinstance(bits, tuple) else (bits, bits)
+        of_keys, of_values = pair(sparsity)
+        self.keep = (num_kept(head_dim, of_keys), num_kept(head_dim, of_values))
+        self.bits = pair(bits)
         for keep, one in zip(self.keep, self.bits, strict=True):
             check_format(OP, head_dim, keep, one)
         if use_grouped_hadamard and self.keep[0] != head_dim:
             raise ValueError(
                 f"{OP}: transformed keys are not pruned, for the transform spreads what pruning looks for: the "
-                f"sparsity of keys must be 0, got {pair[0]}"
+                f"sparsity of keys must be 0, got {of_keys}"
             )
         self.hadamard_group = head_group_num if use_grouped_hadamard else 0
         check_hadamard_group(OP, self.hadamard_group, num_kv_heads, head_dim)
