@@ -243,7 +243,8 @@ def test_trying_a_file_leaves_nothing_behind(tmp_path):
     assert output_file(str(path)).read_text() == "old"
 
 
-def test_a_gpu_that_is_not_there(folder, capsys):
+def test_a_gpu_that_is_not_there(folder, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert command_line.main(["--device", "cuda", "--room", "tiny", "--folder", str(folder)]) == 2
     assert "sees no GPU" in capsys.readouterr().err
 
