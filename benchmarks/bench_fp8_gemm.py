@@ -1,7 +1,8 @@
 """fp8_gemm against cuBLASLt through ``torch._scaled_mm``, with and without fast accumulation, and a bf16 product.
 
 Run: ``python -m htree_ops.bench --room fp8_gemm --json PATH --csv PATH``. The library multiplies by reciprocal scales;
-they are computed beforehand for it, while ``fp8_gemm`` gets the scales as they are.
+they are computed beforehand for it, while ``fp8_gemm`` gets the scales as they are. Fast accumulation leaves sums in
+the tensor cores throughout, with errors that grow with K: it counts as another function and stands beside the others.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ from htree_ops.testing.fp8_gemm_cases import (
 
 #: Rows and columns of the result that are compared: the fp64 reference of the whole would take minutes.
 NUM_CHECKED = 96
-#: γ of sums that stay in the tensor cores throughout, on random data.
-FAST_SUM = 2.0**-8
 
 
 def spread(size: int, device: torch.device) -> Tensor:
@@ -35,7 +34,7 @@ def chosen(x: Tensor, rows: Tensor) -> Tensor:
     return x.view(torch.uint8)[rows].view(x.dtype)
 
 
-def check(inputs: tuple[Any, ...], result: Tensor, gamma: float | None = None) -> None:
+def check(inputs: tuple[Any, ...], result: Tensor) -> None:
     """Some rows and columns against the fp64 product."""
     a, b, a_scale, b_scale, dtype = inputs
     rows, columns = spread(a.shape[0], a.device), spread(b.shape[1], a.device)
@@ -46,7 +45,7 @@ def check(inputs: tuple[Any, ...], result: Tensor, gamma: float | None = None) -
         b_scale if b_scale.dim() == 0 else b_scale[:, columns],
         dtype,
     )
-    assert_product(result[rows][:, columns].contiguous(), part, gamma or sum_error(a.device.type))
+    assert_product(result[rows][:, columns].contiguous(), part, sum_error(a.device.type))
 
 
 def library_inputs(case: FP8GemmCase, device: str, seed: int) -> tuple[Any, ...]:
@@ -81,7 +80,7 @@ def make_benchmarks(device: str) -> list[Benchmark]:
                 "torch._scaled_mm, fast accumulation",
                 partial(library, fast=True),
                 library_inputs,
-                check=partial(check, gamma=FAST_SUM),
+                same_function=False,
             ),
             Candidate("bf16 product", torch.mm, half_inputs, same_function=False),
         ]

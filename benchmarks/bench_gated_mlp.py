@@ -113,8 +113,31 @@ def graph_inputs(forward: Forward) -> Callable[[GatedMLPBackwardCase, str, int],
     return make
 
 
+def merged_graph_inputs(case: GatedMLPBackwardCase, device: str, seed: int) -> tuple[Any, ...]:
+    """:func:`graph_inputs` of :func:`merged`, with both weights as one leaf [2 I, Hd]."""
+    dy, x, gate_weight, up_weight, *options = case.make_inputs(device, seed)
+    leaves = x.requires_grad_(), torch.cat((gate_weight, up_weight)).requires_grad_()
+    return merged(*leaves, *options), leaves, dy
+
+
+def liger_graph_inputs(case: GatedMLPBackwardCase, device: str, seed: int) -> tuple[Any, ...]:
+    """:func:`graph_inputs` of :func:`liger`, then g and u as its kernel saved them, and copies of both."""
+    y, leaves, dy = graph_inputs(liger)(case, device, seed)
+    saved = y.grad_fn.saved_tensors
+    return y, leaves, dy, saved, tuple(t.clone() for t in saved)
+
+
 def differentiate(y: Tensor, leaves: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(y, leaves, dy, retain_graph=True)
+
+
+def differentiate_liger(
+    y: Tensor, leaves: tuple[Tensor, ...], dy: Tensor, saved: tuple[Tensor, ...], kept: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """The backward writes its gradients over g and u; the next call would differentiate those."""
+    for target, source in zip(saved, kept, strict=True):
+        target.data.copy_(source)  # not seen by autograd, whose check of versions would refuse the graph
+    return differentiate(y, leaves, dy)
 
 
 def forward_benchmarks(device: str) -> list[Benchmark]:
@@ -140,18 +163,25 @@ def backward_benchmarks(device: str) -> list[Benchmark]:
     """Through autograd on both sides: the products were kept by the forward."""
     compiled = torch.compile(composition, dynamic=False)
     ours = Candidate("htree_ops", differentiate, graph_inputs(torch.ops.htree.gated_mlp), capturable=False)
-    baselines = (
-        Candidate(
-            "torch.compile",
-            differentiate,
-            graph_inputs(compiled),
-            capturable=False,
-            check=check_backward_rounded,
-        ),
-        Candidate(
-            "eager", differentiate, graph_inputs(composition), capturable=False, check=check_backward_rounded
-        ),
-    )
+    makers = {
+        "torch.compile": graph_inputs(compiled),
+        "eager": graph_inputs(composition),
+        "merged product, eager": merged_graph_inputs,
+    }
+    baselines = [
+        Candidate(name, differentiate, make, capturable=False, check=check_backward_rounded)
+        for name, make in makers.items()
+    ]
+    if device == "cuda" and importlib.util.find_spec("liger_kernel"):
+        baselines.append(
+            Candidate(
+                "products, then Liger (g and u restored before each call)",
+                differentiate_liger,
+                liger_graph_inputs,
+                capturable=False,
+                check=check_backward_rounded,
+            )
+        )
     return [
         Benchmark("gated_mlp_backward", case, ours, baselines, check_backward)
         for case in BENCHMARK_BACKWARD_CASES[device]

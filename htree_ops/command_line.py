@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import sys
 import tempfile
@@ -17,6 +18,7 @@ __all__ = [
     "OneLineParser",
     "at_least",
     "bandwidth",
+    "free_memory",
     "is_out_of_memory",
     "output_file",
     "output_folder",
@@ -101,6 +103,13 @@ def output_folder(text: str) -> Path:
     except OSError as error:
         raise _refusal(path, error) from error
     return path
+
+
+def free_memory(device: torch.device | str) -> int:
+    """Bytes that can be allocated on the device, by its own account."""
+    if torch.device(device).type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

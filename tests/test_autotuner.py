@@ -5,13 +5,14 @@ Longer than other files because every refusal of the command line is a line of i
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
 import subprocess
 import sys
 import time
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,8 @@ import torch
 
 import htree_ops
 from htree_ops import __main__ as command_line
+from htree_ops.bench.progress import progress_bar
 from htree_ops.errors import DeviceError, TuningFailedError
-from htree_ops.ops.tensor_spec import TensorSpec
 from htree_ops.tuning import (
     FP8_GEMM,
     GATED_MLP,
@@ -28,18 +29,13 @@ from htree_ops.tuning import (
     SPACES,
     AutoTuner,
     CacheKey,
-    KernelMetrics,
     TritonAutoTuner,
-    TuningResult,
     command,
     config_search,
     forget,
-    gated_mlp_flops,
-    gemm_flops,
     problems,
     tuner,
 )
-from htree_ops.tuning.command import progress_bar
 from htree_ops.tuning.metrics import compute_metrics
 
 KEY = CacheKey(
@@ -114,67 +110,14 @@ def test_the_product_goes_in_key_order() -> None:
         config_search({"a": (1,), "b": ()})
 
 
-# ---- metrics and specs
-
-
-def test_metrics_and_their_fields() -> None:
-    assert [f.name for f in fields(KernelMetrics)] == [
-        "latency_ms",
-        "throughput_tflops",
-        "bandwidth_gbps",
-        "bandwidth_utilization",
-    ]
-    metrics = compute_metrics(2.0, flops=gemm_flops(1000, 2000, 3000), num_bytes=4e9, peak_gbps=4000.0)
-    assert metrics == KernelMetrics(2.0, 6.0, 2000.0, 50.0)
-    assert compute_metrics(0.0) == KernelMetrics(0.0, 0.0, 0.0, 0.0)
-    assert gated_mlp_flops(2, 3, 5, 7) == 4 * 2 * 3 * 5 * 7
-    result = TuningResult({"a": 1}, metrics)
-    assert (result.latency, result.throughput, result.bandwidth) == (2.0, 6.0, 2000.0)
-    assert result.all_results == result.failures == []
-
-
-def test_tensor_spec() -> None:
-    assert TensorSpec((2,), torch.float32) == TensorSpec((2,), torch.float32, "cuda", True)
-    for spec in (
-        TensorSpec((3, 4), torch.bfloat16, "cpu"),
-        TensorSpec((3, 4), torch.float32, "cpu", contiguous=False),
-        TensorSpec((5,), torch.int32, "cpu"),
-        TensorSpec((4, 2), torch.float8_e4m3fn, "cpu"),
-    ):
-        tensor = spec.create_tensor()
-        spec.validate(tensor)
-        assert tensor.is_contiguous() is spec.contiguous
-    spec = TensorSpec((3, 4), torch.float32, "cpu")
-    good = spec.create_tensor()
-    for wrong, kind in (
-        (good.half(), TypeError),
-        (good[:2], ValueError),
-        (good.t().contiguous().t(), ValueError),
-        (good.to("meta"), RuntimeError),
-        ([1.0], TypeError),
-    ):
-        with pytest.raises(kind, match="weight must be|weight must have"):  # noqa: RUF043
-            spec.validate(wrong, "weight")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kind", "complaint"),
-    [
-        (((-1, 4), torch.float32), ValueError, r"shape must have sizes of at least 0, got \(-1, 4\)"),
-        ((3, torch.float32), TypeError, "shape must be a sequence of ints, got 3"),
-        (((1.5,), torch.float32), TypeError, r"shape must be a sequence of ints, got \(1\.5,\)"),
-        (((2,), "float"), TypeError, "dtype must be a torch.dtype, got 'float'"),
-        (((2,), torch.float32, "gpu"), ValueError, "device must be one of torch, got 'gpu'"),
-    ],
-)
-def test_a_spec_that_no_tensor_has_is_refused(
-    arguments: tuple[object, ...], kind: type[Exception], complaint: str
-) -> None:
-    with pytest.raises(kind, match=f"TensorSpec: {complaint}"):
-        TensorSpec(*arguments)  # type: ignore[arg-type]
-
-
 # ---- the search
+
+
+def test_defaults_of_a_search() -> None:
+    parameters = inspect.signature(AutoTuner).parameters
+    assert list(parameters)[:4] == ["kernel_fn", "config_space", "warmup_runs", "benchmark_runs"]
+    assert [parameters[name].default for name in ("warmup_runs", "benchmark_runs")] == [10, 100]
+    assert AutoTuner(sleeping, {"wait_ms": (0.0,)}).benchmark_runs == 100
 
 
 def test_the_fastest_configuration_wins() -> None:
@@ -197,6 +140,33 @@ def test_the_fastest_configuration_wins() -> None:
     assert AutoTuner(sleeping, space, dtype=torch.float32).get_cached_config((4, 6), "cpu") is None
     assert search.get_cached_config((4, 7), "cpu") is None
     assert search.get_cached_config((4, 6), "NVIDIA H200") is None
+
+
+def test_a_result_is_found_on_the_device_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU too, where the tuner was told no device: here the meta device stands for it."""
+    monkeypatch.setattr(tuner, "benchmark", lambda *_: 1.0)
+    monkeypatch.setattr(tuner, "check_runs_on", lambda *_: None)
+    space = {"wait_ms": (0.0,)}
+    search = AutoTuner(sleeping, space, problem_size=(3,))
+    assert search.get_cached_config((3,)) is None
+    search.tune(torch.zeros(2, device="meta"))
+    assert search.get_cached_config((3,)) == {"wait_ms": 0.0}
+    assert search.get_cached_config((3,), "cpu") is None
+    told = AutoTuner(sleeping, space, device="cpu")
+    assert told.get_cached_config((3,)) is None
+    assert AutoTuner(sleeping, space).get_cached_config((3,)) is None, "a new tuner looks on the CPU"
+    told.tune(torch.zeros(3))
+    assert told.get_cached_config((3,)) == {"wait_ms": 0.0}
+
+
+@pytest.mark.gpu
+def test_a_result_of_a_gpu_is_found() -> None:
+    search = AutoTuner(sleeping, {"wait_ms": (0.0,)}, **QUICK)
+    result = search.tune(torch.zeros(5, device="cuda"))
+    assert result.device == torch.cuda.get_device_name()
+    assert search.get_cached_config((5,)) == {"wait_ms": 0.0}
+    assert AutoTuner(sleeping, search.config_space).get_cached_config((5,), "cuda") == {"wait_ms": 0.0}
+    assert AutoTuner(sleeping, search.config_space).get_cached_config((5,)) is None
 
 
 def test_ties_go_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,6 +172,25 @@ def test_flags_of_the_command_line(folder, capsys):
     assert got.verdict in shown
 
 
+def test_a_case_that_does_not_fit_is_named_and_the_others_are_timed(folder, capsys):
+    (folder / "bench_large.py").write_text(
+        ROOM.replace("def eager(x, block_size):", "def eager(x, block_size):\n    allocate(x)")
+        + "\ndef allocate(x):\n    if x.dtype == torch.float32:\n        torch.empty(2**60)\n"
+    )
+    common = ["--device", "cpu", "--room", "large", "--folder", str(folder), "--repeat", "1"]
+    out = folder / "rows.json"
+    assert command_line.main([*common, "--json", str(out)]) == 1
+    assert {row.dtype for row in results.read_json(out)} == {"bfloat16"}
+    captured = capsys.readouterr()
+    assert "softmax tiny-float32: out of memory, not timed: " in captured.err
+    assert "0 cases wrong, not timed; 1 cases out of memory, not timed" in captured.out
+    (folder / "bench_large.py").write_text(
+        ROOM.replace("return masked_softmax(x)", "raise RuntimeError('no')")
+    )
+    with pytest.raises(RuntimeError, match="no"):
+        command_line.main(common)
+
+
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
@@ -224,7 +243,8 @@ def test_trying_a_file_leaves_nothing_behind(tmp_path):
     assert output_file(str(path)).read_text() == "old"
 
 
-def test_a_gpu_that_is_not_there(folder, capsys):
+def test_a_gpu_that_is_not_there(folder, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert command_line.main(["--device", "cuda", "--room", "tiny", "--folder", str(folder)]) == 2
     assert "sees no GPU" in capsys.readouterr().err
 

@@ -201,6 +201,36 @@ def test_enough_input_sets_to_leave_the_caches():
     assert timing.num_input_sets(1_000_000) == 180
     assert timing.num_input_sets(7_000_000) * 7_000_000 >= timing.ROTATED_BYTES
     assert timing.num_input_sets(0) == timing.num_input_sets(8) == 4096
+    assert timing.num_input_sets(timing.ALONE_BYTES - 1) == 2
+    assert timing.num_input_sets(timing.ALONE_BYTES) == 1
+
+
+def test_sustained_load_is_of_all_candidates_or_of_none():
+    """A side just below the limit must not be compared without the load that the other side is under."""
+    counter = FakeCounter()
+    clock, effort = timing.CpuClock(counter), timing.Effort(sustained_from_us=1000.0)
+    calls = {name: [counter.call(*[us] * 25)] for name, us in (("ours", 998.0), ("eager", 1002.0))}
+    times = {name: timing.Timing(us, us, us, 1) for name, us in (("ours", 998.0), ("eager", 1002.0))}
+    measured = suite.sustained_times(calls, times, clock, effort)
+    assert measured == {"ours": pytest.approx(998.0), "eager": pytest.approx(1002.0)}
+    assert suite.sustained_times({"ours": calls["ours"]}, {"ours": times["ours"]}, clock, effort) == {}
+
+
+def test_candidates_of_one_maker_share_their_inputs():
+    made = []
+
+    def make(case, device, seed):
+        made.append(seed)
+        return (torch.full((4,), float(seed)),)
+
+    candidates = [suite.Candidate(name, torch.neg, make) for name in ("one", "two")]
+    benchmark = sum_benchmark(baselines=candidates)
+    _, calls = suite.make_calls(benchmark, [benchmark.ours, *candidates], "cpu", num_sets=3)
+    assert made == [0, 1, 2]
+    assert [float(call()[0]) for call in calls["two"]] == [0.0, -1.0, -2.0]
+    own = [suite.Candidate(name, torch.neg, lambda *a: make(*a)) for name in ("one", "two")]
+    suite.make_calls(benchmark, own, "cpu", num_sets=1)
+    assert made == [0, 1, 2, 0, 0]
 
 
 def test_copy_bandwidth_is_of_this_world(device):

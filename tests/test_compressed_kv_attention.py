@@ -291,4 +291,35 @@ def test_wrong_calls() -> None:
     with pytest.raises(TypeError, match="lengths must be a list of ints"):
         module(q, k, v, lengths=[1.5, 2.0])
     assert "keep=(32, 32), bits=(8, 8), hadamard_group=0" in repr(module)
+    lists = layer("cpu", sparsity=[0.5, 0.25], bits=[4, 8])
+    assert (lists.keep, lists.bits) == ((32, 48), (4, 8))
+    with pytest.raises(TypeError, match="sparsity must be a number, got list"):
+        layer("cpu", sparsity=[0.5])
     assert module.state_dict() == {}
+
+
+def test_positions_beyond_the_rotary_table_are_refused(device: str) -> None:
+    """Known from the shapes, so that CUDA does not take the last angle for all of them in silence."""
+    module = layer(device, max_positions=8)
+    with pytest.raises(ValueError, match="make_cache: capacity must be at most max_positions = 8, got 9"):
+        module.make_cache(BATCH, 9)
+    q, k, v = qkv(device, 9)
+    message = "max_positions = 8 must be at least the tokens with those that the cache holds, got 9"
+    with pytest.raises(ValueError, match=message):
+        module(q, k, v)
+    cache = layer(device).make_cache(BATCH, 64)
+    with pytest.raises(ValueError, match=message):
+        module(q, k, v, cache=cache)
+    assert cache.lengths == [0, 0], "nothing may be stored"
+    module(*(x[:, :, :8] for x in (q, k, v)), cache=cache, lengths=[8, 3])
+    before = copy.deepcopy(cache.state_dict())
+    last = [x[:, :, 8:] for x in (q, k, v)]
+    with pytest.raises(ValueError, match=message):
+        module(*last, cache=cache)
+    assert cache.lengths == [8, 3]
+    for name, value in before.items():
+        after = cache.state_dict()[name]
+        assert torch.equal(after, value) if isinstance(value, Tensor) else after == value, name
+    module(*last, torch.tensor([7], device=device), cache)  # given positions are the caller's own
+    plain = layer(device, max_positions=8, rope_base=None)
+    plain(q, k, v, cache=plain.make_cache(BATCH, 9))

@@ -166,14 +166,15 @@ def poison_free_pages(cache: CompressedKVCache) -> None:
             x[pages] = math.nan if x.is_floating_point() else 0x5A
 
 
+@pytest.mark.parametrize("bits", [4, 8, 16])
 @pytest.mark.parametrize("page_size", [4, 16])
-def test_unused_pages_may_hold_anything(page_size: int, device: str) -> None:
+def test_unused_pages_may_hold_anything(page_size: int, bits: int, device: str) -> None:
     k, v = tokens(device, 120)
     q = normal((BATCH, 8, WIDTH), torch.float16, device, seed=6)
     plain, clean, poisoned = (
-        make(device),
-        make(device, page_size=page_size),
-        make(device, page_size=page_size),
+        make(device, bits=bits),
+        make(device, bits=bits, page_size=page_size),
+        make(device, bits=bits, page_size=page_size),
     )
     poison_free_pages(poisoned)
     caches = (plain, clean, poisoned)

@@ -1,4 +1,7 @@
-"""kv_decode_attention against float64 attention on the decompressed rows (docs/semantics.md §4.2, §4.6)."""
+"""kv_decode_attention against float64 attention on the decompressed rows (docs/semantics.md §4.2, §4.6).
+
+Longer than other files because its values, storages, bytes and compilation share one case class.
+"""
 
 from __future__ import annotations
 
@@ -217,6 +220,41 @@ def test_rows_past_the_lengths_are_not_read(page: int, device: str) -> None:
     out, lse = run(case, tuple(inputs))
     assert torch.equal(out, clean[0])
     assert torch.equal(lse, clean[1])
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("keep", [1, 39, 128])
+@pytest.mark.parametrize("page", [0, 16])
+def test_mutated_bytes_stay_in_their_heads(page: int, keep: int, bits: int, device: str) -> None:
+    """Random bytes, full bitmaps whatever keep says, lengths of any size: no other head changes, none reads outside."""
+    case = DecodeCase(
+        name="mutated", dtype=torch.float16, B=2, H=6, H_kv=3, S=128, k_keep=keep, v_keep=keep, k_bits=bits,
+        v_bits=bits, page=page, comp_len=(128, 128),
+    )  # fmt: skip
+    inputs = list(case.make_inputs(device, seed=14))
+    clean = run(case, tuple(inputs))
+    generator = torch.Generator().manual_seed(keep * bits)
+    pages = inputs[TABLE][1, :-1].long() if page else torch.tensor([1], device=device)
+    for full in (False, True):
+        for part in range(1, 7):
+            x = inputs[part][pages, 2]
+            noise = torch.randint(0, 256, (x.numel() * x.element_size(),), generator=generator)
+            inputs[part][pages, 2] = noise.to(torch.uint8).view(x.dtype).view(x.shape).to(device)
+            if full and part in (1, 4):
+                inputs[part][pages, 2] = -1
+        longest = (
+            128 if page else 2**31 - 1
+        )  # beyond the capacity is the capacity; the table has an unused page
+        inputs[COMP_LEN] = torch.tensor([128, longest if full else 77], dtype=torch.int32, device=device)
+        out, lse = run(case, tuple(inputs))
+        assert torch.equal(out[0], clean[0][0])
+        assert torch.equal(lse[0], clean[1][0])
+        assert torch.equal(out[1, :4], clean[0][1, :4]) is full
+    inputs[COMP_LEN] = torch.tensor([128, -5], dtype=torch.int32, device=device)
+    empty = torch.tensor([128, 0], dtype=torch.int32, device=device)
+    expected = run(case, (*inputs[:COMP_LEN], empty, *inputs[COMP_LEN + 1 :]))
+    for a, e in zip(run(case, tuple(inputs)), expected, strict=True):
+        assert torch.equal(a, e), "below 0 is 0"
 
 
 @pytest.mark.parametrize("part", ["k_scales", "v_scales", "k_win", "v_win", "q"])

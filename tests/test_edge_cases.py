@@ -1,6 +1,7 @@
 """Edge cases that the ops share: special values, empty and single elements, extremes, layouts (docs/semantics.md §3.5).
 
-Each op has them among its own tests too; here one table runs all through the same checks.
+Each op has them among its own tests too; here one table runs the ops on rows through the same checks. Products
+(``gated_mlp``, ``fp8_gemm``) and attention have theirs in their own files: their special values spread otherwise.
 """
 
 from __future__ import annotations
@@ -129,7 +130,5 @@ def test_fp8_overflow_is_seen_before_the_cast(dtype: torch.dtype, granularity: s
     x = x.to(dtype)
     shape = {"tensor": (), "channel": (1, 1), "block": (1, 1)}[granularity]
     q, _, n = ops.fp8_quantize(x, torch.ones(shape, device=device), granularity)
-    beyond = int((x.float().abs() > 464).sum())
-    assert int(n) == beyond
-    assert beyond == (4 if dtype != torch.bfloat16 else int((x.float().abs() > 464).sum()))
+    assert int(n) == 4, "466 is exact in each dtype"
     assert q.float().nan_to_num(7).abs().tolist() == [[448.0] * 6 + [7.0, 0.0]]

@@ -304,6 +304,23 @@ def test_refusals() -> None:
     for wrong in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="activation_scale must be positive and finite"):
             FP8Linear.from_linear(linear, wrong)
+    for wrong, came in (("a", "str"), (True, "bool"), ([1.0], "list")):
+        with pytest.raises(TypeError, match=f"activation_scale must be a number or a Tensor, got {came}"):
+            FP8Linear.from_linear(linear, wrong)
+        with pytest.raises(
+            TypeError, match=f"layer '0': activation_scale must be a number or a .*, got {came}"
+        ):
+            quantize_model_(nn.Sequential(linear), activation_scales={"0": wrong})
+    with pytest.raises(
+        TypeError, match="quantize_model_: activation_scales must map names to scales, got list"
+    ):
+        quantize_model_(nn.Sequential(linear), activation_scales=[1.0])  # type: ignore[arg-type]
+    for f, name in (
+        (quantize_model_, "quantize_model_"),
+        (lambda m, wanted: calibrate_activation_scales(m, [], wanted), "calibrate_activation_scales"),
+    ):
+        with pytest.raises(TypeError, match=f"{name}: filter must be callable or None, got int"):
+            f(nn.Sequential(linear), 3)
     with pytest.raises(ShapeMismatchError, match="activation_scale must have one element"):
         FP8Linear.from_linear(linear, torch.ones(3))
     with pytest.raises(ShapeMismatchError, match="the last dim of x must be in_features = 4"):

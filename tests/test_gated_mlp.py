@@ -248,7 +248,20 @@ def test_property_rows_are_independent(device, rows, seed, dtype, data) -> None:
     assert torch.equal(op(x, *rest)[row], whole)
 
 
-DIMS_3 = [(1, 1, 2048, 5632), (64, 1, 2048, 5632), (1, 40, 4096, 1408)]
+DIMS_3 = [(1, 1, 2048, 5632), (64, 1, 2048, 5632), (1, 40, 4096, 1408), (1, 8192, 2048, 704)]
+#: B and S of the stated ranges with B·S <= 2^15.
+BATCHES_3 = [(b, s) for b in (1, 2, 7, 64) for s in (1, 13, 128, 511)] + [(1, 8192), (3, 8192), (4, 8192)]
+
+
+def assert_spread(out: Tensor, inputs: tuple, num_rows: int, num_columns: int) -> None:
+    """Rows and columns spread over the result against the reference."""
+    x, gate, up, *options = inputs
+    x, out = x.flatten(0, -2), out.flatten(0, -2)
+    rows, columns = (
+        torch.linspace(0, size - 1, min(most, size), device=x.device).long()
+        for size, most in ((len(x), num_rows), (len(gate), num_columns))
+    )
+    assert_forward(out[rows][:, columns], (x[rows], gate[columns], up[columns], *options))
 
 
 @pytest.mark.parametrize("dims", DIMS_3, ids=str)
@@ -258,29 +271,24 @@ def test_property_3_corners(dims: tuple[int, int, int, int], device: str) -> Non
     inputs = GatedMLPCase(
         name="p3", dtype=torch.bfloat16, rows=(batch, length), inner=inner, hidden=hidden
     ).make_inputs(device)
-    assert_forward(op(*inputs), inputs)
+    assert_spread(op(*inputs), inputs, 64, inner)
 
 
 @pytest.mark.gpu
 @given(
-    batch=st.sampled_from([1, 2, 7, 64]),
-    length=st.sampled_from([1, 13, 128, 511]),
+    size=st.sampled_from(BATCHES_3),
     hidden=st.sampled_from([2048, 4096, 8192]),
     inner=st.sampled_from([5632, 11264, 22528]),
     dtype=st.sampled_from([torch.float16, torch.bfloat16]),
     activation=st.sampled_from(ACTIVATIONS),
     seed=seeds,
 )
-def test_property_3_dimensions(batch, length, hidden, inner, dtype, activation, seed) -> None:
+def test_property_3_dimensions(size, hidden, inner, dtype, activation, seed) -> None:
     """Feature: fused operators, Property 3: checked on rows and columns spread over the result."""
-    case = GatedMLPCase(
-        name="p3", dtype=dtype, rows=(batch, length), inner=inner, hidden=hidden, activation=activation
-    )
-    x, gate, up, *options = case.make_inputs("cuda", seed)
-    out = op(x, gate, up, *options).flatten(0, 1)
-    rows = torch.linspace(0, batch * length - 1, min(24, batch * length), device="cuda").long()
-    columns = torch.linspace(0, inner - 1, 100, device="cuda").long()
-    assert_forward(out[rows][:, columns], (x.flatten(0, 1)[rows], gate[columns], up[columns], *options))
+    inputs = GatedMLPCase(
+        name="p3", dtype=dtype, rows=size, inner=inner, hidden=hidden, activation=activation
+    ).make_inputs("cuda", seed)
+    assert_spread(op(*inputs), inputs, 24, 100)
 
 
 # ---- configurations

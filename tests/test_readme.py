@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from pathlib import Path
@@ -88,6 +89,25 @@ def test_the_figures_are_those_of_the_files():
         )
 
 
+def test_the_errors_of_compression_are_those_of_the_file():
+    with (ROOT / "benchmarks" / "results" / "compressed_kv_error_h200.csv").open(newline="") as file:
+        measured = list(csv.DictReader(file))
+    cells = re.findall(
+        r"^\| (\d+) % \| (\d+) \| (yes|no) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$",
+        (ROOT / "docs" / "usage.md").read_text(),
+        re.M,
+    )
+    assert 2 * len(cells) == len(measured)
+    for sparsity, bits, transformed, size, normal, outliers in cells:
+        setting = (float(sparsity) / 100, bits, str(transformed == "yes"))
+        rows = [r for r in measured if (float(r["sparsity"]), r["bits"], r["transformed"]) == setting]
+        assert {r["keys"]: f"{float(r['output_error']):.4f}" for r in rows} == {
+            "normal": normal,
+            "outliers": outliers,
+        }
+        assert {f"{float(r['bytes_per_element']):.3f}" for r in rows} == {size}
+
+
 ROW = {
     "gpu": "Some GPU",
     "cpu": "Some CPU, 2 threads",
@@ -166,14 +186,26 @@ def test_stages_are_no_headlines(tmp_path):
 
 @pytest.mark.parametrize("render", [readme_table.render, readme_table.render_headlines])
 def test_other_functions_stand_side_by_side(tmp_path, render):
-    """Where no baseline computes the same, each yardstick is a column, with sustained times where they exist."""
+    """Where no baseline computes the same, each yardstick is a column; a line's times are of one kind."""
     one = ROW | {"baseline": "dense", "baseline_computes_the_same": False, "median_us": 2000.0}
     two = one | {"baseline": "dense, old", "sustained_us": None, "baseline_sustained_us": 9000.0}
-    write(tmp_path, "a.json", [one, two, one | {"case": "tall"}])
+    graphs = {"graph_us": 1900.0, "baseline_graph_us": 3000.0}
+    no_graph = two | {"baseline_sustained_us": None, "case": "no graph"}
+    rows = [one, two, one | {"case": "tall"}, one | {"case": "graphs", **graphs}]
+    rows += [two | {"case": "graphs", "baseline_sustained_us": None, **graphs, "baseline_graph_us": 8000.0}]
+    rows += [one | {"case": "no graph", **graphs}, no_graph]
+    rows += [one | {"case": "loaded", **graphs, "sustained_us": 2100.0}]
+    write(tmp_path, "a.json", rows)
     lines = render(readme_table.read_rows(tmp_path), "r").splitlines()
     assert "| op | case | dtype | htree_ops | dense | dense, old |" in lines
-    assert "| `causal_softmax` | square | bfloat16 | 2.0 ms | 4.0 ms | 9.0 ms |" in lines
-    assert "| `causal_softmax` | tall | bfloat16 | 2.0 ms | 4.0 ms |  |" in lines
+    for line in (
+        "square | bfloat16 | 2.0 ms | 4.0 ms | 9.0 ms |",  # one side has a sustained time
+        "tall | bfloat16 | 2.0 ms | 4.0 ms |  |",  # no graph of the baseline
+        "graphs | bfloat16 | 1.9 ms | 3.0 ms | 8.0 ms |",
+        "no graph | bfloat16 | 2.0 ms | 4.0 ms | 4.0 ms |",  # of one of two baselines
+        "loaded | bfloat16 | 2.1 ms | 4.0 ms |  |",
+    ):
+        assert f"| `causal_softmax` | {line}" in lines
 
 
 def test_the_length_from_which_the_tree_is_faster(tmp_path):

@@ -304,6 +304,27 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     assert not list(tmp_path.glob(".tuning*"))
 
 
+def test_a_write_makes_a_new_file_and_renames_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that has the old file open goes on reading it whole."""
+    cache = TuningCache(tmp_path, bundled=None)
+    cache.set(KEY, {"a": 1})
+    before = cache.path.read_bytes()
+    with cache.path.open("rb") as reader:
+        cache.set(KEY, {"a": 2})
+        assert os.fstat(reader.fileno()).st_ino != cache.path.stat().st_ino
+        assert reader.read() == before
+    before = cache.path.read_bytes()
+
+    def refuse(*_: object) -> None:
+        raise OSError("no rename")
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(OSError, match="no rename"):
+        cache.set(KEY, {"a": 3})
+    assert cache.path.read_bytes() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["tuning.json", "tuning.json.lock"]
+
+
 def test_where_the_cache_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_dir() == tmp_path / "cache"
     monkeypatch.delenv("HTREE_CACHE_DIR")

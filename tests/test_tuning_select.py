@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from htree_ops.ops import fp8_gemm, gated_mlp, rmsnorm_rope
 from htree_ops.tuning import (
     RMSNORM_ROPE,
+    SPACES,
     CacheKey,
     TuningCache,
     config_search,
@@ -21,6 +25,8 @@ from htree_ops.tuning import (
 )
 from htree_ops.tuning.cache import cache_dir
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -29,6 +35,14 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     forget()
     yield
     forget()
+
+
+def test_the_package_does_not_load_what_only_tests_and_benchmarks_need() -> None:
+    code = "import sys, htree_ops; print(sorted(m for m in sys.modules if m.startswith('htree_ops.')))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
+    assert "'htree_ops.tuning.tuner'" in done.stdout
+    for name in ("htree_ops.testing", "htree_ops.bench.suite", "htree_ops.reference"):
+        assert f"'{name}" not in done.stdout
 
 
 def test_modes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +155,40 @@ def test_ops_take_configurations_as_lists(device: str) -> None:
         problems.make_problem("rmsnorm_rope", (2, 3), torch.bfloat16, device)
     with pytest.raises(ValueError, match="kernel must be one of"):
         problems.make_problem("softmax", (2, 3), torch.bfloat16, device)
+
+
+X, TABLE = torch.zeros(1, 2, 8), torch.ones(2, 4)
+CODES = torch.ones(2, 2).to(torch.float8_e4m3fn)
+#: The compiled tuples that Python lists, and the op with a configuration.
+COMPILED = {
+    "rmsnorm_rope": (
+        rmsnorm_rope.COMPILED_CONFIGS,
+        lambda c: torch.ops.htree.rmsnorm_rope(X, torch.ones(8), TABLE, TABLE, 1e-6, None, c),
+    ),
+    "gated_mlp": (
+        gated_mlp.COMPILED_CONFIGS,
+        lambda c: torch.ops.htree.gated_mlp(X, torch.ones(3, 8), torch.ones(3, 8), "silu", "up", c),
+    ),
+    "fp8_gemm": (
+        fp8_gemm.COMPILED_CONFIGS,
+        lambda c: torch.ops.htree.fp8_gemm(
+            CODES, CODES, torch.tensor(1.0), torch.tensor(1.0), torch.float16, c
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("kernel", SPACES)
+def test_functions_and_ops_know_the_same_configurations(kernel: str) -> None:
+    compiled, call = COMPILED[kernel]
+    accepted = []
+    for config in config_search(SPACES[kernel]):
+        try:
+            call(list(config.values()))
+        except NotImplementedError:
+            continue
+        accepted.append(tuple(config.values()))
+    assert sorted(accepted) == sorted(compiled)
 
 
 @pytest.mark.gpu

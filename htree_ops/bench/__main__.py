@@ -14,8 +14,8 @@ import torch
 
 from htree_ops.bench import results, suite, timing
 from htree_ops.bench.progress import progress
-from htree_ops.command_line import OneLineParser, at_least, output_file, regular_expression
-from htree_ops.testing.cases import dtype_name
+from htree_ops.command_line import OneLineParser, at_least, is_out_of_memory, output_file, regular_expression
+from htree_ops.ops.arguments import dtype_name
 
 #: Other commands, each a module with ``main(argv)``.
 COMMANDS = {
@@ -111,7 +111,10 @@ def choose(arguments: argparse.Namespace, device: str) -> list[suite.Benchmark]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmarks, prints a table, writes the files; status 1 for a wrong result, 2 for bad use."""
+    """Runs the benchmarks, prints a table, writes the files.
+
+    Status 1 where a case was wrong or did not fit into memory, 2 for bad use.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in COMMANDS:
         status: int = importlib.import_module(COMMANDS[words[0]]).main(words[1:])
@@ -130,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{where}, torch {environment.torch}, commit {environment.commit}")
     print(f"copy ceiling {environment.ceiling_gb_per_s:.0f} GB/s")
     rows: list[results.Row] = []
-    wrong = 0
+    wrong, too_large = 0, 0
     effort = timing.Effort(rounds=arguments.rounds)
     for benchmark in progress(benchmarks, lambda b: f"{b.op} {b.case.id}"):
         try:
@@ -138,15 +141,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         except suite.GateError as error:
             print(error, file=sys.stderr)
             wrong += 1
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = str(error).splitlines()[0]
+            print(f"{benchmark.op} {benchmark.case.id}: out of memory, not timed: {reason}", file=sys.stderr)
+            too_large += 1
         if arguments.json:
             results.write_json(arguments.json, rows)  # whole after each, should the run be cut short
     print(results.format_table(rows))
     print(
         f"the op and the baselines that compute it were checked before timing: {wrong} cases wrong, not timed"
+        + (f"; {too_large} cases out of memory, not timed" if too_large else "")
     )
     if arguments.csv:
         results.write_csv(arguments.csv, rows)
-    return 1 if wrong else 0
+    return 1 if wrong or too_large else 0
 
 
 if __name__ == "__main__":

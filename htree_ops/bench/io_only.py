@@ -20,10 +20,10 @@ from htree_ops.command_line import (
     OneLineParser,
     at_least,
     bandwidth,
+    free_memory,
     is_out_of_memory,
     output_file,
 )
-from htree_ops.testing.devices import free_memory
 
 __all__ = ["choose_rows", "format_summary", "main", "make_parser"]
 

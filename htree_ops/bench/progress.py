@@ -1,4 +1,4 @@
-"""A progress bar on the error stream, drawn where that is a terminal."""
+"""Progress bars on the error stream, drawn where that is a terminal."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO, TypeVar
 
-__all__ = ["progress"]
+__all__ = ["progress", "progress_bar"]
 
 Item = TypeVar("Item")
 WIDTH = 24
+
+
+def _bar(done: int, total: int, empty: str) -> str:
+    return ("#" * (WIDTH * done // max(1, total))).ljust(WIDTH, empty)
 
 
 def progress(
@@ -25,9 +29,22 @@ def progress(
     for done, item in enumerate(items):
         spent = time.monotonic() - begin
         left = f", {spent / done * (len(items) - done):.0f} s left" if done else ""
-        bar = "#" * (WIDTH * done // len(items))
-        target.write(f"\r\033[K[{bar.ljust(WIDTH)}] {done}/{len(items)} {label(item)}{left}")
+        target.write(f"\r\033[K[{_bar(done, len(items), ' ')}] {done}/{len(items)} {label(item)}{left}")
         target.flush()
         yield item
     target.write("\r\033[K")
     target.flush()
+
+
+def progress_bar(label: str, stream: TextIO) -> Callable[[int, int], None]:
+    """Draws ``label [####....] done/all`` over itself on a terminal, and the last state alone elsewhere."""
+
+    def show(done: int, total: int) -> None:
+        if not stream.isatty() and done < total:
+            return
+        start = "\r" if stream.isatty() else ""
+        stream.write(f"{start}{label} [{_bar(done, total, '.')}] {done}/{total}")
+        stream.write("\n" if done == total else "")
+        stream.flush()
+
+    return show

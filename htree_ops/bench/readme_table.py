@@ -105,6 +105,19 @@ def _sustained_or_median(row: Entry, prefix: str = "") -> float:
     return float(row[f"{prefix}median_us"] if sustained is None else sustained)
 
 
+def _beside_others(rows: Sequence[Entry]) -> tuple[float, list[float]]:
+    """Our time and each other function's for the rows of one case, all taken in one way.
+
+    Sustained times where any row has one, a median standing in where it is below the limit; else graph replay where
+    all rows have it, else medians.
+    """
+    if any(row.get(f"{prefix}sustained_us") is not None for row in rows for prefix in ("", "baseline_")):
+        return _sustained_or_median(rows[0]), [_sustained_or_median(row, "baseline_") for row in rows]
+    has_graphs = all(row.get(f"{prefix}graph_us") is not None for row in rows for prefix in ("", "baseline_"))
+    name = "graph_us" if has_graphs else "median_us"
+    return float(rows[0][name]), [float(row[f"baseline_{name}"]) for row in rows]
+
+
 #: Lines of an op in the README for cases that only other functions are timed beside.
 HEADLINE_YARDSTICKS = 6
 DENSE = "dense SDPA, cuDNN"
@@ -161,12 +174,10 @@ def _yardsticks(rows: Iterable[Entry], most: int | None = None) -> str:
         shown[op] += 1
         if most is not None and shown[op] > most:
             continue
-        ours = _sustained_or_median(next(iter(by_name.values())))
-        theirs = [
-            _time(_sustained_or_median(by_name[name], "baseline_")) if name in by_name else ""
-            for name in names
-        ]
-        lines.append(f"| `{op}` | {case} | {dtype} | {_time(ours)} | {' | '.join(theirs)} |")
+        ours, theirs = _beside_others(list(by_name.values()))
+        times = dict(zip(by_name, map(_time, theirs), strict=True))
+        cells = " | ".join(times.get(name, "") for name in names)
+        lines.append(f"| `{op}` | {case} | {dtype} | {_time(ours)} | {cells} |")
     return "\n".join(lines)
 
 

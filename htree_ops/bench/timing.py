@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 __all__ = [
+    "ALONE_BYTES",
     "ROTATED_BYTES",
     "Clock",
     "CpuClock",
@@ -37,6 +38,8 @@ Call = Callable[[], Any]
 
 #: Inputs are rotated over at least this many bytes: three times the largest L2 in use (60 MB).
 ROTATED_BYTES = 180_000_000
+#: Inputs of one call that leave the caches by themselves: what L2 keeps of them is below 1 %.
+ALONE_BYTES = 10_000_000_000
 _MAX_INPUT_SETS = 4096
 _GRAPH_CALLS = 10
 
@@ -157,7 +160,7 @@ class Effort:
         burst: calls per turn, fewer when a turn would exceed ``turn_ms``.
         turn_ms: upper limit of a turn.
         candidate_ms: upper limit of all turns of a candidate together; long calls take fewer turns, at least two.
-        sustained_from_us: calls from this length on are also timed under sustained load.
+        sustained_from_us: where a call takes this long, all candidates are also timed under sustained load.
         sustained_ms: the load lasts 25 calls or this long, whichever is shorter, and at least two calls.
     """
 
@@ -171,8 +174,12 @@ class Effort:
 
 
 def num_input_sets(input_bytes: int, rotated_bytes: int = ROTATED_BYTES) -> int:
-    """Sets of inputs to rotate: together beyond ``rotated_bytes``, at least two, at most 4096."""
-    return min(_MAX_INPUT_SETS, max(2, math.ceil(rotated_bytes / max(1, input_bytes))))
+    """Sets of inputs to rotate: together beyond ``rotated_bytes``, at least two, at most 4096.
+
+    One from :data:`ALONE_BYTES` on, where a second would only take memory.
+    """
+    least = 1 if input_bytes >= ALONE_BYTES else 2
+    return min(_MAX_INPUT_SETS, max(least, math.ceil(rotated_bytes / max(1, input_bytes))))
 
 
 def _round_robin(calls: Sequence[Call], count: int, start: int) -> list[Call]:

@@ -7,11 +7,17 @@ sizes that depend on each other and options included, and raises the builtin tha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError
+from htree_ops.errors import (
+    ArchitectureNotSupportedError,
+    DeviceError,
+    ShapeMismatchError,
+    UnsupportedDtypeError,
+)
 
 __all__ = [
     "FLOATING",
@@ -19,9 +25,12 @@ __all__ = [
     "check_devices",
     "check_dtype",
     "check_int",
+    "check_int_type",
     "check_number",
     "check_tensor",
     "check_tensors",
+    "dtype_name",
+    "tuning_config",
 ]
 
 #: dtypes of every op on every device.
@@ -128,15 +137,25 @@ def floating_for(tensor: Tensor, double_on_cuda: bool = False) -> tuple[torch.dt
     return FLOATING if tensor.is_cuda and not double_on_cuda else FLOATING_AND_DOUBLE
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """``bfloat16`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def state_dtype(tensor: Tensor) -> torch.dtype:
     """dtype of scores, states and rotary tables beside ``tensor``: float64 for float64, else float32."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def check_int(op: str, name: str, value: object, least: int, most: int = 2**31 - 1) -> None:
-    """Raises TypeError unless ``value`` is an integer, ValueError unless it lies in [least, most]."""
+def check_int_type(op: str, name: str, value: object) -> None:
+    """Raises TypeError unless ``value`` is an integer."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
+
+
+def check_int(op: str, name: str, value: Any, least: int, most: int = 2**31 - 1) -> None:
+    """Raises TypeError unless ``value`` is an integer, ValueError unless it lies in [least, most]."""
+    check_int_type(op, name, value)
     if not least <= value <= most:
         raise ValueError(f"{op}: {name} must be between {least} and {most}, got {value}")
 
@@ -150,4 +169,30 @@ def check_number(
     largest = torch.finfo(dtype).max
     if not -largest <= value <= largest or (positive and not value > 0):
         wanted = "positive and finite" if positive else "finite"
-        raise ValueError(f"{op}: {name} must be {wanted} in {str(dtype).removeprefix('torch.')}, got {value}")
+        raise ValueError(f"{op}: {name} must be {wanted} in {dtype_name(dtype)}, got {value}")
+
+
+def tuning_config(op: str, compiled: Sequence[tuple[int, ...]], **keys: int | None) -> list[int] | None:
+    """The values of an op's tuning keys in their order; None where none is given.
+
+    Args:
+        op: name for the messages.
+        compiled: the tuples that have a kernel.
+        keys: the keys of the op's space in its order, each with what the caller gave.
+
+    Raises:
+        TypeError: a value is not an int. ValueError: some keys are missing.
+        ArchitectureNotSupportedError: the tuple has no kernel.
+    """
+    given = [value for value in keys.values() if value is not None]
+    if not given:
+        return None
+    if len(given) != len(keys):
+        raise ValueError(f"{op}: give all of {', '.join(keys)} or none, got {keys}")
+    for name, value in keys.items():
+        check_int_type(op, name, value)
+    if tuple(given) not in compiled:
+        raise ArchitectureNotSupportedError(
+            f"{op}: no kernel is compiled for {keys}; compiled: {', '.join(map(str, compiled))}"
+        )
+    return given

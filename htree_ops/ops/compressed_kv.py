@@ -175,7 +175,8 @@ def kv_decode_attention(
     Without any token, or with scores of -inf alone, out is 0 and lse is -inf. Keys may be stored transformed
     (docs/semantics.md §4.2): with ``hadamard_group`` 1 each row is the orthonormal Hadamard transform of the key, with
     G > 1 the rows are those of :func:`grouped_hadamard` over G adjacent K/V heads. The op transforms q to match,
-    exactly in both cases; values are never transformed.
+    exactly in both cases; values are never transformed. On CUDA a row is read once for up to eight query heads of its
+    K/V head, and once per eight where there are more.
     Source: docs/semantics.md §4.6, design document [003] (``mustafar_attention``).
 
     Args:
@@ -193,8 +194,8 @@ def kv_decode_attention(
             some page of the pool on CUDA.
         k_keep, v_keep, k_bits, v_bits: as compressed.
         hadamard_group: 0, 1, or a divisor of H_kv.
-        split_size: compressed tokens per partial softmax, rounded up to a multiple of 256; 0 chooses by the size of
-            the problem. With a fixed size the bits of a sequence do not depend on the others of its batch.
+        split_size: compressed tokens per partial softmax, on CUDA rounded up to a multiple of 16; 0 chooses by the
+            size of the problem. With a fixed size the bits of a sequence do not depend on the others of its batch.
 
     Returns:
         out, of the shape and dtype of q; lse float32 [B, H] or [B, H, 1]. No gradient.

@@ -12,7 +12,7 @@ from htree_ops.errors import ShapeMismatchError
 from htree_ops.ops.arguments import FLOATING, check_dtype, check_int, check_number, check_tensors
 from htree_ops.ops.compressed_kv import apply_rotary_pos_emb_k, apply_rotary_pos_emb_q
 from htree_ops.ops.compressed_kv_cache import CompressedKVCache
-from htree_ops.ops.compressed_kv_checks import check_policy, prompt_lengths
+from htree_ops.ops.compressed_kv_checks import check_policy, pair, prompt_lengths
 from htree_ops.ops.compressed_kv_format import check_format, check_hadamard_group, num_kept
 from htree_ops.ops.tree_attention_stages import rope_cache
 
@@ -129,15 +129,15 @@ class MustafarAttention(nn.Module):
             raise ValueError(f"{OP}: head_group_num = {head_group_num} needs use_grouped_hadamard=True")
         if sparsity is None:
             sparsity = (0.0 if use_grouped_hadamard else 0.5, 0.5)
-        pair = sparsity if isinstance(sparsity, tuple) else (sparsity, sparsity)
-        self.keep = (num_kept(head_dim, pair[0]), num_kept(head_dim, pair[1]))
-        self.bits = bits if isinstance(bits, tuple) else (bits, bits)
+        of_keys, of_values = pair(sparsity)
+        self.keep = (num_kept(head_dim, of_keys), num_kept(head_dim, of_values))
+        self.bits = pair(bits)
         for keep, one in zip(self.keep, self.bits, strict=True):
             check_format(OP, head_dim, keep, one)
         if use_grouped_hadamard and self.keep[0] != head_dim:
             raise ValueError(
                 f"{OP}: transformed keys are not pruned, for the transform spreads what pruning looks for: the "
-                f"sparsity of keys must be 0, got {pair[0]}"
+                f"sparsity of keys must be 0, got {of_keys}"
             )
         self.hadamard_group = head_group_num if use_grouped_hadamard else 0
         check_hadamard_group(OP, self.hadamard_group, num_kv_heads, head_dim)
@@ -175,7 +175,16 @@ class MustafarAttention(nn.Module):
         dtype: torch.dtype = torch.float16,
         device: torch.device | str | None = None,
     ) -> CompressedKVCache:
-        """An empty cache for this layer, of ``batch`` sequences of at most ``capacity`` tokens."""
+        """An empty cache for this layer, of ``batch`` sequences of at most ``capacity`` tokens.
+
+        Raises:
+            ValueError: capacity above ``max_positions`` where the module rotates.
+        """
+        check_int(f"{OP}.make_cache", "capacity", capacity, 1)
+        if self.rope_base is not None and capacity > self.max_positions:
+            raise ValueError(
+                f"{OP}.make_cache: capacity must be at most max_positions = {self.max_positions}, got {capacity}"
+            )
         return CompressedKVCache(
             batch,
             self.num_kv_heads,
@@ -200,6 +209,15 @@ class MustafarAttention(nn.Module):
         if len(set(held)) <= 1:
             return tokens + (held[0] if held else 0)
         return torch.tensor(held, device=query.device)[:, None] + tokens
+
+    def _check_positions(self, query: Tensor, cache: CompressedKVCache | None) -> None:
+        """Raises ValueError where the tokens would be counted beyond the rotary table, which CUDA would not notice."""
+        end = query.shape[2] + max([0] if cache is None else cache.lengths, default=0)
+        if self.rope_base is not None and end > self.max_positions:
+            raise ValueError(
+                f"{OP}: max_positions = {self.max_positions} must be at least the tokens with those that the cache "
+                f"holds, got {end}"
+            )
 
     def _check_call(self, query: Tensor, key: Tensor, value: Tensor, cache: CompressedKVCache | None) -> None:
         check_tensors(OP, query=(query, "B H S D"), key=(key, "B H_kv S D"), value=(value, "B H_kv S D"))
@@ -237,7 +255,8 @@ class MustafarAttention(nn.Module):
 
         Args:
             query: [B, H, S, D]; key, value: [B, H_kv, S, D]; one dtype, float32, float16 or bfloat16; not rotated.
-            position_ids: [S] or [B, S], int32 or int64; None counts on from the cache.
+            position_ids: [S] or [B, S], int32 or int64, below ``max_positions``; None counts on from the cache.
+                One outside is an IndexError on the CPU, and on CUDA the last position is taken.
             cache: from :meth:`make_cache`; the tokens are added to it. None keeps nothing.
             lengths: tokens of each prompt in its row, for prompts of different length; the rows behind are ignored,
                 whatever they hold, and what comes out there means nothing.
@@ -250,7 +269,7 @@ class MustafarAttention(nn.Module):
         Raises:
             ShapeMismatchError, UnsupportedDtypeError, DeviceError: a tensor that does not fit.
             TypeError: a cache of another class, or lengths that are no ints.
-            ValueError: the cache has no room, or lengths outside 0 ... S.
+            ValueError: the cache has no room, positions counted beyond ``max_positions``, or lengths outside 0 ... S.
             NotImplementedError: several tokens for a cache that holds some, or lengths with such a cache.
         """
         self._check_call(query, key, value, cache)
@@ -260,6 +279,8 @@ class MustafarAttention(nn.Module):
                 f"{OP}: a cache that holds tokens takes one at a time, got {query.shape[2]}"
                 + (" with lengths" if lengths is not None else "")
             )
+        if position_ids is None:
+            self._check_positions(query, cache)
         if lengths is not None:
             stops = prompt_lengths(OP, lengths, query.shape[0], query.shape[2])
             places = torch.arange(query.shape[2], device=query.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +19,14 @@ __all__ = [
     "check_query",
     "check_shape",
     "integers",
+    "pair",
     "prompt_lengths",
 ]
+
+
+def pair(value: Any) -> tuple[Any, Any]:
+    """(keys, values): of two as they are, of one for both."""
+    return (value[0], value[1]) if isinstance(value, (tuple, list)) and len(value) == 2 else (value, value)
 
 
 def check_place(op: str, name: str, x: Tensor, device: torch.device) -> None:

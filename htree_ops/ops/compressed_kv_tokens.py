@@ -14,6 +14,7 @@ from htree_ops.ops.compressed_kv_checks import (
     check_place,
     check_policy,
     check_shape,
+    pair,
     prompt_lengths,
 )
 from htree_ops.ops.compressed_kv_format import CompressedKV, check_hadamard_group, check_weight
@@ -23,10 +24,6 @@ from htree_ops.ops.hadamard import grouped_hadamard
 __all__ = ["CompressedTokens"]
 
 OP = "CompressedKVCache"
-
-
-def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
-    return (value[0], value[1]) if isinstance(value, (tuple, list)) and len(value) == 2 else (value, value)
 
 
 class CompressedTokens:
@@ -58,12 +55,10 @@ class CompressedTokens:
         ):
             check_int(OP, name, value, least)
         check_policy(OP, window, chunk, page_size, split_size)
-        self.formats = [
-            RowFormat(*x) for x in zip((head_dim, head_dim), _pair(keep), _pair(bits), strict=True)
-        ]
+        self.formats = [RowFormat(*x) for x in zip((head_dim, head_dim), pair(keep), pair(bits), strict=True)]
         for row_format, prefix in zip(self.formats, ("k_", "v_"), strict=True):
             row_format.check(OP, prefix)
-        supported = FLOATING[1:] if 16 in _pair(bits) else FLOATING
+        supported = FLOATING[1:] if 16 in pair(bits) else FLOATING
         if dtype not in supported:
             raise UnsupportedDtypeError(
                 f"{OP}: dtype must be {' or '.join(map(str, supported))} for {bits} bits, got {dtype}",

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from htree_ops.errors import ArchitectureNotSupportedError
-from htree_ops.ops.arguments import FLOATING
+from htree_ops.ops.arguments import FLOATING, tuning_config
 from htree_ops.ops.fp8_inputs import FP8, check_product
 from htree_ops.tuning.select import configured
 
@@ -29,23 +28,6 @@ def _quantised(x: Tensor, scale: Tensor | None, dim: int) -> tuple[Tensor, Tenso
     granularity = "tensor" if scale is None or scale.dim() == 0 else "channel"
     codes, used, _ = torch.ops.htree.fp8_quantize(x, scale, granularity, dim)
     return codes, used
-
-
-def _config(**keys: int | None) -> list[int] | None:
-    """The values of the tuning keys in their order; None where none is given."""
-    given = [value for value in keys.values() if value is not None]
-    if not given:
-        return None
-    if len(given) != len(keys):
-        raise ValueError(f"fp8_gemm: give all of {', '.join(keys)} or none, got {keys}")
-    for name, value in keys.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"fp8_gemm: {name} must be an int, got {type(value).__name__}")
-    if tuple(given) not in COMPILED_CONFIGS:
-        raise ArchitectureNotSupportedError(
-            f"fp8_gemm: no kernel is compiled for {keys}; compiled: {', '.join(map(str, COMPILED_CONFIGS))}"
-        )
-    return given
 
 
 def fp8_gemm(
@@ -102,7 +84,9 @@ def fp8_gemm(
     check_product("fp8_gemm", {"a": a, "b": b}, scales, output_dtype, supported=(FP8, *FLOATING))
     a, a_scale = _quantised(a, a_scale, -1)
     b, b_scale = _quantised(b, b_scale, 0)
-    config = _config(
+    config = tuning_config(
+        "fp8_gemm",
+        COMPILED_CONFIGS,
         BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N,
         BLOCK_K=BLOCK_K,

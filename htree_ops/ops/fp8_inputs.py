@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError
-from htree_ops.ops.arguments import FLOATING, check_devices, check_dtype
+from htree_ops.ops.arguments import FLOATING, check_devices, check_dtype, check_int_type
 
 __all__ = [
     "FP8GEMMInput",
@@ -57,14 +57,9 @@ def _is_scale_of(scale: Tensor, q: Tensor, block: int) -> bool:
     return len(differing) == 1 and scale.shape[differing[0]] in (1, -(-n // block))
 
 
-def _check_int(op: str, name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
-
-
 def check_block(op: str, block: int) -> None:
     """Raises TypeError unless ``block`` is an int, ValueError unless it is a positive one of 64 bits."""
-    _check_int(op, "block", block)
+    check_int_type(op, "block", block)
     if block < 1:
         raise ValueError(f"{op}: block must be at least 1, got {block}")
     if block >= 2**63:
@@ -101,7 +96,7 @@ def check_scale_shape(
         check_dtype(op, (torch.float32,), scale=scale)
     if granularity not in GRANULARITIES:
         raise ValueError(f"{op}: granularity must be 'tensor', 'channel' or 'block', got {granularity!r}")
-    _check_int(op, "dim", dim)
+    check_int_type(op, "dim", dim)
     check_block(op, block)
     sizes = list(x.shape)
     if granularity == "tensor" or not sizes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ def _is_good(scale: Tensor) -> bool:
 
 def _static_scale(op: str, activation_scale: Tensor | float) -> Tensor:
     """The scale as fp32 []."""
+    if isinstance(activation_scale, bool) or not isinstance(activation_scale, (Real, Tensor)):
+        came = type(activation_scale).__name__
+        raise TypeError(f"{op}: activation_scale must be a number or a Tensor, got {came}")
     scale = torch.as_tensor(activation_scale, dtype=torch.float32).detach()
     if scale.numel() != 1:
         raise ShapeMismatchError(
@@ -105,7 +109,8 @@ class FP8Linear(nn.Module):
         """The quantised ``linear``; with ``activation_scale`` (one positive number) its activations are static.
 
         Raises:
-            TypeError: not an ``nn.Linear``. UnsupportedDtypeError: its weight is not float32, float16 or bfloat16.
+            TypeError: not an ``nn.Linear``, or a scale that is no number.
+            UnsupportedDtypeError: its weight is not float32, float16 or bfloat16.
             ValueError: the scale is not positive and finite. ShapeMismatchError: it has several elements.
         """
         if not isinstance(linear, nn.Linear):
@@ -216,6 +221,8 @@ def _linears(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"{op}: module must be an nn.Module, got {type(module).__name__}")
+    if wanted is not None and not callable(wanted):
+        raise TypeError(f"{op}: filter must be callable or None, got {type(wanted).__name__}")
     names: dict[nn.Linear, list[str]] = {}
     for name, child in module.named_modules(remove_duplicate=False):
         if type(child) is nn.Linear:
@@ -246,7 +253,8 @@ def quantize_model_(
             layers are dynamic. Any name of a layer that occurs twice will do.
 
     Raises:
-        TypeError: module is no ``nn.Module``, or itself an ``nn.Linear``, which cannot be swapped in place.
+        TypeError: module is no ``nn.Module``, or itself an ``nn.Linear``, which cannot be swapped in place; filter is
+            not callable, activation_scales no mapping to numbers.
         UnsupportedDtypeError: a layer's weight is not float32, float16 or bfloat16.
         ValueError: ``activation_scales`` names a layer that is not swapped, has two scales for one layer, or one
             that is not positive and finite.
@@ -254,6 +262,10 @@ def quantize_model_(
     if isinstance(module, nn.Linear):
         raise TypeError("quantize_model_: module is itself an nn.Linear; use FP8Linear.from_linear")
     layers = _linears("quantize_model_", module, filter)
+    if activation_scales is not None and not isinstance(activation_scales, Mapping):
+        raise TypeError(
+            f"quantize_model_: activation_scales must map names to scales, got {type(activation_scales).__name__}"
+        )
     scales = dict(activation_scales or {})
     unknown = sorted(set(scales) - {name for names in layers.values() for name in names})
     if unknown:
@@ -288,7 +300,7 @@ def calibrate_activation_scales(
         filter: see :func:`quantize_model_`.
 
     Raises:
-        TypeError: module is no ``nn.Module``, or a layer's input no tensor.
+        TypeError: module is no ``nn.Module``, filter not callable, or a layer's input no tensor.
     """
     op = "calibrate_activation_scales"
     largest: dict[str, Tensor] = {}

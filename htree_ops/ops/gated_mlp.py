@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from htree_ops.errors import ArchitectureNotSupportedError, ShapeMismatchError
-from htree_ops.ops.arguments import check_devices, check_dtype, check_int, floating_for
+from htree_ops.errors import ShapeMismatchError
+from htree_ops.ops.arguments import check_devices, check_dtype, check_int, floating_for, tuning_config
 from htree_ops.tuning.select import configured
 
 __all__ = ["FusedGatedMLP", "GatedMLPInput", "gated_mlp", "validate_gated_mlp_inputs"]
@@ -125,23 +125,6 @@ def validate_gated_mlp_inputs(
     _validate(x, gate_weight, up_weight, activation, act_on, strict=True, require_cuda=require_cuda)
 
 
-def _config(**keys: int | None) -> list[int] | None:
-    """The values of the tuning keys in their order; None where none is given."""
-    given = [value for value in keys.values() if value is not None]
-    if not given:
-        return None
-    if len(given) != len(keys):
-        raise ValueError(f"gated_mlp: give all of {', '.join(keys)} or none, got {keys}")
-    for name, value in keys.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"gated_mlp: {name} must be an int, got {type(value).__name__}")
-    if tuple(given) not in COMPILED_CONFIGS:
-        raise ArchitectureNotSupportedError(
-            f"gated_mlp: no kernel is compiled for {keys}; compiled: {', '.join(map(str, COMPILED_CONFIGS))}"
-        )
-    return given
-
-
 def gated_mlp(
     x: Tensor,
     gate_weight: Tensor,
@@ -159,10 +142,11 @@ def gated_mlp(
 
     ``g = x·Wg^T`` and ``u = x·Wu^T``, accumulated in fp32 (fp64 for fp64), neither rounded before the result is.
     With ``act_on="gate"`` it is ``act(g) · u``, the usual SwiGLU or GeGLU. ``silu(z) = z·σ(z)``,
-    ``gelu(z) = z·Φ(z)`` (the form with erf). On sm_90 in fp16 and bf16 one kernel reads x once for both products.
-    fp32 products follow ``torch.backends.cuda.matmul.allow_tf32``. On the CPU row-major weights of fp16, bf16 and (up
-    to 128 rows of x) fp32 are read as they are, with the same bits for any number of threads; other products, and those
-    of the backward, are the BLAS's, which follow ``torch.set_float32_matmul_precision`` and whose bits hold for one
+    ``gelu(z) = z·Φ(z)`` (the form with erf). On sm_90 in fp16 and bf16 the forward is one kernel, which reads x once
+    for both products; elsewhere on CUDA it is two products of the library in fp32, which follow
+    ``torch.backends.cuda.matmul.allow_tf32``, and one elementwise kernel. On the CPU row-major weights of fp16, bf16 and
+    (up to 128 rows of x) fp32 are read as they are, with the same bits for any number of threads; other products, and
+    those of the backward, are the BLAS's, which follow ``torch.set_float32_matmul_precision`` and whose bits hold for one
     number of threads (docs/semantics.md, decision 22). Results beyond the range of fp16 are infinite; a NaN in a row
     of x makes that row NaN.
     Source: docs/semantics.md §3.2, design document [002].
@@ -193,8 +177,14 @@ def gated_mlp(
     Without a configuration ``HTREE_TUNE`` decides: see :mod:`htree_ops.tuning.select`.
     """
     _validate(x, gate_weight, up_weight, activation, act_on, strict=False, require_cuda=False)
-    config = _config(
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=num_warps, num_stages=num_stages
+    config = tuning_config(
+        "gated_mlp",
+        COMPILED_CONFIGS,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        BLOCK_K=BLOCK_K,
+        num_warps=num_warps,
+        num_stages=num_stages,
     )
     if config is None:
         config = configured(

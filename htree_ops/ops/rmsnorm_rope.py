@@ -8,12 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from htree_ops.errors import (
-    ArchitectureNotSupportedError,
-    ShapeMismatchError,
-    UnsupportedDtypeError,
-)
-from htree_ops.ops.arguments import FLOATING_AND_DOUBLE, check_devices, check_int
+from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError
+from htree_ops.ops.arguments import FLOATING_AND_DOUBLE, check_devices, check_int, tuning_config
 from htree_ops.tuning.select import configured
 
 __all__ = [
@@ -23,6 +19,9 @@ __all__ = [
     "rmsnorm_rope",
     "validate_rmsnorm_rope_inputs",
 ]
+
+#: (BLOCK_SIZE, num_warps, num_stages) of the kernels a caller may ask for.
+COMPILED_CONFIGS = tuple((32 * warps, warps, stages) for warps in (2, 4, 8) for stages in (1, 2, 3))
 
 
 @dataclass
@@ -179,24 +178,6 @@ def validate_rmsnorm_rope_inputs(
     _check_eps(op, eps)
 
 
-def _config(**keys: int | None) -> list[int] | None:
-    """The values of the tuning keys in their order; None where none is given."""
-    given = [value for value in keys.values() if value is not None]
-    if not given:
-        return None
-    if len(given) != len(keys):
-        raise ValueError(f"rmsnorm_rope: give all of {', '.join(keys)} or none, got {keys}")
-    for key, value in keys.items():
-        check_int("rmsnorm_rope", key, value, 1)
-    block_size, num_warps, num_stages = given
-    if block_size not in (64, 128, 256) or block_size != 32 * num_warps or num_stages not in (1, 2, 3):
-        raise ArchitectureNotSupportedError(
-            f"rmsnorm_rope: no kernel is compiled for {keys}; compiled: BLOCK_SIZE 64, 128, 256 with "
-            "num_warps = BLOCK_SIZE / 32 and num_stages 1, 2, 3"
-        )
-    return given
-
-
 def rmsnorm_rope(
     x: Tensor,
     weight: Tensor,
@@ -240,7 +221,9 @@ def rmsnorm_rope(
     Without a configuration ``HTREE_TUNE`` decides: see :mod:`htree_ops.tuning.select`.
     """
     validate_rmsnorm_rope_inputs(x, weight, cos, sin, eps, num_heads)
-    config = _config(BLOCK_SIZE=BLOCK_SIZE, num_warps=num_warps, num_stages=num_stages)
+    config = tuning_config(
+        "rmsnorm_rope", COMPILED_CONFIGS, BLOCK_SIZE=BLOCK_SIZE, num_warps=num_warps, num_stages=num_stages
+    )
     if config is None:
         head_dim = x.shape[2] // num_heads if num_heads else cos.shape[-1]
         config = configured(

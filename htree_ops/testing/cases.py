@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from htree_ops.ops.arguments import dtype_name
+
 __all__ = ["Case", "case_id", "dtype_name", "normal"]
 
 
@@ -49,11 +51,6 @@ class Case(abc.ABC):
 def case_id(case: Case) -> str:
     """For ``pytest.mark.parametrize("case", CASES, ids=case_id)``."""
     return case.id
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``bfloat16`` for ``torch.bfloat16``."""
-    return str(dtype).removeprefix("torch.")
 
 
 def normal(

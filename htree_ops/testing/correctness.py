@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 import htree_ops  # noqa: F401  registers torch.ops.htree
-from htree_ops.command_line import SEED, OneLineParser, at_least, is_out_of_memory
+from htree_ops.command_line import SEED, OneLineParser, at_least, free_memory, is_out_of_memory
 from htree_ops.reference import tree_attention as reference
 from htree_ops.reference.tree_attention import selection, stages, state
 from htree_ops.reference.tree_attention.attention import listed_candidates
 from htree_ops.testing import tree_attention_checks as checks
 from htree_ops.testing.compare import compare
-from htree_ops.testing.devices import free_memory
 
 __all__ = ["Judgement", "Problem", "judge", "main", "make_parser"]
 

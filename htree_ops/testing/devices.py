@@ -10,7 +10,7 @@ import torch
 
 from htree_ops._load import build_info
 
-__all__ = ["cuda_missing", "free_memory", "poisoned_memory", "require_cuda"]
+__all__ = ["cuda_missing", "poisoned_memory", "require_cuda"]
 
 
 def require_cuda() -> bool:
@@ -35,13 +35,6 @@ def cuda_missing() -> str | None:
     if built and not built["cuda"]:
         return f"htree_ops is built without CUDA: {built['reason']}"
     return None
-
-
-def free_memory(device: torch.device | str) -> int:
-    """Bytes that can be allocated on the device, by its own account."""
-    if torch.device(device).type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @contextlib.contextmanager

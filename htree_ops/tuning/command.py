@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TextIO
 
 import torch
 
-from htree_ops.command_line import at_least, is_out_of_memory, output_file, output_folder
+from htree_ops.bench.progress import progress_bar
+from htree_ops.command_line import at_least, free_memory, is_out_of_memory, output_file, output_folder
 from htree_ops.errors import TuningFailedError
-from htree_ops.testing.devices import free_memory
 from htree_ops.tuning import problems
 from htree_ops.tuning.cache import TuningCache, cache_dir
 from htree_ops.tuning.metrics import compute_metrics
 from htree_ops.tuning.space import SPACES
 from htree_ops.tuning.tuner import PEAK_GBPS, WORTHWHILE, AutoTuner, benchmark
 
-__all__ = ["add_arguments", "progress_bar", "run"]
-
-WIDTH = 24
+__all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,22 +58,6 @@ def device(text: str) -> torch.device:
     if place.type not in ("cpu", "cuda"):
         raise argparse.ArgumentTypeError(f"must be cuda, cuda:N or cpu, got {text!r}")
     return place
-
-
-def progress_bar(label: str, stream: TextIO) -> Callable[[int, int], None]:
-    """Draws ``label [####....] done/all`` over itself on a terminal, and the last state alone elsewhere."""
-
-    def show(done: int, total: int) -> None:
-        if not stream.isatty() and done < total:
-            return
-        filled = WIDTH * done // max(1, total)
-        stream.write(
-            f"{chr(13) if stream.isatty() else ''}{label} [{'#' * filled}{'.' * (WIDTH - filled)}] {done}/{total}"
-        )
-        stream.write("\n" if done == total else "")
-        stream.flush()
-
-    return show
 
 
 def _tune(problem: problems.Problem, arguments: argparse.Namespace, folder: Path) -> str:

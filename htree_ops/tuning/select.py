@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from htree_ops.errors import TuningFailedError
-from htree_ops.testing.cases import dtype_name
+from htree_ops.ops.arguments import dtype_name
 from htree_ops.tuning.cache import TuningCache, cache_dir
 from htree_ops.tuning.key import CacheKey
 from htree_ops.tuning.metrics import compute_metrics
@@ -65,8 +65,9 @@ def configured(
 ) -> list[int] | None:
     """The values of ``kernel``'s configuration for a problem on the device of ``tensor``; None is its own choice.
 
-    Looked up once per problem and process. Nothing is timed while a compiler traces or a CUDA graph is captured;
-    such a call takes what is known, and nothing is remembered of it.
+    Looked up once per problem and process. Nothing is timed while a compiler traces or a CUDA graph is captured: a
+    traced call takes the kernel's own choice, because a trace must not depend on a file, and a captured one what is
+    known.
 
     Args:
         kernel: name of the op and of its space.

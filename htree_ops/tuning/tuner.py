@@ -16,8 +16,7 @@ import torch
 
 from htree_ops.bench.timing import clock_for, percentile
 from htree_ops.errors import DeviceError, TuningFailedError
-from htree_ops.ops.arguments import check_int
-from htree_ops.testing.cases import dtype_name
+from htree_ops.ops.arguments import check_int, dtype_name
 from htree_ops.tuning.cache import TuningCache
 from htree_ops.tuning.key import CacheKey, source_hash
 from htree_ops.tuning.metrics import KernelMetrics, TuningResult, compute_metrics, gemm_flops
@@ -170,6 +169,7 @@ class AutoTuner:
         self.cache = TuningCache(cache_dir)
         self.problem_size = None if problem_size is None else _sizes(problem_size)
         self.device = device
+        self._last_device: torch.device | str | None = None
         self.kernel_type = str(kernel_type or getattr(kernel_fn, "__name__", type(kernel_fn).__name__))
         is_ours = kernel_type or str(getattr(kernel_fn, "__module__", "")).startswith("htree_ops.")
         self._source = (
@@ -199,6 +199,7 @@ class AutoTuner:
         tensors = _tensors(args, kwargs)
         device = self.device or (tensors[0].device if tensors else "cpu")
         check_runs_on("AutoTuner", device)
+        self._last_device = device
         problem = self.problem_size or tuple(size for tensor in tensors for size in tensor.shape)
         floating = [tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point]
         key = self._key(problem, device, self.dtype or (dtype_name(floating[0]) if floating else ""))
@@ -236,6 +237,7 @@ class AutoTuner:
     ) -> Config | None:
         """The configuration that an earlier search found for ``problem_size`` on ``device``, as a copy, or None.
 
+        The device is by default that of the tuner, else the one of its last :meth:`tune`, else the CPU.
         Its keys have the order of the space. What is none of this tuner's configurations counts as not found; {}
         stands for the kernel's own choice. A tuner that was not told a dtype takes the result of any, and None where
         those of several dtypes differ.
@@ -243,7 +245,8 @@ class AutoTuner:
         Raises:
             TypeError, ValueError: problem_size is no sequence of ints of at least 0.
         """
-        key = self._key(_sizes(problem_size), device or self.device or "cpu", self.dtype or "")
+        place = device or self.device or self._last_device or "cpu"
+        key = self._key(_sizes(problem_size), place, self.dtype or "")
         found = self.cache.get(key) if self.dtype else self.cache.get_any_dtype(key)
         return next((dict(own) for own in self.configs if own == found), {} if found == {} else None)
 

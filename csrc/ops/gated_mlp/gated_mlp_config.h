@@ -40,9 +40,8 @@ struct ForcedConfig {
 };
 
 inline constexpr char kCompiledSpace[] =
-    "BLOCK_K 64 and num_warps 8 with (BLOCK_M, BLOCK_N, num_stages) = (128, 128, 4), (128, 64, 4), (64, 64, "
-    "4) "
-    "or (32, 64, 4)";
+    "BLOCK_K 64 and num_warps 8 with (BLOCK_M, BLOCK_N, num_stages) = "
+    "(128, 128, 4), (128, 64, 4), (64, 64, 4) or (32, 64, 4)";
 
 constexpr bool in_compiled_space(const ForcedConfig& f) {
   const bool tile = f.block_m == 128 && (f.block_n == 128 || f.block_n == 64);
