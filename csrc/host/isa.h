@@ -11,7 +11,7 @@
 
 namespace htree {
 
-enum class Isa { kBaseline, kAvx2, kAvx512 };
+enum class Isa { kBaseline, kAvx2, kAvx512, kAvx512Bf16 };
 
 inline Isa detect_isa() {
 #if defined(__x86_64__)
@@ -19,28 +19,35 @@ inline Isa detect_isa() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  return avx512 ? Isa::kAvx512 : avx2 ? Isa::kAvx2 : Isa::kBaseline;
+  const bool pairs = avx512 && __builtin_cpu_supports("avx512bf16");
+  return pairs ? Isa::kAvx512Bf16 : avx512 ? Isa::kAvx512 : avx2 ? Isa::kAvx2 : Isa::kBaseline;
 #else
   return Isa::kBaseline;
 #endif
 }
 
-// The best level of this CPU, or the lower one that HTREE_CPU_ISA=baseline|avx2|avx512 asks for.
+// The best level of this CPU, or the lower one that HTREE_CPU_ISA=baseline|avx2|avx512|avx512_bf16 asks for.
 inline Isa active_isa() {
   static const Isa isa = [] {
     const Isa best = detect_isa();
-    const std::string wish = env_or("HTREE_CPU_ISA", "avx512");
-    TORCH_CHECK_VALUE(wish == "baseline" || wish == "avx2" || wish == "avx512",
-                      "HTREE_CPU_ISA must be baseline, avx2 or avx512, got ", wish);
-    const Isa limit = wish == "baseline" ? Isa::kBaseline : wish == "avx2" ? Isa::kAvx2 : Isa::kAvx512;
+    const std::string wish = env_or("HTREE_CPU_ISA", "avx512_bf16");
+    TORCH_CHECK_VALUE(wish == "baseline" || wish == "avx2" || wish == "avx512" || wish == "avx512_bf16",
+                      "HTREE_CPU_ISA must be baseline, avx2, avx512 or avx512_bf16, got ", wish);
+    const Isa limit = wish == "baseline" ? Isa::kBaseline
+                      : wish == "avx2"   ? Isa::kAvx2
+                      : wish == "avx512" ? Isa::kAvx512
+                                         : Isa::kAvx512Bf16;
     return limit < best ? limit : best;
   }();
   return isa;
 }
 
+// A room has no table of its own for the pairs of AVX512_BF16; the few kernels that use them ask
+// active_isa().
 template <typename Table>
 const Table& pick_isa(const Table& baseline, const Table& avx2, const Table& avx512) {
   switch (active_isa()) {
+    case Isa::kAvx512Bf16:
     case Isa::kAvx512:
       return avx512;
     case Isa::kAvx2:

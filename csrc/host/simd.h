@@ -126,11 +126,22 @@ inline VecD exp(VecD x) {
 
 // ---- storage conversions: fp32, fp16 and bf16 memory to fp32 lanes and back (round to nearest even)
 
+// One instruction each, where GCC 12 makes several of __builtin_convertvector.
 inline VecI widen(VecH bits) {
+#if HTREE_LANES == 16
+  return (VecI)_mm512_cvtepu16_epi32((__m256i)bits);
+#elif HTREE_LANES == 8
+  return (VecI)_mm256_cvtepu16_epi32((__m128i)bits);
+#else
   return __builtin_convertvector(bits, VecI);
+#endif
 }
 inline VecH narrow(VecI bits) {
+#if HTREE_LANES == 16
+  return (VecH)_mm512_cvtepi32_epi16((__m512i)bits);
+#else
   return __builtin_convertvector(bits, VecH);
+#endif
 }
 
 inline VecF load(const float* p) {

@@ -46,7 +46,8 @@ def fp8_gemm(
 ) -> Tensor:
     """``C = (Σ_k a·b) / (a_scale · b_scale)`` on FP8 tensor cores, rounded once to ``output_dtype``.
 
-    Accuracy: on the CPU it is :func:`fp8_gemm_exact`. The FP8 tensor cores of sm_90 align the terms of a sum to
+    Accuracy: on the CPU products are summed in fp32 by 15 and from there on in fp64, an error of 2^-20 of Σ|a·b| at
+    any K, with the same bits for any number of threads. The FP8 tensor cores of sm_90 align the terms of a sum to
     the largest and drop what lies more than about 13 bits below it, so their sums are moved to fp32 registers
     every 128 elements of K. On random data the result errs by up to 2^-12 of Σ|a·b| at K = 128 and 2^-15 at
     K = 4096 beyond the rounding of the result, about as much as ``torch._scaled_mm(use_fast_accum=False)``.

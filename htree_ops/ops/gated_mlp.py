@@ -143,10 +143,12 @@ def gated_mlp(
     ``g = x·Wg^T`` and ``u = x·Wu^T``, accumulated in fp32 (fp64 for fp64), neither rounded before the result is.
     With ``act_on="gate"`` it is ``act(g) · u``, the usual SwiGLU or GeGLU. ``silu(z) = z·σ(z)``,
     ``gelu(z) = z·Φ(z)`` (the form with erf). On sm_90 in fp16 and bf16 the forward is one kernel, which reads x once
-    for both products; elsewhere it is two products of the library in fp32 and one elementwise kernel.
-    fp32 products follow ``torch.backends.cuda.matmul.allow_tf32``; on the CPU those of fp16, bf16 and fp32 are the
-    BLAS's in fp32, which follow ``torch.set_float32_matmul_precision`` and whose bits hold for one number of threads.
-    Results beyond the range of fp16 are infinite; a NaN in a row of x makes that row NaN.
+    for both products; elsewhere on CUDA it is two products of the library in fp32, which follow
+    ``torch.backends.cuda.matmul.allow_tf32``, and one elementwise kernel. On the CPU row-major weights of fp16, bf16
+    and (up to 128 rows of x) fp32 are read as they are, with the same bits for any number of threads; other products,
+    and those of the backward, are the BLAS's, which follow ``torch.set_float32_matmul_precision`` and whose bits hold
+    for one number of threads (docs/semantics.md, decision 22). Results beyond the range of fp16 are infinite; a NaN in
+    a row of x makes that row NaN.
     Source: docs/semantics.md §3.2, design document [002].
 
     Under autograd g and u are kept in the dtype of x for the backward, whose gradients therefore err by that

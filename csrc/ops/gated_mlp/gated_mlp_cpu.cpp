@@ -1,18 +1,16 @@
-// CPU kernels of the gated_mlp room: the products by the library in fp32 (fp64 for fp64), over blocks of the
-// weights' rows, so that neither fp32 copies of half weights nor the products are ever whole; the elementwise
-// part in one vectorised pass.
+// CPU kernels of the gated_mlp room. What gated_mlp_fused_cpu.cpp does not serve takes its products from the
+// library in fp32 (fp64 for fp64), over blocks of the weights' rows, so that neither fp32 copies of half
+// weights nor the products are ever whole, and its elementwise part from one vectorised pass.
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 
 #include "host/dispatch.h"
-#include "host/isa.h"
-#include "ops/gated_mlp/gated_mlp.h"
-#include "ops/gated_mlp/gated_mlp_rows.h"
+#include "ops/gated_mlp/gated_mlp_cpu.h"
 
 namespace htree::gated_mlp {
 namespace {
@@ -22,37 +20,6 @@ using at::Tensor;
 constexpr int64_t kGrain = 1 << 13;       // elements per task
 constexpr int64_t kBlockBytes = 1 << 26;  // of one weight's block in arithmetic precision
 constexpr int64_t kLeastBlock = 256;      // rows of a weight
-
-const RowKernels& kernels() {
-#if defined(__x86_64__)
-  return pick_isa(kRowKernelsBaseline, kRowKernelsAvx2, kRowKernelsAvx512);
-#else
-  return kRowKernelsBaseline;
-#endif
-}
-
-template <typename T>
-struct KernelOf;
-template <>
-struct KernelOf<float> {
-  using Storage = float;
-  static auto get() { return kernels().of_float; }
-};
-template <>
-struct KernelOf<c10::Half> {
-  using Storage = Fp16;
-  static auto get() { return kernels().of_half; }
-};
-template <>
-struct KernelOf<c10::BFloat16> {
-  using Storage = Bf16;
-  static auto get() { return kernels().of_bfloat16; }
-};
-template <>
-struct KernelOf<double> {
-  using Storage = double;
-  static auto get() { return kernels().of_double; }
-};
 
 // Calls run(row, column, count) in parallel over runs of a [rows, columns] matrix that stay in a row.
 template <typename Run>
@@ -89,8 +56,8 @@ template <typename T>
 void gate_block(Activation activation, const Tensor& linear, const Tensor& acted, const Tensor& out,
                 int64_t first) {
   using A = std::conditional_t<std::is_same_v<T, double>, double, float>;
-  using Storage = typename KernelOf<T>::Storage;
-  const auto kernel = KernelOf<T>::get().forward;
+  using Storage = typename KernelsOf<T>::Storage;
+  const auto kernel = KernelsOf<T>::gate().forward;
   const A* linear_data = linear.const_data_ptr<A>();
   const A* acted_data = acted.const_data_ptr<A>();
   auto* out_data = reinterpret_cast<Storage*>(out.mutable_data_ptr<T>()) + first;
@@ -107,8 +74,8 @@ template <typename T>
 void gate_block_backward(Activation activation, const Tensor& dy, int64_t first, const Tensor& linear,
                          const Tensor& acted) {
   using A = std::conditional_t<std::is_same_v<T, double>, double, float>;
-  using Storage = typename KernelOf<T>::Storage;
-  const auto kernel = KernelOf<T>::get().backward;
+  using Storage = typename KernelsOf<T>::Storage;
+  const auto kernel = KernelsOf<T>::gate().backward;
   A* linear_data = linear.mutable_data_ptr<A>();
   A* acted_data = acted.mutable_data_ptr<A>();
   const auto* dy_data = reinterpret_cast<const Storage*>(dy.const_data_ptr<T>()) + first;
@@ -123,6 +90,10 @@ void gate_block_backward(Activation activation, const Tensor& dy, int64_t first,
 }  // namespace
 
 void forward_cpu(const Operands& o, at::IntArrayRef /*config*/, const Results& results) {
+  if (is_fused(o)) {
+    fused_forward_cpu(o, results);
+    return;
+  }
   const c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
   const auto dtype = arithmetic_of(o.x);
   const Tensor x = o.x.to(dtype);
@@ -139,37 +110,52 @@ void forward_cpu(const Operands& o, at::IntArrayRef /*config*/, const Results& r
   });
 }
 
+// The products by the library in `dtype`: that of the sums, but bf16 for bf16 where the CPU multiplies it,
+// with dlinear and dacted rounded to it and no copies of the weights.
 void backward_cpu(const Operands& o, const BackwardOperands& b) {
   const c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
-  const auto dtype = arithmetic_of(o.x);
+  const auto wide = arithmetic_of(o.x);
+  const bool narrow = o.x.scalar_type() == at::kBFloat16 && active_isa() == Isa::kAvx512Bf16;
+  const auto dtype = narrow ? at::kBFloat16 : wide;
   const Tensor x = o.x.to(dtype);
   const Tensor dy = b.dy.contiguous();
-  Tensor dx = b.dx.defined() ? at::zeros({o.sizes.rows, o.sizes.hidden}, x.options()) : Tensor();
-  for_blocks(o.sizes, c10::elementSize(dtype), [&](int64_t first, int64_t count) {
+  const bool in_place = dtype == o.x.scalar_type();  // gradients are written where they belong
+  Tensor dx = !b.dx.defined() || in_place ? b.dx : at::empty_like(b.dx, dtype);
+  const auto body = [&](int64_t first, int64_t count) {
     const Tensor linear_weight = block_of(o.linear, first, count, dtype);
     const Tensor acted_weight = block_of(o.acted, first, count, dtype);
     // a fresh tensor: the gradients are written over it
     const auto product = [&](const Tensor& saved, const Tensor& weight) {
-      return saved.defined()
-                 ? at::empty({o.sizes.rows, count}, x.options()).copy_(saved.narrow(1, first, count))
-                 : at::mm(x, weight.t()).contiguous();
+      return saved.defined() ? at::empty({o.sizes.rows, count}, x.options().dtype(wide))
+                                   .copy_(saved.narrow(1, first, count))
+                             : at::mm(x.to(wide), weight.to(wide).t()).contiguous();
     };
-    const Tensor linear = product(b.linear_product, linear_weight);
-    const Tensor acted = product(b.acted_product, acted_weight);
+    Tensor linear = product(b.linear_product, linear_weight);
+    Tensor acted = product(b.acted_product, acted_weight);
     dispatch_dtype("gated_mlp_backward", o.x.scalar_type(), AllFloatTypes{}, [&](auto tag) {
       gate_block_backward<typename decltype(tag)::type>(o.activation, dy, first, linear, acted);
     });
+    linear = linear.to(dtype);
+    acted = acted.to(dtype);
     if (dx.defined()) {
-      dx.addmm_(linear, linear_weight).addmm_(acted, acted_weight);
+      first == 0 ? at::mm_out(dx, linear, linear_weight) : dx.addmm_(linear, linear_weight);
+      dx.addmm_(acted, acted_weight);
     }
-    if (b.dlinear.defined()) {
-      b.dlinear.narrow(0, first, count).copy_(at::mm(linear.t(), x));
-    }
-    if (b.dacted.defined()) {
-      b.dacted.narrow(0, first, count).copy_(at::mm(acted.t(), x));
-    }
-  });
-  if (dx.defined()) {
+    const auto weight_gradient = [&](const Tensor& gradient, const Tensor& whole) {
+      if (whole.defined()) {
+        Tensor part = whole.narrow(0, first, count);
+        in_place ? at::mm_out(part, gradient.t(), x) : part.copy_(at::mm(gradient.t(), x));
+      }
+    };
+    weight_gradient(linear, b.dlinear);
+    weight_gradient(acted, b.dacted);
+  };
+  if (narrow) {
+    body(0, o.sizes.inner);
+  } else {
+    for_blocks(o.sizes, c10::elementSize(dtype), body);
+  }
+  if (dx.defined() && !in_place) {
     b.dx.copy_(dx);
   }
 }

@@ -1,4 +1,4 @@
-// CPU kernels of fp8_gemm and fp8_gemm_exact: the same one, the library's product in fp64.
+// The CPU kernel of fp8_gemm_exact: the library's product in fp64. gemm_rows_cpu.cpp has that of fp8_gemm.
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/Float8_e4m3fn.h>
@@ -49,10 +49,6 @@ void exact_gemm_cpu(const GemmArguments& g, const at::Tensor& c) {
   check_scale_values(g.op, "a_scale", g.a_scale);
   check_scale_values(g.op, "b_scale", g.b_scale);
   multiply_in_double(g, kBlockBytes, c, widen);
-}
-
-void gemm_cpu(const GemmArguments& g, at::IntArrayRef /*config*/, const at::Tensor& c) {
-  exact_gemm_cpu(g, c);
 }
 
 }  // namespace htree::fp8

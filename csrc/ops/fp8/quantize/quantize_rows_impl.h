@@ -4,14 +4,13 @@
 
 #include "host/simd_lanes.h"
 #include "ops/fp8/e4m3.h"
+#include "ops/fp8/e4m3_lanes.h"
 #include "ops/fp8/quantize/quantize_rows.h"
 
 namespace htree::HTREE_ISA {
 
 using fp8::RunKernels;
 using fp8::RunScale;
-
-typedef uint8_t VecB __attribute__((vector_size(HTREE_LANES)));
 
 constexpr int32_t kFloatInfinity = 0x7f800000;
 constexpr int32_t kMagnitude = 0x7fffffff;
@@ -41,17 +40,8 @@ inline VecI encode(VecF y) {
   return is_nan ? (VecI{} + 0x7f) : (code | sign);
 }
 
-// Values of codes in the low bytes; subnormal codes do not pass through subnormal floats.
-inline VecF decode(VecI code) {
-  const VecI magnitude = code & 0x7f;
-  const VecI normal = (magnitude << 20) + (120 << 23);
-  const VecI tiny = as_int(__builtin_convertvector(magnitude, VecF) * 0x1p-9f);
-  const VecI value = magnitude < 8 ? tiny : magnitude == 0x7f ? (VecI{} + 0x7fc00000) : normal;
-  return as_float(value | (code & 0x80) << 24);
-}
-
 inline void store_codes(uint8_t* p, VecI code, int count) {
-  const VecB bytes = __builtin_convertvector(code, VecB);
+  const VecB bytes = narrow_to_bytes(code);
   std::memcpy(p, &bytes, static_cast<size_t>(count));
 }
 inline void store_codes(uint8_t* p, VecI code, AllLanes) {
@@ -59,17 +49,6 @@ inline void store_codes(uint8_t* p, VecI code, AllLanes) {
 }
 inline void store_codes(uint8_t* p, VecI code, SomeLanes lanes) {
   store_codes(p, code, lanes.count);
-}
-
-inline VecI load_codes(const uint8_t* p, AllLanes) {
-  VecB bytes;
-  std::memcpy(&bytes, p, sizeof bytes);
-  return __builtin_convertvector(bytes, VecI);
-}
-inline VecI load_codes(const uint8_t* p, SomeLanes lanes) {
-  VecB bytes = {};
-  std::memcpy(&bytes, p, static_cast<size_t>(lanes.count));
-  return __builtin_convertvector(bytes, VecI);
 }
 
 // Bits of |x| where x is finite, else 0: as integers these order like the magnitudes.

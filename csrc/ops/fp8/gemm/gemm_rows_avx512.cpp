@@ -1,0 +1,9 @@
+#if defined(__x86_64__)
+#include "host/simd_avx512.h"
+// the body is compiled for the instruction set chosen above
+#include "ops/fp8/gemm/gemm_rows_impl.h"
+
+namespace htree::fp8 {
+const GemmKernels kGemmKernelsAvx512 = HTREE_ISA::gemm_kernels();
+}
+#endif

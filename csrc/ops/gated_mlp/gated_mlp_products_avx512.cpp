@@ -1,0 +1,9 @@
+#if defined(__x86_64__)
+#include "host/simd_avx512.h"
+// the body is compiled for the instruction set chosen above
+#include "ops/gated_mlp/gated_mlp_products_impl.h"
+
+namespace htree::gated_mlp {
+const ProductKernels kProductKernelsAvx512 = HTREE_ISA::product_kernels();
+}
+#endif

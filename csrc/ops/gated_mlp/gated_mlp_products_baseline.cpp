@@ -1,0 +1,7 @@
+#include "host/simd_baseline.h"
+// the body is compiled for the instruction set chosen above
+#include "ops/gated_mlp/gated_mlp_products_impl.h"
+
+namespace htree::gated_mlp {
+const ProductKernels kProductKernelsBaseline = HTREE_ISA::product_kernels();
+}

@@ -1,0 +1,147 @@
+"""Every branch of the CPU kernel of fp8_gemm: rows, columns and depths around its tiles, layouts, threads."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from htree_ops.reference import fp8 as reference
+from htree_ops.testing.devices import poisoned_memory
+from htree_ops.testing.fp8_gemm_cases import EXACT_SUM, OUTPUTS, FP8GemmCase, assert_product
+
+op = torch.ops.htree.fp8_gemm
+
+FP8 = torch.float8_e4m3fn
+#: Tiles of 1 to 4 rows, 64 rows at a time.
+ROWS = (1, 2, 3, 4, 5, 6, 64, 67)
+#: Groups of 4 or 6 columns, 48 at a time.
+COLUMNS = (1, 5, 6, 7, 48, 49)
+#: Vectors of 4, 8 or 16 elements, chains of 15 vectors.
+DEPTHS = (1, 15, 16, 17, 63, 120, 240, 241, 257)
+ISAS = ("baseline", "avx2", "avx512")
+
+
+def check(m: int, n: int, k: int, dtype: torch.dtype, scales: str, layout: str) -> None:
+    inputs = FP8GemmCase(name="cpu", dtype=dtype, m=m, n=n, k=k, scales=scales, layout=layout).make_inputs(
+        "cpu", seed=m + n + k
+    )
+    with poisoned_memory():
+        assert_product(op(*inputs), inputs, EXACT_SUM)
+
+
+@pytest.mark.parametrize("dtype", OUTPUTS, ids=str)
+@pytest.mark.parametrize("m", ROWS)
+def test_sizes_around_the_tiles(m: int, dtype: torch.dtype) -> None:
+    scales, layouts = (
+        itertools.cycle(("tensor", "channel", "mixed")),
+        itertools.cycle(("column", "row", "sliced")),
+    )
+    for i, (n, k) in enumerate(itertools.product(COLUMNS, DEPTHS)):
+        if i % 3 == 0:
+            next(layouts)  # so that every pair of scales and layout occurs
+        check(m, n, k, dtype, next(scales), next(layouts))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_instruction_set(isa: str) -> None:
+    """The set is read once per process; one that the CPU lacks is replaced by the best it has."""
+    script = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from test_fp8_gemm_cpu import OUTPUTS, check, check_codes\n"
+        "check_codes()\n"
+        "for dtype in OUTPUTS:\n"
+        "    for m in (1, 2, 3, 5, 66):\n"
+        "        for n, k in ((1, 1), (5, 40), (7, 250), (50, 513)):\n"
+        "            check(m, n, k, dtype, 'channel', 'row')\n"
+    )
+    environment = os.environ | {"HTREE_CPU_ISA": isa}
+    ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+def check_codes() -> None:
+    """Each code times 1, on the way of few rows and of many, as an a and as a b."""
+    codes = torch.arange(256, dtype=torch.uint8).view(FP8)
+    values = codes.float()
+    one = torch.tensor(1.0)
+    for rows in (1, 5):
+        ones = torch.ones(rows, 1).to(FP8)
+        c = op(ones, codes[None, :], one, one, torch.float32)
+        torch.testing.assert_close(c, values.expand(rows, 256), rtol=0, atol=0, equal_nan=True)
+    c = op(codes[:, None], torch.ones(1, 1).to(FP8), one, one, torch.float32)
+    torch.testing.assert_close(c, values[:, None], rtol=0, atol=0, equal_nan=True)
+
+
+def test_every_code() -> None:
+    check_codes()
+
+
+@pytest.mark.parametrize("m", [2, 70])
+def test_layouts_give_the_same(m: int) -> None:
+    a, b, *rest = FP8GemmCase(name="l", dtype=torch.float32, m=m, n=150, k=200, scales="channel").make_inputs(
+        "cpu"
+    )
+
+    def spread(x: Tensor) -> Tensor:
+        """Every second code of a matrix whose other codes are NaN."""
+        wide = torch.full((x.shape[0], 2 * x.shape[1]), 0x7F, dtype=torch.uint8)
+        wide[:, ::2] = x.view(torch.uint8)
+        return wide.view(FP8)[:, ::2]
+
+    expected = op(a, b, *rest)
+    for other_a in (a, a.t().contiguous().t(), spread(a)):
+        for other_b in (b, b.contiguous(), spread(b), spread(b.t()).t()):
+            assert torch.equal(op(other_a, other_b, *rest), expected)
+    repeated = b[:, :1].expand(200, 150)
+    assert torch.equal(op(a, repeated, *rest), op(a, repeated.contiguous(), *rest))
+    every_second = [torch.stack((scale, scale), -1)[..., 0] for scale in rest[:2]]
+    assert torch.equal(op(a, b, *every_second, rest[2]), expected)
+
+
+@pytest.mark.parametrize("m", [1, 4, 5, 130])
+def test_the_bits_do_not_depend_on_the_number_of_threads(m: int) -> None:
+    inputs = FP8GemmCase(name="threads", dtype=torch.float32, m=m, n=333, k=2000, layout="row").make_inputs(
+        "cpu"
+    )
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = op(*inputs)
+        for threads in (2, 3, 8):
+            torch.set_num_threads(threads)
+            assert torch.equal(op(*inputs), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", ["one sign", "large and small", "cancelling"])
+@pytest.mark.parametrize("m", [1, 9])
+def test_long_sums_keep_the_bound(m: int, kind: str) -> None:
+    """15 roundings to fp32 at any depth: a tighter bound than P4's, for all roundings up or down together."""
+    k = 70001
+    generator = torch.Generator().manual_seed(3)
+    a = torch.rand(m, k, generator=generator) * 400 + 40
+    b = torch.rand(k, 5, generator=generator) * 400 + 40
+    if kind == "large and small":
+        a[:, ::16] /= 4096
+    elif kind == "cancelling":
+        b[::2] *= -1
+    one = torch.tensor(1.0)
+    inputs = (a.to(FP8), b.to(FP8), one, one, torch.float32)
+    c = op(*inputs).double()
+    exact = reference.gemm(*inputs[:4])
+    magnitudes = reference.gemm(inputs[0].float().abs(), inputs[1].float().abs(), one, one)
+    bound = 15 * 2.0**-24 * magnitudes + 2.0**-24 * exact.abs()
+    assert ((c - exact).abs() <= bound * (1 + 2**-20)).all()
+
+
+def test_more_than_one_copy_of_values_holds() -> None:
+    """Copies in fp32 are of 64 MiB or 64 rows, of a as of b."""
+    check(70, 66, 262144 + 40, torch.bfloat16, "channel", "column")

@@ -1,0 +1,166 @@
+"""Every branch of the CPU products of gated_mlp: rows, columns and depths around its tiles, layouts, threads."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from htree_ops.reference import gated_mlp as reference
+from htree_ops.testing.cases import normal
+from htree_ops.testing.compare import assert_close_spec
+from htree_ops.testing.devices import poisoned_memory
+from htree_ops.testing.gated_mlp_cases import RTOL, GatedMLPCase, assert_forward
+from htree_ops.testing.layouts import with_strides
+
+op = torch.ops.htree.gated_mlp
+op_forward = torch.ops.htree.gated_mlp_forward
+op_saved_backward = torch.ops.htree.gated_mlp_saved_backward
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+#: Tiles of 1 to 4 rows, 64 rows at a time, and 128 where fp32 goes over to the library.
+ROWS = (1, 2, 3, 4, 5, 6, 63, 65, 128, 129)
+#: Groups of 4 or 6 columns, 48 at a time.
+COLUMNS = (1, 3, 5, 6, 7, 49)
+#: Vectors of 4 to 32 elements, chains of 32 vectors.
+DEPTHS = (1, 15, 17, 32, 513, 1059)
+ISAS = ("baseline", "avx2", "avx512", "avx512_bf16")
+
+
+def check(rows: int, inner: int, hidden: int, dtype: torch.dtype, activation: str = "silu") -> None:
+    inputs = GatedMLPCase(
+        name="cpu", dtype=dtype, rows=(rows,), inner=inner, hidden=hidden, activation=activation
+    ).make_inputs("cpu", seed=rows + inner + hidden)
+    with poisoned_memory():
+        out = op(*inputs)
+        kept = op_forward(*inputs)
+    assert_forward(out, inputs)
+    assert torch.equal(kept[0], out)
+    unit = torch.finfo(dtype).eps / 2
+    for product, weight in zip(kept[1:], inputs[1:3], strict=True):
+        expected = inputs[0].double() @ weight.double().mT
+        magnitudes = inputs[0].double().abs() @ weight.double().abs().mT
+        assert_close_spec(product, expected, 1.01 * unit, 2.0**-20 * magnitudes + 1e-7, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+def test_sizes_around_the_tiles(rows: int, dtype: torch.dtype) -> None:
+    for i, (inner, hidden) in enumerate(itertools.product(COLUMNS, DEPTHS)):
+        check(rows, inner, hidden, dtype, "silu" if i % 2 else "gelu")
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_instruction_set(isa: str) -> None:
+    """The set is read once per process; one that the CPU lacks is replaced by the best it has."""
+    script = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import torch\n"
+        "from test_gated_mlp_cpu import DTYPES, check\n"
+        "for dtype in DTYPES:\n"
+        "    for rows in (1, 2, 3, 4, 5, 7, 66):\n"
+        "        for inner, hidden in ((1, 1), (5, 40), (7, 1059), (50, 33)):\n"
+        "            check(rows, inner, hidden, dtype)\n"
+    )
+    environment = os.environ | {"HTREE_CPU_ISA": isa}
+    ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_unknown_instruction_set() -> None:
+    script = "import torch, htree_ops; x = torch.ones(1, 1); torch.ops.htree.gated_mlp(x, x, x)"
+    environment = os.environ | {"HTREE_CPU_ISA": "sse9"}
+    ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert "must be baseline, avx2, avx512 or avx512_bf16, got sse9" in ran.stderr
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [2, 7, 70])
+def test_layouts_give_the_same(rows: int, dtype: torch.dtype) -> None:
+    inner, hidden = 53, 70
+    x, gate, up, *options = GatedMLPCase(
+        name="layouts", dtype=dtype, rows=(rows,), inner=inner, hidden=hidden
+    ).make_inputs("cpu")
+    expected = op(x, gate, up, *options)
+    pitched = [with_strides(w, (hidden + 3, 1), offset=1) for w in (gate, up)]
+    assert torch.equal(op(with_strides(x, (hidden + 1, 1), offset=3), *pitched, *options), expected)
+    columns = x.t().contiguous().t()
+    assert torch.equal(op(columns, gate, up, *options), expected)
+    # weights in columns take the library's product, whose sums have another order
+    turned = [w.t().contiguous().t() for w in (gate, up)]
+    for weights in (turned, (gate, turned[1]), (turned[0], up)):
+        assert_forward(op(x, *weights, *options), (x, gate, up, *options))
+    one = gate[:1].expand(inner, hidden)
+    assert torch.equal(op(x, one, one, *options), op(x, one.contiguous(), one.contiguous(), *options))
+    assert torch.equal(op(-x, gate, up, *options), op(torch._neg_view(x), gate, up, *options))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 128])
+def test_the_bits_do_not_depend_on_the_number_of_threads(rows: int, dtype: torch.dtype) -> None:
+    inputs = GatedMLPCase(name="threads", dtype=dtype, rows=(rows,), inner=700, hidden=530).make_inputs("cpu")
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = op(*inputs)
+        for threads in (2, 3, 8):
+            torch.set_num_threads(threads)
+            assert torch.equal(op(*inputs), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [3, 70])
+def test_the_bits_of_a_row_and_a_column_are_their_own(rows: int, dtype: torch.dtype) -> None:
+    x, gate, up, *options = GatedMLPCase(
+        name="own", dtype=dtype, rows=(rows,), inner=100, hidden=200
+    ).make_inputs("cpu")
+    whole = op(x, gate, up, *options)
+    row, column = rows - 1, 51
+    gate[:column], up[column + 1 :], x[:row] = math.nan, math.inf, math.nan
+    assert torch.equal(op(x, gate, up, *options)[row, column], whole[row, column])
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+def test_long_sums_of_one_sign(rows: int) -> None:
+    """33 roundings to fp32 at any depth, so a chain of 2^17 additions is out of the question."""
+    hidden = 131072 + 5
+    generator = torch.Generator().manual_seed(5)
+    x = torch.rand(rows, hidden, generator=generator)
+    gate, up = (torch.rand(7, hidden, generator=generator) for _ in range(2))
+    _, products, _ = op_forward(x, gate, up)
+    expected = x.double() @ gate.double().mT
+    assert ((products - expected).abs() <= 33 * 2.0**-24 * expected).all()
+
+
+def test_more_rows_than_one_copy_of_x_holds() -> None:
+    """A copy is of 64 MiB or 64 rows."""
+    hidden = 262144 + 40
+    for dtype in (torch.float16, torch.bfloat16):
+        inputs = GatedMLPCase(name="copies", dtype=dtype, rows=(130,), inner=2, hidden=hidden).make_inputs(
+            "cpu"
+        )
+        assert_forward(op(*inputs), inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_of_kept_products_in_blocks(dtype: torch.dtype) -> None:
+    """Weights of 64 MiB and more are multiplied in blocks: of fp16 and fp32 here two of them, of bf16 one."""
+    hidden, inner = 65536, 300
+    x, gate, up, *options = GatedMLPCase(
+        name="blocks", dtype=dtype, rows=(3,), inner=inner, hidden=hidden
+    ).make_inputs("cpu")
+    dy = normal((3, inner), dtype, "cpu", seed=9)
+    _, g, u = op_forward(x, gate, up, *options)
+    dx, dgate, dup = op_saved_backward(dy, g, u, x, gate, up, *options)
+    expected = reference.gated_mlp_backward(dy, x, gate, up, *options)
+    for result, wanted in zip((dx, dgate, dup), expected, strict=True):
+        error = (result.double() - wanted).norm() / wanted.norm()
+        assert error < max(4 * torch.finfo(dtype).eps, RTOL[torch.float32]), error
