@@ -10,6 +10,7 @@
 #include <cuda_fp16.h>
 
 #include "host/dispatch.h"
+#include "host/hopper.h"
 #include "host/launch.h"
 #include "ops/gated_mlp/gated_mlp.h"
 #include "ops/gated_mlp/gated_mlp_launch.h"
@@ -110,12 +111,6 @@ void launch_composed(const Operands& o, const Results& results, cudaStream_t str
     results.linear.copy_(linear);
     results.acted.copy_(acted);
   }
-}
-
-bool has_hopper_kernels() {
-  const cudaDeviceProp* properties = at::cuda::getCurrentDeviceProperties();
-  static const bool compiled = is_compiled_for_hopper();
-  return properties->major == 9 && properties->minor == 0 && compiled;
 }
 
 }  // namespace

@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(Tr::kThreads)
     }
   }
 #else
-  __trap();  // the launcher does not come here: see is_compiled_for_hopper()
+  __trap();  // the launcher does not come here: see has_hopper_kernels()
 #endif
 }
 

@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     device::cluster_sync();  // no block leaves while another may still signal its barriers
   }
 #else
-  __trap();  // the launcher does not come here: see is_compiled_for_hopper()
+  __trap();  // the launcher does not come here: see has_hopper_kernels()
 #endif
 }
 

@@ -8,6 +8,7 @@
 #include <cuda_fp16.h>
 
 #include "host/dispatch.h"
+#include "host/hopper.h"
 #include "host/launch.h"
 #include "ops/fp8/gemm/gemm_exact.h"
 #include "ops/fp8/gemm/gemm_launch.h"
@@ -96,12 +97,6 @@ void run_hopper(const GemmArguments& g, const GemmConfig& config, const Tensor& 
     TORCH_CHECK_NOT_IMPLEMENTED(error != cudaErrorNotSupported, "fp8_gemm: no kernel for ", describe(config));
     C10_CUDA_CHECK(error);
   });
-}
-
-bool has_hopper_kernels() {
-  const cudaDeviceProp* properties = at::cuda::getCurrentDeviceProperties();
-  static const bool compiled = gemm_is_compiled_for_hopper();
-  return properties->major == 9 && properties->minor == 0 && compiled;
 }
 
 }  // namespace
