@@ -4,9 +4,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
+#include "host/device_type.h"
 #include "host/dispatch.h"
 #include "host/hopper.h"
 #include "host/launch.h"
@@ -18,19 +17,6 @@ namespace htree::fp8 {
 namespace {
 
 using at::Tensor;
-
-template <typename T>
-struct OutputType {
-  using type = T;
-};
-template <>
-struct OutputType<c10::Half> {
-  using type = __half;
-};
-template <>
-struct OutputType<c10::BFloat16> {
-  using type = __nv_bfloat16;
-};
 
 constexpr int64_t kAlignment = 16;  // bytes, and codes
 
@@ -82,7 +68,7 @@ void run_hopper(const GemmArguments& g, const GemmConfig& config, const Tensor& 
   const Tensor a = with_aligned_codes(g.a);
   const Tensor b = with_aligned_codes(g.b.t());
   dispatch_dtype("fp8_gemm", g.output_dtype, FloatTypes{}, [&](auto tag) {
-    using Out = typename OutputType<typename decltype(tag)::type>::type;
+    using Out = DeviceType<typename decltype(tag)::type>;
     const GemmParams<Out> params{
         .sizes = {a.size(0), b.size(0), a.size(1)},
         .a = operand_of(a),
