@@ -14,6 +14,7 @@
 #include <cuda_runtime_api.h>
 #endif
 
+#include "device/hopper_limits.h"
 #include "ops/causal_softmax/causal_softmax_config.h"
 #include "ops/compressed_kv/decode_config.h"
 #include "ops/fp8/gemm/gemm_config.h"
@@ -75,7 +76,7 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
                                                   .vectorised = variant % 2 == 0,
                                                   .backward = variant % 4 < 2,
                                                   .block_size = block_size,
-                                                  .shared_bytes = 227 << 10}));
+                                                  .shared_bytes = htree::device::kHopperSharedBytes}));
         if (std::find(softmax.begin(), softmax.end(), text) == softmax.end()) {
           softmax.push_back(text);
         }
@@ -234,11 +235,11 @@ PYBIND11_MODULE(_host, module) {
              "Compiled CUDA configurations by room; empty without.");
   module.def("causal_softmax_config", &causal_softmax_config, py::arg("cols"), py::arg("element_size"),
              py::arg("vectorised") = true, py::arg("backward") = false, py::arg("block_size") = 0,
-             py::arg("shared_bytes") = 232448,
+             py::arg("shared_bytes") = htree::device::kHopperSharedBytes,
              "The kernel that causal_softmax takes for rows of `cols` elements.");
   module.def("compressed_kv_config", &compressed_kv_config, py::arg("stage_bytes"), py::arg("table_bytes"),
              py::arg("merge_bytes"), py::arg("padding"), py::arg("most_warps"),
-             py::arg("shared_bytes") = 232448,
+             py::arg("shared_bytes") = htree::device::kHopperSharedBytes,
              "Warps, stages and shared bytes of a decode block of kv_decode_attention.");
   module.def("compressed_kv_split_size", &htree::compressed_kv::choose_split_size, py::arg("capacity"),
              py::arg("num_groups"), py::arg("num_processors"), py::arg("step") = 256,
