@@ -14,12 +14,8 @@ constexpr int kRowTilesPerGroup = 8;
 template <class Tr>
 cudaError_t launch_tiles(const ForwardParams<typename Tr::T>& p, cudaStream_t stream) {
   using T = typename Tr::T;
-  int device = 0;
   int processors = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  }
+  const cudaError_t error = device_attribute(cudaDevAttrMultiProcessorCount, processors);
   if (error != cudaSuccess) {
     return error;
   }
