@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <map>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -122,6 +123,7 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
       }
     }
   }
+  mlp.push_back(htree::gated_mlp::describe(htree::gated_mlp::config_of({128, 64, 64, 8, 4})));
   mlp.push_back(htree::gated_mlp::describe(htree::gated_mlp::choose_config({1, 1, false, false, 132})));
   auto& gemm = rooms["fp8"];
   for (bool hopper : {true, false}) {
@@ -196,6 +198,16 @@ std::string gated_mlp_config(int64_t rows, int64_t inner, bool hopper_half, bool
       htree::gated_mlp::choose_config({rows, inner, hopper_half, keeps_products, multiprocessors}));
 }
 
+// The kernel that a tuple of the GATED_MLP space names; invalid_argument where none is compiled.
+std::string gated_mlp_forced_config(int64_t block_m, int64_t block_n, int64_t block_k, int64_t num_warps,
+                                    int64_t num_stages) {
+  const htree::gated_mlp::ForcedConfig forced{block_m, block_n, block_k, num_warps, num_stages};
+  if (!htree::gated_mlp::in_compiled_space(forced)) {
+    throw std::invalid_argument(std::string("compiled: ") + htree::gated_mlp::kCompiledSpace);
+  }
+  return htree::gated_mlp::describe(htree::gated_mlp::config_of(forced));
+}
+
 // The kernel of fp8_gemm for c [m, n] and sums of length k, in words.
 std::string fp8_gemm_config(int64_t m, int64_t n, int64_t k, bool hopper, bool library, int multiprocessors) {
   return htree::fp8::describe(htree::fp8::choose_gemm_config({m, n, k, multiprocessors, hopper, library}));
@@ -256,6 +268,9 @@ PYBIND11_MODULE(_host, module) {
   module.def("gated_mlp_config", &gated_mlp_config, py::arg("rows"), py::arg("inner"),
              py::arg("hopper_half") = true, py::arg("keeps_products") = false,
              py::arg("multiprocessors") = 132, "The kernel that gated_mlp takes for a result [rows, inner].");
+  module.def("gated_mlp_forced_config", &gated_mlp_forced_config, py::arg("BLOCK_M"), py::arg("BLOCK_N"),
+             py::arg("BLOCK_K"), py::arg("num_warps"), py::arg("num_stages"),
+             "The kernel that a tuple of the tuning space names. ValueError where none is compiled.");
   module.def("fp8_gemm_config", &fp8_gemm_config, py::arg("m"), py::arg("n"), py::arg("k") = 4096,
              py::arg("hopper") = true, py::arg("library") = true, py::arg("multiprocessors") = 132,
              "The kernel that fp8_gemm takes for a result [m, n] and sums of length k.");

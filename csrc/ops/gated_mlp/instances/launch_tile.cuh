@@ -51,6 +51,11 @@ cudaError_t launch_config(const ForwardParams<T>& p, const KernelConfig& c, cuda
   if (c.columns == 64 && c.stages == 6 && c.cluster == 1) {
     return launch_tiles<TileTraits<T, kActivation, 64, 6, 1, kKeepsProducts>>(p, stream);
   }
+  if constexpr (!kKeepsProducts) {  // named by a tuple of the tuning space, which serves inference alone
+    if (c.columns == 64 && c.stages == 4 && c.cluster == 1) {
+      return launch_tiles<TileTraits<T, kActivation, 64, 4, 1, kKeepsProducts>>(p, stream);
+    }
+  }
   return cudaErrorNotSupported;
 }
 
