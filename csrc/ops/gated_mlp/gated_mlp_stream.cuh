@@ -1,6 +1,6 @@
 // out = (x Wg^T) * act(x Wu^T) for few rows: the weights are read once, at the speed of memory, so they take
-// the 64-row side of the products and the rows of x the n side (16 ... 128 of them, missing ones are zero). A
-// block owns 64 columns of the output; one warpgroup multiplies rows of Wg, the other rows of Wu.
+// the 64-row side of the products and the rows of x the n side (16, 32 or 64 of them, missing ones are zero).
+// A block owns 64 columns of the output; one warpgroup multiplies rows of Wg, the other rows of Wu.
 #pragma once
 
 #include <cuda.h>
