@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <map>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -14,6 +15,7 @@
 #include <cuda_runtime_api.h>
 #endif
 
+#include "device/hopper_limits.h"
 #include "ops/causal_softmax/causal_softmax_config.h"
 #include "ops/compressed_kv/decode_config.h"
 #include "ops/fp8/gemm/gemm_config.h"
@@ -75,7 +77,7 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
                                                   .vectorised = variant % 2 == 0,
                                                   .backward = variant % 4 < 2,
                                                   .block_size = block_size,
-                                                  .shared_bytes = 227 << 10}));
+                                                  .shared_bytes = htree::device::kHopperSharedBytes}));
         if (std::find(softmax.begin(), softmax.end(), text) == softmax.end()) {
           softmax.push_back(text);
         }
@@ -121,6 +123,7 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
       }
     }
   }
+  mlp.push_back(htree::gated_mlp::describe(htree::gated_mlp::config_of({128, 64, 64, 8, 4})));
   mlp.push_back(htree::gated_mlp::describe(htree::gated_mlp::choose_config({1, 1, false, false, 132})));
   auto& gemm = rooms["fp8"];
   for (bool hopper : {true, false}) {
@@ -195,6 +198,16 @@ std::string gated_mlp_config(int64_t rows, int64_t inner, bool hopper_half, bool
       htree::gated_mlp::choose_config({rows, inner, hopper_half, keeps_products, multiprocessors}));
 }
 
+// The kernel that a tuple of the GATED_MLP space names; invalid_argument where none is compiled.
+std::string gated_mlp_forced_config(int64_t block_m, int64_t block_n, int64_t block_k, int64_t num_warps,
+                                    int64_t num_stages) {
+  const htree::gated_mlp::ForcedConfig forced{block_m, block_n, block_k, num_warps, num_stages};
+  if (!htree::gated_mlp::in_compiled_space(forced)) {
+    throw std::invalid_argument(std::string("compiled: ") + htree::gated_mlp::kCompiledSpace);
+  }
+  return htree::gated_mlp::describe(htree::gated_mlp::config_of(forced));
+}
+
 // The kernel of fp8_gemm for c [m, n] and sums of length k, in words.
 std::string fp8_gemm_config(int64_t m, int64_t n, int64_t k, bool hopper, bool library, int multiprocessors) {
   return htree::fp8::describe(htree::fp8::choose_gemm_config({m, n, k, multiprocessors, hopper, library}));
@@ -234,11 +247,11 @@ PYBIND11_MODULE(_host, module) {
              "Compiled CUDA configurations by room; empty without.");
   module.def("causal_softmax_config", &causal_softmax_config, py::arg("cols"), py::arg("element_size"),
              py::arg("vectorised") = true, py::arg("backward") = false, py::arg("block_size") = 0,
-             py::arg("shared_bytes") = 232448,
+             py::arg("shared_bytes") = htree::device::kHopperSharedBytes,
              "The kernel that causal_softmax takes for rows of `cols` elements.");
   module.def("compressed_kv_config", &compressed_kv_config, py::arg("stage_bytes"), py::arg("table_bytes"),
              py::arg("merge_bytes"), py::arg("padding"), py::arg("most_warps"),
-             py::arg("shared_bytes") = 232448,
+             py::arg("shared_bytes") = htree::device::kHopperSharedBytes,
              "Warps, stages and shared bytes of a decode block of kv_decode_attention.");
   module.def("compressed_kv_split_size", &htree::compressed_kv::choose_split_size, py::arg("capacity"),
              py::arg("num_groups"), py::arg("num_processors"), py::arg("step") = 256,
@@ -255,6 +268,9 @@ PYBIND11_MODULE(_host, module) {
   module.def("gated_mlp_config", &gated_mlp_config, py::arg("rows"), py::arg("inner"),
              py::arg("hopper_half") = true, py::arg("keeps_products") = false,
              py::arg("multiprocessors") = 132, "The kernel that gated_mlp takes for a result [rows, inner].");
+  module.def("gated_mlp_forced_config", &gated_mlp_forced_config, py::arg("BLOCK_M"), py::arg("BLOCK_N"),
+             py::arg("BLOCK_K"), py::arg("num_warps"), py::arg("num_stages"),
+             "The kernel that a tuple of the tuning space names. ValueError where none is compiled.");
   module.def("fp8_gemm_config", &fp8_gemm_config, py::arg("m"), py::arg("n"), py::arg("k") = 4096,
              py::arg("hopper") = true, py::arg("library") = true, py::arg("multiprocessors") = 132,
              "The kernel that fp8_gemm takes for a result [m, n] and sums of length k.");

@@ -26,6 +26,7 @@ from htree_ops.ops.gated_mlp import (
 from htree_ops.testing.cases import case_id, normal
 from htree_ops.testing.compare import assert_close_spec
 from htree_ops.testing.gated_mlp_cases import CASES, GatedMLPCase
+from htree_ops.tuning.space import GATED_MLP, config_search
 
 op = torch.ops.htree.gated_mlp
 op_forward = torch.ops.htree.gated_mlp_forward
@@ -128,6 +129,18 @@ def test_configurations_are_checked_everywhere() -> None:
         op(leaf, O(3, 4), O(3, 4), "silu", "up", [32, 32, 32, 4, 2])
     for config in COMPILED_CONFIGS:
         assert torch.equal(op(x, O(3, 4), O(3, 4), "silu", "up", list(config)), op(x, O(3, 4), O(3, 4)))
+
+
+def test_every_tuple_names_its_own_kernel() -> None:
+    """Rows, columns and stages are those of the tuple; Python and C++ agree on what is compiled."""
+    host = pytest.importorskip("htree_ops._host", reason="_host is built per Python version")
+    for keys in config_search(GATED_MLP):
+        if tuple(keys.values()) in COMPILED_CONFIGS:
+            words = "{BLOCK_M} rows x {BLOCK_N} columns, {num_stages} stages".format_map(keys)
+            assert words in host.gated_mlp_forced_config(**keys)
+        else:
+            with pytest.raises(ValueError, match="compiled: BLOCK_K 64"):
+                host.gated_mlp_forced_config(**keys)
 
 
 def test_backward_refuses_other_shapes() -> None:

@@ -37,13 +37,6 @@ __device__ __forceinline__ void barrier_arrive_expect(Barrier* barrier, uint32_t
                : "memory");
 }
 
-// Adds `bytes` without arriving.
-__device__ __forceinline__ void barrier_expect(Barrier* barrier, uint32_t bytes) {
-  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
-               "r"(bytes)
-               : "memory");
-}
-
 // One arrival at the barrier that stands at the same place in block `block_rank` of the cluster. It orders
 // what this block read, not what it wrote: an arrival with release order for the whole cluster waits until
 // all writes of the thread are performed (a MEMBAR.GPU, about a microsecond), so ask for that with

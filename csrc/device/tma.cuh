@@ -67,22 +67,6 @@ __device__ __forceinline__ void tensor_load_2d(void* shared, const CUtensorMap* 
       "l"(reinterpret_cast<uint64_t>(map)), "r"(x), "r"(y), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
 }
-__device__ __forceinline__ void tensor_load_3d(void* shared, const CUtensorMap* map, int x, int y, int z,
-                                               Barrier* barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, "
-      "%4}], [%5];" ::"r"(shared_address(shared)),
-      "l"(reinterpret_cast<uint64_t>(map)), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier))
-      : "memory");
-}
-__device__ __forceinline__ void tensor_load_4d(void* shared, const CUtensorMap* map, int x, int y, int z,
-                                               int w, Barrier* barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, "
-      "%4, %5}], [%6];" ::"r"(shared_address(shared)),
-      "l"(reinterpret_cast<uint64_t>(map)), "r"(x), "r"(y), "r"(z), "r"(w), "r"(shared_address(barrier))
-      : "memory");
-}
 
 // The box arrives at the same place in every block of the cluster whose bit is set in `block_mask`, and its
 // bytes are counted by the barrier at the same place of each.
@@ -97,11 +81,6 @@ __device__ __forceinline__ void tensor_load_2d_multicast(void* shared, const CUt
 
 // ---- stores: fence_async_shared() by the writers and a barrier come first
 
-__device__ __forceinline__ void bulk_store(void* global, const void* shared, uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
-               "r"(shared_address(shared)), "r"(bytes)
-               : "memory");
-}
 __device__ __forceinline__ void tensor_store_2d(const CUtensorMap* map, const void* shared, int x, int y) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(
                    reinterpret_cast<uint64_t>(map)),

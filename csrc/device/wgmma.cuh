@@ -127,17 +127,4 @@ __device__ __forceinline__ void named_barrier_arrive(int index, int num_threads)
   asm volatile("bar.arrive %0, %1;" ::"r"(index), "r"(num_threads) : "memory");
 }
 
-// True in one lane of the converged warp.
-__device__ __forceinline__ bool elect_lane() {
-  uint32_t elected;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "elect.sync _|p, 0xffffffff;\n"
-      "selp.u32 %0, 1, 0, p;\n"
-      "}"
-      : "=r"(elected));
-  return elected != 0;
-}
-
 }  // namespace htree::device

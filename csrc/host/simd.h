@@ -51,10 +51,6 @@ inline VecF max(VecF a, VecF b) {
 inline VecD max(VecD a, VecD b) {
   return a > b ? a : b;
 }
-// Keeps a NaN of either side, unlike max().
-inline VecF max_nan(VecF a, VecF b) {
-  return a != a ? a : (a > b ? a : (b == b ? (a < b ? b : a) : b));
-}
 
 template <typename V>
 inline auto horizontal_sum(V x) {

@@ -70,4 +70,19 @@ inline CUtensorMap make_tensor_map(const TensorBox& b) {
   return map;
 }
 
+// Boxes of 128 bytes x `box_rows` rows of a row-major matrix, as the rings of device/gemm_pipeline.cuh take
+// them. `type` has one byte (UINT8) or two; `columns` counts elements, `pitch_bytes` is a multiple of 16.
+inline CUtensorMap row_major_map(const void* data, CUtensorMapDataType type, int64_t rows, int64_t columns,
+                                 int64_t pitch_bytes, int box_rows) {
+  TensorBox box;
+  box.data = data;
+  box.type = type;
+  box.sizes[0] = static_cast<uint64_t>(columns);
+  box.sizes[1] = static_cast<uint64_t>(rows);
+  box.strides_bytes[0] = static_cast<uint64_t>(pitch_bytes);
+  box.box[0] = type == CU_TENSOR_MAP_DATA_TYPE_UINT8 ? 128 : 64;
+  box.box[1] = static_cast<uint32_t>(box_rows);
+  return make_tensor_map(box);
+}
+
 }  // namespace htree

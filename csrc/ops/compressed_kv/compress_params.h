@@ -32,9 +32,8 @@ struct DecompressParams {
   int64_t num_rows;
 };
 
-// Launch on `stream`; the errors are those of the runtime, cudaErrorInvalidValue for another head size. T:
-// float,
-// __half or __nv_bfloat16.
+// Launch on `stream`; the errors are those of the runtime, cudaErrorInvalidValue for another head size.
+// T: float, __half or __nv_bfloat16.
 template <typename T>
 cudaError_t launch_compress(const CompressParams& p, cudaStream_t stream);
 template <typename T>

@@ -41,7 +41,7 @@ void prune_cpu(const RowFormat& format, const at::Tensor& x, const at::Tensor& w
                const at::Tensor& pruned, const at::Tensor& bitmap) {
   check_weight_sign("kv_prune", weight);
   dispatch_dtype("kv_prune", x.scalar_type(), FloatTypes{}, [&](auto tag) {
-    using Storage = StorageOf<typename decltype(tag)::type>;
+    using Storage = htree::Storage<typename decltype(tag)::type>;
     const auto& kernels = kernels_of<Storage>();
     auto* out = static_cast<Storage*>(pruned.mutable_data_ptr());
     auto* words = reinterpret_cast<uint64_t*>(bitmap.mutable_data_ptr<int64_t>());
@@ -55,7 +55,7 @@ void compress_cpu(const at::Tensor& x, const at::Tensor& weight, const Compresse
   check_weight_sign("kv_compress", weight);
   const RowFormat& format = to.format;
   dispatch_dtype("kv_compress", x.scalar_type(), FloatTypes{}, [&](auto tag) {
-    using Storage = StorageOf<typename decltype(tag)::type>;
+    using Storage = htree::Storage<typename decltype(tag)::type>;
     const auto& kernels = kernels_of<Storage>();
     auto* words = reinterpret_cast<uint64_t*>(to.bitmap.mutable_data_ptr<int64_t>());
     auto* values = to.values.mutable_data_ptr<uint8_t>();
@@ -71,7 +71,7 @@ void decompress_cpu(const Compressed& from, const at::Tensor& out) {
   const RowFormat& format = from.format;
   const CompressedRows rows(from);
   dispatch_dtype("kv_decompress", out.scalar_type(), FloatTypes{}, [&](auto tag) {
-    using Storage = StorageOf<typename decltype(tag)::type>;
+    using Storage = htree::Storage<typename decltype(tag)::type>;
     const auto& kernels = kernels_of<Storage>();
     auto* data = static_cast<Storage*>(out.mutable_data_ptr());
     at::parallel_for(0, out.numel() / format.head_dim, kRowGrain, [&](int64_t begin, int64_t end) {

@@ -1,15 +1,13 @@
 // CUDA entry points that prune, compress and decompress: parameters and launch.
 #include <ATen/core/Tensor.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include <algorithm>
 
+#include "host/device_type.h"
 #include "host/dispatch.h"
 #include "host/launch.h"
 #include "ops/compressed_kv/compress_params.h"
 #include "ops/compressed_kv/compressed_kv.h"
-#include "ops/compressed_kv/device_types.h"
 
 namespace htree::compressed_kv {
 namespace {
@@ -41,7 +39,7 @@ CompressParams params_of(const RowFormat& format, const at::Tensor& x, const at:
 
 void launch(const char* op, at::ScalarType dtype, const CompressParams& p, cudaStream_t stream) {
   dispatch_dtype(op, dtype, FloatTypes{}, [&](auto tag) {
-    C10_CUDA_CHECK(launch_compress<DeviceTypeOf<typename decltype(tag)::type>>(p, stream));
+    C10_CUDA_CHECK(launch_compress<DeviceType<typename decltype(tag)::type>>(p, stream));
   });
 }
 
@@ -76,7 +74,7 @@ void decompress_cuda(const Compressed& from, const at::Tensor& out) {
                            .out = out.mutable_data_ptr(),
                            .num_rows = out.numel() / from.format.head_dim};
   dispatch_dtype("kv_decompress", out.scalar_type(), FloatTypes{}, [&](auto tag) {
-    C10_CUDA_CHECK(launch_decompress<DeviceTypeOf<typename decltype(tag)::type>>(p, scope.stream()));
+    C10_CUDA_CHECK(launch_decompress<DeviceType<typename decltype(tag)::type>>(p, scope.stream()));
   });
 }
 

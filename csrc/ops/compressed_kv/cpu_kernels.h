@@ -1,20 +1,14 @@
 // What the CPU entry points share: the kernels of this processor, and the rows of a compressed tensor.
 #pragma once
 
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
-
 #include <type_traits>
 
 #include "host/isa.h"
+#include "host/storage.h"
 #include "ops/compressed_kv/compressed_kv.h"
 #include "ops/compressed_kv/rows.h"
 
 namespace htree::compressed_kv {
-
-template <typename T>
-using StorageOf = std::conditional_t<std::is_same_v<T, c10::Half>, Fp16,
-                                     std::conditional_t<std::is_same_v<T, c10::BFloat16>, Bf16, float>>;
 
 inline const RowKernels& row_kernels() {
 #if defined(__x86_64__)

@@ -213,7 +213,7 @@ class Decoder {
 void decode_cpu(const DecodeProblem& p, const DecodeTensors& t, const at::Tensor& out,
                 const at::Tensor& lse) {
   dispatch_dtype("kv_decode_attention", t.q.scalar_type(), FloatTypes{}, [&](auto tag) {
-    using Storage = StorageOf<typename decltype(tag)::type>;
+    using Storage = htree::Storage<typename decltype(tag)::type>;
     Decoder<Storage> decoder(p, t);
     decoder.run();
     decoder.merge(static_cast<Storage*>(out.mutable_data_ptr()), lse.mutable_data_ptr<float>());

@@ -8,7 +8,7 @@
 namespace htree::compressed_kv {
 
 // Launch on `stream`, over num_groups = B * H_kv * head_chunks times the splits; the errors are those of the
-// runtime. With 16 bits the pairs are of `q_type`, which is not fp32 unless `pair_type` says what they are.
+// runtime. `pair_type` says what 16-bit values are: half or bfloat16; 8 and 4 bits do not ask for it.
 // cudaErrorNotSupported: a device without the shared memory.
 template <int kHeadDim>
 cudaError_t launch_decode(const DecodeParams& p, int k_bits, int v_bits, QueryType pair_type,

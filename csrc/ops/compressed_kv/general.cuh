@@ -10,6 +10,7 @@
 #include "ops/compressed_kv/decode_result.cuh"
 #include "ops/compressed_kv/general_params.h"
 #include "ops/compressed_kv/query_fragments.cuh"
+#include "ops/compressed_kv/unpack.cuh"
 
 namespace htree::compressed_kv {
 
@@ -33,41 +34,28 @@ __device__ __forceinline__ void load_channels(const RowsView& rows, const void* 
     return;
   }
   const uint32_t* words = reinterpret_cast<const uint32_t*>(rows.bitmap + row * (kHeadDim / 8));
-  const int first = lane * kChannels;
-  int rank = 0;
-#pragma unroll
-  for (int i = 0; i < kHeadDim / 32; ++i) {
-    const uint32_t word = words[i];
-    const int below = first - 32 * i;  // channels of this word before the lane's first
-    rank += below >= 32 ? __popc(word) : below > 0 ? __popc(word & ((1u << below) - 1)) : 0;
-  }
-  const uint32_t bits = words[first / 32] >> (first % 32);
   const uint8_t* values = rows.values + row * rows.row_bytes;
   const float scale = rows.scales == nullptr ? 1.0f : __half2float(__ushort_as_half(rows.scales[row]));
 #pragma unroll
   for (int c = 0; c < kChannels; ++c) {
-    const bool kept = (bits >> c & 1) != 0;
-    const int at = min(rank, rows.keep - 1);  // a bitmap with too many bits must not read other memory
-    rank += kept ? 1 : 0;
-    float value = 0.0f;
-    if (kept) {
-      switch (kind) {
-        case RowKind::kPackedHalf:
-          value = __half2float(reinterpret_cast<const __half*>(values)[at]);
-          break;
-        case RowKind::kPackedBfloat16:
-          value = __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(values)[at]);
-          break;
-        case RowKind::kBytes:
-          value = scale * static_cast<float>(static_cast<int8_t>(values[at]));
-          break;
-        default:
-          value = scale * static_cast<float>(static_cast<int>(values[at >> 1] >> (4 * (at & 1)) & 15) - 8);
-          break;
-      }
-    }
-    x[c] = value;
+    x[c] = 0.0f;
   }
+  for_kept_channels<kHeadDim>(words, rows.keep, lane, [&](int c, int at) {
+    switch (kind) {
+      case RowKind::kPackedHalf:
+        x[c] = __half2float(reinterpret_cast<const __half*>(values)[at]);
+        break;
+      case RowKind::kPackedBfloat16:
+        x[c] = __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(values)[at]);
+        break;
+      case RowKind::kBytes:
+        x[c] = scale * static_cast<float>(byte_code(values, at));
+        break;
+      default:
+        x[c] = scale * static_cast<float>(nibble_code(values, at));
+        break;
+    }
+  });
 }
 
 // Row of a token among the rows of its tensors; pages may have any size.
@@ -239,10 +227,7 @@ __global__ void __launch_bounds__(kHeadDim)
   __shared__ float row[2][kHeadDim];
   const int64_t index = blockIdx.x;
   const int channel = threadIdx.x;
-  DecodeParams view;
-  view.q = q;
-  view.q_type = type;
-  row[0][channel] = load_query(view, index * kHeadDim + channel);
+  row[0][channel] = load_query(q, type, index * kHeadDim + channel);
   int from = 0;
 #pragma unroll
   for (int distance = 1; distance < kHeadDim; distance *= 2) {

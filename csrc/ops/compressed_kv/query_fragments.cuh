@@ -14,15 +14,18 @@
 
 namespace htree::compressed_kv {
 
-__device__ __forceinline__ float load_query(const DecodeParams& p, int64_t index) {
-  switch (p.q_type) {
+__device__ __forceinline__ float load_query(const void* q, QueryType type, int64_t index) {
+  switch (type) {
     case QueryType::kHalf:
-      return __half2float(static_cast<const __half*>(p.q)[index]);
+      return __half2float(static_cast<const __half*>(q)[index]);
     case QueryType::kBfloat16:
-      return __bfloat162float(static_cast<const __nv_bfloat16*>(p.q)[index]);
+      return __bfloat162float(static_cast<const __nv_bfloat16*>(q)[index]);
     default:
-      return static_cast<const float*>(p.q)[index];
+      return static_cast<const float*>(q)[index];
   }
+}
+__device__ __forceinline__ float load_query(const DecodeParams& p, int64_t index) {
+  return load_query(p.q, p.q_type, index);
 }
 
 constexpr float kQuerySteps = 127 * 256;

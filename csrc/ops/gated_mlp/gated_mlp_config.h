@@ -51,9 +51,11 @@ constexpr bool in_compiled_space(const ForcedConfig& f) {
 
 // For a tuple of the compiled space.
 constexpr KernelConfig config_of(const ForcedConfig& f) {
-  return f.block_m == 128 ? KernelConfig{Kernel::kTile, 128, static_cast<int>(f.block_n),
-                                         f.block_n == 128 ? 4 : 6, f.block_n == 128 ? 2 : 1}
-                          : KernelConfig{Kernel::kStream, static_cast<int>(f.block_m), 64, 4, 1};
+  const auto rows = static_cast<int>(f.block_m);
+  const auto columns = static_cast<int>(f.block_n);
+  const auto stages = static_cast<int>(f.num_stages);
+  return f.block_m == 128 ? KernelConfig{Kernel::kTile, rows, columns, stages, columns == 128 ? 2 : 1}
+                          : KernelConfig{Kernel::kStream, rows, columns, stages, 1};
 }
 
 inline KernelConfig choose_config(const Facts& f) {

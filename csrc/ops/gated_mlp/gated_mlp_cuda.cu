@@ -6,10 +6,10 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
+#include "host/device_type.h"
 #include "host/dispatch.h"
+#include "host/hopper.h"
 #include "host/launch.h"
 #include "ops/gated_mlp/gated_mlp.h"
 #include "ops/gated_mlp/gated_mlp_launch.h"
@@ -18,19 +18,6 @@ namespace htree::gated_mlp {
 namespace {
 
 using at::Tensor;
-
-template <typename T>
-struct DeviceType {
-  using type = T;
-};
-template <>
-struct DeviceType<c10::Half> {
-  using type = __half;
-};
-template <>
-struct DeviceType<c10::BFloat16> {
-  using type = __nv_bfloat16;
-};
 
 // The library's products must see the dtypes they are given.
 using WithoutAutocast = c10::impl::ExcludeDispatchKeyGuard;
@@ -112,12 +99,6 @@ void launch_composed(const Operands& o, const Results& results, cudaStream_t str
   }
 }
 
-bool has_hopper_kernels() {
-  const cudaDeviceProp* properties = at::cuda::getCurrentDeviceProperties();
-  static const bool compiled = is_compiled_for_hopper();
-  return properties->major == 9 && properties->minor == 0 && compiled;
-}
-
 }  // namespace
 
 void forward_cuda(const Operands& o, at::IntArrayRef config, const Results& results) {
@@ -135,7 +116,7 @@ void forward_cuda(const Operands& o, at::IntArrayRef config, const Results& resu
     choice = config_of({config[0], config[1], config[2], config[3], config[4]});
   }
   dispatch_dtype("gated_mlp", o.x.scalar_type(), FloatTypes{}, [&](auto tag) {
-    using T = typename DeviceType<typename decltype(tag)::type>::type;
+    using T = DeviceType<typename decltype(tag)::type>;
     if constexpr (sizeof(T) == 2) {
       if (choice.kernel != Kernel::kComposed) {
         return launch_fused<T>(o, choice, results, scope.stream());
@@ -157,7 +138,7 @@ void backward_cuda(const Operands& o, const BackwardOperands& b) {
   Tensor dlinear_product = at::empty_like(dy);
   Tensor dacted_product = at::empty_like(dy);
   dispatch_dtype("gated_mlp_backward", o.x.scalar_type(), FloatTypes{}, [&](auto tag) {
-    using T = typename DeviceType<typename decltype(tag)::type>::type;
+    using T = DeviceType<typename decltype(tag)::type>;
     const auto launch = [&](auto product_tag) {
       using P = decltype(product_tag);
       C10_CUDA_CHECK((launch_gate_backward<T, P>(o.activation, dy.numel(), data_of<T>(dy), data_of<P>(linear),

@@ -32,10 +32,6 @@ struct ForwardParams {
   T* up;    // x Wu^T
 };
 
-// Whether the binary for the current device holds the kernels for sm_90a, not the stubs that other
-// architectures get.
-bool is_compiled_for_hopper();
-
 template <typename T>
 cudaError_t launch_tile(const ForwardParams<T>& params, const KernelConfig& config, cudaStream_t stream);
 // Without products.

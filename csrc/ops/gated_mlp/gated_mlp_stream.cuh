@@ -1,6 +1,6 @@
 // out = (x Wg^T) * act(x Wu^T) for few rows: the weights are read once, at the speed of memory, so they take
-// the 64-row side of the products and the rows of x the n side (16 ... 128 of them, missing ones are zero). A
-// block owns 64 columns of the output; one warpgroup multiplies rows of Wg, the other rows of Wu.
+// the 64-row side of the products and the rows of x the n side (16, 32 or 64 of them, missing ones are zero).
+// A block owns 64 columns of the output; one warpgroup multiplies rows of Wg, the other rows of Wu.
 #pragma once
 
 #include <cuda.h>
@@ -8,7 +8,9 @@
 #include <cstdint>
 
 #include "device/gemm_pipeline.cuh"
+#include "device/hopper_limits.h"
 #include "device/mma.cuh"
+#include "device/shared_address.cuh"
 #include "device/stmatrix.cuh"
 #include "ops/gated_mlp/activation.cuh"
 #include "ops/gated_mlp/gated_mlp_params.h"
@@ -28,7 +30,8 @@ struct StreamTraits {
   struct Shared {
     device::GemmRing<Shape> ring;
   };
-  static constexpr int kSharedBytes = sizeof(Shared) + 1024;  // room to align the base
+  static constexpr int kSharedBytes = sizeof(Shared) + device::kSharedAlignment;
+  static_assert(kSharedBytes <= device::kHopperSharedBytes);
   // Reused once the last product is done: act(u) of one warpgroup for the other, then the output tile.
   static constexpr int kExchangeBytes = 128 * (kRows / 2) * 4;
   static_assert(kExchangeBytes + kRows * kColumns * 2 <= sizeof(Shared));
@@ -66,8 +69,7 @@ __global__ void __launch_bounds__(Tr::kThreads)
   using Shape = typename Tr::Shape;
   constexpr int kHeld = Tr::kRows / 2;  // accumulators per thread
   extern __shared__ uint8_t raw[];
-  auto& shared = *reinterpret_cast<typename Tr::Shared*>((reinterpret_cast<uintptr_t>(raw) + 1023) &
-                                                         ~static_cast<uintptr_t>(1023));
+  auto& shared = device::align_shared<typename Tr::Shared>(raw);
   const int warp = static_cast<int>(threadIdx.x / 32);
   const int lane = static_cast<int>(threadIdx.x % 32);
 
@@ -137,7 +139,7 @@ __global__ void __launch_bounds__(Tr::kThreads)
     }
   }
 #else
-  __trap();  // the launcher does not come here: see is_compiled_for_hopper()
+  __trap();  // the launcher does not come here: see has_hopper_kernels()
 #endif
 }
 

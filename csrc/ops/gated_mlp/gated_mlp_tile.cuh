@@ -10,7 +10,9 @@
 #include <cstdint>
 
 #include "device/gemm_pipeline.cuh"
+#include "device/hopper_limits.h"
 #include "device/mma.cuh"
+#include "device/shared_address.cuh"
 #include "device/stmatrix.cuh"
 #include "device/tile_order.cuh"
 #include "ops/gated_mlp/activation.cuh"
@@ -41,7 +43,8 @@ struct TileTraits {
     // Per warp and 64 columns: 16 rows of 128 bytes, swizzled.
     alignas(1024) uint8_t out[Shape::kWarpgroups * 4][kColumns / kStoreColumns][16 * 128];
   };
-  static constexpr int kSharedBytes = sizeof(Shared) + 1024;  // room to align the base
+  static constexpr int kSharedBytes = sizeof(Shared) + device::kSharedAlignment;
+  static_assert(kSharedBytes <= device::kHopperSharedBytes);
 };
 
 // Tensor copies of x [rows, hidden] and the weights [inner, hidden] by boxes of 128 bytes x 128 or kColumns
@@ -157,8 +160,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
 #if HTREE_SM90A
   using Shape = typename Tr::Shape;
   extern __shared__ uint8_t raw[];
-  auto& shared = *reinterpret_cast<typename Tr::Shared*>((reinterpret_cast<uintptr_t>(raw) + 1023) &
-                                                         ~static_cast<uintptr_t>(1023));
+  auto& shared = device::align_shared<typename Tr::Shared>(raw);
 
   if (threadIdx.x == 0) {
     device::init_ring(shared.ring);
@@ -212,7 +214,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     device::cluster_sync();  // no block leaves while another may still signal its barriers
   }
 #else
-  __trap();  // the launcher does not come here: see is_compiled_for_hopper()
+  __trap();  // the launcher does not come here: see has_hopper_kernels()
 #endif
 }
 

@@ -4,10 +4,10 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
+#include "host/device_type.h"
 #include "host/dispatch.h"
+#include "host/hopper.h"
 #include "host/launch.h"
 #include "ops/fp8/gemm/gemm_exact.h"
 #include "ops/fp8/gemm/gemm_launch.h"
@@ -17,19 +17,6 @@ namespace htree::fp8 {
 namespace {
 
 using at::Tensor;
-
-template <typename T>
-struct OutputType {
-  using type = T;
-};
-template <>
-struct OutputType<c10::Half> {
-  using type = __half;
-};
-template <>
-struct OutputType<c10::BFloat16> {
-  using type = __nv_bfloat16;
-};
 
 constexpr int64_t kAlignment = 16;  // bytes, and codes
 
@@ -81,7 +68,7 @@ void run_hopper(const GemmArguments& g, const GemmConfig& config, const Tensor& 
   const Tensor a = with_aligned_codes(g.a);
   const Tensor b = with_aligned_codes(g.b.t());
   dispatch_dtype("fp8_gemm", g.output_dtype, FloatTypes{}, [&](auto tag) {
-    using Out = typename OutputType<typename decltype(tag)::type>::type;
+    using Out = DeviceType<typename decltype(tag)::type>;
     const GemmParams<Out> params{
         .sizes = {a.size(0), b.size(0), a.size(1)},
         .a = operand_of(a),
@@ -96,12 +83,6 @@ void run_hopper(const GemmArguments& g, const GemmConfig& config, const Tensor& 
     TORCH_CHECK_NOT_IMPLEMENTED(error != cudaErrorNotSupported, "fp8_gemm: no kernel for ", describe(config));
     C10_CUDA_CHECK(error);
   });
-}
-
-bool has_hopper_kernels() {
-  const cudaDeviceProp* properties = at::cuda::getCurrentDeviceProperties();
-  static const bool compiled = gemm_is_compiled_for_hopper();
-  return properties->major == 9 && properties->minor == 0 && compiled;
 }
 
 }  // namespace

@@ -9,10 +9,6 @@
 
 namespace htree::fp8 {
 
-// Whether the binary for the current device holds the kernels for sm_90a, not the stubs that other
-// architectures get.
-bool gemm_is_compiled_for_hopper();
-
 template <typename Out>
 cudaError_t launch_gemm_tile(const GemmParams<Out>& params, const GemmConfig& config, cudaStream_t stream);
 template <typename Out>

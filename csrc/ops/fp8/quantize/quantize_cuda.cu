@@ -2,9 +2,8 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/ops/empty.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
+#include "host/device_type.h"
 #include "host/dispatch.h"
 #include "host/launch.h"
 #include "ops/fp8/quantize/quantize.h"
@@ -13,23 +12,10 @@
 namespace htree::fp8 {
 namespace {
 
-template <typename T>
-struct DeviceType {
-  using type = T;
-};
-template <>
-struct DeviceType<c10::Half> {
-  using type = __half;
-};
-template <>
-struct DeviceType<c10::BFloat16> {
-  using type = __nv_bfloat16;
-};
-
 template <typename F>
 void dispatch(const char* op, at::ScalarType dtype, F&& f) {
   dispatch_dtype(op, dtype, FloatTypes{},
-                 [&](auto tag) { f(Type<typename DeviceType<typename decltype(tag)::type>::type>{}); });
+                 [&](auto tag) { f(Type<DeviceType<typename decltype(tag)::type>>{}); });
 }
 
 template <typename T>

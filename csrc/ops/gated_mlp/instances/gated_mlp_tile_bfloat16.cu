@@ -1,11 +1,5 @@
-#include "device/hopper_probe.cuh"
 #include "ops/gated_mlp/instances/launch_tile.cuh"
 
 namespace htree::gated_mlp {
 template cudaError_t launch_tile(const ForwardParams<__nv_bfloat16>&, const KernelConfig&, cudaStream_t);
-
-bool is_compiled_for_hopper() {
-  return device::hopper_kernels_compiled();
 }
-
-}  // namespace htree::gated_mlp

@@ -14,12 +14,8 @@ constexpr int kRowTilesPerGroup = 8;
 template <class Tr>
 cudaError_t launch_tiles(const ForwardParams<typename Tr::T>& p, cudaStream_t stream) {
   using T = typename Tr::T;
-  int device = 0;
   int processors = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  }
+  const cudaError_t error = device_attribute(cudaDevAttrMultiProcessorCount, processors);
   if (error != cudaSuccess) {
     return error;
   }
@@ -54,6 +50,11 @@ cudaError_t launch_config(const ForwardParams<T>& p, const KernelConfig& c, cuda
   }
   if (c.columns == 64 && c.stages == 6 && c.cluster == 1) {
     return launch_tiles<TileTraits<T, kActivation, 64, 6, 1, kKeepsProducts>>(p, stream);
+  }
+  if constexpr (!kKeepsProducts) {  // named by a tuple of the tuning space, which serves inference alone
+    if (c.columns == 64 && c.stages == 4 && c.cluster == 1) {
+      return launch_tiles<TileTraits<T, kActivation, 64, 4, 1, kKeepsProducts>>(p, stream);
+    }
   }
   return cudaErrorNotSupported;
 }

@@ -1,6 +1,7 @@
 // Length to kernel: every power of two up to 2^kMaxLog2Length is listed here.
 #pragma once
 
+#include "host/device_attribute.h"
 #include "ops/hadamard/hadamard.cuh"
 #include "ops/hadamard/hadamard_launch.h"
 
@@ -18,13 +19,6 @@ RowNumbers number_rows(const P& p) {
           static_cast<uint32_t>(p.sizes[0] * p.sizes[1] * p.sizes[2]), p.sizes[0] * p.sizes[1] == 1};
 }
 
-// What the choice of kernel asks of the device that is current.
-inline cudaError_t attribute_of(cudaDeviceAttr attribute, int& value) {
-  int device = 0;
-  const cudaError_t error = cudaGetDevice(&device);
-  return error != cudaSuccess ? error : cudaDeviceGetAttribute(&value, attribute, device);
-}
-
 // cudaErrorNotSupported when a block of the device cannot have that much shared memory.
 template <typename Kernel>
 cudaError_t allow_shared(Kernel* kernel, int shared) {
@@ -32,7 +26,7 @@ cudaError_t allow_shared(Kernel* kernel, int shared) {
     return cudaSuccess;
   }
   int most = 0;
-  const cudaError_t error = attribute_of(cudaDevAttrMaxSharedMemoryPerBlockOptin, most);
+  const cudaError_t error = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, most);
   if (error != cudaSuccess || shared > most) {
     return error != cudaSuccess ? error : cudaErrorNotSupported;
   }
@@ -55,7 +49,7 @@ cudaError_t launch_one(const Params<T>& p, cudaStream_t stream) {
   if constexpr (sizeof(T) == 2 && Tr::kWarpBits >= kMinStreamedWarpBits) {
     constexpr int kStreamed = kShared + (static_cast<int>(sizeof(T)) << kLog2Length);
     int num_processors = 0;
-    const cudaError_t error = attribute_of(cudaDevAttrMultiProcessorCount, num_processors);
+    const cudaError_t error = device_attribute(cudaDevAttrMultiProcessorCount, num_processors);
     if (error != cudaSuccess) {
       return error;
     }

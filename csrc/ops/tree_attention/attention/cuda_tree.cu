@@ -10,8 +10,8 @@
 
 #include <string>
 
-#include "device/hopper_probe.cuh"
 #include "host/env.h"
+#include "host/hopper.h"
 
 namespace htree::tree_attention {
 namespace {
@@ -28,8 +28,8 @@ bool aligned_rows(const Tensor& q) {
 
 DeviceFacts current_device_facts() {
   const cudaDeviceProp* properties = at::cuda::getCurrentDeviceProperties();
-  return {properties->major, static_cast<int64_t>(properties->sharedMemPerBlockOptin),
-          properties->major == 9 && device::hopper_kernels_compiled(), properties->multiProcessorCount};
+  return {properties->major, static_cast<int64_t>(properties->sharedMemPerBlockOptin), has_hopper_kernels(),
+          properties->multiProcessorCount};
 }
 
 // HTREE_TREE_GATHER, read at every call so that a test can compare the kernels.

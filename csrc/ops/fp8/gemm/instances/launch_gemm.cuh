@@ -15,15 +15,7 @@ namespace {
 
 // Boxes of 128 codes x `box_rows` rows of a matrix of `columns` x `rows` codes.
 inline CUtensorMap code_map(const GemmOperand& x, int64_t rows, int64_t columns, int box_rows) {
-  TensorBox box;
-  box.data = x.data;
-  box.type = CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  box.sizes[0] = static_cast<uint64_t>(columns);
-  box.sizes[1] = static_cast<uint64_t>(rows);
-  box.strides_bytes[0] = static_cast<uint64_t>(x.pitch);
-  box.box[0] = 128;
-  box.box[1] = static_cast<uint32_t>(box_rows);
-  return make_tensor_map(box);
+  return row_major_map(x.data, CU_TENSOR_MAP_DATA_TYPE_UINT8, rows, columns, x.pitch, box_rows);
 }
 
 inline int num_code_blocks(const GemmSizes& sizes) {

@@ -6,12 +6,11 @@
 // fewer bytes than a second pass over the queries of a parent, which would read their q and dO once per use.
 #pragma once
 
+#include "device/hopper_limits.h"
 #include "ops/tree_attention/attention/block_gradient/gradient_consumer.cuh"
 #include "ops/tree_attention/attention/block_gradient/gradient_producer.cuh"
 
 namespace htree::tree_attention {
-
-constexpr int kMaxGradientSharedBytes = 232448;  // of sm_90
 
 template <typename Tile>
 __device__ __forceinline__ void init_gradient_barriers(GradientShared<Tile>& shared) {
@@ -32,7 +31,7 @@ template <typename T, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     block_gradient_kernel(const __grid_constant__ BlockGradientParams params) {
 #if HTREE_SM90A
-  static_assert(sizeof(GradientShared<Tile>) <= kMaxGradientSharedBytes);
+  static_assert(sizeof(GradientShared<Tile>) <= device::kHopperSharedBytes);
   extern __shared__ __align__(1024) char gradient_shared[];
   GradientShared<Tile>& shared = *reinterpret_cast<GradientShared<Tile>*>(gradient_shared);
   if (threadIdx.x == 0) {
