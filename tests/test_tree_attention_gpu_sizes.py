@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from tree_attention_fast import assert_fast_output, assert_small_error, model
+from tree_attention_fast import LARGE, assert_fast_output, assert_small_error, model
 
 import htree_ops  # noqa: F401
 from htree_ops.testing.compare import assert_close_spec
@@ -41,10 +41,6 @@ def test_every_length_up_to_64(group: int, stride: int, nan_memory: None) -> Non
             size = expected.norm().clamp(min=float(dout.norm()))
             error = (gradient.double() - expected).norm()
             assert error < 2e-2 * size, f"{name}, T = {length}: error {error:.2e} of {size:.2e}"
-
-
-# `test_tree_attention_config.py` checks that this problem takes the kernels of Hopper, where there are any.
-LARGE = {"T": 2**19 + 4096, "H": 32, "H_kv": 2, "K": 128, "V": 128, "top_k": 32, "M": 512}
 
 
 @pytest.mark.parametrize("stride", [1, 16])

@@ -12,6 +12,9 @@ from htree_ops.testing.tree_attention_checks import assert_output
 TENSOR_CORE_TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 8e-3, torch.float32: 1e-4}
 TENSOR_CORE_DELTA = {torch.float16: 2e-2, torch.bfloat16: 2e-2, torch.float32: 1e-4}
 
+# q has more than 2^31 elements; four layers. `test_tree_attention_config.py` checks that Hopper's kernels take it.
+LARGE = {"T": 2**19 + 4096, "H": 32, "H_kv": 2, "K": 128, "V": 128, "top_k": 32, "M": 512}
+
 
 def model(name: str, dtype: torch.dtype = torch.bfloat16, **sizes: object) -> TreeAttentionCase:
     defaults: dict[str, object] = {
