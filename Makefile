@@ -3,9 +3,13 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 TORCH ?= torch==2.11.0
-# Where GPU runs leave their logs, and how long one step may take (seconds).
+# GPU runs: the folder of their logs, the seconds that one process of pytest, one sanitizer on one file or one room of
+# benchmarks may take, and the processes that share the GPU in `test-gpu`.
 OUT ?= runs/gpu
-LIMIT ?= 540
+LIMIT ?= 7200
+JOBS ?= 4
+# A PY of one's own needs no environment here: it has torch, and a library is in place or in build/cuda.
+READY = $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.built)
 
 # Without a GPU the CUDA kernels are left out unless HTREE_CUDA says otherwise: two minutes of compiling, not twenty.
 ifndef HTREE_CUDA
@@ -28,13 +32,13 @@ demo: $(VENV)/.built ## train a small tree-attention language model on real text
 test: $(VENV)/.built ## every test that this machine can run
 	$(PY) -m pytest $(ARGS)
 
-test-gpu: ## the tests on the GPU, no skips allowed: OUT=folder for logs, PY=interpreter
-	tests/gpu.sh test "$(OUT)" "$(LIMIT)" "$(PY)" $(ARGS)
+test-gpu: $(READY) ## the tests on the GPU, no skips allowed: OUT=folder for logs, JOBS=processes, PY=interpreter
+	JOBS="$(JOBS)" tests/gpu.sh test "$(OUT)" "$(LIMIT)" "$(PY)" $(ARGS)
 
-sanitize: ## compute-sanitizer memcheck and racecheck over the GPU tests
+sanitize: $(READY) ## compute-sanitizer memcheck and racecheck over small calls of every kernel
 	tests/gpu.sh sanitize "$(OUT)" "$(LIMIT)" "$(PY)" $(ARGS)
 
-bench: ## every benchmark beside its baseline: OUT=folder for results
+bench: $(READY) ## every benchmark beside its baseline: OUT=folder for results
 	benchmarks/run.sh "$(OUT)" "$(LIMIT)" "$(PY)" $(ARGS)
 
 lint: $(VENV)/.installed ## ruff, mypy and clang-format, changing nothing

@@ -118,13 +118,17 @@ def source_hashes() -> dict[str, str]:
 
 
 def default_jobs() -> int:
-    """Parallel compilations that fit: one per core, and one per GIB_PER_JOB of free memory."""
+    """Parallel compilations that fit: one per core, and one per GIB_PER_JOB of memory that can be had.
+
+    That is Linux's MemAvailable; its free pages leave out what the file cache would give back.
+    """
     cores = os.cpu_count() or 1
     try:
-        free_gib = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    except (ValueError, OSError):
+        entries = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        available_gib = int(entries["MemAvailable"].split()[0]) / 2**20
+    except (OSError, KeyError, ValueError):
         return cores
-    return max(1, min(cores, int(free_gib / GIB_PER_JOB)))
+    return max(1, min(cores, int(available_gib / GIB_PER_JOB)))
 
 
 def record_compile_times(build_temp: Path, report: Path) -> None:

@@ -24,6 +24,7 @@
 #include "ops/hadamard/hadamard_config.h"
 #include "ops/rmsnorm_rope/rmsnorm_rope_config.h"
 #include "ops/tree_attention/attention/attention_config.h"
+#include "ops/tree_attention/attention/config_table.h"
 
 namespace py = pybind11;
 
@@ -108,10 +109,14 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
   auto& attention = rooms["tree_attention"];
   attention.push_back(
       "tensor_core: fp16, bf16; r = 16; K = V = 32, 64, 128; H / H_kv <= 16; k <= 1024; sm_80 and later");
-  attention.push_back(
-      "dense top layer of tensor_core: H / H_kv = 1, 2, 4, 8, 16; more than one layer; sm_90a code on sm_90");
-  attention.push_back("gather=block of tensor_core: forward, selection_stride >= 4; sm_90a code on sm_90");
-  attention.push_back("gather=union of tensor_core: forward, selection_stride < 4; sm_90a code on sm_90");
+  for (bool hopper : {true, false}) {
+    for (const std::string& kernels : htree::tree_attention::tensor_core_kernels(hopper)) {
+      attention.push_back("tensor_core on " + kernels);
+    }
+  }
+  attention.push_back("dK, dV of tensor_core where gradients are not of blocks: by parent for H / H_kv = " +
+                      std::to_string(htree::tree_attention::kMinParentGroup) + " ... " +
+                      std::to_string(htree::tree_attention::kMaxParentGroup) + ", else by key");
   attention.push_back("general: fp32, fp16, bf16; every other shape");
   auto& mlp = rooms["gated_mlp"];
   for (bool keeps_products : {false, true}) {

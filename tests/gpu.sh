@@ -1,15 +1,28 @@
 #!/usr/bin/env bash
 # The tests on a GPU machine: gpu.sh test|sanitize OUT LIMIT PYTHON [pytest arguments]
-# JOBS=N runs the tests in N processes that share the GPU. Uses the library that is built in place, or the one that `make cuda-build` left in build/cuda.
+# JOBS=N runs the tests in N processes that share the GPU.
+# Uses the library that is built in place, or the one that `make cuda-build` left in build/cuda if that is newer.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 mode=$1 out=$2 limit=$3 python=$4
 shift 4
 mkdir -p "$out"
 command -v "$python" >/dev/null || python=python3
-if [ -f build/cuda/htree_ops/_C.abi3.so ]; then
-  cp build/cuda/htree_ops/_C.abi3.so build/cuda/htree_ops/_build_info.json htree_ops/
+if [ build/cuda/htree_ops/_C.abi3.so -nt htree_ops/_C.abi3.so ]; then
+  echo "library: build/cuda"
+  cp -p build/cuda/htree_ops/_C.abi3.so build/cuda/htree_ops/_build_info.json htree_ops/
+else
+  echo "library: htree_ops/_C.abi3.so"
 fi
+
+# Status of a process that `timeout` may have ended, and what to do about it.
+checked() {
+  if [ "$1" -eq 124 ]; then
+    echo "gpu.sh: $2 stopped after LIMIT=$limit seconds: raise LIMIT or JOBS" >&2
+  fi
+  return "$1"
+}
+
 export HTREE_REQUIRE_CUDA=1 PYTHONUNBUFFERED=1
 case $mode in
   test)
@@ -19,8 +32,9 @@ case $mode in
         >"$out/test-gpu-$part.log" 2>&1 &
       running+=($!)
     done
-    for process in "${running[@]}"; do
-      wait "$process" || status=1
+    for part in $(seq "$jobs"); do
+      wait "${running[part - 1]}"
+      checked $? "part $part of $jobs" || status=1
     done
     tail -n 3 "$out"/test-gpu-*.log
     grep -h '^FAILED\|^ERROR' "$out"/test-gpu-*.log
@@ -28,13 +42,21 @@ case $mode in
     ;;
   sanitize)
     status=0
-    tests=("$@")
-    [ $# -gt 0 ] || tests=(tests/test_sanitize*.py)
+    files=() options=()
+    for argument in "$@"; do
+      case $argument in
+        *.py | *.py::*) files+=("$argument") ;;
+        *) options+=("$argument") ;;
+      esac
+    done
+    [ ${#files[@]} -gt 0 ] || files=(tests/test_sanitize*.py)
     for tool in memcheck racecheck; do
-      PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout "$limit" compute-sanitizer --tool "$tool" --error-exitcode 86 \
-        --target-processes all "$python" -m pytest -q -k cuda -p no:cacheprovider "${tests[@]}" \
-        2>&1 | tee "$out/sanitize-$tool.log"
-      status=$((status + PIPESTATUS[0]))
+      for file in "${files[@]}"; do
+        PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout "$limit" compute-sanitizer --tool "$tool" --error-exitcode 86 \
+          --target-processes all "$python" -m pytest -q -k cuda -p no:cacheprovider "$file" \
+          "${options[@]}" 2>&1 | tee "$out/sanitize-$tool-$(basename "${file%%.py*}").log"
+        checked "${PIPESTATUS[0]}" "$tool of $file" || status=1
+      done
     done
     exit "$status"
     ;;

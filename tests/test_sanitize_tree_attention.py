@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tree_attention_helpers import wild_lists
 
 import htree_ops  # noqa: F401
 from htree_ops.testing.cases import case_id
@@ -25,9 +26,15 @@ TENSOR_CORE = [
     tensor_core("d32", torch.bfloat16, K=32, V=32),
     tensor_core("d64", torch.float16, K=64, V=64),
     tensor_core("d128", torch.bfloat16, K=128, V=128),
+    tensor_core("group1", torch.bfloat16, H=1, K=128, V=128),
+    tensor_core("group2", torch.float16, H=2, K=64, V=64),
+    tensor_core("group3", torch.bfloat16, H=3, K=64, V=64),
     tensor_core("group16", torch.bfloat16, H=16, K=128, V=128),
     tensor_core("stride16", torch.bfloat16, K=128, V=128, selection_stride=16),
     tensor_core("stride4", torch.float16, K=64, V=64, selection_stride=4),
+    tensor_core("stride8", torch.bfloat16, K=32, V=32, selection_stride=8),
+    tensor_core("group2_stride16", torch.bfloat16, H=2, K=64, V=64, selection_stride=16),
+    tensor_core("ragged_suffix", torch.bfloat16, T=297, num_queries=37, K=64, V=64, selection_stride=4),
     tensor_core("group4_stride2", torch.bfloat16, H=4, K=128, V=128, selection_stride=2),
     tensor_core("three_layers", torch.bfloat16, T=1100, top_k=2, K=64, V=64),
     tensor_core("stride16_three_layers", torch.bfloat16, T=1100, top_k=2, K=128, V=128, selection_stride=16),
@@ -55,3 +62,20 @@ def test_attention_and_its_gradient(
         out = torch.ops.htree.attention(q, k, v, *case.op_options(), store_parents)
         for gradient in torch.autograd.grad(out, (q, k, v), torch.randn_like(out)):
             assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("stride", [1, 16])
+def test_backward_under_lists_that_break_the_rules(stride: int) -> None:
+    case = tensor_core("wild", torch.bfloat16, K=64, V=64, selection_stride=stride)
+    q, k, v = case.make_qkv("cuda")
+    out, gmax, gsum, parents = torch.ops.htree.attention_forward(q, k, v, *case.op_options())
+    generator = torch.Generator().manual_seed(stride)
+    for extreme in (False, True):
+        wild = [
+            wild_lists(generator, tuple(x.shape), size, extreme).to(x.device)
+            for x, size in zip(parents, case.sizes, strict=True)
+        ]
+        got = torch.ops.htree.attention_backward(
+            torch.randn_like(out), q, k, v, out, gmax, gsum, wild, *case.op_options()
+        )
+        assert [x.shape for x in got] == [q.shape, k.shape, v.shape]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tree_attention_fast import LARGE
 
 try:
     from htree_ops import _host as host
@@ -173,6 +174,32 @@ def test_kernels_of_every_layer_on_hopper(
     assert layers(suffix, selection_stride=stride) == wanted, "however many queries a call has"
     ampere = layers(sizes, selection_stride=stride, major=8, shared_bytes=166_912)
     assert ampere == ["private"] * (above + 1)
+
+
+@pytest.mark.parametrize("stride", [1, 16])
+def test_the_large_problem_of_the_gpu_tests_takes_the_fast_kernels(stride: int) -> None:
+    length, heads, kv_heads, width = (LARGE[key] for key in ("T", "H", "H_kv", "K"))
+    found = layers(
+        (1, length, length, heads, kv_heads, width, width),
+        top_k=LARGE["top_k"],
+        max_top_nodes=LARGE["M"],
+        selection_stride=stride,
+    )
+    assert found == ["dense", *["union" if stride == 1 else "block"] * 3]
+
+
+def test_info_lists_every_choice_of_kernels() -> None:
+    listed = host.kernel_configurations().get("tree_attention")
+    if listed is None:
+        pytest.skip("built without CUDA")
+    for group in range(1, 17):
+        for stride in (1, 2, 4, 8, 16):
+            sizes = (1, 131_072, 131_072, group, 1, 128, 128)
+            forward = choices(sizes, selection_stride=stride)
+            backward = choices(sizes, selection_stride=stride, backward=True)
+            kernels = f"layers={forward['layers']} gradients={backward['gradients']} "
+            kernels += f"top_gradients={backward['top_gradients']}"
+            assert any(kernels in line for line in listed), kernels
 
 
 def test_the_shape_of_the_public_triton_version() -> None:

@@ -76,3 +76,14 @@ def check_state(got, wanted, layer_v, case):
     assert all(x.dtype == case.state_dtype for x in got[:3])
     assert all(x.is_contiguous() for x in got[:3])
     assert_state(tuple(x.cpu() for x in got[:3]), wanted, layer_v)
+
+
+def wild_lists(generator, shape, num_nodes, extreme):
+    """Unsorted, repeated, negative and too large parents, with -1 in the middle of some lists."""
+    lists = torch.randint(-3, 2 * num_nodes + 3, shape, generator=generator)
+    lists = torch.where(torch.rand(shape, generator=generator) < 0.15, -1, lists)
+    if extreme:
+        ends = torch.tensor([2**31 - 1, -(2**31), 2**30, -(2**30)])
+        chosen = ends[torch.randint(0, 4, shape, generator=generator)]
+        lists = torch.where(torch.rand(shape, generator=generator) < 0.3, chosen, lists)
+    return lists.to(torch.int32)

@@ -179,7 +179,7 @@ def run_benchmark(
     for candidate in candidates:
         if candidate.same_function:
             gate(benchmark, candidate, inputs, calls[candidate.name][0])
-    times = timing.measure(calls, clock, effort)
+    times = timing.measure_undisturbed(calls, clock, effort)
     sustained: dict[str, float] = {}
     graph: dict[str, float] = {}
     if torch.device(device).type == "cuda":  # power limits and graphs are a GPU's affair

@@ -5,6 +5,7 @@
 
 #include <limits>
 
+#include "device/ceil_div.h"
 #include "host/dispatch.h"
 #include "host/launch.h"
 #include "ops/compressed_kv/compressed_kv.h"
@@ -60,10 +61,6 @@ void check_launch(cudaError_t error) {
   TORCH_CHECK_NOT_IMPLEMENTED(error != cudaErrorNotSupported,
                               "kv_decode_attention: this device has too little shared memory per block");
   C10_CUDA_CHECK(error);
-}
-
-int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
 }
 
 }  // namespace

@@ -43,13 +43,13 @@ struct ListInfo {
   }
 };
 
-// Entries of a list before its first -1. Every thread of a block of kThreads must call; all get the result.
-// `scratch` holds kThreads / 32 ints in shared memory, free again after the caller's next __syncthreads;
-// costs one.
 struct MinInt {
   __device__ __forceinline__ int operator()(int a, int b) const { return a < b ? a : b; }
 };
 
+// Entries of a list before its first -1. Every thread of a block of kThreads must call; all get the result.
+// `scratch` holds kThreads / 32 ints in shared memory, free again after the caller's next __syncthreads;
+// costs one.
 template <int kThreads>
 __device__ __forceinline__ int64_t count_parents(const int32_t* parents, int64_t width, int* scratch) {
   int first_missing = static_cast<int>(width);

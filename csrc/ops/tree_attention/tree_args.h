@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "device/ceil_div.h"
+
 namespace htree::tree_attention {
 
 enum class Importance { kLseCausal, kLse, kExpJoint };
@@ -33,10 +35,6 @@ struct AttentionArgs {
   double rope_base = 10000.0;
   Importance importance = Importance::kLseCausal;
 };
-
-inline int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
 
 // Layers of the tree over `num_tokens`: 1 until the top layer has at most `max_top_nodes` nodes.
 inline int64_t num_layers(int64_t num_tokens, int64_t max_top_nodes, int64_t compression_rate) {

@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "device/ceil_div.h"
+
 namespace htree::fp8 {
 
 enum class ScaleLayout { kTensor, kRowGroups, kColumns };
@@ -19,11 +21,6 @@ struct MatrixShape {
   int64_t group;   // elements under one scale, along the row or down the column; the last may be shorter
   int64_t length;  // kColumns: rows of one matrix of the batch
 };
-
-// a >= 0; b may be as large as the type allows.
-constexpr int64_t ceil_div(int64_t a, int64_t b) {
-  return a / b + (a % b != 0);
-}
 
 // Number of scales; shape has at least one element.
 constexpr int64_t num_scales(const MatrixShape& s) {

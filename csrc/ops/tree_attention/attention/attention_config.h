@@ -32,8 +32,10 @@ struct AttentionProblem {
 };
 
 enum class AttentionPath {
-  kGeneral,     // staged kernels over chunks, every dtype and shape
-  kTensorCore,  // r = 16, fp16 or bf16, K = V in {32, 64, 128}, G <= 16: mma.sync, sm_80 and later
+  kGeneral,  // staged kernels over chunks, every dtype and shape
+  // r = 16, fp16 or bf16, K = V in {32, 64, 128}, G <= 16, k <= 1024: mma.sync from sm_80 on, wgmma too on
+  // sm_90
+  kTensorCore,
 };
 
 // How the tensor-core path takes the softmax over the gathered parents of a list.
@@ -128,15 +130,17 @@ inline int64_t importance_width(int64_t num_nodes) {
   return ceil_div(num_nodes, kTopTileNodes) * kTopTileNodes;
 }
 
-// A single layer has nothing to select: it is one softmax on the kernels of every other layer.
+constexpr int64_t kTopLists = 256;  // rows of a block at a dense top, a list being G of them
+
+// A single layer has nothing to select: it is one softmax on the kernels of every other layer. A block
+// numbers the importances of its rows with 32 bits.
 inline bool dense_top_shape(const AttentionProblem& p) {
   const int64_t group = p.group();
   return tensor_core_shape(p) && p.layers() > 1 && (group & (group - 1)) == 0 &&
-         p.num_kv_heads * importance_width(top_nodes(p)) * 256 < (int64_t{1} << 32);
+         p.num_kv_heads * importance_width(top_nodes(p)) * kTopLists < (int64_t{1} << 32);
 }
 
 constexpr int64_t kTensorCoreBlock = 16;  // queries that one block of the widest kernels takes together
-constexpr int64_t kTopLists = 256;        // rows of a block at a dense top, a list being G of them
 
 // Size of the chunks that `total` is cut into: at most `most` each, about the same, multiples of `block` if
 // they can be.
@@ -202,8 +206,8 @@ inline AttentionConfig choose_attention_config(const AttentionProblem& p, const 
     config.selection_chunk = std::clamp<int64_t>(score_bytes / (row * config.batch_chunk), 1, used);
     if (config.dense_top) {
       const int64_t references = config.batch_chunk * used * p.num_heads * 4;
-      const int64_t row = p.num_kv_heads * importance_width(top_nodes(p)) * 4;
-      const int64_t most = (score_bytes - references) / (row * config.batch_chunk);
+      const int64_t importance_row = p.num_kv_heads * importance_width(top_nodes(p)) * 4;
+      const int64_t most = (score_bytes - references) / (importance_row * config.batch_chunk);
       config.top_chunk = even_chunk(used, std::max<int64_t>(1, most), kTopLists / p.group());
     }
   }

@@ -37,7 +37,7 @@ __device__ __forceinline__ GatherTask gather_task(const GatherParams& p, int hea
   if (p.lists) {
     task.list =
         p.lists + task.batch * p.list_batch + (list_row * p.num_kv_heads + task.kv_head) * p.list_width;
-    task.num_slots = count_parents(task.list, p.list_width);
+    task.num_slots = count_entries(task.list, p.list_width);
   } else {
     task.list = nullptr;
     task.num_slots = static_cast<int>(rightmost / kBlockRows) + 1;

@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kGeneralWarps * 32)
   const int32_t* list = p.lists + batch * p.list_batch + list_idx * p.width;
   const int32_t* next = p.next_lists ? p.next_lists + batch * p.next_batch + list_idx * p.width : nullptr;
   const int64_t rightmost = (p.t0 + query) / p.node_span;
-  const int64_t n = candidate_count(count_parents(list, p.width), rightmost, p.rate);
+  const int64_t n = candidate_count(count_entries(list, p.width), rightmost, p.rate);
   const int half = p.key_dim / 2;
   const float max = p.max[state_row(p, batch, query, head)], total = p.sum[state_row(p, batch, query, head)];
   const float delta = p.delta[row];

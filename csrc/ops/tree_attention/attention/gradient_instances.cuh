@@ -1,6 +1,7 @@
 // Launches of the gradient kernels whose shape is a template argument; each instance file makes one head dim.
 #pragma once
 
+#include "ops/tree_attention/attention/dispatch_shape.h"
 #include "ops/tree_attention/attention/key_gradient.cuh"
 #include "ops/tree_attention/attention/parent_gradient.cuh"
 #include "ops/tree_attention/attention/query_gradient.cuh"
@@ -21,11 +22,9 @@ void launch_query_gradient_tiles(const QueryGradientParams& params, cudaStream_t
 
 template <typename T, int kKeyDim, int kValueDim>
 void launch_query_gradient_instance(const QueryGradientParams& params, cudaStream_t stream) {
-  if (params.common.gather.group <= 8) {
-    launch_query_gradient_tiles<T, kKeyDim, kValueDim, 1>(params, stream);
-  } else {
-    launch_query_gradient_tiles<T, kKeyDim, kValueDim, 2>(params, stream);
-  }
+  dispatch_head_tiles(params.common.gather.group, [&](auto tiles) {
+    launch_query_gradient_tiles<T, kKeyDim, kValueDim, decltype(tiles)::value>(params, stream);
+  });
 }
 
 template <typename T, int kKeyDim, int kValueDim>

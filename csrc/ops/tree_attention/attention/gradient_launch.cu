@@ -4,29 +4,11 @@
 
 namespace htree::tree_attention {
 
-HTREE_TREE_GRADIENT_INSTANCES(extern, __half, 32)
-HTREE_TREE_GRADIENT_INSTANCES(extern, __half, 64)
-HTREE_TREE_GRADIENT_INSTANCES(extern, __half, 128)
-HTREE_TREE_GRADIENT_INSTANCES(extern, __nv_bfloat16, 32)
-HTREE_TREE_GRADIENT_INSTANCES(extern, __nv_bfloat16, 64)
-HTREE_TREE_GRADIENT_INSTANCES(extern, __nv_bfloat16, 128)
+HTREE_EACH_TENSOR_CORE_SHAPE(HTREE_TREE_GRADIENT_INSTANCES)
 
 namespace {
 
 constexpr int kThreads = 256;
-
-unsigned blocks_for(int64_t items, int64_t per_block) {
-  return static_cast<unsigned>((items + per_block - 1) / per_block);
-}
-
-template <typename F>
-void dispatch_type(HalfType dtype, F&& f) {
-  if (dtype == HalfType::kHalf) {
-    f(__half{});
-  } else {
-    f(__nv_bfloat16{});
-  }
-}
 
 __device__ __forceinline__ float pushed(const PushParams& p, int64_t head, int64_t node, int64_t dim) {
   const float own = p.child[(head * p.child_rows + node) * p.dim + dim];
@@ -62,7 +44,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void launch_gradient_rows(const TensorCoreShape& shape, const RowParams& params, cudaStream_t stream) {
-  const dim3 grid(blocks_for(params.num_queries, kRowQueries), params.num_batches * params.num_kv_heads);
+  const dim3 grid(num_blocks(params.num_queries, kRowQueries), params.num_batches * params.num_kv_heads);
   dispatch_shape(shape, [&](auto tag, auto dim) {
     gradient_rows_kernel<typename decltype(tag)::type, dim.value>
         <<<grid, kRowWarps * 32, 0, stream>>>(params);
@@ -71,7 +53,7 @@ void launch_gradient_rows(const TensorCoreShape& shape, const RowParams& params,
 
 void launch_key_bounds(const TensorCoreShape& shape, const RelayParams& relay, KeyBounds* bounds,
                        cudaStream_t stream) {
-  const dim3 grid(blocks_for(relay.num_nodes, kBoundNodes),
+  const dim3 grid(num_blocks(relay.num_nodes, kBoundNodes),
                   static_cast<unsigned>(relay.num_batches * relay.num_kv_heads));
   dispatch_shape(shape, [&](auto tag, auto dim) {
     key_bounds_kernel<typename decltype(tag)::type, dim.value>
@@ -102,18 +84,18 @@ void launch_parent_gradient(const TensorCoreShape& shape, const KeyGradientParam
 void launch_position_turns(const float2* rope, __half2* turns, int64_t num_positions, int key_dim,
                            cudaStream_t stream) {
   const int half = key_dim / 2;
-  position_turns_kernel<<<blocks_for(num_positions * (half / 2), kThreads), kThreads, 0, stream>>>(
+  position_turns_kernel<<<num_blocks(num_positions * (half / 2), kThreads), kThreads, 0, stream>>>(
       rope, turns, num_positions, half);
 }
 
 void launch_push_gradient(const PushParams& params, cudaStream_t stream) {
-  push_gradient_kernel<<<blocks_for(params.heads * params.num_nodes * params.dim, kThreads), kThreads, 0,
+  push_gradient_kernel<<<num_blocks(params.heads * params.num_nodes * params.dim, kThreads), kThreads, 0,
                          stream>>>(params);
 }
 
 void launch_store_gradient(const PushParams& params, int64_t num_kv_heads, StoreType type, void* out,
                            cudaStream_t stream) {
-  const unsigned grid = blocks_for(params.heads * params.num_nodes * params.dim, kThreads);
+  const unsigned grid = num_blocks(params.heads * params.num_nodes * params.dim, kThreads);
   switch (type) {
     case StoreType::kFloat:
       store_gradient_kernel<<<grid, kThreads, 0, stream>>>(params, num_kv_heads, static_cast<float*>(out));

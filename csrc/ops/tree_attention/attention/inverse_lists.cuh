@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kMaskWarps * 32) list_masks_kernel(ListMaskPar
   const int64_t batch = row_idx / (int64_t{p.num_lists} * p.num_kv_heads);
   const int64_t rightmost = (p.t0 + in_batch / p.num_kv_heads * p.stride) / p.node_span;
   const int32_t* list = p.lists ? p.lists + batch * p.list_batch + in_batch * p.width : nullptr;
-  const int count = list ? count_parents(list, p.width) : static_cast<int>(rightmost / p.rate) + 1;
+  const int count = list ? count_entries(list, p.width) : static_cast<int>(rightmost / p.rate) + 1;
   if (lane == 0) {
     p.counts[row_idx] = count;
   }

@@ -8,9 +8,10 @@
 
 namespace htree::tree_attention {
 
-// Entries of a list before its first negative one. All lanes call and get the result; two dependent loads for
-// lists of up to 1024 entries.
-__device__ __forceinline__ int count_parents(const int32_t* list, int width) {
+// Entries of a list before its first negative one: of a list that keeps the rules its parents, and what a
+// caller's list holds there is no address. All lanes call and get the result; two dependent loads for lists
+// of up to 1024 entries.
+__device__ __forceinline__ int count_entries(const int32_t* list, int width) {
   const int lane = threadIdx.x % 32;
   int low = 0, high = width;  // everything below `low` is a parent, `high` is not
   while (low < high) {
@@ -31,7 +32,6 @@ template <int kCopyBytes, int kStageBytes, int kStages>
 class ParentStream {
  public:
   static_assert(kCopyBytes % 16 == 0 && kStageBytes % 128 == 0 && kCopyBytes <= kStageBytes);
-  static constexpr int kRingBytes = kStages * kStageBytes;
 
   // Slots begin ... end - 1; `list` null stands for the list 0, 1, 2, ... Ids past the last parent are
   // clamped.

@@ -116,7 +116,7 @@ struct TileAddress {
 };
 
 // Scores of the 16 children of a slot, in log2 units: s[tile][0..3] in the accumulator layout of mma_16x8x16
-// with children as rows and query heads as columns. `key_tile` and `scales` are shared addresses.
+// with children as rows and query heads as columns. `block` is the shared address of the parent's block.
 template <int kKeyDim, int kTiles>
 __device__ __forceinline__ void slot_scores(const RotatedQuery<kKeyDim, kTiles>& q,
                                             const TileAddress<kKeyDim>& at, uint32_t block,

@@ -5,12 +5,7 @@
 
 namespace htree::tree_attention {
 
-HTREE_TREE_ATTENTION_INSTANCES(extern, __half, 32)
-HTREE_TREE_ATTENTION_INSTANCES(extern, __half, 64)
-HTREE_TREE_ATTENTION_INSTANCES(extern, __half, 128)
-HTREE_TREE_ATTENTION_INSTANCES(extern, __nv_bfloat16, 32)
-HTREE_TREE_ATTENTION_INSTANCES(extern, __nv_bfloat16, 64)
-HTREE_TREE_ATTENTION_INSTANCES(extern, __nv_bfloat16, 128)
+HTREE_EACH_TENSOR_CORE_SHAPE(HTREE_TREE_ATTENTION_INSTANCES)
 
 namespace {
 
@@ -62,30 +57,26 @@ __global__ void top_lists_kernel(int32_t* lists, int64_t total, int64_t num_list
   lists[i] = slot <= last ? static_cast<int32_t>(slot) : -1;
 }
 
-unsigned blocks_for(int64_t threads) {
-  return static_cast<unsigned>((threads + kTableThreads - 1) / kTableThreads);
-}
-
 }  // namespace
 
 void launch_rope_table(float2* table, int64_t size, int key_dim, double base, bool rotate,
                        cudaStream_t stream) {
   const int half = key_dim / 2;
-  rope_table_kernel<<<blocks_for(size * half), kTableThreads, 0, stream>>>(table, size, half, log(base),
-                                                                           rotate);
+  rope_table_kernel<<<num_blocks(size * half, kTableThreads), kTableThreads, 0, stream>>>(table, size, half,
+                                                                                          log(base), rotate);
 }
 
 void launch_turn_table(__half2* table, int64_t num_slots, int key_dim, TurnOrder order, double base,
                        bool rotate, cudaStream_t stream) {
-  turn_table_kernel<<<blocks_for(num_slots * key_dim / 4), kTableThreads, 0, stream>>>(
+  turn_table_kernel<<<num_blocks(num_slots * key_dim / 4, kTableThreads), kTableThreads, 0, stream>>>(
       table, num_slots, key_dim, order, log(base), rotate);
 }
 
 void launch_top_lists(int32_t* lists, int64_t num_batches, int64_t num_lists, int64_t num_kv_heads,
                       int64_t width, int64_t t0, int64_t stride, int64_t parent_span, cudaStream_t stream) {
   const int64_t total = num_batches * num_lists * num_kv_heads * width;
-  top_lists_kernel<<<blocks_for(total), kTableThreads, 0, stream>>>(lists, total, num_lists, num_kv_heads,
-                                                                    width, t0, stride, parent_span);
+  top_lists_kernel<<<num_blocks(total, kTableThreads), kTableThreads, 0, stream>>>(
+      lists, total, num_lists, num_kv_heads, width, t0, stride, parent_span);
 }
 
 void launch_relay(const TensorCoreShape& shape, const RelayParams& params, cudaStream_t stream) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "ops/tree_attention/attention/attend.cuh"
+#include "ops/tree_attention/attention/dispatch_shape.h"
 #include "ops/tree_attention/attention/relay.cuh"
 #include "ops/tree_attention/attention/scores.cuh"
 #include "ops/tree_attention/attention/shared_bytes.h"
@@ -29,11 +30,9 @@ void launch_scores_tiles(const ScoreParams& params, cudaStream_t stream) {
 
 template <typename T, int kKeyDim, int kValueDim>
 void launch_scores_instance(const ScoreParams& params, cudaStream_t stream) {
-  if (params.gather.group <= 8) {
-    launch_scores_tiles<T, kKeyDim, kValueDim, 1>(params, stream);
-  } else {
-    launch_scores_tiles<T, kKeyDim, kValueDim, 2>(params, stream);
-  }
+  dispatch_head_tiles(params.gather.group, [&](auto tiles) {
+    launch_scores_tiles<T, kKeyDim, kValueDim, decltype(tiles)::value>(params, stream);
+  });
 }
 
 template <typename T, int kKeyDim, int kValueDim, int kTiles>
@@ -48,11 +47,9 @@ void launch_attend_tiles(const AttendParams& params, cudaStream_t stream) {
 
 template <typename T, int kKeyDim, int kValueDim>
 void launch_attend_instance(const AttendParams& params, cudaStream_t stream) {
-  if (params.gather.group <= 8) {
-    launch_attend_tiles<T, kKeyDim, kValueDim, 1>(params, stream);
-  } else {
-    launch_attend_tiles<T, kKeyDim, kValueDim, 2>(params, stream);
-  }
+  dispatch_head_tiles(params.gather.group, [&](auto tiles) {
+    launch_attend_tiles<T, kKeyDim, kValueDim, decltype(tiles)::value>(params, stream);
+  });
 }
 
 #define HTREE_TREE_ATTENTION_INSTANCES(PREFIX, T, DIM)                                                      \

@@ -171,7 +171,7 @@ class BlockConsumer {
       const BlockRow row = BlockRow::of<Tile>(p, task, row_of(h));
       // a row that stands for no query still needs numbers
       const int query = row.exists ? row.query : task.first_query;
-      limit[h] = static_cast<int>(own_node(p, query) % kBlockRows) + (params_.selected ? 0 : 1);
+      limit[h] = static_cast<int>(node_of(p, p.t0 + query) % kBlockRows) + (params_.selected ? 0 : 1);
     }
   }
 

@@ -36,8 +36,8 @@ __device__ __forceinline__ void load_query_rows(const GatherParams& p, const Blo
       const T* from = head_rows + at.query * p.queries.row + at.head * p.queries.head + dim;
       raw_low[pass] = load_eight(from, p.queries.aligned);
       raw_high[pass] = load_eight(from + kHalf, p.queries.aligned);
-      position[pass] =
-          max(task.num_slots - 1, 0) * kBlockRows + static_cast<int>(own_node(p, at.query) % kBlockRows);
+      position[pass] = max(task.num_slots - 1, 0) * kBlockRows +
+                       static_cast<int>(node_of(p, p.t0 + at.query) % kBlockRows);
     }
   }
 #pragma unroll

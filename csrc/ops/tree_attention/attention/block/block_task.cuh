@@ -3,6 +3,7 @@
 
 #include "ops/tree_attention/attention/attention_launch.h"
 #include "ops/tree_attention/attention/block/block_tile.cuh"
+#include "ops/tree_attention/attention/gather_task.cuh"
 
 namespace htree::tree_attention {
 
@@ -20,12 +21,6 @@ struct BlockTask {
   int own_first, own_last;
 };
 
-// The node of the layer that query `query` of the chunk stands under. Spans are powers of 16: a shift, where
-// a division of 64 bits would be a call.
-__device__ __forceinline__ int64_t own_node(const GatherParams& p, int query) {
-  return (p.t0 + query) >> (__ffsll(p.node_span) - 1);
-}
-
 __host__ __device__ inline int block_row_tiles(const GatherParams& p, int rows) {
   return (p.stride * p.group + rows - 1) / rows;
 }
@@ -42,8 +37,8 @@ __device__ __forceinline__ BlockTask block_task(const AttendParams& params, int 
   task.head_index = list_idx / p.num_lists;
   task.first_query = task.list_row * p.stride;
   task.num_queries = min(p.stride, p.num_queries - task.first_query);
-  const int64_t first = own_node(p, task.first_query);
-  const int64_t last = own_node(p, task.first_query + task.num_queries - 1);
+  const int64_t first = node_of(p, p.t0 + task.first_query);
+  const int64_t last = node_of(p, p.t0 + (task.first_query + task.num_queries - 1));
   const int64_t own_parent = first / kBlockRows;
   task.num_slots = static_cast<int>(min(int64_t{p.list_width}, own_parent + 1));
   const int excluded = params.selected ? 1 : 0;  // the query's own node is always selected

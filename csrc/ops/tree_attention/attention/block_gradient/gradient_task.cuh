@@ -36,10 +36,6 @@ __host__ __device__ inline int blocks_per_list(const GatherParams& p) {
   return (p.stride * p.group + kGradientRows - 1) / kGradientRows;
 }
 
-__host__ __device__ inline int64_t num_gradient_tasks(const GatherParams& p) {
-  return int64_t{blocks_per_list(p)} * p.num_lists * p.num_batches * p.num_kv_heads;
-}
-
 // Parents that add to the softmax of the queries of a list; a row of counts is [num_lists, H_kv].
 __device__ __forceinline__ int taking_part(const BlockGradientParams& params, int batch, int kv_head,
                                            int list_row) {

@@ -15,7 +15,6 @@ template <int kDim_>
 struct GradientTile {
   static constexpr int kDim = kDim_;  // of keys and of values
   static constexpr int kProducerWarps = 4;
-  static constexpr int kWarpSlots = kGradientSlots / kProducerWarps;
   static constexpr int kThreads = 128 * 3;  // one producer group, two consumer groups of 64 keys each
   // 168 registers at launch; the accumulators of three products and the weights fill 224
   static constexpr int kProducerRegisters = 56;

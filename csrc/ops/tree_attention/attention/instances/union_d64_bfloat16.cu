@@ -1,5 +1,5 @@
 #include "ops/tree_attention/attention/union/union_instances.cuh"
 
 namespace htree::tree_attention {
-HTREE_UNION_INSTANCE(, __nv_bfloat16, 64)
+HTREE_UNION_INSTANCES(, __nv_bfloat16, 64)
 }  // namespace htree::tree_attention

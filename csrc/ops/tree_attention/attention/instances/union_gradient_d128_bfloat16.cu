@@ -1,5 +1,5 @@
 #include "ops/tree_attention/attention/union_gradient/union_gradient_instances.cuh"
 
 namespace htree::tree_attention {
-HTREE_UNION_GRADIENT_INSTANCE(, __nv_bfloat16, 128)
+HTREE_UNION_GRADIENT_INSTANCES(, __nv_bfloat16, 128)
 }  // namespace htree::tree_attention

@@ -1,5 +1,5 @@
 #include "ops/tree_attention/attention/union_gradient/union_gradient_instances.cuh"
 
 namespace htree::tree_attention {
-HTREE_UNION_GRADIENT_INSTANCE(, __half, 64)
+HTREE_UNION_GRADIENT_INSTANCES(, __half, 64)
 }  // namespace htree::tree_attention

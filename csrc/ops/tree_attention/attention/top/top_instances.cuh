@@ -2,6 +2,7 @@
 // dim.
 #pragma once
 
+#include "ops/tree_attention/attention/dispatch_shape.h"
 #include "ops/tree_attention/attention/shared_bytes.h"
 #include "ops/tree_attention/attention/top/top_attend.cuh"
 #include "ops/tree_attention/attention/top/top_importance.cuh"
@@ -28,17 +29,14 @@ void launch_top_references_instance(const TopReferenceParams& params, cudaStream
   kernel<<<score_grid(params.gather), kScoreThreads, kScoreSharedBytes<kDim>, stream>>>(params);
 }
 
-// G is 1, 2, 4, 8 or 16: attention_config.h sends no other here.
 template <typename T, int kDim>
 void launch_top_importances_instance(const TopImportanceParams& params, cudaStream_t stream) {
   const GatherParams& p = params.reference.gather;
-  auto kernel = p.group == 16  ? top_importance_kernel<T, kDim, 16>
-                : p.group == 8 ? top_importance_kernel<T, kDim, 8>
-                : p.group == 4 ? top_importance_kernel<T, kDim, 4>
-                : p.group == 2 ? top_importance_kernel<T, kDim, 2>
-                               : top_importance_kernel<T, kDim, 1>;
-  allow_shared_bytes(kernel, kScoreSharedBytes<kDim>);
-  kernel<<<score_grid(p), kScoreThreads, kScoreSharedBytes<kDim>, stream>>>(params);
+  dispatch_dense_group(p.group, [&](auto group) {
+    auto kernel = top_importance_kernel<T, kDim, decltype(group)::value>;
+    allow_shared_bytes(kernel, kScoreSharedBytes<kDim>);
+    kernel<<<score_grid(p), kScoreThreads, kScoreSharedBytes<kDim>, stream>>>(params);
+  });
 }
 
 template <typename T, int kDim, int kGroups>

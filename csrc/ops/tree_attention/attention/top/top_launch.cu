@@ -5,12 +5,7 @@
 
 namespace htree::tree_attention {
 
-HTREE_TOP_INSTANCES(extern, __half, 32)
-HTREE_TOP_INSTANCES(extern, __half, 64)
-HTREE_TOP_INSTANCES(extern, __half, 128)
-HTREE_TOP_INSTANCES(extern, __nv_bfloat16, 32)
-HTREE_TOP_INSTANCES(extern, __nv_bfloat16, 64)
-HTREE_TOP_INSTANCES(extern, __nv_bfloat16, 128)
+HTREE_EACH_TENSOR_CORE_SHAPE(HTREE_TOP_INSTANCES)
 
 void launch_top_relay(const TensorCoreShape& shape, const TopRelayParams& params, cudaStream_t stream) {
   dispatch_shape(shape, [&](auto type, auto dim) {

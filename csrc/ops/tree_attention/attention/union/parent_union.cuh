@@ -24,7 +24,6 @@ struct UnionWindow {
   uint16_t holders[kParents];  // bit w: warp w's query
   uint32_t entries[kParents];  // the union, ascending: parent - base in the upper half, its holders below
   int counts[kWarps];
-  int total;
 };
 
 // A warp's list, read once from begin to end.

@@ -1,6 +1,7 @@
 // Launches of union_attend.cuh; each instance file makes one head dim and dtype.
 #pragma once
 
+#include "ops/tree_attention/attention/dispatch_shape.h"
 #include "ops/tree_attention/attention/shared_bytes.h"
 #include "ops/tree_attention/attention/union/union_attend.cuh"
 
@@ -28,14 +29,12 @@ void launch_union_tiles(const AttendParams& params, cudaStream_t stream) {
 
 template <typename T, int kKeyDim, int kValueDim>
 void launch_union_instance(const AttendParams& params, cudaStream_t stream) {
-  if (params.gather.group <= 8) {
-    launch_union_tiles<T, kKeyDim, kValueDim, 1>(params, stream);
-  } else {
-    launch_union_tiles<T, kKeyDim, kValueDim, 2>(params, stream);
-  }
+  dispatch_head_tiles(params.gather.group, [&](auto tiles) {
+    launch_union_tiles<T, kKeyDim, kValueDim, decltype(tiles)::value>(params, stream);
+  });
 }
 
-#define HTREE_UNION_INSTANCE(PREFIX, T, DIM) \
+#define HTREE_UNION_INSTANCES(PREFIX, T, DIM) \
   PREFIX template void launch_union_instance<T, DIM, DIM>(const AttendParams& params, cudaStream_t stream);
 
 }  // namespace htree::tree_attention

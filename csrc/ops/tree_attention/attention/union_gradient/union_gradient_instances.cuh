@@ -26,7 +26,7 @@ void launch_union_gradient_instance(const UnionGradientParams& params, cudaStrea
   }
 }
 
-#define HTREE_UNION_GRADIENT_INSTANCE(PREFIX, T, DIM)                                            \
+#define HTREE_UNION_GRADIENT_INSTANCES(PREFIX, T, DIM)                                           \
   PREFIX template void launch_union_gradient_instance<T, DIM>(const UnionGradientParams& params, \
                                                               cudaStream_t stream);
 

@@ -6,12 +6,7 @@
 
 namespace htree::tree_attention {
 
-HTREE_UNION_GRADIENT_INSTANCE(extern, __half, 32)
-HTREE_UNION_GRADIENT_INSTANCE(extern, __half, 64)
-HTREE_UNION_GRADIENT_INSTANCE(extern, __half, 128)
-HTREE_UNION_GRADIENT_INSTANCE(extern, __nv_bfloat16, 32)
-HTREE_UNION_GRADIENT_INSTANCE(extern, __nv_bfloat16, 64)
-HTREE_UNION_GRADIENT_INSTANCE(extern, __nv_bfloat16, 128)
+HTREE_EACH_TENSOR_CORE_SHAPE(HTREE_UNION_GRADIENT_INSTANCES)
 
 void launch_union_gradient(const TensorCoreShape& shape, const UnionGradientParams& params,
                            cudaStream_t stream) {

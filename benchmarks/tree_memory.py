@@ -1,0 +1,111 @@
+"""Time and peak memory of the backward of tree attention with stored lists and with lists selected again.
+
+Run: ``python benchmarks/tree_memory.py --csv PATH`` on a GPU with 20 GB. The table of docs/usage.md is of an H200:
+B = 1, H = 32, H_kv = 4, K = V = 128, k = 512, bf16. Figures are reported, never asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import htree_ops  # noqa: F401 - registers the ops
+from htree_ops.bench import timing
+from htree_ops.bench.plain_rows import print_rows
+from htree_ops.bench.results import source_commit
+from htree_ops.testing.tree_attention_cases import BENCHMARK_CASES, TreeAttentionCase
+
+LENGTHS = (32_768, 131_072)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRow:
+    """One backward.
+
+    ``peak_bytes`` is what the allocator held at most during the call, beyond its inputs and the three gradients. In it
+    are ``sums_bytes``, the fp32 sums of dK and dV of all layers, and ``copy_bytes``, the re-laid K and V of all layers.
+    """
+
+    gpu: str
+    commit: str
+    T: int
+    selection_stride: int
+    lists: str
+    list_bytes: int
+    peak_bytes: int
+    sums_bytes: int
+    copy_bytes: int
+    median_ms: float
+    sustained_ms: float
+
+
+def peak_of(call: timing.Call) -> tuple[Sequence[Tensor], int]:
+    """The result of a call and the most bytes allocated during it beyond those before."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = call()
+    torch.cuda.synchronize()
+    return result, torch.cuda.max_memory_allocated() - before
+
+
+def measure(case: TreeAttentionCase) -> list[MemoryRow]:
+    """A row for stored lists and one for lists selected again, timed in turns."""
+    q, k, v = case.make_qkv("cuda")
+    options = case.op_options()
+    out, gmax, gsum, parents = torch.ops.htree.attention_forward(q, k, v, *options)
+    dout = torch.randn_like(out)
+    calls = {
+        name: functools.partial(
+            torch.ops.htree.attention_backward, dout, q, k, v, out, gmax, gsum, lists, *options
+        )
+        for name, lists in (("stored", parents), ("selected again", []))
+    }
+    peaks = {}
+    for name, call in calls.items():
+        call()
+        gradients, peak = peak_of(call)
+        peaks[name] = peak - sum(x.numel() * x.element_size() for x in gradients)
+        del gradients
+    clock = timing.clock_for("cuda")
+    times = timing.measure_undisturbed({name: [call] for name, call in calls.items()}, clock, timing.Effort())
+    nodes = sum(case.sizes)  # of all layers
+    values = case.B * nodes * case.H_kv * (case.K + case.V)
+    return [
+        MemoryRow(
+            gpu=torch.cuda.get_device_name(),
+            commit=source_commit(),
+            T=case.T,
+            selection_stride=case.selection_stride,
+            lists=name,
+            list_bytes=sum(x.numel() * x.element_size() for x in parents) if name == "stored" else 0,
+            peak_bytes=peaks[name],
+            sums_bytes=4 * values,
+            copy_bytes=2 * values,
+            median_ms=times[name].median_us / 1e3,
+            sustained_ms=timing.sustained([call], clock, times[name].median_us).median_us / 1e3,
+        )
+        for name, call in calls.items()
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table and writes it where ``--csv`` says."""
+    parser = argparse.ArgumentParser(description="time and memory of the backward of tree attention")
+    parser.add_argument("--csv", type=Path, help="write the rows to this file")
+    arguments = parser.parse_args(argv)
+    names = {f"T{length}_s{stride}" for length in LENGTHS for stride in (16, 1)}
+    rows = [row for case in BENCHMARK_CASES["cuda"] if case.name in names for row in measure(case)]
+    print_rows(rows, arguments.csv)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,13 @@
+// Rounded-up division of sizes, for launches and configurations on the host. No CUDA.
+#pragma once
+
+#include <cstdint>
+
+namespace htree {
+
+// a >= 0, b > 0, each as large as the type allows.
+constexpr int64_t ceil_div(int64_t a, int64_t b) {
+  return a / b + (a % b != 0);
+}
+
+}  // namespace htree
