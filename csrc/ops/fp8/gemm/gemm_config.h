@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <string>
 
 namespace htree::fp8 {
@@ -19,7 +20,8 @@ struct GemmConfig {
   int promote;  // elements of k that are summed before fp32 registers take over
   int group;    // row tiles swept together, 0 for kStream
   int stages;   // k-blocks of 128 in flight
-  int cluster;  // blocks that share the rows of a they load; for kStream, that share out k
+  int cluster;  // blocks that share the rows of a they load, 1 for kStream
+  int parts;    // blocks that share out k, 1 for kTile
 };
 
 // What the choice needs to know of the problem and the device.
@@ -54,24 +56,18 @@ constexpr bool in_compiled_space(const ForcedGemmConfig& f) {
 }
 
 constexpr GemmConfig config_of(const ForcedGemmConfig& f) {
-  return {GemmKernel::kTile,           static_cast<int>(f.block_m),      static_cast<int>(f.block_n),
-          static_cast<int>(f.block_k), static_cast<int>(f.group_size_m), static_cast<int>(f.num_stages),
-          f.block_m == 256 ? 2 : 1};
-}
-
-// Blocks that share out k: as many as bring every multiprocessor to work, with two k-blocks each at least.
-inline int choose_parts(const GemmFacts& f) {
-  const int64_t blocks = (f.n + 63) / 64;
-  for (int parts : {4, 2}) {
-    if (blocks * parts <= f.multiprocessors && f.k >= int64_t{256} * parts) {
-      return parts;
-    }
-  }
-  return 1;
+  return {.kernel = GemmKernel::kTile,
+          .rows = static_cast<int>(f.block_m),
+          .columns = static_cast<int>(f.block_n),
+          .promote = static_cast<int>(f.block_k),
+          .group = static_cast<int>(f.group_size_m),
+          .stages = static_cast<int>(f.num_stages),
+          .cluster = f.block_m == 256 ? 2 : 1,
+          .parts = 1};
 }
 
 // Microseconds of one product on an H200 as graph replays show them; what decides is their order. block_us:
-// per k-block of 128, tile_us: per tile, launch_us: per call.
+// per k-block of 128, tile_us: per tile or block, launch_us: per call.
 struct GemmTile {
   int rows;
   int columns;
@@ -81,29 +77,54 @@ struct GemmTile {
   double launch_us;
 };
 inline constexpr GemmTile kGemmTiles[] = {
-    {64, 32, 15, 0.133, 0.8, 2.0},
-    {64, 64, 12, 0.15, 1.1, 2.0},
-    {128, 64, 8, 0.25, 0.6, 2.0},
-    {128, 128, 5, 0.445, 0.6, 1.6},
+    {64, 64, 12, 0.150, 1.1, 2.0},  {128, 64, 8, 0.217, 0.9, 2.2},  {128, 96, 6, 0.270, 1.0, 2.4},
+    {128, 128, 5, 0.350, 1.0, 2.4}, {192, 128, 4, 0.520, 1.4, 2.6},
 };
 inline constexpr int kTileGroup = 16;  // row tiles swept together
+
+// Blocks of 64 columns, of which `parts` share out k.
+struct GemmStream {
+  int rows;
+  int parts;
+  double block_us;
+  double tile_us;
+  double launch_us;
+};
+inline constexpr GemmStream kGemmStreams[] = {
+    {16, 1, 0.10, 1.0, 2.5},  {16, 2, 0.10, 1.8, 2.5},  {32, 1, 0.107, 1.0, 2.5}, {32, 2, 0.107, 2.0, 2.5},
+    {64, 1, 0.125, 1.0, 2.5}, {64, 2, 0.125, 2.2, 2.5}, {80, 1, 0.150, 1.0, 2.5}, {80, 2, 0.150, 2.4, 2.5},
+    {96, 1, 0.170, 1.0, 2.5}, {96, 2, 0.170, 2.5, 2.5}, {128, 1, 0.200, 1.0, 2.5}, {128, 2, 0.200, 2.8, 2.5},
+};
+constexpr int most_parts(int /*rows*/) {
+  return 2;
+}
+constexpr int stream_stages(int rows, int parts) {
+  return parts == 1 ? (rows <= 64 ? 12 : rows <= 96 ? 10 : 8) : rows <= 96 ? 8 : 7;
+}
 
 // No kernel is faster than memory.
 inline double memory_time(const GemmFacts& f) {
   constexpr double kBytesPerUs = 4.2e6;
   const auto m = static_cast<double>(f.m), n = static_cast<double>(f.n), k = static_cast<double>(f.k);
-  return 3.0 + (m * k + n * k + 2 * m * n) / kBytesPerUs;
+  return 2.0 + (m * k + n * k + 2 * m * n) / kBytesPerUs;
 }
 
-// The multiprocessors take the tiles in turns. Tensor copies fill rows outside of a with zeros at a quarter
-// of their speed.
-inline double tile_time(const GemmTile& tile, const GemmFacts& f) {
-  const int64_t tiles = (f.m + tile.rows - 1) / tile.rows * ((f.n + tile.columns - 1) / tile.columns);
-  const auto turns = static_cast<double>((tiles + f.multiprocessors - 1) / f.multiprocessors);
-  const auto blocks = static_cast<double>((f.k + 127) / 128);
-  const auto outside = static_cast<double>((tile.rows - f.m % tile.rows) % tile.rows);
-  const double block_us = tile.block_us + 0.0025 * outside;
-  return std::max(memory_time(f), tile.launch_us + turns * (blocks * block_us + tile.tile_us));
+inline double turns_time(const GemmFacts& f, int64_t blocks, double k_blocks, double block_us, double tile_us,
+                         double launch_us) {
+  const auto turns = static_cast<double>((blocks + f.multiprocessors - 1) / f.multiprocessors);
+  return std::max(memory_time(f), launch_us + turns * (k_blocks * block_us + tile_us));
+}
+
+// The multiprocessors take the tiles in turns.
+inline double tile_time(const GemmTile& t, const GemmFacts& f) {
+  const int64_t tiles = (f.m + t.rows - 1) / t.rows * ((f.n + t.columns - 1) / t.columns);
+  return turns_time(f, tiles, static_cast<double>((f.k + 127) / 128), t.block_us, t.tile_us, t.launch_us);
+}
+
+inline double stream_time(const GemmStream& t, const GemmFacts& f) {
+  const int64_t blocks = (f.m + t.rows - 1) / t.rows * ((f.n + 63) / 64) * t.parts;
+  return turns_time(f, blocks, static_cast<double>((f.k + 127) / 128) / t.parts, t.block_us, t.tile_us,
+                    t.launch_us);
 }
 
 // With its reciprocals of the scales, which are a kernel of their own.
@@ -111,39 +132,47 @@ inline double library_time(const GemmFacts& f) {
   constexpr double kOperationsPerUs = 1.22e9;
   const double operations =
       2.0 * static_cast<double>(f.m) * static_cast<double>(f.n) * static_cast<double>(f.k);
-  constexpr double kReciprocals = 2.2;
-  return kReciprocals + std::max(memory_time(f), 3.0 + operations / kOperationsPerUs);
+  constexpr double kReciprocals = 1.5;
+  return kReciprocals + std::max(memory_time(f), 4.0 + operations / kOperationsPerUs);
 }
 
-// One cluster per 64 columns, all at work at once.
-inline double stream_time(const GemmFacts& f, int parts) {
-  return std::max(memory_time(f), 6.4 + 0.075 * static_cast<double>((f.k + 127) / 128) / parts);
-}
-
-// Up to 32 rows the weights stream once, shared out along k. Beyond, what the estimates say.
+// What the estimates say.
 inline GemmConfig choose_gemm_config(const GemmFacts& f) {
+  const GemmConfig without_tiles{.kernel = f.library ? GemmKernel::kLibrary : GemmKernel::kExact};
   if (!f.hopper) {
-    return {f.library ? GemmKernel::kLibrary : GemmKernel::kExact, 0, 0, 0, 0, 0, 0};
+    return without_tiles;
   }
-  const int parts = choose_parts(f);
-  if (f.m <= 32) {
-    return {GemmKernel::kStream, f.m <= 16 ? 16 : 32, 64, 128, 0, 8, parts};
-  }
-  const GemmTile* best = kGemmTiles;
-  for (const GemmTile& tile : kGemmTiles) {
-    if (tile_time(tile, f) < tile_time(*best, f)) {
-      best = &tile;
+  GemmConfig best{};
+  double least = std::numeric_limits<double>::infinity();
+  for (const GemmTile& t : kGemmTiles) {
+    const double time = tile_time(t, f);
+    if (time < least) {
+      least = time;
+      best = {.kernel = GemmKernel::kTile,
+              .rows = t.rows,
+              .columns = t.columns,
+              .promote = 128,
+              .group = kTileGroup,
+              .stages = t.stages,
+              .cluster = 1,
+              .parts = 1};
     }
   }
-  const double time = tile_time(*best, f);
-  // Four blocks would exchange more sums of 64 rows than they save.
-  if (f.m <= 64 && parts > 1 && stream_time(f, 2) < time) {
-    return {GemmKernel::kStream, 64, 64, 128, 0, 8, 2};
+  for (const GemmStream& t : kGemmStreams) {
+    const double time = stream_time(t, f);
+    if (time < least && (t.parts == 1 || f.k >= int64_t{256} * t.parts)) {
+      least = time;
+      best = {.kernel = GemmKernel::kStream,
+              .rows = t.rows,
+              .columns = 64,
+              .promote = 128,
+              .group = 0,
+              .stages = stream_stages(t.rows, t.parts),
+              .cluster = 1,
+              .parts = t.parts};
+    }
   }
-  if (f.library && library_time(f) < time) {
-    return {GemmKernel::kLibrary, 0, 0, 0, 0, 0, 0};
-  }
-  return {GemmKernel::kTile, best->rows, best->columns, 128, kTileGroup, best->stages, 1};
+  return f.library && library_time(f) < least ? without_tiles : best;
 }
 
 inline std::string describe(const GemmConfig& c) {
@@ -159,7 +188,7 @@ inline std::string describe(const GemmConfig& c) {
   return std::string(c.kernel == GemmKernel::kStream ? "stream" : "tile") + ": " + std::to_string(c.rows) +
          " rows x " + std::to_string(c.columns) + " columns, fp32 sums every " + std::to_string(c.promote) +
          ", groups of " + std::to_string(c.group) + ", " + std::to_string(c.stages) +
-         " stages, clusters of " + std::to_string(c.cluster);
+         " stages, clusters of " + std::to_string(c.cluster) + ", k in " + std::to_string(c.parts) + " parts";
 }
 
 }  // namespace htree::fp8
