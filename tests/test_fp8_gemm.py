@@ -26,6 +26,7 @@ from htree_ops.testing.devices import poisoned_memory
 from htree_ops.testing.fp8_gemm_cases import (
     CASES,
     EXACT_SUM,
+    KERNEL_CASES,
     ONE_SIGN_SUM,
     OUTPUTS,
     FP8GemmCase,
@@ -241,9 +242,18 @@ def test_property_6_for_one_sign(device, k, seed) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("case", KERNEL_CASES, ids=case_id)
+def test_every_kernel_of_hopper(case: FP8GemmCase, nan_memory: None) -> None:
+    inputs = case.make_inputs("cuda")
+    c = op(*inputs)
+    assert_product(c, inputs, sum_error("cuda"))
+    assert torch.equal(op(*inputs), c), "two runs must agree bit for bit"
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("n", [8296, 8290])
 def test_many_tiles(n: int) -> None:
-    """More tiles than sixteen rounds of all multiprocessors: blocks work in clusters, the last one past the end."""
+    """Many rounds of all multiprocessors, the last row and column tiles ragged."""
     inputs = FP8GemmCase(name="tiles", dtype=torch.float16, m=4200, n=n, k=272, scales="channel").make_inputs(
         "cuda"
     )

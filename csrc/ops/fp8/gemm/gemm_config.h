@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <string>
@@ -66,84 +67,107 @@ constexpr GemmConfig config_of(const ForcedGemmConfig& f) {
           .parts = 1};
 }
 
-// Microseconds of one product on an H200 as graph replays show them; what decides is their order. block_us:
-// per k-block of 128, tile_us: per tile or block, launch_us: per call.
+// Microseconds on an H200 as graph replays show them; what decides is their order. launch_us: per call,
+// turn_us: per tile or block that a multiprocessor takes, block_us: per k-block of 128 where few
+// multiprocessors are at work. With all of them it is `contention` of that more.
+struct GemmCost {
+  double launch_us;
+  double turn_us;
+  double block_us;
+  double contention;
+};
+
 struct GemmTile {
   int rows;
   int columns;
   int stages;
-  double block_us;
-  double tile_us;
-  double launch_us;
+  GemmCost cost;
 };
 inline constexpr GemmTile kGemmTiles[] = {
-    {64, 64, 12, 0.150, 1.1, 2.0},  {128, 64, 8, 0.217, 0.9, 2.2},  {128, 96, 6, 0.270, 1.0, 2.4},
-    {128, 128, 5, 0.350, 1.0, 2.4}, {192, 128, 4, 0.520, 1.4, 2.6},
+    {64, 64, 12, {1.9, 0.7, 0.155, 0.20}},  {128, 64, 8, {2.1, 0.5, 0.190, 0.25}},
+    {128, 96, 7, {1.7, 0.9, 0.245, 0.30}},  {128, 128, 5, {2.0, 1.2, 0.270, 0.40}},
+    {192, 128, 4, {2.2, 1.4, 0.410, 0.40}},
 };
 inline constexpr int kTileGroup = 16;  // row tiles swept together
 
-// Blocks of 64 columns, of which `parts` share out k.
+// Blocks of `rows` rows and 64 columns, of which clusters of `parts` share out k.
 struct GemmStream {
   int rows;
   int parts;
-  double block_us;
-  double tile_us;
-  double launch_us;
+  GemmCost cost;
 };
 inline constexpr GemmStream kGemmStreams[] = {
-    {16, 1, 0.10, 1.0, 2.5},  {16, 2, 0.10, 1.8, 2.5},  {32, 1, 0.107, 1.0, 2.5}, {32, 2, 0.107, 2.0, 2.5},
-    {64, 1, 0.125, 1.0, 2.5}, {64, 2, 0.125, 2.2, 2.5}, {80, 1, 0.150, 1.0, 2.5}, {80, 2, 0.150, 2.4, 2.5},
-    {96, 1, 0.170, 1.0, 2.5}, {96, 2, 0.170, 2.5, 2.5}, {128, 1, 0.200, 1.0, 2.5}, {128, 2, 0.200, 2.8, 2.5},
+    {16, 1, {0.0, 3.2, 0.106, 0.18}},  {16, 2, {0.0, 2.3, 0.145, 0.18}},  {16, 4, {0.0, 2.4, 0.145, 0.18}},
+    {32, 1, {0.0, 3.2, 0.115, 0.18}},  {32, 2, {0.0, 2.6, 0.152, 0.18}},  {32, 4, {0.0, 2.7, 0.152, 0.18}},
+    {64, 1, {0.0, 3.2, 0.140, 0.18}},  {64, 2, {0.0, 2.8, 0.178, 0.18}},  {64, 4, {0.0, 2.9, 0.178, 0.18}},
+    {80, 1, {0.0, 3.2, 0.160, 0.18}},  {80, 2, {0.0, 3.0, 0.190, 0.18}},  {80, 4, {0.0, 3.1, 0.190, 0.18}},
+    {96, 1, {0.0, 3.2, 0.170, 0.18}},  {96, 2, {0.0, 3.1, 0.198, 0.18}},  {96, 4, {0.0, 3.3, 0.198, 0.18}},
+    {128, 2, {0.0, 4.2, 0.230, 0.18}}, {128, 4, {0.0, 3.7, 0.230, 0.18}},
 };
-constexpr int most_parts(int /*rows*/) {
-  return 2;
+inline constexpr int kMostParts = 4;
+constexpr int least_parts(int rows) {
+  return rows == 128 ? 2 : 1;
 }
+// Clusters of four do not fill the chip: its groups of multiprocessors are no multiples of four.
+inline constexpr int64_t kMostBlocksInFours = 96;
 constexpr int stream_stages(int rows, int parts) {
-  return parts == 1 ? (rows <= 64 ? 12 : rows <= 96 ? 10 : 8) : rows <= 96 ? 8 : 7;
+  return parts == 1 ? (rows <= 64 ? 12 : 10) : rows <= 96 ? 8 : 7;
 }
 
-// No kernel is faster than memory.
-inline double memory_time(const GemmFacts& f) {
+inline double operations(const GemmFacts& f) {
+  return 2.0 * static_cast<double>(f.m) * static_cast<double>(f.n) * static_cast<double>(f.k);
+}
+
+// No kernel is faster than memory, and near its speed each waits for both.
+inline double with_memory(const GemmFacts& f, double time) {
   constexpr double kBytesPerUs = 4.2e6;
   const auto m = static_cast<double>(f.m), n = static_cast<double>(f.n), k = static_cast<double>(f.k);
-  return 2.0 + (m * k + n * k + 2 * m * n) / kBytesPerUs;
+  const double memory = 2.0 + (m * k + n * k + 2 * m * n) / kBytesPerUs;
+  return std::pow(std::pow(time, 6) + std::pow(memory, 6), 1.0 / 6);
 }
 
-inline double turns_time(const GemmFacts& f, int64_t blocks, double k_blocks, double block_us, double tile_us,
-                         double launch_us) {
+// The multiprocessors take the blocks in turns.
+inline double own_time(const GemmFacts& f, const GemmCost& cost, int64_t blocks, int parts) {
   const auto turns = static_cast<double>((blocks + f.multiprocessors - 1) / f.multiprocessors);
-  return std::max(memory_time(f), launch_us + turns * (k_blocks * block_us + tile_us));
+  const double at_work = std::min(1.0, static_cast<double>(blocks) / f.multiprocessors);
+  const double k_blocks = static_cast<double>((f.k + 127) / 128) / parts;
+  const double block_us = cost.block_us * (1.0 + cost.contention * at_work);
+  return with_memory(f, cost.launch_us + turns * (cost.turn_us + k_blocks * block_us));
 }
 
-// The multiprocessors take the tiles in turns.
 inline double tile_time(const GemmTile& t, const GemmFacts& f) {
-  const int64_t tiles = (f.m + t.rows - 1) / t.rows * ((f.n + t.columns - 1) / t.columns);
-  return turns_time(f, tiles, static_cast<double>((f.k + 127) / 128), t.block_us, t.tile_us, t.launch_us);
+  return own_time(f, t.cost, (f.m + t.rows - 1) / t.rows * ((f.n + t.columns - 1) / t.columns), 1);
 }
 
-inline double stream_time(const GemmStream& t, const GemmFacts& f) {
-  const int64_t blocks = (f.m + t.rows - 1) / t.rows * ((f.n + 63) / 64) * t.parts;
-  return turns_time(f, blocks, static_cast<double>((f.k + 127) / 128) / t.parts, t.block_us, t.tile_us,
-                    t.launch_us);
+inline int64_t count_blocks(const GemmStream& s, const GemmFacts& f) {
+  return (f.m + s.rows - 1) / s.rows * ((f.n + 63) / 64) * s.parts;
 }
 
-// With its reciprocals of the scales, which are a kernel of their own.
+// At least two k-blocks for each part.
+inline bool stream_takes(const GemmStream& s, const GemmFacts& f) {
+  return (s.parts == 1 || f.k >= int64_t{256} * s.parts) &&
+         (s.parts < 4 || count_blocks(s, f) <= kMostBlocksInFours);
+}
+
+// With its reciprocals of the scales, which are a kernel of their own. Beyond kUnthrottled operations the
+// chip lowers its clock; what our own kernels lose by that is in their figures.
 inline double library_time(const GemmFacts& f) {
-  constexpr double kOperationsPerUs = 1.22e9;
-  const double operations =
-      2.0 * static_cast<double>(f.m) * static_cast<double>(f.n) * static_cast<double>(f.k);
-  constexpr double kReciprocals = 1.5;
-  return kReciprocals + std::max(memory_time(f), 4.0 + operations / kOperationsPerUs);
+  constexpr double kReciprocals = 1.4;
+  constexpr double kUnthrottled = 4e10;
+  const double short_sums = 1.0 + 400.0 / static_cast<double>(f.k);
+  const double work = operations(f);
+  const double time =
+      5.7 + short_sums * std::min(work, kUnthrottled) / 1.52e9 + std::max(0.0, work - kUnthrottled) / 1.0e9;
+  return kReciprocals + with_memory(f, time);
 }
 
 // What the estimates say.
 inline GemmConfig choose_gemm_config(const GemmFacts& f) {
-  const GemmConfig without_tiles{.kernel = f.library ? GemmKernel::kLibrary : GemmKernel::kExact};
+  GemmConfig best{.kernel = f.library ? GemmKernel::kLibrary : GemmKernel::kExact};
   if (!f.hopper) {
-    return without_tiles;
+    return best;
   }
-  GemmConfig best{};
-  double least = std::numeric_limits<double>::infinity();
+  double least = f.library ? library_time(f) : std::numeric_limits<double>::infinity();
   for (const GemmTile& t : kGemmTiles) {
     const double time = tile_time(t, f);
     if (time < least) {
@@ -158,21 +182,21 @@ inline GemmConfig choose_gemm_config(const GemmFacts& f) {
               .parts = 1};
     }
   }
-  for (const GemmStream& t : kGemmStreams) {
-    const double time = stream_time(t, f);
-    if (time < least && (t.parts == 1 || f.k >= int64_t{256} * t.parts)) {
+  for (const GemmStream& s : kGemmStreams) {
+    const double time = own_time(f, s.cost, count_blocks(s, f), s.parts);
+    if (time < least && stream_takes(s, f)) {
       least = time;
       best = {.kernel = GemmKernel::kStream,
-              .rows = t.rows,
+              .rows = s.rows,
               .columns = 64,
               .promote = 128,
               .group = 0,
-              .stages = stream_stages(t.rows, t.parts),
+              .stages = stream_stages(s.rows, s.parts),
               .cluster = 1,
-              .parts = t.parts};
+              .parts = s.parts};
     }
   }
-  return f.library && library_time(f) < least ? without_tiles : best;
+  return best;
 }
 
 inline std::string describe(const GemmConfig& c) {

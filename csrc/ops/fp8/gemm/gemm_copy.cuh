@@ -22,7 +22,7 @@ template <int kRows, int kSharing>
 struct OperandCopy {
   const CUtensorMap* map;
   int row;
-  int offset;  // in the stage, bytes
+  int offset;      // in the stage, bytes
   uint32_t bytes;  // that arrive per k-block, whoever copies them
   bool copies;
 
@@ -40,7 +40,8 @@ struct OperandCopy {
 
   // `policy`: none, or one of the L2 cache.
   template <typename... Policy>
-  __device__ __forceinline__ void start(uint8_t* stage, int k, device::Barrier* full, Policy... policy) const {
+  __device__ __forceinline__ void start(uint8_t* stage, int k, device::Barrier* full,
+                                        Policy... policy) const {
     if (copies) {
       if constexpr (kSharing > 1) {
         device::tensor_load_2d_multicast(stage + offset, map, k, row, full, (1 << kSharing) - 1);

@@ -115,9 +115,9 @@ Algorithm ask_library(cublasLtHandle_t handle, const Problem& p, const Operation
   set_alignment(wishes, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, p.c_alignment);
   cublasLtMatmulHeuristicResult_t choice{};
   int count = 0;
-  const cublasStatus_t found = cublasLtMatmulAlgoGetHeuristic(
-      handle, operation.get(), layouts.first.get(), layouts.second.get(), layouts.result.get(),
-      layouts.result.get(), wishes, 1, &choice, &count);
+  const cublasStatus_t found =
+      cublasLtMatmulAlgoGetHeuristic(handle, operation.get(), layouts.first.get(), layouts.second.get(),
+                                     layouts.result.get(), layouts.result.get(), wishes, 1, &choice, &count);
   if (found == CUBLAS_STATUS_NOT_SUPPORTED || count == 0) {
     return std::nullopt;
   }

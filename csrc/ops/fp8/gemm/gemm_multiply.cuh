@@ -46,7 +46,8 @@ struct StageDescriptors {
   uint64_t first_b;
 
   __device__ __forceinline__ StageDescriptors(const device::GemmRing<Shape>& ring, int half)
-      : first_a(device::k_major_descriptor<device::Swizzle::k128>(ring.a[0] + half * 64 * device::kBlockBytes)),
+      : first_a(
+            device::k_major_descriptor<device::Swizzle::k128>(ring.a[0] + half * 64 * device::kBlockBytes)),
         first_b(device::k_major_descriptor<device::Swizzle::k128>(ring.b[0])) {}
   __device__ __forceinline__ uint64_t a(int stage) const {
     return device::advance(first_a, static_cast<uint32_t>(stage * Shape::kBytesA));

@@ -65,7 +65,9 @@ struct GemmStore {
   }
 
   // A thread: the shared memory may go away.
-  static __device__ __forceinline__ void finish() { device::wait_stores<0>(); }
+  static __device__ __forceinline__ void finish() {
+    device::wait_stores<0>();
+  }
 
   // For c whose rows are not aligned to 16 bytes: all lanes of a warp.
   static __device__ __forceinline__ void pairs(Out* c, const GemmSizes& sizes, int64_t row, int64_t column,
@@ -119,7 +121,7 @@ struct GemmStore {
         for (int h = 0; h < 2; ++h) {
           const int at = (first / 8 + j) * 4 + 2 * h;
           device::store_shared_8(place(box, lane / 4 + 8 * h, 2 * j + lane % 4 / 2) + lane % 2 * 8, d[at],
-                                    d[at + 1]);
+                                 d[at + 1]);
         }
       }
     }

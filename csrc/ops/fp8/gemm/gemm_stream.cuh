@@ -43,7 +43,7 @@ struct GemmStreamTraits {
   struct Shared {
     device::GemmRing<Shape> ring;
     Sums sums[kParts > 1 ? kParts - 1 : 1][kParts > 1 ? kPacks : 1][kMultipliers];  // of the other blocks
-    uint4 results[kStaged ? 4 : 1][kStaged ? 16 * kPitch : 1];     // per warp: 16 rows x 16 columns
+    uint4 results[kStaged ? 4 : 1][kStaged ? 16 * kPitch : 1];  // per warp: 16 rows x 16 columns
     ScaleFactors by_row[kRows];
     ScaleFactors by_column[kColumns];
   };
@@ -106,8 +106,8 @@ __device__ __forceinline__ void exchange_sums(typename Tr::Shared& shared, int p
 // A warp's results of its 16 columns: element 4 j + 2 h + i of a thread is row 8 j + 2 (lane % 4) + i, column
 // lane / 4 + 8 h.
 template <class Tr>
-__device__ __forceinline__ void store_packs(uint4* results, const GemmParams<typename Tr::Out>& p, int64_t row,
-                                            int64_t column, const float (&d)[Tr::kShare]) {
+__device__ __forceinline__ void store_packs(uint4* results, const GemmParams<typename Tr::Out>& p,
+                                            int64_t row, int64_t column, const float (&d)[Tr::kShare]) {
   const int lane = static_cast<int>(threadIdx.x % 32);
 #pragma unroll
   for (int first = 0; first < Tr::kShare; first += 8) {
@@ -186,8 +186,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     shared.by_row[threadIdx.x] = split_inverse(fetch_scale(p.a_scale, row + threadIdx.x, p.sizes.m));
   }
   if (threadIdx.x < Tr::kColumns) {
-    shared.by_column[threadIdx.x] =
-        split_inverse(fetch_scale(p.b_scale, column + threadIdx.x, p.sizes.n));
+    shared.by_column[threadIdx.x] = split_inverse(fetch_scale(p.b_scale, column + threadIdx.x, p.sizes.n));
   }
 
   float sum[Tr::kRows / 2];
@@ -208,9 +207,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     const int place_idx = part * Tr::kShare + at;
     return place_idx / 4 * 8 + 2 * (lane % 4) + place_idx % 2;
   };
-  const auto column_of = [&](int at) {
-    return warp * 16 + lane / 4 + (part * Tr::kShare + at) / 2 % 2 * 8;
-  };
+  const auto column_of = [&](int at) { return warp * 16 + lane / 4 + (part * Tr::kShare + at) / 2 % 2 * 8; };
 #pragma unroll
   for (int at = 0; at < Tr::kShare; ++at) {
     const ScaleFactors by = joint_factors(shared.by_row[row_of(at)], shared.by_column[column_of(at)]);

@@ -38,8 +38,7 @@ struct GemmTileTraits {
   static constexpr bool kShiftsRegisters = kWarpgroups > 1;
   static constexpr int kLoaderRegisters = kWarpgroups == 2 ? 24 : 32;
   static constexpr int kMultiplierRegisters = kWarpgroups == 2 ? 240 : 152;
-  static_assert(!kShiftsRegisters ||
-                (kLoaderRegisters + kWarpgroups * kMultiplierRegisters) * 128 <= 65536);
+  static_assert(!kShiftsRegisters || (kLoaderRegisters + kWarpgroups * kMultiplierRegisters) * 128 <= 65536);
   // Two sets of accumulators where a warpgroup has the registers for them.
   static constexpr bool kInTurns = kHalves == 1 && kWarpgroups <= 2 && kPromoteK == device::kBlockBytes;
   using Shape = device::GemmShape<__nv_fp8_e4m3, kRows, kColumns, kStages_, kCluster, kWarpgroups>;
@@ -52,7 +51,7 @@ struct GemmTileTraits {
 
   struct Shared {
     device::GemmRing<Shape> ring;
-    typename Store::Shared store[kWarpgroups * 4];       // per warp
+    typename Store::Shared store[kWarpgroups * 4];      // per warp
     ColumnFactors<kColumns> by_column[kWarpgroups][2];  // of two tiles in turn
   };
   static constexpr int kSharedBytes = sizeof(Shared) + 1024;

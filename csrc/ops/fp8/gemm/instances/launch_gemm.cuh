@@ -33,8 +33,7 @@ inline cudaError_t count_multiprocessors(int& count) {
 template <int kRows, int kSharing>
 GemmOperandMaps operand_maps(const GemmOperand& x, int64_t rows, int64_t columns) {
   const int rest = static_cast<int>(rows % kRows);
-  return {code_map(x, rows, columns, kRows / kSharing),
-          code_map(x, rows, columns, rest == 0 ? kRows : rest)};
+  return {code_map(x, rows, columns, kRows / kSharing), code_map(x, rows, columns, rest == 0 ? kRows : rest)};
 }
 
 // Boxes in which c is written.
@@ -114,9 +113,9 @@ cudaError_t launch_described(const GemmParams<Out>& p, const GemmConfig& c, cuda
 template <typename Out>
 cudaError_t launch_gemm_tile(const GemmParams<Out>& p, const GemmConfig& c, cudaStream_t stream) {
   return launch_described<
-      GemmTileTraits<Out, 1, 64, 32, 15, 128, 1>, GemmTileTraits<Out, 1, 64, 64, 12, 128, 1>,
-      GemmTileTraits<Out, 2, 128, 64, 8, 128, 1>, GemmTileTraits<Out, 2, 128, 96, 6, 128, 1>,
-      GemmTileTraits<Out, 2, 128, 128, 5, 128, 1>, GemmTileTraits<Out, 3, 192, 128, 4, 128, 1>,
+      GemmTileTraits<Out, 1, 64, 64, 12, 128, 1>, GemmTileTraits<Out, 2, 128, 64, 8, 128, 1>,
+      GemmTileTraits<Out, 2, 128, 96, 7, 128, 1>, GemmTileTraits<Out, 2, 128, 128, 5, 128, 1>,
+      GemmTileTraits<Out, 3, 192, 128, 4, 128, 1>,
       // named by tuples of the tuning space
       GemmTileTraits<Out, 2, 128, 128, 5, 64, 1>, GemmTileTraits<Out, 2, 256, 128, 4, 64, 2>>(p, c, stream);
 }
@@ -127,7 +126,7 @@ cudaError_t launch_stream_parts(const GemmParams<Out>& p, const GemmConfig& c, c
   if (c.parts == kParts && c.stages == kStages) {
     return launch_streams<GemmStreamTraits<Out, kRows, kStages, kParts>>(p, stream);
   }
-  if constexpr (kParts > 1) {
+  if constexpr (kParts > least_parts(kRows)) {
     return launch_stream_parts<Out, kRows, kParts / 2>(p, c, stream);
   } else {
     return cudaErrorNotSupported;
@@ -138,17 +137,17 @@ template <typename Out>
 cudaError_t launch_gemm_stream(const GemmParams<Out>& p, const GemmConfig& c, cudaStream_t stream) {
   switch (c.rows) {
     case 16:
-      return launch_stream_parts<Out, 16, most_parts(16)>(p, c, stream);
+      return launch_stream_parts<Out, 16, kMostParts>(p, c, stream);
     case 32:
-      return launch_stream_parts<Out, 32, most_parts(32)>(p, c, stream);
+      return launch_stream_parts<Out, 32, kMostParts>(p, c, stream);
     case 64:
-      return launch_stream_parts<Out, 64, most_parts(64)>(p, c, stream);
+      return launch_stream_parts<Out, 64, kMostParts>(p, c, stream);
     case 80:
-      return launch_stream_parts<Out, 80, most_parts(80)>(p, c, stream);
+      return launch_stream_parts<Out, 80, kMostParts>(p, c, stream);
     case 96:
-      return launch_stream_parts<Out, 96, most_parts(96)>(p, c, stream);
+      return launch_stream_parts<Out, 96, kMostParts>(p, c, stream);
     case 128:
-      return launch_stream_parts<Out, 128, most_parts(128)>(p, c, stream);
+      return launch_stream_parts<Out, 128, kMostParts>(p, c, stream);
     default:
       return cudaErrorNotSupported;
   }
