@@ -16,6 +16,7 @@ struct GemmOperandMaps {
   CUtensorMap whole;
   CUtensorMap rest;
 };
+
 // What a block copies of one operand of a tile: nothing, its own rows, or its share of the rows of all blocks
 // of the cluster.
 template <int kRows, int kSharing>
