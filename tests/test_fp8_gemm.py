@@ -26,6 +26,7 @@ from htree_ops.testing.devices import poisoned_memory
 from htree_ops.testing.fp8_gemm_cases import (
     CASES,
     EXACT_SUM,
+    KERNEL_CASES,
     ONE_SIGN_SUM,
     OUTPUTS,
     FP8GemmCase,
@@ -134,17 +135,40 @@ def test_the_bits_do_not_depend_on_the_number_of_threads() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("s_a", "s_b"),
-    [(2.0**3, 2.0**127), (2.0**127, 448.0), (2.0**-149, 2.0**127), (3e38, 3e38), (1e-45, 1e-45)],
+    [
+        (2.0**3, 2.0**127),
+        (2.0**127, 448.0),
+        (2.0**-149, 2.0**127),
+        (2.0**127, 2.0**-149),
+        (3e38, 3e38),
+        (1e-45, 1e-45),
+        (1.3 * 2.0**-70, 1.7 * 2.0**70),
+        (1.5 * 2.0**63, 1.5 * 2.0**62),
+        (1e-40, 1e35),
+        (2.0**-60, 2.0**-61),
+    ],
 )
-def test_scales_whose_product_leaves_fp32(s_a: float, s_b: float, dtype: torch.dtype, device: str) -> None:
-    a, b = torch.ones(3, 64).to(FP8).to(device), torch.ones(64, 16).to(FP8).to(device)
+@pytest.mark.parametrize(("m", "n", "k"), [(3, 16, 64), (70, 40, 600), (200, 136, 144)], ids=str)
+def test_scales_whose_product_leaves_fp32(
+    m: int, n: int, k: int, s_a: float, s_b: float, dtype: torch.dtype, device: str
+) -> None:
+    """Few rows, one k shared out and tiles: each kernel applies the scales so that the result decides alone."""
+    a, b = torch.ones(m, k).to(FP8).to(device), torch.ones(k, n).to(FP8).t().contiguous().t().to(device)
     inputs = (a, b, torch.tensor(s_a, device=device), torch.tensor(s_b, device=device), dtype)
-    functions = (op_exact,) if device == "cuda" else (op, op_exact)
-    for f in functions:
+    rows = (a, b, inputs[2].expand(m, 1).contiguous(), inputs[3].expand(1, n).contiguous(), dtype)
+    for f in (op, op_exact):
         assert_product(f(*inputs), inputs, EXACT_SUM)
-        rows = (a, b, inputs[2].expand(3, 1), inputs[3].expand(1, 16), dtype)
         assert torch.equal(f(*rows), f(*inputs))
         assert not f(torch.zeros_like(a), *inputs[1:]).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("s_a", "s_b"), [(2.0**-100, 2.0**101), (2.0**120, 2.0**-126), (2.0**126, 2.0**-30)])
+def test_scales_far_apart_in_large_products(s_a: float, s_b: float) -> None:
+    """The library multiplies by factors that the scales share out between them."""
+    a, b, *_ = FP8GemmCase(name="large", dtype=torch.float32, m=640, n=4096, k=1024).make_inputs("cuda")
+    inputs = (a, b, torch.tensor(s_a, device="cuda"), torch.tensor(s_b, device="cuda"), torch.float32)
+    assert_product(op(*inputs), inputs, sum_error("cuda"))
 
 
 def test_overflow_of_the_result(device: str) -> None:
@@ -218,9 +242,18 @@ def test_property_6_for_one_sign(device, k, seed) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("case", KERNEL_CASES, ids=case_id)
+def test_every_kernel_of_hopper(case: FP8GemmCase, nan_memory: None) -> None:
+    inputs = case.make_inputs("cuda")
+    c = op(*inputs)
+    assert_product(c, inputs, sum_error("cuda"))
+    assert torch.equal(op(*inputs), c), "two runs must agree bit for bit"
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("n", [8296, 8290])
 def test_many_tiles(n: int) -> None:
-    """More tiles than sixteen rounds of all multiprocessors: blocks work in clusters, the last one past the end."""
+    """Many rounds of all multiprocessors, the last row and column tiles ragged."""
     inputs = FP8GemmCase(name="tiles", dtype=torch.float16, m=4200, n=n, k=272, scales="channel").make_inputs(
         "cuda"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from htree_ops.testing.fp8_gemm_cases import CASES
+from htree_ops.testing.fp8_gemm_cases import KERNEL_CASES
 
 try:
     from htree_ops import _host
@@ -34,37 +34,39 @@ def test_gated_mlp(rows: int, inner: int, options: dict[str, bool], words: str) 
 @pytest.mark.parametrize(
     ("m", "options", "words"),
     [
-        (1, {}, "stream: 16 rows x 64 columns, fp32 sums every 128, groups of 0, 8 stages, clusters of 2"),
         (
             1,
-            {"n": 2112},
-            "stream: 16 rows x 64 columns, fp32 sums every 128, groups of 0, 8 stages, clusters of 4",
+            {},
+            "stream: 16 rows x 64 columns, fp32 sums every 128, groups of 0, 8 stages, clusters of 1, k in 2 parts",
         ),
         (
             1,
-            {"k": 256},
-            "stream: 16 rows x 64 columns, fp32 sums every 128, groups of 0, 8 stages, clusters of 1",
+            {"n": 1024},
+            "stream: 16 rows x 64 columns, fp32 sums every 128, groups of 0, 8 stages, clusters of 1, k in 4",
         ),
-        (64, {}, "tile: 64 rows x 32 columns, fp32 sums every 128, groups of 16, 15 stages, clusters of 1"),
-        (64, {"n": 2112, "k": 7168}, "stream: 64 rows x 64 columns"),
-        (64, {"n": 8192, "k": 8192}, "tile: 64 rows x 64 columns"),
-        (128, {}, "tile: 64 rows x 64 columns"),
+        (
+            1,
+            {"n": 8192, "k": 8192},
+            "stream: 16 rows x 64 columns, fp32 sums every 128, groups of 0, 12 stages",
+        ),
+        (33, {}, "stream: 64 rows"),
+        (80, {}, "stream: 80 rows"),
+        (96, {}, "stream: 96 rows"),
+        (192, {}, "stream: 96 rows"),
         (256, {}, "tile: 128 rows x 64 columns"),
-        (1024, {}, "tile: 128 rows x 128 columns"),
-        (4096, {}, "library"),
+        (384, {}, "tile: 128 rows x 96 columns"),
+        (512, {}, "tile: 128 rows x 128 columns"),
+        (768, {}, "tile: 192 rows x 128 columns"),
         (
             4096,
-            {"library": False},
-            "tile: 128 rows x 128 columns, fp32 sums every 128, groups of 16, 5 stages, clusters of 1",
+            {},
+            "tile: 128 rows x 128 columns, fp32 sums every 128, groups of 16, 5 stages, clusters of 1, k in 1 parts",
         ),
-        (4096, {"n": 2112, "k": 7168}, "library"),
-        (4096, {"n": 24576, "k": 1536}, "library"),
-        (8192, {"n": 8192, "k": 8192}, "library"),
-        (
-            8192,
-            {"n": 8192, "k": 8192, "library": False},
-            "tile: 128 rows x 128 columns, fp32 sums every 128, groups of 16, 5 stages, clusters of 1",
-        ),
+        (1024, {"n": 2112, "k": 7168}, "library"),
+        (1024, {"n": 2112, "k": 7168, "library": False}, "tile"),
+        (192, {"n": 8192, "k": 8192}, "library"),
+        (4096, {"n": 2112, "k": 7168}, "tile: 192 rows x 128 columns"),
+        (8192, {"n": 8192, "k": 8192}, "tile: 192 rows x 128 columns"),
         (4096, {"hopper": False}, "library"),
         (4096, {"hopper": False, "library": False}, "exact"),
     ],
@@ -73,16 +75,21 @@ def test_fp8_gemm(m: int, options: dict[str, bool], words: str) -> None:
     assert _host.fp8_gemm_config(m, **{"n": 4096, **options}).startswith(words)
 
 
-def test_the_cases_of_fp8_gemm_reach_every_kernel_of_hopper() -> None:
+def test_the_cases_reach_every_kernel_of_hopper() -> None:
     reached = {
         _host.fp8_gemm_config(case.m, case.n, case.k, library=False).split(",")[0]
-        for case in CASES
-        if min(case.m, case.n, case.k) > 0
+        + _host.fp8_gemm_config(case.m, case.n, case.k, library=False).rsplit(",", 1)[1]
+        for case in KERNEL_CASES
     }
     assert reached == {
-        *(f"stream: {rows} rows x 64 columns" for rows in (16, 32, 64)),
         *(
-            f"tile: {tile} columns"
-            for tile in ("64 rows x 32", "64 rows x 64", "128 rows x 64", "128 rows x 128")
+            f"stream: {rows} rows x 64 columns k in {parts} parts"
+            for rows in (16, 32, 64, 80, 96)
+            for parts in (1, 2, 4)
+        ),
+        *(f"stream: 128 rows x 64 columns k in {parts} parts" for parts in (2, 4)),
+        *(
+            f"tile: {tile} columns k in 1 parts"
+            for tile in ("64 rows x 64", "128 rows x 64", "128 rows x 96", "128 rows x 128", "192 rows x 128")
         ),
     }

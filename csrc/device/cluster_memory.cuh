@@ -19,5 +19,15 @@ __device__ __forceinline__ void store_to_block(float* shared, uint32_t block_ran
       "r"(block_rank), "f"(value)
       : "memory");
 }
+__device__ __forceinline__ void store_to_block(float4* shared, uint32_t block_rank, const float4& value) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "st.shared::cluster.v4.f32 [remote], {%2, %3, %4, %5};\n"
+      "}" ::"r"(shared_address(shared)),
+      "r"(block_rank), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
+      : "memory");
+}
 
 }  // namespace htree::device

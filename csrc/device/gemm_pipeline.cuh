@@ -65,17 +65,23 @@ struct RingPlace {
 };
 
 // One thread. load(a, b, block_idx, barrier) starts the copies of one k-block into this block's stage; they
-// must bring kBytesA + kBytesB bytes to `barrier` of every block of the cluster, whoever issues them.
+// must bring `bytes` to `barrier` of every block of the cluster, whoever issues them: kBytesA + kBytesB, or
+// less where rows of an operand do not exist, whose products are not used.
 template <class Shape, class Load>
 __device__ __forceinline__ void fill_ring(GemmRing<Shape>& ring, RingPlace<Shape::kStages>& place,
-                                          int num_blocks, Load&& load) {
+                                          int num_blocks, uint32_t bytes, Load&& load) {
   for (int block_idx = 0; block_idx < num_blocks; ++block_idx) {
     barrier_wait(&ring.empty[place.stage], place.parity ^ 1);
     Barrier* full = &ring.full[place.stage];
-    barrier_arrive_expect(full, Shape::kBytesA + Shape::kBytesB);
+    barrier_arrive_expect(full, bytes);
     load(ring.a[place.stage], ring.b[place.stage], block_idx, full);
     place.advance();
   }
+}
+template <class Shape, class Load>
+__device__ __forceinline__ void fill_ring(GemmRing<Shape>& ring, RingPlace<Shape::kStages>& place,
+                                          int num_blocks, Load&& load) {
+  fill_ring<Shape>(ring, place, num_blocks, Shape::kBytesA + Shape::kBytesB, load);
 }
 
 // Each warp of the multiplying warpgroups: the stage may be overwritten, by any block of the cluster.

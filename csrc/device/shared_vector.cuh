@@ -1,4 +1,4 @@
-// 16 bytes at an address in the shared window.
+// 16 or 8 bytes at an address in the shared window.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -20,6 +20,10 @@ __device__ __forceinline__ void store_shared_16(uint32_t address, const uint4& x
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z),
                "r"(x.w)
                : "memory");
+}
+// `address` is a multiple of 8.
+__device__ __forceinline__ void store_shared_8(uint32_t address, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
 
 }  // namespace htree::device

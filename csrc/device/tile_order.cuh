@@ -1,24 +1,44 @@
 // The order in which persistent blocks take the tiles of a matrix product.
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
+
+#include "device/divmod.cuh"
+
 namespace htree::device {
 
 // Tile number to place: groups of `group` row tiles are swept across all columns, rows first, so that the
-// blocks at work at one time share rows of both operands in L2.
-struct TileOrder {
-  int num_row_tiles;
-  int num_column_tiles;
-  int group;
+// blocks at work at one time share rows of both operands in L2. The number of tiles is below 2^31.
+class TileOrder {
+ public:
+  TileOrder(int num_row_tiles, int num_column_tiles, int group)
+      : num_row_tiles_(num_row_tiles),
+        num_column_tiles_(num_column_tiles),
+        group_(std::min(group, num_row_tiles)),
+        sweep_(static_cast<uint32_t>(group_) * static_cast<uint32_t>(num_column_tiles)),
+        rows_(static_cast<uint32_t>(group_)),
+        last_rows_(static_cast<uint32_t>(num_row_tiles - (num_row_tiles - 1) / group_ * group_)) {}
 
-  __host__ __device__ int count() const { return num_row_tiles * num_column_tiles; }
+  __host__ __device__ int count() const { return num_row_tiles_ * num_column_tiles_; }
+
   __device__ __forceinline__ void place(int tile, int& row_tile, int& column_tile) const {
-    const int per_group = group * num_column_tiles;
-    const int first = tile / per_group * group;
-    const int in_group = tile % per_group;
-    const int rows = min(group, num_row_tiles - first);
-    row_tile = first + in_group % rows;
-    column_tile = in_group / rows;
+    const uint32_t group = sweep_.quotient(static_cast<uint32_t>(tile));
+    const uint32_t in_group = sweep_.remainder(static_cast<uint32_t>(tile), group);
+    const int first = static_cast<int>(group) * group_;
+    const FastDivisor& rows = first + group_ <= num_row_tiles_ ? rows_ : last_rows_;
+    const uint32_t column = rows.quotient(in_group);
+    row_tile = first + static_cast<int>(rows.remainder(in_group, column));
+    column_tile = static_cast<int>(column);
   }
+
+ private:
+  int num_row_tiles_;
+  int num_column_tiles_;
+  int group_;
+  FastDivisor sweep_;      // tiles of a whole group
+  FastDivisor rows_;       // row tiles of a whole group
+  FastDivisor last_rows_;  // and of the last one
 };
 
 }  // namespace htree::device

@@ -105,6 +105,13 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 2], const uint32_t (&a)[4],
 
 // ---- roles
 
+// The value of lane 0, known to the compiler to be the same in all lanes of the warp: what depends on it is
+// no divergence, behind which it would keep descriptors in registers of the lanes and move them for every
+// product.
+__device__ __forceinline__ int uniform(int value) {
+  return __shfl_sync(0xffffffff, value, 0);
+}
+
 // Registers per thread of this warpgroup from here on: a multiple of 8 in 24 ... 256. All warpgroups of the
 // block together must fit what the launch gave, or raise_registers waits for ever: assert the sum.
 template <int kRegisters>
@@ -122,6 +129,21 @@ __device__ __forceinline__ void lower_registers() {
 // time. sync waits for all, arrive does not wait.
 __device__ __forceinline__ void named_barrier_sync(int index, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(index), "r"(num_threads) : "memory");
+}
+// sync that tells every thread whether `predicate` holds in any.
+__device__ __forceinline__ bool named_barrier_any(int index, int num_threads, bool predicate) {
+  int any;
+  asm volatile(
+      "{\n"
+      ".reg .pred p, q;\n"
+      "setp.ne.b32 p, %3, 0;\n"
+      "barrier.red.or.pred q, %1, %2, p;\n"
+      "selp.b32 %0, 1, 0, q;\n"
+      "}"
+      : "=r"(any)
+      : "r"(index), "r"(num_threads), "r"(static_cast<int>(predicate))
+      : "memory");
+  return any != 0;
 }
 __device__ __forceinline__ void named_barrier_arrive(int index, int num_threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(index), "r"(num_threads) : "memory");

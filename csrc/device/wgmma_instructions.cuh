@@ -11,7 +11,7 @@
 namespace htree::device {
 
 template <typename T, int N>
-struct WgmmaInstruction;  // N: 8 16 32 64 96 128 192 256
+struct WgmmaInstruction;  // N: 8 16 32 64 80 96 128 192 256
 
 // %0 ... %(count - 1), and the accumulators they stand for.
 #define HTREE_REGISTERS_4 "%0, %1, %2, %3"
@@ -27,6 +27,10 @@ struct WgmmaInstruction;  // N: 8 16 32 64 96 128 192 256
   HTREE_REGISTERS_16       \
   ", "                     \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define HTREE_REGISTERS_40 \
+  HTREE_REGISTERS_32       \
+  ", "                     \
+  "%32, %33, %34, %35, %36, %37, %38, %39"
 #define HTREE_REGISTERS_48 \
   HTREE_REGISTERS_32       \
   ", "                     \
@@ -53,6 +57,7 @@ struct WgmmaInstruction;  // N: 8 16 32 64 96 128 192 256
 #define HTREE_ACCUMULATORS_8 HTREE_D8(d, 0)
 #define HTREE_ACCUMULATORS_16 HTREE_D16(d, 0)
 #define HTREE_ACCUMULATORS_32 HTREE_D32(d, 0)
+#define HTREE_ACCUMULATORS_40 HTREE_D32(d, 0), HTREE_D8(d, 32)
 #define HTREE_ACCUMULATORS_48 HTREE_D32(d, 0), HTREE_D16(d, 32)
 #define HTREE_ACCUMULATORS_64 HTREE_D32(d, 0), HTREE_D32(d, 32)
 #define HTREE_ACCUMULATORS_96 HTREE_ACCUMULATORS_64, HTREE_D32(d, 64)
@@ -95,6 +100,7 @@ HTREE_WGMMA_TYPES(8, 4, 4, 5, 6, 7, 8, 9, 10)
 HTREE_WGMMA_TYPES(16, 8, 8, 9, 10, 11, 12, 13, 14)
 HTREE_WGMMA_TYPES(32, 16, 16, 17, 18, 19, 20, 21, 22)
 HTREE_WGMMA_TYPES(64, 32, 32, 33, 34, 35, 36, 37, 38)
+HTREE_WGMMA_TYPES(80, 40, 40, 41, 42, 43, 44, 45, 46)
 HTREE_WGMMA_TYPES(96, 48, 48, 49, 50, 51, 52, 53, 54)
 HTREE_WGMMA_TYPES(128, 64, 64, 65, 66, 67, 68, 69, 70)
 HTREE_WGMMA_TYPES(192, 96, 96, 97, 98, 99, 100, 101, 102)
@@ -104,6 +110,7 @@ HTREE_WGMMA_TYPES(256, 128, 128, 129, 130, 131, 132, 133, 134)
 #undef HTREE_REGISTERS_8
 #undef HTREE_REGISTERS_16
 #undef HTREE_REGISTERS_32
+#undef HTREE_REGISTERS_40
 #undef HTREE_REGISTERS_48
 #undef HTREE_REGISTERS_64
 #undef HTREE_REGISTERS_96
@@ -112,6 +119,7 @@ HTREE_WGMMA_TYPES(256, 128, 128, 129, 130, 131, 132, 133, 134)
 #undef HTREE_ACCUMULATORS_8
 #undef HTREE_ACCUMULATORS_16
 #undef HTREE_ACCUMULATORS_32
+#undef HTREE_ACCUMULATORS_40
 #undef HTREE_ACCUMULATORS_48
 #undef HTREE_ACCUMULATORS_64
 #undef HTREE_ACCUMULATORS_96

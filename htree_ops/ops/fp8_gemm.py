@@ -51,10 +51,10 @@ def fp8_gemm(
     the largest and drop what lies more than about 13 bits below it, so their sums are moved to fp32 registers
     every 128 elements of K. On random data the result errs by up to 2^-12 of Σ|a·b| at K = 128 and 2^-15 at
     K = 4096 beyond the rounding of the result, about as much as ``torch._scaled_mm(use_fast_accum=False)``.
-    A product of scales beyond 2^126 leaves fp32's range there, and the result loses bits or becomes 0.
-    Up to 64 rows, b streams once through a kernel of its own. Beyond, cuBLASLt computes what it takes, and
-    persistent tiles with the same sums the rest: misaligned or short rows, or one scale per row and column with a
-    result other than bf16.
+    Scales of any size that fp32 holds are applied so that only a result out of range overflows or becomes 0.
+    On sm_90 few rows are computed by blocks that stream b, more by persistent tiles; estimates of their times choose
+    among them and cuBLASLt, which takes some sizes that fill the tiles badly. There a product of scales beyond 2^126
+    gives 0.
     Source: docs/semantics.md §3.3, design document [002].
 
     Args:

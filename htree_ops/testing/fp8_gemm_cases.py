@@ -16,6 +16,7 @@ __all__ = [
     "BENCHMARK_CASES",
     "CASES",
     "EXACT_SUM",
+    "KERNEL_CASES",
     "ONE_SIGN_SUM",
     "OUTPUTS",
     "TENSOR_CORE_SUM",
@@ -101,8 +102,8 @@ class FP8GemmCase(Case):
         return f"[{self.m}, {self.k}] x [{self.k}, {self.n}] {self.scales}"
 
 
-#: Sizes around the tiles: 16, 32, 64, 128 and 256 rows, 32, 64 and 128 columns, k-blocks of 128 shared out to one,
-#: two and four blocks, packs of 16. On Hopper every kernel is reached (tests/test_matrix_configs.py).
+#: Sizes around the tiles: 16 to 256 rows, 64 to 128 columns, k-blocks of 128 shared out to one, two and four blocks,
+#: packs of 16.
 SIZES = (
     (1, 1, 1),
     (1, 64, 128),
@@ -146,6 +147,39 @@ CASES = [
     for dtype in OUTPUTS
 ]
 
+#: A case for every kernel of Hopper (tests/test_matrix_configs.py), ragged in all directions.
+KERNEL_CASES = [
+    FP8GemmCase(
+        name=f"{m}x{n}x{k}", dtype=OUTPUTS[i % 3], m=m, n=n, k=k, scales="channel" if i % 2 else "tensor"
+    )
+    for i, (m, n, k) in enumerate(
+        (
+            (3, 5992, 2100),
+            (1, 72, 520),
+            (5, 70, 1100),
+            (17, 6000, 2100),
+            (33, 1496, 520),
+            (17, 1000, 2100),
+            (33, 6002, 4100),
+            (65, 1500, 520),
+            (33, 1496, 1100),
+            (65, 6000, 2100),
+            (65, 3000, 700),
+            (65, 1500, 1100),
+            (90, 8200, 2100),
+            (90, 3000, 1100),
+            (1100, 88, 2100),
+            (100, 3000, 7200),
+            (200, 600, 4100),
+            (130, 70, 144),
+            (65, 6008, 272),
+            (140, 6000, 80),
+            (1100, 1504, 160),
+            (300, 6000, 272),
+        )
+    )
+]
+
 BENCHMARK_CASES: dict[str, list[FP8GemmCase]] = {
     "cuda": [
         FP8GemmCase(name=f"{m}x{n}x{k}", dtype=torch.bfloat16, m=m, n=n, k=k)
@@ -155,7 +189,11 @@ BENCHMARK_CASES: dict[str, list[FP8GemmCase]] = {
             (1, 4096, 4096),
             (16, 4096, 4096),
             (64, 4096, 4096),
+            (96, 4096, 4096),
+            (192, 4096, 4096),
             (256, 4096, 4096),
+            (384, 4096, 4096),
+            (768, 4096, 4096),
             (4096, 2112, 7168),
             (4096, 7168, 1536),
             (4096, 24576, 1536),

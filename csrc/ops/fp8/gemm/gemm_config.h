@@ -2,7 +2,9 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <limits>
 #include <string>
 
 namespace htree::fp8 {
@@ -19,7 +21,8 @@ struct GemmConfig {
   int promote;  // elements of k that are summed before fp32 registers take over
   int group;    // row tiles swept together, 0 for kStream
   int stages;   // k-blocks of 128 in flight
-  int cluster;  // blocks that share the rows of a they load; for kStream, that share out k
+  int cluster;  // blocks that share the rows of a they load, 1 for kStream
+  int parts;    // blocks that share out k, 1 for kTile
 };
 
 // What the choice needs to know of the problem and the device.
@@ -54,96 +57,146 @@ constexpr bool in_compiled_space(const ForcedGemmConfig& f) {
 }
 
 constexpr GemmConfig config_of(const ForcedGemmConfig& f) {
-  return {GemmKernel::kTile,           static_cast<int>(f.block_m),      static_cast<int>(f.block_n),
-          static_cast<int>(f.block_k), static_cast<int>(f.group_size_m), static_cast<int>(f.num_stages),
-          f.block_m == 256 ? 2 : 1};
+  return {.kernel = GemmKernel::kTile,
+          .rows = static_cast<int>(f.block_m),
+          .columns = static_cast<int>(f.block_n),
+          .promote = static_cast<int>(f.block_k),
+          .group = static_cast<int>(f.group_size_m),
+          .stages = static_cast<int>(f.num_stages),
+          .cluster = f.block_m == 256 ? 2 : 1,
+          .parts = 1};
 }
 
-// Blocks that share out k: as many as bring every multiprocessor to work, with two k-blocks each at least.
-inline int choose_parts(const GemmFacts& f) {
-  const int64_t blocks = (f.n + 63) / 64;
-  for (int parts : {4, 2}) {
-    if (blocks * parts <= f.multiprocessors && f.k >= int64_t{256} * parts) {
-      return parts;
-    }
-  }
-  return 1;
-}
+// Microseconds on an H200 as graph replays show them; what decides is their order. launch_us: per call,
+// turn_us: per tile or block that a multiprocessor takes, block_us: per k-block of 128 where few
+// multiprocessors are at work. With all of them it is `contention` of that more.
+struct GemmCost {
+  double launch_us;
+  double turn_us;
+  double block_us;
+  double contention;
+};
 
-// Microseconds of one product on an H200 as graph replays show them; what decides is their order. block_us:
-// per k-block of 128, tile_us: per tile, launch_us: per call.
 struct GemmTile {
   int rows;
   int columns;
   int stages;
-  double block_us;
-  double tile_us;
-  double launch_us;
+  GemmCost cost;
 };
 inline constexpr GemmTile kGemmTiles[] = {
-    {64, 32, 15, 0.133, 0.8, 2.0},
-    {64, 64, 12, 0.15, 1.1, 2.0},
-    {128, 64, 8, 0.25, 0.6, 2.0},
-    {128, 128, 5, 0.445, 0.6, 1.6},
+    {64, 64, 12, {1.9, 0.7, 0.155, 0.20}},  {128, 64, 8, {2.1, 0.5, 0.190, 0.25}},
+    {128, 96, 7, {1.7, 0.9, 0.245, 0.30}},  {128, 128, 5, {2.0, 1.2, 0.270, 0.40}},
+    {192, 128, 4, {2.2, 1.4, 0.410, 0.40}},
 };
 inline constexpr int kTileGroup = 16;  // row tiles swept together
 
-// No kernel is faster than memory.
-inline double memory_time(const GemmFacts& f) {
+// Blocks of `rows` rows and 64 columns, of which clusters of `parts` share out k.
+struct GemmStream {
+  int rows;
+  int parts;
+  GemmCost cost;
+};
+inline constexpr GemmStream kGemmStreams[] = {
+    {16, 1, {0.0, 3.2, 0.106, 0.18}},  {16, 2, {0.0, 2.3, 0.145, 0.18}},  {16, 4, {0.0, 2.4, 0.145, 0.18}},
+    {32, 1, {0.0, 3.2, 0.115, 0.18}},  {32, 2, {0.0, 2.6, 0.152, 0.18}},  {32, 4, {0.0, 2.7, 0.152, 0.18}},
+    {64, 1, {0.0, 3.2, 0.140, 0.18}},  {64, 2, {0.0, 2.8, 0.178, 0.18}},  {64, 4, {0.0, 2.9, 0.178, 0.18}},
+    {80, 1, {0.0, 3.2, 0.160, 0.18}},  {80, 2, {0.0, 3.0, 0.190, 0.18}},  {80, 4, {0.0, 3.1, 0.190, 0.18}},
+    {96, 1, {0.0, 3.2, 0.170, 0.18}},  {96, 2, {0.0, 3.1, 0.198, 0.18}},  {96, 4, {0.0, 3.3, 0.198, 0.18}},
+    {128, 2, {0.0, 4.2, 0.230, 0.18}}, {128, 4, {0.0, 3.7, 0.230, 0.18}},
+};
+inline constexpr int kMostParts = 4;
+constexpr int least_parts(int rows) {
+  return rows == 128 ? 2 : 1;
+}
+// Clusters of four do not fill the chip: its groups of multiprocessors are no multiples of four.
+inline constexpr int64_t kMostBlocksInFours = 96;
+constexpr int stream_stages(int rows, int parts) {
+  return parts == 1 ? (rows <= 64 ? 12 : 10) : rows <= 96 ? 8 : 7;
+}
+
+inline double operations(const GemmFacts& f) {
+  return 2.0 * static_cast<double>(f.m) * static_cast<double>(f.n) * static_cast<double>(f.k);
+}
+
+// No kernel is faster than memory, and near its speed each waits for both.
+inline double with_memory(const GemmFacts& f, double time) {
   constexpr double kBytesPerUs = 4.2e6;
   const auto m = static_cast<double>(f.m), n = static_cast<double>(f.n), k = static_cast<double>(f.k);
-  return 3.0 + (m * k + n * k + 2 * m * n) / kBytesPerUs;
+  const double memory = 2.0 + (m * k + n * k + 2 * m * n) / kBytesPerUs;
+  return std::pow(std::pow(time, 6) + std::pow(memory, 6), 1.0 / 6);
 }
 
-// The multiprocessors take the tiles in turns. Tensor copies fill rows outside of a with zeros at a quarter
-// of their speed.
-inline double tile_time(const GemmTile& tile, const GemmFacts& f) {
-  const int64_t tiles = (f.m + tile.rows - 1) / tile.rows * ((f.n + tile.columns - 1) / tile.columns);
-  const auto turns = static_cast<double>((tiles + f.multiprocessors - 1) / f.multiprocessors);
-  const auto blocks = static_cast<double>((f.k + 127) / 128);
-  const auto outside = static_cast<double>((tile.rows - f.m % tile.rows) % tile.rows);
-  const double block_us = tile.block_us + 0.0025 * outside;
-  return std::max(memory_time(f), tile.launch_us + turns * (blocks * block_us + tile.tile_us));
+// The multiprocessors take the blocks in turns.
+inline double own_time(const GemmFacts& f, const GemmCost& cost, int64_t blocks, int parts) {
+  const auto turns = static_cast<double>((blocks + f.multiprocessors - 1) / f.multiprocessors);
+  const double at_work = std::min(1.0, static_cast<double>(blocks) / f.multiprocessors);
+  const double k_blocks = static_cast<double>((f.k + 127) / 128) / parts;
+  const double block_us = cost.block_us * (1.0 + cost.contention * at_work);
+  return with_memory(f, cost.launch_us + turns * (cost.turn_us + k_blocks * block_us));
 }
 
-// With its reciprocals of the scales, which are a kernel of their own.
+inline double tile_time(const GemmTile& t, const GemmFacts& f) {
+  return own_time(f, t.cost, (f.m + t.rows - 1) / t.rows * ((f.n + t.columns - 1) / t.columns), 1);
+}
+
+inline int64_t count_blocks(const GemmStream& s, const GemmFacts& f) {
+  return (f.m + s.rows - 1) / s.rows * ((f.n + 63) / 64) * s.parts;
+}
+
+// At least two k-blocks for each part.
+inline bool stream_takes(const GemmStream& s, const GemmFacts& f) {
+  return (s.parts == 1 || f.k >= int64_t{256} * s.parts) &&
+         (s.parts < 4 || count_blocks(s, f) <= kMostBlocksInFours);
+}
+
+// With its reciprocals of the scales, which are a kernel of their own. Beyond kUnthrottled operations the
+// chip lowers its clock; what our own kernels lose by that is in their figures.
 inline double library_time(const GemmFacts& f) {
-  constexpr double kOperationsPerUs = 1.22e9;
-  const double operations =
-      2.0 * static_cast<double>(f.m) * static_cast<double>(f.n) * static_cast<double>(f.k);
-  constexpr double kReciprocals = 2.2;
-  return kReciprocals + std::max(memory_time(f), 3.0 + operations / kOperationsPerUs);
+  constexpr double kReciprocals = 1.4;
+  constexpr double kUnthrottled = 4e10;
+  const double short_sums = 1.0 + 400.0 / static_cast<double>(f.k);
+  const double work = operations(f);
+  const double time =
+      5.7 + short_sums * std::min(work, kUnthrottled) / 1.52e9 + std::max(0.0, work - kUnthrottled) / 1.0e9;
+  return kReciprocals + with_memory(f, time);
 }
 
-// One cluster per 64 columns, all at work at once.
-inline double stream_time(const GemmFacts& f, int parts) {
-  return std::max(memory_time(f), 6.4 + 0.075 * static_cast<double>((f.k + 127) / 128) / parts);
-}
-
-// Up to 32 rows the weights stream once, shared out along k. Beyond, what the estimates say.
+// What the estimates say.
 inline GemmConfig choose_gemm_config(const GemmFacts& f) {
+  GemmConfig best{.kernel = f.library ? GemmKernel::kLibrary : GemmKernel::kExact};
   if (!f.hopper) {
-    return {f.library ? GemmKernel::kLibrary : GemmKernel::kExact, 0, 0, 0, 0, 0, 0};
+    return best;
   }
-  const int parts = choose_parts(f);
-  if (f.m <= 32) {
-    return {GemmKernel::kStream, f.m <= 16 ? 16 : 32, 64, 128, 0, 8, parts};
-  }
-  const GemmTile* best = kGemmTiles;
-  for (const GemmTile& tile : kGemmTiles) {
-    if (tile_time(tile, f) < tile_time(*best, f)) {
-      best = &tile;
+  double least = f.library ? library_time(f) : std::numeric_limits<double>::infinity();
+  for (const GemmTile& t : kGemmTiles) {
+    const double time = tile_time(t, f);
+    if (time < least) {
+      least = time;
+      best = {.kernel = GemmKernel::kTile,
+              .rows = t.rows,
+              .columns = t.columns,
+              .promote = 128,
+              .group = kTileGroup,
+              .stages = t.stages,
+              .cluster = 1,
+              .parts = 1};
     }
   }
-  const double time = tile_time(*best, f);
-  // Four blocks would exchange more sums of 64 rows than they save.
-  if (f.m <= 64 && parts > 1 && stream_time(f, 2) < time) {
-    return {GemmKernel::kStream, 64, 64, 128, 0, 8, 2};
+  for (const GemmStream& s : kGemmStreams) {
+    const double time = own_time(f, s.cost, count_blocks(s, f), s.parts);
+    if (time < least && stream_takes(s, f)) {
+      least = time;
+      best = {.kernel = GemmKernel::kStream,
+              .rows = s.rows,
+              .columns = 64,
+              .promote = 128,
+              .group = 0,
+              .stages = stream_stages(s.rows, s.parts),
+              .cluster = 1,
+              .parts = s.parts};
+    }
   }
-  if (f.library && library_time(f) < time) {
-    return {GemmKernel::kLibrary, 0, 0, 0, 0, 0, 0};
-  }
-  return {GemmKernel::kTile, best->rows, best->columns, 128, kTileGroup, best->stages, 1};
+  return best;
 }
 
 inline std::string describe(const GemmConfig& c) {
@@ -159,7 +212,7 @@ inline std::string describe(const GemmConfig& c) {
   return std::string(c.kernel == GemmKernel::kStream ? "stream" : "tile") + ": " + std::to_string(c.rows) +
          " rows x " + std::to_string(c.columns) + " columns, fp32 sums every " + std::to_string(c.promote) +
          ", groups of " + std::to_string(c.group) + ", " + std::to_string(c.stages) +
-         " stages, clusters of " + std::to_string(c.cluster);
+         " stages, clusters of " + std::to_string(c.cluster) + ", k in " + std::to_string(c.parts) + " parts";
 }
 
 }  // namespace htree::fp8

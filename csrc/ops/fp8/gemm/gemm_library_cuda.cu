@@ -10,7 +10,11 @@
 #include <cublasLt.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <mutex>
+#include <optional>
+#include <tuple>
 #include <type_traits>
 
 #include "ops/fp8/gemm/gemm_launch.h"
@@ -53,19 +57,89 @@ void set(const Operation& operation, cublasLtMatmulDescAttributes_t attribute, c
         "cublasLtMatmulDescSetAttribute");
 }
 
-// The kernels may count on the alignment that is asked for: 256 bytes, unless the data has less.
-void set_alignment(cublasLtMatmulPreference_t preference, cublasLtMatmulPreferenceAttributes_t attribute,
-                   const Tensor& x) {
+// Bytes: 256, unless the data has less.
+uint32_t alignment_of(const Tensor& x) {
   uint32_t alignment = 256;
   while (reinterpret_cast<uintptr_t>(x.const_data_ptr()) % alignment != 0) {
     alignment /= 2;
   }
+  return alignment;
+}
+
+void set_alignment(cublasLtMatmulPreference_t preference, cublasLtMatmulPreferenceAttributes_t attribute,
+                   uint32_t alignment) {
   check(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &alignment, sizeof alignment),
         "cublasLtMatmulPreferenceSetAttribute");
 }
 
 cudaDataType_t output_type(at::ScalarType dtype) {
   return dtype == at::kHalf ? CUDA_R_16F : dtype == at::kBFloat16 ? CUDA_R_16BF : CUDA_R_32F;
+}
+
+// All that the library's choice depends on.
+struct Problem {
+  c10::DeviceIndex device;
+  at::ScalarType output;
+  int64_t m, n, k;
+  int64_t a_pitch, b_pitch;
+  uint32_t a_alignment, b_alignment, c_alignment;
+
+  auto tied() const {
+    return std::tie(device, output, m, n, k, a_pitch, b_pitch, a_alignment, b_alignment, c_alignment);
+  }
+  bool operator<(const Problem& other) const { return tied() < other.tied(); }
+};
+
+struct Layouts {
+  Layout first;
+  Layout second;
+  Layout result;
+};
+
+using Algorithm = std::optional<cublasLtMatmulAlgo_t>;
+
+// The library's first choice among the kernels that do without a workspace; none where it has no such kernel.
+Algorithm ask_library(cublasLtHandle_t handle, const Problem& p, const Operation& operation,
+                      const Layouts& layouts) {
+  cublasLtMatmulPreference_t wishes = nullptr;
+  check(cublasLtMatmulPreferenceCreate(&wishes), "cublasLtMatmulPreferenceCreate");
+  const Preference preference(wishes);
+  const size_t no_workspace = 0;
+  check(cublasLtMatmulPreferenceSetAttribute(wishes, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &no_workspace,
+                                             sizeof no_workspace),
+        "cublasLtMatmulPreferenceSetAttribute");
+  // The kernels may count on these alignments. Its first operand is b.
+  set_alignment(wishes, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, p.b_alignment);
+  set_alignment(wishes, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, p.a_alignment);
+  set_alignment(wishes, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, p.c_alignment);
+  set_alignment(wishes, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, p.c_alignment);
+  cublasLtMatmulHeuristicResult_t choice{};
+  int count = 0;
+  const cublasStatus_t found =
+      cublasLtMatmulAlgoGetHeuristic(handle, operation.get(), layouts.first.get(), layouts.second.get(),
+                                     layouts.result.get(), layouts.result.get(), wishes, 1, &choice, &count);
+  if (found == CUBLAS_STATUS_NOT_SUPPORTED || count == 0) {
+    return std::nullopt;
+  }
+  check(found, "cublasLtMatmulAlgoGetHeuristic");
+  return choice.algo;
+}
+
+// The same, asked once per problem: the question costs the host several times as much as the launch.
+Algorithm algorithm_for(cublasLtHandle_t handle, const Problem& p, const Operation& operation,
+                        const Layouts& layouts) {
+  constexpr size_t kMostKept = 4096;
+  static std::mutex mutex;
+  static std::map<Problem, Algorithm> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = known.find(p);
+  if (found != known.end()) {
+    return found->second;
+  }
+  if (known.size() >= kMostKept) {
+    known.clear();
+  }
+  return known.emplace(p, ask_library(handle, p, operation, layouts)).first->second;
 }
 
 // c = factor_a * factor_b * a b; false where the library has no kernel that does without a workspace.
@@ -80,36 +154,30 @@ bool multiply(const GemmArguments& g, const float* factor_a, const float* factor
   set(operation, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, factor_b);
   set(operation, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, factor_a);
   set(operation, CUBLASLT_MATMUL_DESC_FAST_ACCUM, int8_t{0});
-  const int64_t m = g.a.size(0), n = g.b.size(1), k = g.a.size(1);
-  const Layout first = make_layout(CUDA_R_8F_E4M3, k, n, g.b.stride(1));
-  const Layout second = make_layout(CUDA_R_8F_E4M3, k, m, g.a.stride(0));
-  const Layout result = make_layout(output_type(g.output_dtype), n, m, n);
-
-  cublasLtMatmulPreference_t wishes = nullptr;
-  check(cublasLtMatmulPreferenceCreate(&wishes), "cublasLtMatmulPreferenceCreate");
-  const Preference preference(wishes);
-  const size_t no_workspace = 0;
-  check(cublasLtMatmulPreferenceSetAttribute(wishes, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &no_workspace,
-                                             sizeof no_workspace),
-        "cublasLtMatmulPreferenceSetAttribute");
-  set_alignment(wishes, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, g.b);
-  set_alignment(wishes, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, g.a);
-  set_alignment(wishes, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, c);
-  set_alignment(wishes, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, c);
+  const Problem p{.device = c.device().index(),
+                  .output = g.output_dtype,
+                  .m = g.a.size(0),
+                  .n = g.b.size(1),
+                  .k = g.a.size(1),
+                  .a_pitch = g.a.stride(0),
+                  .b_pitch = g.b.stride(1),
+                  .a_alignment = alignment_of(g.a),
+                  .b_alignment = alignment_of(g.b),
+                  .c_alignment = alignment_of(c)};
+  const Layouts layouts{make_layout(CUDA_R_8F_E4M3, p.k, p.n, p.b_pitch),
+                        make_layout(CUDA_R_8F_E4M3, p.k, p.m, p.a_pitch),
+                        make_layout(output_type(p.output), p.n, p.m, p.n)};
   const cublasLtHandle_t handle = at::cuda::getCurrentCUDABlasLtHandle();
-  cublasLtMatmulHeuristicResult_t choice{};
-  int count = 0;
-  const cublasStatus_t found = cublasLtMatmulAlgoGetHeuristic(
-      handle, description, first.get(), second.get(), result.get(), result.get(), wishes, 1, &choice, &count);
-  if (found == CUBLAS_STATUS_NOT_SUPPORTED || count == 0) {
+  const Algorithm algorithm = algorithm_for(handle, p, operation, layouts);
+  if (!algorithm) {
     return false;
   }
-  check(found, "cublasLtMatmulAlgoGetHeuristic");
   const float one = 1.0f;
   const float zero = 0.0f;
-  check(cublasLtMatmul(handle, description, &one, g.b.const_data_ptr(), first.get(), g.a.const_data_ptr(),
-                       second.get(), &zero, c.const_data_ptr(), result.get(), c.mutable_data_ptr(),
-                       result.get(), &choice.algo, nullptr, 0, stream),
+  check(cublasLtMatmul(handle, description, &one, g.b.const_data_ptr(), layouts.first.get(),
+                       g.a.const_data_ptr(), layouts.second.get(), &zero, c.const_data_ptr(),
+                       layouts.result.get(), c.mutable_data_ptr(), layouts.result.get(), &*algorithm, nullptr,
+                       0, stream),
         "cublasLtMatmul");
   return true;
 }

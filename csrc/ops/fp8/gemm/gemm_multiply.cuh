@@ -22,6 +22,14 @@ __device__ __forceinline__ void start_products(uint64_t a, uint64_t b, float (&d
 }
 
 template <int kCount>
+__device__ __forceinline__ void clear(float (&sum)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    sum[i] = 0.0f;
+  }
+}
+
+template <int kCount>
 __device__ __forceinline__ void add_to(float (&sum)[kCount], float (&d)[kCount]) {
   device::pin_registers(d);
 #pragma unroll
@@ -30,6 +38,25 @@ __device__ __forceinline__ void add_to(float (&sum)[kCount], float (&d)[kCount])
   }
 }
 
+// Of the 64 rows number `half` of A, and of B, in each stage. Computed from one base, they stay in uniform
+// registers as long as `half` does (device::uniform).
+template <class Shape>
+struct StageDescriptors {
+  uint64_t first_a;
+  uint64_t first_b;
+
+  __device__ __forceinline__ StageDescriptors(const device::GemmRing<Shape>& ring, int half)
+      : first_a(
+            device::k_major_descriptor<device::Swizzle::k128>(ring.a[0] + half * 64 * device::kBlockBytes)),
+        first_b(device::k_major_descriptor<device::Swizzle::k128>(ring.b[0])) {}
+  __device__ __forceinline__ uint64_t a(int stage) const {
+    return device::advance(first_a, static_cast<uint32_t>(stage * Shape::kBytesA));
+  }
+  __device__ __forceinline__ uint64_t b(int stage) const {
+    return device::advance(first_b, static_cast<uint32_t>(stage * Shape::kBytesB));
+  }
+};
+
 // A warpgroup: sum[half] = its 64 rows number `half` of A times all rows of B. kPromoteK: 32, 64 or 128.
 template <class Shape, int kPromoteK, int kHalves>
 __device__ __forceinline__ void multiply_promoted(device::GemmRing<Shape>& ring,
@@ -37,18 +64,15 @@ __device__ __forceinline__ void multiply_promoted(device::GemmRing<Shape>& ring,
                                                   int warpgroup, float (&sum)[kHalves][Shape::kRowsB / 2]) {
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
-#pragma unroll
-    for (int i = 0; i < Shape::kRowsB / 2; ++i) {
-      sum[half][i] = 0.0f;
-    }
+    clear(sum[half]);
   }
+  const StageDescriptors<Shape> descriptors(ring, warpgroup * kHalves);
   for (int block_idx = 0; block_idx < num_blocks; ++block_idx) {
     device::barrier_wait(&ring.full[place.stage], place.parity);
-    const uint64_t b = device::k_major_descriptor<device::Swizzle::k128>(ring.b[place.stage]);
+    const uint64_t b = descriptors.b(place.stage);
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
-      const uint64_t a = device::k_major_descriptor<device::Swizzle::k128>(
-          ring.a[place.stage] + (warpgroup * kHalves + half) * 64 * device::kBlockBytes);
+      const uint64_t a = device::advance(descriptors.a(place.stage), half * 64 * device::kBlockBytes);
 #pragma unroll
       for (int k = 0; k < device::kBlockBytes; k += kPromoteK) {
         float d[Shape::kRowsB / 2];
@@ -71,22 +95,17 @@ __device__ __forceinline__ void multiply_promoted_in_turns(device::GemmRing<Shap
                                                            device::RingPlace<Shape::kStages>& place,
                                                            int num_blocks, int warpgroup,
                                                            float (&sum)[Shape::kRowsB / 2]) {
+  const StageDescriptors<Shape> descriptors(ring, warpgroup);
   const auto start = [&](float(&d)[Shape::kRowsB / 2]) {
     device::barrier_wait(&ring.full[place.stage], place.parity);
     const int stage = place.stage;
-    start_products<Shape, device::kBlockBytes>(
-        device::k_major_descriptor<device::Swizzle::k128>(ring.a[stage] +
-                                                          warpgroup * 64 * device::kBlockBytes),
-        device::k_major_descriptor<device::Swizzle::k128>(ring.b[stage]), d);
+    start_products<Shape, device::kBlockBytes>(descriptors.a(stage), descriptors.b(stage), d);
     place.advance();
     return stage;
   };
   float even[Shape::kRowsB / 2];
   float odd[Shape::kRowsB / 2];
-#pragma unroll
-  for (int i = 0; i < Shape::kRowsB / 2; ++i) {
-    sum[i] = 0.0f;
-  }
+  clear(sum);
   int even_stage = start(even);
   for (int block_idx = 1;; block_idx += 2) {
     if (block_idx == num_blocks) {
@@ -110,16 +129,6 @@ __device__ __forceinline__ void multiply_promoted_in_turns(device::GemmRing<Shap
     device::release_stage(ring, odd_stage);
     add_to(sum, odd);
   }
-}
-
-// 1 / the scale of row or column `index`, which may lie beyond the last.
-__device__ __forceinline__ float inverse_scale(const GemmScale& scale, int64_t index, int64_t count) {
-  return 1.0f / scale.data[(index < count ? index : count - 1) * scale.stride];
-}
-
-// The product of two inverse scales, kept finite so that a sum of zero stays zero.
-__device__ __forceinline__ float joint_factor(float by_row, float by_column) {
-  return fminf(by_row * by_column, 3.402823466e38f);
 }
 
 }  // namespace htree::fp8

@@ -1,80 +1,77 @@
-// How a warp of fp8_gemm writes 16 rows of its sums, kColumns wide, to c [m, n].
+// How a warp of fp8_gemm writes 16 rows of its sums, kColumns wide, to c [m, n]: through shared memory and
+// tensor copies, which cut off what lies outside of c and leave the warp free for the next tile.
 #pragma once
+
+#include <cuda.h>
 
 #include <cstdint>
 
 #include "device/mma.cuh"
 #include "device/numeric.cuh"
 #include "device/shared_address.cuh"
+#include "device/shared_vector.cuh"
 #include "device/stmatrix.cuh"
+#include "device/tma.cuh"
 #include "ops/fp8/gemm/gemm_params.h"
 
 namespace htree::fp8 {
 
 // A thread holds of its warp's 16 rows: element 4 j + 2 h + i is row lane / 4 + 8 h, column
 // 8 j + 2 (lane % 4) + i.
-template <typename Out, int kColumns>
+// kMostBytes: of shared memory for the warp; the boxes are staged as many at a time as it holds.
+template <typename Out, int kColumns, int kMostBytes>
 struct GemmStore {
-  static constexpr bool kStaged = sizeof(Out) == 2;
-  static constexpr int kChunks = kColumns / 8;                   // packs of 16 bytes in a row
-  static constexpr int kPartChunks = kChunks < 8 ? kChunks : 8;  // that are staged at a time
-  static constexpr int kPitch = kPartChunks | 1;  // odd: eight rows of a chunk lie in all banks
-  static_assert(kPartChunks % 2 == 0 && kChunks % kPartChunks == 0);
-  struct Shared {
-    alignas(16) uint4 rows[kStaged ? 16 * kPitch : 1];
+  static constexpr int kRowBytes = kColumns * static_cast<int>(sizeof(Out));
+  // A box is 16 rows x kBoxBytes, swizzled by that width.
+  static constexpr int kBoxBytes = kRowBytes % 128 == 0 ? 128 : 64;
+  static constexpr int kBoxColumns = kBoxBytes / static_cast<int>(sizeof(Out));
+  static constexpr int kBoxes = kColumns / kBoxColumns;
+  static_assert(kBoxes * kBoxColumns == kColumns);
+  static constexpr int kStaged = [] {  // boxes at a time
+    int count = kBoxes;
+    while (count > 1 && (kBoxes % count != 0 || count * 16 * kBoxBytes > kMostBytes)) {
+      --count;
+    }
+    return count;
+  }();
+  struct alignas(1024) Shared {
+    uint8_t boxes[kStaged][16 * kBoxBytes];
   };
 
-  // All lanes of a warp; rows from `row` and columns from `column` on that lie outside of c are left out.
-  static __device__ __forceinline__ void rows(Shared& shared, Out* c, const GemmSizes& sizes, int64_t row,
-                                              int64_t column, const float (&d)[kColumns / 2]) {
-    if constexpr (kStaged) {
-      if (sizes.n % 8 == 0) {
+  // All lanes of a warp. `map`: boxes of c. Behind the last call, finish().
+  static __device__ __forceinline__ void rows(Shared& shared, const CUtensorMap* map, int row, int column,
+                                              const float (&d)[kColumns / 2]) {
+    const int lane = static_cast<int>(threadIdx.x % 32);
 #pragma unroll
-        for (int first = 0; first < kChunks; first += kPartChunks) {
-          __syncwarp();  // the last part has been read
-          stage(shared, first, d);
-          __syncwarp();
-          copy_packs(shared, c, sizes, row, column + 8 * first);
+    for (int first = 0; first < kBoxes; first += kStaged) {
+      if (lane == 0) {
+        device::wait_stores_read<0>();
+      }
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < kStaged; ++i) {
+        stage(device::shared_address(shared.boxes[i]), (first + i) * kBoxColumns, d);
+      }
+      device::fence_async_shared();
+      __syncwarp();
+      if (lane == 0) {
+#pragma unroll
+        for (int i = 0; i < kStaged; ++i) {
+          device::tensor_store_2d(map, shared.boxes[i], column + (first + i) * kBoxColumns, row);
         }
-        return;
-      }
-    }
-    store_pairs(c, sizes, row, column, d);
-  }
-
- private:
-  static __device__ __forceinline__ void stage(Shared& shared, int first, const float (&d)[kColumns / 2]) {
-    const int lane = static_cast<int>(threadIdx.x % 32);
-#pragma unroll
-    for (int chunk = 0; chunk < kPartChunks; chunk += 2) {
-      uint32_t packed[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {  // chunk + i / 2, row half i % 2
-        const int at = (first + chunk + i / 2) * 4 + i % 2 * 2;
-        packed[i] = device::pack_pair<Out>(d[at], d[at + 1]);
-      }
-      // Lane i gives the address of row i % 16, chunk i / 16 of the two.
-      device::store_matrices(device::shared_address(&shared.rows[lane % 16 * kPitch + chunk + lane / 16]),
-                             packed);
-    }
-  }
-
-  static __device__ __forceinline__ void copy_packs(const Shared& shared, Out* c, const GemmSizes& sizes,
-                                                    int64_t row, int64_t column) {
-    const int lane = static_cast<int>(threadIdx.x % 32);
-#pragma unroll
-    for (int i = lane; i < 16 * kPartChunks; i += 32) {
-      const int r = i / kPartChunks;
-      const int chunk = i % kPartChunks;
-      if (row + r < sizes.m && column + 8 * chunk < sizes.n) {
-        *reinterpret_cast<uint4*>(c + (row + r) * sizes.n + column + 8 * chunk) =
-            shared.rows[r * kPitch + chunk];
+        device::commit_stores();
       }
     }
   }
 
-  static __device__ __forceinline__ void store_pairs(Out* c, const GemmSizes& sizes, int64_t row,
-                                                     int64_t column, const float (&d)[kColumns / 2]) {
+  // A thread: the shared memory may go away.
+  static __device__ __forceinline__ void finish() {
+    device::wait_stores<0>();
+  }
+
+  // For c whose rows are not aligned to 16 bytes: all lanes of a warp.
+  static __device__ __forceinline__ void pairs(Out* c, const GemmSizes& sizes, int64_t row, int64_t column,
+                                               const float (&d)[kColumns / 2]) {
     const int lane = static_cast<int>(threadIdx.x % 32);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -83,13 +80,48 @@ struct GemmStore {
         continue;
       }
 #pragma unroll
-      for (int j = 0; j < kChunks; ++j) {
+      for (int j = 0; j < kColumns / 8; ++j) {
         const int64_t at = column + 8 * j + 2 * (lane % 4);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           if (at + i < sizes.n) {
             c[r * sizes.n + at + i] = device::from_acc<Out>(d[4 * j + 2 * h + i]);
           }
+        }
+      }
+    }
+  }
+
+ private:
+  // Where a pack of 16 bytes of a box stands.
+  static __device__ __forceinline__ uint32_t place(uint32_t box, int row, int pack) {
+    const int turned = kBoxBytes == 128 ? pack ^ (row % 8) : pack ^ (row / 2 % 4);
+    return box + static_cast<uint32_t>(row * kBoxBytes + turned * 16);
+  }
+
+  // Columns from `first` on into one box.
+  static __device__ __forceinline__ void stage(uint32_t box, int first, const float (&d)[kColumns / 2]) {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    if constexpr (sizeof(Out) == 2) {
+#pragma unroll
+      for (int pack = 0; pack < kBoxBytes / 16; pack += 2) {
+        uint32_t packed[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {  // pack + i / 2, row half i % 2
+          const int at = (first / 8 + pack + i / 2) * 4 + i % 2 * 2;
+          packed[i] = device::pack_pair<Out>(d[at], d[at + 1]);
+        }
+        // Lane i gives the address of row i % 16, pack i / 16 of the two.
+        device::store_matrices(place(box, lane % 16, pack + lane / 16), packed);
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < kBoxColumns / 8; ++j) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int at = (first / 8 + j) * 4 + 2 * h;
+          device::store_shared_8(place(box, lane / 4 + 8 * h, 2 * j + lane % 4 / 2) + lane % 2 * 8, d[at],
+                                 d[at + 1]);
         }
       }
     }

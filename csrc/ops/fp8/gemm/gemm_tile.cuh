@@ -9,10 +9,19 @@
 
 #include "device/kernel_overlap.cuh"
 #include "device/tile_order.cuh"
+#include "ops/fp8/gemm/gemm_copy.cuh"
 #include "ops/fp8/gemm/gemm_multiply.cuh"
+#include "ops/fp8/gemm/gemm_scale.cuh"
 #include "ops/fp8/gemm/gemm_store.cuh"
 
 namespace htree::fp8 {
+
+// Inverse scales of a tile's columns.
+template <int kColumns>
+struct ColumnFactors {
+  float first[kColumns];
+  float second[kColumns];
+};
 
 template <typename Out_, int kWarpgroups_, int kRows_, int kColumns_, int kStages_, int kPromoteK_,
           int kCluster_>
@@ -25,30 +34,34 @@ struct GemmTileTraits {
   static constexpr int kWarpgroups = kWarpgroups_;          // that multiply
   static constexpr int kHalves = kRows / 64 / kWarpgroups;  // 64-row parts of a warpgroup
   static_assert(kHalves * kWarpgroups * 64 == kRows);
-  static constexpr bool kInTurns = kHalves == 1 && kPromoteK == device::kBlockBytes;
-  using Shape = device::GemmShape<__nv_fp8_e4m3, kRows, kColumns, kStages_, kCluster, kWarpgroups>;
   static constexpr int kThreads = 128 * (1 + kWarpgroups);
   static constexpr bool kShiftsRegisters = kWarpgroups > 1;
-  static constexpr int kLoaderRegisters = 40;
-  static constexpr int kMultiplierRegisters = 232;
-  static_assert(!kShiftsRegisters || kLoaderRegisters + kWarpgroups * kMultiplierRegisters <= 504);
-  static constexpr int kLoadedRows = kRows / kCluster;  // of a, by one block
-  static_assert(kLoadedRows % 8 == 0);                  // whole rows of the swizzle
-  using Store = GemmStore<Out, kColumns>;
+  static constexpr int kLoaderRegisters = kWarpgroups == 2 ? 24 : 32;
+  static constexpr int kMultiplierRegisters = kWarpgroups == 2 ? 240 : 152;
+  static_assert(!kShiftsRegisters || (kLoaderRegisters + kWarpgroups * kMultiplierRegisters) * 128 <= 65536);
+  // Two sets of accumulators where a warpgroup has the registers for them.
+  static constexpr bool kInTurns = kHalves == 1 && kWarpgroups <= 2 && kPromoteK == device::kBlockBytes;
+  using Shape = device::GemmShape<__nv_fp8_e4m3, kRows, kColumns, kStages_, kCluster, kWarpgroups>;
+
+  static constexpr int kMostSharedBytes = 232448 - 1024;  // less what aligning the base may cost
+  static constexpr int kSharedBesideStore =
+      static_cast<int>(sizeof(device::GemmRing<Shape>) + kWarpgroups * 2 * sizeof(ColumnFactors<kColumns>));
+  static constexpr int kStoreBytes = (kMostSharedBytes - kSharedBesideStore) / (4 * kWarpgroups);  // per warp
+  using Store = GemmStore<Out, kColumns, kStoreBytes>;
 
   struct Shared {
     device::GemmRing<Shape> ring;
-    typename Store::Shared store[kWarpgroups * 4];  // per warp
-    float by_column[kWarpgroups][2][kColumns];  // inverse scales of the tile's columns, of two tiles in turn
+    typename Store::Shared store[kWarpgroups * 4];      // per warp
+    ColumnFactors<kColumns> by_column[kWarpgroups][2];  // of two tiles in turn
   };
-  static constexpr int kSharedBytes = sizeof(Shared) + 1024;  // room to align the base
+  static constexpr int kSharedBytes = sizeof(Shared) + 1024;
   static_assert(kSharedBytes <= 232448);
 };
 
-// Tensor copies of a [m, k] and b [n, k] by boxes of 128 bytes x kLoadedRows or kColumns rows.
 struct GemmTileMaps {
-  CUtensorMap a;
-  CUtensorMap b;
+  GemmOperandMaps a;  // [m, k]
+  GemmOperandMaps b;  // [n, k]
+  CUtensorMap c;      // [m, n], boxes of GemmStore; unused where `copies_c` is false
 };
 
 template <typename Out>
@@ -58,6 +71,7 @@ struct GemmTileArguments {
   GemmScale b_scale;
   Out* c;  // [m, n], contiguous
   int num_blocks;
+  bool copies_c;  // its rows are aligned to 16 bytes
 };
 
 // Places of the block's tiles, one after the other: visit(row tile, column tile).
@@ -73,34 +87,30 @@ __device__ __forceinline__ void for_tiles(const device::TileOrder& order, Visit&
 
 template <class Tr>
 __device__ __forceinline__ void load_tiles(typename Tr::Shared& shared, const GemmTileMaps& maps,
-                                           const device::TileOrder& order, int num_blocks) {
+                                           const device::TileOrder& order,
+                                           const GemmTileArguments<typename Tr::Out>& p) {
   using Shape = typename Tr::Shape;
   device::RingPlace<Shape::kStages> place;
   for_tiles<Tr>(order, [&](int row_tile, int column_tile) {
-    device::fill_ring<Shape>(
-        shared.ring, place, num_blocks, [&](uint8_t* a, uint8_t* b, int block_idx, device::Barrier* full) {
-          const int k = block_idx * Shape::kBlockK;
-          if constexpr (Tr::kCluster > 1) {
-            const int first = static_cast<int>(device::cluster_block_rank()) * Tr::kLoadedRows;
-            device::tensor_load_2d_multicast(a + first * device::kBlockBytes, &maps.a, k,
-                                             row_tile * Tr::kRows + first, full, (1 << Tr::kCluster) - 1);
-          } else {
-            device::tensor_load_2d(a, &maps.a, k, row_tile * Tr::kRows, full);
-          }
-          device::tensor_load_2d(b, &maps.b, k, column_tile * Tr::kColumns, full);
-        });
+    const OperandCopy<Tr::kRows, Tr::kCluster> of_a(maps.a, int64_t{row_tile} * Tr::kRows, p.sizes.m);
+    const OperandCopy<Tr::kColumns, 1> of_b(maps.b, int64_t{column_tile} * Tr::kColumns, p.sizes.n);
+    device::fill_ring<Shape>(shared.ring, place, p.num_blocks, of_a.bytes + of_b.bytes,
+                             [&](uint8_t* a, uint8_t* b, int block_idx, device::Barrier* full) {
+                               of_a.start(a, block_idx * Shape::kBlockK, full);
+                               of_b.start(b, block_idx * Shape::kBlockK, full);
+                             });
   });
 }
 
-// A warp scales its 16 rows. `by_column` points at the inverse scales of the tile's columns, or is null where
-// all have the one that by_row holds already.
+// A warp scales its 16 rows. `by_column` points at factors of the columns, or is null where those of the rows
+// hold them already.
 template <int kColumns>
-__device__ __forceinline__ void scale_rows(const float (&by_row)[2], const float* by_column,
+__device__ __forceinline__ void scale_rows(float by_upper_row, float by_lower_row, const float* by_column,
                                            float (&d)[kColumns / 2]) {
   if (by_column == nullptr) {
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) {
-      d[i] *= by_row[i / 2 % 2];
+      d[i] *= i / 2 % 2 == 0 ? by_upper_row : by_lower_row;
     }
     return;
   }
@@ -108,36 +118,59 @@ __device__ __forceinline__ void scale_rows(const float (&by_row)[2], const float
 #pragma unroll
   for (int j = 0; j < kColumns / 8; ++j) {
     const float2 two = *reinterpret_cast<const float2*>(by_column + 8 * j + 2 * (lane % 4));
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      d[4 * j + 2 * h] *= joint_factor(by_row[h], two.x);
-      d[4 * j + 2 * h + 1] *= joint_factor(by_row[h], two.y);
-    }
+    d[4 * j] *= joint_factor(by_upper_row, two.x);
+    d[4 * j + 1] *= joint_factor(by_upper_row, two.y);
+    d[4 * j + 2] *= joint_factor(by_lower_row, two.x);
+    d[4 * j + 3] *= joint_factor(by_lower_row, two.y);
+  }
+}
+
+// What a warpgroup does for a tile none of whose rows it has.
+template <class Shape>
+__device__ __forceinline__ void skip_blocks(device::GemmRing<Shape>& ring,
+                                            device::RingPlace<Shape::kStages>& place, int num_blocks) {
+  for (int block_idx = 0; block_idx < num_blocks; ++block_idx) {
+    device::barrier_wait(&ring.full[place.stage], place.parity);
+    device::release_stage(ring, place.stage);
+    place.advance();
   }
 }
 
 template <class Tr>
 __device__ __forceinline__ void multiply_tiles(typename Tr::Shared& shared, const device::TileOrder& order,
-                                               const GemmTileArguments<typename Tr::Out>& p) {
+                                               const GemmTileArguments<typename Tr::Out>& p,
+                                               const CUtensorMap& map_c, int warpgroup) {
   using Shape = typename Tr::Shape;
-  const int warpgroup = static_cast<int>(threadIdx.x / 128) - 1;
   const int warp_in_group = static_cast<int>(threadIdx.x / 32 % 4);
   const int thread = static_cast<int>(threadIdx.x % 128);
   const int lane = thread % 32;
-  const bool one_column_scale = p.b_scale.stride == 0;
+  // One scale for all of c is known from the start.
+  const bool single = p.a_scale.stride == 0 && p.b_scale.stride == 0;
+  const ScaleFactors by_all = joint_factors(split_inverse(*p.a_scale.data), split_inverse(*p.b_scale.data));
   device::RingPlace<Shape::kStages> place;
   int slot = 0;
   for_tiles<Tr>(order, [&](int row_tile, int column_tile) {
     const int column = column_tile * Tr::kColumns;
-    const int first_row = row_tile * Tr::kRows + warpgroup * Tr::kHalves * 64 + warp_in_group * 16;
-    // The scales are fetched before the products, which hide their latency, and used behind them.
-    float by_row[Tr::kHalves][2];
-#pragma unroll
-    for (int i = 0; i < 2 * Tr::kHalves; ++i) {
-      by_row[i / 2][i % 2] =
-          inverse_scale(p.a_scale, first_row + i / 2 * 64 + i % 2 * 8 + lane / 4, p.sizes.m);
+    const int group_row = row_tile * Tr::kRows + warpgroup * Tr::kHalves * 64;
+    if (group_row >= p.sizes.m) {
+      skip_blocks(shared.ring, place, p.num_blocks);
+      return;
     }
-    const float by_own_column = inverse_scale(p.b_scale, column + thread, p.sizes.n);
+    const int first_row = group_row + warp_in_group * 16;
+    // The scales are fetched before the products, which hide their latency, and used behind them.
+    constexpr int kOwnColumns = (Tr::kColumns + 127) / 128;
+    float row_scale[2 * Tr::kHalves] = {};
+    float column_scale[kOwnColumns] = {};
+    if (!single) {
+#pragma unroll
+      for (int i = 0; i < 2 * Tr::kHalves; ++i) {
+        row_scale[i] = fetch_scale(p.a_scale, first_row + i / 2 * 64 + i % 2 * 8 + lane / 4, p.sizes.m);
+      }
+#pragma unroll
+      for (int i = 0; i < kOwnColumns; ++i) {
+        column_scale[i] = fetch_scale(p.b_scale, column + thread + 128 * i, p.sizes.n);
+      }
+    }
 
     float sum[Tr::kHalves][Tr::kColumns / 2];
     if constexpr (Tr::kInTurns) {
@@ -146,29 +179,60 @@ __device__ __forceinline__ void multiply_tiles(typename Tr::Shared& shared, cons
       multiply_promoted<Shape, Tr::kPromoteK, Tr::kHalves>(shared.ring, place, p.num_blocks, warpgroup, sum);
     }
 
-    const float* by_column = nullptr;
-    if (one_column_scale) {
+    ScaleFactors by_row[2 * Tr::kHalves];
+    const ColumnFactors<Tr::kColumns>* by_column = nullptr;
+    bool has_second = by_all.second != 1.0f;
+    if (single) {
 #pragma unroll
       for (int i = 0; i < 2 * Tr::kHalves; ++i) {
-        by_row[i / 2][i % 2] = joint_factor(by_row[i / 2][i % 2], by_own_column);
+        by_row[i] = by_all;
       }
     } else {
+      has_second = false;
       // Two slots in turn: who writes one has passed the barrier of the tile before, behind which nobody
       // reads it any more.
-      by_column = shared.by_column[warpgroup][slot];
-      if (thread < Tr::kColumns) {
-        shared.by_column[warpgroup][slot][thread] = by_own_column;
+      ColumnFactors<Tr::kColumns>& slot_factors = shared.by_column[warpgroup][slot];
+#pragma unroll
+      for (int i = 0; i < kOwnColumns; ++i) {
+        const int at = thread + 128 * i;
+        if (at < Tr::kColumns) {
+          const ScaleFactors factors = split_inverse(column_scale[i]);
+          slot_factors.first[at] = factors.first;
+          slot_factors.second[at] = factors.second;
+          has_second |= factors.second != 1.0f;
+        }
       }
+#pragma unroll
+      for (int i = 0; i < 2 * Tr::kHalves; ++i) {
+        by_row[i] = split_inverse(row_scale[i]);
+        has_second |= by_row[i].second != 1.0f;
+      }
+      by_column = &slot_factors;
       slot ^= 1;
-      device::named_barrier_sync(1 + warpgroup, 128);
+      has_second = device::named_barrier_any(1 + warpgroup, 128, has_second);
     }
 #pragma unroll
     for (int half = 0; half < Tr::kHalves; ++half) {
-      scale_rows<Tr::kColumns>(by_row[half], by_column, sum[half]);
-      Tr::Store::rows(shared.store[warpgroup * 4 + warp_in_group], p.c, p.sizes, first_row + half * 64,
-                      column, sum[half]);
+      const ScaleFactors& upper = by_row[2 * half];
+      const ScaleFactors& lower = by_row[2 * half + 1];
+      scale_rows<Tr::kColumns>(upper.first, lower.first, by_column == nullptr ? nullptr : by_column->first,
+                               sum[half]);
+      if (has_second) {
+        scale_rows<Tr::kColumns>(upper.second, lower.second,
+                                 by_column == nullptr ? nullptr : by_column->second, sum[half]);
+      }
+      const int row = first_row + half * 64;
+      if (p.copies_c) {
+        Tr::Store::rows(shared.store[warpgroup * 4 + warp_in_group], &map_c, row, column, sum[half]);
+      } else {
+        Tr::Store::pairs(p.c, p.sizes, row, column, sum[half]);
+      }
     }
   });
+  if (lane == 0) {
+    Tr::Store::finish();
+  }
+  __syncwarp();
 }
 
 template <class Tr>
@@ -182,8 +246,8 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   if (threadIdx.x == 0) {
     device::init_ring(shared.ring);
     device::fence_barrier_init();
-    device::prefetch_descriptor(&maps.a);
-    device::prefetch_descriptor(&maps.b);
+    device::prefetch_descriptor(&maps.a.whole);
+    device::prefetch_descriptor(&maps.b.whole);
   }
   if constexpr (Tr::kCluster > 1) {
     device::cluster_sync();
@@ -194,19 +258,20 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     device::let_next_kernel_begin();
   }
   device::wait_for_previous_kernels();
-  if (threadIdx.x < 128) {
+  const int group = device::uniform(static_cast<int>(threadIdx.x / 128));
+  if (group == 0) {
     if constexpr (Tr::kShiftsRegisters) {
       device::lower_registers<Tr::kLoaderRegisters>();
     }
     if (threadIdx.x == 0) {
-      load_tiles<Tr>(shared, maps, order, p.num_blocks);
+      load_tiles<Tr>(shared, maps, order, p);
     }
     __syncwarp();
   } else {
     if constexpr (Tr::kShiftsRegisters) {
       device::raise_registers<Tr::kMultiplierRegisters>();
     }
-    multiply_tiles<Tr>(shared, order, p);
+    multiply_tiles<Tr>(shared, order, p, maps.c, group - 1);
   }
   if constexpr (Tr::kCluster > 1) {
     device::cluster_sync();  // no block leaves while another may still signal its barriers

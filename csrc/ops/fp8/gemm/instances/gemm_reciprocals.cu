@@ -1,10 +1,13 @@
 #include "device/kernel_overlap.cuh"
 #include "host/launch_cluster.h"
 #include "ops/fp8/gemm/gemm_launch.h"
+#include "ops/fp8/gemm/gemm_scale.cuh"
 
 namespace htree::fp8 {
 namespace {
 
+// Of single scales, two factors whose product is 1 / (a b), of about equal exponents where it is near the
+// bounds of fp32.
 __global__ void reciprocals_kernel(GemmScale a, int64_t num_a, float* out_a, GemmScale b, int64_t num_b,
                                    float* out_b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -12,7 +15,13 @@ __global__ void reciprocals_kernel(GemmScale a, int64_t num_a, float* out_a, Gem
   device::wait_for_previous_kernels();
 #endif
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (i < num_a) {
+  if (num_a + num_b == 2) {
+    if (i == 0) {
+      const ScaleFactors factors = joint_factors(split_inverse(*a.data), split_inverse(*b.data));
+      *out_a = factors.first;
+      *out_b = factors.second;
+    }
+  } else if (i < num_a) {
     out_a[i] = 1.0f / a.data[i * a.stride];
   } else if (i - num_a < num_b) {
     out_b[i - num_a] = 1.0f / b.data[(i - num_a) * b.stride];

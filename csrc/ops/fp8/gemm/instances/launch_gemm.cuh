@@ -29,6 +29,28 @@ inline cudaError_t count_multiprocessors(int& count) {
                               : cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
 }
 
+// For tiles of kRows rows of an operand, of which kSharing blocks copy a share each.
+template <int kRows, int kSharing>
+GemmOperandMaps operand_maps(const GemmOperand& x, int64_t rows, int64_t columns) {
+  const int rest = static_cast<int>(rows % kRows);
+  return {code_map(x, rows, columns, kRows / kSharing), code_map(x, rows, columns, rest == 0 ? kRows : rest)};
+}
+
+// Boxes in which c is written.
+template <class Store, typename Out>
+CUtensorMap result_map(const GemmParams<Out>& p) {
+  TensorBox box;
+  box.data = p.c;
+  box.type = sizeof(Out) == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+  box.sizes[0] = static_cast<uint64_t>(p.sizes.n);
+  box.sizes[1] = static_cast<uint64_t>(p.sizes.m);
+  box.strides_bytes[0] = static_cast<uint64_t>(p.sizes.n) * sizeof(Out);
+  box.box[0] = Store::kBoxColumns;
+  box.box[1] = 16;
+  box.swizzle = Store::kBoxBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+  return make_tensor_map(box);
+}
+
 template <class Tr>
 cudaError_t launch_tiles(const GemmParams<typename Tr::Out>& p, int group, cudaStream_t stream) {
   using Out = typename Tr::Out;
@@ -38,11 +60,14 @@ cudaError_t launch_tiles(const GemmParams<typename Tr::Out>& p, int group, cudaS
     return error;
   }
   const GemmSizes& s = p.sizes;
-  const GemmTileMaps maps{code_map(p.a, s.m, s.k, Tr::kLoadedRows), code_map(p.b, s.n, s.k, Tr::kColumns)};
+  const bool copies_c = s.n * static_cast<int64_t>(sizeof(Out)) % 16 == 0;
+  const GemmTileMaps maps{operand_maps<Tr::kRows, Tr::kCluster>(p.a, s.m, s.k),
+                          operand_maps<Tr::kColumns, 1>(p.b, s.n, s.k),
+                          copies_c ? result_map<typename Tr::Store>(p) : CUtensorMap{}};
   constexpr int kClusterColumns = Tr::kColumns * Tr::kCluster;
   const device::TileOrder order{static_cast<int>((s.m + Tr::kRows - 1) / Tr::kRows),
                                 static_cast<int>((s.n + kClusterColumns - 1) / kClusterColumns), group};
-  const GemmTileArguments<Out> arguments{s, p.a_scale, p.b_scale, p.c, num_code_blocks(s)};
+  const GemmTileArguments<Out> arguments{s, p.a_scale, p.b_scale, p.c, num_code_blocks(s), copies_c};
   const int clusters = std::min(processors / Tr::kCluster, order.count());
   return launch_overlapping_cluster(gemm_tile_kernel<Tr>,
                                     dim3(static_cast<unsigned>(clusters * Tr::kCluster)), Tr::kThreads,
@@ -57,11 +82,14 @@ cudaError_t launch_streams(const GemmParams<typename Tr::Out>& p, cudaStream_t s
     return error;
   }
   const GemmSizes& s = p.sizes;
-  const GemmStreamMaps maps{code_map(p.a, s.m, s.k, Tr::kRows), code_map(p.b, s.n, s.k, Tr::kColumns)};
+  if (num_code_blocks(s) < Tr::kParts) {
+    return cudaErrorNotSupported;  // every block of a cluster has its part
+  }
+  const GemmStreamMaps maps{operand_maps<Tr::kRows, 1>(p.a, s.m, s.k),
+                            operand_maps<Tr::kColumns, 1>(p.b, s.n, s.k)};
   const dim3 grid(static_cast<unsigned>((s.n + Tr::kColumns - 1) / Tr::kColumns * Tr::kParts),
                   static_cast<unsigned>((s.m + Tr::kRows - 1) / Tr::kRows));
-  const auto processor_count = static_cast<unsigned>(processors);
-  const bool overlaps = grid.x <= processor_count && grid.y == 1;
+  const bool overlaps = grid.x * grid.y <= static_cast<unsigned>(processors);
   return launch_with(overlaps, gemm_stream_kernel<Tr>, grid, Tr::kThreads, Tr::kSharedBytes, Tr::kParts,
                      stream, maps, p, num_code_blocks(s));
 }
@@ -85,23 +113,23 @@ cudaError_t launch_described(const GemmParams<Out>& p, const GemmConfig& c, cuda
 template <typename Out>
 cudaError_t launch_gemm_tile(const GemmParams<Out>& p, const GemmConfig& c, cudaStream_t stream) {
   return launch_described<
-      GemmTileTraits<Out, 1, 64, 32, 15, 128, 1>, GemmTileTraits<Out, 1, 64, 64, 12, 128, 1>,
-      GemmTileTraits<Out, 2, 128, 64, 8, 128, 1>, GemmTileTraits<Out, 2, 128, 128, 5, 128, 1>,
+      GemmTileTraits<Out, 1, 64, 64, 12, 128, 1>, GemmTileTraits<Out, 2, 128, 64, 8, 128, 1>,
+      GemmTileTraits<Out, 2, 128, 96, 7, 128, 1>, GemmTileTraits<Out, 2, 128, 128, 5, 128, 1>,
+      GemmTileTraits<Out, 3, 192, 128, 4, 128, 1>,
       // named by tuples of the tuning space
       GemmTileTraits<Out, 2, 128, 128, 5, 64, 1>, GemmTileTraits<Out, 2, 256, 128, 4, 64, 2>>(p, c, stream);
 }
 
-template <typename Out, int kRows>
+template <typename Out, int kRows, int kParts>
 cudaError_t launch_stream_parts(const GemmParams<Out>& p, const GemmConfig& c, cudaStream_t stream) {
-  switch (c.stages == 8 ? c.cluster : 0) {
-    case 1:
-      return launch_streams<GemmStreamTraits<Out, kRows, 8, 1>>(p, stream);
-    case 2:
-      return launch_streams<GemmStreamTraits<Out, kRows, 8, 2>>(p, stream);
-    case 4:
-      return launch_streams<GemmStreamTraits<Out, kRows, 8, 4>>(p, stream);
-    default:
-      return cudaErrorNotSupported;
+  constexpr int kStages = stream_stages(kRows, kParts);
+  if (c.parts == kParts && c.stages == kStages) {
+    return launch_streams<GemmStreamTraits<Out, kRows, kStages, kParts>>(p, stream);
+  }
+  if constexpr (kParts > least_parts(kRows)) {
+    return launch_stream_parts<Out, kRows, kParts / 2>(p, c, stream);
+  } else {
+    return cudaErrorNotSupported;
   }
 }
 
@@ -109,11 +137,17 @@ template <typename Out>
 cudaError_t launch_gemm_stream(const GemmParams<Out>& p, const GemmConfig& c, cudaStream_t stream) {
   switch (c.rows) {
     case 16:
-      return launch_stream_parts<Out, 16>(p, c, stream);
+      return launch_stream_parts<Out, 16, kMostParts>(p, c, stream);
     case 32:
-      return launch_stream_parts<Out, 32>(p, c, stream);
+      return launch_stream_parts<Out, 32, kMostParts>(p, c, stream);
     case 64:
-      return launch_stream_parts<Out, 64>(p, c, stream);
+      return launch_stream_parts<Out, 64, kMostParts>(p, c, stream);
+    case 80:
+      return launch_stream_parts<Out, 80, kMostParts>(p, c, stream);
+    case 96:
+      return launch_stream_parts<Out, 96, kMostParts>(p, c, stream);
+    case 128:
+      return launch_stream_parts<Out, 128, kMostParts>(p, c, stream);
     default:
       return cudaErrorNotSupported;
   }
