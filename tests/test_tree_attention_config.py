@@ -282,11 +282,27 @@ def test_other_gradients_are_made_for_each_query(options: dict[str, int | bool])
 
 
 @pytest.mark.parametrize("length", [32_768, 131_072, 1_048_576])
-@pytest.mark.parametrize(("stride", "share"), [(1, 880), (16, 352)])
+@pytest.mark.parametrize(("stride", "share"), [(1, 800), (16, 272)])
 def test_the_backward_keeps_to_its_scratch(length: int, stride: int, share: int) -> None:
-    """Rows of a chunk take what the partial sums of blocks leave of 1408 MiB."""
+    """Rows of a chunk take what the partial sums of blocks leave of 1856 MiB."""
     sizes = (1, length, length, 32, 4, 128, 128)
     queries = int(choices(sizes, selection_stride=stride, backward=True)["query_chunk"])
     records = 0 if stride == 16 else 2 * 256
     assert queries % stride == 0
     assert queries * 32 * (records + 4 * 128 + 16) <= share * 2**20
+
+
+@pytest.mark.parametrize("num_sms", [132, 114, 78, 1])
+@pytest.mark.parametrize("stride", [1, 3, 4, 16])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 4), (64, 4), (16, 2), (24, 3)])
+def test_chunks_of_blocks_are_whole_waves(heads: int, kv_heads: int, stride: int, num_sms: int) -> None:
+    """A block of gradients has a list of its SM, so the tasks of a chunk fill all SMs to the last."""
+    sizes = (1, 524_288, 524_288, heads, kv_heads, 128, 128)
+    found = choices(sizes, selection_stride=stride, num_sms=num_sms, backward=True)
+    assert found["top_gradients"] == "block"
+    queries, run = int(found["query_chunk"]), stride if found["gradients"] == "block" else 16
+    assert queries % stride == 0
+    assert queries % run == 0
+    assert queries < 524_288
+    tasks = queries // run * -(-run * heads // kv_heads // 128) * kv_heads
+    assert tasks % num_sms == 0

@@ -1,6 +1,6 @@
 // attention_backward on CUDA: docs/semantics.md §1.10. Deterministic, without float atomics. Scratch beyond
-// the fp32 sums of dK and dV and the tree: at most kBackwardScratchBytes, and kScoreBytes more where
-// the parents have to be recomputed (1.8 GiB together) at any T, as long as one list of one batch fits.
+// the fp32 sums of dK and dV and the tree: at most kBackwardScratchBytes (1.8 GiB) at any T, as
+// long as one list of one batch fits.
 #include <c10/cuda/CUDAException.h>
 
 #include "host/launch.h"

@@ -59,6 +59,7 @@ struct AttentionConfig {
   int64_t query_chunk = 0;      // queries of a chunk, a multiple of the stride
   int64_t selection_chunk = 0;  // lists whose scores are in memory at a time
   int64_t top_chunk = 0;        // lists whose importances at a dense top are in memory at a time
+  int64_t num_sms = 1;          // launches of block_gradient/ take whole waves
 };
 
 // Temporary memory of the forward beyond the output, stored parents and one re-laid copy of K and V, in
@@ -216,15 +217,16 @@ inline AttentionConfig choose_attention_config(const AttentionProblem& p, const 
 
 // Chunks of the backward: records and numbers of the queries, dQ between layers, masks, the inverse of one
 // layer's lists and the lists of every layer. The last count whether they are stored or recomputed: the order
-// of the fp32 sums, and so every bit, is the same either way. Scores of recomputed lists (kScoreBytes)
-// come on top.
-constexpr int64_t kBackwardScratchBytes = int64_t{1408} << 20;
-// What blocks leave for dK and dV of their lists takes this much of it: two tasks per SM of an H200 at
-// head dim 128 and k = 512.
-constexpr int64_t kPartialSumBytes = int64_t{1056} << 20;
+// of the fp32 sums, and so every bit, is the same either way. The same holds of the scores of recomputed
+// lists (kScoreBytes), which lie where blocks leave their sums later, if there are blocks.
+constexpr int64_t kBackwardScratchBytes = int64_t{1856} << 20;
+// What blocks leave for dK and dV of their lists takes this much of it: three tasks per SM of an H200 at
+// head dim 128 and k = 512. The more lists a launch has, the less often are the running sums of a parent read
+// and written: with two tasks per SM they are a fifth of all bytes at 131072 tokens.
+constexpr int64_t kPartialSumBytes = int64_t{1584} << 20;
 
-// A block of gradients multiplies 128 rows (query, head) of a list, used or not; below this many the kernels
-// that take a warp per query do less work.
+// A block of gradients multiplies kGradientRows rows (query, head) of a list, used or not; below this many
+// the kernels that take a warp per query do less work.
 constexpr int64_t kMinGradientBlockRows = 32;
 // The same at the top, where all lists hold the same parents and a block takes kGradientRun tokens.
 constexpr int64_t kMinTopGradientRows = 64;
@@ -234,8 +236,8 @@ constexpr int64_t kMinParentGroup = 4, kMaxParentGroup = 8;
 // Query heads that the registers of a warp of union_gradient/ hold beside their gradients.
 constexpr int64_t kMaxUnionGroup = 8;
 
-// Where queries have lists of their own, what blocks leave at the top, where they need none. One task per SM.
-constexpr int64_t kTopSumBytes = kPartialSumBytes / 2;
+// Where queries have lists of their own, what blocks leave at the top, which needs none: two tasks per SM.
+constexpr int64_t kTopSumBytes = int64_t{1056} << 20;
 
 // `gather` of the result is that of the gradients: kPrivate, or kBlock, see block_gradient/.
 inline AttentionConfig choose_backward_config(const AttentionProblem& p, const DeviceFacts& device,
@@ -259,13 +261,21 @@ inline AttentionConfig choose_backward_config(const AttentionProblem& p, const D
                              : 2 * (p.key_dim + p.value_dim);
   const int64_t scratch = kBackwardScratchBytes - (blocks             ? kPartialSumBytes
                                                    : config.block_top ? kTopSumBytes
-                                                                      : 0);
+                                                                      : kScoreBytes);
   const int64_t per_list =
       stride * p.num_heads * (record + 16 + 4 * p.key_dim) +
       p.num_kv_heads * (p.args.top_k * 4 * p.layers() + p.args.top_k * p.args.compression_rate / 8 +
                         ceil_div(p.num_keys, p.args.compression_rate) / 64 + 64);
   const int64_t lists = std::max<int64_t>(1, scratch / per_list);
-  const int64_t used = std::max<int64_t>(1, std::min(lists, p.num_lists()));
+  int64_t used = std::max<int64_t>(1, std::min(lists, p.num_lists()));
+  config.num_sms = device.num_sms;
+  if ((blocks || config.block_top) && used < p.num_lists()) {
+    // whole waves of tasks of block_gradient/
+    const int64_t run = blocks ? stride : kGradientRun;
+    const int64_t tasks = ceil_div(run * group, kGradientRows) * p.num_kv_heads;
+    const int64_t wave = std::lcm(run * (device.num_sms / std::gcd(device.num_sms, tasks)), stride) / stride;
+    used -= used > wave ? used % wave : 0;
+  }
   config.query_chunk = used * stride;
   config.batch_chunk = std::clamp<int64_t>(lists / used, 1, config.batch_chunk);
   config.selection_chunk = std::min(config.selection_chunk, used);

@@ -281,6 +281,7 @@ class BackwardRun {
     layer.blocks = blocks_of_list(call_, layer_idx);
     layer.partials = scratch<char>(at_.partials);
     layer.partial_bytes = at_.partial_bytes;
+    layer.num_sms = call_.config.num_sms;
     return run_block_layer(call_.shape, layer, stream_);
   }
 

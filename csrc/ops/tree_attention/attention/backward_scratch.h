@@ -80,8 +80,8 @@ struct BackwardScratch {
             std::max(partial_bytes, std::min(most, layer_runs(call, i) ? runs : list_rows) * per_list);
       }
     }
-    partials = take(partial_bytes);
-    scores = take(recompute ? score_scratch_bytes(call) : 0);
+    // scores are there while lists are selected, before the first sum
+    scores = partials = take(std::max(partial_bytes, recompute ? score_scratch_bytes(call) : 0));
   }
 };
 

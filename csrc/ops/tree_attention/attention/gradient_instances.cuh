@@ -37,23 +37,22 @@ void launch_key_gradient_instance(const KeyGradientParams& params, cudaStream_t 
            kBytes, stream>>>(params);
 }
 
-template <typename T, int kDim, int kParentsPerBlock>
-void launch_parent_gradient_blocks(const KeyGradientParams& params, cudaStream_t stream) {
-  auto kernel = parent_gradient_kernel<T, kDim, kParentsPerBlock>;
-  constexpr int kBytes = UserStage<kDim>::kSharedBytes;
+template <typename T, int kDim, int kWarps>
+void launch_parent_gradient_warps(const KeyGradientParams& params, cudaStream_t stream) {
+  auto kernel = parent_gradient_kernel<T, kDim, kWarps>;
+  constexpr int kBytes = kWarps * UserStage<kDim>::kWarpBytes;
   allow_shared_bytes(kernel, kBytes);
   const GatherParams& p = params.common.gather;
-  const dim3 grid(static_cast<unsigned>(ceil_div(p.num_parents, kParentsPerBlock)),
-                  p.num_batches * p.num_kv_heads);
-  kernel<<<grid, kParentWarps * 32, kBytes, stream>>>(params);
+  const dim3 grid(static_cast<unsigned>(p.num_parents), p.num_batches * p.num_kv_heads);
+  kernel<<<grid, kWarps * 32, kBytes, stream>>>(params);
 }
 
 template <typename T, int kDim>
 void launch_parent_gradient_instance(const KeyGradientParams& params, cudaStream_t stream) {
   if (params.entries) {
-    launch_parent_gradient_blocks<T, kDim, kParentWarps>(params, stream);
+    launch_parent_gradient_warps<T, kDim, 1>(params, stream);
   } else {
-    launch_parent_gradient_blocks<T, kDim, 1>(params, stream);
+    launch_parent_gradient_warps<T, kDim, kSharedParentWarps>(params, stream);
   }
 }
 

@@ -11,6 +11,10 @@ constexpr int kTensorCoreRate = 16;  // r of every tensor-core kernel
 // Queries that share a task of block_gradient/ at the top, where they need no lists.
 constexpr int kGradientRun = 16;
 
+// Query rows (query, head) of a task of block_gradient/: a list has stride * G of them in
+// ceil(stride * G / kGradientRows) tasks.
+constexpr int kGradientRows = 128;
+
 // A parent's block of re-laid keys and values, see parent_block.cuh.
 constexpr int64_t parent_block_bytes(int64_t key_dim, int64_t value_dim) {
   return kTensorCoreRate * (2 * key_dim + 4 + 2 * value_dim);

@@ -51,11 +51,11 @@ template <int kDim>
 __device__ __forceinline__ void turn_user(uint32_t (&q)[kDim / 8], uint32_t turns) {
   constexpr int kPairs = kDim / 16;
   __half2 cosine[kPairs], sine[kPairs];
-  const uint32_t at = turns + threadIdx.x % 4 * (kDim / 2);
+  const uint32_t at = turns + threadIdx.x % 4 * 16;
 #pragma unroll
   for (int i = 0; i < kPairs; i += 2) {
     // two pairs of cos, then their sin
-    const uint4 pack = device::load_shared_16(at + i * 8);
+    const uint4 pack = device::load_shared_16(at + i * 32);
     cosine[i] = *reinterpret_cast<const __half2*>(&pack.x);
     cosine[i + 1] = *reinterpret_cast<const __half2*>(&pack.y);
     sine[i] = *reinterpret_cast<const __half2*>(&pack.z);
@@ -71,8 +71,8 @@ __device__ __forceinline__ void turn_user(uint32_t (&q)[kDim / 8], uint32_t turn
   }
 }
 
-// Of the positions [0, num_positions): [lane % 4][pair of 8-dim chunks][cos, cos, sin, sin], so that a lane
-// finds what turn_user() needs in 16-byte pieces.
+// Of the positions [0, num_positions): [pair of 8-dim chunks][lane % 4][cos, cos, sin, sin], so that a lane
+// finds what turn_user() needs in 16-byte pieces, next to those of its neighbours.
 static __global__ void position_turns_kernel(const float2* rope, __half2* turns, int64_t num_positions,
                                              int half) {
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -83,7 +83,7 @@ static __global__ void position_turns_kernel(const float2* rope, __half2* turns,
   const int pair = static_cast<int>(i % (half / 2));  // of dims 2 pair and the next
   const int chunk = pair / 4, lane = pair % 4;
   const float2 low = rope[position * half + 2 * pair], high = rope[position * half + 2 * pair + 1];
-  __half2* to = turns + position * half + lane * (half / 4) + chunk / 2 * 4 + chunk % 2;
+  __half2* to = turns + position * half + chunk / 2 * 16 + lane * 4 + chunk % 2;
   to[0] = __floats2half2_rn(low.x, high.x);
   to[2] = __floats2half2_rn(low.y, high.y);
 }
@@ -192,36 +192,51 @@ class ParentGradient {
     const GatherParams& p = params.common.gather;
     const int lane = threadIdx.x % 32;
     const int64_t first_row = (int64_t{blockIdx.y} * p.num_parents + parent) * kBlockRows;
-    const auto write = [&](float* to, float x, float y) {
-      float2* at = reinterpret_cast<float2*>(to);
-      const float2 old = params.add ? *at : make_float2(0.f, 0.f);
-      *at = make_float2(old.x + x, old.y + y);
+    // a row's sums on their way before the first store, which might be to the same address
+    const auto read = [&](const float* from) {
+      return params.add ? *reinterpret_cast<const float2*>(from) : make_float2(0.f, 0.f);
+    };
+    const auto write = [&](float* to, float2 old, float x, float y) {
+      *reinterpret_cast<float2*>(to) = make_float2(old.x + x, old.y + y);
     };
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = lane / 4 + 8 * half;
+      const int64_t at = (first_row + row) * kDim + lane % 4 * 2;
+      if (params.keys) {
+        float* to = params.keys + at;
+        float4 turn[kChunks / 2];
+        float2 old[kChunks];
 #pragma unroll
-      for (int i = 0; i < kChunks / 2; ++i) {
-        if (!params.keys) {
-          break;
+        for (int i = 0; i < kChunks; ++i) {
+          old[i] = read(to + i * 8);
         }
-        const int dim = i * 8 + lane % 4 * 2;
-        const float4 turn = *reinterpret_cast<const float4*>(p.rope + row * (kDim / 2) + dim);
-        const float* low = key_sum_[i] + 2 * half;
-        const float* high = key_sum_[i + kChunks / 2] + 2 * half;
-        float* to = params.keys + (first_row + row) * kDim + dim;
-        write(to, (low[0] * turn.x + high[0] * turn.y) * factor,
-              (low[1] * turn.z + high[1] * turn.w) * factor);
-        write(to + kDim / 2, (high[0] * turn.x - low[0] * turn.y) * factor,
-              (high[1] * turn.z - low[1] * turn.w) * factor);
+#pragma unroll
+        for (int i = 0; i < kChunks / 2; ++i) {
+          turn[i] = *reinterpret_cast<const float4*>(p.rope + row * (kDim / 2) + i * 8 + lane % 4 * 2);
+        }
+#pragma unroll
+        for (int i = 0; i < kChunks / 2; ++i) {
+          const float* low = key_sum_[i] + 2 * half;
+          const float* high = key_sum_[i + kChunks / 2] + 2 * half;
+          write(to + i * 8, old[i], (low[0] * turn[i].x + high[0] * turn[i].y) * factor,
+                (low[1] * turn[i].z + high[1] * turn[i].w) * factor);
+          write(to + i * 8 + kDim / 2, old[i + kChunks / 2],
+                (high[0] * turn[i].x - low[0] * turn[i].y) * factor,
+                (high[1] * turn[i].z - low[1] * turn[i].w) * factor);
+        }
       }
+      if (params.values) {
+        float* to = params.values + at;
+        float2 old[kChunks];
 #pragma unroll
-      for (int i = 0; i < kChunks; ++i) {
-        if (!params.values) {
-          break;
+        for (int i = 0; i < kChunks; ++i) {
+          old[i] = read(to + i * 8);
         }
-        write(params.values + (first_row + row) * kDim + i * 8 + lane % 4 * 2, value_sum_[i][2 * half],
-              value_sum_[i][2 * half + 1]);
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i) {
+          write(to + i * 8, old[i], value_sum_[i][2 * half], value_sum_[i][2 * half + 1]);
+        }
       }
     }
   }
@@ -245,22 +260,17 @@ class ParentGradient {
   float key_sum_[kChunks][4], value_sum_[kChunks][4];
 };
 
-// Grid: x = parents / kParentsPerBlock, y = batch * kv head. A block has a parent for every warp, or one
-// whose users the warps share in equal runs, added in the order of the warps: few parents with many users
-// each, as at the top.
-template <typename T, int kDim, int kParentsPerBlock>
-__global__ void __launch_bounds__(kParentWarps * 32, 2) parent_gradient_kernel(KeyGradientParams params) {
-  static_assert(kParentsPerBlock == 1 || kParentsPerBlock == kParentWarps);
-  constexpr bool kShared = kParentsPerBlock == 1;
+// Grid: x = parents, y = batch * kv head. The warps of a block share the users of its parent in equal runs,
+// whose sums are added in the order of the warps: several where there are few parents with many users each,
+// as at the top. Else a block is one warp, so that none waits for a parent with more users than its own.
+template <typename T, int kDim, int kWarps>
+__global__ void __launch_bounds__(kWarps * 32, 8 / kWarps) parent_gradient_kernel(KeyGradientParams params) {
   using Stage = UserStage<kDim>;
   extern __shared__ __align__(128) char shared[];
   const GradientParams& common = params.common;
   const GatherParams& p = common.gather;
-  const int warp = threadIdx.x / 32;
-  const int64_t parent = kShared ? blockIdx.x : int64_t{blockIdx.x} * kParentWarps + warp;
-  if (parent >= p.num_parents) {
-    return;
-  }
+  const int warp = kWarps == 1 ? 0 : threadIdx.x / 32;
+  const int64_t parent = blockIdx.x;
   const WindowUsers users(params, parent);
   if (users.num_users == 0 && params.add) {
     return;
@@ -272,8 +282,8 @@ __global__ void __launch_bounds__(kParentWarps * 32, 2) parent_gradient_kernel(K
                                                 __uint_as_float(query_bounds.query_unscale));
   const uint32_t rings = device::shared_address(shared);
   const uint32_t ring = rings + warp * Stage::kWarpBytes;
-  const uint32_t run = kShared ? (users.num_users + kParentWarps - 1) / kParentWarps : users.num_users;
-  const uint32_t begin = kShared ? min(warp * run, users.num_users) : 0;
+  const uint32_t run = (users.num_users + kWarps - 1) / kWarps;
+  const uint32_t begin = min(warp * run, users.num_users);
   const uint32_t end = min(begin + run, users.num_users);
   ParentGradient<T, kDim> sums;
   sums.load(p.blocks + (int64_t{blockIdx.y} * p.num_parents + parent) * ParentBlock<kDim, kDim>::kBytes,
@@ -282,8 +292,8 @@ __global__ void __launch_bounds__(kParentWarps * 32, 2) parent_gradient_kernel(K
   for (uint32_t user = begin; user < end; ++user) {
     sums.add_user(stream.wait(), p.score_scale, power.scale);
   }
-  device::wait_copies<0>();
-  if constexpr (kShared) {
+  if constexpr (kWarps > 1) {
+    device::wait_copies<0>();
     __syncwarp();
     if (warp > 0) {
       sums.leave(ring);
@@ -292,7 +302,7 @@ __global__ void __launch_bounds__(kParentWarps * 32, 2) parent_gradient_kernel(K
     if (warp > 0) {
       return;
     }
-    for (int other = 1; other < kParentWarps; ++other) {
+    for (int other = 1; other < kWarps; ++other) {
       sums.add_left(rings + other * Stage::kWarpBytes);
     }
   }

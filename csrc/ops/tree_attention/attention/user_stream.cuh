@@ -2,12 +2,13 @@
 // to 8 rows (query, head) each. See parent_gradient.cuh.
 #pragma once
 
+#include "ops/tree_attention/attention/entry_search.cuh"
 #include "ops/tree_attention/attention/gradient_rows.cuh"
 #include "ops/tree_attention/attention/rotated_query.cuh"
 
 namespace htree::tree_attention {
 
-constexpr int kParentWarps = 4;
+constexpr int kSharedParentWarps = 4;  // that share the users of a parent
 constexpr int kParentStages = 6;
 
 // One user in shared memory: a tiled record, what turns its queries and what of the parent they see.
@@ -21,7 +22,6 @@ struct UserStage {
   static constexpr int kPresentOffset = kTurnOffset + kRowBytes;
   static constexpr int kBytes = (kPresentOffset + 16 + 127) / 128 * 128;
   static constexpr int kWarpBytes = kParentStages * kBytes;
-  static constexpr int kSharedBytes = kParentWarps * kWarpBytes;
   static_assert(ParentBlock<kDim, kDim>::kBytes <= kWarpBytes);
   static constexpr int kSumBytes = 2 * kBlockRows * kDim * 4;  // of a warp
   static_assert(kSumBytes <= kWarpBytes);
@@ -32,13 +32,14 @@ struct UserStage {
 struct WindowUsers {
   uint32_t begin, num_users;
 
+  // A whole warp.
   __device__ __forceinline__ WindowUsers(const KeyGradientParams& params, int64_t parent) {
     const GatherParams& p = params.common.gather;
     uint32_t end;
     if (params.entries) {
       const uint32_t* offset = params.offsets + int64_t{blockIdx.y} * (p.num_parents + 1) + parent;
-      begin = first_of(params, offset[0], offset[1], params.first_list);
-      end = first_of(params, begin, offset[1], params.end_list);
+      begin = first_entry(params.entries, offset[0], offset[1], params.first_list, p.list_width);
+      end = first_entry(params.entries, begin, offset[1], params.end_list, p.list_width);
     } else {
       // lists whose own parent comes before this one do not hold it, and at upper layers lists that refine
       // everything do not use it
@@ -51,20 +52,6 @@ struct WindowUsers {
       begin = static_cast<uint32_t>(min(first, int64_t{end}));
     }
     num_users = (end - begin) * p.stride;
-  }
-
-  // First entry of [low, high) whose list is not before `list`.
-  __device__ __forceinline__ static uint32_t first_of(const KeyGradientParams& params, uint32_t low,
-                                                      uint32_t high, uint32_t list) {
-    while (low < high) {
-      const uint32_t middle = (low + high) / 2;
-      if (params.entries[middle] / params.common.gather.list_width < list) {
-        low = middle + 1;
-      } else {
-        high = middle;
-      }
-    }
-    return low;
   }
 };
 
@@ -82,8 +69,8 @@ class UserStream {
         parent_(parent),
         begin_(begin),
         end_(end),
-        ring_(ring),
         lane_(threadIdx.x % 32),
+        ring_(ring),
         next_(begin) {
     const GatherParams& p = params.common.gather;
     records_ = params.common.records + int64_t{blockIdx.y} * p.num_queries * Record::kBytes + lane_ * 16;
@@ -91,26 +78,24 @@ class UserStream {
     rest_ = meta ? records_ + Record::kMetaOffset
                  : reinterpret_cast<const char*>(params.turns) + (lane_ - kRecordRows) * 16;
     entry_ = read_entry(begin);
-    for (int i = 0; i < kParentStages - 1; ++i) {
-      issue();
+#pragma unroll 1
+    for (uint32_t i = 0; i < kParentStages - 1; ++i) {
+      issue(ring + i * Stage::kBytes);
     }
   }
 
   // Stage of the next user.
   __device__ __forceinline__ uint32_t wait() {
+    const uint32_t stage = ring_ + read_;
+    const uint32_t last = ring_ + (read_ == 0 ? (kParentStages - 1) * Stage::kBytes : read_ - Stage::kBytes);
     device::wait_copies<kParentStages - 2>();
     __syncwarp();
-    issue();  // into the stage of the user before this one, which all lanes have left
-    const uint32_t stage = ring_ + read_;
-    read_ = following(read_);
+    issue(last);  // all lanes have left the user before this one
+    read_ = read_ == (kParentStages - 1) * Stage::kBytes ? 0 : read_ + Stage::kBytes;
     return stage;
   }
 
  private:
-  __device__ __forceinline__ static uint32_t following(uint32_t stage) {
-    return stage == (kParentStages - 1) * Stage::kBytes ? 0 : stage + Stage::kBytes;
-  }
-
   // Entry of user first + lane.
   __device__ __forceinline__ uint32_t read_entry(uint32_t first) const {
     const GatherParams& p = params_.common.gather;
@@ -155,7 +140,7 @@ class UserStream {
     position_ = static_cast<unsigned>(max(position, 0));
   }
 
-  __device__ __forceinline__ void issue() {
+  __device__ __forceinline__ void issue(uint32_t stage) {
     if (next_ < end_) {
       const int from = static_cast<int>((next_ - begin_) % 32);
       if (from == 0) {
@@ -164,7 +149,7 @@ class UserStream {
       const unsigned query = __shfl_sync(device::kFullMask, query_, from);
       const unsigned present = __shfl_sync(device::kFullMask, present_, from);
       const unsigned position = __shfl_sync(device::kFullMask, position_, from);
-      const uint32_t to = ring_ + write_ + lane_ * 16;
+      const uint32_t to = stage + lane_ * 16;
       const char* record = records_ + uint64_t{query} * Record::kBytes;
 #pragma unroll
       for (int at = 0; at < Record::kMetaOffset; at += 512) {
@@ -180,21 +165,21 @@ class UserStream {
       if (lane_ == 0) {
         asm volatile("st.shared.u32 [%0], %1;" ::"r"(to + Stage::kPresentOffset), "r"(present) : "memory");
       }
+      ++next_;
     }
     device::commit_copies();
-    ++next_;
-    write_ = following(write_);
   }
 
   const KeyGradientParams& params_;
   const WindowUsers& users_;
   int64_t parent_;
-  uint32_t begin_, end_, ring_;
+  uint32_t begin_, end_;
   int lane_;
+  uint32_t ring_;
   const char* records_;  // of the head, at this lane's chunk
   const char* rest_;     // what the lane copies behind the tiles: of record 0 or of position 0
   uint32_t next_, entry_ = 0;
-  uint32_t read_ = 0, write_ = 0;  // stages
+  uint32_t read_ = 0;  // stage
   unsigned query_ = 0, present_ = 0, position_ = 0;
 };
 

@@ -13,9 +13,6 @@
 
 namespace htree::tree_attention {
 
-// Query rows (query, head) of a block: a list has stride * G of them in ceil(stride * G / 128) blocks.
-constexpr int kGradientRows = 128;
-
 // Of dK' and dV of a parent's 16 children in bf16.
 constexpr int64_t partial_sum_bytes(int64_t key_dim, int64_t value_dim) {
   return kTensorCoreRate * 2 * (key_dim + value_dim);

@@ -135,14 +135,17 @@ class GradientConsumer {
     device::wgmma_wait<1>();
     device::pin_registers(scores);
     const uint32_t present = shared_.slots[stage][4 * group_ + warp_];
-    if ((present & (kWholeSlot | kOwnSlot)) != kWholeSlot) {
-      cut(scores, present);
+    if (present & kOwnSlot) {
+      cut_own(scores, present);
     }
     if (present & kQuerySlot) {
       cut_queries(scores, shared_.query_masks[stage][4 * group_ + warp_]);
     }
     uint32_t weights[kRowSteps][4];
     weigh(scores, weights);
+    if ((present & (kWholeSlot | kOwnSlot)) < kWholeSlot) {
+      drop(weights, present);
+    }
     device::named_barrier_sync(kDoneReading + (group_ ^ 1), 256);  // dS of the last tile may be overwritten
     device::wgmma_wait<0>();
     device::pin_registers(products);
@@ -213,25 +216,34 @@ class GradientConsumer {
     device::wgmma_commit();
   }
 
-  // Takes out the children that do not take part: of this thread's keys lane / 4 and lane / 4 + 8, for rows
-  // 8 i + 2 (lane % 4) and the next.
-  __device__ __forceinline__ void cut(float (&scores)[kScores], uint32_t present) const {
+  // Takes out the children of the own parent that do not take part: of this thread's keys lane / 4 and
+  // lane / 4 + 8, for rows 8 i + 2 (lane % 4) and the next.
+  __device__ __forceinline__ void cut_own(float (&scores)[kScores], uint32_t present) const {
     const int key = lane_ / 4;
     const uint32_t limits = device::shared_address(shared_.own_limit) + lane_ % 4 * 2;
-    const bool own = present & kOwnSlot;
     const int low = present >> key & 1 ? key : kBlockRows,
               high = present >> key & 0x100 ? key + 8 : kBlockRows;
 #pragma unroll
     for (int i = 0; i < kScores / 4; ++i) {
-      uint32_t limit = 0x1010;
-      if (own) {
-        asm volatile("ld.shared.u16 %0, [%1];" : "=r"(limit) : "r"(limits + 8 * i));
-      }
+      uint32_t limit;
+      asm volatile("ld.shared.u16 %0, [%1];" : "=r"(limit) : "r"(limits + 8 * i));
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int end = limit >> 8 * j & 0xff;
         scores[4 * i + j] = low < end ? scores[4 * i + j] : -INFINITY;
         scores[4 * i + 2 + j] = high < end ? scores[4 * i + 2 + j] : -INFINITY;
+      }
+    }
+  }
+
+  // The weights of children that take part for no query.
+  __device__ __forceinline__ void drop(uint32_t (&weights)[kRowSteps][4], uint32_t present) const {
+    const uint32_t low = present >> lane_ / 4 & 1 ? ~0u : 0u, high = present >> lane_ / 4 & 0x100 ? ~0u : 0u;
+#pragma unroll
+    for (int i = 0; i < kRowSteps; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        weights[i][j] &= j % 2 ? high : low;
       }
     }
   }
@@ -331,32 +343,45 @@ class GradientConsumer {
                        ((task.batch * int64_t{p.num_queries} + at.query) * num_heads + head) * Tile::kDim;
       T* out = static_cast<T*>(params_.query_gradient) + task.batch * params_.query_gradient_batch +
                (at.query * num_heads + head) * Tile::kDim;
-      const float2* turns = p.rope + int64_t{position_of(p, task, at.query)} * kHalf;
+      const float2* turns = p.rope + int64_t{position_of(p, task, at.query)} * kHalf + lane_ % 4 * 2;
+      // everything on its way before the first store, which might be to the same address
+      float4 turn[kSum / 8];
+      float2 old[kSum / 8][2] = {};
+#pragma unroll
+      for (int i = 0; i < kSum / 8; ++i) {
+        turn[i] = *reinterpret_cast<const float4*>(turns + 8 * i);
+      }
+      if (!params_.first) {
+#pragma unroll
+        for (int i = 0; i < kSum / 8; ++i) {
+          const float* from = partial + 8 * i + lane_ % 4 * 2;
+          old[i][0] = *reinterpret_cast<const float2*>(from);
+          old[i][1] = *reinterpret_cast<const float2*>(from + kHalf);
+        }
+      }
 #pragma unroll
       for (int i = 0; i < kSum / 8; ++i) {
         const int dim = 8 * i + lane_ % 4 * 2;
-        const float4 turn = *reinterpret_cast<const float4*>(turns + dim);
         const float* low = sum + 4 * i + 2 * h;
         const float* high = low + kSum / 2;
-        store_pair(partial + dim, out + dim, (low[0] * turn.x + high[0] * turn.y) * factor,
-                   (low[1] * turn.z + high[1] * turn.w) * factor);
-        store_pair(partial + dim + kHalf, out + dim + kHalf, (high[0] * turn.x - low[0] * turn.y) * factor,
-                   (high[1] * turn.z - low[1] * turn.w) * factor);
+        store_pair(partial + dim, out + dim, old[i][0], (low[0] * turn[i].x + high[0] * turn[i].y) * factor,
+                   (low[1] * turn[i].z + high[1] * turn[i].w) * factor);
+        store_pair(partial + dim + kHalf, out + dim + kHalf, old[i][1],
+                   (high[0] * turn[i].x - low[0] * turn[i].y) * factor,
+                   (high[1] * turn[i].z - low[1] * turn[i].w) * factor);
       }
     }
   }
 
-  __device__ __forceinline__ void store_pair(float* partial, T* out, float x, float y) const {
-    float2* sums = reinterpret_cast<float2*>(partial);
+  __device__ __forceinline__ void store_pair(float* partial, T* out, float2 old, float x, float y) const {
     if (!params_.first) {
-      const float2 old = *sums;
       x += old.x;
       y += old.y;
     }
     if (params_.last) {
       *reinterpret_cast<uint32_t*>(out) = device::pack_pair<T>(x, y);
     } else {
-      *sums = make_float2(x, y);
+      *reinterpret_cast<float2*>(partial) = make_float2(x, y);
     }
   }
 

@@ -34,6 +34,8 @@ __device__ __forceinline__ void load_gradient_rows(const BlockGradientParams& pa
   constexpr int kPasses = kGradientRows / kRowsPerPass;
   // all on their way before the first is used
   uint4 query_low[kPasses], query_high[kPasses], gradient_low[kPasses], gradient_high[kPasses];
+  float4 turns[kPasses][4];
+  RowMeta meta[kPasses];
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
     const PairPlace at = pair_place(p, task, pass * kRowsPerPass + thread / kLanes);
@@ -46,6 +48,14 @@ __device__ __forceinline__ void load_gradient_rows(const BlockGradientParams& pa
       const bool aligned = reinterpret_cast<uintptr_t>(gradient) % 16 == 0;
       gradient_low[pass] = load_eight(gradient, aligned);
       gradient_high[pass] = load_eight(gradient + kHalf, aligned);
+      const int64_t first = int64_t{task.head_index} * p.num_queries;
+      meta[pass] = params.meta[(first + at.query) * p.group + at.head];
+    }
+    const int position = at.exists ? position_of(p, task, at.query) : 0;
+    const float4* table = reinterpret_cast<const float4*>(p.rope + int64_t{position} * kHalf + dim);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      turns[pass][i] = __ldg(table + i);
     }
   }
 #pragma unroll
@@ -56,10 +66,8 @@ __device__ __forceinline__ void load_gradient_rows(const BlockGradientParams& pa
     float x[8], y[8];
     widen_eight<T>(query_low[pass], x);
     widen_eight<T>(query_high[pass], y);
-    const float4* table = reinterpret_cast<const float4*>(p.rope + int64_t{position} * kHalf + dim);
-    const float4 turns[4] = {__ldg(table), __ldg(table + 1), __ldg(table + 2), __ldg(table + 3)};
     uint4 low, high;
-    turn_eight(x, y, power, turns, low, high);
+    turn_eight(x, y, power, turns[pass], low, high);
     const int low_at = chunk_offset<Tile::kDim>(row, chunk),
               high_at = chunk_offset<Tile::kDim>(row, chunk + kLanes);
     *reinterpret_cast<uint4*>(shared.query + low_at) = low;
@@ -70,10 +78,8 @@ __device__ __forceinline__ void load_gradient_rows(const BlockGradientParams& pa
       float log_sum = INFINITY, delta = 0.f;
       int limit = 0;
       if (at.exists) {
-        const int64_t first = int64_t{task.head_index} * p.num_queries;
-        const RowMeta meta = params.meta[(first + at.query) * p.group + at.head];
-        log_sum = meta.log_sum - HeadPowers<T>::kWeightShift;
-        delta = meta.delta * powers.weighted_gradient();
+        log_sum = meta[pass].log_sum - HeadPowers<T>::kWeightShift;
+        delta = meta[pass].delta * powers.weighted_gradient();
         limit = position % kBlockRows + (params.selected ? 0 : 1);
       }
       shared.log_sum[row] = log_sum;

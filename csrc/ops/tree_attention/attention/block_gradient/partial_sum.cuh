@@ -55,6 +55,9 @@ class PartialSum {
     while (places.next(here)) {
       for (; here; here &= here - 1) {
         const int from = __ffs(here) - 1;
+        if (params_.keys && params_.values) {
+          __syncthreads();  // the pieces of a partial sum are read together, whole pages of the memory
+        }
         issue(__shfl_sync(device::kFullMask, places.place, from),
               __shfl_sync(device::kFullMask, places.slot, from));
         any = true;
@@ -81,24 +84,39 @@ class PartialSum {
     const int64_t first_row = (int64_t{head_index} * p.num_parents + parent) * kBlockRows;
     const float factor = is_value_ ? (HeadPowers<T>::kWeightShift == 0.f ? 1.f : 0x1p-14f)
                                    : powers.key_factor(params_.blocks.scale);
+    // everything on its way before the first store, which might be to the same address
+    float4 turn[2][2];
+    float2 old[2][2][2];
+    const auto sum_of = [&](int i, int half) {
+      const int dim = (share_ * 2 + i) * 8 + lane_ % 4 * 2, row = lane_ / 4 + 8 * half;
+      return reinterpret_cast<float2*>(sums + (first_row + row) * kDim + dim);
+    };
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int dim = (share_ * 2 + i) * 8 + lane_ % 4 * 2;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = lane_ / 4 + 8 * half;
+        old[i][half][0] = sum_of(i, half)[0];
+        old[i][half][1] = sum_of(i, half)[kDim / 4];
+        turn[i][half] = make_float4(1.f, 0.f, 1.f, 0.f);
+        if (!is_value_) {
+          const int dim = (share_ * 2 + i) * 8 + lane_ % 4 * 2, row = lane_ / 4 + 8 * half;
+          turn[i][half] = *reinterpret_cast<const float4*>(p.rope + row * (kDim / 2) + dim);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
         const float* low = low_ + 4 * i + 2 * half;
         const float* high = high_ + 4 * i + 2 * half;
-        float4 turn = make_float4(1.f, 0.f, 1.f, 0.f);
-        if (!is_value_) {
-          turn = *reinterpret_cast<const float4*>(p.rope + row * (kDim / 2) + dim);
-        }
-        float2* to = reinterpret_cast<float2*>(sums + (first_row + row) * kDim + dim);
-        const float2 old_low = to[0], old_high = to[kDim / 4];
-        to[0] = make_float2(old_low.x + (low[0] * turn.x + high[0] * turn.y) * factor,
-                            old_low.y + (low[1] * turn.z + high[1] * turn.w) * factor);
-        to[kDim / 4] = make_float2(old_high.x + (high[0] * turn.x - low[0] * turn.y) * factor,
-                                   old_high.y + (high[1] * turn.z - low[1] * turn.w) * factor);
+        const float4 c = turn[i][half];
+        const float2 old_low = old[i][half][0], old_high = old[i][half][1];
+        float2* to = sum_of(i, half);
+        to[0] = make_float2(old_low.x + (low[0] * c.x + high[0] * c.y) * factor,
+                            old_low.y + (low[1] * c.z + high[1] * c.w) * factor);
+        to[kDim / 4] = make_float2(old_high.x + (high[0] * c.x - low[0] * c.y) * factor,
+                                   old_high.y + (high[1] * c.z - low[1] * c.w) * factor);
       }
     }
   }

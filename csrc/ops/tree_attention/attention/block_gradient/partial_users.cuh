@@ -1,8 +1,8 @@
 // The partial sums of a parent among those of a launch, in the order of the lists. See partial_sum.cuh.
 #pragma once
 
-#include "device/reduce.cuh"
 #include "ops/tree_attention/attention/block_gradient/gradient_task.cuh"
+#include "ops/tree_attention/attention/entry_search.cuh"
 
 namespace htree::tree_attention {
 
@@ -13,21 +13,6 @@ struct PartialUsers {
   int first_list;           // of the head that the parent belongs to, whose partials are here
   int64_t first_partial;    // of that list
 };
-
-// First entry of [begin, end) whose list is not before `list`. A whole warp; every round leaves a 32nd.
-__device__ __forceinline__ uint32_t first_entry(const uint32_t* entries, uint32_t begin, uint32_t end,
-                                                uint32_t list, uint32_t width) {
-  const uint32_t lane = threadIdx.x % 32;
-  while (begin < end) {
-    const uint32_t step = (end - begin + 31) / 32;
-    const uint32_t at = begin + lane * step;
-    const unsigned reached = __ballot_sync(device::kFullMask, at >= end || entries[at] / width >= list);
-    const uint32_t first = reached ? __ffs(reached) - 1 : 32;
-    end = min(end, begin + first * step);
-    begin = first == 0 ? end : begin + (first - 1) * step + 1;
-  }
-  return begin;
-}
 
 // A whole warp.
 __device__ __forceinline__ PartialUsers partial_users(const PartialSumParams& params, int head_index,

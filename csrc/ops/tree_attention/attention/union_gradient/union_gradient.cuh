@@ -118,30 +118,50 @@ class UnionGradientQuery {
     const int lane = threadIdx.x % 32;
     const int64_t num_heads = int64_t{p.num_kv_heads} * p.group;
     const int place = rightmost_ % kBlockRows;
+    float* partial = params.partial + (task.batch * int64_t{p.num_queries} + query) * num_heads * kDim;
+    T* out = static_cast<T*>(params.gradient) + task.batch * params.gradient_batch + query * num_heads * kDim;
+    const auto place_of = [&](int i, int e) {
+      const int64_t head = int64_t{task.kv_head} * p.group + lane % 4 * 2 + (e & 1);
+      return head * kDim + i * 16 + e / 2 * 8 + lane / 4;
+    };
+    // everything on its way before the first store, which might be to the same address
+    float2 turns[kSteps / 2][2];
+    float old[kSteps / 2][4][2] = {};
+#pragma unroll
+    for (int i = 0; i < kSteps / 2; ++i) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        turns[i][j] = p.rope[place * (kDim / 2) + i * 16 + j * 8 + lane / 4];
+      }
+    }
+    if (!params.first) {
+#pragma unroll
+      for (int i = 0; i < kSteps / 2; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (lane % 4 * 2 + (e & 1) < p.group) {
+            old[i][e][0] = partial[place_of(i, e)];
+            old[i][e][1] = partial[place_of(i, e) + kDim / 2];
+          }
+        }
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kSteps / 2; ++i) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int dim = i * 16 + e / 2 * 8 + lane / 4;
-        const int column = lane % 4 * 2 + (e & 1);
-        if (column >= p.group) {
+        if (lane % 4 * 2 + (e & 1) >= p.group) {
           continue;
         }
-        const float2 turn = p.rope[place * (kDim / 2) + dim];
-        sum_.turn_back(0, i, e, turn.x, turn.y);
-        const int64_t head = int64_t{task.kv_head} * p.group + column;
-        float* partial =
-            params.partial + ((task.batch * int64_t{p.num_queries} + query) * num_heads + head) * kDim;
-        T* out = static_cast<T*>(params.gradient) + task.batch * params.gradient_batch +
-                 (query * num_heads + head) * kDim;
+        sum_.turn_back(0, i, e, turns[i][e / 2].x, turns[i][e / 2].y);
         // a query without slots has no powers of two, and a sum of 0
         const float factor = task.num_slots > 0 ? common.scale / power_[e & 1] : 0.f;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int at = dim + half * (kDim / 2);
+          const int64_t at = place_of(i, e) + half * (kDim / 2);
           float value = sum_.x[0][i + half * (kDim / 32)][e] * factor;
           if (!params.first) {
-            value += partial[at];
+            value += old[i][e][half];
           }
           if (params.last) {
             out[at] = device::from_acc<T>(value);
