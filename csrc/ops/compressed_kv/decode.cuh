@@ -1,11 +1,11 @@
 // Split-KV decode attention over compressed rows. docs/semantics.md §4.6.
 //
 // A block owns up to eight query heads of one kv head and a split of its tokens; its warps take tiles of 16
-// tokens in turn. Lane (g, t) of a warp, g = lane / 4 and t = lane % 4, expands channels [t * D/4, (t + 1) *
-// D/4) of the tokens g and g + 8: just what it holds of the left-hand operand of the score products, where K
-// is that operand and the order of channels is free. Expanded values are transposed by movmatrix into the
-// left-hand operand of the products with the weights. Scales multiply scores and weights, so quantised codes
-// are never dequantised.
+// tokens in turn. Lane (g, t) of a warp, g = lane / 4 and t = lane % 4, expands byte t of every 32-bit word
+// of the bitmaps of two tokens: just what it holds of the left-hand operand of the score products, where K is
+// that operand and the orders of channels and of tokens are free. Expanded values are transposed by movmatrix
+// into the left-hand operand of the products with the weights. Scales multiply scores and weights, so
+// quantised codes are never dequantised.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -42,19 +42,19 @@ __device__ __forceinline__ void unrolled(Step&& step) {
   }
 }
 
-// Scores of tokens g, g + 8 and heads t, t + 4 in units of log2, without the scales of the rows.
-template <bool kWindow, typename Tr>
-__device__ __forceinline__ void score_tile(RowPair<Tr>& rows, const LaneTable& table, const Query<Tr>& q,
-                                           float (&score)[2][Tr::kHeadPairs]) {
+// Scores of the lane's two tokens and heads t, t + 4 in units of log2, without the scales of the rows.
+template <typename Tr>
+__device__ __forceinline__ void score_tile(RowPair& rows, const unsigned char* table, const LaneByte& lane,
+                                           const Query<Tr>& q, float (&score)[2][Tr::kHeadPairs]) {
   if constexpr (Tr::kK == 16) {
     float sum[Tr::kHeadPairs][4] = {};
     unrolled<Tr::kGroups>([&](auto index) {
       constexpr int group = decltype(index)::value;
-      Expanded<16> low, high;
-      expand_group<16, group, false, false>(rows, table, low, high);
+      Expanded<16> k[2];
+      expand_group<16, group, false>(rows, table, lane, k);
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
-        const uint32_t a[4] = {low.r[i], high.r[i], low.r[i + 1], high.r[i + 1]};
+        const uint32_t a[4] = {k[0].r[i], k[1].r[i], k[0].r[i + 1], k[1].r[i + 1]};
 #pragma unroll
         for (int product = 0; product < Tr::kHeadPairs; ++product) {
           device::mma_16x8x16<typename Tr::Pair>(sum[product], a, q.b[product][group][i],
@@ -73,11 +73,11 @@ __device__ __forceinline__ void score_tile(RowPair<Tr>& rows, const LaneTable& t
     int sum[Tr::kHeadPairs][4] = {};
     unrolled<Tr::kGroups>([&](auto index) {
       constexpr int group = decltype(index)::value;
-      Expanded<Tr::kK> low, high;
-      expand_group<Tr::kK, group, true, kWindow>(rows, table, low, high);
+      Expanded<Tr::kK> k[2];
+      expand_group<Tr::kK, group, true>(rows, table, lane, k);
 #pragma unroll
       for (int i = 0; i < Tr::kHeadPairs; ++i) {
-        mma_int8(sum[i], low.r[0], high.r[0], low.r[1], high.r[1], q.b[i][group][0], q.b[i][group][1]);
+        mma_int8(sum[i], k[0].r[0], k[1].r[0], k[0].r[1], k[1].r[1], q.b[i][group][0], q.b[i][group][1]);
       }
     });
 #pragma unroll
@@ -119,35 +119,34 @@ __device__ __forceinline__ void nibbles_to_halves(uint32_t bytes, uint32_t (&h)[
 }
 
 // acc[group * 2 + i][c]: c = 0, 1 are heads t and t + 4 of one channel, c = 2, 3 of another (channel_of).
-template <bool kWindow, typename Tr>
-__device__ __forceinline__ void weigh_tile(RowPair<Tr>& rows, const LaneTable& table, uint32_t weight0,
-                                           uint32_t weight1, float (&acc)[2 * Tr::kGroups][4]) {
+template <typename Tr>
+__device__ __forceinline__ void weigh_tile(RowPair& rows, const unsigned char* table, const LaneByte& lane,
+                                           uint32_t weight0, uint32_t weight1,
+                                           float (&acc)[2 * Tr::kGroups][4]) {
   unrolled<Tr::kGroups>([&](auto index) {
     constexpr int group = decltype(index)::value;
-    Expanded<Tr::kV> low, high;
-    expand_group<Tr::kV, group, false, kWindow>(rows, table, low, high);
+    Expanded<Tr::kV> v[2];
+    expand_group<Tr::kV, group, false>(rows, table, lane, v);
     uint32_t a[2][4];
-    if constexpr (Tr::kV == 4) {
-      // Channels i and i + 4 share a byte on their way through the transposition.
-      uint32_t first[4], second[4];
-      nibbles_to_halves(device::transpose_matrix(low.r[0] + low.r[1] * 16), first);
-      nibbles_to_halves(device::transpose_matrix(high.r[0] + high.r[1] * 16), second);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        a[i >> 1][i & 1] = first[i];
-        a[i >> 1][2 + (i & 1)] = second[i];
-      }
-    } else {
+    for (int half = 0; half < 2; ++half) {
+      if constexpr (Tr::kV == 4) {
+        // Channels i and i + 4 share a byte on their way through the transposition.
+        uint32_t values[4];
+        nibbles_to_halves(device::transpose_matrix(v[half].r[0] + v[half].r[1] * 16), values);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if constexpr (Tr::kV == 16) {
-          a[i][0] = device::transpose_matrix(low.r[2 * i]);
-          a[i][1] = device::transpose_matrix(low.r[2 * i + 1]);
-          a[i][2] = device::transpose_matrix(high.r[2 * i]);
-          a[i][3] = device::transpose_matrix(high.r[2 * i + 1]);
-        } else {
-          bytes_to_halves(device::transpose_matrix(low.r[i]), a[i][0], a[i][1]);
-          bytes_to_halves(device::transpose_matrix(high.r[i]), a[i][2], a[i][3]);
+        for (int i = 0; i < 4; ++i) {
+          a[i >> 1][2 * half + (i & 1)] = values[i];
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if constexpr (Tr::kV == 16) {
+            a[i][2 * half] = device::transpose_matrix(v[half].r[2 * i]);
+            a[i][2 * half + 1] = device::transpose_matrix(v[half].r[2 * i + 1]);
+          } else {
+            bytes_to_halves(device::transpose_matrix(v[half].r[i]), a[i][2 * half], a[i][2 * half + 1]);
+          }
         }
       }
     }
@@ -162,7 +161,7 @@ __device__ __forceinline__ void weigh_tile(RowPair<Tr>& rows, const LaneTable& t
 // lane t = g >> 1.
 template <typename Tr>
 __device__ __forceinline__ int channel_of(int g, int index, int c) {
-  const int base = (g >> 1) * (Tr::kD / 4) + 8 * (index >> 1) + 4 * (index & 1);
+  const int base = 32 * (index >> 1) + 8 * (g >> 1) + 4 * (index & 1);
   return Tr::kV == 16 ? base + 2 * (c >> 1) + (g & 1) : base + 2 * (g & 1) + (c >> 1);
 }
 

@@ -13,33 +13,37 @@ namespace htree::compressed_kv {
 // What a lane needs to know of every tile.
 template <typename Tr>
 struct TileReader {
-  LaneTable k_table;
-  LaneTable v_table;
+  const unsigned char* k_table;
+  const unsigned char* v_table;
+  LaneByte byte;
+  uint32_t apart;  // tokens from the first row to the second
   LaneRows k;
   LaneRows v;
 
   __device__ __forceinline__ TileReader(const DecodeParams& p, const StageLayout& layout, int64_t first_row,
                                         const unsigned char* memory, int lane)
-      : k_table{memory, 8u * lane},
-        v_table{memory + (Tr::kTwoTables ? kSelectorBytes : 0), 8u * lane},
-        k(lane_rows(p.k.row_bytes, layout.bitmap[0], layout.values[0], layout.scales[0], first_row, lane)),
-        v(lane_rows(p.v.row_bytes, layout.bitmap[1], layout.values[1], layout.scales[1], first_row, lane)) {}
+      : k_table(memory), v_table(memory + (Tr::kTwoTables ? kSelectorBytes : 0)), byte(lane) {
+    apart = spread_of_rows(row_pitch(p.k.row_bytes)) == 1 ? kTileRows / 2 : 1;
+    asm volatile("" : "+r"(apart));  // kept, not computed again per tile
+    k = lane_rows(p.k.row_bytes, layout.bitmap[0], layout.values[0], layout.scales[0], first_row, lane);
+    v = lane_rows(p.v.row_bytes, layout.bitmap[1], layout.values[1], layout.scales[1], first_row, lane);
+  }
+
+  __device__ __forceinline__ int first_token(int lane) const { return (lane >> 2) * (apart == 1 ? 2 : 1); }
 
  private:
   // Copies start at multiples of 16 bytes, at or before the first row.
-  __device__ static LaneRows lane_rows(int row_bytes, int bitmap, int values, int scales, int64_t first_row,
-                                       int lane) {
+  __device__ __forceinline__ LaneRows lane_rows(int row_bytes, int bitmap, int values, int scales,
+                                                int64_t first_row, int lane) const {
     const auto before = [first_row](int bytes) { return static_cast<int>(first_row * bytes) & 15; };
-    const int g = lane >> 2;
-    const int t = lane & 3;
+    const int token = first_token(lane);
     const int pitch = row_pitch(row_bytes);
     LaneRows at;
-    at.bitmap = bitmap + before(Tr::kD / 8) + g * (Tr::kD / 8) + (t * (Tr::kD / 32) & ~3);
-    at.values = (values + before(row_bytes) + g * pitch) * 8;
-    at.pitch_bits = pitch * 64;
-    at.scales = scales + before(2) + 2 * g;
-    // Kept in registers, not computed again per tile.
-    asm volatile("" : "+r"(at.bitmap), "+r"(at.values), "+r"(at.pitch_bits), "+r"(at.scales));
+    at.bitmap = bitmap + before(Tr::kD / 8) + token * (Tr::kD / 8);
+    at.values = (values + before(row_bytes) + token * pitch) * 8;
+    at.values_step = apart * pitch * 8;
+    at.scales = scales + before(2) + 2 * token;
+    asm volatile("" : "+r"(at.bitmap), "+r"(at.values), "+r"(at.values_step), "+r"(at.scales));
     return at;
   }
 };
@@ -50,58 +54,57 @@ __device__ __forceinline__ float load_scale(uint32_t address) {
   return __half2float(__ushort_as_half(bits));
 }
 
-// The tile at shared address `stage`, whose rows are `tile`. kTail: it has only `num_tokens` rows. kWindow:
-// `fits`.
-template <bool kTail, bool kWindow, typename Tr>
-__device__ __forceinline__ void attend_rows(const TileReader<Tr>& reader, const TileRows<Tr>& tile,
-                                            uint32_t stage, int num_tokens, int lane, const Query<Tr>& q,
-                                            WarpResult<Tr>& result) {
-  const int g = lane >> 2;
+// The tile at shared address `stage`. kTail: it has only `num_tokens` rows.
+template <bool kTail, typename Tr>
+__device__ __forceinline__ void attend_tile(const TileReader<Tr>& reader, uint32_t stage, int num_tokens,
+                                            int lane, const Query<Tr>& q, WarpResult<Tr>& result) {
+  const int token = reader.first_token(lane);
+  const bool present[2] = {!kTail || token < num_tokens,
+                           !kTail || token + static_cast<int>(reader.apart) < num_tokens};
   WarpState<Tr::kHeadPairs>& state = result.state;
   float score[2][Tr::kHeadPairs];
   {
-    RowPair<Tr> rows =
-        row_pair<Tr, Tr::kK, 0>(tile.k_word, tile.ranks, stage * 8 + reader.k.values, reader.k.pitch_bits);
-    score_tile<kWindow && Tr::kK == 4, Tr>(rows, reader.k_table, q, score);
+    RowPair rows(stage, reader.k, reader.apart * (Tr::kD / 8), present);
+    score_tile<Tr>(rows, reader.k_table, reader.byte, q, score);
   }
+  RowPair rows(stage, reader.v, reader.apart * (Tr::kD / 8), present);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float scale = Tr::kK == 16 ? 1.0f : load_scale(stage + reader.k.scales + 16 * half);
+    const float scale = Tr::kK == 16 ? 1.0f : load_scale(stage + reader.k.scales + half * 2 * reader.apart);
 #pragma unroll
     for (int i = 0; i < Tr::kHeadPairs; ++i) {
       score[half][i] *= scale;
       if constexpr (kTail) {
-        score[half][i] = g + 8 * half < num_tokens ? score[half][i] : kMinusInfinity;
+        score[half][i] = present[half] ? score[half][i] : kMinusInfinity;
       }
     }
   }
-  raise_max(score, state, result.acc);
-  RowPair<Tr> rows =
-      row_pair<Tr, Tr::kV, 2>(tile.v_word, tile.ranks, stage * 8 + reader.v.values, reader.v.pitch_bits);
-  float unit[2] = {1.0f, 1.0f};
+  float scale[2] = {0.0f, 0.0f};
+  bool rare = exceeds_limit(score, state);
   if constexpr (Tr::kV != 16) {
-    float scale[2] = {load_scale(stage + reader.v.scales), load_scale(stage + reader.v.scales + 16)};
-    if constexpr (kTail) {
-      scale[0] = g < num_tokens ? scale[0] : 0.0f;
-      scale[1] = g + 8 < num_tokens ? scale[1] : 0.0f;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      scale[half] = load_scale(stage + reader.v.scales + half * 2 * reader.apart);
+      scale[half] = present[half] ? scale[half] : 0.0f;
+      // One comparison for both a larger unit and a scale that is NaN or infinite.
+      rare = rare || !(scale[half] <= state.unit);
     }
-    // One comparison for both a larger unit and a scale that is NaN or infinite.
-    const bool usual = scale[0] <= state.unit && scale[1] <= state.unit;
-    if (!__all_sync(0xffffffffu, usual)) {
+  }
+  if (__any_sync(0xffffffffu, rare)) {
+    raise_max(score, state, result.acc);
+    if constexpr (Tr::kV != 16) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (!(fabsf(scale[half]) <= 65504.0f)) {
           scale[half] = 0.0f;
 #pragma unroll
-          for (int i = 0; i < Tr::kWords; ++i) {
-            result.poison[i] |= rows.word[half][i];
+          for (int i = 0; i < Tr::kGroups; ++i) {
+            result.poison[i / 4] |= (rows.word(half, i) >> (8 * (lane & 3)) & 0xffu) << (8 * (i % 4));
           }
         }
       }
       raise_unit(scale, state, result.acc);
     }
-    unit[0] = scale[0] * state.inverse_unit;
-    unit[1] = scale[1] * state.inverse_unit;
   }
   float w[2][2] = {};
 #pragma unroll
@@ -110,7 +113,9 @@ __device__ __forceinline__ void attend_rows(const TileReader<Tr>& reader, const 
     for (int half = 0; half < 2; ++half) {
       w[half][i] = device::exp2_flushed(score[half][i] - state.base[i]);
       state.sum[i] += w[half][i];
-      w[half][i] *= unit[half];
+      if constexpr (Tr::kV != 16) {
+        w[half][i] *= scale[half] * state.inverse_unit;
+      }
     }
   }
   uint32_t weight[2];
@@ -118,21 +123,7 @@ __device__ __forceinline__ void attend_rows(const TileReader<Tr>& reader, const 
   for (int half = 0; half < 2; ++half) {
     weight[half] = device::transpose_matrix(device::pack_pair<typename Tr::Weight>(w[half][0], w[half][1]));
   }
-  weigh_tile<kWindow && Tr::kV == 4, Tr>(rows, reader.v_table, weight[0], weight[1], result.acc);
-}
-
-// The tile at shared address `stage`. kTail: it has only `num_tokens` rows.
-template <bool kTail, typename Tr>
-__device__ __forceinline__ void attend_tile(const TileReader<Tr>& reader, uint32_t stage, int num_tokens,
-                                            int lane, const Query<Tr>& q, WarpResult<Tr>& result) {
-  const TileRows<Tr> tile =
-      load_rows<Tr, kTail>(stage + reader.k.bitmap, stage + reader.v.bitmap, num_tokens, lane);
-  constexpr bool kWindows = !kTail && (Tr::kK == 4 || Tr::kV == 4);
-  if (kWindows && tile.fits) {
-    attend_rows<kTail, kWindows>(reader, tile, stage, num_tokens, lane, q, result);
-  } else {
-    attend_rows<kTail, false>(reader, tile, stage, num_tokens, lane, q, result);
-  }
+  weigh_tile<Tr>(rows, reader.v_table, reader.byte, weight[0], weight[1], result.acc);
 }
 
 // Opaque, so that it is kept and not read again wherever it is used.
@@ -148,8 +139,15 @@ __host__ __device__ constexpr int window_bytes() {
   return static_cast<int>(sizeof(WindowPart<Tr::kD>));
 }
 
+// What a block needs before its first tile, where the last stages of its warps come to lie.
+template <typename Tr>
+__host__ __device__ constexpr int scratch_bytes(int window_tokens) {
+  return static_cast<int>(sizeof(QueryScratch<Tr::kD>)) +
+         window_tokens * kHeadsPerBlock * static_cast<int>(sizeof(float));
+}
+
 // Grid: B * H_kv * head_chunks * num_splits, splits innermost; blocks of at most kMaxWarps warps. Shared
-// memory: the selector tables, WindowPart, the chunks of a tile, then the rings of num_stages stages per warp
+// memory: the selector tables, WindowPart, the chunks of a tile, then num_stages times a stage of each warp
 // and their padding, or BlockMerge where that and the chunks are smaller.
 template <typename Tr>
 __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
@@ -160,17 +158,18 @@ __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
   const int num_warps = blockDim.x >> 5;
   const WindowRows window_part = window_rows(p, s);
-  prefetch_inputs<Tr::kD>(p, s, window_part);
+  prefetch_window<Tr::kD>(p, window_part);
+  const EarlyQuery early(p, static_cast<int64_t>(s.first_head) * Tr::kD, s.num_heads * Tr::kD);
   const StageLayout layout(Tr::kD, p.k.row_bytes, p.v.row_bytes);
   unsigned char* const behind_tables = memory + Tr::kTableBytes;
   auto* chunks = reinterpret_cast<ChunkCopy*>(behind_tables + window_bytes<Tr>());
-  const uint32_t ring = device::shared_address(chunks) +
-                        chunk_table_bytes(Tr::kD, p.k.row_bytes, p.v.row_bytes) +
-                        warp * num_stages * layout.bytes;
-  const uint32_t ring_end = ring + num_stages * layout.bytes;
+  const int rings = Tr::kTableBytes + window_bytes<Tr>() +
+                    chunk_table_bytes(Tr::kD, p.k.row_bytes, p.v.row_bytes);  // offset
+  const int stage_step = num_warps * layout.bytes;  // from a warp's stage to its next one
+  const uint32_t ring = device::shared_address(memory) + rings + warp * layout.bytes;
+  const uint32_t ring_end = ring + num_stages * stage_step;
   const int num_tokens = static_cast<int>(s.end - s.begin);
   const int num_tiles = (num_tokens + kTileRows - 1) / kTileRows;
-  const int whole_tiles = num_tokens / kTileRows;
   const int64_t first_row = first_row_of(p, s);
   // From this tile on, tiles hold the last row of the tensors.
   const auto last_tile = static_cast<uint32_t>((p.num_rows - first_row - 1) / kTileRows);
@@ -178,7 +177,8 @@ __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
   __syncthreads();
   const uint32_t chunk_table = device::shared_address(chunks + lane);
   // Tiles before this one are stored where they are counted and do not hold the last row.
-  const uint32_t plain_tiles = p.block_table == nullptr ? last_tile : 0;
+  uint32_t plain_tiles = p.block_table == nullptr ? last_tile : 0;
+  asm volatile("" : "+r"(plain_tiles));  // kept in a register
   const auto copy = [&](uint32_t to, int tile) {
     auto stored = static_cast<uint32_t>(tile);
     if (stored >= plain_tiles) {
@@ -194,32 +194,38 @@ __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
   for (int i = 0; i < num_stages - 1; ++i) {
     const int tile = warp + i * num_warps;
     if (tile < num_tiles) {
-      copy(ring + i * layout.bytes, tile);
+      copy(ring + i * stage_step, tile);
     }
     device::commit_copies();
   }
 
-  auto& scratch = *reinterpret_cast<QueryScratch<Tr::kD>*>(memory);  // where the tables come to lie
-  auto& window_scores = *reinterpret_cast<WindowScores*>(memory + sizeof(QueryScratch<Tr::kD>));
-  static_assert(sizeof(QueryScratch<Tr::kD>) + sizeof(WindowScores) <= kSelectorBytes);
-  WindowPart<Tr::kD>* const window =
-      p.window.per_split > 0 ? reinterpret_cast<WindowPart<Tr::kD>*>(behind_tables) : nullptr;
-  Query<Tr> q;
-  stage_query<Tr::kD>(p, s.first_head, s.num_heads, scratch);
-  if (window != nullptr) {
-    score_window<4 * Tr::kHeadPairs>(p, window_part, scratch.rows, warp, num_warps, lane, window_scores);
-    __syncthreads();
-    weigh_window(p, s, window_part, window_scores, *window);
-  }
-  if constexpr (Tr::kK == 16) {
-    load_half_query<typename Tr::Pair, Tr::kD>(p, lane, scratch, q);
-  } else {
-    load_integer_query<Tr::kD>(p, Tr::kK == 4 ? 0.0625f : 1.0f, lane, scratch, q);
-  }
-  __syncthreads();
+  // The tables need nothing from global memory, which the rest waits for.
   fill_selectors<Tr::kK>(memory);
   if constexpr (Tr::kTwoTables) {
     fill_selectors<Tr::kV>(memory + kSelectorBytes);
+  }
+  unsigned char* const last_stages = memory + rings + (num_stages - 1) * stage_step;  // still unused
+  auto& scratch = *reinterpret_cast<QueryScratch<Tr::kD>*>(last_stages);
+  auto& window_scores = *reinterpret_cast<WindowScores*>(last_stages + sizeof(QueryScratch<Tr::kD>));
+  WindowPart<Tr::kD>* const window =
+      p.window.per_split > 0 ? reinterpret_cast<WindowPart<Tr::kD>*>(behind_tables) : nullptr;
+  constexpr int kHeads = 4 * Tr::kHeadPairs;
+  stage_query<Tr::kD>(p, s.first_head, s.num_heads, early, scratch);
+  if (window != nullptr) {  // the first warps are those of split_query
+    score_window<kHeads>(p, window_part, scratch.rows, num_warps - 1 - warp, num_warps, lane, window_scores);
+  }
+  if constexpr (Tr::kIntegerKeys) {
+    split_query<kHeads>(warp, num_warps, lane, scratch);
+  }
+  __syncthreads();
+  if (window != nullptr) {
+    weigh_window(p, s, window_part, window_scores, *window);
+  }
+  Query<Tr> q;
+  if constexpr (Tr::kIntegerKeys) {
+    load_integer_query<Tr::kD>(p, Tr::kK == 4 ? 0.0625f : 1.0f, lane, scratch, q);
+  } else {
+    load_half_query<typename Tr::Pair, Tr::kD>(p, lane, scratch, q);
   }
   WarpResult<Tr> result;
 #pragma unroll
@@ -230,21 +236,25 @@ __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
     }
   }
 #pragma unroll
-  for (int i = 0; i < Tr::kWords; ++i) {
+  for (int i = 0; i < Tr::kOwnWords; ++i) {
     result.poison[i] = 0;
   }
-  __syncthreads();
+  __syncthreads();  // the last stages are free for copies
 
   const TileReader<Tr> reader(p, layout, first_row, memory, lane);
   int deep = num_stages == kMaxStages ? 1 : 0;
   asm volatile("" : "+r"(deep));  // kept in a register
   uint32_t stage = ring;
-  uint32_t into = ring_end - layout.bytes;
-  int ahead = warp + (num_stages - 1) * num_warps;
-  for (int tile = warp; tile < num_tiles; tile += num_warps, ahead += num_warps) {
-    if (ahead < num_tiles) {
-      copy(into, ahead);
-    }
+  uint32_t into = ring_end - stage_step;
+  const auto advance = [&] {
+    __syncwarp();  // the stage is free for the next copy
+    into = stage;
+    stage += stage_step;
+    stage = stage == ring_end ? ring : stage;
+  };
+  int tile = warp;
+  for (int ahead = tile + (num_stages - 1) * num_warps; ahead < num_tiles; ahead += num_warps) {
+    copy(into, ahead);
     device::commit_copies();
     if (deep != 0) {
       device::wait_copies<kMaxStages - 1>();
@@ -252,15 +262,15 @@ __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
       device::wait_copies<kMinStages - 1>();
     }
     __syncwarp();
-    if (tile < whole_tiles) {
-      attend_tile<false>(reader, stage, kTileRows, lane, q, result);
-    } else {
-      attend_tile<true>(reader, stage, num_tokens - tile * kTileRows, lane, q, result);
-    }
-    __syncwarp();  // the stage is free for the next copy
-    into = stage;
-    stage += layout.bytes;
-    stage = stage == ring_end ? ring : stage;
+    attend_tile<false>(reader, stage, kTileRows, lane, q, result);
+    advance();
+    tile += num_warps;
+  }
+  for (; tile < num_tiles; tile += num_warps) {
+    device::wait_copies<0>();
+    __syncwarp();
+    attend_tile<true>(reader, stage, num_tokens - tile * kTileRows, lane, q, result);
+    advance();
   }
   device::wait_copies<0>();
   __syncthreads();

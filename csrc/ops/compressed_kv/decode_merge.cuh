@@ -18,8 +18,8 @@ struct BlockMerge {
   float acc[Tr::kMaxWarps][kHeadsPerBlock][Tr::kD];
   float max[Tr::kMaxWarps][kHeadsPerBlock];  // in units of log2
   float sum[Tr::kMaxWarps][kHeadsPerBlock];
-  float top[kHeadsPerBlock];                      // the largest
-  uint32_t poison[Tr::kMaxWarps][4][Tr::kWords];  // read only where some warp has a bit set
+  float top[kHeadsPerBlock];                         // the largest
+  uint32_t poison[Tr::kMaxWarps][4][Tr::kOwnWords];  // read only where some warp has a bit set
 };
 
 // The sums of a block for the other blocks of its cluster.
@@ -45,13 +45,13 @@ __device__ __forceinline__ bool collect_warps(BlockMerge<Tr>& shared, const Wind
       state.sum[i] += __shfl_xor_sync(0xffffffffu, state.sum[i], offset);
     }
 #pragma unroll
-    for (int i = 0; i < Tr::kWords; ++i) {
+    for (int i = 0; i < Tr::kOwnWords; ++i) {
       result.poison[i] |= __shfl_xor_sync(0xffffffffu, result.poison[i], offset);
     }
   }
   uint32_t poison = 0;
 #pragma unroll
-  for (int i = 0; i < Tr::kWords; ++i) {
+  for (int i = 0; i < Tr::kOwnWords; ++i) {
     poison |= result.poison[i];
     if (g == 0) {
       shared.poison[warp][t][i] = result.poison[i];
@@ -118,10 +118,10 @@ __device__ __forceinline__ BlockSum sum_warps(const BlockMerge<Tr>& shared, cons
     sum.value += window->acc[head][channel] * factor;
   }
   if (poisoned) {
-    constexpr int kChannels = Tr::kD / 4;
+    const int group = channel / 32;
     uint32_t poison = 0;
     for (int w = 0; w < num_warps; ++w) {
-      poison |= shared.poison[w][channel / kChannels][channel % kChannels / 32] >> (channel % kChannels % 32);
+      poison |= shared.poison[w][channel % 32 / 8][group / 4] >> (8 * (group % 4) + channel % 8);
     }
     sum.value = (poison & 1) != 0 ? NAN : sum.value;
   }
@@ -145,7 +145,38 @@ __device__ __forceinline__ float load_from_block(const float* shared, uint32_t b
 }
 #endif
 
-// Merges the parts of the blocks of a cluster in their order; the blocks share the channels.
+// The sums of one head and channel over the blocks of a cluster, in their order.
+template <int kHeadDim>
+__device__ __forceinline__ BlockSum sum_blocks(const SplitPart<kHeadDim>& part, int num_blocks, int head,
+                                               int channel) {
+  BlockSum sum = {0.0f, kMinusInfinity, 0.0f};
+#if __CUDA_ARCH__ >= 900
+  // Loads of all blocks first, so that their latencies pass together. Absent blocks weigh nothing.
+  float max[kMostClusterSplits];
+  float weights[kMostClusterSplits];
+  float value[kMostClusterSplits];
+#pragma unroll
+  for (int block = 0; block < kMostClusterSplits; ++block) {
+    const bool present = block < num_blocks;
+    max[block] = present ? load_from_block(&part.max[head], block) : kMinusInfinity;
+    weights[block] = present ? load_from_block(&part.sum[head], block) : 0.0f;
+    value[block] = present ? load_from_block(&part.acc[head][channel], block) : 0.0f;
+  }
+#pragma unroll
+  for (int block = 0; block < kMostClusterSplits; ++block) {
+    sum.top = fmaxf(sum.top, max[block]);
+  }
+#pragma unroll
+  for (int block = 0; block < kMostClusterSplits; ++block) {
+    const float factor = part_factor(max[block], sum.top);
+    sum.total += weights[block] * factor;
+    sum.value += weights[block] == 0.0f ? 0.0f : value[block] * factor;
+  }
+#endif
+  return sum;
+}
+
+// Merges the parts of the blocks of a cluster; the blocks share the channels.
 template <int kHeadDim>
 __device__ __forceinline__ void merge_cluster(const DecodeParams& p, const Split& s,
                                               SplitPart<kHeadDim>& part) {
@@ -156,19 +187,7 @@ __device__ __forceinline__ void merge_cluster(const DecodeParams& p, const Split
        i += p.num_splits * blockDim.x) {
     const int head = i / kHeadDim;
     const int channel = i % kHeadDim;
-    BlockSum sum = {0.0f, kMinusInfinity, 0.0f};
-#pragma unroll 1
-    for (int block = 0; block < p.num_splits; ++block) {
-      sum.top = fmaxf(sum.top, load_from_block(&part.max[head], block));
-    }
-#pragma unroll 2
-    for (int block = 0; block < p.num_splits; ++block) {
-      const float weights = load_from_block(&part.sum[head], block);
-      const float value = load_from_block(&part.acc[head][channel], block);
-      const float factor = part_factor(load_from_block(&part.max[head], block), sum.top);
-      sum.total += weights * factor;
-      sum.value += weights == 0.0f ? 0.0f : value * factor;
-    }
+    const BlockSum sum = sum_blocks(part, p.num_splits, head, channel);
     const int64_t row = s.first_head + head;
     store_output(p.out, p.out_type, row * kHeadDim + channel, sum.value, sum.total);
     if (channel == 0) {

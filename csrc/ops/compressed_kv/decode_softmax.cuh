@@ -49,16 +49,23 @@ __device__ __forceinline__ void rescale(float (&acc)[kTiles][4], float even, flo
   }
 }
 
-// Raises the maxima where a score exceeds them by more than the slack.
-template <int kTiles, int kHeadPairs>
-__device__ __forceinline__ void raise_max(const float (&score)[2][kHeadPairs], WarpState<kHeadPairs>& state,
-                                          float (&acc)[kTiles][4]) {
+// Whether a score of this lane exceeds a maximum by more than the slack.
+template <int kHeadPairs>
+__device__ __forceinline__ bool exceeds_limit(const float (&score)[2][kHeadPairs],
+                                              const WarpState<kHeadPairs>& state) {
   bool exceeds = false;
 #pragma unroll
   for (int i = 0; i < kHeadPairs; ++i) {
     exceeds |= fmaxf(score[0][i], score[1][i]) > state.limit[i];
   }
-  if (!__any_sync(0xffffffffu, exceeds)) {
+  return exceeds;
+}
+
+// Raises the maxima if a score of any lane exceeds its limit.
+template <int kTiles, int kHeadPairs>
+__device__ __forceinline__ void raise_max(const float (&score)[2][kHeadPairs], WarpState<kHeadPairs>& state,
+                                          float (&acc)[kTiles][4]) {
+  if (!__any_sync(0xffffffffu, exceeds_limit(score, state))) {
     return;
   }
   float factor[kHeadPairs];
@@ -108,7 +115,8 @@ template <typename Tr>
 struct WarpResult {
   WarpState<Tr::kHeadPairs> state;
   float acc[2 * Tr::kGroups][4];
-  uint32_t poison[Tr::kWords];  // this lane's channels that a value row with a NaN scale keeps
+  // This lane's channels that a value row with a NaN scale keeps, a byte per group.
+  uint32_t poison[Tr::kOwnWords];
 };
 
 }  // namespace htree::compressed_kv

@@ -54,8 +54,7 @@ __device__ __forceinline__ float2 load_pair(const void* pairs, int64_t index, bo
                   : __half22float2(*reinterpret_cast<const __half2*>(&bits));
 }
 
-__device__ __forceinline__ float load_element(const void* elements, int64_t index, bool bfloat16) {
-  const uint16_t bits = static_cast<const uint16_t*>(elements)[index];
+__device__ __forceinline__ float to_float(uint16_t bits, bool bfloat16) {
   return bfloat16 ? __uint_as_float(static_cast<uint32_t>(bits) << 16) : __half2float(__ushort_as_half(bits));
 }
 
@@ -66,14 +65,9 @@ __device__ __forceinline__ void prefetch_bytes(const void* from, int64_t bytes) 
   }
 }
 
-// What a block reads before its first tile. Every thread of the block may call.
+// Every thread of the block may call.
 template <int kHeadDim>
-__device__ __forceinline__ void prefetch_inputs(const DecodeParams& p, const Split& s,
-                                                const WindowRows& rows) {
-  const int element = p.q_type == QueryType::kFloat ? 4 : 2;
-  const auto* q = static_cast<const char*>(p.q);
-  prefetch_bytes(q + static_cast<int64_t>(s.first_head) * kHeadDim * element,
-                 static_cast<int64_t>(s.num_heads) * kHeadDim * element);
+__device__ __forceinline__ void prefetch_window(const DecodeParams& p, const WindowRows& rows) {
   if (rows.count > 0) {
     const int64_t first = 2 * rows.first * kHeadDim;
     prefetch_bytes(static_cast<const char*>(p.window.k) + first, 2 * rows.count * kHeadDim);
@@ -125,12 +119,25 @@ __device__ __forceinline__ void weigh_window(const DecodeParams& p, const Split&
     const float base = top == device::negative_infinity<float>() ? 0.0f : top;
     float sum = 0.0f;
     float value = 0.0f;
-#pragma unroll 8
-    for (int token = 0; token < rows.count; ++token) {
-      const float weight = device::exp2_flushed(from.score[token][head] - base);
-      sum += weight;
-      value +=
-          weight * load_element(p.window.v, (rows.first + token) * kHeadDim + channel, p.window.bfloat16);
+    // Loads without a condition, of the last token where there are none left, so that their latencies pass
+    // together.
+    constexpr int kAtOnce = 8;
+    const auto* const elements = static_cast<const uint16_t*>(p.window.v) + rows.first * kHeadDim + channel;
+    for (int first = 0; first < rows.count; first += kAtOnce) {
+      uint16_t bits[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        bits[j] = elements[min(first + j, rows.count - 1) * kHeadDim];
+      }
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const bool present = first + j < rows.count;
+        const float score = from.score[min(first + j, rows.count - 1)][head];
+        const float weight = present ? device::exp2_flushed(score - base) : 0.0f;
+        const float v = present ? to_float(bits[j], p.window.bfloat16) : 0.0f;
+        sum += weight;
+        value += weight * v;
+      }
     }
     part.acc[head][channel] = value;
     if (channel == 0) {

@@ -12,11 +12,19 @@ namespace htree::compressed_kv {
 // permutation reads.
 struct alignas(8) Selectors {
   uint32_t low;   // of channels 0 to 3; bit 31 is set for byte 255 alone
-  uint32_t high;  // of channels 4 to 7; upper half: bits of the codes of this byte
+  uint32_t high;  // of channels 4 to 7; upper six bits, with 16 bits: thresholds of words 2, 3 and 4
 };
 
 // One copy per lane, so that no two lanes meet in a bank: [256][32].
 constexpr int kSelectorBytes = 256 * 32 * static_cast<int>(sizeof(Selectors));
+
+// A window begins anywhere in its first word. Of 4 and 8-bit codes all words that it may have are read, which
+// costs less than to ask. The words 2 to 4 of a window of 16-bit codes are read only by lanes that need them,
+// so that the others take no part in bank conflicts. This is the threshold of word `word`, two bits, for a
+// byte with `kept` bits set; see start_of() for what exceeds it.
+__device__ __forceinline__ uint32_t threshold_of(uint32_t kept, uint32_t word) {
+  return kept > 2 * word ? 0 : kept == 2 * word ? 1 : 3;
+}
 
 // Where the permutations find the code of rank r. 8 and 16 bits: at byte r of the window; a pruned channel
 // repeats the sign of byte 7. 4 bits: even ranks in the first register, odd ones in the second, because that
@@ -32,7 +40,14 @@ __device__ __forceinline__ Selectors selectors_of(uint32_t byte) {
     selectors |= (kept != 0 ? position : 15u) << (4 * i);
     rank += kept;
   }
-  return {(selectors & 0xffffu) | (byte == 255 ? 0x80000000u : 0u), (selectors >> 16) | (rank * kBits) << 16};
+  uint32_t thresholds = 0;
+  if constexpr (kBits == 16) {
+#pragma unroll
+    for (uint32_t word = 2; word <= 4; ++word) {
+      thresholds |= threshold_of(rank, word) << (34 - 2 * word);
+    }
+  }
+  return {(selectors & 0xffffu) | (byte == 255 ? 0x80000000u : 0u), (selectors >> 16) | thresholds};
 }
 
 // Every thread of the block must call, and __syncthreads before the table is used. A lane works out one entry
@@ -76,20 +91,20 @@ __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
   return value;
 }
 
-// The word kWord words behind `address` if it is at most `reach` bytes behind it, else 0. Lanes that
-// need no further word take no part in the load and in its bank conflicts.
+// The word kWord words behind `address` where `start`, as start_of() makes it, exceeds the threshold in the
+// upper bits of `threshold`. Elsewhere it is anything (here the address, which takes no register of its own):
+// its codes are not used.
 template <int kWord>
-__device__ __forceinline__ uint32_t load_reached(uint32_t address, uint32_t reach) {
-  uint32_t value;
+__device__ __forceinline__ uint32_t load_reached(uint32_t address, uint32_t start, uint32_t threshold) {
+  uint32_t value = address;
   asm volatile(
       "{\n"
       ".reg .pred reached;\n"
-      "setp.ge.u32 reached, %2, %3;\n"
-      "mov.u32 %0, 0;\n"
-      "@reached ld.shared.u32 %0, [%1 + %3];\n"
+      "setp.gt.u32 reached, %1, %2;\n"
+      "@reached ld.shared.u32 %0, [%0 + %3];\n"
       "}\n"
-      : "=r"(value)
-      : "r"(address), "r"(reach), "n"(4 * kWord));
+      : "+r"(value)
+      : "r"(start), "r"(threshold), "n"(4 * kWord));
   return value;
 }
 
@@ -101,16 +116,11 @@ __device__ __forceinline__ uint32_t word_address(uint32_t bits) {
   return words * 4;
 }
 
-// Where the codes of a lane go on: the address of the next one in bits, and of the word that holds it.
-struct Cursor {
-  uint32_t bits;
-  uint32_t address;
-
-  __device__ __forceinline__ void set(uint32_t to) {
-    bits = to;
-    address = word_address(to);
-  }
-};
+// For load_reached: exceeds a threshold of 0 always, one of 1 where the window whose first value is at bit
+// `bits` of shared memory begins at the second value of its word, and one of 3 never.
+__device__ __forceinline__ uint32_t start_of(uint32_t bits) {
+  return (bits << 27) + 0x40000000u;
+}
 
 // The expanded codes of eight channels. 4 bits: two registers of four bytes that hold the codes as 4-bit
 // two's complement in their lower or their upper halves, the other halves 0; 8 bits: two registers of four
@@ -120,18 +130,27 @@ struct Expanded {
   uint32_t r[kBits == 16 ? 4 : 2];
 };
 
-// The selectors of a lane.
-struct LaneTable {
-  const unsigned char* table;  // of the width in question
-  uint32_t lane_offset;        // 8 * lane
+// Which byte of every word of a bitmap is a lane's own, and its copy of the selectors.
+struct LaneByte {
+  uint32_t copy;   // 8 * lane
+  uint32_t pick;   // takes that byte, times 256, and `copy`
+  uint32_t shift;  // bits below that byte
+  uint32_t below;  // times this, a word keeps those bits alone
+
+  __device__ __forceinline__ explicit LaneByte(int lane)
+      : copy(8u * lane),
+        pick(0x5504u + 0x10u * (lane & 3)),
+        shift(8u * (lane & 3)),
+        below(shift == 0 ? 0u : 1u << (32 - shift)) {
+    asm volatile("" : "+r"(pick), "+r"(shift), "+r"(below));  // kept in registers
+  }
 };
 
-// Selectors for byte kByte of `word`.
-template <int kByte>
-__device__ __forceinline__ Selectors load_selectors(uint32_t word, const LaneTable& lane) {
-  // Bytes of the offset: 8 * lane, the byte of the bitmap, 0, 0.
-  const uint32_t offset = permute(word, lane.lane_offset, 0x5504 + 0x10 * kByte);
-  return *reinterpret_cast<const Selectors*>(lane.table + offset);
+// Selectors for the lane's byte of `word`, from the table of the width in question.
+__device__ __forceinline__ Selectors load_selectors(uint32_t word, const unsigned char* table,
+                                                    const LaneByte& lane) {
+  const uint32_t offset = permute(word, lane.copy, lane.pick);
+  return *reinterpret_cast<const Selectors*>(table + offset);
 }
 
 // Unless all eight channels are kept, the last byte of a window belongs to others: its sign bit, which pruned
@@ -151,69 +170,32 @@ __device__ __forceinline__ Expanded<4> expand_nibbles(uint32_t codes, const Sele
   return {permute(even, odd, s.low), permute(even, odd, s.high)};
 }
 
-// Up to kCodes codes of 4 bits in registers, for the four bytes of a word of the bitmap.
-struct NibbleWindow {
-  static constexpr int kCodes = 24;
-  uint32_t words[3];
-
-  __device__ __forceinline__ void load(const Cursor& from) {
-    uint32_t stored[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      stored[i] = load_shared(from.address + 4 * i);
-    }
-#pragma unroll
-    for (int i = 0; i < 3; ++i) {
-      words[i] = funnel(stored[i], stored[i + 1], from.bits);
-    }
-  }
-
-  // Leaves out the first `bits` bits, at most 32; kKept words still matter.
-  template <int kKept>
-  __device__ __forceinline__ void skip(uint32_t bits) {
-#pragma unroll
-    for (int i = 0; i < kKept; ++i) {
-      words[i] = __funnelshift_rc(words[i], i + 1 < 3 ? words[i + 1] : 0u, bits);
-    }
-  }
-};
-
-// Byte kByte of `word` from a window that starts with its codes and ends with those of byte 3.
-template <int kByte, bool kUpper>
-__device__ __forceinline__ Expanded<4> expand_window(uint32_t word, NibbleWindow& window,
-                                                     const LaneTable& lane) {
-  const Selectors s = load_selectors<kByte>(word, lane);
-  const Expanded<4> out = expand_nibbles<kUpper>(window.words[0], s);
-  window.skip<3 - kByte>(s.high >> 16);
-  return out;
-}
-
-// Byte kByte of `word`, whose first code is at the cursor; that moves behind the codes of this byte. kUpper:
-// 4-bit codes in the upper halves of the bytes. Reads at most 20 bytes from the cursor on, whatever the
-// bitmap holds.
-template <int kBits, int kByte, bool kUpper>
-__device__ __forceinline__ Expanded<kBits> expand_byte(uint32_t word, Cursor& cursor, const LaneTable& lane) {
-  const Selectors s = load_selectors<kByte>(word, lane);
-  const uint32_t address = cursor.address;
-  const uint32_t shift = cursor.bits;
-  cursor.set(shift + (s.high >> 16));
-  const uint32_t reach = cursor.address - address;
+// The codes of the lane's byte of `word`, the first of which starts at bit `bits` of shared memory. kUpper:
+// 4-bit codes in the upper halves of the bytes. Reads at most 20 bytes from there on, whatever the bitmap
+// holds.
+template <int kBits, bool kUpper>
+__device__ __forceinline__ Expanded<kBits> expand_byte(uint32_t word, uint32_t bits,
+                                                       const unsigned char* table, const LaneByte& lane) {
+  const Selectors s = load_selectors(word, table, lane);
+  const uint32_t address = word_address(bits);
   const uint32_t first = load_shared(address);
-  const uint32_t second = load_reached<1>(address, reach);
+  const uint32_t second = load_shared(address + 4);
   if constexpr (kBits == 4) {
-    return expand_nibbles<kUpper>(funnel(first, second, shift), s);
+    return expand_nibbles<kUpper>(funnel(first, second, bits), s);
   } else if constexpr (kBits == 8) {
-    const uint32_t third = load_reached<2>(address, reach);
-    const uint32_t low = funnel(first, second, shift);
-    const uint32_t high = clear_last(funnel(second, third, shift), s);
+    const uint32_t third = load_shared(address + 8);
+    const uint32_t low = funnel(first, second, bits);
+    const uint32_t high = clear_last(funnel(second, third, bits), s);
     return {permute(low, high, s.low), permute(low, high, s.high)};
   } else {
-    const uint32_t words[5] = {first, second, load_reached<2>(address, reach),
-                               load_reached<3>(address, reach), load_reached<4>(address, reach)};
+    const uint32_t start = start_of(bits);
+    const uint32_t words[5] = {first, second, load_reached<2>(address, start, s.high),
+                               load_reached<3>(address, start, s.high * 4),
+                               load_reached<4>(address, start, s.high * 16)};
     uint32_t codes[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      codes[i] = funnel(words[i], words[i + 1], shift);
+      codes[i] = funnel(words[i], words[i + 1], bits);
     }
     // The lower and the upper bytes of the eight values apart, expanded, and joined again.
     const uint32_t low0 = permute(codes[0], codes[1], 0x6420);

@@ -38,7 +38,7 @@ struct QueryScratch {
   float steps[kHeadsPerBlock];  // value of one step of the integers; NaN if a channel is NaN or infinite
 };
 
-// Lane t of a quad owns channels [t * D/4, (t + 1) * D/4): kGroups groups of eight.
+// Lane t of a quad owns byte t of every word of a bitmap: kGroups groups of eight channels, 32 apart.
 template <int kHeadDim, int kProducts, bool kInteger>
 struct QueryFragments {
   static constexpr int kGroups = kHeadDim / 32;
@@ -49,24 +49,46 @@ struct QueryFragments {
   float factor[kProducts];  // of the scores of heads t and t + 4, in units of log2
 };
 
+// The first channels of the query heads of a block that a thread stages, loaded long before.
+struct EarlyQuery {
+  static constexpr int kChannels = 2;
+  float channel[kChannels];
+
+  // `count` channels from `first` on.
+  __device__ __forceinline__ EarlyQuery(const DecodeParams& p, int64_t first, int count) {
+#pragma unroll
+    for (int i = 0; i < kChannels; ++i) {
+      const int at = threadIdx.x + i * blockDim.x;
+      channel[i] = at < count ? load_query(p, first + at) : 0.0f;
+    }
+  }
+};
+
 // Rows of absent heads are zero. Every thread of the block must call; costs one __syncthreads.
 template <int kHeadDim>
 __device__ __forceinline__ void stage_query(const DecodeParams& p, int64_t first_head, int num_heads,
-                                            QueryScratch<kHeadDim>& scratch) {
-  for (int i = threadIdx.x; i < kHeadsPerBlock * kHeadDim; i += blockDim.x) {
-    scratch.rows[i / kHeadDim][i % kHeadDim] =
-        i < num_heads * kHeadDim ? load_query(p, first_head * kHeadDim + i) : 0.0f;
+                                            const EarlyQuery& early, QueryScratch<kHeadDim>& scratch) {
+  float* const to = scratch.rows[0];
+#pragma unroll
+  for (int i = 0; i < EarlyQuery::kChannels; ++i) {
+    const int at = threadIdx.x + i * blockDim.x;
+    if (at < kHeadsPerBlock * kHeadDim) {
+      to[at] = early.channel[i];
+    }
+  }
+  for (int at = threadIdx.x + EarlyQuery::kChannels * blockDim.x; at < kHeadsPerBlock * kHeadDim;
+       at += blockDim.x) {
+    to[at] = at < num_heads * kHeadDim ? load_query(p, first_head * kHeadDim + at) : 0.0f;
   }
   __syncthreads();
 }
 
-// After stage_query. Every thread of the block must call; costs one __syncthreads. `code_unit` is what a code
-// counts in the products.
-template <int kHeadDim, int kProducts>
-__device__ __forceinline__ void load_integer_query(const DecodeParams& p, float code_unit, int lane,
-                                                   QueryScratch<kHeadDim>& scratch,
-                                                   QueryFragments<kHeadDim, kProducts, true>& q) {
-  for (int head = threadIdx.x >> 5; head < kHeadsPerBlock; head += blockDim.x >> 5) {
+// The first kHeads heads as integers, a warp per head. After stage_query; needs __syncthreads before the
+// pieces are used. Every thread of the block must call.
+template <int kHeads, int kHeadDim>
+__device__ __forceinline__ void split_query(int warp, int num_warps, int lane,
+                                            QueryScratch<kHeadDim>& scratch) {
+  for (int head = warp; head < kHeads; head += num_warps) {
     const float* row = scratch.rows[head];
     float largest = 0;
     float poison = 0;
@@ -87,16 +109,22 @@ __device__ __forceinline__ void load_integer_query(const DecodeParams& p, float 
       scratch.steps[head] = largest / kQuerySteps + poison;
     }
   }
-  __syncthreads();
+}
+
+// After split_query. `code_unit` is what a code counts in the products.
+template <int kHeadDim, int kProducts>
+__device__ __forceinline__ void load_integer_query(const DecodeParams& p, float code_unit, int lane,
+                                                   const QueryScratch<kHeadDim>& scratch,
+                                                   QueryFragments<kHeadDim, kProducts, true>& q) {
   const int g = lane >> 2;
   const int t = lane & 3;
 #pragma unroll
   for (int i = 0; i < kProducts; ++i) {
-    const int8_t* channels = scratch.pieces[g & 1][4 * i + (g >> 1)] + t * (kHeadDim / 4);
+    const int8_t* channels = scratch.pieces[g & 1][4 * i + (g >> 1)] + 8 * t;
 #pragma unroll
     for (int group = 0; group < kHeadDim / 32; ++group) {
-      q.b[i][group][0] = *reinterpret_cast<const uint32_t*>(channels + 8 * group);
-      q.b[i][group][1] = *reinterpret_cast<const uint32_t*>(channels + 8 * group + 4);
+      q.b[i][group][0] = *reinterpret_cast<const uint32_t*>(channels + 32 * group);
+      q.b[i][group][1] = *reinterpret_cast<const uint32_t*>(channels + 32 * group + 4);
     }
     q.factor[i] = scratch.steps[4 * i + t] * p.score_scale * code_unit;
   }
@@ -115,12 +143,12 @@ __device__ __forceinline__ void load_half_query(const DecodeParams& p, int lane,
   };
 #pragma unroll
   for (int i = 0; i < kProducts; ++i) {
-    const float* channels = scratch.rows[4 * i + (g >> 1)] + t * (kHeadDim / 4);
+    const float* channels = scratch.rows[4 * i + (g >> 1)] + 8 * t;
 #pragma unroll
     for (int group = 0; group < kHeadDim / 32; ++group) {
 #pragma unroll
       for (int pair = 0; pair < 4; ++pair) {
-        const float* at = channels + 8 * group + 2 * pair;
+        const float* at = channels + 32 * group + 2 * pair;
         q.b[i][group][pair] = device::pack_pair<T>(piece(at[0]), piece(at[1]));
       }
     }

@@ -125,35 +125,42 @@ struct ChunkCounts {
 __device__ __forceinline__ ChunkCounts fill_chunks(const DecodeParams& p, const StageLayout& layout,
                                                    int head_dim, int64_t first_row, int warp, int num_warps,
                                                    int lane, ChunkCopy* table) {
-  int total = 64;
-  int turn = 0;  // the warp of the part
-#pragma unroll 1
-  for (int index = 0; index < kNumParts; ++index) {
-    const StagePart part = stage_part(p, layout, head_dim, index);
-    const int count = num_chunks(part, first_row);
-    const int in_runs = index < 2 ? 32 * kRunRounds * num_runs(part.row_bytes) : 0;
-    if (turn == warp) {
-      const int shift = part.padded ? pitch_shift(part.row_bytes) : 31;
-      const int64_t start = first_row * part.row_bytes - bytes_before(part, first_row);
-      for (int chunk = lane; chunk < count; chunk += 32) {
-        ChunkCopy copy = {part.from + start + 16 * chunk, static_cast<uint32_t>(kTileRows * part.row_bytes),
-                          static_cast<uint32_t>(part.offset + 16 * (chunk + (chunk >> shift)))};
-        if (chunk >= in_runs) {
-          table[total + chunk - in_runs] = copy;
-        }
-        if (chunk < 32 && index < 2) {  // without runs it is not used
-          copy.step = static_cast<uint32_t>(16 * (32 + (32 >> shift)));
-          table[32 * index + chunk] = copy;
-        }
-      }
-    }
-    turn = turn + 1 == num_warps ? 0 : turn + 1;
-    total += count - in_runs;
+  // A lane per part, to know where those of each part begin.
+  const StagePart own = stage_part(p, layout, head_dim, min(lane, kNumParts - 1));
+  const int own_count = lane < kNumParts ? num_chunks(own, first_row) : 0;
+  const int own_listed = own_count - (lane < 2 ? 32 * kRunRounds * num_runs(own.row_bytes) : 0);
+  int end = own_listed;
+#pragma unroll
+  for (int offset = 1; offset < 8; offset *= 2) {
+    const int below = __shfl_up_sync(0xffffffffu, end, offset);
+    end += lane >= offset ? below : 0;
   }
-  const int lists = (total - 64 + 31) / 32;
-  if (turn == warp) {
-    for (int i = total + lane; i < 64 + 32 * max(lists, kUsualLists); i += 32) {
-      table[i].to = kNoChunk;
+  const int total = __shfl_sync(0xffffffffu, end, kNumParts - 1);
+  const int lists = (total + 31) / 32;
+#pragma unroll 1
+  for (int index = warp; index <= kNumParts; index += num_warps) {
+    if (index == kNumParts) {
+      for (int i = total + lane; i < 32 * max(lists, kUsualLists); i += 32) {
+        table[64 + i].to = kNoChunk;
+      }
+      break;
+    }
+    const StagePart part = stage_part(p, layout, head_dim, index);
+    const int count = __shfl_sync(0xffffffffu, own_count, index);
+    const int listed = __shfl_sync(0xffffffffu, own_listed, index);
+    ChunkCopy* const list = table + 64 + __shfl_sync(0xffffffffu, end, index) - count;
+    const int shift = part.padded ? pitch_shift(part.row_bytes) : 31;
+    const int64_t start = first_row * part.row_bytes - bytes_before(part, first_row);
+    for (int chunk = lane; chunk < count; chunk += 32) {
+      ChunkCopy copy = {part.from + start + 16 * chunk, static_cast<uint32_t>(kTileRows * part.row_bytes),
+                        static_cast<uint32_t>(part.offset + 16 * (chunk + (chunk >> shift)))};
+      if (chunk >= count - listed) {
+        list[chunk] = copy;
+      }
+      if (chunk < 32 && index < 2) {  // without runs it is not used
+        copy.step = static_cast<uint32_t>(16 * (32 + (32 >> shift)));
+        table[32 * index + chunk] = copy;
+      }
     }
   }
   ChunkCounts counts = {
@@ -191,7 +198,11 @@ __device__ __forceinline__ void copy_runs(const ChunkCopy& first, int runs, int 
   }
 }
 
-// Without a branch; 16 bytes as device::copy_async_16 copies them.
+__device__ __forceinline__ void copy_any_chunk(const ChunkCopy& chunk, uint32_t stage, uint32_t tile) {
+  device::copy_async_16(stage + chunk.to, chunk.from + static_cast<uint64_t>(tile) * chunk.step);
+}
+
+// The same unless there is no such chunk.
 __device__ __forceinline__ void copy_chunk(const ChunkCopy& chunk, uint32_t stage, uint32_t tile) {
   asm volatile(
       "{\n"
@@ -215,24 +226,30 @@ __device__ __forceinline__ void copy_tile(const DecodeParams& p, uint32_t table,
     copy_runs(k, counts.k_runs(), p.k.row_bytes, stage, tile);
     copy_runs(v, counts.v_runs(), p.v.row_bytes, stage, tile);
   }
-  if (counts.lists() == 1) {
+  if (counts.lists() < kUsualLists) {
     copy_chunk(first, stage, tile);
+    if (counts.lists() > 1) {
+      copy_chunk(load_chunk(table, 3), stage, tile);
+    }
     return;
   }
   const ChunkCopy second = load_chunk(table, 3);
   const ChunkCopy third = load_chunk(table, 4);
-  if (counts.lists() == 4) {
-    const ChunkCopy fourth = load_chunk(table, 5);
-    copy_chunk(fourth, stage, tile);
+  // Every list but the last one is full.
+  if (counts.lists() == kUsualLists) {
+    copy_any_chunk(first, stage, tile);
+    copy_any_chunk(second, stage, tile);
+    copy_chunk(third, stage, tile);
+    return;
   }
-  copy_chunk(first, stage, tile);
-  copy_chunk(second, stage, tile);
-  copy_chunk(third, stage, tile);
-  if (counts.lists() > 4) {
+  const ChunkCopy fourth = load_chunk(table, 5);
+  copy_any_chunk(first, stage, tile);
+  copy_any_chunk(second, stage, tile);
+  copy_any_chunk(third, stage, tile);
+  copy_chunk(fourth, stage, tile);
 #pragma unroll 1
-    for (int i = kUsualLists; i < counts.lists(); ++i) {
-      copy_chunk(load_chunk(table, 2 + i), stage, tile);
-    }
+  for (int i = kUsualLists + 1; i < counts.lists(); ++i) {
+    copy_chunk(load_chunk(table, 2 + i), stage, tile);
   }
 }
 

@@ -1,6 +1,8 @@
 // Widths of codes to kernels, with the blocks and stages that fit the device.
 #pragma once
 
+#include <algorithm>
+
 #include "host/launch_cluster.h"
 #include "ops/compressed_kv/decode_config.h"
 #include "ops/compressed_kv/decode_kernel.cuh"
@@ -21,10 +23,22 @@ cudaError_t launch_traits(const DecodeParams& p, int64_t num_groups, cudaStream_
     return error;
   }
   const StageLayout layout(Tr::kD, p.k.row_bytes, p.v.row_bytes);
-  const DecodeConfig config = choose_decode_config(
-      layout.bytes, Tr::kTableBytes + window_bytes<Tr>(), static_cast<int>(sizeof(BlockMerge<Tr>)),
-      kStagePadding + chunk_table_bytes(Tr::kD, p.k.row_bytes, p.v.row_bytes), Tr::kMaxWarps, kMinStages,
-      kMaxStages, most);
+  const int tables = Tr::kTableBytes + window_bytes<Tr>();
+  const int padding = kStagePadding + chunk_table_bytes(Tr::kD, p.k.row_bytes, p.v.row_bytes);
+  const int scratch = scratch_bytes<Tr>(p.window.per_split);
+  const auto choose = [&](int padding) {
+    return choose_decode_config(layout.bytes, tables, static_cast<int>(sizeof(BlockMerge<Tr>)), padding,
+                                Tr::kMaxWarps, kMinStages, kMaxStages, most);
+  };
+  DecodeConfig config = choose(padding);
+  // The scratch ends behind the last stages where those are small.
+  const int with_scratch =
+      tables + padding + (config.num_stages - 1) * config.num_warps * layout.bytes + scratch;
+  if (with_scratch > most) {
+    config = choose(padding + scratch);
+  } else {
+    config.shared_bytes = std::max(config.shared_bytes, with_scratch);
+  }
   if (config.shared_bytes > most) {
     return cudaErrorNotSupported;
   }
