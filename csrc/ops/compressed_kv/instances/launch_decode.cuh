@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "host/device_attribute.h"
 #include "host/launch_cluster.h"
 #include "ops/compressed_kv/decode_config.h"
 #include "ops/compressed_kv/decode_kernel.cuh"
@@ -13,12 +14,8 @@ namespace {
 
 template <typename Tr>
 cudaError_t launch_traits(const DecodeParams& p, int64_t num_groups, cudaStream_t stream) {
-  int device = 0;
   int most = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  }
+  cudaError_t error = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, most);
   if (error != cudaSuccess) {
     return error;
   }

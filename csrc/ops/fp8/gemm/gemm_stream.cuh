@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "device/cluster_memory.cuh"
+#include "device/hopper_limits.h"
 #include "device/kernel_overlap.cuh"
 #include "device/mma.cuh"
 #include "device/numeric.cuh"
@@ -47,8 +48,8 @@ struct GemmStreamTraits {
     ScaleFactors by_row[kRows];
     ScaleFactors by_column[kColumns];
   };
-  static constexpr int kSharedBytes = sizeof(Shared) + 1024;  // room to align the base
-  static_assert(kSharedBytes <= 232448);
+  static constexpr int kSharedBytes = sizeof(Shared) + device::kSharedAlignment;
+  static_assert(kSharedBytes <= device::kHopperSharedBytes);
 };
 
 struct GemmStreamMaps {
@@ -139,8 +140,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
 #if HTREE_SM90A
   using Shape = typename Tr::Shape;
   extern __shared__ uint8_t raw[];
-  auto& shared = *reinterpret_cast<typename Tr::Shared*>((reinterpret_cast<uintptr_t>(raw) + 1023) &
-                                                         ~static_cast<uintptr_t>(1023));
+  auto& shared = device::align_shared<typename Tr::Shared>(raw);
   auto& ring = shared.ring;
   const int part = Tr::kParts > 1 ? static_cast<int>(device::cluster_block_rank()) : 0;
   const int first_block = num_blocks * part / Tr::kParts;
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     }
   }
 #else
-  __trap();  // the launcher does not come here: see gemm_is_compiled_for_hopper()
+  __trap();  // the launcher does not come here: see has_hopper_kernels()
 #endif
 }
 

@@ -7,7 +7,9 @@
 
 #include <cstdint>
 
+#include "device/hopper_limits.h"
 #include "device/kernel_overlap.cuh"
+#include "device/shared_address.cuh"
 #include "device/tile_order.cuh"
 #include "ops/fp8/gemm/gemm_copy.cuh"
 #include "ops/fp8/gemm/gemm_multiply.cuh"
@@ -43,7 +45,8 @@ struct GemmTileTraits {
   static constexpr bool kInTurns = kHalves == 1 && kWarpgroups <= 2 && kPromoteK == device::kBlockBytes;
   using Shape = device::GemmShape<__nv_fp8_e4m3, kRows, kColumns, kStages_, kCluster, kWarpgroups>;
 
-  static constexpr int kMostSharedBytes = 232448 - 1024;  // less what aligning the base may cost
+  static constexpr int kMostSharedBytes =
+      device::kHopperSharedBytes - device::kSharedAlignment;  // less what aligning the base may cost
   static constexpr int kSharedBesideStore =
       static_cast<int>(sizeof(device::GemmRing<Shape>) + kWarpgroups * 2 * sizeof(ColumnFactors<kColumns>));
   static constexpr int kStoreBytes = (kMostSharedBytes - kSharedBesideStore) / (4 * kWarpgroups);  // per warp
@@ -54,8 +57,8 @@ struct GemmTileTraits {
     typename Store::Shared store[kWarpgroups * 4];      // per warp
     ColumnFactors<kColumns> by_column[kWarpgroups][2];  // of two tiles in turn
   };
-  static constexpr int kSharedBytes = sizeof(Shared) + 1024;
-  static_assert(kSharedBytes <= 232448);
+  static constexpr int kSharedBytes = sizeof(Shared) + device::kSharedAlignment;
+  static_assert(kSharedBytes <= device::kHopperSharedBytes);
 };
 
 struct GemmTileMaps {
@@ -241,8 +244,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
                      const GemmTileArguments<typename Tr::Out> p) {
 #if HTREE_SM90A
   extern __shared__ uint8_t raw[];
-  auto& shared = *reinterpret_cast<typename Tr::Shared*>((reinterpret_cast<uintptr_t>(raw) + 1023) &
-                                                         ~static_cast<uintptr_t>(1023));
+  auto& shared = device::align_shared<typename Tr::Shared>(raw);
   if (threadIdx.x == 0) {
     device::init_ring(shared.ring);
     device::fence_barrier_init();
@@ -277,7 +279,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     device::cluster_sync();  // no block leaves while another may still signal its barriers
   }
 #else
-  __trap();  // the launcher does not come here: see gemm_is_compiled_for_hopper()
+  __trap();  // the launcher does not come here: see has_hopper_kernels()
 #endif
 }
 

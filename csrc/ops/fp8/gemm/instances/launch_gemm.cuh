@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "host/device_attribute.h"
 #include "host/launch_cluster.h"
 #include "host/tensor_map.h"
 #include "ops/fp8/gemm/gemm_launch.h"
@@ -20,13 +21,6 @@ inline CUtensorMap code_map(const GemmOperand& x, int64_t rows, int64_t columns,
 
 inline int num_code_blocks(const GemmSizes& sizes) {
   return static_cast<int>((sizes.k + 127) / 128);
-}
-
-inline cudaError_t count_multiprocessors(int& count) {
-  int device = 0;
-  const cudaError_t error = cudaGetDevice(&device);
-  return error != cudaSuccess ? error
-                              : cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
 }
 
 // For tiles of kRows rows of an operand, of which kSharing blocks copy a share each.
@@ -55,7 +49,7 @@ template <class Tr>
 cudaError_t launch_tiles(const GemmParams<typename Tr::Out>& p, int group, cudaStream_t stream) {
   using Out = typename Tr::Out;
   int processors = 0;
-  const cudaError_t error = count_multiprocessors(processors);
+  const cudaError_t error = device_attribute(cudaDevAttrMultiProcessorCount, processors);
   if (error != cudaSuccess) {
     return error;
   }
@@ -77,7 +71,7 @@ cudaError_t launch_tiles(const GemmParams<typename Tr::Out>& p, int group, cudaS
 template <class Tr>
 cudaError_t launch_streams(const GemmParams<typename Tr::Out>& p, cudaStream_t stream) {
   int processors = 0;
-  const cudaError_t error = count_multiprocessors(processors);
+  const cudaError_t error = device_attribute(cudaDevAttrMultiProcessorCount, processors);
   if (error != cudaSuccess) {
     return error;
   }
