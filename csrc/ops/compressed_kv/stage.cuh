@@ -253,8 +253,7 @@ __device__ __forceinline__ void copy_tile(const DecodeParams& p, uint32_t table,
   }
 }
 
-// The same for a tile that holds the last row of the tensors: nothing behind that row is read. The bytes
-// after the last whole chunk go past the asynchronous copies.
+// The same for a tile that holds the last row of the tensors: nothing behind that row is read.
 inline __device__ __noinline__ void copy_last_tile(const DecodeParams& p, int head_dim, int64_t first_row,
                                                    uint32_t stage, uint32_t tile, int lane) {
   const StageLayout layout(head_dim, p.k.row_bytes, p.v.row_bytes);
@@ -267,13 +266,8 @@ inline __device__ __noinline__ void copy_last_tile(const DecodeParams& p, int he
     for (int chunk = lane; chunk < num_chunks(part, first_row); chunk += 32) {
       const int64_t at = start + 16 * chunk;
       const uint32_t to = stage + part.offset + 16 * (chunk + (chunk >> shift));
-      if (at + 16 <= end) {
-        device::copy_async_16(to, part.from + at);
-        continue;
-      }
-      for (int byte = 0; at + byte < end; byte += 2) {  // rows have an even number of bytes
-        const uint16_t value = *reinterpret_cast<const uint16_t*>(part.from + at + byte);
-        asm volatile("st.shared.u16 [%0], %1;" ::"r"(to + byte), "h"(value) : "memory");
+      if (at < end) {
+        device::copy_async_16_prefix(to, part.from + at, static_cast<int>(min(end - at, int64_t{16})));
       }
     }
   }
