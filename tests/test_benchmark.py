@@ -1,4 +1,7 @@
-"""The benchmark machinery on a CPU: statistics, fairness of the loop, the gate, rows and their files."""
+"""The benchmark machinery on a CPU: statistics, fairness of the loop, the gate, rows and their files.
+
+Longer than other files because its parts share a fake clock and small cases.
+"""
 
 from __future__ import annotations
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
+from instruction_sets import ISAS, run_with
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
@@ -115,9 +113,8 @@ def test_more_nan_than_stay(num_nan: int, dtype: torch.dtype, device: str, nan_m
                 assert_same_bits(rows, reference.kv_compress(x, keep, bits, weight))
 
 
-@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", ISAS)
 def test_more_nan_than_stay_for_every_instruction_set(isa: str) -> None:
-    """The set is read once per process."""
     script = (
         "import torch, htree_ops\n"
         "for dtype in (torch.float16, torch.bfloat16, torch.float32):\n"
@@ -126,8 +123,7 @@ def test_more_nan_than_stay_for_every_instruction_set(isa: str) -> None:
         "    bitmap = htree_ops.kv_prune(x, 3)[1]\n"
         "    assert bitmap.tolist() == [[[[7, 0], [0, 7 << 36]]]], (dtype, bitmap)\n"
     )
-    environment = os.environ | {"HTREE_CPU_ISA": isa}
-    ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    ran = run_with(isa, script)
     assert ran.returncode == 0, ran.stderr
 
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from instruction_sets import ISAS, run_with
 from torch import Tensor
 
 from htree_ops.reference import fp8 as reference
@@ -25,7 +22,6 @@ ROWS = (1, 2, 3, 4, 5, 6, 64, 67)
 COLUMNS = (1, 5, 6, 7, 48, 49)
 #: Vectors of 4, 8 or 16 elements, chains of 15 vectors.
 DEPTHS = (1, 15, 16, 17, 63, 120, 240, 241, 257)
-ISAS = ("baseline", "avx2", "avx512")
 
 
 def check(m: int, n: int, k: int, dtype: torch.dtype, scales: str, layout: str) -> None:
@@ -51,9 +47,7 @@ def test_sizes_around_the_tiles(m: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_every_instruction_set(isa: str) -> None:
-    """The set is read once per process; one that the CPU lacks is replaced by the best it has."""
     script = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from test_fp8_gemm_cpu import OUTPUTS, check, check_codes\n"
         "check_codes()\n"
         "for dtype in OUTPUTS:\n"
@@ -61,8 +55,7 @@ def test_every_instruction_set(isa: str) -> None:
         "        for n, k in ((1, 1), (5, 40), (7, 250), (50, 513)):\n"
         "            check(m, n, k, dtype, 'channel', 'row')\n"
     )
-    environment = os.environ | {"HTREE_CPU_ISA": isa}
-    ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    ran = run_with(isa, script)
     assert ran.returncode == 0, ran.stderr
 
 

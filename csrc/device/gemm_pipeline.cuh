@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "device/mbarrier.cuh"
+#include "device/ring_place.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
 
@@ -49,20 +50,6 @@ __device__ __forceinline__ void init_ring(GemmRing<Shape>& ring) {
     barrier_init(&ring.empty[i], Shape::kCluster * Shape::kWarpgroups * 4);
   }
 }
-
-// A place in the ring and the parity of its phase; each side carries its own from tile to tile.
-template <int kStages>
-struct RingPlace {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
 
 // One thread. load(a, b, block_idx, barrier) starts the copies of one k-block into this block's stage; they
 // must bring `bytes` to `barrier` of every block of the cluster, whoever issues them: kBytesA + kBytesB, or

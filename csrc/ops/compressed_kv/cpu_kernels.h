@@ -11,11 +11,7 @@
 namespace htree::compressed_kv {
 
 inline const RowKernels& row_kernels() {
-#if defined(__x86_64__)
-  return pick_isa(kRowKernelsBaseline, kRowKernelsAvx2, kRowKernelsAvx512);
-#else
-  return kRowKernelsBaseline;
-#endif
+  return HTREE_PICK_ISA(kRowKernels);
 }
 
 template <typename Storage>

@@ -56,11 +56,10 @@ template <typename T>
 void gate_block(Activation activation, const Tensor& linear, const Tensor& acted, const Tensor& out,
                 int64_t first) {
   using A = std::conditional_t<std::is_same_v<T, double>, double, float>;
-  using Storage = typename KernelsOf<T>::Storage;
   const auto kernel = KernelsOf<T>::gate().forward;
   const A* linear_data = linear.const_data_ptr<A>();
   const A* acted_data = acted.const_data_ptr<A>();
-  auto* out_data = reinterpret_cast<Storage*>(out.mutable_data_ptr<T>()) + first;
+  auto* out_data = reinterpret_cast<Storage<T>*>(out.mutable_data_ptr<T>()) + first;
   const int64_t columns = linear.size(1);
   const int64_t inner = out.size(1);
   for_row_runs(linear.size(0), columns, [&](int64_t row, int64_t column, int64_t count) {
@@ -74,11 +73,10 @@ template <typename T>
 void gate_block_backward(Activation activation, const Tensor& dy, int64_t first, const Tensor& linear,
                          const Tensor& acted) {
   using A = std::conditional_t<std::is_same_v<T, double>, double, float>;
-  using Storage = typename KernelsOf<T>::Storage;
   const auto kernel = KernelsOf<T>::gate().backward;
   A* linear_data = linear.mutable_data_ptr<A>();
   A* acted_data = acted.mutable_data_ptr<A>();
-  const auto* dy_data = reinterpret_cast<const Storage*>(dy.const_data_ptr<T>()) + first;
+  const auto* dy_data = reinterpret_cast<const Storage<T>*>(dy.const_data_ptr<T>()) + first;
   const int64_t columns = linear.size(1);
   const int64_t inner = dy.size(1);
   for_row_runs(linear.size(0), columns, [&](int64_t row, int64_t column, int64_t count) {

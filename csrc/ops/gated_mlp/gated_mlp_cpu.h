@@ -5,6 +5,7 @@
 #include <c10/util/Half.h>
 
 #include "host/isa.h"
+#include "host/storage.h"
 #include "ops/gated_mlp/gated_mlp.h"
 #include "ops/gated_mlp/gated_mlp_products.h"
 #include "ops/gated_mlp/gated_mlp_rows.h"
@@ -22,25 +23,21 @@ template <typename T>
 struct KernelsOf;
 template <>
 struct KernelsOf<float> {
-  using Storage = float;
   static auto gate() { return row_kernels().of_float; }
   static auto products() { return product_kernels().of_float; }
 };
 template <>
 struct KernelsOf<c10::Half> {
-  using Storage = Fp16;
   static auto gate() { return row_kernels().of_half; }
   static auto products() { return product_kernels().of_half; }
 };
 template <>
 struct KernelsOf<c10::BFloat16> {
-  using Storage = Bf16;
   static auto gate() { return row_kernels().of_bfloat16; }
   static auto products() { return product_kernels().of_bfloat16; }
 };
 template <>
 struct KernelsOf<double> {
-  using Storage = double;
   static auto gate() { return row_kernels().of_double; }
 };
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "device/ceil_div.h"
 #include "host/dispatch.h"
 #include "ops/gated_mlp/gated_mlp_cpu.h"
 
@@ -28,17 +29,12 @@ bool has_rows(const Tensor& matrix) {
   return matrix.stride(1) == 1 || matrix.size(1) == 1;
 }
 
-int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-
 // One dtype T of the operands, X of the padded copy of x.
 template <typename T, typename X>
 class Forward {
  public:
-  using Storage = typename KernelsOf<T>::Storage;
-  using Multiply = void (*)(const RowProducts<X, Storage, float>&);
-  using Pad = void (*)(const Storage* from, int64_t count, X* to, int64_t width);
+  using Multiply = void (*)(const RowProducts<X, Storage<T>, float>&);
+  using Pad = void (*)(const Storage<T>* from, int64_t count, X* to, int64_t width);
 
   Forward(const Operands& o, const Results& results, Multiply multiply, Pad pad)
       : o_(o), results_(results), multiply_(multiply), pad_(pad), x_(has_rows(o.x) ? o.x : o.x.contiguous()) {
@@ -59,7 +55,7 @@ class Forward {
   X* padded() const { return reinterpret_cast<X*>(padded_.template mutable_data_ptr<Element>()); }
 
   void run_rows(int64_t first_row, int64_t rows) {
-    const auto* from = reinterpret_cast<const Storage*>(x_.template const_data_ptr<T>());
+    const auto* from = reinterpret_cast<const Storage<T>*>(x_.template const_data_ptr<T>());
     const int64_t grain = std::max<int64_t>(1, kWidenGrain / o_.sizes.hidden);
     at::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
@@ -86,7 +82,7 @@ class Forward {
     alignas(64) float linear[kTileRows * kTileColumns];
     alignas(64) float acted[kTileRows * kTileColumns];
     const auto product = [&](const Tensor& weight, float* sums) {
-      const auto* w = reinterpret_cast<const Storage*>(weight.const_data_ptr<T>());
+      const auto* w = reinterpret_cast<const Storage<T>*>(weight.const_data_ptr<T>());
       multiply_({padded() + row * stride_, stride_, rows, w + column * weight.stride(0), weight.stride(0),
                  columns, o_.sizes.hidden, sums, kTileColumns});
     };
@@ -106,7 +102,9 @@ class Forward {
     }
   }
 
-  static Storage* data_of(const Tensor& t) { return reinterpret_cast<Storage*>(t.mutable_data_ptr<T>()); }
+  static Storage<T>* data_of(const Tensor& t) {
+    return reinterpret_cast<Storage<T>*>(t.mutable_data_ptr<T>());
+  }
 
   const Operands& o_;
   const Results& results_;

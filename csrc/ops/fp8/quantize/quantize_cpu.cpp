@@ -19,11 +19,7 @@ namespace {
 constexpr int64_t kGrain = 1 << 15;
 
 const RowKernels& kernels() {
-#if defined(__x86_64__)
-  return pick_isa(kRowKernelsBaseline, kRowKernelsAvx2, kRowKernelsAvx512);
-#else
-  return kRowKernelsBaseline;
-#endif
+  return HTREE_PICK_ISA(kRowKernels);
 }
 
 template <typename T>

@@ -19,12 +19,14 @@
 namespace htree::tree_attention {
 
 constexpr int kBlockRows = kTensorCoreRate;
+// Bytes of a parent's keys, behind which the scales of its rows stand.
+template <int kKeyDim>
+constexpr int kParentKeyBytes = kBlockRows* kKeyDim * 2;
 
 template <int kKeyDim, int kValueDim>
 struct ParentBlock {
   static_assert(kKeyDim % 32 == 0 && kValueDim % 32 == 0);
-  static constexpr int kKeyBytes = kBlockRows * kKeyDim * 2;
-  static constexpr int kScaleOffset = kKeyBytes;
+  static constexpr int kScaleOffset = kParentKeyBytes<kKeyDim>;
   static constexpr int kValueOffset = kScaleOffset + kBlockRows * 4;
   static constexpr int kValueBytes = kBlockRows * kValueDim * 2;
   static constexpr int kBytes = kValueOffset + kValueBytes;

@@ -143,7 +143,7 @@ __device__ __forceinline__ void slot_scores(const RotatedQuery<kKeyDim, kTiles>&
     }
   }
   float row_scale[2];
-  load_row_scales(block + kBlockRows * kKeyDim * 2, row_scale);
+  load_row_scales(block + kParentKeyBytes<kKeyDim>, row_scale);
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll

@@ -12,7 +12,7 @@ constexpr int kScoreStages = 3;
 
 template <int kKeyDim>
 struct ScoreRing {
-  static constexpr int kCopyBytes = kBlockRows * kKeyDim * 2 + kBlockRows * 4;
+  static constexpr int kCopyBytes = kParentKeyBytes<kKeyDim> + kBlockRows * 4;
   static constexpr int kStageBytes = (kCopyBytes + 127) / 128 * 128;
   static constexpr int kSharedBytes = kScoreWarps * kScoreStages * kStageBytes;
 };

@@ -5,6 +5,7 @@
 #include "device/hopper_limits.h"
 #include "device/mbarrier.cuh"
 #include "device/reduce.cuh"
+#include "device/ring_place.cuh"
 #include "device/tma.cuh"
 #include "ops/tree_attention/attention/gather_task.cuh"
 #include "ops/tree_attention/attention/parent_block.cuh"
@@ -144,25 +145,11 @@ struct UnionRing {
   }
 };
 
-// The place of a tile in the ring, counted over the kernel.
-template <int kStages>
-struct RingPlace {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 // The producer warp brings the window's union into the ring.
 template <int kBlockBytes, int kStages>
 __device__ __forceinline__ void load_union(UnionRing<kBlockBytes, kStages>& ring, char* tiles,
-                                           RingPlace<kStages>& place, const uint32_t* entries, int total,
-                                           const char* blocks) {
+                                           device::RingPlace<kStages>& place, const uint32_t* entries,
+                                           int total, const char* blocks) {
   const int lane = threadIdx.x % 32;
   for (int first = 0; first < total; first += kUnionTile) {
     const int count = min(kUnionTile, total - first);
@@ -198,7 +185,7 @@ struct UnionShared {
 template <typename Block, int kWarps>
 __device__ __forceinline__ void load_unions(UnionShared<Block, kWarps>& shared, int num_parents,
                                             const char* blocks, int warp) {
-  RingPlace<UnionShared<Block, kWarps>::kStages> place;
+  device::RingPlace<UnionShared<Block, kWarps>::kStages> place;
   ListCursor none(nullptr, 0, 0);
   for (int base = 0; base < num_parents; base += kUnionWindow<kWarps>) {
     const int total = build_union(shared.window, none, base);
@@ -217,7 +204,7 @@ __device__ __forceinline__ void walk_unions(UnionShared<Block, kWarps>& shared, 
   using Shared = UnionShared<Block, kWarps>;
   static_assert(32 % kUnionTile == 0);
   const int lane = threadIdx.x % 32;
-  RingPlace<Shared::kStages> place;
+  device::RingPlace<Shared::kStages> place;
   for (int base = 0; base < num_parents; base += kUnionWindow<kWarps>) {
     const int total = build_union(shared.window, cursor, base);
     unsigned held = 0;
