@@ -21,7 +21,6 @@ struct Type {
   using type = T;
 };
 
-using HalfTypes = TypeList<c10::Half, c10::BFloat16>;
 using FloatTypes = TypeList<float, c10::Half, c10::BFloat16>;
 using AllFloatTypes = TypeList<float, c10::Half, c10::BFloat16, double>;
 
@@ -48,15 +47,6 @@ void dispatch_int(const char* op, const char* name, int64_t value, F&& f) {
     std::string compiled;
     ((compiled += " " + std::to_string(Ns)), ...);
     TORCH_CHECK_NOT_IMPLEMENTED(false, op, ": ", name, " = ", value, " has no kernel; compiled:", compiled);
-  }
-}
-
-template <typename F>
-void dispatch_bool(bool value, F&& f) {
-  if (value) {
-    std::forward<F>(f)(std::true_type{});
-  } else {
-    std::forward<F>(f)(std::false_type{});
   }
 }
 
