@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "device/numeric.cuh"
 #include "device/shared_address.cuh"
 
 namespace htree::device {
@@ -91,13 +92,6 @@ template <typename T>
 __device__ __forceinline__ void pack_transposed(const float (&tile)[4], uint32_t (&b)[2]) {
   b[0] = transpose_matrix(pack_pair<T>(tile[0], tile[1]));
   b[1] = transpose_matrix(pack_pair<T>(tile[2], tile[3]));
-}
-
-// 2^x in one instruction; results below 2^-126 become 0.
-__device__ __forceinline__ float exp2_flushed(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 
 }  // namespace htree::device

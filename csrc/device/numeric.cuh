@@ -102,8 +102,8 @@ __device__ __forceinline__ T negative_infinity() {
   }
 }
 
-// 2^x by the hardware: relative error 2^-22, results below 2^-126 flushed to 0.
-__device__ __forceinline__ float exp2_approx(float x) {
+// 2^x by the hardware: relative error 2^-22, results below 2^-126 become 0.
+__device__ __forceinline__ float exp2_flushed(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;

@@ -154,7 +154,7 @@ struct Exponential {
 
   __device__ __forceinline__ A operator()(A x) const {
     if constexpr (sizeof(T) == 2) {
-      return device::exp2_approx(fmaf(x, rate, -shift));
+      return device::exp2_flushed(fmaf(x, rate, -shift));
     } else {
       return device::exp_for<T>(x - shift);
     }
