@@ -56,7 +56,7 @@ def peak_of(call: timing.Call) -> tuple[Sequence[Tensor], int]:
     return result, torch.cuda.max_memory_allocated() - before
 
 
-def measure(case: TreeAttentionCase) -> list[MemoryRow]:
+def measure(case: TreeAttentionCase, effort: timing.Effort) -> list[MemoryRow]:
     """A row for stored lists and one for lists selected again, timed in turns."""
     q, k, v = case.make_qkv("cuda")
     options = case.op_options()
@@ -75,7 +75,7 @@ def measure(case: TreeAttentionCase) -> list[MemoryRow]:
         peaks[name] = peak - sum(x.numel() * x.element_size() for x in gradients)
         del gradients
     clock = timing.clock_for("cuda")
-    times = timing.measure_undisturbed({name: [call] for name, call in calls.items()}, clock, timing.Effort())
+    times = timing.measure_undisturbed({name: [call] for name, call in calls.items()}, clock, effort)
     nodes = sum(case.sizes)  # of all layers
     values = case.B * nodes * case.H_kv * (case.K + case.V)
     return [
@@ -90,7 +90,7 @@ def measure(case: TreeAttentionCase) -> list[MemoryRow]:
             sums_bytes=4 * values,
             copy_bytes=2 * values,
             median_ms=times[name].median_us / 1e3,
-            sustained_ms=timing.sustained([call], clock, times[name].median_us).median_us / 1e3,
+            sustained_ms=timing.sustained([call], clock, times[name].median_us, effort).median_us / 1e3,
         )
         for name, call in calls.items()
     ]
@@ -100,9 +100,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table and writes it where ``--csv`` says."""
     parser = argparse.ArgumentParser(description="time and memory of the backward of tree attention")
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
+    parser.add_argument("--rounds", type=int, default=10, help="turns of each way (default 10)")
     arguments = parser.parse_args(argv)
+    effort = timing.Effort(rounds=arguments.rounds)
     names = {f"T{length}_s{stride}" for length in LENGTHS for stride in (16, 1)}
-    rows = [row for case in BENCHMARK_CASES["cuda"] if case.name in names for row in measure(case)]
+    rows = [row for case in BENCHMARK_CASES["cuda"] if case.name in names for row in measure(case, effort)]
     print_rows(rows, arguments.csv)
     return 0
 
