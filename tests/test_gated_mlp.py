@@ -27,6 +27,7 @@ from htree_ops.testing.gated_mlp_cases import (
     assert_forward,
     assert_gradients,
 )
+from htree_ops.testing.layouts import LAYOUTS
 
 op = torch.ops.htree.gated_mlp
 op_forward = torch.ops.htree.gated_mlp_forward
@@ -46,7 +47,7 @@ BACKWARD = [c for c in [*CASES, *LAYOUT_CASES] if c.dtype != torch.float16 or c.
 
 
 def dy_for(case: GatedMLPCase, device: str) -> Tensor:
-    return normal((*case.rows, case.inner), case.dtype, device, seed=77)
+    return LAYOUTS[case.layout](normal((*case.rows, case.inner), case.dtype, device, seed=77))
 
 
 # ---- the reference itself
@@ -85,6 +86,7 @@ def test_backward(case: GatedMLPCase, device: str, nan_memory: None) -> None:
     assert_gradients(again, dy, inputs, saved=False)
     out, gate, up = op_forward(*inputs)
     assert_forward(out, inputs)
+    gate, up = LAYOUTS[case.layout](gate), LAYOUTS[case.layout](up)
     saved = op_saved_backward(dy, gate, up, *inputs)
     assert_gradients(saved, dy, inputs)
     for first, second in zip(saved, op_saved_backward(dy, gate, up, *inputs), strict=True):

@@ -52,10 +52,10 @@ CASES = [
     case_of(128, 8, 4, torch.float16, page=16),
     case_of(128, 8, 4, torch.float16, page=5),
     case_of(128, 4, 16, torch.bfloat16, H=24, split_size=32),
-    # Enough tiles that warps copy the next ones while they attend.
+    # Enough tiles that warps copy the next ones while they attend; with an odd number of scales as well.
     *(
-        case_of(128, bits, bits, torch.float16, B=1, H=4, H_kv=1, S=1700, comp_len=(1700,), split_size=2048)
-        for bits in (4, 8, 16)
+        case_of(128, bits, bits, torch.float16, B=1, H=4, H_kv=1, S=S, comp_len=(S,), split_size=2048)
+        for S, bits in ((1700, 4), (1700, 8), (1700, 16), (1701, 4), (1701, 8))
     ),
 ]
 

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "device/ceil_div.h"
+#include "host/aligned.h"
 #include "host/dispatch.h"
 #include "host/launch.h"
 #include "ops/compressed_kv/compressed_kv.h"
@@ -18,12 +19,6 @@ namespace {
 
 constexpr int64_t kGeneralStep = 64;  // tokens of a split of the general kernel count in these
 constexpr int64_t kWindowSplit = 16;  // tokens of the window that a block takes: two per warp
-
-// Tiles are copied in chunks of 16 bytes that may start before their first row, but not before the tensor.
-at::Tensor aligned(const at::Tensor& x) {
-  return reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0 ? x
-                                                                   : x.clone(at::MemoryFormat::Contiguous);
-}
 
 RowsView view_of(const Compressed& from) {
   return {.bitmap = static_cast<const uint8_t*>(from.bitmap.const_data_ptr()),
@@ -107,10 +102,13 @@ void decode_cuda(const DecodeProblem& p, const DecodeTensors& t, const at::Tenso
   const int64_t stored_parts = ending == Ending::kParts ? num_parts : 0;
   const at::Tensor acc = at::empty({num_queries, stored_parts, p.head_dim}, floats);
   const at::Tensor stats = at::empty({2, num_queries, stored_parts}, floats);
-  const at::Tensor k_win = aligned(t.k_win);
-  const at::Tensor v_win = aligned(t.v_win);
-  const Compressed k{t.k.format, aligned(t.k.bitmap), aligned(t.k.values), aligned(t.k.scales)};
-  const Compressed v{t.v.format, aligned(t.v.bitmap), aligned(t.v.values), aligned(t.v.scales)};
+  // Tiles are copied in chunks of 16 bytes that may start before their first row, but not before the tensor.
+  const at::Tensor k_win = aligned_contiguous(t.k_win);
+  const at::Tensor v_win = aligned_contiguous(t.v_win);
+  const Compressed k{t.k.format, aligned_contiguous(t.k.bitmap), aligned_contiguous(t.k.values),
+                     aligned_contiguous(t.k.scales)};
+  const Compressed v{t.v.format, aligned_contiguous(t.v.bitmap), aligned_contiguous(t.v.values),
+                     aligned_contiguous(t.v.scales)};
   constexpr double kLog2E = 1.4426950408889634;
   DecodeParams d{.q = t.q.const_data_ptr(),
                  .q_type = type,

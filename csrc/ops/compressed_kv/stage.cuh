@@ -253,6 +253,20 @@ __device__ __forceinline__ void copy_tile(const DecodeParams& p, uint32_t table,
   }
 }
 
+// The last bytes of a tensor, an even number below 16, to shared address `to`: words as all else is copied,
+// then half a word where the number of scales is odd. (An asynchronous copy can be told how many bytes to
+// read, but memcheck counts all 16.)
+__device__ __forceinline__ void copy_last_bytes(uint32_t to, const uint8_t* from, int bytes) {
+  int done = 0;
+  for (; done + 4 <= bytes; done += 4) {
+    device::copy_async_4(to + done, from + done);
+  }
+  if (done < bytes) {
+    const uint16_t value = *reinterpret_cast<const uint16_t*>(from + done);
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(to + done), "h"(value) : "memory");
+  }
+}
+
 // The same for a tile that holds the last row of the tensors: nothing behind that row is read.
 inline __device__ __noinline__ void copy_last_tile(const DecodeParams& p, int head_dim, int64_t first_row,
                                                    uint32_t stage, uint32_t tile, int lane) {
@@ -266,8 +280,10 @@ inline __device__ __noinline__ void copy_last_tile(const DecodeParams& p, int he
     for (int chunk = lane; chunk < num_chunks(part, first_row); chunk += 32) {
       const int64_t at = start + 16 * chunk;
       const uint32_t to = stage + part.offset + 16 * (chunk + (chunk >> shift));
-      if (at < end) {
-        device::copy_async_16_prefix(to, part.from + at, static_cast<int>(min(end - at, int64_t{16})));
+      if (at + 16 <= end) {
+        device::copy_async_16(to, part.from + at);
+      } else if (at < end) {
+        copy_last_bytes(to, part.from + at, static_cast<int>(end - at));
       }
     }
   }

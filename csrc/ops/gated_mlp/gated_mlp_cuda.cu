@@ -7,6 +7,7 @@
 #include <ATen/ops/mm.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include "host/aligned.h"
 #include "host/device_type.h"
 #include "host/dispatch.h"
 #include "host/hopper.h"
@@ -132,9 +133,9 @@ void backward_cuda(const Operands& o, const BackwardOperands& b) {
   const LaunchScope scope(o.x);
   const WithoutAutocast guard(c10::autocast_dispatch_keyset);
   const bool saved = b.linear_product.defined();
-  const Tensor linear = saved ? b.linear_product.contiguous() : product(o.x, o.linear.t());
-  const Tensor acted = saved ? b.acted_product.contiguous() : product(o.x, o.acted.t());
-  const Tensor dy = b.dy.contiguous();
+  const Tensor linear = saved ? aligned_contiguous(b.linear_product) : product(o.x, o.linear.t());
+  const Tensor acted = saved ? aligned_contiguous(b.acted_product) : product(o.x, o.acted.t());
+  const Tensor dy = aligned_contiguous(b.dy);
   Tensor dlinear_product = at::empty_like(dy);
   Tensor dacted_product = at::empty_like(dy);
   dispatch_dtype("gated_mlp_backward", o.x.scalar_type(), FloatTypes{}, [&](auto tag) {
