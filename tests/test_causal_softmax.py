@@ -152,6 +152,23 @@ def test_ends_of_the_range(dtype: torch.dtype, device: str) -> None:
     check(op(x), x)
 
 
+@pytest.mark.parametrize(("w", "block_size"), [(2000, 0), (20000, 512), (40000, 0)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large_scores(dtype: torch.dtype, w: int, block_size: int, device: str) -> None:
+    """Where the maximum times log2 e is rounded by much, and again and again while the maximum grows."""
+    top = 6e4 if dtype == torch.float16 else 1.5e7
+    few = torch.zeros(w, dtype=torch.float64)
+    few[:4] = top / 1.5
+    rows = [
+        few,
+        torch.linspace(-top, top, w, dtype=torch.float64),
+        normal((w,), torch.float64, "cpu", 5) * top / 4,
+    ]
+    rows += [row / 100 - top / 2 for row in rows]
+    x = torch.stack(rows)[:, None].to(device, dtype)
+    check(op(x, block_size), x)
+
+
 def test_zeros_behind_the_prefix_are_positive(device: str) -> None:
     y = op(-torch.rand(5, 7, device=device))
     assert not torch.signbit(y).any()

@@ -48,6 +48,27 @@ def test_keys_and_queries_of_any_size(stride: int, size: float, nan_memory: None
         assert_small_error(gradient, expected, name)
 
 
+@pytest.mark.parametrize(
+    ("of_values", "of_gradients"),
+    [(-110, 0), (-70, 0), (63, 0), (100, 0), (0, -90), (0, 64), (0, 100), (70, -70), (-80, 80), (-50, -50)],
+)
+@pytest.mark.parametrize("stride", STRIDES)
+def test_values_and_gradients_of_any_size(
+    stride: int, of_values: int, of_gradients: int, nan_memory: None
+) -> None:
+    """Powers of two, beyond those whose squares are fp32 numbers too."""
+    case = model(selection_stride=stride)
+    q, k, v = case.make_qkv("cuda")
+    v *= 2.0**of_values
+    options = case.reference_options()
+    out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
+    dout = torch.randn_like(out) * 2.0**of_gradients
+    gradients = op.attention_backward(dout, q, k, v, out, gmax, gsum, parents, **options)
+    wanted = reference_gradients(q, k, v, dout, parents, options)
+    for name, gradient, expected in zip(("dq", "dk", "dv"), gradients, wanted, strict=True):
+        assert_small_error(gradient, expected, name)
+
+
 @pytest.mark.parametrize("stride", STRIDES)
 def test_keys_of_mixed_size(stride: int, nan_memory: None) -> None:
     """Gradients of small keys beside large ones: each kind of key is judged by its own size."""

@@ -159,6 +159,18 @@ struct Exponential {
       return device::exp_for<T>(x - shift);
     }
   }
+
+  // What turns a sum of these into a sum of `next`, whose maximum is no smaller. It has to come from the
+  // shifts: they are rounded, and what this one's rounding did to the terms of the sum must not be done
+  // again.
+  __device__ __forceinline__ A to_terms_of(const Exponential& next) const {
+    const A apart = min(shift - next.shift, A(0));  // above 0 only from an empty sum's shift
+    if constexpr (sizeof(T) == 2) {
+      return rate == next.rate ? device::exp2_flushed(apart) : 0.0f;
+    } else {
+      return device::exp_for<T>(apart);
+    }
+  }
 };
 
 // Makes the compiler convert the elements again where they are next used. A block of 1024 threads has 64
@@ -329,28 +341,30 @@ __global__ void __launch_bounds__(Tr::kBlock)
   const int64_t visible = cols - p.shape.rows + 1 + index.row;
   const T fill = device::from_acc<T>(device::negative_infinity<A>());
 
+  // While every score is -Inf the shift is 0, so that exp gives 0 and not NaN; the row's own rule comes at
+  // the end.
+  const auto exponential_below = [](A maximum) {
+    return Exponential<T>(maximum == device::negative_infinity<A>() ? A(0) : maximum);
+  };
   A best = device::negative_infinity<A>();
+  Exponential<T> own = exponential_below(best);
   A sum = 0;
   for (int64_t col = pack_col<Tr>(0); col < visible; col += kStep) {
     const auto in = load_visible<Tr>(x, col, visible, fill);
-    A grown = best;
 #pragma unroll
     for (int i = 0; i < Tr::kPackElems; ++i) {
-      grown = device::Max{}(device::to_acc(in[i]), grown);
+      best = device::Max{}(device::to_acc(in[i]), best);
     }
-    // While every score is -Inf the shift is 0, so that exp gives 0 and not NaN; the row's own rule comes at
-    // the end.
-    const Exponential<T> exponential(grown == device::negative_infinity<A>() ? A(0) : grown);
-    sum *= exponential(best);
-    best = grown;
+    const Exponential<T> grown = exponential_below(best);
+    sum *= own.to_terms_of(grown);
+    own = grown;
 #pragma unroll
     for (int i = 0; i < Tr::kPackElems; ++i) {
-      sum += exponential(device::to_acc(in[i]));
+      sum += own(device::to_acc(in[i]));
     }
   }
-  const A row_best = row_reduce<Tr, device::Max>(best, scratch[0]);
-  const Exponential<T> exponential(row_best == device::negative_infinity<A>() ? A(0) : row_best);
-  const A row_sum = row_reduce<Tr, device::Sum>(sum * exponential(best), scratch[1]);
+  const Exponential<T> exponential = exponential_below(row_reduce<Tr, device::Max>(best, scratch[0]));
+  const A row_sum = row_reduce<Tr, device::Sum>(sum * own.to_terms_of(exponential), scratch[1]);
   const A scale = A(1) / row_sum;  // a row of -Inf: 0 * (1 / 0) = NaN, as torch.softmax
   for (int64_t col = pack_col<Tr>(0); col < cols; col += kStep) {
     const auto in = load_visible<Tr>(x, col, visible, fill);

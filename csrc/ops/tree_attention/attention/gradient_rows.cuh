@@ -2,6 +2,8 @@
 // range.
 #pragma once
 
+#include <cfloat>
+
 #include "device/mma.cuh"
 #include "device/numeric.cuh"
 #include "device/reduce.cuh"
@@ -10,10 +12,6 @@
 #include "ops/tree_attention/attention/query_row.cuh"
 
 namespace htree::tree_attention {
-
-__device__ __forceinline__ float finite_root(float sum_of_squares) {
-  return finite_magnitude(sqrtf(sum_of_squares));
-}
 
 constexpr int kRowWarps = 8;
 constexpr int kRowQueries = 32;  // of a block
@@ -75,6 +73,25 @@ __device__ __forceinline__ float max_over_lanes(float x) {
   return over_lanes<kLanes>(x, [](float a, float b) { return fmaxf(a, b); });
 }
 
+// The norm of a row of which kLanes neighbouring lanes have eight elements each, over its finite elements,
+// and at most the largest float. Their squares neither overflow nor vanish.
+template <int kLanes>
+__device__ __forceinline__ float row_norm(const float (&x)[8]) {
+  float largest = 0.f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    largest = fmaxf(largest, finite_magnitude(x[i]));
+  }
+  const PowerOfTwo power = half_range_scale(max_over_lanes<kLanes>(largest));
+  float squares = 0.f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float scaled = finite_magnitude(x[i]) * power.scale;
+    squares += scaled * scaled;
+  }
+  return fminf(sqrtf(sum_over_lanes<kLanes>(squares)) * power.inverse, FLT_MAX);
+}
+
 // Raises *bounds to the largest of the block's `a` and `b`, which are not negative, with one atomic each:
 // they are maxima, so the order of arrival does not matter. The whole block calls.
 __device__ __forceinline__ void raise_bounds(unsigned* a_bound, unsigned* b_bound, float a, float b) {
@@ -128,16 +145,15 @@ __global__ void __launch_bounds__(kRowWarps * 32) gradient_rows_kernel(RowParams
       widen_eight<T>(gradient, g);
       widen_eight<T>(load_row_chunk<T>(p.outputs, batch, query, head, chunk * 8), o);
     }
-    float largest = 0.f, delta = 0.f, squares = 0.f;
+    float largest = 0.f, delta = 0.f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       largest = fmaxf(largest, finite_magnitude(x[i]));
       delta += g[i] * o[i];
-      squares += g[i] * g[i];
     }
     largest = max_over_lanes<kLanes>(largest);
     delta = sum_over_lanes<kLanes>(delta);
-    const float norm = finite_root(sum_over_lanes<kLanes>(squares));
+    const float norm = row_norm<kLanes>(g);
     if (row >= num_rows) {
       continue;
     }
@@ -198,14 +214,13 @@ __global__ void __launch_bounds__(kRowWarps * 32) key_bounds_kernel(RelayParams 
       widen_eight<T>(load_row_chunk<T>(p.keys, batch, node, head, chunk * 8), x);
       widen_eight<T>(load_row_chunk<T>(p.values, batch, node, head, chunk * 8), v);
     }
-    float largest = 0.f, squares = 0.f;
+    float largest = 0.f;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       largest = fmaxf(largest, finite_magnitude(x[j]));
-      squares += v[j] * v[j];
     }
     largest = max_over_lanes<kLanes>(largest);
-    largest_norm = fmaxf(largest_norm, finite_root(sum_over_lanes<kLanes>(squares)));
+    largest_norm = fmaxf(largest_norm, row_norm<kLanes>(v));
     if (largest > 0.f) {
       largest_unscale = fmaxf(largest_unscale, key_row_scale(largest).inverse);
     }
