@@ -55,6 +55,20 @@ def test_against_float64(case: DecodeCase, device: str, nan_memory: None) -> Non
     assert torch.equal(lse, again[1]), "two runs must agree bit for bit"
 
 
+@pytest.mark.parametrize("k_bits", [4, 8, 16])
+@pytest.mark.parametrize("v_bits", [4, 8, 16])
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_every_number_of_warps(width: int, k_bits: int, v_bits: int, device: str) -> None:
+    """Blocks take as many warps as the rows of a tile leave room for, often no divisor of what they merge."""
+    for keep in (1, width // 4, width // 2, width * 3 // 4, width - 1, width):
+        case = DecodeCase(
+            name="warps", dtype=torch.float16, B=1, H=8, H_kv=1, D=width, S=700, W=32,
+            k_keep=width // 2, v_keep=keep, k_bits=k_bits, v_bits=v_bits, packer=ops.kv_compress,
+        )  # fmt: skip
+        inputs = case.make_inputs(device)
+        assert_decode(case, run(case, inputs), inputs)
+
+
 @given(
     batch=st.integers(1, 3),
     heads=st.sampled_from([(1, 1), (4, 2), (6, 2), (8, 8), (8, 4), (10, 1), (16, 2)]),

@@ -344,6 +344,15 @@ def test_more_than_2_31_elements(shape: tuple[int, int], grouping: tuple[str, in
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dim", [-1, 0])
+def test_more_than_2_31_overflows(dim: int) -> None:
+    """The count stays at the largest int32; 2^32 would be 0 again."""
+    x = torch.full((2**19, 2**13), 600.0, device="cuda", dtype=torch.bfloat16)
+    scale = torch.ones((2**19, 1) if dim == -1 else (1, 2**13), device="cuda")
+    assert int(quantize(x, scale, "channel", dim, 128)[2]) == 2**31 - 1
+
+
+@pytest.mark.gpu
 def test_stream_and_graph() -> None:
     x = torch.randn(1000, 2048, device="cuda", dtype=torch.bfloat16)
     groupings = (("tensor", -1, 128), ("channel", -1, 128), ("block", -1, 128), ("channel", 0, 128))

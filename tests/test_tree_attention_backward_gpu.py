@@ -213,3 +213,36 @@ def test_scratch_is_bounded(length: int, stride: int, stored: bool) -> None:
     assert used < 2e9, f"{used / 1e6:.0f} MB"
     for first, second in zip(gradients, op.attention_backward(*saved, **options), strict=True):
         assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("width", [32, 48])
+def test_more_batches_and_heads_than_a_grid_is_wide(width: int) -> None:
+    """On the tensor cores and on the general kernels; every batch has the gradients it has alone."""
+    case = model(B=33_000, T=20, H=4, H_kv=2, K=width, V=width, top_k=1, M=16)
+    q, k, v = case.make_qkv("cuda")
+    options = case.reference_options()
+    out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
+    dout = torch.randn_like(out)
+    gradients = op.attention_backward(dout, q, k, v, out, gmax, gsum, parents, **options)
+    for part in (slice(0, 3), slice(32_766, 32_769), slice(32_997, None)):
+        few = [x[part] for x in (dout, q, k, v, out, gmax, gsum)]
+        alone = op.attention_backward(*few, [x[part] for x in parents], **options)
+        for name, gradient, expected in zip(("dq", "dk", "dv"), gradients, alone, strict=True):
+            assert torch.equal(gradient[part], expected), name
+
+
+@pytest.mark.parametrize("top_k", [1025, 3000])
+@pytest.mark.parametrize("width", [32, 64])
+def test_lists_too_long_for_the_tensor_cores_kept_or_not(width: int, top_k: int) -> None:
+    """Outputs and gradients have the same bits, whether or not T tokens can fill a list."""
+    case = model(T=300, H=4, K=width, V=width, top_k=top_k, M=20)
+    inputs = [x.requires_grad_() for x in case.make_qkv("cuda")]
+    results = []
+    for stored in (True, False):
+        out = op.attention_forward(*inputs, **case.reference_options(), store_parents=stored)[0]
+        results.append((out, *torch.autograd.grad(out, inputs, torch.ones_like(out))))
+    with torch.no_grad():
+        results.append((op.attention(*inputs, **case.reference_options()),))
+    for result in results[1:]:
+        for name, got, wanted in zip(("out", "dq", "dk", "dv"), result, results[0], strict=False):
+            assert torch.equal(got, wanted), name

@@ -63,7 +63,14 @@ __device__ __forceinline__ bool collect_warps(BlockMerge<Tr>& shared, const Wind
       shared.max[warp][t + 4 * i] = state.max(i);
     }
   }
-  const bool poisoned = __syncthreads_or(poison != 0) != 0;
+  // 16-bit values poison nothing. That must be said here: of a barrier whose answer it knows, ptxas makes
+  // another one where the answer is used, in a loop that not all warps run equally often.
+  bool poisoned = false;
+  if constexpr (Tr::kV == 16) {
+    __syncthreads();
+  } else {
+    poisoned = __syncthreads_or(poison != 0) != 0;
+  }
   const float code_unit = Tr::kV == 16 ? 1.0f : state.unit;
   float factor[Tr::kHeadPairs];
 #pragma unroll

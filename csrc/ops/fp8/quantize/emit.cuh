@@ -1,6 +1,7 @@
 // What the kernels make of a pack and its scale: codes, the values that codes stand for, a gradient.
 #pragma once
 
+#include <climits>
 #include <cstdint>
 
 #include "device/fp8.cuh"
@@ -223,11 +224,16 @@ __device__ __forceinline__ int count_overflow(const Pack<T, N>& x, const Scale& 
   return count;
 }
 
-// All lanes of the warp must call; adds the warp's total to the counter.
+// All lanes of the warp must call; adds the warp's total to the counter, which ends at INT_MAX where there
+// are more: whoever raises it above brings it back, and all that is under way meanwhile is far from 2^31.
 __device__ __forceinline__ void add_overflow(int count, int* num_overflow) {
   count = device::warp_reduce<device::Sum>(count);
   if (count != 0 && threadIdx.x % device::kWarpSize == 0) {
-    atomicAdd(num_overflow, count);  // integers: the order of the additions does not show
+    auto* counter = reinterpret_cast<unsigned*>(num_overflow);
+    // integers: the order of the additions does not show
+    if (atomicAdd(counter, static_cast<unsigned>(count)) > static_cast<unsigned>(INT_MAX - count)) {
+      atomicMin(counter, static_cast<unsigned>(INT_MAX));
+    }
   }
 }
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "host/registration.h"
+#include "ops/tree_attention/attention/attention_config.h"
 #include "ops/tree_attention/kernels.h"
 
 namespace htree::tree_attention {
@@ -12,7 +13,8 @@ namespace {
 
 // `lists_given`: lists of width top_k are read or written. Otherwise an option far beyond what T tokens can
 // use is cut down to what they can, so that scratch follows the length: no list is longer than the number of
-// parents, and a node of r >= T children is a node of T.
+// parents, and a node of r >= T children is a node of T. A k that is too large for the tensor cores stays so:
+// whether lists are kept must not change which kernels run.
 AttentionArgs resolve(const char* op, const AttentionOptions& options, const Tensor& k, bool lists_given) {
   TORCH_CHECK_VALUE(k.size(1) < kIndexLimit, op, ": T must be below 2^31, got ", k.size(1));
   AttentionArgs args;
@@ -20,8 +22,9 @@ AttentionArgs resolve(const char* op, const AttentionOptions& options, const Ten
   const int64_t longest = ceil_div(std::max<int64_t>(k.size(1), 1024), stride) * stride;
   args.compression_rate = std::min(options.compression_rate, longest);
   args.max_top_nodes = options.max_top_nodes;
-  args.top_k =
-      lists_given ? options.top_k : std::min(options.top_k, ceil_div(longest, args.compression_rate));
+  constexpr int64_t kTooManyForTensorCores = kMaxSelectWidth / kTensorCoreRate + 1;
+  const int64_t useful = std::max(ceil_div(longest, args.compression_rate), kTooManyForTensorCores);
+  args.top_k = lists_given ? options.top_k : std::min(options.top_k, useful);
   args.selection_stride = stride;
   args.scale = resolve_scale(options.scale, k.size(3));
   args.rotate = options.rope_base.has_value();

@@ -3,6 +3,8 @@
 // long as one list of one batch fits.
 #include <c10/cuda/CUDAException.h>
 
+#include <algorithm>
+
 #include "host/launch.h"
 #include "ops/tree_attention/attention/backward_schedule.h"
 #include "ops/tree_attention/attention/general_backward.h"
@@ -40,6 +42,9 @@ void backward_tensor_core(const AttentionProblem& problem, const AttentionConfig
   C10_CUDA_CHECK(run_backward(call, buffers, stream));
 }
 
+// Blocks stand along y of a grid by batch and K/V head.
+constexpr int64_t kMostPairs = 65535;
+
 }  // namespace
 
 void attention_backward_cuda(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -55,6 +60,23 @@ void attention_backward_cuda(const Tensor& dout, const Tensor& q, const Tensor& 
       if (gradient.defined()) {
         gradient.zero_();
       }
+    }
+    return;
+  }
+  const int64_t batches = k.size(0), most_batches = kMostPairs / k.size(2);
+  TORCH_CHECK_VALUE(most_batches > 0, "attention_backward: k must have at most ", kMostPairs,
+                    " heads on CUDA, got ", k.size(2));
+  if (batches > most_batches) {
+    for (int64_t first = 0; first < batches; first += most_batches) {
+      const auto part = [&](const Tensor& x) {
+        return x.defined() ? x.narrow(0, first, std::min(most_batches, batches - first)) : x;
+      };
+      std::vector<Tensor> part_lists;
+      for (const Tensor& list : parents) {
+        part_lists.push_back(part(list));
+      }
+      attention_backward_cuda(part(dout), part(q), part(k), part(v), part(out), part(gmax), part(gsum),
+                              part_lists, args, part(dq), part(dk), part(dv));
     }
     return;
   }
