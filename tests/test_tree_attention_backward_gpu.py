@@ -237,12 +237,13 @@ def test_lists_too_long_for_the_tensor_cores_kept_or_not(width: int, top_k: int)
     """Outputs and gradients have the same bits, whether or not T tokens can fill a list."""
     case = model(T=300, H=4, K=width, V=width, top_k=top_k, M=20)
     inputs = [x.requires_grad_() for x in case.make_qkv("cuda")]
+    options = {"max_top_nodes": case.M, "top_k": case.top_k}
     results = []
     for stored in (True, False):
-        out = op.attention_forward(*inputs, **case.reference_options(), store_parents=stored)[0]
+        out = htree_ops.tree_attention(*inputs, **options, store_parents=stored)
         results.append((out, *torch.autograd.grad(out, inputs, torch.ones_like(out))))
     with torch.no_grad():
-        results.append((op.attention(*inputs, **case.reference_options()),))
+        results.append((htree_ops.tree_attention(*inputs, **options),))
     for result in results[1:]:
         for name, got, wanted in zip(("out", "dq", "dk", "dv"), result, results[0], strict=False):
             assert torch.equal(got, wanted), name
