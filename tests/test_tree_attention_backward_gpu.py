@@ -8,7 +8,7 @@ import pytest
 import torch
 from tree_attention_fast import assert_small_error
 
-import htree_ops  # noqa: F401
+import htree_ops
 from htree_ops.testing.tree_attention_cases import TreeAttentionCase
 from htree_ops.testing.tree_attention_checks import reference_gradients
 
