@@ -9,10 +9,10 @@
 
 namespace htree::fp8 {
 
-// kExact: codes converted to fp16, where they and their products are exact, and the library's fp16 product.
+// kHalf: codes converted to fp16, which holds every one, and the library's fp16 product with fp32 sums.
 // kLibrary: cuBLASLt (gemm_library.h). kStream: rows of a are the n side, 64 columns per block
 // (gemm_stream.cuh). kTile: persistent tiles (gemm_tile.cuh).
-enum class GemmKernel : int { kExact, kLibrary, kStream, kTile };
+enum class GemmKernel : int { kHalf, kLibrary, kStream, kTile };
 
 struct GemmConfig {
   GemmKernel kernel;
@@ -163,7 +163,7 @@ inline double library_time(const GemmFacts& f) {
 
 // What the estimates say.
 inline GemmConfig choose_gemm_config(const GemmFacts& f) {
-  GemmConfig best{.kernel = f.library ? GemmKernel::kLibrary : GemmKernel::kExact};
+  GemmConfig best{.kernel = f.library ? GemmKernel::kLibrary : GemmKernel::kHalf};
   if (!f.hopper) {
     return best;
   }
@@ -201,8 +201,8 @@ inline GemmConfig choose_gemm_config(const GemmFacts& f) {
 
 inline std::string describe(const GemmConfig& c) {
   switch (c.kernel) {
-    case GemmKernel::kExact:
-      return "exact: fp16 product of the library";
+    case GemmKernel::kHalf:
+      return "half: fp16 product of the library";
     case GemmKernel::kLibrary:
       return "library: cuBLASLt";
     case GemmKernel::kStream:
