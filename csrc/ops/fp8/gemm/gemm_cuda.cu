@@ -9,6 +9,7 @@
 #include "host/dispatch.h"
 #include "host/hopper.h"
 #include "host/launch.h"
+#include "ops/fp8/gemm/gemm_choice.h"
 #include "ops/fp8/gemm/gemm_exact.h"
 #include "ops/fp8/gemm/gemm_launch.h"
 #include "ops/fp8/gemm/gemm_library.h"

@@ -5,18 +5,18 @@
 #pragma once
 
 #include "device/gemm_pipeline.cuh"
+#include "ops/fp8/gemm/gemm_instructions.cuh"
 #include "ops/fp8/gemm/gemm_params.h"
 
 namespace htree::fp8 {
 
 // The products of kPromoteK elements into d; committed, not waited for. `a`, `b` at their first element.
-template <class Shape, int kPromoteK>
-__device__ __forceinline__ void start_products(uint64_t a, uint64_t b, float (&d)[Shape::kRowsB / 2]) {
+template <typename T, int kColumns, int kPromoteK>
+__device__ __forceinline__ void start_products(uint64_t a, uint64_t b, float (&d)[kColumns / 2]) {
   device::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kPromoteK / 32; ++step) {
-    device::wgmma<typename Shape::T, Shape::kRowsB>(d, device::advance(a, step * 32),
-                                                    device::advance(b, step * 32), step > 0);
+    device::wgmma<T, kColumns>(d, device::advance(a, step * 32), device::advance(b, step * 32), step > 0);
   }
   device::wgmma_commit();
 }
@@ -76,7 +76,8 @@ __device__ __forceinline__ void multiply_promoted(device::GemmRing<Shape>& ring,
 #pragma unroll
       for (int k = 0; k < device::kBlockBytes; k += kPromoteK) {
         float d[Shape::kRowsB / 2];
-        start_products<Shape, kPromoteK>(device::advance(a, k), device::advance(b, k), d);
+        start_products<typename Shape::T, Shape::kRowsB, kPromoteK>(device::advance(a, k),
+                                                                    device::advance(b, k), d);
         device::wgmma_wait<0>();
         if (half + 1 == kHalves && k + kPromoteK == device::kBlockBytes) {
           device::release_stage(ring, place.stage);
@@ -99,7 +100,8 @@ __device__ __forceinline__ void multiply_promoted_in_turns(device::GemmRing<Shap
   const auto start = [&](float(&d)[Shape::kRowsB / 2]) {
     device::barrier_wait(&ring.full[place.stage], place.parity);
     const int stage = place.stage;
-    start_products<Shape, device::kBlockBytes>(descriptors.a(stage), descriptors.b(stage), d);
+    start_products<typename Shape::T, Shape::kRowsB, device::kBlockBytes>(descriptors.a(stage),
+                                                                          descriptors.b(stage), d);
     place.advance();
     return stage;
   };
@@ -129,6 +131,55 @@ __device__ __forceinline__ void multiply_promoted_in_turns(device::GemmRing<Shap
     device::release_stage(ring, odd_stage);
     add_to(sum, odd);
   }
+}
+
+// The same where two sets of all columns do not fit: the tensor cores have one half of the columns at hand
+// while the sums of the other are added.
+template <class Shape>
+__device__ __forceinline__ void multiply_columns_in_turns(device::GemmRing<Shape>& ring,
+                                                          device::RingPlace<Shape::kStages>& place,
+                                                          int num_blocks, int warpgroup,
+                                                          float (&sum)[Shape::kRowsB / 2]) {
+  constexpr int kColumns = Shape::kRowsB / 2;
+  const StageDescriptors<Shape> descriptors(ring, warpgroup);
+  const auto start = [&](int half, float(&d)[kColumns / 2]) {
+    start_products<typename Shape::T, kColumns, device::kBlockBytes>(
+        descriptors.a(place.stage),
+        device::advance(descriptors.b(place.stage),
+                        static_cast<uint32_t>(half * kColumns * device::kBlockBytes)),
+        d);
+  };
+  const auto add = [&](int half, float(&d)[kColumns / 2]) {
+    device::pin_registers(d);
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) {
+      sum[half * kColumns / 2 + i] += d[i];
+    }
+  };
+  float left[kColumns / 2];
+  float right[kColumns / 2];
+  clear(sum);
+  device::barrier_wait(&ring.full[place.stage], place.parity);
+  start(0, left);
+  for (int block_idx = 1; block_idx < num_blocks; ++block_idx) {
+    start(1, right);
+    const int stage = place.stage;
+    place.advance();
+    device::wgmma_wait<1>();
+    add(0, left);
+    device::barrier_wait(&ring.full[place.stage], place.parity);
+    start(0, left);
+    device::wgmma_wait<1>();
+    device::release_stage(ring, stage);
+    add(1, right);
+  }
+  start(1, right);
+  device::wgmma_wait<1>();
+  add(0, left);
+  device::wgmma_wait<0>();
+  device::release_stage(ring, place.stage);
+  add(1, right);
+  place.advance();
 }
 
 }  // namespace htree::fp8
