@@ -154,11 +154,7 @@ __device__ __forceinline__ void multiply_tiles(typename Tr::Shared& shared, cons
 
     float sum[Tr::kHalves][Tr::kColumns / 2];
     if constexpr (Tr::kInTurns) {
-      if constexpr (Tr::kColumns <= 144) {
-        multiply_promoted_in_turns<Shape>(shared.ring, place, work.count, warpgroup, sum[0]);
-      } else {
-        multiply_columns_in_turns<Shape>(shared.ring, place, work.count, warpgroup, sum[0]);
-      }
+      multiply_promoted_in_turns<Shape>(shared.ring, place, work.count, warpgroup, sum[0]);
     } else {
       multiply_promoted<Shape, Tr::kPromoteK, Tr::kHalves>(shared.ring, place, work.count, warpgroup, sum);
     }

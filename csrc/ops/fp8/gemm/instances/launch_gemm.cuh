@@ -112,8 +112,7 @@ cudaError_t launch_gemm_tile(const GemmParams<Out>& p, const GemmConfig& c, cuda
   return launch_described<
       GemmTileTraits<Out, 1, 64, 64, 12, 128, 1>, GemmTileTraits<Out, 2, 128, 64, 8, 128, 1>,
       GemmTileTraits<Out, 2, 128, 96, 7, 128, 1>, GemmTileTraits<Out, 2, 128, 112, 6, 128, 1>,
-      GemmTileTraits<Out, 2, 128, 128, 5, 128, 1>, GemmTileTraits<Out, 2, 128, 160, 5, 128, 1>,
-      GemmTileTraits<Out, 3, 192, 128, 4, 128, 1>,
+      GemmTileTraits<Out, 2, 128, 128, 5, 128, 1>, GemmTileTraits<Out, 3, 192, 128, 4, 128, 1>,
       // blocks in pairs
       GemmTileTraits<Out, 2, 128, 64, 8, 128, 1, 2>, GemmTileTraits<Out, 2, 128, 96, 6, 128, 1, 2>,
       GemmTileTraits<Out, 2, 128, 128, 5, 128, 1, 2>, GemmTileTraits<Out, 3, 192, 128, 4, 128, 1, 2>,
