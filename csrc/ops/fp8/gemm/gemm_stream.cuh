@@ -198,11 +198,11 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
 
   float sum[Tr::kRows / 2];
   multiply_promoted_in_turns<Shape>(ring, place, count, 0, sum);
+  device::named_barrier_sync(1, Tr::kMultipliers);  // the scales are there
   float own[Tr::kShare];
   if constexpr (Tr::kParts > 1) {
     exchange_sums<Tr>(shared, part, sum, own);
   } else {
-    device::named_barrier_sync(1, Tr::kMultipliers);  // the scales are there
 #pragma unroll
     for (int i = 0; i < Tr::kShare; ++i) {
       own[i] = sum[i];
