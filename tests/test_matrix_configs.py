@@ -87,9 +87,21 @@ def test_the_cases_reach_every_kernel_of_hopper() -> None:
             for rows in (16, 32, 64, 80, 96)
             for parts in (1, 2, 4)
         ),
-        *(f"stream: 128 rows x 64 columns k in {parts} parts" for parts in (2, 4)),
+        "stream: 128 rows x 64 columns k in 4 parts",
+        "stream: 144 rows x 64 columns k in 2 parts",
         *(
             f"tile: {tile} columns k in 1 parts"
-            for tile in ("64 rows x 64", "128 rows x 64", "128 rows x 96", "128 rows x 128", "192 rows x 128")
+            for tile in (
+                "64 rows x 64",
+                "128 rows x 64",
+                "128 rows x 96",
+                "128 rows x 112",
+                "128 rows x 128",
+                "192 rows x 128",
+            )
+        ),
+        *(
+            f"tile: {tile} columns k in 2 parts"
+            for tile in ("128 rows x 64", "128 rows x 96", "128 rows x 128", "192 rows x 128")
         ),
     }

@@ -39,11 +39,11 @@ struct GemmTile {
   GemmCost cost;
 };
 inline constexpr GemmTile kGemmTiles[] = {
-    {64, 64, 12, 1, {2.03, 0.06, 0.179, 0.065}},  {128, 64, 8, 1, {2.21, 0.56, 0.187, 0.164}},
+    {64, 64, 12, 1, {2.03, 0.06, 0.179, 0.065}},  {128, 64, 8, 1, {2.21, 0.56, 0.190, 0.164}},
     {128, 64, 8, 2, {1.98, 0.58, 0.183, 0.242}},  {128, 96, 7, 1, {1.93, 1.07, 0.214, 0.273}},
     {128, 96, 6, 2, {1.55, 1.41, 0.234, 0.216}},  {128, 112, 6, 1, {2.08, 1.39, 0.224, 0.358}},
-    {128, 128, 5, 1, {2.51, 1.05, 0.268, 0.318}}, {128, 128, 5, 2, {2.25, 1.05, 0.271, 0.318}},
-    {192, 128, 4, 1, {2.73, 1.40, 0.366, 0.394}}, {192, 128, 4, 2, {2.45, 1.40, 0.369, 0.394}},
+    {128, 128, 5, 1, {2.51, 1.05, 0.268, 0.318}}, {128, 128, 5, 2, {2.45, 1.05, 0.271, 0.318}},
+    {192, 128, 4, 1, {2.73, 1.40, 0.366, 0.394}}, {192, 128, 4, 2, {2.55, 1.40, 0.369, 0.394}},
 };
 
 // Blocks of `rows` rows and 64 columns, of which clusters of `parts` share out k.
@@ -53,16 +53,12 @@ struct GemmStream {
   GemmCost cost;
 };
 inline constexpr GemmStream kGemmStreams[] = {
-    {16, 1, {0.0, 3.20, 0.106, 0.18}},  {16, 2, {0.0, 2.00, 0.145, 0.18}},
-    {16, 4, {0.0, 2.10, 0.145, 0.18}},  {32, 1, {0.0, 3.20, 0.115, 0.18}},
-    {32, 2, {0.0, 2.25, 0.152, 0.18}},  {32, 4, {0.0, 2.40, 0.152, 0.18}},
-    {64, 1, {0.0, 3.20, 0.140, 0.18}},  {64, 2, {0.0, 2.55, 0.178, 0.18}},
-    {64, 4, {0.0, 2.60, 0.178, 0.18}},  {80, 1, {0.0, 3.20, 0.160, 0.18}},
-    {80, 2, {0.0, 2.75, 0.190, 0.18}},  {80, 4, {0.0, 2.80, 0.190, 0.18}},
-    {96, 1, {0.0, 3.20, 0.170, 0.18}},  {96, 2, {0.0, 2.95, 0.198, 0.18}},
-    {96, 4, {0.0, 3.00, 0.198, 0.18}},  {112, 2, {0.0, 3.20, 0.222, 0.18}},
-    {128, 2, {0.0, 3.75, 0.230, 0.18}}, {128, 4, {0.0, 3.40, 0.230, 0.18}},
-    {144, 2, {0.0, 3.75, 0.255, 0.18}},
+    {16, 1, {0.0, 3.20, 0.106, 0.18}},  {16, 2, {0.0, 2.00, 0.145, 0.18}},  {16, 4, {0.0, 2.10, 0.145, 0.18}},
+    {32, 1, {0.0, 3.20, 0.115, 0.18}},  {32, 2, {0.0, 2.25, 0.152, 0.18}},  {32, 4, {0.0, 2.40, 0.152, 0.18}},
+    {64, 1, {0.0, 3.20, 0.140, 0.18}},  {64, 2, {0.0, 2.55, 0.178, 0.18}},  {64, 4, {0.0, 2.60, 0.178, 0.18}},
+    {80, 1, {0.0, 3.20, 0.160, 0.18}},  {80, 2, {0.0, 2.75, 0.190, 0.18}},  {80, 4, {0.0, 2.80, 0.190, 0.18}},
+    {96, 1, {0.0, 3.20, 0.170, 0.18}},  {96, 2, {0.0, 2.95, 0.198, 0.18}},  {96, 4, {0.0, 3.00, 0.198, 0.18}},
+    {128, 4, {0.0, 3.40, 0.230, 0.18}}, {144, 2, {0.0, 3.75, 0.255, 0.18}},
 };
 // Clusters of four do not fill the chip: its groups of multiprocessors are no multiples of four.
 inline constexpr int64_t kMostBlocksInFours = 96;
@@ -89,20 +85,23 @@ inline int64_t count_k_blocks(const GemmFacts& f) {
   return (f.k + 127) / 128;
 }
 
-// The multiprocessors take the tiles in turns. Sharing one costs kExchange.
+// The multiprocessors take the tiles in turns. Sharing those of the last one costs kExchange. Pairs that
+// share nothing are as fast as single blocks in one turn, and slightly slower in more.
 inline double tile_time(const GemmTile& t, const GemmFacts& f) {
-  constexpr double kExchange = 0.6;
+  constexpr double kExchange = 0.9;
   const int64_t tiles = (f.m + t.rows - 1) / t.rows * ((f.n + t.columns - 1) / t.columns);
   const int64_t whole = tiles / f.multiprocessors;
   const int64_t rest = tiles % f.multiprocessors;
   const auto k_blocks = static_cast<double>(count_k_blocks(f));
   const auto turns = static_cast<double>(whole + (rest > 0 ? 1 : 0));
   const double at_work = static_cast<double>(tiles) / f.multiprocessors;
-  if (t.parts == 1 || rest == 0 || 2 * rest > f.multiprocessors || count_k_blocks(f) < 2) {
-    return kernel_time(f, t.cost, turns, turns * k_blocks, at_work);
+  const bool shares = t.parts == 2 && rest > 0 && 2 * rest <= f.multiprocessors && count_k_blocks(f) >= 2;
+  if (shares) {
+    return kExchange +
+           kernel_time(f, t.cost, turns, (static_cast<double>(whole) + 0.5) * k_blocks, 2.0 * at_work);
   }
-  return kExchange +
-         kernel_time(f, t.cost, turns, (static_cast<double>(whole) + 0.5) * k_blocks, 2.0 * at_work);
+  return t.parts == 2 && turns > 1 ? std::numeric_limits<double>::infinity()
+                                   : kernel_time(f, t.cost, turns, turns * k_blocks, at_work);
 }
 
 inline int64_t count_blocks(const GemmStream& s, const GemmFacts& f) {
@@ -130,7 +129,7 @@ inline double library_time(const GemmFacts& f) {
   const double short_sums = 1.0 + 400.0 / static_cast<double>(f.k);
   const double work = operations(f);
   const double time =
-      5.7 + short_sums * std::min(work, kUnthrottled) / 1.52e9 + std::max(0.0, work - kUnthrottled) / 1.0e9;
+      5.5 + short_sums * std::min(work, kUnthrottled) / 1.57e9 + std::max(0.0, work - kUnthrottled) / 1.05e9;
   return kReciprocals + with_memory(f, time);
 }
 

@@ -146,8 +146,6 @@ cudaError_t launch_gemm_stream(const GemmParams<Out>& p, const GemmConfig& c, cu
       return launch_stream_rows<Out, 80>(p, c, stream);
     case 96:
       return launch_stream_rows<Out, 96>(p, c, stream);
-    case 112:
-      return launch_stream_rows<Out, 112>(p, c, stream);
     case 128:
       return launch_stream_rows<Out, 128>(p, c, stream);
     case 144:
