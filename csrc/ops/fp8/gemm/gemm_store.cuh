@@ -18,7 +18,8 @@ namespace htree::fp8 {
 
 // A thread holds of its warp's 16 rows: element 4 j + 2 h + i is row lane / 4 + 8 h, column
 // 8 j + 2 (lane % 4) + i.
-// kMostBytes: of shared memory for the warp; the boxes are staged as many at a time as it holds.
+// kMostBytes: of shared memory for the warp; the boxes are staged as many at a time as it holds. kUnit:
+// columns that a box divides, so that stores of kUnit columns and of more share one tensor map.
 template <typename Out, int kColumns, int kMostBytes, int kUnit = kColumns>
 struct GemmStore {
   static constexpr int kRowBytes = kColumns * static_cast<int>(sizeof(Out));

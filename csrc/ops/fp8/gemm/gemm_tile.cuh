@@ -1,6 +1,8 @@
-// c = (a b^T) / (s_a s_b): persistent blocks, one warpgroup that loads and one or two that multiply. A tile
-// is kRows rows of a against kColumns rows of b. In a cluster, the blocks take neighbouring columns of one
-// row tile, and each loads its share of the rows of a for all.
+// c = (a b^T) / (s_a s_b): persistent blocks, one warpgroup that loads and one to three that multiply. A tile
+// is kRows rows of a against kColumns rows of b. In a cluster of kCluster, the blocks take neighbouring
+// columns of one row tile, and each loads its share of the rows of a for all. In a pair (kParts = 2), each
+// block takes tiles of its own, but where the last turn has no more tiles than pairs, both take half of the k
+// of one and finish half of it each.
 #pragma once
 
 #include <cuda.h>
@@ -29,7 +31,7 @@ struct GemmTileTraits {
   static constexpr int kPromoteK = kPromoteK_;
   static constexpr int kCluster = kCluster_;
   static constexpr int kParts = kParts_;
-  static_assert(kParts == 1 || (kParts == 2 && kCluster == 1));
+  static_assert(kParts == 1 || (kParts == 2 && kCluster == 1 && kRows_ == 64 * kWarpgroups_));
   static constexpr int kBlocksPerCluster = kCluster * kParts;
   static constexpr int kWarpgroups = kWarpgroups_;          // that multiply
   static constexpr int kHalves = kRows / 64 / kWarpgroups;  // 64-row parts of a warpgroup
@@ -50,9 +52,8 @@ struct GemmTileTraits {
       device::kHopperSharedBytes - device::kSharedAlignment;  // less what aligning the base may cost
   static constexpr int kSharedBesideStore = static_cast<int>(sizeof(device::GemmRing<Shape>) + sizeof(Small));
   static constexpr int kStoreBytes = (kMostSharedBytes - kSharedBesideStore) / (4 * kWarpgroups);  // per warp
-  // Of a shared tile a block finishes the upper or lower half of each warpgroup's rows, or of its columns.
-  static constexpr bool kHalvesRows = kHalves == 2;
-  static constexpr int kOwnColumns = kParts == 1 || kHalvesRows ? kColumns : kColumns / 2;
+  // Of a shared tile a block finishes the left or right half of the columns.
+  static constexpr int kOwnColumns = kColumns / kParts;
   static constexpr int kShare = kOwnColumns / 2;  // sums of a thread that its block finishes
   using Store = GemmStore<Out, kColumns, kStoreBytes, kOwnColumns>;
   using OwnStore = GemmStore<Out, kOwnColumns, kStoreBytes, kOwnColumns>;
@@ -196,17 +197,10 @@ __device__ __forceinline__ void multiply_tiles(typename Tr::Shared& shared, cons
       if (work.shared) {
         const int rank = static_cast<int>(blockIdx.x) % 2;
         float own[Tr::kShare];
-        exchange_halves<Tr>(shared, rank, warpgroup, sum, own);
-        ScaleFactors upper = by_row[0];
-        ScaleFactors lower = by_row[1];
-        if (Tr::kHalvesRows && rank == 1) {
-          upper = by_row[2 * Tr::kHalves - 2];
-          lower = by_row[2 * Tr::kHalves - 1];
-        }
-        const int own_row = first_row + (Tr::kHalvesRows ? rank * 64 : 0);
-        const int from = Tr::kHalvesRows ? 0 : rank * Tr::kOwnColumns;
-        finish_rows<typename Tr::OwnStore, Tr::kOwnColumns>(stage.own, map_c, p, upper, lower, by_column,
-                                                            has_second, own_row, column, from, own);
+        exchange_halves<Tr>(shared, rank, warpgroup, sum[0], own);
+        finish_rows<typename Tr::OwnStore, Tr::kOwnColumns>(stage.own, map_c, p, by_row[0], by_row[1],
+                                                            by_column, has_second, first_row, column,
+                                                            rank * Tr::kOwnColumns, own);
         return;
       }
     }

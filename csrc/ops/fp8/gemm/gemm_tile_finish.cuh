@@ -93,10 +93,9 @@ __device__ __forceinline__ void offer_places(typename Tr::Shared& shared, int wa
 // share of both.
 template <class Tr>
 __device__ __forceinline__ void exchange_halves(typename Tr::Shared& shared, int rank, int warpgroup,
-                                                const float (&sum)[Tr::kHalves][Tr::kColumns / 2],
+                                                const float (&sum)[Tr::kColumns / 2],
                                                 float (&own)[Tr::kShare]) {
   const int lane = static_cast<int>(threadIdx.x % 32);
-  const auto flat = [&](int i) { return sum[i / (Tr::kColumns / 2)][i % (Tr::kColumns / 2)]; };
   auto& sums = shared.store[warpgroup * 4 + threadIdx.x / 32 % 4].sums;
   auto& exchange = shared.small.exchange[warpgroup];
   device::barrier_wait(&exchange.is_free, 0);
@@ -104,17 +103,17 @@ __device__ __forceinline__ void exchange_halves(typename Tr::Shared& shared, int
   for (int i = 0; i < Tr::kShare; i += 4) {
     float4 pack;
     if (rank == 0) {
-      pack = make_float4(flat(Tr::kShare + i), flat(Tr::kShare + i + 1), flat(Tr::kShare + i + 2),
-                         flat(Tr::kShare + i + 3));
+      pack = make_float4(sum[Tr::kShare + i], sum[Tr::kShare + i + 1], sum[Tr::kShare + i + 2],
+                         sum[Tr::kShare + i + 3]);
     } else {
-      pack = make_float4(flat(i), flat(i + 1), flat(i + 2), flat(i + 3));
+      pack = make_float4(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]);
     }
     device::send_to_block(&sums[i / 4][lane], &exchange.has_sums, static_cast<uint32_t>(rank ^ 1), pack);
   }
   device::barrier_wait(&exchange.has_sums, 0);
 #pragma unroll
   for (int i = 0; i < Tr::kShare; ++i) {
-    own[i] = rank == 0 ? flat(i) : flat(Tr::kShare + i);
+    own[i] = rank == 0 ? sum[i] : sum[Tr::kShare + i];
   }
 #pragma unroll
   for (int i = 0; i < Tr::kShare; i += 4) {
