@@ -126,7 +126,7 @@ __device__ __forceinline__ void exchange_halves(typename Tr::Shared& shared, int
   __syncwarp();  // the place takes the results
 }
 
-// Scales and stores a warp's 16 rows number `half`, kOwn columns from tile column `from` on.
+// Scales and stores a warp's 16 rows, kOwn columns from tile column `from` on.
 template <class Store, int kOwn, typename Out, int kColumns>
 __device__ __forceinline__ void finish_rows(typename Store::Shared& stage, const CUtensorMap& map_c,
                                             const GemmTileArguments<Out>& p, const ScaleFactors& upper,
