@@ -18,7 +18,7 @@
 #include "device/hopper_limits.h"
 #include "ops/causal_softmax/causal_softmax_config.h"
 #include "ops/compressed_kv/decode_config.h"
-#include "ops/fp8/gemm/gemm_config.h"
+#include "ops/fp8/gemm/gemm_choice.h"
 #include "ops/fp8/quantize/quantize_config.h"
 #include "ops/gated_mlp/gated_mlp_config.h"
 #include "ops/hadamard/hadamard_config.h"

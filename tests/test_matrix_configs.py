@@ -52,11 +52,23 @@ def test_gated_mlp(rows: int, inner: int, options: dict[str, bool], words: str) 
         (33, {}, "stream: 64 rows"),
         (80, {}, "stream: 80 rows"),
         (96, {}, "stream: 96 rows"),
+        (
+            128,
+            {},
+            "tile: 128 rows x 64 columns, fp32 sums every 128, groups of 16, 8 stages, clusters of 1, k in 2 parts",
+        ),
+        (144, {}, "stream: 144 rows"),
         (192, {}, "stream: 96 rows"),
         (256, {}, "tile: 128 rows x 64 columns"),
         (384, {}, "tile: 128 rows x 96 columns"),
         (512, {}, "tile: 128 rows x 128 columns"),
         (768, {}, "tile: 192 rows x 128 columns"),
+        (896, {}, "tile: 128 rows x 112 columns"),
+        (
+            384,
+            {"n": 2112, "k": 7168},
+            "tile: 128 rows x 96 columns, fp32 sums every 128, groups of 16, 6 stages, clusters of 1, k in 2 parts",
+        ),
         (
             4096,
             {},
@@ -64,11 +76,12 @@ def test_gated_mlp(rows: int, inner: int, options: dict[str, bool], words: str) 
         ),
         (1024, {"n": 2112, "k": 7168}, "library"),
         (1024, {"n": 2112, "k": 7168, "library": False}, "tile"),
-        (192, {"n": 8192, "k": 8192}, "library"),
+        (192, {"n": 8192, "k": 8192}, "tile: 192 rows x 128 columns"),
+        (200, {"n": 11264}, "library"),
         (4096, {"n": 2112, "k": 7168}, "tile: 192 rows x 128 columns"),
         (8192, {"n": 8192, "k": 8192}, "tile: 192 rows x 128 columns"),
         (4096, {"hopper": False}, "library"),
-        (4096, {"hopper": False, "library": False}, "exact"),
+        (4096, {"hopper": False, "library": False}, "half"),
     ],
 )
 def test_fp8_gemm(m: int, options: dict[str, bool], words: str) -> None:
@@ -87,9 +100,21 @@ def test_the_cases_reach_every_kernel_of_hopper() -> None:
             for rows in (16, 32, 64, 80, 96)
             for parts in (1, 2, 4)
         ),
-        *(f"stream: 128 rows x 64 columns k in {parts} parts" for parts in (2, 4)),
+        "stream: 128 rows x 64 columns k in 4 parts",
+        "stream: 144 rows x 64 columns k in 2 parts",
         *(
             f"tile: {tile} columns k in 1 parts"
-            for tile in ("64 rows x 64", "128 rows x 64", "128 rows x 96", "128 rows x 128", "192 rows x 128")
+            for tile in (
+                "64 rows x 64",
+                "128 rows x 64",
+                "128 rows x 96",
+                "128 rows x 112",
+                "128 rows x 128",
+                "192 rows x 128",
+            )
+        ),
+        *(
+            f"tile: {tile} columns k in 2 parts"
+            for tile in ("128 rows x 64", "128 rows x 96", "128 rows x 128", "192 rows x 128")
         ),
     }

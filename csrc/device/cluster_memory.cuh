@@ -3,30 +3,44 @@
 
 #include <cstdint>
 
+#include "device/mbarrier.cuh"
 #include "device/shared_address.cuh"
 
 namespace htree::device {
 
-// Writes to the place of `shared` in block `block_rank` of the cluster, which must have started: a
-// cluster_sync() comes first. Visible there after cluster_arrive() here and cluster_wait() there.
-__device__ __forceinline__ void store_to_block(float* shared, uint32_t block_rank, float value) {
+// As cluster_arrive(), but orders nothing and so waits for nothing: enough for barriers that were made
+// visible by fence_barrier_init().
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+// Writes to the place of `shared` in block `block_rank` of the cluster and adds the bytes to what the barrier
+// at the place of `barrier` there expects: who waited for it sees them. The block must have initialised the
+// barrier: cluster_arrive_relaxed() there and cluster_wait() here come first. Without a fence for the whole
+// device, which cluster_arrive() begins with.
+__device__ __forceinline__ void send_to_block(float* shared, Barrier* barrier, uint32_t block_rank,
+                                              float value) {
   asm volatile(
       "{\n"
-      ".reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "st.shared::cluster.f32 [remote], %2;\n"
+      ".reg .b32 remote, remote_barrier;\n"
+      "mapa.shared::cluster.u32 remote, %0, %2;\n"
+      "mapa.shared::cluster.u32 remote_barrier, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [remote], %3, [remote_barrier];\n"
       "}" ::"r"(shared_address(shared)),
-      "r"(block_rank), "f"(value)
+      "r"(shared_address(barrier)), "r"(block_rank), "f"(value)
       : "memory");
 }
-__device__ __forceinline__ void store_to_block(float4* shared, uint32_t block_rank, const float4& value) {
+__device__ __forceinline__ void send_to_block(float4* shared, Barrier* barrier, uint32_t block_rank,
+                                              const float4& value) {
   asm volatile(
       "{\n"
-      ".reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "st.shared::cluster.v4.f32 [remote], {%2, %3, %4, %5};\n"
+      ".reg .b32 remote, remote_barrier;\n"
+      "mapa.shared::cluster.u32 remote, %0, %2;\n"
+      "mapa.shared::cluster.u32 remote_barrier, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [remote], {%3, %4, %5, %6}, "
+      "[remote_barrier];\n"
       "}" ::"r"(shared_address(shared)),
-      "r"(block_rank), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
+      "r"(shared_address(barrier)), "r"(block_rank), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
       : "memory");
 }
 

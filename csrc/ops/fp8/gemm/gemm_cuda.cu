@@ -9,6 +9,7 @@
 #include "host/dispatch.h"
 #include "host/hopper.h"
 #include "host/launch.h"
+#include "ops/fp8/gemm/gemm_choice.h"
 #include "ops/fp8/gemm/gemm_exact.h"
 #include "ops/fp8/gemm/gemm_launch.h"
 #include "ops/fp8/gemm/gemm_library.h"
@@ -113,7 +114,7 @@ void gemm_cuda(const GemmArguments& g, at::IntArrayRef config, const Tensor& c) 
     choice = config_of({config[0], config[1], config[2], config[3], config[4], config[5]});
   }
   switch (choice.kernel) {
-    case GemmKernel::kExact:
+    case GemmKernel::kHalf:
       return run_half(g, c);
     case GemmKernel::kLibrary:
       return library_gemm(g, scale_of(g.a_scale), scale_of(g.b_scale), c,

@@ -5,18 +5,18 @@
 #pragma once
 
 #include "device/gemm_pipeline.cuh"
+#include "ops/fp8/gemm/gemm_instructions.cuh"
 #include "ops/fp8/gemm/gemm_params.h"
 
 namespace htree::fp8 {
 
 // The products of kPromoteK elements into d; committed, not waited for. `a`, `b` at their first element.
-template <class Shape, int kPromoteK>
-__device__ __forceinline__ void start_products(uint64_t a, uint64_t b, float (&d)[Shape::kRowsB / 2]) {
+template <typename T, int kColumns, int kPromoteK>
+__device__ __forceinline__ void start_products(uint64_t a, uint64_t b, float (&d)[kColumns / 2]) {
   device::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kPromoteK / 32; ++step) {
-    device::wgmma<typename Shape::T, Shape::kRowsB>(d, device::advance(a, step * 32),
-                                                    device::advance(b, step * 32), step > 0);
+    device::wgmma<T, kColumns>(d, device::advance(a, step * 32), device::advance(b, step * 32), step > 0);
   }
   device::wgmma_commit();
 }
@@ -76,7 +76,8 @@ __device__ __forceinline__ void multiply_promoted(device::GemmRing<Shape>& ring,
 #pragma unroll
       for (int k = 0; k < device::kBlockBytes; k += kPromoteK) {
         float d[Shape::kRowsB / 2];
-        start_products<Shape, kPromoteK>(device::advance(a, k), device::advance(b, k), d);
+        start_products<typename Shape::T, Shape::kRowsB, kPromoteK>(device::advance(a, k),
+                                                                    device::advance(b, k), d);
         device::wgmma_wait<0>();
         if (half + 1 == kHalves && k + kPromoteK == device::kBlockBytes) {
           device::release_stage(ring, place.stage);
@@ -99,7 +100,8 @@ __device__ __forceinline__ void multiply_promoted_in_turns(device::GemmRing<Shap
   const auto start = [&](float(&d)[Shape::kRowsB / 2]) {
     device::barrier_wait(&ring.full[place.stage], place.parity);
     const int stage = place.stage;
-    start_products<Shape, device::kBlockBytes>(descriptors.a(stage), descriptors.b(stage), d);
+    start_products<typename Shape::T, Shape::kRowsB, device::kBlockBytes>(descriptors.a(stage),
+                                                                          descriptors.b(stage), d);
     place.advance();
     return stage;
   };

@@ -2,15 +2,15 @@
 // to a tile of sums while it is in the cache.
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
 
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
 
+#include "device/ceil_div.h"
 #include "host/dispatch.h"
 #include "host/isa.h"
+#include "host/storage.h"
 #include "ops/fp8/gemm/gemm.h"
 #include "ops/fp8/gemm/gemm_rows.h"
 #include "ops/fp8/scale_values.h"
@@ -32,18 +32,14 @@ const GemmKernels& kernels() {
 }
 
 template <typename T>
-auto store_of() {
-  if constexpr (std::is_same_v<T, c10::Half>) {
+StoreQuotients<Storage<T>> store_of() {
+  if constexpr (std::is_same_v<Storage<T>, Fp16>) {
     return kernels().store_half;
-  } else if constexpr (std::is_same_v<T, c10::BFloat16>) {
+  } else if constexpr (std::is_same_v<Storage<T>, Bf16>) {
     return kernels().store_bfloat16;
   } else {
     return kernels().store_float;
   }
-}
-
-int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
 }
 
 // Codes in rows of adjacent ones.
@@ -156,11 +152,9 @@ void multiply(const RowProducts<float, W, double>& products) {
 
 template <typename T, typename W>
 void multiply_block(const Block<W>& block, const GemmArguments& g, const Tensor& c) {
-  using Storage = std::conditional_t<std::is_same_v<T, c10::Half>, Fp16,
-                                     std::conditional_t<std::is_same_v<T, c10::BFloat16>, Bf16, float>>;
   const ScaleOf a_scale(g.a_scale, 0);
   const ScaleOf b_scale(g.b_scale, 1);
-  auto* out = reinterpret_cast<Storage*>(c.mutable_data_ptr<T>());
+  auto* out = reinterpret_cast<Storage<T>*>(c.mutable_data_ptr<T>());
   const int64_t column_tiles = ceil_div(block.columns, kTileColumns);
   const int64_t work = std::min(block.rows, kTileRows) * kTileColumns * block.depth;
   const auto run_tile = [&](int64_t tile) {

@@ -18,12 +18,14 @@ namespace htree::fp8 {
 
 // A thread holds of its warp's 16 rows: element 4 j + 2 h + i is row lane / 4 + 8 h, column
 // 8 j + 2 (lane % 4) + i.
-// kMostBytes: of shared memory for the warp; the boxes are staged as many at a time as it holds.
-template <typename Out, int kColumns, int kMostBytes>
+// kMostBytes: of shared memory for the warp; the boxes are staged as many at a time as it holds. kUnit:
+// columns that a box divides, so that stores of kUnit columns and of more share one tensor map.
+template <typename Out, int kColumns, int kMostBytes, int kUnit = kColumns>
 struct GemmStore {
   static constexpr int kRowBytes = kColumns * static_cast<int>(sizeof(Out));
   // A box is 16 rows x kBoxBytes, swizzled by that width.
-  static constexpr int kBoxBytes = kRowBytes % 128 == 0 ? 128 : 64;
+  static constexpr int kUnitBytes = kUnit * static_cast<int>(sizeof(Out));
+  static constexpr int kBoxBytes = kUnitBytes % 128 == 0 ? 128 : kUnitBytes % 64 == 0 ? 64 : 32;
   static constexpr int kBoxColumns = kBoxBytes / static_cast<int>(sizeof(Out));
   static constexpr int kBoxes = kColumns / kBoxColumns;
   static_assert(kBoxes * kBoxColumns == kColumns);
@@ -95,7 +97,7 @@ struct GemmStore {
  private:
   // Where a pack of 16 bytes of a box stands.
   static __device__ __forceinline__ uint32_t place(uint32_t box, int row, int pack) {
-    const int turned = kBoxBytes == 128 ? pack ^ (row % 8) : pack ^ (row / 2 % 4);
+    const int turned = pack ^ row / (128 / kBoxBytes) % (kBoxBytes / 16);
     return box + static_cast<uint32_t>(row * kBoxBytes + turned * 16);
   }
 

@@ -47,6 +47,7 @@ struct GemmStreamTraits {
     uint4 results[kStaged ? 4 : 1][kStaged ? 16 * kPitch : 1];  // per warp: 16 rows x 16 columns
     ScaleFactors by_row[kRows];
     ScaleFactors by_column[kColumns];
+    device::Barrier sums_arrived;
   };
   static constexpr int kSharedBytes = sizeof(Shared) + device::kSharedAlignment;
   static_assert(kSharedBytes <= device::kHopperSharedBytes);
@@ -65,13 +66,13 @@ __device__ __forceinline__ void copy_sums(float4& pack, const float* sums) {
 }
 
 // Sends every other block of the cluster its share of this thread's sums and returns in `own` the block's
-// share of all of them. The loading warps of the cluster go through the same barriers.
+// share of all of them.
 template <class Tr>
 __device__ __forceinline__ void exchange_sums(typename Tr::Shared& shared, int part,
                                               const float (&sum)[Tr::kRows / 2], float (&own)[Tr::kShare]) {
   using Sums = typename Tr::Sums;
   constexpr int kPerPack = Tr::kShare / Tr::kPacks;
-  device::cluster_wait();  // the other blocks have started
+  device::cluster_wait();  // the other blocks have initialised their barriers
 #pragma unroll
   for (int to = 0; to < Tr::kParts; ++to) {
     if (to == part) {
@@ -84,12 +85,12 @@ __device__ __forceinline__ void exchange_sums(typename Tr::Shared& shared, int p
       for (int i = 0; i < Tr::kPacks; ++i) {
         Sums pack;
         copy_sums(pack, &sum[to * Tr::kShare + i * kPerPack]);
-        device::store_to_block(&shared.sums[part < to ? part : part - 1][i][threadIdx.x],
-                               static_cast<uint32_t>(to), pack);
+        device::send_to_block(&shared.sums[part < to ? part : part - 1][i][threadIdx.x], &shared.sums_arrived,
+                              static_cast<uint32_t>(to), pack);
       }
     }
   }
-  device::cluster_sync();
+  device::barrier_wait(&shared.sums_arrived, 0);
 #pragma unroll
   for (int other = 0; other < Tr::kParts - 1; ++other) {
 #pragma unroll
@@ -142,7 +143,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   extern __shared__ uint8_t raw[];
   auto& shared = device::align_shared<typename Tr::Shared>(raw);
   auto& ring = shared.ring;
-  const int part = Tr::kParts > 1 ? static_cast<int>(device::cluster_block_rank()) : 0;
+  const int part = static_cast<int>(blockIdx.x) % Tr::kParts;  // the rank, known to be the same in all lanes
   const int first_block = num_blocks * part / Tr::kParts;
   const int count = num_blocks * (part + 1) / Tr::kParts - first_block;
   const int column = static_cast<int>(blockIdx.x) / Tr::kParts * Tr::kColumns;
@@ -151,7 +152,14 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   const int lane = static_cast<int>(threadIdx.x % 32);
   if (threadIdx.x == 0) {
     device::init_ring(ring);
+    if constexpr (Tr::kParts > 1) {
+      device::barrier_init(&shared.sums_arrived, 1);
+    }
     device::fence_barrier_init();
+    if constexpr (Tr::kParts > 1) {
+      device::barrier_arrive_expect(&shared.sums_arrived,
+                                    (Tr::kParts - 1) * Tr::kShare * Tr::kMultipliers * sizeof(float));
+    }
   }
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -159,7 +167,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   }
   device::wait_for_previous_kernels();
   if constexpr (Tr::kParts > 1) {
-    device::cluster_arrive();  // waited for before anything is written to another block
+    device::cluster_arrive_relaxed();  // waited for before anything is written to another block
   }
   device::RingPlace<Shape::kStages> place;
   if (warp == Tr::kMultipliers / 32) {
@@ -176,14 +184,13 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     __syncwarp();
     if constexpr (Tr::kParts > 1) {
       device::cluster_wait();
-      device::cluster_sync();
     }
     return;
   }
 
   // Fetched while the first codes are under way.
-  if (threadIdx.x < Tr::kRows) {
-    shared.by_row[threadIdx.x] = split_inverse(fetch_scale(p.a_scale, row + threadIdx.x, p.sizes.m));
+  for (int i = static_cast<int>(threadIdx.x); i < Tr::kRows; i += Tr::kMultipliers) {
+    shared.by_row[i] = split_inverse(fetch_scale(p.a_scale, row + i, p.sizes.m));
   }
   if (threadIdx.x < Tr::kColumns) {
     shared.by_column[threadIdx.x] = split_inverse(fetch_scale(p.b_scale, column + threadIdx.x, p.sizes.n));
@@ -191,11 +198,11 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
 
   float sum[Tr::kRows / 2];
   multiply_promoted_in_turns<Shape>(ring, place, count, 0, sum);
+  device::named_barrier_sync(1, Tr::kMultipliers);  // the scales are there
   float own[Tr::kShare];
   if constexpr (Tr::kParts > 1) {
     exchange_sums<Tr>(shared, part, sum, own);
   } else {
-    device::named_barrier_sync(1, Tr::kMultipliers);  // the scales are there
 #pragma unroll
     for (int i = 0; i < Tr::kShare; ++i) {
       own[i] = sum[i];

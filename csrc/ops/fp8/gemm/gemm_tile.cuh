@@ -1,6 +1,8 @@
-// c = (a b^T) / (s_a s_b): persistent blocks, one warpgroup that loads and one or two that multiply. A tile
-// is kRows rows of a against kColumns rows of b. In a cluster, the blocks take neighbouring columns of one
-// row tile, and each loads its share of the rows of a for all.
+// c = (a b^T) / (s_a s_b): persistent blocks, one warpgroup that loads and one to three that multiply. A tile
+// is kRows rows of a against kColumns rows of b. In a cluster of kCluster, the blocks take neighbouring
+// columns of one row tile, and each loads its share of the rows of a for all. In a pair (kParts = 2), each
+// block takes tiles of its own, but where the last turn has no more tiles than pairs, both take half of the k
+// of one and finish half of it each.
 #pragma once
 
 #include <cuda.h>
@@ -15,47 +17,58 @@
 #include "ops/fp8/gemm/gemm_multiply.cuh"
 #include "ops/fp8/gemm/gemm_scale.cuh"
 #include "ops/fp8/gemm/gemm_store.cuh"
+#include "ops/fp8/gemm/gemm_tile_finish.cuh"
+#include "ops/fp8/gemm/gemm_tile_work.cuh"
 
 namespace htree::fp8 {
 
-// Inverse scales of a tile's columns.
-template <int kColumns>
-struct ColumnFactors {
-  float first[kColumns];
-  float second[kColumns];
-};
-
 template <typename Out_, int kWarpgroups_, int kRows_, int kColumns_, int kStages_, int kPromoteK_,
-          int kCluster_>
+          int kCluster_, int kParts_ = 1>
 struct GemmTileTraits {
   using Out = Out_;
   static constexpr int kRows = kRows_;
   static constexpr int kColumns = kColumns_;
   static constexpr int kPromoteK = kPromoteK_;
   static constexpr int kCluster = kCluster_;
+  static constexpr int kParts = kParts_;
+  static_assert(kParts == 1 || (kParts == 2 && kCluster == 1 && kRows_ == 64 * kWarpgroups_));
+  static constexpr int kBlocksPerCluster = kCluster * kParts;
   static constexpr int kWarpgroups = kWarpgroups_;          // that multiply
   static constexpr int kHalves = kRows / 64 / kWarpgroups;  // 64-row parts of a warpgroup
   static_assert(kHalves * kWarpgroups * 64 == kRows);
   static constexpr int kThreads = 128 * (1 + kWarpgroups);
   static constexpr bool kShiftsRegisters = kWarpgroups > 1;
-  static constexpr int kLoaderRegisters = kWarpgroups == 2 ? 24 : 32;
-  static constexpr int kMultiplierRegisters = kWarpgroups == 2 ? 240 : 152;
+  static constexpr int kLoaderRegisters = kWarpgroups == 3 ? 32 : kParts == 1 ? 24 : 40;
+  static constexpr int kMultiplierRegisters = kWarpgroups == 3 ? 152 : kParts == 1 ? 240 : 232;
   static_assert(!kShiftsRegisters || (kLoaderRegisters + kWarpgroups * kMultiplierRegisters) * 128 <= 65536);
   // Two sets of accumulators where a warpgroup has the registers for them.
   static constexpr bool kInTurns = kHalves == 1 && kWarpgroups <= 2 && kPromoteK == device::kBlockBytes;
   using Shape = device::GemmShape<__nv_fp8_e4m3, kRows, kColumns, kStages_, kCluster, kWarpgroups>;
 
+  struct Small : SumExchanges<kParts == 1 ? 0 : kWarpgroups> {
+    ColumnFactors<kColumns> by_column[kWarpgroups][2];  // of two tiles in turn
+  };
   static constexpr int kMostSharedBytes =
       device::kHopperSharedBytes - device::kSharedAlignment;  // less what aligning the base may cost
-  static constexpr int kSharedBesideStore =
-      static_cast<int>(sizeof(device::GemmRing<Shape>) + kWarpgroups * 2 * sizeof(ColumnFactors<kColumns>));
+  static constexpr int kSharedBesideStore = static_cast<int>(sizeof(device::GemmRing<Shape>) + sizeof(Small));
   static constexpr int kStoreBytes = (kMostSharedBytes - kSharedBesideStore) / (4 * kWarpgroups);  // per warp
-  using Store = GemmStore<Out, kColumns, kStoreBytes>;
+  // Of a shared tile a block finishes the left or right half of the columns.
+  static constexpr int kOwnColumns = kColumns / kParts;
+  static constexpr int kShare = kOwnColumns / 2;  // sums of a thread that its block finishes
+  using Store = GemmStore<Out, kColumns, kStoreBytes, kOwnColumns>;
+  using OwnStore = GemmStore<Out, kOwnColumns, kStoreBytes, kOwnColumns>;
+
+  // A warp's place for its results, or before for the sums of the other block.
+  union WarpStage {
+    typename Store::Shared results;
+    typename OwnStore::Shared own;
+    float4 sums[kParts > 1 ? kShare / 4 : 1][32];
+  };
 
   struct Shared {
     device::GemmRing<Shape> ring;
-    typename Store::Shared store[kWarpgroups * 4];      // per warp
-    ColumnFactors<kColumns> by_column[kWarpgroups][2];  // of two tiles in turn
+    WarpStage store[kWarpgroups * 4];
+    Small small;
   };
   static constexpr int kSharedBytes = sizeof(Shared) + device::kSharedAlignment;
   static_assert(kSharedBytes <= device::kHopperSharedBytes);
@@ -67,65 +80,22 @@ struct GemmTileMaps {
   CUtensorMap c;      // [m, n], boxes of GemmStore; unused where `copies_c` is false
 };
 
-template <typename Out>
-struct GemmTileArguments {
-  GemmSizes sizes;
-  GemmScale a_scale;
-  GemmScale b_scale;
-  Out* c;  // [m, n], contiguous
-  int num_blocks;
-  bool copies_c;  // its rows are aligned to 16 bytes
-};
-
-// Places of the block's tiles, one after the other: visit(row tile, column tile).
-template <class Tr, class Visit>
-__device__ __forceinline__ void for_tiles(const device::TileOrder& order, Visit&& visit) {
-  const int rank = Tr::kCluster > 1 ? static_cast<int>(device::cluster_block_rank()) : 0;
-  for (int tile = blockIdx.x / Tr::kCluster; tile < order.count(); tile += gridDim.x / Tr::kCluster) {
-    int row_tile, column_tile;
-    order.place(tile, row_tile, column_tile);
-    visit(row_tile, column_tile * Tr::kCluster + rank);
-  }
-}
-
 template <class Tr>
 __device__ __forceinline__ void load_tiles(typename Tr::Shared& shared, const GemmTileMaps& maps,
                                            const device::TileOrder& order,
                                            const GemmTileArguments<typename Tr::Out>& p) {
   using Shape = typename Tr::Shape;
   device::RingPlace<Shape::kStages> place;
-  for_tiles<Tr>(order, [&](int row_tile, int column_tile) {
-    const OperandCopy<Tr::kRows, Tr::kCluster> of_a(maps.a, int64_t{row_tile} * Tr::kRows, p.sizes.m);
-    const OperandCopy<Tr::kColumns, 1> of_b(maps.b, int64_t{column_tile} * Tr::kColumns, p.sizes.n);
-    device::fill_ring<Shape>(shared.ring, place, p.num_blocks, of_a.bytes + of_b.bytes,
+  for_tiles<Tr>(order, p.shares, [&](const TileWork& work) {
+    const OperandCopy<Tr::kRows, Tr::kCluster> of_a(maps.a, int64_t{work.row_tile} * Tr::kRows, p.sizes.m);
+    const OperandCopy<Tr::kColumns, 1> of_b(maps.b, int64_t{work.column_tile} * Tr::kColumns, p.sizes.n);
+    device::fill_ring<Shape>(shared.ring, place, work.count, of_a.bytes + of_b.bytes,
                              [&](uint8_t* a, uint8_t* b, int block_idx, device::Barrier* full) {
-                               of_a.start(a, block_idx * Shape::kBlockK, full);
-                               of_b.start(b, block_idx * Shape::kBlockK, full);
+                               const int k = (work.first + block_idx) * Shape::kBlockK;
+                               of_a.start(a, k, full);
+                               of_b.start(b, k, full);
                              });
   });
-}
-
-// A warp scales its 16 rows. `by_column` points at factors of the columns, or is null where those of the rows
-// hold them already.
-template <int kColumns>
-__device__ __forceinline__ void scale_rows(float by_upper_row, float by_lower_row, const float* by_column,
-                                           float (&d)[kColumns / 2]) {
-  if (by_column == nullptr) {
-#pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i) {
-      d[i] *= i / 2 % 2 == 0 ? by_upper_row : by_lower_row;
-    }
-    return;
-  }
-  const int lane = static_cast<int>(threadIdx.x % 32);
-#pragma unroll
-  for (int j = 0; j < kColumns / 8; ++j) {
-    const float2 two = *reinterpret_cast<const float2*>(by_column + 8 * j + 2 * (lane % 4));
-    d[4 * j] *= joint_factor(by_upper_row, two.x);
-    d[4 * j + 1] *= joint_factor(by_upper_row, two.y);
-    d[4 * j + 2] *= joint_factor(by_lower_row, two.x);
-    d[4 * j + 3] *= joint_factor(by_lower_row, two.y);
-  }
 }
 
 // What a warpgroup does for a tile none of whose rows it has.
@@ -150,36 +120,44 @@ __device__ __forceinline__ void multiply_tiles(typename Tr::Shared& shared, cons
   // One scale for all of c is known from the start.
   const bool single = p.a_scale.stride == 0 && p.b_scale.stride == 0;
   const ScaleFactors by_all = joint_factors(split_inverse(*p.a_scale.data), split_inverse(*p.b_scale.data));
+  if constexpr (Tr::kParts > 1) {
+    device::cluster_wait();  // the other block has initialised its barriers
+  }
   device::RingPlace<Shape::kStages> place;
   int slot = 0;
-  for_tiles<Tr>(order, [&](int row_tile, int column_tile) {
-    const int column = column_tile * Tr::kColumns;
-    const int group_row = row_tile * Tr::kRows + warpgroup * Tr::kHalves * 64;
+  for_tiles<Tr>(order, p.shares, [&](const TileWork& work) {
+    const int column = work.column_tile * Tr::kColumns;
+    const int group_row = work.row_tile * Tr::kRows + warpgroup * Tr::kHalves * 64;
     if (group_row >= p.sizes.m) {
-      skip_blocks(shared.ring, place, p.num_blocks);
+      skip_blocks(shared.ring, place, work.count);
       return;
+    }
+    if constexpr (Tr::kParts > 1) {
+      if (work.shared) {
+        offer_places<Tr>(shared, warpgroup);
+      }
     }
     const int first_row = group_row + warp_in_group * 16;
     // The scales are fetched before the products, which hide their latency, and used behind them.
-    constexpr int kOwnColumns = (Tr::kColumns + 127) / 128;
+    constexpr int kColumnsOfThread = (Tr::kColumns + 127) / 128;
     float row_scale[2 * Tr::kHalves] = {};
-    float column_scale[kOwnColumns] = {};
+    float column_scale[kColumnsOfThread] = {};
     if (!single) {
 #pragma unroll
       for (int i = 0; i < 2 * Tr::kHalves; ++i) {
         row_scale[i] = fetch_scale(p.a_scale, first_row + i / 2 * 64 + i % 2 * 8 + lane / 4, p.sizes.m);
       }
 #pragma unroll
-      for (int i = 0; i < kOwnColumns; ++i) {
+      for (int i = 0; i < kColumnsOfThread; ++i) {
         column_scale[i] = fetch_scale(p.b_scale, column + thread + 128 * i, p.sizes.n);
       }
     }
 
     float sum[Tr::kHalves][Tr::kColumns / 2];
     if constexpr (Tr::kInTurns) {
-      multiply_promoted_in_turns<Shape>(shared.ring, place, p.num_blocks, warpgroup, sum[0]);
+      multiply_promoted_in_turns<Shape>(shared.ring, place, work.count, warpgroup, sum[0]);
     } else {
-      multiply_promoted<Shape, Tr::kPromoteK, Tr::kHalves>(shared.ring, place, p.num_blocks, warpgroup, sum);
+      multiply_promoted<Shape, Tr::kPromoteK, Tr::kHalves>(shared.ring, place, work.count, warpgroup, sum);
     }
 
     ScaleFactors by_row[2 * Tr::kHalves];
@@ -194,9 +172,9 @@ __device__ __forceinline__ void multiply_tiles(typename Tr::Shared& shared, cons
       has_second = false;
       // Two slots in turn: who writes one has passed the barrier of the tile before, behind which nobody
       // reads it any more.
-      ColumnFactors<Tr::kColumns>& slot_factors = shared.by_column[warpgroup][slot];
+      ColumnFactors<Tr::kColumns>& slot_factors = shared.small.by_column[warpgroup][slot];
 #pragma unroll
-      for (int i = 0; i < kOwnColumns; ++i) {
+      for (int i = 0; i < kColumnsOfThread; ++i) {
         const int at = thread + 128 * i;
         if (at < Tr::kColumns) {
           const ScaleFactors factors = split_inverse(column_scale[i]);
@@ -214,22 +192,23 @@ __device__ __forceinline__ void multiply_tiles(typename Tr::Shared& shared, cons
       slot ^= 1;
       has_second = device::named_barrier_any(1 + warpgroup, 128, has_second);
     }
+    auto& stage = shared.store[warpgroup * 4 + warp_in_group];
+    if constexpr (Tr::kParts > 1) {
+      if (work.shared) {
+        const int rank = static_cast<int>(blockIdx.x) % 2;
+        float own[Tr::kShare];
+        exchange_halves<Tr>(shared, rank, warpgroup, sum[0], own);
+        finish_rows<typename Tr::OwnStore, Tr::kOwnColumns>(stage.own, map_c, p, by_row[0], by_row[1],
+                                                            by_column, has_second, first_row, column,
+                                                            rank * Tr::kOwnColumns, own);
+        return;
+      }
+    }
 #pragma unroll
     for (int half = 0; half < Tr::kHalves; ++half) {
-      const ScaleFactors& upper = by_row[2 * half];
-      const ScaleFactors& lower = by_row[2 * half + 1];
-      scale_rows<Tr::kColumns>(upper.first, lower.first, by_column == nullptr ? nullptr : by_column->first,
-                               sum[half]);
-      if (has_second) {
-        scale_rows<Tr::kColumns>(upper.second, lower.second,
-                                 by_column == nullptr ? nullptr : by_column->second, sum[half]);
-      }
-      const int row = first_row + half * 64;
-      if (p.copies_c) {
-        Tr::Store::rows(shared.store[warpgroup * 4 + warp_in_group], &map_c, row, column, sum[half]);
-      } else {
-        Tr::Store::pairs(p.c, p.sizes, row, column, sum[half]);
-      }
+      finish_rows<typename Tr::Store, Tr::kColumns>(stage.results, map_c, p, by_row[2 * half],
+                                                    by_row[2 * half + 1], by_column, has_second,
+                                                    first_row + half * 64, column, 0, sum[half]);
     }
   });
   if (lane == 0) {
@@ -247,9 +226,15 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   auto& shared = device::align_shared<typename Tr::Shared>(raw);
   if (threadIdx.x == 0) {
     device::init_ring(shared.ring);
+    if constexpr (Tr::kParts > 1) {
+      init_exchange<Tr>(shared);
+    }
     device::fence_barrier_init();
     device::prefetch_descriptor(&maps.a.whole);
     device::prefetch_descriptor(&maps.b.whole);
+    if (p.copies_c) {
+      device::prefetch_descriptor(&maps.c);
+    }
   }
   if constexpr (Tr::kCluster > 1) {
     device::cluster_sync();
@@ -260,6 +245,9 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     device::let_next_kernel_begin();
   }
   device::wait_for_previous_kernels();
+  if constexpr (Tr::kParts > 1) {
+    device::cluster_arrive_relaxed();  // waited for before anything goes to the other block
+  }
   const int group = device::uniform(static_cast<int>(threadIdx.x / 128));
   if (group == 0) {
     if constexpr (Tr::kShiftsRegisters) {
@@ -269,6 +257,9 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       load_tiles<Tr>(shared, maps, order, p);
     }
     __syncwarp();
+    if constexpr (Tr::kParts > 1) {
+      device::cluster_wait();
+    }
   } else {
     if constexpr (Tr::kShiftsRegisters) {
       device::raise_registers<Tr::kMultiplierRegisters>();

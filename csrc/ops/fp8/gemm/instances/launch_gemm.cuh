@@ -41,7 +41,9 @@ CUtensorMap result_map(const GemmParams<Out>& p) {
   box.strides_bytes[0] = static_cast<uint64_t>(p.sizes.n) * sizeof(Out);
   box.box[0] = Store::kBoxColumns;
   box.box[1] = 16;
-  box.swizzle = Store::kBoxBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+  box.swizzle = Store::kBoxBytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                : Store::kBoxBytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                         : CU_TENSOR_MAP_SWIZZLE_32B;
   return make_tensor_map(box);
 }
 
@@ -61,11 +63,12 @@ cudaError_t launch_tiles(const GemmParams<typename Tr::Out>& p, int group, cudaS
   constexpr int kClusterColumns = Tr::kColumns * Tr::kCluster;
   const device::TileOrder order{static_cast<int>((s.m + Tr::kRows - 1) / Tr::kRows),
                                 static_cast<int>((s.n + kClusterColumns - 1) / kClusterColumns), group};
-  const GemmTileArguments<Out> arguments{s, p.a_scale, p.b_scale, p.c, num_code_blocks(s), copies_c};
-  const int clusters = std::min(processors / Tr::kCluster, order.count());
-  return launch_overlapping_cluster(gemm_tile_kernel<Tr>,
-                                    dim3(static_cast<unsigned>(clusters * Tr::kCluster)), Tr::kThreads,
-                                    Tr::kSharedBytes, Tr::kCluster, stream, maps, order, arguments);
+  const int clusters = std::min(processors / Tr::kBlocksPerCluster, order.count());
+  const TileShares shares = share_tiles(order.count(), clusters * Tr::kBlocksPerCluster, num_code_blocks(s));
+  const GemmTileArguments<Out> arguments{s, p.a_scale, p.b_scale, p.c, shares, copies_c};
+  return launch_overlapping_cluster(
+      gemm_tile_kernel<Tr>, dim3(static_cast<unsigned>(clusters * Tr::kBlocksPerCluster)), Tr::kThreads,
+      Tr::kSharedBytes, Tr::kBlocksPerCluster, stream, maps, order, arguments);
 }
 
 template <class Tr>
@@ -91,7 +94,7 @@ cudaError_t launch_streams(const GemmParams<typename Tr::Out>& p, cudaStream_t s
 template <class Tr>
 bool is_tile(const GemmConfig& c) {
   return c.rows == Tr::kRows && c.columns == Tr::kColumns && c.stages == Tr::Shape::kStages &&
-         c.promote == Tr::kPromoteK && c.cluster == Tr::kCluster;
+         c.promote == Tr::kPromoteK && c.cluster == Tr::kCluster && c.parts == Tr::kParts;
 }
 
 // The one of Tiles that `c` describes.
@@ -108,20 +111,23 @@ template <typename Out>
 cudaError_t launch_gemm_tile(const GemmParams<Out>& p, const GemmConfig& c, cudaStream_t stream) {
   return launch_described<
       GemmTileTraits<Out, 1, 64, 64, 12, 128, 1>, GemmTileTraits<Out, 2, 128, 64, 8, 128, 1>,
-      GemmTileTraits<Out, 2, 128, 96, 7, 128, 1>, GemmTileTraits<Out, 2, 128, 128, 5, 128, 1>,
-      GemmTileTraits<Out, 3, 192, 128, 4, 128, 1>,
+      GemmTileTraits<Out, 2, 128, 96, 7, 128, 1>, GemmTileTraits<Out, 2, 128, 112, 6, 128, 1>,
+      GemmTileTraits<Out, 2, 128, 128, 5, 128, 1>, GemmTileTraits<Out, 3, 192, 128, 4, 128, 1>,
+      // blocks in pairs
+      GemmTileTraits<Out, 2, 128, 64, 8, 128, 1, 2>, GemmTileTraits<Out, 2, 128, 96, 6, 128, 1, 2>,
+      GemmTileTraits<Out, 2, 128, 128, 5, 128, 1, 2>, GemmTileTraits<Out, 3, 192, 128, 4, 128, 1, 2>,
       // named by tuples of the tuning space
       GemmTileTraits<Out, 2, 128, 128, 5, 64, 1>, GemmTileTraits<Out, 2, 256, 128, 4, 64, 2>>(p, c, stream);
 }
 
-template <typename Out, int kRows, int kParts>
-cudaError_t launch_stream_parts(const GemmParams<Out>& p, const GemmConfig& c, cudaStream_t stream) {
+template <typename Out, int kRows, int kParts = most_parts(kRows)>
+cudaError_t launch_stream_rows(const GemmParams<Out>& p, const GemmConfig& c, cudaStream_t stream) {
   constexpr int kStages = stream_stages(kRows, kParts);
   if (c.parts == kParts && c.stages == kStages) {
     return launch_streams<GemmStreamTraits<Out, kRows, kStages, kParts>>(p, stream);
   }
   if constexpr (kParts > least_parts(kRows)) {
-    return launch_stream_parts<Out, kRows, kParts / 2>(p, c, stream);
+    return launch_stream_rows<Out, kRows, kParts / 2>(p, c, stream);
   } else {
     return cudaErrorNotSupported;
   }
@@ -131,17 +137,19 @@ template <typename Out>
 cudaError_t launch_gemm_stream(const GemmParams<Out>& p, const GemmConfig& c, cudaStream_t stream) {
   switch (c.rows) {
     case 16:
-      return launch_stream_parts<Out, 16, kMostParts>(p, c, stream);
+      return launch_stream_rows<Out, 16>(p, c, stream);
     case 32:
-      return launch_stream_parts<Out, 32, kMostParts>(p, c, stream);
+      return launch_stream_rows<Out, 32>(p, c, stream);
     case 64:
-      return launch_stream_parts<Out, 64, kMostParts>(p, c, stream);
+      return launch_stream_rows<Out, 64>(p, c, stream);
     case 80:
-      return launch_stream_parts<Out, 80, kMostParts>(p, c, stream);
+      return launch_stream_rows<Out, 80>(p, c, stream);
     case 96:
-      return launch_stream_parts<Out, 96, kMostParts>(p, c, stream);
+      return launch_stream_rows<Out, 96>(p, c, stream);
     case 128:
-      return launch_stream_parts<Out, 128, kMostParts>(p, c, stream);
+      return launch_stream_rows<Out, 128>(p, c, stream);
+    case 144:
+      return launch_stream_rows<Out, 144>(p, c, stream);
     default:
       return cudaErrorNotSupported;
   }
