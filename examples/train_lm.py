@@ -62,6 +62,7 @@ def parse_lengths(words: str | None, device: str) -> list[int]:
         lengths = [0]
     if min(lengths) < 1:
         raise settings.UserError(f"--time-lengths must be positive numbers or 'none', got {words!r}")
+    settings.check_size("--time-lengths", max(lengths), 1)
     return lengths
 
 
@@ -75,6 +76,7 @@ def prepare(arguments: argparse.Namespace) -> training.Run:
     chosen = settings.resolve(arguments, device, folder, stored)
     if arguments.sample_bytes < 0:
         raise settings.UserError(f"--sample-bytes must not be negative, got {arguments.sample_bytes}")
+    settings.check_size("--sample-bytes", arguments.sample_bytes, 0)
     try:
         arguments.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -123,16 +125,25 @@ def finish(run: training.Run, lengths: Sequence[int], num_sample_bytes: int, uni
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 2 a wrong flag (one line on stderr), 130 interrupted and saved."""
-    started = time.perf_counter()
-    words = list(sys.argv[1:] if argv is None else argv)
+    """Exit status: 0 done, 2 a wrong flag or too little memory (one line on stderr), 130 interrupted and saved."""
     try:
-        arguments = settings.make_parser().parse_args(words)
-        lengths = parse_lengths(arguments.time_lengths, choose_device(arguments.device))
-        run = prepare(arguments)
+        return train_and_report(list(sys.argv[1:] if argv is None else argv))
     except settings.UserError as error:
-        print(f"train_lm.py: {error}", file=sys.stderr)
-        return 2
+        problem = str(error)
+    except (MemoryError, RuntimeError) as error:
+        if not settings.is_out_of_memory(error):
+            raise
+        problem = f"out of memory, choose smaller sizes: {str(error).splitlines()[0] if str(error) else 'on the host'}"
+    print(f"train_lm.py: {problem}", file=sys.stderr)
+    return 2
+
+
+def train_and_report(words: list[str]) -> int:
+    """The whole run for the flags; returns the exit status."""
+    started = time.perf_counter()
+    arguments = settings.make_parser().parse_args(words)
+    lengths = parse_lengths(arguments.time_lengths, choose_device(arguments.device))
+    run = prepare(arguments)
     again = " ".join(["python", "examples/train_lm.py", *(w for w in words if w != "--resume"), "--resume"])
     unigram_bits = run.text.unigram_bits()
     introduce(run, unigram_bits)

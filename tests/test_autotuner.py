@@ -14,6 +14,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -140,6 +141,21 @@ def test_the_fastest_configuration_wins() -> None:
     assert AutoTuner(sleeping, space, dtype=torch.float32).get_cached_config((4, 6), "cpu") is None
     assert search.get_cached_config((4, 7), "cpu") is None
     assert search.get_cached_config((4, 6), "NVIDIA H200") is None
+
+
+@pytest.mark.parametrize("values", [[1, True], [True, 1], [1, 1.0], [0.0, False]], ids=repr)
+@pytest.mark.parametrize("fastest", [0, 1])
+def test_equal_values_of_different_kinds_are_kept_apart(values: list[Any], fastest: int) -> None:
+    def kernel(value: Any) -> None:
+        time.sleep(0.0 if type(value) is type(values[fastest]) else 0.02)
+
+    for dtype in (torch.float32, None):  # of this dtype, and of any
+        search = AutoTuner(kernel, {"value": values}, **QUICK, problem_size=(3,), dtype=torch.float32)
+        best = search.tune().best_config["value"]
+        assert type(best) is type(values[fastest])
+        again = AutoTuner(kernel, {"value": values}, dtype=dtype).get_cached_config((3,), "cpu")
+        assert again is not None
+        assert type(again["value"]) is type(best)
 
 
 def test_a_result_is_found_on_the_device_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import htree_ops
 from htree_ops import MustafarAttention
-from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError
+from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError
 from htree_ops.ops.compressed_kv_attention import key_weight_from_queries
 from htree_ops.reference import compressed_kv as reference
 from htree_ops.reference.tree_attention.rotary import rope, rope_cache
@@ -242,6 +242,14 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"sparsity of keys must be 0, got 0\.5",
     ),
+    "transform text": (
+        {"use_grouped_hadamard": "yes"},
+        TypeError,
+        "use_grouped_hadamard must be a bool, got str",
+    ),
+    "transform int": ({"use_grouped_hadamard": 1}, TypeError, "use_grouped_hadamard must be a bool, got int"),
+    "transform none": ({"use_grouped_hadamard": None}, TypeError, "use_grouped_hadamard must be a bool"),
+    "aware": ({"output_aware": 1}, TypeError, "output_aware must be a bool, got int"),
     "base": ({"rope_base": -1.0}, ValueError, "rope_base must be positive and finite"),
     "scale": ({"scale": float("inf")}, ValueError, "scale must be finite"),
     "positions": ({"max_positions": 0}, ValueError, "max_positions must be between 1"),
@@ -281,6 +289,24 @@ def test_wrong_calls() -> None:
         module(q[:, :, :1], k[:, :, :1], v[:, :, :1], cache=cache)
     with pytest.raises(IndexError):
         module(q, k, v, torch.arange(198, 203))
+    places = torch.arange(5)
+    wrong: tuple[tuple[Any, type[Exception], str], ...] = (
+        ([0, 1, 2, 3, 4], TypeError, "must be a Tensor, got list"),
+        (places[:4], ShapeMismatchError, "must be S of query = 5"),
+        (places.expand(3, 5), ShapeMismatchError, "must be B of query = 2"),
+        (places[None, None], ShapeMismatchError, "must be 2-D"),
+        (
+            places.float(),
+            UnsupportedDtypeError,
+            r"must have dtype torch\.int32 or torch\.int64, got torch\.float32",
+        ),
+        (places.to("meta"), DeviceError, "must be on the device of query"),
+    )
+    for position_ids, kind, message in wrong:
+        with pytest.raises(kind, match=f"MustafarAttention: .*position_ids {message}"):
+            module(q, k, v, position_ids)
+    for right in (places, places.int(), places.expand(2, 5)):
+        torch.testing.assert_close(module(q, k, v, right), module(q, k, v))
     with pytest.raises(TypeError, match="cache must be a CompressedKVCache, got str"):
         module(q, k, v, cache="a")
     with pytest.raises(ShapeMismatchError, match="B of query must be that of the cache = 3"):

@@ -59,12 +59,14 @@ def test_a_state_that_no_cache_gives_is_refused(kind: str) -> None:
         wrong += [(name, x[:1]), (name, x[:, :1]), (name, x[0]), (name, x.double()), (name, None)]
         wrong += [(name, x[:, :, :3])] if x.shape[2] else [(name, x.new_zeros(*x.shape[:2], 48))]
         wrong += [(name, x[..., :-1])] if x.dim() == 4 else []
+    wider = torch.nn.functional.pad(state["v_win"], (0, 0, 0, 1))
+    wrong += [("k_win and v_win", wider)]
     full = make("cpu", **KINDS[kind])
     full.append(*tokens("cpu", 7, seed=3))
     before = copy.deepcopy(full)
     for name, value in wrong:
         with pytest.raises(ValueError, match=name):
-            full.load_state_dict(state | {name: value})
+            full.load_state_dict(state | {name.split()[-1]: value})
     for name in state:
         with pytest.raises(ValueError, match=f"the state has no {name}"):
             full.load_state_dict({n: x for n, x in state.items() if n != name})

@@ -92,6 +92,16 @@ def test_decompress(name: str, layer: str) -> None:
     assert_refused(*DECOMPRESS[name], (htree_ops.kv_decompress, ops.kv_decompress), layer)
 
 
+@pytest.mark.parametrize("wrong", [None, 8.0, "8", True], ids=repr)
+@pytest.mark.parametrize("place", range(3))
+def test_the_ints_of_decompress_have_one_class(place: int, wrong: Any) -> None:
+    numbers: list[Any] = [64, 20, 4]
+    numbers[place] = wrong
+    name = ("D", "keep", "bits")[place]
+    with pytest.raises(TypeError, match=f"kv_decompress: {name} must be an int, got {type(wrong).__name__}"):
+        htree_ops.kv_decompress(*ROWS, *numbers)
+
+
 CASE = DecodeCase(name="bad", dtype=torch.float16, D=64, k_keep=20, v_keep=20, S=20, W=4)
 NAMES = (
     "q", "k_bitmap", "k_values", "k_scales", "v_bitmap", "v_values", "v_scales", "k_win", "v_win", "comp_len",

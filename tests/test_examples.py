@@ -128,6 +128,16 @@ def test_an_interrupted_run_continues_exactly(lm, tmp_path, capsys, monkeypatch)
         ("--max-top-nodes 1000", "--max-top-nodes must be at most top-k * compression-rate = 32 * 16 = 512"),
         ("--selection-stride 3", "--selection-stride must be a power of two that divides 16, got 3"),
         ("--learning-rate nan", "--learning-rate must be positive and finite, got nan"),
+        (
+            "--compression-rate 99999999999999999999",
+            "--compression-rate must be at most 2147483647, got 9999",
+        ),
+        ("--seed 99999999999999999999", "--seed must be at most 2147483647, got 9999"),
+        ("--batch 99999999999", "--batch must be at most 2147483647, got 9999"),
+        ("--batch 2147483647", "--batch * --context must be at most 2147483647, got"),
+        ("--time-lengths 64,99999999999999", "--time-lengths must be at most 2147483647, got 9999"),
+        ("--sample-bytes 99999999999999999999", "--sample-bytes must be at most 2147483647, got 9999"),
+        ("--dim 2000000000 --heads 2", "out of memory, choose smaller sizes: "),
         ("--seed -1", "--seed must be at least 0, got -1"),
         ("--sample-bytes -1", "--sample-bytes must not be negative, got -1"),
         ("--time-lengths 4k", "--time-lengths must be positive numbers or 'none', got '4k'"),
@@ -152,6 +162,24 @@ def test_a_wrong_flag_gets_one_line(lm, tmp_path, capsys, flags, complaint):
     assert printed.err.count("\n") == 1
     assert printed.err.startswith("train_lm.py: ")
     assert complaint in printed.err
+
+
+def test_too_little_memory_while_training_gets_one_line(lm, tmp_path, capsys, monkeypatch):
+    def too_many(*rest):
+        return torch.empty(2**50)
+
+    monkeypatch.setattr(lm.training, "training_batch", too_many)
+    assert lm.main([*TINY.split(), "--out", str(tmp_path)]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines[-1].startswith("train_lm.py: out of memory, choose smaller sizes: ")
+    assert "Traceback" not in "\n".join(lines)
+
+    def broken(*rest):
+        raise RuntimeError("another error")
+
+    monkeypatch.setattr(lm.training, "training_batch", broken)
+    with pytest.raises(RuntimeError, match="another error"):
+        lm.main([*TINY.split(), "--out", str(tmp_path)])
 
 
 def test_the_command_line():

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from htree_ops import FP8Linear, calibrate_activation_scales, quantize_model_
-from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError
+from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError
 from htree_ops.reference import fp8 as reference
 from htree_ops.testing.cases import normal
 from htree_ops.testing.fp8_cases import codes_of
@@ -340,6 +340,11 @@ def test_refusals() -> None:
         layer([1.0])
     with pytest.raises(UnsupportedDtypeError, match="FP8Linear: x must have dtype"):
         layer(torch.zeros(2, 4, dtype=torch.int32))
+    with pytest.raises(
+        DeviceError, match=r"FP8Linear: x must be on the device of weight \(cpu\), got meta"
+    ) as caught:
+        layer(torch.zeros(2, 4, device="meta"))
+    assert caught.value.tensor_name == "x"
     for wrong in (3, None):
         with pytest.raises(TypeError, match=r"quantize_model_: module must be an nn\.Module, got"):
             quantize_model_(wrong)  # type: ignore[arg-type]

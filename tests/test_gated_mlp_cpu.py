@@ -52,6 +52,13 @@ def test_sizes_around_the_tiles(rows: int, dtype: torch.dtype) -> None:
         check(rows, inner, hidden, dtype, "silu" if i % 2 else "gelu")
 
 
+def test_an_empty_instruction_set_is_the_default() -> None:
+    script = "import torch, htree_ops; x = torch.ones(1, 3); print(torch.ops.htree.gated_mlp(x, x, x).isfinite().all())"
+    shown = run_with("", script)
+    assert (shown.returncode, shown.stdout.strip()) == (0, "tensor(True)"), shown.stderr
+    assert "HTREE_CPU_ISA must be baseline" in run_with("sse", script).stderr
+
+
 @pytest.mark.parametrize("isa", [*ISAS, "avx512_bf16"])
 def test_every_instruction_set(isa: str) -> None:
     script = (

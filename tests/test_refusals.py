@@ -98,6 +98,48 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }
 
 
+@pytest.mark.parametrize("value", ["a", 2, None])
+def test_return_lse_is_a_bool(value: object) -> None:
+    with pytest.raises(TypeError, match="tree_attention: return_lse must be a bool, got"):
+        htree_ops.tree_attention(*qkv(), **OPTIONS, return_lse=value)
+
+
+MODULE: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
+    "heads float": ((8, 2.0), {}, TypeError, "num_heads must be an int, got float"),
+    "heads text": ((8, "2"), {}, TypeError, "num_heads must be an int, got str"),
+    "heads bool": ((8, True), {}, TypeError, "num_heads must be an int, got bool"),
+    "width none": ((None, 2), {}, TypeError, "embed_dim must be an int, got NoneType"),
+    "width 0": ((0, 2), {}, ValueError, "embed_dim must be between 1 and .*, got 0"),
+    "width below 0": ((-4, 2), {}, ValueError, "embed_dim must be between 1 and .*, got -4"),
+    "width huge": ((2**62, 2), {}, ValueError, "embed_dim must be between 1 and"),
+    "key heads float": ((8, 4, 2.0), {}, TypeError, "num_kv_heads must be an int, got float"),
+    "key heads 0": ((8, 4, 0), {}, ValueError, "num_kv_heads must be between 1 and .*, got 0"),
+    "head width bool": ((8, 4, 4, True), {}, TypeError, "head_dim must be an int, got bool"),
+    "head width float": ((8, 4, 4, 4.0), {}, TypeError, "head_dim must be an int, got float"),
+    "bias": ((8, 2), {"bias": "x"}, TypeError, "bias must be a bool, got str"),
+    "int8": (
+        (8, 2),
+        {"dtype": torch.int8},
+        htree_ops.UnsupportedDtypeError,
+        "dtype must be .*, got torch.int8",
+    ),
+    "fp8": (
+        (8, 2),
+        {"dtype": torch.float8_e4m3fn},
+        htree_ops.UnsupportedDtypeError,
+        "dtype must be torch.float32",
+    ),
+    "text": ((8, 2), {"dtype": "float"}, htree_ops.UnsupportedDtypeError, "dtype must be .*, got float"),
+}
+
+
+@pytest.mark.parametrize("name", MODULE)
+def test_sizes_and_dtype_of_the_module_are_named(name: str) -> None:
+    sizes, options, kind, message = MODULE[name]
+    with pytest.raises(kind, match=f"HTreeAttention: {message}"):
+        htree_ops.HTreeAttention(*sizes, **options)
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_options_are_named_by_function_and_constructor(name: str) -> None:
     options, kind, message = WRONG[name]
@@ -139,6 +181,10 @@ WRONG_TYPES = {
     "block size text": (
         lambda x: htree_ops.causal_softmax(x[0], "512"),
         "block_size must be an int, got str",
+    ),
+    "block size bool": (
+        lambda x: htree_ops.causal_softmax(x[0], True),
+        "block_size must be an int, got bool",
     ),
     "out list": (lambda x: htree_ops.causal_softmax(x[0], out=[1]), "out must be a Tensor, got list"),
     "out array": (
@@ -196,3 +242,15 @@ def test_wrong_values_are_named(build, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()
     assert htree_ops.hadamard_transform(torch.zeros(4, dtype=torch.float64), 1e39).eq(0).all()
+
+
+@pytest.mark.parametrize("block_size", [-512, -1, 256, 2**40, 2**64])
+def test_block_sizes_without_a_kernel_have_one_class(block_size: int) -> None:
+    x = torch.zeros(3, 4)
+    with pytest.raises(
+        htree_ops.ArchitectureNotSupportedError, match=f"block_size must be 0 .*, got {block_size}"
+    ):
+        htree_ops.causal_softmax(x, block_size)
+    if block_size < 2**63:
+        with pytest.raises(NotImplementedError, match=f"block_size must be 0 .*, got {block_size}"):
+            op.causal_softmax(x, block_size)

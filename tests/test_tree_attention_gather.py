@@ -124,3 +124,7 @@ def test_an_unknown_gather_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTREE_TREE_GATHER", "shared")
     with pytest.raises(ValueError, match="HTREE_TREE_GATHER"):
         op.attention(q, k, v, **case.reference_options())
+    monkeypatch.setenv("HTREE_TREE_GATHER", "")
+    unset = op.attention(q, k, v, **case.reference_options())
+    monkeypatch.delenv("HTREE_TREE_GATHER")
+    assert torch.equal(unset, op.attention(q, k, v, **case.reference_options()))

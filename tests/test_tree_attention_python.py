@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 
@@ -228,3 +229,110 @@ def test_dtypes_of_options_and_lists_have_the_classes_of_the_package() -> None:
         lists = [parents[0], wrong, *parents[2:]]
         with pytest.raises(kind, match=message):
             room.attention_backward(out, q, k, v, out, gmax, gsum, lists, **options)
+
+
+def stage_calls():
+    """Per stage that has options: a call with keywords, and its options that are ints."""
+    k, v = torch.randn(1, 20, 2, 8), torch.randn(1, 20, 2, 6)
+    q, one = torch.randn(1, 20, 4, 8), torch.zeros(1, 20, 4, dtype=torch.int32)
+    nk, nv = stages.tree_build(k, v, 4)
+    cos, sin = stages.rope_cache(12, 8)
+    lists = stages.top_parents(1, 20, 2, 3, 2, 4)
+    scores, found = stages.compute_scores(q, nk, lists, cos, sin, 1, 4)
+    layer = {
+        "q": q,
+        "layer_k": nk,
+        "parents": lists,
+        "cos": cos,
+        "sin": sin,
+        "compression_rate": 4,
+        "top_k": 3,
+    }
+    select = layer | {"layer": 1, "t0": 0, "selection_stride": 1}
+    top = {"B": 1, "T": 20, "heads": 2, "top_k": 3, "num_layers": 2, "compression_rate": 4, "t0": 0}
+    tokens = layer | {"layer_k": k, "layer_v": v, "t0": 0, "selection_stride": 1}
+    wide = select | {"layer_v": nv, "parents": lists.repeat_interleave(2, dim=2)}
+    per_head = {name: wide[name] for name in wide if name != "selection_stride"}
+    no_list = {name: tokens[name] for name in tokens if name != "top_k"}
+    plain = {name: select[name] for name in select if name not in ("top_k", "selection_stride")}
+    left = {"layer_v": nv, "parents": lists, "scores": scores, "num_candidates": found, "layer": 1, "t0": 0}
+    return {
+        "tree_build": {"k": k, "v": v, "compression_rate": 4},
+        "tree_build_backward": {"dpk": nk, "dpv": nv, "n_child": 20, "compression_rate": 4},
+        "rope_cache": {"size": 4, "dim": 8},
+        "top_parents": top | {"selection_stride": 1},
+        "compute_scores": plain,
+        "select_topk": {"scores": scores, "num_candidates": found, "top_k": 3},
+        "compute_next_parents": {"parents": lists, "topk_positions": lists, "compression_rate": 4},
+        "accumulate_non_topk": left | {"compression_rate": 4},
+        "compute_and_select": per_head,
+        "select_accumulate": select | {"layer_v": nv},
+        "bottom_accumulate": no_list,
+        "recompute_selection": select,
+        "rope": {"x": q, "cos": cos, "sin": sin, "positions": one[0, :12, 0].repeat(2)[:20]},
+    }
+
+
+STAGES = sorted(stage_calls())
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_the_options_of_a_stage_are_named(name: str) -> None:
+    call, given = getattr(stages, name), stage_calls()[name]
+    call(**given)
+    for option in [key for key, value in given.items() if type(value) is int]:
+        for value in (1.5, "a", None, True, [1]):
+            with pytest.raises(
+                TypeError, match=f"{name}: {option} must be an int, got {type(value).__name__}"
+            ):
+                call(**given | {option: value})
+        with pytest.raises(ValueError, match=f"{name}: {option} must be .*, got 9223372036854775808"):
+            call(**given | {option: 2**63})
+    accepted = inspect.signature(call).parameters
+    for option, value, kind, message in (
+        ("scale", "a", TypeError, "a number, got str"),
+        ("scale", math.inf, ValueError, "finite"),
+        ("importance", 3, TypeError, "a str, got int"),
+        ("importance", "most", ValueError, "lse_causal"),
+        ("inverse", 1, TypeError, "a bool, got int"),
+        ("base", "a", TypeError, "a number, got str"),
+        ("base", 0.0, ValueError, "positive and finite"),
+        ("positions", None, TypeError, "a Tensor, got NoneType"),
+        ("positions", [0], TypeError, "a Tensor, got list"),
+    ):
+        if option in accepted:
+            with pytest.raises(kind, match=f"{name}: {option} must be .*{message}"):
+                call(**given | {option: value})
+
+
+def test_a_table_beyond_every_memory_is_refused_by_name() -> None:
+    with pytest.raises(
+        ValueError, match="rope_cache: size must be between 0 and 2147483647, got 9223372036854775807"
+    ):
+        stages.rope_cache(2**63 - 1, 16)
+    with pytest.raises(
+        ValueError, match="rope_cache: dim must be between 0 and 2147483647, got 1099511627776"
+    ):
+        stages.rope_cache(2, 2**40)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"compression_rate": 2.0}, TypeError, "compression_rate must be an int, got float"),
+        ({"top_k_per_layer": "4"}, TypeError, "top_k_per_layer must be an int, got str"),
+        ({"max_top_nodes": 2**63}, ValueError, "max_top_nodes must be an int of 64 bits"),
+        ({"scale": "1"}, TypeError, "scale must be a number, got str"),
+        ({"rope_base": "1"}, TypeError, "rope_base must be a number, got str"),
+        ({"importance": None}, TypeError, "importance must be a str, got NoneType"),
+    ],
+)
+def test_the_options_of_forward_and_backward_are_named(options, kind, message) -> None:
+    q, k, v = torch.randn(3, 1, 10, 2, 8)
+    out, gmax, gsum, parents = room.attention_forward(q, k, v)
+    with pytest.raises(kind, match=f"attention_forward: {message}"):
+        room.attention_forward(q, k, v, **options)
+    with pytest.raises(kind, match=f"attention_backward: {message}"):
+        room.attention_backward(out, q, k, v, out, gmax, gsum, parents, **options)
+    with pytest.raises(TypeError, match="attention_forward: store_parents must be a bool, got int"):
+        room.attention_forward(q, k, v, store_parents=1)

@@ -8,6 +8,8 @@ import math
 import multiprocessing
 import os
 import stat
+import subprocess
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 
+import htree_ops
 from htree_ops._load import build_info
 from htree_ops.tuning import SPACES, CacheKey, TuningCache, problems
 from htree_ops.tuning import cache as cache_module
@@ -177,6 +180,29 @@ def test_a_file_that_cannot_be_read_stays(
     assert cache.path.read_bytes() == before
     assert other.get(KEY) == {"a": 1}, "read again once it can be"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tuning.json", "tuning.json.lock"]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
+def test_what_is_no_regular_file_is_a_miss(kind: str, tmp_path: Path) -> None:
+    """In a process of its own: one that waits for the writer of a pipe would wait for ever."""
+    path = tmp_path / "tuning.json"
+    {"pipe": os.mkfifo, "folder": os.mkdir, "device": lambda to: os.symlink("/dev/zero", to)}[kind](path)
+    script = f"""
+import warnings
+import test_tuning_cache as t
+cache = t.TuningCache({str(tmp_path)!r}, bundled=None)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    assert cache.get(t.KEY) is cache.get(t.KEY) is None
+    assert not cache.try_set(t.KEY, {{"a": 1}})
+for warning, word in zip(caught, ("cannot be read", "is not stored"), strict=True):
+    assert word in str(warning.message) and "no regular file" in str(warning.message), warning.message
+"""
+    folders = [str(Path(__file__).parent), str(Path(htree_ops.__file__).parents[1])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_file_of_a_newer_version_stays(tmp_path: Path) -> None:

@@ -11,11 +11,18 @@ import torch
 
 from htree_ops.ops.tree_attention import HTreeAttention
 
-__all__ = ["Settings", "UserError", "make_parser", "resolve"]
+__all__ = ["MOST", "Settings", "UserError", "check_size", "is_out_of_memory", "make_parser", "resolve"]
 
 
 class UserError(Exception):
     """Something the caller can put right; shown as one line, exit status 2."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch or Python could not get memory; the CPU's allocator says so by words alone."""
+    words = ("DefaultCPUAllocator", "Storage size calculation overflowed")
+    known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return known or any(word in str(error) for word in words)
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,8 @@ class Settings:
     dense: bool
 
 
+#: Largest size, count or seed of a flag.
+MOST = 2**31 - 1
 #: What a device gets where a flag is not given. A GPU takes a longer context and a larger model, in bfloat16.
 COMMON: dict[str, Any] = {
     "compression_rate": 16,
@@ -224,15 +233,22 @@ def resolve(arguments: argparse.Namespace, device: str, text: str, stored: Setti
     return chosen
 
 
+def check_size(flag: str, value: int, least: int) -> None:
+    """Raises UserError unless ``value`` lies between ``least`` and what the ops can count to."""
+    if value < least:
+        raise UserError(f"{flag} must be at least {least}, got {value}")
+    if value > MOST:
+        raise UserError(f"{flag} must be at most {MOST}, got {value}")
+
+
 def check(settings: Settings) -> None:
     """Raises UserError for the first value outside its range; tree options are checked by the package."""
     smallest = {"context": 2, "batch": 1, "steps": 1, "layers": 1, "dim": 2, "heads": 1, "kv_heads": 1}
     smallest |= {"seed": 0, "eval_every": 1, "eval_windows": 1, "compression_rate": 2, "top_k": 1}
     smallest |= {"max_top_nodes": 1, "selection_stride": 1}
     for name, least in smallest.items():
-        value = getattr(settings, name)
-        if value < least:
-            raise UserError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+        check_size(f"--{name.replace('_', '-')}", getattr(settings, name), least)
+    check_size("--batch * --context", settings.batch * settings.context, 2)
     if not 0 < settings.learning_rate < float("inf"):
         raise UserError(f"--learning-rate must be positive and finite, got {settings.learning_rate}")
     r, k, m, s = (

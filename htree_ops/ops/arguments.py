@@ -22,11 +22,14 @@ from htree_ops.errors import (
 __all__ = [
     "FLOATING",
     "FLOATING_AND_DOUBLE",
+    "check_bool",
     "check_devices",
     "check_dtype",
     "check_int",
     "check_int_type",
+    "check_int_types",
     "check_number",
+    "check_option_dtype",
     "check_tensor",
     "check_tensors",
     "dtype_name",
@@ -151,6 +154,30 @@ def check_int_type(op: str, name: str, value: object) -> None:
     """Raises TypeError unless ``value`` is an integer."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
+
+
+def check_int_types(op: str, **values: object) -> None:
+    """Raises TypeError unless every value is an integer, ValueError for one beyond 64 bits, which no op takes."""
+    for name, value in values.items():
+        check_int_type(op, name, value)
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError(f"{op}: {name} must be an int of 64 bits, got {value}")
+
+
+def check_bool(op: str, name: str, value: object) -> None:
+    """Raises TypeError unless ``value`` is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{op}: {name} must be a bool, got {type(value).__name__}")
+
+
+def check_option_dtype(op: str, dtype: object, supported: Sequence[torch.dtype]) -> None:
+    """Raises UnsupportedDtypeError unless the option ``dtype`` is one of the ``supported``."""
+    if dtype not in supported:
+        raise UnsupportedDtypeError(
+            f"{op}: dtype must be {' or '.join(map(str, supported))}, got {dtype}",
+            dtype=dtype if isinstance(dtype, torch.dtype) else None,
+            supported_dtypes=supported,
+        )
 
 
 def check_int(op: str, name: str, value: Any, least: int, most: int = 2**31 - 1) -> None:

@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 
 from htree_ops.errors import ArchitectureNotSupportedError, ShapeMismatchError
-from htree_ops.ops.arguments import FLOATING_AND_DOUBLE, check_devices, check_dtype, check_int, check_tensor
+from htree_ops.ops.arguments import (
+    FLOATING_AND_DOUBLE,
+    check_devices,
+    check_dtype,
+    check_int_type,
+    check_tensor,
+)
 
 __all__ = ["causal_softmax"]
 
@@ -21,7 +27,7 @@ def _check(x: Tensor, block_size: int) -> None:
             actual=tuple(x.shape),
             tensor_name="x",
         )
-    check_int("causal_softmax", "block_size", block_size, 0)
+    check_int_type("causal_softmax", "block_size", block_size)
     if block_size not in (0, 512, 1024):
         raise ArchitectureNotSupportedError(
             f"causal_softmax: block_size must be 0 (automatic), 512 or 1024, got {block_size}"

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError
-from htree_ops.ops.arguments import FLOATING, check_dtype, check_int, check_number, check_tensors
+from htree_ops.ops.arguments import (
+    FLOATING,
+    check_dtype,
+    check_int,
+    check_int_type,
+    check_number,
+    check_tensors,
+)
 from htree_ops.ops.compressed_kv_format import (
     WORD,
     CompressedKV,
@@ -123,10 +130,11 @@ def kv_decompress(
     Raises:
         ShapeMismatchError: a rank or size that does not fit keep, bits and D.
         UnsupportedDtypeError: tensors or ``dtype`` of another dtype.
-        ValueError: keep outside 1 ... D, or other bits.
+        ValueError: keep outside 1 ... D, or other bits. TypeError: keep, bits or D is no int.
     """
     rows = CompressedKV(bitmap, values, scales)
     check_compressed("kv_decompress", "B H_kv S", rows, keep, bits)
+    check_int_type("kv_decompress", "D", D)
     if bitmap.shape[-1] * WORD != D:
         raise ShapeMismatchError(
             f"kv_decompress: D must be {WORD} times the words of bitmap = {bitmap.shape[-1] * WORD}, got {D}",

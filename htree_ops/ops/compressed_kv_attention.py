@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from htree_ops.errors import ShapeMismatchError
-from htree_ops.ops.arguments import FLOATING, check_dtype, check_int, check_number, check_tensors
+from htree_ops.ops.arguments import FLOATING, check_bool, check_dtype, check_int, check_number, check_tensors
 from htree_ops.ops.compressed_kv import apply_rotary_pos_emb_k, apply_rotary_pos_emb_q
 from htree_ops.ops.compressed_kv_cache import CompressedKVCache
 from htree_ops.ops.compressed_kv_checks import check_policy, pair, prompt_lengths
@@ -88,6 +88,7 @@ class MustafarAttention(nn.Module):
 
     Raises:
         ShapeMismatchError: another head_dim.
+        TypeError: an option of another type.
         ValueError: heads that do not divide, a sparsity outside [0, 1], other bits, a group without the transform,
             or pruned transformed keys.
     """
@@ -121,6 +122,8 @@ class MustafarAttention(nn.Module):
         check_int(OP, "head_group_num", head_group_num, 1)
         check_int(OP, "max_positions", max_positions, 1)
         check_policy(OP, window, chunk, page_size, split_size)
+        check_bool(OP, "use_grouped_hadamard", use_grouped_hadamard)
+        check_bool(OP, "output_aware", output_aware)
         if num_heads % num_kv_heads:
             raise ValueError(
                 f"{OP}: num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}"
@@ -219,7 +222,14 @@ class MustafarAttention(nn.Module):
                 f"holds, got {end}"
             )
 
-    def _check_call(self, query: Tensor, key: Tensor, value: Tensor, cache: CompressedKVCache | None) -> None:
+    def _check_call(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        position_ids: Tensor | None,
+        cache: CompressedKVCache | None,
+    ) -> None:
         check_tensors(OP, query=(query, "B H S D"), key=(key, "B H_kv S D"), value=(value, "B H_kv S D"))
         check_dtype(OP, FLOATING, query=query, key=key, value=value)
         wanted = (self.num_heads, self.num_kv_heads, self.head_dim)
@@ -230,6 +240,10 @@ class MustafarAttention(nn.Module):
                 actual=(query.shape[1], key.shape[1], query.shape[3]),
                 tensor_name="query",
             )
+        if position_ids is not None:
+            rows = "S" if isinstance(position_ids, Tensor) and position_ids.dim() == 1 else "B S"
+            check_tensors(OP, query=(query, "B H S D"), position_ids=(position_ids, rows))
+            check_dtype(OP, (torch.int32, torch.int64), position_ids=position_ids)
         if cache is None:
             return
         if not isinstance(cache, CompressedKVCache):
@@ -268,11 +282,11 @@ class MustafarAttention(nn.Module):
 
         Raises:
             ShapeMismatchError, UnsupportedDtypeError, DeviceError: a tensor that does not fit.
-            TypeError: a cache of another class, or lengths that are no ints.
+            TypeError: position_ids that are no tensor of ints, a cache of another class, or lengths that are no ints.
             ValueError: the cache has no room, positions counted beyond ``max_positions``, or lengths outside 0 ... S.
             NotImplementedError: several tokens for a cache that holds some, or lengths with such a cache.
         """
-        self._check_call(query, key, value, cache)
+        self._check_call(query, key, value, position_ids, cache)
         decoding = cache is not None and any(cache.lengths)
         if decoding and (query.shape[2] != 1 or lengths is not None):
             raise NotImplementedError(

@@ -113,3 +113,11 @@ def check_state(
         for name, part, shape in zip(CompressedKV._fields, _DTYPES, shapes, strict=True):
             _check_entry(op, state, f"{prefix}_{name}", part, shape, rows)
         _check_entry(op, state, f"{prefix}_win", dtype, (batch, heads, -1, f.head_dim), tokens)
+    k_width, v_width = (state[name].shape[2] for name in ("k_win", "v_win"))
+    if k_width != v_width:
+        raise ShapeMismatchError(
+            f"{op}: k_win and v_win of the state must hold the same number of tokens, got {k_width} and {v_width}",
+            expected=k_width,
+            actual=v_width,
+            tensor_name="v_win",
+        )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError
-from htree_ops.ops.arguments import FLOATING, check_dtype, check_int, check_tensor
+from htree_ops.ops.arguments import FLOATING, check_devices, check_dtype, check_int, check_tensor
 from htree_ops.ops.fp8 import FP8Format, fp8_quantize
 from htree_ops.tuning.select import configured
 
@@ -133,7 +133,12 @@ class FP8Linear(nn.Module):
         return module
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] in float16, bfloat16 or float32; returns [..., N] in the same dtype."""
+        """x [..., K] in float16, bfloat16 or float32; returns [..., N] in the same dtype.
+
+        Raises:
+            ShapeMismatchError, UnsupportedDtypeError: another K or dtype.
+            DeviceError: x lies elsewhere than the weight.
+        """
         check_tensor("FP8Linear", "x", x)
         check_dtype("FP8Linear", FLOATING, x=x)
         if x.dim() == 0 or x.shape[-1] != self.in_features:
@@ -143,6 +148,8 @@ class FP8Linear(nn.Module):
                 actual=x.shape[-1] if x.dim() else None,
                 tensor_name="x",
             )
+        if x.device != self.weight.device:
+            check_devices("FP8Linear", {"weight": self.weight, "x": x})
         rows = x.reshape(math.prod(x.shape[:-1]), self.in_features)
         granularity = "channel" if self.activation_scale is None else "tensor"
         q, scale, _ = torch.ops.htree.fp8_quantize(rows, self.activation_scale, granularity)

@@ -5,18 +5,24 @@ Longer than other files because every public function carries its shapes, dtypes
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError
 from htree_ops.ops.arguments import (
+    FLOATING_AND_DOUBLE,
+    check_bool,
     check_dtype,
     check_int,
     check_number,
+    check_option_dtype,
     check_tensors,
     floating_for,
     state_dtype,
 )
+from htree_ops.ops.tree_attention_checks import check_options, check_qkv, check_stage_options
 from htree_ops.ops.tree_attention_stages import (
     accumulate_non_topk,
     bottom_accumulate,
@@ -60,80 +66,6 @@ __all__ = [
     "tree_build",
     "tree_build_backward",
 ]
-
-
-def _check_qkv(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    check_tensors(op, q=(q, "B T_q H K"), k=(k, "B T H_kv K"), v=(v, "B T H_kv V"))
-    # Autocast brings them to one dtype; devices such as meta have none.
-    if q.device.type not in ("cpu", "cuda") or not torch.is_autocast_enabled(q.device.type):
-        check_dtype(op, floating_for(q), q=q, k=k, v=v)
-    if q.shape[2] < 1 or k.shape[2] < 1 or q.shape[2] % k.shape[2] != 0:
-        raise ShapeMismatchError(
-            f"{op}: H of q must be a positive multiple of H_kv of k, got {q.shape[2]} and {k.shape[2]}",
-            expected="a positive multiple of H_kv",
-            actual=(q.shape[2], k.shape[2]),
-            tensor_name="q",
-        )
-    if q.shape[3] < 2 or q.shape[3] % 2 != 0 or v.shape[3] < 1:
-        raise ShapeMismatchError(
-            f"{op}: K, the last size of q, must be even and at least 2, and V, that of v, at least 1, "
-            f"got {q.shape[3]} and {v.shape[3]}",
-            expected="K even, V at least 1",
-            actual=(q.shape[3], v.shape[3]),
-            tensor_name="q" if v.shape[3] >= 1 else "v",
-        )
-    if q.shape[1] > k.shape[1]:
-        raise ShapeMismatchError(
-            f"{op}: q must have at most as many rows as k (it is a suffix of the keys), "
-            f"got T_q = {q.shape[1]} and T = {k.shape[1]}",
-            expected=f"at most {k.shape[1]}",
-            actual=q.shape[1],
-            tensor_name="q",
-        )
-
-
-IMPORTANCES = ("lse_causal", "lse", "exp_joint")
-SCOPES = ("kv_head", "q_head")
-
-
-def _check_options(
-    op: str,
-    compression_rate: int,
-    max_top_nodes: int,
-    top_k: int,
-    selection_stride: int,
-    scale: float | None,
-    rope_base: float | None,
-    importance: str,
-    scope: str,
-    store_parents: bool,
-) -> None:
-    """Types and ranges of the keywords that a module and the function share, named as the caller wrote them."""
-    check_int(op, "compression_rate", compression_rate, 2)
-    check_int(op, "top_k", top_k, 1)
-    check_int(op, "max_top_nodes", max_top_nodes, 1)
-    check_int(op, "selection_stride", selection_stride, 1)
-    if max_top_nodes > top_k * compression_rate:
-        raise ValueError(
-            f"{op}: max_top_nodes must be at most top_k * compression_rate = {top_k * compression_rate}, "
-            f"got {max_top_nodes}"
-        )
-    if selection_stride & (selection_stride - 1) or compression_rate % selection_stride:
-        raise ValueError(
-            f"{op}: selection_stride must be a power of two that divides compression_rate = "
-            f"{compression_rate}, got {selection_stride}"
-        )
-    if scale is not None:
-        check_number(op, "scale", scale)
-    if rope_base is not None:
-        check_number(op, "rope_base", rope_base, positive=True)
-    for name, value, known in (("importance", importance, IMPORTANCES), ("scope", scope, SCOPES)):
-        if not isinstance(value, str):
-            raise TypeError(f"{op}: {name} must be a str, got {type(value).__name__}")
-        if value not in known:
-            raise ValueError(f"{op}: {name} must be one of {', '.join(known)}, got {value!r}")
-    if not isinstance(store_parents, bool):
-        raise TypeError(f"{op}: store_parents must be a bool, got {type(store_parents).__name__}")
 
 
 def tree_attention(
@@ -204,8 +136,8 @@ def tree_attention(
         ValueError: an option outside its range.
         NotImplementedError: in the backward of the backward.
     """
-    _check_qkv("tree_attention", q, k, v)
-    _check_options(
+    check_qkv("tree_attention", q, k, v)
+    check_options(
         "tree_attention",
         compression_rate,
         max_top_nodes,
@@ -217,6 +149,7 @@ def tree_attention(
         scope,
         store_parents,
     )
+    check_bool("tree_attention", "return_lse", return_lse)
     if scope == "q_head":
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     options = (compression_rate, max_top_nodes, top_k, scale, rope_base, importance, selection_stride)
@@ -229,6 +162,28 @@ def tree_attention(
     if records:
         out = torch.ops.htree.attention(q, k, v, *options, store_parents)
     return out, gmax + gsum.log()
+
+
+def _op_options(
+    op: str,
+    compression_rate: int,
+    max_top_nodes: int,
+    top_k_per_layer: int,
+    scale: float | None,
+    rope_base: float | None,
+    importance: str,
+    selection_stride: int,
+) -> tuple[Any, ...]:
+    """The options in the order of the ops' schemas, with their types checked; the ops check the ranges."""
+    sizes = {
+        "compression_rate": compression_rate,
+        "max_top_nodes": max_top_nodes,
+        "top_k_per_layer": top_k_per_layer,
+    }
+    check_stage_options(op, scale=scale, importance=importance, **sizes, selection_stride=selection_stride)
+    if rope_base is not None:
+        check_number(op, "rope_base", rope_base, positive=True)
+    return (*sizes.values(), scale, rope_base, importance, selection_stride)
 
 
 def attention_forward(
@@ -257,8 +212,9 @@ def attention_forward(
     Raises:
         As :func:`tree_attention`. A backward through the outputs raises RuntimeError.
     """
-    _check_qkv("attention_forward", q, k, v)
-    options = (
+    check_qkv("attention_forward", q, k, v)
+    options = _op_options(
+        "attention_forward",
         compression_rate,
         max_top_nodes,
         top_k_per_layer,
@@ -267,6 +223,7 @@ def attention_forward(
         importance,
         selection_stride,
     )
+    check_bool("attention_forward", "store_parents", store_parents)
     return torch.ops.htree.attention_forward(q, k, v, *options, store_parents)
 
 
@@ -309,7 +266,7 @@ def attention_backward(
     Raises:
         As :func:`tree_attention`; NotImplementedError when differentiated.
     """
-    _check_qkv("attention_backward", q, k, v)
+    check_qkv("attention_backward", q, k, v)
     check_tensors(
         "attention_backward",
         q=(q, "B T_q H K"),
@@ -324,7 +281,8 @@ def attention_backward(
     check_dtype("attention_backward", (state_dtype(q),), gmax=gmax, gsum=gsum)
     for layer, x in enumerate(parents):
         check_dtype("attention_backward", (torch.int32,), **{f"parents[{layer}]": x})
-    options = (
+    options = _op_options(
+        "attention_backward",
         compression_rate,
         max_top_nodes,
         top_k_per_layer,
@@ -353,7 +311,9 @@ class HTreeAttention(nn.Module):
         The other keywords: as in :func:`tree_attention`.
 
     Raises:
-        ValueError: sizes that do not divide, or an odd head_dim.
+        TypeError: a size that is no int, another option of a wrong type.
+        UnsupportedDtypeError: a dtype other than float32, float16, bfloat16 and float64.
+        ValueError: a size or option out of range, sizes that do not divide, or an odd head_dim.
     """
 
     def __init__(
@@ -378,10 +338,15 @@ class HTreeAttention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads != 0:
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        for name, size in (sizes if head_dim is None else sizes | {"head_dim": head_dim}).items():
+            check_int("HTreeAttention", name, size, 1)
+        check_bool("HTreeAttention", "bias", bias)
+        if dtype is not None:
+            check_option_dtype("HTreeAttention", dtype, FLOATING_AND_DOUBLE)
+        if num_heads % num_kv_heads != 0:
             raise ValueError(
-                f"HTreeAttention: num_heads must be a positive multiple of num_kv_heads, "
-                f"got {num_heads} and {num_kv_heads}"
+                f"HTreeAttention: num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}"
             )
         if head_dim is None:
             if embed_dim % num_heads != 0:
@@ -392,7 +357,7 @@ class HTreeAttention(nn.Module):
             head_dim = embed_dim // num_heads
         if head_dim < 2 or head_dim % 2 != 0:
             raise ValueError(f"HTreeAttention: head_dim must be even and at least 2, got {head_dim}")
-        _check_options(
+        check_options(
             "HTreeAttention",
             compression_rate,
             max_top_nodes,

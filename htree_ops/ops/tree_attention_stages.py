@@ -10,9 +10,9 @@ inputs). A list with values out of range or out of order gives a meaningless res
 bounds.
 
 Every function raises ShapeMismatchError, UnsupportedDtypeError or DeviceError naming the argument, what was
-required and what came, and ValueError for an option outside its range. Only ``tree_build`` and ``rope`` have
-a gradient; a backward through the other functions raises RuntimeError (NotImplementedError for those that
-write into an argument).
+required and what came, TypeError for an option of another type and ValueError for one outside its range. Only
+``tree_build`` and ``rope`` have a gradient; a backward through the other functions raises RuntimeError
+(NotImplementedError for those that write into an argument).
 """
 
 from __future__ import annotations
@@ -20,8 +20,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from htree_ops.errors import UnsupportedDtypeError
-from htree_ops.ops.arguments import FLOATING_AND_DOUBLE, check_dtype, check_tensors, floating_for, state_dtype
+from htree_ops.ops.arguments import (
+    FLOATING_AND_DOUBLE,
+    check_bool,
+    check_dtype,
+    check_int,
+    check_number,
+    check_option_dtype,
+    check_tensor,
+    check_tensors,
+    floating_for,
+    state_dtype,
+)
+from htree_ops.ops.tree_attention_checks import INT32, check_layer, check_scores, check_stage_options, wide
 
 __all__ = [
     "accumulate_non_topk",
@@ -43,27 +54,12 @@ __all__ = [
     "tree_build_backward",
 ]
 
-_INT32 = (torch.int32,)
 State = tuple[Tensor, Tensor, Tensor]
 
 
 def _default_device(device: torch.device | str | None) -> torch.device:
     # torch.get_default_device() breaks the graph of torch.compile
     return torch.empty(0).device if device is None else torch.device(device)
-
-
-def _check_option_dtype(op: str, dtype: torch.dtype, supported: tuple[torch.dtype, ...]) -> None:
-    if dtype not in supported:
-        raise UnsupportedDtypeError(
-            f"{op}: dtype must be {' or '.join(map(str, supported))}, got {dtype}",
-            dtype=dtype,
-            supported_dtypes=supported,
-        )
-
-
-def _wide(tensor: Tensor) -> tuple[torch.dtype, ...]:
-    """dtypes of scores and states on the device of ``tensor``."""
-    return (torch.float32,) if tensor.is_cuda else (torch.float32, torch.float64)
 
 
 def tree_build(k: Tensor, v: Tensor, compression_rate: int = 16) -> tuple[Tensor, Tensor]:
@@ -79,6 +75,7 @@ def tree_build(k: Tensor, v: Tensor, compression_rate: int = 16) -> tuple[Tensor
     """
     check_tensors("tree_build", k=(k, "B N H_kv K"), v=(v, "B N H_kv V"))
     check_dtype("tree_build", FLOATING_AND_DOUBLE, k=k, v=v)
+    check_stage_options("tree_build", compression_rate=compression_rate)
     return torch.ops.htree.tree_build(k, v, compression_rate)
 
 
@@ -95,6 +92,7 @@ def tree_build_backward(
     """
     check_tensors("tree_build_backward", dpk=(dpk, "B parents H_kv K"), dpv=(dpv, "B parents H_kv V"))
     check_dtype("tree_build_backward", FLOATING_AND_DOUBLE, dpk=dpk, dpv=dpv)
+    check_stage_options("tree_build_backward", n_child=n_child, compression_rate=compression_rate)
     return torch.ops.htree.tree_build_backward(dpk, dpv, n_child, compression_rate)
 
 
@@ -114,7 +112,10 @@ def rope_cache(
     Returns:
         [2, size, dim/2], the cosines first, on ``device`` (torch's default device where it is None).
     """
-    _check_option_dtype("rope_cache", dtype, (torch.float32, torch.float64))
+    check_option_dtype("rope_cache", dtype, (torch.float32, torch.float64))
+    check_int("rope_cache", "size", size, 0)
+    check_int("rope_cache", "dim", dim, 0)
+    check_number("rope_cache", "base", base, positive=True)
     return torch.ops.htree.rope_cache(size, dim, base, dtype=dtype, device=_default_device(device))
 
 
@@ -131,6 +132,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool =
     Returns:
         [B, T, H, K] in the dtype of x, differentiable in x: the gradient is the inverse rotation.
     """
+    check_tensor("rope", "positions", positions)
     rows = "T" if positions.dim() == 1 else "B T"
     check_tensors(
         "rope", x=(x, "B T H K"), positions=(positions, rows), cos=(cos, "size K/2"), sin=(sin, "size K/2")
@@ -138,6 +140,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool =
     check_dtype("rope", FLOATING_AND_DOUBLE, x=x)
     check_dtype("rope", (state_dtype(x),), cos=cos, sin=sin)
     check_dtype("rope", (torch.int32, torch.int64), positions=positions)
+    check_bool("rope", "inverse", inverse)
     return torch.ops.htree.rope(x, cos, sin, positions, inverse)
 
 
@@ -158,6 +161,17 @@ def top_parents(
     Returns:
         int32 [B, ceil(T/s), heads, top_k]; row i belongs to token t0 + i*s.
     """
+    check_stage_options(
+        "top_parents",
+        B=B,
+        T=T,
+        heads=heads,
+        top_k=top_k,
+        num_layers=num_layers,
+        compression_rate=compression_rate,
+        t0=t0,
+        selection_stride=selection_stride,
+    )
     return torch.ops.htree.top_parents(
         B,
         T,
@@ -169,34 +183,6 @@ def top_parents(
         selection_stride,
         device=_default_device(device),
     )
-
-
-def _check_layer(
-    op: str,
-    q: Tensor,
-    layer_k: Tensor,
-    layer_v: Tensor | None,
-    parents: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    lists: str = "B rows H_kv k",
-) -> None:
-    values = {} if layer_v is None else {"layer_v": (layer_v, "B N H_kv V")}
-    check_tensors(
-        op,
-        q=(q, "B T_q H K"),
-        layer_k=(layer_k, "B N H_kv K"),
-        **values,
-        parents=(parents, lists),
-        cos=(cos, "size K/2"),
-        sin=(sin, "size K/2"),
-    )
-    dense = (
-        {"q": q, "layer_k": layer_k} if layer_v is None else {"q": q, "layer_k": layer_k, "layer_v": layer_v}
-    )
-    check_dtype(op, floating_for(q), **dense)
-    check_dtype(op, (state_dtype(q),), cos=cos, sin=sin)
-    check_dtype(op, _INT32, parents=parents)
 
 
 def compute_scores(
@@ -220,7 +206,8 @@ def compute_scores(
     Returns:
         scores [B, T_q, H_kv, k*r, G], -inf at p >= n; num_candidates n, int32 [B, T_q, H_kv].
     """
-    _check_layer("compute_scores", q, layer_k, None, parents, cos, sin, "B T_q H_kv k")
+    check_layer("compute_scores", q, layer_k, None, parents, cos, sin, "B T_q H_kv k")
+    check_stage_options("compute_scores", scale=scale, layer=layer, compression_rate=compression_rate, t0=t0)
     return torch.ops.htree.compute_scores(q, layer_k, parents, cos, sin, layer, compression_rate, scale, t0)
 
 
@@ -237,19 +224,14 @@ def select_topk(scores: Tensor, num_candidates: Tensor, top_k: int, importance: 
     Returns:
         int32 [B, T_q, H_kv, top_k] in key order, -1 at the tail.
     """
-    _check_scores("select_topk", scores, num_candidates=(num_candidates, "B T_q H_kv"))
+    check_scores("select_topk", scores, num_candidates=(num_candidates, "B T_q H_kv"))
+    check_stage_options("select_topk", importance=importance, top_k=top_k)
     return torch.ops.htree.select_topk(scores, num_candidates, top_k, importance)
-
-
-def _check_scores(op: str, scores: Tensor, **indices: tuple[Tensor, str]) -> None:
-    check_tensors(op, scores=(scores, "B T_q H_kv k*r G"), **indices)
-    check_dtype(op, _wide(scores), scores=scores)
-    check_dtype(op, _INT32, **{name: tensor for name, (tensor, _) in indices.items()})
 
 
 def mask_topk_scores_(scores: Tensor, topk_positions: Tensor) -> Tensor:
     """Writes -inf at the selected positions of scores [B, T_q, H_kv, k*r, G]; returns scores (§1.8)."""
-    _check_scores("mask_topk_scores_", scores, topk_positions=(topk_positions, "B T_q H_kv k"))
+    check_scores("mask_topk_scores_", scores, topk_positions=(topk_positions, "B T_q H_kv k"))
     torch.ops.htree.mask_topk_scores_(scores, topk_positions)
     return scores
 
@@ -268,7 +250,8 @@ def compute_next_parents(parents: Tensor, topk_positions: Tensor, compression_ra
         parents=(parents, "B T_q H_kv k"),
         topk_positions=(topk_positions, "B T_q H_kv top_k"),
     )
-    check_dtype("compute_next_parents", _INT32, parents=parents, topk_positions=topk_positions)
+    check_dtype("compute_next_parents", INT32, parents=parents, topk_positions=topk_positions)
+    check_stage_options("compute_next_parents", compression_rate=compression_rate)
     return torch.ops.htree.compute_next_parents(parents, topk_positions, compression_rate)
 
 
@@ -290,7 +273,7 @@ def accumulate_non_topk(
     Returns:
         (lmax, lsum [B, T_q, H], lout [B, T_q, H, V]); (-inf, 0, 0) where nothing is left.
     """
-    _check_scores(
+    check_scores(
         "accumulate_non_topk",
         scores,
         parents=(parents, "B T_q H_kv k"),
@@ -299,6 +282,7 @@ def accumulate_non_topk(
     check_tensors("accumulate_non_topk", scores=(scores, "B T_q H_kv k*r G"), layer_v=(layer_v, "B N H_kv V"))
     check_dtype("accumulate_non_topk", floating_for(layer_v), layer_v=layer_v)
     check_dtype("accumulate_non_topk", (state_dtype(layer_v),), scores=scores)
+    check_stage_options("accumulate_non_topk", layer=layer, compression_rate=compression_rate, t0=t0)
     return torch.ops.htree.accumulate_non_topk(
         layer_v, parents, scores, num_candidates, layer, compression_rate, t0
     )
@@ -326,7 +310,10 @@ def compute_and_select(
         (lmax, lsum [B, T_q, H], lout [B, T_q, H, V], topk_indices int32 [B, T_q, H, top_k] in key order,
         topk_scores of the same shape, -inf at the tail); the last two are [B, T_q, H, 0] at layer 0.
     """
-    _check_layer("compute_and_select", q, layer_k, layer_v, parents, cos, sin, "B T_q H k")
+    check_layer("compute_and_select", q, layer_k, layer_v, parents, cos, sin, "B T_q H k")
+    check_stage_options(
+        "compute_and_select", scale=scale, layer=layer, compression_rate=compression_rate, top_k=top_k, t0=t0
+    )
     return torch.ops.htree.compute_and_select(
         q, layer_k, layer_v, parents, cos, sin, layer, compression_rate, top_k, scale, t0
     )
@@ -361,7 +348,7 @@ def subtract_topk(
     check_dtype(
         "subtract_topk", (state_dtype(layer_v),), topk_scores=topk_scores, lmax=lmax, lsum=lsum, lout=lout
     )
-    check_dtype("subtract_topk", _INT32, topk_indices=topk_indices)
+    check_dtype("subtract_topk", INT32, topk_indices=topk_indices)
     return torch.ops.htree.subtract_topk(layer_v, topk_indices, topk_scores, lmax, lsum, lout)
 
 
@@ -394,7 +381,11 @@ def select_accumulate(
     Returns:
         (lmax, lsum [B, T_q, H], lout [B, T_q, H, V], next_parents int32 [B, ceil(T_q/s), H_kv, top_k]).
     """
-    _check_layer("select_accumulate", q, layer_k, layer_v, parents, cos, sin)
+    check_layer("select_accumulate", q, layer_k, layer_v, parents, cos, sin)
+    check_stage_options(
+        "select_accumulate", scale=scale, importance=importance, layer=layer, compression_rate=compression_rate,
+        top_k=top_k, t0=t0, selection_stride=selection_stride,
+    )  # fmt: skip
     return torch.ops.htree.select_accumulate(
         q,
         layer_k,
@@ -432,7 +423,14 @@ def bottom_accumulate(
     Returns:
         (lmax, lsum [B, T_q, H], lout [B, T_q, H, V]).
     """
-    _check_layer("bottom_accumulate", q, layer_k, layer_v, parents, cos, sin)
+    check_layer("bottom_accumulate", q, layer_k, layer_v, parents, cos, sin)
+    check_stage_options(
+        "bottom_accumulate",
+        scale=scale,
+        compression_rate=compression_rate,
+        t0=t0,
+        selection_stride=selection_stride,
+    )
     return torch.ops.htree.bottom_accumulate(
         q, layer_k, layer_v, parents, cos, sin, compression_rate, scale, t0, selection_stride
     )
@@ -453,7 +451,11 @@ def recompute_selection(
     selection_stride: int = 1,
 ) -> Tensor:
     """The next_parents of :func:`select_accumulate` without reading a value, bit for bit (§1.8)."""
-    _check_layer("recompute_selection", q, layer_k, None, parents, cos, sin)
+    check_layer("recompute_selection", q, layer_k, None, parents, cos, sin)
+    check_stage_options(
+        "recompute_selection", scale=scale, importance=importance, layer=layer, compression_rate=compression_rate,
+        top_k=top_k, t0=t0, selection_stride=selection_stride,
+    )  # fmt: skip
     return torch.ops.htree.recompute_selection(
         q, layer_k, parents, cos, sin, layer, compression_rate, top_k, scale, importance, t0, selection_stride
     )
@@ -480,7 +482,7 @@ def merge_to_global_(
         lout=(lout, "B T_q H V"),
     )
     check_dtype(
-        "merge_to_global_", _wide(gout), gmax=gmax, gsum=gsum, gout=gout, lmax=lmax, lsum=lsum, lout=lout
+        "merge_to_global_", wide(gout), gmax=gmax, gsum=gsum, gout=gout, lmax=lmax, lsum=lsum, lout=lout
     )
     torch.ops.htree.merge_to_global_(gmax, gsum, gout, lmax, lsum, lout)
     return gmax, gsum, gout
@@ -489,7 +491,7 @@ def merge_to_global_(
 def final_normalize(gout: Tensor, gsum: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """gout / gsum [B, T_q, H, V] rounded to ``dtype`` (None: that of gout); NaN where gsum is 0 (§1.7)."""
     check_tensors("final_normalize", gout=(gout, "B T_q H V"), gsum=(gsum, "B T_q H"))
-    check_dtype("final_normalize", _wide(gout), gout=gout, gsum=gsum)
+    check_dtype("final_normalize", wide(gout), gout=gout, gsum=gsum)
     if dtype is not None:
-        _check_option_dtype("final_normalize", dtype, FLOATING_AND_DOUBLE)
+        check_option_dtype("final_normalize", dtype, FLOATING_AND_DOUBLE)
     return torch.ops.htree.final_normalize(gout, gsum, dtype)

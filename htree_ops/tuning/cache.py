@@ -8,7 +8,7 @@ What cannot be used is a miss, with a warning, and nothing that could still be o
 * content that was read and is damaged is moved aside, under the lock, if it still lies there; its new name ends in a
   hash of it;
 * a damaged record is ignored;
-* a file that cannot be read, or of a newer format, stays as it is, and nothing is written over it.
+* a file that cannot be read, such as a pipe, or of a newer format stays as it is, and nothing is written over it.
 
 The files' modes follow the umask, so that a folder can be shared; a file that is a link is written through it.
 """
@@ -26,9 +26,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from htree_ops.tuning.files import locked, new_file, replace_text
+from htree_ops.tuning.files import locked, new_file, read_regular, replace_text
 from htree_ops.tuning.key import CacheKey
-from htree_ops.tuning.space import Config
+from htree_ops.tuning.space import Config, same_config
 
 __all__ = ["BUNDLED", "TuningCache", "cache_dir"]
 
@@ -149,7 +149,7 @@ class TuningCache:
         _check_key(key)
         found = _of_any_dtype(key, self._current())
         found = found or _of_any_dtype(key.of_any_build(), self._from_package())
-        agree = found and all(config == found[0] for config in found)
+        agree = found and all(same_config(config, found[0]) for config in found)
         return copy.deepcopy(found[0]) if agree else None
 
     def set(self, key: CacheKey, config: Config, metrics: Mapping[str, Any] | None = None) -> None:
@@ -247,7 +247,7 @@ class TuningCache:
     def _read(self) -> Records:
         """The records on disk; damaged content is moved aside."""
         try:
-            return _valid_records(self.path, self.path.read_bytes())
+            return _valid_records(self.path, read_regular(self.path))
         except FileNotFoundError:
             return {}
         except ValueError as error:
@@ -264,7 +264,7 @@ class TuningCache:
         """:meth:`_read` for the holder of the lock, under which what was read is what is moved."""
         target = self._target()
         try:
-            content = target.read_bytes()
+            content = read_regular(target)
         except FileNotFoundError:
             return {}
         try:

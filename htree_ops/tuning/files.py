@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["locked", "new_file", "replace_text"]
+__all__ = ["locked", "new_file", "read_regular", "replace_text"]
 
 
 @contextlib.contextmanager
@@ -32,6 +33,18 @@ def locked(target: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)  # releases the lock
+
+
+def read_regular(path: Path) -> bytes:
+    """What the file holds.
+
+    Raises:
+        OSError: there is none, it cannot be read, or it is no regular file: a pipe would be waited for, and a device
+            may have no end.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(f"{path} is no regular file")
+    return path.read_bytes()
 
 
 @contextlib.contextmanager

@@ -11,7 +11,16 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["FP8_GEMM", "GATED_MLP", "RMSNORM_ROPE", "SPACES", "Config", "Space", "config_search"]
+__all__ = [
+    "FP8_GEMM",
+    "GATED_MLP",
+    "RMSNORM_ROPE",
+    "SPACES",
+    "Config",
+    "Space",
+    "config_search",
+    "same_config",
+]
 
 Config = dict[str, Any]
 Space = Mapping[str, Sequence[Any]]
@@ -58,3 +67,12 @@ def config_search(space: Space, accept: Callable[[Config], bool] | None = None) 
             raise ValueError(f"config_search: {key} has no values")
     product = (dict(zip(space, values, strict=True)) for values in itertools.product(*space.values()))
     return [config for config in product if accept is None or accept(config)]
+
+
+def same_config(a: Config, b: Config | None) -> bool:
+    """Whether the configurations are equal and have equal kinds of values: 1, 1.0 and True are three values."""
+
+    def kinds(config: Config) -> dict[str, tuple[bool, bool]]:
+        return {key: (isinstance(value, bool), isinstance(value, float)) for key, value in config.items()}
+
+    return b is not None and a == b and kinds(a) == kinds(b)

@@ -20,7 +20,7 @@ from htree_ops.ops.arguments import check_int, dtype_name
 from htree_ops.tuning.cache import TuningCache
 from htree_ops.tuning.key import CacheKey, source_hash
 from htree_ops.tuning.metrics import KernelMetrics, TuningResult, compute_metrics, gemm_flops
-from htree_ops.tuning.space import SPACES, Config, Space, config_search
+from htree_ops.tuning.space import SPACES, Config, Space, config_search, same_config
 
 __all__ = ["AutoTuner", "TritonAutoTuner", "benchmark", "may_tune"]
 
@@ -248,7 +248,9 @@ class AutoTuner:
         place = device or self.device or self._last_device or "cpu"
         key = self._key(_sizes(problem_size), place, self.dtype or "")
         found = self.cache.get(key) if self.dtype else self.cache.get_any_dtype(key)
-        return next((dict(own) for own in self.configs if own == found), {} if found == {} else None)
+        return next(
+            (dict(own) for own in self.configs if same_config(own, found)), {} if found == {} else None
+        )
 
     def key(self) -> CacheKey:
         """The cache's key of a tuner that was told its problem_size, device and dtype."""
