@@ -1,5 +1,5 @@
-// Switches read from the environment; an empty one counts as unset. The table of all of them, and when each is read,
-// stands in README.md.
+// Switches read from the environment; an empty one counts as unset. The table of all of them, and when each
+// is read, stands in README.md.
 #pragma once
 
 #include <cstdlib>
