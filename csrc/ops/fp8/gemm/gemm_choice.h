@@ -31,6 +31,8 @@ struct GemmCost {
 };
 
 // parts: 2 where the blocks of a cluster share the tiles of a last turn that would leave half of them idle.
+// Not for 192 rows: that kernel gave right results, but racecheck came to no end with it, and nobody knows
+// why.
 struct GemmTile {
   int rows;
   int columns;
@@ -43,7 +45,7 @@ inline constexpr GemmTile kGemmTiles[] = {
     {128, 64, 8, 2, {1.98, 0.58, 0.183, 0.242}},  {128, 96, 7, 1, {1.93, 1.07, 0.214, 0.273}},
     {128, 96, 6, 2, {1.55, 1.41, 0.234, 0.216}},  {128, 112, 6, 1, {2.08, 1.39, 0.224, 0.358}},
     {128, 128, 5, 1, {2.51, 1.05, 0.268, 0.318}}, {128, 128, 5, 2, {2.45, 1.05, 0.271, 0.318}},
-    {192, 128, 4, 1, {2.73, 1.40, 0.366, 0.394}}, {192, 128, 4, 2, {2.60, 1.40, 0.375, 0.394}},
+    {192, 128, 4, 1, {2.73, 1.40, 0.366, 0.394}},
 };
 
 // Blocks of `rows` rows and 64 columns, of which clusters of `parts` share out k.

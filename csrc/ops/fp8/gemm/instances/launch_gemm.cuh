@@ -115,7 +115,7 @@ cudaError_t launch_gemm_tile(const GemmParams<Out>& p, const GemmConfig& c, cuda
       GemmTileTraits<Out, 2, 128, 128, 5, 128, 1>, GemmTileTraits<Out, 3, 192, 128, 4, 128, 1>,
       // blocks in pairs
       GemmTileTraits<Out, 2, 128, 64, 8, 128, 1, 2>, GemmTileTraits<Out, 2, 128, 96, 6, 128, 1, 2>,
-      GemmTileTraits<Out, 2, 128, 128, 5, 128, 1, 2>, GemmTileTraits<Out, 3, 192, 128, 4, 128, 1, 2>,
+      GemmTileTraits<Out, 2, 128, 128, 5, 128, 1, 2>,
       // named by tuples of the tuning space
       GemmTileTraits<Out, 2, 128, 128, 5, 64, 1>, GemmTileTraits<Out, 2, 256, 128, 4, 64, 2>>(p, c, stream);
 }
