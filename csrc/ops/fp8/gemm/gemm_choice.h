@@ -31,8 +31,8 @@ struct GemmCost {
 };
 
 // parts: 2 where the blocks of a cluster share the tiles of a last turn that would leave half of them idle.
-// Not for 192 rows: that kernel gave right results, but racecheck came to no end with it, and nobody knows
-// why.
+// Not for 192 rows: that kernel gave right results, but racecheck came to no end with it; the
+// cause is not known.
 struct GemmTile {
   int rows;
   int columns;
