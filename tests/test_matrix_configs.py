@@ -62,6 +62,7 @@ def test_gated_mlp(rows: int, inner: int, options: dict[str, bool], words: str) 
         (256, {}, "tile: 128 rows x 64 columns"),
         (384, {}, "tile: 128 rows x 96 columns"),
         (512, {}, "tile: 128 rows x 128 columns"),
+        (640, {}, "tile: 112 rows x 192 columns"),
         (768, {}, "tile: 192 rows x 128 columns"),
         (896, {}, "tile: 128 rows x 112 columns"),
         (
@@ -70,16 +71,24 @@ def test_gated_mlp(rows: int, inner: int, options: dict[str, bool], words: str) 
             "tile: 128 rows x 96 columns, fp32 sums every 128, groups of 16, 6 stages, clusters of 1, k in 2 parts",
         ),
         (
+            600,
+            {},
+            "tile: 104 rows x 192 columns, fp32 sums every 128, groups of 16, 4 stages, clusters of 1, k in 1 parts, "
+            "transposed",
+        ),
+        (
             4096,
             {},
             "tile: 128 rows x 128 columns, fp32 sums every 128, groups of 16, 5 stages, clusters of 1, k in 1 parts",
         ),
-        (1024, {"n": 2112, "k": 7168}, "library"),
-        (1024, {"n": 2112, "k": 7168, "library": False}, "tile"),
-        (192, {"n": 8192, "k": 8192}, "library"),
-        (200, {"n": 11264}, "library"),
-        (4096, {"n": 2112, "k": 7168}, "tile: 192 rows x 128 columns"),
-        (8192, {"n": 8192, "k": 8192}, "tile: 192 rows x 128 columns"),
+        (64, {"n": 5120, "k": 5120}, "tile: 64 rows x 48 columns"),
+        (64, {"n": 18944, "k": 3584}, "tile: 64 rows x 80 columns"),
+        (1024, {"n": 2112, "k": 7168}, "tile: 192 rows x 96 columns"),
+        (192, {"n": 8192, "k": 8192}, "tile: 192 rows x 128 columns"),
+        (256, {"n": 10240, "k": 8192}, "library"),
+        (256, {"n": 10240, "k": 8192, "library": False}, "tile"),
+        (4096, {"n": 2112, "k": 7168}, "tile: 120 rows x 192 columns"),
+        (8192, {"n": 8192, "k": 8192}, "tile: 128 rows x 192 columns"),
         (4096, {"hopper": False}, "library"),
         (4096, {"hopper": False, "library": False}, "half"),
     ],
@@ -88,33 +97,56 @@ def test_fp8_gemm(m: int, options: dict[str, bool], words: str) -> None:
     assert _host.fp8_gemm_config(m, **{"n": 4096, **options}).startswith(words)
 
 
+def kernel_of(m: int, n: int, k: int) -> str:
+    """What tells the kernels apart: shape, stages, parts and orientation."""
+    words = _host.fp8_gemm_config(m, n, k, library=False).split(", ")
+    return " ".join([words[0], words[3], *words[5:]])
+
+
 def test_the_cases_reach_every_kernel_of_hopper() -> None:
-    reached = {
-        _host.fp8_gemm_config(case.m, case.n, case.k, library=False).split(",")[0]
-        + _host.fp8_gemm_config(case.m, case.n, case.k, library=False).rsplit(",", 1)[1]
-        for case in KERNEL_CASES
-    }
-    assert reached == {
+    assert {kernel_of(case.m, case.n, case.k) for case in KERNEL_CASES} == {
         *(
-            f"stream: {rows} rows x 64 columns k in {parts} parts"
+            f"stream: {rows} rows x 64 columns {stages} stages k in {parts} parts"
             for rows in (16, 32, 64, 80, 96)
-            for parts in (1, 2, 4)
+            for parts, stages in ((1, 12 if rows <= 64 else 10), (2, 8), (4, 8))
         ),
-        "stream: 128 rows x 64 columns k in 4 parts",
-        "stream: 144 rows x 64 columns k in 2 parts",
+        "stream: 128 rows x 64 columns 7 stages k in 4 parts",
+        "stream: 144 rows x 64 columns 7 stages k in 2 parts",
         *(
-            f"tile: {tile} columns k in 1 parts"
-            for tile in (
-                "64 rows x 64",
-                "128 rows x 64",
-                "128 rows x 96",
-                "128 rows x 112",
-                "128 rows x 128",
-                "192 rows x 128",
+            f"tile: {rows} rows x {columns} columns {stages} stages k in 1 parts"
+            for rows, columns, stages in (
+                (64, 48, 14),
+                (64, 64, 12),
+                (64, 80, 11),
+                (128, 64, 8),
+                (128, 80, 7),
+                (128, 96, 7),
+                (128, 112, 6),
+                (128, 128, 5),
+                (128, 128, 6),
+                (192, 96, 5),
+                (192, 128, 4),
             )
         ),
         *(
-            f"tile: {tile} columns k in 2 parts"
-            for tile in ("128 rows x 64", "128 rows x 96", "128 rows x 128")
+            f"tile: {rows} rows x {columns} columns {stages} stages k in 1 parts transposed"
+            for rows, columns, stages in (
+                (104, 128, 6),
+                (120, 128, 5),
+                (104, 192, 4),
+                (112, 192, 4),
+                (120, 192, 4),
+                (128, 192, 4),
+            )
+        ),
+        *(
+            f"tile: {rows} rows x {columns} columns {stages} stages k in 2 parts"
+            for rows, columns, stages in (
+                (128, 64, 8),
+                (128, 96, 6),
+                (128, 128, 5),
+                (192, 96, 5),
+                (192, 128, 4),
+            )
         ),
     }

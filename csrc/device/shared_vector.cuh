@@ -1,4 +1,4 @@
-// 16 or 8 bytes at an address in the shared window.
+// 16, 8 or 4 bytes at an address in the shared window.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -24,6 +24,10 @@ __device__ __forceinline__ void store_shared_16(uint32_t address, const uint4& x
 // `address` is a multiple of 8.
 __device__ __forceinline__ void store_shared_8(uint32_t address, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
+}
+// `address` is a multiple of 4.
+__device__ __forceinline__ void store_shared_4(uint32_t address, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
 }
 
 }  // namespace htree::device

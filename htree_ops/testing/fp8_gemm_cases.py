@@ -147,14 +147,16 @@ CASES = [
     for dtype in OUTPUTS
 ]
 
-#: A case for every kernel of Hopper (tests/test_matrix_configs.py), ragged in all directions; pairs of blocks also
-#: with whole turns before the tiles that they share.
+#: A case for every kernel of Hopper (tests/test_matrix_configs.py), ragged in all directions. Rings are filled more
+#: than once; c of transposing kernels has rows that tensor copies store and rows that they do not; pairs of blocks
+#: share tiles with and without whole turns before, a single one too, and in the last case none.
 KERNEL_CASES = [
     FP8GemmCase(
         name=f"{m}x{n}x{k}", dtype=OUTPUTS[i % 3], m=m, n=n, k=k, scales="channel" if i % 2 else "tensor"
     )
     for i, (m, n, k) in enumerate(
         (
+            # streams of 16, 32, 64, 80, 96 rows, k in one, two and four parts; of 128 and 144
             (3, 5992, 2100),
             (1, 72, 520),
             (5, 70, 1100),
@@ -162,26 +164,47 @@ KERNEL_CASES = [
             (33, 1496, 520),
             (17, 1000, 2100),
             (33, 6002, 7200),
-            (1100, 72, 700),
+            (513, 194, 1100),
             (500, 70, 2100),
             (65, 8200, 2100),
-            (129, 1504, 1100),
+            (385, 578, 1600),
             (65, 1500, 1100),
             (81, 8200, 4100),
             (81, 3000, 2100),
             (1100, 88, 2100),
             (200, 600, 4100),
-            (129, 3400, 2100),
+            (129, 3830, 2100),
+            # plain tiles
+            (17, 4232, 2100),
+            (500, 578, 1600),
             (130, 70, 144),
-            (600, 5000, 520),
-            (65, 6008, 272),
-            (70, 10006, 1100),
-            (65, 10728, 272),
-            (390, 3400, 520),
-            (600, 6000, 272),
-            (390, 4100, 272),
-            (257, 5064, 272),
-            (1100, 5000, 272),
+            (513, 904, 1600),
+            (770, 3560, 272),
+            (770, 1154, 1100),
+            (770, 3464, 400),
+            (500, 6664, 400),
+            (1100, 3332, 272),
+            (1100, 1672, 1100),
+            (1030, 5636, 144),
+            (1030, 7496, 144),
+            # transposed ones
+            (385, 12680, 144),
+            (770, 3586, 144),
+            (1500, 3464, 144),
+            (1100, 6664, 144),
+            (770, 2498, 144),
+            (1500, 5128, 144),
+            (600, 4232, 520),
+            (1500, 2056, 520),
+            # shared ones
+            (500, 578, 2100),
+            (16898, 10, 2100),
+            (900, 648, 3100),
+            (500, 10120, 2100),
+            (513, 2088, 1600),
+            (50690, 90, 520),
+            (1500, 9096, 272),
+            (900, 642, 100),
         )
     )
 ]

@@ -13,13 +13,14 @@ enum class GemmKernel : int { kHalf, kLibrary, kStream, kTile };
 
 struct GemmConfig {
   GemmKernel kernel;
-  int rows;     // of c per block
-  int columns;  // of c per block
-  int promote;  // elements of k that are summed before fp32 registers take over
-  int group;    // row tiles swept together, 0 for kStream
-  int stages;   // k-blocks of 128 in flight
-  int cluster;  // blocks that share the rows of a they load, 1 for kStream
-  int parts;    // blocks of a cluster that share out k: always for kStream, of their last tile for kTile
+  int rows;         // of c per block
+  int columns;      // of c per block
+  int promote;      // elements of k that are summed before fp32 registers take over
+  int group;        // row tiles swept together, 0 for kStream
+  int stages;       // k-blocks of 128 in flight
+  int cluster;      // blocks that share the rows of a they load, 1 for kStream
+  int parts;        // blocks of a cluster that share out k: always for kStream, of their last tile for kTile
+  bool transposes;  // kTile: columns of c are the 64-row side of the products
 };
 
 // Tuple of the FP8_GEMM space in its key order. BLOCK_K is the number of elements that are summed before fp32
@@ -51,10 +52,11 @@ constexpr GemmConfig config_of(const ForcedGemmConfig& f) {
           .group = static_cast<int>(f.group_size_m),
           .stages = static_cast<int>(f.num_stages),
           .cluster = f.block_m == 256 ? 2 : 1,
-          .parts = 1};
+          .parts = 1,
+          .transposes = false};
 }
 
-// Row tiles that the tile kernels sweep together.
+// Row tiles that the tile kernels sweep together; column tiles where they transpose.
 inline constexpr int kTileGroup = 16;
 
 // The stream kernels: their rows per block, and among how many blocks k may be shared out.
@@ -81,7 +83,8 @@ inline std::string describe(const GemmConfig& c) {
   return std::string(c.kernel == GemmKernel::kStream ? "stream" : "tile") + ": " + std::to_string(c.rows) +
          " rows x " + std::to_string(c.columns) + " columns, fp32 sums every " + std::to_string(c.promote) +
          ", groups of " + std::to_string(c.group) + ", " + std::to_string(c.stages) +
-         " stages, clusters of " + std::to_string(c.cluster) + ", k in " + std::to_string(c.parts) + " parts";
+         " stages, clusters of " + std::to_string(c.cluster) + ", k in " + std::to_string(c.parts) +
+         " parts" + (c.transposes ? ", transposed" : "");
 }
 
 }  // namespace htree::fp8

@@ -5,49 +5,71 @@
 
 namespace htree::device {
 
-#define HTREE_D8(i)                                                                                     \
-  "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3]), "+f"(d[(i) + 4]), "+f"(d[(i) + 5]), \
-      "+f"(d[(i) + 6]), "+f"(d[(i) + 7])
-#define HTREE_D56 \
-  HTREE_D8(0), HTREE_D8(8), HTREE_D8(16), HTREE_D8(24), HTREE_D8(32), HTREE_D8(40), HTREE_D8(48)
+// The first registers of the accumulators as operands of an instruction, and the accumulators themselves.
+#define HTREE_REGISTERS_24                                                                               \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
+  "%22, %23"
+#define HTREE_REGISTERS_52                                                                               \
+  HTREE_REGISTERS_24                                                                                     \
+  ", "                                                                                                   \
+  "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, " \
+  "%44, %45, %46, %47, %48, %49, %50, %51"
+#define HTREE_REGISTERS_56 \
+  HTREE_REGISTERS_52       \
+  ", "                     \
+  "%52, %53, %54, %55"
+#define HTREE_REGISTERS_60 \
+  HTREE_REGISTERS_56       \
+  ", "                     \
+  "%56, %57, %58, %59"
+#define HTREE_REGISTERS_72 \
+  HTREE_REGISTERS_60       \
+  ", "                     \
+  "%60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71"
+#define HTREE_D4(i) "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3])
+#define HTREE_D12(i) HTREE_D4(i), HTREE_D4((i) + 4), HTREE_D4((i) + 8)
+#define HTREE_D24(i) HTREE_D12(i), HTREE_D12((i) + 12)
+#define HTREE_ACCUMULATORS_24 HTREE_D24(0)
+#define HTREE_ACCUMULATORS_52 HTREE_D24(0), HTREE_D24(24), HTREE_D4(48)
+#define HTREE_ACCUMULATORS_56 HTREE_ACCUMULATORS_52, HTREE_D4(52)
+#define HTREE_ACCUMULATORS_60 HTREE_ACCUMULATORS_56, HTREE_D4(56)
+#define HTREE_ACCUMULATORS_72 HTREE_D24(0), HTREE_D24(24), HTREE_D24(48)
 
-template <>
-struct WgmmaInstruction<__nv_fp8_e4m3, 112> {
-  template <int kMajorA, int kMajorB>
-  static __device__ __forceinline__ void shared(float (&d)[56], uint64_t a, uint64_t b, bool accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %58, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n112k32.f32.e4m3.e4m3 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, "
-        "%14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "
-        "%28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, "
-        "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55"
-        "}, %56, %57, p, 1, 1;\n}"
-        : HTREE_D56
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
-  }
-};
+// A, B and FLAG are the numbers of the operands behind the accumulators.
+#define HTREE_FP8_WGMMA(N, COUNT, A, B, FLAG)                                                           \
+  template <>                                                                                           \
+  struct WgmmaInstruction<__nv_fp8_e4m3, N> {                                                           \
+    template <int kMajorA, int kMajorB>                                                                 \
+    static __device__ __forceinline__ void shared(float (&d)[COUNT], uint64_t a, uint64_t b,            \
+                                                  bool accumulate) {                                    \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #FLAG                                           \
+                   ", 0;\n"                                                                             \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" HTREE_REGISTERS_##COUNT \
+                   "}, %" #A ", %" #B ", p, 1, 1;\n}"                                                   \
+                   : HTREE_ACCUMULATORS_##COUNT                                                         \
+                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                                \
+    }                                                                                                   \
+  };
 
-template <>
-struct WgmmaInstruction<__nv_fp8_e4m3, 144> {
-  template <int kMajorA, int kMajorB>
-  static __device__ __forceinline__ void shared(float (&d)[72], uint64_t a, uint64_t b, bool accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %74, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n144k32.f32.e4m3.e4m3 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, "
-        "%14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "
-        "%28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, "
-        "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, "
-        "%56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, "
-        "%70, %71"
-        "}, %72, %73, p, 1, 1;\n}"
-        : HTREE_D56, HTREE_D8(56), HTREE_D8(64)
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
-  }
-};
+HTREE_FP8_WGMMA(48, 24, 24, 25, 26)
+HTREE_FP8_WGMMA(104, 52, 52, 53, 54)
+HTREE_FP8_WGMMA(112, 56, 56, 57, 58)
+HTREE_FP8_WGMMA(120, 60, 60, 61, 62)
+HTREE_FP8_WGMMA(144, 72, 72, 73, 74)
 
-#undef HTREE_D8
-#undef HTREE_D56
+#undef HTREE_REGISTERS_24
+#undef HTREE_REGISTERS_52
+#undef HTREE_REGISTERS_56
+#undef HTREE_REGISTERS_60
+#undef HTREE_REGISTERS_72
+#undef HTREE_D4
+#undef HTREE_D12
+#undef HTREE_D24
+#undef HTREE_ACCUMULATORS_24
+#undef HTREE_ACCUMULATORS_52
+#undef HTREE_ACCUMULATORS_56
+#undef HTREE_ACCUMULATORS_60
+#undef HTREE_ACCUMULATORS_72
+#undef HTREE_FP8_WGMMA
 
 }  // namespace htree::device

@@ -1,5 +1,6 @@
-// How a warp of fp8_gemm writes 16 rows of its sums, kColumns wide, to c [m, n]: through shared memory and
-// tensor copies, which cut off what lies outside of c and leave the warp free for the next tile.
+// How fp8_gemm writes its sums to c [m, n]: through shared memory and tensor copies, which cut off what lies
+// outside of c and leave the warps free for the next tile. GemmStore: a warp has 16 rows of c.
+// GemmTransposedStore: a warpgroup has 64 columns.
 #pragma once
 
 #include <cuda.h>
@@ -12,6 +13,7 @@
 #include "device/shared_vector.cuh"
 #include "device/stmatrix.cuh"
 #include "device/tma.cuh"
+#include "device/wgmma.cuh"
 #include "ops/fp8/gemm/gemm_params.h"
 
 namespace htree::fp8 {
@@ -26,6 +28,7 @@ struct GemmStore {
   // A box is 16 rows x kBoxBytes, swizzled by that width.
   static constexpr int kUnitBytes = kUnit * static_cast<int>(sizeof(Out));
   static constexpr int kBoxBytes = kUnitBytes % 128 == 0 ? 128 : kUnitBytes % 64 == 0 ? 64 : 32;
+  static constexpr int kBoxRows = 16;
   static constexpr int kBoxColumns = kBoxBytes / static_cast<int>(sizeof(Out));
   static constexpr int kBoxes = kColumns / kBoxColumns;
   static_assert(kBoxes * kBoxColumns == kColumns);
@@ -125,6 +128,108 @@ struct GemmStore {
           device::store_shared_8(place(box, lane / 4 + 8 * h, 2 * j + lane % 4 / 2) + lane % 2 * 8, d[at],
                                  d[at + 1]);
         }
+      }
+    }
+  }
+};
+
+// Of the transpose of c: element 4 j + 2 h + i of thread t of a warpgroup is column
+// 16 (t / 32) + t % 32 / 4 + 8 h, row 8 j + 2 (t % 4) + i of 64 columns and kRows rows of c. All its threads.
+// kMostBytes: of shared memory for the warpgroup.
+template <typename Out, int kRows, int kMostBytes>
+struct GemmTransposedStore {
+  static constexpr int kBoxBytes = 128;
+  static constexpr int kBoxRows = kRows;
+  static constexpr int kBoxColumns = kBoxBytes / static_cast<int>(sizeof(Out));
+  static constexpr int kBoxes = 64 / kBoxColumns;
+  static constexpr int kWarpsPerBox = kBoxColumns / 16;
+  static constexpr int kStaged = kBoxes * kRows * kBoxBytes <= kMostBytes ? kBoxes : 1;  // boxes at a time
+  static_assert(kStaged * kRows * kBoxBytes <= kMostBytes && kRows % 8 == 0);
+  struct alignas(1024) Shared {
+    uint8_t boxes[kStaged][kRows * kBoxBytes];
+  };
+
+  // `barrier`: a named one of the warpgroup. Behind the last call, finish().
+  static __device__ __forceinline__ void tile(Shared& shared, const CUtensorMap* map, int row, int column,
+                                              int barrier, const float (&d)[kRows / 2]) {
+    const int thread = static_cast<int>(threadIdx.x % 128);
+#pragma unroll
+    for (int first = 0; first < kBoxes; first += kStaged) {
+      if (thread == 0) {
+        device::wait_stores_read<0>();
+      }
+      device::named_barrier_sync(barrier, 128);
+      const int box = thread / 32 / kWarpsPerBox - first;
+      if (kStaged == kBoxes || box == 0) {
+        stage(device::shared_address(shared.boxes[box]), d);
+      }
+      device::fence_async_shared();
+      device::named_barrier_sync(barrier, 128);
+      if (thread == 0) {
+#pragma unroll
+        for (int i = 0; i < kStaged; ++i) {
+          device::tensor_store_2d(map, shared.boxes[i], column + (first + i) * kBoxColumns, row);
+        }
+        device::commit_stores();
+      }
+    }
+  }
+
+  // A thread: the shared memory may go away.
+  static __device__ __forceinline__ void finish() {
+    device::wait_stores<0>();
+  }
+
+  // For c whose rows are not aligned to 16 bytes. `c` is [num_rows, num_columns].
+  static __device__ __forceinline__ void elements(Out* c, int64_t num_rows, int64_t num_columns, int64_t row,
+                                                  int64_t column, const float (&d)[kRows / 2]) {
+    const int thread = static_cast<int>(threadIdx.x % 128);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int64_t at = column + thread / 32 * 16 + thread % 32 / 4 + 8 * h;
+      if (at >= num_columns) {
+        continue;
+      }
+#pragma unroll
+      for (int j = 0; j < kRows / 8; ++j) {
+        const int64_t r = row + 8 * j + 2 * (thread % 4);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (r + i < num_rows) {
+            c[(r + i) * num_columns + at] = device::from_acc<Out>(d[4 * j + 2 * h + i]);
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  // The warp's 16 columns into its box.
+  static __device__ __forceinline__ void stage(uint32_t box, const float (&d)[kRows / 2]) {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const int first = static_cast<int>(threadIdx.x / 32) % kWarpsPerBox * 16;  // column in the box
+    if constexpr (sizeof(Out) == 2) {
+#pragma unroll
+      for (int j = 0; j < kRows / 8; j += 2) {
+        // Eight rows and their second column half, twice; the last eight repeated where their number is odd.
+        const int next = j + 1 < kRows / 8 ? j + 1 : j;
+        const uint32_t packed[4] = {device::pack_pair<Out>(d[4 * j], d[4 * j + 1]),
+                                    device::pack_pair<Out>(d[4 * j + 2], d[4 * j + 3]),
+                                    device::pack_pair<Out>(d[4 * next], d[4 * next + 1]),
+                                    device::pack_pair<Out>(d[4 * next + 2], d[4 * next + 3])};
+        // Lane i gives the address of row i % 8 of the first or the next eight, column half i / 8 % 2.
+        const int pack = (first / 8 + lane / 8 % 2) ^ (lane % 8);
+        device::store_matrices_transposed(
+            box + static_cast<uint32_t>(((lane < 16 ? j : next) * 8 + lane % 8) * kBoxBytes + pack * 16),
+            packed);
+      }
+    } else {
+#pragma unroll
+      for (int at = 0; at < kRows / 2; ++at) {
+        const int r = at / 4 * 8 + 2 * (lane % 4) + at % 2;
+        const int c = first + lane / 4 + at / 2 % 2 * 8;
+        device::store_shared_4(
+            box + static_cast<uint32_t>(r * kBoxBytes + ((c / 4) ^ (r % 8)) * 16 + c % 4 * 4), d[at]);
       }
     }
   }

@@ -3,11 +3,16 @@
 // columns of one row tile, and each loads its share of the rows of a for all. In a pair (kParts = 2), each
 // block takes tiles of its own, but where the last turn has no more tiles than pairs, both take half of the k
 // of one and finish half of it each.
+//
+// A product takes 64 rows, and any multiple of 8 columns. A transposing kernel is launched with a and b
+// exchanged, computes the transpose of c and stores it as c, so that the rows of c are the ones whose number
+// is free: what decides is how many tiles there are for the multiprocessors.
 #pragma once
 
 #include <cuda.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "device/hopper_limits.h"
 #include "device/kernel_overlap.cuh"
@@ -23,7 +28,7 @@
 namespace htree::fp8 {
 
 template <typename Out_, int kWarpgroups_, int kRows_, int kColumns_, int kStages_, int kPromoteK_,
-          int kCluster_, int kParts_ = 1>
+          int kCluster_, int kParts_ = 1, bool kTransposes_ = false>
 struct GemmTileTraits {
   using Out = Out_;
   static constexpr int kRows = kRows_;
@@ -31,7 +36,8 @@ struct GemmTileTraits {
   static constexpr int kPromoteK = kPromoteK_;
   static constexpr int kCluster = kCluster_;
   static constexpr int kParts = kParts_;
-  static_assert(kParts == 1 || (kParts == 2 && kCluster == 1 && kRows_ == 64 * kWarpgroups_));
+  static constexpr bool kTransposes = kTransposes_;
+  static_assert(kParts == 1 || (kParts == 2 && kCluster == 1 && kRows_ == 64 * kWarpgroups_ && !kTransposes));
   static constexpr int kBlocksPerCluster = kCluster * kParts;
   static constexpr int kWarpgroups = kWarpgroups_;          // that multiply
   static constexpr int kHalves = kRows / 64 / kWarpgroups;  // 64-row parts of a warpgroup
@@ -55,19 +61,22 @@ struct GemmTileTraits {
   // Of a shared tile a block finishes the left or right half of the columns.
   static constexpr int kOwnColumns = kColumns / kParts;
   static constexpr int kShare = kOwnColumns / 2;  // sums of a thread that its block finishes
-  using Store = GemmStore<Out, kColumns, kStoreBytes, kOwnColumns>;
-  using OwnStore = GemmStore<Out, kOwnColumns, kStoreBytes, kOwnColumns>;
+  using Store = std::conditional_t<kTransposes, GemmTransposedStore<Out, kColumns, 4 * kStoreBytes>,
+                                   GemmStore<Out, kColumns, kStoreBytes, kOwnColumns>>;
+  using OwnStore = std::conditional_t<kParts == 1, Store, GemmStore<Out, kOwnColumns, kStoreBytes>>;
 
-  // A warp's place for its results, or before for the sums of the other block.
-  union WarpStage {
+  // A warp's place for its results, or before for the sums of the other block; of a transposing kernel, that
+  // of a warpgroup.
+  union Stage {
     typename Store::Shared results;
     typename OwnStore::Shared own;
     float4 sums[kParts > 1 ? kShare / 4 : 1][32];
   };
+  static constexpr int kStagesPerWarpgroup = kTransposes ? 1 : 4;
 
   struct Shared {
     device::GemmRing<Shape> ring;
-    WarpStage store[kWarpgroups * 4];
+    Stage store[kWarpgroups * kStagesPerWarpgroup];
     Small small;
   };
   static constexpr int kSharedBytes = sizeof(Shared) + device::kSharedAlignment;
@@ -77,7 +86,7 @@ struct GemmTileTraits {
 struct GemmTileMaps {
   GemmOperandMaps a;  // [m, k]
   GemmOperandMaps b;  // [n, k]
-  CUtensorMap c;      // [m, n], boxes of GemmStore; unused where `copies_c` is false
+  CUtensorMap c;      // boxes of Tr::Store; unused where `copies_c` is false
 };
 
 template <class Tr>
@@ -120,9 +129,6 @@ __device__ __forceinline__ void multiply_tiles(typename Tr::Shared& shared, cons
   // One scale for all of c is known from the start.
   const bool single = p.a_scale.stride == 0 && p.b_scale.stride == 0;
   const ScaleFactors by_all = joint_factors(split_inverse(*p.a_scale.data), split_inverse(*p.b_scale.data));
-  if constexpr (Tr::kParts > 1) {
-    device::cluster_wait();  // the other block has initialised its barriers
-  }
   device::RingPlace<Shape::kStages> place;
   int slot = 0;
   for_tiles<Tr>(order, p.shares, [&](const TileWork& work) {
@@ -192,23 +198,31 @@ __device__ __forceinline__ void multiply_tiles(typename Tr::Shared& shared, cons
       slot ^= 1;
       has_second = device::named_barrier_any(1 + warpgroup, 128, has_second);
     }
-    auto& stage = shared.store[warpgroup * 4 + warp_in_group];
-    if constexpr (Tr::kParts > 1) {
-      if (work.shared) {
-        const int rank = static_cast<int>(blockIdx.x) % 2;
-        float own[Tr::kShare];
-        exchange_halves<Tr>(shared, rank, warpgroup, sum[0], own);
-        finish_rows<typename Tr::OwnStore, Tr::kOwnColumns>(stage.own, map_c, p, by_row[0], by_row[1],
-                                                            by_column, has_second, first_row, column,
-                                                            rank * Tr::kOwnColumns, own);
-        return;
+    if constexpr (Tr::kTransposes) {
+      apply_scales<Tr::kColumns>(by_row[0], by_row[1], by_column, has_second, 0, sum[0]);
+      store_columns<typename Tr::Store, Tr::kColumns>(shared.store[warpgroup].results, map_c, p, column,
+                                                      group_row, 1 + warpgroup, sum[0]);
+    } else {
+      auto& stage = shared.store[warpgroup * 4 + warp_in_group];
+      if constexpr (Tr::kParts > 1) {
+        if (work.shared) {
+          const int rank = static_cast<int>(blockIdx.x) % 2;
+          const int from = rank * Tr::kOwnColumns;
+          float own[Tr::kShare];
+          exchange_halves<Tr>(shared, rank, warpgroup, sum[0], own);
+          apply_scales<Tr::kOwnColumns>(by_row[0], by_row[1], by_column, has_second, from, own);
+          store_rows<typename Tr::OwnStore, Tr::kOwnColumns>(stage.own, map_c, p, first_row, column + from,
+                                                             own);
+          return;
+        }
       }
-    }
 #pragma unroll
-    for (int half = 0; half < Tr::kHalves; ++half) {
-      finish_rows<typename Tr::Store, Tr::kColumns>(stage.results, map_c, p, by_row[2 * half],
-                                                    by_row[2 * half + 1], by_column, has_second,
-                                                    first_row + half * 64, column, 0, sum[half]);
+      for (int half = 0; half < Tr::kHalves; ++half) {
+        apply_scales<Tr::kColumns>(by_row[2 * half], by_row[2 * half + 1], by_column, has_second, 0,
+                                   sum[half]);
+        store_rows<typename Tr::Store, Tr::kColumns>(stage.results, map_c, p, first_row + half * 64, column,
+                                                     sum[half]);
+      }
     }
   });
   if (lane == 0) {
@@ -241,12 +255,17 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   } else {
     __syncthreads();
   }
+  if constexpr (Tr::kParts > 1) {
+    device::cluster_arrive_relaxed();
+  }
   if (threadIdx.x == 0) {
     device::let_next_kernel_begin();
   }
   device::wait_for_previous_kernels();
   if constexpr (Tr::kParts > 1) {
-    device::cluster_arrive_relaxed();  // waited for before anything goes to the other block
+    // The other block has initialised its barriers. All warps wait together: racecheck lets none of them pass
+    // before all have come, also a loader that still waits for the warps that multiply.
+    device::cluster_wait();
   }
   const int group = device::uniform(static_cast<int>(threadIdx.x / 128));
   if (group == 0) {
@@ -257,9 +276,6 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       load_tiles<Tr>(shared, maps, order, p);
     }
     __syncwarp();
-    if constexpr (Tr::kParts > 1) {
-      device::cluster_wait();
-    }
   } else {
     if constexpr (Tr::kShiftsRegisters) {
       device::raise_registers<Tr::kMultiplierRegisters>();

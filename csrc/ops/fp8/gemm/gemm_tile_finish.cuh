@@ -20,7 +20,7 @@ struct GemmTileArguments {
   GemmSizes sizes;
   GemmScale a_scale;
   GemmScale b_scale;
-  Out* c;  // [m, n], contiguous
+  Out* c;  // [m, n], contiguous, or in a transposing kernel [n, m]
   TileShares shares;
   bool copies_c;  // its rows are aligned to 16 bytes
 };
@@ -126,22 +126,39 @@ __device__ __forceinline__ void exchange_halves(typename Tr::Shared& shared, int
   __syncwarp();  // the place takes the results
 }
 
-// Scales and stores a warp's 16 rows, kOwn columns from tile column `from` on.
-template <class Store, int kOwn, typename Out, int kColumns>
-__device__ __forceinline__ void finish_rows(typename Store::Shared& stage, const CUtensorMap& map_c,
-                                            const GemmTileArguments<Out>& p, const ScaleFactors& upper,
-                                            const ScaleFactors& lower,
-                                            const ColumnFactors<kColumns>* by_column, bool has_second,
-                                            int row, int column, int from, float (&d)[kOwn / 2]) {
+// Scales a warp's 16 rows, kOwn columns from tile column `from` on.
+template <int kOwn, int kColumns>
+__device__ __forceinline__ void apply_scales(const ScaleFactors& upper, const ScaleFactors& lower,
+                                             const ColumnFactors<kColumns>* by_column, bool has_second,
+                                             int from, float (&d)[kOwn / 2]) {
   scale_rows<kOwn>(upper.first, lower.first, by_column == nullptr ? nullptr : by_column->first + from, d);
   if (has_second) {
     scale_rows<kOwn>(upper.second, lower.second, by_column == nullptr ? nullptr : by_column->second + from,
                      d);
   }
+}
+
+// A warp stores its 16 rows of c.
+template <class Store, int kOwn, typename Out>
+__device__ __forceinline__ void store_rows(typename Store::Shared& stage, const CUtensorMap& map_c,
+                                           const GemmTileArguments<Out>& p, int row, int column,
+                                           const float (&d)[kOwn / 2]) {
   if (p.copies_c) {
-    Store::rows(stage, &map_c, row, column + from, d);
+    Store::rows(stage, &map_c, row, column, d);
   } else {
-    Store::pairs(p.c, p.sizes, row, column + from, d);
+    Store::pairs(p.c, p.sizes, row, column, d);
+  }
+}
+
+// A warpgroup of a transposing kernel stores its 64 columns of c.
+template <class Store, int kRows, typename Out>
+__device__ __forceinline__ void store_columns(typename Store::Shared& stage, const CUtensorMap& map_c,
+                                              const GemmTileArguments<Out>& p, int row, int column,
+                                              int barrier, const float (&d)[kRows / 2]) {
+  if (p.copies_c) {
+    Store::tile(stage, &map_c, row, column, barrier, d);
+  } else {
+    Store::elements(p.c, p.sizes.n, p.sizes.m, row, column, d);
   }
 }
 

@@ -40,7 +40,7 @@ CUtensorMap result_map(const GemmParams<Out>& p) {
   box.sizes[1] = static_cast<uint64_t>(p.sizes.m);
   box.strides_bytes[0] = static_cast<uint64_t>(p.sizes.n) * sizeof(Out);
   box.box[0] = Store::kBoxColumns;
-  box.box[1] = 16;
+  box.box[1] = Store::kBoxRows;
   box.swizzle = Store::kBoxBytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
                 : Store::kBoxBytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
                                          : CU_TENSOR_MAP_SWIZZLE_32B;
@@ -55,17 +55,22 @@ cudaError_t launch_tiles(const GemmParams<typename Tr::Out>& p, int group, cudaS
   if (error != cudaSuccess) {
     return error;
   }
-  const GemmSizes& s = p.sizes;
-  const bool copies_c = s.n * static_cast<int64_t>(sizeof(Out)) % 16 == 0;
-  const GemmTileMaps maps{operand_maps<Tr::kRows, Tr::kCluster>(p.a, s.m, s.k),
-                          operand_maps<Tr::kColumns, 1>(p.b, s.n, s.k),
+  const bool copies_c = p.sizes.n * static_cast<int64_t>(sizeof(Out)) % 16 == 0;
+  // What the kernel takes for a, b and m, n.
+  const GemmOperand& rows = Tr::kTransposes ? p.b : p.a;
+  const GemmOperand& columns = Tr::kTransposes ? p.a : p.b;
+  const GemmSizes s = Tr::kTransposes ? GemmSizes{p.sizes.n, p.sizes.m, p.sizes.k} : p.sizes;
+  const GemmTileMaps maps{operand_maps<Tr::kRows, Tr::kCluster>(rows, s.m, s.k),
+                          operand_maps<Tr::kColumns, 1>(columns, s.n, s.k),
                           copies_c ? result_map<typename Tr::Store>(p) : CUtensorMap{}};
   constexpr int kClusterColumns = Tr::kColumns * Tr::kCluster;
   const device::TileOrder order{static_cast<int>((s.m + Tr::kRows - 1) / Tr::kRows),
                                 static_cast<int>((s.n + kClusterColumns - 1) / kClusterColumns), group};
   const int clusters = std::min(processors / Tr::kBlocksPerCluster, order.count());
   const TileShares shares = share_tiles(order.count(), clusters * Tr::kBlocksPerCluster, num_code_blocks(s));
-  const GemmTileArguments<Out> arguments{s, p.a_scale, p.b_scale, p.c, shares, copies_c};
+  const GemmTileArguments<Out> arguments{
+      s,       Tr::kTransposes ? p.b_scale : p.a_scale, Tr::kTransposes ? p.a_scale : p.b_scale, p.c, shares,
+      copies_c};
   return launch_overlapping_cluster(
       gemm_tile_kernel<Tr>, dim3(static_cast<unsigned>(clusters * Tr::kBlocksPerCluster)), Tr::kThreads,
       Tr::kSharedBytes, Tr::kBlocksPerCluster, stream, maps, order, arguments);
@@ -93,8 +98,11 @@ cudaError_t launch_streams(const GemmParams<typename Tr::Out>& p, cudaStream_t s
 
 template <class Tr>
 bool is_tile(const GemmConfig& c) {
-  return c.rows == Tr::kRows && c.columns == Tr::kColumns && c.stages == Tr::Shape::kStages &&
-         c.promote == Tr::kPromoteK && c.cluster == Tr::kCluster && c.parts == Tr::kParts;
+  constexpr int kRows = Tr::kTransposes ? Tr::kColumns : Tr::kRows;
+  constexpr int kColumns = Tr::kTransposes ? Tr::kRows : Tr::kColumns;
+  return c.rows == kRows && c.columns == kColumns && c.stages == Tr::Shape::kStages &&
+         c.promote == Tr::kPromoteK && c.cluster == Tr::kCluster && c.parts == Tr::kParts &&
+         c.transposes == Tr::kTransposes;
 }
 
 // The one of Tiles that `c` describes.
@@ -107,15 +115,25 @@ cudaError_t launch_described(const GemmParams<Out>& p, const GemmConfig& c, cuda
 
 }  // namespace
 
+template <typename Out, int kRows, int kColumns, int kStages>
+using PlainTile = GemmTileTraits<Out, kRows / 64, kRows, kColumns, kStages, 128, 1>;
+template <typename Out, int kRows, int kColumns, int kStages>
+using SharedTile = GemmTileTraits<Out, kRows / 64, kRows, kColumns, kStages, 128, 1, 2>;
+// kRows and kColumns are those of c.
+template <typename Out, int kRows, int kColumns, int kStages>
+using TransposedTile = GemmTileTraits<Out, kColumns / 64, kColumns, kRows, kStages, 128, 1, 1, true>;
+
 template <typename Out>
 cudaError_t launch_gemm_tile(const GemmParams<Out>& p, const GemmConfig& c, cudaStream_t stream) {
   return launch_described<
-      GemmTileTraits<Out, 1, 64, 64, 12, 128, 1>, GemmTileTraits<Out, 2, 128, 64, 8, 128, 1>,
-      GemmTileTraits<Out, 2, 128, 96, 7, 128, 1>, GemmTileTraits<Out, 2, 128, 112, 6, 128, 1>,
-      GemmTileTraits<Out, 2, 128, 128, 5, 128, 1>, GemmTileTraits<Out, 3, 192, 128, 4, 128, 1>,
-      // blocks in pairs
-      GemmTileTraits<Out, 2, 128, 64, 8, 128, 1, 2>, GemmTileTraits<Out, 2, 128, 96, 6, 128, 1, 2>,
-      GemmTileTraits<Out, 2, 128, 128, 5, 128, 1, 2>,
+      PlainTile<Out, 64, 48, 14>, PlainTile<Out, 64, 64, 12>, PlainTile<Out, 64, 80, 11>,
+      PlainTile<Out, 128, 64, 8>, PlainTile<Out, 128, 80, 7>, PlainTile<Out, 128, 96, 7>,
+      PlainTile<Out, 128, 112, 6>, PlainTile<Out, 128, 128, 5>, PlainTile<Out, 128, 128, 6>,
+      PlainTile<Out, 192, 96, 5>, PlainTile<Out, 192, 128, 4>, SharedTile<Out, 128, 64, 8>,
+      SharedTile<Out, 128, 96, 6>, SharedTile<Out, 128, 128, 5>, SharedTile<Out, 192, 96, 5>,
+      SharedTile<Out, 192, 128, 4>, TransposedTile<Out, 104, 128, 6>, TransposedTile<Out, 120, 128, 5>,
+      TransposedTile<Out, 104, 192, 4>, TransposedTile<Out, 112, 192, 4>, TransposedTile<Out, 120, 192, 4>,
+      TransposedTile<Out, 128, 192, 4>,
       // named by tuples of the tuning space
       GemmTileTraits<Out, 2, 128, 128, 5, 64, 1>, GemmTileTraits<Out, 2, 256, 128, 4, 64, 2>>(p, c, stream);
 }
