@@ -23,6 +23,7 @@ from htree_ops.testing.gated_mlp_cases import (
     LAYOUT_CASES,
     RTOL,
     SIDES,
+    WIDE_CASES,
     GatedMLPCase,
     assert_forward,
     assert_gradients,
@@ -314,6 +315,20 @@ def test_configurations_need_their_kernels() -> None:
     x = torch.ones(4, 8, device="cuda")
     with pytest.raises(NotImplementedError, match="fp16 and bf16 on sm_90"):
         op(x, x, x, "silu", "up", list(COMPILED_CONFIGS[0]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", WIDE_CASES, ids=case_id)
+def test_wide_tiles(case: GatedMLPCase, nan_memory: None) -> None:
+    inputs = case.make_inputs("cuda")
+    out = op(*inputs)
+    assert_forward(out, inputs)
+    assert torch.equal(op(*inputs), out), "two runs must agree bit for bit"
+    kept, gate, up = torch.ops.htree.gated_mlp_forward(*inputs)
+    assert torch.equal(kept, out)
+    x, gate_weight, up_weight = inputs[:3]
+    torch.testing.assert_close(gate, x @ gate_weight.mT)
+    torch.testing.assert_close(up, x @ up_weight.mT)
 
 
 @pytest.mark.gpu

@@ -7,8 +7,14 @@ import torch
 
 import htree_ops  # noqa: F401
 from htree_ops.ops.gated_mlp import COMPILED_CONFIGS
-from htree_ops.testing.cases import normal
-from htree_ops.testing.gated_mlp_cases import ACTIVATIONS, GatedMLPCase, assert_forward, assert_gradients
+from htree_ops.testing.cases import case_id, normal
+from htree_ops.testing.gated_mlp_cases import (
+    ACTIVATIONS,
+    WIDE_CASES,
+    GatedMLPCase,
+    assert_forward,
+    assert_gradients,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -39,3 +45,10 @@ def test_configurations(config: tuple[int, ...]) -> None:
         case = GatedMLPCase(name="small", dtype=torch.bfloat16, rows=(rows,), inner=264, hidden=136)
         inputs = case.make_inputs("cuda")
         assert_forward(torch.ops.htree.gated_mlp(*inputs, list(config)), inputs)
+
+
+@pytest.mark.parametrize("case", WIDE_CASES, ids=case_id)
+def test_wide_tiles(case: GatedMLPCase) -> None:
+    inputs = case.make_inputs("cuda")
+    assert_forward(torch.ops.htree.gated_mlp(*inputs), inputs)
+    assert_forward(torch.ops.htree.gated_mlp_forward(*inputs)[0], inputs)

@@ -23,6 +23,7 @@ __all__ = [
     "LAYOUT_CASES",
     "RTOL",
     "SIDES",
+    "WIDE_CASES",
     "GatedMLPBackwardCase",
     "GatedMLPCase",
     "assert_forward",
@@ -229,6 +230,23 @@ LAYOUT_CASES = [
     for layout in LAYOUTS
     for rows, hidden in (((2, 5), 64), ((2, 70), 72))
     for dtype in DTYPES
+]
+
+#: The kernel of large problems on Hopper: the blocks of a cluster share the k of the last tiles, an odd number of
+#: k-blocks, with rows of the result that tensor copies do not store, a single tile of a cluster; in the last case none.
+WIDE_CASES = [
+    GatedMLPCase(
+        name=f"{rows}_{inner}_{hidden}",
+        dtype=dtype,
+        rows=(rows,),
+        inner=inner,
+        hidden=hidden,
+        activation=ACTIVATIONS[i % 2],
+    )
+    for i, (rows, inner, hidden) in enumerate(
+        ((1400, 3456, 200), (1400, 3400, 264), (2300, 2830, 72), (1700, 2400, 136), (2300, 2830, 64))
+    )
+    for dtype in (torch.bfloat16, torch.float16)
 ]
 
 BENCHMARK_CASES: dict[str, list[GatedMLPCase]] = {

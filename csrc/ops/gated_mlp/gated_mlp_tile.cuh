@@ -2,7 +2,8 @@
 // multiply. A tile is 128 rows of x against kColumns rows of each weight; both weights stand side by side in
 // one stage, so one product of n = 2 * kColumns serves them, and a thread ends up with g and u of the same
 // elements. In a cluster of two, the blocks take adjacent row tiles, and each loads one of the weights for
-// both.
+// both; where the last turn has no more tiles than clusters, both take half of the k of one tile and finish
+// half of its columns.
 #pragma once
 
 #include <cuda.h>
@@ -14,9 +15,13 @@
 #include "device/mma.cuh"
 #include "device/shared_address.cuh"
 #include "device/stmatrix.cuh"
+#include "device/sum_exchange.cuh"
 #include "device/tile_order.cuh"
+#include "device/tile_shares.h"
 #include "ops/gated_mlp/activation.cuh"
 #include "ops/gated_mlp/gated_mlp_params.h"
+#include "ops/gated_mlp/gated_mlp_tile_exchange.cuh"
+#include "ops/gated_mlp/gated_mlp_tile_work.cuh"
 
 namespace htree::gated_mlp {
 
@@ -42,6 +47,7 @@ struct TileTraits {
     device::GemmRing<Shape> ring;
     // Per warp and 64 columns: 16 rows of 128 bytes, swizzled.
     alignas(1024) uint8_t out[Shape::kWarpgroups * 4][kColumns / kStoreColumns][16 * 128];
+    device::SumExchange exchange[Shape::kWarpgroups];
   };
   static constexpr int kSharedBytes = sizeof(Shared) + device::kSharedAlignment;
   static_assert(kSharedBytes <= device::kHopperSharedBytes);
@@ -61,7 +67,7 @@ struct TileMaps {
 template <typename T>
 struct TileArguments {
   Sizes sizes;
-  int num_blocks;  // k-blocks of hidden
+  device::TileShares shares;
   // [rows, inner], where their rows are not aligned to 16 bytes; else null
   T* unaligned_out;
   T* unaligned_gate;
@@ -70,31 +76,29 @@ struct TileArguments {
 
 template <class Tr>
 __device__ __forceinline__ void load_tiles(typename Tr::Shared& shared, const TileMaps& maps,
-                                           const device::TileOrder& order, int num_blocks) {
+                                           const device::TileOrder& order, const device::TileShares& shares) {
   using Shape = typename Tr::Shape;
-  const int rank = Tr::kCluster > 1 ? static_cast<int>(device::cluster_block_rank()) : 0;
+  constexpr int kWeightBytes = Tr::kColumns * device::kBlockBytes;
+  const int rank = static_cast<int>(blockIdx.x) % Tr::kCluster;
   device::RingPlace<Shape::kStages> place;
-  for (int tile = blockIdx.x / Tr::kCluster; tile < order.count(); tile += gridDim.x / Tr::kCluster) {
-    int row_tile, column_tile;
-    order.place(tile, row_tile, column_tile);
-    const int row = (row_tile * Tr::kCluster + rank) * Tr::kRows;
-    const int column = column_tile * Tr::kColumns;
+  for_tiles<Tr>(order, shares, [&](const TileWork& work) {
+    const bool by_both = Tr::kCluster == 2 && !work.shared;
     device::fill_ring<Shape>(
-        shared.ring, place, num_blocks, [&](uint8_t* a, uint8_t* b, int block_idx, device::Barrier* full) {
-          const int k = block_idx * Shape::kBlockK;
-          device::tensor_load_2d(a, &maps.x, k, row, full);
-          if constexpr (Tr::kCluster == 2) {
-            device::tensor_load_2d_multicast(b + rank * Tr::kColumns * device::kBlockBytes,
-                                             rank == 0 ? &maps.gate : &maps.up, k, column, full, 3);
+        shared.ring, place, work.count, [&](uint8_t* a, uint8_t* b, int block_idx, device::Barrier* full) {
+          const int k = (work.first + block_idx) * Shape::kBlockK;
+          device::tensor_load_2d(a, &maps.x, k, work.row, full);
+          if (by_both) {
+            device::tensor_load_2d_multicast(b + rank * kWeightBytes, rank == 0 ? &maps.gate : &maps.up, k,
+                                             work.column, full, 3);
           } else {
-            device::tensor_load_2d(b, &maps.gate, k, column, full);
-            device::tensor_load_2d(b + Tr::kColumns * device::kBlockBytes, &maps.up, k, column, full);
+            device::tensor_load_2d(b, &maps.gate, k, work.column, full);
+            device::tensor_load_2d(b + kWeightBytes, &maps.up, k, work.column, full);
           }
         });
-  }
+  });
 }
 
-// Where the warp's 16 rows x kColumns of one result go: by tensor copies, which cut off what lies outside,
+// Where the warp's 16 rows of one result go: by tensor copies, which cut off what lies outside,
 // or, where rows of the result are not aligned to 16 bytes, element by element.
 template <typename T>
 struct Destination {
@@ -104,7 +108,7 @@ struct Destination {
 
 // A warp writes value(i) for its accumulator places i in [0, kColumns / 2), to rows from `row` and columns
 // from `column` on.
-template <class Tr, class Value>
+template <class Tr, int kColumns, class Value>
 __device__ __forceinline__ void store_tile(typename Tr::Shared& shared, const Destination<typename Tr::T>& to,
                                            const Sizes& sizes, int row, int column, Value&& value) {
   using T = typename Tr::T;
@@ -115,7 +119,7 @@ __device__ __forceinline__ void store_tile(typename Tr::Shared& shared, const De
   }
   __syncwarp();
 #pragma unroll
-  for (int part = 0; part < Tr::kColumns / Tr::kStoreColumns; ++part) {
+  for (int part = 0; part < kColumns / Tr::kStoreColumns; ++part) {
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {  // 16 columns
       uint32_t packed[4];
@@ -132,9 +136,9 @@ __device__ __forceinline__ void store_tile(typename Tr::Shared& shared, const De
   }
   if (to.unaligned != nullptr) {
     __syncwarp();
-    for (int i = lane; i < 16 * Tr::kColumns; i += 32) {
-      const int r = i / Tr::kColumns;
-      const int c = i % Tr::kColumns;
+    for (int i = lane; i < 16 * kColumns; i += 32) {
+      const int r = i / kColumns;
+      const int c = i % kColumns;
       if (row + r < sizes.rows && column + c < sizes.inner) {
         const uint8_t* from = shared.out[warp][c / 64] + r * 128 + (((c % 64 / 8) ^ (r % 8)) * 8 + c % 8) * 2;
         to.unaligned[(row + r) * sizes.inner + column + c] = *reinterpret_cast<const T*>(from);
@@ -146,11 +150,27 @@ __device__ __forceinline__ void store_tile(typename Tr::Shared& shared, const De
   __syncwarp();
   if (lane == 0) {
 #pragma unroll
-    for (int part = 0; part < Tr::kColumns / Tr::kStoreColumns; ++part) {
+    for (int part = 0; part < kColumns / Tr::kStoreColumns; ++part) {
       device::tensor_store_2d(to.map, shared.out[warp][part], column + part * Tr::kStoreColumns, row);
     }
     device::commit_stores();
   }
+}
+
+// A warp's results for its 16 rows and kColumns columns; g stands in d[0 ... kColumns / 2), u behind it.
+template <class Tr, int kColumns>
+__device__ __forceinline__ void store_results(typename Tr::Shared& shared, const TileMaps& maps,
+                                              const TileArguments<typename Tr::T>& arguments, int row,
+                                              int column, const float (&d)[kColumns]) {
+  constexpr int kUp = kColumns / 2;
+  if constexpr (Tr::kKeepsProducts) {
+    store_tile<Tr, kColumns>(shared, {&maps.gate_product, arguments.unaligned_gate}, arguments.sizes, row,
+                             column, [&](int i) { return d[i]; });
+    store_tile<Tr, kColumns>(shared, {&maps.up_product, arguments.unaligned_up}, arguments.sizes, row, column,
+                             [&](int i) { return d[kUp + i]; });
+  }
+  store_tile<Tr, kColumns>(shared, {&maps.out, arguments.unaligned_out}, arguments.sizes, row, column,
+                           [&](int i) { return d[i] * activate<Tr::kActivation>(d[kUp + i]); });
 }
 
 template <class Tr>
@@ -164,6 +184,9 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
 
   if (threadIdx.x == 0) {
     device::init_ring(shared.ring);
+    for (int i = 0; i < Shape::kWarpgroups; ++i) {
+      device::init_exchange(shared.exchange[i]);
+    }
     device::fence_barrier_init();
     device::prefetch_descriptor(&maps.x);
     device::prefetch_descriptor(&maps.gate);
@@ -176,35 +199,33 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     __syncthreads();
   }
 
-  const int warpgroup = static_cast<int>(threadIdx.x / 128) - 1;
+  const int warpgroup = device::uniform(static_cast<int>(threadIdx.x / 128)) - 1;
   if (warpgroup < 0) {
     device::lower_registers<Tr::kLoaderRegisters>();
     if (threadIdx.x == 0) {
-      load_tiles<Tr>(shared, maps, order, arguments.num_blocks);
+      load_tiles<Tr>(shared, maps, order, arguments.shares);
     }
     __syncwarp();
   } else {
     device::raise_registers<Tr::kMultiplierRegisters>();
-    const int rank = Tr::kCluster > 1 ? static_cast<int>(device::cluster_block_rank()) : 0;
-    const int warp_in_group = static_cast<int>(threadIdx.x / 32 % 4);
+    const int row_in_tile = warpgroup * 64 + static_cast<int>(threadIdx.x / 32 % 4) * 16;
     device::RingPlace<Shape::kStages> place;
-    for (int tile = blockIdx.x / Tr::kCluster; tile < order.count(); tile += gridDim.x / Tr::kCluster) {
-      int row_tile, column_tile;
-      order.place(tile, row_tile, column_tile);
+    for_tiles<Tr>(order, arguments.shares, [&](const TileWork& work) {
       float d[Tr::kColumns];
-      device::multiply_ring<Shape>(shared.ring, place, arguments.num_blocks, warpgroup, d);
-      const int row = (row_tile * Tr::kCluster + rank) * Tr::kRows + warpgroup * 64 + warp_in_group * 16;
-      const int column = column_tile * Tr::kColumns;
-      constexpr int kUp = Tr::kColumns / 2;  // g stands in d[0 ... kUp), u behind it
-      if constexpr (Tr::kKeepsProducts) {
-        store_tile<Tr>(shared, {&maps.gate_product, arguments.unaligned_gate}, arguments.sizes, row, column,
-                       [&](int i) { return d[i]; });
-        store_tile<Tr>(shared, {&maps.up_product, arguments.unaligned_up}, arguments.sizes, row, column,
-                       [&](int i) { return d[kUp + i]; });
+      device::multiply_ring<Shape>(shared.ring, place, work.count, warpgroup, d);
+      const int row = work.row + row_in_tile;
+      if constexpr (Tr::kCluster == 2) {
+        if (work.shared) {
+          constexpr int kOwn = Tr::kColumns / 2;
+          const int rank = static_cast<int>(blockIdx.x) % 2;
+          float own[kOwn];
+          exchange_halves<Tr>(shared, rank, warpgroup, d, own);
+          store_results<Tr, kOwn>(shared, maps, arguments, row, work.column + rank * kOwn, own);
+          return;
+        }
       }
-      store_tile<Tr>(shared, {&maps.out, arguments.unaligned_out}, arguments.sizes, row, column,
-                     [&](int i) { return d[i] * activate<Tr::kActivation>(d[kUp + i]); });
-    }
+      store_results<Tr, Tr::kColumns>(shared, maps, arguments, row, work.column, d);
+    });
     if (threadIdx.x % 32 == 0) {
       device::wait_stores<0>();
     }

@@ -140,7 +140,7 @@ __device__ __forceinline__ void multiply_tiles(typename Tr::Shared& shared, cons
     }
     if constexpr (Tr::kParts > 1) {
       if (work.shared) {
-        offer_places<Tr>(shared, warpgroup);
+        offer_sums<Tr>(shared, warpgroup);
       }
     }
     const int first_row = group_row + warp_in_group * 16;
@@ -241,7 +241,9 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   if (threadIdx.x == 0) {
     device::init_ring(shared.ring);
     if constexpr (Tr::kParts > 1) {
-      init_exchange<Tr>(shared);
+      for (int i = 0; i < Tr::kWarpgroups; ++i) {
+        device::init_exchange(shared.small.exchange[i]);
+      }
     }
     device::fence_barrier_init();
     device::prefetch_descriptor(&maps.a.whole);

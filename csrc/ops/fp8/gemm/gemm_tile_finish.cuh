@@ -8,10 +8,11 @@
 
 #include "device/cluster_memory.cuh"
 #include "device/mbarrier.cuh"
+#include "device/sum_exchange.cuh"
+#include "device/tile_shares.h"
 #include "device/tma.cuh"
 #include "ops/fp8/gemm/gemm_params.h"
 #include "ops/fp8/gemm/gemm_scale.cuh"
-#include "ops/fp8/gemm/gemm_tile_work.cuh"
 
 namespace htree::fp8 {
 
@@ -21,7 +22,7 @@ struct GemmTileArguments {
   GemmScale a_scale;
   GemmScale b_scale;
   Out* c;  // [m, n], contiguous, or in a transposing kernel [n, m]
-  TileShares shares;
+  device::TileShares shares;
   bool copies_c;  // its rows are aligned to 16 bytes
 };
 
@@ -55,36 +56,20 @@ __device__ __forceinline__ void scale_rows(float by_upper_row, float by_lower_ro
   }
 }
 
-// Of a warpgroup: once per launch, because a block shares at most its last tile.
-struct SumExchange {
-  device::Barrier is_free;   // the places of the same warpgroup of the other block
-  device::Barrier has_sums;  // its own
-};
-
 template <int kCount>
 struct SumExchanges {
-  SumExchange exchange[kCount];
+  device::SumExchange exchange[kCount];
 };
 template <>
 struct SumExchanges<0> {};
 
-// One thread, as init_ring().
-template <class Tr>
-__device__ __forceinline__ void init_exchange(typename Tr::Shared& shared) {
-  for (int i = 0; i < Tr::kWarpgroups; ++i) {
-    device::barrier_init(&shared.small.exchange[i].is_free, 4);
-    device::barrier_init(&shared.small.exchange[i].has_sums, 4);
-  }
-}
-
 // A warp, before the products of a shared tile: the other block may send its sums.
 template <class Tr>
-__device__ __forceinline__ void offer_places(typename Tr::Shared& shared, int warpgroup) {
-  auto& exchange = shared.small.exchange[warpgroup];
+__device__ __forceinline__ void offer_sums(typename Tr::Shared& shared, int warpgroup) {
   if (threadIdx.x % 32 == 0) {
     device::wait_stores_read<0>();
-    device::barrier_arrive_expect(&exchange.has_sums, 32 * Tr::kShare * sizeof(float));
-    device::barrier_arrive_remote(&exchange.is_free, device::cluster_block_rank() ^ 1);
+    device::offer_places(shared.small.exchange[warpgroup], 32 * Tr::kShare * sizeof(float),
+                         device::cluster_block_rank() ^ 1);
   }
   __syncwarp();
 }

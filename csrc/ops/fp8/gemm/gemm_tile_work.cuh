@@ -3,6 +3,7 @@
 
 #include "device/mbarrier.cuh"
 #include "device/tile_order.cuh"
+#include "device/tile_shares.h"
 
 namespace htree::fp8 {
 
@@ -15,23 +16,9 @@ struct TileWork {
   bool shared;  // the other block of the cluster does the rest
 };
 
-// How the launch shares out the tiles; divided on the host, because a loop bound that the device divided
-// would not stay in uniform registers.
-struct TileShares {
-  int num_blocks;    // of k
-  int first_shared;  // the tiles from here on are shared by the two blocks of a cluster
-};
-
-// Shared are the tiles of the last turn of `blocks` blocks, if there are no more of them than clusters, and
-// each block has a k-block.
-inline TileShares share_tiles(int tiles, int blocks, int num_blocks) {
-  const int whole = tiles / blocks * blocks;
-  return {num_blocks, tiles - whole <= blocks / 2 && num_blocks >= 2 ? whole : tiles};
-}
-
 // The block's tiles, one after the other.
 template <class Tr, class Visit>
-__device__ __forceinline__ void for_tiles(const device::TileOrder& order, const TileShares& shares,
+__device__ __forceinline__ void for_tiles(const device::TileOrder& order, const device::TileShares& shares,
                                           Visit&& visit) {
   const int rank = static_cast<int>(blockIdx.x) % Tr::kBlocksPerCluster;  // known to be the same in all lanes
   const int cluster = static_cast<int>(blockIdx.x) / Tr::kBlocksPerCluster;

@@ -32,15 +32,16 @@ cudaError_t launch_tiles(const ForwardParams<typename Tr::T>& p, cudaStream_t st
       result_map(p.gate),
       result_map(p.up),
   };
-  const TileArguments<T> arguments{s, num_k_blocks(s), aligned ? nullptr : p.out, aligned ? nullptr : p.gate,
-                                   aligned ? nullptr : p.up};
   constexpr int kClusterRows = Tr::kRows * Tr::kCluster;
   const device::TileOrder order{static_cast<int>((s.rows + kClusterRows - 1) / kClusterRows),
                                 static_cast<int>((s.inner + Tr::kColumns - 1) / Tr::kColumns),
                                 kRowTilesPerGroup};
-  const int64_t clusters = std::min<int64_t>(processors / Tr::kCluster, order.count());
-  return launch_cluster(tile_kernel<Tr>, dim3(static_cast<unsigned>(clusters * Tr::kCluster)), Tr::kThreads,
-                        Tr::kSharedBytes, Tr::kCluster, stream, maps, order, arguments);
+  const int blocks = std::min(processors / Tr::kCluster, order.count()) * Tr::kCluster;
+  const TileArguments<T> arguments{
+      s, device::share_tiles(order.count() * Tr::kCluster, blocks, num_k_blocks(s)),
+      aligned ? nullptr : p.out, aligned ? nullptr : p.gate, aligned ? nullptr : p.up};
+  return launch_cluster(tile_kernel<Tr>, dim3(static_cast<unsigned>(blocks)), Tr::kThreads, Tr::kSharedBytes,
+                        Tr::kCluster, stream, maps, order, arguments);
 }
 
 template <typename T, Activation kActivation, bool kKeepsProducts>

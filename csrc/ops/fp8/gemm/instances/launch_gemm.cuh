@@ -67,7 +67,8 @@ cudaError_t launch_tiles(const GemmParams<typename Tr::Out>& p, int group, cudaS
   const device::TileOrder order{static_cast<int>((s.m + Tr::kRows - 1) / Tr::kRows),
                                 static_cast<int>((s.n + kClusterColumns - 1) / kClusterColumns), group};
   const int clusters = std::min(processors / Tr::kBlocksPerCluster, order.count());
-  const TileShares shares = share_tiles(order.count(), clusters * Tr::kBlocksPerCluster, num_code_blocks(s));
+  const device::TileShares shares =
+      device::share_tiles(order.count(), clusters * Tr::kBlocksPerCluster, num_code_blocks(s));
   const GemmTileArguments<Out> arguments{
       s,       Tr::kTransposes ? p.b_scale : p.a_scale, Tr::kTransposes ? p.a_scale : p.b_scale, p.c, shares,
       copies_c};

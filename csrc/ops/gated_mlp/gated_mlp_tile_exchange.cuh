@@ -1,0 +1,59 @@
+// The sums of a tile that two blocks of tile_kernel share.
+#pragma once
+
+#include <cstdint>
+
+#include "device/sum_exchange.cuh"
+
+namespace htree::gated_mlp {
+
+// d of a thread holds g and behind it u, each of kColumns columns. Sends the other block of the cluster its
+// half of the columns of both and returns in `own` this block's half, summed: rank 0 finishes the left one.
+// The sums arrive where the warpgroup's rows of x stood, whose products are done.
+template <class Tr>
+__device__ __forceinline__ void exchange_halves(typename Tr::Shared& shared, int rank, int warpgroup,
+                                                const float (&d)[Tr::kColumns],
+                                                float (&own)[Tr::kColumns / 2]) {
+  constexpr int kQuarter = Tr::kColumns / 4;  // sums of g, and of u, that a thread's block finishes
+  constexpr int kPacks = Tr::kColumns / 8;
+  constexpr int kPacksPerStage = 64 * device::kBlockBytes / (128 * 16);
+  static_assert(kPacks <= kPacksPerStage * Tr::Shape::kStages && kQuarter % 4 == 0);
+  const int thread = static_cast<int>(threadIdx.x % 128);
+  const uint32_t other_block = static_cast<uint32_t>(rank ^ 1);
+  device::SumExchange& exchange = shared.exchange[warpgroup];
+  const auto place = [&](int pack) {
+    uint8_t* rows = shared.ring.a[pack / kPacksPerStage] + warpgroup * 64 * device::kBlockBytes;
+    return reinterpret_cast<float4*>(rows) + pack % kPacksPerStage * 128 + thread;
+  };
+  // The first sum of a pack in the left half of the columns; kQuarter further it is that in the right half.
+  const auto left = [](int pack) { return pack * 4 + (pack * 4 < kQuarter ? 0 : kQuarter); };
+  if (thread % 32 == 0) {
+    device::offer_places(exchange, 32 * kPacks * sizeof(float4), other_block);
+  }
+  __syncwarp();
+  device::barrier_wait(&exchange.is_free, 0);
+#pragma unroll
+  for (int pack = 0; pack < kPacks; ++pack) {
+    float4 sums;
+    if (rank == 0) {
+      const float* right = &d[left(pack) + kQuarter];
+      sums = make_float4(right[0], right[1], right[2], right[3]);
+    } else {
+      const float* from = &d[left(pack)];
+      sums = make_float4(from[0], from[1], from[2], from[3]);
+    }
+    device::send_to_block(place(pack), &exchange.has_sums, other_block, sums);
+  }
+  device::barrier_wait(&exchange.has_sums, 0);
+#pragma unroll
+  for (int pack = 0; pack < kPacks; ++pack) {
+    const float4 sums = *place(pack);
+    const float other[4] = {sums.x, sums.y, sums.z, sums.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      own[pack * 4 + i] = (rank == 0 ? d[left(pack) + i] : d[left(pack) + kQuarter + i]) + other[i];
+    }
+  }
+}
+
+}  // namespace htree::gated_mlp
