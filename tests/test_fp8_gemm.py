@@ -251,6 +251,17 @@ def test_every_kernel_of_hopper(case: FP8GemmCase, nan_memory: None) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("m", "n", "k"), [(128, 128, 65536), (16, 256, 32768), (600, 1000, 16384)])
+def test_few_tiles_of_long_sums(m: int, n: int, k: int) -> None:
+    """Few tiles of many k-blocks, which the library cuts into parts."""
+    for scales in ("tensor", "channel"):
+        inputs = FP8GemmCase(name="long", dtype=torch.bfloat16, m=m, n=n, k=k, scales=scales).make_inputs(
+            "cuda"
+        )
+        assert_product(op(*inputs), inputs, sum_error("cuda"))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("n", [8296, 8290])
 def test_many_tiles(n: int) -> None:
     """Many rounds of all multiprocessors, the last row and column tiles ragged."""

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "device/ceil_div.h"
 #include "ops/fp8/gemm/gemm_config.h"
 
 namespace htree::fp8 {
@@ -111,7 +112,7 @@ inline double with_memory(const GemmFacts& f, double time) {
 }
 
 inline int64_t count_k_blocks(const GemmFacts& f) {
-  return (f.k + 127) / 128;
+  return ceil_div(f.k, 128);
 }
 
 // One turn, in which the share `at_work` of the multiprocessors takes `k_blocks`.
@@ -129,7 +130,7 @@ inline double tile_time(const GemmTile& t, const GemmFacts& f) {
   if (t.kind == TileKind::kTransposed && 3 * f.m < 2 * t.rows) {
     return kNever;
   }
-  const int64_t tiles = (f.m + t.rows - 1) / t.rows * ((f.n + t.columns - 1) / t.columns);
+  const int64_t tiles = ceil_div(f.m, t.rows) * ceil_div(f.n, t.columns);
   const int64_t whole = tiles / f.multiprocessors;
   const int64_t rest = tiles % f.multiprocessors;
   const auto k_blocks = static_cast<double>(count_k_blocks(f));
@@ -150,7 +151,7 @@ inline double tile_time(const GemmTile& t, const GemmFacts& f) {
 }
 
 inline int64_t count_blocks(const GemmStream& s, const GemmFacts& f) {
-  return (f.m + s.rows - 1) / s.rows * ((f.n + 63) / 64) * s.parts;
+  return ceil_div(f.m, s.rows) * ceil_div(f.n, 64) * s.parts;
 }
 
 // At least two k-blocks for each part.
@@ -179,9 +180,9 @@ inline double stream_time(const GemmStream& s, const GemmFacts& f) {
          static_cast<double>(whole - 1) * turn(f.multiprocessors, 0.0) + (rest > 0 ? turn(rest, 0.0) : 0.0);
 }
 
-// With its reciprocals of the scales, which are a kernel of their own. The library has kernels of many shapes,
-// so that this errs by a tenth both ways; where ours have enough tiles for the device they win all the same.
-// Beyond kUnthrottled operations the chip lowers its clock.
+// With its reciprocals of the scales, which are a kernel of their own. The library has kernels of many
+// shapes, so that this errs by a tenth both ways; where ours have enough tiles for the device they win all
+// the same. Beyond kUnthrottled operations the chip lowers its clock.
 inline double library_time(const GemmFacts& f) {
   constexpr double kReciprocals = 1.4;
   constexpr double kMargin = 1.02;

@@ -1,6 +1,7 @@
 // cuBLASLt for fp8_gemm. torch's scaled product always offers it a workspace, which makes it choose kernels
 // that clear a counter there first: 2 us of its 110 at 4096^3 on an H200. Without one it takes the same
-// kernels with a fixed order of tiles, and what that saves pays for the reciprocals of the scales.
+// kernels with a fixed order of tiles, and what that saves pays for the reciprocals of the scales. Where c
+// has few tiles it cuts k into parts, and for that it needs the workspace.
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/ops/_scaled_mm.h>
@@ -17,6 +18,7 @@
 #include <tuple>
 #include <type_traits>
 
+#include "device/ceil_div.h"
 #include "ops/fp8/gemm/gemm_launch.h"
 #include "ops/fp8/gemm/gemm_library.h"
 
@@ -182,6 +184,13 @@ bool multiply(const GemmArguments& g, const float* factor_a, const float* factor
   return true;
 }
 
+// Fewer tiles than half of the multiprocessors.
+bool has_few_tiles(const GemmArguments& g) {
+  constexpr int64_t kTile = 128;
+  const int64_t tiles = ceil_div(g.a.size(0), kTile) * ceil_div(g.b.size(1), kTile);
+  return 2 * tiles < at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+}
+
 }  // namespace
 
 void library_gemm(const GemmArguments& g, GemmScale a_scale, GemmScale b_scale, const Tensor& c,
@@ -194,7 +203,7 @@ void library_gemm(const GemmArguments& g, GemmScale a_scale, GemmScale b_scale, 
   float* of_a = reciprocals.mutable_data_ptr<float>();
   float* of_b = of_a + first_b;
   C10_CUDA_CHECK(launch_reciprocals(a_scale, num_a, of_a, b_scale, num_b, of_b, overlaps, stream));
-  if (single && multiply(g, of_a, of_b, c, stream)) {
+  if (single && !has_few_tiles(g) && multiply(g, of_a, of_b, c, stream)) {
     return;
   }
   const Tensor a = reciprocals.narrow(0, 0, num_a);
