@@ -49,6 +49,8 @@ def test_gated_mlp(rows: int, inner: int, options: dict[str, bool], words: str) 
             {"n": 8192, "k": 8192},
             "stream: 16 rows x 64 columns, fp32 sums every 128, groups of 0, 12 stages",
         ),
+        (1, {"n": 14336}, "stream: 16 rows x 64 columns, fp32 sums every 128, groups of 0, 6 stages"),
+        (64, {"n": 14336}, "tile: 128 rows x 112 columns"),
         (33, {}, "stream: 64 rows"),
         (80, {}, "stream: 80 rows"),
         (96, {}, "stream: 96 rows"),
@@ -109,6 +111,10 @@ def test_the_cases_reach_every_kernel_of_hopper() -> None:
             f"stream: {rows} rows x 64 columns {stages} stages k in {parts} parts"
             for rows in (16, 32, 64, 80, 96)
             for parts, stages in ((1, 12 if rows <= 64 else 10), (2, 8), (4, 8))
+        ),
+        *(
+            f"stream: {rows} rows x 64 columns {stages} stages k in 1 parts"
+            for rows, stages in ((16, 6), (32, 5), (80, 5), (96, 5))
         ),
         "stream: 128 rows x 64 columns 7 stages k in 4 parts",
         "stream: 144 rows x 64 columns 7 stages k in 2 parts",

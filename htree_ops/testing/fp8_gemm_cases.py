@@ -156,7 +156,7 @@ KERNEL_CASES = [
     )
     for i, (m, n, k) in enumerate(
         (
-            # streams of 16, 32, 64, 80, 96 rows, k in one, two and four parts; of 128 and 144
+            # streams of 16, 32, 64, 80, 96 rows, k in one, two and four parts; of 128 and 144; two to a multiprocessor
             (3, 5992, 2100),
             (1, 72, 520),
             (5, 70, 1100),
@@ -174,6 +174,10 @@ KERNEL_CASES = [
             (1100, 88, 2100),
             (200, 600, 4100),
             (129, 3830, 2100),
+            (3, 12650, 1100),
+            (17, 14090, 1100),
+            (65, 14984, 1100),
+            (81, 16072, 1100),
             # plain tiles
             (17, 4232, 2100),
             (500, 578, 1600),

@@ -69,20 +69,29 @@ inline constexpr GemmTile kGemmTiles[] = {
     {TileKind::kShared, 192, 128, 4, {1.83, 1.57, 0.422, 0.321}, 0.5},
 };
 
-// Blocks of `rows` rows and 64 columns, of which clusters of `parts` share out k.
+// Blocks of `rows` rows and 64 columns, of which clusters of `parts` share out k. `resident` of them fit a
+// multiprocessor: two with shorter rings, for a little more blocks than multiprocessors.
 struct GemmStream {
   int rows;
   int parts;
+  int stages;
+  int resident;
   GemmCost cost;
 };
 inline constexpr GemmStream kGemmStreams[] = {
-    {16, 1, {0.0, 3.20, 0.106, 0.18}},  {16, 2, {0.0, 2.00, 0.145, 0.18}},  {16, 4, {0.0, 2.10, 0.145, 0.18}},
-    {32, 1, {0.0, 3.20, 0.115, 0.18}},  {32, 2, {0.0, 2.25, 0.152, 0.18}},  {32, 4, {0.0, 2.40, 0.152, 0.18}},
-    {64, 1, {0.0, 3.20, 0.140, 0.18}},  {64, 2, {0.0, 2.55, 0.178, 0.18}},  {64, 4, {0.0, 2.60, 0.178, 0.18}},
-    {80, 1, {0.0, 3.20, 0.160, 0.18}},  {80, 2, {0.0, 2.75, 0.190, 0.18}},  {80, 4, {0.0, 2.80, 0.190, 0.18}},
-    {96, 1, {0.0, 3.20, 0.170, 0.18}},  {96, 2, {0.0, 2.95, 0.198, 0.18}},  {96, 4, {0.0, 3.00, 0.198, 0.18}},
-    {128, 4, {0.0, 3.40, 0.230, 0.18}}, {144, 2, {0.0, 3.75, 0.255, 0.18}},
+    {16, 1, 12, 1, {0.0, 3.20, 0.106, 0.18}}, {16, 2, 8, 1, {0.0, 2.00, 0.145, 0.18}},
+    {16, 4, 8, 1, {0.0, 2.10, 0.145, 0.18}},  {32, 1, 12, 1, {0.0, 3.20, 0.115, 0.18}},
+    {32, 2, 8, 1, {0.0, 2.25, 0.152, 0.18}},  {32, 4, 8, 1, {0.0, 2.40, 0.152, 0.18}},
+    {64, 1, 12, 1, {0.0, 3.20, 0.140, 0.18}}, {64, 2, 8, 1, {0.0, 2.55, 0.178, 0.18}},
+    {64, 4, 8, 1, {0.0, 2.60, 0.178, 0.18}},  {80, 1, 10, 1, {0.0, 3.20, 0.160, 0.18}},
+    {80, 2, 8, 1, {0.0, 2.75, 0.190, 0.18}},  {80, 4, 8, 1, {0.0, 2.80, 0.190, 0.18}},
+    {96, 1, 10, 1, {0.0, 3.20, 0.170, 0.18}}, {96, 2, 8, 1, {0.0, 2.95, 0.198, 0.18}},
+    {96, 4, 8, 1, {0.0, 3.00, 0.198, 0.18}},  {128, 4, 7, 1, {0.0, 3.40, 0.230, 0.18}},
+    {144, 2, 7, 1, {0.0, 3.75, 0.255, 0.18}}, {16, 1, 6, 2, {0.0, 3.20, 0.200, 0.0}},
+    {32, 1, 5, 2, {0.0, 3.20, 0.260, 0.0}},   {80, 1, 5, 2, {0.0, 3.20, 0.350, 0.0}},
+    {96, 1, 5, 2, {0.0, 3.20, 0.375, 0.0}},
 };
+
 // Clusters of four do not fill the chip: its groups of multiprocessors are no multiples of four.
 inline constexpr int64_t kMostBlocksInFours = 96;
 inline double operations(const GemmFacts& f) {
@@ -154,10 +163,15 @@ inline int64_t count_blocks(const GemmStream& s, const GemmFacts& f) {
   return ceil_div(f.m, s.rows) * ceil_div(f.n, 64) * s.parts;
 }
 
-// At least two k-blocks for each part.
+// At least two k-blocks for each part. Where two blocks share a multiprocessor, a single turn, and no row of
+// zeros too many: up to 64 rows tiles are faster than blocks of 80.
 inline bool stream_takes(const GemmStream& s, const GemmFacts& f) {
-  return (s.parts == 1 || f.k >= int64_t{256} * s.parts) &&
-         (s.parts < 4 || count_blocks(s, f) <= kMostBlocksInFours);
+  const int64_t blocks = count_blocks(s, f);
+  const bool has_k = s.parts == 1 || f.k >= int64_t{256} * s.parts;
+  const bool in_fours = s.parts < 4 || blocks <= kMostBlocksInFours;
+  const bool in_twos = s.resident == 1 || (blocks > f.multiprocessors && blocks <= 2 * f.multiprocessors &&
+                                           (s.rows <= 32 || f.m > 64));
+  return has_k && in_fours && in_twos;
 }
 
 // The blocks come in turns, each of which waits for its share of the bytes: a short last one leaves the
@@ -165,8 +179,9 @@ inline bool stream_takes(const GemmStream& s, const GemmFacts& f) {
 inline double stream_time(const GemmStream& s, const GemmFacts& f) {
   constexpr double kBytesPerUs = 4.2e6;
   const int64_t blocks = count_blocks(s, f);
-  const int64_t whole = blocks / f.multiprocessors;
-  const int64_t rest = blocks % f.multiprocessors;
+  const int64_t at_once = int64_t{f.multiprocessors} * s.resident;
+  const int64_t whole = blocks / at_once;
+  const int64_t rest = blocks % at_once;
   const double k_blocks = static_cast<double>(count_k_blocks(f)) / s.parts;
   const double bytes = bytes_time(f, kBytesPerUs) / static_cast<double>(blocks);  // of a block
   const auto turn = [&](int64_t count, double first_bytes) {
@@ -176,8 +191,8 @@ inline double stream_time(const GemmStream& s, const GemmFacts& f) {
   if (whole == 0) {
     return turn(rest, kFirstBytesUs);
   }
-  return turn(f.multiprocessors, kFirstBytesUs) +
-         static_cast<double>(whole - 1) * turn(f.multiprocessors, 0.0) + (rest > 0 ? turn(rest, 0.0) : 0.0);
+  return turn(at_once, kFirstBytesUs) + static_cast<double>(whole - 1) * turn(at_once, 0.0) +
+         (rest > 0 ? turn(rest, 0.0) : 0.0);
 }
 
 // With its reciprocals of the scales, which are a kernel of their own. The library has kernels of many
@@ -225,7 +240,7 @@ inline GemmConfig choose_gemm_config(const GemmFacts& f) {
               .columns = 64,
               .promote = 128,
               .group = 0,
-              .stages = stream_stages(s.rows, s.parts),
+              .stages = s.stages,
               .cluster = 1,
               .parts = s.parts,
               .transposes = false};

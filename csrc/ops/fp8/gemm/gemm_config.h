@@ -59,17 +59,6 @@ constexpr GemmConfig config_of(const ForcedGemmConfig& f) {
 // Row tiles that the tile kernels sweep together; column tiles where they transpose.
 inline constexpr int kTileGroup = 16;
 
-// The stream kernels: their rows per block, and among how many blocks k may be shared out.
-constexpr int least_parts(int rows) {
-  return rows == 128 ? 4 : rows == 144 ? 2 : 1;
-}
-constexpr int most_parts(int rows) {
-  return rows == 144 ? 2 : 4;
-}
-constexpr int stream_stages(int rows, int parts) {
-  return parts == 1 ? (rows <= 64 ? 12 : 10) : rows <= 96 ? 8 : 7;
-}
-
 inline std::string describe(const GemmConfig& c) {
   switch (c.kernel) {
     case GemmKernel::kHalf:

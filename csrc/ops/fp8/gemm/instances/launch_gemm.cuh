@@ -108,9 +108,22 @@ bool is_tile(const GemmConfig& c) {
 
 // The one of Tiles that `c` describes.
 template <class... Tiles, typename Out>
-cudaError_t launch_described(const GemmParams<Out>& p, const GemmConfig& c, cudaStream_t stream) {
+cudaError_t launch_described_tile(const GemmParams<Out>& p, const GemmConfig& c, cudaStream_t stream) {
   cudaError_t error = cudaErrorNotSupported;
   (void)((is_tile<Tiles>(c) && (error = launch_tiles<Tiles>(p, c.group, stream), true)) || ...);
+  return error;
+}
+
+template <class Tr>
+bool is_stream(const GemmConfig& c) {
+  return c.rows == Tr::kRows && c.stages == Tr::Shape::kStages && c.parts == Tr::kParts;
+}
+
+// The one of Streams that `c` describes.
+template <class... Streams, typename Out>
+cudaError_t launch_described_stream(const GemmParams<Out>& p, const GemmConfig& c, cudaStream_t stream) {
+  cudaError_t error = cudaErrorNotSupported;
+  (void)((is_stream<Streams>(c) && (error = launch_streams<Streams>(p, stream), true)) || ...);
   return error;
 }
 
@@ -126,7 +139,7 @@ using TransposedTile = GemmTileTraits<Out, kColumns / 64, kColumns, kRows, kStag
 
 template <typename Out>
 cudaError_t launch_gemm_tile(const GemmParams<Out>& p, const GemmConfig& c, cudaStream_t stream) {
-  return launch_described<
+  return launch_described_tile<
       PlainTile<Out, 64, 48, 14>, PlainTile<Out, 64, 64, 12>, PlainTile<Out, 64, 80, 11>,
       PlainTile<Out, 128, 64, 8>, PlainTile<Out, 128, 80, 7>, PlainTile<Out, 128, 96, 7>,
       PlainTile<Out, 128, 112, 6>, PlainTile<Out, 128, 128, 5>, PlainTile<Out, 128, 128, 6>,
@@ -139,39 +152,18 @@ cudaError_t launch_gemm_tile(const GemmParams<Out>& p, const GemmConfig& c, cuda
       GemmTileTraits<Out, 2, 128, 128, 5, 64, 1>, GemmTileTraits<Out, 2, 256, 128, 4, 64, 2>>(p, c, stream);
 }
 
-template <typename Out, int kRows, int kParts = most_parts(kRows)>
-cudaError_t launch_stream_rows(const GemmParams<Out>& p, const GemmConfig& c, cudaStream_t stream) {
-  constexpr int kStages = stream_stages(kRows, kParts);
-  if (c.parts == kParts && c.stages == kStages) {
-    return launch_streams<GemmStreamTraits<Out, kRows, kStages, kParts>>(p, stream);
-  }
-  if constexpr (kParts > least_parts(kRows)) {
-    return launch_stream_rows<Out, kRows, kParts / 2>(p, c, stream);
-  } else {
-    return cudaErrorNotSupported;
-  }
-}
-
 template <typename Out>
 cudaError_t launch_gemm_stream(const GemmParams<Out>& p, const GemmConfig& c, cudaStream_t stream) {
-  switch (c.rows) {
-    case 16:
-      return launch_stream_rows<Out, 16>(p, c, stream);
-    case 32:
-      return launch_stream_rows<Out, 32>(p, c, stream);
-    case 64:
-      return launch_stream_rows<Out, 64>(p, c, stream);
-    case 80:
-      return launch_stream_rows<Out, 80>(p, c, stream);
-    case 96:
-      return launch_stream_rows<Out, 96>(p, c, stream);
-    case 128:
-      return launch_stream_rows<Out, 128>(p, c, stream);
-    case 144:
-      return launch_stream_rows<Out, 144>(p, c, stream);
-    default:
-      return cudaErrorNotSupported;
-  }
+  return launch_described_stream<
+      GemmStreamTraits<Out, 16, 12, 1>, GemmStreamTraits<Out, 16, 8, 2>, GemmStreamTraits<Out, 16, 8, 4>,
+      GemmStreamTraits<Out, 32, 12, 1>, GemmStreamTraits<Out, 32, 8, 2>, GemmStreamTraits<Out, 32, 8, 4>,
+      GemmStreamTraits<Out, 64, 12, 1>, GemmStreamTraits<Out, 64, 8, 2>, GemmStreamTraits<Out, 64, 8, 4>,
+      GemmStreamTraits<Out, 80, 10, 1>, GemmStreamTraits<Out, 80, 8, 2>, GemmStreamTraits<Out, 80, 8, 4>,
+      GemmStreamTraits<Out, 96, 10, 1>, GemmStreamTraits<Out, 96, 8, 2>, GemmStreamTraits<Out, 96, 8, 4>,
+      GemmStreamTraits<Out, 128, 7, 4>, GemmStreamTraits<Out, 144, 7, 2>,
+      // two to a multiprocessor
+      GemmStreamTraits<Out, 16, 6, 1>, GemmStreamTraits<Out, 32, 5, 1>, GemmStreamTraits<Out, 80, 5, 1>,
+      GemmStreamTraits<Out, 96, 5, 1>>(p, c, stream);
 }
 
 }  // namespace htree::fp8
