@@ -6,7 +6,9 @@ Longer than other files because its parts share a fake clock and small cases.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import subprocess
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,6 +110,16 @@ def test_measure_on_a_fake_clock():
     ):  # the compiling call is not counted
         assert measured[name].median_us == pytest.approx(expected)
         assert measured[name].num_samples == 20
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6])
+def test_each_candidate_follows_each_other_one_equally_often(count: int) -> None:
+    followers: Counter[tuple[int, int]] = Counter()
+    for turn in range(2 * count):
+        order = timing.order_of_turn(count, turn)
+        assert sorted(order) == list(range(count))
+        followers.update(itertools.pairwise(order))
+    assert followers == dict.fromkeys(itertools.permutations(range(count), 2), 2)
 
 
 def test_a_disturbed_measurement_is_taken_again():

@@ -1,10 +1,11 @@
-"""Every op on the last GPU while the first is the current one (docs/semantics.md §0.1).
+"""Every op on the last GPU while the first is the current one, and as the first of a thread (docs/semantics.md §0.1).
 
 With a single GPU both are the same card, and what is left of the test is that a call repeats its bits.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -67,5 +68,29 @@ def test_the_device_of_the_arguments_is_the_one_that_works(call: Call) -> None:
         found = [*tensors_of(result), *(x for a in arguments for x in tensors_of(a))]
         assert {x.device for x in found if x.is_cuda} == {device}
         results.append([x.cpu().contiguous().view(torch.uint8) for x in found if x.dim()])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.op)
+def test_a_thread_may_begin_with_any_op(call: Call) -> None:
+    """Such a thread has no CUDA context yet, and where the cache of the allocator serves it, it gets none."""
+    device = torch.device("cuda", torch.cuda.current_device())
+
+    def work(arguments: list[Any], keywords: dict[str, Any]) -> list[torch.Tensor]:
+        return [x for x in tensors_of(call.overload(*arguments, **keywords)) if x.dim()]
+
+    results = []
+    for in_thread in (False, True):
+        arguments = [placed(x, device) for x in call.args]
+        keywords = {name: placed(x, device) for name, x in call.kwargs.items()}
+        if in_thread:
+            with ThreadPoolExecutor(1) as thread:
+                found = thread.submit(work, arguments, keywords).result()
+        else:
+            found = work(arguments, keywords)
+        results.append([x.cpu().contiguous().view(torch.uint8) for x in found])
+        del found
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)

@@ -50,14 +50,30 @@ inline TensorMapEncoder tensor_map_encoder() {
   return encoder;
 }
 
+// The encoder wants a current context, which a thread has only after a call of the runtime that needs one:
+// choosing the device that is current is such a call, and allowed while a stream is captured.
+inline void bind_context() {
+  int device = 0;
+  if (cudaGetDevice(&device) == cudaSuccess) {
+    cudaSetDevice(device);
+  }
+}
+
 // Throws std::runtime_error with the sizes when the driver refuses the box.
 inline CUtensorMap make_tensor_map(const TensorBox& b) {
   CUtensorMap map;
   const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
-  const CUresult result =
-      tensor_map_encoder()(&map, b.type, static_cast<cuuint32_t>(b.rank), const_cast<void*>(b.data), b.sizes,
-                           b.strides_bytes, b.box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, b.swizzle,
-                           b.promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto encode = [&] {
+    return tensor_map_encoder()(&map, b.type, static_cast<cuuint32_t>(b.rank), const_cast<void*>(b.data),
+                                b.sizes, b.strides_bytes, b.box, element_strides,
+                                CU_TENSOR_MAP_INTERLEAVE_NONE, b.swizzle, b.promotion,
+                                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult result = encode();
+  if (result == CUDA_ERROR_INVALID_CONTEXT) {  // the first CUDA call of this thread
+    bind_context();
+    result = encode();
+  }
   if (result != CUDA_SUCCESS) {
     std::string text = "htree: the driver refused a tensor copy descriptor (error " +
                        std::to_string(static_cast<int>(result)) + "); sizes, box and strides in bytes:";
