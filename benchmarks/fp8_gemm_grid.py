@@ -1,0 +1,121 @@
+"""``fp8_gemm`` against ``torch._scaled_mm`` over the matrix sizes of transformers: where the library is faster.
+
+Run: ``python benchmarks/fp8_gemm_grid.py --csv PATH`` on a GPU with FP8 tensor cores; about a minute. Both get the same
+codes and one scale per operand, the library its reciprocal, and give bf16; the library does not use fast accumulation.
+Times are of graph replays of a few milliseconds in turns. Figures are reported, never asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import htree_ops  # noqa: F401 - registers the ops
+from htree_ops.bench import results, timing
+from htree_ops.bench.plain_rows import print_rows
+from htree_ops.testing.fp8_gemm_cases import FP8GemmCase
+
+#: (n, k) of the weights and the rows that meet them: projections of models with 2048 to 8192 channels, and long sums.
+FEW = (1, 16, 32, 64, 96, 128)
+SOME = (192, 256, 300, 384, 512, 600, 768)
+MANY = (1024, 1200, 2048)
+SHAPES: tuple[tuple[int, int, tuple[int, ...]], ...] = (
+    (4096, 4096, (*FEW, *SOME, *MANY, 4096)),
+    (8192, 8192, (*FEW, *SOME, 1024, 8192)),
+    (5120, 5120, (*FEW, *SOME, *MANY)),
+    (3584, 3584, (*FEW, *SOME, *MANY)),
+    (2048, 2048, (*FEW, *SOME, *MANY)),
+    (6144, 4096, (*FEW, *SOME, *MANY)),
+    (14336, 4096, (*FEW, *SOME, *MANY)),
+    (28672, 4096, (*FEW, *SOME, 1024)),
+    (4096, 14336, (*FEW, *SOME, *MANY)),
+    (11264, 4096, (*FEW, *SOME, *MANY)),
+    (10240, 8192, (*FEW, *SOME, 1024)),
+    (18944, 3584, (*FEW, *SOME, 1024)),
+    (1024, 4096, (*FEW, *SOME, *MANY)),
+    (4096, 512, (*FEW, *SOME, *MANY)),
+    (2112, 7168, (*FEW, *SOME, *MANY, 4096)),
+    (7168, 1536, (*FEW, *SOME, *MANY, 4096)),
+    (24576, 1536, (*FEW, *SOME, 1024, 4096)),
+    (128, 65536, (16, 128)),
+    (512, 32768, (64, 512)),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridRow:
+    """A product [m, k] by [k, n]; medians in microseconds, ``speedup`` is the library's over ours."""
+
+    gpu: str
+    torch: str
+    commit: str
+    m: int
+    n: int
+    k: int
+    fp8_gemm_us: float
+    scaled_mm_us: float
+    speedup: float
+
+
+def measure(environment: results.Environment, m: int, n: int, k: int, milliseconds: float) -> GridRow:
+    """Times one size: graph replays of about ``milliseconds`` each, in turns."""
+    case = FP8GemmCase(name="grid", dtype=torch.bfloat16, m=m, n=n, k=k)
+    inputs = [case.make_inputs("cuda", seed) for seed in range(timing.num_input_sets(case.bytes()))]
+    ours = [partial(torch.ops.htree.fp8_gemm, *x) for x in inputs]
+    library = [
+        partial(torch._scaled_mm, a, b, 1 / a_scale, 1 / b_scale, out_dtype=dtype)
+        for a, b, a_scale, b_scale, dtype in inputs
+    ]
+    clock = timing.clock_for("cuda")
+    replays: dict[str, list[timing.Call]] = {}
+    counts = {}
+    for name, calls in (("ours", ours), ("library", library)):
+        call_us = timing.warm_up(calls, clock, 2.0)
+        replay, count = timing.capture(calls)
+        times = max(1, math.ceil(milliseconds * 1e3 / (count * call_us)))
+        replays[name], counts[name] = [partial(repeat, replay, times)], count * times
+    measured = timing.measure(replays, clock, timing.Effort(rounds=5, burst=1, warm_up_ms=1.0))
+    ours_us, library_us = (measured[name].scaled(1 / counts[name]).median_us for name in ("ours", "library"))
+    return GridRow(
+        gpu=environment.gpu,
+        torch=environment.torch,
+        commit=environment.commit,
+        m=m,
+        n=n,
+        k=k,
+        fp8_gemm_us=ours_us,
+        scaled_mm_us=library_us,
+        speedup=library_us / ours_us,
+    )
+
+
+def repeat(call: timing.Call, times: int) -> None:
+    for _ in range(times):
+        call()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table, the mean and what the library computes faster; writes the rows where ``--csv`` says."""
+    parser = argparse.ArgumentParser(description="fp8_gemm against torch._scaled_mm over a grid of sizes")
+    parser.add_argument("--milliseconds", type=float, default=2.0, help="of a turn")
+    parser.add_argument("--csv", type=Path, help="write the rows to this file")
+    arguments = parser.parse_args(argv)
+    here = results.collect_environment("cuda", timing.copy_bandwidth("cuda"))
+    rows = [measure(here, m, n, k, arguments.milliseconds) for n, k, sizes in SHAPES for m in sizes]
+    print_rows(rows, arguments.csv)
+    mean = math.exp(sum(math.log(row.speedup) for row in rows) / len(rows))
+    slower = sorted((row for row in rows if row.speedup < 1), key=lambda row: row.speedup)
+    print(f"{len(rows)} sizes, geometric mean {mean:.3f}; the library is faster at {len(slower)}:")
+    print(", ".join(f"{row.m}x{row.n}x{row.k} {row.speedup:.2f}" for row in slower))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
