@@ -196,11 +196,11 @@ std::tuple<int, int, int, bool> rmsnorm_rope_config(int64_t width, int64_t head_
   return {config.threads, config.pairs, config.stages, config.vectorised};
 }
 
-// The kernel of gated_mlp for a result [rows, inner], in words.
-std::string gated_mlp_config(int64_t rows, int64_t inner, bool hopper_half, bool keeps_products,
-                             int multiprocessors) {
+// The kernel of gated_mlp for a result [rows, inner] and sums of length hidden, in words.
+std::string gated_mlp_config(int64_t rows, int64_t inner, int64_t hidden, bool hopper_half,
+                             bool keeps_products, int multiprocessors) {
   return htree::gated_mlp::describe(
-      htree::gated_mlp::choose_config({rows, inner, hopper_half, keeps_products, multiprocessors}));
+      htree::gated_mlp::choose_config({rows, inner, hidden, hopper_half, keeps_products, multiprocessors}));
 }
 
 // The kernel that a tuple of the GATED_MLP space names; invalid_argument where none is compiled.
@@ -271,8 +271,9 @@ PYBIND11_MODULE(_host, module) {
              py::arg("element_size"), py::arg("vectorised"), py::arg("backward") = false,
              "The kernel that rmsnorm_rope takes for rows of `width` elements.");
   module.def("gated_mlp_config", &gated_mlp_config, py::arg("rows"), py::arg("inner"),
-             py::arg("hopper_half") = true, py::arg("keeps_products") = false,
-             py::arg("multiprocessors") = 132, "The kernel that gated_mlp takes for a result [rows, inner].");
+             py::arg("hidden") = 4096, py::arg("hopper_half") = true, py::arg("keeps_products") = false,
+             py::arg("multiprocessors") = 132,
+             "The kernel that gated_mlp takes for a result [rows, inner] and sums of length hidden.");
   module.def("gated_mlp_forced_config", &gated_mlp_forced_config, py::arg("BLOCK_M"), py::arg("BLOCK_N"),
              py::arg("BLOCK_K"), py::arg("num_warps"), py::arg("num_stages"),
              "The kernel that a tuple of the tuning space names. ValueError where none is compiled.");

@@ -24,6 +24,7 @@ from htree_ops.testing.gated_mlp_cases import (
     RTOL,
     SIDES,
     WIDE_CASES,
+    WIDE_CONFIG,
     GatedMLPCase,
     assert_forward,
     assert_gradients,
@@ -321,11 +322,12 @@ def test_configurations_need_their_kernels() -> None:
 @pytest.mark.parametrize("case", WIDE_CASES, ids=case_id)
 def test_wide_tiles(case: GatedMLPCase, nan_memory: None) -> None:
     inputs = case.make_inputs("cuda")
-    out = op(*inputs)
+    out = op(*inputs, list(WIDE_CONFIG))
     assert_forward(out, inputs)
-    assert torch.equal(op(*inputs), out), "two runs must agree bit for bit"
+    assert torch.equal(op(*inputs, list(WIDE_CONFIG)), out), "two runs must agree bit for bit"
     kept, gate, up = torch.ops.htree.gated_mlp_forward(*inputs)
-    assert torch.equal(kept, out)
+    assert_forward(kept, inputs)
+    assert torch.equal(op(*inputs), kept)
     x, gate_weight, up_weight = inputs[:3]
     torch.testing.assert_close(gate, x @ gate_weight.mT)
     torch.testing.assert_close(up, x @ up_weight.mT)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from htree_ops.testing.fp8_gemm_cases import KERNEL_CASES
+from htree_ops.testing.gated_mlp_cases import WIDE_CASES
 
 try:
     from htree_ops import _host
@@ -21,14 +24,23 @@ pytestmark = pytest.mark.skipif(_host is None, reason="_host is not built for th
         (17, 11264, {}, "stream: 32 rows"),
         (64, 11264, {}, "stream: 64 rows"),
         (65, 11264, {}, "tile: 128 rows x 64 columns"),
-        (256, 11264, {}, "tile: 128 rows x 64 columns"),
+        (192, 11264, {}, "tile: 128 rows x 128 columns"),
+        (256, 11264, {}, "tile: 128 rows x 128 columns"),
+        (384, 11264, {}, "tile: 128 rows x 64 columns"),
+        (1024, 2816, {"hidden": 1024}, "tile: 128 rows x 64 columns"),
         (4096, 11264, {}, "tile: 128 rows x 128 columns, 4 stages, clusters of 2"),
         (1, 11264, {"keeps_products": True}, "tile: 128 rows x 64 columns"),
         (4096, 11264, {"hopper_half": False}, "composed"),
     ],
 )
-def test_gated_mlp(rows: int, inner: int, options: dict[str, bool], words: str) -> None:
+def test_gated_mlp(rows: int, inner: int, options: dict[str, Any], words: str) -> None:
     assert _host.gated_mlp_config(rows, inner, **options).startswith(words)
+
+
+def test_gated_mlp_takes_wide_tiles_for_the_first_cases() -> None:
+    for case in WIDE_CASES[:4]:
+        words = _host.gated_mlp_config(case.num_rows, case.inner, case.hidden, keeps_products=True)
+        assert words.startswith("tile: 128 rows x 128 columns")
 
 
 @pytest.mark.parametrize(

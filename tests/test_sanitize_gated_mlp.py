@@ -11,6 +11,7 @@ from htree_ops.testing.cases import case_id, normal
 from htree_ops.testing.gated_mlp_cases import (
     ACTIVATIONS,
     WIDE_CASES,
+    WIDE_CONFIG,
     GatedMLPCase,
     assert_forward,
     assert_gradients,
@@ -54,5 +55,5 @@ def test_wide_tiles(case: GatedMLPCase) -> None:
         inputs[0][:16],
         *inputs[1:],
     )  # the reference is slow under a tool; test_gated_mlp.py compares all rows
-    assert_forward(torch.ops.htree.gated_mlp(*inputs)[:16], first)
+    assert_forward(torch.ops.htree.gated_mlp(*inputs, list(WIDE_CONFIG))[:16], first)
     assert_forward(torch.ops.htree.gated_mlp_forward(*inputs)[0][:16], first)

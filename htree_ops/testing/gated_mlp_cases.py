@@ -24,6 +24,7 @@ __all__ = [
     "RTOL",
     "SIDES",
     "WIDE_CASES",
+    "WIDE_CONFIG",
     "GatedMLPBackwardCase",
     "GatedMLPCase",
     "assert_forward",
@@ -232,8 +233,9 @@ LAYOUT_CASES = [
     for dtype in DTYPES
 ]
 
-#: The kernel of large problems on Hopper: the blocks of a cluster share the k of the last tiles, an odd number of
-#: k-blocks, with rows of the result that tensor copies do not store, a single tile of a cluster; in the last case none.
+#: For the wide tiles of Hopper, which the first two get without asking: the blocks of a cluster share the k of the
+#: last tiles, an odd number of k-blocks, rows of the result that tensor copies do not store, a single tile of a
+#: cluster, fewer rows than a block's tile has; in the last two none is shared.
 WIDE_CASES = [
     GatedMLPCase(
         name=f"{rows}_{inner}_{hidden}",
@@ -244,10 +246,20 @@ WIDE_CASES = [
         activation=ACTIVATIONS[i % 2],
     )
     for i, (rows, inner, hidden) in enumerate(
-        ((1400, 3456, 200), (1400, 3400, 264), (2300, 2830, 72), (1700, 2400, 136), (2300, 2830, 64))
+        (
+            (1400, 3456, 1096),
+            (2300, 2830, 1088),
+            (1400, 3400, 264),
+            (1700, 2400, 136),
+            (190, 11270, 72),
+            (1400, 3600, 136),
+            (2300, 2830, 64),
+        )
     )
     for dtype in (torch.bfloat16, torch.float16)
 ]
+#: The tuple of the tuning space that names them.
+WIDE_CONFIG = (128, 128, 64, 8, 4)
 
 BENCHMARK_CASES: dict[str, list[GatedMLPCase]] = {
     "cuda": [

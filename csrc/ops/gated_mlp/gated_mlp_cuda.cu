@@ -105,8 +105,12 @@ void launch_composed(const Operands& o, const Results& results, cudaStream_t str
 void forward_cuda(const Operands& o, at::IntArrayRef config, const Results& results) {
   const LaunchScope scope(o.x);
   const WithoutAutocast guard(c10::autocast_dispatch_keyset);
-  const Facts facts{o.sizes.rows, o.sizes.inner, is_half(o.x) && has_hopper_kernels(),
-                    results.linear.defined(), at::cuda::getCurrentDeviceProperties()->multiProcessorCount};
+  const Facts facts{o.sizes.rows,
+                    o.sizes.inner,
+                    o.sizes.hidden,
+                    is_half(o.x) && has_hopper_kernels(),
+                    results.linear.defined(),
+                    at::cuda::getCurrentDeviceProperties()->multiProcessorCount};
   KernelConfig choice = choose_config(facts);
   if (!config.empty()) {
     TORCH_CHECK_NOT_IMPLEMENTED(

@@ -13,6 +13,7 @@
 #include "device/gemm_pipeline.cuh"
 #include "device/hopper_limits.h"
 #include "device/mma.cuh"
+#include "device/operand_copy.cuh"
 #include "device/shared_address.cuh"
 #include "device/stmatrix.cuh"
 #include "device/sum_exchange.cuh"
@@ -53,10 +54,10 @@ struct TileTraits {
   static_assert(kSharedBytes <= device::kHopperSharedBytes);
 };
 
-// Tensor copies of x [rows, hidden] and the weights [inner, hidden] by boxes of 128 bytes x 128 or kColumns
+// Tensor copies of x [rows, hidden] and the weights [inner, hidden] by boxes of 128 bytes x kRows or kColumns
 // rows, and of the results [rows, inner] by 64 columns x 16 rows.
 struct TileMaps {
-  CUtensorMap x;
+  device::OperandMaps x;
   CUtensorMap gate;
   CUtensorMap up;
   CUtensorMap out;
@@ -76,25 +77,28 @@ struct TileArguments {
 
 template <class Tr>
 __device__ __forceinline__ void load_tiles(typename Tr::Shared& shared, const TileMaps& maps,
-                                           const device::TileOrder& order, const device::TileShares& shares) {
+                                           const device::TileOrder& order,
+                                           const TileArguments<typename Tr::T>& arguments) {
   using Shape = typename Tr::Shape;
   constexpr int kWeightBytes = Tr::kColumns * device::kBlockBytes;
   const int rank = static_cast<int>(blockIdx.x) % Tr::kCluster;
   device::RingPlace<Shape::kStages> place;
-  for_tiles<Tr>(order, shares, [&](const TileWork& work) {
+  for_tiles<Tr>(order, arguments.shares, [&](const TileWork& work) {
+    const device::OperandCopy<Tr::kRows, 1> of_x(maps.x, work.row, arguments.sizes.rows);
     const bool by_both = Tr::kCluster == 2 && !work.shared;
-    device::fill_ring<Shape>(
-        shared.ring, place, work.count, [&](uint8_t* a, uint8_t* b, int block_idx, device::Barrier* full) {
-          const int k = (work.first + block_idx) * Shape::kBlockK;
-          device::tensor_load_2d(a, &maps.x, k, work.row, full);
-          if (by_both) {
-            device::tensor_load_2d_multicast(b + rank * kWeightBytes, rank == 0 ? &maps.gate : &maps.up, k,
-                                             work.column, full, 3);
-          } else {
-            device::tensor_load_2d(b, &maps.gate, k, work.column, full);
-            device::tensor_load_2d(b + kWeightBytes, &maps.up, k, work.column, full);
-          }
-        });
+    device::fill_ring<Shape>(shared.ring, place, work.count, of_x.bytes + Shape::kBytesB,
+                             [&](uint8_t* a, uint8_t* b, int block_idx, device::Barrier* full) {
+                               const int k = (work.first + block_idx) * Shape::kBlockK;
+                               of_x.start(a, k, full);
+                               if (by_both) {
+                                 device::tensor_load_2d_multicast(b + rank * kWeightBytes,
+                                                                  rank == 0 ? &maps.gate : &maps.up, k,
+                                                                  work.column, full, 3);
+                               } else {
+                                 device::tensor_load_2d(b, &maps.gate, k, work.column, full);
+                                 device::tensor_load_2d(b + kWeightBytes, &maps.up, k, work.column, full);
+                               }
+                             });
   });
 }
 
@@ -188,7 +192,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       device::init_exchange(shared.exchange[i]);
     }
     device::fence_barrier_init();
-    device::prefetch_descriptor(&maps.x);
+    device::prefetch_descriptor(&maps.x.whole);
     device::prefetch_descriptor(&maps.gate);
     device::prefetch_descriptor(&maps.up);
     device::prefetch_descriptor(&maps.out);
@@ -203,7 +207,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   if (warpgroup < 0) {
     device::lower_registers<Tr::kLoaderRegisters>();
     if (threadIdx.x == 0) {
-      load_tiles<Tr>(shared, maps, order, arguments.shares);
+      load_tiles<Tr>(shared, maps, order, arguments);
     }
     __syncwarp();
   } else {

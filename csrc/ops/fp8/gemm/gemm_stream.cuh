@@ -14,9 +14,9 @@
 #include "device/kernel_overlap.cuh"
 #include "device/mma.cuh"
 #include "device/numeric.cuh"
+#include "device/operand_copy.cuh"
 #include "device/shared_address.cuh"
 #include "device/stmatrix.cuh"
-#include "ops/fp8/gemm/gemm_copy.cuh"
 #include "ops/fp8/gemm/gemm_multiply.cuh"
 #include "ops/fp8/gemm/gemm_scale.cuh"
 
@@ -54,8 +54,8 @@ struct GemmStreamTraits {
 };
 
 struct GemmStreamMaps {
-  GemmOperandMaps a;  // [m, k]
-  GemmOperandMaps b;  // [n, k]
+  device::OperandMaps a;  // [m, k]
+  device::OperandMaps b;  // [n, k]
 };
 
 __device__ __forceinline__ void copy_sums(float& pack, const float* sums) {
@@ -172,8 +172,8 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   device::RingPlace<Shape::kStages> place;
   if (warp == Tr::kMultipliers / 32) {
     if (lane == 0) {
-      const OperandCopy<Tr::kColumns, 1> of_b(maps.b, column, p.sizes.n);
-      const OperandCopy<Tr::kRows, 1> of_a(maps.a, row, p.sizes.m);
+      const device::OperandCopy<Tr::kColumns, 1> of_b(maps.b, column, p.sizes.n);
+      const device::OperandCopy<Tr::kRows, 1> of_a(maps.a, row, p.sizes.m);
       device::fill_ring<Shape>(ring, place, count, of_a.bytes + of_b.bytes,
                                [&](uint8_t* b, uint8_t* a, int block_idx, device::Barrier* full) {
                                  const int k = (first_block + block_idx) * Shape::kBlockK;

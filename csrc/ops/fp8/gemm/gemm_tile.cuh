@@ -16,9 +16,9 @@
 
 #include "device/hopper_limits.h"
 #include "device/kernel_overlap.cuh"
+#include "device/operand_copy.cuh"
 #include "device/shared_address.cuh"
 #include "device/tile_order.cuh"
-#include "ops/fp8/gemm/gemm_copy.cuh"
 #include "ops/fp8/gemm/gemm_multiply.cuh"
 #include "ops/fp8/gemm/gemm_scale.cuh"
 #include "ops/fp8/gemm/gemm_store.cuh"
@@ -84,9 +84,9 @@ struct GemmTileTraits {
 };
 
 struct GemmTileMaps {
-  GemmOperandMaps a;  // [m, k]
-  GemmOperandMaps b;  // [n, k]
-  CUtensorMap c;      // boxes of Tr::Store; unused where `copies_c` is false
+  device::OperandMaps a;  // [m, k]
+  device::OperandMaps b;  // [n, k]
+  CUtensorMap c;          // boxes of Tr::Store; unused where `copies_c` is false
 };
 
 template <class Tr>
@@ -96,8 +96,10 @@ __device__ __forceinline__ void load_tiles(typename Tr::Shared& shared, const Ge
   using Shape = typename Tr::Shape;
   device::RingPlace<Shape::kStages> place;
   for_tiles<Tr>(order, p.shares, [&](const TileWork& work) {
-    const OperandCopy<Tr::kRows, Tr::kCluster> of_a(maps.a, int64_t{work.row_tile} * Tr::kRows, p.sizes.m);
-    const OperandCopy<Tr::kColumns, 1> of_b(maps.b, int64_t{work.column_tile} * Tr::kColumns, p.sizes.n);
+    const device::OperandCopy<Tr::kRows, Tr::kCluster> of_a(maps.a, int64_t{work.row_tile} * Tr::kRows,
+                                                            p.sizes.m);
+    const device::OperandCopy<Tr::kColumns, 1> of_b(maps.b, int64_t{work.column_tile} * Tr::kColumns,
+                                                    p.sizes.n);
     device::fill_ring<Shape>(shared.ring, place, work.count, of_a.bytes + of_b.bytes,
                              [&](uint8_t* a, uint8_t* b, int block_idx, device::Barrier* full) {
                                const int k = (work.first + block_idx) * Shape::kBlockK;

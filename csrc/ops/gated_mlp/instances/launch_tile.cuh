@@ -24,8 +24,10 @@ cudaError_t launch_tiles(const ForwardParams<typename Tr::T>& p, cudaStream_t st
   const auto result_map = [&](T* data) {
     return aligned && data != nullptr ? matrix_map<T>(data, s.rows, s.inner, s.inner, 16) : CUtensorMap{};
   };
+  const int rest = static_cast<int>(s.rows % Tr::kRows);
   const TileMaps maps{
-      matrix_map(p.x.data, s.rows, s.hidden, p.x.pitch, Tr::kRows),
+      {matrix_map(p.x.data, s.rows, s.hidden, p.x.pitch, Tr::kRows),
+       matrix_map(p.x.data, s.rows, s.hidden, p.x.pitch, rest == 0 ? Tr::kRows : rest)},
       matrix_map(p.gate_weight.data, s.inner, s.hidden, p.gate_weight.pitch, Tr::kColumns),
       matrix_map(p.up_weight.data, s.inner, s.hidden, p.up_weight.pitch, Tr::kColumns),
       result_map(p.out),

@@ -25,7 +25,7 @@ inline int num_code_blocks(const GemmSizes& sizes) {
 
 // For tiles of kRows rows of an operand, of which kSharing blocks copy a share each.
 template <int kRows, int kSharing>
-GemmOperandMaps operand_maps(const GemmOperand& x, int64_t rows, int64_t columns) {
+device::OperandMaps operand_maps(const GemmOperand& x, int64_t rows, int64_t columns) {
   const int rest = static_cast<int>(rows % kRows);
   return {code_map(x, rows, columns, kRows / kSharing), code_map(x, rows, columns, rest == 0 ? kRows : rest)};
 }

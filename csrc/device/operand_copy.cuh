@@ -1,4 +1,4 @@
-// The copies of fp8_gemm: k-blocks of the rows of an operand that exist.
+// Copies of k-blocks of the rows of an operand that exist, for the rings of device/gemm_pipeline.cuh.
 #pragma once
 
 #include <cuda.h>
@@ -7,12 +7,12 @@
 
 #include "device/gemm_pipeline.cuh"
 
-namespace htree::fp8 {
+namespace htree::device {
 
 // Tensor copies of the rows of an operand, 128 bytes wide: `whole` brings a tile's rows or a block's share of
 // them, `rest` those of the last tile that exist, because copies fill what lies outside with zeros at a
 // fraction of their speed.
-struct GemmOperandMaps {
+struct OperandMaps {
   CUtensorMap whole;
   CUtensorMap rest;
 };
@@ -27,30 +27,29 @@ struct OperandCopy {
   uint32_t bytes;  // that arrive per k-block, whoever copies them
   bool copies;
 
-  __device__ __forceinline__ OperandCopy(const GemmOperandMaps& maps, int64_t first, int64_t count) {
+  __device__ __forceinline__ OperandCopy(const OperandMaps& maps, int64_t first, int64_t count) {
     const int present = static_cast<int>(min(max(count - first, int64_t{0}), int64_t{kRows}));
-    const int rank = kSharing > 1 ? static_cast<int>(device::cluster_block_rank()) : 0;
+    const int rank = kSharing > 1 ? static_cast<int>(cluster_block_rank()) : 0;
     const bool whole = present == kRows;
     map = whole ? &maps.whole : &maps.rest;
-    bytes = static_cast<uint32_t>(present * device::kBlockBytes);
+    bytes = static_cast<uint32_t>(present * kBlockBytes);
     const int share = whole ? rank * (kRows / kSharing) : 0;
     row = static_cast<int>(first) + share;
-    offset = share * device::kBlockBytes;
+    offset = share * kBlockBytes;
     copies = present > 0 && (whole || rank == 0);
   }
 
   // `policy`: none, or one of the L2 cache.
   template <typename... Policy>
-  __device__ __forceinline__ void start(uint8_t* stage, int k, device::Barrier* full,
-                                        Policy... policy) const {
+  __device__ __forceinline__ void start(uint8_t* stage, int k, Barrier* full, Policy... policy) const {
     if (copies) {
       if constexpr (kSharing > 1) {
-        device::tensor_load_2d_multicast(stage + offset, map, k, row, full, (1 << kSharing) - 1);
+        tensor_load_2d_multicast(stage + offset, map, k, row, full, (1 << kSharing) - 1);
       } else {
-        device::tensor_load_2d(stage, map, k, row, full, policy...);
+        tensor_load_2d(stage, map, k, row, full, policy...);
       }
     }
   }
 };
 
-}  // namespace htree::fp8
+}  // namespace htree::device
