@@ -130,8 +130,8 @@ inline double turn_time(const GemmCost& cost, double k_blocks, double at_work) {
 }
 
 // The multiprocessors take the tiles in turns. Pairs that share nothing are as fast as single blocks in one
-// turn, and slightly slower in more. Rows that do not exist are cheaper than this only where they are few.
-// Beyond kUnthrottled operations the chip lowers its clock.
+// turn, and slightly slower in more. Transposed tiles that lack a third of their rows are slower than this
+// says, and left out. Beyond kUnthrottled operations the chip lowers its clock.
 inline double tile_time(const GemmTile& t, const GemmFacts& f) {
   constexpr double kNever = std::numeric_limits<double>::infinity();
   constexpr double kUnthrottled = 6e10;
