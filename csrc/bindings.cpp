@@ -121,7 +121,7 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
   auto& mlp = rooms["gated_mlp"];
   for (bool keeps_products : {false, true}) {
     for (int64_t rows = 1; rows <= 4096; rows *= 2) {
-      const auto config = htree::gated_mlp::choose_config({rows, 11264, true, keeps_products, 132});
+      const auto config = htree::gated_mlp::choose_config({rows, 11264, 4096, true, keeps_products, 132});
       const auto text = htree::gated_mlp::describe(config);
       if (std::find(mlp.begin(), mlp.end(), text) == mlp.end()) {
         mlp.push_back(text);
@@ -129,18 +129,17 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
     }
   }
   mlp.push_back(htree::gated_mlp::describe(htree::gated_mlp::config_of({128, 64, 64, 8, 4})));
-  mlp.push_back(htree::gated_mlp::describe(htree::gated_mlp::choose_config({1, 1, false, false, 132})));
+  mlp.push_back(htree::gated_mlp::describe(htree::gated_mlp::choose_config({1, 1, 1, false, false, 132})));
   auto& gemm = rooms["fp8"];
-  for (bool hopper : {true, false}) {
-    for (bool library : {true, false}) {
-      for (int64_t m = 1; m <= 4096; m *= 2) {
-        const auto text =
-            htree::fp8::describe(htree::fp8::choose_gemm_config({m, 4096, 4096, 132, hopper, library}));
-        if (std::find(gemm.begin(), gemm.end(), text) == gemm.end()) {
-          gemm.push_back(text);
-        }
-      }
-    }
+  for (const auto& tile : htree::fp8::kGemmTiles) {
+    gemm.push_back(htree::fp8::describe(htree::fp8::config_of_tile(tile)));
+  }
+  for (const auto& stream : htree::fp8::kGemmStreams) {
+    gemm.push_back(htree::fp8::describe(htree::fp8::config_of_stream(stream)));
+  }
+  for (bool library : {true, false}) {
+    gemm.push_back(htree::fp8::describe(
+        htree::fp8::choose_gemm_config({1, 1, 1, /*multiprocessors=*/132, /*hopper=*/false, library})));
   }
   auto& norm = rooms["rmsnorm_rope"];
   for (int64_t width = 32; width <= 65536; width *= 2) {

@@ -209,6 +209,29 @@ inline double library_time(const GemmFacts& f) {
   return kMargin * (kReciprocals + with_memory(f, time));
 }
 
+inline GemmConfig config_of_tile(const GemmTile& t) {
+  return {.kernel = GemmKernel::kTile,
+          .rows = t.rows,
+          .columns = t.columns,
+          .promote = 128,
+          .group = kTileGroup,
+          .stages = t.stages,
+          .cluster = 1,
+          .parts = t.kind == TileKind::kShared ? 2 : 1,
+          .transposes = t.kind == TileKind::kTransposed};
+}
+inline GemmConfig config_of_stream(const GemmStream& s) {
+  return {.kernel = GemmKernel::kStream,
+          .rows = s.rows,
+          .columns = 64,
+          .promote = 128,
+          .group = 0,
+          .stages = s.stages,
+          .cluster = 1,
+          .parts = s.parts,
+          .transposes = false};
+}
+
 // What the estimates say.
 inline GemmConfig choose_gemm_config(const GemmFacts& f) {
   GemmConfig best{.kernel = f.library ? GemmKernel::kLibrary : GemmKernel::kHalf};
@@ -220,30 +243,14 @@ inline GemmConfig choose_gemm_config(const GemmFacts& f) {
     const double time = tile_time(t, f);
     if (time < least) {
       least = time;
-      best = {.kernel = GemmKernel::kTile,
-              .rows = t.rows,
-              .columns = t.columns,
-              .promote = 128,
-              .group = kTileGroup,
-              .stages = t.stages,
-              .cluster = 1,
-              .parts = t.kind == TileKind::kShared ? 2 : 1,
-              .transposes = t.kind == TileKind::kTransposed};
+      best = config_of_tile(t);
     }
   }
   for (const GemmStream& s : kGemmStreams) {
     const double time = stream_time(s, f);
     if (time < least && stream_takes(s, f)) {
       least = time;
-      best = {.kernel = GemmKernel::kStream,
-              .rows = s.rows,
-              .columns = 64,
-              .promote = 128,
-              .group = 0,
-              .stages = s.stages,
-              .cluster = 1,
-              .parts = s.parts,
-              .transposes = false};
+      best = config_of_stream(s);
     }
   }
   return best;
