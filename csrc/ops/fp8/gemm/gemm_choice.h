@@ -21,11 +21,10 @@ struct GemmFacts {
   bool library;  // cuBLASLt takes the dtypes, sizes, layouts and scales
 };
 
-// Microseconds on an H200 as graph replays show them; what decides is their order. launch_us: per call,
-// turn_us: per tile or block that a multiprocessor takes, block_us: per k-block of 128 where few
-// multiprocessors are at work. With all of them it is `contention` of that more.
+// Microseconds on an H200 as graph replays show them; what decides is their order. turn_us: per tile or block
+// that a multiprocessor takes, block_us: per k-block of 128 where few multiprocessors are at work. With all
+// of them it is `contention` of that more.
 struct GemmCost {
-  double launch_us;
   double turn_us;
   double block_us;
   double contention;
@@ -41,32 +40,33 @@ struct GemmTile {
   int rows;     // of c
   int columns;  // of c
   int stages;
+  double launch_us;  // per call
   GemmCost cost;
   double exchange_us;
 };
 inline constexpr GemmTile kGemmTiles[] = {
-    {TileKind::kPlain, 64, 48, 14, {2.14, 0.24, 0.132, 0.104}, 0.0},
-    {TileKind::kPlain, 64, 64, 12, {1.54, 0.36, 0.164, 0.108}, 0.0},
-    {TileKind::kPlain, 64, 80, 11, {1.46, 0.42, 0.179, 0.126}, 0.0},
-    {TileKind::kPlain, 128, 64, 8, {1.43, 0.62, 0.190, 0.291}, 0.0},
-    {TileKind::kPlain, 128, 80, 7, {1.11, 1.25, 0.207, 0.308}, 0.0},
-    {TileKind::kPlain, 128, 96, 7, {1.10, 1.23, 0.231, 0.270}, 0.0},
-    {TileKind::kPlain, 128, 112, 6, {1.24, 1.57, 0.250, 0.312}, 0.0},
-    {TileKind::kPlain, 128, 128, 5, {1.80, 1.21, 0.293, 0.285}, 0.0},
-    {TileKind::kPlain, 128, 128, 6, {1.34, 1.47, 0.288, 0.302}, 0.0},
-    {TileKind::kPlain, 192, 96, 5, {1.05, 1.49, 0.324, 0.343}, 0.0},
-    {TileKind::kPlain, 192, 128, 4, {1.86, 1.57, 0.422, 0.321}, 0.0},
-    {TileKind::kTransposed, 104, 128, 6, {1.86, 1.01, 0.241, 0.312}, 0.0},
-    {TileKind::kTransposed, 120, 128, 5, {1.77, 1.00, 0.274, 0.301}, 0.0},
-    {TileKind::kTransposed, 104, 192, 4, {2.10, 1.23, 0.363, 0.322}, 0.0},
-    {TileKind::kTransposed, 112, 192, 4, {1.97, 1.40, 0.385, 0.300}, 0.0},
-    {TileKind::kTransposed, 120, 192, 4, {2.07, 1.57, 0.404, 0.301}, 0.0},
-    {TileKind::kTransposed, 128, 192, 4, {2.01, 1.58, 0.450, 0.235}, 0.0},
-    {TileKind::kShared, 128, 64, 8, {1.29, 0.62, 0.190, 0.291}, 0.9},
-    {TileKind::kShared, 128, 96, 6, {1.29, 1.23, 0.231, 0.270}, 1.1},
-    {TileKind::kShared, 128, 128, 5, {1.87, 1.21, 0.293, 0.285}, 0.9},
-    {TileKind::kShared, 192, 96, 5, {1.17, 1.49, 0.324, 0.343}, 0.5},
-    {TileKind::kShared, 192, 128, 4, {1.83, 1.57, 0.422, 0.321}, 0.5},
+    {TileKind::kPlain, 64, 48, 14, 2.14, {0.24, 0.132, 0.104}, 0.0},
+    {TileKind::kPlain, 64, 64, 12, 1.54, {0.36, 0.164, 0.108}, 0.0},
+    {TileKind::kPlain, 64, 80, 11, 1.46, {0.42, 0.179, 0.126}, 0.0},
+    {TileKind::kPlain, 128, 64, 8, 1.43, {0.62, 0.190, 0.291}, 0.0},
+    {TileKind::kPlain, 128, 80, 7, 1.11, {1.25, 0.207, 0.308}, 0.0},
+    {TileKind::kPlain, 128, 96, 7, 1.10, {1.23, 0.231, 0.270}, 0.0},
+    {TileKind::kPlain, 128, 112, 6, 1.24, {1.57, 0.250, 0.312}, 0.0},
+    {TileKind::kPlain, 128, 128, 5, 1.80, {1.21, 0.293, 0.285}, 0.0},
+    {TileKind::kPlain, 128, 128, 6, 1.34, {1.47, 0.288, 0.302}, 0.0},
+    {TileKind::kPlain, 192, 96, 5, 1.05, {1.49, 0.324, 0.343}, 0.0},
+    {TileKind::kPlain, 192, 128, 4, 1.86, {1.57, 0.422, 0.321}, 0.0},
+    {TileKind::kTransposed, 104, 128, 6, 1.86, {1.01, 0.241, 0.312}, 0.0},
+    {TileKind::kTransposed, 120, 128, 5, 1.77, {1.00, 0.274, 0.301}, 0.0},
+    {TileKind::kTransposed, 104, 192, 4, 2.10, {1.23, 0.363, 0.322}, 0.0},
+    {TileKind::kTransposed, 112, 192, 4, 1.97, {1.40, 0.385, 0.300}, 0.0},
+    {TileKind::kTransposed, 120, 192, 4, 2.07, {1.57, 0.404, 0.301}, 0.0},
+    {TileKind::kTransposed, 128, 192, 4, 2.01, {1.58, 0.450, 0.235}, 0.0},
+    {TileKind::kShared, 128, 64, 8, 1.29, {0.62, 0.190, 0.291}, 0.9},
+    {TileKind::kShared, 128, 96, 6, 1.29, {1.23, 0.231, 0.270}, 1.1},
+    {TileKind::kShared, 128, 128, 5, 1.87, {1.21, 0.293, 0.285}, 0.9},
+    {TileKind::kShared, 192, 96, 5, 1.17, {1.49, 0.324, 0.343}, 0.5},
+    {TileKind::kShared, 192, 128, 4, 1.83, {1.57, 0.422, 0.321}, 0.5},
 };
 
 // Blocks of `rows` rows and 64 columns, of which clusters of `parts` share out k. `resident` of them fit a
@@ -79,17 +79,17 @@ struct GemmStream {
   GemmCost cost;
 };
 inline constexpr GemmStream kGemmStreams[] = {
-    {16, 1, 12, 1, {0.0, 3.20, 0.106, 0.18}}, {16, 2, 8, 1, {0.0, 2.00, 0.145, 0.18}},
-    {16, 4, 8, 1, {0.0, 2.10, 0.145, 0.18}},  {32, 1, 12, 1, {0.0, 3.20, 0.115, 0.18}},
-    {32, 2, 8, 1, {0.0, 2.25, 0.152, 0.18}},  {32, 4, 8, 1, {0.0, 2.40, 0.152, 0.18}},
-    {64, 1, 12, 1, {0.0, 3.20, 0.140, 0.18}}, {64, 2, 8, 1, {0.0, 2.55, 0.178, 0.18}},
-    {64, 4, 8, 1, {0.0, 2.60, 0.178, 0.18}},  {80, 1, 10, 1, {0.0, 3.20, 0.160, 0.18}},
-    {80, 2, 8, 1, {0.0, 2.75, 0.190, 0.18}},  {80, 4, 8, 1, {0.0, 2.80, 0.190, 0.18}},
-    {96, 1, 10, 1, {0.0, 3.20, 0.170, 0.18}}, {96, 2, 8, 1, {0.0, 2.95, 0.198, 0.18}},
-    {96, 4, 8, 1, {0.0, 3.00, 0.198, 0.18}},  {128, 4, 7, 1, {0.0, 3.40, 0.230, 0.18}},
-    {144, 2, 7, 1, {0.0, 3.75, 0.255, 0.18}}, {16, 1, 6, 2, {0.0, 3.20, 0.200, 0.0}},
-    {32, 1, 5, 2, {0.0, 3.20, 0.260, 0.0}},   {80, 1, 5, 2, {0.0, 3.20, 0.350, 0.0}},
-    {96, 1, 5, 2, {0.0, 3.20, 0.375, 0.0}},
+    {16, 1, 12, 1, {3.20, 0.106, 0.18}}, {16, 2, 8, 1, {2.00, 0.145, 0.18}},
+    {16, 4, 8, 1, {2.10, 0.145, 0.18}},  {32, 1, 12, 1, {3.20, 0.115, 0.18}},
+    {32, 2, 8, 1, {2.25, 0.152, 0.18}},  {32, 4, 8, 1, {2.40, 0.152, 0.18}},
+    {64, 1, 12, 1, {3.20, 0.140, 0.18}}, {64, 2, 8, 1, {2.55, 0.178, 0.18}},
+    {64, 4, 8, 1, {2.60, 0.178, 0.18}},  {80, 1, 10, 1, {3.20, 0.160, 0.18}},
+    {80, 2, 8, 1, {2.75, 0.190, 0.18}},  {80, 4, 8, 1, {2.80, 0.190, 0.18}},
+    {96, 1, 10, 1, {3.20, 0.170, 0.18}}, {96, 2, 8, 1, {2.95, 0.198, 0.18}},
+    {96, 4, 8, 1, {3.00, 0.198, 0.18}},  {128, 4, 7, 1, {3.40, 0.230, 0.18}},
+    {144, 2, 7, 1, {3.75, 0.255, 0.18}}, {16, 1, 6, 2, {3.20, 0.200, 0.0}},
+    {32, 1, 5, 2, {3.20, 0.260, 0.0}},   {80, 1, 5, 2, {3.20, 0.350, 0.0}},
+    {96, 1, 5, 2, {3.20, 0.375, 0.0}},
 };
 
 // Clusters of four do not fill the chip: its groups of multiprocessors are no multiples of four.
@@ -146,7 +146,7 @@ inline double tile_time(const GemmTile& t, const GemmFacts& f) {
   const double at_work = static_cast<double>(rest) / f.multiprocessors;
   const bool shares =
       t.kind == TileKind::kShared && rest > 0 && 2 * rest <= f.multiprocessors && count_k_blocks(f) >= 2;
-  double time = t.cost.launch_us + static_cast<double>(whole) * turn_time(t.cost, k_blocks, 1.0);
+  double time = t.launch_us + static_cast<double>(whole) * turn_time(t.cost, k_blocks, 1.0);
   if (shares) {
     time += t.exchange_us + turn_time(t.cost, 0.5 * k_blocks, 2.0 * at_work);
   } else if (t.kind == TileKind::kShared && whole > (rest > 0 ? 0 : 1)) {
