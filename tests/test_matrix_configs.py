@@ -72,11 +72,11 @@ def test_gated_mlp_takes_wide_tiles_for_the_first_cases() -> None:
             "tile: 128 rows x 64 columns, fp32 sums every 128, groups of 16, 8 stages, clusters of 1, k in 2 parts",
         ),
         (144, {}, "stream: 144 rows"),
-        (192, {}, "stream: 96 rows"),
+        (192, {}, "tile: 128 rows x 64 columns"),
         (256, {}, "tile: 128 rows x 64 columns"),
         (384, {}, "tile: 128 rows x 96 columns"),
         (512, {}, "tile: 128 rows x 128 columns"),
-        (640, {}, "tile: 112 rows x 192 columns"),
+        (640, {}, "tile: 128 rows x 160 columns"),
         (768, {}, "tile: 192 rows x 128 columns"),
         (896, {}, "tile: 128 rows x 112 columns"),
         (
@@ -87,7 +87,7 @@ def test_gated_mlp_takes_wide_tiles_for_the_first_cases() -> None:
         (
             600,
             {},
-            "tile: 104 rows x 192 columns, fp32 sums every 128, groups of 16, 4 stages, clusters of 1, k in 1 parts, "
+            "tile: 152 rows x 128 columns, fp32 sums every 128, groups of 16, 5 stages, clusters of 1, k in 1 parts, "
             "transposed",
         ),
         (
@@ -97,12 +97,12 @@ def test_gated_mlp_takes_wide_tiles_for_the_first_cases() -> None:
         ),
         (64, {"n": 5120, "k": 5120}, "tile: 64 rows x 48 columns"),
         (64, {"n": 18944, "k": 3584}, "tile: 64 rows x 80 columns"),
-        (1024, {"n": 2112, "k": 7168}, "tile: 192 rows x 96 columns"),
+        (1024, {"n": 2112, "k": 7168}, "tile: 128 rows x 144 columns"),
         (192, {"n": 8192, "k": 8192}, "tile: 192 rows x 128 columns"),
-        (256, {"n": 10240, "k": 8192}, "library"),
-        (256, {"n": 10240, "k": 8192, "library": False}, "tile"),
+        (16, {"n": 128, "k": 65536}, "library"),
+        (16, {"n": 128, "k": 65536, "library": False}, "stream: 16 rows"),
         (4096, {"n": 2112, "k": 7168}, "tile: 120 rows x 192 columns"),
-        (8192, {"n": 8192, "k": 8192}, "tile: 128 rows x 192 columns"),
+        (8192, {"n": 8192, "k": 8192}, "tile: 192 rows x 128 columns"),
         (4096, {"hopper": False}, "library"),
         (4096, {"hopper": False, "library": False}, "half"),
     ],
@@ -142,6 +142,8 @@ def test_the_cases_reach_every_kernel_of_hopper() -> None:
                 (128, 112, 6),
                 (128, 128, 5),
                 (128, 128, 6),
+                (128, 144, 5),
+                (128, 160, 5),
                 (192, 96, 5),
                 (192, 128, 4),
             )
@@ -151,8 +153,9 @@ def test_the_cases_reach_every_kernel_of_hopper() -> None:
             for rows, columns, stages in (
                 (104, 128, 6),
                 (120, 128, 5),
+                (144, 128, 5),
+                (152, 128, 5),
                 (104, 192, 4),
-                (112, 192, 4),
                 (120, 192, 4),
                 (128, 192, 4),
             )

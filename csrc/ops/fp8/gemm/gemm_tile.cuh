@@ -47,8 +47,9 @@ struct GemmTileTraits {
   static constexpr int kLoaderRegisters = kWarpgroups == 3 ? 32 : kParts == 1 ? 24 : 40;
   static constexpr int kMultiplierRegisters = kWarpgroups == 3 ? 152 : kParts == 1 ? 240 : 232;
   static_assert(!kShiftsRegisters || (kLoaderRegisters + kWarpgroups * kMultiplierRegisters) * 128 <= 65536);
-  // Two sets of accumulators where a warpgroup has the registers for them.
-  static constexpr bool kInTurns = kHalves == 1 && kWarpgroups <= 2 && kPromoteK == device::kBlockBytes;
+  // Two sets of accumulators where a warpgroup has the registers for them and the sums.
+  static constexpr bool kInTurns =
+      kHalves == 1 && kWarpgroups <= 2 && kPromoteK == device::kBlockBytes && kColumns <= 152;
   using Shape = device::GemmShape<__nv_fp8_e4m3, kRows, kColumns, kStages_, kCluster, kWarpgroups>;
 
   struct Small : SumExchanges<kParts == 1 ? 0 : kWarpgroups> {

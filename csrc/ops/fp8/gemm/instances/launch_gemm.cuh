@@ -143,10 +143,11 @@ cudaError_t launch_gemm_tile(const GemmParams<Out>& p, const GemmConfig& c, cuda
       PlainTile<Out, 64, 48, 14>, PlainTile<Out, 64, 64, 12>, PlainTile<Out, 64, 80, 11>,
       PlainTile<Out, 128, 64, 8>, PlainTile<Out, 128, 80, 7>, PlainTile<Out, 128, 96, 7>,
       PlainTile<Out, 128, 112, 6>, PlainTile<Out, 128, 128, 5>, PlainTile<Out, 128, 128, 6>,
-      PlainTile<Out, 192, 96, 5>, PlainTile<Out, 192, 128, 4>, SharedTile<Out, 128, 64, 8>,
-      SharedTile<Out, 128, 96, 6>, SharedTile<Out, 128, 128, 5>, SharedTile<Out, 192, 96, 5>,
-      SharedTile<Out, 192, 128, 4>, TransposedTile<Out, 104, 128, 6>, TransposedTile<Out, 120, 128, 5>,
-      TransposedTile<Out, 104, 192, 4>, TransposedTile<Out, 112, 192, 4>, TransposedTile<Out, 120, 192, 4>,
+      PlainTile<Out, 128, 144, 5>, PlainTile<Out, 128, 160, 5>, PlainTile<Out, 192, 96, 5>,
+      PlainTile<Out, 192, 128, 4>, SharedTile<Out, 128, 64, 8>, SharedTile<Out, 128, 96, 6>,
+      SharedTile<Out, 128, 128, 5>, SharedTile<Out, 192, 96, 5>, SharedTile<Out, 192, 128, 4>,
+      TransposedTile<Out, 104, 128, 6>, TransposedTile<Out, 120, 128, 5>, TransposedTile<Out, 144, 128, 5>,
+      TransposedTile<Out, 152, 128, 5>, TransposedTile<Out, 104, 192, 4>, TransposedTile<Out, 120, 192, 4>,
       TransposedTile<Out, 128, 192, 4>,
       // named by tuples of the tuning space
       GemmTileTraits<Out, 2, 128, 128, 5, 64, 1>, GemmTileTraits<Out, 2, 256, 128, 4, 64, 2>>(p, c, stream);
