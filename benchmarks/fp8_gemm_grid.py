@@ -24,7 +24,7 @@ from htree_ops.testing.fp8_gemm_cases import FP8GemmCase
 
 #: (n, k) of the weights and the rows that meet them: projections of models with 2048 to 8192 channels, and long sums.
 FEW = (1, 16, 32, 64, 96, 128)
-SOME = (192, 256, 300, 384, 512, 600, 768)
+SOME = (144, 160, 192, 224, 256, 300, 384, 512, 600, 768)
 MANY = (1024, 1200, 2048)
 SHAPES: tuple[tuple[int, int, tuple[int, ...]], ...] = (
     (4096, 4096, (*FEW, *SOME, *MANY, 4096)),

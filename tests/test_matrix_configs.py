@@ -98,7 +98,13 @@ def test_gated_mlp_takes_wide_tiles_for_the_first_cases() -> None:
         (64, {"n": 5120, "k": 5120}, "tile: 64 rows x 48 columns"),
         (64, {"n": 18944, "k": 3584}, "tile: 64 rows x 80 columns"),
         (1024, {"n": 2112, "k": 7168}, "tile: 128 rows x 144 columns"),
-        (192, {"n": 8192, "k": 8192}, "tile: 192 rows x 128 columns"),
+        (
+            192,
+            {"n": 8192, "k": 8192},
+            "tile: 96 rows x 128 columns, fp32 sums every 128, groups of 16, 7 stages, clusters of 2",
+        ),
+        (512, {"n": 512, "k": 32768}, "stream: 64 rows"),
+        (64, {"n": 512, "k": 32768}, "library"),
         (16, {"n": 128, "k": 65536}, "library"),
         (16, {"n": 128, "k": 65536, "library": False}, "stream: 16 rows"),
         (4096, {"n": 2112, "k": 7168}, "tile: 120 rows x 192 columns"),
@@ -112,26 +118,26 @@ def test_fp8_gemm(m: int, options: dict[str, bool], words: str) -> None:
 
 
 def kernel_of(m: int, n: int, k: int) -> str:
-    """What tells the kernels apart: shape, stages, parts and orientation."""
+    """What tells the kernels apart: shape, stages, clusters, parts and orientation."""
     words = _host.fp8_gemm_config(m, n, k, library=False).split(", ")
-    return " ".join([words[0], words[3], *words[5:]])
+    return " ".join([words[0], *words[3:]])
 
 
 def test_the_cases_reach_every_kernel_of_hopper() -> None:
     assert {kernel_of(case.m, case.n, case.k) for case in KERNEL_CASES} == {
         *(
-            f"stream: {rows} rows x 64 columns {stages} stages k in {parts} parts"
+            f"stream: {rows} rows x 64 columns {stages} stages clusters of 1 k in {parts} parts"
             for rows in (16, 32, 64, 80, 96)
             for parts, stages in ((1, 12 if rows <= 64 else 10), (2, 8), (4, 8))
         ),
         *(
-            f"stream: {rows} rows x 64 columns {stages} stages k in 1 parts"
+            f"stream: {rows} rows x 64 columns {stages} stages clusters of 1 k in 1 parts"
             for rows, stages in ((16, 6), (32, 5), (80, 5), (96, 5))
         ),
-        "stream: 128 rows x 64 columns 7 stages k in 4 parts",
-        "stream: 144 rows x 64 columns 7 stages k in 2 parts",
+        "stream: 128 rows x 64 columns 7 stages clusters of 1 k in 4 parts",
+        "stream: 144 rows x 64 columns 7 stages clusters of 1 k in 2 parts",
         *(
-            f"tile: {rows} rows x {columns} columns {stages} stages k in 1 parts"
+            f"tile: {rows} rows x {columns} columns {stages} stages clusters of 1 k in 1 parts"
             for rows, columns, stages in (
                 (64, 48, 14),
                 (64, 64, 12),
@@ -149,7 +155,7 @@ def test_the_cases_reach_every_kernel_of_hopper() -> None:
             )
         ),
         *(
-            f"tile: {rows} rows x {columns} columns {stages} stages k in 1 parts transposed"
+            f"tile: {rows} rows x {columns} columns {stages} stages clusters of 1 k in 1 parts transposed"
             for rows, columns, stages in (
                 (104, 128, 6),
                 (120, 128, 5),
@@ -161,7 +167,11 @@ def test_the_cases_reach_every_kernel_of_hopper() -> None:
             )
         ),
         *(
-            f"tile: {rows} rows x {columns} columns {stages} stages k in 2 parts"
+            f"tile: {rows} rows x 128 columns {stages} stages clusters of 2 k in 1 parts transposed"
+            for rows, stages in ((72, 8), (80, 7), (96, 7), (104, 6), (112, 6))
+        ),
+        *(
+            f"tile: {rows} rows x {columns} columns {stages} stages clusters of 1 k in 2 parts"
             for rows, columns, stages in (
                 (128, 64, 8),
                 (128, 96, 6),

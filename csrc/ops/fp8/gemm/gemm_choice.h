@@ -30,9 +30,10 @@ struct GemmCost {
   double contention;
 };
 
-// kTransposed: columns of c are the 64-row side of the products. kShared: the blocks of a cluster share the
-// tiles of a last turn that would leave half of them idle, which costs exchange_us.
-enum class TileKind : int { kPlain, kTransposed, kShared };
+// kTransposed: columns of c are the 64-row side of the products. kMulticast: the same in clusters of two,
+// which take neighbouring rows of c and copy the columns of b once for both. kShared: the blocks of a cluster
+// share the tiles of a last turn that would leave half of them idle, which costs exchange_us.
+enum class TileKind : int { kPlain, kTransposed, kMulticast, kShared };
 
 // What decides between tiles is how many turns they make for the multiprocessors, so there are many.
 struct GemmTile {
@@ -65,12 +66,24 @@ inline constexpr GemmTile kGemmTiles[] = {
     {TileKind::kTransposed, 104, 192, 4, 2.00, {1.24, 0.373, 0.283}, 0.0},
     {TileKind::kTransposed, 120, 192, 4, 1.98, {1.47, 0.427, 0.242}, 0.0},
     {TileKind::kTransposed, 128, 192, 4, 1.86, {1.65, 0.458, 0.225}, 0.0},
+    {TileKind::kMulticast, 72, 128, 8, 1.94, {0.78, 0.200, 0.212}, 0.0},
+    {TileKind::kMulticast, 80, 128, 7, 1.95, {0.72, 0.212, 0.258}, 0.0},
+    {TileKind::kMulticast, 96, 128, 7, 2.19, {0.84, 0.230, 0.243}, 0.0},
+    {TileKind::kMulticast, 104, 128, 6, 2.18, {0.87, 0.248, 0.273}, 0.0},
+    {TileKind::kMulticast, 112, 128, 6, 2.13, {0.90, 0.261, 0.282}, 0.0},
     {TileKind::kShared, 128, 64, 8, 1.32, {0.65, 0.198, 0.208}, 0.8},
     {TileKind::kShared, 128, 96, 6, 1.32, {1.29, 0.234, 0.234}, 1.0},
     {TileKind::kShared, 128, 128, 5, 1.65, {1.24, 0.294, 0.275}, 1.1},
     {TileKind::kShared, 192, 96, 5, 1.41, {1.58, 0.327, 0.317}, 0.4},
     {TileKind::kShared, 192, 128, 4, 1.70, {1.68, 0.421, 0.324}, 0.7},
 };
+
+constexpr bool is_transposed(const GemmTile& t) {
+  return t.kind == TileKind::kTransposed || t.kind == TileKind::kMulticast;
+}
+constexpr int blocks_per_copy(const GemmTile& t) {
+  return t.kind == TileKind::kMulticast ? 2 : 1;
+}
 
 // Blocks of `rows` rows and 64 columns, of which clusters of `parts` share out k. `resident` of them fit a
 // multiprocessor: two with shorter rings, for a little more blocks than multiprocessors.
@@ -139,10 +152,11 @@ inline double tile_time(const GemmTile& t, const GemmFacts& f) {
   constexpr double kNever = std::numeric_limits<double>::infinity();
   constexpr double kUnthrottled = 6e10;
   constexpr double kThrottling = 0.13;
-  if (t.kind == TileKind::kTransposed && 3 * f.m < 2 * t.rows) {
+  if (is_transposed(t) && 3 * f.m < 2 * t.rows) {
     return kNever;
   }
-  const int64_t tiles = ceil_div(f.m, t.rows) * ceil_div(f.n, t.columns);
+  const int64_t cluster = blocks_per_copy(t);
+  const int64_t tiles = ceil_div(f.m, t.rows * cluster) * cluster * ceil_div(f.n, t.columns);
   const int64_t whole = tiles / f.multiprocessors;
   const int64_t rest = tiles % f.multiprocessors;
   const auto k_blocks = static_cast<double>(count_k_blocks(f));
@@ -200,13 +214,17 @@ inline double stream_time(const GemmStream& s, const GemmFacts& f) {
 
 // With its reciprocals of the scales, which are a kernel of their own. The library has kernels of many
 // shapes, so that this errs by a tenth both ways; where ours have enough tiles for the device they win all
-// the same. Beyond kUnthrottled operations the chip lowers its clock.
+// the same. A c of very few tiles costs it a second kernel, or leaves it with few blocks. Beyond kUnthrottled
+// operations the chip lowers its clock.
 inline double library_time(const GemmFacts& f) {
   constexpr double kReciprocals = 1.4;
   constexpr double kMargin = 1.15;
   constexpr double kUnthrottled = 4e10;
-  const double short_sums = 1.0 + 400.0 / static_cast<double>(f.k);
   const double work = operations(f);
+  if (8 * ceil_div(f.m, 128) * ceil_div(f.n, 128) <= f.multiprocessors) {
+    return kReciprocals + with_memory(f, 6.4 + work / 0.69e9);
+  }
+  const double short_sums = 1.0 + 400.0 / static_cast<double>(f.k);
   const double time =
       5.5 + short_sums * std::min(work, kUnthrottled) / 1.57e9 + std::max(0.0, work - kUnthrottled) / 1.05e9;
   return kMargin * (kReciprocals + with_memory(f, time));
@@ -219,9 +237,9 @@ inline GemmConfig config_of_tile(const GemmTile& t) {
           .promote = 128,
           .group = kTileGroup,
           .stages = t.stages,
-          .cluster = 1,
+          .cluster = blocks_per_copy(t),
           .parts = t.kind == TileKind::kShared ? 2 : 1,
-          .transposes = t.kind == TileKind::kTransposed};
+          .transposes = is_transposed(t)};
 }
 inline GemmConfig config_of_stream(const GemmStream& s) {
   return {.kernel = GemmKernel::kStream,

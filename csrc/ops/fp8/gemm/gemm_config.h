@@ -18,7 +18,7 @@ struct GemmConfig {
   int promote;      // elements of k that are summed before fp32 registers take over
   int group;        // row tiles swept together, 0 for kStream
   int stages;       // k-blocks of 128 in flight
-  int cluster;      // blocks that share the rows of a they load, 1 for kStream
+  int cluster;      // blocks that share the rows of a they load, or of b where it transposes; 1 for kStream
   int parts;        // blocks of a cluster that share out k: always for kStream, of their last tile for kTile
   bool transposes;  // kTile: columns of c are the 64-row side of the products
 };

@@ -9,6 +9,10 @@ namespace htree::device {
 #define HTREE_REGISTERS_24                                                                               \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
   "%22, %23"
+#define HTREE_REGISTERS_36 \
+  HTREE_REGISTERS_24       \
+  ", "                     \
+  "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35"
 #define HTREE_REGISTERS_52                                                                               \
   HTREE_REGISTERS_24                                                                                     \
   ", "                                                                                                   \
@@ -38,6 +42,7 @@ namespace htree::device {
 #define HTREE_D12(i) HTREE_D4(i), HTREE_D4((i) + 4), HTREE_D4((i) + 8)
 #define HTREE_D24(i) HTREE_D12(i), HTREE_D12((i) + 12)
 #define HTREE_ACCUMULATORS_24 HTREE_D24(0)
+#define HTREE_ACCUMULATORS_36 HTREE_D24(0), HTREE_D12(24)
 #define HTREE_ACCUMULATORS_52 HTREE_D24(0), HTREE_D24(24), HTREE_D4(48)
 #define HTREE_ACCUMULATORS_56 HTREE_ACCUMULATORS_52, HTREE_D4(52)
 #define HTREE_ACCUMULATORS_60 HTREE_ACCUMULATORS_56, HTREE_D4(56)
@@ -62,6 +67,7 @@ namespace htree::device {
   };
 
 HTREE_FP8_WGMMA(48, 24, 24, 25, 26)
+HTREE_FP8_WGMMA(72, 36, 36, 37, 38)
 HTREE_FP8_WGMMA(104, 52, 52, 53, 54)
 HTREE_FP8_WGMMA(112, 56, 56, 57, 58)
 HTREE_FP8_WGMMA(120, 60, 60, 61, 62)
@@ -70,6 +76,7 @@ HTREE_FP8_WGMMA(152, 76, 76, 77, 78)
 HTREE_FP8_WGMMA(160, 80, 80, 81, 82)
 
 #undef HTREE_REGISTERS_24
+#undef HTREE_REGISTERS_36
 #undef HTREE_REGISTERS_52
 #undef HTREE_REGISTERS_56
 #undef HTREE_REGISTERS_60
@@ -80,6 +87,7 @@ HTREE_FP8_WGMMA(160, 80, 80, 81, 82)
 #undef HTREE_D12
 #undef HTREE_D24
 #undef HTREE_ACCUMULATORS_24
+#undef HTREE_ACCUMULATORS_36
 #undef HTREE_ACCUMULATORS_52
 #undef HTREE_ACCUMULATORS_56
 #undef HTREE_ACCUMULATORS_60

@@ -1,8 +1,9 @@
 // c = (a b^T) / (s_a s_b): persistent blocks, one warpgroup that loads and one to three that multiply. A tile
 // is kRows rows of a against kColumns rows of b. In a cluster of kCluster, the blocks take neighbouring
-// columns of one row tile, and each loads its share of the rows of a for all. In a pair (kParts = 2), each
-// block takes tiles of its own, but where the last turn has no more tiles than pairs, both take half of the k
-// of one and finish half of it each.
+// columns of one row tile, and each loads its share of the rows of a for all: with two row tiles of few rows,
+// transposed, half of what is in flight from memory would be the same columns of b twice. In a pair (kParts =
+// 2), each block takes tiles of its own, but where the last turn has no more tiles than pairs, both take half
+// of the k of one and finish half of it each.
 //
 // A product takes 64 rows, and any multiple of 8 columns. A transposing kernel is launched with a and b
 // exchanged, computes the transpose of c and stores it as c, so that the rows of c are the ones whose number

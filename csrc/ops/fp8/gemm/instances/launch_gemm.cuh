@@ -136,6 +136,8 @@ using SharedTile = GemmTileTraits<Out, kRows / 64, kRows, kColumns, kStages, 128
 // kRows and kColumns are those of c.
 template <typename Out, int kRows, int kColumns, int kStages>
 using TransposedTile = GemmTileTraits<Out, kColumns / 64, kColumns, kRows, kStages, 128, 1, 1, true>;
+template <typename Out, int kRows, int kColumns, int kStages>
+using MulticastTile = GemmTileTraits<Out, kColumns / 64, kColumns, kRows, kStages, 128, 2, 1, true>;
 
 template <typename Out>
 cudaError_t launch_gemm_tile(const GemmParams<Out>& p, const GemmConfig& c, cudaStream_t stream) {
@@ -148,7 +150,8 @@ cudaError_t launch_gemm_tile(const GemmParams<Out>& p, const GemmConfig& c, cuda
       SharedTile<Out, 128, 128, 5>, SharedTile<Out, 192, 96, 5>, SharedTile<Out, 192, 128, 4>,
       TransposedTile<Out, 104, 128, 6>, TransposedTile<Out, 120, 128, 5>, TransposedTile<Out, 144, 128, 5>,
       TransposedTile<Out, 152, 128, 5>, TransposedTile<Out, 104, 192, 4>, TransposedTile<Out, 120, 192, 4>,
-      TransposedTile<Out, 128, 192, 4>,
+      TransposedTile<Out, 128, 192, 4>, MulticastTile<Out, 72, 128, 8>, MulticastTile<Out, 80, 128, 7>,
+      MulticastTile<Out, 96, 128, 7>, MulticastTile<Out, 104, 128, 6>, MulticastTile<Out, 112, 128, 6>,
       // named by tuples of the tuning space
       GemmTileTraits<Out, 2, 128, 128, 5, 64, 1>, GemmTileTraits<Out, 2, 256, 128, 4, 64, 2>>(p, c, stream);
 }
