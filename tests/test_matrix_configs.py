@@ -108,7 +108,7 @@ def test_gated_mlp_takes_wide_tiles_for_the_first_cases() -> None:
         (16, {"n": 128, "k": 65536}, "library"),
         (16, {"n": 128, "k": 65536, "library": False}, "stream: 16 rows"),
         (4096, {"n": 2112, "k": 7168}, "tile: 120 rows x 192 columns"),
-        (8192, {"n": 8192, "k": 8192}, "tile: 192 rows x 128 columns"),
+        (8192, {"n": 8192, "k": 8192}, "tile: 128 rows x 192 columns"),
         (4096, {"hopper": False}, "library"),
         (4096, {"hopper": False, "library": False}, "half"),
     ],

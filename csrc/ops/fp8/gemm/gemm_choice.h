@@ -65,7 +65,7 @@ inline constexpr GemmTile kGemmTiles[] = {
     {TileKind::kTransposed, 152, 128, 5, 1.83, {1.43, 0.348, 0.285}, 0.0},
     {TileKind::kTransposed, 104, 192, 4, 2.00, {1.24, 0.373, 0.283}, 0.0},
     {TileKind::kTransposed, 120, 192, 4, 1.98, {1.47, 0.427, 0.242}, 0.0},
-    {TileKind::kTransposed, 128, 192, 4, 1.86, {1.65, 0.458, 0.225}, 0.0},
+    {TileKind::kTransposed, 128, 192, 4, 1.86, {1.65, 0.454, 0.225}, 0.0},
     {TileKind::kMulticast, 72, 128, 8, 1.94, {0.78, 0.200, 0.212}, 0.0},
     {TileKind::kMulticast, 80, 128, 7, 1.95, {0.72, 0.212, 0.258}, 0.0},
     {TileKind::kMulticast, 96, 128, 7, 2.19, {0.84, 0.230, 0.243}, 0.0},
