@@ -119,17 +119,18 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
                       std::to_string(htree::tree_attention::kMaxParentGroup) + ", else by key");
   attention.push_back("general: fp32, fp16, bf16; every other shape");
   auto& mlp = rooms["gated_mlp"];
-  for (bool keeps_products : {false, true}) {
-    for (int64_t rows = 1; rows <= 4096; rows *= 2) {
-      const auto config = htree::gated_mlp::choose_config({rows, 11264, 4096, true, keeps_products, 132});
-      const auto text = htree::gated_mlp::describe(config);
-      if (std::find(mlp.begin(), mlp.end(), text) == mlp.end()) {
-        mlp.push_back(text);
-      }
-    }
+  for (int64_t rows : {1, 17, 64}) {
+    mlp.push_back(htree::gated_mlp::describe(
+        htree::gated_mlp::choose_config({rows, 11264, 4096, /*hopper_half=*/true, false, 132})));
+  }
+  for (const auto& tile : htree::gated_mlp::kTiles) {
+    mlp.push_back(htree::gated_mlp::describe(tile.config));
   }
   mlp.push_back(htree::gated_mlp::describe(htree::gated_mlp::config_of({128, 64, 64, 8, 4})));
   mlp.push_back(htree::gated_mlp::describe(htree::gated_mlp::choose_config({1, 1, 1, false, false, 132})));
+  for (bool fuses : {true, false}) {
+    mlp.push_back("backward: " + htree::gated_mlp::describe_gradient(fuses));
+  }
   auto& gemm = rooms["fp8"];
   for (const auto& tile : htree::fp8::kGemmTiles) {
     gemm.push_back(htree::fp8::describe(htree::fp8::config_of_tile(tile)));
@@ -200,6 +201,14 @@ std::string gated_mlp_config(int64_t rows, int64_t inner, int64_t hidden, bool h
                              bool keeps_products, int multiprocessors) {
   return htree::gated_mlp::describe(
       htree::gated_mlp::choose_config({rows, inner, hidden, hopper_half, keeps_products, multiprocessors}));
+}
+
+// What multiplies for dx, and for the gradients of the weights, in words.
+std::pair<std::string, std::string> gated_mlp_gradient_config(int64_t rows, int64_t inner, int64_t hidden,
+                                                              bool hopper_half, int multiprocessors) {
+  using namespace htree::gated_mlp;
+  const Facts facts{rows, inner, hidden, hopper_half, /*keeps_products=*/true, multiprocessors};
+  return {describe_gradient(fuses_input_gradient(facts)), describe_gradient(fuses_weight_gradients(facts))};
 }
 
 // The kernel that a tuple of the GATED_MLP space names; invalid_argument where none is compiled.
@@ -273,6 +282,9 @@ PYBIND11_MODULE(_host, module) {
              py::arg("hidden") = 4096, py::arg("hopper_half") = true, py::arg("keeps_products") = false,
              py::arg("multiprocessors") = 132,
              "The kernel that gated_mlp takes for a result [rows, inner] and sums of length hidden.");
+  module.def("gated_mlp_gradient_config", &gated_mlp_gradient_config, py::arg("rows"), py::arg("inner"),
+             py::arg("hidden") = 4096, py::arg("hopper_half") = true, py::arg("multiprocessors") = 132,
+             "What multiplies in the backward of gated_mlp: for dx, and for the gradients of the weights.");
   module.def("gated_mlp_forced_config", &gated_mlp_forced_config, py::arg("BLOCK_M"), py::arg("BLOCK_N"),
              py::arg("BLOCK_K"), py::arg("num_warps"), py::arg("num_stages"),
              "The kernel that a tuple of the tuning space names. ValueError where none is compiled.");

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from htree_ops.testing.fp8_gemm_cases import KERNEL_CASES
-from htree_ops.testing.gated_mlp_cases import WIDE_CASES
+from htree_ops.testing.gated_mlp_cases import GRADIENT_CASES, TILE_CASES, WIDE_CASES
 
 try:
     from htree_ops import _host
@@ -23,13 +23,14 @@ pytestmark = pytest.mark.skipif(_host is None, reason="_host is not built for th
         (1, 11264, {}, "stream: 16 rows"),
         (17, 11264, {}, "stream: 32 rows"),
         (64, 11264, {}, "stream: 64 rows"),
-        (65, 11264, {}, "tile: 128 rows x 64 columns"),
-        (192, 11264, {}, "tile: 128 rows x 128 columns"),
-        (256, 11264, {}, "tile: 128 rows x 128 columns"),
-        (384, 11264, {}, "tile: 128 rows x 64 columns"),
-        (1024, 2816, {"hidden": 1024}, "tile: 128 rows x 64 columns"),
+        (65, 11264, {}, "tile: 128 rows x 128 columns, 4 stages, clusters of 1"),
+        (65, 5632, {"hidden": 2048}, "tile: 128 rows x 64 columns"),
+        (192, 11264, {}, "tile: 192 rows x 64 columns"),
+        (256, 11264, {}, "tile: 128 rows x 128 columns, 4 stages, clusters of 2"),
+        (384, 11264, {}, "tile: 128 rows x 128 columns, 4 stages, clusters of 1"),
+        (576, 11264, {}, "tile: 192 rows x 64 columns"),
         (4096, 11264, {}, "tile: 128 rows x 128 columns, 4 stages, clusters of 2"),
-        (1, 11264, {"keeps_products": True}, "tile: 128 rows x 64 columns"),
+        (1, 11264, {"keeps_products": True}, "tile: 128 rows x 128 columns, 4 stages, clusters of 1"),
         (4096, 11264, {"hopper_half": False}, "composed"),
     ],
 )
@@ -37,10 +38,45 @@ def test_gated_mlp(rows: int, inner: int, options: dict[str, Any], words: str) -
     assert _host.gated_mlp_config(rows, inner, **options).startswith(words)
 
 
+@pytest.mark.parametrize(
+    ("rows", "inner", "options", "fused"),
+    [
+        (4096, 11264, {}, (True, True)),
+        (512, 11264, {}, (True, True)),
+        (256, 11264, {}, (False, True)),
+        (1, 11264, {}, (False, True)),
+        (1, 8, {"hidden": 8}, (True, True)),
+        (4096, 11263, {}, (False, False)),
+        (4096, 11264, {"hidden": 4092}, (False, False)),
+        (4096, 11264, {"hopper_half": False}, (False, False)),
+    ],
+)
+def test_gated_mlp_gradients(
+    rows: int, inner: int, options: dict[str, Any], fused: tuple[bool, bool]
+) -> None:
+    words = _host.gated_mlp_gradient_config(rows, inner, **options)
+    assert tuple(word.startswith("tile: 128 rows x 256 columns") for word in words) == fused
+
+
 def test_gated_mlp_takes_wide_tiles_for_the_first_cases() -> None:
     for case in WIDE_CASES[:4]:
         words = _host.gated_mlp_config(case.num_rows, case.inner, case.hidden, keeps_products=True)
-        assert words.startswith("tile: 128 rows x 128 columns")
+        assert words == "tile: 128 rows x 128 columns, 4 stages, clusters of 2"
+
+
+def test_the_cases_reach_every_tile_of_gated_mlp() -> None:
+    taken = [
+        _host.gated_mlp_config(case.num_rows, case.inner, case.hidden, keeps_products=keeps)
+        for case in TILE_CASES
+        for keeps in (False, True)
+    ]
+    assert set(taken) == {
+        "tile: 192 rows x 64 columns, 5 stages, clusters of 1",
+        "tile: 128 rows x 128 columns, 4 stages, clusters of 1",
+    }
+    for case in GRADIENT_CASES:
+        words = _host.gated_mlp_gradient_config(case.num_rows, case.inner, case.hidden)
+        assert all(word.startswith("tile: ") for word in words)
 
 
 @pytest.mark.parametrize(

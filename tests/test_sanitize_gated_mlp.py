@@ -10,6 +10,8 @@ from htree_ops.ops.gated_mlp import COMPILED_CONFIGS
 from htree_ops.testing.cases import case_id, normal
 from htree_ops.testing.gated_mlp_cases import (
     ACTIVATIONS,
+    GRADIENT_CASES,
+    TILE_CASES,
     WIDE_CASES,
     WIDE_CONFIG,
     GatedMLPCase,
@@ -46,6 +48,25 @@ def test_configurations(config: tuple[int, ...]) -> None:
         case = GatedMLPCase(name="small", dtype=torch.bfloat16, rows=(rows,), inner=264, hidden=136)
         inputs = case.make_inputs("cuda")
         assert_forward(torch.ops.htree.gated_mlp(*inputs, list(config)), inputs)
+
+
+@pytest.mark.parametrize("case", TILE_CASES, ids=case_id)
+def test_other_tiles(case: GatedMLPCase) -> None:
+    inputs = case.make_inputs("cuda")
+    first = (inputs[0][:16], *inputs[1:])
+    assert_forward(torch.ops.htree.gated_mlp(*inputs)[:16], first)
+    assert_forward(torch.ops.htree.gated_mlp_forward(*inputs)[0][:16], first)
+
+
+@pytest.mark.parametrize("case", GRADIENT_CASES, ids=case_id)
+def test_gradient_kernels(case: GatedMLPCase) -> None:
+    inputs = case.make_inputs("cuda")
+    _, gate, up = torch.ops.htree.gated_mlp_forward(*inputs)
+    dy = normal((case.num_rows, case.inner), case.dtype, "cuda", seed=9)
+    gradients = torch.ops.htree.gated_mlp_saved_backward(dy, gate, up, *inputs)
+    assert all(bool(g.isfinite().all()) for g in gradients)  # test_gated_mlp.py compares them
+    one = torch.ops.htree.gated_mlp_saved_backward(dy, gate, up, *inputs, [False, False, True])[2]
+    torch.testing.assert_close(one, gradients[2])
 
 
 @pytest.mark.parametrize("case", WIDE_CASES, ids=case_id)

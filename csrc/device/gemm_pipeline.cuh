@@ -3,8 +3,9 @@
 // per stage: `full` counts bytes that arrived, `empty` counts warps that are done reading. Technique: the
 // warp-specialised persistent kernels of CUTLASS and DeepGEMM.
 //
-// A k-block is 128 bytes of each row (64 two-byte or 128 one-byte elements), stored with the 128-byte
-// swizzle, K-major for both operands.
+// A k-block is 64 two-byte or 128 one-byte elements of each row, stored with the 128-byte swizzle: K-major, a
+// row of 128 bytes for each row of the operand, or, two-byte types only, MN-major, a row of 128 bytes for
+// each k and 64 rows of the operand, the next 64 rows behind them.
 #pragma once
 
 #include <cstdint>
@@ -20,9 +21,12 @@ constexpr int kBlockBytes = 128;  // of one row in one k-block
 
 // kRowsA rows of A (64, or a multiple, per multiplying warpgroup) against kRowsB rows of B; kCluster blocks
 // share the ring's pace because they multicast to one another.
-template <typename T_, int kRowsA_, int kRowsB_, int kStages_, int kCluster_, int kWarpgroups_ = kRowsA_ / 64>
+template <typename T_, int kRowsA_, int kRowsB_, int kStages_, int kCluster_, int kWarpgroups_ = kRowsA_ / 64,
+          Major kMajorA_ = Major::kK, Major kMajorB_ = Major::kK>
 struct GemmShape {
   using T = T_;
+  static constexpr Major kMajorA = kMajorA_;
+  static constexpr Major kMajorB = kMajorB_;
   static constexpr int kRowsA = kRowsA_;
   static constexpr int kRowsB = kRowsB_;
   static constexpr int kStages = kStages_;
@@ -84,12 +88,22 @@ __device__ __forceinline__ void release_stage(GemmRing<Shape>& ring, int stage) 
   }
 }
 
+// Of a k-block at `block`, from the first of the rows that a product takes on; they are a multiple of 64
+// where it is MN-major.
+template <Major kMajor>
+__device__ __forceinline__ uint64_t block_descriptor(const void* block) {
+  return kMajor == Major::kK ? k_major_descriptor<Swizzle::k128>(block)
+                             : mn_major_descriptor<Swizzle::k128>(block, 64 * kBlockBytes);
+}
+
 // One k-block: d[64 x N] (+)= rows of `a` times rows of `b`.
-template <typename T, int N>
+template <typename T, int N, Major kMajorA = Major::kK, Major kMajorB = Major::kK>
 __device__ __forceinline__ void multiply_block(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
+  constexpr int kStepA = kMajorA == Major::kK ? 32 : 16 * kBlockBytes;
+  constexpr int kStepB = kMajorB == Major::kK ? 32 : 16 * kBlockBytes;
 #pragma unroll
   for (int k = 0; k < kBlockBytes / 32; ++k) {
-    wgmma<T, N>(d, advance(a, k * 32), advance(b, k * 32), accumulate || k > 0);
+    wgmma<T, N, kMajorA, kMajorB>(d, advance(a, k * kStepA), advance(b, k * kStepB), accumulate || k > 0);
   }
 }
 
@@ -101,10 +115,10 @@ __device__ __forceinline__ void multiply_ring(GemmRing<Shape>& ring, RingPlace<S
   int previous = 0;
   for (int block_idx = 0; block_idx < num_blocks; ++block_idx) {
     barrier_wait(&ring.full[place.stage], place.parity);
-    const uint64_t a = k_major_descriptor<Swizzle::k128>(ring.a[place.stage] + warpgroup * 64 * kBlockBytes);
-    const uint64_t b = k_major_descriptor<Swizzle::k128>(ring.b[place.stage]);
+    const uint64_t a = block_descriptor<Shape::kMajorA>(ring.a[place.stage] + warpgroup * 64 * kBlockBytes);
+    const uint64_t b = block_descriptor<Shape::kMajorB>(ring.b[place.stage]);
     wgmma_fence();
-    multiply_block<T, Shape::kRowsB>(d, a, b, block_idx > 0);
+    multiply_block<T, Shape::kRowsB, Shape::kMajorA, Shape::kMajorB>(d, a, b, block_idx > 0);
     wgmma_commit();
     if (block_idx > 0) {
       wgmma_wait<1>();

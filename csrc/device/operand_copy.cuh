@@ -52,4 +52,43 @@ struct OperandCopy {
   }
 };
 
+// Copies of k-blocks of an MN-major operand of two-byte elements, [k, count] in memory, by boxes of 64 k x 64
+// columns: those of a tile's kColumns columns from `first` on that have a column.
+template <int kColumns>
+struct ColumnCopy {
+  static constexpr int kBoxColumns = 64;
+  static constexpr int kBoxBytes = kBoxColumns * kBlockBytes;
+  static_assert(kColumns % kBoxColumns == 0);
+  int first;
+  int num_boxes;
+  uint32_t bytes;  // that arrive per k-block, whoever copies them
+
+  __device__ __forceinline__ ColumnCopy(int first_column, int64_t count) : first(first_column) {
+    const int64_t present = min(max(count - first, int64_t{0}), int64_t{kColumns});
+    num_boxes = static_cast<int>((present + kBoxColumns - 1) / kBoxColumns);
+    bytes = static_cast<uint32_t>(num_boxes * kBoxBytes);
+  }
+
+  __device__ __forceinline__ void start(uint8_t* stage, const CUtensorMap* map, int k, Barrier* full) const {
+#pragma unroll
+    for (int box = 0; box < kColumns / kBoxColumns; ++box) {
+      if (box < num_boxes) {
+        tensor_load_2d(stage + box * kBoxBytes, map, first + box * kBoxColumns, k, full);
+      }
+    }
+  }
+
+  // Block `rank` of a cluster of two copies every other box, for both.
+  __device__ __forceinline__ void start_share(uint8_t* stage, const CUtensorMap* map, int k, int rank,
+                                              Barrier* full) const {
+#pragma unroll
+    for (int i = 0; i < kColumns / kBoxColumns; i += 2) {
+      const int box = i + rank;
+      if (box < num_boxes) {
+        tensor_load_2d_multicast(stage + box * kBoxBytes, map, first + box * kBoxColumns, k, full, 3);
+      }
+    }
+  }
+};
+
 }  // namespace htree::device

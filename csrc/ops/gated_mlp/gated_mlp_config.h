@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <string>
 
 #include "device/ceil_div.h"
@@ -11,7 +12,7 @@
 namespace htree::gated_mlp {
 
 // kComposed: two matrix products of the library in fp32 and one elementwise kernel. kStream: rows of x are
-// the n side of products, 64 columns per block, weights read once (gated_mlp_stream.cuh). kTile: 128 rows x
+// the n side of products, 64 columns per block, weights read once (gated_mlp_stream.cuh). kTile: `rows` x
 // `columns` per block (gated_mlp_tile.cuh).
 enum class Kernel : int { kComposed, kStream, kTile };
 
@@ -62,33 +63,33 @@ constexpr KernelConfig config_of(const ForcedConfig& f) {
                           : KernelConfig{Kernel::kStream, rows, columns, stages, 1};
 }
 
-// Microseconds on an H200 as graph replays show them; what decides is their order. per_turn: of a tile that a
-// block, or a cluster, takes; per_block: of each of its k-blocks of 64.
-struct TileCost {
+// Times are microseconds on an H200 as graph replays show them; what decides is their order.
+struct TileKernel {
+  KernelConfig config;
   double per_launch;
-  double per_turn;
-  double per_block;
+  double per_block;  // of k of each tile that a block, or a cluster, takes
 };
-inline constexpr TileCost kNarrow{4.7, 0.5, 0.41};  // 128 rows x 64 columns, a block
-inline constexpr TileCost kWide{4.5, 3.1, 0.645};   // 256 rows x 128 columns, a cluster
+inline constexpr TileKernel kTiles[] = {
+    {{Kernel::kTile, 128, 64, 6, 1}, 1.7, 0.430},
+    {{Kernel::kTile, 192, 64, 5, 1}, 1.6, 0.603},
+    {{Kernel::kTile, 128, 128, 4, 1}, 0.9, 0.812},
+    {{Kernel::kTile, 128, 128, 4, 2}, 2.6, 0.804},
+};
 
-inline double narrow_time(const Facts& f) {
-  const int64_t turns = ceil_div(ceil_div(f.rows, 128) * ceil_div(f.inner, 64), f.multiprocessors);
-  const auto k_blocks = static_cast<double>(ceil_div(f.hidden, 64));
-  return kNarrow.per_launch + static_cast<double>(turns) * (kNarrow.per_turn + k_blocks * kNarrow.per_block);
+// In how many turns `workers`, blocks or clusters, take all tiles. The blocks of clusters share the k of the
+// last tiles where no more than half of the clusters would have one.
+inline double turns_of_tiles(int64_t tiles, int64_t workers, bool sharing) {
+  const int64_t rest = tiles % workers;
+  const bool shares = sharing && rest > 0 && 2 * rest <= workers;
+  return static_cast<double>(tiles / workers) + (shares ? 0.5 : rest > 0 ? 1.0 : 0.0);
 }
 
-// The blocks of a cluster share the tiles of a last turn that half of the clusters would take.
-inline double wide_time(const Facts& f) {
-  constexpr double kExchange = 0.5;
-  const int64_t clusters = std::max(1, f.multiprocessors / 2);
-  const int64_t tiles = ceil_div(f.rows, 256) * ceil_div(f.inner, 128);
-  const int64_t rest = tiles % clusters;
-  const bool shares = tiles > clusters && rest > 0 && 2 * rest <= clusters && f.hidden > 64;
-  const auto whole = static_cast<double>(tiles / clusters + (rest > 0 && !shares ? 1 : 0));
-  const double k_time = static_cast<double>(ceil_div(f.hidden, 64)) * kWide.per_block;
-  return kWide.per_launch + whole * (kWide.per_turn + k_time) +
-         (shares ? kExchange + kWide.per_turn + 0.5 * k_time : 0.0);
+inline double tile_time(const TileKernel& kernel, const Facts& f) {
+  const KernelConfig& c = kernel.config;
+  const int64_t tiles = ceil_div(f.rows, c.rows * c.cluster) * ceil_div(f.inner, c.columns);
+  const int64_t workers = std::max(1, f.multiprocessors / c.cluster);
+  const double turns = turns_of_tiles(tiles, workers, c.cluster == 2 && f.hidden > 64 && tiles > workers);
+  return kernel.per_launch + turns * static_cast<double>(ceil_div(f.hidden, 64)) * kernel.per_block;
 }
 
 inline KernelConfig choose_config(const Facts& f) {
@@ -100,8 +101,46 @@ inline KernelConfig choose_config(const Facts& f) {
            : f.rows <= 32 ? KernelConfig{Kernel::kStream, 32, 64, 4, 1}
                           : KernelConfig{Kernel::kStream, 64, 64, 4, 1};
   }
-  return narrow_time(f) < wide_time(f) ? KernelConfig{Kernel::kTile, 128, 64, 6, 1}
-                                       : KernelConfig{Kernel::kTile, 128, 128, 4, 2};
+  const auto* best = std::min_element(
+      std::begin(kTiles), std::end(kTiles),
+      [&](const TileKernel& a, const TileKernel& b) { return tile_time(a, f) < tile_time(b, f); });
+  return best->config;
+}
+
+// ---- the products of the backward: kernels of gated_mlp_gradient.cuh, or the library's
+
+// Tiles of those kernels, of a cluster.
+inline constexpr int kGradientRows = 256;
+inline constexpr int kGradientColumns = 256;
+
+// Rows that tensor copies can read and write, and twice `inner` rows to count.
+inline bool has_gradient_kernels(const Facts& f) {
+  return f.hopper_half && f.inner % 8 == 0 && f.hidden % 8 == 0 && f.inner < (int64_t{1} << 30);
+}
+
+// The gradients of the weights, where the device has the kernels: they win at every size that was measured.
+inline bool fuses_weight_gradients(const Facts& f) {
+  return has_gradient_kernels(f);
+}
+
+// dx, a long sum with few tiles where rows and hidden are small: the library splits it further.
+inline bool fuses_input_gradient(const Facts& f) {
+  if (!has_gradient_kernels(f)) {
+    return false;
+  }
+  constexpr double kPerBlock = 0.713;           // of k
+  constexpr double kLibraryLaunches = 12.4;     // two products in fp32 and the rounding of their sum
+  constexpr double kLibraryOperations = 670e6;  // per microsecond
+  constexpr double kLibraryBytes = 3.65e6;      // of the weights, per microsecond
+  const int64_t tiles = ceil_div(f.rows, kGradientRows) * ceil_div(f.hidden, kGradientColumns);
+  const int64_t clusters = std::max(1, f.multiprocessors / 2);
+  const double fused =
+      turns_of_tiles(tiles, clusters, true) * 2.0 * static_cast<double>(ceil_div(f.inner, 64)) * kPerBlock;
+  const double weights = static_cast<double>(f.inner) * static_cast<double>(f.hidden);
+  const double library =
+      kLibraryLaunches +
+      std::max(4 * static_cast<double>(f.rows) * weights / kLibraryOperations, 4 * weights / kLibraryBytes);
+  return fused <= library;
 }
 
 inline std::string describe(const KernelConfig& c) {
@@ -111,6 +150,10 @@ inline std::string describe(const KernelConfig& c) {
   return std::string(c.kernel == Kernel::kStream ? "stream" : "tile") + ": " + std::to_string(c.rows) +
          " rows x " + std::to_string(c.columns) + " columns, " + std::to_string(c.stages) +
          " stages, clusters of " + std::to_string(c.cluster);
+}
+
+inline std::string describe_gradient(bool fuses) {
+  return fuses ? "tile: 128 rows x 256 columns, 4 stages, clusters of 2" : "the library's products";
 }
 
 }  // namespace htree::gated_mlp

@@ -38,6 +38,30 @@ cudaError_t launch_tile(const ForwardParams<T>& params, const KernelConfig& conf
 template <typename T>
 cudaError_t launch_stream(const ForwardParams<T>& params, const KernelConfig& config, cudaStream_t stream);
 
+// Of the backward, with inner and hidden that are multiples of 8 and inner below 2^30. Pairs are by role,
+// gate and up; gradients of the products are [rows, inner], all results contiguous.
+template <typename T>
+struct InputGradientParams {
+  Sizes sizes;
+  Operand<T> dproducts[2];
+  Operand<T> weights[2];  // [inner, hidden]
+  T* dx;                  // [rows, hidden]
+};
+template <typename T>
+struct WeightGradientParams {
+  Sizes sizes;
+  Operand<T> dproducts[2];
+  Operand<T> x;    // [rows, hidden]
+  T* dweights[2];  // [inner, hidden], null where it is not wanted; one of them is
+};
+
+// dx = dgate gate_weight + dup up_weight
+template <typename T>
+cudaError_t launch_input_gradient(const InputGradientParams<T>& params, cudaStream_t stream);
+// dgate_weight = dgate^T x, dup_weight = dup^T x
+template <typename T>
+cudaError_t launch_weight_gradients(const WeightGradientParams<T>& params, cudaStream_t stream);
+
 // out = gate * act(up); gate and up in fp32. All contiguous, `count` elements.
 template <typename T>
 cudaError_t launch_gate(Activation activation, int64_t count, const float* gate, const float* up, T* out,

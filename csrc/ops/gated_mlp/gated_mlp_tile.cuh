@@ -12,42 +12,38 @@
 
 #include "device/gemm_pipeline.cuh"
 #include "device/hopper_limits.h"
-#include "device/mma.cuh"
 #include "device/operand_copy.cuh"
 #include "device/shared_address.cuh"
-#include "device/stmatrix.cuh"
 #include "device/sum_exchange.cuh"
 #include "device/tile_order.cuh"
 #include "device/tile_shares.h"
 #include "ops/gated_mlp/activation.cuh"
 #include "ops/gated_mlp/gated_mlp_params.h"
 #include "ops/gated_mlp/gated_mlp_tile_exchange.cuh"
+#include "ops/gated_mlp/gated_mlp_tile_store.cuh"
 #include "ops/gated_mlp/gated_mlp_tile_work.cuh"
 
 namespace htree::gated_mlp {
 
 // kKeepsProducts: g and u are stored too, for the backward.
-template <typename T_, Activation kActivation_, int kColumns_, int kStages_, int kCluster_,
+template <typename T_, Activation kActivation_, int kRows_, int kColumns_, int kStages_, int kCluster_,
           bool kKeepsProducts_>
 struct TileTraits {
   using T = T_;
   static constexpr Activation kActivation = kActivation_;
   static constexpr bool kKeepsProducts = kKeepsProducts_;
-  static constexpr int kRows = 128;
+  static constexpr int kRows = kRows_;
   static constexpr int kColumns = kColumns_;  // of the output
   static constexpr int kCluster = kCluster_;
   using Shape = device::GemmShape<T, kRows, 2 * kColumns, kStages_, kCluster>;
   static constexpr int kThreads = 128 * (1 + Shape::kWarpgroups);
   static constexpr int kLoaderRegisters = 40;
-  static constexpr int kMultiplierRegisters = 232;
+  static constexpr int kMultiplierRegisters = Shape::kWarpgroups == 2 ? 232 : 152;
   static_assert(kLoaderRegisters + Shape::kWarpgroups * kMultiplierRegisters <= 504);
-  static constexpr int kStoreColumns = 64;  // 128 bytes: the width of the store's swizzle
-  static_assert(kColumns % kStoreColumns == 0);
 
   struct Shared {
     device::GemmRing<Shape> ring;
-    // Per warp and 64 columns: 16 rows of 128 bytes, swizzled.
-    alignas(1024) uint8_t out[Shape::kWarpgroups * 4][kColumns / kStoreColumns][16 * 128];
+    alignas(1024) StagedRows out[Shape::kWarpgroups * 4][kColumns / kStoreColumns];  // per warp
     device::SumExchange exchange[Shape::kWarpgroups];
   };
   static constexpr int kSharedBytes = sizeof(Shared) + device::kSharedAlignment;
@@ -102,79 +98,23 @@ __device__ __forceinline__ void load_tiles(typename Tr::Shared& shared, const Ti
   });
 }
 
-// Where the warp's 16 rows of one result go: by tensor copies, which cut off what lies outside,
-// or, where rows of the result are not aligned to 16 bytes, element by element.
-template <typename T>
-struct Destination {
-  const CUtensorMap* map;
-  T* unaligned;  // [rows, inner], or null
-};
-
-// A warp writes value(i) for its accumulator places i in [0, kColumns / 2), to rows from `row` and columns
-// from `column` on.
-template <class Tr, int kColumns, class Value>
-__device__ __forceinline__ void store_tile(typename Tr::Shared& shared, const Destination<typename Tr::T>& to,
-                                           const Sizes& sizes, int row, int column, Value&& value) {
-  using T = typename Tr::T;
-  const int warp = static_cast<int>(threadIdx.x / 32) - 4;
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  if (lane == 0) {
-    device::wait_stores_read<0>();
-  }
-  __syncwarp();
-#pragma unroll
-  for (int part = 0; part < kColumns / Tr::kStoreColumns; ++part) {
-#pragma unroll
-    for (int pair = 0; pair < 4; ++pair) {  // 16 columns
-      uint32_t packed[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {  // 8 columns i / 2, row half i % 2
-        const int at = part * 32 + pair * 8 + (i / 2) * 4 + (i % 2) * 2;
-        packed[i] = device::pack_pair<T>(value(at), value(at + 1));
-      }
-      // Lane i gives the address of row i % 16, 8-column chunk 2 * pair + i / 16.
-      const int chunk = (2 * pair + lane / 16) ^ (lane % 8);
-      device::store_matrices(device::shared_address(shared.out[warp][part]) + (lane % 16) * 128 + chunk * 16,
-                             packed);
-    }
-  }
-  if (to.unaligned != nullptr) {
-    __syncwarp();
-    for (int i = lane; i < 16 * kColumns; i += 32) {
-      const int r = i / kColumns;
-      const int c = i % kColumns;
-      if (row + r < sizes.rows && column + c < sizes.inner) {
-        const uint8_t* from = shared.out[warp][c / 64] + r * 128 + (((c % 64 / 8) ^ (r % 8)) * 8 + c % 8) * 2;
-        to.unaligned[(row + r) * sizes.inner + column + c] = *reinterpret_cast<const T*>(from);
-      }
-    }
-    return;
-  }
-  device::fence_async_shared();
-  __syncwarp();
-  if (lane == 0) {
-#pragma unroll
-    for (int part = 0; part < kColumns / Tr::kStoreColumns; ++part) {
-      device::tensor_store_2d(to.map, shared.out[warp][part], column + part * Tr::kStoreColumns, row);
-    }
-    device::commit_stores();
-  }
-}
-
 // A warp's results for its 16 rows and kColumns columns; g stands in d[0 ... kColumns / 2), u behind it.
 template <class Tr, int kColumns>
 __device__ __forceinline__ void store_results(typename Tr::Shared& shared, const TileMaps& maps,
                                               const TileArguments<typename Tr::T>& arguments, int row,
                                               int column, const float (&d)[kColumns]) {
+  using T = typename Tr::T;
   constexpr int kUp = kColumns / 2;
+  StagedRows* staged = shared.out[threadIdx.x / 32 - 4];
+  const Sizes& s = arguments.sizes;
   if constexpr (Tr::kKeepsProducts) {
-    store_tile<Tr, kColumns>(shared, {&maps.gate_product, arguments.unaligned_gate}, arguments.sizes, row,
-                             column, [&](int i) { return d[i]; });
-    store_tile<Tr, kColumns>(shared, {&maps.up_product, arguments.unaligned_up}, arguments.sizes, row, column,
-                             [&](int i) { return d[kUp + i]; });
+    store_tile<T, kColumns>(staged, {&maps.gate_product, arguments.unaligned_gate, s.rows, s.inner}, row,
+                            column, [&](int i) { return d[i]; });
+    store_tile<T, kColumns>(staged, {&maps.up_product, arguments.unaligned_up, s.rows, s.inner}, row, column,
+                            [&](int i) { return d[kUp + i]; });
   }
-  store_tile<Tr, kColumns>(shared, {&maps.out, arguments.unaligned_out}, arguments.sizes, row, column,
-                           [&](int i) { return d[i] * activate<Tr::kActivation>(d[kUp + i]); });
+  store_tile<T, kColumns>(staged, {&maps.out, arguments.unaligned_out, s.rows, s.inner}, row, column,
+                          [&](int i) { return d[i] * activate<Tr::kActivation>(d[kUp + i]); });
 }
 
 template <class Tr>
@@ -223,7 +163,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
           constexpr int kOwn = Tr::kColumns / 2;
           const int rank = static_cast<int>(blockIdx.x) % 2;
           float own[kOwn];
-          exchange_halves<Tr>(shared, rank, warpgroup, d, own);
+          exchange_halves<Tr, 2>(shared, rank, warpgroup, d, own);
           store_results<Tr, kOwn>(shared, maps, arguments, row, work.column + rank * kOwn, own);
           return;
         }

@@ -7,17 +7,17 @@
 
 namespace htree::gated_mlp {
 
-// d of a thread holds g and behind it u, each of kColumns columns. Sends the other block of the cluster its
-// half of the columns of both and returns in `own` this block's half, summed: rank 0 finishes the left one.
-// The sums arrive where the warpgroup's rows of x stood, whose products are done.
-template <class Tr>
+// d of a thread holds its sums of kResults results side by side (g and u, or one). Sends the other block of
+// the cluster its half of the columns of each and returns in `own` this block's half, summed: rank 0 finishes
+// the left one. The sums arrive where the warpgroup's rows of the first operand stood, whose products are
+// done.
+template <class Tr, int kResults, int kSums>
 __device__ __forceinline__ void exchange_halves(typename Tr::Shared& shared, int rank, int warpgroup,
-                                                const float (&d)[Tr::kColumns],
-                                                float (&own)[Tr::kColumns / 2]) {
-  constexpr int kQuarter = Tr::kColumns / 4;  // sums of g, and of u, that a thread's block finishes
-  constexpr int kPacks = Tr::kColumns / 8;
+                                                const float (&d)[kSums], float (&own)[kSums / 2]) {
+  constexpr int kHalf = kSums / (2 * kResults);  // sums of a result that a thread's block finishes
+  constexpr int kPacks = kSums / 8;
   constexpr int kPacksPerStage = 64 * device::kBlockBytes / (128 * 16);
-  static_assert(kPacks <= kPacksPerStage * Tr::Shape::kStages && kQuarter % 4 == 0);
+  static_assert(kPacks <= kPacksPerStage * Tr::Shape::kStages && kHalf % 4 == 0);
   const int thread = static_cast<int>(threadIdx.x % 128);
   const uint32_t other_block = static_cast<uint32_t>(rank ^ 1);
   device::SumExchange& exchange = shared.exchange[warpgroup];
@@ -25,8 +25,8 @@ __device__ __forceinline__ void exchange_halves(typename Tr::Shared& shared, int
     uint8_t* rows = shared.ring.a[pack / kPacksPerStage] + warpgroup * 64 * device::kBlockBytes;
     return reinterpret_cast<float4*>(rows) + pack % kPacksPerStage * 128 + thread;
   };
-  // The first sum of a pack in the left half of the columns; kQuarter further it is that in the right half.
-  const auto left = [](int pack) { return pack * 4 + (pack * 4 < kQuarter ? 0 : kQuarter); };
+  // The first sum of a pack in the left half of the columns; kHalf further it is that in the right half.
+  const auto left = [](int pack) { return pack * 4 + pack * 4 / kHalf * kHalf; };
   if (thread % 32 == 0) {
     device::offer_places(exchange, 32 * kPacks * sizeof(float4), other_block);
   }
@@ -36,7 +36,7 @@ __device__ __forceinline__ void exchange_halves(typename Tr::Shared& shared, int
   for (int pack = 0; pack < kPacks; ++pack) {
     float4 sums;
     if (rank == 0) {
-      const float* right = &d[left(pack) + kQuarter];
+      const float* right = &d[left(pack) + kHalf];
       sums = make_float4(right[0], right[1], right[2], right[3]);
     } else {
       const float* from = &d[left(pack)];
@@ -51,7 +51,7 @@ __device__ __forceinline__ void exchange_halves(typename Tr::Shared& shared, int
     const float other[4] = {sums.x, sums.y, sums.z, sums.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      own[pack * 4 + i] = (rank == 0 ? d[left(pack) + i] : d[left(pack) + kQuarter + i]) + other[i];
+      own[pack * 4 + i] = (rank == 0 ? d[left(pack) + i] : d[left(pack) + kHalf + i]) + other[i];
     }
   }
 }

@@ -6,7 +6,7 @@
 
 #include "host/device_attribute.h"
 #include "host/launch_cluster.h"
-#include "host/tensor_map.h"
+#include "host/operand_maps.h"
 #include "ops/gated_mlp/gated_mlp_launch.h"
 
 namespace htree::gated_mlp {
@@ -22,8 +22,15 @@ CUtensorMap matrix_map(const T* data, int64_t rows, int64_t columns, int64_t pit
   return row_major_map(data, kMapType<T>, rows, columns, pitch * static_cast<int64_t>(sizeof(T)), box_rows);
 }
 
-inline int num_k_blocks(const Sizes& sizes) {
-  return static_cast<int>((sizes.hidden + 63) / 64);
+// The same, for tiles of kRows rows.
+template <int kRows, typename T>
+device::OperandMaps row_maps(const Operand<T>& x, int64_t rows, int64_t columns) {
+  return operand_maps(x.data, kMapType<T>, rows, columns, x.pitch * static_cast<int64_t>(sizeof(T)), kRows,
+                      kRows);
+}
+
+inline int num_k_blocks(int64_t k) {
+  return static_cast<int>((k + 63) / 64);
 }
 
 }  // namespace

@@ -21,7 +21,7 @@ cudaError_t launch_streams(const ForwardParams<typename Tr::T>& p, cudaStream_t 
     return cudaErrorNotSupported;
   }
   return launch_cluster(stream_kernel<Tr>, grid, Tr::kThreads, Tr::kSharedBytes, 1, stream, maps, p.out, s,
-                        num_k_blocks(s));
+                        num_k_blocks(s.hidden));
 }
 
 template <typename T, Activation kActivation>

@@ -22,12 +22,11 @@ cudaError_t launch_tiles(const ForwardParams<typename Tr::T>& p, cudaStream_t st
   const Sizes& s = p.sizes;
   const bool aligned = s.inner % 8 == 0;
   const auto result_map = [&](T* data) {
-    return aligned && data != nullptr ? matrix_map<T>(data, s.rows, s.inner, s.inner, 16) : CUtensorMap{};
+    return aligned && data != nullptr ? matrix_map<T>(data, s.rows, s.inner, s.inner, kStoreRows)
+                                      : CUtensorMap{};
   };
-  const int rest = static_cast<int>(s.rows % Tr::kRows);
   const TileMaps maps{
-      {matrix_map(p.x.data, s.rows, s.hidden, p.x.pitch, Tr::kRows),
-       matrix_map(p.x.data, s.rows, s.hidden, p.x.pitch, rest == 0 ? Tr::kRows : rest)},
+      row_maps<Tr::kRows>(p.x, s.rows, s.hidden),
       matrix_map(p.gate_weight.data, s.inner, s.hidden, p.gate_weight.pitch, Tr::kColumns),
       matrix_map(p.up_weight.data, s.inner, s.hidden, p.up_weight.pitch, Tr::kColumns),
       result_map(p.out),
@@ -40,7 +39,7 @@ cudaError_t launch_tiles(const ForwardParams<typename Tr::T>& p, cudaStream_t st
                                 kRowTilesPerGroup};
   const int blocks = std::min(processors / Tr::kCluster, order.count()) * Tr::kCluster;
   const TileArguments<T> arguments{
-      s, device::share_tiles(order.count() * Tr::kCluster, blocks, num_k_blocks(s)),
+      s, device::share_tiles(order.count() * Tr::kCluster, blocks, num_k_blocks(s.hidden)),
       aligned ? nullptr : p.out, aligned ? nullptr : p.gate, aligned ? nullptr : p.up};
   return launch_cluster(tile_kernel<Tr>, dim3(static_cast<unsigned>(blocks)), Tr::kThreads, Tr::kSharedBytes,
                         Tr::kCluster, stream, maps, order, arguments);
@@ -48,15 +47,24 @@ cudaError_t launch_tiles(const ForwardParams<typename Tr::T>& p, cudaStream_t st
 
 template <typename T, Activation kActivation, bool kKeepsProducts>
 cudaError_t launch_config(const ForwardParams<T>& p, const KernelConfig& c, cudaStream_t stream) {
-  if (c.columns == 128 && c.stages == 4 && c.cluster == 2) {
-    return launch_tiles<TileTraits<T, kActivation, 128, 4, 2, kKeepsProducts>>(p, stream);
+  const auto is = [&](int rows, int columns, int stages, int cluster) {
+    return c.rows == rows && c.columns == columns && c.stages == stages && c.cluster == cluster;
+  };
+  if (is(128, 128, 4, 2)) {
+    return launch_tiles<TileTraits<T, kActivation, 128, 128, 4, 2, kKeepsProducts>>(p, stream);
   }
-  if (c.columns == 64 && c.stages == 6 && c.cluster == 1) {
-    return launch_tiles<TileTraits<T, kActivation, 64, 6, 1, kKeepsProducts>>(p, stream);
+  if (is(128, 128, 4, 1)) {
+    return launch_tiles<TileTraits<T, kActivation, 128, 128, 4, 1, kKeepsProducts>>(p, stream);
+  }
+  if (is(192, 64, 5, 1)) {
+    return launch_tiles<TileTraits<T, kActivation, 192, 64, 5, 1, kKeepsProducts>>(p, stream);
+  }
+  if (is(128, 64, 6, 1)) {
+    return launch_tiles<TileTraits<T, kActivation, 128, 64, 6, 1, kKeepsProducts>>(p, stream);
   }
   if constexpr (!kKeepsProducts) {  // named by a tuple of the tuning space, which serves inference alone
-    if (c.columns == 64 && c.stages == 4 && c.cluster == 1) {
-      return launch_tiles<TileTraits<T, kActivation, 64, 4, 1, kKeepsProducts>>(p, stream);
+    if (is(128, 64, 4, 1)) {
+      return launch_tiles<TileTraits<T, kActivation, 128, 64, 4, 1, kKeepsProducts>>(p, stream);
     }
   }
   return cudaErrorNotSupported;

@@ -6,7 +6,7 @@
 
 #include "host/device_attribute.h"
 #include "host/launch_cluster.h"
-#include "host/tensor_map.h"
+#include "host/operand_maps.h"
 #include "ops/fp8/gemm/gemm_launch.h"
 #include "ops/fp8/gemm/gemm_stream.cuh"
 #include "ops/fp8/gemm/gemm_tile.cuh"
@@ -14,20 +14,14 @@
 namespace htree::fp8 {
 namespace {
 
-// Boxes of 128 codes x `box_rows` rows of a matrix of `columns` x `rows` codes.
-inline CUtensorMap code_map(const GemmOperand& x, int64_t rows, int64_t columns, int box_rows) {
-  return row_major_map(x.data, CU_TENSOR_MAP_DATA_TYPE_UINT8, rows, columns, x.pitch, box_rows);
-}
-
 inline int num_code_blocks(const GemmSizes& sizes) {
   return static_cast<int>((sizes.k + 127) / 128);
 }
 
 // For tiles of kRows rows of an operand, of which kSharing blocks copy a share each.
 template <int kRows, int kSharing>
-device::OperandMaps operand_maps(const GemmOperand& x, int64_t rows, int64_t columns) {
-  const int rest = static_cast<int>(rows % kRows);
-  return {code_map(x, rows, columns, kRows / kSharing), code_map(x, rows, columns, rest == 0 ? kRows : rest)};
+device::OperandMaps code_maps(const GemmOperand& x, int64_t rows, int64_t columns) {
+  return operand_maps(x.data, CU_TENSOR_MAP_DATA_TYPE_UINT8, rows, columns, x.pitch, kRows, kRows / kSharing);
 }
 
 // Boxes in which c is written.
@@ -60,8 +54,8 @@ cudaError_t launch_tiles(const GemmParams<typename Tr::Out>& p, int group, cudaS
   const GemmOperand& rows = Tr::kTransposes ? p.b : p.a;
   const GemmOperand& columns = Tr::kTransposes ? p.a : p.b;
   const GemmSizes s = Tr::kTransposes ? GemmSizes{p.sizes.n, p.sizes.m, p.sizes.k} : p.sizes;
-  const GemmTileMaps maps{operand_maps<Tr::kRows, Tr::kCluster>(rows, s.m, s.k),
-                          operand_maps<Tr::kColumns, 1>(columns, s.n, s.k),
+  const GemmTileMaps maps{code_maps<Tr::kRows, Tr::kCluster>(rows, s.m, s.k),
+                          code_maps<Tr::kColumns, 1>(columns, s.n, s.k),
                           copies_c ? result_map<typename Tr::Store>(p) : CUtensorMap{}};
   constexpr int kClusterColumns = Tr::kColumns * Tr::kCluster;
   const device::TileOrder order{static_cast<int>((s.m + Tr::kRows - 1) / Tr::kRows),
@@ -88,8 +82,8 @@ cudaError_t launch_streams(const GemmParams<typename Tr::Out>& p, cudaStream_t s
   if (num_code_blocks(s) < Tr::kParts) {
     return cudaErrorNotSupported;  // every block of a cluster has its part
   }
-  const GemmStreamMaps maps{operand_maps<Tr::kRows, 1>(p.a, s.m, s.k),
-                            operand_maps<Tr::kColumns, 1>(p.b, s.n, s.k)};
+  const GemmStreamMaps maps{code_maps<Tr::kRows, 1>(p.a, s.m, s.k),
+                            code_maps<Tr::kColumns, 1>(p.b, s.n, s.k)};
   const dim3 grid(static_cast<unsigned>((s.n + Tr::kColumns - 1) / Tr::kColumns * Tr::kParts),
                   static_cast<unsigned>((s.m + Tr::kRows - 1) / Tr::kRows));
   const bool overlaps = grid.x * grid.y <= static_cast<unsigned>(processors);
