@@ -235,86 +235,70 @@ LAYOUT_CASES = [
     for dtype in DTYPES
 ]
 
+
+def _half_cases(sizes: tuple[tuple[int, int, int], ...]) -> list[GatedMLPCase]:
+    """Cases of (rows, inner, hidden) in both half types, with every activation and side in turn."""
+    return [
+        GatedMLPCase(
+            name=f"{rows}_{inner}_{hidden}",
+            dtype=dtype,
+            rows=(rows,),
+            inner=inner,
+            hidden=hidden,
+            activation=ACTIVATIONS[i % 2],
+            act_on=SIDES[i // 2 % 2],
+        )
+        for i, (rows, inner, hidden) in enumerate(sizes)
+        for dtype in (torch.bfloat16, torch.float16)
+    ]
+
+
 #: For the tiles of a cluster of two on Hopper, which the first two get without asking: the blocks share the k of the
 #: last tiles, an odd number of k-blocks, rows of the result that tensor copies do not store, a single tile of a
 #: cluster, fewer rows than a block's tile has; in the last two none is shared.
-WIDE_CASES = [
-    GatedMLPCase(
-        name=f"{rows}_{inner}_{hidden}",
-        dtype=dtype,
-        rows=(rows,),
-        inner=inner,
-        hidden=hidden,
-        activation=ACTIVATIONS[i % 2],
+WIDE_CASES = _half_cases(
+    (
+        (1400, 3456, 1096),
+        (2300, 2830, 1088),
+        (1400, 3400, 264),
+        (1700, 2400, 136),
+        (190, 11270, 72),
+        (1400, 3600, 136),
+        (2300, 2830, 64),
     )
-    for i, (rows, inner, hidden) in enumerate(
-        (
-            (1400, 3456, 1096),
-            (2300, 2830, 1088),
-            (1400, 3400, 264),
-            (1700, 2400, 136),
-            (190, 11270, 72),
-            (1400, 3600, 136),
-            (2300, 2830, 64),
-        )
-    )
-    for dtype in (torch.bfloat16, torch.float16)
-]
+)
 #: The tuple of the tuning space that names them.
 WIDE_CONFIG = (128, 128, 64, 8, 4)
 
 #: For the other tiles of Hopper, which these sizes get without asking: of 192 rows and of 128 rows by 128 columns in
 #: one block, each in one turn and in two, with rows of the result that tensor copies store and with others.
-TILE_CASES = [
-    GatedMLPCase(
-        name=f"{rows}_{inner}_{hidden}",
-        dtype=dtype,
-        rows=(rows,),
-        inner=inner,
-        hidden=hidden,
-        activation=ACTIVATIONS[i % 2],
+TILE_CASES = _half_cases(
+    (
+        (150, 4360, 328),
+        (380, 3003, 328),
+        (300, 7000, 72),
+        (130, 6008, 72),
+        (300, 3003, 136),
+        (300, 8500, 136),
     )
-    for i, (rows, inner, hidden) in enumerate(
-        (
-            (150, 4360, 328),
-            (380, 3003, 328),
-            (300, 7000, 72),
-            (130, 6008, 72),
-            (300, 3003, 136),
-            (300, 8500, 136),
-        )
-    )
-    for dtype in (torch.bfloat16, torch.float16)
-]
+)
 #: For the products of the backward on Hopper. Tiles of 256 x 256 of dx [rows, hidden] and of both gradients
 #: [inner, hidden] of the weights, on 132 multiprocessors: the blocks of all clusters share the k of a tile, of the last
 #: ones, or of none; sums of one k-block, of an odd number, of none beyond the first; ragged in every direction.
-GRADIENT_CASES = [
-    GatedMLPCase(
-        name=f"{rows}_{inner}_{hidden}",
-        dtype=dtype,
-        rows=(rows,),
-        inner=inner,
-        hidden=hidden,
-        activation=ACTIVATIONS[i % 2],
-        act_on=SIDES[i // 2 % 2],
+GRADIENT_CASES = _half_cases(
+    (
+        (1, 8, 8),
+        (5, 72, 136),
+        (64, 64, 64),
+        (65, 256, 256),
+        (130, 264, 392),
+        (300, 1032, 2056),
+        (513, 1032, 1000),
+        (1100, 136, 3608),
+        (2600, 72, 2504),
+        (140, 1096, 3464),
     )
-    for i, (rows, inner, hidden) in enumerate(
-        (
-            (1, 8, 8),
-            (5, 72, 136),
-            (64, 64, 64),
-            (65, 256, 256),
-            (130, 264, 392),
-            (300, 1032, 2056),
-            (513, 1032, 1000),
-            (1100, 136, 3608),
-            (2600, 72, 2504),
-            (140, 1096, 3464),
-        )
-    )
-    for dtype in (torch.bfloat16, torch.float16)
-]
+)
 
 BENCHMARK_CASES: dict[str, list[GatedMLPCase]] = {
     "cuda": [

@@ -1,5 +1,5 @@
 // The products of the backward, with dg and du [rows, inner]: dx = dg Wg + du Wu, one sum over 2 * inner, or
-// dWg = dg^T x and dWu = du^T x, one below the other. Persistent blocks as in gated_mlp_tile.cuh: tiles of
+// dWg = dg^T x and dWu = du^T x, one below the other. Persistent blocks (gated_mlp_tile_block.cuh): tiles of
 // 128 rows x 256 columns of the results, two of them, one below the other, in a cluster whose blocks load
 // half of the columns each for both. The operands are read where they stand: whatever is not contiguous along
 // the sum is MN-major.
@@ -11,42 +11,26 @@
 #include <type_traits>
 
 #include "device/gemm_pipeline.cuh"
-#include "device/hopper_limits.h"
 #include "device/operand_copy.cuh"
 #include "device/shared_address.cuh"
-#include "device/sum_exchange.cuh"
 #include "device/tile_order.cuh"
 #include "device/tile_shares.h"
-#include "ops/gated_mlp/gated_mlp_params.h"
+#include "ops/gated_mlp/gated_mlp_tile_block.cuh"
 #include "ops/gated_mlp/gated_mlp_tile_exchange.cuh"
 #include "ops/gated_mlp/gated_mlp_tile_store.cuh"
 #include "ops/gated_mlp/gated_mlp_tile_work.cuh"
 
 namespace htree::gated_mlp {
 
-template <typename T_, bool kOfWeights_>
-struct GradientTraits {
-  using T = T_;
-  static constexpr bool kOfWeights = kOfWeights_;
-  static constexpr int kRows = 128;
-  static constexpr int kColumns = 256;
-  static constexpr int kCluster = 2;
-  static constexpr int kStages = 4;
-  using Shape = device::GemmShape<T, kRows, kColumns, kStages, kCluster, 2,
-                                  kOfWeights ? device::Major::kMN : device::Major::kK, device::Major::kMN>;
-  static constexpr int kThreads = 128 * (1 + Shape::kWarpgroups);
-  static constexpr int kLoaderRegisters = 40;
-  static constexpr int kMultiplierRegisters = 232;
-  static_assert(kLoaderRegisters + Shape::kWarpgroups * kMultiplierRegisters <= 504);
-  static constexpr int kStoredColumns = kColumns / 2;  // at a time
+template <typename T, bool kOfWeights>
+using GradientShape =
+    device::GemmShape<T, 128, 256, 4, 2, 2, kOfWeights ? device::Major::kMN : device::Major::kK,
+                      device::Major::kMN>;
 
-  struct Shared {
-    device::GemmRing<Shape> ring;
-    alignas(1024) StagedRows out[Shape::kWarpgroups * 4][kStoredColumns / kStoreColumns];  // per warp
-    device::SumExchange exchange[Shape::kWarpgroups];
-  };
-  static constexpr int kSharedBytes = sizeof(Shared) + device::kSharedAlignment;
-  static_assert(kSharedBytes <= device::kHopperSharedBytes);
+template <typename T_, bool kOfWeights_>
+struct GradientTraits : TileBlock<GradientShape<T_, kOfWeights_>, 128> {
+  static constexpr bool kOfWeights = kOfWeights_;
+  static constexpr int kColumns = 256;
 };
 
 // Tensor copies. Of dg and du: by rows, as device::OperandCopy takes them, for dx; by columns, as
@@ -75,48 +59,71 @@ __device__ __forceinline__ int result_of(const GradientArguments& arguments, int
 }
 
 template <class Tr>
-__device__ __forceinline__ void load_gradient_tiles(typename Tr::Shared& shared, const GradientMaps& maps,
-                                                    const device::TileOrder& order,
-                                                    const GradientArguments& arguments) {
+__device__ __forceinline__ void load_gradient_tile(typename Tr::Shared& shared,
+                                                   device::RingPlace<Tr::Shape::kStages>& place,
+                                                   const GradientMaps& maps,
+                                                   const GradientArguments& arguments, const TileWork& work) {
   using Shape = typename Tr::Shape;
   using RowCopy =
       std::conditional_t<Tr::kOfWeights, device::ColumnCopy<Tr::kRows>, device::OperandCopy<Tr::kRows, 1>>;
   const int rank = static_cast<int>(blockIdx.x) % Tr::kCluster;
-  device::RingPlace<Shape::kStages> place;
-  for_tiles<Tr>(order, arguments.shares, [&](const TileWork& work) {
-    int row = work.row;
-    const int result = result_of<Tr>(arguments, row);
-    const device::ColumnCopy<Tr::kColumns> of_columns(work.column, arguments.columns);
-    const auto rows_of = [&](int product) {
-      if constexpr (Tr::kOfWeights) {
-        return RowCopy(row, arguments.rows);
-      } else {
-        return RowCopy(maps.products[product], row, arguments.rows);
-      }
-    };
-    const RowCopy first = rows_of(0);
-    const RowCopy second = rows_of(1);
-    device::fill_ring<Shape>(shared.ring, place, work.count, first.bytes + of_columns.bytes,
-                             [&](uint8_t* a, uint8_t* b, int block_idx, device::Barrier* full) {
-                               const int block = work.first + block_idx;
-                               const bool in_second = !Tr::kOfWeights && block >= arguments.num_blocks;
-                               const int k =
-                                   (in_second ? block - arguments.num_blocks : block) * Shape::kBlockK;
-                               if constexpr (Tr::kOfWeights) {
-                                 first.start(a, &maps.products[result].whole, k, full);
-                               } else if (in_second) {
-                                 second.start(a, k, full);
-                               } else {
-                                 first.start(a, k, full);
-                               }
-                               const CUtensorMap* factor = &maps.factors[in_second ? 1 : 0];
-                               if (work.shared) {
-                                 of_columns.start(b, factor, k, full);
-                               } else {
-                                 of_columns.start_share(b, factor, k, rank, full);
-                               }
-                             });
-  });
+  int row = work.row;
+  const int result = result_of<Tr>(arguments, row);
+  const device::ColumnCopy<Tr::kColumns> of_columns(work.column, arguments.columns);
+  const auto rows_of = [&](int product) {
+    if constexpr (Tr::kOfWeights) {
+      return RowCopy(row, arguments.rows);
+    } else {
+      return RowCopy(maps.products[product], row, arguments.rows);
+    }
+  };
+  const RowCopy first = rows_of(0);
+  const RowCopy second = rows_of(1);
+  device::fill_ring<Shape>(shared.ring, place, work.count, first.bytes + of_columns.bytes,
+                           [&](uint8_t* a, uint8_t* b, int block_idx, device::Barrier* full) {
+                             const int block = work.first + block_idx;
+                             const bool in_second = !Tr::kOfWeights && block >= arguments.num_blocks;
+                             const int k =
+                                 (in_second ? block - arguments.num_blocks : block) * Shape::kBlockK;
+                             if constexpr (Tr::kOfWeights) {
+                               first.start(a, &maps.products[result].whole, k, full);
+                             } else if (in_second) {
+                               second.start(a, k, full);
+                             } else {
+                               first.start(a, k, full);
+                             }
+                             const CUtensorMap* factor = &maps.factors[in_second ? 1 : 0];
+                             if (work.shared) {
+                               of_columns.start(b, factor, k, full);
+                             } else {
+                               of_columns.start_share(b, factor, k, rank, full);
+                             }
+                           });
+}
+
+// A warp's sums of its 16 rows, half of the columns at a time, or of the columns that this block finishes.
+template <class Tr>
+__device__ __forceinline__ void store_gradient(typename Tr::Shared& shared, const GradientMaps& maps,
+                                               const GradientArguments& arguments, const TileWork& work,
+                                               int warpgroup, int row_in_tile,
+                                               const float (&d)[Tr::kColumns / 2]) {
+  using T = typename Tr::T;
+  constexpr int kStored = Tr::kStaged;
+  static_assert(2 * kStored == Tr::kColumns);
+  StagedRows* staged = shared.out[threadIdx.x / 32 - 4];
+  int row = work.row;
+  const int result = result_of<Tr>(arguments, row);
+  row += row_in_tile;
+  const Destination<T> to{&maps.results[result], nullptr, arguments.rows, arguments.columns};
+  if (work.shared) {
+    const int rank = static_cast<int>(blockIdx.x) % 2;
+    float own[kStored / 2];
+    exchange_halves<Tr, 1>(shared, rank, warpgroup, d, own);
+    store_tile<T, kStored>(staged, to, row, work.column + rank * kStored, [&](int i) { return own[i]; });
+    return;
+  }
+  store_tile<T, kStored>(staged, to, row, work.column, [&](int i) { return d[i]; });
+  store_tile<T, kStored>(staged, to, row, work.column + kStored, [&](int i) { return d[kStored / 2 + i]; });
 }
 
 template <class Tr>
@@ -124,60 +131,21 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     gradient_kernel(const __grid_constant__ GradientMaps maps, const device::TileOrder order,
                     const GradientArguments arguments) {
 #if HTREE_SM90A
-  using Shape = typename Tr::Shape;
-  using T = typename Tr::T;
   extern __shared__ uint8_t raw[];
   auto& shared = device::align_shared<typename Tr::Shared>(raw);
-
   if (threadIdx.x == 0) {
-    device::init_ring(shared.ring);
-    for (int i = 0; i < Shape::kWarpgroups; ++i) {
-      device::init_exchange(shared.exchange[i]);
-    }
-    device::fence_barrier_init();
     device::prefetch_descriptor(&maps.products[0].whole);
     device::prefetch_descriptor(&maps.factors[0]);
     device::prefetch_descriptor(&maps.results[0]);
   }
-  device::cluster_sync();
-
-  const int warpgroup = device::uniform(static_cast<int>(threadIdx.x / 128)) - 1;
-  if (warpgroup < 0) {
-    device::lower_registers<Tr::kLoaderRegisters>();
-    if (threadIdx.x == 0) {
-      load_gradient_tiles<Tr>(shared, maps, order, arguments);
-    }
-    __syncwarp();
-  } else {
-    device::raise_registers<Tr::kMultiplierRegisters>();
-    constexpr int kStored = Tr::kStoredColumns;
-    const int row_in_tile = warpgroup * 64 + static_cast<int>(threadIdx.x / 32 % 4) * 16;
-    StagedRows* staged = shared.out[threadIdx.x / 32 - 4];
-    device::RingPlace<Shape::kStages> place;
-    for_tiles<Tr>(order, arguments.shares, [&](const TileWork& work) {
-      float d[Tr::kColumns / 2];
-      device::multiply_ring<Shape>(shared.ring, place, work.count, warpgroup, d);
-      int row = work.row;
-      const int result = result_of<Tr>(arguments, row);
-      row += row_in_tile;
-      const Destination<T> to{&maps.results[result], nullptr, arguments.rows, arguments.columns};
-      if (work.shared) {
-        const int rank = static_cast<int>(blockIdx.x) % 2;
-        float own[kStored / 2];
-        exchange_halves<Tr, 1>(shared, rank, warpgroup, d, own);
-        store_tile<T, kStored>(staged, to, row, work.column + rank * kStored, [&](int i) { return own[i]; });
-        return;
-      }
-      store_tile<T, kStored>(staged, to, row, work.column, [&](int i) { return d[i]; });
-      store_tile<T, kStored>(staged, to, row, work.column + kStored,
-                             [&](int i) { return d[kStored / 2 + i]; });
-    });
-    if (threadIdx.x % 32 == 0) {
-      device::wait_stores<0>();
-    }
-    __syncwarp();
-  }
-  device::cluster_sync();  // no block leaves while another may still signal its barriers
+  run_tiles<Tr>(
+      shared, order, arguments.shares,
+      [&](const TileWork& work, device::RingPlace<Tr::Shape::kStages>& place) {
+        load_gradient_tile<Tr>(shared, place, maps, arguments, work);
+      },
+      [&](const TileWork& work, int warpgroup, int row, const float(&d)[Tr::kColumns / 2]) {
+        store_gradient<Tr>(shared, maps, arguments, work, warpgroup, row, d);
+      });
 #else
   __trap();  // the launcher does not come here: see has_hopper_kernels()
 #endif

@@ -1,9 +1,9 @@
-// out = (x Wg^T) * act(x Wu^T) for many rows: persistent blocks, one warpgroup that loads and two that
-// multiply. A tile is 128 rows of x against kColumns rows of each weight; both weights stand side by side in
-// one stage, so one product of n = 2 * kColumns serves them, and a thread ends up with g and u of the same
-// elements. In a cluster of two, the blocks take adjacent row tiles, and each loads one of the weights for
-// both; where the last turn has no more tiles than clusters, both take half of the k of one tile and finish
-// half of its columns.
+// out = (x Wg^T) * act(x Wu^T) for many rows: persistent blocks (gated_mlp_tile_block.cuh). A tile is kRows
+// rows of x against kColumns rows of each weight; both weights stand side by side in one stage, so one
+// product of n = 2 * kColumns serves them, and a thread ends up with g and u of the same elements. In a
+// cluster of two, the blocks take adjacent row tiles, and each loads one of the weights for both; where the
+// last turn has no more tiles than clusters, both take half of the k of one tile and finish half of its
+// columns.
 #pragma once
 
 #include <cuda.h>
@@ -11,14 +11,13 @@
 #include <cstdint>
 
 #include "device/gemm_pipeline.cuh"
-#include "device/hopper_limits.h"
 #include "device/operand_copy.cuh"
 #include "device/shared_address.cuh"
-#include "device/sum_exchange.cuh"
 #include "device/tile_order.cuh"
 #include "device/tile_shares.h"
 #include "ops/gated_mlp/activation.cuh"
 #include "ops/gated_mlp/gated_mlp_params.h"
+#include "ops/gated_mlp/gated_mlp_tile_block.cuh"
 #include "ops/gated_mlp/gated_mlp_tile_exchange.cuh"
 #include "ops/gated_mlp/gated_mlp_tile_store.cuh"
 #include "ops/gated_mlp/gated_mlp_tile_work.cuh"
@@ -28,26 +27,10 @@ namespace htree::gated_mlp {
 // kKeepsProducts: g and u are stored too, for the backward.
 template <typename T_, Activation kActivation_, int kRows_, int kColumns_, int kStages_, int kCluster_,
           bool kKeepsProducts_>
-struct TileTraits {
-  using T = T_;
+struct TileTraits : TileBlock<device::GemmShape<T_, kRows_, 2 * kColumns_, kStages_, kCluster_>, kColumns_> {
   static constexpr Activation kActivation = kActivation_;
   static constexpr bool kKeepsProducts = kKeepsProducts_;
-  static constexpr int kRows = kRows_;
   static constexpr int kColumns = kColumns_;  // of the output
-  static constexpr int kCluster = kCluster_;
-  using Shape = device::GemmShape<T, kRows, 2 * kColumns, kStages_, kCluster>;
-  static constexpr int kThreads = 128 * (1 + Shape::kWarpgroups);
-  static constexpr int kLoaderRegisters = 40;
-  static constexpr int kMultiplierRegisters = Shape::kWarpgroups == 2 ? 232 : 152;
-  static_assert(kLoaderRegisters + Shape::kWarpgroups * kMultiplierRegisters <= 504);
-
-  struct Shared {
-    device::GemmRing<Shape> ring;
-    alignas(1024) StagedRows out[Shape::kWarpgroups * 4][kColumns / kStoreColumns];  // per warp
-    device::SumExchange exchange[Shape::kWarpgroups];
-  };
-  static constexpr int kSharedBytes = sizeof(Shared) + device::kSharedAlignment;
-  static_assert(kSharedBytes <= device::kHopperSharedBytes);
 };
 
 // Tensor copies of x [rows, hidden] and the weights [inner, hidden] by boxes of 128 bytes x kRows or kColumns
@@ -72,30 +55,27 @@ struct TileArguments {
 };
 
 template <class Tr>
-__device__ __forceinline__ void load_tiles(typename Tr::Shared& shared, const TileMaps& maps,
-                                           const device::TileOrder& order,
-                                           const TileArguments<typename Tr::T>& arguments) {
+__device__ __forceinline__ void load_tile(typename Tr::Shared& shared,
+                                          device::RingPlace<Tr::Shape::kStages>& place, const TileMaps& maps,
+                                          const Sizes& sizes, const TileWork& work) {
   using Shape = typename Tr::Shape;
   constexpr int kWeightBytes = Tr::kColumns * device::kBlockBytes;
   const int rank = static_cast<int>(blockIdx.x) % Tr::kCluster;
-  device::RingPlace<Shape::kStages> place;
-  for_tiles<Tr>(order, arguments.shares, [&](const TileWork& work) {
-    const device::OperandCopy<Tr::kRows, 1> of_x(maps.x, work.row, arguments.sizes.rows);
-    const bool by_both = Tr::kCluster == 2 && !work.shared;
-    device::fill_ring<Shape>(shared.ring, place, work.count, of_x.bytes + Shape::kBytesB,
-                             [&](uint8_t* a, uint8_t* b, int block_idx, device::Barrier* full) {
-                               const int k = (work.first + block_idx) * Shape::kBlockK;
-                               of_x.start(a, k, full);
-                               if (by_both) {
-                                 device::tensor_load_2d_multicast(b + rank * kWeightBytes,
-                                                                  rank == 0 ? &maps.gate : &maps.up, k,
-                                                                  work.column, full, 3);
-                               } else {
-                                 device::tensor_load_2d(b, &maps.gate, k, work.column, full);
-                                 device::tensor_load_2d(b + kWeightBytes, &maps.up, k, work.column, full);
-                               }
-                             });
-  });
+  const device::OperandCopy<Tr::kRows, 1> of_x(maps.x, work.row, sizes.rows);
+  const bool by_both = Tr::kCluster == 2 && !work.shared;
+  device::fill_ring<Shape>(shared.ring, place, work.count, of_x.bytes + Shape::kBytesB,
+                           [&](uint8_t* a, uint8_t* b, int block_idx, device::Barrier* full) {
+                             const int k = (work.first + block_idx) * Shape::kBlockK;
+                             of_x.start(a, k, full);
+                             if (by_both) {
+                               device::tensor_load_2d_multicast(b + rank * kWeightBytes,
+                                                                rank == 0 ? &maps.gate : &maps.up, k,
+                                                                work.column, full, 3);
+                             } else {
+                               device::tensor_load_2d(b, &maps.gate, k, work.column, full);
+                               device::tensor_load_2d(b + kWeightBytes, &maps.up, k, work.column, full);
+                             }
+                           });
 }
 
 // A warp's results for its 16 rows and kColumns columns; g stands in d[0 ... kColumns / 2), u behind it.
@@ -122,62 +102,32 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     tile_kernel(const __grid_constant__ TileMaps maps, const device::TileOrder order,
                 const TileArguments<typename Tr::T> arguments) {
 #if HTREE_SM90A
-  using Shape = typename Tr::Shape;
   extern __shared__ uint8_t raw[];
   auto& shared = device::align_shared<typename Tr::Shared>(raw);
-
   if (threadIdx.x == 0) {
-    device::init_ring(shared.ring);
-    for (int i = 0; i < Shape::kWarpgroups; ++i) {
-      device::init_exchange(shared.exchange[i]);
-    }
-    device::fence_barrier_init();
     device::prefetch_descriptor(&maps.x.whole);
     device::prefetch_descriptor(&maps.gate);
     device::prefetch_descriptor(&maps.up);
     device::prefetch_descriptor(&maps.out);
   }
-  if constexpr (Tr::kCluster > 1) {
-    device::cluster_sync();
-  } else {
-    __syncthreads();
-  }
-
-  const int warpgroup = device::uniform(static_cast<int>(threadIdx.x / 128)) - 1;
-  if (warpgroup < 0) {
-    device::lower_registers<Tr::kLoaderRegisters>();
-    if (threadIdx.x == 0) {
-      load_tiles<Tr>(shared, maps, order, arguments);
-    }
-    __syncwarp();
-  } else {
-    device::raise_registers<Tr::kMultiplierRegisters>();
-    const int row_in_tile = warpgroup * 64 + static_cast<int>(threadIdx.x / 32 % 4) * 16;
-    device::RingPlace<Shape::kStages> place;
-    for_tiles<Tr>(order, arguments.shares, [&](const TileWork& work) {
-      float d[Tr::kColumns];
-      device::multiply_ring<Shape>(shared.ring, place, work.count, warpgroup, d);
-      const int row = work.row + row_in_tile;
-      if constexpr (Tr::kCluster == 2) {
-        if (work.shared) {
-          constexpr int kOwn = Tr::kColumns / 2;
-          const int rank = static_cast<int>(blockIdx.x) % 2;
-          float own[kOwn];
-          exchange_halves<Tr, 2>(shared, rank, warpgroup, d, own);
-          store_results<Tr, kOwn>(shared, maps, arguments, row, work.column + rank * kOwn, own);
-          return;
+  run_tiles<Tr>(
+      shared, order, arguments.shares,
+      [&](const TileWork& work, device::RingPlace<Tr::Shape::kStages>& place) {
+        load_tile<Tr>(shared, place, maps, arguments.sizes, work);
+      },
+      [&](const TileWork& work, int warpgroup, int row, const float(&d)[Tr::kColumns]) {
+        if constexpr (Tr::kCluster == 2) {
+          if (work.shared) {
+            constexpr int kOwn = Tr::kColumns / 2;
+            const int rank = static_cast<int>(blockIdx.x) % 2;
+            float own[kOwn];
+            exchange_halves<Tr, 2>(shared, rank, warpgroup, d, own);
+            store_results<Tr, kOwn>(shared, maps, arguments, work.row + row, work.column + rank * kOwn, own);
+            return;
+          }
         }
-      }
-      store_results<Tr, Tr::kColumns>(shared, maps, arguments, row, work.column, d);
-    });
-    if (threadIdx.x % 32 == 0) {
-      device::wait_stores<0>();
-    }
-    __syncwarp();
-  }
-  if constexpr (Tr::kCluster > 1) {
-    device::cluster_sync();  // no block leaves while another may still signal its barriers
-  }
+        store_results<Tr, Tr::kColumns>(shared, maps, arguments, work.row + row, work.column, d);
+      });
 #else
   __trap();  // the launcher does not come here: see has_hopper_kernels()
 #endif
