@@ -1,0 +1,140 @@
+"""The CUDA kernels of gated_mlp: each one where its size brings it, what a call launches, graphs and streams."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from htree_ops.testing.cases import case_id, normal
+from htree_ops.testing.gated_mlp_cases import (
+    GRADIENT_CASES,
+    TILE_CASES,
+    WIDE_CASES,
+    WIDE_CONFIG,
+    GatedMLPCase,
+    assert_forward,
+    assert_gradients,
+)
+
+pytestmark = pytest.mark.gpu
+
+op = torch.ops.htree.gated_mlp
+op_forward = torch.ops.htree.gated_mlp_forward
+op_backward = torch.ops.htree.gated_mlp_backward
+op_saved_backward = torch.ops.htree.gated_mlp_saved_backward
+
+
+def dy_for(case: GatedMLPCase) -> Tensor:
+    return normal((*case.rows, case.inner), case.dtype, "cuda", seed=77)
+
+
+def kernels_of(call: Callable[[], object]) -> list[str]:
+    """Names of the kernels that a call launches."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+
+
+@pytest.mark.parametrize("case", WIDE_CASES, ids=case_id)
+def test_wide_tiles(case: GatedMLPCase, nan_memory: None) -> None:
+    inputs = case.make_inputs("cuda")
+    out = op(*inputs, list(WIDE_CONFIG))
+    assert_forward(out, inputs)
+    assert torch.equal(op(*inputs, list(WIDE_CONFIG)), out), "two runs must agree bit for bit"
+    kept, gate, up = op_forward(*inputs)
+    assert_forward(kept, inputs)
+    assert torch.equal(op(*inputs), kept)
+    x, gate_weight, up_weight = inputs[:3]
+    torch.testing.assert_close(gate, x @ gate_weight.mT)
+    torch.testing.assert_close(up, x @ up_weight.mT)
+
+
+@pytest.mark.parametrize("case", TILE_CASES, ids=case_id)
+def test_other_tiles(case: GatedMLPCase, nan_memory: None) -> None:
+    inputs = case.make_inputs("cuda")
+    out = op(*inputs)
+    assert_forward(out, inputs)
+    kept, gate, up = op_forward(*inputs)
+    assert torch.equal(kept, out)
+    x, gate_weight, up_weight = inputs[:3]
+    torch.testing.assert_close(gate, x @ gate_weight.mT)
+    torch.testing.assert_close(up, x @ up_weight.mT)
+
+
+# ---- the products of the backward
+
+
+@pytest.mark.parametrize("case", GRADIENT_CASES, ids=case_id)
+def test_gradient_kernels(case: GatedMLPCase, nan_memory: None) -> None:
+    inputs = case.make_inputs("cuda")
+    dy = dy_for(case)
+    _, gate, up = op_forward(*inputs)
+    every = op_saved_backward(dy, gate, up, *inputs)
+    assert_gradients(every, dy, inputs)
+    for first, second in zip(every, op_saved_backward(dy, gate, up, *inputs), strict=True):
+        assert torch.equal(first, second), "two runs must agree bit for bit"
+    for mask in ([True, False, False], [False, True, False], [False, False, True]):
+        assert_gradients(op_saved_backward(dy, gate, up, *inputs, mask), dy, inputs)
+
+
+def test_gradients_do_not_spread_special_values() -> None:
+    """Tiles end where the tensors do: what a row or a column of dy holds stays in its gradients."""
+    x, gate_weight, up_weight, *options = GatedMLPCase(
+        name="nan", dtype=torch.bfloat16, rows=(200,), inner=328, hidden=264
+    ).make_inputs("cuda")
+    dy = normal((200, 328), torch.bfloat16, "cuda", seed=4)
+    clean = op_backward(dy, x, gate_weight, up_weight, *options)
+    dy[7, :] = math.nan
+    dx, *_ = op_backward(dy, x, gate_weight, up_weight, *options)
+    others = [i for i in range(200) if i != 7]
+    assert dx[7].isnan().all()
+    assert torch.equal(dx[others], clean[0][others])
+    dy = torch.where(dy.isnan(), 1.0, dy)
+    dy[:, 9] = math.inf
+    _, dgate, dup = op_backward(dy, x, gate_weight, up_weight, *options)
+    others = [i for i in range(328) if i != 9]
+    for gradient in (dgate, dup):
+        assert not gradient[9].isfinite().any()
+        assert gradient[others].isfinite().all()
+
+
+def test_kernels_of_a_backward() -> None:
+    """One elementwise kernel, one for dx and one for both weights."""
+    case = GatedMLPCase(name="one", dtype=torch.bfloat16, rows=(600,), inner=1024, hidden=512)
+    inputs, dy = case.make_inputs("cuda"), dy_for(case)
+    _, gate, up = op_forward(*inputs)
+    op_saved_backward(dy, gate, up, *inputs)
+    assert len(kernels_of(lambda: op_saved_backward(dy, gate, up, *inputs))) == 3
+
+
+@pytest.mark.parametrize("rows", [1, 64, 128, 1000])
+def test_one_kernel_per_forward_call(rows: int) -> None:
+    inputs = GatedMLPCase(name="one", dtype=torch.bfloat16, rows=(rows,), inner=1024, hidden=512).make_inputs(
+        "cuda"
+    )
+    op(*inputs)
+    kernels = kernels_of(lambda: op(*inputs))
+    assert len(kernels) == 1, kernels
+
+
+def test_cuda_graph_and_other_stream() -> None:
+    inputs = GatedMLPCase(name="graph", dtype=torch.float16, rows=(80,), inner=256, hidden=128).make_inputs(
+        "cuda"
+    )
+    expected = op(*inputs)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        assert torch.equal(op(*inputs), expected)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = op(*inputs)
+    inputs[0].mul_(2)
+    graph.replay()
+    assert torch.equal(out, op(*inputs))
