@@ -52,7 +52,7 @@ struct WeightGradientParams {
   Sizes sizes;
   Operand<T> dproducts[2];
   Operand<T> x;    // [rows, hidden]
-  T* dweights[2];  // [inner, hidden], null where it is not wanted; one of them is
+  T* dweights[2];  // [inner, hidden], null where not wanted; at least one is
 };
 
 // dx = dgate gate_weight + dup up_weight
