@@ -47,7 +47,7 @@ BACKWARD = [c for c in [*CASES, *LAYOUT_CASES] if c.dtype != torch.float16 or c.
 
 
 def dy_for(case: GatedMLPCase, device: str) -> Tensor:
-    return LAYOUTS[case.layout](normal((*case.rows, case.inner), case.dtype, device, seed=77))
+    return LAYOUTS[case.layout](case.make_dy(device, seed=77))
 
 
 # ---- the reference itself

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 
 from htree_ops.testing.cases import case_id, normal
 from htree_ops.testing.gated_mlp_cases import (
@@ -28,10 +27,6 @@ op_backward = torch.ops.htree.gated_mlp_backward
 op_saved_backward = torch.ops.htree.gated_mlp_saved_backward
 
 
-def dy_for(case: GatedMLPCase) -> Tensor:
-    return normal((*case.rows, case.inner), case.dtype, "cuda", seed=77)
-
-
 def kernels_of(call: Callable[[], object]) -> list[str]:
     """Names of the kernels that a call launches."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -40,27 +35,16 @@ def kernels_of(call: Callable[[], object]) -> list[str]:
     return [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
 
 
-@pytest.mark.parametrize("case", WIDE_CASES, ids=case_id)
-def test_wide_tiles(case: GatedMLPCase, nan_memory: None) -> None:
+@pytest.mark.parametrize("case", [*WIDE_CASES, *TILE_CASES], ids=case_id)
+def test_tiles(case: GatedMLPCase, nan_memory: None) -> None:
+    config = list(WIDE_CONFIG) if case in WIDE_CASES else None
     inputs = case.make_inputs("cuda")
-    out = op(*inputs, list(WIDE_CONFIG))
+    out = op(*inputs, config)
     assert_forward(out, inputs)
-    assert torch.equal(op(*inputs, list(WIDE_CONFIG)), out), "two runs must agree bit for bit"
+    assert torch.equal(op(*inputs, config), out), "two runs must agree bit for bit"
     kept, gate, up = op_forward(*inputs)
     assert_forward(kept, inputs)
     assert torch.equal(op(*inputs), kept)
-    x, gate_weight, up_weight = inputs[:3]
-    torch.testing.assert_close(gate, x @ gate_weight.mT)
-    torch.testing.assert_close(up, x @ up_weight.mT)
-
-
-@pytest.mark.parametrize("case", TILE_CASES, ids=case_id)
-def test_other_tiles(case: GatedMLPCase, nan_memory: None) -> None:
-    inputs = case.make_inputs("cuda")
-    out = op(*inputs)
-    assert_forward(out, inputs)
-    kept, gate, up = op_forward(*inputs)
-    assert torch.equal(kept, out)
     x, gate_weight, up_weight = inputs[:3]
     torch.testing.assert_close(gate, x @ gate_weight.mT)
     torch.testing.assert_close(up, x @ up_weight.mT)
@@ -72,7 +56,7 @@ def test_other_tiles(case: GatedMLPCase, nan_memory: None) -> None:
 @pytest.mark.parametrize("case", GRADIENT_CASES, ids=case_id)
 def test_gradient_kernels(case: GatedMLPCase, nan_memory: None) -> None:
     inputs = case.make_inputs("cuda")
-    dy = dy_for(case)
+    dy = case.make_dy("cuda", seed=77)
     _, gate, up = op_forward(*inputs)
     every = op_saved_backward(dy, gate, up, *inputs)
     assert_gradients(every, dy, inputs)
@@ -106,7 +90,7 @@ def test_gradients_do_not_spread_special_values() -> None:
 def test_kernels_of_a_backward() -> None:
     """One elementwise kernel, one for dx and one for both weights."""
     case = GatedMLPCase(name="one", dtype=torch.bfloat16, rows=(600,), inner=1024, hidden=512)
-    inputs, dy = case.make_inputs("cuda"), dy_for(case)
+    inputs, dy = case.make_inputs("cuda"), case.make_dy("cuda", seed=77)
     _, gate, up = op_forward(*inputs)
     op_saved_backward(dy, gate, up, *inputs)
     assert len(kernels_of(lambda: op_saved_backward(dy, gate, up, *inputs))) == 3

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.skipif(_host is None, reason="_host is not built for th
         (256, 11264, {}, "tile: 128 rows x 128 columns, 4 stages, clusters of 2"),
         (384, 11264, {}, "tile: 128 rows x 128 columns, 4 stages, clusters of 1"),
         (576, 11264, {}, "tile: 192 rows x 64 columns"),
+        (1024, 2816, {"hidden": 1024}, "tile: 192 rows x 64 columns"),
         (4096, 11264, {}, "tile: 128 rows x 128 columns, 4 stages, clusters of 2"),
         (1, 11264, {"keeps_products": True}, "tile: 128 rows x 128 columns, 4 stages, clusters of 1"),
         (4096, 11264, {"hopper_half": False}, "composed"),

@@ -7,7 +7,7 @@ import torch
 
 import htree_ops  # noqa: F401
 from htree_ops.ops.gated_mlp import COMPILED_CONFIGS
-from htree_ops.testing.cases import case_id, normal
+from htree_ops.testing.cases import case_id
 from htree_ops.testing.gated_mlp_cases import (
     ACTIVATIONS,
     GRADIENT_CASES,
@@ -37,7 +37,7 @@ def test_gated_mlp(rows: int, activation: str, dtype: torch.dtype) -> None:
         assert_forward(torch.ops.htree.gated_mlp(*inputs), inputs)
         out, gate, up = torch.ops.htree.gated_mlp_forward(*inputs)
         assert_forward(out, inputs)
-        dy = normal((rows, inner), dtype, "cuda", seed=9)
+        dy = case.make_dy("cuda", seed=9)
         assert_gradients(torch.ops.htree.gated_mlp_saved_backward(dy, gate, up, *inputs), dy, inputs)
         assert_gradients(torch.ops.htree.gated_mlp_backward(dy, *inputs), dy, inputs, saved=False)
 
@@ -50,11 +50,13 @@ def test_configurations(config: tuple[int, ...]) -> None:
         assert_forward(torch.ops.htree.gated_mlp(*inputs, list(config)), inputs)
 
 
-@pytest.mark.parametrize("case", TILE_CASES, ids=case_id)
-def test_other_tiles(case: GatedMLPCase) -> None:
+@pytest.mark.parametrize("case", [*WIDE_CASES, *TILE_CASES], ids=case_id)
+def test_tiles(case: GatedMLPCase) -> None:
+    config = list(WIDE_CONFIG) if case in WIDE_CASES else None
     inputs = case.make_inputs("cuda")
+    # the reference is slow under a tool; test_gated_mlp_kernels.py compares all rows
     first = (inputs[0][:16], *inputs[1:])
-    assert_forward(torch.ops.htree.gated_mlp(*inputs)[:16], first)
+    assert_forward(torch.ops.htree.gated_mlp(*inputs, config)[:16], first)
     assert_forward(torch.ops.htree.gated_mlp_forward(*inputs)[0][:16], first)
 
 
@@ -62,19 +64,8 @@ def test_other_tiles(case: GatedMLPCase) -> None:
 def test_gradient_kernels(case: GatedMLPCase) -> None:
     inputs = case.make_inputs("cuda")
     _, gate, up = torch.ops.htree.gated_mlp_forward(*inputs)
-    dy = normal((case.num_rows, case.inner), case.dtype, "cuda", seed=9)
+    dy = case.make_dy("cuda", seed=9)
     gradients = torch.ops.htree.gated_mlp_saved_backward(dy, gate, up, *inputs)
-    assert all(bool(g.isfinite().all()) for g in gradients)  # test_gated_mlp.py compares them
+    assert all(bool(g.isfinite().all()) for g in gradients)  # test_gated_mlp_kernels.py compares them
     one = torch.ops.htree.gated_mlp_saved_backward(dy, gate, up, *inputs, [False, False, True])[2]
     torch.testing.assert_close(one, gradients[2], rtol=0.02, atol=0.01)  # its halves may be others
-
-
-@pytest.mark.parametrize("case", WIDE_CASES, ids=case_id)
-def test_wide_tiles(case: GatedMLPCase) -> None:
-    inputs = case.make_inputs("cuda")
-    first = (
-        inputs[0][:16],
-        *inputs[1:],
-    )  # the reference is slow under a tool; test_gated_mlp.py compares all rows
-    assert_forward(torch.ops.htree.gated_mlp(*inputs, list(WIDE_CONFIG))[:16], first)
-    assert_forward(torch.ops.htree.gated_mlp_forward(*inputs)[0][:16], first)

@@ -136,6 +136,10 @@ class GatedMLPCase(Case):
         up = normal((self.inner, self.hidden), self.dtype, device, seed + 2000, spread)
         return place(x), place(gate), place(up), self.activation, self.act_on
 
+    def make_dy(self, device: str | torch.device, seed: int) -> Tensor:
+        """A gradient of the result, contiguous."""
+        return normal((*self.rows, self.inner), self.dtype, device, seed)
+
     @property
     def num_rows(self) -> int:
         return math.prod(self.rows)
@@ -162,8 +166,7 @@ class GatedMLPBackwardCase(Case):
 
     def make_inputs(self, device: str | torch.device, seed: int = 0) -> tuple[Any, ...]:
         """(dy, x, gate_weight, up_weight, activation, act_on) of ``torch.ops.htree.gated_mlp_backward``."""
-        dy = normal((*self.forward.rows, self.forward.inner), self.dtype, device, seed + 3000)
-        return dy, *self.forward.make_inputs(device, seed)
+        return self.forward.make_dy(device, seed + 3000), *self.forward.make_inputs(device, seed)
 
     def bytes(self) -> int:
         """dy, g and u read; x and the weights read, their gradients written."""

@@ -22,6 +22,7 @@
 
 namespace htree::gated_mlp {
 
+// Four stages, clusters of two blocks, two warpgroups that multiply.
 template <typename T, bool kOfWeights>
 using GradientShape =
     device::GemmShape<T, 128, 256, 4, 2, 2, kOfWeights ? device::Major::kMN : device::Major::kK,
@@ -30,7 +31,7 @@ using GradientShape =
 template <typename T_, bool kOfWeights_>
 struct GradientTraits : TileBlock<GradientShape<T_, kOfWeights_>, 128> {
   static constexpr bool kOfWeights = kOfWeights_;
-  static constexpr int kColumns = 256;
+  static constexpr int kColumns = GradientShape<T_, kOfWeights_>::kRowsB;
 };
 
 // Tensor copies. Of dg and du: by rows, as device::OperandCopy takes them, for dx; by columns, as
