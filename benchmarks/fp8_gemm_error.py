@@ -2,8 +2,8 @@
 
 Run: ``python benchmarks/fp8_gemm_error.py --csv PATH`` on a GPU with FP8 tensor cores. The reference is the float64
 product of the codes. ``gamma`` is the largest error of an fp32 result beyond its own rounding, relative to the sum of
-magnitudes Σ|a·b| of its element: property 4 of docs/semantics.md allows 2^-20. Times are of a bf16 result. Figures are
-reported, never asserted.
+magnitudes Σ|a·b| of its element: property 4 (docs/semantics §3.5) allows 2^-20. Times are of a bf16 result. Figures
+are reported, never asserted.
 """
 
 from __future__ import annotations

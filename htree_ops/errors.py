@@ -1,4 +1,4 @@
-"""Exception classes of the package (docs/semantics.md §0.4).
+"""Exception classes of the package (docs/semantics/conventions.md §0.4).
 
 Each class is a :class:`HTreeKernelError` and the builtin that C++ raises for the same mistake, so that both
 ``except ShapeMismatchError`` and ``except ValueError`` catch it. Every constructor takes the message and, as

@@ -2,7 +2,7 @@
 
 A twin is the very kernel of its stage with another policy, hence with the same launches, buffers and addresses. Its
 time is about the least that this access pattern takes, and says how much could be won by removing arithmetic. Its
-results mean nothing and must never be used as attention. Formulas: docs/semantics.md §2.3.
+results mean nothing and must never be used as attention. Formulas: docs/semantics/io_twins.md §2.3.
 
 Shapes as in :mod:`htree_ops.ops.tree_attention_stages`; no function has a gradient.
 """

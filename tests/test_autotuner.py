@@ -1,4 +1,4 @@
-"""The search over a space, and the command (docs/semantics.md §3.4); test_tuning_cache and test_tuning_select go on.
+"""The search over a space, and the command (docs/semantics §3.4); test_tuning_cache and test_tuning_select go on.
 
 Longer than other files because every refusal of the command line is a line of it.
 """

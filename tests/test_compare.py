@@ -1,4 +1,4 @@
-"""The comparison helpers catch what they are for (docs/semantics.md §3.4, §3.5 P8)."""
+"""The comparison helpers catch what they are for (docs/semantics/python.md §3.4, §3.5 P8)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MustafarAttention: dense prompts, decoding from the cache, every exact storage of keys (docs/semantics.md §4.2)."""
+"""MustafarAttention: dense prompts, decoding from the cache, every exact storage of keys (docs/semantics §4.2)."""
 
 from __future__ import annotations
 

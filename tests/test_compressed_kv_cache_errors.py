@@ -1,4 +1,4 @@
-"""What CompressedKVCache refuses, and that it stays as it was (docs/semantics.md §4.6)."""
+"""What CompressedKVCache refuses, and that it stays as it was (docs/semantics/compressed_kv.md §4.6)."""
 
 from __future__ import annotations
 

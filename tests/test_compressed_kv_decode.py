@@ -1,4 +1,4 @@
-"""kv_decode_attention against float64 attention on the decompressed rows (docs/semantics.md §4.2, §4.6).
+"""kv_decode_attention against float64 attention on the decompressed rows (docs/semantics §4.2, §4.6).
 
 Longer than other files because its values, storages, bytes and compilation share one case class.
 """

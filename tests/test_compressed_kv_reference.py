@@ -33,7 +33,7 @@ def half_bits(x: float) -> int:
 
 
 def pack_row(row: list[float], keep: int, bits: int, weight: list[float]) -> tuple[list[int], bytes, int]:
-    """(words, values, scale bits) of one row of float32 values; 8 or 4 bits (docs/semantics.md §4.4, §4.5)."""
+    """(words, values, scale bits) of one row of float32 values; 8 or 4 bits (docs/semantics §4.4, §4.5)."""
 
     def rank(channel: int) -> tuple[bool, float, int]:
         importance = as_float(abs(row[channel]) * weight[channel])

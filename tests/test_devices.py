@@ -1,4 +1,4 @@
-"""Every op on the last GPU while the first is the current one, and as the first of a thread (docs/semantics.md §0.1).
+"""Every op on the last GPU while the first is the current one, and as the first of a thread (docs/semantics §0.1).
 
 With a single GPU both are the same card, and what is left of the test is that a call repeats its bits.
 """

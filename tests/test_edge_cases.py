@@ -1,4 +1,4 @@
-"""Edge cases that the ops share: special values, empty and single elements, extremes, layouts (docs/semantics.md §3.5).
+"""Edge cases that the ops share: special values, empty and single elements, extremes, layouts (docs/semantics).
 
 Each op has them among its own tests too; here one table runs the ops on rows through the same checks. Products
 (``gated_mlp``, ``fp8_gemm``) and attention have theirs in their own files: their special values spread otherwise.

@@ -1,4 +1,4 @@
-"""The exception classes: which builtins they are, what they carry (docs/semantics.md §0.4)."""
+"""The exception classes: which builtins they are, what they carry (docs/semantics/conventions.md §0.4)."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def test_help_explains_every_flag(lm):
 
 
 def test_both_models_agree_while_nothing_is_selected(lm):
-    """Up to M tokens the tree is dense attention (docs/semantics.md §1.5)."""
+    """Up to M tokens the tree is dense attention (docs/semantics/tree_attention.md §1.5)."""
     settings = settings_of(lm, f"{MODEL} --context 24 --device cpu")
     assert lm.model.layer_sizes(24, settings) == [24]
     torch.manual_seed(0)

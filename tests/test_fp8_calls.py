@@ -1,4 +1,4 @@
-"""The fp8 functions as callables: gradients, refusals, the overflow handler, compilation (docs/semantics.md §3.3).
+"""The fp8 functions as callables: gradients, refusals, the overflow handler, compilation (docs/semantics/fp8.md §3.3).
 
 Longer than other files because every refusal of every function is a line of it.
 """

@@ -1,4 +1,4 @@
-"""fp8_gemm and fp8_gemm_exact against the float64 product of the dequantised operands (docs/semantics.md §3.3).
+"""fp8_gemm and fp8_gemm_exact against the float64 product of the dequantised operands (docs/semantics/fp8.md §3.3).
 
 Longer than other files because both ops share its cases, from values to compilation.
 """

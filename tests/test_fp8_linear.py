@@ -1,4 +1,4 @@
-"""FP8Linear and the swap of a model's layers (docs/semantics.md §3.3)."""
+"""FP8Linear and the swap of a model's layers (docs/semantics/fp8.md §3.3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scales, codes and back against a reference that searches the nearest code (docs/semantics.md §3.3, §3.5)."""
+"""Scales, codes and back against a reference that searches the nearest code (docs/semantics/fp8.md §3.3, §3.5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fused operators one after another, as a Transformer block uses them (docs/semantics.md §3.5)."""
+"""The fused operators one after another, as a Transformer block uses them (docs/semantics)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutated calls of every op on the CPU: a documented error or a result, never a crash (docs/semantics.md §0.4, §1.3).
+"""Mutated calls of every op on the CPU: a documented error or a result, never a crash (docs/semantics §0.4, §1.3).
 
 Each call starts valid and has one to three of its arguments spoilt: rank, sizes, dtype, layout, values out of range,
 options out of range. A result must have the shape, strides and dtype that Meta promises for the same arguments, so a

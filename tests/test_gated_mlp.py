@@ -1,4 +1,4 @@
-"""gated_mlp and its backward against the float64 reference (docs/semantics.md §3.2, §3.5)."""
+"""gated_mlp and its backward against the float64 reference (docs/semantics/gated_mlp.md §3.2, §3.5)."""
 
 from __future__ import annotations
 

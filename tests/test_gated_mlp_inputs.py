@@ -1,4 +1,4 @@
-"""Refusals, gradients, compilation and export of gated_mlp (docs/semantics.md §0.4, §0.5, §3.4)."""
+"""Refusals, gradients, compilation and export of gated_mlp (docs/semantics §0.4, §0.5, §3.4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which uses of the transform keep attention scores and outputs, and which do not: the rows of docs/semantics.md §4.2.
+"""Which uses of the transform keep attention scores and outputs, and which do not: the rows of docs/semantics §4.2.
 
 Everything in float64, so that "exact" means 1e-12 and a wrong scheme is wrong in the first digit.
 """

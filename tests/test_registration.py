@@ -1,4 +1,4 @@
-"""Schema, kernels per dispatch key and tags of every op (docs/semantics.md §0.3-0.5, §1.8)."""
+"""Schema, kernels per dispatch key and tags of every op (docs/semantics §0.3-0.5, §1.8)."""
 
 from __future__ import annotations
 

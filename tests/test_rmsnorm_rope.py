@@ -1,4 +1,4 @@
-"""rmsnorm_rope and head_rmsnorm_rope, forward and backward, against the float64 reference (docs/semantics.md §3.1)."""
+"""rmsnorm_rope and head_rmsnorm_rope, forward and backward, against the float64 reference (docs/semantics §3.1)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What mutating ops accept to write: views of any layout, lazy ones too, whose elements are their own.
 
-docs/semantics.md §0.5. The oracle lists every address.
+docs/semantics/conventions.md §0.5. The oracle lists every address.
 """
 
 from __future__ import annotations

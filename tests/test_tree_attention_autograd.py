@@ -1,4 +1,4 @@
-"""Gradients of tree attention through torch's autograd: masks, refusals (docs/semantics.md §0.5, §1.10)."""
+"""Gradients of tree attention through torch's autograd: masks, refusals (docs/semantics §0.5, §1.10)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tree attention under torch's machinery: opcheck, compile, export, autocast, streams and graphs.
 
-The values are those of eager mode, which other tests compare with the reference (docs/semantics.md §0.3-0.5).
+The values are those of eager mode, which other tests compare with the reference (docs/semantics §0.3-0.5).
 """
 
 from __future__ import annotations

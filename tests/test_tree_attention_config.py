@@ -111,7 +111,7 @@ def test_chunks_bound_the_scratch(length: int, stride: int, backward: bool) -> N
 def test_a_gigabyte_holds_all_but_a_copy_of_the_keys(
     length: int, heads: tuple[int, int], stride: int, major: int
 ) -> None:
-    """Chunks of states and scores, the tree and its copy, log-sums, tiles of the top: decision 16."""
+    """Chunks of states and scores, the tree and its copy, log-sums, tiles of the top (docs/semantics §1.8)."""
     (num_heads, kv_heads), width = heads, 128 if heads[0] == 32 else 64
     found = choices(
         (1, length, length, num_heads, kv_heads, width, width), selection_stride=stride, major=major

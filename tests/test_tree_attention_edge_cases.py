@@ -1,4 +1,4 @@
-"""Whole tree attention over the case list (docs/semantics.md §1.11) and the edge cases of §1.3, §1.7 and §1.9."""
+"""Whole tree attention over the case list (docs/semantics §1.11) and the edge cases of §1.3, §1.7 and §1.9."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_nan_stays_in_its_rows(name, place, device):
     ],
 )
 def test_an_infinite_query_or_key_reaches_no_earlier_row(name, dtype, place, value, device):
-    """A score of +inf gives NaN, one of -inf weighs nothing; decision 42 about the rows that an infinite key hits."""
+    """A score of +inf gives NaN, one of -inf weighs nothing; §1.9 about the rows that an infinite key hits."""
     case = named(name, dtype=dtype)
     tensors = list(case.make_qkv(device))
     before = ops.attention(*tensors, *case.op_options())

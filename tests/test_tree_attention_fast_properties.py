@@ -1,4 +1,4 @@
-"""Properties of docs/semantics.md §1.11 on shapes of the tensor-core path, which the small drawn problems never take.
+"""Properties of docs/semantics §1.11 on shapes of the tensor-core path, which the small drawn problems never take.
 
 r = 16, half types, K = V in {32, 64, 128}, up to 16 query heads per kv head and every stride: attention_config.h sends
 them to the dense top and to the union, block and private gathers.

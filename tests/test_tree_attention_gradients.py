@@ -1,4 +1,4 @@
-"""Gradients of tree attention (docs/semantics.md §1.10): gradcheck, the reference, masks and refusals."""
+"""Gradients of tree attention (docs/semantics §1.10): gradcheck, the reference, masks and refusals."""
 
 from __future__ import annotations
 

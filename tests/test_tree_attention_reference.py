@@ -1,4 +1,4 @@
-"""The reference of tree attention against docs/semantics.md §1, written out as scalar loops."""
+"""The reference of tree attention against docs/semantics/tree_attention.md §1, written out as scalar loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each staged and fused op of tree attention against its reference (docs/semantics.md §1.2-§1.8, §1.11)."""
+"""Each staged and fused op of tree attention against its reference (docs/semantics §1.2-§1.8, §1.11)."""
 
 from __future__ import annotations
 

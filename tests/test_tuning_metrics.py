@@ -1,4 +1,4 @@
-"""What a search reports, and the descriptions of tensors (docs/semantics.md §3.4)."""
+"""What a search reports, and the descriptions of tensors (docs/semantics/python.md §3.4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``HTREE_TUNE``: which configuration a call without one runs with (docs/semantics.md §3.4)."""
+"""``HTREE_TUNE``: which configuration a call without one runs with (docs/semantics/python.md §3.4)."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from htree_ops.testing.compare import assert_close_spec
 from htree_ops.testing.tree_attention_cases import TreeAttentionCase
 from htree_ops.testing.tree_attention_checks import assert_output
 
-# Scores from half-precision tensor cores (docs/semantics.md §1.11); bf16 storage has the wider figure anyway.
+# Scores from half-precision tensor cores (docs/semantics §1.11); bf16 storage has the wider figure anyway.
 TENSOR_CORE_TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 8e-3, torch.float32: 1e-4}
 # For scores of standard deviation 1; in proportion above.
 TENSOR_CORE_DELTA = {torch.float16: 2e-3, torch.bfloat16: 2e-3, torch.float32: 1e-4}

@@ -1,6 +1,6 @@
 // Stages of the fast Walsh-Hadamard transform on values in registers. A stage works on one bit b of the
 // element index: of the elements whose indices differ in b alone, the lower becomes the sum and the upper the
-// difference. Stages on different bits commute, so their order is free. docs/semantics.md §4.1.
+// difference. Stages on different bits commute, so their order is free. docs/semantics/hadamard.md §4.1.
 #pragma once
 
 #include "device/reduce.cuh"

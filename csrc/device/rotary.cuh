@@ -1,4 +1,4 @@
-// Half-split rotation of one pair (low, high): docs/semantics.md §1.4.
+// Half-split rotation of one pair (low, high): docs/semantics/tree_attention.md §1.4.
 #pragma once
 
 namespace htree::device {

@@ -5,14 +5,14 @@
 
 namespace htree {
 
-// The arithmetic that docs/semantics.md defines.
+// The arithmetic that docs/semantics defines.
 struct FullWork {
   static constexpr bool kIoOnly = false;
 };
 
 // Every load and every store of the full kernel, but only a few operations on what was loaded. Each loaded
 // value feeds a stored one, or the compiler would delete the load. Results mean nothing beyond
-// docs/semantics.md §2.3.
+// docs/semantics/io_twins.md §2.3.
 struct IoOnly {
   static constexpr bool kIoOnly = true;
 };

@@ -1,5 +1,5 @@
 // Mutating ops on lazy views: a tensor whose values are negated or conjugated when read (Tensor.is_neg,
-// is_conj). docs/semantics.md §0.5.
+// is_conj). docs/semantics/conventions.md §0.5.
 #pragma once
 
 #include <torch/library.h>

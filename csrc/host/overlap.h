@@ -1,4 +1,5 @@
-// Whether elements share memory: what a mutating op writes must be its own. docs/semantics.md §0.5.
+// Whether elements share memory: what a mutating op writes must be its own.
+// docs/semantics/conventions.md §0.5.
 //
 // Meta tensors have no addresses: those of one storage are compared by their offsets in it, others never
 // share. Tensors with symbolic sizes or strides pass, and are checked when the op runs.

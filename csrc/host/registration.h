@@ -31,7 +31,7 @@ inline void define_ops(torch::Library& library, std::initializer_list<const char
 }
 
 // For ops without a gradient formula: their outputs can be used, and a backward through them raises
-// RuntimeError instead of giving zeros in silence. docs/semantics.md §0.5.
+// RuntimeError instead of giving zeros in silence. docs/semantics/conventions.md §0.5.
 inline void register_no_gradient(torch::Library& autograd, std::initializer_list<const char*> ops) {
   for (const char* op : ops) {
     autograd.impl(op, torch::autograd::autogradNotImplementedFallback());

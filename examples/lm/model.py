@@ -34,7 +34,7 @@ def rotary_table(num_rows: int, half: int, base: float, device: torch.device) ->
 
 
 def rotate(x: Tensor, base: float = 10000.0) -> Tensor:
-    """Half-split rotary positions on x [B, T, H, K]: row t turns by t * base^(-2i / K) (docs/semantics.md §1.4).
+    """Half-split rotary positions on x [B, T, H, K]: row t turns by t * base^(-2i / K) (docs/semantics §1.4).
 
     The product is taken in float32 and rounded once to the dtype of x.
     """
@@ -120,7 +120,7 @@ class ByteLM(nn.Module):
 
 
 def layer_sizes(context: int, settings: Settings) -> list[int]:
-    """Nodes per layer of the tree over ``context`` tokens, tokens first (docs/semantics.md §1.2)."""
+    """Nodes per layer of the tree over ``context`` tokens, tokens first (docs/semantics/tree_attention.md §1.2)."""
     sizes = [context]
     while sizes[-1] > settings.max_top_nodes:
         sizes.append(-(-sizes[-1] // settings.compression_rate))
@@ -128,7 +128,7 @@ def layer_sizes(context: int, settings: Settings) -> list[int]:
 
 
 def candidates_per_query(context: int, settings: Settings) -> Tensor:
-    """Nodes that each query scores, all layers together, int64 [context] (docs/semantics.md §1.3).
+    """Nodes that each query scores, all layers together, int64 [context] (docs/semantics/tree_attention.md §1.3).
 
     Dense attention scores t + 1 at position t. A layer gives (m - 1) * r + (t // r^l) % r + 1 candidates from m
     parents; min(k, that many) of them are the parents of the layer below.

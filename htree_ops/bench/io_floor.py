@@ -1,7 +1,7 @@
 """The least time that memory traffic takes: compulsory bytes over copy bandwidth, or a measured IO-only twin.
 
 A row's floor says how much an op could still gain; the verdict says whether arithmetic is what holds it (§2.4 of
-docs/semantics.md). Times are microseconds in :class:`Floor` and milliseconds in :func:`verdict`.
+docs/semantics/io_twins.md). Times are microseconds in :class:`Floor` and milliseconds in :func:`verdict`.
 """
 
 from __future__ import annotations

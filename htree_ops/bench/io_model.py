@@ -1,4 +1,4 @@
-"""Bytes of the staged pipeline, kernel by kernel (docs/semantics.md §2.5), from the sizes of a problem alone."""
+"""Bytes of the staged pipeline, kernel by kernel (docs/semantics §2.5), from the sizes of a problem alone."""
 
 from __future__ import annotations
 

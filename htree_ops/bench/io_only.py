@@ -1,4 +1,4 @@
-"""Tree attention against its IO-only twin: ``python -m htree_ops.bench io-only`` (docs/semantics.md §2.4, §2.5)."""
+"""Tree attention against its IO-only twin: ``python -m htree_ops.bench io-only`` (docs/semantics §2.4, §2.5)."""
 
 from __future__ import annotations
 

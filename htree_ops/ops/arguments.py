@@ -1,4 +1,4 @@
-"""Checks that the Python functions make before they call an op (docs/semantics.md §0.4).
+"""Checks that the Python functions make before they call an op (docs/semantics/conventions.md §0.4).
 
 They raise the package's own classes with the facts as attributes. The op itself checks everything again,
 sizes that depend on each other and options included, and raises the builtin that each class derives from.

@@ -1,4 +1,4 @@
-"""Causal softmax over score matrices (docs/semantics.md §5)."""
+"""Causal softmax over score matrices (docs/semantics/causal_softmax.md §5)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def causal_softmax(x: Tensor, block_size: int = 0, *, out: Tensor | None = None)
     Column j of row i is visible iff ``j <= i + (w - h)`` (aligned at the bottom right): with m the maximum
     of the row's visible entries, ``y_ij = exp(x_ij - m) / sum_j' exp(x_ij' - m)`` over visible j', and +0
     elsewhere. Masked entries are never read. Arithmetic in fp32 (fp64 for fp64) with one final rounding.
-    Source: docs/semantics.md §5, design document [004].
+    Source: docs/semantics/causal_softmax.md §5, design document [004].
 
     Args:
         x: scores [h, w] or [b, h, w] with w >= h, any strides; float32, float16, bfloat16 or float64.

@@ -1,4 +1,4 @@
-"""Rows of a K/V cache with few channels and few bits, and attention on them (docs/semantics.md §4.2-4.6).
+"""Rows of a K/V cache with few channels and few bits, and attention on them (docs/semantics §4.2-4.6).
 
 The functions here are the ops; :mod:`htree_ops.ops.compressed_kv_cache` has the cache that a model keeps, and
 :mod:`htree_ops.ops.compressed_kv_attention` the module around it.
@@ -52,7 +52,7 @@ def kv_prune(x: Tensor, keep: int, weight: Tensor | None = None) -> tuple[Tensor
 
     The product is taken in fp32. Of equals the lower channel stays, NaN counts as larger than infinity, and exactly
     ``keep`` bits are set even where a kept value is 0.
-    Source: docs/semantics.md §4.4, design document [003].
+    Source: docs/semantics/compressed_kv.md §4.4, design document [003].
 
     Args:
         x: [B, H_kv, S, D], D 64, 128 or 256, any strides; float32, float16 or bfloat16.
@@ -80,7 +80,7 @@ def kv_compress(x: Tensor, keep: int, bits: int = 8, weight: Tensor | None = Non
 
     Eight bits are two's complement, four bits are code + 8 with the lower nibble first; 16 bits are the values as they
     are. A row with a NaN or an infinity gets the scale NaN and decodes to NaN where it is kept.
-    Source: docs/semantics.md §4.5, design document [003] (``convert_key_batched_quant``).
+    Source: docs/semantics/compressed_kv.md §4.5, design document [003] (``convert_key_batched_quant``).
 
     Args:
         x: [B, H_kv, S, D], D 64, 128 or 256, any strides; float32, float16 or bfloat16. Not float32 for 16 bits.
@@ -116,7 +116,7 @@ def kv_decompress(
 ) -> Tensor:
     """Dense rows again: code * scale where the bit is set, 0 elsewhere, rounded once to ``dtype``.
 
-    A kept value is off by at most scale * (0.5 + qmax * 2^-11). Source: docs/semantics.md §4.5.
+    A kept value is off by at most scale * (0.5 + qmax * 2^-11). Source: docs/semantics/compressed_kv.md §4.5.
 
     Args:
         bitmap, values, scales: of :func:`kv_compress` with ``keep`` and ``bits``.
@@ -181,11 +181,11 @@ def kv_decode_attention(
         s_j = scale * <q, K_j>;  out = sum_j exp(s_j - lse) V_j;  lse = log sum_j exp(s_j)
 
     Without any token, or with scores of -inf alone, out is 0 and lse is -inf. Keys may be stored transformed
-    (docs/semantics.md §4.2): with ``hadamard_group`` 1 each row is the orthonormal Hadamard transform of the key, with
+    (docs/semantics §4.2): with ``hadamard_group`` 1 each row is the orthonormal Hadamard transform of the key, with
     G > 1 the rows are those of :func:`grouped_hadamard` over G adjacent K/V heads. The op transforms q to match,
     exactly in both cases; values are never transformed. On CUDA a row is read once for up to eight query heads of its
     K/V head, and once per eight where there are more.
-    Source: docs/semantics.md §4.6, design document [003] (``mustafar_attention``).
+    Source: docs/semantics/compressed_kv.md §4.6, design document [003] (``mustafar_attention``).
 
     Args:
         q: [B, H, D] or [B, H, 1, D], D 64, 128 or 256, rotated already; float32, float16 or bfloat16.
@@ -278,7 +278,7 @@ def apply_rotary_pos_emb_q(q: Tensor, cos: Tensor, sin: Tensor, position_ids: Te
 
     Returns:
         [B, H, S, D] in the dtype of q, differentiable. Rotation comes before any Hadamard transform: the two do not
-        commute (docs/semantics.md §4.2, §4.3).
+        commute (docs/semantics/hadamard.md §4.2, §4.3).
 
     Raises:
         ShapeMismatchError, UnsupportedDtypeError, DeviceError: as ``rope``.

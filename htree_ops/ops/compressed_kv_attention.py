@@ -1,4 +1,4 @@
-"""Attention that reads its prompt dense and decodes from a compressed cache (docs/semantics.md §4.2-4.6)."""
+"""Attention that reads its prompt dense and decodes from a compressed cache (docs/semantics §4.2-4.6)."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ class MustafarAttention(nn.Module):
 
     It has no parameters: projections are the caller's. The order is rotation, optional Hadamard transform, pruning,
     quantisation, packing. The transform spreads outliers, which helps few bits and hurts pruning
-    (docs/semantics.md §4.3); keys are therefore pruned or transformed, not both. Transformed keys give the scores of
+    (docs/semantics §4.3); keys are therefore pruned or transformed, not both. Transformed keys give the scores of
     the keys themselves: for head_group_num = 1 because the transform is orthonormal, for larger groups because the
     query is expanded to the stored row of its whole group (§4.2).
-    Source: docs/semantics.md §4.2-4.6, design document [003].
+    Source: docs/semantics §4.2-4.6, design document [003].
 
     Args:
         num_heads: H, query heads. num_kv_heads: H_kv, a divisor of H; None is H.

@@ -55,7 +55,7 @@ class CompressedKVCache(CompressedTokens):
     In a loop: ``cache.prefill(k, v)`` with the prompt, then per token ``cache.append(k, v); out = cache.attend(q)``.
     A cache made inside ``torch.inference_mode()`` can only be filled there, as torch has it for its tensors.
     For a CUDA graph, capture :meth:`write_token` and :meth:`attend`, and call :meth:`advance` after each replay.
-    Source: docs/semantics.md §4.5, §4.6, design document [003].
+    Source: docs/semantics/compressed_kv.md §4.5, §4.6, design document [003].
 
     Args:
         batch: B, sequences; num_kv_heads: H_kv.

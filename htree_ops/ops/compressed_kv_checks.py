@@ -1,4 +1,4 @@
-"""Checks of what a compressed cache is given (docs/semantics.md §0.4)."""
+"""Checks of what a compressed cache is given (docs/semantics/conventions.md §0.4)."""
 
 from __future__ import annotations
 

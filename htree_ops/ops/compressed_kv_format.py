@@ -1,4 +1,4 @@
-"""The format of compressed rows and the checks of their functions (docs/semantics.md §4.5)."""
+"""The format of compressed rows and the checks of their functions (docs/semantics/compressed_kv.md §4.5)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WIDTHS = (64, 128, 256)
 
 
 class CompressedKV(NamedTuple):
-    """Compressed rows, one per token and K/V head (docs/semantics.md §4.5).
+    """Compressed rows, one per token and K/V head (docs/semantics/compressed_kv.md §4.5).
 
     Attributes:
         bitmap: int64 [B, H_kv, S, D/64]; bit d mod 64 of word d // 64 says that channel d is kept.

@@ -1,4 +1,4 @@
-"""What a state must be before it replaces the tokens of a compressed cache (docs/semantics.md §4.6)."""
+"""What a state must be before it replaces the tokens of a compressed cache (docs/semantics/compressed_kv.md §4.6)."""
 
 from __future__ import annotations
 

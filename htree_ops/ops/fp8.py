@@ -1,4 +1,4 @@
-"""FP8 in the format E4M3FN: scales, quantisation and back (docs/semantics.md §3.3).
+"""FP8 in the format E4M3FN: scales, quantisation and back (docs/semantics/fp8.md §3.3).
 
 A scale s multiplies when quantising, s = 448 / max|x|, and divides when dequantising. torch._scaled_mm takes the
 reciprocals: :func:`fp8_scale_inv`.
@@ -58,7 +58,7 @@ def fp8_compute_scale(
 ) -> Tensor:
     """The scale that takes the largest finite magnitude to 448: fp32 448 / max|x| in [2^-126, 2^127], 1 for zeros.
 
-    NaN and infinities are left out of the maximum. Source: docs/semantics.md §3.3, design document [002].
+    NaN and infinities are left out of the maximum. Source: docs/semantics/fp8.md §3.3, design document [002].
 
     Args:
         x: any shape and strides; float32, float16 or bfloat16.
@@ -109,7 +109,7 @@ def fp8_quantize(
     """Codes of x·s: the product rounded to fp32, held within ±448, rounded to the nearest code, ties to even.
 
     The sign of zero is kept, NaN stays NaN, ±Inf becomes ±448. A row's or a block's own scale takes one pass over
-    x on a GPU, a tensor's or a column's two. Source: docs/semantics.md §3.3, design document [002].
+    x on a GPU, a tensor's or a column's two. Source: docs/semantics/fp8.md §3.3, design document [002].
 
     Args:
         x: any shape and strides; float32, float16 or bfloat16.
@@ -133,7 +133,7 @@ def fp8_quantize(
 
 
 def fp8_dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float16, block: int = 128) -> Tensor:
-    """``q / scale``, divided in fp32 and rounded to ``dtype``. Source: docs/semantics.md §3.3.
+    """``q / scale``, divided in fp32 and rounded to ``dtype``. Source: docs/semantics/fp8.md §3.3.
 
     Args:
         q: float8_e4m3fn codes, any shape and strides.
@@ -197,7 +197,7 @@ def handle_fp8_overflow(
     """Quantises with the first of s, s/2, s/4, … s/2^max_attempts at which nothing overflows.
 
     Reaches scales that are up to 2^max_attempts times too large. It waits for the device once per attempt, because
-    the number of overflows decides. Source: docs/semantics.md §3.3, design document [002].
+    the number of overflows decides. Source: docs/semantics/fp8.md §3.3, design document [002].
 
     Args:
         tensor: see :func:`fp8_quantize`.

@@ -1,4 +1,4 @@
-"""Products of FP8 matrices with scales (docs/semantics.md §3.3)."""
+"""Products of FP8 matrices with scales (docs/semantics/fp8.md §3.3)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def fp8_gemm(
     On sm_90 few rows are computed by blocks that stream b, more by persistent tiles; estimates of their times choose
     among them and cuBLASLt, which takes some sizes that fill the tiles badly. There a product of scales beyond 2^126
     gives 0.
-    Source: docs/semantics.md §3.3, design document [002].
+    Source: docs/semantics/fp8.md §3.3, design document [002].
 
     Args:
         a: [M, K] float8_e4m3fn; or float32, float16 or bfloat16, which is quantised here, with ``a_scale``
@@ -112,7 +112,7 @@ def fp8_gemm_exact(
     fp32 and from there to ``output_dtype``, so ``|error| <= (u + 2^-23)·|C|``.
 
     The products are those of the library in fp64, on blocks of the operands: far slower on a GPU than
-    :func:`fp8_gemm`, even where fp64 has tensor cores. Source: docs/semantics.md §3.3, §3.5 (property 4).
+    :func:`fp8_gemm`, even where fp64 has tensor cores. Source: docs/semantics/fp8.md §3.3, §3.5 (property 4).
 
     Args and errors as for :func:`fp8_gemm`, for operands that are quantised already.
     """

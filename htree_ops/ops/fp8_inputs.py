@@ -1,4 +1,4 @@
-"""Checks of the FP8 functions' arguments, and the arguments of a product as one value (docs/semantics.md §3.4)."""
+"""Checks of the FP8 functions' arguments, and the arguments of a product as one value (docs/semantics §3.4)."""
 
 from __future__ import annotations
 

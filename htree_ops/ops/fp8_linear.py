@@ -1,4 +1,4 @@
-"""Linear layers with FP8 weights and activations, and the swap of a model's layers (docs/semantics.md §3.3)."""
+"""Linear layers with FP8 weights and activations, and the swap of a model's layers (docs/semantics/fp8.md §3.3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gated MLP: two projections of x, one through an activation, multiplied (docs/semantics.md §3.2)."""
+"""The gated MLP: two projections of x, one through an activation, multiplied (docs/semantics/gated_mlp.md §3.2)."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def validate_gated_mlp_inputs(
     """Checks arguments of :func:`gated_mlp` with x [B, S, Hd]: devices, dtypes, ranks, shapes, then values.
 
     Layout is not checked: tensors that the kernels cannot read in place are copied.
-    Source: docs/semantics.md §3.4, design document [002].
+    Source: docs/semantics/python.md §3.4, design document [002].
 
     Args:
         x, gate_weight, up_weight, activation, act_on: see :func:`gated_mlp`; x must have three dims here.
@@ -147,9 +147,9 @@ def gated_mlp(
     ``torch.backends.cuda.matmul.allow_tf32``, and one elementwise kernel. On the CPU row-major weights of fp16, bf16
     and (up to 128 rows of x) fp32 are read as they are, with the same bits for any number of threads; other products,
     and those of the backward, are the BLAS's, which follow ``torch.set_float32_matmul_precision`` and whose bits hold
-    for one number of threads (docs/semantics.md, decision 22). Results beyond the range of fp16 are infinite; a NaN in
+    for one number of threads (docs/semantics §3.2). Results beyond the range of fp16 are infinite; a NaN in
     a row of x makes that row NaN.
-    Source: docs/semantics.md §3.2, design document [002].
+    Source: docs/semantics/gated_mlp.md §3.2, design document [002].
 
     Under autograd g and u are kept in the dtype of x for the backward, whose gradients therefore err by that
     rounding; in fp16 a product beyond 65504 is kept as an infinity, and its gradients are infinite or NaN even

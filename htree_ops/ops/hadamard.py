@@ -1,4 +1,4 @@
-"""The Hadamard transform of rows and of groups of heads (docs/semantics.md §4.1)."""
+"""The Hadamard transform of rows and of groups of heads (docs/semantics/hadamard.md §4.1)."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def hadamard_transform(x: Tensor, scale: float | None = None) -> Tensor:
     scale n^(-1/2) the transform is orthonormal and its own inverse. Computed in n log2 n additions in fp32 (fp64
     for fp64), then scaled and rounded once to the dtype of x; a sum beyond that range is infinite whatever the
     scale. The gradient is the same transform with the same scale.
-    Source: docs/semantics.md §4.1, design document [003].
+    Source: docs/semantics/hadamard.md §4.1, design document [003].
 
     Args:
         x: [..., n] with n a power of two, 1 to 32768, any strides; float32, float16, bfloat16 or float64.
@@ -112,7 +112,7 @@ def grouped_hadamard(x: Tensor, group: int, scale: float | None = None) -> Tenso
     :func:`hadamard_transform` (scale (G·D)^(-1/2) by default, its own inverse) and goes back to the same places.
     As H_GD = H_G (x) H_D this is the transform of each head and a G-point butterfly across the heads; it runs in
     one pass over x. G = 1 transforms each head on its own. Attention scores per head are kept by G = 1 alone
-    (docs/semantics.md §4.2). Source: docs/semantics.md §4.1, design document [003].
+    (docs/semantics/hadamard.md §4.2). Source: docs/semantics/hadamard.md §4.1, design document [003].
 
     Args:
         x: [B, H, S, D] with H a multiple of group and group·D a power of two, 1 to 32768, any strides;

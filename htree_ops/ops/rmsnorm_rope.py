@@ -1,4 +1,4 @@
-"""RMSNorm followed by RoPE in one kernel, over the hidden dim or per head (docs/semantics.md §3.1)."""
+"""RMSNorm followed by RoPE in one kernel, over the hidden dim or per head (docs/semantics/rmsnorm_rope.md §3.1)."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def validate_rmsnorm_rope_inputs(
     """Checks the arguments of :func:`rmsnorm_rope`: devices, then dtypes, ranks, shapes and values.
 
     Layout is not checked: tensors that the kernels cannot read in place are copied.
-    Source: docs/semantics.md §3.4, design document [002].
+    Source: docs/semantics/python.md §3.4, design document [002].
 
     Args:
         x, weight, cos, sin, eps, num_heads: see :func:`rmsnorm_rope`.
@@ -197,7 +197,7 @@ def rmsnorm_rope(
     ``n · cos + rotate_half(n) · sin``. Arithmetic in fp32 (fp64 for fp64) with one final rounding; squares are
     summed in that precision, so |x| beyond 1e19 in fp32 gives 0. A NaN makes its row NaN, an infinity makes
     its row 0 except for itself and its rotation partner, which are NaN.
-    Source: docs/semantics.md §3.1, design document [002].
+    Source: docs/semantics/rmsnorm_rope.md §3.1, design document [002].
 
     Args:
         x: [B, S, Hd], any strides; float32, float16, bfloat16 or float64.
@@ -255,7 +255,7 @@ def _check_head_inputs(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps:
 def head_rmsnorm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float = 1e-6) -> Tensor:
     """RMSNorm of each head, then its rotary embedding: the q_norm and k_norm of current models.
 
-    The formulas of :func:`rmsnorm_rope` with the mean over the head dim. Source: docs/semantics.md §3.1.
+    The formulas of :func:`rmsnorm_rope` with the mean over the head dim. Source: docs/semantics/rmsnorm_rope.md §3.1.
 
     Args:
         x: [B, S, H, hd], any strides, such as a part of a fused projection; float32, float16, bfloat16 or

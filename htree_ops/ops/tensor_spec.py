@@ -1,4 +1,4 @@
-"""What a tensor must look like, as one value (docs/semantics.md §3.4)."""
+"""What a tensor must look like, as one value (docs/semantics/python.md §3.4)."""
 
 from __future__ import annotations
 

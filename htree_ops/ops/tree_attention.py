@@ -1,4 +1,4 @@
-"""Tree attention: the operator, its module, and the typed functions of every stage (docs/semantics.md §1).
+"""Tree attention: the operator, its module, and the typed functions of every stage (docs/semantics §1).
 
 Longer than other files because every public function carries its shapes, dtypes, errors and formula.
 """
@@ -96,7 +96,7 @@ def tree_attention(
 
     While T <= max_top_nodes, or top_k covers every layer, this is dense causal attention with rotary
     positions.
-    Source: docs/semantics.md §1.1-1.7, §1.12, §1.13; design documents [000] and [001].
+    Source: docs/semantics/tree_attention.md §1.1-1.7, §1.12, §1.13; design documents [000] and [001].
 
     Args:
         q: queries [B, T_q, H, K], not rotated, K even. Row i stands at token T - T_q + i, T_q <= T.
@@ -127,7 +127,7 @@ def tree_attention(
 
     On a GPU the tensor-core path (r = 16, half precision, K = V of 32, 64 or 128, H / H_kv <= 16) needs, beside the
     output and the stored lists, one re-laid copy of K and V and at most 10^9 bytes up to T of about 10^6, by chunks
-    over the queries; the backward 2 GiB and fp32 sums of dK and dV (docs/semantics.md, Decisions).
+    over the queries; the backward 2 GiB and fp32 sums of dK and dV (docs/semantics §1.8).
 
     Raises:
         ShapeMismatchError: a rank or size that does not fit, H no multiple of H_kv, odd K, T_q > T.
@@ -199,7 +199,7 @@ def attention_forward(
     selection_stride: int = 1,
     store_parents: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """:func:`tree_attention` with its states and lists, without a gradient (docs/semantics.md §1.8).
+    """:func:`tree_attention` with its states and lists, without a gradient (docs/semantics/tree_attention.md §1.8).
 
     Args:
         q, k, v and the options: as in :func:`tree_attention`; ``top_k_per_layer`` is its ``top_k``.
@@ -245,7 +245,7 @@ def attention_backward(
     selection_stride: int = 1,
     output_mask: tuple[bool, bool, bool] = (True, True, True),
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of :func:`tree_attention` with the selection held fixed (docs/semantics.md §1.10).
+    """Gradients of :func:`tree_attention` with the selection held fixed (docs/semantics/tree_attention.md §1.10).
 
     With P = exp(s - gmax) / gsum on the kept nodes and D = sum(dout * out, -1)::
 

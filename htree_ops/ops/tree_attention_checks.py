@@ -1,4 +1,4 @@
-"""Checks of the arguments of tree attention and of its stages (docs/semantics.md §0.4, §1.8)."""
+"""Checks of the arguments of tree attention and of its stages (docs/semantics §0.4, §1.8)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stages of tree attention, one thin function per op (docs/semantics.md §1.8).
+"""The stages of tree attention, one thin function per op (docs/semantics/tree_attention.md §1.8).
 
 Longer than other files because there are seventeen ops and each function carries its shapes, errors and formula.
 

@@ -1,4 +1,4 @@
-"""Plain PyTorch reference of causal softmax and its gradient (docs/semantics.md §5)."""
+"""Plain PyTorch reference of causal softmax and its gradient (docs/semantics/causal_softmax.md §5)."""
 
 from __future__ import annotations
 

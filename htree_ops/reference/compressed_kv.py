@@ -1,4 +1,4 @@
-"""Plain PyTorch reference of the compressed K/V cache: pruning, packing, decode attention (docs/semantics.md §4.2-4.6).
+"""Plain PyTorch reference of the compressed K/V cache: pruning, packing, decode attention (docs/semantics §4.2-4.6).
 
 A row is one token of one K/V head. The packer works on whole tensors but writes every step of the format out; it
 shares nothing with the kernels. Attention runs in float64.

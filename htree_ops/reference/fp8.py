@@ -1,4 +1,4 @@
-"""Plain PyTorch reference of the FP8 ops (docs/semantics.md §3.3): nearest codes by search, not by bit tricks."""
+"""Plain PyTorch reference of the FP8 ops (docs/semantics/fp8.md §3.3): nearest codes by search, not by bit tricks."""
 
 from __future__ import annotations
 

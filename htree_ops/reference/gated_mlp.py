@@ -1,4 +1,4 @@
-"""Plain PyTorch reference of the gated MLP and its gradients, in float64 (docs/semantics.md §3.2)."""
+"""Plain PyTorch reference of the gated MLP and its gradients, in float64 (docs/semantics/gated_mlp.md §3.2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain PyTorch reference of the Hadamard transform and its grouped form (docs/semantics.md §4.1, §4.2)."""
+"""Plain PyTorch reference of the Hadamard transform and its grouped form (docs/semantics/hadamard.md §4.1, §4.2)."""
 
 from __future__ import annotations
 

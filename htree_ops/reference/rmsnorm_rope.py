@@ -1,4 +1,4 @@
-"""Plain PyTorch reference of RMSNorm followed by RoPE, and of its gradient (docs/semantics.md §3.1)."""
+"""Plain PyTorch reference of RMSNorm followed by RoPE, and of its gradient (docs/semantics/rmsnorm_rope.md §3.1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Problems of ``causal_softmax`` and its backward (docs/semantics.md §5), with the bytes they must move.
+"""Problems of ``causal_softmax`` and its backward (docs/semantics/causal_softmax.md §5), with the bytes they must move.
 
 Rows are ``h`` (queries), columns ``w`` (keys); column j of row i is visible iff ``j <= i + (w - h)``.
 """
@@ -50,7 +50,7 @@ def masked_softmax(x: torch.Tensor) -> torch.Tensor:
 
 
 def tolerance(dtype: torch.dtype, w: int) -> tuple[float, float]:
-    """(rtol, atol) against float64 (docs/semantics.md §5); ``w`` is the row length.
+    """(rtol, atol) against float64 (docs/semantics/causal_softmax.md §5); ``w`` is the row length.
 
     float64 has no figure there: the fp32 rule with the unit roundoff of fp64 (2^-53 for 2^-24).
     """

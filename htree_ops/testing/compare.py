@@ -1,10 +1,10 @@
 """Comparison of a result with what it should be.
 
-Two rules. :func:`assert_close_spec` takes the tolerance that docs/semantics.md gives for the op.
+Two rules. :func:`assert_close_spec` takes the tolerance that docs/semantics gives for the op.
 :func:`assert_no_worse_than_eager` needs no figure: it measures the error that plain PyTorch makes in the same
 dtype against float64 and allows a small multiple of it. One loose ``atol`` over a large tensor hides a wrong
 tail, so the second rule holds for the largest error, for the norm, and for the norm of each 1024 elements. It
-cannot see one wrong element far smaller than its neighbours' errors; where docs/semantics.md gives a relative
+cannot see one wrong element far smaller than its neighbours' errors; where docs/semantics gives a relative
 tolerance, use that.
 """
 
@@ -105,7 +105,7 @@ def compare(
     """Measures ``actual`` against ``expected`` of the same shape, in float64 and in bounded memory.
 
     An element is in tolerance iff ``|a - e| <= atol + rtol * |e|``, or both are NaN, or both are the same
-    infinity (docs/semantics.md §3.4). ``atol`` may be a tensor that broadcasts to the shape. Integers without
+    infinity (docs/semantics/python.md §3.4). ``atol`` may be a tensor that broadcasts to the shape. Integers without
     a tolerance are compared as integers. The devices may differ; it runs on that of ``expected``.
     """
     bound = torch.as_tensor(atol, dtype=torch.float64).expand(expected.shape)
@@ -147,7 +147,7 @@ def compare(
 
 
 def verify(actual: torch.Tensor, expected: torch.Tensor, rtol: float, atol: float) -> bool:
-    """True iff shapes and dtype classes agree and every element is in tolerance (docs/semantics.md §3.4).
+    """True iff shapes and dtype classes agree and every element is in tolerance (docs/semantics/python.md §3.4).
 
     Raises:
         TypeError: an argument is no tensor. ValueError: a tolerance is negative or NaN.
@@ -175,7 +175,7 @@ def assert_close_spec(
     Args:
         actual: what the op gave.
         expected: the reference, usually float64; same shape and class of dtype (floating, integer, bool).
-        rtol: relative tolerance of docs/semantics.md for the op.
+        rtol: relative tolerance of docs/semantics for the op.
         atol: absolute tolerance, one number or a tensor that broadcasts to the shape.
         dtype: when given, ``actual`` must have exactly this dtype.
         name: what the message calls ``actual``.

@@ -1,4 +1,4 @@
-"""Problems of the compressed K/V ops (docs/semantics.md §4.2-4.6), with their least bytes and tolerances."""
+"""Problems of the compressed K/V ops (docs/semantics §4.2-4.6), with their least bytes and tolerances."""
 
 from __future__ import annotations
 

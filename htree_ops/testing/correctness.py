@@ -1,6 +1,6 @@
 """Tree attention, forward and backward, against the float64 reference: ``python -m htree_ops.testing.correctness``.
 
-Each seed is judged twice (docs/semantics.md §1.11). Under the lists that the op selected ("forced") every
+Each seed is judged twice (docs/semantics §1.11). Under the lists that the op selected ("forced") every
 element of the output and of the gradients must be finite and within --final-atol + --final-rtol * |reference|,
 and the lists must be well formed, else FAIL. PASS_WITH_ALARM says that a stricter bound was passed: the
 tolerances of §1.11 under forced lists, or, where the reference selects by itself ("free"), the 99th percentile of
@@ -37,7 +37,7 @@ PIECE_ELEMENTS = 1 << 25
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Sizes and options of one comparison; letters as in docs/semantics.md §1.1."""
+    """Sizes and options of one comparison; letters as in docs/semantics/tree_attention.md §1.1."""
 
     batch: int = 1
     seq_len: int = 12_000

@@ -1,4 +1,4 @@
-"""Problems of the fp8 quantisation ops (docs/semantics.md §3.3), with the bytes they must move."""
+"""Problems of the fp8 quantisation ops (docs/semantics/fp8.md §3.3), with the bytes they must move."""
 
 from __future__ import annotations
 

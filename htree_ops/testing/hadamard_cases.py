@@ -1,4 +1,4 @@
-"""Problems of the hadamard ops (docs/semantics.md §4.1), with the bytes they must move and their tolerance."""
+"""Problems of the hadamard ops (docs/semantics/hadamard.md §4.1), with the bytes they must move and their tolerance."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def non_unit_last_stride(x: torch.Tensor, step: int = 2) -> torch.Tensor:
     return wide[..., ::step].copy_(x)
 
 
-#: Layouts that any op must accept (docs/semantics.md §0.2), by name; for tensors of two dims or more.
+#: Layouts that any op must accept (docs/semantics/conventions.md §0.2), by name; for tensors of two dims or more.
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contiguous": lambda x: x.contiguous(),
     "transposed": transposed,

@@ -1,4 +1,4 @@
-"""Problems of ``rmsnorm_rope``, ``head_rmsnorm_rope`` and their backward (docs/semantics.md §3.1)."""
+"""Problems of ``rmsnorm_rope``, ``head_rmsnorm_rope`` and their backward (docs/semantics/rmsnorm_rope.md §3.1)."""
 
 from __future__ import annotations
 

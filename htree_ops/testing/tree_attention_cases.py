@@ -1,4 +1,4 @@
-"""The list of problems of tree attention: every edge of docs/semantics.md §1.9, once.
+"""The list of problems of tree attention: every edge of docs/semantics/tree_attention.md §1.9, once.
 
 One list feeds the tests, the gradient checks, opcheck and the benchmarks.
 """

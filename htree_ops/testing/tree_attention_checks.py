@@ -1,4 +1,4 @@
-"""How results of tree attention are judged (docs/semantics.md §1.11).
+"""How results of tree attention are judged (docs/semantics/tree_attention.md §1.11).
 
 Selections are checked for structure and ε-optimality; outputs, states and gradients against the reference
 under the very lists that were selected ("teacher forcing").

@@ -1,4 +1,4 @@
-"""One problem of tree attention (docs/semantics.md §1): its tensors, options, stages, bytes and flops."""
+"""One problem of tree attention (docs/semantics §1): its tensors, options, stages, bytes and flops."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class StageCase(Case):
 
     @property
     def shapes(self) -> str:
-        """Sizes in the letters of docs/semantics.md §1.1."""
+        """Sizes in the letters of docs/semantics/tree_attention.md §1.1."""
         return f"B=1 T_q={self.queries} H={self.group}/1 K={self.width} V={self.width} r={self.rate} k={self.top_k}"
 
 

@@ -1,4 +1,4 @@
-"""Search for the fastest kernel configuration, and a cache of what was found (docs/semantics.md §3.4)."""
+"""Search for the fastest kernel configuration, and a cache of what was found (docs/semantics/python.md §3.4)."""
 
 from htree_ops.tuning.cache import TuningCache, cache_dir
 from htree_ops.tuning.key import CacheKey

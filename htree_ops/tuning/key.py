@@ -1,4 +1,4 @@
-"""What a tuning result is filed under: everything that a configuration's speed depends on (docs/semantics.md §3.4)."""
+"""What a tuning result is filed under: everything that a configuration's speed depends on (docs/semantics §3.4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a measurement of a kernel says (docs/semantics.md §3.4)."""
+"""What a measurement of a kernel says (docs/semantics/python.md §3.4)."""
 
 from __future__ import annotations
 

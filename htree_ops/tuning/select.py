@@ -1,4 +1,4 @@
-"""The configuration that a call without one runs with, by ``HTREE_TUNE`` (docs/semantics.md §3.4).
+"""The configuration that a call without one runs with, by ``HTREE_TUNE`` (docs/semantics/python.md §3.4).
 
 ``off``: the kernel's own choice. ``read`` (default): what an earlier search found for this very problem, else the
 kernel's own choice. ``tune``: as ``read``, and a problem that was never searched is searched at its first call.

@@ -1,4 +1,4 @@
-"""The configurations that an op can be asked for (docs/semantics.md §3.4).
+"""The configurations that an op can be asked for (docs/semantics/python.md §3.4).
 
 A space maps each key to its values. A configuration is one value per key; ops take the values in key order as their
 last argument ``config``, Python functions take the keys as keywords. Not every tuple is compiled: the others raise

@@ -1,4 +1,4 @@
-"""The search over a space of configurations (docs/semantics.md §3.4)."""
+"""The search over a space of configurations (docs/semantics/python.md §3.4)."""
 
 from __future__ import annotations
 

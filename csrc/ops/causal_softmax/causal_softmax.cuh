@@ -1,6 +1,7 @@
 // Kernels of causal_softmax. Each row is read once into registers, reduced, and written once; rows too long
-// for that go through the looping kernel. Only visible elements are ever read. docs/semantics.md §5.
-// Longer than other files because the streaming kernels write their rows by the same functions.
+// for that go through the looping kernel. Only visible elements are ever read.
+// docs/semantics/causal_softmax.md §5. Longer than other files because the streaming kernels write their rows
+// by the same functions.
 #pragma once
 
 #include <cstdint>

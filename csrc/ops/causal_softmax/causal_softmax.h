@@ -1,4 +1,5 @@
-// The contract of the causal_softmax room: sizes, checks and entry points. docs/semantics.md §5.
+// The contract of the causal_softmax room: sizes, checks and entry points.
+// docs/semantics/causal_softmax.md §5.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,5 +1,5 @@
 // Kernels of causal_softmax for many rows: each group of threads goes from row to row, and the
-// next rows travel to shared memory while one is reduced and stored. docs/semantics.md §5.
+// next rows travel to shared memory while one is reduced and stored. docs/semantics/causal_softmax.md §5.
 #pragma once
 
 #include <cstdint>

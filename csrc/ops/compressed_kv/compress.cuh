@@ -1,4 +1,4 @@
-// Pruning and packing of rows. docs/semantics.md §4.4 and §4.5.
+// Pruning and packing of rows. docs/semantics/compressed_kv.md §4.4 and §4.5.
 //
 // A thread owns 32 channels of a row, a word of its bitmap; D/32 neighbouring lanes own the row. The keys of
 // those channels are transposed into bit planes, and the keep-th largest key of the row is then found bit by

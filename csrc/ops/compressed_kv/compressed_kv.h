@@ -1,4 +1,5 @@
-// The contract of the compressed_kv room: sizes, checks and entry points. docs/semantics.md §4.4 to §4.6.
+// The contract of the compressed_kv room: sizes, checks and entry points.
+// docs/semantics/compressed_kv.md §4.4 to §4.6.
 #pragma once
 
 #include <ATen/core/Tensor.h>

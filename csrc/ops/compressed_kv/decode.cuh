@@ -1,4 +1,4 @@
-// Split-KV decode attention over compressed rows. docs/semantics.md §4.6.
+// Split-KV decode attention over compressed rows. docs/semantics/compressed_kv.md §4.6.
 //
 // A block owns up to eight query heads of one kv head and a split of its tokens; its warps take tiles of 16
 // tokens in turn. Lane (g, t) of a warp, g = lane / 4 and t = lane % 4, expands byte t of every 32-bit word

@@ -64,7 +64,7 @@ class Decoder {
     });
   }
 
-  // docs/semantics.md §1.7, in the order of the splits.
+  // docs/semantics/tree_attention.md §1.7, in the order of the splits.
   void merge(Storage* out, float* lse) const {
     const int64_t head_dim = p_.head_dim;
     at::parallel_for(0, p_.batch * p_.num_heads, 8, [&](int64_t begin, int64_t end) {

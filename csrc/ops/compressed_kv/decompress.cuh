@@ -1,4 +1,5 @@
-// Unpacking of rows: one warp per row, a lane D/32 neighbouring channels. docs/semantics.md §4.5.
+// Unpacking of rows: one warp per row, a lane D/32 neighbouring channels.
+// docs/semantics/compressed_kv.md §4.5.
 #pragma once
 
 #include <cuda_bf16.h>

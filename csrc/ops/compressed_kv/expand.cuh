@@ -1,7 +1,7 @@
 // Eight channels of a compressed row at a time: a byte of the bitmap and the window of up to eight codes that
 // follows the codes before it. A table gives for each byte the eight 4-bit selectors of two byte permutations
 // that put the codes at their channels; a selector with its upper bit set repeats the sign bit of a byte that
-// is known to be clear, which makes a pruned channel 0. docs/semantics.md §4.5.
+// is known to be clear, which makes a pruned channel 0. docs/semantics/compressed_kv.md §4.5.
 #pragma once
 
 #include <cstdint>

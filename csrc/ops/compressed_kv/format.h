@@ -1,4 +1,5 @@
-// The row format of the compressed cache: torch-free, shared by host and kernels. docs/semantics.md §4.5.
+// The row format of the compressed cache: torch-free, shared by host and kernels.
+// docs/semantics/compressed_kv.md §4.5.
 //
 // A row is one token of one key/value head: a bitmap of D bits (bit d mod 64, lowest first, of word d / 64)
 // and `keep` codes in channel order, padded to a multiple of 4 bytes. 16 bits: raw half or bfloat16. 8 bits:

@@ -1,4 +1,4 @@
-// Kept channels to scales and codes. docs/semantics.md §4.5.
+// Kept channels to scales and codes. docs/semantics/compressed_kv.md §4.5.
 #pragma once
 
 #include <cuda_bf16.h>

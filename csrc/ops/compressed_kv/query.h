@@ -1,4 +1,4 @@
-// The query in the space in which the keys are stored. docs/semantics.md §4.2.
+// The query in the space in which the keys are stored. docs/semantics/hadamard.md §4.2.
 #pragma once
 
 #include <cmath>

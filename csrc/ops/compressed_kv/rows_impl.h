@@ -29,7 +29,7 @@ template <>
 constexpr int kZeroBits<Bf16> = 16;
 
 // keys [D] of the selection: the bits of |x| * weight as positive integers, the low `zero_bits` of them 0;
-// one key for every NaN, above that of infinity. docs/semantics.md §4.4.
+// one key for every NaN, above that of infinity. docs/semantics/compressed_kv.md §4.4.
 template <typename T>
 inline void selection_keys(const T* x, const float* weight, int head_dim, int zero_bits, int32_t* keys) {
   constexpr auto kInfinityKey = static_cast<int32_t>(compressed_kv::kNanKey) - 1;

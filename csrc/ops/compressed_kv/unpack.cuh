@@ -1,4 +1,4 @@
-// The channels that one lane of a warp owns, out of a packed row. docs/semantics.md §4.5.
+// The channels that one lane of a warp owns, out of a packed row. docs/semantics/compressed_kv.md §4.5.
 #pragma once
 
 #include <cstdint>

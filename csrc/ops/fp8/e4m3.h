@@ -1,4 +1,5 @@
-// The numbers of the format E4M3FN and the rule of its scales, for host and device. docs/semantics.md §3.3.
+// The numbers of the format E4M3FN and the rule of its scales, for host and device.
+// docs/semantics/fp8.md §3.3.
 #pragma once
 
 namespace htree::fp8 {

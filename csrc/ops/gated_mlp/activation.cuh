@@ -1,4 +1,4 @@
-// The activations and their derivatives on the GPU, in fp32. docs/semantics.md §3.2.
+// The activations and their derivatives on the GPU, in fp32. docs/semantics/gated_mlp.md §3.2.
 #pragma once
 
 #include "ops/gated_mlp/gated_mlp_params.h"

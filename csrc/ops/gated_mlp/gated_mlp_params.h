@@ -1,4 +1,5 @@
-// Constants and sizes of the gated MLP that host and device share. Torch-free. docs/semantics.md §3.2.
+// Constants and sizes of the gated MLP that host and device share. Torch-free.
+// docs/semantics/gated_mlp.md §3.2.
 #pragma once
 
 #include <cstdint>

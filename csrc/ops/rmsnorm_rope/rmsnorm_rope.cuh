@@ -1,6 +1,6 @@
 // Kernels of rmsnorm_rope for rows that are held in registers. Each row is read once, normalised, rotated and
 // written once; a thread holds packs of the lower half of a head together with their partners in the upper
-// half. docs/semantics.md §3.1.
+// half. docs/semantics/rmsnorm_rope.md §3.1.
 #pragma once
 
 #include "ops/rmsnorm_rope/dweight.cuh"

@@ -1,4 +1,4 @@
-// Candidate arithmetic of docs/semantics.md §1.3, shared by the CPU and the CUDA kernels.
+// Candidate arithmetic of docs/semantics/tree_attention.md §1.3, shared by the CPU and the CUDA kernels.
 //
 // A query with the ascending parents P_0 < ... < P_{m-1} of a layer (-1 after them) has the candidates p in
 // [0, n), candidate p being node P_{p / r} * r + p mod r. Only the last parent is cut short: at the query's

@@ -1,5 +1,6 @@
-// Argument checks and allocations that the stages share. docs/semantics.md §1.3, §1.8 "Validation", §1.12,
-// §1.13. All but resolve_layer work on symbolic sizes, so Meta runs the very same checks as CPU and CUDA.
+// Argument checks and allocations that the stages share. docs/semantics/tree_attention.md §1.3, §1.8
+// "Validation", §1.12, §1.13. All but resolve_layer work on symbolic sizes, so Meta runs the very same checks
+// as CPU and CUDA.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,5 +1,5 @@
-// The formulas of the IO-only twins (docs/semantics.md §2.3), one copy for CPU and CUDA. Integers wrap modulo
-// 2^32.
+// The formulas of the IO-only twins (docs/semantics/io_twins.md §2.3), one copy for CPU and CUDA. Integers
+// wrap modulo 2^32.
 #pragma once
 
 #include <cstdint>

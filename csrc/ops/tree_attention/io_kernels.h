@@ -1,5 +1,5 @@
 // CPU and CUDA entry points of the IO-only twins: the kernels of kernels.h with the policy IoOnly, for
-// tensors of the same shapes and contracts. docs/semantics.md §2.2.
+// tensors of the same shapes and contracts. docs/semantics/io_twins.md §2.2.
 #pragma once
 
 #include "ops/tree_attention/io_positions.h"

@@ -1,5 +1,5 @@
-// What the IO-only twin of the selection needs besides the arguments of the full kernel. docs/semantics.md
-// §2.3.
+// What the IO-only twin of the selection needs besides the arguments of the full kernel.
+// docs/semantics/io_twins.md §2.3.
 #pragma once
 
 #include <cstdint>

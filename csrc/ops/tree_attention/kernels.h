@@ -16,7 +16,7 @@ namespace htree::tree_attention {
 
 using Tensor = at::Tensor;
 
-// ---- build: docs/semantics.md §1.2
+// ---- build: docs/semantics/tree_attention.md §1.2
 using TreeBuild = void(const Tensor& k, const Tensor& v, int64_t r, const Tensor& pk, const Tensor& pv);
 using TreeBuildBackward = void(const Tensor& dpk, const Tensor& dpv, int64_t r, const Tensor& dk,
                                const Tensor& dv);

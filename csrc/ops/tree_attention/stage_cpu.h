@@ -87,7 +87,7 @@ void for_rows(int64_t n0, int64_t n1, int64_t n2, int64_t cost, MakeTask&& make_
   });
 }
 
-// m of docs/semantics.md §1.3: entries of a list before the first -1.
+// m of docs/semantics/tree_attention.md §1.3: entries of a list before the first -1.
 inline int64_t count_parents(const int32_t* parents, int64_t width) {
   return std::find(parents, parents + width, -1) - parents;
 }
@@ -105,8 +105,8 @@ inline void resolve_nodes(const int32_t* parents, int64_t num, int64_t r, int64_
   }
 }
 
-// The key order of docs/semantics.md §1.6 on positions that stand ascending: larger rank first, then
-// position.
+// The key order of docs/semantics/tree_attention.md §1.6 on positions that stand ascending: larger rank
+// first, then position.
 template <typename Rank>
 void order_by_key(int32_t* positions, const Rank* ranks, int64_t count,
                   std::vector<std::pair<Rank, int32_t>>& keys) {

@@ -42,7 +42,7 @@ struct StageRows {
   using Score = void(const T* q, int64_t head_stride, int64_t num_heads, const CandidateRows<T>& keys,
                      const RotaryTable<Real>& rotary, Real scale, Real* buffer, Real* scores);
   Score* score;
-  // The IO-only twin (docs/semantics.md §2.3): adds to scores[p * num_heads], which hold the hash of
+  // The IO-only twin (docs/semantics/io_twins.md §2.3): adds to scores[p * num_heads], which hold the hash of
   // candidate p, sums of what `score` reads, and spreads the result over the heads. `scale` is not used.
   Score* io_score;
   // State of the candidates that are present and whose score is not -inf; scores [num][score_stride >=

@@ -1,4 +1,5 @@
-// Sizes and options that the stages of tree attention share. docs/semantics.md §1.1-1.3, §1.12.
+// Sizes and options that the stages of tree attention share. docs/semantics/tree_attention.md §1.1-1.3,
+// §1.12.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-"""Reference of tree attention, written from docs/semantics.md §1 and independent of every kernel.
+"""Reference of tree attention, written from docs/semantics/tree_attention.md §1 and independent of every kernel.
 
 Functions with the name of an op take its arguments and return new tensors (mutating ops lose their
 underscore). They compute in float64 for float64 inputs and in float32 otherwise; `htree_forward_naive`

@@ -1,4 +1,4 @@
-"""The whole algorithm with every option and a trace (docs/semantics.md §1.5-§1.8, §1.12, §1.13)."""
+"""The whole algorithm with every option and a trace (docs/semantics/tree_attention.md §1.5-§1.8, §1.12, §1.13)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The backward pass written out formula by formula (docs/semantics.md §1.10); autograd is not used."""
+"""The backward pass written out formula by formula (docs/semantics/tree_attention.md §1.10); autograd is not used."""
 
 from __future__ import annotations
 

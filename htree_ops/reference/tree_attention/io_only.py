@@ -1,4 +1,4 @@
-"""The IO-only twins (docs/semantics.md §2.3): formulas in exact integer arithmetic, and the pipeline made of them.
+"""The IO-only twins (docs/semantics §2.3): formulas in exact integer arithmetic, and the pipeline made of them.
 
 The results mean nothing; they say whether a twin read what it should have read. Integers are exact, scores are sums in
 the dtype of `cos` or wider.

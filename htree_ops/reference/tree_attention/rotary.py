@@ -1,4 +1,4 @@
-"""Half-split rotary embedding and its table (docs/semantics.md §1.4)."""
+"""Half-split rotary embedding and its table (docs/semantics/tree_attention.md §1.4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Importance of candidates, the order of keys and the lists of the next layer (docs/semantics.md §1.6)."""
+"""Importance of candidates, the order of keys and the lists of the next layer (docs/semantics §1.6)."""
 
 from __future__ import annotations
 

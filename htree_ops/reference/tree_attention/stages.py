@@ -1,4 +1,4 @@
-"""Staged and fused ops of one layer, named and called like the library's (docs/semantics.md §1.8)."""
+"""Staged and fused ops of one layer, named and called like the library's (docs/semantics/tree_attention.md §1.8)."""
 
 from __future__ import annotations
 

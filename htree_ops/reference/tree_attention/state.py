@@ -1,4 +1,4 @@
-"""Softmax states (max, sum, out): accumulate, merge, subtract, normalise (docs/semantics.md §1.7)."""
+"""Softmax states (max, sum, out): accumulate, merge, subtract, normalise (docs/semantics/tree_attention.md §1.7)."""
 
 from __future__ import annotations
 

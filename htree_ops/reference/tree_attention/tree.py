@@ -1,4 +1,4 @@
-"""The tree: depth, levels, candidates and the lists that start a query (docs/semantics.md §1.2, §1.3)."""
+"""The tree: depth, levels, candidates and the lists that start a query (docs/semantics §1.2, §1.3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// Arguments of the FP8 matrix product kernels. Torch-free. docs/semantics.md §3.3.
+// Arguments of the FP8 matrix product kernels. Torch-free. docs/semantics/fp8.md §3.3.
 #pragma once
 
 #include <cstdint>

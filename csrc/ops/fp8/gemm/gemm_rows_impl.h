@@ -8,7 +8,8 @@
 namespace htree::HTREE_ISA {
 
 // A product of two codes is exact in fp32, so that a chain of n has n - 1 roundings, and folding adds one:
-// sums in fp32 err by 15 units of 2^-24 of the sum of magnitudes at most. P4 of docs/semantics.md allows 16.
+// sums in fp32 err by 15 units of 2^-24 of the sum of magnitudes at most. P4 of docs/semantics/fp8.md allows
+// 16.
 constexpr int kCodeChain = 15;
 
 struct CodeStep {

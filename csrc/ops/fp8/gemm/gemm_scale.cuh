@@ -1,5 +1,5 @@
 // The scales of fp8_gemm, by which its sums are divided: as factors whose products stay in the range of fp32
-// wherever the result does. docs/semantics.md §3.3.
+// wherever the result does. docs/semantics/fp8.md §3.3.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // Elements along a row under one scale, a chunk in the registers of a few threads or a block: read once, the
-// scale computed or looked up, written once. docs/semantics.md §3.3.
+// scale computed or looked up, written once. docs/semantics/fp8.md §3.3.
 #pragma once
 
 #include "device/divmod.cuh"

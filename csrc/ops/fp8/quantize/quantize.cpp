@@ -1,4 +1,4 @@
-// Schemas, Meta, Autograd and registrations of the quantise stage. docs/semantics.md §3.3.
+// Schemas, Meta, Autograd and registrations of the quantise stage. docs/semantics/fp8.md §3.3.
 #include "ops/fp8/quantize/quantize.h"
 
 #include <torch/library.h>

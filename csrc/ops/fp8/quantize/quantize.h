@@ -1,4 +1,4 @@
-// The contract of the quantise stage: sizes, checks and entry points. docs/semantics.md §3.3.
+// The contract of the quantise stage: sizes, checks and entry points. docs/semantics/fp8.md §3.3.
 #pragma once
 
 #include <ATen/core/Tensor.h>

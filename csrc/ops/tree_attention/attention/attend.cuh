@@ -1,6 +1,6 @@
 // One softmax step of tree attention over the candidates of a layer that are not refined further:
-// docs/semantics.md §1.5, §1.7. One warp per (token, kv head) gathers its parents privately; children are the
-// rows and query heads the columns of S^T = K' q^T, and O^T += V^T P^T.
+// docs/semantics/tree_attention.md §1.5, §1.7. One warp per (token, kv head) gathers its parents privately;
+// children are the rows and query heads the columns of S^T = K' q^T, and O^T += V^T P^T.
 #pragma once
 
 #include "ops/tree_attention/attention/gather_task.cuh"

@@ -1,5 +1,5 @@
 // Schemas and the CPU, CUDA and Meta kernels of the whole operator; its Autograd and Autocast are in
-// attention_autograd.cpp. docs/semantics.md §1.5, §1.10, §1.13.
+// attention_autograd.cpp. docs/semantics/tree_attention.md §1.5, §1.10, §1.13.
 #include "ops/tree_attention/attention/attention.h"
 
 #include <algorithm>

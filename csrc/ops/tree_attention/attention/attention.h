@@ -1,5 +1,5 @@
-// Contract of the whole operator: every check and every output. docs/semantics.md §1.5, §1.8, §1.10, §1.12,
-// §1.13.
+// Contract of the whole operator: every check and every output. docs/semantics/tree_attention.md §1.5, §1.8,
+// §1.10, §1.12, §1.13.
 #pragma once
 
 #include <array>

@@ -1,4 +1,4 @@
-// Autograd and Autocast of the whole operator. docs/semantics.md §0.5, §1.10.
+// Autograd and Autocast of the whole operator. docs/semantics §0.5, §1.10.
 #include <ATen/autocast_mode.h>
 
 #include "host/autograd.h"

@@ -1,4 +1,5 @@
-// CPU kernel of attention_backward (docs/semantics.md §1.10), deterministic whatever the number of threads.
+// CPU kernel of attention_backward (docs/semantics/tree_attention.md §1.10), deterministic whatever the
+// number of threads.
 //
 // One key/value head at a time, in chunks of queries, layer by layer, in two steps. By query: scores again, P
 // and dS into the chunk's buffer, dq. By destination: an inverse list names, for each parent, the queries of

@@ -1,6 +1,6 @@
-// attention_backward on CUDA: docs/semantics.md §1.10. Deterministic, without float atomics. Scratch beyond
-// the fp32 sums of dK and dV and the tree: at most kBackwardScratchBytes (1.8 GiB) at any T, as
-// long as one list of one batch fits.
+// attention_backward on CUDA: docs/semantics/tree_attention.md §1.10. Deterministic, without float atomics.
+// Scratch beyond the fp32 sums of dK and dV and the tree: at most kBackwardScratchBytes (1.8 GiB) at any T,
+// as long as one list of one batch fits.
 #include <c10/cuda/CUDAException.h>
 
 #include <algorithm>

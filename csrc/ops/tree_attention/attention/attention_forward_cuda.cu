@@ -1,5 +1,5 @@
-// attention_forward on CUDA: docs/semantics.md §1.5. Temporary memory: attention_config.h and Decision 16;
-// calls go over the queries in chunks.
+// attention_forward on CUDA: docs/semantics/tree_attention.md §1.5. Temporary memory: attention_config.h and
+// §1.8; calls go over the queries in chunks.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>

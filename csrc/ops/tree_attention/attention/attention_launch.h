@@ -96,7 +96,7 @@ constexpr int64_t score_runs(int64_t score_width) {
 }
 void launch_scores(const TensorCoreShape& shape, const ScoreParams& params, cudaStream_t stream);
 
-// Exact selection: docs/semantics.md §1.6.
+// Exact selection: docs/semantics/tree_attention.md §1.6.
 struct LeaderSelectParams {
   GatherParams gather;            // of the layer the scores belong to
   const float* scores = nullptr;  // as ScoreParams, or importances [B, num_lists, H_kv, score_width]

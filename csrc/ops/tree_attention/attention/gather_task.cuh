@@ -1,4 +1,4 @@
-// Where a warp's query, list and keys are: docs/semantics.md §1.3.
+// Where a warp's query, list and keys are: docs/semantics/tree_attention.md §1.3.
 #pragma once
 
 #include "ops/tree_attention/attention/attention_launch.h"

@@ -1,7 +1,7 @@
 // Gradients for every dtype and shape. One warp owns a row of dQ (query, head) or a row of dK and dV (node,
 // kv head); lanes share the dims and sums lie in shared memory, so no width is special. Only the turn between
-// a query and a candidate matters, R_{n-1-p}, so neither is turned by more than that (docs/semantics.md
-// §1.4).
+// a query and a candidate matters, R_{n-1-p}, so neither is turned by more than that
+// (docs/semantics/tree_attention.md §1.4).
 #pragma once
 
 #include "device/numeric.cuh"

@@ -1,4 +1,5 @@
-// Launchers of the gradients of tree attention for every dtype and shape, docs/semantics.md §1.10. No torch.
+// Launchers of the gradients of tree attention for every dtype and shape,
+// docs/semantics/tree_attention.md §1.10. No torch.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,5 +1,5 @@
-// Launchers of the tensor-core gradients of tree attention, docs/semantics.md §1.10. Chunks and lists as in
-// attention_launch.h. No torch.
+// Launchers of the tensor-core gradients of tree attention, docs/semantics/tree_attention.md §1.10. Chunks
+// and lists as in attention_launch.h. No torch.
 //
 // Nothing is added with atomics: dQ belongs to a warp per query, dK and dV of a parent's children to one
 // block that walks the parent's users in the order of their lists.

@@ -1,5 +1,5 @@
-// The IO-only twin of the staged pipeline (docs/semantics.md §2): schema, registrations, and one body for CPU
-// and CUDA that calls the stages' ops.
+// The IO-only twin of the staged pipeline (docs/semantics/io_twins.md §2): schema, registrations, and one
+// body for CPU and CUDA that calls the stages' ops.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>

@@ -1,5 +1,5 @@
-// dK and dV of a layer, docs/semantics.md §1.10: one block per (batch, kv head, parent) walks the parent's
-// users.
+// dK and dV of a layer, docs/semantics/tree_attention.md §1.10: one block per (batch, kv head, parent) walks
+// the parent's users.
 //
 // A user is a list that holds the parent; with it come stride * G rows (query, head). The four warps take a
 // quarter of the rows each, 16 at a time: S^T = K' q^T and dP^T = V dO^T with the parent's children as rows,

@@ -1,4 +1,4 @@
-// Exact selection of the next layer's parents for one leader: docs/semantics.md §1.6.
+// Exact selection of the next layer's parents for one leader: docs/semantics/tree_attention.md §1.6.
 //
 // One block per row holds the importances of the whole row in registers, read as they are or made from
 // scores. They are not negative, so their bits as signed integers order like the numbers, with NaN

@@ -1,4 +1,4 @@
-// The running state of a softmax between layers: docs/semantics.md §1.7.
+// The running state of a softmax between layers: docs/semantics/tree_attention.md §1.7.
 #pragma once
 
 #include "device/mma.cuh"

@@ -1,7 +1,8 @@
 // The re-laid copy of a layer that the tensor-core kernels gather from: one contiguous block per (batch, kv
 // head, parent) with the parent's 16 children.
 //
-//   keys    16 rows of K fp16: R_{c mod 16} K_c times a power of two per row (docs/semantics.md §1.4)
+//   keys    16 rows of K fp16: R_{c mod 16} K_c times a power of two per row
+//           (docs/semantics/tree_attention.md §1.4)
 //   scales  16 floats that undo the powers of two
 //   values  16 rows of V in the input's dtype
 //

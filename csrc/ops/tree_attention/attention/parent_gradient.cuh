@@ -1,5 +1,5 @@
-// dK and dV of a layer for short lists of queries, docs/semantics.md §1.10: a warp walks the users of a
-// (batch, kv head, parent) in a window of the lists.
+// dK and dV of a layer for short lists of queries, docs/semantics/tree_attention.md §1.10: a warp walks the
+// users of a (batch, kv head, parent) in a window of the lists.
 //
 // A user is a query of a list that holds the parent; with it come up to 8 rows (query, head), one tile. The
 // parent's keys and values stay in registers as A operands, so a user costs its own bytes and no more: S^T =

@@ -1,4 +1,5 @@
-// dQ of a layer, docs/semantics.md §1.10: one warp per (token, kv head), the walk of attend.cuh.
+// dQ of a layer, docs/semantics/tree_attention.md §1.10: one warp per (token, kv head), the walk of
+// attend.cuh.
 //
 // dq = scale * R^-1_{n-1} sum_j R_{16 j} K'_j^T dS_j. The sum is kept in the frame of the current slot,
 // turned back by 16 positions per slot as the query is, so one turn by the query's place under its parent is

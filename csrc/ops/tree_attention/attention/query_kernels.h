@@ -1,9 +1,10 @@
 // The CPU kernels that work on one query of one key/value head: all G query heads of it against one layer of
 // the tree. One table per instruction set (host/isa.h); double has one table, compiled at the baseline level.
 //
-// A layer is laid out once per call so that every inner loop has unit stride and no tail (docs/semantics.md
-// §1.4): with K'_c = R_{c mod r} K_c and slot j of the list, the score of candidate p = j r + i is <R_{n-1-r
-// j} q, K'_c>: the query is rotated once per parent and a node's key once per call.
+// A layer is laid out once per call so that every inner loop has unit stride and no tail
+// (docs/semantics/tree_attention.md §1.4): with K'_c = R_{c mod r} K_c and slot j of the list, the score of
+// candidate p = j r + i is <R_{n-1-r j} q, K'_c>: the query is rotated once per parent and a node's key once
+// per call.
 #pragma once
 
 #include <cstdint>
@@ -48,8 +49,8 @@ struct Rotation {
   const Real* sin = nullptr;
 };
 
-// What one query meets in one layer. `regular`: the list keeps the invariant of docs/semantics.md §1.3, so
-// that every candidate is present; otherwise each one is checked.
+// What one query meets in one layer. `regular`: the list keeps the invariant of
+// docs/semantics/tree_attention.md §1.3, so that every candidate is present; otherwise each one is checked.
 struct Candidates {
   const int32_t* parents = nullptr;  // [num_parents]
   int64_t num_parents = 0;
@@ -100,7 +101,7 @@ struct QueryKernels {
   void (*accumulate)(const QueryShape&, const RelaidLayer<Real>&, const Candidates&, const int32_t* excluded,
                      int64_t num_excluded, Real* scores, RowList rows, Real* partial, QueryState<Real> state);
 
-  // ---- gradients, docs/semantics.md §1.10
+  // ---- gradients, docs/semantics/tree_attention.md §1.10
 
   // scores -> P = exp(s - gmax) / gsum over the candidates that are not excluded, 0 elsewhere; dscores (may
   // be null) = P (dout V^T - delta). dout [G][value_pad]; delta, gmax, gsum [G].

@@ -91,7 +91,8 @@ inline void exponentiate(Real* scores, int64_t count, Real& max_out, Real& sum_o
   sum_out = horizontal_sum(sum[0] + sum[1]);
 }
 
-// docs/semantics.md §1.7 with its guard: a state of sum 0 weighs nothing, whatever its maximum.
+// docs/semantics/tree_attention.md §1.7 with its guard: a state of sum 0 weighs nothing, whatever its
+// maximum.
 template <typename Real>
 inline void merge_head(Real max, Real sum, const Real* out, int64_t size, Real& total_max, Real& total_sum,
                        Real* total_out) {

@@ -55,7 +55,7 @@ inline int64_t positions_of(const Candidates& candidates, int64_t r, const int32
   return count;
 }
 
-// next[i] = node of positions[i], ascending, -1 padded to `width`. docs/semantics.md §1.6
+// next[i] = node of positions[i], ascending, -1 padded to `width`. docs/semantics/tree_attention.md §1.6
 inline void write_list(const Candidates& candidates, int64_t r, const int32_t* positions, int64_t count,
                        int64_t width, int32_t* next) {
   for (int64_t i = 0; i < count; ++i) {

@@ -1,8 +1,9 @@
 // The query rows of one (token, kv head) as the B operand of S^T = K' q^T, turned from slot to slot.
 //
-// R_p K_c = R_{16 j} K'_c for candidate p of slot j = p / 16 (docs/semantics.md §1.4), so the scores of slot
-// j take the query at position n - 1 - 16 j. It is kept in fp32 and turned back by 16 positions per slot:
-// both halves of a rotated pair lie in one lane, and 16 positions are the same constants everywhere.
+// R_p K_c = R_{16 j} K'_c for candidate p of slot j = p / 16 (docs/semantics/tree_attention.md §1.4), so the
+// scores of slot j take the query at position n - 1 - 16 j. It is kept in fp32 and turned back by 16
+// positions per slot: both halves of a rotated pair lie in one lane, and 16 positions are the same constants
+// everywhere.
 #pragma once
 
 #include "device/mma.cuh"

@@ -1,5 +1,5 @@
 // The running softmax of one (token, kv head) in the registers of a warp, and how a layer hands it on:
-// docs/semantics.md §1.5.
+// docs/semantics/tree_attention.md §1.5.
 #pragma once
 
 #include "device/mma.cuh"

@@ -1,4 +1,4 @@
-// Schemas, Meta, Autograd and registrations of tree_build. docs/semantics.md §1.2.
+// Schemas, Meta, Autograd and registrations of tree_build. docs/semantics/tree_attention.md §1.2.
 #include "ops/tree_attention/build/build.h"
 
 #include "host/autograd.h"

@@ -1,4 +1,4 @@
-// CPU kernels of tree_build and its backward (docs/semantics.md §1.2): parents in parallel.
+// CPU kernels of tree_build and its backward (docs/semantics/tree_attention.md §1.2): parents in parallel.
 #include <cstring>
 
 #include "host/dispatch.h"

@@ -1,4 +1,4 @@
-// One level of the tree: parent = mean of its children. docs/semantics.md §1.2, §1.10.
+// One level of the tree: parent = mean of its children. docs/semantics/tree_attention.md §1.2, §1.10.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,4 +1,4 @@
-// Softmax states of the candidates that are left. docs/semantics.md §1.7, §1.8.
+// Softmax states of the candidates that are left. docs/semantics/tree_attention.md §1.7, §1.8.
 #pragma once
 
 #include <cuda_bf16.h>

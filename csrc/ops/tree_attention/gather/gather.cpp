@@ -1,5 +1,5 @@
-// Schemas, Meta and registrations of the ops that gather the children of a layer's parents. docs/semantics.md
-// §1.7.
+// Schemas, Meta and registrations of the ops that gather the children of a layer's parents.
+// docs/semantics/tree_attention.md §1.7.
 #include "ops/tree_attention/gather/gather.h"
 
 #include "host/registration.h"
@@ -45,7 +45,7 @@ State accumulate_non_topk(const Tensor& layer_v, const Tensor& parents, const Te
                                  compression_rate, t0);
 }
 
-// The IO-only twin is the op itself. docs/semantics.md §2.2.
+// The IO-only twin is the op itself. docs/semantics/io_twins.md §2.2.
 template <AccumulateNonTopk* kKernel>
 State io_accumulate_non_topk(const Tensor& layer_v, const Tensor& parents, const Tensor& scores,
                              const Tensor& num_candidates, int64_t layer, int64_t compression_rate,

@@ -1,5 +1,5 @@
 // Contract of the ops that gather the children of a layer's parents: every check and every output.
-// docs/semantics.md §1.3, §1.7, §1.8.
+// docs/semantics/tree_attention.md §1.3, §1.7, §1.8.
 #pragma once
 
 #include <array>

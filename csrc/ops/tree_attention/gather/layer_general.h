@@ -1,5 +1,6 @@
 // One layer on CUDA for every dtype and shape, composed of the staged kernels over bounded chunks of queries.
-// docs/semantics.md §1.8. Arguments as in kernels.h; undefined `cos` and `sin` mean no rotation.
+// docs/semantics/tree_attention.md §1.8. Arguments as in kernels.h; undefined `cos` and `sin` mean no
+// rotation.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,5 @@
-// CPU kernels of accumulate_non_topk and compute_and_select (docs/semantics.md §1.7, §1.8): rows in parallel.
+// CPU kernels of accumulate_non_topk and compute_and_select (docs/semantics/tree_attention.md §1.7, §1.8):
+// rows in parallel.
 #include <limits>
 
 #include "host/dispatch.h"

@@ -1,4 +1,4 @@
-// Schemas, Meta, Autograd and registrations of the state ops. docs/semantics.md §1.7.
+// Schemas, Meta, Autograd and registrations of the state ops. docs/semantics/tree_attention.md §1.7.
 #include "ops/tree_attention/merge/merge.h"
 
 #include <array>

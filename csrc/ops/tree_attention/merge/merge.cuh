@@ -1,4 +1,4 @@
-// Kernels on states: merge, normalisation and reverse subtraction. docs/semantics.md §1.7.
+// Kernels on states: merge, normalisation and reverse subtraction. docs/semantics/tree_attention.md §1.7.
 #pragma once
 
 #include "device/numeric.cuh"

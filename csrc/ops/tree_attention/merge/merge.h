@@ -1,4 +1,4 @@
-// Contract of the state ops: every check and every output. docs/semantics.md §1.7, §1.8.
+// Contract of the state ops: every check and every output. docs/semantics/tree_attention.md §1.7, §1.8.
 #pragma once
 
 #include <array>

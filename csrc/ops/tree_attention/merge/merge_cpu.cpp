@@ -1,5 +1,5 @@
-// CPU kernels of merge_to_global_, subtract_topk and final_normalize (docs/semantics.md §1.7): rows in
-// parallel.
+// CPU kernels of merge_to_global_, subtract_topk and final_normalize (docs/semantics/tree_attention.md §1.7):
+// rows in parallel.
 #include <cmath>
 #include <limits>
 

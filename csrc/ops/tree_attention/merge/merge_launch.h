@@ -1,4 +1,4 @@
-// States: merge, reverse subtraction, normalisation. docs/semantics.md §1.7.
+// States: merge, reverse subtraction, normalisation. docs/semantics/tree_attention.md §1.7.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,4 +1,4 @@
-// Schemas, Meta, Autograd and registrations of rope and rope_cache. docs/semantics.md §1.4.
+// Schemas, Meta, Autograd and registrations of rope and rope_cache. docs/semantics/tree_attention.md §1.4.
 #include "ops/tree_attention/rope/rope.h"
 
 #include <ATen/ops/arange.h>

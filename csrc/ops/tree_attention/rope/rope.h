@@ -1,5 +1,5 @@
-// Contract of the rotation ops and of their cache: every check and every output. docs/semantics.md §1.4,
-// §1.8.
+// Contract of the rotation ops and of their cache: every check and every output.
+// docs/semantics/tree_attention.md §1.4, §1.8.
 #pragma once
 
 #include "ops/tree_attention/checks.h"

@@ -1,4 +1,4 @@
-// CPU kernel of rope (docs/semantics.md §1.4): rows in parallel.
+// CPU kernel of rope (docs/semantics/tree_attention.md §1.4): rows in parallel.
 #include "host/dispatch.h"
 #include "ops/tree_attention/kernels.h"
 #include "ops/tree_attention/stage_cpu.h"

@@ -1,4 +1,4 @@
-// Half-split rotation at given positions. docs/semantics.md §1.4.
+// Half-split rotation at given positions. docs/semantics/tree_attention.md §1.4.
 #pragma once
 
 #include <cuda_bf16.h>

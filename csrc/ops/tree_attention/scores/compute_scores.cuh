@@ -5,7 +5,8 @@
 // a time; the rotated queries of the group are broadcast. Every score is one sequential sum over the key
 // dimension, so it does not depend on the launch shape.
 //
-// The IO-only twin adds up what it loads instead of rotating and multiplying (docs/semantics.md §2.3).
+// The IO-only twin adds up what it loads instead of rotating and multiplying
+// (docs/semantics/io_twins.md §2.3).
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Scores of every candidate of every query. docs/semantics.md §1.3, §1.4.
+// Scores of every candidate of every query. docs/semantics/tree_attention.md §1.3, §1.4.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -27,7 +27,7 @@ struct ScoresParams {
 template <typename T>
 void launch_compute_scores(const ScoresParams<T>& params, cudaStream_t stream);
 
-// The same launch with the policy IoOnly. docs/semantics.md §2.2.
+// The same launch with the policy IoOnly. docs/semantics/io_twins.md §2.2.
 template <typename T>
 void launch_io_compute_scores(const ScoresParams<T>& params, cudaStream_t stream);
 

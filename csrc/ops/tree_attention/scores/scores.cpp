@@ -1,5 +1,4 @@
-// Schemas, Meta and registrations of compute_scores and of its IO-only twin. docs/semantics.md §1.3, §1.4,
-// §2.3.
+// Schemas, Meta and registrations of compute_scores and of its IO-only twin. docs/semantics §1.3, §1.4, §2.3.
 #include "ops/tree_attention/scores/scores.h"
 
 #include "host/registration.h"

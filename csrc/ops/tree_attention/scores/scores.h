@@ -1,4 +1,5 @@
-// Contract of compute_scores: every check and every output. docs/semantics.md §1.3, §1.4, §1.8.
+// Contract of compute_scores: every check and every output. docs/semantics/tree_attention.md §1.3, §1.4,
+// §1.8.
 #pragma once
 
 #include "ops/tree_attention/checks.h"

@@ -1,5 +1,5 @@
-// Schemas, Meta, Autograd and registrations of the selection ops and of top_parents. docs/semantics.md §1.3,
-// §1.6.
+// Schemas, Meta, Autograd and registrations of the selection ops and of top_parents.
+// docs/semantics/tree_attention.md §1.3, §1.6.
 #include "ops/tree_attention/select/select.h"
 
 #include <ATen/ops/arange.h>

@@ -1,5 +1,5 @@
-// Contract of the selection ops and of top_parents: every check and every output. docs/semantics.md §1.3,
-// §1.6, §1.8.
+// Contract of the selection ops and of top_parents: every check and every output.
+// docs/semantics/tree_attention.md §1.3, §1.6, §1.8.
 #pragma once
 
 #include "host/overlap.h"
@@ -36,7 +36,7 @@ inline Tensor prepare_select_topk(const Tensor& scores, const Tensor& num_candid
   return prepare_positions(kOp, scores, num_candidates, top_k);
 }
 
-// `select` of the twin, docs/semantics.md §2.3: true for "stratified", false for "lcg".
+// `select` of the twin, docs/semantics/io_twins.md §2.3: true for "stratified", false for "lcg".
 inline bool parse_io_select(const char* op, std::string_view select) {
   TORCH_CHECK_VALUE(select == "lcg" || select == "stratified", op,
                     ": select must be \"lcg\" or \"stratified\", got \"", select, "\"");

@@ -1,5 +1,5 @@
-// CPU kernels of select_topk, mask_topk_scores_ and compute_next_parents (docs/semantics.md §1.6) and of the
-// IO-only twins (§2.3): rows in parallel.
+// CPU kernels of select_topk, mask_topk_scores_ and compute_next_parents
+// (docs/semantics/tree_attention.md §1.6) and of the IO-only twins (§2.3): rows in parallel.
 #include <limits>
 
 #include "host/dispatch.h"

@@ -1,4 +1,4 @@
-// Selection of the top k candidates and the lists of the next layer. docs/semantics.md §1.6.
+// Selection of the top k candidates and the lists of the next layer. docs/semantics/tree_attention.md §1.6.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -36,7 +36,7 @@ struct SelectParams {
 // Device memory the launch needs on the current device: 0 unless a row's keys exceed shared memory.
 int64_t select_scratch_bytes(const SelectParams& params);
 void launch_select_topk(const SelectParams& params, cudaStream_t stream);
-// The same launch with the policy IoOnly. docs/semantics.md §2.2.
+// The same launch with the policy IoOnly. docs/semantics/io_twins.md §2.2.
 void launch_io_select_topk(const SelectParams& params, cudaStream_t stream);
 
 // Sets scores to -inf at the listed positions; positions outside [0, capacity) do nothing.

@@ -1,9 +1,9 @@
-// Selection kernel: a block owns one row of scores. Integer keys order the candidates (docs/semantics.md
-// §1.6), a radix select finds the smallest key that is chosen, and a scan in the order of positions takes
-// ties from the left.
+// Selection kernel: a block owns one row of scores. Integer keys order the candidates
+// (docs/semantics/tree_attention.md §1.6), a radix select finds the smallest key that is chosen, and a scan
+// in the order of positions takes ties from the left.
 //
-// The IO-only twin reads the scores in the same two passes and writes hashed positions (docs/semantics.md
-// §2.3).
+// The IO-only twin reads the scores in the same two passes and writes hashed positions
+// (docs/semantics/io_twins.md §2.3).
 #pragma once
 
 #include <cstdint>

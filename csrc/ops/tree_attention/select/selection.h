@@ -1,6 +1,7 @@
-// Exact, deterministic selection of one row of candidates (docs/semantics.md §1.6), for the staged and the
-// fused CPU kernels. Torch-free; include it after a host/simd_*.h. Scores lie as [num_heads][stride], unit
-// stride over the candidates p in [0, n). Real is float or double; everything is in Real.
+// Exact, deterministic selection of one row of candidates (docs/semantics/tree_attention.md §1.6), for the
+// staged and the fused CPU kernels. Torch-free; include it after a host/simd_*.h. Scores lie as
+// [num_heads][stride], unit stride over the candidates p in [0, n). Real is float or double; everything is in
+// Real.
 //
 // The order of keys is: candidate n-1, then NaN importances, then larger importances; equal ones by smaller
 // p. It is held as an unsigned `rank` per candidate whose ties are broken by position, which orders exactly

@@ -1,5 +1,5 @@
 // One softmax step of tree attention for the selection_stride * G query rows that share a list, on Hopper:
-// docs/semantics.md §1.5, §1.7, §1.12.
+// docs/semantics/tree_attention.md §1.5, §1.7, §1.12.
 //
 // A persistent block of four warpgroups: eight producer warps gather the parents of a list into a ring of
 // tiles and turn their keys in place, two consumer warpgroups multiply. Asynchronous copies, warpgroup

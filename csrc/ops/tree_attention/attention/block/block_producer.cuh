@@ -1,5 +1,5 @@
 // The producer warps of block_attend.cuh: warp w brings parent w of every tile into shared memory and turns
-// its keys to their place in the list, R_{16 slot} K' (docs/semantics.md §1.4).
+// its keys to their place in the list, R_{16 slot} K' (docs/semantics/tree_attention.md §1.4).
 #pragma once
 
 #include <type_traits>

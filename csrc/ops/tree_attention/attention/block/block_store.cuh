@@ -1,5 +1,5 @@
-// The end of a task of block_attend.cuh: merges into the running state of docs/semantics.md §1.7 and writes
-// that, or the output at the last layer.
+// The end of a task of block_attend.cuh: merges into the running state of
+// docs/semantics/tree_attention.md §1.7 and writes that, or the output at the last layer.
 #pragma once
 
 #include "ops/tree_attention/attention/block/block_row.cuh"

@@ -1,4 +1,4 @@
-// Which list and rows a block attends for: docs/semantics.md §1.3, §1.12.
+// Which list and rows a block attends for: docs/semantics/tree_attention.md §1.3, §1.12.
 #pragma once
 
 #include "ops/tree_attention/attention/attention_launch.h"

@@ -1,5 +1,5 @@
-// Turns the keys of a parent in shared memory to their place in a list, R_{16 slot} K' (docs/semantics.md
-// §1.4).
+// Turns the keys of a parent in shared memory to their place in a list, R_{16 slot} K'
+// (docs/semantics/tree_attention.md §1.4).
 //
 // They are turned in fp16, two at a time: three roundings of 2^-11 each are still better than one to bf16.
 #pragma once

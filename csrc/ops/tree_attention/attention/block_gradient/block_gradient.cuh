@@ -1,5 +1,5 @@
 // Gradients of one layer of tree attention for the selection_stride * G query rows that share a list, on
-// Hopper: docs/semantics.md §1.10, §1.12.
+// Hopper: docs/semantics/tree_attention.md §1.10, §1.12.
 //
 // A persistent block of three warpgroups: four producer warps gather the parents of a list and turn their
 // keys, two consumer warpgroups make S^T, dP^T, dV, dK' and dQ of a tile. The five products in one pass cost

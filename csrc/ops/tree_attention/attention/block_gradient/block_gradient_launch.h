@@ -1,5 +1,5 @@
 // Launchers of the gradients of whole selection blocks on Hopper (sm_90a): r = 16, fp16 or bf16 inputs,
-// K = V in {32, 64, 128}, any G, docs/semantics.md §1.10, §1.12. No torch.
+// K = V in {32, 64, 128}, any G, docs/semantics/tree_attention.md §1.10, §1.12. No torch.
 //
 // Without lists every query takes all parents up to its own, so that neighbours under one parent can share a
 // task whatever the selection stride: kGradientRun queries each, with a mask for every query.

@@ -1,5 +1,6 @@
 // The producer warps of block_gradient.cuh: warp w brings parents 2 w and 2 w + 1 of every tile into shared
-// memory and turns their keys to their places in the list, R_{16 slot} K' (docs/semantics.md §1.4).
+// memory and turns their keys to their places in the list, R_{16 slot} K'
+// (docs/semantics/tree_attention.md §1.4).
 #pragma once
 
 #include "device/tma.cuh"

@@ -1,5 +1,5 @@
 // Which list and rows a block of block_gradient.cuh works for, and the powers of two of its operands:
-// docs/semantics.md §1.3, §1.10, §1.12.
+// docs/semantics/tree_attention.md §1.3, §1.10, §1.12.
 #pragma once
 
 #include "ops/tree_attention/attention/block_gradient/block_gradient_launch.h"

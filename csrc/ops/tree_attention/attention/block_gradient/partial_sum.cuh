@@ -1,5 +1,5 @@
 // dK and dV of a parent's children as the sum of what the blocks of block_gradient.cuh left, in the order of
-// the lists: docs/semantics.md §0.6, §1.10. Bound by the bytes of the partial sums; every warp keeps a ring
+// the lists: docs/semantics §0.6, §1.10. Bound by the bytes of the partial sums; every warp keeps a ring
 // of its share of them on its way, so that a few parents with many sums each fill the memory's pipe too.
 //
 // A partial sum is in the order of wgmma's accumulators of a warp, 16 children by all dims in bf16: 16 bytes

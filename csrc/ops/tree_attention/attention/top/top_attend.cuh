@@ -1,7 +1,7 @@
 // The softmax over the top layer's candidates that were not selected, for every query of a chunk:
-// docs/semantics.md §1.5, §1.7. The shape is FlashAttention-3's: a warpgroup that copies, others that keep 64
-// query rows each, and the product with the keys of one tile under way together with that of the weights and
-// values of the tile before.
+// docs/semantics/tree_attention.md §1.5, §1.7. The shape is FlashAttention-3's: a warpgroup that copies,
+// others that keep 64 query rows each, and the product with the keys of one tile under way together with that
+// of the weights and values of the tile before.
 //
 // A block has one aligned run of up to 16 tokens, which share n, and all query heads of a kv head. Within the
 // 16 rows of a warp, rows i and i + 8 belong to the same token, so a thread needs the mask of one token.

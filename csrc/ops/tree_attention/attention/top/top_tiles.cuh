@@ -1,6 +1,7 @@
 // The top layer laid out for matrix products of warpgroups: tiles of 128 consecutive nodes of one kv head.
 //
-//   keys    R_p K_p in fp16 times a power of two per node, p = the node (docs/semantics.md §1.4)
+//   keys    R_p K_p in fp16 times a power of two per node, p = the node
+//           (docs/semantics/tree_attention.md §1.4)
 //   values  in the input's dtype
 //   scales  a float per node that undoes the power of two; a flag per tile: some scale is not 1
 //

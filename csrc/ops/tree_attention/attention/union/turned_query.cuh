@@ -1,5 +1,5 @@
 // The query rows of one (token, kv head) in fp16 as the B operand of S^T = K' q^T, turned afresh for every
-// slot: docs/semantics.md §1.4.
+// slot: docs/semantics/tree_attention.md §1.4.
 //
 // Like RotatedQuery, but each slot starts from the same rounded R_{n-1} q and turns it back by 16 j positions
 // with factors from a table, two elements per instruction. That takes a third of the registers of the fp32

@@ -1,5 +1,5 @@
 // One softmax step of tree attention, as attend.cuh, for Hopper (sm_90a): 16 neighbouring queries of a kv
-// head share one gather. docs/semantics.md §1.5, §1.7.
+// head share one gather. docs/semantics/tree_attention.md §1.5, §1.7.
 //
 // A block walks the union of its queries' lists in the order of position. A producer warp copies each parent
 // once into a ring; a warp per query takes the parents that its own list holds and passes over the others.

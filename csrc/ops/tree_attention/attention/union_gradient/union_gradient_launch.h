@@ -1,5 +1,5 @@
 // Launcher of dQ by shared gathers on Hopper (sm_90a): r = 16, fp16 or bf16 inputs, K = V in {32, 64, 128}, G
-// <= kMaxUnionGroup, docs/semantics.md §1.10. No torch.
+// <= kMaxUnionGroup, docs/semantics/tree_attention.md §1.10. No torch.
 #pragma once
 
 #include "ops/tree_attention/attention/gradient_launch.h"
