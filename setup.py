@@ -7,6 +7,7 @@ Switches: ``HTREE_CUDA=0|1`` forces the decision, ``TORCH_CUDA_ARCH_LIST`` and `
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -15,8 +16,10 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent
+GENERATED = ROOT / "build" / "generated"
 ROOMS = ("causal_softmax", "compressed_kv", "fp8", "gated_mlp", "hadamard", "rmsnorm_rope", "tree_attention")
 # sm_90a machine code for Hopper, sm_80 machine code for Ampere and Ada, and compute_80 PTX, the highest
 # architecture that every later GPU can compile from (compute_90a PTX runs on Hopper alone).
@@ -97,19 +100,37 @@ def native_arch_list(capabilities: list[tuple[int, int]]) -> str:
     return ";".join(sorted(names | {"8.0+PTX"}))
 
 
+def instances() -> ModuleType:
+    """The module csrc/instances.py: a build without isolation has no path to it."""
+    spec = importlib.util.spec_from_file_location("htree_instances", ROOT / "csrc" / "instances.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
 def sources(*suffixes: str) -> list[str]:
-    """Every file of the op library with one of the suffixes: csrc/library.cpp, csrc/host and the listed rooms."""
+    """Every file of the op library with one of the suffixes: csrc/library.cpp, csrc/host, the listed rooms and
+    their instances, which are written first."""
     found = [ROOT / "csrc" / "library.cpp", *(ROOT / "csrc" / "host").glob("*.cpp")]
     for room in ROOMS:
         found += (ROOT / "csrc" / "ops" / room).rglob("*")
+    found += instances().write(GENERATED)
     return sorted(str(f.relative_to(ROOT)) for f in found if f.suffix in suffixes)
 
 
 def source_hashes() -> dict[str, str]:
-    """For each room the hash of its sources and of the device headers that rooms share: tuning results keep it."""
+    """For each room the hash of its sources, of its instances and of the device headers that rooms share: tuning
+    results keep it."""
     hashes = {}
+    generated = instances().texts()
     for room in ROOMS:
         digest = hashlib.sha256()
+        for name, text in sorted(generated.items()):
+            if name.startswith(f"{room}/"):
+                digest.update(name.encode() + b"\0" + text.encode() + b"\0")
         for folder in (ROOT / "csrc" / "device", ROOT / "csrc" / "ops" / room):
             for path in sorted(file for file in folder.rglob("*") if file.is_file()):
                 digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
@@ -131,16 +152,20 @@ def default_jobs() -> int:
     return max(1, min(cores, int(available_gib / GIB_PER_JOB)))
 
 
-def record_compile_times(build_temp: Path, report: Path) -> None:
-    """Writes seconds and object of each compiled unit, slowest first, from ninja's log where ninja built."""
+def record_compilation(build_temp: Path, folder: Path) -> None:
+    """Where ninja built: compile_times.txt, seconds and object of each compiled unit, slowest first, and
+    compile_commands.json, the compile database that editors and clang tools read."""
     log = build_temp / ".ninja_log"
     if not log.is_file():
         return
+    folder.mkdir(exist_ok=True)
     rows = [line.split("\t") for line in log.read_text().splitlines() if not line.startswith("#")]
     seconds = {Path(row[3]).name: (int(row[1]) - int(row[0])) / 1000 for row in rows}
     lines = [f"{time:7.1f} s  {unit}" for unit, time in sorted(seconds.items(), key=lambda item: -item[1])]
-    report.parent.mkdir(exist_ok=True)
-    report.write_text("\n".join(lines) + "\n")
+    (folder / "compile_times.txt").write_text("\n".join(lines) + "\n")
+    if shutil.which("ninja"):
+        commands = subprocess.run(["ninja", "-t", "compdb"], cwd=build_temp, capture_output=True, check=True)
+        (folder / "compile_commands.json").write_bytes(commands.stdout)
 
 
 def version() -> str:
@@ -235,7 +260,7 @@ def main() -> None:
 
         def run(self) -> None:
             super().run()
-            record_compile_times(Path(self.build_temp), ROOT / "build" / "compile_times.txt")
+            record_compilation(Path(self.build_temp), ROOT / "build")
             target = ROOT if self.inplace else Path(self.build_lib)
             info = {
                 "version": version(),

@@ -6,6 +6,7 @@
 #include <array>
 #include <atomic>
 
+#include "host/kernel_launch.h"
 #include "ops/causal_softmax/causal_softmax.cuh"
 #include "ops/causal_softmax/causal_softmax_launch.h"
 #include "ops/causal_softmax/causal_softmax_streaming.cuh"
@@ -39,7 +40,7 @@ cudaError_t resident_blocks(Kernel* kernel, int block, int shared, ResidentBlock
   }
   int per_processor = 0;
   int num_processors = 0;
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  cudaError_t error = allow_shared_bytes(kernel, shared);
   if (error == cudaSuccess) {
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_processor, kernel, block, shared);
   }
@@ -64,20 +65,20 @@ struct Instance {
   static cudaError_t run(const ForwardParams<T>& params, cudaStream_t stream) {
     const RowsView rows = rows_of(params.shape);
     if constexpr (kElems == 0) {
-      looping_forward_kernel<Tr><<<blocks_of<Tr>(rows), Tr::kBlock, 0, stream>>>(params, rows);
+      return launch_kernel(looping_forward_kernel<Tr>, {blocks_of<Tr>(rows), Tr::kBlock}, stream, params,
+                           rows);
     } else {
-      forward_kernel<Tr><<<blocks_of<Tr>(rows), Tr::kBlock, 0, stream>>>(params, rows);
+      return launch_kernel(forward_kernel<Tr>, {blocks_of<Tr>(rows), Tr::kBlock}, stream, params, rows);
     }
-    return cudaGetLastError();
   }
   static cudaError_t run(const BackwardParams<T>& params, cudaStream_t stream) {
     const RowsView rows = rows_of(params.shape);
     if constexpr (kElems == 0) {
-      looping_backward_kernel<Tr><<<blocks_of<Tr>(rows), Tr::kBlock, 0, stream>>>(params, rows);
+      return launch_kernel(looping_backward_kernel<Tr>, {blocks_of<Tr>(rows), Tr::kBlock}, stream, params,
+                           rows);
     } else {
-      backward_kernel<Tr><<<blocks_of<Tr>(rows), Tr::kBlock, 0, stream>>>(params, rows);
+      return launch_kernel(backward_kernel<Tr>, {blocks_of<Tr>(rows), Tr::kBlock}, stream, params, rows);
     }
-    return cudaGetLastError();
   }
 };
 
@@ -101,8 +102,7 @@ struct Streaming {
         return error;
       }
       const unsigned blocks = std::min(blocks_of<Tr>(rows), static_cast<unsigned>(resident));
-      kernel<<<blocks, Tr::kBlock, kShared, stream>>>(params, rows);
-      return cudaGetLastError();
+      return launch_kernel(kernel, {blocks, Tr::kBlock, kShared}, stream, params, rows);
     };
     if constexpr (kForward) {
       return launch(streaming_forward_kernel<Tr>);

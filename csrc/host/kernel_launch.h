@@ -1,0 +1,67 @@
+// The one launcher of CUDA kernels: it asks for shared memory and a cluster, launches and checks. Torch-free.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace htree {
+
+// How a kernel is launched. Blocks are one-dimensional.
+struct LaunchShape {
+  dim3 grid;
+  int threads = 0;
+  int64_t shared_bytes = 0;  // dynamic shared memory of a block
+  int cluster = 1;           // blocks of a cluster along x; more than 1 needs sm_90
+  // The blocks may begin before the kernel in front in the stream has ended (sm_90), so every thread calls
+  // device::wait_for_previous_kernels() before it touches global memory. For at most one block per
+  // multiprocessor: where blocks share one, those that begin early would gather on few.
+  bool overlaps = false;
+};
+
+// A block may have 48 KB of shared memory without asking. No kernel here declares more than 8 KB of static
+// shared memory, which counts too.
+constexpr int64_t kFreeSharedBytes = (48 - 8) * 1024;
+
+// Allows the kernel `bytes` of dynamic shared memory on the current device. It is asked before every launch:
+// the permission belongs to a device, and asking costs little beside a launch.
+template <typename Kernel>
+cudaError_t allow_shared_bytes(Kernel* kernel, int64_t bytes) {
+  if (bytes <= kFreeSharedBytes) {
+    return cudaSuccess;
+  }
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+}
+
+// Returns what the launch returned; an error inside the kernel shows later, as everywhere in CUDA.
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_kernel(void (*kernel)(Parameters...), const LaunchShape& shape, cudaStream_t stream,
+                          const Arguments&... arguments) {
+  if (const cudaError_t error = allow_shared_bytes(kernel, shape.shared_bytes); error != cudaSuccess) {
+    return error;
+  }
+  cudaLaunchAttribute attributes[2]{};
+  unsigned num_attributes = 0;
+  if (shape.cluster > 1) {
+    cudaLaunchAttribute& cluster = attributes[num_attributes++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = static_cast<unsigned>(shape.cluster);
+    cluster.val.clusterDim.y = 1;
+    cluster.val.clusterDim.z = 1;
+  }
+  if (shape.overlaps) {
+    cudaLaunchAttribute& overlap = attributes[num_attributes++];
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+  }
+  cudaLaunchConfig_t config{};
+  config.gridDim = shape.grid;
+  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shape.shared_bytes);
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = num_attributes;
+  return cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
+}
+
+}  // namespace htree

@@ -1,0 +1,153 @@
+"""What the library compiles beside the sources in csrc: template instances and instruction sets, one table per room.
+
+A kernel template is compiled for many types and sizes, and a CPU loop for several instruction sets. Each of them is a
+small file of its own, so that the compiler works on many at once. ``setup.py`` writes these files into
+``build/generated`` from the tables below; a file does nothing but include the header that is named here and instantiate
+what it defines, so an error points at that header. ``python csrc/instances.py FOLDER`` writes them anywhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Type:
+    """A storage type: ``name`` in file names, ``cpp`` in code."""
+
+    name: str
+    cpp: str
+
+
+HALF = Type("half", "__half")
+BFLOAT16 = Type("bfloat16", "__nv_bfloat16")
+FLOAT = Type("float", "float")
+DOUBLE = Type("double", "double")
+HALF_TYPES = (HALF, BFLOAT16)
+FLOAT_TYPES = (FLOAT, HALF, BFLOAT16)
+ALL_TYPES = (FLOAT, HALF, BFLOAT16, DOUBLE)
+
+
+@dataclass(frozen=True)
+class Cuda:
+    """One .cu file for each combination of the values in ``over``.
+
+    ``{T}`` in ``code`` is the type's name in C++, in ``file`` its name for people; a number stands for itself.
+
+    Attributes:
+        file: name of the file without its suffix, unique within the library.
+        header: defines what is instantiated; a path below csrc.
+        code: declarations of explicit instantiations, without ``template``.
+        over: values of each placeholder.
+    """
+
+    file: str
+    header: str
+    code: Sequence[str]
+    over: Mapping[str, Sequence[Type | int]] = field(default_factory=dict)
+
+    def files(self, namespace: str) -> Iterator[tuple[str, str]]:
+        """Name and text of each file."""
+        for values in itertools.product(*self.over.values()):
+            chosen = dict(zip(self.over, values, strict=True))
+            names = {key: v.name if isinstance(v, Type) else v for key, v in chosen.items()}
+            codes = {key: v.cpp if isinstance(v, Type) else v for key, v in chosen.items()}
+            lines = [f"template {line.format(**codes)};" for line in self.code]
+            text = source_text(namespace, f'#include "{self.header}"\n', lines)
+            yield f"{self.file.format(**names)}.cu", text
+
+
+@dataclass(frozen=True)
+class InstructionSets:
+    """The CPU loops of ``headers``, compiled for the baseline, AVX2 and AVX-512 (csrc/host/isa.h).
+
+    Attributes:
+        file: name of the files without instruction set and suffix.
+        headers: the loops, in the order in which they are included.
+        table: definition of the table of functions; ``{isa}`` is Baseline, Avx2 or Avx512.
+    """
+
+    file: str
+    headers: Sequence[str]
+    table: str
+
+    def files(self, namespace: str) -> Iterator[tuple[str, str]]:
+        """Name and text of each file."""
+        for isa in ("Baseline", "Avx2", "Avx512"):
+            includes = "".join(
+                f'#include "{header}"\n' for header in (f"host/simd_{isa.lower()}.h", *self.headers)
+            )
+            text = source_text(namespace, includes, [f"{self.table.format(isa=isa)};"])
+            if isa != "Baseline":
+                text = f"#if defined(__x86_64__)\n{text}#endif\n"
+            yield f"{self.file}_{isa.lower()}.cpp", text
+
+
+def source_text(namespace: str, includes: str, lines: list[str]) -> str:
+    body = "\n".join(lines)
+    return (
+        f"// Written by setup.py from csrc/instances.py.\n{includes}\n"
+        f"namespace htree::{namespace} {{\n{body}\n}}  // namespace htree::{namespace}\n"
+    )
+
+
+Table = Sequence[Cuda | InstructionSets]
+
+CAUSAL_SOFTMAX: Table = [
+    Cuda(
+        "causal_softmax_{T}",
+        "ops/causal_softmax/causal_softmax_launch.cuh",
+        [
+            "cudaError_t launch_forward<{T}>(const KernelConfig&, const ForwardParams<{T}>&, cudaStream_t)",
+            "cudaError_t launch_backward<{T}>(const KernelConfig&, const BackwardParams<{T}>&, cudaStream_t)",
+        ],
+        {"T": ALL_TYPES},
+    ),
+    InstructionSets(
+        "causal_softmax_rows",
+        ["ops/causal_softmax/causal_softmax_rows_impl.h"],
+        "const RowKernels kRowKernels{isa} = HTREE_ISA::row_kernels()",
+    ),
+]
+
+# Room, which is also the namespace, to its table.
+ROOMS: dict[str, Table] = {
+    "causal_softmax": CAUSAL_SOFTMAX,
+}
+
+
+def texts() -> dict[str, str]:
+    """Every file as ``room/name``, with its text."""
+    found: dict[str, str] = {}
+    for room, table in ROOMS.items():
+        for entry in table:
+            for name, text in entry.files(room):
+                if f"{room}/{name}" in found:
+                    raise ValueError(f"csrc/instances.py: {room}/{name} is made twice")
+                found[f"{room}/{name}"] = text
+    return found
+
+
+def write(folder: Path) -> list[Path]:
+    """Makes ``folder`` hold exactly the files of ``texts()``; files that are right already keep their dates."""
+    wanted = texts()
+    for path in folder.rglob("*"):
+        if path.is_file() and path.relative_to(folder).as_posix() not in wanted:
+            path.unlink()
+    for name, text in wanted.items():
+        path = folder / name
+        if not path.is_file() or path.read_text() != text:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    return [folder / name for name in wanted]
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    for written in write(Path(sys.argv[1])):
+        print(written)

@@ -1,9 +1,0 @@
-#if defined(__x86_64__)
-#include "host/simd_avx2.h"
-// the body is compiled for the instruction set chosen above
-#include "ops/causal_softmax/causal_softmax_rows_impl.h"
-
-namespace htree::causal_softmax {
-const RowKernels kRowKernelsAvx2 = HTREE_ISA::row_kernels();
-}
-#endif

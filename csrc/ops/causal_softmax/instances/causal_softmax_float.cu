@@ -1,6 +1,0 @@
-#include "ops/causal_softmax/instances/launch.cuh"
-
-namespace htree::causal_softmax {
-template cudaError_t launch_forward<float>(const KernelConfig&, const ForwardParams<float>&, cudaStream_t);
-template cudaError_t launch_backward<float>(const KernelConfig&, const BackwardParams<float>&, cudaStream_t);
-}  // namespace htree::causal_softmax

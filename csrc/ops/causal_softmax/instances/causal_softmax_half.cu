@@ -1,7 +1,0 @@
-#include "ops/causal_softmax/instances/launch.cuh"
-
-namespace htree::causal_softmax {
-template cudaError_t launch_forward<__half>(const KernelConfig&, const ForwardParams<__half>&, cudaStream_t);
-template cudaError_t launch_backward<__half>(const KernelConfig&, const BackwardParams<__half>&,
-                                             cudaStream_t);
-}  // namespace htree::causal_softmax
