@@ -114,7 +114,7 @@ def instances() -> ModuleType:
 def sources(*suffixes: str) -> list[str]:
     """Every file of the op library with one of the suffixes: csrc/library.cpp, csrc/host, the listed rooms and
     their instances, which are written first."""
-    found = [ROOT / "csrc" / "library.cpp", *(ROOT / "csrc" / "host").glob("*.cpp")]
+    found = [ROOT / "csrc" / "library.cpp", *(ROOT / "csrc" / "host").rglob("*.cpp")]
     for room in ROOMS:
         found += (ROOT / "csrc" / "ops" / room).rglob("*")
     found += instances().write(GENERATED)

@@ -15,7 +15,7 @@
 #include <cuda_runtime_api.h>
 #endif
 
-#include "device/hopper_limits.h"
+#include "device/sizes.h"
 #include "ops/causal_softmax/causal_softmax_config.h"
 #include "ops/compressed_kv/decode_config.h"
 #include "ops/fp8/gemm/gemm_choice.h"

@@ -63,7 +63,7 @@ class Cuda:
 
 @dataclass(frozen=True)
 class InstructionSets:
-    """The CPU loops of ``headers``, compiled for the baseline, AVX2 and AVX-512 (csrc/host/isa.h).
+    """The CPU loops of ``headers``, compiled for the baseline, AVX2 and AVX-512 (csrc/host/cpu/isa.h).
 
     Attributes:
         file: name of the files without instruction set and suffix.
@@ -78,10 +78,9 @@ class InstructionSets:
     def files(self, namespace: str) -> Iterator[tuple[str, str]]:
         """Name and text of each file."""
         for isa in ("Baseline", "Avx2", "Avx512"):
-            includes = "".join(
-                f'#include "{header}"\n' for header in (f"host/simd_{isa.lower()}.h", *self.headers)
-            )
-            text = source_text(namespace, includes, [f"{self.table.format(isa=isa)};"])
+            lines = [f"#define HTREE_{isa.upper()}"]
+            lines += [f'#include "{header}"' for header in ("host/cpu/simd.h", *self.headers)]
+            text = source_text(namespace, "\n".join(lines) + "\n", [f"{self.table.format(isa=isa)};"])
             if isa != "Baseline":
                 text = f"#if defined(__x86_64__)\n{text}#endif\n"
             yield f"{self.file}_{isa.lower()}.cpp", text

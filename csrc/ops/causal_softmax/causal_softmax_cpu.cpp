@@ -6,9 +6,9 @@
 #include <type_traits>
 #include <vector>
 
+#include "host/cpu/isa.h"
+#include "host/cpu/storage.h"
 #include "host/dispatch.h"
-#include "host/isa.h"
-#include "host/storage.h"
 #include "ops/causal_softmax/causal_softmax.h"
 #include "ops/causal_softmax/causal_softmax_rows.h"
 

@@ -3,9 +3,9 @@
 
 #include <algorithm>
 
-#include "host/device_type.h"
+#include "host/cuda/device_type.h"
+#include "host/cuda/launch_scope.h"
 #include "host/dispatch.h"
-#include "host/launch.h"
 #include "ops/causal_softmax/causal_softmax.h"
 #include "ops/causal_softmax/causal_softmax_launch.h"
 

@@ -6,7 +6,7 @@
 #include <array>
 #include <atomic>
 
-#include "host/kernel_launch.h"
+#include "host/cuda/kernel_launch.h"
 #include "ops/causal_softmax/causal_softmax.cuh"
 #include "ops/causal_softmax/causal_softmax_launch.h"
 #include "ops/causal_softmax/causal_softmax_streaming.cuh"

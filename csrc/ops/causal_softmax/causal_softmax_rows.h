@@ -1,9 +1,9 @@
-// The CPU row kernels of causal_softmax, one table per instruction set (host/isa.h).
+// The CPU row kernels of causal_softmax, one table per instruction set (host/cpu/isa.h).
 #pragma once
 
 #include <cstdint>
 
-#include "host/simd_prelude.h"
+#include "host/cpu/simd_prelude.h"
 
 namespace htree::causal_softmax {
 

@@ -3,9 +3,9 @@
 
 #include <algorithm>
 
-#include "host/device_type.h"
+#include "host/cuda/device_type.h"
+#include "host/cuda/launch_scope.h"
 #include "host/dispatch.h"
-#include "host/launch.h"
 #include "ops/compressed_kv/compress_params.h"
 #include "ops/compressed_kv/compressed_kv.h"
 

@@ -3,8 +3,8 @@
 
 #include <type_traits>
 
-#include "host/isa.h"
-#include "host/storage.h"
+#include "host/cpu/isa.h"
+#include "host/cpu/storage.h"
 #include "ops/compressed_kv/compressed_kv.h"
 #include "ops/compressed_kv/rows.h"
 

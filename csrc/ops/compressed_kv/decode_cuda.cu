@@ -5,10 +5,10 @@
 
 #include <limits>
 
-#include "device/ceil_div.h"
+#include "device/sizes.h"
 #include "host/aligned.h"
+#include "host/cuda/launch_scope.h"
 #include "host/dispatch.h"
-#include "host/launch.h"
 #include "ops/compressed_kv/compressed_kv.h"
 #include "ops/compressed_kv/decode_config.h"
 #include "ops/compressed_kv/decode_launch.h"

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "device/mbarrier.cuh"
+#include "device/hopper/mbarrier.cuh"
 #include "ops/compressed_kv/decode_result.cuh"
 #include "ops/compressed_kv/decode_softmax.cuh"
 #include "ops/compressed_kv/decode_split.cuh"

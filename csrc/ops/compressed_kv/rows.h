@@ -1,10 +1,10 @@
-// The CPU kernels of the compressed_kv room, one table per instruction set (host/isa.h). Pointers are to host
-// memory, rows of a compressed tensor are contiguous.
+// The CPU kernels of the compressed_kv room, one table per instruction set (host/cpu/isa.h). Pointers are to
+// host memory, rows of a compressed tensor are contiguous.
 #pragma once
 
 #include <cstdint>
 
-#include "host/simd_prelude.h"
+#include "host/cpu/simd_prelude.h"
 #include "ops/compressed_kv/format.h"
 
 namespace htree::compressed_kv {

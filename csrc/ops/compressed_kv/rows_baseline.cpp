@@ -1,4 +1,5 @@
-#include "host/simd_baseline.h"
+#define HTREE_BASELINE
+#include "host/cpu/simd.h"
 // the bodies are compiled for the instruction set chosen above
 #include "ops/compressed_kv/rows_impl.h"
 // after the rows

@@ -1,5 +1,5 @@
 // Body of the CPU kernels that prune, pack and unpack rows; included by the rows_*.cpp files after a
-// host/simd_*.h.
+// host/cpu/simd.h.
 #pragma once
 
 #include "ops/compressed_kv/rows.h"

@@ -1,7 +1,7 @@
-// Values of E4M3FN codes a vector at a time. Include after a host/simd_*.h.
+// Values of E4M3FN codes a vector at a time. Include after a host/cpu/simd.h.
 #pragma once
 
-#include "host/simd_lanes.h"
+#include "host/cpu/simd.h"
 
 namespace htree::HTREE_ISA {
 

@@ -5,9 +5,9 @@
 #include <ATen/ops/mm.h>
 
 #include "host/aligned.h"
-#include "host/device_type.h"
+#include "host/cuda/device_type.h"
+#include "host/cuda/launch_scope.h"
 #include "host/dispatch.h"
-#include "host/launch.h"
 #include "ops/gated_mlp/gated_mlp_cuda.h"
 
 namespace htree::gated_mlp {

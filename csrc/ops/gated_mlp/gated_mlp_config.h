@@ -7,7 +7,7 @@
 #include <iterator>
 #include <string>
 
-#include "device/ceil_div.h"
+#include "device/sizes.h"
 
 namespace htree::gated_mlp {
 

@@ -4,8 +4,8 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
-#include "host/isa.h"
-#include "host/storage.h"
+#include "host/cpu/isa.h"
+#include "host/cpu/storage.h"
 #include "ops/gated_mlp/gated_mlp.h"
 #include "ops/gated_mlp/gated_mlp_products.h"
 #include "ops/gated_mlp/gated_mlp_rows.h"

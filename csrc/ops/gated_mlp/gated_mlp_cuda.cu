@@ -1,7 +1,7 @@
 // CUDA entry point of the forward: operands, choice of kernel, launch.
-#include "host/device_type.h"
+#include "host/cuda/device_type.h"
+#include "host/cuda/launch_scope.h"
 #include "host/dispatch.h"
-#include "host/launch.h"
 #include "ops/gated_mlp/gated_mlp_cuda.h"
 
 namespace htree::gated_mlp {

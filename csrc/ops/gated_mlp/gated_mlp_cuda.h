@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-#include "host/hopper.h"
+#include "host/cuda/hopper.h"
 #include "ops/gated_mlp/gated_mlp.h"
 #include "ops/gated_mlp/gated_mlp_config.h"
 #include "ops/gated_mlp/gated_mlp_launch.h"

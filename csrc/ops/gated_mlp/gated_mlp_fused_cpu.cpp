@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "device/ceil_div.h"
+#include "device/sizes.h"
 #include "host/dispatch.h"
 #include "ops/gated_mlp/gated_mlp_cpu.h"
 

@@ -1,8 +1,8 @@
-// The CPU kernels of the products of the gated MLP, one table per instruction set (host/isa.h).
+// The CPU kernels of the products of the gated MLP, one table per instruction set (host/cpu/isa.h).
 #pragma once
 
-#include "host/row_products.h"
-#include "host/simd_prelude.h"
+#include "host/cpu/row_products.h"
+#include "host/cpu/simd_prelude.h"
 
 namespace htree::gated_mlp {
 

@@ -1,7 +1,8 @@
 #if defined(__x86_64__)
-#include "host/simd_avx512_bf16.h"
+#define HTREE_AVX512_BF16
+#include "host/cpu/simd.h"
 // the body is compiled for the instruction set chosen above
-#include "host/simd_products.h"
+#include "host/cpu/simd_products.h"
 #include "ops/gated_mlp/gated_mlp_products.h"
 
 namespace htree {

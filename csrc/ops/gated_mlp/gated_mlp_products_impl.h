@@ -1,7 +1,7 @@
-// Body of the CPU products; included by the gated_mlp_products_*.cpp files after a host/simd_*.h.
+// Body of the CPU products; included by the gated_mlp_products_*.cpp files after a host/cpu/simd.h.
 #pragma once
 
-#include "host/simd_products.h"
+#include "host/cpu/simd_products.h"
 #include "ops/gated_mlp/gated_mlp_products.h"
 
 namespace htree::HTREE_ISA {

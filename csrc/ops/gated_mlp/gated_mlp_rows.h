@@ -1,9 +1,9 @@
-// The CPU kernels of the elementwise half of the gated MLP, one table per instruction set (host/isa.h).
+// The CPU kernels of the elementwise half of the gated MLP, one table per instruction set (host/cpu/isa.h).
 #pragma once
 
 #include <cstdint>
 
-#include "host/simd_prelude.h"
+#include "host/cpu/simd_prelude.h"
 #include "ops/gated_mlp/gated_mlp_params.h"
 
 namespace htree::gated_mlp {

@@ -1,7 +1,7 @@
-// Body of the CPU kernels; included by the gated_mlp_rows_*.cpp files after a host/simd_*.h.
+// Body of the CPU kernels; included by the gated_mlp_rows_*.cpp files after a host/cpu/simd.h.
 #pragma once
 
-#include "host/simd_lanes.h"
+#include "host/cpu/simd.h"
 #include "ops/gated_mlp/gated_mlp_rows.h"
 
 namespace htree::HTREE_ISA {

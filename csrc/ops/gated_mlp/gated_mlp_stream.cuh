@@ -7,11 +7,10 @@
 
 #include <cstdint>
 
-#include "device/gemm_pipeline.cuh"
-#include "device/hopper_limits.h"
+#include "device/hopper/gemm_pipeline.cuh"
 #include "device/mma.cuh"
-#include "device/shared_address.cuh"
-#include "device/stmatrix.cuh"
+#include "device/shared_memory.cuh"
+#include "device/sizes.h"
 #include "ops/gated_mlp/activation.cuh"
 #include "ops/gated_mlp/gated_mlp_params.h"
 

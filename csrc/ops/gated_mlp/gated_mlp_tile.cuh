@@ -10,11 +10,10 @@
 
 #include <cstdint>
 
-#include "device/gemm_pipeline.cuh"
-#include "device/operand_copy.cuh"
-#include "device/shared_address.cuh"
-#include "device/tile_order.cuh"
-#include "device/tile_shares.h"
+#include "device/hopper/gemm_pipeline.cuh"
+#include "device/hopper/operand_copy.cuh"
+#include "device/hopper/tile_order.cuh"
+#include "device/shared_memory.cuh"
 #include "ops/gated_mlp/activation.cuh"
 #include "ops/gated_mlp/gated_mlp_params.h"
 #include "ops/gated_mlp/gated_mlp_tile_block.cuh"

@@ -4,12 +4,11 @@
 
 #include <cstdint>
 
-#include "device/gemm_pipeline.cuh"
-#include "device/hopper_limits.h"
-#include "device/shared_address.cuh"
-#include "device/sum_exchange.cuh"
-#include "device/tile_order.cuh"
-#include "device/tile_shares.h"
+#include "device/hopper/gemm_pipeline.cuh"
+#include "device/hopper/sum_exchange.cuh"
+#include "device/hopper/tile_order.cuh"
+#include "device/shared_memory.cuh"
+#include "device/sizes.h"
 #include "ops/gated_mlp/gated_mlp_tile_store.cuh"
 #include "ops/gated_mlp/gated_mlp_tile_work.cuh"
 

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "device/sum_exchange.cuh"
+#include "device/hopper/sum_exchange.cuh"
 
 namespace htree::gated_mlp {
 

@@ -5,10 +5,9 @@
 
 #include <cstdint>
 
+#include "device/hopper/tma.cuh"
 #include "device/mma.cuh"
-#include "device/shared_address.cuh"
-#include "device/stmatrix.cuh"
-#include "device/tma.cuh"
+#include "device/shared_memory.cuh"
 
 namespace htree::gated_mlp {
 

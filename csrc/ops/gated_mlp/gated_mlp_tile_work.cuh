@@ -1,8 +1,7 @@
 // Which tiles a block of tile_kernel takes, and how much of each.
 #pragma once
 
-#include "device/tile_order.cuh"
-#include "device/tile_shares.h"
+#include "device/hopper/tile_order.cuh"
 
 namespace htree::gated_mlp {
 

@@ -5,9 +5,9 @@
 #include <algorithm>
 #include <memory>
 
+#include "host/cpu/isa.h"
+#include "host/cpu/storage.h"
 #include "host/dispatch.h"
-#include "host/isa.h"
-#include "host/storage.h"
 #include "ops/hadamard/hadamard.h"
 #include "ops/hadamard/hadamard_rows.h"
 

@@ -3,9 +3,9 @@
 
 #include <algorithm>
 
-#include "host/device_type.h"
+#include "host/cuda/device_type.h"
+#include "host/cuda/launch_scope.h"
 #include "host/dispatch.h"
-#include "host/launch.h"
 #include "ops/hadamard/hadamard.h"
 #include "ops/hadamard/hadamard_config.h"
 #include "ops/hadamard/hadamard_launch.h"

@@ -1,4 +1,5 @@
-#include "host/simd_baseline.h"
+#define HTREE_BASELINE
+#include "host/cpu/simd.h"
 // the body is compiled for the instruction set chosen above
 #include "ops/hadamard/hadamard_rows_impl.h"
 

@@ -4,9 +4,9 @@
 
 #include <initializer_list>
 
-#include "host/device_type.h"
+#include "host/cuda/device_type.h"
+#include "host/cuda/launch_scope.h"
 #include "host/dispatch.h"
-#include "host/launch.h"
 #include "ops/rmsnorm_rope/rmsnorm_rope.h"
 #include "ops/rmsnorm_rope/rmsnorm_rope_launch.h"
 

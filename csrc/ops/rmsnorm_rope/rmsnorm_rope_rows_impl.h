@@ -1,7 +1,7 @@
-// Body of the CPU row kernels; included by the rmsnorm_rope_rows_*.cpp files after a host/simd_*.h.
+// Body of the CPU row kernels; included by the rmsnorm_rope_rows_*.cpp files after a host/cpu/simd.h.
 #pragma once
 
-#include "host/simd_lanes.h"
+#include "host/cpu/simd.h"
 #include "ops/rmsnorm_rope/rmsnorm_rope_rows.h"
 
 namespace htree::HTREE_ISA {

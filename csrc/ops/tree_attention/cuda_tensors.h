@@ -6,9 +6,9 @@
 
 #include <algorithm>
 
-#include "host/device_type.h"
+#include "host/cuda/device_type.h"
+#include "host/cuda/launch_scope.h"
 #include "host/dispatch.h"
-#include "host/launch.h"
 #include "ops/tree_attention/geometry.h"
 #include "ops/tree_attention/tree_args.h"
 

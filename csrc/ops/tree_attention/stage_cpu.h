@@ -10,8 +10,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "host/isa.h"
-#include "host/storage.h"
+#include "host/cpu/isa.h"
+#include "host/cpu/storage.h"
 #include "ops/tree_attention/candidates.h"
 #include "ops/tree_attention/stage_rows.h"
 

@@ -1,12 +1,12 @@
 // The CPU row kernels of the build, rope and staged ops, one table per storage type and instruction set
-// (host/isa.h). Torch-free. All rows have unit stride; strides between rows count elements. Real is float,
-// double for double.
+// (host/cpu/isa.h). Torch-free. All rows have unit stride; strides between rows count elements. Real is
+// float, double for double.
 #pragma once
 
 #include <cstdint>
 
 #include "device/work.cuh"
-#include "host/simd_prelude.h"
+#include "host/cpu/simd_prelude.h"
 #include "ops/tree_attention/tree_args.h"
 
 namespace htree::tree_attention {

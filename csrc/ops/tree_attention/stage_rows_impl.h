@@ -1,7 +1,7 @@
-// Body of the row kernels; included by the stage_rows_*.cpp files after a host/simd_*.h.
+// Body of the row kernels; included by the stage_rows_*.cpp files after a host/cpu/simd.h.
 #pragma once
 
-#include "host/simd_lanes.h"
+#include "host/cpu/simd.h"
 #include "ops/tree_attention/io_weights.h"
 #include "ops/tree_attention/select/selection.h"
 #include "ops/tree_attention/stage_rows.h"

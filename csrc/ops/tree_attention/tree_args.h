@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "device/ceil_div.h"
+#include "device/sizes.h"
 
 namespace htree::tree_attention {
 

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "host/device_attribute.h"
-#include "host/launch_cluster.h"
+#include "host/cuda/kernel_launch.h"
+#include "host/cuda/launch_cluster.h"
 #include "ops/compressed_kv/decode_config.h"
 #include "ops/compressed_kv/decode_kernel.cuh"
 #include "ops/compressed_kv/decode_launch.h"

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "device/ceil_div.h"
+#include "device/sizes.h"
 #include "ops/fp8/gemm/gemm_config.h"
 
 namespace htree::fp8 {

@@ -5,10 +5,10 @@
 #include <ATen/ops/mm.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include "host/device_type.h"
+#include "host/cuda/device_type.h"
+#include "host/cuda/hopper.h"
+#include "host/cuda/launch_scope.h"
 #include "host/dispatch.h"
-#include "host/hopper.h"
-#include "host/launch.h"
 #include "ops/fp8/gemm/gemm_choice.h"
 #include "ops/fp8/gemm/gemm_exact.h"
 #include "ops/fp8/gemm/gemm_launch.h"

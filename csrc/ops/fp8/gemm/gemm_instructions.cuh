@@ -1,7 +1,7 @@
-// The products of fp8_gemm whose widths no other kernel takes; see device/wgmma_instructions.cuh.
+// The products of fp8_gemm whose widths no other kernel takes; see device/hopper/wgmma_instructions.cuh.
 #pragma once
 
-#include "device/wgmma_instructions.cuh"
+#include "device/hopper/wgmma_instructions.cuh"
 
 namespace htree::device {
 

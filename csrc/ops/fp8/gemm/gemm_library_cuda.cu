@@ -18,7 +18,7 @@
 #include <tuple>
 #include <type_traits>
 
-#include "device/ceil_div.h"
+#include "device/sizes.h"
 #include "ops/fp8/gemm/gemm_launch.h"
 #include "ops/fp8/gemm/gemm_library.h"
 

@@ -4,7 +4,7 @@
 // accumulation" (technique: DeepGEMM).
 #pragma once
 
-#include "device/gemm_pipeline.cuh"
+#include "device/hopper/gemm_pipeline.cuh"
 #include "ops/fp8/gemm/gemm_instructions.cuh"
 #include "ops/fp8/gemm/gemm_params.h"
 

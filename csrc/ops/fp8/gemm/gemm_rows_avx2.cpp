@@ -1,5 +1,6 @@
 #if defined(__x86_64__)
-#include "host/simd_avx2.h"
+#define HTREE_AVX2
+#include "host/cpu/simd.h"
 // the body is compiled for the instruction set chosen above
 #include "ops/fp8/gemm/gemm_rows_impl.h"
 

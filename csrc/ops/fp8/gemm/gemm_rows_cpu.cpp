@@ -7,10 +7,10 @@
 #include <cstring>
 #include <type_traits>
 
-#include "device/ceil_div.h"
+#include "device/sizes.h"
+#include "host/cpu/isa.h"
+#include "host/cpu/storage.h"
 #include "host/dispatch.h"
-#include "host/isa.h"
-#include "host/storage.h"
 #include "ops/fp8/gemm/gemm.h"
 #include "ops/fp8/gemm/gemm_rows.h"
 #include "ops/fp8/scale_values.h"

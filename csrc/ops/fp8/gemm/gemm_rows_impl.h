@@ -1,7 +1,7 @@
-// Body of the CPU kernels of fp8_gemm; included by the gemm_rows_*.cpp files after a host/simd_*.h.
+// Body of the CPU kernels of fp8_gemm; included by the gemm_rows_*.cpp files after a host/cpu/simd.h.
 #pragma once
 
-#include "host/simd_products.h"
+#include "host/cpu/simd_products.h"
 #include "ops/fp8/e4m3_lanes.h"
 #include "ops/fp8/gemm/gemm_rows.h"
 

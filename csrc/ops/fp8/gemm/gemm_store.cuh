@@ -7,13 +7,11 @@
 
 #include <cstdint>
 
+#include "device/hopper/tma.cuh"
+#include "device/hopper/wgmma.cuh"
 #include "device/mma.cuh"
 #include "device/numeric.cuh"
-#include "device/shared_address.cuh"
-#include "device/shared_vector.cuh"
-#include "device/stmatrix.cuh"
-#include "device/tma.cuh"
-#include "device/wgmma.cuh"
+#include "device/shared_memory.cuh"
 #include "ops/fp8/gemm/gemm_params.h"
 
 namespace htree::fp8 {

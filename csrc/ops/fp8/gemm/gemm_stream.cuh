@@ -9,14 +9,13 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "device/cluster_memory.cuh"
-#include "device/hopper_limits.h"
-#include "device/kernel_overlap.cuh"
+#include "device/hopper/cluster_memory.cuh"
+#include "device/hopper/kernel_overlap.cuh"
+#include "device/hopper/operand_copy.cuh"
 #include "device/mma.cuh"
 #include "device/numeric.cuh"
-#include "device/operand_copy.cuh"
-#include "device/shared_address.cuh"
-#include "device/stmatrix.cuh"
+#include "device/shared_memory.cuh"
+#include "device/sizes.h"
 #include "ops/fp8/gemm/gemm_multiply.cuh"
 #include "ops/fp8/gemm/gemm_scale.cuh"
 

@@ -15,11 +15,11 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "device/hopper_limits.h"
-#include "device/kernel_overlap.cuh"
-#include "device/operand_copy.cuh"
-#include "device/shared_address.cuh"
-#include "device/tile_order.cuh"
+#include "device/hopper/kernel_overlap.cuh"
+#include "device/hopper/operand_copy.cuh"
+#include "device/hopper/tile_order.cuh"
+#include "device/shared_memory.cuh"
+#include "device/sizes.h"
 #include "ops/fp8/gemm/gemm_multiply.cuh"
 #include "ops/fp8/gemm/gemm_scale.cuh"
 #include "ops/fp8/gemm/gemm_store.cuh"

@@ -6,11 +6,11 @@
 
 #include <cstdint>
 
-#include "device/cluster_memory.cuh"
-#include "device/mbarrier.cuh"
-#include "device/sum_exchange.cuh"
-#include "device/tile_shares.h"
-#include "device/tma.cuh"
+#include "device/hopper/cluster_memory.cuh"
+#include "device/hopper/mbarrier.cuh"
+#include "device/hopper/sum_exchange.cuh"
+#include "device/hopper/tile_order.cuh"
+#include "device/hopper/tma.cuh"
 #include "ops/fp8/gemm/gemm_params.h"
 #include "ops/fp8/gemm/gemm_scale.cuh"
 

@@ -1,9 +1,8 @@
 // Which tiles a block of gemm_tile_kernel takes, and how much of each.
 #pragma once
 
-#include "device/mbarrier.cuh"
-#include "device/tile_order.cuh"
-#include "device/tile_shares.h"
+#include "device/hopper/mbarrier.cuh"
+#include "device/hopper/tile_order.cuh"
 
 namespace htree::fp8 {
 

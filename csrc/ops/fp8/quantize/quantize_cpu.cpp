@@ -5,8 +5,8 @@
 #include <atomic>
 #include <vector>
 
+#include "host/cpu/isa.h"
 #include "host/dispatch.h"
-#include "host/isa.h"
 #include "ops/fp8/e4m3.h"
 #include "ops/fp8/quantize/quantize.h"
 #include "ops/fp8/quantize/quantize_rows.h"

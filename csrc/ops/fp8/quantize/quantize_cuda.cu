@@ -3,9 +3,9 @@
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/ops/empty.h>
 
-#include "host/device_type.h"
+#include "host/cuda/device_type.h"
+#include "host/cuda/launch_scope.h"
 #include "host/dispatch.h"
-#include "host/launch.h"
 #include "ops/fp8/quantize/quantize.h"
 #include "ops/fp8/quantize/quantize_launch.h"
 

@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "device/ceil_div.h"
+#include "device/sizes.h"
 
 namespace htree::fp8 {
 

@@ -1,9 +1,10 @@
-// The CPU kernels of the stage on runs of contiguous elements, one table per instruction set (host/isa.h).
+// The CPU kernels of the stage on runs of contiguous elements, one table per instruction set
+// (host/cpu/isa.h).
 #pragma once
 
 #include <cstdint>
 
-#include "host/simd_prelude.h"
+#include "host/cpu/simd_prelude.h"
 
 namespace htree::fp8 {
 

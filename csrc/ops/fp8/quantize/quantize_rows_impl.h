@@ -1,8 +1,8 @@
-// Body of the CPU run kernels; included by the quantize_rows_*.cpp files after a host/simd_*.h. Codes come
+// Body of the CPU run kernels; included by the quantize_rows_*.cpp files after a host/cpu/simd.h. Codes come
 // from integer arithmetic on the bits of floats, a vector at a time.
 #pragma once
 
-#include "host/simd_lanes.h"
+#include "host/cpu/simd.h"
 #include "ops/fp8/e4m3.h"
 #include "ops/fp8/e4m3_lanes.h"
 #include "ops/fp8/quantize/quantize_rows.h"

@@ -1,7 +1,7 @@
 // Length to kernel: every power of two up to 2^kMaxLog2Length is listed here.
 #pragma once
 
-#include "host/device_attribute.h"
+#include "host/cuda/kernel_launch.h"
 #include "ops/hadamard/hadamard.cuh"
 #include "ops/hadamard/hadamard_launch.h"
 

@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "host/launch.h"
+#include "host/cuda/launch_scope.h"
 #include "ops/tree_attention/attention/backward_schedule.h"
 #include "ops/tree_attention/attention/general_backward.h"
 

@@ -8,7 +8,7 @@
 #include <sstream>
 #include <string>
 
-#include "device/hopper_limits.h"
+#include "device/sizes.h"
 #include "ops/tree_attention/attention/layout_sizes.h"
 #include "ops/tree_attention/tree_args.h"
 

@@ -7,7 +7,7 @@
 
 #include <limits>
 
-#include "host/launch.h"
+#include "host/cuda/launch_scope.h"
 #include "ops/tree_attention/attention/cuda_tree.h"
 #include "ops/tree_attention/gather/layer_general.h"
 

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "device/hopper_limits.h"
+#include "device/sizes.h"
 #include "ops/tree_attention/attention/attention_config.h"
 
 namespace htree::tree_attention {

@@ -10,8 +10,8 @@
 
 #include <string>
 
+#include "host/cuda/hopper.h"
 #include "host/env.h"
-#include "host/hopper.h"
 
 namespace htree::tree_attention {
 namespace {

@@ -8,7 +8,7 @@
 // the users in the L2 while all parents of a head walk them; the sums of windows are added one after another.
 #pragma once
 
-#include "device/shared_vector.cuh"
+#include "device/shared_memory.cuh"
 #include "ops/tree_attention/attention/user_stream.cuh"
 
 namespace htree::tree_attention {

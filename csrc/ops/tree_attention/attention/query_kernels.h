@@ -1,5 +1,6 @@
 // The CPU kernels that work on one query of one key/value head: all G query heads of it against one layer of
-// the tree. One table per instruction set (host/isa.h); double has one table, compiled at the baseline level.
+// the tree. One table per instruction set (host/cpu/isa.h); double has one table, compiled at the baseline
+// level.
 //
 // A layer is laid out once per call so that every inner loop has unit stride and no tail
 // (docs/semantics/tree_attention.md §1.4): with K'_c = R_{c mod r} K_c and slot j of the list, the score of
@@ -9,7 +10,7 @@
 
 #include <cstdint>
 
-#include "host/simd_prelude.h"
+#include "host/cpu/simd_prelude.h"
 #include "ops/tree_attention/tree_args.h"
 
 namespace htree::tree_attention {

@@ -16,8 +16,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "host/cpu/isa.h"
 #include "host/dispatch.h"
-#include "host/isa.h"
 #include "ops/tree_attention/attention/query_kernels.h"
 
 namespace htree::tree_attention {

@@ -1,5 +1,5 @@
-#include "device/kernel_overlap.cuh"
-#include "host/launch_cluster.h"
+#include "device/hopper/kernel_overlap.cuh"
+#include "host/cuda/launch_cluster.h"
 #include "ops/fp8/gemm/gemm_launch.h"
 #include "ops/fp8/gemm/gemm_scale.cuh"
 

@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "host/device_attribute.h"
-#include "host/launch_cluster.h"
-#include "host/operand_maps.h"
+#include "host/cuda/kernel_launch.h"
+#include "host/cuda/launch_cluster.h"
+#include "host/cuda/tensor_map.h"
 #include "ops/fp8/gemm/gemm_launch.h"
 #include "ops/fp8/gemm/gemm_stream.cuh"
 #include "ops/fp8/gemm/gemm_tile.cuh"

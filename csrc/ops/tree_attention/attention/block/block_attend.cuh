@@ -6,7 +6,7 @@
 // products and the order of both are those of FlashAttention-3.
 #pragma once
 
-#include "device/hopper_limits.h"
+#include "device/sizes.h"
 #include "ops/tree_attention/attention/block/block_consumer.cuh"
 #include "ops/tree_attention/attention/block/block_producer.cuh"
 

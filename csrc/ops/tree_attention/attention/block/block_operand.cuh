@@ -1,7 +1,7 @@
 // A tile of parent blocks in shared memory as an operand of wgmma.
 #pragma once
 
-#include "device/wgmma.cuh"
+#include "device/hopper/wgmma.cuh"
 
 namespace htree::tree_attention {
 

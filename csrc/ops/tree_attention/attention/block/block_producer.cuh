@@ -4,7 +4,7 @@
 
 #include <type_traits>
 
-#include "device/tma.cuh"
+#include "device/hopper/tma.cuh"
 #include "ops/tree_attention/attention/block/block_walk.cuh"
 #include "ops/tree_attention/attention/block/key_turner.cuh"
 

@@ -1,8 +1,8 @@
 // Query rows of a selection block in shared memory as the A operand of S = Q K'^T, and where a row belongs.
 #pragma once
 
-#include "device/shared_vector.cuh"
-#include "device/tma.cuh"
+#include "device/hopper/tma.cuh"
+#include "device/shared_memory.cuh"
 #include "ops/tree_attention/attention/block/block_row.cuh"
 #include "ops/tree_attention/attention/query_row.cuh"
 

@@ -2,9 +2,9 @@
 // thread i of a warp holds rows i / 4 and i / 4 + 8 of the warp's 16, columns 8 j + 2 (i % 4) and the next.
 #pragma once
 
+#include "device/hopper/wgmma.cuh"
 #include "device/mma.cuh"
 #include "device/reduce.cuh"
-#include "device/wgmma.cuh"
 #include "ops/tree_attention/attention/block/block_tile.cuh"
 
 namespace htree::tree_attention {

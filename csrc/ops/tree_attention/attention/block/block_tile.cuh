@@ -4,7 +4,7 @@
 // warpgroups multiplies its 64 rows by every tile; with 64 rows they take the tiles in turn and merge.
 #pragma once
 
-#include "device/mbarrier.cuh"
+#include "device/hopper/mbarrier.cuh"
 #include "ops/tree_attention/attention/parent_block.cuh"
 
 namespace htree::tree_attention {

@@ -6,7 +6,7 @@
 
 #include <cuda_fp16.h>
 
-#include "device/shared_vector.cuh"
+#include "device/shared_memory.cuh"
 #include "ops/tree_attention/attention/parent_block.cuh"
 
 namespace htree::tree_attention {

@@ -6,7 +6,7 @@
 // fewer bytes than a second pass over the queries of a parent, which would read their q and dO once per use.
 #pragma once
 
-#include "device/hopper_limits.h"
+#include "device/sizes.h"
 #include "ops/tree_attention/attention/block_gradient/gradient_consumer.cuh"
 #include "ops/tree_attention/attention/block_gradient/gradient_producer.cuh"
 

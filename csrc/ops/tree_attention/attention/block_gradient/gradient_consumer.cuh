@@ -6,9 +6,8 @@
 // products run.
 #pragma once
 
+#include "device/hopper/wgmma.cuh"
 #include "device/mma.cuh"
-#include "device/stmatrix.cuh"
-#include "device/wgmma.cuh"
 #include "ops/tree_attention/attention/block/block_operand.cuh"
 #include "ops/tree_attention/attention/block_gradient/gradient_operands.cuh"
 

@@ -1,7 +1,7 @@
 // The query side of a block in shared memory: queries turned to their positions, dO and their numbers.
 #pragma once
 
-#include "device/tma.cuh"
+#include "device/hopper/tma.cuh"
 #include "ops/tree_attention/attention/block_gradient/gradient_tile.cuh"
 #include "ops/tree_attention/attention/query_row.cuh"
 

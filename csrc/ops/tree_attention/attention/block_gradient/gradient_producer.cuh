@@ -3,7 +3,7 @@
 // (docs/semantics/tree_attention.md §1.4).
 #pragma once
 
-#include "device/tma.cuh"
+#include "device/hopper/tma.cuh"
 #include "ops/tree_attention/attention/block/key_turner.cuh"
 #include "ops/tree_attention/attention/block_gradient/gradient_tile.cuh"
 

@@ -1,7 +1,7 @@
 // Sizes and shared memory of block_gradient.cuh: a tile is 8 parents, 128 keys, against 128 query rows.
 #pragma once
 
-#include "device/mbarrier.cuh"
+#include "device/hopper/mbarrier.cuh"
 #include "ops/tree_attention/attention/block_gradient/gradient_task.cuh"
 
 namespace htree::tree_attention {

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "device/mma.cuh"
-#include "device/shared_vector.cuh"
+#include "device/shared_memory.cuh"
 #include "ops/tree_attention/attention/block_gradient/partial_users.cuh"
 
 namespace htree::tree_attention {

@@ -4,7 +4,7 @@
 // range takes a power of two and a factor that undoes it instead, as keys do (top_tiles.cuh).
 #pragma once
 
-#include "device/tma.cuh"
+#include "device/hopper/tma.cuh"
 #include "ops/tree_attention/attention/query_row.cuh"
 #include "ops/tree_attention/attention/top/top_tiles.cuh"
 

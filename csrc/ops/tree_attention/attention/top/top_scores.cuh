@@ -3,9 +3,9 @@
 // scores. Scores are in log2 units. sm_90a.
 #pragma once
 
-#include "device/hopper_limits.h"
+#include "device/hopper/wgmma.cuh"
 #include "device/mma.cuh"
-#include "device/wgmma.cuh"
+#include "device/sizes.h"
 #include "ops/tree_attention/attention/top/top_query.cuh"
 
 namespace htree::tree_attention {

@@ -2,11 +2,10 @@
 // shared memory through which every parent of it passes once.
 #pragma once
 
-#include "device/hopper_limits.h"
-#include "device/mbarrier.cuh"
+#include "device/hopper/mbarrier.cuh"
+#include "device/hopper/tma.cuh"
 #include "device/reduce.cuh"
-#include "device/ring_place.cuh"
-#include "device/tma.cuh"
+#include "device/sizes.h"
 #include "ops/tree_attention/attention/gather_task.cuh"
 #include "ops/tree_attention/attention/parent_block.cuh"
 

@@ -6,8 +6,8 @@
 // What a query computes depends on its own list alone: neither its neighbours nor the windows change a bit.
 #pragma once
 
-#include "device/hopper_limits.h"
-#include "device/wgmma.cuh"
+#include "device/hopper/wgmma.cuh"
+#include "device/sizes.h"
 #include "ops/tree_attention/attention/running_softmax.cuh"
 #include "ops/tree_attention/attention/union/parent_union.cuh"
 #include "ops/tree_attention/attention/union/turned_query.cuh"

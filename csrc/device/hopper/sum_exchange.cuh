@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "device/cluster_memory.cuh"
-#include "device/mbarrier.cuh"
+#include "device/hopper/cluster_memory.cuh"
+#include "device/hopper/mbarrier.cuh"
 
 namespace htree::device {
 

@@ -1,11 +1,11 @@
-// Copies of k-blocks of the rows of an operand that exist, for the rings of device/gemm_pipeline.cuh.
+// Copies of k-blocks of the rows of an operand that exist, for the rings of device/hopper/gemm_pipeline.cuh.
 #pragma once
 
 #include <cuda.h>
 
 #include <cstdint>
 
-#include "device/gemm_pipeline.cuh"
+#include "device/hopper/gemm_pipeline.cuh"
 
 namespace htree::device {
 

@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "device/shared_address.cuh"
+#include "device/shared_memory.cuh"
 
 namespace htree::device {
 
@@ -92,5 +92,22 @@ __device__ __forceinline__ void cluster_sync() {
   cluster_arrive();
   cluster_wait();
 }
+
+// ---- rings of stages in shared memory, each with barriers
+
+// A stage of the ring and the parity of its phase; who fills and who reads each carry their own from tile to
+// tile.
+template <int kStages>
+struct RingPlace {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
 
 }  // namespace htree::device

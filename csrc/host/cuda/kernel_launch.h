@@ -7,6 +7,13 @@
 
 namespace htree {
 
+// A fact of the current device.
+inline cudaError_t device_attribute(cudaDeviceAttr attribute, int& value) {
+  int device = 0;
+  const cudaError_t error = cudaGetDevice(&device);
+  return error != cudaSuccess ? error : cudaDeviceGetAttribute(&value, attribute, device);
+}
+
 // How a kernel is launched. Blocks are one-dimensional.
 struct LaunchShape {
   dim3 grid;

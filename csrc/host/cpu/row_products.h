@@ -1,4 +1,4 @@
-// The arguments of the CPU's dot products of rows (host/simd_products.h).
+// The arguments of the CPU's dot products of rows (host/cpu/simd_products.h).
 #pragma once
 
 #include <cstdint>

@@ -1,13 +1,13 @@
 // Dot products of rows with rows, vectors along them, so that row-major weights are read as they are: no
-// copy, no transposition. Include after a host/simd_*.h.
+// copy, no transposition. Include after a host/cpu/simd.h.
 //
 // Accuracy: a lane takes kChain steps in fp32, one addition folds a vector to half as many lanes, and from
 // there on sums are fp64; so no more than kChain + 1 roundings to fp32 lie between a product and its sum, at
 // any depth. The order of a sum depends on the depth alone, not on the other rows and columns or on threads.
 #pragma once
 
-#include "host/row_products.h"
-#include "host/simd_lanes.h"
+#include "host/cpu/row_products.h"
+#include "host/cpu/simd.h"
 
 namespace htree::HTREE_ISA {
 

@@ -10,10 +10,9 @@
 
 #include <cstdint>
 
-#include "device/mbarrier.cuh"
-#include "device/ring_place.cuh"
-#include "device/tma.cuh"
-#include "device/wgmma.cuh"
+#include "device/hopper/mbarrier.cuh"
+#include "device/hopper/tma.cuh"
+#include "device/hopper/wgmma.cuh"
 
 namespace htree::device {
 

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "device/mbarrier.cuh"
-#include "device/shared_address.cuh"
+#include "device/hopper/mbarrier.cuh"
+#include "device/shared_memory.cuh"
 
 namespace htree::device {
 

@@ -10,8 +10,8 @@
 
 #include <cstdint>
 
-#include "device/shared_address.cuh"
-#include "device/wgmma_instructions.cuh"
+#include "device/hopper/wgmma_instructions.cuh"
+#include "device/shared_memory.cuh"
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define HTREE_SM90A 1

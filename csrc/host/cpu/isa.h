@@ -1,8 +1,8 @@
 // Run-time choice of the instruction set for the CPU kernels.
 //
 // A room's hot loops stand in one torch-free header that is compiled once per level, in files that differ
-// only in the simd_*.h they include; each defines a table of function pointers, and `pick_isa` chooses one.
-// No compiler flag of the whole library depends on the machine it was built on.
+// only in the level they name above host/cpu/simd.h; each defines a table of function pointers, and
+// `pick_isa` chooses one. No compiler flag of the whole library depends on the machine it was built on.
 #pragma once
 
 #include <c10/util/Exception.h>

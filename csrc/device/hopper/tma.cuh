@@ -1,6 +1,7 @@
 // Bulk copies of sm_90: plain ones of contiguous bytes, and tensor ones whose box, strides and shared-memory
-// swizzle stand in a descriptor made on the host (host/tensor_map.h). Every function is called by one thread.
-// Loads report their bytes to a barrier (device/mbarrier.cuh), stores to the thread's bulk groups.
+// swizzle stand in a descriptor made on the host (host/cuda/tensor_map.h). Every function is called by one
+// thread. Loads report their bytes to a barrier (device/hopper/mbarrier.cuh), stores to the thread's bulk
+// groups.
 //
 // Tensor coordinates are elements of the tensor, innermost first. Parts of a box outside the tensor read as
 // zero, count as bytes all the same, and are not written. A descriptor is a __grid_constant__ kernel
@@ -11,8 +12,8 @@
 
 #include <cstdint>
 
-#include "device/mbarrier.cuh"
-#include "device/shared_address.cuh"
+#include "device/hopper/mbarrier.cuh"
+#include "device/shared_memory.cuh"
 
 namespace htree::device {
 

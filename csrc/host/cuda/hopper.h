@@ -1,11 +1,13 @@
-// Whether kernels that guard their body with `#if HTREE_SM90A` have one on the current device.
+// Whether a call may take the kernels for sm_90a: for files that nvcc compiles.
 #pragma once
 
+#include <ATen/cuda/CUDAContextLight.h>
 #include <cuda_runtime.h>
 
-#include "device/wgmma.cuh"
+#include "device/hopper/wgmma.cuh"
 
-namespace htree::device {
+namespace htree {
+namespace device {
 
 // Has static shared memory where the bodies are compiled in: sm_90a, not sm_90 or PTX that the driver
 // compiled.
@@ -28,4 +30,17 @@ inline bool hopper_kernels_compiled() {
   return attributes.sharedSizeBytes > 0;
 }
 
-}  // namespace htree::device
+}  // namespace device
+
+// Of the current device. The library is asked once, by the first call on an sm_90 device: another device of
+// the process must not answer for it.
+inline bool has_hopper_kernels() {
+  const cudaDeviceProp* properties = at::cuda::getCurrentDeviceProperties();
+  if (properties->major != 9 || properties->minor != 0) {
+    return false;
+  }
+  static const bool compiled = device::hopper_kernels_compiled();
+  return compiled;
+}
+
+}  // namespace htree

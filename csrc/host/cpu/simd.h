@@ -1,8 +1,33 @@
-// One vector type per instruction set, in a namespace of its own (HTREE_ISA), written with the compiler's
-// vector extensions so that one source serves every level. Included through simd_baseline.h, simd_avx2.h or
-// simd_avx512.h. Not at::vec: its width is fixed by torch's own build macros, and an extension cannot
-// dispatch over it at run time.
+// Vectors of one instruction set, in a namespace of its own (HTREE_ISA), written with the compiler's vector
+// extensions so that one source serves every level. Not at::vec: its width is fixed by torch's own build
+// macros, and an extension cannot dispatch over it at run time.
+//
+// The first include of a file of CPU kernels, which defines HTREE_BASELINE, HTREE_AVX2, HTREE_AVX512 or
+// HTREE_AVX512_BF16 above it: from here to the end of the file the compiler may use those instructions.
+// Standard headers come before the pragma and the kernels use no inline function of theirs, or the linker
+// could keep an AVX-512 copy of a shared inline function for the whole process.
 #pragma once
+
+#include "host/cpu/simd_prelude.h"
+
+#if defined(HTREE_AVX512_BF16)
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,prefer-vector-width=512")
+#define HTREE_ISA isa_avx512_bf16
+#define HTREE_LANES 16
+#elif defined(HTREE_AVX512)
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,prefer-vector-width=512")
+#define HTREE_ISA isa_avx512
+#define HTREE_LANES 16
+#elif defined(HTREE_AVX2)
+#pragma GCC target("avx2,fma,f16c")
+#define HTREE_ISA isa_avx2
+#define HTREE_LANES 8
+#elif defined(HTREE_BASELINE)  // what the compiler targets by default (SSE2, NEON, ...)
+#define HTREE_ISA isa_baseline
+#define HTREE_LANES 4
+#else
+#error "define the instruction set above host/cpu/simd.h"
+#endif
 
 namespace htree::HTREE_ISA {
 
@@ -249,6 +274,44 @@ inline T from_float(float x) {
   T y;
   store_partial(&y, splat(x), 1);
   return y;
+}
+
+// ---- by storage type: one row kernel serves fp32, fp16, bf16 (float lanes) and fp64 (double lanes)
+
+// How much of a vector a step touches: all of it, or `count` elements at the end of a row.
+struct AllLanes {};
+struct SomeLanes {
+  int count;
+};
+
+template <typename T>
+inline VecOf<T> load_lanes(const T* p, AllLanes) {
+  return load(p);
+}
+template <typename T>
+inline VecOf<T> load_lanes(const T* p, SomeLanes lanes) {
+  return load_partial(p, lanes.count, 0);  // missing lanes are 0
+}
+template <typename T>
+inline void store_lanes(T* p, VecOf<T> x, AllLanes) {
+  store(p, x);
+}
+template <typename T>
+inline void store_lanes(T* p, VecOf<T> x, SomeLanes lanes) {
+  store_partial(p, x, lanes.count);
+}
+
+// Calls step(i, lanes) for the vectors of a row of `width` elements of type T.
+template <typename T, typename Step>
+inline void for_vectors(int64_t width, Step&& step) {
+  constexpr int kWidth = kLanesOf<VecOf<T>>;
+  int64_t i = 0;
+  for (; i + kWidth <= width; i += kWidth) {
+    step(i, AllLanes{});
+  }
+  if (i < width) {
+    step(i, SomeLanes{static_cast<int>(width - i)});
+  }
 }
 
 }  // namespace htree::HTREE_ISA

@@ -4,7 +4,7 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
-#include "host/simd_prelude.h"
+#include "host/cpu/simd_prelude.h"
 
 namespace htree {
 

@@ -1,5 +1,5 @@
-// Descriptors of tensor copies (device/tma.cuh). The driver's encoder is fetched through the runtime, so that
-// the library does not link libcuda, which machines without a GPU lack. Torch-free.
+// Descriptors of tensor copies (device/hopper/tma.cuh). The driver's encoder is fetched through the runtime,
+// so that the library does not link libcuda, which machines without a GPU lack. Torch-free.
 #pragma once
 
 #include <cuda.h>
@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+
+#include "device/hopper/operand_copy.cuh"
 
 namespace htree {
 
@@ -86,8 +88,9 @@ inline CUtensorMap make_tensor_map(const TensorBox& b) {
   return map;
 }
 
-// Boxes of 128 bytes x `box_rows` rows of a row-major matrix, as the rings of device/gemm_pipeline.cuh take
-// them. `type` has one byte (UINT8) or two; `columns` counts elements, `pitch_bytes` is a multiple of 16.
+// Boxes of 128 bytes x `box_rows` rows of a row-major matrix, as the rings of device/hopper/gemm_pipeline.cuh
+// take them. `type` has one byte (UINT8) or two; `columns` counts elements, `pitch_bytes` is a multiple of
+// 16.
 inline CUtensorMap row_major_map(const void* data, CUtensorMapDataType type, int64_t rows, int64_t columns,
                                  int64_t pitch_bytes, int box_rows) {
   TensorBox box;
@@ -99,6 +102,16 @@ inline CUtensorMap row_major_map(const void* data, CUtensorMapDataType type, int
   box.box[0] = type == CU_TENSOR_MAP_DATA_TYPE_UINT8 ? 128 : 64;
   box.box[1] = static_cast<uint32_t>(box_rows);
   return make_tensor_map(box);
+}
+
+// Descriptors for the copies of device/hopper/operand_copy.cuh: of a row-major matrix as row_major_map()
+// takes it, for tiles of `tile_rows` rows, of which a copy brings `copied_rows`, a share.
+inline device::OperandMaps operand_maps(const void* data, CUtensorMapDataType type, int64_t rows,
+                                        int64_t columns, int64_t pitch_bytes, int tile_rows,
+                                        int copied_rows) {
+  const int rest = static_cast<int>(rows % tile_rows);
+  return {row_major_map(data, type, rows, columns, pitch_bytes, copied_rows),
+          row_major_map(data, type, rows, columns, pitch_bytes, rest == 0 ? tile_rows : rest)};
 }
 
 }  // namespace htree

@@ -1,4 +1,4 @@
-// 16, 8 or 4 bytes at an address in the shared window.
+// Shared memory by its address in the shared window, as the instructions that name it take it.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -6,6 +6,20 @@
 #include <cstdint>
 
 namespace htree::device {
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// The 128-byte swizzle wants its tiles aligned to 1024 bytes; dynamic shared memory is not. A launch asks for
+// kSharedAlignment bytes more than its Shared.
+constexpr int kSharedAlignment = 1024;
+
+template <class Shared>
+__device__ __forceinline__ Shared& align_shared(uint8_t* raw) {
+  constexpr uintptr_t kMask = kSharedAlignment - 1;
+  return *reinterpret_cast<Shared*>((reinterpret_cast<uintptr_t>(raw) + kMask) & ~kMask);
+}
 
 // `address` is a multiple of 16.
 __device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
