@@ -49,7 +49,7 @@ case $mode in
         *) options+=("$argument") ;;
       esac
     done
-    [ ${#files[@]} -gt 0 ] || files=(tests/test_sanitize*.py)
+    [ ${#files[@]} -gt 0 ] || files=(tests/*/test_sanitize*.py)
     for tool in memcheck racecheck; do
       for file in "${files[@]}"; do
         PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout "$limit" compute-sanitizer --tool "$tool" --error-exitcode 86 \

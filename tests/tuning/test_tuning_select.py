@@ -25,7 +25,7 @@ from htree_ops.tuning import (
 )
 from htree_ops.tuning.cache import cache_dir
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)

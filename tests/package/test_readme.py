@@ -14,7 +14,7 @@ import htree_ops
 from htree_ops.bench import readme_table
 from htree_ops.info import op_names
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 
 
@@ -65,7 +65,7 @@ def test_the_table_names_every_switch():
     for pattern in (
         "setup.py",
         "htree_ops/**/*.py",
-        "tests/*.py",
+        "tests/**/*.py",
         "csrc/**/*.h",
         "csrc/**/*.cpp",
         "csrc/**/*.cu",

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-FOLDER = Path(__file__).resolve().parents[1] / "examples"
+FOLDER = Path(__file__).resolve().parents[2] / "examples"
 SMALL = {"context": 192, "batch": 2, "layers": 2, "dim": 64, "heads": 1, "kv_heads": 1}
 FLAGS = "--device cpu --train-steps 25 --prompt-bytes 100 --bytes 80 --write-bytes 12 --window 8 --chunk 16"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-PATH = Path(__file__).resolve().parents[1] / "benchmarks" / "twin_traffic.py"
+PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "twin_traffic.py"
 spec = importlib.util.spec_from_file_location("twin_traffic", PATH)
 assert spec is not None
 assert spec.loader is not None

@@ -15,7 +15,7 @@ import torch
 
 import htree_ops
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "train_lm.py"
 MODEL = "--layers 2 --dim 48 --heads 2 --kv-heads 1 --compression-rate 4 --top-k 8 --max-top-nodes 24"
 TINY = f"--device cpu {MODEL} --context 256 --batch 4 --eval-windows 2 --time-lengths none --sample-bytes 0"

@@ -15,7 +15,7 @@ import htree_ops.testing
 from htree_ops.testing.devices import cuda_missing, poisoned_memory, require_cuda
 
 PACKAGE_PARENT = Path(htree_ops.testing.__file__).resolve().parents[2]
-CONFTEST = Path(__file__).with_name("conftest.py")
+CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
 
 SAMPLE = """
 import pytest

@@ -21,7 +21,7 @@ from htree_ops.testing.cases import Case, normal
 from htree_ops.testing.causal_softmax_cases import CausalSoftmaxBackwardCase, CausalSoftmaxCase
 from htree_ops.testing.compare import assert_close_spec
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class FakeCounter:

@@ -26,7 +26,7 @@ from htree_ops.bench.plain_rows import print_rows
 from htree_ops.bench.progress import progress
 from htree_ops.command_line import output_file
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 ROW = results.Row(
     gpu="Some GPU",
     cpu="some CPU, 2 threads",

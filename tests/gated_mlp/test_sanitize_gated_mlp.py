@@ -1,4 +1,4 @@
-"""Every CUDA kernel of the gated_mlp room once at a small size, for compute-sanitizer; see test_sanitize.py."""
+"""Every CUDA kernel of the gated_mlp room once at a small size, for compute-sanitizer."""
 
 from __future__ import annotations
 

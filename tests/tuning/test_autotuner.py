@@ -298,7 +298,7 @@ def test_a_functions_key_is_the_same_in_another_process() -> None:
     )
     runs = [
         subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, check=True,
-                       capture_output=True, text=True, cwd=Path(__file__).parents[1]).stdout
+                       capture_output=True, text=True, cwd=Path(__file__).parents[2]).stdout
         for seed in ("1", "2")
     ]  # fmt: skip
     assert runs[0] == runs[1] != ""

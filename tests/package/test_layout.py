@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MAX_LINES, MAX_README_LINES = 500, 250
+MAX_TOP_TESTS = 15
 SOURCE = {".py", ".cpp", ".cu", ".cuh", ".h"}
 FOLDERS = "csrc|htree_ops|tests|benchmarks|examples|docs"
 ROW_FACTS = ("gpu", "torch", "commit", "baseline")
@@ -108,9 +110,20 @@ def rooms_are_complete(tree: Tree) -> list[str]:
         missing.append(f"htree_ops/ops/{room}.py")
         reference = f"htree_ops/reference/{room}"
         missing.append(f"{reference}/__init__.py" if (tree.root / reference).is_dir() else f"{reference}.py")
-        if not any(re.fullmatch(rf"tests/test_{room}\w*\.py", name) for name in tree.files):
-            missing.append(f"tests/test_{room}.py")
+        if not any(re.fullmatch(rf"tests/{room}/test_\w+\.py", name) for name in tree.files):
+            missing.append(f"tests/{room}/test_{room}.py")
     return [f"{name} is missing" for name in missing if name not in tree.files]
+
+
+def the_top_holds_few_tests(tree: Tree) -> list[str]:
+    """Few files at the top; names that differ, because pytest imports the test files by their names alone."""
+    inside = [name for name in tree.files if name.startswith("tests/")]
+    top = sum(name.count("/") == 1 for name in inside)
+    complaints = [f"tests/ holds {top} files, at most {MAX_TOP_TESTS}"] if top > MAX_TOP_TESTS else []
+    names = Counter(Path(name).name for name in inside if name.endswith(".py"))
+    return complaints + [
+        f"tests/: {count} files are named {name}" for name, count in names.items() if count > 1
+    ]
 
 
 def results_say_where_they_come_from(tree: Tree) -> list[str]:
@@ -145,6 +158,7 @@ RULES: list[Callable[[Tree], list[str]]] = [
     kernels_know_no_torch,
     documents_name_existing_files,
     rooms_are_complete,
+    the_top_holds_few_tests,
     results_say_where_they_come_from,
     ci_runs_the_test_command,
 ]
@@ -157,7 +171,7 @@ def test_this_repository(rule):
 
 GOOD_ROW = {"gpu": "Some GPU", "torch": "2.11", "commit": "0123", "baseline": "eager"}
 GOOD = {
-    "README.md": "See `csrc/ops/room/room.h` and [the case](tests/test_room.py), not `docs/<name>.md`.\n",
+    "README.md": "See `csrc/ops/room/room.h` and [the case](tests/room/test_room.py), not `docs/<name>.md`.\n",
     ".ci/run": "set -e\nmake test\n",
     "csrc/ops/room/room.h": "",
     "csrc/ops/room/room.cpp": "#include <torch/library.h>\n",
@@ -171,8 +185,8 @@ GOOD = {
     "htree_ops/ops/staged.py": "",
     "htree_ops/reference/room.py": "",
     "htree_ops/reference/staged/__init__.py": "",
-    "tests/test_room.py": "",
-    "tests/test_staged_build.py": "",
+    "tests/room/test_room.py": "",
+    "tests/staged/test_staged_build.py": "",
     "benchmarks/results/rows.json": json.dumps([GOOD_ROW]),
     "benchmarks/results/more.json": json.dumps({"note": "", "rows": [GOOD_ROW]}),
 }
@@ -218,8 +232,22 @@ def test_a_tree_that_keeps_the_rules(tmp_path):
         (rooms_are_complete, {"csrc/ops/room/room_cpu.cpp": None}, "room_cpu.cpp is missing"),
         (rooms_are_complete, {"csrc/ops/staged/build/build_cuda.cu": None}, "build/build_cuda.cu is missing"),
         (rooms_are_complete, {"htree_ops/reference/room.py": None}, "reference/room.py is missing"),
-        (rooms_are_complete, {"tests/test_staged_build.py": None}, "tests/test_staged.py is missing"),
+        (
+            rooms_are_complete,
+            {"tests/staged/test_staged_build.py": None},
+            "tests/staged/test_staged.py is missing",
+        ),
         (rooms_are_complete, dict.fromkeys(name for name in GOOD if "csrc/ops" in name), "no room"),
+        (
+            the_top_holds_few_tests,
+            {f"tests/test_{i}.py": "" for i in range(16)},
+            "tests/ holds 16 files, at most 15",
+        ),
+        (
+            the_top_holds_few_tests,
+            {"tests/room/test_staged_build.py": ""},
+            "2 files are named test_staged_build.py",
+        ),
         (
             results_say_where_they_come_from,
             {"benchmarks/results/rows.json": json.dumps([GOOD_ROW, GOOD_ROW | {"commit": ""}])},

@@ -15,7 +15,7 @@ import pytest
 import htree_ops
 from htree_ops import _load
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 in_checkout = pytest.mark.skipif(not (ROOT / "setup.py").is_file(), reason="needs the source tree")
 
 
