@@ -20,7 +20,7 @@ endif
 
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml htree_ops/version.py
 
-.PHONY: help demo test test-gpu bench sanitize lint format wheel cuda-build clean preflight
+.PHONY: help demo test test-gpu bench bits sanitize lint format wheel cuda-build clean preflight
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -40,6 +40,9 @@ sanitize: $(READY) ## compute-sanitizer memcheck and racecheck over small calls 
 
 bench: $(READY) ## every benchmark beside its baseline: OUT=folder for results
 	benchmarks/run.sh "$(OUT)" "$(LIMIT)" "$(PY)" $(ARGS)
+
+bits: $(READY) ## digests of what every op computes, against those in tests/bits: ARGS=--help
+	$(PY) -m htree_ops.testing.bits $(ARGS)
 
 lint: $(VENV)/.installed ## ruff, mypy and clang-format, changing nothing
 	$(PY) -m ruff check .
