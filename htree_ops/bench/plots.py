@@ -4,17 +4,53 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from htree_ops.bench.results import Row
 
-__all__ = ["MissingMatplotlibError", "bars", "lengths", "load_matplotlib", "place", "roofline", "time_us"]
+__all__ = [
+    "THEMES",
+    "MissingMatplotlibError",
+    "bars",
+    "lengths",
+    "load_matplotlib",
+    "place",
+    "roofline",
+    "time_us",
+]
 
-#: Colours that differ in brightness as well, for readers who see fewer hues.
-COLOURS = ("#0b5fa5", "#e07b00", "#2a9d5c", "#b5179e", "#6c757d", "#c1121f", "#3a0ca3", "#8d6e00")
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours of a picture. Those of curves differ in brightness as well, for readers who see fewer hues."""
+
+    page: str
+    ink: str
+    muted: str
+    grid: str
+    curves: tuple[str, ...]
+
+
+THEMES = {
+    "light": Theme(
+        page="#ffffff",
+        ink="#1c2733",
+        muted="#5b6770",
+        grid="#d9dee3",
+        curves=("#0b5fa5", "#e07b00", "#2a9d5c", "#b5179e", "#6c757d", "#c1121f", "#3a0ca3", "#8d6e00"),
+    ),
+    "dark": Theme(
+        page="#0d1117",
+        ink="#e6edf3",
+        muted="#9aa6b2",
+        grid="#262d36",
+        curves=("#4aa8ff", "#ffa940", "#4fd18b", "#f078d8", "#aab4be", "#ff7b72", "#b39bff", "#d9b300"),
+    ),
+}
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<")
-INK, MUTED, GRID = "#1c2733", "#5b6770", "#d9dee3"
+INK, COLOURS = THEMES["light"].ink, THEMES["light"].curves
 #: Longest list of bars in one picture; cases in which the baseline is faster come on top.
 MAX_BARS = 36
 
@@ -23,8 +59,8 @@ class MissingMatplotlibError(RuntimeError):
     """matplotlib is not installed; it is needed for pictures alone."""
 
 
-def load_matplotlib() -> Any:
-    """matplotlib.pyplot without a display.
+def load_matplotlib(theme: str = "light") -> Any:
+    """matplotlib.pyplot without a display, in the colours of a key of ``THEMES``.
 
     Raises:
         MissingMatplotlibError: it is not installed.
@@ -38,20 +74,22 @@ def load_matplotlib() -> Any:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    colours = THEMES[theme]
     plt.rcParams.update(
         {
             "font.size": 11,
-            "axes.edgecolor": MUTED,
-            "axes.labelcolor": INK,
+            "axes.facecolor": colours.page,
+            "axes.edgecolor": colours.muted,
+            "axes.labelcolor": colours.ink,
             "axes.grid": True,
             "axes.axisbelow": True,
-            "grid.color": GRID,
+            "grid.color": colours.grid,
             "grid.linewidth": 0.7,
-            "text.color": INK,
-            "xtick.color": INK,
-            "ytick.color": INK,
+            "text.color": colours.ink,
+            "xtick.color": colours.ink,
+            "ytick.color": colours.ink,
             "legend.frameon": False,
-            "figure.facecolor": "white",
+            "figure.facecolor": colours.page,
             "savefig.dpi": 100,
         }
     )
@@ -75,10 +113,10 @@ def place(rows: Sequence[Row]) -> str:
 def _finish(plt: Any, figure: Any, axes: Any, rows: Sequence[Row], title: str, path: Path) -> Path:
     axes.set_title(title, loc="left", fontsize=12.5, fontweight="bold", pad=24)
     where = {"xy": (0, 1), "xycoords": "axes fraction", "xytext": (0, 7), "textcoords": "offset points"}
-    axes.annotate(place(rows), **where, fontsize=9, color=MUTED, va="bottom")
+    axes.annotate(place(rows), **where, fontsize=9, color=plt.rcParams["axes.edgecolor"], va="bottom")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    figure.savefig(path, bbox_inches="tight", facecolor="white")
+    figure.savefig(path, bbox_inches="tight", facecolor=plt.rcParams["figure.facecolor"])
     plt.close(figure)
     _reduce_colours(path)
     return path
@@ -185,31 +223,71 @@ def _tokens(count: int) -> str:
     return f"{count >> 20}M" if count % (1 << 20) == 0 else f"{count >> 10}k"
 
 
-def lengths(rows: Sequence[Row], path: Path) -> Path | None:
-    """Time of tree attention against T beside the dense baselines of the same run; forward only."""
-    used = _one_family(rows)
+def _milliseconds(value: float) -> str:
+    return f"{value:g} ms" if value < 1000 else f"{value / 1000:g} s"
+
+
+#: What the curve of a baseline is called whose time on one head was multiplied by the number of heads.
+ONE_HEAD = "computed from one head"
+
+
+def _curves(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
+    """Milliseconds by length of each curve; under load where that was taken, because that is what a user sees.
+
+    A baseline that was timed on 1 of n heads counts n times, as a curve of its own that says so: no point of the
+    picture stands for a part of the work.
+    """
+    curves: dict[str, dict[int, float]] = {}
+    for row in rows:
+        stride = re.search(r"\bs=(\d+)", row.shapes)
+        length = _length(row)
+        ours = row.sustained_us or time_us(row)
+        curves.setdefault(f"htree_ops, stride {stride.group(1) if stride else '1'}", {})[length] = ours / 1e3
+        theirs = (row.baseline_sustained_us or row.baseline_median_us) / 1e3
+        name = row.baseline
+        if one_head := re.fullmatch(r"(.*), 1 of (\d+) heads", name):
+            name, theirs = f"{one_head.group(1)}, {ONE_HEAD}", theirs * int(one_head.group(2))
+        curve = curves.setdefault(name, {})
+        curve[length] = min(curve.get(length, float("inf")), theirs)
+    return curves
+
+
+def lengths(
+    rows: Sequence[Row], path: Path, *, theme: str = "light", baseline: str | None = None
+) -> Path | None:
+    """Time of tree attention against T beside the dense baselines of the same run; forward only.
+
+    Args:
+        theme: a key of ``THEMES``.
+        baseline: draw only baselines whose names begin so.
+    """
+    used = [row for row in _one_family(rows) if row.baseline.startswith(baseline or "")]
     if not used:
         return None
-    points: dict[str, dict[int, float]] = {}
-    for row in used:
-        stride = re.search(r"\bs=(\d+)", row.shapes)
-        ours = f"htree_ops, stride {stride.group(1) if stride else '1'}"
-        points.setdefault(ours, {})[_length(row)] = time_us(row)
-        theirs = points.setdefault(row.baseline, {})
-        theirs[_length(row)] = min(theirs.get(_length(row), float("inf")), row.baseline_median_us)
-    plt = load_matplotlib()
-    figure, axes = plt.subplots(figsize=(8.8, 5.2))
-    unit, scale = ("ms", 1e3) if max(max(p.values()) for p in points.values()) < 2e6 else ("s", 1e6)
+    plt = load_matplotlib(theme)
+    colours = THEMES[theme]
+    figure, axes = plt.subplots(figsize=(8.8, 5.4))
+    points = _curves(used)
     names = sorted(points, key=lambda name: (not name.startswith("htree_ops"), len(name), name))
-    for index, name in enumerate(names):
-        own = name.startswith("htree_ops")
+    families = list(dict.fromkeys(name.removesuffix(f", {ONE_HEAD}") for name in names))
+    for name in names:
+        family = name.removesuffix(f", {ONE_HEAD}")
+        index = families.index(family)
+        colour = colours.curves[index % len(colours.curves)]
+        own, computed = name.startswith("htree_ops"), name != family
         steps = sorted(points[name].items())
+        if computed and family in points:  # a thin line from the last length that was measured on all heads
+            last = max(points[family].items())
+            xs, ys = zip(last, steps[0], strict=True)
+            axes.plot(xs, ys, color=colour, linestyle=":", linewidth=1.6, label="_between")
         axes.plot(
             [length for length, _ in steps],
-            [value / scale for _, value in steps],
+            [value for _, value in steps],
             marker=MARKERS[index % len(MARKERS)],
-            color=COLOURS[index % len(COLOURS)],
-            linestyle="-" if own else "--",
+            markersize=7,
+            markerfacecolor=colours.page if computed else colour,
+            color=colour,
+            linestyle="-" if own else ":" if computed else "--",
             linewidth=2.2 if own else 1.6,
             label=name,
         )
@@ -217,15 +295,25 @@ def lengths(rows: Sequence[Row], path: Path) -> Path | None:
     axes.set_yscale("log")
     ticks = sorted({length for steps in points.values() for length in steps})
     axes.set_xticks(ticks, [_tokens(t) for t in ticks])
-    axes.yaxis.set_major_locator(plt.LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(plt.FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_locator(plt.LogLocator(subs=(1,)))
+    axes.yaxis.set_minor_locator(plt.LogLocator(subs=(2, 5)))
+    axes.yaxis.set_major_formatter(plt.FuncFormatter(lambda value, _: _milliseconds(value)))
     axes.yaxis.set_minor_formatter(plt.NullFormatter())
-    axes.set_xlabel("sequence length T, tokens (1k = 1024)")
-    axes.set_ylabel(f"time of the forward, {unit} (lower is better)")
+    axes.set_xlabel("sequence length in tokens (1k = 1024)")
+    axes.set_ylabel("time of one forward call (lower is better)")
     axes.legend(loc="upper left", fontsize=10)
-    sizes = re.sub(r"B=1 |(T|T_q)=\d+ | s=\d+", "", used[0].shapes)
-    title = f"Tree attention against dense causal attention\n{sizes}, {used[0].dtype}"
+    title = f"Forward time of tree attention and of dense causal attention\n{_sizes(used[0])}"
     return _finish(plt, figure, axes, used, title, path)
+
+
+def _sizes(row: Row) -> str:
+    """Heads, widths and options of a case in words: ``32 query heads, 4 K/V heads of 128, ...``."""
+    found = dict(re.findall(r"(\w+)=(\S+)", row.shapes))
+    heads, _, kv_heads = found.get("H", "").partition("/")
+    return (
+        f"{heads} query heads, {kv_heads or heads} K/V heads, width {found.get('K')}, r = {found.get('r')}, "
+        f"k = {found.get('k')}, M = {found.get('M')}, {row.dtype}"
+    )
 
 
 def bars(rows: Sequence[Row], path: Path) -> Path | None:

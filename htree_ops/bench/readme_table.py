@@ -1,8 +1,8 @@
 """Writes the measured results of ``benchmarks/results/*.json`` into the README and ``docs/results.md``.
 
-The README gets the first case of every op on a GPU, ``docs/results.md`` every machine and the slowest cases of each
-op. Run: ``python -m htree_ops.bench.readme_table`` after committing results; ``--check`` changes nothing and fails
-where a document differs.
+The README gets tree attention beside dense attention, ``docs/results.md`` the first case of every op on a GPU, then
+every machine and the slowest cases of each op. Run ``python -m htree_ops.bench.readme_table`` after committing
+results; ``--check`` changes nothing and fails where a document differs.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BEGIN", "END", "read_rows", "render", "render_headlines", "replace_section"]
+__all__ = ["markers", "read_rows", "render", "render_headlines", "render_summary", "replace_section"]
 
-BEGIN, END = "<!-- results -->", "<!-- /results -->"
 #: The slowest cases of an op and dtype that ``docs/results.md`` shows; the files have all of them.
 CASES_PER_OP = 4
 NOTHING = "No figures are recorded: `make bench` measures them."
@@ -118,7 +117,7 @@ def _beside_others(rows: Sequence[Entry]) -> tuple[float, list[float]]:
     return float(rows[0][name]), [float(row[f"baseline_{name}"]) for row in rows]
 
 
-#: Lines of an op in the README for cases that only other functions are timed beside.
+#: Lines of an op among the headlines for cases that only other functions are timed beside.
 HEADLINE_YARDSTICKS = 6
 DENSE = "dense SDPA, cuDNN"
 #: Parts of tree attention: in ``docs/results.md``, no headlines.
@@ -147,7 +146,51 @@ def _crossovers(rows: Iterable[Entry]) -> str:
             clauses.append(f"{round(length / 1000)} thousand tokens with `selection_stride={stride}`")
     if not clauses:
         return ""
-    return f"Tree attention is faster than {DENSE} from about {' and '.join(clauses)} on."
+    return f"Tree attention is faster than dense attention by cuDNN from about {' and '.join(clauses)} on."
+
+
+#: Lengths of the README's table.
+SUMMARY_LENGTHS = (8192, 32768, 131072, 1048576)
+ONE_HEAD = re.compile(re.escape(DENSE) + r", 1 of (\d+) heads")
+
+
+def render_summary(files: dict[str, list[Entry]]) -> str:
+    """The README's section: tree attention beside dense attention by length and direction, and where they cross.
+
+    The fastest time of a line is bold. Dense attention that was timed on one of n heads counts n times, and its cell
+    says so.
+    """
+    rows = [row for rows in files.values() for row in rows if row["gpu"] != "none"]
+    times: dict[tuple[bool, int], dict[str, tuple[float, str]]] = {}
+    for row in rows:
+        found = re.fullmatch(r"T(\d+)_s(\d+)", row["case"])
+        one_head = ONE_HEAD.fullmatch(row["baseline"])
+        if not found or not (one_head or row["baseline"] == DENSE) or int(found[1]) not in SUMMARY_LENGTHS:
+            continue
+        if row["op"] not in ("tree_attention", "tree_attention_backward"):
+            continue
+        cells = times.setdefault((row["op"].endswith("backward"), int(found[1])), {})
+        cells[f"stride {found[2]}"] = (_sustained_or_median(row), "")
+        heads = int(one_head[1]) if one_head else 1
+        note = f" ({heads} × one head)" if one_head else ""
+        cells.setdefault(DENSE, (_sustained_or_median(row, "baseline_") * heads, note))
+    if not times:
+        return NOTHING
+    names = sorted(
+        {name for cells in times.values() for name in cells} - {DENSE}, key=lambda name: int(name[7:])
+    )
+    names.append(DENSE)
+    lines = [f"| tokens | call | {' | '.join(names)} |", "|---:|---|" + "---:|" * len(names)]
+    for (is_backward, length), cells in sorted(times.items()):
+        fastest = min(cells.values())
+        texts = {name: f"{_time(cell[0])}{cell[1]}" for name, cell in cells.items()}
+        texts = {name: f"**{text}**" if cells[name] == fastest else text for name, text in texts.items()}
+        columns = (f"{length:,}".replace(",", " "), "backward" if is_backward else "forward")
+        lines.append(f"| {' | '.join((*columns, *(texts.get(name, '') for name in names)))} |")
+    machines = " and ".join(
+        dict.fromkeys(_machine(row) for row in rows if row["op"].startswith("tree_attention"))
+    )
+    return "\n\n".join(filter(None, ("\n".join(lines), _crossovers(rows), f"Measured on {machines}.")))
 
 
 def _yardsticks(rows: Iterable[Entry], most: int | None = None) -> str:
@@ -240,9 +283,9 @@ def render(files: dict[str, list[Entry]], folder: str) -> str:
 
 
 def render_headlines(files: dict[str, list[Entry]], folder: str) -> str:
-    """The README's section: the first case of every op on a GPU, then the first of those with yardsticks only.
+    """The first section of ``docs/results.md``: the first case of every op on a GPU, stages left out.
 
-    Stages are left out.
+    Then the first cases of those with yardsticks only.
     """
     on_gpu = {
         name: [row for row in rows if row["gpu"] != "none" and row["op"] not in STAGES]
@@ -251,7 +294,6 @@ def render_headlines(files: dict[str, list[Entry]], folder: str) -> str:
     lines = [_line(row) for rows in on_gpu.values() for row in _first_cases(_fastest_equals(rows))]
     parts = [f"{HEADER}\n" + "\n".join(lines)] if lines else []
     parts += [others for rows in on_gpu.values() if (others := _yardsticks(rows, HEADLINE_YARDSTICKS))]
-    parts += [sentence for rows in on_gpu.values() if (sentence := _crossovers(rows))]
     machines: dict[str, list[str]] = {}
     for name, rows in on_gpu.items():
         for here in _by_place(rows).values():
@@ -260,17 +302,23 @@ def render_headlines(files: dict[str, list[Entry]], folder: str) -> str:
     return "\n\n".join(parts) or NOTHING
 
 
-def replace_section(readme: str, section: str) -> str:
-    """A document's text with ``section`` between the markers.
+def markers(name: str) -> tuple[str, str]:
+    """What stands before and after a written section."""
+    return f"<!-- {name} -->", f"<!-- /{name} -->"
+
+
+def replace_section(document: str, section: str, name: str = "results") -> str:
+    """A document's text with ``section`` between the markers of ``name``.
 
     Raises:
         ValueError: the markers are missing or not once each in order.
     """
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in rest or END in after:
-        raise ValueError(f"the document must hold {BEGIN} and {END} once, in this order")
-    return f"{before}{BEGIN}\n{section}\n{END}{after}"
+    begin_mark, end_mark = markers(name)
+    before, begin, rest = document.partition(begin_mark)
+    _, end, after = rest.partition(end_mark)
+    if not begin or not end or begin_mark in rest or end_mark in after:
+        raise ValueError(f"the document must hold {begin_mark} and {end_mark} once, in this order")
+    return f"{before}{begin_mark}\n{section}\n{end_mark}{after}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -280,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--readme",
         type=Path,
         default=Path("README.md"),
-        help="file of the headlines to write (default %(default)s)",
+        help="file of the short table to write (default %(default)s)",
     )
     parser.add_argument(
         "--document",
@@ -302,12 +350,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         files = read_rows(arguments.results)
         folder = arguments.results.as_posix()
         changed: dict[Path, str] = {}
-        for path, section in (
-            (arguments.readme, render_headlines(files, folder)),
-            (arguments.document, render(files, folder)),
+        readme, document = arguments.readme.read_text(), arguments.document.read_text()
+        new_document = replace_section(document, render_headlines(files, folder), "headlines")
+        for path, old, new in (
+            (arguments.readme, readme, replace_section(readme, render_summary(files))),
+            (arguments.document, document, replace_section(new_document, render(files, folder))),
         ):
-            old = path.read_text()
-            if (new := replace_section(old, section)) != old:
+            if new != old:
                 changed[path] = new
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)

@@ -99,12 +99,32 @@ def test_a_curve_is_one_problem_at_several_lengths(monkeypatch, tmp_path):
     monkeypatch.setattr(plt, "close", lambda figure: drawn.update(curves(figure)))
     assert plots.lengths([*others, *TREE], tmp_path / "lengths.png")
     assert drawn == {
-        "htree_ops, stride 1": [32.768e-3, 65.536e-3],
-        "htree_ops, stride 16": [pytest.approx(16 * 32.768e-3), pytest.approx(16 * 65.536e-3)],
-        "dense SDPA, cuDNN": [8.192e-3, 16.384e-3],
-        "dense SDPA, FlashAttention-2": [8.192e-3, 16.384e-3],
+        "htree_ops, stride 1": pytest.approx([32.768e-3, 65.536e-3]),
+        "htree_ops, stride 16": pytest.approx([16 * 32.768e-3, 16 * 65.536e-3]),
+        "dense SDPA, cuDNN": pytest.approx([8.192e-3, 16.384e-3]),
+        "dense SDPA, FlashAttention-2": pytest.approx([8.192e-3, 16.384e-3]),
     }
     assert plots.lengths([r for r in TREE if "T=32768" in r.shapes], tmp_path / "point.png") is None
+
+
+def test_a_baseline_on_one_head_counts_for_all_of_them(monkeypatch, tmp_path):
+    """What was timed on one of 32 heads is drawn 32 times as long, as a curve that says so."""
+    alone = [
+        dataclasses.replace(
+            TREE[0],
+            shapes=SHAPES.format(T=131072, s=stride),
+            baseline="dense SDPA, cuDNN, 1 of 32 heads",
+            baseline_median_us=10.0,
+        )
+        for stride in (1, 16)
+    ]
+    drawn: dict[str, list[float]] = {}
+    plt = plots.load_matplotlib()
+    monkeypatch.setattr(plt, "close", lambda figure: drawn.update(curves(figure)))
+    path = plots.lengths([*TREE, *alone], tmp_path / "a.png", theme="dark", baseline="dense SDPA, cuDNN")
+    assert path == tmp_path / "a.png"
+    assert drawn["dense SDPA, cuDNN, computed from one head"] == pytest.approx([0.32])
+    assert not any("1 of" in name or "FlashAttention" in name for name in drawn)
 
 
 def curves(figure):
