@@ -86,7 +86,7 @@ def kernels_know_no_torch(tree: Tree) -> list[str]:
 def documents_name_existing_files(tree: Tree) -> list[str]:
     missing = []
     for document in tree.with_suffix(".md"):
-        for name in sorted(set(re.findall(rf"[`(]((?:{FOLDERS})/[\w./-]+)[`)#]", tree.text(document)))):
+        for name in sorted(set(re.findall(rf"[`(\"]((?:{FOLDERS})/[\w./-]+)[`)#\"]", tree.text(document)))):
             if not (tree.root / name).exists():
                 missing.append(f"{document} names {name}, which does not exist")
     return missing
@@ -229,6 +229,7 @@ def test_a_tree_that_keeps_the_rules(tmp_path):
         ),
         (documents_name_existing_files, {"README.md": "`examples/absent.py`"}, "names examples/absent.py"),
         (documents_name_existing_files, {"docs/a.md": "[b](docs/b.md#part)"}, "docs/a.md names docs/b.md"),
+        (documents_name_existing_files, {"README.md": '<img src="docs/a.png">'}, "names docs/a.png"),
         (rooms_are_complete, {"csrc/ops/room/room_cpu.cpp": None}, "room_cpu.cpp is missing"),
         (rooms_are_complete, {"csrc/ops/staged/build/build_cuda.cu": None}, "build/build_cuda.cu is missing"),
         (rooms_are_complete, {"htree_ops/reference/room.py": None}, "reference/room.py is missing"),

@@ -1,8 +1,9 @@
-"""The README is true: its example runs, its ops and switches are those of the code, its figures those of the files."""
+"""The README and its pages are true: examples run, names and switches are the code's, figures those of the files."""
 
 from __future__ import annotations
 
 import csv
+import inspect
 import json
 import re
 from pathlib import Path
@@ -18,17 +19,21 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-def section(title: str) -> str:
-    found = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", README, re.M | re.S)
+def section(title: str, document: str = README) -> str:
+    found = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", document, re.M | re.S)
     assert found, title
     return found.group(1)
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text()
 
 
 def test_the_example_runs_as_printed(capsys):
     blocks = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
     assert blocks
-    assert len(blocks[0].strip().splitlines()) <= 12
-    blocks += re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "usage.md").read_text(), re.M | re.S)
+    assert len(blocks[0].strip().splitlines()) <= 10
+    blocks += re.findall(r"^```python\n(.*?)^```", page("usage.md"), re.M | re.S)
     for block in blocks:
         names: dict[str, object] = {}
         exec(compile(block, "README.md", "exec"), names)
@@ -43,19 +48,29 @@ def test_the_two_commands_are_targets():
     assert {"demo", "test"} <= set(re.findall(r"^    make ([a-z-]+)", README, re.M))
 
 
-def test_the_table_names_every_op():
-    named = set(re.findall(r"^\| `(\w+?)(?:\(.*?)?`", section("Ops"), re.M))
-    named |= set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\|(.*?)\|", section("Ops"), re.M))))
+def test_every_name_can_be_imported():
+    """Names of the README's table, and every other word in code quotes that is no option, file, value or command."""
+    table = re.findall(r"^\| `(\w+)` \|", section("Names"), re.M)
+    assert 10 <= len(table) <= 15
+    for name in table:
+        assert name in htree_ops.__all__, name
+    options = set(inspect.signature(htree_ops.tree_attention).parameters)
+    others = {"htree_ops", "out", "info", "venv"}
+    for name in set(re.findall(r"`([A-Za-z_]+)(?:=\d*)?`", README)) - others:
+        assert name in options or hasattr(htree_ops, name) or name.startswith("HTREE_"), name
+
+
+def test_the_page_of_ops_names_every_op():
+    rows = re.findall(r"^\|(.*?)\|", page("ops.md"), re.M)
+    named = set(re.findall(r"`(\w+)`", "".join(rows)))
     registered = {name.split(".")[0] for name in op_names()}
     modules = {
         name
         for name in htree_ops.__all__
         if isinstance(value := getattr(htree_ops, name), type) and issubclass(value, torch.nn.Module)
     }
-    assert (registered | modules) - named == set(), "not in the README's table"
-    assert named - registered - set(htree_ops.__all__) == set(), (
-        "in the README's table, but not in the package"
-    )
+    assert (registered | modules) - named == set(), "not in the table of docs/ops.md"
+    assert named - registered - set(htree_ops.__all__) == set(), "in the table, but not in the package"
 
 
 def test_the_table_names_every_switch():
@@ -73,18 +88,19 @@ def test_the_table_names_every_switch():
         for path in ROOT.glob(pattern):
             read |= set(code.findall(path.read_text()))
     assert {"HTREE_CUDA", "HTREE_REQUIRE_CUDA", "HTREE_CPU_ISA"} <= read
-    assert set(re.findall(r"^\| `(HTREE_\w+)", section("Switches"), re.M)) == read
+    assert set(re.findall(r"^\| `(HTREE_\w+)", page("switches.md"), re.M)) == read
 
 
 def test_the_figures_are_those_of_the_files():
     folder = ROOT / "benchmarks" / "results"
     files = readme_table.read_rows(folder)
-    results = (ROOT / "docs" / "results.md").read_text()
-    for text, section in (
-        (README, readme_table.render_headlines(files, "benchmarks/results")),
-        (results, readme_table.render(files, "benchmarks/results")),
+    results = page("results.md")
+    for text, name, written in (
+        (README, "results", readme_table.render_summary(files)),
+        (results, "headlines", readme_table.render_headlines(files, "benchmarks/results")),
+        (results, "results", readme_table.render(files, "benchmarks/results")),
     ):
-        assert readme_table.replace_section(text, section) == text, (
+        assert readme_table.replace_section(text, written, name) == text, (
             "run python -m htree_ops.bench.readme_table"
         )
 
@@ -94,7 +110,7 @@ def test_the_errors_of_compression_are_those_of_the_file():
         measured = list(csv.DictReader(file))
     cells = re.findall(
         r"^\| (\d+) % \| (\d+) \| (yes|no) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$",
-        (ROOT / "docs" / "usage.md").read_text(),
+        page("usage.md"),
         re.M,
     )
     assert 2 * len(cells) == len(measured)
@@ -208,43 +224,65 @@ def test_other_functions_stand_side_by_side(tmp_path, render):
         assert f"| `causal_softmax` | {line}" in lines
 
 
-def test_the_length_from_which_the_tree_is_faster(tmp_path):
-    def row(length, stride, ours_ms, dense_ms):
-        return ROW | {
-            "op": "tree_attention",
-            "case": f"T{length}_s{stride}",
-            "baseline": readme_table.DENSE,
-            "baseline_computes_the_same": False,
-            "median_us": ours_ms * 1e3,
-            "baseline_median_us": dense_ms * 1e3,
-        }
+def tree_row(length, stride, ours_ms, dense_ms, **others):
+    row = ROW | {
+        "op": "tree_attention",
+        "case": f"T{length}_s{stride}",
+        "baseline": readme_table.DENSE,
+        "baseline_computes_the_same": False,
+        "median_us": ours_ms * 1e3,
+        "baseline_median_us": dense_ms * 1e3,
+    }
+    return row | others
 
-    rows = [row(64_000, 1, 10, 40), row(16_000, 1, 10, 2.5), row(8000, 16, 8, 2), row(16_000, 16, 8, 8)]
-    rows += [row(8000, 4, 1, 2), row(16_000, 4, 1, 4)]  # faster from the start: nothing to say
+
+def test_the_length_from_which_the_tree_is_faster(tmp_path):
+    rows = [tree_row(64_000, 1, 10, 40), tree_row(16_000, 1, 10, 2.5)]
+    rows += [tree_row(8000, 16, 8, 2), tree_row(16_000, 16, 8, 8), tree_row(8192, 1, 10, 1)]
+    rows += [tree_row(8000, 4, 1, 2), tree_row(16_000, 4, 1, 4)]  # faster from the start: nothing to say
     write(tmp_path, "a.json", rows)
-    text = readme_table.render_headlines(readme_table.read_rows(tmp_path), "r")
+    text = readme_table.render_summary(readme_table.read_rows(tmp_path))
     assert (
         "from about 32 thousand tokens with `selection_stride=1` and 16 thousand tokens with `selection_stride=16` on."
         in text
     )
 
 
+def test_the_summary_compares_whole_calls(tmp_path):
+    """The fastest of a line is bold, and dense attention on one head counts for all of them."""
+    one_head = {"baseline": f"{readme_table.DENSE}, 1 of 32 heads"}
+    rows = [tree_row(8192, 1, 4, 1), tree_row(8192, 16, 2, 1), tree_row(1 << 20, 16, 750, 500, **one_head)]
+    rows += [tree_row(8192, 1, 9, 8, op="tree_attention_backward"), tree_row(9000, 1, 1, 1)]
+    rows += [tree_row(8192, 1, 9, 1, baseline="another"), ROW]
+    write(tmp_path, "a.json", rows)
+    lines = readme_table.render_summary(readme_table.read_rows(tmp_path)).splitlines()
+    assert lines[0] == f"| tokens | call | stride 1 | stride 16 | {readme_table.DENSE} |"
+    assert lines[2:5] == [
+        "| 8 192 | forward | 4.0 ms | 2.0 ms | **1.0 ms** |",
+        "| 1 048 576 | forward |  | **750 ms** | 16000 ms (32 × one head) |",
+        "| 8 192 | backward | 9.0 ms |  | **8.0 ms** |",
+    ]
+    assert "Measured on Some GPU" in lines[-1]
+
+
 def test_the_command_writes_and_checks(tmp_path, capsys):
     readme, document, folder = tmp_path / "README.md", tmp_path / "results.md", tmp_path / "results"
-    for path in (readme, document):
-        path.write_text(f"before\n{readme_table.BEGIN}\nold\n{readme_table.END}\nafter\n")
+    old = {name: "\nold\n".join(readme_table.markers(name)) for name in ("headlines", "results")}
+    readme.write_text(f"before\n{old['results']}\nafter\n")
+    document.write_text(f"before\n{old['headlines']}\nbetween\n{old['results']}\nafter\n")
     flags = ["--readme", str(readme), "--document", str(document), "--results", str(folder)]
     assert readme_table.main([*flags, "--check"]) == 1
     assert "differs" in capsys.readouterr().err
     assert readme_table.main(flags) == 0  # no results at all
     assert readme_table.NOTHING in readme.read_text()
+    assert document.read_text().count(readme_table.NOTHING) == 2
     assert readme.read_text().startswith("before\n")
     assert readme.read_text().endswith("\nafter\n")
     assert readme_table.main([*flags, "--check"]) == 0
-    write(folder, "a.json", [ROW])
+    write(folder, "a.json", [ROW, tree_row(8192, 1, 4, 1)])
     assert readme_table.main([*flags, "--check"]) == 1
     assert readme_table.main(flags) == 0
-    assert readme_table.NOTHING not in readme.read_text()
+    assert readme_table.NOTHING not in readme.read_text() + document.read_text()
     assert "`causal_softmax`" in document.read_text()
 
 
@@ -258,7 +296,7 @@ def test_the_command_writes_and_checks(tmp_path, capsys):
 )
 def test_unusable_files_are_named(tmp_path, capsys, content, complaint):
     document = tmp_path / "README.md"
-    document.write_text(f"{readme_table.BEGIN}{readme_table.END}")
+    document.write_text("".join(readme_table.markers("headlines") + readme_table.markers("results")))
     write(tmp_path / "results", "bad.json", content)
     flags = ["--readme", str(document), "--document", str(document), "--results", str(tmp_path / "results")]
     status = readme_table.main(flags)
@@ -267,14 +305,17 @@ def test_unusable_files_are_named(tmp_path, capsys, content, complaint):
     assert complaint in err
 
 
-@pytest.mark.parametrize("text", ["", readme_table.END + readme_table.BEGIN, readme_table.BEGIN * 2])
-def test_a_readme_without_the_markers_is_refused(text):
+BEGIN, END = readme_table.markers("results")
+
+
+@pytest.mark.parametrize("text", ["", END + BEGIN, BEGIN * 2])
+def test_a_document_without_the_markers_is_refused(text):
     with pytest.raises(ValueError, match="must hold"):
         readme_table.replace_section(text, "")
 
 
 def test_what_the_limits_say_is_refused():
-    """Sentences of the section Limits that a few lines can check."""
+    """Sentences of docs/limits.md that a few lines can check."""
     layer = htree_ops.HTreeAttention(16, 2)
     x = torch.randn(1, 8, 16)
     with pytest.raises(NotImplementedError, match="key_padding_mask"):
