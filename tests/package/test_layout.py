@@ -17,7 +17,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_LINES, MAX_README_LINES = 500, 250
+MAX_LINES, LINES_WITHOUT_A_REASON, MAX_FUNCTION_LINES = 1000, 700, 99
+MAX_LINES_OF_PAGES = {"README.md": 150, "csrc/README.md": 60}
+MAX_FILES_OF_A_FOLDER, MAX_FILES_OF_CSRC = 16, 320
+# A file above LINES_WITHOUT_A_REASON has this in its first lines, in a comment or the docstring.
+REASON = re.compile(r"[Ll]onger than 700 lines because")
 MAX_TOP_TESTS = 15
 SOURCE = {".py", ".cpp", ".cu", ".cuh", ".h"}
 FOLDERS = "csrc|htree_ops|tests|benchmarks|examples|docs"
@@ -58,9 +62,86 @@ class Tree:
 
 
 def files_are_short(tree: Tree) -> list[str]:
-    limits = dict.fromkeys(tree.with_suffix(*SOURCE), MAX_LINES) | {"README.md": MAX_README_LINES}
-    lengths = {name: tree.text(name).count("\n") for name in limits if name in tree.files}
-    return [f"{name}: {n} lines, at most {limits[name]}" for name, n in lengths.items() if n > limits[name]]
+    complaints = []
+    for name in sorted({*tree.with_suffix(*SOURCE), *(set(MAX_LINES_OF_PAGES) & set(tree.files))}):
+        limit, text = MAX_LINES_OF_PAGES.get(name, MAX_LINES), tree.text(name)
+        lines = text.count("\n")
+        if lines > limit:
+            complaints.append(f"{name}: {lines} lines, at most {limit}")
+        elif lines > LINES_WITHOUT_A_REASON and not REASON.search("\n".join(text.splitlines()[:20])):
+            complaints.append(f"{name}: {lines} lines, and its first lines do not say why")
+    return complaints
+
+
+# Comments, literals and directives: braces and semicolons in them are no code.
+NO_CODE = re.compile(
+    r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])'|^[ \t]*\#(?:\\\n|[^\n])*""",
+    re.DOTALL | re.MULTILINE,
+)
+# What stands before the brace of a function: its parameters, then qualifiers, a result or what a constructor sets.
+FUNCTION = re.compile(r"\)\s*(?:const|noexcept|override|->[^{;]*|:[^:{;][^{;]*|\s)*$")
+
+
+def cpp_functions(text: str) -> list[tuple[int, int]]:
+    """First line and number of lines of each C++ function that stands in no other one."""
+    text = NO_CODE.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
+    found = []
+    depth, header_at, function = 0, 0, None
+    for match in re.finditer(r"[{};]", text):
+        header = text[header_at : match.start()]
+        if match[0] == "{":
+            if function is None and FUNCTION.search(header):
+                begin = match.start() - len(header.lstrip())
+                function = (depth, text.count("\n", 0, begin) + 1)
+            depth += 1
+        elif match[0] == "}":
+            depth -= 1
+            if function is not None and depth == function[0]:
+                found.append((function[1], text.count("\n", 0, match.start()) + 2 - function[1]))
+                function = None
+        header_at = match.end()
+    return found
+
+
+def functions_are_short(tree: Tree) -> list[str]:
+    return [
+        f"{name}:{line}: a function of {length} lines, at most {MAX_FUNCTION_LINES}"
+        for name in tree.with_suffix(".h", ".cpp", ".cu", ".cuh")
+        for line, length in cpp_functions(tree.text(name))
+        if length > MAX_FUNCTION_LINES
+    ]
+
+
+def folders_of_csrc_are_small(tree: Tree) -> list[str]:
+    inside = [name for name in tree.files if name.startswith("csrc/")]
+    counts = Counter(str(Path(name).parent) for name in inside)
+    complaints = [
+        f"{folder}: {n} files, at most {MAX_FILES_OF_A_FOLDER}"
+        for folder, n in sorted(counts.items())
+        if n > MAX_FILES_OF_A_FOLDER
+    ]
+    if len(inside) > MAX_FILES_OF_CSRC:
+        complaints.append(f"csrc: {len(inside)} files, at most {MAX_FILES_OF_CSRC}")
+    return complaints
+
+
+def one_launcher_asks_for_shared_memory(tree: Tree) -> list[str]:
+    text = "MaxDynamicSharedMemorySize"
+    names = [
+        name for name in tree.files if name.startswith("csrc/") for _ in range(tree.text(name).count(text))
+    ]
+    return [f"{text} stands in {', '.join(names)}"] if len(names) > 1 else []
+
+
+def instances_are_generated(tree: Tree) -> list[str]:
+    """Explicit instantiations are rows of the tables in csrc/instances.py, no macros and no files."""
+    macro = re.compile(r"^\s*#\s*define\s+(\w*_INSTANCES)\b", re.M)
+    names = [name for name in tree.with_suffix(*SOURCE) if name.startswith("csrc/")]
+    macros = [
+        f"{name} defines {match.group(1)}" for name in names if (match := macro.search(tree.text(name)))
+    ]
+    folders = sorted({str(Path(name).parent) for name in names if "/instances/" in name})
+    return macros + [f"{folder} holds instances, which csrc/instances.py should name" for folder in folders]
 
 
 def nothing_is_left_unfinished(tree: Tree) -> list[str]:
@@ -177,7 +258,9 @@ GOOD = {
     "csrc/ops/room/room.cpp": "#include <torch/library.h>\n",
     "csrc/ops/room/room_cpu.cpp": "",
     "csrc/ops/room/room_cuda.cu": "#include <ATen/core/Tensor.h>\n",
-    "csrc/ops/room/room.cuh": "#include <cuda_fp16.h>\n" * 500,
+    "csrc/ops/room/room.cuh": "// Longer than 700 lines because it is one idea.\n"
+    + "#include <cuda_fp16.h>\n" * 999,
+    "csrc/host/launch.h": "cudaFuncAttributeMaxDynamicSharedMemorySize",
     "csrc/ops/room/instances/room_half.cu": '#include "ops/room/room.cuh"\n',
     "csrc/ops/staged/shared.h": "",
     **{f"csrc/ops/staged/build/build{end}": "" for end in (".h", ".cpp", "_cpu.cpp", "_cuda.cu")},
@@ -209,8 +292,49 @@ def test_a_tree_that_keeps_the_rules(tmp_path):
 @pytest.mark.parametrize(
     ("rule", "change", "complaint"),
     [
-        (files_are_short, {"csrc/ops/room/room.cuh": "\n" * 501}, "501 lines, at most 500"),
-        (files_are_short, {"README.md": "\n" * 251}, "251 lines, at most 250"),
+        (files_are_short, {"csrc/ops/room/room.cuh": "\n" * 1001}, "1001 lines, at most 1000"),
+        (
+            files_are_short,
+            {"csrc/ops/room/room.cuh": "\n" * 701},
+            "701 lines, and its first lines do not say why",
+        ),
+        (files_are_short, {"README.md": "\n" * 151}, "151 lines, at most 150"),
+        (files_are_short, {"csrc/README.md": "\n" * 61}, "61 lines, at most 60"),
+        (
+            functions_are_short,
+            {"csrc/ops/room/room.h": "struct S {\n  int f(int i) const {" + "\n" * 99 + "  }\n};\n"},
+            "room.h:2: a function of 100 lines",
+        ),
+        (
+            functions_are_short,
+            {"csrc/ops/room/room.cpp": "S::S(int i) : i_(i), j_(0) { // }" + "\n" * 99 + "}\n"},
+            "room.cpp:1: a function of 100 lines",
+        ),
+        (
+            folders_of_csrc_are_small,
+            {f"csrc/device/{i}.h": "" for i in range(17)},
+            "csrc/device: 17 files, at most 16",
+        ),
+        (
+            folders_of_csrc_are_small,
+            {f"csrc/{i}/{j}.h": "" for i in range(32) for j in range(10)},
+            "files, at most 320",
+        ),
+        (
+            one_launcher_asks_for_shared_memory,
+            {"csrc/host/b.h": "cudaFuncAttributeMaxDynamicSharedMemorySize"},
+            "stands in csrc/host/b.h, csrc/host/launch.h",
+        ),
+        (
+            instances_are_generated,
+            {"csrc/ops/room/room.h": "# define ROOM_INSTANCES(T) f<T>\n"},
+            "room.h defines ROOM_INSTANCES",
+        ),
+        (
+            instances_are_generated,
+            {"csrc/ops/room/instances/half.cu": ""},
+            "csrc/ops/room/instances holds instances",
+        ),
         (nothing_is_left_unfinished, {"csrc/ops/room/room.h": f"// {WORDS[0]}: strides\n"}, "room.h: "),
         (
             no_exception_is_swallowed,
