@@ -1,6 +1,6 @@
 """causal_softmax and its backward against torch.compile, torch.softmax without a mask, and eager PyTorch.
 
-Run: ``python -m htree_ops.bench --room causal_softmax --json PATH --csv PATH``.
+Run: ``python -m htree_ops bench --room causal_softmax --json PATH --csv PATH``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The staged kernels of tree attention against plain PyTorch; their floor is the measured IO-only twin.
 
-Run: ``python -m htree_ops.bench --room tree_stages --json PATH --csv PATH``.
+Run: ``python -m htree_ops bench --room tree_stages --json PATH --csv PATH``.
 """
 
 from __future__ import annotations
