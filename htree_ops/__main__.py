@@ -1,43 +1,48 @@
-"""The command line ``python -m htree_ops``."""
+"""The command line ``python -m htree_ops``; every other entry point of the package calls these commands."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 
 from htree_ops import info
-from htree_ops.command_line import OneLineParser
-from htree_ops.tuning import command as tuning_command
+from htree_ops.bench import command as bench
+from htree_ops.bench import compare, io_only, report
+from htree_ops.command_line import Command, OneLineParser
+from htree_ops.testing import correctness
+from htree_ops.tuning import command as tune
 
-
-def _run_info(arguments: argparse.Namespace) -> int:
-    facts = info.collect()
-    print(json.dumps(facts, indent=2) if arguments.json else info.format_text(facts))
-    return 0
+COMMANDS: tuple[Command, ...] = (
+    info.COMMAND,
+    tune.COMMAND,
+    bench.COMMAND,
+    compare.COMMAND,
+    report.COMMAND,
+    io_only.COMMAND,
+    correctness.COMMAND,
+)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """One subparser per command; each sets ``run``: parsed arguments in, exit status out."""
-    parser = OneLineParser(prog="python -m htree_ops", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    about = "versions, how the library was built, GPUs, ops and compiled kernel configurations"
-    info_parser = commands.add_parser("info", help=about, description=f"Prints {about}.")
-    info_parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    info_parser.set_defaults(run=_run_info)
-    about = "search the fastest kernel configurations on this GPU and keep them in the cache"
-    tuning_command.add_arguments(
-        commands.add_parser("tune", help=about, description=f"The command to {about}.")
+    """One subparser per command."""
+    parser = OneLineParser(
+        prog="python -m htree_ops",
+        description="Looks at this installation of htree_ops, checks it, measures it and tunes it.",
+        epilog="python -m htree_ops COMMAND --help lists the flags of a command.",
     )
+    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.fill(commands.add_parser(command.name, help=command.about))
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit status."""
+    """Runs one command and returns its exit status."""
     arguments = make_parser().parse_args(argv)
-    status: int = arguments.run(arguments)
-    return status
+    chosen = vars(arguments).pop("command")  # what is left are the command's own flags
+    (command,) = (command for command in COMMANDS if command.name == chosen)
+    return command.execute(arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the command lines of this package share: one line per mistake, and types that check their range."""
+"""What the commands of ``python -m htree_ops`` share: their shape, one line per mistake, checked values."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import os
 import re
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,7 +17,9 @@ import torch
 
 __all__ = [
     "SEED",
+    "Command",
     "OneLineParser",
+    "UsageError",
     "at_least",
     "bandwidth",
     "free_memory",
@@ -33,6 +37,58 @@ class OneLineParser(argparse.ArgumentParser):
         """Prints the message without the usage."""
         print(f"{self.prog}: {message}", file=sys.stderr)
         sys.exit(2)
+
+
+class UsageError(ValueError):
+    """Something that the user must change: the command prints it as one line and ends with status 2."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of ``python -m htree_ops``.
+
+    Attributes:
+        name: what the user types.
+        about: one line for the list of commands.
+        description: what ``--help`` says above the flags; its line breaks are kept.
+        add_arguments: adds the flags to a parser.
+        run: does the work; parsed arguments in, exit status out.
+    """
+
+    name: str
+    about: str
+    description: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+    def make_parser(self) -> argparse.ArgumentParser:
+        """The command's own parser, which takes the words after its name."""
+        parser = OneLineParser(prog=f"python -m htree_ops {self.name}")
+        self.fill(parser)
+        return parser
+
+    def fill(self, parser: argparse.ArgumentParser) -> None:
+        """Gives ``parser`` the description and the flags of the command."""
+        parser.description = self.description
+        parser.formatter_class = argparse.RawDescriptionHelpFormatter
+        self.add_arguments(parser)
+
+    def execute(self, arguments: argparse.Namespace) -> int:
+        """Runs the command; wrong use and a lack of memory become one line and status 2."""
+        try:
+            return self.run(arguments)
+        except UsageError as error:
+            message = str(error)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            message = f"out of memory: {str(error).splitlines()[0]}"
+        print(f"{self.name}: {message}", file=sys.stderr)
+        return 2
+
+    def main(self, argv: Sequence[str] | None = None) -> int:
+        """Parses ``argv``, by default the words of the command line, runs the command and returns its status."""
+        return self.execute(self.make_parser().parse_args(argv))
 
 
 class at_least:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import json
 import platform
 from types import ModuleType
 from typing import Any
@@ -10,9 +12,10 @@ from typing import Any
 import torch
 
 from htree_ops._load import build_info
+from htree_ops.command_line import Command
 from htree_ops.version import __version__
 
-__all__ = ["collect", "format_text", "op_names"]
+__all__ = ["COMMAND", "collect", "format_text", "op_names"]
 
 
 def op_names() -> list[str]:
@@ -104,3 +107,19 @@ def format_text(facts: dict[str, Any]) -> str:
         for kernel, variants in sorted(facts["kernel_configurations"].items()):
             lines.append(f"  {kernel}: {' '.join(variants)}")
     return "\n".join(lines)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the command."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the facts; status 0."""
+    facts = collect()
+    print(json.dumps(facts, indent=2) if arguments.json else format_text(facts))
+    return 0
+
+
+ABOUT = "versions, how the library was built, GPUs, ops and compiled kernel configurations"
+COMMAND = Command("info", ABOUT, f"Prints {ABOUT}.", add_arguments, run)

@@ -1,40 +1,52 @@
-"""Times the benchmarks of rooms and writes the results; other commands: ``io-only``, ``compare``, ``report``."""
+"""``python -m htree_ops bench``: times the benchmarks of rooms beside their baselines and writes the results."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import importlib.util
+import pkgutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
-from htree_ops.bench import results, suite, timing
-from htree_ops.bench.progress import progress
-from htree_ops.command_line import OneLineParser, at_least, is_out_of_memory, output_file, regular_expression
+from htree_ops.bench import results, rooms, suite, timing
+from htree_ops.bench.progress import Progress
+from htree_ops.command_line import (
+    Command,
+    UsageError,
+    at_least,
+    is_out_of_memory,
+    output_file,
+    regular_expression,
+)
 from htree_ops.ops.arguments import dtype_name
 
-#: Other commands, each a module with ``main(argv)``.
-COMMANDS = {
-    "io-only": "htree_ops.bench.io_only",
-    "compare": "htree_ops.bench.compare",
-    "report": "htree_ops.bench.report",
-}
+__all__ = ["COMMAND", "choose", "load_room", "room_names"]
 
 
-def load_room(folder: Path, room: str) -> ModuleType:
-    """Module ``bench_<room>.py`` of ``folder``; it defines ``make_benchmarks(device) -> list[Benchmark]``.
+def room_names(folder: Path | None = None) -> list[str]:
+    """Rooms with benchmarks: those of the package, or the files ``bench_<room>.py`` of ``folder``."""
+    if folder is None:
+        return sorted(module.name for module in pkgutil.iter_modules(rooms.__path__))
+    return sorted(file.stem.removeprefix("bench_") for file in folder.glob("bench_*.py"))
+
+
+def load_room(room: str, folder: Path | None = None) -> ModuleType:
+    """The module of a room, which defines ``make_benchmarks(device) -> list[Benchmark]``.
 
     Raises:
-        FileNotFoundError: there is no such file; the message names the rooms there are.
+        UsageError: there is no such room; the message names the rooms there are.
     """
+    known = room_names(folder)
+    if room not in known:
+        where = f" in {folder}" if folder else ""
+        raise UsageError(f"no benchmarks of {room!r}; rooms{where}: {' '.join(known) or 'none'}")
+    if folder is None:
+        return importlib.import_module(f"{rooms.__name__}.{room}")
     path = folder / f"bench_{room}.py"
-    if not path.is_file():
-        known = sorted(file.stem.removeprefix("bench_") for file in folder.glob("bench_*.py"))
-        raise FileNotFoundError(f"no benchmark {path}; rooms in {folder}: {' '.join(known) or 'none'}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} cannot be loaded as a module")
@@ -43,14 +55,12 @@ def load_room(folder: Path, room: str) -> ModuleType:
     return module
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Arguments of the command line."""
-    parser = OneLineParser(
-        prog="python -m htree_ops.bench",
-        description=__doc__,
-        epilog="python -m htree_ops.bench {io-only,compare,report} --help describes the other commands",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the command."""
+    known = ", ".join(room_names())
+    parser.add_argument(
+        "--room", action="append", default=[], help=f"room to time; may be given again; there are {known}"
     )
-    parser.add_argument("--room", action="append", required=True, help="room to time; may be given again")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     parser.add_argument(
         "--case",
@@ -76,79 +86,80 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=output_file, help="write the rows to this JSON file")
     parser.add_argument("--csv", type=output_file, help="write the rows to this CSV file")
     parser.add_argument(
-        "--folder", type=Path, default=Path("benchmarks"), help="where the files bench_<room>.py lie"
+        "--folder",
+        type=Path,
+        help="folder with rooms of your own, files bench_<room>.py; default: the package's",
     )
-    return parser
-
-
-def _fail(message: object) -> int:
-    print(message, file=sys.stderr)
-    return 2
 
 
 def choose(arguments: argparse.Namespace, device: str) -> list[suite.Benchmark]:
     """The benchmarks asked for.
 
     Raises:
-        FileNotFoundError: there is no such room.
-        ValueError: nothing is left; the message says which flag chose nothing and what there is.
+        UsageError: no such room, or nothing is left; the message says which flag chose nothing and what there is.
     """
-    modules = [load_room(arguments.folder, room) for room in arguments.room]
+    modules = [load_room(room, arguments.folder) for room in arguments.room]
     every = [benchmark for module in modules for benchmark in module.make_benchmarks(device)]
     chosen = suite.select(every, arguments.case)
     if not chosen:
         names = ", ".join(f"{b.op}/{b.case.id}" for b in every)
-        raise ValueError(f"no case matches {arguments.case!r}; there are {names}")
+        raise UsageError(f"no case matches {arguments.case!r}; there are {names}")
     dtypes = sorted({dtype_name(b.case.dtype) for b in chosen})
     chosen = suite.select(chosen, "", arguments.dtype)
     if not chosen:
-        raise ValueError(f"no case has dtype {' or '.join(arguments.dtype)}; there are {', '.join(dtypes)}")
+        raise UsageError(f"no case has dtype {' or '.join(arguments.dtype)}; there are {', '.join(dtypes)}")
     baselines = sorted({candidate.name for b in chosen for candidate in b.baselines})
     chosen = suite.select(chosen, "", (), arguments.baseline)
     if not chosen:
-        raise ValueError(f"no baseline matches {arguments.baseline!r}; there are {', '.join(baselines)}")
+        raise UsageError(f"no baseline matches {arguments.baseline!r}; there are {', '.join(baselines)}")
     return chosen
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Runs the benchmarks, prints a table, writes the files.
 
-    Status 1 where a case was wrong or did not fit into memory, 2 for bad use.
-    """
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words and words[0] in COMMANDS:
-        status: int = importlib.import_module(COMMANDS[words[0]]).main(words[1:])
-        return status
-    arguments = make_parser().parse_args(words)
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        return _fail("--device cuda: torch sees no GPU")
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        benchmarks = choose(arguments, device)
-    except (FileNotFoundError, ValueError) as error:
-        return _fail(error)
+    Returns:
+        1 where a case was wrong or did not fit into memory, else 0.
 
+    Raises:
+        UsageError: see :func:`choose`; no such GPU; the measured commit is not known.
+    """
+    if not arguments.room:
+        raise UsageError(
+            f"--room says what to time: {' '.join(room_names(arguments.folder)) or 'none there'}"
+        )
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch sees no GPU")
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    benchmarks = choose(arguments, device)
     environment = results.collect_environment(device, timing.copy_bandwidth(device))
     where = environment.cpu if environment.gpu == "none" else environment.gpu
     print(f"{where}, torch {environment.torch}, commit {environment.commit}")
-    print(f"copy ceiling {environment.ceiling_gb_per_s:.0f} GB/s")
+    print(f"copy ceiling {environment.ceiling_gb_per_s:.0f} GB/s", flush=True)
     rows: list[results.Row] = []
     wrong, too_large = 0, 0
     effort = timing.Effort(rounds=arguments.rounds)
-    for benchmark in progress(benchmarks, lambda b: f"{b.op} {b.case.id}"):
+    bar = Progress(len(benchmarks))
+    for benchmark in benchmarks:
+        name = f"{benchmark.op} {benchmark.case.id}"
+        bar.show(name)
         try:
             rows += suite.run_benchmark(benchmark, device, environment, effort)
         except suite.GateError as error:
+            bar.clear()
             print(error, file=sys.stderr)
             wrong += 1
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
+            bar.clear()
             reason = str(error).splitlines()[0]
-            print(f"{benchmark.op} {benchmark.case.id}: out of memory, not timed: {reason}", file=sys.stderr)
+            print(f"{name}: out of memory, not timed: {reason}", file=sys.stderr)
             too_large += 1
+        bar.done += 1
         if arguments.json:
             results.write_json(arguments.json, rows)  # whole after each, should the run be cut short
+    bar.clear()
     print(results.format_table(rows))
     print(
         f"the op and the baselines that compute it were checked before timing: {wrong} cases wrong, not timed"
@@ -159,5 +170,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if wrong or too_large else 0
 
 
+COMMAND = Command(
+    "bench",
+    "time the ops of a room beside their baselines",
+    """Checks each op and its baselines on each case, times them in turns, and prints a table.
+
+With --json the rows go to a file after each case; report draws such files and compare compares two of them.
+Status 1 where a result was wrong or a case did not fit into memory.""",
+    add_arguments,
+    run,
+)
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(COMMAND.main())

@@ -1,4 +1,4 @@
-"""Two results files of one machine: ``python -m htree_ops.bench compare OLD NEW``; status 1 for a regression.
+"""Two results files of one machine: ``python -m htree_ops compare OLD NEW``; status 1 for a regression.
 
 A case is slower when its new median exceeds the old one by more than the tolerance and by more than the noise: the
 spread from the median to the 80th percentile in the old run and to the 20th in the new one, added in quadrature.
@@ -6,6 +6,7 @@ spread from the median to the 80th percentile in the old run and to the 20th in 
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from collections.abc import Sequence
@@ -13,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from htree_ops.bench.results import ResultsError, Row, read_json
-from htree_ops.command_line import OneLineParser
+from htree_ops.command_line import Command, UsageError
 
-__all__ = ["Change", "compare", "format_changes", "main"]
+__all__ = ["COMMAND", "Change", "compare", "format_changes"]
 
 Key = tuple[str, str, str, str]
 DEFAULT_TOLERANCE = 3.0
@@ -115,9 +116,8 @@ def format_changes(changes: Sequence[Change]) -> str:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, 1 where something became slower, 2 for bad use."""
-    parser = OneLineParser(prog="python -m htree_ops.bench compare", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Files and flags of the command."""
     parser.add_argument("old", type=Path, help="JSON file of the earlier run")
     parser.add_argument("new", type=Path, help="JSON file of the later run")
     parser.add_argument(
@@ -126,20 +126,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=DEFAULT_TOLERANCE,
         help="percent that is no change (default %(default)s)",
     )
-    arguments = parser.parse_args(argv)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit status: 0, or 1 where something became slower.
+
+    Raises:
+        UsageError: files that cannot be compared, or a tolerance below 0.
+    """
     if not 0 <= arguments.tolerance < math.inf:
-        print(f"compare: --tolerance must be at least 0, got {arguments.tolerance}", file=sys.stderr)
-        return 2
+        raise UsageError(f"--tolerance must be at least 0, got {arguments.tolerance}")
     try:
         changes = compare(read_json(arguments.old), read_json(arguments.new), arguments.tolerance)
     except ResultsError as error:
-        print(f"compare: {error}", file=sys.stderr)
-        return 2
+        raise UsageError(str(error)) from error
     print(format_changes(changes))
     slower = [change for change in changes if change.verdict == "slower"]
     print(f"{len(changes)} cases compared, {len(slower)} slower")
     return 1 if slower else 0
 
 
+COMMAND = Command(
+    "compare",
+    "say what became slower between two results files of one machine",
+    """Compares two JSON files that bench wrote on one machine. Status 1 where something became slower.
+
+A case counts as slower where its new median exceeds the old one by more than the tolerance and by more than the
+noise of both runs.""",
+    add_arguments,
+    run,
+)
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(COMMAND.main())

@@ -1,4 +1,4 @@
-"""Tree attention against its IO-only twin: ``python -m htree_ops.bench io-only`` (docs/semantics §2.4, §2.5)."""
+"""Tree attention against its IO-only twin: ``python -m htree_ops io-only`` (docs/semantics §2.4, §2.5)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ import torch
 from htree_ops.bench import io_floor, results, timing
 from htree_ops.bench.io_model import PipelineProblem, traffic
 from htree_ops.bench.io_pipeline import SELECTIONS, Pipeline, Recorder, make_inputs, milliseconds
+from htree_ops.bench.progress import Progress
 from htree_ops.command_line import (
     SEED,
-    OneLineParser,
+    Command,
+    UsageError,
     at_least,
     bandwidth,
     free_memory,
-    is_out_of_memory,
     output_file,
 )
 
-__all__ = ["choose_rows", "format_summary", "main", "make_parser"]
+__all__ = ["COMMAND", "choose_rows", "format_summary"]
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 LIMITS = (
@@ -36,13 +37,8 @@ LIMITS = (
 USABLE, RESERVE = 0.92, 512 << 20
 
 
-class UsageError(ValueError):
-    """Something that the user must change; printed as one line, status 2."""
-
-
-def make_parser() -> argparse.ArgumentParser:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags and defaults of §2.4."""
-    parser = OneLineParser(prog="python -m htree_ops.bench io-only", description=__doc__)
     parser.add_argument("--batch", type=at_least(1), default=1, help="B")
     parser.add_argument("--seq-len", type=at_least(1), default=120_000, help="T")
     parser.add_argument("--hq", type=at_least(1), default=16, help="query heads")
@@ -66,7 +62,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--peak-gbps", type=bandwidth, default=None, help="memory bandwidth, else by the GPU's name"
     )
-    return parser
 
 
 def choose_device(gpu: int | None) -> torch.device:
@@ -221,8 +216,8 @@ def to_json(
     return {"flags": flags, "rows_per_piece": rows, "summary": summary, "kernels": kernels, "rows": [row]}
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Measures and prints.
+def run(arguments: argparse.Namespace) -> int:
+    """Measures and prints; status 0.
 
     Raises:
         UsageError: impossible flags, no such GPU, not enough memory.
@@ -249,24 +244,33 @@ def run(arguments: argparse.Namespace) -> None:
     name = torch.cuda.get_device_name(device) if on_gpu else "CPU"
     print(f"Staged pipeline on {name}: {problem}")
     print(f"Score buffer: {problem.score_bytes / 1e9:.1f} GB, {free / 1e9:.1f} GB free", end="")
-    print("" if rows == problem.seq_len else f"; working in pieces of {rows} queries")
+    print("" if rows == problem.seq_len else f"; working in pieces of {rows} queries", flush=True)
     if on_gpu:
         torch.cuda.set_device(device)
     with torch.no_grad():
         measure(arguments, problem, device, rows)
+    return 0
 
 
 def measure(arguments: argparse.Namespace, problem: PipelineProblem, device: torch.device, rows: int) -> None:
     """Times both pipelines and the fused one on one set of inputs; prints, and writes the JSON file."""
+    names = {"full_ms": "full pipeline", "io_ms": "IO-only twin", "fused_ms": "fused pipeline"}
+    bar = Progress(len(names) * (arguments.warmup + arguments.iters))
+    bar.show("inputs")
     q, k, v = make_inputs(problem, device, arguments.seed)
     pipelines = {
         "full_ms": Pipeline(problem, rows),
         "io_ms": Pipeline(problem, rows, True, arguments.select, arguments.map_positions),
     }
-    effort = (device, arguments.warmup, arguments.iters)
-    times = {name: milliseconds(partial(pipeline, q, k, v), *effort) for name, pipeline in pipelines.items()}
     options = (problem.compression_rate, problem.max_top_nodes, problem.top_k)
-    times["fused_ms"] = milliseconds(partial(torch.ops.htree.attention, q, k, v, *options), *effort)
+    calls = {name: partial(pipeline, q, k, v) for name, pipeline in pipelines.items()}
+    calls["fused_ms"] = partial(torch.ops.htree.attention, q, k, v, *options)
+    times = {}
+    for name, call in calls.items():
+        bar.show(names[name])
+        done = partial(bar.advance, names[name])
+        times[name] = milliseconds(call, device, arguments.warmup, arguments.iters, done)
+    bar.clear()
     print(format_summary(times["full_ms"], times["io_ms"]))
     print(f"\nFused pipeline (informational): {times['fused_ms']:.2f} ms")
     print("\n".join(LIMITS))
@@ -291,21 +295,14 @@ def measure(arguments: argparse.Namespace, problem: PipelineProblem, device: tor
             arguments.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 2 with one line for bad use."""
-    arguments = make_parser().parse_args(argv)
-    try:
-        run(arguments)
-    except UsageError as error:
-        print(f"io-only: {error}", file=sys.stderr)
-        return 2
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        print(f"io-only: out of memory: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 2
-    return 0
-
+COMMAND = Command(
+    "io-only",
+    "time tree attention against its IO-only twin, kernel by kernel",
+    """Times the staged kernels of tree attention and their IO-only twins: the same launches, loads and stores
+without the arithmetic. What the twin leaves out is about what arithmetic costs.""",
+    add_arguments,
+    run,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(COMMAND.main())

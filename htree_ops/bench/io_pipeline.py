@@ -158,20 +158,35 @@ class Pipeline:
         return ops.compute_next_parents(parents, positions, rate)
 
 
-def milliseconds(call: Callable[[], Any], device: torch.device | str, warmup: int, iters: int) -> float:
-    """Average time of one of ``iters`` calls after ``warmup`` calls, by CUDA events or by the clock."""
+def milliseconds(
+    call: Callable[[], Any],
+    device: torch.device | str,
+    warmup: int,
+    iters: int,
+    advance: Callable[[int], None] = lambda count: None,
+) -> float:
+    """Average time of one of ``iters`` calls after ``warmup`` calls, by CUDA events or by the clock.
+
+    ``advance`` is told how many more calls have ended, never within the time that is measured.
+    """
     for _ in range(warmup):
         call()
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
+        advance(warmup)
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(iters):
             call()
         stop.record()
         torch.cuda.synchronize()
+        advance(iters)
         return start.elapsed_time(stop) / iters
-    begin = time.perf_counter()
+    spent = 0.0
+    advance(warmup)
     for _ in range(iters):
+        begin = time.perf_counter()
         call()
-    return (time.perf_counter() - begin) * 1e3 / iters
+        spent += time.perf_counter() - begin
+        advance(1)
+    return spent * 1e3 / iters

@@ -1,39 +1,94 @@
-"""Progress bars on the error stream, drawn where that is a terminal."""
+"""How far work is: drawn over itself on a terminal, elsewhere a line now and then; on the error stream.
+
+Knows nothing of the package, so that a build can be watched with it before there is one:
+``python htree_ops/bench/progress.py LOG COMMAND...`` shows the file that the compiler was last done with, writes all
+that the command says to LOG, prints the end of it where the command fails, and ends with the command's status.
+"""
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TextIO, TypeVar
 
-__all__ = ["progress", "progress_bar"]
+__all__ = ["Progress", "progress", "progress_bar", "watch"]
 
 Item = TypeVar("Item")
 WIDTH = 24
+#: Seconds between two lines where the stream is no terminal.
+EVERY = 20.0
+#: Lines of a failed command that are shown.
+LAST_LINES = 40
+#: A line of ninja: how many units are done, of how many; and the source in a compiler's command line.
+DONE = re.compile(r"\[(\d+)/(\d+)\] ")
+SOURCE = re.compile(r"\s-c (\S+\.(?:cpp|cu|cc))\b")
 
 
 def _bar(done: int, total: int, empty: str) -> str:
     return ("#" * (WIDTH * done // max(1, total))).ljust(WIDTH, empty)
 
 
+class Progress:
+    """One line that says how much is done and what is at work, and how much time is left.
+
+    ``total`` may be 0 where it is not known. ``clock`` returns seconds.
+    """
+
+    def __init__(
+        self, total: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.total = total
+        self.done = 0
+        self._stream = sys.stderr if stream is None else stream
+        self._clock = clock
+        self._begin = self._shown = clock()
+
+    def show(self, label: str) -> None:
+        """Draws the line; where the stream is no terminal only if none was written for a while."""
+        now = self._clock()
+        if self._stream.isatty():
+            self._stream.write(f"\r\033[K{self._line(label, now)}")
+        elif now - self._shown >= EVERY:
+            self._stream.write(f"{self._line(label, now)}\n")
+        else:
+            return
+        self._shown = now
+        self._stream.flush()
+
+    def advance(self, label: str, count: int = 1) -> None:
+        """``count`` more are done."""
+        self.done += count
+        self.show(label)
+
+    def clear(self) -> None:
+        """Takes the line off a terminal, for something else to be printed."""
+        if self._stream.isatty():
+            self._stream.write("\r\033[K")
+            self._stream.flush()
+
+    def _line(self, label: str, now: float) -> str:
+        spent = now - self._begin
+        if not self.total:
+            return f"{label}, {spent:.0f} s"
+        left = f", {spent / self.done * (self.total - self.done):.0f} s left" if self.done else ""
+        return f"[{_bar(self.done, self.total, ' ')}] {self.done}/{self.total} {label}{left}"
+
+
 def progress(
     items: Sequence[Item], label: Callable[[Item], str], stream: TextIO | None = None
 ) -> Iterator[Item]:
     """Yields the items and shows which one is at work, how many are done and the time that is left."""
-    target = sys.stderr if stream is None else stream
-    if not target.isatty():
-        yield from items
-        return
-    begin = time.monotonic()
-    for done, item in enumerate(items):
-        spent = time.monotonic() - begin
-        left = f", {spent / done * (len(items) - done):.0f} s left" if done else ""
-        target.write(f"\r\033[K[{_bar(done, len(items), ' ')}] {done}/{len(items)} {label(item)}{left}")
-        target.flush()
+    bar = Progress(len(items), stream)
+    for item in items:
+        bar.show(label(item))
         yield item
-    target.write("\r\033[K")
-    target.flush()
+        bar.done += 1
+    bar.clear()
 
 
 def progress_bar(label: str, stream: TextIO) -> Callable[[int, int], None]:
@@ -48,3 +103,47 @@ def progress_bar(label: str, stream: TextIO) -> Callable[[int, int], None]:
         stream.flush()
 
     return show
+
+
+def watch(log: Path, command: Sequence[str], stream: TextIO | None = None) -> int:
+    """Runs a command that compiles and shows how far it is; everything that it prints goes to ``log``.
+
+    Returns:
+        The command's status; where that is not 0 the end of the log is printed too.
+    """
+    target = sys.stderr if stream is None else stream
+    log.parent.mkdir(parents=True, exist_ok=True)
+    last: deque[str] = deque(maxlen=LAST_LINES)
+    bar = Progress(0, target)
+    label = Path(command[0]).name
+    with log.open("w") as file:
+        child = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        )
+        assert child.stdout is not None
+        for line in child.stdout:
+            file.write(line)
+            last.append(line)
+            source = SOURCE.search(line)
+            if done := DONE.search(line):
+                bar.done, bar.total = int(done[1]), int(done[2])
+                label = source[1] if source else "linking"
+            elif source:  # a compiler's line without ninja's count
+                label = source[1]
+            bar.show(_below_here(label))
+        status = child.wait()
+    bar.clear()
+    if status:
+        target.writelines(
+            [*last, f"{Path(command[0]).name} failed with status {status}; all of it is in {log}\n"]
+        )
+    return status
+
+
+def _below_here(path: str) -> str:
+    """A path below the working directory without that."""
+    return path.removeprefix(f"{Path.cwd()}/")
+
+
+if __name__ == "__main__":
+    sys.exit(watch(Path(sys.argv[1]), sys.argv[2:]))

@@ -1,7 +1,8 @@
-"""One self-contained HTML page and PNG pictures from results files: ``python -m htree_ops.bench report``."""
+"""One self-contained HTML page and PNG pictures from results files: ``python -m htree_ops report``."""
 
 from __future__ import annotations
 
+import argparse
 import base64
 import html
 import json
@@ -12,9 +13,9 @@ from pathlib import Path
 
 from htree_ops.bench import io_floor, plots
 from htree_ops.bench.results import ResultsError, Row, read_json
-from htree_ops.command_line import OneLineParser
+from htree_ops.command_line import Command, UsageError
 
-__all__ = ["main", "read_folder", "with_floor", "write_report"]
+__all__ = ["COMMAND", "read_folder", "with_floor", "write_report"]
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c2733; max-width: 1180px; margin: 2em auto; padding: 0 1em; }
@@ -160,31 +161,50 @@ def write_report(rows: Sequence[Row], folder: Path) -> list[Path]:
     return [page, *pictures]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 2 with one line for bad use."""
-    parser = OneLineParser(prog="python -m htree_ops.bench report", description=__doc__)
+#: The measured results of the repository, which the package does not hold.
+OF_THE_CHECKOUT = Path("benchmarks/results")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Files and flags of the command."""
     parser.add_argument(
         "results",
         nargs="*",
         type=Path,
-        default=[Path("benchmarks/results")],
-        help="JSON files, or folders of them (default benchmarks/results)",
+        help=f"JSON files of bench, or folders of them (default {OF_THE_CHECKOUT} of a checkout)",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("build/report"), help="folder to write (default %(default)s)"
     )
-    arguments = parser.parse_args(argv)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Writes the report and prints the files; status 0.
+
+    Raises:
+        UsageError: no results, files that hold something else, no matplotlib, or a folder that cannot be written.
+    """
+    if not arguments.results and not OF_THE_CHECKOUT.is_dir():
+        raise UsageError(
+            f"no results: name JSON files that bench wrote, or run in a checkout, which has {OF_THE_CHECKOUT}"
+        )
     try:
-        written = write_report(read_folder(arguments.results), arguments.out)
+        written = write_report(read_folder(arguments.results or [OF_THE_CHECKOUT]), arguments.out)
     except (ResultsError, plots.MissingMatplotlibError) as error:
-        print(f"report: {error}", file=sys.stderr)
-        return 2
+        raise UsageError(str(error)) from error
     except OSError as error:
-        print(f"report: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
+        raise UsageError(f"{error.filename}: {error.strerror}") from error
     print("\n".join(map(str, written)))
     return 0
 
 
+COMMAND = Command(
+    "report",
+    "draw measured results: one HTML page and pictures",
+    "Writes one HTML page with all rows and PNG pictures from the JSON files of bench. Needs matplotlib.",
+    add_arguments,
+    run,
+)
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(COMMAND.main())

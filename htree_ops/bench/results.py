@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from htree_ops._load import build_info
+from htree_ops.command_line import UsageError
 
 __all__ = [
     "Environment",
@@ -30,6 +31,11 @@ __all__ = [
     "write_csv",
     "write_json",
 ]
+
+
+_ABOVE = Path(__file__).resolve().parents[2]
+#: The checkout that this file belongs to; None where it is installed, be it inside a checkout of something else.
+CHECKOUT = _ABOVE if (_ABOVE / "setup.py").is_file() else None
 
 
 class ResultsError(ValueError):
@@ -101,21 +107,24 @@ class Row(Environment):
 
 
 def source_commit(folder: Path | None = None) -> str:
-    """The commit that is measured: ``HTREE_COMMIT``, else git's, else the one the library was built from.
+    """What is measured: ``HTREE_COMMIT``, else the checkout's commit, else the one the library was built from.
+
+    A library that was built from a source distribution, which has no commit, is named by its version.
 
     Raises:
-        RuntimeError: none of them is known; a figure without its commit is not recorded.
+        UsageError: nothing is known; a figure that does not say what was measured is not recorded.
     """
     if given := os.environ.get("HTREE_COMMIT"):
         return given
-    where = folder or Path(__file__).resolve().parents[2]
-    head = _output_of(["git", "-C", str(where), "rev-parse", "HEAD"])
+    where = folder or CHECKOUT
+    head = _output_of(["git", "-C", str(where), "rev-parse", "HEAD"]) if where else None
     if head is not None:
         changed = _output_of(["git", "-C", str(where), "status", "--porcelain", "--untracked-files=no"])
         return f"{head}-dirty" if changed else head
-    if built := build_info().get("commit"):
-        return str(built)
-    raise RuntimeError("the measured commit is unknown: run inside the git checkout or set HTREE_COMMIT")
+    built = build_info()
+    if not built:
+        raise UsageError("the measured commit is unknown: run inside the git checkout or set HTREE_COMMIT")
+    return str(built.get("commit") or f"version {built['version']}")
 
 
 def _output_of(command: list[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""Tree attention, forward and backward, against the float64 reference: ``python -m htree_ops.testing.correctness``.
+"""Tree attention, forward and backward, against the float64 reference: ``python -m htree_ops correctness``.
 
 Each seed is judged twice (docs/semantics §1.11). Under the lists that the op selected ("forced") every
 element of the output and of the gradients must be finite and within --final-atol + --final-rtol * |reference|,
@@ -20,14 +20,15 @@ import torch
 from torch import Tensor
 
 import htree_ops  # noqa: F401  registers torch.ops.htree
-from htree_ops.command_line import SEED, OneLineParser, at_least, free_memory, is_out_of_memory
+from htree_ops.bench.progress import progress
+from htree_ops.command_line import SEED, Command, UsageError, at_least, free_memory
 from htree_ops.reference import tree_attention as reference
 from htree_ops.reference.tree_attention import selection, stages, state
 from htree_ops.reference.tree_attention.attention import listed_candidates
 from htree_ops.testing import tree_attention_checks as checks
 from htree_ops.testing.compare import compare
 
-__all__ = ["Judgement", "Problem", "judge", "main", "make_parser"]
+__all__ = ["COMMAND", "Judgement", "Problem", "judge"]
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 PASS, ALARM, FAIL = "PASS", "PASS_WITH_ALARM", "FAIL"
@@ -138,9 +139,15 @@ def _rows(
 
 
 def reference_results(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, problem: Problem, lists: Sequence[Tensor] | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    problem: Problem,
+    lists: Sequence[Tensor] | None,
+    label: str = "reference",
 ) -> dict[str, Tensor]:
-    """out, dq, dk, dv in float64, in pieces over the queries."""
+    """out, dq, dk, dv in float64, in pieces over the queries; ``label`` stands beside the progress."""
     rate = problem.compression_rate
     layers = [
         (keys.requires_grad_(), values.requires_grad_())
@@ -156,7 +163,7 @@ def reference_results(
     )
     outs, dqs = [], []
     sums = [torch.zeros_like(leaf) for leaf in leaves]
-    for first in range(0, problem.seq_len, step):
+    for first in progress(range(0, problem.seq_len, step), lambda _: label):
         rows = slice(first, first + step)
         query = q[:, rows].double().requires_grad_()
         own = None if lists is None else [one[:, rows] for one in lists]
@@ -192,7 +199,8 @@ def judge(problem: Problem, bounds: Bounds, seed: int, device: str) -> Judgement
     except AssertionError as error:
         found.failures.append(f"lists: {error}")
         return found
-    forced = reference_results(q, k, v, dout, problem, parents)
+    label = f"seed {seed}: reference under"
+    forced = reference_results(q, k, v, dout, problem, parents, f"{label} the op's lists")
     for name, actual in results.items():
         report = compare(actual, forced[name], bounds.final_rtol, bounds.final_atol)
         if report.num_bad or not actual.isfinite().all():
@@ -202,7 +210,7 @@ def judge(problem: Problem, bounds: Bounds, seed: int, device: str) -> Judgement
         checks.assert_gradients(gradients, [forced[name] for name in ("dq", "dk", "dv")], dout, q, k, v)
     except AssertionError as error:
         found.alarms.append(f"forced lists: {error}")
-    free = reference_results(q, k, v, dout, problem, None)
+    free = reference_results(q, k, v, dout, problem, None, f"{label} its own lists")
     for name, actual in results.items():
         found.p99[name] = _p99(actual, free[name])
         bound = bounds.out_p99_atol if name == "out" else bounds.grad_p99_atol
@@ -213,13 +221,8 @@ def judge(problem: Problem, bounds: Bounds, seed: int, device: str) -> Judgement
     return found
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Flags of §6."""
-    parser = OneLineParser(
-        prog="python -m htree_ops.testing.correctness",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the command (docs/semantics §6)."""
     parser.add_argument("--seed", type=SEED, default=42, help="seed of the inputs (default %(default)s)")
     parser.add_argument("--seeds", type=SEED, nargs="+", help="several seeds, instead of --seed")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
@@ -233,43 +236,38 @@ def make_parser() -> argparse.ArgumentParser:
         default = getattr(Bounds, name.replace("-", "_"))
         parser.add_argument(f"--{name}", type=float, default=default, help="default %(default)s")
     parser.add_argument("--fail-on-alarm", action="store_true", help="exit status 1 for PASS_WITH_ALARM too")
-    return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """One line per seed, its reasons, and a last line with the worst status."""
-    arguments = make_parser().parse_args(argv)
-    prog = "correctness"
+def run(arguments: argparse.Namespace) -> int:
+    """Prints a line per seed with its reasons below it, and a last line with the worst status.
+
+    Returns:
+        1 for FAIL, and with ``--fail-on-alarm`` for PASS_WITH_ALARM, else 0.
+
+    Raises:
+        UsageError: impossible sizes or tolerances, no GPU, not enough memory.
+    """
     names = ("final_atol", "final_rtol", "out_p99_atol", "grad_p99_atol")
     bounds = Bounds(**{name: getattr(arguments, name) for name in names})
     if not all(0 <= getattr(bounds, name) < float("inf") for name in names):
-        print(f"{prog}: tolerances must be finite and at least 0", file=sys.stderr)
-        return 2
+        raise UsageError("tolerances must be finite and at least 0")
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        print(f"{prog}: --device cuda: torch sees no GPU", file=sys.stderr)
-        return 2
+        raise UsageError("--device cuda: torch sees no GPU")
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     sizes = {name: getattr(arguments, name) for name in Problem.__dataclass_fields__ if name != "dtype"}
     problem = Problem(**sizes, dtype=DTYPES[arguments.dtype])
     free = free_memory(device)
     if problem.input_bytes > free:
         needed = f"the inputs of --batch and --seq-len take {problem.input_bytes / 1e9:.1f} GB"
-        print(f"{prog}: not enough memory: {needed}, {free / 1e9:.1f} GB are free", file=sys.stderr)
-        return 2
+        raise UsageError(f"not enough memory: {needed}, {free / 1e9:.1f} GB are free")
     statuses = []
     for seed in arguments.seeds or [arguments.seed]:
         try:
             found = judge(problem, bounds, seed, device)
         except (ValueError, TypeError, NotImplementedError) as error:
-            print(f"{prog}: {str(error).splitlines()[0]}", file=sys.stderr)
-            return 2
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            print(f"{prog}: out of memory: {str(error).splitlines()[0]}", file=sys.stderr)
-            return 2
+            raise UsageError(str(error).splitlines()[0]) from error
         percentiles = " ".join(f"p99 {name} {value:.2e}" for name, value in found.p99.items())
-        print(f"seed {seed}: {found.status}  {percentiles}".rstrip())
+        print(f"seed {seed}: {found.status}  {percentiles}".rstrip(), flush=True)
         for reason in (*found.failures, *found.alarms):
             print(f"  {reason}")
         statuses.append(found.status)
@@ -278,5 +276,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(worst == FAIL or (worst == ALARM and arguments.fail_on_alarm))
 
 
+COMMAND = Command(
+    "correctness",
+    "check tree attention, forward and backward, against a float64 reference",
+    """Compares tree attention and its gradients with a reference in float64, once per seed. A seed is judged twice:
+
+* With the lists that the op selected. Every element of the output and of the gradients must be finite and within
+  --final-atol + --final-rtol * |reference|, else FAIL.
+* With the lists that the reference selects itself. PASS_WITH_ALARM says that the 99th percentile of an error exceeds
+  --out-p99-atol or --grad-p99-atol, or that a stricter bound with the op's lists was missed.
+
+Status 1 for FAIL; 2 for wrong use.""",
+    add_arguments,
+    run,
+)
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(COMMAND.main())

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
+from htree_ops._load import build_info
 from htree_ops.bench.progress import progress_bar
-from htree_ops.command_line import at_least, free_memory, is_out_of_memory, output_file, output_folder
+from htree_ops.command_line import Command, UsageError, at_least, free_memory, output_file, output_folder
 from htree_ops.errors import TuningFailedError
 from htree_ops.tuning import problems
 from htree_ops.tuning.cache import TuningCache, cache_dir
@@ -18,7 +19,7 @@ from htree_ops.tuning.metrics import compute_metrics
 from htree_ops.tuning.space import SPACES
 from htree_ops.tuning.tuner import PEAK_GBPS, WORTHWHILE, AutoTuner, benchmark
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["COMMAND", "nothing_to_tune"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         type=device,
-        default=None,
-        help="cuda (default) or cpu, where configurations have no effect",
+        default=torch.device("cuda"),
+        help="GPU to tune for: cuda (default) or cuda:N",
     )
     parser.add_argument(
         "--cache-dir", type=output_folder, default=None, help="folder of the cache; default: HTREE_CACHE_DIR"
@@ -46,22 +47,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--export", type=output_file, help="also write all results to this file, as the package bundles them"
     )
-    parser.set_defaults(run=run)
 
 
 def device(text: str) -> torch.device:
-    """A device that kernels run on."""
+    """A device that kernels run on; a CPU too, of which :func:`nothing_to_tune` says more than a wrong name."""
     try:
         place = torch.device(text)
     except RuntimeError as error:
-        raise argparse.ArgumentTypeError(f"must be cuda, cuda:N or cpu, got {text!r}") from error
+        raise argparse.ArgumentTypeError(f"must be cuda or cuda:N, got {text!r}") from error
     if place.type not in ("cpu", "cuda"):
-        raise argparse.ArgumentTypeError(f"must be cuda, cuda:N or cpu, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be cuda or cuda:N, got {text!r}")
     return place
 
 
-def _tune(problem: problems.Problem, arguments: argparse.Namespace, folder: Path) -> str:
-    """Searches one problem; returns what was found, in words."""
+def _tune(problem: problems.Problem, arguments: argparse.Namespace, folder: Path, count: str) -> str:
+    """Searches one problem; returns what was found, in words. ``count`` stands before the progress."""
     label = (
         f"{problem.kernel} {'x'.join(map(str, problem.sizes))} {str(problem.dtype).removeprefix('torch.')}"
     )
@@ -78,7 +78,7 @@ def _tune(problem: problems.Problem, arguments: argparse.Namespace, folder: Path
         layout=problem.layout,
         flops=problem.flops,
         num_bytes=problem.num_bytes,
-        progress=progress_bar(label, sys.stderr),
+        progress=progress_bar(f"{count} {label}", sys.stderr),
     )
     own = benchmark(problem.call, problem.device, arguments.warmup, arguments.runs)
     try:
@@ -99,55 +99,77 @@ def _tune(problem: problems.Problem, arguments: argparse.Namespace, folder: Path
     )
 
 
-def _check(arguments: argparse.Namespace, kernels: list[str], place: torch.device, folder: Path) -> None:
+def nothing_to_tune(place: torch.device) -> str | None:
+    """Why a search on this device would store nothing but noise; None where it has kernels to choose from."""
+    if place.type != "cuda":
+        return f"--device {place}: configurations choose among GPU kernels, and the CPU ignores them"
+    if not torch.cuda.is_available():
+        return "configurations choose among GPU kernels, and torch sees no GPU"
+    if not build_info().get("cuda"):
+        return f"this library has no GPU kernels ({build_info().get('reason', 'its build is not recorded')})"
+    return None
+
+
+def _check(arguments: argparse.Namespace, kernels: list[str], folder: Path) -> None:
     """Everything that can be known before the search.
 
     Raises:
-        ValueError, OSError: one line that names what to change.
+        UsageError: one line that names what to change.
     """
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("there is no GPU to tune for; --device cpu runs the search without effect")
+    place = arguments.device
+    if reason := nothing_to_tune(place):
+        raise UsageError(f"there is nothing to tune: {reason}; nothing is stored")
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"--device {place}: torch sees {torch.cuda.device_count()} GPUs")
+        raise UsageError(f"--device {place}: torch sees {torch.cuda.device_count()} GPUs")
     if missing := sorted(set(kernels) - set(problems.tunable_kernels())):
-        raise ValueError(f"this library has no {', '.join(missing)}")
+        raise UsageError(f"this library has no {', '.join(missing)}")
     for kernel in kernels if arguments.sizes else ():
         sizes = tuple(arguments.sizes)
         try:
             problems.check_sizes(kernel, sizes)
         except ValueError as error:
             choose = "" if arguments.kernel else "; --kernel chooses an op"
-            raise ValueError(f"--sizes: {str(error).removeprefix('make_problem: ')}{choose}") from error
+            raise UsageError(f"--sizes: {str(error).removeprefix('make_problem: ')}{choose}") from error
         needed, free = problems.input_bytes(kernel, sizes), free_memory(place)
         if needed > free:
             size = f"{needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
-            raise ValueError(f"--sizes: not enough memory: the inputs of {kernel} take {size}")
+            raise UsageError(f"--sizes: not enough memory: the inputs of {kernel} take {size}")
     try:
         TuningCache(folder).check_writable()
     except OSError as error:
         name = "--cache-dir" if arguments.cache_dir else "the cache folder (HTREE_CACHE_DIR)"
-        raise OSError(f"{name}: nothing can be stored in {folder}: {error.strerror or error}") from error
+        raise UsageError(f"{name}: nothing can be stored in {folder}: {error.strerror or error}") from error
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The command; status 2 where there is nothing to tune or nothing could be stored."""
-    place = arguments.device or torch.device("cuda")
+    """Searches and prints what was found; status 0.
+
+    Raises:
+        UsageError: there is nothing to tune, or nothing could be stored.
+    """
     kernels = arguments.kernel or problems.tunable_kernels()
     folder = arguments.cache_dir or cache_dir()
     sizes = tuple(arguments.sizes) if arguments.sizes else None
+    _check(arguments, kernels, folder)
+    total = sum(
+        len(problems.DTYPES[kernel]) * (1 if sizes else len(problems.PROBLEMS[kernel])) for kernel in kernels
+    )
     try:
-        _check(arguments, kernels, place, folder)
-        for problem in problems.all_problems(kernels, place, sizes):
-            print(_tune(problem, arguments, folder), flush=True)
+        for number, problem in enumerate(problems.all_problems(kernels, arguments.device, sizes), start=1):
+            print(_tune(problem, arguments, folder, f"{number}/{total}"), flush=True)
         if arguments.export:
             count = TuningCache(folder).export(arguments.export)
             print(f"{count} results written to {arguments.export}")
     except (ValueError, OSError, NotImplementedError) as error:
-        print(f"tune: {error}", file=sys.stderr)
-        return 2
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        print(f"tune: out of memory: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 2
+        raise UsageError(str(error)) from error
     return 0
+
+
+COMMAND = Command(
+    "tune",
+    "find the fastest kernel configurations on this GPU and keep them in the cache",
+    """Times every kernel configuration of rmsnorm_rope, gated_mlp and fp8_gemm on common sizes, and stores the fastest
+of each size in the cache, which later calls on this GPU read.""",
+    add_arguments,
+    run,
+)
