@@ -1,10 +1,10 @@
-"""Tree attention against its IO-only twin; the same as ``python -m htree_ops.bench io-only``."""
+"""Tree attention against its IO-only twin; the same as ``python -m htree_ops io-only``."""
 
 from __future__ import annotations
 
 import sys
 
-from htree_ops.bench.io_only import main
+from htree_ops.bench.io_only import COMMAND
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(COMMAND.main())

@@ -15,14 +15,14 @@ else
 fi
 rooms=("$@")
 if [ ${#rooms[@]} -eq 0 ]; then
-  for file in benchmarks/bench_*.py; do
-    room=${file##*/bench_}
+  for file in htree_ops/bench/rooms/[a-z]*.py; do
+    room=${file##*/}
     rooms+=("${room%.py}")
   done
 fi
 status=0
 for room in "${rooms[@]}"; do
-  timeout "$limit" "$python" -m htree_ops.bench --room "$room" --json "$out/$room.json" --csv "$out/$room.csv" \
+  timeout "$limit" "$python" -m htree_ops bench --room "$room" --json "$out/$room.json" --csv "$out/$room.csv" \
     2>&1 | tee "$out/bench-$room.log"
   ended=${PIPESTATUS[0]}
   if [ "$ended" -eq 124 ]; then

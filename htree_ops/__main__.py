@@ -26,14 +26,16 @@ COMMANDS: tuple[Command, ...] = (
 
 def make_parser() -> argparse.ArgumentParser:
     """One subparser per command."""
+    listed = "\n".join(f"  {command.name:<13}{command.about}" for command in COMMANDS)
     parser = OneLineParser(
         prog="python -m htree_ops",
-        description="Looks at this installation of htree_ops, checks it, measures it and tunes it.",
-        epilog="python -m htree_ops COMMAND --help lists the flags of a command.",
+        description=f"Describes, tunes, measures and checks this installation of htree_ops.\n\n{listed}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
+    about = "one of these; COMMAND --help lists its flags"
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", help=about)
     for command in COMMANDS:
-        command.fill(commands.add_parser(command.name, help=command.about))
+        command.fill(commands.add_parser(command.name))
     return parser
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "Command",
     "OneLineParser",
     "UsageError",
+    "add_sizes",
     "at_least",
     "bandwidth",
     "free_memory",
@@ -37,6 +38,15 @@ class OneLineParser(argparse.ArgumentParser):
         """Prints the message without the usage."""
         print(f"{self.prog}: {message}", file=sys.stderr)
         sys.exit(2)
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Keeps the line breaks of the description and names the default of each flag that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        has_default = action.option_strings and action.default not in (None, False, "", [], argparse.SUPPRESS)
+        return f"{text} (default %(default)s)" if has_default and "default" not in text else text
 
 
 class UsageError(ValueError):
@@ -70,7 +80,7 @@ class Command:
     def fill(self, parser: argparse.ArgumentParser) -> None:
         """Gives ``parser`` the description and the flags of the command."""
         parser.description = self.description
-        parser.formatter_class = argparse.RawDescriptionHelpFormatter
+        parser.formatter_class = _Help
         self.add_arguments(parser)
 
     def execute(self, arguments: argparse.Namespace) -> int:
@@ -106,6 +116,29 @@ class at_least:
         if value > self.most:
             raise argparse.ArgumentTypeError(f"must be at most {self.most}, got {value}")
         return value
+
+
+#: The flags that give the sizes of a problem of tree attention, with the letters of the documents.
+SIZES = {
+    "batch": "sequences, B",
+    "seq-len": "tokens of each, T",
+    "hq": "query heads, H",
+    "h-kv": "key and value heads, H_kv",
+    "k-dim": "width of a key, K",
+    "v-dim": "width of a value, V",
+    "compression-rate": "children of a node, r",
+    "max-top-nodes": "nodes of the top layer at most, M",
+    "top-k": "nodes of a layer whose children are read, k",
+    "top-k-per-layer": "nodes of a layer whose children are read, k",
+}
+
+
+def add_sizes(parser: argparse.ArgumentParser, problem: type) -> None:
+    """Flags for the sizes that ``problem`` has as attributes, which hold the defaults."""
+    for flag, about in SIZES.items():
+        default = getattr(problem, flag.replace("-", "_"), None)
+        if default is not None:
+            parser.add_argument(f"--{flag}", type=at_least(1), default=default, metavar="N", help=about)
 
 
 #: What ``torch.manual_seed`` takes.

@@ -121,5 +121,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-ABOUT = "versions, how the library was built, GPUs, ops and compiled kernel configurations"
-COMMAND = Command("info", ABOUT, f"Prints {ABOUT}.", add_arguments, run)
+COMMAND = Command(
+    "info",
+    "print versions, GPUs, ops and how the library was built",
+    "Prints versions, how the library was built, the GPUs, the ops and the compiled kernel configurations.",
+    add_arguments,
+    run,
+)

@@ -59,21 +59,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
     known = ", ".join(room_names())
     parser.add_argument(
-        "--room", action="append", default=[], help=f"room to time; may be given again; there are {known}"
+        "--room",
+        action="append",
+        default=[],
+        metavar="ROOM",
+        help=f"what to time: {known}; may be given again",
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="where to time; default: cuda where there is a GPU"
+    )
     parser.add_argument(
         "--case",
         type=regular_expression,
         default="",
-        help="regular expression that op/case-dtype must match",
+        metavar="REGEX",
+        help="only cases whose op/case-dtype matches",
     )
-    parser.add_argument("--dtype", action="append", default=[], help="such as bfloat16; may be given again")
+    parser.add_argument(
+        "--dtype", action="append", default=[], help="only this one, such as bfloat16; may be given again"
+    )
     parser.add_argument(
         "--baseline",
         type=regular_expression,
         default="",
-        help="regular expression that a baseline's name must match",
+        metavar="REGEX",
+        help="only baselines whose name matches",
     )
     parser.add_argument(
         "--repeat",
@@ -81,10 +91,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="rounds",
         type=at_least(1),
         default=timing.Effort.rounds,
-        help="turns of each candidate (default %(default)s)",
+        metavar="N",
+        help="rounds in which the op and its baselines are timed",
     )
-    parser.add_argument("--json", type=output_file, help="write the rows to this JSON file")
-    parser.add_argument("--csv", type=output_file, help="write the rows to this CSV file")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the rows to this JSON file")
+    parser.add_argument("--csv", type=output_file, metavar="FILE", help="write the rows to this CSV file")
     parser.add_argument(
         "--folder",
         type=Path,

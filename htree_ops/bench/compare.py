@@ -124,7 +124,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tolerance",
         type=float,
         default=DEFAULT_TOLERANCE,
-        help="percent that is no change (default %(default)s)",
+        metavar="PERCENT",
+        help="difference that counts as none",
     )
 
 
@@ -148,7 +149,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 COMMAND = Command(
     "compare",
-    "say what became slower between two results files of one machine",
+    "say what became slower between two runs of bench",
     """Compares two JSON files that bench wrote on one machine. Status 1 where something became slower.
 
 A case counts as slower where its new median exceeds the old one by more than the tolerance and by more than the

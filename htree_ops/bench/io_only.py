@@ -20,6 +20,7 @@ from htree_ops.command_line import (
     SEED,
     Command,
     UsageError,
+    add_sizes,
     at_least,
     bandwidth,
     free_memory,
@@ -39,28 +40,33 @@ USABLE, RESERVE = 0.92, 512 << 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags and defaults of §2.4."""
-    parser.add_argument("--batch", type=at_least(1), default=1, help="B")
-    parser.add_argument("--seq-len", type=at_least(1), default=120_000, help="T")
-    parser.add_argument("--hq", type=at_least(1), default=16, help="query heads")
-    parser.add_argument("--h-kv", type=at_least(1), default=1, help="key and value heads")
-    parser.add_argument("--k-dim", type=at_least(1), default=16, help="key width")
-    parser.add_argument("--v-dim", type=at_least(1), default=16, help="value width")
-    parser.add_argument("--compression-rate", type=at_least(1), default=16, help="r, children per node")
+    add_sizes(parser, PipelineProblem)
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32", help="of q, k and v")
     parser.add_argument(
-        "--max-top-nodes", type=at_least(1), default=8192, help="M, nodes of the top layer at most"
+        "--warmup", type=at_least(0), default=3, metavar="N", help="calls before the timed ones"
     )
-    parser.add_argument("--top-k", type=at_least(1), default=512, help="k, nodes that are refined")
-    parser.add_argument("--warmup", type=at_least(0), default=3, help="calls before the timed ones")
-    parser.add_argument("--iters", type=at_least(1), default=10, help="timed calls")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
-    parser.add_argument("--gpu", type=int, default=None, help="index of the GPU (default 0); -1 is the CPU")
-    parser.add_argument("--seed", type=SEED, default=42)
-    parser.add_argument("--select", choices=SELECTIONS, default="lcg", help="positions of the twin")
-    parser.add_argument("--map-positions", action="store_true", help="the twin maps positions to nodes")
-    parser.add_argument("--per-kernel", action="store_true", help="print a table of kernels and their bytes")
-    parser.add_argument("--json", type=output_file, help="write everything to this file")
+    parser.add_argument("--iters", type=at_least(1), default=10, metavar="N", help="timed calls")
     parser.add_argument(
-        "--peak-gbps", type=bandwidth, default=None, help="memory bandwidth, else by the GPU's name"
+        "--gpu", type=int, default=None, metavar="N", help="index of the GPU (default 0); -1 is the CPU"
+    )
+    parser.add_argument("--seed", type=SEED, default=42, metavar="N", help="seed of the inputs")
+    parser.add_argument(
+        "--select",
+        choices=SELECTIONS,
+        default="lcg",
+        help="how the twin picks positions, whatever the scores are",
+    )
+    parser.add_argument(
+        "--map-positions", action="store_true", help="the twin looks up the nodes of its positions"
+    )
+    parser.add_argument("--per-kernel", action="store_true", help="print a table of kernels and their bytes")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write everything to this file")
+    parser.add_argument(
+        "--peak-gbps",
+        type=bandwidth,
+        default=None,
+        metavar="GB/S",
+        help="memory bandwidth for the table; default: that of the GPU's data sheet, else a measured copy",
     )
 
 
@@ -297,7 +303,7 @@ def measure(arguments: argparse.Namespace, problem: PipelineProblem, device: tor
 
 COMMAND = Command(
     "io-only",
-    "time tree attention against its IO-only twin, kernel by kernel",
+    "time tree attention beside kernels that only move its data",
     """Times the staged kernels of tree attention and their IO-only twins: the same launches, loads and stores
 without the arithmetic. What the twin leaves out is about what arithmetic costs.""",
     add_arguments,

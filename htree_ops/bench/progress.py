@@ -52,9 +52,9 @@ class Progress:
         """Draws the line; where the stream is no terminal only if none was written for a while."""
         now = self._clock()
         if self._stream.isatty():
-            self._stream.write(f"\r\033[K{self._line(label, now)}")
+            self._stream.write(f"\r\033[K[{_bar(self.done, self.total, ' ')}] {self._text(label, now)}")
         elif now - self._shown >= EVERY:
-            self._stream.write(f"{self._line(label, now)}\n")
+            self._stream.write(f"{self._text(label, now)}\n")
         else:
             return
         self._shown = now
@@ -71,12 +71,12 @@ class Progress:
             self._stream.write("\r\033[K")
             self._stream.flush()
 
-    def _line(self, label: str, now: float) -> str:
+    def _text(self, label: str, now: float) -> str:
         spent = now - self._begin
         if not self.total:
             return f"{label}, {spent:.0f} s"
         left = f", {spent / self.done * (self.total - self.done):.0f} s left" if self.done else ""
-        return f"[{_bar(self.done, self.total, ' ')}] {self.done}/{self.total} {label}{left}"
+        return f"{self.done}/{self.total} {label}{left}"
 
 
 def progress(

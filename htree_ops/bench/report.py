@@ -174,7 +174,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"JSON files of bench, or folders of them (default {OF_THE_CHECKOUT} of a checkout)",
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("build/report"), help="folder to write (default %(default)s)"
+        "--out", type=Path, default=Path("build/report"), metavar="FOLDER", help="folder to write"
     )
 
 
@@ -200,7 +200,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 COMMAND = Command(
     "report",
-    "draw measured results: one HTML page and pictures",
+    "draw the results of bench: an HTML page and pictures",
     "Writes one HTML page with all rows and PNG pictures from the JSON files of bench. Needs matplotlib.",
     add_arguments,
     run,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import htree_ops  # noqa: F401  registers torch.ops.htree
 from htree_ops.bench.progress import progress
-from htree_ops.command_line import SEED, Command, UsageError, at_least, free_memory
+from htree_ops.command_line import SEED, Command, UsageError, add_sizes, free_memory
 from htree_ops.reference import tree_attention as reference
 from htree_ops.reference.tree_attention import selection, stages, state
 from htree_ops.reference.tree_attention.attention import listed_candidates
@@ -223,18 +223,29 @@ def judge(problem: Problem, bounds: Bounds, seed: int, device: str) -> Judgement
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command (docs/semantics §6)."""
-    parser.add_argument("--seed", type=SEED, default=42, help="seed of the inputs (default %(default)s)")
-    parser.add_argument("--seeds", type=SEED, nargs="+", help="several seeds, instead of --seed")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
-    sizes = ("batch", "seq-len", "hq", "h-kv", "k-dim", "v-dim")
-    for name in (*sizes, "compression-rate", "top-k-per-layer", "max-top-nodes"):
-        default = getattr(Problem, name.replace("-", "_"))
-        parser.add_argument(f"--{name}", type=at_least(1), default=default, help="default %(default)s")
-    parser.add_argument("--rope-base", type=float, default=Problem.rope_base, help="default %(default)s")
-    for name in ("final-atol", "final-rtol", "out-p99-atol", "grad-p99-atol"):
+    parser.add_argument("--seed", type=SEED, default=42, metavar="N", help="seed of the inputs")
+    parser.add_argument("--seeds", type=SEED, nargs="+", metavar="N", help="several seeds, instead of --seed")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32", help="of q, k and v")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="where the op runs; default: cuda where there is a GPU"
+    )
+    add_sizes(parser, Problem)
+    parser.add_argument(
+        "--rope-base",
+        type=float,
+        default=Problem.rope_base,
+        metavar="X",
+        help="base of the rotary frequencies",
+    )
+    bounds = {
+        "final-atol": "largest absolute error",
+        "final-rtol": "largest error relative to the reference",
+        "out-p99-atol": "99th percentile of the error of the output, reference selecting itself",
+        "grad-p99-atol": "the same of the gradients",
+    }
+    for name, about in bounds.items():
         default = getattr(Bounds, name.replace("-", "_"))
-        parser.add_argument(f"--{name}", type=float, default=default, help="default %(default)s")
+        parser.add_argument(f"--{name}", type=float, default=default, metavar="X", help=about)
     parser.add_argument("--fail-on-alarm", action="store_true", help="exit status 1 for PASS_WITH_ALARM too")
 
 
@@ -278,7 +289,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 COMMAND = Command(
     "correctness",
-    "check tree attention, forward and backward, against a float64 reference",
+    "check tree attention and its gradients against a float64 reference",
     """Compares tree attention and its gradients with a reference in float64, once per seed. A seed is judged twice:
 
 * With the lists that the op selected. Every element of the output and of the gradients must be finite and within

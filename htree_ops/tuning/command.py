@@ -24,28 +24,42 @@ __all__ = ["COMMAND", "nothing_to_tune"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
+    kernels = sorted(SPACES)
     parser.add_argument(
         "--kernel",
         action="append",
-        choices=sorted(SPACES),
-        help="op to search; may be given again; default: all",
+        choices=kernels,
+        metavar="OP",
+        help=f"op to search, {', '.join(kernels[:-1])} or {kernels[-1]}; may be given again; default: all",
     )
     parser.add_argument(
-        "--sizes", type=at_least(1), nargs="+", help="sizes of one problem instead of the usual ones"
+        "--sizes",
+        type=at_least(1),
+        nargs="+",
+        metavar="N",
+        help="sizes of one problem instead of the usual ones: B S hidden head_dim of rmsnorm_rope, "
+        "rows hidden inner of gated_mlp, M N K of fp8_gemm",
     )
     parser.add_argument(
-        "--device",
-        type=device,
-        default=torch.device("cuda"),
-        help="GPU to tune for: cuda (default) or cuda:N",
+        "--device", type=device, default=torch.device("cuda"), help="GPU to tune for, cuda or cuda:N"
     )
     parser.add_argument(
-        "--cache-dir", type=output_folder, default=None, help="folder of the cache; default: HTREE_CACHE_DIR"
+        "--cache-dir",
+        type=output_folder,
+        metavar="FOLDER",
+        help="where results are kept; default: HTREE_CACHE_DIR, else htree_ops in the user's cache folder",
     )
-    parser.add_argument("--warmup", type=at_least(0), default=5, help="untimed calls of each configuration")
-    parser.add_argument("--runs", type=at_least(1), default=30, help="timed calls of each configuration")
     parser.add_argument(
-        "--export", type=output_file, help="also write all results to this file, as the package bundles them"
+        "--warmup", type=at_least(0), default=5, metavar="N", help="untimed calls of each configuration"
+    )
+    parser.add_argument(
+        "--runs", type=at_least(1), default=30, metavar="N", help="timed calls of each configuration"
+    )
+    parser.add_argument(
+        "--export",
+        type=output_file,
+        metavar="FILE",
+        help="also write all results to this file, in the form in which the package carries its own",
     )
 
 
@@ -167,7 +181,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 COMMAND = Command(
     "tune",
-    "find the fastest kernel configurations on this GPU and keep them in the cache",
+    "find and store the fastest kernel configurations on this GPU",
     """Times every kernel configuration of rmsnorm_rope, gated_mlp and fp8_gemm on common sizes, and stores the fastest
 of each size in the cache, which later calls on this GPU read.""",
     add_arguments,

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import htree_ops.bench.__main__ as command_line
 from htree_ops import bench
-from htree_ops.bench import compare, results, suite, timing
+from htree_ops.bench import command, compare, results, suite, timing
 from htree_ops.bench.plain_rows import print_rows
 from htree_ops.bench.progress import progress
 from htree_ops.command_line import output_file
@@ -259,7 +259,7 @@ def test_progress_draws_only_on_a_terminal():
 
     plain, terminal = io.StringIO(), Terminal()
     assert list(progress([1, 2, 3], str, plain)) == [1, 2, 3]
-    assert plain.getvalue() == ""
+    assert plain.getvalue() == "", "nothing took long"
     assert list(progress(["x", "y"], str, terminal)) == ["x", "y"]
     assert "0/2 x" in terminal.getvalue()
     assert "1/2 y" in terminal.getvalue()
@@ -372,7 +372,7 @@ def test_the_module_runs_as_a_program(tmp_path):
 
 
 def test_the_stages_pass_their_own_gate_and_a_wrong_result_does_not(device):
-    module = command_line.load_room(ROOT / "benchmarks", "tree_stages")
+    module = command.load_room("tree_stages")
     for benchmark in module.make_benchmarks(device):
         sizes = {"queries": 20, "width": 8, "top_k": 16, "rate": 4, "group": 2}
         small = dataclasses.replace(benchmark, case=dataclasses.replace(benchmark.case, **sizes))

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import htree_ops.bench.__main__ as command_line
-from htree_ops.bench import results, suite, timing
+from htree_ops.bench import command, results, suite, timing
+from htree_ops.command_line import UsageError
 from htree_ops.testing.cases import Case, normal
 from htree_ops.testing.causal_softmax_cases import CausalSoftmaxBackwardCase, CausalSoftmaxCase
 from htree_ops.testing.compare import assert_close_spec
@@ -376,10 +377,12 @@ def test_commit_of_the_source(tmp_path, monkeypatch):
     assert results.source_commit(tmp_path) == "abc123"
     monkeypatch.delenv("HTREE_COMMIT")
     monkeypatch.setattr(results, "build_info", dict)
-    with pytest.raises(RuntimeError, match="HTREE_COMMIT"):
+    with pytest.raises(UsageError, match="HTREE_COMMIT"):
         results.source_commit(tmp_path)
     monkeypatch.setattr(results, "build_info", lambda: {"commit": "built"})
     assert results.source_commit(tmp_path) == "built"
+    monkeypatch.setattr(results, "build_info", lambda: {"commit": None, "version": "1.2"})
+    assert results.source_commit(tmp_path) == "version 1.2", "built from a source distribution"
 
     def git(*arguments: str) -> str:
         identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
@@ -440,7 +443,7 @@ def test_command_line(tmp_path, monkeypatch, capsys):
 
 def test_the_causal_softmax_room_passes_its_own_gate(device):
     """Ours and the eager baselines, forward and backward, on a small problem, without torch.compile."""
-    module = command_line.load_room(ROOT / "benchmarks", "causal_softmax")
+    module = command.load_room("causal_softmax")
     small = CausalSoftmaxCase(name="small", dtype=torch.bfloat16, shape=(2, 100, 300))
     cases = {
         "causal_softmax": small,

@@ -238,7 +238,7 @@ def test_rows_that_fit():
 
 
 def test_defaults_of_the_flags():
-    flags = vars(io_only.make_parser().parse_args([]))
+    flags = vars(io_only.COMMAND.make_parser().parse_args([]))
     assert flags == {
         "batch": 1, "seq_len": 120_000, "hq": 16, "h_kv": 1, "k_dim": 16, "v_dim": 16, "compression_rate": 16,
         "max_top_nodes": 8192, "top_k": 512, "warmup": 3, "iters": 10, "dtype": "float32", "gpu": None, "seed": 42,

@@ -37,7 +37,9 @@ def test_pieces_give_the_reference(dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_pass(device, dtype, capsys):
-    assert correctness.main([*FLAGS, f"--device={device}", "--seeds", "1", "2", f"--dtype={dtype}"]) == 0
+    assert (
+        correctness.COMMAND.main([*FLAGS, f"--device={device}", "--seeds", "1", "2", f"--dtype={dtype}"]) == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:3] for line in lines[:2]] == [["seed", "1:", "PASS"], ["seed", "2:", "PASS"]]
     assert "p99 out" in lines[0]
@@ -46,15 +48,15 @@ def test_pass(device, dtype, capsys):
 
 def test_alarm_passes_unless_told_otherwise(capsys):
     strict = [*FLAGS, "--device=cpu", "--out-p99-atol=0"]
-    assert correctness.main(strict) == 0
+    assert correctness.COMMAND.main(strict) == 0
     assert "PASS_WITH_ALARM (1 seed" in capsys.readouterr().out
-    assert correctness.main([*strict, "--fail-on-alarm"]) == 1
+    assert correctness.COMMAND.main([*strict, "--fail-on-alarm"]) == 1
     assert "out, free selection: 99th percentile" in capsys.readouterr().out
-    assert correctness.main([*FLAGS, "--device=cpu", "--grad-p99-atol=0", "--fail-on-alarm"]) == 1
+    assert correctness.COMMAND.main([*FLAGS, "--device=cpu", "--grad-p99-atol=0", "--fail-on-alarm"]) == 1
 
 
 def test_fail(monkeypatch, capsys):
-    assert correctness.main([*FLAGS, "--device=cpu", "--final-atol=0", "--final-rtol=0"]) == 1
+    assert correctness.COMMAND.main([*FLAGS, "--device=cpu", "--final-atol=0", "--final-rtol=0"]) == 1
     assert "FAIL (1 seed" in capsys.readouterr().out
     true = correctness.reference_results
 
@@ -64,7 +66,7 @@ def test_fail(monkeypatch, capsys):
         return found
 
     monkeypatch.setattr(correctness, "reference_results", shifted)
-    assert correctness.main([*FLAGS, "--device=cpu"]) == 1
+    assert correctness.COMMAND.main([*FLAGS, "--device=cpu"]) == 1
     assert "dk, forced lists: 1 of" in capsys.readouterr().out
 
 
@@ -73,12 +75,12 @@ def test_lists_out_of_shape_fail(monkeypatch, capsys):
         raise AssertionError("layer 0: not ascending")
 
     monkeypatch.setattr(correctness.checks, "assert_lists", broken)
-    assert correctness.main([*FLAGS, "--device=cpu"]) == 1
+    assert correctness.COMMAND.main([*FLAGS, "--device=cpu"]) == 1
     assert "lists: layer 0: not ascending" in capsys.readouterr().out
 
 
 def test_defaults():
-    flags = vars(correctness.make_parser().parse_args([]))
+    flags = vars(correctness.COMMAND.make_parser().parse_args([]))
     documented = {
         "seed": 42, "seq_len": 12_000, "hq": 16, "h_kv": 4, "k_dim": 32, "v_dim": 32, "final_atol": 3e-2,
         "final_rtol": 3e-2, "out_p99_atol": 5e-3, "grad_p99_atol": 1e-2, "fail_on_alarm": False,
@@ -88,12 +90,12 @@ def test_defaults():
 
 @pytest.mark.parametrize("seed", [-(2**63), 2**64 - 1])
 def test_every_seed_of_torch_is_one(seed):
-    assert correctness.main([*FLAGS, "--device=cpu", f"--seed={seed}"]) == 0
+    assert correctness.COMMAND.main([*FLAGS, "--device=cpu", f"--seed={seed}"]) == 0
 
 
 def test_memory_that_runs_out_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(correctness, "judge", lambda *_: torch.empty(1 << 60, dtype=torch.uint8))
-    assert correctness.main([*FLAGS, "--device=cpu"]) == 2
+    assert correctness.COMMAND.main([*FLAGS, "--device=cpu"]) == 2
     message = capsys.readouterr().err
     assert message.startswith("correctness: out of memory: ")
     assert message.count("\n") == 1
@@ -125,7 +127,7 @@ def test_memory_that_runs_out_is_one_line(monkeypatch, capsys):
 )
 def test_bad_use_is_one_line_and_status_two(capsys, flags, complaint):
     try:
-        status = correctness.main([*FLAGS, "--device=cpu", *flags])
+        status = correctness.COMMAND.main([*FLAGS, "--device=cpu", *flags])
     except SystemExit as stop:
         status = stop.code
     message = capsys.readouterr().err

@@ -352,21 +352,60 @@ def test_no_search_inside_a_capture() -> None:
 # ---- the command
 
 
-def test_the_command_on_a_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.fixture
+def cpu_stands_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command's own refusal of a CPU is off, so that a search can be watched where there is no GPU."""
+    monkeypatch.setattr(command, "nothing_to_tune", lambda place: None)
+
+
+def test_a_search_of_the_command(
+    cpu_stands_for_a_gpu: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     target = tmp_path / "out.json"
     arguments = ["tune", "--kernel", "rmsnorm_rope", "--sizes", "1", "2", "64", "32", "--device", "cpu"]
     status = command_line.main([*arguments, "--runs", "2", "--warmup", "0", "--export", str(target)])
     assert status == 0
     captured = capsys.readouterr()
     assert captured.out.count("rmsnorm_rope 1x2x64x32") == 2
+    assert "1/2 rmsnorm_rope 1x2x64x32 bfloat16" in captured.err
     assert "45/45" in captured.err
     records = json.loads(target.read_text())["records"].values()
     assert {record["key"]["dtype"] for record in records} == {"bfloat16", "float16"}
     assert all(record["metrics"]["latency_ms"] > 0 for record in records)
     assert command_line.main(["tune", "--kernel", "rmsnorm_rope", "--sizes", "1", "--device", "cpu"]) == 2
-    if not torch.cuda.is_available():
-        assert command_line.main(["tune"]) == 2
-        assert "there is no GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "facts", "complaint"),
+    [
+        ([], {"gpu": False}, "torch sees no GPU"),
+        (
+            ["--device", "cpu"],
+            {},
+            "--device cpu: configurations choose among GPU kernels, and the CPU ignores",
+        ),
+        ([], {"gpu": True, "reason": "HTREE_CUDA=0"}, "this library has no GPU kernels (HTREE_CUDA=0)"),
+    ],
+    ids=["no gpu", "cpu", "cpu build"],
+)
+def test_where_there_is_nothing_to_tune_nothing_is_stored(
+    flags: list[str],
+    facts: dict[str, Any],
+    complaint: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: facts.get("gpu", True))
+    monkeypatch.setattr(command, "build_info", lambda: {"cuda": None, "reason": facts.get("reason")})
+    monkeypatch.setattr(command, "AutoTuner", lambda *_, **__: pytest.fail("searched"))
+    assert command_line.main(["tune", *flags, "--cache-dir", str(tmp_path)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("tune: there is nothing to tune: ")
+    assert complaint in captured.err
+    assert captured.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 ONE = ["--device", "cpu", "--kernel", "gated_mlp", "--sizes", "4", "64", "64"]
@@ -375,7 +414,7 @@ ONE = ["--device", "cpu", "--kernel", "gated_mlp", "--sizes", "4", "64", "64"]
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--device", "x"], "argument --device: must be cuda, cuda:N or cpu, got 'x'"),
+        (["--device", "x"], "argument --device: must be cuda or cuda:N, got 'x'"),
         (["--device", "mps"], "argument --device: must be"),
         (["--device", "meta"], "argument --device: must be"),
         (["--device", "cuda:77"], "GPU"),
@@ -395,7 +434,11 @@ ONE = ["--device", "cpu", "--kernel", "gated_mlp", "--sizes", "4", "64", "64"]
     ],
 )
 def test_bad_use_is_one_line_and_status_two_before_the_search(
-    flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    flags: list[str],
+    complaint: str,
+    cpu_stands_for_a_gpu: None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(command, "AutoTuner", lambda *_, **__: pytest.fail("searched"))
     try:
@@ -409,7 +452,9 @@ def test_bad_use_is_one_line_and_status_two_before_the_search(
     assert captured.out == ""
 
 
-def test_sizes_are_checked_for_every_op_before_the_first_search(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sizes_are_checked_for_every_op_before_the_first_search(
+    cpu_stands_for_a_gpu: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert command_line.main(["tune", "--device", "cpu", "--sizes", "1", "1", "64", "64"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -417,7 +462,10 @@ def test_sizes_are_checked_for_every_op_before_the_first_search(capsys: pytest.C
 
 
 def test_a_cache_that_cannot_be_written_is_found_before_the_search(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cpu_stands_for_a_gpu: None,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     newer = tmp_path / "tuning.json"
     newer.write_text('{"format": 2}')
