@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import io
 import json
 import math
 import subprocess
@@ -23,7 +22,6 @@ import htree_ops.bench.__main__ as command_line
 from htree_ops import bench
 from htree_ops.bench import command, compare, results, suite, timing
 from htree_ops.bench.plain_rows import print_rows
-from htree_ops.bench.progress import progress
 from htree_ops.command_line import output_file
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -250,20 +248,6 @@ def test_a_gpu_that_is_not_there(folder, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert command_line.main(["--device", "cuda", "--room", "tiny", "--folder", str(folder)]) == 2
     assert "sees no GPU" in capsys.readouterr().err
-
-
-def test_progress_draws_only_on_a_terminal():
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    plain, terminal = io.StringIO(), Terminal()
-    assert list(progress([1, 2, 3], str, plain)) == [1, 2, 3]
-    assert plain.getvalue() == "", "nothing took long"
-    assert list(progress(["x", "y"], str, terminal)) == ["x", "y"]
-    assert "0/2 x" in terminal.getvalue()
-    assert "1/2 y" in terminal.getvalue()
-    assert terminal.getvalue().endswith("\r\033[K")
 
 
 # ---- comparing

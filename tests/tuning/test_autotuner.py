@@ -1,18 +1,12 @@
-"""The search over a space, and the command (docs/semantics §3.4); test_tuning_cache and test_tuning_select go on.
-
-Longer than other files because every refusal of the command line is a line of it.
-"""
+"""The search over a space (docs/semantics §3.4); the other files of this folder test what is done with its results."""
 
 from __future__ import annotations
 
 import inspect
-import json
-import math
 import os
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +14,6 @@ import pytest
 import torch
 
 import htree_ops
-from htree_ops import __main__ as command_line
-from htree_ops.bench.progress import progress_bar
 from htree_ops.errors import DeviceError, TuningFailedError
 from htree_ops.tuning import (
     FP8_GEMM,
@@ -31,13 +23,10 @@ from htree_ops.tuning import (
     AutoTuner,
     CacheKey,
     TritonAutoTuner,
-    command,
     config_search,
     forget,
-    problems,
     tuner,
 )
-from htree_ops.tuning.metrics import compute_metrics
 
 KEY = CacheKey(
     "rmsnorm_rope", (8, 2048, 4096, 128), "bfloat16", "contiguous", "NVIDIA H200", "9.0", "1", "ab"
@@ -347,162 +336,3 @@ def test_no_search_inside_a_capture() -> None:
         x.add_(1)
         with pytest.raises(RuntimeError, match="cannot tune while a CUDA graph is being captured"):
             search.tune(x)
-
-
-# ---- the command
-
-
-@pytest.fixture
-def cpu_stands_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command's own refusal of a CPU is off, so that a search can be watched where there is no GPU."""
-    monkeypatch.setattr(command, "nothing_to_tune", lambda place: None)
-
-
-def test_a_search_of_the_command(
-    cpu_stands_for_a_gpu: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    target = tmp_path / "out.json"
-    arguments = ["tune", "--kernel", "rmsnorm_rope", "--sizes", "1", "2", "64", "32", "--device", "cpu"]
-    status = command_line.main([*arguments, "--runs", "2", "--warmup", "0", "--export", str(target)])
-    assert status == 0
-    captured = capsys.readouterr()
-    assert captured.out.count("rmsnorm_rope 1x2x64x32") == 2
-    assert "1/2 rmsnorm_rope 1x2x64x32 bfloat16" in captured.err
-    assert "45/45" in captured.err
-    records = json.loads(target.read_text())["records"].values()
-    assert {record["key"]["dtype"] for record in records} == {"bfloat16", "float16"}
-    assert all(record["metrics"]["latency_ms"] > 0 for record in records)
-    assert command_line.main(["tune", "--kernel", "rmsnorm_rope", "--sizes", "1", "--device", "cpu"]) == 2
-
-
-@pytest.mark.parametrize(
-    ("flags", "facts", "complaint"),
-    [
-        ([], {"gpu": False}, "torch sees no GPU"),
-        (
-            ["--device", "cpu"],
-            {},
-            "--device cpu: configurations choose among GPU kernels, and the CPU ignores",
-        ),
-        ([], {"gpu": True, "reason": "HTREE_CUDA=0"}, "this library has no GPU kernels (HTREE_CUDA=0)"),
-    ],
-    ids=["no gpu", "cpu", "cpu build"],
-)
-def test_where_there_is_nothing_to_tune_nothing_is_stored(
-    flags: list[str],
-    facts: dict[str, Any],
-    complaint: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: facts.get("gpu", True))
-    monkeypatch.setattr(command, "build_info", lambda: {"cuda": None, "reason": facts.get("reason")})
-    monkeypatch.setattr(command, "AutoTuner", lambda *_, **__: pytest.fail("searched"))
-    assert command_line.main(["tune", *flags, "--cache-dir", str(tmp_path)]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("tune: there is nothing to tune: ")
-    assert complaint in captured.err
-    assert captured.err.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-ONE = ["--device", "cpu", "--kernel", "gated_mlp", "--sizes", "4", "64", "64"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "complaint"),
-    [
-        (["--device", "x"], "argument --device: must be cuda or cuda:N, got 'x'"),
-        (["--device", "mps"], "argument --device: must be"),
-        (["--device", "meta"], "argument --device: must be"),
-        (["--device", "cuda:77"], "GPU"),
-        (["--kernel", "softmax"], "argument --kernel: invalid choice"),
-        (["--sizes", "-4", "64", "64"], "argument --sizes: must be at least 1, got -4"),
-        (["--sizes", "0", "0", "0"], "argument --sizes: must be at least 1, got 0"),
-        (["--sizes", "99999999999999999999", "64", "64"], "argument --sizes: must be at most 2147483647"),
-        (["--sizes", "999999999", "64000", "64"], "--sizes: not enough memory: the inputs of gated_mlp take"),
-        (["--sizes", "1", "1", "64", "64"], "--sizes: gated_mlp takes 3 sizes"),
-        (["--runs", "0"], "argument --runs: must be at least 1"),
-        (["--warmup", "-1"], "argument --warmup: must be at least 0"),
-        (["--cache-dir", "/dev/null/x"], "argument --cache-dir: /dev/null/x cannot be written"),
-        (["--cache-dir", "/proc/x"], "argument --cache-dir: /proc/x cannot be written"),
-        (["--cache-dir", ""], "argument --cache-dir: must be a folder"),
-        (["--export", "/dev/null/x"], "argument --export: /dev/null/x cannot be written"),
-        (["--export", "/dev"], "argument --export: /dev cannot be written: Is a directory"),
-    ],
-)
-def test_bad_use_is_one_line_and_status_two_before_the_search(
-    flags: list[str],
-    complaint: str,
-    cpu_stands_for_a_gpu: None,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(command, "AutoTuner", lambda *_, **__: pytest.fail("searched"))
-    try:
-        status = command_line.main(["tune", *ONE, *flags])
-    except SystemExit as stop:
-        status = int(stop.code or 0)
-    captured = capsys.readouterr()
-    assert status == 2
-    assert complaint in captured.err
-    assert captured.err.count("\n") == 1
-    assert captured.out == ""
-
-
-def test_sizes_are_checked_for_every_op_before_the_first_search(
-    cpu_stands_for_a_gpu: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command_line.main(["tune", "--device", "cpu", "--sizes", "1", "1", "64", "64"]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.endswith("takes 3 sizes, got (1, 1, 64, 64); --kernel chooses an op\n")
-
-
-def test_a_cache_that_cannot_be_written_is_found_before_the_search(
-    cpu_stands_for_a_gpu: None,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    newer = tmp_path / "tuning.json"
-    newer.write_text('{"format": 2}')
-    assert command_line.main(["tune", *ONE, "--cache-dir", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"tune: --cache-dir: nothing can be stored in {tmp_path}: ")
-    assert newer.read_text() == '{"format": 2}'
-    monkeypatch.setenv("HTREE_CACHE_DIR", str(newer / "below"))
-    assert command_line.main(["tune", *ONE]) == 2
-    message = capsys.readouterr().err
-    assert message.startswith("tune: the cache folder (HTREE_CACHE_DIR): nothing can be stored in ")
-    assert message.count("\n") == 1
-
-
-@pytest.mark.parametrize("kernel", sorted(SPACES))
-def test_the_bytes_of_the_inputs(kernel: str) -> None:
-    sizes = (2, 3, 256, 64) if kernel == "rmsnorm_rope" else (5, 64, 48)
-    problem = problems.make_problem(kernel, sizes, torch.bfloat16, "cpu")
-    inputs = {id(t): t for t in problem.arguments if isinstance(t, torch.Tensor) and t.dtype != torch.float32}
-    elements = sum(t.numel() for t in inputs.values()) + problem.call().numel()
-    assert problems.input_bytes(kernel, sizes) == 6 * elements, "all but the scales"
-
-
-def test_the_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
-    class Terminal(list):
-        def isatty(self) -> bool:
-            return True
-
-        def write(self, text: str) -> None:
-            self.append(text)
-
-        def flush(self) -> None:
-            return None
-
-    terminal = Terminal()
-    show = progress_bar("label", terminal)  # type: ignore[arg-type]
-    show(1, 2)
-    show(2, 2)
-    assert terminal[0] == "\rlabel [############............] 1/2"
-    assert "".join(terminal).endswith("\rlabel [########################] 2/2\n")
-    assert math.isfinite(asdict(compute_metrics(1.0))["latency_ms"])
