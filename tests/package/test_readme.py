@@ -6,6 +6,7 @@ import csv
 import inspect
 import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,20 @@ def test_the_example_runs_as_printed(capsys):
         exec(compile(block, "README.md", "exec"), names)
     out = capsys.readouterr().out
     assert "torch.Size([1, 4096, 256])" in out
+
+
+@pytest.mark.parametrize("script", ["draw_tree", "draw_results"])
+def test_the_scripts_draw_the_pictures(tmp_path, script):
+    """What a script draws is there and shown by a page; the picture of the tree draws its own numbers."""
+    pytest.importorskip("matplotlib")
+    folder = ROOT / "docs" / "images"
+    assert runpy.run_path(str(folder / f"{script}.py"))["main"](["--out", str(tmp_path)]) == 0
+    shown = README + page("results.md")
+    drawn = sorted(path.name for path in tmp_path.iterdir())
+    assert len(drawn) in (2, 4)
+    for name in drawn:
+        assert (folder / name).is_file()
+        assert f"images/{name}" in shown
 
 
 def test_the_two_commands_are_targets():
