@@ -23,6 +23,9 @@ SOURCES := $(shell find csrc -type f) setup.py pyproject.toml htree_ops/version.
 .PHONY: help demo test test-gpu bench bits sanitize lint format wheel cuda-build clean preflight
 .DEFAULT_GOAL := help
 
+# Shows which file a build compiles and keeps what it prints: $(WATCH) LOG COMMAND...
+WATCH = $(PY) htree_ops/bench/progress.py
+
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
@@ -56,10 +59,11 @@ format: $(VENV)/.installed ## format Python and C++ in place
 	find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h' | xargs $(VENV)/bin/clang-format -i
 
 wheel: $(VENV)/.installed ## an sdist and a wheel in dist/
-	$(PY) -m build --no-isolation --outdir dist .
+	$(WATCH) build/wheel.log $(PY) -m build --no-isolation --outdir dist .
+	@ls -l dist
 
 cuda-build: $(VENV)/.installed ## compile the CUDA kernels into build/cuda without a GPU (TORCH_CUDA_ARCH_LIST chooses)
-	HTREE_CUDA=1 $(PY) setup.py build_ext --build-lib build/cuda --build-temp build/cuda-temp
+	HTREE_CUDA=1 $(WATCH) build/cuda.log $(PY) setup.py build_ext --build-lib build/cuda --build-temp build/cuda-temp
 
 clean: ## remove builds, keep the environment
 	rm -rf build dist htree_ops.egg-info htree_ops/*.so htree_ops/_build_info.json $(VENV)/.built
@@ -75,12 +79,13 @@ preflight:
 
 $(VENV)/.installed: pyproject.toml | preflight
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --upgrade pip
-	$(PY) -m pip install --quiet $(TORCH) $$($(PY) -c 'import re, pathlib; \
+	$(PY) -m pip install --upgrade pip
+	$(PY) -m pip install $(TORCH) $$($(PY) -c 'import re, pathlib; \
 	  text = pathlib.Path("pyproject.toml").read_text(); \
 	  print(*re.findall(r"\"([^\"]+)\"", re.search(r"^dev = \[(.*?)^\]", text, re.M | re.S).group(1)))')
 	touch $@
 
 $(VENV)/.built: $(VENV)/.installed $(SOURCES)
-	$(PY) -m pip install --quiet --no-build-isolation --no-deps --editable .
+	@echo "compiling htree_ops; build/install.log has every line"
+	@$(WATCH) build/install.log $(PY) -m pip install --verbose --no-build-isolation --no-deps --editable .
 	touch $@

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from htree_ops.bench.plain_rows import print_rows
+from htree_ops.bench.progress import progress
 from htree_ops.ops.compressed_kv import kv_compress, kv_decode_attention
 from htree_ops.reference import compressed_kv as reference
 from htree_ops.reference.hadamard import grouped_hadamard
@@ -100,10 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
     arguments = parser.parse_args(argv)
+    problems = [(setting, keys) for keys in ("normal", "outliers") for setting in SETTINGS]
     rows = [
         measure(setting, keys, arguments.tokens, arguments.device)
-        for keys in ("normal", "outliers")
-        for setting in SETTINGS
+        for setting, keys in progress(problems, lambda problem: f"{problem[1]} keys")
     ]
     print_rows(rows, arguments.csv)
     return 0

@@ -22,6 +22,7 @@ from torch import Tensor
 import htree_ops  # noqa: F401 - registers the ops
 from htree_ops.bench import timing
 from htree_ops.bench.plain_rows import print_rows
+from htree_ops.bench.progress import progress
 
 FP8 = torch.float8_e4m3fn
 Product = Callable[[Tensor, Tensor, torch.dtype], Tensor]
@@ -140,11 +141,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
     arguments = parser.parse_args(argv)
     times = time_methods(arguments.size)
-    rows = [
-        measure(kind, k, method, times if k == arguments.size and kind == "normal" else {})
+    problems = [
+        (kind, k, method)
         for kind in ("normal", "one sign")
         for k in (32, 128, 1024, 4096, 16384)
         for method in METHODS
+    ]
+    rows = [
+        measure(kind, k, method, times if k == arguments.size and kind == "normal" else {})
+        for kind, k, method in progress(problems, lambda problem: f"{problem[2]}, k = {problem[1]}")
     ]
     print_rows(rows, arguments.csv)
     return 0

@@ -20,6 +20,7 @@ import torch
 import htree_ops  # noqa: F401 - registers the ops
 from htree_ops.bench import results, timing
 from htree_ops.bench.plain_rows import print_rows
+from htree_ops.bench.progress import progress
 from htree_ops.testing.fp8_gemm_cases import FP8GemmCase
 
 #: (n, k) of the weights and the rows that meet them: projections of models with 2048 to 8192 channels, and long sums.
@@ -108,7 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
     arguments = parser.parse_args(argv)
     here = results.collect_environment("cuda", timing.copy_bandwidth("cuda"))
-    rows = [measure(here, m, n, k, arguments.milliseconds) for n, k, sizes in SHAPES for m in sizes]
+    shapes = [(m, n, k) for n, k, sizes in SHAPES for m in sizes]
+    names = progress(shapes, lambda shape: "x".join(map(str, shape)))
+    rows = [measure(here, *shape, arguments.milliseconds) for shape in names]
     print_rows(rows, arguments.csv)
     mean = math.exp(sum(math.log(row.speedup) for row in rows) / len(rows))
     slower = sorted((row for row in rows if row.speedup < 1), key=lambda row: row.speedup)

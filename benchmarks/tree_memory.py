@@ -19,6 +19,7 @@ from torch import Tensor
 import htree_ops  # noqa: F401 - registers the ops
 from htree_ops.bench import timing
 from htree_ops.bench.plain_rows import print_rows
+from htree_ops.bench.progress import progress
 from htree_ops.bench.results import source_commit
 from htree_ops.testing.tree_attention_cases import BENCHMARK_CASES, TreeAttentionCase
 
@@ -104,7 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     effort = timing.Effort(rounds=arguments.rounds)
     names = {f"T{length}_s{stride}" for length in LENGTHS for stride in (16, 1)}
-    rows = [row for case in BENCHMARK_CASES["cuda"] if case.name in names for row in measure(case, effort)]
+    cases = [case for case in BENCHMARK_CASES["cuda"] if case.name in names]
+    rows = [row for case in progress(cases, lambda case: case.name) for row in measure(case, effort)]
     print_rows(rows, arguments.csv)
     return 0
 

@@ -15,6 +15,16 @@ else
   echo "library: htree_ops/_C.abi3.so"
 fi
 
+# Every half minute, how far the parts of the tests are: the last percentages in their logs.
+report() {
+  while sleep 30; do
+    for log in "$out"/test-gpu-*.log; do
+      printf '%s: %s  ' "$(basename "$log" .log)" "$(grep -o '[0-9]*%' "$log" | tail -n 1)"
+    done
+    echo
+  done
+}
+
 # Status of a process that `timeout` may have ended, and what to do about it.
 checked() {
   if [ "$1" -eq 124 ]; then
@@ -32,10 +42,13 @@ case $mode in
         >"$out/test-gpu-$part.log" 2>&1 &
       running+=($!)
     done
+    report &
+    reporter=$!
     for part in $(seq "$jobs"); do
       wait "${running[part - 1]}"
       checked $? "part $part of $jobs" || status=1
     done
+    kill "$reporter"
     tail -n 3 "$out"/test-gpu-*.log
     grep -h '^FAILED\|^ERROR' "$out"/test-gpu-*.log
     exit "$status"

@@ -1,8 +1,8 @@
 """How far work is: drawn over itself on a terminal, elsewhere a line now and then; on the error stream.
 
 Knows nothing of the package, so that a build can be watched with it before there is one:
-``python htree_ops/bench/progress.py LOG COMMAND...`` shows the file that the compiler was last done with, writes all
-that the command says to LOG, prints the end of it where the command fails, and ends with the command's status.
+``python htree_ops/bench/progress.py LOG COMMAND...`` shows which file the compiler has finished last. All that the
+command prints goes to LOG, and the end of it to the screen where the command fails.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def watch(log: Path, command: Sequence[str], stream: TextIO | None = None) -> in
     log.parent.mkdir(parents=True, exist_ok=True)
     last: deque[str] = deque(maxlen=LAST_LINES)
     bar = Progress(0, target)
-    label = Path(command[0]).name
+    label, said = "starting", set()
     with log.open("w") as file:
         child = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
@@ -124,6 +124,11 @@ def watch(log: Path, command: Sequence[str], stream: TextIO | None = None) -> in
         for line in child.stdout:
             file.write(line)
             last.append(line)
+            note = line.strip()
+            if note.startswith("htree_ops: ") and note not in said:  # what setup.py decided
+                said.add(note)
+                bar.clear()
+                target.write(f"{note}\n")
             source = SOURCE.search(line)
             if done := DONE.search(line):
                 bar.done, bar.total = int(done[1]), int(done[2])
@@ -134,9 +139,8 @@ def watch(log: Path, command: Sequence[str], stream: TextIO | None = None) -> in
         status = child.wait()
     bar.clear()
     if status:
-        target.writelines(
-            [*last, f"{Path(command[0]).name} failed with status {status}; all of it is in {log}\n"]
-        )
+        target.writelines(last)
+        target.write(f"failed with status {status}, all of it is in {log}: {' '.join(command)}\n")
     return status
 
 
