@@ -25,6 +25,8 @@ ROOMS = ("causal_softmax", "compressed_kv", "fp8", "gated_mlp", "hadamard", "rms
 # architecture that every later GPU can compile from (compute_90a PTX runs on Hopper alone).
 DEFAULT_ARCH_LIST = "8.0+PTX;9.0a"
 GIB_PER_JOB = 3.0
+#: Commands for which setuptools before 70.1 needs the package wheel.
+WHEEL_COMMANDS = {"bdist_wheel", "dist_info", "editable_wheel"}
 
 
 @dataclass(frozen=True)
@@ -177,13 +179,32 @@ def version() -> str:
 
 
 def commit() -> str | None:
+    """The commit of this checkout; None for a source distribution, also inside a checkout of something else."""
+    ask = ["git", "rev-parse", "--show-toplevel", "HEAD"]
     try:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-        )
+        done = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return done.stdout.strip()
+    folder, head = done.stdout.split("\n")[:2]
+    return head if Path(folder).resolve() == ROOT else None
+
+
+def lacking(torch_version: str, setuptools_version: str, has_wheel: bool, commands: list[str]) -> str | None:
+    """The sentence that says what to install before the build can start; None where all is there."""
+    need = None
+    if numbers(torch_version) < (2, 11):
+        return f"htree_ops needs torch 2.11 or newer, and this is torch {torch_version}: pip install 'torch>=2.11'"
+    if numbers(setuptools_version) < (65, 0):
+        need = f"htree_ops needs setuptools 65 or newer, and this is setuptools {setuptools_version}"
+    elif numbers(setuptools_version) < (70, 1) and not has_wheel and not WHEEL_COMMANDS.isdisjoint(commands):
+        need = f"setuptools {setuptools_version} needs the package wheel, which is not installed"
+    return f"{need}: pip install 'setuptools>=77,<82' wheel ninja" if need else None
+
+
+def numbers(text: str) -> tuple[int, int]:
+    """The first two numbers of a version."""
+    major, minor = [*re.findall(r"\d+", text), "0", "0"][:2]
+    return int(major), int(minor)
 
 
 def main() -> None:
@@ -194,6 +215,11 @@ def main() -> None:
             f"htree_ops builds against the torch it will run with, and importing torch failed: {error}\n"
             "Install torch >= 2.11 first, then: pip install --no-build-isolation ."
         )
+    import setuptools
+
+    has_wheel = importlib.util.find_spec("wheel") is not None
+    if need := lacking(torch.__version__, setuptools.__version__, has_wheel, sys.argv[1:]):
+        sys.exit(need)
     from setuptools import find_packages, setup
     from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 
@@ -209,6 +235,8 @@ def main() -> None:
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", arch_list)
     os.environ.setdefault("MAX_JOBS", str(default_jobs()))
     print(f"htree_ops: CUDA kernels {'on' if cuda.enabled else 'off'} ({cuda.reason})", file=sys.stderr)
+    if importlib.util.find_spec("ninja") is None and shutil.which("ninja") is None:
+        print("htree_ops: without ninja one file is compiled at a time: pip install ninja", file=sys.stderr)
 
     define = ["-DHTREE_WITH_CUDA"] if cuda.enabled else []
     # at::parallel_for is a template: without -fopenmp it runs on one thread. torch itself loads the OpenMP runtime.
@@ -274,8 +302,11 @@ def main() -> None:
             }
             (target / "htree_ops" / "_build_info.json").write_text(json.dumps(info, indent=2) + "\n")
 
+    # Not in pyproject.toml: setuptools before 77 refuses the form that later ones ask for.
+    license_key = "license_expression" if numbers(setuptools.__version__) >= (77, 0) else "license"
     setup(
         version=version(),
+        **{license_key: "Apache-2.0"},
         packages=find_packages(include=["htree_ops", "htree_ops.*"]),
         package_data={"htree_ops": ["py.typed", "_build_info.json", "tuning/results/*.json"]},
         ext_modules=extensions,

@@ -121,32 +121,28 @@ def watch(log: Path, command: Sequence[str], stream: TextIO | None = None) -> in
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
         )
         assert child.stdout is not None
-        for line in child.stdout:
-            file.write(line)
-            last.append(line)
-            note = line.strip()
-            if note.startswith("htree_ops: ") and note not in said:  # what setup.py decided
-                said.add(note)
-                bar.clear()
-                target.write(f"{note}\n")
-            source = SOURCE.search(line)
-            if done := DONE.search(line):
-                bar.done, bar.total = int(done[1]), int(done[2])
-                label = source[1] if source else "linking"
-            elif source:  # a compiler's line without ninja's count
-                label = source[1]
-            bar.show(_below_here(label))
+        try:
+            for line in child.stdout:
+                file.write(line)
+                last.append(line)
+                note = line.strip()
+                if note.startswith("htree_ops: ") and note not in said:  # what setup.py decided
+                    said.add(note)
+                    bar.clear()
+                    target.write(f"{note}\n")
+                if source := SOURCE.search(line):
+                    label = source[1].removeprefix(f"{Path.cwd()}/")
+                if done := DONE.search(line):
+                    bar.done, bar.total = int(done[1]), int(done[2])
+                bar.show(label)
+        except KeyboardInterrupt:
+            child.terminate()
         status = child.wait()
     bar.clear()
     if status:
         target.writelines(last)
         target.write(f"failed with status {status}, all of it is in {log}: {' '.join(command)}\n")
     return status
-
-
-def _below_here(path: str) -> str:
-    """A path below the working directory without that."""
-    return path.removeprefix(f"{Path.cwd()}/")
 
 
 if __name__ == "__main__":

@@ -95,6 +95,65 @@ class TestDetectCuda:
 
 
 @in_checkout
+@pytest.mark.parametrize(
+    ("torch_version", "setuptools_version", "has_wheel", "command", "sentence"),
+    [
+        ("2.11.0+cu130", "65.5.0", True, "dist_info", None),
+        ("2.15.0a0", "84.2.1", False, "bdist_wheel", None),
+        ("2.11.0", "65.5.0", False, "build_ext", None),
+        (
+            "2.11.0",
+            "70.0",
+            False,
+            "bdist_wheel",
+            "setuptools 70.0 needs the package wheel, which is not installed",
+        ),
+        ("2.11.0", "65.5.0", False, "dist_info", "setuptools 65.5.0 needs the package wheel"),
+        (
+            "2.11.0",
+            "59.6.0",
+            True,
+            "dist_info",
+            "needs setuptools 65 or newer, and this is setuptools 59.6.0",
+        ),
+        ("2.9.1", "81", True, "dist_info", "needs torch 2.11 or newer, and this is torch 2.9.1"),
+    ],
+)
+def test_what_the_build_lacks(
+    build: ModuleType,
+    torch_version: str,
+    setuptools_version: str,
+    has_wheel: bool,
+    command: str,
+    sentence: str | None,
+) -> None:
+    said = build.lacking(torch_version, setuptools_version, has_wheel, ["-q", command])
+    if sentence is None:
+        assert said is None
+    else:
+        assert sentence in said
+        assert ": pip install " in said
+
+
+@in_checkout
+def test_the_commit_is_that_of_this_checkout(
+    build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = build.commit()
+    assert found is None or len(found) == 40
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
+    subprocess.run(
+        ["git", "-C", str(tmp_path), *identity, "commit", "-q", "--allow-empty", "-m", "other"], check=True
+    )
+    (tmp_path / "unpacked").mkdir()
+    monkeypatch.setattr(build, "ROOT", tmp_path / "unpacked")
+    assert build.commit() is None, "a source distribution in somebody's checkout"
+    monkeypatch.setattr(build, "ROOT", tmp_path)
+    assert len(build.commit()) == 40
+
+
+@in_checkout
 def test_every_source_is_built_and_shipped(build: ModuleType) -> None:
     listed = set(build.sources(".cpp", ".cu"))
     found = {str(f.relative_to(ROOT)) for f in (ROOT / "csrc").rglob("*") if f.suffix in (".cpp", ".cu")}
