@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from htree_ops.bench import io_floor, plots
+from htree_ops.bench.progress import Progress
 from htree_ops.bench.results import ResultsError, Row, read_json
 from htree_ops.command_line import Command, UsageError
 
@@ -137,14 +138,20 @@ def write_report(rows: Sequence[Row], folder: Path) -> list[Path]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     parts, pictures = [], []
-    for machine, own in _machines(rows).items():
+    machines = _machines(rows)
+    drawings = (plots.lengths, plots.bars, plots.roofline)
+    bar = Progress(len(machines) * len(drawings))
+    for machine, own in machines.items():
         parts.append(f"<h2>{html.escape(machine)}</h2>\n<p class='muted'>{html.escape(plots.place(own))}</p>")
-        for draw in (plots.lengths, plots.bars, plots.roofline):
+        for draw in drawings:
+            bar.show(f"{draw.__name__} of {machine}")
             path = draw(own, folder / f"{draw.__name__}_{_slug(machine)}.png")
             if path:
                 pictures.append(path)
                 parts.append(_picture(path, f"{draw.__name__}: {machine}"))
+            bar.done += 1
         parts.append(_table(own))
+    bar.clear()
     note = (
         "Times are medians, or CUDA graph replay where both candidates have it. % copy: compulsory bytes over time "
         "against the copy bandwidth measured in the same run. % floor: the IO floor over the time; the verdict says "
