@@ -1,8 +1,8 @@
-"""``fp8_gemm`` against ``torch._scaled_mm`` over the matrix sizes of transformers: where the library is faster.
+"""``fp8_gemm`` against ``torch._scaled_mm`` over the matrix sizes of transformers: where cuBLASLt is faster.
 
 Run: ``python benchmarks/fp8_gemm_grid.py --csv PATH`` on a GPU with FP8 tensor cores; about a minute. Both get the same
-codes and one scale per operand, the library its reciprocal, and give bf16; the library does not use fast accumulation.
-Times are of graph replays of a few milliseconds in turns. Figures are reported, never asserted.
+codes and one scale per operand, cuBLASLt its reciprocal, and give bf16 without fast accumulation. They are timed in
+turns, by graph replays of a few milliseconds. Figures are reported, never asserted.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SHAPES: tuple[tuple[int, int, tuple[int, ...]], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class GridRow:
-    """A product [m, k] by [k, n]; medians in microseconds, ``speedup`` is the library's over ours."""
+    """A product [m, k] by [k, n]; medians in microseconds, ``speedup`` is cuBLASLt's time over ours."""
 
     gpu: str
     torch: str
@@ -70,20 +70,20 @@ def measure(environment: results.Environment, m: int, n: int, k: int, millisecon
     case = FP8GemmCase(name="grid", dtype=torch.bfloat16, m=m, n=n, k=k)
     inputs = [case.make_inputs("cuda", seed) for seed in range(timing.num_input_sets(case.bytes()))]
     ours = [partial(torch.ops.htree.fp8_gemm, *x) for x in inputs]
-    library = [
+    cublas = [
         partial(torch._scaled_mm, a, b, 1 / a_scale, 1 / b_scale, out_dtype=dtype)
         for a, b, a_scale, b_scale, dtype in inputs
     ]
     clock = timing.clock_for("cuda")
     replays: dict[str, list[timing.Call]] = {}
     counts = {}
-    for name, calls in (("ours", ours), ("library", library)):
+    for name, calls in (("ours", ours), ("cuBLASLt", cublas)):
         call_us = timing.warm_up(calls, clock, 2.0)
         replay, count = timing.capture(calls)
         times = max(1, math.ceil(milliseconds * 1e3 / (count * call_us)))
         replays[name], counts[name] = [partial(repeat, replay, times)], count * times
     measured = timing.measure(replays, clock, timing.Effort(rounds=5, burst=1, warm_up_ms=1.0))
-    ours_us, library_us = (measured[name].scaled(1 / counts[name]).median_us for name in ("ours", "library"))
+    ours_us, cublas_us = (measured[name].scaled(1 / counts[name]).median_us for name in ("ours", "cuBLASLt"))
     return GridRow(
         gpu=environment.gpu,
         torch=environment.torch,
@@ -92,8 +92,8 @@ def measure(environment: results.Environment, m: int, n: int, k: int, millisecon
         n=n,
         k=k,
         fp8_gemm_us=ours_us,
-        scaled_mm_us=library_us,
-        speedup=library_us / ours_us,
+        scaled_mm_us=cublas_us,
+        speedup=cublas_us / ours_us,
     )
 
 
@@ -103,9 +103,9 @@ def repeat(call: timing.Call, times: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the table, the mean and what the library computes faster; writes the rows where ``--csv`` says."""
+    """Prints the table, the mean and what cuBLASLt computes faster; writes the rows where ``--csv`` says."""
     parser = argparse.ArgumentParser(description="fp8_gemm against torch._scaled_mm over a grid of sizes")
-    parser.add_argument("--milliseconds", type=float, default=2.0, help="of a turn")
+    parser.add_argument("--milliseconds", type=float, default=2.0, help="length of a replay")
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
     arguments = parser.parse_args(argv)
     here = results.collect_environment("cuda", timing.copy_bandwidth("cuda"))
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_rows(rows, arguments.csv)
     mean = math.exp(sum(math.log(row.speedup) for row in rows) / len(rows))
     slower = sorted((row for row in rows if row.speedup < 1), key=lambda row: row.speedup)
-    print(f"{len(rows)} sizes, geometric mean {mean:.3f}; the library is faster at {len(slower)}:")
+    print(f"{len(rows)} sizes, geometric mean {mean:.3f}; cuBLASLt is faster at {len(slower)}:")
     print(", ".join(f"{row.m}x{row.n}x{row.k} {row.speedup:.2f}" for row in slower))
     return 0
 

@@ -31,7 +31,7 @@ class MemoryRow:
     """One backward.
 
     ``peak_bytes`` is what the allocator held at most during the call, beyond its inputs and the three gradients. In it
-    are ``sums_bytes``, the fp32 sums of dK and dV of all layers, and ``copy_bytes``, the re-laid K and V of all layers.
+    are ``sums_bytes``, the fp32 sums of dK and dV of all layers, and ``copy_bytes``, the packed K and V of all layers.
     """
 
     gpu: str
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table and writes it where ``--csv`` says."""
     parser = argparse.ArgumentParser(description="time and memory of the backward of tree attention")
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
-    parser.add_argument("--rounds", type=int, default=10, help="turns of each way (default 10)")
+    parser.add_argument("--rounds", type=int, default=10, help="rounds in which both are timed (default 10)")
     arguments = parser.parse_args(argv)
     effort = timing.Effort(rounds=arguments.rounds)
     names = {f"T{length}_s{stride}" for length in LENGTHS for stride in (16, 1)}

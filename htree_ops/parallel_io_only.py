@@ -41,7 +41,7 @@ def htree_forward_io_only(
         compression_rate, max_top_nodes, top_k_per_layer: r, M and k, M <= k * r.
         scale: accepted and ignored.
         select: "lcg" hashes positions (some twice, unsorted); "stratified" draws one from each of k spans.
-        map_positions: turn positions into nodes in ascending order; otherwise they are passed on as they stand.
+        map_positions: look up the nodes of the positions, in ascending order; otherwise pass the positions on.
 
     Returns:
         [B, T_q, H, V] in the dtype of q. Scores are worked on in pieces of at most 1 GiB.

@@ -86,7 +86,7 @@ def choose_device(gpu: int | None) -> torch.device:
 
 
 def choose_rows(problem: PipelineProblem, free_bytes: int) -> int:
-    """Queries per piece: all where the score buffer fits beside the inputs, else as many as do.
+    """Queries per piece: all of them where the score buffer fits beside the inputs, else as many as fit.
 
     Raises:
         UsageError: not even one query fits.

@@ -45,7 +45,7 @@ class Candidate:
         run: called with one set of inputs.
         make_inputs: (case, device, seed) -> inputs, where they are not the case's own: a baseline that
             differentiates builds its graph here, untimed. Its result must still be that of the case's inputs.
-        same_function: False for a yardstick that computes something else; it is not checked, its rows say so.
+        same_function: False for a yardstick that computes something else. It is not checked, and its rows say so.
         capturable: whether it can run inside a CUDA graph.
         check: replaces the benchmark's, where the candidate rounds an intermediate that the op is given.
     """
@@ -107,9 +107,10 @@ def _tensor_bytes(inputs: Inputs) -> int:
 def make_calls(
     benchmark: Benchmark, candidates: Sequence[Candidate], device: str, num_sets: int | None = None
 ) -> tuple[Inputs, dict[str, list[Callable[[], Any]]]]:
-    """The case's first inputs, and for each candidate one call per set: ``num_sets``, or enough to rotate.
+    """The first inputs of the case, and for each candidate a list with one call per set of inputs.
 
-    Candidates without inputs of their own share the sets, as do those whose inputs come from one function.
+    There are ``num_sets`` sets, by default enough to keep them out of the caches. Candidates share their sets unless
+    they make inputs of their own.
     """
     case = benchmark.case
     first = case.make_inputs(device, 0)
@@ -131,7 +132,7 @@ def sustained_times(
     clock: timing.Clock,
     effort: timing.Effort,
 ) -> dict[str, float]:
-    """Microseconds under load: of every candidate where the median of one reaches the limit, else of none."""
+    """Microseconds of every candidate under load; empty where every median stays below the effort's limit."""
     if all(measured.median_us < effort.sustained_from_us for measured in times.values()):
         return {}
     return {

@@ -43,7 +43,8 @@ ROTATED_BYTES = 180_000_000
 #: Inputs of one call that leave the caches by themselves: what L2 keeps of them is below 1 %.
 ALONE_BYTES = 10_000_000_000
 _MAX_INPUT_SETS = 4096
-#: A measurement is disturbed where p80 exceeds p20 by more than this factor; it is then taken again, so often at most.
+#: Where p80 exceeds p20 by more than this factor, something disturbed the measurement. It is then repeated, and at most
+#: so many attempts are made.
 DISTURBED_SPREAD = 1.5
 _MAX_ATTEMPTS = 3
 _GRAPH_CALLS = 10
@@ -203,10 +204,11 @@ def warm_up(calls: Sequence[Call], clock: Clock, milliseconds: float) -> float:
 
 
 def order_of_turn(count: int, turn: int) -> list[int]:
-    """The order of ``count`` candidates in a turn: in ``count`` turns each follows each other one equally often.
+    """The order in which ``count`` candidates run in round ``turn``.
 
-    In 2·``count`` turns where the count is odd (Williams, Australian Journal of Scientific Research A 2, 1949). What
-    ran before is felt under a power limit: it sets the clock rate.
+    Over ``count`` rounds, or twice as many where ``count`` is odd, every candidate runs equally often right after every
+    other one (Williams, Australian Journal of Scientific Research A 2, 1949). This matters under a power limit, where
+    the candidate before sets the clock rate.
     """
     zigzag = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(count)]  # 0 1 -1 2 -2 ...
     order = [(place + turn) % count for place in zigzag]
@@ -235,9 +237,9 @@ def measure(candidates: Mapping[str, Sequence[Call]], clock: Clock, effort: Effo
 def measure_undisturbed(
     candidates: Mapping[str, Sequence[Call]], clock: Clock, effort: Effort
 ) -> dict[str, Timing]:
-    """:func:`measure`, again where something else kept the machine busy; of three attempts the steadiest.
+    """:func:`measure`, repeated where something else kept the machine busy; of three attempts the steadiest counts.
 
-    An attempt counts as a whole, so that all candidates are of the same minutes.
+    All times come from one attempt, so that the candidates are compared within the same minutes.
     """
 
     def spread(times: Mapping[str, Timing]) -> float:
@@ -252,7 +254,7 @@ def measure_undisturbed(
 
 
 def sustained(calls: Sequence[Call], clock: Clock, call_us: float, effort: Effort | None = None) -> Timing:
-    """Back-to-back calls without a pause, the last four fifths counted: power limits show here.
+    """Calls without a pause between them, of which the last four fifths count: power limits show here.
 
     25 calls, fewer where calls of ``call_us`` microseconds would take longer than ``effort.sustained_ms``.
     """

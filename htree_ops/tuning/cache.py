@@ -1,14 +1,13 @@
 """Tuning results on disk: one JSON file that any number of processes may read and write at once.
 
-A writer holds a lock, reads the file again, adds its record, writes a new file beside it and renames that over the
-old one, so a reader sees the old or the new one and no record is lost. Each record carries a checksum of its contents.
+A writer takes a lock, reads the file, adds its record, writes a new file beside it and renames that over the old one.
+So a reader sees the old file or the new one, and no record is lost. Each record carries a checksum of its contents.
 
-What cannot be used is a miss, with a warning, and nothing that could still be of use is lost:
+What cannot be used counts as not found, with a warning, and is never thrown away:
 
-* content that was read and is damaged is moved aside, under the lock, if it still lies there; its new name ends in a
-  hash of it;
+* a damaged file is moved aside, under the lock; its new name ends in a hash of its content;
 * a damaged record is ignored;
-* a file that cannot be read, such as a pipe, or of a newer format stays as it is, and nothing is written over it.
+* a file of a newer format, or one that cannot be read, such as a pipe, stays as it is and is not written over.
 
 The files' modes follow the umask, so that a folder can be shared; a file that is a link is written through it.
 """
@@ -121,9 +120,9 @@ def _content(records: Records) -> str:
 class TuningCache:
     """A cache in ``folder`` (default :func:`cache_dir`), above the results that come with the package.
 
-    What is on disk counts for the very build that measured it. What comes with the package is a default for every
-    build: its configurations run in all of them, which the tests check on a GPU, and a search supersedes it. Values
-    that come out are copies: changing one changes no record.
+    A result on disk counts only for the build that measured it. The results of the package are defaults for every
+    build: their configurations run in all of them, which the tests check on a GPU, and a search replaces them. Every
+    value that is returned is a copy, so that changing it changes no record.
     """
 
     def __init__(self, folder: Path | str | None = None, bundled: Path | None = BUNDLED) -> None:

@@ -65,9 +65,9 @@ def configured(
 ) -> list[int] | None:
     """The values of ``kernel``'s configuration for a problem on the device of ``tensor``; None is its own choice.
 
-    Looked up once per problem and process. Nothing is timed while a compiler traces or a CUDA graph is captured: a
-    traced call takes the kernel's own choice, because a trace must not depend on a file, and a captured one what is
-    known.
+    Each problem is looked up once per process. Nothing is timed while a compiler traces or a CUDA graph is captured. A
+    traced call takes the kernel's own choice, because a trace must not depend on a file. A captured call takes what is
+    already known.
 
     Args:
         kernel: name of the op and of its space.

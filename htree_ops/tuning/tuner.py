@@ -126,8 +126,8 @@ class AutoTuner:
         cache_dir: folder of the cache; :func:`htree_ops.tuning.cache_dir` by default.
         problem_size: sizes for the key; by default those of the tensor arguments, one after another.
         device: where it runs; by default the device of the first tensor argument.
-        kernel_type: name for the key, by which searches of other functions find the results too; by default that
-            of the function, whose module and code are then part of the key.
+        kernel_type: name for the key; other functions searched under this name find the results too. By default the
+            function's own name, and then its module and code are part of the key.
         dtype: dtype for the key; by default that of the first floating tensor argument.
         layout: layout of the operands, for the key.
         accept: leaves out the configurations for which it returns False.
@@ -237,10 +237,10 @@ class AutoTuner:
     ) -> Config | None:
         """The configuration that an earlier search found for ``problem_size`` on ``device``, as a copy, or None.
 
-        The device is by default that of the tuner, else the one of its last :meth:`tune`, else the CPU.
-        Its keys have the order of the space. What is none of this tuner's configurations counts as not found; {}
-        stands for the kernel's own choice. A tuner that was not told a dtype takes the result of any, and None where
-        those of several dtypes differ.
+        The device is by default that of the tuner, else that of its last :meth:`tune`, else the CPU. The keys of the
+        result have the order of the space, and {} stands for the kernel's own choice. A configuration that is not in
+        this tuner's space counts as not found. A tuner that was told no dtype takes the result of any dtype, and None
+        where the results of several dtypes differ.
 
         Raises:
             TypeError, ValueError: problem_size is no sequence of ints of at least 0.

@@ -1,8 +1,8 @@
 """fp8_gemm against cuBLASLt through ``torch._scaled_mm``, with and without fast accumulation, and a bf16 product.
 
-Run: ``python -m htree_ops bench --room fp8_gemm --json PATH --csv PATH``. The library multiplies by reciprocal scales;
-they are computed beforehand for it, while ``fp8_gemm`` gets the scales as they are. Fast accumulation leaves sums in
-the tensor cores throughout, with errors that grow with K: it counts as another function and stands beside the others.
+Run: ``python -m htree_ops bench --room fp8_gemm --json PATH --csv PATH``. cuBLASLt multiplies by reciprocal scales;
+they are computed beforehand, while ``fp8_gemm`` gets the scales as they are. Fast accumulation leaves sums in the
+tensor cores throughout, with errors that grow with K: it counts as another function and stands beside the others.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def check(inputs: tuple[Any, ...], result: Tensor) -> None:
     assert_product(result[rows][:, columns].contiguous(), part, sum_error(a.device.type))
 
 
-def library_inputs(case: FP8GemmCase, device: str, seed: int) -> tuple[Any, ...]:
+def scaled_mm_inputs(case: FP8GemmCase, device: str, seed: int) -> tuple[Any, ...]:
     a, b, a_scale, b_scale, dtype = case.make_inputs(device, seed)
     return a, b, 1 / a_scale, 1 / b_scale, dtype
 
 
-def library(
+def scaled_mm(
     a: Tensor, b: Tensor, a_factor: Tensor, b_factor: Tensor, dtype: torch.dtype, fast: bool
 ) -> Tensor:
     return torch._scaled_mm(a, b, a_factor, b_factor, out_dtype=dtype, use_fast_accum=fast)
@@ -75,11 +75,11 @@ def make_benchmarks(device: str) -> list[Benchmark]:
         baselines = [Candidate("eager", eager)]
     else:
         baselines = [
-            Candidate("torch._scaled_mm", partial(library, fast=False), library_inputs),
+            Candidate("torch._scaled_mm", partial(scaled_mm, fast=False), scaled_mm_inputs),
             Candidate(
                 "torch._scaled_mm, fast accumulation",
-                partial(library, fast=True),
-                library_inputs,
+                partial(scaled_mm, fast=True),
+                scaled_mm_inputs,
                 same_function=False,
             ),
             Candidate("bf16 product", torch.mm, half_inputs, same_function=False),
