@@ -96,6 +96,12 @@ def source_text(namespace: str, includes: str, lines: list[str]) -> str:
 
 Table = Sequence[Cuda | InstructionSets]
 
+
+def row_kernels(file: str, *headers: str) -> InstructionSets:
+    """A table of row kernels: ``headers`` define ``row_kernels()``."""
+    return InstructionSets(file, headers, "const RowKernels kRowKernels{isa} = HTREE_ISA::row_kernels()")
+
+
 CAUSAL_SOFTMAX: Table = [
     Cuda(
         "causal_softmax_{T}",
@@ -106,16 +112,177 @@ CAUSAL_SOFTMAX: Table = [
         ],
         {"T": ALL_TYPES},
     ),
-    InstructionSets(
-        "causal_softmax_rows",
-        ["ops/causal_softmax/causal_softmax_rows_impl.h"],
-        "const RowKernels kRowKernels{isa} = HTREE_ISA::row_kernels()",
+    row_kernels("causal_softmax_rows", "ops/causal_softmax/causal_softmax_rows_impl.h"),
+]
+
+HEAD_SIZES = (64, 128, 256)
+
+COMPRESSED_KV: Table = [
+    Cuda(
+        "compress_{T}",
+        "ops/compressed_kv/compress_launch.cuh",
+        [
+            "cudaError_t launch_compress<{T}>(const CompressParams&, cudaStream_t)",
+            "cudaError_t launch_decompress<{T}>(const DecompressParams&, cudaStream_t)",
+        ],
+        {"T": FLOAT_TYPES},
     ),
+    Cuda(
+        "decode_d{D}_keys{K}",
+        "ops/compressed_kv/decode_launch.cuh",
+        [
+            "cudaError_t launch_decode_keys<{D}, {K}>(const DecodeParams&, int, QueryType, int64_t, cudaStream_t)"
+        ],
+        {"D": HEAD_SIZES, "K": (4, 8, 16)},
+    ),
+    Cuda(
+        "decode_general_d{D}",
+        "ops/compressed_kv/general_launch.cuh",
+        [
+            "cudaError_t launch_general<{D}>(const GeneralParams&, int64_t, cudaStream_t)",
+            "cudaError_t launch_merge<{D}>(const DecodeParams&, int64_t, cudaStream_t)",
+            "cudaError_t launch_transform_query<{D}>(const DecodeParams&, int64_t, float*, cudaStream_t)",
+        ],
+        {"D": HEAD_SIZES},
+    ),
+    row_kernels("rows", "ops/compressed_kv/rows_impl.h", "ops/compressed_kv/attend_impl.h"),
+]
+
+FP8: Table = [
+    Cuda(
+        "gemm_{T}",
+        "ops/fp8/gemm/gemm_launch.cuh",
+        [
+            "cudaError_t launch_gemm_tile(const GemmParams<{T}>&, const GemmConfig&, cudaStream_t)",
+            "cudaError_t launch_gemm_stream(const GemmParams<{T}>&, const GemmConfig&, cudaStream_t)",
+        ],
+        {"T": FLOAT_TYPES},
+    ),
+    Cuda(
+        "quantize_{T}",
+        "ops/fp8/quantize/quantize_launch.cuh",
+        [
+            "cudaError_t launch_quantize<{T}>(const QuantizeArgs<{T}>&, cudaStream_t)",
+            "cudaError_t launch_dequantize<{T}>(const ApplyArgs<uint8_t, {T}>&, cudaStream_t)",
+            "cudaError_t launch_fake_backward<{T}>(const ApplyArgs<{T}, {T}>&, cudaStream_t)",
+        ],
+        {"T": FLOAT_TYPES},
+    ),
+    InstructionSets(
+        "gemm_rows",
+        ["ops/fp8/gemm/gemm_rows_impl.h"],
+        "const GemmKernels kGemmKernels{isa} = HTREE_ISA::gemm_kernels()",
+    ),
+    row_kernels("quantize_rows", "ops/fp8/quantize/quantize_rows_impl.h"),
+]
+
+GATED_MLP: Table = [
+    Cuda(
+        "gated_mlp_tile_{T}",
+        "ops/gated_mlp/gated_mlp_launch.cuh",
+        ["cudaError_t launch_tile(const ForwardParams<{T}>&, const KernelConfig&, cudaStream_t)"],
+        {"T": HALF_TYPES},
+    ),
+    Cuda(
+        "gated_mlp_stream_{T}",
+        "ops/gated_mlp/gated_mlp_launch.cuh",
+        ["cudaError_t launch_stream(const ForwardParams<{T}>&, const KernelConfig&, cudaStream_t)"],
+        {"T": HALF_TYPES},
+    ),
+    Cuda(
+        "gated_mlp_gradient_{T}",
+        "ops/gated_mlp/gated_mlp_launch.cuh",
+        [
+            "cudaError_t launch_input_gradient(const InputGradientParams<{T}>&, cudaStream_t)",
+            "cudaError_t launch_weight_gradients(const WeightGradientParams<{T}>&, cudaStream_t)",
+        ],
+        {"T": HALF_TYPES},
+    ),
+    Cuda(
+        "gated_mlp_gate_{T}",
+        "ops/gated_mlp/gated_mlp_launch.cuh",
+        [
+            "cudaError_t launch_gate(Activation, int64_t, const float*, const float*, {T}*, cudaStream_t)",
+            "cudaError_t launch_gate_backward(Activation, int64_t, const {T}*, const float*, const float*, "
+            "{T}*, {T}*, cudaStream_t)",
+        ],
+        {"T": FLOAT_TYPES},
+    ),
+    # from products that the forward kept
+    Cuda(
+        "gated_mlp_gate_backward_{T}",
+        "ops/gated_mlp/gated_mlp_launch.cuh",
+        [
+            "cudaError_t launch_gate_backward(Activation, int64_t, const {T}*, const {T}*, const {T}*, "
+            "{T}*, {T}*, cudaStream_t)"
+        ],
+        {"T": HALF_TYPES},
+    ),
+    row_kernels("gated_mlp_rows", "ops/gated_mlp/gated_mlp_rows_impl.h"),
+    InstructionSets(
+        "gated_mlp_products",
+        ["ops/gated_mlp/gated_mlp_products_impl.h"],
+        "const ProductKernels kProductKernels{isa} = HTREE_ISA::product_kernels()",
+    ),
+]
+
+HADAMARD: Table = [
+    Cuda(
+        "hadamard_short_{T}",
+        "ops/hadamard/hadamard_launch.cuh",
+        ["cudaError_t launch_short<{T}>(const Params<{T}>&, cudaStream_t)"],
+        {"T": ALL_TYPES},
+    ),
+    Cuda(
+        "hadamard_long_{T}",
+        "ops/hadamard/hadamard_launch.cuh",
+        ["cudaError_t launch_long<{T}>(const Params<{T}>&, cudaStream_t)"],
+        {"T": ALL_TYPES},
+    ),
+    Cuda(
+        "hadamard_join_halves",
+        "ops/hadamard/hadamard_launch.cuh",
+        ["cudaError_t launch_join_halves<double>(const Params<double>&, cudaStream_t)"],
+    ),
+    row_kernels("hadamard_rows", "ops/hadamard/hadamard_rows_impl.h"),
+]
+
+RMSNORM_ROPE: Table = [
+    Cuda(
+        "rmsnorm_rope_forward_{T}",
+        "ops/rmsnorm_rope/rmsnorm_rope_launch.cuh",
+        [
+            "cudaError_t launch_forward<{T}>(const KernelConfig&, const ForwardParams<{T}>&, int, cudaStream_t)"
+        ],
+        {"T": ALL_TYPES},
+    ),
+    Cuda(
+        "rmsnorm_rope_backward_{T}",
+        "ops/rmsnorm_rope/rmsnorm_rope_launch.cuh",
+        [
+            "cudaError_t launch_backward<{T}>(const KernelConfig&, const BackwardParams<{T}>&, int, cudaStream_t)"
+        ],
+        {"T": ALL_TYPES},
+    ),
+    Cuda(
+        "rmsnorm_rope_sum",
+        "ops/rmsnorm_rope/rmsnorm_rope_launch.cuh",
+        [
+            "cudaError_t launch_sum<float>(const SumParams<float>&, cudaStream_t)",
+            "cudaError_t launch_sum<double>(const SumParams<double>&, cudaStream_t)",
+        ],
+    ),
+    row_kernels("rmsnorm_rope_rows", "ops/rmsnorm_rope/rmsnorm_rope_rows_impl.h"),
 ]
 
 # Room, which is also the namespace, to its table.
 ROOMS: dict[str, Table] = {
     "causal_softmax": CAUSAL_SOFTMAX,
+    "compressed_kv": COMPRESSED_KV,
+    "fp8": FP8,
+    "gated_mlp": GATED_MLP,
+    "hadamard": HADAMARD,
+    "rmsnorm_rope": RMSNORM_ROPE,
 }
 
 

@@ -1,5 +1,5 @@
 // Dot products of rows with rows, vectors along them, so that row-major weights are read as they are: no
-// copy, no transposition. Include after a host/cpu/simd.h.
+// copy, no transposition. Include after host/cpu/simd.h.
 //
 // Accuracy: a lane takes kChain steps in fp32, one addition folds a vector to half as many lanes, and from
 // there on sums are fp64; so no more than kChain + 1 roundings to fp32 lie between a product and its sum, at

@@ -14,20 +14,21 @@ inline cudaError_t device_attribute(cudaDeviceAttr attribute, int& value) {
   return error != cudaSuccess ? error : cudaDeviceGetAttribute(&value, attribute, device);
 }
 
-// How a kernel is launched. Blocks are one-dimensional.
+// How a kernel is launched.
 struct LaunchShape {
   dim3 grid;
-  int threads = 0;
+  int threads = 0;           // of a block along x
   int64_t shared_bytes = 0;  // dynamic shared memory of a block
   int cluster = 1;           // blocks of a cluster along x; more than 1 needs sm_90
   // The blocks may begin before the kernel in front in the stream has ended (sm_90), so every thread calls
   // device::wait_for_previous_kernels() before it touches global memory. For at most one block per
   // multiprocessor: where blocks share one, those that begin early would gather on few.
   bool overlaps = false;
+  int thread_rows = 1;  // threads of a block along y
 };
 
-// A block may have 48 KB of shared memory without asking. No kernel here declares more than 8 KB of static
-// shared memory, which counts too.
+// A block may have 48 KB of shared memory without asking. Static shared memory counts too; no kernel with
+// dynamic shared memory declares more than 8 KB of it.
 constexpr int64_t kFreeSharedBytes = (48 - 8) * 1024;
 
 // Allows the kernel `bytes` of dynamic shared memory on the current device. It is asked before every launch:
@@ -63,7 +64,7 @@ cudaError_t launch_kernel(void (*kernel)(Parameters...), const LaunchShape& shap
   }
   cudaLaunchConfig_t config{};
   config.gridDim = shape.grid;
-  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+  config.blockDim = dim3(static_cast<unsigned>(shape.threads), static_cast<unsigned>(shape.thread_rows));
   config.dynamicSmemBytes = static_cast<size_t>(shape.shared_bytes);
   config.stream = stream;
   config.attrs = attributes;

@@ -1,4 +1,4 @@
-// Body of the CPU row kernels; included by the causal_softmax_rows_*.cpp files after a host/cpu/simd.h.
+// Body of the CPU row kernels; compiled per instruction set after host/cpu/simd.h (csrc/instances.py).
 #pragma once
 
 #include "ops/causal_softmax/causal_softmax_rows.h"

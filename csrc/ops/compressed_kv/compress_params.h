@@ -1,8 +1,6 @@
 // Parameters of the CUDA kernels that prune, compress and decompress: raw pointers and sizes. Torch-free.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <cstdint>
 
 #include "ops/compressed_kv/format.h"
@@ -31,12 +29,5 @@ struct DecompressParams {
   void* out;  // [rows, D]
   int64_t num_rows;
 };
-
-// Launch on `stream`; the errors are those of the runtime, cudaErrorInvalidValue for another head size.
-// T: float, __half or __nv_bfloat16.
-template <typename T>
-cudaError_t launch_compress(const CompressParams& p, cudaStream_t stream);
-template <typename T>
-cudaError_t launch_decompress(const DecompressParams& p, cudaStream_t stream);
 
 }  // namespace htree::compressed_kv

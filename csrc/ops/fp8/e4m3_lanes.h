@@ -1,4 +1,4 @@
-// Values of E4M3FN codes a vector at a time. Include after a host/cpu/simd.h.
+// Values of E4M3FN codes a vector at a time. Include after host/cpu/simd.h.
 #pragma once
 
 #include "host/cpu/simd.h"

@@ -1,5 +1,5 @@
-// Torch-free launchers of the gated MLP, instantiated in instances/*.cu for __half and __nv_bfloat16 (the
-// elementwise ones for float too). Launch on `stream`; cudaErrorNotSupported: a configuration that is not
+// Torch-free launchers of the gated MLP, for __half and __nv_bfloat16 (the elementwise ones for float too);
+// csrc/instances.py lists them. Launch on `stream`; cudaErrorNotSupported: a configuration that is not
 // compiled, or a device that cannot run it.
 #pragma once
 

@@ -42,7 +42,7 @@ Access access_of(const Problem& problem, const Rows& rows, const T* data,
 
 template <typename T>
 cudaError_t launch(const Params<T>& params, cudaStream_t stream) {
-  if (params.log2_length <= 7) {
+  if (params.log2_length <= kMaxShortLog2) {
     return launch_short<T>(params, stream);
   }
   if constexpr (std::is_same_v<T, double>) {

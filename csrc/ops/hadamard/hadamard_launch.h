@@ -1,4 +1,4 @@
-// Torch-free launchers of the room, one set per storage type, instantiated in instances/*.cu.
+// Torch-free launchers of the room, one set per storage type; csrc/instances.py lists them.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,14 +18,18 @@ struct ScalarOf<double> {
 template <typename T>
 using Params = TransformParams<T, typename ScalarOf<T>::type>;
 
-// Launch on `stream`; the errors are those of the runtime. Short rows have up to 2^7 elements, long ones from
-// 2^8. cudaErrorNotSupported: a length that is not compiled, or a device without the shared memory for it.
+constexpr int kMaxShortLog2 = 7;
+
+// Launch on `stream`; the errors are those of the runtime. Short rows have up to 2^kMaxShortLog2 elements,
+// long ones more. cudaErrorNotSupported: a length that is not compiled, or a device without the shared memory
+// for it.
 template <typename T>
 cudaError_t launch_short(const Params<T>& params, cudaStream_t stream);
 template <typename T>
 cudaError_t launch_long(const Params<T>& params, cudaStream_t stream);
 
 // The last stage of a row that is_split: sums and differences of its halves of y, in place, times the scale.
-cudaError_t launch_join_halves(const Params<double>& params, cudaStream_t stream);
+template <typename T>
+cudaError_t launch_join_halves(const Params<T>& params, cudaStream_t stream);
 
 }  // namespace htree::hadamard

@@ -1,4 +1,4 @@
-// Body of the CPU row kernels; included by the hadamard_rows_*.cpp files after a host/cpu/simd.h.
+// Body of the CPU row kernels; compiled per instruction set after host/cpu/simd.h (csrc/instances.py).
 //
 // A stage on bit b of the element index works inside vectors while 2^b is below their width, across vectors
 // in registers for the next three bits, and then in passes of up to three bits over a row in scratch memory.

@@ -5,6 +5,7 @@
 #include <initializer_list>
 
 #include "host/cuda/device_type.h"
+#include "host/cuda/kernel_launch.h"
 #include "host/cuda/launch_scope.h"
 #include "host/dispatch.h"
 #include "ops/rmsnorm_rope/rmsnorm_rope.h"
@@ -73,12 +74,16 @@ void check_sizes(const Problem& p) {
               p.width);
 }
 
-int device_attribute(cudaDeviceAttr attribute) {
-  int device = 0;
+int attribute_of_device(cudaDeviceAttr attribute) {
   int value = 0;
-  C10_CUDA_CHECK(cudaGetDevice(&device));
-  C10_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
+  C10_CUDA_CHECK(device_attribute(attribute, value));
   return value;
+}
+
+void check_launch(const char* op, const KernelConfig& config, cudaError_t error) {
+  TORCH_CHECK_NOT_IMPLEMENTED(error != cudaErrorNotSupported, op, ": no kernel is compiled for ",
+                              describe(config));
+  C10_CUDA_CHECK(error);
 }
 
 KernelConfig config_of(const Problem& p, int element_size, bool vectorised, at::IntArrayRef forced) {
@@ -106,15 +111,13 @@ void forward_cuda(const Operands& o, at::IntArrayRef config_tuple, const at::Ten
     using T = DeviceType<typename decltype(tag)::type>;
     const bool vectorised = aligned({o.x, o.weight, o.cos, o.sin, out});
     KernelConfig config = config_of(p, sizeof(T), vectorised, config_tuple);
-    config =
-        fit_stages(config, 1, device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kStaticSharedBytes);
-    const int blocks = num_blocks(config, p.num_rows(), device_attribute(cudaDevAttrMultiProcessorCount),
+    config = fit_stages(config, 1,
+                        attribute_of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kStaticSharedBytes);
+    const int blocks = num_blocks(config, p.num_rows(), attribute_of_device(cudaDevAttrMultiProcessorCount),
                                   /*backward=*/false);
     const ForwardParams<T> params{input<T>(o.x),      output<T>(out),     weight_of(o.weight),
                                   table_of(o.cos, p), table_of(o.sin, p), shape_of(p)};
-    TORCH_CHECK_NOT_IMPLEMENTED(launch_forward(config, params, blocks, scope.stream()),
-                                "rmsnorm_rope: no kernel is compiled for ", describe(config));
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    check_launch("rmsnorm_rope", config, launch_forward(config, params, blocks, scope.stream()));
   });
 }
 
@@ -137,9 +140,9 @@ void backward_cuda(const Operands& o, const at::Tensor& dy, const Gradients& gra
     using A = ArithmeticOf<T>;
     const bool vectorised = aligned({dy, o.x, o.weight, o.cos, o.sin, dx});
     KernelConfig config = choose_config(p.width, p.head_dim, sizeof(T), vectorised, /*backward=*/true);
-    config =
-        fit_stages(config, 2, device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kStaticSharedBytes);
-    const int blocks = num_blocks(config, p.num_rows(), device_attribute(cudaDevAttrMultiProcessorCount),
+    config = fit_stages(config, 2,
+                        attribute_of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kStaticSharedBytes);
+    const int blocks = num_blocks(config, p.num_rows(), attribute_of_device(cudaDevAttrMultiProcessorCount),
                                   /*backward=*/true);
     at::Tensor dw_blocks;
     if (dweight.defined()) {
@@ -149,13 +152,11 @@ void backward_cuda(const Operands& o, const at::Tensor& dy, const Gradients& gra
     A* sums = dweight.defined() ? static_cast<A*>(dw_blocks.mutable_data_ptr()) : nullptr;
     const BackwardParams<T> params{input<T>(dy),        input<T>(o.x),      output<T>(dx),      sums,
                                    weight_of(o.weight), table_of(o.cos, p), table_of(o.sin, p), shape_of(p)};
-    TORCH_CHECK_NOT_IMPLEMENTED(launch_backward(config, params, blocks, scope.stream()),
-                                "rmsnorm_rope_backward: no kernel is compiled for ", describe(config));
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    check_launch("rmsnorm_rope_backward", config, launch_backward(config, params, blocks, scope.stream()));
     if (dweight.defined()) {
-      launch_sum<A>({sums, dweight.mutable_data_ptr(), dtype_of(dweight), blocks, static_cast<int>(p.width)},
-                    scope.stream());
-      C10_CUDA_KERNEL_LAUNCH_CHECK();
+      C10_CUDA_CHECK(launch_sum<A>(
+          {sums, dweight.mutable_data_ptr(), dtype_of(dweight), blocks, static_cast<int>(p.width)},
+          scope.stream()));
     }
   });
 }

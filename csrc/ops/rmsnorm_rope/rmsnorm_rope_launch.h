@@ -1,4 +1,4 @@
-// Torch-free launchers of the room, one set per storage type, instantiated in instances/*.cu.
+// Torch-free launchers of the room, one set per storage type; csrc/instances.py lists them.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,15 +8,15 @@
 
 namespace htree::rmsnorm_rope {
 
-// Launch `blocks` blocks (num_blocks of the configuration) on `stream`. False when `config` is not compiled;
-// the caller turns that into an error.
+// Launch `blocks` blocks (num_blocks of the configuration) on `stream`; cudaErrorNotSupported when `config`
+// is not compiled.
 template <typename T>
-bool launch_forward(const KernelConfig& config, const ForwardParams<T>& params, int blocks,
-                    cudaStream_t stream);
+cudaError_t launch_forward(const KernelConfig& config, const ForwardParams<T>& params, int blocks,
+                           cudaStream_t stream);
 template <typename T>
-bool launch_backward(const KernelConfig& config, const BackwardParams<T>& params, int blocks,
-                     cudaStream_t stream);
+cudaError_t launch_backward(const KernelConfig& config, const BackwardParams<T>& params, int blocks,
+                            cudaStream_t stream);
 template <typename A>
-void launch_sum(const SumParams<A>& params, cudaStream_t stream);
+cudaError_t launch_sum(const SumParams<A>& params, cudaStream_t stream);
 
 }  // namespace htree::rmsnorm_rope

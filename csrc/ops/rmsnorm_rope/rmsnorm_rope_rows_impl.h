@@ -1,4 +1,4 @@
-// Body of the CPU row kernels; included by the rmsnorm_rope_rows_*.cpp files after a host/cpu/simd.h.
+// Body of the CPU row kernels; compiled per instruction set after host/cpu/simd.h (csrc/instances.py).
 #pragma once
 
 #include "host/cpu/simd.h"

@@ -1,4 +1,4 @@
-// Body of the row kernels; included by the stage_rows_*.cpp files after a host/cpu/simd.h.
+// Body of the row kernels; included by the stage_rows_*.cpp files after host/cpu/simd.h.
 #pragma once
 
 #include "host/cpu/simd.h"

@@ -1,5 +1,5 @@
-// Torch-free launchers of fp8_gemm, instantiated in instances/*.cu for float, __half and __nv_bfloat16.
-// cudaErrorNotSupported: a configuration that is not compiled.
+// Torch-free launchers of fp8_gemm for results of float, __half and __nv_bfloat16; csrc/instances.py lists
+// them. cudaErrorNotSupported: a configuration that is not compiled.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,7 +14,7 @@ cudaError_t launch_gemm_tile(const GemmParams<Out>& params, const GemmConfig& co
 template <typename Out>
 cudaError_t launch_gemm_stream(const GemmParams<Out>& params, const GemmConfig& config, cudaStream_t stream);
 
-// out_a[i] = 1 / a[i * stride], i < num_a, and the same for b: the library multiplies by its scales. Of one
+// out_a[i] = 1 / a[i * stride], i < num_a, and the same for b: cuBLAS multiplies by its scales. Of one
 // scale each, two factors of 1 / (a b) with about equal exponents.
 // `overlaps`: the launch may overlap the end of the kernel in front of it (sm_90 and later).
 cudaError_t launch_reciprocals(GemmScale a, int64_t num_a, float* out_a, GemmScale b, int64_t num_b,

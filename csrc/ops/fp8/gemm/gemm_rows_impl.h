@@ -1,4 +1,5 @@
-// Body of the CPU kernels of fp8_gemm; included by the gemm_rows_*.cpp files after a host/cpu/simd.h.
+// Body of the CPU kernels of fp8_gemm; compiled per instruction set after host/cpu/simd.h
+// (csrc/instances.py).
 #pragma once
 
 #include "host/cpu/simd_products.h"

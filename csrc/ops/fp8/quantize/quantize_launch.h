@@ -1,4 +1,4 @@
-// Torch-free launchers of the stage, one set per storage type, instantiated in instances/*.cu.
+// Torch-free launchers of the stage, one set per storage type; csrc/instances.py lists them.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,5 +1,5 @@
-// Body of the CPU run kernels; included by the quantize_rows_*.cpp files after a host/cpu/simd.h. Codes come
-// from integer arithmetic on the bits of floats, a vector at a time.
+// Body of the CPU run kernels; compiled per instruction set after host/cpu/simd.h (csrc/instances.py). Codes
+// come from integer arithmetic on the bits of floats, a vector at a time.
 #pragma once
 
 #include "host/cpu/simd.h"

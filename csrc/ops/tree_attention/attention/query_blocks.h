@@ -1,4 +1,4 @@
-// Building blocks of the query kernels; included after a host/cpu/simd.h.
+// Building blocks of the query kernels; included after host/cpu/simd.h.
 #pragma once
 
 #include "ops/tree_attention/attention/query_kernels.h"

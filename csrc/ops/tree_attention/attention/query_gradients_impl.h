@@ -1,4 +1,4 @@
-// Gradients of the query kernels (docs/semantics/tree_attention.md §1.10); included after a host/cpu/simd.h.
+// Gradients of the query kernels (docs/semantics/tree_attention.md §1.10); included after host/cpu/simd.h.
 #pragma once
 
 #include "ops/tree_attention/attention/query_blocks.h"

@@ -1,4 +1,4 @@
-// Body of the query kernels; included by the query_kernels_*.cpp files after a host/cpu/simd.h.
+// Body of the query kernels; included by the query_kernels_*.cpp files after host/cpu/simd.h.
 #pragma once
 
 #include "ops/tree_attention/attention/query_blocks.h"

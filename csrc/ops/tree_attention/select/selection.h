@@ -1,5 +1,5 @@
 // Exact, deterministic selection of one row of candidates (docs/semantics/tree_attention.md §1.6), for the
-// staged and the fused CPU kernels. Torch-free; include it after a host/cpu/simd.h. Scores lie as
+// staged and the fused CPU kernels. Torch-free; include it after host/cpu/simd.h. Scores lie as
 // [num_heads][stride], unit stride over the candidates p in [0, n). Real is float or double; everything is in
 // Real.
 //

@@ -1,8 +1,10 @@
-// Length to kernel: every power of two up to 2^kMaxLog2Length is listed here.
+// Length to kernel: every power of two up to 2^kMaxLog2Length is compiled.
 #pragma once
 
+#include "device/sizes.h"
 #include "host/cuda/kernel_launch.h"
 #include "ops/hadamard/hadamard.cuh"
+#include "ops/hadamard/hadamard_config.h"
 #include "ops/hadamard/hadamard_launch.h"
 
 namespace htree::hadamard {
@@ -20,17 +22,10 @@ RowNumbers number_rows(const P& p) {
 }
 
 // cudaErrorNotSupported when a block of the device cannot have that much shared memory.
-template <typename Kernel>
-cudaError_t allow_shared(Kernel* kernel, int shared) {
-  if (shared <= 48 * 1024) {
-    return cudaSuccess;
-  }
+cudaError_t fits(int shared) {
   int most = 0;
   const cudaError_t error = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, most);
-  if (error != cudaSuccess || shared > most) {
-    return error != cudaSuccess ? error : cudaErrorNotSupported;
-  }
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  return error == cudaSuccess && shared > most ? cudaErrorNotSupported : error;
 }
 
 // Blocks of the streaming kernel on one multiprocessor of Hopper: 65536 registers, 227 KB of shared memory.
@@ -55,24 +50,23 @@ cudaError_t launch_one(const Params<T>& p, cudaStream_t stream) {
     }
     const unsigned resident = num_processors * streaming_blocks<Tr>(kStreamed);
     if (p.x.access != Access::kElements && rows.num_rows > resident) {
-      const cudaError_t allowed = allow_shared(streaming_kernel<Tr>, kStreamed);
-      if (allowed == cudaSuccess) {
-        streaming_kernel<Tr><<<resident, Tr::kBlock, kStreamed, stream>>>(p, rows);
-        return cudaGetLastError();
+      const cudaError_t fit = fits(kStreamed);
+      if (fit == cudaSuccess) {
+        return launch_kernel(streaming_kernel<Tr>, {resident, Tr::kBlock, kStreamed}, stream, p, rows);
       }
-      if (allowed != cudaErrorNotSupported) {
-        return allowed;
+      if (fit != cudaErrorNotSupported) {
+        return fit;
       }
     }
   }
-  const cudaError_t error = allow_shared(transform_kernel<Tr>, kShared);
-  if (error != cudaSuccess) {
-    return error;
+  if constexpr (kShared > kFreeSharedBytes) {
+    if (const cudaError_t fit = fits(kShared); fit != cudaSuccess) {
+      return fit;
+    }
   }
   const int64_t rows_per_block = int64_t{Tr::kConfig.tiles_per_block()} << Tr::kLog2RowsPerTile;
-  const dim3 grid(static_cast<unsigned>((rows.num_rows + rows_per_block - 1) / rows_per_block));
-  transform_kernel<Tr><<<grid, Tr::kBlock, kShared, stream>>>(p, rows);
-  return cudaGetLastError();
+  const auto blocks = static_cast<unsigned>(ceil_div(rows.num_rows, rows_per_block));
+  return launch_kernel(transform_kernel<Tr>, {blocks, Tr::kBlock, kShared}, stream, p, rows);
 }
 
 // Tries the lengths 2^kFirst, ..., 2^kLast.
@@ -87,4 +81,23 @@ cudaError_t launch_between(const Params<T>& p, cudaStream_t stream) {
 }
 
 }  // namespace
+
+template <typename T>
+cudaError_t launch_short(const Params<T>& params, cudaStream_t stream) {
+  return launch_between<T, 0, kMaxShortLog2>(params, stream);
+}
+
+template <typename T>
+cudaError_t launch_long(const Params<T>& params, cudaStream_t stream) {
+  constexpr int kMost = is_split(sizeof(T), kMaxLog2Length) ? kMaxLog2Length - 1 : kMaxLog2Length;
+  return launch_between<T, kMaxShortLog2 + 1, kMost>(params, stream);
+}
+
+template <typename T>
+cudaError_t launch_join_halves(const Params<T>& params, cudaStream_t stream) {
+  const RowNumbers rows = number_rows(params);
+  const unsigned blocks_per_row = 1u << (params.log2_length - 9);
+  return launch_kernel(join_halves_kernel<T>, {rows.num_rows * blocks_per_row, 256}, stream, params, rows);
+}
+
 }  // namespace htree::hadamard

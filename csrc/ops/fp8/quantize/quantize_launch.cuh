@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "host/cuda/kernel_launch.h"
 #include "ops/fp8/quantize/chunk_kernel.cuh"
 #include "ops/fp8/quantize/column_kernel.cuh"
 #include "ops/fp8/quantize/largest_kernel.cuh"
@@ -87,9 +88,12 @@ cudaError_t launch_chunks(const Operands<typename Tr::In, typename Tr::Out>& o, 
         .chunks_per_group = device::FastDivisor(static_cast<uint32_t>(chunks_per_group)),
         .groups_per_row = device::FastDivisor(static_cast<uint32_t>(groups_per_row))};
     const auto num_blocks = static_cast<unsigned>(ceil_div(num_chunks, Tr::kChunksPerBlock));
-    chunk_kernel<Tr><<<num_blocks, Tr::kBlock, 0, stream>>>(params);
+    const cudaError_t error = launch_kernel(chunk_kernel<Tr>, {num_blocks, Tr::kBlock}, stream, params);
+    if (error != cudaSuccess) {
+      return error;
+    }
   }
-  return cudaGetLastError();
+  return cudaSuccess;
 }
 
 // Tries shape kIndex of the list and those behind it.
@@ -124,8 +128,10 @@ ColumnGrid column_grid(const MatrixShape& s, int num_processors) {
           .num_tiles = static_cast<uint32_t>(num_tiles)};
 }
 
-unsigned num_blocks_of(const ColumnGrid& grid) {
-  return grid.num_tiles * grid.num_splits * grid.num_groups;
+LaunchShape shape_of(const ColumnGrid& grid) {
+  return {.grid = grid.num_tiles * grid.num_splits * grid.num_groups,
+          .threads = kColumnLanes,
+          .thread_rows = kColumnRows};
 }
 
 // An elementwise job with its scale in memory.
@@ -151,9 +157,7 @@ cudaError_t launch_known(const Operands<typename Job::In, typename Job::Out>& o,
       .scale = o.scale,
       .num_overflow = o.num_overflow,
       .grid = column_grid<kPack>(o.shape, o.num_processors)};
-  column_kernel<Job, kPack>
-      <<<num_blocks_of(params.grid), dim3(kColumnLanes, kColumnRows), 0, stream>>>(params);
-  return cudaGetLastError();
+  return launch_kernel(column_kernel<Job, kPack>, shape_of(params.grid), stream, params);
 }
 
 // The largest magnitudes of the problem's groups into a.partial, or at once their scales where each group is
@@ -166,9 +170,7 @@ cudaError_t launch_largest(const QuantizeArgs<T>& a, int64_t num_splits, cudaStr
                                         .grid = column_grid<kPack>(s, a.num_processors),
                                         .partial = a.partial,
                                         .scale = num_splits == 1 ? a.scale : nullptr};
-    largest_column_kernel<T, kPack>
-        <<<num_blocks_of(params.grid), dim3(kColumnLanes, kColumnRows), 0, stream>>>(params);
-    return cudaGetLastError();
+    return launch_kernel(largest_column_kernel<T, kPack>, shape_of(params.grid), stream, params);
   }
   const int64_t total = num_scales(s);
   using Tr = LargestTraits<T, kLargestThreads, kLargestPacks, kPack>;
@@ -181,8 +183,8 @@ cudaError_t launch_largest(const QuantizeArgs<T>& a, int64_t num_splits, cudaStr
                                 .num_splits = static_cast<uint32_t>(num_splits),
                                 .partial = a.partial,
                                 .num_overflow = a.num_overflow};
-  largest_kernel<Tr><<<static_cast<unsigned>(total * num_splits), Tr::kThreads, 0, stream>>>(params);
-  return cudaGetLastError();
+  return launch_kernel(largest_kernel<Tr>, {static_cast<unsigned>(total * num_splits), Tr::kThreads}, stream,
+                       params);
 }
 
 template <typename T>
@@ -192,14 +194,8 @@ cudaError_t finish_scale(const QuantizeArgs<T>& a, int64_t num_splits, cudaStrea
   const auto num_blocks =
       static_cast<unsigned>(ceil_div(warp_each ? total * device::kWarpSize : total, kFinishThreads));
   const auto splits = static_cast<uint32_t>(num_splits);
-  if (warp_each) {
-    finish_scale_kernel<T, true>
-        <<<num_blocks, kFinishThreads, 0, stream>>>(a.partial, a.scale, splits, total);
-  } else {
-    finish_scale_kernel<T, false>
-        <<<num_blocks, kFinishThreads, 0, stream>>>(a.partial, a.scale, splits, total);
-  }
-  return cudaGetLastError();
+  const auto kernel = warp_each ? finish_scale_kernel<T, true> : finish_scale_kernel<T, false>;
+  return launch_kernel(kernel, {num_blocks, kFinishThreads}, stream, a.partial, a.scale, splits, total);
 }
 
 template <typename Job, int kPack>

@@ -1,5 +1,7 @@
+// The factors by which cuBLAS multiplies: reciprocals of the scales.
 #include "device/hopper/kernel_overlap.cuh"
-#include "host/cuda/launch_cluster.h"
+#include "device/sizes.h"
+#include "host/cuda/kernel_launch.h"
 #include "ops/fp8/gemm/gemm_launch.h"
 #include "ops/fp8/gemm/gemm_scale.cuh"
 
@@ -33,13 +35,10 @@ __global__ void reciprocals_kernel(GemmScale a, int64_t num_a, float* out_a, Gem
 cudaError_t launch_reciprocals(GemmScale a, int64_t num_a, float* out_a, GemmScale b, int64_t num_b,
                                float* out_b, bool overlaps, cudaStream_t stream) {
   constexpr int kThreads = 128;
-  const auto blocks = static_cast<unsigned>((num_a + num_b + kThreads - 1) / kThreads);
-  if (overlaps) {
-    return launch_overlapping_cluster(reciprocals_kernel, dim3(blocks), kThreads, 0, 1, stream, a, num_a,
-                                      out_a, b, num_b, out_b);
-  }
-  reciprocals_kernel<<<blocks, kThreads, 0, stream>>>(a, num_a, out_a, b, num_b, out_b);
-  return cudaGetLastError();
+  const LaunchShape shape{.grid = static_cast<unsigned>(ceil_div(num_a + num_b, kThreads)),
+                          .threads = kThreads,
+                          .overlaps = overlaps};
+  return launch_kernel(reciprocals_kernel, shape, stream, a, num_a, out_a, b, num_b, out_b);
 }
 
 }  // namespace htree::fp8

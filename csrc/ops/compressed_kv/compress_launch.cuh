@@ -1,7 +1,10 @@
 // Head size to kernel for the kernels that prune, compress and decompress.
 #pragma once
 
+#include "device/sizes.h"
+#include "host/cuda/kernel_launch.h"
 #include "ops/compressed_kv/compress.cuh"
+#include "ops/compressed_kv/compress_launch.h"
 #include "ops/compressed_kv/decompress.cuh"
 
 namespace htree::compressed_kv {
@@ -10,9 +13,9 @@ namespace {
 template <typename T, int kHeadDim, bool kWeighted, bool kPrune>
 cudaError_t launch_compress_one(const CompressParams& p, cudaStream_t stream) {
   constexpr int64_t kRows = kCompressThreads * 32 / kHeadDim;  // of a block
-  const auto blocks = static_cast<unsigned>((p.num_rows + kRows - 1) / kRows);
-  compress_kernel<T, kHeadDim, kWeighted, kPrune><<<blocks, kCompressThreads, 0, stream>>>(p);
-  return cudaGetLastError();
+  const auto blocks = static_cast<unsigned>(ceil_div(p.num_rows, kRows));
+  return launch_kernel(compress_kernel<T, kHeadDim, kWeighted, kPrune>, {blocks, kCompressThreads}, stream,
+                       p);
 }
 
 template <typename T, int kHeadDim>
@@ -28,9 +31,8 @@ cudaError_t launch_compress_of(const CompressParams& p, cudaStream_t stream) {
 template <typename T, int kHeadDim>
 cudaError_t launch_decompress_of(const DecompressParams& p, cudaStream_t stream) {
   constexpr int64_t kRows = kDecompressThreads / 32;  // of a block
-  const auto blocks = static_cast<unsigned>((p.num_rows + kRows - 1) / kRows);
-  decompress_kernel<T, kHeadDim><<<blocks, kDecompressThreads, 0, stream>>>(p);
-  return cudaGetLastError();
+  const auto blocks = static_cast<unsigned>(ceil_div(p.num_rows, kRows));
+  return launch_kernel(decompress_kernel<T, kHeadDim>, {blocks, kDecompressThreads}, stream, p);
 }
 
 }  // namespace

@@ -1,10 +1,9 @@
-// Widths of codes to kernels, with the blocks and stages that fit the device.
+// Widths of codes to the kernel for tiles, with the warps and stages that fit the device.
 #pragma once
 
 #include <algorithm>
 
 #include "host/cuda/kernel_launch.h"
-#include "host/cuda/launch_cluster.h"
 #include "ops/compressed_kv/decode_config.h"
 #include "ops/compressed_kv/decode_kernel.cuh"
 #include "ops/compressed_kv/decode_launch.h"
@@ -40,17 +39,11 @@ cudaError_t launch_traits(const DecodeParams& p, int64_t num_groups, cudaStream_
     return cudaErrorNotSupported;
   }
   const auto grid = static_cast<unsigned>(num_groups * p.num_splits);
-  if (p.ending == Ending::kCluster) {
-    return launch_cluster(decode_kernel<Tr>, dim3(grid), 32 * config.num_warps, config.shared_bytes,
-                          p.num_splits, stream, p, config.num_stages);
-  }
-  error = cudaFuncSetAttribute(decode_kernel<Tr>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               config.shared_bytes);
-  if (error != cudaSuccess) {
-    return error;
-  }
-  decode_kernel<Tr><<<grid, 32 * config.num_warps, config.shared_bytes, stream>>>(p, config.num_stages);
-  return cudaGetLastError();
+  const LaunchShape shape{.grid = grid,
+                          .threads = 32 * config.num_warps,
+                          .shared_bytes = config.shared_bytes,
+                          .cluster = p.ending == Ending::kCluster ? p.num_splits : 1};
+  return launch_kernel(decode_kernel<Tr>, shape, stream, p, config.num_stages);
 }
 
 // Kernels for at most four query heads per kv head exist for the usual head size only: they save a fifth of

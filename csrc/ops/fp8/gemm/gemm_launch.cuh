@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "device/sizes.h"
 #include "host/cuda/kernel_launch.h"
-#include "host/cuda/launch_cluster.h"
 #include "host/cuda/tensor_map.h"
 #include "ops/fp8/gemm/gemm_launch.h"
 #include "ops/fp8/gemm/gemm_stream.cuh"
@@ -15,7 +15,7 @@ namespace htree::fp8 {
 namespace {
 
 inline int num_code_blocks(const GemmSizes& sizes) {
-  return static_cast<int>((sizes.k + 127) / 128);
+  return static_cast<int>(ceil_div(sizes.k, 128));
 }
 
 // For tiles of kRows rows of an operand, of which kSharing blocks copy a share each.
@@ -58,17 +58,20 @@ cudaError_t launch_tiles(const GemmParams<typename Tr::Out>& p, int group, cudaS
                           code_maps<Tr::kColumns, 1>(columns, s.n, s.k),
                           copies_c ? result_map<typename Tr::Store>(p) : CUtensorMap{}};
   constexpr int kClusterColumns = Tr::kColumns * Tr::kCluster;
-  const device::TileOrder order{static_cast<int>((s.m + Tr::kRows - 1) / Tr::kRows),
-                                static_cast<int>((s.n + kClusterColumns - 1) / kClusterColumns), group};
+  const device::TileOrder order{static_cast<int>(ceil_div(s.m, Tr::kRows)),
+                                static_cast<int>(ceil_div(s.n, kClusterColumns)), group};
   const int clusters = std::min(processors / Tr::kBlocksPerCluster, order.count());
   const device::TileShares shares =
       device::share_tiles(order.count(), clusters * Tr::kBlocksPerCluster, num_code_blocks(s));
   const GemmTileArguments<Out> arguments{
       s,       Tr::kTransposes ? p.b_scale : p.a_scale, Tr::kTransposes ? p.a_scale : p.b_scale, p.c, shares,
       copies_c};
-  return launch_overlapping_cluster(
-      gemm_tile_kernel<Tr>, dim3(static_cast<unsigned>(clusters * Tr::kBlocksPerCluster)), Tr::kThreads,
-      Tr::kSharedBytes, Tr::kBlocksPerCluster, stream, maps, order, arguments);
+  const LaunchShape shape{.grid = static_cast<unsigned>(clusters * Tr::kBlocksPerCluster),
+                          .threads = Tr::kThreads,
+                          .shared_bytes = Tr::kSharedBytes,
+                          .cluster = Tr::kBlocksPerCluster,
+                          .overlaps = true};
+  return launch_kernel(gemm_tile_kernel<Tr>, shape, stream, maps, order, arguments);
 }
 
 template <class Tr>
@@ -84,11 +87,14 @@ cudaError_t launch_streams(const GemmParams<typename Tr::Out>& p, cudaStream_t s
   }
   const GemmStreamMaps maps{code_maps<Tr::kRows, 1>(p.a, s.m, s.k),
                             code_maps<Tr::kColumns, 1>(p.b, s.n, s.k)};
-  const dim3 grid(static_cast<unsigned>((s.n + Tr::kColumns - 1) / Tr::kColumns * Tr::kParts),
-                  static_cast<unsigned>((s.m + Tr::kRows - 1) / Tr::kRows));
-  const bool overlaps = grid.x * grid.y <= static_cast<unsigned>(processors);
-  return launch_with(overlaps, gemm_stream_kernel<Tr>, grid, Tr::kThreads, Tr::kSharedBytes, Tr::kParts,
-                     stream, maps, p, num_code_blocks(s));
+  const dim3 grid(static_cast<unsigned>(ceil_div(s.n, Tr::kColumns) * Tr::kParts),
+                  static_cast<unsigned>(ceil_div(s.m, Tr::kRows)));
+  const LaunchShape shape{.grid = grid,
+                          .threads = Tr::kThreads,
+                          .shared_bytes = Tr::kSharedBytes,
+                          .cluster = Tr::kParts,
+                          .overlaps = grid.x * grid.y <= static_cast<unsigned>(processors)};
+  return launch_kernel(gemm_stream_kernel<Tr>, shape, stream, maps, p, num_code_blocks(s));
 }
 
 template <class Tr>

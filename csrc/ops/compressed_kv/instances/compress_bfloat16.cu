@@ -1,6 +1,0 @@
-#include "ops/compressed_kv/instances/launch_compress.cuh"
-
-namespace htree::compressed_kv {
-template cudaError_t launch_compress<__nv_bfloat16>(const CompressParams&, cudaStream_t);
-template cudaError_t launch_decompress<__nv_bfloat16>(const DecompressParams&, cudaStream_t);
-}  // namespace htree::compressed_kv

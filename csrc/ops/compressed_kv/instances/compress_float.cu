@@ -1,6 +1,0 @@
-#include "ops/compressed_kv/instances/launch_compress.cuh"
-
-namespace htree::compressed_kv {
-template cudaError_t launch_compress<float>(const CompressParams&, cudaStream_t);
-template cudaError_t launch_decompress<float>(const DecompressParams&, cudaStream_t);
-}  // namespace htree::compressed_kv

@@ -1,8 +1,0 @@
-#define HTREE_BASELINE
-#include "host/cpu/simd.h"
-// the body is compiled for the instruction set chosen above
-#include "ops/fp8/gemm/gemm_rows_impl.h"
-
-namespace htree::fp8 {
-const GemmKernels kGemmKernelsBaseline = HTREE_ISA::gemm_kernels();
-}

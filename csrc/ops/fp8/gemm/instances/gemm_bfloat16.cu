@@ -1,6 +1,0 @@
-#include "ops/fp8/gemm/instances/launch_gemm.cuh"
-
-namespace htree::fp8 {
-template cudaError_t launch_gemm_tile(const GemmParams<__nv_bfloat16>&, const GemmConfig&, cudaStream_t);
-template cudaError_t launch_gemm_stream(const GemmParams<__nv_bfloat16>&, const GemmConfig&, cudaStream_t);
-}  // namespace htree::fp8

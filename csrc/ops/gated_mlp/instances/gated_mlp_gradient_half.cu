@@ -1,6 +1,0 @@
-#include "ops/gated_mlp/instances/launch_gradient.cuh"
-
-namespace htree::gated_mlp {
-template cudaError_t launch_input_gradient(const InputGradientParams<__half>&, cudaStream_t);
-template cudaError_t launch_weight_gradients(const WeightGradientParams<__half>&, cudaStream_t);
-}  // namespace htree::gated_mlp

@@ -1,5 +1,0 @@
-#include "ops/gated_mlp/instances/launch_tile.cuh"
-
-namespace htree::gated_mlp {
-template cudaError_t launch_tile(const ForwardParams<__half>&, const KernelConfig&, cudaStream_t);
-}
