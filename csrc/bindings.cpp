@@ -17,7 +17,7 @@
 
 #include "device/sizes.h"
 #include "ops/causal_softmax/causal_softmax_config.h"
-#include "ops/compressed_kv/decode_config.h"
+#include "ops/compressed_kv/decode/decode_config.h"
 #include "ops/fp8/gemm/gemm_choice.h"
 #include "ops/fp8/quantize/quantize_config.h"
 #include "ops/gated_mlp/gated_mlp_config.h"

@@ -120,7 +120,7 @@ HEAD_SIZES = (64, 128, 256)
 COMPRESSED_KV: Table = [
     Cuda(
         "compress_{T}",
-        "ops/compressed_kv/compress_launch.cuh",
+        "ops/compressed_kv/compress/compress_launch.cuh",
         [
             "cudaError_t launch_compress<{T}>(const CompressParams&, cudaStream_t)",
             "cudaError_t launch_decompress<{T}>(const DecompressParams&, cudaStream_t)",
@@ -129,7 +129,7 @@ COMPRESSED_KV: Table = [
     ),
     Cuda(
         "decode_d{D}_keys{K}",
-        "ops/compressed_kv/decode_launch.cuh",
+        "ops/compressed_kv/decode/decode_launch.cuh",
         [
             "cudaError_t launch_decode_keys<{D}, {K}>(const DecodeParams&, int, QueryType, int64_t, cudaStream_t)"
         ],
@@ -137,7 +137,7 @@ COMPRESSED_KV: Table = [
     ),
     Cuda(
         "decode_general_d{D}",
-        "ops/compressed_kv/general_launch.cuh",
+        "ops/compressed_kv/decode/general.cuh",
         [
             "cudaError_t launch_general<{D}>(const GeneralParams&, int64_t, cudaStream_t)",
             "cudaError_t launch_merge<{D}>(const DecodeParams&, int64_t, cudaStream_t)",
@@ -145,13 +145,13 @@ COMPRESSED_KV: Table = [
         ],
         {"D": HEAD_SIZES},
     ),
-    row_kernels("rows", "ops/compressed_kv/rows_impl.h", "ops/compressed_kv/attend_impl.h"),
+    row_kernels("rows", "ops/compressed_kv/rows_impl.h"),
 ]
 
 FP8: Table = [
     Cuda(
         "gemm_{T}",
-        "ops/fp8/gemm/gemm_launch.cuh",
+        "ops/fp8/gemm/cuda/gemm_launch.cuh",
         [
             "cudaError_t launch_gemm_tile(const GemmParams<{T}>&, const GemmConfig&, cudaStream_t)",
             "cudaError_t launch_gemm_stream(const GemmParams<{T}>&, const GemmConfig&, cudaStream_t)",
@@ -170,7 +170,7 @@ FP8: Table = [
     ),
     InstructionSets(
         "gemm_rows",
-        ["ops/fp8/gemm/gemm_rows_impl.h"],
+        ["ops/fp8/gemm/cpu/gemm_rows_impl.h"],
         "const GemmKernels kGemmKernels{isa} = HTREE_ISA::gemm_kernels()",
     ),
     row_kernels("quantize_rows", "ops/fp8/quantize/quantize_rows_impl.h"),
@@ -179,19 +179,19 @@ FP8: Table = [
 GATED_MLP: Table = [
     Cuda(
         "gated_mlp_tile_{T}",
-        "ops/gated_mlp/gated_mlp_launch.cuh",
+        "ops/gated_mlp/cuda/gated_mlp_launch.cuh",
         ["cudaError_t launch_tile(const ForwardParams<{T}>&, const KernelConfig&, cudaStream_t)"],
         {"T": HALF_TYPES},
     ),
     Cuda(
         "gated_mlp_stream_{T}",
-        "ops/gated_mlp/gated_mlp_launch.cuh",
+        "ops/gated_mlp/cuda/gated_mlp_launch.cuh",
         ["cudaError_t launch_stream(const ForwardParams<{T}>&, const KernelConfig&, cudaStream_t)"],
         {"T": HALF_TYPES},
     ),
     Cuda(
         "gated_mlp_gradient_{T}",
-        "ops/gated_mlp/gated_mlp_launch.cuh",
+        "ops/gated_mlp/cuda/gated_mlp_launch.cuh",
         [
             "cudaError_t launch_input_gradient(const InputGradientParams<{T}>&, cudaStream_t)",
             "cudaError_t launch_weight_gradients(const WeightGradientParams<{T}>&, cudaStream_t)",
@@ -200,7 +200,7 @@ GATED_MLP: Table = [
     ),
     Cuda(
         "gated_mlp_gate_{T}",
-        "ops/gated_mlp/gated_mlp_launch.cuh",
+        "ops/gated_mlp/cuda/gated_mlp_launch.cuh",
         [
             "cudaError_t launch_gate(Activation, int64_t, const float*, const float*, {T}*, cudaStream_t)",
             "cudaError_t launch_gate_backward(Activation, int64_t, const {T}*, const float*, const float*, "
@@ -211,17 +211,17 @@ GATED_MLP: Table = [
     # from products that the forward kept
     Cuda(
         "gated_mlp_gate_backward_{T}",
-        "ops/gated_mlp/gated_mlp_launch.cuh",
+        "ops/gated_mlp/cuda/gated_mlp_launch.cuh",
         [
             "cudaError_t launch_gate_backward(Activation, int64_t, const {T}*, const {T}*, const {T}*, "
             "{T}*, {T}*, cudaStream_t)"
         ],
         {"T": HALF_TYPES},
     ),
-    row_kernels("gated_mlp_rows", "ops/gated_mlp/gated_mlp_rows_impl.h"),
+    row_kernels("gated_mlp_rows", "ops/gated_mlp/cpu/gated_mlp_rows_impl.h"),
     InstructionSets(
         "gated_mlp_products",
-        ["ops/gated_mlp/gated_mlp_products_impl.h"],
+        ["ops/gated_mlp/cpu/gated_mlp_products_impl.h"],
         "const ProductKernels kProductKernels{isa} = HTREE_ISA::product_kernels()",
     ),
 ]

@@ -6,7 +6,7 @@
 #include "host/cuda/device_type.h"
 #include "host/cuda/launch_scope.h"
 #include "host/dispatch.h"
-#include "ops/compressed_kv/compress_launch.h"
+#include "ops/compressed_kv/compress/compress_launch.h"
 #include "ops/compressed_kv/compressed_kv.h"
 
 namespace htree::compressed_kv {

@@ -10,9 +10,9 @@
 #include "host/cuda/launch_scope.h"
 #include "host/dispatch.h"
 #include "ops/compressed_kv/compressed_kv.h"
-#include "ops/compressed_kv/decode_config.h"
-#include "ops/compressed_kv/decode_launch.h"
-#include "ops/compressed_kv/general_params.h"
+#include "ops/compressed_kv/decode/decode_config.h"
+#include "ops/compressed_kv/decode/decode_launch.h"
+#include "ops/compressed_kv/decode/general.h"
 
 namespace htree::compressed_kv {
 namespace {

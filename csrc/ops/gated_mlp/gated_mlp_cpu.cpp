@@ -10,7 +10,7 @@
 #include <algorithm>
 
 #include "host/dispatch.h"
-#include "ops/gated_mlp/gated_mlp_cpu.h"
+#include "ops/gated_mlp/cpu/gated_mlp_cpu.h"
 
 namespace htree::gated_mlp {
 namespace {

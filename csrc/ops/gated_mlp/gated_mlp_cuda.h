@@ -10,9 +10,9 @@
 #include <cstdint>
 
 #include "host/cuda/hopper.h"
+#include "ops/gated_mlp/cuda/gated_mlp_launch.h"
 #include "ops/gated_mlp/gated_mlp.h"
 #include "ops/gated_mlp/gated_mlp_config.h"
-#include "ops/gated_mlp/gated_mlp_launch.h"
 
 namespace htree::gated_mlp {
 

@@ -9,10 +9,10 @@
 #include "host/cuda/hopper.h"
 #include "host/cuda/launch_scope.h"
 #include "host/dispatch.h"
+#include "ops/fp8/gemm/cuda/gemm_launch.h"
 #include "ops/fp8/gemm/gemm_choice.h"
+#include "ops/fp8/gemm/gemm_cublas.h"
 #include "ops/fp8/gemm/gemm_exact.h"
-#include "ops/fp8/gemm/gemm_launch.h"
-#include "ops/fp8/gemm/gemm_library.h"
 
 namespace htree::fp8 {
 namespace {

@@ -1,0 +1,66 @@
+// Head size to kernel for the kernels that prune, compress and decompress.
+#pragma once
+
+#include "device/sizes.h"
+#include "host/cuda/kernel_launch.h"
+#include "ops/compressed_kv/compress/compress.cuh"
+#include "ops/compressed_kv/compress/compress_launch.h"
+#include "ops/compressed_kv/compress/decompress.cuh"
+
+namespace htree::compressed_kv {
+namespace {
+
+template <typename T, int kHeadDim, bool kWeighted, bool kPrune>
+cudaError_t launch_compress_one(const CompressParams& p, cudaStream_t stream) {
+  constexpr int64_t kRows = kCompressThreads * 32 / kHeadDim;  // of a block
+  const auto blocks = static_cast<unsigned>(ceil_div(p.num_rows, kRows));
+  return launch_kernel(compress_kernel<T, kHeadDim, kWeighted, kPrune>, {blocks, kCompressThreads}, stream,
+                       p);
+}
+
+template <typename T, int kHeadDim>
+cudaError_t launch_compress_of(const CompressParams& p, cudaStream_t stream) {
+  if (p.pruned != nullptr) {
+    return p.weight != nullptr ? launch_compress_one<T, kHeadDim, true, true>(p, stream)
+                               : launch_compress_one<T, kHeadDim, false, true>(p, stream);
+  }
+  return p.weight != nullptr ? launch_compress_one<T, kHeadDim, true, false>(p, stream)
+                             : launch_compress_one<T, kHeadDim, false, false>(p, stream);
+}
+
+template <typename T, int kHeadDim>
+cudaError_t launch_decompress_of(const DecompressParams& p, cudaStream_t stream) {
+  constexpr int64_t kRows = kDecompressThreads / 32;  // of a block
+  const auto blocks = static_cast<unsigned>(ceil_div(p.num_rows, kRows));
+  return launch_kernel(decompress_kernel<T, kHeadDim>, {blocks, kDecompressThreads}, stream, p);
+}
+
+}  // namespace
+
+template <typename T>
+cudaError_t launch_compress(const CompressParams& p, cudaStream_t stream) {
+  switch (p.format.head_dim) {
+    case 64:
+      return launch_compress_of<T, 64>(p, stream);
+    case 128:
+      return launch_compress_of<T, 128>(p, stream);
+    case 256:
+      return launch_compress_of<T, 256>(p, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+template <typename T>
+cudaError_t launch_decompress(const DecompressParams& p, cudaStream_t stream) {
+  switch (p.format.head_dim) {
+    case 64:
+      return launch_decompress_of<T, 64>(p, stream);
+    case 128:
+      return launch_decompress_of<T, 128>(p, stream);
+    case 256:
+      return launch_decompress_of<T, 256>(p, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace htree::compressed_kv

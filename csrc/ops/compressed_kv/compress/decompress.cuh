@@ -1,0 +1,59 @@
+// Unpacking of rows: one warp per row, a lane D/32 neighbouring channels.
+// docs/semantics/compressed_kv.md §4.5.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "device/numeric.cuh"
+#include "device/pack.cuh"
+#include "ops/compressed_kv/compress/compress_launch.h"
+#include "ops/compressed_kv/compress/unpack.cuh"
+
+namespace htree::compressed_kv {
+
+constexpr int kDecompressThreads = 256;
+
+// Blocks of kDecompressThreads, one row per warp.
+template <typename T, int kHeadDim>
+__global__ void __launch_bounds__(kDecompressThreads)
+    decompress_kernel(const __grid_constant__ DecompressParams p) {
+  constexpr int kChannels = kHeadDim / 32;
+  const int lane = threadIdx.x & 31;
+  const int64_t row = (static_cast<int64_t>(blockIdx.x) * kDecompressThreads + threadIdx.x) >> 5;
+  if (row >= p.num_rows) {
+    return;
+  }
+  const uint8_t* values = p.values + row * p.format.row_bytes();
+  const float scale = p.format.quantised() ? __half2float(__ushort_as_half(p.scales[row])) : 1.0f;
+  T out[kChannels];
+#pragma unroll
+  for (int c = 0; c < kChannels; ++c) {
+    out[c] = device::from_acc<T>(0.0f);
+  }
+  for_kept_channels<kHeadDim>(p.bitmap + row * (kHeadDim / 32), p.format.keep, lane, [&](int c, int at) {
+    if (p.format.bits == 16) {
+      if constexpr (sizeof(T) == 2) {  // fp32 is refused by the checks
+        out[c] = reinterpret_cast<const T*>(values)[at];
+      }
+    } else {
+      const int code = p.format.bits == 8 ? byte_code(values, at) : nibble_code(values, at);
+      out[c] = device::from_acc<T>(scale * static_cast<float>(code));
+    }
+  });
+  constexpr int kPack = kChannels < device::kPackOf<T> ? kChannels : device::kPackOf<T>;
+  T* to = static_cast<T*>(p.out) + row * kHeadDim + lane * kChannels;
+#pragma unroll
+  for (int c = 0; c < kChannels; c += kPack) {
+    device::Pack<T, kPack> pack;
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) {
+      pack[i] = out[c + i];
+    }
+    device::store_pack<kPack>(to + c, pack);
+  }
+}
+
+}  // namespace htree::compressed_kv

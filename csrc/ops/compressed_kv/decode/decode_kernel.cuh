@@ -1,0 +1,282 @@
+// The decode kernel: a warp's loop over its tiles.
+#pragma once
+
+#include "ops/compressed_kv/decode/decode.cuh"
+#include "ops/compressed_kv/decode/decode_config.h"
+#include "ops/compressed_kv/decode/decode_merge.cuh"
+#include "ops/compressed_kv/decode/decode_softmax.cuh"
+#include "ops/compressed_kv/decode/decode_split.cuh"
+#include "ops/compressed_kv/decode/decode_window.cuh"
+
+namespace htree::compressed_kv {
+
+// What a lane needs to know of every tile.
+template <typename Tr>
+struct TileReader {
+  const unsigned char* k_table;
+  const unsigned char* v_table;
+  LaneByte byte;
+  uint32_t apart;  // tokens from the first row to the second
+  LaneRows k;
+  LaneRows v;
+
+  __device__ __forceinline__ TileReader(const DecodeParams& p, const StageLayout& layout, int64_t first_row,
+                                        const unsigned char* memory, int lane)
+      : k_table(memory), v_table(memory + (Tr::kTwoTables ? kSelectorBytes : 0)), byte(lane) {
+    apart = spread_of_rows(row_pitch(p.k.row_bytes)) == 1 ? kTileRows / 2 : 1;
+    asm volatile("" : "+r"(apart));  // kept, not computed again per tile
+    k = lane_rows(p.k.row_bytes, layout.bitmap[0], layout.values[0], layout.scales[0], first_row, lane);
+    v = lane_rows(p.v.row_bytes, layout.bitmap[1], layout.values[1], layout.scales[1], first_row, lane);
+  }
+
+  __device__ __forceinline__ int first_token(int lane) const { return (lane >> 2) * (apart == 1 ? 2 : 1); }
+
+ private:
+  // Copies start at multiples of 16 bytes, at or before the first row.
+  __device__ __forceinline__ LaneRows lane_rows(int row_bytes, int bitmap, int values, int scales,
+                                                int64_t first_row, int lane) const {
+    const auto before = [first_row](int bytes) { return static_cast<int>(first_row * bytes) & 15; };
+    const int token = first_token(lane);
+    const int pitch = row_pitch(row_bytes);
+    LaneRows at;
+    at.bitmap = bitmap + before(Tr::kD / 8) + token * (Tr::kD / 8);
+    at.values = (values + before(row_bytes) + token * pitch) * 8;
+    at.values_step = apart * pitch * 8;
+    at.scales = scales + before(2) + 2 * token;
+    asm volatile("" : "+r"(at.bitmap), "+r"(at.values), "+r"(at.values_step), "+r"(at.scales));
+    return at;
+  }
+};
+
+__device__ __forceinline__ float load_scale(uint32_t address) {
+  uint16_t bits;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(address));
+  return __half2float(__ushort_as_half(bits));
+}
+
+// The tile at shared address `stage`. kTail: it has only `num_tokens` rows.
+template <bool kTail, typename Tr>
+__device__ __forceinline__ void attend_tile(const TileReader<Tr>& reader, uint32_t stage, int num_tokens,
+                                            int lane, const Query<Tr>& q, WarpResult<Tr>& result) {
+  const int token = reader.first_token(lane);
+  const bool present[2] = {!kTail || token < num_tokens,
+                           !kTail || token + static_cast<int>(reader.apart) < num_tokens};
+  WarpState<Tr::kHeadPairs>& state = result.state;
+  float score[2][Tr::kHeadPairs];
+  {
+    RowPair rows(stage, reader.k, reader.apart * (Tr::kD / 8), present);
+    score_tile<Tr>(rows, reader.k_table, reader.byte, q, score);
+  }
+  RowPair rows(stage, reader.v, reader.apart * (Tr::kD / 8), present);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float scale = Tr::kK == 16 ? 1.0f : load_scale(stage + reader.k.scales + half * 2 * reader.apart);
+#pragma unroll
+    for (int i = 0; i < Tr::kHeadPairs; ++i) {
+      score[half][i] *= scale;
+      if constexpr (kTail) {
+        score[half][i] = present[half] ? score[half][i] : kMinusInfinity;
+      }
+    }
+  }
+  float scale[2] = {0.0f, 0.0f};
+  bool rare = exceeds_limit(score, state);
+  if constexpr (Tr::kV != 16) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      scale[half] = load_scale(stage + reader.v.scales + half * 2 * reader.apart);
+      scale[half] = present[half] ? scale[half] : 0.0f;
+      // One comparison for both a larger unit and a scale that is NaN or infinite.
+      rare = rare || !(scale[half] <= state.unit);
+    }
+  }
+  if (__any_sync(0xffffffffu, rare)) {
+    raise_max(score, state, result.acc);
+    if constexpr (Tr::kV != 16) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (!(fabsf(scale[half]) <= 65504.0f)) {
+          scale[half] = 0.0f;
+#pragma unroll
+          for (int i = 0; i < Tr::kGroups; ++i) {
+            result.poison[i / 4] |= (rows.word(half, i) >> (8 * (lane & 3)) & 0xffu) << (8 * (i % 4));
+          }
+        }
+      }
+      raise_unit(scale, state, result.acc);
+    }
+  }
+  float w[2][2] = {};
+#pragma unroll
+  for (int i = 0; i < Tr::kHeadPairs; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      w[half][i] = device::exp2_flushed(score[half][i] - state.base[i]);
+      state.sum[i] += w[half][i];
+      if constexpr (Tr::kV != 16) {
+        w[half][i] *= scale[half] * state.inverse_unit;
+      }
+    }
+  }
+  uint32_t weight[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    weight[half] = device::transpose_matrix(device::pack_pair<typename Tr::Weight>(w[half][0], w[half][1]));
+  }
+  weigh_tile<Tr>(rows, reader.v_table, reader.byte, weight[0], weight[1], result.acc);
+}
+
+// Opaque, so that it is kept and not read again wherever it is used.
+__device__ __forceinline__ int lane_index() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
+// What a block keeps for its merge, behind the selector tables.
+template <typename Tr>
+__host__ __device__ constexpr int window_bytes() {
+  return static_cast<int>(sizeof(WindowPart<Tr::kD>));
+}
+
+// What a block needs before its first tile, where the last stages of its warps come to lie.
+template <typename Tr>
+__host__ __device__ constexpr int scratch_bytes(int window_tokens) {
+  return static_cast<int>(sizeof(QueryScratch<Tr::kD>)) +
+         window_tokens * kHeadsPerBlock * static_cast<int>(sizeof(float));
+}
+
+// Grid: B * H_kv * head_chunks * num_splits, splits innermost; blocks of at most kMaxWarps warps. Shared
+// memory: the selector tables, WindowPart, the chunks of a tile, then num_stages times a stage of each warp
+// and their padding, or BlockMerge where that and the chunks are smaller.
+template <typename Tr>
+__global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
+    decode_kernel(const __grid_constant__ DecodeParams p, int num_stages) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  const Split s = split_of(p);
+  const int lane = lane_index();
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
+  const int num_warps = blockDim.x >> 5;
+  const WindowRows window_part = window_rows(p, s);
+  prefetch_window<Tr::kD>(p, window_part);
+  const EarlyQuery early(p, static_cast<int64_t>(s.first_head) * Tr::kD, s.num_heads * Tr::kD);
+  const StageLayout layout(Tr::kD, p.k.row_bytes, p.v.row_bytes);
+  unsigned char* const behind_tables = memory + Tr::kTableBytes;
+  auto* chunks = reinterpret_cast<ChunkCopy*>(behind_tables + window_bytes<Tr>());
+  const int rings = Tr::kTableBytes + window_bytes<Tr>() +
+                    chunk_table_bytes(Tr::kD, p.k.row_bytes, p.v.row_bytes);  // offset
+  const int stage_step = num_warps * layout.bytes;  // from a warp's stage to its next one
+  const uint32_t ring = device::shared_address(memory) + rings + warp * layout.bytes;
+  const uint32_t ring_end = ring + num_stages * stage_step;
+  const int num_tokens = static_cast<int>(s.end - s.begin);
+  const int num_tiles = (num_tokens + kTileRows - 1) / kTileRows;
+  const int64_t first_row = first_row_of(p, s);
+  // From this tile on, tiles hold the last row of the tensors.
+  const auto last_tile = static_cast<uint32_t>((p.num_rows - first_row - 1) / kTileRows);
+  const ChunkCounts counts = fill_chunks(p, layout, Tr::kD, first_row, warp, num_warps, lane, chunks);
+  __syncthreads();
+  const uint32_t chunk_table = device::shared_address(chunks + lane);
+  // Tiles before this one are stored where they are counted and do not hold the last row.
+  uint32_t plain_tiles = p.block_table == nullptr ? last_tile : 0;
+  asm volatile("" : "+r"(plain_tiles));  // kept in a register
+  const auto copy = [&](uint32_t to, int tile) {
+    auto stored = static_cast<uint32_t>(tile);
+    if (stored >= plain_tiles) {
+      stored = stored_tile(p, s, tile);
+      if (stored >= last_tile) {
+        copy_last_tile(p, Tr::kD, first_row, to, stored, lane);
+        return;
+      }
+    }
+    copy_tile(p, chunk_table, counts, to, stored);
+  };
+
+  for (int i = 0; i < num_stages - 1; ++i) {
+    const int tile = warp + i * num_warps;
+    if (tile < num_tiles) {
+      copy(ring + i * stage_step, tile);
+    }
+    device::commit_copies();
+  }
+
+  // The tables need nothing from global memory, which the rest waits for.
+  fill_selectors<Tr::kK>(memory);
+  if constexpr (Tr::kTwoTables) {
+    fill_selectors<Tr::kV>(memory + kSelectorBytes);
+  }
+  unsigned char* const last_stages = memory + rings + (num_stages - 1) * stage_step;  // still unused
+  auto& scratch = *reinterpret_cast<QueryScratch<Tr::kD>*>(last_stages);
+  auto& window_scores = *reinterpret_cast<WindowScores*>(last_stages + sizeof(QueryScratch<Tr::kD>));
+  WindowPart<Tr::kD>* const window =
+      p.window.per_split > 0 ? reinterpret_cast<WindowPart<Tr::kD>*>(behind_tables) : nullptr;
+  constexpr int kHeads = 4 * Tr::kHeadPairs;
+  stage_query<Tr::kD>(p, s.first_head, s.num_heads, early, scratch);
+  if (window != nullptr) {  // the first warps are those of split_query
+    score_window<kHeads>(p, window_part, scratch.rows, num_warps - 1 - warp, num_warps, lane, window_scores);
+  }
+  if constexpr (Tr::kIntegerKeys) {
+    split_query<kHeads>(warp, num_warps, lane, scratch);
+  }
+  __syncthreads();
+  if (window != nullptr) {
+    weigh_window(p, s, window_part, window_scores, *window);
+  }
+  Query<Tr> q;
+  if constexpr (Tr::kIntegerKeys) {
+    load_integer_query<Tr::kD>(p, Tr::kK == 4 ? 0.0625f : 1.0f, lane, scratch, q);
+  } else {
+    load_half_query<typename Tr::Pair, Tr::kD>(p, lane, scratch, q);
+  }
+  WarpResult<Tr> result;
+#pragma unroll
+  for (int i = 0; i < 2 * Tr::kGroups; ++i) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      result.acc[i][c] = 0.0f;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < Tr::kOwnWords; ++i) {
+    result.poison[i] = 0;
+  }
+  __syncthreads();  // the last stages are free for copies
+
+  const TileReader<Tr> reader(p, layout, first_row, memory, lane);
+  int deep = num_stages == kMaxStages ? 1 : 0;
+  asm volatile("" : "+r"(deep));  // kept in a register
+  uint32_t stage = ring;
+  uint32_t into = ring_end - stage_step;
+  const auto advance = [&] {
+    __syncwarp();  // the stage is free for the next copy
+    into = stage;
+    stage += stage_step;
+    stage = stage == ring_end ? ring : stage;
+  };
+  int tile = warp;
+  for (int ahead = tile + (num_stages - 1) * num_warps; ahead < num_tiles; ahead += num_warps) {
+    copy(into, ahead);
+    device::commit_copies();
+    if (deep != 0) {
+      device::wait_copies<kMaxStages - 1>();
+    } else {
+      device::wait_copies<kMinStages - 1>();
+    }
+    __syncwarp();
+    attend_tile<false>(reader, stage, kTileRows, lane, q, result);
+    advance();
+    tile += num_warps;
+  }
+  for (; tile < num_tiles; tile += num_warps) {
+    device::wait_copies<0>();
+    __syncwarp();
+    attend_tile<true>(reader, stage, num_tokens - tile * kTileRows, lane, q, result);
+    advance();
+  }
+  device::wait_copies<0>();
+  __syncthreads();
+  auto& shared = *reinterpret_cast<BlockMerge<Tr>*>(chunks);
+  auto& part = *reinterpret_cast<SplitPart<Tr::kD>*>(memory);  // where the tables were
+  finish_block(p, s, shared, part, window, result, warp, num_warps, lane);
+}
+
+}  // namespace htree::compressed_kv

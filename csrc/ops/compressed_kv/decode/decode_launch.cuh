@@ -1,0 +1,88 @@
+// Widths of codes to the kernel for tiles, with the warps and stages that fit the device.
+#pragma once
+
+#include <algorithm>
+
+#include "host/cuda/kernel_launch.h"
+#include "ops/compressed_kv/decode/decode_config.h"
+#include "ops/compressed_kv/decode/decode_kernel.cuh"
+#include "ops/compressed_kv/decode/decode_launch.h"
+
+namespace htree::compressed_kv {
+namespace {
+
+template <typename Tr>
+cudaError_t launch_traits(const DecodeParams& p, int64_t num_groups, cudaStream_t stream) {
+  int most = 0;
+  cudaError_t error = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, most);
+  if (error != cudaSuccess) {
+    return error;
+  }
+  const StageLayout layout(Tr::kD, p.k.row_bytes, p.v.row_bytes);
+  const int tables = Tr::kTableBytes + window_bytes<Tr>();
+  const int padding = kStagePadding + chunk_table_bytes(Tr::kD, p.k.row_bytes, p.v.row_bytes);
+  const int scratch = scratch_bytes<Tr>(p.window.per_split);
+  const auto choose = [&](int padding) {
+    return choose_decode_config(layout.bytes, tables, static_cast<int>(sizeof(BlockMerge<Tr>)), padding,
+                                Tr::kMaxWarps, kMinStages, kMaxStages, most);
+  };
+  DecodeConfig config = choose(padding);
+  // The scratch ends behind the last stages where those are small.
+  const int with_scratch =
+      tables + padding + (config.num_stages - 1) * config.num_warps * layout.bytes + scratch;
+  if (with_scratch > most) {
+    config = choose(padding + scratch);
+  } else {
+    config.shared_bytes = std::max(config.shared_bytes, with_scratch);
+  }
+  if (config.shared_bytes > most) {
+    return cudaErrorNotSupported;
+  }
+  const auto grid = static_cast<unsigned>(num_groups * p.num_splits);
+  const LaunchShape shape{.grid = grid,
+                          .threads = 32 * config.num_warps,
+                          .shared_bytes = config.shared_bytes,
+                          .cluster = p.ending == Ending::kCluster ? p.num_splits : 1};
+  return launch_kernel(decode_kernel<Tr>, shape, stream, p, config.num_stages);
+}
+
+// Kernels for at most four query heads per kv head exist for the usual head size only: they save a fifth of
+// the instructions and double what there is to compile.
+template <int kHeadDim, int kKeyBits, int kValueBits, typename T>
+cudaError_t launch_heads(const DecodeParams& p, int64_t num_groups, cudaStream_t stream) {
+  if constexpr (kHeadDim == 128) {
+    if (p.heads_per_kv() <= 4) {
+      return launch_traits<DecodeTraits<kHeadDim, kKeyBits, kValueBits, 4, T>>(p, num_groups, stream);
+    }
+  }
+  return launch_traits<DecodeTraits<kHeadDim, kKeyBits, kValueBits, 8, T>>(p, num_groups, stream);
+}
+
+template <int kHeadDim, int kKeyBits, int kValueBits>
+cudaError_t launch_pairs(const DecodeParams& p, QueryType pair_type, int64_t num_groups,
+                         cudaStream_t stream) {
+  if constexpr (kKeyBits == 16 || kValueBits == 16) {
+    if (pair_type == QueryType::kBfloat16) {
+      return launch_heads<kHeadDim, kKeyBits, kValueBits, __nv_bfloat16>(p, num_groups, stream);
+    }
+  }
+  return launch_heads<kHeadDim, kKeyBits, kValueBits, __half>(p, num_groups, stream);
+}
+
+}  // namespace
+
+template <int kHeadDim, int kKeyBits>
+cudaError_t launch_decode_keys(const DecodeParams& p, int v_bits, QueryType pair_type, int64_t num_groups,
+                               cudaStream_t stream) {
+  switch (v_bits) {
+    case 4:
+      return launch_pairs<kHeadDim, kKeyBits, 4>(p, pair_type, num_groups, stream);
+    case 8:
+      return launch_pairs<kHeadDim, kKeyBits, 8>(p, pair_type, num_groups, stream);
+    case 16:
+      return launch_pairs<kHeadDim, kKeyBits, 16>(p, pair_type, num_groups, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace htree::compressed_kv

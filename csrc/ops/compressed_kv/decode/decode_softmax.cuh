@@ -1,0 +1,122 @@
+// The online softmax of a warp of the decode kernel, and the unit of its accumulators.
+#pragma once
+
+#include <cstdint>
+
+#include "device/mma.cuh"
+#include "ops/compressed_kv/decode/decode.cuh"
+
+namespace htree::compressed_kv {
+
+constexpr float kMinusInfinity = -INFINITY;
+
+// Weights are kept relative to a maximum that may fall behind the true one by this many powers of two, so
+// that the sums are rescaled a few times per split only.
+constexpr float kSlack = 8.0f;
+
+// Softmax state of a warp: heads t and t + 4 of the lanes (g, t). Limits and bases are alike in all lanes of
+// a t, the sums are those of the lane's own tokens.
+template <int kHeadPairs>
+struct WarpState {
+  float limit[kHeadPairs];  // scores above it raise the maximum: the maximum and the slack
+  float base[kHeadPairs];   // the maximum, or 0 while that is minus infinity
+  float sum[kHeadPairs];
+  float unit = 0.0f;          // power of two that no scale of V so far exceeds; accumulators count in it
+  float inverse_unit = 0.0f;  // 0 while all scales are 0
+
+  __device__ WarpState() {
+#pragma unroll
+    for (int i = 0; i < kHeadPairs; ++i) {
+      limit[i] = kMinusInfinity;
+      base[i] = 0.0f;
+      sum[i] = 0.0f;
+    }
+  }
+
+  __device__ __forceinline__ float max(int i) const {
+    return limit[i] == kMinusInfinity ? kMinusInfinity : base[i];
+  }
+};
+
+template <int kTiles>
+__device__ __forceinline__ void rescale(float (&acc)[kTiles][4], float even, float odd) {
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+    acc[i][0] *= even;
+    acc[i][1] *= odd;
+    acc[i][2] *= even;
+    acc[i][3] *= odd;
+  }
+}
+
+// Whether a score of this lane exceeds a maximum by more than the slack.
+template <int kHeadPairs>
+__device__ __forceinline__ bool exceeds_limit(const float (&score)[2][kHeadPairs],
+                                              const WarpState<kHeadPairs>& state) {
+  bool exceeds = false;
+#pragma unroll
+  for (int i = 0; i < kHeadPairs; ++i) {
+    exceeds |= fmaxf(score[0][i], score[1][i]) > state.limit[i];
+  }
+  return exceeds;
+}
+
+// Raises the maxima if a score of any lane exceeds its limit.
+template <int kTiles, int kHeadPairs>
+__device__ __forceinline__ void raise_max(const float (&score)[2][kHeadPairs], WarpState<kHeadPairs>& state,
+                                          float (&acc)[kTiles][4]) {
+  if (!__any_sync(0xffffffffu, exceeds_limit(score, state))) {
+    return;
+  }
+  float factor[kHeadPairs];
+#pragma unroll
+  for (int i = 0; i < kHeadPairs; ++i) {
+    float largest = fmaxf(score[0][i], score[1][i]);
+#pragma unroll
+    for (int offset = 4; offset < 32; offset *= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+    }
+    const float before = state.max(i);
+    const float raised = fmaxf(before, largest);
+    factor[i] = raised == kMinusInfinity ? 1.0f : device::exp2_flushed(before - raised);
+    state.limit[i] = raised + kSlack;
+    state.base[i] = raised == kMinusInfinity ? 0.0f : raised;
+    state.sum[i] *= factor[i];
+  }
+  rescale(acc, factor[0], factor[kHeadPairs - 1]);
+}
+
+// The smallest power of two that is at least x > 0, an fp16 value.
+__device__ __forceinline__ float power_above(float x) {
+  const int bits = __float_as_int(x);
+  return __int_as_float((bits & 0x7f800000) + ((bits & 0x007fffff) != 0 ? 0x00800000 : 0));
+}
+
+template <int kTiles, int kHeadPairs>
+__device__ __forceinline__ void raise_unit(const float (&scale)[2], WarpState<kHeadPairs>& state,
+                                           float (&acc)[kTiles][4]) {
+  const float own = fmaxf(scale[0], scale[1]);
+  if (!__any_sync(0xffffffffu, own > state.unit)) {
+    return;
+  }
+  float largest = own;
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+  }
+  const float raised = power_above(largest);
+  const float factor = state.unit / raised;
+  state.unit = raised;
+  state.inverse_unit = 1.0f / raised;
+  rescale(acc, factor, factor);
+}
+
+template <typename Tr>
+struct WarpResult {
+  WarpState<Tr::kHeadPairs> state;
+  float acc[2 * Tr::kGroups][4];
+  // This lane's channels that a value row with a NaN scale keeps, a byte per group.
+  uint32_t poison[Tr::kOwnWords];
+};
+
+}  // namespace htree::compressed_kv

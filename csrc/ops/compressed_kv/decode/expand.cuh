@@ -1,0 +1,281 @@
+// Eight channels of a compressed row at a time: a byte of the bitmap and the window of up to eight codes that
+// follows the codes before it. A table gives for each byte the eight 4-bit selectors of two byte permutations
+// that put the codes at their channels; a selector with its upper bit set repeats the sign bit of a byte that
+// is known to be clear, which makes a pruned channel 0. docs/semantics/compressed_kv.md §4.5.
+#pragma once
+
+#include <cstdint>
+
+namespace htree::compressed_kv {
+
+// What a byte of the bitmap needs. Both words keep selectors in their lower halves, which is all that a
+// permutation reads.
+struct alignas(8) Selectors {
+  uint32_t low;   // of channels 0 to 3; bit 31 is set for byte 255 alone
+  uint32_t high;  // of channels 4 to 7; upper six bits, with 16 bits: thresholds of words 2, 3 and 4
+};
+
+// One copy per lane, so that no two lanes meet in a bank: [256][32].
+constexpr int kSelectorBytes = 256 * 32 * static_cast<int>(sizeof(Selectors));
+
+// A window begins anywhere in its first word. Of 4 and 8-bit codes all words that it may have are read, which
+// costs less than to ask. The words 2 to 4 of a window of 16-bit codes are read only by lanes that need them,
+// so that the others take no part in bank conflicts. This is the threshold of word `word`, two bits, for a
+// byte with `kept` bits set; see start_of() for what exceeds it.
+__device__ __forceinline__ uint32_t threshold_of(uint32_t kept, uint32_t word) {
+  return kept > 2 * word ? 0 : kept == 2 * word ? 1 : 3;
+}
+
+// Where the permutations find the code of rank r. 8 and 16 bits: at byte r of the window; a pruned channel
+// repeats the sign of byte 7. 4 bits: even ranks in the first register, odd ones in the second, because that
+// is how nibbles are cheapest to separate.
+template <int kBits>
+__device__ __forceinline__ Selectors selectors_of(uint32_t byte) {
+  uint32_t selectors = 0;
+  uint32_t rank = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t kept = byte >> i & 1;
+    const uint32_t position = kBits == 4 ? (rank >> 1) + 4 * (rank & 1) : rank;
+    selectors |= (kept != 0 ? position : 15u) << (4 * i);
+    rank += kept;
+  }
+  uint32_t thresholds = 0;
+  if constexpr (kBits == 16) {
+#pragma unroll
+    for (uint32_t word = 2; word <= 4; ++word) {
+      thresholds |= threshold_of(rank, word) << (34 - 2 * word);
+    }
+  }
+  return {(selectors & 0xffffu) | (byte == 255 ? 0x80000000u : 0u), (selectors >> 16) | thresholds};
+}
+
+// Every thread of the block must call, and __syncthreads before the table is used. A lane works out one entry
+// in 16, and all lanes store their own copy of each.
+template <int kBits>
+__device__ __forceinline__ void fill_selectors(unsigned char* table) {
+  const int lane = threadIdx.x & 31;
+  for (int first = (threadIdx.x >> 5) * 16; first < 256; first += blockDim.x / 2) {
+    const Selectors own = selectors_of<kBits>(first + (lane & 15));
+#pragma unroll 4
+    for (int i = 0; i < 16; ++i) {
+      const Selectors s = {__shfl_sync(0xffffffffu, own.low, i), __shfl_sync(0xffffffffu, own.high, i)};
+      reinterpret_cast<Selectors*>(table)[32 * (first + i) + lane] = s;
+    }
+  }
+}
+
+// (x & mask) ^ flip in one instruction.
+__device__ __forceinline__ uint32_t mask_flip(uint32_t x, uint32_t mask, uint32_t flip) {
+  uint32_t value;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(value) : "r"(x), "r"(mask), "r"(flip));
+  return value;
+}
+
+// Bytes of the pair (low, high) by the selectors in the low 16 bits. Not __byte_perm, which documents three
+// bits per selector: the fourth one repeats the sign bit of the byte.
+__device__ __forceinline__ uint32_t permute(uint32_t low, uint32_t high, uint32_t selectors) {
+  uint32_t value;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(value) : "r"(low), "r"(high), "r"(selectors));
+  return value;
+}
+
+// The 32 bits that start `bits` (taken modulo 32) above the lowest bit of `low`.
+__device__ __forceinline__ uint32_t funnel(uint32_t low, uint32_t high, uint32_t bits) {
+  return __funnelshift_r(low, high, bits);
+}
+
+__device__ __forceinline__ uint32_t load_shared(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));
+  return value;
+}
+
+// The word kWord words behind `address` where `start`, as start_of() makes it, exceeds the threshold in the
+// upper bits of `threshold`. Elsewhere it is anything (here the address, which takes no register of its own):
+// its codes are not used.
+template <int kWord>
+__device__ __forceinline__ uint32_t load_reached(uint32_t address, uint32_t start, uint32_t threshold) {
+  uint32_t value = address;
+  asm volatile(
+      "{\n"
+      ".reg .pred reached;\n"
+      "setp.gt.u32 reached, %1, %2;\n"
+      "@reached ld.shared.u32 %0, [%0 + %3];\n"
+      "}\n"
+      : "+r"(value)
+      : "r"(start), "r"(threshold), "n"(4 * kWord));
+  return value;
+}
+
+// Address of the aligned word that holds bit `bits` of shared memory. Opaque, so that the product is an
+// integer multiplication: the pipe of shifts and logical operations is the busiest one.
+__device__ __forceinline__ uint32_t word_address(uint32_t bits) {
+  uint32_t words;
+  asm("shr.b32 %0, %1, 5;" : "=r"(words) : "r"(bits));
+  return words * 4;
+}
+
+// For load_reached: exceeds a threshold of 0 always, one of 1 where the window whose first value is at bit
+// `bits` of shared memory begins at the second value of its word, and one of 3 never.
+__device__ __forceinline__ uint32_t start_of(uint32_t bits) {
+  return (bits << 27) + 0x40000000u;
+}
+
+// The expanded codes of eight channels. 4 bits: two registers of four bytes that hold the codes as 4-bit
+// two's complement in their lower or their upper halves, the other halves 0; 8 bits: two registers of four
+// signed bytes; 16 bits: four registers of two values.
+template <int kBits>
+struct Expanded {
+  uint32_t r[kBits == 16 ? 4 : 2];
+};
+
+// Which byte of every word of a bitmap is a lane's own, and its copy of the selectors.
+struct LaneByte {
+  uint32_t copy;   // 8 * lane
+  uint32_t pick;   // takes that byte, times 256, and `copy`
+  uint32_t shift;  // bits below that byte
+  uint32_t below;  // times this, a word keeps those bits alone
+
+  __device__ __forceinline__ explicit LaneByte(int lane)
+      : copy(8u * lane),
+        pick(0x5504u + 0x10u * (lane & 3)),
+        shift(8u * (lane & 3)),
+        below(shift == 0 ? 0u : 1u << (32 - shift)) {
+    asm volatile("" : "+r"(pick), "+r"(shift), "+r"(below));  // kept in registers
+  }
+};
+
+// Selectors for the lane's byte of `word`, from the table of the width in question.
+__device__ __forceinline__ Selectors load_selectors(uint32_t word, const unsigned char* table,
+                                                    const LaneByte& lane) {
+  const uint32_t offset = permute(word, lane.copy, lane.pick);
+  return *reinterpret_cast<const Selectors*>(table + offset);
+}
+
+// Unless all eight channels are kept, the last byte of a window belongs to others: its sign bit, which pruned
+// channels repeat, is cleared.
+__device__ __forceinline__ uint32_t clear_last(uint32_t x, const Selectors& s) {
+  return x & (s.low | 0x7fffffffu);
+}
+
+// Eight codes of 4 bits to their channels. kUpper: in the upper halves of the bytes.
+template <bool kUpper>
+__device__ __forceinline__ Expanded<4> expand_nibbles(uint32_t codes, const Selectors& s) {
+  // Code + 8 is stored: flipping its sign bit makes it two's complement.
+  const uint32_t even =
+      kUpper ? mask_flip(codes * 16, 0xf0f0f0f0u, 0x80808080u) : mask_flip(codes, 0x0f0f0f0fu, 0x08080808u);
+  const uint32_t odd = kUpper ? clear_last(mask_flip(codes, 0xf0f0f0f0u, 0x80808080u), s)
+                              : mask_flip(codes >> 4, 0x0f0f0f0fu, 0x08080808u);
+  return {permute(even, odd, s.low), permute(even, odd, s.high)};
+}
+
+// The codes of the lane's byte of `word`, the first of which starts at bit `bits` of shared memory. kUpper:
+// 4-bit codes in the upper halves of the bytes. Reads at most 20 bytes from there on, whatever the bitmap
+// holds.
+template <int kBits, bool kUpper>
+__device__ __forceinline__ Expanded<kBits> expand_byte(uint32_t word, uint32_t bits,
+                                                       const unsigned char* table, const LaneByte& lane) {
+  const Selectors s = load_selectors(word, table, lane);
+  const uint32_t address = word_address(bits);
+  const uint32_t first = load_shared(address);
+  const uint32_t second = load_shared(address + 4);
+  if constexpr (kBits == 4) {
+    return expand_nibbles<kUpper>(funnel(first, second, bits), s);
+  } else if constexpr (kBits == 8) {
+    const uint32_t third = load_shared(address + 8);
+    const uint32_t low = funnel(first, second, bits);
+    const uint32_t high = clear_last(funnel(second, third, bits), s);
+    return {permute(low, high, s.low), permute(low, high, s.high)};
+  } else {
+    const uint32_t start = start_of(bits);
+    const uint32_t words[5] = {first, second, load_reached<2>(address, start, s.high),
+                               load_reached<3>(address, start, s.high * 4),
+                               load_reached<4>(address, start, s.high * 16)};
+    uint32_t codes[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      codes[i] = funnel(words[i], words[i + 1], bits);
+    }
+    // The lower and the upper bytes of the eight values apart, expanded, and joined again.
+    const uint32_t low0 = permute(codes[0], codes[1], 0x6420);
+    const uint32_t low1 = clear_last(permute(codes[2], codes[3], 0x6420), s);
+    const uint32_t high0 = permute(codes[0], codes[1], 0x7531);
+    const uint32_t high1 = clear_last(permute(codes[2], codes[3], 0x7531), s);
+    Expanded<kBits> out;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t low = permute(low0, low1, i == 0 ? s.low : s.high);
+      const uint32_t high = permute(high0, high1, i == 0 ? s.low : s.high);
+      out.r[2 * i] = permute(low, high, 0x5140);
+      out.r[2 * i + 1] = permute(low, high, 0x7362);
+    }
+    return out;
+  }
+}
+
+// ---- the two rows of a lane
+
+// Where a lane finds the first of its two rows of a tile, in a stage that begins at address 0.
+struct LaneRows {
+  uint32_t bitmap;       // address
+  uint32_t values;       // address in bits
+  uint32_t values_step;  // from there to the second row, in bits
+  uint32_t scales;       // address
+};
+
+// The four lanes of a row read codes that lie together, which take about four words of shared memory. Rows of
+// an odd multiple of four words apart are read without bank conflicts; where the pitch of rows is an odd
+// multiple of two words, those are every other row: lanes (g, t) then take the rows 2g and 2g + 1, else the
+// rows g and g + 8.
+__host__ __device__ constexpr int spread_of_rows(int pitch) {
+  return pitch / 4 % 4 == 2 ? 2 : 1;
+}
+
+// Two rows of a tile: where the bitmap of the first one is and how far that of the second, and the bits of
+// shared memory up to which codes are counted: those before the word in hand, with 4 bits those before the
+// lane's byte of `last`, the word before. Not `present`: the row reads as empty.
+struct RowPair {
+  uint32_t bitmap;
+  uint32_t bitmap_step;
+  uint32_t start[2];
+  uint32_t last[2];
+  bool present[2];
+
+  __device__ __forceinline__ RowPair(uint32_t stage, const LaneRows& at, uint32_t bitmap_step,
+                                     const bool (&present)[2])
+      : bitmap(stage + at.bitmap),
+        bitmap_step(bitmap_step),
+        start{stage * 8 + at.values, stage * 8 + at.values + at.values_step},
+        last{0, 0},
+        present{present[0], present[1]} {}
+
+  // Bits of the channels 32 * group to 32 * group + 31.
+  __device__ __forceinline__ uint32_t word(int half, int group) const {
+    const uint32_t bits = load_shared(bitmap + half * bitmap_step + 4 * group);
+    return present[half] ? bits : 0u;
+  }
+};
+
+// The codes of group kGroup of both rows, groups in their order.
+template <int kBits, int kGroup, bool kUpper>
+__device__ __forceinline__ void expand_group(RowPair& rows, const unsigned char* table, const LaneByte& lane,
+                                             Expanded<kBits> (&codes)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t word = rows.word(half, kGroup);
+    if constexpr (kBits == 4) {
+      // The codes of the 32 channels from the lane's byte of one word to that of the next: fewer instructions
+      // than below, but one more for the busiest pipe of the other widths.
+      rows.start[half] += kBits * __popc(funnel(rows.last[half], word, lane.shift));
+      rows.last[half] = word;
+      codes[half] = expand_byte<kBits, kUpper>(word, rows.start[half], table, lane);
+    } else {
+      const uint32_t start = rows.start[half];
+      codes[half] = expand_byte<kBits, kUpper>(word, start + kBits * __popc(word * lane.below), table, lane);
+      rows.start[half] = start + kBits * __popc(word);
+    }
+  }
+}
+
+}  // namespace htree::compressed_kv

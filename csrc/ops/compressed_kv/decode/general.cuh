@@ -1,0 +1,270 @@
+// Decode attention for what the tensor-core kernel leaves: the dense window, fp32 queries, expanded queries
+// of a group of kv heads, and pages that hold no whole tiles. One warp per token, fp32 arithmetic throughout.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cmath>
+
+#include "device/numeric.cuh"
+#include "device/reduce.cuh"
+#include "host/cuda/kernel_launch.h"
+#include "ops/compressed_kv/compress/unpack.cuh"
+#include "ops/compressed_kv/decode/decode_result.cuh"
+#include "ops/compressed_kv/decode/general.h"
+#include "ops/compressed_kv/decode/query_fragments.cuh"
+
+namespace htree::compressed_kv {
+
+__device__ __forceinline__ bool is_dense(RowKind kind) {
+  return kind == RowKind::kFloat || kind == RowKind::kHalf || kind == RowKind::kBfloat16;
+}
+
+// Channels [lane * D/32, (lane + 1) * D/32) of a row as floats. All 32 lanes must call with the same row.
+template <int kHeadDim>
+__device__ __forceinline__ void load_channels(const RowsView& rows, const void* dense, RowKind kind,
+                                              int64_t row, int lane, float (&x)[kHeadDim / 32]) {
+  constexpr int kChannels = kHeadDim / 32;
+  if (is_dense(kind)) {
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) {
+      const int64_t at = row * kHeadDim + lane * kChannels + c;
+      x[c] = kind == RowKind::kFloat  ? static_cast<const float*>(dense)[at]
+             : kind == RowKind::kHalf ? __half2float(static_cast<const __half*>(dense)[at])
+                                      : __bfloat162float(static_cast<const __nv_bfloat16*>(dense)[at]);
+    }
+    return;
+  }
+  const uint32_t* words = reinterpret_cast<const uint32_t*>(rows.bitmap + row * (kHeadDim / 8));
+  const uint8_t* values = rows.values + row * rows.row_bytes;
+  const float scale = rows.scales == nullptr ? 1.0f : __half2float(__ushort_as_half(rows.scales[row]));
+#pragma unroll
+  for (int c = 0; c < kChannels; ++c) {
+    x[c] = 0.0f;
+  }
+  for_kept_channels<kHeadDim>(words, rows.keep, lane, [&](int c, int at) {
+    switch (kind) {
+      case RowKind::kPackedHalf:
+        x[c] = __half2float(reinterpret_cast<const __half*>(values)[at]);
+        break;
+      case RowKind::kPackedBfloat16:
+        x[c] = __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(values)[at]);
+        break;
+      case RowKind::kBytes:
+        x[c] = scale * static_cast<float>(byte_code(values, at));
+        break;
+      default:
+        x[c] = scale * static_cast<float>(nibble_code(values, at));
+        break;
+    }
+  });
+}
+
+// Row of a token among the rows of its tensors; pages may have any size.
+__device__ __forceinline__ int64_t row_of_token(const GeneralParams& p, int sequence, int kv_head,
+                                                int64_t token) {
+  const DecodeParams& d = p.base;
+  if (d.block_table == nullptr || is_dense(p.k_kind)) {
+    return (static_cast<int64_t>(sequence) * d.num_kv_heads + kv_head) * d.capacity + token;
+  }
+  const int page =
+      d.block_table[static_cast<int64_t>(sequence) * d.max_pages + static_cast<int>(token / d.page)];
+  const int64_t known = min(max(page, 0), d.num_pages - 1);
+  return (known * d.num_kv_heads + kv_head) * d.page + token % d.page;
+}
+
+template <int kHeadDim>
+struct GeneralShared {
+  static constexpr int kWarps = kHeadDim == 256 ? 4 : 8;
+  float acc[kWarps][kHeadsPerBlock][kHeadDim];
+  float max[kWarps][kHeadsPerBlock];
+  float sum[kWarps][kHeadsPerBlock];
+};
+
+// Grid: B * H_kv * head_chunks * num_splits, splits innermost; blocks of GeneralShared::kWarps warps.
+// comp_len, capacity and split_size are those of the part that is attended.
+template <int kHeadDim>
+__global__ void __launch_bounds__(32 * GeneralShared<kHeadDim>::kWarps)
+    general_kernel(const __grid_constant__ GeneralParams p) {
+  using Shared = GeneralShared<kHeadDim>;
+  __shared__ Shared shared;
+  constexpr int kChannels = kHeadDim / 32;
+  const DecodeParams& d = p.base;
+  const int lane = threadIdx.x & 31;
+  const int warp = threadIdx.x >> 5;
+  const int split = static_cast<int>(blockIdx.x % d.num_splits);
+  const int group = static_cast<int>(blockIdx.x / d.num_splits);
+  const int chunk = group % d.head_chunks;
+  const int kv_head = group / d.head_chunks % d.num_kv_heads;
+  const int sequence = group / d.head_chunks / d.num_kv_heads;
+  const int heads_per_kv = d.num_heads / d.num_kv_heads;
+  const int first_head = sequence * d.num_heads + kv_head * heads_per_kv + chunk * kHeadsPerBlock;
+  const int num_heads = min(kHeadsPerBlock, heads_per_kv - chunk * kHeadsPerBlock);
+  int64_t length = d.capacity;
+  if (d.comp_len != nullptr) {
+    length = min(length, static_cast<int64_t>(max(d.comp_len[sequence], 0)));
+  }
+  const int64_t begin = min(split * d.split_size, length);
+  const int64_t end = min(begin + d.split_size, length);
+
+  float max[kHeadsPerBlock];
+  float sum[kHeadsPerBlock];
+  float acc[kHeadsPerBlock][kChannels];
+#pragma unroll
+  for (int h = 0; h < kHeadsPerBlock; ++h) {
+    max[h] = device::negative_infinity<float>();
+    sum[h] = 0.0f;
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) {
+      acc[h][c] = 0.0f;
+    }
+  }
+  const int group_head = kv_head / d.num_slots * d.num_slots;
+  for (int64_t token = begin + warp; token < end; token += Shared::kWarps) {
+    // Loaded first, so that it is on its way while the scores are summed.
+    float value[kChannels];
+    load_channels<kHeadDim>(d.v, p.v_dense, p.v_kind, row_of_token(p, sequence, kv_head, token), lane, value);
+    float score[kHeadsPerBlock] = {};
+    float x[kChannels];
+    for (int slot = 0; slot < d.num_slots; ++slot) {
+      const int64_t row = row_of_token(p, sequence, group_head + slot, token);
+      load_channels<kHeadDim>(d.k, p.k_dense, p.k_kind, row, lane, x);
+#pragma unroll
+      for (int h = 0; h < kHeadsPerBlock; ++h) {
+        if (h < num_heads) {
+          const int64_t at = (slot * d.num_queries + first_head + h) * kHeadDim + lane * kChannels;
+#pragma unroll
+          for (int c = 0; c < kChannels; ++c) {
+            score[h] += load_query(d, at + c) * x[c];
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < kHeadsPerBlock; ++h) {
+      if (h < num_heads) {
+        const float s = device::warp_reduce<device::Sum>(score[h]) * d.score_scale;
+        const float raised = fmaxf(max[h], s);
+        const float base = raised == device::negative_infinity<float>() ? 0.0f : raised;
+        const float factor = exp2f(max[h] - base);
+        const float weight = exp2f(s - base);
+        max[h] = raised;
+        sum[h] = sum[h] * factor + weight;
+#pragma unroll
+        for (int c = 0; c < kChannels; ++c) {
+          acc[h][c] = acc[h][c] * factor + weight * value[c];
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < kHeadsPerBlock; ++h) {
+    if (lane == 0) {
+      shared.max[warp][h] = max[h];
+      shared.sum[warp][h] = sum[h];
+    }
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) {
+      shared.acc[warp][h][lane * kChannels + c] = acc[h][c];
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < num_heads * kHeadDim; i += blockDim.x) {
+    const int head = i / kHeadDim;
+    float top = device::negative_infinity<float>();
+    for (int w = 0; w < Shared::kWarps; ++w) {
+      top = fmaxf(top, shared.max[w][head]);
+    }
+    float total = 0;
+    float value = 0;
+    for (int w = 0; w < Shared::kWarps; ++w) {
+      const float own = shared.max[w][head];
+      const float factor = part_factor(own, top);
+      total += shared.sum[w][head] * factor;
+      value += shared.acc[w][head][i % kHeadDim] * factor;
+    }
+    const int64_t out = (first_head + head) * static_cast<int64_t>(d.num_parts) + d.first_part + split;
+    d.part_acc[out * kHeadDim + i % kHeadDim] = value;
+    if (i % kHeadDim == 0) {
+      d.part_max[out] = top;
+      d.part_sum[out] = total;
+    }
+  }
+}
+
+// out [rows, D] and lse [rows] from the parts in their order. Grid: rows; blocks of D threads.
+template <int kHeadDim>
+__global__ void __launch_bounds__(kHeadDim)
+    merge_parts_kernel(const float* __restrict__ acc, const float* __restrict__ max,
+                       const float* __restrict__ sum, int num_parts, QueryType type, void* out, float* lse) {
+  const int64_t row = blockIdx.x;
+  const int64_t first = row * num_parts;
+  float top = device::negative_infinity<float>();
+  for (int i = 0; i < num_parts; ++i) {
+    top = fmaxf(top, max[first + i]);
+  }
+  float total = 0;
+  float value = 0;
+  for (int i = 0; i < num_parts; ++i) {
+    const float part = sum[first + i];
+    if (part != 0.0f) {  // the accumulators of a part without tokens are not written
+      const float own = max[first + i];
+      const float factor = part_factor(own, top);
+      total += part * factor;
+      value += acc[(first + i) * kHeadDim + threadIdx.x] * factor;
+    }
+  }
+  store_output(out, type, row * kHeadDim + threadIdx.x, value, total);
+  if (threadIdx.x == 0) {
+    lse[row] = log_sum_exp(top, total);
+  }
+}
+
+// The query in the space of the keys: q [B, H, D] times the orthonormal H_D, once per slot of a group with
+// the sign and the factor of §4.2. Grid: B * H; blocks of D threads; to [slots, B, H, D].
+template <int kHeadDim>
+__global__ void __launch_bounds__(kHeadDim)
+    transform_query_kernel(const void* q, QueryType type, int num_heads, int heads_per_kv, int num_slots,
+                           float factor, float* to) {
+  __shared__ float row[2][kHeadDim];
+  const int64_t index = blockIdx.x;
+  const int channel = threadIdx.x;
+  row[0][channel] = load_query(q, type, index * kHeadDim + channel);
+  int from = 0;
+#pragma unroll
+  for (int distance = 1; distance < kHeadDim; distance *= 2) {
+    __syncthreads();
+    const float own = row[from][channel];
+    const float other = row[from][channel ^ distance];
+    row[1 - from][channel] = (channel & distance) == 0 ? own + other : other - own;
+    from = 1 - from;
+  }
+  const float value = row[from][channel] * factor;  // written by this thread
+  const int own_slot = static_cast<int>(index % num_heads) / heads_per_kv % num_slots;
+  for (int slot = 0; slot < num_slots; ++slot) {
+    const bool negative = (__popc(slot & own_slot) & 1) != 0;
+    to[(slot * static_cast<int64_t>(gridDim.x) + index) * kHeadDim + channel] = negative ? -value : value;
+  }
+}
+
+template <int kHeadDim>
+cudaError_t launch_general(const GeneralParams& p, int64_t num_groups, cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>(num_groups * p.base.num_splits);
+  return launch_kernel(general_kernel<kHeadDim>, {blocks, 32 * GeneralShared<kHeadDim>::kWarps}, stream, p);
+}
+
+template <int kHeadDim>
+cudaError_t launch_merge(const DecodeParams& p, int64_t num_rows, cudaStream_t stream) {
+  return launch_kernel(merge_parts_kernel<kHeadDim>, {static_cast<unsigned>(num_rows), kHeadDim}, stream,
+                       p.part_acc, p.part_max, p.part_sum, p.num_parts, p.out_type, p.out, p.lse);
+}
+
+template <int kHeadDim>
+cudaError_t launch_transform_query(const DecodeParams& p, int64_t num_rows, float* to, cudaStream_t stream) {
+  const float factor = static_cast<float>(1.0 / std::sqrt(static_cast<double>(kHeadDim) * p.num_slots));
+  return launch_kernel(transform_query_kernel<kHeadDim>, {static_cast<unsigned>(num_rows), kHeadDim}, stream,
+                       p.q, p.q_type, p.num_heads, p.heads_per_kv(), p.num_slots, factor, to);
+}
+
+}  // namespace htree::compressed_kv

@@ -1,0 +1,292 @@
+// Tiles of 16 rows on their way from global to shared memory: one ring of stages per warp, so that no warp
+// waits for another.
+#pragma once
+
+#include <cstdint>
+
+#include "device/mma.cuh"
+#include "ops/compressed_kv/decode/decode_params.h"
+
+namespace htree::compressed_kv {
+
+// Rows of a multiple of 32 bytes are laid 16 bytes further apart, or the same code of eight rows would lie in
+// one bank. A row is then a power of two of chunks of 16 bytes; the shift turns a chunk into its row.
+__host__ __device__ constexpr int pitch_shift(int row_bytes) {
+  const int chunks = row_bytes / 16;
+  const bool padded = row_bytes % 32 == 0 && chunks <= 32 && (chunks & (chunks - 1)) == 0;
+  int shift = 0;
+  while (padded && (1 << shift) < chunks) {
+    ++shift;
+  }
+  return padded ? shift : 31;
+}
+__host__ __device__ constexpr int row_pitch(int row_bytes) {
+  return row_bytes + (pitch_shift(row_bytes) < 31 ? 16 : 0);
+}
+
+// Byte offsets of the parts of a stage, at multiples of 32: copies of 16 bytes to the halves of two such
+// sectors take twice the time. Every part has room for the bytes before its first row, because copies start
+// at multiples of 16, and the last one for a window that starts at its end.
+struct StageLayout {
+  int bitmap[2];  // of K and V
+  int scales[2];
+  int values[2];
+  int bytes;
+
+  __host__ __device__ constexpr StageLayout(int head_dim, int k_row_bytes, int v_row_bytes)
+      : bitmap{0, part(head_dim / 8)},
+        scales{2 * part(head_dim / 8), 2 * part(head_dim / 8) + part(2)},
+        values{scales[1] + part(2), scales[1] + part(2) + part(row_pitch(k_row_bytes))},
+        bytes(values[1] + part(row_pitch(v_row_bytes) + 1)) {}
+
+ private:
+  // With the bytes before the first row, which there are none of where 16 rows begin at multiples of 16.
+  __host__ __device__ static constexpr int part(int row_bytes) {
+    return (kTileRows * row_bytes + (row_bytes % 16 == 0 ? 0 : 16) + 31) / 32 * 32;
+  }
+};
+
+// Bytes behind the last stage that the windows of a bitmap with too many bits may read: D values of 2 bytes,
+// and a window.
+constexpr int kStagePadding = 2 * 256 + 32;
+
+// One of the tensors that tiles are parts of. A tile is contiguous in each; its first 16 bytes may begin
+// before the first row.
+struct StagePart {
+  const uint8_t* from;  // null: absent
+  int row_bytes;
+  int offset;   // in the stage
+  bool padded;  // rows are laid row_pitch() apart
+};
+constexpr int kNumParts = 6;
+
+__device__ __forceinline__ StagePart stage_part(const DecodeParams& p, const StageLayout& layout,
+                                                int head_dim, int index) {
+  const int which = index & 1;
+  const RowsView& view = which == 0 ? p.k : p.v;
+  if (index < 2) {
+    return {view.values, view.row_bytes, which == 0 ? layout.values[0] : layout.values[1], true};
+  }
+  if (index < 4) {
+    return {view.bitmap, head_dim / 8, which == 0 ? layout.bitmap[0] : layout.bitmap[1], false};
+  }
+  return {reinterpret_cast<const uint8_t*>(view.scales), 2, which == 0 ? layout.scales[0] : layout.scales[1],
+          false};
+}
+
+// Chunks of 16 bytes that hold a tile, `before` being what lies between the first one and the first row.
+__device__ __forceinline__ int bytes_before(const StagePart& part, int64_t first_row) {
+  return static_cast<int>(first_row * part.row_bytes) & 15;
+}
+__device__ __forceinline__ int num_chunks(const StagePart& part, int64_t first_row) {
+  return part.from == nullptr ? 0 : part.row_bytes + (bytes_before(part, first_row) != 0 ? 1 : 0);
+}
+
+// A chunk of 16 bytes that some lane copies for every tile, or the first one of runs.
+struct alignas(16) ChunkCopy {
+  const uint8_t* from;  // of tile 0
+  uint32_t step;        // bytes from tile to tile in global memory, or from round to round in the stage
+  uint32_t to;          // offset in the stage, or kNoChunk
+};
+constexpr uint32_t kNoChunk = 0xffffffffu;
+
+// The values of a tile are `row_bytes` chunks: rounds of 32 of them lie at equal distances, in global memory
+// and in the stage, and four rounds are a run. What remains, the bitmaps and the scales are lists of 32
+// chunks.
+constexpr int kRunRounds = 4;
+__host__ __device__ constexpr int num_runs(int row_bytes) {
+  return row_bytes / (32 * kRunRounds);
+}
+
+// The table of the chunks of a tile, alike for all warps of a block: entry `lane` is the first one of this
+// lane in the runs of K, entry 32 + lane that of V, and entry 32 * (2 + i) + lane is in list i.
+constexpr int kUsualLists = 3;  // as many are always there, if only with chunks that nobody copies
+__host__ __device__ constexpr int most_lists(int head_dim, int k_row_bytes, int v_row_bytes) {
+  const int run = 32 * kRunRounds;
+  const int chunks = k_row_bytes % run + v_row_bytes % run + 2 * (head_dim / 8) + 2 * 2 + kNumParts;
+  return chunks > 32 * kUsualLists ? (chunks + 31) / 32 : kUsualLists;
+}
+__host__ __device__ constexpr int chunk_table_bytes(int head_dim, int k_row_bytes, int v_row_bytes) {
+  return 32 * (2 + most_lists(head_dim, k_row_bytes, v_row_bytes)) * static_cast<int>(sizeof(ChunkCopy));
+}
+
+// How much of the table there is, in one register.
+struct ChunkCounts {
+  uint32_t bits;  // lists, runs of K from bit 8 on, runs of V from bit 20 on
+
+  __device__ __forceinline__ int lists() const { return static_cast<int>(bits & 0xffu); }
+  __device__ __forceinline__ bool any_runs() const { return bits > 0xffu; }
+  __device__ __forceinline__ int k_runs() const { return static_cast<int>(bits >> 8 & 0xfffu); }
+  __device__ __forceinline__ int v_runs() const { return static_cast<int>(bits >> 20); }
+};
+
+// Fills the table for tiles that count from row `first_row`, a warp per part. Every thread of the block must
+// call, and __syncthreads before the table is used.
+__device__ __forceinline__ ChunkCounts fill_chunks(const DecodeParams& p, const StageLayout& layout,
+                                                   int head_dim, int64_t first_row, int warp, int num_warps,
+                                                   int lane, ChunkCopy* table) {
+  // A lane per part, to know where those of each part begin.
+  const StagePart own = stage_part(p, layout, head_dim, min(lane, kNumParts - 1));
+  const int own_count = lane < kNumParts ? num_chunks(own, first_row) : 0;
+  const int own_listed = own_count - (lane < 2 ? 32 * kRunRounds * num_runs(own.row_bytes) : 0);
+  int end = own_listed;
+#pragma unroll
+  for (int offset = 1; offset < 8; offset *= 2) {
+    const int below = __shfl_up_sync(0xffffffffu, end, offset);
+    end += lane >= offset ? below : 0;
+  }
+  const int total = __shfl_sync(0xffffffffu, end, kNumParts - 1);
+  const int lists = (total + 31) / 32;
+#pragma unroll 1
+  for (int index = warp; index <= kNumParts; index += num_warps) {
+    if (index == kNumParts) {
+      for (int i = total + lane; i < 32 * max(lists, kUsualLists); i += 32) {
+        table[64 + i].to = kNoChunk;
+      }
+      break;
+    }
+    const StagePart part = stage_part(p, layout, head_dim, index);
+    const int count = __shfl_sync(0xffffffffu, own_count, index);
+    const int listed = __shfl_sync(0xffffffffu, own_listed, index);
+    ChunkCopy* const list = table + 64 + __shfl_sync(0xffffffffu, end, index) - count;
+    const int shift = part.padded ? pitch_shift(part.row_bytes) : 31;
+    const int64_t start = first_row * part.row_bytes - bytes_before(part, first_row);
+    for (int chunk = lane; chunk < count; chunk += 32) {
+      ChunkCopy copy = {part.from + start + 16 * chunk, static_cast<uint32_t>(kTileRows * part.row_bytes),
+                        static_cast<uint32_t>(part.offset + 16 * (chunk + (chunk >> shift)))};
+      if (chunk >= count - listed) {
+        list[chunk] = copy;
+      }
+      if (chunk < 32 && index < 2) {  // without runs it is not used
+        copy.step = static_cast<uint32_t>(16 * (32 + (32 >> shift)));
+        table[32 * index + chunk] = copy;
+      }
+    }
+  }
+  ChunkCounts counts = {
+      static_cast<uint32_t>(lists | num_runs(p.k.row_bytes) << 8 | num_runs(p.v.row_bytes) << 20)};
+  asm volatile("" : "+r"(counts.bits));  // kept, not computed again per tile
+  return counts;
+}
+
+// The entry of this lane in part `index` of the table; `table` is the shared address of this lane's first
+// one.
+__device__ __forceinline__ ChunkCopy load_chunk(uint32_t table, int index) {
+  ChunkCopy chunk;
+  uint32_t low;
+  uint32_t high;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(low), "=r"(high), "=r"(chunk.step), "=r"(chunk.to)
+               : "r"(table + 512 * index));
+  asm("mov.b64 %0, {%1, %2};" : "=l"(chunk.from) : "r"(low), "r"(high));
+  return chunk;
+}
+
+// Runs of rounds, whose chunks are 512 bytes apart.
+__device__ __forceinline__ void copy_runs(const ChunkCopy& first, int runs, int row_bytes, uint32_t stage,
+                                          uint32_t tile) {
+  const uint8_t* from = first.from + static_cast<uint64_t>(tile) * static_cast<uint32_t>(16 * row_bytes);
+  uint32_t to = stage + first.to;
+#pragma unroll 1
+  for (; runs > 0; --runs) {
+#pragma unroll
+    for (int i = 0; i < kRunRounds; ++i) {
+      device::copy_async_16(to, from + 512 * i);
+      to += first.step;
+    }
+    from += 512 * kRunRounds;
+  }
+}
+
+__device__ __forceinline__ void copy_any_chunk(const ChunkCopy& chunk, uint32_t stage, uint32_t tile) {
+  device::copy_async_16(stage + chunk.to, chunk.from + static_cast<uint64_t>(tile) * chunk.step);
+}
+
+// The same unless there is no such chunk.
+__device__ __forceinline__ void copy_chunk(const ChunkCopy& chunk, uint32_t stage, uint32_t tile) {
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.u32 wanted, %2, %3;\n"
+      "@wanted cp.async.cg.shared.global [%0], [%1], 16;\n"
+      "}" ::"r"(stage + chunk.to),
+      "l"(chunk.from + static_cast<uint64_t>(tile) * chunk.step), "r"(chunk.to), "n"(kNoChunk)
+      : "memory");
+}
+
+// Tile `tile` to the stage at shared address `stage`; `table` as of load_chunk. All lanes of a warp must
+// call; it commits no group.
+__device__ __forceinline__ void copy_tile(const DecodeParams& p, uint32_t table, const ChunkCounts& counts,
+                                          uint32_t stage, uint32_t tile) {
+  // Entries are read together where possible, so that one latency is waited for.
+  const ChunkCopy first = load_chunk(table, 2);
+  if (counts.any_runs()) {
+    const ChunkCopy k = load_chunk(table, 0);
+    const ChunkCopy v = load_chunk(table, 1);
+    copy_runs(k, counts.k_runs(), p.k.row_bytes, stage, tile);
+    copy_runs(v, counts.v_runs(), p.v.row_bytes, stage, tile);
+  }
+  if (counts.lists() < kUsualLists) {
+    copy_chunk(first, stage, tile);
+    if (counts.lists() > 1) {
+      copy_chunk(load_chunk(table, 3), stage, tile);
+    }
+    return;
+  }
+  const ChunkCopy second = load_chunk(table, 3);
+  const ChunkCopy third = load_chunk(table, 4);
+  // Every list but the last one is full.
+  if (counts.lists() == kUsualLists) {
+    copy_any_chunk(first, stage, tile);
+    copy_any_chunk(second, stage, tile);
+    copy_chunk(third, stage, tile);
+    return;
+  }
+  const ChunkCopy fourth = load_chunk(table, 5);
+  copy_any_chunk(first, stage, tile);
+  copy_any_chunk(second, stage, tile);
+  copy_any_chunk(third, stage, tile);
+  copy_chunk(fourth, stage, tile);
+#pragma unroll 1
+  for (int i = kUsualLists + 1; i < counts.lists(); ++i) {
+    copy_chunk(load_chunk(table, 2 + i), stage, tile);
+  }
+}
+
+// The last bytes of a tensor, an even number below 16, to shared address `to`: words as all else is copied,
+// then half a word where the number of scales is odd. (An asynchronous copy can be told how many bytes to
+// read, but memcheck counts all 16.)
+__device__ __forceinline__ void copy_last_bytes(uint32_t to, const uint8_t* from, int bytes) {
+  int done = 0;
+  for (; done + 4 <= bytes; done += 4) {
+    device::copy_async_4(to + done, from + done);
+  }
+  if (done < bytes) {
+    const uint16_t value = *reinterpret_cast<const uint16_t*>(from + done);
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(to + done), "h"(value) : "memory");
+  }
+}
+
+// The same for a tile that holds the last row of the tensors: nothing behind that row is read.
+inline __device__ __noinline__ void copy_last_tile(const DecodeParams& p, int head_dim, int64_t first_row,
+                                                   uint32_t stage, uint32_t tile, int lane) {
+  const StageLayout layout(head_dim, p.k.row_bytes, p.v.row_bytes);
+  for (int index = 0; index < kNumParts; ++index) {
+    const StagePart part = stage_part(p, layout, head_dim, index);
+    const int64_t tile_row = first_row + static_cast<int64_t>(tile) * kTileRows;
+    const int64_t start = tile_row * part.row_bytes - bytes_before(part, first_row);
+    const int64_t end = p.num_rows * part.row_bytes;
+    const int shift = part.padded ? pitch_shift(part.row_bytes) : 31;
+    for (int chunk = lane; chunk < num_chunks(part, first_row); chunk += 32) {
+      const int64_t at = start + 16 * chunk;
+      const uint32_t to = stage + part.offset + 16 * (chunk + (chunk >> shift));
+      if (at + 16 <= end) {
+        device::copy_async_16(to, part.from + at);
+      } else if (at < end) {
+        copy_last_bytes(to, part.from + at, static_cast<int>(end - at));
+      }
+    }
+  }
+}
+
+}  // namespace htree::compressed_kv

@@ -1,0 +1,299 @@
+// c = (a b^T) / (s_a s_b): persistent blocks, one warpgroup that loads and one to three that multiply. A tile
+// is kRows rows of a against kColumns rows of b. In a cluster of kCluster, the blocks take neighbouring
+// columns of one row tile, and each loads its share of the rows of a for all: with two row tiles of few rows,
+// transposed, half of what is in flight from memory would be the same columns of b twice. In a pair (kParts =
+// 2), each block takes tiles of its own, but where the last turn has no more tiles than pairs, both take half
+// of the k of one and finish half of it each.
+//
+// A product takes 64 rows, and any multiple of 8 columns. A transposing kernel is launched with a and b
+// exchanged, computes the transpose of c and stores it as c, so that the rows of c are the ones whose number
+// is free: what decides is how many tiles there are for the multiprocessors.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "device/hopper/kernel_overlap.cuh"
+#include "device/hopper/operand_copy.cuh"
+#include "device/hopper/tile_order.cuh"
+#include "device/shared_memory.cuh"
+#include "device/sizes.h"
+#include "ops/fp8/gemm/cuda/gemm_multiply.cuh"
+#include "ops/fp8/gemm/cuda/gemm_scale.cuh"
+#include "ops/fp8/gemm/cuda/gemm_store.cuh"
+#include "ops/fp8/gemm/cuda/gemm_tile_finish.cuh"
+#include "ops/fp8/gemm/cuda/gemm_tile_work.cuh"
+
+namespace htree::fp8 {
+
+template <typename Out_, int kWarpgroups_, int kRows_, int kColumns_, int kStages_, int kPromoteK_,
+          int kCluster_, int kParts_ = 1, bool kTransposes_ = false>
+struct GemmTileTraits {
+  using Out = Out_;
+  static constexpr int kRows = kRows_;
+  static constexpr int kColumns = kColumns_;
+  static constexpr int kPromoteK = kPromoteK_;
+  static constexpr int kCluster = kCluster_;
+  static constexpr int kParts = kParts_;
+  static constexpr bool kTransposes = kTransposes_;
+  static_assert(kParts == 1 || (kParts == 2 && kCluster == 1 && kRows_ == 64 * kWarpgroups_ && !kTransposes));
+  static constexpr int kBlocksPerCluster = kCluster * kParts;
+  static constexpr int kWarpgroups = kWarpgroups_;          // that multiply
+  static constexpr int kHalves = kRows / 64 / kWarpgroups;  // 64-row parts of a warpgroup
+  static_assert(kHalves * kWarpgroups * 64 == kRows);
+  static constexpr int kThreads = 128 * (1 + kWarpgroups);
+  static constexpr bool kShiftsRegisters = kWarpgroups > 1;
+  static constexpr int kLoaderRegisters = kWarpgroups == 3 ? 32 : kParts == 1 ? 24 : 40;
+  static constexpr int kMultiplierRegisters = kWarpgroups == 3 ? 152 : kParts == 1 ? 240 : 232;
+  static_assert(!kShiftsRegisters || (kLoaderRegisters + kWarpgroups * kMultiplierRegisters) * 128 <= 65536);
+  // Two sets of accumulators where a warpgroup has the registers for them and the sums.
+  static constexpr bool kInTurns =
+      kHalves == 1 && kWarpgroups <= 2 && kPromoteK == device::kBlockBytes && kColumns <= 152;
+  using Shape = device::GemmShape<__nv_fp8_e4m3, kRows, kColumns, kStages_, kCluster, kWarpgroups>;
+
+  struct Small : SumExchanges<kParts == 1 ? 0 : kWarpgroups> {
+    ColumnFactors<kColumns> by_column[kWarpgroups][2];  // of two tiles in turn
+  };
+  static constexpr int kMostSharedBytes =
+      device::kHopperSharedBytes - device::kSharedAlignment;  // less what aligning the base may cost
+  static constexpr int kSharedBesideStore = static_cast<int>(sizeof(device::GemmRing<Shape>) + sizeof(Small));
+  static constexpr int kStoreBytes = (kMostSharedBytes - kSharedBesideStore) / (4 * kWarpgroups);  // per warp
+  // Of a shared tile a block finishes the left or right half of the columns.
+  static constexpr int kOwnColumns = kColumns / kParts;
+  static constexpr int kShare = kOwnColumns / 2;  // sums of a thread that its block finishes
+  using Store = std::conditional_t<kTransposes, GemmTransposedStore<Out, kColumns, 4 * kStoreBytes>,
+                                   GemmStore<Out, kColumns, kStoreBytes, kOwnColumns>>;
+  using OwnStore = std::conditional_t<kParts == 1, Store, GemmStore<Out, kOwnColumns, kStoreBytes>>;
+
+  // A warp's place for its results, or before for the sums of the other block; of a transposing kernel, that
+  // of a warpgroup.
+  union Stage {
+    typename Store::Shared results;
+    typename OwnStore::Shared own;
+    float4 sums[kParts > 1 ? kShare / 4 : 1][32];
+  };
+  static constexpr int kStagesPerWarpgroup = kTransposes ? 1 : 4;
+
+  struct Shared {
+    device::GemmRing<Shape> ring;
+    Stage store[kWarpgroups * kStagesPerWarpgroup];
+    Small small;
+  };
+  static constexpr int kSharedBytes = sizeof(Shared) + device::kSharedAlignment;
+  static_assert(kSharedBytes <= device::kHopperSharedBytes);
+};
+
+struct GemmTileMaps {
+  device::OperandMaps a;  // [m, k]
+  device::OperandMaps b;  // [n, k]
+  CUtensorMap c;          // boxes of Tr::Store; unused where `copies_c` is false
+};
+
+template <class Tr>
+__device__ __forceinline__ void load_tiles(typename Tr::Shared& shared, const GemmTileMaps& maps,
+                                           const device::TileOrder& order,
+                                           const GemmTileArguments<typename Tr::Out>& p) {
+  using Shape = typename Tr::Shape;
+  device::RingPlace<Shape::kStages> place;
+  for_tiles<Tr>(order, p.shares, [&](const TileWork& work) {
+    const device::OperandCopy<Tr::kRows, Tr::kCluster> of_a(maps.a, int64_t{work.row_tile} * Tr::kRows,
+                                                            p.sizes.m);
+    const device::OperandCopy<Tr::kColumns, 1> of_b(maps.b, int64_t{work.column_tile} * Tr::kColumns,
+                                                    p.sizes.n);
+    device::fill_ring<Shape>(shared.ring, place, work.count, of_a.bytes + of_b.bytes,
+                             [&](uint8_t* a, uint8_t* b, int block_idx, device::Barrier* full) {
+                               const int k = (work.first + block_idx) * Shape::kBlockK;
+                               of_a.start(a, k, full);
+                               of_b.start(b, k, full);
+                             });
+  });
+}
+
+// What a warpgroup does for a tile none of whose rows it has.
+template <class Shape>
+__device__ __forceinline__ void skip_blocks(device::GemmRing<Shape>& ring,
+                                            device::RingPlace<Shape::kStages>& place, int num_blocks) {
+  for (int block_idx = 0; block_idx < num_blocks; ++block_idx) {
+    device::barrier_wait(&ring.full[place.stage], place.parity);
+    device::release_stage(ring, place.stage);
+    place.advance();
+  }
+}
+
+template <class Tr>
+__device__ __forceinline__ void multiply_tiles(typename Tr::Shared& shared, const device::TileOrder& order,
+                                               const GemmTileArguments<typename Tr::Out>& p,
+                                               const CUtensorMap& map_c, int warpgroup) {
+  using Shape = typename Tr::Shape;
+  const int warp_in_group = static_cast<int>(threadIdx.x / 32 % 4);
+  const int thread = static_cast<int>(threadIdx.x % 128);
+  const int lane = thread % 32;
+  // One scale for all of c is known from the start.
+  const bool single = p.a_scale.stride == 0 && p.b_scale.stride == 0;
+  const ScaleFactors by_all = joint_factors(split_inverse(*p.a_scale.data), split_inverse(*p.b_scale.data));
+  device::RingPlace<Shape::kStages> place;
+  int slot = 0;
+  for_tiles<Tr>(order, p.shares, [&](const TileWork& work) {
+    const int column = work.column_tile * Tr::kColumns;
+    const int group_row = work.row_tile * Tr::kRows + warpgroup * Tr::kHalves * 64;
+    if (group_row >= p.sizes.m) {
+      skip_blocks(shared.ring, place, work.count);
+      return;
+    }
+    if constexpr (Tr::kParts > 1) {
+      if (work.shared) {
+        offer_sums<Tr>(shared, warpgroup);
+      }
+    }
+    const int first_row = group_row + warp_in_group * 16;
+    // The scales are fetched before the products, which hide their latency, and used behind them.
+    constexpr int kColumnsOfThread = (Tr::kColumns + 127) / 128;
+    float row_scale[2 * Tr::kHalves] = {};
+    float column_scale[kColumnsOfThread] = {};
+    if (!single) {
+#pragma unroll
+      for (int i = 0; i < 2 * Tr::kHalves; ++i) {
+        row_scale[i] = fetch_scale(p.a_scale, first_row + i / 2 * 64 + i % 2 * 8 + lane / 4, p.sizes.m);
+      }
+#pragma unroll
+      for (int i = 0; i < kColumnsOfThread; ++i) {
+        column_scale[i] = fetch_scale(p.b_scale, column + thread + 128 * i, p.sizes.n);
+      }
+    }
+
+    float sum[Tr::kHalves][Tr::kColumns / 2];
+    if constexpr (Tr::kInTurns) {
+      multiply_promoted_in_turns<Shape>(shared.ring, place, work.count, warpgroup, sum[0]);
+    } else {
+      multiply_promoted<Shape, Tr::kPromoteK, Tr::kHalves>(shared.ring, place, work.count, warpgroup, sum);
+    }
+
+    ScaleFactors by_row[2 * Tr::kHalves];
+    const ColumnFactors<Tr::kColumns>* by_column = nullptr;
+    bool has_second = by_all.second != 1.0f;
+    if (single) {
+#pragma unroll
+      for (int i = 0; i < 2 * Tr::kHalves; ++i) {
+        by_row[i] = by_all;
+      }
+    } else {
+      has_second = false;
+      // Two slots in turn: who writes one has passed the barrier of the tile before, behind which nobody
+      // reads it any more.
+      ColumnFactors<Tr::kColumns>& slot_factors = shared.small.by_column[warpgroup][slot];
+#pragma unroll
+      for (int i = 0; i < kColumnsOfThread; ++i) {
+        const int at = thread + 128 * i;
+        if (at < Tr::kColumns) {
+          const ScaleFactors factors = split_inverse(column_scale[i]);
+          slot_factors.first[at] = factors.first;
+          slot_factors.second[at] = factors.second;
+          has_second |= factors.second != 1.0f;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 2 * Tr::kHalves; ++i) {
+        by_row[i] = split_inverse(row_scale[i]);
+        has_second |= by_row[i].second != 1.0f;
+      }
+      by_column = &slot_factors;
+      slot ^= 1;
+      has_second = device::named_barrier_any(1 + warpgroup, 128, has_second);
+    }
+    if constexpr (Tr::kTransposes) {
+      apply_scales<Tr::kColumns>(by_row[0], by_row[1], by_column, has_second, 0, sum[0]);
+      store_columns<typename Tr::Store, Tr::kColumns>(shared.store[warpgroup].results, map_c, p, column,
+                                                      group_row, 1 + warpgroup, sum[0]);
+    } else {
+      auto& stage = shared.store[warpgroup * 4 + warp_in_group];
+      if constexpr (Tr::kParts > 1) {
+        if (work.shared) {
+          const int rank = static_cast<int>(blockIdx.x) % 2;
+          const int from = rank * Tr::kOwnColumns;
+          float own[Tr::kShare];
+          exchange_halves<Tr>(shared, rank, warpgroup, sum[0], own);
+          apply_scales<Tr::kOwnColumns>(by_row[0], by_row[1], by_column, has_second, from, own);
+          store_rows<typename Tr::OwnStore, Tr::kOwnColumns>(stage.own, map_c, p, first_row, column + from,
+                                                             own);
+          return;
+        }
+      }
+#pragma unroll
+      for (int half = 0; half < Tr::kHalves; ++half) {
+        apply_scales<Tr::kColumns>(by_row[2 * half], by_row[2 * half + 1], by_column, has_second, 0,
+                                   sum[half]);
+        store_rows<typename Tr::Store, Tr::kColumns>(stage.results, map_c, p, first_row + half * 64, column,
+                                                     sum[half]);
+      }
+    }
+  });
+  if (lane == 0) {
+    Tr::Store::finish();
+  }
+  __syncwarp();
+}
+
+template <class Tr>
+__global__ void __launch_bounds__(Tr::kThreads, 1)
+    gemm_tile_kernel(const __grid_constant__ GemmTileMaps maps, const device::TileOrder order,
+                     const GemmTileArguments<typename Tr::Out> p) {
+#if HTREE_SM90A
+  extern __shared__ uint8_t raw[];
+  auto& shared = device::align_shared<typename Tr::Shared>(raw);
+  if (threadIdx.x == 0) {
+    device::init_ring(shared.ring);
+    if constexpr (Tr::kParts > 1) {
+      for (int i = 0; i < Tr::kWarpgroups; ++i) {
+        device::init_exchange(shared.small.exchange[i]);
+      }
+    }
+    device::fence_barrier_init();
+    device::prefetch_descriptor(&maps.a.whole);
+    device::prefetch_descriptor(&maps.b.whole);
+    if (p.copies_c) {
+      device::prefetch_descriptor(&maps.c);
+    }
+  }
+  if constexpr (Tr::kCluster > 1) {
+    device::cluster_sync();
+  } else {
+    __syncthreads();
+  }
+  if constexpr (Tr::kParts > 1) {
+    device::cluster_arrive_relaxed();
+  }
+  if (threadIdx.x == 0) {
+    device::let_next_kernel_begin();
+  }
+  device::wait_for_previous_kernels();
+  if constexpr (Tr::kParts > 1) {
+    // The other block has initialised its barriers. All warps wait together: racecheck lets none of them pass
+    // before all have come, also a loader that still waits for the warps that multiply.
+    device::cluster_wait();
+  }
+  const int group = device::uniform(static_cast<int>(threadIdx.x / 128));
+  if (group == 0) {
+    if constexpr (Tr::kShiftsRegisters) {
+      device::lower_registers<Tr::kLoaderRegisters>();
+    }
+    if (threadIdx.x == 0) {
+      load_tiles<Tr>(shared, maps, order, p);
+    }
+    __syncwarp();
+  } else {
+    if constexpr (Tr::kShiftsRegisters) {
+      device::raise_registers<Tr::kMultiplierRegisters>();
+    }
+    multiply_tiles<Tr>(shared, order, p, maps.c, group - 1);
+  }
+  if constexpr (Tr::kCluster > 1) {
+    device::cluster_sync();  // no block leaves while another may still signal its barriers
+  }
+#else
+  __trap();  // the launcher does not come here: see has_hopper_kernels()
+#endif
+}
+
+}  // namespace htree::fp8

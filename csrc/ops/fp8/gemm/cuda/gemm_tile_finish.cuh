@@ -1,0 +1,150 @@
+// What the multiplying warps of gemm_tile_kernel do with their sums: exchange them where two blocks share a
+// tile, scale and store them.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "device/hopper/cluster_memory.cuh"
+#include "device/hopper/mbarrier.cuh"
+#include "device/hopper/sum_exchange.cuh"
+#include "device/hopper/tile_order.cuh"
+#include "device/hopper/tma.cuh"
+#include "ops/fp8/gemm/cuda/gemm_scale.cuh"
+#include "ops/fp8/gemm/gemm_params.h"
+
+namespace htree::fp8 {
+
+template <typename Out>
+struct GemmTileArguments {
+  GemmSizes sizes;
+  GemmScale a_scale;
+  GemmScale b_scale;
+  Out* c;  // [m, n], contiguous, or in a transposing kernel [n, m]
+  device::TileShares shares;
+  bool copies_c;  // its rows are aligned to 16 bytes
+};
+
+// Inverse scales of a tile's columns.
+template <int kColumns>
+struct ColumnFactors {
+  float first[kColumns];
+  float second[kColumns];
+};
+
+// A warp scales its 16 rows. `by_column` points at factors of the columns, or is null where those of the rows
+// hold them already.
+template <int kColumns>
+__device__ __forceinline__ void scale_rows(float by_upper_row, float by_lower_row, const float* by_column,
+                                           float (&d)[kColumns / 2]) {
+  if (by_column == nullptr) {
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) {
+      d[i] *= i / 2 % 2 == 0 ? by_upper_row : by_lower_row;
+    }
+    return;
+  }
+  const int lane = static_cast<int>(threadIdx.x % 32);
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; ++j) {
+    const float2 two = *reinterpret_cast<const float2*>(by_column + 8 * j + 2 * (lane % 4));
+    d[4 * j] *= joint_factor(by_upper_row, two.x);
+    d[4 * j + 1] *= joint_factor(by_upper_row, two.y);
+    d[4 * j + 2] *= joint_factor(by_lower_row, two.x);
+    d[4 * j + 3] *= joint_factor(by_lower_row, two.y);
+  }
+}
+
+template <int kCount>
+struct SumExchanges {
+  device::SumExchange exchange[kCount];
+};
+template <>
+struct SumExchanges<0> {};
+
+// A warp, before the products of a shared tile: the other block may send its sums.
+template <class Tr>
+__device__ __forceinline__ void offer_sums(typename Tr::Shared& shared, int warpgroup) {
+  if (threadIdx.x % 32 == 0) {
+    device::wait_stores_read<0>();
+    device::offer_places(shared.small.exchange[warpgroup], 32 * Tr::kShare * sizeof(float),
+                         device::cluster_block_rank() ^ 1);
+  }
+  __syncwarp();
+}
+
+// Sends the other block of the cluster its share of this thread's sums and returns in `own` this block's
+// share of both.
+template <class Tr>
+__device__ __forceinline__ void exchange_halves(typename Tr::Shared& shared, int rank, int warpgroup,
+                                                const float (&sum)[Tr::kColumns / 2],
+                                                float (&own)[Tr::kShare]) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  auto& sums = shared.store[warpgroup * 4 + threadIdx.x / 32 % 4].sums;
+  auto& exchange = shared.small.exchange[warpgroup];
+  device::barrier_wait(&exchange.is_free, 0);
+#pragma unroll
+  for (int i = 0; i < Tr::kShare; i += 4) {
+    float4 pack;
+    if (rank == 0) {
+      pack = make_float4(sum[Tr::kShare + i], sum[Tr::kShare + i + 1], sum[Tr::kShare + i + 2],
+                         sum[Tr::kShare + i + 3]);
+    } else {
+      pack = make_float4(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]);
+    }
+    device::send_to_block(&sums[i / 4][lane], &exchange.has_sums, static_cast<uint32_t>(rank ^ 1), pack);
+  }
+  device::barrier_wait(&exchange.has_sums, 0);
+#pragma unroll
+  for (int i = 0; i < Tr::kShare; ++i) {
+    own[i] = rank == 0 ? sum[i] : sum[Tr::kShare + i];
+  }
+#pragma unroll
+  for (int i = 0; i < Tr::kShare; i += 4) {
+    const float4 pack = sums[i / 4][lane];
+    own[i] += pack.x;
+    own[i + 1] += pack.y;
+    own[i + 2] += pack.z;
+    own[i + 3] += pack.w;
+  }
+  __syncwarp();  // the place takes the results
+}
+
+// Scales a warp's 16 rows, kOwn columns from tile column `from` on.
+template <int kOwn, int kColumns>
+__device__ __forceinline__ void apply_scales(const ScaleFactors& upper, const ScaleFactors& lower,
+                                             const ColumnFactors<kColumns>* by_column, bool has_second,
+                                             int from, float (&d)[kOwn / 2]) {
+  scale_rows<kOwn>(upper.first, lower.first, by_column == nullptr ? nullptr : by_column->first + from, d);
+  if (has_second) {
+    scale_rows<kOwn>(upper.second, lower.second, by_column == nullptr ? nullptr : by_column->second + from,
+                     d);
+  }
+}
+
+// A warp stores its 16 rows of c.
+template <class Store, int kOwn, typename Out>
+__device__ __forceinline__ void store_rows(typename Store::Shared& stage, const CUtensorMap& map_c,
+                                           const GemmTileArguments<Out>& p, int row, int column,
+                                           const float (&d)[kOwn / 2]) {
+  if (p.copies_c) {
+    Store::rows(stage, &map_c, row, column, d);
+  } else {
+    Store::pairs(p.c, p.sizes, row, column, d);
+  }
+}
+
+// A warpgroup of a transposing kernel stores its 64 columns of c.
+template <class Store, int kRows, typename Out>
+__device__ __forceinline__ void store_columns(typename Store::Shared& stage, const CUtensorMap& map_c,
+                                              const GemmTileArguments<Out>& p, int row, int column,
+                                              int barrier, const float (&d)[kRows / 2]) {
+  if (p.copies_c) {
+    Store::tile(stage, &map_c, row, column, barrier, d);
+  } else {
+    Store::elements(p.c, p.sizes.n, p.sizes.m, row, column, d);
+  }
+}
+
+}  // namespace htree::fp8
