@@ -1,4 +1,5 @@
-// The order in which persistent blocks take the tiles of a matrix product.
+// The tiles of a matrix product: the order in which persistent blocks take them, and those that two blocks
+// share.
 #pragma once
 
 #include <algorithm>
@@ -48,11 +49,28 @@ struct TileShares {
   int first_shared;  // the tiles from here on are shared by the two blocks of a cluster
 };
 
-// Shared are the tiles of the last turn of `blocks` blocks, if there are no more of them than clusters, and
+// Shared are the tiles of the last wave of `blocks` blocks, if there are no more of them than clusters, and
 // each block has a k-block.
 inline TileShares share_tiles(int tiles, int blocks, int num_blocks) {
   const int whole = tiles / blocks * blocks;
   return {num_blocks, tiles - whole <= blocks / 2 && num_blocks >= 2 ? whole : tiles};
 }
+
+// What a block does of a tile: k-blocks first ... first + count - 1.
+struct TileWork {
+  int row;  // where the tile stands: its number, or its first row and column, as the kernel counts
+  int column;
+  int first;
+  int count;
+  bool shared;  // the other block of the cluster does the rest
+
+  // Of a tile that both blocks of a cluster take, block `rank` does half of the k.
+  __device__ __forceinline__ void take_half(const TileShares& shares, int rank) {
+    const int half = shares.num_blocks / 2;
+    first = rank == 0 ? 0 : half;
+    count = rank == 0 ? half : shares.num_blocks - half;
+    shared = true;
+  }
+};
 
 }  // namespace htree::device

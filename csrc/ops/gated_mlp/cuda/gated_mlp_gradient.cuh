@@ -15,9 +15,7 @@
 #include "device/hopper/tile_order.cuh"
 #include "device/shared_memory.cuh"
 #include "ops/gated_mlp/cuda/gated_mlp_tile_block.cuh"
-#include "ops/gated_mlp/cuda/gated_mlp_tile_exchange.cuh"
 #include "ops/gated_mlp/cuda/gated_mlp_tile_store.cuh"
-#include "ops/gated_mlp/cuda/gated_mlp_tile_work.cuh"
 
 namespace htree::gated_mlp {
 
@@ -62,7 +60,8 @@ template <class Tr>
 __device__ __forceinline__ void load_gradient_tile(typename Tr::Shared& shared,
                                                    device::RingPlace<Tr::Shape::kStages>& place,
                                                    const GradientMaps& maps,
-                                                   const GradientArguments& arguments, const TileWork& work) {
+                                                   const GradientArguments& arguments,
+                                                   const device::TileWork& work) {
   using Shape = typename Tr::Shape;
   using RowCopy =
       std::conditional_t<Tr::kOfWeights, device::ColumnCopy<Tr::kRows>, device::OperandCopy<Tr::kRows, 1>>;
@@ -104,8 +103,8 @@ __device__ __forceinline__ void load_gradient_tile(typename Tr::Shared& shared,
 // A warp's sums of its 16 rows, half of the columns at a time, or of the columns that this block finishes.
 template <class Tr>
 __device__ __forceinline__ void store_gradient(typename Tr::Shared& shared, const GradientMaps& maps,
-                                               const GradientArguments& arguments, const TileWork& work,
-                                               int warpgroup, int row_in_tile,
+                                               const GradientArguments& arguments,
+                                               const device::TileWork& work, int warpgroup, int row_in_tile,
                                                const float (&d)[Tr::kColumns / 2]) {
   using T = typename Tr::T;
   constexpr int kStored = Tr::kStaged;
@@ -118,7 +117,7 @@ __device__ __forceinline__ void store_gradient(typename Tr::Shared& shared, cons
   if (work.shared) {
     const int rank = static_cast<int>(blockIdx.x) % 2;
     float own[kStored / 2];
-    exchange_halves<Tr, 1>(shared, rank, warpgroup, d, own);
+    share_sums<Tr, 1>(shared, rank, warpgroup, d, own);
     store_tile<T, kStored>(staged, to, row, work.column + rank * kStored, [&](int i) { return own[i]; });
     return;
   }
@@ -140,10 +139,10 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   }
   run_tiles<Tr>(
       shared, order, arguments.shares,
-      [&](const TileWork& work, device::RingPlace<Tr::Shape::kStages>& place) {
+      [&](const device::TileWork& work, device::RingPlace<Tr::Shape::kStages>& place) {
         load_gradient_tile<Tr>(shared, place, maps, arguments, work);
       },
-      [&](const TileWork& work, int warpgroup, int row, const float(&d)[Tr::kColumns / 2]) {
+      [&](const device::TileWork& work, int warpgroup, int row, const float(&d)[Tr::kColumns / 2]) {
         store_gradient<Tr>(shared, maps, arguments, work, warpgroup, row, d);
       });
 #else

@@ -7,6 +7,7 @@
 #include "device/sizes.h"
 #include "host/cuda/kernel_launch.h"
 #include "host/cuda/tensor_map.h"
+#include "host/cuda/tile_plan.h"
 #include "ops/gated_mlp/cuda/gate.cuh"
 #include "ops/gated_mlp/cuda/gated_mlp_gradient.cuh"
 #include "ops/gated_mlp/cuda/gated_mlp_launch.h"
@@ -85,11 +86,6 @@ constexpr int kRowTilesPerGroup = 8;
 template <class Tr>
 cudaError_t launch_tiles(const ForwardParams<typename Tr::T>& p, cudaStream_t stream) {
   using T = typename Tr::T;
-  int processors = 0;
-  const cudaError_t error = device_attribute(cudaDevAttrMultiProcessorCount, processors);
-  if (error != cudaSuccess) {
-    return error;
-  }
   const Sizes& s = p.sizes;
   const bool aligned = s.inner % 8 == 0;
   const auto result_map = [&](T* data) {
@@ -107,13 +103,17 @@ cudaError_t launch_tiles(const ForwardParams<typename Tr::T>& p, cudaStream_t st
   constexpr int kClusterRows = Tr::kRows * Tr::kCluster;
   const device::TileOrder order{static_cast<int>(ceil_div(s.rows, kClusterRows)),
                                 static_cast<int>(ceil_div(s.inner, Tr::kColumns)), kRowTilesPerGroup};
-  const int blocks = std::min(processors / Tr::kCluster, order.count()) * Tr::kCluster;
-  const TileArguments<T> arguments{
-      s, device::share_tiles(order.count() * Tr::kCluster, blocks, num_k_blocks(s.hidden)),
-      aligned ? nullptr : p.out, aligned ? nullptr : p.gate, aligned ? nullptr : p.up};
+  TilePlan plan;
+  const cudaError_t error =
+      plan_tiles(order, Tr::kCluster, Tr::kCluster, order.count(), num_k_blocks(s.hidden), plan);
+  if (error != cudaSuccess) {
+    return error;
+  }
+  const TileArguments<T> arguments{s, plan.shares, aligned ? nullptr : p.out, aligned ? nullptr : p.gate,
+                                   aligned ? nullptr : p.up};
   return launch_kernel(tile_kernel<Tr>,
-                       {static_cast<unsigned>(blocks), Tr::kThreads, Tr::kSharedBytes, Tr::kCluster}, stream,
-                       maps, order, arguments);
+                       {static_cast<unsigned>(plan.blocks), Tr::kThreads, Tr::kSharedBytes, Tr::kCluster},
+                       stream, maps, order, arguments);
 }
 
 template <typename T, Activation kActivation, bool kKeepsProducts>
@@ -172,25 +172,23 @@ template <class Tr>
 cudaError_t launch_gradient(const GradientMaps& maps, int64_t rows, int64_t columns, int64_t k,
                             int num_products, int num_results, cudaStream_t stream) {
   constexpr int kRowTilesPerGroup = 8;  // of clusters, swept together before the next columns
-  int processors = 0;
-  const cudaError_t error = device_attribute(cudaDevAttrMultiProcessorCount, processors);
-  if (error != cudaSuccess) {
-    return error;
-  }
   constexpr int kClusterRows = Tr::kRows * Tr::kCluster;
   static_assert(kClusterRows == kGradientRows && Tr::kColumns == kGradientColumns);
   const int row_tiles = static_cast<int>(ceil_div(rows, kClusterRows));
   const device::TileOrder order{row_tiles * num_results, static_cast<int>(ceil_div(columns, Tr::kColumns)),
                                 kRowTilesPerGroup};
   // Twice as many clusters as tiles of theirs, where there are, share the k of all.
-  const int blocks = std::min(processors / Tr::kCluster, 2 * order.count()) * Tr::kCluster;
   const int num_blocks = num_k_blocks(k);
-  const GradientArguments arguments{
-      rows, columns, num_blocks, row_tiles * kClusterRows,
-      device::share_tiles(order.count() * Tr::kCluster, blocks, num_blocks * num_products)};
+  TilePlan plan;
+  const cudaError_t error =
+      plan_tiles(order, Tr::kCluster, Tr::kCluster, 2 * order.count(), num_blocks * num_products, plan);
+  if (error != cudaSuccess) {
+    return error;
+  }
+  const GradientArguments arguments{rows, columns, num_blocks, row_tiles * kClusterRows, plan.shares};
   return launch_kernel(gradient_kernel<Tr>,
-                       {static_cast<unsigned>(blocks), Tr::kThreads, Tr::kSharedBytes, Tr::kCluster}, stream,
-                       maps, order, arguments);
+                       {static_cast<unsigned>(plan.blocks), Tr::kThreads, Tr::kSharedBytes, Tr::kCluster},
+                       stream, maps, order, arguments);
 }
 
 }  // namespace

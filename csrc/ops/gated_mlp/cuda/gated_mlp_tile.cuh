@@ -16,9 +16,7 @@
 #include "device/shared_memory.cuh"
 #include "ops/gated_mlp/cuda/activation.cuh"
 #include "ops/gated_mlp/cuda/gated_mlp_tile_block.cuh"
-#include "ops/gated_mlp/cuda/gated_mlp_tile_exchange.cuh"
 #include "ops/gated_mlp/cuda/gated_mlp_tile_store.cuh"
-#include "ops/gated_mlp/cuda/gated_mlp_tile_work.cuh"
 #include "ops/gated_mlp/gated_mlp_params.h"
 
 namespace htree::gated_mlp {
@@ -56,7 +54,7 @@ struct TileArguments {
 template <class Tr>
 __device__ __forceinline__ void load_tile(typename Tr::Shared& shared,
                                           device::RingPlace<Tr::Shape::kStages>& place, const TileMaps& maps,
-                                          const Sizes& sizes, const TileWork& work) {
+                                          const Sizes& sizes, const device::TileWork& work) {
   using Shape = typename Tr::Shape;
   constexpr int kWeightBytes = Tr::kColumns * device::kBlockBytes;
   const int rank = static_cast<int>(blockIdx.x) % Tr::kCluster;
@@ -111,16 +109,16 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   }
   run_tiles<Tr>(
       shared, order, arguments.shares,
-      [&](const TileWork& work, device::RingPlace<Tr::Shape::kStages>& place) {
+      [&](const device::TileWork& work, device::RingPlace<Tr::Shape::kStages>& place) {
         load_tile<Tr>(shared, place, maps, arguments.sizes, work);
       },
-      [&](const TileWork& work, int warpgroup, int row, const float(&d)[Tr::kColumns]) {
+      [&](const device::TileWork& work, int warpgroup, int row, const float(&d)[Tr::kColumns]) {
         if constexpr (Tr::kCluster == 2) {
           if (work.shared) {
             constexpr int kOwn = Tr::kColumns / 2;
             const int rank = static_cast<int>(blockIdx.x) % 2;
             float own[kOwn];
-            exchange_halves<Tr, 2>(shared, rank, warpgroup, d, own);
+            share_sums<Tr, 2>(shared, rank, warpgroup, d, own);
             store_results<Tr, kOwn>(shared, maps, arguments, work.row + row, work.column + rank * kOwn, own);
             return;
           }

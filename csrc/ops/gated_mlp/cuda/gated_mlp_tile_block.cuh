@@ -10,7 +10,6 @@
 #include "device/shared_memory.cuh"
 #include "device/sizes.h"
 #include "ops/gated_mlp/cuda/gated_mlp_tile_store.cuh"
-#include "ops/gated_mlp/cuda/gated_mlp_tile_work.cuh"
 
 namespace htree::gated_mlp {
 
@@ -35,6 +34,34 @@ struct TileBlock {
   static constexpr int kSharedBytes = sizeof(Shared) + device::kSharedAlignment;
   static_assert(kSharedBytes <= device::kHopperSharedBytes);
 };
+
+// The block's tiles, one after the other. `order` counts tiles of a cluster, whose blocks stand one below the
+// other; `shares` counts those of blocks.
+template <class Tr, class Visit>
+__device__ __forceinline__ void for_tiles(const device::TileOrder& order, const device::TileShares& shares,
+                                          Visit&& visit) {
+  const int rank = static_cast<int>(blockIdx.x) % Tr::kCluster;  // known to be the same in all lanes
+  const int cluster = static_cast<int>(blockIdx.x) / Tr::kCluster;
+  device::TileWork work{0, 0, 0, shares.num_blocks, false};
+  for (int wave = 0; wave < order.count() * Tr::kCluster; wave += gridDim.x) {
+    int tile = wave / Tr::kCluster + cluster;
+    int row_in_cluster = rank;
+    if constexpr (Tr::kCluster == 2) {
+      if (wave == shares.first_shared) {
+        tile = wave / 2 + cluster / 2;
+        row_in_cluster = cluster % 2;
+        work.take_half(shares, rank);
+      }
+    }
+    if (tile < order.count()) {
+      int row_tile, column_tile;
+      order.place(tile, row_tile, column_tile);
+      work.row = (row_tile * Tr::kCluster + row_in_cluster) * Tr::kRows;
+      work.column = column_tile * Tr::kColumns;
+      visit(work);
+    }
+  }
+}
 
 // All threads of a block, for each of its tiles: one thread calls load(work, place), which fills the ring
 // from `place` on; every warp that multiplies calls store(work, warpgroup, row, d) with the sums of its 16
@@ -61,13 +88,13 @@ __device__ __forceinline__ void run_tiles(typename Tr::Shared& shared, const dev
   if (warpgroup < 0) {
     device::lower_registers<Tr::kLoaderRegisters>();
     if (threadIdx.x == 0) {
-      for_tiles<Tr>(order, shares, [&](const TileWork& work) { load(work, place); });
+      for_tiles<Tr>(order, shares, [&](const device::TileWork& work) { load(work, place); });
     }
     __syncwarp();
   } else {
     device::raise_registers<Tr::kMultiplierRegisters>();
     const int row = warpgroup * 64 + static_cast<int>(threadIdx.x / 32 % 4) * 16;
-    for_tiles<Tr>(order, shares, [&](const TileWork& work) {
+    for_tiles<Tr>(order, shares, [&](const device::TileWork& work) {
       float d[Shape::kRowsB / 2];
       device::multiply_ring<Shape>(shared.ring, place, work.count, warpgroup, d);
       store(work, warpgroup, row, d);
@@ -79,6 +106,37 @@ __device__ __forceinline__ void run_tiles(typename Tr::Shared& shared, const dev
   }
   if constexpr (Tr::kCluster > 1) {
     device::cluster_sync();  // no block leaves while another may still signal its barriers
+  }
+}
+
+// The sums d of a tile that two blocks share: kResults results side by side (g and u, or one). The other
+// block's sums arrive where the warpgroup's rows of the first operand stood, whose products are done.
+template <class Tr, int kResults, int kSums>
+__device__ __forceinline__ void share_sums(typename Tr::Shared& shared, int rank, int warpgroup,
+                                           const float (&d)[kSums], float (&own)[kSums / 2]) {
+  using Halves = device::SumHalves<kResults, kSums>;
+  constexpr int kPacksPerStage = 64 * device::kBlockBytes / (128 * 16);
+  static_assert(Halves::kPacks <= kPacksPerStage * Tr::Shape::kStages);
+  const int thread = static_cast<int>(threadIdx.x % 128);
+  device::SumExchange& exchange = shared.exchange[warpgroup];
+  if (thread % 32 == 0) {
+    device::offer_places(exchange, 32 * Halves::kPacks * sizeof(float4), static_cast<uint32_t>(rank ^ 1));
+  }
+  __syncwarp();
+  const auto place = [&](int pack) {
+    uint8_t* rows = shared.ring.a[pack / kPacksPerStage] + warpgroup * 64 * device::kBlockBytes;
+    return reinterpret_cast<float4*>(rows) + pack % kPacksPerStage * 128 + thread;
+  };
+  device::exchange_halves<kResults>(exchange, rank, place, d);
+#pragma unroll
+  for (int pack = 0; pack < Halves::kPacks; ++pack) {
+    const float4 sums = *place(pack);
+    const float other[4] = {sums.x, sums.y, sums.z, sums.w};
+    const int left = Halves::left(pack);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      own[pack * 4 + i] = (rank == 0 ? d[left + i] : d[left + Halves::kHalf + i]) + other[i];
+    }
   }
 }
 

@@ -1,12 +1,12 @@
 // Configuration to kernel for one output type: every one that choose_gemm_config or a forced tuple can name.
 #pragma once
 
-#include <algorithm>
 #include <type_traits>
 
 #include "device/sizes.h"
 #include "host/cuda/kernel_launch.h"
 #include "host/cuda/tensor_map.h"
+#include "host/cuda/tile_plan.h"
 #include "ops/fp8/gemm/cuda/gemm_launch.h"
 #include "ops/fp8/gemm/cuda/gemm_stream.cuh"
 #include "ops/fp8/gemm/cuda/gemm_tile.cuh"
@@ -44,11 +44,6 @@ CUtensorMap result_map(const GemmParams<Out>& p) {
 template <class Tr>
 cudaError_t launch_tiles(const GemmParams<typename Tr::Out>& p, int group, cudaStream_t stream) {
   using Out = typename Tr::Out;
-  int processors = 0;
-  const cudaError_t error = device_attribute(cudaDevAttrMultiProcessorCount, processors);
-  if (error != cudaSuccess) {
-    return error;
-  }
   const bool copies_c = p.sizes.n * static_cast<int64_t>(sizeof(Out)) % 16 == 0;
   // What the kernel takes for a, b and m, n.
   const GemmOperand& rows = Tr::kTransposes ? p.b : p.a;
@@ -60,13 +55,19 @@ cudaError_t launch_tiles(const GemmParams<typename Tr::Out>& p, int group, cudaS
   constexpr int kClusterColumns = Tr::kColumns * Tr::kCluster;
   const device::TileOrder order{static_cast<int>(ceil_div(s.m, Tr::kRows)),
                                 static_cast<int>(ceil_div(s.n, kClusterColumns)), group};
-  const int clusters = std::min(processors / Tr::kBlocksPerCluster, order.count());
-  const device::TileShares shares =
-      device::share_tiles(order.count(), clusters * Tr::kBlocksPerCluster, num_code_blocks(s));
-  const GemmTileArguments<Out> arguments{
-      s,       Tr::kTransposes ? p.b_scale : p.a_scale, Tr::kTransposes ? p.a_scale : p.b_scale, p.c, shares,
-      copies_c};
-  const LaunchShape shape{.grid = static_cast<unsigned>(clusters * Tr::kBlocksPerCluster),
+  TilePlan plan;
+  const cudaError_t error = plan_tiles(order, /*tiles_per_place=*/1, Tr::kBlocksPerCluster,
+                                       /*most_clusters=*/order.count(), num_code_blocks(s), plan);
+  if (error != cudaSuccess) {
+    return error;
+  }
+  const GemmTileArguments<Out> arguments{s,
+                                         Tr::kTransposes ? p.b_scale : p.a_scale,
+                                         Tr::kTransposes ? p.a_scale : p.b_scale,
+                                         p.c,
+                                         plan.shares,
+                                         copies_c};
+  const LaunchShape shape{.grid = static_cast<unsigned>(plan.blocks),
                           .threads = Tr::kThreads,
                           .shared_bytes = Tr::kSharedBytes,
                           .cluster = Tr::kBlocksPerCluster,

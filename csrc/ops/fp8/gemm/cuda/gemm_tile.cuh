@@ -24,7 +24,6 @@
 #include "ops/fp8/gemm/cuda/gemm_scale.cuh"
 #include "ops/fp8/gemm/cuda/gemm_store.cuh"
 #include "ops/fp8/gemm/cuda/gemm_tile_finish.cuh"
-#include "ops/fp8/gemm/cuda/gemm_tile_work.cuh"
 
 namespace htree::fp8 {
 
@@ -91,17 +90,43 @@ struct GemmTileMaps {
   CUtensorMap c;          // boxes of Tr::Store; unused where `copies_c` is false
 };
 
+// The block's tiles, one after the other.
+template <class Tr, class Visit>
+__device__ __forceinline__ void for_tiles(const device::TileOrder& order, const device::TileShares& shares,
+                                          Visit&& visit) {
+  const int rank = static_cast<int>(blockIdx.x) % Tr::kBlocksPerCluster;  // known to be the same in all lanes
+  const int cluster = static_cast<int>(blockIdx.x) / Tr::kBlocksPerCluster;
+  device::TileWork work{0, 0, 0, shares.num_blocks, false};
+  if constexpr (Tr::kParts == 1) {
+    for (int tile = cluster; tile < order.count(); tile += gridDim.x / Tr::kCluster) {
+      order.place(tile, work.row, work.column);
+      work.column = work.column * Tr::kCluster + rank;
+      visit(work);
+    }
+  } else {
+    for (int wave = 0; wave < order.count(); wave += gridDim.x) {
+      int tile = wave + static_cast<int>(blockIdx.x);
+      if (wave == shares.first_shared) {
+        tile = wave + cluster;
+        work.take_half(shares, rank);
+      }
+      if (tile < order.count()) {
+        order.place(tile, work.row, work.column);
+        visit(work);
+      }
+    }
+  }
+}
+
 template <class Tr>
 __device__ __forceinline__ void load_tiles(typename Tr::Shared& shared, const GemmTileMaps& maps,
                                            const device::TileOrder& order,
                                            const GemmTileArguments<typename Tr::Out>& p) {
   using Shape = typename Tr::Shape;
   device::RingPlace<Shape::kStages> place;
-  for_tiles<Tr>(order, p.shares, [&](const TileWork& work) {
-    const device::OperandCopy<Tr::kRows, Tr::kCluster> of_a(maps.a, int64_t{work.row_tile} * Tr::kRows,
-                                                            p.sizes.m);
-    const device::OperandCopy<Tr::kColumns, 1> of_b(maps.b, int64_t{work.column_tile} * Tr::kColumns,
-                                                    p.sizes.n);
+  for_tiles<Tr>(order, p.shares, [&](const device::TileWork& work) {
+    const device::OperandCopy<Tr::kRows, Tr::kCluster> of_a(maps.a, int64_t{work.row} * Tr::kRows, p.sizes.m);
+    const device::OperandCopy<Tr::kColumns, 1> of_b(maps.b, int64_t{work.column} * Tr::kColumns, p.sizes.n);
     device::fill_ring<Shape>(shared.ring, place, work.count, of_a.bytes + of_b.bytes,
                              [&](uint8_t* a, uint8_t* b, int block_idx, device::Barrier* full) {
                                const int k = (work.first + block_idx) * Shape::kBlockK;
@@ -135,9 +160,9 @@ __device__ __forceinline__ void multiply_tiles(typename Tr::Shared& shared, cons
   const ScaleFactors by_all = joint_factors(split_inverse(*p.a_scale.data), split_inverse(*p.b_scale.data));
   device::RingPlace<Shape::kStages> place;
   int slot = 0;
-  for_tiles<Tr>(order, p.shares, [&](const TileWork& work) {
-    const int column = work.column_tile * Tr::kColumns;
-    const int group_row = work.row_tile * Tr::kRows + warpgroup * Tr::kHalves * 64;
+  for_tiles<Tr>(order, p.shares, [&](const device::TileWork& work) {
+    const int column = work.column * Tr::kColumns;
+    const int group_row = work.row * Tr::kRows + warpgroup * Tr::kHalves * 64;
     if (group_row >= p.sizes.m) {
       skip_blocks(shared.ring, place, work.count);
       return;
@@ -213,7 +238,7 @@ __device__ __forceinline__ void multiply_tiles(typename Tr::Shared& shared, cons
           const int rank = static_cast<int>(blockIdx.x) % 2;
           const int from = rank * Tr::kOwnColumns;
           float own[Tr::kShare];
-          exchange_halves<Tr>(shared, rank, warpgroup, sum[0], own);
+          share_sums<Tr>(shared, rank, warpgroup, sum[0], own);
           apply_scales<Tr::kOwnColumns>(by_row[0], by_row[1], by_column, has_second, from, own);
           store_rows<typename Tr::OwnStore, Tr::kOwnColumns>(stage.own, map_c, p, first_row, column + from,
                                                              own);

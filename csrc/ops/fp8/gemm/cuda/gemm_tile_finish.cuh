@@ -74,35 +74,22 @@ __device__ __forceinline__ void offer_sums(typename Tr::Shared& shared, int warp
   __syncwarp();
 }
 
-// Sends the other block of the cluster its share of this thread's sums and returns in `own` this block's
-// share of both.
+// Sends the other block of the cluster its half of this thread's sums and returns in `own` this block's half
+// of both.
 template <class Tr>
-__device__ __forceinline__ void exchange_halves(typename Tr::Shared& shared, int rank, int warpgroup,
-                                                const float (&sum)[Tr::kColumns / 2],
-                                                float (&own)[Tr::kShare]) {
+__device__ __forceinline__ void share_sums(typename Tr::Shared& shared, int rank, int warpgroup,
+                                           const float (&sum)[Tr::kColumns / 2], float (&own)[Tr::kShare]) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   auto& sums = shared.store[warpgroup * 4 + threadIdx.x / 32 % 4].sums;
-  auto& exchange = shared.small.exchange[warpgroup];
-  device::barrier_wait(&exchange.is_free, 0);
-#pragma unroll
-  for (int i = 0; i < Tr::kShare; i += 4) {
-    float4 pack;
-    if (rank == 0) {
-      pack = make_float4(sum[Tr::kShare + i], sum[Tr::kShare + i + 1], sum[Tr::kShare + i + 2],
-                         sum[Tr::kShare + i + 3]);
-    } else {
-      pack = make_float4(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]);
-    }
-    device::send_to_block(&sums[i / 4][lane], &exchange.has_sums, static_cast<uint32_t>(rank ^ 1), pack);
-  }
-  device::barrier_wait(&exchange.has_sums, 0);
+  const auto place = [&](int pack) { return &sums[pack][lane]; };
+  device::exchange_halves<1>(shared.small.exchange[warpgroup], rank, place, sum);
 #pragma unroll
   for (int i = 0; i < Tr::kShare; ++i) {
     own[i] = rank == 0 ? sum[i] : sum[Tr::kShare + i];
   }
 #pragma unroll
   for (int i = 0; i < Tr::kShare; i += 4) {
-    const float4 pack = sums[i / 4][lane];
+    const float4 pack = *place(i / 4);
     own[i] += pack.x;
     own[i + 1] += pack.y;
     own[i + 2] += pack.z;

@@ -1,0 +1,30 @@
+// How many persistent blocks take the tiles of a matrix product, and which of them two blocks share.
+// Torch-free.
+#pragma once
+
+#include <algorithm>
+
+#include "device/hopper/tile_order.cuh"
+#include "host/cuda/kernel_launch.h"
+
+namespace htree {
+
+struct TilePlan {
+  int blocks = 0;
+  device::TileShares shares{};
+};
+
+// Blocks in clusters of `cluster`, at most one block per multiprocessor and `most_clusters`. A place of
+// `order` holds `tiles_per_place` tiles that blocks take, each with a sum over `num_blocks` blocks of k.
+inline cudaError_t plan_tiles(const device::TileOrder& order, int tiles_per_place, int cluster,
+                              int most_clusters, int num_blocks, TilePlan& plan) {
+  int processors = 0;
+  const cudaError_t error = device_attribute(cudaDevAttrMultiProcessorCount, processors);
+  if (error == cudaSuccess) {
+    plan.blocks = std::min(processors / cluster, most_clusters) * cluster;
+    plan.shares = device::share_tiles(order.count() * tiles_per_place, plan.blocks, num_blocks);
+  }
+  return error;
+}
+
+}  // namespace htree
