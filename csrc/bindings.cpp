@@ -23,8 +23,8 @@
 #include "ops/gated_mlp/gated_mlp_config.h"
 #include "ops/hadamard/hadamard_config.h"
 #include "ops/rmsnorm_rope/rmsnorm_rope_config.h"
-#include "ops/tree_attention/attention/attention_config.h"
-#include "ops/tree_attention/attention/config_table.h"
+#include "ops/tree_attention/plan/attention_config.h"
+#include "ops/tree_attention/plan/config_table.h"
 
 namespace py = pybind11;
 

@@ -1,4 +1,4 @@
-#include "ops/tree_attention/gather/accumulate.cuh"
+#include "ops/tree_attention/stages/gather/accumulate.cuh"
 
 namespace htree::tree_attention {
 

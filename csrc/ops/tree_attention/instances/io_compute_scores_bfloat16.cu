@@ -1,4 +1,4 @@
-#include "ops/tree_attention/scores/compute_scores.cuh"
+#include "ops/tree_attention/stages/scores/compute_scores.cuh"
 
 namespace htree::tree_attention {
 

@@ -1,4 +1,4 @@
-#include "ops/tree_attention/rope/rope.cuh"
+#include "ops/tree_attention/stages/rope/rope.cuh"
 
 namespace htree::tree_attention {
 

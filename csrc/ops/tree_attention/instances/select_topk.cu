@@ -1,4 +1,4 @@
-#include "ops/tree_attention/select/launch_select.cuh"
+#include "ops/tree_attention/stages/select/launch_select.cuh"
 
 namespace htree::tree_attention {
 

@@ -1,4 +1,4 @@
-#include "ops/tree_attention/build/tree_build.cuh"
+#include "ops/tree_attention/stages/build/tree_build.cuh"
 
 namespace htree::tree_attention {
 

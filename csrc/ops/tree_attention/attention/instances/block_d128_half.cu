@@ -1,4 +1,4 @@
-#include "ops/tree_attention/attention/block/block_instances.cuh"
+#include "ops/tree_attention/cuda/forward/per_list/per_list_instances.cuh"
 
 namespace htree::tree_attention {
 HTREE_BLOCK_INSTANCES(, __half, 128)

@@ -1,4 +1,4 @@
-#include "ops/tree_attention/attention/tensor_core_instances.cuh"
+#include "ops/tree_attention/cuda/forward/per_query/tensor_core_instances.cuh"
 
 namespace htree::tree_attention {
 HTREE_TREE_ATTENTION_INSTANCES(, __nv_bfloat16, 32)

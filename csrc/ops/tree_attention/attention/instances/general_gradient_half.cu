@@ -1,4 +1,4 @@
-#include "ops/tree_attention/attention/general_gradient_instances.cuh"
+#include "ops/tree_attention/cuda/backward/general/general_gradient_instances.cuh"
 
 namespace htree::tree_attention {
 HTREE_GENERAL_GRADIENT_INSTANCES(__half)

@@ -1,4 +1,4 @@
-#include "ops/tree_attention/attention/gradient_instances.cuh"
+#include "ops/tree_attention/cuda/backward/gradient_instances.cuh"
 
 namespace htree::tree_attention {
 HTREE_TREE_GRADIENT_INSTANCES(, __nv_bfloat16, 128)

@@ -1,4 +1,4 @@
-#include "ops/tree_attention/attention/top/top_instances.cuh"
+#include "ops/tree_attention/cuda/forward/dense_top/dense_instances.cuh"
 
 namespace htree::tree_attention {
 HTREE_TOP_INSTANCES(, __nv_bfloat16, 32)

@@ -1,4 +1,4 @@
-#include "ops/tree_attention/attention/union/union_instances.cuh"
+#include "ops/tree_attention/cuda/forward/shared_gather/shared_gather_instances.cuh"
 
 namespace htree::tree_attention {
 HTREE_UNION_INSTANCES(, __nv_bfloat16, 32)

@@ -1,0 +1,92 @@
+// CPU kernel of attention_forward: a task takes a few queries of one key/value head through all layers, top
+// to bottom, so that neither scores nor (unless they are kept) parent lists exist for more than one query per
+// thread. Temporary memory: the pooled layers, their fp32 copies (attention/relay.h), and per thread about G
+// k r elements.
+#include "ops/tree_attention/cpu/pyramid.h"
+
+namespace htree::tree_attention {
+namespace {
+
+constexpr int64_t kTaskQueries = 32;
+
+template <typename T, typename Real>
+void forward_typed(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args,
+                   const Tensor& out, const Tensor& gmax, const Tensor& gsum,
+                   const std::vector<Tensor>& parents) {
+  const Pyramid<Real> pyramid(q, k, v, args, /*gradients=*/false, Type<T>{});
+  const Rotation<Real> rotation = pyramid.rotation();
+  const int64_t r = args.compression_rate;
+  const int64_t group = pyramid.shape.group;
+  const int64_t width = args.top_k;
+  const T* q_data = q.const_data_ptr<T>();
+  T* out_data = out.mutable_data_ptr<T>();
+  Real* max_data = gmax.mutable_data_ptr<Real>();
+  Real* sum_data = gsum.mutable_data_ptr<Real>();
+  std::vector<int32_t*> kept;
+  for (const Tensor& list : parents) {
+    kept.push_back(list.mutable_data_ptr<int32_t>());
+  }
+
+  const int64_t task_queries = round_up(kTaskQueries, args.selection_stride);
+  const int64_t tasks_per_head = ceil_div(pyramid.num_queries, task_queries);
+  parallel_tasks(pyramid.batch * pyramid.kv_heads * tasks_per_head, [&] {
+    return [&, worker = QueryWorker<Real>(pyramid.shape), lists = std::vector<int32_t>(pyramid.depth * width),
+            selected = std::vector<int32_t>(pyramid.depth * width),
+            num_selected = std::vector<int64_t>(pyramid.depth)](int64_t task) mutable {
+      const int64_t b = task / tasks_per_head / pyramid.kv_heads;
+      const int64_t h = task / tasks_per_head % pyramid.kv_heads;
+      // The last queries have the longest lists: start with them.
+      const int64_t begin = (tasks_per_head - 1 - task % tasks_per_head) * task_queries;
+      const int64_t end = std::min(begin + task_queries, pyramid.num_queries);
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t token = pyramid.first_token + i;
+        const bool leader = i % args.selection_stride == 0;
+        const int64_t list_row = (b * pyramid.num_lists + i / args.selection_stride) * pyramid.kv_heads + h;
+        const auto list_of = [&](int64_t layer) {
+          return kept.empty() ? lists.data() + layer * width : kept[layer] + list_row * width;
+        };
+        worker.load_query(q_data + b * q.stride(0) + i * q.stride(1) + h * group * q.stride(2), q.stride(2),
+                          args.scale);
+        worker.clear_state();
+        if (leader) pyramid.write_top_list(token, r, width, list_of(pyramid.depth - 1));
+        for (int64_t l = pyramid.depth - 1; l >= 0; --l) {
+          const RelaidLayer<Real> layer = pyramid.layers[l].at(b, h);
+          const Candidates candidates =
+              candidates_of(list_of(l), width, token / pyramid.spans[l], layer.num_nodes, r);
+          const bool merges = l == 0 || candidates.count > width;  // else all are selected
+          if (merges) worker.score(layer, rotation, candidates);
+          int32_t* const positions = selected.data() + l * width;
+          if (leader && l > 0) {
+            num_selected[l] = worker.select(candidates, width, positions);
+            write_list(candidates, r, positions, num_selected[l], width, list_of(l - 1));
+          }
+          if (merges) worker.accumulate(layer, candidates, positions, l > 0 ? num_selected[l] : 0);
+        }
+        const int64_t at = (b * pyramid.num_queries + i) * pyramid.heads + h * group;
+        for (int64_t g = 0; g < group; ++g) {
+          const Real sum = worker.sum()[g];
+          const Real inverse = Real{1} / sum;
+          max_data[at + g] = worker.max()[g];
+          sum_data[at + g] = sum;
+          for (int64_t d = 0; d < pyramid.value_dim; ++d) {
+            out_data[(at + g) * pyramid.value_dim + d] = static_cast<T>(worker.out(g)[d] * inverse);
+          }
+        }
+      }
+    };
+  });
+}
+
+}  // namespace
+
+void attention_forward_cpu(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args,
+                           const Tensor& out, const Tensor& gmax, const Tensor& gsum,
+                           const std::vector<Tensor>& parents) {
+  if (q.size(0) * q.size(1) * q.size(2) == 0) return;
+  dispatch_storage("attention_forward", q.scalar_type(), [&](auto storage, auto real) {
+    forward_typed<typename decltype(storage)::type, typename decltype(real)::type>(q, k, v, args, out, gmax,
+                                                                                   gsum, parents);
+  });
+}
+
+}  // namespace htree::tree_attention

@@ -1,0 +1,73 @@
+// The layers of an attention call on the CPU: pooled tensors, their laid-out copies, and what a query sees of
+// them.
+#pragma once
+
+#include "ops/tree_attention/cpu/query_worker.h"
+#include "ops/tree_attention/kernels.h"
+
+namespace htree::tree_attention {
+
+// Pooled keys and values of every layer, [0] being k and v themselves. docs/semantics/tree_attention.md §1.2
+inline std::vector<std::pair<Tensor, Tensor>> build_layers(const Tensor& k, const Tensor& v,
+                                                           const AttentionArgs& args) {
+  std::vector<std::pair<Tensor, Tensor>> layers{{k, v}};
+  const int64_t depth = num_layers(k.size(1), args.max_top_nodes, args.compression_rate);
+  while (static_cast<int64_t>(layers.size()) < depth) {
+    const auto [child_k, child_v] = layers.back();
+    const int64_t parents = ceil_div(child_k.size(1), args.compression_rate);
+    Tensor pk = at::empty({k.size(0), parents, k.size(2), k.size(3)}, k.options());
+    Tensor pv = at::empty({k.size(0), parents, k.size(2), v.size(3)}, v.options());
+    tree_build_cpu(child_k, child_v, args.compression_rate, pk, pv);
+    layers.emplace_back(pk, pv);
+  }
+  return layers;
+}
+
+template <typename Real>
+struct Pyramid {
+  int64_t batch, num_queries, heads, num_tokens, kv_heads, value_dim, depth;
+  int64_t first_token;  // position of query row 0
+  int64_t num_lists;    // rows of a list tensor
+  QueryShape shape;
+  RotationTable table;
+  std::vector<RelaidLayers<Real>> layers;
+  std::vector<int64_t> spans;  // tokens per node
+
+  template <typename T>
+  Pyramid(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args, bool gradients,
+          Type<T> storage)
+      : batch(q.size(0)),
+        num_queries(q.size(1)),
+        heads(q.size(2)),
+        num_tokens(k.size(1)),
+        kv_heads(k.size(2)),
+        value_dim(v.size(3)),
+        depth(num_layers(num_tokens, args.max_top_nodes, args.compression_rate)),
+        first_token(num_tokens - num_queries),
+        num_lists(ceil_div(num_queries, args.selection_stride)) {
+    const int64_t r = args.compression_rate;
+    // A list never names more parents than the bottom layer has.
+    const int64_t max_parents = std::min(args.top_k, ceil_div(num_tokens, r));
+    shape = query_shape(q, kv_heads, value_dim, r, max_parents, args.importance, query_kernels<Real>().lanes);
+    if (args.rotate) table = make_rotation<Real>(max_parents * r, shape, args.rope_base);
+    int64_t layer = 0;
+    for (const auto& [layer_k, layer_v] : build_layers(k, v, args)) {
+      layers.push_back(RelaidLayers<Real>::make(layer_k, layer_v, shape, rotation(), gradients, storage));
+      spans.push_back(node_span(r, layer++));
+    }
+  }
+
+  Rotation<Real> rotation() const { return table.rotation<Real>(); }
+
+  // Writes the list of the top layer, its first virtual parents, -1 padded to `width`.
+  // docs/semantics/tree_attention.md §1.3
+  void write_top_list(int64_t token, int64_t r, int64_t width, int32_t* list) const {
+    const int64_t count = std::min(token / spans[depth - 1] / r + 1, width);
+    for (int64_t i = 0; i < count; ++i) {
+      list[i] = static_cast<int32_t>(i);
+    }
+    std::fill(list + count, list + width, -1);
+  }
+};
+
+}  // namespace htree::tree_attention

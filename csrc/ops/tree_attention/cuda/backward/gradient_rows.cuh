@@ -1,0 +1,243 @@
+// Records and numbers of the query heads of a chunk, and the magnitudes that keep their gradients in fp16's
+// range.
+#pragma once
+
+#include <cfloat>
+
+#include "device/mma.cuh"
+#include "device/numeric.cuh"
+#include "device/reduce.cuh"
+#include "ops/tree_attention/cuda/backward/gradient_launch.h"
+#include "ops/tree_attention/cuda/tree/packed_parent.cuh"
+#include "ops/tree_attention/cuda/query_row.cuh"
+
+namespace htree::tree_attention {
+
+constexpr int kRowWarps = 8;
+constexpr int kRowQueries = 32;  // of a block
+constexpr int kRecordRows = 8;   // of a tiled record
+
+// A tiled record, of a query and kv head: the queries of 8 heads and their dO as two tiles in the order of
+// chunk_offset(), then a RowMeta for each; heads past G are zeros of weight 0. Other records are rows [G][K
+// of the query, V of dO].
+template <int kDim>
+struct TiledRecord {
+  static constexpr int kTileBytes = kRecordRows * kDim * 2;
+  static constexpr int kGradientOffset = kTileBytes;
+  static constexpr int kMetaOffset = 2 * kTileBytes;
+  static constexpr int kBytes = static_cast<int>(tiled_record_bytes(kDim, kDim));
+  static_assert(kBytes == kMetaOffset + kRecordRows * static_cast<int>(sizeof(RowMeta)));
+};
+
+// Elements of 2 bytes of a query's record.
+template <int kDim>
+class RecordRows {
+ public:
+  __device__ __forceinline__ RecordRows(const GradientParams& params, int64_t head_idx, int64_t query)
+      : tiled_(params.tiled) {
+    const GatherParams& p = params.gather;
+    const int64_t bytes = tiled_ ? TiledRecord<kDim>::kBytes : p.group * 4 * kDim;
+    rows_ = reinterpret_cast<const __half*>(params.records + (head_idx * p.num_queries + query) * bytes);
+  }
+  __device__ __forceinline__ const __half* query(int head, int dim) const {
+    return tiled_ ? tiled(0, head, dim) : rows_ + head * 2 * kDim + dim;
+  }
+  __device__ __forceinline__ const __half* gradient(int head, int dim) const {
+    return tiled_ ? tiled(TiledRecord<kDim>::kGradientOffset, head, dim) : query(head, kDim + dim);
+  }
+
+ private:
+  __device__ __forceinline__ const __half* tiled(int offset, int head, int dim) const {
+    return rows_ + (offset + chunk_offset<kDim>(head, dim / 8)) / 2 + dim % 8;
+  }
+
+  const __half* rows_;
+  bool tiled_;
+};
+
+// Sum or maximum over kLanes neighbouring lanes; the whole warp calls.
+template <int kLanes, typename Op>
+__device__ __forceinline__ float over_lanes(float x, Op&& op) {
+#pragma unroll
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+    x = op(x, __shfl_xor_sync(device::kFullMask, x, offset));
+  }
+  return x;
+}
+template <int kLanes>
+__device__ __forceinline__ float sum_over_lanes(float x) {
+  return over_lanes<kLanes>(x, [](float a, float b) { return a + b; });
+}
+template <int kLanes>
+__device__ __forceinline__ float max_over_lanes(float x) {
+  return over_lanes<kLanes>(x, [](float a, float b) { return fmaxf(a, b); });
+}
+
+// The norm of a row of which kLanes neighbouring lanes have eight elements each, over its finite elements,
+// and at most the largest float. Their squares neither overflow nor vanish.
+template <int kLanes>
+__device__ __forceinline__ float row_norm(const float (&x)[8]) {
+  float largest = 0.f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    largest = fmaxf(largest, finite_magnitude(x[i]));
+  }
+  const PowerOfTwo power = half_range_scale(max_over_lanes<kLanes>(largest));
+  float squares = 0.f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float scaled = finite_magnitude(x[i]) * power.scale;
+    squares += scaled * scaled;
+  }
+  return fminf(sqrtf(sum_over_lanes<kLanes>(squares)) * power.inverse, FLT_MAX);
+}
+
+// Raises *bounds to the largest of the block's `a` and `b`, which are not negative, with one atomic each:
+// they are maxima, so the order of arrival does not matter. The whole block calls.
+__device__ __forceinline__ void raise_bounds(unsigned* a_bound, unsigned* b_bound, float a, float b) {
+  __shared__ unsigned largest[2];
+  if (threadIdx.x < 2) {
+    largest[threadIdx.x] = 0;
+  }
+  __syncthreads();
+  a = max_over_lanes<32>(a);
+  b = max_over_lanes<32>(b);
+  if (threadIdx.x % 32 == 0) {
+    atomicMax(&largest[0], __float_as_uint(a));
+    atomicMax(&largest[1], __float_as_uint(b));
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    atomicMax(a_bound, largest[0]);
+    atomicMax(b_bound, largest[1]);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ uint4 load_row_chunk(const TensorView& view, int64_t batch, int64_t row,
+                                                int64_t head, int dim) {
+  const T* from =
+      static_cast<const T*>(view.data) + batch * view.batch + row * view.row + head * view.head + dim;
+  return load_eight(from, reinterpret_cast<uintptr_t>(from) % 16 == 0);
+}
+
+// Grid: x = runs of kRowQueries queries, y = batch * kv head. K/8 lanes for a row of the query and of dO.
+template <typename T, int kDim>
+__global__ void __launch_bounds__(kRowWarps * 32) gradient_rows_kernel(RowParams p) {
+  constexpr int kLanes = kDim / 8, kPass = kRowWarps * 32 / kLanes;
+  const int head_idx = blockIdx.y;
+  const int batch = head_idx / p.num_kv_heads, kv_head = head_idx % p.num_kv_heads;
+  const int first = blockIdx.x * kRowQueries;
+  const int rows_per_query = p.tiled ? kRecordRows : p.group;
+  const int num_rows = min(kRowQueries, p.num_queries - first) * rows_per_query;
+  const int chunk = threadIdx.x % kLanes;
+  float largest_norm = 0.f, largest_unscale = 0.f;
+  for (int begin = 0; begin < num_rows; begin += kPass) {
+    const int row = begin + threadIdx.x / kLanes;
+    const int query = first + row / rows_per_query, row_head = row % rows_per_query;
+    const bool exists = row < num_rows && row_head < p.group;
+    const int64_t head = int64_t{kv_head} * p.group + row_head;
+    float x[8] = {}, g[8] = {}, o[8] = {};
+    uint4 gradient = {};
+    if (exists) {
+      widen_eight<T>(load_row_chunk<T>(p.queries, batch, query, head, chunk * 8), x);
+      gradient = load_row_chunk<T>(p.gradients, batch, query, head, chunk * 8);
+      widen_eight<T>(gradient, g);
+      widen_eight<T>(load_row_chunk<T>(p.outputs, batch, query, head, chunk * 8), o);
+    }
+    float largest = 0.f, delta = 0.f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      largest = fmaxf(largest, finite_magnitude(x[i]));
+      delta += g[i] * o[i];
+    }
+    largest = max_over_lanes<kLanes>(largest);
+    delta = sum_over_lanes<kLanes>(delta);
+    const float norm = row_norm<kLanes>(g);
+    if (row >= num_rows) {
+      continue;
+    }
+    const PowerOfTwo power = half_range_scale(largest);
+    const int64_t record_idx = int64_t{head_idx} * p.num_queries + query;
+    RowMeta meta = {INFINITY, 0.f, 0.f, 0.f};
+    if (exists) {
+      const int64_t state = batch * p.state_batch + int64_t{query} * p.num_kv_heads * p.group + head;
+      meta = {p.max[state] * 1.442695040888963f + log2f(p.sum[state]), delta, power.inverse, norm};
+      largest_norm = fmaxf(largest_norm, norm);
+      largest_unscale = fmaxf(largest_unscale, largest > 0.f ? power.inverse : 0.f);
+      if (chunk == 0) {
+        p.meta[record_idx * p.group + row_head] = meta;
+      }
+    }
+    if (!p.records) {
+      continue;
+    }
+    __half2 scaled[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      scaled[i] = __floats2half2_rn(x[2 * i] * power.scale, x[2 * i + 1] * power.scale);
+    }
+    if (p.tiled) {
+      using Record = TiledRecord<kDim>;
+      char* record = p.records + record_idx * Record::kBytes;
+      const int at = chunk_offset<kDim>(row_head, chunk);
+      *reinterpret_cast<uint4*>(record + at) = *reinterpret_cast<const uint4*>(scaled);
+      *reinterpret_cast<uint4*>(record + Record::kGradientOffset + at) = gradient;
+      if (chunk == 0) {
+        *reinterpret_cast<float4*>(record + Record::kMetaOffset + row_head * 16) =
+            make_float4(meta.log_sum, meta.delta, meta.unscale, meta.gradient_norm);
+      }
+    } else {
+      uint4* record = reinterpret_cast<uint4*>(p.records + (record_idx * p.group + row_head) * 4 * kDim);
+      record[chunk] = *reinterpret_cast<const uint4*>(scaled);
+      record[kDim / 8 + chunk] = gradient;
+    }
+  }
+  raise_bounds(&p.bounds[head_idx].gradient_norm, &p.bounds[head_idx].query_unscale, largest_norm,
+               largest_unscale);
+}
+
+constexpr int kBoundNodes = 256;  // of a block
+
+// Grid: x = runs of kBoundNodes tokens, y = batch * kv head.
+template <typename T, int kDim>
+__global__ void __launch_bounds__(kRowWarps * 32) key_bounds_kernel(RelayParams p, KeyBounds* bounds) {
+  constexpr int kLanes = kDim / 8, kPass = kRowWarps * 32 / kLanes;
+  const int64_t batch = blockIdx.y / p.num_kv_heads, head = blockIdx.y % p.num_kv_heads;
+  const int64_t first = int64_t{blockIdx.x} * kBoundNodes;
+  const int chunk = threadIdx.x % kLanes;
+  float largest_norm = 0.f, largest_unscale = 0.f;
+  for (int i = 0; i < kBoundNodes; i += kPass) {
+    const int64_t node = first + i + threadIdx.x / kLanes;
+    float x[8] = {}, v[8] = {};
+    if (node < p.num_nodes) {
+      widen_eight<T>(load_row_chunk<T>(p.keys, batch, node, head, chunk * 8), x);
+      widen_eight<T>(load_row_chunk<T>(p.values, batch, node, head, chunk * 8), v);
+    }
+    float largest = 0.f;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      largest = fmaxf(largest, finite_magnitude(x[j]));
+    }
+    largest = max_over_lanes<kLanes>(largest);
+    largest_norm = fmaxf(largest_norm, row_norm<kLanes>(v));
+    if (largest > 0.f) {
+      largest_unscale = fmaxf(largest_unscale, key_row_scale(largest).inverse);
+    }
+  }
+  raise_bounds(&bounds[blockIdx.y].value_norm, &bounds[blockIdx.y].key_unscale, largest_norm,
+               largest_unscale);
+}
+
+// The power of two that keeps |dS| * unscale below 2^15, where |dS| <= 2 |dO| |V|, for the fp16 operand of a
+// product.
+__device__ __forceinline__ PowerOfTwo score_gradient_scale(float gradient_norm, float value_norm,
+                                                           float unscale) {
+  const auto above = [](float x) { return static_cast<int>(__float_as_uint(x) >> 23 & 0xff) - 126; };
+  const int bound = 1 + above(gradient_norm) + above(value_norm) + above(unscale);
+  const int shift = min(max(15 - bound, -126), 126);
+  return {__uint_as_float(static_cast<uint32_t>(127 + shift) << 23),
+          __uint_as_float(static_cast<uint32_t>(127 - shift) << 23)};
+}
+
+}  // namespace htree::tree_attention

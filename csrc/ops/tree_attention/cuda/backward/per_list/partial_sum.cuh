@@ -1,0 +1,214 @@
+// dK and dV of a parent's children as the sum of what the blocks of block_gradient.cuh left, in the order of
+// the lists: docs/semantics §0.6, §1.10. Bound by the bytes of the partial sums; every warp keeps a ring
+// of its share of them on its way, so that a few parents with many sums each fill the memory's pipe too.
+//
+// A partial sum is in the order of wgmma's accumulators of a warp, 16 children by all dims in bf16: 16 bytes
+// of lane i at (32 c + i) * 16 are children i / 4 and i / 4 + 8, dims 16 c + 2 (i % 4) and the next, and both
+// 8 dims further. Dims d and d + K/2 are in one lane, so turning back the slot's position is local.
+#pragma once
+
+#include "device/mma.cuh"
+#include "device/shared_memory.cuh"
+#include "ops/tree_attention/cuda/backward/per_list/partial_users.cuh"
+
+namespace htree::tree_attention {
+
+// A warp for every 16 of the lower dims of dK, with their partners in the upper half; as many for dV.
+template <int kDim>
+struct SumShape {
+  static constexpr int kShares = kDim / 32;
+  static constexpr int kWarps = 2 * kShares;
+  static constexpr int kMatrixBytes = kBlockRows * kDim * 2;
+  // of a warp's ring: its lower dims, their partners, the cos and sin that turn them back
+  static constexpr int kHighOffset = 512;
+  static constexpr int kTurnOffset = 1024;
+  static constexpr int kStageBytes = kTurnOffset + 128;
+  static constexpr int kStages = kDim == 128 ? 5 : 8;
+  static constexpr int kWarpBytes = kStages * kStageBytes;
+  static_assert(kWarps * kWarpBytes <= 48 * 1024);
+};
+
+template <int kDim>
+class PartialSum {
+ public:
+  using Shape = SumShape<kDim>;
+  static constexpr int kShares = Shape::kShares;
+
+  // `ring`: shared address of the warp's kWarpBytes.
+  __device__ __forceinline__ PartialSum(const PartialSumParams& params, uint32_t ring)
+      : params_(params),
+        ring_(ring),
+        lane_(threadIdx.x % 32),
+        share_(threadIdx.x / 32 % kShares),
+        is_value_(threadIdx.x / 32 >= kShares) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      low_[i] = high_[i] = 0.f;
+    }
+  }
+
+  // All lanes of a warp. Returns whether there was a partial sum.
+  __device__ __forceinline__ bool run(PartialPlaces& places) {
+    unsigned here;
+    int on_their_way = 0;
+    bool any = false;
+    while (places.next(here)) {
+      for (; here; here &= here - 1) {
+        const int from = __ffs(here) - 1;
+        if (params_.keys && params_.values) {
+          __syncthreads();  // the pieces of a partial sum are read together, whole pages of the memory
+        }
+        issue(__shfl_sync(device::kFullMask, places.place, from),
+              __shfl_sync(device::kFullMask, places.slot, from));
+        any = true;
+        if (++on_their_way > kAhead) {
+          device::wait_copies<kAhead>();
+          add();
+          --on_their_way;
+        }
+      }
+    }
+    device::wait_copies<0>();
+    for (; on_their_way > 0; --on_their_way) {
+      add();
+    }
+    return any;
+  }
+
+  // Adds what was summed to the running sums in memory, dK turned back by the child's place.
+  template <typename T>
+  __device__ __forceinline__ void store(int head_index, int parent) const {
+    float* sums = is_value_ ? params_.values : params_.keys;
+    const HeadPowers<T> powers(params_.blocks, head_index);
+    const GatherParams& p = params_.blocks.gather;
+    const int64_t first_row = (int64_t{head_index} * p.num_parents + parent) * kBlockRows;
+    const float factor = is_value_ ? (HeadPowers<T>::kWeightShift == 0.f ? 1.f : 0x1p-14f)
+                                   : powers.key_factor(params_.blocks.scale);
+    // everything on its way before the first store, which might be to the same address
+    float4 turn[2][2];
+    float2 old[2][2][2];
+    const auto sum_of = [&](int i, int half) {
+      const int dim = (share_ * 2 + i) * 8 + lane_ % 4 * 2, row = lane_ / 4 + 8 * half;
+      return reinterpret_cast<float2*>(sums + (first_row + row) * kDim + dim);
+    };
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        old[i][half][0] = sum_of(i, half)[0];
+        old[i][half][1] = sum_of(i, half)[kDim / 4];
+        turn[i][half] = make_float4(1.f, 0.f, 1.f, 0.f);
+        if (!is_value_) {
+          const int dim = (share_ * 2 + i) * 8 + lane_ % 4 * 2, row = lane_ / 4 + 8 * half;
+          turn[i][half] = *reinterpret_cast<const float4*>(p.rope + row * (kDim / 2) + dim);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float* low = low_ + 4 * i + 2 * half;
+        const float* high = high_ + 4 * i + 2 * half;
+        const float4 c = turn[i][half];
+        const float2 old_low = old[i][half][0], old_high = old[i][half][1];
+        float2* to = sum_of(i, half);
+        to[0] = make_float2(old_low.x + (low[0] * c.x + high[0] * c.y) * factor,
+                            old_low.y + (low[1] * c.z + high[1] * c.w) * factor);
+        to[kDim / 4] = make_float2(old_high.x + (high[0] * c.x - low[0] * c.y) * factor,
+                                   old_high.y + (high[1] * c.z - low[1] * c.w) * factor);
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static float2 unpack(uint32_t pair) {
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+  }
+
+  // While one is added, the copy after the last of kAhead may go into the stage of the one before it.
+  static constexpr int kAhead = Shape::kStages - 2;
+
+  __device__ __forceinline__ static uint32_t following(uint32_t stage) {
+    return stage == (Shape::kStages - 1) * Shape::kStageBytes ? 0 : stage + Shape::kStageBytes;
+  }
+
+  __device__ __forceinline__ void issue(uint32_t place, uint32_t slot) {
+    const uint32_t to = ring_ + write_ + lane_ * 16;
+    const char* from = params_.blocks.partials + place * int64_t{2 * Shape::kMatrixBytes} +
+                       (is_value_ ? Shape::kMatrixBytes : 0) + (share_ * 32 + lane_) * 16;
+    device::copy_async_16(to, from);
+    device::copy_async_16(to + Shape::kHighOffset, from + kShares * 512);
+    if (!is_value_ && lane_ < 8) {
+      device::copy_async_16(
+          to + Shape::kTurnOffset,
+          params_.blocks.gather.rope + int64_t{slot} * (kBlockRows * kDim / 2) + share_ * 16 + lane_ * 2);
+    }
+    device::commit_copies();
+    write_ = following(write_);
+  }
+
+  // The oldest on its way, which has arrived.
+  __device__ __forceinline__ void add() {
+    __syncwarp();
+    const uint32_t stage = ring_ + read_;
+    read_ = following(read_);
+    const uint4 low_bits = device::load_shared_16(stage + lane_ * 16);
+    const uint4 high_bits = device::load_shared_16(stage + Shape::kHighOffset + lane_ * 16);
+    const uint32_t low[4] = {low_bits.x, low_bits.y, low_bits.z, low_bits.w};
+    const uint32_t high[4] = {high_bits.x, high_bits.y, high_bits.z, high_bits.w};
+    const uint32_t turns = stage + Shape::kTurnOffset + lane_ % 4 * 16;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      uint4 turn = {};
+      if (!is_value_) {
+        turn = device::load_shared_16(turns + i * 64);
+      }
+      const float cos[2] = {__uint_as_float(turn.x), __uint_as_float(turn.z)};
+      const float sin[2] = {__uint_as_float(turn.y), __uint_as_float(turn.w)};
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float2 x = unpack(low[2 * i + j]), y = unpack(high[2 * i + j]);
+        float* x_sum = low_ + 4 * i + 2 * j;
+        float* y_sum = high_ + 4 * i + 2 * j;
+        if (is_value_) {
+          x_sum[0] += x.x, x_sum[1] += x.y, y_sum[0] += y.x, y_sum[1] += y.y;
+        } else {
+          x_sum[0] += x.x * cos[0] + y.x * sin[0];
+          x_sum[1] += x.y * cos[1] + y.y * sin[1];
+          y_sum[0] += y.x * cos[0] - x.x * sin[0];
+          y_sum[1] += y.y * cos[1] - x.y * sin[1];
+        }
+      }
+    }
+  }
+
+  const PartialSumParams& params_;
+  uint32_t ring_, read_ = 0, write_ = 0;
+  int lane_, share_;
+  bool is_value_;
+  float low_[8], high_[8];  // lower dims and their partners
+};
+
+// Grid: x = parents, y = heads that the tasks touch.
+template <typename T, int kDim>
+__global__ void __launch_bounds__(SumShape<kDim>::kWarps * 32)
+    partial_sum_kernel(const __grid_constant__ PartialSumParams params) {
+  using Shape = SumShape<kDim>;
+  __shared__ __align__(128) char rings[Shape::kWarps * Shape::kWarpBytes];
+  const GatherParams& p = params.blocks.gather;
+  const int first_head =
+      static_cast<int>(params.blocks.first_task / (static_cast<uint32_t>(p.num_lists) * blocks_per_list(p)));
+  const int head_index = first_head + blockIdx.y, parent = blockIdx.x;
+  const int warp = threadIdx.x / 32;
+  if (!(warp >= Shape::kShares ? params.values : params.keys)) {
+    return;
+  }
+  PartialPlaces places(params, head_index, parent);
+  PartialSum<kDim> sum(params, device::shared_address(rings) + warp * Shape::kWarpBytes);
+  if (sum.run(places)) {
+    sum.template store<T>(head_index, parent);
+  }
+}
+
+}  // namespace htree::tree_attention

@@ -1,0 +1,312 @@
+// dK and dV of a layer for short lists of queries, docs/semantics/tree_attention.md §1.10: a warp walks the
+// users of a (batch, kv head, parent) in a window of the lists.
+//
+// A user is a query of a list that holds the parent; with it come up to 8 rows (query, head), one tile. The
+// parent's keys and values stay in registers as A operands, so a user costs its own bytes and no more: S^T =
+// K' q^T and dP^T = V dO^T, then dV += P^T dO and dK' += dS^T q' with the weights straight from the
+// accumulators. Queries are turned in fp16 in registers and transposed by movmatrix. Windows keep the rows of
+// the users in the L2 while all parents of a head walk them; the sums of windows are added one after another.
+#pragma once
+
+#include "device/shared_memory.cuh"
+#include "ops/tree_attention/cuda/backward/per_parent/user_stream.cuh"
+
+namespace htree::tree_attention {
+
+// c[16 x 8] += a[16 x 8] * b[8 x 8]. a[0], a[1]: rows i / 4 and i / 4 + 8, columns 2 * (i % 4) and the next;
+// b of column i / 4 holds rows 2 * (i % 4) and the next; c as in mma_16x8x16.
+template <typename T>
+__device__ __forceinline__ void mma_16x8x8(float (&c)[4], const uint32_t (&a)[2], uint32_t b) {
+  if constexpr (__is_same(T, __half)) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, "
+        "%2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b));
+  } else {
+    static_assert(__is_same(T, __nv_bfloat16));
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, "
+        "%2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b));
+  }
+}
+
+// Fragments of 8 rows: x[c] are the dims 8 c + 2 (lane % 4) and the next of row lane / 4; `transposed`: the
+// rows 2 (lane % 4) and the next of dim 8 c + lane / 4.
+template <int kDim, bool kTransposed>
+__device__ __forceinline__ void load_four_chunks(uint32_t (&x)[4], uint32_t tile, int first) {
+  const int lane = threadIdx.x % 32;
+  const uint32_t at = tile + chunk_offset<kDim>(lane % 8, first + lane / 8);
+  if constexpr (kTransposed) {
+    device::load_matrices_transposed(x, at);
+  } else {
+    device::load_matrices(x, at);
+  }
+}
+
+// Turns a user's queries to their position, in place.
+template <int kDim>
+__device__ __forceinline__ void turn_user(uint32_t (&q)[kDim / 8], uint32_t turns) {
+  constexpr int kPairs = kDim / 16;
+  __half2 cosine[kPairs], sine[kPairs];
+  const uint32_t at = turns + threadIdx.x % 4 * 16;
+#pragma unroll
+  for (int i = 0; i < kPairs; i += 2) {
+    // two pairs of cos, then their sin
+    const uint4 pack = device::load_shared_16(at + i * 32);
+    cosine[i] = *reinterpret_cast<const __half2*>(&pack.x);
+    cosine[i + 1] = *reinterpret_cast<const __half2*>(&pack.y);
+    sine[i] = *reinterpret_cast<const __half2*>(&pack.z);
+    sine[i + 1] = *reinterpret_cast<const __half2*>(&pack.w);
+  }
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    __half2& low = *reinterpret_cast<__half2*>(&q[i]);
+    __half2& high = *reinterpret_cast<__half2*>(&q[i + kPairs]);
+    const __half2 turned = __hfma2(low, cosine[i], __hneg2(__hmul2(high, sine[i])));
+    high = __hfma2(high, cosine[i], __hmul2(low, sine[i]));
+    low = turned;
+  }
+}
+
+// Of the positions [0, num_positions): [pair of 8-dim chunks][lane % 4][cos, cos, sin, sin], so that a lane
+// finds what turn_user() needs in 16-byte pieces, next to those of its neighbours.
+static __global__ void position_turns_kernel(const float2* rope, __half2* turns, int64_t num_positions,
+                                             int half) {
+  const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i >= num_positions * (half / 2)) {
+    return;
+  }
+  const int64_t position = i / (half / 2);
+  const int pair = static_cast<int>(i % (half / 2));  // of dims 2 pair and the next
+  const int chunk = pair / 4, lane = pair % 4;
+  const float2 low = rope[position * half + 2 * pair], high = rope[position * half + 2 * pair + 1];
+  __half2* to = turns + position * half + chunk / 2 * 16 + lane * 4 + chunk % 2;
+  to[0] = __floats2half2_rn(low.x, high.x);
+  to[2] = __floats2half2_rn(low.y, high.y);
+}
+
+template <typename T, int kDim>
+class ParentGradient {
+ public:
+  using Block = ParentBlock<kDim, kDim>;
+  using Stage = UserStage<kDim>;
+  static constexpr int kChunks = kDim / 8, kSteps = kDim / 16;
+
+  // The parent's operands through `ring`, shared memory of this warp, into registers.
+  __device__ __forceinline__ void load(const char* block, uint32_t ring) {
+    const int lane = threadIdx.x % 32;
+    for (int at = lane * 16; at < Block::kBytes; at += 512) {
+      device::copy_async_16(ring + at, block + at);
+    }
+    device::commit_copies();
+    device::wait_copies<0>();
+    __syncwarp();
+    const TileAddress<kDim> address;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      device::load_matrices(keys_[i], ring + address.plain(i));
+      device::load_matrices(values_[i], ring + Block::kValueOffset + address.plain(i));
+    }
+    load_row_scales(ring + Block::kScaleOffset, row_unscale_);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        key_sum_[i][e] = value_sum_[i][e] = 0.f;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void add_user(uint32_t stage, float score_scale, float gradient_scale) {
+    const int lane = threadIdx.x % 32;
+    uint32_t q[kChunks];
+#pragma unroll
+    for (int i = 0; i < kChunks; i += 4) {
+      load_four_chunks<kDim, false>(reinterpret_cast<uint32_t(&)[4]>(q[i]), stage, i);
+    }
+    turn_user<kDim>(q, stage + Stage::kTurnOffset);
+    // two chains of products, one behind the other's back
+    float dp[4] = {}, s[4] = {};
+#pragma unroll
+    for (int i = 0; i < kChunks; i += 4) {
+      uint32_t x[4];
+      load_four_chunks<kDim, false>(x, stage + Stage::kGradientOffset, i);
+      device::mma_16x8x16<T>(dp, values_[i / 2], x[0], x[1]);
+      device::mma_16x8x16<__half>(s, keys_[i / 2], q[i], q[i + 1]);
+      device::mma_16x8x16<T>(dp, values_[i / 2 + 1], x[2], x[3]);
+      device::mma_16x8x16<__half>(s, keys_[i / 2 + 1], q[i + 2], q[i + 3]);
+    }
+    unsigned present;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(present) : "r"(stage + Stage::kPresentOffset) : "memory");
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint4 bits = device::load_shared_16(stage + Stage::kMetaOffset + (lane % 4 * 2 + i) * 16);
+      const float unscale = __uint_as_float(bits.z);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int e = i + 2 * half;
+        const bool here = present >> (lane / 4 + 8 * half) & 1;
+        const float score = s[e] * row_unscale_[half] * (unscale * score_scale);
+        const float weight = here ? device::exp2_flushed(score - __uint_as_float(bits.x)) : 0.f;
+        s[e] = weight;
+        dp[e] = here ? weight * (dp[e] - __uint_as_float(bits.y)) * (unscale * gradient_scale) : 0.f;
+      }
+    }
+    const uint32_t weights[2] = {device::pack_pair<T>(s[0], s[1]), device::pack_pair<T>(s[2], s[3])};
+    const uint32_t gradients[2] = {device::pack_pair<__half>(dp[0], dp[1]),
+                                   device::pack_pair<__half>(dp[2], dp[3])};
+#pragma unroll
+    for (int i = 0; i < kChunks; i += 4) {
+      uint32_t x[4];
+      load_four_chunks<kDim, true>(x, stage + Stage::kGradientOffset, i);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        mma_16x8x8<T>(value_sum_[i + j], weights, x[j]);
+        mma_16x8x8<__half>(key_sum_[i + j], gradients, device::transpose_matrix(q[i + j]));
+      }
+    }
+  }
+
+  // Lane after lane, for the warp that adds the sums of the others to its own.
+  __device__ __forceinline__ void leave(uint32_t ring) const {
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      store_sum(ring, 2 * i, key_sum_[i]);
+      store_sum(ring, 2 * i + 1, value_sum_[i]);
+    }
+  }
+  __device__ __forceinline__ void add_left(uint32_t ring) {
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      add_sum(ring, 2 * i, key_sum_[i]);
+      add_sum(ring, 2 * i + 1, value_sum_[i]);
+    }
+  }
+
+  // Adds to the running sums, dK turned back by the child's place.
+  __device__ __forceinline__ void store(const KeyGradientParams& params, int64_t parent, float factor) const {
+    const GatherParams& p = params.common.gather;
+    const int lane = threadIdx.x % 32;
+    const int64_t first_row = (int64_t{blockIdx.y} * p.num_parents + parent) * kBlockRows;
+    // a row's sums on their way before the first store, which might be to the same address
+    const auto read = [&](const float* from) {
+      return params.add ? *reinterpret_cast<const float2*>(from) : make_float2(0.f, 0.f);
+    };
+    const auto write = [&](float* to, float2 old, float x, float y) {
+      *reinterpret_cast<float2*>(to) = make_float2(old.x + x, old.y + y);
+    };
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = lane / 4 + 8 * half;
+      const int64_t at = (first_row + row) * kDim + lane % 4 * 2;
+      if (params.keys) {
+        float* to = params.keys + at;
+        float4 turn[kChunks / 2];
+        float2 old[kChunks];
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i) {
+          old[i] = read(to + i * 8);
+        }
+#pragma unroll
+        for (int i = 0; i < kChunks / 2; ++i) {
+          turn[i] = *reinterpret_cast<const float4*>(p.rope + row * (kDim / 2) + i * 8 + lane % 4 * 2);
+        }
+#pragma unroll
+        for (int i = 0; i < kChunks / 2; ++i) {
+          const float* low = key_sum_[i] + 2 * half;
+          const float* high = key_sum_[i + kChunks / 2] + 2 * half;
+          write(to + i * 8, old[i], (low[0] * turn[i].x + high[0] * turn[i].y) * factor,
+                (low[1] * turn[i].z + high[1] * turn[i].w) * factor);
+          write(to + i * 8 + kDim / 2, old[i + kChunks / 2],
+                (high[0] * turn[i].x - low[0] * turn[i].y) * factor,
+                (high[1] * turn[i].z - low[1] * turn[i].w) * factor);
+        }
+      }
+      if (params.values) {
+        float* to = params.values + at;
+        float2 old[kChunks];
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i) {
+          old[i] = read(to + i * 8);
+        }
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i) {
+          write(to + i * 8, old[i], value_sum_[i][2 * half], value_sum_[i][2 * half + 1]);
+        }
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static uint32_t sum_at(uint32_t ring, int i) {
+    return ring + (i * 32 + threadIdx.x % 32) * 16;
+  }
+  __device__ __forceinline__ static void store_sum(uint32_t ring, int i, const float (&x)[4]) {
+    device::store_shared_16(sum_at(ring, i), make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]),
+                                                        __float_as_uint(x[2]), __float_as_uint(x[3])));
+  }
+  __device__ __forceinline__ static void add_sum(uint32_t ring, int i, float (&x)[4]) {
+    const uint4 bits = device::load_shared_16(sum_at(ring, i));
+    x[0] += __uint_as_float(bits.x), x[1] += __uint_as_float(bits.y);
+    x[2] += __uint_as_float(bits.z), x[3] += __uint_as_float(bits.w);
+  }
+
+  uint32_t keys_[kSteps][4], values_[kSteps][4];
+  float row_unscale_[2];
+  float key_sum_[kChunks][4], value_sum_[kChunks][4];
+};
+
+// Grid: x = parents, y = batch * kv head. The warps of a block share the users of its parent in equal runs,
+// whose sums are added in the order of the warps: several where there are few parents with many users each,
+// as at the top. Else a block is one warp, so that none waits for a parent with more users than its own.
+template <typename T, int kDim, int kWarps>
+__global__ void __launch_bounds__(kWarps * 32, 8 / kWarps) parent_gradient_kernel(KeyGradientParams params) {
+  using Stage = UserStage<kDim>;
+  extern __shared__ __align__(128) char shared[];
+  const GradientParams& common = params.common;
+  const GatherParams& p = common.gather;
+  const int warp = kWarps == 1 ? 0 : threadIdx.x / 32;
+  const int64_t parent = blockIdx.x;
+  const WindowUsers users(params, parent);
+  if (users.num_users == 0 && params.add) {
+    return;
+  }
+  const KeyBounds key_bounds = common.key_bounds[blockIdx.y];
+  const QueryBounds query_bounds = common.query_bounds[blockIdx.y];
+  const PowerOfTwo power = score_gradient_scale(__uint_as_float(query_bounds.gradient_norm),
+                                                __uint_as_float(key_bounds.value_norm),
+                                                __uint_as_float(query_bounds.query_unscale));
+  const uint32_t rings = device::shared_address(shared);
+  const uint32_t ring = rings + warp * Stage::kWarpBytes;
+  const uint32_t run = (users.num_users + kWarps - 1) / kWarps;
+  const uint32_t begin = min(warp * run, users.num_users);
+  const uint32_t end = min(begin + run, users.num_users);
+  ParentGradient<T, kDim> sums;
+  sums.load(p.blocks + (int64_t{blockIdx.y} * p.num_parents + parent) * ParentBlock<kDim, kDim>::kBytes,
+            ring);
+  UserStream<kDim> stream(params, users, parent, begin, end, ring);
+  for (uint32_t user = begin; user < end; ++user) {
+    sums.add_user(stream.wait(), p.score_scale, power.scale);
+  }
+  if constexpr (kWarps > 1) {
+    device::wait_copies<0>();
+    __syncwarp();
+    if (warp > 0) {
+      sums.leave(ring);
+    }
+    __syncthreads();
+    if (warp > 0) {
+      return;
+    }
+    for (int other = 1; other < kWarps; ++other) {
+      sums.add_left(rings + other * Stage::kWarpBytes);
+    }
+  }
+  sums.store(params, parent, power.inverse * common.scale);
+}
+
+}  // namespace htree::tree_attention

@@ -1,0 +1,243 @@
+// dQ of a layer, docs/semantics/tree_attention.md §1.10: one warp per (token, kv head), the walk of
+// attend.cuh.
+//
+// dq = scale * R^-1_{n-1} sum_j R_{16 j} K'_j^T dS_j. The sum is kept in the frame of the current slot,
+// turned back by 16 positions per slot as the query is, so one turn by the query's place under its parent is
+// left for the end.
+#pragma once
+
+#include "ops/tree_attention/cuda/forward/per_query/per_query_attend.cuh"
+#include "ops/tree_attention/cuda/backward/gradient_rows.cuh"
+
+namespace htree::tree_attention {
+
+constexpr int kQueryGradientWarps = 4;
+
+template <int kKeyDim, int kValueDim>
+struct QueryGradientRing {
+  static constexpr int kCopyBytes = ParentBlock<kKeyDim, kValueDim>::kBytes;
+  static constexpr int kStageBytes = (kCopyBytes + 127) / 128 * 128;
+  static constexpr int kStages = kStageBytes > 6144 ? 3 : 4;
+  static constexpr int kWarpBytes = kStages * kStageBytes;
+  static constexpr int kSharedBytes = kQueryGradientWarps * kWarpBytes;
+};
+
+// Sum over slots in accumulator layout: row = key dim 16 i + lane / 4 (+ 8), columns = query heads.
+template <int kKeyDim, int kTiles>
+struct TurningSum {
+  static constexpr int kSteps = kKeyDim / 16;
+  float x[kTiles][kSteps][4];
+  float cos_step[kSteps / 2][2], sin_step[kSteps / 2][2];  // 16 positions, dims 16 i + lane / 4 and 8 more
+
+  __device__ __forceinline__ explicit TurningSum(const float2* rope) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < kSteps / 2; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float2 turn = rope[16 * (kKeyDim / 2) + i * 16 + half * 8 + lane / 4];
+        cos_step[i][half] = turn.x;
+        sin_step[i][half] = turn.y;
+      }
+    }
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          x[tile][i][e] = 0.f;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void step_back() {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < kSteps / 2; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          turn_back(tile, i, e, cos_step[i][e / 2], sin_step[i][e / 2]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void turn_back(int tile, int i, int e, float cosine, float sine) {
+    const float low = x[tile][i][e], high = x[tile][i + kSteps / 2][e];
+    x[tile][i][e] = low * cosine + high * sine;
+    x[tile][i + kSteps / 2][e] = high * cosine - low * sine;
+  }
+};
+
+// Grid: x = runs of kQueryGradientWarps queries, the longest lists first, y = batch * kv head.
+template <typename T, int kKeyDim, int kValueDim, int kTiles>
+__global__ void __launch_bounds__(kQueryGradientWarps * 32, 2)
+    query_gradient_kernel(QueryGradientParams params) {
+  using Block = ParentBlock<kKeyDim, kValueDim>;
+  using Ring = QueryGradientRing<kKeyDim, kValueDim>;
+  extern __shared__ __align__(128) char shared[];
+  const GradientParams& common = params.common;
+  const GatherParams& p = common.gather;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int64_t query = int64_t{gridDim.x - 1 - blockIdx.x} * kQueryGradientWarps + warp;
+  if (query >= p.num_queries) {
+    return;
+  }
+  const int64_t list_row = list_of(p, query);
+  GatherTask task = gather_task(p, blockIdx.y, query, list_row);
+  const int64_t rightmost = node_of(p, task.token);
+  const uint16_t* selected = nullptr;
+  int last_candidate = task.num_candidates;
+  if (common.selected) {
+    selected = reinterpret_cast<const uint16_t*>(
+        common.selected +
+        ((task.batch * int64_t{p.num_lists} + list_row) * p.num_kv_heads + task.kv_head) * common.mask_words);
+    --last_candidate;
+    if (task.num_candidates <= p.list_width) {
+      task.num_slots = 0;
+    }
+  }
+  TurningSum<kKeyDim, kTiles> sum(p.rope);
+  PowerOfTwo power[kTiles][2] = {};
+  if (task.num_slots > 0) {
+    ParentStream<Ring::kCopyBytes, Ring::kStageBytes, Ring::kStages> stream(
+        p.blocks + task.blocks * Block::kBytes, Block::kBytes, p.num_parents, task.list, 0, task.num_slots,
+        device::shared_address(shared) + warp * Ring::kWarpBytes);
+    const int64_t record_idx = (int64_t{blockIdx.y} * p.num_queries + query) * p.group;
+    static_assert(kKeyDim == kValueDim);
+    const RecordRows<kKeyDim> record(common, blockIdx.y, query);
+    RotatedQuery<kKeyDim, kTiles> q;
+    q.load([&](int head, int dim) { return __half2float(*record.query(head, dim)); }, p.group, p.score_scale,
+           p.rope, task.num_candidates - 1);
+    uint32_t gradient[kTiles][kValueDim / 16][2];  // dO^T as a B operand
+    RowMeta meta[kTiles][2];
+    const KeyBounds bounds = common.key_bounds[blockIdx.y];
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const int head = tile * 8 + lane / 4;
+#pragma unroll
+      for (int step = 0; step < kValueDim / 16; ++step) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int dim = step * 16 + i * 8 + lane % 4 * 2;
+          gradient[tile][step][i] =
+              head < p.group ? *reinterpret_cast<const uint32_t*>(record.gradient(head, dim)) : 0u;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int column = tile * 8 + lane % 4 * 2 + i;
+        meta[tile][i] = column < p.group ? common.meta[record_idx + column] : RowMeta{0.f, 0.f, 1.f, 0.f};
+        // RotatedQuery scaled the record's row once more; the record's own power of two is undone here
+        q.unscale[tile][i] *= meta[tile][i].unscale;
+        power[tile][i] = score_gradient_scale(meta[tile][i].gradient_norm, __uint_as_float(bounds.value_norm),
+                                              __uint_as_float(bounds.key_unscale));
+      }
+    }
+    const TileAddress<kKeyDim> key_at;
+    const TileAddress<kValueDim> value_at;
+    unsigned next_selected = selected ? selected[0] : 0;
+    int64_t next_parent = task.list ? task.list[0] : 0;
+    for (int slot = 0; slot < task.num_slots; ++slot) {
+      // present: among the candidates and, whatever list the caller gave, not past the query's own node
+      const int64_t rows = min(static_cast<int64_t>(last_candidate) - slot * kBlockRows,
+                               rightmost + 1 - next_parent * kBlockRows);
+      const unsigned present =
+          ~next_selected & (rows >= kBlockRows ? 0xffffu : (1u << max(static_cast<int>(rows), 0)) - 1u);
+      const bool more = slot + 1 < task.num_slots;
+      next_selected = selected && more ? selected[slot + 1] : 0;
+      next_parent = !task.list ? slot + 1 : more ? task.list[slot + 1] : 0;
+      const uint32_t block = stream.wait(slot);
+      sum.step_back();
+      if (present) {
+        if (rows < kBlockRows) {
+          clear_value_rows<kKeyDim>(block, static_cast<int>(rows));
+        }
+        float s[kTiles][4], dp[kTiles][4] = {};
+        slot_scores(q, key_at, block, s);
+#pragma unroll
+        for (int step = 0; step < kValueDim / 16; ++step) {
+          uint32_t a[4];
+          device::load_matrices(a, block + Block::kValueOffset + value_at.plain(step));
+#pragma unroll
+          for (int tile = 0; tile < kTiles; ++tile) {
+            device::mma_16x8x16<T>(dp[tile], a, gradient[tile][step][0], gradient[tile][step][1]);
+          }
+        }
+        float row_unscale[2];
+        load_row_scales(block + Block::kScaleOffset, row_unscale);
+        uint32_t ds[kTiles][2];
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const RowMeta& m = meta[tile][e & 1];
+            const float weight = device::exp2_flushed(s[tile][e] - m.log_sum);
+            const bool here = present >> (lane / 4 + e / 2 * 8) & 1;
+            s[tile][e] =
+                here ? weight * (dp[tile][e] - m.delta) * (power[tile][e & 1].scale * row_unscale[e / 2])
+                     : 0.f;
+          }
+          device::pack_transposed<__half>(s[tile], ds[tile]);
+        }
+#pragma unroll
+        for (int step = 0; step < kKeyDim / 16; ++step) {
+          uint32_t a[4];
+          device::load_matrices_transposed(a, block + key_at.transposed(step));
+#pragma unroll
+          for (int tile = 0; tile < kTiles; ++tile) {
+            device::mma_16x8x16<__half>(sum.x[tile][step], a, ds[tile][0], ds[tile][1]);
+          }
+        }
+      }
+      q.step_back();
+      stream.release();
+    }
+    device::wait_copies<0>();
+  } else if (!params.first && !params.last) {
+    return;
+  }
+
+  const int64_t num_heads = int64_t{p.num_kv_heads} * p.group;
+  const int64_t place = rightmost % kBlockRows;
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int i = 0; i < kKeyDim / 32; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int dim = i * 16 + e / 2 * 8 + lane / 4;
+        const int column = tile * 8 + lane % 4 * 2 + (e & 1);
+        if (column >= p.group) {
+          continue;
+        }
+        const float2 turn = p.rope[place * (kKeyDim / 2) + dim];
+        sum.turn_back(tile, i, e, turn.x, turn.y);
+        const int64_t head = int64_t{task.kv_head} * p.group + column;
+        float* partial =
+            params.partial + ((task.batch * int64_t{p.num_queries} + query) * num_heads + head) * kKeyDim;
+        T* out = static_cast<T*>(params.gradient) + task.batch * params.gradient_batch +
+                 (query * num_heads + head) * kKeyDim;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int at = dim + half * (kKeyDim / 2);
+          float value =
+              sum.x[tile][i + half * (kKeyDim / 32)][e] * (power[tile][e & 1].inverse * common.scale);
+          if (!params.first) {
+            value += partial[at];
+          }
+          if (params.last) {
+            out[at] = device::from_acc<T>(value);
+          } else {
+            partial[at] = value;
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace htree::tree_attention

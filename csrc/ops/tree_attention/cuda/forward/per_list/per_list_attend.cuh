@@ -1,0 +1,54 @@
+// One softmax step of tree attention for the selection_stride * G query rows that share a list, on Hopper:
+// docs/semantics/tree_attention.md §1.5, §1.7, §1.12.
+//
+// A persistent block of four warpgroups: eight producer warps gather the parents of a list into a ring of
+// tiles and turn their keys in place, two consumer warpgroups multiply. Asynchronous copies, warpgroup
+// products and the order of both are those of FlashAttention-3.
+#pragma once
+
+#include "device/sizes.h"
+#include "ops/tree_attention/cuda/forward/per_list/per_list_consumer.cuh"
+#include "ops/tree_attention/cuda/forward/per_list/per_list_producer.cuh"
+
+namespace htree::tree_attention {
+
+template <typename Tile>
+__device__ __forceinline__ void init_barriers(BlockShared<Tile>& shared) {
+  constexpr int kReaders = Tile::kSplitKeys ? 1 : 2;  // consumer groups that read a tile
+  for (int stage = 0; stage < Tile::kStages; ++stage) {
+    for (int slot = 0; slot < kTileSlots; ++slot) {
+      device::barrier_init(&shared.keys_landed[stage][slot], 1);
+    }
+    device::barrier_init(&shared.keys_full[stage], kTileSlots);
+    device::barrier_init(&shared.values_full[stage], kTileSlots);
+    device::barrier_init(&shared.keys_empty[stage], kReaders);
+    device::barrier_init(&shared.values_empty[stage], kReaders);
+  }
+  device::fence_barrier_init();
+}
+
+// Grid: at most one block per SM; blocks take the tasks in turn.
+template <typename T, typename Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    block_attend_kernel(const __grid_constant__ AttendParams params) {
+#if HTREE_SM90A
+  static_assert(sizeof(BlockShared<Tile>) <= device::kHopperSharedBytes);
+  extern __shared__ __align__(1024) char block_shared[];
+  BlockShared<Tile>& shared = *reinterpret_cast<BlockShared<Tile>*>(block_shared);
+  if (threadIdx.x == 0) {
+    init_barriers(shared);
+  }
+  __syncthreads();
+  if (threadIdx.x < 128 * Tile::kProducerGroups) {
+    device::lower_registers<Tile::kProducerRegisters>();
+    BlockProducer<Tile>(params, shared).template run<T>();
+  } else {
+    device::raise_registers<Tile::kConsumerRegisters>();
+    BlockConsumer<T, Tile>(params, shared).run();
+  }
+#else
+  __trap();  // chosen for sm_90a alone, see attention_config.h
+#endif
+}
+
+}  // namespace htree::tree_attention

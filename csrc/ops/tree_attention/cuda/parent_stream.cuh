@@ -1,0 +1,108 @@
+// One warp walks the parents of a list: their blocks arrive in a private ring of shared memory a few slots
+// ahead.
+#pragma once
+
+#include "device/mma.cuh"
+#include "device/reduce.cuh"
+#include "ops/tree_attention/cuda/tree/packed_parent.cuh"
+
+namespace htree::tree_attention {
+
+// Entries of a list before its first negative one: of a list that keeps the rules its parents, and what a
+// caller's list holds there is no address. All lanes call and get the result; two dependent loads for lists
+// of up to 1024 entries.
+__device__ __forceinline__ int count_entries(const int32_t* list, int width) {
+  const int lane = threadIdx.x % 32;
+  int low = 0, high = width;  // everything below `low` is a parent, `high` is not
+  while (low < high) {
+    const int step = (high - low + 31) / 32;
+    const int at = low + lane * step;
+    const unsigned ended = __ballot_sync(device::kFullMask, at >= high || list[at] < 0);
+    const int first = ended ? __ffs(ended) - 1 : 32;
+    const int base = low;
+    high = min(high, base + first * step);
+    low = first == 0 ? high : base + (first - 1) * step + 1;
+  }
+  return low;
+}
+
+// The ring holds kStages stages of kStageBytes; a stage takes the first kCopyBytes of a block. `ring` is
+// aligned to 128 bytes. Slot j of the list lies in stage j mod kStages from wait(j) until release(j).
+template <int kCopyBytes, int kStageBytes, int kStages>
+class ParentStream {
+ public:
+  static_assert(kCopyBytes % 16 == 0 && kStageBytes % 128 == 0 && kCopyBytes <= kStageBytes);
+
+  // Slots begin ... end - 1; `list` null stands for the list 0, 1, 2, ... Ids past the last parent are
+  // clamped.
+  __device__ __forceinline__ ParentStream(const char* blocks, int64_t block_bytes, int64_t num_parents,
+                                          const int32_t* list, int begin, int end, uint32_t ring)
+      : blocks_(blocks),
+        block_bytes_(block_bytes),
+        last_parent_(static_cast<int>(num_parents - 1)),
+        list_(list),
+        end_(end),
+        next_(begin),
+        ring_(ring),
+        lane_(threadIdx.x % 32) {
+    ids_ = read_ids(begin);
+    later_ids_ = read_ids(begin + 32);
+    chunk_ = begin;
+#pragma unroll
+    for (int i = 0; i < kStages; ++i) {
+      issue();
+    }
+  }
+
+  // Shared address of the slot's block. Waits for the copies of this warp only.
+  __device__ __forceinline__ uint32_t wait(int slot) const {
+    device::wait_copies<kStages - 1>();
+    __syncwarp();
+    return ring_ + slot % kStages * kStageBytes;
+  }
+
+  // After the last read of the slot that wait() gave: its stage is filled with the next parent.
+  __device__ __forceinline__ void release() {
+    __syncwarp();
+    issue();
+  }
+
+ private:
+  __device__ __forceinline__ int read_ids(int first) const {
+    const int at = first + lane_;
+    return at >= end_ ? 0 : list_ ? min(max(list_[at], 0), last_parent_) : min(at, last_parent_);
+  }
+
+  __device__ __forceinline__ void issue() {
+    if (next_ < end_) {
+      if (next_ - chunk_ == 32) {
+        ids_ = later_ids_;
+        chunk_ += 32;
+        later_ids_ = read_ids(chunk_ + 32);
+      }
+      const int64_t id = __shfl_sync(device::kFullMask, ids_, next_ - chunk_);
+      const char* from = blocks_ + id * block_bytes_ + lane_ * 16;
+      const uint32_t to = ring_ + next_ % kStages * kStageBytes + lane_ * 16;
+#pragma unroll
+      for (int at = 0; at < kCopyBytes / 512 * 512; at += 512) {
+        device::copy_async_16(to + at, from + at);
+      }
+      if (kCopyBytes % 512 != 0 && lane_ * 16 < kCopyBytes % 512) {
+        device::copy_async_16(to + kCopyBytes / 512 * 512, from + kCopyBytes / 512 * 512);
+      }
+    }
+    device::commit_copies();  // an empty group keeps the count of pending groups
+    ++next_;
+  }
+
+  const char* blocks_;
+  int64_t block_bytes_;
+  int last_parent_;
+  const int32_t* list_;
+  int end_, next_, chunk_;
+  uint32_t ring_;
+  int lane_;
+  int ids_, later_ids_;
+};
+
+}  // namespace htree::tree_attention

@@ -1,0 +1,62 @@
+// Query rows on their way into an fp16 operand in shared memory: a thread takes 8 dims of the lower half of a
+// row and their partners in the upper half, turns them and rounds.
+#pragma once
+
+#include "device/mma.cuh"
+#include "device/numeric.cuh"
+#include "device/reduce.cuh"
+#include "ops/tree_attention/cuda/tree/packed_parent.cuh"
+
+namespace htree::tree_attention {
+
+// 8 consecutive elements as they are stored; one load where the rows are aligned to 16 bytes.
+template <typename T>
+__device__ __forceinline__ uint4 load_eight(const T* from, bool aligned) {
+  if (aligned) {
+    return __ldg(reinterpret_cast<const uint4*>(from));
+  }
+  const uint16_t* x = reinterpret_cast<const uint16_t*>(from);
+  return make_uint4(x[0] | uint32_t{x[1]} << 16, x[2] | uint32_t{x[3]} << 16, x[4] | uint32_t{x[5]} << 16,
+                    x[6] | uint32_t{x[7]} << 16);
+}
+template <typename T>
+__device__ __forceinline__ void widen_eight(const uint4& raw, float (&x)[8]) {
+  const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    x[i] = device::to_acc(reinterpret_cast<const T*>(words)[i]);
+  }
+}
+
+// Largest finite |element| of a row that kLanes neighbouring lanes, a power of two, hold; they call together.
+template <int kLanes>
+__device__ __forceinline__ float row_magnitude(const float (&low)[8], const float (&high)[8]) {
+  float largest = 0.f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    largest = fmaxf(largest, fmaxf(finite_magnitude(low[i]), finite_magnitude(high[i])));
+  }
+#pragma unroll
+  for (int offset = 1; offset < kLanes; offset *= 2) {
+    largest = fmaxf(largest, __shfl_xor_sync(device::kFullMask, largest, offset));
+  }
+  return largest;
+}
+
+// `turns`: cos and sin of two dims each.
+__device__ __forceinline__ void turn_eight(const float (&low)[8], const float (&high)[8], float scale,
+                                           const float4 (&turns)[4], uint4& turned_low, uint4& turned_high) {
+  uint32_t first[4], second[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float4 turn = turns[i];
+    const float x0 = low[2 * i] * scale, y0 = high[2 * i] * scale;
+    const float x1 = low[2 * i + 1] * scale, y1 = high[2 * i + 1] * scale;
+    first[i] = device::pack_pair<__half>(x0 * turn.x - y0 * turn.y, x1 * turn.z - y1 * turn.w);
+    second[i] = device::pack_pair<__half>(x0 * turn.y + y0 * turn.x, x1 * turn.w + y1 * turn.z);
+  }
+  turned_low = make_uint4(first[0], first[1], first[2], first[3]);
+  turned_high = make_uint4(second[0], second[1], second[2], second[3]);
+}
+
+}  // namespace htree::tree_attention

@@ -1,0 +1,153 @@
+// What the two passes of warpgroups over the scores of leaders share: 256 query rows stay in shared memory,
+// tiles of 128 keys pass through a ring of bulk copies, and four warpgroups each make a 64 x 128 piece of the
+// scores. Scores are in log2 units. sm_90a.
+#pragma once
+
+#include "device/hopper/wgmma.cuh"
+#include "device/mma.cuh"
+#include "device/sizes.h"
+#include "ops/tree_attention/cuda/select/dense_query.cuh"
+
+namespace htree::tree_attention {
+
+constexpr int kScoreRows = 256;
+constexpr int kScoreThreads = 512;
+constexpr int kScoreGroups = kScoreThreads / 128;
+constexpr int kTopScoreStages = 4;
+constexpr int kTurnBarrier = 1;  // named barriers 1 ... 4: whose turn it is to issue products
+
+// Shared memory from an address aligned to 1024 bytes on.
+template <int kDim>
+struct ScoreShared {
+  char queries[kPanels<kDim> * kScoreRows * kPanelRowBytes];
+  char keys[kTopScoreStages][kTopTileBytes<kDim>];
+  float factors[kScoreRows];
+  device::Barrier full[kTopScoreStages];
+  device::Barrier empty[kTopScoreStages];
+};
+template <int kDim>
+constexpr int kScoreSharedBytes = sizeof(ScoreShared<kDim>) + 1024;
+static_assert(kScoreSharedBytes<128> <= device::kHopperSharedBytes);
+
+template <typename Shared>
+__device__ __forceinline__ Shared* aligned_shared(char* raw) {
+  const uint32_t at = device::shared_address(raw);
+  return reinterpret_cast<Shared*>(raw + ((1024 - at % 1024) % 1024));
+}
+
+// 8 exponentials in a row, so that nothing waits for one of them.
+__device__ __forceinline__ void exp2_eight(float (&x)[8]) {
+  asm volatile(
+      "ex2.approx.ftz.f32 %0, %0;\n"
+      "ex2.approx.ftz.f32 %1, %1;\n"
+      "ex2.approx.ftz.f32 %2, %2;\n"
+      "ex2.approx.ftz.f32 %3, %3;\n"
+      "ex2.approx.ftz.f32 %4, %4;\n"
+      "ex2.approx.ftz.f32 %5, %5;\n"
+      "ex2.approx.ftz.f32 %6, %6;\n"
+      "ex2.approx.ftz.f32 %7, %7;\n"
+      : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3]), "+f"(x[4]), "+f"(x[5]), "+f"(x[6]), "+f"(x[7]));
+}
+
+// Whether one of this thread's share of the first `count` tiles holds keys with a scale that is not 1.
+__device__ __forceinline__ bool scaled_tile(const int32_t* scaled, int count) {
+  bool any = false;
+  for (int i = threadIdx.x; i < count; i += 128) {
+    any |= __ldg(scaled + i) != 0;
+  }
+  return any;
+}
+
+// Nodes per query head and tokens per node are powers of two here: no divisions in the kernels.
+__device__ __forceinline__ int log2_of(int64_t power) {
+  return __ffsll(power) - 1;
+}
+
+// The leaders and tiles of a block. Rows past the last leader repeat it and write the same values again.
+// Grid: x = kv heads, fastest, and runs of leaders, the longest rows first; y = batch.
+struct ScoreTask {
+  int batch, kv_head, first_list, last_list;
+  int span_log2, group_log2;
+  int least_rank, most_rank;  // R = n - 1 of the first and of the last leader
+  int64_t head_index;
+
+  __device__ __forceinline__ ScoreTask(const GatherParams& p) {
+    span_log2 = log2_of(p.node_span);
+    group_log2 = log2_of(p.group);
+    const int lists = kScoreRows >> group_log2;
+    const int runs = gridDim.x / p.num_kv_heads;
+    kv_head = blockIdx.x % p.num_kv_heads;
+    batch = blockIdx.y;
+    first_list = (runs - 1 - static_cast<int>(blockIdx.x) / p.num_kv_heads) * lists;
+    last_list = min(first_list + lists, p.num_lists) - 1;
+    least_rank = rank(p, first_list);
+    most_rank = rank(p, last_list);
+    head_index = int64_t{batch} * p.num_kv_heads + kv_head;
+  }
+  __device__ __forceinline__ int rank(const GatherParams& p, int list) const {
+    return static_cast<int>((p.t0 + int64_t{list} * p.stride) >> span_log2);
+  }
+};
+
+// The ring of key tiles, filled by thread 0 between its own products.
+template <int kDim>
+struct KeyRing {
+  ScoreShared<kDim>& shared;
+  const char* tiles;
+  int num_tiles;
+
+  // All threads; ends without a barrier.
+  __device__ __forceinline__ void start() {
+    if (threadIdx.x == 0) {
+#pragma unroll
+      for (int i = 0; i < kTopScoreStages; ++i) {
+        device::barrier_init(&shared.full[i], 1);
+        device::barrier_init(&shared.empty[i], kScoreThreads / 32);
+      }
+      device::fence_barrier_init();
+#pragma unroll
+      for (int i = 0; i < kTopScoreStages - 1; ++i) {
+        if (i < num_tiles) {
+          copy(i);
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ void copy(int tile) {
+    const int stage = tile % kTopScoreStages;
+    device::barrier_arrive_expect(&shared.full[stage], kTopTileBytes<kDim>);
+    device::bulk_load(shared.keys[stage], tiles + int64_t{tile} * kTopTileBytes<kDim>, kTopTileBytes<kDim>,
+                      &shared.full[stage]);
+  }
+  // Keeps the ring filled and returns when the tile is there. Whole warps.
+  __device__ __forceinline__ void wait(int tile) {
+    if (threadIdx.x == 0 && tile + kTopScoreStages - 1 < num_tiles) {
+      const int next = tile + kTopScoreStages - 1;
+      if (next >= kTopScoreStages) {
+        device::barrier_wait(&shared.empty[next % kTopScoreStages], (next / kTopScoreStages - 1) & 1);
+      }
+      copy(next);
+    }
+    __syncwarp();
+    device::barrier_wait(&shared.full[tile % kTopScoreStages], tile / kTopScoreStages & 1);
+  }
+  __device__ __forceinline__ void release(int tile) {
+    if (threadIdx.x % 32 == 0) {
+      device::barrier_arrive(&shared.empty[tile % kTopScoreStages]);
+    }
+  }
+};
+
+// s = a * b^T over the head dim. Both operands are K-major panels with kRowsA and kRowsB rows each; the
+// descriptors point to their first rows.
+template <int kDim, int kRowsA, int kRowsB>
+__device__ __forceinline__ void multiply_panels(float (&s)[64], uint64_t a, uint64_t b) {
+#pragma unroll
+  for (int step = 0; step < kDim / 16; ++step) {
+    const uint32_t inside = step % 4 * 32;
+    device::wgmma<__half, 128>(s, device::advance(a, step / 4 * kRowsA * kPanelRowBytes + inside),
+                               device::advance(b, step / 4 * kRowsB * kPanelRowBytes + inside), step > 0);
+  }
+}
+
+}  // namespace htree::tree_attention

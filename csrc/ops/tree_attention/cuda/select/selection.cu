@@ -1,0 +1,145 @@
+// The launches that select the parents of one layer: out of the scores of a gathered list, or by the dense
+// passes of the top layer.
+#include "ops/tree_attention/cuda/forward_schedule.h"
+
+namespace htree::tree_attention {
+
+TopTiles top_tiles_of(const TreeCall& call, const Chunk& chunk) {
+  const int64_t first = chunk.batch * call.problem.num_kv_heads * call.top.num_tiles;
+  TopTiles tiles = call.top;
+  tiles.keys += first * top_tile_bytes(call.problem.key_dim);
+  tiles.values += first * top_tile_bytes(call.problem.value_dim);
+  tiles.scales += first * kTopTileNodes;
+  tiles.scaled += first;
+  return tiles;
+}
+
+namespace {
+
+// The importances of a gathered layer come with the selection, out of its scores.
+cudaError_t score_lists(const TreeCall& call, const GatherParams& gather, int64_t most_candidates,
+                        float* scratch, LeaderSelectParams& select, cudaStream_t stream) {
+  ScoreParams score;
+  score.gather = gather;
+  score.importance = call.problem.args.importance;
+  score.scores = scratch;
+  score.score_width = most_candidates;
+  score.num_runs = static_cast<int>(score_runs(most_candidates));
+  score.sums = reinterpret_cast<float2*>(scratch + aligned(int64_t{gather.num_batches} * gather.num_lists *
+                                                           call.problem.num_heads * most_candidates * 4) /
+                                                       4);
+  launch_scores(call.shape, score, stream);
+  select.scores = scratch;
+  select.score_width = score.score_width;
+  select.sums = score.sums;
+  select.num_runs = score.num_runs;
+  return cudaGetLastError();
+}
+
+// Bytes of the references of a chunk at a dense top, ahead of its importances.
+int64_t reference_bytes(const TreeCall& call, int64_t num_batches, int64_t num_lists) {
+  return aligned(num_batches * num_lists * call.problem.num_heads * 4);
+}
+
+// References of all lists of the chunk.
+cudaError_t refer_top(const TreeCall& call, const Chunk& chunk, const GatherParams& gather, float* scratch,
+                      TopReferenceParams& params, cudaStream_t stream) {
+  params.gather = gather;
+  params.tiles = top_tiles_of(call, chunk);
+  params.importance = call.problem.args.importance;
+  params.references = scratch;
+  params.reference_batch = int64_t{gather.num_lists} * call.problem.num_heads;
+  launch_top_references(call.shape, params, stream);
+  return cudaGetLastError();
+}
+
+// Importances of the lists of `gather`, `first` lists after those of `reference`.
+cudaError_t rank_top(const TreeCall& call, const TopReferenceParams& reference, const GatherParams& gather,
+                     int64_t first, int64_t last_rank, LeaderSelectParams& select, cudaStream_t stream) {
+  TopImportanceParams params;
+  params.reference = reference;
+  params.reference.gather = gather;
+  params.reference.references += first * call.problem.num_heads;
+  params.importances =
+      reference.references + reference_bytes(call, gather.num_batches, reference.gather.num_lists) / 4;
+  params.width = importance_width(std::max<int64_t>(last_rank, 1));
+  launch_top_importances(call.shape, params, stream);
+  select.scores = params.importances;
+  select.score_width = params.width;
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& chunk, const ListSlice& lists,
+                         const ListSlice& next, float* scratch, uint32_t* mask, cudaStream_t stream) {
+  const int64_t mask_words = call.mask_words();
+  const AttentionProblem& p = call.problem;
+  const TreeLayer& layer = call.layers[layer_idx];
+  const bool dense = call.config.dense_top && layer_idx + 1 == call.layers.size();
+  const int64_t chunk_lists = ceil_div(chunk.num_queries, p.args.selection_stride);
+  const int64_t most = dense ? call.config.top_chunk : call.config.selection_chunk;
+  TopReferenceParams reference;
+  if (dense) {
+    const cudaError_t error =
+        refer_top(call, chunk, gather_of(call, layer_idx, chunk), scratch, reference, stream);
+    if (error != cudaSuccess) {
+      return error;
+    }
+  }
+  for (int64_t first = 0; first < chunk_lists; first += most) {
+    const int64_t count = std::min(most, chunk_lists - first);
+    Chunk part = chunk;
+    part.query += first * p.args.selection_stride;
+    part.num_queries =
+        std::min(count * p.args.selection_stride, chunk.num_queries - first * p.args.selection_stride);
+    const int64_t last_rank = (p.t0() + part.query + part.num_queries - 1) / layer.node_span;
+    GatherParams gather = gather_of(call, layer_idx, part);
+    const int64_t row_offset = first * p.num_kv_heads * p.args.top_k;
+    gather.lists = lists.data ? lists.data + row_offset : nullptr;
+    gather.list_batch = lists.batch;
+    LeaderSelectParams select;
+    select.gather = gather;
+    select.next_lists = next.data + row_offset;
+    select.next_batch = next.batch;
+    select.selected = mask ? mask + first * p.num_kv_heads * mask_words : nullptr;
+    select.selected_batch = chunk_lists * p.num_kv_heads * mask_words;
+    select.mask_words = mask_words;
+    select.importance = p.args.importance;
+    cudaError_t error =
+        dense ? rank_top(call, reference, gather, first, last_rank, select, stream)
+              : score_lists(call, gather, list_candidates(last_rank + 1, p.args.top_k, kTensorCoreRate),
+                            scratch, select, stream);
+    if (error != cudaSuccess) {
+      return error;
+    }
+    launch_leader_select(select, stream);
+    error = cudaGetLastError();
+    if (error != cudaSuccess) {
+      return error;
+    }
+  }
+  return cudaSuccess;
+}
+
+int64_t score_scratch_bytes(const TreeCall& call) {
+  const AttentionProblem& p = call.problem;
+  const AttentionConfig& c = call.config;
+  int64_t bytes = 0;
+  for (size_t i = 1; i < call.layers.size(); ++i) {
+    if (c.dense_top && i + 1 == call.layers.size()) {
+      const int64_t row = p.num_kv_heads * importance_width(call.layers[i].num_nodes) * 4;
+      const int64_t references =
+          reference_bytes(call, c.batch_chunk, ceil_div(c.query_chunk, p.args.selection_stride));
+      bytes = std::max(bytes, references + aligned(c.batch_chunk * c.top_chunk * row));
+    } else {
+      const int64_t widest = list_candidates(call.layers[i].num_nodes, p.args.top_k, kTensorCoreRate);
+      const int64_t rows = c.batch_chunk * c.selection_chunk * p.num_heads;
+      bytes = std::max(bytes, aligned(rows * widest * 4) +
+                                  aligned(rows * score_runs(widest) * static_cast<int64_t>(sizeof(float2))));
+    }
+  }
+  return bytes;
+}
+
+}  // namespace htree::tree_attention

@@ -1,0 +1,156 @@
+#include "ops/tree_attention/cuda/tree/cuda_tree.h"
+
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/outer.h>
+#include <ATen/ops/pow.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/util/Exception.h>
+
+#include <string>
+
+#include "host/cuda/hopper.h"
+#include "host/env.h"
+
+namespace htree::tree_attention {
+namespace {
+
+TensorView view_of(const Tensor& x) {
+  return {x.const_data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
+}
+
+// Whether every row of q [B, T_q, H, K] starts at a multiple of 16 bytes.
+bool aligned_rows(const Tensor& q) {
+  const auto whole = [&](int64_t dim) { return q.size(dim) == 1 || q.stride(dim) % 8 == 0; };
+  return reinterpret_cast<uintptr_t>(q.const_data_ptr()) % 16 == 0 && whole(0) && whole(1) && whole(2);
+}
+
+DeviceFacts current_device_facts() {
+  const cudaDeviceProp* properties = at::cuda::getCurrentDeviceProperties();
+  return {properties->major, static_cast<int64_t>(properties->sharedMemPerBlockOptin), has_hopper_kernels(),
+          properties->multiProcessorCount};
+}
+
+// HTREE_TREE_GATHER, read at every call so that a test can compare the kernels.
+GatherChoice gather_choice() {
+  const std::string choice = env_or("HTREE_TREE_GATHER", "auto");
+  TORCH_CHECK_VALUE(choice == "auto" || choice == "private", "HTREE_TREE_GATHER is auto or private, got ",
+                    choice);
+  return choice == "private" ? GatherChoice::kPrivate : GatherChoice::kAuto;
+}
+
+Tensor device_bytes(int64_t bytes, const Tensor& like) {
+  return at::empty({std::max<int64_t>(bytes, 1)}, like.options().dtype(at::kByte));
+}
+
+}  // namespace
+
+AttentionProblem attention_problem(const Tensor& q, const Tensor& k, const Tensor& v,
+                                   const AttentionArgs& args) {
+  AttentionProblem problem;
+  problem.batch = q.size(0);
+  problem.num_keys = k.size(1);
+  problem.num_queries = q.size(1);
+  problem.num_heads = q.size(2);
+  problem.num_kv_heads = k.size(2);
+  problem.key_dim = q.size(3);
+  problem.value_dim = v.size(3);
+  problem.half_dtype = q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16;
+  problem.args = args;
+  return problem;
+}
+
+AttentionConfig attention_config(const AttentionProblem& problem) {
+  return choose_attention_config(problem, current_device_facts(), gather_choice());
+}
+
+AttentionConfig attention_backward_config(const AttentionProblem& problem) {
+  return choose_backward_config(problem, current_device_facts(), gather_choice());
+}
+
+CudaTree build_cuda_tree(const Tensor& k, const Tensor& v, const AttentionArgs& args) {
+  const int64_t layers = num_layers(k.size(1), args.max_top_nodes, args.compression_rate);
+  CudaTree tree{{k}, {v}};
+  for (int64_t layer = 1; layer < layers; ++layer) {
+    const int64_t nodes = ceil_div(tree.keys.back().size(1), args.compression_rate);
+    Tensor keys = at::empty({k.size(0), nodes, k.size(2), k.size(3)}, k.options());
+    Tensor values = at::empty({v.size(0), nodes, v.size(2), v.size(3)}, v.options());
+    tree_build_cuda(tree.keys.back(), tree.values.back(), args.compression_rate, keys, values);
+    tree.keys.push_back(keys);
+    tree.values.push_back(values);
+  }
+  return tree;
+}
+
+TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const AttentionConfig& config,
+                                    const Tensor& q, const CudaTree& tree, cudaStream_t stream) {
+  TensorCoreTree result;
+  TreeCall& call = result.call;
+  call.problem = problem;
+  call.config = config;
+  call.shape = {q.scalar_type() == at::kHalf ? HalfType::kHalf : HalfType::kBFloat16,
+                static_cast<int>(problem.key_dim), static_cast<int>(problem.value_dim)};
+  call.queries = view_of(q);
+  call.queries.aligned = aligned_rows(q);
+  const auto own = [&](int64_t bytes) {
+    result.memory.push_back(device_bytes(bytes, q));
+    return result.memory.back().mutable_data_ptr();
+  };
+  call.rope = static_cast<float2*>(own(call.rope_rows() * problem.key_dim / 2 * sizeof(float2)));
+  if (config.gather != GatherKernel::kPrivate || config.union_queries) {
+    call.turns = static_cast<__half2*>(own(turn_table_bytes(call.turn_slots(), problem.key_dim)));
+  }
+  if (config.block_top) {
+    call.block_turns = static_cast<__half2*>(own(turn_table_bytes(call.turn_slots(), problem.key_dim)));
+  }
+  for (size_t i = 0; i < tree.keys.size(); ++i) {
+    TreeLayer layer;
+    layer.keys = view_of(tree.keys[i]);
+    layer.values = view_of(tree.values[i]);
+    layer.num_nodes = tree.keys[i].size(1);
+    layer.num_parents = ceil_div(layer.num_nodes, kTensorCoreRate);
+    layer.node_span = node_span(kTensorCoreRate, static_cast<int64_t>(i));
+    layer.blocks = static_cast<char*>(own(problem.batch * problem.num_kv_heads * layer.num_parents *
+                                          parent_block_bytes(problem.key_dim, problem.value_dim)));
+    call.layers.push_back(layer);
+  }
+  if (config.dense_top) {
+    call.top.num_tiles = static_cast<int>(ceil_div(call.layers.back().num_nodes, kTopTileNodes));
+    const int64_t tiles = problem.batch * problem.num_kv_heads * call.top.num_tiles;
+    call.top.keys = static_cast<char*>(own(tiles * top_tile_bytes(problem.key_dim)));
+    call.top.values = static_cast<char*>(own(tiles * top_tile_bytes(problem.value_dim)));
+    call.top.scales = static_cast<float*>(own(tiles * kTopTileNodes * sizeof(float)));
+    call.top.scaled = static_cast<int32_t*>(own(tiles * sizeof(int32_t)));
+  }
+  C10_CUDA_CHECK(run_prepare(call, stream));
+  return result;
+}
+
+RopeTables general_rope_tables(const AttentionProblem& problem, const Tensor& q) {
+  if (!problem.args.rotate) {
+    return {};
+  }
+  const int64_t rate = problem.args.compression_rate;
+  const int64_t size = list_candidates(problem.num_keys, problem.args.top_k, rate);
+  const auto options = q.options().dtype(at::kDouble);
+  const Tensor exponent =
+      at::arange(0, problem.key_dim, 2, options).div(-static_cast<double>(problem.key_dim));
+  const Tensor angle = at::outer(at::arange(size, options), at::pow(problem.args.rope_base, exponent));
+  return {angle.cos().to(at::kFloat), angle.sin().to(at::kFloat)};
+}
+
+LayerArgs layer_args(const AttentionProblem& problem, int64_t layer, int64_t first_query) {
+  LayerArgs args;
+  args.layer = layer;
+  args.compression_rate = problem.args.compression_rate;
+  args.list_width = problem.args.top_k;
+  args.top_k = problem.args.top_k;
+  args.t0 = problem.t0() + first_query;
+  args.selection_stride = problem.args.selection_stride;
+  args.scale = problem.args.scale;
+  args.importance = problem.args.importance;
+  return args;
+}
+
+}  // namespace htree::tree_attention

@@ -1,0 +1,76 @@
+// Copies the top layer into tiles: keys rotated to their positions, values as they are.
+#pragma once
+
+#include "device/mma.cuh"
+#include "device/numeric.cuh"
+#include "device/reduce.cuh"
+#include "ops/tree_attention/cuda/tree/dense_tiles.cuh"
+
+namespace htree::tree_attention {
+
+constexpr int kTopRelayWarps = 8;
+
+// A block per tile of a (batch, kv head), a warp per row; lane i handles the key dims 2i, 2i + 1 of both
+// halves.
+template <typename T, int kDim>
+__global__ void __launch_bounds__(kTopRelayWarps * 32) top_relay_kernel(TopRelayParams p) {
+  constexpr int kHalf = kDim / 2;
+  const int lane = threadIdx.x % 32;
+  const int64_t tile_index = blockIdx.x;
+  const int64_t head_index = tile_index / p.tiles.num_tiles;
+  const int64_t batch = head_index / p.num_kv_heads, head = head_index % p.num_kv_heads;
+  char* keys = p.tiles.keys + tile_index * kTopTileBytes<kDim>;
+  char* values = p.tiles.values + tile_index * kTopTileBytes<kDim>;
+  bool scaled = false;
+  for (int row = threadIdx.x / 32; row < kTopTileNodes; row += kTopRelayWarps) {
+    const int64_t node = tile_index % p.tiles.num_tiles * kTopTileNodes + row;
+    const bool exists = node < p.num_nodes;
+    const T* key =
+        static_cast<const T*>(p.keys.data) + batch * p.keys.batch + node * p.keys.row + head * p.keys.head;
+    const uint16_t* value = static_cast<const uint16_t*>(p.values.data) + batch * p.values.batch +
+                            node * p.values.row + head * p.values.head;
+    const int dim = 2 * lane;
+    const bool active = dim < kHalf;
+    float low[2] = {}, high[2] = {};
+    float largest = 0.f;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      low[i] = active && exists ? device::to_acc(key[dim + i]) : 0.f;
+      high[i] = active && exists ? device::to_acc(key[kHalf + dim + i]) : 0.f;
+      largest = fmaxf(largest, fmaxf(finite_magnitude(low[i]), finite_magnitude(high[i])));
+    }
+    largest = device::warp_reduce<device::Max>(largest);
+    const PowerOfTwo power = key_row_scale(largest);
+    scaled |= power.scale != 1.f;
+    if (active) {
+      float first[2], second[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float2 turn = exists ? p.rope[node * kHalf + dim + i] : make_float2(1.f, 0.f);
+        const float x = low[i] * power.scale, y = high[i] * power.scale;
+        first[i] = x * turn.x - y * turn.y;
+        second[i] = x * turn.y + y * turn.x;
+      }
+      const auto store = [&](int at, float a, float b) {
+        *reinterpret_cast<uint32_t*>(keys + panel_offset(kTopTileNodes, row, at / 8) + at % 8 * 2) =
+            device::pack_pair<__half>(a, b);
+      };
+      store(dim, first[0], first[1]);
+      store(kHalf + dim, second[0], second[1]);
+    }
+    if (lane == 0) {
+      p.tiles.scales[tile_index * kTopTileNodes + row] = power.inverse;
+    }
+#pragma unroll
+    for (int at = 2 * lane; at < kDim; at += 64) {
+      *reinterpret_cast<uint32_t*>(values + panel_offset(kTopTileNodes, row, at / 8) + at % 8 * 2) =
+          exists ? value[at] | static_cast<uint32_t>(value[at + 1]) << 16 : 0u;
+    }
+  }
+  scaled = __syncthreads_or(scaled);
+  if (threadIdx.x == 0) {
+    p.tiles.scaled[tile_index] = scaled;
+  }
+}
+
+}  // namespace htree::tree_attention

@@ -1,0 +1,71 @@
+// The kernels of the tensor-core path over group sizes and selection strides, in words: what
+// `python -m htree_ops info` prints. No torch.
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "device/sizes.h"
+#include "ops/tree_attention/plan/attention_config.h"
+
+namespace htree::tree_attention {
+
+// A line per choice of kernels for a tree of two layers, with the G = H / H_kv and the strides that take it.
+inline std::vector<std::string> tensor_core_kernels(bool hopper) {
+  struct Line {
+    std::string kernels;
+    std::vector<std::pair<std::string, std::string>> takers;  // strides, groups with exactly these
+  };
+  const DeviceFacts device{hopper ? 9 : 8, hopper ? device::kHopperSharedBytes : 163 << 10, hopper};
+  AttentionProblem p;
+  p.batch = p.num_kv_heads = 1;
+  p.num_keys = p.num_queries = 131072;
+  p.key_dim = p.value_dim = 128;
+  p.half_dtype = true;
+  std::vector<Line> lines;
+  for (p.num_heads = 1; p.num_heads <= 16; ++p.num_heads) {
+    std::vector<std::pair<std::string, std::string>> choices;  // kernels, strides of this group
+    for (p.args.selection_stride = 1; p.args.selection_stride <= 16; p.args.selection_stride *= 2) {
+      const AttentionConfig backward = choose_backward_config(p, device);
+      const std::string kernels =
+          "layers=" + describe_layers(choose_attention_config(p, device), p.layers()) +
+          " gradients=" + describe_gradients(backward) + " top_gradients=" + describe_top_gradients(backward);
+      const std::string stride = std::to_string(p.args.selection_stride);
+      if (choices.empty() || choices.back().first != kernels) {
+        choices.emplace_back(kernels, stride);
+      } else {
+        choices.back().second += "," + stride;
+      }
+    }
+    for (const auto& [kernels, strides] : choices) {
+      size_t at = 0;
+      while (at < lines.size() && lines[at].kernels != kernels) {
+        ++at;
+      }
+      if (at == lines.size()) {
+        lines.push_back({kernels, {}});
+      }
+      auto& takers = lines[at].takers;
+      const std::string group = std::to_string(p.num_heads);
+      if (takers.empty() || takers.back().first != strides) {
+        takers.emplace_back(strides, group);
+      } else {
+        takers.back().second += "," + group;
+      }
+    }
+  }
+  std::vector<std::string> texts;
+  for (const Line& line : lines) {
+    std::string text = std::string(hopper ? "sm_90a" : "sm_80") + " " + line.kernels;
+    const char* separator = ": ";
+    for (const auto& [strides, groups] : line.takers) {
+      text += separator + ("H/H_kv=" + groups) + " stride=" + strides;
+      separator = "; ";
+    }
+    texts.push_back(text);
+  }
+  return texts;
+}
+
+}  // namespace htree::tree_attention

@@ -1,0 +1,143 @@
+// Schemas, Meta, Autograd and registrations of tree_build. docs/semantics/tree_attention.md §1.2.
+#include "ops/tree_attention/stages/build/build.h"
+
+#include "host/autograd.h"
+#include "host/op_handle.h"
+#include "host/registration.h"
+#include "ops/tree_attention/kernels.h"
+
+namespace htree::tree_attention {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::variable_list;
+using Pair = std::tuple<Tensor, Tensor>;
+
+Pair call_tree_build(const Tensor& k, const Tensor& v, int64_t r) {
+  static const auto op = op_handle<Pair(const Tensor&, const Tensor&, int64_t)>("htree::tree_build");
+  return op.call(k, v, r);
+}
+
+Pair call_tree_build_backward(const Tensor& dpk, const Tensor& dpv, const SymInt& n_child, int64_t r) {
+  static const auto op =
+      op_handle<Pair(const Tensor&, const Tensor&, SymInt, int64_t)>("htree::tree_build_backward");
+  return op.call(dpk, dpv, n_child, r);
+}
+
+// ---- CPU and CUDA
+
+// parts = torch.split(x.float(), r, dim=1)
+// torch.stack([part.mean(1) for part in parts], 1).to(x.dtype)            for x in (k, v); a ragged part is
+// shorter
+template <TreeBuild* kKernel>
+Pair tree_build(const Tensor& k, const Tensor& v, int64_t r) {
+  auto [pk, pv] = prepare_tree_build(k, v, r);
+  if (pk.numel() > 0) {
+    kKernel(unit_last(k), unit_last(v), r, pk, pv);
+  }
+  return {pk, pv};
+}
+
+// count = torch.bincount(torch.arange(n_child) // r)
+// (dp / count[:, None, None]).repeat_interleave(r, dim=1)[:, :n_child]    for dp in (dpk, dpv)
+template <TreeBuildBackward* kKernel>
+Pair tree_build_backward(const Tensor& dpk, const Tensor& dpv, SymInt n_child, int64_t r) {
+  auto [dk, dv] = prepare_tree_build_backward(dpk, dpv, n_child, r);
+  if (dk.numel() > 0) {
+    kKernel(unit_last(dpk), unit_last(dpv), r, dk, dv);
+  }
+  return {dk, dv};
+}
+
+Pair tree_build_backward_meta(const Tensor& dpk, const Tensor& dpv, SymInt n_child, int64_t r) {
+  return prepare_tree_build_backward(dpk, dpv, n_child, r);
+}
+
+// ---- Autograd
+
+struct BuildNode : Function<BuildNode> {
+  static constexpr bool is_traceable = true;
+
+  static variable_list forward(AutogradContext* ctx, const Tensor& k, const Tensor& v, int64_t r) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->saved_data["n_child"] = k.sym_size(1);
+    ctx->saved_data["r"] = r;
+    auto [pk, pv] = call_tree_build(k, v, r);
+    return {pk, pv};
+  }
+
+  // An output that was not used has a gradient of zeros here, which torch fills in.
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    auto [dk, dv] = call_tree_build_backward(grads[0], grads[1], ctx->saved_data["n_child"].toSymInt(),
+                                             ctx->saved_data["r"].toInt());
+    return {dk, dv, Tensor()};
+  }
+};
+
+struct BuildBackwardNode : Function<BuildBackwardNode> {
+  static constexpr bool is_traceable = true;
+
+  static variable_list forward(AutogradContext*, const Tensor& dpk, const Tensor& dpv, const SymInt& n_child,
+                               int64_t r) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    auto [dk, dv] = call_tree_build_backward(dpk, dpv, n_child, r);
+    return {dk, dv};
+  }
+
+  static variable_list backward(AutogradContext*, const variable_list&) {
+    refuse_double_backward("tree_build_backward");
+  }
+};
+
+Pair tree_build_autograd(const Tensor& k, const Tensor& v, int64_t r) {
+  if (needs_grad({k, v})) {
+    const variable_list outputs = BuildNode::apply(k, v, r);
+    return {outputs[0], outputs[1]};
+  }
+  at::AutoDispatchBelowAutograd guard;
+  return call_tree_build(k, v, r);
+}
+
+Pair tree_build_backward_autograd(const Tensor& dpk, const Tensor& dpv, SymInt n_child, int64_t r) {
+  if (needs_grad({dpk, dpv})) {
+    const variable_list outputs = BuildBackwardNode::apply(dpk, dpv, n_child, r);
+    return {outputs[0], outputs[1]};
+  }
+  at::AutoDispatchBelowAutograd guard;
+  return call_tree_build_backward(dpk, dpv, n_child, r);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(htree, library) {
+  define_ops(library, {
+                          "tree_build(Tensor k, Tensor v, int compression_rate=16) -> (Tensor pk, Tensor pv)",
+                          "tree_build_backward(Tensor dpk, Tensor dpv, SymInt n_child, int "
+                          "compression_rate=16) -> (Tensor, Tensor)",
+                      });
+}
+
+TORCH_LIBRARY_IMPL(htree, CPU, library) {
+  library.impl("tree_build", TORCH_FN(tree_build<tree_build_cpu>));
+  library.impl("tree_build_backward", TORCH_FN(tree_build_backward<tree_build_backward_cpu>));
+}
+
+#if defined(HTREE_WITH_CUDA)
+TORCH_LIBRARY_IMPL(htree, CUDA, library) {
+  library.impl("tree_build", TORCH_FN(tree_build<tree_build_cuda>));
+  library.impl("tree_build_backward", TORCH_FN(tree_build_backward<tree_build_backward_cuda>));
+}
+#endif
+
+TORCH_LIBRARY_IMPL(htree, Meta, library) {
+  library.impl("tree_build", TORCH_FN(prepare_tree_build));
+  library.impl("tree_build_backward", TORCH_FN(tree_build_backward_meta));
+}
+
+TORCH_LIBRARY_IMPL(htree, Autograd, library) {
+  library.impl("tree_build", TORCH_FN(tree_build_autograd));
+  library.impl("tree_build_backward", TORCH_FN(tree_build_backward_autograd));
+}
+
+}  // namespace htree::tree_attention

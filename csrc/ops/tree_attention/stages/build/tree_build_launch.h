@@ -1,0 +1,31 @@
+// One level of the tree: parent = mean of its children. docs/semantics/tree_attention.md §1.2, §1.10.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime_api.h>
+
+#include "ops/tree_attention/stages/geometry.h"
+
+namespace htree::tree_attention {
+
+// Forward: children [B, N, H, D] in, parents [B, ceil(N/r), H, D] contiguous out. Backward: gradients of the
+// parents in, gradients of the N children contiguous out.
+template <typename T>
+struct TreeBuildParams {
+  View<const T> in;
+  T* out = nullptr;
+  int64_t num_batches = 0;
+  int64_t num_children = 0;  // N
+  int64_t num_heads = 0;
+  int64_t width = 0;  // D
+  int64_t rate = 16;
+};
+
+// T: float, __half, __nv_bfloat16, double.
+template <typename T>
+void launch_tree_build(const TreeBuildParams<T>& params, cudaStream_t stream);
+template <typename T>
+void launch_tree_build_backward(const TreeBuildParams<T>& params, cudaStream_t stream);
+
+}  // namespace htree::tree_attention

@@ -1,0 +1,53 @@
+// Softmax states of the candidates that are left. docs/semantics/tree_attention.md §1.7, §1.8.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime_api.h>
+
+#include "ops/tree_attention/stages/geometry.h"
+
+namespace htree::tree_attention {
+
+// A state (max, sum, out) [B, T_q, H], [B, T_q, H], [B, T_q, H, V]; strides in heads, those of `out` are V
+// times them.
+struct StateView {
+  float* max = nullptr;
+  float* sum = nullptr;
+  float* out = nullptr;
+  int64_t batch = 0;
+  int64_t row = 0;  // H of the whole tensor
+};
+
+template <typename T>
+struct AccumulateParams {
+  Geometry geometry;
+  View<const T> values;                     // [B, N, H_kv, V]
+  View<const int32_t> parents;              // [B, ceil(T_q / queries_per_list), S, list_width]
+  const float* scores = nullptr;            // [B, T_q, S, capacity, G] contiguous
+  const int32_t* num_candidates = nullptr;  // [B, T_q, S] contiguous
+  StateView state;
+  int64_t value_dim = 0;  // V
+};
+
+// T: float, __half, __nv_bfloat16. A candidate whose score is -inf is not read.
+template <typename T>
+void launch_accumulate(const AccumulateParams<T>& params, cudaStream_t stream);
+
+// Nodes and scores at the chosen positions of lists with one query head each.
+struct PickParams {
+  View<const int32_t> parents;         // [B, T_q, S, list_width]
+  const float* scores = nullptr;       // [B, T_q, S, capacity] contiguous
+  const int32_t* positions = nullptr;  // [B, T_q, S, top_k] contiguous
+  View<int32_t> nodes;                 // [B, T_q, S, top_k], -1 where the position is
+  View<float> node_scores;             // [B, T_q, S, top_k], -inf there
+  int64_t num_batches = 0;
+  int64_t num_queries = 0;
+  int64_t num_lists = 0;
+  int64_t capacity = 0;
+  int64_t rate = 16;
+  int64_t top_k = 0;
+};
+void launch_pick_topk(const PickParams& params, cudaStream_t stream);
+
+}  // namespace htree::tree_attention

@@ -1,0 +1,83 @@
+// CUDA entry points of the gather stage.
+#include "ops/tree_attention/stages/gather/layer_chunk.h"
+
+namespace htree::tree_attention {
+
+void accumulate_non_topk_cuda(const Tensor& layer_v, const Tensor& parents, const Tensor& scores,
+                              const Tensor& num_candidates, const LayerArgs& args, const Tensor& lmax,
+                              const Tensor& lsum, const Tensor& lout) {
+  const LaunchScope scope(layer_v);
+  if (lmax.numel() == 0) {
+    return;
+  }
+  const Tensor dense_scores = scores.contiguous();
+  const Tensor dense_counts = num_candidates.contiguous();
+  dispatch_device_dtype("accumulate_non_topk", layer_v.scalar_type(), FloatTypes{}, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    AccumulateParams<T> params;
+    params.geometry = geometry_of(args, scores.size(0), scores.size(1), scores.size(2), scores.size(4),
+                                  /*lists_per_kv_head=*/1, layer_v.size(1));
+    params.values = input_view<T>(layer_v);
+    params.parents = input_view<int32_t>(parents);
+    params.scores = input<float>(dense_scores);
+    params.num_candidates = input<int32_t>(dense_counts);
+    params.state = {output<float>(lmax), output<float>(lsum), output<float>(lout),
+                    lmax.size(1) * lmax.size(2), lmax.size(2)};
+    params.value_dim = lout.size(3);
+    launch_accumulate(params, scope.stream());
+  });
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+void compute_and_select_cuda(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v,
+                             const Tensor& parents, const Tensor& cos, const Tensor& sin,
+                             const LayerArgs& args, const Tensor& lmax, const Tensor& lsum,
+                             const Tensor& lout, const Tensor& topk_indices, const Tensor& topk_scores) {
+  const LaunchScope scope(q);
+  if (lmax.numel() == 0) {
+    return;
+  }
+  const int64_t num_heads = q.size(2);
+  const LayerCall call = {q,
+                          layer_k,
+                          parents,
+                          cos,
+                          sin,
+                          args,
+                          geometry_of(args, q.size(0), q.size(1), num_heads, /*group=*/1,
+                                      num_heads / layer_k.size(2), layer_k.size(1)),
+                          scope.stream()};
+  dispatch_device_dtype("compute_and_select", q.scalar_type(), FloatTypes{}, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    run_in_chunks<T>(call, [&](LayerChunk<T>& chunk) {
+      chunk.compute_scores();
+      chunk.accumulate(layer_v, lmax, lsum, lout);
+      if (topk_indices.size(3) > 0) {
+        chunk.select(SelectionOrder::kByKey);
+        chunk.store_picked(topk_indices, topk_scores);
+      }
+    });
+  });
+}
+
+void select_accumulate_cuda(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v,
+                            const Tensor& parents, const Tensor& cos, const Tensor& sin,
+                            const LayerArgs& args, const Tensor& lmax, const Tensor& lsum, const Tensor& lout,
+                            const Tensor& next_parents) {
+  select_accumulate_general(q, layer_k, layer_v, parents, cos, sin, args, lmax, lsum, lout, next_parents);
+}
+
+void bottom_accumulate_cuda(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v,
+                            const Tensor& parents, const Tensor& cos, const Tensor& sin,
+                            const LayerArgs& args, const Tensor& lmax, const Tensor& lsum,
+                            const Tensor& lout) {
+  bottom_accumulate_general(q, layer_k, layer_v, parents, cos, sin, args, lmax, lsum, lout);
+}
+
+void recompute_selection_cuda(const Tensor& q, const Tensor& layer_k, const Tensor& parents,
+                              const Tensor& cos, const Tensor& sin, const LayerArgs& args,
+                              const Tensor& next_parents) {
+  recompute_selection_general(q, layer_k, parents, cos, sin, args, next_parents);
+}
+
+}  // namespace htree::tree_attention

@@ -1,0 +1,164 @@
+// Kernels on states: merge, normalisation and reverse subtraction. docs/semantics/tree_attention.md §1.7.
+#pragma once
+
+#include "device/numeric.cuh"
+#include "device/online_softmax.cuh"
+#include "device/pack.cuh"
+#include "ops/tree_attention/stages/grid.h"
+#include "ops/tree_attention/stages/lists.cuh"
+#include "ops/tree_attention/stages/merge/merge_launch.h"
+
+namespace htree::tree_attention {
+
+// exp(from - to), 0 for an empty state: there from - to may be -inf - -inf.
+__device__ __forceinline__ float rebase_factor(float from, float to, float sum) {
+  return sum == 0.0f ? 0.0f : expf(from - to);
+}
+
+__device__ __forceinline__ int64_t state_offset(const int64_t (&strides)[3], const RowIndex& row) {
+  return row.batch * strides[0] + row.query * strides[1] + row.list * strides[2];
+}
+__device__ __forceinline__ int64_t state_offset(const int64_t (&strides)[4], const RowIndex& row) {
+  return row.batch * strides[0] + row.query * strides[1] + row.list * strides[2];
+}
+
+// A warp owns one head of one row: all lanes read the old state before lane 0 writes the new one.
+__global__ void __launch_bounds__(kElementThreads)
+    merge_to_global_kernel(const MergeParams params, int64_t num_states) {
+  constexpr int kWarps = kElementThreads / device::kWarpSize;
+  const int lane = threadIdx.x % device::kWarpSize;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kWarps;
+  for (int64_t state = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / device::kWarpSize;
+       state < num_states; state += step) {
+    const RowIndex row = row_index(state, params.num_rows, params.num_heads);
+    float* global_max = params.global.max + state_offset(params.global.max_strides, row);
+    float* global_sum = params.global.sum + state_offset(params.global.sum_strides, row);
+    const float old_max = *global_max;
+    const float old_sum = *global_sum;
+    const float layer_max = params.layer.max[state_offset(params.layer.max_strides, row)];
+    const float layer_sum = params.layer.sum[state_offset(params.layer.sum_strides, row)];
+    const float new_max = device::MaxNan{}(old_max, layer_max);
+    const float keep = rebase_factor(old_max, new_max, old_sum);
+    const float add = rebase_factor(layer_max, new_max, layer_sum);
+    __syncwarp();
+    if (lane == 0) {
+      *global_max = new_max;
+      *global_sum = old_sum * keep + layer_sum * add;
+    }
+    float* out = params.global.out + state_offset(params.global.out_strides, row);
+    const float* layer_out = params.layer.out + state_offset(params.layer.out_strides, row);
+    for (int64_t column = lane; column < params.value_dim; column += device::kWarpSize) {
+      float& value = out[column * params.global.out_strides[3]];
+      value = value * keep + layer_out[column * params.layer.out_strides[3]] * add;
+    }
+  }
+}
+
+// 0 / 0 is NaN, as in torch.softmax of -inf alone.
+template <typename T>
+__global__ void __launch_bounds__(kElementThreads)
+    final_normalize_kernel(const NormalizeParams<T> params, int64_t num_items) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kElementThreads;
+  for (int64_t item = static_cast<int64_t>(blockIdx.x) * kElementThreads + threadIdx.x; item < num_items;
+       item += step) {
+    const int64_t column = item % params.value_dim;
+    const RowIndex row = row_index(item / params.value_dim, params.num_rows, params.num_heads);
+    const float sum = params.state.sum[state_offset(params.state.sum_strides, row)];
+    const float out =
+        params.state.out[state_offset(params.state.out_strides, row) + column * params.state.out_strides[3]];
+    params.out[item] = device::from_acc<T>(out / sum);
+  }
+}
+
+struct SubtractTraits {
+  static constexpr int kThreads = 128;
+  static constexpr int kTile = kThreads;
+};
+
+// A block owns one head of one row. It sums the listed nodes relative to their own maximum, takes them out of
+// the state, and leaves the exact empty state where nothing but rounding residue would remain: the list is
+// not full, or the rest is not above top_k * epsilon of the sum.
+template <typename T>
+__global__ void __launch_bounds__(SubtractTraits::kThreads)
+    subtract_topk_kernel(const SubtractParams<T> params) {
+  constexpr int kThreads = SubtractTraits::kThreads;
+  constexpr int kWarps = kThreads / device::kWarpSize;
+  constexpr float kEpsilon = 1.1920929e-7f;
+  __shared__ float weights[SubtractTraits::kTile];
+  __shared__ int32_t nodes[SubtractTraits::kTile];
+  __shared__ float maxima[kWarps];
+  __shared__ float sums[kWarps];
+  const RowIndex row = row_index(blockIdx.x, params.num_rows, params.num_heads);
+  const int32_t* indices = at_row(params.indices, row.batch, row.query, row.list);
+  const float* scores = at_row(params.scores, row.batch, row.query, row.list);
+  const T* values = at_row(params.values, row.batch, 0, row.list / params.heads_per_kv_head);
+  const auto counts = [&](int64_t i) {
+    return indices[i] >= 0 && indices[i] < params.num_nodes &&
+           scores[i] != device::negative_infinity<float>();
+  };
+
+  float maximum = device::negative_infinity<float>();
+  bool missing = false;
+  for (int64_t i = threadIdx.x; i < params.top_k; i += kThreads) {
+    maximum = counts(i) ? device::MaxNan{}(maximum, scores[i]) : maximum;
+    missing |= indices[i] == -1;
+  }
+  maximum = device::block_reduce<kThreads, device::MaxNan>(maximum, maxima);
+  float sum = 0.0f;
+  for (int64_t i = threadIdx.x; i < params.top_k; i += kThreads) {
+    sum += counts(i) ? expf(scores[i] - maximum) : 0.0f;
+  }
+  sum = device::block_reduce<kThreads, device::Sum>(sum, sums);
+  const bool not_full = __syncthreads_or(missing);
+
+  const float old_max = params.max[blockIdx.x];
+  const float old_sum = params.sum[blockIdx.x];
+  const float factor = rebase_factor(maximum, old_max, sum);
+  const float rest = old_sum - sum * factor;
+  const bool empty = not_full || rest <= static_cast<float>(params.top_k) * kEpsilon * old_sum;
+  float* out = params.out + static_cast<int64_t>(blockIdx.x) * params.value_dim;
+  for (int64_t first = 0; first < params.value_dim; first += kThreads) {
+    const int64_t column = first + threadIdx.x;
+    float listed = 0.0f;
+    for (int64_t tile = 0; tile < params.top_k; tile += SubtractTraits::kTile) {
+      const int64_t i = tile + threadIdx.x;
+      const bool used = i < params.top_k && counts(i);
+      __syncthreads();
+      nodes[threadIdx.x] = used ? indices[i] : -1;
+      weights[threadIdx.x] = used ? expf(scores[i] - maximum) : 0.0f;
+      __syncthreads();
+      for (int candidate = 0; candidate < SubtractTraits::kTile; ++candidate) {
+        if (nodes[candidate] >= 0 && column < params.value_dim) {
+          listed = fmaf(weights[candidate],
+                        device::to_acc(values[nodes[candidate] * params.values.row + column]), listed);
+        }
+      }
+    }
+    if (column < params.value_dim) {
+      out[column] = empty ? 0.0f : out[column] - listed * factor;
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    params.max[blockIdx.x] = empty ? device::negative_infinity<float>() : old_max;
+    params.sum[blockIdx.x] = empty ? 0.0f : rest;
+  }
+}
+
+template <typename T>
+void launch_final_normalize(const NormalizeParams<T>& params, cudaStream_t stream) {
+  const int64_t items = params.num_batches * params.num_rows * params.num_heads * params.value_dim;
+  if (items > 0) {
+    final_normalize_kernel<T><<<blocks_for(items), kElementThreads, 0, stream>>>(params, items);
+  }
+}
+
+template <typename T>
+void launch_subtract_topk(const SubtractParams<T>& params, cudaStream_t stream) {
+  const int64_t states = params.num_batches * params.num_rows * params.num_heads;
+  if (states > 0) {
+    subtract_topk_kernel<T><<<static_cast<unsigned>(states), SubtractTraits::kThreads, 0, stream>>>(params);
+  }
+}
+
+}  // namespace htree::tree_attention

@@ -1,0 +1,122 @@
+// Schemas, Meta, Autograd and registrations of rope and rope_cache. docs/semantics/tree_attention.md §1.4.
+#include "ops/tree_attention/stages/rope/rope.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/outer.h>
+#include <ATen/ops/pow.h>
+#include <ATen/ops/stack.h>
+
+#include "host/autograd.h"
+#include "host/op_handle.h"
+#include "host/registration.h"
+#include "ops/tree_attention/kernels.h"
+
+namespace htree::tree_attention {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::variable_list;
+
+Tensor call_rope(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& positions,
+                 bool inverse) {
+  static const auto op =
+      op_handle<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, bool)>("htree::rope");
+  return op.call(x, cos, sin, positions, inverse);
+}
+
+// ---- factory
+
+// angle = torch.outer(torch.arange(size).double(), base ** (-torch.arange(0, dim, 2).double() / dim))
+// torch.stack((angle.cos(), angle.sin())).to(dtype)
+// In double until the end: fp32 angles are off by up to 5e-4 rad at position 9000.
+Tensor rope_cache(SymInt size, int64_t dim, double base, at::ScalarType dtype,
+                  std::optional<at::Device> device) {
+  check_rope_cache(size, dim, base, dtype);
+  const auto options = at::TensorOptions().dtype(at::kDouble).device(device.value_or(at::kCPU));
+  const Tensor exponents = at::arange(0, dim, 2, options).div(-static_cast<double>(dim));
+  const Tensor angle = at::outer(at::arange(size, options), at::pow(base, exponents));
+  return at::stack({angle.cos(), angle.sin()}).to(dtype);
+}
+
+// ---- CPU and CUDA
+
+// c, s = (table[positions].unsqueeze(-2) for table in (cos, sin)); s = -s if inverse else s
+// lo, hi = x.to(cos.dtype).chunk(2, -1)
+// torch.cat((lo * c - hi * s, lo * s + hi * c), -1).to(x.dtype)
+template <Rope* kKernel>
+Tensor rope(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& positions, bool inverse) {
+  Tensor out = prepare_rope(x, cos, sin, positions, inverse);
+  if (out.numel() > 0) {
+    kKernel(unit_last(x), unit_last(cos), unit_last(sin), unit_last(positions), inverse, out);
+  }
+  return out;
+}
+
+// ---- Autograd: the gradient of a rotation is the inverse rotation, an op again
+
+struct RopeNode : Function<RopeNode> {
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& cos, const Tensor& sin,
+                        const Tensor& positions, bool inverse) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->save_for_backward({cos, sin, positions});
+    ctx->saved_data["inverse"] = inverse;
+    return call_rope(x, cos, sin, positions, inverse);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    Tensor dx;
+    if (grads[0].defined()) {
+      dx = call_rope(grads[0], saved[0], saved[1], saved[2], !ctx->saved_data["inverse"].toBool());
+    }
+    return {dx, Tensor(), Tensor(), Tensor(), Tensor()};
+  }
+};
+
+Tensor rope_autograd(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& positions,
+                     bool inverse) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!needs_grad({cos, sin}), "rope: cos and sin have no gradient; detach them");
+  if (needs_grad({x})) {
+    return RopeNode::apply(x, cos, sin, positions, inverse);
+  }
+  at::AutoDispatchBelowAutograd guard;
+  return call_rope(x, cos, sin, positions, inverse);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(htree, library) {
+  define_ops(library,
+             {
+                 "rope_cache(SymInt size, int dim, float base=10000., *, ScalarType dtype=float, Device? "
+                 "device=None) -> Tensor",
+                 "rope(Tensor x, Tensor cos, Tensor sin, Tensor positions, bool inverse=False) -> Tensor",
+             });
+}
+
+TORCH_LIBRARY_IMPL(htree, CompositeExplicitAutograd, library) {
+  library.impl("rope_cache", TORCH_FN(rope_cache));
+}
+
+TORCH_LIBRARY_IMPL(htree, CPU, library) {
+  library.impl("rope", TORCH_FN(rope<rope_cpu>));
+}
+
+#if defined(HTREE_WITH_CUDA)
+TORCH_LIBRARY_IMPL(htree, CUDA, library) {
+  library.impl("rope", TORCH_FN(rope<rope_cuda>));
+}
+#endif
+
+TORCH_LIBRARY_IMPL(htree, Meta, library) {
+  library.impl("rope", TORCH_FN(prepare_rope));
+}
+
+TORCH_LIBRARY_IMPL(htree, Autograd, library) {
+  library.impl("rope", TORCH_FN(rope_autograd));
+}
+
+}  // namespace htree::tree_attention

@@ -1,0 +1,324 @@
+// Scores kernel: a block owns one list row, a thread one candidate of the tile at hand for up to kHeads query
+// heads.
+//
+// The keys of a tile are rotated once and stand in shared memory as floats, one slice of the key dimension at
+// a time; the rotated queries of the group are broadcast. Every score is one sequential sum over the key
+// dimension, so it does not depend on the launch shape.
+//
+// The IO-only twin adds up what it loads instead of rotating and multiplying
+// (docs/semantics/io_twins.md §2.3).
+#pragma once
+
+#include <algorithm>
+
+#include "device/numeric.cuh"
+#include "device/pack.cuh"
+#include "device/reduce.cuh"
+#include "device/rotary.cuh"
+#include "device/work.cuh"
+#include "ops/tree_attention/stages/io_formulas.h"
+#include "ops/tree_attention/stages/lists.cuh"
+#include "ops/tree_attention/stages/scores/compute_scores_launch.h"
+
+namespace htree::tree_attention {
+
+struct ScoresTraits {
+  static constexpr int kThreads = 128;
+  static constexpr int kTile = kThreads;     // candidates
+  static constexpr int kPairs = 32;          // rotary pairs in a slice of the key dimension
+  static constexpr int kStride = kTile + 1;  // odd: packs of neighbouring pairs fall into different banks
+  static constexpr int kMaxHeads = 8;
+};
+
+template <int kHeads>
+struct ScoresShared {
+  float keys[2 * ScoresTraits::kPairs][ScoresTraits::kStride];  // low halves, then high halves
+  alignas(16) float queries[2 * ScoresTraits::kPairs][kHeads];
+  int32_t nodes[ScoresTraits::kTile];
+  int first_missing[ScoresTraits::kThreads / device::kWarpSize];
+};
+
+// Loads `kPack` floats of a table row; rows of whole packs are 16-byte aligned.
+template <int kPack>
+__device__ __forceinline__ void load_table(const float* row, float (&values)[kPack]) {
+  constexpr int kStep = kPack < 4 ? kPack : 4;
+#pragma unroll
+  for (int i = 0; i < kPack; i += kStep) {
+    const auto pack = device::load_pack<kStep>(row + i);
+#pragma unroll
+    for (int e = 0; e < kStep; ++e) {
+      values[i + e] = pack[e];
+    }
+  }
+}
+
+// Rotates one slice of the tile's keys, each at its position p, into shared memory; zeros where there is no
+// key. The twin leaves one sum per pack in the row of the pack.
+template <typename Work, int kPack, typename T, int kHeads>
+__device__ __forceinline__ void stage_keys(const ScoresParams<T>& params, const T* keys, int64_t first_p,
+                                           int64_t first_pair, ScoresShared<kHeads>& shared) {
+  using Traits = ScoresTraits;
+  constexpr int kPacks = Traits::kPairs / kPack;
+  const int64_t half = params.key_dim / 2;
+#pragma unroll 2
+  for (int item = threadIdx.x; item < Traits::kTile * kPacks; item += Traits::kThreads) {
+    const int pair_in_slice = item % kPacks * kPack;
+    const int candidate = item / kPacks;
+    const int64_t pair = first_pair + pair_in_slice;
+    const int32_t node = shared.nodes[candidate];
+    float low[kPack] = {};
+    float high[kPack] = {};
+    float angles = 0.0f;
+    if (node >= 0 && pair < half) {
+      const T* key = keys + node * params.keys.row + pair;
+      const auto stored_low = device::load_pack<kPack>(key);
+      const auto stored_high = device::load_pack<kPack>(key + half);
+#pragma unroll
+      for (int e = 0; e < kPack; ++e) {
+        low[e] = device::to_acc(stored_low[e]);
+        high[e] = device::to_acc(stored_high[e]);
+      }
+      if (params.table.cos != nullptr) {
+        float cos[kPack];
+        float sin[kPack];
+        load_table(params.table.cos + (first_p + candidate) * params.table.cos_row + pair, cos);
+        load_table(params.table.sin + (first_p + candidate) * params.table.sin_row + pair, sin);
+#pragma unroll
+        for (int e = 0; e < kPack; ++e) {
+          if constexpr (!Work::kIoOnly) {
+            device::rotate_pair(low[e], high[e], cos[e], sin[e]);
+          } else {
+            angles += cos[e] + sin[e];
+          }
+        }
+      }
+    }
+    if constexpr (!Work::kIoOnly) {
+#pragma unroll
+      for (int e = 0; e < kPack; ++e) {
+        shared.keys[pair_in_slice + e][candidate] = low[e];
+        shared.keys[Traits::kPairs + pair_in_slice + e][candidate] = high[e];
+      }
+    } else {
+      constexpr float kKeyWeight = static_cast<float>(kIoKeyWeight);
+      constexpr float kQueryWeight = static_cast<float>(kIoQueryWeight);
+      float sum = 0.0f;
+#pragma unroll
+      for (int e = 0; e < kPack; ++e) {
+        sum += low[e] + high[e];
+      }
+      shared.keys[item % kPacks][candidate] = kKeyWeight * sum + kQueryWeight * angles;
+    }
+  }
+}
+
+// Rotates one slice of the group's queries at position n - 1, times the scale, into shared memory. The twin
+// leaves the sum of the slice in row 0: a warp owns the pairs of one head.
+template <typename Work, typename T, int kHeads>
+__device__ __forceinline__ void stage_queries(const ScoresParams<T>& params, const T* queries,
+                                              int64_t num_heads, int64_t position, int64_t first_pair,
+                                              ScoresShared<kHeads>& shared) {
+  using Traits = ScoresTraits;
+  const int64_t half = params.key_dim / 2;
+  for (int item = threadIdx.x; item < Traits::kPairs * kHeads; item += Traits::kThreads) {
+    const int pair_in_slice = item % Traits::kPairs;
+    const int head = item / Traits::kPairs;
+    const int64_t pair = first_pair + pair_in_slice;
+    float low = 0.0f;
+    float high = 0.0f;
+    if (head < num_heads && pair < half) {
+      const T* query = queries + head * params.q.head + pair;
+      low = device::to_acc(query[0]);
+      high = device::to_acc(query[half]);
+      if (params.table.cos != nullptr) {
+        const float cos = params.table.cos[position * params.table.cos_row + pair];
+        const float sin = params.table.sin[position * params.table.sin_row + pair];
+        if constexpr (!Work::kIoOnly) {
+          device::rotate_pair(low, high, cos, sin);
+        } else {
+          low += cos;
+          high += sin;
+        }
+      }
+    }
+    if constexpr (!Work::kIoOnly) {
+      shared.queries[pair_in_slice][head] = low * params.scale;
+      shared.queries[Traits::kPairs + pair_in_slice][head] = high * params.scale;
+    } else {
+      static_assert(Traits::kPairs == device::kWarpSize);
+      constexpr float kQueryWeight = static_cast<float>(kIoQueryWeight);
+      const float sum = device::warp_reduce<device::Sum>(low + high);
+      if (pair_in_slice == 0) {
+        shared.queries[0][head] = kQueryWeight * sum;
+      }
+    }
+  }
+}
+
+template <int kPack, int kHeads>
+__device__ __forceinline__ void add_slice(const ScoresShared<kHeads>& shared, float (&sums)[kHeads]) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int pack = 0; pack < ScoresTraits::kPairs / kPack; ++pack) {
+    sum += shared.keys[pack][threadIdx.x];
+  }
+#pragma unroll
+  for (int head = 0; head < kHeads; ++head) {
+    sums[head] += sum + shared.queries[0][head];
+  }
+}
+
+template <int kHeads>
+__device__ __forceinline__ void multiply_slice(const ScoresShared<kHeads>& shared, float (&sums)[kHeads]) {
+  constexpr int kStep = kHeads < 4 ? kHeads : 4;
+#pragma unroll 8
+  for (int d = 0; d < 2 * ScoresTraits::kPairs; ++d) {
+    const float key = shared.keys[d][threadIdx.x];
+#pragma unroll
+    for (int head = 0; head < kHeads; head += kStep) {
+      const auto query = device::load_pack<kStep>(&shared.queries[d][head]);
+#pragma unroll
+      for (int e = 0; e < kStep; ++e) {
+        sums[head + e] = fmaf(key, query[e], sums[head + e]);
+      }
+    }
+  }
+}
+
+template <int kHeads>
+__device__ __forceinline__ void store_scores(float* out, int64_t num_heads, const float (&sums)[kHeads]) {
+  constexpr int kStep = kHeads < 4 ? kHeads : 4;
+  if (num_heads == kHeads && reinterpret_cast<uintptr_t>(out) % (4 * kStep) == 0) {
+#pragma unroll
+    for (int head = 0; head < kHeads; head += kStep) {
+      device::Pack<float, kStep> pack;
+#pragma unroll
+      for (int e = 0; e < kStep; ++e) {
+        pack[e] = sums[head + e];
+      }
+      device::store_pack_streaming(out + head, pack);  // or they drive the keys out of L2
+    }
+    return;
+  }
+#pragma unroll
+  for (int head = 0; head < kHeads; ++head) {
+    if (head < num_heads) {
+      out[head] = sums[head];
+    }
+  }
+}
+
+// Block (row, split): the tiles split, split + gridDim.y, ... of the row's candidates.
+template <typename Work, typename T, int kHeads, int kPack>
+__global__ void __launch_bounds__(ScoresTraits::kThreads)
+    compute_scores_kernel(const ScoresParams<T> params) {
+  using Traits = ScoresTraits;
+  __shared__ ScoresShared<kHeads> shared;
+  const Geometry& geometry = params.geometry;
+  const RowIndex row = row_index(blockIdx.x, geometry.num_queries, geometry.num_lists);
+  const ListInfo info = list_info<Traits::kThreads>(geometry, params.parents, row, shared.first_missing);
+  const int64_t num_candidates = info.num_candidates;
+  if (blockIdx.y == 0 && threadIdx.x == 0) {
+    params.num_candidates[blockIdx.x] = static_cast<int32_t>(num_candidates);
+  }
+
+  const int64_t capacity = geometry.capacity();
+  const int64_t end = params.fill_tail ? capacity : num_candidates;
+  const T* keys = at_row(params.keys, row.batch, 0, geometry.kv_head(row.list));
+  const T* queries = at_row(params.q, row.batch, row.query, row.list * geometry.group);
+  float* scores = params.scores + static_cast<int64_t>(blockIdx.x) * capacity * geometry.group;
+
+  for (int64_t tile = static_cast<int64_t>(blockIdx.y) * Traits::kTile; tile < end;
+       tile += static_cast<int64_t>(gridDim.y) * Traits::kTile) {
+    const int64_t p = tile + threadIdx.x;
+    const int64_t node = p < num_candidates ? info.node(p) : -1;
+    __syncthreads();
+    shared.nodes[threadIdx.x] = static_cast<int32_t>(node);
+    for (int64_t first_head = 0; first_head < geometry.group; first_head += kHeads) {
+      const int64_t num_heads = min(static_cast<int64_t>(kHeads), geometry.group - first_head);
+      float sums[kHeads] = {};
+      if (tile < num_candidates) {
+        for (int64_t first_pair = 0; first_pair < params.key_dim / 2; first_pair += Traits::kPairs) {
+          __syncthreads();
+          stage_keys<Work, kPack>(params, keys, tile, first_pair, shared);
+          stage_queries<Work>(params, queries + first_head * params.q.head, num_heads, num_candidates - 1,
+                              first_pair, shared);
+          __syncthreads();
+          if constexpr (!Work::kIoOnly) {
+            multiply_slice(shared, sums);
+          } else {
+            add_slice<kPack>(shared, sums);
+          }
+        }
+      }
+      if (p < end) {
+        if (node < 0) {
+#pragma unroll
+          for (int head = 0; head < kHeads; ++head) {
+            sums[head] = device::negative_infinity<float>();
+          }
+        } else if constexpr (Work::kIoOnly) {
+          constexpr float kHeadWeight = static_cast<float>(kIoHeadWeight);
+          const float base = io_score_base(node, row.list, geometry.t0 + row.query * geometry.query_step);
+#pragma unroll
+          for (int head = 0; head < kHeads; ++head) {
+            sums[head] += base + kHeadWeight * static_cast<float>(first_head + head);
+          }
+        }
+        store_scores(scores + p * geometry.group + first_head, num_heads, sums);
+      }
+    }
+  }
+}
+
+// Enough blocks to fill a large GPU a few times where the rows alone do not.
+inline unsigned score_splits(int64_t num_rows, int64_t num_tiles) {
+  constexpr int64_t kEnoughBlocks = 2048;
+  const int64_t wanted = (kEnoughBlocks + num_rows - 1) / num_rows;
+  return static_cast<unsigned>(std::clamp<int64_t>(wanted, 1, std::clamp<int64_t>(num_tiles, 1, 65535)));
+}
+
+template <typename Work, typename T, int kHeads>
+void launch_compute_scores_for(const ScoresParams<T>& params, cudaStream_t stream) {
+  using Traits = ScoresTraits;
+  constexpr int kWide = device::kPackOf<T>;
+  const int64_t tiles = (params.geometry.capacity() + Traits::kTile - 1) / Traits::kTile;
+  const int64_t rows = params.geometry.num_rows();
+  const dim3 grid(static_cast<unsigned>(rows), score_splits(rows, tiles));
+  const bool wide =
+      params.key_dim / 2 % kWide == 0 && rows_aligned(params.keys) && rows_aligned(params.table);
+  if (wide) {
+    compute_scores_kernel<Work, T, kHeads, kWide><<<grid, Traits::kThreads, 0, stream>>>(params);
+  } else {
+    compute_scores_kernel<Work, T, kHeads, 1><<<grid, Traits::kThreads, 0, stream>>>(params);
+  }
+}
+
+template <typename Work, typename T>
+void launch_scores_as(const ScoresParams<T>& params, cudaStream_t stream) {
+  if (params.geometry.num_rows() == 0) {
+    return;
+  }
+  const int64_t group = params.geometry.group;
+  if (group == 1) {
+    launch_compute_scores_for<Work, T, 1>(params, stream);
+  } else if (group == 2) {
+    launch_compute_scores_for<Work, T, 2>(params, stream);
+  } else if (group <= 4) {
+    launch_compute_scores_for<Work, T, 4>(params, stream);
+  } else {
+    launch_compute_scores_for<Work, T, ScoresTraits::kMaxHeads>(params, stream);
+  }
+}
+
+template <typename T>
+void launch_compute_scores(const ScoresParams<T>& params, cudaStream_t stream) {
+  launch_scores_as<FullWork>(params, stream);
+}
+
+template <typename T>
+void launch_io_compute_scores(const ScoresParams<T>& params, cudaStream_t stream) {
+  launch_scores_as<IoOnly>(params, stream);
+}
+
+}  // namespace htree::tree_attention

@@ -1,0 +1,34 @@
+// Scores of every candidate of every query. docs/semantics/tree_attention.md §1.3, §1.4.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime_api.h>
+
+#include "ops/tree_attention/stages/geometry.h"
+
+namespace htree::tree_attention {
+
+template <typename T>
+struct ScoresParams {
+  Geometry geometry;
+  View<const T> q;                    // [B, T_q, S * G, K]
+  View<const T> keys;                 // [B, N, H_kv, K]
+  View<const int32_t> parents;        // [B, ceil(T_q / queries_per_list), S, list_width]
+  RotaryTable<float> table;           // at least capacity() rows
+  float* scores = nullptr;            // [B, T_q, S, capacity, G] contiguous
+  int32_t* num_candidates = nullptr;  // [B, T_q, S] contiguous
+  int64_t key_dim = 0;                // K, even
+  float scale = 1.0f;
+  bool fill_tail = true;  // false leaves entries p >= n unwritten: no reader of ours looks there
+};
+
+// T: float, __half, __nv_bfloat16. The sum over K runs in index order whatever the launch shape.
+template <typename T>
+void launch_compute_scores(const ScoresParams<T>& params, cudaStream_t stream);
+
+// The same launch with the policy IoOnly. docs/semantics/io_twins.md §2.2.
+template <typename T>
+void launch_io_compute_scores(const ScoresParams<T>& params, cudaStream_t stream);
+
+}  // namespace htree::tree_attention

@@ -1,0 +1,99 @@
+// Kernels on position lists: the next layer's parents, and the mask of the selected scores.
+#pragma once
+
+#include <cstdint>
+
+#include "device/numeric.cuh"
+#include "device/select.cuh"
+#include "device/work.cuh"
+#include "ops/tree_attention/stages/grid.h"
+#include "ops/tree_attention/stages/lists.cuh"
+#include "ops/tree_attention/stages/select/select_launch.h"
+
+namespace htree::tree_attention {
+
+constexpr int kNextParentsThreads = 128;
+
+struct NextParentsPlan {
+  int64_t sort_size;  // power of two >= top_k
+  bool in_shared;
+  int64_t shared_bytes;
+  int64_t scratch_bytes;  // of one block
+  int64_t num_blocks;
+};
+
+// A block owns one row: maps, sorts where the nodes do not ascend yet, and stores. The IO-only twin copies.
+template <typename Work>
+__global__ void __launch_bounds__(kNextParentsThreads)
+    compute_next_parents_kernel(const NextParentsParams params, const NextParentsPlan plan) {
+  constexpr int32_t kMissing = INT32_MAX;  // sorts behind every node
+  extern __shared__ int32_t shared_nodes[];
+  __shared__ int first_missing[kNextParentsThreads / device::kWarpSize];
+  int32_t* nodes = plan.in_shared ? shared_nodes
+                                  : reinterpret_cast<int32_t*>(static_cast<unsigned char*>(params.scratch) +
+                                                               blockIdx.x * plan.scratch_bytes);
+  for (int64_t row_idx = blockIdx.x; row_idx < params.num_rows(); row_idx += gridDim.x) {
+    const RowIndex row = row_index(row_idx, params.num_queries, params.num_lists);
+    const int32_t* positions = at_row(params.positions, row.batch, row.query, row.list);
+    int32_t* out = at_row(params.next_parents, row.batch, row.query, row.list);
+    if constexpr (Work::kIoOnly) {
+      for (int64_t i = threadIdx.x; i < params.top_k; i += kNextParentsThreads) {
+        out[i] = positions[i];
+      }
+      continue;
+    }
+    const int32_t* parents = nullptr;
+    int64_t num_parents = 0;
+    if (params.parents.data != nullptr) {
+      parents = at_row(params.parents, row.batch, row.query, row.list);
+      num_parents = count_parents<kNextParentsThreads>(parents, params.list_width, first_missing);
+    }
+    for (int64_t i = threadIdx.x; i < plan.sort_size; i += kNextParentsThreads) {
+      int32_t node = kMissing;
+      if (i < params.top_k) {
+        const int64_t p = positions[i];
+        if (parents == nullptr) {
+          node = p == -1 ? kMissing : static_cast<int32_t>(p);
+        } else if (p >= 0 && p / params.rate < num_parents) {
+          node = static_cast<int32_t>(parents[p / params.rate] * params.rate + p % params.rate);
+        }
+      }
+      nodes[i] = node;
+    }
+    __syncthreads();
+    bool descends = false;
+    for (int64_t i = threadIdx.x + 1; i < plan.sort_size; i += kNextParentsThreads) {
+      descends |= nodes[i - 1] > nodes[i];
+    }
+    if (__syncthreads_or(descends)) {
+      device::block_sort(nodes, plan.sort_size);
+    }
+    for (int64_t i = threadIdx.x; i < params.top_k; i += kNextParentsThreads) {
+      out[i] = nodes[i] == kMissing ? -1 : nodes[i];
+    }
+    __syncthreads();
+  }
+}
+
+// A thread owns one listed position of one row of scores.
+__global__ void __launch_bounds__(kElementThreads)
+    mask_topk_scores_kernel(const MaskParams params, int64_t num_items) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kElementThreads;
+  for (int64_t item = static_cast<int64_t>(blockIdx.x) * kElementThreads + threadIdx.x; item < num_items;
+       item += step) {
+    const int64_t rank = item % params.top_k;
+    const RowIndex row = row_index(item / params.top_k, params.num_queries, params.num_lists);
+    const int64_t p =
+        at_row(params.positions, row.batch, row.query / params.queries_per_list, row.list)[rank];
+    if (p >= 0 && p < params.capacity) {
+      const int64_t* strides = params.score_strides;
+      float* scores = params.scores + row.batch * strides[0] + row.query * strides[1] +
+                      row.list * strides[2] + p * strides[3];
+      for (int64_t head = 0; head < params.group; ++head) {
+        scores[head * strides[4]] = device::negative_infinity<float>();
+      }
+    }
+  }
+}
+
+}  // namespace htree::tree_attention
