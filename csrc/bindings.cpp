@@ -230,7 +230,7 @@ std::string fp8_gemm_config(int64_t m, int64_t n, int64_t k, bool hopper, bool l
 std::string tree_attention_config(const std::array<int64_t, 7>& sizes, bool half_dtype,
                                   int64_t compression_rate, int64_t max_top_nodes, int64_t top_k,
                                   int64_t selection_stride, bool backward, int major, int64_t shared_bytes,
-                                  bool hopper_kernels, bool private_gather, int64_t num_sms) {
+                                  bool hopper_kernels, bool per_query_gather, int64_t num_sms) {
   using namespace htree::tree_attention;
   AttentionProblem p;
   std::tie(p.batch, p.num_keys, p.num_queries, p.num_heads, p.num_kv_heads, p.key_dim, p.value_dim) =
@@ -241,7 +241,7 @@ std::string tree_attention_config(const std::array<int64_t, 7>& sizes, bool half
   p.args.top_k = top_k;
   p.args.selection_stride = selection_stride;
   const DeviceFacts device{major, shared_bytes, major == 9 && hopper_kernels, num_sms};
-  const GatherChoice gather = private_gather ? GatherChoice::kPrivate : GatherChoice::kAuto;
+  const GatherChoice gather = per_query_gather ? GatherChoice::kPerQuery : GatherChoice::kAuto;
   if (backward) {
     const AttentionConfig config = choose_backward_config(p, device, gather);
     return describe(config) + " gradients=" + describe_gradients(config) +
@@ -295,7 +295,7 @@ PYBIND11_MODULE(_host, module) {
              py::arg("compression_rate") = 16, py::arg("max_top_nodes") = 8192, py::arg("top_k") = 512,
              py::arg("selection_stride") = 1, py::arg("backward") = false, py::arg("major") = 9,
              py::arg("shared_bytes") = htree::device::kHopperSharedBytes, py::arg("hopper_kernels") = true,
-             py::arg("private_gather") = false, py::arg("num_sms") = 132,
+             py::arg("per_query_gather") = false, py::arg("num_sms") = 132,
              "The path and chunks of an attention call and, of a forward, the kernels of its layers from the "
              "top down; sizes are (B, T, T_q, H, H_kv, K, V).");
   module.def("device_facts", &device_facts, "Name, capability and sizes of each visible GPU.");

@@ -275,6 +275,137 @@ RMSNORM_ROPE: Table = [
     row_kernels("rmsnorm_rope_rows", "ops/rmsnorm_rope/rmsnorm_rope_rows_impl.h"),
 ]
 
+FULL = Type("full", "FullWork")
+IO_ONLY = Type("io", "IoOnly")
+HEAD_DIMS = (32, 64, 128)
+TENSOR_CORE = {"T": HALF_TYPES, "D": HEAD_DIMS}
+
+
+def tensor_core(header: str, *launchers: str) -> Cuda:
+    """Launchers of the tensor-core kernels of a header, given as ``name(Params)``: a file per type and head dim."""
+    code = []
+    for launcher in launchers:
+        name, params = launcher.rstrip(")").split("(")
+        code.append(f"cudaError_t {name}<{{T}}, {{D}}>(const {params}&, cudaStream_t)")
+    return Cuda(Path(header).stem + "_{T}_d{D}", f"ops/tree_attention/cuda/{header}", code, TENSOR_CORE)
+
+
+def tensor_core_copy(header: str, launcher: str) -> Cuda:
+    """The same for a kernel that only copies: all types and head dims in one file."""
+    one = tensor_core(header, launcher)
+    code = [one.code[0].format(T=dtype.cpp, D=dim) for dtype in HALF_TYPES for dim in HEAD_DIMS]
+    return Cuda(Path(header).stem, one.header, code)
+
+
+TREE_ATTENTION: Table = [
+    # the stages one by one
+    Cuda(
+        "tree_build",
+        "ops/tree_attention/stages/build/tree_build.cuh",
+        [
+            f"cudaError_t {name}(const TreeBuildParams<{dtype.cpp}>&, cudaStream_t)"
+            for name in ("launch_tree_build", "launch_tree_build_backward")
+            for dtype in ALL_TYPES
+        ],
+    ),
+    Cuda(
+        "rope",
+        "ops/tree_attention/stages/rope/rope.cuh",
+        [
+            *(
+                f"cudaError_t launch_rope(const RopeParams<{x.cpp}, float>&, cudaStream_t)"
+                for x in FLOAT_TYPES
+            ),
+            "cudaError_t launch_rope(const RopeParams<double, double>&, cudaStream_t)",
+        ],
+    ),
+    Cuda(
+        "{W}_compute_scores_{T}",
+        "ops/tree_attention/stages/scores/compute_scores.cuh",
+        ["cudaError_t launch_compute_scores<{W}>(const ScoresParams<{T}>&, cudaStream_t)"],
+        {"W": (FULL, IO_ONLY), "T": FLOAT_TYPES},
+    ),
+    Cuda(
+        "{W}_select_topk",
+        "ops/tree_attention/stages/select/select_topk.cuh",
+        ["cudaError_t launch_select_topk<{W}>(const SelectParams&, cudaStream_t)"],
+        {"W": (FULL, IO_ONLY)},
+    ),
+    Cuda(
+        "next_parents",
+        "ops/tree_attention/stages/select/next_parents.cuh",
+        [
+            f"cudaError_t launch_compute_next_parents<{work.cpp}>(const NextParentsParams&, cudaStream_t)"
+            for work in (FULL, IO_ONLY)
+        ],
+    ),
+    Cuda(
+        "accumulate_{T}",
+        "ops/tree_attention/stages/gather/accumulate.cuh",
+        ["cudaError_t launch_accumulate(const AccumulateParams<{T}>&, cudaStream_t)"],
+        {"T": FLOAT_TYPES},
+    ),
+    Cuda(
+        "merge",
+        "ops/tree_attention/stages/merge/merge.cuh",
+        [
+            f"cudaError_t {name}<{dtype.cpp}>&, cudaStream_t)"
+            for name in (
+                "launch_final_normalize(const NormalizeParams",
+                "launch_subtract_topk(const SubtractParams",
+            )
+            for dtype in FLOAT_TYPES
+        ],
+    ),
+    # the whole operator on tensor cores
+    tensor_core_copy("tree/packed_layer.cuh", "launch_pack_layer(PackParams)"),
+    tensor_core_copy("tree/dense_layer.cuh", "launch_dense_layer(DenseLayerParams)"),
+    tensor_core("select/list_scores.cuh", "launch_list_scores(ListScoreParams)"),
+    tensor_core(
+        "select/dense_selection.cuh",
+        "launch_dense_references(DenseReferenceParams)",
+        "launch_dense_importances(DenseImportanceParams)",
+    ),
+    tensor_core("forward/dense_top/dense_attend.cuh", "launch_dense_attend(DenseAttendParams)"),
+    tensor_core("forward/per_query/per_query_attend.cuh", "launch_per_query_attend(AttendParams)"),
+    tensor_core(
+        "forward/shared_gather/shared_gather_attend.cuh", "launch_shared_gather_attend(AttendParams)"
+    ),
+    tensor_core("forward/per_list/per_list_attend.cuh", "launch_per_list_attend(AttendParams)"),
+    tensor_core("backward/per_query/query_gradient.cuh", "launch_query_gradient(QueryGradientParams)"),
+    tensor_core(
+        "backward/shared_gather/shared_gather_gradient.cuh",
+        "launch_shared_gather_gradient(SharedGatherGradientParams)",
+    ),
+    tensor_core("backward/per_parent/key_gradient.cuh", "launch_key_gradient(KeyGradientParams)"),
+    tensor_core("backward/per_parent/parent_gradient.cuh", "launch_parent_gradient(KeyGradientParams)"),
+    tensor_core("backward/per_list/per_list_gradient.cuh", "launch_per_list_gradient(PerListGradientParams)"),
+    tensor_core("backward/per_list/partial_sum.cuh", "launch_partial_sums(PartialSumParams)"),
+    # the backward of every dtype and shape
+    Cuda(
+        "general_gradient_{T}",
+        "ops/tree_attention/cuda/backward/general/general_gradient.cuh",
+        [
+            "cudaError_t launch_general_delta<{T}>(const GeneralGradientParams&, cudaStream_t)",
+            "cudaError_t launch_general_query_gradient<{T}>("
+            "const GeneralGradientParams&, const GeneralQueryGradient&, cudaStream_t)",
+            "cudaError_t launch_general_key_gradient<{T}>("
+            "const GeneralGradientParams&, const GeneralKeyGradient&, cudaStream_t)",
+        ],
+        {"T": FLOAT_TYPES},
+    ),
+    InstructionSets(
+        "stage_rows",
+        ["ops/tree_attention/cpu/stages/stage_rows_impl.h"],
+        "const StageTables kStageTables{isa} = HTREE_ISA::stage_tables()",
+    ),
+    InstructionSets(
+        "query_kernels",
+        ["ops/tree_attention/cpu/query_kernels_impl.h"],
+        "const QueryKernels<float> kQueryKernels{isa} = HTREE_ISA::query::query_kernels<float>()",
+    ),
+]
+
 # Room, which is also the namespace, to its table.
 ROOMS: dict[str, Table] = {
     "causal_softmax": CAUSAL_SOFTMAX,
@@ -283,6 +414,7 @@ ROOMS: dict[str, Table] = {
     "gated_mlp": GATED_MLP,
     "hadamard": HADAMARD,
     "rmsnorm_rope": RMSNORM_ROPE,
+    "tree_attention": TREE_ATTENTION,
 }
 
 

@@ -182,13 +182,16 @@ def rooms_are_complete(tree: Tree) -> list[str]:
         inside = [
             name.removeprefix(f"csrc/ops/{room}/") for name in tree.files if f"csrc/ops/{room}/" in name
         ]
-        # other folders hold kernels
-        stages = sorted({name.split("/")[0] for name in inside if re.match(r"(\w+)/\1\.(h|cpp)$", name)})
-        units = [f"csrc/ops/{room}/{stage}/{stage}" for stage in stages] or [f"csrc/ops/{room}/{room}"]
-        missing += [unit + end for unit in units for end in (".h", ".cpp", "_cpu.cpp")]
-        # a stage may have one launcher per direction: attention_forward_cuda.cu, attention_backward_cuda.cu
-        launchers = {unit: re.compile(rf"{unit}(_\w+)?_cuda\.cu") for unit in units}
-        missing += [f"{u}_cuda.cu" for u, p in launchers.items() if not any(map(p.fullmatch, tree.files))]
+        split = sorted({name.split("/")[1] for name in inside if re.match(r"stages/\w+/", name)})
+        if split:  # a room by direction and method: its operator, and the stages with the CPU's in a folder
+            units = [f"csrc/ops/{room}/stages/{stage}/{stage}" for stage in split]
+            missing += [unit + end for unit in units for end in (".h", ".cpp", "_cuda.cu")]
+            missing += [f"csrc/ops/{room}/cpu/stages/{stage}_cpu.cpp" for stage in split]
+        else:
+            # other folders hold kernels
+            stages = sorted({name.split("/")[0] for name in inside if re.match(r"(\w+)/\1\.(h|cpp)$", name)})
+            units = [f"csrc/ops/{room}/{stage}/{stage}" for stage in stages] or [f"csrc/ops/{room}/{room}"]
+            missing += [unit + end for unit in units for end in (".h", ".cpp", "_cpu.cpp", "_cuda.cu")]
         missing.append(f"htree_ops/ops/{room}.py")
         reference = f"htree_ops/reference/{room}"
         missing.append(f"{reference}/__init__.py" if (tree.root / reference).is_dir() else f"{reference}.py")

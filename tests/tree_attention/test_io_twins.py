@@ -9,15 +9,14 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import tempfile
 from collections import Counter
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
+from tree_attention_instances import CSRC, write_instance
 
-ROOT = Path(__file__).resolve().parents[2]
-CSRC = ROOT / "csrc"
-INSTANCES = "ops/tree_attention/instances"
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 needs_nvcc = pytest.mark.skipif(NVCC is None or not CSRC.is_dir(), reason="no nvcc, or no source tree")
 
@@ -46,8 +45,9 @@ def compile_to_ptx(source: Path, include: Path = CSRC) -> str:
 
 @lru_cache
 def accesses(name: str) -> dict[str, Counter[str]]:
-    """Per kernel of ``instances/<name>.cu``: how often each kind of load and store occurs."""
-    return accesses_of(compile_to_ptx(CSRC / INSTANCES / f"{name}.cu"))
+    """Per kernel of an instance: how often each kind of load and store occurs."""
+    with tempfile.TemporaryDirectory() as folder:
+        return accesses_of(compile_to_ptx(write_instance(name, Path(folder))))
 
 
 def accesses_of(ptx: str) -> dict[str, Counter[str]]:
@@ -80,7 +80,7 @@ def twins(full: str, io: str) -> list[tuple[Counter[str], Counter[str]]]:
 @needs_nvcc
 @pytest.mark.parametrize("dtype", ["float", "half", "bfloat16"])
 def test_scores_read_and_write_the_same(dtype: str) -> None:
-    pairs = twins(f"compute_scores_{dtype}", f"io_compute_scores_{dtype}")
+    pairs = twins(f"full_compute_scores_{dtype}", f"io_compute_scores_{dtype}")
     assert len(pairs) == 8  # 1, 2, 4, 8 heads; packs and single elements
     for full, io in pairs:
         assert full == io
@@ -92,7 +92,7 @@ def test_scores_read_and_write_the_same(dtype: str) -> None:
 @needs_nvcc
 def test_selection_reads_the_same_scores() -> None:
     """The full kernel's other accesses are generic: keys and sort buffer, in shared memory where they fit."""
-    pairs = twins("select_topk", "io_select_topk")
+    pairs = twins("full_select_topk", "io_select_topk")
     assert len(pairs) == 4
     for full, io in pairs:
         loads = {kind: count for kind, count in full.items() if kind.startswith("ld global")}
@@ -136,11 +136,11 @@ def test_a_load_that_feeds_nothing_is_missed(tmp_path, header, kept, dropped, in
     """A twin that drops a value loses the load, and the count shows it."""
     tree = tmp_path / "csrc"
     shutil.copytree(CSRC, tree, ignore=shutil.ignore_patterns("*.cpp"))
-    changed = tree / "ops" / "tree_attention" / header
+    changed = tree / "ops" / "tree_attention" / "stages" / header
     text = changed.read_text()
     assert kept in text
     changed.write_text(text.replace(kept, dropped))
-    broken = accesses_of(compile_to_ptx(tree / INSTANCES / f"{instance}.cu", tree))
+    broken = accesses_of(compile_to_ptx(write_instance(instance, tmp_path), tree))
     whole = accesses(instance)
     assert set(broken) == set(whole)
     for name, counts in broken.items():

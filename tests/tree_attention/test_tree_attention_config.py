@@ -165,7 +165,7 @@ HEADS = {(32, 4): 8, (64, 4): 16, (8, 8): 1}  # H, H_kv
 def test_kernels_of_every_layer_on_hopper(
     length: int, heads: tuple[int, int], width: int, stride: int
 ) -> None:
-    gathered = "block" if stride >= 4 else "union"
+    gathered = "per_list" if stride >= 4 else "shared_gather"
     above = LENGTHS[length]
     wanted = [gathered] if above == 0 else ["dense"] + [gathered] * above
     sizes = (1, length, length, *heads, width, width)
@@ -173,7 +173,7 @@ def test_kernels_of_every_layer_on_hopper(
     suffix = (1, length, 64, *heads, width, width)
     assert layers(suffix, selection_stride=stride) == wanted, "however many queries a call has"
     ampere = layers(sizes, selection_stride=stride, major=8, shared_bytes=166_912)
-    assert ampere == ["private"] * (above + 1)
+    assert ampere == ["per_query"] * (above + 1)
 
 
 @pytest.mark.parametrize("stride", [1, 16])
@@ -185,7 +185,7 @@ def test_the_large_problem_of_the_gpu_tests_takes_the_fast_kernels(stride: int) 
         max_top_nodes=LARGE["M"],
         selection_stride=stride,
     )
-    assert found == ["dense", *["union" if stride == 1 else "block"] * 3]
+    assert found == ["dense", *["shared_gather" if stride == 1 else "per_list"] * 3]
 
 
 def test_info_lists_every_choice_of_kernels() -> None:
@@ -203,15 +203,15 @@ def test_info_lists_every_choice_of_kernels() -> None:
 
 
 def test_the_shape_of_the_public_triton_version() -> None:
-    assert layers((1, 120_000, 120_000, 64, 4, 32, 32)) == ["dense", "union"]
+    assert layers((1, 120_000, 120_000, 64, 4, 32, 32)) == ["dense", "shared_gather"]
     assert layers((1, 120_000, 120_000, 64, 4, 32, 32), half=False) == ["general", "general"]
 
 
 def test_group_sizes_without_a_dense_top() -> None:
     for group in (3, 5, 6, 7, 9, 12, 15):
         sizes = (2, 20_000, 20_000, 2 * group, 2, 64, 64)
-        assert layers(sizes) == ["union", "union"]
-        assert layers(sizes, selection_stride=16) == ["block", "block"]
+        assert layers(sizes) == ["shared_gather", "shared_gather"]
+        assert layers(sizes, selection_stride=16) == ["per_list", "per_list"]
 
 
 @pytest.mark.parametrize("stride", [1, 16])
@@ -226,15 +226,15 @@ def test_group_sizes_without_a_dense_top() -> None:
     ids=["ampere", "not_compiled", "blackwell", "little_shared_memory"],
 )
 def test_other_gpus_and_builds_gather_for_each_query(options: dict[str, int | bool], stride: int) -> None:
-    assert layers(selection_stride=stride, **options) == ["private", "private"]
+    assert layers(selection_stride=stride, **options) == ["per_query", "per_query"]
 
 
 @pytest.mark.parametrize("stride", [1, 16])
 def test_a_gather_for_each_query_on_request(stride: int) -> None:
-    assert layers(selection_stride=stride, private_gather=True) == ["dense", "private"]
+    assert layers(selection_stride=stride, per_query_gather=True) == ["dense", "per_query"]
     chunks = choices(selection_stride=stride)
-    private = choices(selection_stride=stride, private_gather=True)
-    assert {**chunks, "layers": ""} == {**private, "layers": ""}, "the chunks stay"
+    per_query = choices(selection_stride=stride, per_query_gather=True)
+    assert {**chunks, "layers": ""} == {**per_query, "layers": ""}, "the chunks stay"
 
 
 def gradients(
@@ -249,8 +249,8 @@ def test_gradients_of_lists_with_many_rows_take_a_block(length: int, width: int)
     for group in (1, 2, 3, 4, 8, 16):
         for stride in (1, 2, 4, 8, 16):
             found = gradients((1, length, length, 2 * group, 2, width, width), selection_stride=stride)
-            few = "union" if group <= 8 else "private"
-            assert found == ("block" if stride >= 4 and stride * group >= 32 else few)
+            few = "shared_gather" if group <= 8 else "per_query"
+            assert found == ("per_list" if stride >= 4 and stride * group >= 32 else few)
 
 
 @pytest.mark.parametrize("length", [700, 32_768, 1_048_576])
@@ -260,7 +260,7 @@ def test_gradients_of_the_top_take_a_block_of_neighbours(length: int) -> None:
             sizes = (1, length, length, 2 * group, 2, 128, 128)
             found = gradients(sizes, key="top_gradients", selection_stride=stride)
             below = gradients(sizes, selection_stride=stride)
-            assert found == ("block" if group in (4, 8, 16) else below)
+            assert found == ("per_list" if group in (4, 8, 16) else below)
 
 
 @pytest.mark.parametrize(
@@ -270,14 +270,14 @@ def test_gradients_of_the_top_take_a_block_of_neighbours(length: int) -> None:
         {"hopper_kernels": False},
         {"major": 10},
         {"shared_bytes": 166_912},
-        {"private_gather": True},
+        {"per_query_gather": True},
     ],
     ids=["ampere", "not_compiled", "blackwell", "little_shared_memory", "on_request"],
 )
 def test_other_gradients_are_made_for_each_query(options: dict[str, int | bool]) -> None:
     for stride in (1, 16):
         for key in ("gradients", "top_gradients"):
-            assert gradients(selection_stride=stride, key=key, **options) == "private"
+            assert gradients(selection_stride=stride, key=key, **options) == "per_query"
             assert gradients(MODEL, False, key, selection_stride=stride) == "general"
 
 
@@ -299,8 +299,8 @@ def test_chunks_of_blocks_are_whole_waves(heads: int, kv_heads: int, stride: int
     """A block of gradients has a list of its SM, so the tasks of a chunk fill all SMs to the last."""
     sizes = (1, 524_288, 524_288, heads, kv_heads, 128, 128)
     found = choices(sizes, selection_stride=stride, num_sms=num_sms, backward=True)
-    assert found["top_gradients"] == "block"
-    queries, run = int(found["query_chunk"]), stride if found["gradients"] == "block" else 16
+    assert found["top_gradients"] == "per_list"
+    queries, run = int(found["query_chunk"]), stride if found["gradients"] == "per_list" else 16
     assert queries % stride == 0
     assert queries % run == 0
     assert queries < 524_288

@@ -5,8 +5,8 @@
 #include <algorithm>
 
 #include "host/registration.h"
-#include "ops/tree_attention/plan/attention_config.h"
 #include "ops/tree_attention/kernels.h"
+#include "ops/tree_attention/plan/attention_config.h"
 
 namespace htree::tree_attention {
 namespace {

@@ -88,7 +88,7 @@ class Backward {
   void run_chunk(int64_t b, int64_t h, int64_t begin, int64_t end) {
     for_queries(begin, end, [&](QueryWorker<Real>& worker, int64_t i) { load(worker, b, h, begin, i); });
     for (int64_t l = pyramid_.depth - 1; l >= 0; --l) {
-      const RelaidLayer<Real> layer = pyramid_.layers[l].at(b, h);
+      const PackedLayer<Real> layer = pyramid_.layers[l].at(b, h);
       for_queries(
           begin, end,
           [&, positions = std::vector<int32_t>(args_.top_k)](QueryWorker<Real>& worker, int64_t i) mutable {
@@ -156,7 +156,7 @@ class Backward {
   }
 
   // One query at one layer: its list if it must be selected again, P, dS and dq.
-  void visit(QueryWorker<Real>& worker, const RelaidLayer<Real>& layer, int64_t b, int64_t h, int64_t l,
+  void visit(QueryWorker<Real>& worker, const PackedLayer<Real>& layer, int64_t b, int64_t h, int64_t l,
              int64_t begin, int64_t i, std::vector<int32_t>& positions) {
     const int64_t r = args_.compression_rate;
     const int64_t token = pyramid_.first_token + i;
@@ -203,7 +203,7 @@ class Backward {
   }
 
   // The chunk's contribution to the gradients of layer l, each parent's children by one thread.
-  void scatter(const RelaidLayer<Real>& layer, int64_t l, int64_t num_queries) {
+  void scatter(const PackedLayer<Real>& layer, int64_t l, int64_t num_queries) {
     const int64_t r = args_.compression_rate;
     const int64_t num_parents = ceil_div(layer.num_nodes, r);
     inverse_.build(candidates_, num_queries, num_parents);

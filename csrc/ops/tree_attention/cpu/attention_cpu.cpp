@@ -50,7 +50,7 @@ void forward_typed(const Tensor& q, const Tensor& k, const Tensor& v, const Atte
         worker.clear_state();
         if (leader) pyramid.write_top_list(token, r, width, list_of(pyramid.depth - 1));
         for (int64_t l = pyramid.depth - 1; l >= 0; --l) {
-          const RelaidLayer<Real> layer = pyramid.layers[l].at(b, h);
+          const PackedLayer<Real> layer = pyramid.layers[l].at(b, h);
           const Candidates candidates =
               candidates_of(list_of(l), width, token / pyramid.spans[l], layer.num_nodes, r);
           const bool merges = l == 0 || candidates.count > width;  // else all are selected

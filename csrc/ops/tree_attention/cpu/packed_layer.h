@@ -139,14 +139,14 @@ RotationTable copy_rotation(const at::Tensor& cos, const at::Tensor& sin, int64_
 // One layer of all (batch, key/value head) pairs: fp32 (or fp64) copies of k and v, padded. Memory in
 // elements: B H_kv N (K r_pad/r + V), and as much again with `gradients`.
 template <typename Real>
-class RelaidLayers {
+class PackedLayers {
  public:
   // layer_k [B, N, H_kv, K] and layer_v [B, N, H_kv, V] or undefined, unit stride in the last dim.
   template <typename T>
-  static RelaidLayers make(const at::Tensor& layer_k, const at::Tensor& layer_v, const QueryShape& shape,
+  static PackedLayers make(const at::Tensor& layer_k, const at::Tensor& layer_v, const QueryShape& shape,
                            const Rotation<Real>& rotation, bool gradients, Type<T>);
 
-  RelaidLayer<Real> at(int64_t batch, int64_t kv_head) const {
+  PackedLayer<Real> at(int64_t batch, int64_t kv_head) const {
     const int64_t pair = batch * kv_heads_ + kv_head;
     const auto of = [&](const at::Tensor& tensor) -> const Real* {
       return tensor.defined() ? tensor.const_data_ptr<Real>() + pair * tensor.stride(0) : nullptr;
@@ -156,17 +156,17 @@ class RelaidLayers {
   int64_t num_nodes() const { return num_nodes_; }
 
  private:
-  at::Tensor keys_, values_, key_rows_, value_lanes_;  // [B H_kv, ...] as RelaidLayer says
+  at::Tensor keys_, values_, key_rows_, value_lanes_;  // [B H_kv, ...] as PackedLayer says
   int64_t kv_heads_ = 1;
   int64_t num_nodes_ = 0;
 };
 
 template <typename Real>
 template <typename T>
-RelaidLayers<Real> RelaidLayers<Real>::make(const at::Tensor& layer_k, const at::Tensor& layer_v,
+PackedLayers<Real> PackedLayers<Real>::make(const at::Tensor& layer_k, const at::Tensor& layer_v,
                                             const QueryShape& shape, const Rotation<Real>& rotation,
                                             bool gradients, Type<T>) {
-  RelaidLayers out;
+  PackedLayers out;
   const int64_t batch = layer_k.size(0);
   const int64_t num_nodes = layer_k.size(1);
   const int64_t kv_heads = layer_k.size(2);

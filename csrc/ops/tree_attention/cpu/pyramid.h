@@ -30,7 +30,7 @@ struct Pyramid {
   int64_t num_lists;    // rows of a list tensor
   QueryShape shape;
   RotationTable table;
-  std::vector<RelaidLayers<Real>> layers;
+  std::vector<PackedLayers<Real>> layers;
   std::vector<int64_t> spans;  // tokens per node
 
   template <typename T>
@@ -52,7 +52,7 @@ struct Pyramid {
     if (args.rotate) table = make_rotation<Real>(max_parents * r, shape, args.rope_base);
     int64_t layer = 0;
     for (const auto& [layer_k, layer_v] : build_layers(k, v, args)) {
-      layers.push_back(RelaidLayers<Real>::make(layer_k, layer_v, shape, rotation(), gradients, storage));
+      layers.push_back(PackedLayers<Real>::make(layer_k, layer_v, shape, rotation(), gradients, storage));
       spans.push_back(node_span(r, layer++));
     }
   }

@@ -1,8 +1,8 @@
 // Building blocks of the query kernels; included after host/cpu/simd.h.
 #pragma once
 
-#include "ops/tree_attention/cpu/query_kernels.h"
 #include "ops/tree_attention/candidates.h"
+#include "ops/tree_attention/cpu/query_kernels.h"
 
 namespace htree::HTREE_ISA::query {
 

@@ -9,7 +9,7 @@ namespace htree::HTREE_ISA::query {
 constexpr int kChildBlock = 4;
 
 template <typename Real>
-void weigh(const QueryShape& shape, const RelaidLayer<Real>& layer, const Candidates& candidates,
+void weigh(const QueryShape& shape, const PackedLayer<Real>& layer, const Candidates& candidates,
            const int32_t* excluded, int64_t num_excluded, const Real* dout, const Real* delta,
            const Real* gmax, const Real* gsum, Real* scores, Real* dscores) {
   constexpr int width = kLanesOf<VecOf<Real>>;
@@ -57,7 +57,7 @@ void weigh(const QueryShape& shape, const RelaidLayer<Real>& layer, const Candid
 }
 
 template <typename Real>
-void query_gradient(const QueryShape& shape, const RelaidLayer<Real>& layer, const Rotation<Real>& rotation,
+void query_gradient(const QueryShape& shape, const PackedLayer<Real>& layer, const Rotation<Real>& rotation,
                     const Candidates& candidates, const int32_t* excluded, int64_t num_excluded,
                     const Real* dscores, RowList rows, Real* partial, Real* dq) {
   constexpr int width = kLanesOf<VecOf<Real>>;

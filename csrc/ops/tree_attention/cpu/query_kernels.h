@@ -1,6 +1,5 @@
 // The CPU kernels that work on one query of one key/value head: all G query heads of it against one layer of
-// the tree. One table per instruction set (host/cpu/isa.h); double has one table, compiled at the baseline
-// level.
+// the tree. One table per instruction set (host/cpu/isa.h); double has one table, compiled at the baseline level.
 //
 // A layer is laid out once per call so that every inner loop has unit stride and no tail
 // (docs/semantics/tree_attention.md §1.4): with K'_c = R_{c mod r} K_c and slot j of the list, the score of
@@ -35,7 +34,7 @@ struct QueryShape {
 // One layer of one (batch, key/value head). The gradients need the last two arrays, the forward pass the
 // first two.
 template <typename Real>
-struct RelaidLayer {
+struct PackedLayer {
   const Real* keys = nullptr;         // [num_parents][K][r_pad], K' of a parent's children side by side
   const Real* values = nullptr;       // [num_nodes][value_pad]
   const Real* key_rows = nullptr;     // [num_nodes][2 half_pad], K'
@@ -91,7 +90,7 @@ struct QueryKernels {
   int64_t lanes;
   // scores [G][score_stride] of all candidates; -inf for absent ones and for a vector past the end.
   // q [G][row] holds the scaled, unrotated query, `rotated` [G][row] is scratch.
-  void (*score)(const QueryShape&, const RelaidLayer<Real>&, const Rotation<Real>&, const Candidates&,
+  void (*score)(const QueryShape&, const PackedLayer<Real>&, const Rotation<Real>&, const Candidates&,
                 const Real* q, Real* rotated, Real* scores);
   // The min(top_k, count) positions that the key of §1.6 selects, ascending; returns their number.
   int64_t (*select)(const QueryShape&, const Candidates&, const Real* scores, int64_t top_k, void* workspace,
@@ -99,18 +98,18 @@ struct QueryKernels {
   int64_t (*select_workspace_bytes)(int64_t max_candidates);
   // Merges the softmax over all candidates but the `excluded` positions (ascending) into the state.
   // Overwrites scores. `partial` [G][value_pad] is scratch.
-  void (*accumulate)(const QueryShape&, const RelaidLayer<Real>&, const Candidates&, const int32_t* excluded,
+  void (*accumulate)(const QueryShape&, const PackedLayer<Real>&, const Candidates&, const int32_t* excluded,
                      int64_t num_excluded, Real* scores, RowList rows, Real* partial, QueryState<Real> state);
 
   // ---- gradients, docs/semantics/tree_attention.md §1.10
 
   // scores -> P = exp(s - gmax) / gsum over the candidates that are not excluded, 0 elsewhere; dscores (may
   // be null) = P (dout V^T - delta). dout [G][value_pad]; delta, gmax, gsum [G].
-  void (*weigh)(const QueryShape&, const RelaidLayer<Real>&, const Candidates&, const int32_t* excluded,
+  void (*weigh)(const QueryShape&, const PackedLayer<Real>&, const Candidates&, const int32_t* excluded,
                 int64_t num_excluded, const Real* dout, const Real* delta, const Real* gmax, const Real* gsum,
                 Real* scores, Real* dscores);
   // dq [G][row] += R^-1 sum of dS K'. `partial` [G][row] is scratch.
-  void (*query_gradient)(const QueryShape&, const RelaidLayer<Real>&, const Rotation<Real>&,
+  void (*query_gradient)(const QueryShape&, const PackedLayer<Real>&, const Rotation<Real>&,
                          const Candidates&, const int32_t* excluded, int64_t num_excluded,
                          const Real* dscores, RowList rows, Real* partial, Real* dq);
   // Adds to the gradients of K' [num_children][row] and of V [num_children][value_pad] of one parent's

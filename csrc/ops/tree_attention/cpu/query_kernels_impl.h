@@ -8,7 +8,7 @@
 namespace htree::HTREE_ISA::query {
 
 template <typename Real>
-void score(const QueryShape& shape, const RelaidLayer<Real>& layer, const Rotation<Real>& rotation,
+void score(const QueryShape& shape, const PackedLayer<Real>& layer, const Rotation<Real>& rotation,
            const Candidates& candidates, const Real* q, Real* rotated, Real* scores) {
   const int64_t stride = shape.score_stride();
   const int64_t tile_size = 2 * shape.half * shape.r_pad;
@@ -111,7 +111,7 @@ inline void merge_head(Real max, Real sum, const Real* out, int64_t size, Real& 
 }
 
 template <typename Real>
-void accumulate(const QueryShape& shape, const RelaidLayer<Real>& layer, const Candidates& candidates,
+void accumulate(const QueryShape& shape, const PackedLayer<Real>& layer, const Candidates& candidates,
                 const int32_t* excluded, int64_t num_excluded, Real* scores, RowList rows, Real* partial,
                 QueryState<Real> state) {
   const int64_t stride = shape.score_stride();

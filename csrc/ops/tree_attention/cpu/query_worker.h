@@ -1,8 +1,8 @@
 // One thread's view of a key/value head: scratch memory, and the steps of a query through one layer.
 #pragma once
 
-#include "ops/tree_attention/cpu/packed_layer.h"
 #include "ops/tree_attention/candidates.h"
+#include "ops/tree_attention/cpu/packed_layer.h"
 
 namespace htree::tree_attention {
 
@@ -102,7 +102,7 @@ class QueryWorker {
     std::fill(out_.begin(), out_.end(), Real{0});
   }
 
-  void score(const RelaidLayer<Real>& layer, const Rotation<Real>& rotation, const Candidates& candidates) {
+  void score(const PackedLayer<Real>& layer, const Rotation<Real>& rotation, const Candidates& candidates) {
     score_into(layer, rotation, candidates, q_.data(), scores_.data());
   }
 
@@ -111,7 +111,7 @@ class QueryWorker {
     return select_from(scores_.data(), candidates, top_k, positions);
   }
 
-  void accumulate(const RelaidLayer<Real>& layer, const Candidates& candidates, const int32_t* excluded,
+  void accumulate(const PackedLayer<Real>& layer, const Candidates& candidates, const int32_t* excluded,
                   int64_t num_excluded) {
     kernels_.accumulate(shape_, layer, candidates, excluded, num_excluded, scores_.data(),
                         {row_positions_.data(), row_nodes_.data()}, partial_.data(),
@@ -122,7 +122,7 @@ class QueryWorker {
   void copy_query(Real* out) const { std::copy(q_.begin(), q_.end(), out); }
 
   // For the gradients, whose scores live outside the worker.
-  void score_into(const RelaidLayer<Real>& layer, const Rotation<Real>& rotation,
+  void score_into(const PackedLayer<Real>& layer, const Rotation<Real>& rotation,
                   const Candidates& candidates, const Real* q, Real* scores) {
     kernels_.score(shape_, layer, rotation, candidates, q, rotated_.data(), scores);
   }
@@ -131,7 +131,7 @@ class QueryWorker {
                ? 0
                : kernels_.select(shape_, candidates, scores, top_k, select_workspace_.data(), positions);
   }
-  void query_gradient(const RelaidLayer<Real>& layer, const Rotation<Real>& rotation,
+  void query_gradient(const PackedLayer<Real>& layer, const Rotation<Real>& rotation,
                       const Candidates& candidates, const int32_t* excluded, int64_t num_excluded,
                       const Real* dscores, Real* dq) {
     kernels_.query_gradient(shape_, layer, rotation, candidates, excluded, num_excluded, dscores,

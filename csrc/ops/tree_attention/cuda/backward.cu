@@ -6,8 +6,8 @@
 #include <algorithm>
 
 #include "host/cuda/launch_scope.h"
-#include "ops/tree_attention/cuda/backward_schedule.h"
 #include "ops/tree_attention/cuda/backward/general/general_backward.h"
+#include "ops/tree_attention/cuda/backward_schedule.h"
 
 namespace htree::tree_attention {
 namespace {

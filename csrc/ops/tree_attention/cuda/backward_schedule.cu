@@ -1,7 +1,12 @@
 #include "ops/tree_attention/cuda/backward_schedule.h"
+#include "ops/tree_attention/cuda/dispatch_shape.h"
 
-#include "ops/tree_attention/plan/backward_scratch.h"
+#include "ops/tree_attention/cuda/backward/inverse_lists.h"
+#include "ops/tree_attention/cuda/backward/per_parent/parent_gradient.h"
+#include "ops/tree_attention/cuda/backward/push_gradient.h"
 #include "ops/tree_attention/cuda/backward/shared_gather/shared_gather_gradient.h"
+#include "ops/tree_attention/cuda/tree/tables.h"
+#include "ops/tree_attention/plan/backward_scratch.h"
 
 namespace htree::tree_attention {
 namespace {
@@ -19,14 +24,14 @@ class BackwardRun {
   cudaError_t run() {
     cudaMemsetAsync(scratch<char>(at_.key_bounds), 0, p_.batch * p_.num_kv_heads * sizeof(KeyBounds),
                     stream_);
-    RelayParams tokens;
+    PackParams tokens;
     tokens.keys = call_.layers[0].keys;
     tokens.values = call_.layers[0].values;
     tokens.num_nodes = call_.layers[0].num_nodes;
     tokens.num_batches = p_.batch;
     tokens.num_kv_heads = p_.num_kv_heads;
-    if (layer_blocks(call_, top_)) {  // they only ever add
-      const int64_t first = blocks() ? 0 : layer_rows(call_, top_);
+    if (layer_per_list(call_, top_)) {  // they only ever add
+      const int64_t first = per_list() ? 0 : layer_rows(call_, top_);
       const size_t rows = static_cast<size_t>(gradient_sum_rows(call_) - first);
       if (buffers_.key_sums) {
         cudaMemsetAsync(buffers_.key_sums + first * p_.key_dim, 0, rows * p_.key_dim * 4, stream_);
@@ -35,12 +40,14 @@ class BackwardRun {
         cudaMemsetAsync(buffers_.value_sums + first * p_.value_dim, 0, rows * p_.value_dim * 4, stream_);
       }
     }
-    if (by_parent(call_) && keys_wanted()) {
-      launch_position_turns(call_.rope, scratch<__half2>(at_.turns), call_.rope_rows(),
-                            static_cast<int>(p_.key_dim), stream_);
+    cudaError_t error = cudaGetLastError();  // of the fills
+    if (error == cudaSuccess && by_parent(call_) && keys_wanted()) {
+      error = launch_position_rotations(call_.rope, scratch<__half2>(at_.rotations), call_.rope_rows(),
+                                        static_cast<int>(p_.key_dim), stream_);
     }
-    launch_key_bounds(call_.shape, tokens, scratch<KeyBounds>(at_.key_bounds), stream_);
-    cudaError_t error = cudaGetLastError();
+    if (error == cudaSuccess) {
+      error = launch_key_bounds(call_.shape, tokens, scratch<KeyBounds>(at_.key_bounds), stream_);
+    }
     for (int64_t batch = 0; batch < p_.batch; batch += call_.config.batch_chunk) {
       for (int64_t query = 0; query < p_.num_queries && error == cudaSuccess;
            query += call_.config.query_chunk) {
@@ -56,7 +63,7 @@ class BackwardRun {
   T* scratch(int64_t offset) const {
     return reinterpret_cast<T*>(buffers_.scratch + offset);
   }
-  bool blocks() const { return call_.config.gather == GatherKernel::kBlock; }
+  bool per_list() const { return call_.config.gather == GatherKernel::kPerList; }
   bool keys_wanted() const { return buffers_.key_sums || buffers_.value_sums; }
 
   char* query_gradient_of(const Chunk& chunk) const {
@@ -98,7 +105,7 @@ class BackwardRun {
     rows.max = buffers_.max + state;
     rows.sum = buffers_.sum + state;
     rows.state_batch = p_.num_queries * p_.num_heads;
-    rows.records = layer_blocks(call_, 0) ? nullptr : scratch<char>(at_.records);
+    rows.records = layer_per_list(call_, 0) ? nullptr : scratch<char>(at_.records);
     rows.tiled = by_parent(call_);
     rows.meta = scratch<RowMeta>(at_.meta);
     rows.bounds = scratch<QueryBounds>(at_.query_bounds);
@@ -106,8 +113,7 @@ class BackwardRun {
     rows.num_queries = static_cast<int>(chunk.num_queries);
     rows.num_kv_heads = static_cast<int>(p_.num_kv_heads);
     rows.group = static_cast<int>(p_.group());
-    launch_gradient_rows(call_.shape, rows, stream_);
-    cudaError_t error = cudaGetLastError();
+    cudaError_t error = launch_gradient_rows(call_.shape, rows, stream_);
     for (size_t i = top_ + 1; i-- > 0 && error == cudaSuccess;) {
       error = layer(i, chunk);
     }
@@ -149,13 +155,12 @@ class BackwardRun {
       mask.t0 = common.gather.t0;
       mask.stride = common.gather.stride;
       mask.node_span = common.gather.node_span;
-      launch_list_masks(mask, stream_);
-      if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) {
+      if (const cudaError_t error = launch_list_masks(mask, stream_); error != cudaSuccess) {
         return error;
       }
     }
-    if (layer_blocks(call_, layer_idx)) {
-      return block_layer(layer_idx, chunk, common, lists);
+    if (layer_per_list(call_, layer_idx)) {
+      return per_list_layer(layer_idx, chunk, common, lists);
     }
     if (buffers_.query_gradient) {
       QueryGradientParams query;
@@ -165,12 +170,18 @@ class BackwardRun {
       query.partial = scratch<float>(at_.query_sums);
       query.gradient = query_gradient_of(chunk);
       query.gradient_batch = p_.num_queries * p_.num_heads * p_.key_dim;
-      if (call_.config.union_queries) {
-        launch_union_gradient(call_.shape, {query, call_.turns}, stream_);
-      } else {
-        launch_query_gradient(call_.shape, query, stream_);
-      }
-      if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) {
+      const cudaError_t error =
+          call_.config.shared_gather_queries
+              ? dispatch_shape(
+                    call_.shape,
+                    [&](auto type, auto dim) {
+                      return launch_shared_gather_gradient<typename decltype(type)::type, dim.value>(
+                          {query, call_.rotations}, stream_);
+                    })
+              : dispatch_shape(call_.shape, [&](auto type, auto dim) {
+                  return launch_query_gradient<typename decltype(type)::type, dim.value>(query, stream_);
+                });
+      if (error != cudaSuccess) {
         return error;
       }
     }
@@ -193,18 +204,20 @@ class BackwardRun {
     sums_of(layer_idx, chunk, key.keys, key.values);
     key.add = chunk.query > 0;
     if (!by_parent(call_)) {
-      launch_key_gradient(call_.shape, key, stream_);
-      return cudaGetLastError();
+      return dispatch_shape(call_.shape, [&](auto type, auto dim) {
+        return launch_key_gradient<typename decltype(type)::type, dim.value>(key, stream_);
+      });
     }
-    key.turns = scratch<__half2>(at_.turns);
+    key.rotations = scratch<__half2>(at_.rotations);
     const int64_t list_bytes = p_.args.selection_stride * p_.group() * 2 * (p_.key_dim + p_.value_dim);
     const int64_t window = std::max<int64_t>(1, kParentWindowBytes / list_bytes);
     cudaError_t error = cudaSuccess;
     for (int64_t first = 0; first < common.gather.num_lists && error == cudaSuccess; first += window) {
       key.first_list = static_cast<uint32_t>(first);
       key.end_list = static_cast<uint32_t>(std::min<int64_t>(first + window, common.gather.num_lists));
-      launch_parent_gradient(call_.shape, key, stream_);
-      error = cudaGetLastError();
+      error = dispatch_shape(call_.shape, [&](auto type, auto dim) {
+        return launch_parent_gradient<typename decltype(type)::type, dim.value>(key, stream_);
+      });
       key.add = true;
     }
     return error;
@@ -235,9 +248,9 @@ class BackwardRun {
   }
 
   // Both gradients at once.
-  cudaError_t block_layer(size_t layer_idx, const Chunk& chunk, const GradientParams& common,
-                          const ListSlice& lists) {
-    BlockLayerParams layer;
+  cudaError_t per_list_layer(size_t layer_idx, const Chunk& chunk, const GradientParams& common,
+                             const ListSlice& lists) {
+    PerListLayerParams layer;
     PartialSumParams& sums = layer.sums;
     sums_of(layer_idx, chunk, sums.keys, sums.values);
     if (lists.data && keys_wanted()) {
@@ -248,48 +261,49 @@ class BackwardRun {
       sums.entries = scratch<uint32_t>(at_.entries);
       sums.offsets = scratch<uint32_t>(at_.offsets);
     }
-    BlockGradientParams& block = sums.blocks;
-    block.gather = common.gather;
-    block.mask_stride = common.gather.stride;
-    block.turns = call_.turns;
+    PerListGradientParams& tasks = sums.tasks;
+    tasks.gather = common.gather;
+    tasks.mask_stride = common.gather.stride;
+    tasks.rotations = call_.rotations;
     if (layer_runs(call_, layer_idx)) {
-      GatherParams& gather = block.gather;
-      block.turns = call_.block_turns;
-      block.lead = static_cast<int>(gather.t0 % kGradientRun);
+      GatherParams& gather = tasks.gather;
+      tasks.rotations = call_.top_rotations;
+      tasks.lead = static_cast<int>(gather.t0 % kGradientRun);
       for (int group = gather.group; group > 1; group /= 2) {
-        ++block.group_shift;
+        ++tasks.group_shift;
       }
       gather.stride = kGradientRun;
-      gather.num_lists = static_cast<int>(ceil_div(block.lead + chunk.num_queries, kGradientRun));
+      gather.num_lists = static_cast<int>(ceil_div(tasks.lead + chunk.num_queries, kGradientRun));
     }
-    block.gradients = at_row(buffers_.gradients, chunk.batch, chunk.query);
-    block.meta = common.meta;
-    block.key_bounds = common.key_bounds;
-    block.query_bounds = common.query_bounds;
-    block.counts = lists.data ? scratch<int32_t>(at_.counts) : nullptr;
-    block.selected = common.selected;
-    block.mask_words = common.mask_words;
-    block.scale = common.scale;
-    block.first = layer_idx == top_;
-    block.last = layer_idx == 0;
-    block.partial_queries = scratch<float>(at_.query_sums);
+    tasks.gradients = at_row(buffers_.gradients, chunk.batch, chunk.query);
+    tasks.meta = common.meta;
+    tasks.key_bounds = common.key_bounds;
+    tasks.query_bounds = common.query_bounds;
+    tasks.counts = lists.data ? scratch<int32_t>(at_.counts) : nullptr;
+    tasks.selected = common.selected;
+    tasks.mask_words = common.mask_words;
+    tasks.scale = common.scale;
+    tasks.first = layer_idx == top_;
+    tasks.last = layer_idx == 0;
+    tasks.partial_queries = scratch<float>(at_.query_sums);
     if (buffers_.query_gradient) {
-      block.query_gradient = query_gradient_of(chunk);
-      block.query_gradient_batch = p_.num_queries * p_.num_heads * p_.key_dim;
+      tasks.query_gradient = query_gradient_of(chunk);
+      tasks.query_gradient_batch = p_.num_queries * p_.num_heads * p_.key_dim;
     }
-    block.partial_slots = partial_slots(call_, layer_idx);
-    layer.blocks = blocks_of_list(call_, layer_idx);
+    tasks.partial_slots = partial_slots(call_, layer_idx);
+    layer.tasks = tasks_of_list(call_, layer_idx);
     layer.partials = scratch<char>(at_.partials);
     layer.partial_bytes = at_.partial_bytes;
     layer.num_sms = call_.config.num_sms;
-    return run_block_layer(call_.shape, layer, stream_);
+    return run_per_list_layer(call_.shape, layer, stream_);
   }
 
   // From the top to the tokens, where the sums are rounded into the gradients.
   cudaError_t finish() {
     const StoreType type = call_.shape.dtype == HalfType::kHalf ? StoreType::kHalf : StoreType::kBFloat16;
+    cudaError_t error = cudaSuccess;
     const auto push = [&](float* sums, int64_t dim, void* out) {
-      for (size_t i = top_ + 1; sums && i-- > 0;) {
+      for (size_t i = top_ + 1; sums && error == cudaSuccess && i-- > 0;) {
         const TreeLayer& layer = call_.layers[i];
         PushParams params;
         params.child = sums + layer_rows(call_, i) * dim;
@@ -302,15 +316,15 @@ class BackwardRun {
           params.parent_rows = call_.layers[i + 1].num_parents * kTensorCoreRate;
         }
         if (i == 0) {
-          launch_store_gradient(params, p_.num_kv_heads, type, out, stream_);
+          error = launch_store_gradient(params, p_.num_kv_heads, type, out, stream_);
         } else if (params.parent) {
-          launch_push_gradient(params, stream_);
+          error = launch_push_gradient(params, stream_);
         }
       }
     };
     push(buffers_.key_sums, p_.key_dim, buffers_.key_gradient);
     push(buffers_.value_sums, p_.value_dim, buffers_.value_gradient);
-    return cudaGetLastError();
+    return error;
   }
 
   const TreeCall& call_;

@@ -2,7 +2,6 @@
 // torch.
 #pragma once
 
-#include "ops/tree_attention/cuda/backward/gradient_launch.h"
 #include "ops/tree_attention/cuda/forward_schedule.h"
 
 namespace htree::tree_attention {

@@ -9,15 +9,6 @@
 
 #include "ops/tree_attention/cuda/launch_params.h"
 
-// Every compiled shape as INSTANCES(extern, T, D), for the launchers, which must not instantiate themselves.
-#define HTREE_EACH_TENSOR_CORE_SHAPE(INSTANCES) \
-  INSTANCES(extern, __half, 32)                 \
-  INSTANCES(extern, __half, 64)                 \
-  INSTANCES(extern, __half, 128)                \
-  INSTANCES(extern, __nv_bfloat16, 32)          \
-  INSTANCES(extern, __nv_bfloat16, 64)          \
-  INSTANCES(extern, __nv_bfloat16, 128)
-
 namespace htree::tree_attention {
 
 template <typename T>
@@ -42,7 +33,7 @@ inline unsigned num_blocks(int64_t items, int64_t per_block) {
 
 // Calls f(IntTag<n>) with the tiles of 8 rows that hold the `group` query heads of a kv head.
 template <typename F>
-void dispatch_head_tiles(int group, F&& f) {
+auto dispatch_head_tiles(int group, F&& f) {
   switch ((group + 7) / 8) {
     case 1:
       return f(IntTag<1>{});
@@ -55,7 +46,7 @@ void dispatch_head_tiles(int group, F&& f) {
 
 // Calls f(IntTag<G>) for the groups of a dense top.
 template <typename F>
-void dispatch_dense_group(int group, F&& f) {
+auto dispatch_dense_group(int group, F&& f) {
   switch (group) {
     case 1:
       return f(IntTag<1>{});
@@ -74,7 +65,7 @@ void dispatch_dense_group(int group, F&& f) {
 
 // Calls f(TypeTag<T>, IntTag<D>).
 template <typename F>
-void dispatch_shape(const TensorCoreShape& shape, F&& f) {
+auto dispatch_shape(const TensorCoreShape& shape, F&& f) {
   const auto with_dim = [&](auto tag) {
     switch (shape.key_dim == shape.value_dim ? shape.key_dim : 0) {
       case 32:
@@ -88,11 +79,7 @@ void dispatch_shape(const TensorCoreShape& shape, F&& f) {
                      "; compiled: 32 64 128");
     }
   };
-  if (shape.dtype == HalfType::kHalf) {
-    with_dim(TypeTag<__half>{});
-  } else {
-    with_dim(TypeTag<__nv_bfloat16>{});
-  }
+  return shape.dtype == HalfType::kHalf ? with_dim(TypeTag<__half>{}) : with_dim(TypeTag<__nv_bfloat16>{});
 }
 
 }  // namespace htree::tree_attention

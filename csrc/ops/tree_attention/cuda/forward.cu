@@ -9,6 +9,7 @@
 
 #include "host/cuda/launch_scope.h"
 #include "ops/tree_attention/cuda/tree/cuda_tree.h"
+#include "ops/tree_attention/cuda/tree/tables.h"
 #include "ops/tree_attention/stages/gather/layer_general.h"
 
 namespace htree::tree_attention {
@@ -48,10 +49,10 @@ Tensor top_lists(const AttentionProblem& problem, const Slice& slice, const Tens
   Tensor lists = at::empty({slice.batches, num_lists, problem.num_kv_heads, problem.args.top_k},
                            like.options().dtype(at::kInt));
   const int64_t rate = problem.args.compression_rate;
-  launch_top_lists(lists.mutable_data_ptr<int32_t>(), slice.batches, num_lists, problem.num_kv_heads,
-                   problem.args.top_k, problem.t0() + slice.query, slice.stride,
-                   node_span(rate, problem.layers()), c10::cuda::getCurrentCUDAStream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  C10_CUDA_CHECK(launch_top_lists(lists.mutable_data_ptr<int32_t>(), slice.batches, num_lists,
+                                  problem.num_kv_heads, problem.args.top_k, problem.t0() + slice.query,
+                                  slice.stride, node_span(rate, problem.layers()),
+                                  c10::cuda::getCurrentCUDAStream()));
   return lists;
 }
 

@@ -1,7 +1,12 @@
+#include "ops/tree_attention/cuda/dispatch_shape.h"
 #include "ops/tree_attention/cuda/forward_schedule.h"
 
+#include "ops/tree_attention/cuda/forward/dense_top/dense_attend.h"
 #include "ops/tree_attention/cuda/forward/per_list/per_list_attend.h"
+#include "ops/tree_attention/cuda/forward/per_query/per_query_attend.h"
 #include "ops/tree_attention/cuda/forward/shared_gather/shared_gather_attend.h"
+#include "ops/tree_attention/cuda/tree/packed_layer.h"
+#include "ops/tree_attention/cuda/tree/tables.h"
 
 namespace htree::tree_attention {
 namespace {
@@ -25,20 +30,30 @@ struct ForwardScratch {
   int64_t total() const { return partial + 2 * lists + mask + scores; }
 };
 
-void attend_layer(const TreeCall& call, size_t layer_idx, const Chunk& chunk, const AttendParams& attend,
-                  cudaStream_t stream) {
+cudaError_t attend_layer(const TreeCall& call, size_t layer_idx, const Chunk& chunk,
+                         const AttendParams& attend, cudaStream_t stream) {
   switch (
       layer_kernel(call.config, static_cast<int64_t>(layer_idx), static_cast<int64_t>(call.layers.size()))) {
     case LayerKernel::kDense:
-      return launch_top_attend(call.shape, {attend, top_tiles_of(call, chunk)}, stream);
-    case LayerKernel::kBlock:
-      return launch_block_attend(call.shape, attend, stream);
-    case LayerKernel::kUnion:
-      return launch_union_attend(call.shape, attend, stream);
-    case LayerKernel::kPrivate:
-    case LayerKernel::kGeneral:  // does not come here: attention_forward_cuda.cu
-      return launch_attend(call.shape, attend, stream);
+      return dispatch_shape(call.shape, [&](auto type, auto dim) {
+        return launch_dense_attend<typename decltype(type)::type, dim.value>(
+            {attend, dense_tiles_of(call, chunk)}, stream);
+      });
+    case LayerKernel::kPerList:
+      return dispatch_shape(call.shape, [&](auto type, auto dim) {
+        return launch_per_list_attend<typename decltype(type)::type, dim.value>(attend, stream);
+      });
+    case LayerKernel::kSharedGather:
+      return dispatch_shape(call.shape, [&](auto type, auto dim) {
+        return launch_shared_gather_attend<typename decltype(type)::type, dim.value>(attend, stream);
+      });
+    case LayerKernel::kPerQuery:
+    case LayerKernel::kGeneral:  // does not come here: forward.cu
+      return dispatch_shape(call.shape, [&](auto type, auto dim) {
+        return launch_per_query_attend<typename decltype(type)::type, dim.value>(attend, stream);
+      });
   }
+  return cudaErrorInvalidValue;
 }
 
 cudaError_t forward_chunk(const TreeCall& call, const ForwardBuffers& buffers, const Chunk& chunk,
@@ -90,9 +105,9 @@ cudaError_t forward_chunk(const TreeCall& call, const ForwardBuffers& buffers, c
     attend.state_batch = p.num_queries * p.num_heads;
     attend.partial = partial;
     attend.out = static_cast<char*>(buffers.out) + 2 * state * p.value_dim;
-    attend.turns = call.turns;
-    attend_layer(call, layer_idx, chunk, attend, stream);
-    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) {
+    attend.rotations = call.rotations;
+    if (const cudaError_t error = attend_layer(call, layer_idx, chunk, attend, stream);
+        error != cudaSuccess) {
       return error;
     }
   }
@@ -111,8 +126,8 @@ GatherParams gather_of(const TreeCall& call, size_t layer_idx, const Chunk& chun
   const TreeLayer& layer = call.layers[layer_idx];
   GatherParams g;
   g.queries = at_row(call.queries, chunk.batch, chunk.query);
-  g.blocks = layer.blocks +
-             chunk.batch * p.num_kv_heads * layer.num_parents * parent_block_bytes(p.key_dim, p.value_dim);
+  g.packed = layer.packed +
+             chunk.batch * p.num_kv_heads * layer.num_parents * packed_parent_bytes(p.key_dim, p.value_dim);
   g.num_parents = layer.num_parents;
   g.rope = call.rope;
   g.score_scale = static_cast<float>(p.args.scale * kLog2E);
@@ -134,47 +149,47 @@ int64_t forward_scratch_bytes(const TreeCall& call) {
 
 cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream) {
   const AttentionProblem& p = call.problem;
-  launch_rope_table(call.rope, call.rope_rows(), static_cast<int>(p.key_dim), p.args.rope_base, p.args.rotate,
-                    stream);
-  cudaError_t error = cudaGetLastError();
-  if (call.turns && error == cudaSuccess) {
-    const TurnOrder order = call.config.gather == GatherKernel::kUnion || call.config.union_queries
-                                ? TurnOrder::kFragments
-                                : TurnOrder::kDims;
-    launch_turn_table(call.turns, call.turn_slots(), static_cast<int>(p.key_dim), order, p.args.rope_base,
-                      p.args.rotate, stream);
-    error = cudaGetLastError();
+  cudaError_t error = launch_rope_table(call.rope, call.rope_rows(), static_cast<int>(p.key_dim),
+                                        p.args.rope_base, p.args.rotate, stream);
+  if (call.rotations && error == cudaSuccess) {
+    const RotationOrder order =
+        call.config.gather == GatherKernel::kSharedGather || call.config.shared_gather_queries
+            ? RotationOrder::kFragments
+            : RotationOrder::kDims;
+    error = launch_rotation_table(call.rotations, call.rotation_slots(), static_cast<int>(p.key_dim), order,
+                                  p.args.rope_base, p.args.rotate, stream);
   }
-  if (call.block_turns && error == cudaSuccess) {
-    launch_turn_table(call.block_turns, call.turn_slots(), static_cast<int>(p.key_dim), TurnOrder::kDims,
-                      p.args.rope_base, p.args.rotate, stream);
-    error = cudaGetLastError();
+  if (call.top_rotations && error == cudaSuccess) {
+    error = launch_rotation_table(call.top_rotations, call.rotation_slots(), static_cast<int>(p.key_dim),
+                                  RotationOrder::kDims, p.args.rope_base, p.args.rotate, stream);
   }
   for (size_t i = 0; i < call.layers.size() && error == cudaSuccess; ++i) {
     const TreeLayer& layer = call.layers[i];
-    RelayParams relay;
-    relay.keys = layer.keys;
-    relay.values = layer.values;
-    relay.rope = call.rope;
-    relay.blocks = layer.blocks;
-    relay.num_nodes = layer.num_nodes;
-    relay.num_parents = layer.num_parents;
-    relay.num_batches = p.batch;
-    relay.num_kv_heads = p.num_kv_heads;
-    launch_relay(call.shape, relay, stream);
-    error = cudaGetLastError();
+    PackParams pack;
+    pack.keys = layer.keys;
+    pack.values = layer.values;
+    pack.rope = call.rope;
+    pack.packed = layer.packed;
+    pack.num_nodes = layer.num_nodes;
+    pack.num_parents = layer.num_parents;
+    pack.num_batches = p.batch;
+    pack.num_kv_heads = p.num_kv_heads;
+    error = dispatch_shape(call.shape, [&](auto type, auto dim) {
+      return launch_pack_layer<typename decltype(type)::type, dim.value>(pack, stream);
+    });
   }
   if (call.config.dense_top && error == cudaSuccess) {
-    TopRelayParams relay;
-    relay.keys = call.layers.back().keys;
-    relay.values = call.layers.back().values;
-    relay.rope = call.rope;
-    relay.tiles = call.top;
-    relay.num_nodes = call.layers.back().num_nodes;
-    relay.num_batches = p.batch;
-    relay.num_kv_heads = p.num_kv_heads;
-    launch_top_relay(call.shape, relay, stream);
-    error = cudaGetLastError();
+    DenseLayerParams pack;
+    pack.keys = call.layers.back().keys;
+    pack.values = call.layers.back().values;
+    pack.rope = call.rope;
+    pack.tiles = call.top;
+    pack.num_nodes = call.layers.back().num_nodes;
+    pack.num_batches = p.batch;
+    pack.num_kv_heads = p.num_kv_heads;
+    error = dispatch_shape(call.shape, [&](auto type, auto dim) {
+      return launch_dense_layer<typename decltype(type)::type, dim.value>(pack, stream);
+    });
   }
   return error;
 }
@@ -183,9 +198,10 @@ cudaError_t run_forward(const TreeCall& call, const ForwardBuffers& buffers, cud
   const AttentionProblem& p = call.problem;
   const AttentionConfig& c = call.config;
   if (!buffers.parents.empty()) {
-    launch_top_lists(buffers.parents.back(), p.batch, p.num_lists(), p.num_kv_heads, p.args.top_k, p.t0(),
-                     p.args.selection_stride, call.layers.back().node_span * kTensorCoreRate, stream);
-    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) {
+    const cudaError_t error =
+        launch_top_lists(buffers.parents.back(), p.batch, p.num_lists(), p.num_kv_heads, p.args.top_k, p.t0(),
+                         p.args.selection_stride, call.layers.back().node_span * kTensorCoreRate, stream);
+    if (error != cudaSuccess) {
       return error;
     }
   }

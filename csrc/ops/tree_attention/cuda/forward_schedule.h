@@ -4,9 +4,9 @@
 
 #include <vector>
 
-#include "ops/tree_attention/plan/attention_config.h"
 #include "ops/tree_attention/cuda/launch_params.h"
-#include "ops/tree_attention/cuda/forward/dense_top/dense_launch.h"
+#include "ops/tree_attention/cuda/tree/dense_layer.h"
+#include "ops/tree_attention/plan/attention_config.h"
 
 namespace htree::tree_attention {
 
@@ -16,7 +16,7 @@ struct TreeLayer {
   int64_t num_nodes = 0;
   int64_t num_parents = 0;
   int64_t node_span = 1;
-  char* blocks = nullptr;  // [B, H_kv, num_parents] parent blocks
+  char* packed = nullptr;  // [B, H_kv, num_parents] packed parents
 };
 
 // A call on one device: sizes, inputs and the tree over the keys, tokens first.
@@ -26,13 +26,13 @@ struct TreeCall {
   TensorCoreShape shape;
   TensorView queries;  // [B, T_q, H, K]
   std::vector<TreeLayer> layers;
-  float2* rope = nullptr;          // [rope_rows(), K/2]
-  __half2* turns = nullptr;        // turn table of turn_slots() slots; null for private gathers
-  __half2* block_turns = nullptr;  // another of TurnOrder::kDims, if config.block_top
-  TopTiles top;                    // of layers.back(), if config.dense_top
+  float2* rope = nullptr;            // [rope_rows(), K/2]
+  __half2* rotations = nullptr;      // rotation table of rotation_slots() slots; null for gathers per query
+  __half2* top_rotations = nullptr;  // another of RotationOrder::kDims, if config.per_list_top
+  DenseTiles top;                    // of layers.back(), if config.dense_top
 
   int64_t rope_rows() const { return problem.args.top_k * kTensorCoreRate + 1; }
-  int64_t turn_slots() const { return problem.args.top_k + 1; }
+  int64_t rotation_slots() const { return problem.args.top_k + 1; }
   // Rows of masks are aligned to 16 bytes.
   int64_t mask_words() const { return ceil_div(problem.args.top_k * kTensorCoreRate, 128) * 4; }
 };
@@ -68,7 +68,7 @@ cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& ch
                          const ListSlice& next, float* scratch, uint32_t* mask, cudaStream_t stream);
 
 // A layer's tiles from the chunk's first batch on.
-TopTiles top_tiles_of(const TreeCall& call, const Chunk& chunk);
+DenseTiles dense_tiles_of(const TreeCall& call, const Chunk& chunk);
 
 struct ForwardBuffers {
   void* out = nullptr;   // [B, T_q, H, V]
@@ -80,7 +80,7 @@ struct ForwardBuffers {
 
 int64_t forward_scratch_bytes(const TreeCall& call);
 
-// Fills call.rope, call.turns and the blocks of every layer.
+// Fills call.rope, call.rotations and the blocks of every layer.
 cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream);
 cudaError_t run_forward(const TreeCall& call, const ForwardBuffers& buffers, cudaStream_t stream);
 

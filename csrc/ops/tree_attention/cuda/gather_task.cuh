@@ -18,10 +18,10 @@ __device__ __forceinline__ int64_t list_of(const GatherParams& p, int64_t query)
 struct GatherTask {
   int batch, kv_head;
   int64_t token;
-  const int32_t* list;  // null: 0, 1, 2, ...
-  int num_slots;        // m
-  int num_candidates;   // n
-  int64_t blocks;       // index of the kv head's first parent block
+  const int32_t* list;   // null: 0, 1, 2, ...
+  int num_slots;         // m
+  int num_candidates;    // n
+  int64_t first_parent;  // index of the kv head's first packed parent
 };
 
 // All lanes of a warp call with the same arguments. `query` counts from the first of the chunk; `list_row` is
@@ -32,7 +32,7 @@ __device__ __forceinline__ GatherTask gather_task(const GatherParams& p, int hea
   task.batch = head_index / p.num_kv_heads;
   task.kv_head = head_index % p.num_kv_heads;
   task.token = p.t0 + query;
-  task.blocks = static_cast<int64_t>(head_index) * p.num_parents;
+  task.first_parent = static_cast<int64_t>(head_index) * p.num_parents;
   const int64_t rightmost = node_of(p, task.token);
   if (p.lists) {
     task.list =
@@ -40,11 +40,11 @@ __device__ __forceinline__ GatherTask gather_task(const GatherParams& p, int hea
     task.num_slots = count_entries(task.list, p.list_width);
   } else {
     task.list = nullptr;
-    task.num_slots = static_cast<int>(rightmost / kBlockRows) + 1;
+    task.num_slots = static_cast<int>(rightmost / kParentRows) + 1;
   }
-  task.num_candidates = task.num_slots > 0
-                            ? (task.num_slots - 1) * kBlockRows + static_cast<int>(rightmost % kBlockRows) + 1
-                            : 0;
+  task.num_candidates =
+      task.num_slots > 0 ? (task.num_slots - 1) * kParentRows + static_cast<int>(rightmost % kParentRows) + 1
+                         : 0;
   return task;
 }
 

@@ -1,4 +1,4 @@
-// One warp walks the parents of a list: their blocks arrive in a private ring of shared memory a few slots
+// One warp walks the parents of a list: their packed copies arrive in a private ring of shared memory a few slots
 // ahead.
 #pragma once
 
@@ -35,10 +35,10 @@ class ParentStream {
 
   // Slots begin ... end - 1; `list` null stands for the list 0, 1, 2, ... Ids past the last parent are
   // clamped.
-  __device__ __forceinline__ ParentStream(const char* blocks, int64_t block_bytes, int64_t num_parents,
+  __device__ __forceinline__ ParentStream(const char* packed, int64_t parent_bytes, int64_t num_parents,
                                           const int32_t* list, int begin, int end, uint32_t ring)
-      : blocks_(blocks),
-        block_bytes_(block_bytes),
+      : packed_(packed),
+        parent_bytes_(parent_bytes),
         last_parent_(static_cast<int>(num_parents - 1)),
         list_(list),
         end_(end),
@@ -81,7 +81,7 @@ class ParentStream {
         later_ids_ = read_ids(chunk_ + 32);
       }
       const int64_t id = __shfl_sync(device::kFullMask, ids_, next_ - chunk_);
-      const char* from = blocks_ + id * block_bytes_ + lane_ * 16;
+      const char* from = packed_ + id * parent_bytes_ + lane_ * 16;
       const uint32_t to = ring_ + next_ % kStages * kStageBytes + lane_ * 16;
 #pragma unroll
       for (int at = 0; at < kCopyBytes / 512 * 512; at += 512) {
@@ -95,8 +95,8 @@ class ParentStream {
     ++next_;
   }
 
-  const char* blocks_;
-  int64_t block_bytes_;
+  const char* packed_;
+  int64_t parent_bytes_;
   int last_parent_;
   const int32_t* list_;
   int end_, next_, chunk_;

@@ -1,5 +1,5 @@
 // Query rows on their way into an fp16 operand in shared memory: a thread takes 8 dims of the lower half of a
-// row and their partners in the upper half, turns them and rounds.
+// row and their partners in the upper half, rotates them and rounds.
 #pragma once
 
 #include "device/mma.cuh"
@@ -43,20 +43,23 @@ __device__ __forceinline__ float row_magnitude(const float (&low)[8], const floa
   return largest;
 }
 
-// `turns`: cos and sin of two dims each.
-__device__ __forceinline__ void turn_eight(const float (&low)[8], const float (&high)[8], float scale,
-                                           const float4 (&turns)[4], uint4& turned_low, uint4& turned_high) {
+// `rotations`: cos and sin of two dims each.
+__device__ __forceinline__ void rotate_eight(const float (&low)[8], const float (&high)[8], float scale,
+                                             const float4 (&rotations)[4], uint4& rotated_low,
+                                             uint4& rotated_high) {
   uint32_t first[4], second[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float4 turn = turns[i];
+    const float4 rotation = rotations[i];
     const float x0 = low[2 * i] * scale, y0 = high[2 * i] * scale;
     const float x1 = low[2 * i + 1] * scale, y1 = high[2 * i + 1] * scale;
-    first[i] = device::pack_pair<__half>(x0 * turn.x - y0 * turn.y, x1 * turn.z - y1 * turn.w);
-    second[i] = device::pack_pair<__half>(x0 * turn.y + y0 * turn.x, x1 * turn.w + y1 * turn.z);
+    first[i] =
+        device::pack_pair<__half>(x0 * rotation.x - y0 * rotation.y, x1 * rotation.z - y1 * rotation.w);
+    second[i] =
+        device::pack_pair<__half>(x0 * rotation.y + y0 * rotation.x, x1 * rotation.w + y1 * rotation.z);
   }
-  turned_low = make_uint4(first[0], first[1], first[2], first[3]);
-  turned_high = make_uint4(second[0], second[1], second[2], second[3]);
+  rotated_low = make_uint4(first[0], first[1], first[2], first[3]);
+  rotated_high = make_uint4(second[0], second[1], second[2], second[3]);
 }
 
 }  // namespace htree::tree_attention

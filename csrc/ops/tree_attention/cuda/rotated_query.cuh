@@ -1,7 +1,7 @@
-// The query rows of one (token, kv head) as the B operand of S^T = K' q^T, turned from slot to slot.
+// The query rows of one (token, kv head) as the B operand of S^T = K' q^T, rotated from slot to slot.
 //
 // R_p K_c = R_{16 j} K'_c for candidate p of slot j = p / 16 (docs/semantics/tree_attention.md §1.4), so the
-// scores of slot j take the query at position n - 1 - 16 j. It is kept in fp32 and turned back by 16
+// scores of slot j take the query at position n - 1 - 16 j. It is kept in fp32 and rotated back by 16
 // positions per slot: both halves of a rotated pair lie in one lane, and 16 positions are the same constants
 // everywhere.
 #pragma once
@@ -66,10 +66,10 @@ struct RotatedQuery {
       const PowerOfTwo power = half_range_scale(largest);
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
-        const float2 turn = rope[position * kHalf + fragment_dim(i, lane)];
+        const float2 rotation = rope[position * kHalf + fragment_dim(i, lane)];
         const float x = low[tile][i] * power.scale, y = high[tile][i] * power.scale;
-        low[tile][i] = x * turn.x - y * turn.y;
-        high[tile][i] = x * turn.y + y * turn.x;
+        low[tile][i] = x * rotation.x - y * rotation.y;
+        high[tile][i] = x * rotation.y + y * rotation.x;
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {

@@ -40,29 +40,29 @@ enum class AttentionPath {
 
 // How the tensor-core path takes the softmax over the gathered parents of a list.
 enum class GatherKernel {
-  kPrivate,  // a warp per (query, kv head), each with a gather of its own: sm_80 and later
-  kUnion,    // neighbouring queries share one gather: sm_90a, see union/
-  kBlock,    // all queries of a list together on products of warpgroups: sm_90a, see block/
+  kPerQuery,      // a warp per (query, kv head), each with a gather of its own: sm_80 and later
+  kSharedGather,  // neighbouring queries share one gather: sm_90a
+  kPerList,       // all queries of a list together on products of warpgroups: sm_90a
 };
 
 // Which of them a caller wants: the fastest that the GPU has, or the one that every GPU has.
-enum class GatherChoice { kAuto, kPrivate };
+enum class GatherChoice { kAuto, kPerQuery };
 
 struct AttentionConfig {
   AttentionPath path = AttentionPath::kGeneral;
-  GatherKernel gather = GatherKernel::kPrivate;
-  bool dense_top = false;  // the top layer as dense products of warpgroups (sm_90a), see top/
+  GatherKernel gather = GatherKernel::kPerQuery;
+  bool dense_top = false;  // the top layer as dense products of warpgroups (sm_90a), see dense_top/
   // Of the backward alone.
-  bool block_top = false;       // gradients of the top by block_gradient/, for whatever stride
-  bool union_queries = false;   // dQ by union_gradient/
-  int64_t batch_chunk = 1;      // batches of a chunk
-  int64_t query_chunk = 0;      // queries of a chunk, a multiple of the stride
-  int64_t selection_chunk = 0;  // lists whose scores are in memory at a time
-  int64_t top_chunk = 0;        // lists whose importances at a dense top are in memory at a time
-  int64_t num_sms = 1;          // launches of block_gradient/ take whole waves
+  bool per_list_top = false;           // gradients of the top by backward/per_list/, for whatever stride
+  bool shared_gather_queries = false;  // dQ by backward/shared_gather/
+  int64_t batch_chunk = 1;             // batches of a chunk
+  int64_t query_chunk = 0;             // queries of a chunk, a multiple of the stride
+  int64_t selection_chunk = 0;         // lists whose scores are in memory at a time
+  int64_t top_chunk = 0;               // lists whose importances at a dense top are in memory at a time
+  int64_t num_sms = 1;                 // launches of backward/per_list/ take whole waves
 };
 
-// Temporary memory of the forward beyond the output, stored parents and one re-laid copy of K and V, in
+// Temporary memory of the forward beyond the output, stored parents and one packed copy of K and V, in
 // bytes: states and scores of a chunk take at most kScratchBytes, and at most what the tree and the other
 // memory that follows T leave of kForwardBytes; 10^9 bytes in all, a little of which the allocator rounds
 // away. Where they leave less than kLeastScratchBytes (above a million tokens of 32 heads), chunks have that
@@ -88,15 +88,15 @@ inline bool hopper_kernels(const DeviceFacts& facts) {
 }
 
 // A block's time hardly depends on how many of its rows are used, so it takes lists of several queries.
-// Below, sharing beats private gathers at every length tried on an H200 (4096 ... 524288); and what a query
+// Below, sharing beats gathers per query at every length tried on an H200 (4096 ... 524288); and what a query
 // computes must not depend on how many others are in the call, so length has no say.
-constexpr int64_t kMinBlockStride = 4;
+constexpr int64_t kMinPerListStride = 4;
 
 inline GatherKernel choose_gather(const AttentionProblem& p, const DeviceFacts& device, GatherChoice choice) {
-  if (!hopper_kernels(device) || choice == GatherChoice::kPrivate) {
-    return GatherKernel::kPrivate;
+  if (!hopper_kernels(device) || choice == GatherChoice::kPerQuery) {
+    return GatherKernel::kPerQuery;
   }
-  return p.args.selection_stride >= kMinBlockStride ? GatherKernel::kBlock : GatherKernel::kUnion;
+  return p.args.selection_stride >= kMinPerListStride ? GatherKernel::kPerList : GatherKernel::kSharedGather;
 }
 
 // Largest block of the forward and the backward together: one predicate serves both, so that recomputed lists
@@ -128,7 +128,7 @@ inline int64_t top_nodes(const AttentionProblem& p) {
 
 // Floats of a row of importances at a dense top.
 inline int64_t importance_width(int64_t num_nodes) {
-  return ceil_div(num_nodes, kTopTileNodes) * kTopTileNodes;
+  return ceil_div(num_nodes, kDenseTileNodes) * kDenseTileNodes;
 }
 
 constexpr int64_t kTopLists = 256;  // rows of a block at a dense top, a list being G of them
@@ -154,8 +154,8 @@ inline int64_t even_chunk(int64_t total, int64_t most, int64_t block) {
   return whole <= most ? whole : most >= block ? most / block * block : most;
 }
 
-// Memory of the tensor-core forward that follows T: the layers above the tokens with their re-laid copies,
-// the scales of the re-laid keys, the log-sums, and the tables.
+// Memory of the tensor-core forward that follows T: the layers above the tokens with their packed copies,
+// the scales of the packed keys, the log-sums, and the tables.
 inline int64_t tensor_core_tree_bytes(const AttentionProblem& p, bool dense_top) {
   const int64_t heads = p.batch * p.num_kv_heads;
   int64_t nodes = p.num_keys;
@@ -164,11 +164,12 @@ inline int64_t tensor_core_tree_bytes(const AttentionProblem& p, bool dense_top)
   for (int64_t layer = 1; layer < p.layers(); ++layer) {
     nodes = ceil_div(nodes, kTensorCoreRate);
     bytes += heads * (nodes * (p.key_dim + p.value_dim) * 2 +
-                      ceil_div(nodes, kTensorCoreRate) * parent_block_bytes(p.key_dim, p.value_dim));
+                      ceil_div(nodes, kTensorCoreRate) * packed_parent_bytes(p.key_dim, p.value_dim));
   }
   if (dense_top) {
-    bytes += heads * (ceil_div(nodes, kTopTileNodes) *
-                      (top_tile_bytes(p.key_dim) + top_tile_bytes(p.value_dim) + kTopTileNodes * 4 + 4));
+    bytes +=
+        heads * (ceil_div(nodes, kDenseTileNodes) *
+                 (dense_tile_bytes(p.key_dim) + dense_tile_bytes(p.value_dim) + kDenseTileNodes * 4 + 4));
   }
   return bytes;
 }
@@ -227,41 +228,41 @@ constexpr int64_t kPartialSumBytes = int64_t{1584} << 20;
 
 // A block of gradients multiplies kGradientRows rows (query, head) of a list, used or not; below this many
 // the kernels that take a warp per query do less work.
-constexpr int64_t kMinGradientBlockRows = 32;
+constexpr int64_t kMinPerListGradientRows = 32;
 // The same at the top, where all lists hold the same parents and a block takes kGradientRun tokens.
 constexpr int64_t kMinTopGradientRows = 64;
 // dK and dV by parent_gradient.cuh: below so many heads, kernels that fill a tile with the rows of several
 // users do less work; above there are two tiles.
 constexpr int64_t kMinParentGroup = 4, kMaxParentGroup = 8;
-// Query heads that the registers of a warp of union_gradient/ hold beside their gradients.
-constexpr int64_t kMaxUnionGroup = 8;
+// Query heads that the registers of a warp of backward/shared_gather/ hold beside their gradients.
+constexpr int64_t kMaxSharedGatherGroup = 8;
 
 // Where queries have lists of their own, what blocks leave at the top, which needs none: two tasks per SM.
 constexpr int64_t kTopSumBytes = int64_t{1056} << 20;
 
-// `gather` of the result is that of the gradients: kPrivate, or kBlock, see block_gradient/.
+// `gather` of the result is that of the gradients: kPerQuery, or kPerList, see backward/per_list/.
 inline AttentionConfig choose_backward_config(const AttentionProblem& p, const DeviceFacts& device,
                                               GatherChoice gather = GatherChoice::kAuto) {
-  AttentionConfig config = choose_attention_config(p, device, GatherChoice::kPrivate);
+  AttentionConfig config = choose_attention_config(p, device, GatherChoice::kPerQuery);
   const int64_t stride = p.args.selection_stride;
-  const bool blocks = config.path == AttentionPath::kTensorCore &&
-                      choose_gather(p, device, gather) == GatherKernel::kBlock &&
-                      stride * p.group() >= kMinGradientBlockRows;
-  config.gather = blocks ? GatherKernel::kBlock : GatherKernel::kPrivate;
+  const bool by_list = config.path == AttentionPath::kTensorCore &&
+                       choose_gather(p, device, gather) == GatherKernel::kPerList &&
+                       stride * p.group() >= kMinPerListGradientRows;
+  config.gather = by_list ? GatherKernel::kPerList : GatherKernel::kPerQuery;
   const int64_t group = p.group();
-  config.block_top = config.path == AttentionPath::kTensorCore && gather == GatherChoice::kAuto &&
-                     hopper_kernels(device) && stride < kGradientRun && (group & (group - 1)) == 0 &&
-                     kGradientRun * group >= kMinTopGradientRows;
-  config.union_queries = config.path == AttentionPath::kTensorCore && gather == GatherChoice::kAuto &&
-                         hopper_kernels(device) && !blocks && group <= kMaxUnionGroup;
+  config.per_list_top = config.path == AttentionPath::kTensorCore && gather == GatherChoice::kAuto &&
+                        hopper_kernels(device) && stride < kGradientRun && (group & (group - 1)) == 0 &&
+                        kGradientRun * group >= kMinTopGradientRows;
+  config.shared_gather_queries = config.path == AttentionPath::kTensorCore && gather == GatherChoice::kAuto &&
+                                 hopper_kernels(device) && !by_list && group <= kMaxSharedGatherGroup;
   // of a head; where few share a kv head, records are made for 8
-  const int64_t record = blocks ? 0
+  const int64_t record = by_list ? 0
                          : group >= kMinParentGroup && group <= kMaxParentGroup
                              ? ceil_div(tiled_record_bytes(p.key_dim, p.value_dim), group)
                              : 2 * (p.key_dim + p.value_dim);
-  const int64_t scratch = kBackwardScratchBytes - (blocks             ? kPartialSumBytes
-                                                   : config.block_top ? kTopSumBytes
-                                                                      : kScoreBytes);
+  const int64_t scratch = kBackwardScratchBytes - (by_list               ? kPartialSumBytes
+                                                   : config.per_list_top ? kTopSumBytes
+                                                                         : kScoreBytes);
   const int64_t per_list =
       stride * p.num_heads * (record + 16 + 4 * p.key_dim) +
       p.num_kv_heads * (p.args.top_k * 4 * p.layers() + p.args.top_k * p.args.compression_rate / 8 +
@@ -269,9 +270,9 @@ inline AttentionConfig choose_backward_config(const AttentionProblem& p, const D
   const int64_t lists = std::max<int64_t>(1, scratch / per_list);
   int64_t used = std::max<int64_t>(1, std::min(lists, p.num_lists()));
   config.num_sms = device.num_sms;
-  if ((blocks || config.block_top) && used < p.num_lists()) {
-    // whole waves of tasks of block_gradient/
-    const int64_t run = blocks ? stride : kGradientRun;
+  if ((by_list || config.per_list_top) && used < p.num_lists()) {
+    // whole waves of tasks of backward/per_list/
+    const int64_t run = by_list ? stride : kGradientRun;
     const int64_t tasks = ceil_div(run * group, kGradientRows) * p.num_kv_heads;
     const int64_t wave = std::lcm(run * (device.num_sms / std::gcd(device.num_sms, tasks)), stride) / stride;
     used -= used > wave ? used % wave : 0;
@@ -285,7 +286,7 @@ inline AttentionConfig choose_backward_config(const AttentionProblem& p, const D
 
 // The kernels that the forward runs at one layer, 0 being the tokens. Gathered layers share those that
 // select.
-enum class LayerKernel { kGeneral, kPrivate, kUnion, kBlock, kDense };
+enum class LayerKernel { kGeneral, kPerQuery, kSharedGather, kPerList, kDense };
 
 inline LayerKernel layer_kernel(const AttentionConfig& config, int64_t layer, int64_t num_layers) {
   if (config.path == AttentionPath::kGeneral) {
@@ -295,14 +296,14 @@ inline LayerKernel layer_kernel(const AttentionConfig& config, int64_t layer, in
     return LayerKernel::kDense;
   }
   switch (config.gather) {
-    case GatherKernel::kUnion:
-      return LayerKernel::kUnion;
-    case GatherKernel::kBlock:
-      return LayerKernel::kBlock;
-    case GatherKernel::kPrivate:
+    case GatherKernel::kSharedGather:
+      return LayerKernel::kSharedGather;
+    case GatherKernel::kPerList:
+      return LayerKernel::kPerList;
+    case GatherKernel::kPerQuery:
       break;
   }
-  return LayerKernel::kPrivate;
+  return LayerKernel::kPerQuery;
 }
 
 inline std::string describe(const AttentionConfig& config) {
@@ -316,20 +317,20 @@ inline std::string describe(const AttentionConfig& config) {
 
 // The kernels of the gradients, which are those of every layer.
 inline std::string describe_gradients(const AttentionConfig& config) {
-  return config.path == AttentionPath::kGeneral  ? "general"
-         : config.gather == GatherKernel::kBlock ? "block"
-         : config.union_queries                  ? "union"
-                                                 : "private";
+  return config.path == AttentionPath::kGeneral    ? "general"
+         : config.gather == GatherKernel::kPerList ? "per_list"
+         : config.shared_gather_queries            ? "shared_gather"
+                                                   : "per_query";
 }
 
 // Those of the top.
 inline std::string describe_top_gradients(const AttentionConfig& config) {
-  return config.block_top ? "block" : describe_gradients(config);
+  return config.per_list_top ? "per_list" : describe_gradients(config);
 }
 
 // layer_kernel() of every layer of the forward, the top first.
 inline std::string describe_layers(const AttentionConfig& config, int64_t num_layers) {
-  constexpr const char* kNames[] = {"general", "private", "union", "block", "dense"};
+  constexpr const char* kNames[] = {"general", "per_query", "shared_gather", "per_list", "dense"};
   std::string text;
   for (int64_t layer = num_layers; layer-- > 0;) {
     text += kNames[static_cast<int>(layer_kernel(config, layer, num_layers))];

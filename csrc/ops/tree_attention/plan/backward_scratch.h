@@ -1,21 +1,21 @@
 // Which kernels make the gradients of a layer, and where their scratch lies. No torch.
 #pragma once
 
-#include "ops/tree_attention/cuda/backward_schedule.h"
 #include "ops/tree_attention/cuda/backward/per_list/per_list_schedule.h"
+#include "ops/tree_attention/cuda/backward_schedule.h"
 
 namespace htree::tree_attention {
 
-// Whether the gradients of a layer are made by block_gradient/, and there for runs of neighbouring queries.
-inline bool layer_blocks(const TreeCall& call, size_t layer_idx) {
-  return call.config.gather == GatherKernel::kBlock ||
-         (call.config.block_top && layer_idx + 1 == call.layers.size());
+// Whether the gradients of a layer are made by backward/per_list/, and there for runs of neighbouring queries.
+inline bool layer_per_list(const TreeCall& call, size_t layer_idx) {
+  return call.config.gather == GatherKernel::kPerList ||
+         (call.config.per_list_top && layer_idx + 1 == call.layers.size());
 }
 inline bool layer_runs(const TreeCall& call, size_t layer_idx) {
-  return call.config.block_top && layer_idx + 1 == call.layers.size();
+  return call.config.per_list_top && layer_idx + 1 == call.layers.size();
 }
 // Blocks of kGradientRows rows per list or run.
-inline int64_t blocks_of_list(const TreeCall& call, size_t layer_idx) {
+inline int64_t tasks_of_list(const TreeCall& call, size_t layer_idx) {
   const int64_t queries = layer_runs(call, layer_idx) ? kGradientRun : call.problem.args.selection_stride;
   return ceil_div(queries * call.problem.group(), kGradientRows);
 }
@@ -31,13 +31,13 @@ inline int64_t partial_bytes_of(const TreeCall& call) {
 // Whether dK and dV are made by parent_gradient.cuh.
 inline bool by_parent(const TreeCall& call) {
   const int64_t group = call.problem.group();
-  return call.config.gather != GatherKernel::kBlock && group >= kMinParentGroup && group <= kMaxParentGroup;
+  return call.config.gather != GatherKernel::kPerList && group >= kMinParentGroup && group <= kMaxParentGroup;
 }
 
 // Offsets of the scratch, in bytes.
 struct BackwardScratch {
   int64_t key_bounds, query_bounds, records, meta, query_sums, lists, list_bytes, mask, counts, entries,
-      offsets, run_counts, turns, partials, partial_bytes, scores, total;
+      offsets, run_counts, rotations, partials, partial_bytes, scores, total;
 
   BackwardScratch(const TreeCall& call, bool recompute) {
     const AttentionProblem& p = call.problem;
@@ -55,10 +55,10 @@ struct BackwardScratch {
     };
     key_bounds = take(p.batch * p.num_kv_heads * static_cast<int64_t>(sizeof(KeyBounds)));
     query_bounds = take(c.batch_chunk * p.num_kv_heads * static_cast<int64_t>(sizeof(QueryBounds)));
-    const bool blocks = c.gather == GatherKernel::kBlock;
-    records = take(layer_blocks(call, 0) ? 0
-                   : by_parent(call)     ? query_rows * tiled_record_bytes(p.key_dim, p.value_dim)
-                                         : rows * 2 * (p.key_dim + p.value_dim));
+    const bool per_list = c.gather == GatherKernel::kPerList;
+    records = take(layer_per_list(call, 0) ? 0
+                   : by_parent(call)       ? query_rows * tiled_record_bytes(p.key_dim, p.value_dim)
+                                           : rows * 2 * (p.key_dim + p.value_dim));
     meta = take(rows * static_cast<int64_t>(sizeof(RowMeta)));
     query_sums = take(call.layers.size() > 1 ? rows * p.key_dim * 4 : 0);
     list_bytes = aligned(list_rows * p.args.top_k * 4);
@@ -69,12 +69,12 @@ struct BackwardScratch {
     const int64_t heads = num_entries ? c.batch_chunk * p.num_kv_heads : 0;
     offsets = take(heads * (call.layers[0].num_parents + 1) * 4);
     run_counts = take(heads * ceil_div(chunk_lists, kInverseRows) * call.layers[0].num_parents * 4);
-    turns = take(by_parent(call) ? call.rope_rows() * p.key_dim * 2 : 0);
+    rotations = take(by_parent(call) ? call.rope_rows() * p.key_dim * 2 : 0);
     partial_bytes = 0;
     for (size_t i = 0; i < call.layers.size(); ++i) {
-      if (layer_blocks(call, i)) {
-        const int64_t per_list = blocks_of_list(call, i) * partial_slots(call, i) * partial_bytes_of(call);
-        const int64_t most = partial_sum_lists(blocks ? kPartialSumBytes : kTopSumBytes, 1, 1, per_list);
+      if (layer_per_list(call, i)) {
+        const int64_t per_list = tasks_of_list(call, i) * partial_slots(call, i) * partial_bytes_of(call);
+        const int64_t most = partial_sum_lists(per_list ? kPartialSumBytes : kTopSumBytes, 1, 1, per_list);
         const int64_t runs = (c.query_chunk / kGradientRun + 2) * c.batch_chunk * p.num_kv_heads;
         partial_bytes =
             std::max(partial_bytes, std::min(most, layer_runs(call, i) ? runs : list_rows) * per_list);

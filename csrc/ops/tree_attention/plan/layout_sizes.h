@@ -8,15 +8,15 @@ namespace htree::tree_attention {
 
 constexpr int kTensorCoreRate = 16;  // r of every tensor-core kernel
 
-// Queries that share a task of block_gradient/ at the top, where they need no lists.
+// Queries that share a task of backward/per_list/ at the top, where they need no lists.
 constexpr int kGradientRun = 16;
 
-// Query rows (query, head) of a task of block_gradient/: a list has stride * G of them in
+// Query rows (query, head) of a task of backward/per_list/: a list has stride * G of them in
 // ceil(stride * G / kGradientRows) tasks.
 constexpr int kGradientRows = 128;
 
-// A parent's block of re-laid keys and values, see parent_block.cuh.
-constexpr int64_t parent_block_bytes(int64_t key_dim, int64_t value_dim) {
+// A parent's block of packed keys and values, see packed_parent.cuh.
+constexpr int64_t packed_parent_bytes(int64_t key_dim, int64_t value_dim) {
   return kTensorCoreRate * (2 * key_dim + 4 + 2 * value_dim);
 }
 
@@ -25,15 +25,15 @@ constexpr int64_t tiled_record_bytes(int64_t key_dim, int64_t value_dim) {
   return 8 * (2 * (key_dim + value_dim) + 16);
 }
 
-// A turn table, see attention_launch.h.
-constexpr int64_t turn_table_bytes(int64_t num_slots, int64_t key_dim) {
+// A rotation table, see launch_params.h.
+constexpr int64_t rotation_table_bytes(int64_t num_slots, int64_t key_dim) {
   return num_slots * key_dim * 2;
 }
 
-// A tile of keys or of values of a dense top layer, see top/top_tiles.cuh.
-constexpr int kTopTileNodes = 128;
-constexpr int64_t top_tile_bytes(int64_t dim) {
-  return (dim + 63) / 64 * kTopTileNodes * 128;
+// A tile of keys or of values of a dense top layer, see cuda/tree/dense_tiles.cuh.
+constexpr int kDenseTileNodes = 128;
+constexpr int64_t dense_tile_bytes(int64_t dim) {
+  return (dim + 63) / 64 * kDenseTileNodes * 128;
 }
 
 }  // namespace htree::tree_attention

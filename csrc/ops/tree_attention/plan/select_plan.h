@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "ops/tree_attention/stages/select/select_launch.h"
+
 namespace htree::tree_attention {
 
 // Blocks that share device scratch: enough to fill a GPU, few enough to bound the memory.
@@ -31,17 +33,58 @@ inline int64_t shared_limit() {
   return bytes - kReservedShared;
 }
 
-// More than 48 KB must be asked for per kernel and per device; asking again costs little beside a launch. A
-// refusal stays the last error, and the check after the launch reports it.
-template <typename Kernel>
-void allow_shared(Kernel kernel, int64_t bytes) {
-  if (bytes > 40 * 1024) {
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-  }
-}
-
 inline int64_t round_up_16(int64_t bytes) {
   return (bytes + 15) / 16 * 16;
+}
+
+// Where the launcher puts the buffers: each in shared memory when it fits, else in device memory per block.
+struct SelectPlan {
+  int64_t sort_size;  // power of two >= top_k, 0 when the order is ascending
+  bool keys_shared;
+  bool sorting_shared;
+  bool normalizer_shared;
+  int64_t shared_bytes;
+  int64_t scratch_bytes;  // of one block
+  int64_t num_blocks;
+};
+
+// Sort buffer and normalisers first: they are small and touched most.
+inline SelectPlan select_plan(const SelectParams& params) {
+  SelectPlan plan{};
+  int64_t left = shared_limit();
+  const auto place = [&](int64_t bytes) {
+    const bool fits = round_up_16(bytes) <= left;
+    left -= fits ? round_up_16(bytes) : 0;
+    (fits ? plan.shared_bytes : plan.scratch_bytes) += round_up_16(bytes);
+    return fits;
+  };
+  const int64_t most = std::min(params.top_k, params.capacity);
+  plan.sort_size =
+      params.order == SelectionOrder::kByKey ? power_of_two_above(std::max<int64_t>(most, 1)) : 0;
+  plan.sorting_shared = place(plan.sort_size * 8);
+  plan.normalizer_shared = place(params.group * 4);
+  plan.keys_shared = place(params.capacity * 4);
+  const int64_t rows = std::min<int64_t>(params.num_rows(), INT32_MAX);
+  plan.num_blocks = plan.scratch_bytes == 0 ? rows : std::min(rows, kScratchBlocks);
+  return plan;
+}
+
+struct NextParentsPlan {
+  int64_t sort_size;  // power of two >= top_k
+  bool in_shared;
+  int64_t shared_bytes;
+  int64_t scratch_bytes;  // of one block
+  int64_t num_blocks;
+};
+
+inline NextParentsPlan next_parents_plan(const NextParentsParams& params) {
+  NextParentsPlan plan{};
+  plan.sort_size = power_of_two_above(params.top_k);
+  plan.in_shared = plan.sort_size * 4 <= shared_limit();
+  (plan.in_shared ? plan.shared_bytes : plan.scratch_bytes) = plan.sort_size * 4;
+  const int64_t rows = std::min<int64_t>(params.num_rows(), INT32_MAX);
+  plan.num_blocks = plan.in_shared ? rows : std::min(rows, kScratchBlocks);
+  return plan;
 }
 
 }  // namespace htree::tree_attention

@@ -2,8 +2,8 @@
 // tensors of the same shapes and contracts. docs/semantics/io_twins.md §2.2.
 #pragma once
 
-#include "ops/tree_attention/stages/io_positions.h"
 #include "ops/tree_attention/kernels.h"
+#include "ops/tree_attention/stages/io_positions.h"
 
 namespace htree::tree_attention {
 

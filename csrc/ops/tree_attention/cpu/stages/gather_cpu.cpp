@@ -29,7 +29,7 @@ void run_layer(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v, co
   const RotationTable table = copy_rotation<Real>(cos, sin, shape.max_parents * r, shape);
   const Rotation<Real> rotation = table.rotation<Real>();
   const auto layers =
-      RelaidLayers<Real>::make(layer_k, layer_v, shape, rotation, /*gradients=*/false, Type<T>{});
+      PackedLayers<Real>::make(layer_k, layer_v, shape, rotation, /*gradients=*/false, Type<T>{});
 
   const Tensor lists = parents.contiguous();
   const int32_t* list_data = lists.const_data_ptr<int32_t>();
@@ -50,7 +50,7 @@ void run_layer(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v, co
       const int64_t h = task / tasks_per_head % kv_heads;
       const int64_t begin = task % tasks_per_head * task_queries;
       const int64_t end = std::min(begin + task_queries, num_queries);
-      const RelaidLayer<Real> layer = layers.at(b, h);
+      const PackedLayer<Real> layer = layers.at(b, h);
       for (int64_t i = begin; i < end; ++i) {
         const int64_t row = (b * num_lists + i / stride) * kv_heads + h;
         const Candidates candidates =

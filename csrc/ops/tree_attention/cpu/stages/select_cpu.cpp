@@ -3,9 +3,9 @@
 #include <limits>
 
 #include "host/dispatch.h"
+#include "ops/tree_attention/cpu/stages/stage_cpu.h"
 #include "ops/tree_attention/stages/io_formulas.h"
 #include "ops/tree_attention/stages/io_kernels.h"
-#include "ops/tree_attention/cpu/stages/stage_cpu.h"
 
 namespace htree::tree_attention {
 namespace {

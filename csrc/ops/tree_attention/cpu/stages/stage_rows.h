@@ -1,6 +1,6 @@
 // The CPU row kernels of the build, rope and staged ops, one table per storage type and instruction set
-// (host/cpu/isa.h). Torch-free. All rows have unit stride; strides between rows count elements. Real is
-// float, double for double.
+// (host/cpu/isa.h). Torch-free. All rows have unit stride; strides between rows count elements. Real is float,
+// double for double.
 #pragma once
 
 #include <cstdint>

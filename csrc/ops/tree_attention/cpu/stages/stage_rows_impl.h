@@ -2,9 +2,9 @@
 #pragma once
 
 #include "host/cpu/simd.h"
-#include "ops/tree_attention/stages/io_weights.h"
 #include "ops/tree_attention/cpu/stages/selection.h"
 #include "ops/tree_attention/cpu/stages/stage_rows.h"
+#include "ops/tree_attention/stages/io_weights.h"
 
 namespace htree::HTREE_ISA {
 

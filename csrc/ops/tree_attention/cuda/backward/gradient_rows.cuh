@@ -7,9 +7,9 @@
 #include "device/mma.cuh"
 #include "device/numeric.cuh"
 #include "device/reduce.cuh"
-#include "ops/tree_attention/cuda/backward/gradient_launch.h"
-#include "ops/tree_attention/cuda/tree/packed_parent.cuh"
+#include "ops/tree_attention/cuda/backward/gradient_params.h"
 #include "ops/tree_attention/cuda/query_row.cuh"
+#include "ops/tree_attention/cuda/tree/packed_parent.cuh"
 
 namespace htree::tree_attention {
 
@@ -201,7 +201,7 @@ constexpr int kBoundNodes = 256;  // of a block
 
 // Grid: x = runs of kBoundNodes tokens, y = batch * kv head.
 template <typename T, int kDim>
-__global__ void __launch_bounds__(kRowWarps * 32) key_bounds_kernel(RelayParams p, KeyBounds* bounds) {
+__global__ void __launch_bounds__(kRowWarps * 32) key_bounds_kernel(PackParams p, KeyBounds* bounds) {
   constexpr int kLanes = kDim / 8, kPass = kRowWarps * 32 / kLanes;
   const int64_t batch = blockIdx.y / p.num_kv_heads, head = blockIdx.y % p.num_kv_heads;
   const int64_t first = int64_t{blockIdx.x} * kBoundNodes;

@@ -1,7 +1,7 @@
 // Masks and inverse of parent lists, for every r.
 #pragma once
 
-#include "ops/tree_attention/cuda/backward/gradient_launch.h"
+#include "ops/tree_attention/cuda/backward/inverse_lists.h"
 #include "ops/tree_attention/cuda/parent_stream.cuh"
 
 namespace htree::tree_attention {

@@ -1,7 +1,7 @@
 // Query rows of a block of the top layer, rotated once and kept in shared memory as fp16.
 //
 // The scale of the scores and log2(e) are folded in before the rounding. A row out of fp16's comfortable
-// range takes a power of two and a factor that undoes it instead, as keys do (top_tiles.cuh).
+// range takes a power of two and a factor that undoes it instead, as keys do (dense_tiles.cuh).
 #pragma once
 
 #include "device/hopper/tma.cuh"
@@ -26,7 +26,7 @@ __device__ __forceinline__ bool rotate_queries(char* tile, float* factors, const
   constexpr int kRounds = (kRows * kTasks + kThreads - 1) / kThreads;
   static_assert(kRows * kTasks % 32 == 0 && kThreads % 32 == 0);  // warps run whole or not at all
   uint4 low_raw[kAhead], high_raw[kAhead];
-  float4 turns[kAhead][4];  // cos, sin of two dims each
+  float4 rotations[kAhead][4];  // cos, sin of two dims each
   const auto load = [&](int round) {
     const int task = thread + round * kThreads;
     if (task < kRows * kTasks) {
@@ -35,10 +35,10 @@ __device__ __forceinline__ bool rotate_queries(char* tile, float* factors, const
       const T* from = static_cast<const T*>(source.data) + chunk * 8;
       low_raw[round % kAhead] = load_eight(from, p.queries.aligned);
       high_raw[round % kAhead] = load_eight(from + kHalf, p.queries.aligned);
-      const float4* turn = reinterpret_cast<const float4*>(p.rope + source.position * kHalf + chunk * 8);
+      const float4* rotation = reinterpret_cast<const float4*>(p.rope + source.position * kHalf + chunk * 8);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        turns[round % kAhead][i] = __ldg(turn + i);
+        rotations[round % kAhead][i] = __ldg(rotation + i);
       }
     }
   };
@@ -65,10 +65,10 @@ __device__ __forceinline__ bool rotate_queries(char* tile, float* factors, const
       factors[row] = plain ? 1.f : power.inverse * p.score_scale;
     }
     scaled |= !plain;
-    uint4 turned_low, turned_high;
-    turn_eight(low, high, scale, turns[round % kAhead], turned_low, turned_high);
-    *reinterpret_cast<uint4*>(tile + panel_offset(kRows, row, chunk)) = turned_low;
-    *reinterpret_cast<uint4*>(tile + panel_offset(kRows, row, kHalf / 8 + chunk)) = turned_high;
+    uint4 rotated_low, rotated_high;
+    rotate_eight(low, high, scale, rotations[round % kAhead], rotated_low, rotated_high);
+    *reinterpret_cast<uint4*>(tile + panel_offset(kRows, row, chunk)) = rotated_low;
+    *reinterpret_cast<uint4*>(tile + panel_offset(kRows, row, kHalf / 8 + chunk)) = rotated_high;
     if (round + kAhead < kRounds) {
       load(round + kAhead);
     }
@@ -77,7 +77,7 @@ __device__ __forceinline__ bool rotate_queries(char* tile, float* factors, const
   return scaled;
 }
 
-// Row of the query head `head` of a kv head, turned to `position`; `query` counts from the first of the
+// Row of the query head `head` of a kv head, rotated to `position`; `query` counts from the first of the
 // chunk.
 template <typename T>
 __device__ __forceinline__ QueryRow query_row(const GatherParams& p, int64_t batch, int kv_head,

@@ -14,7 +14,7 @@ constexpr int kScoreRows = 256;
 constexpr int kScoreThreads = 512;
 constexpr int kScoreGroups = kScoreThreads / 128;
 constexpr int kTopScoreStages = 4;
-constexpr int kTurnBarrier = 1;  // named barriers 1 ... 4: whose turn it is to issue products
+constexpr int kIssueBarrier = 1;  // named barriers 1 ... 4: whose turn it is to issue products
 
 // Shared memory from an address aligned to 1024 bytes on.
 template <int kDim>

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "ops/tree_attention/cuda/gather_task.cuh"
+#include "ops/tree_attention/cuda/select/list_scores.h"
 #include "ops/tree_attention/cuda/select/log_sum.cuh"
 #include "ops/tree_attention/cuda/select/row_keys.cuh"
 
@@ -190,8 +191,8 @@ __global__ void __launch_bounds__(kSelectThreads, kBlocks) leader_select_kernel(
     if constexpr (kWholeLayer) {
       return position;
     }
-    return (task.list ? task.list[position / kBlockRows] : position / kBlockRows) * kBlockRows +
-           position % kBlockRows;
+    return (task.list ? task.list[position / kParentRows] : position / kParentRows) * kParentRows +
+           position % kParentRows;
   };
   if (rank < p.list_width) {  // every candidate
     for (int i = threadIdx.x; i < p.list_width; i += kSelectThreads) {

@@ -1,9 +1,12 @@
 // Scores of the leaders' candidates: one warp per (leader, kv head, run of slots).
 #pragma once
 
+#include "host/cuda/kernel_launch.h"
+#include "ops/tree_attention/cuda/dispatch_shape.h"
 #include "ops/tree_attention/cuda/gather_task.cuh"
-#include "ops/tree_attention/cuda/select/log_sum.cuh"
 #include "ops/tree_attention/cuda/rotated_query.cuh"
+#include "ops/tree_attention/cuda/select/list_scores.h"
+#include "ops/tree_attention/cuda/select/log_sum.cuh"
 
 namespace htree::tree_attention {
 
@@ -12,7 +15,7 @@ constexpr int kScoreStages = 3;
 
 template <int kKeyDim>
 struct ScoreRing {
-  static constexpr int kCopyBytes = kParentKeyBytes<kKeyDim> + kBlockRows * 4;
+  static constexpr int kCopyBytes = kParentKeyBytes<kKeyDim> + kParentRows * 4;
   static constexpr int kStageBytes = (kCopyBytes + 127) / 128 * 128;
   static constexpr int kSharedBytes = kScoreWarps * kScoreStages * kStageBytes;
 };
@@ -60,7 +63,7 @@ struct HeadSums {
 // Grid: x = runs of kScoreWarps leaders, y = batch * kv head, z = runs of kRunSlots slots.
 template <typename T, int kKeyDim, int kTiles>
 __global__ void __launch_bounds__(kScoreWarps * 32, kTiles == 1 ? 4 : 3)
-    scores_kernel(ScoreParams params, int64_t block_bytes) {
+    list_scores_kernel(ListScoreParams params, int64_t parent_bytes) {
   using Ring = ScoreRing<kKeyDim>;
   extern __shared__ __align__(128) char shared[];
   const GatherParams& p = params.gather;
@@ -77,11 +80,11 @@ __global__ void __launch_bounds__(kScoreWarps * 32, kTiles == 1 ? 4 : 3)
     return;
   }
   ParentStream<Ring::kCopyBytes, Ring::kStageBytes, kScoreStages> stream(
-      p.blocks + task.blocks * block_bytes, block_bytes, p.num_parents, task.list, begin, end,
+      p.packed + task.first_parent * parent_bytes, parent_bytes, p.num_parents, task.list, begin, end,
       device::shared_address(shared) + warp * kScoreStages * Ring::kStageBytes);
   RotatedQuery<kKeyDim, kTiles> q;
   q.load(query_rows<T>(p, task, query), p.queries.head, p.group, p.score_scale, p.rope,
-         task.num_candidates - 1 - begin * kBlockRows);
+         task.num_candidates - 1 - begin * kParentRows);
   const TileAddress<kKeyDim> at;
   const int64_t row_idx = (task.batch * int64_t{p.num_lists} + list_row) * p.num_kv_heads + task.kv_head;
   float* row = params.scores + row_idx * params.score_width * p.group;
@@ -92,12 +95,12 @@ __global__ void __launch_bounds__(kScoreWarps * 32, kTiles == 1 ? 4 : 3)
     slot_scores(q, at, stream.wait(slot), s);
     q.step_back();
     stream.release();
-    sums.add(s, counted - slot * kBlockRows);
+    sums.add(s, counted - slot * kParentRows);
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int candidate = slot * kBlockRows + lane / 4 + i / 2 * 8;
+        const int candidate = slot * kParentRows + lane / 4 + i / 2 * 8;
         const int head = tile * 8 + lane % 4 * 2 + (i & 1);
         if (candidate < task.num_candidates && head < p.group) {
           row[int64_t{candidate} * p.group + head] = s[tile][i];
@@ -107,6 +110,19 @@ __global__ void __launch_bounds__(kScoreWarps * 32, kTiles == 1 ? 4 : 3)
   }
   device::wait_copies<0>();
   sums.write(params.sums + (row_idx * params.num_runs + blockIdx.z) * p.group, p.group);
+}
+
+template <typename T, int kDim>
+cudaError_t launch_list_scores(const ListScoreParams& params, cudaStream_t stream) {
+  const GatherParams& p = params.gather;
+  const LaunchShape shape{.grid = dim3(num_blocks(p.num_lists, kScoreWarps), p.num_batches * p.num_kv_heads,
+                                       static_cast<unsigned>(params.num_runs)),
+                          .threads = kScoreWarps * 32,
+                          .shared_bytes = ScoreRing<kDim>::kSharedBytes};
+  return dispatch_head_tiles(p.group, [&](auto tiles) {
+    return launch_kernel(list_scores_kernel<T, kDim, tiles.value>, shape, stream, params,
+                         PackedParent<kDim, kDim>::kBytes);
+  });
 }
 
 }  // namespace htree::tree_attention

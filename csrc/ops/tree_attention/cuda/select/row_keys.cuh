@@ -2,7 +2,7 @@
 #pragma once
 
 #include "device/mma.cuh"
-#include "ops/tree_attention/cuda/launch_params.h"
+#include "ops/tree_attention/cuda/select/leader_select.h"
 
 namespace htree::tree_attention {
 

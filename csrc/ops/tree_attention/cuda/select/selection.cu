@@ -1,15 +1,19 @@
 // The launches that select the parents of one layer: out of the scores of a gathered list, or by the dense
 // passes of the top layer.
+#include "ops/tree_attention/cuda/dispatch_shape.h"
 #include "ops/tree_attention/cuda/forward_schedule.h"
+#include "ops/tree_attention/cuda/select/dense_selection.h"
+#include "ops/tree_attention/cuda/select/leader_select.h"
+#include "ops/tree_attention/cuda/select/list_scores.h"
 
 namespace htree::tree_attention {
 
-TopTiles top_tiles_of(const TreeCall& call, const Chunk& chunk) {
+DenseTiles dense_tiles_of(const TreeCall& call, const Chunk& chunk) {
   const int64_t first = chunk.batch * call.problem.num_kv_heads * call.top.num_tiles;
-  TopTiles tiles = call.top;
-  tiles.keys += first * top_tile_bytes(call.problem.key_dim);
-  tiles.values += first * top_tile_bytes(call.problem.value_dim);
-  tiles.scales += first * kTopTileNodes;
+  DenseTiles tiles = call.top;
+  tiles.keys += first * dense_tile_bytes(call.problem.key_dim);
+  tiles.values += first * dense_tile_bytes(call.problem.value_dim);
+  tiles.scales += first * kDenseTileNodes;
   tiles.scaled += first;
   return tiles;
 }
@@ -19,7 +23,7 @@ namespace {
 // The importances of a gathered layer come with the selection, out of its scores.
 cudaError_t score_lists(const TreeCall& call, const GatherParams& gather, int64_t most_candidates,
                         float* scratch, LeaderSelectParams& select, cudaStream_t stream) {
-  ScoreParams score;
+  ListScoreParams score;
   score.gather = gather;
   score.importance = call.problem.args.importance;
   score.scores = scratch;
@@ -28,12 +32,13 @@ cudaError_t score_lists(const TreeCall& call, const GatherParams& gather, int64_
   score.sums = reinterpret_cast<float2*>(scratch + aligned(int64_t{gather.num_batches} * gather.num_lists *
                                                            call.problem.num_heads * most_candidates * 4) /
                                                        4);
-  launch_scores(call.shape, score, stream);
   select.scores = scratch;
   select.score_width = score.score_width;
   select.sums = score.sums;
   select.num_runs = score.num_runs;
-  return cudaGetLastError();
+  return dispatch_shape(call.shape, [&](auto type, auto dim) {
+    return launch_list_scores<typename decltype(type)::type, dim.value>(score, stream);
+  });
 }
 
 // Bytes of the references of a chunk at a dense top, ahead of its importances.
@@ -43,30 +48,32 @@ int64_t reference_bytes(const TreeCall& call, int64_t num_batches, int64_t num_l
 
 // References of all lists of the chunk.
 cudaError_t refer_top(const TreeCall& call, const Chunk& chunk, const GatherParams& gather, float* scratch,
-                      TopReferenceParams& params, cudaStream_t stream) {
+                      DenseReferenceParams& params, cudaStream_t stream) {
   params.gather = gather;
-  params.tiles = top_tiles_of(call, chunk);
+  params.tiles = dense_tiles_of(call, chunk);
   params.importance = call.problem.args.importance;
   params.references = scratch;
   params.reference_batch = int64_t{gather.num_lists} * call.problem.num_heads;
-  launch_top_references(call.shape, params, stream);
-  return cudaGetLastError();
+  return dispatch_shape(call.shape, [&](auto type, auto dim) {
+    return launch_dense_references<typename decltype(type)::type, dim.value>(params, stream);
+  });
 }
 
 // Importances of the lists of `gather`, `first` lists after those of `reference`.
-cudaError_t rank_top(const TreeCall& call, const TopReferenceParams& reference, const GatherParams& gather,
+cudaError_t rank_top(const TreeCall& call, const DenseReferenceParams& reference, const GatherParams& gather,
                      int64_t first, int64_t last_rank, LeaderSelectParams& select, cudaStream_t stream) {
-  TopImportanceParams params;
+  DenseImportanceParams params;
   params.reference = reference;
   params.reference.gather = gather;
   params.reference.references += first * call.problem.num_heads;
   params.importances =
       reference.references + reference_bytes(call, gather.num_batches, reference.gather.num_lists) / 4;
   params.width = importance_width(std::max<int64_t>(last_rank, 1));
-  launch_top_importances(call.shape, params, stream);
   select.scores = params.importances;
   select.score_width = params.width;
-  return cudaGetLastError();
+  return dispatch_shape(call.shape, [&](auto type, auto dim) {
+    return launch_dense_importances<typename decltype(type)::type, dim.value>(params, stream);
+  });
 }
 
 }  // namespace
@@ -79,7 +86,7 @@ cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& ch
   const bool dense = call.config.dense_top && layer_idx + 1 == call.layers.size();
   const int64_t chunk_lists = ceil_div(chunk.num_queries, p.args.selection_stride);
   const int64_t most = dense ? call.config.top_chunk : call.config.selection_chunk;
-  TopReferenceParams reference;
+  DenseReferenceParams reference;
   if (dense) {
     const cudaError_t error =
         refer_top(call, chunk, gather_of(call, layer_idx, chunk), scratch, reference, stream);
@@ -113,9 +120,7 @@ cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& ch
     if (error != cudaSuccess) {
       return error;
     }
-    launch_leader_select(select, stream);
-    error = cudaGetLastError();
-    if (error != cudaSuccess) {
+    if (error = launch_leader_select(select, stream); error != cudaSuccess) {
       return error;
     }
   }

@@ -35,9 +35,9 @@ DeviceFacts current_device_facts() {
 // HTREE_TREE_GATHER, read at every call so that a test can compare the kernels.
 GatherChoice gather_choice() {
   const std::string choice = env_or("HTREE_TREE_GATHER", "auto");
-  TORCH_CHECK_VALUE(choice == "auto" || choice == "private", "HTREE_TREE_GATHER is auto or private, got ",
-                    choice);
-  return choice == "private" ? GatherChoice::kPrivate : GatherChoice::kAuto;
+  const bool per_query = choice == "per_query" || choice == "private";  // `private` is an older name
+  TORCH_CHECK_VALUE(choice == "auto" || per_query, "HTREE_TREE_GATHER is auto or per_query, got ", choice);
+  return per_query ? GatherChoice::kPerQuery : GatherChoice::kAuto;
 }
 
 Tensor device_bytes(int64_t bytes, const Tensor& like) {
@@ -98,11 +98,12 @@ TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const Atten
     return result.memory.back().mutable_data_ptr();
   };
   call.rope = static_cast<float2*>(own(call.rope_rows() * problem.key_dim / 2 * sizeof(float2)));
-  if (config.gather != GatherKernel::kPrivate || config.union_queries) {
-    call.turns = static_cast<__half2*>(own(turn_table_bytes(call.turn_slots(), problem.key_dim)));
+  if (config.gather != GatherKernel::kPerQuery || config.shared_gather_queries) {
+    call.rotations = static_cast<__half2*>(own(rotation_table_bytes(call.rotation_slots(), problem.key_dim)));
   }
-  if (config.block_top) {
-    call.block_turns = static_cast<__half2*>(own(turn_table_bytes(call.turn_slots(), problem.key_dim)));
+  if (config.per_list_top) {
+    call.top_rotations =
+        static_cast<__half2*>(own(rotation_table_bytes(call.rotation_slots(), problem.key_dim)));
   }
   for (size_t i = 0; i < tree.keys.size(); ++i) {
     TreeLayer layer;
@@ -111,16 +112,16 @@ TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const Atten
     layer.num_nodes = tree.keys[i].size(1);
     layer.num_parents = ceil_div(layer.num_nodes, kTensorCoreRate);
     layer.node_span = node_span(kTensorCoreRate, static_cast<int64_t>(i));
-    layer.blocks = static_cast<char*>(own(problem.batch * problem.num_kv_heads * layer.num_parents *
-                                          parent_block_bytes(problem.key_dim, problem.value_dim)));
+    layer.packed = static_cast<char*>(own(problem.batch * problem.num_kv_heads * layer.num_parents *
+                                          packed_parent_bytes(problem.key_dim, problem.value_dim)));
     call.layers.push_back(layer);
   }
   if (config.dense_top) {
-    call.top.num_tiles = static_cast<int>(ceil_div(call.layers.back().num_nodes, kTopTileNodes));
+    call.top.num_tiles = static_cast<int>(ceil_div(call.layers.back().num_nodes, kDenseTileNodes));
     const int64_t tiles = problem.batch * problem.num_kv_heads * call.top.num_tiles;
-    call.top.keys = static_cast<char*>(own(tiles * top_tile_bytes(problem.key_dim)));
-    call.top.values = static_cast<char*>(own(tiles * top_tile_bytes(problem.value_dim)));
-    call.top.scales = static_cast<float*>(own(tiles * kTopTileNodes * sizeof(float)));
+    call.top.keys = static_cast<char*>(own(tiles * dense_tile_bytes(problem.key_dim)));
+    call.top.values = static_cast<char*>(own(tiles * dense_tile_bytes(problem.value_dim)));
+    call.top.scales = static_cast<float*>(own(tiles * kDenseTileNodes * sizeof(float)));
     call.top.scaled = static_cast<int32_t*>(own(tiles * sizeof(int32_t)));
   }
   C10_CUDA_CHECK(run_prepare(call, stream));

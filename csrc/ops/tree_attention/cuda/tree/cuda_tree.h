@@ -24,7 +24,7 @@ AttentionConfig attention_backward_config(const AttentionProblem& problem);
 
 CudaTree build_cuda_tree(const Tensor& k, const Tensor& v, const AttentionArgs& args);
 
-// The tensor-core view of a call and the device memory it owns: one re-laid copy of K and V (17/16 of their
+// The tensor-core view of a call and the device memory it owns: one packed copy of K and V (17/16 of their
 // size and 4 bytes per node) and the rotation table. The launches that fill both are on `stream` when this
 // returns.
 struct TensorCoreTree {

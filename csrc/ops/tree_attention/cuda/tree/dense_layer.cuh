@@ -4,16 +4,17 @@
 #include "device/mma.cuh"
 #include "device/numeric.cuh"
 #include "device/reduce.cuh"
+#include "host/cuda/kernel_launch.h"
 #include "ops/tree_attention/cuda/tree/dense_tiles.cuh"
 
 namespace htree::tree_attention {
 
-constexpr int kTopRelayWarps = 8;
+constexpr int kDenseLayerWarps = 8;
 
 // A block per tile of a (batch, kv head), a warp per row; lane i handles the key dims 2i, 2i + 1 of both
 // halves.
 template <typename T, int kDim>
-__global__ void __launch_bounds__(kTopRelayWarps * 32) top_relay_kernel(TopRelayParams p) {
+__global__ void __launch_bounds__(kDenseLayerWarps * 32) dense_layer_kernel(DenseLayerParams p) {
   constexpr int kHalf = kDim / 2;
   const int lane = threadIdx.x % 32;
   const int64_t tile_index = blockIdx.x;
@@ -22,8 +23,8 @@ __global__ void __launch_bounds__(kTopRelayWarps * 32) top_relay_kernel(TopRelay
   char* keys = p.tiles.keys + tile_index * kTopTileBytes<kDim>;
   char* values = p.tiles.values + tile_index * kTopTileBytes<kDim>;
   bool scaled = false;
-  for (int row = threadIdx.x / 32; row < kTopTileNodes; row += kTopRelayWarps) {
-    const int64_t node = tile_index % p.tiles.num_tiles * kTopTileNodes + row;
+  for (int row = threadIdx.x / 32; row < kDenseTileNodes; row += kDenseLayerWarps) {
+    const int64_t node = tile_index % p.tiles.num_tiles * kDenseTileNodes + row;
     const bool exists = node < p.num_nodes;
     const T* key =
         static_cast<const T*>(p.keys.data) + batch * p.keys.batch + node * p.keys.row + head * p.keys.head;
@@ -46,24 +47,24 @@ __global__ void __launch_bounds__(kTopRelayWarps * 32) top_relay_kernel(TopRelay
       float first[2], second[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float2 turn = exists ? p.rope[node * kHalf + dim + i] : make_float2(1.f, 0.f);
+        const float2 rotation = exists ? p.rope[node * kHalf + dim + i] : make_float2(1.f, 0.f);
         const float x = low[i] * power.scale, y = high[i] * power.scale;
-        first[i] = x * turn.x - y * turn.y;
-        second[i] = x * turn.y + y * turn.x;
+        first[i] = x * rotation.x - y * rotation.y;
+        second[i] = x * rotation.y + y * rotation.x;
       }
       const auto store = [&](int at, float a, float b) {
-        *reinterpret_cast<uint32_t*>(keys + panel_offset(kTopTileNodes, row, at / 8) + at % 8 * 2) =
+        *reinterpret_cast<uint32_t*>(keys + panel_offset(kDenseTileNodes, row, at / 8) + at % 8 * 2) =
             device::pack_pair<__half>(a, b);
       };
       store(dim, first[0], first[1]);
       store(kHalf + dim, second[0], second[1]);
     }
     if (lane == 0) {
-      p.tiles.scales[tile_index * kTopTileNodes + row] = power.inverse;
+      p.tiles.scales[tile_index * kDenseTileNodes + row] = power.inverse;
     }
 #pragma unroll
     for (int at = 2 * lane; at < kDim; at += 64) {
-      *reinterpret_cast<uint32_t*>(values + panel_offset(kTopTileNodes, row, at / 8) + at % 8 * 2) =
+      *reinterpret_cast<uint32_t*>(values + panel_offset(kDenseTileNodes, row, at / 8) + at % 8 * 2) =
           exists ? value[at] | static_cast<uint32_t>(value[at + 1]) << 16 : 0u;
     }
   }
@@ -71,6 +72,14 @@ __global__ void __launch_bounds__(kTopRelayWarps * 32) top_relay_kernel(TopRelay
   if (threadIdx.x == 0) {
     p.tiles.scaled[tile_index] = scaled;
   }
+}
+
+template <typename T, int kDim>
+cudaError_t launch_dense_layer(const DenseLayerParams& params, cudaStream_t stream) {
+  const int64_t tiles = params.num_batches * params.num_kv_heads * params.tiles.num_tiles;
+  return launch_kernel(dense_layer_kernel<T, kDim>,
+                       {.grid = static_cast<unsigned>(tiles), .threads = kDenseLayerWarps * 32}, stream,
+                       params);
 }
 
 }  // namespace htree::tree_attention

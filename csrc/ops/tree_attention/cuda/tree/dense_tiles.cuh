@@ -8,20 +8,20 @@
 // A tile is cut into panels of 64 dims: 128 rows of 128 bytes in the 128-byte swizzle, so that one bulk copy
 // of a tile is an operand. Heads of 32 dims leave half of every row unused. Rows past the last node are zero.
 //
-// The power of two is that of the parent blocks, 1 for most nodes (parent_block.cuh); multiplying by scales
+// The power of two is that of the packed parents, 1 for most nodes (packed_parent.cuh); multiplying by scales
 // of 1 changes no bit, so a tile whose flag is 0 skips it.
 #pragma once
 
 #include <cstdint>
 
+#include "ops/tree_attention/cuda/tree/dense_layer.h"
 #include "ops/tree_attention/cuda/tree/packed_parent.cuh"
-#include "ops/tree_attention/cuda/forward/dense_top/dense_launch.h"
 
 namespace htree::tree_attention {
 
 constexpr int kPanelDims = 64;
 constexpr int kPanelRowBytes = 128;
-constexpr int kTopPanelBytes = kTopTileNodes * kPanelRowBytes;
+constexpr int kTopPanelBytes = kDenseTileNodes * kPanelRowBytes;
 
 template <int kDim>
 constexpr int kPanels = (kDim + kPanelDims - 1) / kPanelDims;

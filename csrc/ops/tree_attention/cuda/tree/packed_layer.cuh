@@ -1,33 +1,35 @@
-// Copies a layer into parent blocks: keys rotated by their place under the parent, values as they are.
+// Copies a layer into packed parents: keys rotated by their place under the parent, values as they are.
 #pragma once
 
 #include "device/mma.cuh"
 #include "device/numeric.cuh"
 #include "device/reduce.cuh"
-#include "ops/tree_attention/cuda/launch_params.h"
+#include "host/cuda/kernel_launch.h"
+#include "ops/tree_attention/cuda/dispatch_shape.h"
+#include "ops/tree_attention/cuda/tree/packed_layer.h"
 #include "ops/tree_attention/cuda/tree/packed_parent.cuh"
 
 namespace htree::tree_attention {
 
-constexpr int kRelayWarps = 8;
+constexpr int kPackWarps = 8;
 
 // One warp per row (batch, kv head, node slot); lane i handles the key dims 2i, 2i + 1 of both halves. Rows
 // past the last node are zero.
 template <typename T, int kKeyDim, int kValueDim>
-__global__ void __launch_bounds__(kRelayWarps * 32) relay_kernel(RelayParams p) {
-  using Block = ParentBlock<kKeyDim, kValueDim>;
+__global__ void __launch_bounds__(kPackWarps * 32) pack_layer_kernel(PackParams p) {
+  using Block = PackedParent<kKeyDim, kValueDim>;
   const int lane = threadIdx.x % 32;
-  const int64_t row_idx = int64_t{blockIdx.x} * kRelayWarps + threadIdx.x / 32;
-  const int64_t rows_per_head = p.num_parents * kBlockRows;
+  const int64_t row_idx = int64_t{blockIdx.x} * kPackWarps + threadIdx.x / 32;
+  const int64_t rows_per_head = p.num_parents * kParentRows;
   if (row_idx >= p.num_batches * p.num_kv_heads * rows_per_head) {
     return;
   }
   const int64_t node = row_idx % rows_per_head;
   const int64_t head = row_idx / rows_per_head % p.num_kv_heads;
   const int64_t batch = row_idx / rows_per_head / p.num_kv_heads;
-  const int row = static_cast<int>(node % kBlockRows);
+  const int row = static_cast<int>(node % kParentRows);
   char* block =
-      p.blocks + ((batch * p.num_kv_heads + head) * p.num_parents + node / kBlockRows) * Block::kBytes;
+      p.packed + ((batch * p.num_kv_heads + head) * p.num_parents + node / kParentRows) * Block::kBytes;
   const bool exists = node < p.num_nodes;
 
   const T* key =
@@ -49,10 +51,10 @@ __global__ void __launch_bounds__(kRelayWarps * 32) relay_kernel(RelayParams p) 
     float first[2], second[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float2 turn = p.rope[row * kHalf + dim + i];
+      const float2 rotation = p.rope[row * kHalf + dim + i];
       const float x = low[i] * power.scale, y = high[i] * power.scale;
-      first[i] = x * turn.x - y * turn.y;
-      second[i] = x * turn.y + y * turn.x;
+      first[i] = x * rotation.x - y * rotation.y;
+      second[i] = x * rotation.y + y * rotation.x;
     }
     auto store = [&](int at, float a, float b) {
       *reinterpret_cast<uint32_t*>(block + chunk_offset<kKeyDim>(row, at / 8) + at % 8 * 2) =
@@ -73,6 +75,13 @@ __global__ void __launch_bounds__(kRelayWarps * 32) relay_kernel(RelayParams p) 
     *reinterpret_cast<uint32_t*>(block + Block::kValueOffset + chunk_offset<kValueDim>(row, at / 8) +
                                  at % 8 * 2) = pair;
   }
+}
+
+template <typename T, int kDim>
+cudaError_t launch_pack_layer(const PackParams& params, cudaStream_t stream) {
+  const int64_t rows = params.num_batches * params.num_kv_heads * params.num_parents * kParentRows;
+  return launch_kernel(pack_layer_kernel<T, kDim, kDim>,
+                       {.grid = num_blocks(rows, kPackWarps), .threads = kPackWarps * 32}, stream, params);
 }
 
 }  // namespace htree::tree_attention

@@ -1,4 +1,4 @@
-// The re-laid copy of a layer that the tensor-core kernels gather from: one contiguous block per (batch, kv
+// The packed copy of a layer that the tensor-core kernels gather from: one contiguous block per (batch, kv
 // head, parent) with the parent's 16 children.
 //
 //   keys    16 rows of K fp16: R_{c mod 16} K_c times a power of two per row
@@ -19,19 +19,19 @@
 
 namespace htree::tree_attention {
 
-constexpr int kBlockRows = kTensorCoreRate;
+constexpr int kParentRows = kTensorCoreRate;
 // Bytes of a parent's keys, behind which the scales of its rows stand.
 template <int kKeyDim>
-constexpr int kParentKeyBytes = kBlockRows* kKeyDim * 2;
+constexpr int kParentKeyBytes = kParentRows* kKeyDim * 2;
 
 template <int kKeyDim, int kValueDim>
-struct ParentBlock {
+struct PackedParent {
   static_assert(kKeyDim % 32 == 0 && kValueDim % 32 == 0);
   static constexpr int kScaleOffset = kParentKeyBytes<kKeyDim>;
-  static constexpr int kValueOffset = kScaleOffset + kBlockRows * 4;
-  static constexpr int kValueBytes = kBlockRows * kValueDim * 2;
+  static constexpr int kValueOffset = kScaleOffset + kParentRows * 4;
+  static constexpr int kValueBytes = kParentRows * kValueDim * 2;
   static constexpr int kBytes = kValueOffset + kValueBytes;
-  static_assert(kBytes == parent_block_bytes(kKeyDim, kValueDim));
+  static_assert(kBytes == packed_parent_bytes(kKeyDim, kValueDim));
 };
 
 // Byte offset of the 16-byte chunk `chunk` of row `row` in a tile of rows of kDim 2-byte elements. A group of

@@ -1,11 +1,11 @@
-// Launchers of attention_launch.h: run-time shape to compiled instance, and the kernels without one. No
-// torch.
+// Launchers of tables.h and their kernels. No torch.
+#include "ops/tree_attention/cuda/tree/tables.h"
+
+#include "host/cuda/kernel_launch.h"
 #include "ops/tree_attention/cuda/dispatch_shape.h"
-#include "ops/tree_attention/cuda/forward/per_query/tensor_core_instances.cuh"
+#include "ops/tree_attention/cuda/rotated_query.cuh"
 
 namespace htree::tree_attention {
-
-HTREE_EACH_TENSOR_CORE_SHAPE(HTREE_TREE_ATTENTION_INSTANCES)
 
 namespace {
 
@@ -22,8 +22,8 @@ __global__ void rope_table_kernel(float2* table, int64_t size, int half, double 
 }
 
 // One thread per pair of dims of a slot.
-__global__ void turn_table_kernel(__half2* table, int64_t num_slots, int key_dim, TurnOrder order,
-                                  double log_base, bool rotate) {
+__global__ void rotation_table_kernel(__half2* table, int64_t num_slots, int key_dim, RotationOrder order,
+                                      double log_base, bool rotate) {
   const int64_t i = int64_t{blockIdx.x} * kTableThreads + threadIdx.x;
   const int row_pairs = key_dim / 4, lane_pairs = key_dim / 16;
   if (i >= num_slots * row_pairs) {
@@ -31,11 +31,12 @@ __global__ void turn_table_kernel(__half2* table, int64_t num_slots, int key_dim
   }
   const int64_t slot = i / row_pairs;
   const int pair = static_cast<int>(i % row_pairs);
-  const double position = static_cast<double>(slot * kBlockRows);
+  const double position = static_cast<double>(slot * kParentRows);
   float cos_of[2], sin_of[2];
   for (int e = 0; e < 2; ++e) {
-    const int dim = order == TurnOrder::kDims ? 2 * pair + e
-                                              : fragment_dim(2 * (pair % lane_pairs) + e, pair / lane_pairs);
+    const int dim = order == RotationOrder::kDims
+                        ? 2 * pair + e
+                        : fragment_dim(2 * (pair % lane_pairs) + e, pair / lane_pairs);
     const double angle = rotate ? position * exp(-log_base * dim / (key_dim / 2)) : 0.0;
     cos_of[e] = static_cast<float>(cos(angle));
     sin_of[e] = static_cast<float>(sin(angle));
@@ -57,44 +58,55 @@ __global__ void top_lists_kernel(int32_t* lists, int64_t total, int64_t num_list
   lists[i] = slot <= last ? static_cast<int32_t>(slot) : -1;
 }
 
+// Of the positions [0, num_positions): [pair of 8-dim chunks][lane % 4][cos, cos, sin, sin], so that a lane
+// finds what rotate_user() needs in 16-byte pieces, next to those of its neighbours.
+__global__ void position_rotations_kernel(const float2* rope, __half2* rotations, int64_t num_positions,
+                                          int half) {
+  const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i >= num_positions * (half / 2)) {
+    return;
+  }
+  const int64_t position = i / (half / 2);
+  const int pair = static_cast<int>(i % (half / 2));  // of dims 2 pair and the next
+  const int chunk = pair / 4, lane = pair % 4;
+  const float2 low = rope[position * half + 2 * pair], high = rope[position * half + 2 * pair + 1];
+  __half2* to = rotations + position * half + chunk / 2 * 16 + lane * 4 + chunk % 2;
+  to[0] = __floats2half2_rn(low.x, high.x);
+  to[2] = __floats2half2_rn(low.y, high.y);
+}
+
 }  // namespace
 
-void launch_rope_table(float2* table, int64_t size, int key_dim, double base, bool rotate,
-                       cudaStream_t stream) {
+cudaError_t launch_rope_table(float2* table, int64_t size, int key_dim, double base, bool rotate,
+                              cudaStream_t stream) {
   const int half = key_dim / 2;
-  rope_table_kernel<<<num_blocks(size * half, kTableThreads), kTableThreads, 0, stream>>>(table, size, half,
-                                                                                          log(base), rotate);
+  return launch_kernel(rope_table_kernel,
+                       {.grid = num_blocks(size * half, kTableThreads), .threads = kTableThreads}, stream,
+                       table, size, half, log(base), rotate);
 }
 
-void launch_turn_table(__half2* table, int64_t num_slots, int key_dim, TurnOrder order, double base,
-                       bool rotate, cudaStream_t stream) {
-  turn_table_kernel<<<num_blocks(num_slots * key_dim / 4, kTableThreads), kTableThreads, 0, stream>>>(
-      table, num_slots, key_dim, order, log(base), rotate);
+cudaError_t launch_rotation_table(__half2* table, int64_t num_slots, int key_dim, RotationOrder order,
+                                  double base, bool rotate, cudaStream_t stream) {
+  return launch_kernel(rotation_table_kernel,
+                       {.grid = num_blocks(num_slots * key_dim / 4, kTableThreads), .threads = kTableThreads},
+                       stream, table, num_slots, key_dim, order, log(base), rotate);
 }
 
-void launch_top_lists(int32_t* lists, int64_t num_batches, int64_t num_lists, int64_t num_kv_heads,
-                      int64_t width, int64_t t0, int64_t stride, int64_t parent_span, cudaStream_t stream) {
+cudaError_t launch_top_lists(int32_t* lists, int64_t num_batches, int64_t num_lists, int64_t num_kv_heads,
+                             int64_t width, int64_t t0, int64_t stride, int64_t parent_span,
+                             cudaStream_t stream) {
   const int64_t total = num_batches * num_lists * num_kv_heads * width;
-  top_lists_kernel<<<num_blocks(total, kTableThreads), kTableThreads, 0, stream>>>(
-      lists, total, num_lists, num_kv_heads, width, t0, stride, parent_span);
+  return launch_kernel(top_lists_kernel, {.grid = num_blocks(total, kTableThreads), .threads = kTableThreads},
+                       stream, lists, total, num_lists, num_kv_heads, width, t0, stride, parent_span);
 }
 
-void launch_relay(const TensorCoreShape& shape, const RelayParams& params, cudaStream_t stream) {
-  dispatch_shape(shape, [&](auto tag, auto dim) {
-    launch_relay_instance<typename decltype(tag)::type, dim.value, dim.value>(params, stream);
-  });
-}
-
-void launch_scores(const TensorCoreShape& shape, const ScoreParams& params, cudaStream_t stream) {
-  dispatch_shape(shape, [&](auto tag, auto dim) {
-    launch_scores_instance<typename decltype(tag)::type, dim.value, dim.value>(params, stream);
-  });
-}
-
-void launch_attend(const TensorCoreShape& shape, const AttendParams& params, cudaStream_t stream) {
-  dispatch_shape(shape, [&](auto tag, auto dim) {
-    launch_attend_instance<typename decltype(tag)::type, dim.value, dim.value>(params, stream);
-  });
+cudaError_t launch_position_rotations(const float2* rope, __half2* rotations, int64_t num_positions,
+                                      int key_dim, cudaStream_t stream) {
+  const int half = key_dim / 2;
+  return launch_kernel(
+      position_rotations_kernel,
+      {.grid = num_blocks(num_positions * (half / 2), kTableThreads), .threads = kTableThreads}, stream, rope,
+      rotations, num_positions, half);
 }
 
 }  // namespace htree::tree_attention

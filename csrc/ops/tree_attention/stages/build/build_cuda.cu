@@ -1,7 +1,7 @@
 // CUDA entry points of the build stage.
+#include "ops/tree_attention/kernels.h"
 #include "ops/tree_attention/stages/build/tree_build_launch.h"
 #include "ops/tree_attention/stages/cuda_tensors.h"
-#include "ops/tree_attention/kernels.h"
 
 namespace htree::tree_attention {
 namespace {
@@ -24,11 +24,9 @@ void tree_build_cuda(const Tensor& k, const Tensor& v, int64_t r, const Tensor& 
   const LaunchScope scope(k);
   dispatch_device_dtype("tree_build", k.scalar_type(), AllFloatTypes{}, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    launch_tree_build(build_params<T>(k, pk, k, r), scope.stream());
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
-    launch_tree_build(build_params<T>(v, pv, v, r), scope.stream());
+    C10_CUDA_CHECK(launch_tree_build(build_params<T>(k, pk, k, r), scope.stream()));
+    C10_CUDA_CHECK(launch_tree_build(build_params<T>(v, pv, v, r), scope.stream()));
   });
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 void tree_build_backward_cuda(const Tensor& dpk, const Tensor& dpv, int64_t r, const Tensor& dk,
@@ -36,11 +34,9 @@ void tree_build_backward_cuda(const Tensor& dpk, const Tensor& dpv, int64_t r, c
   const LaunchScope scope(dk);
   dispatch_device_dtype("tree_build_backward", dk.scalar_type(), AllFloatTypes{}, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    launch_tree_build_backward(build_params<T>(dpk, dk, dk, r), scope.stream());
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
-    launch_tree_build_backward(build_params<T>(dpv, dv, dv, r), scope.stream());
+    C10_CUDA_CHECK(launch_tree_build_backward(build_params<T>(dpk, dk, dk, r), scope.stream()));
+    C10_CUDA_CHECK(launch_tree_build_backward(build_params<T>(dpv, dv, dv, r), scope.stream()));
   });
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 }  // namespace htree::tree_attention

@@ -3,6 +3,7 @@
 
 #include "device/numeric.cuh"
 #include "device/pack.cuh"
+#include "host/cuda/kernel_launch.h"
 #include "ops/tree_attention/stages/build/tree_build_launch.h"
 #include "ops/tree_attention/stages/grid.h"
 
@@ -84,41 +85,36 @@ bool whole_packs(const TreeBuildParams<T>& params) {
 }
 
 template <typename T>
-void launch_tree_build(const TreeBuildParams<T>& params, cudaStream_t stream) {
+cudaError_t launch_tree_build(const TreeBuildParams<T>& params, cudaStream_t stream) {
   const int64_t num_parents = (params.num_children + params.rate - 1) / params.rate;
   const int64_t elements = params.num_batches * num_parents * params.num_heads * params.width;
   if (elements == 0) {
-    return;
+    return cudaSuccess;
   }
   const auto run = [&](auto pack) {
     constexpr int kPack = decltype(pack)::value;
     const int64_t items = elements / kPack;
-    tree_build_kernel<T, kPack>
-        <<<blocks_for(items), kElementThreads, 0, stream>>>(params, num_parents, items);
+    return launch_kernel(tree_build_kernel<T, kPack>, {.grid = blocks_for(items), .threads = kElementThreads},
+                         stream, params, num_parents, items);
   };
-  if (whole_packs(params)) {
-    run(std::integral_constant<int, device::kPackOf<T>>{});
-  } else {
-    run(std::integral_constant<int, 1>{});
-  }
+  return whole_packs(params) ? run(std::integral_constant<int, device::kPackOf<T>>{})
+                             : run(std::integral_constant<int, 1>{});
 }
 
 template <typename T>
-void launch_tree_build_backward(const TreeBuildParams<T>& params, cudaStream_t stream) {
+cudaError_t launch_tree_build_backward(const TreeBuildParams<T>& params, cudaStream_t stream) {
   const int64_t elements = params.num_batches * params.num_children * params.num_heads * params.width;
   if (elements == 0) {
-    return;
+    return cudaSuccess;
   }
   const auto run = [&](auto pack) {
     constexpr int kPack = decltype(pack)::value;
     const int64_t items = elements / kPack;
-    tree_build_backward_kernel<T, kPack><<<blocks_for(items), kElementThreads, 0, stream>>>(params, items);
+    return launch_kernel(tree_build_backward_kernel<T, kPack>,
+                         {.grid = blocks_for(items), .threads = kElementThreads}, stream, params, items);
   };
-  if (whole_packs(params)) {
-    run(std::integral_constant<int, device::kPackOf<T>>{});
-  } else {
-    run(std::integral_constant<int, 1>{});
-  }
+  return whole_packs(params) ? run(std::integral_constant<int, device::kPackOf<T>>{})
+                             : run(std::integral_constant<int, 1>{});
 }
 
 }  // namespace htree::tree_attention

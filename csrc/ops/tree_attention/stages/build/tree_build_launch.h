@@ -24,8 +24,8 @@ struct TreeBuildParams {
 
 // T: float, __half, __nv_bfloat16, double.
 template <typename T>
-void launch_tree_build(const TreeBuildParams<T>& params, cudaStream_t stream);
+cudaError_t launch_tree_build(const TreeBuildParams<T>& params, cudaStream_t stream);
 template <typename T>
-void launch_tree_build_backward(const TreeBuildParams<T>& params, cudaStream_t stream);
+cudaError_t launch_tree_build_backward(const TreeBuildParams<T>& params, cudaStream_t stream);
 
 }  // namespace htree::tree_attention

@@ -13,6 +13,7 @@
 #include "device/online_softmax.cuh"
 #include "device/pack.cuh"
 #include "device/work.cuh"
+#include "host/cuda/kernel_launch.h"
 #include "ops/tree_attention/stages/gather/accumulate_launch.h"
 #include "ops/tree_attention/stages/grid.h"
 #include "ops/tree_attention/stages/lists.cuh"
@@ -224,7 +225,7 @@ __global__ void __launch_bounds__(AccumulateTraits::kThreads, 2)
 }
 
 template <typename T, int kHeads, int kPack>
-void launch_accumulate_for(const AccumulateParams<T>& params, cudaStream_t stream) {
+cudaError_t launch_accumulate_for(const AccumulateParams<T>& params, cudaStream_t stream) {
   using Traits = AccumulateTraits;
   const int64_t packs = (params.value_dim + kPack - 1) / kPack;
   int lanes = 1;
@@ -235,35 +236,34 @@ void launch_accumulate_for(const AccumulateParams<T>& params, cudaStream_t strea
   const int64_t head_chunks = (params.geometry.group + kHeads - 1) / kHeads;
   const dim3 grid(static_cast<unsigned>(params.geometry.num_rows()),
                   static_cast<unsigned>(column_spans * head_chunks));
-  accumulate_kernel<FullWork, T, kHeads, kPack>
-      <<<grid, Traits::kThreads, 0, stream>>>(params, lanes, static_cast<int>(column_spans));
+  return launch_kernel(accumulate_kernel<FullWork, T, kHeads, kPack>,
+                       {.grid = grid, .threads = Traits::kThreads}, stream, params, lanes,
+                       static_cast<int>(column_spans));
 }
 
 template <typename T>
-void launch_accumulate(const AccumulateParams<T>& params, cudaStream_t stream) {
+cudaError_t launch_accumulate(const AccumulateParams<T>& params, cudaStream_t stream) {
   if (params.geometry.num_rows() == 0 || params.geometry.group == 0) {
-    return;
+    return cudaSuccess;
   }
   constexpr int kWide = device::kPackOf<T>;
   const bool wide = params.value_dim % kWide == 0 && rows_aligned(params.values);
   const auto run = [&](auto heads) {
     constexpr int kHeads = decltype(heads)::value;
-    if (wide) {
-      launch_accumulate_for<T, kHeads, kWide>(params, stream);
-    } else {
-      launch_accumulate_for<T, kHeads, 1>(params, stream);
-    }
+    return wide ? launch_accumulate_for<T, kHeads, kWide>(params, stream)
+                : launch_accumulate_for<T, kHeads, 1>(params, stream);
   };
   const int64_t group = params.geometry.group;
   if (group == 1) {
-    run(std::integral_constant<int, 1>{});
-  } else if (group == 2) {
-    run(std::integral_constant<int, 2>{});
-  } else if (group <= 4) {
-    run(std::integral_constant<int, 4>{});
-  } else {
-    run(std::integral_constant<int, AccumulateTraits::kMaxHeads>{});
+    return run(std::integral_constant<int, 1>{});
   }
+  if (group == 2) {
+    return run(std::integral_constant<int, 2>{});
+  }
+  if (group <= 4) {
+    return run(std::integral_constant<int, 4>{});
+  }
+  return run(std::integral_constant<int, AccumulateTraits::kMaxHeads>{});
 }
 
 }  // namespace htree::tree_attention

@@ -32,7 +32,7 @@ struct AccumulateParams {
 
 // T: float, __half, __nv_bfloat16. A candidate whose score is -inf is not read.
 template <typename T>
-void launch_accumulate(const AccumulateParams<T>& params, cudaStream_t stream);
+cudaError_t launch_accumulate(const AccumulateParams<T>& params, cudaStream_t stream);
 
 // Nodes and scores at the chosen positions of lists with one query head each.
 struct PickParams {
@@ -48,6 +48,6 @@ struct PickParams {
   int64_t rate = 16;
   int64_t top_k = 0;
 };
-void launch_pick_topk(const PickParams& params, cudaStream_t stream);
+cudaError_t launch_pick_topk(const PickParams& params, cudaStream_t stream);
 
 }  // namespace htree::tree_attention

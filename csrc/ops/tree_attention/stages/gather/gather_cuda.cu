@@ -24,9 +24,8 @@ void accumulate_non_topk_cuda(const Tensor& layer_v, const Tensor& parents, cons
     params.state = {output<float>(lmax), output<float>(lsum), output<float>(lout),
                     lmax.size(1) * lmax.size(2), lmax.size(2)};
     params.value_dim = lout.size(3);
-    launch_accumulate(params, scope.stream());
+    C10_CUDA_CHECK(launch_accumulate(params, scope.stream()));
   });
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 void compute_and_select_cuda(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v,

@@ -2,9 +2,10 @@
 // at once.
 #pragma once
 
+#include "device/work.cuh"
+#include "ops/tree_attention/plan/layer_chunks.h"
 #include "ops/tree_attention/stages/cuda_tensors.h"
 #include "ops/tree_attention/stages/gather/accumulate_launch.h"
-#include "ops/tree_attention/plan/layer_chunks.h"
 #include "ops/tree_attention/stages/gather/layer_general.h"
 #include "ops/tree_attention/stages/scores/compute_scores_launch.h"
 #include "ops/tree_attention/stages/select/select_launch.h"
@@ -73,8 +74,7 @@ class LayerChunk {
     params.key_dim = call_.q.size(3);
     params.scale = static_cast<float>(call_.args.scale);
     params.fill_tail = false;
-    launch_compute_scores(params, call_.stream);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    C10_CUDA_CHECK(launch_compute_scores<FullWork>(params, call_.stream));
   }
 
   // Positions of the leaders' sets.
@@ -95,8 +95,7 @@ class LayerChunk {
     params.order = order;
     const Tensor scratch = device_scratch(select_scratch_bytes(params), scores_);
     params.scratch = scratch_pointer(scratch);
-    launch_select_topk(params, call_.stream);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    C10_CUDA_CHECK(launch_select_topk<FullWork>(params, call_.stream));
   }
 
   // next_parents [B, ceil(T_q/s), S, top_k] of the whole call.
@@ -114,8 +113,7 @@ class LayerChunk {
     params.top_k = call_.args.top_k;
     const Tensor scratch = device_scratch(next_parents_scratch_bytes(params), scores_);
     params.scratch = scratch_pointer(scratch);
-    launch_compute_next_parents(params, call_.stream);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    C10_CUDA_CHECK(launch_compute_next_parents<FullWork>(params, call_.stream));
   }
 
   // Takes the selected positions out of the scores of every query of their block.
@@ -136,8 +134,7 @@ class LayerChunk {
     params.capacity = capacity;
     params.group = box_.group;
     params.top_k = call_.args.top_k;
-    launch_mask_topk_scores(params, call_.stream);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    C10_CUDA_CHECK(launch_mask_topk_scores(params, call_.stream));
   }
 
   // The state of what has a score, into lmax, lsum [B, T_q, H] and lout [B, T_q, H, V] of the whole call.
@@ -153,8 +150,7 @@ class LayerChunk {
     params.state = {output<float>(lmax) + first, output<float>(lsum) + first,
                     output<float>(lout) + first * params.value_dim, lmax.size(1) * lmax.size(2),
                     lmax.size(2)};
-    launch_accumulate(params, call_.stream);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    C10_CUDA_CHECK(launch_accumulate(params, call_.stream));
   }
 
   // Nodes and scores of the selected positions, [B, T_q, S, top_k] each; for lists of one query head.
@@ -171,8 +167,7 @@ class LayerChunk {
     params.capacity = box_.capacity();
     params.rate = box_.rate;
     params.top_k = call_.args.top_k;
-    launch_pick_topk(params, call_.stream);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    C10_CUDA_CHECK(launch_pick_topk(params, call_.stream));
   }
 
  private:

@@ -4,6 +4,7 @@
 #include "device/numeric.cuh"
 #include "device/online_softmax.cuh"
 #include "device/pack.cuh"
+#include "host/cuda/kernel_launch.h"
 #include "ops/tree_attention/stages/grid.h"
 #include "ops/tree_attention/stages/lists.cuh"
 #include "ops/tree_attention/stages/merge/merge_launch.h"
@@ -20,38 +21,6 @@ __device__ __forceinline__ int64_t state_offset(const int64_t (&strides)[3], con
 }
 __device__ __forceinline__ int64_t state_offset(const int64_t (&strides)[4], const RowIndex& row) {
   return row.batch * strides[0] + row.query * strides[1] + row.list * strides[2];
-}
-
-// A warp owns one head of one row: all lanes read the old state before lane 0 writes the new one.
-__global__ void __launch_bounds__(kElementThreads)
-    merge_to_global_kernel(const MergeParams params, int64_t num_states) {
-  constexpr int kWarps = kElementThreads / device::kWarpSize;
-  const int lane = threadIdx.x % device::kWarpSize;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kWarps;
-  for (int64_t state = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / device::kWarpSize;
-       state < num_states; state += step) {
-    const RowIndex row = row_index(state, params.num_rows, params.num_heads);
-    float* global_max = params.global.max + state_offset(params.global.max_strides, row);
-    float* global_sum = params.global.sum + state_offset(params.global.sum_strides, row);
-    const float old_max = *global_max;
-    const float old_sum = *global_sum;
-    const float layer_max = params.layer.max[state_offset(params.layer.max_strides, row)];
-    const float layer_sum = params.layer.sum[state_offset(params.layer.sum_strides, row)];
-    const float new_max = device::MaxNan{}(old_max, layer_max);
-    const float keep = rebase_factor(old_max, new_max, old_sum);
-    const float add = rebase_factor(layer_max, new_max, layer_sum);
-    __syncwarp();
-    if (lane == 0) {
-      *global_max = new_max;
-      *global_sum = old_sum * keep + layer_sum * add;
-    }
-    float* out = params.global.out + state_offset(params.global.out_strides, row);
-    const float* layer_out = params.layer.out + state_offset(params.layer.out_strides, row);
-    for (int64_t column = lane; column < params.value_dim; column += device::kWarpSize) {
-      float& value = out[column * params.global.out_strides[3]];
-      value = value * keep + layer_out[column * params.layer.out_strides[3]] * add;
-    }
-  }
 }
 
 // 0 / 0 is NaN, as in torch.softmax of -inf alone.
@@ -146,19 +115,24 @@ __global__ void __launch_bounds__(SubtractTraits::kThreads)
 }
 
 template <typename T>
-void launch_final_normalize(const NormalizeParams<T>& params, cudaStream_t stream) {
+cudaError_t launch_final_normalize(const NormalizeParams<T>& params, cudaStream_t stream) {
   const int64_t items = params.num_batches * params.num_rows * params.num_heads * params.value_dim;
-  if (items > 0) {
-    final_normalize_kernel<T><<<blocks_for(items), kElementThreads, 0, stream>>>(params, items);
+  if (items == 0) {
+    return cudaSuccess;
   }
+  return launch_kernel(final_normalize_kernel<T>, {.grid = blocks_for(items), .threads = kElementThreads},
+                       stream, params, items);
 }
 
 template <typename T>
-void launch_subtract_topk(const SubtractParams<T>& params, cudaStream_t stream) {
+cudaError_t launch_subtract_topk(const SubtractParams<T>& params, cudaStream_t stream) {
   const int64_t states = params.num_batches * params.num_rows * params.num_heads;
-  if (states > 0) {
-    subtract_topk_kernel<T><<<static_cast<unsigned>(states), SubtractTraits::kThreads, 0, stream>>>(params);
+  if (states == 0) {
+    return cudaSuccess;
   }
+  return launch_kernel(subtract_topk_kernel<T>,
+                       {.grid = static_cast<unsigned>(states), .threads = SubtractTraits::kThreads}, stream,
+                       params);
 }
 
 }  // namespace htree::tree_attention

@@ -1,6 +1,7 @@
 // CUDA entry points of the merge stage.
-#include "ops/tree_attention/stages/cuda_tensors.h"
+#include "device/work.cuh"
 #include "ops/tree_attention/kernels.h"
+#include "ops/tree_attention/stages/cuda_tensors.h"
 #include "ops/tree_attention/stages/merge/merge_launch.h"
 #include "ops/tree_attention/stages/select/select_launch.h"
 
@@ -25,8 +26,7 @@ void merge_to_global_cuda(const Tensor& gmax, const Tensor& gsum, const Tensor& 
   params.num_rows = gout.size(1);
   params.num_heads = gout.size(2);
   params.value_dim = gout.size(3);
-  launch_merge_to_global(params, scope.stream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  C10_CUDA_CHECK(launch_merge_to_global(params, scope.stream()));
 }
 
 void final_normalize_cuda(const Tensor& gout, const Tensor& gsum, const Tensor& out) {
@@ -46,9 +46,8 @@ void final_normalize_cuda(const Tensor& gout, const Tensor& gsum, const Tensor& 
     params.num_rows = gout.size(1);
     params.num_heads = gout.size(2);
     params.value_dim = gout.size(3);
-    launch_final_normalize(params, scope.stream());
+    C10_CUDA_CHECK(launch_final_normalize(params, scope.stream()));
   });
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 void subtract_topk_cuda(const Tensor& layer_v, const Tensor& topk_indices, const Tensor& topk_scores,
@@ -74,9 +73,8 @@ void subtract_topk_cuda(const Tensor& layer_v, const Tensor& topk_indices, const
     params.num_nodes = layer_v.size(1);
     params.value_dim = lout.size(3);
     params.top_k = topk_indices.size(3);
-    launch_subtract_topk(params, scope.stream());
+    C10_CUDA_CHECK(launch_subtract_topk(params, scope.stream()));
   });
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
 
   NextParentsParams sorting;  // without parents: the entries are node ids already
   sorting.positions = input_view<int32_t>(topk_indices);
@@ -87,8 +85,7 @@ void subtract_topk_cuda(const Tensor& layer_v, const Tensor& topk_indices, const
   sorting.top_k = selected_indices.size(3);
   const Tensor scratch = device_scratch(next_parents_scratch_bytes(sorting), selected_indices);
   sorting.scratch = scratch_pointer(scratch);
-  launch_compute_next_parents(sorting, scope.stream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  C10_CUDA_CHECK(launch_compute_next_parents<FullWork>(sorting, scope.stream()));
 }
 
 }  // namespace htree::tree_attention

@@ -28,7 +28,7 @@ struct MergeParams {
   int64_t num_heads = 0;
   int64_t value_dim = 0;
 };
-void launch_merge_to_global(const MergeParams& params, cudaStream_t stream);
+cudaError_t launch_merge_to_global(const MergeParams& params, cudaStream_t stream);
 
 template <typename T>
 struct NormalizeParams {
@@ -41,7 +41,7 @@ struct NormalizeParams {
 };
 // T: float, __half, __nv_bfloat16.
 template <typename T>
-void launch_final_normalize(const NormalizeParams<T>& params, cudaStream_t stream);
+cudaError_t launch_final_normalize(const NormalizeParams<T>& params, cudaStream_t stream);
 
 template <typename T>
 struct SubtractParams {
@@ -61,6 +61,6 @@ struct SubtractParams {
 };
 // T: float, __half, __nv_bfloat16.
 template <typename T>
-void launch_subtract_topk(const SubtractParams<T>& params, cudaStream_t stream);
+cudaError_t launch_subtract_topk(const SubtractParams<T>& params, cudaStream_t stream);
 
 }  // namespace htree::tree_attention

@@ -4,6 +4,7 @@
 #include "device/numeric.cuh"
 #include "device/pack.cuh"
 #include "device/rotary.cuh"
+#include "host/cuda/kernel_launch.h"
 #include "ops/tree_attention/stages/grid.h"
 #include "ops/tree_attention/stages/rope/rope_launch.h"
 
@@ -48,23 +49,21 @@ __global__ void __launch_bounds__(kElementThreads)
 }
 
 template <typename T, typename TableT>
-void launch_rope(const RopeParams<T, TableT>& params, cudaStream_t stream) {
+cudaError_t launch_rope(const RopeParams<T, TableT>& params, cudaStream_t stream) {
   constexpr int kWide = device::kPackOf<T>;
   const int64_t half = params.width / 2;
   const int64_t pairs = params.num_batches * params.num_rows * params.num_heads * half;
   if (pairs == 0) {
-    return;
+    return cudaSuccess;
   }
   const auto run = [&](auto pack) {
     constexpr int kPack = decltype(pack)::value;
     const int64_t items = pairs / kPack;
-    rope_kernel<T, TableT, kPack><<<blocks_for(items), kElementThreads, 0, stream>>>(params, items);
+    return launch_kernel(rope_kernel<T, TableT, kPack>,
+                         {.grid = blocks_for(items), .threads = kElementThreads}, stream, params, items);
   };
-  if (half % kWide == 0 && rows_aligned(params.x)) {
-    run(std::integral_constant<int, kWide>{});
-  } else {
-    run(std::integral_constant<int, 1>{});
-  }
+  return half % kWide == 0 && rows_aligned(params.x) ? run(std::integral_constant<int, kWide>{})
+                                                     : run(std::integral_constant<int, 1>{});
 }
 
 }  // namespace htree::tree_attention

@@ -1,6 +1,6 @@
 // CUDA entry point of the rope stage.
-#include "ops/tree_attention/stages/cuda_tensors.h"
 #include "ops/tree_attention/kernels.h"
+#include "ops/tree_attention/stages/cuda_tensors.h"
 #include "ops/tree_attention/stages/rope/rope_launch.h"
 
 namespace htree::tree_attention {
@@ -29,9 +29,8 @@ void rope_cuda(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tens
     params.num_heads = x.size(2);
     params.width = x.size(3);
     params.inverse = inverse;
-    launch_rope(params, scope.stream());
+    C10_CUDA_CHECK(launch_rope(params, scope.stream()));
   });
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 }  // namespace htree::tree_attention

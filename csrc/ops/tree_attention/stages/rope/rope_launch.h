@@ -31,6 +31,6 @@ struct RopeParams {
 
 // (float | __half | __nv_bfloat16, float) and (double, double).
 template <typename T, typename TableT>
-void launch_rope(const RopeParams<T, TableT>& params, cudaStream_t stream);
+cudaError_t launch_rope(const RopeParams<T, TableT>& params, cudaStream_t stream);
 
 }  // namespace htree::tree_attention

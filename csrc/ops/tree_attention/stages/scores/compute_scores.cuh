@@ -16,6 +16,7 @@
 #include "device/reduce.cuh"
 #include "device/rotary.cuh"
 #include "device/work.cuh"
+#include "host/cuda/kernel_launch.h"
 #include "ops/tree_attention/stages/io_formulas.h"
 #include "ops/tree_attention/stages/lists.cuh"
 #include "ops/tree_attention/stages/scores/compute_scores_launch.h"
@@ -279,7 +280,7 @@ inline unsigned score_splits(int64_t num_rows, int64_t num_tiles) {
 }
 
 template <typename Work, typename T, int kHeads>
-void launch_compute_scores_for(const ScoresParams<T>& params, cudaStream_t stream) {
+cudaError_t launch_compute_scores_for(const ScoresParams<T>& params, cudaStream_t stream) {
   using Traits = ScoresTraits;
   constexpr int kWide = device::kPackOf<T>;
   const int64_t tiles = (params.geometry.capacity() + Traits::kTile - 1) / Traits::kTile;
@@ -287,38 +288,27 @@ void launch_compute_scores_for(const ScoresParams<T>& params, cudaStream_t strea
   const dim3 grid(static_cast<unsigned>(rows), score_splits(rows, tiles));
   const bool wide =
       params.key_dim / 2 % kWide == 0 && rows_aligned(params.keys) && rows_aligned(params.table);
-  if (wide) {
-    compute_scores_kernel<Work, T, kHeads, kWide><<<grid, Traits::kThreads, 0, stream>>>(params);
-  } else {
-    compute_scores_kernel<Work, T, kHeads, 1><<<grid, Traits::kThreads, 0, stream>>>(params);
-  }
+  const auto kernel =
+      wide ? compute_scores_kernel<Work, T, kHeads, kWide> : compute_scores_kernel<Work, T, kHeads, 1>;
+  return launch_kernel(kernel, {.grid = grid, .threads = Traits::kThreads}, stream, params);
 }
 
 template <typename Work, typename T>
-void launch_scores_as(const ScoresParams<T>& params, cudaStream_t stream) {
+cudaError_t launch_compute_scores(const ScoresParams<T>& params, cudaStream_t stream) {
   if (params.geometry.num_rows() == 0) {
-    return;
+    return cudaSuccess;
   }
   const int64_t group = params.geometry.group;
   if (group == 1) {
-    launch_compute_scores_for<Work, T, 1>(params, stream);
-  } else if (group == 2) {
-    launch_compute_scores_for<Work, T, 2>(params, stream);
-  } else if (group <= 4) {
-    launch_compute_scores_for<Work, T, 4>(params, stream);
-  } else {
-    launch_compute_scores_for<Work, T, ScoresTraits::kMaxHeads>(params, stream);
+    return launch_compute_scores_for<Work, T, 1>(params, stream);
   }
-}
-
-template <typename T>
-void launch_compute_scores(const ScoresParams<T>& params, cudaStream_t stream) {
-  launch_scores_as<FullWork>(params, stream);
-}
-
-template <typename T>
-void launch_io_compute_scores(const ScoresParams<T>& params, cudaStream_t stream) {
-  launch_scores_as<IoOnly>(params, stream);
+  if (group == 2) {
+    return launch_compute_scores_for<Work, T, 2>(params, stream);
+  }
+  if (group <= 4) {
+    return launch_compute_scores_for<Work, T, 4>(params, stream);
+  }
+  return launch_compute_scores_for<Work, T, ScoresTraits::kMaxHeads>(params, stream);
 }
 
 }  // namespace htree::tree_attention

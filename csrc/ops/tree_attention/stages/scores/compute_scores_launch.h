@@ -23,12 +23,9 @@ struct ScoresParams {
   bool fill_tail = true;  // false leaves entries p >= n unwritten: no reader of ours looks there
 };
 
-// T: float, __half, __nv_bfloat16. The sum over K runs in index order whatever the launch shape.
-template <typename T>
-void launch_compute_scores(const ScoresParams<T>& params, cudaStream_t stream);
-
-// The same launch with the policy IoOnly. docs/semantics/io_twins.md §2.2.
-template <typename T>
-void launch_io_compute_scores(const ScoresParams<T>& params, cudaStream_t stream);
+// T: float, __half, __nv_bfloat16; Work: FullWork, IoOnly (docs/semantics/io_twins.md §2.2). The sum over K runs in
+// index order whatever the launch shape.
+template <typename Work, typename T>
+cudaError_t launch_compute_scores(const ScoresParams<T>& params, cudaStream_t stream);
 
 }  // namespace htree::tree_attention

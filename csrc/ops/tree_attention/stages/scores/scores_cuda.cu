@@ -29,13 +29,8 @@ void launch_scores(const char* op, const Tensor& q, const Tensor& layer_k, const
     params.num_candidates = output<int32_t>(num_candidates);
     params.key_dim = q.size(3);
     params.scale = static_cast<float>(args.scale);
-    if constexpr (Work::kIoOnly) {
-      launch_io_compute_scores(params, scope.stream());
-    } else {
-      launch_compute_scores(params, scope.stream());
-    }
+    C10_CUDA_CHECK(launch_compute_scores<Work>(params, scope.stream()));
   });
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 }  // namespace

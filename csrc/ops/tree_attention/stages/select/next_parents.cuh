@@ -1,4 +1,4 @@
-// Kernels on position lists: the next layer's parents, and the mask of the selected scores.
+// The next layer's parents out of the positions of a selection.
 #pragma once
 
 #include <cstdint>
@@ -6,21 +6,14 @@
 #include "device/numeric.cuh"
 #include "device/select.cuh"
 #include "device/work.cuh"
-#include "ops/tree_attention/stages/grid.h"
+#include "host/cuda/kernel_launch.h"
+#include "ops/tree_attention/plan/select_plan.h"
 #include "ops/tree_attention/stages/lists.cuh"
 #include "ops/tree_attention/stages/select/select_launch.h"
 
 namespace htree::tree_attention {
 
 constexpr int kNextParentsThreads = 128;
-
-struct NextParentsPlan {
-  int64_t sort_size;  // power of two >= top_k
-  bool in_shared;
-  int64_t shared_bytes;
-  int64_t scratch_bytes;  // of one block
-  int64_t num_blocks;
-};
 
 // A block owns one row: maps, sorts where the nodes do not ascend yet, and stores. The IO-only twin copies.
 template <typename Work>
@@ -75,25 +68,16 @@ __global__ void __launch_bounds__(kNextParentsThreads)
   }
 }
 
-// A thread owns one listed position of one row of scores.
-__global__ void __launch_bounds__(kElementThreads)
-    mask_topk_scores_kernel(const MaskParams params, int64_t num_items) {
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kElementThreads;
-  for (int64_t item = static_cast<int64_t>(blockIdx.x) * kElementThreads + threadIdx.x; item < num_items;
-       item += step) {
-    const int64_t rank = item % params.top_k;
-    const RowIndex row = row_index(item / params.top_k, params.num_queries, params.num_lists);
-    const int64_t p =
-        at_row(params.positions, row.batch, row.query / params.queries_per_list, row.list)[rank];
-    if (p >= 0 && p < params.capacity) {
-      const int64_t* strides = params.score_strides;
-      float* scores = params.scores + row.batch * strides[0] + row.query * strides[1] +
-                      row.list * strides[2] + p * strides[3];
-      for (int64_t head = 0; head < params.group; ++head) {
-        scores[head * strides[4]] = device::negative_infinity<float>();
-      }
-    }
+template <typename Work>
+cudaError_t launch_compute_next_parents(const NextParentsParams& params, cudaStream_t stream) {
+  if (params.num_rows() == 0 || params.top_k == 0) {
+    return cudaSuccess;
   }
+  const NextParentsPlan plan = next_parents_plan(params);
+  const LaunchShape shape{.grid = static_cast<unsigned>(plan.num_blocks),
+                          .threads = kNextParentsThreads,
+                          .shared_bytes = plan.shared_bytes};
+  return launch_kernel(compute_next_parents_kernel<Work>, shape, stream, params, plan);
 }
 
 }  // namespace htree::tree_attention

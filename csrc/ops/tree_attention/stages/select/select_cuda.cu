@@ -30,12 +30,7 @@ void launch_select(const Tensor& scores, const Tensor& num_candidates, int64_t t
   params.io = io;
   const Tensor scratch = device_scratch(select_scratch_bytes(params), scores);
   params.scratch = scratch_pointer(scratch);
-  if constexpr (Work::kIoOnly) {
-    launch_io_select_topk(params, scope.stream());
-  } else {
-    launch_select_topk(params, scope.stream());
-  }
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  C10_CUDA_CHECK(launch_select_topk<Work>(params, scope.stream()));
 }
 
 template <typename Work>
@@ -57,12 +52,7 @@ void launch_next_parents(const Tensor& parents, const Tensor& topk_positions, in
   params.top_k = next_parents.size(3);
   const Tensor scratch = device_scratch(next_parents_scratch_bytes(params), next_parents);
   params.scratch = scratch_pointer(scratch);
-  if constexpr (Work::kIoOnly) {
-    launch_io_compute_next_parents(params, scope.stream());
-  } else {
-    launch_compute_next_parents(params, scope.stream());
-  }
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  C10_CUDA_CHECK(launch_compute_next_parents<Work>(params, scope.stream()));
 }
 
 }  // namespace
@@ -92,8 +82,7 @@ void mask_topk_scores_cuda(const Tensor& scores, const Tensor& topk_positions) {
   params.capacity = scores.size(3);
   params.group = scores.size(4);
   params.top_k = topk_positions.size(3);
-  launch_mask_topk_scores(params, scope.stream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  C10_CUDA_CHECK(launch_mask_topk_scores(params, scope.stream()));
 }
 
 void compute_next_parents_cuda(const Tensor& parents, const Tensor& topk_positions, int64_t r,

@@ -35,9 +35,9 @@ struct SelectParams {
 
 // Device memory the launch needs on the current device: 0 unless a row's keys exceed shared memory.
 int64_t select_scratch_bytes(const SelectParams& params);
-void launch_select_topk(const SelectParams& params, cudaStream_t stream);
-// The same launch with the policy IoOnly. docs/semantics/io_twins.md §2.2.
-void launch_io_select_topk(const SelectParams& params, cudaStream_t stream);
+// Work: FullWork, IoOnly (docs/semantics/io_twins.md §2.2).
+template <typename Work>
+cudaError_t launch_select_topk(const SelectParams& params, cudaStream_t stream);
 
 // Sets scores to -inf at the listed positions; positions outside [0, capacity) do nothing.
 struct MaskParams {
@@ -52,7 +52,7 @@ struct MaskParams {
   int64_t group = 1;
   int64_t top_k = 0;
 };
-void launch_mask_topk_scores(const MaskParams& params, cudaStream_t stream);
+cudaError_t launch_mask_topk_scores(const MaskParams& params, cudaStream_t stream);
 
 // Maps positions to nodes, ascending, -1 tail. With `parents.data` null the entries are node ids already and
 // are only sorted.
@@ -71,8 +71,8 @@ struct NextParentsParams {
   constexpr int64_t num_rows() const { return num_batches * num_queries * num_lists; }
 };
 int64_t next_parents_scratch_bytes(const NextParentsParams& params);
-void launch_compute_next_parents(const NextParentsParams& params, cudaStream_t stream);
-// The same launch with the policy IoOnly: the positions themselves, as they stand.
-void launch_io_compute_next_parents(const NextParentsParams& params, cudaStream_t stream);
+// Work: FullWork, or IoOnly, which stores the positions themselves.
+template <typename Work>
+cudaError_t launch_compute_next_parents(const NextParentsParams& params, cudaStream_t stream);
 
 }  // namespace htree::tree_attention

@@ -12,6 +12,8 @@
 #include "device/online_softmax.cuh"
 #include "device/select.cuh"
 #include "device/work.cuh"
+#include "host/cuda/kernel_launch.h"
+#include "ops/tree_attention/plan/select_plan.h"
 #include "ops/tree_attention/stages/io_formulas.h"
 #include "ops/tree_attention/stages/lists.cuh"
 #include "ops/tree_attention/stages/select/select_launch.h"
@@ -37,17 +39,6 @@ struct SelectBuffers {
   uint32_t* keys;     // [capacity]
   uint64_t* sorting;  // [sort_size], for the order by key
   float* normalizer;  // [G]: the LSE of each head, or their joint maximum G times
-};
-
-// Where the launcher puts the buffers: each in shared memory when it fits, else in device memory per block.
-struct SelectPlan {
-  int64_t sort_size;  // power of two >= top_k, 0 when the order is ascending
-  bool keys_shared;
-  bool sorting_shared;
-  bool normalizer_shared;
-  int64_t shared_bytes;
-  int64_t scratch_bytes;  // of one block
-  int64_t num_blocks;
 };
 
 struct Xor {
@@ -277,6 +268,32 @@ __global__ void __launch_bounds__(SelectTraits::kThreads)
     select_row<Work, kHeads>(params, plan, buffers, row, shared);
     __syncthreads();
   }
+}
+
+template <typename Work, int kHeads>
+cudaError_t launch_select_for(const SelectParams& params, const SelectPlan& plan, cudaStream_t stream) {
+  const LaunchShape shape{.grid = static_cast<unsigned>(plan.num_blocks),
+                          .threads = SelectTraits::kThreads,
+                          .shared_bytes = plan.shared_bytes};
+  return launch_kernel(select_topk_kernel<Work, kHeads>, shape, stream, params, plan);
+}
+
+template <typename Work>
+cudaError_t launch_select_topk(const SelectParams& params, cudaStream_t stream) {
+  if (params.num_rows() == 0 || params.top_k == 0) {
+    return cudaSuccess;
+  }
+  const SelectPlan plan = select_plan(params);
+  if (params.group == 1) {
+    return launch_select_for<Work, 1>(params, plan, stream);
+  }
+  if (params.group == 2) {
+    return launch_select_for<Work, 2>(params, plan, stream);
+  }
+  if (params.group <= 4) {
+    return launch_select_for<Work, 4>(params, plan, stream);
+  }
+  return launch_select_for<Work, SelectTraits::kMaxHeads>(params, plan, stream);
 }
 
 }  // namespace htree::tree_attention

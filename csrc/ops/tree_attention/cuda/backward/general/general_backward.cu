@@ -1,10 +1,13 @@
-// The walk of backward_schedule.cu with kernels for every dtype and shape; lists are explicit at the top too.
+// The walk of backward.cu with kernels for every dtype and shape; lists are explicit at the top too.
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
 
 #include "host/dispatch.h"
 #include "ops/tree_attention/cuda/backward/general/general_backward.h"
-#include "ops/tree_attention/cuda/backward/general/general_gradient_launch.h"
+#include "ops/tree_attention/cuda/backward/general/general_gradient.h"
+#include "ops/tree_attention/cuda/backward/inverse_lists.h"
+#include "ops/tree_attention/cuda/backward/push_gradient.h"
+#include "ops/tree_attention/cuda/tree/tables.h"
 #include "ops/tree_attention/stages/gather/layer_general.h"
 
 namespace htree::tree_attention {
@@ -18,9 +21,8 @@ class GeneralBackward {
     const int64_t positions =
         list_candidates(problem.num_keys, problem.args.top_k, problem.args.compression_rate);
     rope_ = scratch_of(positions * problem.key_dim, at::kFloat, b.q);
-    launch_rope_table(rope(), positions, static_cast<int>(problem.key_dim), problem.args.rope_base,
-                      problem.args.rotate, stream);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    C10_CUDA_CHECK(launch_rope_table(rope(), positions, static_cast<int>(problem.key_dim),
+                                     problem.args.rope_base, problem.args.rotate, stream));
     if (b.parents.empty()) {
       tables_ = general_rope_tables(problem, b.q);
     }
@@ -66,10 +68,10 @@ class GeneralBackward {
                        b_.q.options().dtype(at::kInt));
     };
     lists[top] = new_lists();
-    launch_top_lists(lists[top].mutable_data_ptr<int32_t>(), c.num_batches, count, problem_.num_kv_heads,
-                     problem_.args.top_k, problem_.t0() + c.query, stride,
-                     node_span(problem_.args.compression_rate, problem_.layers()), stream_);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    C10_CUDA_CHECK(launch_top_lists(lists[top].mutable_data_ptr<int32_t>(), c.num_batches, count,
+                                    problem_.num_kv_heads, problem_.args.top_k, problem_.t0() + c.query,
+                                    stride, node_span(problem_.args.compression_rate, problem_.layers()),
+                                    stream_));
     for (size_t i = top; i > 0 && b_.parents.empty(); --i) {
       lists[i - 1] = new_lists();
       recompute_selection_general(rows_of(b_.q, c), tree_.keys[i].narrow(0, c.batch, c.num_batches), lists[i],
@@ -131,8 +133,7 @@ class GeneralBackward {
     const auto launch = [&](auto tag) {
       using T = typename decltype(tag)::type;
       if (top) {
-        launch_general_delta<T>(params, stream_);
-        C10_CUDA_KERNEL_LAUNCH_CHECK();
+        C10_CUDA_CHECK(launch_general_delta<T>(params, stream_));
       }
       if (b_.dq.defined()) {
         GeneralQueryGradient query;
@@ -141,8 +142,7 @@ class GeneralBackward {
         query.last = i == 0;
         query.gradient = rows_of(b_.dq, c).mutable_data_ptr();
         query.gradient_batch = b_.dq.stride(0);
-        launch_general_query_gradient<T>(params, query, stream_);
-        C10_CUDA_KERNEL_LAUNCH_CHECK();
+        C10_CUDA_CHECK(launch_general_query_gradient<T>(params, query, stream_));
       }
       if (b_.dk.defined() || b_.dv.defined()) {
         key_gradient<T>(params, c, i);
@@ -179,8 +179,7 @@ class GeneralBackward {
     count.t0 = params.t0;
     count.stride = params.stride;
     count.node_span = params.node_span;
-    launch_list_masks(count, stream_);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    C10_CUDA_CHECK(launch_list_masks(count, stream_));
 
     GeneralKeyGradient key;
     key.num_parents = num_parents(i);
@@ -213,8 +212,7 @@ class GeneralBackward {
     if (b_.dv.defined()) {
       key.values = value_sums_[i].mutable_data_ptr<float>() + first_row * params.value_dim;
     }
-    launch_general_key_gradient<T>(params, key, stream_);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    C10_CUDA_CHECK(launch_general_key_gradient<T>(params, key, stream_));
   }
 
   // From the top to the tokens, where the sums are rounded into the gradient.
@@ -235,11 +233,11 @@ class GeneralBackward {
         const StoreType type = gradient.scalar_type() == at::kFloat  ? StoreType::kFloat
                                : gradient.scalar_type() == at::kHalf ? StoreType::kHalf
                                                                      : StoreType::kBFloat16;
-        launch_store_gradient(push, problem_.num_kv_heads, type, gradient.mutable_data_ptr(), stream_);
+        C10_CUDA_CHECK(
+            launch_store_gradient(push, problem_.num_kv_heads, type, gradient.mutable_data_ptr(), stream_));
       } else if (push.parent) {
-        launch_push_gradient(push, stream_);
+        C10_CUDA_CHECK(launch_push_gradient(push, stream_));
       }
-      C10_CUDA_KERNEL_LAUNCH_CHECK();
     }
   }
 

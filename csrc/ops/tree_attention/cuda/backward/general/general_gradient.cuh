@@ -1,14 +1,15 @@
 // Gradients for every dtype and shape. One warp owns a row of dQ (query, head) or a row of dK and dV (node,
-// kv head); lanes share the dims and sums lie in shared memory, so no width is special. Only the turn between
-// a query and a candidate matters, R_{n-1-p}, so neither is turned by more than that
+// kv head); lanes share the dims and sums lie in shared memory, so no width is special. Only the rotation between
+// a query and a candidate matters, R_{n-1-p}, so neither is rotated by more than that
 // (docs/semantics/tree_attention.md §1.4).
 #pragma once
 
 #include "device/numeric.cuh"
 #include "device/reduce.cuh"
-#include "ops/tree_attention/cuda/backward/general/general_gradient_launch.h"
-#include "ops/tree_attention/cuda/parent_stream.cuh"
+#include "host/cuda/kernel_launch.h"
 #include "ops/tree_attention/candidates.h"
+#include "ops/tree_attention/cuda/backward/general/general_gradient.h"
+#include "ops/tree_attention/cuda/parent_stream.cuh"
 
 namespace htree::tree_attention {
 
@@ -118,12 +119,13 @@ __global__ void __launch_bounds__(kGeneralWarps * 32)
       continue;
     }
     const T* key = view_row<T>(p.keys, batch, node, kv_head);
-    const float2* turns = p.rope + (n - 1 - c) * half;
+    const float2* rotations = p.rope + (n - 1 - c) * half;
     float score = 0.f;
     for (int i = lane; i < half; i += 32) {
       const float low = device::to_acc(key[i]), high = device::to_acc(key[half + i]);
-      const float2 turn = turns[i];
-      score += q[i] * (low * turn.x + high * turn.y) + q[half + i] * (high * turn.x - low * turn.y);
+      const float2 rotation = rotations[i];
+      score += q[i] * (low * rotation.x + high * rotation.y) +
+               q[half + i] * (high * rotation.x - low * rotation.y);
     }
     score = device::warp_reduce<device::Sum>(score);
     const float ds = cut_weight(score, max, total) *
@@ -131,9 +133,9 @@ __global__ void __launch_bounds__(kGeneralWarps * 32)
                      p.scale;
     for (int i = lane; i < half; i += 32) {
       const float low = device::to_acc(key[i]), high = device::to_acc(key[half + i]);
-      const float2 turn = turns[i];
-      sum[i] += ds * (low * turn.x + high * turn.y);
-      sum[half + i] += ds * (high * turn.x - low * turn.y);
+      const float2 rotation = rotations[i];
+      sum[i] += ds * (low * rotation.x + high * rotation.y);
+      sum[half + i] += ds * (high * rotation.x - low * rotation.y);
     }
   }
   __syncwarp();  // the loop's lane of sum[K/2 + i] need not be the one that stores it
@@ -214,7 +216,7 @@ __global__ void __launch_bounds__(kGeneralWarps * 32)
       if (c >= n || !node_present(node, rightmost, p.num_nodes)) {
         continue;
       }
-      const float2* turns = p.rope + (n - 1 - c) * half;
+      const float2* rotations = p.rope + (n - 1 - c) * half;
       for (int g = 0; g < p.group; ++g) {
         const int64_t head = kv_head * p.group + g;
         const T* q = view_row<T>(p.queries, batch, query, head);
@@ -222,8 +224,9 @@ __global__ void __launch_bounds__(kGeneralWarps * 32)
         float score = 0.f;
         for (int i = lane; i < half; i += 32) {
           const float low = device::to_acc(q[i]), high = device::to_acc(q[half + i]);
-          const float2 turn = turns[i];
-          score += key[i] * (low * turn.x - high * turn.y) + key[half + i] * (low * turn.y + high * turn.x);
+          const float2 rotation = rotations[i];
+          score += key[i] * (low * rotation.x - high * rotation.y) +
+                   key[half + i] * (low * rotation.y + high * rotation.x);
         }
         score = device::warp_reduce<device::Sum>(score) * p.scale;
         const int64_t state = state_row(p, batch, query, head);
@@ -239,9 +242,9 @@ __global__ void __launch_bounds__(kGeneralWarps * 32)
               p.scale;
           for (int i = lane; i < half; i += 32) {
             const float low = device::to_acc(q[i]), high = device::to_acc(q[half + i]);
-            const float2 turn = turns[i];
-            key_sum[i] += ds * (low * turn.x - high * turn.y);
-            key_sum[half + i] += ds * (low * turn.y + high * turn.x);
+            const float2 rotation = rotations[i];
+            key_sum[i] += ds * (low * rotation.x - high * rotation.y);
+            key_sum[half + i] += ds * (low * rotation.y + high * rotation.x);
           }
         }
       }
@@ -256,6 +259,34 @@ __global__ void __launch_bounds__(kGeneralWarps * 32)
   };
   write(out.keys, key_sum, p.key_dim);
   write(out.values, value_sum, p.value_dim);
+}
+
+inline LaunchShape general_launch(int64_t rows, int64_t shared_bytes) {
+  return {.grid = static_cast<unsigned>(ceil_div(rows, kGeneralWarps)),
+          .threads = kGeneralWarps * 32,
+          .shared_bytes = shared_bytes};
+}
+
+template <typename T>
+cudaError_t launch_general_delta(const GeneralGradientParams& params, cudaStream_t stream) {
+  const int64_t rows = int64_t{params.num_batches} * params.num_queries * params.num_kv_heads * params.group;
+  return launch_kernel(general_delta_kernel<T>, general_launch(rows, 0), stream, params);
+}
+
+template <typename T>
+cudaError_t launch_general_query_gradient(const GeneralGradientParams& params,
+                                          const GeneralQueryGradient& query, cudaStream_t stream) {
+  const int64_t rows = int64_t{params.num_batches} * params.num_queries * params.num_kv_heads * params.group;
+  const int64_t bytes = int64_t{kGeneralWarps} * (2 * params.key_dim + params.value_dim) * 4;
+  return launch_kernel(general_query_gradient_kernel<T>, general_launch(rows, bytes), stream, params, query);
+}
+
+template <typename T>
+cudaError_t launch_general_key_gradient(const GeneralGradientParams& params, const GeneralKeyGradient& key,
+                                        cudaStream_t stream) {
+  const int64_t rows = int64_t{params.num_batches} * params.num_kv_heads * key.num_parents * params.rate;
+  const int64_t bytes = int64_t{kGeneralWarps} * 2 * (params.key_dim + params.value_dim) * 4;
+  return launch_kernel(general_key_gradient_kernel<T>, general_launch(rows, bytes), stream, params, key);
 }
 
 }  // namespace htree::tree_attention

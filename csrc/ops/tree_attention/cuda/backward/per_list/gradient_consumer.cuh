@@ -1,4 +1,4 @@
-// The consumer warpgroups of block_gradient.cuh. Group c owns keys 64 c ... of a tile in S^T = K' Q^T,
+// The consumer warpgroups of per_list_gradient.cuh. Group c owns keys 64 c ... of a tile in S^T = K' Q^T,
 // dP^T = V dO^T, dV = P^T dO and dK' = dS^T Q, one parent per warp, and query rows 64 c ... of dQ += dS K'.
 //
 // dS^T passes through shared memory once and is read there in both directions. The group's own keys come
@@ -8,8 +8,8 @@
 
 #include "device/hopper/wgmma.cuh"
 #include "device/mma.cuh"
-#include "ops/tree_attention/cuda/forward/per_list/per_list_operand.cuh"
 #include "ops/tree_attention/cuda/backward/per_list/gradient_operands.cuh"
+#include "ops/tree_attention/cuda/forward/per_list/per_list_operand.cuh"
 
 namespace htree::tree_attention {
 
@@ -39,7 +39,8 @@ class GradientConsumer {
   static constexpr int kRowSteps = kGradientRows / 16;
   static constexpr uint32_t kGroupRows = 64;
 
-  __device__ __forceinline__ GradientConsumer(const BlockGradientParams& params, GradientShared<Tile>& shared)
+  __device__ __forceinline__ GradientConsumer(const PerListGradientParams& params,
+                                              GradientShared<Tile>& shared)
       : params_(params),
         shared_(shared),
         group_(__shfl_sync(device::kFullMask, threadIdx.x / 128, 0) - 1),
@@ -220,8 +221,8 @@ class GradientConsumer {
   __device__ __forceinline__ void cut_own(float (&scores)[kScores], uint32_t present) const {
     const int key = lane_ / 4;
     const uint32_t limits = device::shared_address(shared_.own_limit) + lane_ % 4 * 2;
-    const int low = present >> key & 1 ? key : kBlockRows,
-              high = present >> key & 0x100 ? key + 8 : kBlockRows;
+    const int low = present >> key & 1 ? key : kParentRows,
+              high = present >> key & 0x100 ? key + 8 : kParentRows;
 #pragma unroll
     for (int i = 0; i < kScores / 4; ++i) {
       uint32_t limit;
@@ -320,7 +321,7 @@ class GradientConsumer {
     }
   }
 
-  // Turns dQ back by the query's position and adds it to that of the layers above.
+  // Rotates dQ back by the query's position and adds it to that of the layers above.
   __device__ __forceinline__ void store_queries(uint32_t task_idx, const float (&sum)[kSum]) const {
     constexpr int kHalf = Tile::kDim / 2;
     const GatherParams& p = params_.gather;
@@ -342,13 +343,13 @@ class GradientConsumer {
                        ((task.batch * int64_t{p.num_queries} + at.query) * num_heads + head) * Tile::kDim;
       T* out = static_cast<T*>(params_.query_gradient) + task.batch * params_.query_gradient_batch +
                (at.query * num_heads + head) * Tile::kDim;
-      const float2* turns = p.rope + int64_t{position_of(p, task, at.query)} * kHalf + lane_ % 4 * 2;
+      const float2* rotations = p.rope + int64_t{position_of(p, task, at.query)} * kHalf + lane_ % 4 * 2;
       // everything on its way before the first store, which might be to the same address
-      float4 turn[kSum / 8];
+      float4 rotation[kSum / 8];
       float2 old[kSum / 8][2] = {};
 #pragma unroll
       for (int i = 0; i < kSum / 8; ++i) {
-        turn[i] = *reinterpret_cast<const float4*>(turns + 8 * i);
+        rotation[i] = *reinterpret_cast<const float4*>(rotations + 8 * i);
       }
       if (!params_.first) {
 #pragma unroll
@@ -363,11 +364,12 @@ class GradientConsumer {
         const int dim = 8 * i + lane_ % 4 * 2;
         const float* low = sum + 4 * i + 2 * h;
         const float* high = low + kSum / 2;
-        store_pair(partial + dim, out + dim, old[i][0], (low[0] * turn[i].x + high[0] * turn[i].y) * factor,
-                   (low[1] * turn[i].z + high[1] * turn[i].w) * factor);
+        store_pair(partial + dim, out + dim, old[i][0],
+                   (low[0] * rotation[i].x + high[0] * rotation[i].y) * factor,
+                   (low[1] * rotation[i].z + high[1] * rotation[i].w) * factor);
         store_pair(partial + dim + kHalf, out + dim + kHalf, old[i][1],
-                   (high[0] * turn[i].x - low[0] * turn[i].y) * factor,
-                   (high[1] * turn[i].z - low[1] * turn[i].w) * factor);
+                   (high[0] * rotation[i].x - low[0] * rotation[i].y) * factor,
+                   (high[1] * rotation[i].z - low[1] * rotation[i].w) * factor);
       }
     }
   }
@@ -384,7 +386,7 @@ class GradientConsumer {
     }
   }
 
-  const BlockGradientParams& params_;
+  const PerListGradientParams& params_;
   GradientShared<Tile>& shared_;
   int group_, warp_, lane_;
   float score_factor_, product_factor_;

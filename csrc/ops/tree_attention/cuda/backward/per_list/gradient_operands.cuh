@@ -1,4 +1,4 @@
-// The query side of a block in shared memory: queries turned to their positions, dO and their numbers.
+// The query side of a block in shared memory: queries rotated to their positions, dO and their numbers.
 #pragma once
 
 #include "device/hopper/tma.cuh"
@@ -9,13 +9,13 @@ namespace htree::tree_attention {
 
 __device__ __forceinline__ int position_of(const GatherParams& p, const GradientTask& task, int query) {
   const int64_t rightmost = node_of(p, p.t0 + query);
-  return max(task.num_slots - 1, 0) * kBlockRows + static_cast<int>(rightmost % kBlockRows);
+  return max(task.num_slots - 1, 0) * kParentRows + static_cast<int>(rightmost % kParentRows);
 }
 
 // All rows of the block; kThreads threads call, `thread` in 0 ... kThreads - 1. Rows without a query are
 // zero, and so are their weights.
 template <typename T, typename Tile, int kThreads>
-__device__ __forceinline__ void load_gradient_rows(const BlockGradientParams& params,
+__device__ __forceinline__ void load_gradient_rows(const PerListGradientParams& params,
                                                    const GradientTask& task, const HeadPowers<T>& powers,
                                                    GradientShared<Tile>& shared, int thread) {
   constexpr int kHalf = Tile::kDim / 2;
@@ -34,7 +34,7 @@ __device__ __forceinline__ void load_gradient_rows(const BlockGradientParams& pa
   constexpr int kPasses = kGradientRows / kRowsPerPass;
   // all on their way before the first is used
   uint4 query_low[kPasses], query_high[kPasses], gradient_low[kPasses], gradient_high[kPasses];
-  float4 turns[kPasses][4];
+  float4 rotations[kPasses][4];
   RowMeta meta[kPasses];
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
@@ -55,7 +55,7 @@ __device__ __forceinline__ void load_gradient_rows(const BlockGradientParams& pa
     const float4* table = reinterpret_cast<const float4*>(p.rope + int64_t{position} * kHalf + dim);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      turns[pass][i] = __ldg(table + i);
+      rotations[pass][i] = __ldg(table + i);
     }
   }
 #pragma unroll
@@ -67,7 +67,7 @@ __device__ __forceinline__ void load_gradient_rows(const BlockGradientParams& pa
     widen_eight<T>(query_low[pass], x);
     widen_eight<T>(query_high[pass], y);
     uint4 low, high;
-    turn_eight(x, y, power, turns[pass], low, high);
+    rotate_eight(x, y, power, rotations[pass], low, high);
     const int low_at = chunk_offset<Tile::kDim>(row, chunk),
               high_at = chunk_offset<Tile::kDim>(row, chunk + kLanes);
     *reinterpret_cast<uint4*>(shared.query + low_at) = low;
@@ -80,7 +80,7 @@ __device__ __forceinline__ void load_gradient_rows(const BlockGradientParams& pa
       if (at.exists) {
         log_sum = meta[pass].log_sum - HeadPowers<T>::kWeightShift;
         delta = meta[pass].delta * powers.weighted_gradient();
-        limit = position % kBlockRows + (params.selected ? 0 : 1);
+        limit = position % kParentRows + (params.selected ? 0 : 1);
       }
       shared.log_sum[row] = log_sum;
       shared.delta[row] = delta;

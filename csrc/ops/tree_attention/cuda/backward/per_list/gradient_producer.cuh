@@ -1,11 +1,11 @@
-// The producer warps of block_gradient.cuh: warp w brings parents 2 w and 2 w + 1 of every tile into shared
-// memory and turns their keys to their places in the list, R_{16 slot} K'
+// The producer warps of per_list_gradient.cuh: warp w brings parents 2 w and 2 w + 1 of every tile into shared
+// memory and rotates their keys to their places in the list, R_{16 slot} K'
 // (docs/semantics/tree_attention.md §1.4).
 #pragma once
 
 #include "device/hopper/tma.cuh"
-#include "ops/tree_attention/cuda/forward/per_list/key_rotation.cuh"
 #include "ops/tree_attention/cuda/backward/per_list/gradient_tile.cuh"
+#include "ops/tree_attention/cuda/forward/per_list/key_rotation.cuh"
 
 namespace htree::tree_attention {
 
@@ -31,9 +31,9 @@ struct SlotPair {
 template <typename T, typename Tile>
 class PairWalk {
  public:
-  using Block = ParentBlock<Tile::kDim, Tile::kDim>;
+  using Block = PackedParent<Tile::kDim, Tile::kDim>;
 
-  __device__ __forceinline__ PairWalk(const BlockGradientParams& params, int warp)
+  __device__ __forceinline__ PairWalk(const PerListGradientParams& params, int warp)
       : params_(params), task_idx_(params.first_task + blockIdx.x), warp_(warp) {
     start();
   }
@@ -57,7 +57,7 @@ class PairWalk {
       pair.bits[i] = __shfl_sync(0xffffffffu, bits_, from);
     }
     const uint32_t mine = lane < 16 ? pair.parent[0] : pair.parent[1];
-    const float* scales = reinterpret_cast<const float*>(params_.gather.blocks +
+    const float* scales = reinterpret_cast<const float*>(params_.gather.packed +
                                                          int64_t{mine} * Block::kBytes + Block::kScaleOffset);
     pair.scale = scales[lane % 16];
     pair.power = key_power_;
@@ -132,7 +132,7 @@ class PairWalk {
     bits_ = present | flags;
   }
 
-  const BlockGradientParams& params_;
+  const PerListGradientParams& params_;
   uint32_t task_idx_;
   int warp_;
   int num_slots_, tile_, own_parent_;
@@ -147,10 +147,11 @@ class PairWalk {
 template <typename T, typename Tile>
 class GradientProducer {
  public:
-  using Block = ParentBlock<Tile::kDim, Tile::kDim>;
-  using Turner = KeyTurner<Tile::kDim>;
+  using Block = PackedParent<Tile::kDim, Tile::kDim>;
+  using Rotation = KeyRotation<Tile::kDim>;
 
-  __device__ __forceinline__ GradientProducer(const BlockGradientParams& params, GradientShared<Tile>& shared)
+  __device__ __forceinline__ GradientProducer(const PerListGradientParams& params,
+                                              GradientShared<Tile>& shared)
       : params_(params),
         shared_(shared),
         warp_(__shfl_sync(device::kFullMask, threadIdx.x / 32, 0)),
@@ -163,14 +164,14 @@ class GradientProducer {
       const SlotPair pair = walk.pair();
       load_keys(pair, tile_idx);
       load_values(pair, tile_idx);
-      turn_keys(pair, tile_idx);
+      rotate_keys(pair, tile_idx);
       walk.advance();
     }
   }
 
  private:
   __device__ __forceinline__ const char* block_of(const SlotPair& pair, int i) const {
-    return params_.gather.blocks + int64_t{pair.parent[i]} * Block::kBytes;
+    return params_.gather.packed + int64_t{pair.parent[i]} * Block::kBytes;
   }
   __device__ __forceinline__ int slot_offset(int i) const { return (2 * warp_ + i) * Tile::kSlotBytes; }
 
@@ -190,9 +191,9 @@ class GradientProducer {
     }
   }
 
-  __device__ __forceinline__ void turn_keys(const SlotPair& pair, unsigned tile_idx) {
+  __device__ __forceinline__ void rotate_keys(const SlotPair& pair, unsigned tile_idx) {
     const int stage = gradient_stage<Tile>(tile_idx);
-    SlotTurn turn = Turner::load(params_.turns, max(pair.slot, 0));
+    SlotRotation rotation = Rotation::load(params_.rotations, max(pair.slot, 0));
     device::barrier_wait(&shared_.keys_landed[stage][warp_], gradient_phase<Tile>(tile_idx));
     // brings the keys to the power of two of the head
     const float scale = pair.scale * pair.power;
@@ -209,11 +210,11 @@ class GradientProducer {
           scale_rows(keys, scale, i);
           __syncwarp();
         }
-        Turner::run(device::shared_address(keys), turn);
+        Rotation::run(device::shared_address(keys), rotation);
       } else {
         clear(keys);
       }
-      turn = Turner::load(params_.turns, max(pair.slot - 1, 0));
+      rotation = Rotation::load(params_.rotations, max(pair.slot - 1, 0));
     }
     if (lane_ == 0) {
       shared_.slots[stage][2 * warp_] = pair.bits[0];
@@ -312,7 +313,7 @@ class GradientProducer {
     }
   }
 
-  const BlockGradientParams& params_;
+  const PerListGradientParams& params_;
   GradientShared<Tile>& shared_;
   int warp_, lane_;
 };

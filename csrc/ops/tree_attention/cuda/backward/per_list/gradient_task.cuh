@@ -1,16 +1,16 @@
-// Which list and rows a block of block_gradient.cuh works for, and the powers of two of its operands:
+// Which list and rows a block of per_list_gradient.cuh works for, and the powers of two of its operands:
 // docs/semantics/tree_attention.md §1.3, §1.10, §1.12.
 #pragma once
 
+#include "ops/tree_attention/cuda/backward/gradient_rows.cuh"
 #include "ops/tree_attention/cuda/backward/per_list/per_list_gradient.h"
 #include "ops/tree_attention/cuda/gather_task.cuh"
-#include "ops/tree_attention/cuda/backward/gradient_rows.cuh"
 #include "ops/tree_attention/cuda/tree/packed_parent.cuh"
 
 namespace htree::tree_attention {
 
 constexpr int kGradientSlots = 8;  // parents of a tile
-constexpr int kGradientKeys = kGradientSlots * kBlockRows;
+constexpr int kGradientKeys = kGradientSlots * kParentRows;
 
 // A list and 128 of its (query, head) pairs. All queries of a list stand under the same parent of the layer.
 struct GradientTask {
@@ -32,28 +32,29 @@ struct PairPlace {
   int head;   // of the kv head's group
 };
 
-__host__ __device__ inline int blocks_per_list(const GatherParams& p) {
+__host__ __device__ inline int tasks_per_list(const GatherParams& p) {
   return (p.stride * p.group + kGradientRows - 1) / kGradientRows;
 }
 
 // Parents that add to the softmax of the queries of a list; a row of counts is [num_lists, H_kv].
-__device__ __forceinline__ int taking_part(const BlockGradientParams& params, int batch, int kv_head,
+__device__ __forceinline__ int taking_part(const PerListGradientParams& params, int batch, int kv_head,
                                            int list_row) {
   const GatherParams& p = params.gather;
   const int64_t rightmost = node_of(p, p.t0 - params.lead + int64_t{list_row} * p.stride);
   const int count = params.counts
                         ? params.counts[(batch * int64_t{p.num_lists} + list_row) * p.num_kv_heads + kv_head]
-                        : static_cast<int>(rightmost / kBlockRows) + 1;
-  const int64_t candidates = (count - 1) * int64_t{kBlockRows} + rightmost % kBlockRows + 1;
+                        : static_cast<int>(rightmost / kParentRows) + 1;
+  const int64_t candidates = (count - 1) * int64_t{kParentRows} + rightmost % kParentRows + 1;
   return params.selected && candidates <= p.list_width ? 0 : count;
 }
 
-__device__ __forceinline__ GradientTask gradient_task(const BlockGradientParams& params, uint32_t task_idx) {
+__device__ __forceinline__ GradientTask gradient_task(const PerListGradientParams& params,
+                                                      uint32_t task_idx) {
   const GatherParams& p = params.gather;
-  const uint32_t blocks = blocks_per_list(p), num_lists = p.num_lists;
-  const uint32_t list_idx = task_idx / blocks;
+  const uint32_t per_list = tasks_per_list(p), num_lists = p.num_lists;
+  const uint32_t list_idx = task_idx / per_list;
   GradientTask task;
-  task.first_pair = static_cast<int>(task_idx % blocks) * kGradientRows;
+  task.first_pair = static_cast<int>(task_idx % per_list) * kGradientRows;
   task.list_row = static_cast<int>(list_idx % num_lists);
   task.head_index = static_cast<int>(list_idx / num_lists);
   task.batch = task.head_index / p.num_kv_heads;
@@ -63,10 +64,10 @@ __device__ __forceinline__ GradientTask gradient_task(const BlockGradientParams&
   task.num_queries = min(begin + p.stride, p.num_queries) - task.first_query;
   const int64_t first = node_of(p, p.t0 + task.first_query);
   const int64_t last = node_of(p, p.t0 + task.first_query + task.num_queries - 1);
-  task.own_parent = first / kBlockRows;
+  task.own_parent = first / kParentRows;
   const int excluded = params.selected ? 1 : 0;  // the query's own node is always selected
-  task.own_first = static_cast<int>(first % kBlockRows) + 1 - excluded;
-  task.own_last = static_cast<int>(last % kBlockRows) + 1 - excluded;
+  task.own_first = static_cast<int>(first % kParentRows) + 1 - excluded;
+  task.own_last = static_cast<int>(last % kParentRows) + 1 - excluded;
   task.num_slots = taking_part(params, task.batch, task.kv_head, task.list_row);
   task.num_tiles = (task.num_slots + kGradientSlots - 1) / kGradientSlots;
   return task;
@@ -79,7 +80,7 @@ __device__ __forceinline__ PairPlace pair_place(const GatherParams& p, const Gra
 }
 
 // Whether the queries of a task have masks of their own.
-__device__ __forceinline__ bool query_masks(const BlockGradientParams& params) {
+__device__ __forceinline__ bool query_masks(const PerListGradientParams& params) {
   return params.selected && params.mask_stride != params.gather.stride;
 }
 
@@ -100,7 +101,7 @@ struct HeadPowers {
   // log2 of what weights are multiplied by: fp16 has too few small numbers for them
   static constexpr float kWeightShift = __is_same(T, __half) ? 14.f : 0.f;
 
-  __device__ __forceinline__ HeadPowers(const BlockGradientParams& params, int head_index) {
+  __device__ __forceinline__ HeadPowers(const PerListGradientParams& params, int head_index) {
     const KeyBounds keys = params.key_bounds[head_index];
     const QueryBounds queries = params.query_bounds[head_index];
     key = keys.key_unscale ? power_of_two(-exponent_of(__uint_as_float(keys.key_unscale))) : 1.f;

@@ -1,4 +1,4 @@
-// Sizes and shared memory of block_gradient.cuh: a tile is 8 parents, 128 keys, against 128 query rows.
+// Sizes and shared memory of per_list_gradient.cuh: a tile is 8 parents, 128 keys, against 128 query rows.
 #pragma once
 
 #include "device/hopper/mbarrier.cuh"
@@ -25,7 +25,7 @@ struct GradientTile {
 
   static constexpr int kStages = 2;
   static constexpr int kRowBytes = kDim * 2;
-  static constexpr int kSlotBytes = kBlockRows * kRowBytes;
+  static constexpr int kSlotBytes = kParentRows * kRowBytes;
   static constexpr int kTileBytes = kGradientKeys * kRowBytes;
   static constexpr int kQueryBytes = kGradientRows * kRowBytes;
   // dS^T as [64 query rows][key][64 rows], rows of 128 bytes with the swizzle of that width
@@ -34,7 +34,7 @@ struct GradientTile {
 
 template <typename Tile>
 struct GradientShared {
-  char query[Tile::kQueryBytes];     // turned to their positions, fp16
+  char query[Tile::kQueryBytes];     // rotated to their positions, fp16
   char gradient[Tile::kQueryBytes];  // dO
   char score_gradient[2 * Tile::kScoreHalfBytes];
   char keys[Tile::kStages][Tile::kTileBytes];
@@ -46,7 +46,7 @@ struct GradientShared {
   // bit c = child c takes part for the query, counted from the first of the block's
   uint16_t query_masks[Tile::kStages][kGradientSlots][kGradientRun];
   device::Barrier keys_landed[Tile::kStages][Tile::kProducerWarps];  // one producer warp's copies
-  device::Barrier keys_full[Tile::kStages];                          // every warp's keys are turned
+  device::Barrier keys_full[Tile::kStages];                          // every warp's keys are rotated
   device::Barrier keys_empty[Tile::kStages];
   device::Barrier values_full[Tile::kStages];
   device::Barrier values_empty[Tile::kStages];

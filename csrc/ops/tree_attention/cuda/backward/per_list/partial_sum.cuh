@@ -1,15 +1,17 @@
-// dK and dV of a parent's children as the sum of what the blocks of block_gradient.cuh left, in the order of
+// dK and dV of a parent's children as the sum of what the blocks of per_list_gradient.cuh left, in the order of
 // the lists: docs/semantics §0.6, §1.10. Bound by the bytes of the partial sums; every warp keeps a ring
 // of its share of them on its way, so that a few parents with many sums each fill the memory's pipe too.
 //
 // A partial sum is in the order of wgmma's accumulators of a warp, 16 children by all dims in bf16: 16 bytes
 // of lane i at (32 c + i) * 16 are children i / 4 and i / 4 + 8, dims 16 c + 2 (i % 4) and the next, and both
-// 8 dims further. Dims d and d + K/2 are in one lane, so turning back the slot's position is local.
+// 8 dims further. Dims d and d + K/2 are in one lane, so rotating back the slot's position is local.
 #pragma once
 
 #include "device/mma.cuh"
 #include "device/shared_memory.cuh"
+#include "host/cuda/kernel_launch.h"
 #include "ops/tree_attention/cuda/backward/per_list/partial_users.cuh"
+#include "ops/tree_attention/cuda/backward/per_list/per_list_gradient.h"
 
 namespace htree::tree_attention {
 
@@ -18,11 +20,11 @@ template <int kDim>
 struct SumShape {
   static constexpr int kShares = kDim / 32;
   static constexpr int kWarps = 2 * kShares;
-  static constexpr int kMatrixBytes = kBlockRows * kDim * 2;
-  // of a warp's ring: its lower dims, their partners, the cos and sin that turn them back
+  static constexpr int kMatrixBytes = kParentRows * kDim * 2;
+  // of a warp's ring: its lower dims, their partners, the cos and sin that rotate them back
   static constexpr int kHighOffset = 512;
-  static constexpr int kTurnOffset = 1024;
-  static constexpr int kStageBytes = kTurnOffset + 128;
+  static constexpr int kRotationOffset = 1024;
+  static constexpr int kStageBytes = kRotationOffset + 128;
   static constexpr int kStages = kDim == 128 ? 5 : 8;
   static constexpr int kWarpBytes = kStages * kStageBytes;
   static_assert(kWarps * kWarpBytes <= 48 * 1024);
@@ -75,17 +77,17 @@ class PartialSum {
     return any;
   }
 
-  // Adds what was summed to the running sums in memory, dK turned back by the child's place.
+  // Adds what was summed to the running sums in memory, dK rotated back by the child's place.
   template <typename T>
   __device__ __forceinline__ void store(int head_index, int parent) const {
     float* sums = is_value_ ? params_.values : params_.keys;
-    const HeadPowers<T> powers(params_.blocks, head_index);
-    const GatherParams& p = params_.blocks.gather;
-    const int64_t first_row = (int64_t{head_index} * p.num_parents + parent) * kBlockRows;
+    const HeadPowers<T> powers(params_.tasks, head_index);
+    const GatherParams& p = params_.tasks.gather;
+    const int64_t first_row = (int64_t{head_index} * p.num_parents + parent) * kParentRows;
     const float factor = is_value_ ? (HeadPowers<T>::kWeightShift == 0.f ? 1.f : 0x1p-14f)
-                                   : powers.key_factor(params_.blocks.scale);
+                                   : powers.key_factor(params_.tasks.scale);
     // everything on its way before the first store, which might be to the same address
-    float4 turn[2][2];
+    float4 rotation[2][2];
     float2 old[2][2][2];
     const auto sum_of = [&](int i, int half) {
       const int dim = (share_ * 2 + i) * 8 + lane_ % 4 * 2, row = lane_ / 4 + 8 * half;
@@ -97,10 +99,10 @@ class PartialSum {
       for (int half = 0; half < 2; ++half) {
         old[i][half][0] = sum_of(i, half)[0];
         old[i][half][1] = sum_of(i, half)[kDim / 4];
-        turn[i][half] = make_float4(1.f, 0.f, 1.f, 0.f);
+        rotation[i][half] = make_float4(1.f, 0.f, 1.f, 0.f);
         if (!is_value_) {
           const int dim = (share_ * 2 + i) * 8 + lane_ % 4 * 2, row = lane_ / 4 + 8 * half;
-          turn[i][half] = *reinterpret_cast<const float4*>(p.rope + row * (kDim / 2) + dim);
+          rotation[i][half] = *reinterpret_cast<const float4*>(p.rope + row * (kDim / 2) + dim);
         }
       }
     }
@@ -110,7 +112,7 @@ class PartialSum {
       for (int half = 0; half < 2; ++half) {
         const float* low = low_ + 4 * i + 2 * half;
         const float* high = high_ + 4 * i + 2 * half;
-        const float4 c = turn[i][half];
+        const float4 c = rotation[i][half];
         const float2 old_low = old[i][half][0], old_high = old[i][half][1];
         float2* to = sum_of(i, half);
         to[0] = make_float2(old_low.x + (low[0] * c.x + high[0] * c.y) * factor,
@@ -135,14 +137,14 @@ class PartialSum {
 
   __device__ __forceinline__ void issue(uint32_t place, uint32_t slot) {
     const uint32_t to = ring_ + write_ + lane_ * 16;
-    const char* from = params_.blocks.partials + place * int64_t{2 * Shape::kMatrixBytes} +
+    const char* from = params_.tasks.partials + place * int64_t{2 * Shape::kMatrixBytes} +
                        (is_value_ ? Shape::kMatrixBytes : 0) + (share_ * 32 + lane_) * 16;
     device::copy_async_16(to, from);
     device::copy_async_16(to + Shape::kHighOffset, from + kShares * 512);
     if (!is_value_ && lane_ < 8) {
       device::copy_async_16(
-          to + Shape::kTurnOffset,
-          params_.blocks.gather.rope + int64_t{slot} * (kBlockRows * kDim / 2) + share_ * 16 + lane_ * 2);
+          to + Shape::kRotationOffset,
+          params_.tasks.gather.rope + int64_t{slot} * (kParentRows * kDim / 2) + share_ * 16 + lane_ * 2);
     }
     device::commit_copies();
     write_ = following(write_);
@@ -157,15 +159,15 @@ class PartialSum {
     const uint4 high_bits = device::load_shared_16(stage + Shape::kHighOffset + lane_ * 16);
     const uint32_t low[4] = {low_bits.x, low_bits.y, low_bits.z, low_bits.w};
     const uint32_t high[4] = {high_bits.x, high_bits.y, high_bits.z, high_bits.w};
-    const uint32_t turns = stage + Shape::kTurnOffset + lane_ % 4 * 16;
+    const uint32_t rotations = stage + Shape::kRotationOffset + lane_ % 4 * 16;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      uint4 turn = {};
+      uint4 rotation = {};
       if (!is_value_) {
-        turn = device::load_shared_16(turns + i * 64);
+        rotation = device::load_shared_16(rotations + i * 64);
       }
-      const float cos[2] = {__uint_as_float(turn.x), __uint_as_float(turn.z)};
-      const float sin[2] = {__uint_as_float(turn.y), __uint_as_float(turn.w)};
+      const float cos[2] = {__uint_as_float(rotation.x), __uint_as_float(rotation.z)};
+      const float sin[2] = {__uint_as_float(rotation.y), __uint_as_float(rotation.w)};
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const float2 x = unpack(low[2 * i + j]), y = unpack(high[2 * i + j]);
@@ -196,9 +198,9 @@ __global__ void __launch_bounds__(SumShape<kDim>::kWarps * 32)
     partial_sum_kernel(const __grid_constant__ PartialSumParams params) {
   using Shape = SumShape<kDim>;
   __shared__ __align__(128) char rings[Shape::kWarps * Shape::kWarpBytes];
-  const GatherParams& p = params.blocks.gather;
+  const GatherParams& p = params.tasks.gather;
   const int first_head =
-      static_cast<int>(params.blocks.first_task / (static_cast<uint32_t>(p.num_lists) * blocks_per_list(p)));
+      static_cast<int>(params.tasks.first_task / (static_cast<uint32_t>(p.num_lists) * tasks_per_list(p)));
   const int head_index = first_head + blockIdx.y, parent = blockIdx.x;
   const int warp = threadIdx.x / 32;
   if (!(warp >= Shape::kShares ? params.values : params.keys)) {
@@ -209,6 +211,21 @@ __global__ void __launch_bounds__(SumShape<kDim>::kWarps * 32)
   if (sum.run(places)) {
     sum.template store<T>(head_index, parent);
   }
+}
+
+template <typename T, int kDim>
+cudaError_t launch_partial_sums(const PartialSumParams& params, cudaStream_t stream) {
+  const PerListGradientParams& b = params.tasks;
+  const int64_t per_head = int64_t{b.gather.num_lists} * tasks_per_list(b.gather);
+  const int64_t heads = (b.first_task + b.num_tasks - 1) / per_head - b.first_task / per_head + 1;
+  // parents up to the last list's own
+  const int64_t last_list = (b.first_task + b.num_tasks - 1) % per_head / tasks_per_list(b.gather);
+  const int64_t reached =
+      heads > 1 ? b.gather.num_parents
+                : (b.gather.t0 - b.lead + last_list * b.gather.stride) / b.gather.node_span / kParentRows + 1;
+  const dim3 grid(static_cast<unsigned>(reached), static_cast<unsigned>(heads));
+  return launch_kernel(partial_sum_kernel<T, kDim>, {.grid = grid, .threads = SumShape<kDim>::kWarps * 32},
+                       stream, params);
 }
 
 }  // namespace htree::tree_attention

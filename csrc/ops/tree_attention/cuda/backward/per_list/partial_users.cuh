@@ -1,8 +1,8 @@
 // The partial sums of a parent among those of a launch, in the order of the lists. See partial_sum.cuh.
 #pragma once
 
-#include "ops/tree_attention/cuda/backward/per_list/gradient_task.cuh"
 #include "ops/tree_attention/cuda/backward/entry_search.cuh"
+#include "ops/tree_attention/cuda/backward/per_list/gradient_task.cuh"
 
 namespace htree::tree_attention {
 
@@ -17,14 +17,14 @@ struct PartialUsers {
 // A whole warp.
 __device__ __forceinline__ PartialUsers partial_users(const PartialSumParams& params, int head_index,
                                                       int parent) {
-  const BlockGradientParams& b = params.blocks;
+  const PerListGradientParams& b = params.tasks;
   const GatherParams& p = b.gather;
-  const uint32_t per_head = p.num_lists * blocks_per_list(p);
+  const uint32_t per_head = p.num_lists * tasks_per_list(p);
   const uint32_t first_task = max(b.first_task, head_index * per_head);
   const uint32_t end_task = min(b.first_task + b.num_tasks, (head_index + 1) * per_head);
   PartialUsers users;
-  users.first_list = static_cast<int>((first_task - head_index * per_head) / blocks_per_list(p));
-  const int end_list = static_cast<int>((end_task - head_index * per_head) / blocks_per_list(p));
+  users.first_list = static_cast<int>((first_task - head_index * per_head) / tasks_per_list(p));
+  const int end_list = static_cast<int>((end_task - head_index * per_head) / tasks_per_list(p));
   users.first_partial = int64_t{first_task - b.first_task} * b.partial_slots;
   if (params.entries) {
     const uint32_t* offsets = params.offsets + head_index * (p.num_parents + 1) + parent;
@@ -33,7 +33,7 @@ __device__ __forceinline__ PartialUsers partial_users(const PartialSumParams& pa
     users.end = first_entry(params.entries, users.begin, offsets[1], end_list, p.list_width);
   } else {
     // lists whose own parent comes before this one do not hold it
-    const int64_t token = parent * int64_t{kBlockRows} * p.node_span - (p.t0 - b.lead);
+    const int64_t token = parent * int64_t{kParentRows} * p.node_span - (p.t0 - b.lead);
     const int64_t first = max(list_of(p, token + p.stride - 1), int64_t{users.first_list});
     users.entries = nullptr;
     users.begin = static_cast<uint32_t>(min(first, int64_t{end_list}));
@@ -52,8 +52,8 @@ class PartialPlaces {
         users_(partial_users(params, head_index, parent)),
         head_index_(head_index),
         parent_(parent),
-        blocks_(blocks_per_list(params.blocks.gather)),
-        num_partials_((users_.end - users_.begin) * blocks_),
+        tasks_(tasks_per_list(params.tasks.gather)),
+        num_partials_((users_.end - users_.begin) * tasks_),
         index_(threadIdx.x % 32) {
     entry_ = read_entry(index_);
   }
@@ -72,20 +72,20 @@ class PartialPlaces {
 
  private:
   __device__ __forceinline__ uint32_t read_entry(uint32_t index) const {
-    return users_.entries && index < num_partials_ ? users_.entries[users_.begin + index / blocks_] : 0;
+    return users_.entries && index < num_partials_ ? users_.entries[users_.begin + index / tasks_] : 0;
   }
 
   __device__ __forceinline__ bool find(uint32_t entry) {
     if (index_ >= num_partials_) {
       return false;
     }
-    const BlockGradientParams& b = params_.blocks;
+    const PerListGradientParams& b = params_.tasks;
     const GatherParams& p = b.gather;
-    const uint32_t list = users_.entries ? entry / p.list_width : users_.begin + index_ / blocks_;
+    const uint32_t list = users_.entries ? entry / p.list_width : users_.begin + index_ / tasks_;
     slot = users_.entries ? entry % p.list_width : parent_;
     place = static_cast<uint32_t>(
         users_.first_partial +
-        ((list - users_.first_list) * int64_t{blocks_} + index_ % blocks_) * b.partial_slots + slot);
+        ((list - users_.first_list) * int64_t{tasks_} + index_ % tasks_) * b.partial_slots + slot);
     // what a list holds behind its end, and lists that refine everything, left no sum
     const int count = taking_part(b, head_index_ / p.num_kv_heads, head_index_ % p.num_kv_heads, list);
     return static_cast<int>(slot) < count;
@@ -94,7 +94,7 @@ class PartialPlaces {
   const PartialSumParams& params_;
   PartialUsers users_;
   int head_index_, parent_;
-  uint32_t blocks_, num_partials_, index_, entry_;
+  uint32_t tasks_, num_partials_, index_, entry_;
 };
 
 }  // namespace htree::tree_attention

@@ -1,14 +1,18 @@
 // Gradients of one layer of tree attention for the selection_stride * G query rows that share a list, on
 // Hopper: docs/semantics/tree_attention.md §1.10, §1.12.
 //
-// A persistent block of three warpgroups: four producer warps gather the parents of a list and turn their
+// A persistent block of three warpgroups: four producer warps gather the parents of a list and rotate their
 // keys, two consumer warpgroups make S^T, dP^T, dV, dK' and dQ of a tile. The five products in one pass cost
 // fewer bytes than a second pass over the queries of a parent, which would read their q and dO once per use.
 #pragma once
 
+#include <algorithm>
+
 #include "device/sizes.h"
+#include "host/cuda/kernel_launch.h"
 #include "ops/tree_attention/cuda/backward/per_list/gradient_consumer.cuh"
 #include "ops/tree_attention/cuda/backward/per_list/gradient_producer.cuh"
+#include "ops/tree_attention/cuda/backward/per_list/per_list_gradient.h"
 
 namespace htree::tree_attention {
 
@@ -29,7 +33,7 @@ __device__ __forceinline__ void init_gradient_barriers(GradientShared<Tile>& sha
 // Grid: at most one block per SM; blocks take the tasks in turn.
 template <typename T, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
-    block_gradient_kernel(const __grid_constant__ BlockGradientParams params) {
+    per_list_gradient_kernel(const __grid_constant__ PerListGradientParams params) {
 #if HTREE_SM90A
   static_assert(sizeof(GradientShared<Tile>) <= device::kHopperSharedBytes);
   extern __shared__ __align__(1024) char gradient_shared[];
@@ -48,6 +52,18 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 #else
   __trap();  // chosen for sm_90a alone, see attention_config.h
 #endif
+}
+
+template <typename T, int kDim>
+cudaError_t launch_per_list_gradient(const PerListGradientParams& params, cudaStream_t stream) {
+  using Tile = GradientTile<kDim>;
+  int device = 0, num_sms = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+  const LaunchShape shape{.grid = static_cast<unsigned>(std::min<int64_t>(params.num_tasks, num_sms)),
+                          .threads = Tile::kThreads,
+                          .shared_bytes = sizeof(GradientShared<Tile>)};
+  return launch_kernel(per_list_gradient_kernel<T, Tile>, shape, stream, params);
 }
 
 }  // namespace htree::tree_attention

@@ -9,7 +9,7 @@
 // partial sum per (list, slot), and a second kernel adds a parent's partials in the order of the lists.
 #pragma once
 
-#include "ops/tree_attention/cuda/backward/gradient_launch.h"
+#include "ops/tree_attention/cuda/backward/gradient_params.h"
 
 namespace htree::tree_attention {
 
@@ -19,11 +19,11 @@ constexpr int64_t partial_sum_bytes(int64_t key_dim, int64_t value_dim) {
 }
 
 // A layer of a chunk of queries. Tasks are (batch * kv head, list, block of rows), the last fastest.
-struct BlockGradientParams {
+struct PerListGradientParams {
   GatherParams gather;
-  const __half2* turns = nullptr;  // turn table of list_width slots, TurnOrder::kDims
-  TensorView gradients;            // dO [B, T_q, H, V], from the first query of the chunk
-  const RowMeta* meta = nullptr;   // [B, H_kv, num_queries, G]
+  const __half2* rotations = nullptr;  // rotation table of list_width slots, RotationOrder::kDims
+  TensorView gradients;                // dO [B, T_q, H, V], from the first query of the chunk
+  const RowMeta* meta = nullptr;       // [B, H_kv, num_queries, G]
   const KeyBounds* key_bounds = nullptr;
   const QueryBounds* query_bounds = nullptr;
   const int32_t* counts = nullptr;     // [B, num_lists, H_kv] parents of a list; null: implicit lists
@@ -49,17 +49,18 @@ struct BlockGradientParams {
   uint32_t first_task = 0;
   uint32_t num_tasks = 0;
 };
-void launch_block_gradient(const TensorCoreShape& shape, const BlockGradientParams& params,
-                           cudaStream_t stream);
+template <typename T, int kDim>
+cudaError_t launch_per_list_gradient(const PerListGradientParams& params, cudaStream_t stream);
 
 // Adds the partial sums of the same tasks, a whole number of lists, to the sums of dK and dV.
 struct PartialSumParams {
-  BlockGradientParams blocks;
+  PerListGradientParams tasks;
   const uint32_t* entries = nullptr;  // of InverseParams; null: implicit lists
   const uint32_t* offsets = nullptr;
   float* keys = nullptr;    // [num_batches, H_kv, 16 num_parents, K]; null: not wanted
   float* values = nullptr;  // [num_batches, H_kv, 16 num_parents, V]
 };
-void launch_partial_sums(const TensorCoreShape& shape, const PartialSumParams& params, cudaStream_t stream);
+template <typename T, int kDim>
+cudaError_t launch_partial_sums(const PartialSumParams& params, cudaStream_t stream);
 
 }  // namespace htree::tree_attention

@@ -5,17 +5,18 @@
 #include <algorithm>
 
 #include "ops/tree_attention/cuda/backward/per_list/per_list_gradient.h"
+#include "ops/tree_attention/cuda/dispatch_shape.h"
 
 namespace htree::tree_attention {
 
 // Lists whose partial sums fit `budget` bytes; at least one.
-inline int64_t partial_sum_lists(int64_t budget, int64_t blocks, int64_t slots, int64_t bytes) {
-  return std::max<int64_t>(1, budget / (blocks * slots * bytes));
+inline int64_t partial_sum_lists(int64_t budget, int64_t tasks, int64_t slots, int64_t bytes) {
+  return std::max<int64_t>(1, budget / (tasks * slots * bytes));
 }
 
-struct BlockLayerParams {
+struct PerListLayerParams {
   PartialSumParams sums;     // without partials, first_task and num_tasks; keys and values may be null
-  int64_t blocks = 1;        // of kGradientRows rows per list
+  int64_t tasks = 1;         // of kGradientRows rows per list
   char* partials = nullptr;  // partial_bytes of them
   int64_t partial_bytes = 0;
   int64_t num_sms = 1;
@@ -27,7 +28,7 @@ struct BlockLayerParams {
 struct ListRun {
   int64_t lists, most;
 };
-inline ListRun next_lists(const BlockGradientParams& b, int64_t first, int64_t num_lists, int64_t slots,
+inline ListRun next_lists(const PerListGradientParams& b, int64_t first, int64_t num_lists, int64_t slots,
                           int64_t wave) {
   const GatherParams& p = b.gather;
   const int64_t row = first % p.num_lists, left = num_lists - first;
@@ -51,29 +52,31 @@ inline ListRun next_lists(const BlockGradientParams& b, int64_t first, int64_t n
   return {lists, needed(lists)};
 }
 
-inline cudaError_t run_block_layer(const TensorCoreShape& shape, const BlockLayerParams& layer,
-                                   cudaStream_t stream) {
+inline cudaError_t run_per_list_layer(const TensorCoreShape& shape, const PerListLayerParams& layer,
+                                      cudaStream_t stream) {
   PartialSumParams sums = layer.sums;
-  BlockGradientParams& b = sums.blocks;
+  PerListGradientParams& b = sums.tasks;
   const GatherParams& p = b.gather;
   const bool keys_wanted = sums.keys || sums.values;
   const int64_t num_lists = int64_t{p.num_batches} * p.num_kv_heads * p.num_lists;
   const int64_t slots =
-      layer.partial_bytes / (layer.blocks * partial_sum_bytes(shape.key_dim, shape.value_dim));
-  const int64_t wave = std::max<int64_t>(1, layer.num_sms / layer.blocks);
-  const BlockGradientParams all = b;
+      layer.partial_bytes / (layer.tasks * partial_sum_bytes(shape.key_dim, shape.value_dim));
+  const int64_t wave = std::max<int64_t>(1, layer.num_sms / layer.tasks);
+  const PerListGradientParams all = b;
   b.partials = keys_wanted ? layer.partials : nullptr;
   for (int64_t first = 0; first < num_lists;) {
     const ListRun run = keys_wanted ? next_lists(all, first, num_lists, slots, wave) : ListRun{num_lists, 1};
     b.partial_slots = run.most;
-    b.first_task = first * layer.blocks;
-    b.num_tasks = run.lists * layer.blocks;
+    b.first_task = first * layer.tasks;
+    b.num_tasks = run.lists * layer.tasks;
     first += run.lists;
-    launch_block_gradient(shape, b, stream);
-    cudaError_t error = cudaGetLastError();
+    cudaError_t error = dispatch_shape(shape, [&](auto type, auto dim) {
+      return launch_per_list_gradient<typename decltype(type)::type, dim.value>(b, stream);
+    });
     if (keys_wanted && error == cudaSuccess) {
-      launch_partial_sums(shape, sums, stream);
-      error = cudaGetLastError();
+      error = dispatch_shape(shape, [&](auto type, auto dim) {
+        return launch_partial_sums<typename decltype(type)::type, dim.value>(sums, stream);
+      });
     }
     if (error != cudaSuccess) {
       return error;

@@ -7,18 +7,20 @@
 // so the result depends on the lists alone.
 #pragma once
 
+#include "host/cuda/kernel_launch.h"
+#include "ops/tree_attention/cuda/backward/per_parent/parent_gradient.h"
 #include "ops/tree_attention/cuda/backward/per_parent/parent_users.cuh"
 #include "ops/tree_attention/cuda/rotated_query.cuh"
 
 namespace htree::tree_attention {
 
-// Turns the 16 query rows of a stage to their positions, in place.
+// Rotates the 16 query rows of a stage to their positions, in place.
 template <int kKeyDim, int kValueDim>
 __device__ __forceinline__ void rotate_rows(uint32_t stage, const float2* rope) {
   using Stage = KeyGradientStage<kKeyDim, kValueDim>;
   constexpr int kHalfChunks = kKeyDim / 16;
 #pragma unroll
-  for (int i = 0; i < kBlockRows * kHalfChunks / 32; ++i) {
+  for (int i = 0; i < kParentRows * kHalfChunks / 32; ++i) {
     const int unit = i * 32 + threadIdx.x % 32;
     const int row = unit / kHalfChunks, chunk = unit % kHalfChunks;
     int position;
@@ -26,7 +28,7 @@ __device__ __forceinline__ void rotate_rows(uint32_t stage, const float2* rope) 
                  : "=r"(position)
                  : "r"(stage + Stage::kViewOffset + row * 8 + 4)
                  : "memory");
-    const float4* turns =
+    const float4* rotations =
         reinterpret_cast<const float4*>(rope + static_cast<int64_t>(position) * (kKeyDim / 2) + chunk * 8);
     const uint32_t low_at = stage + chunk_offset<kKeyDim>(row, chunk);
     const uint32_t high_at = stage + chunk_offset<kKeyDim>(row, chunk + kHalfChunks);
@@ -46,11 +48,13 @@ __device__ __forceinline__ void rotate_rows(uint32_t stage, const float2* rope) 
     load(high, high_at);
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
-      const float4 turn = turns[pair];  // cos, sin of two dims
+      const float4 rotation = rotations[pair];  // cos, sin of two dims
       const float2 x = __half22float2(reinterpret_cast<const __half2&>(low[pair]));
       const float2 y = __half22float2(reinterpret_cast<const __half2&>(high[pair]));
-      low[pair] = device::pack_pair<__half>(x.x * turn.x - y.x * turn.y, x.y * turn.z - y.y * turn.w);
-      high[pair] = device::pack_pair<__half>(x.x * turn.y + y.x * turn.x, x.y * turn.w + y.y * turn.z);
+      low[pair] =
+          device::pack_pair<__half>(x.x * rotation.x - y.x * rotation.y, x.y * rotation.z - y.y * rotation.w);
+      high[pair] =
+          device::pack_pair<__half>(x.x * rotation.y + y.x * rotation.x, x.y * rotation.w + y.y * rotation.z);
     }
     store(low, low_at);
     store(high, high_at);
@@ -97,7 +101,7 @@ __device__ __forceinline__ float4 load_shared_float4(uint32_t at) {
 // Grid: x = parents, the most used ones first, y = batch * kv head.
 template <typename T, int kKeyDim, int kValueDim>
 __global__ void __launch_bounds__(kKeyGradientWarps * 32, 2) key_gradient_kernel(KeyGradientParams params) {
-  using Block = ParentBlock<kKeyDim, kValueDim>;
+  using Block = PackedParent<kKeyDim, kValueDim>;
   using Stage = KeyGradientStage<kKeyDim, kValueDim>;
   extern __shared__ __align__(128) char shared[];
   const GradientParams& common = params.common;
@@ -108,7 +112,7 @@ __global__ void __launch_bounds__(kKeyGradientWarps * 32, 2) key_gradient_kernel
     return;
   }
   const uint32_t block = device::shared_address(shared);
-  const char* from = p.blocks + (int64_t{blockIdx.y} * p.num_parents + users.parent) * Block::kBytes;
+  const char* from = p.packed + (int64_t{blockIdx.y} * p.num_parents + users.parent) * Block::kBytes;
   for (int at = threadIdx.x * 16; at < Block::kBytes; at += kKeyGradientWarps * 32 * 16) {
     device::copy_async_16(block + at, from + at);
   }
@@ -122,7 +126,7 @@ __global__ void __launch_bounds__(kKeyGradientWarps * 32, 2) key_gradient_kernel
                                                 __uint_as_float(key_bounds.value_norm),
                                                 __uint_as_float(query_bounds.query_unscale));
   float key_sum[kKeyDim / 8][4] = {}, value_sum[kValueDim / 8][4] = {};
-  const uint32_t num_steps = (users.num_rows + kBlockRows - 1) / kBlockRows;
+  const uint32_t num_steps = (users.num_rows + kParentRows - 1) / kParentRows;
   const uint32_t steps_per_warp = (num_steps + kKeyGradientWarps - 1) / kKeyGradientWarps;
   const uint32_t begin = min(warp * steps_per_warp, num_steps), end = min(begin + steps_per_warp, num_steps);
   if (begin < end) {
@@ -209,7 +213,7 @@ __global__ void __launch_bounds__(kKeyGradientWarps * 32, 2) key_gradient_kernel
     }
     x[0] = all.x, x[1] = all.y, x[2] = all.z, x[3] = all.w;
   };
-  const int64_t first_row = (int64_t{blockIdx.y} * p.num_parents + users.parent) * kBlockRows;
+  const int64_t first_row = (int64_t{blockIdx.y} * p.num_parents + users.parent) * kParentRows;
   const auto write = [&](float* to, float x, float y) {
     float2* at = reinterpret_cast<float2*>(to);
     const float2 old = params.add ? *at : make_float2(0.f, 0.f);
@@ -227,10 +231,10 @@ __global__ void __launch_bounds__(kKeyGradientWarps * 32, 2) key_gradient_kernel
         const int row = lane / 4 + 8 * half;
         float a[2], b[2];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {  // back by the child's place: keys were turned when they were re-laid
-          const float2 turn = p.rope[row * (kKeyDim / 2) + dim + i];
-          a[i] = (low[2 * half + i] * turn.x + high[2 * half + i] * turn.y) * factor;
-          b[i] = (high[2 * half + i] * turn.x - low[2 * half + i] * turn.y) * factor;
+        for (int i = 0; i < 2; ++i) {  // back by the child's place: keys were rotated when they were packed
+          const float2 rotation = p.rope[row * (kKeyDim / 2) + dim + i];
+          a[i] = (low[2 * half + i] * rotation.x + high[2 * half + i] * rotation.y) * factor;
+          b[i] = (high[2 * half + i] * rotation.x - low[2 * half + i] * rotation.y) * factor;
         }
         float* to = params.keys + (first_row + row) * kKeyDim + dim;
         write(to, a[0], a[1]);
@@ -249,6 +253,15 @@ __global__ void __launch_bounds__(kKeyGradientWarps * 32, 2) key_gradient_kernel
       }
     }
   }
+}
+
+template <typename T, int kDim>
+cudaError_t launch_key_gradient(const KeyGradientParams& params, cudaStream_t stream) {
+  const GatherParams& p = params.common.gather;
+  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(p.num_parents), p.num_batches * p.num_kv_heads),
+                          .threads = kKeyGradientWarps * 32,
+                          .shared_bytes = KeyGradientStage<kDim, kDim>::kSharedBytes};
+  return launch_kernel(key_gradient_kernel<T, kDim, kDim>, shape, stream, params);
 }
 
 }  // namespace htree::tree_attention

@@ -4,11 +4,13 @@
 // A user is a query of a list that holds the parent; with it come up to 8 rows (query, head), one tile. The
 // parent's keys and values stay in registers as A operands, so a user costs its own bytes and no more: S^T =
 // K' q^T and dP^T = V dO^T, then dV += P^T dO and dK' += dS^T q' with the weights straight from the
-// accumulators. Queries are turned in fp16 in registers and transposed by movmatrix. Windows keep the rows of
+// accumulators. Queries are rotated in fp16 in registers and transposed by movmatrix. Windows keep the rows of
 // the users in the L2 while all parents of a head walk them; the sums of windows are added one after another.
 #pragma once
 
 #include "device/shared_memory.cuh"
+#include "host/cuda/kernel_launch.h"
+#include "ops/tree_attention/cuda/backward/per_parent/parent_gradient.h"
 #include "ops/tree_attention/cuda/backward/per_parent/user_stream.cuh"
 
 namespace htree::tree_attention {
@@ -46,12 +48,12 @@ __device__ __forceinline__ void load_four_chunks(uint32_t (&x)[4], uint32_t tile
   }
 }
 
-// Turns a user's queries to their position, in place.
+// Rotates a user's queries to their position, in place.
 template <int kDim>
-__device__ __forceinline__ void turn_user(uint32_t (&q)[kDim / 8], uint32_t turns) {
+__device__ __forceinline__ void rotate_user(uint32_t (&q)[kDim / 8], uint32_t rotations) {
   constexpr int kPairs = kDim / 16;
   __half2 cosine[kPairs], sine[kPairs];
-  const uint32_t at = turns + threadIdx.x % 4 * 16;
+  const uint32_t at = rotations + threadIdx.x % 4 * 16;
 #pragma unroll
   for (int i = 0; i < kPairs; i += 2) {
     // two pairs of cos, then their sin
@@ -65,33 +67,16 @@ __device__ __forceinline__ void turn_user(uint32_t (&q)[kDim / 8], uint32_t turn
   for (int i = 0; i < kPairs; ++i) {
     __half2& low = *reinterpret_cast<__half2*>(&q[i]);
     __half2& high = *reinterpret_cast<__half2*>(&q[i + kPairs]);
-    const __half2 turned = __hfma2(low, cosine[i], __hneg2(__hmul2(high, sine[i])));
+    const __half2 rotated = __hfma2(low, cosine[i], __hneg2(__hmul2(high, sine[i])));
     high = __hfma2(high, cosine[i], __hmul2(low, sine[i]));
-    low = turned;
+    low = rotated;
   }
-}
-
-// Of the positions [0, num_positions): [pair of 8-dim chunks][lane % 4][cos, cos, sin, sin], so that a lane
-// finds what turn_user() needs in 16-byte pieces, next to those of its neighbours.
-static __global__ void position_turns_kernel(const float2* rope, __half2* turns, int64_t num_positions,
-                                             int half) {
-  const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (i >= num_positions * (half / 2)) {
-    return;
-  }
-  const int64_t position = i / (half / 2);
-  const int pair = static_cast<int>(i % (half / 2));  // of dims 2 pair and the next
-  const int chunk = pair / 4, lane = pair % 4;
-  const float2 low = rope[position * half + 2 * pair], high = rope[position * half + 2 * pair + 1];
-  __half2* to = turns + position * half + chunk / 2 * 16 + lane * 4 + chunk % 2;
-  to[0] = __floats2half2_rn(low.x, high.x);
-  to[2] = __floats2half2_rn(low.y, high.y);
 }
 
 template <typename T, int kDim>
 class ParentGradient {
  public:
-  using Block = ParentBlock<kDim, kDim>;
+  using Block = PackedParent<kDim, kDim>;
   using Stage = UserStage<kDim>;
   static constexpr int kChunks = kDim / 8, kSteps = kDim / 16;
 
@@ -128,7 +113,7 @@ class ParentGradient {
     for (int i = 0; i < kChunks; i += 4) {
       load_four_chunks<kDim, false>(reinterpret_cast<uint32_t(&)[4]>(q[i]), stage, i);
     }
-    turn_user<kDim>(q, stage + Stage::kTurnOffset);
+    rotate_user<kDim>(q, stage + Stage::kRotationOffset);
     // two chains of products, one behind the other's back
     float dp[4] = {}, s[4] = {};
 #pragma unroll
@@ -187,11 +172,11 @@ class ParentGradient {
     }
   }
 
-  // Adds to the running sums, dK turned back by the child's place.
+  // Adds to the running sums, dK rotated back by the child's place.
   __device__ __forceinline__ void store(const KeyGradientParams& params, int64_t parent, float factor) const {
     const GatherParams& p = params.common.gather;
     const int lane = threadIdx.x % 32;
-    const int64_t first_row = (int64_t{blockIdx.y} * p.num_parents + parent) * kBlockRows;
+    const int64_t first_row = (int64_t{blockIdx.y} * p.num_parents + parent) * kParentRows;
     // a row's sums on their way before the first store, which might be to the same address
     const auto read = [&](const float* from) {
       return params.add ? *reinterpret_cast<const float2*>(from) : make_float2(0.f, 0.f);
@@ -205,7 +190,7 @@ class ParentGradient {
       const int64_t at = (first_row + row) * kDim + lane % 4 * 2;
       if (params.keys) {
         float* to = params.keys + at;
-        float4 turn[kChunks / 2];
+        float4 rotation[kChunks / 2];
         float2 old[kChunks];
 #pragma unroll
         for (int i = 0; i < kChunks; ++i) {
@@ -213,17 +198,17 @@ class ParentGradient {
         }
 #pragma unroll
         for (int i = 0; i < kChunks / 2; ++i) {
-          turn[i] = *reinterpret_cast<const float4*>(p.rope + row * (kDim / 2) + i * 8 + lane % 4 * 2);
+          rotation[i] = *reinterpret_cast<const float4*>(p.rope + row * (kDim / 2) + i * 8 + lane % 4 * 2);
         }
 #pragma unroll
         for (int i = 0; i < kChunks / 2; ++i) {
           const float* low = key_sum_[i] + 2 * half;
           const float* high = key_sum_[i + kChunks / 2] + 2 * half;
-          write(to + i * 8, old[i], (low[0] * turn[i].x + high[0] * turn[i].y) * factor,
-                (low[1] * turn[i].z + high[1] * turn[i].w) * factor);
+          write(to + i * 8, old[i], (low[0] * rotation[i].x + high[0] * rotation[i].y) * factor,
+                (low[1] * rotation[i].z + high[1] * rotation[i].w) * factor);
           write(to + i * 8 + kDim / 2, old[i + kChunks / 2],
-                (high[0] * turn[i].x - low[0] * turn[i].y) * factor,
-                (high[1] * turn[i].z - low[1] * turn[i].w) * factor);
+                (high[0] * rotation[i].x - low[0] * rotation[i].y) * factor,
+                (high[1] * rotation[i].z - low[1] * rotation[i].w) * factor);
         }
       }
       if (params.values) {
@@ -286,7 +271,7 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps) parent_gradient_kerne
   const uint32_t begin = min(warp * run, users.num_users);
   const uint32_t end = min(begin + run, users.num_users);
   ParentGradient<T, kDim> sums;
-  sums.load(p.blocks + (int64_t{blockIdx.y} * p.num_parents + parent) * ParentBlock<kDim, kDim>::kBytes,
+  sums.load(p.packed + (int64_t{blockIdx.y} * p.num_parents + parent) * PackedParent<kDim, kDim>::kBytes,
             ring);
   UserStream<kDim> stream(params, users, parent, begin, end, ring);
   for (uint32_t user = begin; user < end; ++user) {
@@ -307,6 +292,21 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps) parent_gradient_kerne
     }
   }
   sums.store(params, parent, power.inverse * common.scale);
+}
+
+template <typename T, int kDim, int kWarps>
+cudaError_t launch_parent_gradient_warps(const KeyGradientParams& params, cudaStream_t stream) {
+  const GatherParams& p = params.common.gather;
+  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(p.num_parents), p.num_batches * p.num_kv_heads),
+                          .threads = kWarps * 32,
+                          .shared_bytes = kWarps * UserStage<kDim>::kWarpBytes};
+  return launch_kernel(parent_gradient_kernel<T, kDim, kWarps>, shape, stream, params);
+}
+
+template <typename T, int kDim>
+cudaError_t launch_parent_gradient(const KeyGradientParams& params, cudaStream_t stream) {
+  return params.entries ? launch_parent_gradient_warps<T, kDim, 1>(params, stream)
+                        : launch_parent_gradient_warps<T, kDim, kSharedParentWarps>(params, stream);
 }
 
 }  // namespace htree::tree_attention

@@ -1,8 +1,9 @@
 // The queries that use a parent, streamed into shared memory 16 rows (query, head) at a time.
 #pragma once
 
-#include "ops/tree_attention/cuda/gather_task.cuh"
 #include "ops/tree_attention/cuda/backward/gradient_rows.cuh"
+#include "ops/tree_attention/cuda/backward/per_parent/parent_gradient.h"
+#include "ops/tree_attention/cuda/gather_task.cuh"
 
 namespace htree::tree_attention {
 
@@ -18,12 +19,12 @@ struct RowView {
 
 template <int kKeyDim, int kValueDim>
 struct KeyGradientStage {
-  static constexpr int kQueryBytes = kBlockRows * kKeyDim * 2;
-  static constexpr int kGradientBytes = kBlockRows * kValueDim * 2;
+  static constexpr int kQueryBytes = kParentRows * kKeyDim * 2;
+  static constexpr int kGradientBytes = kParentRows * kValueDim * 2;
   static constexpr int kMetaOffset = kQueryBytes + kGradientBytes;
-  static constexpr int kViewOffset = kMetaOffset + kBlockRows * 16;
-  static constexpr int kBytes = kViewOffset + kBlockRows * 8;
-  static constexpr int kBlockBytes = (ParentBlock<kKeyDim, kValueDim>::kBytes + 127) / 128 * 128;
+  static constexpr int kViewOffset = kMetaOffset + kParentRows * 16;
+  static constexpr int kBytes = kViewOffset + kParentRows * 8;
+  static constexpr int kBlockBytes = (PackedParent<kKeyDim, kValueDim>::kBytes + 127) / 128 * 128;
   static constexpr int kWarpBytes = kKeyGradientStages * kBytes;
   // the sums of the warps lie over the stages
   static constexpr int kSumTiles = kKeyDim / 8 + kValueDim / 8;
@@ -59,7 +60,7 @@ struct ParentUsers {
       entries = nullptr;
       // lists whose last parent comes before this one, and at upper layers lists that refine everything, do
       // not use it
-      int64_t first_token = parent * kBlockRows * p.node_span;
+      int64_t first_token = parent * kParentRows * p.node_span;
       if (params.common.selected) {
         first_token = max(first_token, p.list_width * p.node_span);
       }
@@ -106,7 +107,7 @@ class RowStream {
 
  private:
   __device__ __forceinline__ uint32_t row_of(uint32_t step) const {
-    return step * kBlockRows + lane_ % kBlockRows;
+    return step * kParentRows + lane_ % kParentRows;
   }
 
   __device__ __forceinline__ uint32_t read_entry(uint32_t step) const {
@@ -122,16 +123,16 @@ class RowStream {
 
   // The numbers of the rows of the step issued last: read then, stored now, so that nobody waits for them.
   __device__ __forceinline__ void store_views() {
-    if (next_ > begin_ && next_ - 1 < end_ && lane_ < kBlockRows) {
+    if (next_ > begin_ && next_ - 1 < end_ && lane_ < kParentRows) {
       const GradientParams& common = params_.common;
       const int64_t rightmost = token_ >> users_.span_shift;
-      const int place = static_cast<int>(rightmost % kBlockRows);
-      const int count = params_.entries ? count_ : static_cast<int>(rightmost / kBlockRows) + 1;
-      const int position = (count - 1 - slot_) * kBlockRows + place;
+      const int place = static_cast<int>(rightmost % kParentRows);
+      const int count = params_.entries ? count_ : static_cast<int>(rightmost / kParentRows) + 1;
+      const int position = (count - 1 - slot_) * kParentRows + place;
       // at upper layers the query's own node is always refined
       const int64_t rows = min(static_cast<int64_t>(position) + (common.selected ? 0 : 1),
-                               rightmost + 1 - users_.parent * kBlockRows);
-      const unsigned inside = rows >= kBlockRows ? 0xffffu : (1u << max(static_cast<int>(rows), 0)) - 1u;
+                               rightmost + 1 - users_.parent * kParentRows);
+      const unsigned inside = rows >= kParentRows ? 0xffffu : (1u << max(static_cast<int>(rows), 0)) - 1u;
       const uint32_t at =
           ring_ + (next_ - 1 - begin_) % kKeyGradientStages * Stage::kBytes + Stage::kViewOffset;
       asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at + lane_ * 8),
@@ -163,7 +164,7 @@ class RowStream {
       const uint32_t stage = ring_ + (next_ - begin_) % kKeyGradientStages * Stage::kBytes;
       constexpr int kQueryChunks = kKeyDim / 8, kChunks = (kKeyDim + kValueDim) / 8;
 #pragma unroll
-      for (int i = 0; i < kBlockRows * kChunks / 32; ++i) {
+      for (int i = 0; i < kParentRows * kChunks / 32; ++i) {
         const int at = i * 32 + lane_;
         const int to_row = at / kChunks, chunk = at % kChunks;
         const uint32_t from = __shfl_sync(device::kFullMask, record, to_row);
@@ -175,7 +176,7 @@ class RowStream {
                      common.records + (first_record + from) * (2 * (kKeyDim + kValueDim)) + chunk * 16,
                      bytes);
       }
-      if (lane_ < kBlockRows) {
+      if (lane_ < kParentRows) {
         copy_or_zero(stage + Stage::kMetaOffset + lane_ * 16, common.meta + first_record + record,
                      exists_ ? 16 : 0);
       }

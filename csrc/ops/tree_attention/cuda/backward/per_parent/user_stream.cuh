@@ -4,6 +4,8 @@
 
 #include "ops/tree_attention/cuda/backward/entry_search.cuh"
 #include "ops/tree_attention/cuda/backward/gradient_rows.cuh"
+#include "ops/tree_attention/cuda/backward/per_parent/parent_gradient.h"
+#include "ops/tree_attention/cuda/gather_task.cuh"
 #include "ops/tree_attention/cuda/rotated_query.cuh"
 
 namespace htree::tree_attention {
@@ -11,19 +13,20 @@ namespace htree::tree_attention {
 constexpr int kSharedParentWarps = 4;  // that share the users of a parent
 constexpr int kParentStages = 6;
 
-// One user in shared memory: a tiled record, what turns its queries and what of the parent they see.
+// One user in shared memory: a tiled record, what rotates its queries and what of the parent they see.
 template <int kDim>
 struct UserStage {
   using Record = TiledRecord<kDim>;
   static constexpr int kRowBytes = kDim * 2;
   static constexpr int kGradientOffset = Record::kGradientOffset;
   static constexpr int kMetaOffset = Record::kMetaOffset;
-  static constexpr int kTurnOffset = Record::kBytes;  // fp16 cos and sin of its position, see position_turns
-  static constexpr int kPresentOffset = kTurnOffset + kRowBytes;
+  static constexpr int kRotationOffset =
+      Record::kBytes;  // fp16 cos and sin of its position, see position_rotations
+  static constexpr int kPresentOffset = kRotationOffset + kRowBytes;
   static constexpr int kBytes = (kPresentOffset + 16 + 127) / 128 * 128;
   static constexpr int kWarpBytes = kParentStages * kBytes;
-  static_assert(ParentBlock<kDim, kDim>::kBytes <= kWarpBytes);
-  static constexpr int kSumBytes = 2 * kBlockRows * kDim * 4;  // of a warp
+  static_assert(PackedParent<kDim, kDim>::kBytes <= kWarpBytes);
+  static constexpr int kSumBytes = 2 * kParentRows * kDim * 4;  // of a warp
   static_assert(kSumBytes <= kWarpBytes);
 };
 
@@ -43,7 +46,7 @@ struct WindowUsers {
     } else {
       // lists whose own parent comes before this one do not hold it, and at upper layers lists that refine
       // everything do not use it
-      int64_t token = parent * kBlockRows * p.node_span;
+      int64_t token = parent * kParentRows * p.node_span;
       if (params.common.selected) {
         token = max(token, p.list_width * p.node_span);
       }
@@ -76,7 +79,7 @@ class UserStream {
     records_ = params.common.records + int64_t{blockIdx.y} * p.num_queries * Record::kBytes + lane_ * 16;
     const bool meta = lane_ < kRecordRows;
     rest_ = meta ? records_ + Record::kMetaOffset
-                 : reinterpret_cast<const char*>(params.turns) + (lane_ - kRecordRows) * 16;
+                 : reinterpret_cast<const char*>(params.rotations) + (lane_ - kRecordRows) * 16;
     entry_ = read_entry(begin);
 #pragma unroll 1
     for (uint32_t i = 0; i < kParentStages - 1; ++i) {
@@ -127,12 +130,12 @@ class UserStream {
     const int64_t list_idx = (batch * int64_t{p.num_lists} + list_row) * p.num_kv_heads + kv_head;
     const int64_t rightmost = node_of(p, p.t0 + query_);
     const int count =
-        params_.entries ? params_.counts[list_idx] : static_cast<int>(rightmost / kBlockRows) + 1;
-    const int position = (count - 1 - slot) * kBlockRows + static_cast<int>(rightmost % kBlockRows);
+        params_.entries ? params_.counts[list_idx] : static_cast<int>(rightmost / kParentRows) + 1;
+    const int position = (count - 1 - slot) * kParentRows + static_cast<int>(rightmost % kParentRows);
     // at upper layers the query's own node is always refined
-    const int64_t rows =
-        min(static_cast<int64_t>(position) + (common.selected ? 0 : 1), rightmost + 1 - parent_ * kBlockRows);
-    present_ = rows >= kBlockRows ? 0xffffu : (1u << max(static_cast<int>(rows), 0)) - 1u;
+    const int64_t rows = min(static_cast<int64_t>(position) + (common.selected ? 0 : 1),
+                             rightmost + 1 - parent_ * kParentRows);
+    present_ = rows >= kParentRows ? 0xffffu : (1u << max(static_cast<int>(rows), 0)) - 1u;
     if (common.selected) {
       present_ &= ~static_cast<unsigned>(
           reinterpret_cast<const uint16_t*>(common.selected + list_idx * common.mask_words)[slot]);
@@ -155,7 +158,7 @@ class UserStream {
       for (int at = 0; at < Record::kMetaOffset; at += 512) {
         device::copy_async_16(to + at, record + at);
       }
-      // the numbers of the rows, and behind them their turns
+      // the numbers of the rows, and behind them their rotations
       const bool meta = lane_ < kRecordRows;
       if (lane_ < kRecordRows + kDim / 8) {
         device::copy_async_16(

@@ -1,13 +1,16 @@
 // dQ of a layer, docs/semantics/tree_attention.md §1.10: one warp per (token, kv head), the walk of
-// attend.cuh.
+// per_query_attend.cuh.
 //
 // dq = scale * R^-1_{n-1} sum_j R_{16 j} K'_j^T dS_j. The sum is kept in the frame of the current slot,
-// turned back by 16 positions per slot as the query is, so one turn by the query's place under its parent is
+// rotated back by 16 positions per slot as the query is, so one rotation by the query's place under its parent is
 // left for the end.
 #pragma once
 
-#include "ops/tree_attention/cuda/forward/per_query/per_query_attend.cuh"
+#include "host/cuda/kernel_launch.h"
 #include "ops/tree_attention/cuda/backward/gradient_rows.cuh"
+#include "ops/tree_attention/cuda/backward/per_query/query_gradient.h"
+#include "ops/tree_attention/cuda/dispatch_shape.h"
+#include "ops/tree_attention/cuda/forward/per_query/per_query_attend.cuh"
 
 namespace htree::tree_attention {
 
@@ -15,7 +18,7 @@ constexpr int kQueryGradientWarps = 4;
 
 template <int kKeyDim, int kValueDim>
 struct QueryGradientRing {
-  static constexpr int kCopyBytes = ParentBlock<kKeyDim, kValueDim>::kBytes;
+  static constexpr int kCopyBytes = PackedParent<kKeyDim, kValueDim>::kBytes;
   static constexpr int kStageBytes = (kCopyBytes + 127) / 128 * 128;
   static constexpr int kStages = kStageBytes > 6144 ? 3 : 4;
   static constexpr int kWarpBytes = kStages * kStageBytes;
@@ -24,20 +27,20 @@ struct QueryGradientRing {
 
 // Sum over slots in accumulator layout: row = key dim 16 i + lane / 4 (+ 8), columns = query heads.
 template <int kKeyDim, int kTiles>
-struct TurningSum {
+struct RotatingSum {
   static constexpr int kSteps = kKeyDim / 16;
   float x[kTiles][kSteps][4];
   float cos_step[kSteps / 2][2], sin_step[kSteps / 2][2];  // 16 positions, dims 16 i + lane / 4 and 8 more
 
-  __device__ __forceinline__ explicit TurningSum(const float2* rope) {
+  __device__ __forceinline__ explicit RotatingSum(const float2* rope) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < kSteps / 2; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float2 turn = rope[16 * (kKeyDim / 2) + i * 16 + half * 8 + lane / 4];
-        cos_step[i][half] = turn.x;
-        sin_step[i][half] = turn.y;
+        const float2 rotation = rope[16 * (kKeyDim / 2) + i * 16 + half * 8 + lane / 4];
+        cos_step[i][half] = rotation.x;
+        sin_step[i][half] = rotation.y;
       }
     }
 #pragma unroll
@@ -59,13 +62,13 @@ struct TurningSum {
       for (int i = 0; i < kSteps / 2; ++i) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          turn_back(tile, i, e, cos_step[i][e / 2], sin_step[i][e / 2]);
+          rotate_back(tile, i, e, cos_step[i][e / 2], sin_step[i][e / 2]);
         }
       }
     }
   }
 
-  __device__ __forceinline__ void turn_back(int tile, int i, int e, float cosine, float sine) {
+  __device__ __forceinline__ void rotate_back(int tile, int i, int e, float cosine, float sine) {
     const float low = x[tile][i][e], high = x[tile][i + kSteps / 2][e];
     x[tile][i][e] = low * cosine + high * sine;
     x[tile][i + kSteps / 2][e] = high * cosine - low * sine;
@@ -76,7 +79,7 @@ struct TurningSum {
 template <typename T, int kKeyDim, int kValueDim, int kTiles>
 __global__ void __launch_bounds__(kQueryGradientWarps * 32, 2)
     query_gradient_kernel(QueryGradientParams params) {
-  using Block = ParentBlock<kKeyDim, kValueDim>;
+  using Block = PackedParent<kKeyDim, kValueDim>;
   using Ring = QueryGradientRing<kKeyDim, kValueDim>;
   extern __shared__ __align__(128) char shared[];
   const GradientParams& common = params.common;
@@ -100,12 +103,12 @@ __global__ void __launch_bounds__(kQueryGradientWarps * 32, 2)
       task.num_slots = 0;
     }
   }
-  TurningSum<kKeyDim, kTiles> sum(p.rope);
+  RotatingSum<kKeyDim, kTiles> sum(p.rope);
   PowerOfTwo power[kTiles][2] = {};
   if (task.num_slots > 0) {
     ParentStream<Ring::kCopyBytes, Ring::kStageBytes, Ring::kStages> stream(
-        p.blocks + task.blocks * Block::kBytes, Block::kBytes, p.num_parents, task.list, 0, task.num_slots,
-        device::shared_address(shared) + warp * Ring::kWarpBytes);
+        p.packed + task.first_parent * Block::kBytes, Block::kBytes, p.num_parents, task.list, 0,
+        task.num_slots, device::shared_address(shared) + warp * Ring::kWarpBytes);
     const int64_t record_idx = (int64_t{blockIdx.y} * p.num_queries + query) * p.group;
     static_assert(kKeyDim == kValueDim);
     const RecordRows<kKeyDim> record(common, blockIdx.y, query);
@@ -143,17 +146,17 @@ __global__ void __launch_bounds__(kQueryGradientWarps * 32, 2)
     int64_t next_parent = task.list ? task.list[0] : 0;
     for (int slot = 0; slot < task.num_slots; ++slot) {
       // present: among the candidates and, whatever list the caller gave, not past the query's own node
-      const int64_t rows = min(static_cast<int64_t>(last_candidate) - slot * kBlockRows,
-                               rightmost + 1 - next_parent * kBlockRows);
+      const int64_t rows = min(static_cast<int64_t>(last_candidate) - slot * kParentRows,
+                               rightmost + 1 - next_parent * kParentRows);
       const unsigned present =
-          ~next_selected & (rows >= kBlockRows ? 0xffffu : (1u << max(static_cast<int>(rows), 0)) - 1u);
+          ~next_selected & (rows >= kParentRows ? 0xffffu : (1u << max(static_cast<int>(rows), 0)) - 1u);
       const bool more = slot + 1 < task.num_slots;
       next_selected = selected && more ? selected[slot + 1] : 0;
       next_parent = !task.list ? slot + 1 : more ? task.list[slot + 1] : 0;
       const uint32_t block = stream.wait(slot);
       sum.step_back();
       if (present) {
-        if (rows < kBlockRows) {
+        if (rows < kParentRows) {
           clear_value_rows<kKeyDim>(block, static_cast<int>(rows));
         }
         float s[kTiles][4], dp[kTiles][4] = {};
@@ -202,7 +205,7 @@ __global__ void __launch_bounds__(kQueryGradientWarps * 32, 2)
   }
 
   const int64_t num_heads = int64_t{p.num_kv_heads} * p.group;
-  const int64_t place = rightmost % kBlockRows;
+  const int64_t place = rightmost % kParentRows;
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
@@ -214,8 +217,8 @@ __global__ void __launch_bounds__(kQueryGradientWarps * 32, 2)
         if (column >= p.group) {
           continue;
         }
-        const float2 turn = p.rope[place * (kKeyDim / 2) + dim];
-        sum.turn_back(tile, i, e, turn.x, turn.y);
+        const float2 rotation = p.rope[place * (kKeyDim / 2) + dim];
+        sum.rotate_back(tile, i, e, rotation.x, rotation.y);
         const int64_t head = int64_t{task.kv_head} * p.group + column;
         float* partial =
             params.partial + ((task.batch * int64_t{p.num_queries} + query) * num_heads + head) * kKeyDim;
@@ -238,6 +241,18 @@ __global__ void __launch_bounds__(kQueryGradientWarps * 32, 2)
       }
     }
   }
+}
+
+template <typename T, int kDim>
+cudaError_t launch_query_gradient(const QueryGradientParams& params, cudaStream_t stream) {
+  const GatherParams& p = params.common.gather;
+  const LaunchShape shape{
+      .grid = dim3(num_blocks(p.num_queries, kQueryGradientWarps), p.num_batches * p.num_kv_heads),
+      .threads = kQueryGradientWarps * 32,
+      .shared_bytes = QueryGradientRing<kDim, kDim>::kSharedBytes};
+  return dispatch_head_tiles(p.group, [&](auto tiles) {
+    return launch_kernel(query_gradient_kernel<T, kDim, kDim, tiles.value>, shape, stream, params);
+  });
 }
 
 }  // namespace htree::tree_attention

@@ -1,19 +1,21 @@
 // dQ of a layer as query_gradient.cuh, on Hopper (sm_90a): neighbouring queries of a kv head share one
-// gather, as in union/. docs/semantics/tree_attention.md §1.10.
+// gather, as in shared_gather/. docs/semantics/tree_attention.md §1.10.
 //
 // What bounds it is the data path of shared memory: a slot's keys pass through it in both directions and its
-// values once. Twelve warps of 160 registers hold the query, dO, dQ and the turns of two frames.
+// values once. Twelve warps of 160 registers hold the query, dO, dQ and the rotations of two frames.
 #pragma once
 
+#include "host/cuda/kernel_launch.h"
 #include "ops/tree_attention/cuda/backward/per_query/query_gradient.cuh"
-#include "ops/tree_attention/cuda/forward/shared_gather/shared_gather_attend.cuh"
 #include "ops/tree_attention/cuda/backward/shared_gather/shared_gather_gradient.h"
+#include "ops/tree_attention/cuda/dispatch_shape.h"
+#include "ops/tree_attention/cuda/forward/shared_gather/shared_gather_attend.cuh"
 
 namespace htree::tree_attention {
 
 template <int kDim>
-struct UnionGradientShape {
-  using Block = ParentBlock<kDim, kDim>;
+struct SharedGatherGradientShape {
+  using Block = PackedParent<kDim, kDim>;
   static constexpr int kWarps = 12;                   // queries of a block
   static constexpr int kThreads = (kWarps + 4) * 32;  // and a warpgroup, one warp of which loads
   static constexpr int kRegisters = 160;
@@ -27,16 +29,17 @@ struct UnionGradientShape {
 
 // The query of a warp on its way along its list.
 template <typename T, int kDim, bool kSelected>
-class UnionGradientQuery {
+class SharedGatherGradientQuery {
  public:
-  using Block = ParentBlock<kDim, kDim>;
+  using Block = PackedParent<kDim, kDim>;
   static constexpr int kSteps = kDim / 16;
 
   // `selected`: 16 bits per slot of the list.
-  __device__ __forceinline__ UnionGradientQuery(const UnionGradientParams& params, const GatherTask& task,
-                                                int64_t query, int64_t rightmost, const uint16_t* selected)
+  __device__ __forceinline__ SharedGatherGradientQuery(const SharedGatherGradientParams& params,
+                                                       const GatherTask& task, int64_t query,
+                                                       int64_t rightmost, const uint16_t* selected)
       : sum_(params.query.common.gather.rope),
-        turns_(params.turns + TurnFactors<kDim>::lane_offset()),
+        rotations_(params.rotations + RotationFactors<kDim>::lane_offset()),
         selected_(selected),
         rows_left_(task.num_candidates - (kSelected ? 1 : 0)),  // its own node is always selected
         rightmost_(static_cast<int>(rightmost)) {
@@ -72,7 +75,7 @@ class UnionGradientQuery {
                                        __uint_as_float(bounds.key_unscale))
                       .scale;
     }
-    factors_.load(turns_);
+    factors_.load(rotations_);
     if constexpr (kSelected) {
       next_selected_ = selected_[0];
     }
@@ -81,8 +84,8 @@ class UnionGradientQuery {
   // The next slot of the list, `parent`, is in `block`.
   __device__ __forceinline__ void take(uint32_t block, int parent) {
     // whatever list the caller gave, not past the query's own node
-    const int rows = min(rows_left_, rightmost_ + 1 - parent * kBlockRows);
-    const unsigned exist = rows >= kBlockRows ? 0xffffu : (1u << max(rows, 0)) - 1u;
+    const int rows = min(rows_left_, rightmost_ + 1 - parent * kParentRows);
+    const unsigned exist = rows >= kParentRows ? 0xffffu : (1u << max(rows, 0)) - 1u;
     unsigned present = exist;
     if constexpr (kSelected) {
       present &= ~next_selected_;
@@ -90,9 +93,9 @@ class UnionGradientQuery {
     float s[1][4];
     q_.scores(factors_, at_, block, s);
     // for the next slot; the table has one more than a list can have
-    rows_left_ -= kBlockRows;
-    turns_ += TurnTable<kDim>::kSlotPairs;
-    factors_.load(turns_);
+    rows_left_ -= kParentRows;
+    rotations_ += RotationTable<kDim>::kSlotPairs;
+    factors_.load(rotations_);
     if constexpr (kSelected) {
       ++selected_;
       next_selected_ = rows_left_ > 0 ? *selected_ : 0;
@@ -110,14 +113,14 @@ class UnionGradientQuery {
     }
   }
 
-  // Turns dQ back by the query's place under its parent and adds it to that of the layers above.
+  // Rotates dQ back by the query's place under its parent and adds it to that of the layers above.
   __device__ __forceinline__ void store(const QueryGradientParams& params, const GatherTask& task,
                                         int64_t query) {
     const GradientParams& common = params.common;
     const GatherParams& p = common.gather;
     const int lane = threadIdx.x % 32;
     const int64_t num_heads = int64_t{p.num_kv_heads} * p.group;
-    const int place = rightmost_ % kBlockRows;
+    const int place = rightmost_ % kParentRows;
     float* partial = params.partial + (task.batch * int64_t{p.num_queries} + query) * num_heads * kDim;
     T* out = static_cast<T*>(params.gradient) + task.batch * params.gradient_batch + query * num_heads * kDim;
     const auto place_of = [&](int i, int e) {
@@ -125,13 +128,13 @@ class UnionGradientQuery {
       return head * kDim + i * 16 + e / 2 * 8 + lane / 4;
     };
     // everything on its way before the first store, which might be to the same address
-    float2 turns[kSteps / 2][2];
+    float2 rotations[kSteps / 2][2];
     float old[kSteps / 2][4][2] = {};
 #pragma unroll
     for (int i = 0; i < kSteps / 2; ++i) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        turns[i][j] = p.rope[place * (kDim / 2) + i * 16 + j * 8 + lane / 4];
+        rotations[i][j] = p.rope[place * (kDim / 2) + i * 16 + j * 8 + lane / 4];
       }
     }
     if (!params.first) {
@@ -153,7 +156,7 @@ class UnionGradientQuery {
         if (lane % 4 * 2 + (e & 1) >= p.group) {
           continue;
         }
-        sum_.turn_back(0, i, e, turns[i][e / 2].x, turns[i][e / 2].y);
+        sum_.rotate_back(0, i, e, rotations[i][e / 2].x, rotations[i][e / 2].y);
         // a query without slots has no powers of two, and a sum of 0
         const float factor = task.num_slots > 0 ? common.scale / power_[e & 1] : 0.f;
 #pragma unroll
@@ -211,14 +214,14 @@ class UnionGradientQuery {
     }
   }
 
-  TurnedQuery<kDim, 1> q_;
-  TurnFactors<kDim> factors_;
-  TurningSum<kDim, 1> sum_;
+  RotatedHalfQuery<kDim, 1> q_;
+  RotationFactors<kDim> factors_;
+  RotatingSum<kDim, 1> sum_;
   uint32_t gradient_[kSteps][2];  // dO^T as a B operand
   float log_sum_[2], delta_[2];
   float power_[2];        // of two, of dS
   StepOffsets<kDim> at_;  // of keys and of values
-  const __half2* turns_;
+  const __half2* rotations_;
   const uint16_t* selected_;
   unsigned next_selected_ = 0;
   int rows_left_;  // candidates from the next slot on
@@ -227,10 +230,10 @@ class UnionGradientQuery {
 
 // Grid: x = runs of kWarps queries, the longest lists first, y = batch * kv head.
 template <typename T, int kDim, bool kSelected>
-__global__ void __launch_bounds__(UnionGradientShape<kDim>::kThreads, 1)
-    union_gradient_kernel(const __grid_constant__ UnionGradientParams params) {
+__global__ void __launch_bounds__(SharedGatherGradientShape<kDim>::kThreads, 1)
+    shared_gather_gradient_kernel(const __grid_constant__ SharedGatherGradientParams params) {
 #if HTREE_SM90A
-  using Shape = UnionGradientShape<kDim>;
+  using Shape = SharedGatherGradientShape<kDim>;
   using Block = typename Shape::Block;
   extern __shared__ __align__(128) char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Shape::Shared*>(shared_bytes);
@@ -239,15 +242,15 @@ __global__ void __launch_bounds__(UnionGradientShape<kDim>::kThreads, 1)
   const int warp = __shfl_sync(device::kFullMask, threadIdx.x / 32, 0);
   const int64_t first_query = int64_t{gridDim.x - 1 - blockIdx.x} * Shape::kWarps;
   const int64_t last_query = min(first_query + Shape::kWarps, int64_t{p.num_queries}) - 1;
-  const int num_parents = static_cast<int>(node_of(p, p.t0 + last_query) / kBlockRows) + 1;
-  const char* blocks = p.blocks + int64_t{blockIdx.y} * p.num_parents * Block::kBytes;
+  const int num_parents = static_cast<int>(node_of(p, p.t0 + last_query) / kParentRows) + 1;
+  const char* packed = p.packed + int64_t{blockIdx.y} * p.num_parents * Block::kBytes;
   if (threadIdx.x == 0) {
     shared.ring.init(Shape::kWarps);
   }
 
   if (warp >= Shape::kWarps) {
     device::lower_registers<Shape::kLoaderRegisters>();
-    load_unions(shared, num_parents, blocks, warp);
+    load_unions(shared, num_parents, packed, warp);
     return;
   }
   device::raise_registers<Shape::kRegisters>();
@@ -267,7 +270,7 @@ __global__ void __launch_bounds__(UnionGradientShape<kDim>::kThreads, 1)
   if (!exists) {
     task.num_slots = 0;
   }
-  UnionGradientQuery<T, kDim, kSelected> own(params, task, query, node_of(p, task.token), selected);
+  SharedGatherGradientQuery<T, kDim, kSelected> own(params, task, query, node_of(p, task.token), selected);
   walk_unions(shared, ListCursor(task.list, task.num_slots, p.num_parents), num_parents, warp,
               [&](uint32_t block, int parent) { own.take(block, parent); });
   if (exists && (task.num_slots > 0 || gradient.first || gradient.last)) {
@@ -276,6 +279,23 @@ __global__ void __launch_bounds__(UnionGradientShape<kDim>::kThreads, 1)
 #else
   __trap();  // chosen for sm_90a alone, see attention_config.h
 #endif
+}
+
+template <typename T, int kDim, bool kSelected>
+cudaError_t launch_shared_gather_gradient_as(const SharedGatherGradientParams& params, cudaStream_t stream) {
+  using Shape = SharedGatherGradientShape<kDim>;
+  const GatherParams& p = params.query.common.gather;
+  const LaunchShape shape{
+      .grid = dim3(num_blocks(p.num_queries, Shape::kWarps), p.num_batches * p.num_kv_heads),
+      .threads = Shape::kThreads,
+      .shared_bytes = sizeof(typename Shape::Shared)};
+  return launch_kernel(shared_gather_gradient_kernel<T, kDim, kSelected>, shape, stream, params);
+}
+
+template <typename T, int kDim>
+cudaError_t launch_shared_gather_gradient(const SharedGatherGradientParams& params, cudaStream_t stream) {
+  return params.query.common.selected ? launch_shared_gather_gradient_as<T, kDim, true>(params, stream)
+                                      : launch_shared_gather_gradient_as<T, kDim, false>(params, stream);
 }
 
 }  // namespace htree::tree_attention

@@ -7,6 +7,8 @@
 // 16 rows of a warp, rows i and i + 8 belong to the same token, so a thread needs the mask of one token.
 #pragma once
 
+#include "host/cuda/kernel_launch.h"
+#include "ops/tree_attention/cuda/forward/dense_top/dense_attend.h"
 #include "ops/tree_attention/cuda/forward/dense_top/dense_softmax.cuh"
 
 namespace htree::tree_attention {
@@ -53,7 +55,7 @@ struct AttendTask {
     head_index = int64_t{batch} * p.num_kv_heads + kv_head;
     block_token = (first_run + runs - 1 - blockIdx.x / p.num_kv_heads) * tokens;
     rank = static_cast<int>(block_token >> log2_of(p.node_span));
-    num_tiles = rank < p.list_width ? 0 : (rank + kTopTileNodes - 1) / kTopTileNodes;
+    num_tiles = rank < p.list_width ? 0 : (rank + kDenseTileNodes - 1) / kDenseTileNodes;
     half_log2 = log2_of(max(p.group / 2, 1));
   }
   // Query of row `row` of the block, counted from the first of the chunk; rows without one repeat another.
@@ -110,8 +112,9 @@ __device__ __forceinline__ void copy_tiles(AttendShared<kDim, kGroups>& shared, 
 template <int kDim, int kGroups>
 __device__ __forceinline__ void clear_values(char* tile, int first) {
   constexpr int kChunks = kPanelRowBytes / 16;
-  for (int i = threadIdx.x; i < kPanels<kDim> * (kTopTileNodes - first) * kChunks; i += 128 * kGroups) {
-    const int panel = i / ((kTopTileNodes - first) * kChunks), at = i % ((kTopTileNodes - first) * kChunks);
+  for (int i = threadIdx.x; i < kPanels<kDim> * (kDenseTileNodes - first) * kChunks; i += 128 * kGroups) {
+    const int panel = i / ((kDenseTileNodes - first) * kChunks),
+              at = i % ((kDenseTileNodes - first) * kChunks);
     *reinterpret_cast<uint4*>(tile + panel * kTopPanelBytes + first * kPanelRowBytes + at * 16) =
         make_uint4(0, 0, 0, 0);
   }
@@ -120,7 +123,7 @@ __device__ __forceinline__ void clear_values(char* tile, int first) {
 }
 
 template <typename T, int kDim, int kGroups>
-__device__ __forceinline__ void attend_tiles(const TopAttendParams& params, const AttendTask& task,
+__device__ __forceinline__ void attend_tiles(const DenseAttendParams& params, const AttendTask& task,
                                              AttendShared<kDim, kGroups>& shared, bool scaled,
                                              const uint32_t* mask_row, const TileMask& first_mask,
                                              AttendState<T, kDim>& state) {
@@ -135,7 +138,7 @@ __device__ __forceinline__ void attend_tiles(const TopAttendParams& params, cons
   const auto start_scores = [&](int tile) {
     device::barrier_wait(&shared.key_full[tile % kTopAttendStages], tile / kTopAttendStages & 1);
     device::wgmma_fence();
-    multiply_panels<kDim, kRows, kTopTileNodes>(
+    multiply_panels<kDim, kRows, kDenseTileNodes>(
         s, queries, device::k_major_descriptor<device::Swizzle::k128>(shared.keys[tile % kTopAttendStages]));
     device::wgmma_commit();
   };
@@ -143,7 +146,7 @@ __device__ __forceinline__ void attend_tiles(const TopAttendParams& params, cons
     const uint64_t values = device::mn_major_descriptor<device::Swizzle::k128>(
         shared.values[tile % kTopAttendStages], kTopPanelBytes);
 #pragma unroll
-    for (int step = 0; step < kTopTileNodes / 16; ++step) {
+    for (int step = 0; step < kDenseTileNodes / 16; ++step) {
       device::wgmma<T, kDim, device::Major::kMN>(state.out, weights[step],
                                                  device::advance(values, step * 16 * kPanelRowBytes), true);
     }
@@ -161,15 +164,15 @@ __device__ __forceinline__ void attend_tiles(const TopAttendParams& params, cons
     TileMask mask = loaded;
     if (scaled) {
       const float factors[2] = {shared.factors[first_row], shared.factors[first_row + 8]};
-      const float* scales = params.tiles.scales + (first_tile + tile) * kTopTileNodes + lane % 4 * 2;
+      const float* scales = params.tiles.scales + (first_tile + tile) * kDenseTileNodes + lane % 4 * 2;
 #pragma unroll
       for (int i = 0; i < 64; ++i) {
         s[i] *= __ldg(scales + i / 4 * 8 + i % 2);
         s[i] *= factors[i / 2 & 1];
       }
     }
-    if ((tile + 1) * kTopTileNodes > task.rank) {
-      mask.cut(task.rank - tile * kTopTileNodes);
+    if ((tile + 1) * kDenseTileNodes > task.rank) {
+      mask.cut(task.rank - tile * kDenseTileNodes);
     }
     mask.apply(s);
   };
@@ -210,8 +213,8 @@ __device__ __forceinline__ void attend_tiles(const TopAttendParams& params, cons
   }
   const int last = task.num_tiles - 1;
   wait_values(last);
-  if (task.rank % kTopTileNodes != 0) {
-    clear_values<kDim, kGroups>(shared.values[last % kTopAttendStages], task.rank % kTopTileNodes);
+  if (task.rank % kDenseTileNodes != 0) {
+    clear_values<kDim, kGroups>(shared.values[last % kTopAttendStages], task.rank % kDenseTileNodes);
   }
   device::wgmma_fence();
   start_values(last);
@@ -221,7 +224,7 @@ __device__ __forceinline__ void attend_tiles(const TopAttendParams& params, cons
 
 // Grid: x = kv heads, fastest, and aligned runs of tokens, the longest rows first; y = batch.
 template <typename T, int kDim, int kGroups>
-__global__ void __launch_bounds__(128 * (kGroups + 1), 1) top_attend_kernel(TopAttendParams params) {
+__global__ void __launch_bounds__(128 * (kGroups + 1), 1) dense_attend_kernel(DenseAttendParams params) {
 #if HTREE_SM90A
   extern __shared__ __align__(128) char raw[];
   using Shared = AttendShared<kDim, kGroups>;
@@ -299,6 +302,24 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1) top_attend_kernel(TopA
 #else
   __trap();
 #endif
+}
+
+template <typename T, int kDim, int kGroups>
+cudaError_t launch_dense_attend_groups(const DenseAttendParams& params, cudaStream_t stream) {
+  const GatherParams& p = params.attend.gather;
+  const int64_t tokens = attend_tokens(p.group);
+  const int64_t runs = (p.t0 + p.num_queries - 1) / tokens - p.t0 / tokens + 1;
+  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(runs * p.num_kv_heads), p.num_batches),
+                          .threads = 128 * (kGroups + 1),
+                          .shared_bytes = kAttendSharedBytes<kDim, kGroups>};
+  return launch_kernel(dense_attend_kernel<T, kDim, kGroups>, shape, stream, params);
+}
+
+template <typename T, int kDim>
+cudaError_t launch_dense_attend(const DenseAttendParams& params, cudaStream_t stream) {
+  return attend_groups(params.attend.gather.group) == 2
+             ? launch_dense_attend_groups<T, kDim, 2>(params, stream)
+             : launch_dense_attend_groups<T, kDim, 1>(params, stream);
 }
 
 }  // namespace htree::tree_attention

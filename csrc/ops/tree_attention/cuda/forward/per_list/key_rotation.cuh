@@ -1,7 +1,7 @@
-// Turns the keys of a parent in shared memory to their place in a list, R_{16 slot} K'
+// Rotates the keys of a parent in shared memory to their place in a list, R_{16 slot} K'
 // (docs/semantics/tree_attention.md §1.4).
 //
-// They are turned in fp16, two at a time: three roundings of 2^-11 each are still better than one to bf16.
+// They are rotated in fp16, two at a time: three roundings of 2^-11 each are still better than one to bf16.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -11,17 +11,17 @@
 
 namespace htree::tree_attention {
 
-// cos and sin of the 8 pairs of dims that a lane turns.
-struct SlotTurn {
+// cos and sin of the 8 pairs of dims that a lane rotates.
+struct SlotRotation {
   uint4 cos, sin;
 };
 
-// Turns the 16 key rows at `keys` in place: lane i takes 16-byte chunk i % (K / 16) of the lower half and its
+// Rotates the 16 key rows at `keys` in place: lane i takes 16-byte chunk i % (K / 16) of the lower half and its
 // partner in the upper half, in an order free of bank conflicts.
 template <int kKeyDim>
-struct KeyTurner {
+struct KeyRotation {
   static constexpr int kChunks = kKeyDim / 16;  // of the lower half of a row
-  static constexpr int kPasses = kBlockRows * kChunks / 32;
+  static constexpr int kPasses = kParentRows * kChunks / 32;
 
   // Address of the partner of a lower chunk.
   __device__ __forceinline__ static uint32_t partner(uint32_t address) {
@@ -41,16 +41,16 @@ struct KeyTurner {
     return (at & 1) + (at & 2) * 2 + (at & 4) / 2 + (at & 8);
   }
 
-  __device__ __forceinline__ static SlotTurn load(const __half2* turns, int slot) {
-    const uint4* from = reinterpret_cast<const uint4*>(turns + int64_t{slot} * (kKeyDim / 2)) + chunk();
+  __device__ __forceinline__ static SlotRotation load(const __half2* rotations, int slot) {
+    const uint4* from = reinterpret_cast<const uint4*>(rotations + int64_t{slot} * (kKeyDim / 2)) + chunk();
     return {__ldg(from), __ldg(from + kChunks)};
   }
 
-  __device__ __forceinline__ static void turn_chunk(uint4& low, uint4& high, const SlotTurn& turn) {
+  __device__ __forceinline__ static void rotate_chunk(uint4& low, uint4& high, const SlotRotation& rotation) {
     __half2* x = reinterpret_cast<__half2*>(&low);
     __half2* y = reinterpret_cast<__half2*>(&high);
-    const __half2* c = reinterpret_cast<const __half2*>(&turn.cos);
-    const __half2* s = reinterpret_cast<const __half2*>(&turn.sin);
+    const __half2* c = reinterpret_cast<const __half2*>(&rotation.cos);
+    const __half2* s = reinterpret_cast<const __half2*>(&rotation.sin);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const __half2 rotated = __hfma2(x[i], c[i], __hneg2(__hmul2(y[i], s[i])));
@@ -59,7 +59,7 @@ struct KeyTurner {
     }
   }
 
-  __device__ __forceinline__ static void run(uint32_t keys, const SlotTurn& turn) {
+  __device__ __forceinline__ static void run(uint32_t keys, const SlotRotation& rotation) {
     constexpr int kBatch = kPasses < 2 ? kPasses : 2;  // chunks in registers at a time
 #pragma unroll
     for (int first = 0; first < kPasses; first += kBatch) {
@@ -73,7 +73,7 @@ struct KeyTurner {
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        turn_chunk(low[i], high[i], turn);
+        rotate_chunk(low[i], high[i], rotation);
         device::store_shared_16(at[i], low[i]);
         device::store_shared_16(partner(at[i]), high[i]);
       }

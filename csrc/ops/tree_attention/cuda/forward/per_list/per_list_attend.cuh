@@ -2,18 +2,22 @@
 // docs/semantics/tree_attention.md §1.5, §1.7, §1.12.
 //
 // A persistent block of four warpgroups: eight producer warps gather the parents of a list into a ring of
-// tiles and turn their keys in place, two consumer warpgroups multiply. Asynchronous copies, warpgroup
+// tiles and rotate their keys in place, two consumer warpgroups multiply. Asynchronous copies, warpgroup
 // products and the order of both are those of FlashAttention-3.
 #pragma once
 
+#include <algorithm>
+
 #include "device/sizes.h"
+#include "host/cuda/kernel_launch.h"
+#include "ops/tree_attention/cuda/forward/per_list/per_list_attend.h"
 #include "ops/tree_attention/cuda/forward/per_list/per_list_consumer.cuh"
 #include "ops/tree_attention/cuda/forward/per_list/per_list_producer.cuh"
 
 namespace htree::tree_attention {
 
 template <typename Tile>
-__device__ __forceinline__ void init_barriers(BlockShared<Tile>& shared) {
+__device__ __forceinline__ void init_barriers(PerListShared<Tile>& shared) {
   constexpr int kReaders = Tile::kSplitKeys ? 1 : 2;  // consumer groups that read a tile
   for (int stage = 0; stage < Tile::kStages; ++stage) {
     for (int slot = 0; slot < kTileSlots; ++slot) {
@@ -30,25 +34,44 @@ __device__ __forceinline__ void init_barriers(BlockShared<Tile>& shared) {
 // Grid: at most one block per SM; blocks take the tasks in turn.
 template <typename T, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
-    block_attend_kernel(const __grid_constant__ AttendParams params) {
+    per_list_attend_kernel(const __grid_constant__ AttendParams params) {
 #if HTREE_SM90A
-  static_assert(sizeof(BlockShared<Tile>) <= device::kHopperSharedBytes);
+  static_assert(sizeof(PerListShared<Tile>) <= device::kHopperSharedBytes);
   extern __shared__ __align__(1024) char block_shared[];
-  BlockShared<Tile>& shared = *reinterpret_cast<BlockShared<Tile>*>(block_shared);
+  PerListShared<Tile>& shared = *reinterpret_cast<PerListShared<Tile>*>(block_shared);
   if (threadIdx.x == 0) {
     init_barriers(shared);
   }
   __syncthreads();
   if (threadIdx.x < 128 * Tile::kProducerGroups) {
     device::lower_registers<Tile::kProducerRegisters>();
-    BlockProducer<Tile>(params, shared).template run<T>();
+    PerListProducer<Tile>(params, shared).template run<T>();
   } else {
     device::raise_registers<Tile::kConsumerRegisters>();
-    BlockConsumer<T, Tile>(params, shared).run();
+    PerListConsumer<T, Tile>(params, shared).run();
   }
 #else
   __trap();  // chosen for sm_90a alone, see attention_config.h
 #endif
+}
+
+template <typename T, int kDim, int kRows>
+cudaError_t launch_per_list_rows(const AttendParams& params, cudaStream_t stream) {
+  using Tile = PerListTile<kDim, kDim, kRows>;
+  int device = 0, num_sms = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+  const LaunchShape shape{.grid = static_cast<unsigned>(std::min(num_list_tasks<Tile>(params), num_sms)),
+                          .threads = Tile::kThreads,
+                          .shared_bytes = sizeof(PerListShared<Tile>)};
+  return launch_kernel(per_list_attend_kernel<T, Tile>, shape, stream, params);
+}
+
+template <typename T, int kDim>
+cudaError_t launch_per_list_attend(const AttendParams& params, cudaStream_t stream) {
+  return params.gather.stride * params.gather.group <= 64
+             ? launch_per_list_rows<T, kDim, 64>(params, stream)
+             : launch_per_list_rows<T, kDim, 128>(params, stream);
 }
 
 }  // namespace htree::tree_attention

@@ -1,4 +1,4 @@
-// The consumer warpgroups of block_attend.cuh: S = Q K'^T of a tile is under way while O += P V of the one
+// The consumer warpgroups of per_list_attend.cuh: S = Q K'^T of a tile is under way while O += P V of the one
 // before it is, and the softmax of the former hides under the latter (the order of FlashAttention-3).
 #pragma once
 
@@ -10,14 +10,14 @@
 namespace htree::tree_attention {
 
 template <typename T, typename Tile>
-class BlockConsumer {
+class PerListConsumer {
  public:
-  using Block = ParentBlock<Tile::kKeyDim, Tile::kValueDim>;
+  using Block = PackedParent<Tile::kKeyDim, Tile::kValueDim>;
   using Keys = TileOperand<Tile::kKeyDim>;
   using Values = TileOperand<Tile::kValueDim>;
-  using Softmax = BlockSoftmax<T, Tile::kValueDim>;
+  using Softmax = PerListSoftmax<T, Tile::kValueDim>;
 
-  __device__ __forceinline__ BlockConsumer(const AttendParams& params, BlockShared<Tile>& shared)
+  __device__ __forceinline__ PerListConsumer(const AttendParams& params, PerListShared<Tile>& shared)
       : params_(params),
         shared_(shared),
         // from one lane, so that the compiler knows it to be the same in all
@@ -27,10 +27,10 @@ class BlockConsumer {
 
   // All threads of both consumer warpgroups.
   __device__ __forceinline__ void run() {
-    const int num_tasks = num_block_tasks<Tile>(params_);
+    const int num_tasks = num_list_tasks<Tile>(params_);
     unsigned first_tile = 0;
     for (int task_idx = blockIdx.x; task_idx < num_tasks; task_idx += gridDim.x) {
-      const BlockTask task = block_task<Tile>(params_, task_idx);
+      const ListTask task = list_task<Tile>(params_, task_idx);
       if (task.num_tiles == 0 && !params_.first && !params_.last) {
         continue;  // nothing to add
       }
@@ -42,7 +42,7 @@ class BlockConsumer {
       state.finish();
       // found a second time, not kept in registers through the loop over the tiles
       asm volatile("" : "+r"(task_idx));
-      BlockStore<T, Tile>(params_, shared_, group_, thread_).run(block_task<Tile>(params_, task_idx), state);
+      PerListStore<T, Tile>(params_, shared_, group_, thread_).run(list_task<Tile>(params_, task_idx), state);
     }
   }
 
@@ -57,7 +57,7 @@ class BlockConsumer {
     }
   }
 
-  __device__ __forceinline__ void prepare(const BlockTask& task) const {
+  __device__ __forceinline__ void prepare(const ListTask& task) const {
     meet();  // the products that read the queries of the last task are done
     constexpr int kCount = Tile::kSplitKeys ? 32 : 64;
     load_query_rows<T, Tile, kCount>(params_.gather, task, shared_, group_ * kCount, thread_);
@@ -115,7 +115,7 @@ class BlockConsumer {
     state.weigh();
   }
 
-  __device__ __forceinline__ void attend(const BlockTask& task, unsigned first_tile, Softmax& state) const {
+  __device__ __forceinline__ void attend(const ListTask& task, unsigned first_tile, Softmax& state) const {
     unsigned tile = first_tile + (Tile::kSplitKeys ? group_ : 0);
     const unsigned end = first_tile + task.num_tiles;
     if (tile >= end) {
@@ -164,18 +164,18 @@ class BlockConsumer {
     release(&shared_.values_empty[stage_of<Tile>(tile)]);
   }
 
-  __device__ __forceinline__ void own_limits(const BlockTask& task, int (&limit)[2]) const {
+  __device__ __forceinline__ void own_limits(const ListTask& task, int (&limit)[2]) const {
     const GatherParams& p = params_.gather;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const BlockRow row = BlockRow::of<Tile>(p, task, row_of(h));
+      const ListRow row = ListRow::of<Tile>(p, task, row_of(h));
       // a row that stands for no query still needs numbers
       const int query = row.exists ? row.query : task.first_query;
-      limit[h] = static_cast<int>(node_of(p, p.t0 + query) % kBlockRows) + (params_.selected ? 0 : 1);
+      limit[h] = static_cast<int>(node_of(p, p.t0 + query) % kParentRows) + (params_.selected ? 0 : 1);
     }
   }
 
-  __device__ __forceinline__ void add_own_nonfinite(const BlockTask& task, unsigned tile_idx,
+  __device__ __forceinline__ void add_own_nonfinite(const ListTask& task, unsigned tile_idx,
                                                     const int (&limit)[2], Softmax& state) const {
     const GatherParams& p = params_.gather;
     const int stage = stage_of<Tile>(tile_idx);
@@ -188,13 +188,13 @@ class BlockConsumer {
         own = p.lists[batch * p.list_batch + row * p.list_width + own];
         own = min(max(own, int64_t{0}), p.num_parents - 1);
       }
-      const char* block = p.blocks + (task.head_index * p.num_parents + own) * Block::kBytes;
+      const char* block = p.packed + (task.head_index * p.num_parents + own) * Block::kBytes;
       state.add_nonfinite(block + Block::kValueOffset, limit);
     }
   }
 
   const AttendParams& params_;
-  BlockShared<Tile>& shared_;
+  PerListShared<Tile>& shared_;
   int group_, thread_;
 };
 

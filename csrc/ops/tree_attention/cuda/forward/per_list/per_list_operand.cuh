@@ -1,4 +1,4 @@
-// A tile of parent blocks in shared memory as an operand of wgmma.
+// A tile of packed parents in shared memory as an operand of wgmma.
 #pragma once
 
 #include "device/hopper/wgmma.cuh"

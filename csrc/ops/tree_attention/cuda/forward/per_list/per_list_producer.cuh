@@ -1,22 +1,22 @@
-// The producer warps of block_attend.cuh: warp w brings parent w of every tile into shared memory and turns
+// The producer warps of per_list_attend.cuh: warp w brings parent w of every tile into shared memory and rotates
 // its keys to their place in the list, R_{16 slot} K' (docs/semantics/tree_attention.md §1.4).
 #pragma once
 
 #include <type_traits>
 
 #include "device/hopper/tma.cuh"
-#include "ops/tree_attention/cuda/forward/per_list/per_list_walk.cuh"
 #include "ops/tree_attention/cuda/forward/per_list/key_rotation.cuh"
+#include "ops/tree_attention/cuda/forward/per_list/per_list_walk.cuh"
 
 namespace htree::tree_attention {
 
 template <typename Tile>
-class BlockProducer {
+class PerListProducer {
  public:
-  using Block = ParentBlock<Tile::kKeyDim, Tile::kValueDim>;
-  using Turner = KeyTurner<Tile::kKeyDim>;
+  using Block = PackedParent<Tile::kKeyDim, Tile::kValueDim>;
+  using Rotation = KeyRotation<Tile::kKeyDim>;
 
-  __device__ __forceinline__ BlockProducer(const AttendParams& params, BlockShared<Tile>& shared)
+  __device__ __forceinline__ PerListProducer(const AttendParams& params, PerListShared<Tile>& shared)
       : params_(params),
         shared_(shared),
         // from one lane, so that the compiler knows it to be the same in all
@@ -45,12 +45,12 @@ class BlockProducer {
     }
     // These come from memory and are asked for a tile ahead; not further, since handing a value on waits for
     // it.
-    SlotTurn turn = Turner::load(params_.turns, ahead[0].slot);
+    SlotRotation rotation = Rotation::load(params_.rotations, ahead[0].slot);
     float scale = load_scale(ahead[0]);
     for (unsigned tile_idx = 0; ahead[0].in_tile(); ++tile_idx) {
-      turn_keys(ahead[0], turn, scale, tile_idx);
+      rotate_keys(ahead[0], rotation, scale, tile_idx);
       if (ahead[1].in_tile()) {
-        turn = Turner::load(params_.turns, ahead[1].slot);
+        rotation = Rotation::load(params_.rotations, ahead[1].slot);
         scale = load_scale(ahead[1]);
       }
       load_values<T>(ahead[0], tile_idx);
@@ -64,12 +64,12 @@ class BlockProducer {
 
  private:
   __device__ __forceinline__ const char* block_of(const SlotSource& source) const {
-    return params_.gather.blocks + int64_t{source.parent} * Block::kBytes;
+    return params_.gather.packed + int64_t{source.parent} * Block::kBytes;
   }
 
   // Lane c < 16: what undoes the power of two of child c; else 1.
   __device__ __forceinline__ float load_scale(const SlotSource& source) const {
-    const bool wanted = source.exists() && lane_ < kBlockRows;
+    const bool wanted = source.exists() && lane_ < kParentRows;
     return wanted ? reinterpret_cast<const float*>(block_of(source) + Block::kScaleOffset)[lane_] : 1.f;
   }
 
@@ -86,20 +86,20 @@ class BlockProducer {
     }
   }
 
-  __device__ __forceinline__ void turn_keys(const SlotSource& source, const SlotTurn& turn, float scale,
-                                            unsigned tile_idx) {
+  __device__ __forceinline__ void rotate_keys(const SlotSource& source, const SlotRotation& rotation,
+                                              float scale, unsigned tile_idx) {
     const int stage = stage_of<Tile>(tile_idx);
     TileNote& note = shared_.notes[tile_idx % Tile::kNotes];
     const bool scaled = __any_sync(device::kFullMask, scale != 1.f);
-    if (scaled && lane_ < kBlockRows) {
-      note.exponents[warp_ * kBlockRows + lane_] = static_cast<uint8_t>(__float_as_uint(scale) >> 23);
+    if (scaled && lane_ < kParentRows) {
+      note.exponents[warp_ * kParentRows + lane_] = static_cast<uint8_t>(__float_as_uint(scale) >> 23);
     }
     if (lane_ == 0) {
       note.slots[warp_] = (source.bits & TileNote::kAll) | (scaled ? TileNote::kScaled : 0);
     }
     device::barrier_wait(&shared_.keys_landed[stage][warp_], phase_of<Tile>(tile_idx));
     if (source.exists()) {
-      Turner::run(device::shared_address(shared_.keys[stage]) + warp_ * Tile::kSlotKeyBytes, turn);
+      Rotation::run(device::shared_address(shared_.keys[stage]) + warp_ * Tile::kSlotKeyBytes, rotation);
       device::fence_async_shared();
     }
     __syncwarp();
@@ -176,7 +176,7 @@ class BlockProducer {
   }
 
   const AttendParams& params_;
-  BlockShared<Tile>& shared_;
+  PerListShared<Tile>& shared_;
   int warp_, lane_;
 };
 

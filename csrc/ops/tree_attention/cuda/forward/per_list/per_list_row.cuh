@@ -6,13 +6,13 @@
 namespace htree::tree_attention {
 
 // One (query, head) pair of a block.
-struct BlockRow {
+struct ListRow {
   bool exists;
   int query;  // in the chunk
   int head;   // of the kv head's group
 
   template <typename Tile>
-  __device__ __forceinline__ static BlockRow of(const GatherParams& p, const BlockTask& task, int row) {
+  __device__ __forceinline__ static ListRow of(const GatherParams& p, const ListTask& task, int row) {
     const int pair = task.row_tile * Tile::kRows + row;
     const int local = pair / p.group;
     return {local < task.num_queries, task.first_query + local, pair - local * p.group};

@@ -1,4 +1,4 @@
-// The running softmax of a consumer warpgroup of block_attend.cuh over 64 rows, in the registers of wgmma:
+// The running softmax of a consumer warpgroup of per_list_attend.cuh over 64 rows, in the registers of wgmma:
 // thread i of a warp holds rows i / 4 and i / 4 + 8 of the warp's 16, columns 8 j + 2 (i % 4) and the next.
 #pragma once
 
@@ -12,7 +12,7 @@ namespace htree::tree_attention {
 // Nothing here couples two rows: a row's reference moves by its own scores alone, so queries of the same
 // block cannot change each other's rounding.
 template <typename T, int kValueDim>
-struct BlockSoftmax {
+struct PerListSoftmax {
   // A reference moves only when a score exceeds it by this many powers of two: rarely, and the maxima of
   // most tiles need no exchange between lanes.
   static constexpr float kSlack = 8.f;
@@ -70,7 +70,7 @@ struct BlockSoftmax {
         const int child = i / 2 * 8 + column + i % 2;
         const int at = slot * 8 + i / 2 * 4 + i % 2;
         const float power =
-            __uint_as_float(static_cast<uint32_t>(note.exponents[slot * kBlockRows + child]) << 23);
+            __uint_as_float(static_cast<uint32_t>(note.exponents[slot * kParentRows + child]) << 23);
         scores[at] *= power;
         scores[at + 2] *= power;
       }
@@ -185,7 +185,7 @@ struct BlockSoftmax {
   __device__ __forceinline__ void add_nonfinite(const char* values, const int (&limit)[2]) {
     const int lane = threadIdx.x % 32;
 #pragma unroll 1
-    for (int child = 0; child < kBlockRows; ++child) {
+    for (int child = 0; child < kParentRows; ++child) {
       float weight[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {

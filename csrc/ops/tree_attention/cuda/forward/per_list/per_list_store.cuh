@@ -1,4 +1,4 @@
-// The end of a task of block_attend.cuh: merges into the running state of
+// The end of a task of per_list_attend.cuh: merges into the running state of
 // docs/semantics/tree_attention.md §1.7 and writes that, or the output at the last layer.
 #pragma once
 
@@ -9,16 +9,16 @@
 namespace htree::tree_attention {
 
 template <typename T, typename Tile>
-class BlockStore {
+class PerListStore {
  public:
-  using Softmax = BlockSoftmax<T, Tile::kValueDim>;
+  using Softmax = PerListSoftmax<T, Tile::kValueDim>;
 
-  __device__ __forceinline__ BlockStore(const AttendParams& params, BlockShared<Tile>& shared, int group,
-                                        int thread)
+  __device__ __forceinline__ PerListStore(const AttendParams& params, PerListShared<Tile>& shared, int group,
+                                          int thread)
       : params_(params), shared_(shared), group_(group), thread_(thread) {}
 
   // All threads of both consumer warpgroups.
-  __device__ __forceinline__ void run(const BlockTask& task, Softmax& state) const {
+  __device__ __forceinline__ void run(const ListTask& task, Softmax& state) const {
     if constexpr (Tile::kSplitKeys) {
       exchange(state);
       // each group now has its half of the dims
@@ -65,17 +65,17 @@ class BlockStore {
   }
 
   template <int kCount>
-  __device__ __forceinline__ void store_dims(const BlockTask& task, Softmax& state, int first_dim) const {
+  __device__ __forceinline__ void store_dims(const ListTask& task, Softmax& state, int first_dim) const {
     const GatherParams& p = params_.gather;
     const int batch = task.head_index / p.num_kv_heads, kv_head = task.head_index % p.num_kv_heads;
     const int64_t num_heads = int64_t{p.num_kv_heads} * p.group;
     const int dim = first_dim + thread_ % 4 * 2;
-    BlockRow rows[2];
+    ListRow rows[2];
     int64_t state_row[2];
     float* partial[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      rows[h] = BlockRow::of<Tile>(p, task, row_of(h));
+      rows[h] = ListRow::of<Tile>(p, task, row_of(h));
       const int64_t head = int64_t{kv_head} * p.group + rows[h].head;
       state_row[h] = batch * params_.state_batch + rows[h].query * num_heads + head;
       const int64_t partial_row = (batch * int64_t{p.num_queries} + rows[h].query) * num_heads + head;
@@ -138,7 +138,7 @@ class BlockStore {
   }
 
   const AttendParams& params_;
-  BlockShared<Tile>& shared_;
+  PerListShared<Tile>& shared_;
   int group_, thread_;
 };
 

@@ -1,4 +1,4 @@
-// Sizes and shared memory of the kernel that attends for whole selection blocks, see block_attend.cuh.
+// Sizes and shared memory of the kernel that attends for whole selection blocks, see per_list_attend.cuh.
 //
 // A tile is 8 parents, 128 keys, one parent per producer warp. With 128 rows each of the two consumer
 // warpgroups multiplies its 64 rows by every tile; with 64 rows they take the tiles in turn and merge.
@@ -10,7 +10,7 @@
 namespace htree::tree_attention {
 
 constexpr int kTileSlots = 8;
-constexpr int kTileKeys = kTileSlots * kBlockRows;
+constexpr int kTileKeys = kTileSlots * kParentRows;
 
 // What the consumers must know of a tile beyond its keys and values.
 struct alignas(16) TileNote {
@@ -24,7 +24,7 @@ struct alignas(16) TileNote {
 };
 
 template <int kKeyDim_, int kValueDim_, int kRows_>
-struct BlockTile {
+struct PerListTile {
   static constexpr int kKeyDim = kKeyDim_;
   static constexpr int kValueDim = kValueDim_;
   static constexpr int kRows = kRows_;  // (query, head) pairs of a block
@@ -52,15 +52,15 @@ struct BlockTile {
   static constexpr int kQueryBytes = kRows * kKeyDim * 2;
   static constexpr int kKeyBytes = kTileKeys * kKeyDim * 2;
   static constexpr int kValueBytes = kTileKeys * kValueDim * 2;
-  static constexpr int kSlotKeyBytes = kBlockRows * kKeyDim * 2;
-  static constexpr int kSlotValueBytes = kBlockRows * kValueDim * 2;
+  static constexpr int kSlotKeyBytes = kParentRows * kKeyDim * 2;
+  static constexpr int kSlotValueBytes = kParentRows * kValueDim * 2;
   // Half of the output of 64 rows in fp32; the other half goes where the queries were.
   static constexpr int kExchangeBytes = kSplitKeys ? 64 * kValueDim * 2 : 0;
   static_assert(!kSplitKeys || kExchangeBytes <= kQueryBytes);
 };
 
 template <typename Tile>
-struct BlockShared {
+struct PerListShared {
   char query[Tile::kQueryBytes + Tile::kExchangeBytes];
   char keys[Tile::kStages][Tile::kKeyBytes];
   char values[Tile::kStages][Tile::kValueBytes];
@@ -74,7 +74,7 @@ struct BlockShared {
   device::Barrier values_empty[Tile::kStages];
 };
 
-enum BlockNamedBarrier : int {
+enum PerListBarrier : int {
   kQueryReady = 1,  // and kQueryReady + 1: one per consumer group
   kGroupsMeet = 3,
 };

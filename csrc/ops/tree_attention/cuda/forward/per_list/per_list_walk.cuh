@@ -1,4 +1,4 @@
-// Which parents a producer warp of block_attend.cuh brings, tile after tile.
+// Which parents a producer warp of per_list_attend.cuh brings, tile after tile.
 #pragma once
 
 #include "device/reduce.cuh"
@@ -30,14 +30,14 @@ struct SlotSource {
 template <typename Tile>
 class SlotWalk {
  public:
-  using Block = ParentBlock<Tile::kKeyDim, Tile::kValueDim>;
+  using Block = PackedParent<Tile::kKeyDim, Tile::kValueDim>;
 
   __device__ __forceinline__ SlotWalk(const AttendParams& params, int warp)
       : params_(params), task_idx_(blockIdx.x), warp_(warp) {
     start();
   }
 
-  __device__ __forceinline__ bool done() const { return task_idx_ >= num_block_tasks<Tile>(params_); }
+  __device__ __forceinline__ bool done() const { return task_idx_ >= num_list_tasks<Tile>(params_); }
 
   // The warp's parent of the next tile; not after done().
   __device__ __forceinline__ SlotSource next() {
@@ -56,12 +56,12 @@ class SlotWalk {
     ++tile_;
     if (tile_ * kTileSlots >= num_slots_) {
       if (!params_.first) {
-        prefetch_state(block_task<Tile>(params_, task_idx_));
+        prefetch_state(list_task<Tile>(params_, task_idx_));
       }
       task_idx_ += gridDim.x;
       start();
       if (!done()) {
-        prefetch_queries(block_task<Tile>(params_, task_idx_));
+        prefetch_queries(list_task<Tile>(params_, task_idx_));
       }
     } else if (tile_ % 32 == 0) {
       read_slots(tile_);
@@ -73,7 +73,7 @@ class SlotWalk {
   // The first task from task_idx_ on that has slots.
   __device__ __forceinline__ void start() {
     for (; !done(); task_idx_ += gridDim.x) {
-      const BlockTask task = block_task<Tile>(params_, task_idx_);
+      const ListTask task = list_task<Tile>(params_, task_idx_);
       if (task.num_slots == 0) {
         continue;
       }
@@ -109,13 +109,13 @@ class SlotWalk {
 
   // The consumers get to the end of the task a few tiles after this: what they read then is in the L2 by
   // then. A warp asks for an eighth of the rows.
-  __device__ __forceinline__ void prefetch_state(const BlockTask& task) const {
+  __device__ __forceinline__ void prefetch_state(const ListTask& task) const {
     const GatherParams& p = params_.gather;
     constexpr int kLines = Tile::kValueDim / 32;  // of 128 bytes in a row
     const int batch = task.head_index / p.num_kv_heads, kv_head = task.head_index % p.num_kv_heads;
 #pragma unroll
     for (int i = threadIdx.x % 32; i < kWarpRows * kLines; i += 32) {
-      const BlockRow row = BlockRow::of<Tile>(p, task, warp_ * kWarpRows + i / kLines);
+      const ListRow row = ListRow::of<Tile>(p, task, warp_ * kWarpRows + i / kLines);
       if (row.exists) {
         const int64_t head = int64_t{kv_head} * p.group + row.head;
         const int64_t num_heads = int64_t{p.num_kv_heads} * p.group;
@@ -130,7 +130,7 @@ class SlotWalk {
     }
   }
 
-  __device__ __forceinline__ void prefetch_queries(const BlockTask& task) const {
+  __device__ __forceinline__ void prefetch_queries(const ListTask& task) const {
     const GatherParams& p = params_.gather;
     constexpr int kLines = (Tile::kKeyDim + 63) / 64;
     const int batch = task.head_index / p.num_kv_heads, kv_head = task.head_index % p.num_kv_heads;
@@ -138,7 +138,7 @@ class SlotWalk {
                            static_cast<int64_t>(kv_head) * p.group * p.queries.head;
 #pragma unroll
     for (int i = threadIdx.x % 32; i < kWarpRows * kLines; i += 32) {
-      const BlockRow row = BlockRow::of<Tile>(p, task, warp_ * kWarpRows + i / kLines);
+      const ListRow row = ListRow::of<Tile>(p, task, warp_ * kWarpRows + i / kLines);
       if (row.exists) {
         prefetch(rows + row.query * p.queries.row + row.head * p.queries.head + i % kLines * 64);
       }

@@ -1,19 +1,22 @@
 // One softmax step of tree attention over the candidates of a layer that are not refined further:
-// docs/semantics/tree_attention.md §1.5, §1.7. One warp per (token, kv head) gathers its parents privately;
+// docs/semantics/tree_attention.md §1.5, §1.7. One warp per (token, kv head) gathers the parents of its own list;
 // children are the rows and query heads the columns of S^T = K' q^T, and O^T += V^T P^T.
 #pragma once
 
+#include "host/cuda/kernel_launch.h"
+#include "ops/tree_attention/cuda/dispatch_shape.h"
+#include "ops/tree_attention/cuda/forward/per_query/per_query_attend.h"
+#include "ops/tree_attention/cuda/forward/running_softmax.cuh"
 #include "ops/tree_attention/cuda/gather_task.cuh"
 #include "ops/tree_attention/cuda/rotated_query.cuh"
-#include "ops/tree_attention/cuda/forward/running_softmax.cuh"
 
 namespace htree::tree_attention {
 
 constexpr int kAttendWarps = 4;
 
 template <int kKeyDim, int kValueDim>
-struct AttendRing {
-  static constexpr int kCopyBytes = ParentBlock<kKeyDim, kValueDim>::kBytes;
+struct PerQueryRing {
+  static constexpr int kCopyBytes = PackedParent<kKeyDim, kValueDim>::kBytes;
   static constexpr int kStageBytes = (kCopyBytes + 127) / 128 * 128;
   // about 16 KB in flight per warp: with 12 warps on an SM the gather runs at the speed of the L2
   static constexpr int kStages = kStageBytes > 6144 ? 2 : kStageBytes > 3072 ? 3 : 4;
@@ -27,7 +30,7 @@ template <int kValueDim>
 __device__ __forceinline__ void clear_value_rows(uint32_t values, int first) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int at = lane * 16; at < kBlockRows * kValueDim * 2; at += 512) {
+  for (int at = lane * 16; at < kParentRows * kValueDim * 2; at += 512) {
     if (row_of_offset<kValueDim>(at) >= first) {
       asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(values + at), "r"(0) : "memory");
     }
@@ -37,9 +40,10 @@ __device__ __forceinline__ void clear_value_rows(uint32_t values, int first) {
 
 // Grid: x = runs of kAttendWarps queries, the longest lists first, y = batch * kv head.
 template <typename T, int kKeyDim, int kValueDim, int kTiles>
-__global__ void __launch_bounds__(kAttendWarps * 32, kTiles == 1 ? 3 : 2) attend_kernel(AttendParams params) {
-  using Block = ParentBlock<kKeyDim, kValueDim>;
-  using Ring = AttendRing<kKeyDim, kValueDim>;
+__global__ void __launch_bounds__(kAttendWarps * 32, kTiles == 1 ? 3 : 2)
+    per_query_attend_kernel(AttendParams params) {
+  using Block = PackedParent<kKeyDim, kValueDim>;
+  using Ring = PerQueryRing<kKeyDim, kValueDim>;
   extern __shared__ __align__(128) char shared[];
   const GatherParams& p = params.gather;
   const int warp = threadIdx.x / 32;
@@ -63,8 +67,8 @@ __global__ void __launch_bounds__(kAttendWarps * 32, kTiles == 1 ? 3 : 2) attend
   }
   if (task.num_slots > 0) {
     ParentStream<Ring::kCopyBytes, Ring::kStageBytes, Ring::kStages> stream(
-        p.blocks + task.blocks * Block::kBytes, Block::kBytes, p.num_parents, task.list, 0, task.num_slots,
-        device::shared_address(shared) + warp * Ring::kWarpBytes);
+        p.packed + task.first_parent * Block::kBytes, Block::kBytes, p.num_parents, task.list, 0,
+        task.num_slots, device::shared_address(shared) + warp * Ring::kWarpBytes);
     RotatedQuery<kKeyDim, kTiles> q;
     q.load(query_rows<T>(p, task, query), p.queries.head, p.group, p.score_scale, p.rope,
            task.num_candidates - 1);
@@ -72,12 +76,12 @@ __global__ void __launch_bounds__(kAttendWarps * 32, kTiles == 1 ? 3 : 2) attend
     const TileAddress<kValueDim> value_at;
     unsigned next_selected = selected ? selected[0] : 0;
     for (int slot = 0; slot < task.num_slots; ++slot) {
-      const int rows = last_candidate - slot * kBlockRows;
-      const unsigned present = ~next_selected & (rows >= kBlockRows ? 0xffffu : (1u << max(rows, 0)) - 1u);
+      const int rows = last_candidate - slot * kParentRows;
+      const unsigned present = ~next_selected & (rows >= kParentRows ? 0xffffu : (1u << max(rows, 0)) - 1u);
       next_selected = selected && slot + 1 < task.num_slots ? selected[slot + 1] : 0;
       const uint32_t block = stream.wait(slot);
       if (present) {
-        if (rows < kBlockRows) {
+        if (rows < kParentRows) {
           clear_value_rows<kValueDim>(block + Block::kValueOffset, rows);
         }
         float s[kTiles][4];
@@ -108,6 +112,18 @@ __global__ void __launch_bounds__(kAttendWarps * 32, kTiles == 1 ? 3 : 2) attend
     return;  // nothing to add
   }
   write_state<T, kValueDim, kTiles>(params, task, query, state);
+}
+
+template <typename T, int kDim>
+cudaError_t launch_per_query_attend(const AttendParams& params, cudaStream_t stream) {
+  const GatherParams& p = params.gather;
+  const LaunchShape shape{
+      .grid = dim3(num_blocks(p.num_queries, kAttendWarps), p.num_batches * p.num_kv_heads),
+      .threads = kAttendWarps * 32,
+      .shared_bytes = PerQueryRing<kDim, kDim>::kSharedBytes};
+  return dispatch_head_tiles(p.group, [&](auto tiles) {
+    return launch_kernel(per_query_attend_kernel<T, kDim, kDim, tiles.value>, shape, stream, params);
+  });
 }
 
 }  // namespace htree::tree_attention

@@ -128,10 +128,10 @@ __device__ __forceinline__ int build_union(UnionWindow<kWarps>& window, ListCurs
   return total;
 }
 
-// kStages tiles of kUnionTile blocks each. full: a tile has landed; empty: every warp is through with it.
-template <int kBlockBytes, int kStages>
+// kStages tiles of kUnionTile packed parents each. full: a tile has landed; empty: every warp is through with it.
+template <int kParentBytes, int kStages>
 struct UnionRing {
-  static constexpr int kTileBytes = kUnionTile * kBlockBytes;
+  static constexpr int kTileBytes = kUnionTile * kParentBytes;
   device::Barrier full[kStages];
   device::Barrier empty[kStages];
 
@@ -145,22 +145,22 @@ struct UnionRing {
 };
 
 // The producer warp brings the window's union into the ring.
-template <int kBlockBytes, int kStages>
-__device__ __forceinline__ void load_union(UnionRing<kBlockBytes, kStages>& ring, char* tiles,
+template <int kParentBytes, int kStages>
+__device__ __forceinline__ void load_union(UnionRing<kParentBytes, kStages>& ring, char* tiles,
                                            device::RingPlace<kStages>& place, const uint32_t* entries,
-                                           int total, const char* blocks) {
+                                           int total, const char* packed) {
   const int lane = threadIdx.x % 32;
   for (int first = 0; first < total; first += kUnionTile) {
     const int count = min(kUnionTile, total - first);
     device::barrier_wait(&ring.empty[place.stage], place.parity ^ 1);
     if (lane == 0) {
-      device::barrier_arrive_expect(&ring.full[place.stage], count * kBlockBytes);
+      device::barrier_arrive_expect(&ring.full[place.stage], count * kParentBytes);
     }
     __syncwarp();
     if (lane < count) {
       device::bulk_load(
-          tiles + place.stage * UnionRing<kBlockBytes, kStages>::kTileBytes + lane * kBlockBytes,
-          blocks + static_cast<int64_t>(entries[first + lane] >> 16) * kBlockBytes, kBlockBytes,
+          tiles + place.stage * UnionRing<kParentBytes, kStages>::kTileBytes + lane * kParentBytes,
+          packed + static_cast<int64_t>(entries[first + lane] >> 16) * kParentBytes, kParentBytes,
           &ring.full[place.stage]);
     }
     place.advance();
@@ -183,14 +183,14 @@ struct UnionShared {
 // The part of the loading warpgroup: it takes part in every window and its first warp fills the ring.
 template <typename Block, int kWarps>
 __device__ __forceinline__ void load_unions(UnionShared<Block, kWarps>& shared, int num_parents,
-                                            const char* blocks, int warp) {
+                                            const char* packed, int warp) {
   device::RingPlace<UnionShared<Block, kWarps>::kStages> place;
   ListCursor none(nullptr, 0, 0);
   for (int base = 0; base < num_parents; base += kUnionWindow<kWarps>) {
     const int total = build_union(shared.window, none, base);
     if (warp == kWarps) {
       load_union(shared.ring, shared.tiles, place, shared.window.entries, total,
-                 blocks + int64_t{base} * Block::kBytes);
+                 packed + int64_t{base} * Block::kBytes);
     }
   }
 }

@@ -1,7 +1,7 @@
-// The query rows of one (token, kv head) in fp16 as the B operand of S^T = K' q^T, turned afresh for every
+// The query rows of one (token, kv head) in fp16 as the B operand of S^T = K' q^T, rotated afresh for every
 // slot: docs/semantics/tree_attention.md §1.4.
 //
-// Like RotatedQuery, but each slot starts from the same rounded R_{n-1} q and turns it back by 16 j positions
+// Like RotatedQuery, but each slot starts from the same rounded R_{n-1} q and rotates it back by 16 j positions
 // with factors from a table, two elements per instruction. That takes a third of the registers of the fp32
 // recurrence, so that 16 warps fit an SM, and half the instructions.
 #pragma once
@@ -13,14 +13,14 @@ namespace htree::tree_attention {
 // cos and sin of 16 j theta for slot j: [slots][cos, sin][4 lanes of a quad][K/16] pairs of fp16. A lane's
 // pair i holds the dims of elements 2i and 2i + 1 of fragment_dim().
 template <int kKeyDim>
-struct TurnTable {
+struct RotationTable {
   static constexpr int kPairs = kKeyDim / 16;
   static constexpr int kSlotPairs = 8 * kPairs;
 };
 
 template <int kKeyDim>
-struct TurnFactors {
-  static constexpr int kPairs = TurnTable<kKeyDim>::kPairs;
+struct RotationFactors {
+  static constexpr int kPairs = RotationTable<kKeyDim>::kPairs;
   uint32_t cos[kPairs], sin[kPairs];
 
   __device__ __forceinline__ static int lane_offset() { return threadIdx.x % 4 * kPairs; }
@@ -73,8 +73,8 @@ struct StepOffsets {
 };
 
 template <int kKeyDim, int kTiles>
-struct TurnedQuery {
-  static constexpr int kPairs = TurnTable<kKeyDim>::kPairs;
+struct RotatedHalfQuery {
+  static constexpr int kPairs = RotationTable<kKeyDim>::kPairs;
   uint32_t low[kTiles][kPairs], high[kTiles][kPairs];  // R_{n-1} q
   float unscale[kTiles][2];                            // as in RotatedQuery
 
@@ -95,20 +95,20 @@ struct TurnedQuery {
     }
   }
 
-  // Scores of the 16 children of a slot in log2 units, laid out as by slot_scores(), for the query turned
+  // Scores of the 16 children of a slot in log2 units, laid out as by slot_scores(), for the query rotated
   // `by` the slot's factors. Even and odd steps have an accumulator of their own: half the latency.
-  __device__ __forceinline__ void scores(const TurnFactors<kKeyDim>& by, const StepOffsets<kKeyDim>& at,
+  __device__ __forceinline__ void scores(const RotationFactors<kKeyDim>& by, const StepOffsets<kKeyDim>& at,
                                          uint32_t block, float (&s)[kTiles][4]) const {
     constexpr int kSteps = kKeyDim / 16, kLowSteps = kSteps / 2;
-    uint32_t turned_low[kTiles][kPairs], turned_high[kTiles][kPairs];
+    uint32_t rotated_low[kTiles][kPairs], rotated_high[kTiles][kPairs];
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
         const __half2 x = as_half2(low[tile][i]), y = as_half2(high[tile][i]);
         const __half2 c = as_half2(by.cos[i]), s = as_half2(by.sin[i]);
-        turned_low[tile][i] = as_bits(__hfma2(x, c, __hmul2(y, s)));
-        turned_high[tile][i] = as_bits(__hfma2(y, c, __hneg2(__hmul2(x, s))));
+        rotated_low[tile][i] = as_bits(__hfma2(x, c, __hmul2(y, s)));
+        rotated_high[tile][i] = as_bits(__hfma2(y, c, __hneg2(__hmul2(x, s))));
       }
     }
     float odd[kTiles][4];
@@ -126,7 +126,7 @@ struct TurnedQuery {
       const int i = step % kLowSteps * 2;
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        const uint32_t(&half)[kPairs] = step < kLowSteps ? turned_low[tile] : turned_high[tile];
+        const uint32_t(&half)[kPairs] = step < kLowSteps ? rotated_low[tile] : rotated_high[tile];
         device::mma_16x8x16<__half>(step % 2 == 0 ? s[tile] : odd[tile], a, half[i], half[i + 1]);
       }
     }

@@ -2,11 +2,13 @@
 // bf16 inputs, K = V in {32, 64, 128}, G <= 16. No torch.
 #pragma once
 
+#include "ops/tree_attention/cuda/forward/attend_params.h"
 #include "ops/tree_attention/cuda/launch_params.h"
 
 namespace htree::tree_attention {
 
-// As launch_attend; params.turns in TurnOrder::kFragments.
-void launch_union_attend(const TensorCoreShape& shape, const AttendParams& params, cudaStream_t stream);
+// params.rotations in RotationOrder::kFragments.
+template <typename T, int kDim>
+cudaError_t launch_shared_gather_attend(const AttendParams& params, cudaStream_t stream);
 
 }  // namespace htree::tree_attention

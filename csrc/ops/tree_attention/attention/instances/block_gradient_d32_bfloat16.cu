@@ -1,5 +1,0 @@
-#include "ops/tree_attention/cuda/backward/per_list/per_list_gradient_instances.cuh"
-
-namespace htree::tree_attention {
-HTREE_BLOCK_GRADIENT_INSTANCES(, __nv_bfloat16, 32)
-}  // namespace htree::tree_attention

@@ -1,5 +1,0 @@
-#include "ops/tree_attention/cuda/backward/general/general_gradient_instances.cuh"
-
-namespace htree::tree_attention {
-HTREE_GENERAL_GRADIENT_INSTANCES(__nv_bfloat16)
-}  // namespace htree::tree_attention

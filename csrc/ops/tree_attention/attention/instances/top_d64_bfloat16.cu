@@ -1,5 +1,0 @@
-#include "ops/tree_attention/cuda/forward/dense_top/dense_instances.cuh"
-
-namespace htree::tree_attention {
-HTREE_TOP_INSTANCES(, __nv_bfloat16, 64)
-}  // namespace htree::tree_attention

@@ -1,5 +1,0 @@
-#include "ops/tree_attention/cuda/forward/shared_gather/shared_gather_instances.cuh"
-
-namespace htree::tree_attention {
-HTREE_UNION_INSTANCES(, __half, 128)
-}  // namespace htree::tree_attention

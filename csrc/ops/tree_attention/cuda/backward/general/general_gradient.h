@@ -1,0 +1,73 @@
+// Launchers of the gradients of tree attention for every dtype and shape,
+// docs/semantics/tree_attention.md §1.10. No torch.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "ops/tree_attention/cuda/launch_params.h"
+
+namespace htree::tree_attention {
+
+// One chunk of queries against one layer. Lists are explicit at every layer, the top included.
+struct GeneralGradientParams {
+  TensorView queries;          // [B, T_q, H, K], from the first of the chunk
+  TensorView gradients;        // dO [B, T_q, H, V], likewise
+  TensorView outputs;          // O, for launch_general_delta
+  TensorView keys;             // [B, N, H_kv, K] of the layer
+  TensorView values;           // [B, N, H_kv, V]
+  const float* max = nullptr;  // [B, T_q, H]
+  const float* sum = nullptr;
+  int64_t state_batch = 0;         // stride of max and sum in elements
+  float* delta = nullptr;          // [num_batches, num_queries, H]: sum over V of dO * O
+  const float2* rope = nullptr;    // [largest n, K/2]
+  const int32_t* lists = nullptr;  // [B, num_lists, H_kv, width]
+  int64_t list_batch = 0;
+  const int32_t* next_lists =
+      nullptr;  // of the layer below, null at the bottom: what they hold is refined there
+  int64_t next_batch = 0;
+  int64_t num_nodes = 0;
+  int64_t rate = 16;
+  int64_t node_span = 1;
+  int64_t t0 = 0;
+  int64_t stride = 1;
+  float scale = 0.f;
+  int num_batches = 0;
+  int num_queries = 0;
+  int num_lists = 0;
+  int num_kv_heads = 0;
+  int group = 0;
+  int width = 0;
+  int key_dim = 0;
+  int value_dim = 0;
+};
+
+struct GeneralQueryGradient {
+  float* partial = nullptr;  // [num_batches, num_queries, H, K]: sum over the layers so far
+  bool first = false;
+  bool last = false;
+  void* gradient = nullptr;  // dQ, from the first query of the chunk
+  int64_t gradient_batch = 0;
+};
+
+struct GeneralKeyGradient {
+  const int32_t* counts = nullptr;    // [B, num_lists, H_kv] parents of a list
+  const uint32_t* entries = nullptr;  // of InverseParams
+  const uint32_t* offsets = nullptr;
+  int64_t num_parents = 0;
+  float* keys = nullptr;    // [num_batches, H_kv, num_parents * rate, K]; null: not wanted
+  float* values = nullptr;  // [num_batches, H_kv, num_parents * rate, V]
+  bool add = false;
+};
+
+// T: float, __half, __nv_bfloat16, the dtype of the views.
+template <typename T>
+cudaError_t launch_general_delta(const GeneralGradientParams& params, cudaStream_t stream);
+template <typename T>
+cudaError_t launch_general_query_gradient(const GeneralGradientParams& params,
+                                          const GeneralQueryGradient& query, cudaStream_t stream);
+template <typename T>
+cudaError_t launch_general_key_gradient(const GeneralGradientParams& params, const GeneralKeyGradient& key,
+                                        cudaStream_t stream);
+
+}  // namespace htree::tree_attention

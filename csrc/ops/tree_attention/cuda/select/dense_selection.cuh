@@ -1,0 +1,351 @@
+// Selection at a dense top in two passes over the scores: references, then importances.
+#pragma once
+
+#include "host/cuda/kernel_launch.h"
+#include "ops/tree_attention/cuda/dispatch_shape.h"
+#include "ops/tree_attention/cuda/select/dense_scores.cuh"
+#include "ops/tree_attention/cuda/select/dense_selection.h"
+
+namespace htree::tree_attention {
+
+// ---- references
+//
+// The first pass over a selection at the top: what the scores of each leader and head are lowered by.
+//
+// Queries are the rows of a product, so that a thread sums two of them over its own columns and the four
+// lanes of a row meet once at the end. What a row's sums are taken relative to moves only when they would
+// leave the range of fp32, and depends on nothing but the row: no other query, before or after, changes a
+// bit.
+
+// Columns are 8 j + 2 (lane % 4) + c.
+struct RowSums {
+  static constexpr float kUnset = -1e38f;  // finite, so that -inf - kUnset is -inf
+  static constexpr float kLimit = 1e19f;   // of a tile: 16384 candidates stay finite
+  float reference[2] = {kUnset, kUnset};
+  float sum[2] = {0.f, 0.f};
+
+  // An infinite sum stays so.
+  __device__ __forceinline__ static float rescaled(float sum, float exponent) {
+    return sum == INFINITY ? sum : sum * device::exp2_flushed(exponent);
+  }
+
+  __device__ __forceinline__ void tile_sums(const float (&s)[64], float (&total)[2]) const {
+    float even[2] = {0.f, 0.f}, odd[2] = {0.f, 0.f};
+    float batch[2][8];
+#pragma unroll
+    for (int step = 0; step <= 8; ++step) {
+      if (step < 8) {
+        float(&x)[8] = batch[step & 1];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          x[i] = s[8 * step + i] - reference[i / 2 & 1];
+        }
+        exp2_eight(x);
+      }
+      if (step > 0) {
+        const float(&x)[8] = batch[(step - 1) & 1];
+#pragma unroll
+        for (int i = 0; i < 8; i += 2) {
+          even[i / 2 & 1] += x[i];
+          odd[i / 2 & 1] += x[i + 1];
+        }
+      }
+    }
+    total[0] = even[0] + odd[0];
+    total[1] = even[1] + odd[1];
+  }
+
+  __device__ __forceinline__ void raise(const float (&s)[64], int row) {
+    float most = reference[row];
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      most = fmaxf(most, fmaxf(s[4 * j + 2 * row], s[4 * j + 2 * row + 1]));
+    }
+    if (most < INFINITY) {
+      sum[row] = rescaled(sum[row], reference[row] - most);
+      reference[row] = most;
+    }
+  }
+
+  __device__ __forceinline__ void add(const float (&s)[64], bool first) {
+    float total[2];
+    bool beyond[2] = {first, first};
+    if (!first) {
+      tile_sums(s, total);
+      beyond[0] = !(total[0] < kLimit);
+      beyond[1] = !(total[1] < kLimit);
+    }
+    if (__any_sync(device::kFullMask, beyond[0] || beyond[1])) {
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        if (beyond[row]) {
+          raise(s, row);
+        }
+      }
+      tile_sums(s, total);
+    }
+    sum[0] += total[0];
+    sum[1] += total[1];
+  }
+
+  // Every lane of a row gets its result.
+  __device__ __forceinline__ float finish(int row) {
+#pragma unroll
+    for (int offset = 1; offset < 4; offset *= 2) {
+      const float other = __shfl_xor_sync(device::kFullMask, reference[row], offset);
+      const float other_sum = __shfl_xor_sync(device::kFullMask, sum[row], offset);
+      const float most = fmaxf(reference[row], other);
+      sum[row] = rescaled(sum[row], reference[row] - most) + rescaled(other_sum, other - most);
+      reference[row] = most;
+    }
+    return sum[row] == 0.f ? INFINITY : reference[row] + log2f(sum[row]);
+  }
+};
+
+struct RowMaxima {
+  float largest[2] = {-INFINITY, -INFINITY};
+
+  __device__ __forceinline__ void add(const float (&s)[64]) {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) {
+      largest[i / 2 & 1] = fmaxf(largest[i / 2 & 1], s[i]);
+    }
+  }
+  __device__ __forceinline__ float finish(int row) {
+#pragma unroll
+    for (int offset = 1; offset < 4; offset *= 2) {
+      largest[row] = fmaxf(largest[row], __shfl_xor_sync(device::kFullMask, largest[row], offset));
+    }
+    return largest[row];
+  }
+};
+
+// Grid: see ScoreTask.
+template <typename T, int kDim>
+__global__ void __launch_bounds__(kScoreThreads, 1) dense_references_kernel(DenseReferenceParams params) {
+#if HTREE_SM90A
+  extern __shared__ __align__(128) char raw[];
+  ScoreShared<kDim>& shared = *aligned_shared<ScoreShared<kDim>>(raw);
+  const GatherParams& p = params.gather;
+  const ScoreTask task(p);
+  if (task.most_rank < p.list_width) {
+    return;  // every candidate is chosen
+  }
+  const int extra = params.importance == Importance::kLse ? 1 : 0;  // the query's own node
+  const int most = task.most_rank + extra, least = task.least_rank + extra;
+  const int num_tiles = (most + kDenseTileNodes - 1) / kDenseTileNodes;
+  const int64_t first_tile = task.head_index * params.tiles.num_tiles;
+  KeyRing<kDim> ring{shared, params.tiles.keys + first_tile * kTopTileBytes<kDim>, num_tiles};
+  ring.start();
+  const auto list_of = [&](int row) {
+    return min(task.first_list + (row >> task.group_log2), task.last_list);
+  };
+  bool scaled = scaled_tile(params.tiles.scaled + first_tile, num_tiles);
+  scaled |= rotate_queries<T, kDim, kScoreRows, kScoreThreads, 3>(
+      shared.queries, shared.factors, p, threadIdx.x, [&](int row) {
+        const int list = list_of(row);
+        return query_row<T>(p, task.batch, task.kv_head, int64_t{list} * p.stride, row & (p.group - 1),
+                            task.rank(p, list));
+      });
+  scaled = __syncthreads_or(scaled);
+
+  const int group_idx = threadIdx.x / 128, lane = threadIdx.x % 32;
+  const int first_row = threadIdx.x / 32 * 16 + lane / 4;
+  const int ranks[2] = {task.rank(p, list_of(first_row)) + extra,
+                        task.rank(p, list_of(first_row + 8)) + extra};
+  const uint64_t queries =
+      device::k_major_descriptor<device::Swizzle::k128>(shared.queries + group_idx * 64 * kPanelRowBytes);
+  const bool joint = params.importance == Importance::kExpJoint;
+  RowSums sums;
+  RowMaxima maxima;
+  float s[64];
+  // The warpgroups take turns to issue, so that they do not all wait for products and then all for
+  // exponentials.
+  if (group_idx == kScoreGroups - 1) {
+    device::named_barrier_arrive(kIssueBarrier, 256);
+  }
+  for (int tile = 0; tile < num_tiles; ++tile) {
+    ring.wait(tile);
+    const uint64_t keys =
+        device::k_major_descriptor<device::Swizzle::k128>(shared.keys[tile % kTopScoreStages]);
+    device::named_barrier_sync(kIssueBarrier + group_idx, 256);
+    device::wgmma_fence();
+    multiply_panels<kDim, kScoreRows, kDenseTileNodes>(s, queries, keys);
+    device::wgmma_commit();
+    device::named_barrier_arrive(kIssueBarrier + (group_idx + 1) % kScoreGroups, 256);
+    device::wgmma_wait<0>();
+    ring.release(tile);
+    const int first_column = tile * kDenseTileNodes + lane % 4 * 2;
+    if (scaled) {
+      const float factors[2] = {shared.factors[first_row], shared.factors[first_row + 8]};
+      const float* scales = params.tiles.scales + first_tile * kDenseTileNodes + first_column;
+#pragma unroll
+      for (int i = 0; i < 64; ++i) {
+        s[i] *= __ldg(scales + i / 4 * 8 + i % 2);
+        s[i] *= factors[i / 2 & 1];
+      }
+    }
+    if ((tile + 1) * kDenseTileNodes > least) {
+#pragma unroll
+      for (int i = 0; i < 64; ++i) {
+        s[i] = first_column + i / 4 * 8 + i % 2 < ranks[i / 2 & 1] ? s[i] : -INFINITY;
+      }
+    }
+    if (joint) {
+      maxima.add(s);
+    } else {
+      sums.add(s, tile == 0);
+    }
+  }
+  if (group_idx == 0) {
+    device::named_barrier_sync(kIssueBarrier, 256);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float result = joint ? maxima.finish(i) : sums.finish(i);
+    const int row = first_row + 8 * i;
+    const int64_t at = int64_t{list_of(row)} * p.num_kv_heads + task.kv_head;
+    if (lane % 4 == 0) {
+      params.references[task.batch * params.reference_batch + at * p.group + (row & (p.group - 1))] = result;
+    }
+  }
+#else
+  __trap();
+#endif
+}
+
+// ---- importances
+//
+// The second pass over a selection at the top: importances from scores and references.
+//
+// Keys are the rows of the product and a column is (run of 8 leaders, head, leader in the run): a thread
+// holds all heads of its (key, leader) pairs, and the sum over the heads in order is additions of its own
+// registers, whatever the tile. Warpgroup = (half of the keys, half of the columns).
+
+// Grid: see ScoreTask. kGroup: G.
+template <typename T, int kDim, int kGroup>
+__global__ void __launch_bounds__(kScoreThreads, 1) dense_importance_kernel(DenseImportanceParams all) {
+#if HTREE_SM90A
+  extern __shared__ __align__(128) char raw[];
+  ScoreShared<kDim>& shared = *aligned_shared<ScoreShared<kDim>>(raw);
+  const DenseReferenceParams& params = all.reference;
+  const GatherParams& p = params.gather;
+  const ScoreTask task(p);
+  if (task.most_rank < p.list_width) {
+    return;
+  }
+  const int num_tiles = (task.most_rank + kDenseTileNodes - 1) / kDenseTileNodes;
+  const int64_t first_tile = task.head_index * params.tiles.num_tiles;
+  KeyRing<kDim> ring{shared, params.tiles.keys + first_tile * kTopTileBytes<kDim>, num_tiles};
+  ring.start();
+  const auto list_of = [&](int column) {
+    return min(task.first_list + column / (8 * kGroup) * 8 + column % 8, task.last_list);
+  };
+  bool scaled = scaled_tile(params.tiles.scaled + first_tile, num_tiles);
+  scaled |= rotate_queries<T, kDim, kScoreRows, kScoreThreads, 3>(
+      shared.queries, shared.factors, p, threadIdx.x, [&](int column) {
+        const int list = list_of(column);
+        return query_row<T>(p, task.batch, task.kv_head, int64_t{list} * p.stride, column / 8 % kGroup,
+                            task.rank(p, list));
+      });
+  scaled = __syncthreads_or(scaled);
+
+  const int group_idx = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const int key_half = group_idx % 2, first_column = group_idx / 2 * 128 + lane % 4 * 2;
+  const int first_key = key_half * 64 + warp * 16 + lane / 4;
+  // block j of 8 columns: head j % G of the run j / G
+  float lowered[32];
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    const int column = first_column + i / 2 * 8 + i % 2;
+    const int64_t at = int64_t{list_of(column)} * p.num_kv_heads + task.kv_head;
+    lowered[i] = params.references[task.batch * params.reference_batch + at * kGroup + column / 8 % kGroup];
+  }
+  if (params.importance == Importance::kExpJoint) {
+#pragma unroll
+    for (int i = 0; i < 16 / kGroup; ++i) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float most = -INFINITY;
+#pragma unroll
+        for (int j = 0; j < kGroup; ++j) {
+          most = fmaxf(most, lowered[2 * (i * kGroup + j) + e]);
+        }
+#pragma unroll
+        for (int j = 0; j < kGroup; ++j) {
+          lowered[2 * (i * kGroup + j) + e] = most == -INFINITY ? INFINITY : most;
+        }
+      }
+    }
+  }
+  // leaders of this thread: first_list + 8 * run (+ 1), at most the last
+  const int first_list = task.first_list + first_column / (8 * kGroup) * 8 + first_column % 8;
+  const uint32_t row_stride = static_cast<uint32_t>(p.num_kv_heads * all.width);
+  float* rows =
+      all.importances + first_key +
+      ((int64_t{task.batch} * p.num_lists + task.first_list) * p.num_kv_heads + task.kv_head) * all.width;
+
+  const uint64_t queries = device::k_major_descriptor<device::Swizzle::k128>(
+      shared.queries + group_idx / 2 * 128 * kPanelRowBytes);
+  float s[64];
+  for (int tile = 0; tile < num_tiles; ++tile) {
+    ring.wait(tile);
+    const uint64_t keys = device::k_major_descriptor<device::Swizzle::k128>(
+        shared.keys[tile % kTopScoreStages] + key_half * 64 * kPanelRowBytes);
+    device::wgmma_fence();
+    multiply_panels<kDim, kDenseTileNodes, kScoreRows>(s, keys, queries);
+    device::wgmma_commit();
+    device::wgmma_wait<0>();
+    ring.release(tile);
+    if (scaled) {
+      const float* scales = params.tiles.scales + (first_tile + tile) * kDenseTileNodes + first_key;
+      const float key_scales[2] = {__ldg(scales), __ldg(scales + 8)};
+#pragma unroll
+      for (int i = 0; i < 64; ++i) {
+        s[i] *= key_scales[i / 2 & 1];
+        s[i] *= shared.factors[first_column + i / 4 * 8 + i % 2];
+      }
+    }
+    // i: half of the rows, leader of the pair
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float importance = 0.f;
+#pragma unroll
+      for (int j = 0; j < 16; ++j) {
+        const float weight = device::exp2_flushed(s[4 * j + i] - lowered[2 * j + i % 2]);
+        importance = j % kGroup == 0 ? weight : importance + weight;
+        if ((j + 1) % kGroup == 0) {
+          const int list = min(first_list + j / kGroup * 8 + i % 2, task.last_list) - task.first_list;
+          rows[list * row_stride + tile * kDenseTileNodes + i / 2 * 8] = importance;
+        }
+      }
+    }
+  }
+#else
+  __trap();
+#endif
+}
+
+inline LaunchShape score_launch(const GatherParams& p, int64_t shared_bytes) {
+  const int lists = kScoreRows / p.group;
+  return {.grid = dim3(num_blocks(p.num_lists, lists) * static_cast<unsigned>(p.num_kv_heads), p.num_batches),
+          .threads = kScoreThreads,
+          .shared_bytes = shared_bytes};
+}
+
+template <typename T, int kDim>
+cudaError_t launch_dense_references(const DenseReferenceParams& params, cudaStream_t stream) {
+  return launch_kernel(dense_references_kernel<T, kDim>, score_launch(params.gather, kScoreSharedBytes<kDim>),
+                       stream, params);
+}
+
+template <typename T, int kDim>
+cudaError_t launch_dense_importances(const DenseImportanceParams& params, cudaStream_t stream) {
+  const GatherParams& p = params.reference.gather;
+  return dispatch_dense_group(p.group, [&](auto group) {
+    return launch_kernel(dense_importance_kernel<T, kDim, group.value>,
+                         score_launch(p, kScoreSharedBytes<kDim>), stream, params);
+  });
+}
+
+}  // namespace htree::tree_attention

@@ -1,7 +1,0 @@
-#include "ops/tree_attention/stages/gather/accumulate.cuh"
-
-namespace htree::tree_attention {
-
-template void launch_accumulate(const AccumulateParams<__nv_bfloat16>&, cudaStream_t);
-
-}  // namespace htree::tree_attention

@@ -1,7 +1,0 @@
-#include "ops/tree_attention/stages/scores/compute_scores.cuh"
-
-namespace htree::tree_attention {
-
-template void launch_compute_scores(const ScoresParams<__nv_bfloat16>&, cudaStream_t);
-
-}  // namespace htree::tree_attention
