@@ -156,8 +156,9 @@ def no_exception_is_swallowed(tree: Tree) -> list[str]:
 
 def kernels_know_no_torch(tree: Tree) -> list[str]:
     include = re.compile(r'#\s*include\s*[<"](torch|ATen|c10|pybind11)/')
-    # *_cuda.cu files allocate, choose and launch; cuda_*.cu files hold what they share
-    torch = re.compile(r"_cuda\.cu$|/cuda_\w+\.cu$")
+    # *_cuda.cu files allocate, choose and launch, as do *forward.cu and *backward.cu in a folder cuda/; cuda_*.cu files
+    # hold what they share
+    torch = re.compile(r"_cuda\.cu$|/cuda_\w+\.cu$|/cuda/(\w+/)*\w*(for|back)ward\.cu$")
     kernels = [name for name in tree.with_suffix(".cuh", ".cu") if not torch.search(name)]
     return [
         f"{name} includes {match.group(1)}" for name in kernels if (match := include.search(tree.text(name)))
