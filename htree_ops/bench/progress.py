@@ -2,7 +2,7 @@
 
 Knows nothing of the package, so that a build can be watched with it before there is one:
 ``python htree_ops/bench/progress.py LOG COMMAND...`` shows which file the compiler has finished last. All that the
-command prints goes to LOG, and the end of it to the screen where the command fails.
+command prints goes to LOG; where the command fails, its errors and its last lines are shown.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ Item = TypeVar("Item")
 WIDTH = 24
 #: Seconds between two lines where the stream is no terminal.
 EVERY = 20.0
-#: Lines of a failed command that are shown.
-LAST_LINES = 40
+#: Of a failed command these are shown: lines that name an error, the first ones, and the last lines.
+ERROR = re.compile(r"\berror: ")
+ERROR_LINES, LAST_LINES = 20, 20
 #: A line of ninja: how many units are done, of how many; and the source in a compiler's command line.
 DONE = re.compile(r"\[(\d+)/(\d+)\] ")
 SOURCE = re.compile(r"\s-c (\S+\.(?:cpp|cu|cc))\b")
@@ -109,10 +110,11 @@ def watch(log: Path, command: Sequence[str], stream: TextIO | None = None) -> in
     """Runs a command that compiles and shows how far it is; everything that it prints goes to ``log``.
 
     Returns:
-        The command's status; where that is not 0 the end of the log is printed too.
+        The command's status; where that is not 0, errors and the last lines of the log are printed.
     """
     target = sys.stderr if stream is None else stream
     log.parent.mkdir(parents=True, exist_ok=True)
+    errors: list[str] = []
     last: deque[str] = deque(maxlen=LAST_LINES)
     bar = Progress(0, target)
     label, said = "starting", set()
@@ -125,6 +127,8 @@ def watch(log: Path, command: Sequence[str], stream: TextIO | None = None) -> in
             for line in child.stdout:
                 file.write(line)
                 last.append(line)
+                if ERROR.search(line):
+                    errors.append(line)
                 note = line.strip()
                 if note.startswith("htree_ops: ") and note not in said:  # what setup.py decided
                     said.add(note)
@@ -140,7 +144,7 @@ def watch(log: Path, command: Sequence[str], stream: TextIO | None = None) -> in
         status = child.wait()
     bar.clear()
     if status:
-        target.writelines(last)
+        target.writelines([*errors[:ERROR_LINES], "...\n", *last])
         target.write(f"failed with status {status}, all of it is in {log}: {' '.join(command)}\n")
     return status
 

@@ -99,14 +99,15 @@ def test_a_quick_build_is_silent_elsewhere_and_a_failed_one_is_not(tmp_path: Pat
     assert plain.getvalue() == ""
     lines = [
         "print('htree_ops: CUDA kernels off')",
+        "print('a.cpp:3: error: no such type')",
         "for i in range(100): print('line', i)",
-        "print('error: no such type')",
         "raise SystemExit(3)",
     ]
     assert watch(log, build(*lines), plain) == 3
     shown = plain.getvalue()
     assert shown.startswith("htree_ops: CUDA kernels off\n"), "what setup.py decided is always shown"
-    assert "error: no such type\n" in shown
+    assert "a.cpp:3: error: no such type\n" in shown
+    assert "line 99\n" in shown
     assert "line 10\n" not in shown
     assert f"failed with status 3, all of it is in {log}: " in shown
     assert "line 10\n" in log.read_text()
