@@ -174,6 +174,16 @@ def documents_name_existing_files(tree: Tree) -> list[str]:
     return missing
 
 
+def maps_name_existing_files(tree: Tree) -> list[str]:
+    """Files that a README of csrc names, by their last folders or by their name alone."""
+    missing = []
+    for document in (name for name in tree.with_suffix(".md") if name.startswith("csrc/")):
+        for name in sorted(set(re.findall(r"`([\w./-]+\.(?:cuh|cu|cpp|h|py))`", tree.text(document)))):
+            if not any(f"/{file}".endswith(f"/{name}") for file in tree.files):
+                missing.append(f"{document} names {name}, which does not exist")
+    return missing
+
+
 def rooms_are_complete(tree: Tree) -> list[str]:
     """Each room, or each stage of a room that is split into stages, has all of its files."""
     if not tree.rooms:
@@ -359,6 +369,11 @@ def test_a_tree_that_keeps_the_rules(tmp_path):
         (documents_name_existing_files, {"README.md": "`examples/absent.py`"}, "names examples/absent.py"),
         (documents_name_existing_files, {"docs/a.md": "[b](docs/b.md#part)"}, "docs/a.md names docs/b.md"),
         (documents_name_existing_files, {"README.md": '<img src="docs/a.png">'}, "names docs/a.png"),
+        (
+            maps_name_existing_files,
+            {"csrc/README.md": "`room/room.h` `oom.h`"},
+            "names oom.h, which does not exist",
+        ),
         (rooms_are_complete, {"csrc/ops/room/room_cpu.cpp": None}, "room_cpu.cpp is missing"),
         (rooms_are_complete, {"csrc/ops/staged/build/build_cuda.cu": None}, "build/build_cuda.cu is missing"),
         (rooms_are_complete, {"htree_ops/reference/room.py": None}, "reference/room.py is missing"),
