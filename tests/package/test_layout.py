@@ -249,6 +249,9 @@ def ci_runs_the_test_command(tree: Tree) -> list[str]:
 
 RULES: list[Callable[[Tree], list[str]]] = [
     files_are_short,
+    one_launcher_asks_for_shared_memory,
+    instances_are_generated,
+    maps_name_existing_files,
     nothing_is_left_unfinished,
     no_exception_is_swallowed,
     kernels_know_no_torch,
