@@ -69,9 +69,17 @@ Outputs2 decode(const at::Tensor& q, const at::Tensor& k_bitmap, const at::Tenso
                 const OptionalTensor& comp_len, const OptionalTensor& win_len, std::optional<double> scale,
                 const OptionalTensor& block_table, int64_t k_keep, int64_t v_keep, int64_t k_bits,
                 int64_t v_bits, int64_t hadamard_group, int64_t split_size) {
-  const DecodeArguments a{q,      k_bitmap, k_values, k_scales,       v_bitmap,  v_values,    v_scales,
-                          k_win,  v_win,    comp_len, win_len,        scale,     block_table, k_keep,
-                          v_keep, k_bits,   v_bits,   hadamard_group, split_size};
+  const DecodeArguments a{q,
+                          {k_bitmap, k_values, k_scales, k_keep, k_bits},
+                          {v_bitmap, v_values, v_scales, v_keep, v_bits},
+                          k_win,
+                          v_win,
+                          comp_len,
+                          win_len,
+                          scale,
+                          block_table,
+                          hadamard_group,
+                          split_size};
   const auto outputs = prepare_decode(a);
   const auto& [out, lse] = outputs;
   if (lse.numel() == 0) {
@@ -104,9 +112,17 @@ Outputs2 decode_meta(const at::Tensor& q, const at::Tensor& k_bitmap, const at::
                      std::optional<double> scale, const OptionalTensor& block_table, int64_t k_keep,
                      int64_t v_keep, int64_t k_bits, int64_t v_bits, int64_t hadamard_group,
                      int64_t split_size) {
-  return prepare_decode({q, k_bitmap, k_values, k_scales, v_bitmap, v_values, v_scales, k_win, v_win,
-                         comp_len, win_len, scale, block_table, k_keep, v_keep, k_bits, v_bits,
-                         hadamard_group, split_size});
+  return prepare_decode({q,
+                         {k_bitmap, k_values, k_scales, k_keep, k_bits},
+                         {v_bitmap, v_values, v_scales, v_keep, v_bits},
+                         k_win,
+                         v_win,
+                         comp_len,
+                         win_len,
+                         scale,
+                         block_table,
+                         hadamard_group,
+                         split_size});
 }
 
 }  // namespace

@@ -53,25 +53,26 @@ struct DecodeTensors {
   OptionalTensor block_table;  // int32 [B, max_pages]
 };
 
-// Arguments of kv_decode_attention in the order of the schema.
+// What kv_decode_attention is given of its keys or values.
+struct CompressedArguments {
+  const at::Tensor& bitmap;
+  const at::Tensor& values;
+  const at::Tensor& scales;
+  int64_t keep;
+  int64_t bits;
+};
+
+// Arguments of kv_decode_attention.
 struct DecodeArguments {
   const at::Tensor& q;
-  const at::Tensor& k_bitmap;
-  const at::Tensor& k_values;
-  const at::Tensor& k_scales;
-  const at::Tensor& v_bitmap;
-  const at::Tensor& v_values;
-  const at::Tensor& v_scales;
+  CompressedArguments k;
+  CompressedArguments v;
   const at::Tensor& k_win;
   const at::Tensor& v_win;
   const OptionalTensor& comp_len;
   const OptionalTensor& win_len;
   std::optional<double> scale;
   const OptionalTensor& block_table;
-  int64_t k_keep;
-  int64_t v_keep;
-  int64_t k_bits;
-  int64_t v_bits;
   int64_t hadamard_group;
   int64_t split_size;
 };

@@ -70,11 +70,8 @@ void check_compressed(const char* op, const char* const (&names)[3], const at::T
 
 constexpr const char* kDecode = "kv_decode_attention";
 
-RowFormat format_of(const DecodeArguments& a, bool of_keys) {
-  const int head_dim = guard(a.q.sym_size(-1));
-  return {.head_dim = head_dim,
-          .keep = static_cast<int>(of_keys ? a.k_keep : a.v_keep),
-          .bits = static_cast<int>(of_keys ? a.k_bits : a.v_bits)};
+RowFormat format_of(const CompressedArguments& x, int head_dim) {
+  return {.head_dim = head_dim, .keep = static_cast<int>(x.keep), .bits = static_cast<int>(x.bits)};
 }
 
 void check_lengths(const char* name, const OptionalTensor& lengths, const at::Tensor& q) {
@@ -139,18 +136,18 @@ Outputs2 prepare_decode(const DecodeArguments& a) {
                     ": q must be [B, H, D] or [B, H, 1, D], got ", a.q.sym_sizes());
   check_head_dim(kDecode, "D of q", guard(a.q.sym_size(-1)));
   const int head_dim = guard(a.q.sym_size(-1));
-  check_bits(kDecode, "k_bits", a.k_bits);
-  check_bits(kDecode, "v_bits", a.v_bits);
-  check_keep(kDecode, "k_keep", a.k_keep, head_dim);
-  check_keep(kDecode, "v_keep", a.v_keep, head_dim);
-  check_same_device(kDecode, "k_bitmap", a.k_bitmap, "q", a.q);
-  check_same_device(kDecode, "v_bitmap", a.v_bitmap, "q", a.q);
-  check_compressed(kDecode, {"k_bitmap", "k_values", "k_scales"}, a.k_bitmap, a.k_values, a.k_scales,
-                   format_of(a, true));
-  check_compressed(kDecode, {"v_bitmap", "v_values", "v_scales"}, a.v_bitmap, a.v_values, a.v_scales,
-                   format_of(a, false));
-  const auto sizes = a.k_bitmap.sym_sizes();
-  check_shape(kDecode, "v_bitmap", a.v_bitmap, sizes, "the shape of k_bitmap");
+  check_bits(kDecode, "k_bits", a.k.bits);
+  check_bits(kDecode, "v_bits", a.v.bits);
+  check_keep(kDecode, "k_keep", a.k.keep, head_dim);
+  check_keep(kDecode, "v_keep", a.v.keep, head_dim);
+  check_same_device(kDecode, "k_bitmap", a.k.bitmap, "q", a.q);
+  check_same_device(kDecode, "v_bitmap", a.v.bitmap, "q", a.q);
+  check_compressed(kDecode, {"k_bitmap", "k_values", "k_scales"}, a.k.bitmap, a.k.values, a.k.scales,
+                   format_of(a.k, head_dim));
+  check_compressed(kDecode, {"v_bitmap", "v_values", "v_scales"}, a.v.bitmap, a.v.values, a.v.scales,
+                   format_of(a.v, head_dim));
+  const auto sizes = a.k.bitmap.sym_sizes();
+  check_shape(kDecode, "v_bitmap", a.v.bitmap, sizes, "the shape of k_bitmap");
   const c10::SymInt num_kv_heads = sizes[1];
   TORCH_CHECK_VALUE(holds(num_kv_heads.sym_ge(1)), kDecode, ": H_kv of k_bitmap must be at least 1, got ",
                     sizes);
@@ -165,7 +162,7 @@ Outputs2 prepare_decode(const DecodeArguments& a) {
                       ": with a block_table k_bitmap must be [num_pages >= 1, H_kv, page >= 1, D/64], got ",
                       sizes);
   } else {
-    check_size(kDecode, "k_bitmap", a.k_bitmap, 0, a.q.sym_size(0), "B of q");
+    check_size(kDecode, "k_bitmap", a.k.bitmap, 0, a.q.sym_size(0), "B of q");
   }
   check_rank(kDecode, "k_win", a.k_win, 4, "[B, H_kv, W, D]");
   check_window("k_win", a.k_win, a, num_kv_heads, a.k_win.sym_size(2));
@@ -189,16 +186,16 @@ Outputs2 prepare_decode(const DecodeArguments& a) {
 DecodeProblem decode_problem_of(const DecodeArguments& a) {
   const bool paged = a.block_table.has_value();
   const int64_t head_dim = a.q.size(-1);
-  const int64_t page = paged ? a.k_bitmap.size(2) : 0;
+  const int64_t page = paged ? a.k.bitmap.size(2) : 0;
   const int64_t max_pages = paged ? a.block_table->size(1) : 0;
   return {.batch = a.q.size(0),
           .num_heads = a.q.size(1),
-          .num_kv_heads = a.k_bitmap.size(1),
+          .num_kv_heads = a.k.bitmap.size(1),
           .head_dim = static_cast<int>(head_dim),
-          .capacity = paged ? max_pages * page : a.k_bitmap.size(2),
+          .capacity = paged ? max_pages * page : a.k.bitmap.size(2),
           .window = a.k_win.size(2),
           .page = page,
-          .num_pages = paged ? a.k_bitmap.size(0) : 0,
+          .num_pages = paged ? a.k.bitmap.size(0) : 0,
           .max_pages = max_pages,
           .hadamard_group = static_cast<int>(a.hadamard_group),
           .split_size = a.split_size,

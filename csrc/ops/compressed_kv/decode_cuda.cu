@@ -58,122 +58,162 @@ void check_launch(cudaError_t error) {
   C10_CUDA_CHECK(error);
 }
 
+// How the tokens are split, and which kernel attends to them.
+struct Schedule {
+  int64_t head_chunks;  // blocks for the query heads of one kv head
+  int64_t num_groups;   // B * H_kv * head_chunks
+  bool tiles;           // the kernel for tiles attends to the compressed part
+  bool fused;           // and to the window too
+  int64_t split_size;
+  int64_t num_splits;
+  int64_t window_share;  // tokens of the window for a split
+  int64_t num_parts;
+  Ending ending;
+};
+
+Schedule schedule_of(const DecodeProblem& p, QueryType type) {
+  const cudaDeviceProp* const properties = at::cuda::getCurrentDeviceProperties();
+  const int num_processors = properties->multiProcessorCount;
+  const int cheap_splits = properties->major >= 9 ? kMostClusterSplits : 1;
+  Schedule s{};
+  s.head_chunks = ceil_div(p.heads_per_kv(), kHeadsPerBlock);
+  s.num_groups = p.batch * p.num_kv_heads * s.head_chunks;
+  // Whole tiles of half queries with one slot go to the tensor cores.
+  s.tiles = type != QueryType::kFloat && p.hadamard_group <= 1 && p.page % kTileRows == 0;
+  // A fixed split follows from the argument alone; tiles need its multiple of 16.
+  s.split_size = p.split_size > 0 ? ceil_div(p.split_size, kTileRows) * kTileRows
+                 : s.tiles ? choose_split_size(p.capacity, s.num_groups, num_processors, 256, cheap_splits)
+                           : choose_split_size(p.capacity, s.num_groups, 4 * num_processors, kGeneralStep, 0);
+  s.num_splits = ceil_div(p.capacity, s.split_size);
+  // The tensor-core kernel takes the window along, dealt to its splits.
+  s.window_share = s.num_splits > 0 ? ceil_div(p.window, s.num_splits) : 0;
+  s.fused = s.tiles && s.num_splits > 0 && s.window_share <= kMostWindowTokens;
+  s.ending = !s.fused || s.num_splits > cheap_splits ? Ending::kParts
+             : s.num_splits == 1                     ? Ending::kResult
+                                                     : Ending::kCluster;
+  s.num_parts = s.num_splits + (s.fused ? 0 : ceil_div(p.window, kWindowSplit));
+  return s;
+}
+
+// Temporary memory of a call, and what its kernels read: tiles are copied in chunks of 16 bytes that may
+// start before their first row, but not before the tensor.
+struct Operands {
+  at::Tensor acc;    // of the parts
+  at::Tensor stats;  // their maxima and sums
+  at::Tensor k_win;
+  at::Tensor v_win;
+  Compressed k;
+  Compressed v;
+
+  Operands(const DecodeProblem& p, const DecodeTensors& t, const Schedule& s)
+      : k_win(aligned_contiguous(t.k_win)),
+        v_win(aligned_contiguous(t.v_win)),
+        k(aligned(t.k)),
+        v(aligned(t.v)) {
+    const auto floats = t.q.options().dtype(at::kFloat);
+    const int64_t num_queries = p.batch * p.num_heads;
+    const int64_t stored_parts = s.ending == Ending::kParts ? s.num_parts : 0;
+    acc = at::empty({num_queries, stored_parts, p.head_dim}, floats);
+    stats = at::empty({2, num_queries, stored_parts}, floats);
+  }
+
+  static Compressed aligned(const Compressed& x) {
+    return {x.format, aligned_contiguous(x.bitmap), aligned_contiguous(x.values),
+            aligned_contiguous(x.scales)};
+  }
+};
+
+DecodeParams params_of(const DecodeProblem& p, const DecodeTensors& t, const Schedule& s, const Operands& o,
+                       const at::Tensor& out, const at::Tensor& lse) {
+  constexpr double kLog2E = 1.4426950408889634;
+  const QueryType type = query_type_of(t.q);
+  float* const stats = o.stats.mutable_data_ptr<float>();
+  return {.q = {t.q.const_data_ptr(), type},
+          .k = view_of(o.k),
+          .v = view_of(o.v),
+          .num_rows = o.k.bitmap.numel() / o.k.format.words(),
+          .num_queries = p.batch * p.num_heads,
+          .tables = {.comp_len = lengths_of(t.comp_len), .block_table = lengths_of(t.block_table)},
+          .parts = {.acc = o.acc.mutable_data_ptr<float>(), .max = stats, .sum = stats + o.stats.numel() / 2},
+          .capacity = p.capacity,
+          .split_size = s.split_size,
+          .heads = {.query = static_cast<int>(p.num_heads),
+                    .kv = static_cast<int>(p.num_kv_heads),
+                    .chunks = static_cast<int>(s.head_chunks)},
+          .pages = {.tokens = static_cast<int>(p.page),
+                    .per_sequence = static_cast<int>(p.max_pages),
+                    .all = static_cast<int>(p.num_pages)},
+          .splits = {.launched = static_cast<int>(s.num_splits),
+                     .parts = static_cast<int>(s.num_parts),
+                     .first_part = 0},
+          .num_slots = std::max(1, p.hadamard_group),
+          .score_scale = static_cast<float>(p.scale * kLog2E),
+          .window = {.k = o.k_win.const_data_ptr(),
+                     .v = o.v_win.const_data_ptr(),
+                     .len = lengths_of(t.win_len),
+                     .capacity = static_cast<int>(p.window),
+                     .per_split = s.fused ? static_cast<int>(s.window_share) : 0,
+                     .bfloat16 = type == QueryType::kBfloat16},
+          .output = {.ending = s.ending,
+                     .out = out.mutable_data_ptr(),
+                     .lse = lse.mutable_data_ptr<float>(),
+                     .type = type}};
+}
+
+// The window's tokens by the general kernel, behind the parts of the compressed part.
+GeneralParams window_params(const DecodeProblem& p, const DecodeTensors& t, const Schedule& s,
+                            const Operands& o, const DecodeParams& d) {
+  const RowKind kind = dense_kind(d.output.type);
+  GeneralParams window{d, o.k_win.const_data_ptr(), o.v_win.const_data_ptr(), kind, kind};
+  window.base.tables.comp_len = lengths_of(t.win_len);
+  window.base.capacity = p.window;
+  window.base.split_size = kWindowSplit;
+  window.base.splits.launched = static_cast<int>(s.num_parts - s.num_splits);
+  window.base.splits.first_part = static_cast<int>(s.num_splits);
+  return window;
+}
+
 }  // namespace
 
 void decode_cuda(const DecodeProblem& p, const DecodeTensors& t, const at::Tensor& out,
                  const at::Tensor& lse) {
   const LaunchScope scope(t.q);
   const cudaStream_t stream = scope.stream();
-  const QueryType type = query_type_of(t.q);
-  const int64_t num_queries = p.batch * p.num_heads;
-  const int num_slots = std::max(1, p.hadamard_group);
-  const int64_t head_chunks = ceil_div(p.heads_per_kv(), kHeadsPerBlock);
-  const int64_t num_groups = p.batch * p.num_kv_heads * head_chunks;
-  const cudaDeviceProp* const properties = at::cuda::getCurrentDeviceProperties();
-  const int num_processors = properties->multiProcessorCount;
-  // Whole tiles of half queries with one slot go to the tensor cores.
-  const bool tiles = type != QueryType::kFloat && num_slots == 1 && p.page % kTileRows == 0;
-
-  const int cheap_splits = properties->major >= 9 ? kMostClusterSplits : 1;
-
-  // A fixed split follows from the argument alone; tiles need its multiple of 16.
-  const int64_t split_size =
-      p.split_size > 0 ? ceil_div(p.split_size, kTileRows) * kTileRows
-      : tiles          ? choose_split_size(p.capacity, num_groups, num_processors, 256, cheap_splits)
-                       : choose_split_size(p.capacity, num_groups, 4 * num_processors, kGeneralStep, 0);
-  const int64_t num_splits = ceil_div(p.capacity, split_size);
-  // The tensor-core kernel takes the window along, dealt to its splits.
-  const int64_t window_share = num_splits > 0 ? ceil_div(p.window, num_splits) : 0;
-  const bool fused = tiles && num_splits > 0 && window_share <= kMostWindowTokens;
-  const Ending ending = !fused || num_splits > cheap_splits ? Ending::kParts
-                        : num_splits == 1                   ? Ending::kResult
-                                                            : Ending::kCluster;
-  const int64_t num_parts = num_splits + (fused ? 0 : ceil_div(p.window, kWindowSplit));
-  if (num_parts == 0) {
+  const Schedule s = schedule_of(p, query_type_of(t.q));
+  if (s.num_parts == 0) {
     out.zero_();
     lse.fill_(-std::numeric_limits<float>::infinity());
     return;
   }
-  TORCH_CHECK_NOT_IMPLEMENTED(num_groups * num_parts <= std::numeric_limits<int32_t>::max(),
-                              "kv_decode_attention: ", num_groups, " groups of heads times ", num_parts,
+  TORCH_CHECK_NOT_IMPLEMENTED(s.num_groups * s.num_parts <= std::numeric_limits<int32_t>::max(),
+                              "kv_decode_attention: ", s.num_groups, " groups of heads times ", s.num_parts,
                               " splits are more than 2^31 blocks");
-
-  const auto floats = t.q.options().dtype(at::kFloat);
-  const int64_t stored_parts = ending == Ending::kParts ? num_parts : 0;
-  const at::Tensor acc = at::empty({num_queries, stored_parts, p.head_dim}, floats);
-  const at::Tensor stats = at::empty({2, num_queries, stored_parts}, floats);
-  // Tiles are copied in chunks of 16 bytes that may start before their first row, but not before the tensor.
-  const at::Tensor k_win = aligned_contiguous(t.k_win);
-  const at::Tensor v_win = aligned_contiguous(t.v_win);
-  const Compressed k{t.k.format, aligned_contiguous(t.k.bitmap), aligned_contiguous(t.k.values),
-                     aligned_contiguous(t.k.scales)};
-  const Compressed v{t.v.format, aligned_contiguous(t.v.bitmap), aligned_contiguous(t.v.values),
-                     aligned_contiguous(t.v.scales)};
-  constexpr double kLog2E = 1.4426950408889634;
-  DecodeParams d{.q = t.q.const_data_ptr(),
-                 .q_type = type,
-                 .k = view_of(k),
-                 .v = view_of(v),
-                 .num_rows = k.bitmap.numel() / k.format.words(),
-                 .num_queries = num_queries,
-                 .comp_len = lengths_of(t.comp_len),
-                 .block_table = lengths_of(t.block_table),
-                 .part_acc = acc.mutable_data_ptr<float>(),
-                 .part_max = stats.mutable_data_ptr<float>(),
-                 .part_sum = stats.mutable_data_ptr<float>() + num_queries * stored_parts,
-                 .capacity = p.capacity,
-                 .split_size = split_size,
-                 .num_heads = static_cast<int>(p.num_heads),
-                 .num_kv_heads = static_cast<int>(p.num_kv_heads),
-                 .head_chunks = static_cast<int>(head_chunks),
-                 .page = static_cast<int>(p.page),
-                 .max_pages = static_cast<int>(p.max_pages),
-                 .num_pages = static_cast<int>(p.num_pages),
-                 .num_splits = static_cast<int>(num_splits),
-                 .num_parts = static_cast<int>(num_parts),
-                 .first_part = 0,
-                 .num_slots = num_slots,
-                 .score_scale = static_cast<float>(p.scale * kLog2E),
-                 .window = {.k = k_win.const_data_ptr(),
-                            .v = v_win.const_data_ptr(),
-                            .len = lengths_of(t.win_len),
-                            .capacity = static_cast<int>(p.window),
-                            .per_split = fused ? static_cast<int>(window_share) : 0,
-                            .bfloat16 = type == QueryType::kBfloat16},
-                 .ending = ending,
-                 .out = out.mutable_data_ptr(),
-                 .lse = lse.mutable_data_ptr<float>(),
-                 .out_type = type};
+  const Operands o(p, t, s);
+  DecodeParams d = params_of(p, t, s, o, out, lse);
+  const int k_bits = o.k.format.bits;
+  const int v_bits = o.v.format.bits;
+  const QueryType type = d.output.type;
 
   dispatch_int<64, 128, 256>("kv_decode_attention", "D", p.head_dim, [&](auto head_dim) {
     constexpr int kHeadDim = decltype(head_dim)::value;
     at::Tensor transformed;
     if (p.hadamard_group > 0) {
-      transformed = at::empty({num_slots, num_queries, p.head_dim}, floats);
+      transformed = at::empty({d.num_slots, d.num_queries, p.head_dim}, t.q.options().dtype(at::kFloat));
       check_launch(
-          launch_transform_query<kHeadDim>(d, num_queries, transformed.mutable_data_ptr<float>(), stream));
-      d.q = transformed.const_data_ptr();
-      d.q_type = QueryType::kFloat;
+          launch_transform_query<kHeadDim>(d, d.num_queries, transformed.mutable_data_ptr<float>(), stream));
+      d.q = {transformed.const_data_ptr(), QueryType::kFloat};
     }
-    if (num_splits > 0 && tiles) {
-      check_launch(launch_decode<kHeadDim>(d, k.format.bits, v.format.bits, type, num_groups, stream));
-    } else if (num_splits > 0) {
-      const GeneralParams general{d, nullptr, nullptr, packed_kind(k.format.bits, type),
-                                  packed_kind(v.format.bits, type)};
-      check_launch(launch_general<kHeadDim>(general, num_groups, stream));
+    if (s.num_splits > 0 && s.tiles) {
+      check_launch(launch_decode<kHeadDim>(d, k_bits, v_bits, type, s.num_groups, stream));
+    } else if (s.num_splits > 0) {
+      const GeneralParams general{d, nullptr, nullptr, packed_kind(k_bits, type), packed_kind(v_bits, type)};
+      check_launch(launch_general<kHeadDim>(general, s.num_groups, stream));
     }
-    if (p.window > 0 && !fused) {
-      GeneralParams window{d, k_win.const_data_ptr(), v_win.const_data_ptr(), dense_kind(type),
-                           dense_kind(type)};
-      window.base.comp_len = lengths_of(t.win_len);
-      window.base.capacity = p.window;
-      window.base.split_size = kWindowSplit;
-      window.base.num_splits = static_cast<int>(num_parts - num_splits);
-      window.base.first_part = static_cast<int>(num_splits);
-      check_launch(launch_general<kHeadDim>(window, num_groups, stream));
+    if (p.window > 0 && !s.fused) {
+      check_launch(launch_general<kHeadDim>(window_params(p, t, s, o, d), s.num_groups, stream));
     }
-    if (ending == Ending::kParts) {
-      check_launch(launch_merge<kHeadDim>(d, num_queries, stream));
+    if (s.ending == Ending::kParts) {
+      check_launch(launch_merge<kHeadDim>(d, d.num_queries, stream));
     }
   });
 }

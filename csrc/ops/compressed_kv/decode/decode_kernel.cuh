@@ -146,6 +146,35 @@ __host__ __device__ constexpr int scratch_bytes(int window_tokens) {
          window_tokens * kHeadsPerBlock * static_cast<int>(sizeof(float));
 }
 
+// The query's fragments, and the sums of this block's share of the window, `window`, if it has one. `scratch`
+// holds scratch_bytes. Every thread of the block must call; the selector tables that were written before are
+// visible after.
+template <typename Tr>
+__device__ __forceinline__ void take_query_and_window(const DecodeParams& p, const Split& s,
+                                                      const EarlyQuery& early, const WindowRows& window_part,
+                                                      unsigned char* memory, WindowPart<Tr::kD>* window,
+                                                      int warp, int num_warps, int lane, Query<Tr>& q) {
+  auto& scratch = *reinterpret_cast<QueryScratch<Tr::kD>*>(memory);
+  auto& window_scores = *reinterpret_cast<WindowScores*>(memory + sizeof(QueryScratch<Tr::kD>));
+  constexpr int kHeads = 4 * Tr::kHeadPairs;
+  stage_query<Tr::kD>(p, s.first_head, s.num_heads, early, scratch);
+  if (window != nullptr) {  // the first warps are those of split_query
+    score_window<kHeads>(p, window_part, scratch.rows, num_warps - 1 - warp, num_warps, lane, window_scores);
+  }
+  if constexpr (Tr::kIntegerKeys) {
+    split_query<kHeads>(warp, num_warps, lane, scratch);
+  }
+  __syncthreads();
+  if (window != nullptr) {
+    weigh_window(p, s, window_part, window_scores, *window);
+  }
+  if constexpr (Tr::kIntegerKeys) {
+    load_integer_query<Tr::kD>(p, Tr::kK == 4 ? 0.0625f : 1.0f, lane, scratch, q);
+  } else {
+    load_half_query<typename Tr::Pair, Tr::kD>(p, lane, scratch, q);
+  }
+}
+
 // Grid: B * H_kv * head_chunks * num_splits, splits innermost; blocks of at most kMaxWarps warps. Shared
 // memory: the selector tables, WindowPart, the chunks of a tile, then num_stages times a stage of each warp
 // and their padding, or BlockMerge where that and the chunks are smaller.
@@ -177,7 +206,7 @@ __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
   __syncthreads();
   const uint32_t chunk_table = device::shared_address(chunks + lane);
   // Tiles before this one are stored where they are counted and do not hold the last row.
-  uint32_t plain_tiles = p.block_table == nullptr ? last_tile : 0;
+  uint32_t plain_tiles = p.tables.block_table == nullptr ? last_tile : 0;
   asm volatile("" : "+r"(plain_tiles));  // kept in a register
   const auto copy = [&](uint32_t to, int tile) {
     auto stored = static_cast<uint32_t>(tile);
@@ -205,40 +234,12 @@ __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
     fill_selectors<Tr::kV>(memory + kSelectorBytes);
   }
   unsigned char* const last_stages = memory + rings + (num_stages - 1) * stage_step;  // still unused
-  auto& scratch = *reinterpret_cast<QueryScratch<Tr::kD>*>(last_stages);
-  auto& window_scores = *reinterpret_cast<WindowScores*>(last_stages + sizeof(QueryScratch<Tr::kD>));
   WindowPart<Tr::kD>* const window =
       p.window.per_split > 0 ? reinterpret_cast<WindowPart<Tr::kD>*>(behind_tables) : nullptr;
-  constexpr int kHeads = 4 * Tr::kHeadPairs;
-  stage_query<Tr::kD>(p, s.first_head, s.num_heads, early, scratch);
-  if (window != nullptr) {  // the first warps are those of split_query
-    score_window<kHeads>(p, window_part, scratch.rows, num_warps - 1 - warp, num_warps, lane, window_scores);
-  }
-  if constexpr (Tr::kIntegerKeys) {
-    split_query<kHeads>(warp, num_warps, lane, scratch);
-  }
-  __syncthreads();
-  if (window != nullptr) {
-    weigh_window(p, s, window_part, window_scores, *window);
-  }
   Query<Tr> q;
-  if constexpr (Tr::kIntegerKeys) {
-    load_integer_query<Tr::kD>(p, Tr::kK == 4 ? 0.0625f : 1.0f, lane, scratch, q);
-  } else {
-    load_half_query<typename Tr::Pair, Tr::kD>(p, lane, scratch, q);
-  }
+  take_query_and_window<Tr>(p, s, early, window_part, last_stages, window, warp, num_warps, lane, q);
   WarpResult<Tr> result;
-#pragma unroll
-  for (int i = 0; i < 2 * Tr::kGroups; ++i) {
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      result.acc[i][c] = 0.0f;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < Tr::kOwnWords; ++i) {
-    result.poison[i] = 0;
-  }
+  clear(result);
   __syncthreads();  // the last stages are free for copies
 
   const TileReader<Tr> reader(p, layout, first_row, memory, lane);

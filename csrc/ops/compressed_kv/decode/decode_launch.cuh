@@ -38,11 +38,11 @@ cudaError_t launch_traits(const DecodeParams& p, int64_t num_groups, cudaStream_
   if (config.shared_bytes > most) {
     return cudaErrorNotSupported;
   }
-  const auto grid = static_cast<unsigned>(num_groups * p.num_splits);
+  const auto grid = static_cast<unsigned>(num_groups * p.splits.launched);
   const LaunchShape shape{.grid = grid,
                           .threads = 32 * config.num_warps,
                           .shared_bytes = config.shared_bytes,
-                          .cluster = p.ending == Ending::kCluster ? p.num_splits : 1};
+                          .cluster = p.output.ending == Ending::kCluster ? p.splits.launched : 1};
   return launch_kernel(decode_kernel<Tr>, shape, stream, p, config.num_stages);
 }
 
@@ -51,7 +51,7 @@ cudaError_t launch_traits(const DecodeParams& p, int64_t num_groups, cudaStream_
 template <int kHeadDim, int kKeyBits, int kValueBits, typename T>
 cudaError_t launch_heads(const DecodeParams& p, int64_t num_groups, cudaStream_t stream) {
   if constexpr (kHeadDim == 128) {
-    if (p.heads_per_kv() <= 4) {
+    if (p.heads.per_kv() <= 4) {
       return launch_traits<DecodeTraits<kHeadDim, kKeyBits, kValueBits, 4, T>>(p, num_groups, stream);
     }
   }

@@ -191,14 +191,14 @@ __device__ __forceinline__ void merge_cluster(const DecodeParams& p, const Split
   __syncwarp();
   device::cluster_sync();
   for (int i = s.index * blockDim.x + threadIdx.x; i < s.num_heads * kHeadDim;
-       i += p.num_splits * blockDim.x) {
+       i += p.splits.launched * blockDim.x) {
     const int head = i / kHeadDim;
     const int channel = i % kHeadDim;
-    const BlockSum sum = sum_blocks(part, p.num_splits, head, channel);
+    const BlockSum sum = sum_blocks(part, p.splits.launched, head, channel);
     const int64_t row = s.first_head + head;
-    store_output(p.out, p.out_type, row * kHeadDim + channel, sum.value, sum.total);
+    store_output(p.output.out, p.output.type, row * kHeadDim + channel, sum.value, sum.total);
     if (channel == 0) {
-      p.lse[row] = log_sum_exp(sum.top, sum.total);
+      p.output.lse[row] = log_sum_exp(sum.top, sum.total);
     }
   }
   __syncwarp();
@@ -218,27 +218,27 @@ __device__ __forceinline__ void finish_block(const DecodeParams& p, const Split&
     const int channel = i % Tr::kD;
     const BlockSum sum = sum_warps(shared, window, poisoned, num_warps, head, channel);
     const int64_t row = s.first_head + head;
-    if (p.ending == Ending::kResult) {
-      store_output(p.out, p.out_type, row * Tr::kD + channel, sum.value, sum.total);
+    if (p.output.ending == Ending::kResult) {
+      store_output(p.output.out, p.output.type, row * Tr::kD + channel, sum.value, sum.total);
       if (channel == 0) {
-        p.lse[row] = log_sum_exp(sum.top, sum.total);
+        p.output.lse[row] = log_sum_exp(sum.top, sum.total);
       }
-    } else if (p.ending == Ending::kCluster) {
+    } else if (p.output.ending == Ending::kCluster) {
       part.acc[head][channel] = sum.value;
       if (channel == 0) {
         part.max[head] = sum.top;
         part.sum[head] = sum.total;
       }
     } else {
-      const int64_t at = row * p.num_parts + p.first_part + s.index;
-      p.part_acc[at * Tr::kD + channel] = sum.value;
+      const int64_t at = row * p.splits.parts + p.splits.first_part + s.index;
+      p.parts.acc[at * Tr::kD + channel] = sum.value;
       if (channel == 0) {
-        p.part_max[at] = sum.top;
-        p.part_sum[at] = sum.total;
+        p.parts.max[at] = sum.top;
+        p.parts.sum[at] = sum.total;
       }
     }
   }
-  if (p.ending == Ending::kCluster) {
+  if (p.output.ending == Ending::kCluster) {
     merge_cluster(p, s, part);
   }
 }

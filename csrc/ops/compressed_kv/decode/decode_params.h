@@ -1,6 +1,8 @@
 // Parameters of the CUDA decode kernels: raw pointers and sizes. Torch-free.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <cstdint>
 
 #include "ops/compressed_kv/format.h"
@@ -44,38 +46,68 @@ enum class Ending {
 };
 constexpr int kMostClusterSplits = 8;  // blocks of a portable cluster
 
+struct QueryView {
+  const void* data;  // [slots, B, H, D]; more than one slot for expanded queries of a group of kv heads
+  QueryType type;
+};
+
+// What is known on the device alone; null where it is not given.
+struct SequenceTables {
+  const int32_t* comp_len;     // [B], tokens of a sequence that count
+  const int32_t* block_table;  // [B, max_pages]
+};
+
+// Sums of the splits for the merge kernel.
+struct PartsView {
+  float* acc;  // [B, H, num_parts, D], not normalised
+  float* max;  // [B, H, num_parts], in units of log2
+  float* sum;  // [B, H, num_parts]
+};
+
+struct HeadCounts {
+  int query;
+  int kv;
+  int chunks;  // blocks for the query heads of one kv head
+
+  __host__ __device__ constexpr int per_kv() const { return query / kv; }
+};
+
+struct PageCounts {
+  int tokens;  // of a page
+  int per_sequence;
+  int all;
+};
+
+struct SplitCounts {
+  int launched;    // by this launch
+  int parts;       // splits of the compressed part, then those of the window
+  int first_part;  // the part that split 0 of this launch writes
+};
+
+struct OutputView {
+  Ending ending;
+  void* out;       // [B, H, D]
+  float* lse;      // [B, H]
+  QueryType type;  // of out
+};
+
 struct DecodeParams {
-  const void* q;  // [slots, B, H, D]; more than one slot for expanded queries of a group of kv heads
-  QueryType q_type;
+  QueryView q;
   RowsView k;
   RowsView v;
-  int64_t num_rows;            // of each compressed tensor
-  int64_t num_queries;         // B * H
-  const int32_t* comp_len;     // [B] or null
-  const int32_t* block_table;  // [B, max_pages] or null
-  float* part_acc;             // [B, H, num_parts, D], not normalised
-  float* part_max;             // [B, H, num_parts], in units of log2
-  float* part_sum;             // [B, H, num_parts]
-  int64_t capacity;            // tokens of a sequence
-  int64_t split_size;          // tokens, a multiple of 16
-  int num_heads;
-  int num_kv_heads;
-  int head_chunks;  // blocks for the query heads of one kv head
-  int page;
-  int max_pages;
-  int num_pages;
-  int num_splits;     // of this launch
-  int num_parts;      // splits of the compressed part, then those of the window
-  int first_part;     // the part that split 0 of this launch writes
+  int64_t num_rows;     // of each compressed tensor
+  int64_t num_queries;  // B * H
+  SequenceTables tables;
+  PartsView parts;
+  int64_t capacity;    // tokens of a sequence
+  int64_t split_size;  // tokens, a multiple of 16
+  HeadCounts heads;
+  PageCounts pages;
+  SplitCounts splits;
   int num_slots;      // kv heads of a group
   float score_scale;  // scale * log2(e)
   WindowView window;  // of the tensor-core kernel
-  Ending ending;
-  void* out;           // [B, H, D]
-  float* lse;          // [B, H]
-  QueryType out_type;  // of out
-
-  constexpr int heads_per_kv() const { return num_heads / num_kv_heads; }
+  OutputView output;
 };
 
 }  // namespace htree::compressed_kv

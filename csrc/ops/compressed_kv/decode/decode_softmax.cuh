@@ -119,4 +119,19 @@ struct WarpResult {
   uint32_t poison[Tr::kOwnWords];
 };
 
+template <typename Tr>
+__device__ __forceinline__ void clear(WarpResult<Tr>& result) {
+#pragma unroll
+  for (int i = 0; i < 2 * Tr::kGroups; ++i) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      result.acc[i][c] = 0.0f;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < Tr::kOwnWords; ++i) {
+    result.poison[i] = 0;
+  }
+}
+
 }  // namespace htree::compressed_kv

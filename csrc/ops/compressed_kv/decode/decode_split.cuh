@@ -20,18 +20,18 @@ struct Split {
 
 __device__ __forceinline__ Split split_of(const DecodeParams& p) {
   Split s;
-  s.index = static_cast<int>(blockIdx.x % p.num_splits);
-  int index = static_cast<int>(blockIdx.x / p.num_splits);
-  const int chunk = index % p.head_chunks;
-  index /= p.head_chunks;
-  s.kv_head = index % p.num_kv_heads;
-  s.sequence = index / p.num_kv_heads;
-  const int heads_per_kv = p.num_heads / p.num_kv_heads;
-  s.first_head = s.sequence * p.num_heads + s.kv_head * heads_per_kv + chunk * kHeadsPerBlock;
+  s.index = static_cast<int>(blockIdx.x % p.splits.launched);
+  int index = static_cast<int>(blockIdx.x / p.splits.launched);
+  const int chunk = index % p.heads.chunks;
+  index /= p.heads.chunks;
+  s.kv_head = index % p.heads.kv;
+  s.sequence = index / p.heads.kv;
+  const int heads_per_kv = p.heads.per_kv();
+  s.first_head = s.sequence * p.heads.query + s.kv_head * heads_per_kv + chunk * kHeadsPerBlock;
   s.num_heads = min(kHeadsPerBlock, heads_per_kv - chunk * kHeadsPerBlock);
   int64_t length = p.capacity;
-  if (p.comp_len != nullptr) {
-    length = min(length, static_cast<int64_t>(max(p.comp_len[s.sequence], 0)));
+  if (p.tables.comp_len != nullptr) {
+    length = min(length, static_cast<int64_t>(max(p.tables.comp_len[s.sequence], 0)));
   }
   s.begin = min(s.index * p.split_size, length);
   s.end = min(s.begin + p.split_size, length);
@@ -41,20 +41,22 @@ __device__ __forceinline__ Split split_of(const DecodeParams& p) {
 // Where the rows of a split begin. Tiles count from there: those of a page from the start of the tensors,
 // because pages hold whole tiles.
 __device__ __forceinline__ int64_t first_row_of(const DecodeParams& p, const Split& s) {
-  return p.block_table != nullptr
+  return p.tables.block_table != nullptr
              ? 0
-             : (static_cast<int64_t>(s.sequence) * p.num_kv_heads + s.kv_head) * p.capacity + s.begin;
+             : (static_cast<int64_t>(s.sequence) * p.heads.kv + s.kv_head) * p.capacity + s.begin;
 }
 inline __device__ __noinline__ uint32_t paged_tile(const DecodeParams& p, int sequence, int kv_head,
                                                    int64_t token) {
-  const int in_sequence = static_cast<int>(token / p.page);
-  const int page = p.block_table[static_cast<int64_t>(sequence) * p.max_pages + in_sequence];
-  const int64_t known = min(max(page, 0), p.num_pages - 1);  // a wrong page must not be an illegal address
-  return static_cast<uint32_t>(((known * p.num_kv_heads + kv_head) * p.page + token % p.page) / kTileRows);
+  const int in_sequence = static_cast<int>(token / p.pages.tokens);
+  const int page = p.tables.block_table[static_cast<int64_t>(sequence) * p.pages.per_sequence + in_sequence];
+  const int64_t known = min(max(page, 0), p.pages.all - 1);  // a wrong page must not be an illegal address
+  return static_cast<uint32_t>(((known * p.heads.kv + kv_head) * p.pages.tokens + token % p.pages.tokens) /
+                               kTileRows);
 }
 // Where tile `tile` of the split is stored.
 __device__ __forceinline__ uint32_t stored_tile(const DecodeParams& p, const Split& s, int tile) {
-  return p.block_table == nullptr ? tile : paged_tile(p, s.sequence, s.kv_head, s.begin + tile * kTileRows);
+  return p.tables.block_table == nullptr ? tile
+                                         : paged_tile(p, s.sequence, s.kv_head, s.begin + tile * kTileRows);
 }
 
 }  // namespace htree::compressed_kv

@@ -44,7 +44,7 @@ __device__ __forceinline__ WindowRows window_rows(const DecodeParams& p, const S
     length = min(length, max(window.len[s.sequence], 0));
   }
   const int begin = min(s.index * window.per_split, length);
-  const int64_t row = static_cast<int64_t>(s.sequence) * p.num_kv_heads + s.kv_head;
+  const int64_t row = static_cast<int64_t>(s.sequence) * p.heads.kv + s.kv_head;
   return {row * window.capacity + begin, min(window.per_split, length - begin)};
 }
 

@@ -65,13 +65,13 @@ __device__ __forceinline__ void load_channels(const RowsView& rows, const void* 
 __device__ __forceinline__ int64_t row_of_token(const GeneralParams& p, int sequence, int kv_head,
                                                 int64_t token) {
   const DecodeParams& d = p.base;
-  if (d.block_table == nullptr || is_dense(p.k_kind)) {
-    return (static_cast<int64_t>(sequence) * d.num_kv_heads + kv_head) * d.capacity + token;
+  if (d.tables.block_table == nullptr || is_dense(p.k_kind)) {
+    return (static_cast<int64_t>(sequence) * d.heads.kv + kv_head) * d.capacity + token;
   }
-  const int page =
-      d.block_table[static_cast<int64_t>(sequence) * d.max_pages + static_cast<int>(token / d.page)];
-  const int64_t known = min(max(page, 0), d.num_pages - 1);
-  return (known * d.num_kv_heads + kv_head) * d.page + token % d.page;
+  const int page = d.tables.block_table[static_cast<int64_t>(sequence) * d.pages.per_sequence +
+                                        static_cast<int>(token / d.pages.tokens)];
+  const int64_t known = min(max(page, 0), d.pages.all - 1);
+  return (known * d.heads.kv + kv_head) * d.pages.tokens + token % d.pages.tokens;
 }
 
 template <int kHeadDim>
@@ -81,6 +81,36 @@ struct GeneralShared {
   float max[kWarps][kHeadsPerBlock];
   float sum[kWarps][kHeadsPerBlock];
 };
+
+// The sums of the warps of a block, in their order, as split `split` of heads `first_head` to first_head +
+// num_heads - 1. Every thread of the block must call.
+template <int kHeadDim>
+__device__ __forceinline__ void store_part(const GeneralShared<kHeadDim>& shared, const DecodeParams& d,
+                                           int first_head, int num_heads, int split) {
+  using Shared = GeneralShared<kHeadDim>;
+  for (int i = threadIdx.x; i < num_heads * kHeadDim; i += blockDim.x) {
+    const int head = i / kHeadDim;
+    float top = device::negative_infinity<float>();
+    for (int w = 0; w < Shared::kWarps; ++w) {
+      top = fmaxf(top, shared.max[w][head]);
+    }
+    float total = 0;
+    float value = 0;
+    for (int w = 0; w < Shared::kWarps; ++w) {
+      const float own = shared.max[w][head];
+      const float factor = part_factor(own, top);
+      total += shared.sum[w][head] * factor;
+      value += shared.acc[w][head][i % kHeadDim] * factor;
+    }
+    const int64_t out =
+        (first_head + head) * static_cast<int64_t>(d.splits.parts) + d.splits.first_part + split;
+    d.parts.acc[out * kHeadDim + i % kHeadDim] = value;
+    if (i % kHeadDim == 0) {
+      d.parts.max[out] = top;
+      d.parts.sum[out] = total;
+    }
+  }
+}
 
 // Grid: B * H_kv * head_chunks * num_splits, splits innermost; blocks of GeneralShared::kWarps warps.
 // comp_len, capacity and split_size are those of the part that is attended.
@@ -93,17 +123,17 @@ __global__ void __launch_bounds__(32 * GeneralShared<kHeadDim>::kWarps)
   const DecodeParams& d = p.base;
   const int lane = threadIdx.x & 31;
   const int warp = threadIdx.x >> 5;
-  const int split = static_cast<int>(blockIdx.x % d.num_splits);
-  const int group = static_cast<int>(blockIdx.x / d.num_splits);
-  const int chunk = group % d.head_chunks;
-  const int kv_head = group / d.head_chunks % d.num_kv_heads;
-  const int sequence = group / d.head_chunks / d.num_kv_heads;
-  const int heads_per_kv = d.num_heads / d.num_kv_heads;
-  const int first_head = sequence * d.num_heads + kv_head * heads_per_kv + chunk * kHeadsPerBlock;
+  const int split = static_cast<int>(blockIdx.x % d.splits.launched);
+  const int group = static_cast<int>(blockIdx.x / d.splits.launched);
+  const int chunk = group % d.heads.chunks;
+  const int kv_head = group / d.heads.chunks % d.heads.kv;
+  const int sequence = group / d.heads.chunks / d.heads.kv;
+  const int heads_per_kv = d.heads.per_kv();
+  const int first_head = sequence * d.heads.query + kv_head * heads_per_kv + chunk * kHeadsPerBlock;
   const int num_heads = min(kHeadsPerBlock, heads_per_kv - chunk * kHeadsPerBlock);
   int64_t length = d.capacity;
-  if (d.comp_len != nullptr) {
-    length = min(length, static_cast<int64_t>(max(d.comp_len[sequence], 0)));
+  if (d.tables.comp_len != nullptr) {
+    length = min(length, static_cast<int64_t>(max(d.tables.comp_len[sequence], 0)));
   }
   const int64_t begin = min(split * d.split_size, length);
   const int64_t end = min(begin + d.split_size, length);
@@ -170,27 +200,7 @@ __global__ void __launch_bounds__(32 * GeneralShared<kHeadDim>::kWarps)
     }
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < num_heads * kHeadDim; i += blockDim.x) {
-    const int head = i / kHeadDim;
-    float top = device::negative_infinity<float>();
-    for (int w = 0; w < Shared::kWarps; ++w) {
-      top = fmaxf(top, shared.max[w][head]);
-    }
-    float total = 0;
-    float value = 0;
-    for (int w = 0; w < Shared::kWarps; ++w) {
-      const float own = shared.max[w][head];
-      const float factor = part_factor(own, top);
-      total += shared.sum[w][head] * factor;
-      value += shared.acc[w][head][i % kHeadDim] * factor;
-    }
-    const int64_t out = (first_head + head) * static_cast<int64_t>(d.num_parts) + d.first_part + split;
-    d.part_acc[out * kHeadDim + i % kHeadDim] = value;
-    if (i % kHeadDim == 0) {
-      d.part_max[out] = top;
-      d.part_sum[out] = total;
-    }
-  }
+  store_part(shared, d, first_head, num_heads, split);
 }
 
 // out [rows, D] and lse [rows] from the parts in their order. Grid: rows; blocks of D threads.
@@ -250,21 +260,22 @@ __global__ void __launch_bounds__(kHeadDim)
 
 template <int kHeadDim>
 cudaError_t launch_general(const GeneralParams& p, int64_t num_groups, cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>(num_groups * p.base.num_splits);
+  const auto blocks = static_cast<unsigned>(num_groups * p.base.splits.launched);
   return launch_kernel(general_kernel<kHeadDim>, {blocks, 32 * GeneralShared<kHeadDim>::kWarps}, stream, p);
 }
 
 template <int kHeadDim>
 cudaError_t launch_merge(const DecodeParams& p, int64_t num_rows, cudaStream_t stream) {
   return launch_kernel(merge_parts_kernel<kHeadDim>, {static_cast<unsigned>(num_rows), kHeadDim}, stream,
-                       p.part_acc, p.part_max, p.part_sum, p.num_parts, p.out_type, p.out, p.lse);
+                       p.parts.acc, p.parts.max, p.parts.sum, p.splits.parts, p.output.type, p.output.out,
+                       p.output.lse);
 }
 
 template <int kHeadDim>
 cudaError_t launch_transform_query(const DecodeParams& p, int64_t num_rows, float* to, cudaStream_t stream) {
   const float factor = static_cast<float>(1.0 / std::sqrt(static_cast<double>(kHeadDim) * p.num_slots));
   return launch_kernel(transform_query_kernel<kHeadDim>, {static_cast<unsigned>(num_rows), kHeadDim}, stream,
-                       p.q, p.q_type, p.num_heads, p.heads_per_kv(), p.num_slots, factor, to);
+                       p.q.data, p.q.type, p.heads.query, p.heads.per_kv(), p.num_slots, factor, to);
 }
 
 }  // namespace htree::compressed_kv

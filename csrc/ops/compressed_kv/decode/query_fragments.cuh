@@ -25,7 +25,7 @@ __device__ __forceinline__ float load_query(const void* q, QueryType type, int64
   }
 }
 __device__ __forceinline__ float load_query(const DecodeParams& p, int64_t index) {
-  return load_query(p.q, p.q_type, index);
+  return load_query(p.q.data, p.q.type, index);
 }
 
 constexpr float kQuerySteps = 127 * 256;
