@@ -160,6 +160,21 @@ __global__ void __launch_bounds__(Tr::kBlock, Tr::min_blocks(false))
   }
 }
 
+// dn: the gradient dy of the rotated rows, rotated back.
+template <typename Tr, typename A>
+__device__ __forceinline__ void rotate_back(const Rotation<A, Tr::kPack>& rotation,
+                                            const Pack<typename Tr::T, Tr::kPack> (&dy)[Tr::kPairs][2],
+                                            A (&dn)[Tr::kPairs][2][Tr::kPack]) {
+#pragma unroll
+  for (int pair = 0; pair < Tr::kPairs; ++pair) {
+#pragma unroll
+    for (int i = 0; i < Tr::kPack; ++i) {
+      rotation.transposed(i, device::to_acc(dy[pair][0][i]), device::to_acc(dy[pair][1][i]), dn[pair][0][i],
+                          dn[pair][1][i]);
+    }
+  }
+}
+
 // dn = transposed rotation of dy; dx = r w dn - x r^3 / width sum(dn w x); dw = sum over rows of dn x r. Each
 // thread sums dw of its own columns over the rows of its block.
 template <typename Tr>
@@ -206,14 +221,7 @@ __global__ void __launch_bounds__(Tr::kBlock, Tr::min_blocks(true))
       pipeline.take(0, index.of(p.dy), columns, dy);
       pipeline.take(1, index.of(p.x), columns, x);
       pipeline.release();
-#pragma unroll
-      for (int pair = 0; pair < Tr::kPairs; ++pair) {
-#pragma unroll
-        for (int i = 0; i < Tr::kPack; ++i) {
-          rotation.transposed(i, device::to_acc(dy[pair][0][i]), device::to_acc(dy[pair][1][i]),
-                              dn[pair][0][i], dn[pair][1][i]);
-        }
-      }
+      rotate_back<Tr>(rotation, dy, dn);
     }
     A sums[2] = {sum_of_squares<Tr>(x), A(0)};
 #pragma unroll

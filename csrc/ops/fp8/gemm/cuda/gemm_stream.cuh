@@ -133,6 +133,23 @@ __device__ __forceinline__ void store_packs(uint4* results, const GemmParams<typ
   }
 }
 
+// One thread: `count` k-blocks from `first` on of the block's rows of a and columns of b.
+template <class Tr>
+__device__ __forceinline__ void load_part(device::GemmRing<typename Tr::Shape>& ring,
+                                          device::RingPlace<Tr::Shape::kStages>& place,
+                                          const GemmStreamMaps& maps, const GemmSizes& sizes, int row,
+                                          int column, int first, int count) {
+  using Shape = typename Tr::Shape;
+  const device::OperandCopy<Tr::kColumns, 1> of_b(maps.b, column, sizes.n);
+  const device::OperandCopy<Tr::kRows, 1> of_a(maps.a, row, sizes.m);
+  device::fill_ring<Shape>(ring, place, count, of_a.bytes + of_b.bytes,
+                           [&](uint8_t* b, uint8_t* a, int block_idx, device::Barrier* full) {
+                             const int k = (first + block_idx) * Shape::kBlockK;
+                             of_b.start(b, k, full, device::kEvictFirst);
+                             of_a.start(a, k, full, device::kEvictLast);
+                           });
+}
+
 template <class Tr>
 __global__ void __launch_bounds__(Tr::kThreads, 1)
     gemm_stream_kernel(const __grid_constant__ GemmStreamMaps maps, const GemmParams<typename Tr::Out> p,
@@ -171,14 +188,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   device::RingPlace<Shape::kStages> place;
   if (warp == Tr::kMultipliers / 32) {
     if (lane == 0) {
-      const device::OperandCopy<Tr::kColumns, 1> of_b(maps.b, column, p.sizes.n);
-      const device::OperandCopy<Tr::kRows, 1> of_a(maps.a, row, p.sizes.m);
-      device::fill_ring<Shape>(ring, place, count, of_a.bytes + of_b.bytes,
-                               [&](uint8_t* b, uint8_t* a, int block_idx, device::Barrier* full) {
-                                 const int k = (first_block + block_idx) * Shape::kBlockK;
-                                 of_b.start(b, k, full, device::kEvictFirst);
-                                 of_a.start(a, k, full, device::kEvictLast);
-                               });
+      load_part<Tr>(ring, place, maps, p.sizes, row, column, first_block, count);
     }
     __syncwarp();
     if constexpr (Tr::kParts > 1) {

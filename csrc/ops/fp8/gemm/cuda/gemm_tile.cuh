@@ -147,6 +147,44 @@ __device__ __forceinline__ void skip_blocks(device::GemmRing<Shape>& ring,
   }
 }
 
+// A warpgroup scales and stores its sums of a tile whose columns begin at `column`, its own rows at
+// `group_row`.
+template <class Tr>
+__device__ __forceinline__ void finish_tile(typename Tr::Shared& shared, const device::TileWork& work,
+                                            const GemmTileArguments<typename Tr::Out>& p,
+                                            const CUtensorMap& map_c, int warpgroup, int group_row,
+                                            int column, const ScaleFactors (&by_row)[2 * Tr::kHalves],
+                                            const ColumnFactors<Tr::kColumns>* by_column, bool has_second,
+                                            float (&sum)[Tr::kHalves][Tr::kColumns / 2]) {
+  const int warp_in_group = static_cast<int>(threadIdx.x / 32 % 4);
+  const int first_row = group_row + warp_in_group * 16;
+  if constexpr (Tr::kTransposes) {
+    apply_scales<Tr::kColumns>(by_row[0], by_row[1], by_column, has_second, 0, sum[0]);
+    store_columns<typename Tr::Store, Tr::kColumns>(shared.store[warpgroup].results, map_c, p, column,
+                                                    group_row, 1 + warpgroup, sum[0]);
+  } else {
+    auto& stage = shared.store[warpgroup * 4 + warp_in_group];
+    if constexpr (Tr::kParts > 1) {
+      if (work.shared) {
+        const int rank = static_cast<int>(blockIdx.x) % 2;
+        const int from = rank * Tr::kOwnColumns;
+        float own[Tr::kShare];
+        share_sums<Tr>(shared, rank, warpgroup, sum[0], own);
+        apply_scales<Tr::kOwnColumns>(by_row[0], by_row[1], by_column, has_second, from, own);
+        store_rows<typename Tr::OwnStore, Tr::kOwnColumns>(stage.own, map_c, p, first_row, column + from,
+                                                           own);
+        return;
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < Tr::kHalves; ++half) {
+      apply_scales<Tr::kColumns>(by_row[2 * half], by_row[2 * half + 1], by_column, has_second, 0, sum[half]);
+      store_rows<typename Tr::Store, Tr::kColumns>(stage.results, map_c, p, first_row + half * 64, column,
+                                                   sum[half]);
+    }
+  }
+}
+
 template <class Tr>
 __device__ __forceinline__ void multiply_tiles(typename Tr::Shared& shared, const device::TileOrder& order,
                                                const GemmTileArguments<typename Tr::Out>& p,
@@ -227,32 +265,7 @@ __device__ __forceinline__ void multiply_tiles(typename Tr::Shared& shared, cons
       slot ^= 1;
       has_second = device::named_barrier_any(1 + warpgroup, 128, has_second);
     }
-    if constexpr (Tr::kTransposes) {
-      apply_scales<Tr::kColumns>(by_row[0], by_row[1], by_column, has_second, 0, sum[0]);
-      store_columns<typename Tr::Store, Tr::kColumns>(shared.store[warpgroup].results, map_c, p, column,
-                                                      group_row, 1 + warpgroup, sum[0]);
-    } else {
-      auto& stage = shared.store[warpgroup * 4 + warp_in_group];
-      if constexpr (Tr::kParts > 1) {
-        if (work.shared) {
-          const int rank = static_cast<int>(blockIdx.x) % 2;
-          const int from = rank * Tr::kOwnColumns;
-          float own[Tr::kShare];
-          share_sums<Tr>(shared, rank, warpgroup, sum[0], own);
-          apply_scales<Tr::kOwnColumns>(by_row[0], by_row[1], by_column, has_second, from, own);
-          store_rows<typename Tr::OwnStore, Tr::kOwnColumns>(stage.own, map_c, p, first_row, column + from,
-                                                             own);
-          return;
-        }
-      }
-#pragma unroll
-      for (int half = 0; half < Tr::kHalves; ++half) {
-        apply_scales<Tr::kColumns>(by_row[2 * half], by_row[2 * half + 1], by_column, has_second, 0,
-                                   sum[half]);
-        store_rows<typename Tr::Store, Tr::kColumns>(stage.results, map_c, p, first_row + half * 64, column,
-                                                     sum[half]);
-      }
-    }
+    finish_tile<Tr>(shared, work, p, map_c, warpgroup, group_row, column, by_row, by_column, has_second, sum);
   });
   if (lane == 0) {
     Tr::Store::finish();
