@@ -138,9 +138,9 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
   for (const auto& stream : htree::fp8::kGemmStreams) {
     gemm.push_back(htree::fp8::describe(htree::fp8::config_of_stream(stream)));
   }
-  for (bool library : {true, false}) {
+  for (bool cublas : {true, false}) {
     gemm.push_back(htree::fp8::describe(
-        htree::fp8::choose_gemm_config({1, 1, 1, /*multiprocessors=*/132, /*hopper=*/false, library})));
+        htree::fp8::choose_gemm_config({1, 1, 1, /*multiprocessors=*/132, /*hopper=*/false, cublas})));
   }
   auto& norm = rooms["rmsnorm_rope"];
   for (int64_t width = 32; width <= 65536; width *= 2) {
@@ -222,8 +222,8 @@ std::string gated_mlp_forced_config(int64_t block_m, int64_t block_n, int64_t bl
 }
 
 // The kernel of fp8_gemm for c [m, n] and sums of length k, in words.
-std::string fp8_gemm_config(int64_t m, int64_t n, int64_t k, bool hopper, bool library, int multiprocessors) {
-  return htree::fp8::describe(htree::fp8::choose_gemm_config({m, n, k, multiprocessors, hopper, library}));
+std::string fp8_gemm_config(int64_t m, int64_t n, int64_t k, bool hopper, bool cublas, int multiprocessors) {
+  return htree::fp8::describe(htree::fp8::choose_gemm_config({m, n, k, multiprocessors, hopper, cublas}));
 }
 
 // The path and chunks of one attention call on a GPU of that capability and shared memory per block.
@@ -289,7 +289,7 @@ PYBIND11_MODULE(_host, module) {
              py::arg("BLOCK_K"), py::arg("num_warps"), py::arg("num_stages"),
              "The kernel that a tuple of the tuning space names. ValueError where none is compiled.");
   module.def("fp8_gemm_config", &fp8_gemm_config, py::arg("m"), py::arg("n"), py::arg("k") = 4096,
-             py::arg("hopper") = true, py::arg("library") = true, py::arg("multiprocessors") = 132,
+             py::arg("hopper") = true, py::arg("cublas") = true, py::arg("multiprocessors") = 132,
              "The kernel that fp8_gemm takes for a result [m, n] and sums of length k.");
   module.def("tree_attention_config", &tree_attention_config, py::arg("sizes"), py::arg("half_dtype"),
              py::arg("compression_rate") = 16, py::arg("max_top_nodes") = 8192, py::arg("top_k") = 512,

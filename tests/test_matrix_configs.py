@@ -141,13 +141,13 @@ def test_the_cases_reach_every_tile_of_gated_mlp() -> None:
             "tile: 96 rows x 128 columns, fp32 sums every 128, groups of 16, 7 stages, clusters of 2",
         ),
         (512, {"n": 512, "k": 32768}, "stream: 64 rows"),
-        (64, {"n": 512, "k": 32768}, "library"),
-        (16, {"n": 128, "k": 65536}, "library"),
-        (16, {"n": 128, "k": 65536, "library": False}, "stream: 16 rows"),
+        (64, {"n": 512, "k": 32768}, "cublas"),
+        (16, {"n": 128, "k": 65536}, "cublas"),
+        (16, {"n": 128, "k": 65536, "cublas": False}, "stream: 16 rows"),
         (4096, {"n": 2112, "k": 7168}, "tile: 120 rows x 192 columns"),
         (8192, {"n": 8192, "k": 8192}, "tile: 128 rows x 192 columns"),
-        (4096, {"hopper": False}, "library"),
-        (4096, {"hopper": False, "library": False}, "half"),
+        (4096, {"hopper": False}, "cublas"),
+        (4096, {"hopper": False, "cublas": False}, "half"),
     ],
 )
 def test_fp8_gemm(m: int, options: dict[str, bool], words: str) -> None:
@@ -156,7 +156,7 @@ def test_fp8_gemm(m: int, options: dict[str, bool], words: str) -> None:
 
 def kernel_of(m: int, n: int, k: int) -> str:
     """What tells the kernels apart: shape, stages, clusters, parts and orientation."""
-    words = _host.fp8_gemm_config(m, n, k, library=False).split(", ")
+    words = _host.fp8_gemm_config(m, n, k, cublas=False).split(", ")
     return " ".join([words[0], *words[3:]])
 
 

@@ -32,7 +32,7 @@ inline bool hopper_kernels_compiled() {
 
 }  // namespace device
 
-// Of the current device. The library is asked once, by the first call on an sm_90 device: another device of
+// Of the current device. This library is asked once, by the first call on an sm_90 device: another device of
 // the process must not answer for it.
 inline bool has_hopper_kernels() {
   const cudaDeviceProp* properties = at::cuda::getCurrentDeviceProperties();

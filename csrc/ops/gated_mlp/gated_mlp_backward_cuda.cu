@@ -1,5 +1,5 @@
 // CUDA entry point of the backward: the elementwise part in one kernel, the products by kernels of
-// gated_mlp_gradient.cuh or by the library.
+// cuda/gated_mlp_gradient.cuh or by cuBLAS.
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>

@@ -11,7 +11,7 @@
 
 namespace htree::gated_mlp {
 
-// kComposed: two matrix products of the library in fp32 and one elementwise kernel. kStream: rows of x are
+// kComposed: two matrix products of cuBLAS in fp32 and one elementwise kernel. kStream: rows of x are
 // the n side of products, 64 columns per block, weights read once (gated_mlp_stream.cuh). kTile: `rows` x
 // `columns` per block (gated_mlp_tile.cuh).
 enum class Kernel : int { kComposed, kStream, kTile };
@@ -76,9 +76,9 @@ inline constexpr TileKernel kTiles[] = {
     {{Kernel::kTile, 128, 128, 4, 2}, 2.6, 0.804},
 };
 
-// In how many turns `workers`, blocks or clusters, take all tiles. The blocks of clusters share the k of the
+// In how many waves `workers`, blocks or clusters, take all tiles. The blocks of clusters share the k of the
 // last tiles where no more than half of the clusters would have one.
-inline double turns_of_tiles(int64_t tiles, int64_t workers, bool sharing) {
+inline double waves_of_tiles(int64_t tiles, int64_t workers, bool sharing) {
   const int64_t rest = tiles % workers;
   const bool shares = sharing && rest > 0 && 2 * rest <= workers;
   return static_cast<double>(tiles / workers) + (shares ? 0.5 : rest > 0 ? 1.0 : 0.0);
@@ -88,8 +88,8 @@ inline double tile_time(const TileKernel& kernel, const Facts& f) {
   const KernelConfig& c = kernel.config;
   const int64_t tiles = ceil_div(f.rows, c.rows * c.cluster) * ceil_div(f.inner, c.columns);
   const int64_t workers = std::max(1, f.multiprocessors / c.cluster);
-  const double turns = turns_of_tiles(tiles, workers, c.cluster == 2 && f.hidden > 64 && tiles > workers);
-  return kernel.per_launch + turns * static_cast<double>(ceil_div(f.hidden, 64)) * kernel.per_block;
+  const double waves = waves_of_tiles(tiles, workers, c.cluster == 2 && f.hidden > 64 && tiles > workers);
+  return kernel.per_launch + waves * static_cast<double>(ceil_div(f.hidden, 64)) * kernel.per_block;
 }
 
 inline KernelConfig choose_config(const Facts& f) {
@@ -107,7 +107,7 @@ inline KernelConfig choose_config(const Facts& f) {
   return best->config;
 }
 
-// ---- the products of the backward: kernels of gated_mlp_gradient.cuh, or the library's
+// ---- the products of the backward: kernels of cuda/gated_mlp_gradient.cuh, or cuBLAS
 
 // Tiles of those kernels, of a cluster.
 inline constexpr int kGradientRows = 256;
@@ -123,29 +123,29 @@ inline bool fuses_weight_gradients(const Facts& f) {
   return has_gradient_kernels(f);
 }
 
-// dx, a long sum with few tiles where rows and hidden are small: the library splits it further.
+// dx, a long sum with few tiles where rows and hidden are small: cuBLAS splits it further.
 inline bool fuses_input_gradient(const Facts& f) {
   if (!has_gradient_kernels(f)) {
     return false;
   }
-  constexpr double kPerBlock = 0.713;           // of k
-  constexpr double kLibraryLaunches = 12.4;     // two products in fp32 and the rounding of their sum
-  constexpr double kLibraryOperations = 670e6;  // per microsecond
-  constexpr double kLibraryBytes = 3.65e6;      // of the weights, per microsecond
+  constexpr double kPerBlock = 0.713;          // of k
+  constexpr double kCublasLaunches = 12.4;     // two products in fp32 and the rounding of their sum
+  constexpr double kCublasOperations = 670e6;  // per microsecond
+  constexpr double kCublasBytes = 3.65e6;      // of the weights, per microsecond
   const int64_t tiles = ceil_div(f.rows, kGradientRows) * ceil_div(f.hidden, kGradientColumns);
   const int64_t clusters = std::max(1, f.multiprocessors / 2);
   const double fused =
-      turns_of_tiles(tiles, clusters, true) * 2.0 * static_cast<double>(ceil_div(f.inner, 64)) * kPerBlock;
+      waves_of_tiles(tiles, clusters, true) * 2.0 * static_cast<double>(ceil_div(f.inner, 64)) * kPerBlock;
   const double weights = static_cast<double>(f.inner) * static_cast<double>(f.hidden);
-  const double library =
-      kLibraryLaunches +
-      std::max(4 * static_cast<double>(f.rows) * weights / kLibraryOperations, 4 * weights / kLibraryBytes);
-  return fused <= library;
+  const double cublas =
+      kCublasLaunches +
+      std::max(4 * static_cast<double>(f.rows) * weights / kCublasOperations, 4 * weights / kCublasBytes);
+  return fused <= cublas;
 }
 
 inline std::string describe(const KernelConfig& c) {
   if (c.kernel == Kernel::kComposed) {
-    return "composed: two library products, one elementwise kernel";
+    return "composed: two products of cuBLAS, one elementwise kernel";
   }
   return std::string(c.kernel == Kernel::kStream ? "stream" : "tile") + ": " + std::to_string(c.rows) +
          " rows x " + std::to_string(c.columns) + " columns, " + std::to_string(c.stages) +
@@ -153,7 +153,7 @@ inline std::string describe(const KernelConfig& c) {
 }
 
 inline std::string describe_gradient(bool fuses) {
-  return fuses ? "tile: 128 rows x 256 columns, 4 stages, clusters of 2" : "the library's products";
+  return fuses ? "tile: 128 rows x 256 columns, 4 stages, clusters of 2" : "products of cuBLAS";
 }
 
 }  // namespace htree::gated_mlp

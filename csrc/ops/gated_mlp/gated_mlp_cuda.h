@@ -16,14 +16,14 @@
 
 namespace htree::gated_mlp {
 
-// The library's products must see the dtypes they are given.
+// cuBLAS must see the dtypes it is given.
 using WithoutAutocast = c10::impl::ExcludeDispatchKeyGuard;
 
 inline bool is_half(const at::Tensor& x) {
   return x.scalar_type() != at::kFloat;
 }
 
-// a b in fp32: the half types without a rounding between, fp32 by the library's own rules (allow_tf32).
+// a b in fp32: the half types without a rounding between, fp32 by torch's own rules (allow_tf32).
 inline at::Tensor product(const at::Tensor& a, const at::Tensor& b) {
   return is_half(a) ? at::mm(a, b, at::kFloat) : at::mm(a, b);
 }

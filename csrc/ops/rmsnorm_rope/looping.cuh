@@ -95,8 +95,8 @@ __global__ void __launch_bounds__(Tr::kBlock)
   // A thread meets the same columns in every row, so the block's sums need no exchange.
   A* const dw = p.dw_blocks == nullptr ? nullptr : p.dw_blocks + int64_t{blockIdx.x} * p.shape.width;
 
-  for (uint32_t turn = 0; turn < rows.count_of_block(); ++turn) {
-    const RowIndex index(rows, rows.first_of_block() + turn);
+  for (uint32_t i_row = 0; i_row < rows.count_of_block(); ++i_row) {
+    const RowIndex index(rows, rows.first_of_block() + i_row);
     const T* const dy = index.of(p.dy);
     const T* const x = index.of(p.x);
     // f(column, x, dn, w) of both halves of every pair
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(Tr::kBlock)
         sums[1] += dn[i] * w[i] * value;
       }
     });
-    row_sums<Tr>(sums, scratch[turn % 2]);
+    row_sums<Tr>(sums, scratch[i_row % 2]);
     const A inverse_width = A(1) / static_cast<A>(p.shape.width);
     const A scale = reciprocal_root(sums[0] * inverse_width + static_cast<A>(p.shape.eps));
     const A shrink = sums[1] * scale * inverse_width * scale * scale;
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(Tr::kBlock)
         const A value = device::to_acc(x_pack[i]);
         out[i] = device::from_acc<T>(dn[i] * w[i] * scale - value * shrink);
         if (dw != nullptr) {
-          const A before = turn == 0 ? A(0) : dw[column + i];
+          const A before = i_row == 0 ? A(0) : dw[column + i];
           dw[column + i] = before + dn[i] * (value * scale);
         }
       }

@@ -17,25 +17,25 @@ struct GemmFacts {
   int64_t n;
   int64_t k;
   int multiprocessors;
-  bool hopper;   // sm_90 with its kernels compiled
-  bool library;  // cuBLASLt takes the dtypes, sizes, layouts and scales
+  bool hopper;  // sm_90 with its kernels compiled
+  bool cublas;  // cuBLASLt takes the dtypes, sizes, layouts and scales
 };
 
-// Microseconds on an H200 as graph replays show them; what decides is their order. turn_us: per tile or block
+// Microseconds on an H200 as graph replays show them; what decides is their order. wave_us: per tile or block
 // that a multiprocessor takes, block_us: per k-block of 128 where few multiprocessors are at work. With all
 // of them it is `contention` of that more.
 struct GemmCost {
-  double turn_us;
+  double wave_us;
   double block_us;
   double contention;
 };
 
 // kTransposed: columns of c are the 64-row side of the products. kMulticast: the same in clusters of two,
 // which take neighbouring rows of c and copy the columns of b once for both. kShared: the blocks of a cluster
-// share the tiles of a last turn that would leave half of them idle, which costs exchange_us.
+// share the tiles of a last wave that would leave half of them idle, which costs exchange_us.
 enum class TileKind : int { kPlain, kTransposed, kMulticast, kShared };
 
-// What decides between tiles is how many turns they make for the multiprocessors, so there are many.
+// What decides between tiles is how many waves they make over the multiprocessors, so there are many.
 struct GemmTile {
   TileKind kind;
   int rows;     // of c
@@ -130,7 +130,7 @@ inline double bytes_time(const GemmFacts& f, double bytes_per_us) {
   const auto m = static_cast<double>(f.m), n = static_cast<double>(f.n), k = static_cast<double>(f.k);
   return (m * k + n * k + 2 * m * n) / bytes_per_us;
 }
-// For tiles and the library.
+// For tiles and cuBLASLt.
 inline double with_memory(const GemmFacts& f, double time) {
   constexpr double kBytesPerUs = 4.0e6;
   return join_fourth(time, kFirstBytesUs + bytes_time(f, kBytesPerUs));
@@ -140,13 +140,13 @@ inline int64_t count_k_blocks(const GemmFacts& f) {
   return ceil_div(f.k, 128);
 }
 
-// One turn, in which the share `at_work` of the multiprocessors takes `k_blocks`.
-inline double turn_time(const GemmCost& cost, double k_blocks, double at_work) {
-  return cost.turn_us + k_blocks * cost.block_us * (1.0 + cost.contention * std::min(1.0, at_work));
+// One wave, in which the share `at_work` of the multiprocessors takes `k_blocks`.
+inline double wave_time(const GemmCost& cost, double k_blocks, double at_work) {
+  return cost.wave_us + k_blocks * cost.block_us * (1.0 + cost.contention * std::min(1.0, at_work));
 }
 
-// The multiprocessors take the tiles in turns. Pairs that share nothing are as fast as single blocks in one
-// turn, and slightly slower in more. Transposed tiles that lack a third of their rows are slower than this
+// The multiprocessors take the tiles in waves. Pairs that share nothing are as fast as single blocks in one
+// wave, and slightly slower in more. Transposed tiles that lack a third of their rows are slower than this
 // says, and left out. Beyond kUnthrottled operations the chip lowers its clock.
 inline double tile_time(const GemmTile& t, const GemmFacts& f) {
   constexpr double kNever = std::numeric_limits<double>::infinity();
@@ -163,13 +163,13 @@ inline double tile_time(const GemmTile& t, const GemmFacts& f) {
   const double at_work = static_cast<double>(rest) / f.multiprocessors;
   const bool shares =
       t.kind == TileKind::kShared && rest > 0 && 2 * rest <= f.multiprocessors && count_k_blocks(f) >= 2;
-  double time = t.launch_us + static_cast<double>(whole) * turn_time(t.cost, k_blocks, 1.0);
+  double time = t.launch_us + static_cast<double>(whole) * wave_time(t.cost, k_blocks, 1.0);
   if (shares) {
-    time += t.exchange_us + turn_time(t.cost, 0.5 * k_blocks, 2.0 * at_work);
+    time += t.exchange_us + wave_time(t.cost, 0.5 * k_blocks, 2.0 * at_work);
   } else if (t.kind == TileKind::kShared && whole > (rest > 0 ? 0 : 1)) {
     return kNever;
   } else if (rest > 0) {
-    time += turn_time(t.cost, k_blocks, at_work);
+    time += wave_time(t.cost, k_blocks, at_work);
   }
   const double work = operations(f);
   const double throttling = work > kUnthrottled ? 1.0 + kThrottling * (1.0 - kUnthrottled / work) : 1.0;
@@ -180,7 +180,7 @@ inline int64_t count_blocks(const GemmStream& s, const GemmFacts& f) {
   return ceil_div(f.m, s.rows) * ceil_div(f.n, 64) * s.parts;
 }
 
-// At least two k-blocks for each part. Where two blocks share a multiprocessor, a single turn, and no row of
+// At least two k-blocks for each part. Where two blocks share a multiprocessor, a single wave, and no row of
 // zeros too many: up to 64 rows tiles are faster than blocks of 80.
 inline bool stream_takes(const GemmStream& s, const GemmFacts& f) {
   const int64_t blocks = count_blocks(s, f);
@@ -191,7 +191,7 @@ inline bool stream_takes(const GemmStream& s, const GemmFacts& f) {
   return has_k && in_fours && in_twos;
 }
 
-// The blocks come in turns, each of which waits for its share of the bytes: a short last one leaves the
+// The blocks come in waves, each of which waits for its share of the bytes: a short last one leaves the
 // memory idle.
 inline double stream_time(const GemmStream& s, const GemmFacts& f) {
   constexpr double kBytesPerUs = 4.2e6;
@@ -201,22 +201,22 @@ inline double stream_time(const GemmStream& s, const GemmFacts& f) {
   const int64_t rest = blocks % at_once;
   const double k_blocks = static_cast<double>(count_k_blocks(f)) / s.parts;
   const double bytes = bytes_time(f, kBytesPerUs) / static_cast<double>(blocks);  // of a block
-  const auto turn = [&](int64_t count, double first_bytes) {
-    return join_sixth(turn_time(s.cost, k_blocks, static_cast<double>(count) / f.multiprocessors),
+  const auto wave = [&](int64_t count, double first_bytes) {
+    return join_sixth(wave_time(s.cost, k_blocks, static_cast<double>(count) / f.multiprocessors),
                       first_bytes + bytes * static_cast<double>(count));
   };
   if (whole == 0) {
-    return turn(rest, kFirstBytesUs);
+    return wave(rest, kFirstBytesUs);
   }
-  return turn(at_once, kFirstBytesUs) + static_cast<double>(whole - 1) * turn(at_once, 0.0) +
-         (rest > 0 ? turn(rest, 0.0) : 0.0);
+  return wave(at_once, kFirstBytesUs) + static_cast<double>(whole - 1) * wave(at_once, 0.0) +
+         (rest > 0 ? wave(rest, 0.0) : 0.0);
 }
 
-// With its reciprocals of the scales, which are a kernel of their own. The library has kernels of many
+// With its reciprocals of the scales, which are a kernel of their own. cuBLASLt has kernels of many
 // shapes, so that this errs by a tenth both ways; where ours have enough tiles for the device they win all
 // the same. A c of very few tiles costs it a second kernel, or leaves it with few blocks. Beyond kUnthrottled
 // operations the chip lowers its clock.
-inline double library_time(const GemmFacts& f) {
+inline double cublas_time(const GemmFacts& f) {
   constexpr double kReciprocals = 1.4;
   constexpr double kMargin = 1.15;
   constexpr double kUnthrottled = 4e10;
@@ -255,11 +255,11 @@ inline GemmConfig config_of_stream(const GemmStream& s) {
 
 // What the estimates say.
 inline GemmConfig choose_gemm_config(const GemmFacts& f) {
-  GemmConfig best{.kernel = f.library ? GemmKernel::kLibrary : GemmKernel::kHalf};
+  GemmConfig best{.kernel = f.cublas ? GemmKernel::kCublas : GemmKernel::kHalf};
   if (!f.hopper) {
     return best;
   }
-  double least = f.library ? library_time(f) : std::numeric_limits<double>::infinity();
+  double least = f.cublas ? cublas_time(f) : std::numeric_limits<double>::infinity();
   for (const GemmTile& t : kGemmTiles) {
     const double time = tile_time(t, f);
     if (time < least) {

@@ -6,10 +6,10 @@
 
 namespace htree::fp8 {
 
-// kHalf: codes converted to fp16, which holds every one, and the library's fp16 product with fp32 sums.
-// kLibrary: cuBLASLt (gemm_library.h). kStream: rows of a are the n side, 64 columns per block
+// kHalf: codes converted to fp16, which holds every one, and the fp16 product of cuBLAS with fp32 sums.
+// kCublas: cuBLASLt (gemm_cublas.h). kStream: rows of a are the n side, 64 columns per block
 // (gemm_stream.cuh). kTile: persistent tiles (gemm_tile.cuh).
-enum class GemmKernel : int { kHalf, kLibrary, kStream, kTile };
+enum class GemmKernel : int { kHalf, kCublas, kStream, kTile };
 
 struct GemmConfig {
   GemmKernel kernel;
@@ -62,9 +62,9 @@ inline constexpr int kTileGroup = 16;
 inline std::string describe(const GemmConfig& c) {
   switch (c.kernel) {
     case GemmKernel::kHalf:
-      return "half: fp16 product of the library";
-    case GemmKernel::kLibrary:
-      return "library: cuBLASLt";
+      return "half: fp16 product of cuBLAS";
+    case GemmKernel::kCublas:
+      return "cublas: cuBLASLt";
     case GemmKernel::kStream:
     case GemmKernel::kTile:
       break;

@@ -1,4 +1,4 @@
-// The library's product of e4m3 codes, for what library_takes() in gemm_cuda.cu accepts.
+// The product of e4m3 codes by cuBLASLt, for what cublas_takes() in gemm_cuda.cu accepts.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,7 +9,7 @@
 namespace htree::fp8 {
 
 // Writes c = (a b) / (s_a s_b). `overlaps`: the reciprocals of the scales may overlap the kernel in front.
-void library_gemm(const GemmArguments& g, GemmScale a_scale, GemmScale b_scale, const at::Tensor& c,
-                  bool overlaps, cudaStream_t stream);
+void cublas_gemm(const GemmArguments& g, GemmScale a_scale, GemmScale b_scale, const at::Tensor& c,
+                 bool overlaps, cudaStream_t stream);
 
 }  // namespace htree::fp8

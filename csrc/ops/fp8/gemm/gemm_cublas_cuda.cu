@@ -27,7 +27,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kPack = 16 / sizeof(float);  // the library wants each vector of factors on the 16-byte grid
+constexpr int64_t kPack = 16 / sizeof(float);  // cuBLASLt wants each vector of factors on the 16-byte grid
 
 void check(cublasStatus_t status, const char* what) {
   TORCH_CHECK(status == CUBLAS_STATUS_SUCCESS, "fp8_gemm: ", what, " failed with cuBLAS status ",
@@ -44,7 +44,7 @@ using Layout = Owned<cublasLtMatrixLayout_t, cublasLtMatrixLayoutDestroy>;
 using Operation = Owned<cublasLtMatmulDesc_t, cublasLtMatmulDescDestroy>;
 using Preference = Owned<cublasLtMatmulPreference_t, cublasLtMatmulPreferenceDestroy>;
 
-// Column-major, as the library sees it.
+// Column-major, as cuBLASLt sees it.
 Layout make_layout(cudaDataType_t type, int64_t rows, int64_t columns, int64_t pitch) {
   cublasLtMatrixLayout_t layout = nullptr;
   check(cublasLtMatrixLayoutCreate(&layout, type, static_cast<uint64_t>(rows), static_cast<uint64_t>(columns),
@@ -78,7 +78,7 @@ cudaDataType_t output_type(at::ScalarType dtype) {
   return dtype == at::kHalf ? CUDA_R_16F : dtype == at::kBFloat16 ? CUDA_R_16BF : CUDA_R_32F;
 }
 
-// All that the library's choice depends on.
+// All that the choice of cuBLASLt depends on.
 struct Problem {
   c10::DeviceIndex device;
   at::ScalarType output;
@@ -100,9 +100,10 @@ struct Layouts {
 
 using Algorithm = std::optional<cublasLtMatmulAlgo_t>;
 
-// The library's first choice among the kernels that do without a workspace; none where it has no such kernel.
-Algorithm ask_library(cublasLtHandle_t handle, const Problem& p, const Operation& operation,
-                      const Layouts& layouts) {
+// The first choice of cuBLASLt among the kernels that do without a workspace; none where it has no such
+// kernel.
+Algorithm ask_cublas(cublasLtHandle_t handle, const Problem& p, const Operation& operation,
+                     const Layouts& layouts) {
   cublasLtMatmulPreference_t wishes = nullptr;
   check(cublasLtMatmulPreferenceCreate(&wishes), "cublasLtMatmulPreferenceCreate");
   const Preference preference(wishes);
@@ -141,10 +142,10 @@ Algorithm algorithm_for(cublasLtHandle_t handle, const Problem& p, const Operati
   if (known.size() >= kMostKept) {
     known.clear();
   }
-  return known.emplace(p, ask_library(handle, p, operation, layouts)).first->second;
+  return known.emplace(p, ask_cublas(handle, p, operation, layouts)).first->second;
 }
 
-// c = factor_a * factor_b * a b; false where the library has no kernel that does without a workspace.
+// c = factor_a * factor_b * a b; false where cuBLASLt has no kernel that does without a workspace.
 bool multiply(const GemmArguments& g, const float* factor_a, const float* factor_b, const Tensor& c,
               cudaStream_t stream) {
   cublasLtMatmulDesc_t description = nullptr;
@@ -193,8 +194,8 @@ bool has_few_tiles(const GemmArguments& g) {
 
 }  // namespace
 
-void library_gemm(const GemmArguments& g, GemmScale a_scale, GemmScale b_scale, const Tensor& c,
-                  bool overlaps, cudaStream_t stream) {
+void cublas_gemm(const GemmArguments& g, GemmScale a_scale, GemmScale b_scale, const Tensor& c, bool overlaps,
+                 cudaStream_t stream) {
   const bool single = g.a_scale.numel() == 1 && g.b_scale.numel() == 1;
   const int64_t num_a = single ? 1 : g.a.size(0);
   const int64_t num_b = single ? 1 : g.b.size(1);

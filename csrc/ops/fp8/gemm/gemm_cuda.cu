@@ -50,7 +50,7 @@ GemmScale scale_of(const Tensor& scale) {
 
 // What torch's scaled product takes as it is: both scales single, or one per row and column with a bf16
 // result.
-bool library_takes(const GemmArguments& g) {
+bool cublas_takes(const GemmArguments& g) {
   const bool single = g.a_scale.numel() == 1 && g.b_scale.numel() == 1;
   const bool vectors = g.output_dtype == at::kBFloat16;
   const cudaDeviceProp* p = at::cuda::getCurrentDeviceProperties();
@@ -107,7 +107,7 @@ void gemm_cuda(const GemmArguments& g, at::IntArrayRef config, const Tensor& c) 
                         .k = g.a.size(1),
                         .multiprocessors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount,
                         .hopper = has_hopper_kernels(),
-                        .library = library_takes(g)};
+                        .cublas = cublas_takes(g)};
   GemmConfig choice = choose_gemm_config(facts);
   if (!config.empty()) {
     TORCH_CHECK_NOT_IMPLEMENTED(facts.hopper, "fp8_gemm: config chooses among the kernels for sm_90");
@@ -116,9 +116,9 @@ void gemm_cuda(const GemmArguments& g, at::IntArrayRef config, const Tensor& c) 
   switch (choice.kernel) {
     case GemmKernel::kHalf:
       return run_half(g, c);
-    case GemmKernel::kLibrary:
-      return library_gemm(g, scale_of(g.a_scale), scale_of(g.b_scale), c,
-                          at::cuda::getCurrentDeviceProperties()->major >= 9, scope.stream());
+    case GemmKernel::kCublas:
+      return cublas_gemm(g, scale_of(g.a_scale), scale_of(g.b_scale), c,
+                         at::cuda::getCurrentDeviceProperties()->major >= 9, scope.stream());
     case GemmKernel::kStream:
     case GemmKernel::kTile:
       return run_hopper(g, choice, c, scope.stream());

@@ -1,6 +1,6 @@
-// The product with sums in fp64, by the library. Products of e4m3 codes are multiples of 2^-18 below 2^18, so
-// every sum of up to 2^17 of them is exact in fp64, whatever its order: the bits depend neither on the
-// library nor on the number of threads.
+// The product with sums in fp64, by the BLAS library, or cuBLAS. Products of e4m3 codes are multiples of
+// 2^-18 below 2^18, so every sum of up to 2^17 of them is exact in fp64, whatever its order: the bits depend
+// neither on the library nor on the number of threads.
 #pragma once
 
 #include <ATen/core/Tensor.h>

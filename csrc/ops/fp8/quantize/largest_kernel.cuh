@@ -14,7 +14,7 @@ struct LargestTraits {
   static constexpr int kThreads = kThreads_;
   static constexpr int kPacks = kPacks_;
   static constexpr int kPack = kPack_;
-  static constexpr int kTile = kThreads * kPacks * kPack;  // elements of a block and turn
+  static constexpr int kTile = kThreads * kPacks * kPack;  // elements of a block in one step
 };
 
 // Groups of `group` columns of each row; block b works on group b / num_splits. The whole tensor is one

@@ -92,11 +92,11 @@ struct LargestConfig {
 };
 constexpr int kColumnLanes = 32;  // packs across
 constexpr int kColumnRows = 8;    // rows of a block at a time
-constexpr int kColumnTurns = 8;   // turns that are worth a block
+constexpr int kColumnSteps = 8;   // steps that are worth a block
 
 // Blocks of half the threads: twice as many.
 constexpr int64_t choose_column_splits(int64_t num_tiles, int64_t group, int num_processors) {
-  return choose_splits(num_tiles, group, kColumnRows * kColumnTurns, 2 * num_processors);
+  return choose_splits(num_tiles, group, kColumnRows * kColumnSteps, 2 * num_processors);
 }
 
 constexpr LargestConfig choose_largest_config(const MatrixShape& s, int pack, int num_processors) {

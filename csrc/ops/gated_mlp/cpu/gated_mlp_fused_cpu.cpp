@@ -19,7 +19,7 @@ using at::Tensor;
 constexpr int64_t kTileRows = 64;
 constexpr int64_t kTileColumns = 48;         // a multiple of every kernel's columns
 constexpr int64_t kFewRows = 4;              // up to here a product waits for the weights
-constexpr int64_t kMostFloatRows = 128;      // beyond, the library's product of fp32 is quicker
+constexpr int64_t kMostFloatRows = 128;      // beyond, the BLAS library's product of fp32 is quicker
 constexpr int64_t kCopyBytes = 1 << 26;      // of x
 constexpr int64_t kWidenGrain = 1 << 15;     // elements per task
 constexpr int64_t kMultiplyGrain = 1 << 18;  // multiply-adds per task

@@ -1,4 +1,4 @@
-// The elementwise half of the gated MLP, for products that a library made: g * act(u) and its gradients.
+// The elementwise half of the gated MLP, for products that cuBLAS made: g * act(u) and its gradients.
 #pragma once
 
 #include <cstdint>

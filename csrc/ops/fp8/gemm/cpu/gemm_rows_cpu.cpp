@@ -217,7 +217,7 @@ void multiply_all(const GemmArguments& g, const Tensor& c) {
 
 void gemm_cpu(const GemmArguments& g, at::IntArrayRef /*config*/, const Tensor& c) {
   if (active_isa() == Isa::kBaseline && g.a.size(0) > kFewRows) {
-    exact_gemm_cpu(g, c);  // the library's kernels may be of a higher instruction set than ours
+    exact_gemm_cpu(g, c);  // the BLAS library's kernels may be of a higher instruction set than ours
     return;
   }
   check_scale_values(g.op, "a_scale", g.a_scale);

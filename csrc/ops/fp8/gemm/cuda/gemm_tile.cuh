@@ -2,7 +2,7 @@
 // is kRows rows of a against kColumns rows of b. In a cluster of kCluster, the blocks take neighbouring
 // columns of one row tile, and each loads its share of the rows of a for all: with two row tiles of few rows,
 // transposed, half of what is in flight from memory would be the same columns of b twice. In a pair (kParts =
-// 2), each block takes tiles of its own, but where the last turn has no more tiles than pairs, both take half
+// 2), each block takes tiles of its own, but where the last wave has no more tiles than pairs, both take half
 // of the k of one and finish half of it each.
 //
 // A product takes 64 rows, and any multiple of 8 columns. A transposing kernel is launched with a and b
@@ -53,7 +53,7 @@ struct GemmTileTraits {
   using Shape = device::GemmShape<__nv_fp8_e4m3, kRows, kColumns, kStages_, kCluster, kWarpgroups>;
 
   struct Small : SumExchanges<kParts == 1 ? 0 : kWarpgroups> {
-    ColumnFactors<kColumns> by_column[kWarpgroups][2];  // of two tiles in turn
+    ColumnFactors<kColumns> by_column[kWarpgroups][2];  // of two tiles, one after the other
   };
   static constexpr int kMostSharedBytes =
       device::kHopperSharedBytes - device::kSharedAlignment;  // less what aligning the base may cost
@@ -243,7 +243,7 @@ __device__ __forceinline__ void multiply_tiles(typename Tr::Shared& shared, cons
       }
     } else {
       has_second = false;
-      // Two slots in turn: who writes one has passed the barrier of the tile before, behind which nobody
+      // Two slots by turns: who writes one has passed the barrier of the tile before, behind which nobody
       // reads it any more.
       ColumnFactors<Tr::kColumns>& slot_factors = shared.small.by_column[warpgroup][slot];
 #pragma unroll
