@@ -1,5 +1,5 @@
-// The module `_host`: build facts for people and tests, never on a model's path. The package works without
-// it.
+// The module `_host`: build facts for people and tests, never on a model's path. The
+// package works without it.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -1,6 +1,6 @@
-// Warp-level matrix products of sm_80 and later: shared-memory fragments, 16 x 8 x 16 products with fp32
-// accumulators and the copies that feed them. Every function must be called by all 32 lanes with the same
-// shapes.
+// Warp-level matrix products of sm_80 and later: shared-memory fragments, 16 x 8 x 16 products
+// with fp32 accumulators and the copies that feed them. Every function must be called by all 32
+// lanes with the same shapes.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -100,9 +100,9 @@ __device__ __forceinline__ void pack_transposed(const float (&tile)[4], uint32_t
 
 // ---- fragments to shared memory (sm_90), the mirror of load_matrices
 
-// Four 8 x 8 matrices of 2-byte elements, held as products leave them: lane i has elements (row i / 4,
-// columns 2 * (i % 4) and the next) of each. Lane i gives the 16-byte row address i % 8 of matrix i / 8. All
-// 32 lanes.
+// Four 8 x 8 matrices of 2-byte elements, held as products leave them: lane i has elements (row i /
+// 4, columns 2 * (i % 4) and the next) of each. Lane i gives the 16-byte row address i % 8 of
+// matrix i / 8. All 32 lanes.
 __device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
                "r"(r[1]), "r"(r[2]), "r"(r[3])

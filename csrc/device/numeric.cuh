@@ -1,5 +1,5 @@
-// Storage types to arithmetic types and back. Arithmetic is float, or double for double; stores round to
-// nearest even.
+// Storage types to arithmetic types and back. Arithmetic is float, or double for double;
+// stores round to nearest even.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -45,8 +45,8 @@ __device__ __forceinline__ T from_acc(Acc<T> x) {
   }
 }
 
-// Two at a time, because the half types are converted in pairs by one instruction; `to` holds an even number
-// of T.
+// Two at a time, because the half types are converted in pairs by one instruction; `to`
+// holds an even number of T.
 template <typename T, int N>
 __device__ __forceinline__ void from_acc(const Acc<T> (&from)[N], T (&to)[N]) {
   if constexpr (sizeof(T) == 2 && N % 2 == 0) {
@@ -66,8 +66,8 @@ __device__ __forceinline__ void from_acc(const Acc<T> (&from)[N], T (&to)[N]) {
   }
 }
 
-// The largest of N values; a NaN is passed by unless all are. Half types are compared in pairs by one
-// instruction.
+// The largest of N values; a NaN is passed by unless all are. Half types are compared in
+// pairs by one instruction.
 template <typename T, int N>
 __device__ __forceinline__ Acc<T> max_of(const T (&values)[N]) {
   if constexpr (sizeof(T) == 2 && N % 2 == 0) {
@@ -109,8 +109,8 @@ __device__ __forceinline__ float exp2_flushed(float x) {
   return y;
 }
 
-// e^x in the accuracy the storage type T can show: the hardware's exp2 for the half types, libdevice's for
-// the others.
+// e^x in the accuracy the storage type T can show: the hardware's exp2 for the half types,
+// libdevice's for the others.
 template <typename T>
 __device__ __forceinline__ Acc<T> exp_for(Acc<T> x) {
   if constexpr (sizeof(T) == 2) {

@@ -38,8 +38,8 @@ inline bool needs_grad(TensorRefs tensors) {
   return false;
 }
 
-// Mutating and out= ops return nothing, so torch's fallbacks would record no node and give wrong gradients in
-// silence.
+// Mutating and out= ops return nothing, so torch's fallbacks would record no node and give
+// wrong gradients in silence.
 inline void refuse_grad(const char* op, TensorRefs tensors) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       !needs_grad(tensors), op,

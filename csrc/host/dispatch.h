@@ -37,8 +37,8 @@ void dispatch_dtype(const char* op, at::ScalarType dtype, TypeList<Ts...>, F&& f
   }
 }
 
-// Calls f(std::integral_constant<int, N>{}) for the N of the list that equals `value`; `name` is for the
-// error.
+// Calls f(std::integral_constant<int, N>{}) for the N of the list that equals
+// `value`; `name` is for the error.
 template <int... Ns, typename F>
 void dispatch_int(const char* op, const char* name, int64_t value, F&& f) {
   const bool found =

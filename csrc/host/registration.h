@@ -1,5 +1,5 @@
-// What every room's registration shares: tags of its schemas and the Autograd kernel of ops without a
-// gradient.
+// What every room's registration shares: tags of its schemas and the Autograd kernel
+// of ops without a gradient.
 #pragma once
 
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>

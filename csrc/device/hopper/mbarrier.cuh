@@ -1,9 +1,9 @@
 // Barriers in shared memory that count arrivals of threads and bytes of bulk copies (sm_90), and what a
 // cluster of blocks needs to share them. Nothing here synchronises a warp: "one thread" means exactly that.
 //
-// A barrier completes phase after phase. Its first phase has parity 0; a waiter names the parity of the phase
-// it waits for, so whoever waits first for a barrier that starts "free" waits for parity 1, which returns at
-// once.
+// A barrier completes phase after phase. Its first phase has parity 0; a waiter names the parity of
+// the phase it waits for, so whoever waits first for a barrier that starts "free" waits for parity
+// 1, which returns at once.
 #pragma once
 
 #include <cstdint>
@@ -37,10 +37,10 @@ __device__ __forceinline__ void barrier_arrive_expect(Barrier* barrier, uint32_t
                : "memory");
 }
 
-// One arrival at the barrier that stands at the same place in block `block_rank` of the cluster. It orders
-// what this block read, not what it wrote: an arrival with release order for the whole cluster waits until
-// all writes of the thread are performed (a MEMBAR.GPU, about a microsecond), so ask for that with
-// cluster_sync().
+// One arrival at the barrier that stands at the same place in block `block_rank` of the cluster. It
+// orders what this block read, not what it wrote: an arrival with release order for the whole
+// cluster waits until all writes of the thread are performed (a MEMBAR.GPU, about a microsecond), so
+// ask for that with cluster_sync().
 __device__ __forceinline__ void barrier_arrive_remote(Barrier* barrier, uint32_t block_rank) {
   asm volatile(
       "{\n"
@@ -95,8 +95,8 @@ __device__ __forceinline__ void cluster_sync() {
 
 // ---- rings of stages in shared memory, each with barriers
 
-// A stage of the ring and the parity of its phase; who fills and who reads each carry their own from tile to
-// tile.
+// A stage of the ring and the parity of its phase; who fills and who reads each carry
+// their own from tile to tile.
 template <int kStages>
 struct RingPlace {
   int stage = 0;

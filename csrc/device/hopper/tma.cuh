@@ -1,11 +1,11 @@
-// Bulk copies of sm_90: plain ones of contiguous bytes, and tensor ones whose box, strides and shared-memory
-// swizzle stand in a descriptor made on the host (host/cuda/tensor_map.h). Every function is called by one
-// thread. Loads report their bytes to a barrier (device/hopper/mbarrier.cuh), stores to the thread's bulk
-// groups.
+// Bulk copies of sm_90: plain ones of contiguous bytes, and tensor ones whose box, strides and
+// shared-memory swizzle stand in a descriptor made on the host (host/cuda/tensor_map.h). Every function
+// is called by one thread. Loads report their bytes to a barrier (device/hopper/mbarrier.cuh), stores to
+// the thread's bulk groups.
 //
-// Tensor coordinates are elements of the tensor, innermost first. Parts of a box outside the tensor read as
-// zero, count as bytes all the same, and are not written. A descriptor is a __grid_constant__ kernel
-// argument.
+// Tensor coordinates are elements of the tensor, innermost first. Parts of a box outside
+// the tensor read as zero, count as bytes all the same, and are not written. A descriptor
+// is a __grid_constant__ kernel argument.
 #pragma once
 
 #include <cuda.h>

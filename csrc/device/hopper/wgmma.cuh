@@ -105,9 +105,9 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 2], const uint32_t (&a)[4],
 
 // ---- roles
 
-// The value of lane 0, known to the compiler to be the same in all lanes of the warp: what depends on it is
-// no divergence, behind which it would keep descriptors in registers of the lanes and move them for every
-// product.
+// The value of lane 0, known to the compiler to be the same in all lanes of the warp: what depends
+// on it is no divergence, behind which it would keep descriptors in registers of the lanes and
+// move them for every product.
 __device__ __forceinline__ int uniform(int value) {
   return __shfl_sync(0xffffffff, value, 0);
 }

@@ -1,6 +1,6 @@
-// The wgmma instructions themselves, one function each, written out by macros because an asm string cannot be
-// computed by a template. Callers use wgmma() of device/hopper/wgmma.cuh, which documents operands and
-// layouts.
+// The wgmma instructions themselves, one function each, written out by macros because an asm
+// string cannot be computed by a template. Callers use wgmma() of device/hopper/wgmma.cuh, which
+// documents operands and layouts.
 #pragma once
 
 #include <cuda_bf16.h>

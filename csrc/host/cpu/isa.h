@@ -42,8 +42,8 @@ inline Isa active_isa() {
   return isa;
 }
 
-// A room has no table of its own for the pairs of AVX512_BF16; the few kernels that use them ask
-// active_isa().
+// A room has no table of its own for the pairs of AVX512_BF16; the few kernels that
+// use them ask active_isa().
 template <typename Table>
 const Table& pick_isa(const Table& baseline, const Table& avx2, const Table& avx512) {
   switch (active_isa()) {

@@ -206,8 +206,8 @@ inline VecF load(const Fp16* p) {
   std::memcpy(&half, p, sizeof half);
   const VecI bits = widen(half);
   const VecI magnitude = (bits & 0x7fff) << 13;
-  // Scaling by 2^112 moves the exponent to fp32's bias and normalises subnormals; Inf and NaN keep all
-  // exponent bits.
+  // Scaling by 2^112 moves the exponent to fp32's bias and normalises subnormals; Inf and
+  // NaN keep all exponent bits.
   const VecF scaled = as_float(magnitude) * 5.192296858534828e+33f;
   const VecI special = magnitude | 0x7f800000;
   const VecI value = (bits & 0x7c00) == 0x7c00 ? special : as_int(scaled);

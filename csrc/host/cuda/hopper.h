@@ -9,8 +9,8 @@
 namespace htree {
 namespace device {
 
-// Has static shared memory where the bodies are compiled in: sm_90a, not sm_90 or PTX that the driver
-// compiled.
+// Has static shared memory where the bodies are compiled in: sm_90a, not sm_90 or PTX
+// that the driver compiled.
 template <int = 0>
 __global__ void hopper_probe_kernel() {
 #if HTREE_SM90A
@@ -19,8 +19,8 @@ __global__ void hopper_probe_kernel() {
 #endif
 }
 
-// Of the device code beside which this is compiled. Attributes only, no launch; safe while a graph is
-// captured.
+// Of the device code beside which this is compiled. Attributes only, no launch; safe
+// while a graph is captured.
 inline bool hopper_kernels_compiled() {
   cudaFuncAttributes attributes;
   if (cudaFuncGetAttributes(&attributes, hopper_probe_kernel<>) != cudaSuccess) {

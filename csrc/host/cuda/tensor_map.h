@@ -88,9 +88,9 @@ inline CUtensorMap make_tensor_map(const TensorBox& b) {
   return map;
 }
 
-// Boxes of 128 bytes x `box_rows` rows of a row-major matrix, as the rings of device/hopper/gemm_pipeline.cuh
-// take them. `type` has one byte (UINT8) or two; `columns` counts elements, `pitch_bytes` is a multiple of
-// 16.
+// Boxes of 128 bytes x `box_rows` rows of a row-major matrix, as the rings of
+// device/hopper/gemm_pipeline.cuh take them. `type` has one byte (UINT8) or two; `columns` counts elements,
+// `pitch_bytes` is a multiple of 16.
 inline CUtensorMap row_major_map(const void* data, CUtensorMapDataType type, int64_t rows, int64_t columns,
                                  int64_t pitch_bytes, int box_rows) {
   TensorBox box;

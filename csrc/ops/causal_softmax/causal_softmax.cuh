@@ -161,9 +161,9 @@ struct Exponential {
     }
   }
 
-  // What turns a sum of these into a sum of `next`, whose maximum is no smaller. It has to come from the
-  // shifts: they are rounded, and what this one's rounding did to the terms of the sum must not be done
-  // again.
+  // What turns a sum of these into a sum of `next`, whose maximum is no smaller. It has to
+  // come from the shifts: they are rounded, and what this one's rounding did to the terms of
+  // the sum must not be done again.
   __device__ __forceinline__ A to_terms_of(const Exponential& next) const {
     const A apart = min(shift - next.shift, A(0));  // above 0 only from an empty sum's shift
     if constexpr (sizeof(T) == 2) {
@@ -342,8 +342,8 @@ __global__ void __launch_bounds__(Tr::kBlock)
   const int64_t visible = cols - p.shape.rows + 1 + index.row;
   const T fill = device::from_acc<T>(device::negative_infinity<A>());
 
-  // While every score is -Inf the shift is 0, so that exp gives 0 and not NaN; the row's own rule comes at
-  // the end.
+  // While every score is -Inf the shift is 0, so that exp gives 0 and not NaN; the row's
+  // own rule comes at the end.
   const auto exponential_below = [](A maximum) {
     return Exponential<T>(maximum == device::negative_infinity<A>() ? A(0) : maximum);
   };

@@ -1,5 +1,5 @@
-// Configuration to kernel: every configuration that choose_config can return is listed here, and nothing
-// else.
+// Configuration to kernel: every configuration that choose_config can return is
+// listed here, and nothing else.
 #pragma once
 
 #include <algorithm>
@@ -123,8 +123,8 @@ struct Table {
   }
 };
 
-// Half types hold 32 elements per thread, the wider ones 16; both widths of 512 and 1024 threads serve
-// `block_size`.
+// Half types hold 32 elements per thread, the wider ones 16; both widths of 512 and
+// 1024 threads serve `block_size`.
 template <typename T, bool kVectorised, int kHeld = sizeof(T) == 2 ? 32 : 16>
 using BlockPerRow =
     Table<Instance<T, 32, kRowsPerBlock, 8, kVectorised>, Instance<T, 32, kRowsPerBlock, 16, kVectorised>,

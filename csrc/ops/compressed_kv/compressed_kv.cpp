@@ -1,5 +1,5 @@
-// Schemas, Meta, Autograd and registrations of the compressed_kv room. docs/semantics/compressed_kv.md §4.4
-// to §4.6.
+// Schemas, Meta, Autograd and registrations of the compressed_kv room.
+// docs/semantics/compressed_kv.md §4.4 to §4.6.
 #include "ops/compressed_kv/compressed_kv.h"
 
 #include <torch/library.h>

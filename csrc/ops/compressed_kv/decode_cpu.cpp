@@ -1,5 +1,5 @@
-// CPU decode attention: tasks are (sequence, kv head, split of the tokens), merged in the order of the
-// splits.
+// CPU decode attention: tasks are (sequence, kv head, split of the tokens), merged
+// in the order of the splits.
 #include <ATen/Parallel.h>
 
 #include <algorithm>

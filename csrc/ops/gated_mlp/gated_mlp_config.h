@@ -1,5 +1,5 @@
-// The choice of kernel for gated_mlp on CUDA: a pure function of the problem, printable and tested on the
-// CPU.
+// The choice of kernel for gated_mlp on CUDA: a pure function of the problem,
+// printable and tested on the CPU.
 #pragma once
 
 #include <algorithm>
@@ -34,8 +34,8 @@ struct Facts {
   int multiprocessors;
 };
 
-// Tuple of the GATED_MLP space in its key order: BLOCK_M, BLOCK_N, BLOCK_K, num_warps that multiply,
-// num_stages.
+// Tuple of the GATED_MLP space in its key order: BLOCK_M, BLOCK_N, BLOCK_K,
+// num_warps that multiply, num_stages.
 struct ForcedConfig {
   int64_t block_m;
   int64_t block_n;

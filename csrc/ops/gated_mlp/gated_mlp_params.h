@@ -8,8 +8,8 @@ namespace htree::gated_mlp {
 
 enum class Activation : int { kSilu = 0, kGelu = 1 };
 
-// Sizes of out[rows, inner] = g * act(u) with g = x Wg^T, u = x Wu^T, x [rows, hidden], weights
-// [inner, hidden].
+// Sizes of out[rows, inner] = g * act(u) with g = x Wg^T, u = x Wu^T, x [rows,
+// hidden], weights [inner, hidden].
 struct Sizes {
   int64_t rows;
   int64_t inner;
@@ -27,8 +27,8 @@ constexpr float erfc_exponent(int power) {
   return kCoefficients[power];
 }
 inline constexpr int kErfcTerms = 11;
-// Beyond t = 6, where erfc is 2e-17, it falls as exp(-t^2), so that gelu(z) goes to 0 and is NaN at
-// -infinity.
+// Beyond t = 6, where erfc is 2e-17, it falls as exp(-t^2), so that gelu(z) goes to
+// 0 and is NaN at -infinity.
 inline constexpr float kErfcLimit = 6.0f;
 inline constexpr float kSqrtHalf = 0.70710678118654752f;
 inline constexpr float kNormalPeak = 0.39894228040143268f;  // 1 / sqrt(2 pi)

@@ -51,8 +51,8 @@ void run(const Problem& problem, const at::Tensor& x, const at::Tensor& y) {
   kTransform(problem, kRowsOf(problem, copy, y).value(), copy, y);
 }
 
-// y = scale * x @ H  with H [n, n] = [[1, 1], [1, -1]] (x) ... (x) [[1, 1], [1, -1]], scale = n ** -0.5 by
-// default
+// y = scale * x @ H  with H [n, n] = [[1, 1], [1, -1]] (x) ... (x) [[1, 1], [1, -1]],
+// scale = n ** -0.5 by default
 template <Transform kTransform>
 at::Tensor transform(const at::Tensor& x, Scale scale) {
   at::Tensor y = prepare(x, scale);

@@ -1,5 +1,5 @@
-// Kernels of the Hadamard transform: a tile is loaded once into registers, transformed there, and stored
-// once.
+// Kernels of the Hadamard transform: a tile is loaded once into registers,
+// transformed there, and stored once.
 //
 // For the two half types the first four stages, two of them across lanes, are one product with the 16-point
 // matrix H_16 per eight rows on the tensor cores: its inputs and its +-1 are exact in those types and it
@@ -84,8 +84,8 @@ __device__ __forceinline__ uint32_t sign_pair() {
   return high << 16 | low;
 }
 
-// From the stored packs to fp32 (fp64) values with the stages inside a pack, and kDone lane bits, behind
-// them.
+// From the stored packs to fp32 (fp64) values with the stages inside a pack, and
+// kDone lane bits, behind them.
 template <typename Tr>
 struct FirstStages {
   static constexpr bool kTensorCores = sizeof(typename Tr::T) == 2 && Tr::kLog2N >= Tr::kPackBits + 2;

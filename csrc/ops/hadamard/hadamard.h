@@ -31,8 +31,8 @@ struct Rows {
 Problem problem_of(const at::Tensor& x, std::optional<double> scale);
 Problem grouped_problem_of(const at::Tensor& x, int64_t group, std::optional<double> scale);
 
-// Empty where the rows of a tensor have no unit stride or lie under more than three dims: x must then be
-// copied.
+// Empty where the rows of a tensor have no unit stride or lie under more than three
+// dims: x must then be copied.
 std::optional<Rows> rows_of(const Problem& problem, const at::Tensor& x, const at::Tensor& y);
 // x, y [B, H, S, D]: rows are (batch, group of heads, position), segments the heads of a group.
 std::optional<Rows> grouped_rows_of(const Problem& problem, const at::Tensor& x, const at::Tensor& y);

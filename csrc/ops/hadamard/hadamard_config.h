@@ -32,8 +32,8 @@ constexpr KernelConfig choose_config(int element_size, int log2_length) {
   return {pack_bits, elem_bits, lane_bits, others > 5 ? others - 5 : 0};
 }
 
-// 32768 doubles fill the registers of a multiprocessor: two transforms of half the length, then one
-// butterfly.
+// 32768 doubles fill the registers of a multiprocessor: two transforms of half the
+// length, then one butterfly.
 constexpr bool is_split(int element_size, int log2_length) {
   return element_size == 8 && log2_length == 15;
 }

@@ -10,8 +10,8 @@
 namespace htree::hadamard {
 namespace {
 
-// Rows of the half types from 2^(11 + this) elements on are streamed where there are more than blocks to hold
-// them.
+// Rows of the half types from 2^(11 + this) elements on are streamed where there are more
+// than blocks to hold them.
 constexpr int kMinStreamedWarpBits = 2;
 
 template <typename P>

@@ -95,8 +95,8 @@ void rows_in_registers(const RowRun<const T>& x, const RowRun<T>& y, const RunSh
   }
 }
 
-// One pass over a row in scratch: the stages of the log2(kRadix) bits from `stride` elements on; `put`
-// stores.
+// One pass over a row in scratch: the stages of the log2(kRadix) bits from `stride`
+// elements on; `put` stores.
 template <int kRadix, typename S, typename Put>
 inline __attribute__((always_inline)) void pass(const S* row, int64_t n, int64_t stride, Put&& put) {
   using Vec = VecOf<S>;

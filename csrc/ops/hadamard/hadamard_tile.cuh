@@ -75,8 +75,8 @@ __device__ __forceinline__ void visit(const RowView<T>& view, const RowNumbers& 
   constexpr int kRowsPerVector = kN >= kCount ? 1 : kCount / kN;
   const uint32_t row = Tr::kLog2RowsPerTile == 0 ? first_row : first_row + (v >> Tr::kLog2N);
   const int i = Tr::kLog2RowsPerTile == 0 ? v : v & (kN - 1);
-  // Rows shorter than the vector lie one after another (Access::kWhole says so), the last vector may be cut
-  // off.
+  // Rows shorter than the vector lie one after another (Access::kWhole says so), the
+  // last vector may be cut off.
   if (kAccess != Access::kElements && row + kRowsPerVector <= rows.num_rows) {
     whole(element_of<kAccess>(row_start(view, rows, row), view, log2_segment, i));
     return;

@@ -1,6 +1,6 @@
-// rmsnorm_rope for rows of any width and alignment: one block per row walks over the pairs (j, j + head_dim /
-// 2). The forward keeps the row in shared memory between its two passes where it fits; the backward reads its
-// rows twice.
+// rmsnorm_rope for rows of any width and alignment: one block per row walks over the pairs (j, j +
+// head_dim / 2). The forward keeps the row in shared memory between its two passes where it fits; the
+// backward reads its rows twice.
 #pragma once
 
 #include "ops/rmsnorm_rope/rmsnorm_rope.cuh"

@@ -12,8 +12,8 @@ namespace htree::rmsnorm_rope {
 using device::Acc;
 using device::Pack;
 
-// Raw values of one dtype on their way to registers: loads of several can be in flight before the first is
-// converted.
+// Raw values of one dtype on their way to registers: loads of several can be in flight
+// before the first is converted.
 template <typename Source, int N>
 struct Raw {
   static constexpr int kStep = N < device::kPackOf<Source> ? N : device::kPackOf<Source>;

@@ -67,8 +67,8 @@ Operands operands_of(const Arguments& arguments);
 // [B, S, Hd] or [B, S, H, hd] as [batch, positions, heads, width] with unit stride in the last dim.
 at::Tensor as_rows(Norm norm, const at::Tensor& x);
 
-// Write every element of `out` [batch, positions, heads, width]. `config`: empty, or a tuple of the tuning
-// space.
+// Write every element of `out` [batch, positions, heads, width]. `config`: empty, or a
+// tuple of the tuning space.
 void forward_cpu(const Operands& operands, at::IntArrayRef config, const at::Tensor& out);
 void forward_cuda(const Operands& operands, at::IntArrayRef config, const at::Tensor& out);
 // Write dx [batch, positions, heads, width] and dweight [width], those that are defined.

@@ -1,5 +1,5 @@
-// The choice of kernel for rmsnorm_rope on CUDA: a pure function of the problem, printable and tested on the
-// CPU.
+// The choice of kernel for rmsnorm_rope on CUDA: a pure function of the problem,
+// printable and tested on the CPU.
 #pragma once
 
 #include <algorithm>
@@ -88,9 +88,9 @@ inline KernelConfig choose_config(int64_t width, int64_t head_dim, int element_s
   return pairs == 0 ? looping : KernelConfig{512, pairs, 2, true};
 }
 
-// The kernel that a tuple of the tuning space names; found() is false where none is compiled. Where the packs
-// do not apply (alignment, an odd number of packs in half a head) the tuple has no meaning and the automatic
-// choice stands.
+// The kernel that a tuple of the tuning space names; found() is false where none is compiled. Where the
+// packs do not apply (alignment, an odd number of packs in half a head) the tuple has no meaning and
+// the automatic choice stands.
 inline KernelConfig choose_forced_config(int64_t width, int64_t head_dim, int element_size, bool vectorised,
                                          const ForcedConfig& forced) {
   const KernelConfig automatic = choose_config(width, head_dim, element_size, vectorised, /*backward=*/false);

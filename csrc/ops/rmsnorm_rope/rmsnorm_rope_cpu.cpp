@@ -1,5 +1,5 @@
-// CPU kernels of rmsnorm_rope: rows in parallel, each row vectorised; arithmetic in float, in double for
-// double.
+// CPU kernels of rmsnorm_rope: rows in parallel, each row vectorised; arithmetic in
+// float, in double for double.
 #include <ATen/Parallel.h>
 
 #include <algorithm>

@@ -31,8 +31,8 @@ __device__ __forceinline__ uint16_t scale_of(uint32_t largest_bits, int max_code
 constexpr float kIntegerShift = 12582912.0f;
 constexpr uint32_t kIntegerShiftBits = 0x4b400000;
 
-// x / scale rounded to the nearest even integer within [-bound, bound], as the bits of its sum with
-// kIntegerShift.
+// x / scale rounded to the nearest even integer within [-bound, bound], as the bits of
+// its sum with kIntegerShift.
 __device__ __forceinline__ uint32_t shifted_code(float quotient, float bound) {
   return __float_as_uint(fminf(fmaxf(quotient, -bound), bound) + kIntegerShift);
 }

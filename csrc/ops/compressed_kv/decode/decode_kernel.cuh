@@ -146,9 +146,9 @@ __host__ __device__ constexpr int scratch_bytes(int window_tokens) {
          window_tokens * kHeadsPerBlock * static_cast<int>(sizeof(float));
 }
 
-// The query's fragments, and the sums of this block's share of the window, `window`, if it has one. `scratch`
-// holds scratch_bytes. Every thread of the block must call; the selector tables that were written before are
-// visible after.
+// The query's fragments, and the sums of this block's share of the window, `window`, if it has one.
+// `scratch` holds scratch_bytes. Every thread of the block must call; the selector tables that were written
+// before are visible after.
 template <typename Tr>
 __device__ __forceinline__ void take_query_and_window(const DecodeParams& p, const Split& s,
                                                       const EarlyQuery& early, const WindowRows& window_part,

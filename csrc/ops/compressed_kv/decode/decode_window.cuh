@@ -104,8 +104,8 @@ __device__ __forceinline__ void score_window(const DecodeParams& p, const Window
   }
 }
 
-// A thread per head and channel. Every thread of the block must call, and __syncthreads before `part` is
-// used.
+// A thread per head and channel. Every thread of the block must call, and
+// __syncthreads before `part` is used.
 template <int kHeadDim>
 __device__ __forceinline__ void weigh_window(const DecodeParams& p, const Split& s, const WindowRows& rows,
                                              const WindowScores& from, WindowPart<kHeadDim>& part) {
@@ -119,8 +119,8 @@ __device__ __forceinline__ void weigh_window(const DecodeParams& p, const Split&
     const float base = top == device::negative_infinity<float>() ? 0.0f : top;
     float sum = 0.0f;
     float value = 0.0f;
-    // Loads without a condition, of the last token where there are none left, so that their latencies pass
-    // together.
+    // Loads without a condition, of the last token where there are none left, so that
+    // their latencies pass together.
     constexpr int kAtOnce = 8;
     const auto* const elements = static_cast<const uint16_t*>(p.window.v) + rows.first * kHeadDim + channel;
     for (int first = 0; first < rows.count; first += kAtOnce) {

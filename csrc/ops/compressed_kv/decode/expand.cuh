@@ -8,8 +8,8 @@
 
 namespace htree::compressed_kv {
 
-// What a byte of the bitmap needs. Both words keep selectors in their lower halves, which is all that a
-// permutation reads.
+// What a byte of the bitmap needs. Both words keep selectors in their lower halves, which is all
+// that a permutation reads.
 struct alignas(8) Selectors {
   uint32_t low;   // of channels 0 to 3; bit 31 is set for byte 255 alone
   uint32_t high;  // of channels 4 to 7; upper six bits, with 16 bits: thresholds of words 2, 3 and 4
@@ -170,9 +170,9 @@ __device__ __forceinline__ Expanded<4> expand_nibbles(uint32_t codes, const Sele
   return {permute(even, odd, s.low), permute(even, odd, s.high)};
 }
 
-// The codes of the lane's byte of `word`, the first of which starts at bit `bits` of shared memory. kUpper:
-// 4-bit codes in the upper halves of the bytes. Reads at most 20 bytes from there on, whatever the bitmap
-// holds.
+// The codes of the lane's byte of `word`, the first of which starts at bit `bits` of shared memory.
+// kUpper: 4-bit codes in the upper halves of the bytes. Reads at most 20 bytes from there on,
+// whatever the bitmap holds.
 template <int kBits, bool kUpper>
 __device__ __forceinline__ Expanded<kBits> expand_byte(uint32_t word, uint32_t bits,
                                                        const unsigned char* table, const LaneByte& lane) {

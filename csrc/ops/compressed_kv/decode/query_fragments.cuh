@@ -42,8 +42,8 @@ struct QueryScratch {
 template <int kHeadDim, int kProducts, bool kInteger>
 struct QueryFragments {
   static constexpr int kGroups = kHeadDim / 32;
-  // Integer: [product][group][half of the channels]; 16 bits: [product][group][pair of channels], four of
-  // them.
+  // Integer: [product][group][half of the channels]; 16 bits: [product][group][pair
+  // of channels], four of them.
   static constexpr int kRegisters = kInteger ? 2 : 4;
   uint32_t b[kProducts][kGroups][kRegisters];
   float factor[kProducts];  // of the scores of heads t and t + 4, in units of log2

@@ -90,9 +90,9 @@ struct alignas(16) ChunkCopy {
 };
 constexpr uint32_t kNoChunk = 0xffffffffu;
 
-// The values of a tile are `row_bytes` chunks: rounds of 32 of them lie at equal distances, in global memory
-// and in the stage, and four rounds are a run. What remains, the bitmaps and the scales are lists of 32
-// chunks.
+// The values of a tile are `row_bytes` chunks: rounds of 32 of them lie at equal distances, in
+// global memory and in the stage, and four rounds are a run. What remains, the bitmaps and the
+// scales are lists of 32 chunks.
 constexpr int kRunRounds = 4;
 __host__ __device__ constexpr int num_runs(int row_bytes) {
   return row_bytes / (32 * kRunRounds);
@@ -169,8 +169,8 @@ __device__ __forceinline__ ChunkCounts fill_chunks(const DecodeParams& p, const 
   return counts;
 }
 
-// The entry of this lane in part `index` of the table; `table` is the shared address of this lane's first
-// one.
+// The entry of this lane in part `index` of the table; `table` is the shared address
+// of this lane's first one.
 __device__ __forceinline__ ChunkCopy load_chunk(uint32_t table, int index) {
   ChunkCopy chunk;
   uint32_t low;

@@ -191,8 +191,8 @@ inline bool stream_takes(const GemmStream& s, const GemmFacts& f) {
   return has_k && in_fours && in_twos;
 }
 
-// The blocks come in waves, each of which waits for its share of the bytes: a short last one leaves the
-// memory idle.
+// The blocks come in waves, each of which waits for its share of the bytes: a short last
+// one leaves the memory idle.
 inline double stream_time(const GemmStream& s, const GemmFacts& f) {
   constexpr double kBytesPerUs = 4.2e6;
   const int64_t blocks = count_blocks(s, f);

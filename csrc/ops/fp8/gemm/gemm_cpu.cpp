@@ -1,5 +1,5 @@
-// The CPU kernel of fp8_gemm_exact: the BLAS library's product in fp64. gemm_rows_cpu.cpp has that of
-// fp8_gemm.
+// The CPU kernel of fp8_gemm_exact: the BLAS library's product in fp64.
+// gemm_rows_cpu.cpp has that of fp8_gemm.
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/Float8_e4m3fn.h>

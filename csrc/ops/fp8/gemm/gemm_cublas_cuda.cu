@@ -100,8 +100,8 @@ struct Layouts {
 
 using Algorithm = std::optional<cublasLtMatmulAlgo_t>;
 
-// The first choice of cuBLASLt among the kernels that do without a workspace; none where it has no such
-// kernel.
+// The first choice of cuBLASLt among the kernels that do without a workspace; none
+// where it has no such kernel.
 Algorithm ask_cublas(cublasLtHandle_t handle, const Problem& p, const Operation& operation,
                      const Layouts& layouts) {
   cublasLtMatmulPreference_t wishes = nullptr;

@@ -48,8 +48,8 @@ GemmScale scale_of(const Tensor& scale) {
   return {scale.const_data_ptr<float>(), scale.dim() == 0 ? 0 : scale.stride(dim)};
 }
 
-// What torch's scaled product takes as it is: both scales single, or one per row and column with a bf16
-// result.
+// What torch's scaled product takes as it is: both scales single, or one per row and
+// column with a bf16 result.
 bool cublas_takes(const GemmArguments& g) {
   const bool single = g.a_scale.numel() == 1 && g.b_scale.numel() == 1;
   const bool vectors = g.output_dtype == at::kBFloat16;

@@ -127,8 +127,8 @@ __device__ __forceinline__ bool apply_rows(const ColumnParams<typename Job::In, 
   const int64_t first = slice.first_row * p.grid.cols + slice.col;
   constexpr int64_t kStep = kColumnBatch * kColumnRows;
   bool is_beyond = false;
-  // From the last rows to the first: the search for the largest magnitude has left the last ones in the L2
-  // cache.
+  // From the last rows to the first: the search for the largest magnitude has left the
+  // last ones in the L2 cache.
   for (int64_t step = (slice.end - slice.begin - 1) / kStep; step >= 0; --step) {
     const int64_t begin = slice.begin + step * kStep;
     Held<typename Job::In, kPack> value[kColumnBatch];

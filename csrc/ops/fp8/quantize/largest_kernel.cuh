@@ -17,8 +17,8 @@ struct LargestTraits {
   static constexpr int kTile = kThreads * kPacks * kPack;  // elements of a block in one step
 };
 
-// Groups of `group` columns of each row; block b works on group b / num_splits. The whole tensor is one
-// group.
+// Groups of `group` columns of each row; block b works on group b / num_splits. The
+// whole tensor is one group.
 template <typename T>
 struct LargestParams {
   const T* x;

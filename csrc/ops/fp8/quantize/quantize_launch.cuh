@@ -160,8 +160,8 @@ cudaError_t launch_known(const Operands<typename Job::In, typename Job::Out>& o,
   return launch_kernel(column_kernel<Job, kPack>, shape_of(params.grid), stream, params);
 }
 
-// The largest magnitudes of the problem's groups into a.partial, or at once their scales where each group is
-// one block's.
+// The largest magnitudes of the problem's groups into a.partial, or at once their scales where
+// each group is one block's.
 template <typename T, int kPack>
 cudaError_t launch_largest(const QuantizeArgs<T>& a, int64_t num_splits, cudaStream_t stream) {
   const MatrixShape& s = a.shape;

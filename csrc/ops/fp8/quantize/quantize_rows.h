@@ -1,5 +1,5 @@
-// The CPU kernels of the stage on runs of contiguous elements, one table per instruction set
-// (host/cpu/isa.h).
+// The CPU kernels of the stage on runs of contiguous elements, one table
+// per instruction set (host/cpu/isa.h).
 #pragma once
 
 #include <cstdint>

@@ -84,8 +84,8 @@ void fold_largest(const T* x, float* largest, int64_t n) {
   });
 }
 
-// Lanes whose product with the scale is beyond the rounding limit, as -1; NaN is not, an infinity is for
-// every scale.
+// Lanes whose product with the scale is beyond the rounding limit, as -1; NaN is not, an
+// infinity is for every scale.
 inline VecI overflows(VecF x, VecF y) {
   const VecI is_beyond = (as_int(y) & kMagnitude) > as_int(splat(fp8::kRoundingLimit));
   const VecI is_nan = (as_int(y) & kMagnitude) > kFloatInfinity;

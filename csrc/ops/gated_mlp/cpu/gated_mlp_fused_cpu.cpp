@@ -1,6 +1,6 @@
-// The forward in one pass over tiles of the result: both products of a tile, then its elementwise part, while
-// the sums are in the cache. Weights are read in their own dtype; x, which every column meets again, is
-// widened once.
+// The forward in one pass over tiles of the result: both products of a tile, then its elementwise
+// part, while the sums are in the cache. Weights are read in their own dtype; x, which every column
+// meets again, is widened once.
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 

@@ -1,9 +1,9 @@
-// out = (x Wg^T) * act(x Wu^T) for many rows: persistent blocks (gated_mlp_tile_block.cuh). A tile is kRows
-// rows of x against kColumns rows of each weight; both weights stand side by side in one stage, so one
-// product of n = 2 * kColumns serves them, and a thread ends up with g and u of the same elements. In a
-// cluster of two, the blocks take adjacent row tiles, and each loads one of the weights for both; where the
-// last wave has no more tiles than clusters, both take half of the k of one tile and finish half of its
-// columns.
+// out = (x Wg^T) * act(x Wu^T) for many rows: persistent blocks (gated_mlp_tile_block.cuh). A tile is
+// kRows rows of x against kColumns rows of each weight; both weights stand side by side in one stage,
+// so one product of n = 2 * kColumns serves them, and a thread ends up with g and u of the same
+// elements. In a cluster of two, the blocks take adjacent row tiles, and each loads one of the weights
+// for both; where the last wave has no more tiles than clusters, both take half of the k of one tile
+// and finish half of its columns.
 #pragma once
 
 #include <cuda.h>

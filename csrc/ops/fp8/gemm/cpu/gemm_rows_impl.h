@@ -1,5 +1,5 @@
-// Body of the CPU kernels of fp8_gemm; compiled per instruction set after host/cpu/simd.h
-// (csrc/instances.py).
+// Body of the CPU kernels of fp8_gemm; compiled per instruction
+// set after host/cpu/simd.h (csrc/instances.py).
 #pragma once
 
 #include "host/cpu/simd_products.h"
@@ -8,9 +8,9 @@
 
 namespace htree::HTREE_ISA {
 
-// A product of two codes is exact in fp32, so that a chain of n has n - 1 roundings, and folding adds one:
-// sums in fp32 err by 15 units of 2^-24 of the sum of magnitudes at most. P4 of docs/semantics/fp8.md allows
-// 16.
+// A product of two codes is exact in fp32, so that a chain of n has n - 1 roundings, and
+// folding adds one: sums in fp32 err by 15 units of 2^-24 of the sum of magnitudes at most. P4
+// of docs/semantics/fp8.md allows 16.
 constexpr int kCodeChain = 15;
 
 struct CodeStep {

@@ -147,8 +147,8 @@ __device__ __forceinline__ void skip_blocks(device::GemmRing<Shape>& ring,
   }
 }
 
-// A warpgroup scales and stores its sums of a tile whose columns begin at `column`, its own rows at
-// `group_row`.
+// A warpgroup scales and stores its sums of a tile whose columns begin at `column`,
+// its own rows at `group_row`.
 template <class Tr>
 __device__ __forceinline__ void finish_tile(typename Tr::Shared& shared, const device::TileWork& work,
                                             const GemmTileArguments<typename Tr::Out>& p,

@@ -74,8 +74,8 @@ __device__ __forceinline__ void offer_sums(typename Tr::Shared& shared, int warp
   __syncwarp();
 }
 
-// Sends the other block of the cluster its half of this thread's sums and returns in `own` this block's half
-// of both.
+// Sends the other block of the cluster its half of this thread's sums and returns in `own`
+// this block's half of both.
 template <class Tr>
 __device__ __forceinline__ void share_sums(typename Tr::Shared& shared, int rank, int warpgroup,
                                            const float (&sum)[Tr::kColumns / 2], float (&own)[Tr::kShare]) {
