@@ -1,11 +1,11 @@
 // Split-KV decode attention over compressed rows. docs/semantics/compressed_kv.md §4.6.
 //
-// A block owns up to eight query heads of one kv head and a split of its tokens; its warps take tiles of 16
-// tokens in turn. Lane (g, t) of a warp, g = lane / 4 and t = lane % 4, expands byte t of every 32-bit word
-// of the bitmaps of two tokens: just what it holds of the left-hand operand of the score products, where K is
-// that operand and the orders of channels and of tokens are free. Expanded values are transposed by movmatrix
-// into the left-hand operand of the products with the weights. Scales multiply scores and weights, so
-// quantised codes are never dequantised.
+// A block owns up to eight query heads of one kv head and a split of its tokens. Its warps take tiles of 16
+// tokens one after the other. K is the left-hand operand of the score products, in which the order of
+// channels and of tokens is free: lane (g, t) of a warp, g = lane / 4 and t = lane % 4, expands byte t of
+// every 32-bit word of the bitmaps of two tokens, and that is its part of the operand. movmatrix transposes
+// the expanded values into the left-hand operand of the products with the weights. Scales multiply scores and
+// weights, so quantised codes are never dequantised.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -30,7 +30,7 @@ struct DecodeTraits {
   static constexpr int kV = kValueBits;
   static constexpr int kHeadPairs = kHeads / 4;  // heads of a lane: t, t + 4
   static constexpr bool kIntegerKeys = kKeyBits != 16;
-  // Words of 32 channels of a row. Byte t of each is that of the lanes of column t: eight channels, a group.
+  // Words of 32 channels of a row. The lanes of column t own byte t of each: eight channels, a group.
   static constexpr int kGroups = kHeadDim / 32;
   static constexpr int kOwnWords = (kGroups + 3) / 4;  // of the bytes of a lane
   // Warps hide each other's latencies as long as their registers suffice.

@@ -139,7 +139,7 @@ __host__ __device__ constexpr int window_bytes() {
   return static_cast<int>(sizeof(WindowPart<Tr::kD>));
 }
 
-// What a block needs before its first tile, where the last stages of its warps come to lie.
+// What a block needs before its first tile, in the place of the last stages of its warps.
 template <typename Tr>
 __host__ __device__ constexpr int scratch_bytes(int window_tokens) {
   return static_cast<int>(sizeof(QueryScratch<Tr::kD>)) +
@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
   const ChunkCounts counts = fill_chunks(p, layout, Tr::kD, first_row, warp, num_warps, lane, chunks);
   __syncthreads();
   const uint32_t chunk_table = device::shared_address(chunks + lane);
-  // Tiles before this one are stored where they are counted and do not hold the last row.
+  // A tile before this one is stored at its own number and does not hold the last row.
   uint32_t plain_tiles = p.tables.block_table == nullptr ? last_tile : 0;
   asm volatile("" : "+r"(plain_tiles));  // kept in a register
   const auto copy = [&](uint32_t to, int tile) {

@@ -63,8 +63,8 @@ __device__ __forceinline__ bool collect_warps(BlockMerge<Tr>& shared, const Wind
       shared.max[warp][t + 4 * i] = state.max(i);
     }
   }
-  // 16-bit values poison nothing. That must be said here: of a barrier whose answer it knows, ptxas makes
-  // another one where the answer is used, in a loop that not all warps run equally often.
+  // 16-bit values poison nothing, and the code must say so here. Where ptxas knows the answer of a barrier,
+  // it puts another barrier where the answer is used: in a loop that some warps run more often than others.
   bool poisoned = false;
   if constexpr (Tr::kV == 16) {
     __syncthreads();

@@ -51,7 +51,7 @@ struct QueryView {
   QueryType type;
 };
 
-// What is known on the device alone; null where it is not given.
+// Facts that stand in memory of the device; null where they are not given.
 struct SequenceTables {
   const int32_t* comp_len;     // [B], tokens of a sequence that count
   const int32_t* block_table;  // [B, max_pages]

@@ -18,8 +18,8 @@ struct alignas(8) Selectors {
 // One copy per lane, so that no two lanes meet in a bank: [256][32].
 constexpr int kSelectorBytes = 256 * 32 * static_cast<int>(sizeof(Selectors));
 
-// A window begins anywhere in its first word. Of 4 and 8-bit codes all words that it may have are read, which
-// costs less than to ask. The words 2 to 4 of a window of 16-bit codes are read only by lanes that need them,
+// A window begins anywhere in its first word. With 4 and 8-bit codes all words that it may have are read: a
+// test would cost more. The words 2 to 4 of a window of 16-bit codes are read only by lanes that need them,
 // so that the others take no part in bank conflicts. This is the threshold of word `word`, two bits, for a
 // byte with `kept` bits set; see start_of() for what exceeds it.
 __device__ __forceinline__ uint32_t threshold_of(uint32_t kept, uint32_t word) {
@@ -91,9 +91,9 @@ __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
   return value;
 }
 
-// The word kWord words behind `address` where `start`, as start_of() makes it, exceeds the threshold in the
-// upper bits of `threshold`. Elsewhere it is anything (here the address, which takes no register of its own):
-// its codes are not used.
+// The word kWord words behind `address`, if `start`, as start_of() makes it, exceeds the threshold in the
+// upper bits of `threshold`. Otherwise the result does not matter, because its codes are not used: it is the
+// address, which takes no register of its own.
 template <int kWord>
 __device__ __forceinline__ uint32_t load_reached(uint32_t address, uint32_t start, uint32_t threshold) {
   uint32_t value = address;
@@ -232,9 +232,10 @@ __host__ __device__ constexpr int spread_of_rows(int pitch) {
   return pitch / 4 % 4 == 2 ? 2 : 1;
 }
 
-// Two rows of a tile: where the bitmap of the first one is and how far that of the second, and the bits of
-// shared memory up to which codes are counted: those before the word in hand, with 4 bits those before the
-// lane's byte of `last`, the word before. Not `present`: the row reads as empty.
+// Two rows of a tile: the address of the bitmap of the first one, the distance to that of the second one, and
+// for each row the bit of shared memory up to which its codes are counted. That is where the codes of the
+// word in hand begin; with 4 bits, those of the lane's byte of `last`, the word before. A row that is not
+// `present` reads as empty.
 struct RowPair {
   uint32_t bitmap;
   uint32_t bitmap_step;

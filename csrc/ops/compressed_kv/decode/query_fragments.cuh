@@ -1,8 +1,8 @@
 // The query heads of a block as the right-hand operand of the score products. Column n of product i is piece
 // n & 1 of query head 4 * i + (n >> 1), so that lane (g, t) of a result holds both pieces of head 4 * i + t.
 // With 8 and 4-bit keys the query is an integer of 16 bits per channel and its pieces are bytes: the dot
-// products with the codes are exact. With 16-bit keys the pieces are its value rounded to the type of the
-// keys and what that leaves, because a transformed query is not of that type.
+// products with the codes are exact. With 16-bit keys the pieces are the query rounded to the type of the
+// keys, and what the rounding leaves: a transformed query is not of that type.
 #pragma once
 
 #include <cstdint>

@@ -40,14 +40,14 @@ struct StageLayout {
         bytes(values[1] + part(row_pitch(v_row_bytes) + 1)) {}
 
  private:
-  // With the bytes before the first row, which there are none of where 16 rows begin at multiples of 16.
+  // Includes the bytes before the first row; there are none where 16 rows begin at multiples of 16.
   __host__ __device__ static constexpr int part(int row_bytes) {
     return (kTileRows * row_bytes + (row_bytes % 16 == 0 ? 0 : 16) + 31) / 32 * 32;
   }
 };
 
-// Bytes behind the last stage that the windows of a bitmap with too many bits may read: D values of 2 bytes,
-// and a window.
+// Bytes behind the last stage. A bitmap with too many bits makes windows read them: D values of 2 bytes, and
+// a window.
 constexpr int kStagePadding = 2 * 256 + 32;
 
 // One of the tensors that tiles are parts of. A tile is contiguous in each; its first 16 bytes may begin
@@ -100,7 +100,7 @@ __host__ __device__ constexpr int num_runs(int row_bytes) {
 
 // The table of the chunks of a tile, alike for all warps of a block: entry `lane` is the first one of this
 // lane in the runs of K, entry 32 + lane that of V, and entry 32 * (2 + i) + lane is in list i.
-constexpr int kUsualLists = 3;  // as many are always there, if only with chunks that nobody copies
+constexpr int kUsualLists = 3;  // the table has at least as many; nobody copies the chunks that do not exist
 __host__ __device__ constexpr int most_lists(int head_dim, int k_row_bytes, int v_row_bytes) {
   const int run = 32 * kRunRounds;
   const int chunks = k_row_bytes % run + v_row_bytes % run + 2 * (head_dim / 8) + 2 * 2 + kNumParts;

@@ -21,9 +21,9 @@ struct GemmFacts {
   bool cublas;  // cuBLASLt takes the dtypes, sizes, layouts and scales
 };
 
-// Microseconds on an H200 as graph replays show them; what decides is their order. wave_us: per tile or block
-// that a multiprocessor takes, block_us: per k-block of 128 where few multiprocessors are at work. With all
-// of them it is `contention` of that more.
+// Microseconds on an H200 as graph replays show them; only their order decides. wave_us: for each tile or
+// block that a multiprocessor takes. block_us: for each k-block of 128 while few multiprocessors are at work;
+// with all of them at work it is larger by the share `contention`.
 struct GemmCost {
   double wave_us;
   double block_us;
@@ -114,8 +114,9 @@ inline double operations(const GemmFacts& f) {
   return 2.0 * static_cast<double>(f.m) * static_cast<double>(f.n) * static_cast<double>(f.k);
 }
 
-// No kernel is faster than memory, and near its speed each waits for both, tiles more than streams: the root
-// of the sum of fourth or sixth powers. Called for every launch, hence not std::pow.
+// No kernel is faster than memory. Near the speed of memory a kernel waits for memory and for its products,
+// tiles more than streams: the root of the sum of fourth or sixth powers. Called for every launch, hence not
+// std::pow.
 inline double join_fourth(double time, double memory_time) {
   const double a = time * time, b = memory_time * memory_time;
   return std::sqrt(std::sqrt(a * a + b * b));
@@ -212,10 +213,10 @@ inline double stream_time(const GemmStream& s, const GemmFacts& f) {
          (rest > 0 ? wave(rest, 0.0) : 0.0);
 }
 
-// With its reciprocals of the scales, which are a kernel of their own. cuBLASLt has kernels of many
-// shapes, so that this errs by a tenth both ways; where ours have enough tiles for the device they win all
-// the same. A c of very few tiles costs it a second kernel, or leaves it with few blocks. Beyond kUnthrottled
-// operations the chip lowers its clock.
+// The time of cuBLASLt with the kernel that makes the reciprocals of the scales. cuBLASLt has kernels of many
+// shapes, so this errs by a tenth both ways; ours win all the same where they have enough tiles for the
+// device. A c of very few tiles costs cuBLASLt a second kernel, or leaves it with few blocks. Beyond
+// kUnthrottled operations the chip lowers its clock.
 inline double cublas_time(const GemmFacts& f) {
   constexpr double kReciprocals = 1.4;
   constexpr double kMargin = 1.15;

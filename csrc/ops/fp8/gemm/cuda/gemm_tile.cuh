@@ -1,13 +1,13 @@
 // c = (a b^T) / (s_a s_b): persistent blocks, one warpgroup that loads and one to three that multiply. A tile
 // is kRows rows of a against kColumns rows of b. In a cluster of kCluster, the blocks take neighbouring
-// columns of one row tile, and each loads its share of the rows of a for all: with two row tiles of few rows,
-// transposed, half of what is in flight from memory would be the same columns of b twice. In a pair (kParts =
-// 2), each block takes tiles of its own, but where the last wave has no more tiles than pairs, both take half
-// of the k of one and finish half of it each.
+// columns of one row tile, and each loads its share of the rows of a for all. Without that, two row tiles of
+// few rows, transposed, would have the same columns of b in flight twice, half of what comes from memory. In
+// a pair (kParts = 2), each block takes tiles of its own, but where the last wave has no more tiles than
+// pairs, both take half of the k of one and finish half of it each.
 //
 // A product takes 64 rows, and any multiple of 8 columns. A transposing kernel is launched with a and b
-// exchanged, computes the transpose of c and stores it as c, so that the rows of c are the ones whose number
-// is free: what decides is how many tiles there are for the multiprocessors.
+// exchanged, computes the transpose of c and stores it as c: then the number of rows of c is the free one.
+// What decides is how many waves the tiles make over the multiprocessors.
 #pragma once
 
 #include <cuda.h>
@@ -243,8 +243,8 @@ __device__ __forceinline__ void multiply_tiles(typename Tr::Shared& shared, cons
       }
     } else {
       has_second = false;
-      // Two slots by turns: who writes one has passed the barrier of the tile before, behind which nobody
-      // reads it any more.
+      // Two slots, one after the other. A thread that writes one has passed the barrier of the tile before,
+      // and behind that barrier nobody reads this slot.
       ColumnFactors<Tr::kColumns>& slot_factors = shared.small.by_column[warpgroup][slot];
 #pragma unroll
       for (int i = 0; i < kColumnsOfThread; ++i) {
@@ -307,8 +307,8 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   }
   device::wait_for_previous_kernels();
   if constexpr (Tr::kParts > 1) {
-    // The other block has initialised its barriers. All warps wait together: racecheck lets none of them pass
-    // before all have come, also a loader that still waits for the warps that multiply.
+    // The other block has initialised its barriers. All warps wait together: racecheck wants none of them to
+    // pass before all have come, not even a loader that still waits for the warps that multiply.
     device::cluster_wait();
   }
   const int group = device::uniform(static_cast<int>(threadIdx.x / 128));
