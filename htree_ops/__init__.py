@@ -20,59 +20,51 @@ from htree_ops.errors import (  # noqa: E402
 from htree_ops.ops.causal_softmax import causal_softmax  # noqa: E402
 from htree_ops.ops.compressed_kv import (  # noqa: E402
     CompressedKV,
-    apply_grouped_hadamard,
-    apply_rotary_pos_emb_k,
-    apply_rotary_pos_emb_q,
-    convert_key_batched_quant,
+    CompressedKVCache,
+    MustafarAttention,
     kv_compress,
     kv_decode_attention,
     kv_decompress,
     kv_prune,
-    mustafar_attention,
 )
-from htree_ops.ops.compressed_kv_attention import MustafarAttention  # noqa: E402
-from htree_ops.ops.compressed_kv_cache import CompressedKVCache  # noqa: E402
 from htree_ops.ops.fp8 import (  # noqa: E402
     FP8Format,
+    FP8Linear,
+    calibrate_activation_scales,
     fp8_compute_scale,
     fp8_dequantize,
     fp8_fake_quant,
+    fp8_gemm,
+    fp8_gemm_exact,
     fp8_quantize,
     fp8_scale_inv,
     handle_fp8_overflow,
-)
-from htree_ops.ops.fp8_gemm import fp8_gemm, fp8_gemm_exact  # noqa: E402
-from htree_ops.ops.fp8_inputs import (  # noqa: E402
-    FP8GEMMInput,
-    validate_fp8_gemm_inputs,
-    validate_fp8_quantize_inputs,
-)
-from htree_ops.ops.fp8_linear import (  # noqa: E402
-    FP8Linear,
-    calibrate_activation_scales,
     quantize_model_,
 )
-from htree_ops.ops.gated_mlp import (  # noqa: E402
-    FusedGatedMLP,
-    GatedMLPInput,
-    gated_mlp,
-    validate_gated_mlp_inputs,
-)
+from htree_ops.ops.gated_mlp import FusedGatedMLP, gated_mlp  # noqa: E402
 from htree_ops.ops.hadamard import (  # noqa: E402
     HadamardTransform,
     grouped_hadamard,
     hadamard_transform,
     hadamard_transform_,
 )
-from htree_ops.ops.rmsnorm_rope import (  # noqa: E402
-    FusedRMSNormRoPE,
+from htree_ops.ops.rmsnorm_rope import FusedRMSNormRoPE, head_rmsnorm_rope, rmsnorm_rope  # noqa: E402
+from htree_ops.ops.tree_attention import HTreeAttention, tree_attention  # noqa: E402
+from htree_ops.seed_api import (  # noqa: E402
+    FP8GEMMInput,
+    GatedMLPInput,
     RMSNormRoPEInput,
-    head_rmsnorm_rope,
-    rmsnorm_rope,
+    TensorSpec,
+    apply_grouped_hadamard,
+    apply_rotary_pos_emb_k,
+    apply_rotary_pos_emb_q,
+    convert_key_batched_quant,
+    mustafar_attention,
+    validate_fp8_gemm_inputs,
+    validate_fp8_quantize_inputs,
+    validate_gated_mlp_inputs,
     validate_rmsnorm_rope_inputs,
 )
-from htree_ops.ops.tensor_spec import TensorSpec  # noqa: E402
-from htree_ops.ops.tree_attention import HTreeAttention, tree_attention  # noqa: E402
 from htree_ops.version import __version__  # noqa: E402
 
 __all__ = [

@@ -7,10 +7,12 @@ keywords, the facts behind it; a fact that is not given is ``None`` (``attempts`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 __all__ = [
     "ArchitectureNotSupportedError",
@@ -139,3 +141,88 @@ class TuningFailedError(HTreeKernelError, RuntimeError):
 
 class ArchitectureNotSupportedError(HTreeKernelError, NotImplementedError):
     """The device, or the compiled set of kernels, cannot run the op as asked."""
+
+
+# ---- from the message of an op to the class with its attributes
+
+
+def refuse(kind: type[HTreeKernelError], message: str, **facts: Any) -> NoReturn:
+    """Raises ``kind``; while torch.compile traces, the builtin it derives from, whose message Dynamo can show."""
+    if torch.compiler.is_compiling():
+        raise kind.__mro__[2](message)
+    raise kind(message, **facts)
+
+
+#: How every message of an op begins: its name, and then the sentence.
+_MESSAGE = re.compile(r"(?!htree:)(?P<op>[a-z]\w*)(?:\.out)?: (?P<sentence>.*)", re.S)
+_RANK = re.compile(r"must be (\d)-D")
+_SIZE = re.compile(r"size (\d) of \S+ must be (\d+) \(")
+_SHAPE = re.compile(r"must have shape \[([\d, ]*)\]")
+_DEVICE = re.compile(r"must be on the device of .+ \(([\w:]+)\), got ([\w:]+)")
+#: What follows "must", up to what came.
+_RULE = re.compile(r"must (?:be |have )?(.*?),? got ", re.S)
+
+
+def in_words_of(
+    function: str, arguments: Mapping[str, Any], error: Exception, renamed: Mapping[str, str]
+) -> Exception | None:
+    """What ``function`` raises where an op that it calls has raised ``error``; None where the error stays as it is.
+
+    Args:
+        function: name of the function that the user has called.
+        arguments: by name, as given.
+        error: of the op: ``op: argument must ..., got ...`` (csrc/host/check.h).
+        renamed: words of the op that the function has another word for.
+    """
+    found = _MESSAGE.fullmatch(str(error))
+    if found is None or isinstance(error, HTreeKernelError):
+        return None
+    sentence = found["sentence"]
+    for theirs, ours in renamed.items():
+        sentence = re.sub(rf"(?<![\w.]){theirs}\b", ours, sentence)
+    message = f"{function}: {sentence}"
+    name, value = _subject(sentence, arguments)
+    if isinstance(error, TypeError) and "dtype" in sentence:
+        rule = _RULE.search(sentence)
+        return UnsupportedDtypeError(
+            message,
+            dtype=value.dtype
+            if isinstance(value, Tensor)
+            else value
+            if isinstance(value, torch.dtype)
+            else None,
+            supported_dtypes=tuple(
+                getattr(torch, word) for word in re.findall(r"torch\.(\w+)", rule[1] if rule else "")
+            ),
+            tensor_name=name if isinstance(value, Tensor) else None,
+        )
+    if device := _DEVICE.search(sentence):
+        expected, actual = map(torch.device, device.groups())
+        return DeviceError(message, expected_device=expected, actual_device=actual, tensor_name=name)
+    if isinstance(error, NotImplementedError) and re.search(r"no kernel|block_size must", sentence):
+        return ArchitectureNotSupportedError(message)
+    if isinstance(error, ValueError) and isinstance(value, Tensor) and re.search(r", got .*\[", sentence):
+        expected, actual = _sizes(sentence, value)
+        return ShapeMismatchError(message, expected=expected, actual=actual, tensor_name=name)
+    return None if message == str(error) else type(error)(message)
+
+
+def _subject(sentence: str, arguments: Mapping[str, Any]) -> tuple[str | None, Any]:
+    """The first argument that a sentence names, such as ``q`` or ``parents[1]``, and its value."""
+    for name, place in re.findall(r"(?<![\w.])([A-Za-z_]\w*)(\[\d+\])?", sentence):
+        if name in arguments:
+            value = arguments[name]
+            return name + place, value[int(place[1:-1])] if place else value
+    return None, None
+
+
+def _sizes(sentence: str, tensor: Tensor) -> tuple[Any, Any]:
+    """(expected, actual) of a sentence about the sizes of ``tensor``."""
+    if rank := _RANK.search(sentence):
+        return int(rank[1]), tensor.dim()
+    if size := _SIZE.search(sentence):
+        return int(size[2]), tensor.shape[int(size[1])]
+    if shape := _SHAPE.search(sentence):
+        return tuple(map(int, re.findall(r"\d+", shape[1]))), tuple(tensor.shape)
+    rule = _RULE.search(sentence)
+    return rule[1] if rule else None, tuple(tensor.shape)

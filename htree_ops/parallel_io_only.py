@@ -4,7 +4,7 @@ A twin is the very kernel of its stage with another policy, hence with the same 
 time is about the least that this access pattern takes, and says how much could be won by removing arithmetic. Its
 results mean nothing and must never be used as attention. Formulas: docs/semantics/io_twins.md §2.3.
 
-Shapes as in :mod:`htree_ops.ops.tree_attention_stages`; no function has a gradient.
+Shapes as in :mod:`htree_ops.ops.tree_attention.stages`; no function has a gradient.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from htree_ops.ops.arguments import check_dtype, check_tensors, floating_for, state_dtype
+from htree_ops.ops.arguments import named, named_as
 
 __all__ = [
     "htree_forward_io_only",
@@ -23,6 +23,7 @@ __all__ = [
 ]
 
 
+@named_as(top_k="top_k_per_layer")
 def htree_forward_io_only(
     q: Tensor,
     k: Tensor,
@@ -49,13 +50,12 @@ def htree_forward_io_only(
     Raises:
         ShapeMismatchError, UnsupportedDtypeError, DeviceError, ValueError: as ``tree_attention``.
     """
-    check_tensors("htree_forward_io_only", q=(q, "B T_q H K"), k=(k, "B T H_kv K"), v=(v, "B T H_kv V"))
-    check_dtype("htree_forward_io_only", floating_for(q), q=q, k=k, v=v)
     return torch.ops.htree.io_attention_forward(
         q, k, v, compression_rate, max_top_nodes, top_k_per_layer, scale, select, map_positions
     )
 
 
+@named
 def io_compute_scores(
     q: Tensor,
     layer_k: Tensor,
@@ -76,22 +76,12 @@ def io_compute_scores(
     Returns:
         scores [B, T_q, H_kv, k*r, G], -inf at p >= n; num_candidates int32 [B, T_q, H_kv].
     """
-    check_tensors(
-        "io_compute_scores",
-        q=(q, "B T_q H K"),
-        layer_k=(layer_k, "B N H_kv K"),
-        parents=(parents, "B T_q H_kv k"),
-        cos=(cos, "size K/2"),
-        sin=(sin, "size K/2"),
-    )
-    check_dtype("io_compute_scores", floating_for(q), q=q, layer_k=layer_k)
-    check_dtype("io_compute_scores", (state_dtype(q),), cos=cos, sin=sin)
-    check_dtype("io_compute_scores", (torch.int32,), parents=parents)
     return torch.ops.htree.io_compute_scores(
         q, layer_k, parents, cos, sin, layer, compression_rate, scale, t0
     )
 
 
+@named
 def io_select_topk(
     scores: Tensor,
     num_candidates: Tensor,
@@ -111,15 +101,10 @@ def io_select_topk(
     Returns:
         int32 [B, T_q, H_kv, top_k]: the rightmost candidate in slot min(top_k, n) - 1, -1 after it.
     """
-    check_tensors(
-        "io_select_topk",
-        scores=(scores, "B T_q H_kv k*r G"),
-        num_candidates=(num_candidates, "B T_q H_kv"),
-    )
-    check_dtype("io_select_topk", (torch.int32,), num_candidates=num_candidates)
     return torch.ops.htree.io_select_topk(scores, num_candidates, top_k, layer, select, t0, fold_mask)
 
 
+@named
 def io_accumulate_non_topk(
     layer_v: Tensor,
     parents: Tensor,
@@ -135,6 +120,7 @@ def io_accumulate_non_topk(
     )
 
 
+@named
 def io_compute_next_parents(
     parents: Tensor, topk_positions: Tensor, compression_rate: int = 16, map_positions: bool = False
 ) -> Tensor:
@@ -146,10 +132,4 @@ def io_compute_next_parents(
     Returns:
         int32 [B, T_q, H_kv, top_k].
     """
-    check_tensors(
-        "io_compute_next_parents",
-        parents=(parents, "B T_q H_kv k"),
-        topk_positions=(topk_positions, "B T_q H_kv top_k"),
-    )
-    check_dtype("io_compute_next_parents", (torch.int32,), parents=parents, topk_positions=topk_positions)
     return torch.ops.htree.io_compute_next_parents(parents, topk_positions, compression_rate, map_positions)

@@ -1,17 +1,42 @@
-"""What a tensor must look like, as one value (docs/semantics/python.md §3.4)."""
+"""Names that only the design documents ask for; the package exports them beside its own.
+
+The ``validate_*`` functions check a call without making it. They run the op on meta tensors, so that there is one
+owner of every rule; what meta tensors cannot show, devices and the values of scales, is checked here.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError
+from htree_ops.ops.arguments import FLOATING, check_devices, check_tensors, named_as
+from htree_ops.ops.compressed_kv.functions import kv_compress, kv_decode_attention
+from htree_ops.ops.hadamard.transform import grouped_hadamard
+from htree_ops.tuning.tuner import TritonAutoTuner
 
-__all__ = ["TensorSpec"]
+__all__ = [
+    "FP8GEMMInput",
+    "GatedMLPInput",
+    "RMSNormRoPEInput",
+    "TensorSpec",
+    "TritonAutoTuner",
+    "apply_grouped_hadamard",
+    "apply_rotary_pos_emb_k",
+    "apply_rotary_pos_emb_q",
+    "convert_key_batched_quant",
+    "mustafar_attention",
+    "validate_fp8_gemm_inputs",
+    "validate_fp8_quantize_inputs",
+    "validate_gated_mlp_inputs",
+    "validate_rmsnorm_rope_inputs",
+]
+
+# ---- design document [002]: what a tensor must look like
 
 
 @dataclass
@@ -94,3 +119,328 @@ class TensorSpec:
         else:
             tensor = torch.zeros(stored, dtype=self.dtype, device=self.device)
         return tensor.transpose(-1, -2) if is_strided else tensor
+
+
+# ---- design document [002]: the arguments of a call as one value, and their checks
+
+
+def _check_place(op: str, tensors: Mapping[str, Tensor], require_cuda: bool) -> None:
+    """One device for all; double on CUDA, which only some ops compute, is not for meta tensors to know."""
+    check_devices(op, tensors)
+    name, first = next(iter(tensors.items()))
+    if require_cuda and first.device.type != "cuda":
+        raise DeviceError(
+            f"{op}: {name} must be on a CUDA device, got {first.device}",
+            expected_device="cuda",
+            actual_device=first.device,
+            tensor_name=name,
+        )
+
+
+def _meta(*tensors: Tensor) -> list[Tensor]:
+    return [x.detach().to("meta") for x in tensors]
+
+
+def _check_scale_values(op: str, scales: Mapping[str, Tensor]) -> None:
+    """Positive and finite, where looking costs no synchronisation: real values on the CPU."""
+    for name, scale in scales.items():
+        if scale.device.type == "cpu" and type(scale) is Tensor:
+            bad = ~(scale.isfinite() & (scale > 0))
+            if bool(bad.any()):
+                raise ValueError(f"{op}: {name} must be positive and finite, got {float(scale[bad][0])}")
+
+
+def _wrong_rank(x: Tensor) -> ShapeMismatchError:
+    return ShapeMismatchError(
+        f"Expected 3D input, got {x.dim()}D", expected=3, actual=x.dim(), tensor_name="x"
+    )
+
+
+def _wrong_weight(
+    expected: tuple[int | str, ...], words: str, weight: Tensor, name: str
+) -> ShapeMismatchError:
+    what = words or " expected"
+    shape = expected if not words else "[" + ", ".join(map(str, expected)) + "]"
+    return ShapeMismatchError(
+        f"Weight shape mismatch:{what} {shape}, got {tuple(weight.shape)}",
+        expected=expected,
+        actual=tuple(weight.shape),
+        tensor_name=name,
+    )
+
+
+@dataclass
+class RMSNormRoPEInput:
+    """The arguments of :func:`rmsnorm_rope` as one value.
+
+    Attributes:
+        x: [B, S, Hd].
+        weight: [Hd].
+        cos: [S, hd].
+        sin: like cos.
+        eps: added to the mean of squares.
+    """
+
+    x: Tensor
+    weight: Tensor
+    cos: Tensor
+    sin: Tensor
+    eps: float = 1e-6
+
+    def validate(self, *, require_cuda: bool = False) -> None:
+        """See :func:`validate_rmsnorm_rope_inputs`."""
+        validate_rmsnorm_rope_inputs(
+            self.x, self.weight, self.cos, self.sin, self.eps, require_cuda=require_cuda
+        )
+
+
+@named_as("rmsnorm_rope")
+def _check_rmsnorm_rope(
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, num_heads: int | None
+) -> None:
+    torch.ops.htree.rmsnorm_rope(*_meta(x, weight, cos, sin), eps, num_heads)
+
+
+def validate_rmsnorm_rope_inputs(
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float = 1e-6,
+    num_heads: int | None = None,
+    *,
+    require_cuda: bool = False,
+) -> None:
+    """Checks the arguments of :func:`rmsnorm_rope`: devices, then dtypes, ranks, shapes and values.
+
+    Layout is not checked: tensors that the kernels cannot read in place are copied.
+    Source: docs/semantics/python.md §3.4, design document [002].
+
+    Args:
+        x, weight, cos, sin, eps, num_heads: see :func:`rmsnorm_rope`.
+        require_cuda: refuse tensors that are not on a CUDA device.
+
+    Raises:
+        DeviceError: tensors on different devices, or not on CUDA where that is required.
+        UnsupportedDtypeError: a dtype other than float32, float16, bfloat16, float64.
+        ShapeMismatchError: a wrong rank or size.
+        ValueError: eps is negative or not finite, or num_heads is below 1.
+        TypeError: no dense tensor, or eps no number, or num_heads no int.
+    """
+    _check_place("rmsnorm_rope", {"x": x, "weight": weight, "cos": cos, "sin": sin}, require_cuda)
+    try:
+        _check_rmsnorm_rope(x, weight, cos, sin, eps, num_heads)
+    except ShapeMismatchError as error:
+        if error.tensor_name == "x" and x.dim() != 3:
+            raise _wrong_rank(x) from None
+        if error.tensor_name == "weight":
+            raise _wrong_weight((x.shape[2],), "", weight, "weight") from None
+        raise
+
+
+@dataclass
+class GatedMLPInput:
+    """The arguments of :func:`gated_mlp` as one value.
+
+    Attributes:
+        x: [B, S, Hd].
+        gate_weight: [I, Hd].
+        up_weight: [I, Hd].
+        activation: "silu" or "gelu".
+    """
+
+    x: Tensor
+    gate_weight: Tensor
+    up_weight: Tensor
+    activation: str = "silu"
+
+    def validate(self, *, require_cuda: bool = False) -> None:
+        """See :func:`validate_gated_mlp_inputs`."""
+        validate_gated_mlp_inputs(
+            self.x, self.gate_weight, self.up_weight, self.activation, require_cuda=require_cuda
+        )
+
+
+@named_as("gated_mlp")
+def _check_gated_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, activation: str, act_on: str) -> None:
+    if x.is_cuda and x.dtype == torch.float64:
+        raise UnsupportedDtypeError(
+            f"gated_mlp: x must not have dtype {x.dtype} on CUDA",
+            dtype=x.dtype,
+            supported_dtypes=FLOATING,
+            tensor_name="x",
+        )
+    torch.ops.htree.gated_mlp(*_meta(x, gate_weight, up_weight), activation, act_on)
+
+
+def validate_gated_mlp_inputs(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    activation: str = "silu",
+    act_on: str = "up",
+    *,
+    require_cuda: bool = False,
+) -> None:
+    """Checks arguments of :func:`gated_mlp` with x [B, S, Hd]: devices, dtypes, ranks, shapes, then values.
+
+    Layout is not checked: tensors that the kernels cannot read in place are copied.
+    Source: docs/semantics/python.md §3.4, design document [002].
+
+    Args:
+        x, gate_weight, up_weight, activation, act_on: see :func:`gated_mlp`; x must have three dims here.
+        require_cuda: refuse tensors that are not on a CUDA device.
+
+    Raises:
+        DeviceError: tensors on different devices, or not on CUDA where that is required.
+        UnsupportedDtypeError: a dtype other than float32, float16, bfloat16 (float64 on the CPU), or tensors
+            of different dtypes.
+        ShapeMismatchError: a wrong rank or size.
+        ValueError: an unknown activation or side.
+    """
+    _check_place("gated_mlp", {"x": x, "gate_weight": gate_weight, "up_weight": up_weight}, require_cuda)
+    try:
+        _check_gated_mlp(x, gate_weight, up_weight, activation, act_on)
+    except ShapeMismatchError as error:
+        if x.dim() == 3 and error.tensor_name in ("gate_weight", "up_weight"):
+            weight = gate_weight if error.tensor_name == "gate_weight" else up_weight
+            inner = "I" if weight is gate_weight else gate_weight.shape[0]
+            name = error.tensor_name
+            raise _wrong_weight((inner, x.shape[2]), f" {name} must be", weight, name) from None
+        if x.dim() == 3:
+            raise
+    if x.dim() != 3:
+        raise _wrong_rank(x)
+
+
+@dataclass
+class FP8GEMMInput:
+    """The arguments of ``fp8_gemm`` as one value.
+
+    Attributes:
+        a: [M, K] float8_e4m3fn.
+        b: [K, N] float8_e4m3fn, row- or column-major.
+        a_scale: fp32 [] or [M, 1].
+        b_scale: fp32 [] or [1, N].
+        output_dtype: float16, bfloat16 or float32.
+    """
+
+    a: Tensor
+    b: Tensor
+    a_scale: Tensor
+    b_scale: Tensor
+    output_dtype: torch.dtype = torch.float16
+
+    def validate(self, *, require_cuda: bool = False) -> None:
+        """See :func:`validate_fp8_gemm_inputs`."""
+        validate_fp8_gemm_inputs(
+            self.a, self.b, self.a_scale, self.b_scale, self.output_dtype, require_cuda=require_cuda
+        )
+
+
+@named_as("fp8_gemm")
+def _check_fp8_gemm(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, output_dtype: torch.dtype
+) -> None:
+    torch.ops.htree.fp8_gemm(*_meta(a, b, a_scale, b_scale), output_dtype)
+
+
+def validate_fp8_gemm_inputs(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    output_dtype: torch.dtype = torch.float16,
+    *,
+    require_cuda: bool = False,
+) -> None:
+    """Checks the arguments of ``fp8_gemm``: devices, then dtypes, ranks, shapes and values.
+
+    Args:
+        a, b, a_scale, b_scale, output_dtype: see :class:`FP8GEMMInput`.
+        require_cuda: refuse tensors that are not on a CUDA device.
+
+    Raises:
+        DeviceError: tensors on different devices, or not on CUDA where that is required.
+        UnsupportedDtypeError: a or b is not float8_e4m3fn, a scale is not float32, or another output dtype.
+        ShapeMismatchError: a or b is not 2-D, K differs, or a scale is neither [] nor constant along K.
+        ValueError: a scale on the CPU that is not positive and finite.
+    """
+    tensors = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale}
+    _check_place("fp8_gemm", tensors, require_cuda)
+    _check_fp8_gemm(a, b, a_scale, b_scale, output_dtype)
+    _check_scale_values("fp8_gemm", {"a_scale": a_scale, "b_scale": b_scale})
+
+
+def _check_fp8_quantize(x: Tensor, scale: Tensor | None, granularity: str, dim: int, block: int) -> None:
+    torch.ops.htree.fp8_quantize(
+        *_meta(x), None if scale is None else _meta(scale)[0], str(granularity), dim, block
+    )
+
+
+def validate_fp8_quantize_inputs(
+    x: Tensor,
+    scale: Tensor | None = None,
+    granularity: str = "tensor",
+    dim: int = -1,
+    block: int = 128,
+    *,
+    require_cuda: bool = False,
+    op: str = "fp8_quantize",
+    name: str = "x",
+) -> None:
+    """Checks the arguments of ``fp8_quantize``: devices, then dtypes, ranks, shapes and values.
+
+    Args:
+        x, scale, granularity, dim, block: see ``fp8_quantize``.
+        require_cuda: refuse tensors that are not on a CUDA device.
+        op, name: names of the function and of x in the messages.
+
+    Raises:
+        TypeError: x or scale is not a dense tensor, dim or block not an int.
+        DeviceError: tensors on different devices, or not on CUDA where that is required.
+        UnsupportedDtypeError: x is not float32, float16 or bfloat16, or scale is not float32.
+        IndexError: x has no such dim.
+        ShapeMismatchError: scale has not the shape that the granularity implies.
+        ValueError: unknown granularity, block below 1, or a scale on the CPU that is not positive and finite.
+    """
+    scales = {} if scale is None else {"scale": scale}
+    _check_place(op, {name: x, **scales}, require_cuda)
+    named_as(op, x=name)(_check_fp8_quantize)(x, scale, granularity, dim, block)
+    _check_scale_values(op, scales)
+
+
+# ---- design document [003]
+
+
+@named_as(x="q", positions="position_ids")
+def apply_rotary_pos_emb_q(q: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor) -> Tensor:
+    """Half-split rotary positions on q [B, H, S, D] in the layout of heads first, as design document [003] has it.
+
+    Args:
+        q: queries, D even.
+        cos, sin: float32 [size, D/2], the two halves of ``htree_ops.ops.tree_attention.stages.rope_cache``.
+        position_ids: int32 or int64, [S] or [B, S], in [0, size).
+
+    Returns:
+        [B, H, S, D] in the dtype of q, differentiable. Rotation comes before any Hadamard transform: the two do not
+        commute (docs/semantics/hadamard.md §4.2, §4.3).
+
+    Raises:
+        ShapeMismatchError, UnsupportedDtypeError, DeviceError: as ``rope``.
+    """
+    check_tensors("apply_rotary_pos_emb_q", q=(q, "B H S D"))
+    return torch.ops.htree.rope(q.transpose(1, 2), cos, sin, position_ids).transpose(1, 2)
+
+
+@named_as(x="k", positions="position_ids")
+def apply_rotary_pos_emb_k(k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor) -> Tensor:
+    """:func:`apply_rotary_pos_emb_q` of keys k [B, H_kv, S, D]."""
+    check_tensors("apply_rotary_pos_emb_k", k=(k, "B H_kv S D"))
+    return torch.ops.htree.rope(k.transpose(1, 2), cos, sin, position_ids).transpose(1, 2)
+
+
+# The names that design document [003] uses.
+apply_grouped_hadamard = grouped_hadamard
+convert_key_batched_quant = kv_compress
+mustafar_attention = kv_decode_attention

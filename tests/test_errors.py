@@ -69,6 +69,8 @@ def test_facts_are_keywords_and_optional():
 def test_base_is_a_plain_exception_and_every_class_is_exported():
     assert errors.HTreeKernelError.__bases__ == (Exception,)
     defined_here = {
-        name for name, value in vars(errors).items() if getattr(value, "__module__", "") == errors.__name__
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and value.__module__ == errors.__name__
     }
     assert defined_here == set(errors.__all__)

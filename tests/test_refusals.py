@@ -84,7 +84,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "text": ({"top_k": "3"}, TypeError, "top_k must be an int, got str"),
     "none": ({"max_top_nodes": None}, TypeError, "max_top_nodes must be an int, got NoneType"),
     "bool": ({"top_k": True}, TypeError, "top_k must be an int, got bool"),
-    "huge": ({"compression_rate": 2**63}, ValueError, "compression_rate must be between 2 and"),
+    "huge": ({"compression_rate": 2**63}, ValueError, "compression_rate must be an int of 64 bits"),
     "zero k": ({"top_k": 0}, ValueError, "top_k must be between 1 and .*, got 0"),
     "wide top": ({"max_top_nodes": 7}, ValueError, r"at most top_k \* compression_rate = 6, got 7"),
     "stride": ({"selection_stride": 2}, ValueError, "power of two that divides compression_rate = 3, got 2"),
@@ -228,7 +228,7 @@ def test_wrong_types_are_named(name: str) -> None:
     ("build", "message"),
     [
         (lambda: htree_ops.FusedRMSNormRoPE(-8, 2), "hidden_dim must be between 1"),
-        (lambda: htree_ops.FusedRMSNormRoPE(8, 2, -1.0), "eps must be finite and not negative, got -1.0"),
+        (lambda: htree_ops.FusedRMSNormRoPE(8, 2, -1.0), "eps must be finite and not negative, got -1"),
         (
             lambda: htree_ops.FusedRMSNormRoPE(8, 2, float("nan")),
             "eps must be finite and not negative, got nan",
@@ -244,13 +244,14 @@ def test_wrong_values_are_named(build, message: str) -> None:
     assert htree_ops.hadamard_transform(torch.zeros(4, dtype=torch.float64), 1e39).eq(0).all()
 
 
-@pytest.mark.parametrize("block_size", [-512, -1, 256, 2**40, 2**64])
+@pytest.mark.parametrize("block_size", [-512, -1, 256, 2**40])
 def test_block_sizes_without_a_kernel_have_one_class(block_size: int) -> None:
     x = torch.zeros(3, 4)
     with pytest.raises(
         htree_ops.ArchitectureNotSupportedError, match=f"block_size must be 0 .*, got {block_size}"
     ):
         htree_ops.causal_softmax(x, block_size)
-    if block_size < 2**63:
-        with pytest.raises(NotImplementedError, match=f"block_size must be 0 .*, got {block_size}"):
-            op.causal_softmax(x, block_size)
+    with pytest.raises(NotImplementedError, match=f"block_size must be 0 .*, got {block_size}"):
+        op.causal_softmax(x, block_size)
+    with pytest.raises(ValueError, match="block_size must be an int of 64 bits"):
+        htree_ops.causal_softmax(x, 2**64)

@@ -1,8 +1,11 @@
-// Argument checks. Each message says which argument of which op, what was required and what came. They
-// compare symbolic sizes, so the Meta kernels run the very same checks as the CPU and CUDA ones.
+// Argument checks. Each message says which argument of which function, what was required and what came, in the words
+// of Python: "op: argument must ..., got ...". They compare symbolic sizes, so the Meta kernels run the very same checks
+// as the CPU and CUDA ones. htree_ops/errors.py reads these sentences: a wrong size is one whose "got" shows the sizes
+// in brackets, a wrong dtype a TypeError that says "dtype".
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
 #include <c10/core/SymInt.h>
 #include <c10/util/Exception.h>
 
@@ -45,11 +48,15 @@ inline void check_shape(const char* op, const char* name, const at::Tensor& tens
                     tensor.sym_sizes());
 }
 
+// The name that Python has for it, such as torch.float16.
+inline std::string dtype_name(at::ScalarType dtype) {
+  return "torch." + c10::getDtypeNames(dtype).first;
+}
+
 inline std::string dtype_names(std::initializer_list<at::ScalarType> dtypes) {
   std::string names;
   for (auto dtype : dtypes) {
-    names += (names.empty() ? "" : ", ");
-    names += c10::toString(dtype);
+    names += (names.empty() ? "" : " or ") + dtype_name(dtype);
   }
   return names;
 }
@@ -60,16 +67,16 @@ inline void check_dtype(const char* op, const char* name, const at::Tensor& tens
   for (auto dtype : supported) {
     found |= tensor.scalar_type() == dtype;
   }
-  TORCH_CHECK_TYPE(found, op, ": ", name, " must have one of the dtypes ", dtype_names(supported), ", got ",
-                   tensor.scalar_type());
+  TORCH_CHECK_TYPE(found, op, ": ", name, " must have dtype ", dtype_names(supported), ", got ",
+                   dtype_name(tensor.scalar_type()));
 }
 
 // The floating dtypes of every op: float32, float16, bfloat16; float64 on the CPU, and on CUDA only where the
 // op has `double_on_cuda` kernels. Meta tensors stand for either device and accept float64.
 inline void check_floating(const char* op, const char* name, const at::Tensor& tensor, bool double_on_cuda) {
   if (tensor.is_cuda() && !double_on_cuda) {
-    TORCH_CHECK_TYPE(tensor.scalar_type() != at::kDouble, op, ": ", name,
-                     " must have one of the dtypes Float, Half, BFloat16 on CUDA, got Double");
+    TORCH_CHECK_TYPE(tensor.scalar_type() != at::kDouble, op, ": ", name, " must have dtype ",
+                     dtype_names({at::kFloat, at::kHalf, at::kBFloat16}), " on CUDA, got torch.float64");
   }
   check_dtype(op, name, tensor, {at::kFloat, at::kHalf, at::kBFloat16, at::kDouble});
 }
@@ -77,7 +84,8 @@ inline void check_floating(const char* op, const char* name, const at::Tensor& t
 inline void check_same_dtype(const char* op, const char* name, const at::Tensor& tensor,
                              const char* like_name, const at::Tensor& like) {
   TORCH_CHECK_TYPE(tensor.scalar_type() == like.scalar_type(), op, ": ", name, " must have the dtype of ",
-                   like_name, " (", like.scalar_type(), "), got ", tensor.scalar_type());
+                   like_name, " (", dtype_name(like.scalar_type()), "), got ",
+                   dtype_name(tensor.scalar_type()));
 }
 
 inline void check_same_device(const char* op, const char* name, const at::Tensor& tensor,
@@ -86,8 +94,10 @@ inline void check_same_device(const char* op, const char* name, const at::Tensor
               like.device(), "), got ", tensor.device());
 }
 
+// The factor is applied in fp32, whatever the dtype of the tensors.
 inline void check_finite(const char* op, const char* name, double value) {
-  TORCH_CHECK_VALUE(std::isfinite(value), op, ": ", name, " must be finite, got ", value);
+  TORCH_CHECK_VALUE(std::isfinite(static_cast<float>(value)), op, ": ", name,
+                    " must be finite in float32, got ", value);
 }
 
 inline void check_at_least(const char* op, const char* name, int64_t value, int64_t least) {

@@ -1,23 +1,23 @@
-"""Checks that the Python functions make before they call an op (docs/semantics/conventions.md §0.4).
+"""What the functions know of their arguments and the ops cannot: kinds of Python objects, words for messages.
 
-They raise the package's own classes with the facts as attributes. The op itself checks everything again,
-sizes that depend on each other and options included, and raises the builtin that each class derives from.
+Every op checks its tensors and options itself (csrc/host/check.h). A function below :func:`named` checks the kinds of
+its arguments, as its annotations give them, and raises what the op refuses as the package's own class, in the words
+of the function (docs/semantics/conventions.md §0.4). The other checks here are for modules and caches, whose options
+no op sees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from htree_ops.errors import (
-    ArchitectureNotSupportedError,
-    DeviceError,
-    ShapeMismatchError,
-    UnsupportedDtypeError,
-)
+from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError, in_words_of, refuse
 
 __all__ = [
     "FLOATING",
@@ -27,12 +27,13 @@ __all__ = [
     "check_dtype",
     "check_int",
     "check_int_type",
-    "check_int_types",
     "check_number",
     "check_option_dtype",
     "check_tensor",
     "check_tensors",
     "dtype_name",
+    "named",
+    "named_as",
     "tuning_config",
 ]
 
@@ -40,6 +41,113 @@ __all__ = [
 FLOATING = (torch.float32, torch.float16, torch.bfloat16)
 #: dtypes on the CPU, and of the ops that have double kernels on CUDA.
 FLOATING_AND_DOUBLE = (*FLOATING, torch.float64)
+
+# ---- functions around ops
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+#: Kinds of annotations: the words of a message, the exact types that need no second look, and all types.
+_KINDS: dict[str, tuple[str, tuple[type, ...], tuple[type, ...]]] = {
+    "Tensor": ("a Tensor", (Tensor, torch.nn.Parameter), (Tensor,)),
+    "int": ("an int", (int,), (int, torch.SymInt)),
+    "float": ("a number", (float, int), (float, int, torch.SymInt, torch.SymFloat)),
+    "bool": ("a bool", (bool,), (bool,)),
+    "str": ("a str", (str,), (str,)),
+    "torch.dtype": ("a torch.dtype", (torch.dtype,), (torch.dtype,)),
+    "None": ("None", (type(None),), (type(None),)),
+}
+
+
+class _Kind:
+    """What one argument may be."""
+
+    def __init__(self, name: str, annotation: str) -> None:
+        parts = [_KINDS[part] for part in annotation.split(" | ")]
+        self.name = name
+        self.words = " or ".join(words for words, _, _ in parts if words != "None")
+        self.exact = frozenset(kind for _, exact, _ in parts for kind in exact)
+        self.all = tuple(kind for _, _, kinds in parts for kind in kinds)
+
+    def check(self, function: str, value: object) -> None:
+        """Raises TypeError; a bool is an int of Python alone."""
+        if not isinstance(value, self.all) or (isinstance(value, bool) and bool not in self.all):
+            raise TypeError(f"{function}: {self.name} must be {self.words}, got {type(value).__name__}")
+
+
+def named(function: Callable[P, R]) -> Callable[P, R]:
+    """A function around an op: checks the kinds of its arguments, and gives the op's refusals its own words.
+
+    Kinds that an annotation does not spell in the words of ``_KINDS`` are left to the function. While torch.compile
+    traces it is the function alone: the op's message is what the user sees.
+    """
+    return named_as()(function)
+
+
+def named_as(name: str | None = None, **renamed: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """:func:`named` with another name for messages, and with words that replace words of the op."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        label = name or function.__name__
+        signature = inspect.signature(function)
+        kinds = {
+            p.name: _Kind(p.name, p.annotation)
+            for p in signature.parameters.values()
+            if all(part in _KINDS for part in str(p.annotation).split(" | "))
+        }
+        in_order = [kinds.get(parameter) for parameter in signature.parameters]
+        is_compiling = torch.compiler.is_compiling
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if is_compiling():
+                return function(*args, **kwargs)
+            for value, kind in zip(args, in_order, strict=False):
+                if kind is not None and type(value) not in kind.exact:
+                    kind.check(label, value)
+            for key, value in kwargs.items():
+                kind = kinds.get(key)
+                if kind is not None and type(value) not in kind.exact:
+                    kind.check(label, value)
+            try:
+                return function(*args, **kwargs)
+            except (TypeError, ValueError, RuntimeError, IndexError) as error:
+                arguments = signature.bind(*args, **kwargs).arguments
+                _check_what_no_op_takes(label, arguments)
+                refusal = in_words_of(label, arguments, error, renamed)
+                if refusal is None:
+                    raise
+                raise refusal from None
+
+        return call
+
+    return decorate
+
+
+def _check_what_no_op_takes(function: str, arguments: Mapping[str, object]) -> None:
+    """Names the argument where the dispatcher, not the op, has refused a call."""
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            check_tensor(function, name, value)
+        elif isinstance(value, list) and any(isinstance(x, Tensor) for x in value):
+            for place, x in enumerate(value):
+                check_tensor(function, f"{name}[{place}]", x)
+        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError(f"{function}: {name} must be an int of 64 bits, got {value}")
+
+
+@contextmanager
+def options_of(name: str) -> Iterator[None]:
+    """What a function refuses inside is an option of ``name``, a module that is being made."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        _, _, sentence = str(error).partition(": ")
+        error.args = (f"{name}: {sentence}",)
+        raise
+
+
+# ---- checks of modules and caches
 
 
 def check_tensor(op: str, name: str, tensor: object) -> None:
@@ -51,27 +159,21 @@ def check_tensor(op: str, name: str, tensor: object) -> None:
         raise TypeError(f"{op}: {name} must be a dense tensor, got {came}")
 
 
-def check_devices(op: str, tensors: Mapping[str, Tensor], require_cuda: bool = False) -> None:
+def check_devices(op: str, tensors: Mapping[str, Tensor]) -> None:
     """Checks that all are dense tensors on one device, that of the first.
 
     Raises:
         TypeError: an argument is not a dense tensor.
-        DeviceError: a tensor lies on another device than the first, or the first not on CUDA where that is required.
+        DeviceError: a tensor lies on another device than the first.
     """
     first: tuple[str, Tensor] | None = None
     for name, tensor in tensors.items():
         check_tensor(op, name, tensor)
         if first is None:
             first = (name, tensor)
-            if require_cuda and tensor.device.type != "cuda":
-                raise DeviceError(
-                    f"{op}: {name} must be on a CUDA device, got {tensor.device}",
-                    expected_device="cuda",
-                    actual_device=tensor.device,
-                    tensor_name=name,
-                )
         elif tensor.device != first[1].device:
-            raise DeviceError(
+            refuse(
+                DeviceError,
                 f"{op}: {name} must be on the device of {first[0]} ({first[1].device}), got {tensor.device}",
                 expected_device=first[1].device,
                 actual_device=tensor.device,
@@ -97,7 +199,8 @@ def check_tensors(op: str, **arguments: tuple[Tensor, str]) -> None:
         check_tensor(op, name, tensor)
         dims = words.split()
         if tensor.dim() != len(dims):
-            raise ShapeMismatchError(
+            refuse(
+                ShapeMismatchError,
                 f"{op}: {name} must be {len(dims)}-D [{', '.join(dims)}], "
                 f"got {tensor.dim()}-D {tuple(tensor.shape)}",
                 expected=len(dims),
@@ -107,7 +210,8 @@ def check_tensors(op: str, **arguments: tuple[Tensor, str]) -> None:
         for dim, (word, size) in enumerate(zip(dims, tensor.shape, strict=True)):
             owner, wanted = sizes.setdefault(word, (name, size))
             if size != wanted:
-                raise ShapeMismatchError(
+                refuse(
+                    ShapeMismatchError,
                     f"{op}: size {dim} of {name} must be {word} of {owner} = {wanted}, "
                     f"got {tuple(tensor.shape)}",
                     expected=wanted,
@@ -126,7 +230,8 @@ def check_dtype(op: str, supported: Sequence[torch.dtype], **tensors: Tensor) ->
     wanted: tuple[torch.dtype, ...] = tuple(supported)
     for name, tensor in tensors.items():
         if tensor.dtype not in wanted:
-            raise UnsupportedDtypeError(
+            refuse(
+                UnsupportedDtypeError,
                 f"{op}: {name} must have dtype {' or '.join(str(d) for d in wanted)}, got {tensor.dtype}",
                 dtype=tensor.dtype,
                 supported_dtypes=wanted,
@@ -135,33 +240,15 @@ def check_dtype(op: str, supported: Sequence[torch.dtype], **tensors: Tensor) ->
         wanted = (tensor.dtype,)
 
 
-def floating_for(tensor: Tensor, double_on_cuda: bool = False) -> tuple[torch.dtype, ...]:
-    """The floating dtypes that an op takes on the device of ``tensor``."""
-    return FLOATING if tensor.is_cuda and not double_on_cuda else FLOATING_AND_DOUBLE
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """``bfloat16`` for ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")
-
-
-def state_dtype(tensor: Tensor) -> torch.dtype:
-    """dtype of scores, states and rotary tables beside ``tensor``: float64 for float64, else float32."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def check_int_type(op: str, name: str, value: object) -> None:
     """Raises TypeError unless ``value`` is an integer."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
-
-
-def check_int_types(op: str, **values: object) -> None:
-    """Raises TypeError unless every value is an integer, ValueError for one beyond 64 bits, which no op takes."""
-    for name, value in values.items():
-        check_int_type(op, name, value)
-        if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise ValueError(f"{op}: {name} must be an int of 64 bits, got {value}")
 
 
 def check_bool(op: str, name: str, value: object) -> None:
@@ -173,7 +260,8 @@ def check_bool(op: str, name: str, value: object) -> None:
 def check_option_dtype(op: str, dtype: object, supported: Sequence[torch.dtype]) -> None:
     """Raises UnsupportedDtypeError unless the option ``dtype`` is one of the ``supported``."""
     if dtype not in supported:
-        raise UnsupportedDtypeError(
+        refuse(
+            UnsupportedDtypeError,
             f"{op}: dtype must be {' or '.join(map(str, supported))}, got {dtype}",
             dtype=dtype if isinstance(dtype, torch.dtype) else None,
             supported_dtypes=supported,
@@ -199,27 +287,17 @@ def check_number(
         raise ValueError(f"{op}: {name} must be {wanted} in {dtype_name(dtype)}, got {value}")
 
 
-def tuning_config(op: str, compiled: Sequence[tuple[int, ...]], **keys: int | None) -> list[int] | None:
+def tuning_config(op: str, **keys: int | None) -> list[int] | None:
     """The values of an op's tuning keys in their order; None where none is given.
 
     Args:
         op: name for the messages.
-        compiled: the tuples that have a kernel.
         keys: the keys of the op's space in its order, each with what the caller gave.
 
     Raises:
-        TypeError: a value is not an int. ValueError: some keys are missing.
-        ArchitectureNotSupportedError: the tuple has no kernel.
+        ValueError: some keys are missing.
     """
     given = [value for value in keys.values() if value is not None]
-    if not given:
-        return None
-    if len(given) != len(keys):
+    if given and len(given) != len(keys):
         raise ValueError(f"{op}: give all of {', '.join(keys)} or none, got {keys}")
-    for name, value in keys.items():
-        check_int_type(op, name, value)
-    if tuple(given) not in compiled:
-        raise ArchitectureNotSupportedError(
-            f"{op}: no kernel is compiled for {keys}; compiled: {', '.join(map(str, compiled))}"
-        )
-    return given
+    return given or None

@@ -14,7 +14,7 @@ from torch import Tensor
 import htree_ops
 from htree_ops import MustafarAttention
 from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError
-from htree_ops.ops.compressed_kv_attention import key_weight_from_queries
+from htree_ops.ops.compressed_kv.attention import key_weight_from_queries
 from htree_ops.reference import compressed_kv as reference
 from htree_ops.reference.tree_attention.rotary import rope, rope_cache
 from htree_ops.testing.cases import normal

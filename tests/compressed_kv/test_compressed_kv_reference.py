@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from htree_ops.ops import compressed_kv_format
-from htree_ops.ops.compressed_kv_storage import RowFormat
+from htree_ops.ops.compressed_kv import format as row_format
+from htree_ops.ops.compressed_kv.storage import RowFormat
 from htree_ops.reference import compressed_kv as reference
 from htree_ops.testing.cases import case_id
 from htree_ops.testing.compressed_kv_cases import COMPRESS_CASES, CompressCase, assert_rows_within_bounds
@@ -154,7 +154,7 @@ TABLE = {
 @pytest.mark.parametrize(("width", "sparsity"), TABLE)
 def test_bytes_per_element_are_those_of_the_page(width: int, sparsity: float) -> None:
     keep, *per_element = TABLE[width, sparsity]
-    assert reference.num_kept(width, sparsity) == compressed_kv_format.num_kept(width, sparsity) == keep
+    assert reference.num_kept(width, sparsity) == row_format.num_kept(width, sparsity) == keep
     for bits, expected in zip((16, 8, 4), per_element, strict=True):
         size = RowFormat(width, keep, bits).num_bytes()
         assert size / width == pytest.approx(expected, abs=6e-4)
@@ -165,7 +165,7 @@ def test_bytes_per_element_are_those_of_the_page(width: int, sparsity: float) ->
 @given(keep=st.integers(1, 256), bits=st.sampled_from([16, 8, 4]))
 def test_property_row_bytes(keep: int, bits: int) -> None:
     size = reference.row_bytes(keep, bits)
-    assert size == compressed_kv_format.row_bytes(keep, bits) == math.ceil(math.ceil(keep * bits / 8) / 4) * 4
+    assert size == row_format.row_bytes(keep, bits) == math.ceil(math.ceil(keep * bits / 8) / 4) * 4
 
 
 def test_attention_is_torchs() -> None:

@@ -25,12 +25,12 @@ from htree_ops.ops.fp8 import (
     fp8_quantize,
     handle_fp8_overflow,
 )
-from htree_ops.ops.fp8_inputs import (
+from htree_ops.reference import fp8 as reference
+from htree_ops.seed_api import (
     FP8GEMMInput,
     validate_fp8_gemm_inputs,
     validate_fp8_quantize_inputs,
 )
-from htree_ops.reference import fp8 as reference
 from htree_ops.testing.cases import case_id, normal
 from htree_ops.testing.fp8_cases import CASES, LAYOUT_CASES, FP8Case, codes_of
 
@@ -178,11 +178,15 @@ def test_refusals_name_the_tensor(name: str, layer: str) -> None:
 
 #: Of what the op's own schema refuses, or takes for something else.
 PYTHON_BAD = {
-    "granularity": (lambda: fp8_compute_scale(X, None), ValueError, "granularity must be .* got None"),
+    "granularity": (lambda: fp8_compute_scale(X, None), ValueError, "granularity must be .* got 'None'"),
     "dim": (lambda: fp8_compute_scale(X, "channel", 1.0), TypeError, "dim must be an int, got float"),
     "no dim": (lambda: fp8_quantize(X, None, "channel", None), TypeError, "dim must be an int, got NoneType"),
     "block": (lambda: fp8_compute_scale(X, "block", -1, 1.5), TypeError, "block must be an int, got float"),
-    "large block": (lambda: fp8_quantize(X, None, "block", -1, 2**63), ValueError, "block must be below 2"),
+    "large block": (
+        lambda: fp8_quantize(X, None, "block", -1, 2**63),
+        ValueError,
+        "block must be an int of 64 bits",
+    ),
     "dtype": (lambda: fp8_dequantize(Q, torch.ones(()), "half"), TypeError, "dtype must be a torch.dtype"),
     "large scale": (lambda: fp8_quantize(X, 1e39), ValueError, r"scale must be positive and finite.*1e\+39"),
     "scale that rounds to 0": (lambda: fp8_quantize(X, 1e-46), ValueError, "scale must be positive"),
@@ -229,7 +233,11 @@ GEMM_BAD = {
     "uint8": ({"a": torch.zeros(4, 6, dtype=torch.uint8)}, UnsupportedDtypeError, "a must have dtype"),
     "output": ({"output_dtype": torch.int8}, UnsupportedDtypeError, "output_dtype must be"),
     "rank": ({"b": torch.zeros(6).to(torch.float8_e4m3fn)}, ShapeMismatchError, "b must be 2-D"),
-    "inner": ({"b": torch.zeros(5, 3).to(torch.float8_e4m3fn)}, ShapeMismatchError, "size 0 of b must be K"),
+    "inner": (
+        {"b": torch.zeros(5, 3).to(torch.float8_e4m3fn)},
+        ShapeMismatchError,
+        r"size 0 of b must be 6 \(K of a\)",
+    ),
     "scale along k": (
         {"a_scale": torch.ones(4, 6)},
         ShapeMismatchError,

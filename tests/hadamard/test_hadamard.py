@@ -172,7 +172,7 @@ ERRORS = {
     "not a power": (lambda f, _: f(torch.zeros(3, 12)), ShapeMismatchError, r"power of two.*12"),
     "zero": (lambda f, _: f(torch.zeros(3, 0)), ShapeMismatchError, r"power of two"),
     "too long": (lambda f, _: f(torch.zeros(1, 65536)), ShapeMismatchError, r"between 1 and 32768.*65536"),
-    "scalar": (lambda f, _: f(torch.zeros(())), ShapeMismatchError, r"at least one dim, got a scalar"),
+    "scalar": (lambda f, _: f(torch.zeros(())), ShapeMismatchError, r"at least one dim, got 0-D"),
     "integer": (lambda f, _: f(torch.zeros(8, dtype=torch.int32)), UnsupportedDtypeError, r"dtype"),
     "scale": (
         lambda f, _: f(torch.zeros(8), math.nan),
@@ -187,7 +187,7 @@ ERRORS = {
     "group": (
         lambda _, g: g(torch.zeros(1, 6, 2, 8), 4),
         ShapeMismatchError,
-        r"group must divide H of x = 6, got 4",
+        r"H of x must be a multiple of group = 4, got 6 in \[1, 6, 2, 8\]",
     ),
     "no group": (
         lambda _, g: g(torch.zeros(1, 6, 2, 8), 0),
@@ -197,9 +197,13 @@ ERRORS = {
     "product": (
         lambda _, g: g(torch.zeros(1, 6, 2, 8), 3),
         ShapeMismatchError,
-        r"group \* D must be a power of two",
+        r"D of x times group = 3 must be a power of two .*, got D = 8",
     ),
-    "wide": (lambda _, g: g(torch.zeros(1, 64, 1, 1024), 64), ShapeMismatchError, r"group \* D must be"),
+    "wide": (
+        lambda _, g: g(torch.zeros(1, 64, 1, 1024), 64),
+        ShapeMismatchError,
+        r"D of x times group = 64 must be",
+    ),
     "grouped dtype": (lambda _, g: g(torch.zeros(1, 2, 1, 8).int(), 2), UnsupportedDtypeError, r"dtype"),
     "grouped scale": (
         lambda _, g: g(torch.zeros(1, 2, 1, 8), 2, math.inf),

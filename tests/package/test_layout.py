@@ -204,7 +204,7 @@ def rooms_are_complete(tree: Tree) -> list[str]:
             stages = sorted({name.split("/")[0] for name in inside if re.match(r"(\w+)/\1\.(h|cpp)$", name)})
             units = [f"csrc/ops/{room}/{stage}/{stage}" for stage in stages] or [f"csrc/ops/{room}/{room}"]
             missing += [unit + end for unit in units for end in (".h", ".cpp", "_cpu.cpp", "_cuda.cu")]
-        missing.append(f"htree_ops/ops/{room}.py")
+        missing.append(f"htree_ops/ops/{room}/__init__.py")
         reference = f"htree_ops/reference/{room}"
         missing.append(f"{reference}/__init__.py" if (tree.root / reference).is_dir() else f"{reference}.py")
         if not any(re.fullmatch(rf"tests/{room}/test_\w+\.py", name) for name in tree.files):
@@ -284,8 +284,8 @@ GOOD = {
     "csrc/ops/room/room_sum.cu": '#include "ops/room/room.cuh"\n',
     "csrc/ops/staged/shared.h": "",
     **{f"csrc/ops/staged/build/build{end}": "" for end in (".h", ".cpp", "_cpu.cpp", "_cuda.cu")},
-    "htree_ops/ops/room.py": "try:\n    x = 1\nexcept OSError:\n    raise\n",
-    "htree_ops/ops/staged.py": "",
+    "htree_ops/ops/room/__init__.py": "try:\n    x = 1\nexcept OSError:\n    raise\n",
+    "htree_ops/ops/staged/__init__.py": "",
     "htree_ops/reference/room.py": "",
     "htree_ops/reference/staged/__init__.py": "",
     "tests/room/test_room.py": "",
@@ -358,8 +358,8 @@ def test_a_tree_that_keeps_the_rules(tmp_path):
         (nothing_is_left_unfinished, {"csrc/ops/room/room.h": f"// {WORDS[0]}: strides\n"}, "room.h: "),
         (
             no_exception_is_swallowed,
-            {"htree_ops/ops/room.py": "try:\n    x\nexcept:\n    pass\n"},
-            "ops/room.py",
+            {"htree_ops/ops/room/__init__.py": "try:\n    x\nexcept:\n    pass\n"},
+            "room/__init__.py",
         ),
         (
             kernels_know_no_torch,

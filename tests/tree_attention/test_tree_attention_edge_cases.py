@@ -41,7 +41,7 @@ def test_forward_by_epsilon_optimality_and_teacher_forcing(case, device):
     q, k, v = case.make_qkv(device)
     args = (q, k, v, *case.op_options())
     if device == "cuda" and case.dtype == torch.float64:
-        with pytest.raises(TypeError, match="Double"):
+        with pytest.raises(TypeError, match="float64"):
             ops.attention_forward(*args)
         return
     with poisoned_memory():

@@ -13,7 +13,7 @@ import htree_ops
 import htree_ops.ops.tree_attention as room
 import htree_ops.reference.tree_attention as ref
 from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError
-from htree_ops.ops import tree_attention_stages as stages
+from htree_ops.ops.tree_attention import stages
 from htree_ops.testing.tree_attention_cases import SHAPES
 from htree_ops.testing.tree_attention_checks import assert_output
 
@@ -220,10 +220,10 @@ def test_dtypes_of_options_and_lists_have_the_classes_of_the_package() -> None:
     assert len(parents) == 4
     for wrong, kind, message in (
         (parents[0].long(), UnsupportedDtypeError, r"parents\[1\] must have dtype torch\.int32"),
-        (parents[0][0], ShapeMismatchError, r"parents\[1\] must be 4-D"),
-        (parents[0][..., :3], ShapeMismatchError, r"size 3 of parents\[1\] must be k of parents\[0\] = 4"),
-        (parents[0][:, :, :1], ShapeMismatchError, r"size 2 of parents\[1\] must be H_kv"),
-        (parents[0].to("meta"), DeviceError, r"parents\[1\] must be on the device of q"),
+        (parents[0][0], ShapeMismatchError, r"parents\[1\] must have shape \[1, 40, 2, 4\]"),
+        (parents[0][..., :3], ShapeMismatchError, r"parents\[1\] must have shape \[1, 40, 2, 4\]"),
+        (parents[0][:, :, :1], ShapeMismatchError, r"parents\[1\] must have shape \[1, 40, 2, 4\]"),
+        (parents[0].to("meta"), DeviceError, r"parents\[1\] must be on the device of the other arguments"),
         (None, TypeError, r"parents\[1\] must be a Tensor"),
     ):
         lists = [parents[0], wrong, *parents[2:]]

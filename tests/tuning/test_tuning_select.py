@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from htree_ops.ops import fp8_gemm, gated_mlp, rmsnorm_rope
+from htree_ops.ops import gated_mlp, rmsnorm_rope
+from htree_ops.ops.fp8 import gemm as fp8_gemm
 from htree_ops.tuning import (
     RMSNORM_ROPE,
     SPACES,
@@ -219,7 +220,9 @@ def test_a_tuned_call_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_functions_ask_with_the_keys_of_the_command(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """What ``python -m htree_ops tune`` stores for a problem is what a call of that problem looks up."""
     import htree_ops
-    from htree_ops.ops import fp8_gemm, fp8_linear, gated_mlp, rmsnorm_rope
+    from htree_ops.ops.fp8 import gemm, linear
+    from htree_ops.ops.gated_mlp import function as gated_mlp
+    from htree_ops.ops.rmsnorm_rope import function as rmsnorm_rope
 
     asked: list[tuple[str, tuple[int, ...], str, str]] = []
 
@@ -227,7 +230,7 @@ def test_functions_ask_with_the_keys_of_the_command(monkeypatch: pytest.MonkeyPa
         asked.append((kernel, tuple(problem), str(tensor.dtype), layout))
         return None
 
-    for module in (fp8_gemm, fp8_linear, gated_mlp, rmsnorm_rope):
+    for module in (gemm, linear, gated_mlp, rmsnorm_rope):
         monkeypatch.setattr(module, "configured", record)
     sizes = {"rmsnorm_rope": (2, 3, 256, 64), "gated_mlp": (6, 64, 48), "fp8_gemm": (5, 32, 64)}
     for kernel, chosen in sizes.items():

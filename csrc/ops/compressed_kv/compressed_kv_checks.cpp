@@ -3,6 +3,7 @@
 
 #include "host/check.h"
 #include "ops/compressed_kv/compressed_kv.h"
+#include "ops/hadamard/hadamard_params.h"
 
 namespace htree::compressed_kv {
 namespace {
@@ -12,9 +13,14 @@ int guard(const c10::SymInt& size) {
   return static_cast<int>(size.guard_int(__FILE__, __LINE__));
 }
 
-void check_head_dim(const char* op, const char* name, int64_t head_dim) {
-  TORCH_CHECK_VALUE(head_dim == 64 || head_dim == 128 || head_dim == 256, op, ": ", name,
-                    " must be 64, 128 or 256, got ", head_dim);
+bool is_head_dim(int64_t size) {
+  return size == 64 || size == 128 || size == 256;
+}
+
+void check_head_dim(const char* op, const char* name, const at::Tensor& tensor) {
+  const int head_dim = guard(tensor.sym_size(-1));
+  TORCH_CHECK_VALUE(is_head_dim(head_dim), op, ": D of ", name, " must be 64, 128 or 256, got ", head_dim,
+                    " in ", tensor.sym_sizes());
 }
 
 void check_keep(const char* op, const char* name, int64_t keep, int64_t head_dim) {
@@ -39,7 +45,7 @@ RowFormat check_rows(const char* op, const at::Tensor& x, int64_t keep, int64_t 
                      const OptionalTensor& weight) {
   check_rank(op, "x", x, 4, "[B, H_kv, S, D]");
   const int head_dim = guard(x.sym_size(3));
-  check_head_dim(op, "D of x", head_dim);
+  check_head_dim(op, "x", x);
   check_keep(op, "keep", keep, head_dim);
   check_weight(op, x, weight);
   return {.head_dim = head_dim, .keep = static_cast<int>(keep), .bits = static_cast<int>(bits)};
@@ -106,8 +112,9 @@ Outputs3 prepare_compress(const at::Tensor& x, int64_t keep, int64_t bits, const
   constexpr const char* kOp = "kv_compress";
   check_bits(kOp, "bits", bits);
   check_dtype(kOp, "x", x, {at::kFloat, at::kHalf, at::kBFloat16});
-  TORCH_CHECK_TYPE(bits != 16 || x.scalar_type() != at::kFloat, kOp,
-                   ": bits = 16 stores half or bfloat16 values as they are, x is Float: convert it first");
+  TORCH_CHECK_TYPE(bits != 16 || x.scalar_type() != at::kFloat, kOp, ": x must have dtype ",
+                   dtype_names({at::kHalf, at::kBFloat16}),
+                   " where bits is 16, got torch.float32: convert it first");
   const RowFormat format = check_rows(kOp, x, keep, bits, weight);
   const auto sizes = x.sym_sizes();
   return {empty_of(x, {sizes[0], sizes[1], sizes[2], format.words()}, at::kLong),
@@ -120,12 +127,13 @@ at::Tensor prepare_decompress(const at::Tensor& bitmap, const at::Tensor& values
   constexpr const char* kOp = "kv_decompress";
   const RowFormat format{
       .head_dim = guard(head_dim), .keep = static_cast<int>(keep), .bits = static_cast<int>(bits)};
-  check_head_dim(kOp, "D", format.head_dim);
+  TORCH_CHECK_VALUE(is_head_dim(format.head_dim), kOp, ": D must be 64, 128 or 256, got ", format.head_dim);
   check_keep(kOp, "keep", keep, format.head_dim);
   check_bits(kOp, "bits", bits);
   check_compressed(kOp, {"bitmap", "values", "scales"}, bitmap, values, scales, format);
   TORCH_CHECK_TYPE(dtype == at::kHalf || dtype == at::kBFloat16 || (dtype == at::kFloat && bits != 16), kOp,
-                   ": dtype must be Half, BFloat16 or, with 8 and 4 bits, Float, got ", dtype);
+                   ": dtype must be ", dtype_names({at::kHalf, at::kBFloat16}),
+                   bits == 16 ? " for 16 bits" : " or torch.float32", ", got ", dtype_name(dtype));
   const auto sizes = bitmap.sym_sizes();
   return empty_of(bitmap, {sizes[0], sizes[1], sizes[2], head_dim}, dtype);
 }
@@ -134,7 +142,7 @@ Outputs2 prepare_decode(const DecodeArguments& a) {
   check_dtype(kDecode, "q", a.q, {at::kFloat, at::kHalf, at::kBFloat16});
   TORCH_CHECK_VALUE(a.q.dim() == 3 || (a.q.dim() == 4 && same_size(a.q.sym_size(2), 1)), kDecode,
                     ": q must be [B, H, D] or [B, H, 1, D], got ", a.q.sym_sizes());
-  check_head_dim(kDecode, "D of q", guard(a.q.sym_size(-1)));
+  check_head_dim(kDecode, "q", a.q);
   const int head_dim = guard(a.q.sym_size(-1));
   check_bits(kDecode, "k_bits", a.k.bits);
   check_bits(kDecode, "v_bits", a.v.bits);
@@ -152,14 +160,15 @@ Outputs2 prepare_decode(const DecodeArguments& a) {
   TORCH_CHECK_VALUE(holds(num_kv_heads.sym_ge(1)), kDecode, ": H_kv of k_bitmap must be at least 1, got ",
                     sizes);
   TORCH_CHECK_VALUE(holds((a.q.sym_size(1) % num_kv_heads).sym_eq(0)), kDecode,
-                    ": H of q must be a multiple of H_kv = ", num_kv_heads, ", got ", a.q.sym_size(1));
+                    ": H of q must be a multiple of H_kv = ", num_kv_heads, ", got ", a.q.sym_size(1), " in ",
+                    a.q.sym_sizes());
   if (a.block_table.has_value()) {
     check_dtype(kDecode, "block_table", *a.block_table, {at::kInt});
     check_same_device(kDecode, "block_table", *a.block_table, "q", a.q);
     check_rank(kDecode, "block_table", *a.block_table, 2, "[B, max_pages]");
     check_size(kDecode, "block_table", *a.block_table, 0, a.q.sym_size(0), "B of q");
     TORCH_CHECK_VALUE(holds(sizes[2].sym_ge(1)) && holds(sizes[0].sym_ge(1)), kDecode,
-                      ": with a block_table k_bitmap must be [num_pages >= 1, H_kv, page >= 1, D/64], got ",
+                      ": k_bitmap must be [num_pages >= 1, H_kv, page >= 1, D/64] with a block_table, got ",
                       sizes);
   } else {
     check_size(kDecode, "k_bitmap", a.k.bitmap, 0, a.q.sym_size(0), "B of q");
@@ -178,6 +187,9 @@ Outputs2 prepare_decode(const DecodeArguments& a) {
       group == 0 || (group > 0 && (group & (group - 1)) == 0 && holds((num_kv_heads % group).sym_eq(0))),
       kDecode, ": hadamard_group must be 0 or a power of two that divides H_kv = ", num_kv_heads, ", got ",
       group);
+  constexpr int64_t kMostChannels = int64_t{1} << hadamard::kMaxLog2Length;
+  TORCH_CHECK_VALUE(group <= kMostChannels / head_dim, kDecode, ": hadamard_group must be at most ",
+                    kMostChannels / head_dim, " for D = ", head_dim, ", got ", group);
   const auto q_sizes = a.q.sym_sizes();
   return {empty_of(a.q, q_sizes, a.q.scalar_type()),
           empty_of(a.q, q_sizes.slice(0, q_sizes.size() - 1), at::kFloat)};

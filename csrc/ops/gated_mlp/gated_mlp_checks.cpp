@@ -17,7 +17,7 @@ void check(const char* op, const Arguments& a) {
   check_floating(op, "x", a.x, /*double_on_cuda=*/false);
   check_same_dtype(op, "gate_weight", a.gate_weight, "x", a.x);
   check_same_dtype(op, "up_weight", a.up_weight, "x", a.x);
-  TORCH_CHECK_VALUE(a.x.dim() >= 1, op, ": x must be [..., Hd] with at least one dim, got a scalar");
+  TORCH_CHECK_VALUE(a.x.dim() >= 1, op, ": x must be [..., Hd] with at least one dim, got 0-D []");
   check_rank(op, "gate_weight", a.gate_weight, 2, "[I, Hd]");
   check_rank(op, "up_weight", a.up_weight, 2, "[I, Hd]");
   check_size(op, "gate_weight", a.gate_weight, 1, a.x.sym_size(-1), "Hd of x");
@@ -77,7 +77,7 @@ at::Tensor prepare(const Arguments& arguments, at::OptionalIntArrayRef config) {
 }
 
 Products prepare_forward(const Arguments& arguments) {
-  check("gated_mlp_forward", arguments);
+  check("gated_mlp", arguments);  // the op behind gated_mlp where a gradient is recorded
   return {empty_product(arguments), empty_product(arguments), empty_product(arguments)};
 }
 

@@ -36,14 +36,14 @@ int64_t length_of(const at::Tensor& x, int64_t dim) {
 void check_scale(const char* op, const at::Tensor& x, std::optional<double> scale) {
   if (scale.has_value()) {
     TORCH_CHECK_VALUE(std::isfinite(x.scalar_type() == at::kDouble ? *scale : static_cast<float>(*scale)), op,
-                      ": scale must be finite", x.scalar_type() == at::kDouble ? "" : " in float32", ", got ",
-                      *scale);
+                      ": scale must be finite in ", x.scalar_type() == at::kDouble ? "float64" : "float32",
+                      ", got ", *scale);
   }
 }
 
 void check_transform(const char* op, const at::Tensor& x, std::optional<double> scale) {
   check_floating(op, "x", x, /*double_on_cuda=*/true);
-  TORCH_CHECK_VALUE(x.dim() >= 1, op, ": x must have at least one dim, got a scalar");
+  TORCH_CHECK_VALUE(x.dim() >= 1, op, ": x must have at least one dim, got 0-D []");
   TORCH_CHECK_VALUE(log2_of_length(length_of(x, -1)) >= 0, op,
                     ": the last dim of x must be a power of two between 1 and ", kMaxLength, ", got ",
                     x.sym_sizes());
@@ -146,12 +146,13 @@ at::Tensor prepare_grouped(const at::Tensor& x, int64_t group, std::optional<dou
   check_rank(kGroupedOp, "x", x, 4, "[B, H, S, D]");
   check_at_least(kGroupedOp, "group", group, 1);
   TORCH_CHECK_VALUE(holds((x.sym_size(1) % group).sym_eq(0)), kGroupedOp,
-                    ": group must divide H of x = ", x.sym_size(1), ", got ", group);
+                    ": H of x must be a multiple of group = ", group, ", got ", x.sym_size(1), " in ",
+                    x.sym_sizes());
   const int64_t width = length_of(x, -1);
   // The bounds on the factors keep the product from overflowing.
   TORCH_CHECK_VALUE(group <= kMaxLength && width <= kMaxLength && log2_of_length(group * width) >= 0,
-                    kGroupedOp, ": group * D must be a power of two between 1 and ", kMaxLength, ", got ",
-                    group, " * ", width);
+                    kGroupedOp, ": D of x times group = ", group, " must be a power of two between 1 and ",
+                    kMaxLength, ", got D = ", width, " in ", x.sym_sizes());
   check_scale(kGroupedOp, x, scale);
   return empty_like_contiguous(x);
 }

@@ -34,8 +34,6 @@ c10::SymInt head_dim_of(const Arguments& a) {
 
 void check_tables(const char* op, const Arguments& a, const c10::SymInt& head_dim) {
   const bool four_d = a.cos.dim() == 4;
-  TORCH_CHECK_VALUE(a.cos.dim() == 2 || four_d, op, ": cos must be 2-D [S, hd] or 4-D [1, S, 1, hd], got ",
-                    a.cos.dim(), "-D ", a.cos.sym_sizes());
   if (four_d) {
     check_size(op, "cos", a.cos, 0, 1, "one table for the whole batch");
     check_size(op, "cos", a.cos, 2, 1, "one table for all heads");
@@ -49,7 +47,8 @@ void check_tables(const char* op, const Arguments& a, const c10::SymInt& head_di
   TORCH_CHECK_VALUE(equal(columns, head_dim) || equal(columns * 2, head_dim), op,
                     ": the last dim of cos and sin must be hd = ", head_dim, " or hd / 2, got ",
                     a.cos.sym_sizes());
-  TORCH_CHECK_VALUE(equal(head_dim % 2, 0), op, ": the head dim must be even, got ", head_dim);
+  TORCH_CHECK_VALUE(equal(head_dim % 2, 0), op, ": cos and sin must have an even head dim, got ", head_dim,
+                    " in ", a.cos.sym_sizes());
 }
 
 void check(const char* op, const Arguments& a) {
@@ -62,28 +61,26 @@ void check(const char* op, const Arguments& a) {
   for (const auto& [name, tensor] : others) {
     check_floating(op, name, tensor, /*double_on_cuda=*/true);
   }
-  if (a.norm == Norm::kHidden) {
-    check_rank(op, "x", a.x, 3, "[B, S, Hd]");
-    check_rank(op, "weight", a.weight, 1, "[Hd]");
-    check_size(op, "weight", a.weight, 0, a.x.sym_size(2), "Hd of x");
-  } else {
-    check_rank(op, "x", a.x, 4, "[B, S, H, hd]");
-    check_rank(op, "weight", a.weight, 1, "[hd]");
-    check_size(op, "weight", a.weight, 0, a.x.sym_size(3), "hd of x");
-  }
+  const bool hidden = a.norm == Norm::kHidden;
+  check_rank(op, "x", a.x, hidden ? 3 : 4, hidden ? "[B, S, Hd]" : "[B, S, H, hd]");
+  check_rank(op, "weight", a.weight, 1, hidden ? "[Hd]" : "[hd]");
+  TORCH_CHECK_VALUE(a.cos.dim() == 2 || a.cos.dim() == 4, op,
+                    ": cos must be 2-D [S, hd] or 4-D [1, S, 1, hd], got ", a.cos.dim(), "-D ",
+                    a.cos.sym_sizes());
+  check_size(op, "weight", a.weight, 0, a.x.sym_size(-1), hidden ? "Hd of x" : "hd of x");
   if (a.num_heads.has_value()) {
     check_at_least(op, "num_heads", *a.num_heads, 1);
   }
-  TORCH_CHECK_VALUE(a.cos.dim() >= 1, op, ": cos must be 2-D [S, hd] or 4-D [1, S, 1, hd], got 0-D []");
   const c10::SymInt head_dim = head_dim_of(a);
   const c10::SymInt width = a.x.sym_size(-1);
   if (a.norm == Norm::kHidden && a.num_heads.has_value()) {
-    TORCH_CHECK_VALUE(is_product(width, head_dim, *a.num_heads), op, ": Hd = ", width,
-                      " must be num_heads = ", *a.num_heads, " times the head dim ", head_dim,
-                      " of cos and sin");
+    TORCH_CHECK_VALUE(is_product(width, head_dim, *a.num_heads), op,
+                      ": cos and sin must have a head dim of Hd / num_heads = ", width, " / ", *a.num_heads,
+                      " or half of it, got ", head_dim, " in ", a.cos.sym_sizes());
   } else if (!equal(width, 0)) {
-    TORCH_CHECK_VALUE(!equal(head_dim, 0) && equal(width % head_dim, 0), op, ": Hd = ", width,
-                      " must be a multiple of the head dim ", head_dim, " of cos and sin");
+    TORCH_CHECK_VALUE(!equal(head_dim, 0) && equal(width % head_dim, 0), op,
+                      ": cos and sin must have a head dim that divides Hd of x = ", width, ", got ", head_dim,
+                      " in ", a.cos.sym_sizes());
   }
   check_tables(op, a, head_dim);
   TORCH_CHECK_VALUE(std::isfinite(a.eps) && a.eps >= 0, op, ": eps must be finite and not negative, got ",

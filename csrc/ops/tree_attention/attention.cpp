@@ -74,7 +74,7 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, int64_t comp
                  std::optional<double> rope_base, std::string_view importance, int64_t selection_stride,
                  bool /*store_parents*/) {
   return std::get<0>(run_forward<kKernel>(
-      "attention", q, k, v,
+      "tree_attention", q, k, v,
       {compression_rate, max_top_nodes, top_k, scale, rope_base, std::string(importance), selection_stride},
       /*store_parents=*/false));
 }

@@ -41,17 +41,17 @@ inline int64_t depth_of(const SymInt& num_tokens, const AttentionOptions& option
 
 inline void check_options(const char* op, const AttentionOptions& options) {
   check_rate(op, options.compression_rate);
-  check_list_width(op, "top_k_per_layer", options.top_k, options.compression_rate);
+  check_list_width(op, "top_k", options.top_k, options.compression_rate);
   const int64_t most = options.top_k * options.compression_rate;
   TORCH_CHECK_VALUE(options.max_top_nodes >= 1 && options.max_top_nodes <= most, op,
-                    ": max_top_nodes must be at least 1 and at most top_k_per_layer * compression_rate = ",
-                    most, ", got ", options.max_top_nodes);
+                    ": max_top_nodes must be at least 1 and at most top_k * compression_rate = ", most,
+                    ", got ", options.max_top_nodes);
   check_selection_stride(op, options.selection_stride, options.compression_rate);
   check_scale(op, options.scale);
   parse_importance(op, options.importance);
   if (options.rope_base.has_value()) {
-    TORCH_CHECK_VALUE(std::isfinite(*options.rope_base) && *options.rope_base > 0, op,
-                      ": rope_base must be finite and positive, or None for no rotation, got ",
+    TORCH_CHECK_VALUE(std::isfinite(static_cast<float>(*options.rope_base)) && *options.rope_base > 0, op,
+                      ": rope_base must be positive and finite in float32, or None for no rotation, got ",
                       *options.rope_base);
   }
 }
@@ -63,12 +63,12 @@ inline void check_attention(const char* op, const Tensor& q, const Tensor& k, co
   check_queries(op, q, "k", k);
   check_values(op, "k", k, "v", v);
   const SymInt before = k.sym_size(1) - q.sym_size(1);
-  TORCH_CHECK_VALUE(holds(before.sym_ge(0)), op,
-                    ": q must have at most as many rows as k (q is a suffix of the keys), ",
-                    "got T_q = ", q.sym_size(1), " and T = ", k.sym_size(1));
+  TORCH_CHECK_VALUE(
+      holds(before.sym_ge(0)), op, ": q must have at most as many rows as k (q is a suffix of the keys), ",
+      "got T_q = ", q.sym_size(1), " and T = ", k.sym_size(1), " in ", q.sym_sizes(), " and ", k.sym_sizes());
   TORCH_CHECK_VALUE(options.selection_stride == 1 || same_size(before % options.selection_stride, 0), op,
-                    ": T - T_q must be a multiple of selection_stride (", options.selection_stride,
-                    "), got T = ", k.sym_size(1), " and T_q = ", q.sym_size(1));
+                    ": T - T_q must be a multiple of selection_stride = ", options.selection_stride,
+                    ", got T = ", k.sym_size(1), " and T_q = ", q.sym_size(1));
 }
 
 inline std::vector<SymInt> list_shape(const Tensor& q, const Tensor& k, const AttentionOptions& options) {
@@ -115,9 +115,9 @@ inline Gradients prepare_attention_backward(const Tensor& dout, const Tensor& q,
                       ": parents must have one list per layer of the tree (", depth, ") or be empty, got ",
                       parents.size());
   }
-  for (const Tensor& list : parents) {
-    check_indices(kOp, "parents", list, list_shape(q, k, options),
-                  "[B, ceil(T_q / selection_stride), H_kv, top_k_per_layer]", q);
+  for (size_t layer = 0; layer < parents.size(); ++layer) {
+    check_indices(kOp, ("parents[" + std::to_string(layer) + "]").c_str(), parents[layer],
+                  list_shape(q, k, options), "[B, ceil(T_q / selection_stride), H_kv, top_k]", q);
   }
   const auto gradient = [&](bool wanted, const Tensor& like) {
     return wanted ? new_tensor(like.sym_sizes(), like.scalar_type(), like) : Tensor();

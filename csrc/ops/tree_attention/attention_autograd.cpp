@@ -139,6 +139,7 @@ Tensor attention_autograd(const Tensor& q, const Tensor& k, const Tensor& v, int
   const AttentionOptions options = {compression_rate, max_top_nodes,           top_k,           scale,
                                     rope_base,        std::string(importance), selection_stride};
   if (needs_grad({q, k, v})) {
+    check_attention("tree_attention", q, k, v, options);  // the node calls attention_forward
     return AttentionNode::apply(q, k, v, options, store_parents);
   }
   at::AutoDispatchBelowAutograd guard;

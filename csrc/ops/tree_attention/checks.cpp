@@ -11,7 +11,8 @@ Importance parse_importance(const char* op, std::string_view name) {
   if (name == "lse") {
     return Importance::kLse;
   }
-  TORCH_CHECK_VALUE(name == "exp_joint", op, ": importance must be lse_causal, lse or exp_joint, got ", name);
+  TORCH_CHECK_VALUE(name == "exp_joint", op, ": importance must be one of lse_causal, lse, exp_joint, got '",
+                    name, "'");
   return Importance::kExpJoint;
 }
 
@@ -23,20 +24,20 @@ void check_scale(const char* op, std::optional<double> scale) {
 
 void check_rate(const char* op, int64_t compression_rate) {
   TORCH_CHECK_VALUE(compression_rate >= 2 && compression_rate < kIndexLimit, op,
-                    ": compression_rate must be at least 2 and below 2^31, got ", compression_rate);
+                    ": compression_rate must be between 2 and ", kIndexLimit - 1, ", got ", compression_rate);
 }
 
 void check_list_width(const char* op, const char* name, int64_t width, int64_t compression_rate) {
-  TORCH_CHECK_VALUE(width >= 1 && width <= (kIndexLimit - 1) / compression_rate, op, ": ", name,
-                    " must be at least 1, and times compression_rate (", compression_rate,
-                    ") below 2^31 because positions are int32, got ", width);
+  const int64_t most = (kIndexLimit - 1) / compression_rate;  // positions are int32
+  TORCH_CHECK_VALUE(width >= 1 && width <= most, op, ": ", name, " must be between 1 and ", most,
+                    " (positions are int32), got ", width);
 }
 
 void check_selection_stride(const char* op, int64_t selection_stride, int64_t compression_rate) {
   const bool power_of_two = selection_stride >= 1 && (selection_stride & (selection_stride - 1)) == 0;
   TORCH_CHECK_VALUE(power_of_two && compression_rate % selection_stride == 0, op,
-                    ": selection_stride must be a power of two that divides compression_rate (",
-                    compression_rate, "), got ", selection_stride);
+                    ": selection_stride must be a power of two that divides compression_rate = ",
+                    compression_rate, ", got ", selection_stride);
 }
 
 void check_position(const char* op, int64_t layer, int64_t compression_rate, const SymInt& t0,
@@ -65,7 +66,7 @@ void check_queries(const char* op, const Tensor& q, const char* keys_name, const
   const SymInt kv_heads = keys.sym_size(2);
   TORCH_CHECK_VALUE(holds(kv_heads.sym_ge(1)) && holds(heads.sym_ge(1)) && same_size(heads % kv_heads, 0), op,
                     ": H of q must be a positive multiple of H_kv of ", keys_name, ", got H = ", heads,
-                    " and H_kv = ", kv_heads);
+                    " and H_kv = ", kv_heads, " in ", q.sym_sizes(), " and ", keys.sym_sizes());
 }
 
 void check_values(const char* op, const char* keys_name, const Tensor& keys, const char* values_name,
@@ -116,8 +117,8 @@ void check_cache(const char* op, const Tensor& cos, const Tensor& sin, const Ten
 
 void check_state_dtype(const char* op, const char* name, const Tensor& tensor) {
   if (tensor.is_cuda()) {
-    TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat, op, ": ", name, " must be Float on CUDA, got ",
-                     tensor.scalar_type());
+    TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat, op, ": ", name,
+                     " must have dtype torch.float32 on CUDA, got ", dtype_name(tensor.scalar_type()));
   }
   check_dtype(op, name, tensor, {at::kFloat, at::kDouble});
 }

@@ -28,7 +28,7 @@ AttentionOptions io_options(int64_t compression_rate, int64_t max_top_nodes, int
 
 Tensor prepare_io_attention(const Tensor& q, const Tensor& k, const Tensor& v,
                             const AttentionOptions& options, std::string_view select) {
-  constexpr const char* kOp = "io_attention_forward";
+  constexpr const char* kOp = "htree_forward_io_only";  // the function around the op
   parse_io_select(kOp, select);
   return std::get<0>(prepare_attention_forward(kOp, q, k, v, options, /*store_parents=*/false));
 }

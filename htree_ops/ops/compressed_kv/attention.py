@@ -8,13 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from htree_ops.errors import ShapeMismatchError
+from htree_ops.errors import ShapeMismatchError, refuse
 from htree_ops.ops.arguments import FLOATING, check_bool, check_dtype, check_int, check_number, check_tensors
-from htree_ops.ops.compressed_kv import apply_rotary_pos_emb_k, apply_rotary_pos_emb_q
-from htree_ops.ops.compressed_kv_cache import CompressedKVCache
-from htree_ops.ops.compressed_kv_checks import check_policy, pair, prompt_lengths
-from htree_ops.ops.compressed_kv_format import check_format, check_hadamard_group, num_kept
-from htree_ops.ops.tree_attention_stages import rope_cache
+from htree_ops.ops.compressed_kv.cache import CompressedKVCache
+from htree_ops.ops.compressed_kv.checks import check_policy, pair, prompt_lengths
+from htree_ops.ops.compressed_kv.format import check_format, check_hadamard_group, num_kept
+from htree_ops.ops.tree_attention.stages import rope, rope_cache
 
 __all__ = ["MustafarAttention", "key_weight_from_queries"]
 
@@ -45,7 +44,8 @@ def key_weight_from_queries(
     check_int(op, "num_kv_heads", num_kv_heads, 1)
     check_int(op, "last", last, 1)
     if q.shape[1] % num_kv_heads or not q.shape[2]:
-        raise ShapeMismatchError(
+        refuse(
+            ShapeMismatchError,
             f"{op}: q must be [B, a multiple of {num_kv_heads}, S >= 1, D], got {tuple(q.shape)}",
             expected=f"a multiple of {num_kv_heads} heads",
             actual=tuple(q.shape),
@@ -234,7 +234,8 @@ class MustafarAttention(nn.Module):
         check_dtype(OP, FLOATING, query=query, key=key, value=value)
         wanted = (self.num_heads, self.num_kv_heads, self.head_dim)
         if (query.shape[1], key.shape[1], query.shape[3]) != wanted:
-            raise ShapeMismatchError(
+            refuse(
+                ShapeMismatchError,
                 f"{OP}: H, H_kv and D must be {wanted}, got query {tuple(query.shape)} and key {tuple(key.shape)}",
                 expected=wanted,
                 actual=(query.shape[1], key.shape[1], query.shape[3]),
@@ -249,7 +250,8 @@ class MustafarAttention(nn.Module):
         if not isinstance(cache, CompressedKVCache):
             raise TypeError(f"{OP}: cache must be a CompressedKVCache, got {type(cache).__name__}")
         if query.shape[0] != cache.batch:
-            raise ShapeMismatchError(
+            refuse(
+                ShapeMismatchError,
                 f"{OP}: B of query must be that of the cache = {cache.batch}, got {tuple(query.shape)}",
                 expected=cache.batch,
                 actual=query.shape[0],
@@ -304,8 +306,7 @@ class MustafarAttention(nn.Module):
         if self.rope_base is not None:
             places = self._positions(query, cache) if position_ids is None else position_ids
             cos, sin = self.tables
-            query = apply_rotary_pos_emb_q(query, cos, sin, places)
-            key = apply_rotary_pos_emb_k(key, cos, sin, places)
+            query, key = (rope(x.transpose(1, 2), cos, sin, places).transpose(1, 2) for x in (query, key))
         if cache is not None and decoding:
             cache.append(key.detach(), value.detach())
             asks = torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from htree_ops.errors import DeviceError, ShapeMismatchError
+from htree_ops.errors import DeviceError, ShapeMismatchError, refuse
 from htree_ops.ops.arguments import check_dtype, check_int, check_number, check_tensor, check_tensors
 
 __all__ = [
@@ -32,7 +32,8 @@ def pair(value: Any) -> tuple[Any, Any]:
 def check_place(op: str, name: str, x: Tensor, device: torch.device) -> None:
     """Raises DeviceError unless x lies where the cache does."""
     if x.device != device:
-        raise DeviceError(
+        refuse(
+            DeviceError,
             f"{op}: {name} must be on the device of the cache ({device}), got {x.device}",
             expected_device=device,
             actual_device=x.device,
@@ -43,7 +44,8 @@ def check_place(op: str, name: str, x: Tensor, device: torch.device) -> None:
 def check_shape(op: str, name: str, x: Tensor, wanted: tuple[int, ...], words: str = "") -> None:
     """Raises ShapeMismatchError; ``words`` tells the shape where not all of it is asked for."""
     if x.shape != wanted:
-        raise ShapeMismatchError(
+        refuse(
+            ShapeMismatchError,
             f"{op}: {name} must be {words or list(wanted)}, got {tuple(x.shape)}",
             expected=wanted,
             actual=tuple(x.shape),
@@ -98,7 +100,8 @@ def check_query(
     wanted = (batch, heads, width) if q.dim() == 3 else (batch, heads, 1, width)
     check_shape(op, "q", q, wanted, f"[{batch}, H, {width}] or [{batch}, H, 1, {width}]")
     if heads % kv_heads:
-        raise ShapeMismatchError(
+        refuse(
+            ShapeMismatchError,
             f"{op}: H of q must be a multiple of H_kv = {kv_heads}, got {heads}",
             expected=f"a multiple of {kv_heads}",
             actual=heads,

@@ -1,7 +1,7 @@
 """Rows of a K/V cache with few channels and few bits, and attention on them (docs/semantics §4.2-4.6).
 
-The functions here are the ops; :mod:`htree_ops.ops.compressed_kv_cache` has the cache that a model keeps, and
-:mod:`htree_ops.ops.compressed_kv_attention` the module around it.
+The functions here are the ops; :mod:`htree_ops.ops.compressed_kv.cache` has the cache that a model keeps, and
+:mod:`htree_ops.ops.compressed_kv.attention` the module around it.
 """
 
 from __future__ import annotations
@@ -9,44 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError
-from htree_ops.ops.arguments import (
-    FLOATING,
-    check_dtype,
-    check_int,
-    check_int_type,
-    check_number,
-    check_tensors,
-)
-from htree_ops.ops.compressed_kv_format import (
-    WORD,
-    CompressedKV,
-    check_compressed,
-    check_hadamard_group,
-    check_lengths,
-    check_rows,
-    num_kept,
-    row_bytes,
-)
-from htree_ops.ops.hadamard import grouped_hadamard
-from htree_ops.ops.tree_attention_stages import rope
+from htree_ops.ops.arguments import named
+from htree_ops.ops.compressed_kv.format import CompressedKV, check_lengths
 
-__all__ = [
-    "CompressedKV",
-    "apply_grouped_hadamard",
-    "apply_rotary_pos_emb_k",
-    "apply_rotary_pos_emb_q",
-    "convert_key_batched_quant",
-    "kv_compress",
-    "kv_decode_attention",
-    "kv_decompress",
-    "kv_prune",
-    "mustafar_attention",
-    "num_kept",
-    "row_bytes",
-]
+__all__ = ["kv_compress", "kv_decode_attention", "kv_decompress", "kv_prune"]
 
 
+@named
 def kv_prune(x: Tensor, keep: int, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Zeros all but the ``keep`` largest channels of each row, by |x_d| * weight_d.
 
@@ -67,10 +36,10 @@ def kv_prune(x: Tensor, keep: int, weight: Tensor | None = None) -> tuple[Tensor
         UnsupportedDtypeError: another dtype.
         ValueError: keep outside 1 ... D, or a negative weight (seen on the CPU only).
     """
-    check_rows("kv_prune", x, keep, 8, weight)
     return torch.ops.htree.kv_prune(x, keep, weight)
 
 
+@named
 def kv_compress(x: Tensor, keep: int, bits: int = 8, weight: Tensor | None = None) -> CompressedKV:
     """Prunes rows as :func:`kv_prune` does, quantises what is kept and packs it. Keys and values alike.
 
@@ -94,17 +63,10 @@ def kv_compress(x: Tensor, keep: int, bits: int = 8, weight: Tensor | None = Non
     Raises:
         As :func:`kv_prune`; ValueError also for other bits, UnsupportedDtypeError for float32 with 16 bits.
     """
-    check_rows("kv_compress", x, keep, bits, weight)
-    if bits == 16 and x.dtype == torch.float32:
-        raise UnsupportedDtypeError(
-            "kv_compress: 16 bits hold float16 or bfloat16, got x of torch.float32: convert it first",
-            dtype=x.dtype,
-            supported_dtypes=(torch.float16, torch.bfloat16),
-            tensor_name="x",
-        )
     return CompressedKV(*torch.ops.htree.kv_compress(x, keep, bits, weight))
 
 
+@named
 def kv_decompress(
     bitmap: Tensor,
     values: Tensor,
@@ -132,26 +94,10 @@ def kv_decompress(
         UnsupportedDtypeError: tensors or ``dtype`` of another dtype.
         ValueError: keep outside 1 ... D, or other bits. TypeError: keep, bits or D is no int.
     """
-    rows = CompressedKV(bitmap, values, scales)
-    check_compressed("kv_decompress", "B H_kv S", rows, keep, bits)
-    check_int_type("kv_decompress", "D", D)
-    if bitmap.shape[-1] * WORD != D:
-        raise ShapeMismatchError(
-            f"kv_decompress: D must be {WORD} times the words of bitmap = {bitmap.shape[-1] * WORD}, got {D}",
-            expected=bitmap.shape[-1] * WORD,
-            actual=D,
-            tensor_name="bitmap",
-        )
-    supported = FLOATING[1:] if bits == 16 else FLOATING
-    if dtype not in supported:
-        raise UnsupportedDtypeError(
-            f"kv_decompress: dtype must be {' or '.join(map(str, supported))} for {bits} bits, got {dtype}",
-            dtype=dtype,
-            supported_dtypes=supported,
-        )
     return torch.ops.htree.kv_decompress(bitmap, values, scales, D, keep, bits, dtype)
 
 
+@named
 def kv_decode_attention(
     q: Tensor,
     k_bitmap: Tensor,
@@ -215,85 +161,12 @@ def kv_decode_attention(
         ValueError: keep, bits, group, split or scale out of range; lengths above the capacity, where they lie on the
             CPU (a kernel on CUDA clamps them).
     """
-    op = "kv_decode_attention"
-    pooled = block_table is not None
-    lead = "num_pages H_kv page" if pooled else "B H_kv S"
-    words: dict[str, tuple[Tensor, str]] = {
-        "q": (q, "B H one D" if isinstance(q, Tensor) and q.dim() == 4 else "B H D")
-    }
-    words |= check_compressed(op, lead, CompressedKV(k_bitmap, k_values, k_scales), k_keep, k_bits, "k_")
-    words |= check_compressed(op, lead, CompressedKV(v_bitmap, v_values, v_scales), v_keep, v_bits, "v_")
-    words |= {"k_win": (k_win, "B H_kv W D"), "v_win": (v_win, "B H_kv W D")}
-    words |= {} if comp_len is None else {"comp_len": (comp_len, "B")}
-    words |= {} if win_len is None else {"win_len": (win_len, "B")}
-    words |= {} if block_table is None else {"block_table": (block_table, "B max_pages")}
-    check_tensors(op, **words)
-    check_dtype(op, FLOATING, q=q, k_win=k_win, v_win=v_win)
-    batch, heads, width = q.shape[0], q.shape[1], q.shape[-1]
-    kv_heads = k_win.shape[1]
-    for name, size, wanted in (
-        ("q", q.shape[2] if q.dim() == 4 else 1, 1),
-        ("k_bitmap", k_bitmap.shape[-1] * WORD, width),
-        ("v_bitmap", v_bitmap.shape[-1] * WORD, width),
-    ):
-        if size != wanted:
-            what = (
-                "dim 2 of q must be" if name == "q" else f"{WORD} times the words of {name} must be the width"
-            )
-            raise ShapeMismatchError(
-                f"{op}: {what} {wanted}, got {size}", expected=wanted, actual=size, tensor_name=name
-            )
-    if kv_heads < 1 or heads % kv_heads:
-        raise ShapeMismatchError(
-            f"{op}: H of q must be a multiple of H_kv = {kv_heads}, got {heads}",
-            expected=f"a multiple of {kv_heads}",
-            actual=heads,
-            tensor_name="q",
-        )
-    check_int(op, "split_size", split_size, 0)
-    check_int(op, "hadamard_group", hadamard_group, 0)
-    check_hadamard_group(op, hadamard_group, kv_heads, width)
-    if scale is not None:
-        check_number(op, "scale", scale)
-    page = k_bitmap.shape[2]
-    capacity = page if block_table is None else block_table.shape[1] * page
-    check_lengths(op, "comp_len", comp_len, capacity, batch)
-    check_lengths(op, "win_len", win_len, k_win.shape[2], batch)
-    if block_table is not None:
-        check_dtype(op, (torch.int32,), block_table=block_table)
+    if k_win.dim() == k_bitmap.dim() == 4:  # the op refuses other ranks
+        pages = 1 if block_table is None else block_table.shape[-1] if block_table.dim() else 0
+        check_lengths("kv_decode_attention", "comp_len", comp_len, pages * k_bitmap.shape[2])
+        check_lengths("kv_decode_attention", "win_len", win_len, k_win.shape[2])
     return torch.ops.htree.kv_decode_attention(
         q, k_bitmap, k_values, k_scales, v_bitmap, v_values, v_scales, k_win, v_win, comp_len, win_len, scale,
         block_table, k_keep=k_keep, v_keep=v_keep, k_bits=k_bits, v_bits=v_bits, hadamard_group=hadamard_group,
         split_size=split_size,
     )  # fmt: skip
-
-
-def apply_rotary_pos_emb_q(q: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor) -> Tensor:
-    """Half-split rotary positions on q [B, H, S, D] in the layout of heads first, as design document [003] has it.
-
-    Args:
-        q: queries, D even.
-        cos, sin: float32 [size, D/2], the two halves of ``htree_ops.ops.tree_attention_stages.rope_cache``.
-        position_ids: int32 or int64, [S] or [B, S], in [0, size).
-
-    Returns:
-        [B, H, S, D] in the dtype of q, differentiable. Rotation comes before any Hadamard transform: the two do not
-        commute (docs/semantics/hadamard.md §4.2, §4.3).
-
-    Raises:
-        ShapeMismatchError, UnsupportedDtypeError, DeviceError: as ``rope``.
-    """
-    check_tensors("apply_rotary_pos_emb_q", q=(q, "B H S D"))
-    return rope(q.transpose(1, 2), cos, sin, position_ids).transpose(1, 2)
-
-
-def apply_rotary_pos_emb_k(k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor) -> Tensor:
-    """:func:`apply_rotary_pos_emb_q` of keys k [B, H_kv, S, D]."""
-    check_tensors("apply_rotary_pos_emb_k", k=(k, "B H_kv S D"))
-    return rope(k.transpose(1, 2), cos, sin, position_ids).transpose(1, 2)
-
-
-# The names that design document [003] uses.
-apply_grouped_hadamard = grouped_hadamard
-convert_key_batched_quant = kv_compress
-mustafar_attention = kv_decode_attention

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from htree_ops.errors import ShapeMismatchError
-from htree_ops.ops.compressed_kv_format import WORD, CompressedKV, row_bytes
-from htree_ops.ops.compressed_kv_storage import RowFormat
+from htree_ops.errors import ShapeMismatchError, refuse
+from htree_ops.ops.compressed_kv.format import WORD, CompressedKV, row_bytes
+from htree_ops.ops.compressed_kv.storage import RowFormat
 
 __all__ = ["check_state"]
 
@@ -73,7 +73,8 @@ def _check_entry(
     )
     if not fits:
         words = ", ".join(f">= {most}" if wanted < 0 else str(wanted) for wanted in shape)
-        raise ShapeMismatchError(
+        refuse(
+            ShapeMismatchError,
             f"{op}: {name} of the state must be [{words}], got {tuple(x.shape)}",
             expected=shape,
             actual=tuple(x.shape),
@@ -115,7 +116,8 @@ def check_state(
         _check_entry(op, state, f"{prefix}_win", dtype, (batch, heads, -1, f.head_dim), tokens)
     k_width, v_width = (state[name].shape[2] for name in ("k_win", "v_win"))
     if k_width != v_width:
-        raise ShapeMismatchError(
+        refuse(
+            ShapeMismatchError,
             f"{op}: k_win and v_win of the state must hold the same number of tokens, got {k_width} and {v_width}",
             expected=k_width,
             actual=v_width,

@@ -1,7 +1,7 @@
 """Where the compressed rows of a cache lie: one tensor per part, or pages of a pool under a block table.
 
 Both kinds keep keys and values side by side and count nothing but pages: how many tokens a sequence has is the
-cache's affair (:mod:`htree_ops.ops.compressed_kv_cache`).
+cache's affair (:mod:`htree_ops.ops.compressed_kv.cache`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from htree_ops.ops.compressed_kv_format import WORD, CompressedKV, check_format, row_bytes
+from htree_ops.ops.compressed_kv.format import WORD, CompressedKV, check_format, row_bytes
 
 __all__ = ["ContiguousRows", "PagedRows", "RowFormat"]
 
@@ -27,7 +27,7 @@ class RowFormat:
     bits: int
 
     def check(self, op: str, prefix: str) -> None:
-        """Checks as :func:`htree_ops.ops.compressed_kv_format.check_format` does."""
+        """Checks as :func:`htree_ops.ops.compressed_kv.format.check_format` does."""
         check_format(op, self.head_dim, self.keep, self.bits, prefix)
 
     def num_bytes(self) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from htree_ops.ops.arguments import FLOATING, tuning_config
-from htree_ops.ops.fp8_inputs import FP8, check_product
+from htree_ops.ops.arguments import named, named_as, tuning_config
+from htree_ops.ops.fp8.quantize import FP8
 from htree_ops.tuning.select import configured
 
 __all__ = ["fp8_gemm", "fp8_gemm_exact"]
@@ -18,18 +18,34 @@ COMPILED_CONFIGS = tuple(
 )
 
 
-def _quantised(x: Tensor, scale: Tensor | None, dim: int) -> tuple[Tensor, Tensor]:
+def _quantised(name: str, x: Tensor, scale: Tensor | None, dim: int) -> tuple[Tensor, Tensor]:
     """x in FP8 with its scale: as it is, or quantised, without a scale with one for the whole tensor.
 
     A scale of two dims is one per slice along ``dim``, that of the sum.
     """
-    if scale is not None and x.dtype == FP8:
+    if x.dtype == FP8:
+        if scale is None:
+            raise ValueError(f"fp8_gemm: {name}_scale is required where {name} is quantised already")
         return x, scale
     granularity = "tensor" if scale is None or scale.dim() == 0 else "channel"
     codes, used, _ = torch.ops.htree.fp8_quantize(x, scale, granularity, dim)
     return codes, used
 
 
+# What fp8_quantize calls x and scale is an operand of fp8_gemm and its scale.
+
+
+@named_as("fp8_gemm", x="a", scale="a_scale")
+def _quantised_a(a: Tensor, a_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    return _quantised("a", a, a_scale, -1)
+
+
+@named_as("fp8_gemm", x="b", scale="b_scale")
+def _quantised_b(b: Tensor, b_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    return _quantised("b", b, b_scale, 0)
+
+
+@named
 def fp8_gemm(
     a: Tensor,
     b: Tensor,
@@ -73,20 +89,20 @@ def fp8_gemm(
         A new contiguous tensor [M, N]; zeros for K = 0. Not differentiable.
 
     Raises:
-        DeviceError, UnsupportedDtypeError, ShapeMismatchError, ValueError: see
-            :func:`validate_fp8_gemm_inputs`; ValueError also for a missing scale of a quantised operand.
+        DeviceError: tensors on different devices.
+        UnsupportedDtypeError: another dtype of an operand, a scale or the output.
+        ShapeMismatchError: a or b is not 2-D, K differs, or a scale is neither [] nor constant along K.
+        ValueError: a scale on the CPU that is not positive and finite, the missing scale of a quantised operand, or
+            a missing part of a configuration.
         ArchitectureNotSupportedError: a configuration that is not compiled.
         NotImplementedError: a configuration on another GPU than sm_90.
 
     Without a configuration ``HTREE_TUNE`` decides: see :mod:`htree_ops.tuning.select`.
     """
-    scales = {"a": a_scale, "b": b_scale}
-    check_product("fp8_gemm", {"a": a, "b": b}, scales, output_dtype, supported=(FP8, *FLOATING))
-    a, a_scale = _quantised(a, a_scale, -1)
-    b, b_scale = _quantised(b, b_scale, 0)
+    a, a_scale = _quantised_a(a, a_scale)
+    b, b_scale = _quantised_b(b, b_scale)
     config = tuning_config(
         "fp8_gemm",
-        COMPILED_CONFIGS,
         BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N,
         BLOCK_K=BLOCK_K,
@@ -94,7 +110,7 @@ def fp8_gemm(
         num_warps=num_warps,
         num_stages=num_stages,
     )
-    if config is None:
+    if config is None and a.dim() == b.dim() == 2:  # the op refuses other ranks
         config = configured(
             "fp8_gemm",
             (a.shape[0], b.shape[1], a.shape[1]),
@@ -105,6 +121,7 @@ def fp8_gemm(
     return torch.ops.htree.fp8_gemm(a, b, a_scale, b_scale, output_dtype, config)
 
 
+@named
 def fp8_gemm_exact(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, output_dtype: torch.dtype = torch.float16
 ) -> Tensor:
@@ -116,5 +133,4 @@ def fp8_gemm_exact(
 
     Args and errors as for :func:`fp8_gemm`, for operands that are quantised already.
     """
-    check_product("fp8_gemm_exact", {"a": a, "b": b}, {"a": a_scale, "b": b_scale}, output_dtype)
     return torch.ops.htree.fp8_gemm_exact(a, b, a_scale, b_scale, output_dtype)

@@ -10,9 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError
-from htree_ops.ops.arguments import FLOATING, check_devices, check_dtype, check_int, check_tensor
-from htree_ops.ops.fp8 import FP8Format, fp8_quantize
+from htree_ops.errors import ShapeMismatchError, refuse
+from htree_ops.ops.arguments import (
+    FLOATING,
+    check_devices,
+    check_dtype,
+    check_int,
+    check_option_dtype,
+    check_tensor,
+    named_as,
+)
+from htree_ops.ops.fp8.quantize import FP8Format, fp8_quantize
 from htree_ops.tuning.select import configured
 
 __all__ = ["FP8Linear", "calibrate_activation_scales", "quantize_model_"]
@@ -83,13 +91,7 @@ class FP8Linear(nn.Module):
         check_int("FP8Linear", "in_features", in_features, 0)
         check_int("FP8Linear", "out_features", out_features, 0)
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        if dtype not in FLOATING:
-            raise UnsupportedDtypeError(
-                f"FP8Linear: dtype must be {' or '.join(map(str, FLOATING))}, got {dtype}",
-                dtype=dtype,
-                supported_dtypes=FLOATING,
-                tensor_name="weight",
-            )
+        check_option_dtype("FP8Linear", dtype, FLOATING)
         self._take(nn.Linear(in_features, out_features, bias, device=device, dtype=dtype))
         if static_activation:
             self.activation_scale = torch.ones((), device=self.weight.device)
@@ -132,6 +134,7 @@ class FP8Linear(nn.Module):
         module.train(linear.training)
         return module
 
+    @named_as("FP8Linear")
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] in float16, bfloat16 or float32; returns [..., N] in the same dtype.
 
@@ -139,10 +142,9 @@ class FP8Linear(nn.Module):
             ShapeMismatchError, UnsupportedDtypeError: another K or dtype.
             DeviceError: x lies elsewhere than the weight.
         """
-        check_tensor("FP8Linear", "x", x)
-        check_dtype("FP8Linear", FLOATING, x=x)
         if x.dim() == 0 or x.shape[-1] != self.in_features:
-            raise ShapeMismatchError(
+            refuse(
+                ShapeMismatchError,
                 f"FP8Linear: the last dim of x must be in_features = {self.in_features}, got {tuple(x.shape)}",
                 expected=self.in_features,
                 actual=x.shape[-1] if x.dim() else None,

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from htree_ops.errors import NumericalOverflowError, UnsupportedDtypeError
-from htree_ops.ops.arguments import FLOATING, check_number, check_tensor
-from htree_ops.ops.fp8_inputs import check_codes, check_scale_shape, validate_fp8_quantize_inputs
+from htree_ops.errors import NumericalOverflowError
+from htree_ops.ops.arguments import check_number, named, named_as
 
 __all__ = [
     "FP8Format",
@@ -27,7 +26,9 @@ __all__ = [
     "handle_fp8_overflow",
 ]
 
+FP8 = torch.float8_e4m3fn
 Granularity = Literal["tensor", "channel", "block"]
+GRANULARITIES: tuple[Granularity, ...] = ("tensor", "channel", "block")
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class FP8Format:
     has_infinity: bool = False
 
 
+@named
 def fp8_compute_scale(
     x: Tensor, granularity: Granularity = "tensor", dim: int = -1, block: int = 128
 ) -> Tensor:
@@ -74,31 +76,27 @@ def fp8_compute_scale(
         UnsupportedDtypeError: another dtype.
         ValueError: another granularity, or block below 1. IndexError: no such dim.
     """
-    validate_fp8_quantize_inputs(x, None, granularity, dim, block, op="fp8_compute_scale")
-    return torch.ops.htree.fp8_compute_scale(x, granularity, dim, block)
+    return torch.ops.htree.fp8_compute_scale(x, str(granularity), dim, block)
 
 
 def _scale_tensor(
-    op: str,
-    x: Tensor,
-    scale: Tensor | float | None,
-    granularity: str,
-    dim: int,
-    block: int,
-    name: str = "x",
+    op: str, x: Tensor, scale: Tensor | float | None, granularity: str, dim: int, block: int
 ) -> Tensor | None:
-    """A number becomes the scale of every group."""
+    """A number becomes the scale of every group; where the grouping is wrong, one scale, and the op refuses it."""
     if scale is None or isinstance(scale, Tensor):
         return scale
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise TypeError(f"{op}: scale must be a Tensor or a number, got {type(scale).__name__}")
     check_number(op, "scale", scale, positive=True)
     if scale <= 2.0**-150:  # rounds to 0
         raise ValueError(f"{op}: scale must be positive and finite in float32, got {scale}")
-    sizes = check_scale_shape(op, x, None, granularity, dim, block, name)
+    sizes = list(x.shape)
+    if granularity == "tensor" or not -len(sizes) <= dim < len(sizes) or block < 1:
+        sizes = []
+    else:
+        sizes[dim] = 1 if granularity == "channel" else (sizes[dim] + block - 1) // block
     return torch.full(sizes, scale, dtype=torch.float32, device=x.device)
 
 
+@named
 def fp8_quantize(
     x: Tensor,
     scale: Tensor | float | None = None,
@@ -128,10 +126,10 @@ def fp8_quantize(
         ValueError: another granularity, block below 1, or a scale that is not positive and finite.
     """
     given = _scale_tensor("fp8_quantize", x, scale, granularity, dim, block)
-    validate_fp8_quantize_inputs(x, given, granularity, dim, block)
-    return torch.ops.htree.fp8_quantize(x, given, granularity, dim, block)
+    return torch.ops.htree.fp8_quantize(x, given, str(granularity), dim, block)
 
 
+@named
 def fp8_dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float16, block: int = 128) -> Tensor:
     """``q / scale``, divided in fp32 and rounded to ``dtype``. Source: docs/semantics/fp8.md §3.3.
 
@@ -145,19 +143,10 @@ def fp8_dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float16,
         UnsupportedDtypeError, ShapeMismatchError, DeviceError, ValueError: what one would expect of each.
         TypeError: dtype is not a dtype.
     """
-    check_codes("fp8_dequantize", q, scale, block)
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"fp8_dequantize: dtype must be a torch.dtype, got {dtype!r}")
-    if dtype not in FLOATING:
-        raise UnsupportedDtypeError(
-            f"fp8_dequantize: dtype must be {' or '.join(map(str, FLOATING))}, got {dtype}",
-            dtype=dtype,
-            supported_dtypes=FLOATING,
-            tensor_name="output",
-        )
     return torch.ops.htree.fp8_dequantize(q, scale, dtype, block)
 
 
+@named
 def fp8_fake_quant(
     x: Tensor,
     scale: Tensor | float | None = None,
@@ -174,16 +163,16 @@ def fp8_fake_quant(
         NotImplementedError: scale requires a gradient.
     """
     given = _scale_tensor("fp8_fake_quant", x, scale, granularity, dim, block)
-    validate_fp8_quantize_inputs(x, given, granularity, dim, block, op="fp8_fake_quant")
-    return torch.ops.htree.fp8_fake_quant(x, given, granularity, dim, block)
+    return torch.ops.htree.fp8_fake_quant(x, given, str(granularity), dim, block)
 
 
+@named
 def fp8_scale_inv(scale: Tensor) -> Tensor:
     """1 / scale in fp32: the convention of ``torch._scaled_mm``, whose scales multiply the product."""
-    check_tensor("fp8_scale_inv", "scale", scale)
     return scale.float().reciprocal()
 
 
+@named_as(x="tensor")
 def handle_fp8_overflow(
     tensor: Tensor,
     scale: Tensor | float,
@@ -214,23 +203,14 @@ def handle_fp8_overflow(
         NumericalOverflowError: values overflow at the last scale, or an infinity is found at the first one.
         ValueError: max_attempts below 1, another ``on_fail``, and what :func:`fp8_quantize` raises.
     """
-    if isinstance(max_attempts, bool) or not isinstance(max_attempts, int):
-        raise TypeError(
-            f"handle_fp8_overflow: max_attempts must be an int, got {type(max_attempts).__name__}"
-        )
     if max_attempts < 1:
         raise ValueError(f"handle_fp8_overflow: max_attempts must be at least 1, got {max_attempts}")
     if on_fail not in ("raise", "saturate"):
         raise ValueError(f"handle_fp8_overflow: on_fail must be 'raise' or 'saturate', got {on_fail!r}")
-    given = _scale_tensor("handle_fp8_overflow", tensor, scale, granularity, dim, block, "tensor")
-    if given is None:
-        raise TypeError("handle_fp8_overflow: scale must be a Tensor or a number, got NoneType")
-    validate_fp8_quantize_inputs(
-        tensor, given, granularity, dim, block, op="handle_fp8_overflow", name="tensor"
-    )
+    given: Any = _scale_tensor("handle_fp8_overflow", tensor, scale, granularity, dim, block)
     num_infinite: int | None = None
     for _ in range(max_attempts + 1):
-        q, used, num_overflow = torch.ops.htree.fp8_quantize(tensor, given, granularity, dim, block)
+        q, used, num_overflow = torch.ops.htree.fp8_quantize(tensor, given, str(granularity), dim, block)
         given = given / 2
         overflows = int(num_overflow)
         if overflows and num_infinite is None:

@@ -5,16 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from htree_ops.errors import ShapeMismatchError
-from htree_ops.ops.arguments import (
-    FLOATING_AND_DOUBLE,
-    check_dtype,
-    check_int,
-    check_number,
-    check_tensor,
-    check_tensors,
-    state_dtype,
-)
+from htree_ops.ops.arguments import check_int, check_number, named
 
 __all__ = ["HadamardTransform", "grouped_hadamard", "hadamard_transform", "hadamard_transform_"]
 
@@ -22,50 +13,7 @@ __all__ = ["HadamardTransform", "grouped_hadamard", "hadamard_transform", "hadam
 MAX_LENGTH = 32768
 
 
-def _check_length(op: str, what: str, n: int, x: Tensor) -> None:
-    if not 1 <= n <= MAX_LENGTH or n & (n - 1):
-        raise ShapeMismatchError(
-            f"{op}: {what} must be a power of two between 1 and {MAX_LENGTH}, got {n} for x {tuple(x.shape)}",
-            expected=f"a power of two between 1 and {MAX_LENGTH}",
-            actual=n,
-            tensor_name="x",
-        )
-
-
-def _check_scale(op: str, scale: float | None, x: Tensor) -> None:
-    if scale is not None:
-        check_number(op, "scale", scale, dtype=state_dtype(x))
-
-
-def _check_rows(op: str, x: Tensor, scale: float | None) -> None:
-    check_tensor(op, "x", x)
-    check_dtype(op, FLOATING_AND_DOUBLE, x=x)
-    if x.dim() == 0:
-        raise ShapeMismatchError(
-            f"{op}: x must have at least one dim, got a scalar",
-            expected="[..., n]",
-            actual=(),
-            tensor_name="x",
-        )
-    _check_length(op, "the last dim of x", x.shape[-1], x)
-    _check_scale(op, scale, x)
-
-
-def _check_groups(x: Tensor, group: int, scale: float | None) -> None:
-    check_tensors("grouped_hadamard", x=(x, "B H S D"))
-    check_dtype("grouped_hadamard", FLOATING_AND_DOUBLE, x=x)
-    check_int("grouped_hadamard", "group", group, 1)
-    if x.shape[1] % group:
-        raise ShapeMismatchError(
-            f"grouped_hadamard: group must divide H of x = {x.shape[1]}, got {group}",
-            expected=f"a multiple of {group}",
-            actual=x.shape[1],
-            tensor_name="x",
-        )
-    _check_length("grouped_hadamard", "group * D", group * x.shape[-1], x)
-    _check_scale("grouped_hadamard", scale, x)
-
-
+@named
 def hadamard_transform(x: Tensor, scale: float | None = None) -> Tensor:
     """The Walsh-Hadamard transform of the last dim: ``y = scale * x @ H_n``.
 
@@ -89,10 +37,10 @@ def hadamard_transform(x: Tensor, scale: float | None = None) -> Tensor:
         ValueError: scale is not finite in float32 (float64 for a float64 x).
         TypeError: x is no dense tensor or scale no number.
     """
-    _check_rows("hadamard_transform", x, scale)
     return torch.ops.htree.hadamard_transform(x, scale)
 
 
+@named
 def hadamard_transform_(x: Tensor, scale: float | None = None) -> Tensor:
     """:func:`hadamard_transform` in place, for an x of any strides; returns x.
 
@@ -100,11 +48,11 @@ def hadamard_transform_(x: Tensor, scale: float | None = None) -> Tensor:
         NotImplementedError: x requires grad while gradients are recorded.
         RuntimeError: elements of x share memory.
     """
-    _check_rows("hadamard_transform_", x, scale)
     torch.ops.htree.hadamard_transform_(x, scale)
     return x
 
 
+@named
 def grouped_hadamard(x: Tensor, group: int, scale: float | None = None) -> Tensor:
     """The transform of the joined rows of ``group`` adjacent heads, position by position.
 
@@ -129,7 +77,6 @@ def grouped_hadamard(x: Tensor, group: int, scale: float | None = None) -> Tenso
         ValueError: group below 1, or scale is not finite in float32 (float64 for a float64 x).
         TypeError: x is no dense tensor, group no int or scale no number.
     """
-    _check_groups(x, group, scale)
     return torch.ops.htree.grouped_hadamard(x, group, scale)
 
 

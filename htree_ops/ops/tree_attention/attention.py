@@ -1,73 +1,25 @@
-"""Tree attention: the operator, its module, and the typed functions of every stage (docs/semantics §1).
-
-Longer than other files because every public function carries its shapes, dtypes, errors and formula.
-"""
+"""Tree attention, and its forward and its backward on their own (docs/semantics §1)."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError
-from htree_ops.ops.arguments import (
-    FLOATING_AND_DOUBLE,
-    check_bool,
-    check_dtype,
-    check_int,
-    check_number,
-    check_option_dtype,
-    check_tensors,
-    floating_for,
-    state_dtype,
-)
-from htree_ops.ops.tree_attention_checks import check_options, check_qkv, check_stage_options
-from htree_ops.ops.tree_attention_stages import (
-    accumulate_non_topk,
-    bottom_accumulate,
-    compute_and_select,
-    compute_next_parents,
-    compute_scores,
-    final_normalize,
-    mask_topk_scores_,
-    merge_to_global_,
-    recompute_selection,
-    rope,
-    rope_cache,
-    select_accumulate,
-    select_topk,
-    subtract_topk,
-    top_parents,
-    tree_build,
-    tree_build_backward,
-)
+from htree_ops.ops.arguments import named, named_as
 
-__all__ = [
-    "HTreeAttention",
-    "accumulate_non_topk",
-    "attention_backward",
-    "attention_forward",
-    "bottom_accumulate",
-    "compute_and_select",
-    "compute_next_parents",
-    "compute_scores",
-    "final_normalize",
-    "mask_topk_scores_",
-    "merge_to_global_",
-    "recompute_selection",
-    "rope",
-    "rope_cache",
-    "select_accumulate",
-    "select_topk",
-    "subtract_topk",
-    "top_parents",
-    "tree_attention",
-    "tree_build",
-    "tree_build_backward",
-]
+__all__ = ["attention_backward", "attention_forward", "tree_attention"]
+
+SCOPES = ("kv_head", "q_head")
 
 
+def _have_groups(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the heads of k and v can be repeated for those of q. Where not, the op refuses the sizes."""
+    if not q.dim() == k.dim() == v.dim() == 4 or k.shape[2] != v.shape[2]:
+        return False
+    return k.shape[2] > 0 and q.shape[2] % k.shape[2] == 0
+
+
+@named
 def tree_attention(
     q: Tensor,
     k: Tensor,
@@ -136,21 +88,9 @@ def tree_attention(
         ValueError: an option outside its range.
         NotImplementedError: in the backward of the backward.
     """
-    check_qkv("tree_attention", q, k, v)
-    check_options(
-        "tree_attention",
-        compression_rate,
-        max_top_nodes,
-        top_k,
-        selection_stride,
-        scale,
-        rope_base,
-        importance,
-        scope,
-        store_parents,
-    )
-    check_bool("tree_attention", "return_lse", return_lse)
-    if scope == "q_head":
+    if scope not in SCOPES:
+        raise ValueError(f"tree_attention: scope must be one of {', '.join(SCOPES)}, got {scope!r}")
+    if scope == "q_head" and _have_groups(q, k, v):
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     options = (compression_rate, max_top_nodes, top_k, scale, rope_base, importance, selection_stride)
     records = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
@@ -164,28 +104,7 @@ def tree_attention(
     return out, gmax + gsum.log()
 
 
-def _op_options(
-    op: str,
-    compression_rate: int,
-    max_top_nodes: int,
-    top_k_per_layer: int,
-    scale: float | None,
-    rope_base: float | None,
-    importance: str,
-    selection_stride: int,
-) -> tuple[Any, ...]:
-    """The options in the order of the ops' schemas, with their types checked; the ops check the ranges."""
-    sizes = {
-        "compression_rate": compression_rate,
-        "max_top_nodes": max_top_nodes,
-        "top_k_per_layer": top_k_per_layer,
-    }
-    check_stage_options(op, scale=scale, importance=importance, **sizes, selection_stride=selection_stride)
-    if rope_base is not None:
-        check_number(op, "rope_base", rope_base, positive=True)
-    return (*sizes.values(), scale, rope_base, importance, selection_stride)
-
-
+@named_as(top_k="top_k_per_layer")
 def attention_forward(
     q: Tensor,
     k: Tensor,
@@ -212,9 +131,7 @@ def attention_forward(
     Raises:
         As :func:`tree_attention`. A backward through the outputs raises RuntimeError.
     """
-    check_qkv("attention_forward", q, k, v)
-    options = _op_options(
-        "attention_forward",
+    options = (
         compression_rate,
         max_top_nodes,
         top_k_per_layer,
@@ -223,10 +140,10 @@ def attention_forward(
         importance,
         selection_stride,
     )
-    check_bool("attention_forward", "store_parents", store_parents)
     return torch.ops.htree.attention_forward(q, k, v, *options, store_parents)
 
 
+@named_as(top_k="top_k_per_layer")
 def attention_backward(
     dout: Tensor,
     q: Tensor,
@@ -266,23 +183,7 @@ def attention_backward(
     Raises:
         As :func:`tree_attention`; NotImplementedError when differentiated.
     """
-    check_qkv("attention_backward", q, k, v)
-    check_tensors(
-        "attention_backward",
-        q=(q, "B T_q H K"),
-        v=(v, "B T H_kv V"),
-        dout=(dout, "B T_q H V"),
-        out=(out, "B T_q H V"),
-        gmax=(gmax, "B T_q H"),
-        gsum=(gsum, "B T_q H"),
-        **{f"parents[{layer}]": (x, "B rows H_kv k") for layer, x in enumerate(parents)},
-    )
-    check_dtype("attention_backward", floating_for(q), q=q, dout=dout, out=out)
-    check_dtype("attention_backward", (state_dtype(q),), gmax=gmax, gsum=gsum)
-    for layer, x in enumerate(parents):
-        check_dtype("attention_backward", (torch.int32,), **{f"parents[{layer}]": x})
-    options = _op_options(
-        "attention_backward",
+    options = (
         compression_rate,
         max_top_nodes,
         top_k_per_layer,
@@ -292,169 +193,3 @@ def attention_backward(
         selection_stride,
     )
     return torch.ops.htree.attention_backward(dout, q, k, v, out, gmax, gsum, parents, *options, output_mask)
-
-
-class HTreeAttention(nn.Module):
-    """Causal self-attention layer with :func:`tree_attention` between its projections.
-
-    ``o_proj(tree_attention(q_proj(x), k_proj(x), v_proj(x)))``, rotary positions included. Parameters are
-    those of ``q_proj`` [num_heads * head_dim, embed_dim], ``k_proj`` and ``v_proj`` [num_kv_heads *
-    head_dim, embed_dim] and ``o_proj`` [embed_dim, num_heads * head_dim].
-
-    Args:
-        embed_dim: E, width of the input and the output.
-        num_heads: H, query heads.
-        num_kv_heads: H_kv, key and value heads, a divisor of H; None is H.
-        head_dim: K = V, even; None is embed_dim / num_heads.
-        bias: whether the projections have one.
-        device, dtype: of the parameters.
-        The other keywords: as in :func:`tree_attention`.
-
-    Raises:
-        TypeError: a size that is no int, another option of a wrong type.
-        UnsupportedDtypeError: a dtype other than float32, float16, bfloat16 and float64.
-        ValueError: a size or option out of range, sizes that do not divide, or an odd head_dim.
-    """
-
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        bias: bool = False,
-        *,
-        compression_rate: int = 16,
-        max_top_nodes: int = 8192,
-        top_k: int = 512,
-        selection_stride: int = 1,
-        scale: float | None = None,
-        rope_base: float | None = 10000.0,
-        importance: str = "lse_causal",
-        scope: str = "kv_head",
-        store_parents: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-        for name, size in (sizes if head_dim is None else sizes | {"head_dim": head_dim}).items():
-            check_int("HTreeAttention", name, size, 1)
-        check_bool("HTreeAttention", "bias", bias)
-        if dtype is not None:
-            check_option_dtype("HTreeAttention", dtype, FLOATING_AND_DOUBLE)
-        if num_heads % num_kv_heads != 0:
-            raise ValueError(
-                f"HTreeAttention: num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}"
-            )
-        if head_dim is None:
-            if embed_dim % num_heads != 0:
-                raise ValueError(
-                    f"HTreeAttention: embed_dim must be a multiple of num_heads when head_dim is None, "
-                    f"got {embed_dim} and {num_heads}"
-                )
-            head_dim = embed_dim // num_heads
-        if head_dim < 2 or head_dim % 2 != 0:
-            raise ValueError(f"HTreeAttention: head_dim must be even and at least 2, got {head_dim}")
-        check_options(
-            "HTreeAttention",
-            compression_rate,
-            max_top_nodes,
-            top_k,
-            selection_stride,
-            scale,
-            rope_base,
-            importance,
-            scope,
-            store_parents,
-        )
-        self.embed_dim = embed_dim
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.compression_rate = compression_rate
-        self.max_top_nodes = max_top_nodes
-        self.top_k = top_k
-        self.selection_stride = selection_stride
-        self.scale = scale
-        self.rope_base = rope_base
-        self.importance = importance
-        self.scope = scope
-        self.store_parents = store_parents
-        self.q_proj = nn.Linear(embed_dim, num_heads * head_dim, bias=bias, device=device, dtype=dtype)
-        self.k_proj = nn.Linear(embed_dim, num_kv_heads * head_dim, bias=bias, device=device, dtype=dtype)
-        self.v_proj = nn.Linear(embed_dim, num_kv_heads * head_dim, bias=bias, device=device, dtype=dtype)
-        self.o_proj = nn.Linear(num_heads * head_dim, embed_dim, bias=bias, device=device, dtype=dtype)
-
-    def forward(
-        self, x: Tensor, *, attn_mask: Tensor | None = None, key_padding_mask: Tensor | None = None
-    ) -> Tensor:
-        """Attends causally within each sequence.
-
-        Args:
-            x: [B, T, E].
-            attn_mask, key_padding_mask: must be None; they exist to be refused by name.
-
-        Returns:
-            [B, T, E] in the dtype of x (of autocast, where it is on).
-
-        Raises:
-            ShapeMismatchError: another shape of x.
-            UnsupportedDtypeError: x has another dtype than the parameters, outside autocast.
-            NotImplementedError: a mask or padding is given.
-        """
-        for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
-            if mask is not None:
-                raise NotImplementedError(
-                    f"HTreeAttention: {name} is not supported: the attention is causal over the whole "
-                    "sequence. Run sequences of different lengths one by one, or pad at the end and ignore "
-                    "those rows"
-                )
-        if not isinstance(x, Tensor):
-            raise TypeError(f"HTreeAttention: x must be a Tensor, got {type(x).__name__}")
-        autocast = x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
-        if not x.is_floating_point() or not (autocast or x.dtype == self.q_proj.weight.dtype):
-            raise UnsupportedDtypeError(
-                f"HTreeAttention: x must have the dtype of the parameters ({self.q_proj.weight.dtype}), got {x.dtype}",
-                dtype=x.dtype,
-                supported_dtypes=(self.q_proj.weight.dtype,),
-                tensor_name="x",
-            )
-        if x.dim() != 3 or x.shape[2] != self.embed_dim:
-            raise ShapeMismatchError(
-                f"HTreeAttention: x must be [B, T, {self.embed_dim}], got {tuple(x.shape)}",
-                expected=("B", "T", self.embed_dim),
-                actual=tuple(x.shape),
-                tensor_name="x",
-            )
-        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
-        k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        out = tree_attention(
-            q,
-            k,
-            v,
-            compression_rate=self.compression_rate,
-            max_top_nodes=self.max_top_nodes,
-            top_k=self.top_k,
-            selection_stride=self.selection_stride,
-            scale=self.scale,
-            rope_base=self.rope_base,
-            importance=self.importance,
-            scope=self.scope,
-            store_parents=self.store_parents,
-        )
-        assert isinstance(out, Tensor)  # a pair only with return_lse
-        return self.o_proj(out.flatten(2))
-
-    def extra_repr(self) -> str:
-        """Sizes and the options that shape the tree."""
-        return (
-            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
-            f"head_dim={self.head_dim}, compression_rate={self.compression_rate}, "
-            f"max_top_nodes={self.max_top_nodes}, top_k={self.top_k}, "
-            f"selection_stride={self.selection_stride}, scale={self.scale}, rope_base={self.rope_base}, "
-            f"importance={self.importance!r}, "
-            f"scope={self.scope!r}, store_parents={self.store_parents}"
-        )

@@ -20,19 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from htree_ops.ops.arguments import (
-    FLOATING_AND_DOUBLE,
-    check_bool,
-    check_dtype,
-    check_int,
-    check_number,
-    check_option_dtype,
-    check_tensor,
-    check_tensors,
-    floating_for,
-    state_dtype,
-)
-from htree_ops.ops.tree_attention_checks import INT32, check_layer, check_scores, check_stage_options, wide
+from htree_ops.ops.arguments import named
 
 __all__ = [
     "accumulate_non_topk",
@@ -62,6 +50,7 @@ def _default_device(device: torch.device | str | None) -> torch.device:
     return torch.empty(0).device if device is None else torch.device(device)
 
 
+@named
 def tree_build(k: Tensor, v: Tensor, compression_rate: int = 16) -> tuple[Tensor, Tensor]:
     """One level of the tree: parent i is the mean of its children i*r ... min((i+1)*r, N) - 1 (§1.2).
 
@@ -73,12 +62,10 @@ def tree_build(k: Tensor, v: Tensor, compression_rate: int = 16) -> tuple[Tensor
         (pk [B, ceil(N/r), H_kv, K], pv [B, ceil(N/r), H_kv, V]): summed in fp32, rounded once.
         Differentiable: d child = d parent / number of children.
     """
-    check_tensors("tree_build", k=(k, "B N H_kv K"), v=(v, "B N H_kv V"))
-    check_dtype("tree_build", FLOATING_AND_DOUBLE, k=k, v=v)
-    check_stage_options("tree_build", compression_rate=compression_rate)
     return torch.ops.htree.tree_build(k, v, compression_rate)
 
 
+@named
 def tree_build_backward(
     dpk: Tensor, dpv: Tensor, n_child: int, compression_rate: int = 16
 ) -> tuple[Tensor, Tensor]:
@@ -90,12 +77,10 @@ def tree_build_backward(
     Returns:
         (dk [B, n_child, H_kv, K], dv [B, n_child, H_kv, V]); NotImplementedError when differentiated.
     """
-    check_tensors("tree_build_backward", dpk=(dpk, "B parents H_kv K"), dpv=(dpv, "B parents H_kv V"))
-    check_dtype("tree_build_backward", FLOATING_AND_DOUBLE, dpk=dpk, dpv=dpv)
-    check_stage_options("tree_build_backward", n_child=n_child, compression_rate=compression_rate)
     return torch.ops.htree.tree_build_backward(dpk, dpv, n_child, compression_rate)
 
 
+@named
 def rope_cache(
     size: int,
     dim: int,
@@ -112,13 +97,10 @@ def rope_cache(
     Returns:
         [2, size, dim/2], the cosines first, on ``device`` (torch's default device where it is None).
     """
-    check_option_dtype("rope_cache", dtype, (torch.float32, torch.float64))
-    check_int("rope_cache", "size", size, 0)
-    check_int("rope_cache", "dim", dim, 0)
-    check_number("rope_cache", "base", base, positive=True)
     return torch.ops.htree.rope_cache(size, dim, base, dtype=dtype, device=_default_device(device))
 
 
+@named
 def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
     """Half-split rotation: (lo, hi) -> (lo cos - hi sin, lo sin + hi cos) at each row's position (§1.4).
 
@@ -132,18 +114,10 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool =
     Returns:
         [B, T, H, K] in the dtype of x, differentiable in x: the gradient is the inverse rotation.
     """
-    check_tensor("rope", "positions", positions)
-    rows = "T" if positions.dim() == 1 else "B T"
-    check_tensors(
-        "rope", x=(x, "B T H K"), positions=(positions, rows), cos=(cos, "size K/2"), sin=(sin, "size K/2")
-    )
-    check_dtype("rope", FLOATING_AND_DOUBLE, x=x)
-    check_dtype("rope", (state_dtype(x),), cos=cos, sin=sin)
-    check_dtype("rope", (torch.int32, torch.int64), positions=positions)
-    check_bool("rope", "inverse", inverse)
     return torch.ops.htree.rope(x, cos, sin, positions, inverse)
 
 
+@named
 def top_parents(
     B: int,
     T: int,
@@ -161,17 +135,6 @@ def top_parents(
     Returns:
         int32 [B, ceil(T/s), heads, top_k]; row i belongs to token t0 + i*s.
     """
-    check_stage_options(
-        "top_parents",
-        B=B,
-        T=T,
-        heads=heads,
-        top_k=top_k,
-        num_layers=num_layers,
-        compression_rate=compression_rate,
-        t0=t0,
-        selection_stride=selection_stride,
-    )
     return torch.ops.htree.top_parents(
         B,
         T,
@@ -185,6 +148,7 @@ def top_parents(
     )
 
 
+@named
 def compute_scores(
     q: Tensor,
     layer_k: Tensor,
@@ -206,11 +170,10 @@ def compute_scores(
     Returns:
         scores [B, T_q, H_kv, k*r, G], -inf at p >= n; num_candidates n, int32 [B, T_q, H_kv].
     """
-    check_layer("compute_scores", q, layer_k, None, parents, cos, sin, "B T_q H_kv k")
-    check_stage_options("compute_scores", scale=scale, layer=layer, compression_rate=compression_rate, t0=t0)
     return torch.ops.htree.compute_scores(q, layer_k, parents, cos, sin, layer, compression_rate, scale, t0)
 
 
+@named
 def select_topk(scores: Tensor, num_candidates: Tensor, top_k: int, importance: str = "lse_causal") -> Tensor:
     """Positions of the min(top_k, n) most important candidates, the rightmost always first (§1.6).
 
@@ -224,18 +187,17 @@ def select_topk(scores: Tensor, num_candidates: Tensor, top_k: int, importance: 
     Returns:
         int32 [B, T_q, H_kv, top_k] in key order, -1 at the tail.
     """
-    check_scores("select_topk", scores, num_candidates=(num_candidates, "B T_q H_kv"))
-    check_stage_options("select_topk", importance=importance, top_k=top_k)
     return torch.ops.htree.select_topk(scores, num_candidates, top_k, importance)
 
 
+@named
 def mask_topk_scores_(scores: Tensor, topk_positions: Tensor) -> Tensor:
     """Writes -inf at the selected positions of scores [B, T_q, H_kv, k*r, G]; returns scores (§1.8)."""
-    check_scores("mask_topk_scores_", scores, topk_positions=(topk_positions, "B T_q H_kv k"))
     torch.ops.htree.mask_topk_scores_(scores, topk_positions)
     return scores
 
 
+@named
 def compute_next_parents(parents: Tensor, topk_positions: Tensor, compression_rate: int = 16) -> Tensor:
     """Nodes at the selected positions, parents[p // r] * r + p mod r, ascending, -1 at the tail (§1.6).
 
@@ -245,16 +207,10 @@ def compute_next_parents(parents: Tensor, topk_positions: Tensor, compression_ra
     Returns:
         int32 [B, T_q, H_kv, top_k].
     """
-    check_tensors(
-        "compute_next_parents",
-        parents=(parents, "B T_q H_kv k"),
-        topk_positions=(topk_positions, "B T_q H_kv top_k"),
-    )
-    check_dtype("compute_next_parents", INT32, parents=parents, topk_positions=topk_positions)
-    check_stage_options("compute_next_parents", compression_rate=compression_rate)
     return torch.ops.htree.compute_next_parents(parents, topk_positions, compression_rate)
 
 
+@named
 def accumulate_non_topk(
     layer_v: Tensor,
     parents: Tensor,
@@ -273,21 +229,12 @@ def accumulate_non_topk(
     Returns:
         (lmax, lsum [B, T_q, H], lout [B, T_q, H, V]); (-inf, 0, 0) where nothing is left.
     """
-    check_scores(
-        "accumulate_non_topk",
-        scores,
-        parents=(parents, "B T_q H_kv k"),
-        num_candidates=(num_candidates, "B T_q H_kv"),
-    )
-    check_tensors("accumulate_non_topk", scores=(scores, "B T_q H_kv k*r G"), layer_v=(layer_v, "B N H_kv V"))
-    check_dtype("accumulate_non_topk", floating_for(layer_v), layer_v=layer_v)
-    check_dtype("accumulate_non_topk", (state_dtype(layer_v),), scores=scores)
-    check_stage_options("accumulate_non_topk", layer=layer, compression_rate=compression_rate, t0=t0)
     return torch.ops.htree.accumulate_non_topk(
         layer_v, parents, scores, num_candidates, layer, compression_rate, t0
     )
 
 
+@named
 def compute_and_select(
     q: Tensor,
     layer_k: Tensor,
@@ -310,15 +257,12 @@ def compute_and_select(
         (lmax, lsum [B, T_q, H], lout [B, T_q, H, V], topk_indices int32 [B, T_q, H, top_k] in key order,
         topk_scores of the same shape, -inf at the tail); the last two are [B, T_q, H, 0] at layer 0.
     """
-    check_layer("compute_and_select", q, layer_k, layer_v, parents, cos, sin, "B T_q H k")
-    check_stage_options(
-        "compute_and_select", scale=scale, layer=layer, compression_rate=compression_rate, top_k=top_k, t0=t0
-    )
     return torch.ops.htree.compute_and_select(
         q, layer_k, layer_v, parents, cos, sin, layer, compression_rate, top_k, scale, t0
     )
 
 
+@named
 def subtract_topk(
     layer_v: Tensor, topk_indices: Tensor, topk_scores: Tensor, lmax: Tensor, lsum: Tensor, lout: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -335,23 +279,10 @@ def subtract_topk(
         (lmax, lsum, lout) as new tensors and selected_indices int32 [B, T_q, H, k], ascending, -1 at the
         tail.
     """
-    check_tensors(
-        "subtract_topk",
-        layer_v=(layer_v, "B N H_kv V"),
-        topk_indices=(topk_indices, "B T_q H k"),
-        topk_scores=(topk_scores, "B T_q H k"),
-        lmax=(lmax, "B T_q H"),
-        lsum=(lsum, "B T_q H"),
-        lout=(lout, "B T_q H V"),
-    )
-    check_dtype("subtract_topk", floating_for(layer_v), layer_v=layer_v)
-    check_dtype(
-        "subtract_topk", (state_dtype(layer_v),), topk_scores=topk_scores, lmax=lmax, lsum=lsum, lout=lout
-    )
-    check_dtype("subtract_topk", INT32, topk_indices=topk_indices)
     return torch.ops.htree.subtract_topk(layer_v, topk_indices, topk_scores, lmax, lsum, lout)
 
 
+@named
 def select_accumulate(
     q: Tensor,
     layer_k: Tensor,
@@ -381,11 +312,6 @@ def select_accumulate(
     Returns:
         (lmax, lsum [B, T_q, H], lout [B, T_q, H, V], next_parents int32 [B, ceil(T_q/s), H_kv, top_k]).
     """
-    check_layer("select_accumulate", q, layer_k, layer_v, parents, cos, sin)
-    check_stage_options(
-        "select_accumulate", scale=scale, importance=importance, layer=layer, compression_rate=compression_rate,
-        top_k=top_k, t0=t0, selection_stride=selection_stride,
-    )  # fmt: skip
     return torch.ops.htree.select_accumulate(
         q,
         layer_k,
@@ -403,6 +329,7 @@ def select_accumulate(
     )
 
 
+@named
 def bottom_accumulate(
     q: Tensor,
     layer_k: Tensor,
@@ -423,19 +350,12 @@ def bottom_accumulate(
     Returns:
         (lmax, lsum [B, T_q, H], lout [B, T_q, H, V]).
     """
-    check_layer("bottom_accumulate", q, layer_k, layer_v, parents, cos, sin)
-    check_stage_options(
-        "bottom_accumulate",
-        scale=scale,
-        compression_rate=compression_rate,
-        t0=t0,
-        selection_stride=selection_stride,
-    )
     return torch.ops.htree.bottom_accumulate(
         q, layer_k, layer_v, parents, cos, sin, compression_rate, scale, t0, selection_stride
     )
 
 
+@named
 def recompute_selection(
     q: Tensor,
     layer_k: Tensor,
@@ -451,16 +371,12 @@ def recompute_selection(
     selection_stride: int = 1,
 ) -> Tensor:
     """The next_parents of :func:`select_accumulate` without reading a value, bit for bit (§1.8)."""
-    check_layer("recompute_selection", q, layer_k, None, parents, cos, sin)
-    check_stage_options(
-        "recompute_selection", scale=scale, importance=importance, layer=layer, compression_rate=compression_rate,
-        top_k=top_k, t0=t0, selection_stride=selection_stride,
-    )  # fmt: skip
     return torch.ops.htree.recompute_selection(
         q, layer_k, parents, cos, sin, layer, compression_rate, top_k, scale, importance, t0, selection_stride
     )
 
 
+@named
 def merge_to_global_(
     gmax: Tensor, gsum: Tensor, gout: Tensor, lmax: Tensor, lsum: Tensor, lout: Tensor
 ) -> State:
@@ -472,26 +388,11 @@ def merge_to_global_(
     Returns:
         (gmax, gsum, gout), the arguments.
     """
-    check_tensors(
-        "merge_to_global_",
-        gmax=(gmax, "B T_q H"),
-        gsum=(gsum, "B T_q H"),
-        gout=(gout, "B T_q H V"),
-        lmax=(lmax, "B T_q H"),
-        lsum=(lsum, "B T_q H"),
-        lout=(lout, "B T_q H V"),
-    )
-    check_dtype(
-        "merge_to_global_", wide(gout), gmax=gmax, gsum=gsum, gout=gout, lmax=lmax, lsum=lsum, lout=lout
-    )
     torch.ops.htree.merge_to_global_(gmax, gsum, gout, lmax, lsum, lout)
     return gmax, gsum, gout
 
 
+@named
 def final_normalize(gout: Tensor, gsum: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """gout / gsum [B, T_q, H, V] rounded to ``dtype`` (None: that of gout); NaN where gsum is 0 (§1.7)."""
-    check_tensors("final_normalize", gout=(gout, "B T_q H V"), gsum=(gsum, "B T_q H"))
-    check_dtype("final_normalize", wide(gout), gout=gout, gsum=gsum)
-    if dtype is not None:
-        check_option_dtype("final_normalize", dtype, FLOATING_AND_DOUBLE)
     return torch.ops.htree.final_normalize(gout, gsum, dtype)

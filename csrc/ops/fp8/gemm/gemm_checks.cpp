@@ -45,7 +45,8 @@ at::Tensor prepare_gemm(const GemmArguments& g, at::OptionalIntArrayRef config) 
   check_dtype(op, "b", g.b, {at::kFloat8_e4m3fn});
   TORCH_CHECK_TYPE(
       g.output_dtype == at::kHalf || g.output_dtype == at::kBFloat16 || g.output_dtype == at::kFloat, op,
-      ": output_dtype must be Half, BFloat16 or Float, got ", g.output_dtype);
+      ": output_dtype must be ", dtype_names({at::kFloat, at::kHalf, at::kBFloat16}), ", got ",
+      dtype_name(g.output_dtype));
   check_rank(op, "a", g.a, 2, "[M, K]");
   check_rank(op, "b", g.b, 2, "[K, N]");
   check_size(op, "b", g.b, 0, g.a.sym_size(1), "K of a");

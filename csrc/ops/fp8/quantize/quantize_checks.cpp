@@ -35,11 +35,11 @@ void check_input(const char* op, const at::Tensor& x, const Grouping& grouping) 
   check_dtype(op, "x", x, {at::kFloat, at::kHalf, at::kBFloat16});
   const Granularity granularity = parse(op, grouping.granularity);
   if (granularity != Granularity::kTensor) {
-    at::maybe_wrap_dim(grouping.dim, x.dim());  // IndexError
+    const int64_t rank = std::max<int64_t>(x.dim(), 1);  // a scalar has one channel
+    TORCH_CHECK_INDEX(grouping.dim >= -rank && grouping.dim < rank, op, ": dim must be between ", -rank,
+                      " and ", rank - 1, ", got ", grouping.dim);
   }
-  if (granularity == Granularity::kBlock) {
-    check_at_least(op, "block", grouping.block, 1);
-  }
+  check_at_least(op, "block", grouping.block, 1);
 }
 
 // ceil(n / block); the block is cut down to what no size exceeds, so that the sum cannot overflow.
@@ -185,7 +185,8 @@ Grouping grouping_of(const at::Tensor& codes, const at::Tensor& scale, int64_t b
   TORCH_CHECK_VALUE(
       single && is_equal(scale.sym_size(differing), num_blocks(codes.sym_size(differing), block)),
       kDequantizeOp, ": scale must be [] or have the shape of q ", codes.sym_sizes(),
-      " with one dim of n reduced to 1 or to ceil(n / block), block = ", block, "; got ", scale.sym_sizes());
+      " with one dim of n reduced to 1 or to ceil(n / block) for block = ", block, ", got ",
+      scale.sym_sizes());
   return {"block", differing, block};
 }
 
@@ -195,8 +196,8 @@ at::Tensor prepare_dequantize(const at::Tensor& codes, const at::Tensor& scale, 
   check_dtype(kDequantizeOp, "scale", scale, {at::kFloat});
   check_same_device(kDequantizeOp, "scale", scale, "q", codes);
   TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16, kDequantizeOp,
-                   ": dtype must be one of ", dtype_names({at::kFloat, at::kHalf, at::kBFloat16}), ", got ",
-                   dtype);
+                   ": dtype must be ", dtype_names({at::kFloat, at::kHalf, at::kBFloat16}), ", got ",
+                   dtype_name(dtype));
   check_at_least(kDequantizeOp, "block", block, 1);
   grouping_of(codes, scale, block);
   return empty_contiguous(codes.sym_sizes(), codes, dtype);

@@ -49,7 +49,7 @@ inline Tensor prepare_subtract_topk(const Tensor& layer_v, const Tensor& topk_in
   const SymInt kv_heads = layer_v.sym_size(2);
   TORCH_CHECK_VALUE(holds(kv_heads.sym_ge(1)) && holds(heads.sym_ge(1)) && same_size(heads % kv_heads, 0),
                     kOp, ": H of lout must be a positive multiple of H_kv of layer_v, got H = ", heads,
-                    " and H_kv = ", kv_heads);
+                    " and H_kv = ", kv_heads, " in ", lout.sym_sizes(), " and ", layer_v.sym_sizes());
   check_rank(kOp, "topk_indices", topk_indices, 4, "[B, T_q, H, k]");
   check_indices(kOp, "topk_indices", topk_indices,
                 {lout.sym_size(0), lout.sym_size(1), heads, topk_indices.sym_size(3)},
@@ -68,8 +68,8 @@ inline Tensor prepare_final_normalize(const Tensor& gout, const Tensor& gsum,
   const at::ScalarType target = dtype.value_or(gout.scalar_type());
   const bool supported = target == at::kFloat || target == at::kHalf || target == at::kBFloat16 ||
                          (target == at::kDouble && !gout.is_cuda());
-  TORCH_CHECK_TYPE(supported, kOp,
-                   ": dtype must be one of Float, Half, BFloat16, and Double on the CPU, got ", target);
+  TORCH_CHECK_TYPE(supported, kOp, ": dtype must be ", dtype_names({at::kFloat, at::kHalf, at::kBFloat16}),
+                   gout.is_cuda() ? "" : " or torch.float64", ", got ", dtype_name(target));
   return new_tensor(gout.sym_sizes(), target, gout);
 }
 

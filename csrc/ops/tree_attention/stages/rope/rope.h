@@ -8,11 +8,15 @@ namespace htree::tree_attention {
 
 inline void check_rope_cache(const SymInt& size, int64_t dim, double base, at::ScalarType dtype) {
   constexpr const char* kOp = "rope_cache";
-  TORCH_CHECK_VALUE(holds(size.sym_ge(0)), kOp, ": size must be at least 0, got ", size);
+  TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble, kOp, ": dtype must be ",
+                   dtype_names({at::kFloat, at::kDouble}), ", got ", dtype_name(dtype));
+  TORCH_CHECK_VALUE(holds(size.sym_ge(0)) && holds(size.sym_lt(kIndexLimit)), kOp,
+                    ": size must be between 0 and ", kIndexLimit - 1, ", got ", size);
+  TORCH_CHECK_VALUE(dim >= 0 && dim < kIndexLimit, kOp, ": dim must be between 0 and ", kIndexLimit - 1,
+                    ", got ", dim);
   TORCH_CHECK_VALUE(dim >= 2 && dim % 2 == 0, kOp, ": dim must be even and at least 2, got ", dim);
-  TORCH_CHECK_VALUE(std::isfinite(base) && base > 0, kOp, ": base must be finite and positive, got ", base);
-  TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble, kOp, ": dtype must be Float or Double, got ",
-                   dtype);
+  TORCH_CHECK_VALUE(std::isfinite(static_cast<float>(base)) && base > 0, kOp,
+                    ": base must be positive and finite in float32, got ", base);
 }
 
 // x [B, T, H, K], cos and sin [size, K/2], positions int32 or int64 [T] or [B, T]. Returns x's shape and

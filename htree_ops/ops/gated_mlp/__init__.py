@@ -1,0 +1,15 @@
+"""The gated MLP and its module (docs/semantics/gated_mlp.md §3.2)."""
+
+from htree_ops.ops.gated_mlp.function import ACTIVATIONS, COMPILED_CONFIGS, SIDES, gated_mlp
+from htree_ops.ops.gated_mlp.module import FusedGatedMLP
+from htree_ops.seed_api import GatedMLPInput, validate_gated_mlp_inputs
+
+__all__ = [
+    "ACTIVATIONS",
+    "COMPILED_CONFIGS",
+    "SIDES",
+    "FusedGatedMLP",
+    "GatedMLPInput",
+    "gated_mlp",
+    "validate_gated_mlp_inputs",
+]

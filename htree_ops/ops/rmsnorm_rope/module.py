@@ -1,0 +1,61 @@
+"""RMSNorm with its weight, followed by RoPE, as a module (docs/semantics/rmsnorm_rope.md §3.1)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from htree_ops.ops.arguments import FLOATING_AND_DOUBLE, check_int, check_option_dtype, options_of
+from htree_ops.ops.rmsnorm_rope.function import rmsnorm_rope
+
+__all__ = ["FusedRMSNormRoPE"]
+
+
+class FusedRMSNormRoPE(nn.Module):
+    """:func:`rmsnorm_rope` with its weight.
+
+    Args:
+        hidden_dim: Hd.
+        head_dim: hd; even, divides Hd.
+        eps: added to the mean of squares.
+        device, dtype: of the weight [Hd], which starts as ones.
+
+    Raises:
+        ValueError: a size is below 1, head_dim is odd or does not divide hidden_dim, or eps is negative or not
+            finite.
+        TypeError: a size is no int, eps no number, or dtype none that the op computes (UnsupportedDtypeError).
+    """
+
+    def __init__(
+        self,
+        hidden_dim: int,
+        head_dim: int,
+        eps: float = 1e-6,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        check_int(name, "hidden_dim", hidden_dim, 1)
+        check_int(name, "head_dim", head_dim, 0)
+        with options_of(name):
+            row = torch.empty(2, device="meta")  # a call without rows, for eps alone
+            rmsnorm_rope(row.expand(0, 0, 2), row, row.expand(1, 2), row.expand(1, 2), eps)
+        if dtype is not None:
+            check_option_dtype(name, dtype, FLOATING_AND_DOUBLE)
+        if head_dim < 2 or head_dim % 2 or hidden_dim % head_dim:
+            raise ValueError(
+                f"head_dim must be even and divide hidden_dim = {hidden_dim}, got head_dim = {head_dim}"
+            )
+        self.hidden_dim = hidden_dim
+        self.head_dim = head_dim
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_dim, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [B, S, Hd], cos and sin [S, hd] or [S, hd/2] -> [B, S, Hd]."""
+        return rmsnorm_rope(x, self.weight, cos, sin, self.eps, self.hidden_dim // self.head_dim)
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_dim}, head_dim={self.head_dim}, eps={self.eps}"

@@ -1,0 +1,190 @@
+"""The attention layer around tree attention (docs/semantics/tree_attention.md §1)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError, refuse
+from htree_ops.ops.arguments import (
+    FLOATING_AND_DOUBLE,
+    check_bool,
+    check_int,
+    check_option_dtype,
+    check_tensor,
+    options_of,
+)
+from htree_ops.ops.tree_attention.attention import tree_attention
+
+__all__ = ["HTreeAttention"]
+
+
+class HTreeAttention(nn.Module):
+    """Causal self-attention layer with :func:`tree_attention` between its projections.
+
+    ``o_proj(tree_attention(q_proj(x), k_proj(x), v_proj(x)))``, rotary positions included. Parameters are
+    those of ``q_proj`` [num_heads * head_dim, embed_dim], ``k_proj`` and ``v_proj`` [num_kv_heads *
+    head_dim, embed_dim] and ``o_proj`` [embed_dim, num_heads * head_dim].
+
+    Args:
+        embed_dim: E, width of the input and the output.
+        num_heads: H, query heads.
+        num_kv_heads: H_kv, key and value heads, a divisor of H; None is H.
+        head_dim: K = V, even; None is embed_dim / num_heads.
+        bias: whether the projections have one.
+        device, dtype: of the parameters.
+        The other keywords: as in :func:`tree_attention`.
+
+    Raises:
+        TypeError: a size that is no int, another option of a wrong type.
+        UnsupportedDtypeError: a dtype other than float32, float16, bfloat16 and float64.
+        ValueError: a size or option out of range, sizes that do not divide, or an odd head_dim.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = False,
+        *,
+        compression_rate: int = 16,
+        max_top_nodes: int = 8192,
+        top_k: int = 512,
+        selection_stride: int = 1,
+        scale: float | None = None,
+        rope_base: float | None = 10000.0,
+        importance: str = "lse_causal",
+        scope: str = "kv_head",
+        store_parents: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        for name, size in (sizes if head_dim is None else sizes | {"head_dim": head_dim}).items():
+            check_int("HTreeAttention", name, size, 1)
+        check_bool("HTreeAttention", "bias", bias)
+        if dtype is not None:
+            check_option_dtype("HTreeAttention", dtype, FLOATING_AND_DOUBLE)
+        if num_heads % num_kv_heads != 0:
+            raise ValueError(
+                f"HTreeAttention: num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}"
+            )
+        if head_dim is None:
+            if embed_dim % num_heads != 0:
+                raise ValueError(
+                    f"HTreeAttention: embed_dim must be a multiple of num_heads when head_dim is None, "
+                    f"got {embed_dim} and {num_heads}"
+                )
+            head_dim = embed_dim // num_heads
+        if head_dim < 2 or head_dim % 2 != 0:
+            raise ValueError(f"HTreeAttention: head_dim must be even and at least 2, got {head_dim}")
+        with options_of("HTreeAttention"):
+            none = torch.empty(0, 0, 1, 2, device="meta")  # a call without tokens, for the options alone
+            tree_attention(
+                none,
+                none,
+                none,
+                compression_rate=compression_rate,
+                max_top_nodes=max_top_nodes,
+                top_k=top_k,
+                selection_stride=selection_stride,
+                scale=scale,
+                rope_base=rope_base,
+                importance=importance,
+                scope=scope,
+                store_parents=store_parents,
+            )
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.compression_rate = compression_rate
+        self.max_top_nodes = max_top_nodes
+        self.top_k = top_k
+        self.selection_stride = selection_stride
+        self.scale = scale
+        self.rope_base = rope_base
+        self.importance = importance
+        self.scope = scope
+        self.store_parents = store_parents
+        self.q_proj = nn.Linear(embed_dim, num_heads * head_dim, bias=bias, device=device, dtype=dtype)
+        self.k_proj = nn.Linear(embed_dim, num_kv_heads * head_dim, bias=bias, device=device, dtype=dtype)
+        self.v_proj = nn.Linear(embed_dim, num_kv_heads * head_dim, bias=bias, device=device, dtype=dtype)
+        self.o_proj = nn.Linear(num_heads * head_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+
+    def forward(
+        self, x: Tensor, *, attn_mask: Tensor | None = None, key_padding_mask: Tensor | None = None
+    ) -> Tensor:
+        """Attends causally within each sequence.
+
+        Args:
+            x: [B, T, E].
+            attn_mask, key_padding_mask: must be None; they exist to be refused by name.
+
+        Returns:
+            [B, T, E] in the dtype of x (of autocast, where it is on).
+
+        Raises:
+            ShapeMismatchError: another shape of x.
+            UnsupportedDtypeError: x has another dtype than the parameters, outside autocast.
+            NotImplementedError: a mask or padding is given.
+        """
+        for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
+            if mask is not None:
+                raise NotImplementedError(
+                    f"HTreeAttention: {name} is not supported: the attention is causal over the whole "
+                    "sequence. Run sequences of different lengths one by one, or pad at the end and ignore "
+                    "those rows"
+                )
+        check_tensor("HTreeAttention", "x", x)
+        autocast = x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
+        if not x.is_floating_point() or not (autocast or x.dtype == self.q_proj.weight.dtype):
+            refuse(
+                UnsupportedDtypeError,
+                f"HTreeAttention: x must have the dtype of the parameters ({self.q_proj.weight.dtype}), got {x.dtype}",
+                dtype=x.dtype,
+                supported_dtypes=(self.q_proj.weight.dtype,),
+                tensor_name="x",
+            )
+        if x.dim() != 3 or x.shape[2] != self.embed_dim:
+            refuse(
+                ShapeMismatchError,
+                f"HTreeAttention: x must be [B, T, {self.embed_dim}], got {tuple(x.shape)}",
+                expected=("B", "T", self.embed_dim),
+                actual=tuple(x.shape),
+                tensor_name="x",
+            )
+        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        out = tree_attention(
+            q,
+            k,
+            v,
+            compression_rate=self.compression_rate,
+            max_top_nodes=self.max_top_nodes,
+            top_k=self.top_k,
+            selection_stride=self.selection_stride,
+            scale=self.scale,
+            rope_base=self.rope_base,
+            importance=self.importance,
+            scope=self.scope,
+            store_parents=self.store_parents,
+        )
+        assert isinstance(out, Tensor)  # a pair only with return_lse
+        return self.o_proj(out.flatten(2))
+
+    def extra_repr(self) -> str:
+        """Sizes and the options that shape the tree."""
+        return (
+            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
+            f"head_dim={self.head_dim}, compression_rate={self.compression_rate}, "
+            f"max_top_nodes={self.max_top_nodes}, top_k={self.top_k}, "
+            f"selection_stride={self.selection_stride}, scale={self.scale}, rope_base={self.rope_base}, "
+            f"importance={self.importance!r}, "
+            f"scope={self.scope!r}, store_parents={self.store_parents}"
+        )

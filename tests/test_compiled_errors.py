@@ -1,0 +1,215 @@
+"""What a wrong argument says under torch.compile: the function and the argument, in the words of Python.
+
+Dynamo wraps what an op raises while it traces, so the class is Dynamo's; the sentence is the op's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import htree_ops
+from htree_ops import parallel_io_only as io
+from htree_ops.ops import tree_attention as room
+from htree_ops.ops.tree_attention import stages
+
+FP8 = torch.float8_e4m3fn
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def int32(*shape: int) -> torch.Tensor:
+    return zeros(*shape, dtype=torch.int32)
+
+
+Q, K, V = zeros(2, 12, 4, 6), zeros(2, 12, 2, 6), zeros(2, 12, 2, 5)
+TABLE = zeros(16, 3)
+LAYER = {"q": Q, "layer_k": K, "layer_v": V, "parents": int32(2, 12, 2, 3), "cos": TABLE, "sin": TABLE}
+KEYS = {name: value for name, value in LAYER.items() if name != "layer_v"}
+SCORES, COUNTS, LISTS = zeros(2, 12, 2, 12, 2), int32(2, 12, 2), int32(2, 12, 2, 3)
+ROWS = zeros(2, 12, 4), zeros(2, 12, 4), zeros(2, 12, 4, 5)
+STATE = dict(zip(("lmax", "lsum", "lout"), ROWS, strict=True))
+GLOBAL = dict(zip(("gmax", "gsum", "gout"), (x.clone() for x in ROWS), strict=True))
+TOKENS = htree_ops.kv_compress(torch.randn(2, 2, 5, 64), 20, 4)
+HEADS = {"q": zeros(2, 4, 64), "k_win": zeros(2, 2, 3, 64), "v_win": zeros(2, 2, 3, 64)}
+DECODE = HEADS | {
+    f"{letter}_{name}": x for letter in "kv" for name, x in zip(TOKENS._fields, TOKENS, strict=True)
+}
+KEEP = {"k_keep": 20, "v_keep": 20, "k_bits": 4, "v_bits": 4}
+ROTATED = {"cos": zeros(12, 32), "sin": zeros(12, 32), "position_ids": torch.arange(5)}
+
+#: A correct call, and what makes it wrong; the argument that the message must name is the first of the changes.
+CALLS: list[tuple[Callable[..., Any], dict[str, Any], list[dict[str, Any]]]] = [
+    (
+        htree_ops.tree_attention,
+        {"q": Q, "k": K, "v": V, "compression_rate": 4, "max_top_nodes": 8, "top_k": 2},
+        [
+            {"k": zeros(2, 12, 2, 8)},
+            {"v": V.half()},
+            {"q": zeros(2, 12, 3, 6)},
+            {"top_k": 0},
+            {"max_top_nodes": 9},
+            {"compression_rate": 1},
+            {"selection_stride": 3},
+            {"scale": 1e39},
+            {"importance": "most"},
+            {"scope": "head"},
+            {"k": zeros(2, 12, 6), "scope": "q_head"},
+            {"q": zeros(2, 12, 6), "scope": "q_head"},
+        ],
+    ),
+    (room.attention_forward, {"q": Q, "k": K, "v": V}, [{"q": zeros(12, 4, 6)}]),
+    (
+        room.attention_backward,
+        {
+            "dout": ROWS[2],
+            "q": Q,
+            "k": K,
+            "v": V,
+            "out": ROWS[2],
+            "gmax": ROWS[0],
+            "gsum": ROWS[1],
+            "parents": [],
+        },
+        [{"dout": zeros(2, 12, 4, 6)}],
+    ),
+    (stages.tree_build, {"k": K, "v": V}, [{"v": zeros(2, 11, 2, 5)}]),
+    (stages.tree_build_backward, {"dpk": K, "dpv": V, "n_child": 192}, [{"n_child": 0}]),
+    (stages.rope_cache, {"size": 4, "dim": 8}, [{"dim": 7}, {"base": -1.0}, {"dtype": torch.float16}]),
+    (stages.rope, {"x": Q, "cos": TABLE, "sin": TABLE, "positions": torch.arange(12)}, [{"positions": Q}]),
+    (stages.top_parents, {"B": 1, "T": 20, "heads": 2, "top_k": 3, "num_layers": 1}, [{"top_k": 0}]),
+    (stages.compute_scores, KEYS | {"layer": 1, "compression_rate": 4}, [{"parents": LISTS.long()}]),
+    (stages.select_topk, {"scores": SCORES, "num_candidates": COUNTS, "top_k": 2}, [{"top_k": 0}]),
+    (stages.mask_topk_scores_, {"scores": SCORES, "topk_positions": LISTS}, [{"topk_positions": COUNTS}]),
+    (stages.compute_next_parents, {"parents": LISTS, "topk_positions": LISTS}, [{"parents": COUNTS}]),
+    (
+        stages.accumulate_non_topk,
+        {
+            "layer_v": V,
+            "parents": LISTS,
+            "scores": SCORES,
+            "num_candidates": COUNTS,
+            "layer": 1,
+            "compression_rate": 4,
+        },
+        [{"scores": SCORES.half()}],
+    ),
+    (
+        stages.compute_and_select,
+        LAYER | {"parents": int32(2, 12, 4, 3), "layer": 1, "compression_rate": 4, "top_k": 3},
+        [{"layer": -1}],
+    ),
+    (
+        stages.subtract_topk,
+        {"layer_v": V, "topk_indices": int32(2, 12, 4, 3), "topk_scores": zeros(2, 12, 4, 3), **STATE},
+        [{"topk_scores": zeros(2, 12, 4, 2)}],
+    ),
+    (stages.select_accumulate, LAYER | {"layer": 1, "compression_rate": 4, "top_k": 3}, [{"top_k": 0}]),
+    (stages.bottom_accumulate, LAYER | {"compression_rate": 4}, [{"layer_v": V[:, :11]}]),
+    (stages.recompute_selection, KEYS | {"layer": 1, "compression_rate": 4, "top_k": 3}, [{"layer": 0}]),
+    (stages.merge_to_global_, {**GLOBAL, **STATE}, [{"lsum": zeros(2, 11, 4)}]),
+    (stages.final_normalize, {"gout": ROWS[2], "gsum": ROWS[1]}, [{"dtype": torch.int32}]),
+    (io.htree_forward_io_only, {"q": Q, "k": K, "v": V}, [{"select": "best"}]),
+    (io.io_compute_scores, KEYS | {"layer": 1, "compression_rate": 4}, [{"cos": TABLE[:3]}]),
+    (io.io_select_topk, {"scores": SCORES, "num_candidates": COUNTS, "top_k": 2}, [{"top_k": 0}]),
+    (
+        io.io_accumulate_non_topk,
+        {
+            "layer_v": V,
+            "parents": LISTS,
+            "scores": SCORES,
+            "num_candidates": COUNTS,
+            "layer": 1,
+            "compression_rate": 4,
+        },
+        [{"num_candidates": LISTS}],
+    ),
+    (io.io_compute_next_parents, {"parents": LISTS, "topk_positions": LISTS}, [{"topk_positions": COUNTS}]),
+    (
+        htree_ops.causal_softmax,
+        {"x": zeros(3, 4)},
+        [{"x": zeros(4, 3)}, {"block_size": 3}, {"out": zeros(3, 5)}],
+    ),
+    (
+        htree_ops.rmsnorm_rope,
+        {"x": zeros(2, 3, 8), "weight": zeros(8), "cos": zeros(3, 4), "sin": zeros(3, 4)},
+        [{"weight": zeros(7)}, {"cos": zeros(2, 4)}, {"eps": -1.0}, {"num_heads": 3}],
+    ),
+    (
+        htree_ops.head_rmsnorm_rope,
+        {"x": zeros(2, 3, 2, 4), "weight": zeros(4), "cos": zeros(3, 4), "sin": zeros(3, 4)},
+        [{"x": zeros(2, 3, 4)}, {"sin": zeros(3, 2)}],
+    ),
+    (
+        htree_ops.gated_mlp,
+        {"x": zeros(2, 4), "gate_weight": zeros(3, 4), "up_weight": zeros(3, 4)},
+        [{"up_weight": zeros(3, 5)}, {"gate_weight": zeros(3, 4).half()}, {"activation": "relu"}],
+    ),
+    (htree_ops.hadamard_transform, {"x": zeros(2, 8)}, [{"x": zeros(2, 6)}, {"scale": float("nan")}]),
+    (htree_ops.hadamard_transform_, {"x": zeros(2, 8)}, [{"x": zeros(2, 8).int()}]),
+    (htree_ops.grouped_hadamard, {"x": zeros(1, 4, 3, 8), "group": 2}, [{"group": 3}, {"x": zeros(4, 8)}]),
+    (htree_ops.fp8_compute_scale, {"x": zeros(2, 8)}, [{"granularity": "row"}]),
+    (htree_ops.fp8_quantize, {"x": zeros(2, 8)}, [{"x": zeros(2, 8).double()}, {"scale": zeros(3)}]),
+    (htree_ops.fp8_dequantize, {"q": zeros(2, 8).to(FP8), "scale": zeros()}, [{"scale": zeros(3)}]),
+    (htree_ops.fp8_fake_quant, {"x": zeros(2, 8)}, [{"block": 0}]),
+    (
+        htree_ops.fp8_gemm,
+        {"a": zeros(2, 8).to(FP8), "b": zeros(8, 4).to(FP8), "a_scale": zeros(), "b_scale": zeros()},
+        [
+            {"b": zeros(7, 4).to(FP8)},
+            {"a_scale": zeros(3, 1)},
+            {"output_dtype": torch.int8},
+            {"b_scale": None},
+        ],
+    ),
+    (
+        htree_ops.fp8_gemm_exact,
+        {"a": zeros(2, 8).to(FP8), "b": zeros(8, 4).to(FP8), "a_scale": zeros(), "b_scale": zeros()},
+        [{"a": zeros(8).to(FP8)}],
+    ),
+    (htree_ops.kv_prune, {"x": zeros(2, 2, 5, 64), "keep": 20}, [{"keep": 65}]),
+    (htree_ops.kv_compress, {"x": zeros(2, 2, 5, 64), "keep": 20}, [{"bits": 5}, {"x": zeros(2, 2, 5, 96)}]),
+    (htree_ops.kv_decompress, TOKENS._asdict() | {"D": 64, "keep": 20, "bits": 4}, [{"keep": 0}]),
+    (htree_ops.kv_decode_attention, DECODE | KEEP, [{"q": zeros(2, 3, 64)}, {"v_win": zeros(2, 2, 4, 64)}]),
+    (htree_ops.apply_rotary_pos_emb_q, {"q": zeros(2, 4, 5, 64), **ROTATED}, [{"q": zeros(4, 5, 64)}]),
+    (htree_ops.apply_rotary_pos_emb_k, {"k": zeros(2, 2, 5, 64), **ROTATED}, [{"k": zeros(2, 5, 64)}]),
+]
+#: Functions that wait for the device, change a model or only check: nobody compiles them.
+EAGER = {"calibrate_activation_scales", "fp8_scale_inv", "handle_fp8_overflow", "quantize_model_"}
+ROWS_OF_TABLE = [
+    pytest.param(function, call, change, id=f"{function.__name__}-{next(iter(change))}-{i}")
+    for function, call, changes in CALLS
+    for i, change in enumerate(changes)
+]
+
+
+@pytest.mark.parametrize(("function", "call", "change"), ROWS_OF_TABLE)
+def test_the_text_names_function_and_argument(
+    function: Callable[..., Any], call: dict[str, Any], change: dict[str, Any]
+) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="eager")
+    with pytest.raises(Exception) as caught:
+        compiled(**call | change)
+    sentence = re.search(rf"\b{function.__name__}(?:\.out)?: (.*)", str(caught.value))
+    assert sentence, str(caught.value)[:1000]
+    assert re.search(rf"\b{next(iter(change))}\b", sentence[1]), sentence[0]
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as eager:
+        function(**call | change)
+    assert re.match(rf"{function.__name__}: .*\b{next(iter(change))}\b", str(eager.value))
+
+
+def test_every_public_function_is_in_the_table() -> None:
+    public = {name for name in htree_ops.__all__ if inspect.isfunction(getattr(htree_ops, name))}
+    public -= {name for name in public if name.startswith("validate_")} | EAGER
+    public |= {*stages.__all__, *io.__all__, "attention_forward", "attention_backward"}
+    names = {function.__name__ for function, _, _ in CALLS}
+    same = {getattr(htree_ops, name).__name__ for name in public if hasattr(htree_ops, name)}
+    assert same | {name for name in public if not hasattr(htree_ops, name)} == names
