@@ -20,6 +20,7 @@ from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent
 GENERATED = ROOT / "build" / "generated"
+SOURCE_SUFFIXES = (".h", ".cpp", ".cuh", ".cu")
 ROOMS = ("causal_softmax", "compressed_kv", "fp8", "gated_mlp", "hadamard", "rmsnorm_rope", "tree_attention")
 # sm_90a machine code for Hopper, sm_80 machine code for Ampere and Ada, and compute_80 PTX, the highest
 # architecture that every later GPU can compile from (compute_90a PTX runs on Hopper alone).
@@ -134,7 +135,7 @@ def source_hashes() -> dict[str, str]:
             if name.startswith(f"{room}/"):
                 digest.update(name.encode() + b"\0" + text.encode() + b"\0")
         for folder in (ROOT / "csrc" / "device", ROOT / "csrc" / "ops" / room):
-            for path in sorted(file for file in folder.rglob("*") if file.is_file()):
+            for path in sorted(file for file in folder.rglob("*") if file.suffix in SOURCE_SUFFIXES):
                 digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
         hashes[room] = digest.hexdigest()[:16]
     return hashes
