@@ -125,7 +125,7 @@ class TensorSpec:
 
 
 def _check_place(op: str, tensors: Mapping[str, Tensor], require_cuda: bool) -> None:
-    """One device for all; double on CUDA, which only some ops compute, is not for meta tensors to know."""
+    """Raises unless all are dense tensors on one device, on CUDA where that is required."""
     check_devices(op, tensors)
     name, first = next(iter(tensors.items()))
     if require_cuda and first.device.type != "cuda":
@@ -263,7 +263,7 @@ class GatedMLPInput:
 
 @named_as("gated_mlp")
 def _check_gated_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, activation: str, act_on: str) -> None:
-    if x.is_cuda and x.dtype == torch.float64:
+    if x.is_cuda and x.dtype == torch.float64:  # the op takes it on the CPU, and hence on meta
         raise UnsupportedDtypeError(
             f"gated_mlp: x must not have dtype {x.dtype} on CUDA",
             dtype=x.dtype,

@@ -150,7 +150,12 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any], list[dict[str, Any]]]] = [
     (
         htree_ops.gated_mlp,
         {"x": zeros(2, 4), "gate_weight": zeros(3, 4), "up_weight": zeros(3, 4)},
-        [{"up_weight": zeros(3, 5)}, {"gate_weight": zeros(3, 4).half()}, {"activation": "relu"}],
+        [
+            {"up_weight": zeros(3, 5)},
+            {"gate_weight": zeros(3, 4).half()},
+            {"activation": "relu"},
+            {"BLOCK_M": 1, "BLOCK_N": 1, "BLOCK_K": 1, "num_warps": 1, "num_stages": 1},
+        ],
     ),
     (htree_ops.hadamard_transform, {"x": zeros(2, 8)}, [{"x": zeros(2, 6)}, {"scale": float("nan")}]),
     (htree_ops.hadamard_transform_, {"x": zeros(2, 8)}, [{"x": zeros(2, 8).int()}]),

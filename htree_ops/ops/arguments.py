@@ -287,17 +287,21 @@ def check_number(
         raise ValueError(f"{op}: {name} must be {wanted} in {dtype_name(dtype)}, got {value}")
 
 
-def tuning_config(op: str, **keys: int | None) -> list[int] | None:
+def tuning_config(op: str, compiled: Sequence[tuple[int, ...]], **keys: int | None) -> list[int] | None:
     """The values of an op's tuning keys in their order; None where none is given.
 
     Args:
         op: name for the messages.
+        compiled: the tuples that have a kernel, which the op checks where nothing is traced.
         keys: the keys of the op's space in its order, each with what the caller gave.
 
     Raises:
-        ValueError: some keys are missing.
+        ValueError: some keys are missing, or while torch.compile traces, no kernel is compiled for them: Dynamo takes
+            the op's NotImplementedError for a missing Meta kernel and drops its message.
     """
     given = [value for value in keys.values() if value is not None]
     if given and len(given) != len(keys):
         raise ValueError(f"{op}: give all of {', '.join(keys)} or none, got {keys}")
+    if given and torch.compiler.is_compiling() and tuple(given) not in compiled:
+        raise ValueError(f"{op}: no kernel is compiled for {keys}; compiled: {', '.join(map(str, compiled))}")
     return given or None

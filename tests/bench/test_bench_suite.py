@@ -1,7 +1,4 @@
-"""The suite's choices, comparisons and command lines on a CPU (docs/semantics/python.md §3.4).
-
-Longer than other files because every refusal of the command line is a line of it.
-"""
+"""The suite's choices, comparisons and command lines on a CPU (docs/semantics/python.md §3.4)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The benchmark machinery on a CPU: statistics, fairness of the loop, the gate, rows and their files.
-
-Longer than other files because its parts share a fake clock and small cases.
-"""
+"""The benchmark machinery on a CPU: statistics, fairness of the loop, the gate, rows and their files."""
 
 from __future__ import annotations
 

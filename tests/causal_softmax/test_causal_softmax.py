@@ -1,7 +1,4 @@
-"""causal_softmax, its out=, in-place and backward forms, against the float64 reference (docs/semantics §5).
-
-Longer than other files because four forms of one op share its cases, from values to compilation.
-"""
+"""causal_softmax, its out=, in-place and backward forms, against the float64 reference (docs/semantics §5)."""
 
 from __future__ import annotations
 

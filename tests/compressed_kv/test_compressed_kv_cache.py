@@ -1,7 +1,4 @@
-"""CompressedKVCache: the policy of docs/semantics/compressed_kv.md §4.6, pages, beams and states.
-
-Longer than other files because every kind of cache goes through every one of them.
-"""
+"""CompressedKVCache: the policy of docs/semantics/compressed_kv.md §4.6, pages, beams and states."""
 
 from __future__ import annotations
 

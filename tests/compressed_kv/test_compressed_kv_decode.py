@@ -1,7 +1,4 @@
-"""kv_decode_attention against float64 attention on the decompressed rows (docs/semantics §4.2, §4.6).
-
-Longer than other files because its values, storages, bytes and compilation share one case class.
-"""
+"""kv_decode_attention against float64 attention on the decompressed rows (docs/semantics §4.2, §4.6)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The fp8 functions as callables: gradients, refusals, the overflow handler, compilation (docs/semantics/fp8.md §3.3).
-
-Longer than other files because every refusal of every function is a line of it.
-"""
+"""The fp8 functions: gradients, refusals, the overflow handler, compilation (docs/semantics/fp8.md §3.3)."""
 
 from __future__ import annotations
 

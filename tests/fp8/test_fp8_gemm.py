@@ -1,7 +1,4 @@
-"""fp8_gemm and fp8_gemm_exact against the float64 product of the dequantised operands (docs/semantics/fp8.md §3.3).
-
-Longer than other files because both ops share its cases, from values to compilation.
-"""
+"""fp8_gemm and fp8_gemm_exact against the float64 product of the dequantised operands (docs/semantics/fp8.md §3.3)."""
 
 from __future__ import annotations
 
@@ -165,7 +162,7 @@ def test_scales_whose_product_leaves_fp32(
 @pytest.mark.gpu
 @pytest.mark.parametrize(("s_a", "s_b"), [(2.0**-100, 2.0**101), (2.0**120, 2.0**-126), (2.0**126, 2.0**-30)])
 def test_scales_far_apart_in_large_products(s_a: float, s_b: float) -> None:
-    """The library multiplies by factors that the scales share out between them."""
+    """cuBLASLt multiplies by two factors: together they are the product of the scales."""
     a, b, *_ = FP8GemmCase(name="large", dtype=torch.float32, m=640, n=4096, k=1024).make_inputs("cuda")
     inputs = (a, b, torch.tensor(s_a, device="cuda"), torch.tensor(s_b, device="cuda"), torch.float32)
     assert_product(op(*inputs), inputs, sum_error("cuda"))
@@ -253,7 +250,7 @@ def test_every_kernel_of_hopper(case: FP8GemmCase, nan_memory: None) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("m", "n", "k"), [(128, 128, 65536), (16, 256, 32768), (600, 1000, 16384)])
 def test_few_tiles_of_long_sums(m: int, n: int, k: int) -> None:
-    """Few tiles of many k-blocks, which the library cuts into parts."""
+    """Few tiles of many k-blocks, which cuBLASLt cuts into parts."""
     for scales in ("tensor", "channel"):
         inputs = FP8GemmCase(name="long", dtype=torch.bfloat16, m=m, n=n, k=k, scales=scales).make_inputs(
             "cuda"

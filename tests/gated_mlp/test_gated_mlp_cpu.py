@@ -91,9 +91,9 @@ def test_layouts_give_the_same(rows: int, dtype: torch.dtype) -> None:
     assert torch.equal(op(with_strides(x, (hidden + 1, 1), offset=3), *pitched, *options), expected)
     columns = x.t().contiguous().t()
     assert torch.equal(op(columns, gate, up, *options), expected)
-    # weights in columns take the library's product, whose sums have another order
-    turned = [w.t().contiguous().t() for w in (gate, up)]
-    for weights in (turned, (gate, turned[1]), (turned[0], up)):
+    # weights in columns take the BLAS's product, which adds in another order
+    in_columns = [w.t().contiguous().t() for w in (gate, up)]
+    for weights in (in_columns, (gate, in_columns[1]), (in_columns[0], up)):
         assert_forward(op(x, *weights, *options), (x, gate, up, *options))
     one = gate[:1].expand(inner, hidden)
     assert torch.equal(op(x, one, one, *options), op(x, one.contiguous(), one.contiguous(), *options))

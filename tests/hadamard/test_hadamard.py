@@ -1,7 +1,4 @@
-"""hadamard_transform, its in-place form and grouped_hadamard against the float64 reference (docs/semantics §4.1).
-
-Longer than other files because three ops share its cases, from values to compilation.
-"""
+"""hadamard_transform, its in-place form and grouped_hadamard against the float64 reference (docs/semantics §4.1)."""
 
 from __future__ import annotations
 

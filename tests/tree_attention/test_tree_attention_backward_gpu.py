@@ -192,7 +192,7 @@ def test_the_kernels_of_every_gpu_agree_at_length(stride: int, monkeypatch: pyte
     ],
 )
 def test_scratch_is_bounded(length: int, stride: int, stored: bool) -> None:
-    """At most 2 GB beyond gradients, fp32 sums, the tree and one re-laid copy of K and V; the same bits twice."""
+    """At most 2 GB beyond gradients, fp32 sums, the tree and one packed copy of K and V; the same bits twice."""
     case = model(T=length, H=32, H_kv=4, top_k=512, M=8192, selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
     options = case.reference_options()

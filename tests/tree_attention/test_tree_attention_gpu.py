@@ -245,7 +245,7 @@ def test_stream_and_graph(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("length", "stride"), [(65_536, 1), (524_288, 16)])
 def test_temporary_memory_is_bounded(length: int, stride: int) -> None:
-    """Beyond the output and one re-laid copy of K and V, at most 1 GB (docs/semantics §1.8)."""
+    """Beyond the output and one packed copy of K and V, at most 1 GB (docs/semantics §1.8)."""
     case = model("memory", T=length, H=32, H_kv=4, K=128, V=128, top_k=512, M=8192, selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
     op.attention(q[:, :64], k[:, :64], v[:, :64], **case.reference_options())

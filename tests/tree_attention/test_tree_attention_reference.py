@@ -71,11 +71,13 @@ def scalar_row(query, keys, values, t, rate, top_k, base, scale, kind):
         used.insert(0, parents)
         n = (len(parents) - 1) * rate + t // rate**level % rate + 1
         nodes = [parents[p // rate] * rate + p % rate for p in range(n)]
-        turned = [scalar_rope(keys[level][c], p, base) for p, c in enumerate(nodes)]
+        rotated_keys = [scalar_rope(keys[level][c], p, base) for p, c in enumerate(nodes)]
         scores = []
         for g in range(len(query)):
             rotated = scalar_rope(query[g], n - 1, base)
-            scores.append([scale * sum(a * b for a, b in zip(rotated, key, strict=True)) for key in turned])
+            scores.append(
+                [scale * sum(a * b for a, b in zip(rotated, key, strict=True)) for key in rotated_keys]
+            )
         chosen = []
         if level:
             importance = scalar_importance(scores, kind)

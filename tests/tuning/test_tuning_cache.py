@@ -1,7 +1,4 @@
-"""The tuner's cache: keys, damage, many writers, the results of the package (docs/semantics/python.md §3.4, §3.5).
-
-Longer than other files because every kind of damage to a cache file is a test of its own.
-"""
+"""The tuner's cache: keys, damage, many writers, the results of the package (docs/semantics/python.md §3.4, §3.5)."""
 
 from __future__ import annotations
 

@@ -103,6 +103,7 @@ def fp8_gemm(
     b, b_scale = _quantised_b(b, b_scale)
     config = tuning_config(
         "fp8_gemm",
+        COMPILED_CONFIGS,
         BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N,
         BLOCK_K=BLOCK_K,
@@ -128,8 +129,9 @@ def fp8_gemm_exact(
     """:func:`fp8_gemm` with sums in fp64, exact up to K = 2^17: ``C = Σ_k a·b / a_scale / b_scale``, rounded to
     fp32 and from there to ``output_dtype``, so ``|error| <= (u + 2^-23)·|C|``.
 
-    The products are those of the library in fp64, on blocks of the operands: far slower on a GPU than
-    :func:`fp8_gemm`, even where fp64 has tensor cores. Source: docs/semantics/fp8.md §3.3, §3.5 (property 4).
+    The products are those of cuBLAS (on the CPU, of the BLAS) in fp64, on blocks of the operands. On a GPU this is far
+    slower than :func:`fp8_gemm`, even where fp64 has tensor cores.
+    Source: docs/semantics/fp8.md §3.3, §3.5 (property 4).
 
     Args and errors as for :func:`fp8_gemm`, for operands that are quantised already.
     """

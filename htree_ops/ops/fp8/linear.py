@@ -169,7 +169,7 @@ class FP8Linear(nn.Module):
         return y.reshape(*x.shape[:-1], self.out_features)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Linear:
-        """Moves everything, but keeps codes codes and scales fp32."""
+        """Moves everything; the codes stay FP8 and the scales fp32."""
         before = {name: buffer.dtype for name, buffer in self._buffers.items() if buffer is not None}
         kept = {name: self._buffers[name] for name in before}
         super()._apply(fn, recurse)

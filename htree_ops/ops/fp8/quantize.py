@@ -140,8 +140,11 @@ def fp8_dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float16,
         block: elements of a block, where the scale is of blocks; that of the quantisation.
 
     Raises:
-        UnsupportedDtypeError, ShapeMismatchError, DeviceError, ValueError: what one would expect of each.
-        TypeError: dtype is not a dtype.
+        UnsupportedDtypeError: q is not float8_e4m3fn, scale not float32, or another output dtype.
+        ShapeMismatchError: scale has no shape of a grouping of q.
+        DeviceError: scale lies on another device.
+        ValueError: block below 1, or a scale on the CPU that is not positive and finite.
+        TypeError: dtype is no torch.dtype.
     """
     return torch.ops.htree.fp8_dequantize(q, scale, dtype, block)
 
@@ -185,7 +188,7 @@ def handle_fp8_overflow(
 ) -> tuple[Tensor, Tensor]:
     """Quantises with the first of s, s/2, s/4, … s/2^max_attempts at which nothing overflows.
 
-    Reaches scales that are up to 2^max_attempts times too large. It waits for the device once per attempt, because
+    So a first scale may be up to 2^max_attempts times too large. It waits for the device once per attempt, because
     the number of overflows decides. Source: docs/semantics/fp8.md §3.3, design document [002].
 
     Args:

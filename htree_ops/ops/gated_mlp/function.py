@@ -40,7 +40,7 @@ def gated_mlp(
     ``g = x·Wg^T`` and ``u = x·Wu^T``, accumulated in fp32 (fp64 for fp64), neither rounded before the result is.
     With ``act_on="gate"`` it is ``act(g) · u``, the usual SwiGLU or GeGLU. ``silu(z) = z·σ(z)``,
     ``gelu(z) = z·Φ(z)`` (the form with erf). On sm_90 in fp16 and bf16 the forward is one kernel, which reads x once
-    for both products; elsewhere on CUDA it is two products of the library in fp32, which follow
+    for both products; elsewhere on CUDA it is two products of cuBLAS in fp32, which follow
     ``torch.backends.cuda.matmul.allow_tf32``, and one elementwise kernel. On the CPU row-major weights of fp16, bf16
     and (up to 128 rows of x) fp32 are read as they are, with the same bits for any number of threads; other products,
     and those of the backward, are the BLAS's, which follow ``torch.set_float32_matmul_precision`` and whose bits hold
@@ -79,6 +79,7 @@ def gated_mlp(
     options = (str(activation), str(act_on))  # for the op to refuse by value
     config = tuning_config(
         "gated_mlp",
+        COMPILED_CONFIGS,
         BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N,
         BLOCK_K=BLOCK_K,

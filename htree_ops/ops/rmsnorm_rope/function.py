@@ -60,7 +60,9 @@ def rmsnorm_rope(
 
     Without a configuration ``HTREE_TUNE`` decides: see :mod:`htree_ops.tuning.select`.
     """
-    config = tuning_config("rmsnorm_rope", BLOCK_SIZE=BLOCK_SIZE, num_warps=num_warps, num_stages=num_stages)
+    config = tuning_config(
+        "rmsnorm_rope", COMPILED_CONFIGS, BLOCK_SIZE=BLOCK_SIZE, num_warps=num_warps, num_stages=num_stages
+    )
     if config is None and x.dim() == 3 and cos.dim():  # the op refuses other ranks
         head_dim = x.shape[2] // num_heads if num_heads else cos.shape[-1]
         config = configured(

@@ -78,7 +78,7 @@ def tree_attention(
         gradient.
 
     On a GPU the tensor-core path (r = 16, half precision, K = V of 32, 64 or 128, H / H_kv <= 16) needs, beside the
-    output and the stored lists, one re-laid copy of K and V and at most 10^9 bytes up to T of about 10^6, by chunks
+    output and the stored lists, one packed copy of K and V and at most 10^9 bytes up to T of about 10^6, by chunks
     over the queries; the backward 2 GiB and fp32 sums of dK and dV (docs/semantics §1.8).
 
     Raises:

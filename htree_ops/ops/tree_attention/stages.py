@@ -1,7 +1,5 @@
 """The stages of tree attention, one thin function per op (docs/semantics/tree_attention.md §1.8).
 
-Longer than other files because there are seventeen ops and each function carries its shapes, errors and formula.
-
 Letters of the shapes: B batch, T_q query rows, H query heads, H_kv key/value heads, G = H / H_kv, K and V
 the key and value widths, N nodes of the layer, k the width of a list, r = ``compression_rate``, s =
 ``selection_stride``. Query row i stands at token t = ``t0`` + i; keys and values are whole layers. Lists of
