@@ -281,20 +281,25 @@ HEAD_DIMS = (32, 64, 128)
 TENSOR_CORE = {"T": HALF_TYPES, "D": HEAD_DIMS}
 
 
+def instance_name(header: str) -> str:
+    """``forward/per_list/attend.cuh`` is forward_per_list_attend: names are unique within the library."""
+    return Path(header).with_suffix("").as_posix().replace("/", "_")
+
+
 def tensor_core(header: str, *launchers: str) -> Cuda:
     """Launchers of the tensor-core kernels of a header, given as ``name(Params)``: a file per type and head dim."""
     code = []
     for launcher in launchers:
         name, params = launcher.rstrip(")").split("(")
         code.append(f"cudaError_t {name}<{{T}}, {{D}}>(const {params}&, cudaStream_t)")
-    return Cuda(Path(header).stem + "_{T}_d{D}", f"ops/tree_attention/cuda/{header}", code, TENSOR_CORE)
+    return Cuda(instance_name(header) + "_{T}_d{D}", f"ops/tree_attention/cuda/{header}", code, TENSOR_CORE)
 
 
 def tensor_core_copy(header: str, launcher: str) -> Cuda:
     """The same for a kernel that only copies: all types and head dims in one file."""
     one = tensor_core(header, launcher)
     code = [one.code[0].format(T=dtype.cpp, D=dim) for dtype in HALF_TYPES for dim in HEAD_DIMS]
-    return Cuda(Path(header).stem, one.header, code)
+    return Cuda(instance_name(header), one.header, code)
 
 
 TREE_ATTENTION: Table = [
@@ -366,20 +371,31 @@ TREE_ATTENTION: Table = [
         "launch_dense_references(DenseReferenceParams)",
         "launch_dense_importances(DenseImportanceParams)",
     ),
-    tensor_core("forward/dense_top/dense_attend.cuh", "launch_dense_attend(DenseAttendParams)"),
-    tensor_core("forward/per_query/per_query_attend.cuh", "launch_per_query_attend(AttendParams)"),
-    tensor_core(
-        "forward/shared_gather/shared_gather_attend.cuh", "launch_shared_gather_attend(AttendParams)"
+    tensor_core("forward/dense_top/attend.cuh", "launch_dense_attend(DenseAttendParams)"),
+    tensor_core("forward/per_query/attend.cuh", "launch_per_query_attend(AttendParams)"),
+    tensor_core("forward/shared_gather/attend.cuh", "launch_shared_gather_attend(AttendParams)"),
+    tensor_core("forward/per_list/attend.cuh", "launch_per_list_attend(AttendParams)"),
+    Cuda(
+        "backward_gradient_rows_{T}",
+        "ops/tree_attention/cuda/backward/gradient_rows.cuh",
+        [
+            f"cudaError_t {name}<{{T}}, {dim}>(const {params}, cudaStream_t)"
+            for dim in HEAD_DIMS
+            for name, params in (
+                ("launch_gradient_rows", "RowParams&"),
+                ("launch_key_bounds", "PackParams&, KeyBounds*"),
+            )
+        ],
+        {"T": HALF_TYPES},
     ),
-    tensor_core("forward/per_list/per_list_attend.cuh", "launch_per_list_attend(AttendParams)"),
     tensor_core("backward/per_query/query_gradient.cuh", "launch_query_gradient(QueryGradientParams)"),
     tensor_core(
-        "backward/shared_gather/shared_gather_gradient.cuh",
+        "backward/shared_gather/query_gradient.cuh",
         "launch_shared_gather_gradient(SharedGatherGradientParams)",
     ),
     tensor_core("backward/per_parent/key_gradient.cuh", "launch_key_gradient(KeyGradientParams)"),
     tensor_core("backward/per_parent/parent_gradient.cuh", "launch_parent_gradient(KeyGradientParams)"),
-    tensor_core("backward/per_list/per_list_gradient.cuh", "launch_per_list_gradient(PerListGradientParams)"),
+    tensor_core("backward/per_list/gradient.cuh", "launch_per_list_gradient(PerListGradientParams)"),
     tensor_core("backward/per_list/partial_sum.cuh", "launch_partial_sums(PartialSumParams)"),
     # the backward of every dtype and shape
     Cuda(

@@ -197,7 +197,7 @@ def rooms_are_complete(tree: Tree) -> list[str]:
         split = sorted({name.split("/")[1] for name in inside if re.match(r"stages/\w+/", name)})
         if split:  # a room by direction and method: its operator, and the stages with the CPU's in a folder
             units = [f"csrc/ops/{room}/stages/{stage}/{stage}" for stage in split]
-            missing += [unit + end for unit in units for end in (".h", ".cpp", "_cuda.cu")]
+            missing += [unit + end for unit in units for end in (".cpp", "_cuda.cu")]
             missing += [f"csrc/ops/{room}/cpu/stages/{stage}_cpu.cpp" for stage in split]
         else:
             # other folders hold kernels

@@ -22,7 +22,9 @@ KERNEL = re.compile(
 
 
 @pytest.mark.skipif(NVCC is None or not CSRC.is_dir(), reason="no nvcc, or no source tree")
-@pytest.mark.parametrize("instance", ["per_list_attend_bfloat16_d128", "per_list_attend_half_d64"])
+@pytest.mark.parametrize(
+    "instance", ["forward_per_list_attend_bfloat16_d128", "forward_per_list_attend_half_d64"]
+)
 def test_per_list_kernels_spill_nothing_and_overlap_their_products(instance: str, tmp_path: Path) -> None:
     assert NVCC is not None
     command = [NVCC, "-std=c++17", "-O3", "-cubin", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas=-v"]

@@ -1,21 +1,25 @@
-// Schemas and the CPU, CUDA and Meta kernels of the whole operator; its Autograd and Autocast are in
-// attention_autograd.cpp. docs/semantics/tree_attention.md §1.5, §1.10, §1.13.
-#include "ops/tree_attention/attention.h"
+// Schemas, CPU, CUDA and Meta kernels, Autograd and Autocast of the whole operator.
+// docs/semantics/tree_attention.md §1.5, §1.10, §1.13; docs/semantics/conventions.md §0.5.
+#include <ATen/autocast_mode.h>
 
 #include <algorithm>
 
+#include "host/autograd.h"
+#include "host/op_handle.h"
 #include "host/registration.h"
+#include "ops/tree_attention/attention.h"
 #include "ops/tree_attention/kernels.h"
 #include "ops/tree_attention/plan/attention_config.h"
 
 namespace htree::tree_attention {
+
 namespace {
 
 // `lists_given`: lists of width top_k are read or written. Otherwise an option far beyond what T tokens can
 // use is cut down to what they can, so that scratch follows the length: no list is longer than the number of
 // parents, and a node of r >= T children is a node of T. A k that is too large for the tensor cores stays so:
 // whether lists are kept must not change which kernels run.
-AttentionArgs resolve(const char* op, const AttentionOptions& options, const Tensor& k, bool lists_given) {
+AttentionArgs resolve(const char* op, const TreeOptions& options, const Tensor& k, bool lists_given) {
   TORCH_CHECK_VALUE(k.size(1) < kIndexLimit, op, ": T must be below 2^31, got ", k.size(1));
   AttentionArgs args;
   const int64_t stride = options.selection_stride;
@@ -43,7 +47,7 @@ AttentionArgs resolve(const char* op, const AttentionOptions& options, const Ten
 // out = final_normalize(state out, state sum, q.dtype)
 template <AttentionForward* kKernel>
 AttentionState run_forward(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
-                           const AttentionOptions& options, bool store_parents) {
+                           const TreeOptions& options, bool store_parents) {
   AttentionState result = prepare_attention_forward(op, q, k, v, options, store_parents);
   if constexpr (kKernel != nullptr) {
     const auto& [out, gmax, gsum, parents] = result;
@@ -56,27 +60,17 @@ AttentionState run_forward(const char* op, const Tensor& q, const Tensor& k, con
 }
 
 template <AttentionForward* kKernel>
-AttentionState attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, int64_t compression_rate,
-                                 int64_t max_top_nodes, int64_t top_k, std::optional<double> scale,
-                                 std::optional<double> rope_base, std::string_view importance,
-                                 int64_t selection_stride, bool store_parents) {
-  return run_forward<kKernel>(
-      "attention_forward", q, k, v,
-      {compression_rate, max_top_nodes, top_k, scale, rope_base, std::string(importance), selection_stride},
-      store_parents);
+AttentionState attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                                 const TreeOptions& options, bool store_parents) {
+  return run_forward<kKernel>("attention_forward", q, k, v, options, store_parents);
 }
 
 // attention_forward(...)[0]. This kernel runs without grad, where nobody reads the lists: they are never
 // stored.
 template <AttentionForward* kKernel>
-Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, int64_t compression_rate,
-                 int64_t max_top_nodes, int64_t top_k, std::optional<double> scale,
-                 std::optional<double> rope_base, std::string_view importance, int64_t selection_stride,
+Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const TreeOptions& options,
                  bool /*store_parents*/) {
-  return std::get<0>(run_forward<kKernel>(
-      "tree_attention", q, k, v,
-      {compression_rate, max_top_nodes, top_k, scale, rope_base, std::string(importance), selection_stride},
-      /*store_parents=*/false));
+  return std::get<0>(run_forward<kKernel>("tree_attention", q, k, v, options, /*store_parents=*/false));
 }
 
 // The gradient of the loop above with `parents` held fixed:
@@ -86,12 +80,8 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, int64_t comp
 template <AttentionBackward* kKernel>
 Gradients attention_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                              const Tensor& out, const Tensor& gmax, const Tensor& gsum,
-                             at::TensorList parents, int64_t compression_rate, int64_t max_top_nodes,
-                             int64_t top_k, std::optional<double> scale, std::optional<double> rope_base,
-                             std::string_view importance, int64_t selection_stride,
+                             at::TensorList parents, const TreeOptions& options,
                              std::array<bool, 3> output_mask) {
-  const AttentionOptions options = {compression_rate, max_top_nodes,           top_k,           scale,
-                                    rope_base,        std::string(importance), selection_stride};
   Gradients gradients =
       prepare_attention_backward(dout, q, k, v, out, gmax, gsum, parents, options, output_mask);
   if constexpr (kKernel != nullptr) {
@@ -118,33 +108,24 @@ Gradients attention_backward(const Tensor& dout, const Tensor& q, const Tensor& 
 
 template <AttentionForward* kForward, AttentionBackward* kBackward>
 void register_kernels(torch::Library& library) {
-  library.impl("attention_forward", TORCH_FN(attention_forward<kForward>));
-  library.impl("attention", TORCH_FN(attention<kForward>));
-  library.impl("attention_backward", TORCH_FN(attention_backward<kBackward>));
+  library.impl("attention_forward", TORCH_FN(kLoose<attention_forward<kForward>>));
+  library.impl("attention", TORCH_FN(kLoose<attention<kForward>>));
+  library.impl("attention_backward", TORCH_FN(kLoose<attention_backward<kBackward>>));
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(htree, library) {
-  define_ops(
-      library,
-      {
-          "attention_forward(Tensor q, Tensor k, Tensor v, int compression_rate=16, int max_top_nodes=8192, "
-          "int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str "
-          "importance=\"lse_causal\", "
-          "int selection_stride=1, bool store_parents=True) -> (Tensor out, Tensor gmax, Tensor gsum, "
-          "Tensor[] parents)",
-          "attention(Tensor q, Tensor k, Tensor v, int compression_rate=16, int max_top_nodes=8192, "
-          "int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str "
-          "importance=\"lse_causal\", "
-          "int selection_stride=1, bool store_parents=True) -> Tensor",
-          "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor "
-          "gsum, "
-          "Tensor[] parents, int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, "
-          "float? scale=None, float? rope_base=10000., str importance=\"lse_causal\", int "
-          "selection_stride=1, "
-          "bool[3] output_mask=[True, True, True]) -> (Tensor dq, Tensor dk, Tensor dv)",
-      });
+  const std::string options = TreeOptions::kSchema;
+  const std::string forward = "(Tensor q, Tensor k, Tensor v, " + options + ", bool store_parents=True) -> ";
+  const std::string attention_forward =
+      "attention_forward" + forward + "(Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents)";
+  const std::string attention = "attention" + forward + "Tensor";
+  const std::string attention_backward =
+      "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, "
+      "Tensor[] parents, " +
+      options + ", bool[3] output_mask=[True, True, True]) -> (Tensor dq, Tensor dk, Tensor dv)";
+  define_ops(library, {attention_forward.c_str(), attention.c_str(), attention_backward.c_str()});
 }
 
 TORCH_LIBRARY_IMPL(htree, CPU, library) {
@@ -159,6 +140,184 @@ TORCH_LIBRARY_IMPL(htree, CUDA, library) {
 
 TORCH_LIBRARY_IMPL(htree, Meta, library) {
   register_kernels<nullptr, nullptr>(library);
+}
+
+// ---- Autograd and Autocast of the whole operator. docs/semantics §0.5, §1.10.
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::variable_list;
+
+// ---- the ops, called through the dispatcher
+
+using AttentionOp = TreeOp<Tensor(const Tensor& q, const Tensor& k, const Tensor& v,
+                                  const TreeOptions& options, bool store_parents)>;
+using ForwardOp = TreeOp<AttentionState(const Tensor& q, const Tensor& k, const Tensor& v,
+                                        const TreeOptions& options, bool store_parents)>;
+using BackwardOp =
+    TreeOp<Gradients(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                     const Tensor& gmax, const Tensor& gsum, at::TensorList parents,
+                     const TreeOptions& options, std::array<bool, 3> output_mask)>;
+
+const AttentionOp& attention_op() {
+  static const AttentionOp op("htree::attention");
+  return op;
+}
+
+const ForwardOp& attention_forward_op() {
+  static const ForwardOp op("htree::attention_forward");
+  return op;
+}
+
+// What the backward reads, in the order in which it is saved.
+struct Saved {
+  Tensor q, k, v, out, gmax, gsum;
+  std::vector<Tensor> parents;
+
+  variable_list to_list() const {
+    variable_list list = {q, k, v, out, gmax, gsum};
+    list.insert(list.end(), parents.begin(), parents.end());
+    return list;
+  }
+
+  static Saved from_list(const variable_list& list) {
+    return {list[0], list[1], list[2], list[3], list[4], list[5], {list.begin() + 6, list.end()}};
+  }
+};
+
+Gradients call_attention_backward(const Tensor& dout, const Saved& s, const TreeOptions& options,
+                                  std::array<bool, 3> output_mask) {
+  static const BackwardOp op("htree::attention_backward");
+  return op(dout, s.q, s.k, s.v, s.out, s.gmax, s.gsum, s.parents, options, output_mask);
+}
+
+// ---- Autograd
+
+struct AttentionNode : Function<AttentionNode> {
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
+                        const TreeOptions& options, bool store_parents) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->set_materialize_grads(false);
+    auto [out, gmax, gsum, parents] = attention_forward_op()(q, k, v, options, store_parents);
+    ctx->save_for_backward(Saved{q, k, v, out, gmax, gsum, std::move(parents)}.to_list());
+    options.save(ctx->saved_data);
+    return out;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    if (!grads[0].defined()) {
+      return variable_list(5);
+    }
+    const Saved saved = Saved::from_list(ctx->get_saved_variables());
+    const std::array<bool, 3> wanted = {ctx->needs_input_grad(0), ctx->needs_input_grad(1),
+                                        ctx->needs_input_grad(2)};
+    auto [dq, dk, dv] = call_attention_backward(grads[0], saved, TreeOptions::load(ctx->saved_data), wanted);
+    return {dq, dk, dv, Tensor(), Tensor()};
+  }
+};
+
+// Only the wanted gradients become outputs: a node cannot have undefined ones.
+struct AttentionBackwardNode : Function<AttentionBackwardNode> {
+  static constexpr bool is_traceable = true;
+
+  static variable_list forward(AutogradContext*, const Tensor& dout, const Tensor& q, const Tensor& k,
+                               const Tensor& v, const Tensor& out, const Saved& saved,
+                               const TreeOptions& options, std::array<bool, 3> output_mask) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    const auto [dq, dk, dv] = call_attention_backward(
+        dout, {q, k, v, out, saved.gmax, saved.gsum, saved.parents}, options, output_mask);
+    variable_list wanted;
+    for (const Tensor& gradient : {dq, dk, dv}) {
+      if (gradient.defined()) {
+        wanted.push_back(gradient);
+      }
+    }
+    return wanted;
+  }
+
+  static variable_list backward(AutogradContext*, const variable_list&) {
+    refuse_double_backward("attention_backward");
+  }
+};
+
+Tensor attention_autograd(const Tensor& q, const Tensor& k, const Tensor& v, const TreeOptions& options,
+                          bool store_parents) {
+  if (needs_grad({q, k, v})) {
+    check_attention("tree_attention", q, k, v, options);  // the node calls attention_forward
+    return AttentionNode::apply(q, k, v, options, store_parents);
+  }
+  at::AutoDispatchBelowAutograd guard;
+  return attention_op()(q, k, v, options, store_parents);
+}
+
+Gradients attention_backward_autograd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                                      const Tensor& out, const Tensor& gmax, const Tensor& gsum,
+                                      at::TensorList parents, const TreeOptions& options,
+                                      std::array<bool, 3> output_mask) {
+  const Saved saved = {q, k, v, out, gmax, gsum, parents.vec()};
+  const bool any_wanted = output_mask[0] || output_mask[1] || output_mask[2];
+  if (!any_wanted || !needs_grad({dout, q, k, v, out})) {
+    at::AutoDispatchBelowAutograd guard;
+    return call_attention_backward(dout, saved, options, output_mask);
+  }
+  const variable_list wanted = AttentionBackwardNode::apply(dout, q, k, v, out, saved, options, output_mask);
+  Gradients gradients;
+  size_t next = 0;
+  std::get<0>(gradients) = output_mask[0] ? wanted[next++] : Tensor();
+  std::get<1>(gradients) = output_mask[1] ? wanted[next++] : Tensor();
+  std::get<2>(gradients) = output_mask[2] ? wanted[next++] : Tensor();
+  return gradients;
+}
+
+// ---- Autocast: q, k and v take the autocast dtype (float64 stays); the states remain fp32
+
+struct Cast {
+  Tensor q, k, v;
+};
+
+template <at::DeviceType kDevice>
+Cast cast_inputs(const Tensor& q, const Tensor& k, const Tensor& v) {
+  const at::ScalarType dtype = at::autocast::get_autocast_dtype(kDevice);
+  return {at::autocast::cached_cast(dtype, q, kDevice), at::autocast::cached_cast(dtype, k, kDevice),
+          at::autocast::cached_cast(dtype, v, kDevice)};
+}
+
+template <at::DeviceType kDevice>
+Tensor attention_autocast(const Tensor& q, const Tensor& k, const Tensor& v, const TreeOptions& options,
+                          bool store_parents) {
+  c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
+  const Cast cast = cast_inputs<kDevice>(q, k, v);
+  return attention_op()(cast.q, cast.k, cast.v, options, store_parents);
+}
+
+template <at::DeviceType kDevice>
+AttentionState attention_forward_autocast(const Tensor& q, const Tensor& k, const Tensor& v,
+                                          const TreeOptions& options, bool store_parents) {
+  c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
+  const Cast cast = cast_inputs<kDevice>(q, k, v);
+  return attention_forward_op()(cast.q, cast.k, cast.v, options, store_parents);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(htree, Autograd, library) {
+  register_no_gradient(library, {"attention_forward"});
+  library.impl("attention", TORCH_FN(kLoose<attention_autograd>));
+  library.impl("attention_backward", TORCH_FN(kLoose<attention_backward_autograd>));
+}
+
+TORCH_LIBRARY_IMPL(htree, AutocastCPU, library) {
+  library.impl("attention", TORCH_FN(kLoose<attention_autocast<at::kCPU>>));
+  library.impl("attention_forward", TORCH_FN(kLoose<attention_forward_autocast<at::kCPU>>));
+}
+
+TORCH_LIBRARY_IMPL(htree, AutocastCUDA, library) {
+  library.impl("attention", TORCH_FN(kLoose<attention_autocast<at::kCUDA>>));
+  library.impl("attention_forward", TORCH_FN(kLoose<attention_forward_autocast<at::kCUDA>>));
 }
 
 }  // namespace htree::tree_attention

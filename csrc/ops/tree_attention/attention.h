@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "ops/tree_attention/checks.h"
+#include "ops/tree_attention/tree_options.h"
 
 namespace htree::tree_attention {
 
@@ -15,20 +16,9 @@ namespace htree::tree_attention {
 using AttentionState = std::tuple<Tensor, Tensor, Tensor, std::vector<Tensor>>;
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 
-// The options as the caller gives them; AttentionArgs has them resolved.
-struct AttentionOptions {
-  int64_t compression_rate;
-  int64_t max_top_nodes;
-  int64_t top_k;
-  std::optional<double> scale;
-  std::optional<double> rope_base;
-  std::string importance;
-  int64_t selection_stride;
-};
-
 // L of §1.2. ceil(T / r^l) > M is T > M * r^l, so a symbolic T is compared with one bound per layer and no
 // more: compiled code serves every length of the same depth.
-inline int64_t depth_of(const SymInt& num_tokens, const AttentionOptions& options) {
+inline int64_t depth_of(const SymInt& num_tokens, const TreeOptions& options) {
   constexpr int64_t kMost = int64_t{1} << 62;
   int64_t layers = 1;
   int64_t bound = options.max_top_nodes;
@@ -39,7 +29,7 @@ inline int64_t depth_of(const SymInt& num_tokens, const AttentionOptions& option
   return layers;
 }
 
-inline void check_options(const char* op, const AttentionOptions& options) {
+inline void check_options(const char* op, const TreeOptions& options) {
   check_rate(op, options.compression_rate);
   check_list_width(op, "top_k", options.top_k, options.compression_rate);
   const int64_t most = options.top_k * options.compression_rate;
@@ -58,7 +48,7 @@ inline void check_options(const char* op, const AttentionOptions& options) {
 
 // q [B, T_q, H, K] against k [B, T, H_kv, K] and v [B, T, H_kv, V]; row i of q stands at token T - T_q + i.
 inline void check_attention(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
-                            const AttentionOptions& options) {
+                            const TreeOptions& options) {
   check_options(op, options);
   check_queries(op, q, "k", k);
   check_values(op, "k", k, "v", v);
@@ -71,13 +61,13 @@ inline void check_attention(const char* op, const Tensor& q, const Tensor& k, co
                     ", got T = ", k.sym_size(1), " and T_q = ", q.sym_size(1));
 }
 
-inline std::vector<SymInt> list_shape(const Tensor& q, const Tensor& k, const AttentionOptions& options) {
+inline std::vector<SymInt> list_shape(const Tensor& q, const Tensor& k, const TreeOptions& options) {
   return {q.sym_size(0), list_rows(q.sym_size(1), options.selection_stride), k.sym_size(2), options.top_k};
 }
 
 // Everything uninitialised; no lists unless they are stored.
 inline AttentionState prepare_attention_forward(const char* op, const Tensor& q, const Tensor& k,
-                                                const Tensor& v, const AttentionOptions& options,
+                                                const Tensor& v, const TreeOptions& options,
                                                 bool store_parents) {
   check_attention(op, q, k, v, options);
   const std::array<SymInt, 3> rows = {q.sym_size(0), q.sym_size(1), q.sym_size(2)};
@@ -94,7 +84,7 @@ inline AttentionState prepare_attention_forward(const char* op, const Tensor& q,
 inline Gradients prepare_attention_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
                                             const Tensor& v, const Tensor& out, const Tensor& gmax,
                                             const Tensor& gsum, at::TensorList parents,
-                                            const AttentionOptions& options,
+                                            const TreeOptions& options,
                                             const std::array<bool, 3>& output_mask) {
   constexpr const char* kOp = "attention_backward";
   check_attention(kOp, q, k, v, options);

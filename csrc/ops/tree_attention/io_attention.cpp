@@ -20,14 +20,18 @@ using StateTensors = std::tuple<Tensor, Tensor, Tensor>;
 // of the benchmark.
 constexpr int64_t kMaxScoreBytes = int64_t{1} << 30;
 
-AttentionOptions io_options(int64_t compression_rate, int64_t max_top_nodes, int64_t top_k,
-                            std::optional<double> scale) {
-  return {compression_rate,      max_top_nodes, top_k, scale, /*rope_base=*/10000.0, "lse_causal",
-          /*selection_stride=*/1};
+TreeOptions io_options(int64_t compression_rate, int64_t max_top_nodes, int64_t top_k,
+                       std::optional<double> scale) {
+  TreeOptions options;
+  options.compression_rate = compression_rate;
+  options.max_top_nodes = max_top_nodes;
+  options.top_k = top_k;
+  options.scale = scale;
+  return options;
 }
 
-Tensor prepare_io_attention(const Tensor& q, const Tensor& k, const Tensor& v,
-                            const AttentionOptions& options, std::string_view select) {
+Tensor prepare_io_attention(const Tensor& q, const Tensor& k, const Tensor& v, const TreeOptions& options,
+                            std::string_view select) {
   constexpr const char* kOp = "htree_forward_io_only";  // the function around the op
   parse_io_select(kOp, select);
   return std::get<0>(prepare_attention_forward(kOp, q, k, v, options, /*store_parents=*/false));
@@ -47,7 +51,7 @@ struct Layer {
   Tensor values;  // [B, N, H_kv, V]
 };
 
-std::vector<Layer> build_layers(const Tensor& k, const Tensor& v, const AttentionOptions& options) {
+std::vector<Layer> build_layers(const Tensor& k, const Tensor& v, const TreeOptions& options) {
   static const auto op =
       op_handle<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, int64_t)>("htree::tree_build");
   std::vector<Layer> layers = {{k, v}};
@@ -58,7 +62,7 @@ std::vector<Layer> build_layers(const Tensor& k, const Tensor& v, const Attentio
   return layers;
 }
 
-Tensor top_parents(const Tensor& queries, int64_t kv_heads, const AttentionOptions& options, int64_t depth,
+Tensor top_parents(const Tensor& queries, int64_t kv_heads, const TreeOptions& options, int64_t depth,
                    int64_t t0) {
   static const auto op = op_handle<Tensor(SymInt, SymInt, SymInt, int64_t, int64_t, int64_t, SymInt, int64_t,
                                           std::optional<at::Device>)>("htree::top_parents");
@@ -69,7 +73,7 @@ Tensor top_parents(const Tensor& queries, int64_t kv_heads, const AttentionOptio
 
 // Merges the state of one layer into `state` and returns the lists of the layer below.
 Tensor visit_layer(const Tensor& queries, const Layer& layer, int64_t layer_idx, const Tensor& parents,
-                   const Tensor& table, const AttentionOptions& options, std::string_view select,
+                   const Tensor& table, const TreeOptions& options, std::string_view select,
                    bool map_positions, int64_t t0, const StateTensors& state) {
   using Scores = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                                             const Tensor&, int64_t, int64_t, std::optional<double>, SymInt);
@@ -104,10 +108,12 @@ Tensor visit_layer(const Tensor& queries, const Layer& layer, int64_t layer_idx,
 
 // for rows of at most 1 GiB of scores:
 //   parents = top_parents(...); state = (-inf, 0, 0)
-//   for l = L-1 ... 0: scores, n = io_compute_scores(q, K[l], parents, cos, sin, l, r, scale, t0)
-//                      if l: pos = io_select_topk(scores, n, k, l, select, t0); mask_topk_scores_(scores,
-//                      pos) merge_to_global_(*state, *io_accumulate_non_topk(V[l], parents, scores, n, l, r,
-//                      t0)) if l: parents = io_compute_next_parents(parents, pos, r, map_positions)
+//   for l = L-1 ... 0:
+//     scores, n = io_compute_scores(q, K[l], parents, cos, sin, l, r, scale, t0)
+//     if l: pos = io_select_topk(scores, n, k, l, select, t0)
+//           mask_topk_scores_(scores, pos)
+//     merge_to_global_(*state, *io_accumulate_non_topk(V[l], parents, scores, n, l, r, t0))
+//     if l: parents = io_compute_next_parents(parents, pos, r, map_positions)
 //   out[rows] = final_normalize(state out, state sum, q.dtype)
 Tensor io_attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, int64_t compression_rate,
                             int64_t max_top_nodes, int64_t top_k, std::optional<double> scale,
@@ -115,7 +121,7 @@ Tensor io_attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, i
   static const auto normalize =
       op_handle<Tensor(const Tensor&, const Tensor&, std::optional<at::ScalarType>)>(
           "htree::final_normalize");
-  const AttentionOptions options = io_options(compression_rate, max_top_nodes, top_k, scale);
+  const TreeOptions options = io_options(compression_rate, max_top_nodes, top_k, scale);
   Tensor out = prepare_io_attention(q, k, v, options, select);
   if (out.numel() == 0) {
     return out;

@@ -1,16 +1,56 @@
-// CPU kernel of attention_backward (docs/semantics/tree_attention.md §1.10), deterministic whatever the
+// Parent lists the other way round.
+#include <cstdint>
+#include <vector>
+
+#include "ops/tree_attention/cpu/pyramid.h"
+#include "ops/tree_attention/cpu/query_kernels.h"
+
+namespace htree::tree_attention {
+
+// Which queries of a chunk have a parent in their list: entries [begin[p], begin[p + 1]) belong to parent p,
+// in ascending order of the query.
+struct InverseList {
+  struct Entry {
+    int32_t query;
+    int32_t slot;
+  };
+  std::vector<int64_t> begin;
+  std::vector<Entry> entries;
+
+  // candidates: one per query, with count 0 for a query that merges nothing.
+  void build(const std::vector<Candidates>& candidates, int64_t num_queries, int64_t num_parents) {
+    begin.assign(num_parents + 1, 0);
+    const auto for_each = [&](auto&& visit) {
+      for (int64_t i = 0; i < num_queries; ++i) {
+        const Candidates& list = candidates[i];
+        for (int64_t slot = 0; list.count > 0 && slot < list.num_parents; ++slot) {
+          const int64_t parent = list.parents[slot];
+          if (parent >= 0 && parent < num_parents) visit(parent, i, slot);
+        }
+      }
+    };
+    for_each([&](int64_t parent, int64_t, int64_t) { ++begin[parent + 1]; });
+    for (int64_t p = 0; p < num_parents; ++p) {
+      begin[p + 1] += begin[p];
+    }
+    entries.resize(begin[num_parents]);
+    std::vector<int64_t> next(begin.begin(), begin.end() - 1);
+    for_each([&](int64_t parent, int64_t i, int64_t slot) {
+      entries[next[parent]++] = {static_cast<int32_t>(i), static_cast<int32_t>(slot)};
+    });
+  }
+};
+
+// ---- CPU kernel of attention_backward (docs/semantics/tree_attention.md §1.10), deterministic whatever the
 // number of threads.
 //
 // One key/value head at a time, in chunks of queries, layer by layer, in two steps. By query: scores again, P
 // and dS into the chunk's buffer, dq. By destination: an inverse list names, for each parent, the queries of
 // the chunk that have it in their list; its children's gradients are summed by one thread in the order of the
 // queries. The gradients of the upper layers are pushed down at the end. Temporary memory: the layers laid
-// out twice (attention/relay.h), their gradients in fp32 for one head, and the chunk's buffers, about
+// out twice (packed_layer.h), their gradients in fp32 for one head, and the chunk's buffers, about
 // kChunkBytes.
-#include "ops/tree_attention/cpu/inverse_list.h"
-#include "ops/tree_attention/cpu/pyramid.h"
 
-namespace htree::tree_attention {
 namespace {
 
 constexpr int64_t kChunkBytes = int64_t{16} << 20;

@@ -1,11 +1,387 @@
-// Body of the query kernels; included by the query_kernels_*.cpp files after host/cpu/simd.h.
+// Building blocks of the query kernels; included after host/cpu/simd.h.
 #pragma once
 
-#include "ops/tree_attention/cpu/query_blocks.h"
-#include "ops/tree_attention/cpu/query_gradients_impl.h"
+#include "ops/tree_attention/candidates.h"
+#include "ops/tree_attention/cpu/query_kernels.h"
 #include "ops/tree_attention/cpu/stages/selection.h"
 
 namespace htree::HTREE_ISA::query {
+
+using namespace tree_attention;  // the contract's types
+
+template <typename Real>
+constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
+
+// Heads that share every loaded key or value vector; more are done in blocks.
+constexpr int kHeadBlock = 4;
+// Value vectors accumulated in registers beside kHeadBlock heads: AVX-512 has 32 registers, the others 16.
+constexpr int kValueBlock = HTREE_LANES == 16 ? 4 : 2;
+// Rows between two visits of a block's accumulators in memory.
+constexpr int64_t kRowTile = 64;
+// Rows ahead of the one in use whose values are requested from memory.
+constexpr int64_t kRowsAhead = 16;
+constexpr int64_t kCacheLineBytes = 64;
+
+// Calls f(std::integral_constant-like tag, first) over [0, count) in blocks of `Block`, then 2, then 1.
+template <int N>
+struct Size {
+  static constexpr int value = N;
+};
+template <int Block, typename F>
+inline void for_blocks(int64_t count, F&& f) {
+  int64_t first = 0;
+  for (; first + Block <= count; first += Block) {
+    f(Size<Block>{}, first);
+  }
+  if constexpr (Block > 2) {
+    for (; first + 2 <= count; first += 2) {
+      f(Size<2>{}, first);
+    }
+  }
+  if constexpr (Block > 1) {
+    for (; first < count; ++first) {
+      f(Size<1>{}, first);
+    }
+  }
+}
+
+// out[g] = R_position q[g]; a negative `direction` rotates back. [G][row]
+template <typename Real>
+inline void rotate(const QueryShape& shape, const Rotation<Real>& rotation, int64_t position, const Real* q,
+                   Real* out, Real direction) {
+  constexpr int width = kLanesOf<VecOf<Real>>;
+  for (int64_t i = 0; i < shape.half_pad; i += width) {
+    const VecOf<Real> c = load(rotation.cos + position * shape.half_pad + i);
+    const VecOf<Real> s = load(rotation.sin + position * shape.half_pad + i) * direction;
+    for (int64_t g = 0; g < shape.group; ++g) {
+      const int64_t at = g * shape.row() + i;
+      const VecOf<Real> lo = load(q + at);
+      const VecOf<Real> hi = load(q + at + shape.half_pad);
+      store(out + at, lo * c - hi * s);
+      store(out + at + shape.half_pad, lo * s + hi * c);
+    }
+  }
+}
+
+inline bool parent_present(const QueryShape& shape, int64_t num_nodes, int64_t parent) {
+  return parent >= 0 && parent * shape.r < num_nodes;
+}
+
+// out[g][lane] = sum over d of rows[g][d] * tile[d][lane] for one vector of children: `tile` [first +
+// second][r_pad], rows split into two runs of `first` and `second` entries at 0 and at `second_at`. `next` is
+// requested from memory.
+template <int Heads, typename Real>
+inline void dot_children(const Real* tile, int64_t r_pad, const Real* rows, int64_t row_stride, int64_t first,
+                         int64_t second, int64_t second_at, const Real* next, Real* out, int64_t out_stride) {
+  VecOf<Real> lo[Heads] = {};
+  VecOf<Real> hi[Heads] = {};
+  const Real* tile_hi = tile + first * r_pad;
+  const Real* next_hi = next + first * r_pad;
+  const Real* rows_hi = rows + second_at;
+  for (int64_t i = 0; i < second; ++i) {
+    __builtin_prefetch(next + i * r_pad);
+    __builtin_prefetch(next_hi + i * r_pad);
+    const VecOf<Real> a = load(tile + i * r_pad);
+    const VecOf<Real> b = load(tile_hi + i * r_pad);
+    for (int g = 0; g < Heads; ++g) {
+      lo[g] += splat(rows[g * row_stride + i]) * a;
+      hi[g] += splat(rows_hi[g * row_stride + i]) * b;
+    }
+  }
+  for (int64_t i = second; i < first; ++i) {  // at most one: the odd entry
+    const VecOf<Real> a = load(tile + i * r_pad);
+    for (int g = 0; g < Heads; ++g) {
+      lo[g] += splat(rows[g * row_stride + i]) * a;
+    }
+  }
+  for (int g = 0; g < Heads; ++g) {
+    store(out + g * out_stride, lo[g] + hi[g]);
+  }
+}
+
+template <typename Real>
+inline void fill(Real* p, int64_t count, Real value) {
+  for (int64_t i = 0; i < count; ++i) {
+    p[i] = value;
+  }
+}
+
+inline void append_rows(RowList& rows, int64_t position, int64_t node, int64_t count) {
+  int32_t* positions = rows.positions + rows.count;
+  int32_t* nodes = rows.nodes + rows.count;
+  for (int64_t i = 0; i < count; ++i) {
+    positions[i] = static_cast<int32_t>(position + i);
+    nodes[i] = static_cast<int32_t>(node + i);
+  }
+  rows.count += count;
+}
+
+// The candidates that are present and not among the `excluded` positions (ascending).
+inline void list_rows(const QueryShape& shape, int64_t num_nodes, const Candidates& candidates,
+                      const int32_t* excluded, int64_t num_excluded, RowList& rows) {
+  rows.count = 0;
+  int64_t e = 0;
+  for (int64_t slot = 0; slot < candidates.num_parents; ++slot) {
+    const int64_t begin = slot * shape.r;
+    const int64_t left = candidates.count - begin;
+    const int64_t end = begin + (left < shape.r ? left : shape.r);
+    const int64_t first_node = static_cast<int64_t>(candidates.parents[slot]) * shape.r;
+    int64_t position = begin;
+    while (position < end) {
+      const int64_t stop = e < num_excluded && excluded[e] < end ? excluded[e] : end;
+      if (candidates.regular) {
+        append_rows(rows, position, first_node + position - begin, stop - position);
+      } else {
+        for (int64_t p = position; p < stop; ++p) {
+          if (node_present(first_node + p - begin, candidates.rightmost, num_nodes)) {
+            append_rows(rows, p, first_node + p - begin, 1);
+          }
+        }
+      }
+      e += stop < end;
+      position = stop + 1;
+    }
+  }
+}
+
+// out[g][v] += sum over rows of weights[g][position] * matrix[node][v], for a block of heads and of vectors.
+template <int Heads, int Vectors, typename Real>
+inline void add_rows_block(const Real* weights, int64_t weight_stride, const int32_t* positions,
+                           const int32_t* nodes, int64_t count, int64_t num_ahead, const Real* matrix,
+                           int64_t matrix_stride, Real* out, int64_t out_stride) {
+  constexpr int width = kLanesOf<VecOf<Real>>;
+  constexpr int vectors_per_line = kCacheLineBytes / static_cast<int>(sizeof(VecOf<Real>));
+  VecOf<Real> sum[Heads][Vectors];
+  for (int g = 0; g < Heads; ++g) {
+    for (int v = 0; v < Vectors; ++v) {
+      sum[g][v] = load(out + g * out_stride + v * width);
+    }
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    if (i < num_ahead) {
+      const Real* ahead = matrix + nodes[i + kRowsAhead] * matrix_stride;
+      for (int v = 0; v < Vectors; v += vectors_per_line) {
+        __builtin_prefetch(ahead + v * width);
+      }
+    }
+    const Real* row = matrix + nodes[i] * matrix_stride;
+    const Real* weight = weights + positions[i];
+    VecOf<Real> x[Vectors];
+    for (int v = 0; v < Vectors; ++v) {
+      x[v] = load(row + v * width);
+    }
+    for (int g = 0; g < Heads; ++g) {
+      const VecOf<Real> w = splat(weight[g * weight_stride]);
+      for (int v = 0; v < Vectors; ++v) {
+        sum[g][v] += w * x[v];
+      }
+    }
+  }
+  for (int g = 0; g < Heads; ++g) {
+    for (int v = 0; v < Vectors; ++v) {
+      store(out + g * out_stride + v * width, sum[g][v]);
+    }
+  }
+}
+
+// out [G][row_size] += weights [G][weight_stride] times the listed rows of matrix [nodes][row_size].
+template <typename Real>
+inline void add_rows(const RowList& rows, int64_t group, const Real* weights, int64_t weight_stride,
+                     const Real* matrix, int64_t row_size, Real* out) {
+  constexpr int width = kLanesOf<VecOf<Real>>;
+  for (int64_t first = 0; first < rows.count; first += kRowTile) {
+    const int64_t left = rows.count - first;
+    const int64_t count = left < kRowTile ? left : kRowTile;
+    for_blocks<kHeadBlock>(group, [&](auto heads, int64_t g) {
+      for_blocks<kValueBlock>(row_size / width, [&](auto vectors, int64_t v) {
+        add_rows_block<heads.value, vectors.value>(
+            weights + g * weight_stride, weight_stride, rows.positions + first, rows.nodes + first, count,
+            left - kRowsAhead, matrix + v * width, row_size, out + g * row_size + v * width, row_size);
+      });
+    });
+  }
+}
+
+// ---- Gradients of the query kernels (docs/semantics/tree_attention.md §1.10); included after host/cpu/simd.h.
+
+// Children whose gradients are accumulated in registers beside kValueBlock vectors.
+constexpr int kChildBlock = 4;
+
+template <typename Real>
+void weigh(const QueryShape& shape, const PackedLayer<Real>& layer, const Candidates& candidates,
+           const int32_t* excluded, int64_t num_excluded, const Real* dout, const Real* delta,
+           const Real* gmax, const Real* gsum, Real* scores, Real* dscores) {
+  constexpr int width = kLanesOf<VecOf<Real>>;
+  const int64_t stride = shape.score_stride();
+  const int64_t first = (shape.value_dim + 1) / 2;
+  const int64_t tile_size = shape.value_dim * shape.r_pad;
+  for (int64_t slot = 0; dscores != nullptr && slot < candidates.num_parents; ++slot) {
+    const int64_t parent = candidates.parents[slot];
+    Real* out = dscores + slot * shape.r;
+    if (!candidates.regular && !parent_present(shape, layer.num_nodes, parent)) {
+      for (int64_t g = 0; g < shape.group; ++g) {
+        fill(out + g * stride, shape.r, Real{0});
+      }
+      continue;
+    }
+    const Real* tile = layer.value_lanes + parent * tile_size;
+    const bool last = slot + 1 == candidates.num_parents || !candidates.regular;
+    const Real* next = last ? tile : layer.value_lanes + candidates.parents[slot + 1] * tile_size;
+    for_blocks<kHeadBlock>(shape.group, [&](auto heads, int64_t g) {
+      for (int64_t lane = 0; lane < shape.r_pad; lane += width) {
+        dot_children<heads.value>(tile + lane, shape.r_pad, dout + g * shape.value_pad, shape.value_pad,
+                                  first, shape.value_dim - first, first, next + lane, out + g * stride + lane,
+                                  stride);
+      }
+    });
+  }
+  const int64_t end = candidates.num_parents * shape.r;
+  for (int64_t g = 0; g < shape.group; ++g) {
+    Real* p = scores + g * stride;
+    for (int64_t e = 0; e < num_excluded; ++e) {
+      p[excluded[e]] = -kInfinity<Real>;
+    }
+    const Real inverse = Real{1} / gsum[g];
+    for (int64_t i = 0; i < end; i += width) {
+      const VecOf<Real> weight = exp(load(p + i) - splat(gmax[g])) * inverse;
+      store(p + i, weight);
+      if (dscores != nullptr) {
+        Real* ds = dscores + g * stride + i;
+        const VecOf<Real> gradient = weight * (load(ds) - splat(delta[g]));
+        // A candidate that is not merged may have a NaN value, which must not matter.
+        store(ds, weight == VecOf<Real>{} ? VecOf<Real>{} : gradient);
+      }
+    }
+  }
+}
+
+template <typename Real>
+void query_gradient(const QueryShape& shape, const PackedLayer<Real>& layer, const Rotation<Real>& rotation,
+                    const Candidates& candidates, const int32_t* excluded, int64_t num_excluded,
+                    const Real* dscores, RowList rows, Real* partial, Real* dq) {
+  constexpr int width = kLanesOf<VecOf<Real>>;
+  const int64_t stride = shape.score_stride();
+  const int64_t size = shape.group * shape.row();
+  list_rows(shape, layer.num_nodes, candidates, excluded, num_excluded, rows);
+  if (rotation.cos == nullptr) {
+    add_rows(rows, shape.group, dscores, stride, layer.key_rows, shape.row(), dq);
+    return;
+  }
+  int64_t begin = 0;
+  for (int64_t slot = 0; slot < candidates.num_parents; ++slot) {
+    int64_t end = begin;
+    while (end < rows.count && rows.positions[end] < (slot + 1) * shape.r) {
+      ++end;
+    }
+    if (end == begin) continue;
+    fill(partial, size, Real{0});
+    add_rows(RowList{rows.positions + begin, rows.nodes + begin, end - begin}, shape.group, dscores, stride,
+             layer.key_rows, shape.row(), partial);
+    rotate(shape, rotation, candidates.count - 1 - slot * shape.r, partial, partial, Real{-1});
+    for (int64_t i = 0; i < size; i += width) {
+      store(dq + i, load(dq + i) + load(partial + i));
+    }
+    begin = end;
+  }
+}
+
+// out[child][v] += sum over rows of weights[row][child] * sources[row][v] for a block of children and of
+// vectors.
+template <int Children, int Vectors, typename Real>
+inline void add_outer_block(const Real* const* weights, const Real* const* sources, int64_t count,
+                            int64_t child, int64_t at, Real* out, int64_t out_stride) {
+  constexpr int width = kLanesOf<VecOf<Real>>;
+  VecOf<Real> sum[Children][Vectors];
+  for (int c = 0; c < Children; ++c) {
+    for (int v = 0; v < Vectors; ++v) {
+      sum[c][v] = load(out + c * out_stride + v * width);
+    }
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const Real* weight = weights[i] + child;
+    const Real* source = sources[i] + at;
+    VecOf<Real> x[Vectors];
+    for (int v = 0; v < Vectors; ++v) {
+      x[v] = load(source + v * width);
+    }
+    for (int c = 0; c < Children; ++c) {
+      const VecOf<Real> w = splat(weight[c]);
+      for (int v = 0; v < Vectors; ++v) {
+        sum[c][v] += w * x[v];
+      }
+    }
+  }
+  for (int c = 0; c < Children; ++c) {
+    for (int v = 0; v < Vectors; ++v) {
+      store(out + c * out_stride + v * width, sum[c][v]);
+    }
+  }
+}
+
+template <typename Real>
+inline void add_outer(const Real* const* weights, const Real* const* sources, int64_t count,
+                      int64_t num_children, int64_t row_size, Real* out) {
+  constexpr int width = kLanesOf<VecOf<Real>>;
+  for_blocks<kChildBlock>(num_children, [&](auto children, int64_t child) {
+    for_blocks<kValueBlock>(row_size / width, [&](auto vectors, int64_t v) {
+      add_outer_block<children.value, vectors.value>(weights, sources, count, child, v * width,
+                                                     out + child * row_size + v * width, row_size);
+    });
+  });
+}
+
+// The same for one row that holds NaN or Inf: a weight of 0 keeps its child out.
+template <typename Real>
+inline void add_outer_careful(const Real* weights, const Real* source, int64_t num_children, int64_t row_size,
+                              Real* out) {
+  for (int64_t child = 0; child < num_children; ++child) {
+    for (int64_t i = 0; weights[child] != 0 && i < row_size; ++i) {
+      out[child * row_size + i] += weights[child] * source[i];
+    }
+  }
+}
+
+template <typename Real>
+void node_gradients(const QueryShape& shape, const Rotation<Real>& rotation, const ParentUse<Real>* uses,
+                    int64_t count, int64_t num_children, Real* rotated, Real* dkeys, Real* dvalues) {
+  const int64_t stride = shape.score_stride();
+  const int64_t size = shape.group * shape.row();
+  bool finite = true;
+  for (int64_t u = 0; u < count; ++u) {
+    finite &= uses[u].finite;
+    if (dkeys != nullptr && rotation.cos != nullptr) {
+      rotate(shape, rotation, uses[u].position, uses[u].q, rotated + u * size, Real{1});
+    }
+  }
+  const Real* weights[kParentUses * kHeadBlock];
+  const Real* dscores[kParentUses * kHeadBlock];
+  const Real* queries[kParentUses * kHeadBlock];
+  const Real* douts[kParentUses * kHeadBlock];
+  for (int64_t first = 0; first < shape.group; first += kHeadBlock) {
+    const int64_t heads = shape.group - first < kHeadBlock ? shape.group - first : kHeadBlock;
+    int64_t rows = 0;
+    for (int64_t u = 0; u < count; ++u) {
+      const Real* q = rotation.cos != nullptr ? rotated + u * size : uses[u].q;
+      for (int64_t g = first; g < first + heads; ++g, ++rows) {
+        weights[rows] = uses[u].weights + g * stride;
+        dscores[rows] = uses[u].dscores + g * stride;
+        queries[rows] = q + g * shape.row();
+        douts[rows] = uses[u].dout + g * shape.value_pad;
+      }
+    }
+    if (finite) {
+      if (dkeys != nullptr) add_outer(dscores, queries, rows, num_children, shape.row(), dkeys);
+      if (dvalues != nullptr) add_outer(weights, douts, rows, num_children, shape.value_pad, dvalues);
+      continue;
+    }
+    for (int64_t i = 0; i < rows; ++i) {
+      if (dkeys != nullptr) add_outer_careful(dscores[i], queries[i], num_children, shape.row(), dkeys);
+      if (dvalues != nullptr) add_outer_careful(weights[i], douts[i], num_children, shape.value_pad, dvalues);
+    }
+  }
+}
+
+// ---- Body of the query kernels; included by the query_kernels_*.cpp files after host/cpu/simd.h.
 
 template <typename Real>
 void score(const QueryShape& shape, const PackedLayer<Real>& layer, const Rotation<Real>& rotation,

@@ -9,7 +9,7 @@
 #include "device/mma.cuh"
 #include "device/numeric.cuh"
 #include "device/reduce.cuh"
-#include "ops/tree_attention/cuda/tree/packed_parent.cuh"
+#include "ops/tree_attention/cuda/tree/packed_layer.cuh"
 
 namespace htree::tree_attention {
 

@@ -15,7 +15,7 @@ constexpr int kGradientRun = 16;
 // ceil(stride * G / kGradientRows) tasks.
 constexpr int kGradientRows = 128;
 
-// A parent's block of packed keys and values, see packed_parent.cuh.
+// A parent's block of packed keys and values, see packed_layer.cuh.
 constexpr int64_t packed_parent_bytes(int64_t key_dim, int64_t value_dim) {
   return kTensorCoreRate * (2 * key_dim + 4 + 2 * value_dim);
 }
@@ -30,7 +30,7 @@ constexpr int64_t rotation_table_bytes(int64_t num_slots, int64_t key_dim) {
   return num_slots * key_dim * 2;
 }
 
-// A tile of keys or of values of a dense top layer, see cuda/tree/dense_tiles.cuh.
+// A tile of keys or of values of a dense top layer, see dense_layer.cuh.
 constexpr int kDenseTileNodes = 128;
 constexpr int64_t dense_tile_bytes(int64_t dim) {
   return (dim + 63) / 64 * kDenseTileNodes * 128;

@@ -1,6 +1,7 @@
 // How the launchers of the staged kernels see tensors and rows: raw pointers, strides and sizes, no torch.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 namespace htree::tree_attention {
@@ -57,6 +58,15 @@ template <typename A>
 bool rows_aligned(const RotaryTable<A>& table) {
   return rows_aligned(View<const A>{table.cos, 0, table.cos_row, 0}) &&
          rows_aligned(View<const A>{table.sin, 0, table.sin_row, 0});
+}
+
+// ---- Launch shapes of the elementwise kernels: a grid-stride loop over `num` items, never more blocks than the x
+// dimension of a grid holds or than fill any GPU many times over.
+
+constexpr int kElementThreads = 256;
+
+inline unsigned blocks_for(int64_t num, int threads = kElementThreads) {
+  return static_cast<unsigned>(std::min<int64_t>((num + threads - 1) / threads, int64_t{1} << 20));
 }
 
 }  // namespace htree::tree_attention

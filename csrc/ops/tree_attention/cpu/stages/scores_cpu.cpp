@@ -4,8 +4,8 @@
 
 #include "host/dispatch.h"
 #include "ops/tree_attention/cpu/stages/stage_cpu.h"
+#include "ops/tree_attention/kernels.h"
 #include "ops/tree_attention/stages/io_formulas.h"
-#include "ops/tree_attention/stages/io_kernels.h"
 
 namespace htree::tree_attention {
 namespace {

@@ -7,9 +7,10 @@
 #include "device/mma.cuh"
 #include "device/numeric.cuh"
 #include "device/reduce.cuh"
-#include "ops/tree_attention/cuda/backward/gradient_params.h"
+#include "host/cuda/kernel_launch.h"
+#include "ops/tree_attention/cuda/backward/gradients.h"
 #include "ops/tree_attention/cuda/query_row.cuh"
-#include "ops/tree_attention/cuda/tree/packed_parent.cuh"
+#include "ops/tree_attention/cuda/tree/packed_layer.cuh"
 
 namespace htree::tree_attention {
 
@@ -238,6 +239,21 @@ __device__ __forceinline__ PowerOfTwo score_gradient_scale(float gradient_norm, 
   const int shift = min(max(15 - bound, -126), 126);
   return {__uint_as_float(static_cast<uint32_t>(127 + shift) << 23),
           __uint_as_float(static_cast<uint32_t>(127 - shift) << 23)};
+}
+
+template <typename T, int kDim>
+cudaError_t launch_gradient_rows(const RowParams& params, cudaStream_t stream) {
+  const dim3 grid(num_blocks(params.num_queries, kRowQueries), params.num_batches * params.num_kv_heads);
+  return launch_kernel(gradient_rows_kernel<T, kDim>, {.grid = grid, .threads = kRowWarps * 32}, stream,
+                       params);
+}
+
+template <typename T, int kDim>
+cudaError_t launch_key_bounds(const PackParams& pack, KeyBounds* bounds, cudaStream_t stream) {
+  const dim3 grid(num_blocks(pack.num_nodes, kBoundNodes),
+                  static_cast<unsigned>(pack.num_batches * pack.num_kv_heads));
+  return launch_kernel(key_bounds_kernel<T, kDim>, {.grid = grid, .threads = kRowWarps * 32}, stream, pack,
+                       bounds);
 }
 
 }  // namespace htree::tree_attention

@@ -5,9 +5,9 @@
 #include "device/mma.cuh"
 #include "device/numeric.cuh"
 #include "device/reduce.cuh"
-#include "ops/tree_attention/cuda/forward/attend_params.h"
-#include "ops/tree_attention/cuda/gather_task.cuh"
-#include "ops/tree_attention/cuda/merge_states.cuh"
+#include "ops/tree_attention/cuda/forward/attend.h"
+#include "ops/tree_attention/cuda/gather.cuh"
+#include "ops/tree_attention/cuda/running_state.cuh"
 
 namespace htree::tree_attention {
 

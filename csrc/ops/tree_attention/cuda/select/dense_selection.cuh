@@ -2,9 +2,9 @@
 #pragma once
 
 #include "host/cuda/kernel_launch.h"
-#include "ops/tree_attention/cuda/dispatch_shape.h"
+#include "ops/tree_attention/cuda/launch_params.h"
 #include "ops/tree_attention/cuda/select/dense_scores.cuh"
-#include "ops/tree_attention/cuda/select/dense_selection.h"
+#include "ops/tree_attention/cuda/select/selection.h"
 
 namespace htree::tree_attention {
 

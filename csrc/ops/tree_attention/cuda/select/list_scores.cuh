@@ -2,11 +2,11 @@
 #pragma once
 
 #include "host/cuda/kernel_launch.h"
-#include "ops/tree_attention/cuda/dispatch_shape.h"
-#include "ops/tree_attention/cuda/gather_task.cuh"
+#include "ops/tree_attention/cuda/gather.cuh"
+#include "ops/tree_attention/cuda/launch_params.h"
 #include "ops/tree_attention/cuda/rotated_query.cuh"
-#include "ops/tree_attention/cuda/select/list_scores.h"
-#include "ops/tree_attention/cuda/select/log_sum.cuh"
+#include "ops/tree_attention/cuda/running_state.cuh"
+#include "ops/tree_attention/cuda/select/selection.h"
 
 namespace htree::tree_attention {
 

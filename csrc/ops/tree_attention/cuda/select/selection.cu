@@ -1,10 +1,8 @@
 // The launches that select the parents of one layer: out of the scores of a gathered list, or by the dense
 // passes of the top layer.
-#include "ops/tree_attention/cuda/dispatch_shape.h"
-#include "ops/tree_attention/cuda/forward_schedule.h"
-#include "ops/tree_attention/cuda/select/dense_selection.h"
-#include "ops/tree_attention/cuda/select/leader_select.h"
-#include "ops/tree_attention/cuda/select/list_scores.h"
+#include "ops/tree_attention/cuda/launch_params.h"
+#include "ops/tree_attention/cuda/select/selection.h"
+#include "ops/tree_attention/cuda/tree_call.h"
 
 namespace htree::tree_attention {
 

@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "ops/tree_attention/cuda/forward_schedule.h"
+#include "ops/tree_attention/cuda/tree_call.h"
 #include "ops/tree_attention/kernels.h"
 
 namespace htree::tree_attention {

@@ -1,15 +1,136 @@
-// Copies a layer into packed parents: keys rotated by their place under the parent, values as they are.
+// The packed copy of a layer that the tensor-core kernels gather from: one contiguous block per (batch, kv
+// head, parent) with the parent's 16 children.
+//
+//   keys    16 rows of K fp16: R_{c mod 16} K_c times a power of two per row
+//           (docs/semantics/tree_attention.md §1.4)
+//   scales  16 floats that undo the powers of two
+//   values  16 rows of V in the input's dtype
+//
+// Most rows take the power 1; a row whose largest finite |element| fp16 could not hold, or not hold well, is
+// brought into [128, 256), so all of bfloat16's range fits. It belongs to the row, not to the head: a key in
+// the future cannot change how one in the past is rounded. Rows are cut into 16-byte chunks stored in an
+// order that makes ldmatrix free of bank conflicts in both directions and that wgmma reads as it is: 8 rows
+// of 128 bytes (64 for head dim 32) with the swizzle of that width.
 #pragma once
+
+#include <cstdint>
 
 #include "device/mma.cuh"
 #include "device/numeric.cuh"
 #include "device/reduce.cuh"
 #include "host/cuda/kernel_launch.h"
-#include "ops/tree_attention/cuda/dispatch_shape.h"
-#include "ops/tree_attention/cuda/tree/packed_layer.h"
-#include "ops/tree_attention/cuda/tree/packed_parent.cuh"
+#include "ops/tree_attention/cuda/launch_params.h"
+#include "ops/tree_attention/cuda/tree/copies.h"
 
 namespace htree::tree_attention {
+
+constexpr int kParentRows = kTensorCoreRate;
+// Bytes of a parent's keys, behind which the scales of its rows stand.
+template <int kKeyDim>
+constexpr int kParentKeyBytes = kParentRows* kKeyDim * 2;
+
+template <int kKeyDim, int kValueDim>
+struct PackedParent {
+  static_assert(kKeyDim % 32 == 0 && kValueDim % 32 == 0);
+  static constexpr int kScaleOffset = kParentKeyBytes<kKeyDim>;
+  static constexpr int kValueOffset = kScaleOffset + kParentRows * 4;
+  static constexpr int kValueBytes = kParentRows * kValueDim * 2;
+  static constexpr int kBytes = kValueOffset + kValueBytes;
+  static_assert(kBytes == packed_parent_bytes(kKeyDim, kValueDim));
+};
+
+// Byte offset of the 16-byte chunk `chunk` of row `row` in a tile of rows of kDim 2-byte elements. A group of
+// 8 rows is contiguous; with head dim 128 the lower 64 dims of its rows stand before the upper ones.
+template <int kDim>
+__host__ __device__ constexpr int chunk_offset(int row, int chunk) {
+  static_assert(kDim == 32 || kDim == 64 || kDim == 128);
+  if (kDim == 128) {
+    return (row >> 3) * 2048 + (chunk >> 3) * 1024 + (row & 7) * 128 + (((chunk ^ row) & 7) << 4);
+  }
+  if (kDim == 64) {
+    return row * 128 + ((chunk ^ (row & 7)) << 4);
+  }
+  // rows of 64 bytes: two of them share the 128 bytes of one pass over the banks
+  return row * 64 + ((chunk ^ ((row >> 1) & 3)) << 4);
+}
+
+// The row that owns the byte at `offset` of such a tile.
+template <int kDim>
+__host__ __device__ constexpr int row_of_offset(int offset) {
+  return kDim == 128 ? (offset >> 11) * 8 + (offset >> 7 & 7) : offset / (kDim * 2);
+}
+
+struct PowerOfTwo {
+  float scale;
+  float inverse;
+};
+
+// The power of two that brings `largest` >= 0, finite, into [128, 256); exponents are kept where both are
+// normal.
+__device__ __forceinline__ PowerOfTwo half_range_scale(float largest) {
+  const int exponent_field = static_cast<int>(__float_as_uint(largest) >> 23) & 0xff;
+  const int shift = largest == 0.f ? 0 : min(134 - exponent_field, 126);
+  return {__uint_as_float(static_cast<uint32_t>(127 + shift) << 23),
+          __uint_as_float(static_cast<uint32_t>(127 - shift) << 23)};
+}
+
+// Whether fp16 holds every digit that counts of a row, times `factor`, whose largest element is `largest`;
+// rotated, an element is up to sqrt(2) times that.
+__device__ __forceinline__ bool fits_half(float largest, float factor = 1.f) {
+  const float scaled = largest * fabsf(factor);
+  return largest == 0.f || factor == 0.f || (scaled >= 0x1p-8f && scaled < 0x1p15f);
+}
+
+// Of a key row: 1 where that serves.
+__device__ __forceinline__ PowerOfTwo key_row_scale(float largest) {
+  return fits_half(largest) ? PowerOfTwo{1.f, 1.f} : half_range_scale(largest);
+}
+
+// |x| for the search of the largest; what is not finite does not take part.
+__device__ __forceinline__ float finite_magnitude(float x) {
+  const float magnitude = fabsf(x);
+  return magnitude <= 3.402823466e38f ? magnitude : 0.f;
+}
+
+// What undoes the powers of two of rows lane / 4 and lane / 4 + 8, the rows of a lane in an accumulator of 16
+// rows; `scales` is an address in shared memory.
+__device__ __forceinline__ void load_row_scales(uint32_t scales, float (&row_scale)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    asm volatile("ld.shared.f32 %0, [%1];"
+                 : "=f"(row_scale[i])
+                 : "r"(scales + (threadIdx.x % 32 / 4 + 8 * i) * 4)
+                 : "memory");
+  }
+}
+
+// Clears rows of a block in the A operand of its transpose: bit i of `keep` is row i. What lies past a
+// query's own node may hold anything, NaN included, and a factor of 0 would not silence it.
+template <bool kPartial>
+class RowMask {
+ public:
+  __device__ __forceinline__ explicit RowMask(unsigned keep) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const unsigned rows = keep >> (2 * (threadIdx.x % 4) + 8 * i);
+      kept_[i] = (rows & 1 ? 0xffffu : 0u) | (rows & 2 ? 0xffff0000u : 0u);
+    }
+  }
+
+  __device__ __forceinline__ void apply(uint32_t (&a)[4]) const {
+    if constexpr (kPartial) {
+      a[0] &= kept_[0];
+      a[1] &= kept_[0];
+      a[2] &= kept_[1];
+      a[3] &= kept_[1];
+    }
+  }
+
+ private:
+  uint32_t kept_[2];
+};
+
+// ---- Copies a layer into packed parents: keys rotated by their place under the parent, values as they are.
 
 constexpr int kPackWarps = 8;
 

@@ -1,8 +1,8 @@
 // Launchers of tables.h and their kernels. No torch.
-#include "ops/tree_attention/cuda/tree/tables.h"
+#include "ops/tree_attention/cuda/tree/copies.h"
 
 #include "host/cuda/kernel_launch.h"
-#include "ops/tree_attention/cuda/dispatch_shape.h"
+#include "ops/tree_attention/cuda/launch_params.h"
 #include "ops/tree_attention/cuda/rotated_query.cuh"
 
 namespace htree::tree_attention {

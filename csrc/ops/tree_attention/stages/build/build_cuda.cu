@@ -1,6 +1,6 @@
 // CUDA entry points of the build stage.
 #include "ops/tree_attention/kernels.h"
-#include "ops/tree_attention/stages/build/tree_build_launch.h"
+#include "ops/tree_attention/stages/build/tree_build.h"
 #include "ops/tree_attention/stages/cuda_tensors.h"
 
 namespace htree::tree_attention {

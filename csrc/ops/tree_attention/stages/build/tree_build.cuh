@@ -4,8 +4,8 @@
 #include "device/numeric.cuh"
 #include "device/pack.cuh"
 #include "host/cuda/kernel_launch.h"
-#include "ops/tree_attention/stages/build/tree_build_launch.h"
-#include "ops/tree_attention/stages/grid.h"
+#include "ops/tree_attention/stages/build/tree_build.h"
+#include "ops/tree_attention/stages/geometry.h"
 
 namespace htree::tree_attention {
 

@@ -14,8 +14,8 @@
 #include "device/pack.cuh"
 #include "device/work.cuh"
 #include "host/cuda/kernel_launch.h"
-#include "ops/tree_attention/stages/gather/accumulate_launch.h"
-#include "ops/tree_attention/stages/grid.h"
+#include "ops/tree_attention/stages/gather/accumulate.h"
+#include "ops/tree_attention/stages/geometry.h"
 #include "ops/tree_attention/stages/lists.cuh"
 
 namespace htree::tree_attention {

@@ -3,12 +3,12 @@
 #pragma once
 
 #include "device/work.cuh"
-#include "ops/tree_attention/plan/layer_chunks.h"
+#include "ops/tree_attention/kernels.h"
+#include "ops/tree_attention/plan/stage_chunks.h"
 #include "ops/tree_attention/stages/cuda_tensors.h"
-#include "ops/tree_attention/stages/gather/accumulate_launch.h"
-#include "ops/tree_attention/stages/gather/layer_general.h"
-#include "ops/tree_attention/stages/scores/compute_scores_launch.h"
-#include "ops/tree_attention/stages/select/select_launch.h"
+#include "ops/tree_attention/stages/gather/accumulate.h"
+#include "ops/tree_attention/stages/scores/compute_scores.h"
+#include "ops/tree_attention/stages/select/select_topk.h"
 
 namespace htree::tree_attention {
 

@@ -5,9 +5,9 @@
 #include "device/online_softmax.cuh"
 #include "device/pack.cuh"
 #include "host/cuda/kernel_launch.h"
-#include "ops/tree_attention/stages/grid.h"
+#include "ops/tree_attention/stages/geometry.h"
 #include "ops/tree_attention/stages/lists.cuh"
-#include "ops/tree_attention/stages/merge/merge_launch.h"
+#include "ops/tree_attention/stages/merge/merge_params.h"
 
 namespace htree::tree_attention {
 

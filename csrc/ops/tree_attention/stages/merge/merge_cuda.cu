@@ -2,8 +2,8 @@
 #include "device/work.cuh"
 #include "ops/tree_attention/kernels.h"
 #include "ops/tree_attention/stages/cuda_tensors.h"
-#include "ops/tree_attention/stages/merge/merge_launch.h"
-#include "ops/tree_attention/stages/select/select_launch.h"
+#include "ops/tree_attention/stages/merge/merge_params.h"
+#include "ops/tree_attention/stages/select/select_topk.h"
 
 namespace htree::tree_attention {
 

@@ -5,8 +5,8 @@
 #include "device/pack.cuh"
 #include "device/rotary.cuh"
 #include "host/cuda/kernel_launch.h"
-#include "ops/tree_attention/stages/grid.h"
-#include "ops/tree_attention/stages/rope/rope_launch.h"
+#include "ops/tree_attention/stages/geometry.h"
+#include "ops/tree_attention/stages/rope/rope_params.h"
 
 namespace htree::tree_attention {
 

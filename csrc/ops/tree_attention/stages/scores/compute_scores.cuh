@@ -19,7 +19,7 @@
 #include "host/cuda/kernel_launch.h"
 #include "ops/tree_attention/stages/io_formulas.h"
 #include "ops/tree_attention/stages/lists.cuh"
-#include "ops/tree_attention/stages/scores/compute_scores_launch.h"
+#include "ops/tree_attention/stages/scores/compute_scores.h"
 
 namespace htree::tree_attention {
 

@@ -1,8 +1,8 @@
 // CUDA entry point of the scores stage.
 #include "device/work.cuh"
+#include "ops/tree_attention/kernels.h"
 #include "ops/tree_attention/stages/cuda_tensors.h"
-#include "ops/tree_attention/stages/io_kernels.h"
-#include "ops/tree_attention/stages/scores/compute_scores_launch.h"
+#include "ops/tree_attention/stages/scores/compute_scores.h"
 
 namespace htree::tree_attention {
 namespace {

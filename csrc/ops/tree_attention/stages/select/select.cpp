@@ -8,7 +8,7 @@
 #include "host/autograd.h"
 #include "host/op_handle.h"
 #include "host/registration.h"
-#include "ops/tree_attention/stages/io_kernels.h"
+#include "ops/tree_attention/kernels.h"
 
 namespace htree::tree_attention {
 namespace {

@@ -1,8 +1,8 @@
 // CUDA entry points of the select stage.
 #include "device/work.cuh"
+#include "ops/tree_attention/kernels.h"
 #include "ops/tree_attention/stages/cuda_tensors.h"
-#include "ops/tree_attention/stages/io_kernels.h"
-#include "ops/tree_attention/stages/select/select_launch.h"
+#include "ops/tree_attention/stages/select/select_topk.h"
 
 namespace htree::tree_attention {
 namespace {

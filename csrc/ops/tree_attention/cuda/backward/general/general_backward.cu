@@ -7,8 +7,7 @@
 #include "ops/tree_attention/cuda/backward/general/general_gradient.h"
 #include "ops/tree_attention/cuda/backward/inverse_lists.h"
 #include "ops/tree_attention/cuda/backward/push_gradient.h"
-#include "ops/tree_attention/cuda/tree/tables.h"
-#include "ops/tree_attention/stages/gather/layer_general.h"
+#include "ops/tree_attention/cuda/tree/copies.h"
 
 namespace htree::tree_attention {
 namespace {
@@ -74,9 +73,9 @@ class GeneralBackward {
                                     stream_));
     for (size_t i = top; i > 0 && b_.parents.empty(); --i) {
       lists[i - 1] = new_lists();
-      recompute_selection_general(rows_of(b_.q, c), tree_.keys[i].narrow(0, c.batch, c.num_batches), lists[i],
-                                  tables_.cos, tables_.sin,
-                                  layer_args(problem_, static_cast<int64_t>(i), c.query), lists[i - 1]);
+      recompute_selection_cuda(rows_of(b_.q, c), tree_.keys[i].narrow(0, c.batch, c.num_batches), lists[i],
+                               tables_.cos, tables_.sin,
+                               layer_args(problem_, static_cast<int64_t>(i), c.query), lists[i - 1]);
     }
     return lists;
   }

@@ -9,7 +9,7 @@
 #include "host/cuda/kernel_launch.h"
 #include "ops/tree_attention/candidates.h"
 #include "ops/tree_attention/cuda/backward/general/general_gradient.h"
-#include "ops/tree_attention/cuda/parent_stream.cuh"
+#include "ops/tree_attention/cuda/gather.cuh"
 
 namespace htree::tree_attention {
 

@@ -1,5 +1,5 @@
 // dQ of a layer, docs/semantics/tree_attention.md §1.10: one warp per (token, kv head), the walk of
-// per_query_attend.cuh.
+// forward/per_query/attend.cuh.
 //
 // dq = scale * R^-1_{n-1} sum_j R_{16 j} K'_j^T dS_j. The sum is kept in the frame of the current slot,
 // rotated back by 16 positions per slot as the query is, so one rotation by the query's place under its parent is
@@ -8,9 +8,9 @@
 
 #include "host/cuda/kernel_launch.h"
 #include "ops/tree_attention/cuda/backward/gradient_rows.cuh"
-#include "ops/tree_attention/cuda/backward/per_query/query_gradient.h"
-#include "ops/tree_attention/cuda/dispatch_shape.h"
-#include "ops/tree_attention/cuda/forward/per_query/per_query_attend.cuh"
+#include "ops/tree_attention/cuda/backward/gradients.h"
+#include "ops/tree_attention/cuda/forward/per_query/attend.cuh"
+#include "ops/tree_attention/cuda/launch_params.h"
 
 namespace htree::tree_attention {
 

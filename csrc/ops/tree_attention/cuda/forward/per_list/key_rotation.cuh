@@ -7,7 +7,7 @@
 #include <cuda_fp16.h>
 
 #include "device/shared_memory.cuh"
-#include "ops/tree_attention/cuda/tree/packed_parent.cuh"
+#include "ops/tree_attention/cuda/tree/packed_layer.cuh"
 
 namespace htree::tree_attention {
 

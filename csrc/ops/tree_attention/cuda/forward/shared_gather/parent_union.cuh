@@ -6,8 +6,8 @@
 #include "device/hopper/tma.cuh"
 #include "device/reduce.cuh"
 #include "device/sizes.h"
-#include "ops/tree_attention/cuda/gather_task.cuh"
-#include "ops/tree_attention/cuda/tree/packed_parent.cuh"
+#include "ops/tree_attention/cuda/gather.cuh"
+#include "ops/tree_attention/cuda/tree/packed_layer.cuh"
 
 namespace htree::tree_attention {
 

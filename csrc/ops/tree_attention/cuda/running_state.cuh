@@ -1,0 +1,47 @@
+// The running state of a softmax between layers: docs/semantics/tree_attention.md §1.7.
+#pragma once
+
+#include "device/mma.cuh"
+
+namespace htree::tree_attention {
+
+constexpr float kLn2 = 0.693147180559945f;  // maxima are in log2 units until the last layer
+
+// (max, sum) becomes that of both; `own` and `other` are what their unnormalised outputs weigh in it.
+__device__ __forceinline__ void merge_states(float& max, float& sum, float other_max, float other_sum,
+                                             float& own, float& other) {
+  const float top = fmaxf(max, other_max);
+  own = sum == 0.f ? 0.f : device::exp2_flushed(max - top);
+  other = other_sum == 0.f ? 0.f : device::exp2_flushed(other_max - top);
+  sum = sum * own + other_sum * other;
+  max = top;
+}
+
+// ---- The running log-sum of scores in log2 units.
+
+// log2 sum 2^s of what it has seen; -inf of nothing, NaN of a NaN.
+struct LogSum {
+  float max = -INFINITY, sum = 0.f;
+
+  __device__ __forceinline__ static float finite(float m) { return fabsf(m) == INFINITY ? 0.f : m; }
+  __device__ __forceinline__ void add(float other_max, float other_sum) {
+    const float top = fmaxf(max, other_max);
+    const float from = finite(top);
+    sum = sum * device::exp2_flushed(max - from) + other_sum * device::exp2_flushed(other_max - from);
+    max = top;
+  }
+  // Two scores.
+  __device__ __forceinline__ void add_pair(float a, float b) {
+    const float top = fmaxf(max, fmaxf(a, b));
+    const float from = finite(top);
+    sum = sum * device::exp2_flushed(max - from) +
+          (device::exp2_flushed(a - from) + device::exp2_flushed(b - from));
+    max = top;
+  }
+  // What a score is lowered by; +inf turns every weight to 0.
+  __device__ __forceinline__ float reference() const {
+    return sum == 0.f ? INFINITY : finite(max) + log2f(sum);
+  }
+};
+
+}  // namespace htree::tree_attention

@@ -1,0 +1,77 @@
+// The steps of a selection: scores or importances of the leaders, then the choice. No torch.
+#pragma once
+
+#include "ops/tree_attention/cuda/launch_params.h"
+#include "ops/tree_attention/cuda/tree/copies.h"
+
+namespace htree::tree_attention {
+
+// Exact selection: docs/semantics/tree_attention.md §1.6.
+struct LeaderSelectParams {
+  GatherParams gather;            // of the layer the scores belong to
+  const float* scores = nullptr;  // as ListScoreParams, or importances [B, num_lists, H_kv, score_width]
+  int64_t score_width = 0;
+  const float2* sums = nullptr;  // as ListScoreParams; null where `scores` are importances
+  int num_runs = 0;
+  int32_t* next_lists = nullptr;  // [B, num_lists, H_kv, list_width] node ids, ascending, -1 tail
+  int64_t next_batch = 0;         // stride in elements
+  uint32_t* selected =
+      nullptr;  // [B, num_lists, H_kv, mask_words]: bit p = candidate p is selected; may be null
+  int64_t selected_batch = 0;  // stride in words
+  int64_t mask_words = 0;      // >= score_width / 32
+  Importance importance = Importance::kLseCausal;
+};
+cudaError_t launch_leader_select(const LeaderSelectParams& params, cudaStream_t stream);
+
+// ---- Scores of the leaders over the candidates of their lists. No torch.
+
+// Slots that one warp scores: short enough to fill the chip, long enough to hide the start.
+constexpr int kRunSlots = 64;
+
+// Scores of the leaders and, for every run of kRunSlots slots and head, (maximum, sum of 2^(s - maximum))
+// over the candidates that are ranked, or over all n for kLse. Entries p >= n of a row are not written, nor
+// are runs past its last slot.
+struct ListScoreParams {
+  GatherParams gather;
+  Importance importance = Importance::kLseCausal;
+  float* scores = nullptr;  // [B, num_lists, H_kv, score_width, G]
+  int64_t score_width = 0;  // >= the largest n of the chunk
+  float2* sums = nullptr;   // [B, num_lists, H_kv, num_runs, G]
+  int num_runs = 0;         // score_runs(score_width)
+};
+constexpr int64_t score_runs(int64_t score_width) {
+  return (score_width + kRunSlots * kTensorCoreRate - 1) / (kRunSlots * kTensorCoreRate);
+}
+template <typename T, int kDim>
+cudaError_t launch_list_scores(const ListScoreParams& params, cudaStream_t stream);
+
+// ---- Selection at a dense top on Hopper (sm_90a): r = 16, fp16 or bf16 inputs, K = V in {32, 64, 128}, G in {1, 2, 4,
+// 8, 16}. The candidates of a query are the nodes 0 ... n - 1 of the layer, so scores are dense products of
+// warpgroups instead of a gather. No torch.
+//
+// A selection is three launches over the leaders of a chunk: references (log-sums), importances, select.
+
+// What scores of a chunk are lowered by, in log2 units: [num_batches, num_lists, H_kv, G]. The log-sum over
+// the candidates before the query's own node (kLse: with it), +inf where that is -inf; the maximum for
+// kExpJoint.
+struct DenseReferenceParams {
+  GatherParams gather;  // its blocks and lists are not read
+  DenseTiles tiles;     // from the chunk's first batch on
+  Importance importance = Importance::kLseCausal;
+  float* references = nullptr;
+  int64_t reference_batch = 0;  // stride in elements
+};
+template <typename T, int kDim>
+cudaError_t launch_dense_references(const DenseReferenceParams& params, cudaStream_t stream);
+
+// importances[b, list, kv head, p] = sum over g in order of 2^(score - reference), p < n - 1; further entries
+// of a row's last tile are unspecified.
+struct DenseImportanceParams {
+  DenseReferenceParams reference;
+  float* importances = nullptr;  // [num_batches, num_lists, H_kv, width]
+  int64_t width = 0;             // a multiple of 128, >= the largest n - 1 of the chunk
+};
+template <typename T, int kDim>
+cudaError_t launch_dense_importances(const DenseImportanceParams& params, cudaStream_t stream);
+
+}  // namespace htree::tree_attention

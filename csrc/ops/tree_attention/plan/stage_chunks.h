@@ -1,0 +1,136 @@
+// How the staged kernels cut a call of one layer into chunks and where the selection keeps its rows: pure functions
+// of the sizes.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "ops/tree_attention/stages/select/select_topk.h"
+
+namespace htree::tree_attention {
+
+// Scores of one chunk take at most this many bytes, unless one list row of one kv head alone needs more.
+constexpr int64_t kScoreScratchBytes = int64_t{256} << 20;
+
+// A box of rows: whole batches with all their queries, or a range of queries of one batch, or those of a
+// range of its lists. Every box starts at a leader: first_query is a multiple of the selection stride.
+struct ChunkPlan {
+  int64_t batches = 1;
+  int64_t queries = 1;
+  int64_t lists = 1;
+};
+
+// `row_bytes` is the scratch of one (query, list). A box is never less than `stride` queries of one list.
+inline ChunkPlan plan_chunks(int64_t num_batches, int64_t num_queries, int64_t num_lists, int64_t stride,
+                             int64_t row_bytes, int64_t budget) {
+  const int64_t rows = std::max<int64_t>(1, budget / std::max<int64_t>(1, row_bytes));
+  ChunkPlan plan;
+  plan.lists = std::clamp<int64_t>(rows / std::min(stride, num_queries), 1, num_lists);
+  if (plan.lists < num_lists) {
+    plan.queries = std::min(stride, num_queries);
+    return plan;
+  }
+  const int64_t blocks = std::max<int64_t>(1, rows / num_lists / stride);
+  plan.queries = std::min(num_queries, blocks * stride);
+  if (plan.queries == num_queries) {
+    plan.batches = std::clamp<int64_t>(rows / (num_lists * num_queries), 1, num_batches);
+  }
+  return plan;
+}
+
+// Calls f(batch, num_batches, query, num_queries, list, num_lists) for every box.
+template <typename F>
+void for_each_chunk(const ChunkPlan& plan, int64_t num_batches, int64_t num_queries, int64_t num_lists,
+                    F&& f) {
+  for (int64_t batch = 0; batch < num_batches; batch += plan.batches) {
+    for (int64_t query = 0; query < num_queries; query += plan.queries) {
+      for (int64_t list = 0; list < num_lists; list += plan.lists) {
+        f(batch, std::min(plan.batches, num_batches - batch), query,
+          std::min(plan.queries, num_queries - query), list, std::min(plan.lists, num_lists - list));
+      }
+    }
+  }
+}
+
+// ---- Where the selection kernels keep a row: pure functions of the problem and of the device's shared memory.
+
+// Blocks that share device scratch: enough to fill a GPU, few enough to bound the memory.
+constexpr int64_t kScratchBlocks = 512;
+// Shared memory that the kernels' fixed parts and the system need.
+constexpr int64_t kReservedShared = 8 * 1024;
+
+inline int64_t power_of_two_above(int64_t value) {
+  int64_t power = 1;
+  while (power < value) {
+    power *= 2;
+  }
+  return power;
+}
+
+// Dynamic shared memory one block may ask for on the current device.
+inline int64_t shared_limit() {
+  int device = 0;
+  int bytes = 48 * 1024;
+  if (cudaGetDevice(&device) == cudaSuccess) {
+    cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  }
+  return bytes - kReservedShared;
+}
+
+inline int64_t round_up_16(int64_t bytes) {
+  return (bytes + 15) / 16 * 16;
+}
+
+// Where the launcher puts the buffers: each in shared memory when it fits, else in device memory per block.
+struct SelectPlan {
+  int64_t sort_size;  // power of two >= top_k, 0 when the order is ascending
+  bool keys_shared;
+  bool sorting_shared;
+  bool normalizer_shared;
+  int64_t shared_bytes;
+  int64_t scratch_bytes;  // of one block
+  int64_t num_blocks;
+};
+
+// Sort buffer and normalisers first: they are small and touched most.
+inline SelectPlan select_plan(const SelectParams& params) {
+  SelectPlan plan{};
+  int64_t left = shared_limit();
+  const auto place = [&](int64_t bytes) {
+    const bool fits = round_up_16(bytes) <= left;
+    left -= fits ? round_up_16(bytes) : 0;
+    (fits ? plan.shared_bytes : plan.scratch_bytes) += round_up_16(bytes);
+    return fits;
+  };
+  const int64_t most = std::min(params.top_k, params.capacity);
+  plan.sort_size =
+      params.order == SelectionOrder::kByKey ? power_of_two_above(std::max<int64_t>(most, 1)) : 0;
+  plan.sorting_shared = place(plan.sort_size * 8);
+  plan.normalizer_shared = place(params.group * 4);
+  plan.keys_shared = place(params.capacity * 4);
+  const int64_t rows = std::min<int64_t>(params.num_rows(), INT32_MAX);
+  plan.num_blocks = plan.scratch_bytes == 0 ? rows : std::min(rows, kScratchBlocks);
+  return plan;
+}
+
+struct NextParentsPlan {
+  int64_t sort_size;  // power of two >= top_k
+  bool in_shared;
+  int64_t shared_bytes;
+  int64_t scratch_bytes;  // of one block
+  int64_t num_blocks;
+};
+
+inline NextParentsPlan next_parents_plan(const NextParentsParams& params) {
+  NextParentsPlan plan{};
+  plan.sort_size = power_of_two_above(params.top_k);
+  plan.in_shared = plan.sort_size * 4 <= shared_limit();
+  (plan.in_shared ? plan.shared_bytes : plan.scratch_bytes) = plan.sort_size * 4;
+  const int64_t rows = std::min<int64_t>(params.num_rows(), INT32_MAX);
+  plan.num_blocks = plan.in_shared ? rows : std::min(rows, kScratchBlocks);
+  return plan;
+}
+
+}  // namespace htree::tree_attention

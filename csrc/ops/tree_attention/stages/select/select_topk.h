@@ -1,0 +1,78 @@
+// Selection of the top k candidates and the lists of the next layer. docs/semantics/tree_attention.md §1.6.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "ops/tree_attention/stages/geometry.h"
+#include "ops/tree_attention/stages/io_formulas.h"
+#include "ops/tree_attention/tree_args.h"
+
+namespace htree::tree_attention {
+
+// Order of the selected positions in their row.
+enum class SelectionOrder { kByKey, kAscending };
+
+struct SelectParams {
+  // Row (b, i, list) reads scores at ((b * score_queries + i * query_step) * S + list) * capacity * G.
+  const float* scores = nullptr;            // [B, score_queries, S, capacity, G] contiguous
+  const int32_t* num_candidates = nullptr;  // [B, score_queries, S] contiguous
+  int32_t* positions = nullptr;             // [B, num_queries, S, top_k] contiguous, -1 after the last
+  int64_t num_batches = 0;
+  int64_t score_queries = 0;
+  int64_t num_queries = 0;  // ceil(score_queries / query_step)
+  int64_t query_step = 1;
+  int64_t num_lists = 0;
+  int64_t capacity = 0;
+  int64_t group = 1;
+  int64_t top_k = 0;
+  Importance importance = Importance::kLseCausal;
+  SelectionOrder order = SelectionOrder::kByKey;
+  void* scratch = nullptr;  // select_scratch_bytes() of device memory; null when that is 0
+  IoPositions io;           // read by the twin alone
+
+  constexpr int64_t num_rows() const { return num_batches * num_queries * num_lists; }
+};
+
+// Device memory the launch needs on the current device: 0 unless a row's keys exceed shared memory.
+int64_t select_scratch_bytes(const SelectParams& params);
+// Work: FullWork, IoOnly (docs/semantics/io_twins.md §2.2).
+template <typename Work>
+cudaError_t launch_select_topk(const SelectParams& params, cudaStream_t stream);
+
+// Sets scores to -inf at the listed positions; positions outside [0, capacity) do nothing.
+struct MaskParams {
+  float* scores = nullptr;  // [B, T_q, S, capacity, G], strides in elements
+  int64_t score_strides[5] = {};
+  View<const int32_t> positions;  // [B, ceil(T_q / queries_per_list), S, top_k]
+  int64_t num_batches = 0;
+  int64_t num_queries = 0;
+  int64_t queries_per_list = 1;
+  int64_t num_lists = 0;
+  int64_t capacity = 0;
+  int64_t group = 1;
+  int64_t top_k = 0;
+};
+cudaError_t launch_mask_topk_scores(const MaskParams& params, cudaStream_t stream);
+
+// Maps positions to nodes, ascending, -1 tail. With `parents.data` null the entries are node ids already and
+// are only sorted.
+struct NextParentsParams {
+  View<const int32_t> parents;    // [B, T_q, S, list_width]
+  View<const int32_t> positions;  // [B, T_q, S, top_k]
+  View<int32_t> next_parents;     // [B, T_q, S, top_k]
+  int64_t num_batches = 0;
+  int64_t num_queries = 0;
+  int64_t num_lists = 0;
+  int64_t list_width = 0;
+  int64_t rate = 16;
+  int64_t top_k = 0;
+  void* scratch = nullptr;  // next_parents_scratch_bytes() of device memory; null when that is 0
+
+  constexpr int64_t num_rows() const { return num_batches * num_queries * num_lists; }
+};
+int64_t next_parents_scratch_bytes(const NextParentsParams& params);
+// Work: FullWork, or IoOnly, which stores the positions themselves.
+template <typename Work>
+cudaError_t launch_compute_next_parents(const NextParentsParams& params, cudaStream_t stream);
+
+}  // namespace htree::tree_attention

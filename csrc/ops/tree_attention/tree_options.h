@@ -1,0 +1,136 @@
+// The options of tree attention, from the schema to the kernels and through autograd. An option is added in
+// this struct and nowhere else on that way; AttentionArgs has the options resolved.
+#pragma once
+
+#include <ATen/core/ivalue.h>
+
+#include <array>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <tuple>
+
+#include "host/op_handle.h"
+
+namespace htree::tree_attention {
+
+struct TreeOptions {
+  // The options as the dispatcher passes them, in the order of the schema.
+  using Loose = std::tuple<int64_t, int64_t, int64_t, std::optional<double>, std::optional<double>,
+                           std::string_view, int64_t>;
+  static constexpr const char* kSchema =
+      "int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "
+      "float? rope_base=10000., str importance=\"lse_causal\", int selection_stride=1";
+  static constexpr std::array<const char*, std::tuple_size_v<Loose>> kNames = {
+      "compression_rate", "max_top_nodes", "top_k_per_layer", "scale",
+      "rope_base",        "importance",    "selection_stride"};
+
+  int64_t compression_rate = 16;
+  int64_t max_top_nodes = 8192;
+  int64_t top_k = 512;
+  std::optional<double> scale;
+  std::optional<double> rope_base = 10000.0;
+  std::string importance = "lse_causal";
+  int64_t selection_stride = 1;
+
+  TreeOptions() = default;
+  explicit TreeOptions(const Loose& loose) {
+    std::tie(compression_rate, max_top_nodes, top_k, scale, rope_base, importance, selection_stride) = loose;
+  }
+  Loose loose() const {
+    return {compression_rate, max_top_nodes, top_k, scale, rope_base, importance, selection_stride};
+  }
+
+  // Into and out of the `saved_data` of autograd.
+  template <typename SavedData>
+  void save(SavedData& data) const {
+    size_t i = 0;
+    std::apply([&](const auto&... option) { ((data[kNames[i++]] = to_value(option)), ...); }, loose());
+  }
+  template <typename SavedData>
+  static TreeOptions load(SavedData& data) {
+    return load(data, std::make_index_sequence<std::tuple_size_v<Loose>>());
+  }
+
+ private:
+  template <typename T>
+  static c10::IValue to_value(const T& option) {
+    if constexpr (std::is_same_v<T, std::string_view>) {
+      return c10::IValue(std::string(option));
+    } else {
+      return c10::IValue(option);
+    }
+  }
+  template <typename T>
+  static T from_value(const c10::IValue& value) {
+    if constexpr (std::is_same_v<T, std::string_view>) {
+      return value.toStringRef();
+    } else {
+      return value.to<T>();
+    }
+  }
+  template <typename SavedData, size_t... kIndex>
+  static TreeOptions load(SavedData& data, std::index_sequence<kIndex...>) {
+    return TreeOptions(Loose(from_value<std::tuple_element_t<kIndex, Loose>>(data[kNames[kIndex]])...));
+  }
+};
+
+// Between functions that take a TreeOptions and the dispatcher, which passes every option by itself.
+template <typename Before, typename Options, typename After>
+struct LooseCall;
+
+template <typename... Before, typename... Option, typename... After>
+struct LooseCall<std::tuple<Before...>, std::tuple<Option...>, std::tuple<After...>> {
+  template <typename Result>
+  using Signature = Result(Before..., Option..., After...);
+
+  template <typename Result, auto kFunction>
+  static Result kernel(Before... before, Option... option, After... after) {
+    return kFunction(before..., TreeOptions(TreeOptions::Loose(option...)), after...);
+  }
+
+  template <typename Handle>
+  static auto call(const Handle& handle, Before... before, const TreeOptions& options, After... after) {
+    return std::apply([&](const auto&... option) { return handle.call(before..., option..., after...); },
+                      options.loose());
+  }
+};
+
+// The arguments of a function, cut before and behind its TreeOptions.
+template <typename Before, typename Rest>
+struct CutAtOptions;
+template <typename... Before, typename... After>
+struct CutAtOptions<std::tuple<Before...>, std::tuple<const TreeOptions&, After...>> {
+  using Call = LooseCall<std::tuple<Before...>, TreeOptions::Loose, std::tuple<After...>>;
+};
+template <typename... Before, typename Next, typename... Rest>
+struct CutAtOptions<std::tuple<Before...>, std::tuple<Next, Rest...>>
+    : CutAtOptions<std::tuple<Before..., Next>, std::tuple<Rest...>> {};
+
+template <auto kFunction, typename Function = decltype(kFunction)>
+struct LooseKernel;
+template <auto kFunction, typename Result, typename... Arguments>
+struct LooseKernel<kFunction, Result (*)(Arguments...)> {
+  using Call = typename CutAtOptions<std::tuple<>, std::tuple<Arguments...>>::Call;
+  static constexpr auto* kPointer = &Call::template kernel<Result, kFunction>;
+};
+// The kernel to register for a function that takes a TreeOptions: TORCH_FN(kLoose<function>).
+template <auto kFunction>
+constexpr auto* kLoose = LooseKernel<kFunction>::kPointer;
+
+// An op whose options come as a TreeOptions; keep it in a function-local static.
+template <typename Signature>
+class TreeOp;
+template <typename Result, typename... Arguments>
+class TreeOp<Result(Arguments...)> {
+  using Call = typename CutAtOptions<std::tuple<>, std::tuple<Arguments...>>::Call;
+
+ public:
+  explicit TreeOp(const char* name) : handle_(op_handle<typename Call::template Signature<Result>>(name)) {}
+  Result operator()(Arguments... arguments) const { return Call::call(handle_, arguments...); }
+
+ private:
+  c10::TypedOperatorHandle<typename Call::template Signature<Result>> handle_;
+};
+
+}  // namespace htree::tree_attention
