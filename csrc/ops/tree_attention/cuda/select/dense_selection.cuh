@@ -222,6 +222,47 @@ __global__ void __launch_bounds__(kScoreThreads, 1) dense_references_kernel(Dens
 // holds all heads of its (key, leader) pairs, and the sum over the heads in order is additions of its own
 // registers, whatever the tile. Warpgroup = (half of the keys, half of the columns).
 
+// For kExpJoint the heads of a leader share the largest of their references.
+template <int kGroup>
+__device__ __forceinline__ void join_references(float (&lowered)[32]) {
+#pragma unroll
+  for (int i = 0; i < 16 / kGroup; ++i) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      float most = -INFINITY;
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j) {
+        most = fmaxf(most, lowered[2 * (i * kGroup + j) + e]);
+      }
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j) {
+        lowered[2 * (i * kGroup + j) + e] = most == -INFINITY ? INFINITY : most;
+      }
+    }
+  }
+}
+
+// Importances of a tile of keys: sums over the heads, in order, of what the scores give.
+template <int kGroup>
+__device__ __forceinline__ void store_importances(const float (&s)[64], const float (&lowered)[32],
+                                                  float* rows, uint32_t row_stride, int first_list,
+                                                  const ScoreTask& task, int tile) {
+  // i: half of the rows, leader of the pair
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float importance = 0.f;
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      const float weight = device::exp2_flushed(s[4 * j + i] - lowered[2 * j + i % 2]);
+      importance = j % kGroup == 0 ? weight : importance + weight;
+      if ((j + 1) % kGroup == 0) {
+        const int list = min(first_list + j / kGroup * 8 + i % 2, task.last_list) - task.first_list;
+        rows[list * row_stride + tile * kDenseTileNodes + i / 2 * 8] = importance;
+      }
+    }
+  }
+}
+
 // Grid: see ScoreTask. kGroup: G.
 template <typename T, int kDim, int kGroup>
 __global__ void __launch_bounds__(kScoreThreads, 1) dense_importance_kernel(DenseImportanceParams all) {
@@ -262,21 +303,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1) dense_importance_kernel(Dens
     lowered[i] = params.references[task.batch * params.reference_batch + at * kGroup + column / 8 % kGroup];
   }
   if (params.importance == Importance::kExpJoint) {
-#pragma unroll
-    for (int i = 0; i < 16 / kGroup; ++i) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float most = -INFINITY;
-#pragma unroll
-        for (int j = 0; j < kGroup; ++j) {
-          most = fmaxf(most, lowered[2 * (i * kGroup + j) + e]);
-        }
-#pragma unroll
-        for (int j = 0; j < kGroup; ++j) {
-          lowered[2 * (i * kGroup + j) + e] = most == -INFINITY ? INFINITY : most;
-        }
-      }
-    }
+    join_references<kGroup>(lowered);
   }
   // leaders of this thread: first_list + 8 * run (+ 1), at most the last
   const int first_list = task.first_list + first_column / (8 * kGroup) * 8 + first_column % 8;
@@ -306,20 +333,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1) dense_importance_kernel(Dens
         s[i] *= shared.factors[first_column + i / 4 * 8 + i % 2];
       }
     }
-    // i: half of the rows, leader of the pair
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float importance = 0.f;
-#pragma unroll
-      for (int j = 0; j < 16; ++j) {
-        const float weight = device::exp2_flushed(s[4 * j + i] - lowered[2 * j + i % 2]);
-        importance = j % kGroup == 0 ? weight : importance + weight;
-        if ((j + 1) % kGroup == 0) {
-          const int list = min(first_list + j / kGroup * 8 + i % 2, task.last_list) - task.first_list;
-          rows[list * row_stride + tile * kDenseTileNodes + i / 2 * 8] = importance;
-        }
-      }
-    }
+    store_importances<kGroup>(s, lowered, rows, row_stride, first_list, task, tile);
   }
 #else
   __trap();

@@ -298,6 +298,112 @@ __device__ __forceinline__ float4 load_shared_float4(uint32_t at) {
   return x;
 }
 
+// Scores become weights and dP becomes dS, for the 16 rows of a stage.
+template <typename Stage>
+__device__ __forceinline__ void weigh_rows(int lane, uint32_t stage, float score_unit, float gradient_unit,
+                                           const float (&row_unscale)[2], float (&s)[2][4],
+                                           float (&dp)[2][4]) {
+#pragma unroll
+  for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = tile * 8 + lane % 4 * 2 + i;
+      const float4 meta = load_shared_float4(stage + Stage::kMetaOffset + row * 16);  // RowMeta
+      unsigned present;
+      asm volatile("ld.shared.u32 %0, [%1];"
+                   : "=r"(present)
+                   : "r"(stage + Stage::kViewOffset + row * 8)
+                   : "memory");
+      const float score_scale = meta.z * score_unit;
+      const float gradient_scale = meta.z * gradient_unit;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int e = i + 2 * half;
+        const bool here = present >> (lane / 4 + 8 * half) & 1;
+        const float score = s[tile][e] * row_unscale[half] * score_scale;
+        const float weight = here ? device::exp2_flushed(score - meta.x) : 0.f;
+        s[tile][e] = weight;
+        dp[tile][e] = here ? weight * (dp[tile][e] - meta.y) * gradient_scale : 0.f;
+      }
+    }
+  }
+}
+
+// Adds the sums of the warps in their order and stores them, dK rotated back by the child's place. The whole block.
+template <int kKeyDim, int kValueDim>
+__device__ __forceinline__ void store_sums(const KeyGradientParams& params, char* shared, int64_t parent,
+                                           const PowerOfTwo& power, const float (&key_sum)[kKeyDim / 8][4],
+                                           const float (&value_sum)[kValueDim / 8][4]) {
+  using Stage = KeyGradientStage<kKeyDim, kValueDim>;
+  const GradientParams& common = params.common;
+  const GatherParams& p = common.gather;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // [warp][tile][lane] sums of the warps
+  float4* sums = reinterpret_cast<float4*>(shared + Stage::kBlockBytes);
+  const auto sum_at = [&](int of_warp, int tile) -> float4& {
+    return sums[(of_warp * Stage::kSumTiles + tile) * 32 + lane];
+  };
+#pragma unroll
+  for (int tile = 0; tile < kKeyDim / 8; ++tile) {
+    sum_at(warp, tile) = make_float4(key_sum[tile][0], key_sum[tile][1], key_sum[tile][2], key_sum[tile][3]);
+  }
+#pragma unroll
+  for (int tile = 0; tile < kValueDim / 8; ++tile) {
+    sum_at(warp, kKeyDim / 8 + tile) =
+        make_float4(value_sum[tile][0], value_sum[tile][1], value_sum[tile][2], value_sum[tile][3]);
+  }
+  __syncthreads();
+  const auto total = [&](int tile, float(&x)[4]) {
+    float4 all = sum_at(0, tile);
+#pragma unroll
+    for (int i = 1; i < kKeyGradientWarps; ++i) {
+      const float4 other = sum_at(i, tile);
+      all.x += other.x, all.y += other.y, all.z += other.z, all.w += other.w;
+    }
+    x[0] = all.x, x[1] = all.y, x[2] = all.z, x[3] = all.w;
+  };
+  const int64_t first_row = (int64_t{blockIdx.y} * p.num_parents + parent) * kParentRows;
+  const auto write = [&](float* to, float x, float y) {
+    float2* at = reinterpret_cast<float2*>(to);
+    const float2 old = params.add ? *at : make_float2(0.f, 0.f);
+    *at = make_float2(old.x + x, old.y + y);
+  };
+  if (params.keys) {
+    for (int tile = warp; tile < kKeyDim / 16; tile += kKeyGradientWarps) {
+      float low[4], high[4];
+      total(tile, low);
+      total(tile + kKeyDim / 16, high);
+      const int dim = tile * 8 + lane % 4 * 2;
+      const float factor = power.inverse * common.scale;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = lane / 4 + 8 * half;
+        float a[2], b[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {  // back by the child's place: keys were rotated when they were packed
+          const float2 rotation = p.rope[row * (kKeyDim / 2) + dim + i];
+          a[i] = (low[2 * half + i] * rotation.x + high[2 * half + i] * rotation.y) * factor;
+          b[i] = (high[2 * half + i] * rotation.x - low[2 * half + i] * rotation.y) * factor;
+        }
+        float* to = params.keys + (first_row + row) * kKeyDim + dim;
+        write(to, a[0], a[1]);
+        write(to + kKeyDim / 2, b[0], b[1]);
+      }
+    }
+  }
+  if (params.values) {
+    for (int tile = warp; tile < kValueDim / 8; tile += kKeyGradientWarps) {
+      float x[4];
+      total(kKeyDim / 8 + tile, x);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        write(params.values + (first_row + lane / 4 + 8 * half) * kValueDim + tile * 8 + lane % 4 * 2,
+              x[2 * half], x[2 * half + 1]);
+      }
+    }
+  }
+}
+
 // Grid: x = parents, the most used ones first, y = batch * kv head.
 template <typename T, int kKeyDim, int kValueDim>
 __global__ void __launch_bounds__(kKeyGradientWarps * 32, 2) key_gradient_kernel(KeyGradientParams params) {
@@ -347,30 +453,7 @@ __global__ void __launch_bounds__(kKeyGradientWarps * 32, 2) key_gradient_kernel
       if (params.keys) {
         rows_times_rows<T>(dp, block + Block::kValueOffset, stage + Stage::kQueryBytes, value_at);
       }
-#pragma unroll
-      for (int tile = 0; tile < 2; ++tile) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int row = tile * 8 + lane % 4 * 2 + i;
-          const float4 meta = load_shared_float4(stage + Stage::kMetaOffset + row * 16);  // RowMeta
-          unsigned present;
-          asm volatile("ld.shared.u32 %0, [%1];"
-                       : "=r"(present)
-                       : "r"(stage + Stage::kViewOffset + row * 8)
-                       : "memory");
-          const float score_scale = meta.z * p.score_scale;
-          const float gradient_scale = meta.z * power.scale;
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const int e = i + 2 * half;
-            const bool here = present >> (lane / 4 + 8 * half) & 1;
-            const float score = s[tile][e] * row_unscale[half] * score_scale;
-            const float weight = here ? device::exp2_flushed(score - meta.x) : 0.f;
-            s[tile][e] = weight;
-            dp[tile][e] = here ? weight * (dp[tile][e] - meta.y) * gradient_scale : 0.f;
-          }
-        }
-      }
+      weigh_rows<Stage>(lane, stage, p.score_scale, power.scale, row_unscale, s, dp);
       if (params.values) {
         const uint32_t weights[4] = {
             device::pack_pair<T>(s[0][0], s[0][1]), device::pack_pair<T>(s[0][2], s[0][3]),
@@ -389,70 +472,7 @@ __global__ void __launch_bounds__(kKeyGradientWarps * 32, 2) key_gradient_kernel
   }
   __syncthreads();
 
-  // [warp][tile][lane] sums of the warps
-  float4* sums = reinterpret_cast<float4*>(shared + Stage::kBlockBytes);
-  const auto sum_at = [&](int of_warp, int tile) -> float4& {
-    return sums[(of_warp * Stage::kSumTiles + tile) * 32 + lane];
-  };
-#pragma unroll
-  for (int tile = 0; tile < kKeyDim / 8; ++tile) {
-    sum_at(warp, tile) = make_float4(key_sum[tile][0], key_sum[tile][1], key_sum[tile][2], key_sum[tile][3]);
-  }
-#pragma unroll
-  for (int tile = 0; tile < kValueDim / 8; ++tile) {
-    sum_at(warp, kKeyDim / 8 + tile) =
-        make_float4(value_sum[tile][0], value_sum[tile][1], value_sum[tile][2], value_sum[tile][3]);
-  }
-  __syncthreads();
-  const auto total = [&](int tile, float(&x)[4]) {
-    float4 all = sum_at(0, tile);
-#pragma unroll
-    for (int i = 1; i < kKeyGradientWarps; ++i) {
-      const float4 other = sum_at(i, tile);
-      all.x += other.x, all.y += other.y, all.z += other.z, all.w += other.w;
-    }
-    x[0] = all.x, x[1] = all.y, x[2] = all.z, x[3] = all.w;
-  };
-  const int64_t first_row = (int64_t{blockIdx.y} * p.num_parents + users.parent) * kParentRows;
-  const auto write = [&](float* to, float x, float y) {
-    float2* at = reinterpret_cast<float2*>(to);
-    const float2 old = params.add ? *at : make_float2(0.f, 0.f);
-    *at = make_float2(old.x + x, old.y + y);
-  };
-  if (params.keys) {
-    for (int tile = warp; tile < kKeyDim / 16; tile += kKeyGradientWarps) {
-      float low[4], high[4];
-      total(tile, low);
-      total(tile + kKeyDim / 16, high);
-      const int dim = tile * 8 + lane % 4 * 2;
-      const float factor = power.inverse * common.scale;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = lane / 4 + 8 * half;
-        float a[2], b[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {  // back by the child's place: keys were rotated when they were packed
-          const float2 rotation = p.rope[row * (kKeyDim / 2) + dim + i];
-          a[i] = (low[2 * half + i] * rotation.x + high[2 * half + i] * rotation.y) * factor;
-          b[i] = (high[2 * half + i] * rotation.x - low[2 * half + i] * rotation.y) * factor;
-        }
-        float* to = params.keys + (first_row + row) * kKeyDim + dim;
-        write(to, a[0], a[1]);
-        write(to + kKeyDim / 2, b[0], b[1]);
-      }
-    }
-  }
-  if (params.values) {
-    for (int tile = warp; tile < kValueDim / 8; tile += kKeyGradientWarps) {
-      float x[4];
-      total(kKeyDim / 8 + tile, x);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        write(params.values + (first_row + lane / 4 + 8 * half) * kValueDim + tile * 8 + lane % 4 * 2,
-              x[2 * half], x[2 * half + 1]);
-      }
-    }
-  }
+  store_sums<kKeyDim, kValueDim>(params, shared, users.parent, power, key_sum, value_sum);
 }
 
 template <typename T, int kDim>

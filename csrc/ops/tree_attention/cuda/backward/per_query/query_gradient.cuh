@@ -75,6 +75,140 @@ struct RotatingSum {
   }
 };
 
+// What a warp keeps of its query's rows beside the query itself.
+template <int kDim, int kTiles>
+struct QueryGradientRows {
+  uint32_t gradient[kTiles][kDim / 16][2];  // dO^T as a B operand
+  RowMeta meta[kTiles][2];
+};
+
+// Loads them, sets the powers of two of the gradients of scores, and undoes the record's power of two in the query.
+template <int kDim, int kTiles>
+__device__ __forceinline__ void load_rows(int lane, const GradientParams& common,
+                                          const RecordRows<kDim>& record, int64_t record_idx,
+                                          QueryGradientRows<kDim, kTiles>& of, RotatedQuery<kDim, kTiles>& q,
+                                          PowerOfTwo (&power)[kTiles][2]) {
+  const GatherParams& p = common.gather;
+  const KeyBounds bounds = common.key_bounds[blockIdx.y];
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    const int head = tile * 8 + lane / 4;
+#pragma unroll
+    for (int step = 0; step < kDim / 16; ++step) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int dim = step * 16 + i * 8 + lane % 4 * 2;
+        of.gradient[tile][step][i] =
+            head < p.group ? *reinterpret_cast<const uint32_t*>(record.gradient(head, dim)) : 0u;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int column = tile * 8 + lane % 4 * 2 + i;
+      of.meta[tile][i] = column < p.group ? common.meta[record_idx + column] : RowMeta{0.f, 0.f, 1.f, 0.f};
+      // RotatedQuery scaled the record's row once more; the record's own power of two is undone here
+      q.unscale[tile][i] *= of.meta[tile][i].unscale;
+      power[tile][i] =
+          score_gradient_scale(of.meta[tile][i].gradient_norm, __uint_as_float(bounds.value_norm),
+                               __uint_as_float(bounds.key_unscale));
+    }
+  }
+}
+
+// Adds what the children of a slot give to dQ. `rows` of them exist, and those in `present` take part.
+template <typename T, int kDim, int kTiles>
+__device__ __forceinline__ void add_slot(int lane, const QueryGradientRows<kDim, kTiles>& of,
+                                         const PowerOfTwo (&power)[kTiles][2], uint32_t block, int64_t rows,
+                                         unsigned present, const TileAddress<kDim>& key_at,
+                                         const TileAddress<kDim>& value_at, RotatedQuery<kDim, kTiles>& q,
+                                         RotatingSum<kDim, kTiles>& sum) {
+  using Block = PackedParent<kDim, kDim>;
+  if (rows < kParentRows) {
+    clear_value_rows<kDim>(block, static_cast<int>(rows));
+  }
+  float s[kTiles][4], dp[kTiles][4] = {};
+  slot_scores(q, key_at, block, s);
+#pragma unroll
+  for (int step = 0; step < kDim / 16; ++step) {
+    uint32_t a[4];
+    device::load_matrices(a, block + Block::kValueOffset + value_at.plain(step));
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      device::mma_16x8x16<T>(dp[tile], a, of.gradient[tile][step][0], of.gradient[tile][step][1]);
+    }
+  }
+  float row_unscale[2];
+  load_row_scales(block + Block::kScaleOffset, row_unscale);
+  uint32_t ds[kTiles][2];
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const RowMeta& m = of.meta[tile][e & 1];
+      const float weight = device::exp2_flushed(s[tile][e] - m.log_sum);
+      const bool here = present >> (lane / 4 + e / 2 * 8) & 1;
+      s[tile][e] =
+          here ? weight * (dp[tile][e] - m.delta) * (power[tile][e & 1].scale * row_unscale[e / 2]) : 0.f;
+    }
+    device::pack_transposed<__half>(s[tile], ds[tile]);
+  }
+#pragma unroll
+  for (int step = 0; step < kDim / 16; ++step) {
+    uint32_t a[4];
+    device::load_matrices_transposed(a, block + key_at.transposed(step));
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      device::mma_16x8x16<__half>(sum.x[tile][step], a, ds[tile][0], ds[tile][1]);
+    }
+  }
+}
+
+// Rotates dQ back by the query's place under its parent and adds it to that of the layers above.
+template <typename T, int kDim, int kTiles>
+__device__ __forceinline__ void store_query_gradient(int lane, const QueryGradientParams& params,
+                                                     const GatherTask& task, int64_t query, int64_t rightmost,
+                                                     const PowerOfTwo (&power)[kTiles][2],
+                                                     RotatingSum<kDim, kTiles>& sum) {
+  const GradientParams& common = params.common;
+  const GatherParams& p = common.gather;
+  const int64_t num_heads = int64_t{p.num_kv_heads} * p.group;
+  const int64_t place = rightmost % kParentRows;
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int i = 0; i < kDim / 32; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int dim = i * 16 + e / 2 * 8 + lane / 4;
+        const int column = tile * 8 + lane % 4 * 2 + (e & 1);
+        if (column >= p.group) {
+          continue;
+        }
+        const float2 rotation = p.rope[place * (kDim / 2) + dim];
+        sum.rotate_back(tile, i, e, rotation.x, rotation.y);
+        const int64_t head = int64_t{task.kv_head} * p.group + column;
+        float* partial =
+            params.partial + ((task.batch * int64_t{p.num_queries} + query) * num_heads + head) * kDim;
+        T* out = static_cast<T*>(params.gradient) + task.batch * params.gradient_batch +
+                 (query * num_heads + head) * kDim;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int at = dim + half * (kDim / 2);
+          float value = sum.x[tile][i + half * (kDim / 32)][e] * (power[tile][e & 1].inverse * common.scale);
+          if (!params.first) {
+            value += partial[at];
+          }
+          if (params.last) {
+            out[at] = device::from_acc<T>(value);
+          } else {
+            partial[at] = value;
+          }
+        }
+      }
+    }
+  }
+}
+
 // Grid: x = runs of kQueryGradientWarps queries, the longest lists first, y = batch * kv head.
 template <typename T, int kKeyDim, int kValueDim, int kTiles>
 __global__ void __launch_bounds__(kQueryGradientWarps * 32, 2)
@@ -115,31 +249,8 @@ __global__ void __launch_bounds__(kQueryGradientWarps * 32, 2)
     RotatedQuery<kKeyDim, kTiles> q;
     q.load([&](int head, int dim) { return __half2float(*record.query(head, dim)); }, p.group, p.score_scale,
            p.rope, task.num_candidates - 1);
-    uint32_t gradient[kTiles][kValueDim / 16][2];  // dO^T as a B operand
-    RowMeta meta[kTiles][2];
-    const KeyBounds bounds = common.key_bounds[blockIdx.y];
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      const int head = tile * 8 + lane / 4;
-#pragma unroll
-      for (int step = 0; step < kValueDim / 16; ++step) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int dim = step * 16 + i * 8 + lane % 4 * 2;
-          gradient[tile][step][i] =
-              head < p.group ? *reinterpret_cast<const uint32_t*>(record.gradient(head, dim)) : 0u;
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int column = tile * 8 + lane % 4 * 2 + i;
-        meta[tile][i] = column < p.group ? common.meta[record_idx + column] : RowMeta{0.f, 0.f, 1.f, 0.f};
-        // RotatedQuery scaled the record's row once more; the record's own power of two is undone here
-        q.unscale[tile][i] *= meta[tile][i].unscale;
-        power[tile][i] = score_gradient_scale(meta[tile][i].gradient_norm, __uint_as_float(bounds.value_norm),
-                                              __uint_as_float(bounds.key_unscale));
-      }
-    }
+    QueryGradientRows<kKeyDim, kTiles> of;
+    load_rows(lane, common, record, record_idx, of, q, power);
     const TileAddress<kKeyDim> key_at;
     const TileAddress<kValueDim> value_at;
     unsigned next_selected = selected ? selected[0] : 0;
@@ -156,45 +267,7 @@ __global__ void __launch_bounds__(kQueryGradientWarps * 32, 2)
       const uint32_t block = stream.wait(slot);
       sum.step_back();
       if (present) {
-        if (rows < kParentRows) {
-          clear_value_rows<kKeyDim>(block, static_cast<int>(rows));
-        }
-        float s[kTiles][4], dp[kTiles][4] = {};
-        slot_scores(q, key_at, block, s);
-#pragma unroll
-        for (int step = 0; step < kValueDim / 16; ++step) {
-          uint32_t a[4];
-          device::load_matrices(a, block + Block::kValueOffset + value_at.plain(step));
-#pragma unroll
-          for (int tile = 0; tile < kTiles; ++tile) {
-            device::mma_16x8x16<T>(dp[tile], a, gradient[tile][step][0], gradient[tile][step][1]);
-          }
-        }
-        float row_unscale[2];
-        load_row_scales(block + Block::kScaleOffset, row_unscale);
-        uint32_t ds[kTiles][2];
-#pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const RowMeta& m = meta[tile][e & 1];
-            const float weight = device::exp2_flushed(s[tile][e] - m.log_sum);
-            const bool here = present >> (lane / 4 + e / 2 * 8) & 1;
-            s[tile][e] =
-                here ? weight * (dp[tile][e] - m.delta) * (power[tile][e & 1].scale * row_unscale[e / 2])
-                     : 0.f;
-          }
-          device::pack_transposed<__half>(s[tile], ds[tile]);
-        }
-#pragma unroll
-        for (int step = 0; step < kKeyDim / 16; ++step) {
-          uint32_t a[4];
-          device::load_matrices_transposed(a, block + key_at.transposed(step));
-#pragma unroll
-          for (int tile = 0; tile < kTiles; ++tile) {
-            device::mma_16x8x16<__half>(sum.x[tile][step], a, ds[tile][0], ds[tile][1]);
-          }
-        }
+        add_slot<T>(lane, of, power, block, rows, present, key_at, value_at, q, sum);
       }
       q.step_back();
       stream.release();
@@ -204,43 +277,7 @@ __global__ void __launch_bounds__(kQueryGradientWarps * 32, 2)
     return;
   }
 
-  const int64_t num_heads = int64_t{p.num_kv_heads} * p.group;
-  const int64_t place = rightmost % kParentRows;
-#pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-    for (int i = 0; i < kKeyDim / 32; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int dim = i * 16 + e / 2 * 8 + lane / 4;
-        const int column = tile * 8 + lane % 4 * 2 + (e & 1);
-        if (column >= p.group) {
-          continue;
-        }
-        const float2 rotation = p.rope[place * (kKeyDim / 2) + dim];
-        sum.rotate_back(tile, i, e, rotation.x, rotation.y);
-        const int64_t head = int64_t{task.kv_head} * p.group + column;
-        float* partial =
-            params.partial + ((task.batch * int64_t{p.num_queries} + query) * num_heads + head) * kKeyDim;
-        T* out = static_cast<T*>(params.gradient) + task.batch * params.gradient_batch +
-                 (query * num_heads + head) * kKeyDim;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int at = dim + half * (kKeyDim / 2);
-          float value =
-              sum.x[tile][i + half * (kKeyDim / 32)][e] * (power[tile][e & 1].inverse * common.scale);
-          if (!params.first) {
-            value += partial[at];
-          }
-          if (params.last) {
-            out[at] = device::from_acc<T>(value);
-          } else {
-            partial[at] = value;
-          }
-        }
-      }
-    }
-  }
+  store_query_gradient<T>(lane, params, task, query, rightmost, power, sum);
 }
 
 template <typename T, int kDim>
