@@ -19,14 +19,12 @@ COMPILED_CONFIGS = tuple(
 
 
 def _quantised(name: str, x: Tensor, scale: Tensor | None, dim: int) -> tuple[Tensor, Tensor]:
-    """x in FP8 with its scale: as it is, or quantised, without a scale with one for the whole tensor.
+    """A float operand in FP8 and its scale; without a given one, one scale for the whole tensor.
 
     A scale of two dims is one per slice along ``dim``, that of the sum.
     """
     if x.dtype == FP8:
-        if scale is None:
-            raise ValueError(f"fp8_gemm: {name}_scale is required where {name} is quantised already")
-        return x, scale
+        raise ValueError(f"fp8_gemm: {name}_scale is required where {name} is quantised already")
     granularity = "tensor" if scale is None or scale.dim() == 0 else "channel"
     codes, used, _ = torch.ops.htree.fp8_quantize(x, scale, granularity, dim)
     return codes, used
@@ -99,8 +97,10 @@ def fp8_gemm(
 
     Without a configuration ``HTREE_TUNE`` decides: see :mod:`htree_ops.tuning.select`.
     """
-    a, a_scale = _quantised_a(a, a_scale)
-    b, b_scale = _quantised_b(b, b_scale)
+    if a.dtype != FP8 or a_scale is None:
+        a, a_scale = _quantised_a(a, a_scale)
+    if b.dtype != FP8 or b_scale is None:
+        b, b_scale = _quantised_b(b, b_scale)
     config = tuning_config(
         "fp8_gemm",
         COMPILED_CONFIGS,
