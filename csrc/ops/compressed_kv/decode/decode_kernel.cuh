@@ -245,8 +245,7 @@ __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
   const TileReader<Tr> reader(p, layout, first_row, memory, lane);
   int deep = num_stages == kMaxStages ? 1 : 0;
   asm volatile("" : "+r"(deep));  // kept in a register
-  uint32_t stage = ring;
-  uint32_t into = ring_end - stage_step;
+  uint32_t stage = ring, into = ring_end - stage_step;
   const auto advance = [&] {
     __syncwarp();  // the stage is free for the next copy
     into = stage;
