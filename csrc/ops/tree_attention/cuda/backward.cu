@@ -161,11 +161,11 @@ struct BackwardScratch {
     partial_bytes = 0;
     for (size_t i = 0; i < call.layers.size(); ++i) {
       if (layer_per_list(call, i)) {
-        const int64_t per_list = tasks_of_list(call, i) * partial_slots(call, i) * partial_bytes_of(call);
-        const int64_t most = partial_sum_lists(per_list ? kPartialSumBytes : kTopSumBytes, 1, 1, per_list);
+        const int64_t list_sums = tasks_of_list(call, i) * partial_slots(call, i) * partial_bytes_of(call);
+        const int64_t most = partial_sum_lists(per_list ? kPartialSumBytes : kTopSumBytes, 1, 1, list_sums);
         const int64_t runs = (c.query_chunk / kGradientRun + 2) * c.batch_chunk * p.num_kv_heads;
         partial_bytes =
-            std::max(partial_bytes, std::min(most, layer_runs(call, i) ? runs : list_rows) * per_list);
+            std::max(partial_bytes, std::min(most, layer_runs(call, i) ? runs : list_rows) * list_sums);
       }
     }
     // scores are there while lists are selected, before the first sum
