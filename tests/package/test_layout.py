@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_LINES, LINES_WITHOUT_A_REASON, MAX_FUNCTION_LINES = 1000, 700, 99
+MAX_LINES, LINES_WITHOUT_A_REASON, MAX_FUNCTION_LINES = 1000, 700, 100
 MAX_LINES_OF_PAGES = {"README.md": 150, "csrc/README.md": 60}
 MAX_FILES_OF_A_FOLDER, MAX_FILES_OF_CSRC = 16, 320
 # A file above LINES_WITHOUT_A_REASON has this in its first lines, in a comment or the docstring.
@@ -250,6 +250,8 @@ def ci_runs_the_test_command(tree: Tree) -> list[str]:
 
 RULES: list[Callable[[Tree], list[str]]] = [
     files_are_short,
+    functions_are_short,
+    csrc_has_few_files,
     folders_of_csrc_are_small,
     one_launcher_asks_for_shared_memory,
     instances_are_generated,
@@ -322,13 +324,13 @@ def test_a_tree_that_keeps_the_rules(tmp_path):
         (files_are_short, {"csrc/README.md": "\n" * 61}, "61 lines, at most 60"),
         (
             functions_are_short,
-            {"csrc/ops/room/room.h": "struct S {\n  int f(int i) const {" + "\n" * 99 + "  }\n};\n"},
-            "room.h:2: a function of 100 lines",
+            {"csrc/ops/room/room.h": "struct S {\n  int f(int i) const {" + "\n" * 100 + "  }\n};\n"},
+            "room.h:2: a function of 101 lines",
         ),
         (
             functions_are_short,
-            {"csrc/ops/room/room.cpp": "S::S(int i) : i_(i), j_(0) { // }" + "\n" * 99 + "}\n"},
-            "room.cpp:1: a function of 100 lines",
+            {"csrc/ops/room/room.cpp": "S::S(int i) : i_(i), j_(0) { // }" + "\n" * 100 + "}\n"},
+            "room.cpp:1: a function of 101 lines",
         ),
         (
             folders_of_csrc_are_small,
