@@ -278,7 +278,7 @@ RMSNORM_ROPE: Table = [
 FULL = Type("full", "FullWork")
 IO_ONLY = Type("io", "IoOnly")
 HEAD_DIMS = (32, 64, 128)
-TENSOR_CORE = {"T": HALF_TYPES, "D": HEAD_DIMS}
+TENSOR_CORE: Mapping[str, Sequence[Type | int]] = {"T": HALF_TYPES, "D": HEAD_DIMS}
 
 
 def instance_name(header: str) -> str:
