@@ -41,7 +41,7 @@ inline ListRun next_lists(const PerListGradientParams& b, int64_t first, int64_t
   const int64_t row = first % p.num_lists, left = num_lists - first;
   const auto needed = [&](int64_t lists) {
     if (p.lists) {
-      return b.partial_slots;  // a caller's list may hold more than it should
+      return b.run.slots;  // a caller's list may hold more than it should
     }
     const int64_t last_row = std::min(row + lists, int64_t{p.num_lists}) - 1;
     return (p.t0 - b.lead + last_row * p.stride) / p.node_span / kTensorCoreRate + 1;
@@ -70,12 +70,12 @@ inline cudaError_t run_per_list_layer(const TensorCoreShape& shape, const PerLis
       layer.partial_bytes / (layer.tasks * partial_sum_bytes(shape.key_dim, shape.value_dim));
   const int64_t wave = std::max<int64_t>(1, layer.num_sms / layer.tasks);
   const PerListGradientParams all = b;
-  b.partials = keys_wanted ? layer.partials : nullptr;
+  b.run.partials = keys_wanted ? layer.partials : nullptr;
   for (int64_t first = 0; first < num_lists;) {
     const ListRun run = keys_wanted ? next_lists(all, first, num_lists, slots, wave) : ListRun{num_lists, 1};
-    b.partial_slots = run.most;
-    b.first_task = first * layer.tasks;
-    b.num_tasks = run.lists * layer.tasks;
+    b.run.slots = run.most;
+    b.run.first_task = first * layer.tasks;
+    b.run.num_tasks = run.lists * layer.tasks;
     first += run.lists;
     cudaError_t error = dispatch_shape(shape, [&](auto type, auto dim) {
       return launch_per_list_gradient<typename decltype(type)::type, dim.value>(b, stream);
@@ -487,14 +487,14 @@ class BackwardRun {
     tasks.selected = common.selected;
     tasks.mask_words = common.mask_words;
     tasks.scale = common.scale;
-    tasks.first = layer_idx == top_;
-    tasks.last = layer_idx == 0;
-    tasks.partial_queries = scratch<float>(at_.query_sums);
+    tasks.query.first = layer_idx == top_;
+    tasks.query.last = layer_idx == 0;
+    tasks.query.partial = scratch<float>(at_.query_sums);
     if (buffers_.query_gradient) {
-      tasks.query_gradient = query_gradient_of(chunk);
-      tasks.query_gradient_batch = p_.num_queries * p_.num_heads * p_.key_dim;
+      tasks.query.gradient = query_gradient_of(chunk);
+      tasks.query.gradient_batch = p_.num_queries * p_.num_heads * p_.key_dim;
     }
-    tasks.partial_slots = partial_slots(call_, layer_idx);
+    tasks.run.slots = partial_slots(call_, layer_idx);
     layer.tasks = tasks_of_list(call_, layer_idx);
     layer.partials = scratch<char>(at_.partials);
     layer.partial_bytes = at_.partial_bytes;

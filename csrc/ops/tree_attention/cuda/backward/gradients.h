@@ -130,6 +130,24 @@ constexpr int64_t partial_sum_bytes(int64_t key_dim, int64_t value_dim) {
   return kTensorCoreRate * 2 * (key_dim + value_dim);
 }
 
+// Where dQ of a layer goes.
+struct PerListQueryGradient {
+  bool first = false;  // layer: nothing in `partial` yet
+  bool last = false;
+  float* partial = nullptr;    // [num_batches, num_queries, H, K] between layers
+  void* gradient = nullptr;    // dQ [B, T_q, H, K]; null: not wanted
+  int64_t gradient_batch = 0;  // stride in elements
+};
+
+// The tasks [first_task, first_task + num_tasks) of a launch and what they leave for dK and dV: [num_tasks, slots]
+// partial sums; null: dK and dV are not wanted. A task with m parents writes its first m slots.
+struct PerListRun {
+  char* partials = nullptr;
+  int64_t slots = 0;
+  uint32_t first_task = 0;
+  uint32_t num_tasks = 0;
+};
+
 // A layer of a chunk of queries. Tasks are (batch * kv head, list, block of rows), the last fastest.
 struct PerListGradientParams {
   GatherParams gather;
@@ -141,25 +159,15 @@ struct PerListGradientParams {
   const int32_t* counts = nullptr;     // [B, num_lists, H_kv] parents of a list; null: implicit lists
   const uint32_t* selected = nullptr;  // [B, lists, H_kv, mask_words]; null at the bottom
   int64_t mask_words = 0;
-  int mask_stride =
-      1;  // queries that share a row of `selected`: gather.stride or, of runs, the selection stride
+  // Queries that share a row of `selected`: gather.stride or, of runs, the selection stride.
+  int mask_stride = 1;
   int group_shift = 0;  // log2 G, a power of two, where they differ
-  int lead =
-      0;  // of queries that the first run lacks at its begin, for it begins at a multiple of its length
+  // Queries that the first run lacks at its begin, for it begins at a multiple of its length.
+  int lead = 0;
   float scale = 0.f;
 
-  bool first = false;  // layer: nothing in partial_queries yet
-  bool last = false;
-  float* partial_queries = nullptr;  // [num_batches, num_queries, H, K] between layers
-  void* query_gradient = nullptr;    // dQ [B, T_q, H, K]; null: not wanted
-  int64_t query_gradient_batch = 0;  // stride in elements
-
-  // [num_tasks, partial_slots] partial sums of the tasks [first_task, first_task + num_tasks); null: dK and
-  // dV are not wanted. A task with m parents writes its first m slots.
-  char* partials = nullptr;
-  int64_t partial_slots = 0;
-  uint32_t first_task = 0;
-  uint32_t num_tasks = 0;
+  PerListQueryGradient query;
+  PerListRun run;
 };
 template <typename T, int kDim>
 cudaError_t launch_per_list_gradient(const PerListGradientParams& params, cudaStream_t stream);

@@ -97,33 +97,33 @@ class GeneralBackward {
     params.queries = view_of(rows_of(b_.q, c));
     params.gradients = view_of(rows_of(b_.dout, c));
     params.outputs = view_of(rows_of(b_.out, c));
-    params.keys = view_of(tree_.keys[i].narrow(0, c.batch, c.num_batches));
-    params.values = view_of(tree_.values[i].narrow(0, c.batch, c.num_batches));
+    params.layer.keys = view_of(tree_.keys[i].narrow(0, c.batch, c.num_batches));
+    params.layer.values = view_of(tree_.values[i].narrow(0, c.batch, c.num_batches));
     params.max = rows_of(b_.gmax, c).const_data_ptr<float>();
     params.sum = rows_of(b_.gsum, c).const_data_ptr<float>();
     params.state_batch = b_.gmax.stride(0);
     params.delta = delta.mutable_data_ptr<float>();
     params.rope = rope();
-    params.lists = lists[i].const_data_ptr<int32_t>();
-    params.list_batch = lists[i].stride(0);
+    params.lists.data = lists[i].const_data_ptr<int32_t>();
+    params.lists.batch = lists[i].stride(0);
     if (i > 0) {
-      params.next_lists = lists[i - 1].const_data_ptr<int32_t>();
-      params.next_batch = lists[i - 1].stride(0);
+      params.lists.next = lists[i - 1].const_data_ptr<int32_t>();
+      params.lists.next_batch = lists[i - 1].stride(0);
     }
-    params.num_nodes = tree_.keys[i].size(1);
-    params.rate = problem_.args.compression_rate;
-    params.node_span = node_span(params.rate, static_cast<int64_t>(i));
+    params.layer.num_nodes = tree_.keys[i].size(1);
+    params.layer.rate = problem_.args.compression_rate;
+    params.layer.node_span = node_span(params.layer.rate, static_cast<int64_t>(i));
     params.t0 = problem_.t0() + c.query;
-    params.stride = problem_.args.selection_stride;
+    params.lists.stride = problem_.args.selection_stride;
     params.scale = static_cast<float>(problem_.args.scale);
     params.num_batches = static_cast<int>(c.num_batches);
     params.num_queries = static_cast<int>(c.num_queries);
-    params.num_lists = static_cast<int>(lists[i].size(1));
-    params.num_kv_heads = static_cast<int>(problem_.num_kv_heads);
-    params.group = static_cast<int>(problem_.group());
-    params.width = static_cast<int>(problem_.args.top_k);
-    params.key_dim = static_cast<int>(problem_.key_dim);
-    params.value_dim = static_cast<int>(problem_.value_dim);
+    params.lists.num_lists = static_cast<int>(lists[i].size(1));
+    params.heads.num_kv_heads = static_cast<int>(problem_.num_kv_heads);
+    params.heads.group = static_cast<int>(problem_.group());
+    params.lists.width = static_cast<int>(problem_.args.top_k);
+    params.heads.key_dim = static_cast<int>(problem_.key_dim);
+    params.heads.value_dim = static_cast<int>(problem_.value_dim);
     return params;
   }
 
@@ -163,38 +163,38 @@ class GeneralBackward {
 
   template <typename T>
   void key_gradient(const GeneralGradientParams& params, const Chunk& c, size_t i) {
-    const int64_t lists = int64_t{params.num_batches} * params.num_lists * params.num_kv_heads;
-    const int64_t heads = int64_t{params.num_batches} * params.num_kv_heads;
+    const int64_t lists = int64_t{params.num_batches} * params.lists.num_lists * params.heads.num_kv_heads;
+    const int64_t heads = int64_t{params.num_batches} * params.heads.num_kv_heads;
     const Tensor counts = scratch_of(lists, at::kInt, b_.q);
     ListMaskParams count;
-    count.lists = params.lists;
-    count.list_batch = params.list_batch;
+    count.lists = params.lists.data;
+    count.list_batch = params.lists.batch;
     count.counts = counts.mutable_data_ptr<int32_t>();
     count.num_batches = params.num_batches;
-    count.num_lists = params.num_lists;
-    count.num_kv_heads = params.num_kv_heads;
-    count.width = params.width;
-    count.rate = params.rate;
+    count.num_lists = params.lists.num_lists;
+    count.num_kv_heads = params.heads.num_kv_heads;
+    count.width = params.lists.width;
+    count.rate = params.layer.rate;
     count.t0 = params.t0;
-    count.stride = params.stride;
-    count.node_span = params.node_span;
+    count.stride = params.lists.stride;
+    count.node_span = params.layer.node_span;
     C10_CUDA_CHECK(launch_list_masks(count, stream_));
 
     GeneralKeyGradient key;
     key.num_parents = num_parents(i);
-    const Tensor entries = scratch_of(lists * params.width, at::kInt, b_.q);
+    const Tensor entries = scratch_of(lists * params.lists.width, at::kInt, b_.q);
     const Tensor offsets = scratch_of(heads * (key.num_parents + 1), at::kInt, b_.q);
     const Tensor run_counts =
-        scratch_of(heads * ceil_div(params.num_lists, kInverseRows) * key.num_parents, at::kInt, b_.q);
+        scratch_of(heads * ceil_div(params.lists.num_lists, kInverseRows) * key.num_parents, at::kInt, b_.q);
     const auto words = [](const Tensor& x) { return static_cast<uint32_t*>(x.mutable_data_ptr()); };
     InverseParams inverse;
-    inverse.lists = params.lists;
-    inverse.list_batch = params.list_batch;
+    inverse.lists = params.lists.data;
+    inverse.list_batch = params.lists.batch;
     inverse.num_parents = key.num_parents;
     inverse.num_batches = params.num_batches;
-    inverse.num_lists = params.num_lists;
-    inverse.num_kv_heads = params.num_kv_heads;
-    inverse.width = params.width;
+    inverse.num_lists = params.lists.num_lists;
+    inverse.num_kv_heads = params.heads.num_kv_heads;
+    inverse.width = params.lists.width;
     inverse.entries = words(entries);
     inverse.offsets = words(offsets);
     inverse.run_counts = words(run_counts);
@@ -204,12 +204,12 @@ class GeneralBackward {
     key.entries = inverse.entries;
     key.offsets = inverse.offsets;
     key.add = c.query > 0;
-    const int64_t first_row = c.batch * params.num_kv_heads * key.num_parents * params.rate;
+    const int64_t first_row = c.batch * params.heads.num_kv_heads * key.num_parents * params.layer.rate;
     if (b_.dk.defined()) {
-      key.keys = key_sums_[i].mutable_data_ptr<float>() + first_row * params.key_dim;
+      key.keys = key_sums_[i].mutable_data_ptr<float>() + first_row * params.heads.key_dim;
     }
     if (b_.dv.defined()) {
-      key.values = value_sums_[i].mutable_data_ptr<float>() + first_row * params.value_dim;
+      key.values = value_sums_[i].mutable_data_ptr<float>() + first_row * params.heads.value_dim;
     }
     C10_CUDA_CHECK(launch_general_key_gradient<T>(params, key, stream_));
   }

@@ -39,17 +39,17 @@ __device__ __forceinline__ float cut_weight(float score, float max, float sum) {
 // Where a row of the state of a query head lies.
 __device__ __forceinline__ int64_t state_row(const GeneralGradientParams& p, int64_t batch, int64_t query,
                                              int64_t head) {
-  return batch * p.state_batch + query * p.num_kv_heads * p.group + head;
+  return batch * p.state_batch + query * p.heads.num_kv_heads * p.heads.group + head;
 }
 
 __device__ __forceinline__ int64_t chunk_row(const GeneralGradientParams& p, int64_t batch, int64_t query,
                                              int64_t head) {
-  return (batch * p.num_queries + query) * p.num_kv_heads * p.group + head;
+  return (batch * p.num_queries + query) * p.heads.num_kv_heads * p.heads.group + head;
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kGeneralWarps * 32) general_delta_kernel(GeneralGradientParams p) {
-  const int64_t num_heads = int64_t{p.num_kv_heads} * p.group;
+  const int64_t num_heads = int64_t{p.heads.num_kv_heads} * p.heads.group;
   const int64_t row = int64_t{blockIdx.x} * kGeneralWarps + threadIdx.x / 32;
   if (row >= p.num_batches * int64_t{p.num_queries} * num_heads) {
     return;
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kGeneralWarps * 32) general_delta_kernel(Gener
   const T* gradient = view_row<T>(p.gradients, batch, query, head);
   const T* output = view_row<T>(p.outputs, batch, query, head);
   float sum = 0.f;
-  for (int i = threadIdx.x % 32; i < p.value_dim; i += 32) {
+  for (int i = threadIdx.x % 32; i < p.heads.value_dim; i += 32) {
     sum += device::to_acc(gradient[i]) * device::to_acc(output[i]);
   }
   sum = device::warp_reduce<device::Sum>(sum);
@@ -74,51 +74,52 @@ __global__ void __launch_bounds__(kGeneralWarps * 32)
     general_query_gradient_kernel(GeneralGradientParams p, GeneralQueryGradient out) {
   extern __shared__ float general_shared[];
   const int lane = threadIdx.x % 32;
-  const int64_t num_heads = int64_t{p.num_kv_heads} * p.group;
+  const int64_t num_heads = int64_t{p.heads.num_kv_heads} * p.heads.group;
   const int64_t row = int64_t{blockIdx.x} * kGeneralWarps + threadIdx.x / 32;
   if (row >= p.num_batches * int64_t{p.num_queries} * num_heads) {
     return;
   }
   const int64_t head = row % num_heads, query = row / num_heads % p.num_queries,
                 batch = row / num_heads / p.num_queries;
-  const int64_t kv_head = head / p.group;
-  float* q = general_shared + threadIdx.x / 32 * (2 * p.key_dim + p.value_dim);
-  float* gradient = q + p.key_dim;
-  float* sum = gradient + p.value_dim;
+  const int64_t kv_head = head / p.heads.group;
+  float* q = general_shared + threadIdx.x / 32 * (2 * p.heads.key_dim + p.heads.value_dim);
+  float* gradient = q + p.heads.key_dim;
+  float* sum = gradient + p.heads.value_dim;
   const T* q_row = view_row<T>(p.queries, batch, query, head);
   const T* gradient_row = view_row<T>(p.gradients, batch, query, head);
-  for (int i = lane; i < p.key_dim; i += 32) {
+  for (int i = lane; i < p.heads.key_dim; i += 32) {
     q[i] = device::to_acc(q_row[i]) * p.scale;
     sum[i] = 0.f;
   }
-  for (int i = lane; i < p.value_dim; i += 32) {
+  for (int i = lane; i < p.heads.value_dim; i += 32) {
     gradient[i] = device::to_acc(gradient_row[i]);
   }
   __syncwarp();
 
-  const int64_t list_idx = query / p.stride * p.num_kv_heads + kv_head;
-  const int32_t* list = p.lists + batch * p.list_batch + list_idx * p.width;
-  const int32_t* next = p.next_lists ? p.next_lists + batch * p.next_batch + list_idx * p.width : nullptr;
-  const int64_t rightmost = (p.t0 + query) / p.node_span;
-  const int64_t n = candidate_count(count_entries(list, p.width), rightmost, p.rate);
-  const int half = p.key_dim / 2;
+  const int64_t list_idx = query / p.lists.stride * p.heads.num_kv_heads + kv_head;
+  const int32_t* list = p.lists.data + batch * p.lists.batch + list_idx * p.lists.width;
+  const int32_t* next =
+      p.lists.next ? p.lists.next + batch * p.lists.next_batch + list_idx * p.lists.width : nullptr;
+  const int64_t rightmost = (p.t0 + query) / p.layer.node_span;
+  const int64_t n = candidate_count(count_entries(list, p.lists.width), rightmost, p.layer.rate);
+  const int half = p.heads.key_dim / 2;
   const float max = p.max[state_row(p, batch, query, head)], total = p.sum[state_row(p, batch, query, head)];
   const float delta = p.delta[row];
   int refined = 0;  // entries of `next` behind us: both lists ascend
-  for (int64_t c = next && n <= p.width ? n : 0; c < n; ++c) {
-    const int64_t node = list[c / p.rate] * p.rate + c % p.rate;
+  for (int64_t c = next && n <= p.lists.width ? n : 0; c < n; ++c) {
+    const int64_t node = list[c / p.layer.rate] * p.layer.rate + c % p.layer.rate;
     if (next) {
-      while (refined < p.width && next[refined] >= 0 && next[refined] < node) {
+      while (refined < p.lists.width && next[refined] >= 0 && next[refined] < node) {
         ++refined;
       }
-      if (refined < p.width && next[refined] == node) {
+      if (refined < p.lists.width && next[refined] == node) {
         continue;
       }
     }
-    if (!node_present(node, rightmost, p.num_nodes)) {
+    if (!node_present(node, rightmost, p.layer.num_nodes)) {
       continue;
     }
-    const T* key = view_row<T>(p.keys, batch, node, kv_head);
+    const T* key = view_row<T>(p.layer.keys, batch, node, kv_head);
     const float2* rotations = p.rope + (n - 1 - c) * half;
     float score = 0.f;
     for (int i = lane; i < half; i += 32) {
@@ -128,9 +129,10 @@ __global__ void __launch_bounds__(kGeneralWarps * 32)
                q[half + i] * (high * rotation.x - low * rotation.y);
     }
     score = device::warp_reduce<device::Sum>(score);
-    const float ds = cut_weight(score, max, total) *
-                     (warp_dot(view_row<T>(p.values, batch, node, kv_head), gradient, p.value_dim) - delta) *
-                     p.scale;
+    const float ds =
+        cut_weight(score, max, total) *
+        (warp_dot(view_row<T>(p.layer.values, batch, node, kv_head), gradient, p.heads.value_dim) - delta) *
+        p.scale;
     for (int i = lane; i < half; i += 32) {
       const float low = device::to_acc(key[i]), high = device::to_acc(key[half + i]);
       const float2 rotation = rotations[i];
@@ -139,10 +141,10 @@ __global__ void __launch_bounds__(kGeneralWarps * 32)
     }
   }
   __syncwarp();  // the loop's lane of sum[K/2 + i] need not be the one that stores it
-  float* partial = out.partial + row * p.key_dim;
-  T* result =
-      static_cast<T*>(out.gradient) + batch * out.gradient_batch + (query * num_heads + head) * p.key_dim;
-  for (int i = lane; i < p.key_dim; i += 32) {
+  float* partial = out.partial + row * p.heads.key_dim;
+  T* result = static_cast<T*>(out.gradient) + batch * out.gradient_batch +
+              (query * num_heads + head) * p.heads.key_dim;
+  for (int i = lane; i < p.heads.key_dim; i += 32) {
     const float value = out.first ? sum[i] : sum[i] + partial[i];
     if (out.last) {
       result[i] = device::from_acc<T>(value);
@@ -176,49 +178,50 @@ __global__ void __launch_bounds__(kGeneralWarps * 32)
     general_key_gradient_kernel(GeneralGradientParams p, GeneralKeyGradient out) {
   extern __shared__ float general_shared[];
   const int lane = threadIdx.x % 32;
-  const int64_t rows_per_head = out.num_parents * p.rate;
+  const int64_t rows_per_head = out.num_parents * p.layer.rate;
   const int64_t row = int64_t{blockIdx.x} * kGeneralWarps + threadIdx.x / 32;
-  if (row >= int64_t{p.num_batches} * p.num_kv_heads * rows_per_head) {
+  if (row >= int64_t{p.num_batches} * p.heads.num_kv_heads * rows_per_head) {
     return;
   }
   const int64_t node = row % rows_per_head, head_idx = row / rows_per_head;
-  const int64_t kv_head = head_idx % p.num_kv_heads, batch = head_idx / p.num_kv_heads;
-  float* key = general_shared + threadIdx.x / 32 * 2 * (p.key_dim + p.value_dim);
-  float* value = key + p.key_dim;
-  float* key_sum = value + p.value_dim;
-  float* value_sum = key_sum + p.key_dim;
-  const bool exists = node < p.num_nodes;
-  for (int i = lane; i < p.key_dim; i += 32) {
-    key[i] = exists ? device::to_acc(view_row<T>(p.keys, batch, node, kv_head)[i]) : 0.f;
+  const int64_t kv_head = head_idx % p.heads.num_kv_heads, batch = head_idx / p.heads.num_kv_heads;
+  float* key = general_shared + threadIdx.x / 32 * 2 * (p.heads.key_dim + p.heads.value_dim);
+  float* value = key + p.heads.key_dim;
+  float* key_sum = value + p.heads.value_dim;
+  float* value_sum = key_sum + p.heads.key_dim;
+  const bool exists = node < p.layer.num_nodes;
+  for (int i = lane; i < p.heads.key_dim; i += 32) {
+    key[i] = exists ? device::to_acc(view_row<T>(p.layer.keys, batch, node, kv_head)[i]) : 0.f;
     key_sum[i] = 0.f;
   }
-  for (int i = lane; i < p.value_dim; i += 32) {
-    value[i] = exists ? device::to_acc(view_row<T>(p.values, batch, node, kv_head)[i]) : 0.f;
+  for (int i = lane; i < p.heads.value_dim; i += 32) {
+    value[i] = exists ? device::to_acc(view_row<T>(p.layer.values, batch, node, kv_head)[i]) : 0.f;
     value_sum[i] = 0.f;
   }
   __syncwarp();
 
-  const int half = p.key_dim / 2;
-  const uint32_t* offset = out.offsets + head_idx * (out.num_parents + 1) + node / p.rate;
+  const int half = p.heads.key_dim / 2;
+  const uint32_t* offset = out.offsets + head_idx * (out.num_parents + 1) + node / p.layer.rate;
   const uint32_t end = exists ? offset[1] : offset[0];
   for (uint32_t at = offset[0]; at < end; ++at) {
-    const int64_t list_row = out.entries[at] / p.width, slot = out.entries[at] % p.width;
-    const int64_t in_chunk = list_row * p.num_kv_heads + kv_head;
-    const int64_t count = out.counts[batch * int64_t{p.num_lists} * p.num_kv_heads + in_chunk];
-    const int64_t c = slot * p.rate + node % p.rate;
-    if (p.next_lists && list_holds(p.next_lists + batch * p.next_batch + in_chunk * p.width, p.width, node)) {
+    const int64_t list_row = out.entries[at] / p.lists.width, slot = out.entries[at] % p.lists.width;
+    const int64_t in_chunk = list_row * p.heads.num_kv_heads + kv_head;
+    const int64_t count = out.counts[batch * int64_t{p.lists.num_lists} * p.heads.num_kv_heads + in_chunk];
+    const int64_t c = slot * p.layer.rate + node % p.layer.rate;
+    if (p.lists.next && list_holds(p.lists.next + batch * p.lists.next_batch + in_chunk * p.lists.width,
+                                   p.lists.width, node)) {
       continue;
     }
-    const int64_t last_query = min(list_row * p.stride + p.stride, int64_t{p.num_queries});
-    for (int64_t query = list_row * p.stride; query < last_query; ++query) {
-      const int64_t rightmost = (p.t0 + query) / p.node_span;
-      const int64_t n = candidate_count(count, rightmost, p.rate);
-      if (c >= n || !node_present(node, rightmost, p.num_nodes)) {
+    const int64_t last_query = min(list_row * p.lists.stride + p.lists.stride, int64_t{p.num_queries});
+    for (int64_t query = list_row * p.lists.stride; query < last_query; ++query) {
+      const int64_t rightmost = (p.t0 + query) / p.layer.node_span;
+      const int64_t n = candidate_count(count, rightmost, p.layer.rate);
+      if (c >= n || !node_present(node, rightmost, p.layer.num_nodes)) {
         continue;
       }
       const float2* rotations = p.rope + (n - 1 - c) * half;
-      for (int g = 0; g < p.group; ++g) {
-        const int64_t head = kv_head * p.group + g;
+      for (int g = 0; g < p.heads.group; ++g) {
+        const int64_t head = kv_head * p.heads.group + g;
         const T* q = view_row<T>(p.queries, batch, query, head);
         const T* gradient = view_row<T>(p.gradients, batch, query, head);
         float score = 0.f;
@@ -232,13 +235,14 @@ __global__ void __launch_bounds__(kGeneralWarps * 32)
         const int64_t state = state_row(p, batch, query, head);
         const float weight = cut_weight(score, p.max[state], p.sum[state]);
         if (out.values) {
-          for (int i = lane; i < p.value_dim; i += 32) {
+          for (int i = lane; i < p.heads.value_dim; i += 32) {
             value_sum[i] += weight * device::to_acc(gradient[i]);
           }
         }
         if (out.keys) {
           const float ds =
-              weight * (warp_dot(gradient, value, p.value_dim) - p.delta[chunk_row(p, batch, query, head)]) *
+              weight *
+              (warp_dot(gradient, value, p.heads.value_dim) - p.delta[chunk_row(p, batch, query, head)]) *
               p.scale;
           for (int i = lane; i < half; i += 32) {
             const float low = device::to_acc(q[i]), high = device::to_acc(q[half + i]);
@@ -257,8 +261,8 @@ __global__ void __launch_bounds__(kGeneralWarps * 32)
       *element = out.add ? *element + sum[i] : sum[i];
     }
   };
-  write(out.keys, key_sum, p.key_dim);
-  write(out.values, value_sum, p.value_dim);
+  write(out.keys, key_sum, p.heads.key_dim);
+  write(out.values, value_sum, p.heads.value_dim);
 }
 
 inline LaunchShape general_launch(int64_t rows, int64_t shared_bytes) {
@@ -269,23 +273,26 @@ inline LaunchShape general_launch(int64_t rows, int64_t shared_bytes) {
 
 template <typename T>
 cudaError_t launch_general_delta(const GeneralGradientParams& params, cudaStream_t stream) {
-  const int64_t rows = int64_t{params.num_batches} * params.num_queries * params.num_kv_heads * params.group;
+  const int64_t rows =
+      int64_t{params.num_batches} * params.num_queries * params.heads.num_kv_heads * params.heads.group;
   return launch_kernel(general_delta_kernel<T>, general_launch(rows, 0), stream, params);
 }
 
 template <typename T>
 cudaError_t launch_general_query_gradient(const GeneralGradientParams& params,
                                           const GeneralQueryGradient& query, cudaStream_t stream) {
-  const int64_t rows = int64_t{params.num_batches} * params.num_queries * params.num_kv_heads * params.group;
-  const int64_t bytes = int64_t{kGeneralWarps} * (2 * params.key_dim + params.value_dim) * 4;
+  const int64_t rows =
+      int64_t{params.num_batches} * params.num_queries * params.heads.num_kv_heads * params.heads.group;
+  const int64_t bytes = int64_t{kGeneralWarps} * (2 * params.heads.key_dim + params.heads.value_dim) * 4;
   return launch_kernel(general_query_gradient_kernel<T>, general_launch(rows, bytes), stream, params, query);
 }
 
 template <typename T>
 cudaError_t launch_general_key_gradient(const GeneralGradientParams& params, const GeneralKeyGradient& key,
                                         cudaStream_t stream) {
-  const int64_t rows = int64_t{params.num_batches} * params.num_kv_heads * key.num_parents * params.rate;
-  const int64_t bytes = int64_t{kGeneralWarps} * 2 * (params.key_dim + params.value_dim) * 4;
+  const int64_t rows =
+      int64_t{params.num_batches} * params.heads.num_kv_heads * key.num_parents * params.layer.rate;
+  const int64_t bytes = int64_t{kGeneralWarps} * 2 * (params.heads.key_dim + params.heads.value_dim) * 4;
   return launch_kernel(general_key_gradient_kernel<T>, general_launch(rows, bytes), stream, params, key);
 }
 

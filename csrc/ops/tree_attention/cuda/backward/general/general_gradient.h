@@ -9,37 +9,50 @@
 
 namespace htree::tree_attention {
 
-// One chunk of queries against one layer. Lists are explicit at every layer, the top included.
-struct GeneralGradientParams {
-  TensorView queries;          // [B, T_q, H, K], from the first of the chunk
-  TensorView gradients;        // dO [B, T_q, H, V], likewise
-  TensorView outputs;          // O, for launch_general_delta
-  TensorView keys;             // [B, N, H_kv, K] of the layer
-  TensorView values;           // [B, N, H_kv, V]
-  const float* max = nullptr;  // [B, T_q, H]
-  const float* sum = nullptr;
-  int64_t state_batch = 0;         // stride of max and sum in elements
-  float* delta = nullptr;          // [num_batches, num_queries, H]: sum over V of dO * O
-  const float2* rope = nullptr;    // [largest n, K/2]
-  const int32_t* lists = nullptr;  // [B, num_lists, H_kv, width]
-  int64_t list_batch = 0;
-  const int32_t* next_lists =
-      nullptr;  // of the layer below, null at the bottom: what they hold is refined there
-  int64_t next_batch = 0;
+struct GeneralHeads {
+  int num_kv_heads = 0;
+  int group = 0;
+  int key_dim = 0;
+  int value_dim = 0;
+};
+
+struct GeneralLayer {
+  TensorView keys;    // [B, N, H_kv, K]
+  TensorView values;  // [B, N, H_kv, V]
   int64_t num_nodes = 0;
   int64_t rate = 16;
   int64_t node_span = 1;
-  int64_t t0 = 0;
+};
+
+// Lists are explicit at every layer, the top included. What the next ones hold is refined at the layer below; they
+// are null at the bottom.
+struct GeneralLists {
+  const int32_t* data = nullptr;  // [B, num_lists, H_kv, width]
+  int64_t batch = 0;              // stride in elements
+  const int32_t* next = nullptr;
+  int64_t next_batch = 0;
   int64_t stride = 1;
+  int num_lists = 0;
+  int width = 0;
+};
+
+// One chunk of queries against one layer.
+struct GeneralGradientParams {
+  GeneralHeads heads;
+  GeneralLayer layer;
+  GeneralLists lists;
+  TensorView queries;          // [B, T_q, H, K], from the first of the chunk
+  TensorView gradients;        // dO [B, T_q, H, V], likewise
+  TensorView outputs;          // O, for launch_general_delta
+  const float* max = nullptr;  // [B, T_q, H]
+  const float* sum = nullptr;
+  int64_t state_batch = 0;       // stride of max and sum in elements
+  float* delta = nullptr;        // [num_batches, num_queries, H]: sum over V of dO * O
+  const float2* rope = nullptr;  // [largest n, K/2]
+  int64_t t0 = 0;
   float scale = 0.f;
   int num_batches = 0;
   int num_queries = 0;
-  int num_lists = 0;
-  int num_kv_heads = 0;
-  int group = 0;
-  int width = 0;
-  int key_dim = 0;
-  int value_dim = 0;
 };
 
 struct GeneralQueryGradient {

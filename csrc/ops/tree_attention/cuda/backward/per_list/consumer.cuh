@@ -51,12 +51,12 @@ class GradientConsumer {
   __device__ __forceinline__ void run() {
     device::named_barrier_arrive(kDoneReading + group_, 256);
     unsigned tile_idx = 0;
-    const uint32_t end = params_.first_task + params_.num_tasks;
-    for (uint32_t task_idx = params_.first_task + blockIdx.x; task_idx < end; task_idx += gridDim.x) {
+    const uint32_t end = params_.run.first_task + params_.run.num_tasks;
+    for (uint32_t task_idx = params_.run.first_task + blockIdx.x; task_idx < end; task_idx += gridDim.x) {
       int num_tiles, slot;
       prepare(task_idx, num_tiles, slot);
-      char* partials =
-          params_.partials + int64_t{task_idx - params_.first_task} * params_.partial_slots * kPartialBytes;
+      char* partials = params_.run.partials +
+                       int64_t{task_idx - params_.run.first_task} * params_.run.slots * kPartialBytes;
       float query_sum[kSum], scores[kScores], products[kScores];
 #pragma unroll
       for (int i = 0; i < kSum; ++i) {
@@ -64,10 +64,10 @@ class GradientConsumer {
       }
 #pragma unroll 1
       for (; num_tiles > 0; --num_tiles, ++tile_idx, slot -= kGradientSlots) {
-        step(tile_idx, params_.partials && slot >= 0, partials + slot * int64_t{kPartialBytes}, query_sum,
+        step(tile_idx, params_.run.partials && slot >= 0, partials + slot * int64_t{kPartialBytes}, query_sum,
              scores, products);
       }
-      if (params_.query_gradient) {
+      if (params_.query.gradient) {
         store_queries(task_idx, query_sum);
       }
     }
@@ -327,7 +327,7 @@ class GradientConsumer {
     const GatherParams& p = params_.gather;
     // made again: kept, they would cost registers of the products
     const GradientTask task = gradient_task(params_, task_idx);
-    if (task.num_slots == 0 && !params_.first && !params_.last) {
+    if (task.num_slots == 0 && !params_.query.first && !params_.query.last) {
       return;
     }
     const float factor = HeadPowers<T>(params_, task.head_index).query_factor(params_.scale);
@@ -339,9 +339,9 @@ class GradientConsumer {
       }
       const int64_t head = int64_t{task.kv_head} * p.group + at.head;
       const int64_t num_heads = int64_t{p.num_kv_heads} * p.group;
-      float* partial = params_.partial_queries +
+      float* partial = params_.query.partial +
                        ((task.batch * int64_t{p.num_queries} + at.query) * num_heads + head) * Tile::kDim;
-      T* out = static_cast<T*>(params_.query_gradient) + task.batch * params_.query_gradient_batch +
+      T* out = static_cast<T*>(params_.query.gradient) + task.batch * params_.query.gradient_batch +
                (at.query * num_heads + head) * Tile::kDim;
       const float2* rotations = p.rope + int64_t{position_of(p, task, at.query)} * kHalf + lane_ % 4 * 2;
       // everything on its way before the first store, which might be to the same address
@@ -351,7 +351,7 @@ class GradientConsumer {
       for (int i = 0; i < kSum / 8; ++i) {
         rotation[i] = *reinterpret_cast<const float4*>(rotations + 8 * i);
       }
-      if (!params_.first) {
+      if (!params_.query.first) {
 #pragma unroll
         for (int i = 0; i < kSum / 8; ++i) {
           const float* from = partial + 8 * i + lane_ % 4 * 2;
@@ -375,11 +375,11 @@ class GradientConsumer {
   }
 
   __device__ __forceinline__ void store_pair(float* partial, T* out, float2 old, float x, float y) const {
-    if (!params_.first) {
+    if (!params_.query.first) {
       x += old.x;
       y += old.y;
     }
-    if (params_.last) {
+    if (params_.query.last) {
       *reinterpret_cast<uint32_t*>(out) = device::pack_pair<T>(x, y);
     } else {
       *reinterpret_cast<float2*>(partial) = make_float2(x, y);

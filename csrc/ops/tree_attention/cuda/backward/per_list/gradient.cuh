@@ -60,7 +60,7 @@ cudaError_t launch_per_list_gradient(const PerListGradientParams& params, cudaSt
   int device = 0, num_sms = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
-  const LaunchShape shape{.grid = static_cast<unsigned>(std::min<int64_t>(params.num_tasks, num_sms)),
+  const LaunchShape shape{.grid = static_cast<unsigned>(std::min<int64_t>(params.run.num_tasks, num_sms)),
                           .threads = Tile::kThreads,
                           .shared_bytes = sizeof(GradientShared<Tile>)};
   return launch_kernel(per_list_gradient_kernel<T, Tile>, shape, stream, params);

@@ -24,12 +24,12 @@ __device__ __forceinline__ PartialUsers partial_users(const PartialSumParams& pa
   const PerListGradientParams& b = params.tasks;
   const GatherParams& p = b.gather;
   const uint32_t per_head = p.num_lists * tasks_per_list(p);
-  const uint32_t first_task = max(b.first_task, head_index * per_head);
-  const uint32_t end_task = min(b.first_task + b.num_tasks, (head_index + 1) * per_head);
+  const uint32_t first_task = max(b.run.first_task, head_index * per_head);
+  const uint32_t end_task = min(b.run.first_task + b.run.num_tasks, (head_index + 1) * per_head);
   PartialUsers users;
   users.first_list = static_cast<int>((first_task - head_index * per_head) / tasks_per_list(p));
   const int end_list = static_cast<int>((end_task - head_index * per_head) / tasks_per_list(p));
-  users.first_partial = int64_t{first_task - b.first_task} * b.partial_slots;
+  users.first_partial = int64_t{first_task - b.run.first_task} * b.run.slots;
   if (params.entries) {
     const uint32_t* offsets = params.offsets + head_index * (p.num_parents + 1) + parent;
     users.entries = params.entries;
@@ -89,7 +89,7 @@ class PartialPlaces {
     slot = users_.entries ? entry % p.list_width : parent_;
     place = static_cast<uint32_t>(
         users_.first_partial +
-        ((list - users_.first_list) * int64_t{tasks_} + index_ % tasks_) * b.partial_slots + slot);
+        ((list - users_.first_list) * int64_t{tasks_} + index_ % tasks_) * b.run.slots + slot);
     // what a list holds behind its end, and lists that refine everything, left no sum
     const int count = taking_part(b, head_index_ / p.num_kv_heads, head_index_ % p.num_kv_heads, list);
     return static_cast<int>(slot) < count;
@@ -231,7 +231,7 @@ class PartialSum {
 
   __device__ __forceinline__ void issue(uint32_t place, uint32_t slot) {
     const uint32_t to = ring_ + write_ + lane_ * 16;
-    const char* from = params_.tasks.partials + place * int64_t{2 * Shape::kMatrixBytes} +
+    const char* from = params_.tasks.run.partials + place * int64_t{2 * Shape::kMatrixBytes} +
                        (is_value_ ? Shape::kMatrixBytes : 0) + (share_ * 32 + lane_) * 16;
     device::copy_async_16(to, from);
     device::copy_async_16(to + Shape::kHighOffset, from + kShares * 512);
@@ -293,8 +293,8 @@ __global__ void __launch_bounds__(SumShape<kDim>::kWarps * 32)
   using Shape = SumShape<kDim>;
   __shared__ __align__(128) char rings[Shape::kWarps * Shape::kWarpBytes];
   const GatherParams& p = params.tasks.gather;
-  const int first_head =
-      static_cast<int>(params.tasks.first_task / (static_cast<uint32_t>(p.num_lists) * tasks_per_list(p)));
+  const int first_head = static_cast<int>(params.tasks.run.first_task /
+                                          (static_cast<uint32_t>(p.num_lists) * tasks_per_list(p)));
   const int head_index = first_head + blockIdx.y, parent = blockIdx.x;
   const int warp = threadIdx.x / 32;
   if (!(warp >= Shape::kShares ? params.values : params.keys)) {
@@ -311,9 +311,9 @@ template <typename T, int kDim>
 cudaError_t launch_partial_sums(const PartialSumParams& params, cudaStream_t stream) {
   const PerListGradientParams& b = params.tasks;
   const int64_t per_head = int64_t{b.gather.num_lists} * tasks_per_list(b.gather);
-  const int64_t heads = (b.first_task + b.num_tasks - 1) / per_head - b.first_task / per_head + 1;
+  const int64_t heads = (b.run.first_task + b.run.num_tasks - 1) / per_head - b.run.first_task / per_head + 1;
   // parents up to the last list's own
-  const int64_t last_list = (b.first_task + b.num_tasks - 1) % per_head / tasks_per_list(b.gather);
+  const int64_t last_list = (b.run.first_task + b.run.num_tasks - 1) % per_head / tasks_per_list(b.gather);
   const int64_t reached =
       heads > 1 ? b.gather.num_parents
                 : (b.gather.t0 - b.lead + last_list * b.gather.stride) / b.gather.node_span / kParentRows + 1;

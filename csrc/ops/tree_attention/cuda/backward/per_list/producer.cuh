@@ -34,11 +34,13 @@ class PairWalk {
   using Block = PackedParent<Tile::kDim, Tile::kDim>;
 
   __device__ __forceinline__ PairWalk(const PerListGradientParams& params, int warp)
-      : params_(params), task_idx_(params.first_task + blockIdx.x), warp_(warp) {
+      : params_(params), task_idx_(params.run.first_task + blockIdx.x), warp_(warp) {
     start();
   }
 
-  __device__ __forceinline__ bool done() const { return task_idx_ >= params_.first_task + params_.num_tasks; }
+  __device__ __forceinline__ bool done() const {
+    return task_idx_ >= params_.run.first_task + params_.run.num_tasks;
+  }
 
   // The warp's parents of the tile; not after done(). What is loaded here nobody waits for yet.
   __device__ __forceinline__ SlotPair pair() const {
