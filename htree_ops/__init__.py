@@ -49,7 +49,7 @@ from htree_ops.ops.hadamard import (  # noqa: E402
     hadamard_transform_,
 )
 from htree_ops.ops.rmsnorm_rope import FusedRMSNormRoPE, head_rmsnorm_rope, rmsnorm_rope  # noqa: E402
-from htree_ops.ops.tree_attention import HTreeAttention, tree_attention  # noqa: E402
+from htree_ops.ops.tree_attention import HTreeAttention, TreeOptions, tree_attention  # noqa: E402
 from htree_ops.seed_api import (  # noqa: E402
     FP8GEMMInput,
     GatedMLPInput,
@@ -86,6 +86,7 @@ __all__ = [
     "RMSNormRoPEInput",
     "ShapeMismatchError",
     "TensorSpec",
+    "TreeOptions",
     "TuningFailedError",
     "UnsupportedDtypeError",
     "__version__",

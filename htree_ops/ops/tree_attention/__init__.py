@@ -2,6 +2,7 @@
 
 from htree_ops.ops.tree_attention.attention import attention_backward, attention_forward, tree_attention
 from htree_ops.ops.tree_attention.module import HTreeAttention
+from htree_ops.ops.tree_attention.options import TreeOptions
 from htree_ops.ops.tree_attention.stages import (
     accumulate_non_topk,
     bottom_accumulate,
@@ -24,6 +25,7 @@ from htree_ops.ops.tree_attention.stages import (
 
 __all__ = [
     "HTreeAttention",
+    "TreeOptions",
     "accumulate_non_topk",
     "attention_backward",
     "attention_forward",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -15,8 +18,22 @@ from htree_ops.ops.arguments import (
     options_of,
 )
 from htree_ops.ops.tree_attention.attention import tree_attention
+from htree_ops.ops.tree_attention.options import TreeOptions
 
 __all__ = ["HTreeAttention"]
+
+
+def _option(name: str) -> property:
+    """An option of a module as an attribute of it: read, or replaced in ``options``, which checks it."""
+
+    def read(module: Any) -> Any:
+        return getattr(module.options, name)
+
+    def write(module: Any, value: Any) -> None:
+        with options_of("HTreeAttention"):
+            module.options = replace(module.options, **{name: value})
+
+    return property(read, write, doc=f"``{name}`` of :attr:`options`.")
 
 
 class HTreeAttention(nn.Module):
@@ -35,11 +52,24 @@ class HTreeAttention(nn.Module):
         device, dtype: of the parameters.
         The other keywords: as in :func:`tree_attention`.
 
+    Attributes:
+        options: the :class:`htree_ops.TreeOptions`; each of them is an attribute of the layer too, and may be set.
+
     Raises:
         TypeError: a size that is no int, another option of a wrong type.
         UnsupportedDtypeError: a dtype other than float32, float16, bfloat16 and float64.
         ValueError: a size or option out of range, sizes that do not divide, or an odd head_dim.
     """
+
+    compression_rate = _option("compression_rate")
+    max_top_nodes = _option("max_top_nodes")
+    top_k = _option("top_k")
+    selection_stride = _option("selection_stride")
+    scale = _option("scale")
+    rope_base = _option("rope_base")
+    importance = _option("importance")
+    scope = _option("scope")
+    store_parents = _option("store_parents")
 
     def __init__(
         self,
@@ -83,11 +113,7 @@ class HTreeAttention(nn.Module):
         if head_dim < 2 or head_dim % 2 != 0:
             raise ValueError(f"HTreeAttention: head_dim must be even and at least 2, got {head_dim}")
         with options_of("HTreeAttention"):
-            none = torch.empty(0, 0, 1, 2, device="meta")  # a call without tokens, for the options alone
-            tree_attention(
-                none,
-                none,
-                none,
+            self.options = TreeOptions(
                 compression_rate=compression_rate,
                 max_top_nodes=max_top_nodes,
                 top_k=top_k,
@@ -102,15 +128,6 @@ class HTreeAttention(nn.Module):
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
-        self.compression_rate = compression_rate
-        self.max_top_nodes = max_top_nodes
-        self.top_k = top_k
-        self.selection_stride = selection_stride
-        self.scale = scale
-        self.rope_base = rope_base
-        self.importance = importance
-        self.scope = scope
-        self.store_parents = store_parents
         self.q_proj = nn.Linear(embed_dim, num_heads * head_dim, bias=bias, device=device, dtype=dtype)
         self.k_proj = nn.Linear(embed_dim, num_kv_heads * head_dim, bias=bias, device=device, dtype=dtype)
         self.v_proj = nn.Linear(embed_dim, num_kv_heads * head_dim, bias=bias, device=device, dtype=dtype)
@@ -161,30 +178,25 @@ class HTreeAttention(nn.Module):
         q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        options = self.options
         out = tree_attention(
             q,
             k,
             v,
-            compression_rate=self.compression_rate,
-            max_top_nodes=self.max_top_nodes,
-            top_k=self.top_k,
-            selection_stride=self.selection_stride,
-            scale=self.scale,
-            rope_base=self.rope_base,
-            importance=self.importance,
-            scope=self.scope,
-            store_parents=self.store_parents,
+            compression_rate=options.compression_rate,
+            max_top_nodes=options.max_top_nodes,
+            top_k=options.top_k,
+            selection_stride=options.selection_stride,
+            scale=options.scale,
+            rope_base=options.rope_base,
+            importance=options.importance,
+            scope=options.scope,
+            store_parents=options.store_parents,
         )
         assert isinstance(out, Tensor)  # a pair only with return_lse
         return self.o_proj(out.flatten(2))
 
     def extra_repr(self) -> str:
         """Sizes and the options that shape the tree."""
-        return (
-            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
-            f"head_dim={self.head_dim}, compression_rate={self.compression_rate}, "
-            f"max_top_nodes={self.max_top_nodes}, top_k={self.top_k}, "
-            f"selection_stride={self.selection_stride}, scale={self.scale}, rope_base={self.rope_base}, "
-            f"importance={self.importance!r}, "
-            f"scope={self.scope!r}, store_parents={self.store_parents}"
-        )
+        sizes = {name: getattr(self, name) for name in ("embed_dim", "num_heads", "num_kv_heads", "head_dim")}
+        return ", ".join(f"{name}={value!r}" for name, value in (sizes | self.options.to_dict()).items())

@@ -1,0 +1,60 @@
+"""The options of tree attention in one place: their order, their defaults, saving and loading."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+
+from htree_ops.ops.tree_attention.attention import tree_attention
+
+__all__ = ["TreeOptions"]
+
+
+@dataclass(frozen=True)
+class TreeOptions:
+    """The keywords of :func:`htree_ops.tree_attention` that a model keeps, checked when they are set.
+
+    ``tree_attention(q, k, v, **options.to_dict())`` uses them. ``to_dict()`` holds ints, floats, strings, bools and
+    None alone, so that it goes into JSON or a checkpoint, and ``from_dict()`` reads it. ``dataclasses.replace`` makes
+    a changed copy. The meaning of each option: :func:`htree_ops.tree_attention`.
+
+    Raises:
+        TypeError: an option of a wrong type.
+        ValueError: an option out of its range, the message names it.
+    """
+
+    compression_rate: int = 16
+    max_top_nodes: int = 8192
+    top_k: int = 512
+    selection_stride: int = 1
+    scale: float | None = None
+    rope_base: float | None = 10000.0
+    importance: str = "lse_causal"
+    scope: str = "kv_head"
+    store_parents: bool = True
+
+    def __post_init__(self) -> None:
+        empty = torch.empty(
+            0, 0, 1, 2, device="meta"
+        )  # a call without tokens: the op checks the options alone
+        tree_attention(empty, empty, empty, **self.to_dict())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every option by its name."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> TreeOptions:
+        """The options that :meth:`to_dict` saved; those that ``saved`` lacks have their defaults.
+
+        Raises:
+            ValueError: a name that is no option.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in saved:
+            if name not in known:
+                raise ValueError(f"TreeOptions: options must be among {', '.join(known)}, got {name!r}")
+        return cls(**saved)

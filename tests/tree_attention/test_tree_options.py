@@ -1,0 +1,83 @@
+"""TreeOptions: the one place of the options in Python, beside the schema in C++."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import FrozenInstanceError, fields, replace
+
+import pytest
+import torch
+
+from htree_ops import HTreeAttention, TreeOptions, tree_attention
+
+OTHERS = {
+    "compression_rate": 8,
+    "max_top_nodes": 24,
+    "top_k": 3,
+    "selection_stride": 4,
+    "scale": 0.5,
+    "rope_base": None,
+    "importance": "exp_joint",
+    "scope": "q_head",
+    "store_parents": False,
+}
+
+
+def test_the_options_are_those_of_the_schema() -> None:
+    declared = {
+        arg.name: arg.default_value for arg in torch.ops.htree.attention.default._schema.arguments[3:]
+    }
+    declared["top_k"] = declared.pop("top_k_per_layer")
+    ours = {field.name: field.default for field in fields(TreeOptions)}
+    assert ours.pop("scope") == "kv_head"  # Python alone
+    assert ours == declared
+    assert set(OTHERS) == {field.name for field in fields(TreeOptions)}
+
+
+def test_they_are_saved_and_loaded() -> None:
+    options = TreeOptions(**OTHERS)
+    assert TreeOptions.from_dict(json.loads(json.dumps(options.to_dict()))) == options
+    assert TreeOptions.from_dict({"top_k": 600}) == replace(TreeOptions(), top_k=600)
+    with pytest.raises(ValueError, match=r"among compression_rate, .*, got 'topk'"):
+        TreeOptions.from_dict({"topk": 600})
+    with pytest.raises(FrozenInstanceError):
+        options.top_k = 5  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"top_k": 0}, ValueError, "top_k"),
+        ({"top_k": 1.5}, TypeError, "top_k"),
+        ({"selection_stride": 3}, ValueError, "selection_stride"),
+        ({"max_top_nodes": 9000}, ValueError, "max_top_nodes"),
+        ({"importance": "mean"}, ValueError, "importance"),
+        ({"scope": "head"}, ValueError, "scope"),
+        ({"scale": float("nan")}, ValueError, "scale"),
+    ],
+    ids=str,
+)
+def test_wrong_ones_are_named(wrong: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        TreeOptions(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_layer_takes_them_and_lets_them_be_set() -> None:
+    torch.manual_seed(1)
+    layer = HTreeAttention(32, 4, 2, **OTHERS)
+    assert layer.options == TreeOptions(**OTHERS)
+    assert {name: getattr(layer, name) for name in OTHERS} == OTHERS
+    layer.top_k = 4
+    layer.selection_stride = 2
+    assert layer.options == replace(TreeOptions(**OTHERS), top_k=4, selection_stride=2)
+    with pytest.raises(ValueError, match=r"^HTreeAttention: .*selection_stride"):
+        layer.selection_stride = 3
+    x = torch.randn(2, 50, 32)
+    q = layer.q_proj(x).unflatten(-1, (4, 8))
+    k, v = (projection(x).unflatten(-1, (2, 8)) for projection in (layer.k_proj, layer.v_proj))
+    expected = layer.o_proj(tree_attention(q, k, v, **layer.options.to_dict()).flatten(2))
+    assert torch.equal(layer(x), expected)
+    assert torch.equal(copy.deepcopy(layer)(x), expected)
+    assert "top_k=4, selection_stride=2, scale=0.5" in repr(layer)
+    assert "options" not in layer.state_dict()
