@@ -1,4 +1,5 @@
-// Query rows of a block of the top layer, rotated once and kept in shared memory as fp16.
+// The scores of a dense top, for both passes of its selection and for its softmax: query rows of a block,
+// rotated once and kept in shared memory as fp16, times the tiles of nodes.
 //
 // The scale of the scores and log2(e) are folded in before the rounding. A row out of fp16's comfortable
 // range takes a power of two and a factor that undoes it instead, as keys do (dense_layer.cuh).

@@ -1,4 +1,4 @@
-// Launchers of tables.h and their kernels. No torch.
+// The tables of rotations and the lists of the top, declared in copies.h. No torch.
 #include "ops/tree_attention/cuda/tree/copies.h"
 
 #include "host/cuda/kernel_launch.h"

@@ -1,5 +1,5 @@
-// dQ of a layer as query_gradient.cuh, on Hopper (sm_90a): neighbouring queries of a kv head share one
-// gather, as in shared_gather/. docs/semantics/tree_attention.md §1.10.
+// dQ of a layer as backward/per_query/query_gradient.cuh, on Hopper (sm_90a): neighbouring queries of a kv
+// head share one gather, as in forward/shared_gather/. docs/semantics/tree_attention.md §1.10.
 //
 // What bounds it is the data path of shared memory: a slot's keys pass through it in both directions and its
 // values once. Twelve warps of 160 registers hold the query, dO, dQ and the rotations of two frames.

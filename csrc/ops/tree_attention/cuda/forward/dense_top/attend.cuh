@@ -1,5 +1,6 @@
-// What a thread of the top layer's masked softmax keeps: the running state of its two rows, and the mask of
-// the token they belong to.
+// The softmax of a dense top over the nodes that are not selected, as one dense product over all of them under
+// a mask, on Hopper: docs/semantics/tree_attention.md §1.5. First what a thread keeps, then the steps of a
+// tile, then the kernel and its launch.
 #pragma once
 
 #include "host/cuda/kernel_launch.h"
