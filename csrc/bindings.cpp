@@ -23,7 +23,7 @@
 #include "ops/gated_mlp/gated_mlp_config.h"
 #include "ops/hadamard/hadamard_config.h"
 #include "ops/rmsnorm_rope/rmsnorm_rope_config.h"
-#include "ops/tree_attention/plan/attention_config.h"
+#include "ops/tree_attention/plan/backward.h"
 #include "ops/tree_attention/plan/config_table.h"
 
 namespace py = pybind11;
@@ -243,11 +243,11 @@ std::string tree_attention_config(const std::array<int64_t, 7>& sizes, bool half
   const DeviceFacts device{major, shared_bytes, major == 9 && hopper_kernels, num_sms};
   const GatherChoice gather = per_query_gather ? GatherChoice::kPerQuery : GatherChoice::kAuto;
   if (backward) {
-    const AttentionConfig config = choose_backward_config(p, device, gather);
+    const BackwardConfig config = choose_backward_config(p, device, gather);
     return describe(config) + " gradients=" + describe_gradients(config) +
            " top_gradients=" + describe_top_gradients(config);
   }
-  const AttentionConfig config = choose_attention_config(p, device, gather);
+  const ForwardConfig config = choose_forward_config(p, device, gather);
   return describe(config) + " layers=" + describe_layers(config, p.layers());
 }
 

@@ -9,7 +9,7 @@
 #include "host/registration.h"
 #include "ops/tree_attention/attention.h"
 #include "ops/tree_attention/kernels.h"
-#include "ops/tree_attention/plan/attention_config.h"
+#include "ops/tree_attention/plan/problem.h"
 
 namespace htree::tree_attention {
 
@@ -142,7 +142,7 @@ TORCH_LIBRARY_IMPL(htree, Meta, library) {
   register_kernels<nullptr, nullptr>(library);
 }
 
-// ---- Autograd and Autocast of the whole operator. docs/semantics §0.5, §1.10.
+// ---- Autograd and Autocast
 
 namespace {
 

@@ -1,9 +1,9 @@
 // Building blocks of the query kernels; included after host/cpu/simd.h.
 #pragma once
 
-#include "ops/tree_attention/candidates.h"
 #include "ops/tree_attention/cpu/query_kernels.h"
 #include "ops/tree_attention/cpu/stages/selection.h"
+#include "ops/tree_attention/tree_args.h"
 
 namespace htree::HTREE_ISA::query {
 

@@ -1,8 +1,8 @@
 // One thread's view of a key/value head: scratch memory, and the steps of a query through one layer.
 #pragma once
 
-#include "ops/tree_attention/candidates.h"
 #include "ops/tree_attention/cpu/packed_layer.h"
+#include "ops/tree_attention/tree_args.h"
 
 namespace htree::tree_attention {
 

@@ -16,11 +16,6 @@
 
 namespace htree::tree_attention {
 
-// Lists whose partial sums fit `budget` bytes; at least one.
-inline int64_t partial_sum_lists(int64_t budget, int64_t tasks, int64_t slots, int64_t bytes) {
-  return std::max<int64_t>(1, budget / (tasks * slots * bytes));
-}
-
 struct PerListLayerParams {
   PartialSumParams sums;     // without partials, first_task and num_tasks; keys and values may be null
   int64_t tasks = 1;         // of kGradientRows rows per list
@@ -92,98 +87,10 @@ inline cudaError_t run_per_list_layer(const TensorCoreShape& shape, const PerLis
   return cudaSuccess;
 }
 
-// ---- Which kernels make the gradients of a layer, and where their scratch lies. No torch.
+// ---- the order of launches over chunks and layers
 
-// Whether the gradients of a layer are made by backward/per_list/, and there for runs of neighbouring queries.
-inline bool layer_per_list(const TreeCall& call, size_t layer_idx) {
-  return call.config.gather == GatherKernel::kPerList ||
-         (call.config.per_list_top && layer_idx + 1 == call.layers.size());
-}
-inline bool layer_runs(const TreeCall& call, size_t layer_idx) {
-  return call.config.per_list_top && layer_idx + 1 == call.layers.size();
-}
-// Blocks of kGradientRows rows per list or run.
-inline int64_t tasks_of_list(const TreeCall& call, size_t layer_idx) {
-  const int64_t queries = layer_runs(call, layer_idx) ? kGradientRun : call.problem.args.selection_stride;
-  return ceil_div(queries * call.problem.group(), kGradientRows);
-}
-// Partial sums of a block in a layer, at most.
-inline int64_t partial_slots(const TreeCall& call, size_t layer_idx) {
-  const bool implicit = layer_idx + 1 == call.layers.size();
-  return implicit ? call.layers[layer_idx].num_parents : call.problem.args.top_k;
-}
-inline int64_t partial_bytes_of(const TreeCall& call) {
-  return partial_sum_bytes(call.problem.key_dim, call.problem.value_dim);
-}
-
-// Whether dK and dV are made by parent_gradient.cuh.
-inline bool by_parent(const TreeCall& call) {
-  const int64_t group = call.problem.group();
-  return call.config.gather != GatherKernel::kPerList && group >= kMinParentGroup && group <= kMaxParentGroup;
-}
-
-// Offsets of the scratch, in bytes.
-struct BackwardScratch {
-  int64_t key_bounds, query_bounds, records, meta, query_sums, lists, list_bytes, mask, counts, entries,
-      offsets, run_counts, rotations, partials, partial_bytes, scores, total;
-
-  BackwardScratch(const TreeCall& call, bool recompute) {
-    const AttentionProblem& p = call.problem;
-    const AttentionConfig& c = call.config;
-    const int64_t chunk_lists = ceil_div(c.query_chunk, p.args.selection_stride);
-    const int64_t rows = c.batch_chunk * c.query_chunk * p.num_heads;
-    const int64_t query_rows = c.batch_chunk * c.query_chunk * p.num_kv_heads;
-    const int64_t list_rows = c.batch_chunk * chunk_lists * p.num_kv_heads;
-    const int64_t num_entries = call.layers.size() > 1 ? list_rows * p.args.top_k : 0;
-    total = 0;
-    const auto take = [&](int64_t bytes) {
-      const int64_t at = total;
-      total += aligned(bytes);
-      return at;
-    };
-    key_bounds = take(p.batch * p.num_kv_heads * static_cast<int64_t>(sizeof(KeyBounds)));
-    query_bounds = take(c.batch_chunk * p.num_kv_heads * static_cast<int64_t>(sizeof(QueryBounds)));
-    const bool per_list = c.gather == GatherKernel::kPerList;
-    records = take(layer_per_list(call, 0) ? 0
-                   : by_parent(call)       ? query_rows * tiled_record_bytes(p.key_dim, p.value_dim)
-                                           : rows * 2 * (p.key_dim + p.value_dim));
-    meta = take(rows * static_cast<int64_t>(sizeof(RowMeta)));
-    query_sums = take(call.layers.size() > 1 ? rows * p.key_dim * 4 : 0);
-    list_bytes = aligned(list_rows * p.args.top_k * 4);
-    lists = take(recompute ? list_bytes * static_cast<int64_t>(call.layers.size() - 1) : 0);
-    mask = take(call.layers.size() > 1 ? list_rows * call.mask_words() * 4 : 0);
-    counts = take(list_rows * 4);
-    entries = take(num_entries * 4);
-    const int64_t heads = num_entries ? c.batch_chunk * p.num_kv_heads : 0;
-    offsets = take(heads * (call.layers[0].num_parents + 1) * 4);
-    run_counts = take(heads * ceil_div(chunk_lists, kInverseRows) * call.layers[0].num_parents * 4);
-    rotations = take(by_parent(call) ? call.rope_rows() * p.key_dim * 2 : 0);
-    partial_bytes = 0;
-    for (size_t i = 0; i < call.layers.size(); ++i) {
-      if (layer_per_list(call, i)) {
-        const int64_t list_sums = tasks_of_list(call, i) * partial_slots(call, i) * partial_bytes_of(call);
-        const int64_t most = partial_sum_lists(per_list ? kPartialSumBytes : kTopSumBytes, 1, 1, list_sums);
-        const int64_t runs = (c.query_chunk / kGradientRun + 2) * c.batch_chunk * p.num_kv_heads;
-        partial_bytes =
-            std::max(partial_bytes, std::min(most, layer_runs(call, i) ? runs : list_rows) * list_sums);
-      }
-    }
-    // scores are there while lists are selected, before the first sum
-    scores = partials = take(std::max(partial_bytes, recompute ? score_scratch_bytes(call) : 0));
-  }
-};
-
-// First row of a layer's sums.
-inline int64_t layer_rows(const TreeCall& call, size_t layer_idx) {
-  int64_t rows = 0;
-  for (size_t i = 0; i < layer_idx; ++i) {
-    rows += call.problem.batch * call.problem.num_kv_heads * call.layers[i].num_parents * kTensorCoreRate;
-  }
-  return rows;
-}
-
-// ---- The order of launches of the tensor-core backward over chunks and layers. Buffers come from the caller; no
-// torch.
+static_assert(sizeof(RowMeta) == kRowMetaBytes);
+static_assert(sizeof(KeyBounds) == kBoundsBytes && sizeof(QueryBounds) == kBoundsBytes);
 
 struct BackwardBuffers {
   TensorView gradients;        // dO [B, T_q, H, V]
@@ -194,44 +101,37 @@ struct BackwardBuffers {
   void* query_gradient = nullptr;       // [B, T_q, H, K]; null: not wanted
   void* key_gradient = nullptr;         // [B, T, H_kv, K]
   void* value_gradient = nullptr;       // [B, T, H_kv, V]
-  float* key_sums = nullptr;    // gradient_sum_rows() rows of K; null where the gradient is not wanted
+  float* key_sums = nullptr;    // gradient_sum_row(layers) rows of K; null where the gradient is not wanted
   float* value_sums = nullptr;  // rows of V
-  char* scratch = nullptr;      // backward_scratch_bytes()
+  BackwardMemory memory;
 };
-
-// Rows of the fp32 sums: [B, H_kv, 16 * parents] per layer, layer after layer.
-int64_t gradient_sum_rows(const TreeCall& call);
-int64_t backward_scratch_bytes(const TreeCall& call, bool recompute);
-
-// run_prepare has run.
-cudaError_t run_backward(const TreeCall& call, const BackwardBuffers& buffers, cudaStream_t stream);
-
-// ----
 
 namespace {
 
 class BackwardRun {
  public:
-  BackwardRun(const TreeCall& call, const BackwardBuffers& buffers, cudaStream_t stream)
+  // run_prepare has run.
+  BackwardRun(const TreeCall& call, const BackwardConfig& config, const BackwardBuffers& buffers,
+              cudaStream_t stream)
       : call_(call),
+        config_(config),
         p_(call.problem),
         buffers_(buffers),
-        at_(call, buffers.parents.empty()),
+        at_(buffers.memory),
         stream_(stream),
         top_(call.layers.size() - 1) {}
 
   cudaError_t run() {
-    cudaMemsetAsync(scratch<char>(at_.key_bounds), 0, p_.batch * p_.num_kv_heads * sizeof(KeyBounds),
-                    stream_);
+    cudaMemsetAsync(at_.key_bounds, 0, p_.batch * p_.num_kv_heads * sizeof(KeyBounds), stream_);
     PackParams tokens;
     tokens.keys = call_.layers[0].keys;
     tokens.values = call_.layers[0].values;
     tokens.num_nodes = call_.layers[0].num_nodes;
     tokens.num_batches = p_.batch;
     tokens.num_kv_heads = p_.num_kv_heads;
-    if (layer_per_list(call_, top_)) {  // they only ever add
-      const int64_t first = per_list() ? 0 : layer_rows(call_, top_);
-      const size_t rows = static_cast<size_t>(gradient_sum_rows(call_) - first);
+    if (layer_per_list(p_, config_, top_)) {  // they only ever add
+      const int64_t first = config_.per_list ? 0 : gradient_sum_row(p_, top_);
+      const size_t rows = static_cast<size_t>(gradient_sum_row(p_, p_.layers()) - first);
       if (buffers_.key_sums) {
         cudaMemsetAsync(buffers_.key_sums + first * p_.key_dim, 0, rows * p_.key_dim * 4, stream_);
       }
@@ -240,32 +140,25 @@ class BackwardRun {
       }
     }
     cudaError_t error = cudaGetLastError();  // of the fills
-    if (error == cudaSuccess && by_parent(call_) && keys_wanted()) {
-      error = launch_position_rotations(call_.rope, scratch<__half2>(at_.rotations), call_.rope_rows(),
+    if (error == cudaSuccess && config_.parent_warps && keys_wanted()) {
+      error = launch_position_rotations(call_.rope, static_cast<__half2*>(at_.rotations), call_.rope_rows(),
                                         static_cast<int>(p_.key_dim), stream_);
     }
     if (error == cudaSuccess) {
       error = dispatch_shape(call_.shape, [&](auto type, auto dim) {
-        return launch_key_bounds<typename decltype(type)::type, dim.value>(
-            tokens, scratch<KeyBounds>(at_.key_bounds), stream_);
+        return launch_key_bounds<typename decltype(type)::type, dim.value>(tokens, at_.key_bounds, stream_);
       });
     }
-    for (int64_t batch = 0; batch < p_.batch; batch += call_.config.batch_chunk) {
-      for (int64_t query = 0; query < p_.num_queries && error == cudaSuccess;
-           query += call_.config.query_chunk) {
-        error = chunk({batch, std::min(call_.config.batch_chunk, p_.batch - batch), query,
-                       std::min(call_.config.query_chunk, p_.num_queries - query)});
+    for (int64_t batch = 0; batch < p_.batch; batch += config_.batch_chunk) {
+      for (int64_t query = 0; query < p_.num_queries && error == cudaSuccess; query += config_.query_chunk) {
+        error = chunk({batch, std::min(config_.batch_chunk, p_.batch - batch), query,
+                       std::min(config_.query_chunk, p_.num_queries - query)});
       }
     }
     return error != cudaSuccess ? error : finish();
   }
 
  private:
-  template <typename T>
-  T* scratch(int64_t offset) const {
-    return reinterpret_cast<T*>(buffers_.scratch + offset);
-  }
-  bool per_list() const { return call_.config.gather == GatherKernel::kPerList; }
   bool keys_wanted() const { return buffers_.key_sums || buffers_.value_sums; }
 
   char* query_gradient_of(const Chunk& chunk) const {
@@ -282,23 +175,21 @@ class BackwardRun {
                   chunk.query / p_.args.selection_stride * row,
               batch_stride};
     }
-    return {scratch<int32_t>(at_.lists + static_cast<int64_t>(layer_idx) * at_.list_bytes),
+    return {at_.lists + static_cast<int64_t>(layer_idx) * at_.list_stride,
             ceil_div(chunk.num_queries, p_.args.selection_stride) * row};
   }
 
   cudaError_t chunk(const Chunk& chunk) {
     if (buffers_.parents.empty()) {
       for (size_t i = top_; i > 0; --i) {
-        const cudaError_t error =
-            select_layer(call_, i, chunk, i == top_ ? ListSlice{} : lists_of(i, chunk),
-                         lists_of(i - 1, chunk), scratch<float>(at_.scores), nullptr, stream_);
+        const cudaError_t error = select_layer(call_, i, chunk, i == top_ ? ListSlice{} : lists_of(i, chunk),
+                                               lists_of(i - 1, chunk), at_.scores, nullptr, stream_);
         if (error != cudaSuccess) {
           return error;
         }
       }
     }
-    cudaMemsetAsync(scratch<char>(at_.query_bounds), 0,
-                    chunk.num_batches * p_.num_kv_heads * sizeof(QueryBounds), stream_);
+    cudaMemsetAsync(at_.query_bounds, 0, chunk.num_batches * p_.num_kv_heads * sizeof(QueryBounds), stream_);
     RowParams rows;
     rows.queries = at_row(call_.queries, chunk.batch, chunk.query);
     rows.gradients = at_row(buffers_.gradients, chunk.batch, chunk.query);
@@ -307,10 +198,10 @@ class BackwardRun {
     rows.max = buffers_.max + state;
     rows.sum = buffers_.sum + state;
     rows.state_batch = p_.num_queries * p_.num_heads;
-    rows.records = layer_per_list(call_, 0) ? nullptr : scratch<char>(at_.records);
-    rows.tiled = by_parent(call_);
-    rows.meta = scratch<RowMeta>(at_.meta);
-    rows.bounds = scratch<QueryBounds>(at_.query_bounds);
+    rows.records = layer_per_list(p_, config_, 0) ? nullptr : at_.records;
+    rows.tiled = config_.parent_warps;
+    rows.meta = at_.meta;
+    rows.bounds = at_.query_bounds;
     rows.num_batches = static_cast<int>(chunk.num_batches);
     rows.num_queries = static_cast<int>(chunk.num_queries);
     rows.num_kv_heads = static_cast<int>(p_.num_kv_heads);
@@ -331,13 +222,13 @@ class BackwardRun {
     common.gather = gather_of(call_, layer_idx, chunk);
     common.gather.lists = lists.data;
     common.gather.list_batch = lists.batch;
-    common.records = scratch<char>(at_.records);
-    common.tiled = by_parent(call_);
-    common.meta = scratch<RowMeta>(at_.meta);
-    common.key_bounds = scratch<KeyBounds>(at_.key_bounds) + chunk.batch * p_.num_kv_heads;
-    common.query_bounds = scratch<QueryBounds>(at_.query_bounds);
-    common.selected = layer_idx > 0 ? scratch<uint32_t>(at_.mask) : nullptr;
-    common.mask_words = call_.mask_words();
+    common.records = at_.records;
+    common.tiled = config_.parent_warps;
+    common.meta = at_.meta;
+    common.key_bounds = at_.key_bounds + chunk.batch * p_.num_kv_heads;
+    common.query_bounds = at_.query_bounds;
+    common.selected = layer_idx > 0 ? at_.mask : nullptr;
+    common.mask_words = mask_words(p_);
     common.scale = static_cast<float>(p_.args.scale);
 
     if (!implicit || layer_idx > 0) {
@@ -349,9 +240,9 @@ class BackwardRun {
         mask.next_lists = next.data;
         mask.next_batch = next.batch;
       }
-      mask.selected = scratch<uint32_t>(at_.mask);
+      mask.selected = at_.mask;
       mask.mask_words = common.mask_words;
-      mask.counts = scratch<int32_t>(at_.counts);
+      mask.counts = at_.counts;
       mask.num_batches = common.gather.num_batches;
       mask.num_lists = common.gather.num_lists;
       mask.num_kv_heads = common.gather.num_kv_heads;
@@ -363,7 +254,7 @@ class BackwardRun {
         return error;
       }
     }
-    if (layer_per_list(call_, layer_idx)) {
+    if (layer_per_list(p_, config_, layer_idx)) {
       return per_list_layer(layer_idx, chunk, common, lists);
     }
     if (buffers_.query_gradient) {
@@ -371,16 +262,16 @@ class BackwardRun {
       query.common = common;
       query.first = implicit;
       query.last = layer_idx == 0;
-      query.partial = scratch<float>(at_.query_sums);
+      query.partial = at_.query_sums;
       query.gradient = query_gradient_of(chunk);
       query.gradient_batch = p_.num_queries * p_.num_heads * p_.key_dim;
       const cudaError_t error =
-          call_.config.shared_gather_queries
+          config_.shared_gather_queries
               ? dispatch_shape(
                     call_.shape,
                     [&](auto type, auto dim) {
                       return launch_shared_gather_gradient<typename decltype(type)::type, dim.value>(
-                          {query, call_.rotations}, stream_);
+                          {query, call_.fragment_rotations}, stream_);
                     })
               : dispatch_shape(call_.shape, [&](auto type, auto dim) {
                   return launch_query_gradient<typename decltype(type)::type, dim.value>(query, stream_);
@@ -397,22 +288,22 @@ class BackwardRun {
     const TreeLayer& layer = call_.layers[layer_idx];
     KeyGradientParams key;
     key.common = common;
-    key.counts = scratch<int32_t>(at_.counts);
+    key.counts = at_.counts;
     if (lists.data) {
       if (const cudaError_t error = invert(layer, common.gather, lists); error != cudaSuccess) {
         return error;
       }
-      key.entries = scratch<uint32_t>(at_.entries);
-      key.offsets = scratch<uint32_t>(at_.offsets);
+      key.entries = at_.entries;
+      key.offsets = at_.offsets;
     }
     sums_of(layer_idx, chunk, key.keys, key.values);
     key.add = chunk.query > 0;
-    if (!by_parent(call_)) {
+    if (!config_.parent_warps) {
       return dispatch_shape(call_.shape, [&](auto type, auto dim) {
         return launch_key_gradient<typename decltype(type)::type, dim.value>(key, stream_);
       });
     }
-    key.rotations = scratch<__half2>(at_.rotations);
+    key.rotations = static_cast<__half2*>(at_.rotations);
     const int64_t list_bytes = p_.args.selection_stride * p_.group() * 2 * (p_.key_dim + p_.value_dim);
     const int64_t window = std::max<int64_t>(1, kParentWindowBytes / list_bytes);
     cudaError_t error = cudaSuccess;
@@ -437,16 +328,16 @@ class BackwardRun {
     inverse.num_lists = gather.num_lists;
     inverse.num_kv_heads = gather.num_kv_heads;
     inverse.width = gather.list_width;
-    inverse.entries = scratch<uint32_t>(at_.entries);
-    inverse.offsets = scratch<uint32_t>(at_.offsets);
-    inverse.run_counts = scratch<uint32_t>(at_.run_counts);
+    inverse.entries = at_.entries;
+    inverse.offsets = at_.offsets;
+    inverse.run_counts = at_.run_counts;
     return launch_inverse_lists(inverse, stream_);
   }
 
   void sums_of(size_t layer_idx, const Chunk& chunk, float*& keys, float*& values) const {
-    const int64_t rows = layer_rows(call_, layer_idx) + chunk.batch * p_.num_kv_heads *
-                                                            call_.layers[layer_idx].num_parents *
-                                                            kTensorCoreRate;
+    const int64_t rows = gradient_sum_row(p_, layer_idx) + chunk.batch * p_.num_kv_heads *
+                                                               call_.layers[layer_idx].num_parents *
+                                                               kTensorCoreRate;
     keys = buffers_.key_sums ? buffers_.key_sums + rows * p_.key_dim : nullptr;
     values = buffers_.value_sums ? buffers_.value_sums + rows * p_.value_dim : nullptr;
   }
@@ -462,16 +353,15 @@ class BackwardRun {
           error != cudaSuccess) {
         return error;
       }
-      sums.entries = scratch<uint32_t>(at_.entries);
-      sums.offsets = scratch<uint32_t>(at_.offsets);
+      sums.entries = at_.entries;
+      sums.offsets = at_.offsets;
     }
     PerListGradientParams& tasks = sums.tasks;
     tasks.gather = common.gather;
     tasks.mask_stride = common.gather.stride;
-    tasks.rotations = call_.rotations;
-    if (layer_runs(call_, layer_idx)) {
+    tasks.rotations = call_.dim_rotations;
+    if (layer_runs(p_, config_, layer_idx)) {
       GatherParams& gather = tasks.gather;
-      tasks.rotations = call_.top_rotations;
       tasks.lead = static_cast<int>(gather.t0 % kGradientRun);
       for (int group = gather.group; group > 1; group /= 2) {
         ++tasks.group_shift;
@@ -483,22 +373,22 @@ class BackwardRun {
     tasks.meta = common.meta;
     tasks.key_bounds = common.key_bounds;
     tasks.query_bounds = common.query_bounds;
-    tasks.counts = lists.data ? scratch<int32_t>(at_.counts) : nullptr;
+    tasks.counts = lists.data ? at_.counts : nullptr;
     tasks.selected = common.selected;
     tasks.mask_words = common.mask_words;
     tasks.scale = common.scale;
     tasks.query.first = layer_idx == top_;
     tasks.query.last = layer_idx == 0;
-    tasks.query.partial = scratch<float>(at_.query_sums);
+    tasks.query.partial = at_.query_sums;
     if (buffers_.query_gradient) {
       tasks.query.gradient = query_gradient_of(chunk);
       tasks.query.gradient_batch = p_.num_queries * p_.num_heads * p_.key_dim;
     }
-    tasks.run.slots = partial_slots(call_, layer_idx);
-    layer.tasks = tasks_of_list(call_, layer_idx);
-    layer.partials = scratch<char>(at_.partials);
+    tasks.run.slots = partial_slots(p_, layer_idx);
+    layer.tasks = tasks_of_list(p_, config_, layer_idx);
+    layer.partials = at_.partials;
     layer.partial_bytes = at_.partial_bytes;
-    layer.num_sms = call_.config.num_sms;
+    layer.num_sms = config_.num_sms;
     return run_per_list_layer(call_.shape, layer, stream_);
   }
 
@@ -510,13 +400,13 @@ class BackwardRun {
       for (size_t i = top_ + 1; sums && error == cudaSuccess && i-- > 0;) {
         const TreeLayer& layer = call_.layers[i];
         PushParams params;
-        params.child = sums + layer_rows(call_, i) * dim;
+        params.child = sums + gradient_sum_row(p_, i) * dim;
         params.heads = p_.batch * p_.num_kv_heads;
         params.num_nodes = layer.num_nodes;
         params.child_rows = layer.num_parents * kTensorCoreRate;
         params.dim = dim;
         if (i < top_) {
-          params.parent = sums + layer_rows(call_, i + 1) * dim;
+          params.parent = sums + gradient_sum_row(p_, i + 1) * dim;
           params.parent_rows = call_.layers[i + 1].num_parents * kTensorCoreRate;
         }
         if (i == 0) {
@@ -532,26 +422,15 @@ class BackwardRun {
   }
 
   const TreeCall& call_;
+  const BackwardConfig& config_;
   const AttentionProblem& p_;
   const BackwardBuffers& buffers_;
-  BackwardScratch at_;
+  const BackwardMemory& at_;
   cudaStream_t stream_;
   size_t top_;
 };
 
 }  // namespace
-
-int64_t gradient_sum_rows(const TreeCall& call) {
-  return layer_rows(call, call.layers.size());
-}
-
-int64_t backward_scratch_bytes(const TreeCall& call, bool recompute) {
-  return BackwardScratch(call, recompute).total;
-}
-
-cudaError_t run_backward(const TreeCall& call, const BackwardBuffers& buffers, cudaStream_t stream) {
-  return BackwardRun(call, buffers, stream).run();
-}
 
 // ---- attention_backward on CUDA: docs/semantics/tree_attention.md §1.10. Deterministic, without float atomics.
 // Scratch beyond the fp32 sums of dK and dV and the tree: at most kBackwardScratchBytes (1.8 GiB) at any T,
@@ -559,7 +438,7 @@ cudaError_t run_backward(const TreeCall& call, const BackwardBuffers& buffers, c
 
 namespace {
 
-void backward_tensor_core(const AttentionProblem& problem, const AttentionConfig& config, const Backward& b,
+void backward_tensor_core(const AttentionProblem& problem, const BackwardConfig& config, const Backward& b,
                           const CudaTree& tree, cudaStream_t stream) {
   const TensorCoreTree prepared = prepare_tensor_cores(problem, config, b.q, tree, stream);
   const TreeCall& call = prepared.call;
@@ -574,7 +453,7 @@ void backward_tensor_core(const AttentionProblem& problem, const AttentionConfig
   buffers.query_gradient = b.data(b.dq);
   buffers.key_gradient = b.data(b.dk);
   buffers.value_gradient = b.data(b.dv);
-  const int64_t rows = gradient_sum_rows(call);
+  const int64_t rows = gradient_sum_row(problem, problem.layers());
   Tensor key_sums, value_sums;
   if (b.dk.defined()) {
     key_sums = scratch_of(rows * problem.key_dim, at::kFloat, b.q);
@@ -584,9 +463,13 @@ void backward_tensor_core(const AttentionProblem& problem, const AttentionConfig
     value_sums = scratch_of(rows * problem.value_dim, at::kFloat, b.q);
     buffers.value_sums = value_sums.mutable_data_ptr<float>();
   }
-  const Tensor scratch = scratch_of(backward_scratch_bytes(call, b.parents.empty()), at::kByte, b.q);
-  buffers.scratch = static_cast<char*>(scratch.mutable_data_ptr());
-  C10_CUDA_CHECK(run_backward(call, buffers, stream));
+  const bool recompute = b.parents.empty();
+  Workspace sizes;
+  lay_out_backward(sizes, problem, config, recompute);
+  const Tensor scratch = scratch_of(sizes.bytes(), at::kByte, b.q);
+  Workspace space(scratch.mutable_data_ptr());
+  buffers.memory = lay_out_backward(space, problem, config, recompute);
+  C10_CUDA_CHECK(BackwardRun(call, config, buffers, stream).run());
 }
 
 // Blocks stand along y of a grid by batch and K/V head.
@@ -633,7 +516,7 @@ void attention_backward_cuda(const Tensor& dout, const Tensor& q, const Tensor& 
   }
   const Tensor max = gmax.contiguous(), sum = gsum.contiguous();
   const AttentionProblem problem = attention_problem(q, k, v, args);
-  const AttentionConfig config = attention_backward_config(problem);
+  const BackwardConfig config = backward_config(problem);
   const CudaTree tree = build_cuda_tree(k, v, args);
   const Backward backward{dout, q, out, max, sum, lists, dq, dk, dv};
   if (config.path == AttentionPath::kTensorCore) {

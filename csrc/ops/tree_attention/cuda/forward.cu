@@ -21,27 +21,17 @@ namespace {
 
 constexpr double kLog2E = 1.4426950408889634;
 
-// Sizes of the scratch of one chunk in bytes, in the order they lie in memory.
-struct ForwardScratch {
-  int64_t partial, lists, mask, scores;
-
-  explicit ForwardScratch(const TreeCall& call) {
-    const AttentionProblem& p = call.problem;
-    const AttentionConfig& c = call.config;
-    const int64_t chunk_lists = ceil_div(c.query_chunk, p.args.selection_stride);
-    const bool many = call.layers.size() > 1;
-    partial = many ? aligned(c.batch_chunk * c.query_chunk * p.num_heads * p.value_dim * 4) : 0;
-    lists = many ? aligned(c.batch_chunk * chunk_lists * p.num_kv_heads * p.args.top_k * 4) : 0;
-    mask = many ? aligned(c.batch_chunk * chunk_lists * p.num_kv_heads * call.mask_words() * 4) : 0;
-    scores = score_scratch_bytes(call);
-  }
-  int64_t total() const { return partial + 2 * lists + mask + scores; }
+struct ForwardBuffers {
+  void* out = nullptr;   // [B, T_q, H, V]
+  float* max = nullptr;  // [B, T_q, H]
+  float* sum = nullptr;
+  std::vector<int32_t*> parents;  // per layer [B, num_lists, H_kv, k], or empty
+  ForwardMemory memory;
 };
 
-cudaError_t attend_layer(const TreeCall& call, size_t layer_idx, const Chunk& chunk,
-                         const AttendParams& attend, cudaStream_t stream) {
-  switch (
-      layer_kernel(call.config, static_cast<int64_t>(layer_idx), static_cast<int64_t>(call.layers.size()))) {
+cudaError_t attend_layer(const TreeCall& call, const ForwardConfig& config, size_t layer_idx,
+                         const Chunk& chunk, const AttendParams& attend, cudaStream_t stream) {
+  switch (layer_kernel(config, static_cast<int64_t>(layer_idx), static_cast<int64_t>(call.layers.size()))) {
     case LayerKernel::kDense:
       return dispatch_shape(call.shape, [&](auto type, auto dim) {
         return launch_dense_attend<typename decltype(type)::type, dim.value>(
@@ -64,18 +54,14 @@ cudaError_t attend_layer(const TreeCall& call, size_t layer_idx, const Chunk& ch
   return cudaErrorInvalidValue;
 }
 
-cudaError_t forward_chunk(const TreeCall& call, const ForwardBuffers& buffers, const Chunk& chunk,
-                          cudaStream_t stream) {
+cudaError_t forward_chunk(const TreeCall& call, const ForwardConfig& config, const ForwardBuffers& buffers,
+                          const Chunk& chunk, cudaStream_t stream) {
   const AttentionProblem& p = call.problem;
-  const ForwardScratch sizes(call);
+  const ForwardMemory& memory = buffers.memory;
   const int64_t stride = p.args.selection_stride;
   const int64_t chunk_lists = ceil_div(chunk.num_queries, stride);
   const int64_t list_row = p.num_kv_heads * p.args.top_k;
-  float* partial = reinterpret_cast<float*>(buffers.scratch);
-  char* scratch_lists = buffers.scratch + sizes.partial;
-  uint32_t* mask = reinterpret_cast<uint32_t*>(scratch_lists + 2 * sizes.lists);
-  float* scores = reinterpret_cast<float*>(scratch_lists + 2 * sizes.lists + sizes.mask);
-  const int64_t mask_words = call.mask_words();
+  const int64_t words = mask_words(p);
 
   auto lists_of = [&](size_t layer_idx) {
     if (!buffers.parents.empty()) {
@@ -84,16 +70,15 @@ cudaError_t forward_chunk(const TreeCall& call, const ForwardBuffers& buffers, c
           buffers.parents[layer_idx] + chunk.batch * batch_stride + chunk.query / stride * list_row,
           batch_stride};
     }
-    return ListSlice{reinterpret_cast<int32_t*>(scratch_lists + layer_idx % 2 * sizes.lists),
-                     chunk_lists * list_row};
+    return ListSlice{memory.lists[layer_idx % 2], chunk_lists * list_row};
   };
 
   const size_t top = call.layers.size() - 1;
   for (size_t layer_idx = call.layers.size(); layer_idx-- > 0;) {
     const ListSlice lists = layer_idx == top ? ListSlice{} : lists_of(layer_idx);
     if (layer_idx > 0) {
-      const cudaError_t error =
-          select_layer(call, layer_idx, chunk, lists, lists_of(layer_idx - 1), scores, mask, stream);
+      const cudaError_t error = select_layer(call, layer_idx, chunk, lists, lists_of(layer_idx - 1),
+                                             memory.scores, memory.mask, stream);
       if (error != cudaSuccess) {
         return error;
       }
@@ -102,19 +87,19 @@ cudaError_t forward_chunk(const TreeCall& call, const ForwardBuffers& buffers, c
     attend.gather = gather_of(call, layer_idx, chunk);
     attend.gather.lists = lists.data;
     attend.gather.list_batch = lists.batch;
-    attend.selected = layer_idx > 0 ? mask : nullptr;
-    attend.selected_batch = chunk_lists * p.num_kv_heads * mask_words;
-    attend.mask_words = mask_words;
+    attend.selected = layer_idx > 0 ? memory.mask : nullptr;
+    attend.selected_batch = chunk_lists * p.num_kv_heads * words;
+    attend.mask_words = words;
     attend.first = layer_idx == top;
     attend.last = layer_idx == 0;
     const int64_t state = (chunk.batch * p.num_queries + chunk.query) * p.num_heads;
     attend.max = buffers.max + state;
     attend.sum = buffers.sum + state;
     attend.state_batch = p.num_queries * p.num_heads;
-    attend.partial = partial;
+    attend.partial = memory.partial;
     attend.out = static_cast<char*>(buffers.out) + 2 * state * p.value_dim;
-    attend.rotations = call.rotations;
-    if (const cudaError_t error = attend_layer(call, layer_idx, chunk, attend, stream);
+    attend.rotations = config.dim_rotations ? call.dim_rotations : call.fragment_rotations;
+    if (const cudaError_t error = attend_layer(call, config, layer_idx, chunk, attend, stream);
         error != cudaSuccess) {
       return error;
     }
@@ -151,26 +136,18 @@ GatherParams gather_of(const TreeCall& call, size_t layer_idx, const Chunk& chun
   return g;
 }
 
-int64_t forward_scratch_bytes(const TreeCall& call) {
-  return ForwardScratch(call).total();
-}
-
 cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream) {
   const AttentionProblem& p = call.problem;
   cudaError_t error = launch_rope_table(call.rope, call.rope_rows(), static_cast<int>(p.key_dim),
                                         p.args.rope_base, p.args.rotate, stream);
-  if (call.rotations && error == cudaSuccess) {
-    const RotationOrder order =
-        call.config.gather == GatherKernel::kSharedGather || call.config.shared_gather_queries
-            ? RotationOrder::kFragments
-            : RotationOrder::kDims;
-    error = launch_rotation_table(call.rotations, call.rotation_slots(), static_cast<int>(p.key_dim), order,
-                                  p.args.rope_base, p.args.rotate, stream);
-  }
-  if (call.top_rotations && error == cudaSuccess) {
-    error = launch_rotation_table(call.top_rotations, call.rotation_slots(), static_cast<int>(p.key_dim),
-                                  RotationOrder::kDims, p.args.rope_base, p.args.rotate, stream);
-  }
+  const auto rotations = [&](__half2* table, RotationOrder order) {
+    if (table && error == cudaSuccess) {
+      error = launch_rotation_table(table, call.rotation_slots(), static_cast<int>(p.key_dim), order,
+                                    p.args.rope_base, p.args.rotate, stream);
+    }
+  };
+  rotations(call.fragment_rotations, RotationOrder::kFragments);
+  rotations(call.dim_rotations, RotationOrder::kDims);
   for (size_t i = 0; i < call.layers.size() && error == cudaSuccess; ++i) {
     const TreeLayer& layer = call.layers[i];
     PackParams pack;
@@ -202,9 +179,11 @@ cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream) {
   return error;
 }
 
-cudaError_t run_forward(const TreeCall& call, const ForwardBuffers& buffers, cudaStream_t stream) {
+namespace {
+
+cudaError_t run_forward(const TreeCall& call, const ForwardConfig& c, const ForwardBuffers& buffers,
+                        cudaStream_t stream) {
   const AttentionProblem& p = call.problem;
-  const AttentionConfig& c = call.config;
   if (!buffers.parents.empty()) {
     const cudaError_t error =
         launch_top_lists(buffers.parents.back(), p.batch, p.num_lists(), p.num_kv_heads, p.args.top_k, p.t0(),
@@ -217,7 +196,7 @@ cudaError_t run_forward(const TreeCall& call, const ForwardBuffers& buffers, cud
     for (int64_t query = 0; query < p.num_queries; query += c.query_chunk) {
       const Chunk chunk{batch, std::min(c.batch_chunk, p.batch - batch), query,
                         std::min(c.query_chunk, p.num_queries - query)};
-      if (const cudaError_t error = forward_chunk(call, buffers, chunk, stream); error != cudaSuccess) {
+      if (const cudaError_t error = forward_chunk(call, c, buffers, chunk, stream); error != cudaSuccess) {
         return error;
       }
     }
@@ -228,23 +207,23 @@ cudaError_t run_forward(const TreeCall& call, const ForwardBuffers& buffers, cud
 // ---- attention_forward on CUDA: docs/semantics/tree_attention.md §1.5. Temporary memory: plan/ and
 // §1.8; calls go over the queries in chunks.
 
-namespace {
-
-void forward_tensor_core(const AttentionProblem& problem, const AttentionConfig& config, const Tensor& q,
+void forward_tensor_core(const AttentionProblem& problem, const ForwardConfig& config, const Tensor& q,
                          const CudaTree& tree, const Tensor& out, const Tensor& gmax, const Tensor& gsum,
                          const std::vector<Tensor>& parents, cudaStream_t stream) {
   const TensorCoreTree prepared = prepare_tensor_cores(problem, config, q, tree, stream);
-  const int64_t bytes = std::max<int64_t>(forward_scratch_bytes(prepared.call), 1);
-  const Tensor scratch = at::empty({bytes}, q.options().dtype(at::kByte));
+  Workspace sizes;
+  lay_out_forward(sizes, problem, config);
+  const Tensor scratch = at::empty({std::max<int64_t>(sizes.bytes(), 1)}, q.options().dtype(at::kByte));
+  Workspace space(scratch.mutable_data_ptr());
   ForwardBuffers buffers;
   buffers.out = out.mutable_data_ptr();
   buffers.max = gmax.mutable_data_ptr<float>();
   buffers.sum = gsum.mutable_data_ptr<float>();
-  buffers.scratch = static_cast<char*>(scratch.mutable_data_ptr());
+  buffers.memory = lay_out_forward(space, problem, config);
   for (const Tensor& list : parents) {
     buffers.parents.push_back(list.mutable_data_ptr<int32_t>());
   }
-  C10_CUDA_CHECK(run_forward(prepared.call, buffers, stream));
+  C10_CUDA_CHECK(run_forward(prepared.call, config, buffers, stream));
 }
 
 // Batches [batch, batch + batches), queries [query, query + queries): contiguous slices of contiguous
@@ -315,7 +294,7 @@ void attention_forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, c
     return;
   }
   const AttentionProblem problem = attention_problem(q, k, v, args);
-  const AttentionConfig config = attention_config(problem);
+  const ForwardConfig config = forward_config(problem);
   const CudaTree tree = build_cuda_tree(k, v, args);
   if (config.path == AttentionPath::kTensorCore) {
     forward_tensor_core(problem, config, q, tree, out, gmax, gsum, parents, scope.stream());

@@ -13,7 +13,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "ops/tree_attention/plan/layout_sizes.h"
+#include "ops/tree_attention/plan/problem.h"
 #include "ops/tree_attention/tree_args.h"
 
 namespace htree::tree_attention {

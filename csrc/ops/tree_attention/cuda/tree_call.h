@@ -6,7 +6,7 @@
 
 #include "ops/tree_attention/cuda/launch_params.h"
 #include "ops/tree_attention/cuda/tree/copies.h"
-#include "ops/tree_attention/plan/attention_config.h"
+#include "ops/tree_attention/plan/backward.h"
 
 namespace htree::tree_attention {
 
@@ -22,25 +22,19 @@ struct TreeLayer {
 // A call on one device: sizes, inputs and the tree over the keys, tokens first.
 struct TreeCall {
   AttentionProblem problem;
-  AttentionConfig config;
+  TreeConfig config;
   TensorCoreShape shape;
   TensorView queries;  // [B, T_q, H, K]
   std::vector<TreeLayer> layers;
-  float2* rope = nullptr;            // [rope_rows(), K/2]
-  __half2* rotations = nullptr;      // rotation table of rotation_slots() slots; null for gathers per query
-  __half2* top_rotations = nullptr;  // another of RotationOrder::kDims, if config.per_list_top
-  DenseTiles top;                    // of layers.back(), if config.dense_top
+  float2* rope = nullptr;  // [rope_rows(), K/2]
+  // Rotation tables of rotation_slots() slots in both orders, those that config asks for.
+  __half2* fragment_rotations = nullptr;
+  __half2* dim_rotations = nullptr;
+  DenseTiles top;  // of layers.back(), if config.dense_top
 
   int64_t rope_rows() const { return problem.args.top_k * kTensorCoreRate + 1; }
   int64_t rotation_slots() const { return problem.args.top_k + 1; }
-  // Rows of masks are aligned to 16 bytes.
-  int64_t mask_words() const { return ceil_div(problem.args.top_k * kTensorCoreRate, 128) * 4; }
 };
-
-constexpr int64_t kScratchAlign = 256;
-inline int64_t aligned(int64_t bytes) {
-  return ceil_div(bytes, kScratchAlign) * kScratchAlign;
-}
 
 // Batches from `batch`, queries from `query` on.
 struct Chunk {
@@ -59,29 +53,15 @@ TensorView at_row(TensorView view, int64_t batch, int64_t row);
 // Lists are left to the caller.
 GatherParams gather_of(const TreeCall& call, size_t layer_idx, const Chunk& chunk);
 
-// Bytes of `scratch` below.
-int64_t score_scratch_bytes(const TreeCall& call);
-
 // Selects the lists of the layer below, some leaders at a time; `mask` [num_batches, lists of the chunk,
-// H_kv, mask_words()] may be null.
+// H_kv, mask_words()] may be null. `scratch` has selection_bytes().
 cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& chunk, const ListSlice& lists,
                          const ListSlice& next, float* scratch, uint32_t* mask, cudaStream_t stream);
 
 // A layer's tiles from the chunk's first batch on.
 DenseTiles dense_tiles_of(const TreeCall& call, const Chunk& chunk);
 
-struct ForwardBuffers {
-  void* out = nullptr;   // [B, T_q, H, V]
-  float* max = nullptr;  // [B, T_q, H]
-  float* sum = nullptr;
-  std::vector<int32_t*> parents;  // per layer [B, num_lists, H_kv, k], or empty
-  char* scratch = nullptr;        // forward_scratch_bytes()
-};
-
-int64_t forward_scratch_bytes(const TreeCall& call);
-
-// Fills call.rope, call.rotations and the blocks of every layer.
+// Fills call.rope, the rotation tables and the packed copy of every layer.
 cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream);
-cudaError_t run_forward(const TreeCall& call, const ForwardBuffers& buffers, cudaStream_t stream);
 
 }  // namespace htree::tree_attention

@@ -1,15 +1,49 @@
-// The kernels of the tensor-core path over group sizes and selection strides, in words: what
+// The choices of plan/ in words, of one call and as a table over group sizes and selection strides: what
 // `python -m htree_ops info` prints. No torch.
 #pragma once
 
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "device/sizes.h"
-#include "ops/tree_attention/plan/attention_config.h"
+#include "ops/tree_attention/plan/backward.h"
 
 namespace htree::tree_attention {
+
+inline std::string describe(const TreeConfig& config) {
+  std::ostringstream text;
+  text << (config.path == AttentionPath::kTensorCore ? "tensor_core" : "general")
+       << " batch_chunk=" << config.batch_chunk << " query_chunk=" << config.query_chunk
+       << " selection_chunk=" << config.selection_chunk
+       << " top=" << (config.dense_top ? "dense" : "gathered") << " top_chunk=" << config.top_chunk;
+  return text.str();
+}
+
+// The kernels of the gradients, which are those of every layer.
+inline std::string describe_gradients(const BackwardConfig& config) {
+  return config.path == AttentionPath::kGeneral ? "general"
+         : config.per_list                      ? "per_list"
+         : config.shared_gather_queries         ? "shared_gather"
+                                                : "per_query";
+}
+
+// Those of the top.
+inline std::string describe_top_gradients(const BackwardConfig& config) {
+  return config.per_list_top ? "per_list" : describe_gradients(config);
+}
+
+// layer_kernel() of every layer of the forward, the top first.
+inline std::string describe_layers(const ForwardConfig& config, int64_t num_layers) {
+  constexpr const char* kNames[] = {"general", "per_query", "shared_gather", "per_list", "dense"};
+  std::string text;
+  for (int64_t layer = num_layers; layer-- > 0;) {
+    text += kNames[static_cast<int>(layer_kernel(config, layer, num_layers))];
+    text += layer > 0 ? "," : "";
+  }
+  return text;
+}
 
 // A line per choice of kernels for a tree of two layers, with the G = H / H_kv and the strides that take it.
 inline std::vector<std::string> tensor_core_kernels(bool hopper) {
@@ -27,10 +61,10 @@ inline std::vector<std::string> tensor_core_kernels(bool hopper) {
   for (p.num_heads = 1; p.num_heads <= 16; ++p.num_heads) {
     std::vector<std::pair<std::string, std::string>> choices;  // kernels, strides of this group
     for (p.args.selection_stride = 1; p.args.selection_stride <= 16; p.args.selection_stride *= 2) {
-      const AttentionConfig backward = choose_backward_config(p, device);
-      const std::string kernels =
-          "layers=" + describe_layers(choose_attention_config(p, device), p.layers()) +
-          " gradients=" + describe_gradients(backward) + " top_gradients=" + describe_top_gradients(backward);
+      const BackwardConfig backward = choose_backward_config(p, device);
+      const std::string kernels = "layers=" + describe_layers(choose_forward_config(p, device), p.layers()) +
+                                  " gradients=" + describe_gradients(backward) +
+                                  " top_gradients=" + describe_top_gradients(backward);
       const std::string stride = std::to_string(p.args.selection_stride);
       if (choices.empty() || choices.back().first != kernels) {
         choices.emplace_back(kernels, stride);

@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "ops/tree_attention/candidates.h"
 #include "ops/tree_attention/stages/io_weights.h"
+#include "ops/tree_attention/tree_args.h"
 
 namespace htree::tree_attention {
 

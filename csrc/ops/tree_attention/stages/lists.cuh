@@ -4,8 +4,8 @@
 #include "device/numeric.cuh"
 #include "device/pack.cuh"
 #include "device/reduce.cuh"
-#include "ops/tree_attention/candidates.h"
 #include "ops/tree_attention/stages/geometry.h"
+#include "ops/tree_attention/tree_args.h"
 
 namespace htree::tree_attention {
 

@@ -12,8 +12,8 @@
 
 #include "host/cpu/isa.h"
 #include "host/cpu/storage.h"
-#include "ops/tree_attention/candidates.h"
 #include "ops/tree_attention/cpu/stages/stage_rows.h"
+#include "ops/tree_attention/tree_args.h"
 
 namespace htree::tree_attention {
 

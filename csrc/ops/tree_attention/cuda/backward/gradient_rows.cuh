@@ -4,6 +4,7 @@
 
 #include <cfloat>
 
+#include <cstdint>
 #include "device/mma.cuh"
 #include "device/numeric.cuh"
 #include "device/reduce.cuh"
@@ -240,6 +241,25 @@ __device__ __forceinline__ PowerOfTwo score_gradient_scale(float gradient_norm, 
   return {__uint_as_float(static_cast<uint32_t>(127 + shift) << 23),
           __uint_as_float(static_cast<uint32_t>(127 - shift) << 23)};
 }
+
+// ---- where a parent's users of some lists begin among its entries, see InverseParams
+
+// First entry of [begin, end) whose list is not before `list`. A whole warp; every round leaves a 32nd.
+__device__ __forceinline__ uint32_t first_entry(const uint32_t* entries, uint32_t begin, uint32_t end,
+                                                uint32_t list, uint32_t width) {
+  const uint32_t lane = threadIdx.x % 32;
+  while (begin < end) {
+    const uint32_t step = (end - begin + 31) / 32;
+    const uint32_t at = begin + lane * step;
+    const unsigned reached = __ballot_sync(device::kFullMask, at >= end || entries[at] / width >= list);
+    const uint32_t first = reached ? __ffs(reached) - 1 : 32;
+    end = min(end, begin + first * step);
+    begin = first == 0 ? end : begin + (first - 1) * step + 1;
+  }
+  return begin;
+}
+
+// ---- launchers
 
 template <typename T, int kDim>
 cudaError_t launch_gradient_rows(const RowParams& params, cudaStream_t stream) {

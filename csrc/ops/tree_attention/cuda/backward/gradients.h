@@ -125,11 +125,6 @@ cudaError_t launch_parent_gradient(const KeyGradientParams& params, cudaStream_t
 // are in shared memory. dQ stays with its block; what a block adds to dK and dV of a parent leaves as one
 // partial sum per (list, slot), and a second kernel adds a parent's partials in the order of the lists.
 
-// Of dK' and dV of a parent's 16 children in bf16.
-constexpr int64_t partial_sum_bytes(int64_t key_dim, int64_t value_dim) {
-  return kTensorCoreRate * 2 * (key_dim + value_dim);
-}
-
 // Where dQ of a layer goes.
 struct PerListQueryGradient {
   bool first = false;  // layer: nothing in `partial` yet

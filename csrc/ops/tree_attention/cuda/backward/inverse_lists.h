@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "ops/tree_attention/plan/problem.h"
+
 namespace htree::tree_attention {
 
 // Bit p of a row's mask = candidate p is in the list of the layer below; counts = parents in the row's list.
@@ -30,8 +32,6 @@ cudaError_t launch_list_masks(const ListMaskParams& params, cudaStream_t stream)
 
 // Users of every parent: entries[offsets[h][j] ... offsets[h][j + 1]) = list_row * width + slot of the lists
 // of head h (batch * H_kv + kv head) that hold parent j, in the order of the lists.
-constexpr int kInverseRows = 256;  // list rows that one block counts and places
-
 struct InverseParams {
   const int32_t* lists = nullptr;  // [B, num_lists, H_kv, width]
   int64_t list_batch = 0;

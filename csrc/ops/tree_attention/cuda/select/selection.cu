@@ -24,12 +24,13 @@ cudaError_t score_lists(const TreeCall& call, const GatherParams& gather, int64_
   ListScoreParams score;
   score.gather = gather;
   score.importance = call.problem.args.importance;
-  score.scores = scratch;
+  Workspace space(scratch);
+  const ListScoreMemory memory = lay_out_list_scores(
+      space, int64_t{gather.num_batches} * gather.num_lists * call.problem.num_heads, most_candidates);
+  score.scores = memory.scores;
   score.score_width = most_candidates;
   score.num_runs = static_cast<int>(score_runs(most_candidates));
-  score.sums = reinterpret_cast<float2*>(scratch + aligned(int64_t{gather.num_batches} * gather.num_lists *
-                                                           call.problem.num_heads * most_candidates * 4) /
-                                                       4);
+  score.sums = reinterpret_cast<float2*>(memory.sums);
   select.scores = scratch;
   select.score_width = score.score_width;
   select.sums = score.sums;
@@ -37,11 +38,6 @@ cudaError_t score_lists(const TreeCall& call, const GatherParams& gather, int64_
   return dispatch_shape(call.shape, [&](auto type, auto dim) {
     return launch_list_scores<typename decltype(type)::type, dim.value>(score, stream);
   });
-}
-
-// Bytes of the references of a chunk at a dense top, ahead of its importances.
-int64_t reference_bytes(const TreeCall& call, int64_t num_batches, int64_t num_lists) {
-  return aligned(num_batches * num_lists * call.problem.num_heads * 4);
 }
 
 // References of all lists of the chunk.
@@ -58,14 +54,14 @@ cudaError_t refer_top(const TreeCall& call, const Chunk& chunk, const GatherPara
 }
 
 // Importances of the lists of `gather`, `first` lists after those of `reference`.
-cudaError_t rank_top(const TreeCall& call, const DenseReferenceParams& reference, const GatherParams& gather,
-                     int64_t first, int64_t last_rank, LeaderSelectParams& select, cudaStream_t stream) {
+cudaError_t rank_top(const TreeCall& call, const DenseReferenceParams& reference, float* importances,
+                     const GatherParams& gather, int64_t first, int64_t last_rank, LeaderSelectParams& select,
+                     cudaStream_t stream) {
   DenseImportanceParams params;
   params.reference = reference;
   params.reference.gather = gather;
   params.reference.references += first * call.problem.num_heads;
-  params.importances =
-      reference.references + reference_bytes(call, gather.num_batches, reference.gather.num_lists) / 4;
+  params.importances = importances;
   params.width = importance_width(std::max<int64_t>(last_rank, 1));
   select.scores = params.importances;
   select.score_width = params.width;
@@ -78,16 +74,19 @@ cudaError_t rank_top(const TreeCall& call, const DenseReferenceParams& reference
 
 cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& chunk, const ListSlice& lists,
                          const ListSlice& next, float* scratch, uint32_t* mask, cudaStream_t stream) {
-  const int64_t mask_words = call.mask_words();
   const AttentionProblem& p = call.problem;
+  const int64_t words = mask_words(p);
   const TreeLayer& layer = call.layers[layer_idx];
   const bool dense = call.config.dense_top && layer_idx + 1 == call.layers.size();
   const int64_t chunk_lists = ceil_div(chunk.num_queries, p.args.selection_stride);
   const int64_t most = dense ? call.config.top_chunk : call.config.selection_chunk;
+  Workspace space(scratch);
+  const DenseScoreMemory memory =
+      lay_out_dense_scores(space, chunk.num_batches * chunk_lists * p.num_heads, /*importances=*/0);
   DenseReferenceParams reference;
   if (dense) {
     const cudaError_t error =
-        refer_top(call, chunk, gather_of(call, layer_idx, chunk), scratch, reference, stream);
+        refer_top(call, chunk, gather_of(call, layer_idx, chunk), memory.references, reference, stream);
     if (error != cudaSuccess) {
       return error;
     }
@@ -107,12 +106,12 @@ cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& ch
     select.gather = gather;
     select.next_lists = next.data + row_offset;
     select.next_batch = next.batch;
-    select.selected = mask ? mask + first * p.num_kv_heads * mask_words : nullptr;
-    select.selected_batch = chunk_lists * p.num_kv_heads * mask_words;
-    select.mask_words = mask_words;
+    select.selected = mask ? mask + first * p.num_kv_heads * words : nullptr;
+    select.selected_batch = chunk_lists * p.num_kv_heads * words;
+    select.mask_words = words;
     select.importance = p.args.importance;
     cudaError_t error =
-        dense ? rank_top(call, reference, gather, first, last_rank, select, stream)
+        dense ? rank_top(call, reference, memory.importances, gather, first, last_rank, select, stream)
               : score_lists(call, gather, list_candidates(last_rank + 1, p.args.top_k, kTensorCoreRate),
                             scratch, select, stream);
     if (error != cudaSuccess) {
@@ -123,26 +122,6 @@ cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& ch
     }
   }
   return cudaSuccess;
-}
-
-int64_t score_scratch_bytes(const TreeCall& call) {
-  const AttentionProblem& p = call.problem;
-  const AttentionConfig& c = call.config;
-  int64_t bytes = 0;
-  for (size_t i = 1; i < call.layers.size(); ++i) {
-    if (c.dense_top && i + 1 == call.layers.size()) {
-      const int64_t row = p.num_kv_heads * importance_width(call.layers[i].num_nodes) * 4;
-      const int64_t references =
-          reference_bytes(call, c.batch_chunk, ceil_div(c.query_chunk, p.args.selection_stride));
-      bytes = std::max(bytes, references + aligned(c.batch_chunk * c.top_chunk * row));
-    } else {
-      const int64_t widest = list_candidates(call.layers[i].num_nodes, p.args.top_k, kTensorCoreRate);
-      const int64_t rows = c.batch_chunk * c.selection_chunk * p.num_heads;
-      bytes = std::max(bytes, aligned(rows * widest * 4) +
-                                  aligned(rows * score_runs(widest) * static_cast<int64_t>(sizeof(float2))));
-    }
-  }
-  return bytes;
 }
 
 }  // namespace htree::tree_attention

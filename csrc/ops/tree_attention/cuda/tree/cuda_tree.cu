@@ -61,11 +61,11 @@ AttentionProblem attention_problem(const Tensor& q, const Tensor& k, const Tenso
   return problem;
 }
 
-AttentionConfig attention_config(const AttentionProblem& problem) {
-  return choose_attention_config(problem, current_device_facts(), gather_choice());
+ForwardConfig forward_config(const AttentionProblem& problem) {
+  return choose_forward_config(problem, current_device_facts(), gather_choice());
 }
 
-AttentionConfig attention_backward_config(const AttentionProblem& problem) {
+BackwardConfig backward_config(const AttentionProblem& problem) {
   return choose_backward_config(problem, current_device_facts(), gather_choice());
 }
 
@@ -83,7 +83,7 @@ CudaTree build_cuda_tree(const Tensor& k, const Tensor& v, const AttentionArgs& 
   return tree;
 }
 
-TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const AttentionConfig& config,
+TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const TreeConfig& config,
                                     const Tensor& q, const CudaTree& tree, cudaStream_t stream) {
   TensorCoreTree result;
   TreeCall& call = result.call;
@@ -98,12 +98,12 @@ TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const Atten
     return result.memory.back().mutable_data_ptr();
   };
   call.rope = static_cast<float2*>(own(call.rope_rows() * problem.key_dim / 2 * sizeof(float2)));
-  if (config.gather != GatherKernel::kPerQuery || config.shared_gather_queries) {
-    call.rotations = static_cast<__half2*>(own(rotation_table_bytes(call.rotation_slots(), problem.key_dim)));
+  const int64_t table_bytes = rotation_table_bytes(call.rotation_slots(), problem.key_dim);
+  if (config.fragment_rotations) {
+    call.fragment_rotations = static_cast<__half2*>(own(table_bytes));
   }
-  if (config.per_list_top) {
-    call.top_rotations =
-        static_cast<__half2*>(own(rotation_table_bytes(call.rotation_slots(), problem.key_dim)));
+  if (config.dim_rotations) {
+    call.dim_rotations = static_cast<__half2*>(own(table_bytes));
   }
   for (size_t i = 0; i < tree.keys.size(); ++i) {
     TreeLayer layer;

@@ -19,8 +19,8 @@ struct CudaTree {
 AttentionProblem attention_problem(const Tensor& q, const Tensor& k, const Tensor& v,
                                    const AttentionArgs& args);
 // Configurations for the current device.
-AttentionConfig attention_config(const AttentionProblem& problem);
-AttentionConfig attention_backward_config(const AttentionProblem& problem);
+ForwardConfig forward_config(const AttentionProblem& problem);
+BackwardConfig backward_config(const AttentionProblem& problem);
 
 CudaTree build_cuda_tree(const Tensor& k, const Tensor& v, const AttentionArgs& args);
 
@@ -31,7 +31,7 @@ struct TensorCoreTree {
   TreeCall call;
   std::vector<Tensor> memory;
 };
-TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const AttentionConfig& config,
+TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const TreeConfig& config,
                                     const Tensor& q, const CudaTree& tree, cudaStream_t stream);
 
 // cos and sin [min(k r, nodes a list can span), K/2] in fp32, rounded from double; undefined without

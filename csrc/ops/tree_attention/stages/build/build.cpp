@@ -43,7 +43,7 @@ inline std::tuple<Tensor, Tensor> prepare_tree_build_backward(const Tensor& dpk,
           new_tensor({dpv.sym_size(0), n_child, dpv.sym_size(2), dpv.sym_size(3)}, dpv.scalar_type(), dpv)};
 }
 
-// ---- Schemas, Meta, Autograd and registrations of tree_build. docs/semantics/tree_attention.md §1.2.
+// ---- the ops
 
 namespace {
 
@@ -66,8 +66,7 @@ Pair call_tree_build_backward(const Tensor& dpk, const Tensor& dpv, const SymInt
 // ---- CPU and CUDA
 
 // parts = torch.split(x.float(), r, dim=1)
-// torch.stack([part.mean(1) for part in parts], 1).to(x.dtype)            for x in (k, v); a ragged part is
-// shorter
+// torch.stack([part.mean(1) for part in parts], 1).to(x.dtype)  # for x in (k, v); a ragged part is shorter
 template <TreeBuild* kKernel>
 Pair tree_build(const Tensor& k, const Tensor& v, int64_t r) {
   auto [pk, pv] = prepare_tree_build(k, v, r);

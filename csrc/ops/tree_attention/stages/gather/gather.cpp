@@ -118,8 +118,7 @@ inline Tensor prepare_recompute_selection(const LayerTensors& in, const LayerOpt
   return new_lists(in, top_k);
 }
 
-// ---- Schemas, Meta and registrations of the ops that gather the children of a layer's parents.
-// docs/semantics/tree_attention.md §1.7.
+// ---- the ops
 
 namespace {
 
@@ -133,9 +132,11 @@ LayerArgs resolve(const char* op, const LayerTensors& in, const LayerOptions& op
 
 // One body for CPU, CUDA and Meta: without a kernel it ends after the checks and allocations.
 
-// keep = (torch.arange(k * r) < num_candidates[..., None])[..., None] & (scores != -inf)        [B, T_q,
-// H_kv, k*r, G] lmax = scores.where(keep, -inf).amax(-2); w = (scores - lmax).exp().where(keep, 0); lsum =
-// w.sum(-2) lout = torch.einsum("bthpg,bthpv->bthgv", w, layer_v[b, node, h]) node as in compute_scores
+// keep = (torch.arange(k * r) < num_candidates[..., None])[..., None] & (scores != -inf)  # [B, T_q, H_kv, k*r, G]
+// lmax = scores.where(keep, -inf).amax(-2)
+// w = (scores - lmax).exp().where(keep, 0)
+// lsum = w.sum(-2)
+// lout = torch.einsum("bthpg,bthpv->bthgv", w, layer_v[b, node, h])  # node as in compute_scores
 template <AccumulateNonTopk* kKernel>
 State run_accumulate(const char* op, const Tensor& layer_v, const Tensor& parents, const Tensor& scores,
                      const Tensor& num_candidates, int64_t layer, int64_t compression_rate, SymInt t0) {
@@ -170,7 +171,9 @@ State io_accumulate_non_topk(const Tensor& layer_v, const Tensor& parents, const
 }
 
 // compute_scores, select_topk and the state of all candidates, with one list per query head:
-// lmax = s.amax(-1); lsum = (s - lmax[..., None]).exp().sum(-1); topk_scores = s.gather(-1, position)
+// lmax = s.amax(-1)
+// lsum = (s - lmax[..., None]).exp().sum(-1)
+// topk_scores = s.gather(-1, position)
 // topk_indices = node of each selected position, in key order
 template <ComputeAndSelect* kKernel>
 StateAndTopk compute_and_select(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v,
@@ -192,7 +195,8 @@ StateAndTopk compute_and_select(const Tensor& q, const Tensor& layer_k, const Te
 }
 
 // scores, n = compute_scores(q, layer_k, parents, cos, sin, layer, r, scale, t0)
-// topk = select_topk(scores, n, top_k, importance); mask_topk_scores_(scores, topk)
+// topk = select_topk(scores, n, top_k, importance)
+// mask_topk_scores_(scores, topk)
 // accumulate_non_topk(layer_v, parents, scores, n, layer, r, t0), compute_next_parents(parents, topk, r)
 // For s > 1 topk and next_parents are the leaders', query t masks with the row of its leader t - t % s.
 template <SelectAccumulate* kKernel>
@@ -216,8 +220,7 @@ StateAndParents select_accumulate(const Tensor& q, const Tensor& layer_k, const 
 }
 
 // scores, n = compute_scores(q, layer_k, parents, cos, sin, 0, r, scale, t0)
-// accumulate_non_topk(layer_v, parents, scores, n, 0, r, t0)                                    every
-// candidate
+// accumulate_non_topk(layer_v, parents, scores, n, 0, r, t0)  # every candidate
 template <BottomAccumulate* kKernel>
 State bottom_accumulate(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v, const Tensor& parents,
                         const Tensor& cos, const Tensor& sin, int64_t compression_rate,

@@ -76,7 +76,7 @@ inline Tensor prepare_final_normalize(const Tensor& gout, const Tensor& gsum,
   return new_tensor(gout.sym_sizes(), target, gout);
 }
 
-// ---- Schemas, Meta, Autograd and registrations of the state ops. docs/semantics/tree_attention.md §1.7.
+// ---- the ops
 
 namespace {
 
@@ -92,8 +92,8 @@ void call_merge_to_global(const Tensor& gmax, const Tensor& gsum, const Tensor& 
 // ---- CPU and CUDA
 
 // m = torch.maximum(gmax, lmax)
-// sg, sl = (torch.where(s > 0, (x - m).exp(), 0) for x, s in ((gmax, gsum), (lmax, lsum)))      empty states
-// count 0 gout, gsum, gmax = gout * sg[..., None] + lout * sl[..., None], gsum * sg + lsum * sl, m
+// sg, sl = (torch.where(s > 0, (x - m).exp(), 0) for x, s in ((gmax, gsum), (lmax, lsum)))  # empty states count 0
+// gout, gsum, gmax = gout * sg[..., None] + lout * sl[..., None], gsum * sg + lsum * sl, m
 template <MergeToGlobal* kKernel>
 void merge_to_global(const Tensor& gmax, const Tensor& gsum, const Tensor& gout, const Tensor& lmax,
                      const Tensor& lsum, const Tensor& lout) {

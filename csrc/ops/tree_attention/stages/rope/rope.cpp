@@ -51,7 +51,7 @@ inline Tensor prepare_rope(const Tensor& x, const Tensor& cos, const Tensor& sin
   return new_tensor(x.sym_sizes(), x.scalar_type(), x);
 }
 
-// ---- Schemas, Meta, Autograd and registrations of rope and rope_cache. docs/semantics/tree_attention.md §1.4.
+// ---- the ops
 
 namespace {
 

@@ -26,18 +26,20 @@ inline std::tuple<Tensor, Tensor> prepare_compute_scores(const Tensor& q, const 
           new_tensor({q.sym_size(0), q.sym_size(1), kv_heads}, at::kInt, q)};
 }
 
-// ---- Schemas, Meta and registrations of compute_scores and of its IO-only twin. docs/semantics §1.3, §1.4, §2.3.
+// ---- the ops
 
 namespace {
 
 using ScoresAndCount = std::tuple<Tensor, Tensor>;
 
-// t = t0 + torch.arange(T_q); m = (parents >= 0).sum(-1)                                        [B, T_q,
-// H_kv] n = torch.where(m > 0, (m - 1) * r + (t // r**layer % r)[:, None] + 1, 0) p = torch.arange(k * r);
-// node = parents[..., p // r] * r + p % r                              [B, T_q, H_kv, k*r] key =
-// rope(layer_k[b, node, h], p); query = rope(q, n - 1)                                    rotated as rope
-// does scores = torch.where(p < n, scale * (key * query).sum(-1), -inf)                              [B, T_q,
-// H_kv, k*r, G]
+// t = t0 + torch.arange(T_q)
+// m = (parents >= 0).sum(-1)  # [B, T_q, H_kv]
+// n = torch.where(m > 0, (m - 1) * r + (t // r**layer % r)[:, None] + 1, 0)
+// p = torch.arange(k * r)
+// node = parents[..., p // r] * r + p % r  # [B, T_q, H_kv, k*r]
+// key = rope(layer_k[b, node, h], p)
+// query = rope(q, n - 1)  # rotated as rope does
+// scores = torch.where(p < n, scale * (key * query).sum(-1), -inf)  # [B, T_q, H_kv, k*r, G]
 template <ComputeScores* kKernel>
 ScoresAndCount run_scores(const char* op, const Tensor& q, const Tensor& layer_k, const Tensor& parents,
                           const Tensor& cos, const Tensor& sin, int64_t layer, int64_t compression_rate,

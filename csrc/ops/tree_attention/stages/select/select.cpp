@@ -21,8 +21,7 @@ void call_mask_topk_scores(const Tensor& scores, const Tensor& topk_positions) {
 // ---- factory
 
 // leader = t0 + s * torch.arange(ceil(T / s)); m = leader // r**num_layers + 1
-// torch.where(torch.arange(top_k) < m[:, None], torch.arange(top_k), -1)                    repeated over B
-// and heads
+// torch.where(torch.arange(top_k) < m[:, None], torch.arange(top_k), -1)  # repeated over B and heads
 Tensor top_parents(SymInt batch, SymInt queries, SymInt heads, int64_t top_k, int64_t num_layers,
                    int64_t compression_rate, SymInt t0, int64_t selection_stride,
                    std::optional<at::Device> device) {
@@ -41,9 +40,9 @@ Tensor top_parents(SymInt batch, SymInt queries, SymInt heads, int64_t top_k, in
 
 // ---- CPU and CUDA
 
-// rest = scores[..., : n - 1, :]                                                              rightmost
-// excluded imp = (rest - rest.logsumexp(-2, keepdim=True)).exp().sum(-1) "lse_causal" topk_positions = [n -
-// 1, then torch.argsort(-imp, stable=True)][:top_k], padded with -1
+// rest = scores[..., : n - 1, :]  # the rightmost candidate is excluded
+// imp = (rest - rest.logsumexp(-2, keepdim=True)).exp().sum(-1)  # "lse_causal"
+// topk_positions = [n - 1, then torch.argsort(-imp, stable=True)][:top_k], padded with -1
 template <SelectTopk* kKernel>
 Tensor select_topk(const Tensor& scores, const Tensor& num_candidates, int64_t top_k,
                    std::string_view importance) {
@@ -82,9 +81,11 @@ Tensor compute_next_parents(const Tensor& parents, const Tensor& topk_positions,
 
 // ---- IO-only twins
 
-// a = min(top_k, n); hash[j] = LCG(j + 7 * t + 13 * h_kv + 31 * b), LCG(x) = (x * 1103515245 + 12345) &
-// 0x7fffffff "lcg": hash[j] % n; "stratified": first[j] + hash[j] % (first[j + 1] - first[j]) with first[j] =
-// j * n // a slot a - 1 is n - 1, slots from a on are -1; everything is -1 at the bottom. `fold_mask` is the
+// a = min(top_k, n)
+// hash[j] = LCG(j + 7 * t + 13 * h_kv + 31 * b), LCG(x) = (x * 1103515245 + 12345) & 0x7fffffff
+// "lcg": hash[j] % n
+// "stratified": first[j] + hash[j] % (first[j + 1] - first[j]) with first[j] = j * n // a
+// Slot a - 1 is n - 1, slots from a on are -1; everything is -1 at the bottom. `fold_mask` is the
 // zero that no compiler sees: any other value adds bits of the scores to the positions.
 template <IoSelectTopk* kKernel>
 Tensor io_select_topk(const Tensor& scores, const Tensor& num_candidates, int64_t top_k, int64_t layer,

@@ -14,7 +14,7 @@ namespace {
 
 class GeneralBackward {
  public:
-  GeneralBackward(const AttentionProblem& problem, const AttentionConfig& config, const Backward& b,
+  GeneralBackward(const AttentionProblem& problem, const BackwardConfig& config, const Backward& b,
                   const CudaTree& tree, cudaStream_t stream)
       : problem_(problem), config_(config), b_(b), tree_(tree), stream_(stream) {
     const int64_t positions =
@@ -241,7 +241,7 @@ class GeneralBackward {
   }
 
   const AttentionProblem& problem_;
-  const AttentionConfig& config_;
+  const BackwardConfig& config_;
   const Backward& b_;
   const CudaTree& tree_;
   cudaStream_t stream_;
@@ -252,7 +252,7 @@ class GeneralBackward {
 
 }  // namespace
 
-void run_general_backward(const AttentionProblem& problem, const AttentionConfig& config,
+void run_general_backward(const AttentionProblem& problem, const BackwardConfig& config,
                           const Backward& backward, const CudaTree& tree, cudaStream_t stream) {
   GeneralBackward(problem, config, backward, tree, stream).run();
 }

@@ -27,7 +27,7 @@ struct Backward {
 };
 
 // Lists in `backward.parents` are contiguous, or absent: then they are selected again.
-void run_general_backward(const AttentionProblem& problem, const AttentionConfig& config,
+void run_general_backward(const AttentionProblem& problem, const BackwardConfig& config,
                           const Backward& backward, const CudaTree& tree, cudaStream_t stream);
 
 }  // namespace htree::tree_attention

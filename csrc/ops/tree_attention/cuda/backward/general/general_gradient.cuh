@@ -7,9 +7,9 @@
 #include "device/numeric.cuh"
 #include "device/reduce.cuh"
 #include "host/cuda/kernel_launch.h"
-#include "ops/tree_attention/candidates.h"
 #include "ops/tree_attention/cuda/backward/general/general_gradient.h"
 #include "ops/tree_attention/cuda/gather.cuh"
+#include "ops/tree_attention/tree_args.h"
 
 namespace htree::tree_attention {
 

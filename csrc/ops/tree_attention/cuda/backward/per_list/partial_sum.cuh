@@ -4,8 +4,8 @@
 #include "device/mma.cuh"
 #include "device/shared_memory.cuh"
 #include "host/cuda/kernel_launch.h"
+#include "ops/tree_attention/cuda/backward/gradient_rows.cuh"
 #include "ops/tree_attention/cuda/backward/gradients.h"
-#include "ops/tree_attention/cuda/backward/inverse_lists.cuh"
 #include "ops/tree_attention/cuda/backward/per_list/task.cuh"
 
 namespace htree::tree_attention {

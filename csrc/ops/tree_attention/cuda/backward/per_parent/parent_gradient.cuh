@@ -8,7 +8,6 @@
 #include "host/cuda/kernel_launch.h"
 #include "ops/tree_attention/cuda/backward/gradient_rows.cuh"
 #include "ops/tree_attention/cuda/backward/gradients.h"
-#include "ops/tree_attention/cuda/backward/inverse_lists.cuh"
 #include "ops/tree_attention/cuda/gather.cuh"
 #include "ops/tree_attention/cuda/rotated_query.cuh"
 

@@ -1,0 +1,192 @@
+// The backward of tree attention on CUDA: which kernels, in which chunks, in how much memory. Pure functions, so that
+// they can be printed and tested without a GPU. No CUDA and no torch.
+#pragma once
+
+#include "ops/tree_attention/plan/forward.h"
+
+namespace htree::tree_attention {
+
+// Scores of recomputed parents in the backward.
+constexpr int64_t kScoreBytes = kScratchBytes / 2;
+// Chunks of the backward: records and numbers of the queries, dQ between layers, masks, the inverse of one
+// layer's lists and the lists of every layer. The last count whether they are stored or recomputed: the order
+// of the fp32 sums, and so every bit, is the same either way. The same holds of the scores of recomputed
+// lists (kScoreBytes), which lie where blocks leave their sums later, if there are blocks.
+constexpr int64_t kBackwardScratchBytes = int64_t{1856} << 20;
+// What blocks leave for dK and dV of their lists takes this much of it: three tasks per SM of an H200 at
+// head dim 128 and k = 512. The more lists a launch has, the less often are the running sums of a parent read
+// and written: with two tasks per SM they are a fifth of all bytes at 131072 tokens.
+constexpr int64_t kPartialSumBytes = int64_t{1584} << 20;
+
+// A block of gradients multiplies kGradientRows rows (query, head) of a list, used or not; below this many
+// the kernels that take a warp per query do less work.
+constexpr int64_t kMinPerListGradientRows = 32;
+// The same at the top, where all lists hold the same parents and a block takes kGradientRun tokens.
+constexpr int64_t kMinTopGradientRows = 64;
+// dK and dV by parent_gradient.cuh: below so many heads, kernels that fill a tile with the rows of several
+// users do less work; above there are two tiles.
+constexpr int64_t kMinParentGroup = 4, kMaxParentGroup = 8;
+// Query heads that the registers of a warp of backward/shared_gather/ hold beside their gradients.
+constexpr int64_t kMaxSharedGatherGroup = 8;
+
+// Where queries have lists of their own, what blocks leave at the top, which needs none: two tasks per SM.
+constexpr int64_t kTopSumBytes = int64_t{1056} << 20;
+
+struct BackwardConfig : TreeConfig {
+  bool per_list = false;               // all layers by backward/per_list/
+  bool per_list_top = false;           // the top by it, for whatever stride, in runs of kGradientRun queries
+  bool shared_gather_queries = false;  // dQ of other layers by backward/shared_gather/, else by per_query/
+  bool parent_warps = false;  // dK and dV of other layers by parent_gradient.cuh, else by key_gradient.cuh
+  int64_t num_sms = 1;        // launches of backward/per_list/ take whole waves
+};
+
+inline BackwardConfig choose_backward_config(const AttentionProblem& p, const DeviceFacts& device,
+                                             GatherChoice gather = GatherChoice::kAuto) {
+  BackwardConfig config;
+  static_cast<TreeConfig&>(config) = choose_forward_config(p, device, GatherChoice::kPerQuery);
+  const int64_t stride = p.args.selection_stride;
+  const bool by_list = config.path == AttentionPath::kTensorCore &&
+                       choose_gather(p, device, gather) == GatherKernel::kPerList &&
+                       stride * p.group() >= kMinPerListGradientRows;
+  config.per_list = by_list;
+  const int64_t group = p.group();
+  config.per_list_top = config.path == AttentionPath::kTensorCore && gather == GatherChoice::kAuto &&
+                        hopper_kernels(device) && stride < kGradientRun && (group & (group - 1)) == 0 &&
+                        kGradientRun * group >= kMinTopGradientRows;
+  config.shared_gather_queries = config.path == AttentionPath::kTensorCore && gather == GatherChoice::kAuto &&
+                                 hopper_kernels(device) && !by_list && group <= kMaxSharedGatherGroup;
+  config.parent_warps = !by_list && group >= kMinParentGroup && group <= kMaxParentGroup;
+  config.fragment_rotations = config.shared_gather_queries;
+  config.dim_rotations = by_list || config.per_list_top;
+  // of a head; where few share a kv head, records are made for 8
+  const int64_t record = by_list               ? 0
+                         : config.parent_warps ? ceil_div(tiled_record_bytes(p.key_dim, p.value_dim), group)
+                                               : 2 * (p.key_dim + p.value_dim);
+  const int64_t scratch = kBackwardScratchBytes - (by_list               ? kPartialSumBytes
+                                                   : config.per_list_top ? kTopSumBytes
+                                                                         : kScoreBytes);
+  const int64_t per_list =
+      stride * p.num_heads * (record + 16 + 4 * p.key_dim) +
+      p.num_kv_heads * (p.args.top_k * 4 * p.layers() + p.args.top_k * p.args.compression_rate / 8 +
+                        ceil_div(p.num_keys, p.args.compression_rate) / 64 + 64);
+  const int64_t lists = std::max<int64_t>(1, scratch / per_list);
+  int64_t used = std::max<int64_t>(1, std::min(lists, p.num_lists()));
+  config.num_sms = device.num_sms;
+  if ((by_list || config.per_list_top) && used < p.num_lists()) {
+    // whole waves of tasks of backward/per_list/
+    const int64_t run = by_list ? stride : kGradientRun;
+    const int64_t tasks = ceil_div(run * group, kGradientRows) * p.num_kv_heads;
+    const int64_t wave = std::lcm(run * (device.num_sms / std::gcd(device.num_sms, tasks)), stride) / stride;
+    used -= used > wave ? used % wave : 0;
+  }
+  config.query_chunk = used * stride;
+  config.batch_chunk = std::clamp<int64_t>(lists / used, 1, config.batch_chunk);
+  config.selection_chunk = std::min(config.selection_chunk, used);
+  config.top_chunk = std::min(config.top_chunk, used);
+  return config;
+}
+
+// ---- a layer, 0 being the tokens
+
+// Whether backward/per_list/ makes the gradients of a layer, and there for runs of neighbouring queries.
+inline bool layer_runs(const AttentionProblem& p, const BackwardConfig& c, int64_t layer) {
+  return c.per_list_top && layer + 1 == p.layers();
+}
+inline bool layer_per_list(const AttentionProblem& p, const BackwardConfig& c, int64_t layer) {
+  return c.per_list || layer_runs(p, c, layer);
+}
+// Tasks of kGradientRows rows per list or run.
+inline int64_t tasks_of_list(const AttentionProblem& p, const BackwardConfig& c, int64_t layer) {
+  const int64_t queries = layer_runs(p, c, layer) ? kGradientRun : p.args.selection_stride;
+  return ceil_div(queries * p.group(), kGradientRows);
+}
+// Partial sums of a task, at most: the lists of the top are implicit.
+inline int64_t partial_slots(const AttentionProblem& p, int64_t layer) {
+  return layer + 1 == p.layers() ? p.parents(layer) : p.args.top_k;
+}
+
+// First row of a layer in the fp32 sums of dK or dV: [B, H_kv, 16 * parents] per layer, layer after layer. At
+// p.layers() the number of rows.
+inline int64_t gradient_sum_row(const AttentionProblem& p, int64_t layer) {
+  int64_t rows = 0;
+  for (int64_t i = 0; i < layer; ++i) {
+    rows += p.batch * p.num_kv_heads * p.parents(i) * kTensorCoreRate;
+  }
+  return rows;
+}
+
+// ---- memory
+
+struct RowMeta;
+struct KeyBounds;
+struct QueryBounds;
+constexpr int64_t kRowMetaBytes = 16, kBoundsBytes = 8;
+
+struct BackwardMemory {
+  KeyBounds* key_bounds;      // [B, H_kv]
+  QueryBounds* query_bounds;  // of a chunk, as all that follows
+  char* records;
+  RowMeta* meta;
+  float* query_sums;    // dQ between layers
+  int32_t* lists;       // of every layer but the top where they are recomputed, list_stride apart
+  int64_t list_stride;  // in elements
+  uint32_t* mask;
+  int32_t* counts;
+  uint32_t *entries, *offsets, *run_counts;  // of InverseParams
+  void* rotations;                           // of every position in fp16
+  char* partials;                            // partial_bytes of partial sums
+  int64_t partial_bytes;
+  float* scores;  // in the place of the partial sums: lists are selected before the first sum
+};
+
+// Bytes of the partial sums of the layer that needs most.
+inline int64_t partial_bytes(const AttentionProblem& p, const BackwardConfig& c) {
+  const int64_t lists = c.batch_chunk * ceil_div(c.query_chunk, p.args.selection_stride) * p.num_kv_heads;
+  const int64_t runs = (c.query_chunk / kGradientRun + 2) * c.batch_chunk * p.num_kv_heads;
+  int64_t bytes = 0;
+  for (int64_t layer = 0; layer < p.layers(); ++layer) {
+    if (layer_per_list(p, c, layer)) {
+      const int64_t list_sums =
+          tasks_of_list(p, c, layer) * partial_slots(p, layer) * partial_sum_bytes(p.key_dim, p.value_dim);
+      const int64_t budget = c.per_list ? kPartialSumBytes : kTopSumBytes;
+      const int64_t most = std::max<int64_t>(1, budget / list_sums);
+      bytes = std::max(bytes, std::min(most, layer_runs(p, c, layer) ? runs : lists) * list_sums);
+    }
+  }
+  return bytes;
+}
+
+inline BackwardMemory lay_out_backward(Workspace& space, const AttentionProblem& p, const BackwardConfig& c,
+                                       bool recompute) {
+  const int64_t chunk_lists = ceil_div(c.query_chunk, p.args.selection_stride);
+  const int64_t queries = c.batch_chunk * c.query_chunk;
+  const int64_t rows = queries * p.num_heads;
+  const int64_t lists = c.batch_chunk * chunk_lists * p.num_kv_heads;
+  const int64_t many = p.layers() > 1 ? 1 : 0;
+  const int64_t heads = many * c.batch_chunk * p.num_kv_heads;
+  const int64_t records = layer_per_list(p, c, 0) ? 0
+                          : c.parent_warps
+                              ? queries * p.num_kv_heads * tiled_record_bytes(p.key_dim, p.value_dim)
+                              : rows * 2 * (p.key_dim + p.value_dim);
+  BackwardMemory memory;
+  memory.key_bounds = space.take<KeyBounds>(p.batch * p.num_kv_heads, kBoundsBytes);
+  memory.query_bounds = space.take<QueryBounds>(c.batch_chunk * p.num_kv_heads, kBoundsBytes);
+  memory.records = space.take<char>(records);
+  memory.meta = space.take<RowMeta>(rows, kRowMetaBytes);
+  memory.query_sums = space.take<float>(many * rows * p.key_dim);
+  memory.list_stride = ceil_div(lists * p.args.top_k, 64) * 64;
+  memory.lists = space.take<int32_t>(recompute ? memory.list_stride * (p.layers() - 1) : 0);
+  memory.mask = space.take<uint32_t>(many * lists * mask_words(p));
+  memory.counts = space.take<int32_t>(lists);
+  memory.entries = space.take<uint32_t>(many * lists * p.args.top_k);
+  memory.offsets = space.take<uint32_t>(heads * (p.parents(0) + 1));
+  memory.run_counts = space.take<uint32_t>(heads * ceil_div(chunk_lists, kInverseRows) * p.parents(0));
+  memory.rotations =
+      space.take<char>(c.parent_warps ? (p.args.top_k * kTensorCoreRate + 1) * p.key_dim * 2 : 0);
+  memory.partial_bytes = partial_bytes(p, c);
+  memory.partials = space.take<char>(std::max(memory.partial_bytes, recompute ? selection_bytes(p, c) : 0));
+  memory.scores = reinterpret_cast<float*>(memory.partials);
+  return memory;
+}
+
+}  // namespace htree::tree_attention

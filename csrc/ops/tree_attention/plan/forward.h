@@ -1,0 +1,225 @@
+// The forward of tree attention on CUDA: which kernels, in which chunks, in how much memory. Pure functions, so that
+// they can be printed, tested without a GPU and searched. No CUDA and no torch.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <numeric>
+
+#include "ops/tree_attention/plan/problem.h"
+#include "ops/tree_attention/plan/workspace.h"
+
+namespace htree::tree_attention {
+
+enum class AttentionPath {
+  kGeneral,  // staged kernels over chunks, every dtype and shape
+  // r = 16, fp16 or bf16, K = V in {32, 64, 128}, G <= 16, k <= 1024: mma.sync from sm_80 on, wgmma too on
+  // sm_90
+  kTensorCore,
+};
+
+// How the tensor-core path takes the softmax over the gathered parents of a list.
+enum class GatherKernel {
+  kPerQuery,      // a warp per (query, kv head), each with a gather of its own: sm_80 and later
+  kSharedGather,  // neighbouring queries share one gather: sm_90a
+  kPerList,       // all queries of a list together on products of warpgroups: sm_90a
+};
+
+// Which of them a caller wants: the fastest that the GPU has, or the one that every GPU has.
+enum class GatherChoice { kAuto, kPerQuery };
+
+// What both directions need to know.
+struct TreeConfig {
+  AttentionPath path = AttentionPath::kGeneral;
+  bool dense_top = false;  // the top layer as dense products of warpgroups (sm_90a), see forward/dense_top/
+  // Which tables of rotations the kernels read, see RotationOrder.
+  bool fragment_rotations = false;
+  bool dim_rotations = false;
+  int64_t batch_chunk = 1;      // batches of a chunk
+  int64_t query_chunk = 0;      // queries of a chunk, a multiple of the stride
+  int64_t selection_chunk = 0;  // lists whose scores are in memory at a time
+  int64_t top_chunk = 0;        // lists whose importances at a dense top are in memory at a time
+};
+
+struct ForwardConfig : TreeConfig {
+  GatherKernel gather = GatherKernel::kPerQuery;
+};
+
+// Temporary memory of the forward beyond the output, stored parents and one packed copy of K and V, in
+// bytes: states and scores of a chunk take at most kScratchBytes, and at most what the tree and the other
+// memory that follows T leave of kForwardBytes; 10^9 bytes in all, a little of which the allocator rounds
+// away. Where they leave less than kLeastScratchBytes (above a million tokens of 32 heads), chunks have that
+// and no less.
+constexpr int64_t kForwardBytes = 1'000'000'000 - (int64_t{16} << 20);
+constexpr int64_t kScratchBytes = int64_t{896} << 20;
+constexpr int64_t kLeastScratchBytes = int64_t{256} << 20;
+// A block's time hardly depends on how many of its rows are used, so it takes lists of several queries.
+// Below, sharing beats gathers per query at every length tried on an H200 (4096 ... 524288); and what a query
+// computes must not depend on how many others are in the call, so length has no say.
+constexpr int64_t kMinPerListStride = 4;
+
+inline GatherKernel choose_gather(const AttentionProblem& p, const DeviceFacts& device, GatherChoice choice) {
+  if (!hopper_kernels(device) || choice == GatherChoice::kPerQuery) {
+    return GatherKernel::kPerQuery;
+  }
+  return p.args.selection_stride >= kMinPerListStride ? GatherKernel::kPerList : GatherKernel::kSharedGather;
+}
+
+constexpr int64_t kTensorCoreBlock = 16;  // queries that one block of the widest kernels takes together
+
+// Size of the chunks that `total` is cut into: at most `most` each, about the same, multiples of `block` if
+// they can be.
+inline int64_t even_chunk(int64_t total, int64_t most, int64_t block) {
+  if (total <= most) {
+    return std::max<int64_t>(1, total);
+  }
+  const int64_t even = ceil_div(total, ceil_div(total, most));
+  const int64_t whole = ceil_div(even, block) * block;
+  return whole <= most ? whole : most >= block ? most / block * block : most;
+}
+
+// Memory of the tensor-core forward that follows T: the layers above the tokens with their packed copies,
+// the scales of the packed keys, the log-sums, and the tables.
+inline int64_t tensor_core_tree_bytes(const AttentionProblem& p, bool dense_top) {
+  const int64_t heads = p.batch * p.num_kv_heads;
+  int64_t nodes = p.num_keys;
+  int64_t bytes = heads * nodes * 4 + p.batch * p.num_queries * p.num_heads * 8 +
+                  (p.args.top_k * kTensorCoreRate + 1) * p.key_dim * 4;
+  for (int64_t layer = 1; layer < p.layers(); ++layer) {
+    nodes = ceil_div(nodes, kTensorCoreRate);
+    bytes += heads * (nodes * (p.key_dim + p.value_dim) * 2 +
+                      ceil_div(nodes, kTensorCoreRate) * packed_parent_bytes(p.key_dim, p.value_dim));
+  }
+  if (dense_top) {
+    bytes +=
+        heads * (ceil_div(nodes, kDenseTileNodes) *
+                 (dense_tile_bytes(p.key_dim) + dense_tile_bytes(p.value_dim) + kDenseTileNodes * 4 + 4));
+  }
+  return bytes;
+}
+
+inline ForwardConfig choose_forward_config(const AttentionProblem& p, const DeviceFacts& device,
+                                           GatherChoice gather = GatherChoice::kAuto) {
+  ForwardConfig config;
+  if (tensor_core_shape(p) && device.major >= 8 && device.shared_bytes >= tensor_core_shared_bytes(p)) {
+    config.path = AttentionPath::kTensorCore;
+    config.gather = choose_gather(p, device, gather);
+    config.fragment_rotations = config.gather == GatherKernel::kSharedGather;
+    config.dim_rotations = config.gather == GatherKernel::kPerList;
+    config.dense_top = hopper_kernels(device) && dense_top_shape(p);
+  }
+  const int64_t stride = p.args.selection_stride;
+  // per list: running states of its queries, two lists and the mask of one
+  const int64_t per_list = stride * p.num_heads * p.value_dim * 4 + p.num_kv_heads * (p.args.top_k * 10 + 64);
+  const int64_t scratch = config.path == AttentionPath::kGeneral
+                              ? kScratchBytes
+                              : std::clamp(kForwardBytes - tensor_core_tree_bytes(p, config.dense_top),
+                                           kLeastScratchBytes, kScratchBytes);
+  const int64_t state_bytes = scratch / 2, score_bytes = scratch / 2;
+  const int64_t lists = std::max<int64_t>(1, state_bytes / per_list);
+  const int64_t heads = std::max<int64_t>(1, p.num_kv_heads);
+  // The widest kernels take a run of 16 queries of a kv head per block and SM: chunks of whole waves of
+  // those.
+  const int64_t wave = kTensorCoreBlock * device.num_sms / std::gcd(device.num_sms, heads);
+  const int64_t block = wave / stride <= lists ? wave : kTensorCoreBlock;
+  const int64_t used = even_chunk(p.num_lists(), lists, std::max<int64_t>(1, block / stride));
+  config.query_chunk = used * stride;
+  config.batch_chunk =
+      std::clamp<int64_t>(lists / used, 1, std::max<int64_t>(1, std::min(p.batch, 65535 / heads)));
+  if (p.layers() > 1) {
+    const int64_t widest =
+        list_candidates(ceil_div(p.num_keys, p.args.compression_rate), p.args.top_k, p.args.compression_rate);
+    const int64_t row = p.num_heads * (widest * 4 + ceil_div(widest, 1024) * 8);  // scores, and sums of runs
+    config.batch_chunk = std::clamp<int64_t>(score_bytes / row, 1, config.batch_chunk);
+    config.selection_chunk = std::clamp<int64_t>(score_bytes / (row * config.batch_chunk), 1, used);
+    if (config.dense_top) {
+      const int64_t references = config.batch_chunk * used * p.num_heads * 4;
+      const int64_t importance_row = p.num_kv_heads * importance_width(top_nodes(p)) * 4;
+      const int64_t most = (score_bytes - references) / (importance_row * config.batch_chunk);
+      config.top_chunk = even_chunk(used, std::max<int64_t>(1, most), kTopLists / p.group());
+    }
+  }
+  return config;
+}
+
+// The kernels that the forward runs at one layer, 0 being the tokens. Gathered layers share those that
+// select.
+enum class LayerKernel { kGeneral, kPerQuery, kSharedGather, kPerList, kDense };
+
+inline LayerKernel layer_kernel(const ForwardConfig& config, int64_t layer, int64_t num_layers) {
+  if (config.path == AttentionPath::kGeneral) {
+    return LayerKernel::kGeneral;
+  }
+  if (config.dense_top && layer + 1 == num_layers) {
+    return LayerKernel::kDense;
+  }
+  switch (config.gather) {
+    case GatherKernel::kSharedGather:
+      return LayerKernel::kSharedGather;
+    case GatherKernel::kPerList:
+      return LayerKernel::kPerList;
+    case GatherKernel::kPerQuery:
+      break;
+  }
+  return LayerKernel::kPerQuery;
+}
+
+// ---- memory of a chunk
+
+// Scores of `rows` (list, head) of a gathered list and their sums by runs.
+struct ListScoreMemory {
+  float* scores;  // [rows, width]
+  float* sums;    // [rows, score_runs(width)] pairs
+};
+inline ListScoreMemory lay_out_list_scores(Workspace& space, int64_t rows, int64_t width) {
+  float* scores = space.take<float>(rows * width);
+  return {scores, space.take<float>(rows * score_runs(width), 2 * sizeof(float))};
+}
+
+// References of all lists of a chunk at a dense top, and importances of some lists at a time.
+struct DenseScoreMemory {
+  float* references;
+  float* importances;
+};
+inline DenseScoreMemory lay_out_dense_scores(Workspace& space, int64_t references, int64_t importances) {
+  float* at = space.take<float>(references);
+  return {at, space.take<float>(importances)};
+}
+
+// Bytes of the scores of any layer, one layer at a time.
+inline int64_t selection_bytes(const AttentionProblem& p, const TreeConfig& c) {
+  int64_t bytes = 0;
+  for (int64_t layer = 1; layer < p.layers(); ++layer) {
+    Workspace space;
+    if (c.dense_top && layer + 1 == p.layers()) {
+      lay_out_dense_scores(space,
+                           c.batch_chunk * ceil_div(c.query_chunk, p.args.selection_stride) * p.num_heads,
+                           c.batch_chunk * c.top_chunk * p.num_kv_heads * importance_width(p.nodes(layer)));
+    } else {
+      lay_out_list_scores(space, c.batch_chunk * c.selection_chunk * p.num_heads,
+                          list_candidates(p.nodes(layer), p.args.top_k, kTensorCoreRate));
+    }
+    bytes = std::max(bytes, space.bytes());
+  }
+  return bytes;
+}
+
+struct ForwardMemory {
+  float* partial;     // states between layers
+  int32_t* lists[2];  // of a layer and of the one below
+  uint32_t* mask;
+  float* scores;  // selection_bytes()
+};
+inline ForwardMemory lay_out_forward(Workspace& space, const AttentionProblem& p, const ForwardConfig& c) {
+  const int64_t lists = c.batch_chunk * ceil_div(c.query_chunk, p.args.selection_stride) * p.num_kv_heads;
+  const int64_t many = p.layers() > 1 ? 1 : 0;  // a single layer needs no state and no lists
+  ForwardMemory memory;
+  memory.partial = space.take<float>(many * c.batch_chunk * c.query_chunk * p.num_heads * p.value_dim);
+  memory.lists[0] = space.take<int32_t>(many * lists * p.args.top_k);
+  memory.lists[1] = space.take<int32_t>(many * lists * p.args.top_k);
+  memory.mask = space.take<uint32_t>(many * lists * mask_words(p));
+  memory.scores = space.take<float>(selection_bytes(p, c), 1);
+  return memory;
+}
+
+}  // namespace htree::tree_attention

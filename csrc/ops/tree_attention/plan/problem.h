@@ -1,0 +1,144 @@
+// A call of tree attention on CUDA as numbers, the GPU as numbers, and the sizes of what the tensor-core kernels keep
+// in memory. No CUDA and no torch: the choices of plan/ are pure functions of these.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "device/sizes.h"
+#include "ops/tree_attention/tree_args.h"
+
+namespace htree::tree_attention {
+
+// ---- sizes in memory
+
+constexpr int kTensorCoreRate = 16;  // r of every tensor-core kernel
+
+// Queries that share a task of backward/per_list/ at the top, where they need no lists.
+constexpr int kGradientRun = 16;
+
+// Query rows (query, head) of a task of backward/per_list/: a list has stride * G of them in
+// ceil(stride * G / kGradientRows) tasks.
+constexpr int kGradientRows = 128;
+
+// A parent's block of packed keys and values, see packed_layer.cuh.
+constexpr int64_t packed_parent_bytes(int64_t key_dim, int64_t value_dim) {
+  return kTensorCoreRate * (2 * key_dim + 4 + 2 * value_dim);
+}
+
+// A query's record of 8 heads, see gradient_rows.cuh.
+constexpr int64_t tiled_record_bytes(int64_t key_dim, int64_t value_dim) {
+  return 8 * (2 * (key_dim + value_dim) + 16);
+}
+
+// A rotation table, see launch_params.h.
+constexpr int64_t rotation_table_bytes(int64_t num_slots, int64_t key_dim) {
+  return num_slots * key_dim * 2;
+}
+
+// A tile of keys or of values of a dense top layer, see dense_layer.cuh.
+constexpr int kDenseTileNodes = 128;
+constexpr int64_t dense_tile_bytes(int64_t dim) {
+  return (dim + 63) / 64 * kDenseTileNodes * 128;
+}
+
+// dK' and dV of a parent's 16 children in bf16, see backward/per_list/.
+constexpr int64_t partial_sum_bytes(int64_t key_dim, int64_t value_dim) {
+  return kTensorCoreRate * 2 * (key_dim + value_dim);
+}
+
+// Slots that one warp scores: short enough to fill the chip, long enough to hide the start.
+constexpr int kRunSlots = 64;
+constexpr int64_t score_runs(int64_t score_width) {
+  return (score_width + kRunSlots * kTensorCoreRate - 1) / (kRunSlots * kTensorCoreRate);
+}
+
+constexpr int kInverseRows = 256;  // list rows that one block of inverse_lists.cu counts and places
+
+// ---- the call and the GPU
+
+struct AttentionProblem {
+  int64_t batch = 0;
+  int64_t num_keys = 0;     // T
+  int64_t num_queries = 0;  // T_q
+  int64_t num_heads = 0;
+  int64_t num_kv_heads = 0;
+  int64_t key_dim = 0;
+  int64_t value_dim = 0;
+  bool half_dtype = false;  // fp16 or bf16
+  AttentionArgs args;
+
+  int64_t group() const { return num_heads / num_kv_heads; }
+  int64_t layers() const { return num_layers(num_keys, args.max_top_nodes, args.compression_rate); }
+  int64_t num_lists() const { return ceil_div(num_queries, args.selection_stride); }
+  // Nodes and parents of a layer, 0 being the tokens.
+  int64_t nodes(int64_t layer) const {
+    int64_t count = num_keys;
+    for (; layer > 0; --layer) {
+      count = ceil_div(count, args.compression_rate);
+    }
+    return count;
+  }
+  int64_t parents(int64_t layer) const { return ceil_div(nodes(layer), args.compression_rate); }
+  int64_t t0() const { return num_keys - num_queries; }
+};
+
+// What the choice needs to know of a GPU.
+struct DeviceFacts {
+  int major = 0;             // of the compute capability
+  int64_t shared_bytes = 0;  // most dynamic shared memory of a block
+  bool hopper = false;       // sm_90, and the library holds code made for it
+  int64_t num_sms = 1;
+};
+
+inline bool hopper_kernels(const DeviceFacts& facts) {
+  return facts.hopper && facts.shared_bytes >= device::kHopperSharedBytes;
+}
+
+// Candidates of a list, at most, on the tensor-core path: the keys of a row are ranked in registers.
+constexpr int64_t kMaxSelectWidth = 16384;
+
+// Largest block of the forward and the backward together: one predicate serves both, so that recomputed lists
+// are the forward's. 128-wide heads need 112 KB, which consumer GPUs (99 KB) do not have.
+inline int64_t tensor_core_shared_bytes(const AttentionProblem& p) {
+  return p.key_dim == 128 ? 112 * 1024 : 64 * 1024;
+}
+
+inline bool tensor_core_shape(const AttentionProblem& p) {
+  return p.half_dtype && p.args.compression_rate == 16 && p.key_dim == p.value_dim &&
+         (p.key_dim == 32 || p.key_dim == 64 || p.key_dim == 128) && p.group() <= 16 &&
+         p.args.top_k * 16 <= kMaxSelectWidth && p.num_kv_heads <= 65535 &&
+         ceil_div(p.num_keys, 16) < (int64_t{1} << 27);
+}
+
+// Candidates of a list in the layer with `num_nodes` nodes, at most.
+inline int64_t list_candidates(int64_t num_nodes, int64_t top_k, int64_t rate) {
+  return std::min(top_k, ceil_div(num_nodes, rate)) * rate;
+}
+
+// Nodes of the top layer.
+inline int64_t top_nodes(const AttentionProblem& p) {
+  return p.nodes(p.layers() - 1);
+}
+
+// Floats of a row of importances at a dense top.
+inline int64_t importance_width(int64_t num_nodes) {
+  return ceil_div(num_nodes, kDenseTileNodes) * kDenseTileNodes;
+}
+
+constexpr int64_t kTopLists = 256;  // rows of a block at a dense top, a list being G of them
+
+// A single layer has nothing to select: it is one softmax on the kernels of every other layer. A block
+// numbers the importances of its rows with 32 bits.
+inline bool dense_top_shape(const AttentionProblem& p) {
+  const int64_t group = p.group();
+  return tensor_core_shape(p) && p.layers() > 1 && (group & (group - 1)) == 0 &&
+         p.num_kv_heads * importance_width(top_nodes(p)) * kTopLists < (int64_t{1} << 32);
+}
+
+// Words of a row of a mask of candidates, aligned to 16 bytes.
+inline int64_t mask_words(const AttentionProblem& p) {
+  return ceil_div(p.args.top_k * kTensorCoreRate, 128) * 4;
+}
+
+}  // namespace htree::tree_attention
