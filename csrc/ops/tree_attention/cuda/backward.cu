@@ -122,7 +122,8 @@ class BackwardRun {
         top_(call.layers.size() - 1) {}
 
   cudaError_t run() {
-    cudaMemsetAsync(at_.key_bounds, 0, p_.batch * p_.num_kv_heads * sizeof(KeyBounds), stream_);
+    cudaError_t error =
+        cudaMemsetAsync(at_.key_bounds, 0, p_.batch * p_.num_kv_heads * sizeof(KeyBounds), stream_);
     PackParams tokens;
     tokens.keys = call_.layers[0].keys;
     tokens.values = call_.layers[0].values;
@@ -132,14 +133,14 @@ class BackwardRun {
     if (layer_per_list(p_, config_, top_)) {  // they only ever add
       const int64_t first = config_.per_list ? 0 : gradient_sum_row(p_, top_);
       const size_t rows = static_cast<size_t>(gradient_sum_row(p_, p_.layers()) - first);
-      if (buffers_.key_sums) {
-        cudaMemsetAsync(buffers_.key_sums + first * p_.key_dim, 0, rows * p_.key_dim * 4, stream_);
+      if (buffers_.key_sums && error == cudaSuccess) {
+        error = cudaMemsetAsync(buffers_.key_sums + first * p_.key_dim, 0, rows * p_.key_dim * 4, stream_);
       }
-      if (buffers_.value_sums) {
-        cudaMemsetAsync(buffers_.value_sums + first * p_.value_dim, 0, rows * p_.value_dim * 4, stream_);
+      if (buffers_.value_sums && error == cudaSuccess) {
+        error =
+            cudaMemsetAsync(buffers_.value_sums + first * p_.value_dim, 0, rows * p_.value_dim * 4, stream_);
       }
     }
-    cudaError_t error = cudaGetLastError();  // of the fills
     if (error == cudaSuccess && config_.parent_warps && keys_wanted()) {
       error = launch_position_rotations(call_.rope, static_cast<__half2*>(at_.rotations), call_.rope_rows(),
                                         static_cast<int>(p_.key_dim), stream_);
@@ -189,7 +190,8 @@ class BackwardRun {
         }
       }
     }
-    cudaMemsetAsync(at_.query_bounds, 0, chunk.num_batches * p_.num_kv_heads * sizeof(QueryBounds), stream_);
+    cudaError_t error = cudaMemsetAsync(at_.query_bounds, 0,
+                                        chunk.num_batches * p_.num_kv_heads * sizeof(QueryBounds), stream_);
     RowParams rows;
     rows.queries = at_row(call_.queries, chunk.batch, chunk.query);
     rows.gradients = at_row(buffers_.gradients, chunk.batch, chunk.query);
@@ -206,9 +208,11 @@ class BackwardRun {
     rows.num_queries = static_cast<int>(chunk.num_queries);
     rows.num_kv_heads = static_cast<int>(p_.num_kv_heads);
     rows.group = static_cast<int>(p_.group());
-    cudaError_t error = dispatch_shape(call_.shape, [&](auto type, auto dim) {
-      return launch_gradient_rows<typename decltype(type)::type, dim.value>(rows, stream_);
-    });
+    if (error == cudaSuccess) {
+      error = dispatch_shape(call_.shape, [&](auto type, auto dim) {
+        return launch_gradient_rows<typename decltype(type)::type, dim.value>(rows, stream_);
+      });
+    }
     for (size_t i = top_ + 1; i-- > 0 && error == cudaSuccess;) {
       error = layer(i, chunk);
     }

@@ -57,9 +57,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 template <typename T, int kDim>
 cudaError_t launch_per_list_gradient(const PerListGradientParams& params, cudaStream_t stream) {
   using Tile = GradientTile<kDim>;
-  int device = 0, num_sms = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+  int num_sms = 0;
+  const cudaError_t error = device_attribute(cudaDevAttrMultiProcessorCount, num_sms);
+  if (error != cudaSuccess) {
+    return error;
+  }
   const LaunchShape shape{.grid = static_cast<unsigned>(std::min<int64_t>(params.run.num_tasks, num_sms)),
                           .threads = Tile::kThreads,
                           .shared_bytes = sizeof(GradientShared<Tile>)};

@@ -94,7 +94,7 @@ class SharedGatherGradientQuery {
     q_.scores(factors_, at_, block, s);
     // for the next slot; the table has one more than a list can have
     rows_left_ -= kParentRows;
-    rotations_ += RotationTable<kDim>::kSlotPairs;
+    rotations_ += RotationSlots<kDim>::kSlotPairs;
     factors_.load(rotations_);
     if constexpr (kSelected) {
       ++selected_;

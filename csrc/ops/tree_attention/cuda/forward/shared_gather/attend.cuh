@@ -84,7 +84,7 @@ class SharedGatherQuery {
     q_.scores(factors_, key_at_, block, s);
     // for the next slot; the table has one more than a list can have
     rows_left_ -= kParentRows;
-    rotations_ += RotationTable<kKeyDim>::kSlotPairs;
+    rotations_ += RotationSlots<kKeyDim>::kSlotPairs;
     factors_.load(rotations_);
     if constexpr (kSelected) {
       ++selected_;

@@ -13,14 +13,14 @@ namespace htree::tree_attention {
 // cos and sin of 16 j theta for slot j: [slots][cos, sin][4 lanes of a quad][K/16] pairs of fp16. A lane's
 // pair i holds the dims of elements 2i and 2i + 1 of fragment_dim().
 template <int kKeyDim>
-struct RotationTable {
+struct RotationSlots {
   static constexpr int kPairs = kKeyDim / 16;
   static constexpr int kSlotPairs = 8 * kPairs;
 };
 
 template <int kKeyDim>
 struct RotationFactors {
-  static constexpr int kPairs = RotationTable<kKeyDim>::kPairs;
+  static constexpr int kPairs = RotationSlots<kKeyDim>::kPairs;
   uint32_t cos[kPairs], sin[kPairs];
 
   __device__ __forceinline__ static int lane_offset() { return threadIdx.x % 4 * kPairs; }
@@ -74,7 +74,7 @@ struct StepOffsets {
 
 template <int kKeyDim, int kTiles>
 struct RotatedHalfQuery {
-  static constexpr int kPairs = RotationTable<kKeyDim>::kPairs;
+  static constexpr int kPairs = RotationSlots<kKeyDim>::kPairs;
   uint32_t low[kTiles][kPairs], high[kTiles][kPairs];  // R_{n-1} q
   float unscale[kTiles][2];                            // as in RotatedQuery
 
