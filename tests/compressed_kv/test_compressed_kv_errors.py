@@ -41,6 +41,7 @@ COMPRESS: dict[str, tuple[Call, type[Exception], str]] = {
 }  # fmt: skip
 DECOMPRESS: dict[str, tuple[Call, type[Exception], str]] = {
     "D": (lambda f: f(*ROWS, 128, 20, 4, torch.half), ShapeMismatchError, r"bitmap"),
+    "D beyond 32 bits": (lambda f: f(*ROWS, 2**32 + 64, 20, 4, torch.half), ValueError, r"D must .*, got 4294967360"),
     "values": (lambda f: f(*ROWS, 64, 40, 4, torch.half), ShapeMismatchError, r"values"),
     "bits": (lambda f: f(*ROWS, 64, 20, 3, torch.half), ValueError, r"bits must be"),
     "keep": (lambda f: f(*ROWS, 64, 65, 4, torch.half), ValueError, r"keep must be between 1 and (D = )?64, got 65"),
@@ -139,6 +140,7 @@ DECODE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "group": ({"hadamard_group": 3}, ValueError, r"hadamard_group must .*divide.* H_kv = 2, got 3"),
     "group negative": ({"hadamard_group": -1}, ValueError, r"hadamard_group"),
     "split": ({"split_size": -1}, ValueError, r"split_size"),
+    "split beyond 32 bits": ({"split_size": 2**63 - 1}, ValueError, r"split_size must .*, got 9223372036854775807"),
     "scale": ({"scale": math.inf}, ValueError, r"scale must be finite"),
     "device": ({"k_values": torch.zeros(2, 2, 20, 20, dtype=torch.uint8, device="meta")}, DeviceError, r"k_values"),
 }  # fmt: skip

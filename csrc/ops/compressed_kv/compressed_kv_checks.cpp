@@ -9,8 +9,8 @@ namespace htree::compressed_kv {
 namespace {
 
 // The head size decides about the kernel: a symbolic one becomes a constant of the trace.
-int guard(const c10::SymInt& size) {
-  return static_cast<int>(size.guard_int(__FILE__, __LINE__));
+int64_t guard(const c10::SymInt& size) {
+  return size.guard_int(__FILE__, __LINE__);
 }
 
 bool is_head_dim(int64_t size) {
@@ -18,7 +18,7 @@ bool is_head_dim(int64_t size) {
 }
 
 void check_head_dim(const char* op, const char* name, const at::Tensor& tensor) {
-  const int head_dim = guard(tensor.sym_size(-1));
+  const int64_t head_dim = guard(tensor.sym_size(-1));
   TORCH_CHECK_VALUE(is_head_dim(head_dim), op, ": D of ", name, " must be 64, 128 or 256, got ", head_dim,
                     " in ", tensor.sym_sizes());
 }
@@ -44,8 +44,8 @@ void check_weight(const char* op, const at::Tensor& x, const OptionalTensor& wei
 RowFormat check_rows(const char* op, const at::Tensor& x, int64_t keep, int64_t bits,
                      const OptionalTensor& weight) {
   check_rank(op, "x", x, 4, "[B, H_kv, S, D]");
-  const int head_dim = guard(x.sym_size(3));
   check_head_dim(op, "x", x);
+  const int head_dim = static_cast<int>(guard(x.sym_size(3)));
   check_keep(op, "keep", keep, head_dim);
   check_weight(op, x, weight);
   return {.head_dim = head_dim, .keep = static_cast<int>(keep), .bits = static_cast<int>(bits)};
@@ -125,17 +125,18 @@ Outputs3 prepare_compress(const at::Tensor& x, int64_t keep, int64_t bits, const
 at::Tensor prepare_decompress(const at::Tensor& bitmap, const at::Tensor& values, const at::Tensor& scales,
                               c10::SymInt head_dim, int64_t keep, int64_t bits, at::ScalarType dtype) {
   constexpr const char* kOp = "kv_decompress";
-  const RowFormat format{
-      .head_dim = guard(head_dim), .keep = static_cast<int>(keep), .bits = static_cast<int>(bits)};
-  TORCH_CHECK_VALUE(is_head_dim(format.head_dim), kOp, ": D must be 64, 128 or 256, got ", format.head_dim);
-  check_keep(kOp, "keep", keep, format.head_dim);
+  const int64_t channels = guard(head_dim);
+  TORCH_CHECK_VALUE(is_head_dim(channels), kOp, ": D must be 64, 128 or 256, got ", channels);
+  check_keep(kOp, "keep", keep, channels);
   check_bits(kOp, "bits", bits);
+  const RowFormat format{
+      .head_dim = static_cast<int>(channels), .keep = static_cast<int>(keep), .bits = static_cast<int>(bits)};
   check_compressed(kOp, {"bitmap", "values", "scales"}, bitmap, values, scales, format);
   TORCH_CHECK_TYPE(dtype == at::kHalf || dtype == at::kBFloat16 || (dtype == at::kFloat && bits != 16), kOp,
                    ": dtype must be ", dtype_names({at::kHalf, at::kBFloat16}),
                    bits == 16 ? " for 16 bits" : " or torch.float32", ", got ", dtype_name(dtype));
   const auto sizes = bitmap.sym_sizes();
-  return empty_of(bitmap, {sizes[0], sizes[1], sizes[2], head_dim}, dtype);
+  return empty_of(bitmap, {sizes[0], sizes[1], sizes[2], channels}, dtype);
 }
 
 Outputs2 prepare_decode(const DecodeArguments& a) {
@@ -143,7 +144,7 @@ Outputs2 prepare_decode(const DecodeArguments& a) {
   TORCH_CHECK_VALUE(a.q.dim() == 3 || (a.q.dim() == 4 && same_size(a.q.sym_size(2), 1)), kDecode,
                     ": q must be [B, H, D] or [B, H, 1, D], got ", a.q.sym_sizes());
   check_head_dim(kDecode, "q", a.q);
-  const int head_dim = guard(a.q.sym_size(-1));
+  const int head_dim = static_cast<int>(guard(a.q.sym_size(-1)));
   check_bits(kDecode, "k_bits", a.k.bits);
   check_bits(kDecode, "v_bits", a.v.bits);
   check_keep(kDecode, "k_keep", a.k.keep, head_dim);
@@ -181,7 +182,8 @@ Outputs2 prepare_decode(const DecodeArguments& a) {
   if (a.scale.has_value()) {
     check_finite(kDecode, "scale", *a.scale);
   }
-  check_at_least(kDecode, "split_size", a.split_size, 0);
+  TORCH_CHECK_VALUE(a.split_size >= 0 && a.split_size < int64_t{1} << 31, kDecode,
+                    ": split_size must be at least 0 and below 2^31, got ", a.split_size);
   const int64_t group = a.hadamard_group;
   TORCH_CHECK_VALUE(
       group == 0 || (group > 0 && (group & (group - 1)) == 0 && holds((num_kv_heads % group).sym_eq(0))),
