@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from htree_ops.ops.arguments import named, named_as, tuning_config
+from htree_ops.ops.arguments import (
+    FLOATING,
+    check_devices,
+    check_dtype,
+    check_tensors,
+    named,
+    named_as,
+    tuning_config,
+)
 from htree_ops.ops.fp8.quantize import FP8
 from htree_ops.tuning.select import configured
 
@@ -18,13 +26,22 @@ COMPILED_CONFIGS = tuple(
 )
 
 
-def _quantised(name: str, x: Tensor, scale: Tensor | None, dim: int) -> tuple[Tensor, Tensor]:
+def _check_operands(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None) -> None:
+    """What the op would check, where an operand is quantised first."""
+    check_devices("fp8_gemm", {"a": a, "b": b})
+    check_dtype("fp8_gemm", (*FLOATING, FP8), a=a)
+    check_dtype("fp8_gemm", (*FLOATING, FP8), b=b)
+    check_tensors("fp8_gemm", a=(a, "M K"), b=(b, "K N"))
+    for name, x, scale in (("a", a, a_scale), ("b", b, b_scale)):
+        if x.dtype == FP8 and scale is None:
+            raise ValueError(f"fp8_gemm: {name}_scale is required where {name} is quantised already")
+
+
+def _quantised(x: Tensor, scale: Tensor | None, dim: int) -> tuple[Tensor, Tensor]:
     """A float operand in FP8 and its scale; without a given one, one scale for the whole tensor.
 
     A scale of two dims is one per slice along ``dim``, that of the sum.
     """
-    if x.dtype == FP8:
-        raise ValueError(f"fp8_gemm: {name}_scale is required where {name} is quantised already")
     granularity = "tensor" if scale is None or scale.dim() == 0 else "channel"
     codes, used, _ = torch.ops.htree.fp8_quantize(x, scale, granularity, dim)
     return codes, used
@@ -35,12 +52,12 @@ def _quantised(name: str, x: Tensor, scale: Tensor | None, dim: int) -> tuple[Te
 
 @named_as("fp8_gemm", x="a", scale="a_scale")
 def _quantised_a(a: Tensor, a_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    return _quantised("a", a, a_scale, -1)
+    return _quantised(a, a_scale, -1)
 
 
 @named_as("fp8_gemm", x="b", scale="b_scale")
 def _quantised_b(b: Tensor, b_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    return _quantised("b", b, b_scale, 0)
+    return _quantised(b, b_scale, 0)
 
 
 @named
@@ -97,9 +114,11 @@ def fp8_gemm(
 
     Without a configuration ``HTREE_TUNE`` decides: see :mod:`htree_ops.tuning.select`.
     """
-    if a.dtype != FP8 or a_scale is None:
+    if a.dtype != FP8 or b.dtype != FP8 or a_scale is None or b_scale is None:
+        _check_operands(a, b, a_scale, b_scale)
+    if a.dtype != FP8:
         a, a_scale = _quantised_a(a, a_scale)
-    if b.dtype != FP8 or b_scale is None:
+    if b.dtype != FP8:
         b, b_scale = _quantised_b(b, b_scale)
     config = tuning_config(
         "fp8_gemm",
