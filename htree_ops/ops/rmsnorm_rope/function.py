@@ -14,6 +14,10 @@ __all__ = ["head_rmsnorm_rope", "rmsnorm_rope"]
 COMPILED_CONFIGS = tuple((32 * warps, warps, stages) for warps in (2, 4, 8) for stages in (1, 2, 3))
 
 
+def _divides(num_heads: int | None, width: int) -> bool:
+    return num_heads is None or (1 <= num_heads <= width and width % num_heads == 0)
+
+
 @named
 def rmsnorm_rope(
     x: Tensor,
@@ -63,7 +67,9 @@ def rmsnorm_rope(
     config = tuning_config(
         "rmsnorm_rope", COMPILED_CONFIGS, BLOCK_SIZE=BLOCK_SIZE, num_warps=num_warps, num_stages=num_stages
     )
-    if config is None and x.dim() == 3 and cos.dim():  # the op refuses other ranks
+    if (
+        config is None and x.dim() == 3 and cos.dim() and _divides(num_heads, x.shape[2])
+    ):  # the op refuses the rest
         head_dim = x.shape[2] // num_heads if num_heads else cos.shape[-1]
         config = configured(
             "rmsnorm_rope",
