@@ -178,10 +178,10 @@ def in_words_of(
     if found is None or isinstance(error, HTreeKernelError):
         return None
     sentence = found["sentence"]
-    for theirs, ours in renamed.items():
-        sentence = re.sub(rf"(?<![\w.]){theirs}\b", ours, sentence)
+    name, value = _subject(sentence, arguments, renamed)
+    for theirs, ours in renamed.items():  # after a number it is a count, not an argument
+        sentence = re.sub(rf"(?<![\w.])(?<!\d ){theirs}\b", ours, sentence)
     message = f"{function}: {sentence}"
-    name, value = _subject(sentence, arguments)
     if isinstance(error, TypeError) and "dtype" in sentence:
         rule = _RULE.search(sentence)
         return UnsupportedDtypeError(
@@ -201,18 +201,25 @@ def in_words_of(
         return DeviceError(message, expected_device=expected, actual_device=actual, tensor_name=name)
     if isinstance(error, NotImplementedError) and re.search(r"no kernel|block_size must", sentence):
         return ArchitectureNotSupportedError(message)
-    if isinstance(error, ValueError) and isinstance(value, Tensor) and re.search(r", got .*\[", sentence):
+    shows_sizes = (
+        re.search(r", got .*\[", sentence) and "must lie between" not in sentence
+    )  # else it shows values
+    if isinstance(error, ValueError) and isinstance(value, Tensor) and shows_sizes:
         expected, actual = _sizes(sentence, value)
         return ShapeMismatchError(message, expected=expected, actual=actual, tensor_name=name)
     return None if message == str(error) else type(error)(message)
 
 
-def _subject(sentence: str, arguments: Mapping[str, Any]) -> tuple[str | None, Any]:
-    """The first argument that a sentence names, such as ``q`` or ``parents[1]``, and its value."""
-    for name, place in re.findall(r"(?<![\w.])([A-Za-z_]\w*)(\[\d+\])?", sentence):
+def _subject(
+    sentence: str, arguments: Mapping[str, Any], renamed: Mapping[str, str]
+) -> tuple[str | None, Any]:
+    """The first argument that a sentence of an op names, such as ``q`` or ``parents[1]``, in our words; its value."""
+    for theirs, place in re.findall(r"(?<![\w.])([A-Za-z_]\w*)(\[\d+\])?", sentence):
+        ours = renamed.get(theirs, theirs)
+        name = ours if ours in arguments else theirs  # a word for messages alone leaves the argument its name
         if name in arguments:
             value = arguments[name]
-            return name + place, value[int(place[1:-1])] if place else value
+            return ours + place, value[int(place[1:-1])] if place else value
     return None, None
 
 

@@ -374,7 +374,7 @@ def validate_fp8_gemm_inputs(
 
 def _check_fp8_quantize(x: Tensor, scale: Tensor | None, granularity: str, dim: int, block: int) -> None:
     torch.ops.htree.fp8_quantize(
-        *_meta(x), None if scale is None else _meta(scale)[0], str(granularity), dim, block
+        *_meta(x), None if scale is None else _meta(scale)[0], granularity, dim, block
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 import htree_ops
+from htree_ops import seed_api
+from htree_ops.ops.tree_attention import attention_backward, attention_forward
 
 op = torch.ops.htree
 OPTIONS: dict[str, Any] = {"compression_rate": 3, "max_top_nodes": 5, "top_k": 2}
@@ -255,3 +258,163 @@ def test_block_sizes_without_a_kernel_have_one_class(block_size: int) -> None:
         op.causal_softmax(x, block_size)
     with pytest.raises(ValueError, match="block_size must be an int of 64 bits"):
         htree_ops.causal_softmax(x, 2**64)
+
+
+class Word(str, enum.Enum):
+    silu = "silu"
+    gate = "gate"
+    channel = "channel"
+
+
+class LooksLikeSilu:
+    def __str__(self) -> str:
+        return "silu"
+
+
+def test_words_may_be_members_of_an_enum_of_strings() -> None:
+    x, w = torch.randn(3, 4), torch.randn(8, 4)
+    expected = htree_ops.gated_mlp(x, w, w, "silu", "gate"), htree_ops.fp8_compute_scale(x, "channel")
+
+    def calls(x: Tensor) -> tuple[Tensor, Tensor]:
+        return htree_ops.gated_mlp(x, w, w, Word.silu, Word.gate), htree_ops.fp8_compute_scale(
+            x, Word.channel
+        )
+
+    for function in (calls, torch.compile(calls, backend="eager", fullgraph=True)):
+        for actual, wanted in zip(function(x), expected, strict=True):
+            assert torch.equal(actual, wanted)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda x: htree_ops.gated_mlp(x, x, x, LooksLikeSilu()),
+            "gated_mlp: activation must be a str, got Looks",
+        ),
+        (lambda x: htree_ops.gated_mlp(x, x, x, "silu", 1), "gated_mlp: act_on must be a str, got int"),
+        (lambda x: htree_ops.fp8_quantize(x, None, 1), "fp8_quantize: granularity must be a str, got int"),
+        (
+            lambda x: htree_ops.fp8_fake_quant(x, None, 1),
+            "fp8_fake_quant: granularity must be a str, got int",
+        ),
+    ],
+)
+def test_words_are_strings(call: Callable[[Tensor], Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        call(torch.randn(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda q: htree_ops.tree_attention(), "tree_attention() missing 3 required positional arguments: "),
+        (
+            lambda q: htree_ops.tree_attention(q, q),
+            "tree_attention() missing 1 required positional argument: 'v'",
+        ),
+        (
+            lambda q: htree_ops.tree_attention(q, q, q, foo=1),
+            "tree_attention() got an unexpected keyword argument 'foo'",
+        ),
+        (
+            lambda q: htree_ops.gated_mlp(q, q, q, "silu", "up", "z"),
+            "gated_mlp() takes from 3 to 5 positional arguments but 6 were given",
+        ),
+    ],
+)
+def test_wrong_numbers_of_arguments_have_the_message_of_python(
+    call: Callable[[Tensor], Any], message: str
+) -> None:
+    with pytest.raises(TypeError) as caught:
+        call(torch.randn(1, 9, 2, 4))
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("parents", "message"),
+    [
+        (None, "parents must be a list of Tensors, got NoneType"),
+        (torch.zeros(1), "parents must be a list of Tensors, got Tensor"),
+        (3, "parents must be a list of Tensors, got int"),
+        ((1, 2), r"parents\[0\] must be a Tensor, got int"),
+        ([torch.zeros(1), None], r"parents\[1\] must be a Tensor, got NoneType"),
+    ],
+    ids=str,
+)
+def test_parents_are_a_list_of_tensors(parents: object, message: str) -> None:
+    q, k, v = qkv()
+    results = attention_forward(q, k, v, 3, 5, 2)[:3]
+    with pytest.raises(TypeError, match=f"attention_backward: {message}"):
+        attention_backward(q, q, k, v, *results, parents, 3, 5, 2)  # type: ignore[arg-type]
+
+
+def test_parents_may_be_a_tuple() -> None:
+    q, k, v = qkv()
+    *results, parents = attention_forward(q, k, v, 3, 5, 2)
+    assert parents
+    for a, b in zip(
+        attention_backward(q, q, k, v, *results, tuple(parents), 3, 5, 2),  # type: ignore[arg-type]
+        attention_backward(q, q, k, v, *results, parents, 3, 5, 2),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("scale", [2**200, -(2**2000), 2**2000], ids=["2**200", "-2**2000", "2**2000"])
+def test_large_ints_for_numbers_are_not_finite(scale: int) -> None:
+    for call in (
+        lambda: htree_ops.tree_attention(*qkv(), scale=scale, **OPTIONS),
+        lambda: htree_ops.hadamard_transform(torch.zeros(4), scale),
+        lambda: htree_ops.fp8_quantize(torch.zeros(4), scale),
+    ):
+        with pytest.raises(ValueError, match=r"scale must be (positive and )?finite in float32, got"):
+            call()
+
+
+def test_a_count_keeps_its_word_where_an_argument_is_renamed() -> None:
+    x, empty = torch.randn(1, 2, 9, 4), torch.ones(0, 2)
+    with pytest.raises(htree_ops.ShapeMismatchError, match="cos must hold at least 1 positions, got"):
+        seed_api.apply_rotary_pos_emb_q(x, empty, empty, torch.arange(9))
+    table = torch.ones(9, 2)
+    with pytest.raises(
+        htree_ops.ShapeMismatchError, match=r"size 0 of position_ids must be 9 \(T of q\)"
+    ) as caught:
+        seed_api.apply_rotary_pos_emb_q(x, table, table, torch.arange(5))
+    assert caught.value.tensor_name == "position_ids"
+
+
+def test_a_name_for_messages_keeps_the_facts() -> None:
+    with pytest.raises(htree_ops.UnsupportedDtypeError, match=r"^foo: thing must have dtype") as caught:
+        seed_api.validate_fp8_quantize_inputs(torch.zeros(4).int(), op="foo", name="thing")
+    assert (caught.value.dtype, caught.value.tensor_name) == (torch.int32, "thing")
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_operands_of_fp8_gemm_are_checked_before_they_are_quantised(name: str) -> None:
+    good = {"a": torch.randn(3, 4), "b": torch.randn(4, 5)}
+    shape = r"\[M, K\]" if name == "a" else r"\[K, N\]"
+    for wrong in (torch.randn(4), torch.randn(())):
+        scale = {f"{name}_scale": torch.ones(4, 1)}
+        with pytest.raises(
+            htree_ops.ShapeMismatchError, match=f"fp8_gemm: {name} must be 2-D {shape}"
+        ) as rank:
+            htree_ops.fp8_gemm(**(good | {name: wrong}), **scale)
+        assert (rank.value.expected, rank.value.tensor_name) == (2, name)
+    with pytest.raises(htree_ops.UnsupportedDtypeError, match=f"fp8_gemm: {name} must have dtype") as dtype:
+        htree_ops.fp8_gemm(**(good | {name: good[name].int()}))
+    assert torch.float8_e4m3fn in dtype.value.supported_dtypes
+
+
+@pytest.mark.parametrize("num_heads", [0, -1, 3, 16, 2**62])
+def test_invalid_num_heads_never_reach_the_tuner(monkeypatch: pytest.MonkeyPatch, num_heads: int) -> None:
+    from htree_ops.ops.rmsnorm_rope import function
+
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(function, "configured", lambda *arguments: asked.append(arguments))
+    x, weight, table = torch.randn(1, 2, 8), torch.ones(8), torch.ones(2, 4)
+    with pytest.raises(ValueError, match=r"rmsnorm_rope: .*num_heads"):
+        htree_ops.rmsnorm_rope(x, weight, table, table, num_heads=num_heads)
+    assert not asked
+    htree_ops.rmsnorm_rope(x, weight, table, table, num_heads=2)
+    assert len(asked) == 1

@@ -53,8 +53,11 @@ _KINDS: dict[str, tuple[str, tuple[type, ...], tuple[type, ...]]] = {
     "int": ("an int", (int,), (int, torch.SymInt)),
     "float": ("a number", (float, int), (float, int, torch.SymInt, torch.SymFloat)),
     "bool": ("a bool", (bool,), (bool,)),
-    "str": ("a str", (str,), (str,)),
+    **dict.fromkeys(
+        ("str", "Activation", "Side", "Granularity"), ("a str", (str,), (str,))
+    ),  # the op knows the words
     "torch.dtype": ("a torch.dtype", (torch.dtype,), (torch.dtype,)),
+    "list[Tensor]": ("a list of Tensors", (), (list, tuple)),
     "None": ("None", (type(None),), (type(None),)),
 }
 
@@ -73,6 +76,9 @@ class _Kind:
         """Raises TypeError; a bool is an int of Python alone."""
         if not isinstance(value, self.all) or (isinstance(value, bool) and bool not in self.all):
             raise TypeError(f"{function}: {self.name} must be {self.words}, got {type(value).__name__}")
+        if isinstance(value, (list, tuple)):
+            for place, x in enumerate(value):
+                check_tensor(function, f"{self.name}[{place}]", x)
 
 
 def named(function: Callable[P, R]) -> Callable[P, R]:
@@ -95,7 +101,11 @@ def named_as(name: str | None = None, **renamed: str) -> Callable[[Callable[P, R
             for p in signature.parameters.values()
             if all(part in _KINDS for part in str(p.annotation).split(" | "))
         }
-        in_order = [kinds.get(parameter) for parameter in signature.parameters]
+        in_order = [
+            kinds.get(p.name)
+            for p in signature.parameters.values()
+            if p.kind is not inspect.Parameter.KEYWORD_ONLY
+        ]
         is_compiling = torch.compiler.is_compiling
 
         @functools.wraps(function)
@@ -112,8 +122,11 @@ def named_as(name: str | None = None, **renamed: str) -> Callable[[Callable[P, R
             try:
                 return function(*args, **kwargs)
             except (TypeError, ValueError, RuntimeError, IndexError) as error:
-                arguments = signature.bind(*args, **kwargs).arguments
-                _check_what_no_op_takes(label, arguments)
+                try:
+                    arguments = signature.bind(*args, **kwargs).arguments
+                except TypeError:  # Python has refused the call
+                    raise error from None
+                _check_what_no_op_takes(label, arguments, kinds)
                 refusal = in_words_of(label, arguments, error, renamed)
                 if refusal is None:
                     raise
@@ -124,7 +137,9 @@ def named_as(name: str | None = None, **renamed: str) -> Callable[[Callable[P, R
     return decorate
 
 
-def _check_what_no_op_takes(function: str, arguments: Mapping[str, object]) -> None:
+def _check_what_no_op_takes(
+    function: str, arguments: Mapping[str, object], kinds: Mapping[str, _Kind]
+) -> None:
     """Names the argument where the dispatcher, not the op, has refused a call."""
     for name, value in arguments.items():
         if isinstance(value, Tensor):
@@ -133,7 +148,10 @@ def _check_what_no_op_takes(function: str, arguments: Mapping[str, object]) -> N
             for place, x in enumerate(value):
                 check_tensor(function, f"{name}[{place}]", x)
         elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise ValueError(f"{function}: {name} must be an int of 64 bits, got {value}")
+            if name not in kinds or float not in kinds[name].all:
+                raise ValueError(f"{function}: {name} must be an int of 64 bits, got {value}")
+            if abs(value) > torch.finfo(torch.float64).max:  # a smaller one reaches the op, as a double
+                check_number(function, name, value)
 
 
 @contextmanager

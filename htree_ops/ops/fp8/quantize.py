@@ -76,7 +76,7 @@ def fp8_compute_scale(
         UnsupportedDtypeError: another dtype.
         ValueError: another granularity, or block below 1. IndexError: no such dim.
     """
-    return torch.ops.htree.fp8_compute_scale(x, str(granularity), dim, block)
+    return torch.ops.htree.fp8_compute_scale(x, granularity, dim, block)
 
 
 def _scale_tensor(
@@ -126,7 +126,7 @@ def fp8_quantize(
         ValueError: another granularity, block below 1, or a scale that is not positive and finite.
     """
     given = _scale_tensor("fp8_quantize", x, scale, granularity, dim, block)
-    return torch.ops.htree.fp8_quantize(x, given, str(granularity), dim, block)
+    return torch.ops.htree.fp8_quantize(x, given, granularity, dim, block)
 
 
 @named
@@ -166,7 +166,7 @@ def fp8_fake_quant(
         NotImplementedError: scale requires a gradient.
     """
     given = _scale_tensor("fp8_fake_quant", x, scale, granularity, dim, block)
-    return torch.ops.htree.fp8_fake_quant(x, given, str(granularity), dim, block)
+    return torch.ops.htree.fp8_fake_quant(x, given, granularity, dim, block)
 
 
 @named
@@ -213,7 +213,7 @@ def handle_fp8_overflow(
     given: Any = _scale_tensor("handle_fp8_overflow", tensor, scale, granularity, dim, block)
     num_infinite: int | None = None
     for _ in range(max_attempts + 1):
-        q, used, num_overflow = torch.ops.htree.fp8_quantize(tensor, given, str(granularity), dim, block)
+        q, used, num_overflow = torch.ops.htree.fp8_quantize(tensor, given, granularity, dim, block)
         given = given / 2
         overflows = int(num_overflow)
         if overflows and num_infinite is None:

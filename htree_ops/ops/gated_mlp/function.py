@@ -76,7 +76,6 @@ def gated_mlp(
 
     Without a configuration ``HTREE_TUNE`` decides: see :mod:`htree_ops.tuning.select`.
     """
-    options = (str(activation), str(act_on))  # for the op to refuse by value
     config = tuning_config(
         "gated_mlp",
         COMPILED_CONFIGS,
@@ -91,6 +90,6 @@ def gated_mlp(
             "gated_mlp",
             (math.prod(x.shape[:-1]), x.shape[-1], gate_weight.shape[0]),
             x,
-            lambda tried: torch.ops.htree.gated_mlp(x, gate_weight, up_weight, *options, tried),
+            lambda tried: torch.ops.htree.gated_mlp(x, gate_weight, up_weight, activation, act_on, tried),
         )
-    return torch.ops.htree.gated_mlp(x, gate_weight, up_weight, *options, config)
+    return torch.ops.htree.gated_mlp(x, gate_weight, up_weight, activation, act_on, config)
