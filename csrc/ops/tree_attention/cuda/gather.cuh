@@ -1,5 +1,5 @@
-// Where a warp's query, list and keys are, and how its parents reach it: their packed copies arrive in a ring of
-// shared memory a few slots ahead.
+// Where a warp finds its query, list and keys (docs/semantics/tree_attention.md §1.3), and how the packed
+// parents of a list reach it: in a ring of shared memory, a few slots ahead.
 #pragma once
 
 #include "device/mma.cuh"
@@ -9,12 +9,12 @@
 
 namespace htree::tree_attention {
 
-// Entries of a list before its first negative one: of a list that keeps the rules its parents, and what a
-// caller's list holds there is no address. All lanes call and get the result; two dependent loads for lists
-// of up to 1024 entries.
+// The number of a list's entries before the first negative one. In a list that keeps the rules these are its
+// parents; what stands behind them in a caller's list is never used as an address. All lanes call and get the
+// result. Lists of up to 1024 entries cost two dependent loads.
 __device__ __forceinline__ int count_entries(const int32_t* list, int width) {
   const int lane = threadIdx.x % 32;
-  int low = 0, high = width;  // everything below `low` is a parent, `high` is not
+  int low = 0, high = width;  // all entries below `low` are parents, the one at `high` is not
   while (low < high) {
     const int step = (high - low + 31) / 32;
     const int at = low + lane * step;
@@ -27,15 +27,15 @@ __device__ __forceinline__ int count_entries(const int32_t* list, int width) {
   return low;
 }
 
-// The ring holds kStages stages of kStageBytes; a stage takes the first kCopyBytes of a block. `ring` is
-// aligned to 128 bytes. Slot j of the list lies in stage j mod kStages from wait(j) until release(j).
+// A ring of kStages stages of kStageBytes each. A stage takes the first kCopyBytes of a packed parent. `ring`
+// is aligned to 128 bytes. Slot j of the list lies in stage j mod kStages from wait(j) until release(j).
 template <int kCopyBytes, int kStageBytes, int kStages>
 class ParentStream {
  public:
   static_assert(kCopyBytes % 16 == 0 && kStageBytes % 128 == 0 && kCopyBytes <= kStageBytes);
 
-  // Slots begin ... end - 1; `list` null stands for the list 0, 1, 2, ... Ids past the last parent are
-  // clamped.
+  // Streams slots begin ... end - 1. A null `list` stands for the list 0, 1, 2, ... Ids past the last parent
+  // are clamped.
   __device__ __forceinline__ ParentStream(const char* packed, int64_t parent_bytes, int64_t num_parents,
                                           const int32_t* list, int begin, int end, uint32_t ring)
       : packed_(packed),
@@ -55,14 +55,14 @@ class ParentStream {
     }
   }
 
-  // Shared address of the slot's block. Waits for the copies of this warp only.
+  // Waits for the slot and returns its shared address. It waits for copies of this warp only.
   __device__ __forceinline__ uint32_t wait(int slot) const {
     device::wait_copies<kStages - 1>();
     __syncwarp();
     return ring_ + slot % kStages * kStageBytes;
   }
 
-  // After the last read of the slot that wait() gave: its stage is filled with the next parent.
+  // To be called after the last read of the slot that wait() gave: its stage is filled with the next parent.
   __device__ __forceinline__ void release() {
     __syncwarp();
     issue();
@@ -92,7 +92,7 @@ class ParentStream {
         device::copy_async_16(to + kCopyBytes / 512 * 512, from + kCopyBytes / 512 * 512);
       }
     }
-    device::commit_copies();  // an empty group keeps the count of pending groups
+    device::commit_copies();  // an empty group keeps the number of pending groups right
     ++next_;
   }
 
@@ -106,10 +106,9 @@ class ParentStream {
   int ids_, later_ids_;
 };
 
-// ---- Where a warp's query, list and keys are: docs/semantics/tree_attention.md §1.3.
-
-// Node of the layer above `token`, and list of a query. Spans are powers of 16 and strides of 2: a division
-// of 64 bits would be a call, and kernels that call have no uniform registers.
+// The node of the layer that holds `token`, and below it the list of a query. Spans are powers of 16 and
+// strides powers of 2, so both are shifts: a division of 64 bits would be a call, and a kernel with calls
+// keeps nothing in uniform registers.
 __device__ __forceinline__ int64_t node_of(const GatherParams& p, int64_t token) {
   return token >> (__ffsll(p.node_span) - 1);
 }
@@ -127,7 +126,7 @@ struct GatherTask {
 };
 
 // All lanes of a warp call with the same arguments. `query` counts from the first of the chunk; `list_row` is
-// its list's row.
+// the row of its list.
 __device__ __forceinline__ GatherTask gather_task(const GatherParams& p, int head_index, int64_t query,
                                                   int64_t list_row) {
   GatherTask task;
@@ -150,7 +149,7 @@ __device__ __forceinline__ GatherTask gather_task(const GatherParams& p, int hea
   return task;
 }
 
-// First query row [G, K] of the task's kv head.
+// The first row of the query's [G, K] for the task's kv head.
 template <typename T>
 __device__ __forceinline__ const T* query_rows(const GatherParams& p, const GatherTask& task, int64_t query) {
   return static_cast<const T*>(p.queries.data) + task.batch * p.queries.batch + query * p.queries.row +

@@ -1,7 +1,7 @@
 // What the launches of the tensor-core kernels share: r = 16, fp16 or bf16 inputs. No torch.
 //
-// A launch works on one chunk: `num_batches` batches and `num_queries` consecutive queries, the first at token
-// t0, a multiple of the selection stride. Queries i with the same i / stride share one list of parents.
+// A launch works on one chunk: `num_batches` batches and `num_queries` consecutive queries. The first stands at
+// token t0, a multiple of the selection stride. Queries i with the same i / stride share one list of parents.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -26,10 +26,10 @@ struct TensorView {
   int64_t batch = 0;
   int64_t row = 0;
   int64_t head = 0;
-  bool aligned = false;  // every row starts at a multiple of 16 bytes; only queries say so
+  bool aligned = false;  // every row starts at a multiple of 16 bytes; set for queries only
 };
 
-// What the instances are compiled for.
+// The shape that a tensor-core kernel is compiled for.
 struct TensorCoreShape {
   HalfType dtype = HalfType::kBFloat16;
   int key_dim = 0;
@@ -41,12 +41,11 @@ struct GatherParams {
   TensorView queries;            // [B, T_q, H, K], from the first query of the chunk
   const char* packed = nullptr;  // [B, H_kv, num_parents] packed parents of the layer
   int64_t num_parents = 0;
-  const int32_t* lists =
-      nullptr;             // [B, num_lists, H_kv, list_width]; null: parents 0, 1, ... up to the query's own
-  int64_t list_batch = 0;  // stride in elements
-  const float2* rope = nullptr;  // [list_width * 16 + 1, K/2]
-  float score_scale = 0.f;       // scale * log2(e): scores are in log2 units
-  int64_t node_span = 1;         // tokens per node of the layer
+  const int32_t* lists = nullptr;  // [B, num_lists, H_kv, list_width]; null: parents 0, 1, ... up to the own
+  int64_t list_batch = 0;          // stride in elements
+  const float2* rope = nullptr;    // [list_width * 16 + 1, K/2]
+  float score_scale = 0.f;         // scale * log2(e), so that scores are in log2 units
+  int64_t node_span = 1;           // tokens per node of the layer
   int64_t t0 = 0;
   int num_queries = 0;
   int num_lists = 0;
@@ -57,7 +56,7 @@ struct GatherParams {
   int stride = 1;
 };
 
-// ---- Run-time shape of a tensor-core launch to the compiled one. No torch.
+// ---- from the run-time shape of a launch to a compiled one
 
 template <typename T>
 struct TypeTag {
@@ -68,18 +67,17 @@ struct IntTag {
   static constexpr int value = kValue;
 };
 
-// plan/ sends no other shape here; one that came all the same must not leave its outputs
-// unwritten.
+// plan/ sends no other shape here. If one came all the same, its outputs must not stay unwritten.
 [[noreturn]] inline void refuse_shape(const std::string& what) {
   throw std::logic_error("tree attention: no tensor-core kernel for " + what);
 }
 
-// Blocks of `per_block` items each.
+// Blocks needed where each takes `per_block` items.
 inline unsigned num_blocks(int64_t items, int64_t per_block) {
   return static_cast<unsigned>(ceil_div(items, per_block));
 }
 
-// Calls f(IntTag<n>) with the tiles of 8 rows that hold the `group` query heads of a kv head.
+// Calls f(IntTag<n>), n being the number of 8-row tiles that hold the `group` query heads of a kv head.
 template <typename F>
 auto dispatch_head_tiles(int group, F&& f) {
   switch ((group + 7) / 8) {
@@ -92,7 +90,7 @@ auto dispatch_head_tiles(int group, F&& f) {
   }
 }
 
-// Calls f(IntTag<G>) for the groups of a dense top.
+// Calls f(IntTag<G>) for the values of G that a dense top takes.
 template <typename F>
 auto dispatch_dense_group(int group, F&& f) {
   switch (group) {

@@ -1,5 +1,5 @@
-// Query rows on their way into an fp16 operand in shared memory: a thread takes 8 dims of the lower half of a
-// row and their partners in the upper half, rotates them and rounds.
+// Brings query rows into an fp16 operand in shared memory: a thread takes 8 dims of the lower half of a row
+// and their partners in the upper half, rotates them and rounds.
 #pragma once
 
 #include "device/mma.cuh"
@@ -9,7 +9,7 @@
 
 namespace htree::tree_attention {
 
-// 8 consecutive elements as they are stored; one load where the rows are aligned to 16 bytes.
+// 8 consecutive elements as they are stored, in one load where rows are aligned to 16 bytes.
 template <typename T>
 __device__ __forceinline__ uint4 load_eight(const T* from, bool aligned) {
   if (aligned) {
@@ -28,7 +28,8 @@ __device__ __forceinline__ void widen_eight(const uint4& raw, float (&x)[8]) {
   }
 }
 
-// Largest finite |element| of a row that kLanes neighbouring lanes, a power of two, hold; they call together.
+// The largest finite |element| of a row that kLanes neighbouring lanes hold, kLanes a power of two. They call
+// together.
 template <int kLanes>
 __device__ __forceinline__ float row_magnitude(const float (&low)[8], const float (&high)[8]) {
   float largest = 0.f;
@@ -43,7 +44,7 @@ __device__ __forceinline__ float row_magnitude(const float (&low)[8], const floa
   return largest;
 }
 
-// `rotations`: cos and sin of two dims each.
+// `rotations`: cos and sin of two dims in each.
 __device__ __forceinline__ void rotate_eight(const float (&low)[8], const float (&high)[8], float scale,
                                              const float4 (&rotations)[4], uint4& rotated_low,
                                              uint4& rotated_high) {

@@ -1,9 +1,9 @@
-// The query rows of one (token, kv head) as the B operand of S^T = K' q^T, rotated from slot to slot.
+// The query rows of one (token, kv head) as the B operand of S^T = K' q^T, rotated on from slot to slot.
 //
-// R_p K_c = R_{16 j} K'_c for candidate p of slot j = p / 16 (docs/semantics/tree_attention.md §1.4), so the
-// scores of slot j take the query at position n - 1 - 16 j. It is kept in fp32 and rotated back by 16
-// positions per slot: both halves of a rotated pair lie in one lane, and 16 positions are the same constants
-// everywhere.
+// For candidate p of slot j = p / 16, R_p K_c = R_{16 j} K'_c (docs/semantics/tree_attention.md §1.4), so the
+// scores of slot j take the query at position n - 1 - 16 j. The query is kept in fp32 and rotated back by 16
+// positions per slot. Both halves of a rotated pair lie in one lane, and the factors for 16 positions are the
+// same for all slots.
 #pragma once
 
 #include "device/mma.cuh"
@@ -13,24 +13,26 @@
 
 namespace htree::tree_attention {
 
-// Dim in the lower half that element i of a lane stands for: B fragments of 16 dims, 4 elements of each per
-// lane.
+// The dim of the lower half that element i of a lane belongs to: B fragments have 16 dims, and a lane holds 4
+// elements of each.
 __device__ __forceinline__ int fragment_dim(int i, int lane) {
   return i / 4 * 16 + 2 * (lane % 4) + (i & 1) + 8 * (i >> 1 & 1);
 }
 
-// kTiles tiles of 8 query heads; column lane / 4 of tile i is query head 8 i + lane / 4 of the kv head.
+// The query heads are kTiles tiles of 8. Column lane / 4 of tile i is query head 8 i + lane / 4 of the kv
+// head.
 template <int kKeyDim, int kTiles>
 struct RotatedQuery {
-  static constexpr int kPairs = kKeyDim / 8;  // rotated pairs of a lane and tile
+  static constexpr int kPairs = kKeyDim / 8;  // rotated pairs of a lane in one tile
   float low[kTiles][kPairs];
   float high[kTiles][kPairs];
   float cos_step[kPairs];
   float sin_step[kPairs];
-  // Undoes the power of two of columns 2 * (lane % 4) and the next, times the scale of the scores.
+  // For columns 2 * (lane % 4) and the next: undoes the power of two, times the scale of the scores.
   float unscale[kTiles][2];
 
-  // `rows`: [G, K] with stride `head_stride`, positions of the table rows in `rope` [., K/2].
+  // `rows` is [G, K] with stride `head_stride`, `rope` the table [positions, K/2], `position` the row of it
+  // to rotate by.
   template <typename T>
   __device__ __forceinline__ void load(const T* rows, int64_t head_stride, int group, float score_scale,
                                        const float2* rope, int64_t position) {
@@ -38,7 +40,7 @@ struct RotatedQuery {
          score_scale, rope, position);
   }
 
-  // element(head, dim) as above.
+  // The same with element(head, dim) in place of `rows`.
   template <typename Element>
   __device__ __forceinline__ void load(Element&& element, int group, float score_scale, const float2* rope,
                                        int64_t position) {
@@ -79,7 +81,7 @@ struct RotatedQuery {
     }
   }
 
-  // 16 positions back.
+  // Rotates the query back by 16 positions.
   __device__ __forceinline__ void step_back() {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
@@ -93,8 +95,8 @@ struct RotatedQuery {
   }
 };
 
-// Addresses of a lane's rows for ldmatrix in a tile of 16 rows: `plain` for the rows as the M side of an A
-// operand, `transposed` for the dims as the M side and the rows as K.
+// Addresses of a lane's rows for ldmatrix in a tile of 16 rows. `plain`: rows are the M side of an A operand.
+// `transposed`: dims are the M side and rows are K.
 template <int kDim>
 struct TileAddress {
   int plain_row, plain_chunk, transposed_row, transposed_chunk;
@@ -107,7 +109,7 @@ struct TileAddress {
     transposed_row = (matrix >> 1) * 8 + lane % 8;
     transposed_chunk = matrix & 1;
   }
-  // 16 dims from 16 * step on.
+  // The 16 dims from 16 * step on.
   __device__ __forceinline__ uint32_t plain(int step) const {
     return chunk_offset<kDim>(plain_row, 2 * step + plain_chunk);
   }
@@ -116,8 +118,8 @@ struct TileAddress {
   }
 };
 
-// Scores of the 16 children of a slot, in log2 units: s[tile][0..3] in the accumulator layout of mma_16x8x16
-// with children as rows and query heads as columns. `block` is the shared address of the parent's block.
+// Scores of the 16 children of a slot, in log2 units: s[tile][0..3] in the accumulator layout of mma_16x8x16,
+// with children as rows and query heads as columns. `block` is the packed parent's address in shared memory.
 template <int kKeyDim, int kTiles>
 __device__ __forceinline__ void slot_scores(const RotatedQuery<kKeyDim, kTiles>& q,
                                             const TileAddress<kKeyDim>& at, uint32_t block,

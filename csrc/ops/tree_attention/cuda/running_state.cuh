@@ -7,7 +7,7 @@ namespace htree::tree_attention {
 
 constexpr float kLn2 = 0.693147180559945f;  // maxima are in log2 units until the last layer
 
-// (max, sum) becomes that of both; `own` and `other` are what their unnormalised outputs weigh in it.
+// Merges another state into (max, sum). `own` and `other` are the factors of the two unnormalised outputs.
 __device__ __forceinline__ void merge_states(float& max, float& sum, float other_max, float other_sum,
                                              float& own, float& other) {
   const float top = fmaxf(max, other_max);
@@ -17,9 +17,7 @@ __device__ __forceinline__ void merge_states(float& max, float& sum, float other
   max = top;
 }
 
-// ---- The running log-sum of scores in log2 units.
-
-// log2 sum 2^s of what it has seen; -inf of nothing, NaN of a NaN.
+// Running log2 of the sum of 2^s over scores in log2 units: -inf where there was none, NaN where one is NaN.
 struct LogSum {
   float max = -INFINITY, sum = 0.f;
 
@@ -30,7 +28,7 @@ struct LogSum {
     sum = sum * device::exp2_flushed(max - from) + other_sum * device::exp2_flushed(other_max - from);
     max = top;
   }
-  // Two scores.
+  // Adds two scores.
   __device__ __forceinline__ void add_pair(float a, float b) {
     const float top = fmaxf(max, fmaxf(a, b));
     const float from = finite(top);
@@ -38,7 +36,7 @@ struct LogSum {
           (device::exp2_flushed(a - from) + device::exp2_flushed(b - from));
     max = top;
   }
-  // What a score is lowered by; +inf turns every weight to 0.
+  // What to subtract from a score before it becomes a weight; +inf makes every weight 0.
   __device__ __forceinline__ float reference() const {
     return sum == 0.f ? INFINITY : finite(max) + log2f(sum);
   }

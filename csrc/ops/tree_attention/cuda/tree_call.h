@@ -1,5 +1,5 @@
-// A call of the tensor-core path: its sizes, its inputs and its tree in device memory, and what both directions do
-// with them. No torch.
+// A call of the tensor-core path: its sizes, inputs and tree in device memory, and the steps that both
+// directions share. No torch.
 #pragma once
 
 #include <vector>
@@ -19,7 +19,7 @@ struct TreeLayer {
   char* packed = nullptr;  // [B, H_kv, num_parents] packed parents
 };
 
-// A call on one device: sizes, inputs and the tree over the keys, tokens first.
+// A call on one device: sizes, inputs, and the tree over the keys with the tokens first.
 struct TreeCall {
   AttentionProblem problem;
   TreeConfig config;
@@ -27,38 +27,39 @@ struct TreeCall {
   TensorView queries;  // [B, T_q, H, K]
   std::vector<TreeLayer> layers;
   float2* rope = nullptr;  // [rope_rows(), K/2]
-  // Rotation tables of rotation_slots() slots in both orders, those that config asks for.
+  // Rotation tables of rotation_slots() slots, one per RotationOrder; those that `config` asks for are
+  // filled.
   __half2* fragment_rotations = nullptr;
   __half2* dim_rotations = nullptr;
-  DenseTiles top;  // of layers.back(), if config.dense_top
+  DenseTiles top;  // tiles of layers.back() where config.dense_top holds
 
   int64_t rope_rows() const { return problem.args.top_k * kTensorCoreRate + 1; }
   int64_t rotation_slots() const { return problem.args.top_k + 1; }
 };
 
-// Batches from `batch`, queries from `query` on.
+// Batches from `batch` on, queries from `query` on.
 struct Chunk {
   int64_t batch, num_batches, query, num_queries;
 };
 
-// Lists of a chunk at one layer; null for the implicit ones of the top.
+// The lists of a chunk at one layer; null for the implicit lists of the top.
 struct ListSlice {
   int32_t* data = nullptr;
   int64_t batch = 0;  // stride in elements
 };
 
-// A view that starts at a chunk; elements of 2 bytes.
+// The part of a view that starts at a chunk; elements have 2 bytes.
 TensorView at_row(TensorView view, int64_t batch, int64_t row);
 
-// Lists are left to the caller.
+// Everything but the lists, which the caller sets.
 GatherParams gather_of(const TreeCall& call, size_t layer_idx, const Chunk& chunk);
 
-// Selects the lists of the layer below, some leaders at a time; `mask` [num_batches, lists of the chunk,
+// Selects the lists of the layer below, for some leaders at a time. `mask` [num_batches, lists of the chunk,
 // H_kv, mask_words()] may be null. `scratch` has selection_bytes().
 cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& chunk, const ListSlice& lists,
                          const ListSlice& next, float* scratch, uint32_t* mask, cudaStream_t stream);
 
-// A layer's tiles from the chunk's first batch on.
+// The tiles of the top layer, from the chunk's first batch on.
 DenseTiles dense_tiles_of(const TreeCall& call, const Chunk& chunk);
 
 // Fills call.rope, the rotation tables and the packed copy of every layer.

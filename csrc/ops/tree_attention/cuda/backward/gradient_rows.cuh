@@ -1,5 +1,5 @@
-// Records and numbers of the query heads of a chunk, and the magnitudes that keep their gradients in fp16's
-// range.
+// Prepares the gradients of a chunk: records of its queries and dO, the numbers of its query heads (RowMeta),
+// and the largest magnitudes, which keep the gradients of scores in fp16's range.
 #pragma once
 
 #include <cfloat>
@@ -16,12 +16,12 @@
 namespace htree::tree_attention {
 
 constexpr int kRowWarps = 8;
-constexpr int kRowQueries = 32;  // of a block
-constexpr int kRecordRows = 8;   // of a tiled record
+constexpr int kRowQueries = 32;  // per thread block
+constexpr int kRecordRows = 8;   // rows of a tiled record
 
-// A tiled record, of a query and kv head: the queries of 8 heads and their dO as two tiles in the order of
-// chunk_offset(), then a RowMeta for each; heads past G are zeros of weight 0. Other records are rows [G][K
-// of the query, V of dO].
+// The tiled record of a (query, kv head): the queries of 8 heads and their dO as two tiles in the order of
+// chunk_offset(), then a RowMeta for each head. Heads past G are zeros of weight 0. A record that is not
+// tiled holds G rows: K elements of the query, then V elements of dO.
 template <int kDim>
 struct TiledRecord {
   static constexpr int kTileBytes = kRecordRows * kDim * 2;
@@ -31,7 +31,7 @@ struct TiledRecord {
   static_assert(kBytes == kMetaOffset + kRecordRows * static_cast<int>(sizeof(RowMeta)));
 };
 
-// Elements of 2 bytes of a query's record.
+// Finds the elements, of 2 bytes each, of a query's record.
 template <int kDim>
 class RecordRows {
  public:
@@ -57,7 +57,7 @@ class RecordRows {
   bool tiled_;
 };
 
-// Sum or maximum over kLanes neighbouring lanes; the whole warp calls.
+// Sum or maximum over kLanes neighbouring lanes. The whole warp calls.
 template <int kLanes, typename Op>
 __device__ __forceinline__ float over_lanes(float x, Op&& op) {
 #pragma unroll
@@ -75,8 +75,8 @@ __device__ __forceinline__ float max_over_lanes(float x) {
   return over_lanes<kLanes>(x, [](float a, float b) { return fmaxf(a, b); });
 }
 
-// The norm of a row of which kLanes neighbouring lanes have eight elements each, over its finite elements,
-// and at most the largest float. Their squares neither overflow nor vanish.
+// The norm of a row's finite elements, at most the largest float. kLanes neighbouring lanes hold eight
+// elements of the row each. Squares neither overflow nor vanish.
 template <int kLanes>
 __device__ __forceinline__ float row_norm(const float (&x)[8]) {
   float largest = 0.f;
@@ -94,8 +94,8 @@ __device__ __forceinline__ float row_norm(const float (&x)[8]) {
   return fminf(sqrtf(sum_over_lanes<kLanes>(squares)) * power.inverse, FLT_MAX);
 }
 
-// Raises *bounds to the largest of the block's `a` and `b`, which are not negative, with one atomic each:
-// they are maxima, so the order of arrival does not matter. The whole block calls.
+// Raises *a_bound to the largest `a` of the block and *b_bound to the largest `b`, with one atomic each;
+// neither number is negative. Maxima do not depend on the order of arrival. The whole block calls.
 __device__ __forceinline__ void raise_bounds(unsigned* a_bound, unsigned* b_bound, float a, float b) {
   __shared__ unsigned largest[2];
   if (threadIdx.x < 2) {
@@ -123,7 +123,7 @@ __device__ __forceinline__ uint4 load_row_chunk(const TensorView& view, int64_t 
   return load_eight(from, reinterpret_cast<uintptr_t>(from) % 16 == 0);
 }
 
-// Grid: x = runs of kRowQueries queries, y = batch * kv head. K/8 lanes for a row of the query and of dO.
+// Grid: x = runs of kRowQueries queries, y = batch * kv head. K/8 lanes share a row of the query and of dO.
 template <typename T, int kDim>
 __global__ void __launch_bounds__(kRowWarps * 32) gradient_rows_kernel(RowParams p) {
   constexpr int kLanes = kDim / 8, kPass = kRowWarps * 32 / kLanes;
@@ -199,9 +199,9 @@ __global__ void __launch_bounds__(kRowWarps * 32) gradient_rows_kernel(RowParams
                largest_unscale);
 }
 
-constexpr int kBoundNodes = 256;  // of a block
+constexpr int kBoundNodes = 256;  // nodes per thread block
 
-// Grid: x = runs of kBoundNodes tokens, y = batch * kv head.
+// Grid: x = runs of kBoundNodes nodes of the layer, y = batch * kv head.
 template <typename T, int kDim>
 __global__ void __launch_bounds__(kRowWarps * 32) key_bounds_kernel(PackParams p, KeyBounds* bounds) {
   constexpr int kLanes = kDim / 8, kPass = kRowWarps * 32 / kLanes;
@@ -231,8 +231,8 @@ __global__ void __launch_bounds__(kRowWarps * 32) key_bounds_kernel(PackParams p
                largest_unscale);
 }
 
-// The power of two that keeps |dS| * unscale below 2^15, where |dS| <= 2 |dO| |V|, for the fp16 operand of a
-// product.
+// The power of two that keeps |dS| * unscale below 2^15, so that dS can be the fp16 operand of a product.
+// |dS| <= 2 |dO| |V|.
 __device__ __forceinline__ PowerOfTwo score_gradient_scale(float gradient_norm, float value_norm,
                                                            float unscale) {
   const auto above = [](float x) { return static_cast<int>(__float_as_uint(x) >> 23 & 0xff) - 126; };
@@ -242,9 +242,8 @@ __device__ __forceinline__ PowerOfTwo score_gradient_scale(float gradient_norm, 
           __uint_as_float(static_cast<uint32_t>(127 - shift) << 23)};
 }
 
-// ---- where a parent's users of some lists begin among its entries, see InverseParams
-
-// First entry of [begin, end) whose list is not before `list`. A whole warp; every round leaves a 32nd.
+// The first entry in [begin, end) whose list is `list` or a later one; entries are those of InverseParams.
+// The whole warp calls; every round of the search leaves a 32nd of the entries.
 __device__ __forceinline__ uint32_t first_entry(const uint32_t* entries, uint32_t begin, uint32_t end,
                                                 uint32_t list, uint32_t width) {
   const uint32_t lane = threadIdx.x % 32;
@@ -258,8 +257,6 @@ __device__ __forceinline__ uint32_t first_entry(const uint32_t* entries, uint32_
   }
   return begin;
 }
-
-// ---- launchers
 
 template <typename T, int kDim>
 cudaError_t launch_gradient_rows(const RowParams& params, cudaStream_t stream) {

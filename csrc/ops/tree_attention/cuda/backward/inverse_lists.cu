@@ -1,4 +1,4 @@
-// Masks and inverse of parent lists, for every r: kernels and launchers. No torch.
+// The masks of parent lists and the inverse of the lists, for every r. No torch.
 #include "host/cuda/kernel_launch.h"
 #include "ops/tree_attention/cuda/backward/inverse_lists.h"
 #include "ops/tree_attention/cuda/gather.cuh"
@@ -67,16 +67,16 @@ __global__ void __launch_bounds__(kMaskWarps * 32) list_masks_kernel(ListMaskPar
   }
 }
 
-// The inverse is a counting sort that keeps the order of the lists: runs of kInverseRows list rows count
-// their parents, scans give every (run, parent) its place, and each run fills its places row after row. A
-// row holds a parent once.
+// The inverse is a counting sort that keeps the order of the lists. Lists are cut into runs of kInverseRows.
+// Each run counts its parents, scans give every (run, parent) its place, and each run fills its places list
+// after list. A list holds a parent at most once.
 constexpr int kInverseThreads = 256;
 
-// Most counters that a block keeps in shared memory; more stay where they are.
+// Most counters that a block keeps in shared memory. More than these stay in device memory.
 constexpr int64_t kSharedCounters = 24 * 1024;
 
-// Grid: x = runs, y = batch * kv head. Calls f(list row, slot, parent) for the entries of the run that name a
-// parent, with a barrier after every row when kOrdered. A row is read while the one before it is at work.
+// Calls f(list row, slot, parent) for the entries of a run that name a parent; kOrdered puts a barrier after
+// every list. A list is read while f works on the one before it. Grid: x = runs, y = batch * kv head.
 template <bool kOrdered, typename F>
 __device__ __forceinline__ void for_each_entry(const InverseParams& p, F&& f) {
   constexpr int kAhead = 4;
@@ -146,7 +146,8 @@ __global__ void __launch_bounds__(kInverseThreads) inverse_count_kernel(InverseP
   }
 }
 
-// Turns the counts of a parent into its places in every run, from 0 on, and leaves their total at its offset.
+// Replaces the counts of a parent by its places in every run, counted from 0, and leaves their total at its
+// offset.
 // Grid: x = runs of kInverseThreads parents, y = batch * kv head.
 __global__ void __launch_bounds__(kInverseThreads) inverse_places_kernel(InverseParams p, int num_runs) {
   const int64_t parent = int64_t{blockIdx.x} * kInverseThreads + threadIdx.x;
@@ -163,8 +164,8 @@ __global__ void __launch_bounds__(kInverseThreads) inverse_places_kernel(Inverse
   p.offsets[blockIdx.y * (p.num_parents + 1) + parent] = place;
 }
 
-// Turns the totals of a head's parents into offsets; its entries start at head * num_lists * width. Grid: x =
-// batch * kv head.
+// Replaces the totals of a head's parents by offsets. The entries of a head start at head * num_lists *
+// width. Grid: x = batch * kv head.
 __global__ void __launch_bounds__(kInverseThreads) inverse_scan_kernel(InverseParams p) {
   __shared__ uint32_t warp_totals[kInverseThreads / 32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -220,8 +221,6 @@ __global__ void __launch_bounds__(kInverseThreads) inverse_fill_kernel(InversePa
     });
   }
 }
-
-// ---- Launchers of the masks and the inverse of parent lists. No torch.
 
 cudaError_t launch_list_masks(const ListMaskParams& params, cudaStream_t stream) {
   const int64_t rows = int64_t{params.num_batches} * params.num_lists * params.num_kv_heads;

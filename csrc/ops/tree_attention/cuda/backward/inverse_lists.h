@@ -1,4 +1,4 @@
-// Masks and inverse of parent lists, for every r. No torch.
+// The masks of parent lists and the inverse of the lists, for every r. No torch.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,10 +9,10 @@
 
 namespace htree::tree_attention {
 
-// Bit p of a row's mask = candidate p is in the list of the layer below; counts = parents in the row's list.
-// Any r.
+// Bit p of a list's mask: candidate p is in the list of the layer below. counts: the number of parents in a
+// list.
 struct ListMaskParams {
-  const int32_t* lists = nullptr;  // [B, num_lists, H_kv, width]; null: implicit, num_slots from the position
+  const int32_t* lists = nullptr;  // [B, num_lists, H_kv, width]; null: implicit lists
   int64_t list_batch = 0;
   const int32_t* next_lists = nullptr;  // null: no mask wanted
   int64_t next_batch = 0;
@@ -30,8 +30,8 @@ struct ListMaskParams {
 };
 cudaError_t launch_list_masks(const ListMaskParams& params, cudaStream_t stream);
 
-// Users of every parent: entries[offsets[h][j] ... offsets[h][j + 1]) = list_row * width + slot of the lists
-// of head h (batch * H_kv + kv head) that hold parent j, in the order of the lists.
+// The users of every parent. With h = batch * H_kv + kv head, entries[offsets[h][j] ... offsets[h][j + 1])
+// are list_row * width + slot of the lists of head h that hold parent j, in the order of the lists.
 struct InverseParams {
   const int32_t* lists = nullptr;  // [B, num_lists, H_kv, width]
   int64_t list_batch = 0;

@@ -1,4 +1,4 @@
-// The fp32 sums of dK and dV from the top of the tree down to the tokens. Any r. No torch.
+// Pushes the fp32 sums of dK and dV from the top of the tree down to the tokens, for every r. No torch.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,8 +7,8 @@
 
 namespace htree::tree_attention {
 
-// child[i] += parent[i / r] / (children of the parent), both [heads, nodes, dim] with rows padded to
-// multiples of r.
+// child[i] += parent[i / r] / (number of the parent's children). Both are [heads, nodes, dim], with nodes
+// padded to a multiple of r.
 struct PushParams {
   const float* parent = nullptr;  // null: nothing to add
   float* child = nullptr;
@@ -21,7 +21,7 @@ struct PushParams {
 };
 cudaError_t launch_push_gradient(const PushParams& params, cudaStream_t stream);
 
-// As above for the tokens, rounded into `out` [B, N, H_kv, dim] contiguous.
+// The same step for the tokens, rounded into `out` [B, N, H_kv, dim], contiguous.
 enum class StoreType { kFloat, kHalf, kBFloat16 };
 cudaError_t launch_store_gradient(const PushParams& params, int64_t num_kv_heads, StoreType type, void* out,
                                   cudaStream_t stream);

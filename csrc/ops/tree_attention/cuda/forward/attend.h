@@ -1,4 +1,5 @@
-// One softmax step over a layer. Each method defines its launcher in its folder, in attend.cuh. No torch.
+// One softmax step over a layer, r = 16, fp16 or bf16 inputs, K = V in {32, 64, 128}. Each method defines its
+// launcher in attend.cuh of its folder. No torch.
 #pragma once
 
 #include "ops/tree_attention/cuda/launch_params.h"
@@ -6,48 +7,44 @@
 
 namespace htree::tree_attention {
 
-// Softmax over the candidates that are not selected, merged into the running state. Maxima between layers are
-// in log2 units; the last layer converts them and writes the output.
+// Merges the softmax over the candidates that are not selected into the running state. Between layers maxima
+// are in log2 units; the last layer converts them and writes the output.
 struct AttendParams {
   GatherParams gather;
-  const __half2* rotations =
-      nullptr;  // rotation table of list_width + 1 slots, for shared_gather/ and per_list/
-  const uint32_t* selected = nullptr;  // as above; null at the bottom, where nothing is selected
+  const __half2* rotations = nullptr;  // table of list_width + 1 slots, for shared_gather/ and per_list/
+  const uint32_t* selected = nullptr;  // bit p: candidate p is selected; null at the bottom
   int64_t selected_batch = 0;
   int64_t mask_words = 0;
-  bool first = false;  // no state yet
+  bool first = false;  // no layer came before: there is no state yet
   bool last = false;
   float* max = nullptr;  // [B, T_q, H]
   float* sum = nullptr;
   int64_t state_batch = 0;   // stride of max and sum in elements
-  float* partial = nullptr;  // [num_batches, num_queries, H, V], the state between layers
+  float* partial = nullptr;  // [num_batches, num_queries, H, V]: the state between layers
   void* out = nullptr;       // [B, T_q, H, V] in the input's dtype
 };
 
-// ---- A softmax step with a gather for every query of its own: sm_80 and later. No torch.
+// ---- each query gathers for itself: sm_80 and later
 
 template <typename T, int kDim>
 cudaError_t launch_per_query_attend(const AttendParams& params, cudaStream_t stream);
 
-// ---- Launcher of the kernels in which neighbouring queries share one gather, on Hopper (sm_90a): r = 16, fp16 or
-// bf16 inputs, K = V in {32, 64, 128}, G <= 16. No torch.
+// ---- neighbouring queries share a gather: Hopper (sm_90a), G <= 16
 
-// params.rotations in RotationOrder::kFragments.
+// Takes params.rotations in RotationOrder::kFragments.
 template <typename T, int kDim>
 cudaError_t launch_shared_gather_attend(const AttendParams& params, cudaStream_t stream);
 
-// ---- Launchers of the kernels that take the queries of a list together, on Hopper (sm_90a): r = 16, fp16 or bf16
-// inputs, K = V in {32, 64, 128}, any G. No torch.
+// ---- all queries of a list are rows of the same products: Hopper (sm_90a), any G
 
-// params.rotations in RotationOrder::kDims. Lists are those that the selection writes: a list holds min(list_width, parents
-// up to the queries' own) entries.
+// Takes params.rotations in RotationOrder::kDims. The lists must be those of the selection: a list holds
+// min(list_width, parents up to the queries' own) entries.
 template <typename T, int kDim>
 cudaError_t launch_per_list_attend(const AttendParams& params, cudaStream_t stream);
 
-// ---- The softmax over what was not selected at a dense top, one launch over all queries of a chunk, on Hopper (sm_90a).
-// No torch.
+// ---- the dense top, with one launch over all queries of a chunk: Hopper (sm_90a)
 
-// As launch_attend for the top layer, which is the first: writes max, sum and partial.
+// The first step of a call: `attend.first` holds, and max, sum and partial are written.
 struct DenseAttendParams {
   AttendParams attend;
   DenseTiles tiles;

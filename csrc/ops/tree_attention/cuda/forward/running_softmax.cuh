@@ -1,5 +1,5 @@
-// The running softmax of one (token, kv head) in the registers of a warp, and how a layer hands it on:
-// docs/semantics/tree_attention.md §1.5.
+// The running softmax of one (token, kv head) in the registers of a warp, and the state that a layer leaves
+// to the next: docs/semantics/tree_attention.md §1.5.
 #pragma once
 
 #include "device/mma.cuh"
@@ -11,7 +11,7 @@
 
 namespace htree::tree_attention {
 
-// -inf for the rows of a slot that do not take part; bit i of `present` is row i.
+// Sets the scores of the rows of a slot that do not take part to -inf. Bit i of `present` is row i.
 template <int kTiles>
 __device__ __forceinline__ void hide_rows(float (&s)[kTiles][4], unsigned present) {
   const int row = threadIdx.x % 32 / 4;
@@ -24,9 +24,9 @@ __device__ __forceinline__ void hide_rows(float (&s)[kTiles][4], unsigned presen
   }
 }
 
-// The running softmax of a warp: columns (query heads) 2 * (lane % 4) and the next of each tile, partial over
-// the lane's rows. `reference` moves only when a score exceeds it by kSlack powers of two, so it is rarely
-// rescaled; `largest` is the lane's true maximum.
+// The running softmax of a warp. A lane holds columns (query heads) 2 * (lane % 4) and the next of each tile,
+// summed over its own rows alone. `reference` moves only when a score exceeds it by kSlack powers of two, so
+// `out` is rarely rescaled; `largest` is the lane's true maximum.
 template <int kValueDim, int kTiles>
 struct RunningSoftmax {
   static constexpr float kSlack = 8.f;
@@ -51,7 +51,7 @@ struct RunningSoftmax {
     }
   }
 
-  // Maximum of a column over its lanes.
+  // Maximum of a column over the lanes that hold it.
   __device__ __forceinline__ static float column_max(float x) {
 #pragma unroll
     for (int offset = 4; offset < 32; offset *= 2) {
@@ -69,7 +69,7 @@ struct RunningSoftmax {
     }
   }
 
-  // Turns scores into weights 2^(s - reference); -inf marks what does not take part.
+  // Replaces scores by weights 2^(s - reference); -inf marks what does not take part.
   __device__ __forceinline__ void weigh(float (&s)[kTiles][4]) {
     bool grows = false;
 #pragma unroll
@@ -104,7 +104,7 @@ struct RunningSoftmax {
     }
   }
 
-  // Every lane gets the state of its columns relative to their true maxima.
+  // Gives every lane the state of its columns, relative to their true maxima.
   __device__ __forceinline__ void finish() {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
@@ -123,7 +123,7 @@ struct RunningSoftmax {
   }
 };
 
-// Merges the warp's state into the running one and writes that, or the output at the last layer.
+// Merges the warp's state into the running one and writes that state or, at the last layer, the output.
 template <typename T, int kValueDim, int kTiles>
 __device__ __forceinline__ void write_state(const AttendParams& params, const GatherTask& task, int64_t query,
                                             RunningSoftmax<kValueDim, kTiles>& state) {
@@ -144,7 +144,7 @@ __device__ __forceinline__ void write_state(const AttendParams& params, const Ga
       if (exists && !params.first) {
         merge_states(max, sum, params.max[state_row + column], params.sum[state_row + column], own, before);
       }
-      __syncwarp();  // the lanes of a column have read the state that one of them replaces
+      __syncwarp();  // all lanes of a column have read the state that one of them replaces
       if (exists && lane / 4 == 0) {
         params.max[state_row + column] = params.last ? max * kLn2 : max;
         params.sum[state_row + column] = sum;

@@ -1,4 +1,4 @@
-// Copies of the tree in the layouts of the kernels, and tables of angles. No torch.
+// Copies of the tree in the layouts of the kernels, and tables that depend on positions alone. No torch.
 //
 // A packed layer holds the children of each parent together, see packed_layer.cuh.
 #pragma once
@@ -20,9 +20,8 @@ struct PackParams {
 template <typename T, int kDim>
 cudaError_t launch_pack_layer(const PackParams& params, cudaStream_t stream);
 
-// ---- The top layer as tiles for dense products, see dense_layer.cuh. No torch.
-
-// The top layer as tiles, see dense_layer.cuh; num_tiles = ceil(num_nodes / 128) per (batch, kv head).
+// The top layer as tiles for dense products, see dense_layer.cuh. num_tiles is ceil(num_nodes / 128) per
+// (batch, kv head).
 struct DenseTiles {
   char* keys = nullptr;       // [B, H_kv, num_tiles] tiles
   char* values = nullptr;     // [B, H_kv, num_tiles] tiles
@@ -43,26 +42,27 @@ struct DenseLayerParams {
 template <typename T, int kDim>
 cudaError_t launch_dense_layer(const DenseLayerParams& params, cudaStream_t stream);
 
-// ---- Tables that depend on positions alone: angles, and the lists of the top layer. No torch.
+// ---- tables: angles, and the lists of the top layer
 
-// cos and sin of position * base^(-2i/K), [size, K/2]; every angle 0 when `rotate` is false.
+// cos and sin of position * base^(-2i/K), [size, K/2]. Without `rotate` every angle is 0.
 cudaError_t launch_rope_table(float2* table, int64_t size, int key_dim, double base, bool rotate,
                               cudaStream_t stream);
 
 // cos and sin of 16 j base^(-2i/K) in fp16 for slots j < num_slots, [num_slots][cos, sin][K/4] pairs of dims
-// i; every angle 0 when `rotate` is false. kDims: dims 2i and 2i + 1. kFragments: as RotationFactors of
-// rotated_half_query.cuh reads them.
+// i. Without `rotate` every angle is 0. In the order kDims a pair holds dims 2i and 2i + 1; kFragments is the
+// order in which RotationFactors of rotated_half_query.cuh reads.
 enum class RotationOrder { kDims, kFragments };
 cudaError_t launch_rotation_table(__half2* table, int64_t num_slots, int key_dim, RotationOrder order,
                                   double base, bool rotate, cudaStream_t stream);
 
-// The list of the top layer, any r: parents 0 ... t / parent_span, then -1. parent_span = r^layers.
+// The lists of the top layer, for every r: parents 0 ... t / parent_span, then -1, with parent_span =
+// r^layers.
 cudaError_t launch_top_lists(int32_t* lists, int64_t num_batches, int64_t num_lists, int64_t num_kv_heads,
                              int64_t width, int64_t t0, int64_t stride, int64_t parent_span,
                              cudaStream_t stream);
 
-// The angles of `rope` [num_positions, K/2] in fp16, in the order in which rotate_user() of per_parent/ reads
-// them.
+// The angles of `rope` [num_positions, K/2] in fp16, in the order in which rotate_user() in
+// per_parent/parent_gradient.cuh reads them.
 cudaError_t launch_position_rotations(const float2* rope, __half2* rotations, int64_t num_positions,
                                       int key_dim, cudaStream_t stream);
 

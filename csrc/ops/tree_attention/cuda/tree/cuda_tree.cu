@@ -32,7 +32,7 @@ DeviceFacts current_device_facts() {
           properties->multiProcessorCount};
 }
 
-// HTREE_TREE_GATHER, read at every call so that a test can compare the kernels.
+// HTREE_TREE_GATHER is read at every call, so that a test can compare the kernels.
 GatherChoice gather_choice() {
   const std::string choice = env_or("HTREE_TREE_GATHER", "auto");
   const bool per_query = choice == "per_query" || choice == "private";  // `private` is an older name

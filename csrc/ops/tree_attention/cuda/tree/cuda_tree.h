@@ -10,7 +10,8 @@
 
 namespace htree::tree_attention {
 
-// Layers above the tokens are 1 / (r - 1) of K and V together; they live as long as this.
+// The layers of the tree. Those above the tokens take 1 / (r - 1) of the memory of K and V, and they live as
+// long as this.
 struct CudaTree {
   std::vector<Tensor> keys;    // per layer [B, N, H_kv, K]; [0] is k itself
   std::vector<Tensor> values;  // per layer [B, N, H_kv, V]
@@ -18,15 +19,15 @@ struct CudaTree {
 
 AttentionProblem attention_problem(const Tensor& q, const Tensor& k, const Tensor& v,
                                    const AttentionArgs& args);
-// Configurations for the current device.
+// The configurations for the current device.
 ForwardConfig forward_config(const AttentionProblem& problem);
 BackwardConfig backward_config(const AttentionProblem& problem);
 
 CudaTree build_cuda_tree(const Tensor& k, const Tensor& v, const AttentionArgs& args);
 
-// The tensor-core view of a call and the device memory it owns: one packed copy of K and V (17/16 of their
-// size and 4 bytes per node) and the rotation table. The launches that fill both are on `stream` when this
-// returns.
+// A call as the tensor-core path sees it, and the device memory that it owns: one packed copy of K and V in
+// all layers (up to 16/15 of their size, and 4 bytes per node) and the rotation tables. The launches that
+// fill both are on `stream` when this returns.
 struct TensorCoreTree {
   TreeCall call;
   std::vector<Tensor> memory;
@@ -34,14 +35,14 @@ struct TensorCoreTree {
 TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const TreeConfig& config,
                                     const Tensor& q, const CudaTree& tree, cudaStream_t stream);
 
-// cos and sin [min(k r, nodes a list can span), K/2] in fp32, rounded from double; undefined without
+// cos and sin in fp32, rounded from double, [min(k r, nodes a list can span), K/2]; undefined without
 // rotation.
 struct RopeTables {
   Tensor cos, sin;
 };
 RopeTables general_rope_tables(const AttentionProblem& problem, const Tensor& q);
 
-// Arguments of the staged launchers for the queries from `first_query` on.
+// The arguments of the staged launchers for queries from `first_query` on.
 LayerArgs layer_args(const AttentionProblem& problem, int64_t layer, int64_t first_query);
 
 }  // namespace htree::tree_attention

@@ -1,15 +1,16 @@
-// The top layer laid out for matrix products of warpgroups: tiles of 128 consecutive nodes of one kv head.
+// The top layer laid out for the matrix products of warpgroups, as tiles of 128 consecutive nodes of one kv
+// head:
 //
 //   keys    R_p K_p in fp16 times a power of two per node, p = the node
 //           (docs/semantics/tree_attention.md §1.4)
 //   values  in the input's dtype
-//   scales  a float per node that undoes the power of two; a flag per tile: some scale is not 1
+//   scales  per node a float that undoes the power of two; per tile a flag: some scale is not 1
 //
 // A tile is cut into panels of 64 dims: 128 rows of 128 bytes in the 128-byte swizzle, so that one bulk copy
 // of a tile is an operand. Heads of 32 dims leave half of every row unused. Rows past the last node are zero.
 //
-// The power of two is that of the packed parents, 1 for most nodes (packed_layer.cuh); multiplying by scales
-// of 1 changes no bit, so a tile whose flag is 0 skips it.
+// The powers of two are those of the packed parents, 1 for most nodes (packed_layer.cuh). A factor of 1
+// changes no bit, so the scales of a tile whose flag is 0 are not applied.
 #pragma once
 
 #include <cstdint>
@@ -32,17 +33,15 @@ constexpr int kPanels = (kDim + kPanelDims - 1) / kPanelDims;
 template <int kDim>
 constexpr int kTopTileBytes = kPanels<kDim>* kTopPanelBytes;
 
-// Byte offset of the 16-byte chunk `chunk` (8 dims) of a row in a tile whose panels have `rows` rows.
+// Byte offset of the 16-byte chunk `chunk` (8 dims) of row `row`, in a tile whose panels have `rows` rows.
 __host__ __device__ constexpr int panel_offset(int rows, int row, int chunk) {
   return chunk / 8 * rows * kPanelRowBytes + row * kPanelRowBytes + (((chunk ^ row) & 7) << 4);
 }
 
-// ---- Copies the top layer into tiles: keys rotated to their positions, values as they are.
-
 constexpr int kDenseLayerWarps = 8;
 
-// A block per tile of a (batch, kv head), a warp per row; lane i handles the key dims 2i, 2i + 1 of both
-// halves.
+// Copies the top layer into tiles: keys rotated to their positions, values as they are. A block takes a tile
+// of a (batch, kv head), a warp a row of it; lane i handles the key dims 2i, 2i + 1 of both halves.
 template <typename T, int kDim>
 __global__ void __launch_bounds__(kDenseLayerWarps * 32) dense_layer_kernel(DenseLayerParams p) {
   constexpr int kHalf = kDim / 2;

@@ -1,16 +1,16 @@
-// The packed copy of a layer that the tensor-core kernels gather from: one contiguous block per (batch, kv
-// head, parent) with the parent's 16 children.
+// The packed copy of a layer that the tensor-core kernels gather from. A packed parent, one per (batch, kv
+// head, parent), holds the 16 children of the parent in one stretch of memory:
 //
 //   keys    16 rows of K fp16: R_{c mod 16} K_c times a power of two per row
 //           (docs/semantics/tree_attention.md §1.4)
 //   scales  16 floats that undo the powers of two
 //   values  16 rows of V in the input's dtype
 //
-// Most rows take the power 1; a row whose largest finite |element| fp16 could not hold, or not hold well, is
-// brought into [128, 256), so all of bfloat16's range fits. It belongs to the row, not to the head: a key in
-// the future cannot change how one in the past is rounded. Rows are cut into 16-byte chunks stored in an
-// order that makes ldmatrix free of bank conflicts in both directions and that wgmma reads as it is: 8 rows
-// of 128 bytes (64 for head dim 32) with the swizzle of that width.
+// Most rows take the power 1. A row whose largest finite |element| fp16 could not hold, or not hold well, is
+// brought into [128, 256), so the whole range of bfloat16 fits. The power belongs to the row, not to the
+// head: a key in the future cannot change how one in the past is rounded. Rows are cut into 16-byte chunks
+// and stored in an order that makes ldmatrix free of bank conflicts in both directions and that wgmma reads
+// as it is: groups of 8 rows of 128 bytes (64 for head dim 32) with the swizzle of that width.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@
 namespace htree::tree_attention {
 
 constexpr int kParentRows = kTensorCoreRate;
-// Bytes of a parent's keys, behind which the scales of its rows stand.
+// Bytes of a parent's keys. The scales of its rows stand behind them.
 template <int kKeyDim>
 constexpr int kParentKeyBytes = kParentRows* kKeyDim * 2;
 
@@ -39,8 +39,8 @@ struct PackedParent {
   static_assert(kBytes == packed_parent_bytes(kKeyDim, kValueDim));
 };
 
-// Byte offset of the 16-byte chunk `chunk` of row `row` in a tile of rows of kDim 2-byte elements. A group of
-// 8 rows is contiguous; with head dim 128 the lower 64 dims of its rows stand before the upper ones.
+// Byte offset of the 16-byte chunk `chunk` of row `row`, in a tile of rows of kDim 2-byte elements. A group
+// of 8 rows is contiguous; with head dim 128 the lower 64 dims of its rows stand before the upper ones.
 template <int kDim>
 __host__ __device__ constexpr int chunk_offset(int row, int chunk) {
   static_assert(kDim == 32 || kDim == 64 || kDim == 128);
@@ -50,11 +50,11 @@ __host__ __device__ constexpr int chunk_offset(int row, int chunk) {
   if (kDim == 64) {
     return row * 128 + ((chunk ^ (row & 7)) << 4);
   }
-  // rows of 64 bytes: two of them share the 128 bytes of one pass over the banks
+  // Rows have 64 bytes here, and two of them share the 128 bytes of one pass over the banks.
   return row * 64 + ((chunk ^ ((row >> 1) & 3)) << 4);
 }
 
-// The row that owns the byte at `offset` of such a tile.
+// The row that the byte at `offset` of such a tile belongs to.
 template <int kDim>
 __host__ __device__ constexpr int row_of_offset(int offset) {
   return kDim == 128 ? (offset >> 11) * 8 + (offset >> 7 & 7) : offset / (kDim * 2);
@@ -65,8 +65,8 @@ struct PowerOfTwo {
   float inverse;
 };
 
-// The power of two that brings `largest` >= 0, finite, into [128, 256); exponents are kept where both are
-// normal.
+// The power of two that brings `largest`, finite and not negative, into [128, 256). Both the power and its
+// inverse are kept normal.
 __device__ __forceinline__ PowerOfTwo half_range_scale(float largest) {
   const int exponent_field = static_cast<int>(__float_as_uint(largest) >> 23) & 0xff;
   const int shift = largest == 0.f ? 0 : min(134 - exponent_field, 126);
@@ -74,26 +74,26 @@ __device__ __forceinline__ PowerOfTwo half_range_scale(float largest) {
           __uint_as_float(static_cast<uint32_t>(127 - shift) << 23)};
 }
 
-// Whether fp16 holds every digit that counts of a row, times `factor`, whose largest element is `largest`;
-// rotated, an element is up to sqrt(2) times that.
+// Whether fp16 holds a row well whose largest element is `largest`, times `factor`: rotation can make an
+// element sqrt(2) times as large, and small elements must keep their digits.
 __device__ __forceinline__ bool fits_half(float largest, float factor = 1.f) {
   const float scaled = largest * fabsf(factor);
   return largest == 0.f || factor == 0.f || (scaled >= 0x1p-8f && scaled < 0x1p15f);
 }
 
-// Of a key row: 1 where that serves.
+// The power of two of a key row: 1 where that serves.
 __device__ __forceinline__ PowerOfTwo key_row_scale(float largest) {
   return fits_half(largest) ? PowerOfTwo{1.f, 1.f} : half_range_scale(largest);
 }
 
-// |x| for the search of the largest; what is not finite does not take part.
+// x| for the search of the largest element; what is not finite counts as 0.
 __device__ __forceinline__ float finite_magnitude(float x) {
   const float magnitude = fabsf(x);
   return magnitude <= 3.402823466e38f ? magnitude : 0.f;
 }
 
-// What undoes the powers of two of rows lane / 4 and lane / 4 + 8, the rows of a lane in an accumulator of 16
-// rows; `scales` is an address in shared memory.
+// What undoes the powers of two of rows lane / 4 and lane / 4 + 8, the rows that a lane has in an accumulator
+// of 16 rows. `scales` is an address in shared memory.
 __device__ __forceinline__ void load_row_scales(uint32_t scales, float (&row_scale)[2]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -104,8 +104,8 @@ __device__ __forceinline__ void load_row_scales(uint32_t scales, float (&row_sca
   }
 }
 
-// Clears rows of a block in the A operand of its transpose: bit i of `keep` is row i. What lies past a
-// query's own node may hold anything, NaN included, and a factor of 0 would not silence it.
+// Clears rows of a packed parent in the A operand of its transpose: bit i of `keep` is row i. What lies past
+// a query's own node may hold anything, NaN included, and a factor of 0 does not silence a NaN.
 template <bool kPartial>
 class RowMask {
  public:
@@ -130,12 +130,11 @@ class RowMask {
   uint32_t kept_[2];
 };
 
-// ---- Copies a layer into packed parents: keys rotated by their place under the parent, values as they are.
-
 constexpr int kPackWarps = 8;
 
-// One warp per row (batch, kv head, node slot); lane i handles the key dims 2i, 2i + 1 of both halves. Rows
-// past the last node are zero.
+// Copies a layer into packed parents: keys rotated by their place under the parent, values as they are. One
+// warp takes a row (batch, kv head, node); lane i handles the key dims 2i, 2i + 1 of both halves. Rows past
+// the last node are zero.
 template <typename T, int kKeyDim, int kValueDim>
 __global__ void __launch_bounds__(kPackWarps * 32) pack_layer_kernel(PackParams p) {
   using Block = PackedParent<kKeyDim, kValueDim>;

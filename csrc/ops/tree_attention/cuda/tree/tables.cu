@@ -21,7 +21,7 @@ __global__ void rope_table_kernel(float2* table, int64_t size, int half, double 
   table[i] = make_float2(static_cast<float>(cos(angle)), static_cast<float>(sin(angle)));
 }
 
-// One thread per pair of dims of a slot.
+// One thread per slot and pair of dims.
 __global__ void rotation_table_kernel(__half2* table, int64_t num_slots, int key_dim, RotationOrder order,
                                       double log_base, bool rotate) {
   const int64_t i = int64_t{blockIdx.x} * kTableThreads + threadIdx.x;
@@ -58,8 +58,8 @@ __global__ void top_lists_kernel(int32_t* lists, int64_t total, int64_t num_list
   lists[i] = slot <= last ? static_cast<int32_t>(slot) : -1;
 }
 
-// Of the positions [0, num_positions): [pair of 8-dim chunks][lane % 4][cos, cos, sin, sin], so that a lane
-// finds what rotate_user() needs in 16-byte pieces, next to those of its neighbours.
+// For positions [0, num_positions): [pair of 8-dim chunks][lane % 4][cos, cos, sin, sin], so that a lane
+// finds what rotate_user() needs in 16-byte pieces next to those of its neighbours.
 __global__ void position_rotations_kernel(const float2* rope, __half2* rotations, int64_t num_positions,
                                           int half) {
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -67,7 +67,7 @@ __global__ void position_rotations_kernel(const float2* rope, __half2* rotations
     return;
   }
   const int64_t position = i / (half / 2);
-  const int pair = static_cast<int>(i % (half / 2));  // of dims 2 pair and the next
+  const int pair = static_cast<int>(i % (half / 2));  // the pair of dims 2 pair and 2 pair + 1
   const int chunk = pair / 4, lane = pair % 4;
   const float2 low = rope[position * half + 2 * pair], high = rope[position * half + 2 * pair + 1];
   __half2* to = rotations + position * half + chunk / 2 * 16 + lane * 4 + chunk % 2;

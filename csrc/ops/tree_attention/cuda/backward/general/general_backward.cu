@@ -1,4 +1,5 @@
-// The walk of backward.cu with kernels for every dtype and shape; lists are explicit at the top too.
+// The backward for every dtype and shape: the same walk as in cuda/backward.cu, with kernels that assume
+// nothing. Its lists are explicit at every layer, the top included.
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
 
@@ -54,7 +55,7 @@ class GeneralBackward {
     return x.narrow(0, c.batch, c.num_batches).narrow(1, c.query, c.num_queries);
   }
 
-  // Lists of every layer of the chunk, the implicit ones of the top written out.
+  // The lists of every layer of a chunk, those of the top written out.
   std::vector<Tensor> lists_of(const Chunk& c) const {
     const int64_t stride = problem_.args.selection_stride, count = ceil_div(c.num_queries, stride);
     const size_t top = tree_.keys.size() - 1;
@@ -214,7 +215,7 @@ class GeneralBackward {
     C10_CUDA_CHECK(launch_general_key_gradient<T>(params, key, stream_));
   }
 
-  // From the top to the tokens, where the sums are rounded into the gradient.
+  // Takes the sums from the top down to the tokens, where they are rounded into the gradient.
   void finish(const std::vector<Tensor>& sums, int64_t dim, const Tensor& gradient) const {
     for (size_t i = sums.size(); gradient.defined() && i-- > 0;) {
       PushParams push;

@@ -1,4 +1,5 @@
-// The backward for every dtype and shape, and what both paths of it share.
+// The backward for every dtype and shape, and the inputs and outputs that it shares with the tensor-core
+// backward.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -15,7 +16,7 @@ inline Tensor scratch_of(int64_t elements, at::ScalarType dtype, const Tensor& l
   return at::empty({std::max<int64_t>(elements, 1)}, like.options().dtype(dtype));
 }
 
-// What comes in and what is wanted; undefined gradients are not.
+// Inputs and wanted outputs of a backward call. A gradient that is not wanted is undefined.
 struct Backward {
   const Tensor &dout, &q, &out, &gmax, &gsum;
   const std::vector<Tensor>& parents;
@@ -26,7 +27,7 @@ struct Backward {
   }
 };
 
-// Lists in `backward.parents` are contiguous, or absent: then they are selected again.
+// The lists in `backward.parents` are contiguous. Where there are none, they are selected again.
 void run_general_backward(const AttentionProblem& problem, const BackwardConfig& config,
                           const Backward& backward, const CudaTree& tree, cudaStream_t stream);
 

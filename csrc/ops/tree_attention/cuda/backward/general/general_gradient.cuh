@@ -1,7 +1,7 @@
 // Gradients for every dtype and shape. One warp owns a row of dQ (query, head) or a row of dK and dV (node,
-// kv head); lanes share the dims and sums lie in shared memory, so no width is special. Only the rotation between
-// a query and a candidate matters, R_{n-1-p}, so neither is rotated by more than that
-// (docs/semantics/tree_attention.md §1.4).
+// kv head). Its lanes share the dims and its sums lie in shared memory, so any width will do. A score depends
+// only on the rotation of the candidate relative to the query, R_{n-1-p}; one of the two is rotated by that,
+// the other not at all (docs/semantics/tree_attention.md §1.4).
 #pragma once
 
 #include "device/numeric.cuh"
@@ -21,7 +21,7 @@ __device__ __forceinline__ const T* view_row(const TensorView& view, int64_t bat
   return static_cast<const T*>(view.data) + batch * view.batch + row * view.row + head * view.head;
 }
 
-// Dot product of `count` elements across the warp; every lane gets it.
+// Dot product of `count` elements over the lanes of a warp; every lane gets it.
 template <typename T>
 __device__ __forceinline__ float warp_dot(const T* x, const float* y, int count) {
   float sum = 0.f;
@@ -31,12 +31,12 @@ __device__ __forceinline__ float warp_dot(const T* x, const float* y, int count)
   return device::warp_reduce<device::Sum>(sum);
 }
 
-// Softmax weight of a score within the whole cut.
+// The softmax weight of a score, where max and sum are those of the whole cut.
 __device__ __forceinline__ float cut_weight(float score, float max, float sum) {
   return expf(score - max) / sum;
 }
 
-// Where a row of the state of a query head lies.
+// Offset of a query head's row in max and sum.
 __device__ __forceinline__ int64_t state_row(const GeneralGradientParams& p, int64_t batch, int64_t query,
                                              int64_t head) {
   return batch * p.state_batch + query * p.heads.num_kv_heads * p.heads.group + head;
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kGeneralWarps * 32)
   const int half = p.heads.key_dim / 2;
   const float max = p.max[state_row(p, batch, query, head)], total = p.sum[state_row(p, batch, query, head)];
   const float delta = p.delta[row];
-  int refined = 0;  // entries of `next` behind us: both lists ascend
+  int refined = 0;  // entries of `next` that are passed: both lists ascend
   for (int64_t c = next && n <= p.lists.width ? n : 0; c < n; ++c) {
     const int64_t node = list[c / p.layer.rate] * p.layer.rate + c % p.layer.rate;
     if (next) {
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kGeneralWarps * 32)
       sum[half + i] += ds * (high * rotation.x - low * rotation.y);
     }
   }
-  __syncwarp();  // the loop's lane of sum[K/2 + i] need not be the one that stores it
+  __syncwarp();  // the lane that added to sum[K/2 + i] need not be the one that stores it
   float* partial = out.partial + row * p.heads.key_dim;
   T* result = static_cast<T*>(out.gradient) + batch * out.gradient_batch +
               (query * num_heads + head) * p.heads.key_dim;
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kGeneralWarps * 32)
   }
 }
 
-// True when the ascending list holds `node`.
+// Whether the ascending list holds `node`.
 __device__ __forceinline__ bool list_holds(const int32_t* list, int width, int64_t node) {
   int low = 0, high = width;
   while (low < high) {
@@ -171,8 +171,8 @@ __device__ __forceinline__ bool list_holds(const int32_t* list, int width, int64
   return false;
 }
 
-// Grid: runs of kGeneralWarps rows (batch, kv head, node), node fastest. Shared memory per warp: the key [K],
-// the value [V] and their two sums in fp32.
+// Grid: runs of kGeneralWarps rows (batch, kv head, node), the node fastest. Shared memory per warp, in fp32:
+// the key [K], the value [V] and their two sums.
 template <typename T>
 __global__ void __launch_bounds__(kGeneralWarps * 32)
     general_key_gradient_kernel(GeneralGradientParams p, GeneralKeyGradient out) {
@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(kGeneralWarps * 32)
       }
     }
   }
-  __syncwarp();  // the loop's lane of key_sum[K/2 + i] need not be the one that stores it
+  __syncwarp();  // the lane that added to key_sum[K/2 + i] need not be the one that stores it
   const auto write = [&](float* to, const float* sum, int dim) {
     for (int i = lane; to && i < dim; i += 32) {
       float* element = to + row * dim + i;

@@ -24,8 +24,8 @@ struct GeneralLayer {
   int64_t node_span = 1;
 };
 
-// Lists are explicit at every layer, the top included. What the next ones hold is refined at the layer below; they
-// are null at the bottom.
+// Lists are explicit at every layer, the top included. Nodes in `next`, the lists of the layer below, are
+// refined and do not take part; `next` is null at the bottom.
 struct GeneralLists {
   const int32_t* data = nullptr;  // [B, num_lists, H_kv, width]
   int64_t batch = 0;              // stride in elements
@@ -41,14 +41,14 @@ struct GeneralGradientParams {
   GeneralHeads heads;
   GeneralLayer layer;
   GeneralLists lists;
-  TensorView queries;          // [B, T_q, H, K], from the first of the chunk
-  TensorView gradients;        // dO [B, T_q, H, V], likewise
-  TensorView outputs;          // O, for launch_general_delta
+  TensorView queries;          // [B, T_q, H, K], from the first query of the chunk
+  TensorView gradients;        // dO [B, T_q, H, V], from the first query of the chunk
+  TensorView outputs;          // O, read by launch_general_delta alone
   const float* max = nullptr;  // [B, T_q, H]
   const float* sum = nullptr;
   int64_t state_batch = 0;       // stride of max and sum in elements
-  float* delta = nullptr;        // [num_batches, num_queries, H]: sum over V of dO * O
-  const float2* rope = nullptr;  // [largest n, K/2]
+  float* delta = nullptr;        // [num_batches, num_queries, H]: sum of dO * O over V
+  const float2* rope = nullptr;  // [largest number of candidates, K/2]
   int64_t t0 = 0;
   float scale = 0.f;
   int num_batches = 0;
@@ -64,8 +64,8 @@ struct GeneralQueryGradient {
 };
 
 struct GeneralKeyGradient {
-  const int32_t* counts = nullptr;    // [B, num_lists, H_kv] parents of a list
-  const uint32_t* entries = nullptr;  // of InverseParams
+  const int32_t* counts = nullptr;    // [B, num_lists, H_kv]: parents in a list
+  const uint32_t* entries = nullptr;  // as InverseParams::entries
   const uint32_t* offsets = nullptr;
   int64_t num_parents = 0;
   float* keys = nullptr;    // [num_batches, H_kv, num_parents * rate, K]; null: not wanted
@@ -73,7 +73,7 @@ struct GeneralKeyGradient {
   bool add = false;
 };
 
-// T: float, __half, __nv_bfloat16, the dtype of the views.
+// T is the dtype of the views: float, __half or __nv_bfloat16.
 template <typename T>
 cudaError_t launch_general_delta(const GeneralGradientParams& params, cudaStream_t stream);
 template <typename T>

@@ -1,8 +1,8 @@
-// The consumer warpgroups of gradient.cuh. Group c owns keys 64 c ... of a tile in S^T = K' Q^T,
-// dP^T = V dO^T, dV = P^T dO and dK' = dS^T Q, one parent per warp, and query rows 64 c ... of dQ += dS K'.
+// The two consumer warpgroups of gradient.cuh. Warpgroup c owns keys 64 c ... of a tile, one parent per warp,
+// in S^T = K' Q^T, dP^T = V dO^T, dV = P^T dO and dK' = dS^T Q. It owns query rows 64 c ... in dQ += dS K'.
 //
-// dS^T passes through shared memory once and is read there in both directions. The group's own keys come
-// first in dQ, so that the other group's dS is waited for as late as possible; partial sums are stored while
+// dS^T passes through shared memory once and is read there in both directions. In dQ a warpgroup takes its
+// own keys first, so that it needs the other one's dS as late as possible. Partial sums are stored while
 // products run.
 #pragma once
 
@@ -22,7 +22,7 @@ __device__ __forceinline__ float2 unpack_pair(uint32_t pair) {
   }
 }
 
-// Volatile, so that no more of them are in registers than one step needs.
+// Volatile, so that the compiler keeps no more of these loads in registers than one step needs.
 __device__ __forceinline__ float2 load_shared_pair(uint32_t address) {
   float2 x;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address));
@@ -76,7 +76,7 @@ class GradientConsumer {
  private:
   static constexpr int kPartialBytes = static_cast<int>(partial_sum_bytes(Tile::kDim, Tile::kDim));
 
-  // Rows and numbers of a task; `slot` is that of this warp's parent of the first tile.
+  // Loads the rows and numbers of a task. `slot` is the slot of this warp's parent in the first tile.
   __device__ __forceinline__ void prepare(uint32_t task_idx, int& num_tiles, int& slot) {
     const GradientTask task = gradient_task(params_, task_idx);
     num_tiles = task.num_tiles;
@@ -85,7 +85,7 @@ class GradientConsumer {
       return;
     }
     const HeadPowers<T> powers(params_, task.head_index);
-    device::named_barrier_sync(kRowsMeet, 256);  // nobody reads the rows of the last task any more
+    device::named_barrier_sync(kRowsMeet, 256);  // no warp reads the rows of the previous task any more
     load_gradient_rows<T, Tile, 256>(params_, task, powers, shared_, threadIdx.x - 128);
     device::named_barrier_sync(kRowsMeet, 256);
     score_factor_ = powers.score_factor(params_.gather.score_scale);
@@ -98,7 +98,7 @@ class GradientConsumer {
     }
   }
 
-  // d = rows of `own` (this group's 64 keys) times rows of `other` (the queries).
+  // d = rows of `own` (the 64 keys of this warpgroup) times rows of `other` (the queries).
   template <typename E>
   __device__ __forceinline__ void keys_times_rows(float (&d)[kScores], const char* own,
                                                   const char* other) const {
@@ -122,7 +122,7 @@ class GradientConsumer {
     }
   }
 
-  // One tile; `partial` is where this warp's parent's sums go, if it has any.
+  // Works on one tile. `partial` is where the sums of this warp's parent go, if it has one.
   __device__ __forceinline__ void step(unsigned tile_idx, bool has_partial, char* partial,
                                        float (&query_sum)[kSum], float (&scores)[kScores],
                                        float (&products)[kScores]) const {
@@ -146,12 +146,12 @@ class GradientConsumer {
     if ((present & (kWholeSlot | kOwnSlot)) < kWholeSlot) {
       drop(weights, present);
     }
-    device::named_barrier_sync(kDoneReading + (group_ ^ 1), 256);  // dS of the last tile may be overwritten
+    device::named_barrier_sync(kDoneReading + (group_ ^ 1), 256);  // the previous dS may be overwritten
     device::wgmma_wait<0>();
     device::pin_registers(products);
     release(&shared_.values_empty[stage]);
     store_score_gradients(weights, products);
-    // of full width they are dP^T and S^T themselves: ptxas finds no registers for arrays of their own
+    // At full width these are the registers of dP^T and S^T: ptxas finds none for arrays beside them.
     float own_value_sum[kSum], own_key_sum[kSum];
     float(&value_sum)[kSum] = sum_registers(products, own_value_sum);
     float(&key_sum)[kSum] = sum_registers(scores, own_key_sum);
@@ -193,7 +193,7 @@ class GradientConsumer {
     pack_sum(key_sum, packed_key_sum);
     device::wgmma_wait<0>();
     device::pin_registers(query_sum);
-    // ahead of the stores: what is spilled would be read behind them
+    // Released before the stores, or what was spilled would be read back behind them.
     release(&shared_.keys_empty[stage]);
     device::named_barrier_arrive(kDoneReading + group_, 256);
     if (has_partial) {
@@ -201,7 +201,7 @@ class GradientConsumer {
     }
   }
 
-  // query_sum += dS K' over the keys that group `of` owns.
+  // query_sum += dS K' over the keys that warpgroup `of` owns.
   __device__ __forceinline__ void add_queries(float (&query_sum)[kSum], int stage, int of) const {
     const uint64_t a = device::mn_major_descriptor<device::Swizzle::k128>(
         shared_.score_gradient + group_ * Tile::kScoreHalfBytes + of * kGroupRows * 128,
@@ -216,7 +216,7 @@ class GradientConsumer {
     device::wgmma_commit();
   }
 
-  // Takes out the children of the own parent that do not take part: of this thread's keys lane / 4 and
+  // Removes the children of the queries' own parent that lie past a query. This thread has keys lane / 4 and
   // lane / 4 + 8, for rows 8 i + 2 (lane % 4) and the next.
   __device__ __forceinline__ void cut_own(float (&scores)[kScores], uint32_t present) const {
     const int key = lane_ / 4;
@@ -236,7 +236,7 @@ class GradientConsumer {
     }
   }
 
-  // The weights of children that take part for no query.
+  // Clears the weights of children that take part for no query.
   __device__ __forceinline__ void drop(uint32_t (&weights)[kRowSteps][4], uint32_t present) const {
     const uint32_t low = present >> lane_ / 4 & 1 ? ~0u : 0u, high = present >> lane_ / 4 & 0x100 ? ~0u : 0u;
 #pragma unroll
@@ -248,7 +248,7 @@ class GradientConsumer {
     }
   }
 
-  // The same by the masks of the queries.
+  // As cut_own(), by the masks of the queries.
   __device__ __forceinline__ void cut_queries(float (&scores)[kScores], const uint16_t* masks) const {
     const uint32_t from = device::shared_address(masks);
     const int key = lane_ / 4;
@@ -281,11 +281,11 @@ class GradientConsumer {
     }
   }
 
-  // dS^T = P^T (dP^T - delta) to shared memory, in fp16.
+  // Stores dS^T = P^T (dP^T - delta) to shared memory, in fp16.
   __device__ __forceinline__ void store_score_gradients(const uint32_t (&weights)[kRowSteps][4],
                                                         const float (&products)[kScores]) const {
     const uint32_t deltas = device::shared_address(shared_.delta) + lane_ % 4 * 8;
-    // matrix lane / 8 of a store: bit 0 its keys, bit 1 its rows
+    // Matrix lane / 8 of a store: its bit 0 chooses among keys, its bit 1 among rows.
     const int key = group_ * kGroupRows + warp_ * 16 + lane_ / 8 % 2 * 8 + lane_ % 8;
     const uint32_t to =
         device::shared_address(shared_.score_gradient) + key * 128 + ((lane_ / 16 ^ key) % 8) * 16;
@@ -300,7 +300,7 @@ class GradientConsumer {
         packed[j] = device::pack_pair<__half>(weight.x * fmaf(dp[0], product_factor_, -delta.x),
                                               weight.y * fmaf(dp[1], product_factor_, -delta.y));
       }
-      // chunk 2 i + lane / 16 of 8 rows each
+      // Chunk 2 i + lane / 16, of 8 rows each.
       device::store_matrices((to ^ i % 4 * 32) + i / 4 * Tile::kScoreHalfBytes, packed);
     }
   }
@@ -312,7 +312,7 @@ class GradientConsumer {
     }
   }
 
-  // In the order of the accumulators, 16 bytes of all lanes after another: see partial_sum.cuh.
+  // In the order of the accumulators, the 16 bytes of all lanes side by side: see partial_sum.cuh.
   __device__ __forceinline__ void store_partial(char* partial, const uint32_t (&sum)[kSum / 2]) const {
     uint4* to = reinterpret_cast<uint4*>(partial) + lane_;
 #pragma unroll
@@ -321,11 +321,11 @@ class GradientConsumer {
     }
   }
 
-  // Rotates dQ back by the query's position and adds it to that of the layers above.
+  // Rotates dQ back by the query's position and adds it to dQ of the layers above.
   __device__ __forceinline__ void store_queries(uint32_t task_idx, const float (&sum)[kSum]) const {
     constexpr int kHalf = Tile::kDim / 2;
     const GatherParams& p = params_.gather;
-    // made again: kept, they would cost registers of the products
+    // Found a second time: kept, it would cost registers of the products.
     const GradientTask task = gradient_task(params_, task_idx);
     if (task.num_slots == 0 && !params_.query.first && !params_.query.last) {
       return;
@@ -344,7 +344,7 @@ class GradientConsumer {
       T* out = static_cast<T*>(params_.query.gradient) + task.batch * params_.query.gradient_batch +
                (at.query * num_heads + head) * Tile::kDim;
       const float2* rotations = p.rope + int64_t{position_of(p, task, at.query)} * kHalf + lane_ % 4 * 2;
-      // everything on its way before the first store, which might be to the same address
+      // All loads come before the first store, which might go to the same address.
       float4 rotation[kSum / 8];
       float2 old[kSum / 8][2] = {};
 #pragma unroll

@@ -1,9 +1,10 @@
 // Gradients of one layer of tree attention for the selection_stride * G query rows that share a list, on
 // Hopper: docs/semantics/tree_attention.md §1.10, §1.12.
 //
-// A persistent block of three warpgroups: four producer warps gather the parents of a list and rotate their
-// keys, two consumer warpgroups make S^T, dP^T, dV, dK' and dQ of a tile. The five products in one pass cost
-// fewer bytes than a second pass over the queries of a parent, which would read their q and dO once per use.
+// A persistent block has three warpgroups. The four warps of the first, the producers, gather the parents of
+// a list and rotate their keys. The other two, the consumers, compute S^T, dP^T, dV, dK' and dQ of a tile.
+// Five products in one pass move fewer bytes than a second pass over the users of a parent would: that reads
+// q and dO once per use.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +31,7 @@ __device__ __forceinline__ void init_gradient_barriers(GradientShared<Tile>& sha
   device::fence_barrier_init();
 }
 
-// Grid: at most one block per SM; blocks take the tasks in turn.
+// Grid: at most one block per SM; a block takes every gridDim.x-th task.
 template <typename T, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     per_list_gradient_kernel(const __grid_constant__ PerListGradientParams params) {

@@ -1,4 +1,12 @@
-// The partial sums of a parent, which ones of a launch they are and how they are added, in the order of the lists.
+// dK and dV of a parent's children: the sum of what the blocks of gradient.cuh left, in the order of the
+// lists (docs/semantics/conventions.md §0.6, docs/semantics/tree_attention.md §1.10). The bytes of the
+// partial sums bound it. Every warp keeps a ring of copies of its share on their way, so that a few parents
+// with many partial sums each keep the memory busy too.
+//
+// A partial sum lies in the order of a warp's wgmma accumulators, 16 children by all dims in bf16. The 16
+// bytes of lane i at (32 c + i) * 16 belong to children i / 4 and i / 4 + 8, to dims 16 c + 2 (i % 4) and the
+// next, and to the two dims 8 further on. Dims d and d + K/2 are in one lane, so no exchange is needed to
+// rotate dK back by the slot's position.
 #pragma once
 
 #include "device/mma.cuh"
@@ -10,15 +18,15 @@
 
 namespace htree::tree_attention {
 
-// The users of one parent whose partial sums are those of the launch.
+// The users of one parent that left partial sums in this launch.
 struct PartialUsers {
-  const uint32_t* entries;  // of the head; null: list i of the head holds the parent in slot `parent`
-  uint32_t begin, end;      // entries or lists, whose lists' partials are here
-  int first_list;           // of the head that the parent belongs to, whose partials are here
-  int64_t first_partial;    // of that list
+  const uint32_t* entries;  // of the head; null: implicit lists, which hold the parent in slot `parent`
+  uint32_t begin, end;      // of entries or, without them, of lists
+  int first_list;           // the head's first list in this launch
+  int64_t first_partial;    // number of that list's first partial sum
 };
 
-// A whole warp.
+// A whole warp calls.
 __device__ __forceinline__ PartialUsers partial_users(const PartialSumParams& params, int head_index,
                                                       int parent) {
   const PerListGradientParams& b = params.tasks;
@@ -36,7 +44,7 @@ __device__ __forceinline__ PartialUsers partial_users(const PartialSumParams& pa
     users.begin = first_entry(params.entries, offsets[0], offsets[1], users.first_list, p.list_width);
     users.end = first_entry(params.entries, users.begin, offsets[1], end_list, p.list_width);
   } else {
-    // lists whose own parent comes before this one do not hold it
+    // Lists whose own parent comes before this one do not hold it.
     const int64_t token = parent * int64_t{kParentRows} * p.node_span - (p.t0 - b.lead);
     const int64_t first = max(list_of(p, token + p.stride - 1), int64_t{users.first_list});
     users.entries = nullptr;
@@ -46,10 +54,10 @@ __device__ __forceinline__ PartialUsers partial_users(const PartialSumParams& pa
   return users;
 }
 
-// Where the partial sums of a parent are, 32 at a time. All lanes of a warp call.
+// Finds the partial sums of a parent, 32 at a time. All lanes of a warp call.
 class PartialPlaces {
  public:
-  uint32_t place = 0, slot = 0;  // of partial sum 32 i + lane
+  uint32_t place = 0, slot = 0;  // of the partial sum that this lane looked up
 
   __device__ __forceinline__ PartialPlaces(const PartialSumParams& params, int head_index, int parent)
       : params_(params),
@@ -62,7 +70,7 @@ class PartialPlaces {
     entry_ = read_entry(index_);
   }
 
-  // Looks up the next 32 and says which of them are there; false at the end.
+  // Looks up the next 32 and tells in `here` which of them exist; false at the end.
   __device__ __forceinline__ bool next(unsigned& here) {
     if (index_ - threadIdx.x % 32 >= num_partials_) {
       return false;
@@ -90,7 +98,7 @@ class PartialPlaces {
     place = static_cast<uint32_t>(
         users_.first_partial +
         ((list - users_.first_list) * int64_t{tasks_} + index_ % tasks_) * b.run.slots + slot);
-    // what a list holds behind its end, and lists that refine everything, left no sum
+    // Entries past the end of a list, and lists that refine everything, left no sum.
     const int count = taking_part(b, head_index_ / p.num_kv_heads, head_index_ % p.num_kv_heads, list);
     return static_cast<int>(slot) < count;
   }
@@ -101,21 +109,15 @@ class PartialPlaces {
   uint32_t tasks_, num_partials_, index_, entry_;
 };
 
-// ---- dK and dV of a parent's children as the sum of what the blocks of gradient.cuh left, in the order of
-// the lists: docs/semantics §0.6, §1.10. Bound by the bytes of the partial sums; every warp keeps a ring
-// of its share of them on its way, so that a few parents with many sums each fill the memory's pipe too.
-//
-// A partial sum is in the order of wgmma's accumulators of a warp, 16 children by all dims in bf16: 16 bytes
-// of lane i at (32 c + i) * 16 are children i / 4 and i / 4 + 8, dims 16 c + 2 (i % 4) and the next, and both
-// 8 dims further. Dims d and d + K/2 are in one lane, so rotating back the slot's position is local.
-
+// A warp adds 16 of the lower dims of dK and their 16 partners in the upper half; as many warps do the same
+// for dV.
 // A warp for every 16 of the lower dims of dK, with their partners in the upper half; as many for dV.
 template <int kDim>
 struct SumShape {
   static constexpr int kShares = kDim / 32;
   static constexpr int kWarps = 2 * kShares;
   static constexpr int kMatrixBytes = kParentRows * kDim * 2;
-  // of a warp's ring: its lower dims, their partners, the cos and sin that rotate them back
+  // A stage of a warp's ring holds its lower dims, their partners, and the cos and sin that rotate them back.
   static constexpr int kHighOffset = 512;
   static constexpr int kRotationOffset = 1024;
   static constexpr int kStageBytes = kRotationOffset + 128;
@@ -143,7 +145,7 @@ class PartialSum {
     }
   }
 
-  // All lanes of a warp. Returns whether there was a partial sum.
+  // All lanes of a warp call. Returns whether there was a partial sum.
   __device__ __forceinline__ bool run(PartialPlaces& places) {
     unsigned here;
     int on_their_way = 0;
@@ -152,7 +154,7 @@ class PartialSum {
       for (; here; here &= here - 1) {
         const int from = __ffs(here) - 1;
         if (params_.keys && params_.values) {
-          __syncthreads();  // the pieces of a partial sum are read together, whole pages of the memory
+          __syncthreads();  // warps in step read whole pages of memory
         }
         issue(__shfl_sync(device::kFullMask, places.place, from),
               __shfl_sync(device::kFullMask, places.slot, from));
@@ -171,7 +173,7 @@ class PartialSum {
     return any;
   }
 
-  // Adds what was summed to the running sums in memory, dK rotated back by the child's place.
+  // Adds the result to the running sums in memory. dK is rotated back by the child's place under its parent.
   template <typename T>
   __device__ __forceinline__ void store(int head_index, int parent) const {
     float* sums = is_value_ ? params_.values : params_.keys;
@@ -180,7 +182,7 @@ class PartialSum {
     const int64_t first_row = (int64_t{head_index} * p.num_parents + parent) * kParentRows;
     const float factor = is_value_ ? (HeadPowers<T>::kWeightShift == 0.f ? 1.f : 0x1p-14f)
                                    : powers.key_factor(params_.tasks.scale);
-    // everything on its way before the first store, which might be to the same address
+    // All loads come before the first store, which might go to the same address.
     float4 rotation[2][2];
     float2 old[2][2][2];
     const auto sum_of = [&](int i, int half) {
@@ -222,7 +224,7 @@ class PartialSum {
     return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
   }
 
-  // While one is added, the copy after the last of kAhead may go into the stage of the one before it.
+  // While one stage is added, the newest copy may already go into the stage that was added before it.
   static constexpr int kAhead = Shape::kStages - 2;
 
   __device__ __forceinline__ static uint32_t following(uint32_t stage) {
@@ -244,7 +246,7 @@ class PartialSum {
     write_ = following(write_);
   }
 
-  // The oldest on its way, which has arrived.
+  // Adds the oldest of the copies on their way, which has arrived.
   __device__ __forceinline__ void add() {
     __syncwarp();
     const uint32_t stage = ring_ + read_;
@@ -283,10 +285,10 @@ class PartialSum {
   uint32_t ring_, read_ = 0, write_ = 0;
   int lane_, share_;
   bool is_value_;
-  float low_[8], high_[8];  // lower dims and their partners
+  float low_[8], high_[8];  // lower dims and their partners in the upper half
 };
 
-// Grid: x = parents, y = heads that the tasks touch.
+// Grid: x = parents, y = the heads that the tasks touch.
 template <typename T, int kDim>
 __global__ void __launch_bounds__(SumShape<kDim>::kWarps * 32)
     partial_sum_kernel(const __grid_constant__ PartialSumParams params) {
@@ -312,7 +314,7 @@ cudaError_t launch_partial_sums(const PartialSumParams& params, cudaStream_t str
   const PerListGradientParams& b = params.tasks;
   const int64_t per_head = int64_t{b.gather.num_lists} * tasks_per_list(b.gather);
   const int64_t heads = (b.run.first_task + b.run.num_tasks - 1) / per_head - b.run.first_task / per_head + 1;
-  // parents up to the last list's own
+  // Only parents up to the last list's own have partial sums.
   const int64_t last_list = (b.run.first_task + b.run.num_tasks - 1) % per_head / tasks_per_list(b.gather);
   const int64_t reached =
       heads > 1 ? b.gather.num_parents

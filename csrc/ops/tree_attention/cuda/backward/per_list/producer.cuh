@@ -1,6 +1,5 @@
-// The producer warps of gradient.cuh: warp w brings parents 2 w and 2 w + 1 of every tile into shared
-// memory and rotates their keys to their places in the list, R_{16 slot} K'
-// (docs/semantics/tree_attention.md §1.4).
+// The producer warps of gradient.cuh. Warp w brings parents 2 w and 2 w + 1 of every tile into shared memory
+// and rotates their keys to their places in the list, R_{16 slot} K' (docs/semantics/tree_attention.md §1.4).
 #pragma once
 
 #include "device/hopper/tma.cuh"
@@ -9,17 +8,18 @@
 
 namespace htree::tree_attention {
 
-// A warp's parents of one tile on their way; all lanes hold the same but `scale`.
+// Two parents of a tile, on their way to shared memory. All lanes hold the same, except in `scale` and
+// `selected`.
 struct SlotPair {
   uint32_t parent[2];  // among those of all batches and kv heads
-  uint32_t bits[2];    // as GradientShared::slots, and
-  int slot;            // of the first; the second is the one before it in the list
-  uint32_t selected;   // lane 2 i + j: for query i of the block, the children of parent j that take no part
+  uint32_t bits[2];    // as GradientShared::slots, and kExists
+  int slot;            // slot of the first; the second is in the slot before it
+  uint32_t selected;   // lane 2 i + j: the children of parent j that take no part for query i of the block
   float scale;         // lane 16 i + c: undoes the power of two of child c of parent i
-  float power;         // of the head's keys
-  uint32_t own_rows;   // bits 0-7, 8-15: how many of the own parent's children the first, last query sees
+  float power;         // common power of two of the head's keys
+  uint32_t own_rows;   // children of the own parent that the first (bits 0-7) and last (8-15) query see
 
-  static constexpr uint32_t kExists = 1u << 18;  // takes part for some query; else it reads as zeros
+  static constexpr uint32_t kExists = 1u << 18;  // takes part for some query; else it is read as zeros
 
   __device__ __forceinline__ bool exists(int i) const { return bits[i] & kExists; }
   __device__ __forceinline__ bool own(int i) const { return bits[i] & kOwnSlot; }
@@ -42,7 +42,7 @@ class PairWalk {
     return task_idx_ >= params_.run.first_task + params_.run.num_tasks;
   }
 
-  // The warp's parents of the tile; not after done(). What is loaded here nobody waits for yet.
+  // The warp's parents of the current tile; not after done(). No lane waits here for what it loads.
   __device__ __forceinline__ SlotPair pair() const {
     const int lane = threadIdx.x % 32;
     SlotPair pair;
@@ -77,9 +77,9 @@ class PairWalk {
   }
 
  private:
-  static constexpr int kTilesAhead = 16;  // two parents each in the lanes of the warp
+  static constexpr int kTilesAhead = 16;  // a lane holds one parent: two of each tile
 
-  // The first task from task_idx_ on that has slots.
+  // Finds the first task from task_idx_ on that has slots.
   __device__ __forceinline__ void start() {
     for (; !done(); task_idx_ += gridDim.x) {
       const GradientTask task = gradient_task(params_, task_idx_);
@@ -109,7 +109,7 @@ class PairWalk {
     }
   }
 
-  // Lane 2 i + j gets the warp's parent j of tile `first` + i, and what of it takes part.
+  // Lane 2 i + j gets the warp's parent j of tile `first` + i, and which of its children take part.
   __device__ __forceinline__ void read(int first) {
     const int lane = threadIdx.x % 32;
     const int slot = num_slots_ - 1 - (first + lane / 2) * kGradientSlots - 2 * warp_ - lane % 2;
@@ -120,7 +120,7 @@ class PairWalk {
     }
     const int parent = list_ ? list_[slot] : slot;
     if (parent < 0 || parent > own_parent_) {
-      return;  // of a caller's list that breaks its rules: in bounds, and absent
+      return;  // a caller's list that breaks the rules: its node is absent, and nothing is read out of bounds
     }
     const bool own = parent == own_parent_ || slot == num_slots_ - 1;
     uint32_t present = own ? (1u << (own_rows_ >> 8)) - 1u : kWholeSlot;
@@ -141,7 +141,7 @@ class PairWalk {
   uint32_t own_rows_, first_parent_;
   float key_power_;
   const int32_t* list_;
-  const uint16_t* selected_;  // of the task or, with masks of their own, of the lane's query
+  const uint16_t* selected_;  // masks of the task, or of the lane's query where queries have their own
   int parents_;
   uint32_t bits_;
 };
@@ -159,7 +159,7 @@ class GradientProducer {
         warp_(__shfl_sync(device::kFullMask, threadIdx.x / 32, 0)),
         lane_(threadIdx.x % 32) {}
 
-  // All lanes of a producer warp.
+  // All lanes of a producer warp call.
   __device__ __forceinline__ void run() {
     PairWalk<T, Tile> walk(params_, warp_);
     for (unsigned tile_idx = 0; !walk.done(); ++tile_idx) {
@@ -197,7 +197,7 @@ class GradientProducer {
     const int stage = gradient_stage<Tile>(tile_idx);
     SlotRotation rotation = Rotation::load(params_.rotations, max(pair.slot, 0));
     device::barrier_wait(&shared_.keys_landed[stage][warp_], gradient_phase<Tile>(tile_idx));
-    // brings the keys to the power of two of the head
+    // Brings the keys to the head's common power of two.
     const float scale = pair.scale * pair.power;
     const unsigned scaled = __ballot_sync(0xffffffffu, scale != 1.f);
 #pragma unroll
@@ -227,7 +227,7 @@ class GradientProducer {
     }
     device::fence_async_shared();
     __syncwarp();
-    device::barrier_arrive(&shared_.keys_full[stage]);  // every lane, for what it wrote itself
+    device::barrier_arrive(&shared_.keys_full[stage]);  // every lane arrives, for what it wrote itself
   }
 
   __device__ __forceinline__ void load_values(const SlotPair& pair, unsigned tile_idx) {
@@ -269,9 +269,10 @@ class GradientProducer {
     }
   }
 
-  // The own parent has children in the future of some queries, and 0 times a NaN there would not be silent.
-  // Rows that no query sees become 0, as do elements that are not finite in rows that only some see: for
-  // those that do, the sum of the weights or delta is not finite either and says so in their gradients.
+  // Clears the children of the own parent that lie in the future of some queries: a weight of 0 does not
+  // silence a NaN. Rows that no query sees become 0. In rows that only some queries see, elements that are
+  // not finite become 0: for the queries that do see them, the sum of the weights or delta is not finite
+  // either, so their gradients still show it.
   template <typename E>
   __device__ __forceinline__ void clean_rows(const char* from, char* to, const SlotPair& pair) const {
     constexpr uint32_t kExponent = __is_same(E, __half) ? 0x7c00u : 0x7f80u;
@@ -298,7 +299,7 @@ class GradientProducer {
     }
   }
 
-  // Rare: rows of a head whose keys do not share one power of two.
+  // Rare: the head's keys do not share one power of two.
   __device__ __forceinline__ void scale_rows(char* keys, float scale, int i) const {
 #pragma unroll 1
     for (int step = 0; step < Tile::kSlotBytes; step += 512) {

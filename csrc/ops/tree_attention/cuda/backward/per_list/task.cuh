@@ -1,5 +1,6 @@
-// What a block of gradient.cuh works on: its list and rows, the powers of two of its operands, its shared memory:
-// docs/semantics/tree_attention.md §1.3, §1.10, §1.12.
+// What a block of gradient.cuh works on: its list and rows, the powers of two of its operands, and its shared
+// memory (docs/semantics/tree_attention.md §1.3, §1.10, §1.12). A tile is 8 parents, 128 keys, against 128
+// query rows.
 #pragma once
 
 #include "device/hopper/mbarrier.cuh"
@@ -12,16 +13,16 @@
 
 namespace htree::tree_attention {
 
-constexpr int kGradientSlots = 8;  // parents of a tile
+constexpr int kGradientSlots = 8;  // parents in a tile
 constexpr int kGradientKeys = kGradientSlots * kParentRows;
 
-// A list and 128 of its (query, head) pairs. All queries of a list stand under the same parent of the layer.
+// A list and 128 of its (query, head) pairs. The queries of a list all have the same own parent.
 struct GradientTask {
   int head_index;  // batch * kv heads + kv head
   int batch, kv_head;
   int list_row;
-  int first_pair;                // of the block among the list's
-  int first_query, num_queries;  // of the list, in the chunk
+  int first_pair;                // of this task, among the pairs of the list
+  int first_query, num_queries;  // of the list, counted in the chunk
   int num_slots;                 // m; 0 when everything is selected and nothing takes part
   int num_tiles;
   int64_t own_parent;
@@ -31,15 +32,15 @@ struct GradientTask {
 
 struct PairPlace {
   bool exists;
-  int query;  // in the chunk
-  int head;   // of the kv head's group
+  int query;  // counted in the chunk
+  int head;   // among the G heads of the kv head
 };
 
 __host__ __device__ inline int tasks_per_list(const GatherParams& p) {
   return (p.stride * p.group + kGradientRows - 1) / kGradientRows;
 }
 
-// Parents that add to the softmax of the queries of a list; a row of counts is [num_lists, H_kv].
+// Number of parents that add to the softmax of a list's queries. `counts` is [num_lists, H_kv] per batch.
 __device__ __forceinline__ int taking_part(const PerListGradientParams& params, int batch, int kv_head,
                                            int list_row) {
   const GatherParams& p = params.gather;
@@ -94,14 +95,15 @@ __device__ __forceinline__ int exponent_of(float power) {
   return static_cast<int>(__float_as_uint(power) >> 23 & 0xff) - 127;
 }
 
-// Powers of two common to a (batch, kv head) of the chunk, so that one fp16 copy of dS serves both dQ += dS K
-// and dK += dS^T Q: what a row or key had of its own would have to be undone inside either sum.
+// Powers of two that a (batch, kv head) of the chunk has in common. One fp16 copy of dS can then serve both
+// dQ += dS K and dK += dS^T Q; a power that a row or a key had of its own would have to be undone inside one
+// of the two sums.
 template <typename T>
 struct HeadPowers {
-  float key;             // keys times it are in fp16's range
-  float query;           // queries, at most 2^14
-  float score_gradient;  // dS, below 2^15
-  // log2 of what weights are multiplied by: fp16 has too few small numbers for them
+  float key;             // brings keys into fp16's range
+  float query;           // brings queries to at most 2^14
+  float score_gradient;  // keeps dS below 2^15
+  // log2 of what weights are multiplied by, since fp16 has too few small numbers for them.
   static constexpr float kWeightShift = __is_same(T, __half) ? 14.f : 0.f;
 
   __device__ __forceinline__ HeadPowers(const PerListGradientParams& params, int head_index) {
@@ -116,18 +118,18 @@ struct HeadPowers {
   }
 
   __device__ __forceinline__ static float inverse(float power) { return power_of_two(-exponent_of(power)); }
-  // Of dP and delta, which meet the shifted weights.
+  // Factor of dP and delta, which are multiplied by the shifted weights.
   __device__ __forceinline__ float weighted_gradient() const {
     return score_gradient * (kWeightShift == 0.f ? 1.f : 0x1p-14f);
   }
-  // The sign of the scale goes with the queries, and its size is not 0: a score of -inf stands for a key that
-  // takes no part and must stay -inf.
+  // The sign of the scale goes with the queries; its size goes into score_factor(), which is never 0: a score
+  // of -inf stands for a key that takes no part and must stay -inf.
   __device__ __forceinline__ float signed_query(float scale) const { return scale < 0.f ? -query : query; }
-  // Scores times it are in log2 units.
+  // Brings scores to log2 units.
   __device__ __forceinline__ float score_factor(float score_scale) const {
     return fmaxf(fabsf(score_scale) * inverse(query) * inverse(key), 0x1p-126f);
   }
-  // What is left to multiply sum dS K' and sum dS^T Q with.
+  // What sum dS K' still has to be multiplied by, and in key_factor() sum dS^T Q.
   __device__ __forceinline__ float query_factor(float scale) const {
     return scale * inverse(key) * inverse(score_gradient);
   }
@@ -136,9 +138,7 @@ struct HeadPowers {
   }
 };
 
-// ---- Sizes and shared memory of gradient.cuh: a tile is 8 parents, 128 keys, against 128 query rows.
-
-// What a consumer must know of a slot beyond keys and values: bit c = child c takes part for some query.
+// What a consumer must know of a slot beyond its keys and values. Bit c: child c takes part for some query.
 constexpr uint32_t kWholeSlot = 0xffff;
 constexpr uint32_t kOwnSlot = 0x10000;    // queries see different numbers of its children
 constexpr uint32_t kQuerySlot = 0x20000;  // queries have masks of their own
@@ -147,8 +147,8 @@ template <int kDim_>
 struct GradientTile {
   static constexpr int kDim = kDim_;  // of keys and of values
   static constexpr int kProducerWarps = 4;
-  static constexpr int kThreads = 128 * 3;  // one producer group, two consumer groups of 64 keys each
-  // 168 registers at launch; the accumulators of three products and the weights fill 224
+  static constexpr int kThreads = 128 * 3;  // one warpgroup of producers, two of consumers with 64 keys each
+  // The launch gives 168 registers to a thread. The accumulators of three products and the weights fill 224.
   static constexpr int kProducerRegisters = 56;
   static constexpr int kConsumerRegisters = 224;
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
@@ -160,14 +160,14 @@ struct GradientTile {
   static constexpr int kSlotBytes = kParentRows * kRowBytes;
   static constexpr int kTileBytes = kGradientKeys * kRowBytes;
   static constexpr int kQueryBytes = kGradientRows * kRowBytes;
-  // dS^T as [64 query rows][key][64 rows], rows of 128 bytes with the swizzle of that width
+  // dS^T as [64 query rows][key][64 rows]: rows of 128 bytes, with the swizzle of that width.
   static constexpr int kScoreHalfBytes = kGradientKeys * 128;
 };
 
 template <typename Tile>
 struct GradientShared {
   char query[Tile::kQueryBytes];     // rotated to their positions, fp16
-  char gradient[Tile::kQueryBytes];  // dO
+  char gradient[Tile::kQueryBytes];  // of the output: dO
   char score_gradient[2 * Tile::kScoreHalfBytes];
   char keys[Tile::kStages][Tile::kTileBytes];
   char values[Tile::kStages][Tile::kTileBytes];
@@ -175,10 +175,10 @@ struct GradientShared {
   float delta[kGradientRows];        // in the units of dS
   uint8_t own_limit[kGradientRows];  // children of the own parent that the row sees
   uint32_t slots[Tile::kStages][kGradientSlots];
-  // bit c = child c takes part for the query, counted from the first of the block's
+  // Bit c: child c takes part for the query, counted from the first of the block.
   uint16_t query_masks[Tile::kStages][kGradientSlots][kGradientRun];
-  device::Barrier keys_landed[Tile::kStages][Tile::kProducerWarps];  // one producer warp's copies
-  device::Barrier keys_full[Tile::kStages];                          // every warp's keys are rotated
+  device::Barrier keys_landed[Tile::kStages][Tile::kProducerWarps];  // copies of one producer warp
+  device::Barrier keys_full[Tile::kStages];                          // rotated keys of all warps
   device::Barrier keys_empty[Tile::kStages];
   device::Barrier values_full[Tile::kStages];
   device::Barrier values_empty[Tile::kStages];
@@ -186,12 +186,13 @@ struct GradientShared {
 
 enum GradientBarrier : int {
   kRowsMeet = 1,
-  kGroupWrote = 2,   // + group: its warps have written dS
-  kOtherWrote = 4,   // + group: its dS can be read by the other group
-  kDoneReading = 6,  // + group: it no longer reads dS
+  kGroupWrote = 2,   // + warpgroup: its warps have written dS
+  kOtherWrote = 4,   // + warpgroup: the other one can read its dS
+  kDoneReading = 6,  // + warpgroup: it no longer reads dS
 };
 
-// Stage and phase of the tile with running number `tile_idx` of this thread block.
+// Stage of the ring and phase of its barriers for tile `tile_idx`, counted over all tasks of this thread
+// block.
 template <typename Tile>
 __device__ __forceinline__ int gradient_stage(unsigned tile_idx) {
   return static_cast<int>(tile_idx % Tile::kStages);
@@ -201,21 +202,20 @@ __device__ __forceinline__ uint32_t gradient_phase(unsigned tile_idx) {
   return tile_idx / Tile::kStages & 1;
 }
 
-// ---- The query side of a block in shared memory: queries rotated to their positions, dO and their numbers.
-
 __device__ __forceinline__ int position_of(const GatherParams& p, const GradientTask& task, int query) {
   const int64_t rightmost = node_of(p, p.t0 + query);
   return max(task.num_slots - 1, 0) * kParentRows + static_cast<int>(rightmost % kParentRows);
 }
 
-// All rows of the block; kThreads threads call, `thread` in 0 ... kThreads - 1. Rows without a query are
-// zero, and so are their weights.
+// Loads the query side of a block into shared memory: queries rotated to their positions, dO and their
+// numbers. kThreads threads call, `thread` in 0 ... kThreads - 1. Rows that stand for no query are zero, and
+// so are their weights.
 template <typename T, typename Tile, int kThreads>
 __device__ __forceinline__ void load_gradient_rows(const PerListGradientParams& params,
                                                    const GradientTask& task, const HeadPowers<T>& powers,
                                                    GradientShared<Tile>& shared, int thread) {
   constexpr int kHalf = Tile::kDim / 2;
-  constexpr int kLanes = kHalf / 8;  // of one row: 8 dims of the lower half and their partners each
+  constexpr int kLanes = kHalf / 8;  // lanes on one row: each has 8 dims of the lower half and their partners
   constexpr int kRowsPerPass = kThreads / kLanes;
   static_assert(kGradientRows % kRowsPerPass == 0);
   const GatherParams& p = params.gather;
@@ -228,7 +228,7 @@ __device__ __forceinline__ void load_gradient_rows(const PerListGradientParams& 
   const int chunk = thread % kLanes, dim = chunk * 8;
   const float power = powers.signed_query(params.scale);
   constexpr int kPasses = kGradientRows / kRowsPerPass;
-  // all on their way before the first is used
+  // All loads are issued before the first result is used.
   uint4 query_low[kPasses], query_high[kPasses], gradient_low[kPasses], gradient_high[kPasses];
   float4 rotations[kPasses][4];
   RowMeta meta[kPasses];

@@ -1,6 +1,10 @@
-// dK and dV where a block owns a parent, for any number of query heads per kv head.
+// dK and dV of a layer, docs/semantics/tree_attention.md §1.10, for any number of query heads per kv head:
+// one thread block per (batch, kv head, parent) walks the parent's users.
 //
-// The queries that use a parent are streamed into shared memory 16 rows (query, head) at a time.
+// A user is a list that holds the parent; with it come stride * G rows (query, head). Each of the four warps
+// takes a quarter of the rows and streams them through shared memory, 16 at a time: S^T = K' q^T and dP^T = V
+// dO^T with the parent's children as rows, then dV += P^T dO and dK' += dS^T q from the same registers. The
+// sums of the warps are added in their order at the end, so the result depends on the lists alone.
 #pragma once
 
 #include "host/cuda/kernel_launch.h"
@@ -14,13 +18,13 @@ namespace htree::tree_attention {
 constexpr int kKeyGradientWarps = 4;
 constexpr int kKeyGradientStages = 3;
 
-// Shared memory of one step of a warp: 16 rows of queries and of dO, their numbers and what of the parent
-// they see.
+// What a row sees of the parent.
 struct RowView {
-  unsigned present;  // bit c: the row's softmax holds child c
-  int position;      // of the query for this slot: n - 1 - 16 slot
+  unsigned present;  // bit c: child c takes part in the row's softmax
+  int position;      // rotation of the query for this slot: n - 1 - 16 slot
 };
 
+// One step of a warp in shared memory: 16 rows of queries and of dO, a RowMeta and a RowView for each.
 template <int kKeyDim, int kValueDim>
 struct KeyGradientStage {
   static constexpr int kQueryBytes = kParentRows * kKeyDim * 2;
@@ -30,15 +34,15 @@ struct KeyGradientStage {
   static constexpr int kBytes = kViewOffset + kParentRows * 8;
   static constexpr int kBlockBytes = (PackedParent<kKeyDim, kValueDim>::kBytes + 127) / 128 * 128;
   static constexpr int kWarpBytes = kKeyGradientStages * kBytes;
-  // the sums of the warps lie over the stages
+  // At the end the sums of the warps are stored where the stages were.
   static constexpr int kSumTiles = kKeyDim / 8 + kValueDim / 8;
   static constexpr int kSharedBytes = kBlockBytes + kKeyGradientWarps * kWarpBytes;
   static_assert(kBytes % 128 == 0 && kSumTiles * 512 <= kWarpBytes);
 };
 
-// The rows that use a parent.
+// The rows that use a parent: rows_per_list (query, head) pairs of each list.
 struct ParentUsers {
-  const uint32_t* entries;  // null: lists from `first_list` on, slot = parent
+  const uint32_t* entries;  // null: implicit lists; those from `first_list` on hold the parent
   uint32_t first_list;
   uint32_t num_rows;
   uint32_t rows_per_list;
@@ -62,8 +66,8 @@ struct ParentUsers {
       first_list = 0;
     } else {
       entries = nullptr;
-      // lists whose last parent comes before this one, and at upper layers lists that refine everything, do
-      // not use it
+      // Lists whose last parent comes before this one do not hold it, and above the bottom a list that
+      // refines everything adds nothing.
       int64_t first_token = parent * kParentRows * p.node_span;
       if (params.common.selected) {
         first_token = max(first_token, p.list_width * p.node_span);
@@ -76,7 +80,7 @@ struct ParentUsers {
   }
 };
 
-// Copies of one warp's steps: lane i and i + 16 look after row i.
+// Copies the steps of one warp. Lanes i and i + 16 look after row i.
 template <int kKeyDim, int kValueDim>
 class RowStream {
  public:
@@ -125,7 +129,7 @@ class RowStream {
                                 static_cast<uint32_t>(users_.parent);
   }
 
-  // The numbers of the rows of the step issued last: read then, stored now, so that nobody waits for them.
+  // Stores the numbers of the step issued last. They were loaded then, so that no lane waits for them now.
   __device__ __forceinline__ void store_views() {
     if (next_ > begin_ && next_ - 1 < end_ && lane_ < kParentRows) {
       const GradientParams& common = params_.common;
@@ -133,7 +137,7 @@ class RowStream {
       const int place = static_cast<int>(rightmost % kParentRows);
       const int count = params_.entries ? count_ : static_cast<int>(rightmost / kParentRows) + 1;
       const int position = (count - 1 - slot_) * kParentRows + place;
-      // at upper layers the query's own node is always refined
+      // Above the bottom a query's own node is always refined.
       const int64_t rows = min(static_cast<int64_t>(position) + (common.selected ? 0 : 1),
                                rightmost + 1 - users_.parent * kParentRows);
       const unsigned inside = rows >= kParentRows ? 0xffffu : (1u << max(static_cast<int>(rows), 0)) - 1u;
@@ -206,14 +210,6 @@ class RowStream {
   int64_t token_ = 0;
 };
 
-// ---- dK and dV of a layer, docs/semantics/tree_attention.md §1.10: one block per (batch, kv head, parent) walks
-// the parent's users.
-//
-// A user is a list that holds the parent; with it come stride * G rows (query, head). The four warps take a
-// quarter of the rows each, 16 at a time: S^T = K' q^T and dP^T = V dO^T with the parent's children as rows,
-// then dV += P^T dO and dK' += dS^T q from the same registers. Their sums are added in warp order at the end,
-// so the result depends on the lists alone.
-
 // Rotates the 16 query rows of a stage to their positions, in place.
 template <int kKeyDim, int kValueDim>
 __device__ __forceinline__ void rotate_rows(uint32_t stage, const float2* rope) {
@@ -262,7 +258,7 @@ __device__ __forceinline__ void rotate_rows(uint32_t stage, const float2* rope) 
   __syncwarp();
 }
 
-// s[tile] += rows of A (16 children) times rows of B (8 tile + ...), both [16, kDim] tiles in shared memory.
+// s[i] += 16 children, the rows of A, times rows 8 i ... of B. Both are [16, kDim] tiles in shared memory.
 template <typename T, int kDim>
 __device__ __forceinline__ void rows_times_rows(float (&s)[2][4], uint32_t a_tile, uint32_t b_tile,
                                                 const TileAddress<kDim>& at) {
@@ -276,7 +272,7 @@ __device__ __forceinline__ void rows_times_rows(float (&s)[2][4], uint32_t a_til
   }
 }
 
-// sum[8 dims each] += weights (16 children x 16 rows) times the tile [16 rows, kDim].
+// sum[i] += weights (16 children x 16 rows) times dims 8 i ... of a tile [16 rows, kDim].
 template <typename T, int kDim>
 __device__ __forceinline__ void weights_times_rows(float (&sum)[kDim / 8][4], const uint32_t (&weights)[4],
                                                    uint32_t tile, const TileAddress<kDim>& at) {
@@ -298,7 +294,7 @@ __device__ __forceinline__ float4 load_shared_float4(uint32_t at) {
   return x;
 }
 
-// Scores become weights and dP becomes dS, for the 16 rows of a stage.
+// For the 16 rows of a step: scores become weights, dP becomes dS.
 template <typename Stage>
 __device__ __forceinline__ void weigh_rows(int lane, uint32_t stage, float score_unit, float gradient_unit,
                                            const float (&row_unscale)[2], float (&s)[2][4],
@@ -329,7 +325,8 @@ __device__ __forceinline__ void weigh_rows(int lane, uint32_t stage, float score
   }
 }
 
-// Adds the sums of the warps in their order and stores them, dK rotated back by the child's place. The whole block.
+// Adds the sums of the warps in their order and stores them; dK is rotated back by the child's place under
+// its parent. The whole block calls.
 template <int kKeyDim, int kValueDim>
 __device__ __forceinline__ void store_sums(const KeyGradientParams& params, char* shared, int64_t parent,
                                            const PowerOfTwo& power, const float (&key_sum)[kKeyDim / 8][4],
@@ -338,7 +335,7 @@ __device__ __forceinline__ void store_sums(const KeyGradientParams& params, char
   const GradientParams& common = params.common;
   const GatherParams& p = common.gather;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  // [warp][tile][lane] sums of the warps
+  // [warp][tile][lane]
   float4* sums = reinterpret_cast<float4*>(shared + Stage::kBlockBytes);
   const auto sum_at = [&](int of_warp, int tile) -> float4& {
     return sums[(of_warp * Stage::kSumTiles + tile) * 32 + lane];
@@ -380,7 +377,7 @@ __device__ __forceinline__ void store_sums(const KeyGradientParams& params, char
         const int row = lane / 4 + 8 * half;
         float a[2], b[2];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {  // back by the child's place: keys were rotated when they were packed
+        for (int i = 0; i < 2; ++i) {  // keys were rotated by the child's place when they were packed
           const float2 rotation = p.rope[row * (kKeyDim / 2) + dim + i];
           a[i] = (low[2 * half + i] * rotation.x + high[2 * half + i] * rotation.y) * factor;
           b[i] = (high[2 * half + i] * rotation.x - low[2 * half + i] * rotation.y) * factor;
@@ -404,7 +401,7 @@ __device__ __forceinline__ void store_sums(const KeyGradientParams& params, char
   }
 }
 
-// Grid: x = parents, the most used ones first, y = batch * kv head.
+// Grid: x = parents, those with most users first, y = batch * kv head.
 template <typename T, int kKeyDim, int kValueDim>
 __global__ void __launch_bounds__(kKeyGradientWarps * 32, 2) key_gradient_kernel(KeyGradientParams params) {
   using Block = PackedParent<kKeyDim, kValueDim>;

@@ -1,7 +1,12 @@
-// dK and dV where a warp owns a parent and up to 8 query heads share a kv head.
+// dK and dV of a layer, docs/semantics/tree_attention.md §1.10, where up to 8 query heads share a kv head: a
+// warp walks the users of a (batch, kv head, parent) in a window of the lists.
 //
-// The users of a parent are streamed into shared memory one by one: queries of the lists that hold it, with up to 8
-// rows (query, head) each.
+// A user is a query of a list that holds the parent; with it come up to 8 rows (query, head), one tile,
+// streamed through shared memory. The parent's keys and values stay in registers as A operands, so a user
+// costs its own bytes and no more: S^T = K' q^T and dP^T = V dO^T, then dV += P^T dO and dK' += dS^T q', with
+// the weights straight from the accumulators. Queries are rotated in fp16 in registers and transposed by
+// movmatrix. A window keeps the rows of its users in the L2 while all parents of a head walk them. The sums
+// of the windows are added one after another.
 #pragma once
 
 #include "device/shared_memory.cuh"
@@ -13,10 +18,11 @@
 
 namespace htree::tree_attention {
 
-constexpr int kSharedParentWarps = 4;  // that share the users of a parent
+constexpr int kSharedParentWarps = 4;  // warps that share the users of a parent
 constexpr int kParentStages = 6;
 
-// One user in shared memory: a tiled record, what rotates its queries and what of the parent they see.
+// One user in shared memory: its tiled record, the factors that rotate its queries, and what they see of the
+// parent.
 template <int kDim>
 struct UserStage {
   using Record = TiledRecord<kDim>;
@@ -24,21 +30,21 @@ struct UserStage {
   static constexpr int kGradientOffset = Record::kGradientOffset;
   static constexpr int kMetaOffset = Record::kMetaOffset;
   static constexpr int kRotationOffset =
-      Record::kBytes;  // fp16 cos and sin of its position, see position_rotations
+      Record::kBytes;  // fp16 cos and sin of its position, from launch_position_rotations()
   static constexpr int kPresentOffset = kRotationOffset + kRowBytes;
   static constexpr int kBytes = (kPresentOffset + 16 + 127) / 128 * 128;
   static constexpr int kWarpBytes = kParentStages * kBytes;
   static_assert(PackedParent<kDim, kDim>::kBytes <= kWarpBytes);
-  static constexpr int kSumBytes = 2 * kParentRows * kDim * 4;  // of a warp
+  static constexpr int kSumBytes = 2 * kParentRows * kDim * 4;  // sums of a warp
   static_assert(kSumBytes <= kWarpBytes);
 };
 
-// Users of a parent in the window of lists [first_list, end_list): of entries or, where every list holds all
-// parents up to its own, of lists [begin, ...), stride queries each.
+// The users of a parent in the window of lists [first_list, end_list): numbers of entries or, for the
+// implicit lists of the top, of lists; each stands for `stride` queries.
 struct WindowUsers {
   uint32_t begin, num_users;
 
-  // A whole warp.
+  // The whole warp calls.
   __device__ __forceinline__ WindowUsers(const KeyGradientParams& params, int64_t parent) {
     const GatherParams& p = params.common.gather;
     uint32_t end;
@@ -47,8 +53,8 @@ struct WindowUsers {
       begin = first_entry(params.entries, offset[0], offset[1], params.first_list, p.list_width);
       end = first_entry(params.entries, begin, offset[1], params.end_list, p.list_width);
     } else {
-      // lists whose own parent comes before this one do not hold it, and at upper layers lists that refine
-      // everything do not use it
+      // Lists whose own parent comes before this one do not hold it, and above the bottom a list that refines
+      // everything adds nothing.
       int64_t token = parent * kParentRows * p.node_span;
       if (params.common.selected) {
         token = max(token, p.list_width * p.node_span);
@@ -61,7 +67,7 @@ struct WindowUsers {
   }
 };
 
-// Copies of a warp's users [begin, end) of those of its parent. Lane i knows user begin + 32 j + i.
+// Copies users [begin, end) of a parent for one warp. Lane i knows user begin + 32 j + i.
 template <int kDim>
 class UserStream {
  public:
@@ -90,19 +96,19 @@ class UserStream {
     }
   }
 
-  // Stage of the next user.
+  // Waits for the next user and returns its stage.
   __device__ __forceinline__ uint32_t wait() {
     const uint32_t stage = ring_ + read_;
     const uint32_t last = ring_ + (read_ == 0 ? (kParentStages - 1) * Stage::kBytes : read_ - Stage::kBytes);
     device::wait_copies<kParentStages - 2>();
     __syncwarp();
-    issue(last);  // all lanes have left the user before this one
+    issue(last);  // no lane reads the user before this one any more
     read_ = read_ == (kParentStages - 1) * Stage::kBytes ? 0 : read_ + Stage::kBytes;
     return stage;
   }
 
  private:
-  // Entry of user first + lane.
+  // The entry of user `first` + lane.
   __device__ __forceinline__ uint32_t read_entry(uint32_t first) const {
     const GatherParams& p = params_.common.gather;
     const uint32_t user = first + lane_;
@@ -113,7 +119,7 @@ class UserStream {
     return params_.entries ? params_.entries[at] : at * p.list_width + static_cast<uint32_t>(parent_);
   }
 
-  // What this lane's user of the next 32 sees of the parent, its position and its query.
+  // For this lane's user among the next 32: what it sees of the parent, its position and its query.
   __device__ __forceinline__ void look_up() {
     const GradientParams& common = params_.common;
     const GatherParams& p = common.gather;
@@ -135,7 +141,7 @@ class UserStream {
     const int count =
         params_.entries ? params_.counts[list_idx] : static_cast<int>(rightmost / kParentRows) + 1;
     const int position = (count - 1 - slot) * kParentRows + static_cast<int>(rightmost % kParentRows);
-    // at upper layers the query's own node is always refined
+    // Above the bottom a query's own node is always refined.
     const int64_t rows = min(static_cast<int64_t>(position) + (common.selected ? 0 : 1),
                              rightmost + 1 - parent_ * kParentRows);
     present_ = rows >= kParentRows ? 0xffffu : (1u << max(static_cast<int>(rows), 0)) - 1u;
@@ -161,7 +167,7 @@ class UserStream {
       for (int at = 0; at < Record::kMetaOffset; at += 512) {
         device::copy_async_16(to + at, record + at);
       }
-      // the numbers of the rows, and behind them their rotations
+      // The numbers of the rows, and behind them the factors of the rotation.
       const bool meta = lane_ < kRecordRows;
       if (lane_ < kRecordRows + kDim / 8) {
         device::copy_async_16(
@@ -182,24 +188,15 @@ class UserStream {
   uint32_t begin_, end_;
   int lane_;
   uint32_t ring_;
-  const char* records_;  // of the head, at this lane's chunk
-  const char* rest_;     // what the lane copies behind the tiles: of record 0 or of position 0
+  const char* records_;  // of the head, from this lane's 16-byte chunk on
+  const char* rest_;     // what this lane copies behind the two tiles, for record 0 or position 0
   uint32_t next_, entry_ = 0;
-  uint32_t read_ = 0;  // stage
+  uint32_t read_ = 0;  // stage to be read next
   unsigned query_ = 0, present_ = 0, position_ = 0;
 };
 
-// ---- dK and dV of a layer for short lists of queries, docs/semantics/tree_attention.md §1.10: a warp walks the
-// users of a (batch, kv head, parent) in a window of the lists.
-//
-// A user is a query of a list that holds the parent; with it come up to 8 rows (query, head), one tile. The
-// parent's keys and values stay in registers as A operands, so a user costs its own bytes and no more: S^T =
-// K' q^T and dP^T = V dO^T, then dV += P^T dO and dK' += dS^T q' with the weights straight from the
-// accumulators. Queries are rotated in fp16 in registers and transposed by movmatrix. Windows keep the rows of
-// the users in the L2 while all parents of a head walk them; the sums of windows are added one after another.
-
-// c[16 x 8] += a[16 x 8] * b[8 x 8]. a[0], a[1]: rows i / 4 and i / 4 + 8, columns 2 * (i % 4) and the next;
-// b of column i / 4 holds rows 2 * (i % 4) and the next; c as in mma_16x8x16.
+// c[16 x 8] += a[16 x 8] * b[8 x 8]. Lane i holds of a rows i / 4 and i / 4 + 8 in a[0] and a[1], columns 2 *
+// (i % 4) and the next; of b column i / 4, rows 2 * (i % 4) and the next; of c what it holds in mma_16x8x16.
 template <typename T>
 __device__ __forceinline__ void mma_16x8x8(float (&c)[4], const uint32_t (&a)[2], uint32_t b) {
   if constexpr (__is_same(T, __half)) {
@@ -218,8 +215,8 @@ __device__ __forceinline__ void mma_16x8x8(float (&c)[4], const uint32_t (&a)[2]
   }
 }
 
-// Fragments of 8 rows: x[c] are the dims 8 c + 2 (lane % 4) and the next of row lane / 4; `transposed`: the
-// rows 2 (lane % 4) and the next of dim 8 c + lane / 4.
+// Loads fragments of 8 rows. x[c] holds dims 8 c + 2 (lane % 4) and the next of row lane / 4 or, kTransposed,
+// rows 2 (lane % 4) and the next of dim 8 c + lane / 4, c counted from `first`.
 template <int kDim, bool kTransposed>
 __device__ __forceinline__ void load_four_chunks(uint32_t (&x)[4], uint32_t tile, int first) {
   const int lane = threadIdx.x % 32;
@@ -231,7 +228,7 @@ __device__ __forceinline__ void load_four_chunks(uint32_t (&x)[4], uint32_t tile
   }
 }
 
-// Rotates a user's queries to their position, in place.
+// Rotates the queries of a user to their position, in place.
 template <int kDim>
 __device__ __forceinline__ void rotate_user(uint32_t (&q)[kDim / 8], uint32_t rotations) {
   constexpr int kPairs = kDim / 16;
@@ -239,7 +236,7 @@ __device__ __forceinline__ void rotate_user(uint32_t (&q)[kDim / 8], uint32_t ro
   const uint32_t at = rotations + threadIdx.x % 4 * 16;
 #pragma unroll
   for (int i = 0; i < kPairs; i += 2) {
-    // two pairs of cos, then their sin
+    // The cos of two pairs, then their sin.
     const uint4 pack = device::load_shared_16(at + i * 32);
     cosine[i] = *reinterpret_cast<const __half2*>(&pack.x);
     cosine[i + 1] = *reinterpret_cast<const __half2*>(&pack.y);
@@ -263,7 +260,7 @@ class ParentGradient {
   using Stage = UserStage<kDim>;
   static constexpr int kChunks = kDim / 8, kSteps = kDim / 16;
 
-  // The parent's operands through `ring`, shared memory of this warp, into registers.
+  // Loads the parent's operands into registers, by way of `ring`, the shared memory of this warp.
   __device__ __forceinline__ void load(const char* block, uint32_t ring) {
     const int lane = threadIdx.x % 32;
     for (int at = lane * 16; at < Block::kBytes; at += 512) {
@@ -297,7 +294,7 @@ class ParentGradient {
       load_four_chunks<kDim, false>(reinterpret_cast<uint32_t(&)[4]>(q[i]), stage, i);
     }
     rotate_user<kDim>(q, stage + Stage::kRotationOffset);
-    // two chains of products, one behind the other's back
+    // Two chains of products side by side: each hides the latency of the other.
     float dp[4] = {}, s[4] = {};
 #pragma unroll
     for (int i = 0; i < kChunks; i += 4) {
@@ -339,7 +336,7 @@ class ParentGradient {
     }
   }
 
-  // Lane after lane, for the warp that adds the sums of the others to its own.
+  // Leaves the sums in shared memory, lane after lane, for the warp that adds the sums of all.
   __device__ __forceinline__ void leave(uint32_t ring) const {
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
@@ -355,12 +352,12 @@ class ParentGradient {
     }
   }
 
-  // Adds to the running sums, dK rotated back by the child's place.
+  // Adds the result to the running sums. dK is rotated back by the child's place under its parent.
   __device__ __forceinline__ void store(const KeyGradientParams& params, int64_t parent, float factor) const {
     const GatherParams& p = params.common.gather;
     const int lane = threadIdx.x % 32;
     const int64_t first_row = (int64_t{blockIdx.y} * p.num_parents + parent) * kParentRows;
-    // a row's sums on their way before the first store, which might be to the same address
+    // All loads of a row come before its first store, which might go to the same address.
     const auto read = [&](const float* from) {
       return params.add ? *reinterpret_cast<const float2*>(from) : make_float2(0.f, 0.f);
     };
@@ -429,8 +426,8 @@ class ParentGradient {
 };
 
 // Grid: x = parents, y = batch * kv head. The warps of a block share the users of its parent in equal runs,
-// whose sums are added in the order of the warps: several where there are few parents with many users each,
-// as at the top. Else a block is one warp, so that none waits for a parent with more users than its own.
+// whose sums are added in the order of the warps. A block has several warps where few parents have many users
+// each, as at the top. Elsewhere it has one, so that no warp waits for one whose parent has more users.
 template <typename T, int kDim, int kWarps>
 __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps) parent_gradient_kernel(KeyGradientParams params) {
   using Stage = UserStage<kDim>;

@@ -1,9 +1,8 @@
-// dQ of a layer, docs/semantics/tree_attention.md §1.10: one warp per (token, kv head), the walk of
+// dQ of a layer, docs/semantics/tree_attention.md §1.10: one warp per (token, kv head), on the walk of
 // forward/per_query/attend.cuh.
 //
-// dq = scale * R^-1_{n-1} sum_j R_{16 j} K'_j^T dS_j. The sum is kept in the frame of the current slot,
-// rotated back by 16 positions per slot as the query is, so one rotation by the query's place under its parent is
-// left for the end.
+// dq = scale * R^-1_{n-1} sum_j R_{16 j} K'_j^T dS_j. Slot by slot, the sum is rotated back by 16 positions,
+// as the query is. At the end only the rotation by the query's place under its parent is left.
 #pragma once
 
 #include "host/cuda/kernel_launch.h"
@@ -25,12 +24,13 @@ struct QueryGradientRing {
   static constexpr int kSharedBytes = kQueryGradientWarps * kWarpBytes;
 };
 
-// Sum over slots in accumulator layout: row = key dim 16 i + lane / 4 (+ 8), columns = query heads.
+// The sum over slots as an accumulator: rows are key dims 16 i + lane / 4 (+ 8), columns are query heads.
 template <int kKeyDim, int kTiles>
 struct RotatingSum {
   static constexpr int kSteps = kKeyDim / 16;
   float x[kTiles][kSteps][4];
-  float cos_step[kSteps / 2][2], sin_step[kSteps / 2][2];  // 16 positions, dims 16 i + lane / 4 and 8 more
+  float cos_step[kSteps / 2][2],
+      sin_step[kSteps / 2][2];  // dims 16 i + lane / 4 and 8 further on
 
   __device__ __forceinline__ explicit RotatingSum(const float2* rope) {
     const int lane = threadIdx.x % 32;
@@ -75,14 +75,14 @@ struct RotatingSum {
   }
 };
 
-// What a warp keeps of its query's rows beside the query itself.
+// What a warp keeps of its query's record beside the query itself.
 template <int kDim, int kTiles>
 struct QueryGradientRows {
   uint32_t gradient[kTiles][kDim / 16][2];  // dO^T as a B operand
   RowMeta meta[kTiles][2];
 };
 
-// Loads them, sets the powers of two of the gradients of scores, and undoes the record's power of two in the query.
+// Loads both, chooses the powers of two of dS, and undoes the record's power of two in the query.
 template <int kDim, int kTiles>
 __device__ __forceinline__ void load_rows(int lane, const GradientParams& common,
                                           const RecordRows<kDim>& record, int64_t record_idx,
@@ -106,7 +106,7 @@ __device__ __forceinline__ void load_rows(int lane, const GradientParams& common
     for (int i = 0; i < 2; ++i) {
       const int column = tile * 8 + lane % 4 * 2 + i;
       of.meta[tile][i] = column < p.group ? common.meta[record_idx + column] : RowMeta{0.f, 0.f, 1.f, 0.f};
-      // RotatedQuery scaled the record's row once more; the record's own power of two is undone here
+      // RotatedQuery scaled the record's row once more; here the record's own power of two is undone.
       q.unscale[tile][i] *= of.meta[tile][i].unscale;
       power[tile][i] =
           score_gradient_scale(of.meta[tile][i].gradient_norm, __uint_as_float(bounds.value_norm),
@@ -115,7 +115,7 @@ __device__ __forceinline__ void load_rows(int lane, const GradientParams& common
   }
 }
 
-// Adds what the children of a slot give to dQ. `rows` of them exist, and those in `present` take part.
+// Adds to dQ what the children of a slot contribute. `rows` of them exist, and those in `present` take part.
 template <typename T, int kDim, int kTiles>
 __device__ __forceinline__ void add_slot(int lane, const QueryGradientRows<kDim, kTiles>& of,
                                          const PowerOfTwo (&power)[kTiles][2], uint32_t block, int64_t rows,
@@ -163,7 +163,7 @@ __device__ __forceinline__ void add_slot(int lane, const QueryGradientRows<kDim,
   }
 }
 
-// Rotates dQ back by the query's place under its parent and adds it to that of the layers above.
+// Rotates dQ back by the query's place under its parent and adds it to dQ of the layers above.
 template <typename T, int kDim, int kTiles>
 __device__ __forceinline__ void store_query_gradient(int lane, const QueryGradientParams& params,
                                                      const GatherTask& task, int64_t query, int64_t rightmost,
@@ -256,7 +256,8 @@ __global__ void __launch_bounds__(kQueryGradientWarps * 32, 2)
     unsigned next_selected = selected ? selected[0] : 0;
     int64_t next_parent = task.list ? task.list[0] : 0;
     for (int slot = 0; slot < task.num_slots; ++slot) {
-      // present: among the candidates and, whatever list the caller gave, not past the query's own node
+      // The children that exist: they are candidates and, whatever list the caller gave, not past the query's
+      // own node.
       const int64_t rows = min(static_cast<int64_t>(last_candidate) - slot * kParentRows,
                                rightmost + 1 - next_parent * kParentRows);
       const unsigned present =

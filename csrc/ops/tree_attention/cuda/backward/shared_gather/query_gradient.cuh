@@ -1,8 +1,10 @@
-// dQ of a layer as backward/per_query/query_gradient.cuh, on Hopper (sm_90a): neighbouring queries of a kv
-// head share one gather, as in forward/shared_gather/. docs/semantics/tree_attention.md §1.10.
+// dQ of a layer on Hopper (sm_90a), docs/semantics/tree_attention.md §1.10: as
+// backward/per_query/query_gradient.cuh, but neighbouring queries of a kv head share one gather, as in
+// forward/shared_gather/.
 //
-// What bounds it is the data path of shared memory: a slot's keys pass through it in both directions and its
-// values once. Twelve warps of 160 registers hold the query, dO, dQ and the rotations of two frames.
+// The data path of shared memory bounds it: the keys of a slot pass through it in both directions, its values
+// once. Twelve warps of 160 registers each hold a query, its dO, its dQ and the rotation factors of two
+// slots.
 #pragma once
 
 #include "host/cuda/kernel_launch.h"
@@ -17,7 +19,7 @@ template <int kDim>
 struct SharedGatherGradientShape {
   using Block = PackedParent<kDim, kDim>;
   static constexpr int kWarps = 12;                   // queries of a block
-  static constexpr int kThreads = (kWarps + 4) * 32;  // and a warpgroup, one warp of which loads
+  static constexpr int kThreads = (kWarps + 4) * 32;  // and a warpgroup, one warp of which copies
   static constexpr int kRegisters = 160;
   static constexpr int kLoaderRegisters = 32;
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
@@ -27,7 +29,7 @@ struct SharedGatherGradientShape {
   static_assert(sizeof(Shared) <= device::kHopperSharedBytes);
 };
 
-// The query of a warp on its way along its list.
+// The query of one warp, on its way along its list.
 template <typename T, int kDim, bool kSelected>
 class SharedGatherGradientQuery {
  public:
@@ -69,7 +71,7 @@ class SharedGatherGradientQuery {
       const RowMeta meta = column < p.group ? common.meta[record_idx + column] : RowMeta{0.f, 0.f, 1.f, 0.f};
       log_sum_[i] = meta.log_sum;
       delta_[i] = meta.delta;
-      // load() scaled the record's row once more; the record's own power of two is undone here
+      // load() scaled the record's row once more; here the record's own power of two is undone.
       q_.unscale[0][i] *= meta.unscale;
       power_[i] = score_gradient_scale(meta.gradient_norm, __uint_as_float(bounds.value_norm),
                                        __uint_as_float(bounds.key_unscale))
@@ -81,9 +83,9 @@ class SharedGatherGradientQuery {
     }
   }
 
-  // The next slot of the list, `parent`, is in `block`.
+  // Works on the next slot of the list: `parent`, which lies in shared memory at `block`.
   __device__ __forceinline__ void take(uint32_t block, int parent) {
-    // whatever list the caller gave, not past the query's own node
+    // Whatever list the caller gave, nothing past the query's own node takes part.
     const int rows = min(rows_left_, rightmost_ + 1 - parent * kParentRows);
     const unsigned exist = rows >= kParentRows ? 0xffffu : (1u << max(rows, 0)) - 1u;
     unsigned present = exist;
@@ -92,7 +94,7 @@ class SharedGatherGradientQuery {
     }
     float s[1][4];
     q_.scores(factors_, at_, block, s);
-    // for the next slot; the table has one more than a list can have
+    // Factors for the next slot; the table has one slot more than the longest list.
     rows_left_ -= kParentRows;
     rotations_ += RotationSlots<kDim>::kSlotPairs;
     factors_.load(rotations_);
@@ -113,7 +115,7 @@ class SharedGatherGradientQuery {
     }
   }
 
-  // Rotates dQ back by the query's place under its parent and adds it to that of the layers above.
+  // Rotates dQ back by the query's place under its parent and adds it to dQ of the layers above.
   __device__ __forceinline__ void store(const QueryGradientParams& params, const GatherTask& task,
                                         int64_t query) {
     const GradientParams& common = params.common;
@@ -127,7 +129,7 @@ class SharedGatherGradientQuery {
       const int64_t head = int64_t{task.kv_head} * p.group + lane % 4 * 2 + (e & 1);
       return head * kDim + i * 16 + e / 2 * 8 + lane / 4;
     };
-    // everything on its way before the first store, which might be to the same address
+    // All loads come before the first store, which might go to the same address.
     float2 rotations[kSteps / 2][2];
     float old[kSteps / 2][4][2] = {};
 #pragma unroll
@@ -157,7 +159,7 @@ class SharedGatherGradientQuery {
           continue;
         }
         sum_.rotate_back(0, i, e, rotations[i][e / 2].x, rotations[i][e / 2].y);
-        // a query without slots has no powers of two, and a sum of 0
+        // A query without slots has no power of two; its sum is 0.
         const float factor = task.num_slots > 0 ? common.scale / power_[e & 1] : 0.f;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -219,8 +221,8 @@ class SharedGatherGradientQuery {
   RotatingSum<kDim, 1> sum_;
   uint32_t gradient_[kSteps][2];  // dO^T as a B operand
   float log_sum_[2], delta_[2];
-  float power_[2];        // of two, of dS
-  StepOffsets<kDim> at_;  // of keys and of values
+  float power_[2];        // power of two of dS
+  StepOffsets<kDim> at_;  // offsets of keys and of values
   const __half2* rotations_;
   const uint16_t* selected_;
   unsigned next_selected_ = 0;

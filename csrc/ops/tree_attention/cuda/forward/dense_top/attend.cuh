@@ -1,6 +1,12 @@
-// The softmax of a dense top over the nodes that are not selected, as one dense product over all of them under
-// a mask, on Hopper: docs/semantics/tree_attention.md §1.5. First what a thread keeps, then the steps of a
-// tile, then the kernel and its launch.
+// The softmax of a dense top over the nodes that are not selected, as one dense product over all nodes under
+// a mask, on Hopper: docs/semantics/tree_attention.md §1.5, §1.7.
+//
+// The shape is FlashAttention-3's: one warpgroup copies, the others keep 64 query rows each, and the product
+// with the keys of one tile runs together with the product of weights and values of the tile before. A block
+// has one aligned run of up to 16 tokens, which share n, and all query heads of a kv head. Of the 16 rows of
+// a warp, rows i and i + 8 belong to the same token, so a thread needs the mask of one token only.
+//
+// The file holds first what a thread keeps, then the steps of a tile, then the kernel and its launch.
 #pragma once
 
 #include "host/cuda/kernel_launch.h"
@@ -9,8 +15,8 @@
 
 namespace htree::tree_attention {
 
-// Running softmax of two rows. The reference moves only when a score of the row exceeds it by kSlack powers
-// of two; that depends on the row alone.
+// Running softmax of two rows. A row's reference moves only when a score of the row exceeds it by kSlack
+// powers of two, so it depends on that row alone.
 template <typename T, int kDim>
 struct AttendState {
   static constexpr float kSlack = 8.f;
@@ -18,7 +24,7 @@ struct AttendState {
   float reference[2] = {kUnset, kUnset};
   float largest[2] = {-INFINITY, -INFINITY};  // of this lane's columns
   float sum[2] = {0.f, 0.f};                  // of this lane's columns
-  float factor[2];                            // what `out` has to be multiplied by, if `moved`
+  float factor[2];                            // what `out` has to be multiplied by where `moved` holds
   bool moved;
   float out[kDim / 2];
 
@@ -27,7 +33,7 @@ struct AttendState {
     return fmaxf(x, __shfl_xor_sync(device::kFullMask, x, 2));
   }
 
-  // Scores to weights; -inf marks what does not take part.
+  // Replaces scores by weights; -inf marks what does not take part.
   __device__ __forceinline__ void weigh(float (&s)[64]) {
     float most[2][2] = {{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}};
 #pragma unroll
@@ -72,7 +78,7 @@ struct AttendState {
       }
     }
   }
-  // Relative to the row's true maximum, in every lane.
+  // Brings the sums to the row's true maximum, in every lane.
   __device__ __forceinline__ void finish() {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
@@ -91,8 +97,8 @@ struct AttendState {
   }
 };
 
-// The bits of the 128 candidates of a tile, moved so that bit 8 j % 32 + c of word j / 4 is that of this
-// lane's column 8 j + 2 (lane % 4) + c.
+// The mask bits of the 128 candidates of a tile, shifted so that bit 8 j % 32 + c of word j / 4 belongs to
+// this lane's column 8 j + 2 (lane % 4) + c.
 struct TileMask {
   uint32_t words[4];
 
@@ -103,7 +109,7 @@ struct TileMask {
     words[2] = raw.z;
     words[3] = raw.w;
   }
-  // Candidates from `end` on are out, like those that are selected.
+  // Takes out the candidates from `end` on, like those that are selected.
   __device__ __forceinline__ void cut(int end) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -125,25 +131,17 @@ struct TileMask {
   }
 };
 
-// ---- The softmax over the top layer's candidates that were not selected, for every query of a chunk:
-// docs/semantics/tree_attention.md §1.5, §1.7. The shape is FlashAttention-3's: a warpgroup that copies,
-// others that keep 64 query rows each, and the product with the keys of one tile under way together with that
-// of the weights and values of the tile before.
-//
-// A block has one aligned run of up to 16 tokens, which share n, and all query heads of a kv head. Within the
-// 16 rows of a warp, rows i and i + 8 belong to the same token, so a thread needs the mask of one token.
-
 constexpr int kTopAttendStages = 3;
 constexpr int kConsumerBarrier = 1;
 constexpr int kCopyRegisters = 24, kConsumeRegisters = 240;
 static_assert(128 * kCopyRegisters + 256 * kConsumeRegisters <= 65536);
 
-// Tokens of a block and of a warp for G heads; a single head fills two rows.
+// Tokens of a block for G heads. With a single head, rows i and i + 8 both stand for it.
 __host__ __device__ constexpr int attend_tokens(int group) {
   return group > 8 ? 8 : 16;
 }
 __host__ __device__ constexpr int attend_groups(int group) {
-  return group > 4 ? 2 : 1;  // warpgroups that compute
+  return group > 4 ? 2 : 1;  // warpgroups that multiply
 }
 
 template <int kDim, int kGroups>
@@ -163,7 +161,7 @@ static_assert(kAttendSharedBytes<128, 2> <= device::kHopperSharedBytes);
 // Where the rows of a block come from.
 struct AttendTask {
   int batch, kv_head, rank, num_tiles;
-  int half_log2;                    // query heads among 8 rows of a warp
+  int half_log2;                    // log2 of the query heads among 8 rows of a warp
   int64_t head_index, block_token;  // first token of the aligned run
 
   __device__ __forceinline__ AttendTask(const GatherParams& p) {
@@ -178,7 +176,8 @@ struct AttendTask {
     num_tiles = rank < p.list_width ? 0 : (rank + kDenseTileNodes - 1) / kDenseTileNodes;
     half_log2 = log2_of(max(p.group / 2, 1));
   }
-  // Query of row `row` of the block, counted from the first of the chunk; rows without one repeat another.
+  // The query of row `row` of the block, counted from the first of the chunk. Rows that stand for none repeat
+  // another.
   __device__ __forceinline__ int64_t query(const GatherParams& p, int row) const {
     const int token = row / 16 * (8 >> half_log2) + (row % 8 >> half_log2);
     const int64_t at = block_token + min(token, attend_tokens(p.group) - 1) - p.t0;
@@ -189,7 +188,7 @@ struct AttendTask {
   }
 };
 
-// Barrier `index` of `num_threads` threads; every one gets the OR of all.
+// Barrier `index` of `num_threads` threads; every thread gets the OR of all values.
 __device__ __forceinline__ bool named_barrier_or(int index, int num_threads, bool value) {
   int any;
   asm volatile(
@@ -205,7 +204,7 @@ __device__ __forceinline__ bool named_barrier_or(int index, int num_threads, boo
   return any;
 }
 
-// The warpgroup of copies: one thread.
+// The copies, made by one thread of their warpgroup.
 template <int kDim, int kGroups>
 __device__ __forceinline__ void copy_tiles(AttendShared<kDim, kGroups>& shared, const char* keys,
                                            const char* values, int num_tiles) {
@@ -227,8 +226,8 @@ __device__ __forceinline__ void copy_tiles(AttendShared<kDim, kGroups>& shared, 
   }
 }
 
-// Zeroes the rows of a tile of values from `first` on: what lies at or past the query's own node may hold
-// anything, NaN included, and a product with a weight of 0 would not silence it. All threads that compute.
+// Zeroes the rows of a tile of values from `first` on. What lies at or past the query's own node may hold
+// anything, NaN included, and a weight of 0 does not silence a NaN. All threads that multiply call.
 template <int kDim, int kGroups>
 __device__ __forceinline__ void clear_values(char* tile, int first) {
   constexpr int kChunks = kPanelRowBytes / 16;
@@ -342,7 +341,7 @@ __device__ __forceinline__ void attend_tiles(const DenseAttendParams& params, co
   state.finish();
 }
 
-// Grid: x = kv heads, fastest, and aligned runs of tokens, the longest rows first; y = batch.
+// Grid: x = aligned runs of tokens, the longest rows first, by kv heads, which are fastest; y = batch.
 template <typename T, int kDim, int kGroups>
 __global__ void __launch_bounds__(128 * (kGroups + 1), 1) dense_attend_kernel(DenseAttendParams params) {
 #if HTREE_SM90A

@@ -1,8 +1,8 @@
 // One softmax step of tree attention for the selection_stride * G query rows that share a list, on Hopper:
 // docs/semantics/tree_attention.md §1.5, §1.7, §1.12.
 //
-// A persistent block of four warpgroups: eight producer warps gather the parents of a list into a ring of
-// tiles and rotate their keys in place, two consumer warpgroups multiply. Asynchronous copies, warpgroup
+// A persistent block has four warpgroups. Eight producer warps gather the parents of a list into a ring of
+// tiles and rotate their keys in place; two consumer warpgroups multiply. Asynchronous copies, warpgroup
 // products and the order of both are those of FlashAttention-3.
 #pragma once
 
@@ -18,7 +18,7 @@ namespace htree::tree_attention {
 
 template <typename Tile>
 __device__ __forceinline__ void init_barriers(PerListShared<Tile>& shared) {
-  constexpr int kReaders = Tile::kSplitKeys ? 1 : 2;  // consumer groups that read a tile
+  constexpr int kReaders = Tile::kSplitKeys ? 1 : 2;  // consumer warpgroups that read a tile
   for (int stage = 0; stage < Tile::kStages; ++stage) {
     for (int slot = 0; slot < kTileSlots; ++slot) {
       device::barrier_init(&shared.keys_landed[stage][slot], 1);
@@ -31,7 +31,7 @@ __device__ __forceinline__ void init_barriers(PerListShared<Tile>& shared) {
   device::fence_barrier_init();
 }
 
-// Grid: at most one block per SM; blocks take the tasks in turn.
+// Grid: at most one block per SM; a block takes every gridDim.x-th task.
 template <typename T, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     per_list_attend_kernel(const __grid_constant__ AttendParams params) {

@@ -1,5 +1,5 @@
-// The consumer warpgroups of attend.cuh: S = Q K'^T of a tile is under way while O += P V of the one
-// before it is, and the softmax of the former hides under the latter (the order of FlashAttention-3).
+// The consumer warpgroups of attend.cuh. While the product S = Q K'^T of one tile runs, so does O += P V of
+// the tile before it, and the softmax of the first hides under the second (the order of FlashAttention-3).
 #pragma once
 
 #include "ops/tree_attention/cuda/forward/per_list/query.cuh"
@@ -18,7 +18,7 @@ class PerListConsumer {
   __device__ __forceinline__ PerListConsumer(const AttendParams& params, PerListShared<Tile>& shared)
       : params_(params),
         shared_(shared),
-        // from one lane, so that the compiler knows it to be the same in all
+        // Taken from one lane, so that the compiler knows it to be the same in all lanes.
         group_(__shfl_sync(device::kFullMask, static_cast<int>(threadIdx.x / 128), 0) -
                Tile::kProducerGroups),
         thread_(threadIdx.x % 128) {}
@@ -38,7 +38,7 @@ class PerListConsumer {
       attend(task, first_tile, state);
       first_tile += task.num_tiles;
       state.finish();
-      // found a second time, not kept in registers through the loop over the tiles
+      // Found a second time, so that it needs no registers during the loop over the tiles.
       asm volatile("" : "+r"(task_idx));
       PerListStore<T, Tile>(params_, shared_, group_, thread_).run(list_task<Tile>(params_, task_idx), state);
     }
@@ -56,7 +56,7 @@ class PerListConsumer {
   }
 
   __device__ __forceinline__ void prepare(const ListTask& task) const {
-    meet();  // the products that read the queries of the last task are done
+    meet();  // the products that read the queries of the previous task are done
     constexpr int kCount = Tile::kSplitKeys ? 32 : 64;
     load_query_rows<T, Tile, kCount>(params_.gather, task, shared_, group_ * kCount, thread_);
     meet();
@@ -82,7 +82,7 @@ class PerListConsumer {
     device::barrier_wait(&shared_.values_full[stage_of<Tile>(tile_idx)], phase_of<Tile>(tile_idx));
   }
 
-  // After wait_values() and a wgmma_fence() since the weights were packed.
+  // To be called after wait_values(), with a wgmma_fence() since the weights were packed.
   __device__ __forceinline__ void issue_output(Softmax& state, unsigned tile_idx) const {
     const uint64_t values = Values::transposed(shared_.values[stage_of<Tile>(tile_idx)]);
 #pragma unroll
@@ -99,13 +99,14 @@ class PerListConsumer {
     }
   }
 
-  // Whether all keys of a tile take part as they are. Asked before the wait for the scores, which hides it.
+  // Whether all keys of a tile take part unchanged. It is asked before the wait for the scores, which hides
+  // the load.
   __device__ __forceinline__ bool is_plain(unsigned tile_idx) const {
     const TileNote& note = shared_.notes[tile_idx % Tile::kNotes];
     return !__any_sync(device::kFullMask, note.slots[thread_ % kTileSlots] != TileNote::kAll);
   }
 
-  // Scores of tile `tile_idx`, already computed, to weights.
+  // Replaces the scores of tile `tile_idx`, already computed, by weights.
   __device__ __forceinline__ void weigh(Softmax& state, unsigned tile_idx, bool plain) const {
     if (!plain) {
       state.amend(shared_.notes[tile_idx % Tile::kNotes]);
@@ -138,7 +139,7 @@ class PerListConsumer {
 #pragma unroll 1
     while (tile + Tile::kTileStep < end) {
       const unsigned next = tile + Tile::kTileStep;
-      wait_values(tile);  // first, so that the products of both follow one fence without a gap
+      wait_values(tile);  // first, so that one fence serves the products of both without a gap
       issue_scores(state, next);
       issue_output(state, tile);
       plain = is_plain(next);
@@ -167,7 +168,7 @@ class PerListConsumer {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const ListRow row = ListRow::of<Tile>(p, task, row_of(h));
-      // a row that stands for no query still needs numbers
+      // A row that stands for no query needs numbers all the same.
       const int query = row.exists ? row.query : task.first_query;
       limit[h] = static_cast<int>(node_of(p, p.t0 + query) % kParentRows) + (params_.selected ? 0 : 1);
     }

@@ -1,7 +1,7 @@
 // Rotates the keys of a parent in shared memory to their place in a list, R_{16 slot} K'
 // (docs/semantics/tree_attention.md §1.4).
 //
-// They are rotated in fp16, two at a time: three roundings of 2^-11 each are still better than one to bf16.
+// Two elements are rotated at a time, in fp16: three roundings of 2^-11 are still better than one to bf16.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -16,14 +16,14 @@ struct SlotRotation {
   uint4 cos, sin;
 };
 
-// Rotates the 16 key rows at `keys` in place: lane i takes 16-byte chunk i % (K / 16) of the lower half and its
-// partner in the upper half, in an order free of bank conflicts.
+// Rotates the 16 key rows at `keys` in place. Lane i takes the 16-byte chunk i % (K / 16) of the lower half
+// and its partner in the upper half, in an order free of bank conflicts.
 template <int kKeyDim>
 struct KeyRotation {
-  static constexpr int kChunks = kKeyDim / 16;  // of the lower half of a row
+  static constexpr int kChunks = kKeyDim / 16;  // chunks in the lower half of a row
   static constexpr int kPasses = kParentRows * kChunks / 32;
 
-  // Address of the partner of a lower chunk.
+  // Address of a lower chunk's partner.
   __device__ __forceinline__ static uint32_t partner(uint32_t address) {
     return kKeyDim == 128 ? address + 1024 : address ^ static_cast<uint32_t>(kKeyDim);
   }

@@ -1,4 +1,5 @@
-// The producer warps: which parents each brings, tile after tile, and how.
+// The producer warps of attend.cuh. Warp w brings parent w of every tile into shared memory and rotates its
+// keys to their place in the list, R_{16 slot} K' (docs/semantics/tree_attention.md §1.4).
 #pragma once
 
 #include <type_traits>
@@ -10,17 +11,17 @@
 
 namespace htree::tree_attention {
 
-// One parent on its way, in few registers; all lanes hold the same.
+// One parent on its way to shared memory, in few registers. All lanes hold the same.
 struct SlotSource {
   uint32_t parent;  // among those of all batches and kv heads
-  int slot;         // place in the list
-  // Bits 0-15: children that take part for some query; 16-20 and 21-25: how many of the own parent's take
-  // part for the first and for the last query.
+  int slot;         // slot in the list
+  // Bits 0-15: the children that take part for some query. Bits 16-20 and 21-25: how many of the own parent's
+  // children take part for the first and for the last query.
   uint32_t bits;
 
   static constexpr uint32_t kOwn = 1u << 26;     // it is the queries' own parent
   static constexpr uint32_t kExists = 1u << 27;  // not past the end of the list
-  static constexpr uint32_t kInTile = 1u << 28;  // of a tile, be it past the end of its list
+  static constexpr uint32_t kInTile = 1u << 28;  // part of a tile, even if past the end of the list
 
   __device__ __forceinline__ bool in_tile() const { return bits & kInTile; }
   __device__ __forceinline__ bool exists() const { return bits & kExists; }
@@ -73,7 +74,7 @@ class SlotWalk {
   }
 
  private:
-  // The first task from task_idx_ on that has slots.
+  // Finds the first task from task_idx_ on that has slots.
   __device__ __forceinline__ void start() {
     for (; !done(); task_idx_ += gridDim.x) {
       const ListTask task = list_task<Tile>(params_, task_idx_);
@@ -90,8 +91,8 @@ class SlotWalk {
     }
   }
 
-  // Lane i gets the warp's slot of tile `first` + i: its parent, and which of the children take part.
-  // Addresses are made here each time, registers are short.
+  // Lane i gets the warp's slot of tile `first` + i: its parent, and which children take part. Addresses are
+  // computed anew each time, since registers are short.
   __device__ __forceinline__ void read_slots(int first) {
     const GatherParams& p = params_.gather;
     const int batch = head_index_ / p.num_kv_heads, kv_head = head_index_ % p.num_kv_heads;
@@ -110,11 +111,11 @@ class SlotWalk {
 
   static constexpr int kWarpRows = Tile::kRows / kTileSlots;
 
-  // The consumers get to the end of the task a few tiles after this: what they read then is in the L2 by
-  // then. A warp asks for an eighth of the rows.
+  // The consumers reach the end of the task a few tiles after this; what they will read is then in the L2. A
+  // warp asks for an eighth of the rows.
   __device__ __forceinline__ void prefetch_state(const ListTask& task) const {
     const GatherParams& p = params_.gather;
-    constexpr int kLines = Tile::kValueDim / 32;  // of 128 bytes in a row
+    constexpr int kLines = Tile::kValueDim / 32;  // 128-byte lines of a row
     const int batch = task.head_index / p.num_kv_heads, kv_head = task.head_index % p.num_kv_heads;
 #pragma unroll
     for (int i = threadIdx.x % 32; i < kWarpRows * kLines; i += 32) {
@@ -159,9 +160,6 @@ class SlotWalk {
   uint32_t parents_, present_;
 };
 
-// ---- The producer warps of attend.cuh: warp w brings parent w of every tile into shared memory and rotates
-// its keys to their place in the list, R_{16 slot} K' (docs/semantics/tree_attention.md §1.4).
-
 template <typename Tile>
 class PerListProducer {
  public:
@@ -171,11 +169,11 @@ class PerListProducer {
   __device__ __forceinline__ PerListProducer(const AttendParams& params, PerListShared<Tile>& shared)
       : params_(params),
         shared_(shared),
-        // from one lane, so that the compiler knows it to be the same in all
+        // Taken from one lane, so that the compiler knows it to be the same in all lanes.
         warp_(__shfl_sync(device::kFullMask, static_cast<int>(threadIdx.x / 32), 0)),
         lane_(threadIdx.x % 32) {}
 
-  // All lanes of a producer warp. `T` is the type of the values.
+  // All lanes of a producer warp call. `T` is the type of the values.
   template <typename T>
   __device__ __forceinline__ void run() {
     SlotWalk<Tile> walk(params_, warp_);
@@ -195,8 +193,8 @@ class PerListProducer {
     if (!ahead[0].in_tile()) {
       return;
     }
-    // These come from memory and are asked for a tile ahead; not further, since handing a value on waits for
-    // it.
+    // These come from memory and are asked for one tile ahead. Further ahead would not help: handing such a
+    // value from variable to variable waits for it.
     SlotRotation rotation = Rotation::load(params_.rotations, ahead[0].slot);
     float scale = load_scale(ahead[0]);
     for (unsigned tile_idx = 0; ahead[0].in_tile(); ++tile_idx) {
@@ -219,7 +217,7 @@ class PerListProducer {
     return params_.gather.packed + int64_t{source.parent} * Block::kBytes;
   }
 
-  // Lane c < 16: what undoes the power of two of child c; else 1.
+  // Lane c < 16 gets what undoes the power of two of child c, other lanes get 1.
   __device__ __forceinline__ float load_scale(const SlotSource& source) const {
     const bool wanted = source.exists() && lane_ < kParentRows;
     return wanted ? reinterpret_cast<const float*>(block_of(source) + Block::kScaleOffset)[lane_] : 1.f;
@@ -277,7 +275,7 @@ class PerListProducer {
     if (source.exists()) {
       nonfinite = copy_own_values<T>(source, device::shared_address(values));
     } else {
-      // weights of 0 meet these values, and 0 times what was left here could be NaN
+      // Weights of 0 meet these values, and 0 times a NaN that was left here would be NaN.
 #pragma unroll
       for (int at = 0; at < Tile::kSlotValueBytes; at += 512) {
         device::store_shared_16(device::shared_address(values) + at + lane_ * 16, uint4{0, 0, 0, 0});
@@ -293,9 +291,9 @@ class PerListProducer {
     }
   }
 
-  // The own parent has children in the future of some queries: 0 times a NaN there would not be silent. Rows
-  // that no query sees become 0, as do elements that are not finite in rows that some see; true if there
-  // were such.
+  // Copies the values of the own parent, some of whose children lie in the future of some queries: a weight
+  // of 0 does not silence a NaN there. Rows that no query sees become 0. In rows that only some queries see,
+  // elements that are not finite become 0; returns whether there were such elements.
   template <typename T>
   __device__ __forceinline__ bool copy_own_values(const SlotSource& source, uint32_t values) const {
     constexpr uint32_t kExponent = std::is_same_v<T, __half> ? 0x7c00u : 0x7f80u;

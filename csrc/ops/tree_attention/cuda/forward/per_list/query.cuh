@@ -1,4 +1,5 @@
-// Query rows of a selection block in shared memory as the A operand of S = Q K'^T, and where a row belongs.
+// The query rows of a list in shared memory, as the A operand of S = Q K'^T, and a tile of packed parents as
+// an operand of wgmma.
 #pragma once
 
 #include "device/hopper/tma.cuh"
@@ -9,14 +10,14 @@
 
 namespace htree::tree_attention {
 
-// Rows [first_row, first_row + kCount) of the block, rotated to position n - 1 of their query, in fp16 with a
-// power of two per row; 128 threads call, `thread` in 0 ... 127. The sign of the scale goes with the queries,
-// its size into shared.unscale.
+// Loads rows [first_row, first_row + kCount) of the block, rotated to position n - 1 of their query, in fp16
+// with a power of two per row. 128 threads call, `thread` in 0 ... 127. The sign of the scale goes with the
+// queries, its size into shared.unscale.
 template <typename T, typename Tile, int kCount>
 __device__ __forceinline__ void load_query_rows(const GatherParams& p, const ListTask& task,
                                                 PerListShared<Tile>& shared, int first_row, int thread) {
   constexpr int kHalf = Tile::kKeyDim / 2;
-  constexpr int kLanes = kHalf / 8;  // of one row: 8 dims of the lower half and their partners each
+  constexpr int kLanes = kHalf / 8;  // lanes on one row: each has 8 dims of the lower half and their partners
   constexpr int kRowsPerPass = 128 / kLanes;
   const int batch = task.head_index / p.num_kv_heads, kv_head = task.head_index % p.num_kv_heads;
   const T* head_rows = static_cast<const T*>(p.queries.data) + batch * p.queries.batch +
@@ -62,38 +63,38 @@ __device__ __forceinline__ void load_query_rows(const GatherParams& p, const Lis
     device::store_shared_16(rows + chunk_offset<Tile::kKeyDim>(row, dim / 8), rotated_low);
     device::store_shared_16(rows + chunk_offset<Tile::kKeyDim>(row, dim / 8 + kLanes), rotated_high);
     if (thread % kLanes == 0) {
-      // not 0: a score of -inf stands for a key that takes no part and must stay -inf
+      // Never 0: a score of -inf stands for a key that takes no part and must stay -inf.
       shared.unscale[row] = fmaxf(power.inverse * fabsf(p.score_scale), 0x1p-126f);
     }
   }
   device::fence_async_shared();
 }
 
-// ---- A tile of packed parents in shared memory as an operand of wgmma.
-
-// Descriptors; groups of 8 rows lie 8 rows apart whatever the head dim.
+// Descriptors of a tile of packed parents. Groups of 8 rows lie 8 rows apart whatever the head dim.
 template <int kDim>
 struct TileOperand {
   static constexpr device::Swizzle kSwizzle = kDim == 32 ? device::Swizzle::k64 : device::Swizzle::k128;
   static constexpr uint32_t kGroupBytes = 8 * kDim * 2;
 
-  // Rows are m or n and dims are k.
+  // Rows are the dimension m or n, dims the dimension k.
   __device__ __forceinline__ static uint64_t rows(const void* tile) {
     return device::wgmma_descriptor<kSwizzle>(device::shared_address(tile), 16, kGroupBytes);
   }
-  // 16 dims from 16 * step on.
+  // The 16 dims from 16 * step on.
   __device__ __forceinline__ static uint64_t dims(uint64_t rows, int step) {
     return device::advance(rows, dims_offset(step));
   }
   __device__ __forceinline__ static constexpr uint32_t dims_offset(int step) {
     return step / 4 * 1024 + step % 4 * 32;
   }
-  // `bytes` further, a multiple of 16, as device::advance(). Only the lower half changes: the upper one stays
-  // a constant, which spares half of the instructions that bring descriptors into uniform registers.
+  // The descriptor `bytes` further on, a multiple of 16, as device::advance(). Only the lower half changes:
+  // the upper one stays a constant, which spares half of the instructions that bring descriptors into uniform
+  // registers.
   __device__ __forceinline__ static uint64_t further(uint64_t descriptor, uint32_t bytes) {
     return (descriptor & 0xffffffff00000000ull) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
   }
-  // Rows are k and dims are n; with head dim 128 the upper 64 dims stand 1024 bytes further.
+  // Rows are the dimension k, dims the dimension n. With head dim 128 the upper 64 dims stand 1024 bytes
+  // further on.
   __device__ __forceinline__ static uint64_t transposed(const void* tile) {
     return device::wgmma_descriptor<kSwizzle>(device::shared_address(tile), 1024, kGroupBytes);
   }

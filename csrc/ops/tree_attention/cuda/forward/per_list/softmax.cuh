@@ -1,5 +1,6 @@
-// The running softmax of a consumer warpgroup of attend.cuh over 64 rows, in the registers of wgmma:
-// thread i of a warp holds rows i / 4 and i / 4 + 8 of the warp's 16, columns 8 j + 2 (i % 4) and the next.
+// The running softmax of a consumer warpgroup of attend.cuh over 64 rows, in the registers of wgmma, and how
+// a task ends. Thread i of a warp holds rows i / 4 and i / 4 + 8 of the warp's 16, columns 8 j + 2 (i % 4)
+// and the next.
 #pragma once
 
 #include "device/hopper/wgmma.cuh"
@@ -14,20 +15,20 @@ namespace htree::tree_attention {
 // block cannot change each other's rounding.
 template <typename T, int kValueDim>
 struct PerListSoftmax {
-  // A reference moves only when a score exceeds it by this many powers of two: rarely, and the maxima of
+  // A reference moves only when a score exceeds it by this many powers of two. That is rare, so the maxima of
   // most tiles need no exchange between lanes.
   static constexpr float kSlack = 8.f;
-  static constexpr int kScores = kTileKeys / 2;  // of a thread
+  static constexpr int kScores = kTileKeys / 2;  // scores of a thread
   static constexpr int kOut = kValueDim / 2;
 
   float out[kOut];
   float scores[kScores];
   uint32_t weights[kTileSlots][4];  // the A operand of O += P V
-  float unscale[2];                 // > 0; scores times it are in log2 units
-  float reference[2];               // log2 units
-  float largest[2];                 // of this lane, before unscale
-  float sum[2];                     // of this lane
-  float factor[2];                  // what out still has to be multiplied by
+  float unscale[2];                 // positive; brings scores to log2 units
+  float reference[2];               // in log2 units
+  float largest[2];                 // of this lane's scores, before unscale
+  float sum[2];                     // of this lane's weights
+  float factor[2];                  // what `out` still has to be multiplied by
   bool rescale;
 
   __device__ __forceinline__ void begin(float unscale_low, float unscale_high) {
@@ -44,7 +45,7 @@ struct PerListSoftmax {
     }
   }
 
-  // Undoes the powers of two of the keys and takes out what does not take part.
+  // Undoes the powers of two of the keys and takes out the keys that do not take part.
   __device__ __forceinline__ void amend(const TileNote& note) {
     const uint4 low = *reinterpret_cast<const uint4*>(note.slots);
     const uint4 high = *reinterpret_cast<const uint4*>(note.slots + 4);
@@ -78,8 +79,8 @@ struct PerListSoftmax {
     }
   }
 
-  // Takes out the children that take part for no query; straight code, since above the bottom almost every
-  // tile has some.
+  // Takes out the children that take part for no query. It has no branches, since above the bottom almost
+  // every tile has such children.
   __device__ __forceinline__ void take_out(const uint32_t (&words)[kTileSlots]) {
     const uint32_t column = 1u << threadIdx.x % 4 * 2;
 #pragma unroll
@@ -106,7 +107,7 @@ struct PerListSoftmax {
     }
   }
 
-  // Turns scores into weights 2^(s - reference), in place.
+  // Replaces scores by weights 2^(s - reference), in place.
   __device__ __forceinline__ void weigh() {
     float tops[4] = {scores[0], scores[1], scores[2], scores[3]};
 #pragma unroll
@@ -151,11 +152,11 @@ struct PerListSoftmax {
     }
   }
 
-  // The exponentials of weigh() are computed before whatever follows. Without a reader the compiler moves
-  // them below the next wait, where no product is left for them to hide under.
+  // Makes sure that the exponentials of weigh() are computed here. Without a reader the compiler moves them
+  // below the next wait, where no product is left for them to hide under.
   __device__ __forceinline__ void settle() const {
-    // Sums of powers of two are not negative: nothing is ever stored. A trap instead would be a branch, which
-    // costs registers.
+    // A sum of powers of two is never negative, so nothing is ever stored. A trap in place of the store would
+    // be a branch, which costs registers.
     asm volatile(
         "{\n"
         ".reg .pred p;\n"
@@ -182,7 +183,8 @@ struct PerListSoftmax {
     }
   }
 
-  // Adds what copy_own_values() took out of the own parent: `values` is its block's, in global memory.
+  // Adds the values of the own parent that copy_own_values() replaced by 0; `values` is where they stand in
+  // global memory.
   __device__ __forceinline__ void add_nonfinite(const char* values, const int (&limit)[2]) {
     const int lane = threadIdx.x % 32;
 #pragma unroll 1
@@ -211,8 +213,8 @@ struct PerListSoftmax {
     }
   }
 
-  // Every lane gets the numbers of its rows, relative to their true maxima, which `largest` now holds in log2
-  // units.
+  // Gives every lane the numbers of its rows, relative to their true maxima, which `largest` then holds in
+  // log2 units.
   __device__ __forceinline__ void finish() {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -232,8 +234,8 @@ struct PerListSoftmax {
   }
 };
 
-// ---- The end of a task of attend.cuh: merges into the running state of
-// docs/semantics/tree_attention.md §1.7 and writes that, or the output at the last layer.
+// The end of a task: merges the softmax into the running state of docs/semantics/tree_attention.md §1.7 and
+// writes that state or, at the last layer, the output.
 
 template <typename T, typename Tile>
 class PerListStore {
@@ -244,11 +246,11 @@ class PerListStore {
                                           int thread)
       : params_(params), shared_(shared), group_(group), thread_(thread) {}
 
-  // All threads of both consumer warpgroups.
+  // All threads of both consumer warpgroups call.
   __device__ __forceinline__ void run(const ListTask& task, Softmax& state) const {
     if constexpr (Tile::kSplitKeys) {
       exchange(state);
-      // each group now has its half of the dims
+      // Each warpgroup now has its half of the dims.
       store_dims<Softmax::kOut / 2>(task, state, group_ * Tile::kValueDim / 2);
     } else {
       store_dims<Softmax::kOut>(task, state, 0);
@@ -258,10 +260,10 @@ class PerListStore {
  private:
   __device__ __forceinline__ int row_of(int h) const { return accumulator_row<Tile>(group_, thread_, h); }
 
-  // After it out[0 ... kOut / 2) is the sum of both groups over the dims of this group's half.
+  // Leaves in out[0 ... kOut / 2) the sum of both warpgroups over the dims of this warpgroup's half.
   __device__ __forceinline__ void exchange(Softmax& state) const {
     constexpr int kSent = Softmax::kOut / 2;
-    device::named_barrier_sync(kGroupsMeet, 256);  // nobody reads the queries any more
+    device::named_barrier_sync(kGroupsMeet, 256);  // no warp reads the queries any more
     float* buffers[2] = {reinterpret_cast<float*>(shared_.query),
                          reinterpret_cast<float*>(shared_.query + Tile::kQueryBytes)};
     float* to = group_ == 0 ? buffers[1] : buffers[0];
@@ -309,7 +311,7 @@ class PerListStore {
       partial[h] = params_.partial + partial_row * Tile::kValueDim + dim;
     }
     // All that a thread needs of the running state is asked for at once: one round trip to memory, not one
-    // per pair of dims. The scores have been used.
+    // per pair of dims. The scores are no longer needed.
     float old_max[2], old_sum[2];
     float(&old)[Softmax::kScores] = state.scores;
     static_assert(kCount <= Softmax::kScores);
@@ -327,7 +329,7 @@ class PerListStore {
       }
     }
     if (Tile::kSplitKeys) {
-      device::named_barrier_sync(kGroupsMeet, 256);  // the other group has read the state as well
+      device::named_barrier_sync(kGroupsMeet, 256);  // the other warpgroup has read the state as well
     } else {
       __syncwarp();
     }

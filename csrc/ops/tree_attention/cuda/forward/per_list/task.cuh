@@ -1,7 +1,9 @@
-// Sizes and shared memory of the kernel that attends for whole selection blocks, see attend.cuh.
+// What a block of attend.cuh works on: its list and rows, its sizes and its shared memory
+// (docs/semantics/tree_attention.md §1.3, §1.12).
 //
 // A tile is 8 parents, 128 keys, one parent per producer warp. With 128 rows each of the two consumer
-// warpgroups multiplies its 64 rows by every tile; with 64 rows they take the tiles in turn and merge.
+// warpgroups multiplies 64 rows by every tile. With 64 rows they take turns at the tiles and merge their
+// results.
 #pragma once
 
 #include "device/hopper/mbarrier.cuh"
@@ -16,10 +18,10 @@ constexpr int kTileKeys = kTileSlots * kParentRows;
 
 // What the consumers must know of a tile beyond its keys and values.
 struct alignas(16) TileNote {
-  // Per slot: bit c = child c takes part, kScaled = some key row has a power of two other than 1.
+  // Per slot. Bit c: child c takes part. kScaled: some key row has a power of two other than 1.
   uint32_t slots[kTileSlots];
-  uint8_t exponents[kTileKeys];  // of what undoes the powers, biased; valid where kScaled is set
-  uint32_t nonfinite;            // values that only some of the queries see were not finite and read as 0
+  uint8_t exponents[kTileKeys];  // biased exponents of what undoes the powers; valid where kScaled is set
+  uint32_t nonfinite;            // whether values that only some queries see were not finite and read as 0
 
   static constexpr uint32_t kAll = 0xffff;
   static constexpr uint32_t kScaled = 0x10000;
@@ -32,7 +34,7 @@ struct PerListTile {
   static constexpr int kRows = kRows_;  // (query, head) pairs of a block
   static_assert(kRows == 64 || kRows == 128);
   static constexpr bool kSplitKeys = kRows == 64;
-  static constexpr int kTileStep = kSplitKeys ? 2 : 1;  // tiles from one of a consumer group to its next
+  static constexpr int kTileStep = kSplitKeys ? 2 : 1;  // from one tile of a consumer warpgroup to its next
 
   static constexpr int kProducerGroups = 2;
   static constexpr int kConsumerGroups = 2;
@@ -46,8 +48,8 @@ struct PerListTile {
                 "raise_registers would wait for ever");
 
   static constexpr int kStages = 3;
-  // Notes outlive the keys of their tile by the rest of the consumers' iteration: a note is written again
-  // only after the keys of the same group's next tile have been read.
+  // A note is needed longer than the keys of its tile, until the consumers' iteration ends: it is written
+  // again only after the keys of the same warpgroup's next tile have been read.
   static constexpr int kNotes = 8;
   static_assert(kNotes >= kStages + kTileStep);
 
@@ -56,7 +58,7 @@ struct PerListTile {
   static constexpr int kValueBytes = kTileKeys * kValueDim * 2;
   static constexpr int kSlotKeyBytes = kParentRows * kKeyDim * 2;
   static constexpr int kSlotValueBytes = kParentRows * kValueDim * 2;
-  // Half of the output of 64 rows in fp32; the other half goes where the queries were.
+  // Half of the output of 64 rows in fp32. The other half goes where the queries were.
   static constexpr int kExchangeBytes = kSplitKeys ? 64 * kValueDim * 2 : 0;
   static_assert(!kSplitKeys || kExchangeBytes <= kQueryBytes);
 };
@@ -66,30 +68,27 @@ struct PerListShared {
   char query[Tile::kQueryBytes + Tile::kExchangeBytes];
   char keys[Tile::kStages][Tile::kKeyBytes];
   char values[Tile::kStages][Tile::kValueBytes];
-  float unscale[Tile::kRows];  // undoes the power of two of a query row, times the scale of the scores
-  float2 states[Tile::kSplitKeys ? 2 * 64 : 1];  // max and sum of the groups that split the keys
+  float unscale[Tile::kRows];  // undoes a query row's power of two, times the scale of the scores
+  float2 states[Tile::kSplitKeys ? 2 * 64 : 1];  // max and sum of the two warpgroups that split the keys
   TileNote notes[Tile::kNotes];
-  device::Barrier keys_landed[Tile::kStages][kTileSlots];  // one producer warp's copy
-  device::Barrier keys_full[Tile::kStages];                // every warp's keys are rotated
+  device::Barrier keys_landed[Tile::kStages][kTileSlots];  // copy of one producer warp
+  device::Barrier keys_full[Tile::kStages];                // rotated keys of all warps
   device::Barrier keys_empty[Tile::kStages];
   device::Barrier values_full[Tile::kStages];
   device::Barrier values_empty[Tile::kStages];
 };
 
 enum PerListBarrier : int {
-  kQueryReady = 1,  // and kQueryReady + 1: one per consumer group
+  kQueryReady = 1,  // and kQueryReady + 1: one per consumer warpgroup
   kGroupsMeet = 3,
 };
 
-// ---- Which list and rows a block attends for: docs/semantics/tree_attention.md §1.3, §1.12.
-
-// A list and kRows of its (query, head) pairs. All queries of a list stand under the same parent of the
-// layer.
+// A list and kRows of its (query, head) pairs. The queries of a list all have the same own parent.
 struct ListTask {
   int head_index;  // batch * kv heads + kv head
   int list_row;
   int row_tile;
-  int first_query;  // of the list, in the chunk
+  int first_query;  // of the list, counted in the chunk
   int num_queries;
   int num_slots;  // m; 0 when everything is selected and nothing takes part
   int num_tiles;
@@ -101,7 +100,7 @@ __host__ __device__ inline int list_row_tiles(const GatherParams& p, int rows) {
   return (p.stride * p.group + rows - 1) / rows;
 }
 
-// Kv heads outermost, so that one head's keys and values stay in the L2; long lists first.
+// Kv heads are outermost, so that the keys and values of one head stay in the L2. Long lists come first.
 template <typename Tile>
 __device__ __forceinline__ ListTask list_task(const AttendParams& params, int task_idx) {
   const GatherParams& p = params.gather;
@@ -133,7 +132,8 @@ __host__ __device__ inline int num_list_tasks(const AttendParams& params) {
   return list_row_tiles(p, Tile::kRows) * p.num_lists * p.num_batches * p.num_kv_heads;
 }
 
-// Stage and phase of the tile with running number `tile_idx` of this thread block.
+// Stage of the ring and phase of its barriers for tile `tile_idx`, counted over all tasks of this thread
+// block.
 template <typename Tile>
 __device__ __forceinline__ int stage_of(unsigned tile_idx) {
   return static_cast<int>(tile_idx % Tile::kStages);
@@ -143,13 +143,11 @@ __device__ __forceinline__ uint32_t phase_of(unsigned tile_idx) {
   return tile_idx / Tile::kStages & 1;
 }
 
-// ---- The rows of a block: which (query, head) pair one stands for, and which of them a thread holds.
-
-// One (query, head) pair of a block.
+// The (query, head) pair that a row of a block stands for.
 struct ListRow {
   bool exists;
-  int query;  // in the chunk
-  int head;   // of the kv head's group
+  int query;  // counted in the chunk
+  int head;   // among the G heads of the kv head
 
   template <typename Tile>
   __device__ __forceinline__ static ListRow of(const GatherParams& p, const ListTask& task, int row) {
@@ -159,7 +157,7 @@ struct ListRow {
   }
 };
 
-// The row of the block that accumulators with h = 0, 1 of a consumer's thread belong to.
+// The row of the block that a consumer thread's accumulators with h = 0, 1 belong to.
 template <typename Tile>
 __device__ __forceinline__ int accumulator_row(int group, int thread, int h) {
   return (Tile::kSplitKeys ? 0 : group * 64) + thread / 32 * 16 + thread % 32 / 4 + 8 * h;

@@ -1,6 +1,6 @@
-// One softmax step of tree attention over the candidates of a layer that are not refined further:
-// docs/semantics/tree_attention.md §1.5, §1.7. One warp per (token, kv head) gathers the parents of its own list;
-// children are the rows and query heads the columns of S^T = K' q^T, and O^T += V^T P^T.
+// One softmax step of tree attention over the candidates of a layer that are not selected:
+// docs/semantics/tree_attention.md §1.5, §1.7. One warp per (token, kv head) gathers the parents of its own
+// list. S^T = K' q^T has children as rows and query heads as columns; then O^T += V^T P^T.
 #pragma once
 
 #include "host/cuda/kernel_launch.h"
@@ -18,14 +18,14 @@ template <int kKeyDim, int kValueDim>
 struct PerQueryRing {
   static constexpr int kCopyBytes = PackedParent<kKeyDim, kValueDim>::kBytes;
   static constexpr int kStageBytes = (kCopyBytes + 127) / 128 * 128;
-  // about 16 KB in flight per warp: with 12 warps on an SM the gather runs at the speed of the L2
+  // About 16 KB on their way per warp: with 12 warps on an SM the gather runs at the speed of the L2.
   static constexpr int kStages = kStageBytes > 6144 ? 2 : kStageBytes > 3072 ? 3 : 4;
   static constexpr int kWarpBytes = kStages * kStageBytes;
   static constexpr int kSharedBytes = kAttendWarps * kWarpBytes;
 };
 
-// Zeroes the value rows from `first` on: what lies past the query's own node may hold anything, NaN included,
-// and a product with a weight of 0 would not silence it.
+// Zeroes the value rows from `first` on. What lies past the query's own node may hold anything, NaN included,
+// and a weight of 0 does not silence a NaN.
 template <int kValueDim>
 __device__ __forceinline__ void clear_value_rows(uint32_t values, int first) {
   const int lane = threadIdx.x % 32;
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kAttendWarps * 32, kTiles == 1 ? 3 : 2)
                                           (list_row * p.num_kv_heads + task.kv_head) * params.mask_words);
     --last_candidate;  // the query's own node is always selected
     if (task.num_candidates <= p.list_width) {
-      task.num_slots = 0;  // so is everything
+      task.num_slots = 0;  // everything is selected
     }
   }
   if (task.num_slots > 0) {

@@ -1,9 +1,10 @@
-// One softmax step of tree attention, as forward/per_query/attend.cuh, for Hopper (sm_90a): 16 neighbouring queries of a kv
-// head share one gather. docs/semantics/tree_attention.md §1.5, §1.7.
+// One softmax step of tree attention on Hopper (sm_90a), docs/semantics/tree_attention.md §1.5, §1.7: as
+// forward/per_query/attend.cuh, but 16 neighbouring queries of a kv head share one gather.
 //
 // A block walks the union of its queries' lists in the order of position. A producer warp copies each parent
-// once into a ring; a warp per query takes the parents that its own list holds and passes over the others.
-// What a query computes depends on its own list alone: neither its neighbours nor the windows change a bit.
+// of the union once into a ring. A warp per query takes the parents that its own list holds and passes over
+// the others. What a query computes depends on its own list alone: neither its neighbours nor the windows
+// change a bit.
 #pragma once
 
 #include "device/hopper/wgmma.cuh"
@@ -21,8 +22,8 @@ template <int kKeyDim, int kValueDim, int kTiles>
 struct SharedGatherShape {
   using Block = PackedParent<kKeyDim, kValueDim>;
   static constexpr int kWarps = kTiles == 1 ? 16 : 8;  // queries of a block
-  static constexpr int kThreads = (kWarps + 4) * 32;   // and a warpgroup, one warp of which loads
-  // of the 65536 registers the launch gives out 96 x 640 or 168 x 384
+  static constexpr int kThreads = (kWarps + 4) * 32;   // and a warpgroup, one warp of which copies
+  // Of the 65536 registers the launch gives out 96 x 640 or 168 x 384.
   static constexpr int kRegisters = kTiles == 1 ? 112 : 232;
   static constexpr int kLoaderRegisters = kTiles == 1 ? 24 : 40;
   static constexpr int kLaunchRegisters = 65536 / (kThreads / 128 * 128) / 8 * 8;
@@ -31,7 +32,7 @@ struct SharedGatherShape {
   static_assert(sizeof(Shared) <= device::kHopperSharedBytes);
 };
 
-// Adds P V for the children of a block. `keep` marks the rows whose values exist for this query.
+// Adds P V for the children of a packed parent. `keep` marks the rows whose values exist for this query.
 template <typename T, int kValueDim, int kTiles, bool kPartial>
 __device__ __forceinline__ void add_values(RunningSoftmax<kValueDim, kTiles>& state,
                                            const StepOffsets<kValueDim>& at, uint32_t values,
@@ -49,7 +50,7 @@ __device__ __forceinline__ void add_values(RunningSoftmax<kValueDim, kTiles>& st
   }
 }
 
-// The query of a warp on its way along its list.
+// The query of one warp, on its way along its list.
 template <typename T, int kKeyDim, int kValueDim, int kTiles, bool kSelected>
 class SharedGatherQuery {
  public:
@@ -72,7 +73,7 @@ class SharedGatherQuery {
     }
   }
 
-  // The next slot of the list is in `block`.
+  // Works on the next slot of the list, whose packed parent lies in shared memory at `block`.
   __device__ __forceinline__ void take(uint32_t block) {
     using Block = PackedParent<kKeyDim, kValueDim>;
     const unsigned exist = rows_left_ >= kParentRows ? 0xffffu : (1u << max(rows_left_, 0)) - 1u;
@@ -82,7 +83,7 @@ class SharedGatherQuery {
     }
     float s[kTiles][4];
     q_.scores(factors_, key_at_, block, s);
-    // for the next slot; the table has one more than a list can have
+    // Factors for the next slot; the table has one slot more than the longest list.
     rows_left_ -= kParentRows;
     rotations_ += RotationSlots<kKeyDim>::kSlotPairs;
     factors_.load(rotations_);

@@ -1,5 +1,5 @@
-// The sorted union of the parent lists of a block's queries, window after window of parents, and the ring of
-// shared memory through which every parent of it passes once.
+// The sorted union of the parent lists of a block's queries, built for one window of parents after another,
+// and the ring of shared memory through which every parent of the union passes once.
 #pragma once
 
 #include "device/hopper/mbarrier.cuh"
@@ -11,28 +11,28 @@
 
 namespace htree::tree_attention {
 
-// Parents looked at together by that many warps.
+// Parents in a window, for a block of kWarps queries.
 template <int kWarps>
 constexpr int kUnionWindow = kWarps % 3 == 0 ? 3072 : 4096;
 constexpr int kUnionTile = 4;  // parents that share a barrier of the ring
 
-// Which queries of the block hold a parent of the window; kWarps warps, one query each.
+// Which queries of the block hold which parent of the window. Each of the kWarps warps has one query.
 template <int kWarps>
 struct UnionWindow {
   static constexpr int kParents = kUnionWindow<kWarps>;
   static_assert(kWarps <= 16 && kParents % (kWarps * 32 * 8) == 0);
-  uint16_t holders[kParents];  // bit w: warp w's query
-  uint32_t entries[kParents];  // the union, ascending: parent - base in the upper half, its holders below
+  uint16_t holders[kParents];  // bit w: the query of warp w holds the parent
+  uint32_t entries[kParents];  // the union, ascending: parent - base above, its holders below
   int counts[kWarps];
 };
 
-// A warp's list, read once from begin to end.
+// The list of a warp, read once from beginning to end.
 class ListCursor {
  public:
   __device__ __forceinline__ ListCursor(const int32_t* list, int num_slots, int64_t num_parents)
       : list_(list), num_slots_(num_slots), last_parent_(static_cast<int>(num_parents - 1)) {}
 
-  // Marks the parents of the list in base ... base + kParents - 1. The whole warp calls.
+  // Marks the list's parents in base ... base + kParents - 1. The whole warp calls.
   template <int kParents>
   __device__ __forceinline__ void mark(uint16_t (&holders)[kParents], int base, int warp) {
     constexpr int kAhead = 4;
@@ -68,15 +68,15 @@ class ListCursor {
   int next_ = 0;
 };
 
-// Builds window.entries for the parents from `base` on; all kWarps warps and the producer's call. Returns the
-// number of entries.
+// Builds window.entries for the parents from `base` on and returns their number. All kWarps warps and the
+// producer warp call.
 template <int kWarps>
 __device__ __forceinline__ int build_union(UnionWindow<kWarps>& window, ListCursor& cursor, int base) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   constexpr int kThreads = kWarps * 32;
   constexpr int kPerThread = kUnionWindow<kWarps> / kThreads;
   uint4* words = reinterpret_cast<uint4*>(window.holders);
-  __syncthreads();  // the previous window has been read
+  __syncthreads();  // no warp reads the previous window any more
   if (warp < kWarps) {
     for (int i = threadIdx.x; i < kUnionWindow<kWarps> / 8; i += kThreads) {
       words[i] = make_uint4(0, 0, 0, 0);
@@ -128,7 +128,8 @@ __device__ __forceinline__ int build_union(UnionWindow<kWarps>& window, ListCurs
   return total;
 }
 
-// kStages tiles of kUnionTile packed parents each. full: a tile has landed; empty: every warp is through with it.
+// kStages tiles of kUnionTile packed parents each. `full`: a tile has landed; `empty`: every warp has
+// finished with it.
 template <int kParentBytes, int kStages>
 struct UnionRing {
   static constexpr int kTileBytes = kUnionTile * kParentBytes;
@@ -144,7 +145,7 @@ struct UnionRing {
   }
 };
 
-// The producer warp brings the window's union into the ring.
+// The producer warp copies the window's union into the ring.
 template <int kParentBytes, int kStages>
 __device__ __forceinline__ void load_union(UnionRing<kParentBytes, kStages>& ring, char* tiles,
                                            device::RingPlace<kStages>& place, const uint32_t* entries,
@@ -167,7 +168,7 @@ __device__ __forceinline__ void load_union(UnionRing<kParentBytes, kStages>& rin
   }
 }
 
-// What a block of kWarps queries holds in shared memory: as many stages of the ring as fit.
+// The shared memory of a block of kWarps queries. The ring has as many stages as fit.
 template <typename Block, int kWarps>
 struct UnionShared {
   static constexpr int kTileBytes = kUnionTile * Block::kBytes;
@@ -180,7 +181,7 @@ struct UnionShared {
   alignas(128) char tiles[kStages * kTileBytes];
 };
 
-// The part of the loading warpgroup: it takes part in every window and its first warp fills the ring.
+// What the producer warpgroup does: it takes part in every window, and its first warp fills the ring.
 template <typename Block, int kWarps>
 __device__ __forceinline__ void load_unions(UnionShared<Block, kWarps>& shared, int num_parents,
                                             const char* packed, int warp) {
@@ -195,8 +196,8 @@ __device__ __forceinline__ void load_unions(UnionShared<Block, kWarps>& shared, 
   }
 }
 
-// The part of a query's warp: take(block, parent) for every parent of its list, in ascending order; `block`
-// is an address in shared memory.
+// What the warp of a query does: take(block, parent) for every parent of its list, in ascending order.
+// `block` is the packed parent's address in shared memory.
 template <typename Block, int kWarps, typename Take>
 __device__ __forceinline__ void walk_unions(UnionShared<Block, kWarps>& shared, ListCursor cursor,
                                             int num_parents, int warp, Take take) {

@@ -1,17 +1,17 @@
 // The query rows of one (token, kv head) in fp16 as the B operand of S^T = K' q^T, rotated afresh for every
 // slot: docs/semantics/tree_attention.md §1.4.
 //
-// Like RotatedQuery, but each slot starts from the same rounded R_{n-1} q and rotates it back by 16 j positions
-// with factors from a table, two elements per instruction. That takes a third of the registers of the fp32
-// recurrence, so that 16 warps fit an SM, and half the instructions.
+// RotatedQuery rotates the query on from slot to slot in fp32. Here each slot starts from the same rounded
+// R_{n-1} q and rotates it back by 16 j positions with factors from a table, two elements per instruction.
+// That takes a third of the registers, so that 16 warps fit an SM, and half the instructions.
 #pragma once
 
 #include "ops/tree_attention/cuda/rotated_query.cuh"
 
 namespace htree::tree_attention {
 
-// cos and sin of 16 j theta for slot j: [slots][cos, sin][4 lanes of a quad][K/16] pairs of fp16. A lane's
-// pair i holds the dims of elements 2i and 2i + 1 of fragment_dim().
+// The table: cos and sin of 16 j theta for slot j, [slots][cos, sin][4 lanes of a quad][K/16] pairs of fp16.
+// Pair i of a lane belongs to the dims of elements 2i and 2i + 1 of fragment_dim().
 template <int kKeyDim>
 struct RotationSlots {
   static constexpr int kPairs = kKeyDim / 16;
@@ -25,7 +25,7 @@ struct RotationFactors {
 
   __device__ __forceinline__ static int lane_offset() { return threadIdx.x % 4 * kPairs; }
 
-  // `at`: a slot of the table, plus lane_offset().
+  // `at`: the start of a slot in the table, plus lane_offset().
   __device__ __forceinline__ void load(const __half2* at) {
     read(cos, at);
     read(sin, at + 4 * kPairs);
@@ -66,7 +66,7 @@ struct StepOffsets {
       transposed[step] = at.transposed(step);
     }
   }
-  // Bytes from the first of the steps above to step `step`'s.
+  // Bytes from the one of those four steps to step `step`.
   __device__ __forceinline__ static constexpr int further(int step) {
     return chunk_offset<kDim>(0, step / kSteps * kSteps * 2);
   }
@@ -78,7 +78,7 @@ struct RotatedHalfQuery {
   uint32_t low[kTiles][kPairs], high[kTiles][kPairs];  // R_{n-1} q
   float unscale[kTiles][2];                            // as in RotatedQuery
 
-  // As RotatedQuery::load.
+  // Takes the arguments of RotatedQuery::load.
   template <typename... Args>
   __device__ __forceinline__ void load(Args&&... args) {
     RotatedQuery<kKeyDim, kTiles> q;
@@ -95,8 +95,8 @@ struct RotatedHalfQuery {
     }
   }
 
-  // Scores of the 16 children of a slot in log2 units, laid out as by slot_scores(), for the query rotated
-  // `by` the slot's factors. Even and odd steps have an accumulator of their own: half the latency.
+  // Scores of the 16 children of a slot in log2 units, laid out as in slot_scores(), for the query rotated
+  // `by` the factors of the slot. Even and odd steps have an accumulator each, which halves the latency.
   __device__ __forceinline__ void scores(const RotationFactors<kKeyDim>& by, const StepOffsets<kKeyDim>& at,
                                          uint32_t block, float (&s)[kTiles][4]) const {
     constexpr int kSteps = kKeyDim / 16, kLowSteps = kSteps / 2;
