@@ -94,6 +94,7 @@ SCHEMAS = {
         "(SymInt B, SymInt T, SymInt heads, int top_k, int num_layers, int compression_rate=16, SymInt t0=0, "
         "int selection_stride=1, *, Device? device=None) -> Tensor"
     ),
+    "span_means": "(Tensor k, int span) -> Tensor",
     "compute_scores": (
         "(Tensor q, Tensor layer_k, Tensor parents, Tensor cos, Tensor sin, int layer, "
         "int compression_rate=16, float? scale=None, SymInt t0=0) -> (Tensor scores, Tensor num_candidates)"
@@ -120,7 +121,8 @@ SCHEMAS = {
     "select_accumulate": (
         "(Tensor q, Tensor layer_k, Tensor layer_v, Tensor parents, Tensor cos, Tensor sin, int layer, "
         'int compression_rate=16, int top_k=512, float? scale=None, str importance="lse_causal", '
-        "SymInt t0=0, int selection_stride=1) -> (Tensor lmax, Tensor lsum, Tensor lout, Tensor next_parents)"
+        "SymInt t0=0, int selection_stride=1, Tensor? span_k=None, int? selection_span=None) "
+        "-> (Tensor lmax, Tensor lsum, Tensor lout, Tensor next_parents)"
     ),
     "bottom_accumulate": (
         "(Tensor q, Tensor layer_k, Tensor layer_v, Tensor parents, Tensor cos, Tensor sin, "
@@ -130,7 +132,8 @@ SCHEMAS = {
     "recompute_selection": (
         "(Tensor q, Tensor layer_k, Tensor parents, Tensor cos, Tensor sin, int layer, "
         'int compression_rate=16, int top_k=512, float? scale=None, str importance="lse_causal", '
-        "SymInt t0=0, int selection_stride=1) -> Tensor next_parents"
+        "SymInt t0=0, int selection_stride=1, Tensor? span_k=None, int? selection_span=None) "
+        "-> Tensor next_parents"
     ),
     "merge_to_global_": (
         "(Tensor(a!) gmax, Tensor(b!) gsum, Tensor(c!) gout, Tensor lmax, Tensor lsum, Tensor lout) -> ()"
@@ -139,13 +142,13 @@ SCHEMAS = {
     "attention_forward": (
         "(Tensor q, Tensor k, Tensor v, int compression_rate=16, int max_top_nodes=8192, "
         'int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str importance="lse_causal", '
-        "int selection_stride=1, bool store_parents=True) "
+        "int selection_stride=1, bool store_parents=True, int? selection_span=None) "
         "-> (Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents)"
     ),
     "attention": (
         "(Tensor q, Tensor k, Tensor v, int compression_rate=16, int max_top_nodes=8192, "
         'int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str importance="lse_causal", '
-        "int selection_stride=1, bool store_parents=True) -> Tensor"
+        "int selection_stride=1, bool store_parents=True, int? selection_span=None) -> Tensor"
     ),
     "io_compute_scores": (
         "(Tensor q, Tensor layer_k, Tensor parents, Tensor cos, Tensor sin, int layer, "
@@ -170,7 +173,8 @@ SCHEMAS = {
         "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents, "
         "int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "
         'float? rope_base=10000., str importance="lse_causal", int selection_stride=1, '
-        "bool[3] output_mask=[True, True, True]) -> (Tensor dq, Tensor dk, Tensor dv)"
+        "bool[3] output_mask=[True, True, True], int? selection_span=None) "
+        "-> (Tensor dq, Tensor dk, Tensor dv)"
     ),
 }
 FACTORIES = {"rope_cache", "top_parents"}

@@ -57,11 +57,22 @@ def _largest(*tensors: Tensor) -> float:
 
 
 def forced(
-    q: Tensor, k: Tensor, v: Tensor, parents: Sequence[Tensor], options: dict[str, Any]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parents: Sequence[Tensor],
+    options: dict[str, Any],
+    with_importance: bool = False,
 ) -> reference.Forward:
     """Reference in float64 arithmetic that uses the given lists, one per layer; on the inputs' device."""
     return reference.htree_forward_naive(
-        q, k, v, **options, parents=list(parents), compute_dtype=torch.float64
+        q,
+        k,
+        v,
+        **options,
+        parents=list(parents),
+        with_importance=with_importance,
+        compute_dtype=torch.float64,
     )
 
 
@@ -209,13 +220,11 @@ def assert_epsilon_optimal(
     """
     __tracebackhide__ = True
     stride = options.get("selection_stride", 1)
-    for step in forced(q, k, v, parents, options).trace:
-        if step.layer == 0 or not step.scores.numel():
+    for step in forced(q, k, v, parents, options, with_importance=True).trace:
+        importance = step.importance
+        if importance is None or not step.scores.numel():
             continue
         num = step.candidates.num[:, ::stride]
-        importance = reference.importance_of(
-            step.scores[:, ::stride], num, options.get("importance", "lse_causal")
-        )
         positions = torch.arange(importance.shape[-1], device=importance.device)
         free = positions < num[..., None] - 1
         selected = step.selected[:, ::stride]

@@ -95,6 +95,7 @@ class TreeAttentionCase(Case):
     top_k: int = 2
     M: int = 8
     selection_stride: int = 1
+    selection_span: int | None = None
     importance: str = "lse_causal"
     scale: float | None = None
     rope_base: float | None = 10000.0
@@ -162,6 +163,7 @@ class TreeAttentionCase(Case):
             "rope_base": self.rope_base,
             "importance": self.importance,
             "selection_stride": self.selection_stride,
+            "selection_span": self.selection_span,
         }
 
     def make_separated(
@@ -188,10 +190,9 @@ class TreeAttentionCase(Case):
         smallest = float("inf")
         for step in forward.trace:
             num = step.candidates.num[:, :: self.selection_stride]
-            if step.layer == 0 or not num.numel() or int(num.max()) <= self.top_k:
+            importance = step.importance
+            if importance is None or not num.numel() or int(num.max()) <= self.top_k:
                 continue
-            scores = step.scores[:, :: self.selection_stride]
-            importance = reference.importance_of(scores, num, self.importance)
             order = reference.order_by_key(importance, num)
             ranked = importance.gather(-1, order)
             last, first = ranked[..., self.top_k - 1], ranked[..., self.top_k]

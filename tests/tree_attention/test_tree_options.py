@@ -21,6 +21,7 @@ OTHERS = {
     "importance": "exp_joint",
     "scope": "q_head",
     "store_parents": False,
+    "selection_span": None,
 }
 
 
@@ -53,6 +54,13 @@ def test_they_are_saved_and_loaded() -> None:
         ({"selection_stride": 3}, ValueError, "selection_stride"),
         ({"max_top_nodes": 9000}, ValueError, "max_top_nodes"),
         ({"importance": "mean"}, ValueError, "importance"),
+        (
+            {"selection_span": 3},
+            ValueError,
+            "selection_span must be None or a divisor of compression_rate = 16",
+        ),
+        ({"selection_span": 2.0}, TypeError, "selection_span"),
+        ({"selection_span": 4, "importance": "lse"}, ValueError, "selection_span .*'lse'"),
         ({"scope": "head"}, ValueError, "scope"),
         ({"scale": float("nan")}, ValueError, "scale"),
     ],

@@ -34,6 +34,10 @@ AttentionArgs resolve(const char* op, const TreeOptions& options, const Tensor& 
   args.rotate = options.rope_base.has_value();
   args.rope_base = options.rope_base.value_or(args.rope_base);
   args.importance = parse_importance(op, options.importance);
+  // Where r was cut down, every query has one candidate at the one layer above the tokens: nothing to score.
+  const bool cut = args.compression_rate < options.compression_rate;
+  args.selection_span = cut ? 0 : options.selection_span.value_or(0);
+  TORCH_CHECK_NOT_IMPLEMENTED(args.selection_span == 0, op, ": selection_span has no kernel yet");
   return args;
 }
 
@@ -117,14 +121,17 @@ void register_kernels(torch::Library& library) {
 
 TORCH_LIBRARY_FRAGMENT(htree, library) {
   const std::string options = TreeOptions::kSchema;
-  const std::string forward = "(Tensor q, Tensor k, Tensor v, " + options + ", bool store_parents=True) -> ";
+  const std::string later = TreeOptions::kLaterSchema;
+  const std::string forward =
+      "(Tensor q, Tensor k, Tensor v, " + options + ", bool store_parents=True, " + later + ") -> ";
   const std::string attention_forward =
       "attention_forward" + forward + "(Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents)";
   const std::string attention = "attention" + forward + "Tensor";
   const std::string attention_backward =
       "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, "
       "Tensor[] parents, " +
-      options + ", bool[3] output_mask=[True, True, True]) -> (Tensor dq, Tensor dk, Tensor dv)";
+      options + ", bool[3] output_mask=[True, True, True], " + later +
+      ") -> (Tensor dq, Tensor dk, Tensor dv)";
   define_ops(library, {attention_forward.c_str(), attention.c_str(), attention_backward.c_str()});
 }
 

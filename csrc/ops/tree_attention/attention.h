@@ -38,7 +38,8 @@ inline void check_options(const char* op, const TreeOptions& options) {
                     ", got ", options.max_top_nodes);
   check_selection_stride(op, options.selection_stride, options.compression_rate);
   check_scale(op, options.scale);
-  parse_importance(op, options.importance);
+  check_selection_span(op, options.selection_span, options.compression_rate,
+                       parse_importance(op, options.importance));
   if (options.rope_base.has_value()) {
     TORCH_CHECK_VALUE(std::isfinite(static_cast<float>(*options.rope_base)) && *options.rope_base > 0, op,
                       ": rope_base must be positive and finite in float32, or None for no rotation, got ",

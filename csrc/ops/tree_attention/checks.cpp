@@ -40,6 +40,19 @@ void check_selection_stride(const char* op, int64_t selection_stride, int64_t co
                     compression_rate, ", got ", selection_stride);
 }
 
+void check_selection_span(const char* op, std::optional<int64_t> selection_span, int64_t compression_rate,
+                          Importance importance) {
+  if (!selection_span.has_value()) {
+    return;
+  }
+  const int64_t span = *selection_span;
+  TORCH_CHECK_VALUE(span >= 1 && compression_rate % span == 0, op,
+                    ": selection_span must be None or a divisor of compression_rate = ", compression_rate,
+                    " (at least 1), got ", span);
+  TORCH_CHECK_VALUE(importance != Importance::kLse, op,
+                    ": selection_span must be None where importance is 'lse', got ", span);
+}
+
 void check_position(const char* op, int64_t layer, int64_t compression_rate, const SymInt& t0,
                     int64_t selection_stride) {
   check_at_least(op, "layer", layer, 0);

@@ -29,6 +29,9 @@ void check_rate(const char* op, int64_t compression_rate);
 // A list of `width` parents spans width * r candidate positions.
 void check_list_width(const char* op, const char* name, int64_t width, int64_t compression_rate);
 void check_selection_stride(const char* op, int64_t selection_stride, int64_t compression_rate);
+// None, or a divisor of r, which importance "lse" does not take.
+void check_selection_span(const char* op, std::optional<int64_t> selection_span, int64_t compression_rate,
+                          Importance importance);
 // `layer`, r, `t0` and s of an op that works on one layer.
 void check_position(const char* op, int64_t layer, int64_t compression_rate, const SymInt& t0,
                     int64_t selection_stride = 1);

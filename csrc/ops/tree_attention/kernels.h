@@ -23,6 +23,9 @@ using TreeBuildBackward = void(const Tensor& dpk, const Tensor& dpv, int64_t r, 
                                const Tensor& dv);
 TreeBuild tree_build_cpu, tree_build_cuda;
 TreeBuildBackward tree_build_backward_cpu, tree_build_backward_cuda;
+// means [B, ceil(T / span), H, K]
+using SpanMeans = void(const Tensor& k, int64_t span, const Tensor& means);
+SpanMeans span_means_cpu, span_means_cuda;
 
 // ---- rope: §1.4. positions int32 or int64, [T] or [B, T].
 using Rope = void(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& positions,
@@ -60,18 +63,19 @@ using SubtractTopk = void(const Tensor& layer_v, const Tensor& topk_indices, con
 ComputeAndSelect compute_and_select_cpu, compute_and_select_cuda;
 SubtractTopk subtract_topk_cpu, subtract_topk_cuda;
 
-// ---- fused: §1.8
+// ---- fused: §1.8. span_k [B, ceil(T / args.selection_span), H_kv, K]: the span means of all tokens, undefined
+// where args.selection_span is 0.
 using SelectAccumulate = void(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v,
-                              const Tensor& parents, const Tensor& cos, const Tensor& sin,
-                              const LayerArgs& args, const Tensor& lmax, const Tensor& lsum,
-                              const Tensor& lout, const Tensor& next_parents);
+                              const Tensor& span_k, const Tensor& parents, const Tensor& cos,
+                              const Tensor& sin, const LayerArgs& args, const Tensor& lmax,
+                              const Tensor& lsum, const Tensor& lout, const Tensor& next_parents);
 using BottomAccumulate = void(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v,
                               const Tensor& parents, const Tensor& cos, const Tensor& sin,
                               const LayerArgs& args, const Tensor& lmax, const Tensor& lsum,
                               const Tensor& lout);
-using RecomputeSelection = void(const Tensor& q, const Tensor& layer_k, const Tensor& parents,
-                                const Tensor& cos, const Tensor& sin, const LayerArgs& args,
-                                const Tensor& next_parents);
+using RecomputeSelection = void(const Tensor& q, const Tensor& layer_k, const Tensor& span_k,
+                                const Tensor& parents, const Tensor& cos, const Tensor& sin,
+                                const LayerArgs& args, const Tensor& next_parents);
 SelectAccumulate select_accumulate_cpu, select_accumulate_cuda;
 BottomAccumulate bottom_accumulate_cpu, bottom_accumulate_cuda;
 RecomputeSelection recompute_selection_cpu, recompute_selection_cuda;

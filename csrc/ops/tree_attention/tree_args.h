@@ -29,6 +29,7 @@ struct LayerArgs {
   int64_t selection_stride = 1;
   double scale = 1.0;
   Importance importance = Importance::kLseCausal;
+  int64_t selection_span = 0;  // tokens of a span mean that the selection scores, a divisor of r; 0 for None
 };
 
 // A whole attention call. Query row i stands at token t = (T - T_q) + i.
@@ -41,6 +42,7 @@ struct AttentionArgs {
   bool rotate = true;  // false: rope_base None, no rotation at any layer
   double rope_base = 10000.0;
   Importance importance = Importance::kLseCausal;
+  int64_t selection_span = 0;  // as in LayerArgs
 };
 
 // Layers of the tree over `num_tokens`: 1 until the top layer has at most `max_top_nodes` nodes.

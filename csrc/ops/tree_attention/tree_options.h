@@ -1,5 +1,8 @@
 // The options of tree attention, from the schema to the kernels and through autograd. An option is added in
 // this struct and nowhere else on that way; AttentionArgs has the options resolved.
+//
+// A schema has the older options before the op's last argument (store_parents, output_mask) and the later ones
+// behind it, so that positional calls of old keep their meaning. A new option goes to the end of `Later`.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -18,12 +21,14 @@ struct TreeOptions {
   // The options as the dispatcher passes them, in the order of the schema.
   using Loose = std::tuple<int64_t, int64_t, int64_t, std::optional<double>, std::optional<double>,
                            std::string_view, int64_t>;
+  using Later = std::tuple<std::optional<int64_t>>;
   static constexpr const char* kSchema =
       "int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "
       "float? rope_base=10000., str importance=\"lse_causal\", int selection_stride=1";
-  static constexpr std::array<const char*, std::tuple_size_v<Loose>> kNames = {
-      "compression_rate", "max_top_nodes", "top_k_per_layer", "scale",
-      "rope_base",        "importance",    "selection_stride"};
+  static constexpr const char* kLaterSchema = "int? selection_span=None";
+  static constexpr std::array<const char*, std::tuple_size_v<Loose> + std::tuple_size_v<Later>> kNames = {
+      "compression_rate", "max_top_nodes", "top_k_per_layer",  "scale",
+      "rope_base",        "importance",    "selection_stride", "selection_span"};
 
   int64_t compression_rate = 16;
   int64_t max_top_nodes = 8192;
@@ -32,24 +37,30 @@ struct TreeOptions {
   std::optional<double> rope_base = 10000.0;
   std::string importance = "lse_causal";
   int64_t selection_stride = 1;
+  std::optional<int64_t> selection_span;
 
   TreeOptions() = default;
-  explicit TreeOptions(const Loose& loose) {
+  TreeOptions(const Loose& loose, const Later& later) {
     std::tie(compression_rate, max_top_nodes, top_k, scale, rope_base, importance, selection_stride) = loose;
+    std::tie(selection_span) = later;
   }
   Loose loose() const {
     return {compression_rate, max_top_nodes, top_k, scale, rope_base, importance, selection_stride};
   }
+  Later later() const { return {selection_span}; }
 
   // Into and out of the `saved_data` of autograd.
   template <typename SavedData>
   void save(SavedData& data) const {
     size_t i = 0;
-    std::apply([&](const auto&... option) { ((data[kNames[i++]] = to_value(option)), ...); }, loose());
+    std::apply([&](const auto&... option) { ((data[kNames[i++]] = to_value(option)), ...); },
+               std::tuple_cat(loose(), later()));
   }
   template <typename SavedData>
   static TreeOptions load(SavedData& data) {
-    return load(data, std::make_index_sequence<std::tuple_size_v<Loose>>());
+    return {
+        load<Loose, 0>(data, std::make_index_sequence<std::tuple_size_v<Loose>>()),
+        load<Later, std::tuple_size_v<Loose>>(data, std::make_index_sequence<std::tuple_size_v<Later>>())};
   }
 
  private:
@@ -69,30 +80,35 @@ struct TreeOptions {
       return value.to<T>();
     }
   }
-  template <typename SavedData, size_t... kIndex>
-  static TreeOptions load(SavedData& data, std::index_sequence<kIndex...>) {
-    return TreeOptions(Loose(from_value<std::tuple_element_t<kIndex, Loose>>(data[kNames[kIndex]])...));
+  template <typename Options, size_t kFirst, typename SavedData, size_t... kIndex>
+  static Options load(SavedData& data, std::index_sequence<kIndex...>) {
+    return Options(from_value<std::tuple_element_t<kIndex, Options>>(data[kNames[kFirst + kIndex]])...);
   }
 };
 
 // Between functions that take a TreeOptions and the dispatcher, which passes every option by itself.
-template <typename Before, typename Options, typename After>
+template <typename Before, typename Options, typename After, typename Later>
 struct LooseCall;
 
-template <typename... Before, typename... Option, typename... After>
-struct LooseCall<std::tuple<Before...>, std::tuple<Option...>, std::tuple<After...>> {
+template <typename... Before, typename... Option, typename... After, typename... Late>
+struct LooseCall<std::tuple<Before...>, std::tuple<Option...>, std::tuple<After...>, std::tuple<Late...>> {
   template <typename Result>
-  using Signature = Result(Before..., Option..., After...);
+  using Signature = Result(Before..., Option..., After..., Late...);
 
   template <typename Result, auto kFunction>
-  static Result kernel(Before... before, Option... option, After... after) {
-    return kFunction(before..., TreeOptions(TreeOptions::Loose(option...)), after...);
+  static Result kernel(Before... before, Option... option, After... after, Late... late) {
+    return kFunction(before..., TreeOptions({option...}, {late...}), after...);
   }
 
   template <typename Handle>
   static auto call(const Handle& handle, Before... before, const TreeOptions& options, After... after) {
-    return std::apply([&](const auto&... option) { return handle.call(before..., option..., after...); },
-                      options.loose());
+    return std::apply(
+        [&](const auto&... option) {
+          return std::apply(
+              [&](const auto&... late) { return handle.call(before..., option..., after..., late...); },
+              options.later());
+        },
+        options.loose());
   }
 };
 
@@ -101,7 +117,7 @@ template <typename Before, typename Rest>
 struct CutAtOptions;
 template <typename... Before, typename... After>
 struct CutAtOptions<std::tuple<Before...>, std::tuple<const TreeOptions&, After...>> {
-  using Call = LooseCall<std::tuple<Before...>, TreeOptions::Loose, std::tuple<After...>>;
+  using Call = LooseCall<std::tuple<Before...>, TreeOptions::Loose, std::tuple<After...>, TreeOptions::Later>;
 };
 template <typename... Before, typename Next, typename... Rest>
 struct CutAtOptions<std::tuple<Before...>, std::tuple<Next, Rest...>>

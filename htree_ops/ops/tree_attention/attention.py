@@ -35,6 +35,7 @@ def tree_attention(
     scope: str = "kv_head",
     return_lse: bool = False,
     store_parents: bool = True,
+    selection_span: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention over a tree of mean-pooled keys and values, at most top_k * r of them per layer.
 
@@ -48,7 +49,7 @@ def tree_attention(
 
     While T <= max_top_nodes, or top_k covers every layer, this is dense causal attention with rotary
     positions.
-    Source: docs/semantics/tree_attention.md §1.1-1.7, §1.12, §1.13; design documents [000] and [001].
+    Source: docs/semantics/tree_attention.md §1.1-1.7, §1.12, §1.13, §1.15; design documents [000] and [001].
 
     Args:
         q: queries [B, T_q, H, K], not rotated, K even. Row i stands at token T - T_q + i, T_q <= T.
@@ -71,6 +72,10 @@ def tree_attention(
             the forward a second time.
         store_parents: where a gradient is recorded, keep the lists of refined nodes (4 * B * T_q/s * H_kv *
             top_k bytes per layer) for the backward; False selects again there.
+        selection_span: c, a divisor of r: a candidate is selected by the log-sum-exp of the scores of its
+            means of c tokens, which finds single tokens that the mean of the whole node hides. Smaller spans
+            find more and cost more: a layer scores 1/c of the tokens below its candidates. None scores the
+            node's own mean. Not with importance="lse".
 
     Returns:
         out [B, T_q, H, V] in the dtype of q, differentiable in q, k and v with the selection held fixed. With
@@ -95,12 +100,12 @@ def tree_attention(
     options = (compression_rate, max_top_nodes, top_k, scale, rope_base, importance, selection_stride)
     records = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if not return_lse:
-        return torch.ops.htree.attention(q, k, v, *options, store_parents)
+        return torch.ops.htree.attention(q, k, v, *options, store_parents, selection_span)
     out, gmax, gsum, _ = torch.ops.htree.attention_forward(
-        q.detach(), k.detach(), v.detach(), *options, store_parents=False
+        q.detach(), k.detach(), v.detach(), *options, store_parents=False, selection_span=selection_span
     )
     if records:
-        out = torch.ops.htree.attention(q, k, v, *options, store_parents)
+        out = torch.ops.htree.attention(q, k, v, *options, store_parents, selection_span)
     return out, gmax + gsum.log()
 
 
@@ -117,6 +122,7 @@ def attention_forward(
     importance: str = "lse_causal",
     selection_stride: int = 1,
     store_parents: bool = True,
+    selection_span: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """:func:`tree_attention` with its states and lists, without a gradient (docs/semantics/tree_attention.md §1.8).
 
@@ -140,7 +146,7 @@ def attention_forward(
         importance,
         selection_stride,
     )
-    return torch.ops.htree.attention_forward(q, k, v, *options, store_parents)
+    return torch.ops.htree.attention_forward(q, k, v, *options, store_parents, selection_span)
 
 
 @named_as(top_k="top_k_per_layer")
@@ -161,6 +167,7 @@ def attention_backward(
     importance: str = "lse_causal",
     selection_stride: int = 1,
     output_mask: tuple[bool, bool, bool] = (True, True, True),
+    selection_span: int | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of :func:`tree_attention` with the selection held fixed (docs/semantics/tree_attention.md §1.10).
 
@@ -192,4 +199,6 @@ def attention_backward(
         importance,
         selection_stride,
     )
-    return torch.ops.htree.attention_backward(dout, q, k, v, out, gmax, gsum, parents, *options, output_mask)
+    return torch.ops.htree.attention_backward(
+        dout, q, k, v, out, gmax, gsum, parents, *options, output_mask, selection_span
+    )

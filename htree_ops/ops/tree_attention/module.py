@@ -70,6 +70,7 @@ class HTreeAttention(nn.Module):
     importance = _option("importance")
     scope = _option("scope")
     store_parents = _option("store_parents")
+    selection_span = _option("selection_span")
 
     def __init__(
         self,
@@ -88,6 +89,7 @@ class HTreeAttention(nn.Module):
         importance: str = "lse_causal",
         scope: str = "kv_head",
         store_parents: bool = True,
+        selection_span: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -123,6 +125,7 @@ class HTreeAttention(nn.Module):
                 importance=importance,
                 scope=scope,
                 store_parents=store_parents,
+                selection_span=selection_span,
             )
         self.embed_dim = embed_dim
         self.num_heads = num_heads
@@ -192,6 +195,7 @@ class HTreeAttention(nn.Module):
             importance=options.importance,
             scope=options.scope,
             store_parents=options.store_parents,
+            selection_span=options.selection_span,
         )
         assert isinstance(out, Tensor)  # a pair only with return_lse
         return self.o_proj(out.flatten(2))

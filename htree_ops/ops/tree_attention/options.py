@@ -35,6 +35,7 @@ class TreeOptions:
     importance: str = "lse_causal"
     scope: str = "kv_head"
     store_parents: bool = True
+    selection_span: int | None = None
 
     def __post_init__(self) -> None:
         empty = torch.empty(

@@ -34,6 +34,7 @@ __all__ = [
     "rope_cache",
     "select_accumulate",
     "select_topk",
+    "span_means",
     "subtract_topk",
     "top_parents",
     "tree_build",
@@ -76,6 +77,20 @@ def tree_build_backward(
         (dk [B, n_child, H_kv, K], dv [B, n_child, H_kv, V]); NotImplementedError when differentiated.
     """
     return torch.ops.htree.tree_build_backward(dpk, dpv, n_child, compression_rate)
+
+
+@named
+def span_means(k: Tensor, span: int) -> Tensor:
+    """Means of ``span`` neighbouring keys: row j is the mean of k[:, j*span ... min((j+1)*span, T) - 1] (§1.15).
+
+    Args:
+        k: [B, T, H_kv, K], float32, float16, bfloat16 or float64.
+        span: at least 1.
+
+    Returns:
+        [B, ceil(T/span), H_kv, K] in the dtype of k: summed in fp32, rounded once, as :func:`tree_build` does.
+    """
+    return torch.ops.htree.span_means(k, span)
 
 
 @named
@@ -295,6 +310,8 @@ def select_accumulate(
     importance: str = "lse_causal",
     t0: int = 0,
     selection_stride: int = 1,
+    span_k: Tensor | None = None,
+    selection_span: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A layer above the bottom in one op: select, and accumulate what is not selected (§1.5, §1.6, §1.8).
 
@@ -306,6 +323,8 @@ def select_accumulate(
             parents: [B, ceil(T_q/s), H_kv, k]; cos, sin: [size >= k*r, K/2].
         layer: at least 1; top_k: width of the next lists; scale: None is K^-1/2; t0: token of the first query
             row, a multiple of s; selection_stride: s, a power of two that divides r.
+        span_k: :func:`span_means` of all tokens, [B, ceil(T/c), H_kv, K]; selection_span: c, a divisor of r.
+            Given together, they replace the scores in the selection (§1.15); ValueError where one is missing.
 
     Returns:
         (lmax, lsum [B, T_q, H], lout [B, T_q, H, V], next_parents int32 [B, ceil(T_q/s), H_kv, top_k]).
@@ -324,6 +343,8 @@ def select_accumulate(
         importance,
         t0,
         selection_stride,
+        span_k,
+        selection_span,
     )
 
 
@@ -367,10 +388,25 @@ def recompute_selection(
     importance: str = "lse_causal",
     t0: int = 0,
     selection_stride: int = 1,
+    span_k: Tensor | None = None,
+    selection_span: int | None = None,
 ) -> Tensor:
     """The next_parents of :func:`select_accumulate` without reading a value, bit for bit (§1.8)."""
     return torch.ops.htree.recompute_selection(
-        q, layer_k, parents, cos, sin, layer, compression_rate, top_k, scale, importance, t0, selection_stride
+        q,
+        layer_k,
+        parents,
+        cos,
+        sin,
+        layer,
+        compression_rate,
+        top_k,
+        scale,
+        importance,
+        t0,
+        selection_stride,
+        span_k,
+        selection_span,
     )
 
 

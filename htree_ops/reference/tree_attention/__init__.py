@@ -19,8 +19,10 @@ from .rotary import rope, rope_cache, rotate
 from .selection import (
     compute_next_parents,
     importance_of,
+    importance_of_spans,
     mask_topk_scores,
     order_by_key,
+    select_important,
     select_topk,
 )
 from .stages import (
@@ -29,7 +31,9 @@ from .stages import (
     compute_and_select,
     compute_scores,
     recompute_selection,
+    score_span_means,
     select_accumulate,
+    span_importance,
 )
 from .state import empty_state, final_normalize, merge_to_global, subtract_topk
 from .tree import (
@@ -41,6 +45,7 @@ from .tree import (
     mean_of_children,
     num_parents,
     rows_of_queries,
+    span_means,
     top_parents,
     tree_build,
     tree_build_backward,
@@ -65,6 +70,7 @@ __all__ = [
     "htree_backward_naive",
     "htree_forward_naive",
     "importance_of",
+    "importance_of_spans",
     "io_attention_forward",
     "io_compute_next_parents",
     "io_compute_scores",
@@ -81,9 +87,13 @@ __all__ = [
     "rope_cache",
     "rotate",
     "rows_of_queries",
+    "score_span_means",
     "select_accumulate",
+    "select_important",
     "select_topk",
     "softmax_over_cut",
+    "span_importance",
+    "span_means",
     "subtract_topk",
     "top_parents",
     "tree_build",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import selection, state
 from .rotary import rope_cache
-from .stages import score_candidates
+from .stages import score_candidates, span_importance
 from .state import State
 from .tree import (
     Candidates,
@@ -19,6 +19,7 @@ from .tree import (
     candidates,
     num_parents,
     rows_of_queries,
+    span_means,
     top_parents,
 )
 
@@ -31,6 +32,8 @@ class LayerTrace:
     candidates: nodes, counts and masks [B,T_q,S,C].
     scores: [B,T_q,S,C,G]. selected: bool [B,T_q,S,C], refined at the next layer.
     merged: bool [B,T_q,S,C], present and not selected: this layer's part of the cut.
+    importance: [B,ceil(T_q/s),S,C], by which the leaders select; None at the bottom, and under given lists
+        unless they were asked for.
     state: the global state (max, sum, out) after this layer was merged.
     """
 
@@ -40,6 +43,7 @@ class LayerTrace:
     scores: Tensor
     selected: Tensor
     merged: Tensor
+    importance: Tensor | None
     state: State
 
 
@@ -60,7 +64,9 @@ class Forward:
         return self.gmax + self.gsum.log()
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, rate: int, top_nodes: int, top_k: int, stride: int) -> None:
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, rate: int, top_nodes: int, top_k: int, stride: int, span: int | None
+) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions, got {tensor.dim()}")
@@ -72,6 +78,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, rate: int, top_nodes: int, top_k: in
         raise ValueError(f"r >= 2, k >= 1, 1 <= M <= k*r are required: r={rate}, k={top_k}, M={top_nodes}")
     if stride < 1 or rate % stride or stride & (stride - 1) or (k.shape[1] - q.shape[1]) % stride:
         raise ValueError(f"selection_stride {stride} must be a power of two that divides r and T - T_q")
+    if span is not None and (span < 1 or rate % span):
+        raise ValueError(f"selection_span {span} must be None or a divisor of r = {rate}")
 
 
 def htree_forward_naive(
@@ -89,7 +97,9 @@ def htree_forward_naive(
     accumulate: str = "direct",
     tie_bits: int = 0,
     selection_stride: int = 1,
+    selection_span: int | None = None,
     parents: Sequence[Tensor] | None = None,
+    with_importance: bool = False,
     compute_dtype: torch.dtype | None = None,
 ) -> Forward:
     """Tree attention of q [B,T_q,H,K] over k [B,T,H_kv,K], v [B,T,H_kv,V]; q is the suffix of the sequence.
@@ -97,14 +107,18 @@ def htree_forward_naive(
     importance: "lse_causal" | "lse" | "exp_joint" (§1.6). scope: "kv_head" shares one set among the G
     query heads of a K/V head, "q_head" selects per query head. accumulate: "direct" | "subtract" (§1.7).
     tie_bits: low bits of the importance that are ignored when ordering.
+    selection_span: tokens of a span mean whose scores decide the selection (§1.15); None scores the nodes.
     parents: one list per layer, as `attention_forward` returns them; they replace the selection
     (teacher forcing), and the result is then differentiable by autograd in q, k and v.
+    with_importance: put the importances into the trace under given lists too.
     compute_dtype: dtype of everything after the tree, which is always rounded to k's and v's own dtype
     level by level; default float32 (float64 for float64 inputs). The rotary table is rounded to float32
     first unless q is float64, as in the library.
     """
     rate, top_k, stride = compression_rate, top_k_per_layer, selection_stride
-    _check(q, k, v, rate, max_top_nodes, top_k, stride)
+    _check(q, k, v, rate, max_top_nodes, top_k, stride, selection_span)
+    if selection_span is not None and importance == "lse":
+        raise ValueError("selection_span must be None with importance 'lse'")
     if scope not in ("kv_head", "q_head") or accumulate not in ("direct", "subtract"):
         raise ValueError(f"unknown scope {scope!r} or accumulate {accumulate!r}")
     wide = accumulate_dtype(q) if compute_dtype is None else compute_dtype
@@ -115,6 +129,7 @@ def htree_forward_naive(
     groups, t0 = k.shape[2], k.shape[1] - num_queries
     layers = build_layers(k, v, rate, max_top_nodes, wide)
     query = q.to(wide)
+    span_k = None if selection_span is None else span_means(k.detach().to(wide), selection_span).to(k.dtype)
     lists = top_parents(batch, num_queries, groups, top_k, len(layers), rate, t0, stride, device=q.device)
     used: list[Tensor] = []
     trace: list[LayerTrace] = []
@@ -130,14 +145,23 @@ def htree_forward_naive(
         table = rope_cache(max(busy * rate, 1), width, rope_base, dtype=accumulate_dtype(q), device=q.device)
         cos, sin = table.to(wide)
         scores = score_candidates(query, layer_k, found, cos, sin, scale)
+        value = None
+        if layer > 0 and (parents is None or with_importance):
+            leaders = found.rows(slice(None, None, stride))
+            if span_k is None or selection_span is None:
+                value = selection.importance_of(scores[:, ::stride].detach(), leaders.num, importance)
+            else:
+                per_node = rate**layer // selection_span
+                value = span_importance(
+                    query[:, ::stride].detach(), span_k, leaders, per_node, cos, sin, scale, importance
+                )
         if layer == 0:
             selected = torch.zeros_like(found.present)
         elif parents is not None:
             selected = listed_candidates(found, rows_of_queries(parents[layer - 1], num_queries, stride))
         else:
-            positions = selection.select_topk(
-                scores[:, ::stride], found.num[:, ::stride], top_k, importance, tie_bits
-            )
+            assert value is not None
+            positions = selection.select_important(value, leaders.num, top_k, tie_bits)
             lists = selection.compute_next_parents(short, positions, rate)
             mask = selection.positions_mask(positions, scores.shape[-2])
             selected = rows_of_queries(mask, num_queries, stride)
@@ -152,7 +176,7 @@ def htree_forward_naive(
         else:
             part = _subtracted(scores, values, found, selected)
         total = state.merge_to_global(*total, *part)
-        trace.append(LayerTrace(layer, used[0], found, scores, selected, merged, total))
+        trace.append(LayerTrace(layer, used[0], found, scores, selected, merged, value, total))
     out = state.final_normalize(total[2], total[1])
     return Forward(out, total[0], total[1], used, trace, layers)
 

@@ -1,4 +1,4 @@
-"""Importance of candidates, the order of keys and the lists of the next layer (docs/semantics §1.6)."""
+"""Importance of candidates, the order of keys and the lists of the next layer (docs/semantics §1.6, §1.15)."""
 
 from __future__ import annotations
 
@@ -35,6 +35,36 @@ def importance_of(scores: Tensor, num_candidates: Tensor, importance: str = "lse
     return total.masked_fill(~inside, 0.0)
 
 
+def importance_of_spans(
+    span_scores: Tensor, num_candidates: Tensor, importance: str = "lse_causal"
+) -> Tensor:
+    """Return the importance [B,T,S,C] of each candidate from the scores [B,T,S,C,J,G] of its J span means.
+
+    A mean that is absent has the score -inf. Entries at positions >= n - 1 hold 0: the rightmost candidate is
+    selected unconditionally, and its means have no score.
+    """
+    if importance not in ("lse_causal", "exp_joint"):
+        raise ValueError(f"importance must be lse_causal or exp_joint with span means, got {importance!r}")
+    positions = torch.arange(span_scores.shape[3], device=span_scores.device)
+    counted = positions < num_candidates[..., None] - 1
+    counted_scores = span_scores.masked_fill(~counted[..., None, None], -torch.inf)
+    together = counted_scores.flatten(3, 4)
+    if importance == "exp_joint":
+        reference = together.flatten(3).amax(-1)[..., None, None] if span_scores.numel() else together
+    else:
+        reference = torch.logsumexp(together, dim=3, keepdim=True)
+    reference = reference[..., None, :]
+    weights = torch.exp(counted_scores - reference)
+    weights = torch.where((reference == -torch.inf) | (weights < SMALLEST_NORMAL), 0.0, weights)
+    total = torch.zeros_like(span_scores[..., 0, 0])
+    for head_idx in range(span_scores.shape[-1]):
+        of_head = torch.zeros_like(total)
+        for mean_idx in range(span_scores.shape[-2]):  # ascending: the order is part of the definition
+            of_head = of_head + weights[..., mean_idx, head_idx]
+        total = total + of_head
+    return total.masked_fill(~counted, 0.0)
+
+
 def drop_low_bits(importance: Tensor, tie_bits: int) -> Tensor:
     """Clear the `tie_bits` low mantissa bits of non-negative float32 importances (NaN stays NaN)."""
     if tie_bits == 0:
@@ -64,10 +94,16 @@ def select_topk(
     Counts outside [0, C] are clamped to it.
     """
     num_candidates = num_candidates.clamp(0, scores.shape[-2])
-    value = drop_low_bits(importance_of(scores, num_candidates, importance), tie_bits)
-    order = order_by_key(value, num_candidates)[..., :top_k]
+    return select_important(
+        importance_of(scores, num_candidates, importance), num_candidates, top_k, tie_bits
+    )
+
+
+def select_important(importance: Tensor, num_candidates: Tensor, top_k: int, tie_bits: int = 0) -> Tensor:
+    """`select_topk` from importances [B,T,S,C]."""
+    order = order_by_key(drop_low_bits(importance, tie_bits), num_candidates)[..., :top_k]
     order = torch.nn.functional.pad(order, (0, top_k - order.shape[-1]), value=-1)
-    kept = torch.arange(top_k, device=scores.device) < num_candidates[..., None]
+    kept = torch.arange(top_k, device=importance.device) < num_candidates[..., None]
     return torch.where(kept, order, -1).to(torch.int32)
 
 

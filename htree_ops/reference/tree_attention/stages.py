@@ -1,4 +1,5 @@
-"""Staged and fused ops of one layer, named and called like the library's (docs/semantics/tree_attention.md §1.8)."""
+"""Staged and fused ops of one layer, named and called like the library's (docs/semantics/tree_attention.md §1.8,
+§1.15)."""
 
 from __future__ import annotations
 
@@ -34,6 +35,68 @@ def score_candidates(
     query = rotate(query, cos[last][..., None, :], sin[last][..., None, :]) * factor
     scores = torch.einsum("btscd,btsgd->btscg", keys, query)
     return scores.masked_fill(~found.present[..., None], -torch.inf)
+
+
+#: Gathered elements of span means of one piece of query rows: 128 MiB in float64.
+PIECE_ELEMENTS = 1 << 24
+
+
+def score_span_means(
+    q: Tensor,
+    span_k: Tensor,
+    found: Candidates,
+    means_per_node: int,
+    cos: Tensor,
+    sin: Tensor,
+    scale: float | None,
+) -> Tensor:
+    """Return the scores [B,T,S,C,J,G] of each candidate's J = `means_per_node` span means, rotated at its position.
+
+    span_k [B,ceil(T/c),S,K]. -inf where the candidate or the mean is absent, and for the rightmost candidate,
+    whose means may hold tokens after the query.
+    """
+    batch, num_queries, num_heads, width = q.shape
+    groups, num_means = span_k.shape[2], span_k.shape[1]
+    wide = torch.promote_types(accumulate_dtype(q), cos.dtype)
+    num_positions = found.nodes.shape[-1]
+    means = found.nodes[..., None] * means_per_node + torch.arange(means_per_node, device=q.device)
+    whole = torch.arange(num_positions, device=q.device) < found.num[..., None] - 1
+    present = (found.present & whole)[..., None] & (means < num_means)
+    if q.numel() == 0 or num_means == 0 or num_positions == 0:
+        shape = (*means.shape, num_heads // max(groups, 1))
+        return torch.full(shape, -torch.inf, dtype=wide, device=q.device)
+    cos, sin = cos.to(wide), sin.to(wide)
+    keys = state.gather_nodes(span_k.to(wide), torch.where(present, means, 0).flatten(3))
+    keys = keys.unflatten(3, (num_positions, means_per_node))
+    keys = rotate(keys, cos[:num_positions, None], sin[:num_positions, None])
+    last = (found.num - 1).clamp(min=0)
+    query = q.to(wide).view(batch, num_queries, groups, -1, width)
+    factor = width**-0.5 if scale is None else scale
+    query = rotate(query, cos[last][..., None, :], sin[last][..., None, :]) * factor
+    scores = torch.einsum("btscjd,btsgd->btscjg", keys, query)
+    return scores.masked_fill(~present[..., None], -torch.inf)
+
+
+def span_importance(
+    q: Tensor,
+    span_k: Tensor,
+    found: Candidates,
+    means_per_node: int,
+    cos: Tensor,
+    sin: Tensor,
+    scale: float | None,
+    importance: str,
+) -> Tensor:
+    """Return the importances [B,T,S,C] by span means, for some query rows at a time."""
+    row = found.nodes[:, :1].numel() * means_per_node * q.shape[-1]
+    step = max(1, PIECE_ELEMENTS // max(row, 1))
+    pieces = []
+    for first in range(0, max(q.shape[1], 1), step):
+        rows = slice(first, first + step)
+        some = found.rows(rows)
+        scores = score_span_means(q[:, rows], span_k, some, means_per_node, cos, sin, scale)
+        pieces.append(selection.importance_of_spans(scores, some.num, importance))
+    return torch.cat(pieces, 1)
 
 
 def compute_scores(
@@ -146,18 +209,28 @@ def select_accumulate(
     importance: str = "lse_causal",
     t0: int = 0,
     selection_stride: int = 1,
+    span_k: Tensor | None = None,
+    selection_span: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Select at a layer above the bottom: the state of what is left out, and next_parents.
 
     The set of each block of s queries is its leader's. next_parents is int32 [B,ceil(T_q/s),H_kv,k].
     """
+    if (span_k is None) != (selection_span is None):
+        raise ValueError("span_k and selection_span must be given together or not at all")
     if layer == 0:
         raise ValueError("layer must be at least 1, got 0: nothing is selected at the bottom")
     lists = rows_of_queries(parents, q.shape[1], selection_stride)
     found = candidates(lists, layer, layer_k.shape[1], compression_rate, t0)
     scores = score_candidates(q, layer_k, found, cos, sin, scale)
     leaders = slice(None, None, selection_stride)
-    positions = selection.select_topk(scores[:, leaders], found.num[:, leaders], top_k, importance)
+    if span_k is None or selection_span is None:
+        value = selection.importance_of(scores[:, leaders], found.num[:, leaders], importance)
+    else:
+        per_node = compression_rate**layer // selection_span
+        some = found.rows(leaders)
+        value = span_importance(q[:, leaders], span_k, some, per_node, cos, sin, scale, importance)
+    positions = selection.select_important(value, found.num[:, leaders], top_k)
     nodes = selection.compute_next_parents(parents, positions, compression_rate)
     chosen = selection.positions_mask(positions, scores.shape[-2])
     chosen = rows_of_queries(chosen, q.shape[1], selection_stride)
@@ -178,6 +251,8 @@ def recompute_selection(
     importance: str = "lse_causal",
     t0: int = 0,
     selection_stride: int = 1,
+    span_k: Tensor | None = None,
+    selection_span: int | None = None,
 ) -> Tensor:
     """Return next_parents of `select_accumulate` without touching values."""
     no_values = layer_k[..., :0]
@@ -195,4 +270,6 @@ def recompute_selection(
         importance,
         t0,
         selection_stride,
+        span_k,
+        selection_span,
     )[3]

@@ -65,6 +65,13 @@ def tree_build(k: Tensor, v: Tensor, compression_rate: int = 16) -> tuple[Tensor
     )
 
 
+def span_means(k: Tensor, span: int) -> Tensor:
+    """Mean of each `span` neighbouring rows, k [B,T,H,K] -> [B,ceil(T/span),H,K], summed as in `tree_build`."""
+    if span < 1:
+        raise ValueError(f"span must be at least 1, got {span}")
+    return mean_of_children(k, span).to(k.dtype)
+
+
 def tree_build_backward(
     dpk: Tensor, dpv: Tensor, n_child: int, compression_rate: int = 16
 ) -> tuple[Tensor, Tensor]:
@@ -139,6 +146,10 @@ class Candidates:
     num: Tensor
     inside: Tensor
     present: Tensor
+
+    def rows(self, rows: slice) -> Candidates:
+        """The candidates of some of the query rows."""
+        return Candidates(self.nodes[:, rows], self.num[:, rows], self.inside[:, rows], self.present[:, rows])
 
 
 def num_parents(parents: Tensor) -> Tensor:

@@ -272,8 +272,8 @@ void general_chunk(const AttentionProblem& problem, const Slice& slice, const Te
     const Tensor keys = slice.nodes(tree.keys[layer]), values = slice.nodes(tree.values[layer]);
     if (layer > 0) {
       const Tensor next = parents.empty() ? at::empty_like(lists) : slice.lists(parents[layer - 1]);
-      select_accumulate_cuda(queries, keys, values, lists, rope.cos, rope.sin, args, layer_max, layer_sum,
-                             layer_out, next);
+      select_accumulate_cuda(queries, keys, values, /*span_k=*/Tensor(), lists, rope.cos, rope.sin, args,
+                             layer_max, layer_sum, layer_out, next);
       lists = next;
     } else {
       bottom_accumulate_cuda(queries, keys, values, lists, rope.cos, rope.sin, args, layer_max, layer_sum,

@@ -105,9 +105,9 @@ inline int64_t tensor_core_shared_bytes(const AttentionProblem& p) {
 }
 
 inline bool tensor_core_shape(const AttentionProblem& p) {
-  return p.half_dtype && p.args.compression_rate == 16 && p.key_dim == p.value_dim &&
-         (p.key_dim == 32 || p.key_dim == 64 || p.key_dim == 128) && p.group() <= 16 &&
-         p.args.top_k * 16 <= kMaxSelectWidth && p.num_kv_heads <= 65535 &&
+  return p.half_dtype && p.args.compression_rate == 16 && p.args.selection_span == 0 &&
+         p.key_dim == p.value_dim && (p.key_dim == 32 || p.key_dim == 64 || p.key_dim == 128) &&
+         p.group() <= 16 && p.args.top_k * 16 <= kMaxSelectWidth && p.num_kv_heads <= 65535 &&
          ceil_div(p.num_keys, 16) < (int64_t{1} << 27);
 }
 

@@ -1,4 +1,5 @@
-// CPU kernels of tree_build and its backward (docs/semantics/tree_attention.md §1.2): parents in parallel.
+// CPU kernels of tree_build, its backward and span_means (docs/semantics/tree_attention.md §1.2): parents in
+// parallel.
 #include <cstring>
 
 #include "host/dispatch.h"
@@ -70,6 +71,10 @@ void for_each_dtype(const char* op, const Tensor& x, F&& f) {
 void tree_build_cpu(const Tensor& k, const Tensor& v, int64_t r, const Tensor& pk, const Tensor& pv) {
   for_each_dtype("tree_build", k, [&](auto tag) { build<typename decltype(tag)::type>(k, r, pk); });
   for_each_dtype("tree_build", v, [&](auto tag) { build<typename decltype(tag)::type>(v, r, pv); });
+}
+
+void span_means_cpu(const Tensor& k, int64_t span, const Tensor& means) {
+  for_each_dtype("span_means", k, [&](auto tag) { build<typename decltype(tag)::type>(k, span, means); });
 }
 
 void tree_build_backward_cpu(const Tensor& dpk, const Tensor& dpv, int64_t r, const Tensor& dk,

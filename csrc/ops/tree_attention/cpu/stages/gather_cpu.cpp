@@ -243,8 +243,8 @@ void run_layer(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v, co
 }  // namespace
 
 void select_accumulate_cpu(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v,
-                           const Tensor& parents, const Tensor& cos, const Tensor& sin, const LayerArgs& args,
-                           const Tensor& lmax, const Tensor& lsum, const Tensor& lout,
+                           const Tensor& span_k, const Tensor& parents, const Tensor& cos, const Tensor& sin,
+                           const LayerArgs& args, const Tensor& lmax, const Tensor& lsum, const Tensor& lout,
                            const Tensor& next_parents) {
   if (q.numel() == 0) return;
   dispatch_storage("select_accumulate", q.scalar_type(), [&](auto storage, auto real) {
@@ -263,8 +263,9 @@ void bottom_accumulate_cpu(const Tensor& q, const Tensor& layer_k, const Tensor&
   });
 }
 
-void recompute_selection_cpu(const Tensor& q, const Tensor& layer_k, const Tensor& parents, const Tensor& cos,
-                             const Tensor& sin, const LayerArgs& args, const Tensor& next_parents) {
+void recompute_selection_cpu(const Tensor& q, const Tensor& layer_k, const Tensor& span_k,
+                             const Tensor& parents, const Tensor& cos, const Tensor& sin,
+                             const LayerArgs& args, const Tensor& next_parents) {
   if (q.numel() == 0) return;
   dispatch_storage("recompute_selection", q.scalar_type(), [&](auto storage, auto real) {
     run_layer<typename decltype(storage)::type, typename decltype(real)::type>(

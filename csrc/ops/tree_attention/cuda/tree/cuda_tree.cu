@@ -151,6 +151,7 @@ LayerArgs layer_args(const AttentionProblem& problem, int64_t layer, int64_t fir
   args.selection_stride = problem.args.selection_stride;
   args.scale = problem.args.scale;
   args.importance = problem.args.importance;
+  args.selection_span = problem.args.selection_span;
   return args;
 }
 

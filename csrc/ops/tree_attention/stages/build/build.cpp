@@ -1,5 +1,5 @@
-// Schemas, checks, Meta, Autograd and registrations of tree_build and its backward.
-// docs/semantics/tree_attention.md §1.2, §1.8.
+// Schemas, checks, Meta, Autograd and registrations of tree_build, its backward and span_means.
+// docs/semantics/tree_attention.md §1.2, §1.8, §1.15.
 #include "host/autograd.h"
 #include "host/op_handle.h"
 #include "host/registration.h"
@@ -41,6 +41,19 @@ inline std::tuple<Tensor, Tensor> prepare_tree_build_backward(const Tensor& dpk,
                     " and compression_rate = ", compression_rate);
   return {new_tensor({dpk.sym_size(0), n_child, dpk.sym_size(2), dpk.sym_size(3)}, dpk.scalar_type(), dpk),
           new_tensor({dpv.sym_size(0), n_child, dpv.sym_size(2), dpv.sym_size(3)}, dpv.scalar_type(), dpv)};
+}
+
+// Returns means [B, ceil(T/span), H, K] in the dtype of k, uninitialised.
+inline Tensor prepare_span_means(const Tensor& k, int64_t span) {
+  constexpr const char* kOp = "span_means";
+  TORCH_CHECK_VALUE(span >= 1 && span < kIndexLimit, kOp, ": span must be between 1 and ", kIndexLimit - 1,
+                    ", got ", span);
+  check_rank(kOp, "k", k, 4, "[B, T, H, K]");
+  check_floating(kOp, "k", k, /*double_on_cuda=*/true);
+  TORCH_CHECK_VALUE(holds(k.sym_size(3).sym_ge(1)), kOp, ": K, the last size of k, must be at least 1, got ",
+                    k.sym_sizes());
+  return new_tensor({k.sym_size(0), (k.sym_size(1) + (span - 1)) / span, k.sym_size(2), k.sym_size(3)},
+                    k.scalar_type(), k);
 }
 
 // ---- the ops
@@ -85,6 +98,16 @@ Pair tree_build_backward(const Tensor& dpk, const Tensor& dpv, SymInt n_child, i
     kKernel(unit_last(dpk), unit_last(dpv), r, dk, dv);
   }
   return {dk, dv};
+}
+
+// torch.stack([part.mean(1) for part in torch.split(k.float(), span, dim=1)], 1).to(k.dtype)
+template <SpanMeans* kKernel>
+Tensor span_means(const Tensor& k, int64_t span) {
+  Tensor means = prepare_span_means(k, span);
+  if (means.numel() > 0) {
+    kKernel(unit_last(k), span, means);
+  }
+  return means;
 }
 
 Pair tree_build_backward_meta(const Tensor& dpk, const Tensor& dpv, SymInt n_child, int64_t r) {
@@ -152,29 +175,34 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
                           "tree_build(Tensor k, Tensor v, int compression_rate=16) -> (Tensor pk, Tensor pv)",
                           "tree_build_backward(Tensor dpk, Tensor dpv, SymInt n_child, int "
                           "compression_rate=16) -> (Tensor, Tensor)",
+                          "span_means(Tensor k, int span) -> Tensor",
                       });
 }
 
 TORCH_LIBRARY_IMPL(htree, CPU, library) {
   library.impl("tree_build", TORCH_FN(tree_build<tree_build_cpu>));
   library.impl("tree_build_backward", TORCH_FN(tree_build_backward<tree_build_backward_cpu>));
+  library.impl("span_means", TORCH_FN(span_means<span_means_cpu>));
 }
 
 #if defined(HTREE_WITH_CUDA)
 TORCH_LIBRARY_IMPL(htree, CUDA, library) {
   library.impl("tree_build", TORCH_FN(tree_build<tree_build_cuda>));
   library.impl("tree_build_backward", TORCH_FN(tree_build_backward<tree_build_backward_cuda>));
+  library.impl("span_means", TORCH_FN(span_means<span_means_cuda>));
 }
 #endif
 
 TORCH_LIBRARY_IMPL(htree, Meta, library) {
   library.impl("tree_build", TORCH_FN(prepare_tree_build));
   library.impl("tree_build_backward", TORCH_FN(tree_build_backward_meta));
+  library.impl("span_means", TORCH_FN(prepare_span_means));
 }
 
 TORCH_LIBRARY_IMPL(htree, Autograd, library) {
   library.impl("tree_build", TORCH_FN(tree_build_autograd));
   library.impl("tree_build_backward", TORCH_FN(tree_build_backward_autograd));
+  register_no_gradient(library, {"span_means"});
 }
 
 }  // namespace htree::tree_attention

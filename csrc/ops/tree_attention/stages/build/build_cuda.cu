@@ -29,6 +29,14 @@ void tree_build_cuda(const Tensor& k, const Tensor& v, int64_t r, const Tensor& 
   });
 }
 
+void span_means_cuda(const Tensor& k, int64_t span, const Tensor& means) {
+  const LaunchScope scope(k);
+  dispatch_device_dtype("span_means", k.scalar_type(), AllFloatTypes{}, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    C10_CUDA_CHECK(launch_tree_build(build_params<T>(k, means, k, span), scope.stream()));
+  });
+}
+
 void tree_build_backward_cuda(const Tensor& dpk, const Tensor& dpv, int64_t r, const Tensor& dk,
                               const Tensor& dv) {
   const LaunchScope scope(dk);

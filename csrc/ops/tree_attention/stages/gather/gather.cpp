@@ -13,7 +13,8 @@ using State = std::tuple<Tensor, Tensor, Tensor>;
 using StateAndParents = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using StateAndTopk = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// Every tensor of an op that scores a layer's candidates; `layer_v` is undefined where none is read.
+// Every tensor of an op that scores a layer's candidates; `layer_v` and `span_k` are undefined where none is
+// read.
 struct LayerTensors {
   const Tensor& q;        // [B, T_q, H, K]
   const Tensor& layer_k;  // [B, N, H_kv, K]
@@ -21,6 +22,7 @@ struct LayerTensors {
   const Tensor& parents;  // int32 [B, ceil(T_q / s), H_kv or H, k]
   const Tensor& cos;      // [size, K/2], size at least k*r
   const Tensor& sin;      // as cos
+  Tensor span_k;          // [B, ceil(T / selection_span), H_kv, K]
 };
 
 struct LayerOptions {
@@ -29,6 +31,7 @@ struct LayerOptions {
   std::optional<double> scale;
   const SymInt& t0;
   int64_t selection_stride = 1;
+  std::optional<int64_t> selection_span = std::nullopt;
 };
 
 // Lists are shared by the G heads of a group, or belong to one query head each.
@@ -47,6 +50,32 @@ inline void check_layer(const char* op, const LayerTensors& in, const LayerOptio
 
 inline void check_above_bottom(const char* op, int64_t layer) {
   TORCH_CHECK_VALUE(layer > 0, op, ": layer must be above the bottom (at least 1), got ", layer);
+}
+
+// What the ops that select take beyond check_layer. Their `span_k` and `selection_span` come both or neither.
+inline void check_selection(const char* op, const LayerTensors& in, const LayerOptions& options,
+                            int64_t top_k, std::string_view importance) {
+  check_above_bottom(op, options.layer);
+  check_list_width(op, "top_k", top_k, options.compression_rate);
+  check_selection_span(op, options.selection_span, options.compression_rate,
+                       parse_importance(op, importance));
+  TORCH_CHECK_VALUE(in.span_k.defined() == options.selection_span.has_value(), op,
+                    ": span_k and selection_span must be given together or not at all, got span_k ",
+                    in.span_k.defined() ? "alone" : "None");
+  if (!in.span_k.defined()) {
+    return;
+  }
+  check_rank(op, "span_k", in.span_k, 4, "[B, ceil(T / selection_span), H_kv, K]");
+  check_same_dtype(op, "span_k", in.span_k, "layer_k", in.layer_k);
+  check_same_device(op, "span_k", in.span_k, "layer_k", in.layer_k);
+  check_size(op, "span_k", in.span_k, 0, in.layer_k.sym_size(0), "B of layer_k");
+  check_size(op, "span_k", in.span_k, 2, in.layer_k.sym_size(2), "H_kv of layer_k");
+  check_size(op, "span_k", in.span_k, 3, in.layer_k.sym_size(3), "K of layer_k");
+  const int64_t per_node = node_span(options.compression_rate, options.layer) / *options.selection_span;
+  TORCH_CHECK_VALUE(same_size((in.span_k.sym_size(1) + (per_node - 1)) / per_node, in.layer_k.sym_size(1)),
+                    op, ": span_k must have the means of the tokens below layer_k, ", per_node,
+                    " per node and fewer for the last alone, got ", in.span_k.sym_size(1), " means for ",
+                    in.layer_k.sym_size(1), " nodes");
 }
 
 inline State new_layer_state(const LayerTensors& in) {
@@ -95,9 +124,7 @@ inline StateAndParents prepare_select_accumulate(const LayerTensors& in, const L
                                                  int64_t top_k, std::string_view importance) {
   constexpr const char* kOp = "select_accumulate";
   check_layer(kOp, in, options);
-  check_above_bottom(kOp, options.layer);
-  check_list_width(kOp, "top_k", top_k, options.compression_rate);
-  parse_importance(kOp, importance);
+  check_selection(kOp, in, options, top_k, importance);
   auto [lmax, lsum, lout] = new_layer_state(in);
   return {lmax, lsum, lout, new_lists(in, top_k)};
 }
@@ -112,9 +139,7 @@ inline Tensor prepare_recompute_selection(const LayerTensors& in, const LayerOpt
                                           std::string_view importance) {
   constexpr const char* kOp = "recompute_selection";
   check_layer(kOp, in, options);
-  check_above_bottom(kOp, options.layer);
-  check_list_width(kOp, "top_k", top_k, options.compression_rate);
-  parse_importance(kOp, importance);
+  check_selection(kOp, in, options, top_k, importance);
   return new_lists(in, top_k);
 }
 
@@ -122,11 +147,17 @@ inline Tensor prepare_recompute_selection(const LayerTensors& in, const LayerOpt
 
 namespace {
 
+Tensor unit_last_or_none(const Tensor& x) {
+  return x.defined() ? unit_last(x) : Tensor();
+}
+
 LayerArgs resolve(const char* op, const LayerTensors& in, const LayerOptions& options, int64_t top_k) {
   LayerArgs args = resolve_layer(op, options.layer, options.compression_rate, in.parents.size(3), top_k,
                                  options.t0, in.layer_k.size(1), in.q.size(1));
   args.selection_stride = options.selection_stride;
   args.scale = resolve_scale(options.scale, in.q.size(3));
+  args.selection_span = options.selection_span.value_or(0);
+  TORCH_CHECK_NOT_IMPLEMENTED(args.selection_span == 0, op, ": selection_span has no kernel yet");
   return args;
 }
 
@@ -199,21 +230,24 @@ StateAndTopk compute_and_select(const Tensor& q, const Tensor& layer_k, const Te
 // mask_topk_scores_(scores, topk)
 // accumulate_non_topk(layer_v, parents, scores, n, layer, r, t0), compute_next_parents(parents, topk, r)
 // For s > 1 topk and next_parents are the leaders', query t masks with the row of its leader t - t % s.
+// With a selection_span topk comes from the scores of span_k in place of scores: §1.15.
 template <SelectAccumulate* kKernel>
 StateAndParents select_accumulate(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v,
                                   const Tensor& parents, const Tensor& cos, const Tensor& sin, int64_t layer,
                                   int64_t compression_rate, int64_t top_k, std::optional<double> scale,
-                                  std::string_view importance, SymInt t0, int64_t selection_stride) {
-  const LayerTensors in = {q, layer_k, layer_v, parents, cos, sin};
-  const LayerOptions options = {layer, compression_rate, scale, t0, selection_stride};
+                                  std::string_view importance, SymInt t0, int64_t selection_stride,
+                                  const std::optional<Tensor>& span_k,
+                                  std::optional<int64_t> selection_span) {
+  const LayerTensors in = {q, layer_k, layer_v, parents, cos, sin, span_k.value_or(Tensor())};
+  const LayerOptions options = {layer, compression_rate, scale, t0, selection_stride, selection_span};
   StateAndParents result = prepare_select_accumulate(in, options, top_k, importance);
   if constexpr (kKernel != nullptr) {
     const auto& [lmax, lsum, lout, next_parents] = result;
     LayerArgs args = resolve("select_accumulate", in, options, top_k);
     args.importance = parse_importance("select_accumulate", importance);
     if (lout.numel() > 0) {
-      kKernel(unit_last(q), unit_last(layer_k), unit_last(layer_v), unit_last(parents), unit_last(cos),
-              unit_last(sin), args, lmax, lsum, lout, next_parents);
+      kKernel(unit_last(q), unit_last(layer_k), unit_last(layer_v), unit_last_or_none(in.span_k),
+              unit_last(parents), unit_last(cos), unit_last(sin), args, lmax, lsum, lout, next_parents);
     }
   }
   return result;
@@ -244,17 +278,18 @@ template <RecomputeSelection* kKernel>
 Tensor recompute_selection(const Tensor& q, const Tensor& layer_k, const Tensor& parents, const Tensor& cos,
                            const Tensor& sin, int64_t layer, int64_t compression_rate, int64_t top_k,
                            std::optional<double> scale, std::string_view importance, SymInt t0,
-                           int64_t selection_stride) {
+                           int64_t selection_stride, const std::optional<Tensor>& span_k,
+                           std::optional<int64_t> selection_span) {
   const Tensor no_values;
-  const LayerTensors in = {q, layer_k, no_values, parents, cos, sin};
-  const LayerOptions options = {layer, compression_rate, scale, t0, selection_stride};
+  const LayerTensors in = {q, layer_k, no_values, parents, cos, sin, span_k.value_or(Tensor())};
+  const LayerOptions options = {layer, compression_rate, scale, t0, selection_stride, selection_span};
   Tensor next_parents = prepare_recompute_selection(in, options, top_k, importance);
   if constexpr (kKernel != nullptr) {
     LayerArgs args = resolve("recompute_selection", in, options, top_k);
     args.importance = parse_importance("recompute_selection", importance);
     if (next_parents.numel() > 0) {
-      kKernel(unit_last(q), unit_last(layer_k), unit_last(parents), unit_last(cos), unit_last(sin), args,
-              next_parents);
+      kKernel(unit_last(q), unit_last(layer_k), unit_last_or_none(in.span_k), unit_last(parents),
+              unit_last(cos), unit_last(sin), args, next_parents);
     }
   }
   return next_parents;
@@ -291,8 +326,8 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
           "sin, "
           "int layer, int compression_rate=16, int top_k=512, float? scale=None, str "
           "importance=\"lse_causal\", "
-          "SymInt t0=0, int selection_stride=1) -> (Tensor lmax, Tensor lsum, Tensor lout, Tensor "
-          "next_parents)",
+          "SymInt t0=0, int selection_stride=1, Tensor? span_k=None, int? selection_span=None) "
+          "-> (Tensor lmax, Tensor lsum, Tensor lout, Tensor next_parents)",
           "bottom_accumulate(Tensor q, Tensor layer_k, Tensor layer_v, Tensor parents, Tensor cos, Tensor "
           "sin, "
           "int compression_rate=16, float? scale=None, SymInt t0=0, int selection_stride=1) "
@@ -300,7 +335,7 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
           "recompute_selection(Tensor q, Tensor layer_k, Tensor parents, Tensor cos, Tensor sin, int layer, "
           "int compression_rate=16, int top_k=512, float? scale=None, str importance=\"lse_causal\", SymInt "
           "t0=0, "
-          "int selection_stride=1) -> Tensor next_parents",
+          "int selection_stride=1, Tensor? span_k=None, int? selection_span=None) -> Tensor next_parents",
       });
 }
 

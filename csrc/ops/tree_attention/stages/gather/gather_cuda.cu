@@ -81,7 +81,7 @@ LayerCall shared_lists_call(const Tensor& q, const Tensor& layer_k, const Tensor
 }  // namespace
 
 void select_accumulate_cuda(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v,
-                            const Tensor& parents, const Tensor& cos, const Tensor& sin,
+                            const Tensor& span_k, const Tensor& parents, const Tensor& cos, const Tensor& sin,
                             const LayerArgs& args, const Tensor& lmax, const Tensor& lsum, const Tensor& lout,
                             const Tensor& next_parents) {
   const LaunchScope scope(q);
@@ -120,9 +120,9 @@ void bottom_accumulate_cuda(const Tensor& q, const Tensor& layer_k, const Tensor
 }
 
 // Only the leaders are scored: rows s apart, each with a list of its own.
-void recompute_selection_cuda(const Tensor& q, const Tensor& layer_k, const Tensor& parents,
-                              const Tensor& cos, const Tensor& sin, const LayerArgs& args,
-                              const Tensor& next_parents) {
+void recompute_selection_cuda(const Tensor& q, const Tensor& layer_k, const Tensor& span_k,
+                              const Tensor& parents, const Tensor& cos, const Tensor& sin,
+                              const LayerArgs& args, const Tensor& next_parents) {
   const LaunchScope scope(q);
   if (next_parents.numel() == 0) {
     return;

@@ -74,8 +74,8 @@ class GeneralBackward {
                                     stream_));
     for (size_t i = top; i > 0 && b_.parents.empty(); --i) {
       lists[i - 1] = new_lists();
-      recompute_selection_cuda(rows_of(b_.q, c), tree_.keys[i].narrow(0, c.batch, c.num_batches), lists[i],
-                               tables_.cos, tables_.sin,
+      recompute_selection_cuda(rows_of(b_.q, c), tree_.keys[i].narrow(0, c.batch, c.num_batches),
+                               /*span_k=*/Tensor(), lists[i], tables_.cos, tables_.sin,
                                layer_args(problem_, static_cast<int64_t>(i), c.query), lists[i - 1]);
     }
     return lists;
