@@ -1,6 +1,6 @@
-// Argument checks and allocations that the stages share. docs/semantics/tree_attention.md §1.3, §1.8
-// "Validation", §1.12, §1.13. All but resolve_layer work on symbolic sizes, so Meta runs the very same checks
-// as CPU and CUDA.
+// Argument checks and allocations that the stages share (docs/semantics/tree_attention.md §1.3, §1.8
+// "Validation", §1.12, §1.13). All but resolve_layer work on symbolic sizes, so Meta runs the very same
+// checks as CPU and CUDA.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -36,20 +36,20 @@ void check_selection_span(const char* op, std::optional<int64_t> selection_span,
 void check_position(const char* op, int64_t layer, int64_t compression_rate, const SymInt& t0,
                     int64_t selection_stride = 1);
 
-// Rows of the parent lists of `num_queries` queries.
+// Number of parent lists that `num_queries` queries have.
 inline SymInt list_rows(const SymInt& num_queries, int64_t selection_stride) {
   return selection_stride == 1 ? num_queries : (num_queries + (selection_stride - 1)) / selection_stride;
 }
 
 // ---- tensors
 
-// q [B, T_q, H, K] against keys [B, N, H_kv, K]: dtype, device, B, K even and at least 2, H a multiple of
-// H_kv.
+// q [B, T_q, H, K] against keys [B, N, H_kv, K]: the same dtype, device, B and K; K is even and at least 2, H
+// is a multiple of H_kv.
 void check_queries(const char* op, const Tensor& q, const char* keys_name, const Tensor& keys);
 // keys [B, N, H_kv, K] against values [B, N, H_kv, V], V at least 1.
 void check_values(const char* op, const char* keys_name, const Tensor& keys, const char* values_name,
                   const Tensor& values);
-// int32 with exactly this shape; `meaning` spells it in the documented letters.
+// int32 with exactly this shape, which `meaning` spells in the letters of the documentation.
 void check_indices(const char* op, const char* name, const Tensor& indices, c10::SymIntArrayRef shape,
                    const char* meaning, const Tensor& like);
 // parents int32 [B, ceil(T_q / s), heads, k], k at least 1.
@@ -76,15 +76,16 @@ Tensor new_tensor(c10::SymIntArrayRef shape, at::ScalarType dtype, const Tensor&
 std::tuple<Tensor, Tensor, Tensor> new_state(const SymInt& batch, const SymInt& queries, const SymInt& heads,
                                              const SymInt& value_dim, const Tensor& like);
 
-// ---- what the kernels take
+// ---- what the kernels are given
 
-// The kernels read any strides whose last dim is unit stride; other tensors are copied.
+// The kernels read any strides whose last one is 1; other tensors are copied.
 inline Tensor unit_last(const Tensor& x) {
   if (x.size(-1) != 1 && x.stride(-1) != 1) {
     return x.contiguous();
   }
-  // On CUDA the width of the loads must follow from the shape alone, or a view's bits would depend on its
-  // place in memory: rows that a contiguous tensor would align, but this one does not, are copied.
+  // On CUDA the width of the loads must follow from the shape alone, or the bits of a view would depend on
+  // its place in memory. So a tensor whose rows lie off the 16-byte grid, where those of a contiguous one
+  // would not, is copied.
   constexpr int64_t kAlignment = 16;
   const auto size = static_cast<int64_t>(x.element_size());
   if (!x.is_cuda() || x.size(-1) * size % kAlignment != 0) {
@@ -101,7 +102,7 @@ inline double resolve_scale(std::optional<double> scale, int64_t key_dim) {
   return scale.has_value() ? *scale : 1.0 / std::sqrt(static_cast<double>(key_dim));
 }
 
-// The arguments of one layer as numbers; real sizes only. `num_nodes` is N of the layer.
+// The arguments of one layer as numbers; sizes must be real, not symbolic. `num_nodes` is N of the layer.
 LayerArgs resolve_layer(const char* op, int64_t layer, int64_t compression_rate, int64_t list_width,
                         int64_t top_k, const SymInt& t0, int64_t num_nodes, int64_t num_queries);
 

@@ -1,5 +1,5 @@
 // The IO-only twin of the staged pipeline (docs/semantics/io_twins.md §2): schema, registrations, and one
-// body for CPU and CUDA that calls the stages' ops.
+// body for CPU and CUDA, which calls the ops of the stages.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
@@ -16,7 +16,7 @@ namespace {
 
 using StateTensors = std::tuple<Tensor, Tensor, Tensor>;
 
-// Scores of one piece of queries, at most: longer sequences are worked on in pieces, like the full pipeline
+// Most bytes of scores at a time. Longer sequences are worked on in pieces of queries, like the full pipeline
 // of the benchmark.
 constexpr int64_t kMaxScoreBytes = int64_t{1} << 30;
 
@@ -32,7 +32,7 @@ TreeOptions io_options(int64_t compression_rate, int64_t max_top_nodes, int64_t 
 
 Tensor prepare_io_attention(const Tensor& q, const Tensor& k, const Tensor& v, const TreeOptions& options,
                             std::string_view select) {
-  constexpr const char* kOp = "htree_forward_io_only";  // the function around the op
+  constexpr const char* kOp = "htree_forward_io_only";  // the Python function that calls the op
   parse_io_select(kOp, select);
   return std::get<0>(prepare_attention_forward(kOp, q, k, v, options, /*store_parents=*/false));
 }

@@ -1,8 +1,8 @@
 // CPU and CUDA entry points of the room. Arguments come checked and outputs allocated (contiguous) by the
-// stages' prepare functions; every element of an output is written. Inputs may have any strides with a unit
-// last dim. Shapes: q [B, T_q, H, K], layer_k [B, N, H_kv, K], layer_v [B, N, H_kv, V], parents int32 [B,
-// ceil(T_q/s), H_kv, k], cos and sin [size, K/2], states [B, T_q, H] and [B, T_q, H, V] in fp32 (fp64 for
-// fp64 inputs).
+// prepare functions of the stages; a kernel writes every element of its outputs. Inputs may have any strides
+// with a unit last one. Shapes: q [B, T_q, H, K], layer_k [B, N, H_kv, K], layer_v [B, N, H_kv, V], parents
+// int32 [B, ceil(T_q/s), H_kv, k], cos and sin [size, K/2], states [B, T_q, H] and [B, T_q, H, V] in fp32
+// (fp64 for fp64 inputs).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -50,8 +50,8 @@ MaskTopkScores mask_topk_scores_cpu, mask_topk_scores_cuda;
 ComputeNextParents compute_next_parents_cpu, compute_next_parents_cuda;
 AccumulateNonTopk accumulate_non_topk_cpu, accumulate_non_topk_cuda;
 
-// ---- per query head, with reverse subtraction: §1.7, §1.8. parents, topk_* [B, T_q, H, k]; width 0 at layer
-// 0.
+// ---- with one list per query head, and reverse subtraction: §1.7, §1.8. parents and topk_* are [B, T_q, H,
+// k]; at layer 0 topk_* have width 0.
 using ComputeAndSelect = void(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v,
                               const Tensor& parents, const Tensor& cos, const Tensor& sin,
                               const LayerArgs& args, const Tensor& lmax, const Tensor& lsum,
@@ -87,9 +87,9 @@ using FinalNormalize = void(const Tensor& gout, const Tensor& gsum, const Tensor
 MergeToGlobal merge_to_global_cpu, merge_to_global_cuda;
 FinalNormalize final_normalize_cpu, final_normalize_cuda;
 
-// ---- the whole: §1.5, §1.10. `parents` holds one list per layer, [0] for the bottom, or is empty when they
-// are not kept; in the backward an empty one is recomputed. Undefined dq, dk or dv are not wanted and cost
-// nothing.
+// ---- the whole: §1.5, §1.10. `parents` holds one list tensor per layer, [0] for the bottom. It is empty
+// where lists are not kept; the backward then selects them again. An undefined dq, dk or dv is not wanted and
+// costs nothing.
 using AttentionForward = void(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args,
                               const Tensor& out, const Tensor& gmax, const Tensor& gsum,
                               const std::vector<Tensor>& parents);
@@ -100,9 +100,8 @@ using AttentionBackward = void(const Tensor& dout, const Tensor& q, const Tensor
 AttentionForward attention_forward_cpu, attention_forward_cuda;
 AttentionBackward attention_backward_cpu, attention_backward_cuda;
 
-// ---- CPU and CUDA entry points of the IO-only twins: the kernels of kernels.h with the policy IoOnly, for
-// tensors of the same shapes and contracts. docs/semantics/io_twins.md §2.2.
-
+// ---- the IO-only twins: the same kernels with the policy IoOnly, for tensors of the same shapes, under the
+// same contracts. docs/semantics/io_twins.md §2.2.
 using IoSelectTopk = void(const Tensor& scores, const Tensor& num_candidates, int64_t top_k,
                           const IoPositions& io, const Tensor& topk_positions);
 

@@ -1,5 +1,4 @@
-// Sizes and options that the stages of tree attention share. docs/semantics/tree_attention.md §1.1-1.3,
-// §1.12.
+// Sizes and options that the stages of tree attention share. docs/semantics/tree_attention.md §1.1-1.3, §1.12
 #pragma once
 
 #include <cstdint>
@@ -16,14 +15,13 @@ namespace htree::tree_attention {
 
 enum class Importance { kLseCausal, kLse, kExpJoint };
 
-// One call of a staged or fused op on one layer, with every optional argument resolved and checked.
-// Query row i stands at token t = t0 + i; row j of `parents` serves the queries with t / selection_stride ==
-// t0 / selection_stride + j. `top_k` is the width of the next list, `list_width` the width of the parents
-// given.
+// One call of a staged or fused op on one layer, with every optional argument resolved and checked. Query row
+// i stands at token t = t0 + i. Row j of `parents` serves the queries with t / selection_stride == t0 /
+// selection_stride + j. `top_k` is the width of the next lists, `list_width` the width of the given ones.
 struct LayerArgs {
   int64_t layer = 0;              // 0 = tokens
   int64_t compression_rate = 16;  // r, children per parent
-  int64_t list_width = 0;         // k of the parents argument; a list spans at most list_width * r candidates
+  int64_t list_width = 0;         // k of the given parents; a list spans at most list_width * r candidates
   int64_t top_k = 0;
   int64_t t0 = 0;
   int64_t selection_stride = 1;
@@ -39,13 +37,13 @@ struct AttentionArgs {
   int64_t top_k = 512;
   int64_t selection_stride = 1;
   double scale = 1.0;
-  bool rotate = true;  // false: rope_base None, no rotation at any layer
+  bool rotate = true;  // false where rope_base is None: no rotation at any layer
   double rope_base = 10000.0;
   Importance importance = Importance::kLseCausal;
   int64_t selection_span = 0;  // as in LayerArgs
 };
 
-// Layers of the tree over `num_tokens`: 1 until the top layer has at most `max_top_nodes` nodes.
+// The number of layers of the tree over `num_tokens` tokens; the top layer has at most `max_top_nodes` nodes.
 inline int64_t num_layers(int64_t num_tokens, int64_t max_top_nodes, int64_t compression_rate) {
   int64_t layers = 1;
   for (int64_t n = num_tokens; n > max_top_nodes; n = ceil_div(n, compression_rate)) {
@@ -54,7 +52,7 @@ inline int64_t num_layers(int64_t num_tokens, int64_t max_top_nodes, int64_t com
   return layers;
 }
 
-// r^exponent, saturating far above any length.
+// r^exponent, capped far above any length.
 inline int64_t node_span(int64_t compression_rate, int64_t exponent) {
   int64_t span = 1;
   for (int64_t i = 0; i < exponent; ++i) {
@@ -66,19 +64,19 @@ inline int64_t node_span(int64_t compression_rate, int64_t exponent) {
   return span;
 }
 
-// ---- Candidate arithmetic of docs/semantics/tree_attention.md §1.3, shared by the CPU and the CUDA kernels.
+// ---- candidates, docs/semantics/tree_attention.md §1.3, for the CPU and the CUDA kernels
 //
-// A query with the ascending parents P_0 < ... < P_{m-1} of a layer (-1 after them) has the candidates p in
-// [0, n), candidate p being node P_{p / r} * r + p mod r. Only the last parent is cut short: at the query's
-// own node.
+// A query whose list in a layer holds the parents P_0 < ... < P_{m-1} (then -1) has the candidates p in [0,
+// n). Candidate p is node P_{p / r} * r + p mod r. Only the last parent is cut short, at the query's own
+// node.
 
-// Number of candidates of a query whose rightmost node in the layer is `rightmost` = t / r^layer.
+// The number of candidates of a query whose own node in the layer is `rightmost` = t / r^layer.
 HTREE_HOST_DEVICE int64_t candidate_count(int64_t num_parents, int64_t rightmost, int64_t r) {
   return num_parents > 0 ? (num_parents - 1) * r + rightmost % r + 1 : 0;
 }
 
-// A node takes part when it exists and starts at or before the query; only a list that breaks the invariant
-// (last parent = the one that contains the query) can name another one, and such a candidate contributes
+// Whether a node takes part: it exists, and it starts at or before the query. Only a list that breaks the
+// invariant (its last parent is the query's own) can name another node, and such a candidate contributes
 // nothing.
 HTREE_HOST_DEVICE bool node_present(int64_t node, int64_t rightmost, int64_t num_nodes) {
   return node >= 0 && node <= rightmost && node < num_nodes;

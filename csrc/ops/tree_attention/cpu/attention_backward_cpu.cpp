@@ -1,4 +1,12 @@
-// Parent lists the other way round.
+// CPU kernel of attention_backward (docs/semantics/tree_attention.md §1.10). Its result does not depend on
+// the number of threads.
+//
+// It works on one key/value head at a time, in chunks of queries, layer by layer, in two steps. The first
+// goes by query: it scores again, writes P and dS into the chunk's buffer, and adds up dq. The second goes by
+// destination: an inverse list names, for each parent, the queries of the chunk that have it in their list,
+// and one thread sums the gradients of the parent's children in the order of the queries. At the end the
+// gradients of the upper layers are pushed down. Temporary memory: the layers laid out twice
+// (packed_layer.h), their gradients in fp32 for one head, and the chunk's buffers, about kChunkBytes.
 #include <cstdint>
 #include <vector>
 
@@ -7,8 +15,8 @@
 
 namespace htree::tree_attention {
 
-// Which queries of a chunk have a parent in their list: entries [begin[p], begin[p + 1]) belong to parent p,
-// in ascending order of the query.
+// The inverse of parent lists: which queries of a chunk have a parent in their list. Entries [begin[p],
+// begin[p + 1]) belong to parent p, in ascending order of the query.
 struct InverseList {
   struct Entry {
     int32_t query;
@@ -17,7 +25,7 @@ struct InverseList {
   std::vector<int64_t> begin;
   std::vector<Entry> entries;
 
-  // candidates: one per query, with count 0 for a query that merges nothing.
+  // `candidates` has one entry per query; its count is 0 for a query that merges nothing.
   void build(const std::vector<Candidates>& candidates, int64_t num_queries, int64_t num_parents) {
     begin.assign(num_parents + 1, 0);
     const auto for_each = [&](auto&& visit) {
@@ -40,16 +48,6 @@ struct InverseList {
     });
   }
 };
-
-// ---- CPU kernel of attention_backward (docs/semantics/tree_attention.md §1.10), deterministic whatever the
-// number of threads.
-//
-// One key/value head at a time, in chunks of queries, layer by layer, in two steps. By query: scores again, P
-// and dS into the chunk's buffer, dq. By destination: an inverse list names, for each parent, the queries of
-// the chunk that have it in their list; its children's gradients are summed by one thread in the order of the
-// queries. The gradients of the upper layers are pushed down at the end. Temporary memory: the layers laid
-// out twice (packed_layer.h), their gradients in fp32 for one head, and the chunk's buffers, about
-// kChunkBytes.
 
 namespace {
 
@@ -120,7 +118,7 @@ class Backward {
   bool wants_values() const { return dv_.defined(); }
   bool wants_scores() const { return dq_.defined() || dk_.defined(); }
 
-  // Offset of query row i, head 0 of the group, in tensors [B, T_q, H].
+  // Offset of query row i and head 0 of the group in tensors [B, T_q, H].
   int64_t head_row(int64_t b, int64_t h, int64_t i) const {
     return (b * pyramid_.num_queries + i) * pyramid_.heads + h * shape_.group;
   }
@@ -141,7 +139,7 @@ class Backward {
     }
   }
 
-  // f(worker, i) for the queries of the chunk; all queries of one leader are in one task, in order.
+  // Calls f(worker, i) for the queries of the chunk. All queries of a leader are in one task, in order.
   template <typename F>
   void for_queries(int64_t begin, int64_t end, F&& f) {
     const int64_t task_queries = round_up(kTaskQueries, args_.selection_stride);
@@ -184,7 +182,7 @@ class Backward {
                 shape_.group * shape_.row(), Real{0});
   }
 
-  // The list of query row i at layer l, given or the chunk's own.
+  // The list of query row i at layer l: the given one, or the chunk's own.
   int32_t* list_of(int64_t b, int64_t h, int64_t l, int64_t begin, int64_t i) {
     const int64_t row = i / args_.selection_stride;
     if (!parents_.empty()) {
@@ -195,7 +193,7 @@ class Backward {
     return lists_.data() + (l * rows + row - begin / args_.selection_stride) * args_.top_k;
   }
 
-  // One query at one layer: its list if it must be selected again, P, dS and dq.
+  // Works on one query at one layer: selects its list again if need be, then P, dS and dq.
   void visit(QueryWorker<Real>& worker, const PackedLayer<Real>& layer, int64_t b, int64_t h, int64_t l,
              int64_t begin, int64_t i, std::vector<int32_t>& positions) {
     const int64_t r = args_.compression_rate;
@@ -242,7 +240,7 @@ class Backward {
     }
   }
 
-  // The chunk's contribution to the gradients of layer l, each parent's children by one thread.
+  // Adds the chunk's contribution to the gradients of layer l; one thread takes all children of a parent.
   void scatter(const PackedLayer<Real>& layer, int64_t l, int64_t num_queries) {
     const int64_t r = args_.compression_rate;
     const int64_t num_parents = ceil_div(layer.num_nodes, r);
@@ -291,7 +289,8 @@ class Backward {
     }
   }
 
-  // f(node, child, share, parent) for the nodes of layer l; the parent's gradient counts 1 / c.
+  // Calls f(node, child, share, parent) for the nodes of layer l; `share` = 1 / c is what the parent's
+  // gradient counts.
   template <typename F>
   void for_nodes(int64_t l, F&& f) {
     const int64_t r = args_.compression_rate;
@@ -316,7 +315,7 @@ class Backward {
           const int64_t hi_at = shape_.half_pad + d;
           Real lo = row[d];
           Real hi = row[hi_at];
-          if (rotation.cos != nullptr) {  // out of the frame of K', by -child
+          if (rotation.cos != nullptr) {  // K' was rotated by `child`: rotate back
             const Real c = rotation.cos[child * shape_.half_pad + d];
             const Real s = rotation.sin[child * shape_.half_pad + d];
             row[d] = lo * c + hi * s;
@@ -365,16 +364,16 @@ class Backward {
   QueryShape shape_;
   Tensor dout_, out_, gmax_, gsum_, q_, dq_, dk_, dv_;
   std::vector<Tensor> parents_;
-  int64_t chunk_;  // queries, a multiple of the selection stride
+  int64_t chunk_;  // number of queries, a multiple of the selection stride
 
-  // Of the chunk: [chunk] rows of the sizes named in query_kernels.h.
+  // For the chunk: [chunk] rows of the sizes named in query_kernels.h.
   std::vector<Real> queries_, query_gradients_, douts_, deltas_, weights_, dscores_;
   std::vector<uint8_t> finite_;
   std::vector<Candidates> candidates_;
   std::vector<int32_t> lists_;  // [depth][chunk / stride][k]
   InverseList inverse_;
 
-  // Of the head, per layer: [nodes][row] and [nodes][value_pad].
+  // For the head, per layer: [nodes][row] and [nodes][value_pad].
   std::vector<std::vector<Real>> key_gradients_, value_gradients_;
 };
 

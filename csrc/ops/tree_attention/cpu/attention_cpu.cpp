@@ -1,7 +1,7 @@
-// CPU kernel of attention_forward: a task takes a few queries of one key/value head through all layers, top
-// to bottom, so that neither scores nor (unless they are kept) parent lists exist for more than one query per
-// thread. Temporary memory: the pooled layers, their fp32 copies (packed_layer.h), and per thread about G
-// k r elements.
+// CPU kernel of attention_forward: a task takes a few queries of one key/value head through all layers from
+// the top down, so that neither scores nor (unless they are kept) parent lists exist for more than one query
+// per thread. Temporary memory: the layers of the tree, their fp32 copies (packed_layer.h), and about G k r
+// elements per thread.
 #include "ops/tree_attention/cpu/pyramid.h"
 
 namespace htree::tree_attention {

@@ -1,4 +1,5 @@
-// Lays the layers of the tree out for the query kernels (query_kernels.h), and the host side of using them.
+// Copies the layers of the tree into the layout of the query kernels (query_kernels.h), and helps torch code
+// to call those kernels.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -34,7 +35,7 @@ const QueryKernels<Real>& query_kernels() {
 template <typename Real>
 constexpr at::ScalarType kRealType = std::is_same_v<Real, double> ? at::kDouble : at::kFloat;
 
-// Calls f(Type<T>{}, Type<Real>{}) for the storage type T of `dtype` and the type its arithmetic runs in.
+// Calls f(Type<T>{}, Type<Real>{}), T being the storage type of `dtype` and Real the type of its arithmetic.
 template <typename F>
 void dispatch_storage(const char* op, at::ScalarType dtype, F&& f) {
   dispatch_dtype(op, dtype, AllFloatTypes{}, [&](auto tag) {
@@ -62,7 +63,7 @@ inline QueryShape query_shape(const at::Tensor& q, int64_t kv_heads, int64_t val
   return shape;
 }
 
-// Tasks are handed to the threads one by one, because their cost grows with t; f(task) must not depend on the
+// Hands the tasks to the threads one by one, because their cost grows with t. f(task) must not depend on the
 // thread. make_worker() is called once per thread.
 template <typename MakeWorker>
 void parallel_tasks(int64_t num_tasks, MakeWorker&& make_worker) {
@@ -76,8 +77,8 @@ void parallel_tasks(int64_t num_tasks, MakeWorker&& make_worker) {
   });
 }
 
-// An uninitialised array of `rows` rows of `size` elements. Parents are gathered at random from it, a page or
-// two each: huge pages, where the system grants them, save most of the address translations.
+// An uninitialised array of `rows` rows of `size` elements. Parents are gathered from it at random, a page or
+// two each, and huge pages, where the system grants them, save most of the address translations.
 inline at::Tensor empty_rows(int64_t rows, int64_t size, at::ScalarType dtype) {
   at::Tensor tensor = at::empty({rows, size}, dtype);
 #if defined(__linux__)
@@ -90,7 +91,7 @@ inline at::Tensor empty_rows(int64_t rows, int64_t size, at::ScalarType dtype) {
   return tensor;
 }
 
-// The rotation table padded for the kernels: [2][positions][half_pad].
+// The rotation table, padded for the kernels: [2][positions][half_pad].
 struct RotationTable {
   at::Tensor table;
 
@@ -104,7 +105,7 @@ struct RotationTable {
   }
 };
 
-// Angles p base^(-2i/K), computed in double and rounded once.
+// From the angles p base^(-2i/K), computed in double and rounded once.
 template <typename Real>
 RotationTable make_rotation(int64_t positions, const QueryShape& shape, double base) {
   at::Tensor table = at::empty({2, positions, shape.half_pad}, kRealType<Real>);
@@ -126,7 +127,7 @@ RotationTable make_rotation(int64_t positions, const QueryShape& shape, double b
   return {table};
 }
 
-// The first `positions` rows of the cos and sin tensors [size, K/2].
+// From the first `positions` rows of the cos and sin tensors [size, K/2].
 template <typename Real>
 RotationTable copy_rotation(const at::Tensor& cos, const at::Tensor& sin, int64_t positions,
                             const QueryShape& shape) {
@@ -136,12 +137,12 @@ RotationTable copy_rotation(const at::Tensor& cos, const at::Tensor& sin, int64_
   return {table};
 }
 
-// One layer of all (batch, key/value head) pairs: fp32 (or fp64) copies of k and v, padded. Memory in
-// elements: B H_kv N (K r_pad/r + V), and as much again with `gradients`.
+// One layer of all (batch, key/value head) pairs: padded copies of k and v in fp32 (fp64 for fp64 inputs).
+// They take B H_kv N (K r_pad/r + V) elements, and as many again with `gradients`.
 template <typename Real>
 class PackedLayers {
  public:
-  // layer_k [B, N, H_kv, K] and layer_v [B, N, H_kv, V] or undefined, unit stride in the last dim.
+  // layer_k is [B, N, H_kv, K], layer_v [B, N, H_kv, V] or undefined. The last stride is 1.
   template <typename T>
   static PackedLayers make(const at::Tensor& layer_k, const at::Tensor& layer_v, const QueryShape& shape,
                            const Rotation<Real>& rotation, bool gradients, Type<T>);
@@ -156,7 +157,7 @@ class PackedLayers {
   int64_t num_nodes() const { return num_nodes_; }
 
  private:
-  at::Tensor keys_, values_, key_rows_, value_lanes_;  // [B H_kv, ...] as PackedLayer says
+  at::Tensor keys_, values_, key_rows_, value_lanes_;  // [B H_kv, ...], then as in PackedLayer
   int64_t kv_heads_ = 1;
   int64_t num_nodes_ = 0;
 };

@@ -1,5 +1,5 @@
-// The layers of an attention call on the CPU: pooled tensors, their laid-out copies, and what a query sees of
-// them.
+// The layers of an attention call on the CPU: keys and values of every layer, their copies for the kernels,
+// and what a query sees of them.
 #pragma once
 
 #include "ops/tree_attention/cpu/query_worker.h"
@@ -7,7 +7,7 @@
 
 namespace htree::tree_attention {
 
-// Pooled keys and values of every layer, [0] being k and v themselves. docs/semantics/tree_attention.md §1.2
+// The keys and values of every layer; [0] is k and v themselves. docs/semantics/tree_attention.md §1.2
 inline std::vector<std::pair<Tensor, Tensor>> build_layers(const Tensor& k, const Tensor& v,
                                                            const AttentionArgs& args) {
   std::vector<std::pair<Tensor, Tensor>> layers{{k, v}};
@@ -59,8 +59,8 @@ struct Pyramid {
 
   Rotation<Real> rotation() const { return table.rotation<Real>(); }
 
-  // Writes the list of the top layer, its first virtual parents, -1 padded to `width`.
-  // docs/semantics/tree_attention.md §1.3
+  // Writes the list of the top layer: its first virtual parents, then -1 up to `width`
+  // (docs/semantics/tree_attention.md §1.3).
   void write_top_list(int64_t token, int64_t r, int64_t width, int32_t* list) const {
     const int64_t count = std::min(token / spans[depth - 1] / r + 1, width);
     for (int64_t i = 0; i < count; ++i) {

@@ -1,10 +1,10 @@
-// The CPU kernels that work on one query of one key/value head: all G query heads of it against one layer of
-// the tree. One table per instruction set (host/cpu/isa.h); double has one table, compiled at the baseline level.
+// The CPU kernels that work on one query and one key/value head: all G query heads of it against one layer of
+// the tree. There is one table per instruction set (host/cpu/isa.h); that of double is compiled for the
+// baseline alone.
 //
 // A layer is laid out once per call so that every inner loop has unit stride and no tail
-// (docs/semantics/tree_attention.md §1.4): with K'_c = R_{c mod r} K_c and slot j of the list, the score of
-// candidate p = j r + i is <R_{n-1-r j} q, K'_c>: the query is rotated once per parent and a node's key once
-// per call.
+// (docs/semantics/tree_attention.md §1.4). With K'_c = R_{c mod r} K_c, the score of candidate p = j r + i of
+// slot j is <R_{n-1-r j} q, K'_c>: a key is rotated once per call, and the query once per parent.
 #pragma once
 
 #include <cstdint>
@@ -23,21 +23,22 @@ struct QueryShape {
   int64_t value_pad = 1;
   int64_t r = 16;
   int64_t r_pad = 16;
-  int64_t max_parents = 1;  // the widest list
+  int64_t max_parents = 1;  // the most parents that a list can have
   Importance importance = Importance::kLseCausal;
 
   int64_t row() const { return 2 * half_pad; }
-  // Candidates of a score row, with room for whole vectors past the end.
+  // Elements from a head's scores to the next head's: all candidates, and room for whole vectors past the
+  // end.
   int64_t score_stride() const { return max_parents * r + r_pad; }
 };
 
-// One layer of one (batch, key/value head). The gradients need the last two arrays, the forward pass the
-// first two.
+// One layer of one (batch, key/value head). The forward pass reads the first two arrays, the gradients the
+// last two.
 template <typename Real>
 struct PackedLayer {
-  const Real* keys = nullptr;         // [num_parents][K][r_pad], K' of a parent's children side by side
+  const Real* keys = nullptr;         // [num_parents][K][r_pad]: K' of a parent's children side by side
   const Real* values = nullptr;       // [num_nodes][value_pad]
-  const Real* key_rows = nullptr;     // [num_nodes][2 half_pad], K'
+  const Real* key_rows = nullptr;     // [num_nodes][2 half_pad]: K'
   const Real* value_lanes = nullptr;  // [num_parents][V][r_pad]
   int64_t num_nodes = 0;
 };
@@ -50,7 +51,7 @@ struct Rotation {
 };
 
 // What one query meets in one layer. `regular`: the list keeps the invariant of
-// docs/semantics/tree_attention.md §1.3, so that every candidate is present; otherwise each one is checked.
+// docs/semantics/tree_attention.md §1.3, so that every candidate is present. Otherwise each one is checked.
 struct Candidates {
   const int32_t* parents = nullptr;  // [num_parents]
   int64_t num_parents = 0;
@@ -67,53 +68,53 @@ struct QueryState {
   Real* out;
 };
 
-// The rows that a query merges, in ascending order of position.
+// The candidates that a query merges, in ascending order of position.
 struct RowList {
   int32_t* positions;  // [max_parents r]
   int32_t* nodes;      // [max_parents r]
   int64_t count = 0;
 };
 
-// One query that has a parent in its list, for the gradients of the parent's children.
+// A query that has a certain parent in its list, for the gradients of the parent's children.
 template <typename Real>
 struct ParentUse {
-  const Real* weights;  // P of the parent's first child; heads score_stride apart
+  const Real* weights;  // P for the parent's first child; the next head's stands score_stride further on
   const Real* dscores;  // the same for dS
-  const Real* q;        // [G][row], scaled, unrotated
+  const Real* q;        // [G][row], scaled, not rotated
   const Real* dout;     // [G][value_pad]
-  int64_t position;     // the query's rotation relative to the parent's first child, n-1 - r slot
-  bool finite;          // all of q and dout
+  int64_t position;     // rotation of the query relative to the parent's first child: n-1 - r slot
+  bool finite;          // all of q and dout are finite
 };
 
 template <typename Real>
 struct QueryKernels {
   int64_t lanes;
-  // scores [G][score_stride] of all candidates; -inf for absent ones and for a vector past the end.
-  // q [G][row] holds the scaled, unrotated query, `rotated` [G][row] is scratch.
+  // Writes scores [G][score_stride] of all candidates; absent ones and the rest of the last vector get -inf.
+  // q [G][row] holds the scaled query before its rotation, `rotated` [G][row] is scratch.
   void (*score)(const QueryShape&, const PackedLayer<Real>&, const Rotation<Real>&, const Candidates&,
                 const Real* q, Real* rotated, Real* scores);
-  // The min(top_k, count) positions that the key of §1.6 selects, ascending; returns their number.
+  // Writes the min(top_k, count) positions that the key of §1.6 selects, ascending, and returns their number.
   int64_t (*select)(const QueryShape&, const Candidates&, const Real* scores, int64_t top_k, void* workspace,
                     int32_t* positions);
   int64_t (*select_workspace_bytes)(int64_t max_candidates);
-  // Merges the softmax over all candidates but the `excluded` positions (ascending) into the state.
-  // Overwrites scores. `partial` [G][value_pad] is scratch.
+  // Merges the softmax over all candidates except the `excluded` positions (ascending) into the state.
+  // Overwrites the scores. `partial` [G][value_pad] is scratch.
   void (*accumulate)(const QueryShape&, const PackedLayer<Real>&, const Candidates&, const int32_t* excluded,
                      int64_t num_excluded, Real* scores, RowList rows, Real* partial, QueryState<Real> state);
 
   // ---- gradients, docs/semantics/tree_attention.md §1.10
 
-  // scores -> P = exp(s - gmax) / gsum over the candidates that are not excluded, 0 elsewhere; dscores (may
-  // be null) = P (dout V^T - delta). dout [G][value_pad]; delta, gmax, gsum [G].
+  // Overwrites scores by P = exp(s - gmax) / gsum, 0 for absent and excluded candidates, and dscores, unless
+  // null, by P (dout V^T - delta). dout [G][value_pad]; delta, gmax, gsum [G].
   void (*weigh)(const QueryShape&, const PackedLayer<Real>&, const Candidates&, const int32_t* excluded,
                 int64_t num_excluded, const Real* dout, const Real* delta, const Real* gmax, const Real* gsum,
                 Real* scores, Real* dscores);
-  // dq [G][row] += R^-1 sum of dS K'. `partial` [G][row] is scratch.
+  // dq [G][row] += R^-1 (sum of dS K'). `partial` [G][row] is scratch.
   void (*query_gradient)(const QueryShape&, const PackedLayer<Real>&, const Rotation<Real>&,
                          const Candidates&, const int32_t* excluded, int64_t num_excluded,
                          const Real* dscores, RowList rows, Real* partial, Real* dq);
   // Adds to the gradients of K' [num_children][row] and of V [num_children][value_pad] of one parent's
-  // children, either of them null, in the order of `uses`. `rotated` [kParentUses][G][row] is scratch; 0 <=
+  // children, in the order of `uses`; either may be null. `rotated` [kParentUses][G][row] is scratch; 0 <=
   // count <= kParentUses.
   void (*node_gradients)(const QueryShape&, const Rotation<Real>&, const ParentUse<Real>* uses, int64_t count,
                          int64_t num_children, Real* rotated, Real* dkeys, Real* dvalues);

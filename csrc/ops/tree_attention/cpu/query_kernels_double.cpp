@@ -1,7 +1,7 @@
-// The query kernels of double, which every machine runs at the baseline level: one result everywhere.
+// The query kernels of double, compiled for the baseline alone: the result is the same on every machine.
 #define HTREE_BASELINE
 #include "host/cpu/simd.h"
-// the body is compiled for the instruction set chosen above
+// The body is compiled for the instruction set chosen above.
 #include "ops/tree_attention/cpu/query_kernels_impl.h"
 
 namespace htree::tree_attention {

@@ -1,4 +1,5 @@
-// Building blocks of the query kernels; included after host/cpu/simd.h.
+// The query kernels of query_kernels.h. Include it after host/cpu/simd.h, which says for which instruction
+// set.
 #pragma once
 
 #include "ops/tree_attention/cpu/query_kernels.h"
@@ -7,22 +8,22 @@
 
 namespace htree::HTREE_ISA::query {
 
-using namespace tree_attention;  // the contract's types
+using namespace tree_attention;  // the types of query_kernels.h
 
 template <typename Real>
 constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
 
-// Heads that share every loaded key or value vector; more are done in blocks.
+// Query heads that share every key or value vector that is loaded. More heads are done in several blocks.
 constexpr int kHeadBlock = 4;
-// Value vectors accumulated in registers beside kHeadBlock heads: AVX-512 has 32 registers, the others 16.
+// Value vectors accumulated in registers for kHeadBlock heads: AVX-512 has 32 registers, the others 16.
 constexpr int kValueBlock = HTREE_LANES == 16 ? 4 : 2;
-// Rows between two visits of a block's accumulators in memory.
+// Value rows added in registers before the sums of a block go back to memory.
 constexpr int64_t kRowTile = 64;
-// Rows ahead of the one in use whose values are requested from memory.
+// How many rows ahead values are requested from memory.
 constexpr int64_t kRowsAhead = 16;
 constexpr int64_t kCacheLineBytes = 64;
 
-// Calls f(std::integral_constant-like tag, first) over [0, count) in blocks of `Block`, then 2, then 1.
+// Calls f(Size<n>, first) over [0, count) in steps of n: `Block` as often as it fits, then 2, then 1.
 template <int N>
 struct Size {
   static constexpr int value = N;
@@ -45,7 +46,7 @@ inline void for_blocks(int64_t count, F&& f) {
   }
 }
 
-// out[g] = R_position q[g]; a negative `direction` rotates back. [G][row]
+// out[g] = R_position q[g] for [G][row]; a negative `direction` rotates back.
 template <typename Real>
 inline void rotate(const QueryShape& shape, const Rotation<Real>& rotation, int64_t position, const Real* q,
                    Real* out, Real direction) {
@@ -67,9 +68,9 @@ inline bool parent_present(const QueryShape& shape, int64_t num_nodes, int64_t p
   return parent >= 0 && parent * shape.r < num_nodes;
 }
 
-// out[g][lane] = sum over d of rows[g][d] * tile[d][lane] for one vector of children: `tile` [first +
-// second][r_pad], rows split into two runs of `first` and `second` entries at 0 and at `second_at`. `next` is
-// requested from memory.
+// out[g][lane] = sum over d of rows[g][d] * tile[d][lane], for one vector of children. `tile` is [first +
+// second][r_pad]; a row has `first` entries at 0 and `second` entries at `second_at`. `next` is requested
+// from memory.
 template <int Heads, typename Real>
 inline void dot_children(const Real* tile, int64_t r_pad, const Real* rows, int64_t row_stride, int64_t first,
                          int64_t second, int64_t second_at, const Real* next, Real* out, int64_t out_stride) {
@@ -116,7 +117,7 @@ inline void append_rows(RowList& rows, int64_t position, int64_t node, int64_t c
   rows.count += count;
 }
 
-// The candidates that are present and not among the `excluded` positions (ascending).
+// Lists the candidates that are present and not among the `excluded` positions (ascending).
 inline void list_rows(const QueryShape& shape, int64_t num_nodes, const Candidates& candidates,
                       const int32_t* excluded, int64_t num_excluded, RowList& rows) {
   rows.count = 0;
@@ -144,7 +145,8 @@ inline void list_rows(const QueryShape& shape, int64_t num_nodes, const Candidat
   }
 }
 
-// out[g][v] += sum over rows of weights[g][position] * matrix[node][v], for a block of heads and of vectors.
+// out[g][v] += sum over rows of weights[g][position] * matrix[node][v], for a block of heads and a block of
+// vectors.
 template <int Heads, int Vectors, typename Real>
 inline void add_rows_block(const Real* weights, int64_t weight_stride, const int32_t* positions,
                            const int32_t* nodes, int64_t count, int64_t num_ahead, const Real* matrix,
@@ -202,9 +204,9 @@ inline void add_rows(const RowList& rows, int64_t group, const Real* weights, in
   }
 }
 
-// ---- Gradients of the query kernels (docs/semantics/tree_attention.md §1.10); included after host/cpu/simd.h.
+// ---- gradients, docs/semantics/tree_attention.md §1.10
 
-// Children whose gradients are accumulated in registers beside kValueBlock vectors.
+// Children whose gradients are accumulated in registers for kValueBlock vectors.
 constexpr int kChildBlock = 4;
 
 template <typename Real>
@@ -285,8 +287,8 @@ void query_gradient(const QueryShape& shape, const PackedLayer<Real>& layer, con
   }
 }
 
-// out[child][v] += sum over rows of weights[row][child] * sources[row][v] for a block of children and of
-// vectors.
+// out[child][v] += sum over rows of weights[row][child] * sources[row][v], for a block of children and a
+// block of vectors.
 template <int Children, int Vectors, typename Real>
 inline void add_outer_block(const Real* const* weights, const Real* const* sources, int64_t count,
                             int64_t child, int64_t at, Real* out, int64_t out_stride) {
@@ -330,7 +332,7 @@ inline void add_outer(const Real* const* weights, const Real* const* sources, in
   });
 }
 
-// The same for one row that holds NaN or Inf: a weight of 0 keeps its child out.
+// The same for one row that holds NaN or Inf: a child whose weight is 0 gets nothing.
 template <typename Real>
 inline void add_outer_careful(const Real* weights, const Real* source, int64_t num_children, int64_t row_size,
                               Real* out) {
@@ -381,7 +383,7 @@ void node_gradients(const QueryShape& shape, const Rotation<Real>& rotation, con
   }
 }
 
-// ---- Body of the query kernels; included by the query_kernels_*.cpp files after host/cpu/simd.h.
+// ---- the kernels of the table
 
 template <typename Real>
 void score(const QueryShape& shape, const PackedLayer<Real>& layer, const Rotation<Real>& rotation,
@@ -434,8 +436,8 @@ int64_t select(const QueryShape& shape, const Candidates& candidates, const Real
                                shape.importance, scratch, positions);
 }
 
-// scores[p] = exp(scores[p] - max) over `count` rounded up to vectors; returns the maximum (NaN skipped) and
-// the sum.
+// scores[p] = exp(scores[p] - max), `count` rounded up to whole vectors. Returns the maximum, over what is
+// not NaN, and the sum.
 template <typename Real>
 inline void exponentiate(Real* scores, int64_t count, Real& max_out, Real& sum_out) {
   constexpr int width = kLanesOf<VecOf<Real>>;
@@ -467,8 +469,8 @@ inline void exponentiate(Real* scores, int64_t count, Real& max_out, Real& sum_o
   sum_out = horizontal_sum(sum[0] + sum[1]);
 }
 
-// docs/semantics/tree_attention.md §1.7 with its guard: a state of sum 0 weighs nothing, whatever its
-// maximum.
+// The merge of docs/semantics/tree_attention.md §1.7 with its guard: a state whose sum is 0 weighs nothing,
+// whatever its maximum.
 template <typename Real>
 inline void merge_head(Real max, Real sum, const Real* out, int64_t size, Real& total_max, Real& total_sum,
                        Real* total_out) {

@@ -1,4 +1,5 @@
-// One thread's view of a key/value head: scratch memory, and the steps of a query through one layer.
+// What one thread needs to work on a key/value head: scratch memory, and the steps of a query through one
+// layer.
 #pragma once
 
 #include "ops/tree_attention/cpu/packed_layer.h"
@@ -6,7 +7,7 @@
 
 namespace htree::tree_attention {
 
-// Entries before the first -1.
+// The number of entries before the first -1.
 inline int64_t list_length(const int32_t* parents, int64_t width) {
   int64_t length = 0;
   while (length < width && parents[length] != -1) {
@@ -15,8 +16,8 @@ inline int64_t list_length(const int32_t* parents, int64_t width) {
   return length;
 }
 
-// The candidates of a query whose rightmost node in the layer is `rightmost`, given its list (-1 padded to
-// `width`).
+// The candidates of a query, given its list (padded with -1 to `width`) and `rightmost`, its own node in the
+// layer.
 inline Candidates candidates_of(const int32_t* parents, int64_t width, int64_t rightmost, int64_t num_nodes,
                                 int64_t r) {
   Candidates candidates;
@@ -34,8 +35,8 @@ inline Candidates candidates_of(const int32_t* parents, int64_t width, int64_t r
   return candidates;
 }
 
-// Positions among the candidates of the nodes of `selected` (-1 padded to `width`), both lists ascending; a
-// node that is no candidate is passed over. Returns their number.
+// Writes the positions that the nodes of `selected` (padded with -1 to `width`) have among the candidates,
+// both ascending, and returns their number. A node that is no candidate is passed over.
 inline int64_t positions_of(const Candidates& candidates, int64_t r, const int32_t* selected, int64_t width,
                             int32_t* positions) {
   int64_t count = 0;
@@ -55,7 +56,8 @@ inline int64_t positions_of(const Candidates& candidates, int64_t r, const int32
   return count;
 }
 
-// next[i] = node of positions[i], ascending, -1 padded to `width`. docs/semantics/tree_attention.md §1.6
+// next[i] = the node of positions[i], ascending, padded with -1 to `width`. docs/semantics/tree_attention.md
+// §1.6
 inline void write_list(const Candidates& candidates, int64_t r, const int32_t* positions, int64_t count,
                        int64_t width, int32_t* next) {
   for (int64_t i = 0; i < count; ++i) {
@@ -80,10 +82,11 @@ class QueryWorker {
         out_(shape.group * shape.value_pad),
         row_positions_(shape.max_parents * shape.r),
         row_nodes_(shape.max_parents * shape.r),
-        // in doubles, for the alignment
+        // Counted in doubles, for the alignment.
         select_workspace_(ceil_div(kernels_.select_workspace_bytes(shape.max_parents * shape.r), 8)) {}
 
-  // q: the first of the group's heads of one query, heads `head_stride` apart; scaled in Real.
+  // q points to the first head of the group for one query; heads stand `head_stride` apart. The scale is
+  // applied in Real.
   template <typename T>
   void load_query(const T* q, int64_t head_stride, double scale) {
     for (int64_t g = 0; g < shape_.group; ++g) {
@@ -106,7 +109,7 @@ class QueryWorker {
     score_into(layer, rotation, candidates, q_.data(), scores_.data());
   }
 
-  // Writes the positions selected from the scores, ascending, and returns their number. positions [top_k]
+  // Selects from the scores: writes up to `top_k` positions, ascending, and returns their number.
   int64_t select(const Candidates& candidates, int64_t top_k, int32_t* positions) {
     return select_from(scores_.data(), candidates, top_k, positions);
   }
@@ -118,10 +121,10 @@ class QueryWorker {
                         {max_.data(), sum_.data(), out_.data()});
   }
 
-  // `out` [G][row]: the query that load_query left.
+  // Copies the query that load_query() left into `out` [G][row].
   void copy_query(Real* out) const { std::copy(q_.begin(), q_.end(), out); }
 
-  // For the gradients, whose scores live outside the worker.
+  // For the gradients, whose scores are stored outside the worker.
   void score_into(const PackedLayer<Real>& layer, const Rotation<Real>& rotation,
                   const Candidates& candidates, const Real* q, Real* scores) {
     kernels_.score(shape_, layer, rotation, candidates, q, rotated_.data(), scores);

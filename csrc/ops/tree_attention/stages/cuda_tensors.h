@@ -1,4 +1,4 @@
-// From checked tensors to what the launchers take. Included by the *_cuda.cu files alone.
+// Turns checked tensors into what the launchers take. Only the *_cuda.cu files include this.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,7 +14,7 @@
 
 namespace htree::tree_attention {
 
-// Calls f(Type<T>{}) with the device type T of `dtype`.
+// Calls f(Type<T>{}), T being the device type of `dtype`.
 template <typename List, typename F>
 void dispatch_device_dtype(const char* op, at::ScalarType dtype, List list, F&& f) {
   dispatch_dtype(op, dtype, list, [&](auto tag) { f(Type<DeviceType<typename decltype(tag)::type>>{}); });
@@ -49,7 +49,8 @@ RotaryTable<A> rotary_table(const at::Tensor& cos, const at::Tensor& sin) {
   return {input<A>(cos), input<A>(sin), cos.stride(0), sin.stride(0)};
 }
 
-// Rows of a whole call. `lists_per_kv_head` is 1 where a kv head's query heads share a list, else H / H_kv.
+// The rows of a whole call. `lists_per_kv_head` is 1 where the query heads of a kv head share a list, else H
+// / H_kv.
 inline Geometry geometry_of(const LayerArgs& args, int64_t num_batches, int64_t num_queries,
                             int64_t num_lists, int64_t group, int64_t lists_per_kv_head, int64_t num_nodes) {
   Geometry geometry;
@@ -68,7 +69,7 @@ inline Geometry geometry_of(const LayerArgs& args, int64_t num_batches, int64_t 
   return geometry;
 }
 
-// Device scratch of `bytes`, undefined when there is none to keep.
+// `bytes` of device scratch; undefined where there are none.
 inline at::Tensor device_scratch(int64_t bytes, const at::Tensor& like) {
   return bytes == 0 ? at::Tensor() : at::empty({bytes}, like.options().dtype(at::kByte));
 }

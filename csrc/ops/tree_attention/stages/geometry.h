@@ -1,4 +1,5 @@
-// How the launchers of the staged kernels see tensors and rows: raw pointers, strides and sizes, no torch.
+// How the launchers of the staged kernels describe tensors and rows: raw pointers, strides and sizes, no
+// torch.
 #pragma once
 
 #include <algorithm>
@@ -15,15 +16,15 @@ struct View {
   int64_t head = 0;
 };
 
-// One launch works on the rows (b, i, list): b < num_batches, i < num_queries, list < num_lists, list
-// fastest. Row (b, i) stands at token t0 + i * query_step and reads row i / queries_per_list of the parents.
+// A launch works on the rows (b, i, list) with b < num_batches, i < num_queries and list < num_lists; list is
+// fastest. Row (b, i) stands at token t0 + i * query_step and has row i / queries_per_list of the parents.
 struct Geometry {
   int64_t num_batches = 0;
   int64_t num_queries = 0;
   int64_t num_lists = 0;          // S: kv heads, or query heads where each has a list of its own
   int64_t group = 1;              // G: query heads per list
   int64_t first_list = 0;         // of the launch, in the whole call
-  int64_t lists_per_kv_head = 1;  // kv head of a list = (first_list + list) / lists_per_kv_head
+  int64_t lists_per_kv_head = 1;  // the kv head of a list is (first_list + list) / lists_per_kv_head
   int64_t rate = 16;              // r: children per parent
   int64_t list_width = 0;         // parents per list; a row has at most list_width * rate candidates
   int64_t num_nodes = 0;          // N: nodes of the layer
@@ -37,7 +38,7 @@ struct Geometry {
   constexpr int64_t capacity() const { return list_width * rate; }
 };
 
-// cos and sin [size, half] with a unit last stride, size >= the largest position + 1. Null: no rotation.
+// cos and sin [size, half], unit last stride; size is above the largest position. Null: nothing is rotated.
 template <typename A>
 struct RotaryTable {
   const A* cos = nullptr;
@@ -46,7 +47,7 @@ struct RotaryTable {
   int64_t sin_row = 0;
 };
 
-// True when every vector starts at a multiple of 16 bytes.
+// Whether every row starts at a multiple of 16 bytes.
 template <typename T>
 bool rows_aligned(const View<T>& view) {
   const int64_t size = sizeof(T);
@@ -60,8 +61,8 @@ bool rows_aligned(const RotaryTable<A>& table) {
          rows_aligned(View<const A>{table.sin, 0, table.sin_row, 0});
 }
 
-// ---- Launch shapes of the elementwise kernels: a grid-stride loop over `num` items, never more blocks than the x
-// dimension of a grid holds or than fill any GPU many times over.
+// ---- Launch shape of the elementwise kernels: a grid-stride loop over `num` items, with no more blocks than
+// the x dimension of a grid holds, nor than fill any GPU many times over.
 
 constexpr int kElementThreads = 256;
 

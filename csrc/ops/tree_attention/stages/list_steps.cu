@@ -1,5 +1,5 @@
-// The steps of a selection whose kernels are the same for every type, and the memory that a selection needs. No
-// torch.
+// The steps of a selection whose kernels are the same for every type, and the size of a selection's scratch.
+// No torch.
 #include "device/numeric.cuh"
 #include "host/cuda/kernel_launch.h"
 #include "ops/tree_attention/plan/stage_chunks.h"
@@ -12,7 +12,7 @@ namespace htree::tree_attention {
 
 namespace {
 
-// A thread owns one listed position of one row of scores.
+// A thread has one listed position of one row of scores.
 __global__ void __launch_bounds__(kElementThreads)
     mask_topk_scores_kernel(const MaskParams params, int64_t num_items) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * kElementThreads;
@@ -54,7 +54,7 @@ cudaError_t launch_mask_topk_scores(const MaskParams& params, cudaStream_t strea
                        stream, params, items);
 }
 
-// ---- Nodes and scores at the chosen positions, one query head per list. No torch.
+// ---- nodes and scores at the chosen positions, for lists that belong to one query head
 
 namespace {
 

@@ -1,4 +1,4 @@
-// What the staged kernels share: which row a block works on and what its list of parents says.
+// What the staged kernels share: which row a block works on, and what its list of parents holds.
 #pragma once
 
 #include "device/numeric.cuh"
@@ -9,7 +9,7 @@
 
 namespace htree::tree_attention {
 
-// Rows (b, i, list) in the order of memory, list fastest.
+// The rows (b, i, list) in the order of memory; list is fastest.
 struct RowIndex {
   int64_t batch;
   int64_t query;
@@ -35,7 +35,7 @@ struct ListInfo {
   int64_t rate;
   int64_t num_candidates;
 
-  // Node of candidate p < num_candidates, or -1 when it does not take part.
+  // The node of candidate p < num_candidates, or -1 where the candidate is absent.
   __device__ __forceinline__ int64_t node(int64_t p) const {
     const uint32_t slot = static_cast<uint32_t>(p) / static_cast<uint32_t>(rate);  // positions are int32
     const int64_t id = parents[slot] * rate + (p - slot * rate);
@@ -47,9 +47,9 @@ struct MinInt {
   __device__ __forceinline__ int operator()(int a, int b) const { return a < b ? a : b; }
 };
 
-// Entries of a list before its first -1. Every thread of a block of kThreads must call; all get the result.
-// `scratch` holds kThreads / 32 ints in shared memory, free again after the caller's next __syncthreads;
-// costs one.
+// The number of entries before the first -1. Every thread of a block of kThreads must call; all get the
+// result. `scratch` holds kThreads / 32 ints in shared memory and is free again after the caller's next
+// __syncthreads. The call costs one __syncthreads.
 template <int kThreads>
 __device__ __forceinline__ int64_t count_parents(const int32_t* parents, int64_t width, int* scratch) {
   int first_missing = static_cast<int>(width);
@@ -74,7 +74,7 @@ __device__ __forceinline__ ListInfo list_info(const Geometry& geometry, const Vi
   return info;
 }
 
-// Scores of up to kHeads heads of one candidate; heads beyond num_heads read as -inf.
+// Loads the scores of up to kHeads heads of one candidate; heads from num_heads on read as -inf.
 template <int kHeads>
 __device__ __forceinline__ void load_head_scores(const float* scores, int64_t num_heads,
                                                  float (&values)[kHeads]) {

@@ -1,5 +1,5 @@
-// CPU kernels of tree_build, its backward and span_means (docs/semantics/tree_attention.md §1.2): parents in
-// parallel.
+// CPU kernels of tree_build, its backward and span_means (docs/semantics/tree_attention.md §1.2),
+// parallel over parents.
 #include <cstring>
 
 #include "host/dispatch.h"
@@ -9,8 +9,8 @@
 namespace htree::tree_attention {
 namespace {
 
-// Rows of a [B, N, H, D] tensor: where the heads of a node lie side by side, all of them are one row of H *
-// D.
+// The rows of a [B, N, H, D] tensor. Where the heads of a node lie side by side, all of them make one row of
+// H * D elements.
 struct Layout {
   int64_t batch, nodes, rows, width;
   RowStrides strides;

@@ -1,5 +1,6 @@
-// CPU kernels of accumulate_non_topk and compute_and_select (docs/semantics/tree_attention.md §1.7, §1.8):
-// rows in parallel.
+// CPU kernels of the ops that gather (docs/semantics/tree_attention.md §1.7, §1.8): accumulate_non_topk and
+// compute_and_select, parallel over rows, then select_accumulate, bottom_accumulate and recompute_selection,
+// parallel over queries.
 #include <limits>
 
 #include "host/dispatch.h"
@@ -11,7 +12,7 @@ namespace htree::tree_attention {
 
 namespace {
 
-// A state's three outputs, contiguous: lmax and lsum [rows, heads], lout [rows, heads, width].
+// The three outputs of a state, contiguous: lmax and lsum [rows, heads], lout [rows, heads, width].
 template <typename Real>
 struct StateOut {
   Real* lmax;
@@ -90,7 +91,7 @@ void compute_and_select_rows(const Tensor& q, const Tensor& layer_k, const Tenso
   int32_t* index_data = topk_indices.mutable_data_ptr<int32_t>();
   Real* score_data = topk_scores.mutable_data_ptr<Real>();
   const int64_t scratch_words =
-      kernels.select_bytes(max_candidates, 1) / 8 + 1;  // of 8 bytes, for its alignment
+      kernels.select_bytes(max_candidates, 1) / 8 + 1;  // in words of 8 bytes, for the alignment
 
   for_rows(q.size(0), q.size(1), state.heads, max_candidates * (q.size(3) + state.width), [&] {
     return [&, nodes = std::vector<int64_t>(max_candidates), scores = std::vector<Real>(max_candidates),
@@ -160,16 +161,17 @@ void compute_and_select_cpu(const Tensor& q, const Tensor& layer_k, const Tensor
   });
 }
 
-// ---- CPU kernels of select_accumulate, bottom_accumulate and recompute_selection: one layer for all queries.
-// The scores of a query live in its thread's scratch, never in memory for all queries. Temporary memory: the
-// layer laid out once (packed_layer.h), and per thread about G k r elements.
+// ---- select_accumulate, bottom_accumulate and recompute_selection: one layer for all queries
+//
+// The scores of a query live in the scratch of its thread, never in memory for all queries. Temporary memory:
+// the layer laid out once (packed_layer.h), and about G k r elements per thread.
 
 namespace {
 
-// Queries of a task: enough to hide the hand-over, few enough to balance the load.
+// Queries of a task: enough to pay for handing it over, few enough to balance the load.
 constexpr int64_t kTaskQueries = 32;
 
-// Undefined outputs are not computed. `next` is written for layer > 0, the states when lmax is defined.
+// Undefined outputs are not computed. `next` is written above layer 0, the state where lmax is defined.
 template <typename T, typename Real>
 void run_layer(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v, const Tensor& parents,
                const Tensor& cos, const Tensor& sin, const LayerArgs& args, const Tensor& lmax,

@@ -1,5 +1,5 @@
-// CPU kernels of merge_to_global_, subtract_topk and final_normalize (docs/semantics/tree_attention.md §1.7):
-// rows in parallel.
+// CPU kernels of merge_to_global_, subtract_topk and final_normalize (docs/semantics/tree_attention.md §1.7),
+// parallel over rows.
 #include <cmath>
 #include <limits>
 
@@ -12,14 +12,14 @@ namespace {
 
 using StateTypes = TypeList<float, double>;
 
-// exp(max - new_max), taken as 0 for an empty state, where it would be exp(-inf + inf) = NaN.
+// exp(max - new_max), or 0 for an empty state, where the formula would give exp(-inf + inf) = NaN.
 template <typename Real>
 Real rebase(Real max, Real new_max, Real sum) {
   const Real drop = max - new_max;
   return sum == 0 ? Real{0} : drop == 0 ? Real{1} : std::exp(drop);  // one side of a merge always drops by 0
 }
 
-// The larger one; NaN if either is.
+// The larger of the two; NaN if either is NaN.
 template <typename Real>
 Real max_or_nan(Real a, Real b) {
   return a != a || a > b ? a : b;
@@ -30,7 +30,7 @@ void merge_rows(const Tensor& gmax, const Tensor& gsum, const Tensor& gout, cons
                 const Tensor& lsum, const Tensor& lout) {
   const int64_t width = gout.size(3);
   const bool unit_stride =
-      gout.stride(3) == 1 && lout.stride(3) == 1;  // a state may be changed in place as it lies
+      gout.stride(3) == 1 && lout.stride(3) == 1;  // a state is changed in place, whatever its strides
   const RowStrides gmax_strides = row_strides(gmax);
   const RowStrides gsum_strides = row_strides(gsum);
   const RowStrides gout_strides = row_strides(gout);
@@ -69,7 +69,7 @@ void merge_rows(const Tensor& gmax, const Tensor& gsum, const Tensor& gout, cons
   });
 }
 
-// Removes the listed nodes' state from a state of all candidates, in place; the list comes out ascending.
+// Removes the state of the listed nodes from a state of all candidates, in place, and sorts the list.
 template <typename T>
 void subtract_rows(const Tensor& layer_v, const Tensor& topk_indices, const Tensor& topk_scores,
                    const Tensor& lmax, const Tensor& lsum, const Tensor& lout,
@@ -107,8 +107,8 @@ void subtract_rows(const Tensor& layer_v, const Tensor& topk_indices, const Tens
                  buffer.data(), &removed_max, &removed_sum, removed.data());
       const Real factor = rebase(removed_max, max_data[row], removed_sum);
       const Real rest = sum_data[row] - removed_sum * factor;
-      // A list that is not full held every candidate; a remainder within the rounding error of the sum is
-      // none.
+      // A list that is not full held every candidate, so nothing remains. Neither does anything where the
+      // remaining sum is within the rounding error of the whole.
       const Real noise = static_cast<Real>(top_k) * std::numeric_limits<Real>::epsilon() * sum_data[row];
       const bool empty = std::find(indices, indices + top_k, -1) != indices + top_k || rest <= noise;
       Real* out = out_data + row * width;
@@ -146,7 +146,7 @@ void normalize_rows(const Tensor& gout, const Tensor& gsum, const Tensor& out) {
   });
 }
 
-// States of one precision into outputs of the other: float to double, double to anything narrower.
+// Writes states of one precision into outputs of the other: float to double, double to anything narrower.
 template <typename Real, typename Out>
 void normalize_and_convert(const Tensor& gout, const Tensor& gsum, const Tensor& out) {
   const int64_t width = gout.size(3);

@@ -1,4 +1,4 @@
-// CPU kernel of rope (docs/semantics/tree_attention.md §1.4): rows in parallel.
+// CPU kernel of rope (docs/semantics/tree_attention.md §1.4), parallel over rows.
 #include "host/dispatch.h"
 #include "ops/tree_attention/cpu/stages/stage_cpu.h"
 #include "ops/tree_attention/kernels.h"
@@ -6,7 +6,7 @@
 namespace htree::tree_attention {
 namespace {
 
-// Checked before any row is rotated: kernels cannot see beyond the table.
+// All positions are checked before any row is rotated: the row kernels do not know the size of the table.
 template <typename Index>
 void check_positions(const Tensor& positions, int64_t size) {
   const auto* values = positions.const_data_ptr<Index>();

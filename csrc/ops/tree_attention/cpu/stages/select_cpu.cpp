@@ -1,5 +1,5 @@
-// CPU kernels of select_topk, mask_topk_scores_ and compute_next_parents
-// (docs/semantics/tree_attention.md §1.6) and of the IO-only twins (§2.3): rows in parallel.
+// CPU kernels of select_topk, mask_topk_scores_ and compute_next_parents (docs/semantics/tree_attention.md
+// §1.6) and of their IO-only twins (docs/semantics/io_twins.md §2.3), parallel over rows.
 #include <limits>
 
 #include "host/dispatch.h"
@@ -25,7 +25,7 @@ void select_rows(const Tensor& scores, const Tensor& num_candidates, int64_t top
   const Real* score_data = scores.const_data_ptr<Real>();
   const int32_t* counts = num_candidates.const_data_ptr<int32_t>();
   int32_t* positions = topk_positions.mutable_data_ptr<int32_t>();
-  // of 8 bytes, for its alignment
+  // In words of 8 bytes, for the alignment.
   const int64_t scratch_words = kernels.select_bytes(max_candidates, group) / 8 + 1;
 
   for_rows(scores.size(0), scores.size(1), scores.size(2), max_candidates * group, [&] {

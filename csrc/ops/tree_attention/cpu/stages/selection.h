@@ -1,10 +1,11 @@
-// Exact, deterministic selection of one row of candidates (docs/semantics/tree_attention.md §1.6), for the
-// staged and the fused CPU kernels. Torch-free; include it after host/cpu/simd.h. Scores lie as
-// [num_heads][stride], unit stride over the candidates p in [0, n). Real is float or double; everything is in
-// Real.
+// Exact, deterministic selection from one row of candidates (docs/semantics/tree_attention.md §1.6), for the
+// staged and the fused CPU kernels. It knows no torch; include it after host/cpu/simd.h. Scores are
+// [num_heads][stride], with unit stride over the candidates p in [0, n). All arithmetic is in Real, float or
+// double.
 //
-// The order of keys is: candidate n-1, then NaN importances, then larger importances; equal ones by smaller
-// p. It is held as an unsigned `rank` per candidate whose ties are broken by position, which orders exactly
+// The order is: candidate n-1, then NaN importances, then larger importances; equal ones by smaller p. Each
+// candidate has an unsigned `rank`, and equal ranks are ordered by position. That is exactly the order of the
+// packed key (rank << 32 | ~p), without its 64 bits (96 for double).
 // as the packed key (rank << 32 | ~p) does, without its 64 bits (96 for double).
 #pragma once
 
@@ -28,7 +29,7 @@ template <typename Real>
 using Rank = typename RankOf<Real>::type;
 
 constexpr int kDigitBits = 11;
-// A pool this small is ranked by comparing all pairs: cheaper than a pass over the histogram.
+// So few candidates are ranked by comparing all pairs, which is cheaper than a pass over the histogram.
 constexpr int64_t kSmallPool = 48;
 
 // Scratch of one thread, for rows of up to `max_candidates`.
@@ -36,14 +37,14 @@ template <typename Real>
 struct Workspace {
   Real* weights;        // [max_candidates]
   Real* importance;     // [max_candidates]
-  Rank<Real>* ranks;    // [max_candidates], result of rank_candidates
+  Rank<Real>* ranks;    // [max_candidates], written by rank_candidates
   Rank<Real>* pool;     // [max_candidates]
   uint32_t* histogram;  // [2^kDigitBits]
 
   static constexpr int64_t bytes(int64_t max_candidates) {
     return 4 * max_candidates * static_cast<int64_t>(sizeof(Real)) + (int64_t{4} << kDigitBits);
   }
-  // `buffer`: bytes(max_candidates), aligned to 8.
+  // `buffer` has bytes(max_candidates) and is aligned to 8.
   Workspace(void* buffer, int64_t max_candidates) {
     weights = static_cast<Real*>(buffer);
     importance = weights + max_candidates;
@@ -55,11 +56,11 @@ struct Workspace {
 
 // ---- importance
 
-// Largest of `count` scores, NaN skipped; -inf for none.
+// The largest of `count` scores that are not NaN; -inf where there is none.
 template <typename Real>
 inline Real row_max(const Real* x, int64_t count) {
   constexpr int kWidth = kLanesOf<VecOf<Real>>;
-  constexpr int kChains = 4;  // independent, to hide the latency of max
+  constexpr int kChains = 4;  // independent of each other, to hide the latency of max
   const Real lowest = -std::numeric_limits<Real>::infinity();
   VecOf<Real> best[kChains] = {splat(lowest), splat(lowest), splat(lowest), splat(lowest)};
   int64_t i = 0;
@@ -87,8 +88,7 @@ inline bool has_nan(const Real* x, int64_t count) {
   return found;
 }
 
-// e[i] = exp(x[i] - base), results below 2^-126 flushed to 0; returns their sum. e may be x. base is not
-// -inf.
+// e[i] = exp(x[i] - base), 0 where that is below 2^-126; returns their sum. e may be x. base is not -inf.
 template <typename Real>
 inline Real exp_row(const Real* x, Real base, Real* e, int64_t count) {
   constexpr int kWidth = kLanesOf<VecOf<Real>>;
@@ -110,7 +110,7 @@ inline Real exp_row(const Real* x, Real base, Real* e, int64_t count) {
   }
   for (; i < count; i += kWidth) {
     const int lanes = count - i < kWidth ? static_cast<int>(count - i) : kWidth;
-    // missing lanes add exp(-inf - base) = 0
+    // Missing lanes add exp(-inf - base) = 0.
     const VecOf<Real> value = step(load_partial(x + i, lanes, -std::numeric_limits<Real>::infinity()));
     store_partial(e + i, value, lanes);
     sum[0] += value;
@@ -118,9 +118,10 @@ inline Real exp_row(const Real* x, Real base, Real* e, int64_t count) {
   return horizontal_sum(sum[0] + sum[1]);
 }
 
-// weights[p] times the returned factor is exp(scores[p] - LSE), p < counted, with LSE over the first
-// `counted` scores: exp(s - max) / sum is the same number with fewer roundings and half the exponentials. LSE
-// = -inf gives 0. LSE = +inf gives NaN where the score is +inf and 0 elsewhere; any NaN counted gives NaN.
+// Writes weights and returns a factor such that weights[p] * factor = exp(scores[p] - LSE) for p < counted,
+// with LSE over the first `counted` scores. exp(s - max) / sum is the same number with fewer roundings and
+// half the exponentials. LSE = -inf gives 0. LSE = +inf gives NaN where the score is +inf and 0 elsewhere. A
+// NaN among the counted scores gives NaN.
 template <typename Real>
 inline Real normalised_weights(const Real* scores, int64_t counted, Real* weights) {
   const Real infinity = std::numeric_limits<Real>::infinity();
@@ -132,7 +133,7 @@ inline Real normalised_weights(const Real* scores, int64_t counted, Real* weight
   return sum == 0 ? Real{0} : Real{1} / sum;
 }
 
-// total[p] (+)= weights[p] * factor, products below 2^-126 taken as 0.
+// total[p] = weights[p] * factor, added to what is there unless `first`. Products below 2^-126 count as 0.
 template <typename Real>
 inline void add_weights(const Real* weights, Real factor, bool first, Real* total, int64_t count) {
   const Real smallest = static_cast<Real>(0x1p-126);
@@ -143,8 +144,8 @@ inline void add_weights(const Real* weights, Real factor, bool first, Real* tota
   }
 }
 
-// out[p] for p < n-1: the sum of the heads' weights in the order g = 0 ... num_heads-1. out[n-1] is left
-// alone: the rightmost candidate is selected unconditionally, and except for kLse its score is not read.
+// out[p] for p < n-1: the sum of the heads' weights in the order g = 0 ... num_heads-1. out[n-1] is not
+// written: the rightmost candidate is always selected, and its score is read for kLse alone.
 template <typename Real>
 inline void importances(const Real* scores, int64_t stride, int64_t num_heads, int64_t n,
                         Importance importance, Real* weights, Real* out) {
@@ -168,7 +169,7 @@ inline void importances(const Real* scores, int64_t stride, int64_t num_heads, i
     if (importance != Importance::kExpJoint) {
       factor = normalised_weights(row, counted, weights);
     } else if (joint == -infinity) {
-      exp_row(row, Real{0}, weights, counted);  // all zeros
+      exp_row(row, Real{0}, weights, counted);  // gives zeros
     } else {
       exp_row(row, joint, weights, counted);
     }
@@ -185,7 +186,7 @@ inline Rank<Real> rank_of(Real importance) {
   return importance == importance ? bits : ~Rank<Real>{1};  // just below the rightmost candidate's ~0
 }
 
-// Fills workspace.ranks[0, n) from scores [num_heads][stride]; n >= 1.
+// Fills workspace.ranks[0, n) from scores [num_heads][stride]. n >= 1.
 template <typename Real>
 inline void rank_candidates(const Real* scores, int64_t stride, int64_t num_heads, int64_t n,
                             Importance importance, Workspace<Real>& workspace) {
@@ -196,8 +197,8 @@ inline void rank_candidates(const Real* scores, int64_t stride, int64_t num_head
   workspace.ranks[n - 1] = ~Rank<Real>{0};
 }
 
-// The set of the `wanted` largest ranks: all above `rank`, and the first `num_equal` >= 1 positions of those
-// equal to it.
+// The set of the `wanted` largest ranks: all ranks above `rank`, and the first `num_equal` >= 1 positions
+// whose rank is equal to it.
 template <typename R>
 struct Threshold {
   R rank;
@@ -220,8 +221,8 @@ inline Threshold<R> threshold_by_pairs(const R* ranks, int64_t count, int64_t wa
   return {0, 0};  // not reached for 1 <= wanted <= count
 }
 
-// Most significant digit first; after each digit only the ranks that share it with the threshold stay in the
-// pool. 1 <= wanted <= count. pool [count] is overwritten, ranks are not.
+// Works on one digit at a time, the most significant first. After each digit only the ranks that share it
+// with the threshold stay in the pool. 1 <= wanted <= count. pool [count] is overwritten, ranks are not.
 template <typename R>
 inline Threshold<R> find_threshold(const R* ranks, int64_t count, int64_t wanted, R* pool,
                                    uint32_t* histogram) {
@@ -249,12 +250,12 @@ inline Threshold<R> find_threshold(const R* ranks, int64_t count, int64_t wanted
     count = kept;
     source = pool;
   }
-  // Many equal ranks are left when every digit was fixed, else a small pool.
+  // Either every digit was fixed, and the ranks that are left are all equal, or the pool is small.
   return count > kSmallPool ? Threshold<R>{source[0], wanted} : threshold_by_pairs(source, count, wanted);
 }
 
-// Writes the min(top_k, n) selected positions in ascending order (the last is n-1) and returns their number.
-// `ranks` as left by rank_candidates; 1 <= top_k, 1 <= n. positions [min(top_k, n)].
+// Writes the min(top_k, n) selected positions in ascending order, the last of them n-1, and returns their
+// number. rank_candidates has filled the ranks. top_k >= 1 and n >= 1. positions [min(top_k, n)].
 template <typename Real>
 inline int64_t select_ranked(int64_t n, int64_t top_k, Workspace<Real>& workspace, int32_t* positions) {
   if (n <= top_k) {
@@ -268,7 +269,7 @@ inline int64_t select_ranked(int64_t n, int64_t top_k, Workspace<Real>& workspac
     const Rank<Real>* ranks = workspace.ranks;
     const auto threshold = find_threshold(ranks, n - 1, top_k - 1, workspace.pool, workspace.histogram);
     int64_t equal_left = threshold.num_equal;
-    // At most top_k - 1 are taken before n-1, so the unconditional store stays inside the list.
+    // At most top_k - 1 are taken before n-1, so a store that need not count stays inside the list.
     for (int64_t p = 0; p < n - 1; ++p) {
       const bool equal = ranks[p] == threshold.rank && equal_left > 0;
       positions[taken] = static_cast<int32_t>(p);
@@ -280,7 +281,7 @@ inline int64_t select_ranked(int64_t n, int64_t top_k, Workspace<Real>& workspac
   return top_k;
 }
 
-// Both steps, and none of the arithmetic where everything is selected.
+// rank_candidates and select_ranked, without any arithmetic where everything is selected.
 template <typename Real>
 inline int64_t select_row(const Real* scores, int64_t stride, int64_t num_heads, int64_t n, int64_t top_k,
                           Importance importance, Workspace<Real>& workspace, int32_t* positions) {

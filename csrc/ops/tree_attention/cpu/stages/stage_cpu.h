@@ -1,5 +1,5 @@
-// What the CPU kernels of the stages share: the row kernels of a dtype, and the walk over the candidates of a
-// row.
+// What the CPU kernels of the stages share: the row kernels for a dtype, and the walk over the candidates of
+// a row.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -21,7 +21,7 @@ inline const StageTables& stage_tables() {
   return HTREE_PICK_ISA(kStageTables);
 }
 
-// Torch's element type to the storage and arithmetic types of the row kernels.
+// From torch's element type to the storage and arithmetic types of the row kernels.
 template <typename T>
 struct Stage;
 template <>
@@ -58,7 +58,7 @@ Storage<T>* stored_mutable(const at::Tensor& tensor) {
   return reinterpret_cast<Storage<T>*>(tensor.mutable_data_ptr<T>());
 }
 
-// Rows [d0, d1, d2] of a tensor whose further dims, if any, belong to the row.
+// Strides of the first three dims; further dims, if any, belong to the row.
 struct RowStrides {
   int64_t d0, d1, d2;
   int64_t at(int64_t i0, int64_t i1, int64_t i2) const { return i0 * d0 + i1 * d1 + i2 * d2; }
@@ -67,8 +67,8 @@ inline RowStrides row_strides(const at::Tensor& x) {
   return {x.stride(0), x.stride(1), x.stride(2)};
 }
 
-// Runs task(i0, i1, i2) for every row of [n0, n1, n2] in parallel; make_task() is called once per piece of
-// work and owns the scratch of its thread. `cost` of one row in elementary steps sets the grain.
+// Runs task(i0, i1, i2) for every row of [n0, n1, n2] in parallel. make_task() is called once per piece of
+// work and owns its scratch. `cost`, of one row in elementary steps, sets the size of a piece.
 template <typename MakeTask>
 void for_rows(int64_t n0, int64_t n1, int64_t n2, int64_t cost, MakeTask&& make_task) {
   constexpr int64_t kStepsPerPiece = 1 << 15;
@@ -87,13 +87,13 @@ void for_rows(int64_t n0, int64_t n1, int64_t n2, int64_t cost, MakeTask&& make_
   });
 }
 
-// m of docs/semantics/tree_attention.md §1.3: entries of a list before the first -1.
+// m of docs/semantics/tree_attention.md §1.3: the number of entries before the first -1.
 inline int64_t count_parents(const int32_t* parents, int64_t width) {
   return std::find(parents, parents + width, -1) - parents;
 }
 
-// nodes[p] for p in [0, num): the node of candidate p, -1 where it is absent. The list holds at least num / r
-// parents.
+// nodes[p] for p in [0, num): the node of candidate p, or -1 where it is absent. The list holds at least num
+// / r parents.
 inline void resolve_nodes(const int32_t* parents, int64_t num, int64_t r, int64_t rightmost,
                           int64_t num_nodes, int64_t* nodes) {
   for (int64_t first = 0; first < num; first += r, ++parents) {
@@ -105,8 +105,8 @@ inline void resolve_nodes(const int32_t* parents, int64_t num, int64_t r, int64_
   }
 }
 
-// The key order of docs/semantics/tree_attention.md §1.6 on positions that stand ascending: larger rank
-// first, then position.
+// Sorts positions, which come ascending, into the order of docs/semantics/tree_attention.md §1.6: larger rank
+// first, then smaller position.
 template <typename Rank>
 void order_by_key(int32_t* positions, const Rank* ranks, int64_t count,
                   std::vector<std::pair<Rank, int32_t>>& keys) {

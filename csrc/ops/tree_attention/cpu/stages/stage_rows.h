@@ -1,6 +1,6 @@
-// The CPU row kernels of the build, rope and staged ops, one table per storage type and instruction set
-// (host/cpu/isa.h). Torch-free. All rows have unit stride; strides between rows count elements. Real is float,
-// double for double.
+// The CPU row kernels of the build, rope and staged ops: one table per storage type and instruction set
+// (host/cpu/isa.h). They know no torch. All rows have unit stride; strides between rows count elements. Real
+// is double for double and float for every other type.
 #pragma once
 
 #include <cstdint>
@@ -20,12 +20,12 @@ struct RotaryTable {
   int64_t half;  // K / 2
 };
 
-// The candidates of one query row in one layer of one kv head: rows of K or of V.
+// The candidates of one query in one layer of one kv head, as rows of K or of V.
 template <typename T>
 struct CandidateRows {
   const T* layer;        // [N][...]
   int64_t node_stride;   // elements from a node to the next
-  const int64_t* nodes;  // [num], node of each candidate, -1 where absent
+  const int64_t* nodes;  // [num]: the node of each candidate, -1 where absent
   int64_t num;           // n
 };
 
@@ -35,28 +35,30 @@ struct StageRows {
   void (*mean)(const T* first, int64_t row_stride, int64_t count, int64_t width, T* out);
   // out[d] = row[d] / count.
   void (*share)(const T* row, int64_t count, int64_t width, T* out);
-  // out = x rotated by the angles of one row of the table, or by their negatives. out may be x.
+  // out = x rotated by the angles of one row of the table, or by their negatives (`inverse`). out may be x.
   void (*rotate)(const T* x, const Real* cos, const Real* sin, bool inverse, int64_t half, T* out);
-  // scores [num][num_heads] = scale * <R_{num-1} q_g, R_p key_p>, -inf where absent. `buffer`: (num_heads +
-  // 1) * K.
+  // scores [num][num_heads] = scale * <R_{num-1} q_g, R_p key_p>, -inf where absent. `buffer` has (num_heads
+  // + 1) * K elements.
   using Score = void(const T* q, int64_t head_stride, int64_t num_heads, const CandidateRows<T>& keys,
                      const RotaryTable<Real>& rotary, Real scale, Real* buffer, Real* scores);
   Score* score;
-  // The IO-only twin (docs/semantics/io_twins.md §2.3): adds to scores[p * num_heads], which hold the hash of
-  // candidate p, sums of what `score` reads, and spreads the result over the heads. `scale` is not used.
+  // The IO-only twin (docs/semantics/io_twins.md §2.3). scores[p * num_heads] comes with the hash of
+  // candidate p; the twin adds sums of what `score` reads and spreads the result over the heads. `scale` is
+  // not used.
   Score* io_score;
-  // State of the candidates that are present and whose score is not -inf; scores [num][score_stride >=
-  // num_heads]. lmax and lsum [num_heads], lout [num_heads][width]. `buffer`: num_heads * num + width.
+  // The state of the candidates that are present and whose score is not -inf. scores [num][score_stride >=
+  // num_heads], lmax and lsum [num_heads], lout [num_heads][width]. `buffer` has num_heads * num + width
+  // elements.
   void (*accumulate)(const Real* scores, int64_t score_stride, int64_t num_heads,
                      const CandidateRows<T>& values, int64_t width, Real* buffer, Real* lmax, Real* lsum,
                      Real* lout);
-  // The min(top_k, num) selected positions in ascending order and their ranks (select/selection.h); num >= 1.
-  // Returns their number. `buffer`: select_bytes(num, num_heads), aligned to 8.
+  // Writes the min(top_k, num) selected positions in ascending order, with their ranks (selection.h), and
+  // returns their number. num >= 1. `buffer` has select_bytes(num, num_heads) bytes, aligned to 8.
   using Select = int64_t(const Real* scores, int64_t score_stride, int64_t num_heads, int64_t num,
                          int64_t top_k, Importance importance, void* buffer, int32_t* positions, Rank* ranks);
   Select* select;
-  // The IO-only twin: the same passes over the scores; ranks[0] is their folded bits, positions stay as they
-  // are.
+  // The IO-only twin: the same passes over the scores. ranks[0] becomes what they fold to; positions are not
+  // written.
   Select* io_select;
   int64_t (*select_bytes)(int64_t max_candidates, int64_t num_heads);
   // out[d] = row[d] / sum, rounded once.

@@ -1,4 +1,4 @@
-// Body of the row kernels; included by the stage_rows_*.cpp files after host/cpu/simd.h.
+// The row kernels of stage_rows.h. Include it after host/cpu/simd.h, which says for which instruction set.
 #pragma once
 
 #include "host/cpu/simd.h"
@@ -15,7 +15,7 @@ using tree_attention::StageRows;
 
 // ---- build
 
-// Four vectors at a time, so that a visit to a child's row uses whole cache lines also for the half types.
+// Four vectors at a time, so that one visit to a child's row uses whole cache lines for the half types too.
 template <typename T>
 void mean_row(const T* first, int64_t row_stride, int64_t count, int64_t width, T* out) {
   constexpr int kWidth = kLanesOf<VecOf<T>>;
@@ -56,7 +56,7 @@ void share_row(const T* row, int64_t count, int64_t width, T* out) {
 
 // ---- rope
 
-// y = R x into storage of type Out, times `scale`; the angles' sine enters with the sign of `direction`.
+// Writes y = R x, times `scale`, as type Out. The sines take the sign of `direction`.
 template <typename T, typename Out>
 inline void rotate_into(const T* x, const ScalarOf<T>* cos, const ScalarOf<T>* sin, ScalarOf<T> direction,
                         ScalarOf<T> scale, int64_t half, Out* out) {
@@ -142,8 +142,8 @@ void score_row(const T* q, int64_t head_stride, int64_t num_heads, const Candida
 
 // ---- states
 
-// out[g] += weights[g][p] * value_p, over the present candidates of which some head has a score above -inf. A
-// value that no weight belongs to is not touched: 0 * NaN would be NaN.
+// out[g] += weights[g][p] * value_p over the candidates that are present and have a score above -inf for some
+// head. A value without any weight is not touched: 0 * NaN would be NaN.
 template <typename T>
 inline void add_values(const CandidateRows<T>& values, const ScalarOf<T>* weights, const ScalarOf<T>* scores,
                        int64_t score_stride, int64_t num_heads, int64_t width, ScalarOf<T>* value,

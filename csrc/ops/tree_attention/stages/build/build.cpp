@@ -8,7 +8,7 @@
 
 namespace htree::tree_attention {
 
-// k [B, N, H, K], v [B, N, H, V]; double has CUDA kernels because gradcheck of the whole op needs it.
+// k [B, N, H, K], v [B, N, H, V]. double has CUDA kernels because gradcheck of tree_build needs them.
 inline void check_level(const char* op, const char* k_name, const Tensor& k, const char* v_name,
                         const Tensor& v, int64_t compression_rate) {
   check_rate(op, compression_rate);
@@ -127,7 +127,7 @@ struct BuildNode : Function<BuildNode> {
     return {pk, pv};
   }
 
-  // An output that was not used has a gradient of zeros here, which torch fills in.
+  // Where an output was not used, torch passes zeros as its gradient.
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     auto [dk, dv] = call_tree_build_backward(grads[0], grads[1], ctx->saved_data["n_child"].toSymInt(),
                                              ctx->saved_data["r"].toInt());

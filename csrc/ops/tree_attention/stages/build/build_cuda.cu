@@ -6,7 +6,7 @@
 namespace htree::tree_attention {
 namespace {
 
-// `children` is the tensor of the N children: the input of the forward, the output of the backward.
+// `children` is the tensor that has the N children: the input of the forward, the output of the backward.
 template <typename T>
 TreeBuildParams<T> build_params(const Tensor& in, const Tensor& out, const Tensor& children, int64_t r) {
   return {input_view<T>(in),

@@ -1,4 +1,4 @@
-// Kernels of one level of the tree: a thread owns one pack of one node.
+// Kernels of one level of the tree: a thread has one pack of dims of one node.
 #pragma once
 
 #include "device/numeric.cuh"
@@ -9,8 +9,7 @@
 
 namespace htree::tree_attention {
 
-// Sums the children in order and divides by how many there are: the true count, also for the ragged last
-// parent.
+// Sums the children in order and divides by their number, which is smaller than r for a ragged last parent.
 template <typename T, int kPack>
 __global__ void __launch_bounds__(kElementThreads)
     tree_build_kernel(const TreeBuildParams<T> params, int64_t num_parents, int64_t num_items) {

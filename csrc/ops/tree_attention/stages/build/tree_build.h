@@ -9,8 +9,8 @@
 
 namespace htree::tree_attention {
 
-// Forward: children [B, N, H, D] in, parents [B, ceil(N/r), H, D] contiguous out. Backward: gradients of the
-// parents in, gradients of the N children contiguous out.
+// Forward: takes children [B, N, H, D], writes parents [B, ceil(N/r), H, D]. Backward: takes the gradients of
+// the parents, writes the gradients of the N children. Outputs are contiguous.
 template <typename T>
 struct TreeBuildParams {
   View<const T> in;
@@ -22,7 +22,7 @@ struct TreeBuildParams {
   int64_t rate = 16;
 };
 
-// T: float, __half, __nv_bfloat16, double.
+// T is float, __half, __nv_bfloat16 or double.
 template <typename T>
 cudaError_t launch_tree_build(const TreeBuildParams<T>& params, cudaStream_t stream);
 template <typename T>

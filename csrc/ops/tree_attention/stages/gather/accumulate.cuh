@@ -1,9 +1,9 @@
-// Accumulation kernel: a block owns one list row, up to kHeads of its query heads and one span of value
-// columns.
+// Softmax states of the candidates whose score is not -inf: a block has one list row, up to kHeads of its
+// query heads and one span of value columns.
 //
-// The maximum over the candidates comes first. Then the weights of a tile stand in shared memory, and
-// `num_teams` teams of `lanes` threads each gather every num_teams-th value row, a pack of columns a thread,
-// for all heads at once. The teams' parts are added in order at the end.
+// First comes the maximum over the candidates. Then, tile by tile, the weights stand in shared memory, and
+// `num_teams` teams of `lanes` threads gather the value rows, team i every num_teams-th row from the i-th on;
+// a thread has one pack of columns for all heads. The sums of the teams are added in order at the end.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ namespace htree::tree_attention {
 
 struct AccumulateTraits {
   static constexpr int kThreads = 256;
-  static constexpr int kTile = kThreads;  // candidates: a thread makes the weights of one
+  static constexpr int kTile = kThreads;  // candidates of a tile: a thread makes the weights of one
   static constexpr int kMaxLanes = 32;    // threads on one value row
   static constexpr int kRowsInFlight = 4;
   static constexpr int kMaxHeads = 8;
@@ -31,16 +31,16 @@ struct AccumulateTraits {
 template <int kHeads, int kPack>
 struct AccumulateShared {
   alignas(16) float weights[AccumulateTraits::kTile][kHeads];
-  float parts[AccumulateTraits::kThreads * kPack];  // one head's columns of every thread
-  int32_t nodes[AccumulateTraits::kTile];           // -1: no head has a weight, the value is not read
-  uint32_t
-      unused[AccumulateTraits::kTile];  // bit per head: weight of a -inf score, its product is not formed
+  float parts[AccumulateTraits::kThreads * kPack];  // the columns of every thread, for one head
+  int32_t nodes[AccumulateTraits::kTile];           // -1 where no head has a weight: the value is not read
+  // Bit per head: the score is -inf, so its product with the value must not be formed.
+  uint32_t unused[AccumulateTraits::kTile];
   float reduced[kHeads][AccumulateTraits::kThreads / device::kWarpSize];
   int first_missing[AccumulateTraits::kThreads / device::kWarpSize];
 };
 
-// The weights of this thread's candidate go to shared memory and into the sums. Returns true when some heads,
-// but not all, have no weight.
+// Stores the weights of this thread's candidate in shared memory and adds them to the sums. Returns true when
+// some heads, but not all, have no weight.
 template <int kHeads, int kPack>
 __device__ __forceinline__ bool stage_weights(const ListInfo& info, const float* scores, int64_t stride,
                                               int64_t num_heads, int64_t p, int64_t num_candidates,
@@ -76,7 +76,7 @@ __device__ __forceinline__ bool stage_weights(const ListInfo& info, const float*
   return unused != kAll && unused != absent;
 }
 
-// Adds the tile's weighted values of this thread's team to its columns.
+// Adds the weighted values of this thread's team in the tile to the thread's columns.
 template <bool kMixed, typename T, int kHeads, int kPack>
 __device__ __forceinline__ void gather_tile(const T* values, int64_t row_stride, int team, int num_teams,
                                             bool active, const AccumulateShared<kHeads, kPack>& shared,
@@ -121,7 +121,7 @@ __device__ __forceinline__ void gather_tile(const T* values, int64_t row_stride,
   }
 }
 
-// Adds the teams' columns in order and stores them. Every thread of the block must call.
+// Adds the columns of the teams in order and stores them. Every thread of the block must call.
 template <int kHeads, int kPack>
 __device__ __forceinline__ void store_columns(float* out, int64_t value_dim, int64_t num_heads,
                                               int64_t first_column, int lanes, int num_teams,
@@ -151,7 +151,7 @@ __device__ __forceinline__ void store_columns(float* out, int64_t value_dim, int
   }
 }
 
-// Block (row, span): span = head chunk * num_column_spans + column span.
+// Grid: x = list rows, y = spans; span = head chunk * num_column_spans + column span.
 template <typename Work, typename T, int kHeads, int kPack>
 __global__ void __launch_bounds__(AccumulateTraits::kThreads, 2)
     accumulate_kernel(const AccumulateParams<T> params, int lanes, int num_column_spans) {

@@ -1,4 +1,4 @@
-// Softmax states of the candidates that are left. docs/semantics/tree_attention.md §1.7, §1.8.
+// Softmax states of the candidates whose score is not -inf. docs/semantics/tree_attention.md §1.7, §1.8
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,8 +9,8 @@
 
 namespace htree::tree_attention {
 
-// A state (max, sum, out) [B, T_q, H], [B, T_q, H], [B, T_q, H, V]; strides in heads, those of `out` are V
-// times them.
+// A state: max and sum [B, T_q, H], out [B, T_q, H, V]. Strides count heads; those of `out` are V times as
+// long.
 struct StateView {
   float* max = nullptr;
   float* sum = nullptr;
@@ -30,17 +30,17 @@ struct AccumulateParams {
   int64_t value_dim = 0;  // V
 };
 
-// T: float, __half, __nv_bfloat16. A candidate whose score is -inf is not read.
+// T is float, __half or __nv_bfloat16. The value of a candidate whose scores are all -inf is not read.
 template <typename T>
 cudaError_t launch_accumulate(const AccumulateParams<T>& params, cudaStream_t stream);
 
-// Nodes and scores at the chosen positions of lists with one query head each.
+// Nodes and scores at the chosen positions, for lists that belong to one query head.
 struct PickParams {
   View<const int32_t> parents;         // [B, T_q, S, list_width]
   const float* scores = nullptr;       // [B, T_q, S, capacity] contiguous
   const int32_t* positions = nullptr;  // [B, T_q, S, top_k] contiguous
-  View<int32_t> nodes;                 // [B, T_q, S, top_k], -1 where the position is
-  View<float> node_scores;             // [B, T_q, S, top_k], -inf there
+  View<int32_t> nodes;                 // [B, T_q, S, top_k], -1 where the position is -1
+  View<float> node_scores;             // [B, T_q, S, top_k], -inf where the position is -1
   int64_t num_batches = 0;
   int64_t num_queries = 0;
   int64_t num_lists = 0;

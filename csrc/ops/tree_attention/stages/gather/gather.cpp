@@ -1,5 +1,5 @@
 // Schemas, checks, Meta and registrations of the ops that gather the children of a layer's parents.
-// docs/semantics/tree_attention.md §1.3, §1.7, §1.8.
+// docs/semantics/tree_attention.md §1.3, §1.7, §1.8
 #include <array>
 
 #include "host/registration.h"
@@ -8,7 +8,7 @@
 
 namespace htree::tree_attention {
 
-// (lmax [B, T_q, H], lsum [B, T_q, H], lout [B, T_q, H, V]) and what comes with them.
+// A state: lmax and lsum [B, T_q, H], lout [B, T_q, H, V].
 using State = std::tuple<Tensor, Tensor, Tensor>;
 using StateAndParents = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using StateAndTopk = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
@@ -34,7 +34,7 @@ struct LayerOptions {
   std::optional<int64_t> selection_span = std::nullopt;
 };
 
-// Lists are shared by the G heads of a group, or belong to one query head each.
+// A list is shared by the G query heads of a K/V head, or belongs to one query head.
 inline void check_layer(const char* op, const LayerTensors& in, const LayerOptions& options,
                         bool list_per_query_head = false) {
   check_position(op, options.layer, options.compression_rate, options.t0, options.selection_stride);
@@ -192,7 +192,7 @@ State accumulate_non_topk(const Tensor& layer_v, const Tensor& parents, const Te
                                  compression_rate, t0);
 }
 
-// The IO-only twin is the op itself. docs/semantics/io_twins.md §2.2.
+// The IO-only twin is the op itself: docs/semantics/io_twins.md §2.2.
 template <AccumulateNonTopk* kKernel>
 State io_accumulate_non_topk(const Tensor& layer_v, const Tensor& parents, const Tensor& scores,
                              const Tensor& num_candidates, int64_t layer, int64_t compression_rate,
@@ -229,8 +229,8 @@ StateAndTopk compute_and_select(const Tensor& q, const Tensor& layer_k, const Te
 // topk = select_topk(scores, n, top_k, importance)
 // mask_topk_scores_(scores, topk)
 // accumulate_non_topk(layer_v, parents, scores, n, layer, r, t0), compute_next_parents(parents, topk, r)
-// For s > 1 topk and next_parents are the leaders', query t masks with the row of its leader t - t % s.
-// With a selection_span topk comes from the scores of span_k in place of scores: §1.15.
+// With s > 1, topk and next_parents belong to the leaders, and query t is masked by the row of its leader,
+// t - t % s. With a selection_span topk comes from the scores of span_k in place of scores: §1.15.
 template <SelectAccumulate* kKernel>
 StateAndParents select_accumulate(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v,
                                   const Tensor& parents, const Tensor& cos, const Tensor& sin, int64_t layer,

@@ -59,8 +59,8 @@ void compute_and_select_cuda(const Tensor& q, const Tensor& layer_k, const Tenso
   });
 }
 
-// ---- one layer for every dtype and shape: the staged launchers over bounded chunks of queries,
-// docs/semantics/tree_attention.md §1.8. Undefined `cos` and `sin` mean no rotation.
+// ---- One layer for every dtype and shape: the staged launchers over bounded chunks of queries,
+// docs/semantics/tree_attention.md §1.8. Where `cos` and `sin` are undefined, nothing is rotated.
 
 namespace {
 
@@ -119,7 +119,7 @@ void bottom_accumulate_cuda(const Tensor& q, const Tensor& layer_k, const Tensor
   });
 }
 
-// Only the leaders are scored: rows s apart, each with a list of its own.
+// Scores the leaders alone: rows s apart, each with a list of its own.
 void recompute_selection_cuda(const Tensor& q, const Tensor& layer_k, const Tensor& span_k,
                               const Tensor& parents, const Tensor& cos, const Tensor& sin,
                               const LayerArgs& args, const Tensor& next_parents) {

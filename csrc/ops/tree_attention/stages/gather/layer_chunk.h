@@ -1,5 +1,5 @@
-// The staged launchers on one chunk of one layer, scratch included. Used by the ops that run several stages
-// at once.
+// Calls the staged launchers on one chunk of one layer and owns their scratch, for the ops that are several
+// stages in one.
 #pragma once
 
 #include "device/work.cuh"
@@ -31,11 +31,13 @@ struct LayerCall {
   cudaStream_t stream;
 };
 
-// Scores and counts of one box of rows in device scratch, and the steps that read them.
+// The scores and candidate counts of one chunk (`box_`, a box of rows) in device scratch, and the steps that
+// write and read them.
 template <typename T>
 class LayerChunk {
  public:
-  // Scratch for the largest box of `plan`; boxes run one after another on the stream and share it.
+  // Allocates scratch for the largest chunk of `plan`. Chunks run one after another on the stream and share
+  // it.
   LayerChunk(const LayerCall& call, const ChunkPlan& plan) : call_(call) {
     const int64_t rows = plan.batches * plan.queries * plan.lists;
     const auto options = call.q.options();
@@ -45,7 +47,7 @@ class LayerChunk {
     positions_ = at::empty({leaders * call.args.top_k}, options.dtype(at::kInt));
   }
 
-  // Moves to a box; first_query is a multiple of queries_per_list.
+  // Moves to another chunk. first_query is a multiple of queries_per_list.
   void move_to(int64_t batch, int64_t num_batches, int64_t query, int64_t num_queries, int64_t list,
                int64_t num_lists) {
     batch_ = batch;
@@ -77,7 +79,7 @@ class LayerChunk {
     C10_CUDA_CHECK(launch_compute_scores<FullWork>(params, call_.stream));
   }
 
-  // Positions of the leaders' sets.
+  // Selects the positions for the leaders.
   void select(SelectionOrder order) {
     SelectParams params;
     params.scores = input<float>(scores_);
@@ -98,7 +100,7 @@ class LayerChunk {
     C10_CUDA_CHECK(launch_select_topk<FullWork>(params, call_.stream));
   }
 
-  // next_parents [B, ceil(T_q/s), S, top_k] of the whole call.
+  // Writes to next_parents [B, ceil(T_q/s), S, top_k] of the whole call.
   void store_next_parents(const Tensor& next_parents) {
     NextParentsParams params;
     params.parents = parents_;
@@ -116,7 +118,7 @@ class LayerChunk {
     C10_CUDA_CHECK(launch_compute_next_parents<FullWork>(params, call_.stream));
   }
 
-  // Takes the selected positions out of the scores of every query of their block.
+  // Sets the scores of the selected positions to -inf, for every query of a stride.
   void mask() {
     const int64_t capacity = box_.capacity();
     MaskParams params;
@@ -137,7 +139,8 @@ class LayerChunk {
     C10_CUDA_CHECK(launch_mask_topk_scores(params, call_.stream));
   }
 
-  // The state of what has a score, into lmax, lsum [B, T_q, H] and lout [B, T_q, H, V] of the whole call.
+  // Writes the state of the candidates whose score is not -inf to lmax, lsum [B, T_q, H] and lout [B, T_q, H,
+  // V] of the whole call.
   void accumulate(const Tensor& layer_v, const Tensor& lmax, const Tensor& lsum, const Tensor& lout) {
     AccumulateParams<T> params;
     params.geometry = box_;
@@ -153,7 +156,8 @@ class LayerChunk {
     C10_CUDA_CHECK(launch_accumulate(params, call_.stream));
   }
 
-  // Nodes and scores of the selected positions, [B, T_q, S, top_k] each; for lists of one query head.
+  // Writes nodes and scores of the selected positions, [B, T_q, S, top_k] each, for lists that belong to one
+  // query head.
   void store_picked(const Tensor& topk_indices, const Tensor& topk_scores) {
     PickParams params;
     params.parents = parents_;
@@ -190,7 +194,7 @@ class LayerChunk {
   View<const int32_t> parents_;
 };
 
-// Runs `steps` (a callable on LayerChunk<T>&) on every chunk of the call.
+// Runs steps(LayerChunk<T>&) on every chunk of the call.
 template <typename T, typename Steps>
 void run_in_chunks(const LayerCall& call, Steps&& steps) {
   const Geometry& whole = call.whole;

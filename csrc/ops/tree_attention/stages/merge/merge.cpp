@@ -1,5 +1,5 @@
-// Schemas, checks, Meta, Autograd and registrations of the ops on states.
-// docs/semantics/tree_attention.md §1.7, §1.8.
+// Schemas, checks, Meta, Autograd and registrations of the ops on states. docs/semantics/tree_attention.md
+// §1.7, §1.8
 #include <array>
 #include <utility>
 
@@ -20,7 +20,7 @@ inline void prepare_merge_to_global(const Tensor& gmax, const Tensor& gsum, cons
   check_same_dtype(kOp, "lout", lout, "gout", gout);
   check_same_device(kOp, "lout", lout, "gout", gout);
   check_shape(kOp, "lout", lout, gout.sym_sizes(), "the shape of gout");
-  // What is written shares memory with nothing else.
+  // What is written may share memory with nothing else.
   using Named = std::pair<const char*, const Tensor&>;
   const std::array<Named, 3> written = {Named{"gmax", gmax}, {"gsum", gsum}, {"gout", gout}};
   for (size_t i = 0; i < written.size(); ++i) {
@@ -35,8 +35,8 @@ inline void prepare_merge_to_global(const Tensor& gmax, const Tensor& gsum, cons
   }
 }
 
-// layer_v [B, N, H_kv, V], topk_indices int32 and topk_scores [B, T_q, H, k], state [B, T_q, H(, V)].
-// Returns selected_indices int32 [B, T_q, H, k], uninitialised.
+// layer_v [B, N, H_kv, V], topk_indices int32 and topk_scores [B, T_q, H, k], state [B, T_q, H] and [B, T_q,
+// H, V]. Returns selected_indices int32 [B, T_q, H, k], uninitialised.
 inline Tensor prepare_subtract_topk(const Tensor& layer_v, const Tensor& topk_indices,
                                     const Tensor& topk_scores, const Tensor& lmax, const Tensor& lsum,
                                     const Tensor& lout) {
@@ -63,7 +63,7 @@ inline Tensor prepare_subtract_topk(const Tensor& layer_v, const Tensor& topk_in
   return new_tensor(topk_indices.sym_sizes(), at::kInt, topk_indices);
 }
 
-// Returns [B, T_q, H, V] in `dtype`, by default that of gout, uninitialised.
+// Returns [B, T_q, H, V] in `dtype`, or in that of gout, uninitialised.
 inline Tensor prepare_final_normalize(const Tensor& gout, const Tensor& gsum,
                                       std::optional<at::ScalarType> dtype) {
   constexpr const char* kOp = "final_normalize";

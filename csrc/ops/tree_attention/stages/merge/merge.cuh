@@ -11,7 +11,7 @@
 
 namespace htree::tree_attention {
 
-// exp(from - to), 0 for an empty state: there from - to may be -inf - -inf.
+// exp(from - to), or 0 for an empty state, where from - to may be -inf - -inf.
 __device__ __forceinline__ float rebase_factor(float from, float to, float sum) {
   return sum == 0.0f ? 0.0f : expf(from - to);
 }
@@ -23,7 +23,7 @@ __device__ __forceinline__ int64_t state_offset(const int64_t (&strides)[4], con
   return row.batch * strides[0] + row.query * strides[1] + row.list * strides[2];
 }
 
-// 0 / 0 is NaN, as in torch.softmax of -inf alone.
+// 0 / 0 gives NaN, as torch.softmax does where every score is -inf.
 template <typename T>
 __global__ void __launch_bounds__(kElementThreads)
     final_normalize_kernel(const NormalizeParams<T> params, int64_t num_items) {
@@ -44,9 +44,9 @@ struct SubtractTraits {
   static constexpr int kTile = kThreads;
 };
 
-// A block owns one head of one row. It sums the listed nodes relative to their own maximum, takes them out of
-// the state, and leaves the exact empty state where nothing but rounding residue would remain: the list is
-// not full, or the rest is not above top_k * epsilon of the sum.
+// A block has one head of one row. It sums the listed nodes relative to their own maximum and takes them out
+// of the state. Where only the residue of rounding would remain, it leaves the empty state: where the list is
+// not full, or what remains is not above top_k * epsilon of the sum.
 template <typename T>
 __global__ void __launch_bounds__(SubtractTraits::kThreads)
     subtract_topk_kernel(const SubtractParams<T> params) {

@@ -76,7 +76,7 @@ void subtract_topk_cuda(const Tensor& layer_v, const Tensor& topk_indices, const
     C10_CUDA_CHECK(launch_subtract_topk(params, scope.stream()));
   });
 
-  NextParentsParams sorting;  // without parents: the entries are node ids already
+  NextParentsParams sorting;  // no parents: the entries are node ids already
   sorting.positions = input_view<int32_t>(topk_indices);
   sorting.next_parents = output_view<int32_t>(selected_indices);
   sorting.num_batches = selected_indices.size(0);

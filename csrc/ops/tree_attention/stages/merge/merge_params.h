@@ -1,4 +1,4 @@
-// States: merge, reverse subtraction, normalisation. docs/semantics/tree_attention.md §1.7.
+// The ops on states: merge, reverse subtraction, normalisation. docs/semantics/tree_attention.md §1.7
 #pragma once
 
 #include <cuda_bf16.h>
@@ -39,7 +39,7 @@ struct NormalizeParams {
   int64_t num_heads = 0;
   int64_t value_dim = 0;
 };
-// T: float, __half, __nv_bfloat16.
+// T is float, __half or __nv_bfloat16.
 template <typename T>
 cudaError_t launch_final_normalize(const NormalizeParams<T>& params, cudaStream_t stream);
 
@@ -59,7 +59,7 @@ struct SubtractParams {
   int64_t value_dim = 0;
   int64_t top_k = 0;
 };
-// T: float, __half, __nv_bfloat16.
+// T is float, __half or __nv_bfloat16.
 template <typename T>
 cudaError_t launch_subtract_topk(const SubtractParams<T>& params, cudaStream_t stream);
 

@@ -1,10 +1,10 @@
-// The merge of a layer's state into the running one: docs/semantics/tree_attention.md §1.7. No torch.
+// Merges the state of a layer into the running one: docs/semantics/tree_attention.md §1.7. No torch.
 #include "ops/tree_attention/stages/merge/merge.cuh"
 
 namespace htree::tree_attention {
 namespace {
 
-// A warp owns one head of one row: all lanes read the old state before lane 0 writes the new one.
+// A warp has one head of one row. All lanes read the old state before lane 0 writes the new one.
 __global__ void __launch_bounds__(kElementThreads)
     merge_to_global_kernel(const MergeParams params, int64_t num_states) {
   constexpr int kWarps = kElementThreads / device::kWarpSize;

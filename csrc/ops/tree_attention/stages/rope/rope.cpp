@@ -1,5 +1,5 @@
 // Schemas, checks, Meta, Autograd and registrations of the rotation and of its cache.
-// docs/semantics/tree_attention.md §1.4, §1.8.
+// docs/semantics/tree_attention.md §1.4, §1.8
 #include <ATen/ops/arange.h>
 #include <ATen/ops/outer.h>
 #include <ATen/ops/pow.h>
@@ -26,9 +26,9 @@ inline void check_rope_cache(const SymInt& size, int64_t dim, double base, at::S
                     ": base must be positive and finite in float32, got ", base);
 }
 
-// x [B, T, H, K], cos and sin [size, K/2], positions int32 or int64 [T] or [B, T]. Returns x's shape and
-// dtype, uninitialised. A position outside the cache is for the kernels: an error on the CPU, clamped on
-// CUDA.
+// x [B, T, H, K], cos and sin [size, K/2], positions int32 or int64, [T] or [B, T]. Returns an uninitialised
+// tensor of x's shape and dtype. Positions are left to the kernels: one outside the table is an error on the
+// CPU and is clamped on CUDA.
 inline Tensor prepare_rope(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& positions,
                            [[maybe_unused]] bool inverse) {
   constexpr const char* kOp = "rope";
@@ -94,7 +94,7 @@ Tensor rope(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor&
   return out;
 }
 
-// ---- Autograd: the gradient of a rotation is the inverse rotation, an op again
+// ---- Autograd: the gradient of a rotation is the inverse rotation, which is an op as well
 
 struct RopeNode : Function<RopeNode> {
   static constexpr bool is_traceable = true;

@@ -1,12 +1,12 @@
-// Scores kernel: a block owns one list row, a thread one candidate of the tile at hand for up to kHeads query
+// Scores kernel: a block has one list row, a thread one candidate of the current tile, for up to kHeads query
 // heads.
 //
 // The keys of a tile are rotated once and stand in shared memory as floats, one slice of the key dimension at
 // a time; the rotated queries of the group are broadcast. Every score is one sequential sum over the key
 // dimension, so it does not depend on the launch shape.
 //
-// The IO-only twin adds up what it loads instead of rotating and multiplying
-// (docs/semantics/io_twins.md §2.3).
+// The IO-only twin adds up what it loads instead of rotating and multiplying (docs/semantics/io_twins.md
+// §2.3).
 #pragma once
 
 #include <algorithm>
@@ -25,7 +25,7 @@ namespace htree::tree_attention {
 
 struct ScoresTraits {
   static constexpr int kThreads = 128;
-  static constexpr int kTile = kThreads;     // candidates
+  static constexpr int kTile = kThreads;     // candidates of a tile
   static constexpr int kPairs = 32;          // rotary pairs in a slice of the key dimension
   static constexpr int kStride = kTile + 1;  // odd: packs of neighbouring pairs fall into different banks
   static constexpr int kMaxHeads = 8;
@@ -33,13 +33,13 @@ struct ScoresTraits {
 
 template <int kHeads>
 struct ScoresShared {
-  float keys[2 * ScoresTraits::kPairs][ScoresTraits::kStride];  // low halves, then high halves
+  float keys[2 * ScoresTraits::kPairs][ScoresTraits::kStride];  // the lower halves, then the upper halves
   alignas(16) float queries[2 * ScoresTraits::kPairs][kHeads];
   int32_t nodes[ScoresTraits::kTile];
   int first_missing[ScoresTraits::kThreads / device::kWarpSize];
 };
 
-// Loads `kPack` floats of a table row; rows of whole packs are 16-byte aligned.
+// Loads `kPack` floats of a table row. Rows of whole packs are aligned to 16 bytes.
 template <int kPack>
 __device__ __forceinline__ void load_table(const float* row, float (&values)[kPack]) {
   constexpr int kStep = kPack < 4 ? kPack : 4;
@@ -53,8 +53,8 @@ __device__ __forceinline__ void load_table(const float* row, float (&values)[kPa
   }
 }
 
-// Rotates one slice of the tile's keys, each at its position p, into shared memory; zeros where there is no
-// key. The twin leaves one sum per pack in the row of the pack.
+// Rotates one slice of the tile's keys, each at its position p, into shared memory; where there is no key,
+// zeros. The twin leaves one sum per pack in the pack's row.
 template <typename Work, int kPack, typename T, int kHeads>
 __device__ __forceinline__ void stage_keys(const ScoresParams<T>& params, const T* keys, int64_t first_p,
                                            int64_t first_pair, ScoresShared<kHeads>& shared) {
@@ -113,8 +113,8 @@ __device__ __forceinline__ void stage_keys(const ScoresParams<T>& params, const 
   }
 }
 
-// Rotates one slice of the group's queries at position n - 1, times the scale, into shared memory. The twin
-// leaves the sum of the slice in row 0: a warp owns the pairs of one head.
+// Rotates one slice of the group's queries by position n - 1, times the scale, into shared memory. The twin
+// leaves the sum of the slice in row 0. A warp has the pairs of one head.
 template <typename Work, typename T, int kHeads>
 __device__ __forceinline__ void stage_queries(const ScoresParams<T>& params, const T* queries,
                                               int64_t num_heads, int64_t position, int64_t first_pair,
@@ -197,7 +197,7 @@ __device__ __forceinline__ void store_scores(float* out, int64_t num_heads, cons
       for (int e = 0; e < kStep; ++e) {
         pack[e] = sums[head + e];
       }
-      device::store_pack_streaming(out + head, pack);  // or they drive the keys out of L2
+      device::store_pack_streaming(out + head, pack);  // an ordinary store would drive the keys out of the L2
     }
     return;
   }
@@ -209,7 +209,7 @@ __device__ __forceinline__ void store_scores(float* out, int64_t num_heads, cons
   }
 }
 
-// Block (row, split): the tiles split, split + gridDim.y, ... of the row's candidates.
+// Grid: x = list rows, y = splits; a split has tiles split, split + gridDim.y, ... of the row's candidates.
 template <typename Work, typename T, int kHeads, int kPack>
 __global__ void __launch_bounds__(ScoresTraits::kThreads)
     compute_scores_kernel(const ScoresParams<T> params) {
@@ -272,7 +272,8 @@ __global__ void __launch_bounds__(ScoresTraits::kThreads)
   }
 }
 
-// Enough blocks to fill a large GPU a few times where the rows alone do not.
+// Splits a row's tiles over enough blocks to fill a large GPU a few times, where there are too few rows for
+// that.
 inline unsigned score_splits(int64_t num_rows, int64_t num_tiles) {
   constexpr int64_t kEnoughBlocks = 2048;
   const int64_t wanted = (kEnoughBlocks + num_rows - 1) / num_rows;

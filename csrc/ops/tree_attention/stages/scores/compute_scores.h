@@ -1,4 +1,4 @@
-// Scores of every candidate of every query. docs/semantics/tree_attention.md §1.3, §1.4.
+// The scores of every candidate of every query. docs/semantics/tree_attention.md §1.3, §1.4
 #pragma once
 
 #include <cuda_bf16.h>
@@ -20,11 +20,11 @@ struct ScoresParams {
   int32_t* num_candidates = nullptr;  // [B, T_q, S] contiguous
   int64_t key_dim = 0;                // K, even
   float scale = 1.0f;
-  bool fill_tail = true;  // false leaves entries p >= n unwritten: no reader of ours looks there
+  bool fill_tail = true;  // false: entries p >= n stay unwritten, because our own readers do not look there
 };
 
-// T: float, __half, __nv_bfloat16; Work: FullWork, IoOnly (docs/semantics/io_twins.md §2.2). The sum over K runs in
-// index order whatever the launch shape.
+// T is float, __half or __nv_bfloat16; Work is FullWork or IoOnly (docs/semantics/io_twins.md §2.2). The sum
+// over K runs in index order whatever the launch shape.
 template <typename Work, typename T>
 cudaError_t launch_compute_scores(const ScoresParams<T>& params, cudaStream_t stream);
 

@@ -1,4 +1,4 @@
-// The next layer's parents out of the positions of a selection.
+// Turns the positions of a selection into the parents of the next layer.
 #pragma once
 
 #include <cstdint>
@@ -15,11 +15,12 @@ namespace htree::tree_attention {
 
 constexpr int kNextParentsThreads = 128;
 
-// A block owns one row: maps, sorts where the nodes do not ascend yet, and stores. The IO-only twin copies.
+// A block has one row: it maps positions to nodes, sorts them where they do not ascend yet, and stores them.
+// The IO-only twin copies positions.
 template <typename Work>
 __global__ void __launch_bounds__(kNextParentsThreads)
     compute_next_parents_kernel(const NextParentsParams params, const NextParentsPlan plan) {
-  constexpr int32_t kMissing = INT32_MAX;  // sorts behind every node
+  constexpr int32_t kMissing = INT32_MAX;  // sorts after every node
   extern __shared__ int32_t shared_nodes[];
   __shared__ int first_missing[kNextParentsThreads / device::kWarpSize];
   int32_t* nodes = plan.in_shared ? shared_nodes

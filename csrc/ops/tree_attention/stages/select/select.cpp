@@ -1,5 +1,5 @@
 // Schemas, Meta, Autograd and registrations of the selection ops and of top_parents.
-// docs/semantics/tree_attention.md §1.3, §1.6.
+// docs/semantics/tree_attention.md §1.3, §1.6
 #include "ops/tree_attention/stages/select/select.h"
 
 #include <ATen/ops/arange.h>
@@ -32,7 +32,7 @@ Tensor top_parents(SymInt batch, SymInt queries, SymInt heads, int64_t top_k, in
   const Tensor count = leader.div(node_span(compression_rate, num_layers), "floor").add(1);
   const Tensor slot = at::arange(top_k, options);
   const Tensor lists = at::where(slot.lt(count.unsqueeze(1)), slot, -1).to(at::kInt);
-  // A copy even when B and heads are 1: the result is fresh and contiguous.
+  // contiguous() alone would not copy where B and heads are 1, and the result must be fresh.
   return lists.view_symint({1, rows, 1, top_k})
       .expand_symint({batch, rows, heads, top_k})
       .clone(at::MemoryFormat::Contiguous);
@@ -85,8 +85,8 @@ Tensor compute_next_parents(const Tensor& parents, const Tensor& topk_positions,
 // hash[j] = LCG(j + 7 * t + 13 * h_kv + 31 * b), LCG(x) = (x * 1103515245 + 12345) & 0x7fffffff
 // "lcg": hash[j] % n
 // "stratified": first[j] + hash[j] % (first[j + 1] - first[j]) with first[j] = j * n // a
-// Slot a - 1 is n - 1, slots from a on are -1; everything is -1 at the bottom. `fold_mask` is the
-// zero that no compiler sees: any other value adds bits of the scores to the positions.
+// Position a - 1 is n - 1, positions from a on are -1; at the bottom all are -1. `fold_mask` is the zero that
+// no compiler sees: any other value adds bits of the scores to the positions.
 template <IoSelectTopk* kKernel>
 Tensor io_select_topk(const Tensor& scores, const Tensor& num_candidates, int64_t top_k, int64_t layer,
                       std::string_view select, SymInt t0, int64_t fold_mask) {
@@ -99,7 +99,7 @@ Tensor io_select_topk(const Tensor& scores, const Tensor& num_candidates, int64_
   return topk_positions;
 }
 
-// topk_positions as they are; with map_positions what compute_next_parents gives
+// topk_positions as they are or, with map_positions, what compute_next_parents gives
 template <ComputeNextParents* kCopy, ComputeNextParents* kMap>
 Tensor io_compute_next_parents(const Tensor& parents, const Tensor& topk_positions, int64_t compression_rate,
                                bool map_positions) {

@@ -1,5 +1,5 @@
-// Contract of the selection ops and of top_parents: every check and every output.
-// docs/semantics/tree_attention.md §1.3, §1.6, §1.8.
+// The contract of the selection ops and of top_parents: every check and every output.
+// docs/semantics/tree_attention.md §1.3, §1.6, §1.8
 #pragma once
 
 #include "host/overlap.h"
@@ -7,7 +7,7 @@
 
 namespace htree::tree_attention {
 
-// scores [B, T_q, H_kv, k*r, G] in a state dtype, no size of the last two zero.
+// scores [B, T_q, H_kv, k*r, G] in a state dtype; neither of the last two sizes is zero.
 inline void check_scores(const char* op, const Tensor& scores) {
   check_rank(op, "scores", scores, 5, "[B, T_q, H_kv, k*r, G]");
   check_state_dtype(op, "scores", scores);
@@ -36,7 +36,7 @@ inline Tensor prepare_select_topk(const Tensor& scores, const Tensor& num_candid
   return prepare_positions(kOp, scores, num_candidates, top_k);
 }
 
-// `select` of the twin, docs/semantics/io_twins.md §2.3: true for "stratified", false for "lcg".
+// The argument `select` of the twin, docs/semantics/io_twins.md §2.3: true for "stratified", false for "lcg".
 inline bool parse_io_select(const char* op, std::string_view select) {
   TORCH_CHECK_VALUE(select == "lcg" || select == "stratified", op,
                     ": select must be \"lcg\" or \"stratified\", got \"", select, "\"");
@@ -67,7 +67,7 @@ inline void prepare_mask_topk_scores(const Tensor& scores, const Tensor& topk_po
   check_disjoint(kOp, "scores", scores, "topk_positions", topk_positions);
 }
 
-// Returns next_parents int32 of topk_positions' shape, uninitialised.
+// Returns next_parents int32 in the shape of topk_positions, uninitialised.
 inline Tensor prepare_compute_next_parents(const Tensor& parents, const Tensor& topk_positions,
                                            int64_t compression_rate,
                                            const char* op = "compute_next_parents") {

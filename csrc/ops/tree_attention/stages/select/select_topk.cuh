@@ -1,6 +1,6 @@
-// Selection kernel: a block owns one row of scores. Integer keys order the candidates
+// Selection kernel: a block has one row of scores. Integer keys order the candidates
 // (docs/semantics/tree_attention.md §1.6), a radix select finds the smallest key that is chosen, and a scan
-// in the order of positions takes ties from the left.
+// in the order of positions takes the first of those that are equal to it.
 //
 // The IO-only twin reads the scores in the same two passes and writes hashed positions
 // (docs/semantics/io_twins.md §2.3).
@@ -24,7 +24,7 @@ struct SelectTraits {
   static constexpr int kThreads = 256;  // also the number of digits of a radix pass
   static constexpr int kMaxHeads = 8;
   static constexpr uint32_t kRightmost = 0xffffffffu;
-  static constexpr uint32_t kNan = 0xfffffffeu;  // above the bits of every float >= 0, below the rightmost
+  static constexpr uint32_t kNan = 0xfffffffeu;  // above the bits of every float >= 0, below the rightmost's
 };
 
 struct SelectShared {
@@ -34,11 +34,11 @@ struct SelectShared {
   uint32_t counts[SelectTraits::kThreads / device::kWarpSize];
 };
 
-// What a row needs besides SelectShared: where the keys, the sort buffer and the normalisers stand.
+// The buffers of a row besides SelectShared. They stand in shared memory or in device scratch.
 struct SelectBuffers {
   uint32_t* keys;     // [capacity]
   uint64_t* sorting;  // [sort_size], for the order by key
-  float* normalizer;  // [G]: the LSE of each head, or their joint maximum G times
+  float* normalizer;  // [G]: the LSE of each head, or the joint maximum of all heads G times
 };
 
 struct Xor {
@@ -53,7 +53,7 @@ __device__ __forceinline__ void fold_bits(const float (&values)[kHeads], uint32_
   }
 }
 
-// normalizer[g] = log-sum-exp of head g over the first `num` candidates. The twin folds what it reads.
+// normalizer[g] = the log-sum-exp of head g over the first `num` candidates. The twin folds what it reads.
 template <typename Work, int kHeads>
 __device__ __forceinline__ void make_lse(const float* scores, int64_t num, int64_t group, float* normalizer,
                                          SelectShared& shared, uint32_t& fold) {
@@ -88,7 +88,7 @@ __device__ __forceinline__ void make_lse(const float* scores, int64_t num, int64
   }
 }
 
-// normalizer[g] = the maximum over the first `num` candidates and all heads; NaN if one is.
+// normalizer[g] = the maximum over the first `num` candidates and all heads; NaN if one of them is NaN.
 template <typename Work>
 __device__ __forceinline__ void make_joint_maximum(const float* scores, int64_t num, int64_t group,
                                                    float* normalizer, SelectShared& shared, uint32_t& fold) {
@@ -108,7 +108,8 @@ __device__ __forceinline__ void make_joint_maximum(const float* scores, int64_t 
   }
 }
 
-// The key of every candidate: the bits of its importance, which order like the floats because they are >= 0.
+// The key of every candidate: the bits of its importance, which order as the floats do because they are not
+// negative.
 template <typename Work, int kHeads>
 __device__ __forceinline__ void make_keys(const float* scores, int64_t num, int64_t rightmost, int64_t group,
                                           const float* normalizer, uint32_t* keys, uint32_t& fold) {
@@ -141,7 +142,7 @@ __device__ __forceinline__ void make_keys(const float* scores, int64_t num, int6
   }
 }
 
-// Calls emit(rank, p) for the `count` chosen positions, rank in ascending order of p.
+// Calls emit(rank, p) for the `count` chosen positions; rank counts them in ascending order of p.
 template <typename Emit>
 __device__ __forceinline__ void for_each_selected(const uint32_t* keys, int64_t num, int64_t count,
                                                   SelectShared& shared, Emit&& emit) {
@@ -162,7 +163,7 @@ __device__ __forceinline__ void for_each_selected(const uint32_t* keys, int64_t 
     const bool equal = p < num && key == threshold.key;
     uint32_t total;
     const uint32_t packed =
-        (larger ? 1u << 16 : 0u) | (equal ? 1u : 0u);  // a tile has 256: the fields cannot meet
+        (larger ? 1u << 16 : 0u) | (equal ? 1u : 0u);  // a tile has 256 candidates: the fields cannot meet
     const uint32_t before = device::block_exclusive_sum<SelectTraits::kThreads>(packed, shared.counts, total);
     const uint32_t larger_rank = larger_before + (before >> 16);
     const uint32_t equal_rank = equal_before + (before & 0xffffu);
@@ -174,7 +175,7 @@ __device__ __forceinline__ void for_each_selected(const uint32_t* keys, int64_t 
   }
 }
 
-// The twin's row: its positions, and with them, masked to nothing, every score that was read.
+// Stores the twin's row: its positions plus every score that was read, masked to nothing.
 __device__ __forceinline__ void store_io_positions(const SelectParams& params, const RowIndex& row,
                                                    int64_t num, uint32_t fold, SelectShared& shared,
                                                    int32_t* out) {
@@ -196,7 +197,7 @@ __device__ __forceinline__ void select_row(const SelectParams& params, const Sel
   const int64_t score_row =
       (row.batch * params.score_queries + row.query * params.query_step) * params.num_lists + row.list;
   const float* scores = params.scores + score_row * params.capacity * params.group;
-  // A count outside [0, capacity] can only come from a caller.
+  // A count outside [0, capacity] can only come from a caller of the op.
   const int64_t num =
       max(int64_t{0}, min(static_cast<int64_t>(params.num_candidates[score_row]), params.capacity));
   const int64_t rightmost = num - 1;
@@ -213,7 +214,7 @@ __device__ __forceinline__ void select_row(const SelectParams& params, const Sel
       make_lse<Work, kHeads>(scores, counted, params.group, buffers.normalizer, shared, fold);
     }
     __syncthreads();
-    fold = __funnelshift_l(fold, fold, 1);  // or the second pass would undo the first
+    fold = __funnelshift_l(fold, fold, 1);  // without it the second pass would cancel the first
     make_keys<Work, kHeads>(scores, num, rightmost, params.group, buffers.normalizer, buffers.keys, fold);
     __syncthreads();
   }
@@ -222,7 +223,8 @@ __device__ __forceinline__ void select_row(const SelectParams& params, const Sel
     return;
   }
   if (by_key) {
-    // Ascending in the complement: larger key first, then smaller position; the padding is larger than any.
+    // The complement ascends where the key descends: larger key first, then smaller position. The padding is
+    // larger than any.
     for_each_selected(buffers.keys, num, count, shared, [&](int64_t rank, int64_t p) {
       buffers.sorting[rank] = static_cast<uint64_t>(~buffers.keys[p]) << 32 | static_cast<uint32_t>(p);
     });

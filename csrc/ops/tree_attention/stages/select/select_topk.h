@@ -1,4 +1,4 @@
-// Selection of the top k candidates and the lists of the next layer. docs/semantics/tree_attention.md §1.6.
+// Selection of the top k candidates, and the lists of the next layer. docs/semantics/tree_attention.md §1.6
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,7 +9,7 @@
 
 namespace htree::tree_attention {
 
-// Order of the selected positions in their row.
+// The order of the selected positions in their row.
 enum class SelectionOrder { kByKey, kAscending };
 
 struct SelectParams {
@@ -27,15 +27,15 @@ struct SelectParams {
   int64_t top_k = 0;
   Importance importance = Importance::kLseCausal;
   SelectionOrder order = SelectionOrder::kByKey;
-  void* scratch = nullptr;  // select_scratch_bytes() of device memory; null when that is 0
+  void* scratch = nullptr;  // select_scratch_bytes() of device memory; null where that is 0
   IoPositions io;           // read by the twin alone
 
   constexpr int64_t num_rows() const { return num_batches * num_queries * num_lists; }
 };
 
-// Device memory the launch needs on the current device: 0 unless a row's keys exceed shared memory.
+// Device memory that the launch needs on the current device: 0 unless the keys of a row exceed shared memory.
 int64_t select_scratch_bytes(const SelectParams& params);
-// Work: FullWork, IoOnly (docs/semantics/io_twins.md §2.2).
+// Work is FullWork or IoOnly (docs/semantics/io_twins.md §2.2).
 template <typename Work>
 cudaError_t launch_select_topk(const SelectParams& params, cudaStream_t stream);
 
@@ -54,8 +54,8 @@ struct MaskParams {
 };
 cudaError_t launch_mask_topk_scores(const MaskParams& params, cudaStream_t stream);
 
-// Maps positions to nodes, ascending, -1 tail. With `parents.data` null the entries are node ids already and
-// are only sorted.
+// Maps positions to nodes, ascending, with -1 at the end. Where `parents.data` is null the entries are node
+// ids already and are only sorted.
 struct NextParentsParams {
   View<const int32_t> parents;    // [B, T_q, S, list_width]
   View<const int32_t> positions;  // [B, T_q, S, top_k]
@@ -66,12 +66,12 @@ struct NextParentsParams {
   int64_t list_width = 0;
   int64_t rate = 16;
   int64_t top_k = 0;
-  void* scratch = nullptr;  // next_parents_scratch_bytes() of device memory; null when that is 0
+  void* scratch = nullptr;  // next_parents_scratch_bytes() of device memory; null where that is 0
 
   constexpr int64_t num_rows() const { return num_batches * num_queries * num_lists; }
 };
 int64_t next_parents_scratch_bytes(const NextParentsParams& params);
-// Work: FullWork, or IoOnly, which stores the positions themselves.
+// Work is FullWork or IoOnly; the latter stores the positions themselves.
 template <typename Work>
 cudaError_t launch_compute_next_parents(const NextParentsParams& params, cudaStream_t stream);
 
