@@ -114,9 +114,6 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
       attention.push_back("tensor_core on " + kernels);
     }
   }
-  attention.push_back("dK, dV of tensor_core where gradients are not of blocks: by parent for H / H_kv = " +
-                      std::to_string(htree::tree_attention::kMinParentGroup) + " ... " +
-                      std::to_string(htree::tree_attention::kMaxParentGroup) + ", else by key");
   attention.push_back("general: fp32, fp16, bf16; every other shape");
   auto& mlp = rooms["gated_mlp"];
   for (int64_t rows : {1, 17, 64}) {
@@ -226,30 +223,71 @@ std::string fp8_gemm_config(int64_t m, int64_t n, int64_t k, bool hopper, bool c
   return htree::fp8::describe(htree::fp8::choose_gemm_config({m, n, k, multiprocessors, hopper, cublas}));
 }
 
-// The path and chunks of one attention call on a GPU of that capability and shared memory per block.
-std::string tree_attention_config(const std::array<int64_t, 7>& sizes, bool half_dtype,
-                                  int64_t compression_rate, int64_t max_top_nodes, int64_t top_k,
-                                  int64_t selection_stride, bool backward, int major, int64_t shared_bytes,
-                                  bool hopper_kernels, bool per_query_gather, int64_t num_sms) {
-  using namespace htree::tree_attention;
-  AttentionProblem p;
-  std::tie(p.batch, p.num_keys, p.num_queries, p.num_heads, p.num_kv_heads, p.key_dim, p.value_dim) =
-      std::tuple_cat(sizes);
-  p.half_dtype = half_dtype;
-  p.args.compression_rate = compression_rate;
-  p.args.max_top_nodes = max_top_nodes;
-  p.args.top_k = top_k;
-  p.args.selection_stride = selection_stride;
-  const DeviceFacts device{major, shared_bytes, major == 9 && hopper_kernels, num_sms};
-  const GatherChoice gather = per_query_gather ? GatherChoice::kPerQuery : GatherChoice::kAuto;
-  if (backward) {
-    const BackwardConfig config = choose_backward_config(p, device, gather);
-    return describe(config) + " gradients=" + describe_gradients(config) +
-           " top_gradients=" + describe_top_gradients(config);
+// A call of tree attention and a GPU of that capability and shared memory per block: what plan/ makes of them.
+namespace tree = htree::tree_attention;
+class TreeAttentionCall {
+ public:
+  TreeAttentionCall(const std::array<int64_t, 7>& sizes, bool half_dtype, int64_t compression_rate,
+                    int64_t max_top_nodes, int64_t top_k, int64_t selection_stride, int major,
+                    int64_t shared_bytes, bool hopper_kernels, bool per_query_gather, int64_t num_sms) {
+    std::tie(problem_.batch, problem_.num_keys, problem_.num_queries, problem_.num_heads,
+             problem_.num_kv_heads, problem_.key_dim, problem_.value_dim) = std::tuple_cat(sizes);
+    problem_.half_dtype = half_dtype;
+    problem_.args.compression_rate = compression_rate;
+    problem_.args.max_top_nodes = max_top_nodes;
+    problem_.args.top_k = top_k;
+    problem_.args.selection_stride = selection_stride;
+    const tree::DeviceFacts device{major, shared_bytes, major == 9 && hopper_kernels, num_sms};
+    const auto gather = per_query_gather ? tree::GatherChoice::kPerQuery : tree::GatherChoice::kAuto;
+    forward_ = tree::choose_forward_config(problem_, device, gather);
+    backward_ = tree::choose_backward_config(problem_, device, gather);
   }
-  const ForwardConfig config = choose_forward_config(p, device, gather);
-  return describe(config) + " layers=" + describe_layers(config, p.layers());
-}
+
+  std::string forward() const {
+    return tree::describe(forward_) + " layers=" + tree::describe_layers(forward_, problem_.layers());
+  }
+  std::string backward() const {
+    return tree::describe(backward_) + " " + tree::describe_gradients(backward_);
+  }
+
+  // Where the pieces of a chunk's scratch begin in memory at `base`, which is never touched, and where the last one
+  // ends. 0 is no memory: the layout that is asked only for its bytes.
+  using Addresses = std::map<std::string, uintptr_t>;
+  Addresses forward_memory(uintptr_t base) const {
+    tree::Workspace space(reinterpret_cast<void*>(base));
+    const tree::ForwardMemory at = tree::lay_out_forward(space, problem_, forward_);
+    return {{"partial", address(at.partial)},     {"lists", address(at.lists[0])},
+            {"next_lists", address(at.lists[1])}, {"mask", address(at.mask)},
+            {"scores", address(at.scores)},       {"end", base + space.bytes()}};
+  }
+  Addresses backward_memory(uintptr_t base, bool recompute) const {
+    tree::Workspace space(reinterpret_cast<void*>(base));
+    const tree::BackwardMemory at = tree::lay_out_backward(space, problem_, backward_, recompute);
+    return {{"key_bounds", address(at.key_bounds)},
+            {"query_bounds", address(at.query_bounds)},
+            {"records", address(at.records)},
+            {"meta", address(at.meta)},
+            {"query_sums", address(at.query_sums)},
+            {"lists", address(at.lists)},
+            {"mask", address(at.mask)},
+            {"counts", address(at.counts)},
+            {"entries", address(at.entries)},
+            {"offsets", address(at.offsets)},
+            {"run_counts", address(at.run_counts)},
+            {"rotations", address(at.rotations)},
+            {"partials", address(at.partials)},
+            {"partials_end", address(at.partials) + at.partial_bytes},
+            {"scores", address(at.scores)},
+            {"end", base + space.bytes()}};
+  }
+
+ private:
+  static uintptr_t address(const void* piece) { return reinterpret_cast<uintptr_t>(piece); }
+
+  tree::AttentionProblem problem_;
+  tree::ForwardConfig forward_;
+  tree::BackwardConfig backward_;
+};
 
 }  // namespace
 
@@ -291,12 +329,21 @@ PYBIND11_MODULE(_host, module) {
   module.def("fp8_gemm_config", &fp8_gemm_config, py::arg("m"), py::arg("n"), py::arg("k") = 4096,
              py::arg("hopper") = true, py::arg("cublas") = true, py::arg("multiprocessors") = 132,
              "The kernel that fp8_gemm takes for a result [m, n] and sums of length k.");
-  module.def("tree_attention_config", &tree_attention_config, py::arg("sizes"), py::arg("half_dtype"),
-             py::arg("compression_rate") = 16, py::arg("max_top_nodes") = 8192, py::arg("top_k") = 512,
-             py::arg("selection_stride") = 1, py::arg("backward") = false, py::arg("major") = 9,
-             py::arg("shared_bytes") = htree::device::kHopperSharedBytes, py::arg("hopper_kernels") = true,
-             py::arg("per_query_gather") = false, py::arg("num_sms") = 132,
-             "The path and chunks of an attention call and, of a forward, the kernels of its layers from the "
-             "top down; sizes are (B, T, T_q, H, H_kv, K, V).");
+  py::class_<TreeAttentionCall>(module, "TreeAttentionCall",
+                                "An attention call, its sizes being (B, T, T_q, H, H_kv, K, V), and a GPU: "
+                                "kernels, chunks and scratch.")
+      .def(py::init<const std::array<int64_t, 7>&, bool, int64_t, int64_t, int64_t, int64_t, int, int64_t,
+                    bool, bool, int64_t>(),
+           py::arg("sizes"), py::arg("half_dtype"), py::arg("compression_rate") = 16,
+           py::arg("max_top_nodes") = 8192, py::arg("top_k") = 512, py::arg("selection_stride") = 1,
+           py::arg("major") = 9, py::arg("shared_bytes") = htree::device::kHopperSharedBytes,
+           py::arg("hopper_kernels") = true, py::arg("per_query_gather") = false, py::arg("num_sms") = 132)
+      .def("forward", &TreeAttentionCall::forward,
+           "Path, chunks, and the kernels of the layers from the top down.")
+      .def("backward", &TreeAttentionCall::backward, "Path, chunks and the kernels of the gradients.")
+      .def("forward_memory", &TreeAttentionCall::forward_memory, py::arg("base"),
+           "Addresses of the scratch of a forward chunk on the tensor cores in memory at `base`.")
+      .def("backward_memory", &TreeAttentionCall::backward_memory, py::arg("base"), py::arg("recompute"),
+           "The same of a backward chunk, which selects lists again or is given them.");
   module.def("device_facts", &device_facts, "Name, capability and sizes of each visible GPU.");
 }

@@ -105,7 +105,7 @@ def format_text(facts: dict[str, Any]) -> str:
     else:
         lines.append(f"configurations   {sum(map(len, facts['kernel_configurations'].values()))}")
         for kernel, variants in sorted(facts["kernel_configurations"].items()):
-            lines.append(f"  {kernel}: {' '.join(variants)}")
+            lines += [f"  {kernel}", *(f"    {variant}" for variant in variants)]
     return "\n".join(lines)
 
 

@@ -91,7 +91,7 @@ def test_cuda_build_names_architectures_gpus_and_configurations(monkeypatch):
     text = info.format_text(facts)
     assert "CUDA kernels     CUDA 13.0, architectures 8.0+PTX;9.0a" in text
     assert "GPU              Some GPU (capability [9, 0], multiprocessors 132)" in text
-    assert "configurations   3\n  causal_softmax: 128x8 1024x8\n  rope: 8" in text
+    assert "configurations   3\n  causal_softmax\n    128x8\n    1024x8\n  rope\n    8" in text
 
 
 def test_missing_parts_are_said_not_raised(monkeypatch):

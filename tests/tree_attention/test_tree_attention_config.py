@@ -15,8 +15,15 @@ pytestmark = pytest.mark.skipif(host is None, reason="_host is not built for thi
 MODEL = (1, 131_072, 131_072, 32, 4, 128, 128)  # B, T, T_q, H, H_kv, K, V
 
 
-def path(sizes: tuple[int, ...] = MODEL, half: bool = True, **options: int) -> str:
-    return host.tree_attention_config(sizes, half, **options).split()[0]
+def describe(
+    sizes: tuple[int, ...] = MODEL, half: bool = True, backward: bool = False, **options: int | bool
+) -> list[str]:
+    call = host.TreeAttentionCall(sizes, half, **options)
+    return (call.backward() if backward else call.forward()).split()
+
+
+def path(sizes: tuple[int, ...] = MODEL, half: bool = True, **options: int | bool) -> str:
+    return describe(sizes, half, **options)[0]
 
 
 @pytest.mark.parametrize("width", [32, 64, 128])
@@ -47,7 +54,7 @@ def test_everything_else_takes_the_general_kernels(
 
 
 def choices(sizes: tuple[int, ...] = MODEL, half: bool = True, **options: int | bool) -> dict[str, str]:
-    return dict(word.split("=") for word in host.tree_attention_config(sizes, half, **options).split()[1:])
+    return dict(word.split("=") for word in describe(sizes, half, **options)[1:])
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -95,45 +102,12 @@ def test_importances_are_bounded_and_chunks_even(length: int, stride: int) -> No
 @pytest.mark.parametrize("length", [32_768, 131_072, 1_048_576])
 def test_chunks_bound_the_scratch(length: int, stride: int, backward: bool) -> None:
     sizes = (1, length, length, 32, 4, 128, 128)
-    words = host.tree_attention_config(sizes, True, selection_stride=stride, backward=backward).split()
-    chunks = dict(word.split("=") for word in words[1:])
+    chunks = choices(sizes, selection_stride=stride, backward=backward)
     queries, lists = int(chunks["query_chunk"]), int(chunks["selection_chunk"])
     assert queries % stride == 0
     assert queries * 32 * 128 * 4 <= 2**30 * (3 if backward else 1)
     widest = min(8192, length // 16)  # candidates of a list above the bottom
     assert lists * 32 * widest * 4 <= 2**29
-
-
-@pytest.mark.parametrize("major", [8, 9])
-@pytest.mark.parametrize("stride", [1, 4, 16])
-@pytest.mark.parametrize("heads", [(32, 4), (64, 4)], ids=str)
-@pytest.mark.parametrize("length", [9000, 32_768, 131_072, 262_144, 524_288, 1_000_000])
-def test_a_gigabyte_holds_all_but_a_copy_of_the_keys(
-    length: int, heads: tuple[int, int], stride: int, major: int
-) -> None:
-    """Chunks of states and scores, the tree and its copy, log-sums, tiles of the top (docs/semantics §1.8)."""
-    (num_heads, kv_heads), width = heads, 128 if heads[0] == 32 else 64
-    found = choices(
-        (1, length, length, num_heads, kv_heads, width, width), selection_stride=stride, major=major
-    )
-    queries = int(found["query_chunk"])
-    lists = queries // stride
-    states = queries * num_heads * width * 4 + lists * kv_heads * (512 * 8 + 512 * 2)
-    nodes = -(-length // 16)
-    widest = min(8192, nodes)
-    scores = int(found["selection_chunk"]) * num_heads * (widest * 4 + -(-widest // 1024) * 8)
-    tree = length * (kv_heads * 4 + num_heads * 8)  # scales of the copy, log-sums
-    while True:
-        tree += 2 * nodes * kv_heads * 2 * width * 2  # pooled nodes and their blocks
-        if nodes <= 8192:
-            break
-        nodes = -(-nodes // 16)
-    if major == 9:
-        assert found["top"] == "dense"
-        scores = max(scores, int(found["top_chunk"]) * kv_heads * nodes * 4 + lists * num_heads * 4)
-        tree += nodes * kv_heads * 2 * width * 2
-    assert states + scores + tree <= 10**9
-    assert states + scores + tree >= 4 * 10**8 or lists * stride >= length, "and what there is is used"
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4, 8])
@@ -197,9 +171,9 @@ def test_info_lists_every_choice_of_kernels() -> None:
             sizes = (1, 131_072, 131_072, group, 1, 128, 128)
             forward = choices(sizes, selection_stride=stride)
             backward = choices(sizes, selection_stride=stride, backward=True)
-            kernels = f"layers={forward['layers']} gradients={backward['gradients']} "
-            kernels += f"top_gradients={backward['top_gradients']}"
-            assert any(kernels in line for line in listed), kernels
+            kernels = [f"layers={forward['layers']}"]
+            kernels += [f"{key}={backward[key]}" for key in ("dQ", "dK_dV", "top_dQ", "top_dK_dV")]
+            assert any(" ".join(kernels) in line for line in listed), kernels
 
 
 def test_the_shape_of_the_public_triton_version() -> None:
@@ -238,9 +212,11 @@ def test_a_gather_for_each_query_on_request(stride: int) -> None:
 
 
 def gradients(
-    sizes: tuple[int, ...] = MODEL, half: bool = True, key: str = "gradients", **options: int | bool
-) -> str:
-    return choices(sizes, half, backward=True, **options)[key]
+    sizes: tuple[int, ...] = MODEL, half: bool = True, top: bool = False, **options: int | bool
+) -> tuple[str, str]:
+    """The kernels of dQ and of dK and dV."""
+    found = choices(sizes, half, backward=True, **options)
+    return (found["top_dQ"], found["top_dK_dV"]) if top else (found["dQ"], found["dK_dV"])
 
 
 @pytest.mark.parametrize("width", [32, 64, 128])
@@ -249,8 +225,11 @@ def test_gradients_of_lists_with_many_rows_take_a_block(length: int, width: int)
     for group in (1, 2, 3, 4, 8, 16):
         for stride in (1, 2, 4, 8, 16):
             found = gradients((1, length, length, 2 * group, 2, width, width), selection_stride=stride)
-            few = "shared_gather" if group <= 8 else "per_query"
-            assert found == ("per_list" if stride >= 4 and stride * group >= 32 else few)
+            few = (
+                "shared_gather" if group <= 8 else "per_query",
+                "parent_gradient" if 4 <= group <= 8 else "key_gradient",
+            )
+            assert found == (("per_list", "per_list") if stride >= 4 and stride * group >= 32 else few)
 
 
 @pytest.mark.parametrize("length", [700, 32_768, 1_048_576])
@@ -258,9 +237,9 @@ def test_gradients_of_the_top_take_a_block_of_neighbours(length: int) -> None:
     for group in (1, 2, 3, 4, 6, 8, 16):
         for stride in (1, 2, 4, 8, 16):
             sizes = (1, length, length, 2 * group, 2, 128, 128)
-            found = gradients(sizes, key="top_gradients", selection_stride=stride)
+            found = gradients(sizes, top=True, selection_stride=stride)
             below = gradients(sizes, selection_stride=stride)
-            assert found == ("per_list" if group in (4, 8, 16) else below)
+            assert found == (("per_list", "per_list") if group in (4, 8, 16) else below)
 
 
 @pytest.mark.parametrize(
@@ -276,9 +255,13 @@ def test_gradients_of_the_top_take_a_block_of_neighbours(length: int) -> None:
 )
 def test_other_gradients_are_made_for_each_query(options: dict[str, int | bool]) -> None:
     for stride in (1, 16):
-        for key in ("gradients", "top_gradients"):
-            assert gradients(selection_stride=stride, key=key, **options) == "per_query"
-            assert gradients(MODEL, False, key, selection_stride=stride) == "general"
+        for top in (False, True):
+            of_parents = ("per_query", "parent_gradient")
+            assert gradients(selection_stride=stride, top=top, **options) == of_parents
+            of_keys = ("per_query", "key_gradient")
+            one_head = (*MODEL[:3], 4, 4, *MODEL[5:])
+            assert gradients(one_head, selection_stride=stride, top=top, **options) == of_keys
+            assert gradients(MODEL, False, top, selection_stride=stride) == ("general", "general")
 
 
 @pytest.mark.parametrize("length", [32_768, 131_072, 1_048_576])
@@ -299,8 +282,8 @@ def test_chunks_of_blocks_are_whole_waves(heads: int, kv_heads: int, stride: int
     """A block of gradients has a list of its SM, so the tasks of a chunk fill all SMs to the last."""
     sizes = (1, 524_288, 524_288, heads, kv_heads, 128, 128)
     found = choices(sizes, selection_stride=stride, num_sms=num_sms, backward=True)
-    assert found["top_gradients"] == "per_list"
-    queries, run = int(found["query_chunk"]), stride if found["gradients"] == "per_list" else 16
+    assert found["top_dK_dV"] == "per_list"
+    queries, run = int(found["query_chunk"]), stride if found["dK_dV"] == "per_list" else 16
     assert queries % stride == 0
     assert queries % run == 0
     assert queries < 524_288

@@ -11,7 +11,8 @@ constexpr int64_t kScoreBytes = kScratchBytes / 2;
 // Chunks of the backward: records and numbers of the queries, dQ between layers, masks, the inverse of one
 // layer's lists and the lists of every layer. The last count whether they are stored or recomputed: the order
 // of the fp32 sums, and so every bit, is the same either way. The same holds of the scores of recomputed
-// lists (kScoreBytes), which lie where blocks leave their sums later, if there are blocks.
+// lists (kScoreBytes), which lie where blocks leave their sums later, if there are blocks. What a chunk takes
+// however few its queries comes on top, some MiB: a table of rotations and two counts per parent.
 constexpr int64_t kBackwardScratchBytes = int64_t{1856} << 20;
 // What blocks leave for dK and dV of their lists takes this much of it: three tasks per SM of an H200 at
 // head dim 128 and k = 512. The more lists a launch has, the less often are the running sums of a parent read

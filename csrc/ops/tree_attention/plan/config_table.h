@@ -21,17 +21,19 @@ inline std::string describe(const TreeConfig& config) {
   return text.str();
 }
 
-// The kernels of the gradients, which are those of every layer.
+// The kernels of dQ and of dK and dV below the top, then at the top, by the names of cuda/backward.
 inline std::string describe_gradients(const BackwardConfig& config) {
-  return config.path == AttentionPath::kGeneral ? "general"
-         : config.per_list                      ? "per_list"
-         : config.shared_gather_queries         ? "shared_gather"
-                                                : "per_query";
-}
-
-// Those of the top.
-inline std::string describe_top_gradients(const BackwardConfig& config) {
-  return config.per_list_top ? "per_list" : describe_gradients(config);
+  const bool general = config.path == AttentionPath::kGeneral;
+  const std::string queries = general                        ? "general"
+                              : config.per_list              ? "per_list"
+                              : config.shared_gather_queries ? "shared_gather"
+                                                             : "per_query";
+  const std::string keys = general               ? "general"
+                           : config.per_list     ? "per_list"
+                           : config.parent_warps ? "parent_gradient"
+                                                 : "key_gradient";
+  return "dQ=" + queries + " dK_dV=" + keys + " top_dQ=" + (config.per_list_top ? "per_list" : queries) +
+         " top_dK_dV=" + (config.per_list_top ? "per_list" : keys);
 }
 
 // layer_kernel() of every layer of the forward, the top first.
@@ -63,8 +65,7 @@ inline std::vector<std::string> tensor_core_kernels(bool hopper) {
     for (p.args.selection_stride = 1; p.args.selection_stride <= 16; p.args.selection_stride *= 2) {
       const BackwardConfig backward = choose_backward_config(p, device);
       const std::string kernels = "layers=" + describe_layers(choose_forward_config(p, device), p.layers()) +
-                                  " gradients=" + describe_gradients(backward) +
-                                  " top_gradients=" + describe_top_gradients(backward);
+                                  " " + describe_gradients(backward);
       const std::string stride = std::to_string(p.args.selection_stride);
       if (choices.empty() || choices.back().first != kernels) {
         choices.emplace_back(kernels, stride);
