@@ -116,11 +116,11 @@ def instances() -> ModuleType:
 
 def sources(*suffixes: str) -> list[str]:
     """Every file of the op library with one of the suffixes: csrc/library.cpp, csrc/host, the listed rooms and
-    their instances, which are written first."""
+    their instances, which main() writes."""
     found = [ROOT / "csrc" / "library.cpp", *(ROOT / "csrc" / "host").rglob("*.cpp")]
     for room in ROOMS:
         found += (ROOT / "csrc" / "ops" / room).rglob("*")
-    found += instances().write(GENERATED)
+    found += [GENERATED / name for name in instances().texts()]
     return sorted(str(f.relative_to(ROOT)) for f in found if f.suffix in suffixes)
 
 
@@ -254,6 +254,7 @@ def main() -> None:
         "-U__CUDA_NO_HALF2_OPERATORS__",
         "-U__CUDA_NO_BFLOAT16_CONVERSIONS__",
     ]
+    instances().write(GENERATED)
     op_extension = CUDAExtension if cuda.enabled else CppExtension
     # One translation unit of _host says at run time what was decided here; -D strings need their own quotes.
     facts = {

@@ -154,8 +154,12 @@ def test_the_commit_is_that_of_this_checkout(
 
 
 @in_checkout
-def test_every_source_is_built_and_shipped(build: ModuleType) -> None:
+def test_every_source_is_built_and_shipped(build: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "GENERATED", ROOT / "build" / "listed_only")
     listed = set(build.sources(".cpp", ".cu"))
+    instances = {f for f in listed if f.startswith("build/listed_only/tree_attention/")}
+    assert instances
+    assert not (ROOT / "build" / "listed_only").exists(), "a list writes nothing"
     found = {str(f.relative_to(ROOT)) for f in (ROOT / "csrc").rglob("*") if f.suffix in (".cpp", ".cu")}
     assert found - listed == {"csrc/bindings.cpp"}
     assert "graft csrc" in (ROOT / "MANIFEST.in").read_text()
