@@ -1,5 +1,5 @@
-// The module `_host`: build facts for people and tests, never on a model's path. The
-// package works without it.
+// The module `_host`: facts about the build, for people and tests. No model needs it, and the package works
+// without it.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -64,7 +64,8 @@ std::vector<py::dict> device_facts() {
   return devices;
 }
 
-// What the dispatch of each room chooses over its range of problems: pure functions, printable without a GPU.
+// What each room chooses over its range of problems. The choices are pure functions, so they can be printed
+// without a GPU.
 std::map<std::string, std::vector<std::string>> kernel_configurations() {
   std::map<std::string, std::vector<std::string>> rooms;
 #if defined(HTREE_WITH_CUDA)
@@ -151,7 +152,7 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
   return rooms;
 }
 
-// (warps, stages of each warp, bytes of shared memory) of a decode block.
+// (warps, stages of each warp, bytes of shared memory) of a block of the decode kernel.
 std::tuple<int, int, int> compressed_kv_config(int stage_bytes, int table_bytes, int merge_bytes, int padding,
                                                int most_warps, int shared_bytes) {
   using namespace htree::compressed_kv;
@@ -160,7 +161,7 @@ std::tuple<int, int, int> compressed_kv_config(int stage_bytes, int table_bytes,
   return {config.num_warps, config.num_stages, config.shared_bytes};
 }
 
-// (threads per row, rows per block, elements per thread, rows in flight) for rows of `cols` elements.
+// (threads per row, rows per block, elements per thread, rows loaded ahead) for rows of `cols` elements.
 std::tuple<int, int, int, int> causal_softmax_config(int64_t cols, int element_size, bool vectorised,
                                                      bool backward, int block_size, int64_t shared_bytes) {
   const auto config = htree::causal_softmax::choose_config(
@@ -174,7 +175,7 @@ std::tuple<int, int, int> hadamard_config(int element_size, int log2_length) {
   return {1 << config.elem_bits, 1 << (config.lane_bits + config.warp_bits), config.threads()};
 }
 
-// (threads per chunk, packs per thread, elements per pack, blocks that share a group in the search for its
+// (threads per chunk, packs per thread, elements per pack, blocks that search a group together for its
 // largest magnitude, or 0) for fp8_quantize of a contiguous matrix. `layout`: 0 one scale, 1 groups along
 // rows, 2 groups of rows of one matrix.
 std::tuple<int, int, int, int64_t> fp8_quantize_config(int64_t rows, int64_t cols, int layout, int64_t group,
@@ -193,14 +194,14 @@ std::tuple<int, int, int, bool> rmsnorm_rope_config(int64_t width, int64_t head_
   return {config.threads, config.pairs, config.stages, config.vectorised};
 }
 
-// The kernel of gated_mlp for a result [rows, inner] and sums of length hidden, in words.
+// In words, the kernel of gated_mlp for a result [rows, inner] and sums of length hidden.
 std::string gated_mlp_config(int64_t rows, int64_t inner, int64_t hidden, bool hopper_half,
                              bool keeps_products, int multiprocessors) {
   return htree::gated_mlp::describe(
       htree::gated_mlp::choose_config({rows, inner, hidden, hopper_half, keeps_products, multiprocessors}));
 }
 
-// What multiplies for dx, and for the gradients of the weights, in words.
+// In words, what multiplies for dx, and for the gradients of the weights.
 std::pair<std::string, std::string> gated_mlp_gradient_config(int64_t rows, int64_t inner, int64_t hidden,
                                                               bool hopper_half, int multiprocessors) {
   using namespace htree::gated_mlp;
@@ -208,7 +209,8 @@ std::pair<std::string, std::string> gated_mlp_gradient_config(int64_t rows, int6
   return {describe_gradient(fuses_input_gradient(facts)), describe_gradient(fuses_weight_gradients(facts))};
 }
 
-// The kernel that a tuple of the GATED_MLP space names; invalid_argument where none is compiled.
+// The kernel that a tuple of the search space GATED_MLP names; std::invalid_argument where it is not
+// compiled.
 std::string gated_mlp_forced_config(int64_t block_m, int64_t block_n, int64_t block_k, int64_t num_warps,
                                     int64_t num_stages) {
   const htree::gated_mlp::ForcedConfig forced{block_m, block_n, block_k, num_warps, num_stages};
@@ -218,12 +220,12 @@ std::string gated_mlp_forced_config(int64_t block_m, int64_t block_n, int64_t bl
   return htree::gated_mlp::describe(htree::gated_mlp::config_of(forced));
 }
 
-// The kernel of fp8_gemm for c [m, n] and sums of length k, in words.
+// In words, the kernel of fp8_gemm for c [m, n] and sums of length k.
 std::string fp8_gemm_config(int64_t m, int64_t n, int64_t k, bool hopper, bool cublas, int multiprocessors) {
   return htree::fp8::describe(htree::fp8::choose_gemm_config({m, n, k, multiprocessors, hopper, cublas}));
 }
 
-// A call of tree attention and a GPU of that capability and shared memory per block: what plan/ makes of them.
+// A call of tree attention on a GPU of the given capability and shared memory per block: what plan/ chooses for it.
 namespace tree = htree::tree_attention;
 class TreeAttentionCall {
  public:

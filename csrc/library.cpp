@@ -1,4 +1,4 @@
-// Owns the namespace: every room adds its schemas and kernels to it with TORCH_LIBRARY_FRAGMENT / _IMPL.
+// Owns the namespace. Every room adds its schemas and kernels to it with TORCH_LIBRARY_FRAGMENT and _IMPL.
 #include <torch/library.h>
 
 #define PY_SSIZE_T_CLEAN
@@ -8,7 +8,7 @@ TORCH_LIBRARY(htree, library) {
   (void)library;
 }
 
-// Loading the shared object registers the ops; `import htree_ops._C` needs an entry point and nothing else,
+// Loading the shared object registers the ops. `import htree_ops._C` needs an entry point and nothing else,
 // which keeps the library independent of the Python version (Py_LIMITED_API).
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit__C(void) {
   static PyModuleDef module = {

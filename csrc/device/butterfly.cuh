@@ -1,13 +1,14 @@
-// Stages of the fast Walsh-Hadamard transform on values in registers. A stage works on one bit b of the
-// element index: of the elements whose indices differ in b alone, the lower becomes the sum and the upper the
-// difference. Stages on different bits commute, so their order is free. docs/semantics/hadamard.md §4.1.
+// Stages of the fast Walsh-Hadamard transform on values in registers (docs/semantics/hadamard.md §4.1). A
+// stage works on one bit b of the element index: where two indices differ in b alone, the lower element
+// becomes the sum and the upper one the difference. Stages on different bits commute, so they may come in any
+// order.
 #pragma once
 
 #include "device/reduce.cuh"
 
 namespace htree::device {
 
-// One stage inside a thread: values whose register indices differ in bit kBit.
+// One stage within a thread, on values whose register indices differ in bit kBit.
 template <int kBit, typename A, int N>
 __device__ __forceinline__ void butterfly_registers(A (&value)[N]) {
   static_assert((2 << kBit) <= N, "no such bit");
@@ -31,8 +32,8 @@ __device__ __forceinline__ void butterfly_register_bits(A (&value)[N]) {
   }
 }
 
-// The stages of lane bits [kFirst, kLast) of the 32 lanes, all of which must call. One shuffle and one
-// multiply-add per value and stage; the product with 1 or -1 is exact.
+// The stages of lane bits [kFirst, kLast). All 32 lanes must call. A stage costs one shuffle and one
+// multiply-add per value; the product with 1 or -1 is exact.
 template <int kFirst, int kLast, typename A, int N>
 __device__ __forceinline__ void butterfly_lane_bits(A (&value)[N]) {
   if constexpr (kFirst < kLast) {

@@ -1,6 +1,5 @@
-// Warp-level matrix products of sm_80 and later: shared-memory fragments, 16 x 8 x 16 products
-// with fp32 accumulators and the copies that feed them. Every function must be called by all 32
-// lanes with the same shapes.
+// Matrix products of a warp, from sm_80 on: fragments from shared memory, 16 x 8 x 16 products with fp32
+// accumulators, and the copies that feed them. All 32 lanes must call every function, with the same shapes.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,15 +12,15 @@
 
 namespace htree::device {
 
-// 16 bytes from global to shared memory past L1; complete after commit_copies() and wait_copies().
+// Copies 16 bytes from global to shared memory past the L1; complete after commit_copies() and wait_copies().
 __device__ __forceinline__ void copy_async_16(uint32_t shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
-// Four bytes.
+// Copies four bytes.
 __device__ __forceinline__ void copy_async_4(uint32_t shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
 }
-// The first `bytes` (0 to 16) of them; the others become zeros and are not read.
+// Copies the first `bytes` (0 to 16) of 16 bytes; the others are not read and become zeros.
 __device__ __forceinline__ void copy_async_16_prefix(uint32_t shared, const void* global, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes)
                : "memory");
@@ -30,14 +29,14 @@ __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Returns when at most kPending of this thread's committed groups are still under way.
+// Returns when at most kPending of this thread's committed groups are unfinished.
 template <int kPending>
 __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Four 8 x 8 matrices of 2-byte elements; lane i gives the 16-byte row address i % 8 of matrix i / 8. Lane i
-// receives of each matrix the elements (row i / 4, columns 2 * (i % 4) and the next).
+// Loads four 8 x 8 matrices of 2-byte elements. Lane i gives the address of row i % 8 of matrix i / 8,
+// aligned to 16 bytes. Of each matrix it receives row i / 4, columns 2 * (i % 4) and the next.
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -51,7 +50,7 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint3
                : "memory");
 }
 
-// Transposes the 8 x 8 matrix of 2-byte elements that the warp holds, two to a lane.
+// Transposes the 8 x 8 matrix of 2-byte elements that the warp holds, two elements to a lane.
 __device__ __forceinline__ uint32_t transpose_matrix(uint32_t x) {
   uint32_t y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
@@ -59,7 +58,8 @@ __device__ __forceinline__ uint32_t transpose_matrix(uint32_t x) {
 }
 
 // c[16 x 8] += a[16 x 16] * b[16 x 8]. Lane i holds c of rows i / 4 (c0, c1) and i / 4 + 8 (c2, c3), columns
-// 2 * (i % 4) and the next; b0 of column i / 4 holds rows 2 * (i % 4) and the next, b1 those 8 further down.
+// 2 * (i % 4) and the next. Of column i / 4 of b it holds rows 2 * (i % 4) and the next in b0, and the rows 8
+// further down in b1.
 template <typename T>
 __device__ __forceinline__ void mma_16x8x16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   if constexpr (__is_same(T, __half)) {
@@ -78,7 +78,7 @@ __device__ __forceinline__ void mma_16x8x16(float (&c)[4], const uint32_t (&a)[4
   }
 }
 
-// Two floats rounded to T, `low` in the lower half.
+// Two floats, rounded to T; `low` goes into the lower half.
 template <typename T>
 __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
   uint32_t r;
@@ -91,25 +91,26 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
   return r;
 }
 
-// An accumulator of 16 rows and 8 columns, rounded to T, as the B operand of a product over those rows.
+// An accumulator of 16 rows and 8 columns, rounded to T, as the B operand of a product that sums over those
+// rows.
 template <typename T>
 __device__ __forceinline__ void pack_transposed(const float (&tile)[4], uint32_t (&b)[2]) {
   b[0] = transpose_matrix(pack_pair<T>(tile[0], tile[1]));
   b[1] = transpose_matrix(pack_pair<T>(tile[2], tile[3]));
 }
 
-// ---- fragments to shared memory (sm_90), the mirror of load_matrices
+// ---- fragments to shared memory (sm_90), the reverse of load_matrices
 
-// Four 8 x 8 matrices of 2-byte elements, held as products leave them: lane i has elements (row i /
-// 4, columns 2 * (i % 4) and the next) of each. Lane i gives the 16-byte row address i % 8 of
-// matrix i / 8. All 32 lanes.
+// Stores four 8 x 8 matrices of 2-byte elements, held as products leave them: of each, lane i has row i / 4,
+// columns 2 * (i % 4) and the next. Lane i gives the address of row i % 8 of matrix i / 8, aligned to 16
+// bytes. All 32 lanes call.
 __device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
                "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
 }
 
-// The matrices transposed: the address of lane i is of column i % 8 of matrix i / 8.
+// The same, transposed: lane i gives the address of column i % 8 of matrix i / 8.
 __device__ __forceinline__ void store_matrices_transposed(uint32_t address, const uint32_t (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])

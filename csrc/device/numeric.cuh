@@ -1,5 +1,5 @@
-// Storage types to arithmetic types and back. Arithmetic is float, or double for double;
-// stores round to nearest even.
+// From storage types to arithmetic types and back. Arithmetic is in float, for double in double; stores round
+// to nearest even.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -45,8 +45,8 @@ __device__ __forceinline__ T from_acc(Acc<T> x) {
   }
 }
 
-// Two at a time, because the half types are converted in pairs by one instruction; `to`
-// holds an even number of T.
+// Converts two at a time, because one instruction converts a pair of half types. `to` holds an even number of
+// T.
 template <typename T, int N>
 __device__ __forceinline__ void from_acc(const Acc<T> (&from)[N], T (&to)[N]) {
   if constexpr (sizeof(T) == 2 && N % 2 == 0) {
@@ -66,8 +66,7 @@ __device__ __forceinline__ void from_acc(const Acc<T> (&from)[N], T (&to)[N]) {
   }
 }
 
-// The largest of N values; a NaN is passed by unless all are. Half types are compared in
-// pairs by one instruction.
+// The largest of N values; NaN only where all are NaN. One instruction compares a pair of half types.
 template <typename T, int N>
 __device__ __forceinline__ Acc<T> max_of(const T (&values)[N]) {
   if constexpr (sizeof(T) == 2 && N % 2 == 0) {
@@ -102,15 +101,15 @@ __device__ __forceinline__ T negative_infinity() {
   }
 }
 
-// 2^x by the hardware: relative error 2^-22, results below 2^-126 become 0.
+// 2^x by the hardware: relative error 2^-22; results below 2^-126 become 0.
 __device__ __forceinline__ float exp2_flushed(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// e^x in the accuracy the storage type T can show: the hardware's exp2 for the half types,
-// libdevice's for the others.
+// e^x with the accuracy that the storage type T can show: by the hardware's exp2 for the half types, by
+// libdevice for the others.
 template <typename T>
 __device__ __forceinline__ Acc<T> exp_for(Acc<T> x) {
   if constexpr (sizeof(T) == 2) {

@@ -1,4 +1,4 @@
-// Running maximum and sum of exponentials, with the special values of torch.logsumexp: NaN stays, +inf wins
+// Running maximum and sum of exponentials, with the special values of torch.logsumexp: a NaN stays, +inf wins
 // over finite scores, -inf weighs nothing.
 #pragma once
 
@@ -7,19 +7,19 @@
 
 namespace htree::device {
 
-// Unlike Max it keeps a NaN of either side.
+// Unlike Max it keeps a NaN, whichever side it is on.
 struct MaxNan {
   __device__ __forceinline__ float operator()(float a, float b) const { return a > b || a != a ? a : b; }
 };
 
-// Trivial, so that it can stand in shared memory; empty() is the start.
+// A trivial type, so that it can stand in shared memory. empty() is the start.
 struct OnlineSum {
   float max;
   float sum;
 
   __device__ __forceinline__ static OnlineSum empty() { return {negative_infinity<float>(), 0.0f}; }
 
-  // Equal scores count one each, so that inf - inf and -inf - -inf are never formed.
+  // Scores that are equal to the maximum count one each, so that inf - inf and -inf - -inf are never formed.
   __device__ __forceinline__ void add(float x) {
     if (x > max) {
       sum = sum * expf(max - x) + 1.0f;
@@ -38,7 +38,7 @@ struct OnlineSum {
   }
 };
 
-// Commutative to the bit, so that a butterfly leaves the same value in every lane.
+// Commutative to the bit, so that a butterfly of shuffles leaves the same value in every lane.
 struct MergeOnlineSum {
   __device__ __forceinline__ OnlineSum operator()(const OnlineSum& a, const OnlineSum& b) const {
     OnlineSum merged;
@@ -51,8 +51,8 @@ struct MergeOnlineSum {
 };
 
 // Every thread of a block of kThreads must call; all get the sum over the block. The order of the additions
-// is that of the thread indices' butterfly and depends on kThreads alone. `scratch` holds kThreads / 32
-// values in shared memory; costs two __syncthreads, the second of which frees the scratch.
+// depends on kThreads alone. `scratch` holds kThreads / 32 values in shared memory. Costs two __syncthreads,
+// the second of which frees the scratch.
 template <int kThreads>
 __device__ __forceinline__ OnlineSum block_merge(OnlineSum value, OnlineSum* scratch) {
   const MergeOnlineSum merge;

@@ -1,4 +1,4 @@
-// Memory access as a typed act: N elements that travel together, 16 bytes at most.
+// Typed memory access: N elements that are loaded or stored together, 16 bytes at most.
 #pragma once
 
 #include <cstdint>
@@ -14,11 +14,11 @@ struct alignas(sizeof(T) * N) Pack {
   __device__ __forceinline__ const T& operator[](int i) const { return data[i]; }
 };
 
-// Elements of T in the widest load.
+// How many elements of T the widest load holds.
 template <typename T>
 inline constexpr int kPackOf = 16 / static_cast<int>(sizeof(T));
 
-// `p` must be aligned to the pack.
+// `p` must be aligned to the size of the pack.
 template <int N, typename T>
 __device__ __forceinline__ Pack<T, N> load_pack(const T* p) {
   return *reinterpret_cast<const Pack<T, N>*>(p);
@@ -29,7 +29,7 @@ __device__ __forceinline__ void store_pack(T* p, const Pack<T, N>& value) {
   *reinterpret_cast<Pack<T, N>*>(p) = value;
 }
 
-// Data that no one reads again soon: leave the caches to others.
+// For data that is not read again soon: it leaves the caches to others.
 template <int N, typename T>
 __device__ __forceinline__ void store_pack_streaming(T* p, const Pack<T, N>& value) {
   if constexpr (sizeof(T) * N == 16) {

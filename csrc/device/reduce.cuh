@@ -6,7 +6,7 @@ namespace htree::device {
 constexpr int kWarpSize = 32;
 constexpr unsigned kFullMask = 0xffffffffu;
 
-// Passes a NaN by (IEEE 754-2008 maxNum).
+// A NaN loses against a number (IEEE 754-2008 maxNum).
 struct Max {
   __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
   __device__ __forceinline__ double operator()(double a, double b) const { return fmax(a, b); }
@@ -30,8 +30,8 @@ __device__ __forceinline__ T warp_reduce(T value, Op op = {}) {
 }
 
 // Every thread of a block of kThreads (a multiple of 32) must call; all threads get the result. `scratch`
-// holds kThreads / 32 values in shared memory and may be used again after the next __syncthreads of the
-// caller's own; two calls in a row need two scratch arrays. Costs one __syncthreads.
+// holds kThreads / 32 values in shared memory and may be used again after the caller's next __syncthreads;
+// two calls in a row need two scratch arrays. Costs one __syncthreads.
 template <int kThreads, typename Op, typename T>
 __device__ __forceinline__ T block_reduce(T value, T* scratch, Op op = {}) {
   static_assert(kThreads % kWarpSize == 0 && kThreads <= 1024);

@@ -3,7 +3,7 @@
 
 namespace htree::device {
 
-// In place; the inverse rotation is the same with -sin.
+// Rotates in place. The inverse rotation takes -sin.
 template <typename A>
 __device__ __forceinline__ void rotate_pair(A& low, A& high, A cos, A sin) {
   const A rotated = low * cos - high * sin;

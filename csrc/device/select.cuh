@@ -1,4 +1,4 @@
-// Exact selection and sorting inside one block, on integer keys in shared or global memory.
+// Exact selection and sorting within one block, on integer keys in shared or global memory.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 namespace htree::device {
 
 // Every thread of a block of kThreads must call. Returns the sum of `value` over the threads before this one;
-// `total` is the sum over all. `scratch` holds kThreads / 32 values in shared memory; costs two
+// `total` is the sum over all. `scratch` holds kThreads / 32 values in shared memory. Costs two
 // __syncthreads, the second of which frees the scratch.
 template <int kThreads>
 __device__ __forceinline__ uint32_t block_exclusive_sum(uint32_t value, uint32_t* scratch, uint32_t& total) {
@@ -37,10 +37,10 @@ __device__ __forceinline__ uint32_t block_exclusive_sum(uint32_t value, uint32_t
   return before + inclusive - value;
 }
 
-// Finds the count-th largest of `num` keys, 1 <= count <= num.
+// The count-th largest of `num` keys, 1 <= count <= num.
 struct Threshold {
   uint32_t key;    // every larger key is among the `count` largest
-  uint32_t equal;  // how many of the keys equal to it are, too
+  uint32_t equal;  // how many keys equal to it are among them too
 };
 
 struct RadixScratch {
@@ -50,9 +50,9 @@ struct RadixScratch {
   uint32_t remaining;
 };
 
-// Most significant digit first, eight bits a pass; integer counts make it independent of the order of
-// arrival. Every thread of a block of 256 must call, after a __syncthreads that follows the writing of the
-// keys; all get the result.
+// Works from the most significant digit down, eight bits a pass. It counts in integers, so the order of
+// arrival does not matter. Every thread of a block of 256 must call, after a __syncthreads that follows the
+// writing of the keys; all get the result.
 __device__ inline Threshold block_radix_select(const uint32_t* keys, int64_t num, uint32_t count,
                                                RadixScratch& scratch) {
   constexpr int kThreads = 256;
@@ -84,9 +84,9 @@ __device__ inline Threshold block_radix_select(const uint32_t* keys, int64_t num
   return {prefix, remaining};
 }
 
-// Bitonic sort, ascending, of `size` (a power of two) keys in memory that the whole block sees.
-// Every thread of the block must call, after a __syncthreads that follows the writing of the keys;
-// it ends with a __syncthreads.
+// Bitonic sort of `size` keys, a power of two, ascending, in memory that the whole block sees. Every thread
+// of the block must call, after a __syncthreads that follows the writing of the keys. The sort ends with a
+// __syncthreads.
 template <typename Key>
 __device__ inline void block_sort(Key* keys, int64_t size) {
   for (int64_t span = 2; span <= size; span *= 2) {

@@ -1,4 +1,4 @@
-// Shared memory by its address in the shared window, as the instructions that name it take it.
+// Shared memory by its address in the shared window, which is what PTX instructions take.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,8 +11,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// The 128-byte swizzle wants its tiles aligned to 1024 bytes; dynamic shared memory is not. A launch asks for
-// kSharedAlignment bytes more than its Shared.
+// The 128-byte swizzle needs tiles aligned to 1024 bytes, and dynamic shared memory is not. So a launch asks
+// for kSharedAlignment bytes more than its Shared has.
 constexpr int kSharedAlignment = 1024;
 
 template <class Shared>

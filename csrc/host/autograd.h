@@ -1,4 +1,4 @@
-// What the Autograd and ADInplaceOrView kernels of the rooms share. docs/semantics/conventions.md §0.5.
+// What the Autograd and ADInplaceOrView kernels of the rooms share. docs/semantics/conventions.md §0.5
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -13,8 +13,8 @@ namespace htree {
 
 using TensorRefs = std::initializer_list<std::reference_wrapper<const at::Tensor>>;
 
-// C++ autograd functions have no jvp. Without this check a tangent of an input that does not require grad
-// would be dropped, and forward-mode AD would give zeros in silence.
+// C++ autograd functions have no jvp. Without this check the tangent of an input that does not require grad
+// would be dropped, and forward-mode AD would silently give zeros.
 inline void refuse_tangents(TensorRefs tensors) {
   for (const at::Tensor& tensor : tensors) {
     TORCH_CHECK_NOT_IMPLEMENTED(
@@ -24,7 +24,7 @@ inline void refuse_tangents(TensorRefs tensors) {
   }
 }
 
-// True when a graph must be recorded: grad mode is on and one of the tensors requires grad. Refuses tangents.
+// Whether a graph must be recorded: grad mode is on and one of the tensors requires grad. Refuses tangents.
 inline bool needs_grad(TensorRefs tensors) {
   refuse_tangents(tensors);
   if (!at::GradMode::is_enabled()) {
@@ -38,8 +38,8 @@ inline bool needs_grad(TensorRefs tensors) {
   return false;
 }
 
-// Mutating and out= ops return nothing, so torch's fallbacks would record no node and give
-// wrong gradients in silence.
+// Mutating and out= ops return nothing, so torch's fallbacks would record no node and silently give wrong
+// gradients.
 inline void refuse_grad(const char* op, TensorRefs tensors) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       !needs_grad(tensors), op,
@@ -47,7 +47,7 @@ inline void refuse_grad(const char* op, TensorRefs tensors) {
       "or on tensors that do not require grad, or use the functional op");
 }
 
-// The Autograd kernel of a mutating op: refuse, then run the op again below autograd.
+// The Autograd kernel of a mutating op: refuses, or runs the op again below autograd.
 template <typename Call>
 void mutate_below_autograd(const char* op, TensorRefs tensors, Call&& call) {
   refuse_grad(op, tensors);
@@ -55,7 +55,8 @@ void mutate_below_autograd(const char* op, TensorRefs tensors, Call&& call) {
   call();
 }
 
-// The ADInplaceOrView kernel of a mutating op: run it below, then count the new version of what it wrote.
+// The ADInplaceOrView kernel of a mutating op: runs it below that key, then bumps the version of what it
+// wrote.
 template <typename Call>
 void mutate_and_bump(TensorRefs mutated, Call&& call) {
   {

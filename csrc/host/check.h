@@ -1,7 +1,7 @@
-// Argument checks. Each message says which argument of which function, what was required and what came, in the words
-// of Python: "op: argument must ..., got ...". They compare symbolic sizes, so the Meta kernels run the very same checks
-// as the CPU and CUDA ones. htree_ops/errors.py reads these sentences: a wrong size is one whose "got" shows the sizes
-// in brackets, a wrong dtype a TypeError that says "dtype".
+// Argument checks. Each message says which argument of which function, what was required and what came, in
+// the words of Python: "op: argument must ..., got ...". Sizes are compared as symbols, so the Meta kernels
+// run the very same checks as the CPU and CUDA kernels. htree_ops/errors.py reads these sentences: a refused
+// size is one whose "got" shows sizes in brackets, a refused dtype is a TypeError that says "dtype".
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,7 +15,7 @@
 
 namespace htree {
 
-// True when the sizes agree. On symbolic sizes this records a guard instead of specialising them.
+// Whether the sizes agree. On symbolic sizes this records a guard and does not specialise them.
 inline bool same_size(const c10::SymInt& a, const c10::SymInt& b) {
   return a.sym_eq(b).expect_true(__FILE__, __LINE__);
 }
@@ -31,7 +31,7 @@ inline void check_rank(const char* op, const char* name, const at::Tensor& tenso
                     tensor.dim(), "-D ", tensor.sym_sizes());
 }
 
-// `meaning` names the size in words the caller knows, such as "H_kv of k".
+// `meaning` says which size it is in words that the caller knows, such as "H_kv of k".
 inline void check_size(const char* op, const char* name, const at::Tensor& tensor, int64_t dim,
                        const c10::SymInt& expected, const char* meaning) {
   TORCH_CHECK_VALUE(same_size(tensor.sym_size(dim), expected), op, ": size ", dim, " of ", name, " must be ",
@@ -48,7 +48,7 @@ inline void check_shape(const char* op, const char* name, const at::Tensor& tens
                     tensor.sym_sizes());
 }
 
-// The name that Python has for it, such as torch.float16.
+// The dtype's name in Python, such as torch.float16.
 inline std::string dtype_name(at::ScalarType dtype) {
   return "torch." + c10::getDtypeNames(dtype).first;
 }
@@ -71,8 +71,8 @@ inline void check_dtype(const char* op, const char* name, const at::Tensor& tens
                    dtype_name(tensor.scalar_type()));
 }
 
-// The floating dtypes of every op: float32, float16, bfloat16; float64 on the CPU, and on CUDA only where the
-// op has `double_on_cuda` kernels. Meta tensors stand for either device and accept float64.
+// The floating dtypes of every op: float32, float16, bfloat16, and float64 on the CPU; on CUDA float64 only
+// where the op has `double_on_cuda` kernels. Meta tensors stand for either device and accept float64.
 inline void check_floating(const char* op, const char* name, const at::Tensor& tensor, bool double_on_cuda) {
   if (tensor.is_cuda() && !double_on_cuda) {
     TORCH_CHECK_TYPE(tensor.scalar_type() != at::kDouble, op, ": ", name, " must have dtype ",

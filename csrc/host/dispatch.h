@@ -1,5 +1,5 @@
-// Run-time value to template argument, without macros. A value that is not in the list is an error that names
-// the compiled ones: a dispatch that falls through would leave the output unwritten.
+// From a run-time value to a template argument, without macros. A value that is not in the list is an error
+// that names the compiled ones: a dispatch that falls through would leave the output unwritten.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -24,7 +24,7 @@ struct Type {
 using FloatTypes = TypeList<float, c10::Half, c10::BFloat16>;
 using AllFloatTypes = TypeList<float, c10::Half, c10::BFloat16, double>;
 
-// Calls f(Type<T>{}) for the T of the list that `dtype` names.
+// Calls f(Type<T>{}), T being the type of the list that `dtype` names.
 template <typename F, typename... Ts>
 void dispatch_dtype(const char* op, at::ScalarType dtype, TypeList<Ts...>, F&& f) {
   const bool found =
@@ -37,8 +37,8 @@ void dispatch_dtype(const char* op, at::ScalarType dtype, TypeList<Ts...>, F&& f
   }
 }
 
-// Calls f(std::integral_constant<int, N>{}) for the N of the list that equals
-// `value`; `name` is for the error.
+// Calls f(std::integral_constant<int, N>{}), N being the number of the list that equals `value`. `name` is
+// for the error.
 template <int... Ns, typename F>
 void dispatch_int(const char* op, const char* name, int64_t value, F&& f) {
   const bool found =

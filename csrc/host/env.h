@@ -1,5 +1,5 @@
-// Switches read from the environment; an empty one counts as unset. The table of all of them, and when each
-// is read, stands in README.md.
+// Switches read from the environment; an empty one counts as unset. docs/switches.md lists them and says when
+// each is read.
 #pragma once
 
 #include <cstdlib>

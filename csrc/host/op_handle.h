@@ -1,5 +1,5 @@
-// Typed handles of our own ops: autograd and composed kernels call ops through the dispatcher, never a
-// kernel, so that Meta, functionalization, autocast and profilers see them.
+// Typed handles of our own ops. Autograd and composed kernels call ops through the dispatcher, never kernels,
+// so that Meta, functionalization, autocast and profilers see them.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -12,8 +12,8 @@
 namespace htree {
 namespace {
 
-// Places of equal address solve sum_i stride_i * x_i = target with 0 <= x_i <= last_i: a bounded Diophantine
-// equation, NP-complete in general and almost free for the nested strides of real tensors.
+// Two places have the same address where sum_i stride_i * x_i = target with 0 <= x_i <= last_i. This bounded
+// Diophantine equation is NP-complete in general and almost free for the nested strides of real tensors.
 struct Term {
   int64_t stride;
   int64_t last;
@@ -31,7 +31,7 @@ class Equation {
     }
   }
 
-  // True as well when the search takes more than kMaxSteps.
+  // Also true where the search takes more than kMaxSteps.
   bool solvable(int64_t target) {
     steps_ = 0;
     return solvable_from(0, target);
@@ -49,7 +49,7 @@ class Equation {
     }
     const auto [stride, last] = terms_[first];
     if (first + 1 == terms_.size()) {
-      return true;  // in reach and a multiple
+      return true;  // within reach, and a multiple
     }
     const int64_t rest = std::max<int64_t>(target - reach_[first + 1], 0);
     const int64_t least = (rest + stride - 1) / stride;
@@ -62,7 +62,7 @@ class Equation {
   }
 
   std::vector<Term> terms_;
-  std::vector<int64_t> reach_;    // of terms i and later
+  std::vector<int64_t> reach_;    // of terms i and later together
   std::vector<int64_t> divisor_;  // of the strides of terms i and later
   int steps_ = 0;
 };
@@ -90,7 +90,7 @@ std::optional<int64_t> distance_between(const at::Tensor& a, const at::Tensor& b
   return b.storage_offset() * element_size_of(b) - a.storage_offset() * element_size_of(a);
 }
 
-// Bytes from the first byte of t to behind its last.
+// Bytes from the first byte of t to the end of its last.
 int64_t extent_of(const at::Tensor& t) {
   int64_t bytes = element_size_of(t);
   for (int64_t dim = 0; dim < t.dim(); ++dim) {
@@ -110,7 +110,7 @@ std::vector<Term> terms_of(const at::Tensor& t) {
   return terms;
 }
 
-// Each dim, from the smallest stride on, steps over all that the smaller ones reach.
+// Each dim, from the smallest stride on, steps over everything that the dims before it reach.
 bool is_nested(std::vector<Term> terms, int64_t element_size) {
   std::sort(terms.begin(), terms.end(), [](Term a, Term b) { return a.stride < b.stride; });
   int64_t reach = element_size;
@@ -136,8 +136,8 @@ bool overlaps_itself(const at::Tensor& t) {
   if (std::any_of(terms.begin(), terms.end(), [](Term term) { return term.stride == 0; })) {
     return true;
   }
-  // Two different places differ by d_i in dim i, and by d > 0 in at least one, say the first that differs.
-  // With d_i = x_i + 1 there and d_j = x_j - last_j in all others this is the equation again.
+  // Two different places differ by d_i in dim i, with d > 0 in at least one dim, say the first that differs.
+  // Put d_i = x_i + 1 in that dim and d_j = x_j - last_j in all others, and this is the same equation.
   for (size_t i = 0; i < terms.size(); ++i) {
     std::vector<Term> shifted = terms;
     int64_t target = -terms[i].stride;
@@ -177,8 +177,8 @@ bool share_memory(const at::Tensor& a, const at::Tensor& b) {
       -*distance >= extent_of(b)) {
     return false;
   }
-  // a's place minus b's = distance: the dims of b count backwards from their ends. Elements are wider than a
-  // byte: bytes u of a's and v of b's coincide.
+  // The place of a minus the place of b equals the distance; the dims of b count backwards from their ends.
+  // Elements are wider than a byte, so byte u of a's element may meet byte v of b's.
   std::vector<Term> terms = terms_of(a);
   int64_t target = *distance;
   for (const Term& term : terms_of(b)) {

@@ -1,5 +1,5 @@
-// What every room's registration shares: tags of its schemas and the Autograd kernel
-// of ops without a gradient.
+// What the registrations of all rooms share: the tags of the schemas, and the Autograd kernel of ops without
+// a gradient.
 #pragma once
 
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
@@ -14,8 +14,8 @@
 
 namespace htree {
 
-// The ops trace (pt2_compliant_tag), and a compiler must hand them the strides that eager mode would.
-// Mutating ones take lazy views (host/lazy_views.h).
+// The ops can be traced (pt2_compliant_tag), and a compiler must give them the strides of eager mode.
+// Mutating ops take lazy views (host/lazy_views.h).
 inline void define_ops(torch::Library& library, std::initializer_list<const char*> schemas) {
   library.set_python_module("htree_ops");
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides};
@@ -30,8 +30,8 @@ inline void define_ops(torch::Library& library, std::initializer_list<const char
   }
 }
 
-// For ops without a gradient formula: their outputs can be used, and a backward through them raises
-// RuntimeError instead of giving zeros in silence. docs/semantics/conventions.md §0.5.
+// For ops without a gradient formula. Their outputs can be used, and a backward through them raises
+// RuntimeError instead of silently giving zeros. docs/semantics/conventions.md §0.5
 inline void register_no_gradient(torch::Library& autograd, std::initializer_list<const char*> ops) {
   for (const char* op : ops) {
     autograd.impl(op, torch::autograd::autogradNotImplementedFallback());

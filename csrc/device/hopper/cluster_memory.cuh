@@ -1,4 +1,4 @@
-// Shared memory of the other blocks of a cluster (sm_90).
+// Access to the shared memory of other blocks of a cluster (sm_90).
 #pragma once
 
 #include <cstdint>
@@ -8,16 +8,16 @@
 
 namespace htree::device {
 
-// As cluster_arrive(), but orders nothing and so waits for nothing: enough for barriers that were made
-// visible by fence_barrier_init().
+// As cluster_arrive(), but it orders no memory access, so it waits for none. That is enough where
+// fence_barrier_init() has made the barriers visible.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
-// Writes to the place of `shared` in block `block_rank` of the cluster and adds the bytes to what the barrier
-// at the place of `barrier` there expects: who waited for it sees them. The block must have initialised the
-// barrier: cluster_arrive_relaxed() there and cluster_wait() here come first. Without a fence for the whole
-// device, which cluster_arrive() begins with.
+// Writes `value` to the place of `shared` in block `block_rank` of the cluster, and counts its bytes at the
+// barrier at the place of `barrier` there; a thread that waited for that barrier sees the value. The other
+// block must have initialised the barrier before: call cluster_arrive_relaxed() there and cluster_wait() here
+// first. This needs no fence for the whole device, with which cluster_arrive() begins.
 __device__ __forceinline__ void send_to_block(float* shared, Barrier* barrier, uint32_t block_rank,
                                               float value) {
   asm volatile(

@@ -1,11 +1,11 @@
-// The main loop shared by the Hopper matrix kernels: one thread streams k-blocks of both operands into a ring
-// of shared-memory stages with tensor copies, and warpgroups multiply them out of it. Ping-pong of barriers
-// per stage: `full` counts bytes that arrived, `empty` counts warps that are done reading. Technique: the
-// warp-specialised persistent kernels of CUTLASS and DeepGEMM.
+// The main loop of the Hopper matrix kernels: one thread streams k-blocks of both operands into a ring of
+// shared-memory stages by tensor copies, and warpgroups multiply from there. Each stage has two barriers:
+// `full` counts bytes that have arrived, `empty` counts warps that have finished reading. The technique is
+// that of the warp-specialised persistent kernels of CUTLASS and DeepGEMM.
 //
-// A k-block is 64 two-byte or 128 one-byte elements of each row, stored with the 128-byte swizzle: K-major, a
-// row of 128 bytes for each row of the operand, or, two-byte types only, MN-major, a row of 128 bytes for
-// each k and 64 rows of the operand, the next 64 rows behind them.
+// A k-block is 64 two-byte or 128 one-byte elements of each row, stored with the 128-byte swizzle. K-major:
+// 128 bytes for each row of the operand. MN-major, two-byte types only: 128 bytes for each k, which hold 64
+// rows of the operand; the next 64 rows stand behind all of them.
 #pragma once
 
 #include <cstdint>
@@ -16,10 +16,10 @@
 
 namespace htree::device {
 
-constexpr int kBlockBytes = 128;  // of one row in one k-block
+constexpr int kBlockBytes = 128;  // bytes of one row in one k-block
 
-// kRowsA rows of A (64, or a multiple, per multiplying warpgroup) against kRowsB rows of B; kCluster blocks
-// share the ring's pace because they multicast to one another.
+// kRowsA rows of A (64, or a multiple of it, per multiplying warpgroup) against kRowsB rows of B. kCluster
+// blocks go through their rings in step, because they multicast to one another.
 template <typename T_, int kRowsA_, int kRowsB_, int kStages_, int kCluster_, int kWarpgroups_ = kRowsA_ / 64,
           Major kMajorA_ = Major::kK, Major kMajorB_ = Major::kK>
 struct GemmShape {
@@ -31,7 +31,7 @@ struct GemmShape {
   static constexpr int kStages = kStages_;
   static constexpr int kCluster = kCluster_;
   static constexpr int kBlockK = kBlockBytes / static_cast<int>(sizeof(T));
-  static constexpr int kWarpgroups = kWarpgroups_;  // that multiply
+  static constexpr int kWarpgroups = kWarpgroups_;  // warpgroups that multiply
   static constexpr int kBytesA = kRowsA * kBlockBytes;
   static constexpr int kBytesB = kRowsB * kBlockBytes;
   static_assert(kRowsA % (64 * kWarpgroups) == 0 && kRowsB % 8 == 0 && kRowsB <= 256);
@@ -45,7 +45,7 @@ struct alignas(1024) GemmRing {
   Barrier empty[Shape::kStages];
 };
 
-// One thread, before fence_barrier_init() and a sync of the cluster or block.
+// One thread calls it, before fence_barrier_init() and a synchronisation of the cluster or block.
 template <class Shape>
 __device__ __forceinline__ void init_ring(GemmRing<Shape>& ring) {
   for (int i = 0; i < Shape::kStages; ++i) {
@@ -54,9 +54,9 @@ __device__ __forceinline__ void init_ring(GemmRing<Shape>& ring) {
   }
 }
 
-// One thread. load(a, b, block_idx, barrier) starts the copies of one k-block into this block's stage; they
-// must bring `bytes` to `barrier` of every block of the cluster, whoever issues them: kBytesA + kBytesB, or
-// less where rows of an operand do not exist, whose products are not used.
+// One thread calls it. load(a, b, block_idx, barrier) starts this block's copies of one k-block into its
+// stage. At every block of the cluster `bytes` must arrive at `barrier`, whoever copies them: kBytesA +
+// kBytesB, or fewer where rows of an operand do not exist; products of such rows are not used.
 template <class Shape, class Load>
 __device__ __forceinline__ void fill_ring(GemmRing<Shape>& ring, RingPlace<Shape::kStages>& place,
                                           int num_blocks, uint32_t bytes, Load&& load) {
@@ -74,7 +74,8 @@ __device__ __forceinline__ void fill_ring(GemmRing<Shape>& ring, RingPlace<Shape
   fill_ring<Shape>(ring, place, num_blocks, Shape::kBytesA + Shape::kBytesB, load);
 }
 
-// Each warp of the multiplying warpgroups: the stage may be overwritten, by any block of the cluster.
+// Each warp of the multiplying warpgroups calls it. After it any block of the cluster may overwrite the
+// stage.
 template <class Shape>
 __device__ __forceinline__ void release_stage(GemmRing<Shape>& ring, int stage) {
   const int lane = static_cast<int>(threadIdx.x % 32);
@@ -87,8 +88,8 @@ __device__ __forceinline__ void release_stage(GemmRing<Shape>& ring, int stage) 
   }
 }
 
-// Of a k-block at `block`, from the first of the rows that a product takes on; they are a multiple of 64
-// where it is MN-major.
+// Descriptor of a k-block at `block`, from the first of the rows that a product takes on. Their number is a
+// multiple of 64 where the operand is MN-major.
 template <Major kMajor>
 __device__ __forceinline__ uint64_t block_descriptor(const void* block) {
   return kMajor == Major::kK ? k_major_descriptor<Swizzle::k128>(block)
@@ -106,7 +107,7 @@ __device__ __forceinline__ void multiply_block(float (&d)[N / 2], uint64_t a, ui
   }
 }
 
-// A warpgroup: d[64 x kRowsB] = its 64 rows of A times all rows of B, over num_blocks >= 1 k-blocks.
+// A warpgroup calls it. d[64 x kRowsB] = its 64 rows of A times all rows of B, over num_blocks >= 1 k-blocks.
 template <class Shape>
 __device__ __forceinline__ void multiply_ring(GemmRing<Shape>& ring, RingPlace<Shape::kStages>& place,
                                               int num_blocks, int warpgroup, float (&d)[Shape::kRowsB / 2]) {

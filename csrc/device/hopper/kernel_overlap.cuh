@@ -1,19 +1,19 @@
-// Programmatic dependent launch (sm_90): the blocks of a kernel that launch_overlapping_cluster() starts may
-// begin while the kernel before it in the stream still runs, and take over each multiprocessor as that leaves
-// it. The latency of the launch and the set-up of barriers disappear behind the other kernel's end.
+// Programmatic dependent launch (sm_90). The blocks of a kernel launched with LaunchShape::overlaps may begin
+// while the kernel before it in the stream still runs; they take over each multiprocessor as that kernel
+// leaves it. So the latency of the launch and the set-up of barriers hide behind the end of the other kernel.
 #pragma once
 
 namespace htree::device {
 
-// Every thread, before it reads or writes global memory: returns when all kernels before this one have
-// completed and what they wrote is visible. Kernel arguments, tensor copy descriptors among them, may be read
-// before. Returns at once in a kernel that was launched without the attribute.
+// Every thread calls it before it reads or writes global memory. It returns when all kernels before this one
+// have completed and what they wrote is visible, and at once in a kernel that was launched without
+// `overlaps`. Kernel arguments, tensor copy descriptors among them, may be read before.
 __device__ __forceinline__ void wait_for_previous_kernels() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// One thread of each block: once all blocks have said so, or have left, the next kernel's blocks may begin,
-// where multiprocessors have room for them. It must wait for this kernel with the function above.
+// One thread of each block calls it. Once all blocks have called it or ended, blocks of the next kernel may
+// begin where multiprocessors have room for them. That kernel must wait for this one by the function above.
 __device__ __forceinline__ void let_next_kernel_begin() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

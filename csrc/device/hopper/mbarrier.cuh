@@ -1,9 +1,9 @@
 // Barriers in shared memory that count arrivals of threads and bytes of bulk copies (sm_90), and what a
 // cluster of blocks needs to share them. Nothing here synchronises a warp: "one thread" means exactly that.
 //
-// A barrier completes phase after phase. Its first phase has parity 0; a waiter names the parity of
-// the phase it waits for, so whoever waits first for a barrier that starts "free" waits for parity
-// 1, which returns at once.
+// A barrier completes one phase after another. Its first phase has parity 0, and a waiter names the parity of
+// the phase it waits for. A thread for which a new barrier counts as free waits for parity 1 first, which
+// returns at once.
 #pragma once
 
 #include <cstdint>
@@ -14,18 +14,20 @@ namespace htree::device {
 
 using Barrier = uint64_t;  // in shared memory, 8-byte aligned
 
-// One thread; then fence_barrier_init() and a __syncthreads (cluster_sync in a cluster) before any use.
+// One thread calls it. Before any use come fence_barrier_init() and a __syncthreads (cluster_sync in a
+// cluster).
 __device__ __forceinline__ void barrier_init(Barrier* barrier, uint32_t num_arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(num_arrivals)
                : "memory");
 }
 
-// Makes the barriers this thread initialised visible to the bulk copies and to the other blocks of a cluster.
+// Makes the barriers that this thread initialised visible to bulk copies and to the other blocks of a
+// cluster.
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// One arrival, with release order: what this thread wrote before is visible to who waits.
+// One arrival, with release order: a thread that waits sees what this thread wrote before.
 __device__ __forceinline__ void barrier_arrive(Barrier* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
@@ -37,10 +39,9 @@ __device__ __forceinline__ void barrier_arrive_expect(Barrier* barrier, uint32_t
                : "memory");
 }
 
-// One arrival at the barrier that stands at the same place in block `block_rank` of the cluster. It
-// orders what this block read, not what it wrote: an arrival with release order for the whole
-// cluster waits until all writes of the thread are performed (a MEMBAR.GPU, about a microsecond), so
-// ask for that with cluster_sync().
+// One arrival at the barrier at the same place in block `block_rank` of the cluster. It orders what this
+// block read, not what it wrote. An arrival with release order for the whole cluster waits until all writes
+// of the thread are performed (a MEMBAR.GPU, about a microsecond), so leave that to cluster_sync().
 __device__ __forceinline__ void barrier_arrive_remote(Barrier* barrier, uint32_t block_rank) {
   asm volatile(
       "{\n"
@@ -52,7 +53,7 @@ __device__ __forceinline__ void barrier_arrive_remote(Barrier* barrier, uint32_t
       : "memory");
 }
 
-// True when the phase of `parity` has completed; may suspend the thread for a while first.
+// Whether the phase of `parity` has completed. It may suspend the thread for a while first.
 __device__ __forceinline__ bool barrier_try_wait(Barrier* barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
@@ -81,7 +82,8 @@ __device__ __forceinline__ uint32_t cluster_block_rank() {
   return rank;
 }
 
-// All threads of all blocks of the cluster, converged per warp: what was written before is visible after.
+// All threads of all blocks of the cluster call it, converged per warp. What they wrote before is visible
+// after the wait.
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
@@ -95,8 +97,8 @@ __device__ __forceinline__ void cluster_sync() {
 
 // ---- rings of stages in shared memory, each with barriers
 
-// A stage of the ring and the parity of its phase; who fills and who reads each carry
-// their own from tile to tile.
+// A stage of a ring and the parity of its phase. The threads that fill and the threads that read each carry
+// their own place from tile to tile.
 template <int kStages>
 struct RingPlace {
   int stage = 0;

@@ -1,4 +1,5 @@
-// Copies of k-blocks of the rows of an operand that exist, for the rings of device/hopper/gemm_pipeline.cuh.
+// Copies of k-blocks of an operand into the rings of device/hopper/gemm_pipeline.cuh, without the rows that
+// do not exist.
 #pragma once
 
 #include <cuda.h>
@@ -9,9 +10,9 @@
 
 namespace htree::device {
 
-// Tensor copies of the rows of an operand, 128 bytes wide: `whole` brings a tile's rows or a block's share of
-// them, `rest` those of the last tile that exist, because copies fill what lies outside with zeros at a
-// fraction of their speed.
+// Descriptors for the rows of an operand, 128 bytes wide. `whole` copies the rows of a tile, or a block's
+// share of them. `rest` copies the rows of the last tile that exist: what lies outside a tensor is filled
+// with zeros, at a fraction of the speed of copies.
 struct OperandMaps {
   CUtensorMap whole;
   CUtensorMap rest;
@@ -23,8 +24,8 @@ template <int kRows, int kSharing>
 struct OperandCopy {
   const CUtensorMap* map;
   int row;
-  int offset;      // in the stage, bytes
-  uint32_t bytes;  // that arrive per k-block, whoever copies them
+  int offset;      // in the stage, in bytes
+  uint32_t bytes;  // bytes that arrive per k-block, whoever copies them
   bool copies;
 
   __device__ __forceinline__ OperandCopy(const OperandMaps& maps, int64_t first, int64_t count) {
@@ -39,7 +40,7 @@ struct OperandCopy {
     copies = present > 0 && (whole || rank == 0);
   }
 
-  // `policy`: none, or one of the L2 cache.
+  // `policy`: none, or a cache policy of device/hopper/tma.cuh.
   template <typename... Policy>
   __device__ __forceinline__ void start(uint8_t* stage, int k, Barrier* full, Policy... policy) const {
     if (copies) {
@@ -52,8 +53,8 @@ struct OperandCopy {
   }
 };
 
-// Copies of k-blocks of an MN-major operand of two-byte elements, [k, count] in memory, by boxes of 64 k x 64
-// columns: those of a tile's kColumns columns from `first` on that have a column.
+// Copies k-blocks of an MN-major operand of two-byte elements, [k, count] in memory, in boxes of 64 k x 64
+// columns. Of a tile's kColumns columns from `first` on it copies the boxes that have a column.
 template <int kColumns>
 struct ColumnCopy {
   static constexpr int kBoxColumns = 64;
@@ -61,7 +62,7 @@ struct ColumnCopy {
   static_assert(kColumns % kBoxColumns == 0);
   int first;
   int num_boxes;
-  uint32_t bytes;  // that arrive per k-block, whoever copies them
+  uint32_t bytes;  // bytes that arrive per k-block, whoever copies them
 
   __device__ __forceinline__ ColumnCopy(int first_column, int64_t count) : first(first_column) {
     const int64_t present = min(max(count - first, int64_t{0}), int64_t{kColumns});
@@ -78,7 +79,7 @@ struct ColumnCopy {
     }
   }
 
-  // Block `rank` of a cluster of two copies every other box, for both.
+  // In a cluster of two, block `rank` copies every other box, to both blocks.
   __device__ __forceinline__ void start_share(uint8_t* stage, const CUtensorMap* map, int k, int rank,
                                               Barrier* full) const {
 #pragma unroll

@@ -1,5 +1,6 @@
-// Two blocks of a cluster that share the k of one tile each finish half of it: a warpgroup sends the other
-// block its sums of that half (sm_90). Once per launch, for the last tile of a block.
+// Where two blocks of a cluster share the k of one tile, each finishes half of the tile: a warpgroup sends
+// its sums of the other half to the other block (sm_90). That happens once per launch, for the last tile of a
+// block.
 #pragma once
 
 #include <cstdint>
@@ -9,38 +10,38 @@
 
 namespace htree::device {
 
-// Of a warpgroup.
+// Barriers of a warpgroup.
 struct SumExchange {
-  Barrier is_free;   // the places for sums of the same warpgroup of the other block
-  Barrier has_sums;  // its own
+  Barrier is_free;   // the same warpgroup of the other block has room for sums
+  Barrier has_sums;  // sums have arrived here
 };
 
-// One thread, before fence_barrier_init() and a sync of the cluster.
+// One thread calls it, before fence_barrier_init() and a synchronisation of the cluster.
 __device__ __forceinline__ void init_exchange(SumExchange& exchange) {
   barrier_init(&exchange.is_free, 4);
   barrier_init(&exchange.has_sums, 4);
 }
 
-// One thread of each of the four warps: the other block may send the warp its `bytes`, to be waited for at
-// `has_sums`. The other block waits at `is_free` before it sends.
+// One thread of each of the four warps calls it: the other block may now send the warp its `bytes`, whose
+// arrival `has_sums` counts. The other block waits at its `is_free` before it sends.
 __device__ __forceinline__ void offer_places(SumExchange& exchange, uint32_t bytes, uint32_t other_block) {
   barrier_arrive_expect(&exchange.has_sums, bytes);
   barrier_arrive_remote(&exchange.is_free, other_block);
 }
 
-// Sums d of a thread, for kResults results side by side, in packs of four: the first one of a pack in the
-// left half of the columns. kHalf further it is that in the right half.
+// The sums d of a thread, for kResults results side by side, in packs of four. The first sum of a pack
+// belongs to the left half of the columns, the one kHalf further on to the right half.
 template <int kResults, int kSums>
 struct SumHalves {
-  static constexpr int kHalf = kSums / (2 * kResults);  // sums of a result that a thread's block finishes
+  static constexpr int kHalf = kSums / (2 * kResults);  // sums per result that a thread's block finishes
   static constexpr int kPacks = kSums / 8;
   static_assert(kHalf % 4 == 0);
   __device__ static constexpr int left(int pack) { return pack * 4 + pack * 4 / kHalf * kHalf; }
 };
 
-// Sends the other block of the cluster its half of the columns of each result, and returns when its sums of
-// this block's half have arrived: rank 0 finishes the left one. place(pack) is where this thread's pack
-// arrives, in both blocks; who calls has offered these places.
+// Sends the other block of the cluster its half of the columns of each result, and returns when its sums for
+// this block's half have arrived. Rank 0 finishes the left half. place(pack) is where this thread's pack
+// arrives, in both blocks; the caller has offered these places.
 template <int kResults, int kSums, class Place>
 __device__ __forceinline__ void exchange_halves(SumExchange& exchange, int rank, Place&& place,
                                                 const float (&d)[kSums]) {

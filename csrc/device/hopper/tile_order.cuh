@@ -1,5 +1,5 @@
-// The tiles of a matrix product: the order in which persistent blocks take them, and
-// those that two blocks share.
+// The tiles of a matrix product: the order in which persistent blocks take them, and those that two blocks
+// share.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,9 @@
 
 namespace htree::device {
 
-// Tile number to place: groups of `group` row tiles are swept across all columns, rows first, so that the
-// blocks at work at one time share rows of both operands in L2. The number of tiles is below 2^31.
+// Finds the place of a tile from its number. Runs of `group` row tiles are swept across all columns, rows
+// first, so that blocks that work at the same time share rows of both operands in the L2. There are fewer
+// than 2^31 tiles.
 class TileOrder {
  public:
   TileOrder(int num_row_tiles, int num_column_tiles, int group)
@@ -37,34 +38,34 @@ class TileOrder {
   int num_row_tiles_;
   int num_column_tiles_;
   int group_;
-  FastDivisor sweep_;      // tiles of a whole group
-  FastDivisor rows_;       // row tiles of a whole group
-  FastDivisor last_rows_;  // and of the last one
+  FastDivisor sweep_;      // tiles of a whole run
+  FastDivisor rows_;       // row tiles of a whole run
+  FastDivisor last_rows_;  // row tiles of the last run
 };
 
-// How a launch shares out the tiles; divided on the host, because a loop bound that the device divided would
-// not stay in uniform registers.
+// How a launch shares out the tiles. The host divides, because a loop bound that the device divided would not
+// stay in uniform registers.
 struct TileShares {
-  int num_blocks;    // of k
-  int first_shared;  // the tiles from here on are shared by the two blocks of a cluster
+  int num_blocks;    // blocks of k in a tile
+  int first_shared;  // from this tile on, the two blocks of a cluster share each tile
 };
 
-// Shared are the tiles of the last wave of `blocks` blocks, if there are no more of them than clusters, and
-// each block has a k-block.
+// The tiles of the last wave of `blocks` blocks are shared if there are no more of them than clusters, and if
+// each block gets at least one block of k.
 inline TileShares share_tiles(int tiles, int blocks, int num_blocks) {
   const int whole = tiles / blocks * blocks;
   return {num_blocks, tiles - whole <= blocks / 2 && num_blocks >= 2 ? whole : tiles};
 }
 
-// What a block does of a tile: k-blocks first ... first + count - 1.
+// What a block does for a tile: k-blocks first ... first + count - 1.
 struct TileWork {
   int row;  // where the tile stands: its number, or its first row and column, as the kernel counts
   int column;
   int first;
   int count;
-  bool shared;  // the other block of the cluster does the rest
+  bool shared;  // whether the other block of the cluster does the rest
 
-  // Of a tile that both blocks of a cluster take, block `rank` does half of the k.
+  // The half of k that block `rank` takes of a tile that both blocks of a cluster share.
   __device__ __forceinline__ void take_half(const TileShares& shares, int rank) {
     const int half = shares.num_blocks / 2;
     first = rank == 0 ? 0 : half;

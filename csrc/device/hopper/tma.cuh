@@ -1,11 +1,10 @@
-// Bulk copies of sm_90: plain ones of contiguous bytes, and tensor ones whose box, strides and
-// shared-memory swizzle stand in a descriptor made on the host (host/cuda/tensor_map.h). Every function
-// is called by one thread. Loads report their bytes to a barrier (device/hopper/mbarrier.cuh), stores to
-// the thread's bulk groups.
+// Bulk copies of sm_90: plain copies of contiguous bytes, and tensor copies, whose box, strides and
+// shared-memory swizzle stand in a descriptor made on the host (host/cuda/tensor_map.h). One thread calls
+// each function. Loads report their bytes to a barrier (device/hopper/mbarrier.cuh), stores to the thread's
+// bulk groups.
 //
-// Tensor coordinates are elements of the tensor, innermost first. Parts of a box outside
-// the tensor read as zero, count as bytes all the same, and are not written. A descriptor
-// is a __grid_constant__ kernel argument.
+// Tensor coordinates count elements, innermost dimension first. Parts of a box outside the tensor read as
+// zero, yet count as bytes, and are not written. A descriptor is a __grid_constant__ kernel argument.
 #pragma once
 
 #include <cuda.h>
@@ -17,7 +16,7 @@
 
 namespace htree::device {
 
-// Cache policies, as createpolicy.fractional would make them: keep in L2 to the last, or give up first.
+// Cache policies, as createpolicy.fractional would make them: keep in the L2 to the last, or evict first.
 constexpr uint64_t kEvictLast = 0x14F0000000000000ull;
 constexpr uint64_t kEvictFirst = 0x12F0000000000000ull;
 
@@ -25,15 +24,15 @@ __device__ __forceinline__ void prefetch_descriptor(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(map)) : "memory");
 }
 
-// Writes of this thread to shared memory become visible to bulk copies and wgmma that are ordered after it
-// (by a barrier if another thread issues them).
+// Makes this thread's writes to shared memory visible to bulk copies and wgmma that come after it in order
+// (after a barrier, if another thread issues them).
 __device__ __forceinline__ void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // ---- loads
 
-// `bytes` is a multiple of 16, both addresses are 16-byte aligned.
+// `bytes` is a multiple of 16; both addresses are aligned to 16 bytes.
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint32_t bytes,
                                           Barrier* barrier) {
   asm volatile(
@@ -51,7 +50,7 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint
       : "memory");
 }
 
-// `shared` is aligned to 128 bytes, to 1024 for the 128-byte swizzle.
+// `shared` is aligned to 128 bytes, for the 128-byte swizzle to 1024.
 __device__ __forceinline__ void tensor_load_2d(void* shared, const CUtensorMap* map, int x, int y,
                                                Barrier* barrier) {
   asm volatile(
@@ -69,8 +68,8 @@ __device__ __forceinline__ void tensor_load_2d(void* shared, const CUtensorMap* 
       : "memory");
 }
 
-// The box arrives at the same place in every block of the cluster whose bit is set in `block_mask`, and its
-// bytes are counted by the barrier at the same place of each.
+// The box arrives at the same place in every block of the cluster whose bit is set in `block_mask`. The
+// barrier at the same place in each of them counts its bytes.
 __device__ __forceinline__ void tensor_load_2d_multicast(void* shared, const CUtensorMap* map, int x, int y,
                                                          Barrier* barrier, uint16_t block_mask) {
   asm volatile(
@@ -80,7 +79,7 @@ __device__ __forceinline__ void tensor_load_2d_multicast(void* shared, const CUt
       : "memory");
 }
 
-// ---- stores: fence_async_shared() by the writers and a barrier come first
+// ---- stores: before them come fence_async_shared() by the threads that wrote, and a barrier
 
 __device__ __forceinline__ void tensor_store_2d(const CUtensorMap* map, const void* shared, int x, int y) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(
@@ -93,13 +92,13 @@ __device__ __forceinline__ void commit_stores() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Returns when at most kPending of this thread's groups still read shared memory.
+// Returns when all but at most kPending of this thread's groups have read their shared memory.
 template <int kPending>
 __device__ __forceinline__ void wait_stores_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// Returns when at most kPending of this thread's groups are not yet written.
+// Returns when all but at most kPending of this thread's groups are written.
 template <int kPending>
 __device__ __forceinline__ void wait_stores() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");

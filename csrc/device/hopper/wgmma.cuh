@@ -1,8 +1,8 @@
-// Matrix products of a warpgroup (sm_90a): four warps that start at a multiple of four multiply 64 x k by
-// k x N out of shared memory, with fp32 accumulators in registers; and the registers and barriers of
-// warpgroups with different roles. All 128 threads must call each function together with the same arguments,
-// except where it says a warp. Code that calls them is compiled for sm_90a alone: a kernel guards its body
-// with `#if HTREE_SM90A`.
+// Matrix products of a warpgroup (sm_90a): four warps, the first with a number that is a multiple of four,
+// multiply 64 x k by k x N from shared memory, with fp32 accumulators in registers. Also the registers and
+// barriers of warpgroups with different roles. All 128 threads must call each function together with the same
+// arguments, except where a function says "a warp". Code that calls them is compiled for sm_90a alone: a
+// kernel guards its body with `#if HTREE_SM90A`.
 //
 // Order of use: wgmma_fence(), products, wgmma_commit(), wgmma_wait<n>(). Accumulators may be touched only
 // after a wait that covers their products.
@@ -21,20 +21,20 @@
 
 namespace htree::device {
 
-// Registers and shared memory written before are ordered before the products that follow.
+// Orders what was written to registers and shared memory before the products that follow.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-// Returns when at most kPending committed groups are under way.
+// Returns when at most kPending committed groups are unfinished.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Keeps the compiler from moving uses of the accumulators across; no instruction.
+// Keeps the compiler from moving uses of the accumulators across this line. It is no instruction.
 template <int kCount>
 __device__ __forceinline__ void pin_registers(float (&d)[kCount]) {
 #pragma unroll
@@ -45,18 +45,18 @@ __device__ __forceinline__ void pin_registers(float (&d)[kCount]) {
 
 // ---- matrix descriptors
 //
-// Both operands are stored in rows of the swizzle's width, as tensor copies lay them down: the 16-byte chunk
-// c of row r stands at chunk c ^ (r % (width / 16)) for 128, c ^ (r / 2 % 4) for 64, c ^ (r / 4 % 2) for 32
-// bytes (address bits 4-6 are XORed with bits 7-9). The base is aligned to 8 rows of the width.
+// Both operands are stored in rows as wide as the swizzle, as tensor copies lay them down: the 16-byte chunk
+// c of row r stands at chunk c ^ (r % 8) for 128 bytes, c ^ (r / 2 % 4) for 64 and c ^ (r / 4 % 2) for 32
+// (address bits 4-6 are XORed with bits 7-9). The base is aligned to 8 rows.
 //
-// K-major (the k index is contiguous): row = m or n. A product of k16 (k32 for 1-byte types) reads 32 bytes
-// of each row: the next one inside the width starts 32 bytes further (advance()). MN-major (m or n
-// contiguous, 2-byte types only): row = k, `width` bytes of consecutive m or n in it; blocks of `width` bytes
-// of m or n are `block_stride` bytes apart. The next k16 starts 16 rows further.
+// K-major (k is contiguous): a row is one m or n. A product of k16 (k32 for 1-byte types) reads 32 bytes of
+// each row, and within the width the next one starts 32 bytes further on (advance()). MN-major (m or n is
+// contiguous, 2-byte types only): a row is one k and holds `width` bytes of consecutive m or n; the next
+// `width` bytes of m or n are `block_stride` bytes further on. The next k16 starts 16 rows further on.
 
 enum class Swizzle : int { k32 = 32, k64 = 64, k128 = 128 };  // bytes
 
-// `leading` and `stride` in bytes.
+// `leading` and `stride` are in bytes.
 template <Swizzle kSwizzle>
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared, uint32_t leading, uint32_t stride) {
   constexpr uint64_t kMode = kSwizzle == Swizzle::k128 ? 1 : kSwizzle == Swizzle::k64 ? 2 : 3;
@@ -74,19 +74,20 @@ __device__ __forceinline__ uint64_t mn_major_descriptor(const void* tile, uint32
   return wgmma_descriptor<kSwizzle>(shared_address(tile), block_stride, 8 * static_cast<uint32_t>(kSwizzle));
 }
 
-// The descriptor `bytes` further (a multiple of 16).
+// The descriptor `bytes` further on, a multiple of 16.
 __device__ __forceinline__ uint64_t advance(uint64_t descriptor, uint32_t bytes) {
   return descriptor + (bytes >> 4);
 }
 
 // ---- products: d[64 x N] = a[64 x k] * b[k x N] + (accumulate ? d : 0)
 //
-// Thread t of the warpgroup (warp w = t / 32, lane i = t % 32) holds d of rows 16 w + i / 4 (+ 8): element
-// d[4 j + 2 h + c] is row 16 w + i / 4 + 8 h, column 8 j + 2 (i % 4) + c.
+// Thread t of the warpgroup is lane i = t % 32 of warp w = t / 32. It holds d of rows 16 w + i / 4 and 8
+// further down: element d[4 j + 2 h + c] is row 16 w + i / 4 + 8 h, column 8 j + 2 (i % 4) + c.
 
 enum class Major : int { kK = 0, kMN = 1 };
 
-// T: __nv_bfloat16, __half (k = 16) or __nv_fp8_e4m3 (k = 32, K-major only). N: see wgmma_instructions.cuh.
+// T is __nv_bfloat16 or __half (k = 16), or __nv_fp8_e4m3 (k = 32, K-major only). For N see
+// wgmma_instructions.cuh.
 template <typename T, int N, Major kMajorA = Major::kK, Major kMajorB = Major::kK>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
   static_assert(sizeof(T) == 2 || (kMajorA == Major::kK && kMajorB == Major::kK));
@@ -94,8 +95,9 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 2], uint64_t a, uint64_t b,
                                                                                                 accumulate);
 }
 
-// A in registers, laid out as d is: for 2-byte types a[0], a[1] are rows i / 4 and i / 4 + 8 of columns
-// 2 (i % 4) and the next, a[2], a[3] the same 8 columns further. For 1-byte types 4 (i % 4) ... + 3, and 16.
+// A in registers, laid out as d is. For 2-byte types a[0] and a[1] are rows i / 4 and i / 4 + 8 of columns 2
+// (i % 4) and the next, a[2] and a[3] the same rows 8 columns further on. For 1-byte types the columns are 4
+// (i % 4) ... + 3, and 16 further on.
 template <typename T, int N, Major kMajorB = Major::kK>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b,
                                       bool accumulate) {
@@ -105,15 +107,16 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 2], const uint32_t (&a)[4],
 
 // ---- roles
 
-// The value of lane 0, known to the compiler to be the same in all lanes of the warp: what depends
-// on it is no divergence, behind which it would keep descriptors in registers of the lanes and
-// move them for every product.
+// The value of lane 0, of which the compiler then knows that it is the same in all lanes of the warp. What
+// depends on it does not diverge. After a divergence the compiler would keep descriptors in registers of the
+// lanes and move them for every product.
 __device__ __forceinline__ int uniform(int value) {
   return __shfl_sync(0xffffffff, value, 0);
 }
 
-// Registers per thread of this warpgroup from here on: a multiple of 8 in 24 ... 256. All warpgroups of the
-// block together must fit what the launch gave, or raise_registers waits for ever: assert the sum.
+// Sets the registers per thread of this warpgroup from here on: a multiple of 8 in 24 ... 256. All warpgroups
+// of the block together must fit into what the launch gave, or raise_registers waits for ever: assert the
+// sum.
 template <int kRegisters>
 __device__ __forceinline__ void raise_registers() {
   static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256);
@@ -125,12 +128,12 @@ __device__ __forceinline__ void lower_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Barrier `index` (1 ... 15; 0 is __syncthreads) of `num_threads` threads, a multiple of 32, a warp at a
-// time. sync waits for all, arrive does not wait.
+// Barrier `index` (1 ... 15; 0 is __syncthreads) of `num_threads` threads, a multiple of 32. A warp may call
+// it alone. sync waits for all threads, arrive does not wait.
 __device__ __forceinline__ void named_barrier_sync(int index, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(index), "r"(num_threads) : "memory");
 }
-// sync that tells every thread whether `predicate` holds in any.
+// As named_barrier_sync; tells every thread whether `predicate` holds in any of them.
 __device__ __forceinline__ bool named_barrier_any(int index, int num_threads, bool predicate) {
   int any;
   asm volatile(

@@ -1,6 +1,5 @@
-// The wgmma instructions themselves, one function each, written out by macros because an asm
-// string cannot be computed by a template. Callers use wgmma() of device/hopper/wgmma.cuh, which
-// documents operands and layouts.
+// The wgmma instructions, one function each. Macros write them out because a template cannot compute an asm
+// string. Callers use wgmma() of device/hopper/wgmma.cuh, which documents operands and layouts.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,9 +11,9 @@
 namespace htree::device {
 
 template <typename T, int N>
-struct WgmmaInstruction;  // N: 8 16 32 64 80 96 128 192 256
+struct WgmmaInstruction;  // N is 8, 16, 32, 64, 80, 96, 128, 192 or 256
 
-// %0 ... %(count - 1), and the accumulators they stand for.
+// The operands %0 ... %(count - 1), and the accumulators they stand for.
 #define HTREE_REGISTERS_4 "%0, %1, %2, %3"
 #define HTREE_REGISTERS_8 \
   HTREE_REGISTERS_4       \
@@ -64,8 +63,8 @@ struct WgmmaInstruction;  // N: 8 16 32 64 80 96 128 192 256
 #define HTREE_ACCUMULATORS_96 HTREE_ACCUMULATORS_64, HTREE_D32(d, 64)
 #define HTREE_ACCUMULATORS_128 HTREE_ACCUMULATORS_96, HTREE_D32(d, 96)
 
-// P0 ... P6 are the numbers of the operands behind the accumulators; SHAPE ends the opcode, and the FLAGS say
-// how the majorness of shared-memory operands is passed (1-byte types have no such flag).
+// P0, P1, ... are the numbers of the operands behind the accumulators. SHAPE ends the opcode. The FLAGS say
+// how the majorness of shared-memory operands is passed; 1-byte types have no such flags.
 #define HTREE_WGMMA(T, N, COUNT, SHAPE, SHARED_FLAGS, REGISTER_FLAGS, P0, P1, P2, P3, P4, P5)               \
   template <>                                                                                               \
   struct WgmmaInstruction<T, N> {                                                                           \

@@ -1,8 +1,8 @@
-// Run-time choice of the instruction set for the CPU kernels.
+// Chooses the instruction set of the CPU kernels at run time.
 //
-// A room's hot loops stand in one torch-free header that is compiled once per level, in files that differ
-// only in the level they name above host/cpu/simd.h; each defines a table of function pointers, and
-// `pick_isa` chooses one. No compiler flag of the whole library depends on the machine it was built on.
+// A room's hot loops stand in one torch-free header, which is compiled once per instruction set, in generated
+// files that differ only in the macro above host/cpu/simd.h. Each file defines a table of function pointers,
+// and `pick_isa` chooses one. No compiler flag of the whole library depends on the machine it was built on.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -26,7 +26,8 @@ inline Isa detect_isa() {
 #endif
 }
 
-// The best level of this CPU, or the lower one that HTREE_CPU_ISA=baseline|avx2|avx512|avx512_bf16 asks for.
+// The best instruction set of this CPU, or the lower one that HTREE_CPU_ISA=baseline|avx2|avx512|avx512_bf16
+// asks for.
 inline Isa active_isa() {
   static const Isa isa = [] {
     const Isa best = detect_isa();
@@ -42,8 +43,8 @@ inline Isa active_isa() {
   return isa;
 }
 
-// A room has no table of its own for the pairs of AVX512_BF16; the few kernels that
-// use them ask active_isa().
+// A room has no table of its own for AVX512_BF16. The few kernels that multiply pairs of bf16 with it ask
+// active_isa().
 template <typename Table>
 const Table& pick_isa(const Table& baseline, const Table& avx2, const Table& avx512) {
   switch (active_isa()) {
@@ -60,8 +61,8 @@ const Table& pick_isa(const Table& baseline, const Table& avx2, const Table& avx
 
 }  // namespace htree
 
-// The best of the tables kNameBaseline, kNameAvx2 and kNameAvx512 for HTREE_PICK_ISA(kName). Elsewhere than
-// on x86-64 only the first exists.
+// HTREE_PICK_ISA(kName) is the best of the tables kNameBaseline, kNameAvx2 and kNameAvx512. Only the first
+// exists where the CPU is not an x86-64.
 #if defined(__x86_64__)
 #define HTREE_PICK_ISA(name) ::htree::pick_isa(name##Baseline, name##Avx2, name##Avx512)
 #else

@@ -1,11 +1,11 @@
 // Vectors of one instruction set, in a namespace of its own (HTREE_ISA), written with the compiler's vector
-// extensions so that one source serves every level. Not at::vec: its width is fixed by torch's own build
-// macros, and an extension cannot dispatch over it at run time.
+// extensions so that one source serves every instruction set. It is not at::vec, whose width is fixed by
+// torch's own build macros, so that an extension cannot choose it at run time.
 //
-// The first include of a file of CPU kernels, which defines HTREE_BASELINE, HTREE_AVX2, HTREE_AVX512 or
-// HTREE_AVX512_BF16 above it: from here to the end of the file the compiler may use those instructions.
-// Standard headers come before the pragma and the kernels use no inline function of theirs, or the linker
-// could keep an AVX-512 copy of a shared inline function for the whole process.
+// This is the first include of a file of CPU kernels, which defines HTREE_BASELINE, HTREE_AVX2, HTREE_AVX512
+// or HTREE_AVX512_BF16 above it. From here to the end of the file the compiler may use those instructions.
+// Standard headers come before the pragma, and the kernels use none of their inline functions: otherwise the
+// linker could keep an AVX-512 copy of a shared inline function for the whole process.
 #pragma once
 
 #include "host/cpu/simd_prelude.h"
@@ -34,13 +34,13 @@ namespace htree::HTREE_ISA {
 constexpr int kLanes = HTREE_LANES;
 typedef float VecF __attribute__((vector_size(4 * HTREE_LANES)));
 typedef int32_t VecI __attribute__((vector_size(4 * HTREE_LANES)));
-typedef uint32_t VecU __attribute__((vector_size(4 * HTREE_LANES)));  // for additions that may wrap
+typedef uint32_t VecU __attribute__((vector_size(4 * HTREE_LANES)));  // for additions that may wrap around
 typedef uint16_t VecH __attribute__((vector_size(2 * HTREE_LANES)));
-// The same registers as doubles, half as many lanes.
+// The same registers as doubles, with half as many lanes.
 typedef double VecD __attribute__((vector_size(4 * HTREE_LANES)));
 typedef uint64_t VecL __attribute__((vector_size(4 * HTREE_LANES)));
 
-// Arithmetic of a storage type: VecF and float, but VecD and double for double.
+// The arithmetic of a storage type: VecF and float, for double VecD and double.
 template <typename T>
 struct Lane {
   using Scalar = float;
@@ -103,8 +103,8 @@ inline auto horizontal_max(V x) {
   return best[0];
 }
 
-// e^x to about 1 ulp: x = n ln2 + r with |r| <= ln2/2, a degree-6 polynomial for e^r, and n added to the
-// exponent. 0 below the smallest normal result, +inf above the largest; NaN stays NaN.
+// e^x to about 1 ulp: x = n ln2 + r with |r| <= ln2/2, a polynomial of degree 6 for e^r, and n added to the
+// exponent. The result is 0 below the smallest normal number, +inf above the largest, NaN for NaN.
 inline VecF exp(VecF x) {
   const VecF shifter =
       splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits
@@ -125,7 +125,7 @@ inline VecF exp(VecF x) {
   return x == x ? y : x;
 }
 
-// The same in double precision: the Taylor series of e^r to degree 13 leaves 5e-18 at |r| = ln2/2.
+// The same for doubles: the Taylor series of e^r to degree 13 leaves an error of 5e-18 at |r| = ln2/2.
 inline VecD exp(VecD x) {
   const VecD shifter = splat(6755399441055744.0);  // 1.5 * 2^52
   const VecD shifted = x * 1.4426950408889634 + shifter;
@@ -145,9 +145,9 @@ inline VecD exp(VecD x) {
   return x == x ? y : x;
 }
 
-// ---- storage conversions: fp32, fp16 and bf16 memory to fp32 lanes and back (round to nearest even)
+// ---- storage: from fp32, fp16 and bf16 in memory to fp32 lanes and back (round to nearest even)
 
-// One instruction each, where GCC 12 makes several of __builtin_convertvector.
+// One instruction, where GCC 12 makes several of __builtin_convertvector.
 inline VecI widen(VecH bits) {
 #if HTREE_LANES == 16
   return (VecI)_mm512_cvtepu16_epi32((__m256i)bits);
@@ -237,7 +237,7 @@ inline void store(Fp16* p, VecF x) {
 #endif
 }
 
-// Partial accesses touch `count` elements, fewer than a vector has; missing lanes read as `fill`.
+// Partial accesses touch `count` elements, fewer than a vector has. Missing lanes read as `fill`.
 template <typename T>
 inline VecOf<T> load_partial(const T* p, int count, ScalarOf<T> fill) {
   T lanes[kLanesOf<VecOf<T>>] = {};

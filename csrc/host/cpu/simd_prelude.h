@@ -1,4 +1,4 @@
-// Everything from outside that CPU kernel headers may use, included before the instruction set is raised.
+// Everything that headers of CPU kernels use from elsewhere, included before the instruction set is raised.
 #pragma once
 
 #if defined(__x86_64__)
@@ -17,7 +17,7 @@
 
 namespace htree {
 
-// Storage of the two half formats; layout-compatible with c10::Half and c10::BFloat16.
+// Storage of the two half formats, with the layout of c10::Half and c10::BFloat16.
 struct Fp16 {
   uint16_t bits;
 };

@@ -1,9 +1,9 @@
-// Dot products of rows with rows, vectors along them, so that row-major weights are read as they are: no
-// copy, no transposition. Include after host/cpu/simd.h.
+// Dot products of rows with rows. Vectors lie along the rows, so that row-major weights are read as they are,
+// without a copy or a transposition. Include it after host/cpu/simd.h.
 //
 // Accuracy: a lane takes kChain steps in fp32, one addition folds a vector to half as many lanes, and from
-// there on sums are fp64; so no more than kChain + 1 roundings to fp32 lie between a product and its sum, at
-// any depth. The order of a sum depends on the depth alone, not on the other rows and columns or on threads.
+// there on sums are fp64. So at any depth no more than kChain + 1 roundings to fp32 lie between a product and
+// its sum. The order of a sum depends on the depth alone, not on other rows and columns, nor on threads.
 #pragma once
 
 #include "host/cpu/row_products.h"
@@ -11,7 +11,7 @@
 
 namespace htree::HTREE_ISA {
 
-// A tile holds kTileRows * kTileColumns vectors of sums in registers, beside its rows and one column.
+// A tile keeps kTileRows * kTileColumns vectors of sums in registers, beside its rows and one column.
 #if HTREE_LANES == 16
 constexpr int kTileRows = 4;
 constexpr int kTileColumns = 6;
@@ -30,7 +30,7 @@ inline VecD fold(VecF x) {
   std::memcpy(halves, &x, sizeof x);
   const VecHalf sum = halves[0] + halves[1];
 #if HTREE_LANES == 16
-  return (VecD)_mm512_cvtps_pd((__m256)sum);  // of convertvector GCC 12 makes four instructions
+  return (VecD)_mm512_cvtps_pd((__m256)sum);  // GCC 12 makes four instructions of convertvector
 #else
   return __builtin_convertvector(sum, VecD);
 #endif
@@ -41,7 +41,7 @@ struct Doubles {
   typedef double Vec __attribute__((vector_size(kBytes)));
 };
 
-// By halves, which stay in registers.
+// Adds halves, which stay in registers.
 template <typename V>
 inline double sum_lanes(V x) {
   if constexpr (sizeof(V) == 16) {
@@ -53,8 +53,8 @@ inline double sum_lanes(V x) {
   }
 }
 
-// How a step reads its rows and columns and adds their products: here fp32 rows and columns of any type that
-// has load() and load_partial().
+// How a step reads its rows and columns and adds their products. This one takes fp32 rows, and columns of any
+// type that has load() and load_partial().
 template <typename W>
 struct FloatStep {
   using Row = float;
@@ -66,20 +66,21 @@ struct FloatStep {
   static VecF add(VecF sum, VecF row, VecF column) { return sum + row * column; }
 };
 
-// Groups of columns between the one at work and the one that is fetched from memory meanwhile. Without it
-// several rows of weights side by side come at half the speed of one: the hardware's prefetchers follow one
-// run of addresses per page.
+// How many groups of columns lie between the one in use and the one that is being fetched from memory.
+// Without it several rows of weights side by side come at half the speed of one: the hardware's prefetchers
+// follow one run of addresses per page.
 constexpr int kGroupsAhead = 2;
 
-// Into the second-level cache. Past the end of the weights it has no effect, so the address is no pointer.
+// Fetches into the second-level cache. Past the end of the weights it has no effect, so the address is no
+// pointer.
 template <typename T>
 inline void prefetch(const T* p, int64_t ahead) {
   const auto address = reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(ahead) * sizeof(T);
   __builtin_prefetch(reinterpret_cast<const void*>(address), 0, 2);
 }
 
-// totals += the products of `steps` steps from element `first` on. Meanwhile the elements `ahead` of those
-// of w are fetched.
+// totals += the products of `steps` steps from element `first` on. Meanwhile it fetches the elements of w
+// that stand `ahead` further on.
 template <class Step, bool kPrefetch, int R, int C>
 inline void add_chain(const typename Step::Row* const (&x)[R], const typename Step::Column* const (&w)[C],
                       int64_t first, int64_t steps, int64_t ahead, VecD (&totals)[R][C]) {
@@ -106,7 +107,7 @@ inline void add_chain(const typename Step::Row* const (&x)[R], const typename St
   }
 }
 
-// The last elements of rows whose depth is no multiple of a step.
+// The last elements of rows whose depth is not a multiple of a step.
 template <class Step, int R, int C>
 inline void add_rest(const typename Step::Row* const (&x)[R], const typename Step::Column* const (&w)[C],
                      int64_t first, int count, VecD (&totals)[R][C]) {
@@ -118,8 +119,8 @@ inline void add_rest(const typename Step::Row* const (&x)[R], const typename Ste
   }
 }
 
-// Sums of R rows from `row` on and C columns from `column` on. Beyond the last row or column the last one is
-// taken again, and not stored.
+// Sums of R rows from `row` on and C columns from `column` on. Beyond the last row or column it takes the
+// last one again, and does not store the result.
 template <class Step, int kChain, int R, int C, bool kPrefetch, typename S>
 void multiply_tile(const RowProducts<typename Step::Row, typename Step::Column, S>& p, int64_t row,
                    int64_t column) {
@@ -148,7 +149,7 @@ void multiply_tile(const RowProducts<typename Step::Row, typename Step::Column, 
   }
 }
 
-// The tile at (row, column) with up to kTileRows rows; returns how many.
+// The tile at (row, column) with up to kTileRows rows. Returns how many it had.
 template <class Step, int kChain, bool kPrefetch, typename S>
 int64_t multiply_next(const RowProducts<typename Step::Row, typename Step::Column, S>& p, int64_t row,
                       int64_t column) {
@@ -165,7 +166,8 @@ int64_t multiply_next(const RowProducts<typename Step::Row, typename Step::Colum
   return kTileRows;
 }
 
-// All sums of p. Columns are the outer loop: a group of them comes from memory once and then from the cache.
+// All sums of p. The outer loop goes over groups of columns: each comes from memory once and then from the
+// cache.
 template <class Step, int kChain, typename S>
 void multiply_rows(const RowProducts<typename Step::Row, typename Step::Column, S>& p) {
   for (int64_t column = 0; column < p.columns; column += kTileColumns) {
@@ -176,7 +178,7 @@ void multiply_rows(const RowProducts<typename Step::Row, typename Step::Column, 
   }
 }
 
-// to[i] = from[i] in fp32, and zeros to the end of its `width` elements.
+// to[i] = from[i] in fp32, then zeros up to `width` elements.
 template <typename T>
 void widen_row(const T* from, int64_t count, float* to, int64_t width) {
   for_vectors<T>(count,

@@ -1,4 +1,4 @@
-// C++ types of torch's tensors as the CPU row kernels, which include no torch, name them.
+// The names of torch's element types in the CPU row kernels, which include no torch.
 #pragma once
 
 #include <c10/util/BFloat16.h>

@@ -1,4 +1,4 @@
-// C++ types of torch's tensors as CUDA kernels name them.
+// The names of torch's element types in CUDA kernels.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -21,7 +21,7 @@ struct DeviceTypeOf<c10::BFloat16> {
   using type = __nv_bfloat16;
 };
 
-// The kernel's type for tensors of T: __half for c10::Half, __nv_bfloat16 for c10::BFloat16, else T.
+// The kernels' type for tensors of T: __half for c10::Half, __nv_bfloat16 for c10::BFloat16, else T.
 template <typename T>
 using DeviceType = typename DeviceTypeOf<T>::type;
 

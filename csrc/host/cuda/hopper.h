@@ -1,4 +1,4 @@
-// Whether a call may take the kernels for sm_90a: for files that nvcc compiles.
+// Whether a call may take the kernels for sm_90a. For files that nvcc compiles.
 #pragma once
 
 #include <ATen/cuda/CUDAContextLight.h>
@@ -9,8 +9,8 @@
 namespace htree {
 namespace device {
 
-// Has static shared memory where the bodies are compiled in: sm_90a, not sm_90 or PTX
-// that the driver compiled.
+// Has static shared memory where the bodies of the Hopper kernels are compiled in: for sm_90a, not for sm_90
+// or for PTX that the driver compiled.
 template <int = 0>
 __global__ void hopper_probe_kernel() {
 #if HTREE_SM90A
@@ -19,12 +19,12 @@ __global__ void hopper_probe_kernel() {
 #endif
 }
 
-// Of the device code beside which this is compiled. Attributes only, no launch; safe
-// while a graph is captured.
+// Answers for the device code that is linked with this function. It asks for attributes and launches nothing,
+// so it is safe while a graph is captured.
 inline bool hopper_kernels_compiled() {
   cudaFuncAttributes attributes;
   if (cudaFuncGetAttributes(&attributes, hopper_probe_kernel<>) != cudaSuccess) {
-    cudaGetLastError();  // no code for this device at all; the launch that follows says so
+    cudaGetLastError();  // no code for this device at all: the launch that follows reports it
     return false;
   }
   return attributes.sharedSizeBytes > 0;
@@ -32,8 +32,8 @@ inline bool hopper_kernels_compiled() {
 
 }  // namespace device
 
-// Of the current device. This library is asked once, by the first call on an sm_90 device: another device of
-// the process must not answer for it.
+// Answers for the current device. The library is asked once, by the first call on an sm_90 device, so that
+// another device of the process does not answer for it.
 inline bool has_hopper_kernels() {
   const cudaDeviceProp* properties = at::cuda::getCurrentDeviceProperties();
   if (properties->major != 9 || properties->minor != 0) {

@@ -1,4 +1,5 @@
-// The one launcher of CUDA kernels: it asks for shared memory and a cluster, launches and checks. Torch-free.
+// The one launcher of CUDA kernels: it asks for shared memory and a cluster, launches, and checks.
+// Torch-free.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,7 +8,7 @@
 
 namespace htree {
 
-// A fact of the current device.
+// An attribute of the current device.
 inline cudaError_t device_attribute(cudaDeviceAttr attribute, int& value) {
   int device = 0;
   const cudaError_t error = cudaGetDevice(&device);
@@ -17,21 +18,21 @@ inline cudaError_t device_attribute(cudaDeviceAttr attribute, int& value) {
 // How a kernel is launched.
 struct LaunchShape {
   dim3 grid;
-  int threads = 0;           // of a block along x
+  int threads = 0;           // threads of a block along x
   int64_t shared_bytes = 0;  // dynamic shared memory of a block
   int cluster = 1;           // blocks of a cluster along x; more than 1 needs sm_90
-  // The blocks may begin before the kernel in front in the stream has ended (sm_90), so every thread calls
-  // device::wait_for_previous_kernels() before it touches global memory. For at most one block per
-  // multiprocessor: where blocks share one, those that begin early would gather on few.
+  // The blocks may begin before the previous kernel of the stream has ended (sm_90), so every thread must
+  // call device::wait_for_previous_kernels() before it touches global memory. For at most one block per
+  // multiprocessor: where blocks share one, those that begin early would crowd on a few of them.
   bool overlaps = false;
   int thread_rows = 1;  // threads of a block along y
 };
 
-// A block may have 48 KB of shared memory without asking. Static shared memory counts too; no kernel with
-// dynamic shared memory declares more than 8 KB of it.
+// A block may have 48 KB of shared memory without asking. Static shared memory is part of it; no kernel with
+// dynamic shared memory declares more than 8 KB.
 constexpr int64_t kFreeSharedBytes = (48 - 8) * 1024;
 
-// Allows the kernel `bytes` of dynamic shared memory on the current device. It is asked before every launch:
+// Allows the kernel `bytes` of dynamic shared memory on the current device. It is called before every launch:
 // the permission belongs to a device, and asking costs little beside a launch.
 template <typename Kernel>
 cudaError_t allow_shared_bytes(Kernel* kernel, int64_t bytes) {
@@ -41,7 +42,7 @@ cudaError_t allow_shared_bytes(Kernel* kernel, int64_t bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
 }
 
-// Returns what the launch returned; an error inside the kernel shows later, as everywhere in CUDA.
+// Returns what the launch returned. An error inside the kernel shows later, as everywhere in CUDA.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_kernel(void (*kernel)(Parameters...), const LaunchShape& shape, cudaStream_t stream,
                           const Arguments&... arguments) {

@@ -1,5 +1,5 @@
-// What every CUDA launcher needs around its launch: the device of its tensors, their
-// current stream, and the check.
+// What every CUDA launcher needs around its launch: the device of its tensors, their current stream, and the
+// check.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,13 +9,13 @@
 
 namespace htree {
 
-// Keeps the tensor's device current for its lifetime.
+// Makes the tensor's device the current one for its lifetime.
 class LaunchScope {
  public:
   explicit LaunchScope(const at::Tensor& tensor) : guard_(tensor.device()) {}
   cudaStream_t stream() const { return c10::cuda::getCurrentCUDAStream().stream(); }
 
-  // Most shared memory that a block may ask for on this device.
+  // The most shared memory that a block may ask for on this device.
   int shared_bytes() const {
     int bytes = 0;
     C10_CUDA_CHECK(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin,

@@ -13,15 +13,15 @@
 
 namespace htree {
 
-// A box that copies move between a strided tensor in global memory and shared memory; innermost dimension
+// A box that copies move between a strided tensor in global memory and shared memory, innermost dimension
 // first. The innermost stride is one element.
 struct TensorBox {
-  const void* data = nullptr;  // 16-byte aligned
+  const void* data = nullptr;  // aligned to 16 bytes
   CUtensorMapDataType type = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   int rank = 2;                    // 1 to 5
-  uint64_t sizes[5] = {};          // elements, at least 1
+  uint64_t sizes[5] = {};          // in elements, at least 1
   uint64_t strides_bytes[4] = {};  // of dimensions 1, 2, ...: multiples of 16, below 2^40
-  uint32_t box[5] = {};            // elements, 1 to 256; box[0] fits the swizzle's width
+  uint32_t box[5] = {};            // in elements, 1 to 256; box[0] fits the swizzle's width
   CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
   CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
 };
@@ -31,7 +31,7 @@ using TensorMapEncoder = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint3
                                       CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
                                       CUtensorMapFloatOOBfill);
 
-// Throws std::runtime_error when the driver is too old to have it (before 12.0).
+// Throws std::runtime_error where the driver is too old for it (before 12.0).
 inline TensorMapEncoder tensor_map_encoder() {
   static const TensorMapEncoder encoder = [] {
     void* symbol = nullptr;
@@ -52,8 +52,8 @@ inline TensorMapEncoder tensor_map_encoder() {
   return encoder;
 }
 
-// The encoder wants a current context, which a thread has only after a call of the runtime that needs one:
-// choosing the device that is current is such a call, and allowed while a stream is captured.
+// The encoder needs a current context, which a thread has only after a call of the runtime that needs one.
+// Choosing the device that is current already is such a call, and it is allowed while a stream is captured.
 inline void bind_context() {
   int device = 0;
   if (cudaGetDevice(&device) == cudaSuccess) {
@@ -61,7 +61,7 @@ inline void bind_context() {
   }
 }
 
-// Throws std::runtime_error with the sizes when the driver refuses the box.
+// Throws std::runtime_error with the sizes where the driver refuses the box.
 inline CUtensorMap make_tensor_map(const TensorBox& b) {
   CUtensorMap map;
   const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
@@ -72,7 +72,7 @@ inline CUtensorMap make_tensor_map(const TensorBox& b) {
                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult result = encode();
-  if (result == CUDA_ERROR_INVALID_CONTEXT) {  // the first CUDA call of this thread
+  if (result == CUDA_ERROR_INVALID_CONTEXT) {  // this is the first CUDA call of the thread
     bind_context();
     result = encode();
   }
@@ -88,8 +88,8 @@ inline CUtensorMap make_tensor_map(const TensorBox& b) {
   return map;
 }
 
-// Boxes of 128 bytes x `box_rows` rows of a row-major matrix, as the rings of
-// device/hopper/gemm_pipeline.cuh take them. `type` has one byte (UINT8) or two; `columns` counts elements,
+// Descriptor for boxes of 128 bytes x `box_rows` rows of a row-major matrix, as the rings of
+// device/hopper/gemm_pipeline.cuh take them. `type` has one byte (UINT8) or two; `columns` counts elements;
 // `pitch_bytes` is a multiple of 16.
 inline CUtensorMap row_major_map(const void* data, CUtensorMapDataType type, int64_t rows, int64_t columns,
                                  int64_t pitch_bytes, int box_rows) {
@@ -104,8 +104,8 @@ inline CUtensorMap row_major_map(const void* data, CUtensorMapDataType type, int
   return make_tensor_map(box);
 }
 
-// Descriptors for the copies of device/hopper/operand_copy.cuh: of a row-major matrix as row_major_map()
-// takes it, for tiles of `tile_rows` rows, of which a copy brings `copied_rows`, a share.
+// Descriptors for the copies of device/hopper/operand_copy.cuh, for a row-major matrix as in row_major_map().
+// Tiles have `tile_rows` rows, of which one copy brings `copied_rows`.
 inline device::OperandMaps operand_maps(const void* data, CUtensorMapDataType type, int64_t rows,
                                         int64_t columns, int64_t pitch_bytes, int tile_rows,
                                         int copied_rows) {

@@ -1,5 +1,5 @@
-// How many persistent blocks take the tiles of a matrix product, and which of them
-// two blocks share. Torch-free.
+// How many persistent blocks take the tiles of a matrix product, and which tiles two blocks share.
+// Torch-free.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +14,8 @@ struct TilePlan {
   device::TileShares shares{};
 };
 
-// Blocks in clusters of `cluster`, at most one block per multiprocessor and `most_clusters`. A place of
-// `order` holds `tiles_per_place` tiles that blocks take, each with a sum over `num_blocks` blocks of k.
+// Takes blocks in clusters of `cluster`, at most one per multiprocessor and at most `most_clusters` clusters.
+// A place of `order` holds `tiles_per_place` tiles, each with a sum over `num_blocks` blocks of k.
 inline cudaError_t plan_tiles(const device::TileOrder& order, int tiles_per_place, int cluster,
                               int most_clusters, int num_blocks, TilePlan& plan) {
   int processors = 0;
