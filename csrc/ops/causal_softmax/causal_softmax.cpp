@@ -1,4 +1,4 @@
-// Schemas, Meta, Autograd and registrations of the causal_softmax room. docs/semantics/causal_softmax.md §5.
+// Schemas, Meta, Autograd and registrations of the causal_softmax room. docs/semantics/causal_softmax.md §5
 #include "ops/causal_softmax/causal_softmax.h"
 
 #include <torch/library.h>
@@ -38,7 +38,7 @@ at::Tensor call_backward(const at::Tensor& dy, const at::Tensor& y) {
   return op.call(dy, y);
 }
 
-// ---- CPU, CUDA and Meta: one body, the device's entry points as template arguments
+// ---- CPU, CUDA and Meta: one body, with the device's entry points as template arguments
 
 using Forward = void (*)(const at::Tensor&, int64_t, const at::Tensor&);
 using Backward = void (*)(const at::Tensor&, const at::Tensor&, const at::Tensor&);

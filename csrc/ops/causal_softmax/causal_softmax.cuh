@@ -1,7 +1,8 @@
-// Kernels of causal_softmax. Each row is read once into registers, reduced, and written once; rows too long
-// for that go through the looping kernel. Only visible elements are ever read.
-// docs/semantics/causal_softmax.md §5. Longer than other files because the streaming kernels write their rows
-// by the same functions.
+// Kernels of causal_softmax, docs/semantics/causal_softmax.md §5. Each row is read once into registers,
+// reduced, and written once; rows too long for that go through the looping kernel. Only visible elements are
+// ever read.
+//
+// The streaming kernels (causal_softmax_streaming.cuh) write their rows by the same functions.
 #pragma once
 
 #include <cstdint>
@@ -17,14 +18,14 @@ namespace htree::causal_softmax {
 using device::Acc;
 using device::Pack;
 
-// Numbering of the rows of a batch of matrices.
+// How the rows of a batch of matrices are numbered.
 struct RowsView {
   device::FastDivisor per_batch;
   uint32_t num_rows;
 };
 
-// kThreads per row, each holding kElems elements (0: the looping kernels). kVectorised rows have unit stride
-// and 16-byte aligned starts; the others go element by element at any column stride.
+// A row has kThreads threads, each of which holds kElems elements (0: the looping kernels). kVectorised rows
+// have unit stride and start at multiples of 16 bytes; other rows go element by element at any column stride.
 template <typename Element, int kThreads_, int kRowsPerBlock_, int kElems, bool kVectorised>
 struct Traits {
   using T = Element;
@@ -56,7 +57,7 @@ struct RowIndex {
   }
 };
 
-// False for the idle warps of the last block.
+// Sets `index` to the row of this thread. False for the idle warps of the last block.
 template <typename Tr>
 __device__ __forceinline__ bool row_index(const RowsView& rows, RowIndex& index) {
   const uint32_t row_idx = blockIdx.x * Tr::kRowsPerBlock + threadIdx.x / Tr::kThreads;
@@ -65,7 +66,7 @@ __device__ __forceinline__ bool row_index(const RowsView& rows, RowIndex& index)
   return row_idx < rows.num_rows;
 }
 
-// `pack` with `fill` in the place of the elements from `visible` on, whatever they are.
+// Replaces the elements of `pack` from `visible` on by `fill`, whatever they are.
 template <typename Tr, typename Col>
 __device__ __forceinline__ void mask_behind(Pack<typename Tr::T, Tr::kPackElems>& pack, Col col, Col visible,
                                             typename Tr::T fill) {
@@ -75,8 +76,8 @@ __device__ __forceinline__ void mask_behind(Pack<typename Tr::T, Tr::kPackElems>
   }
 }
 
-// Elements [col, col + kPackElems) of a row, `fill` from `visible` on. What lies behind may be NaN and is
-// never touched: a pack across the boundary is read element by element.
+// Elements [col, col + kPackElems) of a row, with `fill` from `visible` on. What lies behind may be NaN and
+// is never read: a pack across the boundary is read element by element.
 template <typename Tr, typename Col>
 __device__ __forceinline__ Pack<typename Tr::T, Tr::kPackElems> load_visible(
     const Row<const typename Tr::T>& row, Col col, Col visible, typename Tr::T fill) {
@@ -98,8 +99,8 @@ __device__ __forceinline__ Pack<typename Tr::T, Tr::kPackElems> load_visible(
   return out;
 }
 
-// Stores the values of a pack, +0 from `visible` on, where they are NaN in a row of NaN. A pack that lies
-// wholly behind must hold zeros.
+// Stores the values of a pack, and from `visible` on +0, even in a row of NaN. Where a pack lies wholly
+// behind, its values must be zeros.
 template <typename Tr, typename Col>
 __device__ __forceinline__ void store_visible(const Row<typename Tr::T>& row, Col col, Col visible, Col cols,
                                               const Acc<typename Tr::T> (&value)[Tr::kPackElems]) {
@@ -121,7 +122,7 @@ __device__ __forceinline__ void store_visible(const Row<typename Tr::T>& row, Co
   }
 }
 
-// A reduction over the threads of one row: a warp, or the whole block.
+// A reduction over the threads of one row, which are a warp or the whole block.
 template <typename Tr, typename Op, typename A>
 __device__ __forceinline__ A row_reduce(A value, A* scratch) {
   if constexpr (Tr::kThreads == device::kWarpSize) {
@@ -136,9 +137,9 @@ __device__ __forceinline__ int pack_col(int pack) {
   return (pack * Tr::kThreads + static_cast<int>(threadIdx.x % Tr::kThreads)) * Tr::kPackElems;
 }
 
-// e^(x - maximum), and the same divided by a sum. Half types go through the hardware's 2^x with everything
-// else folded into one multiply-add (an error of 2^-17 at |x - maximum| = 80, far below their rounding); the
-// others stay accurate.
+// e^(x - maximum), and the same divided by a sum. For half types it is the hardware's 2^x with everything
+// else folded into one multiply-add (an error of 2^-17 at |x - maximum| = 80, far below their rounding). For
+// other types it stays accurate.
 template <typename T>
 struct Exponential {
   using A = Acc<T>;
@@ -146,9 +147,9 @@ struct Exponential {
   A rate;
   A shift;
 
-  // The rounding of `shift` is a factor common to the row, until it is a factor of 2^128. So beyond 2^24
-  // (bf16 only) the rate is a power of two, which rounds nothing; there other values differ from the maximum
-  // by 2^17 at least, and e^ of that is 0 at either rate.
+  // `shift` is rounded, which multiplies the whole row by a common factor. That factor is harmless unless it
+  // comes near 2^128. So beyond 2^24 (bf16 only) the rate is a power of two, which rounds nothing. Other
+  // values differ from such a maximum by at least 2^17, and e^ of that is 0 at either rate.
   __device__ __forceinline__ explicit Exponential(A maximum)
       : rate(fabsf(static_cast<float>(maximum)) > 16777216.0f ? 0.5f : kLog2E),
         shift(sizeof(T) == 2 ? maximum * rate : maximum) {}
@@ -161,11 +162,10 @@ struct Exponential {
     }
   }
 
-  // What turns a sum of these into a sum of `next`, whose maximum is no smaller. It has to
-  // come from the shifts: they are rounded, and what this one's rounding did to the terms of
-  // the sum must not be done again.
+  // The factor that turns a sum of these into a sum of `next`, whose maximum is no smaller. It must come from
+  // the shifts, which are rounded: the rounding of this one's shift is in the terms of the sum already.
   __device__ __forceinline__ A to_terms_of(const Exponential& next) const {
-    const A apart = min(shift - next.shift, A(0));  // above 0 only from an empty sum's shift
+    const A apart = min(shift - next.shift, A(0));  // above 0 only from the shift of an empty sum
     if constexpr (sizeof(T) == 2) {
       return rate == next.rate ? device::exp2_flushed(apart) : 0.0f;
     } else {
@@ -174,8 +174,8 @@ struct Exponential {
   }
 };
 
-// Makes the compiler convert the elements again where they are next used. A block of 1024 threads has 64
-// registers each: arithmetic values kept from one pass over the row to the next would spill.
+// Makes the compiler convert the elements again where they are next used. A thread of a block of 1024 has 64
+// registers: arithmetic values kept from one pass over the row to the next would spill.
 template <typename Tr>
 __device__ __forceinline__ void drop_conversions(Pack<typename Tr::T, Tr::kPackElems>& pack) {
   if constexpr (sizeof(typename Tr::T) == 2 && Tr::kBlock == 1024 && Tr::kPackElems > 1) {
@@ -191,8 +191,8 @@ __device__ __forceinline__ void drop_conversions(Pack<typename Tr::T, Tr::kPackE
 template <typename Tr>
 using RowPacks = Pack<typename Tr::T, Tr::kPackElems>[Tr::kPacks];
 
-// Writes the softmax of the row in `value`, whose maximum the calling thread's packs have in `best`. A NaN
-// passes the maximum by and turns the sum, hence the row, into NaN; so do +Inf and a row of -Inf.
+// Writes the softmax of the row in `value`; `best` is the maximum over the calling thread's packs. A NaN is
+// not the maximum, but makes the sum, hence the row, NaN; so do +Inf and a row of -Inf.
 template <typename Tr>
 __device__ __forceinline__ void write_softmax(
     const Row<typename Tr::T>& y, const RowPacks<Tr>& value, Acc<typename Tr::T> best, int visible, int cols,
@@ -226,7 +226,7 @@ __device__ __forceinline__ void write_softmax(
   }
 }
 
-// The part of sum dy y that a pack adds.
+// The part of sum(dy y) that a pack adds.
 template <typename Tr>
 __device__ __forceinline__ Acc<typename Tr::T> pack_dot(const Pack<typename Tr::T, Tr::kPackElems>& dy,
                                                         const Pack<typename Tr::T, Tr::kPackElems>& y,
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(Tr::kBlock)
   __shared__ A scratch[2][Tr::kThreads / device::kWarpSize];
   RowIndex index;
   if (!row_index<Tr>(rows, index)) {
-    return;  // whole warps only: kRowsPerBlock > 1 implies one warp per row
+    return;  // whole warps alone return: kRowsPerBlock > 1 implies one warp per row
   }
   const auto x = index.of(p.x);
   const auto y = index.of(p.y);
@@ -288,7 +288,7 @@ __global__ void __launch_bounds__(Tr::kBlock)
   write_softmax<Tr>(y, value, best, visible, cols, scratch);
 }
 
-// dx = y (dy - sum dy y) on the visible prefix, 0 behind it.
+// dx = y (dy - sum(dy y)) on the visible prefix, 0 behind it.
 template <typename Tr>
 __global__ void __launch_bounds__(Tr::kBlock)
     backward_kernel(const __grid_constant__ BackwardParams<typename Tr::T> p,
@@ -324,8 +324,8 @@ __global__ void __launch_bounds__(Tr::kBlock)
   write_gradient<Tr>(dx_row, dy, y, row_reduce<Tr, device::Sum>(dot, scratch), visible, cols);
 }
 
-// Rows of any length: one pass for maximum and sum (re-based whenever the maximum grows), one that writes. y
-// may be x: a thread writes only what it alone reads.
+// For rows of any length: one pass finds maximum and sum (scaled anew whenever the maximum grows), one
+// writes. y may be x: a thread writes only what it alone reads.
 template <typename Tr>
 __global__ void __launch_bounds__(Tr::kBlock)
     looping_forward_kernel(const __grid_constant__ ForwardParams<typename Tr::T> p,
@@ -342,8 +342,8 @@ __global__ void __launch_bounds__(Tr::kBlock)
   const int64_t visible = cols - p.shape.rows + 1 + index.row;
   const T fill = device::from_acc<T>(device::negative_infinity<A>());
 
-  // While every score is -Inf the shift is 0, so that exp gives 0 and not NaN; the row's
-  // own rule comes at the end.
+  // While every score is -Inf the shift is 0, so that exp gives 0 and not NaN. A row of -Inf gets its NaN at
+  // the end.
   const auto exponential_below = [](A maximum) {
     return Exponential<T>(maximum == device::negative_infinity<A>() ? A(0) : maximum);
   };
@@ -366,7 +366,7 @@ __global__ void __launch_bounds__(Tr::kBlock)
   }
   const Exponential<T> exponential = exponential_below(row_reduce<Tr, device::Max>(best, scratch[0]));
   const A row_sum = row_reduce<Tr, device::Sum>(sum * own.to_terms_of(exponential), scratch[1]);
-  const A scale = A(1) / row_sum;  // a row of -Inf: 0 * (1 / 0) = NaN, as torch.softmax
+  const A scale = A(1) / row_sum;  // a row of -Inf: 0 * (1 / 0) = NaN, as in torch.softmax
   for (int64_t col = pack_col<Tr>(0); col < cols; col += kStep) {
     const auto in = load_visible<Tr>(x, col, visible, fill);
     A out[Tr::kPackElems] = {};

@@ -1,5 +1,5 @@
-// The contract of the causal_softmax room: sizes, checks and entry points.
-// docs/semantics/causal_softmax.md §5.
+// The contract of the causal_softmax room: sizes, checks and entry points. docs/semantics/causal_softmax.md
+// §5
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,10 +13,10 @@ struct Problem {
   int64_t batch;
   int64_t rows;
   int64_t cols;
-  int block_size;  // threads per row on CUDA: 0 chooses by cols, else 512 or 1024
+  int block_size;  // threads per row on CUDA: 512 or 1024; 0 chooses by cols
 };
 
-// Strides in elements of one 2-D or 3-D operand; the batch stride of a 2-D one is 0.
+// Strides in elements of a 2-D or 3-D operand; the batch stride of a 2-D operand is 0.
 struct Strides {
   int64_t batch;
   int64_t row;
@@ -26,13 +26,14 @@ struct Strides {
 Problem problem_of(const at::Tensor& x, int64_t block_size);
 Strides strides_of(const at::Tensor& x);
 
-// Checks of the functional op; returns the output, uninitialised, contiguous, of x's shape and dtype.
+// Checks the arguments of the functional op and returns the output: uninitialised, contiguous, of x's shape
+// and dtype.
 at::Tensor prepare(const at::Tensor& x, int64_t block_size);
-// Checks of the out= op: out is the same view as x or shares no memory with it.
+// Checks those of the out= op: out is the same view as x or shares no memory with it.
 void prepare_out(const at::Tensor& x, int64_t block_size, const at::Tensor& out);
-// Checks of the in-place op.
+// Checks those of the in-place op.
 void prepare_inplace(const at::Tensor& x, int64_t block_size);
-// Checks of the backward op; returns dx, uninitialised.
+// Checks those of the backward op and returns dx, uninitialised.
 at::Tensor prepare_backward(const at::Tensor& dy, const at::Tensor& y);
 
 // Write every element of `out` [batch, rows, cols].

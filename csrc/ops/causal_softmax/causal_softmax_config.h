@@ -1,5 +1,5 @@
-// The choice of kernel for causal_softmax on CUDA: a pure function of the problem,
-// printable and tested on the CPU.
+// The choice of kernel for causal_softmax on CUDA: a pure function of the problem, printable and tested on
+// the CPU.
 #pragma once
 
 #include <cstdint>
@@ -9,22 +9,22 @@ namespace htree::causal_softmax {
 
 inline constexpr int kWarp = 32;
 inline constexpr int kMaxThreads = 1024;
-inline constexpr int kRowsPerBlock = 4;  // of one warp each
+inline constexpr int kRowsPerBlock = 4;  // where a row has one warp
 inline constexpr int kPackBytes = 16;
 
 struct RowProblem {
   int64_t cols = 0;
   int element_size = 4;    // bytes
-  bool vectorised = true;  // unit column stride, every row start 16-byte aligned
+  bool vectorised = true;  // unit column stride, and every row starts at a multiple of 16 bytes
   bool backward = false;
   int block_size = 0;               // 512 or 1024 threads per row; 0 chooses
-  int64_t shared_bytes = 48 << 10;  // most shared memory of a block on the device
+  int64_t shared_bytes = 48 << 10;  // the most shared memory of a block on the device
 };
 
-// `threads` work on one row and hold `elems_per_thread` of its elements each in registers; 0 is the looping
-// kernel, which reads a row twice and takes any length. `rows_per_block` rows share a block, one warp each.
-// `vectorised` rows move in 16-byte packs, the others element by element. With `stages` the blocks stay and
-// go from row to row with that many rows on their way in shared memory; 0 is a block for each row.
+// `threads` threads work on one row, and each holds `elems_per_thread` of its elements in registers; 0 is the
+// looping kernel, which reads a row twice and takes any length. `rows_per_block` rows share a block, one warp
+// each. `vectorised` rows move in 16-byte packs, others element by element. With `stages` a block goes from
+// row to row and has copies of that many rows on their way to shared memory; with 0 it takes one row.
 struct KernelConfig {
   int threads = 0;
   int rows_per_block = 1;
@@ -45,8 +45,8 @@ inline int next_power_of_two(int64_t least, int from) {
   return value;
 }
 
-// A block for each row. A thread holds up to 32 elements of the half types, 16 of the wider ones, in as few
-// threads as hold the row.
+// One block for each row. A thread holds up to 32 elements of the half types or 16 of the wider ones, and as
+// few threads take the row as can hold it.
 inline KernelConfig choose_block_per_row(const RowProblem& p) {
   const int held = p.element_size == 2 ? 32 : 16;
   if (p.block_size == 0 && p.cols <= kWarp * held) {
@@ -61,9 +61,9 @@ inline KernelConfig choose_block_per_row(const RowProblem& p) {
   return {threads, 1, elems, p.vectorised, 0};
 }
 
-// Blocks that stay: the backward, whose two inputs are twice the loads to hide, and long forward rows of the
-// half types, of which few blocks fit on a multiprocessor. A thread has 4 packs of a row, a lane that has a
-// row with its warp alone up to 8. No stages where that does not fit.
+// Blocks that go from row to row: for the backward, whose two inputs are twice the loads to hide, and for
+// long forward rows of the half types, of which few blocks fit on a multiprocessor. A thread has 4 packs of a
+// row, or up to 8 where one warp has the row to itself. `stages` is 0 where that does not fit.
 inline KernelConfig choose_streaming(const RowProblem& p) {
   const bool half = p.element_size == 2;
   if (p.block_size != 0 || !p.vectorised || p.element_size > 4 ||

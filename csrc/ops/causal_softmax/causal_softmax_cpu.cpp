@@ -1,5 +1,5 @@
-// CPU kernels of causal_softmax: rows in parallel, each row vectorised; arithmetic in
-// float, in double for double.
+// CPU kernels of causal_softmax, parallel over rows, each row vectorised. Arithmetic is in float, for double
+// in double.
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -15,8 +15,8 @@
 namespace htree::causal_softmax {
 namespace {
 
-// Elements per task: small enough to balance the triangle of visible columns, large
-// enough to hide the hand-over.
+// Elements of a task: few enough to balance the triangle of visible columns, enough to pay for handing the
+// task over.
 constexpr int64_t kGrain = 1 << 15;
 
 const RowKernels& kernels() {
@@ -59,15 +59,15 @@ const T* unit_stride(const T* row, int64_t stride, int64_t count, std::vector<T>
   return buffer.data();
 }
 
-// Calls f(batch_idx, row_idx, visible) for every row, in parallel over tasks of about kGrain elements.
+// Calls f(batch_idx, row_idx, visible) for every row, in parallel, in tasks of about kGrain elements.
 template <typename F>
 void for_each_row(const Problem& p, F&& make_task) {
   const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, p.cols));
   at::parallel_for(0, p.batch * p.rows, grain, [&](int64_t begin, int64_t end) {
     auto task = make_task();
     for (int64_t i = begin; i < end; ++i) {
-      // Long rows alternate with short ones, or the thread with the last rows would
-      // have most of the triangle.
+      // Long rows alternate with short ones; otherwise the thread with the last rows would have most of the
+      // triangle.
       const int64_t turn = i % p.rows;
       const int64_t row = turn % 2 == 0 ? turn / 2 : p.rows - 1 - turn / 2;
       task(i / p.rows, row, p.cols - p.rows + 1 + row);

@@ -1,4 +1,4 @@
-// CUDA entry points of causal_softmax: parameters, configuration, launch.
+// CUDA entry points of causal_softmax: parameters, configuration and launch.
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
@@ -24,7 +24,7 @@ Matrix<T> output(const at::Tensor& t) {
   return {static_cast<T*>(t.mutable_data_ptr()), s.batch, s.row, s.col};
 }
 
-// Rows that can move in 16-byte packs: unit column stride, every row start aligned.
+// Whether rows can move in 16-byte packs: unit column stride, and every row start is aligned.
 template <typename T>
 bool aligned(const Matrix<T>& m) {
   const int64_t size = sizeof(T);
@@ -32,8 +32,8 @@ bool aligned(const Matrix<T>& m) {
          m.row_stride * size % kPackBytes == 0 && m.batch_stride * size % kPackBytes == 0;
 }
 
-// One launch numbers its rows with 31 bits: a batch with more goes in slices. `launch`
-// takes (first batch, shape).
+// A launch numbers its rows with 31 bits, so a larger batch goes in slices: calls launch(first batch, shape)
+// for each.
 template <typename Launch>
 void for_each_slice(const Problem& p, const KernelConfig& config, Launch&& launch) {
   TORCH_CHECK(p.rows <= INT32_MAX, "causal_softmax: at most 2^31 - 1 rows (h) on CUDA, got ", p.rows);

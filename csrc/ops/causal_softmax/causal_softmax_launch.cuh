@@ -1,5 +1,5 @@
-// Configuration to kernel: every configuration that choose_config can return is
-// listed here, and nothing else.
+// From the configuration to the kernel: every configuration that choose_config can return is listed here, and
+// nothing else.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@ unsigned blocks_of(const RowsView& rows) {
   return (rows.num_rows + Tr::kRowsPerBlock - 1) / Tr::kRowsPerBlock;
 }
 
-// Blocks of `kernel` that the current device runs at a time, remembered in `known` by device.
+// How many blocks of a kernel each device runs at one time, remembered by device.
 using ResidentBlocks = std::array<std::atomic<int>, 64>;
 
 template <typename Kernel>
@@ -114,7 +114,7 @@ struct Streaming {
 
 template <typename... Instances>
 struct Table {
-  // Runs the first instance that matches; cudaErrorNotSupported when none does.
+  // Runs the first instance that matches; cudaErrorNotSupported where none does.
   template <typename Params>
   static cudaError_t run(const KernelConfig& config, const Params& params, cudaStream_t stream) {
     cudaError_t error = cudaErrorNotSupported;
@@ -123,8 +123,8 @@ struct Table {
   }
 };
 
-// Half types hold 32 elements per thread, the wider ones 16; both widths of 512 and
-// 1024 threads serve `block_size`.
+// A thread holds 32 elements of the half types or 16 of the wider ones. Both 512 and 1024 threads exist for
+// every length, because `block_size` may ask for either.
 template <typename T, bool kVectorised, int kHeld = sizeof(T) == 2 ? 32 : 16>
 using BlockPerRow =
     Table<Instance<T, 32, kRowsPerBlock, 8, kVectorised>, Instance<T, 32, kRowsPerBlock, 16, kVectorised>,

@@ -8,7 +8,7 @@
 
 namespace htree::causal_softmax {
 
-// Launch on `stream` of the current device; cudaErrorNotSupported when `config` is not compiled.
+// Launch on `stream` of the current device; cudaErrorNotSupported where `config` is not compiled.
 template <typename T>
 cudaError_t launch_forward(const KernelConfig& config, const ForwardParams<T>& params, cudaStream_t stream);
 template <typename T>

@@ -7,8 +7,8 @@
 
 namespace htree::causal_softmax {
 
-// A row of `cols` scores at unit stride, of which the first `visible` >= 1 count. y may be x.
-// `scratch` holds `cols` floats, or doubles for double.
+// A row of `cols` scores at unit stride, of which the first `visible` >= 1 take part. y may be x. `scratch`
+// holds `cols` floats, or doubles for double.
 template <typename T>
 using ForwardRow = void (*)(const T* x, T* y, int64_t visible, int64_t cols, void* scratch);
 // dx may not alias dy or y.

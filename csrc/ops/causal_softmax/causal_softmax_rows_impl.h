@@ -1,4 +1,5 @@
-// Body of the CPU row kernels; compiled per instruction set after host/cpu/simd.h (csrc/instances.py).
+// The CPU row kernels of causal_softmax_rows.h, compiled per instruction set after host/cpu/simd.h
+// (csrc/instances.py).
 #pragma once
 
 #include "ops/causal_softmax/causal_softmax_rows.h"
@@ -29,7 +30,7 @@ inline ScalarOf<T> row_max(const T* x, int64_t n) {
   return horizontal_max(max(max(best[0], best[1]), max(best[2], best[3])));
 }
 
-// e[i] = exp(x[i] - m); returns the sum. A NaN or +Inf score, or a row of -Inf only, makes the sum NaN.
+// e[i] = exp(x[i] - m); returns the sum. The sum is NaN for a NaN or +Inf score and for a row of -Inf alone.
 template <typename T>
 inline ScalarOf<T> row_exp(const T* x, ScalarOf<T> m, ScalarOf<T>* e, int64_t n) {
   using Vec = VecOf<T>;

@@ -1,5 +1,5 @@
-// Kernels of causal_softmax for many rows: each group of threads goes from row to row, and the
-// next rows travel to shared memory while one is reduced and stored. docs/semantics/causal_softmax.md §5.
+// Kernels of causal_softmax for many rows, docs/semantics/causal_softmax.md §5: the threads of a row go on
+// from row to row, and the next rows are copied to shared memory while one is reduced and stored.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +9,14 @@
 
 namespace htree::causal_softmax {
 
-// Traits with kStages rows on their way.
+// The traits of rows with kStages copies on their way.
 template <typename T, int kThreads, int kRowsPerBlock, int kElems, int kStages_>
 struct StreamTraits : Traits<T, kThreads, kRowsPerBlock, kElems, /*kVectorised=*/true> {
   static constexpr int kStages = kStages_;
 };
 
-// The rows of a group of kThreads threads on their way to shared memory. A thread reads back only what it
-// copied itself, so it waits for its own copies and for no other thread.
+// The ring of rows that kThreads threads copy to shared memory. A thread reads back only what it copied
+// itself, so it waits for its own copies and for no other thread.
 template <typename Tr, int kTensors>
 class RowRing {
  public:
@@ -40,7 +40,8 @@ class RowRing {
     return {batch, rows_.per_batch.remainder(row, batch)};
   }
 
-  // Starts the copies of a row into the slot; an empty group for a row beyond the last keeps the count right.
+  // Starts the copies of a row into `slot` of the ring. Beyond the last row it commits an empty group, which
+  // keeps the count right.
   __device__ __forceinline__ void start(uint32_t row, int slot) const {
     if (row < rows_.num_rows) {
       const RowIndex index = index_of(row);
@@ -61,7 +62,7 @@ class RowRing {
     device::commit_copies();
   }
 
-  // A pack of the row in the slot; zeros follow the visible prefix within the pack across its end.
+  // A pack of the row in `slot`. In the pack at the end of the visible prefix, zeros follow the prefix.
   __device__ __forceinline__ P take(int slot, int tensor, int pack) const {
     P out;
     auto* words = reinterpret_cast<uint32_t*>(&out);
@@ -84,8 +85,8 @@ class RowRing {
   uint32_t base_;
 };
 
-// Calls f(row, slot, refill) for the rows of this thread's group, each when its copies have landed; f calls
-// refill() as soon as it has taken the row out of its slot.
+// Calls f(row, slot, refill) for the rows of this thread, each when its copies have arrived. f calls refill()
+// as soon as it has taken the row out of its slot.
 template <typename Tr, typename Ring, typename F>
 __device__ __forceinline__ void for_each_row(const Ring& ring, const RowsView& rows, F&& f) {
   const uint32_t step = gridDim.x * Tr::kRowsPerBlock;
@@ -145,7 +146,7 @@ __global__ void __launch_bounds__(Tr::kBlock)
   const RowRing<Tr, 2> ring(inputs, p.shape, rows, shared);
   const int cols = static_cast<int>(p.shape.cols);
   __shared__ A scratch[2][Tr::kThreads / device::kWarpSize];
-  int parity = 0;  // a warp may be a row ahead of another that still reads its scratch
+  int parity = 0;  // a warp may be one row ahead of another that still reads its scratch
   for_each_row<Tr>(ring, rows, [&](uint32_t row, int slot, auto&& refill) {
     const RowIndex index = ring.index_of(row);
     const int visible = ring.visible(index);

@@ -1,4 +1,4 @@
-// Schemas, Meta, Autograd and registrations of the hadamard room. docs/semantics/hadamard.md §4.1.
+// Schemas, Meta, Autograd and registrations of the hadamard room. docs/semantics/hadamard.md §4.1
 #include "ops/hadamard/hadamard.h"
 
 #include <torch/library.h>
@@ -32,12 +32,12 @@ at::Tensor call_grouped(const at::Tensor& x, int64_t group, Scale scale) {
   return op.call(x, group, scale);
 }
 
-// ---- CPU, CUDA and Meta: one body, the device's entry point as template argument
+// ---- CPU, CUDA and Meta: one body, with the device's entry point as a template argument
 
 using Transform = void (*)(const Problem&, const Rows&, const at::Tensor&, const at::Tensor&);
 using RowsOf = std::optional<Rows> (*)(const Problem&, const at::Tensor&, const at::Tensor&);
 
-// y is contiguous, so a contiguous x has rows.
+// y is contiguous, so where x is contiguous too it has rows.
 template <Transform kTransform, RowsOf kRowsOf>
 void run(const Problem& problem, const at::Tensor& x, const at::Tensor& y) {
   if (x.numel() == 0) {

@@ -1,12 +1,12 @@
-// Kernels of the Hadamard transform: a tile is loaded once into registers,
-// transformed there, and stored once.
+// Kernels of the Hadamard transform: a tile is loaded once into registers, transformed there, and stored
+// once.
 //
 // For the two half types the first four stages, two of them across lanes, are one product with the 16-point
-// matrix H_16 per eight rows on the tensor cores: its inputs and its +-1 are exact in those types and it
-// accumulates in fp32, so no intermediate is rounded to half and no shuffle is spent. (Using the tensor cores
-// for Hadamard transforms: "HadaCore", Agarwal et al. 2024; here only for the stages whose inputs are the
-// stored values.) The other stages are additions of registers, shuffles, and for rows of more than a warp one
-// exchange through shared memory.
+// matrix H_16 per eight rows on the tensor cores. Its inputs and its +-1 are exact in those types and it
+// accumulates in fp32, so no intermediate is rounded to half and no shuffle is spent. (The idea of tensor
+// cores for Hadamard transforms is that of "HadaCore", Agarwal et al. 2024; here only the stages whose inputs
+// are the stored values take them.) The other stages are additions of registers, shuffles, and, for rows of
+// more than a warp, one exchange through shared memory.
 #pragma once
 
 #include "device/butterfly.cuh"
@@ -14,14 +14,16 @@
 
 namespace htree::hadamard {
 
-// Who holds which bits of the element index while a row of several warps is stored. The exchange gives a
-// thread the undone bits [kFirst, kFirst + kCount); bits [0, kVectorBits) stay together, so that vectors are
-// stored, and where registers are left the highest bits fill them. The other bits go to the threads in
-// ascending order, so that the lanes of a warp store adjacent vectors.
+// Which bits of the element index belong to a thread's registers, and which to the number of the thread,
+// while a row of several warps is stored. The exchange gives a thread the undone bits [kFirst, kFirst +
+// kCount). Bits [0, kVectorBits) stay together, so that vectors are stored, and where registers are left the
+// highest bits fill them. The other bits go to the threads in ascending order, so that the lanes of a warp
+// store adjacent vectors.
 template <typename Tr>
 struct Exchange {
   static constexpr bool kHalf = sizeof(typename Tr::T) == 2;
-  // The vectors of a thread need bit 0; what then exceeds the registers goes by shuffles before the exchange.
+  // The vectors of a thread need bit 0. Bits for which no registers are left are done by shuffles before the
+  // exchange.
   static constexpr int kShuffled = kHalf ? (Tr::kWarpBits > 2 ? Tr::kWarpBits - 2 : 0) : 5;
   static constexpr int kDoneLanes = kHalf ? 2 + kShuffled : 5;
   static constexpr int kFirst = Tr::kPackBits + kDoneLanes;
@@ -33,25 +35,25 @@ struct Exchange {
   static_assert(kVectorBits >= 1 && kTopBits >= 0);
   static_assert((kFirst - kVectorBits) + (Tr::kLog2N - kTopBits - kFirst - kCount) == 5 + Tr::kWarpBits);
 
-  // Place in the row of vector `vector` of a thread.
+  // Where vector `vector` of a thread stands in the row.
   static __device__ __forceinline__ int place(int vector, int thread) {
     constexpr int kLowThreadBits = kFirst - kVectorBits;
     return (thread & ((1 << kLowThreadBits) - 1)) << kVectorBits | (vector & ((1 << kCount) - 1)) << kFirst |
            (thread >> kLowThreadBits) << (kFirst + kCount) | (vector >> kCount) << (Tr::kLog2N - kTopBits);
   }
 
-  // Place in shared memory. A pack of eight floats is written by two 16-byte accesses of every lane: without
-  // the swizzle lanes i and i + 4 would meet in the same banks.
+  // Where element i stands in shared memory. Every lane writes a pack of eight floats by two 16-byte
+  // accesses: without the swizzle lanes i and i + 4 would meet in the same banks.
   static __device__ __forceinline__ int slot(int i) { return kHalf ? i ^ (i >> 3 & 4) : i; }
 };
 
-// The stages of bits 0, 2, 3 and 4 of the pack's 8 values in each of the four neighbouring lanes, over the
-// whole warp. Lane i holds row i / 4 of the product; the words of its pack are bits 1 and 2 of the index.
-// Lane i of the 16 x 8 matrix fragments: docs of mma.m16n8k16 in the PTX ISA.
+// The stages of bits 0, 2, 3 and 4 of the index, on the pack's 8 values in each of four neighbouring lanes,
+// over the whole warp. Lane i holds row i / 4 of the product; the words of its pack are bits 1 and 2 of the
+// index. For the fragments of the 16 x 8 matrices see mma.m16n8k16 in the PTX ISA.
 template <typename T>
 __device__ __forceinline__ void first_four_stages(const Pack<T, 8>& raw, uint32_t signs, float* value) {
   const auto* words = reinterpret_cast<const uint32_t*>(&raw);
-  const uint32_t flipped = signs ^ 0x80008000u;  // bit 2 of the input and of the result are both set
+  const uint32_t flipped = signs ^ 0x80008000u;  // the sign flips where bit 2 of both input and result is set
 #pragma unroll
   for (int upper = 0; upper < 2; ++upper) {
     float* d = value + 4 * upper;
@@ -72,7 +74,7 @@ __device__ __forceinline__ void first_four_stages(const Pack<T, 8>& raw, uint32_
   }
 }
 
-// Lane i's pair of the 8 x 8 matrix H_8: rows 2 * (i % 4) and the next, column i / 4; 1 or -1 in T.
+// Lane i's pair of the 8 x 8 matrix H_8: rows 2 * (i % 4) and the next of column i / 4, as 1 or -1 in T.
 template <typename T>
 __device__ __forceinline__ uint32_t sign_pair() {
   const uint32_t lane = threadIdx.x % device::kWarpSize;
@@ -84,8 +86,8 @@ __device__ __forceinline__ uint32_t sign_pair() {
   return high << 16 | low;
 }
 
-// From the stored packs to fp32 (fp64) values with the stages inside a pack, and
-// kDone lane bits, behind them.
+// Converts the stored packs to fp32 (fp64) values and does the stages inside a pack and those of kDoneLanes
+// lane bits.
 template <typename Tr>
 struct FirstStages {
   static constexpr bool kTensorCores = sizeof(typename Tr::T) == 2 && Tr::kLog2N >= Tr::kPackBits + 2;
@@ -109,8 +111,8 @@ struct FirstStages {
   }
 };
 
-// The values of a row of several warps change hands: packs out, the vectors of Exchange in. One
-// __syncthreads, then meanwhile() before the values are read back.
+// Exchanges the values of a row of several warps through shared memory: in go packs, out come the vectors of
+// Exchange. It calls __syncthreads once, then meanwhile(), before the values are read back.
 template <typename Tr, typename Meanwhile>
 __device__ __forceinline__ void exchange(typename Tr::A (&value)[Tr::kElems], typename Tr::A* shared,
                                          Meanwhile&& meanwhile) {
@@ -137,7 +139,7 @@ __device__ __forceinline__ void exchange(typename Tr::A (&value)[Tr::kElems], ty
   }
 }
 
-// A row of several warps, loaded: transforms and stores it.
+// Transforms and stores a row of several warps that has been loaded.
 template <typename Tr, typename Params, typename Meanwhile>
 __device__ __forceinline__ void transform_row(const Params& p, const RowNumbers& rows, uint32_t row,
                                               const Raw<Tr>& raw, typename Tr::A* shared,
@@ -167,7 +169,7 @@ __global__ void __launch_bounds__(Tr::kBlock)
   if constexpr (Tr::kWarpBits > 0) {
     transform_row<Tr>(p, rows, first_row, raw, reinterpret_cast<typename Tr::A*>(shared), [] {});
   } else {
-    // Of a tile with several short rows only the bits of a row are transformed.
+    // In a tile with several short rows only the bits within a row are transformed.
     constexpr int kLanes =
         Tr::kLog2N - Tr::kPackBits < Tr::kLaneBits ? Tr::kLog2N - Tr::kPackBits : Tr::kLaneBits;
     constexpr int kPacks = Tr::kLog2N - Tr::kPackBits - Tr::kLaneBits;
@@ -180,7 +182,8 @@ __global__ void __launch_bounds__(Tr::kBlock)
   }
 }
 
-// The packs of a thread on their way to its own places in shared memory; done after cp.async.wait_all.
+// Starts copies of a thread's packs to the thread's own places in shared memory. They are done after
+// cp.async.wait_all.
 template <typename Tr, Access kAccess, typename Params, typename P>
 __device__ __forceinline__ void prefetch_row(const Params& p, const RowNumbers& rows, uint32_t row,
                                              P* staged) {
@@ -197,9 +200,9 @@ __device__ __forceinline__ void prefetch_row(const Params& p, const RowNumbers& 
   }
 }
 
-// Rows so long that few blocks fit on a multiprocessor: each block goes from row to row, and the next row
-// travels to shared memory while this one is exchanged and stored. Shared memory holds the exchange and one
-// staged row. x.access is not kElements.
+// For rows so long that few blocks fit on a multiprocessor. Each block goes from row to row, and the next row
+// is copied to shared memory while this one is exchanged and stored. Shared memory holds the exchange and one
+// staged row. x.access must not be kElements.
 template <typename Tr>
 __global__ void __launch_bounds__(Tr::kBlock)
     streaming_kernel(const __grid_constant__ TransformParams<typename Tr::T, typename Tr::A> p,
@@ -225,7 +228,7 @@ __global__ void __launch_bounds__(Tr::kBlock)
     for (int pack = 0; pack < Tr::kPacks; ++pack) {
       raw[pack] = staged[pack * Tr::kBlock + threadIdx.x];
     }
-    // The exchange of the row before has been read, or this one could overwrite it.
+    // All threads have read the exchange of the previous row, which this one overwrites.
     __syncthreads();
     transform_row<Tr>(p, rows, row, raw, exchanged, [&] { prefetch(row + gridDim.x); });
   }

@@ -1,4 +1,4 @@
-// All checks, output allocation and the layout of rows, shared by the CPU, CUDA and Meta kernels.
+// All checks, the output's allocation and the layout of rows, shared by the CPU, CUDA and Meta kernels.
 #include <ATen/ops/empty.h>
 
 #include <vector>
@@ -15,7 +15,7 @@ constexpr const char* kOp = "hadamard_transform";
 constexpr const char* kGroupedOp = "grouped_hadamard";
 constexpr int64_t kMaxLength = int64_t{1} << kMaxLog2Length;
 
-// -1 where n is no power of two that the room transforms.
+// -1 where n is not a power of two that the room transforms.
 int log2_of_length(int64_t n) {
   if (n < 1 || n > kMaxLength || (n & (n - 1)) != 0) {
     return -1;
@@ -27,12 +27,12 @@ int log2_of_length(int64_t n) {
   return log2;
 }
 
-// The length decides about the kernel: a symbolic one becomes a constant of the trace.
+// The kernel depends on the length, so a symbolic length becomes a constant of the trace.
 int64_t length_of(const at::Tensor& x, int64_t dim) {
   return x.sym_size(dim).guard_int(__FILE__, __LINE__);
 }
 
-// The factor is applied in fp32 (fp64 for fp64) and must be finite there.
+// The factor is applied in fp32 (in fp64 for fp64) and must be finite there.
 void check_scale(const char* op, const at::Tensor& x, std::optional<double> scale) {
   if (scale.has_value()) {
     TORCH_CHECK_VALUE(std::isfinite(x.scalar_type() == at::kDouble ? *scale : static_cast<float>(*scale)), op,
@@ -62,8 +62,8 @@ struct Dim {
   int64_t y_stride;
 };
 
-// Drops dims of size 1 and joins neighbours that are one dim in x and in y; empty when
-// more than three are left.
+// Drops dims of size 1 and joins neighbours that are one dim both in x and in y. Empty where more than three
+// are left.
 std::optional<Rows> make_rows(const std::vector<Dim>& dims, int64_t x_segment_stride,
                               int64_t y_segment_stride) {
   std::vector<Dim> joined;

@@ -5,23 +5,24 @@
 
 namespace htree::hadamard {
 
-// Bits of the element index, lowest first, by who holds them while the row is loaded: a pack of 16 bytes, the
-// lanes, the warps, and the packs of one thread. Rows shorter than `tile_bits` share a tile.
+// How the bits of the element index are shared out while the row is loaded, lowest bits first: to the
+// elements of a 16-byte pack, the lanes, the warps, and the packs of a thread. Rows shorter than
+// 2^tile_bits() share a tile.
 struct KernelConfig {
   int pack_bits;
-  int elem_bits;  // registers of a thread: the pack and the packs
+  int elem_bits;  // registers of a thread: the bits of a pack and of its packs
   int lane_bits;
   int warp_bits;
 
   constexpr int tile_bits() const { return elem_bits + lane_bits + warp_bits; }
   constexpr int packs_bits() const { return elem_bits - pack_bits; }
-  // Threads of a block: a tile, or four warps of tiles.
+  // Threads of a block: one tile of several warps, or four warps with tiles of their own.
   constexpr int threads() const { return warp_bits > 0 ? 32 << warp_bits : 128; }
   constexpr int tiles_per_block() const { return threads() >> (lane_bits + warp_bits); }
 };
 
-// 32 values in registers up to n = 128, 64 beyond, half as many doubles; at least four lanes on a row, so
-// that every load of a warp fills 64-byte pieces; a block where a warp does not suffice.
+// A thread holds 32 values up to n = 128 and 64 beyond, half as many doubles. A row has at least four lanes,
+// so that every load of a warp fills pieces of 64 bytes, and a block where a warp does not suffice.
 constexpr KernelConfig choose_config(int element_size, int log2_length) {
   const bool is_double = element_size == 8;
   const int short_length = is_double ? 6 : 7;
@@ -32,8 +33,8 @@ constexpr KernelConfig choose_config(int element_size, int log2_length) {
   return {pack_bits, elem_bits, lane_bits, others > 5 ? others - 5 : 0};
 }
 
-// 32768 doubles fill the registers of a multiprocessor: two transforms of half the
-// length, then one butterfly.
+// 32768 doubles fill the registers of a multiprocessor. Such a row takes two transforms of half the length,
+// then one butterfly.
 constexpr bool is_split(int element_size, int log2_length) {
   return element_size == 8 && log2_length == 15;
 }

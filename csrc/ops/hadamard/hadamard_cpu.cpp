@@ -1,5 +1,5 @@
-// CPU kernels of the hadamard room: rows in parallel, each row vectorised; arithmetic in
-// float, in double for double.
+// CPU kernels of the hadamard room, parallel over rows, each row vectorised. Arithmetic is in float, for
+// double in double.
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 namespace htree::hadamard {
 namespace {
 
-// Elements per task: large enough to hide the hand-over.
+// Elements of a task: enough to pay for handing it over.
 constexpr int64_t kGrain = 1 << 15;
 constexpr std::align_val_t kAlignment{64};
 

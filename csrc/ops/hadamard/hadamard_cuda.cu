@@ -1,4 +1,4 @@
-// CUDA entry point of the hadamard room: parameters, access, slices, launch.
+// CUDA entry point of the hadamard room: parameters, access, slices and launch.
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
@@ -14,8 +14,8 @@ namespace htree::hadamard {
 namespace {
 
 constexpr int kPackBytes = 16;
-// Rows of one launch: their numbers, and those behind the last tile, must stay below 2^31. A power of two, so
-// that slices of rows that are shorter than a pack start at packs.
+// Rows of one launch: the numbers of rows, also of those behind the last tile, must stay below 2^31. It is a
+// power of two, so that slices of rows that are shorter than a pack start at packs.
 constexpr int64_t kMaxRows = int64_t{1} << 30;
 
 template <typename T>
@@ -29,7 +29,7 @@ Access access_of(const Problem& problem, const Rows& rows, const T* data,
     return Access::kElements;
   }
   if (!aligned(int64_t{1} << problem.log2_segment)) {
-    // Rows shorter than a pack: packs hold several rows where these lie one after another.
+    // Rows shorter than a pack: a pack holds several rows where they lie one after another.
     const bool dense = rows.sizes[0] * rows.sizes[1] == 1 &&
                        (rows.sizes[2] == 1 || strides[2] == int64_t{1} << problem.log2_length);
     return whole && dense ? Access::kWhole : Access::kElements;
@@ -47,7 +47,8 @@ cudaError_t launch(const Params<T>& params, cudaStream_t stream) {
   }
   if constexpr (std::is_same_v<T, double>) {
     if (is_split(sizeof(T), params.log2_length)) {
-      // H_2m = H_2 (x) H_m: both halves of each row, then sums and differences of the halves.
+      // H_2m = H_2 (x) H_m: transforms both halves of each row, then takes sums and differences of the
+      // halves.
       const int half = 1 << (params.log2_length - 1);
       const int64_t segment = half >> params.log2_segment;
       Params<T> part = params;
@@ -68,7 +69,7 @@ cudaError_t launch(const Params<T>& params, cudaStream_t stream) {
   return launch_long<T>(params, stream);
 }
 
-// Launches over slices of at most kMaxRows rows.
+// Launches slices of at most kMaxRows rows.
 template <typename T>
 void launch_slices(Params<T> params, cudaStream_t stream) {
   int64_t* sizes = params.sizes;

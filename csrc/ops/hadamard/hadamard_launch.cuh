@@ -1,4 +1,4 @@
-// Length to kernel: every power of two up to 2^kMaxLog2Length is compiled.
+// From the length to the kernel: every power of two up to 2^kMaxLog2Length is compiled.
 #pragma once
 
 #include "device/sizes.h"
@@ -10,8 +10,8 @@
 namespace htree::hadamard {
 namespace {
 
-// Rows of the half types from 2^(11 + this) elements on are streamed where there are more
-// than blocks to hold them.
+// From 2^(11 + this) elements on, rows of the half types are streamed where there are more rows than the
+// device runs blocks at one time.
 constexpr int kMinStreamedWarpBits = 2;
 
 template <typename P>
@@ -21,14 +21,15 @@ RowNumbers number_rows(const P& p) {
           static_cast<uint32_t>(p.sizes[0] * p.sizes[1] * p.sizes[2]), p.sizes[0] * p.sizes[1] == 1};
 }
 
-// cudaErrorNotSupported when a block of the device cannot have that much shared memory.
+// cudaErrorNotSupported where a block of the device cannot have that much shared memory.
 cudaError_t fits(int shared) {
   int most = 0;
   const cudaError_t error = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, most);
   return error == cudaSuccess && shared > most ? cudaErrorNotSupported : error;
 }
 
-// Blocks of the streaming kernel on one multiprocessor of Hopper: 65536 registers, 227 KB of shared memory.
+// Blocks of the streaming kernel per multiprocessor of Hopper, which has 65536 registers and 227 KB of shared
+// memory.
 template <typename Tr>
 constexpr int streaming_blocks(int shared) {
   const int by_registers = 65536 / 128 / Tr::kBlock;

@@ -20,15 +20,16 @@ using Params = TransformParams<T, typename ScalarOf<T>::type>;
 
 constexpr int kMaxShortLog2 = 7;
 
-// Launch on `stream`; the errors are those of the runtime. Short rows have up to 2^kMaxShortLog2
-// elements, long ones more. cudaErrorNotSupported: a length that is not compiled, or a device without
-// the shared memory for it.
+// Launch on `stream`; the errors are those of the runtime. Short rows have up to 2^kMaxShortLog2 elements,
+// long ones more. cudaErrorNotSupported: the length is not compiled, or the device lacks the shared memory
+// for it.
 template <typename T>
 cudaError_t launch_short(const Params<T>& params, cudaStream_t stream);
 template <typename T>
 cudaError_t launch_long(const Params<T>& params, cudaStream_t stream);
 
-// The last stage of a row that is_split: sums and differences of its halves of y, in place, times the scale.
+// The last stage of a row for which is_split() holds: sums and differences of the halves of y, in place,
+// times the scale.
 template <typename T>
 cudaError_t launch_join_halves(const Params<T>& params, cudaStream_t stream);
 

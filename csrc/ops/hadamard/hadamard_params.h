@@ -14,8 +14,8 @@ enum class Access {
   kElements,  // single elements: a start or a stride that is not a multiple of 16 bytes
 };
 
-// Rows of 2^log2_length elements under up to three dims, outermost first. Element i of a row lies at
-// (i >> log2_segment) * segment_stride + (i mod 2^log2_segment).
+// Rows of 2^log2_length elements in three dims of rows, outermost first. Element i of a row lies at (i >>
+// log2_segment) * segment_stride + (i mod 2^log2_segment).
 template <typename T>
 struct RowView {
   T* data;
@@ -28,7 +28,7 @@ template <typename T, typename Scalar>
 struct TransformParams {
   RowView<const T> x;
   RowView<T> y;      // the same view as x, or disjoint from it
-  int64_t sizes[3];  // numbers of rows; their product is below 2^31
+  int64_t sizes[3];  // sizes of the dims of rows; their product is below 2^31
   int log2_length;
   int log2_segment;
   Scalar scale;

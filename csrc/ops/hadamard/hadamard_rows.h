@@ -28,7 +28,7 @@ template <typename T>
 using TransformRows = void (*)(const RowRun<const T>& x, const RowRun<T>& y, const RunShape& shape,
                                void* scratch);
 
-// The row in arithmetic precision, and a contiguous copy of it in storage.
+// The row in arithmetic precision, and a contiguous copy of it in its storage type.
 constexpr int64_t scratch_bytes(int64_t element_size, int log2_length) {
   const int64_t arithmetic = element_size == 8 ? 8 : 4;
   return ((arithmetic + element_size) << log2_length) + 256;

@@ -1,7 +1,9 @@
-// Body of the CPU row kernels; compiled per instruction set after host/cpu/simd.h (csrc/instances.py).
+// The CPU row kernels of hadamard_rows.h, compiled per instruction set after host/cpu/simd.h
+// (csrc/instances.py).
 //
 // A stage on bit b of the element index works inside vectors while 2^b is below their width, across vectors
-// in registers for the next three bits, and then in passes of up to three bits over a row in scratch memory.
+// in registers for the next three bits, and for higher bits in passes of up to three bits over a row in
+// scratch memory.
 #pragma once
 
 #include "ops/hadamard/hadamard_rows.h"
@@ -53,7 +55,7 @@ inline __attribute__((always_inline)) void stages_inside(Vec (&x)[kVecs]) {
   }
 }
 
-// The stages of all bits of the vector number.
+// The stages of all bits of a vector's number.
 template <typename Vec, int kVecs>
 inline __attribute__((always_inline)) void stages_across(Vec (&x)[kVecs]) {
   for (int distance = 1; distance < kVecs; distance *= 2) {
@@ -74,7 +76,7 @@ inline T* element(T* row, const RowRun<T>& run, const RunShape& shape, int64_t i
          (i & ((int64_t{1} << shape.log2_segment) - 1));
 }
 
-// A row of kVecs vectors: registers only.
+// A row of kVecs vectors, in registers alone.
 template <typename T, int kVecs>
 void rows_in_registers(const RowRun<const T>& x, const RowRun<T>& y, const RunShape& shape, void*) {
   using Vec = VecOf<T>;
@@ -95,8 +97,8 @@ void rows_in_registers(const RowRun<const T>& x, const RowRun<T>& y, const RunSh
   }
 }
 
-// One pass over a row in scratch: the stages of the log2(kRadix) bits from `stride`
-// elements on; `put` stores.
+// One pass over a row in scratch: the stages of the log2(kRadix) bits from that of `stride` on. `put` stores
+// the results.
 template <int kRadix, typename S, typename Put>
 inline __attribute__((always_inline)) void pass(const S* row, int64_t n, int64_t stride, Put&& put) {
   using Vec = VecOf<S>;
@@ -126,7 +128,8 @@ inline __attribute__((always_inline)) void pass_of(int log2_radix, const S* row,
   }
 }
 
-// Longer rows: the first block of bits on the way into scratch, three more per pass, the last pass stores.
+// Longer rows: the first block of bits on the way into scratch, three more bits per pass; the last pass
+// stores.
 template <typename T>
 void rows_in_scratch(const RowRun<const T>& x, const RowRun<T>& y, const RunShape& shape, void* scratch) {
   using Vec = VecOf<T>;
@@ -162,7 +165,7 @@ void rows_in_scratch(const RowRun<const T>& x, const RowRun<T>& y, const RunShap
   }
 }
 
-// Rows of at most a vector, one after another: several vectors of whole rows at a time.
+// Rows no longer than a vector that lie one after another: several vectors of whole rows at a time.
 template <typename T, int kLog2Length>
 void dense_short_rows(const RowRun<const T>& x, const RowRun<T>& y, const RunShape& shape, void*) {
   using Vec = VecOf<T>;
@@ -195,7 +198,7 @@ void dense_rows(const RowRun<const T>& x, const RowRun<T>& y, const RunShape& sh
   }
 }
 
-// Rows that vectors can hold: as transform_rows found.
+// Rows that fit into vectors, which transform_rows has checked.
 template <typename T>
 void transform_vectors(const RowRun<const T>& x, const RowRun<T>& y, const RunShape& shape, void* scratch) {
   const int64_t n = int64_t{1} << shape.log2_length;
@@ -220,8 +223,8 @@ void transform_vectors(const RowRun<const T>& x, const RowRun<T>& y, const RunSh
   }
 }
 
-// Vectors need segments of at least one vector, and short rows need to lie one after another; any other row
-// is copied element by element to the end of scratch and back.
+// Vectors need segments of at least one vector, and short rows must lie one after another. Any other row is
+// copied element by element to the end of scratch and back.
 template <typename T>
 void transform_rows(const RowRun<const T>& x, const RowRun<T>& y, const RunShape& shape, void* scratch) {
   const int64_t n = int64_t{1} << shape.log2_length;

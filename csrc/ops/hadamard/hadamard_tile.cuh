@@ -1,4 +1,4 @@
-// How a tile of rows comes into registers and how the results leave: numbering of rows, addresses, packs.
+// How a tile of rows is loaded into registers and stored: numbers of rows, addresses, packs.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace htree::hadamard {
 using device::Acc;
 using device::Pack;
 
-// The divisions that turn the number of a row into its place in the three dims of rows.
+// The divisions that find a row's place in the three dims of rows from its number.
 struct RowNumbers {
   device::FastDivisor middle;
   device::FastDivisor inner;
@@ -43,7 +43,8 @@ struct Traits {
                 "a block per row, or whole warps");
 };
 
-// A row of more elements than a thread's registers is addressed by 32-bit indices within it.
+// The start of a row. A row that has more elements than a thread has registers is addressed by 32-bit indices
+// within it.
 template <typename T>
 __device__ __forceinline__ T* row_start(const RowView<T>& view, const RowNumbers& rows, uint32_t row) {
   if (rows.one_dim) {
@@ -66,8 +67,8 @@ __device__ __forceinline__ T* element_of(T* row, const RowView<T>& view, int log
   }
 }
 
-// Calls step(address, i) for the elements i of a vector of kCount that exist, `v` being its place in the
-// tile; or whole(address) where they are one aligned piece of memory.
+// Calls whole(address) where a vector of kCount elements is one aligned piece of memory, else step(address,
+// i) for those of its elements i that exist. `v` is the vector's place in the tile.
 template <typename Tr, Access kAccess, int kCount, typename T, typename Whole, typename Step>
 __device__ __forceinline__ void visit(const RowView<T>& view, const RowNumbers& rows, int log2_segment,
                                       uint32_t first_row, int v, Whole&& whole, Step&& step) {
@@ -75,8 +76,8 @@ __device__ __forceinline__ void visit(const RowView<T>& view, const RowNumbers& 
   constexpr int kRowsPerVector = kN >= kCount ? 1 : kCount / kN;
   const uint32_t row = Tr::kLog2RowsPerTile == 0 ? first_row : first_row + (v >> Tr::kLog2N);
   const int i = Tr::kLog2RowsPerTile == 0 ? v : v & (kN - 1);
-  // Rows shorter than the vector lie one after another (Access::kWhole says so), the
-  // last vector may be cut off.
+  // Rows shorter than the vector lie one after another (Access::kWhole says so), and the last vector may be
+  // cut off.
   if (kAccess != Access::kElements && row + kRowsPerVector <= rows.num_rows) {
     whole(element_of<kAccess>(row_start(view, rows, row), view, log2_segment, i));
     return;
@@ -94,7 +95,8 @@ __device__ __forceinline__ void visit(const RowView<T>& view, const RowNumbers& 
   }
 }
 
-// Place in the tile of pack `pack` of a thread: pack bits, lanes, warps, packs of a thread.
+// Place in the tile of pack `pack` of a thread. Its bits are, from the lowest: pack, lane, warp, number of
+// the pack.
 template <typename Tr>
 __device__ __forceinline__ int place_of(int pack, int thread_in_tile) {
   return thread_in_tile << Tr::kPackBits | pack << (Tr::kPackBits + Tr::kLaneBits + Tr::kWarpBits);
@@ -117,7 +119,7 @@ __device__ __forceinline__ void load_tile(const Params& p, const RowNumbers& row
   }
 }
 
-// Missing rows read as zeros.
+// Loads a tile; missing rows read as zeros.
 template <typename Tr, typename Params>
 __device__ __forceinline__ void load_tile(const Params& p, const RowNumbers& rows, uint32_t first_row,
                                           int thread_in_tile, Raw<Tr>& raw) {
@@ -130,7 +132,7 @@ __device__ __forceinline__ void load_tile(const Params& p, const RowNumbers& row
   }
 }
 
-// Scales, rounds once and stores vectors of kCount values; place(vector) is where in the tile a vector lies.
+// Scales, rounds once and stores vectors of kCount values. place(vector) is where a vector lies in the tile.
 template <typename Tr, Access kAccess, int kCount, typename Params, typename Place>
 __device__ __forceinline__ void store_tile(const Params& p, const RowNumbers& rows, uint32_t first_row,
                                            const typename Tr::A (&value)[Tr::kElems], Place&& place) {

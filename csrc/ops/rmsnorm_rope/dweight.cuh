@@ -1,5 +1,5 @@
-// The sum over rows behind dweight, in two stages of fixed order: each block writes the sum over its rows,
-// then one kernel adds the blocks.
+// The sum over rows for dweight, in two steps of fixed order: each block writes the sum over its rows, then
+// one kernel adds the blocks.
 #pragma once
 
 #include "ops/rmsnorm_rope/operands.cuh"
@@ -7,14 +7,14 @@
 
 namespace htree::rmsnorm_rope {
 
-// Writes `dw`, each thread's sums for its columns, to out [width]. Where several rows share the block their
-// groups are added in order through `shared`, which needs kGroups * width values and may have been in use.
+// Writes `dw`, each thread's sums for its columns, to out [width]. Where several rows share the block, their
+// sums are added in order through `shared`, which needs kGroups * width values and may have been in use.
 template <typename Tr, typename Weights, typename A>
 __device__ __forceinline__ void store_block_sums(const Weights (&dw)[Tr::kPairs], const Columns<Tr>& columns,
                                                  int width, A* shared, A* out) {
   A* own = out;
   if constexpr (Tr::kGroups > 1) {
-    __syncthreads();  // other threads' slots of the ring
+    __syncthreads();  // other threads may still read their slots of the ring
     own = shared + threadIdx.x / Tr::kThreads * width;
   }
 #pragma unroll
@@ -43,7 +43,7 @@ __device__ __forceinline__ void store_block_sums(const Weights (&dw)[Tr::kPairs]
 constexpr int kSumColumns = 32;
 constexpr int kSumSlices = 16;
 
-// kSumColumns columns per block; slice s adds the blocks s, s + kSumSlices, ..., then the slices are added.
+// A block has kSumColumns columns. Slice s adds the blocks s, s + kSumSlices, ...; then the slices are added.
 template <typename A>
 __global__ void __launch_bounds__(kSumColumns* kSumSlices)
     sum_blocks_kernel(const __grid_constant__ SumParams<A> p) {

@@ -1,13 +1,14 @@
-// rmsnorm_rope for rows of any width and alignment: one block per row walks over the pairs (j, j +
-// head_dim / 2). The forward keeps the row in shared memory between its two passes where it fits; the
-// backward reads its rows twice.
+// rmsnorm_rope for rows of any width and alignment: one block per row walks over the pairs (j, j + head_dim /
+// 2). The forward keeps the row in shared memory between its two passes where it fits there. The backward
+// reads its rows twice.
 #pragma once
 
 #include "ops/rmsnorm_rope/rmsnorm_rope.cuh"
 
 namespace htree::rmsnorm_rope {
 
-// kPack consecutive pairs at a time: 16-byte packs, or 1 for rows that are not aligned.
+// A thread takes kPack consecutive pairs at a time: packs of 16 bytes, or one pair where rows are not
+// aligned.
 template <typename Element, int kPack_>
 struct LoopingTraits {
   using T = Element;
@@ -17,7 +18,8 @@ struct LoopingTraits {
   static constexpr int kScratch = kThreads / device::kWarpSize;
 };
 
-// Pair t and every kThreads-th after it: f(column of the lower pack, column in the half head).
+// Calls f(column of the lower pack, column in the half head) for pair t of thread t and every kThreads-th
+// pair after it.
 template <typename Tr, typename F>
 __device__ __forceinline__ void for_pairs(const Shape& shape, const device::FastDivisor& packs_per_half,
                                           F&& f) {
@@ -99,7 +101,7 @@ __global__ void __launch_bounds__(Tr::kBlock)
     const RowIndex index(rows, rows.first_of_block() + i_row);
     const T* const dy = index.of(p.dy);
     const T* const x = index.of(p.x);
-    // f(column, x, dn, w) of both halves of every pair
+    // Calls f(column, x, dn, w) for both halves of every pair.
     const auto for_gradients = [&](auto&& f) {
       for_pairs<Tr>(p.shape, packs_per_half, [&](int column, int in_half) {
         Rotation<A, Tr::kPack> rotation;

@@ -1,4 +1,4 @@
-// Loads of weight and tables, whose dtype is known at run time only, and of rows.
+// Loads of rows, and of weights and tables, whose dtype is known at run time only.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,7 @@ namespace htree::rmsnorm_rope {
 using device::Acc;
 using device::Pack;
 
-// Raw values of one dtype on their way to registers: loads of several can be in flight
-// before the first is converted.
+// Values as they are stored, in one dtype: several loads can be under way before the first is converted.
 template <typename Source, int N>
 struct Raw {
   static constexpr int kStep = N < device::kPackOf<Source> ? N : device::kPackOf<Source>;
@@ -34,7 +33,7 @@ struct Raw {
   }
 };
 
-// Calls f(Source{}) for the type that `dtype` names. The branch is the same for every thread.
+// Calls f(Source{}) for the type that `dtype` names. All threads take the same branch.
 template <typename F>
 __device__ __forceinline__ void with_dtype(Dtype dtype, F&& f) {
   switch (dtype) {
@@ -49,7 +48,7 @@ __device__ __forceinline__ void with_dtype(Dtype dtype, F&& f) {
   }
 }
 
-// N values at each of two offsets (in elements, aligned to their packs).
+// Loads N values at each of two offsets, which count elements and are aligned to the packs.
 template <int N, typename A>
 __device__ __forceinline__ void load_both(const void* data, Dtype dtype, int64_t first, int64_t second,
                                           A (&to_first)[N], A (&to_second)[N]) {
@@ -115,7 +114,7 @@ struct Rotation {
     out_upper = upper * cos_upper[i] + lower * sin_upper[i];
   }
 
-  // The transposed map, for gradients.
+  // The transposed map, which gradients take.
   __device__ __forceinline__ void transposed(int i, A lower, A upper, A& out_lower, A& out_upper) const {
     out_lower = lower * cos_lower[i] + upper * sin_upper[i];
     out_upper = upper * cos_upper[i] - lower * sin_lower[i];

@@ -1,4 +1,4 @@
-// Schemas, Meta, Autograd and registrations of the rmsnorm_rope room. docs/semantics/rmsnorm_rope.md §3.1.
+// Schemas, Meta, Autograd and registrations of the rmsnorm_rope room. docs/semantics/rmsnorm_rope.md §3.1
 #include "ops/rmsnorm_rope/rmsnorm_rope.h"
 
 #include <torch/library.h>
@@ -44,7 +44,7 @@ Gradients call_backward(const Arguments& a, const Tensor& dy, Mask wanted) {
   return op.call(dy, a.x, a.weight, a.cos, a.sin, a.eps, wanted);
 }
 
-// ---- CPU, CUDA and Meta: one body, the device's entry points as template arguments
+// ---- CPU, CUDA and Meta: one body, with the device's entry points as template arguments
 
 using Forward = void (*)(const Operands&, at::IntArrayRef, const Tensor&);
 using Backward = void (*)(const Operands&, const Tensor&, const Gradients&);
@@ -73,7 +73,7 @@ Gradients backward(const Arguments& arguments, const Tensor& dy, Mask wanted) {
 
 // ---- Autograd
 
-// x, weight, cos and sin as saved, with what else a call needs.
+// x, weight, cos and sin as they were saved, with what else a call needs.
 Arguments saved_arguments(AutogradContext* ctx, const variable_list& tensors) {
   return {static_cast<Norm>(ctx->saved_data["norm"].toInt()),
           tensors[0],
@@ -155,7 +155,7 @@ Gradients backward_autograd(const Arguments& a, const Tensor& dy, Mask mask) {
   return gradients;
 }
 
-// ---- schema arguments to Arguments, one adapter per op
+// ---- from schema arguments to Arguments, one adapter per op
 
 template <Tensor (*kBody)(const Arguments&, at::OptionalIntArrayRef)>
 Tensor hidden_forward(const Tensor& x, const Tensor& weight, const Tensor& cos, const Tensor& sin, double eps,

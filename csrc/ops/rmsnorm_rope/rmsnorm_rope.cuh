@@ -1,6 +1,6 @@
-// Kernels of rmsnorm_rope for rows that are held in registers. Each row is read once, normalised, rotated and
-// written once; a thread holds packs of the lower half of a head together with their partners in the upper
-// half. docs/semantics/rmsnorm_rope.md §3.1.
+// Kernels of rmsnorm_rope for rows that are held in registers, docs/semantics/rmsnorm_rope.md §3.1. Each row
+// is read once, normalised, rotated and written once. A thread holds packs of the lower half of a head
+// together with their partners in the upper half.
 #pragma once
 
 #include "ops/rmsnorm_rope/dweight.cuh"
@@ -9,7 +9,7 @@
 
 namespace htree::rmsnorm_rope {
 
-// kThreads per row, kPairs pairs of packs each; kRing: rows are loaded ahead.
+// A row has kThreads threads with kPairs pairs of packs each. kRing: rows are loaded ahead.
 template <typename Element, int kThreads_, int kPairs_, bool kRing_>
 struct Traits {
   using T = Element;
@@ -18,10 +18,10 @@ struct Traits {
   static constexpr bool kRing = kRing_;
   static constexpr int kPack = device::kPackOf<T>;
   static constexpr int kBlock = kThreads <= device::kWarpSize ? kSharedBlock : kThreads;
-  static constexpr int kGroups = kBlock / kThreads;  // rows that a block works on at a time
+  static constexpr int kGroups = kBlock / kThreads;  // rows that a block works on at one time
   static constexpr int kScratch = kThreads <= device::kWarpSize ? 1 : kThreads / device::kWarpSize;
   static constexpr int kPairElems = 2 * kPack * kPairs;
-  // Weights stay in registers from row to row where they fit beside the rest.
+  // Weights stay in registers from row to row where they fit beside everything else.
   static constexpr bool hold_weight(bool backward) { return kPairs * kPack <= (backward ? 8 : 16); }
 
   static constexpr int min_blocks(bool backward) {
@@ -69,9 +69,9 @@ __device__ __forceinline__ Acc<typename Tr::T> sum_of_squares(
   return sum[0] + sum[1];
 }
 
-// The rows of one block, kGroups at a time; iteration i of a thread is row i * kGroups + its group. All
-// threads run all iterations, since they reduce together: beyond the end `valid` is false and the row is the
-// block's last one.
+// The rows of one block, kGroups at a time. In iteration i the threads of group g have row i * kGroups + g.
+// All threads run all iterations, since they reduce together; beyond the end `valid` is false and the row is
+// the block's last one.
 template <typename Tr>
 struct BlockRows {
   uint32_t first;
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(Tr::kBlock, Tr::min_blocks(false))
     weight[pair].load(p.weight, columns, pair);
   }
   Rotation<A, Tr::kPack> rotation;
-  uint32_t loaded_position = rows.num_rows;  // no position
+  uint32_t loaded_position = rows.num_rows;  // no position yet
 
   for (uint32_t iteration = 0; iteration < mine.iterations; ++iteration) {
     if constexpr (Tr::kRing) {
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(Tr::kBlock, Tr::min_blocks(false))
   }
 }
 
-// dn: the gradient dy of the rotated rows, rotated back.
+// dn: the gradient of the normalised row, which is dy rotated back.
 template <typename Tr, typename A>
 __device__ __forceinline__ void rotate_back(const Rotation<A, Tr::kPack>& rotation,
                                             const Pack<typename Tr::T, Tr::kPack> (&dy)[Tr::kPairs][2],
@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(Tr::kBlock, Tr::min_blocks(true))
     Pack<T, Tr::kPack> x[Tr::kPairs][2];
     A dn[Tr::kPairs][2][Tr::kPack];
     {
-      // Only here are the tables needed: they give their registers to dn.
+      // The tables are needed only here: their registers then go to dn.
       Rotation<A, Tr::kPack> rotation;
       rotation.load(p.cos, p.sin, index.position, columns.in_half);
       Pack<T, Tr::kPack> dy[Tr::kPairs][2];

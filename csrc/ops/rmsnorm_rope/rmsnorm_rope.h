@@ -1,4 +1,4 @@
-// The contract of the rmsnorm_rope room: sizes, checks and entry points. docs/semantics/rmsnorm_rope.md §3.1.
+// The contract of the rmsnorm_rope room: sizes, checks and entry points. docs/semantics/rmsnorm_rope.md §3.1
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,7 +16,7 @@ using Gradients = std::tuple<at::Tensor, at::Tensor>;  // dx, dweight; undefined
 // Whether one mean runs over the whole hidden dim (rmsnorm_rope) or over each head (head_rmsnorm_rope).
 enum class Norm { kHidden, kHead };
 
-// Names for messages.
+// The name of the op in messages.
 inline const char* op_name(Norm norm) {
   return norm == Norm::kHidden ? "rmsnorm_rope" : "head_rmsnorm_rope";
 }
@@ -36,20 +36,21 @@ struct Arguments {
   std::optional<int64_t> num_heads;  // kHidden only
 };
 
-// Both forms in one: rows of `width` elements, each its own mean, rotated in heads of `head_dim`.
+// Both forms in one: rows of `width` elements, each with its own mean, rotated in heads of `head_dim`.
 struct Problem {
   int64_t batch;
   int64_t positions;
   int64_t heads;  // rows per position and batch: 1 for kHidden
   int64_t width;
   int64_t head_dim;
-  bool half_tables;  // [S', hd / 2]: both halves of a head share their factors
+  bool half_tables;  // tables are [S', hd / 2]: both halves of a head share their factors
   double eps;
 
   int64_t num_rows() const { return batch * positions * heads; }
 };
 
-// Views in that form, unit stride in the last dim: rows are [batch, positions, heads, width], tables [S', d].
+// Views in that form, with unit stride in the last dim: rows are [batch, positions, heads, width], tables
+// [S', d].
 struct Operands {
   Problem problem;
   at::Tensor x;
@@ -58,20 +59,21 @@ struct Operands {
   at::Tensor sin;
 };
 
-// Checks of the functional ops; returns the output, uninitialised, contiguous, of x's shape and dtype.
+// Checks the arguments of the functional ops and returns the output: uninitialised, contiguous, of x's shape
+// and dtype.
 at::Tensor prepare(const Arguments& arguments, at::OptionalIntArrayRef config);
-// Checks of the backward ops; returns uninitialised dx and dweight where `wanted`.
+// Checks those of the backward ops and returns dx and dweight where `wanted`, uninitialised.
 Gradients prepare_backward(const Arguments& arguments, const at::Tensor& dy, std::array<bool, 2> wanted);
-// For arguments that passed the checks.
+// The operands of arguments that passed the checks.
 Operands operands_of(const Arguments& arguments);
 // [B, S, Hd] or [B, S, H, hd] as [batch, positions, heads, width] with unit stride in the last dim.
 at::Tensor as_rows(Norm norm, const at::Tensor& x);
 
-// Write every element of `out` [batch, positions, heads, width]. `config`: empty, or a
-// tuple of the tuning space.
+// Write every element of `out` [batch, positions, heads, width]. `config` is empty or a tuple of the tuning
+// space.
 void forward_cpu(const Operands& operands, at::IntArrayRef config, const at::Tensor& out);
 void forward_cuda(const Operands& operands, at::IntArrayRef config, const at::Tensor& out);
-// Write dx [batch, positions, heads, width] and dweight [width], those that are defined.
+// Write those of dx [batch, positions, heads, width] and dweight [width] that are defined.
 void backward_cpu(const Operands& operands, const at::Tensor& dy, const Gradients& gradients);
 void backward_cuda(const Operands& operands, const at::Tensor& dy, const Gradients& gradients);
 

@@ -1,4 +1,4 @@
-// All checks and output allocation of the room, shared by the CPU, CUDA and Meta kernels.
+// All checks and the outputs' allocation, shared by the CPU, CUDA and Meta kernels.
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
@@ -15,7 +15,7 @@ bool equal(const c10::SymInt& a, const c10::SymInt& b) {
   return a.sym_eq(b).guard_bool(__FILE__, __LINE__);
 }
 
-// Whether width = size * count, without a product that may overflow.
+// Whether width = size * count, without forming a product that may overflow.
 bool is_product(const c10::SymInt& width, const c10::SymInt& size, int64_t count) {
   return equal(width % count, 0) && equal(width / count, size);
 }
@@ -104,7 +104,8 @@ at::Tensor with_unit_stride(const at::Tensor& x) {
   return x.stride(-1) == 1 || x.size(-1) <= 1 ? x : x.contiguous();
 }
 
-// A positive eps stays positive in fp32, where the other dtypes compute: a row of zeros gives zeros.
+// eps, raised so that it stays positive in fp32, where other dtypes compute too: a row of zeros then gives
+// zeros.
 double in_range(double eps, at::ScalarType dtype) {
   constexpr double kLeast = std::numeric_limits<float>::min();
   return dtype == at::kDouble || eps == 0 ? eps : std::max(eps, kLeast);

@@ -1,5 +1,5 @@
-// The choice of kernel for rmsnorm_rope on CUDA: a pure function of the problem,
-// printable and tested on the CPU.
+// The choice of kernel for rmsnorm_rope on CUDA: a pure function of the problem, printable and tested on the
+// CPU.
 #pragma once
 
 #include <algorithm>
@@ -8,10 +8,11 @@
 
 namespace htree::rmsnorm_rope {
 
-// `threads` work on one row; each holds `pairs` pairs of 16-byte packs, one in the lower half of a head and
-// its partner in the upper half. Rows of at most a warp share blocks of kSharedBlock threads. `stages` rows
-// per row of threads are in flight: 1 loads into registers, 2 and 3 load ahead into shared memory.
-// `pairs` 0 is the looping kernel: one block per row, any width; it moves 16-byte packs where `vectorised`.
+// `threads` threads work on one row. Each holds `pairs` pairs of 16-byte packs: one in the lower half of a
+// head and its partner in the upper half. Rows of at most a warp share blocks of kSharedBlock threads.
+// `stages` rows are under way at a time: 1 loads into registers, 2 and 3 load ahead into shared memory.
+// `pairs` 0 is the looping kernel: one block per row, any width; it moves 16-byte packs where `vectorised`
+// holds.
 struct KernelConfig {
   int threads;
   int pairs;
@@ -26,8 +27,8 @@ inline constexpr int kLoopingThreads = 512;
 inline constexpr int kStaticSharedBytes = 2048;  // an upper bound of what the kernels declare
 inline constexpr int kOnChipWidth = 16384;  // the looping kernel keeps rows up to this width in shared memory
 
-// Tuple of the RMSNORM_ROPE space: BLOCK_SIZE threads per row, num_warps per block, num_stages in flight. A
-// row of more than a warp has its block to itself, so BLOCK_SIZE must be 32 num_warps.
+// Tuple of the tuning space RMSNORM_ROPE: BLOCK_SIZE threads per row, num_warps per block, num_stages rows
+// under way. A row of more than a warp has its block to itself, so BLOCK_SIZE must be 32 num_warps.
 struct ForcedConfig {
   int64_t block_size;
   int64_t num_warps;
@@ -45,12 +46,12 @@ inline int active_threads(int threads, int packs_per_half) {
   return packs_per_half > threads ? 0 : threads - threads % packs_per_half;
 }
 
-// Pairs of packs that a thread can hold: 32 elements.
+// The most pairs of packs that a thread can hold: 32 elements.
 constexpr int max_pairs(int64_t element_size) {
   return static_cast<int>(element_size);
 }
 
-// Pairs per thread that cover the row, or 0.
+// Pairs per thread that cover the row; 0 where no more than `most` would.
 inline int pairs_per_thread(int threads, int64_t num_pairs, int packs_per_half, int most) {
   const int active = active_threads(threads, packs_per_half);
   if (active == 0) {
@@ -65,8 +66,8 @@ inline int pairs_per_thread(int threads, int64_t num_pairs, int packs_per_half, 
 }
 
 // For rows of `width` elements of `element_size` bytes in heads of `head_dim`. `vectorised` says that every
-// operand is 16-byte aligned; the packs must also divide half a head. A second pair per thread saves loads of
-// the tables; the backward has no registers for it below 512 threads.
+// operand is aligned to 16 bytes; the packs must also divide half a head. A second pair per thread saves
+// loads of the tables; the backward has no registers for it below 512 threads.
 inline KernelConfig choose_config(int64_t width, int64_t head_dim, int element_size, bool vectorised,
                                   bool backward) {
   const int pack = 16 / element_size;
@@ -88,9 +89,9 @@ inline KernelConfig choose_config(int64_t width, int64_t head_dim, int element_s
   return pairs == 0 ? looping : KernelConfig{512, pairs, 2, true};
 }
 
-// The kernel that a tuple of the tuning space names; found() is false where none is compiled. Where the
-// packs do not apply (alignment, an odd number of packs in half a head) the tuple has no meaning and
-// the automatic choice stands.
+// The kernel that a tuple of the tuning space names; found() is false where none is compiled. Where rows
+// cannot go in packs (alignment, an odd number of packs in half a head) the tuple has no meaning and the
+// automatic choice stands.
 inline KernelConfig choose_forced_config(int64_t width, int64_t head_dim, int element_size, bool vectorised,
                                          const ForcedConfig& forced) {
   const KernelConfig automatic = choose_config(width, head_dim, element_size, vectorised, /*backward=*/false);
@@ -112,13 +113,13 @@ inline int threads_per_block(const KernelConfig& config) {
   return std::max(config.threads, kSharedBlock * (config.threads <= 32));
 }
 
-// Shared memory of a launch in bytes: the rows in flight of `num_tensors` inputs. Stage 1 needs none.
+// Shared memory of a launch in bytes: rows of `num_tensors` inputs that are under way. One stage needs none.
 inline int64_t ring_bytes(const KernelConfig& config, int num_tensors) {
   const int64_t stage = int64_t{threads_per_block(config)} * config.pairs * 2 * 16 * num_tensors;
   return config.stages == 1 ? 0 : config.stages * stage;
 }
 
-// Fewer stages where a block can have no more than `available` bytes of shared memory.
+// Takes fewer stages where a block can have no more than `available` bytes of shared memory.
 inline KernelConfig fit_stages(KernelConfig config, int num_tensors, int64_t available) {
   while (config.stages > 1 && ring_bytes(config, num_tensors) > available) {
     --config.stages;
@@ -126,13 +127,13 @@ inline KernelConfig fit_stages(KernelConfig config, int num_tensors, int64_t ava
   return config;
 }
 
-// Threads that one multiprocessor holds; the kernels' register budgets are 65536 divided by it.
+// Threads that one multiprocessor holds; a thread of the kernels has 65536 divided by that many registers.
 constexpr int resident_threads(int threads, int pairs, bool backward) {
   return !backward && pairs == 1 && threads > 32 ? 768 : 512;
 }
 
-// Blocks of a launch. Rows in flight come from a loop over rows in each block, so the grid is what the device
-// holds at once; without loading ahead, or where rows are few, every block takes one row.
+// Blocks of a launch. Loading ahead needs a loop over rows in each block, so the grid is then what the device
+// holds at one time. Without it, or where rows are few, every block takes one row.
 inline int num_blocks(const KernelConfig& config, int64_t num_rows, int num_multiprocessors, bool backward) {
   const int threads = threads_per_block(config);
   const int rows_per_block = std::max(1, threads / config.threads);

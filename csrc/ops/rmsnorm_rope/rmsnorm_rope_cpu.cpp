@@ -1,5 +1,5 @@
-// CPU kernels of rmsnorm_rope: rows in parallel, each row vectorised; arithmetic in
-// float, in double for double.
+// CPU kernels of rmsnorm_rope, parallel over rows, each row vectorised. Arithmetic is in float, for double in
+// double.
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -15,10 +15,10 @@
 namespace htree::rmsnorm_rope {
 namespace {
 
-// Elements per task: enough to hide the hand-over.
+// Elements of a task: enough to pay for handing it over.
 constexpr int64_t kGrain = 1 << 15;
-// Sums of dweight over parts of the rows. Their number depends on the problem alone, so that the result does
-// not depend on the number of threads.
+// The rows are cut into at most this many parts, each with its sum of dweight. Their number depends on the
+// problem alone, so that the result does not depend on the number of threads.
 constexpr int64_t kMaxParts = 64;
 
 const RowKernels& kernels() {
@@ -48,7 +48,7 @@ struct Kernels<double> {
   static auto backward() { return kernels().backward_double; }
 };
 
-// `count` elements of any dtype at unit stride, converted to A; `buffer` is used unless they are A already.
+// `count` elements of any dtype at unit stride, converted to A. `buffer` is used unless they are A already.
 template <typename A>
 const A* as_arithmetic(const at::Tensor& t, int64_t offset, int64_t count, std::vector<A>& buffer) {
   const A* result = nullptr;
@@ -68,7 +68,7 @@ const A* as_arithmetic(const at::Tensor& t, int64_t offset, int64_t count, std::
   return result;
 }
 
-// The table rows of one position after the other, converted once per position.
+// The rows of the tables for one position after another, converted once per position.
 template <typename A>
 class Tables {
  public:
@@ -100,7 +100,7 @@ T* row_of(T* data, const at::Tensor& t, int64_t batch, int64_t position, int64_t
   return data + batch * t.stride(0) + position * t.stride(1) + head * t.stride(2);
 }
 
-// Rows [begin, end), heads fastest, then batch, then position: rows(batch, position, head).
+// Calls row(batch, position, head) for rows [begin, end); heads change fastest, then batch, then position.
 template <typename F>
 void for_rows(const Problem& p, int64_t begin, int64_t end, F&& row) {
   for (int64_t i = begin; i < end; ++i) {

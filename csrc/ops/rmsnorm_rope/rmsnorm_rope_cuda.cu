@@ -1,4 +1,4 @@
-// CUDA entry points of rmsnorm_rope: parameters, configuration, launch.
+// CUDA entry points of rmsnorm_rope: parameters, configuration and launch.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 

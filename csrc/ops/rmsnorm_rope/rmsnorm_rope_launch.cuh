@@ -1,4 +1,5 @@
-// Configuration to kernel: every configuration that the choice can return is listed here, and nothing else.
+// From the configuration to the kernel: every configuration that the choice can return is listed here, and
+// nothing else.
 #pragma once
 
 #include "device/sizes.h"
@@ -76,7 +77,7 @@ struct NoInstance {
 
 template <typename... Instances>
 struct KernelTable {
-  // Runs `launch` of the first instance that matches; cudaErrorNotSupported when none does.
+  // Calls `launch` for the first instance that matches; cudaErrorNotSupported where none does.
   template <typename Launch>
   static cudaError_t run(const KernelConfig& config, Launch&& launch) {
     cudaError_t error = cudaErrorNotSupported;
@@ -85,12 +86,13 @@ struct KernelTable {
   }
 };
 
-// Nothing where a thread cannot hold so many pairs of T.
+// An instance, or nothing where a thread cannot hold so many pairs of T.
 template <typename T, int kThreads, int kPairs, bool kRing>
 using InstanceIfHeld =
     std::conditional_t<(kPairs <= max_pairs(sizeof(T))), Instance<T, kThreads, kPairs, kRing>, NoInstance>;
 
-// What choose_config returns: rows that share a block or have one, loading ahead where there is room.
+// What choose_config returns: rows that share a block or have one to themselves, loaded ahead where there is
+// room.
 template <typename T>
 using Automatic =
     KernelTable<Instance<T, 4, 1, true>, Instance<T, 8, 1, true>, Instance<T, 16, 1, true>,
@@ -99,7 +101,7 @@ using Automatic =
                 Instance<T, 512, 2, false>, InstanceIfHeld<T, 512, 4, true>, InstanceIfHeld<T, 512, 4, false>,
                 LoopingInstance<T, device::kPackOf<T>>, LoopingInstance<T, 1>>;
 
-// What tuples of the tuning space add.
+// What tuples of the tuning space add to these.
 template <typename T>
 using Tuned =
     KernelTable<Instance<T, 64, 2, true>, InstanceIfHeld<T, 64, 4, true>, Instance<T, 128, 2, true>,

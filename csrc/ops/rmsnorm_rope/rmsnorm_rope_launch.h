@@ -8,8 +8,8 @@
 
 namespace htree::rmsnorm_rope {
 
-// Launch `blocks` blocks (num_blocks of the configuration) on `stream`; cudaErrorNotSupported when `config`
-// is not compiled.
+// Launch `blocks` blocks (num_blocks() of the configuration) on `stream`; cudaErrorNotSupported where
+// `config` is not compiled.
 template <typename T>
 cudaError_t launch_forward(const KernelConfig& config, const ForwardParams<T>& params, int blocks,
                            cudaStream_t stream);

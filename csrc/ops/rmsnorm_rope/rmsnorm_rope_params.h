@@ -9,7 +9,7 @@ namespace htree::rmsnorm_rope {
 template <typename T>
 using ArithmeticOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-// Weight and tables may have another floating dtype than x; it is looked up where they are loaded.
+// Weight and tables may have another floating dtype than x. It is looked up where they are loaded.
 enum class Dtype : int { kFloat, kHalf, kBFloat16, kDouble };
 
 // [width], unit stride.
@@ -36,8 +36,8 @@ struct Rows {
   int64_t head_stride;
 };
 
-// A row is what one mean runs over: `width` elements, `width / head_dim` heads that are rotated one by one.
-// Numbers of rows (batch * positions * heads) stay below 2^31 in one launch.
+// A row is what one mean runs over: `width` elements, in width / head_dim heads that are rotated one by one.
+// A launch has fewer than 2^31 rows (batch * positions * heads).
 struct Shape {
   int64_t batch;
   int64_t positions;

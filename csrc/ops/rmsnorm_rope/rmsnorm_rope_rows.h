@@ -8,7 +8,7 @@
 
 namespace htree::rmsnorm_rope {
 
-// Factors of one position, each [head_dim / 2]: of the lower and of the upper half of a head.
+// The factors of one position for the lower and for the upper half of a head, [head_dim / 2] each.
 template <typename A>
 struct TableRow {
   const A* cos_lower;
@@ -30,7 +30,7 @@ struct RowShape {
 template <typename T>
 using ForwardRow = void (*)(const T* x, T* y, const RowShape<ArithmeticOf<T>>& shape,
                             const TableRow<ArithmeticOf<T>>& tables);
-// dx may be null; dw, to which the row is added, too. `scratch` holds a row.
+// dx may be null, and so may dw, to which the row is added. `scratch` holds a row.
 template <typename T>
 using BackwardRow = void (*)(const T* dy, const T* x, T* dx, ArithmeticOf<T>* dw,
                              const RowShape<ArithmeticOf<T>>& shape, const TableRow<ArithmeticOf<T>>& tables,

@@ -1,4 +1,5 @@
-// Body of the CPU row kernels; compiled per instruction set after host/cpu/simd.h (csrc/instances.py).
+// The CPU row kernels of rmsnorm_rope_rows.h, compiled per instruction set after host/cpu/simd.h
+// (csrc/instances.py).
 #pragma once
 
 #include "host/cpu/simd.h"
@@ -61,7 +62,7 @@ void backward_row(const T* dy, const T* x, T* dx, ScalarOf<T>* dw, const RowShap
   using Vec = VecOf<T>;
   const int64_t half = shape.head_dim / 2;
   const int64_t width = shape.num_heads * shape.head_dim;
-  // dn goes to the scratch row; dot = sum of dn w x
+  // dn goes to the scratch row; dot = sum of dn w x.
   Vec dot_lower = {};
   Vec dot_upper = {};
   for (int64_t head = 0; head < shape.num_heads; ++head) {

@@ -1,4 +1,4 @@
-// Which rows and columns a thread works on, sums over the threads of a row, and rows loaded ahead.
+// Which rows and columns a thread works on, sums over the threads of a row, and rows that are loaded ahead.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@
 
 namespace htree::rmsnorm_rope {
 
-// Numbering of the rows: heads fastest, then batch, then position, so that neighbouring rows share a row of
-// the tables. Every block takes `per_block` or, the first `extra` of them, one more.
+// How rows are numbered: heads change fastest, then batch, then position, so that neighbouring rows share a
+// row of the tables. Every block takes `per_block` rows, the first `extra` blocks one more.
 struct RowsView {
   device::FastDivisor heads;
   device::FastDivisor batch;
@@ -54,7 +54,7 @@ struct RowIndex {
 };
 
 // Where the threads of a row stand: thread t at pack t % packs_per_half of head t / packs_per_half, and again
-// every `step` columns. `active` threads are whole heads.
+// every `step` columns. The `active` threads cover whole heads.
 struct LaneGrid {
   device::FastDivisor packs_per_half;
   int active;
@@ -68,11 +68,11 @@ struct LaneGrid {
 
 template <typename Tr>
 struct Columns {
-  int in_half;  // column within the half head: where the tables are read
+  int in_half;  // column within the half head, at which the tables are read
   int first;    // column of the first lower pack
   int step;
   int half;
-  int end;  // `first` at and beyond it has no work
+  int end;  // a thread whose columns start here or further on has no work
 
   __device__ __forceinline__ Columns(const LaneGrid& grid, const Shape& shape) {
     const int lane = static_cast<int>(threadIdx.x % Tr::kThreads);
@@ -90,7 +90,7 @@ struct Columns {
 
 // Sums over the threads of one row, in an order that depends on Tr alone; all of them get the results. Rows
 // of more than a warp need N * kWarps values of `scratch`, which may be used again after the next call with
-// another scratch, and cost one __syncthreads. Every thread of the block must call.
+// another scratch. They cost one __syncthreads. Every thread of the block must call.
 template <typename Tr, int N, typename A>
 __device__ __forceinline__ void row_sums(A (&values)[N], A* scratch) {
   constexpr int kLanes = Tr::kThreads < device::kWarpSize ? Tr::kThreads : device::kWarpSize;
@@ -121,8 +121,8 @@ __device__ __forceinline__ void row_sums(A (&values)[N], A* scratch) {
   }
 }
 
-// Makes the compiler convert the packs anew after a reduction: otherwise it keeps the floats it made before,
-// twice the registers of the half types.
+// Makes the compiler convert the packs anew after a reduction. Otherwise it keeps the floats that it made
+// before, in twice the registers of the half types.
 template <typename T, int N, int kPairs>
 __device__ __forceinline__ void drop_conversions(Pack<T, N> (&packs)[kPairs][2]) {
   if constexpr (sizeof(T) == 2) {
@@ -152,8 +152,8 @@ __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Rows of kTensors inputs, `stages` of them in flight in shared memory. A thread reads back only what it
-// copied itself, so it waits for its own copies and never for another thread. With kRing false the rows are
+// Rows of kTensors inputs, `stages` of them under way to shared memory. A thread reads back only what it
+// copied itself, so it waits for its own copies and never for another thread. Without kRing the rows are
 // loaded when they are taken.
 template <typename Tr, int kTensors>
 class RowPipeline {
@@ -165,7 +165,7 @@ class RowPipeline {
       : slots_(static_cast<uint4*>(shared) + threadIdx.x), stages_(stages) {}
 
   // Starts the copies of one more row; `rows` are its starts. Every row that is taken was fetched before, in
-  // order; beyond the last one call with fetch false.
+  // order. Beyond the last row it is called with `wanted` false.
   __device__ __forceinline__ void fetch(const T* const (&rows)[kTensors], const Columns<Tr>& columns,
                                         bool wanted) {
     if constexpr (Tr::kRing) {
