@@ -1,5 +1,5 @@
-// The module `_host`: facts about the build, for people and tests. No model needs it, and the package works
-// without it.
+// The module `_host`: facts about the build, for people and tests. No model needs it, and the
+// package works without it.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -209,8 +209,8 @@ std::pair<std::string, std::string> gated_mlp_gradient_config(int64_t rows, int6
   return {describe_gradient(fuses_input_gradient(facts)), describe_gradient(fuses_weight_gradients(facts))};
 }
 
-// The kernel that a tuple of the search space GATED_MLP names; std::invalid_argument where it is not
-// compiled.
+// The kernel that a tuple of the search space GATED_MLP names; std::invalid_argument where
+// it is not compiled.
 std::string gated_mlp_forced_config(int64_t block_m, int64_t block_n, int64_t block_k, int64_t num_warps,
                                     int64_t num_stages) {
   const htree::gated_mlp::ForcedConfig forced{block_m, block_n, block_k, num_warps, num_stages};

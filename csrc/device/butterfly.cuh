@@ -1,7 +1,7 @@
-// Stages of the fast Walsh-Hadamard transform on values in registers (docs/semantics/hadamard.md §4.1). A
-// stage works on one bit b of the element index: where two indices differ in b alone, the lower element
-// becomes the sum and the upper one the difference. Stages on different bits commute, so they may come in any
-// order.
+// Stages of the fast Walsh-Hadamard transform on values in registers (docs/semantics/hadamard.md §4.1).
+// A stage works on one bit b of the element index: where two indices differ in b alone, the lower
+// element becomes the sum and the upper one the difference. Stages on different bits commute, so they
+// may come in any order.
 #pragma once
 
 #include "device/reduce.cuh"

@@ -1,6 +1,6 @@
-// Division by a number that is fixed for a launch: a multiplication in place of the ~20 instructions of a
-// 32-bit division. Granlund and Montgomery, "Division by Invariant Integers using Multiplication", PLDI 1994,
-// figure 4.1.
+// Division by a number that is fixed for a launch: a multiplication in place of the ~20 instructions of
+// a 32-bit division. Granlund and Montgomery, "Division by Invariant Integers using Multiplication",
+// PLDI 1994, figure 4.1.
 #pragma once
 
 #include <cstdint>

@@ -91,8 +91,8 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
   return r;
 }
 
-// An accumulator of 16 rows and 8 columns, rounded to T, as the B operand of a product that sums over those
-// rows.
+// An accumulator of 16 rows and 8 columns, rounded to T, as the B operand of a product that
+// sums over those rows.
 template <typename T>
 __device__ __forceinline__ void pack_transposed(const float (&tile)[4], uint32_t (&b)[2]) {
   b[0] = transpose_matrix(pack_pair<T>(tile[0], tile[1]));

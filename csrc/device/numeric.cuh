@@ -45,8 +45,8 @@ __device__ __forceinline__ T from_acc(Acc<T> x) {
   }
 }
 
-// Converts two at a time, because one instruction converts a pair of half types. `to` holds an even number of
-// T.
+// Converts two at a time, because one instruction converts a pair of half types. `to` holds an
+// even number of T.
 template <typename T, int N>
 __device__ __forceinline__ void from_acc(const Acc<T> (&from)[N], T (&to)[N]) {
   if constexpr (sizeof(T) == 2 && N % 2 == 0) {

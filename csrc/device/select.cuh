@@ -84,9 +84,9 @@ __device__ inline Threshold block_radix_select(const uint32_t* keys, int64_t num
   return {prefix, remaining};
 }
 
-// Bitonic sort of `size` keys, a power of two, ascending, in memory that the whole block sees. Every thread
-// of the block must call, after a __syncthreads that follows the writing of the keys. The sort ends with a
-// __syncthreads.
+// Bitonic sort of `size` keys, a power of two, ascending, in memory that the whole block sees. Every
+// thread of the block must call, after a __syncthreads that follows the writing of the keys. The sort
+// ends with a __syncthreads.
 template <typename Key>
 __device__ inline void block_sort(Key* keys, int64_t size) {
   for (int64_t span = 2; span <= size; span *= 2) {

@@ -38,8 +38,8 @@ inline bool needs_grad(TensorRefs tensors) {
   return false;
 }
 
-// Mutating and out= ops return nothing, so torch's fallbacks would record no node and silently give wrong
-// gradients.
+// Mutating and out= ops return nothing, so torch's fallbacks would record no node and
+// silently give wrong gradients.
 inline void refuse_grad(const char* op, TensorRefs tensors) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       !needs_grad(tensors), op,
@@ -55,8 +55,8 @@ void mutate_below_autograd(const char* op, TensorRefs tensors, Call&& call) {
   call();
 }
 
-// The ADInplaceOrView kernel of a mutating op: runs it below that key, then bumps the version of what it
-// wrote.
+// The ADInplaceOrView kernel of a mutating op: runs it below that key, then bumps the version
+// of what it wrote.
 template <typename Call>
 void mutate_and_bump(TensorRefs mutated, Call&& call) {
   {

@@ -1,5 +1,5 @@
-// Whether elements share memory, for mutating ops: what they write must belong to one element alone.
-// docs/semantics/conventions.md §0.5
+// Whether elements share memory, for mutating ops: what they write must belong to one
+// element alone. docs/semantics/conventions.md §0.5
 //
 // Meta tensors have no addresses. Those of one storage are compared by their offsets in it; others never
 // share. Tensors with symbolic sizes or strides pass, and are checked when the op runs.

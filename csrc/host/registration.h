@@ -1,5 +1,5 @@
-// What the registrations of all rooms share: the tags of the schemas, and the Autograd kernel of ops without
-// a gradient.
+// What the registrations of all rooms share: the tags of the schemas, and the Autograd kernel of
+// ops without a gradient.
 #pragma once
 
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>

@@ -74,8 +74,8 @@ __device__ __forceinline__ void fill_ring(GemmRing<Shape>& ring, RingPlace<Shape
   fill_ring<Shape>(ring, place, num_blocks, Shape::kBytesA + Shape::kBytesB, load);
 }
 
-// Each warp of the multiplying warpgroups calls it. After it any block of the cluster may overwrite the
-// stage.
+// Each warp of the multiplying warpgroups calls it. After it any block of the cluster
+// may overwrite the stage.
 template <class Shape>
 __device__ __forceinline__ void release_stage(GemmRing<Shape>& ring, int stage) {
   const int lane = static_cast<int>(threadIdx.x % 32);

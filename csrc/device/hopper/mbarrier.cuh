@@ -14,15 +14,15 @@ namespace htree::device {
 
 using Barrier = uint64_t;  // in shared memory, 8-byte aligned
 
-// One thread calls it. Before any use come fence_barrier_init() and a __syncthreads (cluster_sync in a
-// cluster).
+// One thread calls it. Before any use come fence_barrier_init() and a __syncthreads
+// (cluster_sync in a cluster).
 __device__ __forceinline__ void barrier_init(Barrier* barrier, uint32_t num_arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(num_arrivals)
                : "memory");
 }
 
-// Makes the barriers that this thread initialised visible to bulk copies and to the other blocks of a
-// cluster.
+// Makes the barriers that this thread initialised visible to bulk copies and to the other
+// blocks of a cluster.
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }

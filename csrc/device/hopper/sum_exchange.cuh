@@ -1,6 +1,6 @@
-// Where two blocks of a cluster share the k of one tile, each finishes half of the tile: a warpgroup sends
-// its sums of the other half to the other block (sm_90). That happens once per launch, for the last tile of a
-// block.
+// Where two blocks of a cluster share the k of one tile, each finishes half of the tile: a warpgroup
+// sends its sums of the other half to the other block (sm_90). That happens once per launch, for the last
+// tile of a block.
 #pragma once
 
 #include <cstdint>

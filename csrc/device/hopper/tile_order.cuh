@@ -1,5 +1,5 @@
-// The tiles of a matrix product: the order in which persistent blocks take them, and those that two blocks
-// share.
+// The tiles of a matrix product: the order in which persistent blocks take them, and those
+// that two blocks share.
 #pragma once
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 // Bulk copies of sm_90: plain copies of contiguous bytes, and tensor copies, whose box, strides and
-// shared-memory swizzle stand in a descriptor made on the host (host/cuda/tensor_map.h). One thread calls
-// each function. Loads report their bytes to a barrier (device/hopper/mbarrier.cuh), stores to the thread's
-// bulk groups.
+// shared-memory swizzle stand in a descriptor made on the host (host/cuda/tensor_map.h). One thread
+// calls each function. Loads report their bytes to a barrier (device/hopper/mbarrier.cuh), stores to
+// the thread's bulk groups.
 //
 // Tensor coordinates count elements, innermost dimension first. Parts of a box outside the tensor read as
 // zero, yet count as bytes, and are not written. A descriptor is a __grid_constant__ kernel argument.

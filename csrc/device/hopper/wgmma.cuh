@@ -86,8 +86,8 @@ __device__ __forceinline__ uint64_t advance(uint64_t descriptor, uint32_t bytes)
 
 enum class Major : int { kK = 0, kMN = 1 };
 
-// T is __nv_bfloat16 or __half (k = 16), or __nv_fp8_e4m3 (k = 32, K-major only). For N see
-// wgmma_instructions.cuh.
+// T is __nv_bfloat16 or __half (k = 16), or __nv_fp8_e4m3 (k = 32, K-major only).
+// For N see wgmma_instructions.cuh.
 template <typename T, int N, Major kMajorA = Major::kK, Major kMajorB = Major::kK>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
   static_assert(sizeof(T) == 2 || (kMajorA == Major::kK && kMajorB == Major::kK));
@@ -114,9 +114,9 @@ __device__ __forceinline__ int uniform(int value) {
   return __shfl_sync(0xffffffff, value, 0);
 }
 
-// Sets the registers per thread of this warpgroup from here on: a multiple of 8 in 24 ... 256. All warpgroups
-// of the block together must fit into what the launch gave, or raise_registers waits for ever: assert the
-// sum.
+// Sets the registers per thread of this warpgroup from here on: a multiple of 8 in 24 ... 256. All
+// warpgroups of the block together must fit into what the launch gave, or raise_registers waits for
+// ever: assert the sum.
 template <int kRegisters>
 __device__ __forceinline__ void raise_registers() {
   static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256);

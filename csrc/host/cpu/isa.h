@@ -43,8 +43,8 @@ inline Isa active_isa() {
   return isa;
 }
 
-// A room has no table of its own for AVX512_BF16. The few kernels that multiply pairs of bf16 with it ask
-// active_isa().
+// A room has no table of its own for AVX512_BF16. The few kernels that multiply pairs of bf16
+// with it ask active_isa().
 template <typename Table>
 const Table& pick_isa(const Table& baseline, const Table& avx2, const Table& avx512) {
   switch (active_isa()) {

@@ -71,8 +71,8 @@ struct FloatStep {
 // follow one run of addresses per page.
 constexpr int kGroupsAhead = 2;
 
-// Fetches into the second-level cache. Past the end of the weights it has no effect, so the address is no
-// pointer.
+// Fetches into the second-level cache. Past the end of the weights it has no effect, so the
+// address is no pointer.
 template <typename T>
 inline void prefetch(const T* p, int64_t ahead) {
   const auto address = reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(ahead) * sizeof(T);
@@ -166,8 +166,8 @@ int64_t multiply_next(const RowProducts<typename Step::Row, typename Step::Colum
   return kTileRows;
 }
 
-// All sums of p. The outer loop goes over groups of columns: each comes from memory once and then from the
-// cache.
+// All sums of p. The outer loop goes over groups of columns: each comes from memory once and
+// then from the cache.
 template <class Step, int kChain, typename S>
 void multiply_rows(const RowProducts<typename Step::Row, typename Step::Column, S>& p) {
   for (int64_t column = 0; column < p.columns; column += kTileColumns) {

@@ -1,5 +1,5 @@
-// The one launcher of CUDA kernels: it asks for shared memory and a cluster, launches, and checks.
-// Torch-free.
+// The one launcher of CUDA kernels: it asks for shared memory and a cluster,
+// launches, and checks. Torch-free.
 #pragma once
 
 #include <cuda_runtime_api.h>

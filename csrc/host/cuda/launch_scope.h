@@ -1,5 +1,5 @@
-// What every CUDA launcher needs around its launch: the device of its tensors, their current stream, and the
-// check.
+// What every CUDA launcher needs around its launch: the device of its tensors, their current
+// stream, and the check.
 #pragma once
 
 #include <ATen/core/Tensor.h>

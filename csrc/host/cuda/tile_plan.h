@@ -1,5 +1,5 @@
-// How many persistent blocks take the tiles of a matrix product, and which tiles two blocks share.
-// Torch-free.
+// How many persistent blocks take the tiles of a matrix product, and which tiles
+// two blocks share. Torch-free.
 #pragma once
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 // Kernels of causal_softmax, docs/semantics/causal_softmax.md §5. Each row is read once into registers,
-// reduced, and written once; rows too long for that go through the looping kernel. Only visible elements are
-// ever read.
+// reduced, and written once; rows too long for that go through the looping kernel. Only visible
+// elements are ever read.
 //
 // The streaming kernels (causal_softmax_streaming.cuh) write their rows by the same functions.
 #pragma once
@@ -342,8 +342,8 @@ __global__ void __launch_bounds__(Tr::kBlock)
   const int64_t visible = cols - p.shape.rows + 1 + index.row;
   const T fill = device::from_acc<T>(device::negative_infinity<A>());
 
-  // While every score is -Inf the shift is 0, so that exp gives 0 and not NaN. A row of -Inf gets its NaN at
-  // the end.
+  // While every score is -Inf the shift is 0, so that exp gives 0 and not NaN. A row of -Inf gets its
+  // NaN at the end.
   const auto exponential_below = [](A maximum) {
     return Exponential<T>(maximum == device::negative_infinity<A>() ? A(0) : maximum);
   };

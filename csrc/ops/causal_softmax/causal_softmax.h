@@ -1,5 +1,5 @@
-// The contract of the causal_softmax room: sizes, checks and entry points. docs/semantics/causal_softmax.md
-// §5
+// The contract of the causal_softmax room: sizes, checks and
+// entry points. docs/semantics/causal_softmax.md §5
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,8 +26,8 @@ struct Strides {
 Problem problem_of(const at::Tensor& x, int64_t block_size);
 Strides strides_of(const at::Tensor& x);
 
-// Checks the arguments of the functional op and returns the output: uninitialised, contiguous, of x's shape
-// and dtype.
+// Checks the arguments of the functional op and returns the output: uninitialised, contiguous, of
+// x's shape and dtype.
 at::Tensor prepare(const at::Tensor& x, int64_t block_size);
 // Checks those of the out= op: out is the same view as x or shares no memory with it.
 void prepare_out(const at::Tensor& x, int64_t block_size, const at::Tensor& out);

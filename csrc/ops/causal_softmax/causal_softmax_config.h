@@ -1,5 +1,5 @@
-// The choice of kernel for causal_softmax on CUDA: a pure function of the problem, printable and tested on
-// the CPU.
+// The choice of kernel for causal_softmax on CUDA: a pure function of the problem, printable and
+// tested on the CPU.
 #pragma once
 
 #include <cstdint>

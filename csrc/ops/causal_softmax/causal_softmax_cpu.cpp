@@ -1,5 +1,5 @@
-// CPU kernels of causal_softmax, parallel over rows, each row vectorised. Arithmetic is in float, for double
-// in double.
+// CPU kernels of causal_softmax, parallel over rows, each row vectorised. Arithmetic is in float,
+// for double in double.
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -15,8 +15,8 @@
 namespace htree::causal_softmax {
 namespace {
 
-// Elements of a task: few enough to balance the triangle of visible columns, enough to pay for handing the
-// task over.
+// Elements of a task: few enough to balance the triangle of visible columns, enough to pay for
+// handing the task over.
 constexpr int64_t kGrain = 1 << 15;
 
 const RowKernels& kernels() {
@@ -66,8 +66,8 @@ void for_each_row(const Problem& p, F&& make_task) {
   at::parallel_for(0, p.batch * p.rows, grain, [&](int64_t begin, int64_t end) {
     auto task = make_task();
     for (int64_t i = begin; i < end; ++i) {
-      // Long rows alternate with short ones; otherwise the thread with the last rows would have most of the
-      // triangle.
+      // Long rows alternate with short ones; otherwise the thread with the last rows would have
+      // most of the triangle.
       const int64_t turn = i % p.rows;
       const int64_t row = turn % 2 == 0 ? turn / 2 : p.rows - 1 - turn / 2;
       task(i / p.rows, row, p.cols - p.rows + 1 + row);

@@ -32,8 +32,8 @@ bool aligned(const Matrix<T>& m) {
          m.row_stride * size % kPackBytes == 0 && m.batch_stride * size % kPackBytes == 0;
 }
 
-// A launch numbers its rows with 31 bits, so a larger batch goes in slices: calls launch(first batch, shape)
-// for each.
+// A launch numbers its rows with 31 bits, so a larger batch goes in slices: calls launch(first
+// batch, shape) for each.
 template <typename Launch>
 void for_each_slice(const Problem& p, const KernelConfig& config, Launch&& launch) {
   TORCH_CHECK(p.rows <= INT32_MAX, "causal_softmax: at most 2^31 - 1 rows (h) on CUDA, got ", p.rows);

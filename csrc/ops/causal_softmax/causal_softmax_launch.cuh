@@ -1,5 +1,5 @@
-// From the configuration to the kernel: every configuration that choose_config can return is listed here, and
-// nothing else.
+// From the configuration to the kernel: every configuration that choose_config can return is listed
+// here, and nothing else.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// Body of the CPU kernels that prune, pack, unpack and attend to rows; compiled per instruction set after
-// host/cpu/simd.h (csrc/instances.py).
+// Body of the CPU kernels that prune, pack, unpack and attend to rows; compiled per instruction
+// set after host/cpu/simd.h (csrc/instances.py).
 #pragma once
 
 #include "ops/compressed_kv/rows.h"

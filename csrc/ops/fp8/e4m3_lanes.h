@@ -1,4 +1,4 @@
-// Values of E4M3FN codes a vector at a time. Include after host/cpu/simd.h.
+// The values of E4M3FN codes, a vector at a time. Include after host/cpu/simd.h.
 #pragma once
 
 #include "host/cpu/simd.h"
@@ -7,8 +7,8 @@ namespace htree::HTREE_ISA {
 
 typedef uint8_t VecB __attribute__((vector_size(HTREE_LANES)));
 
-// Bytes to lanes and back; a code has no bits beyond its byte. Of __builtin_convertvector GCC 12 makes one
-// instruction per element.
+// From bytes to lanes and back; a lane holds a code in its lowest byte. GCC 12 makes one instruction per
+// element of __builtin_convertvector.
 inline VecI widen(VecB bytes) {
 #if HTREE_LANES == 16
   return (VecI)_mm512_cvtepu8_epi32((__m128i)bytes);
@@ -32,7 +32,7 @@ inline VecB narrow_to_bytes(VecI code) {
 #endif
 }
 
-// Values of codes in the low bytes; subnormal codes do not pass through subnormal floats.
+// The values of codes in the low bytes. Subnormal codes do not pass through subnormal floats.
 inline VecF decode(VecI code) {
   const VecI magnitude = code & 0x7f;
   const VecI normal = (magnitude << 20) + (120 << 23);

@@ -1,4 +1,5 @@
-// The check of given scales on the CPU, where values are at hand: one that no quantiser makes is refused.
+// The check of given scales on the CPU, where their values are at hand: a scale that no
+// quantiser makes is refused.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,7 +9,7 @@
 
 namespace htree::fp8 {
 
-// `scale`: fp32 on the CPU, of any strides.
+// `scale` is fp32 on the CPU, with any strides.
 inline void check_scale_values(const char* op, const char* name, const at::Tensor& scale) {
   const at::Tensor values = scale.contiguous();
   const float* data = values.const_data_ptr<float>();

@@ -1,4 +1,4 @@
-// Schemas, Meta, Autograd and registrations of the gated_mlp room. docs/semantics/gated_mlp.md §3.2.
+// Schemas, Meta, Autograd and registrations of the gated_mlp room. docs/semantics/gated_mlp.md §3.2
 #include "ops/gated_mlp/gated_mlp.h"
 
 #include <torch/library.h>
@@ -48,7 +48,7 @@ Gradients call_saved_backward(const Arguments& a, const Tensor& dy, const Tensor
   return op.call(dy, gate, up, a.x, a.gate_weight, a.up_weight, a.activation, a.act_on, mask);
 }
 
-// ---- CPU and CUDA: one body, the device's entry points as template arguments
+// ---- CPU and CUDA: one body, with the device's entry points as template arguments
 
 using Forward = void (*)(const Operands&, at::IntArrayRef, const Results&);
 using Backward = void (*)(const Operands&, const BackwardOperands&);
@@ -57,7 +57,7 @@ Tensor as_rows(const Tensor& x) {
   return x.defined() ? x.reshape({-1, x.size(-1)}) : x;
 }
 
-// With nothing to sum the products are zeros, and so is 0 * act(0).
+// Where there is nothing to sum the products are zeros, and so is 0 * act(0).
 template <Forward kForward>
 void run_forward(const Arguments& a, Config config, const Tensor& out, const Tensor& gate, const Tensor& up) {
   if (out.numel() == 0) {
@@ -86,7 +86,7 @@ Tensor mlp(const Arguments& a, Config config) {
   return out;
 }
 
-// The same with g and u, rounded to the dtype of x.
+// The same, and g and u, rounded to the dtype of x.
 template <Forward kForward>
 Products forward(const Arguments& a) {
   Products results = prepare_forward(a);
@@ -122,7 +122,7 @@ Gradients backward(const Arguments& a, const Tensor& dy, Mask wanted) {
   return gradients;
 }
 
-// The same with g and u as gated_mlp_forward returned them.
+// The same, with g and u as gated_mlp_forward returned them.
 template <Backward kBackward>
 Gradients saved_backward(const Arguments& a, const Tensor& dy, const Tensor& gate, const Tensor& up,
                          Mask wanted) {
@@ -198,7 +198,7 @@ bool any(Mask mask) {
   return mask[0] || mask[1] || mask[2];
 }
 
-// Without saved products dy stands in their place: every input of a node must be a tensor.
+// Where no products are saved, dy stands in their place: every input of a node must be a tensor.
 Gradients record_backward(const Arguments& a, const Tensor& dy, const Tensor& gate, const Tensor& up,
                           bool saved, Mask mask) {
   const variable_list wanted =
@@ -228,7 +228,7 @@ Gradients saved_backward_autograd(const Arguments& a, const Tensor& dy, const Te
   return call_saved_backward(a, dy, gate, up, mask);
 }
 
-// ---- schema arguments to Arguments, one adapter per op
+// ---- from schema arguments to Arguments, one adapter per op
 
 template <Tensor (*kBody)(const Arguments&, Config)>
 Tensor mlp_op(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight, Text activation,

@@ -1,4 +1,4 @@
-// The contract of the gated_mlp room: sizes, checks and entry points. docs/semantics/gated_mlp.md §3.2.
+// The contract of the gated_mlp room: sizes, checks and entry points. docs/semantics/gated_mlp.md §3.2
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -27,7 +27,7 @@ struct Arguments {
 };
 
 // x as [rows, hidden], and the weights by role: out = (x linear^T) * act(x acted^T). act_on = "gate"
-// exchanges the weights, and everything that belongs to one of them, and nothing else.
+// exchanges the weights and everything that belongs to one of them, and changes nothing else.
 struct Operands {
   Sizes sizes;
   Activation activation;
@@ -38,27 +38,28 @@ struct Operands {
 };
 
 void check_config(at::OptionalIntArrayRef config);
-// Checks of gated_mlp; returns out, uninitialised, contiguous, of x's dtype.
+// Checks the arguments of gated_mlp and returns out: uninitialised, contiguous, of x's dtype.
 at::Tensor prepare(const Arguments& arguments, at::OptionalIntArrayRef config);
-// Checks of gated_mlp_forward; returns out, gate and up likewise.
+// Checks those of gated_mlp_forward and returns out, gate and up, of the same kind.
 Products prepare_forward(const Arguments& arguments);
-// Checks of gated_mlp_backward; returns uninitialised gradients where `wanted`.
+// Checks those of gated_mlp_backward and returns the gradients that are `wanted`, uninitialised.
 Gradients prepare_backward(const Arguments& arguments, const at::Tensor& dy, Mask wanted);
-// The same for gated_mlp_saved_backward, gate and up as gated_mlp_forward returned them.
+// The same for gated_mlp_saved_backward, with gate and up as gated_mlp_forward returned them.
 Gradients prepare_saved_backward(const Arguments& arguments, const at::Tensor& dy, const at::Tensor& gate,
                                  const at::Tensor& up, Mask wanted);
-// For arguments that passed the checks.
+// The operands of arguments that passed the checks.
 Operands operands_of(const Arguments& arguments);
 
-// Results by role, [rows, inner] contiguous; the products are undefined where they are not wanted.
+// Results by role, [rows, inner], contiguous. Products that are not wanted are undefined.
 struct Results {
   at::Tensor out;
   at::Tensor linear;  // x linear^T
   at::Tensor acted;   // x acted^T
 };
 
-// dy [rows, inner]; the products as saved, or undefined to be computed again. The gradients to write, dx
-// [rows, hidden] and those of the weights by role, are undefined where they are not wanted.
+// dy is [rows, inner]. The products are those that were saved, or undefined where they must be computed
+// again. The gradients to write, dx [rows, hidden] and those of the weights by role, are undefined where they
+// are not wanted.
 struct BackwardOperands {
   at::Tensor dy;
   at::Tensor linear_product;
@@ -68,7 +69,7 @@ struct BackwardOperands {
   at::Tensor dacted;
 };
 
-// Write every element of the results; rows, inner and hidden are at least 1. `config`: empty, or a tuple of
+// Write every element of the results. rows, inner and hidden are at least 1. `config` is empty or a tuple of
 // the tuning space.
 void forward_cpu(const Operands& operands, at::IntArrayRef config, const Results& results);
 void forward_cuda(const Operands& operands, at::IntArrayRef config, const Results& results);

@@ -1,4 +1,4 @@
-// CUDA entry point of the backward: the elementwise part in one kernel, the products by kernels of
+// CUDA entry point of the backward: the elementwise part in one kernel, the products by the kernels of
 // cuda/gated_mlp_gradient.cuh or by cuBLAS.
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty_like.h>
@@ -15,13 +15,14 @@ namespace {
 
 using at::Tensor;
 
-// Gradients of the two products, by role, contiguous; rounded to the dtype of x, because they are operands.
+// Gradients of the two products, by role, contiguous. They are rounded to the dtype of x,
+// because they are operands.
 struct ProductGradients {
   Tensor linear;
   Tensor acted;
 };
 
-// Without saved products they are computed again, in fp32.
+// Products that were not saved are computed again, in fp32.
 ProductGradients differentiate_products(const Operands& o, const BackwardOperands& b, cudaStream_t stream) {
   const bool saved = b.linear_product.defined();
   const Tensor linear = saved ? aligned_contiguous(b.linear_product) : product(o.x, o.linear.t());
@@ -47,7 +48,7 @@ ProductGradients differentiate_products(const Operands& o, const BackwardOperand
 
 using HalfTypes = TypeList<c10::Half, c10::BFloat16>;
 
-// dx = dlinear linear + dacted acted; both terms of the half types are summed in fp32 and rounded once.
+// dx = dlinear linear + dacted acted. For half types both terms are summed in fp32 and rounded once.
 void write_input_gradient(const Operands& o, const ProductGradients& d, const Facts& facts, Tensor dx,
                           cudaStream_t stream) {
   if (fuses_input_gradient(facts)) {
@@ -71,7 +72,7 @@ void write_input_gradient(const Operands& o, const ProductGradients& d, const Fa
   }
 }
 
-// dlinear_weight = dlinear^T x, dacted_weight = dacted^T x; undefined where they are not wanted.
+// dlinear_weight = dlinear^T x, dacted_weight = dacted^T x. One that is not wanted is undefined.
 void write_weight_gradients(const Operands& o, const ProductGradients& d, const Facts& facts,
                             Tensor dlinear_weight, Tensor dacted_weight, cudaStream_t stream) {
   if (fuses_weight_gradients(facts)) {

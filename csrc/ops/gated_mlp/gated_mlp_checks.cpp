@@ -1,4 +1,4 @@
-// All checks and output allocation of the room, shared by the CPU, CUDA and Meta kernels.
+// All checks and the outputs' allocation, shared by the CPU, CUDA and Meta kernels.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
@@ -77,7 +77,7 @@ at::Tensor prepare(const Arguments& arguments, at::OptionalIntArrayRef config) {
 }
 
 Products prepare_forward(const Arguments& arguments) {
-  check("gated_mlp", arguments);  // the op behind gated_mlp where a gradient is recorded
+  check("gated_mlp", arguments);  // gated_mlp calls this op where a gradient is recorded
   return {empty_product(arguments), empty_product(arguments), empty_product(arguments)};
 }
 

@@ -1,5 +1,5 @@
-// The choice of kernel for gated_mlp on CUDA: a pure function of the problem,
-// printable and tested on the CPU.
+// The choice of kernel for gated_mlp on CUDA: a pure function of the problem, printable and
+// tested on the CPU.
 #pragma once
 
 #include <algorithm>
@@ -11,16 +11,16 @@
 
 namespace htree::gated_mlp {
 
-// kComposed: two matrix products of cuBLAS in fp32 and one elementwise kernel. kStream: rows of x are
-// the n side of products, 64 columns per block, weights read once (gated_mlp_stream.cuh). kTile: `rows` x
-// `columns` per block (gated_mlp_tile.cuh).
+// kComposed: two matrix products of cuBLAS in fp32 and one elementwise kernel. kStream: the rows of x are the
+// n side of the products, a block has 64 columns, weights are read once (gated_mlp_stream.cuh). kTile: `rows`
+// x `columns` per block (gated_mlp_tile.cuh).
 enum class Kernel : int { kComposed, kStream, kTile };
 
 struct KernelConfig {
   Kernel kernel;
-  int rows;     // of x per block
-  int columns;  // of the output per block
-  int stages;   // k-blocks of 64 in flight
+  int rows;     // rows of x per block
+  int columns;  // columns of the output per block
+  int stages;   // k-blocks of 64 in the ring
   int cluster;  // blocks that share the weights they load
 };
 
@@ -34,8 +34,8 @@ struct Facts {
   int multiprocessors;
 };
 
-// Tuple of the GATED_MLP space in its key order: BLOCK_M, BLOCK_N, BLOCK_K,
-// num_warps that multiply, num_stages.
+// Tuple of the tuning space GATED_MLP in the order of its keys: BLOCK_M, BLOCK_N, BLOCK_K, num_warps (those
+// that multiply), num_stages.
 struct ForcedConfig {
   int64_t block_m;
   int64_t block_n;
@@ -54,7 +54,7 @@ constexpr bool in_compiled_space(const ForcedConfig& f) {
   return (tile || stream) && f.block_k == 64 && f.num_warps == 8 && f.num_stages == 4;
 }
 
-// For a tuple of the compiled space.
+// The configuration of a tuple in the compiled space.
 constexpr KernelConfig config_of(const ForcedConfig& f) {
   const auto rows = static_cast<int>(f.block_m);
   const auto columns = static_cast<int>(f.block_n);
@@ -63,11 +63,11 @@ constexpr KernelConfig config_of(const ForcedConfig& f) {
                           : KernelConfig{Kernel::kStream, rows, columns, stages, 1};
 }
 
-// Times are microseconds on an H200 as graph replays show them; what decides is their order.
+// Times are microseconds on an H200, taken from graph replays. Only their order decides.
 struct TileKernel {
   KernelConfig config;
   double per_launch;
-  double per_block;  // of k of each tile that a block, or a cluster, takes
+  double per_block;  // per block of k of each tile that a block, or a cluster, takes
 };
 inline constexpr TileKernel kTiles[] = {
     {{Kernel::kTile, 128, 64, 6, 1}, 1.7, 0.430},
@@ -76,8 +76,8 @@ inline constexpr TileKernel kTiles[] = {
     {{Kernel::kTile, 128, 128, 4, 2}, 2.6, 0.804},
 };
 
-// In how many waves `workers`, blocks or clusters, take all tiles. The blocks of clusters share the k of the
-// last tiles where no more than half of the clusters would have one.
+// In how many waves `workers`, which are blocks or clusters, take all tiles. The blocks of a cluster share
+// the k of the last tiles where these would occupy no more than half of the clusters.
 inline double waves_of_tiles(int64_t tiles, int64_t workers, bool sharing) {
   const int64_t rest = tiles % workers;
   const bool shares = sharing && rest > 0 && 2 * rest <= workers;
@@ -107,31 +107,33 @@ inline KernelConfig choose_config(const Facts& f) {
   return best->config;
 }
 
-// ---- the products of the backward: kernels of cuda/gated_mlp_gradient.cuh, or cuBLAS
+// ---- the products of the backward: the kernels of cuda/gated_mlp_gradient.cuh, or cuBLAS
 
-// Tiles of those kernels, of a cluster.
+// What a cluster of those kernels takes of a result.
 inline constexpr int kGradientRows = 256;
 inline constexpr int kGradientColumns = 256;
 
-// Rows that tensor copies can read and write, and twice `inner` rows to count.
+// Tensor copies must be able to read and write the rows, and twice `inner` rows must be countable.
 inline bool has_gradient_kernels(const Facts& f) {
   return f.hopper_half && f.inner % 8 == 0 && f.hidden % 8 == 0 && f.inner < (int64_t{1} << 30);
 }
 
-// The gradients of the weights, where the device has the kernels: they win at every size that was measured.
+// Whether our kernels compute the gradients of the weights: wherever the device has them, since they win at
+// every size that was measured.
 inline bool fuses_weight_gradients(const Facts& f) {
   return has_gradient_kernels(f);
 }
 
-// dx, a long sum with few tiles where rows and hidden are small: cuBLAS splits it further.
+// Whether they compute dx. Where rows and hidden are small, dx is a long sum with few tiles,
+// which cuBLAS splits further.
 inline bool fuses_input_gradient(const Facts& f) {
   if (!has_gradient_kernels(f)) {
     return false;
   }
-  constexpr double kPerBlock = 0.713;          // of k
+  constexpr double kPerBlock = 0.713;          // per block of k
   constexpr double kCublasLaunches = 12.4;     // two products in fp32 and the rounding of their sum
-  constexpr double kCublasOperations = 670e6;  // per microsecond
-  constexpr double kCublasBytes = 3.65e6;      // of the weights, per microsecond
+  constexpr double kCublasOperations = 670e6;  // operations per microsecond
+  constexpr double kCublasBytes = 3.65e6;      // bytes of the weights per microsecond
   const int64_t tiles = ceil_div(f.rows, kGradientRows) * ceil_div(f.hidden, kGradientColumns);
   const int64_t clusters = std::max(1, f.multiprocessors / 2);
   const double fused =

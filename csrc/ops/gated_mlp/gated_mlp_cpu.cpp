@@ -1,6 +1,6 @@
-// CPU kernels of the gated_mlp room. What gated_mlp_fused_cpu.cpp does not serve takes its products from the
-// library in fp32 (fp64 for fp64), over blocks of the weights' rows, so that neither fp32 copies of half
-// weights nor the products are ever whole, and its elementwise part from one vectorised pass.
+// CPU kernels of the gated_mlp room. What gated_mlp_fused_cpu.cpp does not take gets its products from the
+// BLAS library in fp32 (fp64 for fp64), one block of the weights' rows after another, so that neither fp32
+// copies of half weights nor the products ever exist whole. The elementwise part is one vectorised pass.
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -17,11 +17,11 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kGrain = 1 << 13;       // elements per task
-constexpr int64_t kBlockBytes = 1 << 26;  // of one weight's block in arithmetic precision
+constexpr int64_t kGrain = 1 << 13;       // elements of a task
+constexpr int64_t kBlockBytes = 1 << 26;  // bytes of a block of one weight, in arithmetic precision
 constexpr int64_t kLeastBlock = 256;      // rows of a weight
 
-// Calls run(row, column, count) in parallel over runs of a [rows, columns] matrix that stay in a row.
+// Calls run(row, column, count) in parallel over runs of a [rows, columns] matrix; a run stays within a row.
 template <typename Run>
 void for_row_runs(int64_t rows, int64_t columns, Run&& run) {
   at::parallel_for(0, rows * columns, kGrain, [&](int64_t begin, int64_t end) {
@@ -34,7 +34,7 @@ void for_row_runs(int64_t rows, int64_t columns, Run&& run) {
   });
 }
 
-// dtype of products and sums.
+// The dtype of products and sums.
 at::ScalarType arithmetic_of(const Tensor& x) {
   return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
@@ -68,7 +68,7 @@ void gate_block(Activation activation, const Tensor& linear, const Tensor& acted
   });
 }
 
-// linear and acted become their gradients.
+// Replaces linear and acted by their gradients.
 template <typename T>
 void gate_block_backward(Activation activation, const Tensor& dy, int64_t first, const Tensor& linear,
                          const Tensor& acted) {
@@ -108,8 +108,8 @@ void forward_cpu(const Operands& o, at::IntArrayRef /*config*/, const Results& r
   });
 }
 
-// The products by the library in `dtype`: that of the sums, but bf16 for bf16 where the CPU multiplies it,
-// with dlinear and dacted rounded to it and no copies of the weights.
+// Takes the products from the BLAS library. `dtype` is that of the sums; for bf16 it is bf16 where the CPU
+// multiplies it, and then dlinear and dacted are rounded to it and the weights are not copied.
 void backward_cpu(const Operands& o, const BackwardOperands& b) {
   const c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
   const auto wide = arithmetic_of(o.x);
@@ -122,7 +122,7 @@ void backward_cpu(const Operands& o, const BackwardOperands& b) {
   const auto body = [&](int64_t first, int64_t count) {
     const Tensor linear_weight = block_of(o.linear, first, count, dtype);
     const Tensor acted_weight = block_of(o.acted, first, count, dtype);
-    // a fresh tensor: the gradients are written over it
+    // A fresh tensor, because the gradients are written over it.
     const auto product = [&](const Tensor& saved, const Tensor& weight) {
       return saved.defined() ? at::empty({o.sizes.rows, count}, x.options().dtype(wide))
                                    .copy_(saved.narrow(1, first, count))

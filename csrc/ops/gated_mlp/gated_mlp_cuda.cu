@@ -1,4 +1,4 @@
-// CUDA entry point of the forward: operands, choice of kernel, launch.
+// CUDA entry point of the forward: operands, choice of kernel and launch.
 #include "host/cuda/device_type.h"
 #include "host/cuda/launch_scope.h"
 #include "host/dispatch.h"

@@ -16,14 +16,14 @@
 
 namespace htree::gated_mlp {
 
-// cuBLAS must see the dtypes it is given.
+// cuBLAS must see the dtypes that it is given.
 using WithoutAutocast = c10::impl::ExcludeDispatchKeyGuard;
 
 inline bool is_half(const at::Tensor& x) {
   return x.scalar_type() != at::kFloat;
 }
 
-// a b in fp32: the half types without a rounding between, fp32 by torch's own rules (allow_tf32).
+// a b in fp32. Half types are not rounded in between; fp32 follows torch's own rules (allow_tf32).
 inline at::Tensor product(const at::Tensor& a, const at::Tensor& b) {
   return is_half(a) ? at::mm(a, b, at::kFloat) : at::mm(a, b);
 }
@@ -37,8 +37,8 @@ T* mutable_data_of(const at::Tensor& x) {
   return x.defined() ? static_cast<T*>(x.mutable_data_ptr()) : nullptr;
 }
 
-// x [n, hidden] as tensor copies can read it: unit stride, rows and start aligned to 16 bytes. Otherwise a
-// copy with padded rows.
+// x [n, hidden] in a form that tensor copies can read: unit stride, rows and start aligned to 16 bytes.
+// Otherwise a copy with padded rows.
 inline at::Tensor with_aligned_rows(const at::Tensor& x) {
   constexpr int64_t kPack = 8;
   const bool aligned = x.stride(1) == 1 && (x.stride(0) % kPack == 0 || x.size(0) == 1) && x.stride(0) > 0 &&
@@ -54,7 +54,7 @@ inline at::Tensor with_aligned_rows(const at::Tensor& x) {
 
 template <typename T>
 Operand<T> operand_of(const at::Tensor& x) {
-  // a single row may have any stride; the descriptor wants a multiple of 16 bytes
+  // A single row may have any stride, but the descriptor wants a multiple of 16 bytes.
   return {data_of<T>(x), x.size(0) == 1 ? (x.size(1) + 7) / 8 * 8 : x.stride(0)};
 }
 

@@ -1,5 +1,5 @@
-// Kernels of the Hadamard transform: a tile is loaded once into registers, transformed there, and stored
-// once.
+// Kernels of the Hadamard transform: a tile is loaded once into registers, transformed
+// there, and stored once.
 //
 // For the two half types the first four stages, two of them across lanes, are one product with the 16-point
 // matrix H_16 per eight rows on the tensor cores. Its inputs and its +-1 are exact in those types and it
@@ -22,8 +22,8 @@ namespace htree::hadamard {
 template <typename Tr>
 struct Exchange {
   static constexpr bool kHalf = sizeof(typename Tr::T) == 2;
-  // The vectors of a thread need bit 0. Bits for which no registers are left are done by shuffles before the
-  // exchange.
+  // The vectors of a thread need bit 0. Bits for which no registers are left are done by
+  // shuffles before the exchange.
   static constexpr int kShuffled = kHalf ? (Tr::kWarpBits > 2 ? Tr::kWarpBits - 2 : 0) : 5;
   static constexpr int kDoneLanes = kHalf ? 2 + kShuffled : 5;
   static constexpr int kFirst = Tr::kPackBits + kDoneLanes;
@@ -86,8 +86,8 @@ __device__ __forceinline__ uint32_t sign_pair() {
   return high << 16 | low;
 }
 
-// Converts the stored packs to fp32 (fp64) values and does the stages inside a pack and those of kDoneLanes
-// lane bits.
+// Converts the stored packs to fp32 (fp64) values and does the stages inside a pack and those
+// of kDoneLanes lane bits.
 template <typename Tr>
 struct FirstStages {
   static constexpr bool kTensorCores = sizeof(typename Tr::T) == 2 && Tr::kLog2N >= Tr::kPackBits + 2;
@@ -182,8 +182,8 @@ __global__ void __launch_bounds__(Tr::kBlock)
   }
 }
 
-// Starts copies of a thread's packs to the thread's own places in shared memory. They are done after
-// cp.async.wait_all.
+// Starts copies of a thread's packs to the thread's own places in shared memory. They
+// are done after cp.async.wait_all.
 template <typename Tr, Access kAccess, typename Params, typename P>
 __device__ __forceinline__ void prefetch_row(const Params& p, const RowNumbers& rows, uint32_t row,
                                              P* staged) {

@@ -36,8 +36,8 @@ std::optional<Rows> rows_of(const Problem& problem, const at::Tensor& x, const a
 // x and y are [B, H, S, D]: rows are (batch, group of heads, position), segments the heads of a group.
 std::optional<Rows> grouped_rows_of(const Problem& problem, const at::Tensor& x, const at::Tensor& y);
 
-// Check the arguments of the functional ops and return the output: uninitialised, contiguous, of x's shape
-// and dtype.
+// Check the arguments of the functional ops and return the output: uninitialised, contiguous, of
+// x's shape and dtype.
 at::Tensor prepare(const at::Tensor& x, std::optional<double> scale);
 at::Tensor prepare_grouped(const at::Tensor& x, int64_t group, std::optional<double> scale);
 // Checks the arguments of the in-place op, on metadata alone.

@@ -62,8 +62,8 @@ struct Dim {
   int64_t y_stride;
 };
 
-// Drops dims of size 1 and joins neighbours that are one dim both in x and in y. Empty where more than three
-// are left.
+// Drops dims of size 1 and joins neighbours that are one dim both in x and in y. Empty where more
+// than three are left.
 std::optional<Rows> make_rows(const std::vector<Dim>& dims, int64_t x_segment_stride,
                               int64_t y_segment_stride) {
   std::vector<Dim> joined;

@@ -47,8 +47,8 @@ cudaError_t launch(const Params<T>& params, cudaStream_t stream) {
   }
   if constexpr (std::is_same_v<T, double>) {
     if (is_split(sizeof(T), params.log2_length)) {
-      // H_2m = H_2 (x) H_m: transforms both halves of each row, then takes sums and differences of the
-      // halves.
+      // H_2m = H_2 (x) H_m: transforms both halves of each row, then takes sums and
+      // differences of the halves.
       const int half = 1 << (params.log2_length - 1);
       const int64_t segment = half >> params.log2_segment;
       Params<T> part = params;

@@ -28,8 +28,8 @@ cudaError_t fits(int shared) {
   return error == cudaSuccess && shared > most ? cudaErrorNotSupported : error;
 }
 
-// Blocks of the streaming kernel per multiprocessor of Hopper, which has 65536 registers and 227 KB of shared
-// memory.
+// Blocks of the streaming kernel per multiprocessor of Hopper, which has 65536 registers and 227
+// KB of shared memory.
 template <typename Tr>
 constexpr int streaming_blocks(int shared) {
   const int by_registers = 65536 / 128 / Tr::kBlock;

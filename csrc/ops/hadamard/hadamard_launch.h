@@ -20,9 +20,9 @@ using Params = TransformParams<T, typename ScalarOf<T>::type>;
 
 constexpr int kMaxShortLog2 = 7;
 
-// Launch on `stream`; the errors are those of the runtime. Short rows have up to 2^kMaxShortLog2 elements,
-// long ones more. cudaErrorNotSupported: the length is not compiled, or the device lacks the shared memory
-// for it.
+// Launch on `stream`; the errors are those of the runtime. Short rows have up to 2^kMaxShortLog2
+// elements, long ones more. cudaErrorNotSupported: the length is not compiled, or the device lacks the
+// shared memory for it.
 template <typename T>
 cudaError_t launch_short(const Params<T>& params, cudaStream_t stream);
 template <typename T>

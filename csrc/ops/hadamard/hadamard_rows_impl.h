@@ -1,9 +1,9 @@
-// The CPU row kernels of hadamard_rows.h, compiled per instruction set after host/cpu/simd.h
-// (csrc/instances.py).
+// The CPU row kernels of hadamard_rows.h, compiled per instruction
+// set after host/cpu/simd.h (csrc/instances.py).
 //
-// A stage on bit b of the element index works inside vectors while 2^b is below their width, across vectors
-// in registers for the next three bits, and for higher bits in passes of up to three bits over a row in
-// scratch memory.
+// A stage on bit b of the element index works inside vectors while 2^b is below their width, across
+// vectors in registers for the next three bits, and for higher bits in passes of up to three bits over a
+// row in scratch memory.
 #pragma once
 
 #include "ops/hadamard/hadamard_rows.h"
@@ -97,8 +97,8 @@ void rows_in_registers(const RowRun<const T>& x, const RowRun<T>& y, const RunSh
   }
 }
 
-// One pass over a row in scratch: the stages of the log2(kRadix) bits from that of `stride` on. `put` stores
-// the results.
+// One pass over a row in scratch: the stages of the log2(kRadix) bits from that of `stride` on.
+// `put` stores the results.
 template <int kRadix, typename S, typename Put>
 inline __attribute__((always_inline)) void pass(const S* row, int64_t n, int64_t stride, Put&& put) {
   using Vec = VecOf<S>;
@@ -128,8 +128,8 @@ inline __attribute__((always_inline)) void pass_of(int log2_radix, const S* row,
   }
 }
 
-// Longer rows: the first block of bits on the way into scratch, three more bits per pass; the last pass
-// stores.
+// Longer rows: the first block of bits on the way into scratch, three more bits per pass;
+// the last pass stores.
 template <typename T>
 void rows_in_scratch(const RowRun<const T>& x, const RowRun<T>& y, const RunShape& shape, void* scratch) {
   using Vec = VecOf<T>;

@@ -43,8 +43,8 @@ struct Traits {
                 "a block per row, or whole warps");
 };
 
-// The start of a row. A row that has more elements than a thread has registers is addressed by 32-bit indices
-// within it.
+// The start of a row. A row that has more elements than a thread has registers is addressed by
+// 32-bit indices within it.
 template <typename T>
 __device__ __forceinline__ T* row_start(const RowView<T>& view, const RowNumbers& rows, uint32_t row) {
   if (rows.one_dim) {
@@ -76,8 +76,8 @@ __device__ __forceinline__ void visit(const RowView<T>& view, const RowNumbers& 
   constexpr int kRowsPerVector = kN >= kCount ? 1 : kCount / kN;
   const uint32_t row = Tr::kLog2RowsPerTile == 0 ? first_row : first_row + (v >> Tr::kLog2N);
   const int i = Tr::kLog2RowsPerTile == 0 ? v : v & (kN - 1);
-  // Rows shorter than the vector lie one after another (Access::kWhole says so), and the last vector may be
-  // cut off.
+  // Rows shorter than the vector lie one after another (Access::kWhole says so), and the last vector
+  // may be cut off.
   if (kAccess != Access::kElements && row + kRowsPerVector <= rows.num_rows) {
     whole(element_of<kAccess>(row_start(view, rows, row), view, log2_segment, i));
     return;
@@ -95,8 +95,8 @@ __device__ __forceinline__ void visit(const RowView<T>& view, const RowNumbers& 
   }
 }
 
-// Place in the tile of pack `pack` of a thread. Its bits are, from the lowest: pack, lane, warp, number of
-// the pack.
+// Place in the tile of pack `pack` of a thread. Its bits are, from the lowest: pack, lane, warp,
+// number of the pack.
 template <typename Tr>
 __device__ __forceinline__ int place_of(int pack, int thread_in_tile) {
   return thread_in_tile << Tr::kPackBits | pack << (Tr::kPackBits + Tr::kLaneBits + Tr::kWarpBits);

@@ -7,8 +7,8 @@
 
 namespace htree::rmsnorm_rope {
 
-// A thread takes kPack consecutive pairs at a time: packs of 16 bytes, or one pair where rows are not
-// aligned.
+// A thread takes kPack consecutive pairs at a time: packs of 16 bytes, or one pair where
+// rows are not aligned.
 template <typename Element, int kPack_>
 struct LoopingTraits {
   using T = Element;

@@ -51,8 +51,8 @@ using Backward = void (*)(const Operands&, const Tensor&, const Gradients&);
 
 // n = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps) * weight.float()
 // n = n.unflatten(-1, (num_heads, hd))
-// y = n * cos[:, None] + torch.cat((-n[..., hd // 2 :], n[..., : hd // 2]), -1) * sin[:, None]
-// y.flatten(-2).to(x.dtype)
+// y = n * cos[:, None] + torch.cat((-n[..., hd // 2 :], n[..., : hd // 2]), -1)
+// * sin[:, None] y.flatten(-2).to(x.dtype)
 template <Forward kForward>
 Tensor forward(const Arguments& arguments, at::OptionalIntArrayRef config) {
   Tensor out = prepare(arguments, config);

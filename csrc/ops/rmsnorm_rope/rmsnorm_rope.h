@@ -49,8 +49,8 @@ struct Problem {
   int64_t num_rows() const { return batch * positions * heads; }
 };
 
-// Views in that form, with unit stride in the last dim: rows are [batch, positions, heads, width], tables
-// [S', d].
+// Views in that form, with unit stride in the last dim: rows are [batch, positions, heads,
+// width], tables [S', d].
 struct Operands {
   Problem problem;
   at::Tensor x;
@@ -59,8 +59,8 @@ struct Operands {
   at::Tensor sin;
 };
 
-// Checks the arguments of the functional ops and returns the output: uninitialised, contiguous, of x's shape
-// and dtype.
+// Checks the arguments of the functional ops and returns the output: uninitialised, contiguous, of
+// x's shape and dtype.
 at::Tensor prepare(const Arguments& arguments, at::OptionalIntArrayRef config);
 // Checks those of the backward ops and returns dx and dweight where `wanted`, uninitialised.
 Gradients prepare_backward(const Arguments& arguments, const at::Tensor& dy, std::array<bool, 2> wanted);
@@ -69,8 +69,8 @@ Operands operands_of(const Arguments& arguments);
 // [B, S, Hd] or [B, S, H, hd] as [batch, positions, heads, width] with unit stride in the last dim.
 at::Tensor as_rows(Norm norm, const at::Tensor& x);
 
-// Write every element of `out` [batch, positions, heads, width]. `config` is empty or a tuple of the tuning
-// space.
+// Write every element of `out` [batch, positions, heads, width]. `config` is empty or a tuple
+// of the tuning space.
 void forward_cpu(const Operands& operands, at::IntArrayRef config, const at::Tensor& out);
 void forward_cuda(const Operands& operands, at::IntArrayRef config, const at::Tensor& out);
 // Write those of dx [batch, positions, heads, width] and dweight [width] that are defined.

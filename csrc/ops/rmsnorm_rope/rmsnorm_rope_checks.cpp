@@ -104,8 +104,8 @@ at::Tensor with_unit_stride(const at::Tensor& x) {
   return x.stride(-1) == 1 || x.size(-1) <= 1 ? x : x.contiguous();
 }
 
-// eps, raised so that it stays positive in fp32, where other dtypes compute too: a row of zeros then gives
-// zeros.
+// eps, raised so that it stays positive in fp32, where other dtypes compute too: a row of
+// zeros then gives zeros.
 double in_range(double eps, at::ScalarType dtype) {
   constexpr double kLeast = std::numeric_limits<float>::min();
   return dtype == at::kDouble || eps == 0 ? eps : std::max(eps, kLeast);

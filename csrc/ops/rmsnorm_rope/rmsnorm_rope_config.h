@@ -1,5 +1,5 @@
-// The choice of kernel for rmsnorm_rope on CUDA: a pure function of the problem, printable and tested on the
-// CPU.
+// The choice of kernel for rmsnorm_rope on CUDA: a pure function of the problem, printable and
+// tested on the CPU.
 #pragma once
 
 #include <algorithm>
@@ -8,11 +8,11 @@
 
 namespace htree::rmsnorm_rope {
 
-// `threads` threads work on one row. Each holds `pairs` pairs of 16-byte packs: one in the lower half of a
-// head and its partner in the upper half. Rows of at most a warp share blocks of kSharedBlock threads.
-// `stages` rows are under way at a time: 1 loads into registers, 2 and 3 load ahead into shared memory.
-// `pairs` 0 is the looping kernel: one block per row, any width; it moves 16-byte packs where `vectorised`
-// holds.
+// `threads` threads work on one row. Each holds `pairs` pairs of 16-byte packs: one in the lower half
+// of a head and its partner in the upper half. Rows of at most a warp share blocks of kSharedBlock
+// threads. `stages` rows are under way at a time: 1 loads into registers, 2 and 3 load ahead into
+// shared memory. `pairs` 0 is the looping kernel: one block per row, any width; it moves 16-byte
+// packs where `vectorised` holds.
 struct KernelConfig {
   int threads;
   int pairs;

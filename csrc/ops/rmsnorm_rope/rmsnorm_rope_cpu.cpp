@@ -1,5 +1,5 @@
-// CPU kernels of rmsnorm_rope, parallel over rows, each row vectorised. Arithmetic is in float, for double in
-// double.
+// CPU kernels of rmsnorm_rope, parallel over rows, each row vectorised. Arithmetic is in float,
+// for double in double.
 #include <ATen/Parallel.h>
 
 #include <algorithm>

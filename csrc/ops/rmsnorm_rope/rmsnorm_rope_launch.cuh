@@ -1,5 +1,5 @@
-// From the configuration to the kernel: every configuration that the choice can return is listed here, and
-// nothing else.
+// From the configuration to the kernel: every configuration that the choice can return is listed
+// here, and nothing else.
 #pragma once
 
 #include "device/sizes.h"
@@ -91,8 +91,8 @@ template <typename T, int kThreads, int kPairs, bool kRing>
 using InstanceIfHeld =
     std::conditional_t<(kPairs <= max_pairs(sizeof(T))), Instance<T, kThreads, kPairs, kRing>, NoInstance>;
 
-// What choose_config returns: rows that share a block or have one to themselves, loaded ahead where there is
-// room.
+// What choose_config returns: rows that share a block or have one to themselves, loaded ahead
+// where there is room.
 template <typename T>
 using Automatic =
     KernelTable<Instance<T, 4, 1, true>, Instance<T, 8, 1, true>, Instance<T, 16, 1, true>,

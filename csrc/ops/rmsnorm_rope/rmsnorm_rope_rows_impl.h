@@ -1,5 +1,5 @@
-// The CPU row kernels of rmsnorm_rope_rows.h, compiled per instruction set after host/cpu/simd.h
-// (csrc/instances.py).
+// The CPU row kernels of rmsnorm_rope_rows.h, compiled per instruction
+// set after host/cpu/simd.h (csrc/instances.py).
 #pragma once
 
 #include "host/cpu/simd.h"

@@ -66,18 +66,18 @@ inline int64_t node_span(int64_t compression_rate, int64_t exponent) {
 
 // ---- candidates, docs/semantics/tree_attention.md §1.3, for the CPU and the CUDA kernels
 //
-// A query whose list in a layer holds the parents P_0 < ... < P_{m-1} (then -1) has the candidates p in [0,
-// n). Candidate p is node P_{p / r} * r + p mod r. Only the last parent is cut short, at the query's own
-// node.
+// A query whose list in a layer holds the parents P_0 < ... < P_{m-1} (then -1) has the candidates
+// p in [0, n). Candidate p is node P_{p / r} * r + p mod r. Only the last parent is cut short, at
+// the query's own node.
 
 // The number of candidates of a query whose own node in the layer is `rightmost` = t / r^layer.
 HTREE_HOST_DEVICE int64_t candidate_count(int64_t num_parents, int64_t rightmost, int64_t r) {
   return num_parents > 0 ? (num_parents - 1) * r + rightmost % r + 1 : 0;
 }
 
-// Whether a node takes part: it exists, and it starts at or before the query. Only a list that breaks the
-// invariant (its last parent is the query's own) can name another node, and such a candidate contributes
-// nothing.
+// Whether a node takes part: it exists, and it starts at or before the query. Only a list
+// that breaks the invariant (its last parent is the query's own) can name another node, and
+// such a candidate contributes nothing.
 HTREE_HOST_DEVICE bool node_present(int64_t node, int64_t rightmost, int64_t num_nodes) {
   return node >= 0 && node <= rightmost && node < num_nodes;
 }

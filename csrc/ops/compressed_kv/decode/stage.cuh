@@ -46,8 +46,8 @@ struct StageLayout {
   }
 };
 
-// Bytes behind the last stage. A bitmap with too many bits makes windows read them: D values of 2 bytes, and
-// a window.
+// Bytes behind the last stage. A bitmap with too many bits makes windows read them: D values of 2
+// bytes, and a window.
 constexpr int kStagePadding = 2 * 256 + 32;
 
 // One of the tensors that tiles are parts of. A tile is contiguous in each; its first 16 bytes may begin

@@ -1,4 +1,4 @@
-// Schemas, Meta, Autograd and registrations of fp8_gemm. docs/semantics/fp8.md §3.3.
+// Schemas, Meta, Autograd and registrations of fp8_gemm. docs/semantics/fp8.md §3.3
 #include "ops/fp8/gemm/gemm.h"
 
 #include <torch/library.h>

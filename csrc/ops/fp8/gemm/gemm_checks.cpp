@@ -1,4 +1,4 @@
-// All checks and output allocation of fp8_gemm, shared by the CPU, CUDA and Meta kernels.
+// All checks and the output's allocation of fp8_gemm, shared by the CPU, CUDA and Meta kernels.
 #include <ATen/ops/empty.h>
 
 #include "host/check.h"
@@ -8,7 +8,7 @@
 namespace htree::fp8 {
 namespace {
 
-// A scale must not vary along K: [] or the one shape that has 1 there.
+// A scale must not vary along K: it is [] or has 1 there.
 void check_gemm_scale(const char* op, const char* name, const at::Tensor& scale, const c10::SymInt& rows,
                       const c10::SymInt& columns) {
   check_dtype(op, name, scale, {at::kFloat});

@@ -21,9 +21,9 @@ struct GemmFacts {
   bool cublas;  // cuBLASLt takes the dtypes, sizes, layouts and scales
 };
 
-// Microseconds on an H200 as graph replays show them; only their order decides. wave_us: for each tile or
-// block that a multiprocessor takes. block_us: for each k-block of 128 while few multiprocessors are at work;
-// with all of them at work it is larger by the share `contention`.
+// Microseconds on an H200, taken from graph replays; only their order decides. wave_us: per tile or block
+// that a multiprocessor takes. block_us: per k-block of 128 while few multiprocessors work; with all of them
+// at work it is larger by the share `contention`.
 struct GemmCost {
   double wave_us;
   double block_us;
@@ -35,11 +35,11 @@ struct GemmCost {
 // share the tiles of a last wave that would leave half of them idle, which costs exchange_us.
 enum class TileKind : int { kPlain, kTransposed, kMulticast, kShared };
 
-// What decides between tiles is how many waves they make over the multiprocessors, so there are many.
+// How many waves the tiles make over the multiprocessors decides between them, so there are many.
 struct GemmTile {
   TileKind kind;
-  int rows;     // of c
-  int columns;  // of c
+  int rows;     // rows of c
+  int columns;  // columns of c
   int stages;
   double launch_us;  // per call
   GemmCost cost;
@@ -85,8 +85,8 @@ constexpr int blocks_per_copy(const GemmTile& t) {
   return t.kind == TileKind::kMulticast ? 2 : 1;
 }
 
-// Blocks of `rows` rows and 64 columns, of which clusters of `parts` share out k. `resident` of them fit a
-// multiprocessor: two with shorter rings, for a little more blocks than multiprocessors.
+// Blocks of `rows` rows and 64 columns; clusters of `parts` blocks share out k. `resident` blocks fit a
+// multiprocessor: two where the rings are shorter, for problems with a few more blocks than multiprocessors.
 struct GemmStream {
   int rows;
   int parts;
@@ -108,15 +108,15 @@ inline constexpr GemmStream kGemmStreams[] = {
     {96, 1, 5, 2, {3.20, 0.375, 0.0}},
 };
 
-// Clusters of four do not fill the chip: its groups of multiprocessors are no multiples of four.
+// Clusters of four do not fill the chip, because its groups of multiprocessors are not multiples of four.
 inline constexpr int64_t kMostBlocksInFours = 96;
 inline double operations(const GemmFacts& f) {
   return 2.0 * static_cast<double>(f.m) * static_cast<double>(f.n) * static_cast<double>(f.k);
 }
 
-// No kernel is faster than memory. Near the speed of memory a kernel waits for memory and for its products,
-// tiles more than streams: the root of the sum of fourth or sixth powers. Called for every launch, hence not
-// std::pow.
+// No kernel is faster than memory. Near the speed of memory a kernel waits for memory and for its products, a
+// tile kernel more so than a stream kernel: the time is the root of the sum of fourth or sixth powers. This
+// runs at every launch, so it does without std::pow.
 inline double join_fourth(double time, double memory_time) {
   const double a = time * time, b = memory_time * memory_time;
   return std::sqrt(std::sqrt(a * a + b * b));
@@ -125,13 +125,13 @@ inline double join_sixth(double time, double memory_time) {
   const double a = time * time, b = memory_time * memory_time;
   return std::cbrt(std::sqrt(a * a * a + b * b * b));
 }
-// Until the first bytes have come.
+// The time until the first bytes have come.
 inline constexpr double kFirstBytesUs = 2.0;
 inline double bytes_time(const GemmFacts& f, double bytes_per_us) {
   const auto m = static_cast<double>(f.m), n = static_cast<double>(f.n), k = static_cast<double>(f.k);
   return (m * k + n * k + 2 * m * n) / bytes_per_us;
 }
-// For tiles and cuBLASLt.
+// The same for tiles and for cuBLASLt.
 inline double with_memory(const GemmFacts& f, double time) {
   constexpr double kBytesPerUs = 4.0e6;
   return join_fourth(time, kFirstBytesUs + bytes_time(f, kBytesPerUs));
@@ -141,14 +141,14 @@ inline int64_t count_k_blocks(const GemmFacts& f) {
   return ceil_div(f.k, 128);
 }
 
-// One wave, in which the share `at_work` of the multiprocessors takes `k_blocks`.
+// The time of one wave, in which the share `at_work` of the multiprocessors takes `k_blocks` k-blocks.
 inline double wave_time(const GemmCost& cost, double k_blocks, double at_work) {
   return cost.wave_us + k_blocks * cost.block_us * (1.0 + cost.contention * std::min(1.0, at_work));
 }
 
-// The multiprocessors take the tiles in waves. Pairs that share nothing are as fast as single blocks in one
+// The multiprocessors take the tiles in waves. Pairs that share no tile are as fast as single blocks in one
 // wave, and slightly slower in more. Transposed tiles that lack a third of their rows are slower than this
-// says, and left out. Beyond kUnthrottled operations the chip lowers its clock.
+// says and are left out. Beyond kUnthrottled operations the chip lowers its clock.
 inline double tile_time(const GemmTile& t, const GemmFacts& f) {
   constexpr double kNever = std::numeric_limits<double>::infinity();
   constexpr double kUnthrottled = 6e10;
@@ -181,8 +181,8 @@ inline int64_t count_blocks(const GemmStream& s, const GemmFacts& f) {
   return ceil_div(f.m, s.rows) * ceil_div(f.n, 64) * s.parts;
 }
 
-// At least two k-blocks for each part. Where two blocks share a multiprocessor, a single wave, and no row of
-// zeros too many: up to 64 rows tiles are faster than blocks of 80.
+// Each part needs at least two k-blocks. Where two blocks share a multiprocessor, there must be a single wave
+// and not too many rows of zeros: up to 64 rows tiles are faster than blocks of 80.
 inline bool stream_takes(const GemmStream& s, const GemmFacts& f) {
   const int64_t blocks = count_blocks(s, f);
   const bool has_k = s.parts == 1 || f.k >= int64_t{256} * s.parts;
@@ -192,8 +192,8 @@ inline bool stream_takes(const GemmStream& s, const GemmFacts& f) {
   return has_k && in_fours && in_twos;
 }
 
-// The blocks come in waves, each of which waits for its share of the bytes: a short last
-// one leaves the memory idle.
+// The blocks come in waves, and each wave waits for its share of the bytes: a short last wave
+// leaves the memory idle.
 inline double stream_time(const GemmStream& s, const GemmFacts& f) {
   constexpr double kBytesPerUs = 4.2e6;
   const int64_t blocks = count_blocks(s, f);
@@ -201,7 +201,7 @@ inline double stream_time(const GemmStream& s, const GemmFacts& f) {
   const int64_t whole = blocks / at_once;
   const int64_t rest = blocks % at_once;
   const double k_blocks = static_cast<double>(count_k_blocks(f)) / s.parts;
-  const double bytes = bytes_time(f, kBytesPerUs) / static_cast<double>(blocks);  // of a block
+  const double bytes = bytes_time(f, kBytesPerUs) / static_cast<double>(blocks);  // bytes of a block
   const auto wave = [&](int64_t count, double first_bytes) {
     return join_sixth(wave_time(s.cost, k_blocks, static_cast<double>(count) / f.multiprocessors),
                       first_bytes + bytes * static_cast<double>(count));
@@ -213,10 +213,10 @@ inline double stream_time(const GemmStream& s, const GemmFacts& f) {
          (rest > 0 ? wave(rest, 0.0) : 0.0);
 }
 
-// The time of cuBLASLt with the kernel that makes the reciprocals of the scales. cuBLASLt has kernels of many
-// shapes, so this errs by a tenth both ways; ours win all the same where they have enough tiles for the
-// device. A c of very few tiles costs cuBLASLt a second kernel, or leaves it with few blocks. Beyond
-// kUnthrottled operations the chip lowers its clock.
+// The time of cuBLASLt, with the kernel that makes the reciprocals of the scales. cuBLASLt has kernels of
+// many shapes, so this errs by a tenth both ways; ours still win where they have enough tiles for the device.
+// For a c of very few tiles cuBLASLt runs a second kernel, or has few blocks. Beyond kUnthrottled operations
+// the chip lowers its clock.
 inline double cublas_time(const GemmFacts& f) {
   constexpr double kReciprocals = 1.4;
   constexpr double kMargin = 1.15;
@@ -254,7 +254,7 @@ inline GemmConfig config_of_stream(const GemmStream& s) {
           .transposes = false};
 }
 
-// What the estimates say.
+// The configuration with the shortest estimated time.
 inline GemmConfig choose_gemm_config(const GemmFacts& f) {
   GemmConfig best{.kernel = f.cublas ? GemmKernel::kCublas : GemmKernel::kHalf};
   if (!f.hopper) {

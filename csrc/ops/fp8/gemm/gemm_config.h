@@ -6,25 +6,25 @@
 
 namespace htree::fp8 {
 
-// kHalf: codes converted to fp16, which holds every one, and the fp16 product of cuBLAS with fp32 sums.
-// kCublas: cuBLASLt (gemm_cublas.h). kStream: rows of a are the n side, 64 columns per block
-// (gemm_stream.cuh). kTile: persistent tiles (gemm_tile.cuh).
+// kHalf: codes are converted to fp16, which holds all of them, and cuBLAS multiplies fp16 with fp32 sums.
+// kCublas: cuBLASLt (gemm_cublas.h). kStream: the rows of a are the n side of the products, a block has 64
+// columns (gemm_stream.cuh). kTile: persistent tiles (gemm_tile.cuh).
 enum class GemmKernel : int { kHalf, kCublas, kStream, kTile };
 
 struct GemmConfig {
   GemmKernel kernel;
-  int rows;         // of c per block
-  int columns;      // of c per block
+  int rows;         // rows of c per block
+  int columns;      // columns of c per block
   int promote;      // elements of k that are summed before fp32 registers take over
-  int group;        // row tiles swept together, 0 for kStream
-  int stages;       // k-blocks of 128 in flight
-  int cluster;      // blocks that share the rows of a they load, or of b where it transposes; 1 for kStream
-  int parts;        // blocks of a cluster that share out k: always for kStream, of their last tile for kTile
+  int group;        // row tiles that are swept together; 0 for kStream
+  int stages;       // k-blocks of 128 in the ring
+  int cluster;      // blocks that share the rows of a (b where it transposes) that they load; 1 for kStream
+  int parts;        // blocks of a cluster that share out k: always for kStream, in their last tile for kTile
   bool transposes;  // kTile: columns of c are the 64-row side of the products
 };
 
-// Tuple of the FP8_GEMM space in its key order. BLOCK_K is the number of elements that are summed before fp32
-// registers take over; a stage always holds 128.
+// Tuple of the tuning space FP8_GEMM in the order of its keys. BLOCK_K is the number of elements that are
+// summed before fp32 registers take over; a stage always holds 128.
 struct ForcedGemmConfig {
   int64_t block_m;
   int64_t block_n;
@@ -56,7 +56,7 @@ constexpr GemmConfig config_of(const ForcedGemmConfig& f) {
           .transposes = false};
 }
 
-// Row tiles that the tile kernels sweep together; column tiles where they transpose.
+// Row tiles that the tile kernels sweep together, or column tiles where they transpose.
 inline constexpr int kTileGroup = 16;
 
 inline std::string describe(const GemmConfig& c) {

@@ -1,5 +1,5 @@
-// The CPU kernel of fp8_gemm_exact: the BLAS library's product in fp64.
-// gemm_rows_cpu.cpp has that of fp8_gemm.
+// The CPU kernel of fp8_gemm_exact: the BLAS library's product in fp64. The kernel of
+// fp8_gemm is in cpu/gemm_rows_cpu.cpp.
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/Float8_e4m3fn.h>
@@ -13,7 +13,7 @@ namespace htree::fp8 {
 namespace {
 
 constexpr int64_t kBlockBytes = 1 << 26;
-constexpr int64_t kGrain = 1 << 15;  // codes per task
+constexpr int64_t kGrain = 1 << 15;  // codes of a task
 
 // The values of all codes.
 const std::array<double, 256>& code_values() {
@@ -28,7 +28,8 @@ const std::array<double, 256>& code_values() {
   return values;
 }
 
-// The fp64 copy of codes [rows, columns], in their own order; by a table, ten times as fast as torch's cast.
+// The fp64 copy of codes [rows, columns], in their own order, made by a table: ten times as
+// fast as torch's cast.
 at::Tensor widen(const at::Tensor& codes) {
   const at::Tensor dense = codes.is_non_overlapping_and_dense() ? codes : codes.contiguous();
   const at::Tensor wide =

@@ -1,4 +1,4 @@
-// The product of e4m3 codes by cuBLASLt, for what cublas_takes() in gemm_cuda.cu accepts.
+// The product of e4m3 codes by cuBLASLt, where cublas_takes() in gemm_cuda.cu allows it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,7 +8,8 @@
 
 namespace htree::fp8 {
 
-// Writes c = (a b) / (s_a s_b). `overlaps`: the reciprocals of the scales may overlap the kernel in front.
+// Writes c = (a b) / (s_a s_b). `overlaps`: the reciprocals of the scales may overlap the end of
+// the kernel before them.
 void cublas_gemm(const GemmArguments& g, GemmScale a_scale, GemmScale b_scale, const at::Tensor& c,
                  bool overlaps, cudaStream_t stream);
 

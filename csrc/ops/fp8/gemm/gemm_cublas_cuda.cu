@@ -1,7 +1,7 @@
-// cuBLASLt for fp8_gemm. torch's scaled product always offers it a workspace, which makes it choose kernels
-// that clear a counter there first: 2 us of its 110 at 4096^3 on an H200. Without one it takes the same
-// kernels with a fixed order of tiles, and what that saves pays for the reciprocals of the scales. Where c
-// has few tiles it cuts k into parts, and for that it needs the workspace.
+// cuBLASLt for fp8_gemm. torch's scaled product always offers cuBLASLt a workspace, which makes it choose
+// kernels that clear a counter there first: 2 us of its 110 at 4096^3 on an H200. Without a workspace it
+// takes the same kernels with a fixed order of tiles, and what that saves pays for the reciprocals of the
+// scales. Where c has few tiles it cuts k into parts, and for that it needs the workspace.
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/ops/_scaled_mm.h>
@@ -27,7 +27,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kPack = 16 / sizeof(float);  // cuBLASLt wants each vector of factors on the 16-byte grid
+constexpr int64_t kPack = 16 / sizeof(float);  // cuBLASLt wants each vector of factors aligned to 16 bytes
 
 void check(cublasStatus_t status, const char* what) {
   TORCH_CHECK(status == CUBLAS_STATUS_SUCCESS, "fp8_gemm: ", what, " failed with cuBLAS status ",
@@ -44,7 +44,7 @@ using Layout = Owned<cublasLtMatrixLayout_t, cublasLtMatrixLayoutDestroy>;
 using Operation = Owned<cublasLtMatmulDesc_t, cublasLtMatmulDescDestroy>;
 using Preference = Owned<cublasLtMatmulPreference_t, cublasLtMatmulPreferenceDestroy>;
 
-// Column-major, as cuBLASLt sees it.
+// Matrices are column-major, as cuBLASLt sees them.
 Layout make_layout(cudaDataType_t type, int64_t rows, int64_t columns, int64_t pitch) {
   cublasLtMatrixLayout_t layout = nullptr;
   check(cublasLtMatrixLayoutCreate(&layout, type, static_cast<uint64_t>(rows), static_cast<uint64_t>(columns),
@@ -59,7 +59,7 @@ void set(const Operation& operation, cublasLtMatmulDescAttributes_t attribute, c
         "cublasLtMatmulDescSetAttribute");
 }
 
-// Bytes: 256, unless the data has less.
+// The alignment in bytes, at most 256.
 uint32_t alignment_of(const Tensor& x) {
   uint32_t alignment = 256;
   while (reinterpret_cast<uintptr_t>(x.const_data_ptr()) % alignment != 0) {
@@ -78,7 +78,7 @@ cudaDataType_t output_type(at::ScalarType dtype) {
   return dtype == at::kHalf ? CUDA_R_16F : dtype == at::kBFloat16 ? CUDA_R_16BF : CUDA_R_32F;
 }
 
-// All that the choice of cuBLASLt depends on.
+// Everything that the choice of cuBLASLt depends on.
 struct Problem {
   c10::DeviceIndex device;
   at::ScalarType output;
@@ -100,8 +100,7 @@ struct Layouts {
 
 using Algorithm = std::optional<cublasLtMatmulAlgo_t>;
 
-// The first choice of cuBLASLt among the kernels that do without a workspace; none
-// where it has no such kernel.
+// The first choice of cuBLASLt among its kernels that need no workspace; none where it has no such kernel.
 Algorithm ask_cublas(cublasLtHandle_t handle, const Problem& p, const Operation& operation,
                      const Layouts& layouts) {
   cublasLtMatmulPreference_t wishes = nullptr;
@@ -111,7 +110,7 @@ Algorithm ask_cublas(cublasLtHandle_t handle, const Problem& p, const Operation&
   check(cublasLtMatmulPreferenceSetAttribute(wishes, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &no_workspace,
                                              sizeof no_workspace),
         "cublasLtMatmulPreferenceSetAttribute");
-  // The kernels may count on these alignments. Its first operand is b.
+  // The kernels may count on these alignments. b is the first operand.
   set_alignment(wishes, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, p.b_alignment);
   set_alignment(wishes, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, p.a_alignment);
   set_alignment(wishes, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, p.c_alignment);
@@ -128,7 +127,7 @@ Algorithm ask_cublas(cublasLtHandle_t handle, const Problem& p, const Operation&
   return choice.algo;
 }
 
-// The same, asked once per problem: the question costs the host several times as much as the launch.
+// The same, asked once per problem: asking costs the host several times as much as the launch.
 Algorithm algorithm_for(cublasLtHandle_t handle, const Problem& p, const Operation& operation,
                         const Layouts& layouts) {
   constexpr size_t kMostKept = 4096;
@@ -145,13 +144,13 @@ Algorithm algorithm_for(cublasLtHandle_t handle, const Problem& p, const Operati
   return known.emplace(p, ask_cublas(handle, p, operation, layouts)).first->second;
 }
 
-// c = factor_a * factor_b * a b; false where cuBLASLt has no kernel that does without a workspace.
+// c = factor_a * factor_b * a b. False where cuBLASLt has no kernel without a workspace.
 bool multiply(const GemmArguments& g, const float* factor_a, const float* factor_b, const Tensor& c,
               cudaStream_t stream) {
   cublasLtMatmulDesc_t description = nullptr;
   check(cublasLtMatmulDescCreate(&description, CUBLAS_COMPUTE_32F, CUDA_R_32F), "cublasLtMatmulDescCreate");
   const Operation operation(description);
-  // Its result is column-major, so that it computes the transpose of c: rows of b^T times columns of a^T.
+  // Its result is column-major, so it computes the transpose of c: rows of b^T times columns of a^T.
   set(operation, CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
   set(operation, CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_N);
   set(operation, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, factor_b);
@@ -185,7 +184,7 @@ bool multiply(const GemmArguments& g, const float* factor_a, const float* factor
   return true;
 }
 
-// Fewer tiles than half of the multiprocessors.
+// Whether c has fewer tiles than half of the multiprocessors.
 bool has_few_tiles(const GemmArguments& g) {
   constexpr int64_t kTile = 128;
   const int64_t tiles = ceil_div(g.a.size(0), kTile) * ceil_div(g.b.size(1), kTile);

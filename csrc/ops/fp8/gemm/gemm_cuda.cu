@@ -1,4 +1,4 @@
-// CUDA entry points of fp8_gemm: operands, choice of kernel, launch.
+// CUDA entry points of fp8_gemm: operands, choice of kernel and launch.
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
@@ -19,15 +19,15 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kAlignment = 16;  // bytes, and codes
+constexpr int64_t kAlignment = 16;  // bytes, which are also codes
 
 bool is_aligned(const Tensor& x) {
   return x.stride(1) == 1 && x.stride(0) % kAlignment == 0 && x.stride(0) > 0 &&
          reinterpret_cast<uintptr_t>(x.const_data_ptr()) % kAlignment == 0;
 }
 
-// Codes [rows, k] as tensor copies can read them. Otherwise a copy with padded rows: a row-major b, among
-// others, is transposed here.
+// Codes [rows, k] in a form that tensor copies can read. Otherwise a copy with padded rows; among others a
+// row-major b is transposed here.
 Tensor with_aligned_codes(const Tensor& x) {
   if (is_aligned(x)) {
     return x;
@@ -42,14 +42,14 @@ GemmOperand operand_of(const Tensor& x) {
   return {x.const_data_ptr(), x.stride(0)};
 }
 
-// [] or a vector in two dims.
+// The scale is [] or a vector in two dims.
 GemmScale scale_of(const Tensor& scale) {
   const int64_t dim = scale.dim() == 2 && scale.size(0) == 1 ? 1 : 0;
   return {scale.const_data_ptr<float>(), scale.dim() == 0 ? 0 : scale.stride(dim)};
 }
 
-// What torch's scaled product takes as it is: both scales single, or one per row and
-// column with a bf16 result.
+// Whether torch's scaled product takes the operands as they are: both scales are single, or there is one per
+// row and column and the result is bf16.
 bool cublas_takes(const GemmArguments& g) {
   const bool single = g.a_scale.numel() == 1 && g.b_scale.numel() == 1;
   const bool vectors = g.output_dtype == at::kBFloat16;
@@ -88,8 +88,9 @@ void run_hopper(const GemmArguments& g, const GemmConfig& config, const Tensor& 
 
 }  // namespace
 
-// Not by fp16 tensor cores: they cut off what lies below the last bit of an fp32 sum instead of rounding it,
-// so a long sum of products of one sign comes out too small (Fasi et al., PeerJ Computer Science 7, 2021).
+// This does not use fp16 tensor cores: they cut off what lies below the last bit of an fp32 sum instead
+// of rounding it, so a long sum of products of one sign comes out too small (Fasi et al., PeerJ
+// Computer Science 7, 2021).
 void exact_gemm_cuda(const GemmArguments& g, const Tensor& c) {
   constexpr int64_t kBlockBytes = 1 << 28;
   const LaunchScope scope(g.a);

@@ -1,5 +1,5 @@
-// The product with sums in fp64, by the BLAS library, or cuBLAS. Products of e4m3 codes are multiples of
-// 2^-18 below 2^18, so every sum of up to 2^17 of them is exact in fp64, whatever its order: the bits depend
+// The product with sums in fp64, by the BLAS library or cuBLAS. Products of e4m3 codes are multiples of 2^-18
+// below 2^18, so every sum of up to 2^17 of them is exact in fp64, whatever its order: the bits depend
 // neither on the library nor on the number of threads.
 #pragma once
 
@@ -19,8 +19,8 @@ inline void store_quotients(const at::Tensor& sums, const at::Tensor& a_scale, c
   c.copy_(sums.div_(a_scale.to(at::kDouble)).div_(b_scale.to(at::kDouble)));
 }
 
-// In blocks of rows of a and columns of b, so that fp64 copies take at most `block_bytes` each, or 256 rows
-// or columns. widen(codes) makes the copies.
+// Works in blocks of rows of a and columns of b, so that their fp64 copies take at most `block_bytes` each,
+// or 256 rows or columns. widen(codes) makes the copies.
 template <class Widen>
 void multiply_in_double(const GemmArguments& g, int64_t block_bytes, const at::Tensor& c, Widen&& widen) {
   constexpr int64_t kLeastBlock = 256;

@@ -1,4 +1,4 @@
-// Arguments of the FP8 matrix product kernels. Torch-free. docs/semantics/fp8.md §3.3.
+// Arguments of the FP8 matrix product kernels. Torch-free. docs/semantics/fp8.md §3.3
 #pragma once
 
 #include <cstdint>
@@ -12,13 +12,13 @@ struct GemmSizes {
   int64_t k;
 };
 
-// One scale for the operand (stride 0), or one per row of a or column of b, `stride` elements apart.
+// One scale for the whole operand (stride 0), or one per row of a or column of b, `stride` elements apart.
 struct GemmScale {
   const float* data;
   int64_t stride;
 };
 
-// Codes in rows of `pitch` bytes, a multiple of 16, aligned to 16 bytes.
+// Codes in rows that stand `pitch` bytes apart, a multiple of 16, aligned to 16 bytes.
 struct GemmOperand {
   const void* data;
   int64_t pitch;

@@ -1,5 +1,6 @@
-// Elements along a row under one scale, a chunk in the registers of a few threads or a block: read once, the
-// scale computed or looked up, written once. docs/semantics/fp8.md §3.3.
+// Kernels for elements of a row that share a scale: a few threads or a block hold a chunk of
+// them in registers. The chunk is read once, the scale computed or looked up, and the result
+// written once. docs/semantics/fp8.md §3.3
 #pragma once
 
 #include "device/divmod.cuh"
@@ -8,11 +9,11 @@
 
 namespace htree::fp8 {
 
-// Where the scale comes from: the chunk, which is a whole group; memory; or the partial maxima of the whole
-// tensor, a few hundred numbers that every block reduces.
+// Where the scale comes from: from the chunk, which is a whole group; from memory; or from the partial maxima
+// of the whole tensor, a few hundred numbers that every block reduces.
 enum class ScaleSource { kChunk, kMemory, kPartials };
 
-// kThreads per chunk, a power of two, each with kPacks packs of kPack elements.
+// A chunk has kThreads threads, a power of two; each has kPacks packs of kPack elements.
 template <typename Job_, ScaleSource kSource_, int kThreads_, int kPacks_, int kPack_>
 struct ChunkTraits {
   using Job = Job_;
@@ -25,7 +26,7 @@ struct ChunkTraits {
   static constexpr ChunkConfig kConfig{kThreads, kPacks, kPack};
   static constexpr int kBlock = kConfig.block();
   static constexpr int kChunksPerBlock = kConfig.chunks_per_block();
-  static constexpr int kWarps = kThreads / device::kWarpSize;  // of a chunk
+  static constexpr int kWarps = kThreads / device::kWarpSize;  // warps of a chunk
   static_assert((kThreads & (kThreads - 1)) == 0 && kThreads <= 1024);
 };
 
@@ -46,7 +47,7 @@ struct ChunkParams {
   device::FastDivisor groups_per_row;
 };
 
-// Maximum over the kThreads threads of a chunk; all of them get it. Every thread of the block must call.
+// The maximum over the kThreads threads of a chunk; all of them get it. Every thread of the block must call.
 template <typename Tr>
 __device__ __forceinline__ uint32_t chunk_max(uint32_t bits, uint32_t* scratch) {
   constexpr int kWidth = Tr::kThreads < device::kWarpSize ? Tr::kThreads : device::kWarpSize;
@@ -77,10 +78,10 @@ struct ChunkSlice {
   int64_t x_offset;
   int64_t out_offset;
   uint32_t group_idx;
-  int length;  // of the chunk; 0 or less behind the last one: nothing to do, but a part in the reductions
+  int length;  // of the chunk; 0 or less behind the last one, whose threads only take part in reductions
 
   __device__ __forceinline__ explicit ChunkSlice(const ChunkParams<In, Out>& p) {
-    // After the search for the largest magnitude the end of x is still in the L2 cache: begin there.
+    // The search for the largest magnitude left the end of x in the L2 cache, so begin there.
     const uint32_t block = Tr::kSource == ScaleSource::kPartials ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const uint32_t chunk_idx = block * Tr::kChunksPerBlock + threadIdx.x / Tr::kThreads;
     group_idx = p.chunks_per_group.quotient(chunk_idx);
@@ -111,7 +112,7 @@ struct ChunkSlice {
   }
 };
 
-// Bits of the largest finite magnitude in `bits`; whether any element is not finite.
+// Leaves in `bits` the bits of the largest finite magnitude. Returns whether any element is not finite.
 template <typename T, int kPacks, int kPack>
 __device__ __forceinline__ bool largest_of_packs(const Pack<T, kPack> (&value)[kPacks], uint32_t& bits) {
   bits = 0;
@@ -180,7 +181,7 @@ __global__ void __launch_bounds__(Tr::kBlock)
   Out* out = p.out + slice.out_offset;
   if constexpr (kDivides<Job>) {
     if (!is_moderate(s)) {
-      // x is read again instead of being kept in registers over the divisions.
+      // x is read again, so that it needs no registers during the divisions.
 #pragma unroll 1
       for (int i = 0; i < Tr::kPacks; ++i) {
         slice.store(out, i, Job::template apply<Tr::kPack>(slice.load(x, i), {}, OneScale<false>(s)));
@@ -197,7 +198,7 @@ __global__ void __launch_bounds__(Tr::kBlock)
     }
   }
   if constexpr (kEncodes<Job>) {
-    // A finite element overflows a given scale alone. Rare, so x is read again instead of being kept.
+    // A finite element can overflow a given scale alone. That is rare, so x is read again and not kept.
     const bool may_overflow =
         Tr::kSource == ScaleSource::kMemory && __fmul_rn(magnitude_of<In>(bits), s) > kRoundingLimit;
     if (__any_sync(device::kFullMask, is_special || may_overflow)) {

@@ -1,5 +1,5 @@
-// Scales down the columns of contiguous matrices: the largest magnitude of each column's group, and the
-// elementwise jobs, a strip of columns and a run of rows to a block.
+// Kernels for scales down the columns of contiguous matrices: the largest magnitude of each column's group,
+// and the elementwise jobs. A block takes a strip of columns and a run of rows.
 #pragma once
 
 #include "ops/fp8/quantize/emit.cuh"
@@ -7,24 +7,24 @@
 
 namespace htree::fp8 {
 
-// Groups of `group` rows of each matrix of `length` rows, split over blocks.
+// The groups of `group` rows of each matrix of `length` rows, split over blocks.
 struct ColumnGrid {
   int64_t cols;
   int64_t group;
   int64_t length;
   uint32_t groups_per_matrix;
-  uint32_t num_groups;  // of all matrices
+  uint32_t num_groups;  // groups of all matrices
   uint32_t num_splits;
-  uint32_t num_tiles;  // of kColumnLanes packs across the columns
+  uint32_t num_tiles;  // tiles of kColumnLanes packs across the columns
 };
 
-// The pack of columns of a thread, and its rows: every kColumnRows-th of a run of the group's.
+// The pack of columns of a thread, and its rows: every kColumnRows-th row of a run of its group.
 struct ColumnSlice {
   uint32_t group_idx;
   uint32_t split;
   int64_t col;
-  int64_t first_row;  // of the group, among the rows of all matrices
-  int64_t begin;      // of the thread's rows, from first_row
+  int64_t first_row;  // first row of the group, among the rows of all matrices
+  int64_t begin;      // first row of the thread, counted from first_row
   int64_t end;
 
   template <int kPack>
@@ -46,7 +46,7 @@ struct ColumnSlice {
   }
 };
 
-// Packs of a thread that are in flight at once.
+// Packs that a thread loads before it uses the first.
 constexpr int kColumnBatch = 4;
 
 template <typename T>
@@ -54,7 +54,7 @@ struct LargestColumnParams {
   const T* x;
   ColumnGrid grid;
   uint32_t* partial;  // [num_splits, num_groups, cols]
-  float* scale;       // [num_groups, cols]: written where there is one split, else null
+  float* scale;       // [num_groups, cols]: written where there is one split; else null
 };
 
 template <typename T, int kPack>
@@ -120,15 +120,15 @@ struct ColumnParams {
   ColumnGrid grid;
 };
 
-// The rows of a slice; returns whether an element goes beyond the rounding limit.
+// Works on the rows of a slice. Returns whether an element goes beyond the rounding limit.
 template <typename Job, int kPack, typename Scale>
 __device__ __forceinline__ bool apply_rows(const ColumnParams<typename Job::In, typename Job::Out>& p,
                                            const ColumnSlice& slice, const Scale& scale) {
   const int64_t first = slice.first_row * p.grid.cols + slice.col;
   constexpr int64_t kStep = kColumnBatch * kColumnRows;
   bool is_beyond = false;
-  // From the last rows to the first: the search for the largest magnitude has left the
-  // last ones in the L2 cache.
+  // It goes from the last rows to the first, because the search for the largest magnitude has left the last
+  // ones in the L2 cache.
   for (int64_t step = (slice.end - slice.begin - 1) / kStep; step >= 0; --step) {
     const int64_t begin = slice.begin + step * kStep;
     Held<typename Job::In, kPack> value[kColumnBatch];

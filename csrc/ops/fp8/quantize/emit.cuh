@@ -1,4 +1,4 @@
-// What the kernels make of a pack and its scale: codes, the values that codes stand for, a gradient.
+// What the kernels make of a pack and its scale: codes, the values that codes stand for, or a gradient.
 #pragma once
 
 #include <climits>
@@ -15,13 +15,13 @@ namespace htree::fp8 {
 
 using device::Pack;
 
-// A pack as kernels hold it: codes four to a word, or else the compiler takes what it loads apart into bytes.
+// How kernels hold a pack: codes four to a word, or else the compiler takes what it loads apart into bytes.
 template <typename T, int N>
 inline constexpr bool kInWords = sizeof(T) == 1 && N % 4 == 0;
 template <typename T, int N>
 using Held = std::conditional_t<kInWords<T, N>, Pack<uint32_t, kInWords<T, N> ? N / 4 : 1>, Pack<T, N>>;
 
-// Zeros where the pack is not wanted; chosen by words for the same reason.
+// Loads a pack, or zeros where it is not wanted. It chooses word by word, for the same reason.
 template <int N, typename T>
 __device__ __forceinline__ Held<T, N> load_held(bool is_wanted, const T* p) {
   if constexpr (sizeof(T) * N % sizeof(uint32_t) == 0) {
@@ -37,20 +37,20 @@ __device__ __forceinline__ Held<T, N> load_held(bool is_wanted, const T* p) {
 }
 
 // Whether 1 / scale and everything that OneScale and LaneScales compute from it stays clear of underflow and
-// overflow. Asked once per chunk: a branch per element cost more than the memory traffic.
+// overflow. It is asked once per chunk: a branch per element cost more than the memory traffic.
 __device__ __forceinline__ bool is_moderate(float scale) {
   return scale >= 0x1p-100f && scale <= 0x1p100f;
 }
 
-// value / scale, rounded as a division rounds it, for a moderate scale. With r the rounded 1 / scale and
-// y = value r, y - r (y scale - value) in multiply-adds is that quotient (Markstein, IBM J. Res. Dev. 34,
-// 1990). The residual of a zero is +0, so that its sign survives the last addition.
+// value / scale, rounded as a division rounds it, for a moderate scale. With r the rounded 1 / scale and y =
+// value r, the quotient is y - r (y scale - value) in multiply-adds (Markstein, IBM J. Res. Dev. 34, 1990).
+// The residual of a zero is +0, so that the zero keeps its sign in the last addition.
 __device__ __forceinline__ float quotient(float value, float scale, float reciprocal) {
   const float y = value * reciprocal;
   return fmaf(-fmaf(y, scale, -value), reciprocal, y);
 }
 
-// One scale for all elements of a pack; quotients are quick where it is known to be moderate.
+// One scale for all elements of a pack. Quotients are fast where the scale is known to be moderate.
 template <bool kModerate>
 class OneScale {
  public:
@@ -91,7 +91,7 @@ class LaneScales {
   float reciprocal_[N];
 };
 
-// RNE codes of x * s; the product is rounded to fp32 first.
+// The codes of x * s, rounded to nearest even; the product is rounded to fp32 first.
 template <typename T, int N, typename Scale>
 __device__ __forceinline__ Held<uint8_t, N> encode_pack(const Pack<T, N>& x, const Scale& scale) {
   const auto product = [&](int i) { return __fmul_rn(device::to_acc(x[i]), scale.of(i)); };
@@ -134,7 +134,7 @@ __device__ __forceinline__ Pack<T, N> decode_pack(const Held<uint8_t, N>& codes,
   return out;
 }
 
-// The jobs of a kernel: In and Out storage, and what becomes of a pack. `dy` is for RoundBackward alone.
+// The jobs of a kernel: the types In and Out, and what becomes of a pack. Only RoundBackward takes `dy`.
 template <typename T>
 struct Encode {
   using In = T;
@@ -186,7 +186,7 @@ struct RoundBackward {
   }
 };
 
-// The scale alone is wanted.
+// Nothing is written: only the scale is wanted.
 template <typename T>
 struct Nothing {
   using In = T;
@@ -202,7 +202,7 @@ inline constexpr bool kDivides =
 template <typename Job>
 inline constexpr bool kIsBackward = std::is_same_v<Job, RoundBackward<typename Job::In>>;
 
-// Whether the product of any element with its scale is beyond the rounding limit; Inf is, NaN is not.
+// Whether the product of any element with its scale is beyond the rounding limit. Inf is beyond, NaN is not.
 template <typename T, int N, typename Scale>
 __device__ __forceinline__ bool exceeds_limit(const Pack<T, N>& x, const Scale& scale) {
   bool is_beyond = false;
@@ -224,21 +224,21 @@ __device__ __forceinline__ int count_overflow(const Pack<T, N>& x, const Scale& 
   return count;
 }
 
-// All lanes of the warp must call; adds the warp's total to the counter, which ends at INT_MAX where there
-// are more: whoever raises it above brings it back, and all that is under way meanwhile is far from 2^31.
+// Adds the warp's total to the counter; all lanes of the warp must call. The counter stops at INT_MAX: a warp
+// that raises it above brings it back, and what other warps add meanwhile stays far from 2^31.
 __device__ __forceinline__ void add_overflow(int count, int* num_overflow) {
   count = device::warp_reduce<device::Sum>(count);
   if (count != 0 && threadIdx.x % device::kWarpSize == 0) {
     auto* counter = reinterpret_cast<unsigned*>(num_overflow);
-    // integers: the order of the additions does not show
+    // These are integers, so the order of the additions does not show.
     if (atomicAdd(counter, static_cast<unsigned>(count)) > static_cast<unsigned>(INT_MAX - count)) {
       atomicMin(counter, static_cast<unsigned>(INT_MAX));
     }
   }
 }
 
-// Codes go through the L2 cache to whoever multiplies them; whole 16-byte packs of values stream past it,
-// which took rows of 8192 bf16 values from 205 to 134 us on an H200.
+// Codes go through the L2 cache to the kernel that multiplies them. Whole 16-byte packs of values stream past
+// it, which took rows of 8192 bf16 values from 205 to 134 us on an H200.
 template <int N, typename T>
 __device__ __forceinline__ void store_result(T* p, const Held<T, N>& value) {
   if constexpr (kInWords<T, N>) {

@@ -1,4 +1,4 @@
-// Largest finite magnitudes of groups along rows that no block holds in registers, and of the whole tensor.
+// The largest finite magnitudes of groups along rows that no block holds in registers, and of whole tensors.
 // Each group is split over blocks, which leave partial maxima [num_splits, num_scales] as bits.
 #pragma once
 
@@ -14,11 +14,10 @@ struct LargestTraits {
   static constexpr int kThreads = kThreads_;
   static constexpr int kPacks = kPacks_;
   static constexpr int kPack = kPack_;
-  static constexpr int kTile = kThreads * kPacks * kPack;  // elements of a block in one step
+  static constexpr int kTile = kThreads * kPacks * kPack;  // elements that a block takes in one step
 };
 
-// Groups of `group` columns of each row; block b works on group b / num_splits. The
-// whole tensor is one group.
+// Groups of `group` columns of each row. Block b works on group b / num_splits. A whole tensor is one group.
 template <typename T>
 struct LargestParams {
   const T* x;
@@ -29,7 +28,7 @@ struct LargestParams {
   uint32_t num_groups;
   uint32_t num_splits;
   uint32_t* partial;  // [num_splits, num_groups]
-  int* num_overflow;  // set to zero for the launch that follows, where it is given
+  int* num_overflow;  // where given, set to zero for the launch that follows
 };
 
 template <typename Tr>
@@ -76,14 +75,15 @@ __global__ void __launch_bounds__(Tr::kThreads)
 
 constexpr int kFinishThreads = 128;
 
-// scale[i] from partial [num_splits, num_scales]: a warp for each, or a thread where there are many.
+// scale[i] from partial [num_splits, num_scales]. A scale has a warp, or one thread where
+// there are many scales.
 template <typename T, bool kWarpEach>
 __global__ void __launch_bounds__(kFinishThreads)
     finish_scale_kernel(const uint32_t* partial, float* scale, uint32_t num_splits, int64_t num_scales) {
-  constexpr int kThreads = kWarpEach ? device::kWarpSize : 1;  // to a scale
+  constexpr int kThreads = kWarpEach ? device::kWarpSize : 1;  // threads per scale
   const int64_t idx = (int64_t{blockIdx.x} * kFinishThreads + threadIdx.x) / kThreads;
   if (idx >= num_scales) {
-    return;  // whole warps where they work together
+    return;  // where a warp works together, whole warps return
   }
   uint32_t bits = 0;
   for (uint32_t split = threadIdx.x % kThreads; split < num_splits; split += kThreads) {

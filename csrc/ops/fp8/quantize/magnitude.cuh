@@ -1,5 +1,5 @@
-// The largest finite magnitude of a thread's elements, found on their bit patterns: for one sign these order
-// as the values do, with infinities and NaN on top.
+// The largest finite magnitude of a thread's elements, found on their bit patterns: without the sign bit
+// these order as the values do, with infinities and NaN on top.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -44,7 +44,7 @@ struct MaxBits {
   __device__ __forceinline__ uint32_t operator()(uint32_t a, uint32_t b) const { return a > b ? a : b; }
 };
 
-// Bits of the largest magnitude of N elements; half types go through pairs, two to an instruction.
+// The bits of the largest magnitude of N elements. Half types are compared in pairs, one instruction for two.
 template <typename T, int N>
 __device__ __forceinline__ uint32_t largest_bits(const T (&x)[N]) {
   uint32_t best = 0;
@@ -76,14 +76,14 @@ __device__ __forceinline__ uint32_t largest_finite_bits(const T (&x)[N]) {
   return best;
 }
 
-// Magnitudes side by side in words, two of the half types to one, so that maxima are taken lane by lane.
+// Magnitudes side by side in words, two of the half types in one, so that maxima are taken lane by lane.
 template <typename T, int N>
 struct MagnitudeWords {
   static constexpr int kPerWord = sizeof(T) == 2 ? 2 : 1;
   static constexpr int kWords = (N + kPerWord - 1) / kPerWord;
   uint32_t word[kWords] = {};
 
-  // Of a pack; where N is 1 the other half of a word is 0.
+  // The magnitudes of a pack. Where N is 1 the other half of a word is 0.
   __device__ __forceinline__ static MagnitudeWords of(const device::Pack<T, N>& x) {
     MagnitudeWords result;
     if constexpr (N % kPerWord == 0) {
@@ -120,7 +120,7 @@ struct MagnitudeWords {
     return kPerWord == 2 ? (most & 0xffffu) >= kInfinityBits<T> || most >> 16 >= kInfinityBits<T>
                          : most >= kInfinityBits<T>;
   }
-  // Infinities and NaN become 0.
+  // Replaces infinities and NaN by 0.
   __device__ __forceinline__ void keep_finite() {
 #pragma unroll
     for (int i = 0; i < kWords * kPerWord; ++i) {

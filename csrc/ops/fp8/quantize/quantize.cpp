@@ -1,4 +1,4 @@
-// Schemas, Meta, Autograd and registrations of the quantise stage. docs/semantics/fp8.md §3.3.
+// Schemas, Meta, Autograd and registrations of quantisation. docs/semantics/fp8.md §3.3
 #include "ops/fp8/quantize/quantize.h"
 
 #include <torch/library.h>
@@ -37,13 +37,13 @@ Tensor call_fake_backward(const Tensor& dy, const Tensor& x, const Tensor& scale
   return op.call(dy, x, scale, g.granularity, g.dim, g.block);
 }
 
-// ---- CPU, CUDA and Meta: one body, the device's entry points as template arguments
+// ---- CPU, CUDA and Meta: one body, with the device's entry points as template arguments
 
 using Quantize = void (*)(const MatrixInput&, const Tensor&, bool, const QuantizeOutputs&);
 using Dequantize = void (*)(const MatrixInput&, const Tensor&, const Tensor&);
 using FakeBackward = void (*)(const Tensor&, const MatrixInput&, const Tensor&, const Tensor&);
 
-// No element: no launch. A group without elements has the scale 1.
+// Without an element nothing is launched. A group without elements has the scale 1.
 template <Quantize kQuantize>
 void run(const Tensor& x, const Grouping& grouping, const Tensor& scale, bool given,
          const QuantizeOutputs& out) {
@@ -141,7 +141,7 @@ Tensor fake_quant_backward_meta(const Tensor& dy, const Tensor& x, const Tensor&
 struct FakeNode : Function<FakeNode> {
   static constexpr bool is_traceable = true;
 
-  // The backward needs the scale, so one that is not given is computed first.
+  // The backward needs the scale, so a scale that is not given is computed first.
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& scale,
                         const Grouping& g) {
     at::AutoDispatchBelowADInplaceOrView guard;

@@ -1,4 +1,4 @@
-// The contract of the quantise stage: sizes, checks and entry points. docs/semantics/fp8.md §3.3.
+// The contract of quantisation: sizes, checks and entry points. docs/semantics/fp8.md §3.3
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,15 +15,16 @@ namespace htree::fp8 {
 using OptionalTensor = std::optional<at::Tensor>;
 using Quantized = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // codes, scale, number of overflows
 
-// Which elements share a scale: "tensor" all of them, "channel" those along `dim`, "block" groups of `block`
-// along `dim`, the last of which may be shorter.
+// Which elements share a scale. "tensor": all of them. "channel": those along `dim`. "block": groups of
+// `block` elements along `dim`, the last of which may be shorter.
 struct Grouping {
   std::string_view granularity;
   int64_t dim;
   int64_t block;
 };
 
-// A tensor as a matrix with unit column stride: itself, or a contiguous copy where its strides need one.
+// A tensor as a matrix with unit column stride: the tensor itself, or a contiguous copy where
+// its strides need one.
 struct MatrixInput {
   at::Tensor data;
   MatrixShape shape;
@@ -31,7 +32,8 @@ struct MatrixInput {
 };
 MatrixInput matrix_of(const at::Tensor& x, const Grouping& grouping);
 
-// Checks and uninitialised outputs. A given scale must have the shape that the grouping implies.
+// Check the arguments and return uninitialised outputs. A given scale must have the shape
+// that the grouping implies.
 at::Tensor prepare_scale(const at::Tensor& x, const Grouping& grouping);
 Quantized prepare_quantize(const at::Tensor& x, const OptionalTensor& scale, const Grouping& grouping);
 at::Tensor prepare_fake(const at::Tensor& x, const OptionalTensor& scale, const Grouping& grouping);
@@ -39,17 +41,18 @@ at::Tensor prepare_fake_backward(const at::Tensor& dy, const at::Tensor& x, cons
                                  const Grouping& grouping);
 at::Tensor prepare_dequantize(const at::Tensor& codes, const at::Tensor& scale, at::ScalarType dtype,
                               int64_t block);
-// The grouping that the shape of a scale tells.
+// The grouping that follows from the shape of a scale.
 Grouping grouping_of(const at::Tensor& codes, const at::Tensor& scale, int64_t block);
 
-// What to make of x beside the scale; undefined tensors are not wanted. Contiguous, of the shape of x.
+// What is written besides the scale. Undefined tensors are not wanted; the others are contiguous and have the
+// shape of x.
 struct QuantizeOutputs {
   at::Tensor codes;
   at::Tensor values;        // dequantised codes in the dtype of x
   at::Tensor num_overflow;  // int32 []
 };
 
-// `scale` is contiguous and is read where it is `given`, else written. x has at least one element.
+// `scale` is contiguous. It is read where it is `given`, else written. x has at least one element.
 void quantize_cpu(const MatrixInput& x, const at::Tensor& scale, bool given, const QuantizeOutputs& out);
 void quantize_cuda(const MatrixInput& x, const at::Tensor& scale, bool given, const QuantizeOutputs& out);
 void dequantize_cpu(const MatrixInput& codes, const at::Tensor& scale, const at::Tensor& out);

@@ -1,4 +1,4 @@
-// All checks, output allocation and the layout of scales, shared by the CPU, CUDA and Meta kernels.
+// All checks, the outputs' allocation and the layout of scales, shared by the CPU, CUDA and Meta kernels.
 #include <ATen/WrapDimUtils.h>
 #include <ATen/ops/empty.h>
 
@@ -26,7 +26,7 @@ Granularity parse(const char* op, std::string_view name) {
                              : Granularity::kBlock;
 }
 
-// A scalar has one channel.
+// Whether there is one scale. A scalar has one channel.
 bool is_one_scale(const at::Tensor& x, Granularity granularity) {
   return granularity == Granularity::kTensor || x.dim() == 0;
 }
@@ -42,7 +42,7 @@ void check_input(const char* op, const at::Tensor& x, const Grouping& grouping) 
   check_at_least(op, "block", grouping.block, 1);
 }
 
-// ceil(n / block); the block is cut down to what no size exceeds, so that the sum cannot overflow.
+// ceil(n / block). The block is cut down to a number that no size exceeds, so that the sum cannot overflow.
 c10::SymInt num_blocks(const c10::SymInt& n, int64_t block) {
   block = std::min(block, int64_t{1} << 62);
   return (n + (block - 1)) / block;
@@ -55,7 +55,7 @@ c10::SymDimVector scale_sizes(const at::Tensor& x, const Grouping& grouping) {
   }
   c10::SymDimVector sizes(x.sym_sizes().begin(), x.sym_sizes().end());
   c10::SymInt& size = sizes[at::maybe_wrap_dim(grouping.dim, x.dim())];
-  // n = 0 has no block, but one channel.
+  // With n = 0 there is no block, but one channel.
   size = granularity == Granularity::kChannel ? c10::SymInt(1) : num_blocks(size, grouping.block);
   return sizes;
 }
@@ -74,12 +74,12 @@ bool is_equal(const c10::SymInt& a, const c10::SymInt& b) {
   return a.sym_eq(b).guard_bool(__FILE__, __LINE__);
 }
 
-// Strides of the leading dims as those of one dim; empty where they are not.
+// The leading dims as one: its stride, or empty where no single stride fits.
 std::optional<int64_t> row_stride_of(const at::Tensor& x) {
   if (x.size(-1) != 1 && x.stride(-1) != 1) {
     return std::nullopt;
   }
-  std::optional<int64_t> stride;  // of the innermost leading dim with more than one index
+  std::optional<int64_t> stride;  // stride of the innermost leading dim with more than one index
   int64_t reach = 0;              // the stride that the next dim must have
   for (int64_t dim = x.dim() - 2; dim >= 0; --dim) {
     if (x.size(dim) == 1) {
@@ -115,7 +115,7 @@ MatrixInput matrix_of(const at::Tensor& x, const Grouping& grouping) {
   }
   const MatrixShape shape{x.numel() / length, length, ScaleLayout::kRowGroups, group, 1};
   if (dim == x.dim() - 1) {
-    // A stride of 0 or less than a row is fine: x is only read.
+    // A stride of 0, or one below the length of a row, is fine: x is only read.
     if (const auto stride = row_stride_of(x)) {
       return {x, shape, *stride};
     }

@@ -1,4 +1,4 @@
-// Which CUDA kernels serve a problem: pure functions, printable and tested on the CPU.
+// Which CUDA kernels take a problem: pure functions, printable and tested on the CPU.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,11 @@
 
 namespace htree::fp8 {
 
-// Threads to a chunk of elements under one scale, and what each holds in registers.
+// How many threads a chunk of elements under one scale has, and what each holds in registers.
 struct ChunkConfig {
   int threads;
   int packs;
-  int pack;  // elements of a load: 16 bytes of the wider side, or 1 where rows lie off that grid
+  int pack;  // elements of a load: 16 bytes of the wider type, or 1 where rows are not aligned to that
 
   constexpr int capacity() const { return threads * packs * pack; }
   constexpr int block() const { return threads < 128 ? 128 : threads; }
@@ -21,7 +21,7 @@ struct ChunkConfig {
 
 constexpr int kNumChunkShapes = 10;
 
-// The compiled shapes, smallest first; threads = 0 ends the list of those with single elements.
+// The compiled shapes, smallest first. In the list of those with single elements threads = 0 is the end.
 struct ChunkShapes {
   int threads[kNumChunkShapes];
   int packs[kNumChunkShapes];
@@ -29,10 +29,10 @@ struct ChunkShapes {
 constexpr ChunkShapes kPackShapes{{8, 8, 16, 32, 32, 64, 128, 256, 512, 1024},
                                   {1, 2, 2, 2, 4, 4, 4, 4, 4, 4}};
 constexpr ChunkShapes kElementShapes{{32, 256, 1024}, {8, 16, 32}};
-// The largest shape for chunks that are no whole group: 256 threads read fastest.
+// The largest shape for chunks that are not a whole group: 256 threads read fastest.
 constexpr int kMaxSharedThreads = 256;
 
-// The smallest shape that holds the group; threads = 0 where none does, and x is read twice.
+// The smallest shape that holds the group; threads = 0 where none does, and then x is read twice.
 constexpr ChunkConfig choose_group_config(int64_t group, int pack) {
   const ChunkShapes& shapes = pack > 1 ? kPackShapes : kElementShapes;
   for (int i = 0; i < kNumChunkShapes && shapes.threads[i] > 0; ++i) {
@@ -44,7 +44,7 @@ constexpr ChunkConfig choose_group_config(int64_t group, int pack) {
   return {0, 0, pack};
 }
 
-// The same where the scale is known and a group may be several chunks.
+// The same where the scale is known, so that a group may be several chunks.
 constexpr ChunkConfig choose_chunk_config(int64_t group, int pack) {
   const ChunkConfig config = choose_group_config(group, pack);
   if (config.threads > 0 && config.threads <= kMaxSharedThreads) {
@@ -53,8 +53,8 @@ constexpr ChunkConfig choose_chunk_config(int64_t group, int pack) {
   return {kMaxSharedThreads, pack > 1 ? 4 : 16, pack};
 }
 
-// The same for codes turned to values: each pack that is read writes twice its bytes or more, and two of them
-// per thread keep the memory busiest (102 us against 104 for four, 2^27 codes to bf16 on an H200).
+// The same for turning codes into values. Each pack that is read writes twice its bytes or more, and two
+// packs per thread keep the memory busiest (102 us, four 104 us, for 2^27 codes to bf16 on an H200).
 constexpr int kDecodePacks = 2;
 constexpr ChunkConfig choose_decode_config(int64_t group, int pack) {
   const ChunkConfig config = choose_chunk_config(group, pack);
@@ -64,18 +64,18 @@ constexpr ChunkConfig choose_decode_config(int64_t group, int pack) {
 
 constexpr int kLargestThreads = 512;
 constexpr int kLargestPacks = 4;
-constexpr int kBlocksPerProcessor = 4;  // of kLargestThreads threads
+constexpr int kBlocksPerProcessor = 4;  // blocks of kLargestThreads threads
 
-// Blocks that share a group of `length` elements (rows of a column) when the largest magnitude is sought:
-// enough to fill the processors, none without a tile of its own.
+// How many blocks share a group of `length` elements (rows of a column) in the search for the largest
+// magnitude: enough to fill the multiprocessors, but each has a tile of its own.
 constexpr int64_t choose_splits(int64_t num_groups, int64_t length, int64_t tile, int num_processors) {
   const int64_t wanted = ceil_div(int64_t{kBlocksPerProcessor} * num_processors, num_groups);
   const int64_t most = ceil_div(length, tile);
   return wanted < most ? wanted : most;
 }
 
-// Elements of a pack that rows of both tensors allow: 16 bytes of the wider one, or 1. `aligned` says that
-// the data pointers lie on that grid.
+// The elements of a pack that the rows of both tensors allow: 16 bytes of the wider type, or 1. `aligned`
+// says that the data pointers are multiples of 16 bytes.
 constexpr int choose_pack(const MatrixShape& s, int64_t row_stride, int element_size, bool aligned) {
   const int pack = 16 / element_size;
   const bool by_groups = s.layout == ScaleLayout::kRowGroups && s.group < s.cols;
@@ -84,17 +84,17 @@ constexpr int choose_pack(const MatrixShape& s, int64_t row_stride, int element_
   return fits ? pack : 1;
 }
 
-// How the largest magnitudes are found in a launch of its own; splits = 0 where none is needed because the
-// registers hold each group.
+// How the largest magnitudes are found in a launch of its own. splits = 0 where no such launch is needed,
+// because the registers hold each group.
 struct LargestConfig {
   int64_t num_splits;
   int64_t num_partials;
 };
-constexpr int kColumnLanes = 32;  // packs across
-constexpr int kColumnRows = 8;    // rows of a block at a time
-constexpr int kColumnSteps = 8;   // steps that are worth a block
+constexpr int kColumnLanes = 32;  // packs across the columns
+constexpr int kColumnRows = 8;    // rows of a block at one time
+constexpr int kColumnSteps = 8;   // the fewest steps that are worth a block
 
-// Blocks of half the threads: twice as many.
+// These blocks have half the threads, so there are twice as many.
 constexpr int64_t choose_column_splits(int64_t num_tiles, int64_t group, int num_processors) {
   return choose_splits(num_tiles, group, kColumnRows * kColumnSteps, 2 * num_processors);
 }

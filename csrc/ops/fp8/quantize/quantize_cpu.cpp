@@ -1,4 +1,4 @@
-// CPU kernels of the quantise stage: runs of rows in parallel, each run vectorised.
+// CPU kernels of quantisation, parallel over runs of rows, each run vectorised.
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 namespace htree::fp8 {
 namespace {
 
-// Elements per task: large enough to hide the hand-over.
+// Elements of a task: enough to pay for handing it over.
 constexpr int64_t kGrain = 1 << 15;
 
 const RowKernels& kernels() {
@@ -58,7 +58,7 @@ T* output(const at::Tensor& t) {
   return static_cast<T*>(t.mutable_data_ptr());
 }
 
-// A run of elements that lie one after another, in x and in the contiguous output, with its scales.
+// A run of elements that lie one after another in x and in the contiguous output, with its scales.
 struct Run {
   int64_t x_offset;
   int64_t offset;
@@ -66,7 +66,7 @@ struct Run {
   int64_t length;
 };
 
-// Calls f(run) in parallel for runs that cover the matrix: parts of the tensor, groups of a row, rows.
+// Calls f(run) in parallel for runs that cover the matrix: parts of the tensor, groups of a row, or rows.
 template <typename F>
 void for_each_run(const MatrixInput& x, F&& f) {
   const MatrixShape& s = x.shape;
@@ -109,7 +109,7 @@ void largest_of_tensor(const MatrixInput& x, const RunKernels<T>& kernels, float
   *scale = scale_of(*std::max_element(largest.begin(), largest.end()));
 }
 
-// Columns in stripes: each thread has its own, over all rows of a group.
+// Columns in stripes: each thread has a stripe over all rows of a group.
 template <typename T>
 void largest_of_columns(const MatrixInput& x, const RunKernels<T>& kernels, float* scale) {
   constexpr int64_t kStripe = 512;
@@ -146,7 +146,8 @@ void quantize_cpu(const MatrixInput& x, const at::Tensor& scale, bool given, con
   dispatch(op, x.data.scalar_type(), [&](auto tag, const auto& kernels) {
     using T = typename decltype(tag)::type;
     const T* data = input<T>(x.data);
-    // Rows in one go, while each is in the cache; a tensor's or a column's scale must be known before.
+    // Rows are done in one go, while each is in the cache. The scale of a tensor or a column
+    // must be known before.
     const bool in_passing = !given && x.shape.layout == ScaleLayout::kRowGroups;
     float* computed = given ? nullptr : output<float>(scale);
     if (!given && x.shape.layout == ScaleLayout::kTensor) {

@@ -1,4 +1,4 @@
-// CUDA entry points of the quantise stage: parameters, alignment, workspace, launch.
+// CUDA entry points of quantisation: parameters, alignment, workspace and launch.
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/ops/empty.h>
@@ -22,7 +22,7 @@ template <typename T>
 const T* input(const at::Tensor& t) {
   return static_cast<const T*>(t.const_data_ptr());
 }
-// Null for a tensor that is not wanted.
+// Null where a tensor is not wanted.
 template <typename T>
 T* output(const at::Tensor& t) {
   return t.defined() ? static_cast<T*>(t.mutable_data_ptr()) : nullptr;

@@ -13,9 +13,9 @@
 namespace htree::fp8 {
 namespace {
 
-// Chunks of one launch: their numbers, and those behind the last block, must stay below 2^31.
+// Chunks of one launch: their numbers, also of those behind the last block, must stay below 2^31.
 constexpr int64_t kMaxChunks = int64_t{1} << 30;
-// From this number of scales on a thread each finishes them.
+// From so many scales on, each is finished by one thread.
 constexpr int64_t kMinThreadEach = 4096;
 
 template <typename T>
@@ -96,7 +96,7 @@ cudaError_t launch_chunks(const Operands<typename Tr::In, typename Tr::Out>& o, 
   return cudaSuccess;
 }
 
-// Tries shape kIndex of the list and those behind it.
+// Tries shape kIndex of the list and those after it.
 template <typename Job, ScaleSource kSource, int kPack, int kIndex = 0>
 cudaError_t launch_chunk_shape(const ChunkConfig& config,
                                const Operands<typename Job::In, typename Job::Out>& o, cudaStream_t stream) {
@@ -134,7 +134,7 @@ LaunchShape shape_of(const ColumnGrid& grid) {
           .thread_rows = kColumnRows};
 }
 
-// An elementwise job with its scale in memory.
+// Launches an elementwise job whose scale is in memory.
 template <typename Job, int kPack>
 cudaError_t launch_known(const Operands<typename Job::In, typename Job::Out>& o, cudaStream_t stream) {
   if (o.shape.layout != ScaleLayout::kColumns) {
@@ -160,8 +160,8 @@ cudaError_t launch_known(const Operands<typename Job::In, typename Job::Out>& o,
   return launch_kernel(column_kernel<Job, kPack>, shape_of(params.grid), stream, params);
 }
 
-// The largest magnitudes of the problem's groups into a.partial, or at once their scales where
-// each group is one block's.
+// Finds the largest magnitudes of the groups and writes them to a.partial, or writes the scales at once where
+// each group has one block.
 template <typename T, int kPack>
 cudaError_t launch_largest(const QuantizeArgs<T>& a, int64_t num_splits, cudaStream_t stream) {
   const MatrixShape& s = a.shape;

@@ -1,4 +1,4 @@
-// Torch-free launchers of the stage, one set per storage type; csrc/instances.py lists them.
+// Torch-free launchers of quantisation, one set per storage type; csrc/instances.py lists them.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,7 +7,7 @@
 
 namespace htree::fp8 {
 
-// Null outputs are not wanted; at most one of codes and values is.
+// Outputs that are null are not wanted; at most one of codes and values is.
 template <typename T>
 struct QuantizeArgs {
   const T* x;
@@ -18,16 +18,16 @@ struct QuantizeArgs {
   bool is_scale_given;
   uint8_t* codes;
   T* values;
-  int* num_overflow;  // beside codes; written
-  uint32_t* partial;  // choose_largest_config().num_partials
+  int* num_overflow;  // written, where codes are
+  uint32_t* partial;  // choose_largest_config().num_partials numbers
   int num_processors;
 };
 
-// x is a matrix of codes for dequantize, of T for the gradient.
+// x is a matrix of codes for dequantisation, of T for the gradient.
 template <typename In, typename T>
 struct ApplyArgs {
   const In* x;
-  const T* dy;  // gradient alone; contiguous
+  const T* dy;  // for the gradient alone; contiguous
   T* out;       // contiguous
   const float* scale;
   int64_t row_stride;

@@ -1,6 +1,7 @@
-// Kernel parameters of the stage: raw pointers, strides and sizes in elements. Torch-free.
+// Kernel parameters of quantisation: raw pointers, strides and sizes in elements. Torch-free.
 //
-// Every problem is a matrix x [rows, cols] with unit column stride. Scales are fp32 and lie as follows:
+// Every problem is a matrix x [rows, cols] with unit column stride. Scales are fp32 and are
+// laid out as follows:
 //   kTensor     one scale                                 scale []
 //   kRowGroups  groups of `group` columns of each row     scale [rows, ceil(cols / group)]
 //   kColumns    groups of `group` of each `length` rows   scale [rows / length, ceil(length / group), cols]
@@ -18,7 +19,7 @@ struct MatrixShape {
   int64_t rows;
   int64_t cols;
   ScaleLayout layout;
-  int64_t group;   // elements under one scale, along the row or down the column; the last may be shorter
+  int64_t group;  // elements under one scale, along the row or down the column; the last group may be shorter
   int64_t length;  // kColumns: rows of one matrix of the batch
 };
 

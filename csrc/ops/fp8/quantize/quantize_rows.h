@@ -1,4 +1,4 @@
-// The CPU kernels of the stage on runs of contiguous elements, one table
+// The CPU kernels of quantisation on runs of contiguous elements, one table
 // per instruction set (host/cpu/isa.h).
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace htree::fp8 {
 
-// The scale of each element of a run: `stride` 0 for one that all share, 1 for one each.
+// The scale of each element of a run. `stride` is 0 where all share one, 1 where each has its own.
 struct RunScale {
   const float* data;
   int64_t stride;
@@ -16,14 +16,14 @@ struct RunScale {
 
 template <typename T>
 struct RunKernels {
-  // Largest finite magnitude, 0 where there is none.
+  // The largest finite magnitude; 0 where there is none.
   float (*largest)(const T* x, int64_t n);
   // largest[i] = max(largest[i], |x[i]|) for finite x[i].
   void (*fold_largest)(const T* x, float* largest, int64_t n);
-  // Codes; returns the number of overflows.
+  // Writes the codes and returns the number of overflows.
   int64_t (*encode)(const T* x, RunScale scale, uint8_t* codes, int64_t n);
   void (*decode)(const uint8_t* codes, RunScale scale, T* out, int64_t n);
-  // Codes and back; y may not be x.
+  // Quantises and dequantises. y must not be x.
   void (*round)(const T* x, RunScale scale, T* y, int64_t n);
   // dx = dy where |x * scale| <= 448, else 0.
   void (*round_backward)(const T* dy, const T* x, RunScale scale, T* dx, int64_t n);

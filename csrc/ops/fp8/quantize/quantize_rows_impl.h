@@ -1,5 +1,5 @@
-// Body of the CPU run kernels; compiled per instruction set after host/cpu/simd.h (csrc/instances.py). Codes
-// come from integer arithmetic on the bits of floats, a vector at a time.
+// The CPU kernels of quantize_rows.h, compiled per instruction set after host/cpu/simd.h (csrc/instances.py).
+// Codes come from integer arithmetic on the bits of floats, a vector at a time.
 #pragma once
 
 #include "host/cpu/simd.h"
@@ -23,10 +23,10 @@ inline VecF scale_lanes(RunScale scale, int64_t i, SomeLanes lanes) {
   return scale.stride == 0 ? splat(*scale.data) : load_partial(scale.data + i, lanes.count, 1.0f);
 }
 
-// Codes of y in the low bytes. Magnitudes are capped at 448 first. Normal codes keep the top 3 bits of the
-// mantissa, rounded to even by adding half of what is cut off, less one unless the kept part is odd, and
-// exchange the exponent's bias 127 for 7. Below 2^-6 codes count multiples of 2^-9: adding 2^14, whose last
-// mantissa bit is 2^-9, rounds to them.
+// The codes of y, in the low bytes. Magnitudes are capped at 448 first. A normal code keeps the top 3 bits of
+// the mantissa, rounded to even by adding half of what is cut off (less one unless the part that is kept is
+// odd), and exchanges the exponent's bias 127 for 7. Below 2^-6 a code counts multiples of 2^-9: adding 2^14,
+// whose last mantissa bit is 2^-9, rounds to them.
 inline VecI encode(VecF y) {
   const VecI bits = as_int(y);
   const VecI sign = (bits >> 24) & 0x80;
@@ -51,7 +51,7 @@ inline void store_codes(uint8_t* p, VecI code, SomeLanes lanes) {
   store_codes(p, code, lanes.count);
 }
 
-// Bits of |x| where x is finite, else 0: as integers these order like the magnitudes.
+// The bits of |x| where x is finite, else 0. As integers these order like the magnitudes.
 inline VecI finite_bits(VecF x) {
   const VecI bits = as_int(x) & kMagnitude;
   return bits < kFloatInfinity ? bits : VecI{};
@@ -84,8 +84,8 @@ void fold_largest(const T* x, float* largest, int64_t n) {
   });
 }
 
-// Lanes whose product with the scale is beyond the rounding limit, as -1; NaN is not, an
-// infinity is for every scale.
+// -1 in lanes whose product with the scale is beyond the rounding limit. A NaN is not beyond it, an infinity
+// is for every scale.
 inline VecI overflows(VecF x, VecF y) {
   const VecI is_beyond = (as_int(y) & kMagnitude) > as_int(splat(fp8::kRoundingLimit));
   const VecI is_nan = (as_int(y) & kMagnitude) > kFloatInfinity;

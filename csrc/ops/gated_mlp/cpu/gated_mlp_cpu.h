@@ -41,10 +41,10 @@ struct KernelsOf<double> {
   static auto gate() { return row_kernels().of_double; }
 };
 
-// Whether fused_forward_cpu serves a problem: weights in rows, no fp64, no fp32 with many rows of x, and
-// without AVX2 only so few that reading the weights is what takes the time.
+// Whether fused_forward_cpu takes a problem: weights in rows, no fp64, no fp32 with many rows of x, and
+// without AVX2 only so few rows that reading the weights takes most of the time.
 bool is_fused(const Operands& operands);
-// forward_cpu by our own products and the elementwise part in the same pass.
+// forward_cpu by our own products, with the elementwise part in the same pass.
 void fused_forward_cpu(const Operands& operands, const Results& results);
 
 }  // namespace htree::gated_mlp

@@ -1,6 +1,6 @@
-// The forward in one pass over tiles of the result: both products of a tile, then its elementwise
-// part, while the sums are in the cache. Weights are read in their own dtype; x, which every column
-// meets again, is widened once.
+// The forward in one pass over tiles of the result: both products of a tile, then its elementwise part,
+// while the sums are in the cache. Weights are read in their own dtype. x, which every column meets
+// again, is widened once.
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
@@ -18,18 +18,18 @@ using at::Tensor;
 
 constexpr int64_t kTileRows = 64;
 constexpr int64_t kTileColumns = 48;         // a multiple of every kernel's columns
-constexpr int64_t kFewRows = 4;              // up to here a product waits for the weights
-constexpr int64_t kMostFloatRows = 128;      // beyond, the BLAS library's product of fp32 is quicker
-constexpr int64_t kCopyBytes = 1 << 26;      // of x
-constexpr int64_t kWidenGrain = 1 << 15;     // elements per task
-constexpr int64_t kMultiplyGrain = 1 << 18;  // multiply-adds per task
+constexpr int64_t kFewRows = 4;              // with up to so many rows a product waits for the weights
+constexpr int64_t kMostFloatRows = 128;      // with more rows the BLAS library's product of fp32 is faster
+constexpr int64_t kCopyBytes = 1 << 26;      // bytes of the copy of x
+constexpr int64_t kWidenGrain = 1 << 15;     // elements of a task
+constexpr int64_t kMultiplyGrain = 1 << 18;  // multiply-adds of a task
 
-// Adjacent elements in the last dim, or only one.
+// Whether elements of the last dim are adjacent, or there is only one.
 bool has_rows(const Tensor& matrix) {
   return matrix.stride(1) == 1 || matrix.size(1) == 1;
 }
 
-// One dtype T of the operands, X of the padded copy of x.
+// T is the dtype of the operands, X that of the padded copy of x.
 template <typename T, typename X>
 class Forward {
  public:
@@ -77,7 +77,7 @@ class Forward {
                      });
   }
 
-  // `row` counts from first_row on.
+  // Computes one tile; `row` counts from first_row on.
   void run_tile(int64_t first_row, int64_t row, int64_t rows, int64_t column, int64_t columns) {
     alignas(64) float linear[kTileRows * kTileColumns];
     alignas(64) float acted[kTileRows * kTileColumns];

@@ -27,8 +27,8 @@ extern const ProductKernels kProductKernelsAvx2;
 extern const ProductKernels kProductKernelsAvx512;
 
 #if defined(__x86_64__)
-// On the instructions of AVX512_BF16, which multiply and add two pairs of bf16 per lane in fp32, twice as
-// fast as fp32; subnormal operands and results count as 0.
+// By the instructions of AVX512_BF16, which multiply and add two pairs of bf16 per lane in fp32, twice as
+// fast as fp32. Subnormal operands and results count as 0.
 void multiply_bf16_pairs(const RowProducts<Bf16, Bf16, float>& products);
 #endif
 

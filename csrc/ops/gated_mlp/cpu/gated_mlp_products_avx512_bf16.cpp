@@ -1,14 +1,14 @@
 #if defined(__x86_64__)
 #define HTREE_AVX512_BF16
 #include "host/cpu/simd.h"
-// the body is compiled for the instruction set chosen above
+// The body is compiled for the instruction set chosen above.
 #include "host/cpu/simd_products.h"
 #include "ops/gated_mlp/cpu/gated_mlp_products.h"
 
 namespace htree {
 namespace HTREE_ISA {
 
-// Two elements per lane and step.
+// A step takes two elements per lane.
 struct Bf16PairStep {
   using Row = Bf16;
   using Column = Bf16;
@@ -32,7 +32,7 @@ static_assert(Bf16PairStep::kElements <= kRowPadding, "rows are padded to a mult
 namespace gated_mlp {
 
 void multiply_bf16_pairs(const RowProducts<Bf16, Bf16, float>& products) {
-  constexpr int kChain = 32;  // of 32 elements
+  constexpr int kChain = 32;  // steps of 32 elements
   HTREE_ISA::multiply_rows<HTREE_ISA::Bf16PairStep, kChain>(products);
 }
 

@@ -1,4 +1,5 @@
-// Body of the CPU products; compiled per instruction set after host/cpu/simd.h (csrc/instances.py).
+// The CPU products of gated_mlp_products.h, compiled per instruction
+// set after host/cpu/simd.h (csrc/instances.py).
 #pragma once
 
 #include "host/cpu/simd_products.h"
@@ -6,8 +7,8 @@
 
 namespace htree::HTREE_ISA {
 
-// Steps in fp32 before a sum goes on in fp64; shorter chains would be more exact, but folding is a tenth of
-// the time of a product of depth 1024 at 15.
+// Steps in fp32 before a sum goes on in fp64. Shorter chains would be more exact; but with chains of 15 the
+// folding takes a tenth of the time of a product of depth 1024.
 constexpr int kProductChain = 32;
 
 template <typename T>

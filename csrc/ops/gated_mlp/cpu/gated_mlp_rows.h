@@ -8,7 +8,7 @@
 
 namespace htree::gated_mlp {
 
-// Products are in A: float, or double for double.
+// Products are of type A: float, or double for double.
 template <typename T, typename A>
 struct GateKernels {
   // out = linear * act(acted)

@@ -1,4 +1,5 @@
-// Body of the CPU kernels; compiled per instruction set after host/cpu/simd.h (csrc/instances.py).
+// The CPU kernels of gated_mlp_rows.h, compiled per instruction
+// set after host/cpu/simd.h (csrc/instances.py).
 #pragma once
 
 #include "host/cpu/simd.h"
@@ -14,7 +15,7 @@ struct ActedAndSlope {
   Vec slope;
 };
 
-// exp(x) is +infinity for large x, and 1 / infinity is the 0 that is meant.
+// For large x exp(x) is +infinity, and 1 / infinity gives 0, the right result.
 template <typename Vec>
 inline ActedAndSlope<Vec> silu(Vec z) {
   const Vec s = 1 / (1 + exp(-z));

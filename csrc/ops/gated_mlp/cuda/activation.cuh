@@ -1,4 +1,4 @@
-// The activations and their derivatives on the GPU, in fp32. docs/semantics/gated_mlp.md §3.2.
+// The activations and their derivatives on the GPU, in fp32. docs/semantics/gated_mlp.md §3.2
 #pragma once
 
 #include "ops/gated_mlp/gated_mlp_params.h"
@@ -23,7 +23,7 @@ __device__ __forceinline__ float normal_cdf(float z) {
   return z < 0.0f ? lower : 1.0f - lower;
 }
 
-// act(z); NaN for NaN. -infinity gives NaN, as z * sigmoid(z) does.
+// act(z); NaN for NaN, and for -infinity, as z * sigmoid(z) gives.
 template <Activation kActivation>
 __device__ __forceinline__ float activate(float z) {
   if constexpr (kActivation == Activation::kSilu) {
@@ -33,7 +33,7 @@ __device__ __forceinline__ float activate(float z) {
   }
 }
 
-// act(z), and act'(z) in `slope`: s (1 + z (1 - s)) with s = sigmoid(z), Phi(z) + z phi(z).
+// Returns act(z) and leaves act'(z) in `slope`: s (1 + z (1 - s)) with s = sigmoid(z), or Phi(z) + z phi(z).
 template <Activation kActivation>
 __device__ __forceinline__ float activate(float z, float& slope) {
   if constexpr (kActivation == Activation::kSilu) {

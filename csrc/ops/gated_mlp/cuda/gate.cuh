@@ -12,7 +12,7 @@ namespace htree::gated_mlp {
 inline constexpr int kGateThreads = 256;
 inline constexpr int kGateElements = 8;  // per thread and step: 16 bytes of a half type, two loads of float
 
-// Calls step(first, count) for runs of up to kGateElements elements of this thread.
+// Calls step(first, count) for this thread's runs of up to kGateElements elements.
 template <class Step>
 __device__ __forceinline__ void for_runs(int64_t count, Step&& step) {
   const int64_t stride = int64_t{gridDim.x} * blockDim.x * kGateElements;
@@ -21,8 +21,8 @@ __device__ __forceinline__ void for_runs(int64_t count, Step&& step) {
   }
 }
 
-// kGateElements elements from `p` on as floats, or `count` of them with zeros behind. `p` is aligned to 16
-// bytes: buffers are, and runs start at multiples of eight elements.
+// Loads kGateElements elements from `p` on as floats, or `count` of them followed by zeros. `p` is aligned to
+// 16 bytes: buffers are, and runs start at multiples of eight elements.
 template <typename T>
 __device__ __forceinline__ void load_run(const T* p, int count, float (&values)[kGateElements]) {
   if (count == kGateElements) {

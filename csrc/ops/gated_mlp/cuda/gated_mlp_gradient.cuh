@@ -1,8 +1,8 @@
-// The products of the backward, with dg and du [rows, inner]: dx = dg Wg + du Wu, one sum over 2 * inner, or
-// dWg = dg^T x and dWu = du^T x, one below the other. Persistent blocks (gated_mlp_tile_block.cuh): tiles of
-// 128 rows x 256 columns of the results, two of them, one below the other, in a cluster whose blocks load
-// half of the columns each for both. The operands are read where they stand: whatever is not contiguous along
-// the sum is MN-major.
+// The products of the backward, given dg and du [rows, inner]: dx = dg Wg + du Wu as one sum over 2 * inner,
+// or dWg = dg^T x and dWu = du^T x, one below the other. Blocks are persistent (gated_mlp_tile_block.cuh). A
+// tile is 128 rows x 256 columns of a result. A cluster takes two tiles, one below the other, and each of its
+// blocks loads half of the columns for both. The operands are read where they stand: one that is not
+// contiguous along the sum is MN-major.
 #pragma once
 
 #include <cuda.h>
@@ -31,24 +31,24 @@ struct GradientTraits : TileBlock<GradientShape<T_, kOfWeights_>, 128> {
   static constexpr int kColumns = GradientShape<T_, kOfWeights_>::kRowsB;
 };
 
-// Tensor copies. Of dg and du: by rows, as device::OperandCopy takes them, for dx; by columns, as
-// device::ColumnCopy does, in `whole`, for the weights. Of the weights or of x: by columns. Of the results by
-// 64 columns x 16 rows.
+// Descriptors of tensor copies. dg and du: for dx by rows, as device::OperandCopy takes them; for the weights
+// by columns, as device::ColumnCopy takes them, in `whole`. The weights or x: by columns. The results: by
+// boxes of 64 columns x 16 rows.
 struct GradientMaps {
   device::OperandMaps products[2];
-  CUtensorMap factors[2];  // the second one for dx alone
-  CUtensorMap results[2];  // the second one for the weights alone
+  CUtensorMap factors[2];  // the second one is for dx alone
+  CUtensorMap results[2];  // the second one is for the weights alone
 };
 
 struct GradientArguments {
-  int64_t rows;  // of a result
+  int64_t rows;  // rows of a result
   int64_t columns;
-  int num_blocks;  // of k, of a product
-  int rows_apart;  // from the tiles of the first result to those of the second one
+  int num_blocks;  // blocks of k of one product
+  int rows_apart;  // rows from the tiles of the first result to those of the second one
   device::TileShares shares;
 };
 
-// Which result a tile belongs to: its row, counted on from the first result, becomes one of the result.
+// Which result a tile belongs to. `row`, counted from the first result on, becomes a row of that result.
 template <class Tr>
 __device__ __forceinline__ int result_of(const GradientArguments& arguments, int& row) {
   const int result = Tr::kOfWeights && row >= arguments.rows_apart ? 1 : 0;
@@ -100,7 +100,8 @@ __device__ __forceinline__ void load_gradient_tile(typename Tr::Shared& shared,
                            });
 }
 
-// A warp's sums of its 16 rows, half of the columns at a time, or of the columns that this block finishes.
+// Stores a warp's sums of its 16 rows: half of the columns at a time, or only the columns
+// that this block finishes.
 template <class Tr>
 __device__ __forceinline__ void store_gradient(typename Tr::Shared& shared, const GradientMaps& maps,
                                                const GradientArguments& arguments,
@@ -146,7 +147,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
         store_gradient<Tr>(shared, maps, arguments, work, warpgroup, row, d);
       });
 #else
-  __trap();  // the launcher does not come here: see has_hopper_kernels()
+  __trap();  // no launcher comes here: see has_hopper_kernels()
 #endif
 }
 

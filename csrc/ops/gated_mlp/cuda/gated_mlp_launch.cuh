@@ -1,4 +1,5 @@
-// Configuration to kernel: every one that choose_config or a forced tuple can name is listed here.
+// From the configuration to the kernel: every configuration that choose_config or a forced tuple can
+// name is listed here.
 #pragma once
 
 #include <algorithm>
@@ -21,13 +22,13 @@ template <typename T>
 inline constexpr CUtensorMapDataType kMapType =
     std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 
-// Of a matrix of `columns` x `rows` elements, rows `pitch` elements apart.
+// Descriptor of a matrix of `rows` x `columns` elements whose rows stand `pitch` elements apart.
 template <typename T>
 CUtensorMap matrix_map(const T* data, int64_t rows, int64_t columns, int64_t pitch, int box_rows) {
   return row_major_map(data, kMapType<T>, rows, columns, pitch * static_cast<int64_t>(sizeof(T)), box_rows);
 }
 
-// The same, for tiles of kRows rows.
+// The descriptors of such a matrix for tiles of kRows rows.
 template <int kRows, typename T>
 device::OperandMaps row_maps(const Operand<T>& x, int64_t rows, int64_t columns) {
   return operand_maps(x.data, kMapType<T>, rows, columns, x.pitch * static_cast<int64_t>(sizeof(T)), kRows,
@@ -79,8 +80,8 @@ cudaError_t launch_stream(const ForwardParams<T>& p, const KernelConfig& config,
 
 namespace {
 
-// Clusters of row tiles swept together before the next columns: 8 x 256 rows of x stay in L2. At 4096 rows on
-// an H200, each from cold caches in rotation: 970 us, 979 with 16, 981 with 4.
+// Row tiles, counted in clusters, that are swept before the next columns: 8 x 256 rows of x stay in the L2.
+// For 4096 rows on an H200, with cold caches: 970 us, with 16 979 us, with 4 981 us.
 constexpr int kRowTilesPerGroup = 8;
 
 template <class Tr>
@@ -133,7 +134,7 @@ cudaError_t launch_config(const ForwardParams<T>& p, const KernelConfig& c, cuda
   if (is(128, 64, 6, 1)) {
     return launch_tiles<TileTraits<T, kActivation, 128, 64, 6, 1, kKeepsProducts>>(p, stream);
   }
-  if constexpr (!kKeepsProducts) {  // named by a tuple of the tuning space, which serves inference alone
+  if constexpr (!kKeepsProducts) {  // for tuples of the tuning space, which serves inference alone
     if (is(128, 64, 4, 1)) {
       return launch_tiles<TileTraits<T, kActivation, 128, 64, 4, 1, kKeepsProducts>>(p, stream);
     }
@@ -156,7 +157,7 @@ cudaError_t launch_tile(const ForwardParams<T>& p, const KernelConfig& config, c
 
 namespace {
 
-// Boxes of 64 columns x 64 rows, for the columns as rows of an MN-major operand.
+// Boxes of 64 columns x 64 rows of an MN-major operand, whose columns are the rows of the product.
 template <typename T>
 CUtensorMap column_map(const Operand<T>& x, int64_t rows, int64_t columns) {
   return matrix_map(x.data, rows, columns, x.pitch, 64);
@@ -167,17 +168,17 @@ CUtensorMap result_map(T* data, int64_t rows, int64_t columns) {
   return matrix_map<T>(data, rows, columns, columns, kStoreRows);
 }
 
-// `num_results` of [rows, columns], `num_products` summed in each, over `k`.
+// Computes `num_results` results [rows, columns]. Each is the sum of `num_products` products over `k`.
 template <class Tr>
 cudaError_t launch_gradient(const GradientMaps& maps, int64_t rows, int64_t columns, int64_t k,
                             int num_products, int num_results, cudaStream_t stream) {
-  constexpr int kRowTilesPerGroup = 8;  // of clusters, swept together before the next columns
+  constexpr int kRowTilesPerGroup = 8;  // in clusters, swept before the next columns
   constexpr int kClusterRows = Tr::kRows * Tr::kCluster;
   static_assert(kClusterRows == kGradientRows && Tr::kColumns == kGradientColumns);
   const int row_tiles = static_cast<int>(ceil_div(rows, kClusterRows));
   const device::TileOrder order{row_tiles * num_results, static_cast<int>(ceil_div(columns, Tr::kColumns)),
                                 kRowTilesPerGroup};
-  // Twice as many clusters as tiles of theirs, where there are, share the k of all.
+  // Where there are enough, twice as many clusters as tiles share the k of all tiles.
   const int num_blocks = num_k_blocks(k);
   TilePlan plan;
   const cudaError_t error =
@@ -224,7 +225,7 @@ cudaError_t launch_weight_gradients(const WeightGradientParams<T>& p, cudaStream
 
 namespace {
 
-// Enough blocks to fill any GPU; the kernels step over the rest.
+// Enough blocks to fill any GPU; the kernels loop over what remains.
 inline unsigned num_gate_blocks(int64_t count) {
   constexpr int64_t kPerBlock = int64_t{kGateThreads} * kGateElements;
   constexpr int64_t kMost = 1 << 14;

@@ -1,6 +1,6 @@
-// Torch-free launchers of the gated MLP, for __half and __nv_bfloat16 (the elementwise ones for float too);
-// csrc/instances.py lists them. Launch on `stream`; cudaErrorNotSupported: a configuration that is not
-// compiled, or a device that cannot run it.
+// Torch-free launchers of the gated MLP for __half and __nv_bfloat16 (the elementwise ones for float too);
+// csrc/instances.py lists them. They launch on `stream`. cudaErrorNotSupported: the configuration is not
+// compiled, or the device cannot run it.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,14 +12,15 @@
 
 namespace htree::gated_mlp {
 
-// Rows of `pitch` elements, a multiple of 8 (16 bytes); data aligned to 16 bytes.
+// A matrix whose rows stand `pitch` elements apart, a multiple of 8 (16 bytes). `data` is
+// aligned to 16 bytes.
 template <typename T>
 struct Operand {
   const T* data;
   int64_t pitch;
 };
 
-// All results are [rows, inner], contiguous; gate and up null unless the products are kept.
+// All results are [rows, inner] and contiguous. gate and up are null unless the products are kept.
 template <typename T>
 struct ForwardParams {
   Sizes sizes;
@@ -34,12 +35,12 @@ struct ForwardParams {
 
 template <typename T>
 cudaError_t launch_tile(const ForwardParams<T>& params, const KernelConfig& config, cudaStream_t stream);
-// Without products.
+// This one does not keep the products.
 template <typename T>
 cudaError_t launch_stream(const ForwardParams<T>& params, const KernelConfig& config, cudaStream_t stream);
 
-// Of the backward, with inner and hidden that are multiples of 8 and inner below 2^30. Pairs are by role,
-// gate and up; gradients of the products are [rows, inner], all results contiguous.
+// Parameters of the backward. inner and hidden are multiples of 8, and inner is below 2^30. Pairs are (gate,
+// up). The gradients of the products are [rows, inner]; all results are contiguous.
 template <typename T>
 struct InputGradientParams {
   Sizes sizes;
@@ -52,7 +53,7 @@ struct WeightGradientParams {
   Sizes sizes;
   Operand<T> dproducts[2];
   Operand<T> x;    // [rows, hidden]
-  T* dweights[2];  // [inner, hidden], null where not wanted; at least one is
+  T* dweights[2];  // [inner, hidden]; one of the two may be null, which is not wanted
 };
 
 // dx = dgate gate_weight + dup up_weight
@@ -62,11 +63,11 @@ cudaError_t launch_input_gradient(const InputGradientParams<T>& params, cudaStre
 template <typename T>
 cudaError_t launch_weight_gradients(const WeightGradientParams<T>& params, cudaStream_t stream);
 
-// out = gate * act(up); gate and up in fp32. All contiguous, `count` elements.
+// out = gate * act(up), with gate and up in fp32. All have `count` elements and are contiguous.
 template <typename T>
 cudaError_t launch_gate(Activation activation, int64_t count, const float* gate, const float* up, T* out,
                         cudaStream_t stream);
-// dgate = dy act(up), dup = dy gate act'(up); gate and up in P, which is T or float.
+// dgate = dy act(up), dup = dy gate act'(up). gate and up are of type P, which is T or float.
 template <typename T, typename P>
 cudaError_t launch_gate_backward(Activation activation, int64_t count, const T* dy, const P* gate,
                                  const P* up, T* dgate, T* dup, cudaStream_t stream);

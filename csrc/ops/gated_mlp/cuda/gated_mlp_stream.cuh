@@ -1,6 +1,6 @@
-// out = (x Wg^T) * act(x Wu^T) for few rows: the weights are read once, at the speed of memory, so they take
-// the 64-row side of the products and the rows of x the n side (16, 32 or 64 of them, missing ones are zero).
-// A block owns 64 columns of the output; one warpgroup multiplies rows of Wg, the other rows of Wu.
+// out = (x Wg^T) * act(x Wu^T) for few rows. The weights are read once, at the speed of memory, so they take
+// the 64-row side of the products, and the rows of x the n side (16, 32 or 64 of them; missing ones are
+// zero). A block has 64 columns of the output. One warpgroup multiplies rows of Wg, the other rows of Wu.
 #pragma once
 
 #include <cuda.h>
@@ -20,8 +20,8 @@ template <typename T_, Activation kActivation_, int kRows_, int kStages_>
 struct StreamTraits {
   using T = T_;
   static constexpr Activation kActivation = kActivation_;
-  static constexpr int kRows = kRows_;  // of x
-  static constexpr int kColumns = 64;   // of the output, per block
+  static constexpr int kRows = kRows_;  // rows of x
+  static constexpr int kColumns = 64;   // columns of the output per block
   using Shape = device::GemmShape<T, 2 * kColumns, kRows, kStages_, 1>;
   static constexpr int kThreads = 256 + 32;
   static_assert(kRows % 16 == 0);
@@ -31,12 +31,14 @@ struct StreamTraits {
   };
   static constexpr int kSharedBytes = sizeof(Shared) + device::kSharedAlignment;
   static_assert(kSharedBytes <= device::kHopperSharedBytes);
-  // Reused once the last product is done: act(u) of one warpgroup for the other, then the output tile.
+  // This memory is used again after the last product: for act(u), which one warpgroup gives the other, then
+  // for the output tile.
   static constexpr int kExchangeBytes = 128 * (kRows / 2) * 4;
   static_assert(kExchangeBytes + kRows * kColumns * 2 <= sizeof(Shared));
 };
 
-// Tensor copies of x by boxes of 128 bytes x kRows rows and of the weights by 128 bytes x 64 rows.
+// Descriptors of tensor copies: of x by boxes of 128 bytes x kRows rows, of the weights by boxes of 128 bytes
+// x 64 rows.
 struct StreamMaps {
   CUtensorMap x;
   CUtensorMap gate;
@@ -92,7 +94,7 @@ __global__ void __launch_bounds__(Tr::kThreads)
   // d[4 j + 2 h + c] is column 16 (warp % 4) + lane / 4 + 8 h of the block, row 8 j + 2 (lane % 4) + c of x.
   float* exchange = reinterpret_cast<float*>(&shared);  // [kHeld][128]
   uint8_t* staged = reinterpret_cast<uint8_t*>(&shared) + Tr::kExchangeBytes;
-  device::named_barrier_sync(1, 256);  // both are done with the ring
+  device::named_barrier_sync(1, 256);  // both warpgroups are done with the ring
   const int thread = static_cast<int>(threadIdx.x % 128);
   if (warpgroup == 1) {
 #pragma unroll
@@ -111,7 +113,8 @@ __global__ void __launch_bounds__(Tr::kThreads)
         packed[i] = device::pack_pair<T>(d[at] * exchange[at * 128 + thread],
                                          d[at + 1] * exchange[(at + 1) * 128 + thread]);
       }
-      // Lane i gives row i % 8 of x in the 8 rows i / 16, and the 8 columns i / 8 % 2 of the warp.
+      // Lane i gives the address of row i % 8 in the i / 16th 8 rows of x, at the i / 8 % 2th 8
+      // columns of the warp.
       const int row = pair * 16 + lane / 16 * 8 + lane % 8;
       const int chunk = (2 * warp + lane / 8 % 2) ^ (lane % 8);
       device::store_matrices_transposed(device::shared_address(staged) + row * 128 + chunk * 16, packed);
@@ -138,7 +141,7 @@ __global__ void __launch_bounds__(Tr::kThreads)
     }
   }
 #else
-  __trap();  // the launcher does not come here: see has_hopper_kernels()
+  __trap();  // no launcher comes here: see has_hopper_kernels()
 #endif
 }
 

@@ -1,9 +1,9 @@
-// out = (x Wg^T) * act(x Wu^T) for many rows: persistent blocks (gated_mlp_tile_block.cuh). A tile is
-// kRows rows of x against kColumns rows of each weight; both weights stand side by side in one stage,
-// so one product of n = 2 * kColumns serves them, and a thread ends up with g and u of the same
-// elements. In a cluster of two, the blocks take adjacent row tiles, and each loads one of the weights
-// for both; where the last wave has no more tiles than clusters, both take half of the k of one tile
-// and finish half of its columns.
+// out = (x Wg^T) * act(x Wu^T) for many rows, by persistent blocks (gated_mlp_tile_block.cuh). A tile is
+// kRows rows of x against kColumns rows of each weight. Both weights stand side by side in one stage, so
+// one product of n = 2 * kColumns serves both, and a thread ends up with g and u of the same elements. In
+// a cluster of two, the blocks take adjacent row tiles, and each loads one of the weights for both. Where
+// the last wave has no more tiles than clusters, both blocks take half of the k of one tile and finish
+// half of its columns.
 #pragma once
 
 #include <cuda.h>
@@ -27,11 +27,11 @@ template <typename T_, Activation kActivation_, int kRows_, int kColumns_, int k
 struct TileTraits : TileBlock<device::GemmShape<T_, kRows_, 2 * kColumns_, kStages_, kCluster_>, kColumns_> {
   static constexpr Activation kActivation = kActivation_;
   static constexpr bool kKeepsProducts = kKeepsProducts_;
-  static constexpr int kColumns = kColumns_;  // of the output
+  static constexpr int kColumns = kColumns_;  // columns of the output
 };
 
-// Tensor copies of x [rows, hidden] and the weights [inner, hidden] by boxes of 128 bytes x kRows or kColumns
-// rows, and of the results [rows, inner] by 64 columns x 16 rows.
+// Descriptors of tensor copies: of x [rows, hidden] and the weights [inner, hidden] by boxes of 128 bytes x
+// kRows or kColumns rows, of the results [rows, inner] by boxes of 64 columns x 16 rows.
 struct TileMaps {
   device::OperandMaps x;
   CUtensorMap gate;
@@ -45,7 +45,7 @@ template <typename T>
 struct TileArguments {
   Sizes sizes;
   device::TileShares shares;
-  // [rows, inner], where their rows are not aligned to 16 bytes; else null
+  // Where the rows of a result are not aligned to 16 bytes, the result [rows, inner]; else null.
   T* unaligned_out;
   T* unaligned_gate;
   T* unaligned_up;
@@ -75,7 +75,8 @@ __device__ __forceinline__ void load_tile(typename Tr::Shared& shared,
                            });
 }
 
-// A warp's results for its 16 rows and kColumns columns; g stands in d[0 ... kColumns / 2), u behind it.
+// Stores a warp's results for its 16 rows and kColumns columns. g stands in d[0 ... kColumns /
+// 2), u behind it.
 template <class Tr, int kColumns>
 __device__ __forceinline__ void store_results(typename Tr::Shared& shared, const TileMaps& maps,
                                               const TileArguments<typename Tr::T>& arguments, int row,
@@ -126,7 +127,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
         store_results<Tr, Tr::kColumns>(shared, maps, arguments, work.row + row, work.column, d);
       });
 #else
-  __trap();  // the launcher does not come here: see has_hopper_kernels()
+  __trap();  // no launcher comes here: see has_hopper_kernels()
 #endif
 }
 

@@ -1,4 +1,4 @@
-// A block of the persistent kernels of this room: its memory, and who does what. One warpgroup loads, the
+// A block of this room's persistent kernels: its memory, and which warps do what. One warpgroup loads, the
 // others multiply 64 rows each.
 #pragma once
 
@@ -13,7 +13,7 @@
 
 namespace htree::gated_mlp {
 
-// A warp stages kStaged columns of its rows for a store.
+// A warp lays out kStaged columns of its rows in shared memory for a store.
 template <class Shape_, int kStaged_>
 struct TileBlock {
   using Shape = Shape_;
@@ -35,8 +35,8 @@ struct TileBlock {
   static_assert(kSharedBytes <= device::kHopperSharedBytes);
 };
 
-// The block's tiles, one after the other. `order` counts tiles of a cluster, whose blocks stand one below the
-// other; `shares` counts those of blocks.
+// Calls visit(work) for the block's tiles, one after the other. `order` counts the tiles of clusters, whose
+// blocks stand one below the other; `shares` counts the tiles of blocks.
 template <class Tr, class Visit>
 __device__ __forceinline__ void for_tiles(const device::TileOrder& order, const device::TileShares& shares,
                                           Visit&& visit) {
@@ -63,9 +63,9 @@ __device__ __forceinline__ void for_tiles(const device::TileOrder& order, const 
   }
 }
 
-// All threads of a block, for each of its tiles: one thread calls load(work, place), which fills the ring
-// from `place` on; every warp that multiplies calls store(work, warpgroup, row, d) with the sums of its 16
-// rows from `row` of the tile on.
+// Every thread of the block calls it. For each tile, one thread calls load(work, place), which fills the ring
+// from `place` on, and every warp that multiplies calls store(work, warpgroup, row, d) with the sums of its
+// 16 rows, which begin at row `row` of the tile.
 template <class Tr, class Load, class Store>
 __device__ __forceinline__ void run_tiles(typename Tr::Shared& shared, const device::TileOrder& order,
                                           const device::TileShares& shares, Load&& load, Store&& store) {
@@ -109,8 +109,9 @@ __device__ __forceinline__ void run_tiles(typename Tr::Shared& shared, const dev
   }
 }
 
-// The sums d of a tile that two blocks share: kResults results side by side (g and u, or one). The other
-// block's sums arrive where the warpgroup's rows of the first operand stood, whose products are done.
+// Exchanges the sums d of a tile that two blocks share, for kResults results side by side (g and u,
+// or one). The other block's sums arrive where the warpgroup's rows of the first operand stood,
+// whose products are done.
 template <class Tr, int kResults, int kSums>
 __device__ __forceinline__ void share_sums(typename Tr::Shared& shared, int rank, int warpgroup,
                                            const float (&d)[kSums], float (&own)[kSums / 2]) {

@@ -1,4 +1,5 @@
-// How a warp stores its 16 rows of a tile: rounded and laid out in shared memory, copied from there.
+// How a warp stores its 16 rows of a tile: it rounds them, lays them out in shared memory and
+// copies them from there.
 #pragma once
 
 #include <cuda.h>
@@ -17,8 +18,8 @@ inline constexpr int kStoreColumns = 64;  // 128 bytes: the width of the store's
 // 16 rows of 64 columns, swizzled; aligned to 1024 bytes.
 using StagedRows = uint8_t[kStoreRows * 128];
 
-// A result [rows, columns]: copied by boxes of 64 columns x 16 rows, which are cut off where they leave it,
-// or, where its rows are not aligned to 16 bytes, written element by element.
+// A result [rows, columns]. It is copied by boxes of 64 columns x 16 rows, cut off at its edges, or, where
+// its rows are not aligned to 16 bytes, written element by element.
 template <typename T>
 struct Destination {
   const CUtensorMap* map;
@@ -27,8 +28,8 @@ struct Destination {
   int64_t columns;
 };
 
-// A warp writes value(i) for its accumulator places i in [0, kColumns / 2), to rows from `row` and columns
-// from `column` on, by way of staged[kColumns / 64].
+// A warp stores value(i) for its accumulators i in [0, kColumns / 2), to rows from `row` and columns from
+// `column` on, by way of staged[kColumns / 64].
 template <typename T, int kColumns, class Value>
 __device__ __forceinline__ void store_tile(StagedRows* staged, const Destination<T>& to, int row, int column,
                                            Value&& value) {
@@ -42,10 +43,10 @@ __device__ __forceinline__ void store_tile(StagedRows* staged, const Destination
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
 #pragma unroll
-    for (int pair = 0; pair < 4; ++pair) {  // 16 columns
+    for (int pair = 0; pair < 4; ++pair) {  // a pair is 16 columns
       uint32_t packed[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {  // 8 columns i / 2, row half i % 2
+      for (int i = 0; i < 4; ++i) {  // 8 columns number i / 2, rows number i % 2
         const int at = part * 32 + pair * 8 + (i / 2) * 4 + (i % 2) * 2;
         packed[i] = device::pack_pair<T>(value(at), value(at + 1));
       }

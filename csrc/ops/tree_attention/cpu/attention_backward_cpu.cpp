@@ -289,8 +289,8 @@ class Backward {
     }
   }
 
-  // Calls f(node, child, share, parent) for the nodes of layer l; `share` = 1 / c is what the parent's
-  // gradient counts.
+  // Calls f(node, child, share, parent) for the nodes of layer l; `share` = 1 / c is what
+  // the parent's gradient counts.
   template <typename F>
   void for_nodes(int64_t l, F&& f) {
     const int64_t r = args_.compression_rate;

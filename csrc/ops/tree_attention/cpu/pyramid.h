@@ -59,8 +59,8 @@ struct Pyramid {
 
   Rotation<Real> rotation() const { return table.rotation<Real>(); }
 
-  // Writes the list of the top layer: its first virtual parents, then -1 up to `width`
-  // (docs/semantics/tree_attention.md §1.3).
+  // Writes the list of the top layer: its first virtual parents, then -1 up
+  // to `width` (docs/semantics/tree_attention.md §1.3).
   void write_top_list(int64_t token, int64_t r, int64_t width, int32_t* list) const {
     const int64_t count = std::min(token / spans[depth - 1] / r + 1, width);
     for (int64_t i = 0; i < count; ++i) {

@@ -1,6 +1,6 @@
-// The CPU kernels that work on one query and one key/value head: all G query heads of it against one layer of
-// the tree. There is one table per instruction set (host/cpu/isa.h); that of double is compiled for the
-// baseline alone.
+// The CPU kernels that work on one query and one key/value head: all G query heads of it against one
+// layer of the tree. There is one table per instruction set (host/cpu/isa.h); that of double is compiled
+// for the baseline alone.
 //
 // A layer is laid out once per call so that every inner loop has unit stride and no tail
 // (docs/semantics/tree_attention.md §1.4). With K'_c = R_{c mod r} K_c, the score of candidate p = j r + i of
@@ -27,13 +27,13 @@ struct QueryShape {
   Importance importance = Importance::kLseCausal;
 
   int64_t row() const { return 2 * half_pad; }
-  // Elements from a head's scores to the next head's: all candidates, and room for whole vectors past the
-  // end.
+  // Elements from a head's scores to the next head's: all candidates, and room for whole
+  // vectors past the end.
   int64_t score_stride() const { return max_parents * r + r_pad; }
 };
 
-// One layer of one (batch, key/value head). The forward pass reads the first two arrays, the gradients the
-// last two.
+// One layer of one (batch, key/value head). The forward pass reads the first two arrays, the
+// gradients the last two.
 template <typename Real>
 struct PackedLayer {
   const Real* keys = nullptr;         // [num_parents][K][r_pad]: K' of a parent's children side by side

@@ -1,5 +1,5 @@
-// The query kernels of query_kernels.h. Include it after host/cpu/simd.h, which says for which instruction
-// set.
+// The query kernels of query_kernels.h. Include it after host/cpu/simd.h, which says
+// for which instruction set.
 #pragma once
 
 #include "ops/tree_attention/cpu/query_kernels.h"
@@ -68,9 +68,9 @@ inline bool parent_present(const QueryShape& shape, int64_t num_nodes, int64_t p
   return parent >= 0 && parent * shape.r < num_nodes;
 }
 
-// out[g][lane] = sum over d of rows[g][d] * tile[d][lane], for one vector of children. `tile` is [first +
-// second][r_pad]; a row has `first` entries at 0 and `second` entries at `second_at`. `next` is requested
-// from memory.
+// out[g][lane] = sum over d of rows[g][d] * tile[d][lane], for one vector of children. `tile` is
+// [first + second][r_pad]; a row has `first` entries at 0 and `second` entries at `second_at`. `next`
+// is requested from memory.
 template <int Heads, typename Real>
 inline void dot_children(const Real* tile, int64_t r_pad, const Real* rows, int64_t row_stride, int64_t first,
                          int64_t second, int64_t second_at, const Real* next, Real* out, int64_t out_stride) {
@@ -145,8 +145,8 @@ inline void list_rows(const QueryShape& shape, int64_t num_nodes, const Candidat
   }
 }
 
-// out[g][v] += sum over rows of weights[g][position] * matrix[node][v], for a block of heads and a block of
-// vectors.
+// out[g][v] += sum over rows of weights[g][position] * matrix[node][v], for a block of heads and
+// a block of vectors.
 template <int Heads, int Vectors, typename Real>
 inline void add_rows_block(const Real* weights, int64_t weight_stride, const int32_t* positions,
                            const int32_t* nodes, int64_t count, int64_t num_ahead, const Real* matrix,

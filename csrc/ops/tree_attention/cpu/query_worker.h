@@ -1,5 +1,5 @@
-// What one thread needs to work on a key/value head: scratch memory, and the steps of a query through one
-// layer.
+// What one thread needs to work on a key/value head: scratch memory, and the steps of a
+// query through one layer.
 #pragma once
 
 #include "ops/tree_attention/cpu/packed_layer.h"
@@ -16,8 +16,8 @@ inline int64_t list_length(const int32_t* parents, int64_t width) {
   return length;
 }
 
-// The candidates of a query, given its list (padded with -1 to `width`) and `rightmost`, its own node in the
-// layer.
+// The candidates of a query, given its list (padded with -1 to `width`) and `rightmost`, its own
+// node in the layer.
 inline Candidates candidates_of(const int32_t* parents, int64_t width, int64_t rightmost, int64_t num_nodes,
                                 int64_t r) {
   Candidates candidates;
@@ -56,8 +56,8 @@ inline int64_t positions_of(const Candidates& candidates, int64_t r, const int32
   return count;
 }
 
-// next[i] = the node of positions[i], ascending, padded with -1 to `width`. docs/semantics/tree_attention.md
-// §1.6
+// next[i] = the node of positions[i], ascending, padded with -1
+// to `width`. docs/semantics/tree_attention.md §1.6
 inline void write_list(const Candidates& candidates, int64_t r, const int32_t* positions, int64_t count,
                        int64_t width, int32_t* next) {
   for (int64_t i = 0; i < count; ++i) {

@@ -34,8 +34,8 @@ class ParentStream {
  public:
   static_assert(kCopyBytes % 16 == 0 && kStageBytes % 128 == 0 && kCopyBytes <= kStageBytes);
 
-  // Streams slots begin ... end - 1. A null `list` stands for the list 0, 1, 2, ... Ids past the last parent
-  // are clamped.
+  // Streams slots begin ... end - 1. A null `list` stands for the list 0, 1, 2, ... Ids past the
+  // last parent are clamped.
   __device__ __forceinline__ ParentStream(const char* packed, int64_t parent_bytes, int64_t num_parents,
                                           const int32_t* list, int begin, int end, uint32_t ring)
       : packed_(packed),

@@ -1,8 +1,8 @@
 // What the launches of the tensor-core kernels share: r = 16, fp16 or bf16 inputs. No torch.
 //
-// A launch works on one chunk: `num_batches` batches and `num_queries` consecutive queries. The first stands
-// at token t0, a multiple of the selection stride. Queries i with the same i / stride share one list of
-// parents.
+// A launch works on one chunk: `num_batches` batches and `num_queries` consecutive queries. The first
+// stands at token t0, a multiple of the selection stride. Queries i with the same i / stride share
+// one list of parents.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -28,8 +28,8 @@ __device__ __forceinline__ void widen_eight(const uint4& raw, float (&x)[8]) {
   }
 }
 
-// The largest finite |element| of a row that kLanes neighbouring lanes hold, kLanes a power of two. They call
-// together.
+// The largest finite |element| of a row that kLanes neighbouring lanes hold, kLanes a power of
+// two. They call together.
 template <int kLanes>
 __device__ __forceinline__ float row_magnitude(const float (&low)[8], const float (&high)[8]) {
   float largest = 0.f;

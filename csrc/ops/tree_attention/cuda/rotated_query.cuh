@@ -19,8 +19,8 @@ __device__ __forceinline__ int fragment_dim(int i, int lane) {
   return i / 4 * 16 + 2 * (lane % 4) + (i & 1) + 8 * (i >> 1 & 1);
 }
 
-// The query heads are kTiles tiles of 8. Column lane / 4 of tile i is query head 8 i + lane / 4 of the kv
-// head.
+// The query heads are kTiles tiles of 8. Column lane / 4 of tile i is query head 8 i + lane / 4
+// of the kv head.
 template <int kKeyDim, int kTiles>
 struct RotatedQuery {
   static constexpr int kPairs = kKeyDim / 8;  // rotated pairs of a lane in one tile

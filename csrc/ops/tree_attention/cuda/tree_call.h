@@ -27,8 +27,8 @@ struct TreeCall {
   TensorView queries;  // [B, T_q, H, K]
   std::vector<TreeLayer> layers;
   float2* rope = nullptr;  // [rope_rows(), K/2]
-  // Rotation tables of rotation_slots() slots, one per RotationOrder; those that `config` asks for are
-  // filled.
+  // Rotation tables of rotation_slots() slots, one per RotationOrder; those that `config`
+  // asks for are filled.
   __half2* fragment_rotations = nullptr;
   __half2* dim_rotations = nullptr;
   DenseTiles top;  // tiles of layers.back() where config.dense_top holds

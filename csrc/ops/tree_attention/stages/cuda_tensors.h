@@ -49,8 +49,8 @@ RotaryTable<A> rotary_table(const at::Tensor& cos, const at::Tensor& sin) {
   return {input<A>(cos), input<A>(sin), cos.stride(0), sin.stride(0)};
 }
 
-// The rows of a whole call. `lists_per_kv_head` is 1 where the query heads of a kv head share a list, else H
-// / H_kv.
+// The rows of a whole call. `lists_per_kv_head` is 1 where the query heads of a kv head share a list,
+// else H / H_kv.
 inline Geometry geometry_of(const LayerArgs& args, int64_t num_batches, int64_t num_queries,
                             int64_t num_lists, int64_t group, int64_t lists_per_kv_head, int64_t num_nodes) {
   Geometry geometry;

@@ -1,5 +1,5 @@
-// How the launchers of the staged kernels describe tensors and rows: raw pointers, strides and sizes, no
-// torch.
+// How the launchers of the staged kernels describe tensors and rows: raw pointers, strides
+// and sizes, no torch.
 #pragma once
 
 #include <algorithm>

@@ -33,8 +33,8 @@ HTREE_HOST_DEVICE uint32_t io_position_seed(int64_t batch, int64_t token, int64_
          31u * static_cast<uint32_t>(batch);
 }
 
-// Position j of the `count` = min(k, n) that are chosen among n >= 1 candidates. The last one is the
-// rightmost candidate.
+// Position j of the `count` = min(k, n) that are chosen among n >= 1 candidates. The last one
+// is the rightmost candidate.
 HTREE_HOST_DEVICE int32_t io_position(int64_t j, int64_t count, int64_t num, uint32_t seed, bool stratified) {
   if (j == count - 1) {
     return static_cast<int32_t>(num - 1);
@@ -48,8 +48,8 @@ HTREE_HOST_DEVICE int32_t io_position(int64_t j, int64_t count, int64_t num, uin
   return static_cast<int32_t>(first + hash % static_cast<uint32_t>(width));
 }
 
-// What the IO-only twin of the selection takes besides the arguments of the full kernel.
-// docs/semantics/io_twins.md §2.3
+// What the IO-only twin of the selection takes besides the arguments of the
+// full kernel. docs/semantics/io_twins.md §2.3
 struct IoPositions {
   int64_t t0 = 0;       // token of the first query
   bool bottom = false;  // layer 0: nothing is selected

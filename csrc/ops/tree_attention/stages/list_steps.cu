@@ -1,5 +1,5 @@
-// The steps of a selection whose kernels are the same for every type, and the size of a selection's scratch.
-// No torch.
+// The steps of a selection whose kernels are the same for every type, and the size of a
+// selection's scratch. No torch.
 #include "device/numeric.cuh"
 #include "host/cuda/kernel_launch.h"
 #include "ops/tree_attention/plan/stage_chunks.h"

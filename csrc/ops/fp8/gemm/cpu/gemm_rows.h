@@ -6,14 +6,14 @@
 
 namespace htree::fp8 {
 
-// out[i] = sums[i] / a_scale / b_scale[i] in fp64, rounded to T by way of fp32, for i < count. sums and
+// out[i] = sums[i] / a_scale / b_scale[i] in fp64, rounded to fp32 and then to T, for i < count. sums and
 // b_scale can be read up to the next multiple of 16.
 template <typename T>
 using StoreQuotients = void (*)(const double* sums, int64_t count, double a_scale, const double* b_scale,
                                 T* out);
 
 struct GemmKernels {
-  // A padded row: the values of `count` codes, and zeros to the end of its `width` elements.
+  // Writes a padded row: the values of `count` codes, then zeros up to `width` elements.
   void (*widen)(const uint8_t* codes, int64_t count, float* to, int64_t width);
   void (*multiply_codes)(const RowProducts<float, uint8_t, double>& products);
   void (*multiply_values)(const RowProducts<float, float, double>& products);

@@ -1,5 +1,5 @@
-// The CPU kernel of fp8_gemm: values of codes in fp32, sums of short chains of them in fp64, scales applied
-// to a tile of sums while it is in the cache.
+// The CPU kernel of fp8_gemm: the values of codes in fp32, sums of short chains of their products in fp64,
+// and scales that are applied to a tile of sums while it is in the cache.
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
@@ -21,11 +21,11 @@ namespace {
 using at::Tensor;
 
 constexpr int64_t kTileRows = 64;
-constexpr int64_t kTileColumns = 48;         // a multiple of 16 and of every kernel's columns
-constexpr int64_t kFewRows = 4;              // up to here codes of b are decoded where they are multiplied
-constexpr int64_t kCopyBytes = 1 << 26;      // of the values of a or b at a time
-constexpr int64_t kWidenGrain = 1 << 15;     // codes per task
-constexpr int64_t kMultiplyGrain = 1 << 18;  // multiply-adds per task
+constexpr int64_t kTileColumns = 48;  // a multiple of 16 and of every kernel's columns
+constexpr int64_t kFewRows = 4;  // with up to so many rows codes of b are decoded where they are multiplied
+constexpr int64_t kCopyBytes = 1 << 26;      // bytes of the values of a or b at a time
+constexpr int64_t kWidenGrain = 1 << 15;     // codes of a task
+constexpr int64_t kMultiplyGrain = 1 << 18;  // multiply-adds of a task
 
 const GemmKernels& kernels() {
   return HTREE_PICK_ISA(kGemmKernels);
@@ -42,7 +42,7 @@ StoreQuotients<Storage<T>> store_of() {
   }
 }
 
-// Codes in rows of adjacent ones.
+// Codes in rows in which they are adjacent.
 struct CodeRows {
   Tensor codes;  // [rows, depth], of one byte each
   int64_t size() const { return codes.size(0); }
@@ -53,8 +53,8 @@ struct CodeRows {
 
 constexpr int64_t kSquare = 64;
 
-// to[r][k] = from[k][r] for r < rows and k < depth, both at most kSquare. By way of a copy, in which the rows
-// do not lie a power of two apart as they may in `from`.
+// to[r][k] = from[k][r] for r < rows and k < depth, both at most kSquare. It goes by way of a copy whose rows
+// do not lie a power of two apart, as those of `from` may.
 void transpose_square(const uint8_t* from, int64_t from_pitch, int64_t rows, int64_t depth, uint8_t* to,
                       int64_t to_pitch) {
   uint8_t square[kSquare][kSquare];
@@ -68,7 +68,7 @@ void transpose_square(const uint8_t* from, int64_t from_pitch, int64_t rows, int
   }
 }
 
-// Rows out of columns of adjacent codes.
+// Rows of adjacent codes, out of columns of adjacent codes.
 Tensor transposed(const Tensor& codes) {
   const int64_t rows = codes.size(0);
   const int64_t depth = codes.size(1);
@@ -121,13 +121,13 @@ class Values {
 
 struct ScaleOf {
   const float* data;
-  int64_t stride;  // 0 for one of all
+  int64_t stride;  // 0 where one scale serves all
   ScaleOf(const Tensor& scale, int64_t dim)
       : data(scale.const_data_ptr<float>()), stride(scale.dim() == 0 ? 0 : scale.stride(dim)) {}
   double at(int64_t i) const { return data[i * stride]; }
 };
 
-// Rows of `a` from `first_row` on and of b from `first_column` on, W their values or codes.
+// Rows of `a` from `first_row` on and of b from `first_column` on. W is the type of b's values or codes.
 template <typename W>
 struct Block {
   const float* a;
@@ -217,7 +217,7 @@ void multiply_all(const GemmArguments& g, const Tensor& c) {
 
 void gemm_cpu(const GemmArguments& g, at::IntArrayRef /*config*/, const Tensor& c) {
   if (active_isa() == Isa::kBaseline && g.a.size(0) > kFewRows) {
-    exact_gemm_cpu(g, c);  // the BLAS library's kernels may be of a higher instruction set than ours
+    exact_gemm_cpu(g, c);  // the BLAS library's kernels may use a higher instruction set than ours
     return;
   }
   check_scale_values(g.op, "a_scale", g.a_scale);

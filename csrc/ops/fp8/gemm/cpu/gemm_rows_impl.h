@@ -1,5 +1,4 @@
-// Body of the CPU kernels of fp8_gemm; compiled per instruction
-// set after host/cpu/simd.h (csrc/instances.py).
+// The CPU kernels of gemm_rows.h, compiled per instruction set after host/cpu/simd.h (csrc/instances.py).
 #pragma once
 
 #include "host/cpu/simd_products.h"
@@ -7,10 +6,9 @@
 #include "ops/fp8/gemm/cpu/gemm_rows.h"
 
 namespace htree::HTREE_ISA {
-
-// A product of two codes is exact in fp32, so that a chain of n has n - 1 roundings, and
-// folding adds one: sums in fp32 err by 15 units of 2^-24 of the sum of magnitudes at most. P4
-// of docs/semantics/fp8.md allows 16.
+// A product of two codes is exact in fp32, so a chain of n products has n - 1 roundings,
+// and folding adds one: a sum errs by at most 15 units of 2^-24 of the sum of magnitudes.
+// P4 of docs/semantics/fp8.md allows 16.
 constexpr int kCodeChain = 15;
 
 struct CodeStep {
@@ -30,7 +28,7 @@ inline void widen_codes(const uint8_t* codes, int64_t count, float* to, int64_t 
   std::memset(to + count, 0, sizeof(float) * static_cast<size_t>(width - count));
 }
 
-// The lanes of two vectors, rounded to fp32.
+// The lanes of two vectors of doubles, rounded to fp32.
 inline VecF narrow_doubles(VecD low, VecD high) {
   const VecHalf halves[2] = {__builtin_convertvector(low, VecHalf), __builtin_convertvector(high, VecHalf)};
   VecF x;

@@ -1,11 +1,11 @@
-// The products of fp8_gemm whose widths no other kernel takes; see device/hopper/wgmma_instructions.cuh.
+// The products of fp8_gemm in widths that no other kernel uses; see device/hopper/wgmma_instructions.cuh.
 #pragma once
 
 #include "device/hopper/wgmma_instructions.cuh"
 
 namespace htree::device {
 
-// The first registers of the accumulators as operands of an instruction, and the accumulators themselves.
+// The registers of the first accumulators as operands of an instruction, and the accumulators themselves.
 #define HTREE_REGISTERS_24                                                                               \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
   "%22, %23"

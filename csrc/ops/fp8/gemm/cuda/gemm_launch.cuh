@@ -1,4 +1,5 @@
-// Configuration to kernel for one output type: every one that choose_gemm_config or a forced tuple can name.
+// From the configuration to the kernel, for one output type: every configuration that choose_gemm_config or a
+// forced tuple can name.
 #pragma once
 
 #include <type_traits>
@@ -18,13 +19,13 @@ inline int num_code_blocks(const GemmSizes& sizes) {
   return static_cast<int>(ceil_div(sizes.k, 128));
 }
 
-// For tiles of kRows rows of an operand, of which kSharing blocks copy a share each.
+// Descriptors for tiles of kRows rows of an operand, of which each of kSharing blocks copies a share.
 template <int kRows, int kSharing>
 device::OperandMaps code_maps(const GemmOperand& x, int64_t rows, int64_t columns) {
   return operand_maps(x.data, CU_TENSOR_MAP_DATA_TYPE_UINT8, rows, columns, x.pitch, kRows, kRows / kSharing);
 }
 
-// Boxes in which c is written.
+// Descriptor of the boxes in which c is written.
 template <class Store, typename Out>
 CUtensorMap result_map(const GemmParams<Out>& p) {
   TensorBox box;
@@ -45,7 +46,7 @@ template <class Tr>
 cudaError_t launch_tiles(const GemmParams<typename Tr::Out>& p, int group, cudaStream_t stream) {
   using Out = typename Tr::Out;
   const bool copies_c = p.sizes.n * static_cast<int64_t>(sizeof(Out)) % 16 == 0;
-  // What the kernel takes for a, b and m, n.
+  // What the kernel takes as a and b, and as m and n.
   const GemmOperand& rows = Tr::kTransposes ? p.b : p.a;
   const GemmOperand& columns = Tr::kTransposes ? p.a : p.b;
   const GemmSizes s = Tr::kTransposes ? GemmSizes{p.sizes.n, p.sizes.m, p.sizes.k} : p.sizes;
@@ -84,7 +85,7 @@ cudaError_t launch_streams(const GemmParams<typename Tr::Out>& p, cudaStream_t s
   }
   const GemmSizes& s = p.sizes;
   if (num_code_blocks(s) < Tr::kParts) {
-    return cudaErrorNotSupported;  // every block of a cluster has its part
+    return cudaErrorNotSupported;  // every block of a cluster must have a part
   }
   const GemmStreamMaps maps{code_maps<Tr::kRows, 1>(p.a, s.m, s.k),
                             code_maps<Tr::kColumns, 1>(p.b, s.n, s.k)};
@@ -107,7 +108,7 @@ bool is_tile(const GemmConfig& c) {
          c.transposes == Tr::kTransposes;
 }
 
-// The one of Tiles that `c` describes.
+// Launches the one of Tiles that `c` describes.
 template <class... Tiles, typename Out>
 cudaError_t launch_described_tile(const GemmParams<Out>& p, const GemmConfig& c, cudaStream_t stream) {
   cudaError_t error = cudaErrorNotSupported;
@@ -120,7 +121,7 @@ bool is_stream(const GemmConfig& c) {
   return c.rows == Tr::kRows && c.stages == Tr::Shape::kStages && c.parts == Tr::kParts;
 }
 
-// The one of Streams that `c` describes.
+// Launches the one of Streams that `c` describes.
 template <class... Streams, typename Out>
 cudaError_t launch_described_stream(const GemmParams<Out>& p, const GemmConfig& c, cudaStream_t stream) {
   cudaError_t error = cudaErrorNotSupported;
@@ -134,7 +135,7 @@ template <typename Out, int kRows, int kColumns, int kStages>
 using PlainTile = GemmTileTraits<Out, kRows / 64, kRows, kColumns, kStages, 128, 1>;
 template <typename Out, int kRows, int kColumns, int kStages>
 using SharedTile = GemmTileTraits<Out, kRows / 64, kRows, kColumns, kStages, 128, 1, 2>;
-// kRows and kColumns are those of c.
+// kRows and kColumns are rows and columns of c.
 template <typename Out, int kRows, int kColumns, int kStages>
 using TransposedTile = GemmTileTraits<Out, kColumns / 64, kColumns, kRows, kStages, 128, 1, 1, true>;
 template <typename Out, int kRows, int kColumns, int kStages>
@@ -153,7 +154,7 @@ cudaError_t launch_gemm_tile(const GemmParams<Out>& p, const GemmConfig& c, cuda
       TransposedTile<Out, 152, 128, 5>, TransposedTile<Out, 104, 192, 4>, TransposedTile<Out, 120, 192, 4>,
       TransposedTile<Out, 128, 192, 4>, MulticastTile<Out, 72, 128, 8>, MulticastTile<Out, 80, 128, 7>,
       MulticastTile<Out, 96, 128, 7>, MulticastTile<Out, 104, 128, 6>, MulticastTile<Out, 112, 128, 6>,
-      // named by tuples of the tuning space
+      // Only tuples of the tuning space name these.
       GemmTileTraits<Out, 2, 128, 128, 5, 64, 1>, GemmTileTraits<Out, 2, 256, 128, 4, 64, 2>>(p, c, stream);
 }
 
@@ -166,7 +167,7 @@ cudaError_t launch_gemm_stream(const GemmParams<Out>& p, const GemmConfig& c, cu
       GemmStreamTraits<Out, 80, 10, 1>, GemmStreamTraits<Out, 80, 8, 2>, GemmStreamTraits<Out, 80, 8, 4>,
       GemmStreamTraits<Out, 96, 10, 1>, GemmStreamTraits<Out, 96, 8, 2>, GemmStreamTraits<Out, 96, 8, 4>,
       GemmStreamTraits<Out, 128, 7, 4>, GemmStreamTraits<Out, 144, 7, 2>,
-      // two to a multiprocessor
+      // Two blocks of these fit a multiprocessor.
       GemmStreamTraits<Out, 16, 6, 1>, GemmStreamTraits<Out, 32, 5, 1>, GemmStreamTraits<Out, 80, 5, 1>,
       GemmStreamTraits<Out, 96, 5, 1>>(p, c, stream);
 }

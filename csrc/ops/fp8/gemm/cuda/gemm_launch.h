@@ -1,5 +1,5 @@
 // Torch-free launchers of fp8_gemm for results of float, __half and __nv_bfloat16; csrc/instances.py lists
-// them. cudaErrorNotSupported: a configuration that is not compiled.
+// them. cudaErrorNotSupported: the configuration is not compiled.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,9 +14,9 @@ cudaError_t launch_gemm_tile(const GemmParams<Out>& params, const GemmConfig& co
 template <typename Out>
 cudaError_t launch_gemm_stream(const GemmParams<Out>& params, const GemmConfig& config, cudaStream_t stream);
 
-// out_a[i] = 1 / a[i * stride], i < num_a, and the same for b: cuBLAS multiplies by its scales. Of one
-// scale each, two factors of 1 / (a b) with about equal exponents.
-// `overlaps`: the launch may overlap the end of the kernel in front of it (sm_90 and later).
+// out_a[i] = 1 / a[i * stride], i < num_a, and the same for b: cuBLAS multiplies by its scales. Where both
+// are single, two factors of 1 / (a b) with about equal exponents. `overlaps`: the launch may overlap the end
+// of the kernel before it (sm_90 and later).
 cudaError_t launch_reciprocals(GemmScale a, int64_t num_a, float* out_a, GemmScale b, int64_t num_b,
                                float* out_b, bool overlaps, cudaStream_t stream);
 

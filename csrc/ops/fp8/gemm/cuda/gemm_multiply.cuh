@@ -1,7 +1,7 @@
-// The sums of fp8_gemm. The tensor cores of sm_90 add e4m3 products with about 14 bits below the largest
-// term, not in fp32: measured, a sum of 32 products errs by up to 2^-11 of the sum of magnitudes. So only
-// kPromoteK elements are summed there, and the partial sums in fp32 registers, as cuBLASLt does without "fast
-// accumulation" (technique: DeepGEMM).
+// The sums of fp8_gemm. The tensor cores of sm_90 do not add e4m3 products in fp32, but with about 14 bits
+// below the largest term: as measured, a sum of 32 products errs by up to 2^-11 of the sum of magnitudes. So
+// they sum only kPromoteK elements, and the partial sums are added in fp32 registers, as cuBLASLt does
+// without "fast accumulation" (technique: DeepGEMM).
 #pragma once
 
 #include "device/hopper/gemm_pipeline.cuh"
@@ -10,7 +10,8 @@
 
 namespace htree::fp8 {
 
-// The products of kPromoteK elements into d; committed, not waited for. `a`, `b` at their first element.
+// Starts the products of kPromoteK elements into d; they are committed, not waited for. `a` and `b` point to
+// their first element.
 template <typename T, int kColumns, int kPromoteK>
 __device__ __forceinline__ void start_products(uint64_t a, uint64_t b, float (&d)[kColumns / 2]) {
   device::wgmma_fence();
@@ -38,8 +39,8 @@ __device__ __forceinline__ void add_to(float (&sum)[kCount], float (&d)[kCount])
   }
 }
 
-// Of the 64 rows number `half` of A, and of B, in each stage. Computed from one base, they stay in uniform
-// registers as long as `half` does (device::uniform).
+// Descriptors of each stage: of the 64 rows number `half` of A, and of B. They are computed from one base,
+// and so stay in uniform registers as long as `half` does (device::uniform).
 template <class Shape>
 struct StageDescriptors {
   uint64_t first_a;
@@ -57,7 +58,8 @@ struct StageDescriptors {
   }
 };
 
-// A warpgroup: sum[half] = its 64 rows number `half` of A times all rows of B. kPromoteK: 32, 64 or 128.
+// A warpgroup calls it: sum[half] = its 64 rows number `half` of A times all rows of B. kPromoteK is
+// 32, 64 or 128.
 template <class Shape, int kPromoteK, int kHalves>
 __device__ __forceinline__ void multiply_promoted(device::GemmRing<Shape>& ring,
                                                   device::RingPlace<Shape::kStages>& place, int num_blocks,
@@ -89,8 +91,8 @@ __device__ __forceinline__ void multiply_promoted(device::GemmRing<Shape>& ring,
   }
 }
 
-// The same for one half, with two sets of accumulators: the tensor cores have the next k-block at hand while
-// the sums of the last one are added.
+// The same for one half, with two sets of accumulators: the tensor cores already have the next k-block while
+// the sums of the previous one are added.
 template <class Shape>
 __device__ __forceinline__ void multiply_promoted_in_turns(device::GemmRing<Shape>& ring,
                                                            device::RingPlace<Shape::kStages>& place,

@@ -8,8 +8,8 @@
 namespace htree::fp8 {
 namespace {
 
-// Of single scales, two factors whose product is 1 / (a b), of about equal exponents where it is near the
-// bounds of fp32.
+// Where both scales are single: two factors whose product is 1 / (a b), with about equal exponents where it
+// is near the bounds of fp32.
 __global__ void reciprocals_kernel(GemmScale a, int64_t num_a, float* out_a, GemmScale b, int64_t num_b,
                                    float* out_b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

@@ -1,5 +1,5 @@
-// The scales of fp8_gemm, by which its sums are divided: as factors whose products stay in the range of fp32
-// wherever the result does. docs/semantics/fp8.md §3.3.
+// The scales of fp8_gemm, by which its sums are divided, as factors whose products stay in the range of fp32
+// wherever the result does. docs/semantics/fp8.md §3.3
 #pragma once
 
 #include <cstdint>
@@ -8,15 +8,15 @@
 
 namespace htree::fp8 {
 
-// first * second = 1 / scale. `second` is 1 for scales in [2^-62, 2^63), the product of whose inverses is
-// normal. Of others each factor has about half of the exponent; a sum s, of exponent -18 ... 50, times both
-// first factors lies then, in powers of two, about midway between s and the result.
+// first * second = 1 / scale. `second` is 1 for scales in [2^-62, 2^63): the product of two inverses of those
+// is normal. For other scales each factor has about half of the exponent. A sum s, whose exponent is -18 ...
+// 50, times both first factors then lies, in powers of two, about midway between s and the result.
 struct ScaleFactors {
   float first;
   float second;
 };
 
-// Of a positive finite scale, subnormal ones included.
+// For a positive finite scale, subnormal ones included.
 __device__ __forceinline__ ScaleFactors split_inverse(float scale) {
   const int exponent = (__float_as_int(scale) >> 23 & 0xff) - 127;
   const bool plain = exponent > -63 && exponent < 63;
@@ -24,7 +24,7 @@ __device__ __forceinline__ ScaleFactors split_inverse(float scale) {
   return {1.0f / (scale * second), second};
 }
 
-// That of row or column `index`, which may lie beyond the last.
+// The scale of row or column `index`, which may lie beyond the last.
 __device__ __forceinline__ float fetch_scale(const GemmScale& scale, int64_t index, int64_t count) {
   return scale.data[(index < count ? index : count - 1) * scale.stride];
 }

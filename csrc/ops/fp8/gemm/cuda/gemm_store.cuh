@@ -1,6 +1,6 @@
-// How fp8_gemm writes its sums to c [m, n]: through shared memory and tensor copies, which cut off what lies
-// outside of c and leave the warps free for the next tile. GemmStore: a warp has 16 rows of c.
-// GemmTransposedStore: a warpgroup has 64 columns.
+// How fp8_gemm writes its sums to c [m, n]: through shared memory and by tensor copies, which cut off what
+// lies outside of c and leave the warps free for the next tile. In GemmStore a warp has 16 rows of c, in
+// GemmTransposedStore a warpgroup has 64 columns.
 #pragma once
 
 #include <cuda.h>
@@ -16,10 +16,10 @@
 
 namespace htree::fp8 {
 
-// A thread holds of its warp's 16 rows: element 4 j + 2 h + i is row lane / 4 + 8 h, column
-// 8 j + 2 (lane % 4) + i.
-// kMostBytes: of shared memory for the warp; the boxes are staged as many at a time as it holds. kUnit:
-// columns that a box divides, so that stores of kUnit columns and of more share one tensor map.
+// Of its warp's 16 rows a thread holds element 4 j + 2 h + i, which is row lane / 4 + 8 h, column 8 j +
+// 2 (lane % 4) + i. kMostBytes of shared memory belong to the warp; as many boxes are laid out at a
+// time as fit. kUnit is a number of columns that a box divides, so that stores of kUnit columns or more
+// share one tensor map.
 template <typename Out, int kColumns, int kMostBytes, int kUnit = kColumns>
 struct GemmStore {
   static constexpr int kRowBytes = kColumns * static_cast<int>(sizeof(Out));
@@ -30,7 +30,7 @@ struct GemmStore {
   static constexpr int kBoxColumns = kBoxBytes / static_cast<int>(sizeof(Out));
   static constexpr int kBoxes = kColumns / kBoxColumns;
   static_assert(kBoxes * kBoxColumns == kColumns);
-  static constexpr int kStaged = [] {  // boxes at a time
+  static constexpr int kStaged = [] {  // boxes laid out at a time
     int count = kBoxes;
     while (count > 1 && (kBoxes % count != 0 || count * 16 * kBoxBytes > kMostBytes)) {
       --count;
@@ -41,7 +41,7 @@ struct GemmStore {
     uint8_t boxes[kStaged][16 * kBoxBytes];
   };
 
-  // All lanes of a warp. `map`: boxes of c. Behind the last call, finish().
+  // All lanes of a warp call it; after the last call, finish(). `map`: the boxes of c.
   static __device__ __forceinline__ void rows(Shared& shared, const CUtensorMap* map, int row, int column,
                                               const float (&d)[kColumns / 2]) {
     const int lane = static_cast<int>(threadIdx.x % 32);
@@ -67,12 +67,12 @@ struct GemmStore {
     }
   }
 
-  // A thread: the shared memory may go away.
+  // A thread calls it before the shared memory is given up.
   static __device__ __forceinline__ void finish() {
     device::wait_stores<0>();
   }
 
-  // For c whose rows are not aligned to 16 bytes: all lanes of a warp.
+  // For a c whose rows are not aligned to 16 bytes. All lanes of a warp call it.
   static __device__ __forceinline__ void pairs(Out* c, const GemmSizes& sizes, int64_t row, int64_t column,
                                                const float (&d)[kColumns / 2]) {
     const int lane = static_cast<int>(threadIdx.x % 32);
@@ -96,13 +96,13 @@ struct GemmStore {
   }
 
  private:
-  // Where a pack of 16 bytes of a box stands.
+  // Where a pack of 16 bytes stands in a box.
   static __device__ __forceinline__ uint32_t place(uint32_t box, int row, int pack) {
     const int turned = pack ^ row / (128 / kBoxBytes) % (kBoxBytes / 16);
     return box + static_cast<uint32_t>(row * kBoxBytes + turned * 16);
   }
 
-  // Columns from `first` on into one box.
+  // Lays out the columns from `first` on in one box.
   static __device__ __forceinline__ void stage(uint32_t box, int first, const float (&d)[kColumns / 2]) {
     const int lane = static_cast<int>(threadIdx.x % 32);
     if constexpr (sizeof(Out) == 2) {
@@ -110,7 +110,7 @@ struct GemmStore {
       for (int pack = 0; pack < kBoxBytes / 16; pack += 2) {
         uint32_t packed[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {  // pack + i / 2, row half i % 2
+        for (int i = 0; i < 4; ++i) {  // pack + i / 2, rows number i % 2
           const int at = (first / 8 + pack + i / 2) * 4 + i % 2 * 2;
           packed[i] = device::pack_pair<Out>(d[at], d[at + 1]);
         }
@@ -131,9 +131,9 @@ struct GemmStore {
   }
 };
 
-// Of the transpose of c: element 4 j + 2 h + i of thread t of a warpgroup is column
-// 16 (t / 32) + t % 32 / 4 + 8 h, row 8 j + 2 (t % 4) + i of 64 columns and kRows rows of c. All its threads.
-// kMostBytes: of shared memory for the warpgroup.
+// The same for a transposed c. Element 4 j + 2 h + i of thread t of a warpgroup is column 16 (t / 32) + t %
+// 32 / 4 + 8 h, row 8 j + 2 (t % 4) + i, of 64 columns and kRows rows of c. All threads of the warpgroup
+// call. kMostBytes of shared memory belong to the warpgroup.
 template <typename Out, int kRows, int kMostBytes>
 struct GemmTransposedStore {
   static constexpr int kBoxBytes = 128;
@@ -147,7 +147,7 @@ struct GemmTransposedStore {
     uint8_t boxes[kStaged][kRows * kBoxBytes];
   };
 
-  // `barrier`: a named one of the warpgroup. Behind the last call, finish().
+  // `barrier`: a named barrier of the warpgroup. After the last call, finish().
   static __device__ __forceinline__ void tile(Shared& shared, const CUtensorMap* map, int row, int column,
                                               int barrier, const float (&d)[kRows / 2]) {
     const int thread = static_cast<int>(threadIdx.x % 128);
@@ -173,12 +173,12 @@ struct GemmTransposedStore {
     }
   }
 
-  // A thread: the shared memory may go away.
+  // A thread calls it before the shared memory is given up.
   static __device__ __forceinline__ void finish() {
     device::wait_stores<0>();
   }
 
-  // For c whose rows are not aligned to 16 bytes. `c` is [num_rows, num_columns].
+  // For a c whose rows are not aligned to 16 bytes. `c` is [num_rows, num_columns].
   static __device__ __forceinline__ void elements(Out* c, int64_t num_rows, int64_t num_columns, int64_t row,
                                                   int64_t column, const float (&d)[kRows / 2]) {
     const int thread = static_cast<int>(threadIdx.x % 128);
@@ -202,20 +202,22 @@ struct GemmTransposedStore {
   }
 
  private:
-  // The warp's 16 columns into its box.
+  // Lays out the warp's 16 columns in its box.
   static __device__ __forceinline__ void stage(uint32_t box, const float (&d)[kRows / 2]) {
     const int lane = static_cast<int>(threadIdx.x % 32);
     const int first = static_cast<int>(threadIdx.x / 32) % kWarpsPerBox * 16;  // column in the box
     if constexpr (sizeof(Out) == 2) {
 #pragma unroll
       for (int j = 0; j < kRows / 8; j += 2) {
-        // Eight rows and their second column half, twice; the last eight repeated where their number is odd.
+        // Eight rows and their second eight columns, twice; where the number of eights is odd, the
+        // last one is repeated.
         const int next = j + 1 < kRows / 8 ? j + 1 : j;
         const uint32_t packed[4] = {device::pack_pair<Out>(d[4 * j], d[4 * j + 1]),
                                     device::pack_pair<Out>(d[4 * j + 2], d[4 * j + 3]),
                                     device::pack_pair<Out>(d[4 * next], d[4 * next + 1]),
                                     device::pack_pair<Out>(d[4 * next + 2], d[4 * next + 3])};
-        // Lane i gives the address of row i % 8 of the first or the next eight, column half i / 8 % 2.
+        // Lane i gives the address of row i % 8 of the first or the second eight rows, columns number i
+        // / 8 % 2.
         const int pack = (first / 8 + lane / 8 % 2) ^ (lane % 8);
         device::store_matrices_transposed(
             box + static_cast<uint32_t>(((lane < 16 ? j : next) * 8 + lane % 8) * kBoxBytes + pack * 16),

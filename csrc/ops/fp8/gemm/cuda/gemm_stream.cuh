@@ -1,7 +1,7 @@
-// c = (a b^T) / (s_a s_b) for few rows: b is read once, at the speed of memory, so its rows take the 64-row
-// side of the products and the rows of a the n side (those that do not exist are not used). A cluster
-// owns 64 columns of c; its blocks share out k, so that all multiprocessors pull on memory, exchange
-// their sums, and each finishes its share of them.
+// c = (a b^T) / (s_a s_b) for few rows. b is read once, at the speed of memory, so its rows take the 64-row
+// side of the products, and the rows of a the n side (those that do not exist are not used). A cluster has 64
+// columns of c. Its blocks share out k, so that all multiprocessors load from memory; they exchange their
+// sums, and each finishes its share of them.
 #pragma once
 
 #include <cuda.h>
@@ -26,23 +26,23 @@ struct GemmStreamTraits {
   using Out = Out_;
   static constexpr int kRows = kRows_;
   static constexpr int kColumns = 64;
-  static constexpr int kParts = kParts_;  // of k, one per block of the cluster
+  static constexpr int kParts = kParts_;  // parts of k, one per block of the cluster
   using Shape = device::GemmShape<__nv_fp8_e4m3, kColumns, kRows, kStages_, 1>;
-  static constexpr int kMultipliers = 128;  // threads
+  static constexpr int kMultipliers = 128;  // threads that multiply
   static constexpr int kThreads = kMultipliers + 32;
   static constexpr int kShare = kRows / 2 / kParts;  // sums of a thread that its block finishes
   static_assert(kShare * kParts * 2 == kRows);
 
-  // Sums are exchanged by fours where a block finishes that many.
+  // Sums are exchanged in fours where a block finishes that many.
   using Sums = std::conditional_t<kShare % 4 == 0, float4, float>;
   static constexpr int kPacks = kShare * 4 / static_cast<int>(sizeof(Sums));
-  // Results of two bytes leave in packs of 16 bytes where a block finishes eight rows or more.
+  // Results of two bytes are stored in packs of 16 bytes where a block finishes eight rows or more.
   static constexpr bool kStaged = sizeof(Out) == 2 && kShare % 4 == 0;
-  static constexpr int kPitch = 3;  // packs: odd, so that eight rows of a column of packs lie in all banks
+  static constexpr int kPitch = 3;  // packs; odd, so that eight rows of a column of packs lie in all banks
 
   struct Shared {
     device::GemmRing<Shape> ring;
-    Sums sums[kParts > 1 ? kParts - 1 : 1][kParts > 1 ? kPacks : 1][kMultipliers];  // of the other blocks
+    Sums sums[kParts > 1 ? kParts - 1 : 1][kParts > 1 ? kPacks : 1][kMultipliers];  // from the other blocks
     uint4 results[kStaged ? 4 : 1][kStaged ? 16 * kPitch : 1];  // per warp: 16 rows x 16 columns
     ScaleFactors by_row[kRows];
     ScaleFactors by_column[kColumns];
@@ -64,8 +64,8 @@ __device__ __forceinline__ void copy_sums(float4& pack, const float* sums) {
   pack = make_float4(sums[0], sums[1], sums[2], sums[3]);
 }
 
-// Sends every other block of the cluster its share of this thread's sums and returns in `own` the block's
-// share of all of them.
+// Sends every other block of the cluster its share of this thread's sums, and returns in `own` the total of
+// this block's share.
 template <class Tr>
 __device__ __forceinline__ void exchange_sums(typename Tr::Shared& shared, int part,
                                               const float (&sum)[Tr::kRows / 2], float (&own)[Tr::kShare]) {
@@ -104,8 +104,8 @@ __device__ __forceinline__ void exchange_sums(typename Tr::Shared& shared, int p
   }
 }
 
-// A warp's results of its 16 columns: element 4 j + 2 h + i of a thread is row 8 j + 2 (lane % 4) + i, column
-// lane / 4 + 8 h.
+// Stores a warp's results of its 16 columns. Element 4 j + 2 h + i of a thread is row 8 j + 2 (lane % 4) + i,
+// column lane / 4 + 8 h.
 template <class Tr>
 __device__ __forceinline__ void store_packs(uint4* results, const GemmParams<typename Tr::Out>& p,
                                             int64_t row, int64_t column, const float (&d)[Tr::kShare]) {
@@ -115,12 +115,12 @@ __device__ __forceinline__ void store_packs(uint4* results, const GemmParams<typ
     constexpr int kLast = Tr::kShare - 2;
     uint32_t packed[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {  // rows 8 (i / 2) ..., column half i % 2; repeated where there are no more
+    for (int i = 0; i < 4; ++i) {  // rows 8 (i / 2) ..., columns number i % 2; repeated at the end
       const int at = first + 2 * i <= kLast ? first + 2 * i : kLast;
       packed[i] = device::pack_pair<typename Tr::Out>(d[at], d[at + 1]);
     }
-    __syncwarp();  // the last 16 rows have been read
-    // Lane i gives the address of row i / 16 * 8 + i % 8, column half i / 8 % 2.
+    __syncwarp();  // the previous 16 rows have been read
+    // Lane i gives the address of row i / 16 * 8 + i % 8, columns number i / 8 % 2.
     device::store_matrices_transposed(
         device::shared_address(&results[(lane / 16 * 8 + lane % 8) * Tr::kPitch + lane / 8 % 2]), packed);
     __syncwarp();
@@ -133,7 +133,7 @@ __device__ __forceinline__ void store_packs(uint4* results, const GemmParams<typ
   }
 }
 
-// One thread: `count` k-blocks from `first` on of the block's rows of a and columns of b.
+// One thread calls it: it loads `count` k-blocks from `first` on, of the block's rows of a and columns of b.
 template <class Tr>
 __device__ __forceinline__ void load_part(device::GemmRing<typename Tr::Shape>& ring,
                                           device::RingPlace<Tr::Shape::kStages>& place,
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   }
   device::wait_for_previous_kernels();
   if constexpr (Tr::kParts > 1) {
-    device::cluster_arrive_relaxed();  // waited for before anything is written to another block
+    device::cluster_arrive_relaxed();  // the wait comes before anything is written to another block
   }
   device::RingPlace<Shape::kStages> place;
   if (warp == Tr::kMultipliers / 32) {
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     return;
   }
 
-  // Fetched while the first codes are under way.
+  // Fetched while the first codes are on their way.
   for (int i = static_cast<int>(threadIdx.x); i < Tr::kRows; i += Tr::kMultipliers) {
     shared.by_row[i] = split_inverse(fetch_scale(p.a_scale, row + i, p.sizes.m));
   }
@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     }
   }
 
-  // Sum 4 j + 2 h + i of a thread: column 16 warp + lane / 4 + 8 h, row 8 j + 2 (lane % 4) + i.
+  // Sum 4 j + 2 h + i of a thread is column 16 warp + lane / 4 + 8 h, row 8 j + 2 (lane % 4) + i.
   const auto row_of = [&](int at) {
     const int place_idx = part * Tr::kShare + at;
     return place_idx / 4 * 8 + 2 * (lane % 4) + place_idx % 2;
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     }
   }
 #else
-  __trap();  // the launcher does not come here: see has_hopper_kernels()
+  __trap();  // no launcher comes here: see has_hopper_kernels()
 #endif
 }
 

@@ -1,13 +1,15 @@
-// c = (a b^T) / (s_a s_b): persistent blocks, one warpgroup that loads and one to three that multiply. A tile
-// is kRows rows of a against kColumns rows of b. In a cluster of kCluster, the blocks take neighbouring
-// columns of one row tile, and each loads its share of the rows of a for all. Without that, two row tiles of
-// few rows, transposed, would have the same columns of b in flight twice, half of what comes from memory. In
-// a pair (kParts = 2), each block takes tiles of its own, but where the last wave has no more tiles than
-// pairs, both take half of the k of one and finish half of it each.
+// c = (a b^T) / (s_a s_b) by persistent blocks, in which one warpgroup loads and one to three multiply. A
+// tile is kRows rows of a against kColumns rows of b.
 //
-// A product takes 64 rows, and any multiple of 8 columns. A transposing kernel is launched with a and b
-// exchanged, computes the transpose of c and stores it as c: then the number of rows of c is the free one.
-// What decides is how many waves the tiles make over the multiprocessors.
+// In a cluster of kCluster, the blocks take neighbouring columns of one row tile, and each loads its share of
+// the rows of a for all. Without clusters, two row tiles of few rows, transposed, would bring the same
+// columns of b at the same time, which is half of what comes from memory. In a pair (kParts = 2), each block
+// takes tiles of its own; but where the last wave has no more tiles than pairs, both blocks take half of the
+// k of one tile and finish half of it each.
+//
+// A product takes 64 rows and any multiple of 8 columns. A transposing kernel is launched with a and b
+// exchanged; it computes the transpose of c and stores it as c, so that the number of rows of c can be any
+// multiple of 8. What decides is how many waves the tiles make over the multiprocessors.
 #pragma once
 
 #include <cuda.h>
@@ -39,35 +41,35 @@ struct GemmTileTraits {
   static constexpr bool kTransposes = kTransposes_;
   static_assert(kParts == 1 || (kParts == 2 && kCluster == 1 && kRows_ == 64 * kWarpgroups_ && !kTransposes));
   static constexpr int kBlocksPerCluster = kCluster * kParts;
-  static constexpr int kWarpgroups = kWarpgroups_;          // that multiply
-  static constexpr int kHalves = kRows / 64 / kWarpgroups;  // 64-row parts of a warpgroup
+  static constexpr int kWarpgroups = kWarpgroups_;          // warpgroups that multiply
+  static constexpr int kHalves = kRows / 64 / kWarpgroups;  // parts of 64 rows of a warpgroup
   static_assert(kHalves * kWarpgroups * 64 == kRows);
   static constexpr int kThreads = 128 * (1 + kWarpgroups);
   static constexpr bool kShiftsRegisters = kWarpgroups > 1;
   static constexpr int kLoaderRegisters = kWarpgroups == 3 ? 32 : kParts == 1 ? 24 : 40;
   static constexpr int kMultiplierRegisters = kWarpgroups == 3 ? 152 : kParts == 1 ? 240 : 232;
   static_assert(!kShiftsRegisters || (kLoaderRegisters + kWarpgroups * kMultiplierRegisters) * 128 <= 65536);
-  // Two sets of accumulators where a warpgroup has the registers for them and the sums.
+  // Two sets of accumulators, where a warpgroup has the registers for them and for the sums.
   static constexpr bool kInTurns =
       kHalves == 1 && kWarpgroups <= 2 && kPromoteK == device::kBlockBytes && kColumns <= 152;
   using Shape = device::GemmShape<__nv_fp8_e4m3, kRows, kColumns, kStages_, kCluster, kWarpgroups>;
 
   struct Small : SumExchanges<kParts == 1 ? 0 : kWarpgroups> {
-    ColumnFactors<kColumns> by_column[kWarpgroups][2];  // of two tiles, one after the other
+    ColumnFactors<kColumns> by_column[kWarpgroups][2];  // for two tiles, one after the other
   };
   static constexpr int kMostSharedBytes =
       device::kHopperSharedBytes - device::kSharedAlignment;  // less what aligning the base may cost
   static constexpr int kSharedBesideStore = static_cast<int>(sizeof(device::GemmRing<Shape>) + sizeof(Small));
   static constexpr int kStoreBytes = (kMostSharedBytes - kSharedBesideStore) / (4 * kWarpgroups);  // per warp
-  // Of a shared tile a block finishes the left or right half of the columns.
+  // Of a shared tile a block finishes the left or the right half of the columns.
   static constexpr int kOwnColumns = kColumns / kParts;
   static constexpr int kShare = kOwnColumns / 2;  // sums of a thread that its block finishes
   using Store = std::conditional_t<kTransposes, GemmTransposedStore<Out, kColumns, 4 * kStoreBytes>,
                                    GemmStore<Out, kColumns, kStoreBytes, kOwnColumns>>;
   using OwnStore = std::conditional_t<kParts == 1, Store, GemmStore<Out, kOwnColumns, kStoreBytes>>;
 
-  // A warp's place for its results, or before for the sums of the other block; of a transposing kernel, that
-  // of a warpgroup.
+  // A warp's place for its results, and before that for the sums from the other block. In a transposing
+  // kernel it belongs to a warpgroup.
   union Stage {
     typename Store::Shared results;
     typename OwnStore::Shared own;
@@ -90,7 +92,7 @@ struct GemmTileMaps {
   CUtensorMap c;          // boxes of Tr::Store; unused where `copies_c` is false
 };
 
-// The block's tiles, one after the other.
+// Calls visit for the block's tiles, one after the other.
 template <class Tr, class Visit>
 __device__ __forceinline__ void for_tiles(const device::TileOrder& order, const device::TileShares& shares,
                                           Visit&& visit) {
@@ -136,7 +138,7 @@ __device__ __forceinline__ void load_tiles(typename Tr::Shared& shared, const Ge
   });
 }
 
-// What a warpgroup does for a tile none of whose rows it has.
+// What a warpgroup does for a tile that has none of its rows.
 template <class Shape>
 __device__ __forceinline__ void skip_blocks(device::GemmRing<Shape>& ring,
                                             device::RingPlace<Shape::kStages>& place, int num_blocks) {
@@ -147,8 +149,8 @@ __device__ __forceinline__ void skip_blocks(device::GemmRing<Shape>& ring,
   }
 }
 
-// A warpgroup scales and stores its sums of a tile whose columns begin at `column`,
-// its own rows at `group_row`.
+// A warpgroup scales and stores its sums of a tile. The tile's columns begin at `column`, the warpgroup's
+// rows at `group_row`.
 template <class Tr>
 __device__ __forceinline__ void finish_tile(typename Tr::Shared& shared, const device::TileWork& work,
                                             const GemmTileArguments<typename Tr::Out>& p,
@@ -193,7 +195,7 @@ __device__ __forceinline__ void multiply_tiles(typename Tr::Shared& shared, cons
   const int warp_in_group = static_cast<int>(threadIdx.x / 32 % 4);
   const int thread = static_cast<int>(threadIdx.x % 128);
   const int lane = thread % 32;
-  // One scale for all of c is known from the start.
+  // A single scale for all of c is known from the start.
   const bool single = p.a_scale.stride == 0 && p.b_scale.stride == 0;
   const ScaleFactors by_all = joint_factors(split_inverse(*p.a_scale.data), split_inverse(*p.b_scale.data));
   device::RingPlace<Shape::kStages> place;
@@ -211,7 +213,7 @@ __device__ __forceinline__ void multiply_tiles(typename Tr::Shared& shared, cons
       }
     }
     const int first_row = group_row + warp_in_group * 16;
-    // The scales are fetched before the products, which hide their latency, and used behind them.
+    // The scales are fetched before the products, which hide their latency, and are used after them.
     constexpr int kColumnsOfThread = (Tr::kColumns + 127) / 128;
     float row_scale[2 * Tr::kHalves] = {};
     float column_scale[kColumnsOfThread] = {};
@@ -243,8 +245,8 @@ __device__ __forceinline__ void multiply_tiles(typename Tr::Shared& shared, cons
       }
     } else {
       has_second = false;
-      // Two slots, one after the other. A thread that writes one has passed the barrier of the tile before,
-      // and behind that barrier nobody reads this slot.
+      // Two places, one after the other. A thread that writes one has passed the barrier of the tile before,
+      // after which no thread reads this place.
       ColumnFactors<Tr::kColumns>& slot_factors = shared.small.by_column[warpgroup][slot];
 #pragma unroll
       for (int i = 0; i < kColumnsOfThread; ++i) {
@@ -307,8 +309,9 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   }
   device::wait_for_previous_kernels();
   if constexpr (Tr::kParts > 1) {
-    // The other block has initialised its barriers. All warps wait together: racecheck wants none of them to
-    // pass before all have come, not even a loader that still waits for the warps that multiply.
+    // The other block has initialised its barriers. All warps wait here together, because racecheck
+    // reports it where one of them passes before all have come, even a loader that still waits for
+    // the warps that multiply.
     device::cluster_wait();
   }
   const int group = device::uniform(static_cast<int>(threadIdx.x / 128));
@@ -330,7 +333,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     device::cluster_sync();  // no block leaves while another may still signal its barriers
   }
 #else
-  __trap();  // the launcher does not come here: see has_hopper_kernels()
+  __trap();  // no launcher comes here: see has_hopper_kernels()
 #endif
 }
 

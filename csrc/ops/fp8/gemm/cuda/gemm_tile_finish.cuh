@@ -1,5 +1,5 @@
-// What the multiplying warps of gemm_tile_kernel do with their sums: exchange them where two blocks share a
-// tile, scale and store them.
+// What the multiplying warps of gemm_tile_kernel do with their sums: they exchange them where two blocks
+// share a tile, scale them and store them.
 #pragma once
 
 #include <cuda.h>
@@ -21,20 +21,20 @@ struct GemmTileArguments {
   GemmSizes sizes;
   GemmScale a_scale;
   GemmScale b_scale;
-  Out* c;  // [m, n], contiguous, or in a transposing kernel [n, m]
+  Out* c;  // [m, n], contiguous; in a transposing kernel [n, m]
   device::TileShares shares;
-  bool copies_c;  // its rows are aligned to 16 bytes
+  bool copies_c;  // whether its rows are aligned to 16 bytes
 };
 
-// Inverse scales of a tile's columns.
+// The inverse scales of a tile's columns.
 template <int kColumns>
 struct ColumnFactors {
   float first[kColumns];
   float second[kColumns];
 };
 
-// A warp scales its 16 rows. `by_column` points at factors of the columns, or is null where those of the rows
-// hold them already.
+// A warp scales its 16 rows. `by_column` points to the factors of the columns; it is null where the factors
+// of the rows include them.
 template <int kColumns>
 __device__ __forceinline__ void scale_rows(float by_upper_row, float by_lower_row, const float* by_column,
                                            float (&d)[kColumns / 2]) {
@@ -63,7 +63,7 @@ struct SumExchanges {
 template <>
 struct SumExchanges<0> {};
 
-// A warp, before the products of a shared tile: the other block may send its sums.
+// A warp calls it before the products of a shared tile: the other block may then send its sums.
 template <class Tr>
 __device__ __forceinline__ void offer_sums(typename Tr::Shared& shared, int warpgroup) {
   if (threadIdx.x % 32 == 0) {
@@ -74,8 +74,8 @@ __device__ __forceinline__ void offer_sums(typename Tr::Shared& shared, int warp
   __syncwarp();
 }
 
-// Sends the other block of the cluster its half of this thread's sums and returns in `own`
-// this block's half of both.
+// Sends the other block of the cluster its half of this thread's sums, and returns in `own` the total
+// of this block's half.
 template <class Tr>
 __device__ __forceinline__ void share_sums(typename Tr::Shared& shared, int rank, int warpgroup,
                                            const float (&sum)[Tr::kColumns / 2], float (&own)[Tr::kShare]) {
@@ -95,10 +95,10 @@ __device__ __forceinline__ void share_sums(typename Tr::Shared& shared, int rank
     own[i + 2] += pack.z;
     own[i + 3] += pack.w;
   }
-  __syncwarp();  // the place takes the results
+  __syncwarp();  // the results go to the same place
 }
 
-// Scales a warp's 16 rows, kOwn columns from tile column `from` on.
+// Scales a warp's 16 rows, kOwn columns from column `from` of the tile on.
 template <int kOwn, int kColumns>
 __device__ __forceinline__ void apply_scales(const ScaleFactors& upper, const ScaleFactors& lower,
                                              const ColumnFactors<kColumns>* by_column, bool has_second,

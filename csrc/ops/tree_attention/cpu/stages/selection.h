@@ -1,7 +1,7 @@
-// Exact, deterministic selection from one row of candidates (docs/semantics/tree_attention.md §1.6), for the
-// staged and the fused CPU kernels. It knows no torch; include it after host/cpu/simd.h. Scores are
-// [num_heads][stride], with unit stride over the candidates p in [0, n). All arithmetic is in Real, float or
-// double.
+// Exact, deterministic selection from one row of candidates (docs/semantics/tree_attention.md §1.6),
+// for the staged and the fused CPU kernels. It knows no torch; include it after host/cpu/simd.h.
+// Scores are [num_heads][stride], with unit stride over the candidates p in [0, n). All arithmetic is
+// in Real, float or double.
 //
 // The order is: candidate n-1, then NaN importances, then larger importances; equal ones by smaller p. Each
 // candidate has an unsigned `rank`, and equal ranks are ordered by position. That is exactly the order of the

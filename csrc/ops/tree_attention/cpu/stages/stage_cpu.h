@@ -1,5 +1,5 @@
-// What the CPU kernels of the stages share: the row kernels for a dtype, and the walk over the candidates of
-// a row.
+// What the CPU kernels of the stages share: the row kernels for a dtype, and the walk over the
+// candidates of a row.
 #pragma once
 
 #include <ATen/Parallel.h>

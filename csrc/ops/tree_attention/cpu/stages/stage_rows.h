@@ -43,12 +43,12 @@ struct StageRows {
                      const RotaryTable<Real>& rotary, Real scale, Real* buffer, Real* scores);
   Score* score;
   // The IO-only twin (docs/semantics/io_twins.md §2.3). scores[p * num_heads] comes with the hash of
-  // candidate p; the twin adds sums of what `score` reads and spreads the result over the heads. `scale` is
-  // not used.
+  // candidate p; the twin adds sums of what `score` reads and spreads the result over the heads.
+  // `scale` is not used.
   Score* io_score;
-  // The state of the candidates that are present and whose score is not -inf. scores [num][score_stride >=
-  // num_heads], lmax and lsum [num_heads], lout [num_heads][width]. `buffer` has num_heads * num + width
-  // elements.
+  // The state of the candidates that are present and whose score is not -inf. scores
+  // [num][score_stride >= num_heads], lmax and lsum [num_heads], lout [num_heads][width]. `buffer` has
+  // num_heads * num + width elements.
   void (*accumulate)(const Real* scores, int64_t score_stride, int64_t num_heads,
                      const CandidateRows<T>& values, int64_t width, Real* buffer, Real* lmax, Real* lsum,
                      Real* lout);
@@ -57,8 +57,8 @@ struct StageRows {
   using Select = int64_t(const Real* scores, int64_t score_stride, int64_t num_heads, int64_t num,
                          int64_t top_k, Importance importance, void* buffer, int32_t* positions, Rank* ranks);
   Select* select;
-  // The IO-only twin: the same passes over the scores. ranks[0] becomes what they fold to; positions are not
-  // written.
+  // The IO-only twin: the same passes over the scores. ranks[0] becomes what they fold to;
+  // positions are not written.
   Select* io_select;
   int64_t (*select_bytes)(int64_t max_candidates, int64_t num_heads);
   // out[d] = row[d] / sum, rounded once.

@@ -118,9 +118,9 @@ cudaError_t launch_parent_gradient(const KeyGradientParams& params, cudaStream_t
 // docs/semantics/tree_attention.md §1.12
 //
 // One pass over the lists makes all five products of attention's backward while a parent's keys and values
-// are in shared memory. dQ stays with its thread block. What the block adds to dK and dV of a parent leaves
-// as one partial sum per (list, slot), and a second kernel adds the partial sums of a parent in the order of
-// the lists.
+// are in shared memory. dQ stays with its thread block. What the block adds to dK and dV of a parent
+// leaves as one partial sum per (list, slot), and a second kernel adds the partial sums of a parent in the
+// order of the lists.
 //
 // At the top lists are implicit: every query takes all parents up to its own. Neighbours under one parent can
 // then share a task whatever the selection stride: a task has kGradientRun queries, each with its own mask.
@@ -154,12 +154,12 @@ struct PerListGradientParams {
   const int32_t* counts = nullptr;     // [B, num_lists, H_kv]: parents in a list; null: implicit lists
   const uint32_t* selected = nullptr;  // [B, lists, H_kv, mask_words]; null at the bottom
   int64_t mask_words = 0;
-  // Queries that share a row of `selected`: the selection stride, which in runs of the top differs from
-  // gather.stride.
+  // Queries that share a row of `selected`: the selection stride, which in runs of the
+  // top differs from gather.stride.
   int mask_stride = 1;  // log2 G, where the two strides differ; G is then a power of two
   int group_shift = 0;  // log2 G, a power of two, where they differ
-  // A run begins at a multiple of its length; this many queries before the chunk's first are missing from the
-  // first run.
+  // A run begins at a multiple of its length; this many queries before the chunk's first are missing
+  // from the first run.
   int lead = 0;
   float scale = 0.f;
 

@@ -9,8 +9,8 @@
 
 namespace htree::tree_attention {
 
-// Bit p of a list's mask: candidate p is in the list of the layer below. counts: the number of parents in a
-// list.
+// Bit p of a list's mask: candidate p is in the list of the layer below. counts: the number of
+// parents in a list.
 struct ListMaskParams {
   const int32_t* lists = nullptr;  // [B, num_lists, H_kv, width]; null: implicit lists
   int64_t list_batch = 0;

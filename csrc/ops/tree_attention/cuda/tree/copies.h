@@ -55,8 +55,8 @@ enum class RotationOrder { kDims, kFragments };
 cudaError_t launch_rotation_table(__half2* table, int64_t num_slots, int key_dim, RotationOrder order,
                                   double base, bool rotate, cudaStream_t stream);
 
-// The lists of the top layer, for every r: parents 0 ... t / parent_span, then -1, with parent_span =
-// r^layers.
+// The lists of the top layer, for every r: parents 0 ... t / parent_span, then -1,
+// with parent_span = r^layers.
 cudaError_t launch_top_lists(int32_t* lists, int64_t num_batches, int64_t num_lists, int64_t num_kv_heads,
                              int64_t width, int64_t t0, int64_t stride, int64_t parent_span,
                              cudaStream_t stream);

@@ -35,8 +35,8 @@ struct TensorCoreTree {
 TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const TreeConfig& config,
                                     const Tensor& q, const CudaTree& tree, cudaStream_t stream);
 
-// cos and sin in fp32, rounded from double, [min(k r, nodes a list can span), K/2]; undefined without
-// rotation.
+// cos and sin in fp32, rounded from double, [min(k r, nodes a list can span),
+// K/2]; undefined without rotation.
 struct RopeTables {
   Tensor cos, sin;
 };

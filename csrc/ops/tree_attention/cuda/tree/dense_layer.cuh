@@ -1,5 +1,5 @@
-// The top layer laid out for the matrix products of warpgroups, as tiles of 128 consecutive nodes of one kv
-// head:
+// The top layer laid out for the matrix products of warpgroups, as tiles of 128 consecutive nodes
+// of one kv head:
 //
 //   keys    R_p K_p in fp16 times a power of two per node, p = the node
 //           (docs/semantics/tree_attention.md §1.4)

@@ -9,8 +9,8 @@
 
 namespace htree::tree_attention {
 
-// A state: max and sum [B, T_q, H], out [B, T_q, H, V]. Strides count heads; those of `out` are V times as
-// long.
+// A state: max and sum [B, T_q, H], out [B, T_q, H, V]. Strides count heads; those of `out` are
+// V times as long.
 struct StateView {
   float* max = nullptr;
   float* sum = nullptr;

@@ -13,8 +13,8 @@ using State = std::tuple<Tensor, Tensor, Tensor>;
 using StateAndParents = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using StateAndTopk = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// Every tensor of an op that scores a layer's candidates; `layer_v` and `span_k` are undefined where none is
-// read.
+// Every tensor of an op that scores a layer's candidates; `layer_v` and `span_k` are undefined
+// where none is read.
 struct LayerTensors {
   const Tensor& q;        // [B, T_q, H, K]
   const Tensor& layer_k;  // [B, N, H_kv, K]

@@ -36,8 +36,8 @@ struct LayerCall {
 template <typename T>
 class LayerChunk {
  public:
-  // Allocates scratch for the largest chunk of `plan`. Chunks run one after another on the stream and share
-  // it.
+  // Allocates scratch for the largest chunk of `plan`. Chunks run one after another on the
+  // stream and share it.
   LayerChunk(const LayerCall& call, const ChunkPlan& plan) : call_(call) {
     const int64_t rows = plan.batches * plan.queries * plan.lists;
     const auto options = call.q.options();
@@ -156,8 +156,8 @@ class LayerChunk {
     C10_CUDA_CHECK(launch_accumulate(params, call_.stream));
   }
 
-  // Writes nodes and scores of the selected positions, [B, T_q, S, top_k] each, for lists that belong to one
-  // query head.
+  // Writes nodes and scores of the selected positions, [B, T_q, S, top_k] each, for lists that belong
+  // to one query head.
   void store_picked(const Tensor& topk_indices, const Tensor& topk_scores) {
     PickParams params;
     params.parents = parents_;

@@ -1,5 +1,5 @@
-// Schemas, checks, Meta, Autograd and registrations of the ops on states. docs/semantics/tree_attention.md
-// §1.7, §1.8
+// Schemas, checks, Meta, Autograd and registrations of the ops on
+// states. docs/semantics/tree_attention.md §1.7, §1.8
 #include <array>
 #include <utility>
 

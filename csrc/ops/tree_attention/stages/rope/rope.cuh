@@ -1,5 +1,5 @@
-// Rotation kernel: a thread has one pack of elements of the lower half and the pack of their partners in the
-// upper half.
+// Rotation kernel: a thread has one pack of elements of the lower half and the pack of their partners
+// in the upper half.
 #pragma once
 
 #include "device/numeric.cuh"

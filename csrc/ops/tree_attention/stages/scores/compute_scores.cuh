@@ -1,12 +1,12 @@
-// Scores kernel: a block has one list row, a thread one candidate of the current tile, for up to kHeads query
-// heads.
+// Scores kernel: a block has one list row, a thread one candidate of the current tile, for up
+// to kHeads query heads.
 //
 // The keys of a tile are rotated once and stand in shared memory as floats, one slice of the key dimension at
 // a time; the rotated queries of the group are broadcast. Every score is one sequential sum over the key
 // dimension, so it does not depend on the launch shape.
 //
-// The IO-only twin adds up what it loads instead of rotating and multiplying (docs/semantics/io_twins.md
-// §2.3).
+// The IO-only twin adds up what it loads instead of rotating
+// and multiplying (docs/semantics/io_twins.md §2.3).
 #pragma once
 
 #include <algorithm>
@@ -272,8 +272,8 @@ __global__ void __launch_bounds__(ScoresTraits::kThreads)
   }
 }
 
-// Splits a row's tiles over enough blocks to fill a large GPU a few times, where there are too few rows for
-// that.
+// Splits a row's tiles over enough blocks to fill a large GPU a few times, where there are too
+// few rows for that.
 inline unsigned score_splits(int64_t num_rows, int64_t num_tiles) {
   constexpr int64_t kEnoughBlocks = 2048;
   const int64_t wanted = (kEnoughBlocks + num_rows - 1) / num_rows;

@@ -2,8 +2,8 @@
 // (docs/semantics/tree_attention.md §1.6), a radix select finds the smallest key that is chosen, and a scan
 // in the order of positions takes the first of those that are equal to it.
 //
-// The IO-only twin reads the scores in the same two passes and writes hashed positions
-// (docs/semantics/io_twins.md §2.3).
+// The IO-only twin reads the scores in the same two passes and writes
+// hashed positions (docs/semantics/io_twins.md §2.3).
 #pragma once
 
 #include <cstdint>
@@ -108,8 +108,8 @@ __device__ __forceinline__ void make_joint_maximum(const float* scores, int64_t 
   }
 }
 
-// The key of every candidate: the bits of its importance, which order as the floats do because they are not
-// negative.
+// The key of every candidate: the bits of its importance, which order as the floats do because
+// they are not negative.
 template <typename Work, int kHeads>
 __device__ __forceinline__ void make_keys(const float* scores, int64_t num, int64_t rightmost, int64_t group,
                                           const float* normalizer, uint32_t* keys, uint32_t& fold) {

@@ -1,5 +1,5 @@
-// The backward for every dtype and shape, and the inputs and outputs that it shares with the tensor-core
-// backward.
+// The backward for every dtype and shape, and the inputs and outputs that it shares
+// with the tensor-core backward.
 #pragma once
 
 #include <ATen/ops/empty.h>

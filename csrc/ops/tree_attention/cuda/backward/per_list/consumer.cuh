@@ -1,9 +1,9 @@
 // The two consumer warpgroups of gradient.cuh. Warpgroup c owns keys 64 c ... of a tile, one parent per warp,
 // in S^T = K' Q^T, dP^T = V dO^T, dV = P^T dO and dK' = dS^T Q. It owns query rows 64 c ... in dQ += dS K'.
 //
-// dS^T passes through shared memory once and is read there in both directions. In dQ a warpgroup takes its
-// own keys first, so that it needs the other one's dS as late as possible. Partial sums are stored while
-// products run.
+// dS^T passes through shared memory once and is read there in both directions. In dQ a warpgroup
+// takes its own keys first, so that it needs the other one's dS as late as possible. Partial sums are
+// stored while products run.
 #pragma once
 
 #include "device/hopper/wgmma.cuh"

@@ -8,8 +8,8 @@
 
 namespace htree::tree_attention {
 
-// Two parents of a tile, on their way to shared memory. All lanes hold the same, except in `scale` and
-// `selected`.
+// Two parents of a tile, on their way to shared memory. All lanes hold the same, except
+// in `scale` and `selected`.
 struct SlotPair {
   uint32_t parent[2];  // among those of all batches and kv heads
   uint32_t bits[2];    // as GradientShared::slots, and kExists

@@ -1,6 +1,6 @@
-// What a block of gradient.cuh works on: its list and rows, the powers of two of its operands, and its shared
-// memory (docs/semantics/tree_attention.md §1.3, §1.10, §1.12). A tile is 8 parents, 128 keys, against 128
-// query rows.
+// What a block of gradient.cuh works on: its list and rows, the powers of two of its operands, and its
+// shared memory (docs/semantics/tree_attention.md §1.3, §1.10, §1.12). A tile is 8 parents, 128 keys,
+// against 128 query rows.
 #pragma once
 
 #include "device/hopper/mbarrier.cuh"
@@ -191,8 +191,8 @@ enum GradientBarrier : int {
   kDoneReading = 6,  // + warpgroup: it no longer reads dS
 };
 
-// Stage of the ring and phase of its barriers for tile `tile_idx`, counted over all tasks of this thread
-// block.
+// Stage of the ring and phase of its barriers for tile `tile_idx`, counted over all tasks
+// of this thread block.
 template <typename Tile>
 __device__ __forceinline__ int gradient_stage(unsigned tile_idx) {
   return static_cast<int>(tile_idx % Tile::kStages);

@@ -21,8 +21,8 @@ namespace htree::tree_attention {
 constexpr int kSharedParentWarps = 4;  // warps that share the users of a parent
 constexpr int kParentStages = 6;
 
-// One user in shared memory: its tiled record, the factors that rotate its queries, and what they see of the
-// parent.
+// One user in shared memory: its tiled record, the factors that rotate its queries, and what they
+// see of the parent.
 template <int kDim>
 struct UserStage {
   using Record = TiledRecord<kDim>;

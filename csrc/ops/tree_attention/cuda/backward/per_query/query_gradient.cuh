@@ -1,5 +1,5 @@
-// dQ of a layer, docs/semantics/tree_attention.md §1.10: one warp per (token, kv head), on the walk of
-// forward/per_query/attend.cuh.
+// dQ of a layer, docs/semantics/tree_attention.md §1.10: one warp per (token, kv head), on
+// the walk of forward/per_query/attend.cuh.
 //
 // dq = scale * R^-1_{n-1} sum_j R_{16 j} K'_j^T dS_j. Slot by slot, the sum is rotated back by 16 positions,
 // as the query is. At the end only the rotation by the query's place under its parent is left.
@@ -256,8 +256,8 @@ __global__ void __launch_bounds__(kQueryGradientWarps * 32, 2)
     unsigned next_selected = selected ? selected[0] : 0;
     int64_t next_parent = task.list ? task.list[0] : 0;
     for (int slot = 0; slot < task.num_slots; ++slot) {
-      // The children that exist: they are candidates and, whatever list the caller gave, not past the query's
-      // own node.
+      // The children that exist: they are candidates and, whatever list the caller gave, not past
+      // the query's own node.
       const int64_t rows = min(static_cast<int64_t>(last_candidate) - slot * kParentRows,
                                rightmost + 1 - next_parent * kParentRows);
       const unsigned present =

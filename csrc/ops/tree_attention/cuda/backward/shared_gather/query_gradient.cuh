@@ -1,10 +1,10 @@
 // dQ of a layer on Hopper (sm_90a), docs/semantics/tree_attention.md §1.10: as
-// backward/per_query/query_gradient.cuh, but neighbouring queries of a kv head share one gather, as in
-// forward/shared_gather/.
+// backward/per_query/query_gradient.cuh, but neighbouring queries of a kv head share one
+// gather, as in forward/shared_gather/.
 //
-// The data path of shared memory bounds it: the keys of a slot pass through it in both directions, its values
-// once. Twelve warps of 160 registers each hold a query, its dO, its dQ and the rotation factors of two
-// slots.
+// The data path of shared memory bounds it: the keys of a slot pass through it in both directions, its
+// values once. Twelve warps of 160 registers each hold a query, its dO, its dQ and the rotation
+// factors of two slots.
 #pragma once
 
 #include "host/cuda/kernel_launch.h"

@@ -176,8 +176,8 @@ struct AttendTask {
     num_tiles = rank < p.list_width ? 0 : (rank + kDenseTileNodes - 1) / kDenseTileNodes;
     half_log2 = log2_of(max(p.group / 2, 1));
   }
-  // The query of row `row` of the block, counted from the first of the chunk. Rows that stand for none repeat
-  // another.
+  // The query of row `row` of the block, counted from the first of the chunk. Rows that stand
+  // for none repeat another.
   __device__ __forceinline__ int64_t query(const GatherParams& p, int row) const {
     const int token = row / 16 * (8 >> half_log2) + (row % 8 >> half_log2);
     const int64_t at = block_token + min(token, attend_tokens(p.group) - 1) - p.t0;

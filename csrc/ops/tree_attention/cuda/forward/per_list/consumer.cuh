@@ -99,8 +99,8 @@ class PerListConsumer {
     }
   }
 
-  // Whether all keys of a tile take part unchanged. It is asked before the wait for the scores, which hides
-  // the load.
+  // Whether all keys of a tile take part unchanged. It is asked before the wait for the scores,
+  // which hides the load.
   __device__ __forceinline__ bool is_plain(unsigned tile_idx) const {
     const TileNote& note = shared_.notes[tile_idx % Tile::kNotes];
     return !__any_sync(device::kFullMask, note.slots[thread_ % kTileSlots] != TileNote::kAll);

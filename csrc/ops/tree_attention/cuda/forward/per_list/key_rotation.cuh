@@ -1,5 +1,5 @@
-// Rotates the keys of a parent in shared memory to their place in a list, R_{16 slot} K'
-// (docs/semantics/tree_attention.md §1.4).
+// Rotates the keys of a parent in shared memory to their place in a list, R_{16
+// slot} K' (docs/semantics/tree_attention.md §1.4).
 //
 // Two elements are rotated at a time, in fp16: three roundings of 2^-11 are still better than one to bf16.
 #pragma once

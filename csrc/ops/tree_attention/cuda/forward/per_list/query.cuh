@@ -87,14 +87,14 @@ struct TileOperand {
   __device__ __forceinline__ static constexpr uint32_t dims_offset(int step) {
     return step / 4 * 1024 + step % 4 * 32;
   }
-  // The descriptor `bytes` further on, a multiple of 16, as device::advance(). Only the lower half changes:
-  // the upper one stays a constant, which spares half of the instructions that bring descriptors into uniform
-  // registers.
+  // The descriptor `bytes` further on, a multiple of 16, as device::advance(). Only the lower half
+  // changes: the upper one stays a constant, which spares half of the instructions that bring
+  // descriptors into uniform registers.
   __device__ __forceinline__ static uint64_t further(uint64_t descriptor, uint32_t bytes) {
     return (descriptor & 0xffffffff00000000ull) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
   }
-  // Rows are the dimension k, dims the dimension n. With head dim 128 the upper 64 dims stand 1024 bytes
-  // further on.
+  // Rows are the dimension k, dims the dimension n. With head dim 128 the upper 64 dims stand
+  // 1024 bytes further on.
   __device__ __forceinline__ static uint64_t transposed(const void* tile) {
     return device::wgmma_descriptor<kSwizzle>(device::shared_address(tile), 1024, kGroupBytes);
   }

@@ -183,8 +183,8 @@ struct PerListSoftmax {
     }
   }
 
-  // Adds the values of the own parent that copy_own_values() replaced by 0; `values` is where they stand in
-  // global memory.
+  // Adds the values of the own parent that copy_own_values() replaced by 0; `values` is where they
+  // stand in global memory.
   __device__ __forceinline__ void add_nonfinite(const char* values, const int (&limit)[2]) {
     const int lane = threadIdx.x % 32;
 #pragma unroll 1
@@ -213,8 +213,8 @@ struct PerListSoftmax {
     }
   }
 
-  // Gives every lane the numbers of its rows, relative to their true maxima, which `largest` then holds in
-  // log2 units.
+  // Gives every lane the numbers of its rows, relative to their true maxima, which `largest` then
+  // holds in log2 units.
   __device__ __forceinline__ void finish() {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {

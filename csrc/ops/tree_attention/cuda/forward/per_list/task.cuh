@@ -1,9 +1,9 @@
 // What a block of attend.cuh works on: its list and rows, its sizes and its shared memory
 // (docs/semantics/tree_attention.md §1.3, §1.12).
 //
-// A tile is 8 parents, 128 keys, one parent per producer warp. With 128 rows each of the two consumer
-// warpgroups multiplies 64 rows by every tile. With 64 rows they take turns at the tiles and merge their
-// results.
+// A tile is 8 parents, 128 keys, one parent per producer warp. With 128 rows each of the two
+// consumer warpgroups multiplies 64 rows by every tile. With 64 rows they take turns at the tiles
+// and merge their results.
 #pragma once
 
 #include "device/hopper/mbarrier.cuh"
@@ -132,8 +132,8 @@ __host__ __device__ inline int num_list_tasks(const AttendParams& params) {
   return list_row_tiles(p, Tile::kRows) * p.num_lists * p.num_batches * p.num_kv_heads;
 }
 
-// Stage of the ring and phase of its barriers for tile `tile_idx`, counted over all tasks of this thread
-// block.
+// Stage of the ring and phase of its barriers for tile `tile_idx`, counted over all tasks
+// of this thread block.
 template <typename Tile>
 __device__ __forceinline__ int stage_of(unsigned tile_idx) {
   return static_cast<int>(tile_idx % Tile::kStages);

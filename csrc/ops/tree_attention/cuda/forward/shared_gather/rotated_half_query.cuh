@@ -51,8 +51,8 @@ struct RotationFactors {
   }
 };
 
-// As TileAddress, with the sums done beforehand: the swizzle repeats every 64 dims, so four registers serve
-// all steps.
+// As TileAddress, with the sums done beforehand: the swizzle repeats every 64 dims, so four
+// registers serve all steps.
 template <int kDim>
 struct StepOffsets {
   static constexpr int kSteps = kDim / 16 < 4 ? kDim / 16 : 4;
