@@ -1,5 +1,5 @@
 // Schemas, Meta, Autograd and registrations of the compressed_kv room.
-// docs/semantics/compressed_kv.md §4.4 to §4.6.
+// docs/semantics/compressed_kv.md §4.4 to §4.6
 #include "ops/compressed_kv/compressed_kv.h"
 
 #include <torch/library.h>
@@ -135,7 +135,7 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
           "kv_compress(Tensor x, int keep, int bits=8, Tensor? weight=None) -> (Tensor bitmap, Tensor "
           "values, "
           "Tensor scales)",
-          // 5 is torch.float16: the schema language names no half
+          // 5 is torch.float16, for which the schema language has no name.
           "kv_decompress(Tensor bitmap, Tensor values, Tensor scales, SymInt D, int keep, int bits, "
           "ScalarType dtype=5) -> Tensor",
           "kv_decode_attention(Tensor q, Tensor k_bitmap, Tensor k_values, Tensor k_scales, Tensor v_bitmap, "

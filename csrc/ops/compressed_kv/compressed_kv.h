@@ -1,5 +1,5 @@
-// The contract of the compressed_kv room: sizes, checks and entry points.
-// docs/semantics/compressed_kv.md §4.4 to §4.6.
+// The contract of the compressed_kv room: sizes, checks and entry points. docs/semantics/compressed_kv.md
+// §4.4 to §4.6
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,7 +17,8 @@ using Outputs3 = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 using Outputs2 = std::tuple<at::Tensor, at::Tensor>;
 
 // One compressed tensor: bitmap int64 [N, H_kv, S, D/64], values uint8 [N, H_kv, S, row_bytes], scales fp16
-// [N, H_kv, S] ([N, H_kv, 0] with 16 bits). With a block table N counts pages and S the tokens of a page.
+// [N, H_kv, S] (with 16 bits [N, H_kv, 0]). N is the batch and S the capacity; with a block table N counts
+// pages and S the tokens of a page.
 struct Compressed {
   RowFormat format;
   at::Tensor bitmap;
@@ -30,13 +31,13 @@ struct DecodeProblem {
   int64_t num_heads;
   int64_t num_kv_heads;
   int head_dim;
-  int64_t capacity;   // tokens of the compressed part that lengths may reach: S, or max_pages * page
-  int64_t window;     // tokens of the dense window
-  int64_t page;       // tokens of a page, 0 without a block table
-  int64_t num_pages;  // of the pool
-  int64_t max_pages;  // of one sequence
+  int64_t capacity;   // most tokens of the compressed part: S, or max_pages * page
+  int64_t window;     // tokens that the dense window has room for
+  int64_t page;       // tokens of a page; 0 without a block table
+  int64_t num_pages;  // pages of the pool
+  int64_t max_pages;  // pages of one sequence
   int hadamard_group;
-  int64_t split_size;  // 0: chosen by occupancy
+  int64_t split_size;  // 0 where the occupancy decides
   double scale;
 
   int64_t heads_per_kv() const { return num_heads / num_kv_heads; }
@@ -53,7 +54,7 @@ struct DecodeTensors {
   OptionalTensor block_table;  // int32 [B, max_pages]
 };
 
-// What kv_decode_attention is given of its keys or values.
+// What kv_decode_attention is given as its keys, or as its values.
 struct CompressedArguments {
   const at::Tensor& bitmap;
   const at::Tensor& values;
@@ -62,7 +63,7 @@ struct CompressedArguments {
   int64_t bits;
 };
 
-// Arguments of kv_decode_attention.
+// The arguments of kv_decode_attention.
 struct DecodeArguments {
   const at::Tensor& q;
   CompressedArguments k;
@@ -77,18 +78,18 @@ struct DecodeArguments {
   int64_t split_size;
 };
 
-// Checks on metadata alone; the outputs, uninitialised and contiguous.
+// Check on metadata alone and return the outputs, uninitialised and contiguous.
 Outputs2 prepare_prune(const at::Tensor& x, int64_t keep, const OptionalTensor& weight);
 Outputs3 prepare_compress(const at::Tensor& x, int64_t keep, int64_t bits, const OptionalTensor& weight);
 at::Tensor prepare_decompress(const at::Tensor& bitmap, const at::Tensor& values, const at::Tensor& scales,
                               c10::SymInt head_dim, int64_t keep, int64_t bits, at::ScalarType dtype);
 Outputs2 prepare_decode(const DecodeArguments& a);
 
-// Sizes of checked arguments that are no symbols.
+// The sizes of checked arguments, which must not be symbols.
 DecodeProblem decode_problem_of(const DecodeArguments& a);
 
-// Entry points. x is [B, H_kv, S, D] with unit stride in D, `weight` undefined or contiguous fp32 [B, H_kv,
-// D]; all outputs and the compressed tensors of decompress are contiguous and have at least one row.
+// Entry points. x is [B, H_kv, S, D] with unit stride in D; `weight` is undefined or contiguous fp32 [B,
+// H_kv, D]. All outputs, and the compressed tensors of decompress, are contiguous and have at least one row.
 void prune_cpu(const RowFormat& format, const at::Tensor& x, const at::Tensor& weight,
                const at::Tensor& pruned, const at::Tensor& bitmap);
 void prune_cuda(const RowFormat& format, const at::Tensor& x, const at::Tensor& weight,
@@ -98,7 +99,7 @@ void compress_cuda(const at::Tensor& x, const at::Tensor& weight, const Compress
 void decompress_cpu(const Compressed& from, const at::Tensor& out);
 void decompress_cuda(const Compressed& from, const at::Tensor& out);
 
-// Tensors are contiguous; out [B, H, D] and lse [B, H] have at least one element.
+// Tensors are contiguous. out [B, H, D] and lse [B, H] have at least one element.
 void decode_cpu(const DecodeProblem& p, const DecodeTensors& t, const at::Tensor& out, const at::Tensor& lse);
 void decode_cuda(const DecodeProblem& p, const DecodeTensors& t, const at::Tensor& out,
                  const at::Tensor& lse);

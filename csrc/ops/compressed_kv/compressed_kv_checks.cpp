@@ -1,4 +1,4 @@
-// All checks and the allocation of outputs, shared by the CPU, CUDA and Meta kernels.
+// All checks and the outputs' allocation, shared by the CPU, CUDA and Meta kernels.
 #include <ATen/ops/empty.h>
 
 #include "host/check.h"
@@ -8,7 +8,7 @@
 namespace htree::compressed_kv {
 namespace {
 
-// The head size decides about the kernel: a symbolic one becomes a constant of the trace.
+// The kernel depends on the head size, so a symbolic one becomes a constant of the trace.
 int64_t guard(const c10::SymInt& size) {
   return size.guard_int(__FILE__, __LINE__);
 }

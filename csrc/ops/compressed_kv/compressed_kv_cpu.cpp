@@ -1,4 +1,4 @@
-// CPU kernels of the compressed_kv room: rows in parallel. Arithmetic in float.
+// CPU kernels of the compressed_kv room, parallel over rows. Arithmetic is in float.
 #include <ATen/Parallel.h>
 #include <ATen/ops/lt.h>
 
@@ -16,7 +16,7 @@ void check_weight_sign(const char* op, const at::Tensor& weight) {
                     ": weight must not be negative");
 }
 
-// Calls row(index, x of the row, its weights) in parallel over the rows of x [B, H_kv, S, D].
+// Calls row(index, the row of x, its weights) in parallel over the rows of x [B, H_kv, S, D].
 template <typename Storage, typename Row>
 void for_rows(const at::Tensor& x, const at::Tensor& weight, Row&& row) {
   const int64_t num_heads = x.size(1);

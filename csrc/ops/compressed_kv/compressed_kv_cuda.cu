@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kPackBytes = 16;
 
-// Rows that 16-byte loads can read.
+// x in a form that loads of 16 bytes can read.
 at::Tensor with_aligned_rows(const at::Tensor& x) {
   const auto aligned = [&](int64_t elements) { return elements * x.element_size() % kPackBytes == 0; };
   const bool loads = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % kPackBytes == 0 &&

@@ -1,5 +1,5 @@
-// CPU decode attention: tasks are (sequence, kv head, split of the tokens), merged
-// in the order of the splits.
+// CPU decode attention: a task is a (sequence, kv head, split of the tokens); the splits are
+// merged in their order.
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 namespace htree::compressed_kv {
 namespace {
 
-// In place, x [n] times the orthonormal H_n in Sylvester order.
+// x [n] times the orthonormal H_n in Sylvester order, in place.
 void hadamard_row(float* x, int n) {
   for (int distance = 1; distance < n; distance *= 2) {
     for (int i = 0; i < n; ++i) {
@@ -32,8 +32,9 @@ void hadamard_row(float* x, int n) {
   }
 }
 
-// q [B, H, D] to [G, B, H, D] times the scale of the scores: the query of each slot of the group of kv heads,
-// q alone for groups 0 and 1. Slot j of the expanded query of kv head g is H_G[j, g] / sqrt(G) * (q H_D).
+// From q [B, H, D] to [G, B, H, D], times the scale of the scores: one query for each slot, which is a place
+// in a group of G kv heads, and q alone for G = 0 and 1. Slot j of the expanded query of kv head g is H_G[j,
+// g] / sqrt(G) * (q H_D).
 std::vector<float> transformed_queries(const DecodeProblem& p, std::vector<float> q) {
   const int64_t rows = p.batch * p.num_heads;
   const int64_t group = p.hadamard_group > 1 ? p.hadamard_group : 1;
@@ -58,8 +59,8 @@ std::vector<float> transformed_queries(const DecodeProblem& p, std::vector<float
   return slots;
 }
 
-// Tokens of a split where the caller fixes none. It follows neither from the batch nor from the threads, so
-// that results do not depend on them.
+// Tokens of a split where the caller fixes none. It depends neither on the batch nor on the threads, so that
+// results do not depend on them either.
 constexpr int64_t kSplitTokens = 1024;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
@@ -68,7 +69,7 @@ int64_t length_of(const OptionalTensor& lengths, int64_t sequence, int64_t capac
                              : capacity;
 }
 
-// State of the softmax over one split, for the query heads of one kv head.
+// The state of the softmax over one split, for the query heads of one kv head.
 struct Partial {
   float* max;  // [queries]
   float* sum;  // [queries]
@@ -107,7 +108,7 @@ class Decoder {
     });
   }
 
-  // docs/semantics/tree_attention.md §1.7, in the order of the splits.
+  // Merges as docs/semantics/tree_attention.md §1.7 says, in the order of the splits.
   void merge(Storage* out, float* lse) const {
     const int64_t head_dim = p_.head_dim;
     at::parallel_for(0, p_.batch * p_.num_heads, 8, [&](int64_t begin, int64_t end) {
@@ -123,7 +124,7 @@ class Decoder {
         for (int64_t s = 0; s < num_splits_; ++s) {
           const float part = sum_[row * num_splits_ + s];
           if (part == 0) {
-            continue;  // no token
+            continue;  // no token of the split takes part
           }
           const float factor = max[s] == -kInfinity ? 1.0f : std::exp(max[s] - top);
           sum += factor * part;
@@ -174,7 +175,7 @@ class Decoder {
     }
   }
 
-  // Number of the row of a token in the compressed tensors.
+  // The number of a token's row in the compressed tensors.
   int64_t row_of(int64_t sequence, int64_t kv_head, int64_t token) const {
     if (p_.page == 0) {
       return (sequence * p_.num_kv_heads + kv_head) * p_.capacity + token;
@@ -245,7 +246,7 @@ class Decoder {
   int64_t split_;
   int64_t num_comp_;
   int64_t num_splits_;
-  std::vector<float> queries_;  // [group, B, H, D], transformed, times the scale
+  std::vector<float> queries_;  // [G, B, H, D], transformed, times the scale
   std::vector<float> max_;      // [B, H, splits]
   std::vector<float> sum_;
   std::vector<float> acc_;  // [B, H, splits, D]

@@ -1,4 +1,4 @@
-// CUDA entry point of decode attention: which kernel attends to which tokens, temporary memory, launches.
+// CUDA entry point of decode attention: which kernel attends to which tokens, temporary memory and launches.
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
@@ -17,7 +17,7 @@
 namespace htree::compressed_kv {
 namespace {
 
-constexpr int64_t kGeneralStep = 64;  // tokens of a split of the general kernel count in these
+constexpr int64_t kGeneralStep = 64;  // a split of the general kernel is a multiple of so many tokens
 constexpr int64_t kWindowSplit = 16;  // tokens of the window that a block takes: two per warp
 
 RowsView view_of(const Compressed& from) {
@@ -62,11 +62,11 @@ void check_launch(cudaError_t error) {
 struct Schedule {
   int64_t head_chunks;  // blocks for the query heads of one kv head
   int64_t num_groups;   // B * H_kv * head_chunks
-  bool tiles;           // the kernel for tiles attends to the compressed part
-  bool fused;           // and to the window too
+  bool tiles;           // the tensor-core kernel attends to the compressed part
+  bool fused;           // and to the window as well
   int64_t split_size;
   int64_t num_splits;
-  int64_t window_share;  // tokens of the window for a split
+  int64_t window_share;  // tokens of the window that a split takes
   int64_t num_parts;
   Ending ending;
 };
@@ -78,14 +78,14 @@ Schedule schedule_of(const DecodeProblem& p, QueryType type) {
   Schedule s{};
   s.head_chunks = ceil_div(p.heads_per_kv(), kHeadsPerBlock);
   s.num_groups = p.batch * p.num_kv_heads * s.head_chunks;
-  // Whole tiles of half queries with one slot go to the tensor cores.
+  // Queries of half types with one slot go to the tensor cores, where pages hold whole tiles.
   s.tiles = type != QueryType::kFloat && p.hadamard_group <= 1 && p.page % kTileRows == 0;
-  // A fixed split follows from the argument alone; tiles need its multiple of 16.
+  // A split size that the caller gave is rounded up to a multiple of 16, which tiles need.
   s.split_size = p.split_size > 0 ? ceil_div(p.split_size, kTileRows) * kTileRows
                  : s.tiles ? choose_split_size(p.capacity, s.num_groups, num_processors, 256, cheap_splits)
                            : choose_split_size(p.capacity, s.num_groups, 4 * num_processors, kGeneralStep, 0);
   s.num_splits = ceil_div(p.capacity, s.split_size);
-  // The tensor-core kernel takes the window along, dealt to its splits.
+  // The tensor-core kernel attends to the window as well, which is dealt to its splits.
   s.window_share = s.num_splits > 0 ? ceil_div(p.window, s.num_splits) : 0;
   s.fused = s.tiles && s.num_splits > 0 && s.window_share <= kMostWindowTokens;
   s.ending = !s.fused || s.num_splits > cheap_splits ? Ending::kParts
@@ -95,11 +95,11 @@ Schedule schedule_of(const DecodeProblem& p, QueryType type) {
   return s;
 }
 
-// Temporary memory of a call, and what its kernels read: tiles are copied in chunks of 16 bytes that may
+// The temporary memory of a call, and what its kernels read. Tiles are copied in chunks of 16 bytes that may
 // start before their first row, but not before the tensor.
 struct Operands {
-  at::Tensor acc;    // of the parts
-  at::Tensor stats;  // their maxima and sums
+  at::Tensor acc;    // sums of the parts
+  at::Tensor stats;  // maxima and sums of weights of the parts
   at::Tensor k_win;
   at::Tensor v_win;
   Compressed k;
@@ -160,7 +160,7 @@ DecodeParams params_of(const DecodeProblem& p, const DecodeTensors& t, const Sch
                      .type = type}};
 }
 
-// The window's tokens by the general kernel, behind the parts of the compressed part.
+// The window's tokens for the general kernel; its parts come after those of the compressed part.
 GeneralParams window_params(const DecodeProblem& p, const DecodeTensors& t, const Schedule& s,
                             const Operands& o, const DecodeParams& d) {
   const RowKind kind = dense_kind(d.output.type);

@@ -1,4 +1,4 @@
-// What the CPU entry points share: the kernels of this processor, and the rows of a compressed tensor.
+// What the CPU entry points share: the kernels for this processor, and the rows of a compressed tensor.
 #pragma once
 
 #include <type_traits>
@@ -25,7 +25,7 @@ const TypedKernels<Storage>& kernels_of() {
   }
 }
 
-// Rows of a contiguous compressed tensor by their number.
+// Finds the rows of a contiguous compressed tensor by their number.
 class CompressedRows {
  public:
   explicit CompressedRows(const Compressed& from)

@@ -1,9 +1,10 @@
-// The row format of the compressed cache: torch-free, shared by host and kernels.
-// docs/semantics/compressed_kv.md §4.5.
+// The row format of the compressed cache, shared by host and
+// kernels. Torch-free. docs/semantics/compressed_kv.md §4.5
 //
 // A row is one token of one key/value head: a bitmap of D bits (bit d mod 64, lowest first, of word d / 64)
-// and `keep` codes in channel order, padded to a multiple of 4 bytes. 16 bits: raw half or bfloat16. 8 bits:
-// two's complement. 4 bits: code + 8, low nibble first. With 8 and 4 bits the row has one fp16 scale.
+// and `keep` codes in the order of the channels, padded to a multiple of 4 bytes. A code of 16 bits is a raw
+// half or bfloat16, one of 8 bits is two's complement, one of 4 bits is code + 8, low nibble first. With 8
+// and 4 bits the row has one fp16 scale.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +27,7 @@ constexpr uint16_t kPoisonedScale = 0x7e00;  // NaN: a kept entry is NaN or infi
 constexpr uint16_t kSmallestScale = 0x0001;  // 2^-24
 constexpr uint16_t kLargestScale = 0x7bff;   // 65504
 constexpr uint16_t kInfiniteScale = 0x7c00;
-// Keys of the selection are the bits of |x| * weight; every NaN has this one, above that of infinity.
+// The keys of the selection are the bits of |x| * weight. Every NaN has this key, above that of infinity.
 constexpr uint32_t kNanKey = 0x7f800001;
 
 }  // namespace htree::compressed_kv

@@ -1,5 +1,5 @@
 // The CPU kernels of the compressed_kv room, one table per instruction set (host/cpu/isa.h). Pointers are to
-// host memory, rows of a compressed tensor are contiguous.
+// host memory; rows of a compressed tensor are contiguous.
 #pragma once
 
 #include <cstdint>
@@ -9,20 +9,20 @@
 
 namespace htree::compressed_kv {
 
-// Floats of a buffer that holds the unpacked codes of one row: reads of a whole vector may start at any code.
+// Floats of a buffer for the unpacked codes of one row: reads of a whole vector may start at any code.
 constexpr int kUnpackedFloats = 256 + 16;
 
 template <typename T>
 using PruneRow = void (*)(const T* x, const float* weight, const RowFormat& format, T* pruned,
                           uint64_t* bitmap);
-// `values` [row_bytes] and *scale of one row; x [D], weight [D] or null.
+// Writes `values` [row_bytes] and *scale of one row. x [D]; weight [D] or null.
 template <typename T>
 using CompressRow = void (*)(const T* x, const float* weight, const RowFormat& format, uint64_t* bitmap,
                              uint8_t* values, uint16_t* scale);
 template <typename T>
 using DecompressRow = void (*)(const uint64_t* bitmap, const uint8_t* values, uint16_t scale,
                                const RowFormat& format, T* out);
-// A row to D floats; with 16 bits the values are T.
+// From a row to D floats. With 16 bits the values are of type T.
 template <typename T>
 using ExpandRow = void (*)(const uint64_t* bitmap, const uint8_t* values, uint16_t scale,
                            const RowFormat& format, float* out);
@@ -38,7 +38,7 @@ struct TypedKernels {
   WidenRow<T> widen;
 };
 
-// Tokens that attend at a time: their expanded rows stay in the caches.
+// Tokens that are attended to at a time: their expanded rows stay in the caches.
 constexpr int kTileTokens = 32;
 
 struct Tile {
@@ -50,7 +50,8 @@ struct Tile {
 // scores[query * kTileTokens + token] += <q[query], k[token]> over rows of D floats.
 using AddScores = void (*)(const Tile& tile, const float* q, const float* k, float* scores);
 
-// One step of the online softmax of §1.7: max, sum [queries] and acc [queries, D]; scores become weights.
+// One step of the online softmax of §1.7. max and sum are [queries], acc is [queries,
+// D]; scores become weights.
 using Accumulate = void (*)(const Tile& tile, const float* v, float* scores, float* max, float* sum,
                             float* acc);
 

@@ -1,4 +1,4 @@
-// Body of the CPU kernels that prune, pack, unpack and attend to rows; compiled per instruction
+// The CPU kernels of rows.h, which prune, pack, unpack and attend to rows, compiled per instruction
 // set after host/cpu/simd.h (csrc/instances.py).
 #pragma once
 
@@ -20,7 +20,7 @@ inline int horizontal_count(VecI mask) {  // lanes are 0 or -1
   return sum;
 }
 
-// Low mantissa bits of |x| that are zero in every value of T.
+// How many low mantissa bits of |x| are zero in every value of T.
 template <typename T>
 constexpr int kZeroBits = 0;
 template <>
@@ -28,8 +28,8 @@ constexpr int kZeroBits<Fp16> = 13;
 template <>
 constexpr int kZeroBits<Bf16> = 16;
 
-// keys [D] of the selection: the bits of |x| * weight as positive integers, the low `zero_bits` of them 0;
-// one key for every NaN, above that of infinity. docs/semantics/compressed_kv.md §4.4.
+// keys [D] of the selection: the bits of |x| * weight as positive integers, whose low `zero_bits` are 0.
+// Every NaN has one key, above that of infinity. docs/semantics/compressed_kv.md §4.4
 template <typename T>
 inline void selection_keys(const T* x, const float* weight, int head_dim, int zero_bits, int32_t* keys) {
   constexpr auto kInfinityKey = static_cast<int32_t>(compressed_kv::kNanKey) - 1;
@@ -55,8 +55,8 @@ inline int count_at_least(const int32_t* keys, int head_dim, int32_t bound) {
   return horizontal_count(count);
 }
 
-// The bitmap of the `keep` largest keys, ties to the lower channel. The threshold, the keep-th largest key,
-// is found bit by bit; the low `zero_bits` of every key are 0.
+// The bitmap of the `keep` largest keys, ties to the lower channel. The threshold, which is the keep-th
+// largest key, is found bit by bit. The low `zero_bits` of every key are 0.
 inline void select_channels(const int32_t* keys, const RowFormat& format, int zero_bits, uint64_t* bitmap) {
   int32_t threshold = 0;
   for (int bit = 30; bit >= zero_bits; --bit) {
@@ -103,7 +103,7 @@ void prune_row(const T* x, const float* weight, const RowFormat& format, T* prun
   for_channels(bitmap, format.words(), [&](int channel) { pruned[channel] = x[channel]; });
 }
 
-// The scale of a row whose largest kept magnitude is `largest`, and NaN for the row that it poisons.
+// The scale of a row whose largest kept magnitude is `largest`; NaN where that poisons the row.
 inline uint16_t scale_of(float largest, int max_code) {
   if (!(largest <= std::numeric_limits<float>::max())) {
     return compressed_kv::kPoisonedScale;
@@ -115,7 +115,7 @@ inline uint16_t scale_of(float largest, int max_code) {
   return scale > compressed_kv::kLargestScale ? compressed_kv::kLargestScale : scale;
 }
 
-// code = clamp(RNE(x / scale), +-max_code) in int8; 0 for every entry of a poisoned or a zero row.
+// code = clamp(RNE(x / scale), +-max_code) in int8. Every entry of a poisoned row or a zero row gets code 0.
 inline void quantise(const float* kept, int count, uint16_t scale, int max_code, int8_t* codes) {
   const float divisor = to_float(Fp16{scale});
   if (!(divisor > 0)) {
@@ -137,7 +137,7 @@ void compress_row(const T* x, const float* weight, const RowFormat& format, uint
   select_row(x, weight, format, bitmap);
   int count = 0;
   if (!format.quantised()) {
-    if constexpr (sizeof(T) == 2) {  // fp32 is refused by the checks
+    if constexpr (sizeof(T) == 2) {  // the checks refuse fp32
       T kept[kMaxHeadDim + 1] = {};  // one padding value
       for_channels(bitmap, format.words(), [&](int channel) { kept[count++] = x[channel]; });
       std::memcpy(values, kept, static_cast<size_t>(format.row_bytes()));
@@ -159,7 +159,7 @@ void compress_row(const T* x, const float* weight, const RowFormat& format, uint
     }
   }
   *scale = scale_of(largest, format.max_code());
-  int8_t codes[kMaxHeadDim + 8] = {};  // the padding of 4 bits is code 0
+  int8_t codes[kMaxHeadDim + 8] = {};  // the padding of 4-bit codes is code 0
   quantise(kept, count, *scale, format.max_code(), codes);
   if (format.bits == 8) {
     std::memcpy(values, codes, static_cast<size_t>(format.row_bytes()));
@@ -172,12 +172,12 @@ void compress_row(const T* x, const float* weight, const RowFormat& format, uint
 
 // ---- unpacking
 
-// The kept entries of a row as floats; zeros behind them, so that a bitmap with too many bits reads zeros.
+// The kept entries of a row as floats, followed by zeros, so that a bitmap with too many bits reads zeros.
 template <typename T>
 inline void unpack_row(const uint8_t* values, uint16_t scale, const RowFormat& format, float* unpacked) {
   const int keep = format.keep;
   if (!format.quantised()) {
-    using Raw = std::conditional_t<sizeof(T) == 2, T, Fp16>;  // fp32 queries read half pairs
+    using Raw = std::conditional_t<sizeof(T) == 2, T, Fp16>;  // with fp32 queries values of 16 bits are half
     alignas(64) Raw raw[compressed_kv::kUnpackedFloats] = {};
     std::memcpy(static_cast<void*>(raw), values, sizeof(Raw) * static_cast<size_t>(keep));
     for (int i = 0; i < keep; i += kLanes) {
@@ -204,7 +204,7 @@ inline VecF spread(const float* packed, uint32_t mask) {
   return (VecF)_mm512_maskz_expand_ps(static_cast<__mmask16>(mask), _mm512_loadu_ps(packed));
 }
 #else
-// For each mask of kLanes bits the rank of every channel among the set ones.
+// For each mask of kLanes bits, the rank of every channel among those that are set.
 struct SpreadTable {
   int32_t rank[1 << kLanes][kLanes];
 };
@@ -220,7 +220,7 @@ constexpr SpreadTable make_spread_table() {
 }
 inline const SpreadTable kSpreadTable = make_spread_table();
 
-// Lane i is packed[rank of i] where bit i of the mask is set, 0 elsewhere.
+// Lane i becomes packed[rank of i] where bit i of the mask is set, else 0.
 inline VecF spread(const float* packed, uint32_t mask) {
   VecI index;
   std::memcpy(&index, kSpreadTable.rank[mask], sizeof index);
@@ -320,7 +320,7 @@ inline void add_scores(const Tile& tile, const float* q, const float* k, float* 
   }
 }
 
-// The sum of a NaN or +inf score's weight is NaN, and so is the output.
+// The weight of a NaN or +inf score makes the sum NaN, and so the output.
 inline float weigh(float* scores, int num_tokens, float& max, float& sum) {
   const float infinity = std::numeric_limits<float>::infinity();
   float new_max = max;

@@ -1,4 +1,4 @@
-// The channels of a row that one thread owns.
+// The channels of a row that one thread holds.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,13 +9,13 @@
 
 namespace htree::compressed_kv {
 
-// 32 channels: half types as pairs (channel i, channel i + 16), fp32 as they are.
+// 32 channels: half types as pairs (channel i, channel i + 16), fp32 one by one.
 template <typename T>
 struct Channels {
   static constexpr int kWords = sizeof(T) == 2 ? 16 : 32;
   uint32_t words[kWords];
 
-  // Bits of channel i in the lower bits; the upper half is another channel's where T has 16 bits.
+  // The bits of channel i in the lower bits; where T has 16 bits the upper half belongs to another channel.
   __device__ __forceinline__ uint32_t bits(int i) const {
     if constexpr (sizeof(T) == 2) {
       return i < 16 ? words[i] : words[i - 16] >> 16;

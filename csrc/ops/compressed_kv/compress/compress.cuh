@@ -1,8 +1,8 @@
-// Pruning and packing of rows. docs/semantics/compressed_kv.md §4.4 and §4.5.
+// Pruning and packing of rows. docs/semantics/compressed_kv.md §4.4 and §4.5
 //
-// A thread owns 32 channels of a row, a word of its bitmap; D/32 neighbouring lanes own the row. The keys of
-// those channels are transposed into bit planes, and the keep-th largest key of the row is then found bit by
-// bit from the highest: one AND and one population count per 32 channels and bit.
+// A thread has 32 channels of a row, which are one word of its bitmap; D/32 neighbouring lanes have the row.
+// The keys of those channels are transposed into bit planes. The keep-th largest key of the row is then found
+// bit by bit from the highest down: one AND and one population count per 32 channels and bit.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -21,7 +21,7 @@ namespace htree::compressed_kv {
 
 constexpr int kCompressThreads = 128;
 
-// Bits of the keys: |x| of a half type, or of a product in fp32.
+// Number of bits of a key: |x| of a half type, or a product in fp32.
 template <typename T, bool kWeighted>
 constexpr int kKeyBits = sizeof(T) == 2 && !kWeighted ? 15 : 31;
 
@@ -32,7 +32,7 @@ __device__ __forceinline__ uint32_t select_bits(uint32_t mask, uint32_t a, uint3
   return bits;
 }
 
-// One step of a transposition of bit matrices: exchanges the bits of `upper` that lie kShift above the mask
+// One step of the transposition of a bit matrix: exchanges the bits of `upper` that lie kShift above the mask
 // with those of `lower` under the mask.
 template <int kShift, uint32_t kMask>
 __device__ __forceinline__ void exchange_bits(uint32_t& upper, uint32_t& lower) {
@@ -59,7 +59,7 @@ __device__ __forceinline__ void exchange_rows(uint32_t (&words)[N]) {
   }
 }
 
-// 32 words whose word i is key i: afterwards bit i of word b is bit b of key i.
+// Word i of 32 words is key i. Afterwards bit i of word b is bit b of key i.
 __device__ __forceinline__ void transpose_bits(uint32_t (&words)[32]) {
   exchange_rows<16, 0x0000ffffu>(words);
   exchange_rows<8, 0x00ff00ffu>(words);
@@ -67,7 +67,7 @@ __device__ __forceinline__ void transpose_bits(uint32_t (&words)[32]) {
   exchange_rows<2, 0x33333333u>(words);
   exchange_rows<1, 0x55555555u>(words);
 }
-// 16 words whose word i is key i in the lower and key i + 16 in the upper half: the same for 16 bits.
+// Word i of 16 words is key i in the lower and key i + 16 in the upper half. The same, for 16 bits.
 __device__ __forceinline__ void transpose_bits(uint32_t (&words)[16]) {
   exchange_rows<8, 0x00ff00ffu>(words);
   exchange_rows<4, 0x0f0f0f0fu>(words);
@@ -80,7 +80,7 @@ constexpr uint32_t kInfinityBits = std::is_same_v<T, __half>  ? 0x7c00
                                    : std::is_same_v<T, float> ? 0x7f800000
                                                               : 0x7f80;
 
-// Keys as bit planes: plane b holds bit b of the 32 keys.
+// The keys as bit planes: plane b holds bit b of the 32 keys.
 template <typename T, bool kWeighted>
 struct Planes {
   static constexpr int kBits = kKeyBits<T, kWeighted>;
@@ -107,7 +107,7 @@ __device__ __forceinline__ Planes<T, kWeighted> planes_of(const Channels<T>& x, 
   return planes;
 }
 
-// Sum over the kLanes neighbouring lanes of a row.
+// Sum over the kLanes neighbouring lanes that have a row.
 template <int kLanes>
 __device__ __forceinline__ int row_sum(int value) {
 #pragma unroll
@@ -117,7 +117,7 @@ __device__ __forceinline__ int row_sum(int value) {
   return value;
 }
 
-// The lowest `count` set bits.
+// Keeps the lowest `count` set bits of `mask`.
 __device__ __forceinline__ uint32_t lowest_bits(uint32_t mask, int count) {
   for (int extra = __popc(mask) - count; extra > 0; --extra) {
     mask &= ~(0x80000000u >> __clz(mask));
@@ -125,7 +125,8 @@ __device__ __forceinline__ uint32_t lowest_bits(uint32_t mask, int count) {
   return mask;
 }
 
-// The word of the bitmap: the `keep` largest keys of the row, ties to the lower channel. All lanes must call.
+// Returns the lane's word of the bitmap of the row's `keep` largest keys, ties to the lower channel. All
+// lanes must call.
 template <int kLanes, typename Keys>
 __device__ __forceinline__ uint32_t select_channels(const Keys& keys, int keep, int lane_of_row) {
   uint32_t equal = 0xffffffffu;  // keys that agree with the threshold so far
@@ -144,7 +145,7 @@ __device__ __forceinline__ uint32_t select_channels(const Keys& keys, int keep, 
     }
   }
   const int own = __popc(equal);
-  int before = own;  // inclusive sum over the lanes of the row, then exclusive
+  int before = own;  // first the inclusive sum over the lanes of the row, then the exclusive one
 #pragma unroll
   for (int offset = 1; offset < kLanes; offset *= 2) {
     const int below = __shfl_up_sync(0xffffffffu, before, offset, kLanes);
@@ -172,12 +173,12 @@ __device__ __forceinline__ void store_pruned(const Channels<T>& x, uint32_t sele
   }
 }
 
-// Blocks of kCompressThreads; a warp takes 1024 / D rows.
+// Blocks of kCompressThreads threads. A warp takes 1024 / D rows.
 template <typename T, int kHeadDim, bool kWeighted, bool kPrune>
 __global__ void __launch_bounds__(kCompressThreads)
     compress_kernel(const __grid_constant__ CompressParams p) {
-  constexpr int kLanes = kHeadDim / 32;  // of a row
-  constexpr int kRows = 32 / kLanes;     // of a warp
+  constexpr int kLanes = kHeadDim / 32;  // lanes of a row
+  constexpr int kRows = 32 / kLanes;     // rows of a warp
   const int lane = threadIdx.x & 31;
   const int warp = threadIdx.x >> 5;
   const int lane_of_row = lane % kLanes;

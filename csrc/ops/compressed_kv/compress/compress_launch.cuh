@@ -1,4 +1,4 @@
-// Head size to kernel for the kernels that prune, compress and decompress.
+// From the head size to the kernel, for the kernels that prune, compress and decompress.
 #pragma once
 
 #include "device/sizes.h"
@@ -12,7 +12,7 @@ namespace {
 
 template <typename T, int kHeadDim, bool kWeighted, bool kPrune>
 cudaError_t launch_compress_one(const CompressParams& p, cudaStream_t stream) {
-  constexpr int64_t kRows = kCompressThreads * 32 / kHeadDim;  // of a block
+  constexpr int64_t kRows = kCompressThreads * 32 / kHeadDim;  // rows of a block
   const auto blocks = static_cast<unsigned>(ceil_div(p.num_rows, kRows));
   return launch_kernel(compress_kernel<T, kHeadDim, kWeighted, kPrune>, {blocks, kCompressThreads}, stream,
                        p);
@@ -30,7 +30,7 @@ cudaError_t launch_compress_of(const CompressParams& p, cudaStream_t stream) {
 
 template <typename T, int kHeadDim>
 cudaError_t launch_decompress_of(const DecompressParams& p, cudaStream_t stream) {
-  constexpr int64_t kRows = kDecompressThreads / 32;  // of a block
+  constexpr int64_t kRows = kDecompressThreads / 32;  // rows of a block
   const auto blocks = static_cast<unsigned>(ceil_div(p.num_rows, kRows));
   return launch_kernel(decompress_kernel<T, kHeadDim>, {blocks, kDecompressThreads}, stream, p);
 }

@@ -1,5 +1,5 @@
-// Torch-free launchers of the kernels that prune, compress and decompress; csrc/instances.py lists them. Raw
-// pointers and sizes.
+// Torch-free launchers of the kernels that prune, compress and decompress; csrc/instances.py lists them. They
+// take raw pointers and sizes.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -19,9 +19,9 @@ struct CompressParams {
   int64_t length;    // S
   int num_heads;     // H_kv
   uint32_t* bitmap;  // [rows, D/32]
-  uint32_t* values;  // [rows, row_bytes / 4]; null when pruning
+  uint32_t* values;  // [rows, row_bytes / 4]; null where rows are pruned
   uint16_t* scales;  // [rows]; null with 16 bits
-  void* pruned;      // [rows, D]; null when compressing
+  void* pruned;      // [rows, D]; null where rows are compressed
 };
 
 struct DecompressParams {
@@ -33,8 +33,8 @@ struct DecompressParams {
   int64_t num_rows;
 };
 
-// Launch on `stream`; the errors are those of the runtime, cudaErrorInvalidValue for another head size.
-// T: float, __half or __nv_bfloat16.
+// Launch on `stream`; the errors are those of the runtime, and cudaErrorInvalidValue for another head size. T
+// is float, __half or __nv_bfloat16.
 template <typename T>
 cudaError_t launch_compress(const CompressParams& p, cudaStream_t stream);
 template <typename T>

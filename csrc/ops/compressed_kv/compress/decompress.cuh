@@ -1,5 +1,5 @@
-// Unpacking of rows: one warp per row, a lane D/32 neighbouring channels.
-// docs/semantics/compressed_kv.md §4.5.
+// Unpacking of rows: a row has one warp, and a lane has D/32
+// neighbouring channels. docs/semantics/compressed_kv.md §4.5
 #pragma once
 
 #include <cuda_bf16.h>
@@ -16,7 +16,7 @@ namespace htree::compressed_kv {
 
 constexpr int kDecompressThreads = 256;
 
-// Blocks of kDecompressThreads, one row per warp.
+// Blocks of kDecompressThreads threads, a row per warp.
 template <typename T, int kHeadDim>
 __global__ void __launch_bounds__(kDecompressThreads)
     decompress_kernel(const __grid_constant__ DecompressParams p) {
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kDecompressThreads)
   }
   for_kept_channels<kHeadDim>(p.bitmap + row * (kHeadDim / 32), p.format.keep, lane, [&](int c, int at) {
     if (p.format.bits == 16) {
-      if constexpr (sizeof(T) == 2) {  // fp32 is refused by the checks
+      if constexpr (sizeof(T) == 2) {  // the checks refuse fp32
         out[c] = reinterpret_cast<const T*>(values)[at];
       }
     } else {

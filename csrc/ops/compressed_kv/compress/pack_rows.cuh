@@ -1,4 +1,4 @@
-// Kept channels to scales and codes. docs/semantics/compressed_kv.md §4.5.
+// From the channels that are kept to scales and codes. docs/semantics/compressed_kv.md §4.5
 #pragma once
 
 #include <cuda_bf16.h>
@@ -14,7 +14,7 @@
 
 namespace htree::compressed_kv {
 
-// The fp16 scale of a row whose largest kept magnitude has these fp32 bits.
+// The fp16 scale of a row, given the fp32 bits of its largest kept magnitude.
 __device__ __forceinline__ uint16_t scale_of(uint32_t largest_bits, int max_code) {
   if (largest_bits >= 0x7f800000u) {
     return kPoisonedScale;
@@ -27,7 +27,7 @@ __device__ __forceinline__ uint16_t scale_of(uint32_t largest_bits, int max_code
   return bits > kLargestScale ? kLargestScale : bits;
 }
 
-// Sums with this float have no bits after the binary point: 1.5 * 2^23.
+// A sum with this float has no bits after the binary point: 1.5 * 2^23.
 constexpr float kIntegerShift = 12582912.0f;
 constexpr uint32_t kIntegerShiftBits = 0x4b400000;
 
@@ -37,8 +37,8 @@ __device__ __forceinline__ uint32_t shifted_code(float quotient, float bound) {
   return __float_as_uint(fminf(fmaxf(quotient, -bound), bound) + kIntegerShift);
 }
 
-// The codes of 32 / kBits kept values at `kept`, of which `count` exist. `scale` is the rounded one; anything
-// but a positive number stands for codes 0.
+// Packs the codes of 32 / kBits kept values at `kept`, of which `count` exist. `scale` is rounded already;
+// where it is not a positive number, the codes are 0.
 template <int kBits, typename T>
 __device__ __forceinline__ uint32_t pack_codes(const T* kept, int count, float scale) {
   constexpr int kCodes = 32 / kBits;
@@ -68,7 +68,7 @@ __device__ __forceinline__ uint32_t pack_codes(const T* kept, int count, float s
       shifted[i] = shifted_code(__fdiv_rn(x[i], scale), kBound);
     }
   }
-  // Biased codes are positive and fit their bits, so they add up to the word.
+  // Biased codes are not negative and fit their bits, so they add up to the word.
   uint32_t word = 0;
 #pragma unroll
   for (int i = 0; i < kCodes; ++i) {
@@ -77,7 +77,7 @@ __device__ __forceinline__ uint32_t pack_codes(const T* kept, int count, float s
   return kBits == 8 ? word ^ 0x80808080u : word;
 }
 
-// Word `index` of a packed row from its kept values in shared memory.
+// Word `index` of a packed row, from the row's kept values in shared memory.
 template <typename T>
 __device__ __forceinline__ uint32_t pack_word(const T* kept, int index, const RowFormat& format,
                                               float scale) {
@@ -88,7 +88,7 @@ __device__ __forceinline__ uint32_t pack_word(const T* kept, int index, const Ro
     return pack_codes<4>(kept + 8 * index, format.keep - 8 * index, scale);
   }
   uint32_t word = 0;
-  if constexpr (sizeof(T) == 2) {  // fp32 is refused by the checks
+  if constexpr (sizeof(T) == 2) {  // the checks refuse fp32
     const uint16_t* raw = reinterpret_cast<const uint16_t*>(kept);
     word = raw[2 * index];
     word |= 2 * index + 1 < format.keep ? static_cast<uint32_t>(raw[2 * index + 1]) << 16 : 0;
@@ -96,16 +96,16 @@ __device__ __forceinline__ uint32_t pack_word(const T* kept, int index, const Ro
   return word;
 }
 
-// The rows of a warp on their way from channels to codes.
+// The rows of a warp in shared memory, on the way from channels to codes.
 template <typename T, int kHeadDim>
 struct PackScratch {
   static constexpr int kRows = 1024 / kHeadDim;
-  // 16 bytes between rows, or the same rank of all rows would lie in one bank.
+  // There are 16 bytes between rows, or the same rank of all rows would lie in one bank.
   alignas(16) T kept[kRows][kHeadDim + 16 / sizeof(T)];
   uint16_t scales[kRows];
 };
 
-// Bits of the largest magnitude of 32 channels.
+// The bits of the largest magnitude of 32 channels.
 template <typename T>
 __device__ __forceinline__ uint32_t largest_of(const Channels<T>& x) {
   uint32_t largest = 0;
@@ -120,7 +120,7 @@ __device__ __forceinline__ uint32_t largest_of(const Channels<T>& x) {
   return sizeof(T) == 2 ? max(largest & 0xffffu, largest >> 16) : largest;
 }
 
-// Writes values and scales of the rows first ... first + num_rows - 1. All lanes must call. kLargestKept: the
+// Writes values and scales of rows first ... first + num_rows - 1. All lanes must call. kLargestKept: the
 // largest magnitude of a row is among those that are kept.
 template <typename T, int kHeadDim, bool kLargestKept>
 __device__ __forceinline__ void pack_rows(const CompressParams& p, const Channels<T>& x, uint32_t selected,
@@ -130,7 +130,7 @@ __device__ __forceinline__ void pack_rows(const CompressParams& p, const Channel
   const int lane_of_row = lane % kLanes;
   const int own_row = lane / kLanes;
   const int own = __popc(selected);
-  int rank = own;  // inclusive sum over the lanes of the row, then exclusive
+  int rank = own;  // first the inclusive sum over the lanes of the row, then the exclusive one
 #pragma unroll
   for (int offset = 1; offset < kLanes; offset *= 2) {
     const int below = __shfl_up_sync(0xffffffffu, rank, offset, kLanes);
@@ -171,7 +171,7 @@ __device__ __forceinline__ void pack_rows(const CompressParams& p, const Channel
   __syncwarp();
   const int row_words = p.format.row_bytes() / 4;
   uint32_t* values = p.values + first * row_words;
-  // word / row_words as a product: both are at most 512, so the rounded inverse is close enough.
+  // word / row_words by multiplication: both are at most 512, so the rounded inverse is close enough.
   const int inverse_words = (1 << 20) / row_words + 1;
   for (int word = lane; word < num_rows * row_words; word += 32) {
     const int row = word * inverse_words >> 20;

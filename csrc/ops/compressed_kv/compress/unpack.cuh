@@ -1,12 +1,13 @@
-// The channels that one lane of a warp owns, out of a packed row. docs/semantics/compressed_kv.md §4.5.
+// The channels that one lane of a warp has, taken out of a packed row. docs/semantics/compressed_kv.md §4.5
 #pragma once
 
 #include <cstdint>
 
 namespace htree::compressed_kv {
 
-// Lane i owns channels [i * D/32, (i + 1) * D/32). Calls take(c, at) for each that was kept, c counting from
-// the lane's first: `at` is the place of its code among the `keep` of the row. words [D/32].
+// Lane i has channels [i * D/32, (i + 1) * D/32). Calls take(c, at) for each of them that was
+// kept, c counting from the lane's first. `at` is the place of its code among the `keep` codes of
+// the row. words [D/32].
 template <int kHeadDim, class Take>
 __device__ __forceinline__ void for_kept_channels(const uint32_t* words, int keep, int lane, Take&& take) {
   constexpr int kChannels = kHeadDim / 32;
@@ -15,7 +16,7 @@ __device__ __forceinline__ void for_kept_channels(const uint32_t* words, int kee
 #pragma unroll
   for (int i = 0; i < kHeadDim / 32; ++i) {
     const uint32_t word = words[i];
-    const int below = first - 32 * i;  // channels of this word before the lane's first
+    const int below = first - 32 * i;  // channels of this word that come before the lane's first
     rank += below >= 32 ? __popc(word) : below > 0 ? __popc(word & ((1u << below) - 1)) : 0;
   }
   const uint32_t bits = words[first / 32] >> (first % 32);
@@ -28,7 +29,7 @@ __device__ __forceinline__ void for_kept_channels(const uint32_t* words, int kee
   }
 }
 
-// Code `at` of a row of 8 or 4 bits.
+// Code number `at` of a row with 8 or 4 bits.
 __device__ __forceinline__ int byte_code(const uint8_t* values, int at) {
   return static_cast<int8_t>(values[at]);
 }

@@ -1,11 +1,11 @@
-// Split-KV decode attention over compressed rows. docs/semantics/compressed_kv.md §4.6.
+// Split-KV decode attention over compressed rows. docs/semantics/compressed_kv.md §4.6
 //
-// A block owns up to eight query heads of one kv head and a split of its tokens. Its warps take tiles of 16
-// tokens one after the other. K is the left-hand operand of the score products, in which the order of
-// channels and of tokens is free: lane (g, t) of a warp, g = lane / 4 and t = lane % 4, expands byte t of
-// every 32-bit word of the bitmaps of two tokens, and that is its part of the operand. movmatrix transposes
-// the expanded values into the left-hand operand of the products with the weights. Scales multiply scores and
-// weights, so quantised codes are never dequantised.
+// A block has up to eight query heads of one kv head and a split of its tokens. Its warps take tiles of 16
+// tokens one after the other. K is the left-hand operand of the products that give scores, in which channels
+// and tokens may come in any order. So lane (g, t) of a warp, g = lane / 4 and t = lane % 4, expands byte t
+// of every 32-bit word of the bitmaps of two tokens, and that is its part of the operand. movmatrix
+// transposes the expanded values into the left-hand operand of the products with the weights. Scales multiply
+// scores and weights, so quantised codes are never dequantised.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -24,22 +24,23 @@ namespace htree::compressed_kv {
 // kHeads: 4 or 8 query heads of a block.
 template <int kHeadDim, int kKeyBits, int kValueBits, int kHeads, typename T>
 struct DecodeTraits {
-  using Pair = T;  // of 16-bit values
+  using Pair = T;  // the type of 16-bit values
   static constexpr int kD = kHeadDim;
   static constexpr int kK = kKeyBits;
   static constexpr int kV = kValueBits;
-  static constexpr int kHeadPairs = kHeads / 4;  // heads of a lane: t, t + 4
+  static constexpr int kHeadPairs = kHeads / 4;  // heads of a lane: t and t + 4
   static constexpr bool kIntegerKeys = kKeyBits != 16;
-  // Words of 32 channels of a row. The lanes of column t own byte t of each: eight channels, a group.
+  // Words of 32 channels of a row. The lanes of column t have byte t of each word: eight
+  // channels, called a group.
   static constexpr int kGroups = kHeadDim / 32;
-  static constexpr int kOwnWords = (kGroups + 3) / 4;  // of the bytes of a lane
-  // Warps hide each other's latencies as long as their registers suffice.
+  static constexpr int kOwnWords = (kGroups + 3) / 4;  // words that hold the bytes of a lane
+  // More warps hide each other's latencies, as long as the registers suffice.
   static constexpr int kMaxWarps = kHeadDim == 256                                     ? 8
                                    : kHeads == 4 && kKeyBits != 16 && kValueBits != 16 ? 20
                                                                                        : 16;
   static constexpr bool kTwoTables = kKeyBits != kValueBits;
   static constexpr int kTableBytes = (kTwoTables ? 2 : 1) * kSelectorBytes;
-  // Weights of 8 and 4-bit values are fp16, whatever the query is.
+  // The weights of 8-bit and 4-bit values are fp16, whatever the query's type.
   using Weight = std::conditional_t<kValueBits == 16, T, __half>;
 };
 
@@ -65,7 +66,7 @@ __device__ __forceinline__ void unrolled(Step&& step) {
   }
 }
 
-// Scores of the lane's two tokens and heads t, t + 4 in units of log2, without the scales of the rows.
+// Scores of the lane's two tokens for heads t and t + 4, in units of log2, without the scales of the rows.
 template <typename Tr>
 __device__ __forceinline__ void score_tile(RowPair& rows, const unsigned char* table, const LaneByte& lane,
                                            const Query<Tr>& q, float (&score)[2][Tr::kHeadPairs]) {
@@ -120,18 +121,19 @@ __device__ __forceinline__ uint32_t as_bits(__half2 x) {
   return *reinterpret_cast<const uint32_t*>(&x);
 }
 
-// Two halves of transposed bytes as fp16: the even and the odd bytes of the four.
+// Four transposed bytes as fp16: the even bytes and the odd bytes.
 __device__ __forceinline__ void bytes_to_halves(uint32_t bytes, uint32_t& even, uint32_t& odd) {
-  // 1024 + 128 + code: an integer in the mantissa, its sign bit flipped
+  // 1024 + 128 + code: an integer in the mantissa, with its sign bit flipped.
   const __half2 bias = __float2half2_rn(-1152.0f);
   even = as_bits(__hadd2(as_half2(mask_flip(bytes, 0x00ff00ffu, 0x64806480u)), bias));
   odd = as_bits(__hadd2(as_half2(mask_flip(bytes >> 8, 0x00ff00ffu, 0x64806480u)), bias));
 }
 
-// The same for nibbles: h[i] and h[2 + i] hold the lower and upper nibbles of the even (i = 0) or odd bytes.
+// The same for nibbles. h[i] and h[2 + i] hold the lower and the upper nibbles of the even (i =
+// 0) or odd bytes.
 __device__ __forceinline__ void nibbles_to_halves(uint32_t bytes, uint32_t (&h)[4]) {
   const __half2 bias = __float2half2_rn(-1032.0f);      // of 1024 + 8 + code
-  const __half2 sixteenth = __float2half2_rn(0.0625f);  // an upper nibble counts 16 to the code
+  const __half2 sixteenth = __float2half2_rn(0.0625f);  // an upper nibble counts sixteen times
   const __half2 upper_bias = __float2half2_rn(-72.0f);  // (1024 + 128) / 16
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -141,7 +143,8 @@ __device__ __forceinline__ void nibbles_to_halves(uint32_t bytes, uint32_t (&h)[
   }
 }
 
-// acc[group * 2 + i][c]: c = 0, 1 are heads t and t + 4 of one channel, c = 2, 3 of another (channel_of).
+// Adds to acc[group * 2 + i][c]: c = 0, 1 are heads t and t + 4 of one channel, c = 2,
+// 3 of another (channel_of).
 template <typename Tr>
 __device__ __forceinline__ void weigh_tile(RowPair& rows, const unsigned char* table, const LaneByte& lane,
                                            uint32_t weight0, uint32_t weight1,
@@ -154,7 +157,7 @@ __device__ __forceinline__ void weigh_tile(RowPair& rows, const unsigned char* t
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if constexpr (Tr::kV == 4) {
-        // Channels i and i + 4 share a byte on their way through the transposition.
+        // Channels i and i + 4 share a byte during the transposition.
         uint32_t values[4];
         nibbles_to_halves(device::transpose_matrix(v[half].r[0] + v[half].r[1] * 16), values);
 #pragma unroll
@@ -180,8 +183,8 @@ __device__ __forceinline__ void weigh_tile(RowPair& rows, const unsigned char* t
   });
 }
 
-// Channel of acc[index][c] in lane (g, t): column g of a transposed matrix is half g & 1 of the register of
-// lane t = g >> 1.
+// The channel of acc[index][c] in lane (g, t): column g of a transposed matrix is half g & 1 of the register
+// of lane t = g >> 1.
 template <typename Tr>
 __device__ __forceinline__ int channel_of(int g, int index, int c) {
   const int base = 32 * (index >> 1) + 8 * (g >> 1) + 4 * (index & 1);

@@ -1,4 +1,4 @@
-// Blocks, stages and splits of the CUDA decode kernel: pure functions, printable and tested on the CPU.
+// Blocks, stages and splits of the CUDA decode kernels: pure functions, printable and tested on the CPU.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace htree::compressed_kv {
 
-// The ring of a warp has one of two lengths, which are known where copies are awaited.
+// The ring of a warp has one of two lengths, so that the number to wait for is a constant of the code.
 constexpr int kMinStages = 2;
 constexpr int kMaxStages = 4;
 
@@ -19,9 +19,9 @@ struct DecodeConfig {
   int shared_bytes;
 };
 
-// `stage_bytes` of one warp, `table_bytes` of the selector tables, `merge_bytes` of the final sums, and the
-// most shared memory that a block may have. As many warps as fit with the fewest stages, then the most stages
-// if they fit.
+// Takes the `stage_bytes` of one warp, the `table_bytes` of the selector tables, the `merge_bytes` of the
+// final sums, and the most shared memory that a block may have. It takes as many warps as fit with the fewest
+// stages, then the most stages if they fit.
 inline DecodeConfig choose_decode_config(int stage_bytes, int table_bytes, int merge_bytes, int padding,
                                          int most_warps, int fewest_stages, int most_stages,
                                          int most_shared) {
@@ -32,9 +32,9 @@ inline DecodeConfig choose_decode_config(int stage_bytes, int table_bytes, int m
   return {num_warps, num_stages, table_bytes + std::max(ring, merge_bytes)};
 }
 
-// Tokens of a split, a multiple of `step`: the split count whose last wave of blocks leaves the fewest
-// multiprocessors idle, where a block costs as much as kOverhead tokens before it starts, and the kernel that
-// merges more than `cheap_splits` splits as much as kMerge.
+// The tokens of a split, a multiple of `step`. It is the number of splits whose last wave of blocks leaves
+// the fewest multiprocessors idle, where a block costs as much as kOverhead tokens before it starts, and the
+// kernel that merges more than `cheap_splits` splits costs as much as kMerge tokens.
 inline int64_t choose_split_size(int64_t capacity, int64_t num_groups, int num_processors, int64_t step,
                                  int64_t cheap_splits) {
   constexpr int64_t kOverhead = 1024;

@@ -1,4 +1,4 @@
-// The decode kernel: a warp's loop over its tiles.
+// The decode kernel for tiles: a warp's loop over its tiles.
 #pragma once
 
 #include "ops/compressed_kv/decode/decode.cuh"
@@ -10,13 +10,13 @@
 
 namespace htree::compressed_kv {
 
-// What a lane needs to know of every tile.
+// What a lane must know for every tile.
 template <typename Tr>
 struct TileReader {
   const unsigned char* k_table;
   const unsigned char* v_table;
   LaneByte byte;
-  uint32_t apart;  // tokens from the first row to the second
+  uint32_t apart;  // tokens from the lane's first row to its second
   LaneRows k;
   LaneRows v;
 
@@ -24,7 +24,7 @@ struct TileReader {
                                         const unsigned char* memory, int lane)
       : k_table(memory), v_table(memory + (Tr::kTwoTables ? kSelectorBytes : 0)), byte(lane) {
     apart = spread_of_rows(row_pitch(p.k.row_bytes)) == 1 ? kTileRows / 2 : 1;
-    asm volatile("" : "+r"(apart));  // kept, not computed again per tile
+    asm volatile("" : "+r"(apart));  // kept, not computed again for each tile
     k = lane_rows(p.k.row_bytes, layout.bitmap[0], layout.values[0], layout.scales[0], first_row, lane);
     v = lane_rows(p.v.row_bytes, layout.bitmap[1], layout.values[1], layout.scales[1], first_row, lane);
   }
@@ -32,7 +32,7 @@ struct TileReader {
   __device__ __forceinline__ int first_token(int lane) const { return (lane >> 2) * (apart == 1 ? 2 : 1); }
 
  private:
-  // Copies start at multiples of 16 bytes, at or before the first row.
+  // Copies start at multiples of 16 bytes, at the first row or before it.
   __device__ __forceinline__ LaneRows lane_rows(int row_bytes, int bitmap, int values, int scales,
                                                 int64_t first_row, int lane) const {
     const auto before = [first_row](int bytes) { return static_cast<int>(first_row * bytes) & 15; };
@@ -54,7 +54,7 @@ __device__ __forceinline__ float load_scale(uint32_t address) {
   return __half2float(__ushort_as_half(bits));
 }
 
-// The tile at shared address `stage`. kTail: it has only `num_tokens` rows.
+// Attends to the tile at shared address `stage`. kTail: it has only `num_tokens` rows.
 template <bool kTail, typename Tr>
 __device__ __forceinline__ void attend_tile(const TileReader<Tr>& reader, uint32_t stage, int num_tokens,
                                             int lane, const Query<Tr>& q, WarpResult<Tr>& result) {
@@ -86,7 +86,7 @@ __device__ __forceinline__ void attend_tile(const TileReader<Tr>& reader, uint32
     for (int half = 0; half < 2; ++half) {
       scale[half] = load_scale(stage + reader.v.scales + half * 2 * reader.apart);
       scale[half] = present[half] ? scale[half] : 0.0f;
-      // One comparison for both a larger unit and a scale that is NaN or infinite.
+      // One comparison finds both a larger unit and a scale that is NaN or infinite.
       rare = rare || !(scale[half] <= state.unit);
     }
   }
@@ -126,29 +126,29 @@ __device__ __forceinline__ void attend_tile(const TileReader<Tr>& reader, uint32
   weigh_tile<Tr>(rows, reader.v_table, reader.byte, weight[0], weight[1], result.acc);
 }
 
-// Opaque, so that it is kept and not read again wherever it is used.
+// Hidden from the compiler, so that the index is kept and not read again wherever it is used.
 __device__ __forceinline__ int lane_index() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
   return lane;
 }
 
-// What a block keeps for its merge, behind the selector tables.
+// What a block keeps for its merge, after the selector tables.
 template <typename Tr>
 __host__ __device__ constexpr int window_bytes() {
   return static_cast<int>(sizeof(WindowPart<Tr::kD>));
 }
 
-// What a block needs before its first tile, in the place of the last stages of its warps.
+// What a block needs before its first tile. It lies where the last stages of its warps will be.
 template <typename Tr>
 __host__ __device__ constexpr int scratch_bytes(int window_tokens) {
   return static_cast<int>(sizeof(QueryScratch<Tr::kD>)) +
          window_tokens * kHeadsPerBlock * static_cast<int>(sizeof(float));
 }
 
-// The query's fragments, and the sums of this block's share of the window, `window`, if it has one.
-// `scratch` holds scratch_bytes. Every thread of the block must call; the selector tables that were written
-// before are visible after.
+// Loads the fragments of the query, and sums this block's share of the dense window into `window` if that is
+// not null. `scratch` holds scratch_bytes(). Every thread of the block must call. Selector tables that were
+// written before are visible after.
 template <typename Tr>
 __device__ __forceinline__ void take_query_and_window(const DecodeParams& p, const Split& s,
                                                       const EarlyQuery& early, const WindowRows& window_part,
@@ -158,7 +158,7 @@ __device__ __forceinline__ void take_query_and_window(const DecodeParams& p, con
   auto& window_scores = *reinterpret_cast<WindowScores*>(memory + sizeof(QueryScratch<Tr::kD>));
   constexpr int kHeads = 4 * Tr::kHeadPairs;
   stage_query<Tr::kD>(p, s.first_head, s.num_heads, early, scratch);
-  if (window != nullptr) {  // the first warps are those of split_query
+  if (window != nullptr) {  // split_query uses the first warps
     score_window<kHeads>(p, window_part, scratch.rows, num_warps - 1 - warp, num_warps, lane, window_scores);
   }
   if constexpr (Tr::kIntegerKeys) {
@@ -176,8 +176,8 @@ __device__ __forceinline__ void take_query_and_window(const DecodeParams& p, con
 }
 
 // Grid: B * H_kv * head_chunks * num_splits, splits innermost; blocks of at most kMaxWarps warps. Shared
-// memory: the selector tables, WindowPart, the chunks of a tile, then num_stages times a stage of each warp
-// and their padding, or BlockMerge where that and the chunks are smaller.
+// memory: the selector tables, WindowPart, the table of chunks, then num_stages stages of each warp and their
+// padding; or BlockMerge where that is larger than chunks and stages.
 template <typename Tr>
 __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
     decode_kernel(const __grid_constant__ DecodeParams p, int num_stages) {
@@ -228,12 +228,12 @@ __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
     device::commit_copies();
   }
 
-  // The tables need nothing from global memory, which the rest waits for.
+  // The tables need nothing from global memory, for which everything else waits.
   fill_selectors<Tr::kK>(memory);
   if constexpr (Tr::kTwoTables) {
     fill_selectors<Tr::kV>(memory + kSelectorBytes);
   }
-  unsigned char* const last_stages = memory + rings + (num_stages - 1) * stage_step;  // still unused
+  unsigned char* const last_stages = memory + rings + (num_stages - 1) * stage_step;  // not in use yet
   WindowPart<Tr::kD>* const window =
       p.window.per_split > 0 ? reinterpret_cast<WindowPart<Tr::kD>*>(behind_tables) : nullptr;
   Query<Tr> q;

@@ -1,4 +1,4 @@
-// Widths of codes to the kernel for tiles, with the warps and stages that fit the device.
+// From the widths of codes to the kernel for tiles, with the warps and stages that fit the device.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,7 @@ cudaError_t launch_traits(const DecodeParams& p, int64_t num_groups, cudaStream_
                                 Tr::kMaxWarps, kMinStages, kMaxStages, most);
   };
   DecodeConfig config = choose(padding);
-  // The scratch ends behind the last stages where those are small.
+  // Where the last stages are small, the scratch ends behind them.
   const int with_scratch =
       tables + padding + (config.num_stages - 1) * config.num_warps * layout.bytes + scratch;
   if (with_scratch > most) {

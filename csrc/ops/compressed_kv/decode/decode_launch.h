@@ -7,14 +7,14 @@
 
 namespace htree::compressed_kv {
 
-// Launch on `stream`, over num_groups = B * H_kv * head_chunks times the splits; the errors are those of the
-// runtime. `pair_type` says what 16-bit values are: half or bfloat16; 8 and 4 bits do not ask for it.
-// cudaErrorNotSupported: a device without the shared memory.
+// Launch on `stream`, over num_groups = B * H_kv * head_chunks times the splits. The errors are those of the
+// runtime. `pair_type` says what 16-bit values are, half or bfloat16; for 8 and 4 bits it does not matter.
+// cudaErrorNotSupported: the device lacks the shared memory.
 template <int kHeadDim, int kKeyBits>
 cudaError_t launch_decode_keys(const DecodeParams& p, int v_bits, QueryType pair_type, int64_t num_groups,
                                cudaStream_t stream);
 
-// The same for the width of the keys at hand.
+// The same, with the width of the keys at run time.
 template <int kHeadDim>
 cudaError_t launch_decode(const DecodeParams& p, int k_bits, int v_bits, QueryType pair_type,
                           int64_t num_groups, cudaStream_t stream) {

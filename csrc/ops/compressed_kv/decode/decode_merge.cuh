@@ -1,5 +1,5 @@
-// The end of a block of the decode kernel: the merge of its warps and of its share of the window, and that of
-// the blocks of a cluster.
+// The end of a block of the decode kernel: it merges its warps and its share of the dense window, and then
+// the blocks of a cluster merge.
 #pragma once
 
 #include <cstdint>
@@ -12,17 +12,17 @@
 
 namespace htree::compressed_kv {
 
-// Sums of the warps of a block, relative to its maxima.
+// The sums of the warps of a block, relative to the block's maxima.
 template <typename Tr>
 struct BlockMerge {
   float acc[Tr::kMaxWarps][kHeadsPerBlock][Tr::kD];
   float max[Tr::kMaxWarps][kHeadsPerBlock];  // in units of log2
   float sum[Tr::kMaxWarps][kHeadsPerBlock];
-  float top[kHeadsPerBlock];                         // the largest
-  uint32_t poison[Tr::kMaxWarps][4][Tr::kOwnWords];  // read only where some warp has a bit set
+  float top[kHeadsPerBlock];                         // the largest of these
+  uint32_t poison[Tr::kMaxWarps][4][Tr::kOwnWords];  // read only where some warp has set a bit
 };
 
-// The sums of a block for the other blocks of its cluster.
+// What a block leaves for the other blocks of its cluster.
 template <int kHeadDim>
 struct SplitPart {
   float acc[kHeadsPerBlock][kHeadDim];
@@ -30,7 +30,7 @@ struct SplitPart {
   float sum[kHeadsPerBlock];
 };
 
-// `result` of every warp to shared memory. Returns whether any warp poisons a channel. Costs one
+// Stores `result` of every warp in shared memory. Returns whether any warp poisons a channel. Costs one
 // __syncthreads and needs another before `shared` is read.
 template <typename Tr>
 __device__ __forceinline__ bool collect_warps(BlockMerge<Tr>& shared, const WindowPart<Tr::kD>* window,
@@ -63,8 +63,8 @@ __device__ __forceinline__ bool collect_warps(BlockMerge<Tr>& shared, const Wind
       shared.max[warp][t + 4 * i] = state.max(i);
     }
   }
-  // 16-bit values poison nothing, and the code must say so here. Where ptxas knows the answer of a barrier,
-  // it puts another barrier where the answer is used: in a loop that some warps run more often than others.
+  // 16-bit values poison nothing, and the code must say so here. Where ptxas knows the outcome of a barrier,
+  // it puts another barrier where that outcome is used: in a loop that some warps run more often than others.
   bool poisoned = false;
   if constexpr (Tr::kV == 16) {
     __syncthreads();
@@ -103,7 +103,7 @@ __device__ __forceinline__ bool collect_warps(BlockMerge<Tr>& shared, const Wind
   return poisoned;
 }
 
-// Sums of one head and channel of a block.
+// The sum of one head and channel over a block.
 struct BlockSum {
   float value;
   float top;  // in units of log2
@@ -136,7 +136,7 @@ __device__ __forceinline__ BlockSum sum_warps(const BlockMerge<Tr>& shared, cons
 }
 
 #if __CUDA_ARCH__ >= 900
-// Reads the place of `shared` in block `block` of the cluster.
+// Reads, in block `block` of the cluster, what stands at the place of `shared`.
 __device__ __forceinline__ float load_from_block(const float* shared, uint32_t block) {
   float value;
   asm volatile(
@@ -152,13 +152,13 @@ __device__ __forceinline__ float load_from_block(const float* shared, uint32_t b
 }
 #endif
 
-// The sums of one head and channel over the blocks of a cluster, in their order.
+// The sum of one head and channel over the blocks of a cluster, in their order.
 template <int kHeadDim>
 __device__ __forceinline__ BlockSum sum_blocks(const SplitPart<kHeadDim>& part, int num_blocks, int head,
                                                int channel) {
   BlockSum sum = {0.0f, kMinusInfinity, 0.0f};
 #if __CUDA_ARCH__ >= 900
-  // Loads of all blocks first, so that their latencies pass together. Absent blocks weigh nothing.
+  // The loads of all blocks come first, so that their latencies overlap. Absent blocks weigh nothing.
   float max[kMostClusterSplits];
   float weights[kMostClusterSplits];
   float value[kMostClusterSplits];
@@ -183,7 +183,7 @@ __device__ __forceinline__ BlockSum sum_blocks(const SplitPart<kHeadDim>& part, 
   return sum;
 }
 
-// Merges the parts of the blocks of a cluster; the blocks share the channels.
+// Merges the parts of the blocks of a cluster. The blocks share out the channels.
 template <int kHeadDim>
 __device__ __forceinline__ void merge_cluster(const DecodeParams& p, const Split& s,
                                               SplitPart<kHeadDim>& part) {
@@ -206,7 +206,8 @@ __device__ __forceinline__ void merge_cluster(const DecodeParams& p, const Split
 #endif
 }
 
-// Shared memory is free for `shared` and `part`, which do not overlap. `window`: null without one.
+// `shared` and `part` lie in shared memory that is free, and do not overlap. `window` is null
+// where there is none.
 template <typename Tr>
 __device__ __forceinline__ void finish_block(const DecodeParams& p, const Split& s, BlockMerge<Tr>& shared,
                                              SplitPart<Tr::kD>& part, const WindowPart<Tr::kD>* window,

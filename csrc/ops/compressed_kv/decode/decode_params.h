@@ -14,7 +14,7 @@ constexpr int kHeadsPerBlock = 8;
 // Tokens of a tile: the rows of one tensor-core product.
 constexpr int kTileRows = 16;
 
-// One compressed tensor, contiguous, first bytes aligned to 16.
+// One compressed tensor, contiguous. Its first bytes are aligned to 16.
 struct RowsView {
   const uint8_t* bitmap;   // [rows, D/8]
   const uint8_t* values;   // [rows, row_bytes]
@@ -25,8 +25,8 @@ struct RowsView {
 
 enum class QueryType { kHalf, kBfloat16, kFloat };
 
-// The dense window of the tensor-core kernel, in half or bfloat16, first bytes aligned to 4. Its tokens are
-// dealt to the splits in order, `per_split` to each; 0: none.
+// The dense window of the tensor-core kernel, in half or bfloat16. Its first bytes are aligned to 4. Its
+// tokens are dealt to the splits in order, `per_split` to each; 0 means that there is none.
 struct WindowView {
   const void* k;  // [B, H_kv, capacity, D]
   const void* v;
@@ -35,25 +35,25 @@ struct WindowView {
   int per_split;       // at most kMostWindowTokens
   bool bfloat16;
 };
-// Tokens of the window that one block may have.
+// The most tokens of the window that one block may have.
 constexpr int kMostWindowTokens = 256;
 
 // What becomes of the sums of a split.
 enum class Ending {
-  kParts,    // to part_acc, part_max and part_sum, for the merge kernel
+  kParts,    // they go to PartsView, for the merge kernel
   kCluster,  // the splits of a kv head are a cluster (sm_90), whose blocks merge them
-  kResult    // the only split: out and lse
+  kResult    // this is the only split: they become out and lse
 };
 constexpr int kMostClusterSplits = 8;  // blocks of a portable cluster
 
 struct QueryView {
-  const void* data;  // [slots, B, H, D]; more than one slot for expanded queries of a group of kv heads
+  const void* data;  // [slots, B, H, D]; a slot per kv head of a group for expanded queries, else one
   QueryType type;
 };
 
-// Facts that stand in memory of the device; null where they are not given.
+// Facts that stand in device memory; null where they are not given.
 struct SequenceTables {
-  const int32_t* comp_len;     // [B], tokens of a sequence that count
+  const int32_t* comp_len;     // [B]: tokens of a sequence that count
   const int32_t* block_table;  // [B, max_pages]
 };
 
@@ -73,13 +73,13 @@ struct HeadCounts {
 };
 
 struct PageCounts {
-  int tokens;  // of a page
+  int tokens;  // tokens of a page
   int per_sequence;
   int all;
 };
 
 struct SplitCounts {
-  int launched;    // by this launch
+  int launched;    // splits of this launch
   int parts;       // splits of the compressed part, then those of the window
   int first_part;  // the part that split 0 of this launch writes
 };
@@ -88,25 +88,25 @@ struct OutputView {
   Ending ending;
   void* out;       // [B, H, D]
   float* lse;      // [B, H]
-  QueryType type;  // of out
+  QueryType type;  // type of out
 };
 
 struct DecodeParams {
   QueryView q;
   RowsView k;
   RowsView v;
-  int64_t num_rows;     // of each compressed tensor
+  int64_t num_rows;     // rows of each compressed tensor
   int64_t num_queries;  // B * H
   SequenceTables tables;
   PartsView parts;
-  int64_t capacity;    // tokens of a sequence
+  int64_t capacity;    // tokens that a sequence has room for
   int64_t split_size;  // tokens, a multiple of 16
   HeadCounts heads;
   PageCounts pages;
   SplitCounts splits;
   int num_slots;      // kv heads of a group
   float score_scale;  // scale * log2(e)
-  WindowView window;  // of the tensor-core kernel
+  WindowView window;  // for the tensor-core kernel
   OutputView output;
 };
 

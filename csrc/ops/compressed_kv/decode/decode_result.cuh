@@ -11,12 +11,12 @@
 
 namespace htree::compressed_kv {
 
-// What the weights of a part with maximum `own` count relative to `top`, both in units of log2.
+// What the weights of a part, whose maximum is `own`, count relative to `top`; both are in units of log2.
 __device__ __forceinline__ float part_factor(float own, float top) {
   return own == device::negative_infinity<float>() ? 1.0f : exp2f(own - top);
 }
 
-// `value`: weighted sum of the values of one channel; `total`: sum of the weights.
+// `value` is the weighted sum of the values of one channel, `total` the sum of the weights.
 __device__ __forceinline__ void store_output(void* out, QueryType type, int64_t at, float value,
                                              float total) {
   const float result = total == 0.0f ? 0.0f : value / total;
@@ -33,7 +33,7 @@ __device__ __forceinline__ void store_output(void* out, QueryType type, int64_t 
   }
 }
 
-// Natural log-sum-exp of weights relative to `top`, which is in units of log2.
+// The natural log-sum-exp of weights relative to `top`, which is in units of log2.
 __device__ __forceinline__ float log_sum_exp(float top, float total) {
   constexpr float kLn2 = 0.693147180559945309f;
   return total == 0.0f    ? device::negative_infinity<float>()

@@ -10,18 +10,18 @@ namespace htree::compressed_kv {
 
 constexpr float kMinusInfinity = -INFINITY;
 
-// Weights are kept relative to a maximum that may fall behind the true one by this many powers of two, so
-// that the sums are rescaled a few times per split only.
+// Weights are relative to a maximum that may lag behind the true one by this many powers of two, so that the
+// sums are rescaled only a few times per split.
 constexpr float kSlack = 8.0f;
 
-// Softmax state of a warp: heads t and t + 4 of the lanes (g, t). Limits and bases are alike in all lanes of
-// a t, the sums are those of the lane's own tokens.
+// The softmax state of a warp: heads t and t + 4 of the lanes (g, t). Lanes with the same t have the same
+// limits and bases; the sums are over the lane's own tokens.
 template <int kHeadPairs>
 struct WarpState {
-  float limit[kHeadPairs];  // scores above it raise the maximum: the maximum and the slack
+  float limit[kHeadPairs];  // the maximum and the slack: a score above it raises the maximum
   float base[kHeadPairs];   // the maximum, or 0 while that is minus infinity
   float sum[kHeadPairs];
-  float unit = 0.0f;          // power of two that no scale of V so far exceeds; accumulators count in it
+  float unit = 0.0f;          // a power of two that no scale of V so far exceeds; accumulators count in it
   float inverse_unit = 0.0f;  // 0 while all scales are 0
 
   __device__ WarpState() {
@@ -49,7 +49,7 @@ __device__ __forceinline__ void rescale(float (&acc)[kTiles][4], float even, flo
   }
 }
 
-// Whether a score of this lane exceeds a maximum by more than the slack.
+// Whether a score of this lane exceeds its maximum by more than the slack.
 template <int kHeadPairs>
 __device__ __forceinline__ bool exceeds_limit(const float (&score)[2][kHeadPairs],
                                               const WarpState<kHeadPairs>& state) {
@@ -61,7 +61,7 @@ __device__ __forceinline__ bool exceeds_limit(const float (&score)[2][kHeadPairs
   return exceeds;
 }
 
-// Raises the maxima if a score of any lane exceeds its limit.
+// Raises the maxima where a score of any lane exceeds its limit.
 template <int kTiles, int kHeadPairs>
 __device__ __forceinline__ void raise_max(const float (&score)[2][kHeadPairs], WarpState<kHeadPairs>& state,
                                           float (&acc)[kTiles][4]) {
@@ -86,7 +86,7 @@ __device__ __forceinline__ void raise_max(const float (&score)[2][kHeadPairs], W
   rescale(acc, factor[0], factor[kHeadPairs - 1]);
 }
 
-// The smallest power of two that is at least x > 0, an fp16 value.
+// The smallest power of two that is not below x, a positive fp16 value.
 __device__ __forceinline__ float power_above(float x) {
   const int bits = __float_as_int(x);
   return __int_as_float((bits & 0x7f800000) + ((bits & 0x007fffff) != 0 ? 0x00800000 : 0));
@@ -115,7 +115,7 @@ template <typename Tr>
 struct WarpResult {
   WarpState<Tr::kHeadPairs> state;
   float acc[2 * Tr::kGroups][4];
-  // This lane's channels that a value row with a NaN scale keeps, a byte per group.
+  // The channels of this lane that a row of V with a NaN scale keeps, a byte per group of eight.
   uint32_t poison[Tr::kOwnWords];
 };
 

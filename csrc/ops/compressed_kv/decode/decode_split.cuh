@@ -12,9 +12,9 @@ struct Split {
   int index;
   int sequence;
   int kv_head;
-  int first_head;  // of the query, counted over the batch
+  int first_head;  // query head, counted over the batch
   int num_heads;   // at most kHeadsPerBlock
-  int64_t begin;   // tokens [begin, end), begin a multiple of 16
+  int64_t begin;   // tokens [begin, end); begin is a multiple of 16
   int64_t end;
 };
 
@@ -38,8 +38,8 @@ __device__ __forceinline__ Split split_of(const DecodeParams& p) {
   return s;
 }
 
-// Where the rows of a split begin. Tiles count from there: those of a page from the start of the tensors,
-// because pages hold whole tiles.
+// Where the rows of a split begin. Tiles count from there; with a block table they count from the start of
+// the tensors, because pages hold whole tiles.
 __device__ __forceinline__ int64_t first_row_of(const DecodeParams& p, const Split& s) {
   return p.tables.block_table != nullptr
              ? 0

@@ -1,5 +1,5 @@
-// The dense window in the tensor-core kernel: a block attends to its share of the window while the first
-// tiles are on their way, in fp32, and keeps the sums for the merge of its warps.
+// The dense window in the tensor-core kernel. A block attends to its share of the window in fp32, while the
+// first tiles are on their way, and keeps the sums for the merge of its warps.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -15,7 +15,7 @@
 
 namespace htree::compressed_kv {
 
-// Sums over the window's tokens of a block, per head of the block.
+// Sums over a block's tokens of the window, for each head of the block.
 template <int kHeadDim>
 struct WindowPart {
   float acc[kHeadsPerBlock][kHeadDim];
@@ -23,12 +23,12 @@ struct WindowPart {
   float sum[kHeadsPerBlock];
 };
 
-// Scores of the window's tokens of a block, in units of log2.
+// Scores of a block's tokens of the window, in units of log2.
 struct WindowScores {
   float score[kMostWindowTokens][kHeadsPerBlock];
 };
 
-// The window's rows of a block: `count` rows from row `first` of [B * H_kv * capacity, D] on.
+// A block's rows of the window: `count` rows from row `first` of [B * H_kv * capacity, D] on.
 struct WindowRows {
   int64_t first;
   int count;
@@ -58,7 +58,7 @@ __device__ __forceinline__ float to_float(uint16_t bits, bool bfloat16) {
   return bfloat16 ? __uint_as_float(static_cast<uint32_t>(bits) << 16) : __half2float(__ushort_as_half(bits));
 }
 
-// Brings `bytes` bytes to L2, a thread per 128 of them.
+// Brings `bytes` bytes into the L2, 128 of them per thread.
 __device__ __forceinline__ void prefetch_bytes(const void* from, int64_t bytes) {
   for (int64_t at = 128 * threadIdx.x; at < bytes; at += 128 * blockDim.x) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(from) + at));
@@ -75,7 +75,7 @@ __device__ __forceinline__ void prefetch_window(const DecodeParams& p, const Win
   }
 }
 
-// A warp per token; `q` is that of the block, [kHeadsPerBlock][D]. Every thread of the block must call, and
+// A token has a warp. `q` is the block's, [kHeadsPerBlock][D]. Every thread of the block must call, and
 // __syncthreads before the scores are used.
 template <int kHeads, int kHeadDim>
 __device__ __forceinline__ void score_window(const DecodeParams& p, const WindowRows& rows,
@@ -104,8 +104,8 @@ __device__ __forceinline__ void score_window(const DecodeParams& p, const Window
   }
 }
 
-// A thread per head and channel. Every thread of the block must call, and
-// __syncthreads before `part` is used.
+// A head and channel have a thread. Every thread of the block must call, and __syncthreads
+// before `part` is used.
 template <int kHeadDim>
 __device__ __forceinline__ void weigh_window(const DecodeParams& p, const Split& s, const WindowRows& rows,
                                              const WindowScores& from, WindowPart<kHeadDim>& part) {
@@ -119,8 +119,8 @@ __device__ __forceinline__ void weigh_window(const DecodeParams& p, const Split&
     const float base = top == device::negative_infinity<float>() ? 0.0f : top;
     float sum = 0.0f;
     float value = 0.0f;
-    // Loads without a condition, of the last token where there are none left, so that
-    // their latencies pass together.
+    // The loads are unconditional, so that their latencies overlap. Where no tokens are left they
+    // take the last one.
     constexpr int kAtOnce = 8;
     const auto* const elements = static_cast<const uint16_t*>(p.window.v) + rows.first * kHeadDim + channel;
     for (int first = 0; first < rows.count; first += kAtOnce) {

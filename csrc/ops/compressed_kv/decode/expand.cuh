@@ -1,7 +1,7 @@
-// Eight channels of a compressed row at a time: a byte of the bitmap and the window of up to eight codes that
-// follows the codes before it. A table gives for each byte the eight 4-bit selectors of two byte permutations
-// that put the codes at their channels; a selector with its upper bit set repeats the sign bit of a byte that
-// is known to be clear, which makes a pruned channel 0. docs/semantics/compressed_kv.md §4.5.
+// Expands eight channels of a compressed row at a time: a byte of the bitmap, and the stretch of up to eight
+// codes that belongs to it. For each byte a table gives the eight 4-bit selectors of two byte permutations
+// that put the codes at their channels. A selector with its upper bit set repeats the sign bit of a byte that
+// is known to be clear, which makes a pruned channel 0. docs/semantics/compressed_kv.md §4.5
 #pragma once
 
 #include <cstdint>
@@ -11,24 +11,24 @@ namespace htree::compressed_kv {
 // What a byte of the bitmap needs. Both words keep selectors in their lower halves, which is all
 // that a permutation reads.
 struct alignas(8) Selectors {
-  uint32_t low;   // of channels 0 to 3; bit 31 is set for byte 255 alone
-  uint32_t high;  // of channels 4 to 7; upper six bits, with 16 bits: thresholds of words 2, 3 and 4
+  uint32_t low;   // for channels 0 to 3; bit 31 is set for byte 255 alone
+  uint32_t high;  // for channels 4 to 7; with 16 bits the upper six are thresholds of words 2, 3 and 4
 };
 
-// One copy per lane, so that no two lanes meet in a bank: [256][32].
+// Each lane has its own copy, so that no two lanes meet in a bank: [256][32].
 constexpr int kSelectorBytes = 256 * 32 * static_cast<int>(sizeof(Selectors));
 
-// A window begins anywhere in its first word. With 4 and 8-bit codes all words that it may have are read: a
-// test would cost more. The words 2 to 4 of a window of 16-bit codes are read only by lanes that need them,
-// so that the others take no part in bank conflicts. This is the threshold of word `word`, two bits, for a
-// byte with `kept` bits set; see start_of() for what exceeds it.
+// A stretch of codes may begin anywhere in its first word. With 4-bit and 8-bit codes all words that it may
+// have are read: a test would cost more. Words 2 to 4 of a stretch of 16-bit codes are read only by lanes
+// that need them, so that the others take no part in bank conflicts. This is the threshold of word `word`,
+// two bits, for a byte with `kept` bits set; start_of() says what exceeds it.
 __device__ __forceinline__ uint32_t threshold_of(uint32_t kept, uint32_t word) {
   return kept > 2 * word ? 0 : kept == 2 * word ? 1 : 3;
 }
 
-// Where the permutations find the code of rank r. 8 and 16 bits: at byte r of the window; a pruned channel
-// repeats the sign of byte 7. 4 bits: even ranks in the first register, odd ones in the second, because that
-// is how nibbles are cheapest to separate.
+// Where the permutations find the code of rank r. With 8 and 16 bits it is byte r of the stretch, and a
+// pruned channel repeats the sign of byte 7. With 4 bits even ranks are in the first register and odd ones in
+// the second, because nibbles are separated most cheaply like that.
 template <int kBits>
 __device__ __forceinline__ Selectors selectors_of(uint32_t byte) {
   uint32_t selectors = 0;
@@ -51,7 +51,7 @@ __device__ __forceinline__ Selectors selectors_of(uint32_t byte) {
 }
 
 // Every thread of the block must call, and __syncthreads before the table is used. A lane works out one entry
-// in 16, and all lanes store their own copy of each.
+// in 16; all lanes store their own copy of each entry.
 template <int kBits>
 __device__ __forceinline__ void fill_selectors(unsigned char* table) {
   const int lane = threadIdx.x & 31;
@@ -72,8 +72,8 @@ __device__ __forceinline__ uint32_t mask_flip(uint32_t x, uint32_t mask, uint32_
   return value;
 }
 
-// Bytes of the pair (low, high) by the selectors in the low 16 bits. Not __byte_perm, which documents three
-// bits per selector: the fourth one repeats the sign bit of the byte.
+// Bytes of the pair (low, high) by the selectors in the low 16 bits. This is not __byte_perm, which documents
+// three bits per selector: the fourth bit repeats the sign bit of the byte.
 __device__ __forceinline__ uint32_t permute(uint32_t low, uint32_t high, uint32_t selectors) {
   uint32_t value;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(value) : "r"(low), "r"(high), "r"(selectors));
@@ -91,8 +91,8 @@ __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
   return value;
 }
 
-// The word kWord words behind `address`, if `start`, as start_of() makes it, exceeds the threshold in the
-// upper bits of `threshold`. Otherwise the result does not matter, because its codes are not used: it is the
+// Loads the word kWord words behind `address` if `start`, made by start_of(), exceeds the threshold in the
+// upper bits of `threshold`. Otherwise its codes are not used, and any result will do: it returns the
 // address, which takes no register of its own.
 template <int kWord>
 __device__ __forceinline__ uint32_t load_reached(uint32_t address, uint32_t start, uint32_t threshold) {
@@ -108,34 +108,34 @@ __device__ __forceinline__ uint32_t load_reached(uint32_t address, uint32_t star
   return value;
 }
 
-// Address of the aligned word that holds bit `bits` of shared memory. Opaque, so that the product is an
-// integer multiplication: the pipe of shifts and logical operations is the busiest one.
+// Address of the aligned word that holds bit `bits` of shared memory. It hides the product from the compiler,
+// so that it is an integer multiplication: the pipe of shifts and logical operations is the busiest one.
 __device__ __forceinline__ uint32_t word_address(uint32_t bits) {
   uint32_t words;
   asm("shr.b32 %0, %1, 5;" : "=r"(words) : "r"(bits));
   return words * 4;
 }
 
-// For load_reached: exceeds a threshold of 0 always, one of 1 where the window whose first value is at bit
-// `bits` of shared memory begins at the second value of its word, and one of 3 never.
+// For load_reached. The result always exceeds a threshold of 0 and never one of 3. It exceeds 1 where the
+// stretch whose first value is at bit `bits` of shared memory begins at the second value of its word.
 __device__ __forceinline__ uint32_t start_of(uint32_t bits) {
   return (bits << 27) + 0x40000000u;
 }
 
-// The expanded codes of eight channels. 4 bits: two registers of four bytes that hold the codes as 4-bit
-// two's complement in their lower or their upper halves, the other halves 0; 8 bits: two registers of four
-// signed bytes; 16 bits: four registers of two values.
+// The expanded codes of eight channels. With 4 bits: two registers of four bytes, which hold the codes as
+// 4-bit two's complement in their lower or their upper halves; the other halves are 0. With 8 bits: two
+// registers of four signed bytes. With 16 bits: four registers of two values.
 template <int kBits>
 struct Expanded {
   uint32_t r[kBits == 16 ? 4 : 2];
 };
 
-// Which byte of every word of a bitmap is a lane's own, and its copy of the selectors.
+// Which byte of every word of a bitmap is the lane's own, and the lane's copy of the selectors.
 struct LaneByte {
   uint32_t copy;   // 8 * lane
-  uint32_t pick;   // takes that byte, times 256, and `copy`
+  uint32_t pick;   // a product with it takes that byte, times 256, and `copy`
   uint32_t shift;  // bits below that byte
-  uint32_t below;  // times this, a word keeps those bits alone
+  uint32_t below;  // a product with it keeps only those bits of a word
 
   __device__ __forceinline__ explicit LaneByte(int lane)
       : copy(8u * lane),
@@ -146,23 +146,23 @@ struct LaneByte {
   }
 };
 
-// Selectors for the lane's byte of `word`, from the table of the width in question.
+// The selectors for the lane's byte of `word`, from the table for the width of the codes.
 __device__ __forceinline__ Selectors load_selectors(uint32_t word, const unsigned char* table,
                                                     const LaneByte& lane) {
   const uint32_t offset = permute(word, lane.copy, lane.pick);
   return *reinterpret_cast<const Selectors*>(table + offset);
 }
 
-// Unless all eight channels are kept, the last byte of a window belongs to others: its sign bit, which pruned
-// channels repeat, is cleared.
+// Unless all eight channels are kept, the last byte of a stretch belongs to other channels. Its sign bit,
+// which pruned channels repeat, is cleared.
 __device__ __forceinline__ uint32_t clear_last(uint32_t x, const Selectors& s) {
   return x & (s.low | 0x7fffffffu);
 }
 
-// Eight codes of 4 bits to their channels. kUpper: in the upper halves of the bytes.
+// Puts eight codes of 4 bits at their channels. kUpper: in the upper halves of the bytes.
 template <bool kUpper>
 __device__ __forceinline__ Expanded<4> expand_nibbles(uint32_t codes, const Selectors& s) {
-  // Code + 8 is stored: flipping its sign bit makes it two's complement.
+  // Code + 8 is stored: flipping the sign bit makes it two's complement.
   const uint32_t even =
       kUpper ? mask_flip(codes * 16, 0xf0f0f0f0u, 0x80808080u) : mask_flip(codes, 0x0f0f0f0fu, 0x08080808u);
   const uint32_t odd = kUpper ? clear_last(mask_flip(codes, 0xf0f0f0f0u, 0x80808080u), s)
@@ -170,8 +170,8 @@ __device__ __forceinline__ Expanded<4> expand_nibbles(uint32_t codes, const Sele
   return {permute(even, odd, s.low), permute(even, odd, s.high)};
 }
 
-// The codes of the lane's byte of `word`, the first of which starts at bit `bits` of shared memory.
-// kUpper: 4-bit codes in the upper halves of the bytes. Reads at most 20 bytes from there on,
+// Expands the codes of the lane's byte of `word`, the first of which starts at bit `bits` of shared memory.
+// kUpper: 4-bit codes go into the upper halves of the bytes. It reads at most 20 bytes from there on,
 // whatever the bitmap holds.
 template <int kBits, bool kUpper>
 __device__ __forceinline__ Expanded<kBits> expand_byte(uint32_t word, uint32_t bits,
@@ -197,7 +197,7 @@ __device__ __forceinline__ Expanded<kBits> expand_byte(uint32_t word, uint32_t b
     for (int i = 0; i < 4; ++i) {
       codes[i] = funnel(words[i], words[i + 1], bits);
     }
-    // The lower and the upper bytes of the eight values apart, expanded, and joined again.
+    // The lower and the upper bytes of the eight values are separated, expanded, and joined again.
     const uint32_t low0 = permute(codes[0], codes[1], 0x6420);
     const uint32_t low1 = clear_last(permute(codes[2], codes[3], 0x6420), s);
     const uint32_t high0 = permute(codes[0], codes[1], 0x7531);
@@ -219,22 +219,22 @@ __device__ __forceinline__ Expanded<kBits> expand_byte(uint32_t word, uint32_t b
 // Where a lane finds the first of its two rows of a tile, in a stage that begins at address 0.
 struct LaneRows {
   uint32_t bitmap;       // address
-  uint32_t values;       // address in bits
+  uint32_t values;       // address, counted in bits
   uint32_t values_step;  // from there to the second row, in bits
   uint32_t scales;       // address
 };
 
-// The four lanes of a row read codes that lie together, which take about four words of shared memory. Rows of
-// an odd multiple of four words apart are read without bank conflicts; where the pitch of rows is an odd
-// multiple of two words, those are every other row: lanes (g, t) then take the rows 2g and 2g + 1, else the
-// rows g and g + 8.
+// The four lanes of a row read codes that lie together, in about four words of shared memory. Rows that are
+// an odd multiple of four words apart are read without bank conflicts. Where the pitch of rows is an odd
+// multiple of two words, every other row is so far apart: lanes (g, t) then take rows 2g and 2g + 1.
+// Otherwise they take rows g and g + 8.
 __host__ __device__ constexpr int spread_of_rows(int pitch) {
   return pitch / 4 % 4 == 2 ? 2 : 1;
 }
 
-// Two rows of a tile: the address of the bitmap of the first one, the distance to that of the second one, and
-// for each row the bit of shared memory up to which its codes are counted. That is where the codes of the
-// word in hand begin; with 4 bits, those of the lane's byte of `last`, the word before. A row that is not
+// Two rows of a tile: the address of the bitmap of the first row, the distance to that of the second, and for
+// each row the bit of shared memory up to which its codes have been counted. That is where the codes of the
+// current word begin, or, with 4 bits, those of the lane's byte of `last`, the word before. A row that is not
 // `present` reads as empty.
 struct RowPair {
   uint32_t bitmap;
@@ -251,14 +251,14 @@ struct RowPair {
         last{0, 0},
         present{present[0], present[1]} {}
 
-  // Bits of the channels 32 * group to 32 * group + 31.
+  // The bits of channels 32 * group to 32 * group + 31.
   __device__ __forceinline__ uint32_t word(int half, int group) const {
     const uint32_t bits = load_shared(bitmap + half * bitmap_step + 4 * group);
     return present[half] ? bits : 0u;
   }
 };
 
-// The codes of group kGroup of both rows, groups in their order.
+// Expands the codes of group kGroup of both rows; it is called for the groups in their order.
 template <int kBits, int kGroup, bool kUpper>
 __device__ __forceinline__ void expand_group(RowPair& rows, const unsigned char* table, const LaneByte& lane,
                                              Expanded<kBits> (&codes)[2]) {
@@ -266,8 +266,8 @@ __device__ __forceinline__ void expand_group(RowPair& rows, const unsigned char*
   for (int half = 0; half < 2; ++half) {
     const uint32_t word = rows.word(half, kGroup);
     if constexpr (kBits == 4) {
-      // The codes of the 32 channels from the lane's byte of one word to that of the next: fewer instructions
-      // than below, but one more for the busiest pipe of the other widths.
+      // Counts the codes of the 32 channels from the lane's byte of one word to that of the next. That takes
+      // fewer instructions than below, but one more for the pipe that is busiest with the other widths.
       rows.start[half] += kBits * __popc(funnel(rows.last[half], word, lane.shift));
       rows.last[half] = word;
       codes[half] = expand_byte<kBits, kUpper>(word, rows.start[half], table, lane);

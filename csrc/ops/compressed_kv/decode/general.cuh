@@ -1,5 +1,6 @@
-// Decode attention for what the tensor-core kernel leaves: the dense window, fp32 queries, expanded queries
-// of a group of kv heads, and pages that hold no whole tiles. One warp per token, fp32 arithmetic throughout.
+// Decode attention for what the tensor-core kernel does not take: the dense window, fp32 queries, expanded
+// queries of a group of kv heads, and pages that hold no whole tiles. A token has one warp, and all
+// arithmetic is in fp32.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -21,7 +22,8 @@ __device__ __forceinline__ bool is_dense(RowKind kind) {
   return kind == RowKind::kFloat || kind == RowKind::kHalf || kind == RowKind::kBfloat16;
 }
 
-// Channels [lane * D/32, (lane + 1) * D/32) of a row as floats. All 32 lanes must call with the same row.
+// Loads channels [lane * D/32, (lane + 1) * D/32) of a row as floats. All 32 lanes must call
+// with the same row.
 template <int kHeadDim>
 __device__ __forceinline__ void load_channels(const RowsView& rows, const void* dense, RowKind kind,
                                               int64_t row, int lane, float (&x)[kHeadDim / 32]) {
@@ -61,7 +63,7 @@ __device__ __forceinline__ void load_channels(const RowsView& rows, const void* 
   });
 }
 
-// Row of a token among the rows of its tensors; pages may have any size.
+// The number of a token's row in its tensors. Pages may have any size.
 __device__ __forceinline__ int64_t row_of_token(const GeneralParams& p, int sequence, int kv_head,
                                                 int64_t token) {
   const DecodeParams& d = p.base;
@@ -82,8 +84,8 @@ struct GeneralShared {
   float sum[kWarps][kHeadsPerBlock];
 };
 
-// The sums of the warps of a block, in their order, as split `split` of heads `first_head` to first_head +
-// num_heads - 1. Every thread of the block must call.
+// Adds the sums of the warps of a block in their order and stores them as split `split` of heads `first_head`
+// to first_head + num_heads - 1. Every thread of the block must call.
 template <int kHeadDim>
 __device__ __forceinline__ void store_part(const GeneralShared<kHeadDim>& shared, const DecodeParams& d,
                                            int first_head, int num_heads, int split) {
@@ -113,7 +115,7 @@ __device__ __forceinline__ void store_part(const GeneralShared<kHeadDim>& shared
 }
 
 // Grid: B * H_kv * head_chunks * num_splits, splits innermost; blocks of GeneralShared::kWarps warps.
-// comp_len, capacity and split_size are those of the part that is attended.
+// comp_len, capacity and split_size are those of the part that is attended to.
 template <int kHeadDim>
 __global__ void __launch_bounds__(32 * GeneralShared<kHeadDim>::kWarps)
     general_kernel(const __grid_constant__ GeneralParams p) {
@@ -203,7 +205,7 @@ __global__ void __launch_bounds__(32 * GeneralShared<kHeadDim>::kWarps)
   store_part(shared, d, first_head, num_heads, split);
 }
 
-// out [rows, D] and lse [rows] from the parts in their order. Grid: rows; blocks of D threads.
+// Writes out [rows, D] and lse [rows] from the parts in their order. Grid: rows; blocks of D threads.
 template <int kHeadDim>
 __global__ void __launch_bounds__(kHeadDim)
     merge_parts_kernel(const float* __restrict__ acc, const float* __restrict__ max,
@@ -218,7 +220,7 @@ __global__ void __launch_bounds__(kHeadDim)
   float value = 0;
   for (int i = 0; i < num_parts; ++i) {
     const float part = sum[first + i];
-    if (part != 0.0f) {  // the accumulators of a part without tokens are not written
+    if (part != 0.0f) {  // the accumulators of a part without tokens were never written
       const float own = max[first + i];
       const float factor = part_factor(own, top);
       total += part * factor;
@@ -231,8 +233,9 @@ __global__ void __launch_bounds__(kHeadDim)
   }
 }
 
-// The query in the space of the keys: q [B, H, D] times the orthonormal H_D, once per slot of a group with
-// the sign and the factor of §4.2. Grid: B * H; blocks of D threads; to [slots, B, H, D].
+// The query in the space of the keys: q [B, H, D] times the orthonormal H_D, once per slot of a group
+// of kv heads, with the sign and the factor of §4.2. Grid: B * H; blocks of D threads; it writes to
+// [slots, B, H, D].
 template <int kHeadDim>
 __global__ void __launch_bounds__(kHeadDim)
     transform_query_kernel(const void* q, QueryType type, int num_heads, int heads_per_kv, int num_slots,
@@ -250,7 +253,7 @@ __global__ void __launch_bounds__(kHeadDim)
     row[1 - from][channel] = (channel & distance) == 0 ? own + other : other - own;
     from = 1 - from;
   }
-  const float value = row[from][channel] * factor;  // written by this thread
+  const float value = row[from][channel] * factor;  // this thread wrote it
   const int own_slot = static_cast<int>(index % num_heads) / heads_per_kv % num_slots;
   for (int slot = 0; slot < num_slots; ++slot) {
     const bool negative = (__popc(slot & own_slot) & 1) != 0;

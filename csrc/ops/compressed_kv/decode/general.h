@@ -1,4 +1,4 @@
-// Torch-free launchers of the kernels around the one for tiles: general decode, the merge of parts, and
+// Torch-free launchers of the kernels beside the one for tiles: general decode, the merge of parts, and
 // queries in the space of the keys. One set per head size; csrc/instances.py lists them.
 #pragma once
 
@@ -13,7 +13,7 @@ namespace htree::compressed_kv {
 enum class RowKind { kFloat, kHalf, kBfloat16, kPackedHalf, kPackedBfloat16, kBytes, kNibbles };
 
 struct GeneralParams {
-  DecodeParams base;    // the tokens of a block are those of the compressed part or of the window
+  DecodeParams base;    // its tokens are those of the compressed part or of the window
   const void* k_dense;  // [B, H_kv, window, D] for the dense kinds
   const void* v_dense;
   RowKind k_kind;
@@ -25,7 +25,7 @@ template <int kHeadDim>
 cudaError_t launch_general(const GeneralParams& p, int64_t num_groups, cudaStream_t stream);
 template <int kHeadDim>
 cudaError_t launch_merge(const DecodeParams& p, int64_t num_rows, cudaStream_t stream);
-// q [rows, D] to [num_slots, rows, D]; rows = B * H.
+// From q [rows, D] to [num_slots, rows, D]; rows = B * H.
 template <int kHeadDim>
 cudaError_t launch_transform_query(const DecodeParams& p, int64_t num_rows, float* to, cudaStream_t stream);
 

@@ -1,8 +1,8 @@
-// The query heads of a block as the right-hand operand of the score products. Column n of product i is piece
-// n & 1 of query head 4 * i + (n >> 1), so that lane (g, t) of a result holds both pieces of head 4 * i + t.
-// With 8 and 4-bit keys the query is an integer of 16 bits per channel and its pieces are bytes: the dot
-// products with the codes are exact. With 16-bit keys the pieces are the query rounded to the type of the
-// keys, and what the rounding leaves: a transformed query is not of that type.
+// The query heads of a block as the right-hand operand of the products that give scores. Column n of product
+// i is piece n & 1 of query head 4 * i + (n >> 1), so that lane (g, t) of a result holds both pieces of head
+// 4 * i + t. With 8-bit and 4-bit keys the query is an integer of 16 bits per channel and its pieces are
+// bytes, so the dot products with the codes are exact. With 16-bit keys the pieces are the query rounded to
+// the type of the keys, and what that rounding leaves: a transformed query is not of that type.
 #pragma once
 
 #include <cstdint>
@@ -30,31 +30,31 @@ __device__ __forceinline__ float load_query(const DecodeParams& p, int64_t index
 
 constexpr float kQuerySteps = 127 * 256;
 
-// The query heads of a block on their way to the fragments, in shared memory.
+// The query heads of a block in shared memory, on their way to the fragments.
 template <int kHeadDim>
 struct QueryScratch {
   float rows[kHeadsPerBlock][kHeadDim];
   int8_t pieces[2][kHeadsPerBlock][kHeadDim];
-  float steps[kHeadsPerBlock];  // value of one step of the integers; NaN if a channel is NaN or infinite
+  float steps[kHeadsPerBlock];  // value of one step of the integers; NaN where a channel is NaN or infinite
 };
 
-// Lane t of a quad owns byte t of every word of a bitmap: kGroups groups of eight channels, 32 apart.
+// Lane t of a quad has byte t of every word of a bitmap: kGroups groups of eight channels, 32 apart.
 template <int kHeadDim, int kProducts, bool kInteger>
 struct QueryFragments {
   static constexpr int kGroups = kHeadDim / 32;
-  // Integer: [product][group][half of the channels]; 16 bits: [product][group][pair
-  // of channels], four of them.
+  // Integers: [product][group][half of the channels]. 16 bits: [product][group][pair of
+  // channels], four of them.
   static constexpr int kRegisters = kInteger ? 2 : 4;
   uint32_t b[kProducts][kGroups][kRegisters];
-  float factor[kProducts];  // of the scores of heads t and t + 4, in units of log2
+  float factor[kProducts];  // for the scores of heads t and t + 4, in units of log2
 };
 
-// The first channels of the query heads of a block that a thread stages, loaded long before.
+// The first channels of the block's query heads that a thread loads, long before they are needed.
 struct EarlyQuery {
   static constexpr int kChannels = 2;
   float channel[kChannels];
 
-  // `count` channels from `first` on.
+  // Takes `count` channels from `first` on.
   __device__ __forceinline__ EarlyQuery(const DecodeParams& p, int64_t first, int count) {
 #pragma unroll
     for (int i = 0; i < kChannels; ++i) {
@@ -64,7 +64,8 @@ struct EarlyQuery {
   }
 };
 
-// Rows of absent heads are zero. Every thread of the block must call; costs one __syncthreads.
+// Stores the query heads in shared memory; rows of absent heads are zero. Every thread of the block must
+// call. Costs one __syncthreads.
 template <int kHeadDim>
 __device__ __forceinline__ void stage_query(const DecodeParams& p, int64_t first_head, int num_heads,
                                             const EarlyQuery& early, QueryScratch<kHeadDim>& scratch) {
@@ -83,8 +84,8 @@ __device__ __forceinline__ void stage_query(const DecodeParams& p, int64_t first
   __syncthreads();
 }
 
-// The first kHeads heads as integers, a warp per head. After stage_query; needs __syncthreads before the
-// pieces are used. Every thread of the block must call.
+// Splits the first kHeads heads into integers, a warp per head. It comes after stage_query and needs a
+// __syncthreads before the pieces are used. Every thread of the block must call.
 template <int kHeads, int kHeadDim>
 __device__ __forceinline__ void split_query(int warp, int num_warps, int lane,
                                             QueryScratch<kHeadDim>& scratch) {
@@ -111,7 +112,7 @@ __device__ __forceinline__ void split_query(int warp, int num_warps, int lane,
   }
 }
 
-// After split_query. `code_unit` is what a code counts in the products.
+// Comes after split_query. `code_unit` is what a code counts in the products.
 template <int kHeadDim, int kProducts>
 __device__ __forceinline__ void load_integer_query(const DecodeParams& p, float code_unit, int lane,
                                                    const QueryScratch<kHeadDim>& scratch,
@@ -130,7 +131,7 @@ __device__ __forceinline__ void load_integer_query(const DecodeParams& p, float 
   }
 }
 
-// After stage_query.
+// Comes after stage_query.
 template <typename T, int kHeadDim, int kProducts>
 __device__ __forceinline__ void load_half_query(const DecodeParams& p, int lane,
                                                 const QueryScratch<kHeadDim>& scratch,

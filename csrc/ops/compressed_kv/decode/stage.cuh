@@ -1,4 +1,4 @@
-// Tiles of 16 rows on their way from global to shared memory: one ring of stages per warp, so that no warp
+// Copies tiles of 16 rows from global to shared memory: each warp has its own ring of stages, so that no warp
 // waits for another.
 #pragma once
 
@@ -9,8 +9,9 @@
 
 namespace htree::compressed_kv {
 
-// Rows of a multiple of 32 bytes are laid 16 bytes further apart, or the same code of eight rows would lie in
-// one bank. A row is then a power of two of chunks of 16 bytes; the shift turns a chunk into its row.
+// Rows of a multiple of 32 bytes are laid 16 bytes further apart, or the same code of eight rows would
+// lie in one bank. Such a row is a power of two of 16-byte chunks; the shift takes a chunk's number to
+// that of its row.
 __host__ __device__ constexpr int pitch_shift(int row_bytes) {
   const int chunks = row_bytes / 16;
   const bool padded = row_bytes % 32 == 0 && chunks <= 32 && (chunks & (chunks - 1)) == 0;
@@ -24,9 +25,9 @@ __host__ __device__ constexpr int row_pitch(int row_bytes) {
   return row_bytes + (pitch_shift(row_bytes) < 31 ? 16 : 0);
 }
 
-// Byte offsets of the parts of a stage, at multiples of 32: copies of 16 bytes to the halves of two such
-// sectors take twice the time. Every part has room for the bytes before its first row, because copies start
-// at multiples of 16, and the last one for a window that starts at its end.
+// Byte offsets of the parts of a stage. They are multiples of 32: copies of 16 bytes to the halves of two
+// 32-byte sectors take twice the time. Every part has room for the bytes before its first row, because copies
+// start at multiples of 16. The last part also has room for a stretch of codes that starts at its end.
 struct StageLayout {
   int bitmap[2];  // of K and V
   int scales[2];
@@ -40,23 +41,23 @@ struct StageLayout {
         bytes(values[1] + part(row_pitch(v_row_bytes) + 1)) {}
 
  private:
-  // Includes the bytes before the first row; there are none where 16 rows begin at multiples of 16.
+  // It includes the bytes before the first row. There are none where 16 rows begin at multiples of 16.
   __host__ __device__ static constexpr int part(int row_bytes) {
     return (kTileRows * row_bytes + (row_bytes % 16 == 0 ? 0 : 16) + 31) / 32 * 32;
   }
 };
 
-// Bytes behind the last stage. A bitmap with too many bits makes windows read them: D values of 2
-// bytes, and a window.
+// Bytes behind the last stage. A bitmap with too many bits makes lanes read them: D values of 2 bytes, and a
+// stretch of codes.
 constexpr int kStagePadding = 2 * 256 + 32;
 
-// One of the tensors that tiles are parts of. A tile is contiguous in each; its first 16 bytes may begin
-// before the first row.
+// One of the tensors that a tile has a part of. The part is contiguous; its first 16 bytes may begin before
+// the first row.
 struct StagePart {
-  const uint8_t* from;  // null: absent
+  const uint8_t* from;  // null where the tensor is absent
   int row_bytes;
   int offset;   // in the stage
-  bool padded;  // rows are laid row_pitch() apart
+  bool padded;  // whether rows are laid row_pitch() apart
 };
 constexpr int kNumParts = 6;
 
@@ -74,7 +75,7 @@ __device__ __forceinline__ StagePart stage_part(const DecodeParams& p, const Sta
           false};
 }
 
-// Chunks of 16 bytes that hold a tile, `before` being what lies between the first one and the first row.
+// The 16-byte chunks that hold a tile. bytes_before() lie between the first chunk's start and the first row.
 __device__ __forceinline__ int bytes_before(const StagePart& part, int64_t first_row) {
   return static_cast<int>(first_row * part.row_bytes) & 15;
 }
@@ -82,25 +83,25 @@ __device__ __forceinline__ int num_chunks(const StagePart& part, int64_t first_r
   return part.from == nullptr ? 0 : part.row_bytes + (bytes_before(part, first_row) != 0 ? 1 : 0);
 }
 
-// A chunk of 16 bytes that some lane copies for every tile, or the first one of runs.
+// A chunk of 16 bytes that some lane copies for every tile, or the first chunk of its runs.
 struct alignas(16) ChunkCopy {
-  const uint8_t* from;  // of tile 0
+  const uint8_t* from;  // in tile 0
   uint32_t step;        // bytes from tile to tile in global memory, or from round to round in the stage
   uint32_t to;          // offset in the stage, or kNoChunk
 };
 constexpr uint32_t kNoChunk = 0xffffffffu;
 
-// The values of a tile are `row_bytes` chunks: rounds of 32 of them lie at equal distances, in
-// global memory and in the stage, and four rounds are a run. What remains, the bitmaps and the
-// scales are lists of 32 chunks.
+// The values of a tile are `row_bytes` chunks. Rounds of 32 chunks lie at equal distances, in global
+// memory and in the stage; four rounds are a run. The remaining values, the bitmaps and the scales are
+// lists of 32 chunks.
 constexpr int kRunRounds = 4;
 __host__ __device__ constexpr int num_runs(int row_bytes) {
   return row_bytes / (32 * kRunRounds);
 }
 
-// The table of the chunks of a tile, alike for all warps of a block: entry `lane` is the first one of this
-// lane in the runs of K, entry 32 + lane that of V, and entry 32 * (2 + i) + lane is in list i.
-constexpr int kUsualLists = 3;  // the table has at least as many; nobody copies the chunks that do not exist
+// The table of the chunks of a tile, the same for all warps of a block. Entry `lane` is this lane's first
+// chunk in the runs of K, entry 32 + lane that in the runs of V, and entry 32 * (2 + i) + lane is in list i.
+constexpr int kUsualLists = 3;  // the table has at least so many; chunks that do not exist are not copied
 __host__ __device__ constexpr int most_lists(int head_dim, int k_row_bytes, int v_row_bytes) {
   const int run = 32 * kRunRounds;
   const int chunks = k_row_bytes % run + v_row_bytes % run + 2 * (head_dim / 8) + 2 * 2 + kNumParts;
@@ -110,9 +111,9 @@ __host__ __device__ constexpr int chunk_table_bytes(int head_dim, int k_row_byte
   return 32 * (2 + most_lists(head_dim, k_row_bytes, v_row_bytes)) * static_cast<int>(sizeof(ChunkCopy));
 }
 
-// How much of the table there is, in one register.
+// How many lists and runs the table has, in one register.
 struct ChunkCounts {
-  uint32_t bits;  // lists, runs of K from bit 8 on, runs of V from bit 20 on
+  uint32_t bits;  // lists; from bit 8 on runs of K, from bit 20 on runs of V
 
   __device__ __forceinline__ int lists() const { return static_cast<int>(bits & 0xffu); }
   __device__ __forceinline__ bool any_runs() const { return bits > 0xffu; }
@@ -125,7 +126,7 @@ struct ChunkCounts {
 __device__ __forceinline__ ChunkCounts fill_chunks(const DecodeParams& p, const StageLayout& layout,
                                                    int head_dim, int64_t first_row, int warp, int num_warps,
                                                    int lane, ChunkCopy* table) {
-  // A lane per part, to know where those of each part begin.
+  // A lane per part finds out where the chunks of each part begin.
   const StagePart own = stage_part(p, layout, head_dim, min(lane, kNumParts - 1));
   const int own_count = lane < kNumParts ? num_chunks(own, first_row) : 0;
   const int own_listed = own_count - (lane < 2 ? 32 * kRunRounds * num_runs(own.row_bytes) : 0);
@@ -157,7 +158,7 @@ __device__ __forceinline__ ChunkCounts fill_chunks(const DecodeParams& p, const 
       if (chunk >= count - listed) {
         list[chunk] = copy;
       }
-      if (chunk < 32 && index < 2) {  // without runs it is not used
+      if (chunk < 32 && index < 2) {  // where there are no runs it is not used
         copy.step = static_cast<uint32_t>(16 * (32 + (32 >> shift)));
         table[32 * index + chunk] = copy;
       }
@@ -165,12 +166,12 @@ __device__ __forceinline__ ChunkCounts fill_chunks(const DecodeParams& p, const 
   }
   ChunkCounts counts = {
       static_cast<uint32_t>(lists | num_runs(p.k.row_bytes) << 8 | num_runs(p.v.row_bytes) << 20)};
-  asm volatile("" : "+r"(counts.bits));  // kept, not computed again per tile
+  asm volatile("" : "+r"(counts.bits));  // kept, not computed again for each tile
   return counts;
 }
 
-// The entry of this lane in part `index` of the table; `table` is the shared address
-// of this lane's first one.
+// The entry of this lane in part `index` of the table. `table` is the shared address of
+// this lane's first entry.
 __device__ __forceinline__ ChunkCopy load_chunk(uint32_t table, int index) {
   ChunkCopy chunk;
   uint32_t low;
@@ -182,7 +183,7 @@ __device__ __forceinline__ ChunkCopy load_chunk(uint32_t table, int index) {
   return chunk;
 }
 
-// Runs of rounds, whose chunks are 512 bytes apart.
+// Copies runs of rounds, whose chunks are 512 bytes apart.
 __device__ __forceinline__ void copy_runs(const ChunkCopy& first, int runs, int row_bytes, uint32_t stage,
                                           uint32_t tile) {
   const uint8_t* from = first.from + static_cast<uint64_t>(tile) * static_cast<uint32_t>(16 * row_bytes);
@@ -202,7 +203,7 @@ __device__ __forceinline__ void copy_any_chunk(const ChunkCopy& chunk, uint32_t 
   device::copy_async_16(stage + chunk.to, chunk.from + static_cast<uint64_t>(tile) * chunk.step);
 }
 
-// The same unless there is no such chunk.
+// Copies one chunk, unless there is no such chunk.
 __device__ __forceinline__ void copy_chunk(const ChunkCopy& chunk, uint32_t stage, uint32_t tile) {
   asm volatile(
       "{\n"
@@ -214,11 +215,11 @@ __device__ __forceinline__ void copy_chunk(const ChunkCopy& chunk, uint32_t stag
       : "memory");
 }
 
-// Tile `tile` to the stage at shared address `stage`; `table` as of load_chunk. All lanes of a warp must
-// call; it commits no group.
+// Copies tile `tile` to the stage at shared address `stage`; `table` is as in load_chunk. All lanes of a warp
+// must call. It commits no group.
 __device__ __forceinline__ void copy_tile(const DecodeParams& p, uint32_t table, const ChunkCounts& counts,
                                           uint32_t stage, uint32_t tile) {
-  // Entries are read together where possible, so that one latency is waited for.
+  // Entries are read together where possible, so that only one latency is waited for.
   const ChunkCopy first = load_chunk(table, 2);
   if (counts.any_runs()) {
     const ChunkCopy k = load_chunk(table, 0);
@@ -235,7 +236,7 @@ __device__ __forceinline__ void copy_tile(const DecodeParams& p, uint32_t table,
   }
   const ChunkCopy second = load_chunk(table, 3);
   const ChunkCopy third = load_chunk(table, 4);
-  // Every list but the last one is full.
+  // Every list but the last is full.
   if (counts.lists() == kUsualLists) {
     copy_any_chunk(first, stage, tile);
     copy_any_chunk(second, stage, tile);
@@ -253,9 +254,9 @@ __device__ __forceinline__ void copy_tile(const DecodeParams& p, uint32_t table,
   }
 }
 
-// The last bytes of a tensor, an even number below 16, to shared address `to`: words as all else is copied,
-// then half a word where the number of scales is odd. (An asynchronous copy can be told how many bytes to
-// read, but memcheck counts all 16.)
+// Copies the last bytes of a tensor, an even number below 16, to shared address `to`: words as everything
+// else is copied, then half a word where the number of scales is odd. (An asynchronous copy can be told how
+// many bytes to read, but memcheck counts all 16.)
 __device__ __forceinline__ void copy_last_bytes(uint32_t to, const uint8_t* from, int bytes) {
   int done = 0;
   for (; done + 4 <= bytes; done += 4) {
@@ -267,7 +268,7 @@ __device__ __forceinline__ void copy_last_bytes(uint32_t to, const uint8_t* from
   }
 }
 
-// The same for a tile that holds the last row of the tensors: nothing behind that row is read.
+// The same as copy_tile for a tile that holds the last row of the tensors: nothing behind that row is read.
 inline __device__ __noinline__ void copy_last_tile(const DecodeParams& p, int head_dim, int64_t first_row,
                                                    uint32_t stage, uint32_t tile, int lane) {
   const StageLayout layout(head_dim, p.k.row_bytes, p.v.row_bytes);
