@@ -42,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
     arguments = make_parser().parse_args(argv)
-    chosen = vars(arguments).pop("command")  # what is left are the command's own flags
+    chosen = vars(arguments).pop("command")  # what remains are the command's own flags
     (command,) = (command for command in COMMANDS if command.name == chosen)
     return command.execute(arguments)
 

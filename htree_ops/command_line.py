@@ -1,4 +1,4 @@
-"""What the commands of ``python -m htree_ops`` share: their shape, one line per mistake, checked values."""
+"""What the commands of ``python -m htree_ops`` share: how they are built, one-line errors, and checked values."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 class UsageError(ValueError):
-    """Something that the user must change: the command prints it as one line and ends with status 2."""
+    """Something that the user must change: the command prints one line and ends with status 2."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Command:
         self.add_arguments(parser)
 
     def execute(self, arguments: argparse.Namespace) -> int:
-        """Runs the command; wrong use and a lack of memory become one line and status 2."""
+        """Runs the command. Wrong use and a lack of memory give one line and status 2."""
         try:
             return self.run(arguments)
         except UsageError as error:
@@ -102,7 +102,7 @@ class Command:
 
 
 class at_least:
-    """An integer of at least ``least``, by default one that fits in 32 bits, as sizes do."""
+    """An integer of at least ``least`` and, by default, of at most 32 bits, as sizes are."""
 
     def __init__(self, least: int, most: int = 2**31 - 1) -> None:
         self.least = least
@@ -134,7 +134,7 @@ SIZES = {
 
 
 def add_sizes(parser: argparse.ArgumentParser, problem: type) -> None:
-    """Flags for the sizes that ``problem`` has as attributes, which hold the defaults."""
+    """Adds flags for the sizes that ``problem`` has as attributes; the attributes hold the defaults."""
     for flag, about in SIZES.items():
         default = getattr(problem, flag.replace("-", "_"), None)
         if default is not None:
@@ -168,7 +168,7 @@ def _refusal(path: Path, error: OSError) -> argparse.ArgumentTypeError:
 
 
 def output_file(text: str) -> Path:
-    """A path that can be written: tried before the work is done whose result goes there; makes its folder."""
+    """A path that can be written. That is tried before the work whose result goes there; the folder is made."""
     path = Path(text)
     existed = path.exists()
     try:
@@ -182,7 +182,7 @@ def output_file(text: str) -> Path:
 
 
 def output_folder(text: str) -> Path:
-    """A folder that files can be written into, made where there is none; tried as in :func:`output_file`."""
+    """A folder that files can be written into, made where it is missing and tried as in :func:`output_file`."""
     if not text:
         raise argparse.ArgumentTypeError("must be a folder, got an empty text")
     path = Path(text)
@@ -195,12 +195,12 @@ def output_folder(text: str) -> Path:
 
 
 def free_memory(device: torch.device | str) -> int:
-    """Bytes that can be allocated on the device, by its own account."""
+    """Bytes that can be allocated on the device, as the device reports."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation of torch failed, on a GPU or, where the error has no class of its own, on the CPU."""
+    """Whether an allocation of torch failed, on a GPU or on the CPU, where the error has no class of its own."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)

@@ -1,6 +1,6 @@
 """Exception classes of the package (docs/semantics/conventions.md §0.4).
 
-Each class is a :class:`HTreeKernelError` and the builtin that C++ raises for the same mistake, so that both
+Each class is an :class:`HTreeKernelError` and the builtin that C++ raises for the same mistake, so that both
 ``except ShapeMismatchError`` and ``except ValueError`` catch it. Every constructor takes the message and, as
 keywords, the facts behind it; a fact that is not given is ``None`` (``attempts`` and ``configs_tried``: 0).
 """
@@ -71,10 +71,10 @@ class UnsupportedDtypeError(HTreeKernelError, TypeError):
 
 
 class DeviceError(HTreeKernelError, RuntimeError):
-    """A tensor lies on the wrong device, or tensors lie on different ones.
+    """A tensor is on the wrong device, or tensors are on different devices.
 
     Attributes:
-        expected_device: where it had to be.
+        expected_device: where it must be.
         actual_device: where it is.
         tensor_name: name of the argument.
     """
@@ -147,32 +147,32 @@ class ArchitectureNotSupportedError(HTreeKernelError, NotImplementedError):
 
 
 def refuse(kind: type[HTreeKernelError], message: str, **facts: Any) -> NoReturn:
-    """Raises ``kind``; while torch.compile traces, the builtin it derives from, whose message Dynamo can show."""
+    """Raises ``kind``. While torch.compile traces, raises its builtin base, whose message Dynamo can show."""
     if torch.compiler.is_compiling():
         raise kind.__mro__[2](message)
     raise kind(message, **facts)
 
 
-#: How every message of an op begins: its name, and then the sentence.
+#: Every message of an op begins with its name, followed by a sentence.
 _MESSAGE = re.compile(r"(?!htree:)(?P<op>[a-z]\w*)(?:\.out)?: (?P<sentence>.*)", re.S)
 _RANK = re.compile(r"must be (\d)-D")
 _SIZE = re.compile(r"size (\d) of \S+ must be (\d+) \(")
 _SHAPE = re.compile(r"must have shape \[([\d, ]*)\]")
 _DEVICE = re.compile(r"must be on the device of .+ \(([\w:]+)\), got ([\w:]+)")
-#: What follows "must", up to what came.
+#: The words between "must" and what came.
 _RULE = re.compile(r"must (?:be |have )?(.*?),? got ", re.S)
 
 
 def in_words_of(
     function: str, arguments: Mapping[str, Any], error: Exception, renamed: Mapping[str, str]
 ) -> Exception | None:
-    """What ``function`` raises where an op that it calls has raised ``error``; None where the error stays as it is.
+    """The error of ``function`` for the ``error`` of an op that it calls; None where that stays as it is.
 
     Args:
         function: name of the function that the user has called.
         arguments: by name, as given.
-        error: of the op: ``op: argument must ..., got ...`` (csrc/host/check.h).
-        renamed: words of the op that the function has another word for.
+        error: the op's error, with a message ``op: argument must ..., got ...`` (csrc/host/check.h).
+        renamed: words of the op for which the function has another word.
     """
     found = _MESSAGE.fullmatch(str(error))
     if found is None or isinstance(error, HTreeKernelError):
@@ -203,7 +203,7 @@ def in_words_of(
         return ArchitectureNotSupportedError(message)
     shows_sizes = (
         re.search(r", got .*\[", sentence) and "must lie between" not in sentence
-    )  # else it shows values
+    )  # otherwise the message shows values
     if isinstance(error, ValueError) and isinstance(value, Tensor) and shows_sizes:
         expected, actual = _sizes(sentence, value)
         return ShapeMismatchError(message, expected=expected, actual=actual, tensor_name=name)
@@ -213,7 +213,7 @@ def in_words_of(
 def _subject(
     sentence: str, arguments: Mapping[str, Any], renamed: Mapping[str, str]
 ) -> tuple[str | None, Any]:
-    """The first argument that a sentence of an op names, such as ``q`` or ``parents[1]``, in our words; its value."""
+    """The first argument that an op's sentence names, such as ``q`` or ``parents[1]``, in our words, and its value."""
     for theirs, place in re.findall(r"(?<![\w.])([A-Za-z_]\w*)(\[\d+\])?", sentence):
         ours = renamed.get(theirs, theirs)
         name = ours if ours in arguments else theirs  # a word for messages alone leaves the argument its name

@@ -25,7 +25,7 @@ def op_names() -> list[str]:
 
 
 def _host_module() -> tuple[ModuleType | None, str | None]:
-    """The pybind11 module ``_host``, which the package works without, or why it is absent."""
+    """The pybind11 module ``_host``, without which the package works too, or why it is absent."""
     try:
         return importlib.import_module("htree_ops._host"), None
     except ImportError as error:
@@ -54,7 +54,7 @@ def collect() -> dict[str, Any]:
 
     Keys: version, python, torch, torch_cuda (CUDA version of torch or None), build (what setup.py decided:
     version, torch, cuda, reason, arch_list, compiler, commit, source_hashes; empty if unknown), gpus (one dict
-    each), ops, kernel_configurations (kernel name to its compiled variants) or None with host_error saying why.
+    each), ops, kernel_configurations (variants by kernel name), or None and host_error, which says why.
     """
     built = build_info()
     host, host_error = _host_module()
@@ -67,7 +67,7 @@ def collect() -> dict[str, Any]:
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
         "build": built,
-        # A library without CUDA knows no GPU; torch may still see one, and the reader should learn of it.
+        # A library without CUDA does not see GPUs. Torch may see one all the same, and the reader should know.
         "gpus": host.device_facts() if host is not None and built.get("cuda") else _gpus_from_torch(),
         "ops": op_names(),
         "kernel_configurations": configurations() if configurations else None,

@@ -1,6 +1,6 @@
 """The IO-only twin of tree attention: the staged kernels' loads and stores with next to no arithmetic.
 
-A twin is the very kernel of its stage with another policy, hence with the same launches, buffers and addresses. Its
+A twin is the kernel of its stage with another policy, so it has the same launches, buffers and addresses. Its
 time is about the least that this access pattern takes, and says how much could be won by removing arithmetic. Its
 results mean nothing and must never be used as attention. Formulas: docs/semantics/io_twins.md §2.3.
 
@@ -114,7 +114,7 @@ def io_accumulate_non_topk(
     compression_rate: int = 16,
     t0: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Another name of ``accumulate_non_topk``, whose arithmetic is kept (§2.2); same arguments and results."""
+    """Another name of ``accumulate_non_topk``, which keeps its arithmetic (§2.2): the same arguments and results."""
     return torch.ops.htree.io_accumulate_non_topk(
         layer_v, parents, scores, num_candidates, layer, compression_rate, t0
     )

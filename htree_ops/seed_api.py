@@ -46,11 +46,12 @@ class TensorSpec:
     Attributes:
         shape: sizes.
         dtype: element type.
-        device: device, without an index for any of its kind.
+        device: the device; without an index it stands for any of its kind.
         contiguous: whether the elements must lie in row-major order without gaps.
 
     Raises:
-        TypeError: shape is no sequence of ints, or dtype no torch.dtype. ValueError: a size below 0, or no device.
+        TypeError: shape is not a sequence of ints, or dtype not a torch.dtype. ValueError: a size below 0, or not a
+            device.
     """
 
     shape: Sequence[int]
@@ -77,7 +78,7 @@ class TensorSpec:
 
         Raises:
             DeviceError, UnsupportedDtypeError, ShapeMismatchError: with the facts as attributes.
-            ValueError: not contiguous where that is wanted.
+            ValueError: the tensor is not contiguous, where that is wanted.
         """
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
@@ -142,7 +143,7 @@ def _meta(*tensors: Tensor) -> list[Tensor]:
 
 
 def _check_scale_values(op: str, scales: Mapping[str, Tensor]) -> None:
-    """Positive and finite, where looking costs no synchronisation: real values on the CPU."""
+    """Checks that scales are positive and finite, where looking costs no synchronisation: real values on the CPU."""
     for name, scale in scales.items():
         if scale.device.type == "cpu" and type(scale) is Tensor:
             bad = ~(scale.isfinite() & (scale > 0))
@@ -225,7 +226,7 @@ def validate_rmsnorm_rope_inputs(
         UnsupportedDtypeError: a dtype other than float32, float16, bfloat16, float64.
         ShapeMismatchError: a wrong rank or size.
         ValueError: eps is negative or not finite, or num_heads is below 1.
-        TypeError: no dense tensor, or eps no number, or num_heads no int.
+        TypeError: an argument is not a dense tensor, eps is not a number, or num_heads is not an int.
     """
     _check_place("rmsnorm_rope", {"x": x, "weight": weight, "cos": cos, "sin": sin}, require_cuda)
     try:

@@ -1,4 +1,4 @@
-"""What the functions know of their arguments and the ops cannot: kinds of Python objects, words for messages.
+"""What only the functions know of their arguments: kinds of Python objects, and words for messages.
 
 Every op checks its tensors and options itself (csrc/host/check.h). A function below :func:`named` checks the kinds of
 its arguments, as its annotations give them, and raises what the op refuses as the package's own class, in the words
@@ -55,7 +55,7 @@ _KINDS: dict[str, tuple[str, tuple[type, ...], tuple[type, ...]]] = {
     "bool": ("a bool", (bool,), (bool,)),
     **dict.fromkeys(
         ("str", "Activation", "Side", "Granularity"), ("a str", (str,), (str,))
-    ),  # the op knows the words
+    ),  # the op checks the word itself
     "torch.dtype": ("a torch.dtype", (torch.dtype,), (torch.dtype,)),
     "list[Tensor]": ("a list of Tensors", (), (list, tuple)),
     "None": ("None", (type(None),), (type(None),)),
@@ -73,7 +73,7 @@ class _Kind:
         self.all = tuple(kind for _, _, kinds in parts for kind in kinds)
 
     def check(self, function: str, value: object) -> None:
-        """Raises TypeError; a bool is an int of Python alone."""
+        """Raises TypeError. To Python a bool is an int; here it is not."""
         if not isinstance(value, self.all) or (isinstance(value, bool) and bool not in self.all):
             raise TypeError(f"{function}: {self.name} must be {self.words}, got {type(value).__name__}")
         if isinstance(value, (list, tuple)):
@@ -82,16 +82,16 @@ class _Kind:
 
 
 def named(function: Callable[P, R]) -> Callable[P, R]:
-    """A function around an op: checks the kinds of its arguments, and gives the op's refusals its own words.
+    """Makes a function around an op check the kinds of its arguments and put the op's refusals into its own words.
 
-    Kinds that an annotation does not spell in the words of ``_KINDS`` are left to the function. While torch.compile
-    traces it is the function alone: the op's message is what the user sees.
+    Annotations that are not in ``_KINDS`` are left to the function. While torch.compile
+    traces, the function runs alone and the user sees the op's message.
     """
     return named_as()(function)
 
 
 def named_as(name: str | None = None, **renamed: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """:func:`named` with another name for messages, and with words that replace words of the op."""
+    """:func:`named` with another name in messages, and with words that replace words of the op."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         label = name or function.__name__
@@ -140,7 +140,7 @@ def named_as(name: str | None = None, **renamed: str) -> Callable[[Callable[P, R
 def _check_what_no_op_takes(
     function: str, arguments: Mapping[str, object], kinds: Mapping[str, _Kind]
 ) -> None:
-    """Names the argument where the dispatcher, not the op, has refused a call."""
+    """Names the argument where the dispatcher, and not the op, has refused a call."""
     for name, value in arguments.items():
         if isinstance(value, Tensor):
             check_tensor(function, name, value)
@@ -156,7 +156,7 @@ def _check_what_no_op_takes(
 
 @contextmanager
 def options_of(name: str) -> Iterator[None]:
-    """What a function refuses inside is an option of ``name``, a module that is being made."""
+    """A refusal inside this context is about an option of ``name``, a module that is being made."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -178,7 +178,7 @@ def check_tensor(op: str, name: str, tensor: object) -> None:
 
 
 def check_devices(op: str, tensors: Mapping[str, Tensor]) -> None:
-    """Checks that all are dense tensors on one device, that of the first.
+    """Checks that all are dense tensors on the device of the first.
 
     Raises:
         TypeError: an argument is not a dense tensor.
@@ -205,7 +205,7 @@ def check_tensors(op: str, **arguments: tuple[Tensor, str]) -> None:
     Args:
         op: name for the messages.
         arguments: per argument the tensor and its shape in words, such as ``"B T H K"``. A word that occurs
-            twice must have one size; the first tensor's device is everyone's.
+            twice must have one size. All tensors must be on the device of the first.
 
     Raises:
         TypeError: an argument is not a tensor.
@@ -314,7 +314,7 @@ def tuning_config(op: str, compiled: Sequence[tuple[int, ...]], **keys: int | No
         keys: the keys of the op's space in its order, each with what the caller gave.
 
     Raises:
-        ValueError: some keys are missing, or while torch.compile traces, no kernel is compiled for them: Dynamo takes
+        ValueError: some keys are missing. While torch.compile traces, also where no kernel is compiled: Dynamo takes
             the op's NotImplementedError for a missing Meta kernel and drops its message.
     """
     given = [value for value in keys.values() if value is not None]

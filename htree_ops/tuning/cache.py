@@ -57,7 +57,7 @@ def _checksum(record: Mapping[str, Any]) -> str:
 
 
 def _of_any_dtype(key: CacheKey, records: Records) -> list[Config]:
-    """Configurations of the records, which go by their keys' text, that are for ``key`` but for the dtype."""
+    """The configurations of those records (by their keys' text) that agree with ``key`` in all but the dtype."""
     return [
         record["config"]
         for text, record in records.items()
@@ -81,7 +81,7 @@ def _check_scalars(what: str, values: object) -> None:
 
 
 def _is_valid(text: str, record: Any) -> bool:
-    """Whether the record is whole and lies under its own key."""
+    """Whether the record is whole and is filed under its own key."""
     try:
         same = CacheKey.parse(text) == CacheKey.parse(json.dumps(record["key"]))
         return same and record["checksum"] == _checksum(record) and isinstance(record["config"], dict)
@@ -118,7 +118,7 @@ def _content(records: Records) -> str:
 
 
 class TuningCache:
-    """A cache in ``folder`` (default :func:`cache_dir`), above the results that come with the package.
+    """A cache in ``folder`` (default :func:`cache_dir`); its results come before those of the package.
 
     A result on disk counts only for the build that measured it. The results of the package are defaults for every
     build: their configurations run in all of them, which the tests check on a GPU, and a search replaces them. Every
@@ -155,7 +155,7 @@ class TuningCache:
         """Stores one configuration of JSON scalars, with its measurement, on disk.
 
         Raises:
-            TypeError: a value is not a JSON scalar; NaN and infinities are none.
+            TypeError: a value is not a JSON scalar; NaN and infinities are not JSON scalars.
             OSError: the folder cannot be written, or its file cannot be read or is of a newer format.
         """
         _check_key(key)
@@ -181,7 +181,7 @@ class TuningCache:
         return True
 
     def check_writable(self) -> None:
-        """Raises OSError where :meth:`set` would: to be known before a long search."""
+        """Raises OSError where :meth:`set` would, so that it is known before a long search."""
         with locked(self._target()):
             self._read_locked()
             with new_file(self._target()):
@@ -233,7 +233,7 @@ class TuningCache:
         return self._bundled_records
 
     def _target(self) -> Path:
-        """The file itself, where that is a link."""
+        """The file itself; where that is a link, its target."""
         return Path(os.path.realpath(self.path))
 
     def _signature(self) -> tuple[int, int, int] | None:
@@ -253,14 +253,14 @@ class TuningCache:
             damage = error
         try:
             with locked(self._target()):
-                return self._read_locked()  # again: another process may have replaced it by now
+                return self._read_locked()  # read again: another process may have replaced the file by now
         except OSError as error:
             text = f"cannot be read ({damage}), and it could not be moved aside: {error}"
             self._warn_once(f"htree_ops: the tuning cache {self.path} {text}")
             return {}
 
     def _read_locked(self) -> Records:
-        """:meth:`_read` for the holder of the lock, under which what was read is what is moved."""
+        """:meth:`_read` under the lock, so that the file that was read is the one that is moved aside."""
         target = self._target()
         try:
             content = read_regular(target)
@@ -269,7 +269,7 @@ class TuningCache:
         try:
             return _valid_records(self.path, content)
         except ValueError as error:
-            # Named by the content, so that no name is taken by something else.
+            # The name contains a hash of the content, so that other content never has the same name.
             aside = target.with_name(f"{target.name}.damaged-{hashlib.sha256(content).hexdigest()[:16]}")
             target.replace(aside)
             text = f"the tuning cache {self.path} cannot be read ({error}); it is now {aside.name}"

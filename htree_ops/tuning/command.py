@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def device(text: str) -> torch.device:
-    """A device that kernels run on; a CPU too, of which :func:`nothing_to_tune` says more than a wrong name."""
+    """A device that kernels run on. A CPU passes, because :func:`nothing_to_tune` says more about it."""
     try:
         place = torch.device(text)
     except RuntimeError as error:
@@ -114,7 +114,7 @@ def _tune(problem: problems.Problem, arguments: argparse.Namespace, folder: Path
 
 
 def nothing_to_tune(place: torch.device) -> str | None:
-    """Why a search on this device would store nothing but noise; None where it has kernels to choose from."""
+    """Why a search on this device would store only noise; None where it has kernels to choose from."""
     if place.type != "cuda":
         return f"--device {place}: configurations choose among GPU kernels, and the CPU ignores them"
     if not torch.cuda.is_available():
@@ -125,7 +125,7 @@ def nothing_to_tune(place: torch.device) -> str | None:
 
 
 def _check(arguments: argparse.Namespace, kernels: list[str], folder: Path) -> None:
-    """Everything that can be known before the search.
+    """Checks everything that can be known before the search.
 
     Raises:
         UsageError: one line that names what to change.

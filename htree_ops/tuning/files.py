@@ -27,7 +27,7 @@ def locked(target: Path) -> Iterator[None]:
     except PermissionError:
         if not lock.exists():
             raise
-        handle = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)  # another user's: a lock needs no right to write
+        handle = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)  # another user's: locking needs no right to write
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
@@ -39,7 +39,7 @@ def read_regular(path: Path) -> bytes:
     """What the file holds.
 
     Raises:
-        OSError: there is none, it cannot be read, or it is no regular file: a pipe would be waited for, and a device
+        OSError: there is none, it cannot be read, or it is not a regular file: a pipe would be waited for, and a device
             may have no end.
     """
     if not stat.S_ISREG(path.stat().st_mode):

@@ -1,4 +1,4 @@
-"""What a tuning result is filed under: everything that a configuration's speed depends on (docs/semantics §3.4)."""
+"""The key of a tuning result: everything that a configuration's speed depends on (docs/semantics §3.4)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOM_OF = {"fp8_gemm": "fp8"}
 
 
 def source_hash(kernel: str) -> str:
-    """Hash of the sources that the kernels of an op were built from; "unknown" for a function of another library."""
+    """Hash of the sources from which the kernels of an op were built; "unknown" for a function of another library."""
     hashes = build_info().get("source_hashes", {})
     return str(hashes.get(ROOM_OF.get(kernel, kernel), "unknown"))
 
@@ -25,7 +25,7 @@ def source_hash(kernel: str) -> str:
 def device_facts(device: torch.device | str) -> tuple[str, str]:
     """(name, compute capability) of a device: ("NVIDIA H200", "9.0"); ("cpu", "") for a CPU.
 
-    A device that is no torch device, such as the name of a GPU elsewhere, is its own name.
+    Where ``device`` is not a device of torch, such as the name of a GPU elsewhere, that is the name.
     """
     try:
         place = torch.device(device)
@@ -71,14 +71,14 @@ class CacheKey:
         device: torch.device | str,
         source: str | None = None,
     ) -> CacheKey:
-        """The key on this installation; ``source`` is that of the op's kernels where it is not given."""
+        """The key on this installation; where ``source`` is not given, it is that of the op's kernels."""
         name, capability = device_facts(device)
         return cls(
             kernel, problem, dtype, layout, name, capability, __version__, source or source_hash(kernel)
         )
 
     def text(self) -> str:
-        """The key as one line, in which no two keys are equal."""
+        """The key as one line; different keys have different lines."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
 
     @classmethod

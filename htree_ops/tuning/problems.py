@@ -41,7 +41,7 @@ PROBLEMS: dict[str, tuple[tuple[int, ...], ...]] = {
         for m in (1, 16, 64, 256, 4096)
     ),
 }
-#: dtypes that are searched; a product's key has that of its codes, so one output dtype stands for all.
+#: dtypes that are searched; the key of a product has the dtype of its codes, so one output dtype stands for all.
 DTYPES = {
     "rmsnorm_rope": (torch.bfloat16, torch.float16),
     "gated_mlp": (torch.bfloat16, torch.float16),
@@ -94,7 +94,7 @@ def check_sizes(kernel: str, sizes: tuple[int, ...]) -> None:
 
 
 def input_bytes(kernel: str, sizes: tuple[int, ...]) -> int:
-    """What inputs and result take at least: each drawn in fp32, then kept in 2 bytes per element."""
+    """The fewest bytes that inputs and result take: each is drawn in fp32, then kept in 2 bytes per element."""
     if kernel == "rmsnorm_rope":
         batch, seq_len, hidden, head_dim = sizes
         return 6 * (2 * batch * seq_len * hidden + hidden + seq_len * head_dim)
@@ -110,7 +110,7 @@ def make_problem(
     """Random inputs of the sizes, and the call on them.
 
     Raises:
-        ValueError: no such op, or a wrong number of sizes.
+        ValueError: the op does not exist, or takes another number of sizes.
     """
     check_sizes(kernel, sizes)
     place = torch.device(device)

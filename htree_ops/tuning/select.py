@@ -1,4 +1,4 @@
-"""The configuration that a call without one runs with, by ``HTREE_TUNE`` (docs/semantics/python.md §3.4).
+"""The configuration with which a call without one runs, by ``HTREE_TUNE`` (docs/semantics/python.md §3.4).
 
 ``off``: the kernel's own choice. ``read`` (default): what an earlier search found for this very problem, else the
 kernel's own choice. ``tune``: as ``read``, and a problem that was never searched is searched at its first call.
@@ -26,14 +26,14 @@ from htree_ops.tuning.tuner import WORTHWHILE, AutoTuner, benchmark, may_tune
 __all__ = ["configured", "forget", "tuning_mode"]
 
 MODES = ("off", "read", "tune")
-#: Problems that are remembered; beyond this number all are looked up again.
+#: How many problems are remembered; beyond that all are looked up again.
 MAX_CHOSEN = 4096
 _chosen: dict[tuple[Any, ...], list[int] | None] = {}
 
 
 @lru_cache(maxsize=8)
 def _cache_in(folder: Path) -> TuningCache:
-    """One reader per folder: it reads a file again only where that has changed."""
+    """One reader per folder, which reads a file again only where the file has changed."""
     return TuningCache(folder)
 
 
@@ -100,7 +100,7 @@ def choose(
         key = CacheKey.of(kernel, problem, dtype_name(dtype), layout, device)
         config = cache.get(key)
         if config and set(config) != set(SPACES[kernel]):
-            config = None  # of a space that has changed since
+            config = None  # it belongs to a space that has changed since
         if config is None and mode == "tune":
             if may_tune():
                 return None
@@ -114,7 +114,7 @@ def choose(
 def _search(
     cache: TuningCache, key: CacheKey, device: torch.device, call: Callable[[list[int] | None], Any]
 ) -> dict[str, Any]:
-    """The best configuration of the space, or {} where the kernel's own choice is about as fast; stored either way."""
+    """The best configuration of the space, or {} where the kernel's own choice is about as fast. Both are stored."""
     tuner = AutoTuner(
         lambda **config: call(list(config.values())),
         SPACES[key.kernel],

@@ -56,7 +56,7 @@ def config_search(space: Space, accept: Callable[[Config], bool] | None = None) 
     """Every configuration that ``accept`` lets through: the product of the values, the last key fastest.
 
     Raises:
-        TypeError: space maps no names to sequences. ValueError: a key has no values.
+        TypeError: space does not map names to sequences. ValueError: a key has no values.
     """
     if not isinstance(space, Mapping):
         raise TypeError(f"config_search: space must map names to sequences, got {type(space).__name__}")
@@ -70,7 +70,7 @@ def config_search(space: Space, accept: Callable[[Config], bool] | None = None) 
 
 
 def same_config(a: Config, b: Config | None) -> bool:
-    """Whether the configurations are equal and have equal kinds of values: 1, 1.0 and True are three values."""
+    """Whether the configurations are equal, the types of their values too: 1, 1.0 and True differ."""
 
     def kinds(config: Config) -> dict[str, tuple[bool, bool]]:
         return {key: (isinstance(value, bool), isinstance(value, float)) for key, value in config.items()}

@@ -24,7 +24,7 @@ from htree_ops.tuning.space import SPACES, Config, Space, config_search, same_co
 
 __all__ = ["AutoTuner", "TritonAutoTuner", "benchmark", "may_tune"]
 
-#: A configuration replaces the kernel's own choice where its time is below this share: less is noise.
+#: A configuration replaces the kernel's own choice where its time is below this share of it; less is noise.
 WORTHWHILE = 0.98
 #: Peak bandwidth in GB/s of devices whose utilisation is reported.
 PEAK_GBPS = {"NVIDIA H200": 4800.0, "NVIDIA H100 80GB HBM3": 3350.0, "NVIDIA A100-SXM4-80GB": 2039.0}
@@ -45,7 +45,7 @@ def benchmark(
     """Median milliseconds of ``call``: between CUDA events on a GPU, of the host clock elsewhere.
 
     Raises:
-        TypeError, ValueError: warmup_runs is no int of at least 0, benchmark_runs none of at least 1, or no device.
+        TypeError, ValueError: warmup_runs is not an int >= 0, benchmark_runs not an int >= 1, or device not a device.
         DeviceError: a GPU that torch does not see, or the meta device, on which nothing runs.
     """
     check_int("benchmark", "warmup_runs", warmup_runs, 0)
@@ -57,7 +57,7 @@ def benchmark(
 
 
 def check_runs_on(op: str, device: torch.device | str) -> None:
-    """Raises DeviceError unless something can be timed on ``device``, ValueError where that is none."""
+    """Raises DeviceError unless something can be timed on ``device``, and ValueError where that is not a device."""
     try:
         place = torch.device(device)
     except RuntimeError as error:
@@ -85,7 +85,7 @@ def _sizes(values: object) -> tuple[int, ...]:
 
 
 def _facts(code: CodeType) -> list[Any]:
-    """What a function does, in values whose text is the same in every process."""
+    """What a function does, as values whose text is the same in every process."""
     constants = [
         _facts(value)
         if isinstance(value, CodeType)
@@ -98,7 +98,7 @@ def _facts(code: CodeType) -> list[Any]:
 
 
 def _fingerprint(kernel_fn: Callable[..., Any], space: Mapping[str, list[Any]], is_named: bool) -> str:
-    """Hash of the space and, unless the caller gave the kernel a name, of where the function is and of its code."""
+    """Hash of the space and, unless the caller gave the kernel a name, of the function's place and code."""
     facts: list[Any] = [list(space.items())]
     if not is_named:
         plain = inspect.unwrap(kernel_fn.func if isinstance(kernel_fn, functools.partial) else kernel_fn)
@@ -135,7 +135,7 @@ class AutoTuner:
         progress: called with (configurations done, all of them).
 
     Raises:
-        TypeError: kernel_fn cannot be called, config_space maps no names to sequences, the runs or sizes are no ints.
+        TypeError: kernel_fn cannot be called, config_space does not map names to sequences, runs or sizes are not ints.
         ValueError: warmup_runs below 0, benchmark_runs below 1, a size below 0, or a key without values.
     """
 
@@ -186,7 +186,7 @@ class AutoTuner:
     def tune(self, *args: Any, **kwargs: Any) -> TuningResult:
         """Times every configuration on these arguments and stores the fastest; of equal ones the first.
 
-        Where that cannot be stored (the folder cannot be written, a value is no JSON scalar) the result is
+        Where that cannot be stored (the folder cannot be written, a value is not a JSON scalar) the result is
         returned with a warning.
 
         Raises:
@@ -243,7 +243,7 @@ class AutoTuner:
         where the results of several dtypes differ.
 
         Raises:
-            TypeError, ValueError: problem_size is no sequence of ints of at least 0.
+            TypeError, ValueError: problem_size is not a sequence of ints >= 0.
         """
         place = device or self.device or self._last_device or "cpu"
         key = self._key(_sizes(problem_size), place, self.dtype or "")
@@ -253,7 +253,7 @@ class AutoTuner:
         )
 
     def key(self) -> CacheKey:
-        """The cache's key of a tuner that was told its problem_size, device and dtype."""
+        """The key of the cache, for a tuner that was given problem_size, device and dtype."""
         return self._key(self.problem_size or (), self.device or "cpu", self.dtype or "")
 
     def _key(self, problem: tuple[int, ...], device: torch.device | str, dtype: str) -> CacheKey:
@@ -266,5 +266,5 @@ class AutoTuner:
         return compute_metrics(latency_ms, flops, self.num_bytes, PEAK_GBPS.get(key.device, 0.0))
 
 
-#: The name of the design document.
+#: The name that the design document uses.
 TritonAutoTuner = AutoTuner

@@ -23,7 +23,7 @@ def causal_softmax(x: Tensor, block_size: int = 0, *, out: Tensor | None = None)
 
     Args:
         x: scores [h, w] or [b, h, w] with w >= h, any strides; float32, float16, bfloat16 or float64.
-        block_size: threads per row on CUDA, 512 or 1024; 0 chooses by w. Validated everywhere.
+        block_size: threads per row on CUDA, 512 or 1024; 0 chooses by w. Checked on every device.
         out: tensor of the shape, dtype and device of x to write into, any strides. It may be x itself; the op
             then works in place. Not differentiable.
 
@@ -32,11 +32,11 @@ def causal_softmax(x: Tensor, block_size: int = 0, *, out: Tensor | None = None)
 
     Raises:
         ShapeMismatchError: rank other than 2 or 3, w < h, or another shape of ``out``.
-        UnsupportedDtypeError: another dtype, or another one of ``out``.
+        UnsupportedDtypeError: x has another dtype, or ``out`` has not that of x.
         DeviceError: ``out`` lies on another device.
         ArchitectureNotSupportedError: another block_size.
         RuntimeError: ``out`` overlaps x in part, or elements of ``out`` share memory.
-        TypeError: x or ``out`` is no dense tensor, or block_size no int.
+        TypeError: x or ``out`` is not a dense tensor, or block_size is not an int.
         NotImplementedError: ``out`` is given and x or ``out`` requires grad.
     """
     if torch.compiler.is_compiling() and block_size not in BLOCK_SIZES:

@@ -30,13 +30,13 @@ def key_weight_from_queries(
 
     Args:
         q: [B, H, S, D], S at least 1, rotated; H a multiple of num_kv_heads.
-        lengths: queries of each sequence, the first of its row; None is S for all.
+        lengths: number of queries of each sequence, which come first in its row; None is S for all.
 
     Returns:
         float32 [B, H_kv, D].
 
     Raises:
-        ShapeMismatchError: another rank, no query, or H no multiple of num_kv_heads.
+        ShapeMismatchError: another rank, no query, or an H that num_kv_heads does not divide.
         TypeError, ValueError: numbers or lengths of the wrong kind or out of range.
     """
     op = "key_weight_from_queries"
@@ -65,7 +65,7 @@ def key_weight_from_queries(
 class MustafarAttention(nn.Module):
     """Rotary positions, dense causal attention over a prompt, then decoding from a :class:`CompressedKVCache`.
 
-    It has no parameters: projections are the caller's. The order is rotation, optional Hadamard transform, pruning,
+    It has no parameters: the caller projects. The order is rotation, optional Hadamard transform, pruning,
     quantisation, packing. The transform spreads outliers, which helps few bits and hurts pruning
     (docs/semantics §4.3); keys are therefore pruned or transformed, not both. Transformed keys give the scores of
     the keys themselves: for head_group_num = 1 because the transform is orthonormal, for larger groups because the
@@ -75,22 +75,22 @@ class MustafarAttention(nn.Module):
     Args:
         num_heads: H, query heads. num_kv_heads: H_kv, a divisor of H; None is H.
         head_dim: D of keys and values, 64, 128 or 256.
-        sparsity: part of the channels that is dropped, one number or (keys, values). By default half, and no keys
-            where they are transformed.
+        sparsity: part of the channels that is dropped, one number or (keys, values). By default half, but none of the
+            keys where those are transformed.
         bits: 16, 8 or 4 per kept value, one number or (keys, values).
         use_grouped_hadamard: store the transform of the keys.
         head_group_num: G, adjacent K/V heads that are transformed together; a divisor of H_kv.
-        output_aware: weigh the channels of the prompt's keys by its last ``window`` queries when pruning.
+        output_aware: prune the prompt's keys with weights from its last ``window`` queries.
         rope_base: base of the rotary angles, half-split; None for inputs that are rotated already.
-        max_positions: positions 0 ... max_positions - 1 can be rotated.
-        scale: factor of the scores; None is D^-1/2.
+        max_positions: number of positions that can be rotated, from 0 on.
+        scale: factor of the scores; None for D^-1/2.
         window, chunk, page_size, split_size: of the cache.
 
     Raises:
         ShapeMismatchError: another head_dim.
         TypeError: an option of another type.
-        ValueError: heads that do not divide, a sparsity outside [0, 1], other bits, a group without the transform,
-            or pruned transformed keys.
+        ValueError: num_heads is not a multiple of num_kv_heads, a sparsity outside [0, 1], other bits, a group
+            without the transform, or pruned transformed keys.
     """
 
     tables: Tensor
@@ -206,7 +206,7 @@ class MustafarAttention(nn.Module):
         )
 
     def _positions(self, query: Tensor, cache: CompressedKVCache | None) -> Tensor:
-        """[S] or [B, S]: the places behind what the cache holds."""
+        """[S] or [B, S]: the positions after those that the cache holds."""
         held = [0] if cache is None else cache.lengths
         tokens = torch.arange(query.shape[2], device=query.device)
         if len(set(held)) <= 1:
@@ -274,8 +274,8 @@ class MustafarAttention(nn.Module):
             position_ids: [S] or [B, S], int32 or int64, below ``max_positions``; None counts on from the cache.
                 One outside is an IndexError on the CPU, and on CUDA the last position is taken.
             cache: from :meth:`make_cache`; the tokens are added to it. None keeps nothing.
-            lengths: tokens of each prompt in its row, for prompts of different length; the rows behind are ignored,
-                whatever they hold, and what comes out there means nothing.
+            lengths: number of tokens of each prompt, for prompts of different length; the rows behind them are ignored,
+                whatever they hold, and the results there mean nothing.
 
         Returns:
             [B, H, S, D] in the dtype of query; differentiable for a prompt. A backward through a decoded token
@@ -284,7 +284,7 @@ class MustafarAttention(nn.Module):
 
         Raises:
             ShapeMismatchError, UnsupportedDtypeError, DeviceError: a tensor that does not fit.
-            TypeError: position_ids that are no tensor of ints, a cache of another class, or lengths that are no ints.
+            TypeError: position_ids is not a tensor of ints, cache is of another class, or lengths are not ints.
             ValueError: the cache has no room, positions counted beyond ``max_positions``, or lengths outside 0 ... S.
             NotImplementedError: several tokens for a cache that holds some, or lengths with such a cache.
         """
@@ -301,7 +301,7 @@ class MustafarAttention(nn.Module):
             stops = prompt_lengths(OP, lengths, query.shape[0], query.shape[2])
             places = torch.arange(query.shape[2], device=query.device)
             behind = places >= torch.tensor(stops, device=query.device)[:, None]
-            # a weight or a gradient of 0 is not enough: 0 * NaN
+            # A weight or a gradient of 0 is not enough: 0 * NaN is NaN.
             query, key, value = (x.masked_fill(behind[:, None, :, None], 0.0) for x in (query, key, value))
         if self.rope_base is not None:
             places = self._positions(query, cache) if position_ids is None else position_ids
@@ -311,7 +311,7 @@ class MustafarAttention(nn.Module):
             cache.append(key.detach(), value.detach())
             asks = torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)
             if asks and not query.requires_grad:
-                query = query.detach().requires_grad_()  # a backward shall raise, not leave zeros
+                query = query.detach().requires_grad_()  # so that a backward raises and does not leave zeros
             return cache.attend(query, self.scale)[0]
         if cache is not None and query.shape[2]:
             if self.output_aware:

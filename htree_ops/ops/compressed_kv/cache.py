@@ -34,7 +34,7 @@ class CacheBytes(NamedTuple):
     """What a cache holds, in bytes.
 
     Attributes:
-        tokens: of all sequences together.
+        tokens: number of tokens of all sequences together.
         compressed: rows of the compressed tokens, without empty room; shared pages count once per sequence.
         window: dense tokens of the windows, without empty room.
         dense: the same tokens in a dense cache.
@@ -54,7 +54,7 @@ class CacheBytes(NamedTuple):
 
     @property
     def of_dense(self) -> float:
-        """Bytes in use as a part of those of a dense cache; 1 for an empty cache."""
+        """Bytes in use divided by those of a dense cache; 1 for an empty cache."""
         return (self.compressed + self.window) / self.dense if self.dense else 1.0
 
 
@@ -63,11 +63,11 @@ class CompressedKVCache:
 
     The last tokens stay dense in a window. When it holds window + chunk tokens, its oldest ``chunk`` are compressed,
     *after* the attention of that step: the next :meth:`append` does it, or :meth:`settle`. Once settled, L tokens have
-    ``chunk * max(0, (L - window) // chunk)`` compressed ones, however they came. Rows are compressed one by one, so
-    the bytes do not depend on it either (with ``key_weight`` None). Keys are given rotated.
+    ``chunk * max(0, (L - window) // chunk)`` compressed ones, however they were added. Rows are compressed one by
+    one, so the bytes do not depend on that either (where ``key_weight`` is None). Keys must be rotated already.
 
     In a loop: ``cache.prefill(k, v)`` with the prompt, then per token ``cache.append(k, v); out = cache.attend(q)``.
-    A cache made inside ``torch.inference_mode()`` can only be filled there, as torch has it for its tensors.
+    A cache made inside ``torch.inference_mode()`` can only be filled there, as is so for all tensors of torch.
     For a CUDA graph, capture :meth:`write_token` and :meth:`attend`, and call :meth:`advance` after each replay.
     Source: docs/semantics/compressed_kv.md §4.5, §4.6, design document [003].
 
@@ -77,7 +77,7 @@ class CompressedKVCache:
         capacity: most tokens of a sequence.
         keep, bits: of the rows, 1 ... D and 16, 8 or 4; one number, or (keys, values).
         window: R, tokens that always stay dense. chunk: C, tokens that are compressed at a time.
-        hadamard_group: 0 stores keys as they are; 1 the transform of each; G > 1 of groups of G adjacent heads.
+        hadamard_group: 0 stores keys as they are, 1 the transform of each, G > 1 that of groups of G adjacent heads.
         page_size: tokens of a page, a divisor of chunk; None stores rows without pages.
         num_pages: of the pool; by default enough for every sequence to be full.
         split_size: of :func:`htree_ops.kv_decode_attention`.
@@ -87,7 +87,7 @@ class CompressedKVCache:
     Attributes:
         key_weight: [B, H_kv, D] >= 0 or None: weight of the channels for keys that are compressed from now on;
             checked when it is set.
-        comp_len, win_len: int32 [B] on the device, compressed and dense tokens.
+        comp_len, win_len: int32 [B] on the device: numbers of compressed and of dense tokens.
 
     Raises:
         ShapeMismatchError: another head_dim.
@@ -168,12 +168,12 @@ class CompressedKVCache:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sequence; known on the host."""
+        """Number of tokens of each sequence, known on the host."""
         return [c + d for c, d in zip(self._compressed, self._dense, strict=True)]
 
     @property
     def compressed_lengths(self) -> list[int]:
-        """Of these, the compressed ones."""
+        """How many of these are compressed."""
         return list(self._compressed)
 
     @property
@@ -210,11 +210,11 @@ class CompressedKVCache:
             )
 
     def _stored(self, k: Tensor) -> Tensor:
-        """Keys in the space in which they are kept."""
+        """Keys as they are stored: transformed, where the cache transforms them."""
         return grouped_hadamard(k, self.hadamard_group) if self.hadamard_group else k
 
     def _compress(self, k: Tensor, v: Tensor, sequences: Sequence[int]) -> list[CompressedKV]:
-        """Rows of k, v [n, H_kv, S, ...], which belong to ``sequences``."""
+        """Compresses rows of k, v [n, H_kv, S, ...], which belong to ``sequences``."""
         weight = None
         if self.key_weight is not None:
             weight = self.key_weight[torch.tensor(sequences, dtype=torch.int64, device=self.device)]
@@ -230,15 +230,15 @@ class CompressedKVCache:
 
     @torch.no_grad()
     def prefill(self, k: Tensor, v: Tensor, lengths: Sequence[int] | None = None) -> None:
-        """Takes the prompts into an empty cache; attention over them is the caller's, on the dense tensors.
+        """Takes the prompts into an empty cache. The caller attends to them, on the dense tensors.
 
         Args:
             k, v: [B, H_kv, S, D] in the dtype of the cache, keys rotated.
-            lengths: tokens of each sequence, the first of its row; None is S for all.
+            lengths: number of tokens of each sequence, which come first in its row; None is S for all.
 
         Raises:
             ShapeMismatchError, UnsupportedDtypeError, DeviceError: a tensor that does not fit.
-            TypeError: lengths that are no ints.
+            TypeError: lengths are not ints.
             ValueError: a length outside 0 ... S or above the capacity.
             RuntimeError: the cache is not empty, or pages are lacking. The cache is left as it was.
         """
@@ -266,14 +266,14 @@ class CompressedKVCache:
 
     @torch.no_grad()
     def append(self, k: Tensor, v: Tensor) -> None:
-        """Adds S tokens to every sequence; compresses whatever leaves a full window on the way.
+        """Adds S tokens to every sequence, and compresses what leaves a full window.
 
         Args:
             k, v: [B, H_kv, S, D] in the dtype of the cache, keys rotated.
 
         Raises:
-            As :meth:`prefill`, less the demand for an empty cache. The cache is left as it was.
-            ValueError: key_weight has become negative since it was set (seen on the CPU only).
+            As :meth:`prefill`, but the cache need not be empty. The cache is left as it was.
+            ValueError: key_weight has become negative since it was set (checked on the CPU only).
         """
         self._check_new(f"{OP}.append", k, v)
         size, full = k.shape[2], self.window + self.chunk
@@ -297,7 +297,7 @@ class CompressedKVCache:
             start = stop
 
     def _write(self, k: Tensor, v: Tensor) -> None:
-        """Stored keys and values behind the windows, at a place that the device knows."""
+        """Writes stored keys and values behind the windows, at places that the device knows."""
         places = (
             self.win_len.long()[:, None, None, None] + torch.arange(k.shape[2], device=self.device)[:, None]
         )
@@ -307,7 +307,7 @@ class CompressedKVCache:
 
     @torch.no_grad()
     def write_token(self, k: Tensor, v: Tensor) -> None:
-        """The part of :meth:`append` of one token that runs on the device alone, for CUDA graphs.
+        """The part of :meth:`append` for one token that runs on the device alone, for CUDA graphs.
 
         Call :meth:`advance` once after each run: it counts the token and leaves room for another. After :meth:`append`
         the window may be full; :meth:`settle` makes room. A replayed graph checks nothing: stop at the capacity, for
@@ -415,7 +415,7 @@ class CompressedKVCache:
         return self._stored(keys), values  # the transform is its own inverse
 
     def num_bytes(self) -> CacheBytes:
-        """The byte report; no device is asked."""
+        """The report of bytes; it does not wait for a device."""
         row = sum(f.num_bytes() for f in self.formats)
         dense_row = sum(f.head_dim for f in self.formats) * self.dtype.itemsize
         tensors = [x for part in self.storage.parts for x in part]
@@ -432,7 +432,7 @@ class CompressedKVCache:
     # ---- states and beams
 
     def config(self) -> dict[str, Any]:
-        """What decides the bytes of a token, as :meth:`load_state_dict` compares it."""
+        """What decides the bytes of a token; :meth:`load_state_dict` compares it."""
         return {
             "num_kv_heads": self.num_kv_heads,
             "head_dim": self.formats[0].head_dim,
@@ -446,7 +446,7 @@ class CompressedKVCache:
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """The tokens and what they need to be understood; the same with and without pages.
+        """The tokens and what is needed to read them; the same with and without pages.
 
         Keys: config; compressed and dense, lists of B lengths; k_bitmap ... v_scales [B, H_kv, S, ...] with S the
         longest compressed part, and k_win, v_win [B, H_kv, W, ...], zeros behind each sequence; key_weight or None.
@@ -478,7 +478,7 @@ class CompressedKVCache:
         Everything is copied. The bytes of the rows are taken as they are.
 
         Raises:
-            TypeError: the state is no dict, or key_weight no floating tensor.
+            TypeError: the state is not a dict, or key_weight is not a floating tensor.
             ValueError: an entry is missing or does not fit: another configuration or batch, more tokens than the
                 capacity, lengths that no cache has, a tensor of another shape or dtype. The cache is left as it was.
             RuntimeError: pages are lacking; the cache is empty then.
@@ -515,7 +515,8 @@ class CompressedKVCache:
         The lengths are known on the host, so an index on a device is waited for.
 
         Raises:
-            TypeError: no ints. ValueError: index has not B entries. IndexError: an entry outside [0, B).
+            TypeError: index holds no ints. ValueError: index does not have B entries. IndexError: an entry outside [0,
+                B).
         """
         numbers = self._indices("reorder", index)
         if len(numbers) != self.batch:
@@ -552,5 +553,5 @@ class CompressedKVCache:
         self._count([0] * self.batch, [0] * self.batch)
 
 
-#: The filling half of the cache was a class of its own.
+#: An older name: what fills the cache was once a class of its own.
 CompressedTokens = CompressedKVCache

@@ -25,12 +25,12 @@ __all__ = [
 
 
 def pair(value: Any) -> tuple[Any, Any]:
-    """(keys, values): of two as they are, of one for both."""
+    """(keys, values): two values as they are, one value for both."""
     return (value[0], value[1]) if isinstance(value, (tuple, list)) and len(value) == 2 else (value, value)
 
 
 def check_place(op: str, name: str, x: Tensor, device: torch.device) -> None:
-    """Raises DeviceError unless x lies where the cache does."""
+    """Raises DeviceError unless x is on the device of the cache."""
     if x.device != device:
         refuse(
             DeviceError,
@@ -42,7 +42,7 @@ def check_place(op: str, name: str, x: Tensor, device: torch.device) -> None:
 
 
 def check_shape(op: str, name: str, x: Tensor, wanted: tuple[int, ...], words: str = "") -> None:
-    """Raises ShapeMismatchError; ``words`` tells the shape where not all of it is asked for."""
+    """Raises ShapeMismatchError unless x has the shape ``wanted``, which ``words`` spells in the message."""
     if x.shape != wanted:
         refuse(
             ShapeMismatchError,
@@ -70,7 +70,7 @@ def check_new_tokens(
         and k.dtype == v.dtype == dtype
         and k.device == v.device == device
     ):
-        return  # one step of a model makes two of these per layer; what follows finds the words
+        return  # fast path: a model's step comes here twice per layer; the rest only finds the words
     check_tensors(op, k=(k, "B H_kv S D"), v=(v, "B H_kv S D"))
     check_dtype(op, (dtype,), k=k, v=v)
     check_place(op, "k", k, device)
@@ -130,7 +130,7 @@ def prompt_lengths(op: str, lengths: Iterable[int] | None, batch: int, size: int
     """Tokens of each of ``batch`` prompts in rows of ``size``; None is ``size`` for all.
 
     Raises:
-        TypeError: no ints. ValueError: another number of them, or one outside 0 ... size.
+        TypeError: lengths are not ints. ValueError: another number of them, or one outside 0 ... size.
     """
     if lengths is None:
         return [size] * batch

@@ -15,9 +15,9 @@ from htree_ops.ops.hadamard.transform import MAX_LENGTH
 __all__ = ["BITS", "WORD", "CompressedKV", "num_kept", "row_bytes"]
 
 BITS = (16, 8, 4)
-#: Channels of one word of a bitmap.
+#: Channels that one word of a bitmap covers.
 WORD = 64
-#: Channels of a row.
+#: The numbers of channels that a row may have.
 WIDTHS = (64, 128, 256)
 
 
@@ -36,7 +36,7 @@ class CompressedKV(NamedTuple):
 
 
 def num_kept(head_dim: int, sparsity: float) -> int:
-    """Channels that stay of a row: max(1, D - floor(sparsity * D)); sparsity in [0, 1]."""
+    """How many channels of a row are kept: max(1, D - floor(sparsity * D)), for a sparsity in [0, 1]."""
     check_number("num_kept", "sparsity", sparsity)
     if not 0 <= sparsity <= 1:
         raise ValueError(f"num_kept: sparsity must be between 0 and 1, got {sparsity}")
@@ -53,7 +53,7 @@ def check_format(op: str, head_dim: int, keep: int, bits: int, prefix: str = "")
 
     Raises:
         ShapeMismatchError: head_dim is not 64, 128 or 256.
-        TypeError: keep or bits is no int.
+        TypeError: keep or bits is not an int.
         ValueError: keep outside 1 ... head_dim, or bits other than 16, 8 and 4.
     """
     if head_dim not in WIDTHS:
@@ -70,19 +70,19 @@ def check_format(op: str, head_dim: int, keep: int, bits: int, prefix: str = "")
 
 
 def _on_host(x: Tensor) -> bool:
-    """Whether the values of x can be looked at without waiting for a device."""
+    """Whether the values of x can be read without waiting for a device."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def check_weight(op: str, name: str, weight: Tensor) -> None:
-    """Checks the dtype of a weight and, where no device is waited for, its sign."""
+    """Checks the dtype of a weight and, where that waits for no device, its sign."""
     check_dtype(op, FLOATING_AND_DOUBLE, **{name: weight})
     if _on_host(weight) and bool((weight < 0).any()):
         raise ValueError(f"{op}: {name} must not be negative, got {float(weight.min())}")
 
 
 def check_lengths(op: str, name: str, lengths: Tensor | None, most: int) -> None:
-    """Raises ValueError for int32 lengths outside 0 ... most, where no device is waited for."""
+    """Raises ValueError for int32 lengths outside 0 ... most, where that can be seen without waiting for a device."""
     if lengths is None or lengths.dtype != torch.int32 or not lengths.numel() or not _on_host(lengths):
         return
     if not 0 <= int(lengths.min()) <= int(lengths.max()) <= most:

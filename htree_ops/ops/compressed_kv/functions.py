@@ -1,4 +1,4 @@
-"""Rows of a K/V cache with few channels and few bits, and attention on them (docs/semantics §4.2-4.6).
+"""Rows of a K/V cache with few channels and few bits, and attention to them (docs/semantics §4.2-4.6).
 
 The functions here are the ops; :mod:`htree_ops.ops.compressed_kv.cache` has the cache that a model keeps, and
 :mod:`htree_ops.ops.compressed_kv.attention` the module around it.
@@ -19,7 +19,7 @@ __all__ = ["kv_compress", "kv_decode_attention", "kv_decompress", "kv_prune"]
 def kv_prune(x: Tensor, keep: int, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Zeros all but the ``keep`` largest channels of each row, by |x_d| * weight_d.
 
-    The product is taken in fp32. Of equals the lower channel stays, NaN counts as larger than infinity, and exactly
+    The product is taken in fp32. Of equal channels the lower one stays. NaN counts as larger than infinity. Exactly
     ``keep`` bits are set even where a kept value is 0.
     Source: docs/semantics/compressed_kv.md §4.4, design document [003].
 
@@ -34,21 +34,21 @@ def kv_prune(x: Tensor, keep: int, weight: Tensor | None = None) -> tuple[Tensor
     Raises:
         ShapeMismatchError: a rank or size that does not fit, or another D.
         UnsupportedDtypeError: another dtype.
-        ValueError: keep outside 1 ... D, or a negative weight (seen on the CPU only).
+        ValueError: keep outside 1 ... D, or a negative weight (checked on the CPU only).
     """
     return torch.ops.htree.kv_prune(x, keep, weight)
 
 
 @named
 def kv_compress(x: Tensor, keep: int, bits: int = 8, weight: Tensor | None = None) -> CompressedKV:
-    """Prunes rows as :func:`kv_prune` does, quantises what is kept and packs it. Keys and values alike.
+    """Prunes rows as :func:`kv_prune` does, quantises what is kept and packs it, for keys and values alike.
 
     With a = max|kept| and qmax = 127 (8 bits) or 7 (4 bits)::
 
         scale = fp16(a / qmax);  code = clamp(round(x / scale), -qmax, qmax)
 
     Eight bits are two's complement, four bits are code + 8 with the lower nibble first; 16 bits are the values as they
-    are. A row with a NaN or an infinity gets the scale NaN and decodes to NaN where it is kept.
+    are. A row with a NaN or an infinity gets the scale NaN, and its kept channels decode to NaN.
     Source: docs/semantics/compressed_kv.md §4.5, design document [003] (``convert_key_batched_quant``).
 
     Args:
@@ -76,15 +76,15 @@ def kv_decompress(
     bits: int,
     dtype: torch.dtype = torch.float16,
 ) -> Tensor:
-    """Dense rows again: code * scale where the bit is set, 0 elsewhere, rounded once to ``dtype``.
+    """Makes rows dense again: code * scale where the bit is set, 0 elsewhere, rounded once to ``dtype``.
 
     A kept value is off by at most scale * (0.5 + qmax * 2^-11). Source: docs/semantics/compressed_kv.md §4.5.
 
     Args:
         bitmap, values, scales: of :func:`kv_compress` with ``keep`` and ``bits``.
         D: width of a row, 64 times the words of the bitmap.
-        dtype: float16, bfloat16 or, for 8 and 4 bits, float32. 16-bit values must be of this dtype: they are
-            stored without it.
+        dtype: float16, bfloat16 or, for 8 and 4 bits, float32. 16-bit values must have this dtype, which is
+            not stored with them.
 
     Returns:
         [B, H_kv, S, D] in ``dtype``. No gradient.
@@ -92,7 +92,7 @@ def kv_decompress(
     Raises:
         ShapeMismatchError: a rank or size that does not fit keep, bits and D.
         UnsupportedDtypeError: tensors or ``dtype`` of another dtype.
-        ValueError: keep outside 1 ... D, or other bits. TypeError: keep, bits or D is no int.
+        ValueError: keep outside 1 ... D, or other bits. TypeError: keep, bits or D is not an int.
     """
     return torch.ops.htree.kv_decompress(bitmap, values, scales, D, keep, bits, dtype)
 
@@ -144,11 +144,11 @@ def kv_decode_attention(
         win_len: int32 [B], tokens of each window that exist; None is all W.
         scale: factor of the scores; None is D^-1/2.
         block_table: int32 [B, max_pages]; token t of sequence b is row t mod page of page block_table[b, t // page].
-            Entries past comp_len are never read; one before it that is no page is an IndexError on the CPU, and
-            some page of the pool on CUDA.
+            Entries past comp_len are never read. One before it that the pool does not have is an IndexError on the CPU;
+            on CUDA some page of the pool is read.
         k_keep, v_keep, k_bits, v_bits: as compressed.
         hadamard_group: 0, 1, or a divisor of H_kv.
-        split_size: compressed tokens per partial softmax, on CUDA rounded up to a multiple of 16; 0 chooses by the
+        split_size: compressed tokens per partial softmax, rounded up to a multiple of 16 on CUDA; 0 chooses by the
             size of the problem. With a fixed size the bits of a sequence do not depend on the others of its batch.
 
     Returns:

@@ -63,7 +63,7 @@ def _check_lengths(
 def _check_entry(
     op: str, state: Mapping[str, Any], name: str, dtype: torch.dtype, shape: tuple[int, ...], most: int
 ) -> None:
-    """shape: that of the entry, with -1 for the dim of tokens, of which there are at least ``most``."""
+    """Checks one entry of ``shape``, where -1 is the dim of tokens, of which there must be at least ``most``."""
     x = state[name]
     if not isinstance(x, Tensor) or x.dtype != dtype:
         came = x.dtype if isinstance(x, Tensor) else type(x).__name__
@@ -98,7 +98,7 @@ def check_state(
         config, formats, batch, capacity, dtype: of the cache that is to take it.
 
     Raises:
-        TypeError: the state is no dict.
+        TypeError: the state is not a dict.
         ValueError: an entry is missing or does not fit; the message names it.
     """
     _check_keys(op, state, config)

@@ -1,7 +1,7 @@
 """Where the compressed rows of a cache lie: one tensor per part, or pages of a pool under a block table.
 
-Both kinds keep keys and values side by side and count nothing but pages: how many tokens a sequence has is the
-cache's affair (:mod:`htree_ops.ops.compressed_kv.cache`).
+Both kinds keep keys and values side by side and count only pages. How many tokens a sequence has, the
+cache knows (:mod:`htree_ops.ops.compressed_kv.cache`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["ContiguousRows", "PagedRows", "RowFormat"]
 
 @dataclass(frozen=True)
 class RowFormat:
-    """What one compressed row is: D channels, of which ``keep`` stay in ``bits`` each."""
+    """What one compressed row is: D channels, of which ``keep`` are stored in ``bits`` bits each."""
 
     head_dim: int
     keep: int
@@ -44,7 +44,7 @@ class RowFormat:
 
 
 class ContiguousRows:
-    """Rows [B, H_kv, capacity, ...] of every sequence at its place.
+    """Rows [B, H_kv, capacity, ...]: each sequence has a fixed place.
 
     Args:
         formats: of keys and values.
@@ -59,7 +59,7 @@ class ContiguousRows:
         self.parts = [f.allocate(batch, heads, capacity, device) for f in formats]
 
     def missing_pages(self, tokens: Sequence[int]) -> int:
-        """How many pages are lacking for that many more tokens per sequence: none, the rows are all there."""
+        """How many pages are lacking for that many more tokens per sequence: none, since all rows exist."""
         return 0
 
     def write(self, sequences: Sequence[int], starts: Sequence[int], rows: Sequence[CompressedKV]) -> None:
@@ -96,8 +96,8 @@ class PagedRows:
 
     Args:
         formats: of keys and values.
-        num_pages: of the pool; page: tokens of each. The op reads no table without a page to point to, so that a
-            pool of none holds one that is never given out.
+        num_pages: of the pool; page: tokens of each. The op needs a page for the table to point to, so a
+            pool without pages holds one that is never given out.
         batch, heads, capacity: B, H_kv and tokens per sequence, a multiple of page.
 
     Attributes:
@@ -169,7 +169,7 @@ class PagedRows:
         self.block_table.copy_(table)
 
     def clear(self) -> None:
-        """Forgets every sequence; pages that nobody else uses are free again."""
+        """Forgets every sequence; pages that no other sequence uses are free again."""
         for pages in self.pages:
             self.users.subtract(pages)
             self.free += [page for page in pages if not self.users[page]]

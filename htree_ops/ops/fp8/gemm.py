@@ -27,7 +27,7 @@ COMPILED_CONFIGS = tuple(
 
 
 def _check_operands(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None) -> None:
-    """What the op would check, where an operand is quantised first."""
+    """Checks what the op checks, before an operand is quantised."""
     check_devices("fp8_gemm", {"a": a, "b": b})
     check_dtype("fp8_gemm", (*FLOATING, FP8), a=a)
     check_dtype("fp8_gemm", (*FLOATING, FP8), b=b)
@@ -38,16 +38,16 @@ def _check_operands(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tenso
 
 
 def _quantised(x: Tensor, scale: Tensor | None, dim: int) -> tuple[Tensor, Tensor]:
-    """A float operand in FP8 and its scale; without a given one, one scale for the whole tensor.
+    """A float operand in FP8, and its scale; where none is given, one scale for the whole tensor.
 
-    A scale of two dims is one per slice along ``dim``, that of the sum.
+    A scale with two dims has one entry per slice along ``dim``, the dim of the sum.
     """
     granularity = "tensor" if scale is None or scale.dim() == 0 else "channel"
     codes, used, _ = torch.ops.htree.fp8_quantize(x, scale, granularity, dim)
     return codes, used
 
 
-# What fp8_quantize calls x and scale is an operand of fp8_gemm and its scale.
+# In messages of fp8_quantize, x and scale are an operand of fp8_gemm and its scale.
 
 
 @named_as("fp8_gemm", x="a", scale="a_scale")
@@ -77,12 +77,12 @@ def fp8_gemm(
 ) -> Tensor:
     """``C = (Σ_k a·b) / (a_scale · b_scale)`` on FP8 tensor cores, rounded once to ``output_dtype``.
 
-    Accuracy: on the CPU products are summed in fp32 by 15 and from there on in fp64, an error of 2^-20 of Σ|a·b| at
+    Accuracy: on the CPU 15 products at a time are summed in fp32 and those sums in fp64, an error of 2^-20 of Σ|a·b| at
     any K, with the same bits for any number of threads. The FP8 tensor cores of sm_90 align the terms of a sum to
     the largest and drop what lies more than about 13 bits below it, so their sums are moved to fp32 registers
     every 128 elements of K. On random data the result errs by up to 2^-12 of Σ|a·b| at K = 128 and 2^-15 at
     K = 4096 beyond the rounding of the result, about as much as ``torch._scaled_mm(use_fast_accum=False)``.
-    Scales of any size that fp32 holds are applied so that only a result out of range overflows or becomes 0.
+    Scales of any size that fp32 holds are applied so that only a result that is out of range overflows or becomes 0.
     On sm_90 few rows are computed by blocks that stream b, more by persistent tiles; estimates of their times choose
     among them and cuBLASLt, which takes some sizes that fill the tiles badly. There a product of scales beyond 2^126
     gives 0.
@@ -97,8 +97,8 @@ def fp8_gemm(
         output_dtype: float16, bfloat16 or float32.
         BLOCK_M, BLOCK_N, BLOCK_K, GROUP_SIZE_M, num_warps, num_stages: a configuration of the CUDA kernel for
             the tuner, all or none: rows and columns per block, elements of K between moves to fp32 registers,
-            row tiles that are swept together, warps that multiply, stages of 128 elements of K. Validated
-            everywhere, ignored on the CPU.
+            row tiles that are swept together, warps that multiply, stages of 128 elements of K. Checked
+            on every device, ignored on the CPU.
 
     Returns:
         A new contiguous tensor [M, N]; zeros for K = 0. Not differentiable.

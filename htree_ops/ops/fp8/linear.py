@@ -27,7 +27,7 @@ __all__ = ["FP8Linear", "calibrate_activation_scales", "quantize_model_"]
 
 
 def _is_good(scale: Tensor) -> bool:
-    """Whether the values are positive and finite; those of a meta tensor are unknown."""
+    """Whether the values are positive and finite. Those of a meta tensor are unknown and pass."""
     return scale.is_meta or bool((scale.isfinite() & (scale > 0)).all())
 
 
@@ -111,7 +111,7 @@ class FP8Linear(nn.Module):
         """The quantised ``linear``; with ``activation_scale`` (one positive number) its activations are static.
 
         Raises:
-            TypeError: not an ``nn.Linear``, or a scale that is no number.
+            TypeError: not an ``nn.Linear``, or a scale that is not a number.
             UnsupportedDtypeError: its weight is not float32, float16 or bfloat16.
             ValueError: the scale is not positive and finite. ShapeMismatchError: it has several elements.
         """
@@ -169,7 +169,7 @@ class FP8Linear(nn.Module):
         return y.reshape(*x.shape[:-1], self.out_features)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Linear:
-        """Moves everything; the codes stay FP8 and the scales fp32."""
+        """Moves everything. The codes stay FP8 and the scales fp32."""
         before = {name: buffer.dtype for name, buffer in self._buffers.items() if buffer is not None}
         kept = {name: self._buffers[name] for name in before}
         super()._apply(fn, recurse)
@@ -224,7 +224,7 @@ class FP8Linear(nn.Module):
 def _linears(
     op: str, module: nn.Module, wanted: Callable[[str, nn.Linear], bool] | None
 ) -> dict[nn.Linear, list[str]]:
-    """The names of each layer that can be swapped, all of which ``wanted`` must accept.
+    """Each layer that can be swapped, with its names, all of which ``wanted`` must accept.
 
     Subclasses of nn.Linear are left out: their owners use them in other ways.
     """
@@ -257,13 +257,14 @@ def quantize_model_(
 
     Args:
         module: a model that holds linear layers; not itself one.
-        filter: called with a layer's name and the layer; those it refuses stay, under all their names. All by default.
-        activation_scales: by name the static activation scale, as of :func:`calibrate_activation_scales`; the other
+        filter: called with a layer's name and the layer; layers that it refuses stay, under all their names. By
+            default all are swapped.
+        activation_scales: static activation scales by name, as from :func:`calibrate_activation_scales`; the other
             layers are dynamic. Any name of a layer that occurs twice will do.
 
     Raises:
-        TypeError: module is no ``nn.Module``, or itself an ``nn.Linear``, which cannot be swapped in place; filter is
-            not callable, activation_scales no mapping to numbers.
+        TypeError: module is not an ``nn.Module``, or is itself an ``nn.Linear``, which cannot be swapped in place;
+            filter is not callable, or activation_scales is not a mapping to numbers.
         UnsupportedDtypeError: a layer's weight is not float32, float16 or bfloat16.
         ValueError: ``activation_scales`` names a layer that is not swapped, has two scales for one layer, or one
             that is not positive and finite.
@@ -309,7 +310,7 @@ def calibrate_activation_scales(
         filter: see :func:`quantize_model_`.
 
     Raises:
-        TypeError: module is no ``nn.Module``, filter not callable, or a layer's input no tensor.
+        TypeError: module is not an ``nn.Module``, filter is not callable, or a layer's input is not a tensor.
     """
     op = "calibrate_activation_scales"
     largest: dict[str, Tensor] = {}

@@ -40,8 +40,8 @@ class FP8Format:
         mantissa_bits: 3.
         max_value: largest magnitude.
         min_normal: smallest magnitude with a full mantissa.
-        min_subnormal: smallest magnitude, and the distance of the numbers below ``min_normal``.
-        nan_codes: the codes that are no number.
+        min_subnormal: smallest magnitude, and the distance between numbers below ``min_normal``.
+        nan_codes: the codes of NaN.
         has_infinity: False.
     """
 
@@ -82,7 +82,7 @@ def fp8_compute_scale(
 def _scale_tensor(
     op: str, x: Tensor, scale: Tensor | float | None, granularity: str, dim: int, block: int
 ) -> Tensor | None:
-    """A number becomes the scale of every group; where the grouping is wrong, one scale, and the op refuses it."""
+    """A number becomes the scale of every group, or one scale where the grouping is wrong, which the op refuses."""
     if scale is None or isinstance(scale, Tensor):
         return scale
     check_number(op, "scale", scale, positive=True)
@@ -104,7 +104,7 @@ def fp8_quantize(
     dim: int = -1,
     block: int = 128,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of x·s: the product rounded to fp32, held within ±448, rounded to the nearest code, ties to even.
+    """The codes of x·s: the product is rounded to fp32, cut to ±448, and rounded to the nearest code, ties to even.
 
     The sign of zero is kept, NaN stays NaN, ±Inf becomes ±448. A row's or a block's own scale takes one pass over
     x on a GPU, a tensor's or a column's two. Source: docs/semantics/fp8.md §3.3, design document [002].
@@ -137,14 +137,14 @@ def fp8_dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float16,
         q: float8_e4m3fn codes, any shape and strides.
         scale: fp32; [], or the shape of q with one dim of n reduced to 1 or to ceil(n / block).
         dtype: float16, bfloat16 or float32.
-        block: elements of a block, where the scale is of blocks; that of the quantisation.
+        block: elements of a block, where the scale has one entry per block; as in the quantisation.
 
     Raises:
         UnsupportedDtypeError: q is not float8_e4m3fn, scale not float32, or another output dtype.
-        ShapeMismatchError: scale has no shape of a grouping of q.
+        ShapeMismatchError: no grouping of q gives a scale of this shape.
         DeviceError: scale lies on another device.
         ValueError: block below 1, or a scale on the CPU that is not positive and finite.
-        TypeError: dtype is no torch.dtype.
+        TypeError: dtype is not a torch.dtype.
     """
     return torch.ops.htree.fp8_dequantize(q, scale, dtype, block)
 
@@ -157,7 +157,7 @@ def fp8_fake_quant(
     dim: int = -1,
     block: int = 128,
 ) -> Tensor:
-    """x as it comes out of quantisation and back, in its own dtype, for training with the rounding in place.
+    """x quantised and dequantised, in its own dtype, for training with the rounding in place.
 
     Arguments and errors are those of :func:`fp8_quantize`. The gradient goes straight through the rounding:
     dx = dy where |x·s| ≤ 448, else 0; the scale has none.
@@ -188,8 +188,8 @@ def handle_fp8_overflow(
 ) -> tuple[Tensor, Tensor]:
     """Quantises with the first of s, s/2, s/4, … s/2^max_attempts at which nothing overflows.
 
-    So a first scale may be up to 2^max_attempts times too large. It waits for the device once per attempt, because
-    the number of overflows decides. Source: docs/semantics/fp8.md §3.3, design document [002].
+    So the first scale may be up to 2^max_attempts times too large. The function waits for the device once per
+    attempt, because the number of overflows decides. Source: docs/semantics/fp8.md §3.3, design document [002].
 
     Args:
         tensor: see :func:`fp8_quantize`.

@@ -43,9 +43,9 @@ def gated_mlp(
     for both products; elsewhere on CUDA it is two products of cuBLAS in fp32, which follow
     ``torch.backends.cuda.matmul.allow_tf32``, and one elementwise kernel. On the CPU row-major weights of fp16, bf16
     and (up to 128 rows of x) fp32 are read as they are, with the same bits for any number of threads; other products,
-    and those of the backward, are the BLAS's, which follow ``torch.set_float32_matmul_precision`` and whose bits hold
-    for one number of threads (docs/semantics §3.2). Results beyond the range of fp16 are infinite; a NaN in
-    a row of x makes that row NaN.
+    and those of the backward, come from the BLAS library, follow ``torch.set_float32_matmul_precision``, and keep
+    their bits only for one number of threads (docs/semantics §3.2). Results beyond the range of fp16 are infinite; a
+    NaN in a row of x makes that row NaN.
     Source: docs/semantics/gated_mlp.md §3.2, design document [002].
 
     Under autograd g and u are kept in the dtype of x for the backward, whose gradients therefore err by that
@@ -60,7 +60,7 @@ def gated_mlp(
         act_on: "up" or "gate", the projection that goes through the activation.
         BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages: a configuration of the CUDA kernel for the tuner, all
             or none: rows and columns of the result per block, elements of Hd per stage, warps that multiply,
-            stages. Validated everywhere, ignored on the CPU and while gradients are recorded.
+            stages. Checked on every device, ignored on the CPU and while gradients are recorded.
 
     Returns:
         A new contiguous tensor [..., I] of x's dtype, differentiable with respect to the three tensors.

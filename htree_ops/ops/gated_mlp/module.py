@@ -39,7 +39,7 @@ class FusedGatedMLP(nn.Module):
         for name, value in (("hidden_dim", hidden_dim), ("intermediate_dim", intermediate_dim)):
             check_int("FusedGatedMLP", name, value, 1)
         with options_of("FusedGatedMLP"):
-            none = torch.empty(0, 0, device="meta")  # a call without rows, for the options alone
+            none = torch.empty(0, 0, device="meta")  # a call without rows checks the options alone
             gated_mlp(none, none, none, activation, act_on)
         self.hidden_dim = hidden_dim
         self.intermediate_dim = intermediate_dim

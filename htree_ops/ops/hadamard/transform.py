@@ -18,9 +18,9 @@ def hadamard_transform(x: Tensor, scale: float | None = None) -> Tensor:
     """The Walsh-Hadamard transform of the last dim: ``y = scale * x @ H_n``.
 
     H_n is the Sylvester matrix, H_1 = [1], H_2m = [[H_m, H_m], [H_m, -H_m]], and is symmetric. With the default
-    scale n^(-1/2) the transform is orthonormal and its own inverse. Computed in n log2 n additions in fp32 (fp64
-    for fp64), then scaled and rounded once to the dtype of x; a sum beyond that range is infinite whatever the
-    scale. The gradient is the same transform with the same scale.
+    scale n^(-1/2) the transform is orthonormal and its own inverse. It takes n log2 n additions in fp32 (fp64
+    for fp64); the sums are scaled and rounded once to the dtype of x. A sum beyond the range of that arithmetic is
+    infinite whatever the scale. The gradient is the same transform with the same scale.
     Source: docs/semantics/hadamard.md §4.1, design document [003].
 
     Args:
@@ -31,11 +31,11 @@ def hadamard_transform(x: Tensor, scale: float | None = None) -> Tensor:
         A new contiguous tensor of the shape and dtype of x.
 
     Raises:
-        ShapeMismatchError: x is a scalar, or n is no power of two or too long. Nothing is padded: a padded and
+        ShapeMismatchError: x is a scalar, or n is not a power of two or too large. Nothing is padded: a padded and
             cut transform is not invertible.
         UnsupportedDtypeError: another dtype.
         ValueError: scale is not finite in float32 (float64 for a float64 x).
-        TypeError: x is no dense tensor or scale no number.
+        TypeError: x is not a dense tensor, or scale is not a number.
     """
     return torch.ops.htree.hadamard_transform(x, scale)
 
@@ -72,10 +72,10 @@ def grouped_hadamard(x: Tensor, group: int, scale: float | None = None) -> Tenso
         A new contiguous tensor [B, H, S, D] of the dtype of x; its gradient is the same op.
 
     Raises:
-        ShapeMismatchError: rank other than 4, group does not divide H, or group·D is no power of two or too long.
+        ShapeMismatchError: rank other than 4, group does not divide H, or group·D is not a power of two or too large.
         UnsupportedDtypeError: another dtype.
         ValueError: group below 1, or scale is not finite in float32 (float64 for a float64 x).
-        TypeError: x is no dense tensor, group no int or scale no number.
+        TypeError: x is not a dense tensor, group is not an int, or scale is not a number.
     """
     return torch.ops.htree.grouped_hadamard(x, group, scale)
 
@@ -89,7 +89,7 @@ class HadamardTransform(nn.Module):
 
     Raises:
         ValueError: group below 1, or scale is not finite in float32.
-        TypeError: group is no int or scale no number.
+        TypeError: group is not an int, or scale is not a number.
     """
 
     def __init__(self, group: int | None = None, scale: float | None = None) -> None:

@@ -48,7 +48,7 @@ def rmsnorm_rope(
         eps: added to the mean; 0 is allowed.
         num_heads: Hd / hd, by default from cos.
         BLOCK_SIZE, num_warps, num_stages: a configuration of the CUDA kernel for the tuner, all three or
-            none: threads per row, warps per block, rows in flight. Validated everywhere, ignored on the CPU.
+            none: threads per row, warps per block, rows loaded at a time. Checked on every device, ignored on the CPU.
 
     Returns:
         A new contiguous tensor [B, S, Hd] of x's dtype, differentiable with respect to x and weight.
@@ -58,7 +58,7 @@ def rmsnorm_rope(
         UnsupportedDtypeError: a dtype other than float32, float16, bfloat16, float64.
         ShapeMismatchError: a wrong rank or size.
         ValueError: eps is negative or not finite, num_heads is below 1, or a part of a configuration is missing.
-        TypeError: no dense tensor, eps no number, or num_heads no int.
+        TypeError: an argument is not a dense tensor, eps is not a number, or num_heads is not an int.
         ArchitectureNotSupportedError: a configuration that is not compiled.
         NotImplementedError: cos or sin requires grad, or a configuration that cannot hold such rows.
 

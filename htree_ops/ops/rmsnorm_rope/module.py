@@ -23,7 +23,7 @@ class FusedRMSNormRoPE(nn.Module):
     Raises:
         ValueError: a size is below 1, head_dim is odd or does not divide hidden_dim, or eps is negative or not
             finite.
-        TypeError: a size is no int, eps no number, or dtype none that the op computes (UnsupportedDtypeError).
+        TypeError: a size is not an int, eps is not a number, or the op does not compute dtype (UnsupportedDtypeError).
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class FusedRMSNormRoPE(nn.Module):
         check_int(name, "hidden_dim", hidden_dim, 1)
         check_int(name, "head_dim", head_dim, 0)
         with options_of(name):
-            row = torch.empty(2, device="meta")  # a call without rows, for eps alone
+            row = torch.empty(2, device="meta")  # a call without rows checks eps alone
             rmsnorm_rope(row.expand(0, 0, 2), row, row.expand(1, 2), row.expand(1, 2), eps)
         if dtype is not None:
             check_option_dtype(name, dtype, FLOATING_AND_DOUBLE)

@@ -64,8 +64,8 @@ def tree_attention(
         scale: factor of the scores, finite; None is K^-1/2.
         rope_base: base of the rotary angles, positive; None rotates nothing.
         importance: "lse_causal" or "exp_joint"; or "lse", which is not causal: its normaliser holds the query's own
-                node, whose pooled key covers later tokens. Where H = H_kv that cancels, but for non-finite keys and
-                weights flushed to 0.
+                node, whose pooled key covers later tokens. Where H = H_kv that cancels, except for keys that are not
+                finite and weights flushed to 0.
         scope: "kv_head": the H / H_kv query heads of a K/V head refine one common set. "q_head": each query
             head refines its own; K and V are expanded to H heads, which costs H / H_kv times their memory.
         return_lse: also return the log-sum-exp of each row's scores. Where a gradient is recorded this runs
@@ -75,7 +75,7 @@ def tree_attention(
         selection_span: c, a divisor of r: a candidate is selected by the log-sum-exp of the scores of its
             means of c tokens, which finds single tokens that the mean of the whole node hides. Smaller spans
             find more and cost more: a layer scores 1/c of the tokens below its candidates. None scores the
-            node's own mean. Not with importance="lse".
+            node's own mean. It cannot be combined with importance="lse".
 
     Returns:
         out [B, T_q, H, V] in the dtype of q, differentiable in q, k and v with the selection held fixed. With
@@ -83,15 +83,15 @@ def tree_attention(
         gradient.
 
     On a GPU the tensor-core path (r = 16, half precision, K = V of 32, 64 or 128, H / H_kv <= 16) needs, beside the
-    output and the stored lists, one packed copy of K and V and at most 10^9 bytes up to T of about 10^6, by chunks
-    over the queries; the backward 2 GiB and fp32 sums of dK and dV (docs/semantics §1.8).
+    output and the stored lists, one packed copy of K and V and at most 10^9 bytes for T up to about 10^6, because
+    queries are worked on in chunks. The backward needs 2 GiB and fp32 sums of dK and dV (docs/semantics §1.8).
 
     Raises:
-        ShapeMismatchError: a rank or size that does not fit, H no multiple of H_kv, odd K, T_q > T.
+        ShapeMismatchError: a rank or size that does not fit, H not a multiple of H_kv, odd K, T_q > T.
         UnsupportedDtypeError: a dtype that is not supported, or q, k and v of different ones.
         DeviceError: tensors on different devices.
         ValueError: an option outside its range.
-        NotImplementedError: in the backward of the backward.
+        NotImplementedError: the backward is differentiated again.
     """
     if scope not in SCOPES:
         raise ValueError(f"tree_attention: scope must be one of {', '.join(SCOPES)}, got {scope!r}")
@@ -132,7 +132,7 @@ def attention_forward(
     Returns:
         out [B, T_q, H, V]; gmax and gsum [B, T_q, H] in float32 (float64 for float64), lse = gmax +
         log(gsum); parents, one int32 list [B, ceil(T_q / s), H_kv, top_k] per layer, tokens first, ascending,
-        -1 at the tail; no list at all when they are not stored.
+        with -1 at the end; an empty list where they are not stored.
 
     Raises:
         As :func:`tree_attention`. A backward through the outputs raises RuntimeError.

@@ -24,7 +24,7 @@ __all__ = ["HTreeAttention"]
 
 
 def _option(name: str) -> property:
-    """An option of a module as an attribute of it: read, or replaced in ``options``, which checks it."""
+    """An option of a module as its attribute. Setting it replaces it in ``options``, which checks it."""
 
     def read(module: Any) -> Any:
         return getattr(module.options, name)
@@ -56,7 +56,7 @@ class HTreeAttention(nn.Module):
         options: the :class:`htree_ops.TreeOptions`; each of them is an attribute of the layer too, and may be set.
 
     Raises:
-        TypeError: a size that is no int, another option of a wrong type.
+        TypeError: a size is not an int, or another option has a wrong type.
         UnsupportedDtypeError: a dtype other than float32, float16, bfloat16 and float64.
         ValueError: a size or option out of range, sizes that do not divide, or an odd head_dim.
     """
@@ -143,7 +143,7 @@ class HTreeAttention(nn.Module):
 
         Args:
             x: [B, T, E].
-            attn_mask, key_padding_mask: must be None; they exist to be refused by name.
+            attn_mask, key_padding_mask: must be None; they exist so that they can be refused by name.
 
         Returns:
             [B, T, E] in the dtype of x (of autocast, where it is on).

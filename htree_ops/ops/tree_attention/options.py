@@ -23,7 +23,7 @@ class TreeOptions:
 
     Raises:
         TypeError: an option of a wrong type.
-        ValueError: an option out of its range, the message names it.
+        ValueError: an option is out of its range; the message names it.
     """
 
     compression_rate: int = 16
@@ -40,7 +40,7 @@ class TreeOptions:
     def __post_init__(self) -> None:
         empty = torch.empty(
             0, 0, 1, 2, device="meta"
-        )  # a call without tokens: the op checks the options alone
+        )  # in a call without tokens the op checks the options alone
         tree_attention(empty, empty, empty, **self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
@@ -49,10 +49,10 @@ class TreeOptions:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> TreeOptions:
-        """The options that :meth:`to_dict` saved; those that ``saved`` lacks have their defaults.
+        """The options that :meth:`to_dict` saved; options that ``saved`` lacks take their defaults.
 
         Raises:
-            ValueError: a name that is no option.
+            ValueError: a name is not that of an option.
         """
         known = [field.name for field in fields(cls)]
         for name in saved:

@@ -177,7 +177,7 @@ def compute_scores(
 
     Args:
         q: [B, T_q, H, K]; layer_k: [B, N, H_kv, K]; parents: [B, T_q, H_kv, k].
-        cos, sin: [size >= k*r, K/2] of :func:`rope_cache`.
+        cos, sin: [size >= k*r, K/2] from :func:`rope_cache`.
         layer: l >= 0, 0 for the tokens; scale: None is K^-1/2; t0: token of the first query row.
 
     Returns:
@@ -261,7 +261,7 @@ def compute_and_select(
     scale: float | None = None,
     t0: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Scores, state of all candidates and top-k per query head, of design document [000] (§1.8).
+    """Scores, state of all candidates and top-k per query head, as in design document [000] (§1.8).
 
     Args:
         As :func:`select_accumulate`, but parents [B, T_q, H, k]: each query head has its own list.
@@ -279,7 +279,7 @@ def compute_and_select(
 def subtract_topk(
     layer_v: Tensor, topk_indices: Tensor, topk_scores: Tensor, lmax: Tensor, lsum: Tensor, lout: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Takes the top-k out of a state of all candidates again, of design document [000] (§1.7).
+    """Takes the top-k out of a state of all candidates, as in design document [000] (§1.7).
 
     The remainder has the relative error eps * total mass / remaining mass: use it only where the scores'
     standard deviation is at most 2. :func:`select_accumulate` never needs it.
@@ -391,7 +391,7 @@ def recompute_selection(
     span_k: Tensor | None = None,
     selection_span: int | None = None,
 ) -> Tensor:
-    """The next_parents of :func:`select_accumulate` without reading a value, bit for bit (§1.8)."""
+    """The same bits as next_parents of :func:`select_accumulate`, without reading a value (§1.8)."""
     return torch.ops.htree.recompute_selection(
         q,
         layer_k,
@@ -414,7 +414,7 @@ def recompute_selection(
 def merge_to_global_(
     gmax: Tensor, gsum: Tensor, gout: Tensor, lmax: Tensor, lsum: Tensor, lout: Tensor
 ) -> State:
-    """Merges a layer's state into the global one in place: both re-based to the larger max and added (§1.7).
+    """Merges a layer's state into the running one, in place: both are brought to the larger max and added (§1.7).
 
     A state with sum 0 counts as empty. Shapes [B, T_q, H] and, for gout and lout, [B, T_q, H, V]; the tensors
     must not share memory (RuntimeError).
