@@ -81,6 +81,7 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any], list[dict[str, Any]]]] = [
         [{"dout": zeros(2, 12, 4, 6)}],
     ),
     (stages.tree_build, {"k": K, "v": V}, [{"v": zeros(2, 11, 2, 5)}]),
+    (stages.span_means, {"k": K, "span": 2}, [{"span": 0}]),
     (stages.tree_build_backward, {"dpk": K, "dpv": V, "n_child": 192}, [{"n_child": 0}]),
     (stages.rope_cache, {"size": 4, "dim": 8}, [{"dim": 7}, {"base": -1.0}, {"dtype": torch.float16}]),
     (stages.rope, {"x": Q, "cos": TABLE, "sin": TABLE, "positions": torch.arange(12)}, [{"positions": Q}]),
@@ -209,6 +210,54 @@ def test_the_text_names_function_and_argument(
     with pytest.raises((ValueError, TypeError, RuntimeError)) as eager:
         function(**call | change)
     assert re.match(rf"{function.__name__}: .*\b{next(iter(change))}\b", str(eager.value))
+
+
+@pytest.mark.parametrize(
+    ("function", "call"), [pytest.param(call[0], call[1], id=call[0].__name__) for call in CALLS]
+)
+def test_an_argument_of_a_wrong_kind_is_refused_in_the_same_words(
+    function: Callable[..., Any], call: dict[str, Any]
+) -> None:
+    """Its name, what it must be and what came: the same sentence, eager and compiled."""
+    parameters = inspect.signature(function).parameters.values()
+    kinds = {"Tensor": "a Tensor", "int": "an int", "float": "a number", "str": "a str", "bool": "a bool"}
+    for annotation in ("Tensor", *kinds):  # what comes last: an option, if the function has one
+        for parameter in parameters:
+            if parameter.annotation == annotation:
+                name, kind = parameter.name, kinds[annotation]
+    sentence = f"{function.__name__}: {name} must be {kind}, got module"
+    with pytest.raises(TypeError, match=re.escape(sentence)):
+        function(**call | {name: torch})
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=re.escape(sentence)):
+        compiled(**call | {name: torch})
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"top_k": "8"}, "top_k must be an int, got str"),
+        ({"top_k": True}, "top_k must be an int, got bool"),
+        ({"scale": "x"}, "scale must be a number, got str"),
+        ({"importance": 3}, "importance must be a str, got int"),
+        ({"store_parents": 1}, "store_parents must be a bool, got int"),
+        ({"v": None}, "v must be a Tensor, got NoneType"),
+    ],
+    ids=str,
+)
+def test_kinds_of_tree_attention(change: dict[str, Any], rule: str) -> None:
+    function, call, _ = CALLS[0]
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=f"tree_attention: {rule}"):
+        torch.compile(function, fullgraph=True, backend="eager")(**call | change)
+
+
+def test_kinds_of_arguments_without_keywords() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(stages.tree_build, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="tree_build: compression_rate must be an int, got float"):
+        compiled(K, V, 4.0)
 
 
 def test_every_public_function_is_in_the_table() -> None:

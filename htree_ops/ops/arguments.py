@@ -22,11 +22,10 @@ from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeEr
 __all__ = [
     "FLOATING",
     "FLOATING_AND_DOUBLE",
-    "check_bool",
     "check_devices",
     "check_dtype",
     "check_int",
-    "check_int_type",
+    "check_kind",
     "check_number",
     "check_option_dtype",
     "check_tensor",
@@ -65,27 +64,47 @@ _KINDS: dict[str, tuple[str, tuple[type, ...], tuple[type, ...]]] = {
 class _Kind:
     """What one argument may be."""
 
-    def __init__(self, name: str, annotation: str) -> None:
+    def __init__(self, annotation: str) -> None:
         parts = [_KINDS[part] for part in annotation.split(" | ")]
-        self.name = name
         self.words = " or ".join(words for words, _, _ in parts if words != "None")
         self.exact = frozenset(kind for _, exact, _ in parts for kind in exact)
         self.all = tuple(kind for _, _, kinds in parts for kind in kinds)
 
-    def check(self, function: str, value: object) -> None:
-        """Raises TypeError. To Python a bool is an int; here it is not."""
-        if not isinstance(value, self.all) or (isinstance(value, bool) and bool not in self.all):
-            raise TypeError(f"{function}: {self.name} must be {self.words}, got {type(value).__name__}")
+    def refusal(self, function: str, name: str, came: type) -> str:
+        """What is wrong with a value of that type, or nothing. To Python a bool is an int; here it is not."""
+        if issubclass(came, self.all) and (not issubclass(came, bool) or bool in self.all):
+            return ""
+        return f"{function}: {name} must be {self.words}, got {came.__name__}"
+
+    def check(self, function: str, name: str, value: object) -> None:
+        """Raises TypeError."""
+        if sentence := self.refusal(function, name, type(value)):
+            raise TypeError(sentence)
         if isinstance(value, (list, tuple)):
             for place, x in enumerate(value):
-                check_tensor(function, f"{self.name}[{place}]", x)
+                check_tensor(function, f"{name}[{place}]", x)
+
+
+_SINGLE_KINDS = {annotation: _Kind(annotation) for annotation in _KINDS}
+
+#: The functions below :func:`named`: what messages call them, and the kinds of their arguments in order and by name.
+_FUNCTIONS: dict[str, tuple[str, list[tuple[str, _Kind] | None], dict[str, _Kind]]] = {}
+
+
+@torch.compiler.assume_constant_result  # Dynamo knows the types, and needs no guard for the table
+def _wrong_kind(function: str, *types: type, **types_by_name: type) -> str:
+    """What is wrong with the kinds of the arguments of a call that is traced; empty where nothing is."""
+    label, in_order, kinds = _FUNCTIONS[function]
+    given = [(*argument, came) for argument, came in zip(in_order, types, strict=False) if argument]
+    given += [(name, kinds[name], came) for name, came in types_by_name.items() if name in kinds]
+    return next(filter(None, (kind.refusal(label, name, came) for name, kind, came in given)), "")
 
 
 def named(function: Callable[P, R]) -> Callable[P, R]:
     """Makes a function around an op check the kinds of its arguments and put the op's refusals into its own words.
 
-    Annotations that are not in ``_KINDS`` are left to the function. While torch.compile
-    traces, the function runs alone and the user sees the op's message.
+    Annotations that are not in ``_KINDS`` are left to the function. While torch.compile traces, Dynamo shows what the
+    op refuses in the op's own message, for no except clause sees it.
     """
     return named_as()(function)
 
@@ -97,28 +116,32 @@ def named_as(name: str | None = None, **renamed: str) -> Callable[[Callable[P, R
         label = name or function.__name__
         signature = inspect.signature(function)
         kinds = {
-            p.name: _Kind(p.name, p.annotation)
+            p.name: _Kind(p.annotation)
             for p in signature.parameters.values()
             if all(part in _KINDS for part in str(p.annotation).split(" | "))
         }
         in_order = [
-            kinds.get(p.name)
+            (p.name, kinds[p.name]) if p.name in kinds else None
             for p in signature.parameters.values()
             if p.kind is not inspect.Parameter.KEYWORD_ONLY
         ]
+        key = f"{function.__module__}.{function.__qualname__}"
+        _FUNCTIONS[key] = label, in_order, kinds
         is_compiling = torch.compiler.is_compiling
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if is_compiling():
+                if sentence := _wrong_kind(key, *map(type, args), **{k: type(x) for k, x in kwargs.items()}):
+                    raise TypeError(sentence)
                 return function(*args, **kwargs)
-            for value, kind in zip(args, in_order, strict=False):
+            for value, argument in zip(args, in_order, strict=False):
+                if argument is not None and type(value) not in argument[1].exact:
+                    argument[1].check(label, argument[0], value)
+            for name, value in kwargs.items():
+                kind = kinds.get(name)
                 if kind is not None and type(value) not in kind.exact:
-                    kind.check(label, value)
-            for key, value in kwargs.items():
-                kind = kinds.get(key)
-                if kind is not None and type(value) not in kind.exact:
-                    kind.check(label, value)
+                    kind.check(label, name, value)
             try:
                 return function(*args, **kwargs)
             except (TypeError, ValueError, RuntimeError, IndexError) as error:
@@ -168,10 +191,14 @@ def options_of(name: str) -> Iterator[None]:
 # ---- checks of modules and caches
 
 
-def check_tensor(op: str, name: str, tensor: object) -> None:
+def check_kind(op: str, name: str, value: object, annotation: str) -> None:
+    """Raises TypeError unless ``value`` is what a function would take under that ``annotation``, such as ``"int"``."""
+    _SINGLE_KINDS[annotation].check(op, name, value)
+
+
+def check_tensor(op: str, name: str, tensor: Any) -> None:
     """Raises TypeError unless ``tensor`` is a dense tensor."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{op}: {name} must be a Tensor, got {type(tensor).__name__}")
+    check_kind(op, name, tensor, "Tensor")
     if tensor.is_nested or tensor.layout != torch.strided:
         came = "a nested one" if tensor.is_nested else f"layout {tensor.layout}"
         raise TypeError(f"{op}: {name} must be a dense tensor, got {came}")
@@ -263,18 +290,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_int_type(op: str, name: str, value: object) -> None:
-    """Raises TypeError unless ``value`` is an integer."""
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
-
-
-def check_bool(op: str, name: str, value: object) -> None:
-    """Raises TypeError unless ``value`` is a bool."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{op}: {name} must be a bool, got {type(value).__name__}")
-
-
 def check_option_dtype(op: str, dtype: object, supported: Sequence[torch.dtype]) -> None:
     """Raises UnsupportedDtypeError unless the option ``dtype`` is one of the ``supported``."""
     if dtype not in supported:
@@ -288,17 +303,16 @@ def check_option_dtype(op: str, dtype: object, supported: Sequence[torch.dtype])
 
 def check_int(op: str, name: str, value: Any, least: int, most: int = 2**31 - 1) -> None:
     """Raises TypeError unless ``value`` is an integer, ValueError unless it lies in [least, most]."""
-    check_int_type(op, name, value)
+    check_kind(op, name, value, "int")
     if not least <= value <= most:
         raise ValueError(f"{op}: {name} must be between {least} and {most}, got {value}")
 
 
 def check_number(
-    op: str, name: str, value: object, *, positive: bool = False, dtype: torch.dtype = torch.float32
+    op: str, name: str, value: Any, *, positive: bool = False, dtype: torch.dtype = torch.float32
 ) -> None:
     """Raises TypeError unless ``value`` is a real number, ValueError unless it is finite in ``dtype``."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
-        raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
+    check_kind(op, name, value, "float")
     largest = torch.finfo(dtype).max
     if not -largest <= value <= largest or (positive and not value > 0):
         wanted = "positive and finite" if positive else "finite"

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from htree_ops.errors import ShapeMismatchError, refuse
-from htree_ops.ops.arguments import FLOATING, check_bool, check_dtype, check_int, check_number, check_tensors
+from htree_ops.ops.arguments import FLOATING, check_dtype, check_int, check_kind, check_number, check_tensors
 from htree_ops.ops.compressed_kv.cache import CompressedKVCache
 from htree_ops.ops.compressed_kv.checks import check_policy, pair, prompt_lengths
 from htree_ops.ops.compressed_kv.format import check_format, check_hadamard_group, num_kept
@@ -122,8 +122,8 @@ class MustafarAttention(nn.Module):
         check_int(OP, "head_group_num", head_group_num, 1)
         check_int(OP, "max_positions", max_positions, 1)
         check_policy(OP, window, chunk, page_size, split_size)
-        check_bool(OP, "use_grouped_hadamard", use_grouped_hadamard)
-        check_bool(OP, "output_aware", output_aware)
+        check_kind(OP, "use_grouped_hadamard", use_grouped_hadamard, "bool")
+        check_kind(OP, "output_aware", output_aware, "bool")
         if num_heads % num_kv_heads:
             raise ValueError(
                 f"{OP}: num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}"

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError, refuse
 from htree_ops.ops.arguments import (
     FLOATING_AND_DOUBLE,
-    check_bool,
     check_int,
+    check_kind,
     check_option_dtype,
     check_tensor,
     options_of,
@@ -98,7 +98,7 @@ class HTreeAttention(nn.Module):
         sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
         for name, size in (sizes if head_dim is None else sizes | {"head_dim": head_dim}).items():
             check_int("HTreeAttention", name, size, 1)
-        check_bool("HTreeAttention", "bias", bias)
+        check_kind("HTreeAttention", "bias", bias, "bool")
         if dtype is not None:
             check_option_dtype("HTreeAttention", dtype, FLOATING_AND_DOUBLE)
         if num_heads % num_kv_heads != 0:
