@@ -1,6 +1,6 @@
 """Timing with a correctness gate, a baseline beside it and a ceiling above it; results as JSON and CSV.
 
-What the package takes from here (the clocks, for the tuner) does not load the suite and its cases.
+The clocks, which the tuner uses, do not load the suite and its cases.
 """
 
 import importlib

@@ -107,7 +107,8 @@ def choose(arguments: argparse.Namespace, device: str) -> list[suite.Benchmark]:
     """The benchmarks asked for.
 
     Raises:
-        UsageError: no such room, or nothing is left; the message says which flag chose nothing and what there is.
+        UsageError: the room does not exist, or the flags leave nothing. The message says which flag chose nothing and
+            what exists.
     """
     modules = [load_room(room, arguments.folder) for room in arguments.room]
     every = [benchmark for module in modules for benchmark in module.make_benchmarks(device)]
@@ -133,7 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
         1 where a case was wrong or did not fit into memory, else 0.
 
     Raises:
-        UsageError: see :func:`choose`; no such GPU; the measured commit is not known.
+        UsageError: see :func:`choose`. Also where the GPU does not exist or the measured commit is not known.
     """
     if not arguments.room:
         raise UsageError(
@@ -169,7 +170,7 @@ def run(arguments: argparse.Namespace) -> int:
             too_large += 1
         bar.done += 1
         if arguments.json:
-            results.write_json(arguments.json, rows)  # whole after each, should the run be cut short
+            results.write_json(arguments.json, rows)  # after each benchmark, in case the run is cut short
     bar.clear()
     print(results.format_table(rows))
     print(

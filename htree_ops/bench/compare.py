@@ -51,7 +51,7 @@ def _key(row: Row) -> Key:
 
 
 def _by_case(rows: Sequence[Row]) -> dict[Key, Row]:
-    """Our times stand in each of a case's rows; one is enough."""
+    """One row per case: each of a case's rows has our times."""
     found: dict[Key, Row] = {}
     for row in rows:
         found.setdefault(_key(row), row)
@@ -65,7 +65,7 @@ def _machine(row: Row) -> str:
 def compare(
     old: Sequence[Row], new: Sequence[Row], tolerance_percent: float = DEFAULT_TOLERANCE
 ) -> list[Change]:
-    """The cases that both have, in the order of the new file.
+    """The cases that both files have, in the order of the new one.
 
     Graph-replay times are compared where both have them, else medians; their noise is that of the medians.
 

@@ -1,6 +1,6 @@
 """The least time that memory traffic takes: compulsory bytes over copy bandwidth, or a measured IO-only twin.
 
-A row's floor says how much an op could still gain; the verdict says whether arithmetic is what holds it (§2.4 of
+A row's floor says how much an op could still gain; the verdict says whether arithmetic is what limits it (§2.4 of
 docs/semantics/io_twins.md). Times are microseconds in :class:`Floor` and milliseconds in :func:`verdict`.
 """
 
@@ -18,7 +18,7 @@ from htree_ops.testing.cases import Case
 
 __all__ = ["PEAKS_GB_PER_S", "TWINS", "Floor", "floor", "overhead_percent", "peak_of", "verdict"]
 
-#: Memory bandwidth of data sheets, GB/s (10^9), by a part of torch's device name; the first match counts.
+#: Memory bandwidth from data sheets in GB/s (10^9), by a part of torch's device name. The first match counts.
 PEAKS_GB_PER_S: dict[str, float] = {
     "H200": 4800.0,
     "H100 PCIe": 2039.0,
@@ -82,8 +82,8 @@ def _io_next_parents(parents: torch.Tensor, positions: torch.Tensor, rate: int =
     return torch.ops.htree.io_compute_next_parents(parents, positions, rate)
 
 
-#: Ops whose kernels have the policy IoOnly: the twin takes the op's own arguments. io_accumulate_non_topk keeps its
-#: arithmetic, so it is no floor.
+#: Twins that take the op's own arguments, by op. io_accumulate_non_topk keeps its
+#: arithmetic, so it gives no floor.
 TWINS: dict[str, Callable[..., Any]] = {
     "compute_scores": _io_compute_scores,
     "select_topk": _io_select_topk,

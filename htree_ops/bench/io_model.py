@@ -9,9 +9,9 @@ import torch
 
 __all__ = ["PipelineProblem", "Traffic", "candidate_sums", "layer_sizes", "traffic"]
 
-#: Query heads that a block of the scores and accumulation kernels serves: more heads read K or V again.
+#: Query heads that a block of the scores and accumulation kernels serves: for more heads K or V is read again.
 HEADS_PER_BLOCK = 8
-#: Value columns that a block of the accumulation kernel covers are at most 32 lanes of one 16-byte pack each.
+#: A block of the accumulation kernel covers the value columns of at most 32 lanes, a 16-byte pack each.
 LANES, PACK_BYTES = 32, 16
 
 
@@ -80,7 +80,7 @@ class PipelineProblem:
 
     @property
     def row_bytes_per_query(self) -> int:
-        """Besides scores, of one query row: three lists, two states of the heads, their output."""
+        """Bytes of one query row besides the scores: three lists, two states of the heads, their output."""
         return self.batch * (3 * 4 * self.h_kv * (self.top_k + 1) + 2 * 4 * self.hq * (2 + self.v_dim))
 
 

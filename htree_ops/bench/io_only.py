@@ -71,10 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def choose_device(gpu: int | None) -> torch.device:
-    """The GPU asked for, or the CPU for -1 and where none was asked for and none is there.
+    """The GPU that was asked for; the CPU for -1, or where none was asked for and none exists.
 
     Raises:
-        UsageError: a GPU was asked for and is not there.
+        UsageError: the GPU that was asked for does not exist.
     """
     if gpu == -1 or (gpu is None and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -86,7 +86,7 @@ def choose_device(gpu: int | None) -> torch.device:
 
 
 def choose_rows(problem: PipelineProblem, free_bytes: int) -> int:
-    """Queries per piece: all of them where the score buffer fits beside the inputs, else as many as fit.
+    """Queries per piece: all of them where the score buffer fits in memory beside the inputs, else as many as fit.
 
     Raises:
         UsageError: not even one query fits.

@@ -35,7 +35,7 @@ def make_inputs(problem: PipelineProblem, device: torch.device | str, seed: int)
 
 
 class Recorder:
-    """Times every op of a pipeline by (layer, kernel); a pipeline without one calls the ops plainly."""
+    """Times every op of a pipeline by (layer, kernel). A pipeline without a recorder only calls the ops."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._cuda = torch.device(device).type == "cuda"
@@ -73,10 +73,10 @@ class Pipeline:
 
     Attributes:
         problem: sizes.
-        rows: queries per piece; all pieces but the last have as many.
-        io_only: the twins instead of the full kernels.
+        rows: queries of every piece but the last.
+        io_only: whether to run the twins instead of the full kernels.
         select: one of :data:`SELECTIONS`; without ``io_only`` it has no effect.
-        map_positions: twins map positions to nodes.
+        map_positions: whether the twins map positions to nodes.
     """
 
     problem: PipelineProblem
@@ -167,7 +167,7 @@ def milliseconds(
 ) -> float:
     """Average time of one of ``iters`` calls after ``warmup`` calls, by CUDA events or by the clock.
 
-    ``advance`` is told how many more calls have ended, never within the time that is measured.
+    ``advance`` is called with the number of calls that have ended since, outside of the time that is measured.
     """
     for _ in range(warmup):
         call()

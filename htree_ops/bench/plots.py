@@ -51,7 +51,7 @@ THEMES = {
 }
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<")
 INK, COLOURS = THEMES["light"].ink, THEMES["light"].curves
-#: Longest list of bars in one picture; cases in which the baseline is faster come on top.
+#: The most bars in one picture. Cases in which the baseline is faster stand on top.
 MAX_BARS = 36
 
 
@@ -123,7 +123,7 @@ def _finish(plt: Any, figure: Any, axes: Any, rows: Sequence[Row], title: str, p
 
 
 def _reduce_colours(path: Path) -> None:
-    """A palette makes a picture of lines and letters three times smaller; the octree keeps rare colours."""
+    """Reduces a picture of lines and letters to a palette, a third of the size; the octree keeps rare colours."""
     from PIL import Image  # matplotlib depends on it
 
     with Image.open(path) as picture:
@@ -162,7 +162,7 @@ def roofline(rows: Sequence[Row], path: Path) -> Path | None:
             [row.flops / row.bytes for row in own],
             [row.tflops for row in own],
             s=46,
-            marker=MARKERS[(index + index // len(COLOURS)) % len(MARKERS)],  # no pair twice
+            marker=MARKERS[(index + index // len(COLOURS)) % len(MARKERS)],  # each pair once
             color=COLOURS[index % len(COLOURS)],
             edgecolor="white",
             linewidth=0.6,
@@ -174,7 +174,7 @@ def roofline(rows: Sequence[Row], path: Path) -> Path | None:
     intensities = [row.flops / row.bytes for row in cases.values()]
     speeds = [row.tflops for row in cases.values()]
     ceiling = max(row.ceiling_gb_per_s for row in cases.values())
-    # the bandwidth line reaches as high as the picture needs, not to the end of a wide axis
+    # The bandwidth line ends where the picture needs it, not at the end of a wide axis.
     left, right = min(intensities) / 3, max(max(intensities) * 3, min(intensities) * 30)
     top = max(speeds) * 5
     knee = min(right, top * 1e3 / ceiling)
@@ -207,7 +207,7 @@ def _one_family(rows: Sequence[Row]) -> list[Row]:
             families.setdefault((sizes, inputs, row.dtype), []).append(row)
     most = max((len({_length(row) for row in family}) for family in families.values()), default=0)
     if most < 2:
-        return []  # points, no curve
+        return []  # only points, not a curve
     longest = [key for key, family in families.items() if len({_length(row) for row in family}) == most]
     return families[min(longest, key=lambda key: (len(key[1]), key))]
 
@@ -227,14 +227,14 @@ def _milliseconds(value: float) -> str:
     return f"{value:g} ms" if value < 1000 else f"{value / 1000:g} s"
 
 
-#: What the curve of a baseline is called whose time on one head was multiplied by the number of heads.
+#: The name of the curve of a baseline whose time on one head was multiplied by the number of heads.
 ONE_HEAD = "computed from one head"
 
 
 def _curves(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
     """Milliseconds by length of each curve; under load where that was taken, because that is what a user sees.
 
-    A baseline that was timed on 1 of n heads counts n times, as a curve of its own that says so: no point of the
+    The time of a baseline that ran on 1 of n heads counts n times, as a curve of its own that says so: no point of the
     picture stands for a part of the work.
     """
     curves: dict[str, dict[int, float]] = {}
@@ -259,7 +259,7 @@ def lengths(
 
     Args:
         theme: a key of ``THEMES``.
-        baseline: draw only baselines whose names begin so.
+        baseline: draw only baselines whose names begin with this.
     """
     used = [row for row in _one_family(rows) if row.baseline.startswith(baseline or "")]
     if not used:
@@ -329,7 +329,7 @@ def bars(rows: Sequence[Row], path: Path) -> Path | None:
         return None
     chosen = list(best.values())
     note = ""
-    if len(chosen) > MAX_BARS:  # the slowest cases of each op, evenly, and none that loses is left out
+    if len(chosen) > MAX_BARS:  # the slowest cases, as many of each op, and every case that loses
         ops = sorted({row.op for row in chosen})
         each = max(1, MAX_BARS // len(ops))
         slowest = [sorted((r for r in chosen if r.op == op), key=lambda r: -time_us(r))[:each] for op in ops]

@@ -1,6 +1,6 @@
-"""How far work is: drawn over itself on a terminal, elsewhere a line now and then; on the error stream.
+"""Shows on the error stream how far work is: one line drawn over itself on a terminal, elsewhere a line now and then.
 
-Knows nothing of the package, so that a build can be watched with it before there is one:
+It imports nothing of the package, so that it can watch a build before the package works:
 ``python htree_ops/bench/progress.py LOG COMMAND...`` shows which file the compiler has finished last. All that the
 command prints goes to LOG; where the command fails, its errors and its last lines are shown.
 """
@@ -20,9 +20,9 @@ __all__ = ["Progress", "progress", "progress_bar", "watch"]
 
 Item = TypeVar("Item")
 WIDTH = 24
-#: Seconds between two lines where the stream is no terminal.
+#: Seconds between two lines where the stream is not a terminal.
 EVERY = 20.0
-#: Of a failed command these are shown: lines that name an error, the first ones, and the last lines.
+#: What is shown of a failed command: the first lines that name an error, and the last lines.
 ERROR = re.compile(r"\berror: ")
 ERROR_LINES, LAST_LINES = 20, 20
 #: A line of ninja: how many units are done, of how many; and the source in a compiler's command line.
@@ -35,7 +35,7 @@ def _bar(done: int, total: int, empty: str) -> str:
 
 
 class Progress:
-    """One line that says how much is done and what is at work, and how much time is left.
+    """One line that says how much is done, what is being worked on, and how much time is left.
 
     ``total`` may be 0 where it is not known. ``clock`` returns seconds.
     """
@@ -50,7 +50,7 @@ class Progress:
         self._begin = self._shown = clock()
 
     def show(self, label: str) -> None:
-        """Draws the line; where the stream is no terminal only if none was written for a while."""
+        """Draws the line. Where the stream is not a terminal, only if none was written for a while."""
         now = self._clock()
         if self._stream.isatty():
             self._stream.write(f"\r\033[K[{_bar(self.done, self.total, ' ')}] {self._text(label, now)}")
@@ -62,12 +62,12 @@ class Progress:
         self._stream.flush()
 
     def advance(self, label: str, count: int = 1) -> None:
-        """``count`` more are done."""
+        """Counts ``count`` more as done."""
         self.done += count
         self.show(label)
 
     def clear(self) -> None:
-        """Takes the line off a terminal, for something else to be printed."""
+        """Removes the line from a terminal, so that something else can be printed."""
         if self._stream.isatty():
             self._stream.write("\r\033[K")
             self._stream.flush()
@@ -83,7 +83,7 @@ class Progress:
 def progress(
     items: Sequence[Item], label: Callable[[Item], str], stream: TextIO | None = None
 ) -> Iterator[Item]:
-    """Yields the items and shows which one is at work, how many are done and the time that is left."""
+    """Yields the items and shows the current one, how many are done, and the time that is left."""
     bar = Progress(len(items), stream)
     for item in items:
         bar.show(label(item))

@@ -107,7 +107,7 @@ def _sustained_or_median(row: Entry, prefix: str = "") -> float:
 def _beside_others(rows: Sequence[Entry]) -> tuple[float, list[float]]:
     """Our time and each other function's for the rows of one case, all taken in one way.
 
-    Sustained times where any row has one, a median standing in where it is below the limit; else graph replay where
+    Sustained times where any row has one (a median where a row is below the limit for them); else graph replay where
     all rows have it, else medians.
     """
     if any(row.get(f"{prefix}sustained_us") is not None for row in rows for prefix in ("", "baseline_")):
@@ -117,17 +117,17 @@ def _beside_others(rows: Sequence[Entry]) -> tuple[float, list[float]]:
     return float(rows[0][name]), [float(row[f"baseline_{name}"]) for row in rows]
 
 
-#: Lines of an op among the headlines for cases that only other functions are timed beside.
+#: How many cases of an op without a baseline of the same function the headlines show.
 HEADLINE_YARDSTICKS = 6
 DENSE = "dense SDPA, cuDNN"
-#: Parts of tree attention: in ``docs/results.md``, no headlines.
+#: Parts of tree attention: they stand in ``docs/results.md``, but not among the headlines.
 STAGES = frozenset({"compute_scores", "select_topk", "compute_next_parents", "accumulate_non_topk"})
 
 
 def _crossovers(rows: Iterable[Entry]) -> str:
     """From which length on tree attention is faster than dense attention, one clause per stride; "" if never seen.
 
-    Between the last length at which dense is faster and the next one, by straight lines of log time over log length.
+    Found between the last length at which dense is faster and the next, by straight lines of log time over log length.
     """
     ratios: dict[int, dict[int, float]] = {}
     for row in rows:
@@ -157,7 +157,7 @@ ONE_HEAD = re.compile(re.escape(DENSE) + r", 1 of (\d+) heads")
 def render_summary(files: dict[str, list[Entry]]) -> str:
     """The README's section: tree attention beside dense attention by length and direction, and where they cross.
 
-    The fastest time of a line is bold. Dense attention that was timed on one of n heads counts n times, and its cell
+    The fastest time of a line is bold. The time of dense attention on one of n heads counts n times, and its cell
     says so.
     """
     rows = [row for rows in files.values() for row in rows if row["gpu"] != "none"]
@@ -311,7 +311,7 @@ def replace_section(document: str, section: str, name: str = "results") -> str:
     """A document's text with ``section`` between the markers of ``name``.
 
     Raises:
-        ValueError: the markers are missing or not once each in order.
+        ValueError: the markers do not occur once each, in order.
     """
     begin_mark, end_mark = markers(name)
     before, begin, rest = document.partition(begin_mark)

@@ -44,7 +44,7 @@ TEXT_COLUMNS = {0, 1, 2, 8, 9}
 
 
 def with_floor(row: Row) -> tuple[float | None, str]:
-    """(percent of floor, verdict) of a row; for rows older than these columns from bytes and copy bandwidth."""
+    """(percent of floor, verdict) of a row; for rows that lack these columns, from bytes and copy bandwidth."""
     if row.percent_of_floor is not None and row.verdict is not None:
         return row.percent_of_floor, row.verdict
     floor_us = row.bytes / row.ceiling_gb_per_s / 1e3
@@ -53,7 +53,7 @@ def with_floor(row: Row) -> tuple[float | None, str]:
 
 
 def read_folder(paths: Sequence[Path]) -> list[Row]:
-    """Rows of the files, and of every ``*.json`` in the folders; files of other commands hold ``kernels``, not rows.
+    """Rows of the files, and of every ``*.json`` in the folders; files with ``kernels`` in place of rows are left out.
 
     Raises:
         ResultsError: a path does not exist, or a file holds something else, or nothing is there.
@@ -74,7 +74,7 @@ def _of_io_only(file: Path) -> bool:
     try:
         content = json.loads(file.read_text())
     except (OSError, ValueError):
-        return False  # read_json says what is wrong with it
+        return False  # read_json reports what is wrong with it
     return isinstance(content, dict) and "kernels" in content
 
 

@@ -1,4 +1,4 @@
-"""A measured row and what it must say: machine, versions, commit, problem, baseline and ceiling."""
+"""A measured row and the facts that it must have: machine, versions, commit, problem, baseline and ceiling."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 
 
 _ABOVE = Path(__file__).resolve().parents[2]
-#: The checkout that this file belongs to; None where it is installed, be it inside a checkout of something else.
+#: The checkout that this file belongs to; None where it is installed, even inside a checkout of something else.
 CHECKOUT = _ABOVE if (_ABOVE / "setup.py").is_file() else None
 
 
@@ -107,12 +107,12 @@ class Row(Environment):
 
 
 def source_commit(folder: Path | None = None) -> str:
-    """What is measured: ``HTREE_COMMIT``, else the checkout's commit, else the one the library was built from.
+    """The commit that is measured: ``HTREE_COMMIT``, else the checkout's, else that of the library's build.
 
     A library that was built from a source distribution, which has no commit, is named by its version.
 
     Raises:
-        UsageError: nothing is known; a figure that does not say what was measured is not recorded.
+        UsageError: no commit is known, and a figure that does not say what was measured is not recorded.
     """
     if given := os.environ.get("HTREE_COMMIT"):
         return given
@@ -192,7 +192,7 @@ def read_json(path: Path) -> list[Row]:
     return [Row(**entry) for entry in entries]
 
 
-#: What everything else is divided by.
+#: Fields by which others are divided.
 _POSITIVE = (
     "median_us",
     "baseline_median_us",
@@ -204,7 +204,7 @@ _POSITIVE = (
 
 
 def _objection(name: str, value: object) -> str | None:
-    """What a value of a row should be, None where it is that."""
+    """What a value of a row should be; None where it is so."""
     kind = _KINDS[name]
     optional = isinstance(kind, types.UnionType)  # float | None, str | None
     if optional and value is None:

@@ -47,7 +47,7 @@ class Candidate:
             differentiates builds its graph here, untimed. Its result must still be that of the case's inputs.
         same_function: False for a yardstick that computes something else. It is not checked, and its rows say so.
         capturable: whether it can run inside a CUDA graph.
-        check: replaces the benchmark's, where the candidate rounds an intermediate that the op is given.
+        check: replaces the benchmark's check, for a candidate that rounds an intermediate that the op does not round.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Benchmark:
         op: name of the op.
         case: the problem; it knows its inputs, bytes and flops.
         ours: the op of this package.
-        baselines: what it is compared with, at least one.
+        baselines: what it is compared with; at least one.
         check: (inputs, result) raises AssertionError when the result is wrong.
     """
 
@@ -183,7 +183,7 @@ def run_benchmark(
     times = timing.measure_undisturbed(calls, clock, effort)
     sustained: dict[str, float] = {}
     graph: dict[str, float] = {}
-    if torch.device(device).type == "cuda":  # power limits and graphs are a GPU's affair
+    if torch.device(device).type == "cuda":  # only GPUs have power limits and graphs
         sustained = sustained_times(calls, times, clock, effort)
         captured = {c.name: timing.capture(calls[c.name]) for c in candidates if c.capturable}
         replayed = timing.measure({name: [replay] for name, (replay, _) in captured.items()}, clock, effort)

@@ -40,11 +40,11 @@ Call = Callable[[], Any]
 
 #: Inputs are rotated over at least this many bytes: three times the largest L2 in use (60 MB).
 ROTATED_BYTES = 180_000_000
-#: Inputs of one call that leave the caches by themselves: what L2 keeps of them is below 1 %.
+#: Inputs of this size leave the caches by themselves: the L2 keeps less than 1 % of them.
 ALONE_BYTES = 10_000_000_000
 _MAX_INPUT_SETS = 4096
-#: Where p80 exceeds p20 by more than this factor, something disturbed the measurement. It is then repeated, and at most
-#: so many attempts are made.
+#: Where p80 exceeds p20 by more than this factor, something disturbed the measurement. It is then repeated; at most
+#: three attempts are made.
 DISTURBED_SPREAD = 1.5
 _MAX_ATTEMPTS = 3
 _GRAPH_CALLS = 10
@@ -92,13 +92,13 @@ class Clock(Protocol):
         """Host time in seconds, after everything that was launched has finished."""
 
     def time_calls(self, calls: Sequence[Call], keep: int) -> list[float]:
-        """Microseconds of each call, back to back; on a GPU the last ``keep`` results live on, to rotate."""
+        """Microseconds of each call, back to back. On a GPU the last ``keep`` results stay alive: outputs rotate."""
 
 
 class CpuClock:
     """Wall time of synchronous calls; ``counter`` returns seconds.
 
-    Results are freed at once: kept alive, each call would fault in fresh pages, and those would be the time.
+    Results are freed at once. If they were kept, each call would fault in fresh pages, and that would be what is timed.
     """
 
     def __init__(self, counter: Callable[[], float] = time.perf_counter) -> None:
@@ -180,9 +180,9 @@ class Effort:
 
 
 def num_input_sets(input_bytes: int, rotated_bytes: int = ROTATED_BYTES) -> int:
-    """Sets of inputs to rotate: together beyond ``rotated_bytes``, at least two, at most 4096.
+    """How many sets of inputs to rotate: together beyond ``rotated_bytes``, at least two, at most 4096.
 
-    One from :data:`ALONE_BYTES` on, where a second would only take memory.
+    It is one from :data:`ALONE_BYTES` on, where a second set would only take memory.
     """
     least = 1 if input_bytes >= ALONE_BYTES else 2
     return min(_MAX_INPUT_SETS, max(least, math.ceil(rotated_bytes / max(1, input_bytes))))
@@ -193,7 +193,7 @@ def _round_robin(calls: Sequence[Call], count: int, start: int) -> list[Call]:
 
 
 def warm_up(calls: Sequence[Call], clock: Clock, milliseconds: float) -> float:
-    """Runs the calls in turn for at least ``milliseconds``; returns microseconds per call of that time."""
+    """Runs the calls in turn for at least ``milliseconds``; returns the microseconds per call."""
     calls[0]()
     begin = clock.now()
     count = 0
@@ -254,9 +254,9 @@ def measure_undisturbed(
 
 
 def sustained(calls: Sequence[Call], clock: Clock, call_us: float, effort: Effort | None = None) -> Timing:
-    """Calls without a pause between them, of which the last four fifths count: power limits show here.
+    """Times calls without a pause between them, of which the last four fifths count: power limits show here.
 
-    25 calls, fewer where calls of ``call_us`` microseconds would take longer than ``effort.sustained_ms``.
+    It runs 25 calls, or fewer where calls of ``call_us`` microseconds would take longer than ``effort.sustained_ms``.
     """
     limit_ms = (effort or Effort()).sustained_ms
     repeats = min(25, max(2, math.ceil(limit_ms * 1e3 / max(call_us, 1e-3))))

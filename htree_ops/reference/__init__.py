@@ -1,7 +1,7 @@
 """Plain PyTorch references: slow, obvious, float64-capable, independent of every kernel.
 
 The functions of :mod:`htree_ops.reference.tree_attention`, such as ``htree_forward_naive``, are names of this package
-too; those of the other rooms lie in the module of the room (``reference.rmsnorm_rope.rmsnorm_rope``). All are imported
+too; those of the other rooms are in the room's module (``reference.rmsnorm_rope.rmsnorm_rope``). All are imported
 at first use.
 """
 

@@ -1,6 +1,6 @@
 """Plain PyTorch reference of the compressed K/V cache: pruning, packing, decode attention (docs/semantics §4.2-4.6).
 
-A row is one token of one K/V head. The packer works on whole tensors but writes every step of the format out; it
+A row is one token of one K/V head. The packer works on whole tensors but spells out every step of the format; it
 shares nothing with the kernels. Attention runs in float64.
 """
 
@@ -34,7 +34,7 @@ WORD = 64
 
 
 def num_kept(width: int, sparsity: float) -> int:
-    """Channels that stay of ``width`` at a sparsity in [0, 1]: max(1, D - floor(sparsity * D))."""
+    """How many channels of ``width`` are kept at a sparsity in [0, 1]: max(1, D - floor(sparsity * D))."""
     if not 0.0 <= sparsity <= 1.0:
         raise ValueError(f"sparsity must be between 0 and 1, got {sparsity}")
     return max(1, width - math.floor(sparsity * width))
@@ -46,7 +46,7 @@ def row_bytes(keep: int, bits: int) -> int:
 
 
 def key_weight_from_queries(q: Tensor, num_kv_heads: int, last: int = 32) -> Tensor:
-    """Weight of the channels of the keys, float64 [B, H_kv, D]: q [B, H, S, D] is what the keys will meet.
+    """Weight of the channels of the keys, float64 [B, H_kv, D], from the queries q [B, H, S, D] that meet them.
 
     w_d is the sum over the query heads of a K/V head of the mean of |q_d| over the last ``last`` queries.
     """
@@ -57,7 +57,7 @@ def key_weight_from_queries(q: Tensor, num_kv_heads: int, last: int = 32) -> Ten
 def kept_channels(x: Tensor, keep: int, weight: Tensor | None = None) -> Tensor:
     """bool [..., S, D]: the ``keep`` channels of each row with the largest |x| * weight (product in fp32).
 
-    NaN is larger than infinity, and of equals the lower channel stays: what a stable descending sort gives.
+    NaN is larger than infinity, and of equal channels the lower one stays, as in a stable descending sort.
     """
     importance = x.float().abs()
     if weight is not None:
@@ -90,7 +90,7 @@ def quantise(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """
     largest_code = LARGEST_CODE[bits]
     largest = values.abs().amax(dim=-1)
-    # by a tensor: torch on CUDA multiplies with the rounded inverse of a number, which is off by a bit
+    # Divided by a tensor: torch on CUDA multiplies by the rounded inverse of a number, which is off by a bit.
     scale = (largest / torch.full_like(largest, largest_code)).clamp(max=LARGEST_HALF).half()
     scale = scale.masked_fill((largest > 0) & (scale == 0), SMALLEST_HALF)
     scale = scale.masked_fill(~largest.isfinite(), math.nan)
@@ -131,7 +131,7 @@ def kv_decompress(
     dtype: torch.dtype = torch.float16,
     pairs: torch.dtype | None = None,
 ) -> Tensor:
-    """Rows [B, H_kv, S, D] in ``dtype``. ``pairs``: what 16-bit values are; ``dtype`` by default."""
+    """Rows [B, H_kv, S, D] in ``dtype``. ``pairs``: the dtype of 16-bit values, by default ``dtype``."""
     kept = unpack_bits(bitmap)[..., :D]
     if bits == 16:
         numbers = values[..., : 2 * keep].contiguous().view(pairs or dtype).double()
@@ -154,15 +154,15 @@ def gather_pages(pool: Tensor, block_table: Tensor, length: int) -> Tensor:
     tokens = torch.arange(length, device=pool.device)
     pages = block_table.long()[:, tokens // page].clamp(
         0, max(pool.shape[0] - 1, 0)
-    )  # entries that nobody reads
+    )  # entries that are not read
     return pool[pages, :, tokens % page].transpose(1, 2)
 
 
 def expanded_query(q: Tensor, num_kv_heads: int, group: int) -> Tensor:
     """q [B, H, D] for keys that are stored as :func:`grouped_hadamard` of ``group`` K/V heads: [B, H, group, D].
 
-    The transform of a row of group * D zeros with q_h in the slot of its K/V head. Its part g meets the stored row of
-    head g of the group, and the sum over g is the score of the keys as they were.
+    It is the transform of a row of group * D zeros with q_h in the slot of its K/V head. Its part g meets the stored
+    row of head g of the group, and the sum over g is the score of the keys as they were.
     """
     batch, heads, width = q.shape
     slots = torch.arange(heads, device=q.device) // (heads // num_kv_heads) % group
@@ -216,7 +216,7 @@ def kv_decode_attention(
 ) -> tuple[Tensor, Tensor]:
     """The op's arguments; (out, lse) in float64. ``pairs`` is the dtype of 16-bit values, ``split_size`` is ignored.
 
-    Transformed keys are transformed back before the dot product, which is the other exact recipe of §4.2.
+    Transformed keys are transformed back before the dot product, the other exact recipe of §4.2.
     """
     length = k_bitmap.shape[2] if block_table is None else block_table.shape[1] * k_bitmap.shape[2]
 

@@ -24,7 +24,7 @@ MAX_VALUE = 448.0
 
 def code_values(device: str | torch.device = "cpu") -> torch.Tensor:
     """Values of the 127 codes 0x00 … 0x7e in float64, ascending: m·2^-9 below 2^-6, (1 + m/8)·2^(e-7) from there."""
-    # On the CPU, where powers of two are exact.
+    # Computed on the CPU, where powers of two are exact.
     code = torch.arange(127)
     exponent, mantissa = code // 8, (code % 8).double()
     values = torch.where(
@@ -75,7 +75,7 @@ def expand_scale(
 def compute_scale(
     x: torch.Tensor, granularity: str = "tensor", dim: int = -1, block: int = 128
 ) -> torch.Tensor:
-    """fp32 448 / max|x| over finite elements, rounded once; 1 where there is none but zeros, within [2^-126, 2^127]."""
+    """fp32 448 / max|x| over finite elements, rounded once; 1 without any but 0, within [2^-126, 2^127]."""
     magnitude = x.float().abs().where(x.isfinite(), 0)
     if granularity == "tensor" or x.dim() == 0:
         largest = magnitude.max() if x.numel() else magnitude.new_zeros(())
@@ -88,7 +88,7 @@ def compute_scale(
             if parts
             else magnitude.new_zeros(scale_shape(x.shape, granularity, dim, block))
         )
-    # A tensor as numerator: torch computes number / tensor as number * (1 / tensor), which rounds twice.
+    # The numerator is a tensor, because torch computes number / tensor as number * (1 / tensor), which rounds twice.
     quotient = torch.full_like(largest, MAX_VALUE) / largest
     return torch.where(largest == 0, 1.0, quotient).clamp(2.0**-126, 2.0**127)
 

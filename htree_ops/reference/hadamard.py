@@ -10,7 +10,7 @@ __all__ = ["grouped_hadamard", "hadamard_matrix", "hadamard_transform"]
 def hadamard_matrix(n: int, device: str | torch.device = "cpu") -> torch.Tensor:
     """H_n in Sylvester order, float64 [n, n]: H_1 = [1], H_2m = [[H_m, H_m], [H_m, -H_m]]; n a power of two.
 
-    Entry (i, j) is -1 to the number of bits that i and j share.
+    Entry (i, j) is -1 to the power of the number of bits that i and j share.
     """
     if n < 1 or n & (n - 1):
         raise ValueError(f"n must be a power of two, got {n}")
@@ -25,7 +25,7 @@ def hadamard_matrix(n: int, device: str | torch.device = "cpu") -> torch.Tensor:
 def hadamard_transform(x: torch.Tensor, scale: float | None = None) -> torch.Tensor:
     """scale * x @ H_n over the last dim in float64; scale defaults to n^(-1/2).
 
-    Up to n = 1024 the product with the matrix as it is defined; beyond, H_n = H_m (x) H_1024 in two products.
+    Up to n = 1024 it is the product with the matrix as defined; beyond, two products by H_n = H_m (x) H_1024.
     """
     n = x.shape[-1]
     scale = n**-0.5 if scale is None else scale

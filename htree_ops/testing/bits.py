@@ -1,9 +1,9 @@
 """Digests of what every op computes, to show that a change of the code left every bit alone.
 
 ``make bits`` or ``python -m htree_ops.testing.bits`` runs the case lists of all rooms, makes one digest of outputs and
-gradients per call, and names the calls that differ from an earlier record: ``--against FILE``, or the record in
+gradients per call, and names the calls that differ from an earlier record: that of ``--against FILE``, or the one in
 ``tests/bits`` that was made on this kind of device with this torch. ``--out FILE`` writes a record. A change of the
-arithmetic that is meant replaces the records; any other change leaves them as they are.
+arithmetic on purpose replaces the records; any other change leaves them as they are.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _model(name: str, **sizes: Any) -> TreeAttentionCase:
     return TreeAttentionCase(name=name, dtype=torch.bfloat16, **{**defaults, "T": 3000, **sizes})
 
 
-#: Beyond the list of the room: every kernel of a GPU's tensor cores, in lengths that take several layers and blocks.
+#: Besides the list of the room: every tensor-core kernel, at lengths that take several layers and thread blocks.
 MODEL_CASES = [
     _model(f"d{dim}_g{group}_s{stride}", K=dim, V=dim, H=group, selection_stride=stride)
     for dim in (32, 64, 128)
@@ -243,7 +243,7 @@ ROOMS: dict[str, Callable[[str], Iterator[Call]]] = {
 
 
 def digests(device: str, rooms: list[str] | None = None) -> dict[str, str]:
-    """Digest of every call, or the class of what it raises where the device has no kernel for it."""
+    """The digest of every call, or the class of its exception where the device has no kernel for it."""
     found: dict[str, str] = {}
     for room in rooms or ROOMS:
         started = time.perf_counter()
@@ -285,7 +285,7 @@ def record_of(machine: dict[str, Any], folder: Path) -> Path | None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; 1 where something differs, 2 where there is nothing to compare with or to write."""
+    """The command line. Status 1: something differs; 2: there is nothing to compare with or to write."""
     parser = argparse.ArgumentParser(prog="python -m htree_ops.testing.bits", description=__doc__)
     available = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=["cpu", "cuda"], default=available)

@@ -150,7 +150,7 @@ def verify(actual: torch.Tensor, expected: torch.Tensor, rtol: float, atol: floa
     """True iff shapes and dtype classes agree and every element is in tolerance (docs/semantics/python.md §3.4).
 
     Raises:
-        TypeError: an argument is no tensor. ValueError: a tolerance is negative or NaN.
+        TypeError: an argument is not a tensor. ValueError: a tolerance is negative or NaN.
     """
     for name, tensor in (("actual", actual), ("expected", expected)):
         if not isinstance(tensor, torch.Tensor):

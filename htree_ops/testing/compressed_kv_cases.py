@@ -49,14 +49,14 @@ def rows_with_outliers(
 def assert_rows_within_bounds(x: Tensor, decoded: Tensor, bitmap: Tensor, scales: Tensor, bits: int) -> None:
     """The bounds of §4.5: kept |decoded - x| <= scale * (0.5 + qmax * 2^-11), pruned 0 and no larger than any kept.
 
-    x and decoded [B, H_kv, S, D] finite, decoded as float32; rows whose scale saturates are the caller's affair.
+    x and decoded [B, H_kv, S, D] are finite, decoded is float32; the caller must leave out rows whose scale saturates.
     """
     kept = reference.unpack_bits(bitmap)
     error = (decoded.double() - x.double()).abs()
     limit = torch.zeros_like(error)
     if bits != 16:
         scale, largest_code = scales.double()[..., None], reference.LARGEST_CODE[bits]
-        # a subnormal scale is off by half of 2^-24
+        # A subnormal scale is off by half of 2^-24.
         limit += scale * 0.5 + largest_code * (scale * 2.0**-11).clamp(min=2.0**-25)
     assert bool((error <= limit)[kept].all()), "a kept value is off by more than its bound"
     assert not bool(decoded[~kept].any()), "a pruned channel decodes to something else than 0"
@@ -185,7 +185,7 @@ class DecodeCase(Case):
         return q[:, :, None] if self.four_d else q, k, v
 
     def stored_keys(self, k: Tensor) -> Tensor:
-        """Keys in the space that ``hadamard_group`` says."""
+        """Keys as the cache stores them with ``hadamard_group``."""
         return grouped_hadamard(k, self.hadamard_group).to(k.dtype) if self.hadamard_group else k
 
     def make_inputs(self, device: str | torch.device, seed: int = 0) -> tuple[Any, ...]:
@@ -199,7 +199,7 @@ class DecodeCase(Case):
             rows += packer(x.half() if bits == 16 and x.dtype == torch.float32 else x, keep, bits)
         table = None
         if self.page:
-            max_pages = -(-self.S // self.page) + 1  # the last column is used by nobody
+            max_pages = -(-self.S // self.page) + 1  # no sequence uses the last column
             num_pages = self.B * max_pages + 2
             generator = torch.Generator().manual_seed(seed)
             order = torch.randperm(num_pages, generator=generator)[: self.B * max_pages]
@@ -217,7 +217,7 @@ class DecodeCase(Case):
         ]
         if self.page and lengths[0] is None:
             lengths[0] = torch.full((self.B,), self.S, dtype=torch.int32, device=device)
-        # a clone, for contiguous() leaves an empty view the strides that it had
+        # A clone, because contiguous() leaves an empty view with the strides that it had.
         k_win, v_win = (x[:, :, self.S :].clone(memory_format=torch.contiguous_format) for x in (k, v))
         return (q, *rows, k_win, v_win, *lengths, self.scale, table)
 
@@ -250,7 +250,7 @@ class DecodeCase(Case):
 
 
 def _compress(name: str, **fields: Any) -> list[CompressCase]:
-    """The case in every dtype, less float32 for 16 bits."""
+    """The case in every dtype, except float32 with 16 bits."""
     return [
         CompressCase(name=name, dtype=dtype, **fields)
         for dtype in DTYPES

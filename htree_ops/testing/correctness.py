@@ -2,7 +2,7 @@
 
 Each seed is judged twice (docs/semantics §1.11). Under the lists that the op selected ("forced") every
 element of the output and of the gradients must be finite and within --final-atol + --final-rtol * |reference|,
-and the lists must be well formed, else FAIL. PASS_WITH_ALARM says that a stricter bound was passed: the
+and the lists must be well formed, else FAIL. PASS_WITH_ALARM says that a stricter bound was exceeded: the
 tolerances of §1.11 under forced lists, or, where the reference selects by itself ("free"), the 99th percentile of
 the error of the output (--out-p99-atol) or of a gradient (--grad-p99-atol). Exit status: 0, 1 for FAIL (and for
 an alarm with --fail-on-alarm), 2 for bad use.
@@ -64,7 +64,7 @@ class Problem:
 
     @property
     def input_bytes(self) -> int:
-        """What q, k, v and dout take at least: drawn in float32, and in float64 for the reference."""
+        """The fewest bytes that q, k, v and dout take: drawn in float32, and in float64 for the reference."""
         return 12 * self.batch * self.seq_len * (self.hq + self.h_kv) * (self.k_dim + self.v_dim)
 
     def make(self, seed: int, device: str) -> tuple[Tensor, ...]:
@@ -94,7 +94,7 @@ class Bounds:
 
 @dataclass
 class Judgement:
-    """What one seed gave; the reasons say which bound was passed by what."""
+    """What one seed gave. The reasons say which bound was exceeded, and by what."""
 
     failures: list[str] = field(default_factory=list)
     alarms: list[str] = field(default_factory=list)

@@ -73,7 +73,7 @@ def eager_quantize(
 
 
 def eager_dequantize(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, block: int) -> torch.Tensor:
-    """The inverse for a scale that broadcasts, or of blocks along the last dim."""
+    """The inverse, for a scale that broadcasts or has one entry per block along the last dim."""
     full = scale
     if scale.dim() and scale.shape[-1] not in (1, q.shape[-1]):
         full = scale.repeat_interleave(block, -1)
@@ -83,7 +83,7 @@ def eager_dequantize(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, b
 def eager_fake_quant(
     x: torch.Tensor, scale: torch.Tensor | None, granularity: str, dim: int, block: int
 ) -> torch.Tensor:
-    """Quantised and back in the dtype of x."""
+    """x quantised and dequantised, in the dtype of x."""
     q, used, _ = eager_quantize(x, scale, granularity, dim, block)
     return eager_dequantize(q, used, x.dtype, block)
 
@@ -121,7 +121,7 @@ class FP8Case(Case):
         return x, scale, self.granularity, self.dim, self.block
 
     def bytes(self) -> int:
-        """Each element read and its code written once; a tensor's or column's own scale needs a second read."""
+        """Each element is read and its code written once; the scale of a tensor or column needs a second read."""
         numel = math.prod(self.shape)
         by_rows = self.granularity != "tensor" and self.dim in (-1, len(self.shape) - 1)
         reads = 1 if by_rows or self.scale is not None else 2

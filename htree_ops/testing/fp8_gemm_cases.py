@@ -27,7 +27,7 @@ __all__ = [
 
 FP8 = torch.float8_e4m3fn
 OUTPUTS = (torch.float16, torch.bfloat16, torch.float32)
-#: γ of property 4: what a sum may err by, relative to the sum of magnitudes, when it is kept in fp32.
+#: γ of property 4: the error that a sum may have, relative to the sum of magnitudes, where it is kept in fp32.
 EXACT_SUM = 2.0**-20
 #: The same for the FP8 tensor cores of sm_90 on random data: 2^-11.3 was measured for 32 products of normal
 #: values, the worst length, and 2^-11.8 for 128.
@@ -148,8 +148,8 @@ CASES = [
 ]
 
 #: A case for every kernel of Hopper (tests/test_matrix_configs.py), ragged in all directions. Rings are filled more
-#: than once; c of transposing kernels has rows that tensor copies store and rows that they do not; pairs of blocks
-#: share tiles with and without whole turns before, a single one too.
+#: than once. Transposing kernels get rows of c that tensor copies store, and others that they do not. Pairs of blocks
+#: share tiles after whole waves, without any before, and a single tile.
 KERNEL_CASES = [
     FP8GemmCase(
         name=f"{m}x{n}x{k}", dtype=OUTPUTS[i % 3], m=m, n=n, k=k, scales="channel" if i % 2 else "tensor"
@@ -193,7 +193,7 @@ KERNEL_CASES = [
             (500, 4994, 700),
             (150, 8456, 700),
             (770, 3074, 520),
-            # transposed ones
+            # transposed tiles
             (770, 3586, 144),
             (450, 12568, 144),
             (1030, 5636, 144),
@@ -204,13 +204,13 @@ KERNEL_CASES = [
             (1030, 7496, 144),
             (600, 4232, 520),
             (1500, 2056, 520),
-            # transposed ones in clusters
+            # transposed tiles in clusters
             (129, 5336, 1100),
             (450, 12674, 144),
             (570, 13442, 1100),
             (600, 11176, 144),
             (2000, 4456, 144),
-            # shared ones
+            # shared tiles
             (500, 578, 2100),
             (33825, 10, 1100),
             (81, 5950, 3100),

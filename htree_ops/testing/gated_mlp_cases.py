@@ -36,12 +36,12 @@ __all__ = [
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 ACTIVATIONS = ("silu", "gelu")
 SIDES = ("up", "gate")
-#: Relative tolerance of property 2. The spec's for the half types; for the others that of the activation.
+#: Relative tolerance of property 2: for the half types that of docs/semantics, for the others that of the activation.
 RTOL = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 2e-5, torch.float64: 1e-13}
 
 
 def _gamma(dtype: torch.dtype) -> float:
-    """What a product may err by, relative to the sum of the magnitudes of its terms."""
+    """The error that a product may have, relative to the sum of the magnitudes of its terms."""
     return 2.0**-46 if dtype == torch.float64 else 2.0**-20
 
 
@@ -72,11 +72,11 @@ def assert_forward(result: Tensor, inputs: tuple[Any, ...], name: str = "out") -
 def assert_gradients(
     results: tuple[Tensor | None, ...], dy: Tensor, inputs: tuple[Any, ...], saved: bool = True
 ) -> None:
-    """Each gradient within what roundings to the dtype may do to it.
+    """Checks that each gradient errs no more than roundings to the dtype explain.
 
     With u the unit of the dtype: g, u (where ``saved``), dg and du are rounded once each, so dg errs by
     u·|dy|·(|act(u)| + |u·act'(u)|) and du by u·|dy·g|·(3·|act'(u)| + 1.2), since |z·act''(z)| < 1.2; the
-    products carry that on in magnitudes, sum with γ, and are rounded once.
+    products carry these errors on in magnitudes, add γ for their sums, and are rounded once.
     """
     x, gate_weight, up_weight, activation, act_on = inputs[:5]
     expected = reference.gated_mlp_backward(dy, x, gate_weight, up_weight, activation, act_on)
@@ -88,7 +88,7 @@ def assert_gradients(
     slope = reference.activation_slope(u, activation).abs()
     act = reference.activate(u, activation).abs()
     wide = dy.double().abs()
-    arithmetic = 2e-5 if x.dtype == torch.float32 else 0.0  # of the activations
+    arithmetic = 2e-5 if x.dtype == torch.float32 else 0.0  # error of the activations
     dlinear = wide * ((unit + gamma + arithmetic) * (act + u.abs() * slope) + gamma * sum_u * 1.2)
     dacted = wide * (
         (unit + gamma + arithmetic) * g.abs() * (3 * slope + 1.2) + gamma * (sum_g * slope + sum_u * g.abs())
@@ -175,7 +175,7 @@ class GatedMLPBackwardCase(Case):
         return elements * self.dtype.itemsize
 
     def flops(self) -> int:
-        """Four products: with g and u at hand."""
+        """Four products, since g and u are given."""
         return 2 * self.forward.flops()
 
     @property
@@ -256,9 +256,9 @@ def _half_cases(sizes: tuple[tuple[int, int, int], ...]) -> list[GatedMLPCase]:
     ]
 
 
-#: For the tiles of a cluster of two on Hopper, which the first two get without asking: the blocks share the k of the
+#: For the tiles of a cluster of two on Hopper, which the first two cases get by default: the blocks share the k of the
 #: last tiles, an odd number of k-blocks, rows of the result that tensor copies do not store, a single tile of a
-#: cluster, fewer rows than a block's tile has; in the last two none is shared.
+#: cluster, fewer rows than a block's tile has. In the last two cases no tile is shared.
 WIDE_CASES = _half_cases(
     (
         (1400, 3456, 1096),
@@ -270,11 +270,11 @@ WIDE_CASES = _half_cases(
         (2300, 2830, 64),
     )
 )
-#: The tuple of the tuning space that names them.
+#: The tuple of the tuning space that names these tiles.
 WIDE_CONFIG = (128, 128, 64, 8, 4)
 
-#: For the other tiles of Hopper, which these sizes get without asking: of 192 rows and of 128 rows by 128 columns in
-#: one block, each in one turn and in two, with rows of the result that tensor copies store and with others.
+#: For the other tiles of Hopper, which these sizes get by default: of 192 rows and of 128 rows by 128 columns in
+#: one block, each in one wave and in two, with rows of the result that tensor copies store and with others.
 TILE_CASES = _half_cases(
     (
         (150, 4360, 328),

@@ -35,8 +35,9 @@ LENGTHS = tuple(1 << k for k in range(16))
 def tolerance(x: torch.Tensor, scale: float | None = None) -> tuple[float, torch.Tensor]:
     """(rtol, atol [..., 1]) of a transform of x [..., n] against float64.
 
-    One rounding to the dtype, and log2(n) + 1 roundings of the arithmetic, each at most u times the sum of the
-    magnitudes: 2u for every stage, as the tensor cores cut their sums off. fp16 results below its normal range
+    It allows one rounding to the dtype, and log2(n) + 1 roundings of the arithmetic, each at most u times the sum of
+    the
+    magnitudes: 2u for every stage, since tensor cores cut their sums off. fp16 results below its normal range
     err by half a subnormal.
     """
     n = x.shape[-1]
@@ -146,7 +147,7 @@ class GroupedHadamardCase(Case):
         return f"x{list(self.shape)} G={self.group}"
 
 
-#: Every length in every dtype, with a number of rows that no tile divides; the short ones fill several blocks.
+#: Every length in every dtype, with a number of rows that no tile divides; short rows fill several blocks.
 CASES = [
     HadamardCase(name=f"{rows}x{n}", dtype=dtype, shape=(rows, n))
     for n in LENGTHS
@@ -168,7 +169,7 @@ CASES = [
     for dtype in DTYPES
 ]
 
-#: Strided and misaligned inputs; three dims of rows, and a fourth that is copied first.
+#: Strided and misaligned inputs; three dims of rows, and four, which need a copy first.
 LAYOUT_CASES = [
     HadamardCase(name=f"{layout}_{'x'.join(map(str, shape))}", dtype=dtype, shape=shape, layout=layout)
     for layout in LAYOUTS

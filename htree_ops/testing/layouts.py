@@ -1,7 +1,7 @@
 """Tensors with chosen values and a chosen place in memory.
 
-Every helper keeps the values of ``x`` and changes only how they lie in storage; whatever storage lies outside
-the result is NaN (the largest value for integers), so that a kernel which reads beside its input shows it.
+Every helper keeps the values of ``x`` and changes only how they lie in storage; storage outside of
+the result is NaN (the largest value for integers), so that a kernel that reads beside its input shows it.
 """
 
 from __future__ import annotations

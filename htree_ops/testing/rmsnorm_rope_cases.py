@@ -49,7 +49,7 @@ class RMSNormRoPECase(Case):
 
     Attributes:
         table: "full" [S, hd], "half" [S, hd/2], "four_d" [1, S, 1, hd], "unequal" halves or "longer" than S.
-        weight_dtype, table_dtype: of weight and tables, by default that of x.
+        weight_dtype, table_dtype: dtypes of weight and tables, by default that of x.
     """
 
     shape: tuple[int, ...]
@@ -228,7 +228,7 @@ _SHAPES = (
 #: Every problem in every dtype.
 CASES = [replace(case, dtype=dtype) for case in _SHAPES for dtype in DTYPES]
 
-#: Their backward.
+#: The backward of these problems.
 BACKWARD_CASES = [RMSNormRoPEBackwardCase(name=case.name, dtype=case.dtype, forward=case) for case in CASES]
 
 

@@ -36,7 +36,7 @@ def _shape(name: str, **sizes: Any) -> TreeAttentionCase:
     return TreeAttentionCase(name=name, dtype=torch.float32, **sizes)
 
 
-#: Every edge of §1.9, once, in float32; ``with_dtype`` gives the others.
+#: Every edge of §1.9, once, in float32; ``with_dtype`` gives the other dtypes.
 SHAPES: tuple[TreeAttentionCase, ...] = (
     # lengths around the boundaries of layers: M = 8, r = 4
     _shape("empty_sequence", T=0),

@@ -134,7 +134,7 @@ def reference_gradients(
     forward = reference.htree_forward_naive(
         *taped, **options, parents=list(parents), compute_dtype=torch.float64
     )
-    if not forward.out.requires_grad:  # no query, nothing depends on the keys
+    if not forward.out.requires_grad:  # without a query nothing depends on the keys
         return tuple(torch.zeros_like(leaf) for leaf in leaves)
     return torch.autograd.grad(forward.out, leaves, dout.double())
 

@@ -42,7 +42,7 @@ def _head_major(x: Tensor) -> Tensor:
 def _correlated(noise: Tensor, rho: float) -> Tensor:
     """A stationary AR(1) process over dim 1 from independent values [B,T,...], by sums over doubled windows.
 
-    The first value has the process's own variance; powers of ρ under 1e-6 are left out.
+    The first value has the variance of the process; powers of ρ below 1e-6 are left out.
     """
     x = noise.to(torch.promote_types(noise.dtype, torch.float32), copy=True)
     x[:, 1:] *= (1 - rho * rho) ** 0.5
@@ -53,7 +53,7 @@ def _correlated(noise: Tensor, rho: float) -> Tensor:
     return x.to(noise.dtype)
 
 
-#: How q, k and v lie in memory. Unit stride in the last dim: the first five; the others are copied (§0.2).
+#: How q, k and v lie in memory. The first five have unit stride in the last dim; the others are copied (§0.2).
 LAYOUTS: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]] = {
     "contiguous": lambda q, k, v: (q, k, v),
     "fused_projection": _fused_projection,
@@ -203,7 +203,7 @@ class TreeAttentionCase(Case):
         return smallest
 
     def make_table(self, device: str | torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin [k*r, K/2] for the staged ops, the library's own dtype."""
+        """cos and sin [k*r, K/2] for the staged ops, in the library's own dtype."""
         table = reference.rope_cache(
             self.top_k * self.r, self.K, self.rope_base, dtype=self.state_dtype, device=torch.device(device)
         )
@@ -222,7 +222,7 @@ class TreeAttentionCase(Case):
         ]
 
     def num_candidates(self) -> tuple[list[int], list[int]]:
-        """Candidates and merged ones, summed over the queries of one head, by layer (§1.3)."""
+        """Candidates, and merged candidates, by layer, summed over the queries of one head (§1.3)."""
         times = torch.arange(self.t0, self.T)
         num_layers = len(self.sizes)
         found, merged = [0] * num_layers, [0] * num_layers
@@ -286,5 +286,5 @@ class TreeAttentionBackwardCase(Case):
 
     @property
     def shapes(self) -> str:
-        """As of the forward."""
+        """The sizes of the forward."""
         return self.forward.shapes

@@ -15,7 +15,7 @@ __all__ = ["BENCHMARK_STAGE_CASES", "StageCase"]
 
 @dataclass(frozen=True, kw_only=True)
 class StageCase(Case):
-    """Arguments of ``op`` at the layer above the tokens, or of the bottom for scores and accumulation.
+    """Arguments of ``op`` at the layer above the tokens or, for scores and accumulation, at the bottom.
 
     The tree has ``r * M`` tokens and ``M`` nodes above them; queries stand at its end, so that lists are full.
     """
@@ -59,7 +59,7 @@ class StageCase(Case):
         return (tokens, lists, *ops.compute_scores(*bottom), 0, rate, t0)
 
     def bytes(self) -> int:
-        """Each operand and result once; of K or V the whole layer, which the lists together touch."""
+        """Each operand and result once, and the whole layer of K or V, which the lists together touch."""
         rows, lists = self.queries * self.capacity * self.group * 4, 4 * self.queries * self.top_k
         layer = self.capacity * self.rate * self.width * self.dtype.itemsize
         heads = self.queries * self.group
@@ -88,7 +88,7 @@ class StageCase(Case):
 
 OPS = ("compute_scores", "select_topk", "compute_next_parents", "accumulate_non_topk")
 
-#: By device type. Plain PyTorch gathers rows of K or V for every query, which bounds the size.
+#: Cases by device type. Plain PyTorch gathers rows of K or V for every query, which bounds the size.
 BENCHMARK_STAGE_CASES: dict[str, list[StageCase]] = {
     "cuda": [
         StageCase(name=f"q{queries}_d128", dtype=torch.bfloat16, op=op, queries=queries)
@@ -102,7 +102,7 @@ BENCHMARK_STAGE_CASES: dict[str, list[StageCase]] = {
 
 
 def importance_of_positions(scores: Tensor, count: Tensor, positions: Tensor) -> Tensor:
-    """Sum over the selected candidates of their importance, the rightmost left out; float64 [B,T_q,H_kv]."""
+    """Sum of the importances of the selected candidates without the rightmost; float64 [B,T_q,H_kv]."""
     from htree_ops.reference import tree_attention as reference
 
     importance = reference.importance_of(scores.double(), count)

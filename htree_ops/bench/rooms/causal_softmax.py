@@ -48,12 +48,12 @@ def backward_formula(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def check_autograd(inputs: tuple[Any, ...], result: torch.Tensor) -> None:
-    """For a backward on its own forward's y: two roundings of one value may differ by one ulp."""
+    """Checks a backward that takes y from its own forward: two roundings of one value may differ by one ulp."""
     check_backward(inputs, result, torch.finfo(inputs[1].dtype).eps)
 
 
 def graph_inputs(forward: Forward) -> Callable[[CausalSoftmaxBackwardCase, str, int], tuple[Any, ...]]:
-    """Inputs of a backward through autograd: the softmax, run already, the leaf and dy."""
+    """Inputs of a backward through autograd: the softmax, which has run already, the leaf and dy."""
 
     def make(case: CausalSoftmaxBackwardCase, device: str, seed: int) -> tuple[Any, ...]:
         dy, _ = case.make_inputs(device, seed)

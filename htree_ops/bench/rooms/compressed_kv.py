@@ -47,7 +47,7 @@ def dense_inputs(case: DecodeCase, device: str, seed: int) -> tuple[Tensor, Tens
 
 
 def decompressed_attention(case: DecodeCase, q: Tensor, *inputs: Any) -> Tensor:
-    """What takes the place of the op without it: unpack, append the window, attend."""
+    """What one does without the op: unpack, append the window, attend."""
     k_rows, v_rows, (k_win, v_win) = inputs[:3], inputs[3:6], inputs[6:8]
     dense_k = op.kv_decompress(*k_rows, case.D, case.k_keep, case.k_bits, q.dtype)
     dense_v = op.kv_decompress(*v_rows, case.D, case.v_keep, case.v_bits, q.dtype)
@@ -56,7 +56,7 @@ def decompressed_attention(case: DecodeCase, q: Tensor, *inputs: Any) -> Tensor:
 
 
 def check_decode(case: DecodeCase, inputs: tuple[Any, ...], result: Any) -> None:
-    """The first sequence and its first K/V head against float64; the whole would need hundreds of gigabytes."""
+    """Checks the first sequence and its first K/V head against float64; all would need hundreds of gigabytes."""
     out, lse = result if isinstance(result, tuple) else (result, None)
     heads = case.H // case.H_kv
     part = replace(case, B=1, H=heads, H_kv=1)

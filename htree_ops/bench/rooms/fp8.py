@@ -33,7 +33,7 @@ SCALE_TOLERANCE = 2.0**-22
 
 
 def check(inputs: tuple[Any, ...], result: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-    """Scales and count of the whole tensor, codes of some rows, exactly those of the scales that were returned."""
+    """Checks all scales and the count, and that some rows have exactly the codes of the returned scales."""
     x, scale, granularity, dim, block = inputs
     q, used, num_overflow = result
     wanted = reference.compute_scale(x, granularity, dim, block) if scale is None else scale
@@ -49,7 +49,7 @@ def check(inputs: tuple[Any, ...], result: tuple[torch.Tensor, torch.Tensor, tor
 
 
 def check_values(inputs: tuple[Any, ...], result: torch.Tensor) -> None:
-    """Some rows: each value has the nearest code, but for ties, which a scale that is off by one unit may change."""
+    """Checks in some rows that each value has the nearest code, except at ties (a scale may be off by a unit)."""
     x, scale, granularity, dim, block = inputs
     used = reference.compute_scale(x, granularity, dim, block) if scale is None else scale
     full = reference.expand_scale(used, x.shape, granularity, dim, block)[:CHECKED_ROWS]
@@ -66,7 +66,7 @@ def check_values(inputs: tuple[Any, ...], result: torch.Tensor) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class DequantizeCase(FP8Case):
-    """Codes and scales of an FP8Case, back to its dtype."""
+    """Codes and scales of an FP8Case, to be turned back into its dtype."""
 
     def make_inputs(self, device: str | torch.device, seed: int = 0) -> Any:
         """(q, scale, dtype, block) of ``torch.ops.htree.fp8_dequantize``."""
@@ -86,7 +86,7 @@ class FakeQuantCase(FP8Case):
     """An FP8Case whose values are written back in its dtype."""
 
     def bytes(self) -> int:
-        """As for codes, with values of the dtype in their place."""
+        """As for codes, but values of the dtype are written in their place."""
         numel = 1
         for size in self.shape:
             numel *= size
@@ -94,7 +94,7 @@ class FakeQuantCase(FP8Case):
 
 
 def check_dequantized(inputs: tuple[Any, ...], result: torch.Tensor) -> None:
-    """Some rows against the plain composition, to one rounding of the dtype and one of fp32."""
+    """Checks some rows against the plain composition, up to one rounding of the dtype and one of fp32."""
     q, scale, dtype, block = inputs
     full = scale.repeat_interleave(block, -1) if scale.shape[-1:] not in ((), (1,), q.shape[-1:]) else scale
     full = full.expand(q.shape)[:CHECKED_ROWS]

@@ -30,12 +30,12 @@ def spread(size: int, device: torch.device) -> Tensor:
 
 
 def chosen(x: Tensor, rows: Tensor) -> Tensor:
-    """Rows of a matrix of codes, which torch cannot index in their own dtype."""
+    """Some rows of a matrix of codes, which torch cannot index in their own dtype."""
     return x.view(torch.uint8)[rows].view(x.dtype)
 
 
 def check(inputs: tuple[Any, ...], result: Tensor) -> None:
-    """Some rows and columns against the fp64 product."""
+    """Checks some rows and columns against the fp64 product."""
     a, b, a_scale, b_scale, dtype = inputs
     rows, columns = spread(a.shape[0], a.device), spread(b.shape[1], a.device)
     part = (

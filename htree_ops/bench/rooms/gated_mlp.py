@@ -40,13 +40,13 @@ def activated(z: Tensor, activation: str) -> Tensor:
 
 
 def composition(x: Tensor, gate_weight: Tensor, up_weight: Tensor, activation: str, act_on: str) -> Tensor:
-    """What one writes without this package: two products, the activation, their product."""
+    """What one writes without this package: two products, an activation, and the product of both."""
     g, u = x @ gate_weight.mT, x @ up_weight.mT
     return g * activated(u, activation) if act_on == "up" else activated(g, activation) * u
 
 
 def merged(x: Tensor, weights: Tensor, activation: str, act_on: str) -> Tensor:
-    """One product with both weights in one matrix [2 I, Hd]."""
+    """One matrix product, with both weights in one matrix [2 I, Hd]."""
     g, u = (x @ weights.mT).chunk(2, dim=-1)
     return g * activated(u, activation) if act_on == "up" else activated(g, activation) * u
 
@@ -72,7 +72,7 @@ def check_forward(inputs: tuple[Any, ...], result: Tensor) -> None:
 
 
 def check_rounded(inputs: tuple[Any, ...], result: Tensor) -> None:
-    """For a baseline that rounds g and u, the activation of u and the result."""
+    """Checks a baseline that rounds g and u, the activation of u, and the result."""
     x, gate_weight, up_weight, *options = inputs
     rows, columns = spread(x.shape[0], x.device), spread(gate_weight.shape[0], x.device)
     expected = reference.gated_mlp(x[rows], gate_weight[columns], up_weight[columns], *options)
@@ -84,7 +84,7 @@ def check_rounded(inputs: tuple[Any, ...], result: Tensor) -> None:
 
 
 def check_backward(inputs: tuple[Any, ...], result: tuple[Tensor, Tensor, Tensor]) -> None:
-    """dx of some rows and the weights' gradients of some rows; sums over all rows need all of x."""
+    """Checks some rows of dx and of the weights' gradients; the latter are sums over all rows of x."""
     dy, x, gate_weight, up_weight, *options = inputs
     rows, columns = spread(x.shape[0], x.device), spread(gate_weight.shape[0], x.device)
     some = (x[rows], gate_weight, up_weight, *options)
@@ -94,7 +94,7 @@ def check_backward(inputs: tuple[Any, ...], result: tuple[Tensor, Tensor, Tensor
 
 
 def check_backward_rounded(inputs: tuple[Any, ...], result: tuple[Tensor, ...]) -> None:
-    """A baseline that rounds every intermediate: its gradients are compared in norm."""
+    """Checks a baseline that rounds every intermediate: its gradients are compared in norm."""
     dy, x, gate_weight, up_weight, *options = inputs
     rows = spread(x.shape[0], x.device)
     expected = reference.gated_mlp_backward(dy[rows], x[rows], gate_weight, up_weight, *options)[0]
@@ -103,7 +103,7 @@ def check_backward_rounded(inputs: tuple[Any, ...], result: tuple[Tensor, ...]) 
 
 
 def graph_inputs(forward: Forward) -> Callable[[GatedMLPBackwardCase, str, int], tuple[Any, ...]]:
-    """Inputs of a backward through autograd: the result, computed already, the leaves and dy."""
+    """Inputs of a backward through autograd: the result, which is computed already, the leaves and dy."""
 
     def make(case: GatedMLPBackwardCase, device: str, seed: int) -> tuple[Any, ...]:
         dy, *tensors, activation, act_on = case.make_inputs(device, seed)
@@ -134,9 +134,9 @@ def differentiate(y: Tensor, leaves: tuple[Tensor, ...], dy: Tensor) -> tuple[Te
 def differentiate_liger(
     y: Tensor, leaves: tuple[Tensor, ...], dy: Tensor, saved: tuple[Tensor, ...], kept: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """The backward writes its gradients over g and u; the next call would differentiate those."""
+    """Restores g and u, over which the backward of the last call wrote its gradients, and differentiates."""
     for target, source in zip(saved, kept, strict=True):
-        target.data.copy_(source)  # not seen by autograd, whose check of versions would refuse the graph
+        target.data.copy_(source)  # hidden from autograd, whose check of versions would refuse the graph
     return differentiate(y, leaves, dy)
 
 
@@ -160,7 +160,7 @@ def forward_benchmarks(device: str) -> list[Benchmark]:
 
 
 def backward_benchmarks(device: str) -> list[Benchmark]:
-    """Through autograd on both sides: the products were kept by the forward."""
+    """Both sides go through autograd, so the forward has kept the products."""
     compiled = torch.compile(composition, dynamic=False)
     ours = Candidate("htree_ops", differentiate, graph_inputs(torch.ops.htree.gated_mlp), capturable=False)
     makers = {

@@ -24,7 +24,7 @@ from htree_ops.testing.hadamard_cases import (
     tolerance,
 )
 
-#: Longest row that is also multiplied by H: beyond, the product is no contender.
+#: Longest row that is also multiplied by H. For longer rows the product is far slower.
 MAX_PRODUCT = 4096
 
 

@@ -27,7 +27,7 @@ from htree_ops.testing.rmsnorm_rope_cases import (
 )
 
 Forward = Callable[..., Tensor]
-# What sums of another order than ours may add, relative to the magnitudes of their terms.
+# What sums in another order than ours may add to the error, relative to the magnitudes of their terms.
 OTHER_ORDER = 2.0**-16
 
 
@@ -61,7 +61,7 @@ def backward_composition(
 def liger(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, num_heads: int | None = None
 ) -> Tensor:
-    """Liger's RMSNorm, then its RoPE, which wants a k beside q: one head of zeros."""
+    """Liger's RMSNorm, then its RoPE, which needs a k beside q: it gets one head of zeros."""
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
     from liger_kernel.ops.rope import LigerRopeFunction
 
@@ -77,7 +77,7 @@ def check_forward(inputs: tuple[Any, ...], result: Tensor) -> None:
 
 
 def check_rounded(inputs: tuple[Any, ...], result: Tensor) -> None:
-    """For a baseline that rounds the normalised row before it rotates it."""
+    """Checks a baseline that rounds the normalised row before it rotates it."""
     x, weight = inputs[:2]
     op = reference.head_rmsnorm_rope if x.dim() == 4 else reference.rmsnorm_rope
     n = reference.normalised(x, weight, inputs[4]).abs()
@@ -94,7 +94,7 @@ def check_other_order(inputs: tuple[Any, ...], result: tuple[Tensor, Tensor]) ->
 
 
 def graph_inputs(forward: Forward) -> Callable[[RMSNormRoPEBackwardCase, str, int], tuple[Any, ...]]:
-    """Inputs of a backward through autograd: the result, computed already, the leaves and dy."""
+    """Inputs of a backward through autograd: the result, which is computed already, the leaves and dy."""
 
     def make(case: RMSNormRoPEBackwardCase, device: str, seed: int) -> tuple[Any, ...]:
         dy, x, weight, *rest = case.make_inputs(device, seed)

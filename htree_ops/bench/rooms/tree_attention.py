@@ -26,7 +26,7 @@ BACKENDS = {
     "cuda": {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION},
     "cpu": {"flash": SDPBackend.FLASH_ATTENTION},
 }
-#: FlashAttention-2 is left out beyond this length: it takes 1.7 times cuDNN's time at every length, and minutes here.
+#: Beyond this length FlashAttention-2 is left out: it takes 1.7 times cuDNN's time at every length, here minutes.
 FLASH_UP_TO = 65_536
 #: Beyond this length dense attention runs on one head only, and its name says so: all 32 take 4.7 seconds a call at
 #: 524288 tokens and 19 at 1048576.
@@ -48,7 +48,7 @@ OPTIONS = (
 class Dense:
     """Dense causal attention [B,T,H,V] by one backend; ignores the tree's options.
 
-    With ``num_heads`` only the first query heads, on the first key head.
+    With ``num_heads`` it computes only the first query heads, on the first key head.
     """
 
     def __init__(self, backend: SDPBackend, num_heads: int | None = None) -> None:
@@ -88,7 +88,7 @@ def check_forward(inputs: tuple[Any, ...], result: Tensor) -> None:
 
 
 def check_backward(inputs: tuple[Any, ...], result: tuple[Tensor, Tensor, Tensor]) -> None:
-    """dq of the last rows; dk and dv through a call on those rows alone, whose gradients the reference has."""
+    """Checks dq of the last rows, and dk and dv by a call on those rows alone, for which there is a reference."""
     dout, q, k, v, _, _, _, _, *options = inputs
     suffix, dout = q[:, -CHECKED_ROWS:], dout[:, -CHECKED_ROWS:]
     out, gmax, gsum, parents = torch.ops.htree.attention_forward(suffix, k, v, *options)
@@ -100,7 +100,7 @@ def check_backward(inputs: tuple[Any, ...], result: tuple[Tensor, Tensor, Tensor
 
 
 def forward_cases(device: str) -> list[TreeAttentionCase]:
-    """The list of the room; on a CPU also the half types at the first size, which should cost at most twice fp32."""
+    """The cases of the room; on a CPU also the half types at the first size, which should cost at most twice fp32."""
     cases = BENCHMARK_CASES[device]
     if device != "cpu":
         return cases

@@ -26,7 +26,7 @@ def check_scores(inputs: tuple[Any, ...], result: tuple[Tensor, Tensor]) -> None
     rows = slice(0, CHECKED_ROWS)
     wide = (q[:, rows].double(), keys.double(), lists[:, rows], cos.double(), sin.double())
     expected, count = reference.compute_scores(*wide, layer, rate, scale, t0)
-    # a dot product of K terms of size 1, times K^-1/2, summed in fp32
+    # A score is a dot product of K terms of size 1, times K^-1/2, summed in fp32.
     assert_close_spec(result[0][:, rows], expected, rtol=1e-5, atol=2e-5, name="scores")
     assert torch.equal(result[1][:, rows], count)
 

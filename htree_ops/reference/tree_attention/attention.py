@@ -34,7 +34,7 @@ class LayerTrace:
     merged: bool [B,T_q,S,C], present and not selected: this layer's part of the cut.
     importance: [B,ceil(T_q/s),S,C], by which the leaders select; None at the bottom, and under given lists
         unless they were asked for.
-    state: the global state (max, sum, out) after this layer was merged.
+    state: the running state (max, sum, out) after this layer was merged.
     """
 
     layer: int
@@ -139,7 +139,7 @@ def htree_forward_naive(
         if parents is not None:
             lists = parents[layer]
         used.insert(0, lists)
-        busy = int(num_parents(lists).max()) if lists.numel() else 0  # the tail of -1 costs time, no more
+        busy = int(num_parents(lists).max()) if lists.numel() else 0  # the tail of -1 costs only time
         short = lists[..., :busy]
         found = candidates(rows_of_queries(short, num_queries, stride), layer, layer_k.shape[1], rate, t0)
         table = rope_cache(max(busy * rate, 1), width, rope_base, dtype=accumulate_dtype(q), device=q.device)

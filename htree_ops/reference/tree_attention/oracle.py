@@ -1,4 +1,4 @@
-"""What the algorithm must agree with: dense attention, one softmax over the cut, the tokens a cut covers."""
+"""What the algorithm must agree with: dense attention, one softmax over the cut, the tokens that a cut covers."""
 
 from __future__ import annotations
 

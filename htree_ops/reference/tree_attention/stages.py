@@ -214,7 +214,7 @@ def select_accumulate(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Select at a layer above the bottom: the state of what is left out, and next_parents.
 
-    The set of each block of s queries is its leader's. next_parents is int32 [B,ceil(T_q/s),H_kv,k].
+    Each s queries of a stride take the set of their leader. next_parents is int32 [B,ceil(T_q/s),H_kv,k].
     """
     if (span_k is None) != (selection_span is None):
         raise ValueError("span_k and selection_span must be given together or not at all")

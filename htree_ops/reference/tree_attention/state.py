@@ -56,7 +56,7 @@ def _factor(old: Tensor, new: Tensor, total: Tensor) -> Tensor:
 def merge_to_global(
     gmax: Tensor, gsum: Tensor, gout: Tensor, lmax: Tensor, lsum: Tensor, lout: Tensor
 ) -> State:
-    """Merge a layer's state into the global one; [B,T,H], [B,T,H], [B,T,H,V] each. Returns the new state."""
+    """Merge a layer's state into the running one; [B,T,H], [B,T,H], [B,T,H,V] each. Returns the new state."""
     top = torch.maximum(gmax, lmax)
     keep, add = _factor(gmax, top, gsum), _factor(lmax, top, lsum)
     return top, gsum * keep + lsum * add, gout * keep[..., None] + lout * add[..., None]
