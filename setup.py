@@ -21,7 +21,16 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parent
 GENERATED = ROOT / "build" / "generated"
 SOURCE_SUFFIXES = (".h", ".cpp", ".cuh", ".cu")
-ROOMS = ("causal_softmax", "compressed_kv", "fp8", "gated_mlp", "hadamard", "rmsnorm_rope", "tree_attention")
+ROOMS = (
+    "causal_softmax",
+    "compressed_kv",
+    "fp8",
+    "gated_mlp",
+    "hadamard",
+    "rmsnorm_rope",
+    "tree_attention",
+    "tree_cache",
+)
 # sm_90a machine code for Hopper, sm_80 machine code for Ampere and Ada, and compute_80 PTX, the highest
 # architecture that every later GPU can compile from (compute_90a PTX runs on Hopper alone).
 DEFAULT_ARCH_LIST = "8.0+PTX;9.0a"

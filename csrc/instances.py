@@ -422,6 +422,26 @@ TREE_ATTENTION: Table = [
     ),
 ]
 
+TREE_CACHE: Table = [
+    Cuda(
+        "tree_cache_append",
+        "ops/tree_cache/append.cuh",
+        [
+            f"cudaError_t launch_append(const AppendParams<{dtype.cpp}>&, cudaStream_t)"
+            for dtype in FLOAT_TYPES
+        ],
+    ),
+    Cuda(
+        "tree_cache_attend_{T}",
+        "ops/tree_cache/attend.cuh",
+        [
+            f"cudaError_t {name}(const AttendParams<{{T}}>&, cudaStream_t)"
+            for name in ("launch_rows", "launch_attend")
+        ],
+        {"T": FLOAT_TYPES},
+    ),
+]
+
 # Room, which is also the namespace, to its table.
 ROOMS: dict[str, Table] = {
     "causal_softmax": CAUSAL_SOFTMAX,
@@ -431,6 +451,7 @@ ROOMS: dict[str, Table] = {
     "hadamard": HADAMARD,
     "rmsnorm_rope": RMSNORM_ROPE,
     "tree_attention": TREE_ATTENTION,
+    "tree_cache": TREE_CACHE,
 }
 
 

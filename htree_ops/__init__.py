@@ -50,6 +50,11 @@ from htree_ops.ops.hadamard import (  # noqa: E402
 )
 from htree_ops.ops.rmsnorm_rope import FusedRMSNormRoPE, head_rmsnorm_rope, rmsnorm_rope  # noqa: E402
 from htree_ops.ops.tree_attention import HTreeAttention, TreeOptions, tree_attention  # noqa: E402
+from htree_ops.ops.tree_cache import (  # noqa: E402
+    TreeKVCache,
+    tree_cache_append_,
+    tree_cache_attention,
+)
 from htree_ops.seed_api import (  # noqa: E402
     FP8GEMMInput,
     GatedMLPInput,
@@ -86,6 +91,7 @@ __all__ = [
     "RMSNormRoPEInput",
     "ShapeMismatchError",
     "TensorSpec",
+    "TreeKVCache",
     "TreeOptions",
     "TuningFailedError",
     "UnsupportedDtypeError",
@@ -117,6 +123,8 @@ __all__ = [
     "quantize_model_",
     "rmsnorm_rope",
     "tree_attention",
+    "tree_cache_append_",
+    "tree_cache_attention",
     "validate_fp8_gemm_inputs",
     "validate_fp8_quantize_inputs",
     "validate_gated_mlp_inputs",

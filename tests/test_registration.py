@@ -176,6 +176,24 @@ SCHEMAS = {
         "bool[3] output_mask=[True, True, True], int? selection_span=None) "
         "-> (Tensor dq, Tensor dk, Tensor dv)"
     ),
+    "tree_cache_append_": (
+        "(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor k, Tensor v, Tensor block_table, Tensor lengths, "
+        "Tensor cu_new, Tensor? new_lengths=None, SymInt? max_new=None, *, int page_size, "
+        "int compression_rate=16, int max_top_nodes=8192, int? selection_span=None) -> ()"
+    ),
+    "tree_cache_attention": (
+        "(Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_table, Tensor lengths, Tensor cu_q, "
+        "Tensor? lists=None, Tensor? list_pos=None, Tensor? q_lengths=None, Tensor? rope_table=None, *, "
+        "int page_size, int compression_rate=16, int max_top_nodes=8192, int top_k=512, "
+        "int selection_stride=1, int? selection_span=None, float? scale=None, float? rope_base=10000., "
+        'str importance="lse_causal") -> (Tensor out, Tensor lse, Tensor lists, Tensor list_pos)'
+    ),
+    "tree_cache_pages_": (
+        "(Tensor(a!) block_table, Tensor(b!) lengths, Tensor(c!) held, Tensor(d!) users, "
+        "Tensor(e!) free_pages, Tensor(f!) errors, Tensor(g!) list_pos, Tensor(h!) plan, Tensor request, "
+        "str step, *, int capacity, int page_size, int selection_stride=1) -> ()"
+    ),
+    "tree_cache_copy_": "(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor pages) -> ()",
 }
 FACTORIES = {"rope_cache", "top_parents"}
 AUTOCAST = {"attention", "attention_forward"}
@@ -234,6 +252,9 @@ def test_mutating_ops_return_nothing() -> None:
         "hadamard_transform_",
         "mask_topk_scores_",
         "merge_to_global_",
+        "tree_cache_append_",
+        "tree_cache_copy_",
+        "tree_cache_pages_",
     }
     assert not any(overload(name)._schema.returns for name in mutating)
 

@@ -15,6 +15,7 @@ from htree_ops.ops import (
     hadamard,
     rmsnorm_rope,
     tree_attention,
+    tree_cache,
 )
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "hadamard",
     "rmsnorm_rope",
     "tree_attention",
+    "tree_cache",
 ]
 
 #: Modules of earlier versions and where their names stand now; both can be imported.

@@ -162,6 +162,22 @@ class PackedLayers {
   int64_t num_nodes_ = 0;
 };
 
+// Of child `child` of a parent, `key` [K]: K' as a padded row, and in its lane of the parent's tile.
+template <typename T, typename Real>
+inline void pack_key(const T* key, const QueryShape& shape, const Rotation<Real>& rotation, int64_t child,
+                     Real* row, Real* tile) {
+  for (int64_t i = 0; i < shape.half; ++i) {
+    const Real lo = static_cast<Real>(key[i]);
+    const Real hi = static_cast<Real>(key[shape.half + i]);
+    const Real c = rotation.cos ? rotation.cos[child * shape.half_pad + i] : Real{1};
+    const Real s = rotation.cos ? rotation.sin[child * shape.half_pad + i] : Real{0};
+    row[i] = rotation.cos ? lo * c - hi * s : lo;
+    row[shape.half_pad + i] = rotation.cos ? lo * s + hi * c : hi;
+    tile[i * shape.r_pad + child] = row[i];
+    tile[(shape.half + i) * shape.r_pad + child] = row[shape.half_pad + i];
+  }
+}
+
 template <typename Real>
 template <typename T>
 PackedLayers<Real> PackedLayers<Real>::make(const at::Tensor& layer_k, const at::Tensor& layer_v,
@@ -210,16 +226,7 @@ PackedLayers<Real> PackedLayers<Real>::make(const at::Tensor& layer_k, const at:
         const int64_t node = parent * shape.r + child;
         const T* k_row = k + b * layer_k.stride(0) + node * layer_k.stride(1) + h * layer_k.stride(2);
         std::fill(row.begin(), row.end(), Real{0});
-        for (int64_t i = 0; i < shape.half; ++i) {
-          const Real lo = static_cast<Real>(k_row[i]);
-          const Real hi = static_cast<Real>(k_row[shape.half + i]);
-          const Real c = rotation.cos ? rotation.cos[child * shape.half_pad + i] : Real{1};
-          const Real s = rotation.cos ? rotation.sin[child * shape.half_pad + i] : Real{0};
-          row[i] = rotation.cos ? lo * c - hi * s : lo;
-          row[shape.half_pad + i] = rotation.cos ? lo * s + hi * c : hi;
-          tile[i * shape.r_pad + child] = row[i];
-          tile[(shape.half + i) * shape.r_pad + child] = row[shape.half_pad + i];
-        }
+        pack_key(k_row, shape, rotation, child, row.data(), tile);
         if (gradients) {
           std::copy(row.begin(), row.end(), key_rows + (pair * num_nodes + node) * shape.row());
         }

@@ -1,0 +1,186 @@
+// Append: rows of new tokens, then layer by layer the nodes that they finish, then span means. A thread owns a
+// pack of columns of one row; sums run over the children in their order, as in tree_build.
+#pragma once
+
+#include <algorithm>
+
+#include "device/numeric.cuh"
+#include "device/pack.cuh"
+#include "host/cuda/kernel_launch.h"
+#include "ops/tree_cache/tree_cache_params.h"
+
+namespace htree::tree_cache {
+
+constexpr int kAppendThreads = 256;
+
+// The new tokens of a sequence: rows [first, first + count) of the call; count 0 where the sequence is refused.
+struct NewSpan {
+  int64_t first;
+  int64_t before;
+  int64_t count;
+};
+
+// Every thread of the block must call; costs one __syncthreads.
+template <typename T>
+__device__ __forceinline__ NewSpan new_span(const AppendParams<T>& params, int sequence) {
+  const int64_t first = params.cu_new[sequence];
+  int64_t count = params.cu_new[sequence + 1] - first;
+  bool good = first >= 0 && count >= 0 && first + count <= params.num_rows;
+  if (params.new_lengths != nullptr) {
+    count = min(count, static_cast<int64_t>(params.new_lengths[sequence]));
+  }
+  const int64_t before = params.lengths[sequence];
+  good = good && before >= 0 && count > 0 && count <= params.max_new &&
+         before + count <= params.layout.capacity();
+  if (good) {
+    const int32_t* table = params.block_table + static_cast<int64_t>(sequence) * params.layout.max_pages;
+    const int64_t last = (before + count - 1) / params.layout.page_size;
+    for (int64_t page = before / params.layout.page_size + threadIdx.x; page <= last;
+         page += kAppendThreads) {
+      good = good && static_cast<uint32_t>(table[page]) < params.layout.num_pages;
+    }
+  }
+  return {first, before, __syncthreads_and(good) ? count : 0};
+}
+
+// Rows of a head in one pool.
+template <typename T>
+struct HeadRows {
+  T* pool;
+  const int32_t* table;
+  int64_t page_rows;
+  int width;
+  int head;
+
+  // Null where the page is none of the pool.
+  __device__ __forceinline__ T* at(const PageLayout& layout, const Place& place) const {
+    const uint32_t page = static_cast<uint32_t>(table[place.page]);
+    return page < layout.num_pages
+               ? pool + ((int64_t{page} * layout.num_kv_heads + head) * page_rows + place.row) * width
+               : nullptr;
+  }
+};
+
+// The mean of `count` rows of a layer, from node `first` on, into `to`.
+template <typename T, int kPack>
+__device__ __forceinline__ void store_mean(const PageLayout& layout, const HeadRows<T>& rows, uint32_t layer,
+                                           uint32_t first, uint32_t count, int column, const Place& place) {
+  T* to = rows.at(layout, place);
+  device::Acc<T> sum[kPack] = {};
+  bool whole = to != nullptr;
+#pragma unroll 4
+  for (uint32_t c = 0; c < count; ++c) {
+    const T* child = rows.at(layout, layout.node(layer, first + c));
+    if (child == nullptr) {
+      whole = false;
+      continue;
+    }
+    const auto values = device::load_pack<kPack>(child + column);
+#pragma unroll
+    for (int e = 0; e < kPack; ++e) {
+      sum[e] += device::to_acc(values[e]);
+    }
+  }
+  device::Pack<T, kPack> mean;
+#pragma unroll
+  for (int e = 0; e < kPack; ++e) {
+    mean[e] = device::from_acc<T>(sum[e] / static_cast<device::Acc<T>>(count));
+  }
+  if (whole) {
+    device::store_pack(to + column, mean);
+  }
+}
+
+// What level `level` adds to one pool: 0 tokens, 1 ... L-1 nodes, L span means. Block `part` of `num_parts`.
+template <typename T, int kPack>
+__device__ __forceinline__ void append_level(const PageLayout& layout, const HeadRows<T>& rows,
+                                             const NewRows<T>& from, const NewSpan& span, uint32_t level,
+                                             int part, int num_parts) {
+  const bool means = level == layout.num_layers;
+  const uint32_t size = means ? layout.span : layout.tokens[level];
+  const uint32_t first = static_cast<uint32_t>(span.before) / size;
+  const uint32_t num = static_cast<uint32_t>(span.before + span.count) / size - first;
+  const uint32_t packs = static_cast<uint32_t>(rows.width / kPack);
+  const uint64_t items = uint64_t{num} * packs;
+  for (uint64_t item = static_cast<uint64_t>(part) * kAppendThreads + threadIdx.x; item < items;
+       item += static_cast<uint64_t>(num_parts) * kAppendThreads) {
+    const uint32_t index = static_cast<uint32_t>(item / packs);
+    const int column = static_cast<int>(item - uint64_t{index} * packs) * kPack;
+    const uint32_t node = first + index;
+    if (level == 0) {
+      T* to = rows.at(layout, layout.node(0, node));
+      const T* row = from.data + (span.first + index) * from.row + rows.head * from.head + column;
+      device::store_pack(to + column, device::load_pack<kPack>(row));
+    } else if (means) {
+      store_mean<T, kPack>(layout, rows, 0, node * layout.span, layout.span, column, layout.span_mean(node));
+    } else {
+      store_mean<T, kPack>(layout, rows, level - 1, node * layout.rate, layout.rate, column,
+                           layout.node(level, node));
+    }
+  }
+}
+
+// Block (sequence and head, part): the levels [begin, end). More than one level needs num_parts = 1: the rows that
+// a level reads are then this block's own.
+template <typename T, int kPack>
+__global__ void __launch_bounds__(kAppendThreads)
+    append_kernel(const AppendParams<T> params, uint32_t begin, uint32_t end) {
+  const PageLayout& layout = params.layout;
+  const int sequence = static_cast<int>(blockIdx.x / layout.num_kv_heads);
+  const int head = static_cast<int>(blockIdx.x % layout.num_kv_heads);
+  const NewSpan span = new_span(params, sequence);
+  if (span.count == 0) {
+    return;
+  }
+  const int32_t* table = params.block_table + static_cast<int64_t>(sequence) * layout.max_pages;
+  const HeadRows<T> keys = {params.keys, table, layout.key_rows(), params.k.width, head};
+  const HeadRows<T> values = {params.values, table, layout.value_rows(), params.v.width, head};
+  const int part = static_cast<int>(blockIdx.y), parts = static_cast<int>(gridDim.y);
+  for (uint32_t level = begin; level < end; ++level) {
+    append_level<T, kPack>(layout, keys, params.k, span, level, part, parts);
+    if (level < layout.num_layers) {
+      append_level<T, kPack>(layout, values, params.v, span, level, part, parts);
+    }
+    __syncthreads();
+  }
+}
+
+template <typename T, int kPack>
+cudaError_t launch_append_for(const AppendParams<T>& params, cudaStream_t stream) {
+  const PageLayout& layout = params.layout;
+  const unsigned rows = static_cast<unsigned>(params.num_sequences) * layout.num_kv_heads;
+  const uint32_t levels = layout.num_layers + (layout.span > 0);
+  if (params.max_new <= layout.page_size) {
+    return launch_kernel(append_kernel<T, kPack>, {.grid = rows, .threads = kAppendThreads}, stream, params,
+                         0u, levels);
+  }
+  constexpr int64_t kMostParts = 1024;
+  for (uint32_t level = 0; level < levels; ++level) {
+    const int64_t size = level == layout.num_layers ? layout.span : layout.tokens[level];
+    const int64_t nodes = params.max_new / size + 1;
+    const int64_t items = nodes * (std::max(params.k.width, params.v.width) / kPack);
+    const dim3 grid(rows, static_cast<unsigned>(std::min(ceil_div(items, kAppendThreads), kMostParts)));
+    const cudaError_t error = launch_kernel(
+        append_kernel<T, kPack>, {.grid = grid, .threads = kAppendThreads}, stream, params, level, level + 1);
+    if (error != cudaSuccess) {
+      return error;
+    }
+  }
+  return cudaSuccess;
+}
+
+template <typename T>
+cudaError_t launch_append(const AppendParams<T>& params, cudaStream_t stream) {
+  constexpr int kWide = device::kPackOf<T>;
+  const auto aligned = [](const NewRows<T>& rows, const T* pool) {
+    const int64_t size = sizeof(T);
+    return rows.width % kWide == 0 && reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 &&
+           reinterpret_cast<uintptr_t>(pool) % 16 == 0 && rows.row * size % 16 == 0 &&
+           rows.head * size % 16 == 0;
+  };
+  return aligned(params.k, params.keys) && aligned(params.v, params.values)
+             ? launch_append_for<T, kWide>(params, stream)
+             : launch_append_for<T, 1>(params, stream);
+}
+
+}  // namespace htree::tree_cache

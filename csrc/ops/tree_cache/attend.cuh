@@ -1,0 +1,447 @@
+// One layer of the walk of tree_cache_attention on pages: scores, selection, weighted values. A row is a query and a
+// K/V head; blocks split its candidates. Scores stand in device memory between the kernels.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "device/online_softmax.cuh"
+#include "device/pack.cuh"
+#include "device/reduce.cuh"
+#include "device/rotary.cuh"
+#include "device/work.cuh"
+#include "ops/tree_attention/stages/select/select_topk.cuh"
+#include "ops/tree_cache/rows.cuh"
+
+namespace htree::tree_cache {
+
+struct AttendTraits {
+  static constexpr int kThreads = 128;
+  static constexpr int kWarps = kThreads / device::kWarpSize;
+  static constexpr int kTile = 16;      // candidates of a warp: two lanes each
+  static constexpr int kMaxLanes = 32;  // threads on one value row
+};
+
+// ---- scores
+
+// queries [K][kHeads] of up to kHeads heads, rotated by `position` and scaled; zeros beyond num_heads.
+template <typename T, int kHeads>
+__device__ __forceinline__ void stage_queries(const AttendParams<T>& params, const T* q, int num_heads,
+                                              int position, float* queries) {
+  const int pairs = params.key_dim / 2;
+  const CacheOptions& options = params.options;
+  for (int item = threadIdx.x; item < pairs * kHeads; item += AttendTraits::kThreads) {
+    const int head = item / pairs;
+    const int pair = item - head * pairs;
+    float low = 0.0f, high = 0.0f;
+    if (head < num_heads) {
+      low = device::to_acc(q[head * params.q_head + pair]);
+      high = device::to_acc(q[head * params.q_head + pairs + pair]);
+      if (options.cos != nullptr) {
+        const int64_t at = static_cast<int64_t>(position) * pairs + pair;
+        device::rotate_pair(low, high, options.cos[at], options.sin[at]);
+      }
+    }
+    queries[pair * kHeads + head] = low * options.scale;
+    queries[(pairs + pair) * kHeads + head] = high * options.scale;
+  }
+}
+
+// Adds this lane's part of the products of the key at `key` with the heads. `part` is 0 or 1.
+template <typename T, int kHeads, int kPack>
+__device__ __forceinline__ void multiply_key(const AttendParams<T>& params, const T* key, int position,
+                                             int part, const float* queries, float (&sums)[kHeads]) {
+  const int pairs = params.key_dim / 2;
+  const int packs = pairs / kPack;
+  const int first = part == 0 ? 0 : (packs + 1) / 2;
+  const int last = part == 0 ? (packs + 1) / 2 : packs;
+  const int64_t table = static_cast<int64_t>(position) * pairs;
+#pragma unroll 2
+  for (int pack = first; pack < last; ++pack) {
+    const int pair = pack * kPack;
+    const auto stored_low = device::load_pack<kPack>(key + pair);
+    const auto stored_high = device::load_pack<kPack>(key + pairs + pair);
+#pragma unroll
+    for (int e = 0; e < kPack; ++e) {
+      float low = device::to_acc(stored_low[e]);
+      float high = device::to_acc(stored_high[e]);
+      if (params.options.cos != nullptr) {
+        device::rotate_pair(low, high, params.options.cos[table + pair + e],
+                            params.options.sin[table + pair + e]);
+      }
+      const float* q_low = queries + (pair + e) * kHeads;
+      const float* q_high = queries + (pairs + pair + e) * kHeads;
+#pragma unroll
+      for (int head = 0; head < kHeads; ++head) {
+        sums[head] = fmaf(high, q_high[head], fmaf(low, q_low[head], sums[head]));
+      }
+    }
+  }
+}
+
+// Block (row, split): warps take the tiles split, split + gridDim.y, ... of the row's candidates.
+template <typename T, int kHeads, int kPack>
+__global__ void __launch_bounds__(AttendTraits::kThreads)
+    cache_scores_kernel(const AttendParams<T> params, int layer) {
+  using Traits = AttendTraits;
+  extern __shared__ __align__(16) float queries[];  // [K][kHeads]
+  const WalkRow walk = walk_row(params, blockIdx.x);
+  if (!counts(walk.query) || walk.query.top < layer) {
+    return;
+  }
+  const int num = num_candidates(params.layout, walk.query, params.options.top_k, layer);
+  const int first_tile = static_cast<int>(blockIdx.y) * Traits::kWarps;
+  if (!merges(layer, num, params.options.top_k) || first_tile * Traits::kTile >= num) {
+    return;
+  }
+  const int32_t* list = list_of(params, walk, layer);
+  const int lane = threadIdx.x % device::kWarpSize;
+  const int64_t capacity = int64_t{params.layout.rate} * params.options.top_k;
+  float* scores = params.chunk.scores + walk.at * capacity * params.group;
+  const T* q = params.q + walk.row * params.q_row + walk.head * params.group * params.q_head;
+  for (int first_head = 0; first_head < params.group; first_head += kHeads) {
+    const int num_heads = min(kHeads, params.group - first_head);
+    __syncthreads();
+    stage_queries<T, kHeads>(params, q + first_head * params.q_head, num_heads, num - 1, queries);
+    __syncthreads();
+    for (int tile = first_tile + threadIdx.x / device::kWarpSize; tile * Traits::kTile < num;
+         tile += static_cast<int>(gridDim.y) * Traits::kWarps) {
+      const int p = tile * Traits::kTile + lane / 2;
+      int64_t at = -1;
+      // The rightmost node above the tokens is opened whatever its score, and need not be finished.
+      if (p < num - (layer > 0)) {
+        at = row_of(params, walk, layer, node_of(list, p, params.layout.rate), params.layout.key_rows(),
+                    params.key_dim);
+      }
+      float sums[kHeads] = {};
+      if (at >= 0) {
+        multiply_key<T, kHeads, kPack>(params, params.keys + at, p, lane % 2, queries, sums);
+      }
+#pragma unroll
+      for (int head = 0; head < kHeads; ++head) {
+        sums[head] += __shfl_xor_sync(device::kFullMask, sums[head], 1);
+        if (lane % 2 == 0 && p < num && head < num_heads) {
+          scores[static_cast<int64_t>(p) * params.group + first_head + head] =
+              at >= 0 ? sums[head] : device::negative_infinity<float>();
+        }
+      }
+    }
+  }
+}
+
+// ---- selection
+
+// Block (row): a leader's list of the layer below, ascending. docs/semantics/tree_attention.md §1.6
+template <typename T, int kHeads>
+__global__ void __launch_bounds__(tree_attention::SelectTraits::kThreads)
+    cache_select_kernel(const AttendParams<T> params, int layer) {
+  using Traits = tree_attention::SelectTraits;
+  extern __shared__ __align__(16) unsigned char shared_bytes[];
+  __shared__ tree_attention::SelectShared shared;
+  const WalkRow walk = walk_row(params, blockIdx.x);
+  if (!leads(walk) || !counts(walk.query) || walk.query.top < layer) {
+    return;
+  }
+  const PageLayout& layout = params.layout;
+  const int top_k = params.options.top_k;
+  const int num = num_candidates(layout, walk.query, top_k, layer);
+  const int64_t capacity = int64_t{layout.rate} * top_k;
+  const int32_t* list = own_list(params, walk, layer);
+  int32_t* next = own_list(params, walk, layer - 1);
+  auto* normalizer = reinterpret_cast<float*>(shared_bytes);  // [G]
+  uint32_t* keys = params.chunk.keys == nullptr ? reinterpret_cast<uint32_t*>(normalizer + params.group)
+                                                : params.chunk.keys + walk.at * capacity;
+  if (num > top_k) {
+    const float* scores = params.chunk.scores + walk.at * capacity * params.group;
+    uint32_t fold = 0;
+    if (params.options.importance == tree_attention::Importance::kExpJoint) {
+      tree_attention::make_joint_maximum<FullWork>(scores, num - 1, params.group, normalizer, shared, fold);
+    } else {
+      tree_attention::make_lse<FullWork, kHeads>(scores, num - 1, params.group, normalizer, shared, fold);
+    }
+    __syncthreads();
+    tree_attention::make_keys<FullWork, kHeads>(scores, num, num - 1, params.group, normalizer, keys, fold);
+    __syncthreads();
+  }
+  const int count = min(num, top_k);
+  tree_attention::for_each_selected(keys, num, count, shared, [&](int64_t rank, int64_t p) {
+    next[rank] = static_cast<int32_t>(node_of(list, static_cast<uint32_t>(p), layout.rate));
+  });
+  for (int i = count + threadIdx.x; i < top_k; i += Traits::kThreads) {
+    next[i] = -1;
+  }
+}
+
+// ---- weighted values
+
+template <int kHeads, int kPack>
+struct ValuesShared {
+  alignas(16) float weights[kSplit][kHeads];
+  int64_t rows[kSplit];  // first element of the value, -1: not read
+  uint32_t selected[kSplit / 32];
+  float parts[AttendTraits::kThreads * kPack];
+  float reduced[2][AttendTraits::kWarps];
+};
+
+// Marks the candidates of [first, first + kSplit) that the next list opens.
+template <typename T>
+__device__ __forceinline__ void mark_selected(const AttendParams<T>& params, const WalkRow& walk, int layer,
+                                              int num, int first, uint32_t* selected) {
+  const int32_t* list = list_of(params, walk, layer);
+  const int32_t* next = list_of(params, walk, layer - 1);
+  const int32_t rate = static_cast<int32_t>(params.layout.rate);
+  const int slots = (num + rate - 1) / rate;
+  for (int i = threadIdx.x; i < params.options.top_k; i += AttendTraits::kThreads) {
+    const int32_t node = next[i];
+    if (node < 0) {
+      continue;
+    }
+    int low = 0, high = slots;  // the last parent at or before that of the node
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (list[middle] <= node / rate) {
+        low = middle;
+      } else {
+        high = middle;
+      }
+    }
+    const int p = low * rate + node % rate - first;
+    if (list[low] == node / rate && p >= 0 && p < kSplit) {
+      atomicOr(&selected[p / 32], 1u << (p % 32));
+    }
+  }
+}
+
+// Where the values of the split's candidates stand, and the scores' maximum per head among those that count.
+template <typename T, int kHeads, int kPack>
+__device__ __forceinline__ void stage_rows(const AttendParams<T>& params, const WalkRow& walk, int layer,
+                                           int num, int first, const float* scores, int num_heads,
+                                           float (&maximum)[kHeads], ValuesShared<kHeads, kPack>& shared) {
+  using Traits = AttendTraits;
+  const int32_t* list = list_of(params, walk, layer);
+#pragma unroll
+  for (int head = 0; head < kHeads; ++head) {
+    maximum[head] = device::negative_infinity<float>();
+  }
+  for (int i = threadIdx.x; i < kSplit; i += Traits::kThreads) {
+    const int p = first + i;
+    int64_t row = -1;
+    if (p < num && !(shared.selected[i / 32] >> (i % 32) & 1)) {
+      row = row_of(params, walk, layer, node_of(list, p, params.layout.rate), params.layout.value_rows(),
+                   params.value_dim);
+    }
+    shared.rows[i] = row;
+    if (row >= 0) {
+      float values[kHeads];
+      tree_attention::load_head_scores(scores + static_cast<int64_t>(p) * params.group, num_heads, values);
+#pragma unroll
+      for (int head = 0; head < kHeads; ++head) {
+        shared.weights[i][head] = values[head];
+        maximum[head] = device::MaxNan{}(maximum[head], values[head]);
+      }
+    }
+  }
+#pragma unroll
+  for (int head = 0; head < kHeads; ++head) {
+    maximum[head] =
+        device::block_reduce<Traits::kThreads, device::MaxNan>(maximum[head], shared.reduced[head % 2]);
+    __syncthreads();
+  }
+}
+
+// Scores to weights; sums holds this thread's part. A weight of -1 marks a score of -inf, whose value is not read.
+template <int kHeads, int kPack>
+__device__ __forceinline__ void make_weights(const float (&maximum)[kHeads], float (&sums)[kHeads],
+                                             ValuesShared<kHeads, kPack>& shared) {
+  for (int i = threadIdx.x; i < kSplit; i += AttendTraits::kThreads) {
+    if (shared.rows[i] < 0) {
+      continue;
+    }
+#pragma unroll
+    for (int head = 0; head < kHeads; ++head) {
+      const float score = shared.weights[i][head];
+      const bool used = score != device::negative_infinity<float>();
+      const float weight = used ? expf(score - maximum[head]) : -1.0f;
+      sums[head] += used ? weight : 0.0f;
+      shared.weights[i][head] = weight;
+    }
+  }
+}
+
+// Adds the teams' columns in order and stores them.
+template <int kHeads, int kPack>
+__device__ __forceinline__ void store_columns(const float (&columns)[kHeads][kPack], float* out,
+                                              int value_dim, int num_heads, int first_column, int lanes,
+                                              ValuesShared<kHeads, kPack>& shared) {
+  const int width = lanes * kPack;
+  const int teams = AttendTraits::kThreads / lanes;
+#pragma unroll
+  for (int head = 0; head < kHeads; ++head) {
+    if (head >= num_heads) {
+      break;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int e = 0; e < kPack; ++e) {
+      shared.parts[threadIdx.x * kPack + e] = columns[head][e];
+    }
+    __syncthreads();
+    for (int column = threadIdx.x; column < width; column += AttendTraits::kThreads) {
+      float total = 0.0f;
+      for (int team = 0; team < teams; ++team) {
+        total += shared.parts[team * width + column];
+      }
+      if (first_column + column < value_dim) {
+        out[static_cast<int64_t>(head) * value_dim + first_column + column] = total;
+      }
+    }
+  }
+}
+
+// Block (row, split, chunk of heads): one part of the row's softmax.
+template <typename T, int kHeads, int kPack>
+__global__ void __launch_bounds__(AttendTraits::kThreads)
+    cache_values_kernel(const AttendParams<T> params, int layer, int lanes) {
+  using Traits = AttendTraits;
+  __shared__ ValuesShared<kHeads, kPack> shared;
+  const WalkRow walk = walk_row(params, blockIdx.x);
+  if (!counts(walk.query) || walk.query.top < layer) {
+    return;
+  }
+  const int num = num_candidates(params.layout, walk.query, params.options.top_k, layer);
+  const int first = static_cast<int>(blockIdx.y) * kSplit;
+  if (!merges(layer, num, params.options.top_k) || first >= num) {
+    return;
+  }
+  const int first_head = static_cast<int>(blockIdx.z) * kHeads;
+  const int num_heads = min(kHeads, params.group - first_head);
+  const int64_t capacity = int64_t{params.layout.rate} * params.options.top_k;
+  const float* scores = params.chunk.scores + walk.at * capacity * params.group + first_head;
+  for (int i = threadIdx.x; i < kSplit / 32; i += Traits::kThreads) {
+    shared.selected[i] = 0;
+  }
+  __syncthreads();
+  if (layer > 0) {
+    mark_selected(params, walk, layer, num, first, shared.selected);
+  }
+  __syncthreads();
+  float maximum[kHeads];
+  stage_rows(params, walk, layer, num, first, scores, num_heads, maximum, shared);
+  float sums[kHeads] = {};
+  make_weights(maximum, sums, shared);
+  const int64_t part =
+      ((walk.at * params.layout.num_layers + layer) * gridDim.y + blockIdx.y) * params.group + first_head;
+#pragma unroll
+  for (int head = 0; head < kHeads; ++head) {
+    __syncthreads();
+    const float sum =
+        device::block_reduce<Traits::kThreads, device::Sum>(sums[head], shared.reduced[head % 2]);
+    if (threadIdx.x == 0 && head < num_heads) {
+      params.chunk.part_max[part + head] = maximum[head];
+      params.chunk.part_sum[part + head] = sum;
+    }
+  }
+  const int team = threadIdx.x / lanes, teams = Traits::kThreads / lanes;
+  const int end = min(kSplit, num - first);
+  for (int first_column = 0; first_column < params.value_dim; first_column += lanes * kPack) {
+    const int column = first_column + threadIdx.x % lanes * kPack;
+    float columns[kHeads][kPack] = {};
+#pragma unroll 2
+    for (int i = team; i < end && column < params.value_dim; i += teams) {
+      const int64_t row = shared.rows[i];
+      if (row < 0) {
+        continue;
+      }
+      const auto stored = device::load_pack<kPack>(params.values + row + column);
+#pragma unroll
+      for (int head = 0; head < kHeads; ++head) {
+        const float weight = shared.weights[i][head];
+        if (weight == -1.0f) {
+          continue;
+        }
+#pragma unroll
+        for (int e = 0; e < kPack; ++e) {
+          columns[head][e] = fmaf(weight, device::to_acc(stored[e]), columns[head][e]);
+        }
+      }
+    }
+    store_columns(columns, params.chunk.part_out + part * params.value_dim, params.value_dim, num_heads,
+                  first_column, lanes, shared);
+  }
+}
+
+// ---- launches
+
+template <typename T, int kHeads, int kPack>
+cudaError_t launch_layers(const AttendParams<T>& params, cudaStream_t stream) {
+  using Traits = AttendTraits;
+  const int64_t capacity = int64_t{params.layout.rate} * params.options.top_k;
+  const auto rows = static_cast<unsigned>(params.chunk.num * params.layout.num_kv_heads);
+  // Enough blocks to fill a large GPU a few times where the rows alone do not.
+  constexpr int64_t kEnoughBlocks = 2048;
+  const int64_t tiles = ceil_div(capacity, int64_t{Traits::kTile} * Traits::kWarps);
+  const dim3 score_grid(rows, static_cast<unsigned>(std::clamp<int64_t>(kEnoughBlocks / rows, 1,
+                                                                        std::min<int64_t>(tiles, 65535))));
+  const LaunchShape score_shape{
+      .grid = score_grid, .threads = Traits::kThreads, .shared_bytes = int64_t{4} * kHeads * params.key_dim};
+  const int splits = num_splits(capacity);
+  const dim3 value_grid(rows, static_cast<unsigned>(splits),
+                        static_cast<unsigned>(ceil_div(params.group, kHeads)));
+  int lanes = 1;
+  while (lanes * kPack < params.value_dim && lanes < Traits::kMaxLanes) {
+    lanes *= 2;
+  }
+  const int64_t key_bytes = params.chunk.keys == nullptr ? 4 * capacity : 0;
+  const LaunchShape select_shape{.grid = rows,
+                                 .threads = tree_attention::SelectTraits::kThreads,
+                                 .shared_bytes = 4 * int64_t{params.group} + key_bytes};
+  for (int layer = static_cast<int>(params.layout.num_layers) - 1; layer >= 0; --layer) {
+    cudaError_t error =
+        launch_kernel(cache_scores_kernel<T, kHeads, kPack>, score_shape, stream, params, layer);
+    if (error == cudaSuccess && layer > 0) {
+      error = launch_kernel(cache_select_kernel<T, kHeads>, select_shape, stream, params, layer);
+    }
+    if (error == cudaSuccess) {
+      error = launch_kernel(cache_values_kernel<T, kHeads, kPack>,
+                            {.grid = value_grid, .threads = Traits::kThreads}, stream, params, layer, lanes);
+    }
+    if (error != cudaSuccess) {
+      return error;
+    }
+  }
+  return cudaSuccess;
+}
+
+template <typename T>
+cudaError_t launch_attend(const AttendParams<T>& params, cudaStream_t stream) {
+  const auto rows = static_cast<unsigned>(params.chunk.num * params.layout.num_kv_heads);
+  cudaError_t error =
+      launch_kernel(top_lists_kernel<T>, {.grid = rows, .threads = kRowThreads}, stream, params);
+  if (error != cudaSuccess) {
+    return error;
+  }
+  constexpr int kWide = device::kPackOf<T>;
+  const bool wide = params.key_dim / 2 % kWide == 0 && params.value_dim % kWide == 0 &&
+                    reinterpret_cast<uintptr_t>(params.keys) % 16 == 0 &&
+                    reinterpret_cast<uintptr_t>(params.values) % 16 == 0;
+  if (params.group == 1) {
+    error = wide ? launch_layers<T, 1, kWide>(params, stream) : launch_layers<T, 1, 1>(params, stream);
+  } else if (params.group <= 4) {
+    error = wide ? launch_layers<T, 4, kWide>(params, stream) : launch_layers<T, 4, 1>(params, stream);
+  } else {
+    error = wide ? launch_layers<T, 8, kWide>(params, stream) : launch_layers<T, 8, 1>(params, stream);
+  }
+  if (error != cudaSuccess) {
+    return error;
+  }
+  const int64_t capacity = int64_t{params.layout.rate} * params.options.top_k;
+  const dim3 merge_grid(rows, static_cast<unsigned>(params.group));
+  error = launch_kernel(merge_parts_kernel<T>, {.grid = merge_grid, .threads = kRowThreads}, stream, params,
+                        num_splits(capacity));
+  if (error != cudaSuccess || params.sequences.ring == 0) {
+    return error;
+  }
+  return launch_kernel(store_ring_kernel<T>, {.grid = rows, .threads = kRowThreads}, stream, params);
+}
+
+}  // namespace htree::tree_cache

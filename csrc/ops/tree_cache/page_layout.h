@@ -1,0 +1,87 @@
+// Where a page of the tree cache keeps its rows. No torch. docs/semantics/tree_cache.md §7.1.
+#pragma once
+
+#include <cstdint>
+
+#include "device/sizes.h"
+#include "ops/tree_attention/tree_args.h"
+
+namespace htree::tree_cache {
+
+// Positions are below 2^31 and r is at least 2: no tree is deeper.
+constexpr int kMaxLayers = 32;
+
+// Page `page` of a block table, row `row` in it.
+struct Place {
+  uint32_t page;
+  uint32_t row;
+};
+
+// Rows of a page of one K/V head: the tokens, then the finished nodes of layer 1, of layer 2 and so on, each
+// layer ascending; keys have the span means behind them. A page holds what ends in it. Sizes are 32-bit: the
+// kernels divide by them for every row.
+struct PageLayout {
+  uint32_t page_size = 256;  // P, tokens
+  uint32_t rate = 16;        // r
+  uint32_t num_layers = 1;   // L
+  uint32_t span = 0;         // c, tokens of a span mean; 0: none
+  uint32_t num_pages = 0;    // of the pools
+  uint32_t max_pages = 0;    // of a sequence
+  uint32_t num_kv_heads = 1;
+  uint32_t first_row[kMaxLayers + 1] = {};  // of layer l; [L] is the first span mean
+  uint32_t tokens[kMaxLayers] = {};         // r^l, tokens of a node
+
+  HTREE_HOST_DEVICE int64_t value_rows() const { return first_row[num_layers]; }
+  HTREE_HOST_DEVICE int64_t key_rows() const { return value_rows() + (span > 0 ? page_size / span : 0); }
+  HTREE_HOST_DEVICE int64_t capacity() const { return int64_t{max_pages} * page_size; }
+
+  // Of a finished node of a layer.
+  HTREE_HOST_DEVICE Place node(uint32_t layer, uint32_t index) const {
+    const uint32_t size = tokens[layer];
+    const uint32_t page = ((index + 1) * size - 1) / page_size;
+    return {page, first_row[layer] + index - page * page_size / size};
+  }
+  // Of the mean of tokens [c index, c (index + 1)).
+  HTREE_HOST_DEVICE Place span_mean(uint32_t index) const {
+    const uint32_t page = index * span / page_size;
+    return {page, first_row[num_layers] + index - page * (page_size / span)};
+  }
+};
+
+// Layers whose nodes can end below `capacity` tokens, and the place of each. `capacity` is below 2^31.
+inline PageLayout page_layout(int64_t page_size, int64_t rate, int64_t num_layers, int64_t span,
+                              int64_t num_pages, int64_t max_pages, int64_t num_kv_heads) {
+  PageLayout layout;
+  layout.page_size = static_cast<uint32_t>(page_size);
+  layout.rate = static_cast<uint32_t>(rate);
+  layout.num_layers = static_cast<uint32_t>(num_layers);
+  layout.span = static_cast<uint32_t>(span);
+  layout.num_pages = static_cast<uint32_t>(num_pages);
+  layout.max_pages = static_cast<uint32_t>(max_pages);
+  layout.num_kv_heads = static_cast<uint32_t>(num_kv_heads);
+  uint32_t row = 0;
+  for (int64_t layer = 0; layer < num_layers; ++layer) {
+    const int64_t tokens = tree_attention::node_span(rate, layer);
+    layout.first_row[layer] = row;
+    layout.tokens[layer] = static_cast<uint32_t>(tokens);
+    row += static_cast<uint32_t>(ceil_div(page_size, tokens));
+  }
+  layout.first_row[num_layers] = row;
+  return layout;
+}
+
+// What a step of the page table found wrong with a sequence, bit by bit.
+enum PageError : int32_t {
+  kNoCapacity = 1,      // the tokens exceed the capacity
+  kNoPage = 2,          // the pool has no page left
+  kBadLength = 4,       // a negative number of tokens, or more than the sequence holds
+  kInsideStride = 8,    // truncated inside a stride whose leader's lists are gone
+  kMissingLeader = 16,  // a query whose leader is neither in the call nor in the ring
+  kBadSequence = 32,    // a beam that is none
+  kBadPage = 64,        // a page of the table that is none of the pool
+};
+
+// The steps that change the page table.
+enum class PageStep { kAppend, kReserve, kTruncate, kReorder, kAttend };
+
+}  // namespace htree::tree_cache

@@ -1,0 +1,221 @@
+// The ends of a walk: what each row is and the lists of its top, before; the merge of all its parts and the ring of
+// lists, behind.
+#pragma once
+
+#include "device/numeric.cuh"
+#include "host/cuda/kernel_launch.h"
+#include "ops/tree_cache/walk.cuh"
+
+namespace htree::tree_cache {
+
+constexpr int kRowThreads = 128;
+
+// The queries of a sequence: rows [first, first + count) of the call are its last tokens.
+struct QuerySpan {
+  int64_t first;
+  int64_t count;
+  int64_t length;
+
+  __device__ __forceinline__ int64_t first_token() const { return length - count; }  // may be negative
+  __device__ __forceinline__ int64_t begin() const { return first_token() > 0 ? first_token() : 0; }
+};
+
+__device__ __forceinline__ QuerySpan query_span(const CacheSequences& sequences, int sequence) {
+  const int64_t first = sequences.cu_q[sequence];
+  int64_t count = sequences.cu_q[sequence + 1] - first;
+  if (sequences.q_lengths != nullptr) {
+    count = min(count, static_cast<int64_t>(sequences.q_lengths[sequence]));
+  }
+  return {first, count > 0 ? count : 0, sequences.lengths[sequence]};
+}
+
+// A thread per row of the whole call.
+template <typename T>
+__global__ void __launch_bounds__(kRowThreads) rows_kernel(const AttendParams<T> params) {
+  const CacheSequences& sequences = params.sequences;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x;
+  if (row >= params.chunk.total) {
+    return;
+  }
+  int low = 0, high = sequences.num_sequences;  // the last sequence that begins at or before the row
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (sequences.cu_q[middle] <= row) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  QueryRow found;
+  found.sequence = low;
+  const QuerySpan span = query_span(sequences, low);
+  const int64_t token = span.first_token() + row - span.first;
+  if (row >= span.first && row < span.first + span.count && token >= 0) {
+    found.token = static_cast<int32_t>(token);
+    const int stride = params.options.stride;
+    const int64_t leader = token - token % stride;
+    if (span.length > params.layout.capacity() || span.length < 0) {
+      found.leader = kNoLists;
+    } else if (leader >= span.begin()) {
+      found.leader = static_cast<int32_t>(row - (token - leader));
+    } else {
+      found.leader = kNoLists;
+      if (sequences.ring > 0 && sequences.lists != nullptr) {
+        const int64_t slot = leader / stride % sequences.ring;
+        if (sequences.list_pos[static_cast<int64_t>(low) * sequences.ring + slot] == leader) {
+          found.leader = kFromRing + static_cast<int32_t>(slot);
+        }
+      }
+    }
+    int64_t bound = params.options.max_top_nodes;
+    while (token + 1 > bound) {
+      ++found.top;
+      bound *= params.layout.rate;
+    }
+  }
+  params.chunk.rows[row] = found;
+}
+
+// Block (sequence, slot): who stands in the ring after the call. What is kept is copied; the lists of the call's own
+// leaders come from store_ring_kernel.
+template <typename T>
+__global__ void __launch_bounds__(kRowThreads) start_ring_kernel(const AttendParams<T> params) {
+  const CacheSequences& sequences = params.sequences;
+  const int sequence = static_cast<int>(blockIdx.x / sequences.ring);
+  const int slot = static_cast<int>(blockIdx.x % sequences.ring);
+  const QuerySpan span = query_span(sequences, sequence);
+  const int64_t stride = params.options.stride;
+  int32_t kept = sequences.list_pos == nullptr ? -1 : sequences.list_pos[blockIdx.x];
+  if (kept >= span.begin()) {
+    kept = -1;
+  }
+  // The newest leader of the call that has this slot.
+  int64_t newest = (span.length - 1) / stride;
+  newest -= ((newest - slot) % sequences.ring + sequences.ring) % sequences.ring;
+  const bool own = span.length > 0 && newest >= 0 && newest * stride >= span.begin();
+  if (threadIdx.x == 0) {
+    sequences.new_list_pos[blockIdx.x] = own ? static_cast<int32_t>(newest * stride) : kept;
+  }
+  const int64_t size = int64_t{params.layout.num_layers} * params.layout.num_kv_heads * params.options.top_k;
+  const int64_t first = blockIdx.x * size;
+  for (int64_t i = threadIdx.x; !own && i < size; i += kRowThreads) {
+    sequences.new_lists[first + i] = sequences.lists == nullptr ? -1 : sequences.lists[first + i];
+  }
+}
+
+__device__ __forceinline__ bool leads(const WalkRow& walk) {
+  return walk.query.token >= 0 && walk.query.leader == walk.row;
+}
+
+// Block (row, head): the lists of a leader from its top upwards, which open everything.
+template <typename T>
+__global__ void __launch_bounds__(kRowThreads) top_lists_kernel(const AttendParams<T> params) {
+  const WalkRow walk = walk_row(params, blockIdx.x);
+  if (!leads(walk)) {
+    return;
+  }
+  const PageLayout& layout = params.layout;
+  for (int layer = walk.query.top; layer < static_cast<int>(layout.num_layers); ++layer) {
+    const int count = static_cast<int>(walk.query.token / layout.tokens[layer] / layout.rate + 1);
+    int32_t* list = own_list(params, walk, layer);
+    for (int i = threadIdx.x; i < params.options.top_k; i += kRowThreads) {
+      list[i] = i < count ? i : -1;
+    }
+  }
+}
+
+// Block (row, head): the lists of a leader that the ring keeps.
+template <typename T>
+__global__ void __launch_bounds__(kRowThreads) store_ring_kernel(const AttendParams<T> params) {
+  const WalkRow walk = walk_row(params, blockIdx.x);
+  if (!leads(walk)) {
+    return;
+  }
+  const CacheSequences& sequences = params.sequences;
+  const int64_t slot = static_cast<int64_t>(walk.query.sequence) * sequences.ring +
+                       walk.query.token / params.options.stride % sequences.ring;
+  if (sequences.new_list_pos[slot] != walk.query.token) {
+    return;
+  }
+  const int64_t heads = params.layout.num_kv_heads, layers = params.layout.num_layers;
+  for (int layer = 0; layer < layers; ++layer) {
+    const int32_t* from = own_list(params, walk, layer);
+    int32_t* to = sequences.new_lists + ((slot * layers + layer) * heads + walk.head) * params.options.top_k;
+    for (int i = threadIdx.x; i < params.options.top_k; i += kRowThreads) {
+      to[i] = from[i];
+    }
+  }
+}
+
+// Block (row, head, query head of the group): all parts of the softmax, from the top down and in the order of the
+// candidates.
+template <typename T>
+__global__ void __launch_bounds__(kRowThreads) merge_parts_kernel(const AttendParams<T> params, int splits) {
+  const WalkRow walk = walk_row(params, blockIdx.x);
+  const int64_t group = params.group, value_dim = params.value_dim;
+  const int64_t head = walk.head * group + blockIdx.y;
+  const int64_t out_row = walk.row * params.layout.num_kv_heads * group + head;
+  T* out = params.out + out_row * value_dim;
+  if (!counts(walk.query)) {
+    const float nothing = walk.query.token >= 0 ? nanf("") : 0.0f;
+    for (int64_t d = threadIdx.x; d < value_dim; d += kRowThreads) {
+      out[d] = device::from_acc<T>(nothing);
+    }
+    if (threadIdx.x == 0) {
+      params.lse[out_row] = walk.query.token >= 0 ? nothing : device::negative_infinity<float>();
+    }
+    return;
+  }
+  const int64_t layers = params.layout.num_layers;
+  // Calls f(index of the part in part_max) for every part that holds something.
+  const auto for_each_part = [&](auto&& f) {
+    for (int layer = walk.query.top; layer >= 0; --layer) {
+      const int num = num_candidates(params.layout, walk.query, params.options.top_k, layer);
+      if (!merges(layer, num, params.options.top_k)) {
+        continue;
+      }
+      for (int split = 0; split * kSplit < num; ++split) {
+        const int64_t part = ((walk.at * layers + layer) * splits + split) * group + blockIdx.y;
+        if (params.chunk.part_sum[part] != 0.0f) {
+          f(part);
+        }
+      }
+    }
+  };
+  float maximum = device::negative_infinity<float>();
+  for_each_part([&](int64_t part) { maximum = fmaxf(maximum, params.chunk.part_max[part]); });
+  const float base = maximum == device::negative_infinity<float>() ? 0.0f : maximum;
+  float sum = 0.0f;
+  for_each_part(
+      [&](int64_t part) { sum += params.chunk.part_sum[part] * expf(params.chunk.part_max[part] - base); });
+  for (int64_t d = threadIdx.x; d < value_dim; d += kRowThreads) {
+    float total = 0.0f;
+    for_each_part([&](int64_t part) {
+      total += params.chunk.part_out[part * value_dim + d] * expf(params.chunk.part_max[part] - base);
+    });
+    out[d] = device::from_acc<T>(total / sum);
+  }
+  if (threadIdx.x == 0) {
+    params.lse[out_row] = maximum + logf(sum);
+  }
+}
+
+template <typename T>
+cudaError_t launch_rows(const AttendParams<T>& params, cudaStream_t stream) {
+  const unsigned ring_rows =
+      static_cast<unsigned>(params.sequences.num_sequences) * static_cast<unsigned>(params.sequences.ring);
+  if (ring_rows > 0) {
+    const cudaError_t error =
+        launch_kernel(start_ring_kernel<T>, {.grid = ring_rows, .threads = kRowThreads}, stream, params);
+    if (error != cudaSuccess) {
+      return error;
+    }
+  }
+  if (params.chunk.total == 0) {
+    return cudaSuccess;
+  }
+  const auto blocks = static_cast<unsigned>(ceil_div(params.chunk.total, kRowThreads));
+  return launch_kernel(rows_kernel<T>, {.grid = blocks, .threads = kRowThreads}, stream, params);
+}
+
+}  // namespace htree::tree_cache

@@ -1,0 +1,222 @@
+// Schemas, CPU, CUDA and Meta kernels, Autograd and ADInplaceOrView of the tree cache.
+// docs/semantics/tree_cache.md §7; docs/semantics/conventions.md §0.5.
+#include "ops/tree_cache/tree_cache.h"
+
+#include "host/autograd.h"
+#include "host/op_handle.h"
+#include "host/registration.h"
+
+namespace htree::tree_cache {
+namespace {
+
+using OptionalTensor = std::optional<Tensor>;
+
+// for b: for i in range(new tokens of b): t = lengths[b] + i
+//   page = block_table[b, t // P]; k_pool[page, :, t % P] = k[cu_new[b] + i]; v_pool likewise
+//   for l in 1 ... L-1 where (t + 1) % r**l == 0: node (t + 1) // r**l - 1 of layer l = mean of its r children
+//   where selection_span and (t + 1) % c == 0: span mean (t + 1) // c - 1 = mean of the last c keys
+template <Append* kKernel>
+void append(const Tensor& k_pool, const Tensor& v_pool, const Tensor& k, const Tensor& v,
+            const Tensor& block_table, const Tensor& lengths, const Tensor& cu_new,
+            const OptionalTensor& new_lengths, std::optional<SymInt> max_new, int64_t page_size,
+            int64_t compression_rate, int64_t max_top_nodes, std::optional<int64_t> selection_span) {
+  const PageOptions options = {page_size, compression_rate, max_top_nodes, selection_span};
+  const Pools pools = {k_pool, v_pool, block_table, lengths};
+  check_append(pools, k, v, cu_new, new_lengths, max_new, options);
+  if constexpr (kKernel != nullptr) {
+    const int64_t most = max_new.has_value() ? max_new->guard_int(__FILE__, __LINE__) : k.size(0);
+    if (k.size(0) > 0 && most > 0 && lengths.numel() > 0) {
+      const Tensor table = block_table.contiguous();
+      const Tensor held = lengths.contiguous();
+      OptionalTensor counts = new_lengths;
+      if (counts.has_value()) counts = counts->contiguous();
+      kKernel({k_pool, v_pool, table, held}, layout_of(pools, options),
+              {tree_attention::unit_last(k), tree_attention::unit_last(v), cu_new.contiguous(), counts,
+               std::min(most, k.size(0))});
+    }
+  }
+}
+
+// for b, for the last rows t of its lengths[b] tokens: row t of tree_attention over k[:t + 1], v[:t + 1], the
+// lists those of the leader t - t % s: from this call, or from lists[b, j] where list_pos[b, j] is the leader
+template <Attention* kKernel>
+AttentionOutputs attention(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool,
+                           const Tensor& block_table, const Tensor& lengths, const Tensor& cu_q,
+                           const OptionalTensor& lists, const OptionalTensor& list_pos,
+                           const OptionalTensor& q_lengths, const OptionalTensor& rope_table,
+                           int64_t page_size, int64_t compression_rate, int64_t max_top_nodes, int64_t top_k,
+                           int64_t selection_stride, std::optional<int64_t> selection_span,
+                           std::optional<double> scale, std::optional<double> rope_base,
+                           std::string_view importance) {
+  TreeOptions options;
+  options.compression_rate = compression_rate;
+  options.max_top_nodes = max_top_nodes;
+  options.top_k = top_k;
+  options.selection_stride = selection_stride;
+  options.scale = scale;
+  options.rope_base = rope_base;
+  options.importance = std::string(importance);
+  const PageOptions page_options = {page_size, compression_rate, max_top_nodes, selection_span};
+  const Pools pools = {k_pool, v_pool, block_table, lengths};
+  AttentionOutputs outputs =
+      prepare_attention(pools, {q, cu_q, lists, list_pos, q_lengths, rope_table}, options, page_options);
+  if constexpr (kKernel != nullptr) {
+    AttentionArgs args;
+    args.compression_rate = compression_rate;
+    args.max_top_nodes = max_top_nodes;
+    args.top_k = top_k;
+    args.selection_stride = selection_stride;
+    args.scale = tree_attention::resolve_scale(scale, q.size(2));
+    args.rotate = rope_base.has_value();
+    args.rope_base = rope_base.value_or(args.rope_base);
+    args.importance = tree_attention::parse_importance("tree_cache_attention", importance);
+    const auto dense = [](const OptionalTensor& x) {
+      return x.has_value() ? OptionalTensor(x->contiguous()) : OptionalTensor();
+    };
+    const Tensor table = block_table.contiguous();
+    const Tensor held = lengths.contiguous();
+    kKernel({k_pool, v_pool, table, held}, layout_of(pools, page_options),
+            {tree_attention::unit_last(q), cu_q.contiguous(), dense(lists), dense(list_pos), dense(q_lengths),
+             rope_table},
+            args, outputs);
+  }
+  return outputs;
+}
+
+// The step `step` on the table of pages, sequence after sequence: docs/semantics/tree_cache.md §7.4 has it in
+// words, htree_ops/reference/tree_cache.py in Python.
+template <Pages* kKernel>
+void pages(const Tensor& block_table, const Tensor& lengths, const Tensor& held, const Tensor& users,
+           const Tensor& free_pages, const Tensor& errors, const Tensor& list_pos, const Tensor& plan,
+           const Tensor& request, std::string_view step, int64_t capacity, int64_t page_size,
+           int64_t selection_stride) {
+  const PageState state = {block_table, lengths, held, users, free_pages, errors, list_pos, plan};
+  check_pages(state, request, step, capacity, page_size, selection_stride);
+  if constexpr (kKernel != nullptr) {
+    if (lengths.numel() > 0) {
+      kKernel(state, {request, parse_step(step), capacity, page_size, selection_stride});
+    }
+  }
+}
+
+// for i where pages[0, i] >= 0: k_pool[pages[1, i]] = k_pool[pages[0, i]]; v_pool likewise
+template <Copy* kKernel>
+void copy(const Tensor& k_pool, const Tensor& v_pool, const Tensor& page_pairs) {
+  check_copy(k_pool, v_pool, page_pairs);
+  if constexpr (kKernel != nullptr) {
+    if (page_pairs.numel() > 0 && k_pool.numel() + v_pool.numel() > 0) {
+      kKernel(k_pool, v_pool, page_pairs.contiguous());
+    }
+  }
+}
+
+template <Append* kAppend, Attention* kAttention, Pages* kPages, Copy* kCopy>
+void register_device(torch::Library& library) {
+  library.impl("tree_cache_append_", TORCH_FN(append<kAppend>));
+  library.impl("tree_cache_attention", TORCH_FN(attention<kAttention>));
+  library.impl("tree_cache_pages_", TORCH_FN(pages<kPages>));
+  library.impl("tree_cache_copy_", TORCH_FN(copy<kCopy>));
+}
+
+// ---- Autograd and ADInplaceOrView of the ops that write
+
+constexpr char kAppendName[] = "htree::tree_cache_append_";
+constexpr char kPagesName[] = "htree::tree_cache_pages_";
+constexpr char kCopyName[] = "htree::tree_cache_copy_";
+
+// The op kName, of which kFunction is the Meta kernel and whose first kWritten arguments it writes.
+template <const char* kName, auto kFunction, int kWritten, typename = decltype(kFunction)>
+struct Mutating;
+template <const char* kName, auto kFunction, int kWritten, typename... Arguments>
+struct Mutating<kName, kFunction, kWritten, void (*)(Arguments...)> {
+  static void again(Arguments... arguments) {
+    static const auto op = op_handle<void(Arguments...)>(kName);
+    op.call(arguments...);
+  }
+
+  static void autograd(Arguments... arguments) {
+    (refuse(arguments), ...);
+    at::AutoDispatchBelowAutograd guard;
+    again(arguments...);
+  }
+
+  static void in_place(Arguments... arguments) {
+    {
+      at::AutoDispatchBelowADInplaceOrView guard;
+      again(arguments...);
+    }
+    int place = 0;
+    (bump(arguments, place++), ...);
+  }
+
+ private:
+  template <typename Argument>
+  static void refuse(const Argument& argument) {
+    if constexpr (std::is_same_v<Argument, Tensor>) {
+      refuse_grad(kName + std::string_view("htree::").size(), {argument});
+    }
+  }
+  template <typename Argument>
+  static void bump(const Argument& argument, int place) {
+    if constexpr (std::is_same_v<Argument, Tensor>) {
+      if (place < kWritten && !argument.is_inference()) {
+        argument.unsafeGetTensorImpl()->bump_version();
+      }
+    }
+  }
+};
+
+using MutatingAppend = Mutating<kAppendName, &append<nullptr>, 2>;
+using MutatingPages = Mutating<kPagesName, &pages<nullptr>, 8>;
+using MutatingCopy = Mutating<kCopyName, &copy<nullptr>, 2>;
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(htree, library) {
+  define_ops(
+      library,
+      {
+          "tree_cache_append_(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor k, Tensor v, Tensor block_table, "
+          "Tensor lengths, Tensor cu_new, Tensor? new_lengths=None, SymInt? max_new=None, *, int page_size, "
+          "int compression_rate=16, int max_top_nodes=8192, int? selection_span=None) -> ()",
+          "tree_cache_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_table, Tensor lengths, "
+          "Tensor cu_q, Tensor? lists=None, Tensor? list_pos=None, Tensor? q_lengths=None, Tensor? "
+          "rope_table=None, *, int page_size, int compression_rate=16, int max_top_nodes=8192, int "
+          "top_k=512, int selection_stride=1, int? selection_span=None, float? scale=None, float? "
+          "rope_base=10000., str importance=\"lse_causal\") -> (Tensor out, Tensor lse, Tensor lists, Tensor "
+          "list_pos)",
+          "tree_cache_pages_(Tensor(a!) block_table, Tensor(b!) lengths, Tensor(c!) held, Tensor(d!) users, "
+          "Tensor(e!) free_pages, Tensor(f!) errors, Tensor(g!) list_pos, Tensor(h!) plan, Tensor request, "
+          "str step, *, int capacity, int page_size, int selection_stride=1) -> ()",
+          "tree_cache_copy_(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor pages) -> ()",
+      });
+}
+
+TORCH_LIBRARY_IMPL(htree, CPU, library) {
+  register_device<append_cpu, attention_cpu, pages_cpu, copy_cpu>(library);
+}
+
+#if defined(HTREE_WITH_CUDA)
+TORCH_LIBRARY_IMPL(htree, CUDA, library) {
+  register_device<append_cuda, attention_cuda, pages_cuda, copy_cuda>(library);
+}
+#endif
+
+TORCH_LIBRARY_IMPL(htree, Meta, library) {
+  register_device<nullptr, nullptr, nullptr, nullptr>(library);
+}
+
+TORCH_LIBRARY_IMPL(htree, Autograd, library) {
+  register_no_gradient(library, {"tree_cache_attention"});
+  library.impl("tree_cache_append_", TORCH_FN(MutatingAppend::autograd));
+  library.impl("tree_cache_pages_", TORCH_FN(MutatingPages::autograd));
+  library.impl("tree_cache_copy_", TORCH_FN(MutatingCopy::autograd));
+}
+
+TORCH_LIBRARY_IMPL(htree, ADInplaceOrView, library) {
+  library.impl("tree_cache_append_", TORCH_FN(MutatingAppend::in_place));
+  library.impl("tree_cache_pages_", TORCH_FN(MutatingPages::in_place));
+  library.impl("tree_cache_copy_", TORCH_FN(MutatingCopy::in_place));
+}
+
+}  // namespace htree::tree_cache

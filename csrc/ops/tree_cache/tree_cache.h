@@ -1,0 +1,110 @@
+// Contract of the tree cache: options, checks and outputs of its ops, and the entry points of CPU and CUDA.
+// docs/semantics/tree_cache.md §7.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string_view>
+#include <tuple>
+
+#include "ops/tree_attention/attention.h"
+#include "ops/tree_cache/page_layout.h"
+
+namespace htree::tree_cache {
+
+using at::Tensor;
+using c10::SymInt;
+using tree_attention::AttentionArgs;
+using tree_attention::TreeOptions;
+
+// What decides which rows a page holds.
+struct PageOptions {
+  int64_t page_size = 256;
+  int64_t compression_rate = 16;
+  int64_t max_top_nodes = 8192;
+  std::optional<int64_t> selection_span;
+};
+
+// The pools and the table of pages, as every op takes them.
+struct Pools {
+  const Tensor& keys;         // [num_pages, H_kv, key rows, K] contiguous
+  const Tensor& values;       // [num_pages, H_kv, value rows, V] contiguous
+  const Tensor& block_table;  // int32 [B, max_pages]
+  const Tensor& lengths;      // int32 [B]
+};
+
+// Layers that a sequence of max_pages * page_size tokens can need.
+int64_t cache_layers(const SymInt& max_pages, const PageOptions& options);
+// Checks the pools against the options.
+void check_pools(const char* op, const Pools& pools, const PageOptions& options);
+// Of checked pools with real sizes.
+PageLayout layout_of(const Pools& pools, const PageOptions& options);
+
+// ---- tree_cache_append_
+
+struct AppendCall {
+  const Tensor& k;                           // [N_new, H_kv, K]
+  const Tensor& v;                           // [N_new, H_kv, V]
+  const Tensor& cu_new;                      // int32 [B + 1]
+  const std::optional<Tensor>& new_lengths;  // int32 [B]
+  int64_t max_new;                           // most new tokens of a sequence
+};
+void check_append(const Pools& pools, const Tensor& k, const Tensor& v, const Tensor& cu_new,
+                  const std::optional<Tensor>& new_lengths, const std::optional<SymInt>& max_new,
+                  const PageOptions& options);
+using Append = void(const Pools& pools, const PageLayout& layout, const AppendCall& call);
+Append append_cpu, append_cuda;
+
+// ---- tree_cache_attention
+
+// The ring of the leaders' lists has this many entries where the caller gives none.
+constexpr int64_t kRing = 4;
+
+struct AttentionInputs {
+  const Tensor& q;                          // [N_q, H, K]
+  const Tensor& cu_q;                       // int32 [B + 1]
+  const std::optional<Tensor>& lists;       // int32 [B, ring, L, H_kv, k]
+  const std::optional<Tensor>& list_pos;    // int32 [B, ring]
+  const std::optional<Tensor>& q_lengths;   // int32 [B]
+  const std::optional<Tensor>& rope_table;  // [2, size, K/2]
+};
+// (out [N_q, H, V], lse [N_q, H], lists [B, ring, L, H_kv, k], list_pos [B, ring])
+using AttentionOutputs = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+AttentionOutputs prepare_attention(const Pools& pools, const AttentionInputs& inputs,
+                                   const TreeOptions& options, const PageOptions& page_options);
+using Attention = void(const Pools& pools, const PageLayout& layout, const AttentionInputs& inputs,
+                       const AttentionArgs& args, const AttentionOutputs& outputs);
+Attention attention_cpu, attention_cuda;
+
+// ---- tree_cache_pages_ and tree_cache_copy_
+
+struct PageState {
+  const Tensor& block_table;  // int32 [B, max_pages], -1 where there is no page
+  const Tensor& lengths;      // int32 [B]
+  const Tensor& held;         // int32 [B], pages of a sequence
+  const Tensor& users;        // int32 [num_pages], sequences that have the page
+  const Tensor& free_pages;   // int32 [1 + num_pages]: how many are free, and a stack of them
+  const Tensor& errors;       // int32 [B], PageError
+  const Tensor& list_pos;     // int32 [B, ring]
+  const Tensor& plan;         // int32 [4, B]: length before, rows or beam taken, page to copy, copy
+};
+struct PageRequest {
+  const Tensor& request;  // int32 [B]
+  PageStep step;
+  int64_t capacity;
+  int64_t page_size;
+  int64_t selection_stride;
+};
+PageStep parse_step(std::string_view step);
+void check_pages(const PageState& state, const Tensor& request, std::string_view step, int64_t capacity,
+                 int64_t page_size, int64_t selection_stride);
+using Pages = void(const PageState& state, const PageRequest& request);
+Pages pages_cpu, pages_cuda;
+
+void check_copy(const Tensor& k_pool, const Tensor& v_pool, const Tensor& pages);
+// pages int32 [2, n]: from, to; -1 copies nothing.
+using Copy = void(const Tensor& k_pool, const Tensor& v_pool, const Tensor& pages);
+Copy copy_cpu, copy_cuda;
+
+}  // namespace htree::tree_cache

@@ -1,0 +1,262 @@
+// The checks and outputs declared in tree_cache.h, on symbolic sizes: Meta runs them too.
+#include <ATen/ops/empty.h>
+
+#include <limits>
+
+#include "host/check.h"
+#include "host/overlap.h"
+#include "ops/tree_cache/tree_cache.h"
+
+namespace htree::tree_cache {
+namespace {
+
+constexpr const char* kAppendOp = "tree_cache_append_";
+constexpr const char* kAttentionOp = "tree_cache_attention";
+constexpr const char* kPagesOp = "tree_cache_pages_";
+constexpr const char* kCopyOp = "tree_cache_copy_";
+
+TreeOptions tree_options(const PageOptions& options) {
+  TreeOptions tree;
+  tree.compression_rate = options.compression_rate;
+  tree.max_top_nodes = options.max_top_nodes;
+  return tree;
+}
+
+void check_contiguous(const char* op, const char* name, const Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.is_contiguous(), op, ": ", name, " must be contiguous, got strides ",
+                    tensor.sym_strides());
+}
+
+void check_int32(const char* op, const char* name, const Tensor& tensor, c10::SymIntArrayRef shape,
+                 const char* meaning, const Tensor& like) {
+  tree_attention::check_indices(op, name, tensor, shape, meaning, like);
+}
+
+void check_page_options(const char* op, const PageOptions& options) {
+  const int64_t rate = options.compression_rate;
+  tree_attention::check_rate(op, rate);
+  TORCH_CHECK_VALUE(options.max_top_nodes >= 1, op, ": max_top_nodes must be at least 1, got ",
+                    options.max_top_nodes);
+  TORCH_CHECK_VALUE(options.page_size >= rate && options.page_size < tree_attention::kIndexLimit &&
+                        options.page_size % rate == 0,
+                    op, ": page_size must be a multiple of compression_rate = ", rate, " below 2^31, got ",
+                    options.page_size);
+  if (options.selection_span.has_value()) {
+    const int64_t span = *options.selection_span;
+    TORCH_CHECK_VALUE(span >= 1 && rate % span == 0, op,
+                      ": selection_span must be None or a divisor of compression_rate = ", rate, ", got ",
+                      span);
+  }
+}
+
+int64_t rows_of_page(const PageOptions& options, int64_t num_layers) {
+  int64_t rows = 0;
+  for (int64_t layer = 0; layer < num_layers; ++layer) {
+    rows += ceil_div(options.page_size, tree_attention::node_span(options.compression_rate, layer));
+  }
+  return rows;
+}
+
+// The rows of one call and where each sequence's begin.
+void check_rows(const char* op, const char* name, const Tensor& rows, const Pools& pools, const char* cu_name,
+                const Tensor& cu, const char* lengths_name, const std::optional<Tensor>& lengths) {
+  const SymInt batch = pools.block_table.sym_size(0);
+  check_same_dtype(op, name, rows, "k_pool", pools.keys);
+  check_same_device(op, name, rows, "k_pool", pools.keys);
+  TORCH_CHECK_VALUE(holds(rows.sym_size(0).sym_lt(tree_attention::kIndexLimit)), op, ": ", name,
+                    " must have fewer than 2^31 rows, got ", rows.sym_sizes());
+  check_int32(op, cu_name, cu, {batch + 1}, "[B + 1]", pools.keys);
+  if (lengths.has_value()) {
+    check_int32(op, lengths_name, *lengths, {batch}, "[B]", pools.keys);
+  }
+}
+
+}  // namespace
+
+int64_t cache_layers(const SymInt& max_pages, const PageOptions& options) {
+  return tree_attention::depth_of(max_pages * options.page_size, tree_options(options));
+}
+
+void check_pools(const char* op, const Pools& pools, const PageOptions& options) {
+  check_page_options(op, options);
+  check_rank(op, "k_pool", pools.keys, 4, "[num_pages, H_kv, key rows, K]");
+  check_floating(op, "k_pool", pools.keys, /*double_on_cuda=*/false);
+  check_rank(op, "v_pool", pools.values, 4, "[num_pages, H_kv, value rows, V]");
+  check_same_dtype(op, "v_pool", pools.values, "k_pool", pools.keys);
+  check_same_device(op, "v_pool", pools.values, "k_pool", pools.keys);
+  check_contiguous(op, "k_pool", pools.keys);
+  check_contiguous(op, "v_pool", pools.values);
+  check_rank(op, "block_table", pools.block_table, 2, "[B, max_pages]");
+  const SymInt max_pages = pools.block_table.sym_size(1);
+  check_int32(op, "block_table", pools.block_table, {pools.block_table.sym_size(0), max_pages},
+              "[B, max_pages]", pools.keys);
+  check_int32(op, "lengths", pools.lengths, {pools.block_table.sym_size(0)}, "[B]", pools.keys);
+  TORCH_CHECK_VALUE(holds((max_pages * options.page_size).sym_lt(tree_attention::kIndexLimit)), op,
+                    ": max_pages * page_size must be below 2^31, got ", max_pages, " and ",
+                    options.page_size);
+  const int64_t rows = rows_of_page(options, cache_layers(max_pages, options));
+  const int64_t means = options.selection_span.has_value() ? options.page_size / *options.selection_span : 0;
+  check_size(op, "k_pool", pools.keys, 2, rows + means, "rows of a page: tokens, nodes and span means");
+  check_size(op, "v_pool", pools.values, 0, pools.keys.sym_size(0), "num_pages of k_pool");
+  check_size(op, "v_pool", pools.values, 1, pools.keys.sym_size(1), "H_kv of k_pool");
+  check_size(op, "v_pool", pools.values, 2, rows, "rows of a page: tokens and nodes");
+  const SymInt key_dim = pools.keys.sym_size(3);
+  TORCH_CHECK_VALUE(holds(key_dim.sym_ge(2)) && same_size(key_dim % 2, 0), op,
+                    ": K, the last size of k_pool, must be even and at least 2, got ",
+                    pools.keys.sym_sizes());
+  TORCH_CHECK_VALUE(holds(pools.keys.sym_size(1).sym_ge(1)) && holds(pools.values.sym_size(3).sym_ge(1)), op,
+                    ": H_kv and V of v_pool must be at least 1, got ", pools.values.sym_sizes());
+  TORCH_CHECK_VALUE(holds(pools.keys.sym_size(0).sym_lt(tree_attention::kIndexLimit)), op,
+                    ": k_pool must have fewer than 2^31 pages, got ", pools.keys.sym_sizes());
+}
+
+PageLayout layout_of(const Pools& pools, const PageOptions& options) {
+  return page_layout(options.page_size, options.compression_rate,
+                     cache_layers(pools.block_table.sym_size(1), options), options.selection_span.value_or(0),
+                     pools.keys.size(0), pools.block_table.size(1), pools.keys.size(1));
+}
+
+void check_append(const Pools& pools, const Tensor& k, const Tensor& v, const Tensor& cu_new,
+                  const std::optional<Tensor>& new_lengths, const std::optional<SymInt>& max_new,
+                  const PageOptions& options) {
+  check_pools(kAppendOp, pools, options);
+  check_rank(kAppendOp, "k", k, 3, "[N_new, H_kv, K]");
+  check_rank(kAppendOp, "v", v, 3, "[N_new, H_kv, V]");
+  check_rows(kAppendOp, "k", k, pools, "cu_new", cu_new, "new_lengths", new_lengths);
+  check_same_dtype(kAppendOp, "v", v, "k", k);
+  check_same_device(kAppendOp, "v", v, "k", k);
+  check_size(kAppendOp, "k", k, 1, pools.keys.sym_size(1), "H_kv of k_pool");
+  check_size(kAppendOp, "k", k, 2, pools.keys.sym_size(3), "K of k_pool");
+  check_size(kAppendOp, "v", v, 0, k.sym_size(0), "N_new of k");
+  check_size(kAppendOp, "v", v, 1, pools.keys.sym_size(1), "H_kv of k_pool");
+  check_size(kAppendOp, "v", v, 2, pools.values.sym_size(3), "V of v_pool");
+  if (max_new.has_value()) {
+    TORCH_CHECK_VALUE(holds(max_new->sym_ge(0)), kAppendOp, ": max_new must be at least 0, got ", *max_new);
+  }
+  check_disjoint(kAppendOp, "k_pool", pools.keys, "v_pool", pools.values);
+  for (const auto& [name, pool] : {std::pair{"k_pool", pools.keys}, std::pair{"v_pool", pools.values}}) {
+    check_disjoint(kAppendOp, name, pool, "k", k);
+    check_disjoint(kAppendOp, name, pool, "v", v);
+  }
+}
+
+AttentionOutputs prepare_attention(const Pools& pools, const AttentionInputs& inputs,
+                                   const TreeOptions& options, const PageOptions& page_options) {
+  const char* op = kAttentionOp;
+  tree_attention::check_options(op, options);
+  TORCH_CHECK_VALUE(
+      options.importance != "lse", op,
+      ": importance must be \"lse_causal\" or \"exp_joint\", got \"lse\": it weighs nodes that are "
+      "not finished, which a cache does not hold");
+  check_pools(op, pools, page_options);
+  const Tensor& q = inputs.q;
+  check_rank(op, "q", q, 3, "[N_q, H, K]");
+  check_rows(op, "q", q, pools, "cu_q", inputs.cu_q, "q_lengths", inputs.q_lengths);
+  check_size(op, "q", q, 2, pools.keys.sym_size(3), "K of k_pool");
+  const SymInt kv_heads = pools.keys.sym_size(1);
+  TORCH_CHECK_VALUE(holds(q.sym_size(1).sym_ge(1)) && same_size(q.sym_size(1) % kv_heads, 0), op,
+                    ": H of q must be a positive multiple of H_kv = ", kv_heads, ", got ", q.sym_sizes());
+  const SymInt batch = pools.block_table.sym_size(0);
+  TORCH_CHECK_VALUE(inputs.lists.has_value() == inputs.list_pos.has_value(), op,
+                    ": lists and list_pos must be given together, got only one of them");
+  SymInt ring = options.selection_stride > 1 ? kRing : 0;
+  if (inputs.lists.has_value()) {
+    check_rank(op, "list_pos", *inputs.list_pos, 2, "[B, ring]");
+    ring = inputs.list_pos->sym_size(1);
+  }
+  const int64_t layers = cache_layers(pools.block_table.sym_size(1), page_options);
+  const std::array<SymInt, 5> list_shape = {batch, ring, layers, kv_heads, options.top_k};
+  if (inputs.lists.has_value()) {
+    check_int32(op, "list_pos", *inputs.list_pos, {batch, ring}, "[B, ring]", q);
+    check_int32(op, "lists", *inputs.lists, list_shape, "[B, ring, layers, H_kv, top_k]", q);
+  }
+  if (inputs.rope_table.has_value() && options.rope_base.has_value()) {
+    const Tensor& table = *inputs.rope_table;
+    check_rank(op, "rope_table", table, 3, "[2, size, K/2]");
+    check_dtype(op, "rope_table", table, {tree_attention::state_dtype(q)});
+    check_same_device(op, "rope_table", table, "q", q);
+    check_contiguous(op, "rope_table", table);
+    check_size(op, "rope_table", table, 0, 2, "cos and sin");
+    check_size(op, "rope_table", table, 2, q.sym_size(2) / 2, "K/2");
+    TORCH_CHECK_VALUE(holds(table.sym_size(1).sym_ge(options.top_k * options.compression_rate)), op,
+                      ": rope_table must have at least top_k * compression_rate = ",
+                      options.top_k * options.compression_rate, " positions, got ", table.sym_sizes());
+  }
+  return {tree_attention::new_tensor({q.sym_size(0), q.sym_size(1), pools.values.sym_size(3)},
+                                     q.scalar_type(), q),
+          tree_attention::new_tensor({q.sym_size(0), q.sym_size(1)}, tree_attention::state_dtype(q), q),
+          tree_attention::new_tensor(list_shape, at::kInt, q),
+          tree_attention::new_tensor({batch, ring}, at::kInt, q)};
+}
+
+PageStep parse_step(std::string_view step) {
+  constexpr std::pair<std::string_view, PageStep> kSteps[] = {{"append", PageStep::kAppend},
+                                                              {"reserve", PageStep::kReserve},
+                                                              {"truncate", PageStep::kTruncate},
+                                                              {"reorder", PageStep::kReorder},
+                                                              {"attend", PageStep::kAttend}};
+  for (const auto& [name, value] : kSteps) {
+    if (name == step) {
+      return value;
+    }
+  }
+  C10_THROW_ERROR(
+      ValueError,
+      c10::str(kPagesOp, ": step must be append, reserve, truncate, reorder or attend, got ", step));
+}
+
+void check_pages(const PageState& state, const Tensor& request, std::string_view step, int64_t capacity,
+                 int64_t page_size, int64_t selection_stride) {
+  const char* op = kPagesOp;
+  parse_step(step);
+  check_rank(op, "block_table", state.block_table, 2, "[B, max_pages]");
+  check_rank(op, "users", state.users, 1, "[num_pages]");
+  check_rank(op, "list_pos", state.list_pos, 2, "[B, ring]");
+  check_at_least(op, "page_size", page_size, 1);
+  check_at_least(op, "capacity", capacity, 0);
+  check_at_least(op, "selection_stride", selection_stride, 1);
+  const SymInt batch = state.block_table.sym_size(0);
+  const SymInt max_pages = state.block_table.sym_size(1);
+  TORCH_CHECK_VALUE(holds((max_pages * page_size).sym_ge(capacity)) &&
+                        holds((max_pages * page_size).sym_lt(tree_attention::kIndexLimit)),
+                    op, ": max_pages * page_size must be at least capacity and below 2^31, got ", max_pages,
+                    ", ", page_size, " and ", capacity);
+  const std::array<std::tuple<const char*, Tensor, std::vector<SymInt>, const char*>, 9> tensors = {{
+      {"block_table", state.block_table, {batch, max_pages}, "[B, max_pages]"},
+      {"lengths", state.lengths, {batch}, "[B]"},
+      {"held", state.held, {batch}, "[B]"},
+      {"users", state.users, {state.users.sym_size(0)}, "[num_pages]"},
+      {"free_pages", state.free_pages, {state.users.sym_size(0) + 1}, "[1 + num_pages]"},
+      {"errors", state.errors, {batch}, "[B]"},
+      {"list_pos", state.list_pos, {batch, state.list_pos.sym_size(1)}, "[B, ring]"},
+      {"plan", state.plan, {4, batch}, "[4, B]"},
+      {"request", request, {batch}, "[B]"},
+  }};
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const auto& [name, tensor, shape, meaning] = tensors[i];
+    check_int32(op, name, tensor, shape, meaning, state.block_table);
+    check_contiguous(op, name, tensor);
+    for (size_t j = 0; j < i; ++j) {
+      check_disjoint(op, std::get<0>(tensors[j]), std::get<1>(tensors[j]), name, tensor);
+    }
+  }
+}
+
+void check_copy(const Tensor& k_pool, const Tensor& v_pool, const Tensor& pages) {
+  const char* op = kCopyOp;
+  check_rank(op, "k_pool", k_pool, 4, "[num_pages, H_kv, key rows, K]");
+  check_rank(op, "v_pool", v_pool, 4, "[num_pages, H_kv, value rows, V]");
+  check_floating(op, "k_pool", k_pool, /*double_on_cuda=*/true);
+  check_same_dtype(op, "v_pool", v_pool, "k_pool", k_pool);
+  check_same_device(op, "v_pool", v_pool, "k_pool", k_pool);
+  check_size(op, "v_pool", v_pool, 0, k_pool.sym_size(0), "num_pages of k_pool");
+  check_contiguous(op, "k_pool", k_pool);
+  check_contiguous(op, "v_pool", v_pool);
+  check_rank(op, "pages", pages, 2, "[2, n]");
+  check_int32(op, "pages", pages, {2, pages.sym_size(1)}, "[2, n]", k_pool);
+  check_disjoint(op, "k_pool", k_pool, "v_pool", v_pool);
+  check_disjoint(op, "k_pool", k_pool, "pages", pages);
+  check_disjoint(op, "v_pool", v_pool, "pages", pages);
+}
+
+}  // namespace htree::tree_cache

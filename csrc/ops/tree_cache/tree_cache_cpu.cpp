@@ -1,0 +1,403 @@
+// CPU kernels that fill the tree cache: append, the table of pages, copies of pages.
+// docs/semantics/tree_cache.md §7.2, §7.4.
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <vector>
+
+#include "host/dispatch.h"
+#include "ops/tree_attention/cpu/stages/stage_cpu.h"
+#include "ops/tree_cache/tree_cache.h"
+
+namespace htree::tree_cache {
+namespace {
+
+using tree_attention::Stage;
+using tree_attention::stored;
+using tree_attention::stored_mutable;
+
+constexpr const char* kAppendOp = "tree_cache_append_";
+constexpr const char* kPagesOp = "tree_cache_pages_";
+
+// ---- append
+
+// The new tokens of a sequence: rows [first, first + count) of the call behind `before` tokens.
+struct NewTokens {
+  int64_t sequence, first, before, count;
+};
+
+void check_page(const char* name, const int32_t* table, int64_t sequence, int64_t page, int64_t num_pages) {
+  TORCH_CHECK_INDEX(table[page] >= 0 && table[page] < num_pages, name, ": block_table[", sequence, ", ", page,
+                    "] must be a page of the pool, between 0 and ", num_pages - 1, ", got ", table[page]);
+}
+
+// Everything is checked before anything is written.
+std::vector<NewTokens> new_tokens(const Pools& pools, const PageLayout& layout, const AppendCall& call) {
+  const auto* before = pools.lengths.const_data_ptr<int32_t>();
+  const auto* cu = call.cu_new.const_data_ptr<int32_t>();
+  const auto* counts = call.new_lengths.has_value() ? call.new_lengths->const_data_ptr<int32_t>() : nullptr;
+  std::vector<NewTokens> all;
+  for (int64_t b = 0; b < pools.lengths.numel(); ++b) {
+    TORCH_CHECK_VALUE(cu[b] >= 0 && cu[b] <= cu[b + 1] && cu[b + 1] <= call.k.size(0), kAppendOp,
+                      ": cu_new must ascend between 0 and N_new = ", call.k.size(0), ", got ", cu[b], " and ",
+                      cu[b + 1], " at ", b);
+    const int64_t rows = cu[b + 1] - cu[b];
+    TORCH_CHECK_VALUE(counts == nullptr || (counts[b] >= 0 && counts[b] <= rows), kAppendOp,
+                      ": new_lengths must lie between 0 and the rows of the sequence = ", rows, ", got ",
+                      counts == nullptr ? 0 : counts[b], " at ", b);
+    const int64_t count = counts == nullptr ? rows : counts[b];
+    TORCH_CHECK_VALUE(count <= call.max_new, kAppendOp, ": max_new = ", call.max_new,
+                      " must be at least the new tokens of every sequence, got ", count, " at ", b);
+    TORCH_CHECK_VALUE(before[b] >= 0 && before[b] + count <= layout.capacity(), kAppendOp,
+                      ": lengths must be at least 0 and with the new tokens at most max_pages * page_size = ",
+                      layout.capacity(), ", got ", before[b], " and ", count, " more at ", b);
+    if (count == 0) continue;
+    const auto* table = pools.block_table.const_data_ptr<int32_t>() + b * layout.max_pages;
+    // The children of the nodes that end now may stand in any page before.
+    for (int64_t page = 0; page * layout.page_size < before[b] + count; ++page) {
+      check_page(kAppendOp, table, b, page, layout.num_pages);
+    }
+    all.push_back({b, cu[b], before[b], count});
+  }
+  return all;
+}
+
+// Rows of one pool, keys or values.
+template <typename T>
+struct PoolRows {
+  const PageLayout& layout;
+  const int32_t* table;  // of a sequence
+  T* pool;
+  int64_t page_rows;
+  int64_t width;
+
+  T* at(const Place& place, int64_t head) const {
+    return pool + ((int64_t{table[place.page]} * layout.num_kv_heads + head) * page_rows + place.row) * width;
+  }
+};
+
+// The rows of one sequence in one pool: tokens, nodes and, with `means`, span means.
+template <typename T>
+void append_rows(const NewTokens& tokens, const Tensor& rows, const PoolRows<Storage<T>>& pool, bool means) {
+  const PageLayout& layout = pool.layout;
+  const int64_t heads = layout.num_kv_heads;
+  const auto* from = stored<T>(rows);
+  at::parallel_for(
+      0, tokens.count * heads, std::max<int64_t>(1, 16384 / pool.width), [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+          const auto token = static_cast<uint32_t>(tokens.before + i / heads);
+          std::memcpy(pool.at(layout.node(0, token), i % heads),
+                      from + (tokens.first + i / heads) * rows.stride(0) + i % heads * rows.stride(1),
+                      sizeof(*from) * static_cast<size_t>(pool.width));
+        }
+      });
+  const auto mean = Stage<T>::rows().mean;
+  const int64_t after = tokens.before + tokens.count;
+  const int64_t grain = std::max<int64_t>(1, 32768 / (pool.width * layout.rate));
+  for (uint32_t layer = 1; layer < layout.num_layers; ++layer) {
+    const int64_t first = tokens.before / layout.tokens[layer];
+    const int64_t num_new = after / layout.tokens[layer] - first;
+    at::parallel_for(0, num_new * heads, grain, [&](int64_t begin, int64_t end) {
+      std::vector<Storage<T>> children(static_cast<size_t>(layout.rate * pool.width));
+      for (int64_t i = begin; i < end; ++i) {
+        const auto node = static_cast<uint32_t>(first + i / heads);
+        for (uint32_t c = 0; c < layout.rate; ++c) {
+          const auto* child = pool.at(layout.node(layer - 1, node * layout.rate + c), i % heads);
+          std::copy(child, child + pool.width, children.begin() + c * pool.width);
+        }
+        mean(children.data(), pool.width, layout.rate, pool.width,
+             pool.at(layout.node(layer, node), i % heads));
+      }
+    });
+  }
+  if (!means) return;
+  const int64_t first = tokens.before / layout.span;
+  at::parallel_for(0, (after / layout.span - first) * heads, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const auto index = static_cast<uint32_t>(first + i / heads);
+      mean(pool.at(layout.node(0, index * layout.span), i % heads), pool.width, layout.span, pool.width,
+           pool.at(layout.span_mean(index), i % heads));
+    }
+  });
+}
+
+}  // namespace
+
+void append_cpu(const Pools& pools, const PageLayout& layout, const AppendCall& call) {
+  const std::vector<NewTokens> all = new_tokens(pools, layout, call);
+  dispatch_dtype(kAppendOp, call.k.scalar_type(), AllFloatTypes{}, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    for (const NewTokens& tokens : all) {
+      const auto* table = pools.block_table.const_data_ptr<int32_t>() + tokens.sequence * layout.max_pages;
+      append_rows<T>(tokens, call.k,
+                     {layout, table, stored_mutable<T>(pools.keys), layout.key_rows(), pools.keys.size(3)},
+                     layout.span > 0);
+      append_rows<T>(
+          tokens, call.v,
+          {layout, table, stored_mutable<T>(pools.values), layout.value_rows(), pools.values.size(3)}, false);
+    }
+  });
+}
+
+void copy_cpu(const Tensor& k_pool, const Tensor& v_pool, const Tensor& pages) {
+  const auto* from = pages.const_data_ptr<int32_t>();
+  const int64_t num = pages.size(1);
+  for (int64_t i = 0; i < num; ++i) {
+    const int32_t to = from[num + i];
+    if (from[i] < 0) continue;
+    TORCH_CHECK_INDEX(from[i] < k_pool.size(0) && to >= 0 && to < k_pool.size(0), "tree_cache_copy_",
+                      ": pages must lie between 0 and num_pages - 1 = ", k_pool.size(0) - 1, ", got ",
+                      from[i], " and ", to);
+  }
+  for (int64_t i = 0; i < num; ++i) {
+    if (from[i] < 0 || from[i] == from[num + i]) continue;
+    for (const Tensor& pool : {k_pool, v_pool}) {
+      const size_t bytes = pool.nbytes() / static_cast<size_t>(pool.size(0));
+      auto* data = static_cast<char*>(pool.mutable_data_ptr());
+      std::memcpy(data + static_cast<size_t>(from[num + i]) * bytes,
+                  data + static_cast<size_t>(from[i]) * bytes, bytes);
+    }
+  }
+}
+
+// ---- the table of pages
+
+namespace {
+
+class PageTable {
+ public:
+  PageTable(const PageState& state, const PageRequest& request)
+      : batch_(state.lengths.numel()),
+        max_pages_(state.block_table.size(1)),
+        ring_(state.list_pos.size(1)),
+        page_size_(request.page_size),
+        capacity_(request.capacity),
+        stride_(request.selection_stride),
+        table_(state.block_table.mutable_data_ptr<int32_t>()),
+        lengths_(state.lengths.mutable_data_ptr<int32_t>()),
+        held_(state.held.mutable_data_ptr<int32_t>()),
+        users_(state.users.mutable_data_ptr<int32_t>()),
+        num_free_(state.free_pages.mutable_data_ptr<int32_t>()),
+        stack_(num_free_ + 1),
+        errors_(state.errors.mutable_data_ptr<int32_t>()),
+        list_pos_(state.list_pos.mutable_data_ptr<int32_t>()),
+        plan_(state.plan.mutable_data_ptr<int32_t>()),
+        request_(request.request.const_data_ptr<int32_t>()) {}
+
+  void run(PageStep step) {
+    for (int64_t b = 0; b < batch_; ++b) {
+      row(kBefore)[b] = lengths_[b];
+      row(kTaken)[b] = 0;
+      row(kFrom)[b] = -1;
+      row(kTo)[b] = -1;
+    }
+    switch (step) {
+      case PageStep::kAppend:
+        return append(true);
+      case PageStep::kReserve:
+        return append(false);
+      case PageStep::kTruncate:
+        return truncate();
+      case PageStep::kReorder:
+        return reorder();
+      case PageStep::kAttend:
+        return attend();
+    }
+  }
+
+ private:
+  enum PlanRow { kBefore, kTaken, kFrom, kTo };
+  int32_t* row(PlanRow which) { return plan_ + which * batch_; }
+  int32_t* pages(int64_t b) { return table_ + b * max_pages_; }
+
+  int32_t pop() {
+    const int32_t page = stack_[--*num_free_];
+    users_[page] = 1;
+    return page;
+  }
+  void push(int32_t page) { stack_[(*num_free_)++] = page; }
+
+  void append(bool counts) {
+    int64_t left = *num_free_;
+    for (int64_t b = 0; b < batch_; ++b) {
+      const int64_t after = int64_t{lengths_[b]} + request_[b];
+      TORCH_CHECK_VALUE(request_[b] >= 0, kPagesOp, ": request must not be negative, got ", request_[b],
+                        " for sequence ", b);
+      TORCH_CHECK_VALUE(after <= capacity_, kPagesOp, ": sequence ", b, " holds ", lengths_[b], " tokens; ",
+                        request_[b], " more exceed the capacity of ", capacity_);
+      left -= std::max<int64_t>(0, ceil_div(after, page_size_) - held_[b]);
+      TORCH_CHECK_VALUE(left >= 0, kPagesOp, ": no page is left for sequence ", b, ", which holds ",
+                        lengths_[b], " tokens and was given ", request_[b], "; the pool has ", *num_free_,
+                        " free pages of ", page_size_, " tokens");
+    }
+    for (int64_t b = 0; b < batch_; ++b) {
+      while (held_[b] * page_size_ < int64_t{lengths_[b]} + request_[b]) {
+        pages(b)[held_[b]++] = pop();
+      }
+      row(kTaken)[b] = request_[b];
+      if (counts) lengths_[b] += request_[b];
+    }
+  }
+
+  bool has_lists(int64_t b, int64_t leader) const {
+    const int32_t* ring = list_pos_ + b * ring_;
+    return std::find(ring, ring + ring_, static_cast<int32_t>(leader)) != ring + ring_;
+  }
+
+  void truncate() {
+    for (int64_t b = 0; b < batch_; ++b) {
+      const int32_t length = request_[b];
+      TORCH_CHECK_VALUE(length >= -1 && length <= lengths_[b], kPagesOp,
+                        ": a sequence can be truncated to at most what it holds, sequence ", b, " holds ",
+                        lengths_[b], " tokens, got ", length);
+      const int64_t last = int64_t{length} - 1;
+      TORCH_CHECK_VALUE(
+          length < 0 || length == lengths_[b] || length % stride_ == 0 || has_lists(b, last - last % stride_),
+          kPagesOp, ": sequence ", b, " can be truncated to a multiple of selection_stride = ", stride_,
+          ", or where the lists of the last token's leader are in the ring, got ", length);
+    }
+    check_copies();
+    for (int64_t b = 0; b < batch_; ++b) {
+      if (shortens(b)) shorten(b, request_[b]);
+    }
+  }
+
+  bool shortens(int64_t b) const { return request_[b] >= 0 && request_[b] < lengths_[b]; }
+
+  // That a page is there for every open page that is shared, when its turn comes.
+  void check_copies() {
+    std::map<int32_t, int32_t> drops;
+    int64_t left = *num_free_;
+    for (int64_t b = 0; b < batch_; ++b) {
+      if (!shortens(b)) continue;
+      const int64_t keep = ceil_div(request_[b], page_size_);
+      for (int64_t i = keep; i < held_[b]; ++i) {
+        left += users_[pages(b)[i]] == ++drops[pages(b)[i]];
+      }
+      if (request_[b] % page_size_ == 0) continue;
+      const int32_t open = pages(b)[keep - 1];
+      if (users_[open] - drops[open] == 1) continue;
+      ++drops[open];
+      TORCH_CHECK_VALUE(--left >= 0, kPagesOp, ": no page is left for sequence ", b,
+                        ", whose open page is shared");
+    }
+  }
+
+  void shorten(int64_t b, int32_t length) {
+    const int64_t keep = ceil_div(length, page_size_);
+    const bool open = length % page_size_ != 0;
+    const bool copies = open && users_[pages(b)[keep - 1]] > 1;
+    for (int64_t i = keep; i < held_[b]; ++i) {
+      int32_t& page = pages(b)[i];
+      if (--users_[page] == 0) push(page);
+      page = -1;
+    }
+    held_[b] = static_cast<int32_t>(keep);
+    if (copies) {
+      int32_t& page = pages(b)[keep - 1];
+      --users_[page];
+      row(kFrom)[b] = page;
+      page = pop();
+      row(kTo)[b] = page;
+    }
+    lengths_[b] = length;
+    for (int64_t i = 0; i < ring_; ++i) {
+      int32_t& leader = list_pos_[b * ring_ + i];
+      if (leader >= length) leader = -1;
+    }
+  }
+
+  // Sequence b becomes what request[b] was.
+  void reorder() {
+    for (int64_t b = 0; b < batch_; ++b) {
+      TORCH_CHECK_VALUE(request_[b] >= 0 && request_[b] < batch_, kPagesOp,
+                        ": a beam must lie between 0 and B - 1 = ", batch_ - 1, ", got ", request_[b]);
+    }
+    const std::vector<int32_t> table(table_, table_ + batch_ * max_pages_);
+    const std::vector<int32_t> lengths(lengths_, lengths_ + batch_);
+    const std::vector<int32_t> held(held_, held_ + batch_);
+    const std::vector<int32_t> list_pos(list_pos_, list_pos_ + batch_ * ring_);
+    const auto full = [&](int64_t b) { return lengths[static_cast<size_t>(b)] / page_size_; };
+    const auto open = [&](int64_t b) { return lengths[static_cast<size_t>(b)] % page_size_ != 0; };
+    const auto old_page = [&](int64_t b, int64_t i) {
+      return table[static_cast<size_t>(b * max_pages_ + i)];
+    };
+    std::vector<int64_t> owner(static_cast<size_t>(batch_), -1);  // who keeps the open page of a sequence
+    for (int64_t b = 0; b < batch_; ++b) {
+      int64_t& first = owner[static_cast<size_t>(request_[b])];
+      if (first < 0 || request_[b] == b) first = b;
+    }
+    const auto moves = [&](int64_t b) { return request_[b] != b; };
+    const auto takes = [&](int64_t b) {  // pages of its source that b shares or keeps
+      const int64_t source = request_[b];
+      return full(source) + (open(source) && owner[static_cast<size_t>(source)] == b);
+    };
+    for (int64_t b = 0; b < batch_; ++b) {
+      for (int64_t i = 0; moves(b) && i < takes(b); ++i)
+        ++users_[old_page(request_[b], i)];
+    }
+    const int32_t free_before = *num_free_;
+    int64_t copies = 0;
+    for (int64_t b = 0; b < batch_; ++b) {
+      for (int64_t i = 0; moves(b) && i < held[static_cast<size_t>(b)]; ++i) {
+        if (--users_[old_page(b, i)] == 0) push(old_page(b, i));
+      }
+      const int64_t source = request_[b];
+      copies += moves(b) && open(source) && owner[static_cast<size_t>(source)] != b;
+    }
+    if (copies > *num_free_) {
+      const int32_t free = *num_free_;
+      *num_free_ = free_before;
+      for (int64_t b = 0; b < batch_; ++b) {
+        for (int64_t i = 0; moves(b) && i < takes(b); ++i)
+          --users_[old_page(request_[b], i)];
+        for (int64_t i = 0; moves(b) && i < held[static_cast<size_t>(b)]; ++i)
+          ++users_[old_page(b, i)];
+      }
+      TORCH_CHECK_VALUE(false, kPagesOp, ": ", copies, " open pages must be copied, and ", free,
+                        " pages are left");
+    }
+    for (int64_t b = 0; b < batch_; ++b) {
+      const int64_t source = request_[b];
+      row(kTaken)[b] = static_cast<int32_t>(source);
+      if (!moves(b)) continue;
+      int64_t count = takes(b);
+      std::fill(pages(b), pages(b) + max_pages_, -1);
+      for (int64_t i = 0; i < count; ++i)
+        pages(b)[i] = old_page(source, i);
+      if (open(source) && owner[static_cast<size_t>(source)] != b) {
+        row(kFrom)[b] = old_page(source, count);
+        row(kTo)[b] = pages(b)[count] = pop();
+        ++count;
+      }
+      held_[b] = static_cast<int32_t>(count);
+      lengths_[b] = lengths[static_cast<size_t>(source)];
+      std::copy_n(list_pos.begin() + source * ring_, ring_, list_pos_ + b * ring_);
+    }
+  }
+
+  // Notes the sequences with a query whose leader is neither in the call nor in the ring.
+  void attend() {
+    for (int64_t b = 0; b < batch_; ++b) {
+      const int64_t first = std::max<int64_t>(0, int64_t{lengths_[b]} - request_[b]);
+      const bool any = request_[b] > 0 && lengths_[b] > 0;
+      if (any && first % stride_ != 0 && !has_lists(b, first - first % stride_)) {
+        errors_[b] |= kMissingLeader;
+      }
+    }
+  }
+
+  int64_t batch_, max_pages_, ring_, page_size_, capacity_, stride_;
+  int32_t *table_, *lengths_, *held_, *users_, *num_free_, *stack_, *errors_, *list_pos_, *plan_;
+  const int32_t* request_;
+};
+
+}  // namespace
+
+void pages_cpu(const PageState& state, const PageRequest& request) {
+  PageTable(state, request).run(request.step);
+}
+
+}  // namespace htree::tree_cache

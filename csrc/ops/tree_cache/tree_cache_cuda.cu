@@ -1,0 +1,220 @@
+// CUDA entry points of the tree cache: scratch, chunks of rows and launches.
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include <algorithm>
+
+#include "host/cuda/device_type.h"
+#include "host/cuda/launch_scope.h"
+#include "host/dispatch.h"
+#include "host/op_handle.h"
+#include "ops/tree_cache/tree_cache.h"
+#include "ops/tree_cache/tree_cache_params.h"
+
+namespace htree::tree_cache {
+namespace {
+
+// Scratch of one chunk of rows, unless one stride of rows alone needs more.
+constexpr int64_t kScratchBytes = int64_t{256} << 20;
+
+template <typename T>
+T* data(const Tensor& tensor) {
+  return static_cast<T*>(tensor.mutable_data_ptr());
+}
+template <typename T>
+const T* input(const Tensor& tensor) {
+  return static_cast<const T*>(tensor.const_data_ptr());
+}
+const int32_t* optional_ints(const std::optional<Tensor>& tensor) {
+  return tensor.has_value() && tensor->numel() > 0 ? input<int32_t>(*tensor) : nullptr;
+}
+
+template <typename F>
+void dispatch_device(const char* op, at::ScalarType dtype, F&& f) {
+  dispatch_dtype(op, dtype, FloatTypes{},
+                 [&](auto tag) { f(Type<DeviceType<typename decltype(tag)::type>>{}); });
+}
+
+CacheSequences sequences_of(const Pools& pools, const AttentionInputs& inputs,
+                            const AttentionOutputs& outputs) {
+  CacheSequences sequences;
+  sequences.block_table = input<int32_t>(pools.block_table);
+  sequences.lengths = input<int32_t>(pools.lengths);
+  sequences.cu_q = input<int32_t>(inputs.cu_q);
+  sequences.q_lengths = optional_ints(inputs.q_lengths);
+  sequences.lists = optional_ints(inputs.lists);
+  sequences.list_pos = optional_ints(inputs.list_pos);
+  sequences.new_lists = data<int32_t>(std::get<2>(outputs));
+  sequences.new_list_pos = data<int32_t>(std::get<3>(outputs));
+  sequences.num_sequences = static_cast<int>(pools.lengths.numel());
+  sequences.ring = static_cast<int>(std::get<3>(outputs).size(1));
+  return sequences;
+}
+
+// cos and sin [2, k r, K/2], of the caller or new; undefined without rotation.
+Tensor rotations(const AttentionInputs& inputs, const AttentionArgs& args) {
+  if (!args.rotate) return {};
+  if (inputs.rope_table.has_value()) return *inputs.rope_table;
+  static const auto op =
+      op_handle<Tensor(SymInt, int64_t, double, at::ScalarType, std::optional<at::Device>)>(
+          "htree::rope_cache");
+  return op.call(args.top_k * args.compression_rate, inputs.q.size(2), args.rope_base, at::kFloat,
+                 inputs.q.device());
+}
+
+// Bytes of scratch of the parts of one row and head, in floats and ints of four.
+struct RowScratch {
+  int64_t scores, keys, lists, parts, outs;
+  int64_t bytes() const { return 4 * (scores + keys + 2 * lists + 2 * parts + outs); }
+};
+
+template <typename T>
+RowScratch row_scratch(const AttendParams<T>& params) {
+  const int64_t capacity = int64_t{params.layout.rate} * params.options.top_k;
+  const int64_t layers = params.layout.num_layers;
+  RowScratch scratch;
+  scratch.scores = capacity * params.group;
+  scratch.keys = 4 * capacity > kMaxKeyBytes ? capacity : 0;
+  scratch.lists = layers * params.options.top_k;
+  scratch.parts = layers * num_splits(capacity) * params.group;
+  scratch.outs = scratch.parts * params.value_dim;
+  return scratch;
+}
+
+// All rows of the call, a chunk after the other on the stream.
+template <typename T>
+void attend_chunks(AttendParams<T> params, const Tensor& like, cudaStream_t stream) {
+  const int64_t heads = params.layout.num_kv_heads;
+  const int64_t total = params.chunk.total;
+  const RowScratch scratch = row_scratch(params);
+  const int64_t rows = std::clamp<int64_t>(kScratchBytes / (scratch.bytes() * heads), params.options.stride,
+                                           std::max<int64_t>(total, params.options.stride));
+  const int64_t num = std::min(rows, total) * heads;
+  const auto words = [&](int64_t count) { return at::empty({count}, like.options().dtype(at::kInt)); };
+  const Tensor query_rows = words(total * static_cast<int64_t>(sizeof(QueryRow) / 4));
+  const Tensor floats = words(num * (scratch.scores + 2 * scratch.parts + scratch.outs));
+  const Tensor ints = words(num * (scratch.keys + 2 * scratch.lists));
+  RowChunk& chunk = params.chunk;
+  chunk.rows = reinterpret_cast<QueryRow*>(query_rows.mutable_data_ptr());
+  chunk.scores = data<float>(floats);
+  chunk.part_max = chunk.scores + num * scratch.scores;
+  chunk.part_sum = chunk.part_max + num * scratch.parts;
+  chunk.part_out = chunk.part_sum + num * scratch.parts;
+  chunk.lists = data<int32_t>(ints);
+  chunk.previous_lists = chunk.lists + num * scratch.lists;
+  chunk.keys =
+      scratch.keys == 0 ? nullptr : reinterpret_cast<uint32_t*>(chunk.previous_lists + num * scratch.lists);
+  C10_CUDA_CHECK(launch_rows(params, stream));
+  for (chunk.first = 0; chunk.first < total; chunk.first += rows) {
+    chunk.num = std::min(rows, total - chunk.first);
+    C10_CUDA_CHECK(launch_attend(params, stream));
+    chunk.previous = chunk.first;
+    std::swap(chunk.lists, chunk.previous_lists);
+  }
+}
+
+}  // namespace
+
+void append_cuda(const Pools& pools, const PageLayout& layout, const AppendCall& call) {
+  const LaunchScope scope(call.k);
+  dispatch_device("tree_cache_append_", call.k.scalar_type(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto rows = [](const Tensor& x) {
+      return NewRows<T>{input<T>(x), x.stride(0), x.stride(1), static_cast<int>(x.size(2))};
+    };
+    AppendParams<T> params;
+    params.layout = layout;
+    params.keys = data<T>(pools.keys);
+    params.values = data<T>(pools.values);
+    params.k = rows(call.k);
+    params.v = rows(call.v);
+    params.block_table = input<int32_t>(pools.block_table);
+    params.lengths = input<int32_t>(pools.lengths);
+    params.cu_new = input<int32_t>(call.cu_new);
+    params.new_lengths = optional_ints(call.new_lengths);
+    params.num_sequences = static_cast<int>(pools.lengths.numel());
+    params.num_rows = call.k.size(0);
+    params.max_new = call.max_new;
+    C10_CUDA_CHECK(launch_append(params, scope.stream()));
+  });
+}
+
+void attention_cuda(const Pools& pools, const PageLayout& layout, const AttentionInputs& inputs,
+                    const AttentionArgs& args, const AttentionOutputs& outputs) {
+  constexpr const char* kOp = "tree_cache_attention";
+  const LaunchScope scope(inputs.q);
+  const int64_t total = inputs.q.size(0);
+  if (pools.lengths.numel() == 0) {
+    std::get<0>(outputs).zero_();
+    std::get<1>(outputs).fill_(-std::numeric_limits<double>::infinity());
+    return;
+  }
+  TORCH_CHECK_VALUE(total < kFromRing, kOp, ": q must have fewer than 2^30 rows on CUDA, got ", total);
+  dispatch_device(kOp, inputs.q.scalar_type(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const Tensor table = rotations(inputs, args);
+    AttendParams<T> params;
+    params.layout = layout;
+    params.sequences = sequences_of(pools, inputs, outputs);
+    params.options.top_k = static_cast<int>(args.top_k);
+    params.options.max_top_nodes = args.max_top_nodes;
+    params.options.stride = static_cast<int>(args.selection_stride);
+    params.options.scale = static_cast<float>(args.scale);
+    params.options.importance = args.importance;
+    if (table.defined()) {
+      params.options.cos = input<float>(table);
+      params.options.sin = params.options.cos + table.stride(0);
+    }
+    params.chunk.total = total;
+    params.q = input<T>(inputs.q);
+    params.q_row = inputs.q.stride(0);
+    params.q_head = inputs.q.stride(1);
+    params.group = static_cast<int>(inputs.q.size(1) / layout.num_kv_heads);
+    params.key_dim = static_cast<int>(inputs.q.size(2));
+    params.value_dim = static_cast<int>(pools.values.size(3));
+    params.keys = input<T>(pools.keys);
+    params.values = input<T>(pools.values);
+    params.out = data<T>(std::get<0>(outputs));
+    params.lse = data<float>(std::get<1>(outputs));
+    attend_chunks(params, inputs.q, scope.stream());
+  });
+}
+
+void pages_cuda(const PageState& state, const PageRequest& request) {
+  const LaunchScope scope(state.lengths);
+  PageTableParams table;
+  table.block_table = data<int32_t>(state.block_table);
+  table.lengths = data<int32_t>(state.lengths);
+  table.held = data<int32_t>(state.held);
+  table.users = data<int32_t>(state.users);
+  table.free_pages = data<int32_t>(state.free_pages);
+  table.errors = data<int32_t>(state.errors);
+  table.list_pos = data<int32_t>(state.list_pos);
+  table.plan = data<int32_t>(state.plan);
+  table.request = input<int32_t>(request.request);
+  table.num_sequences = static_cast<int>(state.lengths.numel());
+  table.max_pages = static_cast<int>(state.block_table.size(1));
+  table.ring = static_cast<int>(state.list_pos.size(1));
+  Tensor old, owner;
+  if (request.step == PageStep::kReorder) {
+    old = at::cat({state.block_table.flatten(), state.lengths, state.held, state.list_pos.flatten()});
+    owner = at::empty_like(state.lengths);
+    table.old = input<int32_t>(old);
+    table.owner = data<int32_t>(owner);
+  }
+  C10_CUDA_CHECK(launch_page_step(
+      table, {request.step, request.capacity, request.page_size, request.selection_stride}, scope.stream()));
+}
+
+void copy_cuda(const Tensor& k_pool, const Tensor& v_pool, const Tensor& pages) {
+  const LaunchScope scope(k_pool);
+  const auto page_bytes = [](const Tensor& pool) {
+    return static_cast<int64_t>(pool.nbytes()) / pool.size(0);
+  };
+  C10_CUDA_CHECK(launch_copy_pages(k_pool.mutable_data_ptr(), page_bytes(k_pool), v_pool.mutable_data_ptr(),
+                                   page_bytes(v_pool), input<int32_t>(pages), pages.size(1), k_pool.size(0),
+                                   scope.stream()));
+}
+
+}  // namespace htree::tree_cache

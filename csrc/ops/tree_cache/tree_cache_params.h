@@ -1,0 +1,160 @@
+// What the CUDA kernels of the tree cache take: raw pointers and sizes, no torch.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime_api.h>
+
+#include "ops/tree_cache/page_layout.h"
+
+namespace htree::tree_cache {
+
+// ---- append
+
+// New rows [N_new, H_kv, width] with a unit last stride.
+template <typename T>
+struct NewRows {
+  const T* data = nullptr;
+  int64_t row = 0;
+  int64_t head = 0;
+  int width = 0;
+};
+
+template <typename T>
+struct AppendParams {
+  PageLayout layout;
+  T* keys = nullptr;    // [num_pages, H_kv, key rows, K]
+  T* values = nullptr;  // [num_pages, H_kv, value rows, V]
+  NewRows<T> k;
+  NewRows<T> v;
+  const int32_t* block_table = nullptr;  // [B, max_pages]
+  const int32_t* lengths = nullptr;      // [B], before the call
+  const int32_t* cu_new = nullptr;       // [B + 1]
+  const int32_t* new_lengths = nullptr;  // [B] or null
+  int num_sequences = 0;
+  int64_t num_rows = 0;  // N_new
+  int64_t max_new = 0;   // of a sequence
+};
+
+template <typename T>
+cudaError_t launch_append(const AppendParams<T>& params, cudaStream_t stream);
+
+// ---- attention
+
+// One query row, as the first kernel of a call finds it.
+struct QueryRow {
+  int32_t sequence = 0;
+  int32_t token = -1;   // -1: the row does not count
+  int32_t leader = -1;  // row of the call that has the lists; kFromRing + slot; kNoLists
+  int32_t top = 0;      // top layer of a text that ends at the token
+};
+constexpr int32_t kNoLists = -2;
+constexpr int32_t kFromRing = 1 << 30;  // rows of a chunked call stay below
+
+// The sequences of a call and what earlier calls left of their lists.
+struct CacheSequences {
+  const int32_t* block_table = nullptr;  // [B, max_pages]
+  const int32_t* lengths = nullptr;      // [B]
+  const int32_t* cu_q = nullptr;         // [B + 1]
+  const int32_t* q_lengths = nullptr;    // [B] or null
+  const int32_t* lists = nullptr;        // [B, ring, L, H_kv, k] or null
+  const int32_t* list_pos = nullptr;     // [B, ring] or null
+  int32_t* new_lists = nullptr;          // as lists
+  int32_t* new_list_pos = nullptr;       // as list_pos
+  int num_sequences = 0;
+  int ring = 0;
+};
+
+struct CacheOptions {
+  int top_k = 0;
+  int64_t max_top_nodes = 0;
+  int stride = 1;
+  float scale = 1.0f;
+  tree_attention::Importance importance = tree_attention::Importance::kLseCausal;
+  const float* cos = nullptr;  // [>= top_k r, K/2], null: no rotation
+  const float* sin = nullptr;
+};
+
+// Rows [first, first + num) of a call of `total`, and their scratch. The lists of the chunk before are kept: the
+// leader of a chunk's first rows may stand in it.
+struct RowChunk {
+  int64_t first = 0;
+  int64_t num = 0;
+  int64_t total = 0;
+  int64_t previous = 0;               // first row of the chunk before
+  QueryRow* rows = nullptr;           // [total]
+  int32_t* lists = nullptr;           // [num, L, H_kv, k], those of leaders alone
+  int32_t* previous_lists = nullptr;  // the same of the chunk before
+  float* scores = nullptr;            // [num, H_kv, k r, G]
+  uint32_t* keys = nullptr;           // [num, H_kv, k r], null where shared memory holds them
+  float* part_max = nullptr;          // [num, H_kv, L, splits, G]
+  float* part_sum = nullptr;          // the same
+  float* part_out = nullptr;          // [num, H_kv, L, splits, G, V]
+};
+
+template <typename T>
+struct AttendParams {
+  PageLayout layout;
+  CacheSequences sequences;
+  CacheOptions options;
+  RowChunk chunk;
+  const T* q = nullptr;  // [N_q, H, K]
+  int64_t q_row = 0;
+  int64_t q_head = 0;
+  int group = 1;
+  int key_dim = 0;
+  int value_dim = 0;
+  const T* keys = nullptr;
+  const T* values = nullptr;
+  T* out = nullptr;      // [N_q, H, V]
+  float* lse = nullptr;  // [N_q, H]
+};
+
+// Candidates whose values one block adds up: fixed, so that a row's bits follow from its own list alone.
+constexpr int kSplit = 512;
+inline int num_splits(int64_t capacity) {
+  return static_cast<int>(ceil_div(capacity, kSplit));
+}
+
+// Where each row of the whole call stands, and the ring after it.
+template <typename T>
+cudaError_t launch_rows(const AttendParams<T>& params, cudaStream_t stream);
+// The chunk's rows through all layers, and its leaders' lists into the ring.
+template <typename T>
+cudaError_t launch_attend(const AttendParams<T>& params, cudaStream_t stream);
+// Shared memory that the selection of one row takes for its keys; beyond it they stand in device memory.
+constexpr int64_t kMaxKeyBytes = 96 * 1024;
+
+// ---- the table of pages
+
+struct PageTableParams {
+  int32_t* block_table = nullptr;    // [B, max_pages]
+  int32_t* lengths = nullptr;        // [B]
+  int32_t* held = nullptr;           // [B]
+  int32_t* users = nullptr;          // [num_pages]
+  int32_t* free_pages = nullptr;     // [1 + num_pages]
+  int32_t* errors = nullptr;         // [B]
+  int32_t* list_pos = nullptr;       // [B, ring]
+  int32_t* plan = nullptr;           // [4, B]
+  const int32_t* request = nullptr;  // [B]
+  // A reorder reads the old block_table, lengths, held and list_pos here, in this order.
+  const int32_t* old = nullptr;
+  int32_t* owner = nullptr;  // [B], scratch of a reorder
+  int num_sequences = 0;
+  int max_pages = 0;
+  int ring = 0;
+};
+struct PageStepParams {
+  PageStep step = PageStep::kAppend;
+  int64_t capacity = 0;
+  int64_t page_size = 0;
+  int64_t stride = 1;
+};
+
+cudaError_t launch_page_step(const PageTableParams& table, const PageStepParams& step, cudaStream_t stream);
+
+// pages [2, n]; bytes of a page of each pool, multiples of 2.
+cudaError_t launch_copy_pages(void* keys, int64_t key_bytes, void* values, int64_t value_bytes,
+                              const int32_t* pages, int64_t num, int64_t num_pages, cudaStream_t stream);
+
+}  // namespace htree::tree_cache

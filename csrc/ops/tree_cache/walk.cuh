@@ -1,0 +1,110 @@
+// What the kernels of a walk share: where a row stands, how many candidates it has in a layer, its lists, and the
+// rows of a page.
+#pragma once
+
+#include "device/numeric.cuh"
+#include "ops/tree_cache/tree_cache_params.h"
+
+namespace htree::tree_cache {
+
+// A row (query, head) of the chunk, as every kernel of the walk sees it.
+struct WalkRow {
+  QueryRow query;
+  int64_t row;  // of the call
+  int64_t at;   // (row - chunk.first) * H_kv + head
+  int head;
+};
+
+template <typename T>
+__device__ __forceinline__ WalkRow walk_row(const AttendParams<T>& params, int64_t block) {
+  WalkRow walk;
+  const int64_t in_chunk = block / params.layout.num_kv_heads;
+  walk.row = params.chunk.first + in_chunk;
+  walk.at = block;
+  walk.head = static_cast<int>(block - in_chunk * params.layout.num_kv_heads);
+  walk.query = params.chunk.rows[walk.row];
+  return walk;
+}
+
+// Whether the row is computed at all.
+__device__ __forceinline__ bool counts(const QueryRow& query) {
+  return query.token >= 0 && query.leader != kNoLists;
+}
+
+// Candidates of the row in a layer, layer <= top. Every list above is as long as its candidates allow, so the
+// number follows from the token alone. docs/semantics/tree_attention.md §1.3
+__device__ __forceinline__ int num_candidates(const PageLayout& layout, const QueryRow& query, int top_k,
+                                              int layer) {
+  const uint32_t token = static_cast<uint32_t>(query.token);
+  uint32_t parents = token / layout.tokens[query.top] / layout.rate + 1;
+  for (int l = query.top;; --l) {
+    const uint32_t n = (parents - 1) * layout.rate + token / layout.tokens[l] % layout.rate + 1;
+    if (l == layer) {
+      return static_cast<int>(n);
+    }
+    parents = n < static_cast<uint32_t>(top_k) ? n : static_cast<uint32_t>(top_k);
+  }
+}
+
+// Whether a layer adds to the softmax: else every candidate is opened.
+__device__ __forceinline__ bool merges(int layer, int num, int top_k) {
+  return layer == 0 || num > top_k;
+}
+
+// The list used at a layer, that of the row's leader. [top_k]
+template <typename T>
+__device__ __forceinline__ const int32_t* list_of(const AttendParams<T>& params, const WalkRow& walk,
+                                                  int layer) {
+  const CacheSequences& sequences = params.sequences;
+  const RowChunk& chunk = params.chunk;
+  const int64_t layers = params.layout.num_layers, heads = params.layout.num_kv_heads;
+  const int32_t leader = walk.query.leader;
+  const int32_t* lists = chunk.lists;
+  int64_t row = leader - chunk.first;
+  if (leader >= kFromRing) {
+    lists = sequences.lists;
+    row = static_cast<int64_t>(walk.query.sequence) * sequences.ring + (leader - kFromRing);
+  } else if (row < 0) {
+    lists = chunk.previous_lists;
+    row = leader - chunk.previous;
+  }
+  return lists + ((row * layers + layer) * heads + walk.head) * params.options.top_k;
+}
+
+// Where a leader writes. [top_k]
+template <typename T>
+__device__ __forceinline__ int32_t* own_list(const AttendParams<T>& params, const WalkRow& walk, int layer) {
+  const int64_t layers = params.layout.num_layers, heads = params.layout.num_kv_heads;
+  return params.chunk.lists +
+         (((walk.row - params.chunk.first) * layers + layer) * heads + walk.head) * params.options.top_k;
+}
+
+// First element of a node's row in its pool, or -1 where the node or its page is none. `rightmost` is the row's own
+// node.
+template <typename T>
+__device__ __forceinline__ int64_t row_of(const AttendParams<T>& params, const WalkRow& walk, int layer,
+                                          int64_t node, int64_t page_rows, int width) {
+  const PageLayout& layout = params.layout;
+  const uint32_t rightmost = static_cast<uint32_t>(walk.query.token) / layout.tokens[layer];
+  if (node < 0 || node > static_cast<int64_t>(rightmost)) {
+    return -1;
+  }
+  const Place place = layout.node(static_cast<uint32_t>(layer), static_cast<uint32_t>(node));
+  if (place.page >= layout.max_pages) {
+    return -1;
+  }
+  const uint32_t page = static_cast<uint32_t>(
+      params.sequences
+          .block_table[static_cast<int64_t>(walk.query.sequence) * layout.max_pages + place.page]);
+  return page < layout.num_pages
+             ? ((int64_t{page} * layout.num_kv_heads + walk.head) * page_rows + place.row) * width
+             : -1;
+}
+
+// Node of candidate p in a list.
+__device__ __forceinline__ int64_t node_of(const int32_t* parents, uint32_t p, uint32_t rate) {
+  const uint32_t slot = p / rate;
+  return int64_t{parents[slot]} * rate + (p - slot * rate);
+}
+
+}  // namespace htree::tree_cache

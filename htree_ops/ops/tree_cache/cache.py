@@ -1,0 +1,514 @@
+"""The K/V cache of one tree attention layer (docs/semantics/tree_cache.md §7.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from htree_ops.errors import ShapeMismatchError, refuse
+from htree_ops.ops.arguments import (
+    FLOATING,
+    FLOATING_AND_DOUBLE,
+    check_dtype,
+    check_int,
+    check_option_dtype,
+    check_tensors,
+    options_of,
+)
+from htree_ops.ops.tree_attention.options import TreeOptions
+from htree_ops.ops.tree_attention.stages import rope_cache
+from htree_ops.ops.tree_cache.functions import (
+    cache_layers,
+    page_rows,
+    tree_cache_append_,
+    tree_cache_attention,
+)
+from htree_ops.ops.tree_cache.state import check_state, free_stack, options_as_tensors
+
+__all__ = ["TreeCacheBytes", "TreeKVCache"]
+
+OP = "TreeKVCache"
+#: Leaders whose lists are kept: drafts of up to 3 strides can be taken back.
+RING = 4
+#: Tokens of a page, at least.
+LEAST_PAGE = 256
+
+#: What the device records (csrc/ops/tree_cache/page_layout.h), bit by bit.
+ERRORS = {
+    1: "was given tokens beyond the capacity",
+    2: "found no free page",
+    4: "was given a negative length, or truncated to more than it holds",
+    8: "was truncated inside a stride whose leader's lists are gone",
+    16: "has a query whose leader is neither in the call nor in the ring of lists",
+    32: "was given a beam that is none",
+    64: "has a page in its table that is none of the pool",
+}
+
+
+class TreeCacheBytes(NamedTuple):
+    """What a cache takes.
+
+    Attributes:
+        tokens: of all sequences together; those of shared pages count for each.
+        used: bytes of the pages that hold something; a shared page counts once.
+        allocated: bytes of everything the cache has taken, empty pages included.
+    """
+
+    tokens: int
+    used: int
+    allocated: int
+
+
+class TreeKVCache:
+    """Keys, values and finished tree nodes of one tree attention layer, in pages, for ``batch`` sequences.
+
+    ``cache.append(k, v); out = cache.attend(q)`` gives the rows of :func:`htree_ops.tree_attention` over all tokens so
+    far. A step costs what the selection reads, not what the text is long. Only finished nodes are stored, so tokens
+    are taken back by a new length. Sequences share full pages and own the page that is still open: :meth:`fork` and
+    :meth:`reorder_` copy that one alone. On CUDA, ``append``, ``attend``, ``truncate``, ``reorder_`` and ``reserve``
+    never wait for the device and can be captured in a graph, whose cost follows the lengths at replay; what only the
+    device can see is left undone there and reported by :meth:`check`. On the CPU the call raises before it changes
+    anything. No gradient flows through a cache.
+    Source: docs/semantics/tree_cache.md §7.
+
+    Args:
+        batch: B, sequences. num_kv_heads: H_kv. head_dim: K, even. value_dim: V; None is K.
+        capacity: most tokens of a sequence.
+        max_top_nodes: M; None is min(8192, top_k * compression_rate).
+        compression_rate, top_k, selection_stride, selection_span, scale, rope_base, importance: as in
+            :func:`htree_ops.tree_attention`; importance="lse" needs nodes that are not finished and is refused.
+        page_size: P, tokens of a page, a multiple of compression_rate; None is the smallest one of at least 256.
+        num_pages: of the pool; None is enough for every sequence to be full.
+        dtype: float32, float16 or bfloat16, float64 on the CPU. device: where the cache lies.
+
+    Attributes:
+        lengths: int32 [B] on the device, tokens of each sequence.
+        k_pool, v_pool, block_table: the pages; their addresses never change.
+
+    Raises:
+        UnsupportedDtypeError: another dtype.
+        TypeError, ValueError: an option of the wrong kind or out of range.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        num_kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        *,
+        value_dim: int | None = None,
+        compression_rate: int = 16,
+        max_top_nodes: int | None = None,
+        top_k: int = 512,
+        selection_stride: int = 1,
+        selection_span: int | None = None,
+        scale: float | None = None,
+        rope_base: float | None = 10000.0,
+        importance: str = "lse_causal",
+        page_size: int | None = None,
+        num_pages: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+    ) -> None:
+        value_dim = head_dim if value_dim is None else value_dim
+        for name, size in (
+            ("batch", batch),
+            ("num_kv_heads", num_kv_heads),
+            ("head_dim", head_dim),
+            ("value_dim", value_dim),
+            ("capacity", capacity),
+        ):
+            check_int(OP, name, size, 1)
+        if head_dim % 2:
+            raise ValueError(f"{OP}: head_dim must be even, got {head_dim}")
+        check_int(OP, "compression_rate", compression_rate, 2)
+        check_int(OP, "top_k", top_k, 1)
+        if max_top_nodes is None:
+            max_top_nodes = min(8192, top_k * compression_rate)
+        with options_of(OP):
+            self.options = TreeOptions(
+                compression_rate=compression_rate,
+                max_top_nodes=max_top_nodes,
+                top_k=top_k,
+                selection_stride=selection_stride,
+                scale=scale,
+                rope_base=rope_base,
+                importance=importance,
+            )
+        if importance == "lse":
+            raise ValueError(
+                f'{OP}: importance must be "lse_causal" or "exp_joint", got "lse": it weighs nodes that are not '
+                "finished, which a cache does not hold"
+            )
+        if selection_span is not None:
+            check_int(OP, "selection_span", selection_span, 1, compression_rate)
+            if compression_rate % selection_span:
+                raise ValueError(
+                    f"{OP}: selection_span must be a divisor of compression_rate = {compression_rate}, "
+                    f"got {selection_span}"
+                )
+        self.selection_span = selection_span
+        if page_size is None:
+            page_size = -(-LEAST_PAGE // compression_rate) * compression_rate
+        check_int(OP, "page_size", page_size, compression_rate)
+        if page_size % compression_rate:
+            raise ValueError(
+                f"{OP}: page_size must be a multiple of compression_rate = {compression_rate}, got {page_size}"
+            )
+        max_pages = -(-capacity // page_size)
+        check_int(OP, "capacity rounded up to whole pages", max_pages * page_size, 1)
+        num_pages = batch * max_pages if num_pages is None else num_pages
+        check_int(OP, "num_pages", num_pages, 1)
+        place = torch.empty(0, device=device).device
+        check_option_dtype(OP, dtype, FLOATING_AND_DOUBLE if place.type == "cpu" else FLOATING)
+        self.batch, self.num_kv_heads, self.head_dim, self.value_dim = (
+            batch,
+            num_kv_heads,
+            head_dim,
+            value_dim,
+        )
+        self.capacity, self.page_size, self.num_pages = capacity, page_size, num_pages
+        self.dtype, self.device = dtype, place
+        self.num_layers = cache_layers(max_pages * page_size, compression_rate, max_top_nodes)
+        key_rows, value_rows = page_rows(page_size, self.num_layers, compression_rate, selection_span)
+
+        def integers(*shape: int, fill: int = 0) -> Tensor:
+            return torch.full(shape, fill, dtype=torch.int32, device=place)
+
+        self.k_pool = torch.empty(num_pages, num_kv_heads, key_rows, head_dim, dtype=dtype, device=place)
+        self.v_pool = torch.empty(num_pages, num_kv_heads, value_rows, value_dim, dtype=dtype, device=place)
+        self.block_table = integers(batch, max_pages, fill=-1)
+        self.lengths = integers(batch)
+        self._held = integers(batch)
+        self._users = integers(num_pages)
+        self._free = free_stack(self._users)
+        self._errors = integers(batch)
+        self._plan = integers(4, batch)
+        ring = RING if selection_stride > 1 else 0
+        self._list_pos = integers(batch, ring, fill=-1)
+        self._lists = integers(batch, ring, self.num_layers, num_kv_heads, top_k, fill=-1)
+        # The CPU keeps a table of its own between calls, the very one of tree_attention.
+        self._rope_table = (
+            rope_cache(top_k * compression_rate, head_dim, rope_base, device=place)
+            if rope_base is not None and place.type != "cpu"
+            else None
+        )
+
+    # ---- tokens
+
+    @torch.no_grad()
+    def append(self, k: Tensor, v: Tensor, lengths: Tensor | Sequence[int] | None = None) -> None:
+        """Adds n tokens to every sequence, or the first ``lengths[b]`` of them to sequence b.
+
+        Args:
+            k: [B, n, H_kv, K], not rotated; v: [B, n, H_kv, V]; in the dtype of the cache.
+            lengths: tokens of each sequence that count, 0 ... n; None is n.
+
+        Raises:
+            ShapeMismatchError, UnsupportedDtypeError, DeviceError: a tensor that does not fit.
+            ValueError: the capacity or the pages do not suffice, on the CPU. On CUDA such a sequence is left as it was
+                and the others get their tokens; :meth:`check` reports it.
+        """
+        name = f"{OP}.append"
+        check_tensors(name, cache=(self.lengths, "B"), k=(k, "B n H_kv K"), v=(v, "B n H_kv V"))
+        check_dtype(name, (self.dtype,), k=k, v=v)
+        counts = self._counts(name, lengths, k.shape[1])
+        self._check_sizes(name, k=k, v=v)
+        if k.shape[1] == 0:
+            return
+        self._step("append", counts, "append")
+        tree_cache_append_(
+            self.k_pool,
+            self.v_pool,
+            k.detach().flatten(0, 1),
+            v.detach().flatten(0, 1),
+            self.block_table,
+            self._plan[0],
+            self._cu(k.shape[1]),
+            self._plan[1],
+            k.shape[1],
+            page_size=self.page_size,
+            compression_rate=self.options.compression_rate,
+            max_top_nodes=self.options.max_top_nodes,
+            selection_span=self.selection_span,
+        )
+
+    def attend(
+        self, q: Tensor, lengths: Tensor | Sequence[int] | None = None, *, return_lse: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attention of the last n tokens of each sequence, or of the last ``lengths[b]`` of sequence b.
+
+        Args:
+            q: [B, n, H, K], not rotated, H a multiple of H_kv: row i of a sequence stands at its token
+                length - n + i, or length - lengths[b] + i.
+            lengths: rows of each sequence that count, 0 ... n; None is n.
+            return_lse: also return the log-sum-exp of each row's scores.
+
+        Returns:
+            out [B, n, H, V] in the dtype of the cache, with ``return_lse`` also lse [B, n, H] in float32 (float64 for
+            float64). Rows at or behind ``lengths[b]``, and rows that a shorter sequence lacks, have 0 and -inf. With
+            selection_stride > 1 a row whose leader was never attended is NaN, and :meth:`check` reports it.
+
+        Raises:
+            ShapeMismatchError, UnsupportedDtypeError, DeviceError: a tensor that does not fit.
+        """
+        name = f"{OP}.attend"
+        check_tensors(name, cache=(self.lengths, "B"), q=(q, "B n H K"))
+        check_dtype(name, (self.dtype,), q=q)
+        self._check_sizes(name, q=q)
+        n, options = q.shape[1], self.options
+        counts = self._counts(name, lengths, n)
+        strided = options.selection_stride > 1
+        if strided:
+            self._step("attend", counts, "attend")
+        out, lse, lists, list_pos = tree_cache_attention(
+            q.flatten(0, 1),
+            self.k_pool,
+            self.v_pool,
+            self.block_table,
+            self.lengths,
+            self._cu(n),
+            self._lists if strided else None,
+            self._list_pos if strided else None,
+            None if lengths is None else counts,
+            self._rope_table,
+            page_size=self.page_size,
+            compression_rate=options.compression_rate,
+            max_top_nodes=options.max_top_nodes,
+            top_k=options.top_k,
+            selection_stride=options.selection_stride,
+            selection_span=self.selection_span,
+            scale=options.scale,
+            rope_base=options.rope_base,
+            importance=options.importance,
+        )
+        if strided:
+            self._lists.copy_(lists)
+            self._list_pos.copy_(list_pos)
+        out = out.unflatten(0, (self.batch, n))
+        return (out, lse.unflatten(0, (self.batch, n))) if return_lse else out
+
+    # ---- sequences
+
+    @torch.no_grad()
+    def truncate(self, lengths: int | Tensor | Sequence[int]) -> None:
+        """Takes tokens back: sequence b keeps its first ``lengths[b]`` tokens, or all of them where that is -1.
+
+        With selection_stride s > 1 the new length is a multiple of s, or the lists of the last token's leader are in
+        the ring of the last 4.
+
+        Raises:
+            ValueError: another length, or more than the sequence holds, on the CPU. On CUDA the sequence is left as it
+                was and :meth:`check` reports it.
+        """
+        if isinstance(lengths, int):
+            lengths = [lengths] * self.batch
+        self._step("truncate", self._integers(f"{OP}.truncate", "lengths", lengths), "truncate")
+        self._copy_pages()
+
+    @torch.no_grad()
+    def reorder_(self, beams: Tensor | Sequence[int]) -> None:
+        """Sequence b becomes what sequence ``beams[b]`` was. Full pages are shared, open ones copied.
+
+        Raises:
+            ValueError: a beam that is none, or no page for a copy, on the CPU. On CUDA nothing is reordered then, and
+                :meth:`check` reports it.
+        """
+        self._step("reorder_", self._integers(f"{OP}.reorder_", "beams", beams), "reorder")
+        self._copy_pages()
+        self._lists.copy_(self._lists.index_select(0, self._plan[1]))
+
+    def fork(self, source: int, target: int) -> None:
+        """Sequence ``target`` becomes a copy of ``source``, whose full pages it shares. What it held is freed."""
+        for name, sequence in (("source", source), ("target", target)):
+            check_int(f"{OP}.fork", name, sequence, 0, self.batch - 1)
+        beams = list(range(self.batch))
+        beams[target] = source
+        self.reorder_(beams)
+
+    def free(self, sequence: int) -> None:
+        """Empties a sequence and gives back the pages that nobody else uses."""
+        check_int(f"{OP}.free", "sequence", sequence, 0, self.batch - 1)
+        self.truncate([0 if b == sequence else -1 for b in range(self.batch)])
+
+    @torch.no_grad()
+    def reserve(self, tokens: int) -> None:
+        """Takes the pages for the next ``tokens`` tokens of every sequence now, so that they cannot run out later.
+
+        Raises:
+            ValueError: the capacity or the pages do not suffice, on the CPU; on CUDA :meth:`check` reports it.
+        """
+        check_int(f"{OP}.reserve", "tokens", tokens, 0)
+        counts = torch.full((self.batch,), tokens, dtype=torch.int32, device=self.device)
+        self._step("reserve", counts, "reserve")
+
+    def check(self) -> None:
+        """Raises what the device has recorded since the last call, and clears it. Waits for the device.
+
+        Raises:
+            ValueError: naming the sequences.
+        """
+        found = self._errors.tolist()
+        if not any(found):
+            return
+        self._errors.zero_()
+        lines = [
+            f"sequence {b} {words}"
+            for b, bits in enumerate(found)
+            for bit, words in ERRORS.items()
+            if bits & bit
+        ]
+        raise ValueError(f"{OP}.check: {'; '.join(lines)}")
+
+    # ---- what it holds
+
+    def layer(self, sequence: int, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys [N, H_kv, K] and values [N, H_kv, V] of the finished nodes of a layer, copied; layer 0 is the tokens."""
+        check_int(f"{OP}.layer", "sequence", sequence, 0, self.batch - 1)
+        check_int(f"{OP}.layer", "layer", layer, 0, self.num_layers - 1)
+        rate, size = self.options.compression_rate, self.page_size
+        tokens = rate**layer
+        node = torch.arange(int(self.lengths[sequence]) // tokens, device=self.device)
+        page = ((node + 1) * tokens - 1) // size
+        row = page_rows(size, layer, rate)[1] + node - page * size // tokens
+        place = self.block_table[sequence].long()[page]
+        return self.k_pool[place, :, row], self.v_pool[place, :, row]
+
+    def num_bytes(self) -> TreeCacheBytes:
+        """Bytes in use and taken. Waits for the device."""
+        tensors = [x for x in vars(self).values() if isinstance(x, Tensor)]
+        used = int((self._users > 0).sum())
+        return TreeCacheBytes(
+            tokens=int(self.lengths.sum()),
+            used=used * (self.k_pool[0].nbytes + self.v_pool[0].nbytes),
+            allocated=sum(x.nbytes for x in tensors),
+        )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything the cache holds, as tensors of its own; pages that nobody uses are left out."""
+        pages = torch.nonzero(self._users > 0).flatten()
+        return {
+            "pages": pages.int(),
+            "keys": self.k_pool[pages],
+            "values": self.v_pool[pages],
+            "block_table": self.block_table.clone(),
+            "lengths": self.lengths.clone(),
+            "lists": self._lists.clone(),
+            "list_pos": self._list_pos.clone(),
+            **options_as_tensors(self.options, self.page_size, self.selection_span),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes the state of a cache of the same sizes and options; the pool must have the pages that it names.
+
+        Raises:
+            ValueError, TypeError: an entry that is missing, of another shape, dtype or option, or pages that contradict
+                each other. The cache is left as it was.
+        """
+        own = self.state_dict()
+        users, held = check_state(
+            f"{OP}.load_state_dict", state, own, self.page_size, self.capacity, self.num_pages
+        )
+        pages = state["pages"].to(self.device).long()
+        self.k_pool[pages] = state["keys"].to(self.device)
+        self.v_pool[pages] = state["values"].to(self.device)
+        for target, name in (
+            (self.block_table, "block_table"),
+            (self.lengths, "lengths"),
+            (self._lists, "lists"),
+            (self._list_pos, "list_pos"),
+        ):
+            target.copy_(state[name])
+        self._users.copy_(users)
+        self._held.copy_(held)
+        self._free.copy_(free_stack(users))
+        self._errors.zero_()
+
+    def __repr__(self) -> str:
+        options = {
+            name: value
+            for name, value in self.options.to_dict().items()
+            if name not in ("scope", "store_parents")
+        }
+        sizes = {
+            name: getattr(self, name)
+            for name in (
+                "batch",
+                "num_kv_heads",
+                "head_dim",
+                "value_dim",
+                "capacity",
+                "page_size",
+                "num_pages",
+            )
+        }
+        listed = ", ".join(f"{name}={value!r}" for name, value in (sizes | options).items())
+        return f"{OP}({listed}, selection_span={self.selection_span}, dtype={self.dtype}, device='{self.device}')"
+
+    # ---- steps
+
+    def _cu(self, n: int) -> Tensor:
+        """Where the rows of each sequence begin in [B * n]: made anew, for a graph owns what is made in its capture."""
+        return torch.arange(0, (self.batch + 1) * max(n, 1), max(n, 1), dtype=torch.int32, device=self.device)
+
+    def _integers(self, name: str, argument: str, values: Tensor | Sequence[int]) -> Tensor:
+        """int32 [B] on the device."""
+        if not isinstance(values, Tensor):
+            for value in values:
+                check_int(name, argument, value, -1)
+            values = torch.tensor(list(values), dtype=torch.int32)
+        if values.shape != (self.batch,) or values.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"{name}: {argument} must be {self.batch} integers, got {values.dtype} {tuple(values.shape)}"
+            )
+        return values.to(self.device, torch.int32)
+
+    def _counts(self, name: str, lengths: Tensor | Sequence[int] | None, n: int) -> Tensor:
+        """Rows that count, of n."""
+        if lengths is None:
+            return torch.full((self.batch,), n, dtype=torch.int32, device=self.device)
+        counts = self._integers(name, "lengths", lengths)
+        if counts.device.type == "cpu" and not bool(((counts >= 0) & (counts <= n)).all()):
+            raise ValueError(f"{name}: lengths must lie between 0 and n = {n}, got {counts.tolist()}")
+        return counts.clamp(0, n)
+
+    def _check_sizes(self, name: str, **tensors: Tensor) -> None:
+        heads = None if "q" in tensors else self.num_kv_heads
+        for argument, tensor in tensors.items():
+            width = self.value_dim if argument == "v" else self.head_dim
+            if tensor.shape[3] != width or (heads is not None and tensor.shape[2] != heads):
+                refuse(
+                    ShapeMismatchError,
+                    f"{name}: {argument} must be [{self.batch}, n, {heads or 'H'}, {width}], got {tuple(tensor.shape)}",
+                    expected=(self.batch, "n", heads or "H", width),
+                    actual=tuple(tensor.shape),
+                    tensor_name=argument,
+                )
+
+    def _step(self, method: str, request: Tensor, step: str) -> None:
+        try:
+            torch.ops.htree.tree_cache_pages_(
+                self.block_table,
+                self.lengths,
+                self._held,
+                self._users,
+                self._free,
+                self._errors,
+                self._list_pos,
+                self._plan,
+                request,
+                step,
+                capacity=self.capacity,
+                page_size=self.page_size,
+                selection_stride=self.options.selection_stride,
+            )
+        except ValueError as error:
+            raise ValueError(str(error).replace("tree_cache_pages_", f"{OP}.{method}")) from None
+
+    def _copy_pages(self) -> None:
+        torch.ops.htree.tree_cache_copy_(self.k_pool, self.v_pool, self._plan[2:])

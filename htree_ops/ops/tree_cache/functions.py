@@ -1,0 +1,173 @@
+"""Append to pages and attend from pages, on pools that the caller owns (docs/semantics/tree_cache.md §7.1-§7.3)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from htree_ops.ops.arguments import named
+
+__all__ = ["cache_layers", "page_rows", "tree_cache_append_", "tree_cache_attention"]
+
+
+def cache_layers(capacity: int, compression_rate: int = 16, max_top_nodes: int = 8192) -> int:
+    """Layers of the tree over ``capacity`` tokens: 1, and one more while the top has more than max_top_nodes nodes."""
+    layers, nodes = 1, capacity
+    while nodes > max_top_nodes:
+        nodes = -(-nodes // compression_rate)
+        layers += 1
+    return layers
+
+
+def page_rows(
+    page_size: int, num_layers: int, compression_rate: int = 16, selection_span: int | None = None
+) -> tuple[int, int]:
+    """Rows that a page holds of one K/V head: (of the key pool, of the value pool).
+
+    The tokens, then ceil(page_size / r^l) nodes of each layer l below ``num_layers``; keys have page_size / c span
+    means behind them. ``num_layers`` is that of the tokens a block table has room for::
+
+        page_rows(page_size, cache_layers(max_pages * page_size, r, M), r, c)
+    """
+    rows = sum(-(-page_size // compression_rate**layer) for layer in range(num_layers))
+    return rows + (page_size // selection_span if selection_span else 0), rows
+
+
+@named
+def tree_cache_append_(
+    k_pool: Tensor,
+    v_pool: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    cu_new: Tensor,
+    new_lengths: Tensor | None = None,
+    max_new: int | None = None,
+    *,
+    page_size: int,
+    compression_rate: int = 16,
+    max_top_nodes: int = 8192,
+    selection_span: int | None = None,
+) -> None:
+    """Writes new tokens into their pages, and every node that they finish.
+
+    Sequence b gets rows cu_new[b] ... cu_new[b + 1] - 1 of k and v, at most ``new_lengths[b]`` of them, as its tokens
+    ``lengths[b]`` and following. A node is the mean of its children's stored rows, summed in fp32 and rounded once:
+    the bytes are those of ``tree_build`` over the whole text, however the tokens came.
+    Source: docs/semantics/tree_cache.md §7.1, §7.2.
+
+    Args:
+        k_pool: [num_pages, H_kv, key rows, K], v_pool: [num_pages, H_kv, value rows, V], contiguous; rows of a page as
+            :func:`page_rows` counts them. float32, float16 or bfloat16, float64 on the CPU.
+        k: [N_new, H_kv, K], not rotated; v: [N_new, H_kv, V], in the dtype of the pools.
+        block_table: int32 [B, max_pages]: page i of sequence b holds its tokens i * page_size and following. The pages
+            that are written belong to one sequence each.
+        lengths: int32 [B], tokens before the call. They are not changed.
+        cu_new: int32 [B + 1], ascending from 0.
+        new_lengths: int32 [B]: rows of a sequence that count, the others are ignored; None is all.
+        max_new: most new tokens of a sequence, if the caller knows; with at most page_size of them one launch is enough
+            on CUDA.
+        page_size: P, a multiple of compression_rate.
+        compression_rate, max_top_nodes, selection_span: as in :func:`htree_ops.tree_attention`; they decide the rows of
+            a page.
+
+    Raises:
+        ShapeMismatchError, UnsupportedDtypeError, DeviceError: a tensor that does not fit.
+        ValueError: an option out of range; on the CPU also tokens beyond max_pages * page_size.
+        IndexError: a page that is none of the pool, on the CPU. On CUDA such a sequence is left as it was.
+        NotImplementedError: grad mode is on and a tensor requires grad.
+    """
+    torch.ops.htree.tree_cache_append_(
+        k_pool,
+        v_pool,
+        k,
+        v,
+        block_table,
+        lengths,
+        cu_new,
+        new_lengths,
+        max_new,
+        page_size=page_size,
+        compression_rate=compression_rate,
+        max_top_nodes=max_top_nodes,
+        selection_span=selection_span,
+    )
+
+
+@named
+def tree_cache_attention(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    cu_q: Tensor,
+    lists: Tensor | None = None,
+    list_pos: Tensor | None = None,
+    q_lengths: Tensor | None = None,
+    rope_table: Tensor | None = None,
+    *,
+    page_size: int,
+    compression_rate: int = 16,
+    max_top_nodes: int = 8192,
+    top_k: int = 512,
+    selection_stride: int = 1,
+    selection_span: int | None = None,
+    scale: float | None = None,
+    rope_base: float | None = 10000.0,
+    importance: str = "lse_causal",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows of :func:`htree_ops.tree_attention` from pages: the last tokens of each sequence attend to all before them.
+
+    The rows cu_q[b] ... cu_q[b + 1] - 1 of q, at most ``q_lengths[b]`` of them, are the last tokens of the
+    ``lengths[b]`` of sequence b: one is decoding, more are a chunk of a prompt or drafts to verify. Row t takes the
+    lists of its leader t - t % s: from this call if the leader is in it, else from ``lists`` where ``list_pos`` names
+    it. A row whose leader is in neither is NaN. The result of a row depends on nothing but the tokens up to its own.
+    Source: docs/semantics/tree_cache.md §7.3.
+
+    Args:
+        q: [N_q, H, K], not rotated, H a multiple of H_kv.
+        k_pool, v_pool, block_table: as in :func:`tree_cache_append_`.
+        lengths: int32 [B], tokens of each sequence, those of q included.
+        cu_q: int32 [B + 1], ascending from 0.
+        lists: int32 [B, ring, layers, H_kv, top_k], the lists of earlier leaders; list_pos: int32 [B, ring], their
+            tokens, -1 for none. Both or neither.
+        q_lengths: int32 [B]: rows of a sequence that count; None is all.
+        rope_table: ``rope_cache(size, K, rope_base)`` with size >= top_k * compression_rate. Without it CUDA computes
+            one in every call, and the CPU keeps one between calls.
+        page_size: P, a multiple of compression_rate.
+        The other keywords: as in :func:`htree_ops.tree_attention`.
+
+    Returns:
+        out [N_q, H, V] in the dtype of q; lse [N_q, H], natural logarithm, float32 (float64 for float64). A row that
+        does not count, or that a sequence is too short for, has out 0 and lse -inf. lists and list_pos as given, with
+        the last leaders of the call: of 4 entries where none were given and selection_stride > 1, of none for stride 1.
+
+    Raises:
+        ShapeMismatchError, UnsupportedDtypeError, DeviceError: a tensor that does not fit.
+        ValueError: an option out of range, importance="lse"; on the CPU also lengths beyond max_pages * page_size.
+        NotImplementedError: selection_span is given.
+        IndexError: a page that is none of the pool, on the CPU. On CUDA its rows are left out.
+    """
+    return torch.ops.htree.tree_cache_attention(
+        q,
+        k_pool,
+        v_pool,
+        block_table,
+        lengths,
+        cu_q,
+        lists,
+        list_pos,
+        q_lengths,
+        rope_table,
+        page_size=page_size,
+        compression_rate=compression_rate,
+        max_top_nodes=max_top_nodes,
+        top_k=top_k,
+        selection_stride=selection_stride,
+        selection_span=selection_span,
+        scale=scale,
+        rope_base=rope_base,
+        importance=importance,
+    )

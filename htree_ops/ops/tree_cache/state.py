@@ -1,0 +1,97 @@
+"""What a state of a tree cache must be before a cache takes it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from htree_ops.ops.tree_attention.options import TreeOptions
+
+__all__ = ["check_state", "free_stack", "options_as_tensors"]
+
+IMPORTANCES = ("lse_causal", "exp_joint")
+
+
+def free_stack(users: Tensor) -> Tensor:
+    """int32 [1 + num_pages]: how many pages have no users, and these as a stack with the smallest on top."""
+    free = torch.nonzero(users == 0).flatten().flip(0).int()
+    stack = users.new_zeros(len(users) + 1)
+    stack[0] = len(free)
+    stack[1 : 1 + len(free)] = free
+    return stack
+
+
+def options_as_tensors(options: TreeOptions, page_size: int, selection_span: int | None) -> dict[str, Tensor]:
+    """The options that the bytes and the lists depend on. 0 and NaN stand for None."""
+    numbers = [
+        page_size,
+        options.compression_rate,
+        options.max_top_nodes,
+        options.top_k,
+        options.selection_stride,
+        selection_span or 0,
+        IMPORTANCES.index(options.importance),
+    ]
+    factors = [torch.nan if x is None else x for x in (options.scale, options.rope_base)]
+    return {
+        "options": torch.tensor(numbers, dtype=torch.int64),
+        "factors": torch.tensor(factors, dtype=torch.float64),
+    }
+
+
+def check_state(
+    name: str,
+    state: Mapping[str, Tensor],
+    own: Mapping[str, Tensor],
+    page_size: int,
+    capacity: int,
+    num_pages: int,
+) -> tuple[Tensor, Tensor]:
+    """Checks a state against that of the cache which takes it; returns users [num_pages] and held [B], int32.
+
+    Raises:
+        ValueError, TypeError: see :meth:`htree_ops.TreeKVCache.load_state_dict`.
+    """
+    if state.keys() != own.keys():
+        raise ValueError(f"{name}: the state must hold {sorted(own)}, got {sorted(state)}")
+    for key, mine in own.items():
+        theirs = state[key]
+        if not isinstance(theirs, Tensor) or theirs.dtype != mine.dtype:
+            raise TypeError(
+                f"{name}: {key} must be a Tensor of {mine.dtype}, got {getattr(theirs, 'dtype', type(theirs))}"
+            )
+        skip = int(key in ("pages", "keys", "values"))
+        if theirs.dim() != mine.dim() or theirs.shape[skip:] != mine.shape[skip:]:
+            raise ValueError(f"{name}: {key} must be like {tuple(mine.shape)}, got {tuple(theirs.shape)}")
+    for key in ("options", "factors"):
+        if not torch.equal(state[key].nan_to_num(nan=-1.0), own[key].nan_to_num(nan=-1.0)):
+            raise ValueError(f"{name}: {key} must be {own[key].tolist()}, got {state[key].tolist()}")
+    pages, table, lengths = (state[key].tolist() for key in ("pages", "block_table", "lengths"))
+    if not len(pages) == len(set(pages)) == len(state["keys"]) == len(state["values"]):
+        raise ValueError(f"{name}: pages must be distinct, with as many keys and values, got {pages}")
+    if any(not 0 <= page < num_pages for page in pages):
+        raise ValueError(f"{name}: pages must lie between 0 and num_pages - 1 = {num_pages - 1}, got {pages}")
+    held = []
+    for row, length in zip(table, lengths, strict=True):
+        count = next((i for i, page in enumerate(row) if page == -1), len(row))
+        used = row[:count]
+        if not 0 <= length <= min(capacity, count * page_size) or any(page != -1 for page in row[count:]):
+            raise ValueError(f"{name}: lengths and block_table do not fit: {length} tokens in pages {row}")
+        if len(set(used)) != count or not set(used) <= set(pages):
+            raise ValueError(f"{name}: block_table must name pages of the state, each once, got {used}")
+        held.append(count)
+    users = Counter(page for row in table for page in row if page != -1)
+    for row, length, count in zip(table, lengths, held, strict=True):
+        if any(users[page] > 1 for page in row[length // page_size : count]):
+            raise ValueError(
+                f"{name}: only full pages can be shared, got block_table {table} for lengths {lengths}"
+            )
+    if set(users) != set(pages):
+        raise ValueError(
+            f"{name}: every page must be in block_table, got pages {pages} and block_table {table}"
+        )
+    counts = [users[page] for page in range(num_pages)]
+    return torch.tensor(counts, dtype=torch.int32), torch.tensor(held, dtype=torch.int32)

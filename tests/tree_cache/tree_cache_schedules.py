@@ -1,0 +1,287 @@
+"""Random schedules for a tree cache, beside a model that knows nothing but the texts.
+
+A text is a list of token numbers; the rows of a token are looked up in a bank. After every ``attend`` the rows are
+compared with those of ``tree_attention`` over the whole text of that sequence alone, and at the end every node of the
+cache with ``tree_build`` over it, bit for bit.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from htree_ops import TreeKVCache, tree_attention
+
+BANK = 256
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes and options of one schedule."""
+
+    seed: int
+    batch: int
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    rate: int
+    top_k: int
+    top_nodes: int
+    stride: int
+    page_size: int
+    capacity: int
+    num_pages: int | None
+    rope_base: float | None
+    importance: str
+    dtype: torch.dtype
+
+    @staticmethod
+    def draw(seed: int, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Shape:
+        draw = random.Random(seed)
+        rate, top_k = draw.randint(2, 4), draw.randint(1, 4)
+        kv_heads, batch = draw.randint(1, 2), draw.randint(1, 3)
+        page_size, capacity = rate * draw.randint(1, 4), draw.randint(6, 40)
+        full = batch * -(-capacity // page_size)
+        return Shape(
+            seed=seed,
+            batch=batch,
+            heads=kv_heads * draw.randint(1, 3),
+            kv_heads=kv_heads,
+            key_dim=draw.choice((2, 4, 6)),
+            value_dim=draw.randint(1, 4),
+            rate=rate,
+            top_k=top_k,
+            top_nodes=draw.randint(1, top_k * rate),
+            stride=draw.choice([s for s in (1, 2, 4) if rate % s == 0]),
+            page_size=page_size,
+            capacity=capacity,
+            num_pages=draw.choice((None, None, max(1, full // 2))),
+            rope_base=draw.choice((10000.0, 10.0, None)),
+            importance=draw.choice(("lse_causal", "exp_joint")),
+            dtype=draw.choice(dtypes),
+        )
+
+    def options(self) -> dict[str, object]:
+        return {
+            "compression_rate": self.rate,
+            "max_top_nodes": self.top_nodes,
+            "top_k": self.top_k,
+            "selection_stride": self.stride,
+            "rope_base": self.rope_base,
+            "importance": self.importance,
+        }
+
+    def cache(self, device: str) -> TreeKVCache:
+        """An empty cache whose free pages stand in a random order."""
+        cache = TreeKVCache(
+            self.batch,
+            self.kv_heads,
+            self.key_dim,
+            self.capacity,
+            value_dim=self.value_dim,
+            page_size=self.page_size,
+            num_pages=self.num_pages,
+            dtype=self.dtype,
+            device=device,
+            **self.options(),  # type: ignore[arg-type]
+        )
+        order = torch.randperm(cache.num_pages, generator=torch.Generator().manual_seed(self.seed))
+        cache._free[1:] = order.to(cache._free)
+        for pool in (cache.k_pool, cache.v_pool):
+            pool.fill_(torch.nan)  # what is read before it is written shows
+        return cache
+
+
+@cache
+def bank(salt: int, heads: int, width: int, dtype: torch.dtype, device: str) -> Tensor:
+    """The rows [BANK, heads, width] of all tokens."""
+    generator = torch.Generator().manual_seed(salt)
+    return torch.randn(BANK, heads, width, generator=generator, dtype=torch.float64).to(device, dtype)
+
+
+@dataclass
+class Sequence:
+    """A text and the leaders in its ring, by slot."""
+
+    text: list[int] = field(default_factory=list)
+    ring: dict[int, int] = field(default_factory=dict)
+
+    def copy(self) -> Sequence:
+        return Sequence(list(self.text), dict(self.ring))
+
+    def cut(self, length: int) -> None:
+        del self.text[length:]
+        self.ring = {slot: leader for slot, leader in self.ring.items() if leader < length}
+
+
+class Run:
+    """One schedule on one cache. ``same(ours, reference)`` compares a row of the two."""
+
+    def __init__(self, shape: Shape, device: str, same: Callable[[Tensor, Tensor], bool]) -> None:
+        self.shape, self.same = shape, same
+        self.draw = random.Random(~shape.seed)
+        self.cache = shape.cache(device)
+        self.model = [Sequence() for _ in range(shape.batch)]
+        self.q, self.k, self.v = (
+            bank(salt, heads, width, shape.dtype, device)
+            for salt, (heads, width) in enumerate(
+                (
+                    (shape.heads, shape.key_dim),
+                    (shape.kv_heads, shape.key_dim),
+                    (shape.kv_heads, shape.value_dim),
+                )
+            )
+        )
+        self.missing = False
+        self.different = 0
+        self.rows = 0
+
+    def run(self, steps: int) -> None:
+        kinds = (
+            self.append,
+            self.append,
+            self.append,
+            self.append,
+            self.truncate,
+            self.reorder,
+            self.fork,
+            self.free,
+        )
+        self.append()
+        for _ in range(steps):
+            self.draw.choice(kinds)()
+        self.check_layers()
+        reported = refusal(self.cache.check)
+        assert (reported is not None and "leader" in reported) == self.missing
+        self.cache.check()
+
+    # ---- steps
+
+    def append(self) -> None:
+        """New tokens, and nearly always their queries at once."""
+        shape, draw = self.shape, self.draw
+        most = draw.choice((1, 1, 2, 3, 5, 12))
+        ragged = draw.random() < 0.5
+        counts = [draw.randint(0, most) if ragged else most for _ in self.model]
+        tokens = [[draw.randrange(BANK) for _ in range(most)] for _ in self.model]
+        ids = torch.tensor(tokens, device=self.k.device)
+        before = self.cache.lengths.tolist()
+        assert before == [len(x.text) for x in self.model]
+        arguments = (self.k[ids], self.v[ids], counts if ragged else None)
+        if refusal(self.cache.append, *arguments) is not None:
+            assert self.cache.lengths.tolist() == before
+            needed = sum(
+                -(-(n + c) // shape.page_size) - held
+                for n, c, held in zip(before, counts, self.cache._held.tolist(), strict=True)
+            )
+            too_long = any(n + c > shape.capacity for n, c in zip(before, counts, strict=True))
+            assert too_long or needed > int(self.cache._free[0])
+            return
+        for sequence, count, new in zip(self.model, counts, tokens, strict=True):
+            sequence.text += new[:count]
+        if draw.random() < 0.95:
+            self.attend(ids, counts, ragged)
+
+    def attend(self, ids: Tensor, counts: list[int], ragged: bool) -> None:
+        out, lse = self.cache.attend(self.q[ids], counts if ragged else None, return_lse=True)
+        stride = self.shape.stride
+        for b, (sequence, count) in enumerate(zip(self.model, counts, strict=True)):
+            if count < ids.shape[1]:
+                assert not out[b, count:].any()
+                assert bool((lse[b, count:] == -torch.inf).all())
+            if count == 0:
+                continue
+            begin, length = len(sequence.text) - count, len(sequence.text)
+            expected = self.reference(sequence.text)[begin:].clone()
+            leader = begin - begin % stride
+            if leader < begin and leader not in sequence.ring.values():
+                lost = min(leader + stride, length) - begin
+                expected[:lost] = torch.nan
+                self.missing = True
+            self.compare(out[b, :count], expected)
+            ring = {slot: token for slot, token in sequence.ring.items() if token < begin}
+            ring |= {t // stride % 4: t for t in range(begin, length) if t % stride == 0}
+            sequence.ring = ring
+
+    def truncate(self) -> None:
+        lengths = [self.draw.choice((-1, self.draw.randint(0, len(x.text)))) for x in self.model]
+        stride = self.shape.stride
+        allowed = all(
+            n < 0 or n == len(x.text) or n % stride == 0 or (n - 1) - (n - 1) % stride in x.ring.values()
+            for n, x in zip(lengths, self.model, strict=True)
+        )
+        if (refused := refusal(self.cache.truncate, lengths)) is not None:
+            assert not allowed or "no page is left" in refused
+            return
+        assert allowed
+        for sequence, length in zip(self.model, lengths, strict=True):
+            if length >= 0:
+                sequence.cut(length)
+
+    def reorder(self) -> None:
+        beams = [self.draw.randrange(self.shape.batch) for _ in self.model]
+        if (refused := refusal(self.cache.reorder_, beams)) is not None:
+            assert "pages are left" in refused
+            return
+        self.model = [self.model[beam].copy() for beam in beams]
+
+    def fork(self) -> None:
+        source, target = (self.draw.randrange(self.shape.batch) for _ in range(2))
+        if (refused := refusal(self.cache.fork, source, target)) is not None:
+            assert "pages are left" in refused
+            return
+        self.model[target] = self.model[source].copy()
+
+    def free(self) -> None:
+        sequence = self.draw.randrange(self.shape.batch)
+        self.cache.free(sequence)
+        self.model[sequence] = Sequence()
+
+    # ---- checks
+
+    def reference(self, text: list[int]) -> Tensor:
+        """All rows [T, H, V] of the text alone."""
+        ids = torch.tensor(text, device=self.k.device)
+        rows = (x[ids][None] for x in (self.q, self.k, self.v))
+        out = tree_attention(*rows, **self.shape.options())  # type: ignore[arg-type]
+        assert isinstance(out, Tensor)
+        return out[0]
+
+    def compare(self, out: Tensor, expected: Tensor) -> None:
+        self.rows += len(out)
+        if not self.same(out, expected):
+            self.different += sum(not self.same(a, b) for a, b in zip(out, expected, strict=True))
+
+    def check_layers(self) -> None:
+        for b, sequence in enumerate(self.model):
+            ids = torch.tensor(sequence.text, dtype=torch.int64, device=self.k.device)
+            keys, values = self.k[ids][None], self.v[ids][None]
+            for layer in range(self.cache.num_layers):
+                if layer:
+                    keys, values = torch.ops.htree.tree_build(keys, values, self.shape.rate)
+                ours = self.cache.layer(b, layer)
+                for rows, whole in zip(ours, (keys, values), strict=True):
+                    assert torch.equal(rows, whole[0, : len(rows)])
+                if not len(ours[0]):
+                    break
+
+
+def refusal(call: Callable[..., None], *arguments: object) -> str | None:
+    """The message of the ValueError that the call raises; None where it raises none."""
+    try:
+        call(*arguments)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def bitwise(out: Tensor, expected: Tensor) -> bool:
+    """Equal bits, where any NaN is the NaN of a row that cannot be computed."""
+    return bool(((out == expected) | (out.isnan() & expected.isnan())).all())
