@@ -295,10 +295,10 @@ def tensor_core(header: str, *launchers: str) -> Cuda:
     return Cuda(instance_name(header) + "_{T}_d{D}", f"ops/tree_attention/cuda/{header}", code, TENSOR_CORE)
 
 
-def tensor_core_copy(header: str, launcher: str) -> Cuda:
-    """The same for a kernel that only copies: all types and head dims in one file."""
-    one = tensor_core(header, launcher)
-    code = [one.code[0].format(T=dtype.cpp, D=dim) for dtype in HALF_TYPES for dim in HEAD_DIMS]
+def tensor_core_copy(header: str, *launchers: str) -> Cuda:
+    """The same for kernels that only copy: all types and head dims in one file."""
+    one = tensor_core(header, *launchers)
+    code = [line.format(T=dtype.cpp, D=dim) for line in one.code for dtype in HALF_TYPES for dim in HEAD_DIMS]
     return Cuda(instance_name(header), one.header, code)
 
 
@@ -365,7 +365,12 @@ TREE_ATTENTION: Table = [
     # the whole operator on tensor cores
     tensor_core_copy("tree/packed_layer.cuh", "launch_pack_layer(PackParams)"),
     tensor_core_copy("tree/dense_layer.cuh", "launch_dense_layer(DenseLayerParams)"),
+    tensor_core_copy(
+        "tree/span_copies.cuh", "launch_pack_spans(SpanCopyParams)", "launch_tile_spans(SpanCopyParams)"
+    ),
     tensor_core("select/list_scores.cuh", "launch_list_scores(ListScoreParams)"),
+    tensor_core("select/span_list_scores.cuh", "launch_span_list_scores(ListScoreParams)"),
+    tensor_core("select/span_scores.cuh", "launch_span_scores(SpanScoreParams)"),
     tensor_core(
         "select/dense_selection.cuh",
         "launch_dense_references(DenseReferenceParams)",

@@ -65,7 +65,7 @@ case $mode in
     [ ${#files[@]} -gt 0 ] || files=(tests/*/test_sanitize*.py)
     for tool in memcheck racecheck; do
       for file in "${files[@]}"; do
-        PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout "$limit" compute-sanitizer --tool "$tool" --error-exitcode 86 \
+        HTREE_SANITIZER=$tool PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout "$limit" compute-sanitizer --tool "$tool" --error-exitcode 86 \
           --target-processes all "$python" -m pytest -q -k cuda -p no:cacheprovider "$file" \
           "${options[@]}" 2>&1 | tee "$out/sanitize-$tool-$(basename "${file%%.py*}").log"
         checked "${PIPESTATUS[0]}" "$tool of $file" || status=1

@@ -444,7 +444,8 @@ namespace {
 
 void backward_tensor_core(const AttentionProblem& problem, const BackwardConfig& config, const Backward& b,
                           const CudaTree& tree, cudaStream_t stream) {
-  const TensorCoreTree prepared = prepare_tensor_cores(problem, config, b.q, tree, stream);
+  const TensorCoreTree prepared =
+      prepare_tensor_cores(problem, config, b.q, tree, /*selects=*/b.parents.empty(), stream);
   const TreeCall& call = prepared.call;
   BackwardBuffers buffers;
   buffers.gradients = view_of(b.dout);

@@ -136,6 +136,40 @@ GatherParams gather_of(const TreeCall& call, size_t layer_idx, const Chunk& chun
   return g;
 }
 
+namespace {
+
+// The copies of the span means, of the layers that have them.
+cudaError_t copy_spans(const TreeCall& call, cudaStream_t stream) {
+  const AttentionProblem& p = call.problem;
+  SpanCopyParams params;
+  params.tokens = call.layers[0].keys;
+  params.rope = call.rope;
+  params.num_tokens = p.num_keys;
+  params.num_batches = p.batch;
+  params.num_kv_heads = p.num_kv_heads;
+  params.span = static_cast<int>(p.args.selection_span);
+  cudaError_t error = cudaSuccess;
+  for (const TreeLayer& layer : call.layers) {
+    params.num_parents = layer.num_parents;
+    params.node_span = layer.node_span;
+    params.packed = layer.spans;
+    if (layer.spans.blocks && error == cudaSuccess) {
+      error = dispatch_shape(call.shape, [&](auto type, auto dim) {
+        return launch_pack_spans<typename decltype(type)::type, dim.value>(params, stream);
+      });
+    }
+  }
+  params.tiles = call.top_spans;
+  if (call.top_spans.keys && error == cudaSuccess) {
+    error = dispatch_shape(call.shape, [&](auto type, auto dim) {
+      return launch_tile_spans<typename decltype(type)::type, dim.value>(params, stream);
+    });
+  }
+  return error;
+}
+
+}  // namespace
+
 cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream) {
   const AttentionProblem& p = call.problem;
   cudaError_t error = launch_rope_table(call.rope, call.rope_rows(), static_cast<int>(p.key_dim),
@@ -162,6 +196,9 @@ cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream) {
     error = dispatch_shape(call.shape, [&](auto type, auto dim) {
       return launch_pack_layer<typename decltype(type)::type, dim.value>(pack, stream);
     });
+  }
+  if (error == cudaSuccess) {
+    error = copy_spans(call, stream);
   }
   if (call.config.dense_top && error == cudaSuccess) {
     DenseLayerParams pack;
@@ -210,7 +247,7 @@ cudaError_t run_forward(const TreeCall& call, const ForwardConfig& c, const Forw
 void forward_tensor_core(const AttentionProblem& problem, const ForwardConfig& config, const Tensor& q,
                          const CudaTree& tree, const Tensor& out, const Tensor& gmax, const Tensor& gsum,
                          const std::vector<Tensor>& parents, cudaStream_t stream) {
-  const TensorCoreTree prepared = prepare_tensor_cores(problem, config, q, tree, stream);
+  const TensorCoreTree prepared = prepare_tensor_cores(problem, config, q, tree, /*selects=*/true, stream);
   Workspace sizes;
   lay_out_forward(sizes, problem, config);
   const Tensor scratch = at::empty({std::max<int64_t>(sizes.bytes(), 1)}, q.options().dtype(at::kByte));

@@ -98,6 +98,24 @@ inline int64_t tensor_core_tree_bytes(const AttentionProblem& p, bool dense_top)
   return bytes;
 }
 
+// Scores of `rows` (list, head) at a dense top whose nodes are scored by span means, see SpanScores.
+struct SpanScoreMemory {
+  float* sums;        // [rows, importance_width(nodes)]
+  float* references;  // [rows, groups]
+  float* runs;        // [rows, runs] pairs
+};
+inline SpanScoreMemory lay_out_span_scores(Workspace& space, const AttentionProblem& p, int64_t rows) {
+  const SpanTiling tiling = span_tiling(span_rows(p, p.layers() - 1));
+  float* sums = space.take<float>(rows * importance_width(top_nodes(p)));
+  float* references = space.take<float>(rows * tiling.groups(top_nodes(p)));
+  return {sums, references, space.take<float>(rows * tiling.runs(top_nodes(p)), 2 * sizeof(float))};
+}
+inline int64_t span_score_bytes(const AttentionProblem& p, int64_t rows) {
+  Workspace space;
+  lay_out_span_scores(space, p, rows);
+  return space.bytes();
+}
+
 inline ForwardConfig choose_forward_config(const AttentionProblem& p, const DeviceFacts& device,
                                            GatherChoice gather = GatherChoice::kAuto) {
   ForwardConfig config;
@@ -132,7 +150,12 @@ inline ForwardConfig choose_forward_config(const AttentionProblem& p, const Devi
     const int64_t row = p.num_heads * (widest * 4 + ceil_div(widest, 1024) * 8);  // scores, and sums of runs
     config.batch_chunk = std::clamp<int64_t>(score_bytes / row, 1, config.batch_chunk);
     config.selection_chunk = std::clamp<int64_t>(score_bytes / (row * config.batch_chunk), 1, used);
-    if (config.dense_top) {
+    if (config.dense_top && span_rows(p, p.layers() - 1) > 1) {
+      const int64_t list = span_score_bytes(p, p.num_heads);
+      config.batch_chunk = std::clamp<int64_t>(score_bytes / list, 1, config.batch_chunk);
+      config.top_chunk = even_chunk(used, std::max<int64_t>(1, score_bytes / (list * config.batch_chunk)),
+                                    kTopLists / p.group());
+    } else if (config.dense_top) {
       const int64_t references = config.batch_chunk * used * p.num_heads * 4;
       const int64_t importance_row = p.num_kv_heads * importance_width(top_nodes(p)) * 4;
       const int64_t most = (score_bytes - references) / (importance_row * config.batch_chunk);
@@ -191,7 +214,9 @@ inline int64_t selection_bytes(const AttentionProblem& p, const TreeConfig& c) {
   int64_t bytes = 0;
   for (int64_t layer = 1; layer < p.layers(); ++layer) {
     Workspace space;
-    if (c.dense_top && layer + 1 == p.layers()) {
+    if (c.dense_top && layer + 1 == p.layers() && span_rows(p, layer) > 1) {
+      lay_out_span_scores(space, p, c.batch_chunk * c.top_chunk * p.num_heads);
+    } else if (c.dense_top && layer + 1 == p.layers()) {
       lay_out_dense_scores(space,
                            c.batch_chunk * ceil_div(c.query_chunk, p.args.selection_stride) * p.num_heads,
                            c.batch_chunk * c.top_chunk * p.num_kv_heads * importance_width(p.nodes(layer)));

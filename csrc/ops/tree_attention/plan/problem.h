@@ -136,6 +136,45 @@ inline bool dense_top_shape(const AttentionProblem& p) {
          p.num_kv_heads * importance_width(top_nodes(p)) * kTopLists < (int64_t{1} << 32);
 }
 
+// ---- nodes scored by span means: docs/semantics/tree_attention.md §1.14
+
+// Span means that make the score of a node of a layer above the tokens; 1 where the stored mean is the score.
+inline int64_t span_rows(const AttentionProblem& p, int64_t layer) {
+  return p.args.selection_span > 0 ? node_span(p.args.compression_rate, layer) / p.args.selection_span : 1;
+}
+
+// 16 span means, one of each child of a parent, see packed_spans.cuh.
+constexpr int64_t packed_span_bytes(int64_t key_dim) {
+  return kTensorCoreRate * (2 * key_dim + 4);
+}
+
+// How the span means of a dense top lie in tiles of 128 rows: a group of tiles holds whole nodes, at least four of
+// them, and a run of groups is what one block scores. All are powers of two, since spans divide 16.
+struct SpanTiling {
+  int rows_log2 = 0;   // span means of a node that one tile holds, at most 32
+  int nodes_log2 = 0;  // nodes of a group
+  int tiles_log2 = 0;  // tiles of a group
+  int run_log2 = 0;    // groups of a run
+
+  int64_t groups(int64_t nodes) const { return ceil_div(nodes, int64_t{1} << nodes_log2); }
+  int64_t runs(int64_t nodes) const { return ceil_div(nodes, int64_t{1} << (nodes_log2 + run_log2)); }
+};
+constexpr int kSpanRowsLog2 = 5;      // of a node in a tile, at most: those that one thread sums
+constexpr int kSpanRunTilesLog2 = 5;  // a block's time is then a hundred times that of its start
+constexpr int kSpanTileRowsLog2 = 7;
+inline SpanTiling span_tiling(int64_t rows) {
+  int log2 = 0;
+  for (; rows > 1; rows /= 2) {
+    ++log2;
+  }
+  SpanTiling tiling;
+  tiling.rows_log2 = std::min(log2, kSpanRowsLog2);
+  tiling.nodes_log2 = kSpanTileRowsLog2 - tiling.rows_log2;
+  tiling.tiles_log2 = log2 - tiling.rows_log2;
+  tiling.run_log2 = std::max(0, kSpanRunTilesLog2 - tiling.tiles_log2);
+  return tiling;
+}
+
 // Words of a row of a mask of candidates, aligned to 16 bytes.
 inline int64_t mask_words(const AttentionProblem& p) {
   return ceil_div(p.args.top_k * kTensorCoreRate, 128) * 4;

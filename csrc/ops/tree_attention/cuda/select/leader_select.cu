@@ -330,7 +330,35 @@ __device__ __forceinline__ void load_scores(RowKeys<kKeys>& keys, const float* s
   }
 }
 
-enum class RowSource { kImportances, kScores, kScoresOfEight };
+// Importances of the first `count` nodes from the sums of their span means; `row_idx` counts (batch, list, kv head).
+// kGroup: G, or 0 for any.
+template <int kKeys, int kGroup>
+__device__ __forceinline__ void load_span_scores(RowKeys<kKeys>& keys, const SpanScores& spans,
+                                                 int64_t row_idx, int count, int group,
+                                                 const float* log_sums) {
+  const float* sums = spans.sums + row_idx * group * spans.width;
+  const float* references = spans.references + row_idx * group * spans.num_groups;
+  const auto weight = [&](int position, int g) {
+    const float reference = __ldg(references + g * spans.num_groups + (position >> spans.tiling.nodes_log2));
+    return __ldcs(sums + g * spans.width + position) * device::exp2_flushed(reference - log_sums[g]);
+  };
+  keys.load(count, [&](int position) {
+    float importance = 0.f;
+    if constexpr (kGroup > 0) {
+#pragma unroll
+      for (int g = 0; g < kGroup; ++g) {
+        importance += weight(position, g);
+      }
+    } else {
+      for (int g = 0; g < group; ++g) {
+        importance += weight(position, g);
+      }
+    }
+    return importance;
+  });
+}
+
+enum class RowSource { kImportances, kScores, kScoresOfEight, kSpans, kSpansOfEight };
 
 // Grid: x = list rows * kv heads, the longest rows first; y = batch.
 template <RowSource kSource, int kKeys, int kBlocks>
@@ -342,7 +370,8 @@ __global__ void __launch_bounds__(kSelectThreads, kBlocks) leader_select_kernel(
   const unsigned kv_head = row % static_cast<unsigned>(p.num_kv_heads);
   const int64_t list_row = row / static_cast<unsigned>(p.num_kv_heads);
   const int64_t batch = blockIdx.y;
-  constexpr bool kWholeLayer = kSource == RowSource::kImportances;  // candidate p is node p
+  constexpr bool kSpans = kSource == RowSource::kSpans || kSource == RowSource::kSpansOfEight;
+  constexpr bool kWholeLayer = kSource == RowSource::kImportances || kSpans;  // candidate p is node p
   GatherTask task;
   if constexpr (kWholeLayer) {
     const int64_t token = p.t0 + list_row * p.stride;
@@ -379,6 +408,14 @@ __global__ void __launch_bounds__(kSelectThreads, kBlocks) leader_select_kernel(
     if constexpr (kSource == RowSource::kImportances) {
       const float* importances = params.scores + row_idx * params.score_width;
       keys.load(rank, [&](int position) { return __ldg(importances + position); });
+    } else if constexpr (kSpans) {
+      __shared__ float log_sums[kMaxGroup];
+      const SpanScores& spans = params.spans;
+      const int run_log2 = spans.tiling.nodes_log2 + spans.tiling.run_log2;
+      combine_sums(spans.runs + row_idx * spans.num_runs * p.group, (rank + (1 << run_log2) - 1) >> run_log2,
+                   p.group, params.importance == Importance::kExpJoint, log_sums);
+      load_span_scores<kKeys, kSource == RowSource::kSpansOfEight ? 8 : 0>(keys, spans, row_idx, rank,
+                                                                           p.group, log_sums);
     } else {
       __shared__ float references[kMaxGroup];
       combine_sums(params.sums + row_idx * params.num_runs * p.group,
@@ -453,6 +490,10 @@ cudaError_t launch_longest(const LeaderSelectParams& params, cudaStream_t stream
 }  // namespace
 
 cudaError_t launch_leader_select(const LeaderSelectParams& params, cudaStream_t stream) {
+  if (params.spans.sums) {
+    return params.gather.group == 8 ? launch_longest<RowSource::kSpansOfEight>(params, stream)
+                                    : launch_longest<RowSource::kSpans>(params, stream);
+  }
   if (!params.sums) {
     return launch_longest<RowSource::kImportances>(params, stream);
   }

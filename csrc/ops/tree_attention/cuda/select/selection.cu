@@ -18,9 +18,19 @@ DenseTiles dense_tiles_of(const TreeCall& call, const Chunk& chunk) {
 
 namespace {
 
+SpanTiles span_tiles_of(const TreeCall& call, const Chunk& chunk) {
+  const int64_t first = chunk.batch * call.problem.num_kv_heads * call.top_spans.num_tiles;
+  SpanTiles tiles = call.top_spans;
+  tiles.keys += first * dense_tile_bytes(call.problem.key_dim);
+  tiles.scales += first * kDenseTileNodes;
+  tiles.scaled += first;
+  return tiles;
+}
+
 // The importances of a gathered layer come with the selection, out of its scores.
-cudaError_t score_lists(const TreeCall& call, const GatherParams& gather, int64_t most_candidates,
-                        float* scratch, LeaderSelectParams& select, cudaStream_t stream) {
+cudaError_t score_lists(const TreeCall& call, const TreeLayer& layer, const Chunk& chunk,
+                        const GatherParams& gather, int64_t most_candidates, float* scratch,
+                        LeaderSelectParams& select, cudaStream_t stream) {
   ListScoreParams score;
   score.gather = gather;
   score.importance = call.problem.args.importance;
@@ -35,8 +45,40 @@ cudaError_t score_lists(const TreeCall& call, const GatherParams& gather, int64_
   select.score_width = score.score_width;
   select.sums = score.sums;
   select.num_runs = score.num_runs;
+  if (layer.spans.blocks) {
+    score.spans = layer.spans;
+    score.spans.blocks += chunk.batch * call.problem.num_kv_heads * layer.num_parents * layer.spans.rows *
+                          packed_span_bytes(call.problem.key_dim);
+    return dispatch_shape(call.shape, [&](auto type, auto dim) {
+      return launch_span_list_scores<typename decltype(type)::type, dim.value>(score, stream);
+    });
+  }
   return dispatch_shape(call.shape, [&](auto type, auto dim) {
     return launch_list_scores<typename decltype(type)::type, dim.value>(score, stream);
+  });
+}
+
+// Scores of a dense top by span means.
+cudaError_t score_top_spans(const TreeCall& call, const Chunk& chunk, const GatherParams& gather,
+                            float* scratch, LeaderSelectParams& select, cudaStream_t stream) {
+  SpanScoreParams params;
+  params.gather = gather;
+  params.tiles = span_tiles_of(call, chunk);
+  params.importance = call.problem.args.importance;
+  Workspace space(scratch);
+  const SpanScoreMemory memory = lay_out_span_scores(
+      space, call.problem, int64_t{gather.num_batches} * gather.num_lists * call.problem.num_heads);
+  SpanScores& scores = params.scores;
+  scores.tiling = params.tiles.tiling;
+  scores.sums = memory.sums;
+  scores.references = memory.references;
+  scores.runs = reinterpret_cast<float2*>(memory.runs);
+  scores.width = importance_width(top_nodes(call.problem));
+  scores.num_groups = static_cast<int>(scores.tiling.groups(top_nodes(call.problem)));
+  scores.num_runs = static_cast<int>(scores.tiling.runs(top_nodes(call.problem)));
+  select.spans = scores;
+  return dispatch_shape(call.shape, [&](auto type, auto dim) {
+    return launch_span_scores<typename decltype(type)::type, dim.value>(params, stream);
   });
 }
 
@@ -78,13 +120,14 @@ cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& ch
   const int64_t words = mask_words(p);
   const TreeLayer& layer = call.layers[layer_idx];
   const bool dense = call.config.dense_top && layer_idx + 1 == call.layers.size();
+  const bool dense_spans = dense && call.top_spans.keys;
   const int64_t chunk_lists = ceil_div(chunk.num_queries, p.args.selection_stride);
   const int64_t most = dense ? call.config.top_chunk : call.config.selection_chunk;
   Workspace space(scratch);
   const DenseScoreMemory memory =
       lay_out_dense_scores(space, chunk.num_batches * chunk_lists * p.num_heads, /*importances=*/0);
   DenseReferenceParams reference;
-  if (dense) {
+  if (dense && !dense_spans) {
     const cudaError_t error =
         refer_top(call, chunk, gather_of(call, layer_idx, chunk), memory.references, reference, stream);
     if (error != cudaSuccess) {
@@ -111,9 +154,11 @@ cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& ch
     select.mask_words = words;
     select.importance = p.args.importance;
     cudaError_t error =
-        dense ? rank_top(call, reference, memory.importances, gather, first, last_rank, select, stream)
-              : score_lists(call, gather, list_candidates(last_rank + 1, p.args.top_k, kTensorCoreRate),
-                            scratch, select, stream);
+        dense_spans ? score_top_spans(call, part, gather, scratch, select, stream)
+        : dense     ? rank_top(call, reference, memory.importances, gather, first, last_rank, select, stream)
+                    : score_lists(call, layer, part, gather,
+                                  list_candidates(last_rank + 1, p.args.top_k, kTensorCoreRate), scratch, select,
+                                  stream);
     if (error != cudaSuccess) {
       return error;
     }

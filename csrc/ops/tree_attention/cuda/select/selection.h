@@ -6,6 +6,17 @@
 
 namespace htree::tree_attention {
 
+// Scores of a dense top by span means, see span_scores.cuh. The importance of node p in head g is
+// sums[p] * 2^(references[p >> nodes_log2] - log-sum), and the log-sum is that of the pairs of the runs.
+struct SpanScores {
+  float* sums = nullptr;        // [B, num_lists, H_kv, G, width], for nodes p < n - 1
+  float* references = nullptr;  // [B, num_lists, H_kv, G, num_groups]
+  float2* runs = nullptr;       // [B, num_lists, H_kv, num_runs, G]: as ListScoreParams::sums
+  int64_t width = 0;            // a multiple of 128
+  int num_groups = 0, num_runs = 0;
+  SpanTiling tiling;
+};
+
 // Exact selection: docs/semantics/tree_attention.md §1.6.
 struct LeaderSelectParams {
   GatherParams gather;            // of the layer the scores belong to
@@ -13,6 +24,7 @@ struct LeaderSelectParams {
   int64_t score_width = 0;
   const float2* sums = nullptr;  // as ListScoreParams; null where `scores` are importances
   int num_runs = 0;
+  SpanScores spans;               // in place of all scores, if there are sums
   int32_t* next_lists = nullptr;  // [B, num_lists, H_kv, list_width] node ids, ascending, -1 tail
   int64_t next_batch = 0;         // stride in elements
   uint32_t* selected =
@@ -35,9 +47,13 @@ struct ListScoreParams {
   int64_t score_width = 0;  // >= the largest n of the chunk
   float2* sums = nullptr;   // [B, num_lists, H_kv, num_runs, G]
   int num_runs = 0;         // score_runs(score_width)
+  PackedSpans spans;        // from the chunk's first batch on; launch_span_list_scores alone reads them
 };
 template <typename T, int kDim>
 cudaError_t launch_list_scores(const ListScoreParams& params, cudaStream_t stream);
+// The same where the score of a node is the log-sum over its span means.
+template <typename T, int kDim>
+cudaError_t launch_span_list_scores(const ListScoreParams& params, cudaStream_t stream);
 
 // ---- Selection at a dense top on Hopper (sm_90a): r = 16, fp16 or bf16 inputs, K = V in {32, 64, 128}, G in {1, 2, 4,
 // 8, 16}. The candidates of a query are the nodes 0 ... n - 1 of the layer, so scores are dense products of
@@ -67,5 +83,15 @@ struct DenseImportanceParams {
 };
 template <typename T, int kDim>
 cudaError_t launch_dense_importances(const DenseImportanceParams& params, cudaStream_t stream);
+
+// The same by span means, in one launch before the selection.
+struct SpanScoreParams {
+  GatherParams gather;  // its blocks and lists are not read
+  SpanTiles tiles;      // from the chunk's first batch on
+  Importance importance = Importance::kLseCausal;
+  SpanScores scores;
+};
+template <typename T, int kDim>
+cudaError_t launch_span_scores(const SpanScoreParams& params, cudaStream_t stream);
 
 }  // namespace htree::tree_attention

@@ -84,7 +84,8 @@ CudaTree build_cuda_tree(const Tensor& k, const Tensor& v, const AttentionArgs& 
 }
 
 TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const TreeConfig& config,
-                                    const Tensor& q, const CudaTree& tree, cudaStream_t stream) {
+                                    const Tensor& q, const CudaTree& tree, bool selects,
+                                    cudaStream_t stream) {
   TensorCoreTree result;
   TreeCall& call = result.call;
   call.problem = problem;
@@ -123,6 +124,26 @@ TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const TreeC
     call.top.values = static_cast<char*>(own(tiles * dense_tile_bytes(problem.value_dim)));
     call.top.scales = static_cast<float*>(own(tiles * kDenseTileNodes * sizeof(float)));
     call.top.scaled = static_cast<int32_t*>(own(tiles * sizeof(int32_t)));
+  }
+  for (size_t i = 1; selects && i < tree.keys.size(); ++i) {
+    const int64_t rows = span_rows(problem, static_cast<int64_t>(i));
+    TreeLayer& layer = call.layers[i];
+    if (rows == 1) {
+      continue;  // the stored mean is the score
+    }
+    if (config.dense_top && i + 1 == tree.keys.size()) {
+      SpanTiles& top = call.top_spans;
+      top.tiling = span_tiling(rows);
+      top.num_tiles = static_cast<int>(top.tiling.groups(layer.num_nodes) << top.tiling.tiles_log2);
+      const int64_t tiles = problem.batch * problem.num_kv_heads * top.num_tiles;
+      top.keys = static_cast<char*>(own(tiles * dense_tile_bytes(problem.key_dim)));
+      top.scales = static_cast<float*>(own(tiles * kDenseTileNodes * sizeof(float)));
+      top.scaled = static_cast<int32_t*>(own(tiles * sizeof(int32_t)));
+    } else {
+      layer.spans.rows = static_cast<int>(rows);
+      layer.spans.blocks = static_cast<char*>(own(problem.batch * problem.num_kv_heads * layer.num_parents *
+                                                  rows * packed_span_bytes(problem.key_dim)));
+    }
   }
   C10_CUDA_CHECK(run_prepare(call, stream));
   return result;
