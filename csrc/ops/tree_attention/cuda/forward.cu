@@ -337,6 +337,7 @@ void attention_forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, c
     forward_tensor_core(problem, config, q, tree, out, gmax, gsum, parents, scope.stream());
     return;
   }
+  TORCH_CHECK_NOT_IMPLEMENTED(args.selection_span == 0, "selection_span has no kernel for these shapes yet");
   const RopeTables rope = general_rope_tables(problem, q);
   for (int64_t batch = 0; batch < problem.batch; batch += config.batch_chunk) {
     for (int64_t query = 0; query < problem.num_queries; query += config.query_chunk) {

@@ -36,6 +36,17 @@ struct LogSum {
           (device::exp2_flushed(a - from) + device::exp2_flushed(b - from));
     max = top;
   }
+  // Adds four scores.
+  __device__ __forceinline__ void add_four(const float (&s)[4]) {
+    const float top = fmaxf(max, fmaxf(fmaxf(s[0], s[1]), fmaxf(s[2], s[3])));
+    const float from = finite(top);
+    sum = sum * device::exp2_flushed(max - from) +
+          ((device::exp2_flushed(s[0] - from) + device::exp2_flushed(s[1] - from)) +
+           (device::exp2_flushed(s[2] - from) + device::exp2_flushed(s[3] - from)));
+    max = top;
+  }
+  // The sum as a score of its own.
+  __device__ __forceinline__ float score() const { return sum == 0.f ? -INFINITY : finite(max) + log2f(sum); }
   // What to subtract from a score before it becomes a weight; +inf makes every weight 0.
   __device__ __forceinline__ float reference() const {
     return sum == 0.f ? INFINITY : finite(max) + log2f(sum);

@@ -17,6 +17,7 @@ struct TreeLayer {
   int64_t num_parents = 0;
   int64_t node_span = 1;
   char* packed = nullptr;  // [B, H_kv, num_parents] packed parents
+  PackedSpans spans;       // where the layer is gathered and its nodes are scored by span means
 };
 
 // A call on one device: sizes, inputs, and the tree over the keys with the tokens first.
@@ -31,7 +32,8 @@ struct TreeCall {
   // asks for are filled.
   __half2* fragment_rotations = nullptr;
   __half2* dim_rotations = nullptr;
-  DenseTiles top;  // tiles of layers.back() where config.dense_top holds
+  DenseTiles top;       // tiles of layers.back() where config.dense_top holds
+  SpanTiles top_spans;  // the same where its nodes are scored by span means
 
   int64_t rope_rows() const { return problem.args.top_k * kTensorCoreRate + 1; }
   int64_t rotation_slots() const { return problem.args.top_k + 1; }

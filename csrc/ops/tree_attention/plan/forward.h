@@ -150,7 +150,7 @@ inline ForwardConfig choose_forward_config(const AttentionProblem& p, const Devi
     const int64_t row = p.num_heads * (widest * 4 + ceil_div(widest, 1024) * 8);  // scores, and sums of runs
     config.batch_chunk = std::clamp<int64_t>(score_bytes / row, 1, config.batch_chunk);
     config.selection_chunk = std::clamp<int64_t>(score_bytes / (row * config.batch_chunk), 1, used);
-    if (config.dense_top && span_rows(p, p.layers() - 1) > 1) {
+    if (config.dense_top && dense_span_shape(p)) {
       const int64_t list = span_score_bytes(p, p.num_heads);
       config.batch_chunk = std::clamp<int64_t>(score_bytes / list, 1, config.batch_chunk);
       config.top_chunk = even_chunk(used, std::max<int64_t>(1, score_bytes / (list * config.batch_chunk)),
@@ -214,9 +214,10 @@ inline int64_t selection_bytes(const AttentionProblem& p, const TreeConfig& c) {
   int64_t bytes = 0;
   for (int64_t layer = 1; layer < p.layers(); ++layer) {
     Workspace space;
-    if (c.dense_top && layer + 1 == p.layers() && span_rows(p, layer) > 1) {
+    const bool dense = c.dense_top && layer + 1 == p.layers();
+    if (dense && dense_span_shape(p)) {
       lay_out_span_scores(space, p, c.batch_chunk * c.top_chunk * p.num_heads);
-    } else if (c.dense_top && layer + 1 == p.layers()) {
+    } else if (dense && span_rows(p, layer) == 1) {
       lay_out_dense_scores(space,
                            c.batch_chunk * ceil_div(c.query_chunk, p.args.selection_stride) * p.num_heads,
                            c.batch_chunk * c.top_chunk * p.num_kv_heads * importance_width(p.nodes(layer)));

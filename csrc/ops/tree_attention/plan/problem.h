@@ -105,9 +105,9 @@ inline int64_t tensor_core_shared_bytes(const AttentionProblem& p) {
 }
 
 inline bool tensor_core_shape(const AttentionProblem& p) {
-  return p.half_dtype && p.args.compression_rate == 16 && p.args.selection_span == 0 &&
-         p.key_dim == p.value_dim && (p.key_dim == 32 || p.key_dim == 64 || p.key_dim == 128) &&
-         p.group() <= 16 && p.args.top_k * 16 <= kMaxSelectWidth && p.num_kv_heads <= 65535 &&
+  return p.half_dtype && p.args.compression_rate == 16 && p.key_dim == p.value_dim &&
+         (p.key_dim == 32 || p.key_dim == 64 || p.key_dim == 128) && p.group() <= 16 &&
+         p.args.top_k * 16 <= kMaxSelectWidth && p.num_kv_heads <= 65535 &&
          ceil_div(p.num_keys, 16) < (int64_t{1} << 27);
 }
 
@@ -173,6 +173,15 @@ inline SpanTiling span_tiling(int64_t rows) {
   tiling.tiles_log2 = log2 - tiling.rows_log2;
   tiling.run_log2 = std::max(0, kSpanRunTilesLog2 - tiling.tiles_log2);
   return tiling;
+}
+
+// Whether the span means of a dense top are scored as dense products too: the selection keeps a weight per group and
+// head in shared memory. Only millions of tokens with 16 heads per K/V head and a `top_k` near 1024 need more.
+constexpr int64_t kSpanWeightBytes = 160 << 10;
+inline bool dense_span_shape(const AttentionProblem& p) {
+  const int64_t rows = span_rows(p, p.layers() - 1);
+  return dense_top_shape(p) && rows > 1 &&
+         span_tiling(rows).groups(top_nodes(p)) * p.group() * 4 <= kSpanWeightBytes;
 }
 
 // Words of a row of a mask of candidates, aligned to 16 bytes.

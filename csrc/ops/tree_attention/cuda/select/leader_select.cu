@@ -330,28 +330,42 @@ __device__ __forceinline__ void load_scores(RowKeys<kKeys>& keys, const float* s
   }
 }
 
-// Importances of the first `count` nodes from the sums of their span means; `row_idx` counts (batch, list, kv head).
-// kGroup: G, or 0 for any.
+// What the sums of a group of nodes weigh, [groups of the row, G]: 2^(reference - log-sum). Ends with a barrier.
+__device__ __forceinline__ void weigh_groups(const SpanScores& spans, int64_t row_idx, int count, int group,
+                                             const float* log_sums, float* weights) {
+  const float* references = spans.references + row_idx * spans.num_groups * group;
+  const int groups = (count + (1 << spans.tiling.nodes_log2) - 1) >> spans.tiling.nodes_log2;
+  for (int i = threadIdx.x; i < groups * group; i += kSelectThreads) {
+    weights[i] = device::exp2_flushed(__ldg(references + i) - log_sums[i % group]);
+  }
+  __syncthreads();
+}
+
+// Importances of the first `count` nodes from the sums of their span means; `sums` [G, width] are the row's. kGroup: G,
+// or 0 for any.
 template <int kKeys, int kGroup>
-__device__ __forceinline__ void load_span_scores(RowKeys<kKeys>& keys, const SpanScores& spans,
-                                                 int64_t row_idx, int count, int group,
-                                                 const float* log_sums) {
-  const float* sums = spans.sums + row_idx * group * spans.width;
-  const float* references = spans.references + row_idx * group * spans.num_groups;
-  const auto weight = [&](int position, int g) {
-    const float reference = __ldg(references + g * spans.num_groups + (position >> spans.tiling.nodes_log2));
-    return __ldcs(sums + g * spans.width + position) * device::exp2_flushed(reference - log_sums[g]);
-  };
+__device__ __forceinline__ void load_span_scores(RowKeys<kKeys>& keys, const float* sums, int64_t width,
+                                                 int nodes_log2, int count, int group, const float* weights) {
   keys.load(count, [&](int position) {
     float importance = 0.f;
     if constexpr (kGroup > 0) {
+      float weight[kGroup];
+      const float4* own = reinterpret_cast<const float4*>(weights + (position >> nodes_log2) * kGroup);
+#pragma unroll
+      for (int g = 0; g < kGroup; g += 4) {
+        const float4 four = own[g / 4];
+        weight[g] = four.x;
+        weight[g + 1] = four.y;
+        weight[g + 2] = four.z;
+        weight[g + 3] = four.w;
+      }
 #pragma unroll
       for (int g = 0; g < kGroup; ++g) {
-        importance += weight(position, g);
+        importance += __ldcs(sums + g * width + position) * weight[g];
       }
     } else {
       for (int g = 0; g < group; ++g) {
-        importance += weight(position, g);
+        importance += __ldcs(sums + g * width + position) * weights[(position >> nodes_log2) * group + g];
       }
     }
     return importance;
@@ -365,6 +379,7 @@ template <RowSource kSource, int kKeys, int kBlocks>
 __global__ void __launch_bounds__(kSelectThreads, kBlocks) leader_select_kernel(LeaderSelectParams params) {
   using Shared = SelectShared<kKeys>;
   __shared__ Shared shared;
+  extern __shared__ __align__(16) float group_weights[];  // see weigh_groups
   const GatherParams& p = params.gather;
   const unsigned row = gridDim.x - 1 - blockIdx.x;
   const unsigned kv_head = row % static_cast<unsigned>(p.num_kv_heads);
@@ -414,8 +429,10 @@ __global__ void __launch_bounds__(kSelectThreads, kBlocks) leader_select_kernel(
       const int run_log2 = spans.tiling.nodes_log2 + spans.tiling.run_log2;
       combine_sums(spans.runs + row_idx * spans.num_runs * p.group, (rank + (1 << run_log2) - 1) >> run_log2,
                    p.group, params.importance == Importance::kExpJoint, log_sums);
-      load_span_scores<kKeys, kSource == RowSource::kSpansOfEight ? 8 : 0>(keys, spans, row_idx, rank,
-                                                                           p.group, log_sums);
+      weigh_groups(spans, row_idx, rank, p.group, log_sums, group_weights);
+      load_span_scores<kKeys, kSource == RowSource::kSpansOfEight ? 8 : 0>(
+          keys, spans.sums + row_idx * p.group * spans.width, spans.width, spans.tiling.nodes_log2, rank,
+          p.group, group_weights);
     } else {
       __shared__ float references[kMaxGroup];
       combine_sums(params.sums + row_idx * params.num_runs * p.group,
@@ -465,8 +482,19 @@ template <RowSource kSource, int kKeys, int kBlocks>
 cudaError_t launch(const LeaderSelectParams& params, cudaStream_t stream) {
   const GatherParams& p = params.gather;
   const dim3 grid(static_cast<unsigned>(int64_t{p.num_lists} * p.num_kv_heads), p.num_batches);
-  return launch_kernel(leader_select_kernel<kSource, kKeys, kBlocks>,
-                       {.grid = grid, .threads = kSelectThreads}, stream, params);
+  const auto kernel = leader_select_kernel<kSource, kKeys, kBlocks>;
+  const int64_t weights = params.spans.sums ? int64_t{params.spans.num_groups} * p.group : 0;
+  const LaunchShape shape{
+      .grid = grid, .threads = kSelectThreads, .shared_bytes = weights * static_cast<int64_t>(sizeof(float))};
+  // This kernel has more static shared memory than launch_kernel() reckons with, so it asks earlier.
+  constexpr int64_t kFreeBytes = (48 << 10) - static_cast<int64_t>(sizeof(SelectShared<kKeys>)) - 256;
+  if (shape.shared_bytes > kFreeBytes) {
+    const int64_t asked = std::max(shape.shared_bytes, kFreeSharedBytes + 1);
+    if (const cudaError_t error = allow_shared_bytes(kernel, asked); error != cudaSuccess) {
+      return error;
+    }
+  }
+  return launch_kernel(kernel, shape, stream, params);
 }
 
 template <RowSource kSource>
@@ -474,7 +502,7 @@ cudaError_t launch_longest(const LeaderSelectParams& params, cudaStream_t stream
   const GatherParams& p = params.gather;
   const int64_t last_slots = (p.t0 + int64_t{p.num_lists - 1} * p.stride) / p.node_span / kParentRows + 1;
   const int64_t longest = std::min<int64_t>(last_slots, p.list_width) * kParentRows;
-  constexpr bool kScores = kSource != RowSource::kImportances;
+  constexpr bool kScores = kSource == RowSource::kScores || kSource == RowSource::kScoresOfEight;
   if (longest <= 8 * kSelectThreads) {
     return launch < kSource, 8, kScores ? 5 : 6 > (params, stream);
   }

@@ -119,7 +119,7 @@ cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& ch
   const AttentionProblem& p = call.problem;
   const int64_t words = mask_words(p);
   const TreeLayer& layer = call.layers[layer_idx];
-  const bool dense = call.config.dense_top && layer_idx + 1 == call.layers.size();
+  const bool dense = call.config.dense_top && layer_idx + 1 == call.layers.size() && !layer.spans.blocks;
   const bool dense_spans = dense && call.top_spans.keys;
   const int64_t chunk_lists = ceil_div(chunk.num_queries, p.args.selection_stride);
   const int64_t most = dense ? call.config.top_chunk : call.config.selection_chunk;

@@ -10,7 +10,7 @@ namespace htree::tree_attention {
 // sums[p] * 2^(references[p >> nodes_log2] - log-sum), and the log-sum is that of the pairs of the runs.
 struct SpanScores {
   float* sums = nullptr;        // [B, num_lists, H_kv, G, width], for nodes p < n - 1
-  float* references = nullptr;  // [B, num_lists, H_kv, G, num_groups]
+  float* references = nullptr;  // [B, num_lists, H_kv, num_groups, G]
   float2* runs = nullptr;       // [B, num_lists, H_kv, num_runs, G]: as ListScoreParams::sums
   int64_t width = 0;            // a multiple of 128
   int num_groups = 0, num_runs = 0;

@@ -42,6 +42,40 @@ struct DenseLayerParams {
 template <typename T, int kDim>
 cudaError_t launch_dense_layer(const DenseLayerParams& params, cudaStream_t stream);
 
+// ---- span means of the tokens, by which nodes are scored (selection_span), see span_copies.cuh
+
+// Of a gathered layer: for every parent and j < rows, mean j of each of its 16 children.
+struct PackedSpans {
+  char* blocks = nullptr;  // [B, H_kv, num_parents, rows] blocks of packed_span_bytes; null: none
+  int rows = 1;            // span means of a node
+};
+
+// Of the top layer, as tiles for dense products.
+struct SpanTiles {
+  char* keys = nullptr;       // [B, H_kv, num_tiles] tiles
+  float* scales = nullptr;    // [B, H_kv, num_tiles * 128]
+  int32_t* scaled = nullptr;  // [B, H_kv, num_tiles]
+  int num_tiles = 0;
+  SpanTiling tiling;
+};
+
+struct SpanCopyParams {
+  TensorView tokens;             // [B, T, H_kv, K]
+  const float2* rope = nullptr;  // [positions of the layer, K/2]
+  PackedSpans packed;            // what launch_pack_spans fills
+  SpanTiles tiles;               // what launch_tile_spans fills
+  int64_t num_tokens = 0;
+  int64_t num_parents = 0;  // of the layer
+  int64_t node_span = 1;
+  int64_t num_batches = 0;
+  int64_t num_kv_heads = 0;
+  int span = 1;
+};
+template <typename T, int kDim>
+cudaError_t launch_pack_spans(const SpanCopyParams& params, cudaStream_t stream);
+template <typename T, int kDim>
+cudaError_t launch_tile_spans(const SpanCopyParams& params, cudaStream_t stream);
+
 // ---- tables: angles, and the lists of the top layer
 
 // cos and sin of position * base^(-2i/K), [size, K/2]. Without `rotate` every angle is 0.

@@ -131,7 +131,7 @@ TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const TreeC
     if (rows == 1) {
       continue;  // the stored mean is the score
     }
-    if (config.dense_top && i + 1 == tree.keys.size()) {
+    if (config.dense_top && dense_span_shape(problem) && i + 1 == tree.keys.size()) {
       SpanTiles& top = call.top_spans;
       top.tiling = span_tiling(rows);
       top.num_tiles = static_cast<int>(top.tiling.groups(layer.num_nodes) << top.tiling.tiles_log2);

@@ -26,14 +26,15 @@ BackwardConfig backward_config(const AttentionProblem& problem);
 CudaTree build_cuda_tree(const Tensor& k, const Tensor& v, const AttentionArgs& args);
 
 // A call as the tensor-core path sees it, and the device memory that it owns: one packed copy of K and V in
-// all layers (up to 16/15 of their size, and 4 bytes per node) and the rotation tables. The launches that
-// fill both are on `stream` when this returns.
+// all layers (up to 16/15 of their size, and 4 bytes per node) and the rotation tables. A call that selects by span
+// means owns those too: for each layer above the tokens, K divided by the span. The launches that fill all of it are on
+// `stream` when this returns.
 struct TensorCoreTree {
   TreeCall call;
   std::vector<Tensor> memory;
 };
 TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const TreeConfig& config,
-                                    const Tensor& q, const CudaTree& tree, cudaStream_t stream);
+                                    const Tensor& q, const CudaTree& tree, bool selects, cudaStream_t stream);
 
 // cos and sin in fp32, rounded from double, [min(k r, nodes a list can span),
 // K/2]; undefined without rotation.

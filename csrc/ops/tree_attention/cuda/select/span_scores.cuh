@@ -1,0 +1,342 @@
+// Scores of a dense top by span means (selection_span), in one pass over the products.
+//
+// A score is written as it will be used: for every (leader, head, node) the sum over the node's span means of
+// 2^(score - reference), and beside it the reference, one for each (leader, head) and group of tiles. The
+// importance of a node is then the sum over the heads of these sums times 2^(reference - log-sum), see
+// leader_select.cu, and the log-sums come from the sums of all groups. So no product is made twice, and a span mean costs
+// one exponential.
+//
+// Queries are the rows of the product, and the tiles are ordered so that a thread holds all means of its
+// nodes (span_place in span_copies.cuh). A block takes 256 rows and one run of groups; what a row gets
+// depends on nothing but the row and the run.
+#pragma once
+
+#include "host/cuda/kernel_launch.h"
+#include "ops/tree_attention/cuda/launch_params.h"
+#include "ops/tree_attention/cuda/select/dense_scores.cuh"
+#include "ops/tree_attention/cuda/select/selection.h"
+#include "ops/tree_attention/cuda/tree/span_copies.cuh"
+
+namespace htree::tree_attention {
+
+// The sums of the two rows of a thread; columns are 8 i + 2 (lane % 4) + e. A tile holds 2^kRowsLog2 means of a node.
+template <int kRowsLog2>
+struct SpanSums {
+  static constexpr float kUnset = -1e38f;  // finite, so that -inf - kUnset is -inf
+  static constexpr float kLimit = 1e19f;   // of a tile: sums over a run stay finite
+  float reference[2] = {kUnset, kUnset};   // the same in the four lanes of a row
+  float sum[2] = {0.f, 0.f};               // over the run, of this lane's columns
+  float begun[2] = {0.f, 0.f};             // of a node that later tiles go on with
+
+  // Sums of the nodes of a tile, stored at `to` as soon as four are there, since registers are short: `to` is where the
+  // row's first node of this lane stands. Nodes of 32 means and more are left in total[].
+  __device__ __forceinline__ void tile_sums(const float (&s)[64], float* const (&to)[2],
+                                            float (&total)[2]) const {
+    float batch[2][8], pairs[2][4], nodes[2][4];
+    total[0] = total[1] = 0.f;
+#pragma unroll
+    for (int step = 0; step <= 8; ++step) {
+      if (step < 8) {
+        float(&x)[8] = batch[step & 1];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          x[i] = s[8 * step + i] - reference[i / 2 & 1];
+        }
+        exp2_eight(x);
+      }
+      if (step > 0) {
+        const float(&x)[8] = batch[(step - 1) & 1];
+#pragma unroll
+        for (int i = 0; i < 8; i += 2) {
+          pairs[i / 2 & 1][2 * ((step - 1) & 1) + i / 4] = x[i] + x[i + 1];
+        }
+      }
+      if (step > 0 && step % 2 == 0) {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+          total[row] += add_quarter(pairs[row], step / 2 - 1, to[row], nodes[row]);
+        }
+      }
+    }
+  }
+
+  // Eight columns, the `quarter`-th of four; returns their sum. nodes[] keeps what is not stored yet.
+  __device__ __forceinline__ static float add_quarter(const float (&pairs)[4], int quarter, float* to,
+                                                      float (&nodes)[4]) {
+    const float fours[2] = {pairs[0] + pairs[1], pairs[2] + pairs[3]};
+    const float eight = fours[0] + fours[1];
+    if constexpr (kRowsLog2 == 1) {
+      store_four(to + 16 * quarter, pairs);
+    } else if constexpr (kRowsLog2 == 2) {
+      nodes[quarter % 2 * 2] = fours[0];
+      nodes[quarter % 2 * 2 + 1] = fours[1];
+      if (quarter % 2 == 1) {
+        store_four(to + 16 * (quarter / 2), nodes);
+      }
+    } else if constexpr (kRowsLog2 == 3) {
+      nodes[quarter] = eight;
+      if (quarter == 3) {
+        store_four(to, nodes);
+      }
+    } else if constexpr (kRowsLog2 == 4) {
+      nodes[quarter] = eight;
+      if (quarter == 3) {
+        *reinterpret_cast<float2*>(to) = make_float2(nodes[0] + nodes[1], nodes[2] + nodes[3]);
+      }
+    }
+    return eight;
+  }
+
+  __device__ __forceinline__ static void store_four(float* to, const float (&x)[4]) {
+    *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
+  }
+
+  // An infinite sum stays so.
+  __device__ __forceinline__ static float rescaled(float sum, float exponent) {
+    return sum == INFINITY ? sum : sum * device::exp2_flushed(exponent);
+  }
+
+  // To the largest finite score: beside an infinite one the weights of the others are still 0, not NaN. The
+  // lanes of a row call together.
+  __device__ __forceinline__ void raise(const float (&s)[64], int row, bool wanted) {
+    float most = reference[row];
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      const float score = s[i / 2 * 4 + 2 * row + i % 2];
+      most = fmaxf(most, score == INFINITY ? -INFINITY : score);
+    }
+    most = fmaxf(most, __shfl_xor_sync(device::kFullMask, most, 1));
+    most = fmaxf(most, __shfl_xor_sync(device::kFullMask, most, 2));
+    if (wanted) {
+      sum[row] = rescaled(sum[row], reference[row] - most);
+      begun[row] = rescaled(begun[row], reference[row] - most);
+      reference[row] = most;
+    }
+  }
+
+  __device__ __forceinline__ static bool any_lane_of_row(bool value) {
+    const unsigned votes = __ballot_sync(device::kFullMask, value);
+    return (votes >> (threadIdx.x % 32 & ~3) & 15u) != 0;
+  }
+
+  // Adds a tile to the sums and returns its own in total[].
+  __device__ __forceinline__ void add(const float (&s)[64], bool first, float* const (&to)[2],
+                                      float (&total)[2]) {
+    bool beyond[2] = {first, first};
+    if (!first) {
+      tile_sums(s, to, total);
+      beyond[0] = !(total[0] < kLimit);
+      beyond[1] = !(total[1] < kLimit);
+    }
+    if (__any_sync(device::kFullMask, beyond[0] || beyond[1])) {
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        raise(s, row, any_lane_of_row(beyond[row]));
+      }
+      tile_sums(s, to, total);
+    }
+    sum[0] += total[0];
+    sum[1] += total[1];
+  }
+
+  // The sum of a lane's only node of a group, of 32 means in each of its tiles.
+  __device__ __forceinline__ void add_part(const float (&total)[2], bool ends, float* const (&to)[2]) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      begun[row] += total[row];
+      if (ends) {
+        *to[row] = begun[row];
+        begun[row] = 0.f;
+      }
+    }
+  }
+};
+
+// Of this thread's 32 columns of a row, those whose nodes stand before node `end` of the group: the first ones.
+template <int kRowsLog2>
+__device__ __forceinline__ int columns_before(int end) {
+  constexpr int kRun = kSpanRowsLog2 - kRowsLog2 < 2 ? 1 << (kSpanRowsLog2 - kRowsLog2) : 4;
+  const int left = max(end - static_cast<int>(threadIdx.x % 4) * kRun, 0);
+  return (left / (4 * kRun) * kRun + min(left % (4 * kRun), kRun)) << kRowsLog2;
+}
+
+// The run of groups of a block, and the rows of a thread.
+struct SpanRun {
+  int first_group, num_tiles;
+
+  __device__ __forceinline__ SpanRun(const SpanTiling& tiling, int most_rank) {
+    const int groups = (most_rank + (1 << tiling.nodes_log2) - 1) >> tiling.nodes_log2;
+    first_group = blockIdx.z << tiling.run_log2;
+    num_tiles = (min(groups, first_group + (1 << tiling.run_log2)) - first_group) << tiling.tiles_log2;
+  }
+};
+
+// Grid: see ScoreTask; z = runs of groups.
+template <typename T, int kDim, int kRowsLog2>
+__global__ void __launch_bounds__(kScoreThreads, 1) span_scores_kernel(SpanScoreParams params) {
+#if HTREE_SM90A
+  extern __shared__ __align__(128) char raw[];
+  ScoreShared<kDim>& shared = *aligned_shared<ScoreShared<kDim>>(raw);
+  const GatherParams& p = params.gather;
+  const SpanTiling& tiling = params.tiles.tiling;
+  const SpanScores& to = params.scores;
+  const ScoreTask task(p);
+  const SpanRun run(tiling, task.most_rank);
+  if (task.most_rank < p.list_width || run.num_tiles <= 0) {
+    return;  // every candidate is chosen, or none of them is in this run
+  }
+  const int64_t first_tile =
+      task.head_index * params.tiles.num_tiles + (int64_t{run.first_group} << tiling.tiles_log2);
+  KeyRing<kDim> ring{shared, params.tiles.keys + first_tile * kTopTileBytes<kDim>, run.num_tiles};
+  ring.start();
+  const auto list_of = [&](int row) {
+    return min(task.first_list + (row >> task.group_log2), task.last_list);
+  };
+  bool scaled = scaled_tile(params.tiles.scaled + first_tile, run.num_tiles);
+  scaled |= rotate_queries<T, kDim, kScoreRows, kScoreThreads, 3>(
+      shared.queries, shared.factors, p, threadIdx.x, [&](int row) {
+        const int list = list_of(row);
+        return query_row<T>(p, task.batch, task.kv_head, int64_t{list} * p.stride, row & (p.group - 1),
+                            task.rank(p, list));
+      });
+  scaled = __syncthreads_or(scaled);
+
+  const int group_idx = threadIdx.x / 128, lane = threadIdx.x % 32;
+  const int first_row = threadIdx.x / 32 * 16 + lane / 4;
+  const int ranks[2] = {task.rank(p, list_of(first_row)), task.rank(p, list_of(first_row + 8))};
+  constexpr int kGroupNodes = 1 << (kSpanTileRowsLog2 - kRowsLog2);
+  const auto row_of = [&](int i) {  // (leader, head) in the outputs
+    const int row = first_row + 8 * i;
+    const int64_t list = int64_t{task.batch} * p.num_lists + list_of(row);
+    return (list * p.num_kv_heads + task.kv_head) * p.group + (row & (p.group - 1));
+  };
+  // where this lane's nodes of the group and the group's references go
+  const int64_t first_group = run.first_group;
+  const int64_t first_node = first_group * kGroupNodes + lane % 4 * min(kGroupNodes / 4, 4);
+  float* nodes[2] = {to.sums + row_of(0) * to.width + first_node,
+                     to.sums + row_of(1) * to.width + first_node};
+  const auto reference_at = [&](int i) {
+    const int64_t list_row = row_of(i) >> task.group_log2;
+    return to.references + ((list_row * to.num_groups + first_group) << task.group_log2) +
+           (first_row + 8 * i & (p.group - 1));
+  };
+  float* references[2] = {reference_at(0), reference_at(1)};
+  const uint64_t queries =
+      device::k_major_descriptor<device::Swizzle::k128>(shared.queries + group_idx * 64 * kPanelRowBytes);
+  const bool joint = params.importance == Importance::kExpJoint;
+  SpanSums<kRowsLog2> sums;
+  int node_end = (run.first_group + 1) * kGroupNodes;  // of the group
+  float largest[2] = {-INFINITY, -INFINITY};
+  float s[64];
+  // The warpgroups take turns to issue, so that they do not all wait for products and then all for
+  // exponentials.
+  if (group_idx == kScoreGroups - 1) {
+    device::named_barrier_arrive(kIssueBarrier, 256);
+  }
+  for (int tile = 0; tile < run.num_tiles; ++tile) {
+    ring.wait(tile);
+    const uint64_t keys =
+        device::k_major_descriptor<device::Swizzle::k128>(shared.keys[tile % kTopScoreStages]);
+    device::named_barrier_sync(kIssueBarrier + group_idx, 256);
+    device::wgmma_fence();
+    multiply_panels<kDim, kScoreRows, kDenseTileNodes>(s, queries, keys);
+    device::wgmma_commit();
+    device::named_barrier_arrive(kIssueBarrier + (group_idx + 1) % kScoreGroups, 256);
+    device::wgmma_wait<0>();
+    ring.release(tile);
+    if (scaled) {
+      const float factors[2] = {shared.factors[first_row], shared.factors[first_row + 8]};
+      const float* scales = params.tiles.scales + (first_tile + tile) * kDenseTileNodes + lane % 4 * 2;
+#pragma unroll
+      for (int i = 0; i < 64; ++i) {
+        s[i] *= __ldg(scales + i / 4 * 8 + i % 2);
+        s[i] *= factors[i / 2 & 1];
+      }
+    }
+    if (node_end > task.least_rank) {
+      const int first = node_end - kGroupNodes;
+      const int columns[2] = {columns_before<kRowsLog2>(ranks[0] - first),
+                              columns_before<kRowsLog2>(ranks[1] - first)};
+#pragma unroll
+      for (int i = 0; i < 64; ++i) {
+        s[i] = i / 4 * 2 + i % 2 < columns[i / 2 & 1] ? s[i] : -INFINITY;
+      }
+    }
+    if (joint) {
+#pragma unroll
+      for (int i = 0; i < 64; ++i) {
+        largest[i / 2 & 1] = fmaxf(largest[i / 2 & 1], s[i]);
+      }
+    }
+    float total[2];
+    sums.add(s, tile == 0, nodes, total);
+    bool ends = true;
+    if constexpr (kRowsLog2 == kSpanRowsLog2) {
+      ends = (tile + 1 & ((1 << tiling.tiles_log2) - 1)) == 0;
+      sums.add_part(total, ends, nodes);
+    }
+    if (ends) {
+      if (lane % 4 == 0) {
+        *references[0] = sums.reference[0];
+        *references[1] = sums.reference[1];
+      }
+      node_end += kGroupNodes;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        nodes[i] += kGroupNodes;
+        references[i] += p.group;
+      }
+    }
+  }
+  if (group_idx == 0) {
+    device::named_barrier_sync(kIssueBarrier, 256);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float sum = sums.sum[i];
+    float most = largest[i];
+#pragma unroll
+    for (int offset = 1; offset < 4; offset *= 2) {
+      sum += __shfl_xor_sync(device::kFullMask, sum, offset);
+      most = fmaxf(most, __shfl_xor_sync(device::kFullMask, most, offset));
+    }
+    if (lane % 4 == 0) {
+      const int64_t list_row = row_of(i) >> task.group_log2;
+      to.runs[(list_row * to.num_runs + blockIdx.z) * p.group + (first_row + 8 * i & (p.group - 1))] =
+          make_float2(joint             ? most
+                      : sum == INFINITY ? INFINITY
+                                        : sums.reference[i],
+                      sum);
+    }
+  }
+#else
+  __trap();
+#endif
+}
+
+template <typename T, int kDim>
+cudaError_t launch_span_scores(const SpanScoreParams& params, cudaStream_t stream) {
+  const GatherParams& p = params.gather;
+  const LaunchShape shape{
+      .grid = dim3(num_blocks(p.num_lists, kScoreRows / p.group) * static_cast<unsigned>(p.num_kv_heads),
+                   p.num_batches, static_cast<unsigned>(params.scores.num_runs)),
+      .threads = kScoreThreads,
+      .shared_bytes = kScoreSharedBytes<kDim>};
+  const auto launch = [&](auto kernel) { return launch_kernel(kernel, shape, stream, params); };
+  switch (params.tiles.tiling.rows_log2) {
+    case 1:
+      return launch(span_scores_kernel<T, kDim, 1>);
+    case 2:
+      return launch(span_scores_kernel<T, kDim, 2>);
+    case 3:
+      return launch(span_scores_kernel<T, kDim, 3>);
+    case 4:
+      return launch(span_scores_kernel<T, kDim, 4>);
+    case kSpanRowsLog2:
+      return launch(span_scores_kernel<T, kDim, kSpanRowsLog2>);
+    default:
+      refuse_shape("2^" + std::to_string(params.tiles.tiling.rows_log2) + " span means of a node in a tile");
+  }
+}
+
+}  // namespace htree::tree_attention
