@@ -4,7 +4,7 @@ none overlaps another, and all of them together keep to the budgets of docs/sema
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import pytest
@@ -46,6 +46,7 @@ class Call:
     top_k: int
     stride: int
     gpu: str
+    span: int = 0  # 0: None
 
     @property
     def plan(self) -> host.TreeAttentionCall:
@@ -59,7 +60,7 @@ class Call:
             self.width,
         )
         options = {"max_top_nodes": self.top_nodes, "top_k": self.top_k, "selection_stride": self.stride}
-        return host.TreeAttentionCall(sizes, True, **options, **GPUS[self.gpu])
+        return host.TreeAttentionCall(sizes, True, **options, selection_span=self.span, **GPUS[self.gpu])
 
     @property
     def layers(self) -> list[int]:
@@ -78,7 +79,10 @@ def calls(lengths: tuple[int, ...] = LENGTHS) -> Iterator[Call]:
     grid = product(lengths, HEADS, (32, 64, 128), OPTIONS, STRIDES, GPUS)
     for length, (batch, heads, kv_heads), width, (top_nodes, top_k), stride, gpu in grid:
         for num_queries in {length, 1, -(-length // 3)}:
-            yield Call(batch, length, num_queries, heads, kv_heads, width, top_nodes, top_k, stride, gpu)
+            call = Call(batch, length, num_queries, heads, kv_heads, width, top_nodes, top_k, stride, gpu)
+            yield call
+            if width == 64 and stride in (1, 16):
+                yield from (replace(call, span=span) for span in (1, 4, 16))
 
 
 def facts(text: str) -> tuple[dict[str, int], dict[str, str]]:
@@ -90,12 +94,20 @@ def facts(text: str) -> tuple[dict[str, int], dict[str, str]]:
 
 
 def score_bytes(call: Call, chunk: dict[str, int], top: str) -> int:
-    """Scores of the layer that needs most: of gathered lists with sums of runs, or references and importances."""
+    """Scores of the layer that needs most: of gathered lists with sums of runs; at a dense top references and
+    importances, or the sums, references and runs of span means."""
     layers = call.layers
     lists = -(-chunk["query_chunk"] // call.stride)
     most = 0
     for layer, nodes in enumerate(layers[1:], 1):
-        if top == "dense" and layer + 1 == len(layers):
+        means = 16**layer // call.span if call.span else 1
+        dense = top == "dense" and layer + 1 == len(layers)
+        group = max(4, 128 // means)  # nodes with one reference
+        if dense and means > 1 and -(-nodes // group) * (call.heads // call.kv_heads) * 4 <= 160 * 1024:
+            rows = chunk["batch_chunk"] * chunk["top_chunk"] * call.heads
+            run = group * max(1, 32 // max(1, means // 32))
+            need = rows * (-(-nodes // 128) * 128 * 4 + -(-nodes // group) * 4 + -(-nodes // run) * 8)
+        elif dense and means == 1:
             row = call.kv_heads * -(-nodes // 128) * 128 * 4
             need = chunk["batch_chunk"] * (lists * call.heads * 4 + chunk["top_chunk"] * row)
         else:

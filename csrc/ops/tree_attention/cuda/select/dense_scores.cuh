@@ -235,4 +235,36 @@ __device__ __forceinline__ void multiply_panels(float (&s)[64], uint64_t a, uint
   }
 }
 
+// ---- Scores with the queries as rows: a thread holds rows lane / 4 and lane / 4 + 8 of its warp, columns 8 i +
+// 2 (lane % 4) + e.
+
+// Undoes the powers of two of queries and keys. `factors` starts at the thread's first row in shared memory, `scales` at
+// its first column.
+__device__ __forceinline__ void undo_powers(float (&s)[64], const float* factors, const float* scales) {
+  const float row_factors[2] = {factors[0], factors[8]};
+#pragma unroll
+  for (int i = 0; i < 64; ++i) {
+    s[i] *= __ldg(scales + i / 4 * 8 + i % 2);
+    s[i] *= row_factors[i / 2 & 1];
+  }
+}
+
+struct RowMaxima {
+  float largest[2] = {-INFINITY, -INFINITY};
+
+  __device__ __forceinline__ void add(const float (&s)[64]) {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) {
+      largest[i / 2 & 1] = fmaxf(largest[i / 2 & 1], s[i]);
+    }
+  }
+  __device__ __forceinline__ float finish(int row) {
+#pragma unroll
+    for (int offset = 1; offset < 4; offset *= 2) {
+      largest[row] = fmaxf(largest[row], __shfl_xor_sync(device::kFullMask, largest[row], offset));
+    }
+    return largest[row];
+  }
+};
+
 }  // namespace htree::tree_attention

@@ -102,24 +102,6 @@ struct RowSums {
   }
 };
 
-struct RowMaxima {
-  float largest[2] = {-INFINITY, -INFINITY};
-
-  __device__ __forceinline__ void add(const float (&s)[64]) {
-#pragma unroll
-    for (int i = 0; i < 64; ++i) {
-      largest[i / 2 & 1] = fmaxf(largest[i / 2 & 1], s[i]);
-    }
-  }
-  __device__ __forceinline__ float finish(int row) {
-#pragma unroll
-    for (int offset = 1; offset < 4; offset *= 2) {
-      largest[row] = fmaxf(largest[row], __shfl_xor_sync(device::kFullMask, largest[row], offset));
-    }
-    return largest[row];
-  }
-};
-
 // Grid: see ScoreTask.
 template <typename T, int kDim>
 __global__ void __launch_bounds__(kScoreThreads, 1) dense_references_kernel(DenseReferenceParams params) {
@@ -177,13 +159,8 @@ __global__ void __launch_bounds__(kScoreThreads, 1) dense_references_kernel(Dens
     ring.release(tile);
     const int first_column = tile * kDenseTileNodes + lane % 4 * 2;
     if (scaled) {
-      const float factors[2] = {shared.factors[first_row], shared.factors[first_row + 8]};
-      const float* scales = params.tiles.scales + first_tile * kDenseTileNodes + first_column;
-#pragma unroll
-      for (int i = 0; i < 64; ++i) {
-        s[i] *= __ldg(scales + i / 4 * 8 + i % 2);
-        s[i] *= factors[i / 2 & 1];
-      }
+      undo_powers(s, shared.factors + first_row,
+                  params.tiles.scales + first_tile * kDenseTileNodes + first_column);
     }
     if ((tile + 1) * kDenseTileNodes > least) {
 #pragma unroll

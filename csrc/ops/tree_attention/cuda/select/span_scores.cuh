@@ -171,6 +171,60 @@ struct SpanRun {
   }
 };
 
+// What lies before the row's own node stays; the rest of a tile becomes -inf. `end`: see columns_before.
+template <int kRowsLog2>
+__device__ __forceinline__ void mask_nodes(float (&s)[64], const int (&end)[2]) {
+  const int columns[2] = {columns_before<kRowsLog2>(end[0]), columns_before<kRowsLog2>(end[1])};
+#pragma unroll
+  for (int i = 0; i < 64; ++i) {
+    s[i] = i / 4 * 2 + i % 2 < columns[i / 2 & 1] ? s[i] : -INFINITY;
+  }
+}
+
+// Where a thread's two rows (leader, head) go, group after group.
+template <int kRowsLog2>
+struct SpanOutputs {
+  static constexpr int kGroupNodes = 1 << (kSpanTileRowsLog2 - kRowsLog2);
+  float* nodes[2];       // this lane's first node of the group
+  float* references[2];  // of the group
+  float2* runs[2];
+  int group;
+
+  // `list_rows`: (batch, leader, kv head); `heads` of the kv head.
+  __device__ __forceinline__ SpanOutputs(const SpanScores& to, const SpanRun& run,
+                                         const int64_t (&list_rows)[2], const int (&heads)[2], int group)
+      : group(group) {
+    const int lane_node = static_cast<int>(threadIdx.x % 4) * min(kGroupNodes / 4, 4);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      nodes[i] = to.sums + (list_rows[i] * group + heads[i]) * to.width +
+                 int64_t{run.first_group} * kGroupNodes + lane_node;
+      references[i] = to.references + (list_rows[i] * to.num_groups + run.first_group) * group + heads[i];
+      runs[i] = to.runs + (list_rows[i] * to.num_runs + blockIdx.z) * group + heads[i];
+    }
+  }
+
+  __device__ __forceinline__ void end_group(const float (&reference)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (threadIdx.x % 4 == 0) {
+        *references[i] = reference[i];
+      }
+      nodes[i] += kGroupNodes;
+      references[i] += group;
+    }
+  }
+
+  // The run's sum of row i over all lanes, relative to `reference`; an infinite one is relative to infinity.
+  __device__ __forceinline__ void end_run(int i, float reference, float sum) const {
+    sum += __shfl_xor_sync(device::kFullMask, sum, 1);
+    sum += __shfl_xor_sync(device::kFullMask, sum, 2);
+    if (threadIdx.x % 4 == 0) {
+      *runs[i] = make_float2(sum == INFINITY ? INFINITY : reference, sum);
+    }
+  }
+};
+
 // Grid: see ScoreTask; z = runs of groups.
 template <typename T, int kDim, int kRowsLog2>
 __global__ void __launch_bounds__(kScoreThreads, 1) span_scores_kernel(SpanScoreParams params) {
@@ -179,7 +233,6 @@ __global__ void __launch_bounds__(kScoreThreads, 1) span_scores_kernel(SpanScore
   ScoreShared<kDim>& shared = *aligned_shared<ScoreShared<kDim>>(raw);
   const GatherParams& p = params.gather;
   const SpanTiling& tiling = params.tiles.tiling;
-  const SpanScores& to = params.scores;
   const ScoreTask task(p);
   const SpanRun run(tiling, task.most_rank);
   if (task.most_rank < p.list_width || run.num_tiles <= 0) {
@@ -192,11 +245,12 @@ __global__ void __launch_bounds__(kScoreThreads, 1) span_scores_kernel(SpanScore
   const auto list_of = [&](int row) {
     return min(task.first_list + (row >> task.group_log2), task.last_list);
   };
+  const auto head_of = [&](int row) { return row & (p.group - 1); };
   bool scaled = scaled_tile(params.tiles.scaled + first_tile, run.num_tiles);
   scaled |= rotate_queries<T, kDim, kScoreRows, kScoreThreads, 3>(
       shared.queries, shared.factors, p, threadIdx.x, [&](int row) {
         const int list = list_of(row);
-        return query_row<T>(p, task.batch, task.kv_head, int64_t{list} * p.stride, row & (p.group - 1),
+        return query_row<T>(p, task.batch, task.kv_head, int64_t{list} * p.stride, head_of(row),
                             task.rank(p, list));
       });
   scaled = __syncthreads_or(scaled);
@@ -204,29 +258,17 @@ __global__ void __launch_bounds__(kScoreThreads, 1) span_scores_kernel(SpanScore
   const int group_idx = threadIdx.x / 128, lane = threadIdx.x % 32;
   const int first_row = threadIdx.x / 32 * 16 + lane / 4;
   const int ranks[2] = {task.rank(p, list_of(first_row)), task.rank(p, list_of(first_row + 8))};
-  constexpr int kGroupNodes = 1 << (kSpanTileRowsLog2 - kRowsLog2);
-  const auto row_of = [&](int i) {  // (leader, head) in the outputs
-    const int row = first_row + 8 * i;
-    const int64_t list = int64_t{task.batch} * p.num_lists + list_of(row);
-    return (list * p.num_kv_heads + task.kv_head) * p.group + (row & (p.group - 1));
+  const auto list_row = [&](int row) {
+    return (int64_t{task.batch} * p.num_lists + list_of(row)) * p.num_kv_heads + task.kv_head;
   };
-  // where this lane's nodes of the group and the group's references go
-  const int64_t first_group = run.first_group;
-  const int64_t first_node = first_group * kGroupNodes + lane % 4 * min(kGroupNodes / 4, 4);
-  float* nodes[2] = {to.sums + row_of(0) * to.width + first_node,
-                     to.sums + row_of(1) * to.width + first_node};
-  const auto reference_at = [&](int i) {
-    const int64_t list_row = row_of(i) >> task.group_log2;
-    return to.references + ((list_row * to.num_groups + first_group) << task.group_log2) +
-           (first_row + 8 * i & (p.group - 1));
-  };
-  float* references[2] = {reference_at(0), reference_at(1)};
+  SpanOutputs<kRowsLog2> outputs(params.scores, run, {list_row(first_row), list_row(first_row + 8)},
+                                 {head_of(first_row), head_of(first_row + 8)}, p.group);
   const uint64_t queries =
       device::k_major_descriptor<device::Swizzle::k128>(shared.queries + group_idx * 64 * kPanelRowBytes);
   const bool joint = params.importance == Importance::kExpJoint;
   SpanSums<kRowsLog2> sums;
-  int node_end = (run.first_group + 1) * kGroupNodes;  // of the group
-  float largest[2] = {-INFINITY, -INFINITY};
+  RowMaxima maxima;
+  int first_node = run.first_group * outputs.kGroupNodes;  // of the group
   float s[64];
   // The warpgroups take turns to issue, so that they do not all wait for products and then all for
   // exponentials.
@@ -245,47 +287,25 @@ __global__ void __launch_bounds__(kScoreThreads, 1) span_scores_kernel(SpanScore
     device::wgmma_wait<0>();
     ring.release(tile);
     if (scaled) {
-      const float factors[2] = {shared.factors[first_row], shared.factors[first_row + 8]};
-      const float* scales = params.tiles.scales + (first_tile + tile) * kDenseTileNodes + lane % 4 * 2;
-#pragma unroll
-      for (int i = 0; i < 64; ++i) {
-        s[i] *= __ldg(scales + i / 4 * 8 + i % 2);
-        s[i] *= factors[i / 2 & 1];
-      }
+      undo_powers(s, shared.factors + first_row,
+                  params.tiles.scales + (first_tile + tile) * kDenseTileNodes + lane % 4 * 2);
     }
-    if (node_end > task.least_rank) {
-      const int first = node_end - kGroupNodes;
-      const int columns[2] = {columns_before<kRowsLog2>(ranks[0] - first),
-                              columns_before<kRowsLog2>(ranks[1] - first)};
-#pragma unroll
-      for (int i = 0; i < 64; ++i) {
-        s[i] = i / 4 * 2 + i % 2 < columns[i / 2 & 1] ? s[i] : -INFINITY;
-      }
+    if (first_node + outputs.kGroupNodes > task.least_rank) {
+      mask_nodes<kRowsLog2>(s, {ranks[0] - first_node, ranks[1] - first_node});
     }
     if (joint) {
-#pragma unroll
-      for (int i = 0; i < 64; ++i) {
-        largest[i / 2 & 1] = fmaxf(largest[i / 2 & 1], s[i]);
-      }
+      maxima.add(s);
     }
     float total[2];
-    sums.add(s, tile == 0, nodes, total);
+    sums.add(s, tile == 0, outputs.nodes, total);
     bool ends = true;
     if constexpr (kRowsLog2 == kSpanRowsLog2) {
       ends = (tile + 1 & ((1 << tiling.tiles_log2) - 1)) == 0;
-      sums.add_part(total, ends, nodes);
+      sums.add_part(total, ends, outputs.nodes);
     }
     if (ends) {
-      if (lane % 4 == 0) {
-        *references[0] = sums.reference[0];
-        *references[1] = sums.reference[1];
-      }
-      node_end += kGroupNodes;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        nodes[i] += kGroupNodes;
-        references[i] += p.group;
-      }
+      outputs.end_group(sums.reference);
+      first_node += outputs.kGroupNodes;
     }
   }
   if (group_idx == 0) {
@@ -293,21 +313,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1) span_scores_kernel(SpanScore
   }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    float sum = sums.sum[i];
-    float most = largest[i];
-#pragma unroll
-    for (int offset = 1; offset < 4; offset *= 2) {
-      sum += __shfl_xor_sync(device::kFullMask, sum, offset);
-      most = fmaxf(most, __shfl_xor_sync(device::kFullMask, most, offset));
-    }
-    if (lane % 4 == 0) {
-      const int64_t list_row = row_of(i) >> task.group_log2;
-      to.runs[(list_row * to.num_runs + blockIdx.z) * p.group + (first_row + 8 * i & (p.group - 1))] =
-          make_float2(joint             ? most
-                      : sum == INFINITY ? INFINITY
-                                        : sums.reference[i],
-                      sum);
-    }
+    outputs.end_run(i, joint ? maxima.finish(i) : sums.reference[i], sums.sum[i]);
   }
 #else
   __trap();
