@@ -107,7 +107,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)  # after the fixtures, some of which patch torch.cuda
 def pytest_runtest_teardown() -> None:
-    """Gives back what the caching allocator keeps: several processes of one run share the GPU."""
+    """Frees what the caching allocator keeps, because several processes of one run share the GPU."""
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 1 << 30:
         torch.cuda.empty_cache()
 

@@ -1,4 +1,4 @@
-"""Runs statements with the CPU kernels of one instruction set, which a process chooses once."""
+"""Runs statements with the CPU kernels of one instruction set; a process chooses its set only once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a wrong argument says under torch.compile: the function and the argument, in the words of Python.
+"""The message of a wrong argument under torch.compile names function and argument, as Python's layer does.
 
 Dynamo wraps what an op raises while it traces, so the class is Dynamo's; the sentence is the op's.
 """
@@ -45,7 +45,7 @@ DECODE = HEADS | {
 KEEP = {"k_keep": 20, "v_keep": 20, "k_bits": 4, "v_bits": 4}
 ROTATED = {"cos": zeros(12, 32), "sin": zeros(12, 32), "position_ids": torch.arange(5)}
 
-#: A correct call, and what makes it wrong; the argument that the message must name is the first of the changes.
+#: A correct call, and changes that make it wrong; the message must name the first changed argument.
 CALLS: list[tuple[Callable[..., Any], dict[str, Any], list[dict[str, Any]]]] = [
     (
         htree_ops.tree_attention,
@@ -187,7 +187,7 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any], list[dict[str, Any]]]] = [
     (htree_ops.apply_rotary_pos_emb_q, {"q": zeros(2, 4, 5, 64), **ROTATED}, [{"q": zeros(4, 5, 64)}]),
     (htree_ops.apply_rotary_pos_emb_k, {"k": zeros(2, 2, 5, 64), **ROTATED}, [{"k": zeros(2, 5, 64)}]),
 ]
-#: Functions that wait for the device, change a model or only check: nobody compiles them.
+#: Functions that wait for the device, change a model or only check arguments: nobody compiles them.
 EAGER = {"calibrate_activation_scales", "fp8_scale_inv", "handle_fp8_overflow", "quantize_model_"}
 ROWS_OF_TABLE = [
     pytest.param(function, call, change, id=f"{function.__name__}-{next(iter(change))}-{i}")
@@ -218,7 +218,7 @@ def test_the_text_names_function_and_argument(
 def test_an_argument_of_a_wrong_kind_is_refused_in_the_same_words(
     function: Callable[..., Any], call: dict[str, Any]
 ) -> None:
-    """Its name, what it must be and what came: the same sentence, eager and compiled."""
+    """Eager and compiled calls give the same sentence: the name, what it must be, and what it was."""
     parameters = inspect.signature(function).parameters.values()
     kinds = {"Tensor": "a Tensor", "int": "an int", "float": "a number", "str": "a str", "bool": "a bool"}
     for annotation in ("Tensor", *kinds):  # what comes last: an option, if the function has one

@@ -1,6 +1,6 @@
-"""Every op on the last GPU while the first is the current one, and as the first of a thread (docs/semantics §0.1).
+"""Every op on the last GPU while the first is the current one, and as the first op of a thread (docs/semantics §0.1).
 
-With a single GPU both are the same card, and what is left of the test is that a call repeats its bits.
+With a single GPU both are the same card, and the test only checks that a call repeats its bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TREES = {"ragged_everywhere": torch.float32, "head_128": torch.bfloat16, "stride
 
 
 def tensor_core_calls() -> list[Call]:
-    """Sizes whose tiles are copied by TMA and multiplied on tensor cores."""
+    """Calls whose tiles are copied by TMA and multiplied on tensor cores."""
     x, gate, up = (normal((128, 256), torch.bfloat16, "cpu", seed) for seed in range(3))
     a, b = (normal((128, 256), torch.float32, "cpu", seed).to(torch.float8_e4m3fn) for seed in (3, 4))
     rows, columns = torch.full((128, 1), 0.5), torch.full((1, 128), 2.0)
@@ -75,7 +75,7 @@ def test_the_device_of_the_arguments_is_the_one_that_works(call: Call) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.op)
 def test_a_thread_may_begin_with_any_op(call: Call) -> None:
-    """Such a thread has no CUDA context yet, and where the cache of the allocator serves it, it gets none."""
+    """A new thread has no CUDA context, and memory from the allocator's cache does not give it one."""
     device = torch.device("cuda", torch.cuda.current_device())
 
     def work(arguments: list[Any], keywords: dict[str, Any]) -> list[torch.Tensor]:

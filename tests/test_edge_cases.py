@@ -1,7 +1,7 @@
 """Edge cases that the ops share: special values, empty and single elements, extremes, layouts (docs/semantics).
 
-Each op has them among its own tests too; here one table runs the ops on rows through the same checks. Products
-(``gated_mlp``, ``fp8_gemm``) and attention have theirs in their own files: their special values spread otherwise.
+Each op's own tests have them too; here the ops that work row by row all run the same checks. Special values spread
+otherwise in products (``gated_mlp``, ``fp8_gemm``) and attention, so those are checked in their own files alone.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def norm(x: torch.Tensor) -> torch.Tensor:
     return ops.rmsnorm_rope(x[None], torch.ones(width, device=x.device), cos, torch.zeros_like(cos))[0]
 
 
-#: Functions of rows [rows, width], each row on its own, float result of the dtype of x.
+#: Functions that work on each row of x [rows, width] alone and return floats of x's dtype.
 ROWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "rmsnorm_rope": norm,
     "hadamard_transform": lambda x: ops.hadamard_transform(x),
     "fp8_fake_quant": lambda x: ops.fp8_fake_quant(x, None, "channel"),
     "fp8_round_trip": lambda x: ops.fp8_dequantize(*ops.fp8_quantize(x, None, "channel")[:2], x.dtype),
 }
-#: Those that a NaN or an infinity takes the whole row with; the others keep the rest of the row.
+#: Those in which a NaN or an infinity spoils its whole row; in the others the rest of the row stays.
 SPREADS = {"rmsnorm_rope", "hadamard_transform"}
 
 
@@ -100,13 +100,13 @@ def test_all_zeros(name: str, dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_largest_half(name: str, device: str) -> None:
-    """65504 everywhere: squares and sums leave fp16's range, results must not."""
+    """With 65504 everywhere squares and sums leave fp16's range; results must not."""
     x = torch.full((3, 64), 65504.0, dtype=torch.float16, device=device)
     y = ROWS[name](x)
     if name == "rmsnorm_rope":
         assert torch.equal(y, torch.ones_like(y))
     elif name == "hadamard_transform":
-        assert bool((y[:, 0] == math.inf).all())  # 65504 · 8: the result itself is beyond
+        assert bool((y[:, 0] == math.inf).all())  # 65504 · 8: the result itself leaves the range
         assert not y[:, 1:].any()
     else:
         assert torch.equal(y, x)
@@ -125,7 +125,7 @@ def test_layouts(name: str, dtype: torch.dtype, layout: str, device: str) -> Non
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_fp8_overflow_is_seen_before_the_cast(dtype: torch.dtype, granularity: str, device: str) -> None:
-    """464 is the last value that rounds to 448; what lies beyond is counted, not what the codes show."""
+    """464 is the last value that rounds to 448; the count is of values beyond it, not of codes at 448."""
     x = torch.tensor([[448.0, 464.0, 466.0, -466.0, 1000.0, math.inf, math.nan, 0.0]], device=device)
     x = x.to(dtype)
     shape = {"tensor": (), "channel": (1, 1), "block": (1, 1)}[granularity]

@@ -92,7 +92,7 @@ def test_gradients(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_with_quantised_weights(dtype: torch.dtype, device: str) -> None:
-    """The down projection in FP8 moves the block's own contribution by at most 6 % in norm, as property 6 (b)."""
+    """An FP8 down projection changes what the block adds to x by at most 6 % in norm (property 6 (b))."""
     block, inputs = make(dtype, device)
     with torch.no_grad():
         wanted = eager(block, *in_double(inputs)) - inputs[0].double()

@@ -2,7 +2,7 @@
 
 Each call starts valid and has one to three of its arguments spoilt: rank, sizes, dtype, layout, values out of range,
 options out of range. A result must have the shape, strides and dtype that Meta promises for the same arguments, so a
-kernel that runs on a call which Meta refuses fails too. The arguments lie in larger, poisoned buffers: a write
+kernel that accepts a call which Meta refuses fails too. The arguments lie in larger, poisoned buffers: a write
 outside of an argument shows, and so does a change of one that the op does not declare.
 """
 
@@ -28,7 +28,7 @@ from htree_ops.testing.tree_attention_cases import SHAPES
 CALLS_PER_SEED = 300
 SEEDS = range(8)  # 2400 calls
 DOCUMENTED = (ValueError, TypeError, RuntimeError, IndexError)  # NotImplementedError is a RuntimeError
-# A failed assertion of torch or of our own code is no documented error, whatever its class.
+# A failed assertion of torch or of our own code is not a documented error, whatever its class.
 INTERNAL = (
     "INTERNAL ASSERT",
     "Expected condition",
@@ -80,7 +80,7 @@ def spoil_dtype(x: Tensor, rng: random.Random) -> Tensor:
 
 
 def spoil_layout(x: Tensor, rng: random.Random) -> Tensor:
-    """Other strides with the same values, repeated rows, permuted dims."""
+    """x with other strides and the same values, with repeated rows, or with permuted dims."""
     choice = rng.randrange(4)
     if choice == 0 and x.dim() > 1:
         return x.transpose(-1, rng.randrange(x.dim()))
@@ -113,7 +113,7 @@ TENSOR_SPOILERS: tuple[Callable[[Tensor, random.Random], Tensor], ...] = (
 
 
 def spoil(value: Any, rng: random.Random) -> Any:
-    """Another value in the place of ``value``, wrong or merely unusual."""
+    """A replacement for ``value``, wrong or merely unusual."""
     if rng.random() < 0.03:
         return rng.choice((None, "nonsense", 1.5, [], torch.ones(2)))
     if isinstance(value, Tensor):
@@ -143,7 +143,7 @@ def too_large(args: list[Any]) -> bool:
 
 
 def placed(x: Any) -> Any:
-    """A copy, so that calls do not share memory."""
+    """A copy of x, so that calls do not share memory."""
     if isinstance(x, list):
         return [placed(y) for y in x]
     if not isinstance(x, Tensor) or 0 in x.stride() or not x.numel():
@@ -204,7 +204,7 @@ def check_call(call: Call, args: list[Any], outcomes: Counter[str]) -> None:
 
 
 def check_margin(tensor: Any, before: list[tuple[int, Tensor, Tensor]]) -> None:
-    """Nothing of the buffer that lies outside of a written argument has changed."""
+    """Asserts that nothing has changed in the buffer outside of a written argument."""
     if not isinstance(tensor, Tensor) or not tensor.numel() or 0 in tensor.stride():
         return
     old = next(copy for _, x, copy in before if x is tensor)

@@ -1,4 +1,4 @@
-"""The choice of kernels for gated_mlp and fp8_gemm: pure functions, printed without a GPU."""
+"""The choice of kernels for gated_mlp and fp8_gemm, which are pure functions and need no GPU."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_fp8_gemm(m: int, options: dict[str, bool], words: str) -> None:
 
 
 def kernel_of(m: int, n: int, k: int) -> str:
-    """What tells the kernels apart: shape, stages, clusters, parts and orientation."""
+    """The kernel of a product by its shape, stages, clusters, parts of k and orientation."""
     words = _host.fp8_gemm_config(m, n, k, cublas=False).split(", ")
     return " ".join([words[0], *words[3:]])
 

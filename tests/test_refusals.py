@@ -1,4 +1,4 @@
-"""What is refused must say so: forward-mode differentiation, wrong types, absurd options; meta tensors must work."""
+"""Clear refusals of forward-mode differentiation, wrong types and absurd options; meta tensors work."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What mutating ops accept to write: views of any layout, lazy ones too, whose elements are their own.
+"""Mutating ops write to views of any layout, lazy ones too, unless two elements share an address.
 
-docs/semantics/conventions.md §0.5. The oracle lists every address.
+See docs/semantics/conventions.md §0.5. The tests know the answer by listing every address.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def test_two_storages_of_the_same_view() -> None:
 
 
 def test_strange_strides_end_in_bounded_time() -> None:
-    """Dims whose strides are coprime make the search long; it then errs on the side of sharing."""
+    """Coprime strides make the search long; it then stops and reports sharing."""
     buffer = torch.zeros(4_000_000)
     x = buffer.as_strided((64, 64, 64), (30011, 10007, 3001))
     out = buffer.as_strided((64, 64, 64), (29989, 9973, 2999), 1)

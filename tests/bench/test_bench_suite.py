@@ -349,7 +349,7 @@ def test_the_module_runs_as_a_program(tmp_path):
     assert done.stderr.startswith("compare: absent.json")
 
 
-# ---- the room of the stages
+# ---- the room of tree attention's stages
 
 
 def test_the_stages_pass_their_own_gate_and_a_wrong_result_does_not(device):

@@ -32,7 +32,7 @@ class FakeCounter:
         return self.seconds
 
     def call(self, *microseconds: float):
-        """A call that takes the given times in turn, the last one for ever."""
+        """A function whose calls take the given times one after another, and the last time ever after."""
         remaining = list(microseconds)
 
         def run() -> None:
@@ -43,7 +43,7 @@ class FakeCounter:
 
 @dataclass(frozen=True, kw_only=True)
 class SumCase(Case):
-    """x [n] -> its sum."""
+    """The sum of x [n]."""
 
     n: int
 
@@ -122,7 +122,7 @@ def test_each_candidate_follows_each_other_one_equally_often(count: int) -> None
 
 def test_a_disturbed_measurement_is_taken_again():
     effort = timing.Effort(rounds=4, burst=5, warm_up_ms=0.0)
-    busy = [10.0, 10.0, *[80.0, 10.0] * 10]  # first call, warm-up, 20 samples of which every other one waits
+    busy = [10.0, 10.0, *[80.0, 10.0] * 10]  # first call, warm-up, 20 samples; every other one waits
 
     def measured(*times: float):
         counter = FakeCounter()
@@ -172,7 +172,7 @@ def test_candidates_alternate_and_inputs_rotate():
     candidates = {name: [call(name, i) for i in range(3)] for name in ("a", "b")}
     effort = timing.Effort(rounds=3, burst=2, warm_up_ms=0.0)
     timing.measure(candidates, timing.CpuClock(counter), effort)
-    timed = log[4:]  # two warm-up calls each
+    timed = log[4:]  # the first four are warm-up calls, two of each
     assert "".join(name for name, _ in timed) == "aabb" + "bbaa" + "aabb"
     for name in candidates:
         assert [index for called, index in timed if called == name] == [0, 1, 2, 0, 1, 2]
@@ -238,7 +238,7 @@ def test_enough_input_sets_to_leave_the_caches():
 
 
 def test_sustained_load_is_of_all_candidates_or_of_none():
-    """A side just below the limit must not be compared without the load that the other side is under."""
+    """A candidate just below the limit must be timed under the same load as the one above it."""
     counter = FakeCounter()
     clock, effort = timing.CpuClock(counter), timing.Effort(sustained_from_us=1000.0)
     calls = {name: [counter.call(*[us] * 25)] for name, us in (("ours", 998.0), ("eager", 1002.0))}

@@ -96,7 +96,7 @@ def test_peaks_by_name():
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoresCase(Case):
-    """Arguments of select_topk."""
+    """A case whose inputs are the arguments of select_topk."""
 
     def make_inputs(self, device, seed=0):
         scores = normal((1, 64, 1, 256, 2), self.dtype, device, seed)
@@ -191,7 +191,7 @@ def test_candidate_sums_are_those_of_the_ops(seq_len, rate, top_k, nodes):
 
 
 def test_the_documented_sizes():
-    """Figures of §2.5 for the default flags."""
+    """The byte counts are those of §2.5 for the default flags."""
     problem = PipelineProblem()
     assert layer_sizes(problem) == [120_000, 7500]
     assert problem.score_bytes == 62_914_560_000

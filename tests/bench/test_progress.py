@@ -1,4 +1,4 @@
-"""Progress on a terminal and elsewhere, and of a build that is watched."""
+"""The progress line on a terminal and elsewhere, and that of a build."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_quick_build_is_silent_elsewhere_and_a_failed_one_is_not(tmp_path: Pat
 
 
 def test_it_runs_by_its_path_without_the_package(tmp_path: Path) -> None:
-    """As the Makefile calls it, before anything is built: nothing of the package or of torch is imported."""
+    """The Makefile calls it before anything is built, so it imports neither the package nor torch."""
     command = [
         sys.executable,
         "-S",

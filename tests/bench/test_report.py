@@ -86,7 +86,7 @@ def test_floor_of_rows_with_and_without_the_columns():
 
 
 def test_a_curve_is_one_problem_at_several_lengths(monkeypatch, tmp_path):
-    """Other widths, dtypes, inputs and single lengths must not move its points."""
+    """Rows of other widths, dtypes and inputs, and problems of one length, do not move its points."""
     wide = SHAPES.format(T=65536, s=1).replace("H=32/4", "H=64/4")
     slow = {"median_us": 1e9, "p80_us": 1e9}
     others = [
@@ -108,7 +108,7 @@ def test_a_curve_is_one_problem_at_several_lengths(monkeypatch, tmp_path):
 
 
 def test_a_baseline_on_one_head_counts_for_all_of_them(monkeypatch, tmp_path):
-    """What was timed on one of 32 heads is drawn 32 times as long, as a curve that says so."""
+    """A time of one of 32 heads is drawn 32 times as long, and the curve's name says so."""
     alone = [
         dataclasses.replace(
             TREE[0],

@@ -51,7 +51,7 @@ def test_backward(case: CausalSoftmaxBackwardCase, device: str, nan_memory: None
     dy, y = case.make_inputs(device)
     dx = op_backward(dy, y)
     expected = reference_backward(dy, y)
-    # dy - sum(dy y) cancels: the arithmetic errs in proportion to its terms, not to the result.
+    # dy - sum(dy y) cancels: the error is in proportion to the terms, not to the result.
     terms = dy.double().abs().nan_to_num() + (dy.double() * y.double()).nan_to_num().abs().sum(
         -1, keepdim=True
     )
@@ -134,7 +134,7 @@ def test_special_values(dtype: torch.dtype, w: int, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_ends_of_the_range(dtype: torch.dtype, device: str) -> None:
-    """The maximum of a row times log2(e) is rounded by a lot or overflows; rows of finfo.min are common."""
+    """The maximum times log2(e) has a large rounding error or overflows; rows of finfo.min are common."""
     limits = torch.finfo(dtype)
     x = torch.full((30, 40), limits.min, dtype=dtype, device=device)
     for row, exponent in enumerate(range(0, 120, 5)):
@@ -152,7 +152,7 @@ def test_ends_of_the_range(dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize(("w", "block_size"), [(2000, 0), (20000, 512), (40000, 0)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_large_scores(dtype: torch.dtype, w: int, block_size: int, device: str) -> None:
-    """Where the maximum times log2 e is rounded by much, and again and again while the maximum grows."""
+    """The maximum times log2(e) has a large rounding error, and a new one each time the maximum grows."""
     top = 6e4 if dtype == torch.float16 else 1.5e7
     few = torch.zeros(w, dtype=torch.float64)
     few[:4] = top / 1.5
@@ -378,7 +378,7 @@ def test_more_than_2_31_elements() -> None:
     "shape", [(60, 250, 250), (50, 300, 500), (20, 1000, 1000), (8, 1500, 2000), (3, 1500, 5000)]
 )
 def test_more_rows_than_run_at_a_time(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """Blocks that stay take several rows each, with others on their way."""
+    """Each persistent block takes several rows and loads the next one while it computes."""
     x = normal(shape, dtype, "cuda", seed=5)
     y = op(x)
     check(y, x)

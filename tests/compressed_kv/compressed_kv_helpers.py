@@ -33,7 +33,7 @@ def tokens(device: str, length: int, seed: int = 0, batch: int = BATCH) -> tuple
 
 
 def assert_same_content(a: CompressedKVCache, b: CompressedKVCache) -> None:
-    """Byte for byte, in what the sequences hold."""
+    """Asserts that the sequences of both caches hold the same bytes."""
     first, second = a.state_dict(), b.state_dict()
     assert first.keys() == second.keys()
     for name, value in first.items():

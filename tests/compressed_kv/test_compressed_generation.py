@@ -1,4 +1,4 @@
-"""The example that decodes from compressed caches, at a tiny size: exact where it must be, and honest bytes."""
+"""The example that decodes from compressed caches, at a tiny size: exact outputs and true byte counts."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_every_byte_and_its_decoding(case: CompressCase, device: str, nan_memory
 def test_property_every_byte(
     device, sizes, width, fraction, bits, dtype, layout, weighted, power, steps, seed
 ) -> None:
-    """Magnitudes from subnormal to saturating scales; few different values, so that ties decide."""
+    """Inputs from subnormal scales to saturated ones, some with so few values that ties decide."""
     if bits == 16 and dtype == torch.float32:
         dtype = torch.float16
     keep = max(1, round(fraction * width))
@@ -97,7 +97,7 @@ def test_property_every_byte(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_nan", [2, 3, 64])
 def test_more_nan_than_stay(num_nan: int, dtype: torch.dtype, device: str, nan_memory: None) -> None:
-    """Exactly `keep` bits, the lower channels of equals, zeros behind the kept values, other rows untouched."""
+    """Exactly `keep` bits are set, equals go by channel, zeros follow the values, other rows do not change."""
     x = normal((1, 2, 3, 64), torch.float32, device, seed=1).to(dtype)
     x[0, 1, 1, 5 : 5 + num_nan] = math.nan
     x[0, 1, 1, 4] = math.inf
@@ -171,7 +171,7 @@ def test_nan_is_kept_before_infinity_and_ties_go_to_the_lower_channel(device: st
 
 
 def test_a_decoded_row_packs_to_itself(device: str) -> None:
-    """Codes of decoded values are the same codes, as long as the scale is not subnormal."""
+    """Compressing the decoded values gives the same codes, as long as the scale is not subnormal."""
     x = rows_with_outliers((2, 2, 50, 128), torch.float32, device, seed=3)
     for bits in (8, 4):
         rows = ops.kv_compress(x, 128, bits)
@@ -189,7 +189,7 @@ def test_rows_do_not_depend_on_their_neighbours(device: str) -> None:
 
 
 def test_mutated_bitmaps_stay_in_bounds(device: str) -> None:
-    """Bytes that no compression makes: nothing outside the row is read, every other row decodes as before."""
+    """A bitmap that no compression writes: nothing outside its row is read, other rows decode as before."""
     x = normal((1, 2, 8, 128), torch.float16, device, seed=6)
     for bits, keep in ((16, 3), (8, 5), (4, 39)):
         rows = CompressedKV(*(t.clone() for t in ops.kv_compress(x, keep, bits)))
@@ -250,7 +250,7 @@ def test_opcheck(case: CompressCase, device: str) -> None:
 
 
 def round_trip(x: Tensor, weight: Tensor | None, bits: int) -> tuple[Any, ...]:
-    """On views, through the Python functions."""
+    """Compression and decompression of views, through the Python functions."""
     heads = x.transpose(1, 2)[:, :, 1:]
     rows = htree_ops.kv_compress(heads, 39, bits, weight)
     pruned, bitmap = htree_ops.kv_prune(heads, 39, weight)

@@ -41,14 +41,14 @@ def qkv(
 
 
 def rotated(x: Tensor, positions: Tensor | None = None) -> Tensor:
-    """x [B, H, S, D] in float64 at 0, 1, ... or at ``positions``, by the table that the module uses."""
+    """x [B, H, S, D] in float64, rotated by the module's table to 0, 1, ... or to ``positions``."""
     cos, sin = rope_cache(200, WIDTH, dtype=torch.float32, device=x.device)
     places = torch.arange(x.shape[2], device=x.device) if positions is None else positions
     return rope(x.double().transpose(1, 2), cos, sin, places).transpose(1, 2)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention in float64 of rotated q, k [B, H, S, D]; every output is a row of S."""
+    """Causal attention in float64 of rotated q, k [B, H, S, D]."""
     return F.scaled_dot_product_attention(rotated(q), rotated(k), v.double(), is_causal=True, enable_gqa=True)
 
 
@@ -63,7 +63,7 @@ EXACT: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", EXACT)
 def test_decoding_continues_dense_attention(name: str, device: str) -> None:
-    """With all channels in 16 bits nothing but roundings to float16 separates prompt and decoding."""
+    """With all channels in 16 bits, prompt and decoding differ by roundings to float16 alone."""
     module = layer(device, **EXACT[name])
     q, k, v = qkv(device, 50)
     expected = dense(q, k, v)
@@ -325,7 +325,7 @@ def test_wrong_calls() -> None:
 
 
 def test_positions_beyond_the_rotary_table_are_refused(device: str) -> None:
-    """Known from the shapes, so that CUDA does not take the last angle for all of them in silence."""
+    """The check needs shapes alone; without it CUDA would use the last angle and say nothing."""
     module = layer(device, max_positions=8)
     with pytest.raises(ValueError, match="make_cache: capacity must be at most max_positions = 8, got 9"):
         module.make_cache(BATCH, 9)
@@ -346,6 +346,6 @@ def test_positions_beyond_the_rotary_table_are_refused(device: str) -> None:
     for name, value in before.items():
         after = cache.state_dict()[name]
         assert torch.equal(after, value) if isinstance(value, Tensor) else after == value, name
-    module(*last, torch.tensor([7], device=device), cache)  # given positions are the caller's own
+    module(*last, torch.tensor([7], device=device), cache)  # positions that the caller gives are not checked
     plain = layer(device, max_positions=8, rope_base=None)
     plain(q, k, v, cache=plain.make_cache(BATCH, 9))

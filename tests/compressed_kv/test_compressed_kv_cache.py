@@ -61,7 +61,7 @@ def test_append_in_any_pieces_is_prefill(kind: str, device: str) -> None:
 def test_property_the_content_follows_the_length_alone(
     device, sizes, start, window, chunk, kind, seed
 ) -> None:
-    """Ragged prompts, then pieces; every sequence as if it had been alone and whole."""
+    """After ragged prompts and pieces, each sequence is as if it had come alone and in one piece."""
     options = KINDS[kind] | {"window": window, "chunk": chunk, "capacity": 400}
     if "page_size" in options:
         options["page_size"] = min(chunk, int(options["page_size"]))
@@ -270,7 +270,7 @@ def test_states_travel_between_layouts(kind: str, device: str) -> None:
     state = torch.load(file, weights_only=True)
     for page_size in (None, 8, 16):
         other = make(device, capacity=101, **(KINDS[kind] | {"page_size": page_size}))
-        other.append(*tokens(device, 50, seed=9))  # is replaced
+        other.append(*tokens(device, 50, seed=9))  # this content is replaced
         other.load_state_dict(state)
         assert_same_content(other, cache)
     again = copy.deepcopy(cache)

@@ -1,4 +1,4 @@
-"""What CompressedKVCache refuses, and that it stays as it was (docs/semantics/compressed_kv.md §4.6)."""
+"""What CompressedKVCache refuses, and that a refusal does not change it (docs/semantics/compressed_kv.md §4.6)."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_key_weights_are_checked_before_anything_happens(device: str) -> None:
             cache.key_weight = weight  # type: ignore[assignment]
     assert cache.key_weight is None
     if device != "cpu":
-        return  # the sign is not looked at there
+        return  # on a GPU the sign is not checked
     with pytest.raises(ValueError, match="key_weight must not be negative, got -1"):
         cache.key_weight = -good
     cache.append(k[:, :, :15], v[:, :, :15])
@@ -150,7 +150,7 @@ def test_a_single_token_is_checked(device: str) -> None:
         small.settle()
         with pytest.raises(ValueError, match=f"write_token: sequence 0 holds {capacity} tokens; 1 more"):
             small.write_token(one, other)
-    small.win_len += 1  # as a graph that is replayed once too often
+    small.win_len += 1  # what a graph does that is replayed once too often
     with pytest.raises(ValueError, match="advance: sequence 0 holds 22 tokens"):
         small.advance()
     assert small.win_len.tolist() == [6] * BATCH

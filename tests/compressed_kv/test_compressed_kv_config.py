@@ -15,14 +15,14 @@ except ImportError:  # built for one Python version; the package works without i
 
 pytestmark = pytest.mark.skipif(host is None, reason="_host is not built for this Python")
 
-#: Tokens that starting a block is said to cost.
+#: What the choice takes starting a block to cost, in tokens.
 OVERHEAD = 1024
-#: And what the kernel that merges more splits than a cluster has.
+#: The cost of the kernel that merges the splits, which runs where they are more than a cluster has blocks.
 MERGE, CLUSTER = 512, 8
 
 
 def cost(capacity: int, groups: int, processors: int, split: int) -> int:
-    """Tokens that pass until the last wave of blocks is done."""
+    """The time until the last wave of blocks is done, in tokens."""
     splits = math.ceil(capacity / split)
     waves = math.ceil(groups * splits / processors)
     return waves * (split + OVERHEAD) + (MERGE if splits > CLUSTER else 0)
@@ -69,7 +69,7 @@ def test_blocks_hold_their_rings(
     assert stages in (2, 4)
     assert used == table + max(num_warps * stages * stage + padding, merge)
     room = shared - table - padding
-    if room >= 2 * stage:  # else the launcher refuses what it gets
+    if room >= 2 * stage:  # else the launcher refuses the call
         assert num_warps * stages * stage <= room
         assert num_warps == warps or (num_warps + 1) * 2 * stage > room
         assert stages == 4 or num_warps * 4 * stage > room

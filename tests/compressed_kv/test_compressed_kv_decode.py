@@ -56,7 +56,7 @@ def test_against_float64(case: DecodeCase, device: str, nan_memory: None) -> Non
 @pytest.mark.parametrize("v_bits", [4, 8, 16])
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_every_number_of_warps(width: int, k_bits: int, v_bits: int, device: str) -> None:
-    """Blocks take as many warps as the rows of a tile leave room for, often no divisor of what they merge."""
+    """The number of warps follows from the rows of a tile; it need not divide what they merge."""
     for keep in (1, width // 4, width // 2, width * 3 // 4, width - 1, width):
         case = DecodeCase(
             name="warps", dtype=torch.float16, B=1, H=8, H_kv=1, D=width, S=700, W=32,
@@ -130,13 +130,13 @@ SCHEMES = DecodeCase(
 
 
 def scores_of(q: Tensor, k: Tensor) -> Tensor:
-    """lse and weights cannot hide a score that is off: [B, H, S], scaled."""
+    """Scaled scores [B, H, S], in which an error shows that lse and weights would hide."""
     return torch.einsum("bhd,bhsd->bhs", q.double(), k.double().repeat_interleave(2, 1)) / 8
 
 
 @pytest.mark.parametrize("group", [0, 1, 2, 4])
 def test_every_storage_gives_the_attention_of_the_keys(group: int, device: str) -> None:
-    """Dense 16-bit rows of transformed keys: what differs from plain attention is their rounding to float16."""
+    """With dense 16-bit rows of transformed keys only their rounding to float16 differs from plain attention."""
     case = replace(
         SCHEMES,
         dtype=torch.float16,
@@ -162,7 +162,7 @@ def test_every_storage_gives_the_attention_of_the_keys(group: int, device: str) 
 
 @pytest.mark.parametrize("group", [1, 2, 4])
 def test_what_the_op_computes_differs_from_the_wrong_recipes(group: int, device: str) -> None:
-    """Transformed keys read as plain ones, or with per-head queries for G > 1, are far from the answer."""
+    """Reading transformed keys as plain ones, or with per-head queries for G > 1, gives a far result."""
     case = replace(SCHEMES, hadamard_group=group)
     inputs = case.make_inputs(device, seed=3)
     _, right = run(case, inputs)
@@ -175,7 +175,7 @@ def test_what_the_op_computes_differs_from_the_wrong_recipes(group: int, device:
 
 @pytest.mark.parametrize("group", [1, 2, 4])
 def test_the_two_exact_recipes_agree(group: int) -> None:
-    """The expanded query against the whole stored row, and the inverse before the dot product, in float64."""
+    """The expanded query times the stored row equals the query times the restored keys, in float64."""
     q = normal((2, 8, 64), torch.float64, "cpu", seed=4)
     k = normal((2, 4, 30, 64), torch.float64, "cpu", seed=5)
     stored = grouped_hadamard(k, group)
@@ -237,7 +237,7 @@ def test_rows_past_the_lengths_are_not_read(page: int, device: str) -> None:
 @pytest.mark.parametrize("keep", [1, 39, 128])
 @pytest.mark.parametrize("page", [0, 16])
 def test_mutated_bytes_stay_in_their_heads(page: int, keep: int, bits: int, device: str) -> None:
-    """Random bytes, full bitmaps whatever keep says, lengths of any size: no other head changes, none reads outside."""
+    """Random bytes, full bitmaps and any lengths: no other head changes, and no read is out of bounds."""
     case = DecodeCase(
         name="mutated", dtype=torch.float16, B=2, H=6, H_kv=3, S=128, k_keep=keep, v_keep=keep, k_bits=bits,
         v_bits=bits, page=page, comp_len=(128, 128),
@@ -306,7 +306,7 @@ def test_sequences_do_not_depend_on_their_batch_with_a_fixed_split(device: str) 
 
 @pytest.mark.parametrize("page", [1, 24, 64, 512])
 def test_pages_do_not_matter(page: int, device: str) -> None:
-    """Large pages go through the kernels of rows without pages, small ones on CUDA through others."""
+    """Large pages use the kernels of rows without pages; small ones have kernels of their own on CUDA."""
     case = DecodeCase(name="pages", dtype=torch.float16, S=512, split_size=256, comp_len=(512, 77))
     inputs = case.make_inputs(device, seed=10)
     plain, paged = run(case, inputs), replace(case, page=page)
@@ -318,7 +318,7 @@ def test_pages_do_not_matter(page: int, device: str) -> None:
 
 
 def test_parts_merge_as_softmax_does(device: str) -> None:
-    """Attention over both parts from the attention over each, by their lse."""
+    """Attention over both parts follows from that over each one and their lse."""
     case = DecodeCase(name="merge", dtype=torch.float32, S=60, W=12)
     inputs = list(case.make_inputs(device, seed=11))
     both, lse = run(case, tuple(inputs))
@@ -385,7 +385,7 @@ def test_opcheck(case: DecodeCase, device: str) -> None:
 def step(
     x: Tensor, rows: tuple[Tensor, ...], lengths: tuple[Tensor, Tensor], group: int
 ) -> tuple[Tensor, Tensor]:
-    """A query and a window that are views of one projection."""
+    """One decode step whose query and window are views of one projection."""
     q, k_win, v_win = x.split((8, 2, 2), dim=2)
     windows = (k_win.transpose(1, 2), v_win.transpose(1, 2))
     return htree_ops.kv_decode_attention(

@@ -114,7 +114,7 @@ def lengths(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.tensor(values, dtype=dtype)
 
 
-#: Changed arguments, class, message, and whether the op sees it as well (it does not read lengths on the host).
+#: Changed arguments, class, message, and whether the op checks it too (it does not read lengths on the host).
 DECODE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "q rank": ({"q": torch.zeros(2, 64).half()}, ShapeMismatchError, r"q must be"),
     "q two tokens": ({"q": torch.zeros(2, 4, 2, 64).half()}, ShapeMismatchError, r"q"),

@@ -20,7 +20,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def model(name: str, dtype: torch.dtype = torch.float16, **sizes: object) -> DecodeCase:
-    """Rows are packed by the op, which the room's other tests compare with the reference."""
+    """A case whose rows the op packs; other tests of the room compare its packing with the reference."""
     defaults: dict[str, object] = {"B": 2, "H": 8, "H_kv": 2, "S": 3000, "W": 33}
     return DecodeCase(name=name, dtype=dtype, packer=op.kv_compress, **{**defaults, **sizes})  # type: ignore[arg-type]
 
@@ -91,7 +91,7 @@ def test_pages_change_no_bit(bits: int) -> None:
 
 
 def test_scales_of_very_different_sizes() -> None:
-    """Values from 2^-20 to 2^10 in one sequence: weights times scales must neither overflow nor vanish."""
+    """With values of 2^-20 to 2^10 in one sequence, weights times scales neither overflow nor vanish."""
     case = model("scales", S=2048, W=0, k_bits=8, v_bits=8)
     q, k, v = case.dense("cuda")
     for factor in (2.0**-20, 2.0**10):
@@ -116,7 +116,7 @@ def test_scales_of_very_different_sizes() -> None:
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_stream_and_graph(bits: int) -> None:
-    """Lengths stay on the device: a captured step follows them."""
+    """The lengths stay on the device, so a captured step follows their changes."""
     case = model("graph", k_bits=bits, v_bits=bits, comp_len=(3000, 40), win_len=(3, 33))
     inputs = case.make_inputs("cuda")
     expected = run(case, inputs)
@@ -157,7 +157,7 @@ def test_poisoned_rows_reach_only_their_channels(bits: int) -> None:
 
 @pytest.mark.parametrize("splits", [1, 2, 7, 8])
 def test_one_kernel_up_to_the_splits_of_a_cluster(splits: int) -> None:
-    """The window and the merge of the splits belong to the kernel, where clusters exist."""
+    """With clusters, one kernel also reads the window and merges the splits."""
     case = model("launches", S=512 * splits - 3, split_size=512, W=32, win_len=(32, 5))
     inputs = case.make_inputs("cuda")
     run(case, inputs)

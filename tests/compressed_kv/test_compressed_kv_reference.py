@@ -1,4 +1,4 @@
-"""The reference packer against one written in Python's own numbers, byte by byte, and the figures of §4.4 and §4.5."""
+"""The reference packer against one in plain Python numbers, byte by byte, and the figures of §4.4 and §4.5."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from htree_ops.testing.compressed_kv_cases import COMPRESS_CASES, CompressCase, 
 
 
 def as_float(x: float) -> float:
-    """The nearest float32. Of a quotient of two float32 this is their float32 quotient."""
+    """The float32 nearest to x. For a quotient of two float32 this is what their division gives."""
     return struct.unpack("<f", struct.pack("<f", x))[0]
 
 
 def half_bits(x: float) -> int:
-    """The nearest float16, at most 65504."""
+    """The bits of the float16 nearest to x, at most 65504."""
     if math.isnan(x):
         return 0x7E00
     try:

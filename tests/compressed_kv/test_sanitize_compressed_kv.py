@@ -54,7 +54,7 @@ CASES = [
     case_of(128, 8, 4, torch.float16, page=16),
     case_of(128, 8, 4, torch.float16, page=5),
     case_of(128, 4, 16, torch.bfloat16, H=24, split_size=32),
-    # Enough tiles that warps copy the next ones while they attend; with an odd number of scales as well.
+    # Enough tiles that warps copy the next one while they attend, also with an odd number of scales.
     *(
         case_of(128, bits, bits, torch.float16, B=1, H=4, H_kv=1, S=S, comp_len=(S,), split_size=2048)
         for S, bits in ((1700, 4), (1700, 8), (1700, 16), (1701, 4), (1701, 8))
@@ -78,7 +78,7 @@ def spoiled(x: Tensor, seed: int) -> Tensor:
 @pytest.mark.parametrize("bits", [4, 8, 16])
 @pytest.mark.parametrize("keep", [1, 39, 128])
 def test_mutated_bytes_stay_in_bounds(keep: int, bits: int, dtype: torch.dtype) -> None:
-    """Random bytes, full bitmaps, wrong pages and lengths: every read stays inside the tensors.
+    """With random bytes, full bitmaps, wrong pages and lengths every read stays inside the tensors.
 
     A bitmap with more bits than its row has values makes a warp read what the next warp is still copying. What
     comes out is unspecified either way, but racecheck reports it: under that tool the bitmaps stay as they are.

@@ -173,7 +173,7 @@ def test_refusals_name_the_tensor(name: str, layer: str) -> None:
         call(htree_ops if layer == "python" else ops)
 
 
-#: Of what the op's own schema refuses, or takes for something else.
+#: Arguments that the op's schema refuses, or takes for something else.
 PYTHON_BAD = {
     "granularity": (lambda: fp8_compute_scale(X, None), TypeError, "granularity must be a str, got NoneType"),
     "dim": (lambda: fp8_compute_scale(X, "channel", 1.0), TypeError, "dim must be an int, got float"),
@@ -352,7 +352,7 @@ def test_kernel_configuration(element_size: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("cols", [128, 1000, 8192, 32768])
 def test_number_of_kernels(cols: int) -> None:
-    """x is read once, by one kernel, where its group's scale is computed or given; twice, by two, per tensor."""
+    """Each call launches one kernel; quantising with one scale for the whole tensor launches two."""
 
     def count(call: Callable[[], object]) -> int:
         call()
@@ -427,7 +427,7 @@ def test_compile_with_views_and_backward(granularity: str, dynamic: bool, device
             back = fp8_dequantize(q, scale, torch.float32, 32)
         return y.sin().sum() + back.sum() + n
 
-    torch.compiler.reset()  # one code object for all parameters would run into the limit of recompilations
+    torch.compiler.reset()  # all parameters share one code object, whose recompilations are limited
     compiled = torch.compile(model, fullgraph=True, dynamic=dynamic)
     for length in (5, 9):
         x = normal((3, length, 70), torch.float32, device, seed=length).requires_grad_()

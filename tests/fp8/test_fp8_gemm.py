@@ -56,7 +56,7 @@ def test_nothing_to_sum_gives_zeros(device: str, nan_memory: None) -> None:
 
 
 def test_small_integers_are_exact(device: str) -> None:
-    """Sums below 2^12 of small integers lose no bit, in the tensor cores either."""
+    """Products of small integers whose sums stay below 2^12 are exact, on the tensor cores too."""
     generator = torch.Generator().manual_seed(5)
     for m, n, k in ((3, 70, 100), (200, 144, 96)):
         a = torch.randint(-3, 4, (m, k), generator=generator).float().to(device)
@@ -103,7 +103,7 @@ def test_extreme_scales(device: str) -> None:
 @pytest.mark.parametrize("k", [14336, 1 << 18])
 @pytest.mark.parametrize("kind", ["one sign", "outlier", "largest"])
 def test_long_sums(kind: str, k: int, device: str) -> None:
-    """A chain of fp32 sums would lose more than the bound: each addition rounds to the size of the sum."""
+    """A chain of fp32 additions would exceed the bound, because each one rounds to the size of the sum."""
     generator = torch.Generator().manual_seed(3)
     a, b = torch.rand(3, k, generator=generator), torch.rand(k, 16, generator=generator)
     if kind == "outlier":
@@ -149,7 +149,7 @@ def test_the_bits_do_not_depend_on_the_number_of_threads() -> None:
 def test_scales_whose_product_leaves_fp32(
     m: int, n: int, k: int, s_a: float, s_b: float, dtype: torch.dtype, device: str
 ) -> None:
-    """Few rows, one k shared out and tiles: each kernel applies the scales so that the result decides alone."""
+    """The kernels for few rows, a split k and tiles apply the scales so that only the result can leave fp32."""
     a, b = torch.ones(m, k).to(FP8).to(device), torch.ones(k, n).to(FP8).t().contiguous().t().to(device)
     inputs = (a, b, torch.tensor(s_a, device=device), torch.tensor(s_b, device=device), dtype)
     rows = (a, b, inputs[2].expand(m, 1).contiguous(), inputs[3].expand(1, n).contiguous(), dtype)
@@ -162,7 +162,7 @@ def test_scales_whose_product_leaves_fp32(
 @pytest.mark.gpu
 @pytest.mark.parametrize(("s_a", "s_b"), [(2.0**-100, 2.0**101), (2.0**120, 2.0**-126), (2.0**126, 2.0**-30)])
 def test_scales_far_apart_in_large_products(s_a: float, s_b: float) -> None:
-    """cuBLASLt multiplies by two factors: together they are the product of the scales."""
+    """The two factors that cuBLASLt multiplies by are together the product of the scales."""
     a, b, *_ = FP8GemmCase(name="large", dtype=torch.float32, m=640, n=4096, k=1024).make_inputs("cuda")
     inputs = (a, b, torch.tensor(s_a, device="cuda"), torch.tensor(s_b, device="cuda"), torch.float32)
     assert_product(op(*inputs), inputs, sum_error("cuda"))
@@ -250,7 +250,7 @@ def test_every_kernel_of_hopper(case: FP8GemmCase, nan_memory: None) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("m", "n", "k"), [(128, 128, 65536), (16, 256, 32768), (600, 1000, 16384)])
 def test_few_tiles_of_long_sums(m: int, n: int, k: int) -> None:
-    """Few tiles of many k-blocks, which cuBLASLt cuts into parts."""
+    """Products of few tiles with many k-blocks, which cuBLASLt splits along k."""
     for scales in ("tensor", "channel"):
         inputs = FP8GemmCase(name="long", dtype=torch.bfloat16, m=m, n=n, k=k, scales=scales).make_inputs(
             "cuda"
@@ -261,7 +261,7 @@ def test_few_tiles_of_long_sums(m: int, n: int, k: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", [8296, 8290])
 def test_many_tiles(n: int) -> None:
-    """Many rounds of all multiprocessors, the last row and column tiles ragged."""
+    """Many waves of tiles; the last row and column of tiles are ragged."""
     inputs = FP8GemmCase(name="tiles", dtype=torch.float16, m=4200, n=n, k=272, scales="channel").make_inputs(
         "cuda"
     )
@@ -422,7 +422,7 @@ def test_one_kernel_on_own_paths() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 64, 200])
 def test_calls_that_begin_before_the_last_one_ends(m: int) -> None:
-    """Each product reads what the call in front of it wrote, into memory that the one before that still used."""
+    """Each product reads what the previous call wrote and may write to memory that an older call still uses."""
     a, b, a_scale, b_scale, _ = FP8GemmCase(
         name="chain", dtype=torch.float16, m=m, n=1024, k=1024
     ).make_inputs("cuda")

@@ -60,7 +60,7 @@ def test_every_instruction_set(isa: str) -> None:
 
 
 def check_codes() -> None:
-    """Each code times 1, on the way of few rows and of many, as an a and as a b."""
+    """Checks each code times 1, with few rows and with many, as an element of a and of b."""
     codes = torch.arange(256, dtype=torch.uint8).view(FP8)
     values = codes.float()
     one = torch.tensor(1.0)
@@ -83,7 +83,7 @@ def test_layouts_give_the_same(m: int) -> None:
     )
 
     def spread(x: Tensor) -> Tensor:
-        """Every second code of a matrix whose other codes are NaN."""
+        """x as every second element of a matrix whose other elements are NaN."""
         wide = torch.full((x.shape[0], 2 * x.shape[1]), 0x7F, dtype=torch.uint8)
         wide[:, ::2] = x.view(torch.uint8)
         return wide.view(FP8)[:, ::2]
@@ -117,7 +117,7 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(m: int) -> None:
 @pytest.mark.parametrize("kind", ["one sign", "large and small", "cancelling"])
 @pytest.mark.parametrize("m", [1, 9])
 def test_long_sums_keep_the_bound(m: int, kind: str) -> None:
-    """15 roundings to fp32 at any depth: a tighter bound than P4's, for all roundings up or down together."""
+    """At any depth a sum has 15 roundings to fp32, so it keeps a tighter bound than P4's."""
     k = 70001
     generator = torch.Generator().manual_seed(3)
     a = torch.rand(m, k, generator=generator) * 400 + 40
@@ -136,5 +136,5 @@ def test_long_sums_keep_the_bound(m: int, kind: str) -> None:
 
 
 def test_more_than_one_copy_of_values_holds() -> None:
-    """Copies in fp32 are of 64 MiB or 64 rows, of a as of b."""
+    """The fp32 copies of a and of b hold 64 MiB or 64 rows; here both take more than one."""
     check(70, 66, 262144 + 40, torch.bfloat16, "channel", "column")

@@ -50,7 +50,7 @@ def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def check(x: torch.Tensor, scale, granularity: str, dim: int, block: int) -> None:
-    """Every op on one problem."""
+    """Checks every op on one problem."""
     grouping = (granularity, dim, block)
     codes, used, num_overflow = reference.quantize(x, scale, *grouping)
     q, s, n = quantize(x, scale, *grouping)
@@ -115,7 +115,7 @@ def test_case(case: FP8Case, device: str, nan_memory: None) -> None:
 @pytest.mark.parametrize("scale", [None, 1.0, 0.37, 300.0, 2.0**-126, 2.0**127, 3.0e-35, 1.7e34])
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
 def test_every_half_value(granularity: str, scale: float | None, dtype: torch.dtype, device: str) -> None:
-    """All 2^16 inputs, as one tensor, as 2^8 rows of magnitudes that differ, in blocks of 128 of them."""
+    """All 2^16 values: as one tensor, as 2^8 rows of different magnitudes, and in blocks of 128."""
     x = every_pattern(dtype, device).view(256, 256)
     if scale is None:
         check(x, None, granularity, -1, 128)
@@ -125,7 +125,7 @@ def test_every_half_value(granularity: str, scale: float | None, dtype: torch.dt
 
 
 def test_fp32_on_and_beside_every_boundary(device: str) -> None:
-    """Codes, midpoints and limits, each with its neighbours in fp32, both signs."""
+    """Codes, midpoints and limits, each with its neighbours in fp32 and with both signs."""
     values = reference.code_values()
     points = torch.cat((values, (values[1:] + values[:-1]) / 2, torch.tensor([464.0, 480.0, 1e38]))).float()
     near = torch.cat([torch.nextafter(points, torch.tensor(way)) for way in (-math.inf, math.inf)])
@@ -288,7 +288,7 @@ def test_property_5_round_trip(device, rows, cols, grouping, seed, dtype, magnit
 
 @given(seed=seeds, dtype=dtypes, magnitude=magnitudes, power=st.integers(-10, 10))
 def test_property_quantising_twice_changes_nothing(device, seed, dtype, magnitude, power) -> None:
-    """Codes are fixed points: a dequantised code has that code again, for scales that are powers of two."""
+    """A dequantised code quantises to itself for scales that are powers of two."""
     s = torch.full((), 2.0**power, device=device)
     q = quantize(normal((5, 130), dtype, device, seed, magnitude), s)[0]
     again = quantize(dequantize(q, s, torch.float32), s)[0]
@@ -346,7 +346,7 @@ def test_more_than_2_31_elements(shape: tuple[int, int], grouping: tuple[str, in
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [-1, 0])
 def test_more_than_2_31_overflows(dim: int) -> None:
-    """The count stays at the largest int32; 2^32 would be 0 again."""
+    """The count stops at the largest int32; a wrapped count of 2^32 would be 0."""
     x = torch.full((2**19, 2**13), 600.0, device="cuda", dtype=torch.bfloat16)
     scale = torch.ones((2**19, 1) if dim == -1 else (1, 2**13), device="cuda")
     assert int(quantize(x, scale, "channel", dim, 128)[2]) == 2**31 - 1

@@ -47,7 +47,7 @@ def test_quantize(dtype: torch.dtype, cols: int) -> None:
 
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=lambda g: g[0] + str(g[1]))
 def test_scales_beyond_the_quick_quotient(grouping: tuple[str, int, int]) -> None:
-    """Scales whose reciprocal leaves fp32's normal range take divisions."""
+    """Kernels divide by scales whose reciprocal is not a normal fp32 number."""
     x = normal((9, 520), torch.float32, "cpu", seed=1) * 1e-30
     for factor in (1.0, 1e-7):
         codes, scale, _ = reference.quantize(x * factor, None, *grouping)

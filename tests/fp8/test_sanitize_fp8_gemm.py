@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("dtype", OUTPUTS, ids=str)
 @pytest.mark.parametrize("m", [1, 30, 140])
 def test_fp8_gemm(m: int, dtype: torch.dtype) -> None:
-    # ragged in every direction; columns that tensor copies can store, and some that they cannot
+    # sizes that no tile divides; columns that tensor copies can store, and some that they cannot
     for n, k, scales, layout in (
         (136, 272, "channel", "column"),
         (67, 65, "mixed", "row"),
@@ -48,7 +48,7 @@ def test_every_kernel_of_hopper(case: FP8GemmCase, dtype: torch.dtype) -> None:
 
 
 def first_scales(scale: torch.Tensor) -> torch.Tensor:
-    """Those of the first 64 rows."""
+    """The scales of the first 64 rows."""
     return scale if scale.dim() == 0 else scale[:64]
 
 

@@ -36,7 +36,7 @@ op_saved_backward = torch.ops.htree.gated_mlp_saved_backward
 
 
 def on_device(case: GatedMLPCase, device: str) -> GatedMLPCase:
-    """fp64 is a dtype of the CPU alone."""
+    """The case itself, or in fp32 on a GPU, which has no kernels for fp64."""
     if device == "cuda" and case.dtype == torch.float64:
         return replace(case, dtype=torch.float32)
     return case
@@ -158,7 +158,7 @@ def test_gelu_falls_to_zero(dtype: torch.dtype, device: str) -> None:
 
 
 def test_half_projections_beyond_the_range_are_kept_as_infinities(device: str) -> None:
-    """The result and the gradients that compute g again are finite; those of the kept g are not."""
+    """The result and the gradients that recompute g are finite; the gradients from the kept g are not."""
     x = torch.full((1, 4), 100.0, dtype=torch.float16, device=device)
     gate = torch.full((1, 4), 300.0, dtype=torch.float16, device=device)
     up = torch.tensor([[1e-5, 0, 0, 0]], dtype=torch.float16, device=device)
@@ -229,7 +229,7 @@ def test_property_2_gated_mlp(device, size, seed, dtype, activation, act_on) -> 
 )
 def test_property_gradients(device, size, eights, seed, dtype, activation) -> None:
     rows, inner, hidden = size
-    if eights:  # rows of 16 bytes and more, which the kernels of Hopper want
+    if eights:  # rows of whole 16 bytes, which Hopper's kernels want
         inner, hidden = (inner + 7) // 8 * 8, (hidden + 7) // 8 * 8
     case = on_device(
         GatedMLPCase(
@@ -264,7 +264,7 @@ BATCHES_3 = [(b, s) for b in (1, 2, 7, 64) for s in (1, 13, 128, 511)] + [(1, 81
 
 
 def assert_spread(out: Tensor, inputs: tuple, num_rows: int, num_columns: int) -> None:
-    """Rows and columns spread over the result against the reference."""
+    """Checks rows and columns spread over the result against the reference."""
     x, gate, up, *options = inputs
     x, out = x.flatten(0, -2), out.flatten(0, -2)
     rows, columns = (

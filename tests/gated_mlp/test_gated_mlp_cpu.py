@@ -21,7 +21,7 @@ op_forward = torch.ops.htree.gated_mlp_forward
 op_saved_backward = torch.ops.htree.gated_mlp_saved_backward
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-#: Tiles of 1 to 4 rows, 64 rows at a time, and 128 where fp32 goes over to the library.
+#: Tiles of 1 to 4 rows, 64 rows at a time; above 128 rows fp32 uses the BLAS library.
 ROWS = (1, 2, 3, 4, 5, 6, 63, 65, 128, 129)
 #: Groups of 4 or 6 columns, 48 at a time.
 COLUMNS = (1, 3, 5, 6, 7, 49)
@@ -91,7 +91,7 @@ def test_layouts_give_the_same(rows: int, dtype: torch.dtype) -> None:
     assert torch.equal(op(with_strides(x, (hidden + 1, 1), offset=3), *pitched, *options), expected)
     columns = x.t().contiguous().t()
     assert torch.equal(op(columns, gate, up, *options), expected)
-    # weights in columns take the BLAS's product, which adds in another order
+    # weights stored by columns use the BLAS library, which adds in another order
     in_columns = [w.t().contiguous().t() for w in (gate, up)]
     for weights in (in_columns, (gate, in_columns[1]), (in_columns[0], up)):
         assert_forward(op(x, *weights, *options), (x, gate, up, *options))
@@ -129,7 +129,7 @@ def test_the_bits_of_a_row_and_a_column_are_their_own(rows: int, dtype: torch.dt
 
 @pytest.mark.parametrize("rows", [1, 6])
 def test_long_sums_of_one_sign(rows: int) -> None:
-    """33 roundings to fp32 at any depth, so a chain of 2^17 additions is out of the question."""
+    """At any depth a sum has 33 roundings to fp32, where a chain of 2^17 additions has 2^17."""
     hidden = 131072 + 5
     generator = torch.Generator().manual_seed(5)
     x = torch.rand(rows, hidden, generator=generator)
@@ -140,7 +140,7 @@ def test_long_sums_of_one_sign(rows: int) -> None:
 
 
 def test_more_rows_than_one_copy_of_x_holds() -> None:
-    """A copy is of 64 MiB or 64 rows."""
+    """A copy of x holds 64 MiB or 64 rows; here there are several."""
     hidden = 262144 + 40
     for dtype in (torch.float16, torch.bfloat16):
         inputs = GatedMLPCase(name="copies", dtype=dtype, rows=(130,), inner=2, hidden=hidden).make_inputs(
@@ -151,7 +151,7 @@ def test_more_rows_than_one_copy_of_x_holds() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_of_kept_products_in_blocks(dtype: torch.dtype) -> None:
-    """Weights of 64 MiB and more are multiplied in blocks: of fp16 and fp32 here two of them, of bf16 one."""
+    """Weights of 64 MiB and more are multiplied in pieces: here two for fp16 and fp32, one for bf16."""
     hidden, inner = 65536, 300
     x, gate, up, *options = GatedMLPCase(
         name="blocks", dtype=dtype, rows=(3,), inner=inner, hidden=hidden

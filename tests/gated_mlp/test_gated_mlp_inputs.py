@@ -135,7 +135,7 @@ def test_configurations_are_checked_everywhere() -> None:
 
 
 def test_every_tuple_names_its_own_kernel() -> None:
-    """Rows, columns and stages are those of the tuple; Python and C++ agree on what is compiled."""
+    """A kernel has the rows, columns and stages of its tuple; Python and C++ agree on what is compiled."""
     host = pytest.importorskip("htree_ops._host", reason="_host is built per Python version")
     for keys in config_search(GATED_MLP):
         if tuple(keys.values()) in COMPILED_CONFIGS:

@@ -1,4 +1,4 @@
-"""The CUDA kernels of gated_mlp: each one where its size brings it, what a call launches, graphs and streams."""
+"""The CUDA kernels of gated_mlp: which size takes which one, what a call launches, graphs and streams."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_gradient_kernels(case: GatedMLPCase, nan_memory: None) -> None:
 
 
 def test_gradients_do_not_spread_special_values() -> None:
-    """Tiles end where the tensors do: what a row or a column of dy holds stays in its gradients."""
+    """A row of NaN or a column of infinities in dy reaches the gradients of that row or column alone."""
     x, gate_weight, up_weight, *options = GatedMLPCase(
         name="nan", dtype=torch.bfloat16, rows=(200,), inner=328, hidden=264
     ).make_inputs("cuda")
@@ -88,7 +88,7 @@ def test_gradients_do_not_spread_special_values() -> None:
 
 
 def test_kernels_of_a_backward() -> None:
-    """One elementwise kernel, one for dx and one for both weights."""
+    """A backward launches one elementwise kernel, one for dx and one for both weights."""
     case = GatedMLPCase(name="one", dtype=torch.bfloat16, rows=(600,), inner=1024, hidden=512)
     inputs, dy = case.make_inputs("cuda"), case.make_dy("cuda", seed=77)
     _, gate, up = op_forward(*inputs)

@@ -28,7 +28,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("rows", [1, 30, 60, 140])
 def test_gated_mlp(rows: int, activation: str, dtype: torch.dtype) -> None:
-    # ragged in every direction; an inner size that tensor copies can store, and one that they cannot
+    # sizes that no tile divides; an inner size that tensor copies can store, and one that they cannot
     for inner, hidden in ((136, 200), (67, 65)):
         case = GatedMLPCase(
             name="small", dtype=dtype, rows=(rows,), inner=inner, hidden=hidden, activation=activation
@@ -68,4 +68,4 @@ def test_gradient_kernels(case: GatedMLPCase) -> None:
     gradients = torch.ops.htree.gated_mlp_saved_backward(dy, gate, up, *inputs)
     assert all(bool(g.isfinite().all()) for g in gradients)  # test_gated_mlp_kernels.py compares them
     one = torch.ops.htree.gated_mlp_saved_backward(dy, gate, up, *inputs, [False, False, True])[2]
-    torch.testing.assert_close(one, gradients[2], rtol=0.02, atol=0.01)  # its halves may be others
+    torch.testing.assert_close(one, gradients[2], rtol=0.02, atol=0.01)  # another kernel may compute it

@@ -282,7 +282,7 @@ def test_property_linear(device, n, seed, a, b) -> None:
 
 @given(n=lengths, seed=seeds, dtype=dtypes, power=st.integers(-3, 3))
 def test_property_scale_is_a_factor(device, n, seed, dtype, power) -> None:
-    """Powers of two commute with every rounding."""
+    """A scale that is a power of two commutes with every rounding."""
     x = normal((3, n), dtype, device, seed)
     assert (
         torch.equal(op(x, 2.0**power), (op(x.double(), 1.0) * 2.0**power).to(dtype)) or dtype != torch.float64
@@ -298,7 +298,7 @@ def test_property_scale_is_a_factor(device, n, seed, dtype, power) -> None:
     dtype=dtypes,
 )
 def test_property_grouped_is_a_kronecker_product(device, sizes, log2_group, log2_width, seed, dtype) -> None:
-    """H_GD = H_G (x) H_D: a transform per head, then a butterfly of G points across heads; its own inverse."""
+    """H_GD = H_G (x) H_D: a transform per head, then one of G points across heads. It is its own inverse."""
     batch, num_groups, length = sizes
     group, width = 1 << log2_group, 1 << log2_width
     x = normal((batch, num_groups * group, length, width), dtype, device, seed)
@@ -400,7 +400,7 @@ def test_more_than_2_31_elements(n: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("rows", "n"), [(1700, 8192), (900, 16384), (500, 32768)])
 def test_more_rows_than_run_at_a_time(rows: int, n: int, dtype: torch.dtype) -> None:
-    """Blocks that stay transform several rows each, the next one on its way."""
+    """Each persistent block transforms several rows and loads the next one while it computes."""
     x = normal((rows, n), dtype, "cuda", seed=n)
     rtol, atol = tolerance(x)
     y = op(x)

@@ -64,7 +64,7 @@ def test_only_the_keys_is_wrong(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
 
 
 def test_before_rope_is_another_model(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Equal on the diagonal alone; still a function of the distance alone."""
+    """The scores agree on the diagonal only, and still depend on the distance alone."""
     q, k, _ = qkv
     expected = scores(rope(q), rope(k))
     actual = scores(rope(hadamard_transform(q)), rope(hadamard_transform(k)))
@@ -93,7 +93,7 @@ def test_grouped_with_scores_per_head_mixes_heads(qkv: tuple[Tensor, Tensor, Ten
 
 @pytest.mark.parametrize("group", [2, 4])
 def test_grouped_with_expanded_queries_is_exact(qkv: tuple[Tensor, Tensor, Tensor], group: int) -> None:
-    """q_h in its slot of a zero row of G·D, transformed, against the whole stored row of the group."""
+    """A zero row of G·D with q_h at its head's place, transformed, times the stored row is the score."""
     q, k, _ = qkv
     stored = grouped_hadamard(k, group).unflatten(1, (HEADS // group, group)).transpose(2, 3).flatten(-2)
     h = hadamard_matrix(group, q.device)
@@ -131,7 +131,7 @@ def test_inverse_over_the_channels_leaves_the_butterfly_of_the_heads(
 def test_transformed_values_are_restored_once_per_output(
     qkv: tuple[Tensor, Tensor, Tensor], group: int
 ) -> None:
-    """O = H (P V'): with groups the weights of a head go over the whole row of the group, then its slot is taken."""
+    """O = H (P V'): with groups, a head's weights sum whole rows of the group; its part is then cut out."""
     q, k, v = qkv
     weights = torch.softmax(scores(q, k) * WIDTH**-0.5, dim=-1)
     stored = grouped_hadamard(v, group).unflatten(1, (HEADS // group, group)).transpose(2, 3).flatten(-2)
@@ -143,7 +143,7 @@ def test_transformed_values_are_restored_once_per_output(
 
 
 def test_padding_is_not_invertible() -> None:
-    """Why other lengths are refused: zero-padding 12 to 16 and cutting loses a quarter of a row (§4.1)."""
+    """Padding 12 to 16 with zeros and cutting loses a quarter of a row, so such lengths are refused (§4.1)."""
     x = normal((2000, 12), torch.float64, "cpu", seed=1)
 
     def padded(y: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def test_padding_is_not_invertible() -> None:
 
 
 def test_grouped_queries_use_the_slot_of_their_kv_head(device: str) -> None:
-    """8 query heads on 4 kv heads in groups of 2: query head h reads kv head h // 2, slot (h // 2) % 2."""
+    """8 query heads on 4 kv heads in groups of 2: query head h reads kv head h // 2, place (h // 2) % 2."""
     q = normal((1, 8, LENGTH, WIDTH), torch.float64, device, seed=2)
     k = normal((1, 4, LENGTH, WIDTH), torch.float64, device, seed=3)
     stored = grouped_hadamard(k, 2).unflatten(1, (2, 2)).transpose(2, 3).flatten(-2)

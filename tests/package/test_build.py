@@ -21,7 +21,7 @@ in_checkout = pytest.mark.skipif(not (ROOT / "setup.py").is_file(), reason="need
 
 @pytest.fixture(scope="module")
 def build() -> ModuleType:
-    """setup.py as a module; it builds nothing unless it is run."""
+    """setup.py as a module; importing it builds nothing."""
     spec = importlib.util.spec_from_file_location("htree_setup", ROOT / "setup.py")
     assert spec is not None
     assert spec.loader is not None
@@ -201,7 +201,7 @@ def test_import_with_an_unloadable_library(tmp_path: Path) -> None:
 
 @in_checkout
 def test_a_second_copy_is_refused(tmp_path: Path) -> None:
-    """Two installations in one process would register every op twice and abort; the message names both."""
+    """A second installation would register every op again and abort; the message names both."""
     package = Path(htree_ops.__file__).parent
     shutil.copytree(package, tmp_path / "htree_ops", ignore=shutil.ignore_patterns("__pycache__"))
     first = _load.library_path()

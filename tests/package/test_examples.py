@@ -59,7 +59,7 @@ def test_it_learns_real_text(lm, tmp_path, capsys):
         assert curves["train_bits_per_byte"][0] > unigram + 1
         assert curves["validation_bits_per_byte"][-1][1] < unigram - 0.8, name
         assert name in shown
-    # the same start on the same batches: the first losses differ by what the tree leaves out
+    # equal weights and batches: the first losses differ only by what the tree leaves out
     first = [found["models"][name]["train_bits_per_byte"][0] for name in ("tree", "dense")]
     assert first[0] != first[1]
     assert first[0] == pytest.approx(first[1], abs=0.2)

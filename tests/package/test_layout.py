@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MAX_LINES, LINES_WITHOUT_A_REASON, MAX_FUNCTION_LINES = 1000, 700, 100
 MAX_LINES_OF_PAGES = {"README.md": 150, "csrc/README.md": 60}
 MAX_FILES_OF_A_FOLDER, MAX_FILES_OF_CSRC = 16, 334
-# A file above LINES_WITHOUT_A_REASON has this in its first lines, in a comment or the docstring.
+# A file with more than LINES_WITHOUT_A_REASON lines says this in a comment or docstring in its first lines.
 REASON = re.compile(r"[Ll]onger than 700 lines because")
 MAX_TOP_TESTS = 15
 SOURCE = {".py", ".cpp", ".cu", ".cuh", ".h"}
@@ -73,7 +73,7 @@ def files_are_short(tree: Tree) -> list[str]:
     return complaints
 
 
-# Comments, literals and directives: braces and semicolons in them are no code.
+# Comments, literals and directives: braces and semicolons in them do not count.
 NO_CODE = re.compile(
     r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])'|^[ \t]*\#(?:\\\n|[^\n])*""",
     re.DOTALL | re.MULTILINE,
@@ -83,7 +83,7 @@ FUNCTION = re.compile(r"\)\s*(?:const|noexcept|override|->[^{;]*|:[^:{;][^{;]*|\
 
 
 def cpp_functions(text: str) -> list[tuple[int, int]]:
-    """First line and number of lines of each C++ function that stands in no other one."""
+    """First line and number of lines of each C++ function that is not inside another one."""
     text = NO_CODE.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
     found = []
     depth, header_at, function = 0, 0, None
@@ -135,7 +135,7 @@ def one_launcher_asks_for_shared_memory(tree: Tree) -> list[str]:
 
 
 def instances_are_generated(tree: Tree) -> list[str]:
-    """Explicit instantiations are rows of the tables in csrc/instances.py, no macros and no files."""
+    """Explicit instantiations are rows of the tables in csrc/instances.py, not macros or files."""
     macro = re.compile(r"^\s*#\s*define\s+(\w*_INSTANCES)\b", re.M)
     names = [name for name in tree.with_suffix(*SOURCE) if name.startswith("csrc/")]
     macros = [
@@ -176,7 +176,7 @@ def documents_name_existing_files(tree: Tree) -> list[str]:
 
 
 def maps_name_existing_files(tree: Tree) -> list[str]:
-    """Files that a README of csrc names, by their last folders or by their name alone."""
+    """Files that a README of csrc names exist; it may name them with their last folders or alone."""
     missing = []
     for document in (name for name in tree.with_suffix(".md") if name.startswith("csrc/")):
         for name in sorted(set(re.findall(r"`([\w./-]+\.(?:cuh|cu|cpp|h|py))`", tree.text(document)))):
@@ -213,7 +213,7 @@ def rooms_are_complete(tree: Tree) -> list[str]:
 
 
 def the_top_holds_few_tests(tree: Tree) -> list[str]:
-    """Few files at the top; names that differ, because pytest imports the test files by their names alone."""
+    """Few files at the top, and no name twice, because pytest imports test files by their names alone."""
     inside = [name for name in tree.files if name.startswith("tests/")]
     top = sum(name.count("/") == 1 for name in inside)
     complaints = [f"tests/ holds {top} files, at most {MAX_TOP_TESTS}"] if top > MAX_TOP_TESTS else []

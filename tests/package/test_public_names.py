@@ -25,7 +25,7 @@ def test_names_can_be_imported_from_where_they_were(module: str) -> None:
 
 
 def test_a_module_that_moved_is_the_same_under_both_names() -> None:
-    """In a process whose first imports of the package are these."""
+    """Runs in a process that has not imported the package before."""
     code = "\n".join(
         f"import htree_ops.ops.{old} as a; from htree_ops.ops import {old} as b\n"
         f"import {new} as c; assert a is b is c, {old!r}"

@@ -1,4 +1,4 @@
-"""The README and its pages are true: examples run, names and switches are the code's, figures those of the files."""
+"""The README and its pages are true: examples run, names and switches exist, figures are those of the files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_example_runs_as_printed(capsys):
 
 @pytest.mark.parametrize("script", ["draw_tree", "draw_results"])
 def test_the_scripts_draw_the_pictures(tmp_path, script):
-    """What a script draws is there and shown by a page; the picture of the tree draws its own numbers."""
+    """The pictures that a script draws exist and a page shows them; that of the tree has its own numbers."""
     pytest.importorskip("matplotlib")
     folder = ROOT / "docs" / "images"
     assert runpy.run_path(str(folder / f"{script}.py"))["main"](["--out", str(tmp_path)]) == 0
@@ -217,7 +217,7 @@ def test_stages_are_no_headlines(tmp_path):
 
 @pytest.mark.parametrize("render", [readme_table.render, readme_table.render_headlines])
 def test_other_functions_stand_side_by_side(tmp_path, render):
-    """Where no baseline computes the same, each yardstick is a column; a line's times are of one kind."""
+    """Where no baseline computes the same, each yardstick has a column; a row's times are of one kind."""
     one = ROW | {"baseline": "dense", "baseline_computes_the_same": False, "median_us": 2000.0}
     two = one | {"baseline": "dense, old", "sustained_us": None, "baseline_sustained_us": 9000.0}
     graphs = {"graph_us": 1900.0, "baseline_graph_us": 3000.0}
@@ -233,7 +233,7 @@ def test_other_functions_stand_side_by_side(tmp_path, render):
         "square | bfloat16 | 2.0 ms | 4.0 ms | 9.0 ms |",  # one side has a sustained time
         "tall | bfloat16 | 2.0 ms | 4.0 ms |  |",  # no graph of the baseline
         "graphs | bfloat16 | 1.9 ms | 3.0 ms | 8.0 ms |",
-        "no graph | bfloat16 | 2.0 ms | 4.0 ms | 4.0 ms |",  # of one of two baselines
+        "no graph | bfloat16 | 2.0 ms | 4.0 ms | 4.0 ms |",  # a graph of only one of two baselines
         "loaded | bfloat16 | 2.1 ms | 4.0 ms |  |",
     ):
         assert f"| `causal_softmax` | {line}" in lines
@@ -264,7 +264,7 @@ def test_the_length_from_which_the_tree_is_faster(tmp_path):
 
 
 def test_the_summary_compares_whole_calls(tmp_path):
-    """The fastest of a line is bold, and dense attention on one head counts for all of them."""
+    """The fastest of a row is bold, and a time of dense attention on one head stands for all heads."""
     one_head = {"baseline": f"{readme_table.DENSE}, 1 of 32 heads"}
     rows = [tree_row(8192, 1, 4, 1), tree_row(8192, 16, 2, 1), tree_row(1 << 20, 16, 750, 500, **one_head)]
     rows += [tree_row(8192, 1, 9, 8, op="tree_attention_backward"), tree_row(9000, 1, 1, 1)]
@@ -330,7 +330,7 @@ def test_a_document_without_the_markers_is_refused(text):
 
 
 def test_what_the_limits_say_is_refused():
-    """Sentences of docs/limits.md that a few lines can check."""
+    """What docs/limits.md says is refused is refused, for the sentences that a few lines can check."""
     layer = htree_ops.HTreeAttention(16, 2)
     x = torch.randn(1, 8, 16)
     with pytest.raises(NotImplementedError, match="key_padding_mask"):

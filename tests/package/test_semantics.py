@@ -1,4 +1,4 @@
-"""The pages of docs/semantics describe every registered op as it is registered, and every § that is cited exists."""
+"""The pages of docs/semantics give every registered op's schema, and every § that is cited exists."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SECTIONS = {
 }
 #: "§1.6", "§1.5-§1.8", "§4.4 to §4.6": the first number and, of a range, the last one.
 CITED = re.compile(r"§(\d(?:\.\d+)?)(?:(?: to |-|–)§?(\d\.\d+))?")
-#: The same behind the page it is on, where a comment or a docstring may break the line.
+#: The same behind the name of its page; a comment or a docstring may break the line between them.
 CITED_OF_PAGE = re.compile(rf"docs/semantics/(\w+)\.md[\s/#]*((?:{CITED.pattern}(?:,\s*[/#]*\s*| and )?)+)")
 SIGNATURE = re.compile(r"`(\w+(?:\.\w+)?\((?:Tensor|SymInt)[^`]*\)\s+->\s+[^`]+)`")
 

@@ -68,7 +68,7 @@ def test_backward(case: RMSNormRoPEBackwardCase, device: str, nan_memory: None) 
 
 
 def test_unequal_halves_use_all_columns(device: str) -> None:
-    """The lower half of a head takes the lower columns of the tables, the upper half the upper ones."""
+    """The lower half of a head uses the lower columns of the tables, the upper half the upper ones."""
     x = torch.ones(1, 1, 4, dtype=torch.float64, device=device)
     weight = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64, device=device)
     cos = torch.tensor([[5.0, 6.0, 7.0, 8.0]], dtype=torch.float64, device=device)
@@ -198,7 +198,7 @@ seeds = st.integers(0, 2**31 - 1)
 
 @st.composite
 def problems(draw: st.DrawFn) -> RMSNormRoPECase:
-    """Any B, S, number of heads and even head dim, up to 2^17 elements."""
+    """Problems of any B, S, number of heads and even head dim, up to 2^17 elements."""
     head_dim = 2 * draw(st.integers(1, 80))
     num_heads = draw(st.integers(1, 40))
     batch = draw(st.integers(1, 64))
@@ -260,9 +260,9 @@ def test_property_gradients(device: str, case: RMSNormRoPECase, seed: int) -> No
     ("batch", "positions"), [(1, 1), (64, 1), (1, 8192), (64, 8192)], ids=lambda size: str(size)
 )
 def test_corners(batch: int, positions: int, device: str) -> None:
-    """The corners of §3.5, checked by slices: Hd = 2048 on a CPU, 8192 on a GPU, where x and y have 2^32 elements.
+    """Slices of the corners of §3.5: Hd = 2048 on a CPU, 8192 on a GPU, where x and y have 2^32 elements.
 
-    On a CPU row (b, s) of x is row b + s of one buffer, to save the memory of x.
+    On a CPU row (b, s) of x is row b + s of one buffer, which saves memory.
     """
     hidden = 8192 if device == "cuda" else 2048
     weight = normal((hidden,), torch.bfloat16, device, 1)

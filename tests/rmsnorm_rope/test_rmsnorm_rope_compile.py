@@ -154,7 +154,7 @@ def test_every_tuned_kernel(dtype: torch.dtype, block_size: int, num_stages: int
 
 @pytest.mark.gpu
 def test_more_rows_than_blocks() -> None:
-    """Every block runs through its rows, the pipeline wraps around, and the last blocks have one row less."""
+    """Each block takes several rows, the ring wraps around, and the last blocks have one row less."""
     for shape, head_dim in (((3, 1000, 1024), 128), ((2, 501, 7, 128), 128), ((2, 700, 4096), 64)):
         case = RMSNormRoPECase(
             name="many", dtype=torch.bfloat16, shape=shape, head_dim=head_dim, table="unequal"

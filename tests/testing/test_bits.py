@@ -1,4 +1,4 @@
-"""The digests of `make bits`: what they see, and what the command says."""
+"""The digests of `make bits`: which changes they notice, and what the command prints."""
 
 from __future__ import annotations
 

@@ -149,12 +149,12 @@ def test_one_wrong_element_among_two_million_is_caught():
     wrong = eager.clone()
     place = int(
         (reference.view(-1) - 1 / 512).abs().argmin()
-    )  # one of the usual size, a 100th of the largest
+    )  # an element of the usual size, a 100th of the largest
     wrong.view(-1)[place] *= 2
     torch.testing.assert_close(wrong.double(), reference, rtol=1.6e-2, atol=5e-3)
     with pytest.raises(AssertionError, match=r"max .error"):
         assert_no_worse_than_eager(wrong, reference, eager)
-    # One of the smallest is below the largest rounding error: only the relative tolerance sees it.
+    # The smallest elements are below the largest rounding error: only the relative tolerance sees them.
     small = eager.clone()
     small.view(-1)[reference.argmin()] *= 2
     assert_no_worse_than_eager(small, reference, eager)

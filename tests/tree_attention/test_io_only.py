@@ -123,7 +123,7 @@ def test_stratified_positions_are_distinct_and_ascend(n, top_k, batch, token, he
 
 
 def test_how_many_positions_are_distinct():
-    """The measured facts of §2.3: hashed positions repeat where n is a little above k."""
+    """The counts that §2.3 states: hashed positions repeat where n is a little above k."""
     counts = {}
     for n in (8192, 7500, 513, 600):
         num = torch.full((1, 64, 1), n, dtype=torch.int32)
@@ -139,7 +139,7 @@ def test_how_many_positions_are_distinct():
 
 @pytest.mark.parametrize(("capacity", "G"), [(7, 1), (300, 2), (700, 5), (8192, 8)])
 def test_every_score_is_read(capacity, G, device):
-    """With all bits let through, a change of any single score changes the positions."""
+    """With the mask of all bits, a change of any single score changes the positions."""
     scores, num = positions_inputs(1, 1, 1, capacity, G, device)
     num.fill_(capacity)
     before = ops.io_select_topk(scores, num, 4, 1, "lcg", 0, -1)
@@ -194,7 +194,7 @@ def test_the_whole_pipeline(case, select, map_positions, device):
 
 
 def strided(x: torch.Tensor) -> torch.Tensor:
-    """The same values as every other element of every other row of a larger tensor."""
+    """x as every other element of every other row of a larger tensor."""
     larger = x.new_zeros(*x.shape[:-2], 2 * x.shape[-2], 2 * x.shape[-1])
     larger[..., ::2, ::2] = x
     return larger[..., ::2, ::2]
@@ -204,7 +204,7 @@ def strided(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("select", ["lcg", "stratified"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_integers_agree_bit_for_bit(dtype, select, layout, device):
-    """Three layers down: what the CUDA kernels return is what the CPU returns, and that is what the formulas say."""
+    """In each of three layers the CUDA kernels return what the CPU returns, and the CPU what the formulas say."""
     case = TreeAttentionCase(
         name="three_layers", dtype=dtype, B=2, T=1100, H=8, H_kv=2, K=32, V=16, r=16, top_k=4, M=32
     )
@@ -240,7 +240,7 @@ def test_integers_agree_bit_for_bit(dtype, select, layout, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_hashed_scores_agree_bit_for_bit(dtype, device):
-    """Zeros everywhere leave the hash of node, head and token alone: no rounding may differ."""
+    """With zeros everywhere a score is only the hash of node, head and token, so no rounding may differ."""
     lists = torch.arange(40, dtype=torch.int32).expand(2, 9, 3, 40)
     t0, r, width = (1 << 20) + 7, 8, 4
     q, keys = torch.zeros(2, 9, 3, width, dtype=dtype), torch.zeros(2, t0 + 9, 3, width, dtype=dtype)
@@ -254,7 +254,7 @@ def test_hashed_scores_agree_bit_for_bit(dtype, device):
 
 
 def test_long_sequences_are_worked_on_in_pieces(device):
-    """1 GiB of scores is 4096 queries here; the seam must not show."""
+    """A piece, 1 GiB of scores, has 4096 queries here; the results show no seam."""
     q, k, v = (normal((1, 8200, h, 8), torch.float32, device, seed) for seed, h in enumerate((8, 1, 1)))
     options = (16, 512, 512)
     whole = ops.io_attention_forward(q, k, v, *options)

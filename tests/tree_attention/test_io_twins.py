@@ -58,7 +58,7 @@ def accesses_of(ptx: str) -> dict[str, Counter[str]]:
             words = [word for word in rest.split(".") if word]
             vector = next((word for word in words if re.fullmatch(r"v\d", word)), "")
             width = re.sub(r"\D", "", words[-1])
-            # the space is known for some pointers and generic for others
+            # the compiler knows the space of some pointers and takes others as generic
             space = "global" if "global" in words else "generic"
             found[f"{kind} {space} {vector}{width}"] += 1
         kernels[match.group(1)] = found
@@ -133,7 +133,7 @@ def test_next_parents_are_copied() -> None:
     ],
 )
 def test_a_load_that_feeds_nothing_is_missed(tmp_path, header, kept, dropped, instance) -> None:
-    """A twin that drops a value loses the load, and the count shows it."""
+    """A twin that drops a value loses its load, and the count shows that."""
     tree = tmp_path / "csrc"
     shutil.copytree(CSRC, tree, ignore=shutil.ignore_patterns("*.cpp"))
     changed = tree / "ops" / "tree_attention" / "stages" / header

@@ -17,7 +17,7 @@ NAMES = ("r16", "wide_lists", "group_of_3", "group_of_16", "odd_value", "batch",
 
 
 def to_cuda(value: object) -> object:
-    """The tensor with its strides and offset: what the reference prepared is not computed under the sanitizer."""
+    """A copy of the tensor on the GPU, with its strides and offset."""
     if not isinstance(value, torch.Tensor):
         return value
     storage = value.untyped_storage().cuda()

@@ -35,7 +35,7 @@ def model(dtype: torch.dtype = torch.bfloat16, **sizes: object) -> TreeAttention
 @pytest.mark.parametrize("size", [2.0**-40, 2.0**-12, 2.0**14, 2.0**40])
 @pytest.mark.parametrize("stride", STRIDES)
 def test_keys_and_queries_of_any_size(stride: int, size: float, nan_memory: None) -> None:
-    """The scores stay what they are; dS, keys and queries share fp16's range by powers of two."""
+    """The scores do not change; powers of two bring dS, keys and queries into fp16's range."""
     case = model(selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
     q, k = (q.double() / size).bfloat16(), (k.double() * size).bfloat16()
@@ -56,7 +56,7 @@ def test_keys_and_queries_of_any_size(stride: int, size: float, nan_memory: None
 def test_values_and_gradients_of_any_size(
     stride: int, of_values: int, of_gradients: int, nan_memory: None
 ) -> None:
-    """Powers of two, beyond those whose squares are fp32 numbers too."""
+    """Values and gradients are scaled by powers of two, some with squares beyond fp32's range."""
     case = model(selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
     v *= 2.0**of_values
@@ -71,7 +71,7 @@ def test_values_and_gradients_of_any_size(
 
 @pytest.mark.parametrize("stride", STRIDES)
 def test_keys_of_mixed_size(stride: int, nan_memory: None) -> None:
-    """Gradients of small keys beside large ones: each kind of key is judged by its own size."""
+    """Small keys stand beside large ones; the errors of each kind are compared with its own size."""
     case = model(T=1100, selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
     k[:, 1::3] *= 2.0**-11
@@ -91,7 +91,7 @@ def test_keys_of_mixed_size(stride: int, nan_memory: None) -> None:
 @pytest.mark.parametrize("stride", STRIDES)
 @pytest.mark.parametrize("t", [15, 100, 643])
 def test_a_future_that_is_not_finite(stride: int, t: int) -> None:
-    """dq of a query is finite whatever stands behind it, in its own parent too."""
+    """dq of a query is finite whatever later tokens hold, also those under its own parent."""
     case = model(selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
     options = case.reference_options()
@@ -147,7 +147,7 @@ def test_some_of_the_gradients(stride: int, mask: list[bool], nan_memory: None) 
 @pytest.mark.parametrize("group", [3, 4, 8, 16])
 @pytest.mark.parametrize("stride", [1, 2, 4, 8])
 def test_queries_that_start_within_a_node(stride: int, group: int, width: int, nan_memory: None) -> None:
-    """Runs of 16 queries at the top begin before the first query; three layers, and one."""
+    """The first run of 16 queries at the top begins before the first query, with three layers and with one."""
     for nodes in (32, 1024):
         case = model(
             T=709,
@@ -171,7 +171,7 @@ def test_queries_that_start_within_a_node(stride: int, group: int, width: int, n
 
 @pytest.mark.parametrize("stride", [1, 2, 4, 16])
 def test_the_kernels_of_every_gpu_agree_at_length(stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several chunks of queries, windows and launches of partial sums against kernels that know none of them."""
+    """Hopper's kernels with several chunks, windows and launches agree with those of every GPU, which have none."""
     case = model(T=40_000, H=8, H_kv=1, top_k=512, M=8192, selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
     options = case.reference_options()
@@ -188,11 +188,11 @@ def test_the_kernels_of_every_gpu_agree_at_length(stride: int, monkeypatch: pyte
     ("length", "stride", "stored"),
     [
         *((32_768, stride, stored) for stride in (1, 16) for stored in (True, False)),
-        (131_072, 1, False),  # where most is needed
+        (131_072, 1, False),  # the call that needs most
     ],
 )
 def test_scratch_is_bounded(length: int, stride: int, stored: bool) -> None:
-    """At most 2 GB beyond gradients, fp32 sums, the tree and one packed copy of K and V; the same bits twice."""
+    """At most 2 GB beyond gradients, fp32 sums, the tree and one packed copy of K and V; a repeat has equal bits."""
     case = model(T=length, H=32, H_kv=4, top_k=512, M=8192, selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
     options = case.reference_options()
@@ -217,7 +217,7 @@ def test_scratch_is_bounded(length: int, stride: int, stored: bool) -> None:
 
 @pytest.mark.parametrize("width", [32, 48])
 def test_more_batches_and_heads_than_a_grid_is_wide(width: int) -> None:
-    """On the tensor cores and on the general kernels; every batch has the gradients it has alone."""
+    """Each batch has the gradients it has alone, on the tensor cores and on the general kernels."""
     case = model(B=33_000, T=20, H=4, H_kv=2, K=width, V=width, top_k=1, M=16)
     q, k, v = case.make_qkv("cuda")
     options = case.reference_options()

@@ -1,4 +1,4 @@
-"""Which kernels a call of tree attention takes on a GPU: a function of problem and device, printed without one."""
+"""Which kernels a call of tree attention takes on a GPU; problem and device decide, so no GPU is needed."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def layers(sizes: tuple[int, ...] = MODEL, half: bool = True, **options: int | b
     return choices(sizes, half, **options)["layers"].split(",")
 
 
-# Sequences of the table of figures, and the layers above the tokens that a top of at most 8192 nodes leaves.
+# Lengths of the table of figures, and how many layers lie below a top of at most 8192 nodes.
 LENGTHS = {4096: 0, 32_768: 1, 65_536: 1, 131_072: 1, 262_144: 2, 524_288: 2, 1_048_576: 2}
 HEADS = {(32, 4): 8, (64, 4): 16, (8, 8): 1}  # H, H_kv
 
@@ -267,7 +267,7 @@ def test_other_gradients_are_made_for_each_query(options: dict[str, int | bool])
 @pytest.mark.parametrize("length", [32_768, 131_072, 1_048_576])
 @pytest.mark.parametrize(("stride", "share"), [(1, 800), (16, 272)])
 def test_the_backward_keeps_to_its_scratch(length: int, stride: int, share: int) -> None:
-    """Rows of a chunk take what the partial sums of blocks leave of 1856 MiB."""
+    """The rows of a chunk fit into what the partial sums leave of 1856 MiB."""
     sizes = (1, length, length, 32, 4, 128, 128)
     queries = int(choices(sizes, selection_stride=stride, backward=True)["query_chunk"])
     records = 0 if stride == 16 else 2 * 256
@@ -279,7 +279,7 @@ def test_the_backward_keeps_to_its_scratch(length: int, stride: int, share: int)
 @pytest.mark.parametrize("stride", [1, 3, 4, 16])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 4), (64, 4), (16, 2), (24, 3)])
 def test_chunks_of_blocks_are_whole_waves(heads: int, kv_heads: int, stride: int, num_sms: int) -> None:
-    """A block of gradients has a list of its SM, so the tasks of a chunk fill all SMs to the last."""
+    """The kernels per list run a task per SM and wave, and the tasks of a chunk fill whole waves."""
     sizes = (1, 524_288, 524_288, heads, kv_heads, 128, 128)
     found = choices(sizes, selection_stride=stride, num_sms=num_sms, backward=True)
     assert found["top_dK_dV"] == "per_list"

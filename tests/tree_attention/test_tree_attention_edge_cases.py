@@ -124,7 +124,7 @@ def test_empty_problems(shape, device):
 @pytest.mark.parametrize("importance", ["lse_causal", "lse", "exp_joint"])
 @pytest.mark.parametrize("name", ["ragged_everywhere", "group_of_8", "r16", "uneven_k", "stride4", "chunk"])
 def test_equal_scores_select_the_first_positions_and_the_rightmost(name, importance, device):
-    """q = 0 makes every score exactly 0, so the lists are known exactly and out is a mean over the cut."""
+    """q = 0 makes every score exactly 0, so the lists are known and out is a mean over the nodes of the cut."""
     case = named(name, importance=importance)
     q, k, v = case.make_qkv(device)
     q = torch.zeros_like(q)
@@ -195,7 +195,7 @@ def test_nan_stays_in_its_rows(name, place, device):
     ],
 )
 def test_an_infinite_query_or_key_reaches_no_earlier_row(name, dtype, place, value, device):
-    """A score of +inf gives NaN, one of -inf weighs nothing; §1.9 about the rows that an infinite key hits."""
+    """A score of +inf gives NaN and one of -inf has no weight; §1.9 says which rows an infinite key reaches."""
     case = named(name, dtype=dtype)
     tensors = list(case.make_qkv(device))
     before = ops.attention(*tensors, *case.op_options())

@@ -1,7 +1,7 @@
 """Properties of docs/semantics §1.11 on shapes of the tensor-core path, which the small drawn problems never take.
 
-r = 16, half types, K = V in {32, 64, 128}, up to 16 query heads per kv head and every stride: attention_config.h sends
-them to the dense top and to the union, block and private gathers.
+r = 16, half types, K = V in {32, 64, 128}, up to 16 query heads per kv head and every stride: plan/ sends them to the
+dense top and to the shared-gather, per-list and per-query kernels.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LAYOUTS = ("contiguous", "fused_projection", "head_major", "in_larger", "misalig
 
 @st.composite
 def problems(draw, layers=None):
-    """Lengths about the boundaries of layers, M and 16 M, and chunks that begin inside a node."""
+    """Problems with lengths around M and 16 M, where a layer is added; some queries begin inside a node."""
     top_k = draw(st.integers(1, 6))
     top_nodes = draw(st.integers(1, min(16 * top_k, 40)))
     edges = [top_nodes, top_nodes + 1, 16 * top_nodes, 16 * top_nodes + 1]
@@ -155,7 +155,7 @@ def test_h11_expanded_heads_select_per_query_head(case, seed):
     extreme=st.booleans(),
 )
 def test_backward_under_lists_that_break_the_rules_stays_in_bounds(seed, stride, group, extreme):
-    """§1.3 for the lists that a caller gives to attention_backward; memcheck sees two of these calls."""
+    """attention_backward keeps to §1.3 for any lists; memcheck watches two of these calls."""
     case = TreeAttentionCase(
         name="wild", dtype=torch.bfloat16, T=300, H=group, H_kv=1, K=64, V=64, r=16, top_k=4, M=32,
         selection_stride=stride,

@@ -93,7 +93,7 @@ def test_subtract_topk(case, device):
         got = [x.cpu() for x in ops.subtract_topk(*inputs)]
         wanted = ref.subtract_topk(layer_v.double(), indices, *wide(scores, *state))
         assert torch.equal(got[3], wanted[3])
-        # what is left carries the rounding of what was there: compare on the scale of the whole state
+        # what is left has the rounding errors of the whole state, so errors are compared with that
         listed = (indices >= 0).sum(-1)
         full = listed == case.top_k
         assert (got[0][~full] == -torch.inf).all()
@@ -145,7 +145,7 @@ def test_select_accumulate_and_recompute_selection(case, device):
 
 
 def check_selection(case, stage, q, table, chosen):
-    """The same nodes as the reference wherever no near tie decides."""
+    """Checks that op and reference select the same nodes wherever no near tie decides."""
     leaders = slice(None, None, case.selection_stride)
     scores, num = ref.compute_scores(
         *wide(q, stage.layer_k), stretch(case, stage.parents), *wide(*table), stage.layer, case.r, case.scale,

@@ -19,7 +19,7 @@ from htree_ops.testing.tree_attention_checks import assert_lists, forced
 pytestmark = pytest.mark.gpu
 
 op = torch.ops.htree
-# One kv head, for groups as large as they come.
+# One kv head, so that groups are as large as possible.
 model = functools.partial(fast_model, H_kv=1)
 
 SHAPES = [
@@ -65,7 +65,7 @@ def test_forward_under_its_own_selection(case: TreeAttentionCase, gather: str, n
 
 @pytest.mark.parametrize("length", [65_537, 140_000])
 def test_lists_over_several_windows(length: int, gather: str) -> None:
-    """More parents than a block looks at together; the last queries against the reference, all against a repeat."""
+    """Lists go over several windows of parents; the last queries agree with the reference, a repeat with all."""
     case = model("windows", T=length, H=4, K=32, V=32, top_k=32, M=512)
     q, k, v = case.make_qkv("cuda")
     options = case.reference_options()

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @given(seed=seeds, extreme=st.booleans(), layer=st.integers(0, 2), stride=st.sampled_from((1, 2, 4)))
 def test_lists_that_break_the_invariant_stay_in_bounds(seed, extreme, layer, stride, device):
-    """NaN lies all around the tensors, so a read outside shows in the comparison with the reference."""
+    """The tensors lie in memory full of NaN, so a read outside shows in the comparison with the reference."""
     case = TreeAttentionCase(
         name="wild", dtype=torch.float32, B=2, T=61, H=4, H_kv=2, K=6, V=5, r=4, top_k=3, M=9,
         selection_stride=stride,

@@ -35,7 +35,7 @@ SHAPES = [
     model("three_layers", T=3000, top_k=4, M=32),
     model("wide_lists", T=3000, top_k=64, M=1024),
     model("one_layer", T=900, M=1024, top_k=64),
-    # the last length of a depth and the first of the next: M, 16 M and 256 M
+    # the last length with a number of layers and the first with one more: M, 16 M and 256 M
     *(
         model(f"boundary{t}_stride{stride}", T=t, M=128, K=128, V=128, selection_stride=stride)
         for t in (128, 129, 2048, 2049)
@@ -49,7 +49,7 @@ SHAPES = [
     model("stride2", selection_stride=2, K=128, V=128),
     model("stride16", selection_stride=16, K=128, V=128),
     model("stride16_three_layers", T=3000, top_k=4, M=32, selection_stride=16),
-    # the queries of a list on one block of warpgroups, where there is one: rows, head dims and layers
+    # rows, head dims and layers of the per-list kernels, where the GPU has them
     *(model(f"stride16_d{d}", H=16, K=d, V=d, selection_stride=16) for d in (32, 64)),
     *(model(f"stride16_group{g}", H=2 * g, K=128, V=128, selection_stride=16) for g in (1, 3, 5, 8, 12, 16)),
     *(model(f"stride{s}_group8", H=16, K=128, V=128, selection_stride=s) for s in (4, 8)),
@@ -138,8 +138,8 @@ def test_the_future_changes_nothing(dtype: torch.dtype, stride: int, group: int)
     q, k, v = case.make_qkv("cuda")
     out = op.attention(q, k, v, **case.reference_options())
     for t in (0, 15, 100, 1023, 2500, 4002):
-        # A NaN among the rotated keys may not move the scale guard of earlier queries, and scores of a later
-        # query in the same block may not move what those of an earlier one are summed relative to.
+        # A NaN among the rotated keys must not change the guard of earlier queries, and scores of a later
+        # query in the same thread block must not change the maximum that an earlier one's sums refer to.
         for factor in (math.nan, 300.0):
             changed = [x.clone() for x in (q, k, v)]
             for x in changed:
@@ -151,7 +151,7 @@ def test_the_future_changes_nothing(dtype: torch.dtype, stride: int, group: int)
 @pytest.mark.parametrize("stride", [1, 16])
 @pytest.mark.parametrize("size", [2.0**-66, 2.0**-12, 2.0**14, 2.0**60, 2.0**100])
 def test_the_range_of_bfloat16(size: float, stride: int) -> None:
-    """Scratch in half precision is guarded by a power of two per row: every size of q and k is as good as 1."""
+    """Rows in half-precision scratch are scaled by powers of two, so any size of q and k is as accurate as 1."""
     case = model("range", T=3000, K=128, V=128, top_k=16, M=256, selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
     options = case.reference_options()
@@ -164,7 +164,7 @@ def test_the_range_of_bfloat16(size: float, stride: int) -> None:
 
 
 def test_mixed_sizes_of_keys_and_queries() -> None:
-    """Rows of q and of k far apart in size, next to each other."""
+    """Rows of q and of k stand next to rows of far different sizes."""
     case = model("mixed", T=3000, K=128, V=128, top_k=16, M=256)
     q, k, v = case.make_qkv("cuda")
     size = 2.0 ** (torch.arange(case.T, device="cuda", dtype=torch.float64) // 256 % 5 * 20 - 40)
@@ -192,7 +192,7 @@ def test_equal_importances_go_by_position(value: float, stride: int) -> None:
 @pytest.mark.parametrize(("query", "plain", "guarded"), [(8, -7, -10), (-14, 12, 15)], ids=["small", "large"])
 @pytest.mark.parametrize("stride", [1, 16])
 def test_keys_of_mixed_size(query: int, plain: int, guarded: int, stride: int, nan_memory: None) -> None:
-    """Key rows with and without a power of two beside each other, and rows of zeros."""
+    """Key rows that need a power of two stand beside others that need none and beside rows of zeros."""
     case = model("mixed", T=1100, H=16, K=128, V=128, selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
     q = q * 2.0**query

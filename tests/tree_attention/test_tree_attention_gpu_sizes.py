@@ -21,7 +21,7 @@ op = torch.ops.htree
 @pytest.mark.parametrize("stride", [1, 4, 16])
 @pytest.mark.parametrize("group", [1, 8, 16])
 def test_every_length_up_to_64(group: int, stride: int, nan_memory: None) -> None:
-    """One to four nodes of 16 tokens, one layer and two."""
+    """The tree has one to four nodes of 16 tokens, in one layer and in two."""
     kinds = itertools.product((32, 64, 128), (torch.bfloat16, torch.float16), (16, 64))
     for length, (width, dtype, top_nodes) in zip(range(1, 65), itertools.cycle(kinds)):
         case = model(
@@ -37,7 +37,7 @@ def test_every_length_up_to_64(group: int, stride: int, nan_memory: None) -> Non
         gradients = op.attention_backward(dout, q, k, v, out, gmax, gsum, parents, **options)
         wanted = reference_gradients(q, k, v, dout, parents, options)
         for name, gradient, expected in zip(("dq", "dk", "dv"), gradients, wanted, strict=True):
-            # of one token, and of the first one alone, dq and dk are zero
+            # where each query sees one token alone, dq and dk are zero
             size = expected.norm().clamp(min=float(dout.norm()))
             error = (gradient.double() - expected).norm()
             assert error < 2e-2 * size, f"{name}, T = {length}: error {error:.2e} of {size:.2e}"
@@ -45,7 +45,7 @@ def test_every_length_up_to_64(group: int, stride: int, nan_memory: None) -> Non
 
 @pytest.mark.parametrize("stride", [1, 16])
 def test_more_than_2_31_elements(stride: int) -> None:
-    """The last rows of a long call, forward and backward, are those of a call that has no others."""
+    """The last rows of a long call equal those of a call that has no other rows, forward and backward."""
     case = model("large", selection_stride=stride, **LARGE)
     assert case.T * case.H * case.K > 2**31
     q, k, v = case.make_qkv("cuda")
@@ -62,7 +62,7 @@ def test_more_than_2_31_elements(stride: int) -> None:
     assert_fast_output(short[0], expected.out, v)
     del expected
 
-    # Only the last rows have a gradient, so what the others leave in dk and dv is zero.
+    # Only the last rows have a gradient, so the others add zero to dk and dv.
     dout = torch.zeros_like(out)
     dout[:, -64:] = torch.randn_like(tail[1])
     gradients = op.attention_backward(dout, q, k, v, out, gmax, gsum, parents, **options)

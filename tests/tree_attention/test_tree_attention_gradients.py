@@ -46,7 +46,7 @@ def check_against_reference(got, q, k, v, case, dout):
 
 
 def small(case, device):
-    """The float64 case where float64 runs, else the same in float32."""
+    """The case in float64 on the CPU, and in float32 on a GPU."""
     return case if device == "cpu" else case.with_dtype(torch.float32)
 
 

@@ -20,7 +20,7 @@ MIB = 2**20
 ALIGNMENT = 256
 FORWARD_SCRATCH = 896 * MIB
 BACKWARD_SCRATCH = 1856 * MIB
-LIST_SUMS, TOP_SUMS = 1584 * MIB, 1056 * MIB  # what kernels per list leave: of all layers, of the top alone
+LIST_SUMS, TOP_SUMS = 1584 * MIB, 1056 * MIB  # per-list kernels in all layers, at the top alone
 GPUS = {
     "hopper": {"major": 9, "num_sms": 132},
     "small_hopper": {"major": 9, "num_sms": 114},
@@ -86,7 +86,7 @@ def calls(lengths: tuple[int, ...] = LENGTHS) -> Iterator[Call]:
 
 
 def facts(text: str) -> tuple[dict[str, int], dict[str, str]]:
-    """The chunks of a configuration, and the kernels."""
+    """The sizes of a configuration's chunks, and its kernels."""
     assert text.startswith("tensor_core ")
     words = dict(word.split("=") for word in text.split()[1:])
     numbers = {key: int(value) for key, value in words.items() if value.isdigit()}
@@ -169,7 +169,7 @@ def backward_needs(
 
 
 def sum_bytes(call: Call, chunk: dict[str, int], kernels: dict[str, str]) -> int:
-    """dK and dV that kernels per list leave: of all lists of a chunk, or as many as the budget holds, at least one."""
+    """Partial sums of the per-list kernels: of all lists of a chunk, or as many as the budget holds, at least one."""
     group = call.heads // call.kv_heads
     budget = LIST_SUMS if kernels["dQ"] == "per_list" else TOP_SUMS
     heads = chunk["batch_chunk"] * call.kv_heads
@@ -189,7 +189,7 @@ def sum_bytes(call: Call, chunk: dict[str, int], kernels: dict[str, str]) -> int
 
 
 def check_pieces(found: dict[str, int], needs: dict[str, int], base: int) -> None:
-    """Each piece begins behind the last byte that the one before it needs, and the last one ends in time."""
+    """Checks that each piece begins behind the bytes that the one before it needs, and that the last one fits."""
     end = base
     for name, need in sorted(needs.items(), key=lambda item: found[item[0]]):
         begin = found[name]
@@ -224,10 +224,10 @@ def test_the_backward_holds_what_it_writes_within_its_budget(recompute: bool) ->
 
         needs = backward_needs(call, chunk, kernels, recompute)
         check_pieces(found, needs, base)
-        # scores are there while lists are selected, and the sums of the lists after that
+        # scores and partial sums share their memory: lists are selected before their gradients are summed
         assert found["scores"] == found["partials"] <= found["partials_end"] <= found["end"]
 
-        # what a chunk of no matter how few queries takes: a table, and two counts for every parent
+        # what a chunk of any size needs: a table, and two counts for every parent
         fixed = needs.get("rotations", 0) + 2 * needs.get("offsets", 0) + len(found) * ALIGNMENT
         assert sizes["end"] <= BACKWARD_SCRATCH + fixed < 2**31, call
 
@@ -235,7 +235,7 @@ def test_the_backward_holds_what_it_writes_within_its_budget(recompute: bool) ->
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("heads", [(32, 4, 128), (64, 4, 64), (8, 8, 128)], ids=str)
 def test_a_gigabyte_holds_the_forward_but_a_copy_of_the_keys(heads: tuple[int, int, int], gpu: str) -> None:
-    """Scratch, layers above the tokens and their copies, tiles of a dense top, scales, log-sums, tables."""
+    """Counts scratch, layers above the tokens with their copies, tiles of a dense top, scales, log-sums, tables."""
     for length, stride in product((9000, 32_768, 131_072, 262_144, 524_288, 1_000_000), STRIDES):
         num_heads, kv_heads, width = heads
         call = Call(1, length, length, *heads, 8192, 512, stride, gpu)

@@ -108,7 +108,7 @@ def test_h4_the_future_changes_no_bit(data, seed, poison, part, device):
 
 @given(data=st.data(), seed=seeds)
 def test_h5_the_rightmost_is_always_selected(data, seed, device):
-    """Also where every score is equal (q = 0), where scores overflow, and where they are NaN."""
+    """The rightmost is selected also where all scores are equal (q = 0), overflow or are NaN."""
     case = data.draw(problems(dtypes_of(device), importances=EVERY_IMPORTANCE, layers=2))
     q, k, v = case.make_qkv(device, seed)
     q = q * data.draw(st.sampled_from((1.0, 0.0, 1e4, float("nan"))))
@@ -161,7 +161,7 @@ def test_h7_and_h8_the_output_is_a_weighted_mean_of_values(data, seed, device):
 
 @given(data=st.data(), seed=seeds, shift=st.sampled_from((-60.0, -1.0, 0.5, 30.0)))
 def test_h9_a_constant_added_to_all_scores_cancels(data, seed, shift, device):
-    """Without rotation, two more key channels add q_extra * k_extra to every score at every layer."""
+    """Without rotation, two extra channels of q and k add one constant to every score at every layer."""
     case = data.draw(problems(dtypes_of(device), importances=CAUSAL))
     case = dataclasses.replace(case, rope_base=None, layout="contiguous", scale=0.5)
     q, k, v = case.make_qkv(device, seed)
@@ -317,7 +317,7 @@ def test_h13_means_of_constants_and_whole_trees(data, rate, length, value, seed,
         expected = torch.full(pooled.shape, x.flatten()[0].double().item(), dtype=torch.float64)
         assert_close_spec(pooled, expected, rtol=torch.finfo(dtype).eps, atol=0.0, dtype=dtype)
     if dtype in (torch.float16, torch.bfloat16):
-        return  # every level rounds: the root is no mean of the tokens
+        return  # every level rounds, so the root is not the exact mean of the tokens
     height = data.draw(st.integers(1, 6).filter(lambda h: rate**h <= 600))
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randn(2, rate**height, 1, 2, generator=generator, dtype=torch.float64).to(dtype).to(device)

@@ -57,7 +57,7 @@ def test_defaults_are_the_documented_ones(device):
 
 @pytest.mark.parametrize("name", ["group_of_3", "group_of_8", "multi_head", "stride4"])
 def test_scope_q_head_selects_per_query_head(name, device):
-    """The lists of the expanded heads, which the reference then uses with its own scope (H11)."""
+    """Lists selected with expanded heads give the reference's result for scope="q_head" (H11)."""
     case = CASES[name]
     q, k, v = case.make_qkv(device)
     out = htree_ops.tree_attention(q, k, v, **keywords(case), scope="q_head")
@@ -232,7 +232,7 @@ def test_dtypes_of_options_and_lists_have_the_classes_of_the_package() -> None:
 
 
 def stage_calls():
-    """Per stage that has options: a call with keywords, and its options that are ints."""
+    """For each stage with options: a call with keywords, and the names of its int options."""
     k, v = torch.randn(1, 20, 2, 8), torch.randn(1, 20, 2, 6)
     q, one = torch.randn(1, 20, 4, 8), torch.zeros(1, 20, 4, dtype=torch.int32)
     nk, nv = stages.tree_build(k, v, 4)

@@ -77,7 +77,7 @@ def test_rightmost_is_first_and_ties_go_to_the_smaller_position():
 
 def test_nan_comes_right_after_the_rightmost():
     scores, n = scores_of([5.0, math.nan, 7.0, 1.0], [1.0, 0.0, 0.0, 0.0])
-    # the NaN makes LSE of the first head NaN, hence every importance: by position
+    # the NaN makes the LSE of the first head NaN and hence every importance, so positions decide
     assert ref.select_topk(scores, n, 3).flatten().tolist() == [3, 0, 1]
     scores, n = scores_of([5.0, math.inf, 7.0, 1.0])
     assert ref.select_topk(scores, n, 3).flatten().tolist() == [3, 1, 0]
@@ -199,7 +199,7 @@ def test_explicit_backward_is_autograd_and_central_differences(case):
     automatic = torch.autograd.grad(taped.out, leaves, dout)
     for ours, theirs in zip(explicit, automatic, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
-    # free selection: no near tie, so the differences never switch it
+    # the lists are selected anew each time; without near ties small differences never change them
     for index, gradient in enumerate(explicit):
         step = 1e-6 * torch.randn(
             gradient.shape, generator=torch.Generator().manual_seed(index), dtype=q.dtype

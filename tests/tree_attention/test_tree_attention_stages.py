@@ -147,7 +147,7 @@ def test_select_topk(case, importance, device):
         value = ref.importance_of(scores.double(), num, importance)
         clear = clear_rows(value, num, case.top_k)
         assert torch.equal(got[clear], wanted[clear])
-        # elsewhere the same number, the rightmost first, and importances in order to rounding
+        # elsewhere: as many nodes, the rightmost first, importances in order up to rounding
         kept = got >= 0
         assert torch.equal(kept, wanted >= 0)
         assert torch.equal(got[..., 0], wanted[..., 0])

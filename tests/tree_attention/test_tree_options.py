@@ -1,4 +1,4 @@
-"""TreeOptions: the one place of the options in Python, beside the schema in C++."""
+"""TreeOptions, the one list of the options in Python, agrees with the schema in C++."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_options_are_those_of_the_schema() -> None:
     }
     declared["top_k"] = declared.pop("top_k_per_layer")
     ours = {field.name: field.default for field in fields(TreeOptions)}
-    assert ours.pop("scope") == "kv_head"  # Python alone
+    assert ours.pop("scope") == "kv_head"  # an option of Python alone
     assert ours == declared
     assert set(OTHERS) == {field.name for field in fields(TreeOptions)}
 

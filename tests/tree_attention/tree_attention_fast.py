@@ -10,7 +10,7 @@ from htree_ops.testing.tree_attention_checks import assert_output
 
 # Scores from half-precision tensor cores (docs/semantics §1.11); bf16 storage has the wider figure anyway.
 TENSOR_CORE_TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 8e-3, torch.float32: 1e-4}
-# For scores of standard deviation 1; in proportion above.
+# For scores of standard deviation 1; for larger ones in proportion.
 TENSOR_CORE_DELTA = {torch.float16: 2e-3, torch.bfloat16: 2e-3, torch.float32: 1e-4}
 
 # q has more than 2^31 elements; four layers. `test_tree_attention_config.py` checks that Hopper's kernels take it.
@@ -32,7 +32,7 @@ def model(name: str, dtype: torch.dtype = torch.bfloat16, **sizes: object) -> Tr
 
 
 def assert_fast_output(out: torch.Tensor, expected: torch.Tensor, v: torch.Tensor) -> None:
-    """Assert out [B,T_q,H,V] against the float64 reference; fp32, which runs the general kernels, as on the CPU."""
+    """Assert out [B,T_q,H,V] against the float64 reference; fp32 runs general kernels and has the CPU's bound."""
     __tracebackhide__ = True
     if out.dtype == torch.float32:
         assert_output(out, expected, v)

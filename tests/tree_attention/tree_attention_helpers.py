@@ -26,7 +26,7 @@ def stages_of(case):
 
 
 def refused(case, device, call):
-    """float64 on CUDA: True, after the op has said that it does not support it (§0.1)."""
+    """True for float64 on CUDA, after checking that the op refuses it (§0.1)."""
     if device == "cpu" or case.dtype != torch.float64:
         return False
     with pytest.raises(TypeError, match="float64"):
@@ -35,7 +35,7 @@ def refused(case, device, call):
 
 
 def place(case, device, layer_k, layer_v, layer):
-    """q, keys and values of a layer on the device; tokens (layer 0) and q in the layout of the case."""
+    """q, keys and values of a layer on the device; q and the tokens (layer 0) have the layout of the case."""
     tokens = [x.contiguous().to(device) for x in case.make_qkv("cpu")]
     q, k, v = LAYOUTS[case.layout](*tokens)
     if layer:
@@ -52,18 +52,18 @@ def wide(*tensors):
 
 
 def stretch(case, lists):
-    """One list per query instead of one per leader: the staged ops know no stride."""
+    """One list per query instead of one per leader, because the staged ops have no stride."""
     return ref.rows_of_queries(lists, case.T_q, case.selection_stride)
 
 
 def score_bound(q, layer_k, scale, dtype):
-    """Rounding of a dot product of rotated rows: a few eps times |q| |k| scale."""
+    """A bound of the rounding error of a dot product of rotated rows: a few eps times |q| |k| scale."""
     norms = q.double().norm(dim=-1).max() * layer_k.double().norm(dim=-1).max()
     return float(torch.finfo(dtype).eps * (8 + q.shape[-1] ** 0.5) * norms * (scale or q.shape[-1] ** -0.5))
 
 
 def clear_rows(importance, num, top_k):
-    """Rows whose order is beyond rounding: neighbours in rank are 1e-4 apart, down to the first dropped."""
+    """Rows whose order no rounding changes: neighbours in rank, down to the first dropped, are 1e-4 apart."""
     ranked = importance.gather(-1, ref.order_by_key(importance, num))[..., 1 : top_k + 1]
     inside = torch.arange(1, ranked.shape[-1] + 1) < num[..., None]
     gaps = (ranked[..., :-1] - ranked[..., 1:]) / ranked[..., :-1]

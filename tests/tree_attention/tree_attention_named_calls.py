@@ -24,7 +24,7 @@ def ones(*shape):
 
 
 def lists(*, heads=2, layer=1):
-    """Lists of layer 1 (the virtual ones) or of the bottom, of the 12 queries from token 8."""
+    """Lists of the 12 queries from token 8, for layer 1 (the virtual ones) or for the bottom."""
 
     def make(device):
         if layer == 1:

@@ -21,9 +21,9 @@ def dtypes_of(device):
 def problems(
     draw, dtypes, *, importances=("lse_causal",), layers=None, max_length=90, spreads=(1.0, 0.2, 4.0)
 ):
-    """A case with sizes around the boundaries of layers; shrinks towards one short sequence and few heads.
+    """A case with lengths around those that add a layer; shrinks towards one short sequence and few heads.
 
-    layers: least number of layers, by a length above M * r^(layers - 2).
+    layers: least number of layers, which the length reaches by being above M * r^(layers - 2).
     """
     r = draw(st.sampled_from((2, 3, 4, 5, 8)))
     top_k = draw(st.integers(1, 6))

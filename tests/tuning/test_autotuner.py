@@ -1,4 +1,4 @@
-"""The search over a space (docs/semantics §3.4); the other files of this folder test what is done with its results."""
+"""The search over a space (docs/semantics §3.4); the other files of this folder test the use of its results."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def sleeping(x: torch.Tensor, *, wait_ms: float, fail: bool = False) -> torch.Te
 
 
 def rmsnorm_rope(x: torch.Tensor, **_: int) -> torch.Tensor:
-    """Somebody else's function of that name."""
+    """A function of another package with the same name."""
     return x
 
 
@@ -148,7 +148,7 @@ def test_equal_values_of_different_kinds_are_kept_apart(values: list[Any], faste
 
 
 def test_a_result_is_found_on_the_device_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU too, where the tuner was told no device: here the meta device stands for it."""
+    """The tuner was given no device and measured on a GPU; here the meta device stands for one."""
     monkeypatch.setattr(tuner, "benchmark", lambda *_: 1.0)
     monkeypatch.setattr(tuner, "check_runs_on", lambda *_: None)
     space = {"wait_ms": (0.0,)}

@@ -24,7 +24,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def cpu_stands_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command's own refusal of a CPU is off, so that a search can be watched where there is no GPU."""
+    """Turns off the command's refusal of a CPU, so that it searches without a GPU."""
     monkeypatch.setattr(command, "nothing_to_tune", lambda place: None)
 
 

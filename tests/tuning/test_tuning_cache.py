@@ -184,7 +184,7 @@ def test_a_file_that_cannot_be_read_stays(
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
 def test_what_is_no_regular_file_is_a_miss(kind: str, tmp_path: Path) -> None:
-    """In a process of its own: one that waits for the writer of a pipe would wait for ever."""
+    """Runs in a process of its own, because one that opened a pipe would wait for a writer for ever."""
     path = tmp_path / "tuning.json"
     {"pipe": os.mkfifo, "folder": os.mkdir, "device": lambda to: os.symlink("/dev/zero", to)}[kind](path)
     script = f"""
@@ -331,7 +331,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_write_makes_a_new_file_and_renames_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader that has the old file open goes on reading it whole."""
+    """A reader that has the old file open can still read all of it."""
     cache = TuningCache(tmp_path, bundled=None)
     cache.set(KEY, {"a": 1})
     before = cache.path.read_bytes()
@@ -366,7 +366,7 @@ def test_where_the_cache_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_results_that_come_with_the_package(tmp_path: Path) -> None:
-    """They serve every build, whose own results are above them."""
+    """They serve every build, and a build's own results go before them."""
     shipped, own = tmp_path / "shipped", TuningCache(tmp_path / "own", bundled=tmp_path / "shipped")
     source = TuningCache(tmp_path / "source", bundled=None)
     source.set(KEY, {"a": 1})

@@ -1,4 +1,4 @@
-"""What a search reports, and the descriptions of tensors (docs/semantics/python.md §3.4)."""
+"""The metrics that a search reports, and TensorSpec (docs/semantics/python.md §3.4)."""
 
 from __future__ import annotations
 
