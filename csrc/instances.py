@@ -331,6 +331,12 @@ TREE_ATTENTION: Table = [
         {"W": (FULL, IO_ONLY), "T": FLOAT_TYPES},
     ),
     Cuda(
+        "compute_span_scores_{T}",
+        "ops/tree_attention/stages/scores/compute_scores.cuh",
+        ["cudaError_t launch_compute_span_scores(const ComputeSpanScoresParams<{T}>&, cudaStream_t)"],
+        {"T": FLOAT_TYPES},
+    ),
+    Cuda(
         "{W}_select_topk",
         "ops/tree_attention/stages/select/select_topk.cuh",
         ["cudaError_t launch_select_topk<{W}>(const SelectParams&, cudaStream_t)"],

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import htree_ops  # noqa: F401  registers torch.ops.htree
 from htree_ops.bench.progress import progress
-from htree_ops.command_line import SEED, Command, UsageError, add_sizes, free_memory
+from htree_ops.command_line import SEED, Command, UsageError, add_sizes, at_least, free_memory
 from htree_ops.reference import tree_attention as reference
 from htree_ops.reference.tree_attention import selection, stages, state
 from htree_ops.reference.tree_attention.attention import listed_candidates
@@ -50,6 +50,7 @@ class Problem:
     top_k_per_layer: int = 512
     max_top_nodes: int = 8192
     rope_base: float = 10000.0
+    selection_span: int | None = None
     dtype: torch.dtype = torch.float32
 
     @property
@@ -60,6 +61,7 @@ class Problem:
             "max_top_nodes": self.max_top_nodes,
             "top_k_per_layer": self.top_k_per_layer,
             "rope_base": self.rope_base,
+            "selection_span": self.selection_span,
         }
 
     @property
@@ -109,6 +111,7 @@ class Judgement:
 def _rows(
     q: Tensor,
     layers: Sequence[tuple[Tensor, Tensor]],
+    span_k: Tensor | None,
     table: Tensor,
     problem: Problem,
     t0: int,
@@ -130,7 +133,14 @@ def _rows(
         if layer and lists is not None:
             kept = kept & ~listed_candidates(found, lists[layer - 1])
         elif layer:
-            positions = selection.select_topk(scores.detach(), found.num, top_k)
+            if span_k is None or problem.selection_span is None:
+                value = selection.importance_of(scores.detach(), found.num)
+            else:
+                per_node = rate**layer // problem.selection_span
+                value = stages.span_importance(
+                    q.detach(), span_k, found, per_node, table[0], table[1], None, "lse_causal"
+                )
+            positions = selection.select_important(value, found.num, top_k)
             parents = selection.compute_next_parents(busy, positions, rate)
             kept = kept & ~selection.positions_mask(positions, scores.shape[-2])
         part = state.accumulate(scores, state.gather_nodes(values, found.nodes), kept)
@@ -154,6 +164,7 @@ def reference_results(
         for keys, values in reference.build_layers(k, v, rate, problem.max_top_nodes, torch.float64)
     ]
     leaves = [leaf for layer in layers for leaf in layer]
+    span_k = None if problem.selection_span is None else reference.span_means(k, problem.selection_span)
     capacity = min(problem.top_k_per_layer * rate, max(layer[0].shape[1] for layer in layers) + rate)
     table = reference.rope_cache(
         problem.top_k_per_layer * rate, problem.k_dim, problem.rope_base, device=q.device
@@ -167,7 +178,7 @@ def reference_results(
         rows = slice(first, first + step)
         query = q[:, rows].double().requires_grad_()
         own = None if lists is None else [one[:, rows] for one in lists]
-        out = _rows(query, layers, table, problem, first, own)
+        out = _rows(query, layers, span_k, table, problem, first, own)
         dq, *parts = torch.autograd.grad(out, [query, *leaves], dout[:, rows].double(), allow_unused=True)
         for total, part in zip(sums, parts, strict=True):
             if part is not None:
@@ -236,6 +247,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=Problem.rope_base,
         metavar="X",
         help="base of the rotary frequencies",
+    )
+    parser.add_argument(
+        "--selection-span", type=at_least(1), metavar="N", help="tokens of a mean that the selection scores"
     )
     bounds = {
         "final-atol": "largest absolute error",

@@ -60,7 +60,10 @@ def calls(case: TreeAttentionCase, device: str | torch.device, seed: int = 0) ->
     shared = (rate, case.M, top_k, case.scale, case.rope_base, case.importance, case.selection_stride)
     layer = (q, top.layer_k, top.layer_v, top.parents, cos, sin)
     step = (case.scale, case.importance, t0, case.selection_stride)
-    forward = torch.ops.htree.attention_forward(q, k, v, *shared)
+    span: dict[str, Any] = {} if case.selection_span is None else {"selection_span": case.selection_span}
+    means = reference.span_means(k, case.selection_span or 2)
+    layer_span = span and {"span_k": means, **span}
+    forward = torch.ops.htree.attention_forward(q, k, v, *shared, **span)
     parents = [stage.parents for stage in stages]
     dout = normal((*rows, case.V), case.dtype, device, seed + 9)
     io_shared = (rate, case.M, top_k, case.scale, "stratified", True)
@@ -69,6 +72,7 @@ def calls(case: TreeAttentionCase, device: str | torch.device, seed: int = 0) ->
     found = [
         Call("tree_build", (k, v, rate), differentiable=(0, 1)),
         Call("tree_build_backward", (*built, case.T, rate)),
+        Call("span_means", (k, case.selection_span or 2)),
         Call("rope_cache", (rate * top_k, case.K), {"device": torch.device(device)}),
         Call("rope", (q, cos, sin, times), differentiable=(0,)),
         Call(
@@ -97,15 +101,17 @@ def calls(case: TreeAttentionCase, device: str | torch.device, seed: int = 0) ->
         Call("io_accumulate_non_topk", (top.layer_v, lists, scores, count, top.layer, rate, t0)),
         Call("io_compute_next_parents", (lists, positions, rate)),
         Call("io_attention_forward", (q, k, v, *io_shared)),
-        Call("attention_forward", (q, k, v, *shared)),
-        Call("attention", (q, k, v, *shared), differentiable=(0, 1, 2)),
-        Call("attention_backward", (dout, q, k, v, *forward[:3], parents, *shared)),
+        Call("attention_forward", (q, k, v, *shared), span),
+        Call("attention", (q, k, v, *shared), span, differentiable=(0, 1, 2)),
+        Call("attention_backward", (dout, q, k, v, *forward[:3], parents, *shared), span),
     ]
     if top.layer > 0:
         found += [
-            Call("select_accumulate", (*layer, top.layer, rate, top_k, *step)),
+            Call("select_accumulate", (*layer, top.layer, rate, top_k, *step), layer_span),
             Call(
-                "recompute_selection", (q, top.layer_k, top.parents, cos, sin, top.layer, rate, top_k, *step)
+                "recompute_selection",
+                (q, top.layer_k, top.parents, cos, sin, top.layer, rate, top_k, *step),
+                layer_span,
             ),
         ]
     return found

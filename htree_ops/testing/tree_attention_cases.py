@@ -5,6 +5,7 @@ One list feeds the tests, the gradient checks, opcheck and the benchmarks.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ __all__ = [
     "GRADIENT_SHAPES",
     "LAYOUTS",
     "SHAPES",
+    "SPAN_CASES",
+    "SPAN_SHAPES",
     "Stage",
     "TreeAttentionBackwardCase",
     "TreeAttentionCase",
@@ -120,6 +123,34 @@ SHAPES: tuple[TreeAttentionCase, ...] = (
 #: Every shape in every dtype.
 CASES = [shape.with_dtype(dtype) for shape in SHAPES for dtype in DTYPES]
 
+
+def _with_spans(shapes: tuple[TreeAttentionCase, ...]) -> tuple[TreeAttentionCase, ...]:
+    """Each shape with one selection_span, so that all divisors of its r come up (§1.15)."""
+    found = []
+    for i, shape in enumerate(shape for shape in shapes if shape.importance != "lse"):
+        spans = [span for span in range(1, shape.r + 1) if shape.r % span == 0]
+        span = spans[i % len(spans)]
+        found.append(dataclasses.replace(shape, name=f"{shape.name}_c{span}", selection_span=span))
+    return tuple(found)
+
+
+#: The same edges with a selection_span, those of fewer tokens than a span among them.
+SPAN_SHAPES: tuple[TreeAttentionCase, ...] = (
+    *_with_spans(SHAPES),
+    _shape("one_token_below_c", T=1, M=1, top_k=2, selection_span=4),
+    _shape("two_tokens_below_c", T=2, M=1, top_k=2, selection_span=4),
+    _shape("ragged_mean", T=107, r=4, top_k=2, M=8, selection_span=4),
+    _shape("three_layers_r16", T=700, r=16, top_k=3, M=8, selection_span=4, H=4, H_kv=2),
+    _shape("three_layers_suffix", T=600, num_queries=40, r=16, top_k=3, M=8, selection_span=1),
+    _shape("rate_above_length", T=9, r=64, top_k=2, M=3, selection_span=16),
+)
+#: Each of them in float32 and in one other dtype.
+SPAN_CASES = [
+    shape.with_dtype(dtype)
+    for i, shape in enumerate(SPAN_SHAPES)
+    for dtype in (DTYPES[0], DTYPES[1 + i % (len(DTYPES) - 1)])
+]
+
 #: Small problems in float64 for gradcheck and gradient comparisons: several layers, all options.
 GRADIENT_SHAPES: tuple[TreeAttentionCase, ...] = tuple(
     shape.with_dtype(torch.float64)
@@ -167,9 +198,24 @@ BENCHMARK_CASES: dict[str, list[TreeAttentionCase]] = {
         ),
     ],
     "cpu": [
-        _model(T, torch.float32, H=4, H_kv=1, K=64, V=64, top_k=64, M=1024, selection_stride=stride)
-        for T in (32_768, 65_536)
-        for stride in (1, 16)
+        *(
+            _model(T, torch.float32, H=4, H_kv=1, K=64, V=64, top_k=64, M=1024, selection_stride=stride)
+            for T in (32_768, 65_536)
+            for stride in (1, 16)
+        ),
+        _model(
+            32_768,
+            torch.float32,
+            "_c4",
+            H=4,
+            H_kv=1,
+            K=64,
+            V=64,
+            top_k=64,
+            M=1024,
+            selection_stride=16,
+            selection_span=4,
+        ),
     ],
 }
 

@@ -250,10 +250,11 @@ class TreeAttentionCase(Case):
     def shapes(self) -> str:
         """Sizes and the options that shape the tree."""
         queries = "" if self.num_queries is None else f" T_q={self.T_q}"
+        span = "" if self.selection_span is None else f" c={self.selection_span}"
         alike = f" AR(1) {self.correlation}" if self.correlation else ""
         return (
             f"B={self.B} T={self.T}{queries} H={self.H}/{self.H_kv} K={self.K} V={self.V} "
-            f"r={self.r} k={self.top_k} M={self.M} s={self.selection_stride}{alike}"
+            f"r={self.r} k={self.top_k} M={self.M} s={self.selection_stride}{span}{alike}"
         )
 
 

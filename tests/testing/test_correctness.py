@@ -21,9 +21,10 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(correctness, "PIECE_ELEMENTS", 1 << 14)
 
 
+@pytest.mark.parametrize("span", [None, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_pieces_give_the_reference(dtype):
-    problem = correctness.Problem(**{**vars(PROBLEM), "dtype": dtype})
+def test_pieces_give_the_reference(dtype, span):
+    problem = correctness.Problem(**{**vars(PROBLEM), "dtype": dtype, "selection_span": span})
     q, k, v, dout = problem.make(3, "cpu")
     whole = ref.htree_forward_naive(q, k, v, **problem.options, compute_dtype=torch.float64)
     free = correctness.reference_results(q, k, v, dout, problem, None)
@@ -35,11 +36,11 @@ def test_pieces_give_the_reference(dtype):
             torch.testing.assert_close(found[name], wanted, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("span", [[], ["--selection-span=2"]], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_pass(device, dtype, capsys):
-    assert (
-        correctness.COMMAND.main([*FLAGS, f"--device={device}", "--seeds", "1", "2", f"--dtype={dtype}"]) == 0
-    )
+def test_pass(device, dtype, span, capsys):
+    flags = [*FLAGS, f"--device={device}", "--seeds", "1", "2", f"--dtype={dtype}", *span]
+    assert correctness.COMMAND.main(flags) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:3] for line in lines[:2]] == [["seed", "1:", "PASS"], ["seed", "2:", "PASS"]]
     assert "p99 out" in lines[0]
@@ -109,6 +110,7 @@ def test_memory_that_runs_out_is_one_line(monkeypatch, capsys):
         (["--max-top-nodes=17"], "max_top_nodes"),
         (["--compression-rate=1"], "compression_rate"),
         (["--rope-base=-1"], "rope_base"),
+        (["--selection-span=3"], "selection_span"),
         (["--final-atol=-1"], "tolerances"),
         (["--final-atol=nan"], "tolerances"),
         (["--seq-len=0"], "at least 1"),

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tree_attention_fast import TENSOR_CORE_DELTA, TENSOR_CORE_TOLERANCE, assert_fast_output
 from tree_attention_helpers import wild_lists
-from tree_attention_strategies import seeds
+from tree_attention_strategies import seeds, spans_of
 
 import htree_ops  # noqa: F401  registers torch.ops.htree
 import htree_ops.reference.tree_attention as ref
@@ -47,14 +47,14 @@ def problems(draw, layers=None):
         name="drawn", dtype=draw(st.sampled_from((torch.bfloat16, torch.float16))), B=draw(st.integers(1, 2)),
         T=length, num_queries=num_queries, H=heads_kv * draw(st.sampled_from((1, 2, 3, 4, 8, 16))),
         H_kv=heads_kv, K=width, V=width, r=16, top_k=top_k, M=top_nodes, selection_stride=stride,
-        importance=draw(st.sampled_from(("lse_causal", "exp_joint"))),
+        importance=draw(st.sampled_from(("lse_causal", "exp_joint"))), selection_span=draw(spans_of(16)),
         spread=draw(st.sampled_from((1.0, 0.2))), layout=draw(st.sampled_from(LAYOUTS)),
     )  # fmt: skip
 
 
 def forward(q, k, v, case):
     with poisoned_memory():
-        return ops.attention_forward(q, k, v, *case.op_options())
+        return ops.attention_forward(q, k, v, **case.reference_options())
 
 
 @given(case=problems(), seed=seeds)
@@ -82,7 +82,7 @@ def test_a_query_has_the_same_bits_again_and_in_a_shorter_call(case, seed):
     assert all(torch.equal(x, y) for x, y in zip((*states, *parents), (*again, *lists), strict=True))
     few = min(case.T_q, 16)
     if (case.T - few) % case.selection_stride == 0:
-        assert torch.equal(states[0][:, -few:], ops.attention(q[:, -few:], k, v, *case.op_options()))
+        assert torch.equal(states[0][:, -few:], ops.attention(q[:, -few:], k, v, **case.reference_options()))
 
 
 @given(case=problems(layers=2), seed=seeds)
@@ -168,8 +168,10 @@ def test_backward_under_lists_that_break_the_rules_stays_in_bounds(seed, stride,
         for x, size in zip(parents, case.sizes, strict=True)
     ]
     inputs = [x.clone() for x in (q, k, v, out, gmax, gsum, *wild)]
-    got = ops.attention_backward(torch.randn_like(out), q, k, v, out, gmax, gsum, wild, *case.op_options())
+    got = ops.attention_backward(
+        torch.randn_like(out), q, k, v, out, gmax, gsum, wild, **case.reference_options()
+    )
     assert [x.shape for x in got] == [q.shape, k.shape, v.shape]
     for before, after in zip(inputs, (q, k, v, out, gmax, gsum, *wild), strict=True):
         assert torch.equal(before, after), "an input was written"
-    assert torch.equal(ops.attention(q, k, v, *case.op_options()), out)
+    assert torch.equal(ops.attention(q, k, v, **case.reference_options()), out)

@@ -34,12 +34,12 @@ def dout_of(case, device, seed=0):
 def gradients(q, k, v, case, dout, store_parents=True):
     leaves = leaves_of((q, k, v))
     with poisoned_memory():
-        out = ops.attention(*leaves, *case.op_options(), store_parents)
+        out = ops.attention(*leaves, **case.reference_options(), store_parents=store_parents)
         return torch.autograd.grad(out, leaves, dout)
 
 
 def check_against_reference(got, q, k, v, case, dout):
-    parents = [lists.cpu() for lists in ops.attention_forward(q, k, v, *case.op_options())[3]]
+    parents = [lists.cpu() for lists in ops.attention_forward(q, k, v, **case.reference_options())[3]]
     cpu = [x.detach().cpu() for x in (q, k, v, dout)]
     wanted = reference_gradients(*cpu, parents, case.reference_options())
     assert_gradients([None if x is None else x.cpu() for x in got], wanted, cpu[3], *cpu[:3])
@@ -66,7 +66,7 @@ def test_h14_gradcheck_on_drawn_problems(data, seed):
     )
     inputs = leaves_of(case.make_separated("cpu", seed))
     assert torch.autograd.gradcheck(
-        lambda q, k, v: ops.attention(q, k, v, *case.op_options()), inputs, fast_mode=True
+        lambda q, k, v: ops.attention(q, k, v, **case.reference_options()), inputs, fast_mode=True
     )
 
 

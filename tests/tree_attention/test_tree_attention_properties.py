@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def forward(q, k, v, case):
     """attention_forward in memory that starts as NaN: out, gmax, gsum, parents, all on the CPU."""
     with poisoned_memory():
-        out, gmax, gsum, parents = ops.attention_forward(q, k, v, *case.op_options())
+        out, gmax, gsum, parents = ops.attention_forward(q, k, v, **case.reference_options())
     return out.cpu(), gmax.cpu(), gsum.cpu(), [lists.cpu() for lists in parents]
 
 
@@ -76,7 +76,7 @@ def test_h3_exact_regimes_are_dense_attention(data, seed, one_layer, device):
         case = dataclasses.replace(case, top_k=max(case.top_k, case.T))
     q, k, v = case.make_qkv(device, seed)
     with poisoned_memory():
-        out = ops.attention(q, k, v, *case.op_options()).cpu()
+        out = ops.attention(q, k, v, **case.reference_options()).cpu()
     q, k, v = on_cpu(q, k, v)
     dense = ref.dense_causal_attention(q, k, v, case.scale, case.rope_base, compute_dtype=torch.float64)
     assert_output(out, dense, v)
@@ -211,6 +211,7 @@ def fused_pipeline(q, k, v, case):
         layers.append(ops.tree_build(*layers[-1], case.r))
     cos, sin = case.make_table(q.device)
     stride = case.selection_stride
+    span_k = None if case.selection_span is None else ops.span_means(k, case.selection_span)
     parents = ops.top_parents(
         case.B, case.T_q, case.H_kv, case.top_k, len(layers), case.r, case.t0, stride, device=q.device
     )
@@ -219,7 +220,7 @@ def fused_pipeline(q, k, v, case):
     for layer in range(len(layers) - 1, 0, -1):
         *state, parents = ops.select_accumulate(
             q, *layers[layer], parents, cos, sin, layer, case.r, case.top_k, case.scale, case.importance,
-            case.t0, stride,
+            case.t0, stride, span_k, case.selection_span,
         )  # fmt: skip
         ops.merge_to_global_(*total, *state)
         used.insert(0, parents.cpu())
@@ -231,8 +232,8 @@ def fused_pipeline(q, k, v, case):
 @given(data=st.data(), seed=seeds, staged=st.booleans())
 def test_h10_stages_compose_to_the_whole(data, seed, staged, device):
     case = data.draw(problems(dtypes_of(device), importances=EVERY_IMPORTANCE))
-    if staged:
-        case = dataclasses.replace(case, selection_stride=1)
+    if staged:  # the staged ops know neither
+        case = dataclasses.replace(case, selection_stride=1, selection_span=None)
     q, k, v = case.make_qkv(device, seed)
     whole, _, _, parents = forward(q, k, v, case)
     with poisoned_memory():
@@ -340,8 +341,8 @@ def test_repeats_and_grad_mode_give_the_same_bits(data, seed, device):
     assert all(torch.equal(a, b) for a, b in zip(first[3], again[3], strict=True))
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     for store in (True, False):
-        out = ops.attention(*leaves, *case.op_options(), store)
+        out = ops.attention(*leaves, **case.reference_options(), store_parents=store)
         assert out.requires_grad
         assert torch.equal(out.detach().cpu(), first[0])
     with torch.no_grad():
-        assert torch.equal(ops.attention(*leaves, *case.op_options()).cpu(), first[0])
+        assert torch.equal(ops.attention(*leaves, **case.reference_options()).cpu(), first[0])

@@ -58,10 +58,33 @@ def scalar_importance(scores, kind):
     return importance
 
 
-def scalar_row(query, keys, values, t, rate, top_k, base, scale, kind):
+def scalar_span_importance(query, nodes, means, per_node, base, scale, kind):
+    """The importance of p < n-1 by the span means of its node, §1.15."""
+    n = len(nodes)
+    scores = []  # [g][p][j]
+    for head in query:
+        rotated = scalar_rope(head, n - 1, base)
+        scores.append([])
+        for p, node in enumerate(nodes[:-1]):
+            keys = [scalar_rope(mean, p, base) for mean in means[node * per_node : (node + 1) * per_node]]
+            scores[-1].append([scale * sum(a * b for a, b in zip(rotated, key, strict=True)) for key in keys])
+    peaks = [max((x for means_of in row for x in means_of), default=-math.inf) for row in scores]
+    importance = [0.0] * (n - 1)
+    for row, peak in zip(scores, peaks, strict=True):
+        reference = max(peaks)
+        if kind == "lse_causal" and n > 1:
+            reference = peak + math.log(sum(math.exp(x - peak) for means_of in row for x in means_of))
+        for p, means_of in enumerate(row):
+            weights = [math.exp(x - reference) for x in means_of]
+            importance[p] += sum(w for w in weights if w >= 2.0**-126)
+    return importance
+
+
+def scalar_row(query, keys, values, t, rate, top_k, base, scale, kind, means=None, span=None):
     """The loop of §1.8 for one (b, t) and one selection head; query[g][K], keys and values by level.
 
-    Returns out[g][V] and the list used at each level, bottom first.
+    With a span the importances are those of the means. Returns out[g][V] and the list used at each level, bottom
+    first.
     """
     depth = len(keys)
     parents = list(range(t // rate ** (depth - 1) // rate + 1))
@@ -80,7 +103,11 @@ def scalar_row(query, keys, values, t, rate, top_k, base, scale, kind):
             )
         chosen = []
         if level:
-            importance = scalar_importance(scores, kind)
+            importance = (
+                scalar_importance(scores, kind)
+                if span is None
+                else scalar_span_importance(query, nodes, means, rate**level // span, base, scale, kind)
+            )
             ranked = sorted(range(n - 1), key=lambda p: (-importance[p], p))
             chosen = [n - 1, *ranked][: min(top_k, n)]
         for g in range(len(query)):
@@ -103,7 +130,7 @@ def scalar_row(query, keys, values, t, rate, top_k, base, scale, kind):
 def check_against_loop(q, k, v, options, scope="kv_head"):
     got = ref.htree_forward_naive(q, k, v, **options, scope=scope)
     rate, top_k = options["compression_rate"], options["top_k_per_layer"]
-    stride = options["selection_stride"]
+    stride, span = options["selection_stride"], options["selection_span"]
     assert stride == 1
     scale = q.shape[3] ** -0.5 if options["scale"] is None else options["scale"]
     group = q.shape[2] // k.shape[2] if scope == "kv_head" else 1
@@ -113,11 +140,12 @@ def check_against_loop(q, k, v, options, scope="kv_head"):
         for s in range(q.shape[2] // group):
             keys = scalar_levels(k[b, :, s // expand].tolist(), rate, options["max_top_nodes"])
             values = scalar_levels(v[b, :, s // expand].tolist(), rate, options["max_top_nodes"])
+            means = keys[0] if span in (None, 1) else scalar_levels(keys[0], span, len(keys[0]) - 1)[1]
             for row in range(0, q.shape[1], max(1, q.shape[1] // 9)):
                 query = q[b, row, s * group : (s + 1) * group].tolist()
                 out, used = scalar_row(
                     query, keys, values, t0 + row, rate, top_k, options["rope_base"], scale,
-                    options["importance"],
+                    options["importance"], means, span,
                 )  # fmt: skip
                 expected = torch.tensor(out, dtype=torch.float64)
                 torch.testing.assert_close(
@@ -133,12 +161,30 @@ def test_forward_is_the_loop_of_the_definition(case):
     check_against_loop(*case.make_qkv("cpu"), case.reference_options())
 
 
-@pytest.mark.parametrize("importance", ["lse_causal", "lse", "exp_joint"])
+@pytest.mark.parametrize(
+    ("importance", "span"),
+    [
+        *(("lse_causal", span) for span in (None, 1, 2, 4)),
+        *(("exp_joint", span) for span in (None, 1, 2, 4)),
+        ("lse", None),
+    ],
+)
 @pytest.mark.parametrize("scope", ["kv_head", "q_head"])
-def test_every_option_is_the_loop_of_the_definition(importance, scope):
+def test_every_option_is_the_loop_of_the_definition(importance, span, scope):
     case = next(c for c in SMALL if c.name == "group_of_3")
-    options = {**case.reference_options(), "importance": importance}
+    options = {**case.reference_options(), "importance": importance, "selection_span": span}
     check_against_loop(*case.make_qkv("cpu", seed=5), options, scope)
+
+
+@pytest.mark.parametrize(
+    "name", ["two_layers_first", "three_layers_first", "ragged_everywhere", "r5", "decode"]
+)
+def test_spans_are_the_loop_of_the_definition(name):
+    case = next(c for c in SMALL if c.name == name)
+    for span in range(1, case.r + 1):
+        if case.r % span == 0:
+            options = {**case.reference_options(), "selection_span": span}
+            check_against_loop(*case.make_qkv("cpu", seed=span), options)
 
 
 @pytest.mark.parametrize("case", [c for c in SMALL if c.selection_stride > 1], ids=case_id)

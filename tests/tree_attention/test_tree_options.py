@@ -21,7 +21,7 @@ OTHERS = {
     "importance": "exp_joint",
     "scope": "q_head",
     "store_parents": False,
-    "selection_span": None,
+    "selection_span": 2,
 }
 
 

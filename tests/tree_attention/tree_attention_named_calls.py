@@ -76,6 +76,7 @@ CALLS = {
         "n_child": 20,
         "compression_rate": 4,
     },
+    "span_means": {"k": QKV["k"], "span": 2},
     "rope_cache": {"size": 8, "dim": 6, "base": 1e4},
     "rope": {
         "x": normal(2, 12, 4, 6),

@@ -17,6 +17,11 @@ def dtypes_of(device):
     return CPU_DTYPES if device == "cpu" else CUDA_DTYPES
 
 
+def spans_of(rate):
+    """None as often as a divisor of the rate."""
+    return st.one_of(st.none(), st.sampled_from([span for span in range(1, rate + 1) if rate % span == 0]))
+
+
 @st.composite
 def problems(
     draw, dtypes, *, importances=("lse_causal",), layers=None, max_length=90, spreads=(1.0, 0.2, 4.0)
@@ -40,6 +45,7 @@ def problems(
     if draw(st.booleans()):
         num_queries = length - draw(st.integers(0, (length - 1) // stride)) * stride
     heads_kv = draw(st.integers(1, 3))
+    importance = draw(st.sampled_from(importances))
     return TreeAttentionCase(
         name="drawn",
         dtype=draw(st.sampled_from(dtypes)),
@@ -54,7 +60,8 @@ def problems(
         top_k=top_k,
         M=top_nodes,
         selection_stride=stride,
-        importance=draw(st.sampled_from(importances)),
+        selection_span=None if importance == "lse" else draw(spans_of(r)),
+        importance=importance,
         spread=draw(st.sampled_from(spreads)),
         layout=draw(st.sampled_from(("contiguous", "fused_projection", "head_major", "misaligned"))),
     )

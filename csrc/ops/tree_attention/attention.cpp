@@ -37,8 +37,6 @@ AttentionArgs resolve(const char* op, const TreeOptions& options, const Tensor& 
   // Where r was cut down, every query has one candidate at the one layer above the tokens: nothing to score.
   const bool cut = args.compression_rate < options.compression_rate;
   args.selection_span = cut ? 0 : options.selection_span.value_or(0);
-  TORCH_CHECK_NOT_IMPLEMENTED(args.selection_span == 0 || k.is_cuda(), op,
-                              ": selection_span has no kernel yet");
   return args;
 }
 

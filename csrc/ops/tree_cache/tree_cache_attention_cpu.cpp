@@ -295,7 +295,7 @@ class StrideTask {
       if (children < shape.r_pad) std::fill(tile, tile + tile_size, Real{0});
       for (int64_t child = 0; child < children; ++child) {
         tree_attention::pack_key(call_.key(b, layer, candidates.parents[slot] * shape.r + child, head), shape,
-                                 call_.rotation(), child, row_.data(), tile);
+                                 call_.rotation(), child, shape.r_pad, row_.data(), tile);
       }
     }
   }

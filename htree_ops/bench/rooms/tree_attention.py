@@ -6,6 +6,7 @@ Dense attention computes another function, so its rows say so. It rotates nothin
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,10 +80,10 @@ def differentiate(out: Tensor, dout: Tensor, *leaves: Tensor) -> tuple[Tensor, .
     return torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
 
-def check_forward(inputs: tuple[Any, ...], result: Tensor) -> None:
+def check_forward(span: int | None, inputs: tuple[Any, ...], result: Tensor) -> None:
     q, k, v, *options = inputs
     suffix = q[:, -CHECKED_ROWS:]
-    parents = torch.ops.htree.attention_forward(suffix, k, v, *options)[3]
+    parents = torch.ops.htree.attention_forward(suffix, k, v, *options, selection_span=span)[3]
     expected = checks.forced(suffix, k, v, parents, dict(zip(OPTIONS, options, strict=True)))
     checks.assert_output(result[:, -CHECKED_ROWS:], expected.out, v)
 
@@ -124,12 +125,16 @@ def make_benchmarks(device: str) -> list[Benchmark]:
         Benchmark(
             "tree_attention",
             case,
-            Candidate("htree_ops", torch.ops.htree.attention, capturable=False),
+            Candidate(
+                "htree_ops",
+                partial(torch.ops.htree.attention, selection_span=case.selection_span),
+                capturable=False,
+            ),
             [
                 Candidate(name, run, same_function=False, capturable=False)
                 for name, run in dense_for(case, device).items()
             ],
-            check_forward,
+            partial(check_forward, case.selection_span),
         )
         for case in forward_cases(device)
     ]

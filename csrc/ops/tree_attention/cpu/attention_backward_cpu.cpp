@@ -64,7 +64,7 @@ class Backward {
            const Tensor& gmax, const Tensor& gsum, const std::vector<Tensor>& parents,
            const AttentionArgs& args, const Tensor& dq, const Tensor& dk, const Tensor& dv)
       : args_(args),
-        pyramid_(q, k, v, args, /*gradients=*/true, Type<T>{}),
+        pyramid_(q, k, v, args, /*selects=*/parents.empty(), /*gradients=*/true, Type<T>{}),
         shape_(pyramid_.shape),
         dout_(dout.contiguous()),
         out_(out.contiguous()),
@@ -217,7 +217,11 @@ class Backward {
     Real* weights = weights_.data() + at;
     if (merges) worker.score_into(layer, pyramid_.rotation(), candidates, query, weights);
     if (selects && l > 0) {
-      const int64_t count = worker.select_from(weights, candidates, args_.top_k, positions.data());
+      const PackedSpans<Real>& means = pyramid_.span_means[l];
+      const int64_t count = means.empty()
+                                ? worker.select_from(weights, candidates, args_.top_k, positions.data())
+                                : worker.select_by_span(means.at(b, h), pyramid_.rotation(), candidates,
+                                                        query, args_.top_k, positions.data());
       write_list(candidates, r, positions.data(), count, args_.top_k, list_of(b, h, l - 1, begin, i));
     }
     if (!merges) {

@@ -1,7 +1,7 @@
 // CPU kernel of attention_forward: a task takes a few queries of one key/value head through all layers from
 // the top down, so that neither scores nor (unless they are kept) parent lists exist for more than one query
-// per thread. Temporary memory: the layers of the tree, their fp32 copies (packed_layer.h), and about G k r
-// elements per thread.
+// per thread. Temporary memory: the layers of the tree, fp32 copies of them and of the span means
+// (packed_layer.h), and about G k r elements per thread.
 #include "ops/tree_attention/cpu/pyramid.h"
 
 namespace htree::tree_attention {
@@ -13,7 +13,7 @@ template <typename T, typename Real>
 void forward_typed(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args,
                    const Tensor& out, const Tensor& gmax, const Tensor& gsum,
                    const std::vector<Tensor>& parents) {
-  const Pyramid<Real> pyramid(q, k, v, args, /*gradients=*/false, Type<T>{});
+  const Pyramid<Real> pyramid(q, k, v, args, /*selects=*/true, /*gradients=*/false, Type<T>{});
   const Rotation<Real> rotation = pyramid.rotation();
   const int64_t r = args.compression_rate;
   const int64_t group = pyramid.shape.group;
@@ -57,7 +57,10 @@ void forward_typed(const Tensor& q, const Tensor& k, const Tensor& v, const Atte
           if (merges) worker.score(layer, rotation, candidates);
           int32_t* const positions = selected.data() + l * width;
           if (leader && l > 0) {
-            num_selected[l] = worker.select(candidates, width, positions);
+            const PackedSpans<Real>& means = pyramid.span_means[l];
+            num_selected[l] =
+                means.empty() ? worker.select(candidates, width, positions)
+                              : worker.select_by_span(means.at(b, h), rotation, candidates, width, positions);
             write_list(candidates, r, positions, num_selected[l], width, list_of(l - 1));
           }
           if (merges) worker.accumulate(layer, candidates, positions, l > 0 ? num_selected[l] : 0);

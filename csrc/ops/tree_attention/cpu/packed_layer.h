@@ -162,10 +162,36 @@ class PackedLayers {
   int64_t num_nodes_ = 0;
 };
 
-// Of child `child` of a parent, `key` [K]: K' as a padded row, and in its lane of the parent's tile.
+// The span means of all (batch, key/value head) pairs for the layer of `num_nodes` nodes: an fp32 (or fp64) copy
+// of them, padded, B H_kv ceil(T / selection_span) K elements and more where the last tiles are not full.
+template <typename Real>
+class PackedSpans {
+ public:
+  PackedSpans() = default;
+  // span_k [B, ceil(T / selection_span), H_kv, K], unit stride in the last dim; node i has the means from
+  // i * means_per_node on.
+  template <typename T>
+  PackedSpans(const at::Tensor& span_k, int64_t num_nodes, int64_t means_per_node, const QueryShape& shape,
+              const Rotation<Real>& rotation, Type<T>);
+
+  // Without means nothing is laid out: every candidate of the layer is selected.
+  bool empty() const { return !keys_.defined(); }
+  PackedSpan<Real> at(int64_t batch, int64_t kv_head) const {
+    PackedSpan<Real> span = span_;
+    span.keys = keys_.const_data_ptr<Real>() + (batch * kv_heads_ + kv_head) * keys_.stride(0);
+    return span;
+  }
+
+ private:
+  at::Tensor keys_;  // [B H_kv, ...] as PackedSpan says
+  int64_t kv_heads_ = 1;
+  PackedSpan<Real> span_;
+};
+
+// Of child `child` of a parent, `key` [K]: K' as a padded row, and in its lane of the parent's tile [K][lanes].
 template <typename T, typename Real>
 inline void pack_key(const T* key, const QueryShape& shape, const Rotation<Real>& rotation, int64_t child,
-                     Real* row, Real* tile) {
+                     int64_t lanes, Real* row, Real* tile) {
   for (int64_t i = 0; i < shape.half; ++i) {
     const Real lo = static_cast<Real>(key[i]);
     const Real hi = static_cast<Real>(key[shape.half + i]);
@@ -173,9 +199,41 @@ inline void pack_key(const T* key, const QueryShape& shape, const Rotation<Real>
     const Real s = rotation.cos ? rotation.sin[child * shape.half_pad + i] : Real{0};
     row[i] = rotation.cos ? lo * c - hi * s : lo;
     row[shape.half_pad + i] = rotation.cos ? lo * s + hi * c : hi;
-    tile[i * shape.r_pad + child] = row[i];
-    tile[(shape.half + i) * shape.r_pad + child] = row[shape.half_pad + i];
+    tile[i * lanes + child] = row[i];
+    tile[(shape.half + i) * lanes + child] = row[shape.half_pad + i];
   }
+}
+
+template <typename Real>
+template <typename T>
+PackedSpans<Real>::PackedSpans(const at::Tensor& span_k, int64_t num_nodes, int64_t means_per_node,
+                               const QueryShape& shape, const Rotation<Real>& rotation, Type<T>)
+    : kv_heads_(span_k.size(2)) {
+  const int64_t num_means = span_k.size(1);
+  const int64_t tiles = std::min(means_per_node, num_means);
+  const int64_t lanes = num_nodes < shape.r ? round_up(num_nodes, query_kernels<Real>().lanes) : shape.r_pad;
+  span_ = {nullptr, num_nodes, num_means, means_per_node, tiles, lanes};
+  const int64_t tile_size = 2 * shape.half * lanes;
+  const int64_t pairs = span_k.size(0) * kv_heads_;
+  const int64_t tiles_of_pair = ceil_div(num_nodes, shape.r) * tiles;
+  keys_ = empty_rows(pairs, tiles_of_pair * tile_size, kRealType<Real>);
+  Real* keys = keys_.template mutable_data_ptr<Real>();
+  const T* means = span_k.const_data_ptr<T>();
+  at::parallel_for(0, pairs * tiles_of_pair, 16, [&](int64_t begin, int64_t end) {
+    std::vector<Real> row(shape.row());
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t pair = task / tiles_of_pair;
+      const int64_t first_node = task % tiles_of_pair / tiles * shape.r;
+      const T* head = means + pair / kv_heads_ * span_k.stride(0) + pair % kv_heads_ * span_k.stride(2);
+      Real* tile = keys + task * tile_size;
+      std::fill(tile, tile + tile_size, Real{0});
+      for (int64_t child = 0; child < shape.r && first_node + child < num_nodes; ++child) {
+        const int64_t mean = (first_node + child) * means_per_node + task % tiles;
+        if (mean >= num_means) break;
+        pack_key(head + mean * span_k.stride(1), shape, rotation, child, lanes, row.data(), tile);
+      }
+    }
+  });
 }
 
 template <typename Real>
@@ -226,7 +284,7 @@ PackedLayers<Real> PackedLayers<Real>::make(const at::Tensor& layer_k, const at:
         const int64_t node = parent * shape.r + child;
         const T* k_row = k + b * layer_k.stride(0) + node * layer_k.stride(1) + h * layer_k.stride(2);
         std::fill(row.begin(), row.end(), Real{0});
-        pack_key(k_row, shape, rotation, child, row.data(), tile);
+        pack_key(k_row, shape, rotation, child, shape.r_pad, row.data(), tile);
         if (gradients) {
           std::copy(row.begin(), row.end(), key_rows + (pair * num_nodes + node) * shape.row());
         }

@@ -31,11 +31,13 @@ struct Pyramid {
   QueryShape shape;
   RotationTable table;
   std::vector<PackedLayers<Real>> layers;
+  // Per layer; empty where nothing is selected by span means.
+  std::vector<PackedSpans<Real>> span_means;
   std::vector<int64_t> spans;  // tokens per node
 
   template <typename T>
-  Pyramid(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args, bool gradients,
-          Type<T> storage)
+  Pyramid(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args, bool selects,
+          bool gradients, Type<T> storage)
       : batch(q.size(0)),
         num_queries(q.size(1)),
         heads(q.size(2)),
@@ -54,6 +56,21 @@ struct Pyramid {
     for (const auto& [layer_k, layer_v] : build_layers(k, v, args)) {
       layers.push_back(PackedLayers<Real>::make(layer_k, layer_v, shape, rotation(), gradients, storage));
       spans.push_back(node_span(r, layer++));
+    }
+    span_means.resize(depth);
+    if (selects && args.selection_span > 0) pack_span_means(k, args, storage);
+  }
+
+  // Not for a layer of top_k nodes or fewer, which are all selected.
+  template <typename T>
+  void pack_span_means(const Tensor& k, const AttentionArgs& args, Type<T> storage) {
+    const int64_t span = args.selection_span;
+    const Tensor means = at::empty({batch, ceil_div(num_tokens, span), kv_heads, k.size(3)}, k.options());
+    span_means_cpu(k, span, means);
+    for (int64_t layer = 1; layer < depth; ++layer) {
+      if (layers[layer].num_nodes() <= args.top_k) continue;
+      span_means[layer] = PackedSpans<Real>(means, layers[layer].num_nodes(), spans[layer] / span, shape,
+                                            rotation(), storage);
     }
   }
 

@@ -43,6 +43,18 @@ struct PackedLayer {
   int64_t num_nodes = 0;
 };
 
+// The span means of one layer of one (batch, key/value head), docs/semantics/tree_attention.md §1.15: mean m of
+// a node, rotated as the node's key is, stands in tile m of the node's parent.
+template <typename Real>
+struct PackedSpan {
+  const Real* keys = nullptr;  // [num_parents][tiles][K][lanes], a parent's children side by side
+  int64_t num_nodes = 0;       // of the layer
+  int64_t num_means = 0;       // ceil(T / selection_span)
+  int64_t means_per_node = 0;
+  int64_t tiles = 0;  // min(means_per_node, num_means)
+  int64_t lanes = 0;  // r_pad, or fewer where the layer has fewer than r nodes
+};
+
 // cos and sin [positions][half_pad]; null: no rotation.
 template <typename Real>
 struct Rotation {
@@ -93,9 +105,14 @@ struct QueryKernels {
   // q [G][row] holds the scaled query before its rotation, `rotated` [G][row] is scratch.
   void (*score)(const QueryShape&, const PackedLayer<Real>&, const Rotation<Real>&, const Candidates&,
                 const Real* q, Real* rotated, Real* scores);
+  // Writes for each candidate before the rightmost one the maximum of the scores of its span means, and the
+  // sum of exp(score - maximum), both [G][score_stride]. A NaN score makes the maximum NaN.
+  void (*score_span)(const QueryShape&, const PackedSpan<Real>&, const Rotation<Real>&, const Candidates&,
+                     const Real* q, Real* rotated, Real* maxima, Real* sums);
   // Writes the min(top_k, count) positions that the key of §1.6 selects, ascending, and returns their number.
-  int64_t (*select)(const QueryShape&, const Candidates&, const Real* scores, int64_t top_k, void* workspace,
-                    int32_t* positions);
+  // `sums` comes from score_span or is null.
+  int64_t (*select)(const QueryShape&, const Candidates&, const Real* scores, const Real* sums, int64_t top_k,
+                    void* workspace, int32_t* positions);
   int64_t (*select_workspace_bytes)(int64_t max_candidates);
   // Merges the softmax over all candidates except the `excluded` positions (ascending) into the state.
   // Overwrites the scores. `partial` [G][value_pad] is scratch.

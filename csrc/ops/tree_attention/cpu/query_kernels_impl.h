@@ -70,33 +70,45 @@ inline bool parent_present(const QueryShape& shape, int64_t num_nodes, int64_t p
 
 // out[g][lane] = sum over d of rows[g][d] * tile[d][lane], for one vector of children. `tile` is
 // [first + second][r_pad]; a row has `first` entries at 0 and `second` entries at `second_at`. `next`
-// is requested from memory.
-template <int Heads, typename Real>
+// is requested from memory. Several tiles stand `tile_step` apart, their results `out_step`.
+template <int Heads, int Tiles = 1, typename Real>
 inline void dot_children(const Real* tile, int64_t r_pad, const Real* rows, int64_t row_stride, int64_t first,
-                         int64_t second, int64_t second_at, const Real* next, Real* out, int64_t out_stride) {
-  VecOf<Real> lo[Heads] = {};
-  VecOf<Real> hi[Heads] = {};
-  const Real* tile_hi = tile + first * r_pad;
-  const Real* next_hi = next + first * r_pad;
+                         int64_t second, int64_t second_at, const Real* next, Real* out, int64_t out_stride,
+                         int64_t tile_step = 0, int64_t out_step = 0) {
+  VecOf<Real> lo[Tiles][Heads] = {};
+  VecOf<Real> hi[Tiles][Heads] = {};
   const Real* rows_hi = rows + second_at;
   for (int64_t i = 0; i < second; ++i) {
-    __builtin_prefetch(next + i * r_pad);
-    __builtin_prefetch(next_hi + i * r_pad);
-    const VecOf<Real> a = load(tile + i * r_pad);
-    const VecOf<Real> b = load(tile_hi + i * r_pad);
+    VecOf<Real> a[Tiles];
+    VecOf<Real> b[Tiles];
+    for (int n = 0; n < Tiles; ++n) {
+      const int64_t at = n * tile_step + i * r_pad;
+      __builtin_prefetch(next + at);
+      __builtin_prefetch(next + at + first * r_pad);
+      a[n] = load(tile + at);
+      b[n] = load(tile + at + first * r_pad);
+    }
     for (int g = 0; g < Heads; ++g) {
-      lo[g] += splat(rows[g * row_stride + i]) * a;
-      hi[g] += splat(rows_hi[g * row_stride + i]) * b;
+      const VecOf<Real> x = splat(rows[g * row_stride + i]);
+      const VecOf<Real> y = splat(rows_hi[g * row_stride + i]);
+      for (int n = 0; n < Tiles; ++n) {
+        lo[n][g] += x * a[n];
+        hi[n][g] += y * b[n];
+      }
     }
   }
   for (int64_t i = second; i < first; ++i) {  // at most one: the odd entry
-    const VecOf<Real> a = load(tile + i * r_pad);
-    for (int g = 0; g < Heads; ++g) {
-      lo[g] += splat(rows[g * row_stride + i]) * a;
+    for (int n = 0; n < Tiles; ++n) {
+      const VecOf<Real> a = load(tile + n * tile_step + i * r_pad);
+      for (int g = 0; g < Heads; ++g) {
+        lo[n][g] += splat(rows[g * row_stride + i]) * a;
+      }
     }
   }
-  for (int g = 0; g < Heads; ++g) {
-    store(out + g * out_stride, lo[g] + hi[g]);
+  for (int n = 0; n < Tiles; ++n) {
+    for (int g = 0; g < Heads; ++g) {
+      store(out + n * out_step + g * out_stride, lo[n][g] + hi[n][g]);
+    }
   }
 }
 
@@ -428,11 +440,134 @@ void score(const QueryShape& shape, const PackedLayer<Real>& layer, const Rotati
   }
 }
 
+// ---- span means: docs/semantics/tree_attention.md §1.15
+
+// Means whose scores are in memory before they are added to the sums.
+constexpr int kMeanBlock = 8;
+// Tiles that share every loaded query value: AVX-512 has registers for two.
+constexpr int kTileBlock = HTREE_LANES == 16 ? 2 : 1;
+
+// The means of one vector of the children of one parent.
 template <typename Real>
-int64_t select(const QueryShape& shape, const Candidates& candidates, const Real* scores, int64_t top_k,
-               void* workspace, int32_t* positions) {
+struct SpanVector {
+  const Real* tiles;  // tile 0 at the vector's first lane
+  const Real* next;   // what comes after the last tile
+  int64_t first_node;
+  const Real* rows;  // the rotated query of the first of some heads
+};
+
+// Makes the scores [count][heads][width] of the means from `first_mean` on that do not exist -inf.
+template <typename Real>
+inline void drop_absent(const PackedSpan<Real>& span, const Candidates& candidates,
+                        const SpanVector<Real>& at, int64_t first_mean, int64_t count, int64_t heads,
+                        Real* scores) {
+  constexpr int width = kLanesOf<VecOf<Real>>;
+  for (int64_t i = 0; i < width; ++i) {
+    const int64_t node = at.first_node + i;
+    const bool present = node_present(node, candidates.rightmost, span.num_nodes);
+    for (int64_t m = 0; m < count; ++m) {
+      if (present && node * span.means_per_node + first_mean + m < span.num_means) continue;
+      for (int64_t g = 0; g < heads; ++g) {
+        scores[(m * heads + g) * width + i] = -kInfinity<Real>;
+      }
+    }
+  }
+}
+
+// Maximum and sum of one vector of children for a block of heads, `stride` apart.
+template <int Heads, typename Real>
+inline void score_span_vector(const QueryShape& shape, const PackedSpan<Real>& span,
+                              const Candidates& candidates, const SpanVector<Real>& at, Real* maxima,
+                              Real* sums) {
+  using Vec = VecOf<Real>;
+  constexpr int width = kLanesOf<Vec>;
+  const int64_t tile_size = 2 * shape.half * span.lanes;
+  const Vec infinite = splat(kInfinity<Real>);
+  Real scores[kMeanBlock * Heads * width];
+  Vec top[Heads];
+  Vec sum[Heads] = {};
+  Vec broken[Heads] = {};  // not 0 where a score is NaN
+  for (int g = 0; g < Heads; ++g) {
+    top[g] = -infinite;
+  }
+  for (int64_t first = 0; first < span.tiles; first += kMeanBlock) {
+    const int64_t count = span.tiles - first < kMeanBlock ? span.tiles - first : kMeanBlock;
+    for_blocks<kTileBlock>(count, [&](auto tiles, int64_t m) {
+      const Real* tile = at.tiles + (first + m) * tile_size;
+      const Real* next = first + m + tiles.value < span.tiles ? tile + tiles.value * tile_size : at.next;
+      dot_children<Heads, tiles.value>(tile, span.lanes, at.rows, shape.row(), shape.half, shape.half,
+                                       shape.half_pad, next, scores + m * Heads * width, width, tile_size,
+                                       Heads * width);
+    });
+    if (!candidates.regular) drop_absent(span, candidates, at, first, count, Heads, scores);
+    for (int g = 0; g < Heads; ++g) {
+      Vec best = top[g];
+      for (int64_t m = 0; m < count; ++m) {
+        const Vec score = load(scores + (m * Heads + g) * width);
+        best = score > best ? score : best;
+      }
+      const Vec shift = best == -infinite ? Vec{} : best;
+      Vec total = first == 0 ? Vec{} : sum[g] * exp(top[g] - shift);
+      for (int64_t m = 0; m < count; ++m) {
+        const Vec score = load(scores + (m * Heads + g) * width);
+        total += exp(score - shift);
+        broken[g] = score == score ? broken[g] : splat(Real{1});
+      }
+      top[g] = best;
+      sum[g] = total;
+    }
+  }
+  for (int g = 0; g < Heads; ++g) {
+    // With +inf the sum is NaN, and with NaN too: 1 leaves the choice to the maximum, as a node's own score.
+    const Vec whole = broken[g] == Vec{} ? sum[g] : splat(Real{1});
+    store(sums + g * shape.score_stride(), top[g] == infinite ? splat(Real{1}) : whole);
+    store(maxima + g * shape.score_stride(),
+          broken[g] == Vec{} ? top[g] : splat(std::numeric_limits<Real>::quiet_NaN()));
+  }
+}
+
+template <typename Real>
+void score_span(const QueryShape& shape, const PackedSpan<Real>& span, const Rotation<Real>& rotation,
+                const Candidates& candidates, const Real* q, Real* rotated, Real* maxima, Real* sums) {
+  constexpr int width = kLanesOf<VecOf<Real>>;
+  const int64_t stride = shape.score_stride();
+  const int64_t parent_size = span.tiles * 2 * shape.half * span.lanes;
+  // Nothing is scored from the rightmost candidate on: its means may hold tokens after the query.
+  for (int64_t begin = 0, slot = 0; begin < candidates.count - 1; begin += shape.r, ++slot) {
+    const int64_t parent = candidates.parents[slot];
+    const int64_t left = candidates.count - 1 - begin;
+    const int64_t children = left < shape.r ? left : shape.r;
+    const bool present = candidates.regular || parent_present(shape, span.num_nodes, parent);
+    const int64_t lanes = !present ? 0 : children < span.lanes ? children : span.lanes;
+    const Real* row = q;
+    if (present && rotation.cos != nullptr) {
+      rotate(shape, rotation, candidates.count - 1 - begin, q, rotated, Real{1});
+      row = rotated;
+    }
+    const Real* tiles = span.keys + (present ? parent : 0) * parent_size;
+    const bool last = begin + shape.r >= candidates.count - 1 || !candidates.regular;
+    const Real* next = last ? tiles : span.keys + candidates.parents[slot + 1] * parent_size;
+    for (int64_t lane = 0; lane < lanes; lane += width) {
+      for_blocks<kHeadBlock>(shape.group, [&](auto heads, int64_t g) {
+        // A vector reaches past the r children into the next slot, which is written after this one.
+        const SpanVector<Real> at = {tiles + lane, next + lane, parent * shape.r + lane,
+                                     row + g * shape.row()};
+        score_span_vector<heads.value>(shape, span, candidates, at, maxima + g * stride + begin + lane,
+                                       sums + g * stride + begin + lane);
+      });
+    }
+    for (int64_t g = 0; lanes < children && g < shape.group; ++g) {
+      fill(maxima + g * stride + begin + lanes, children - lanes, -kInfinity<Real>);
+      fill(sums + g * stride + begin + lanes, children - lanes, Real{0});
+    }
+  }
+}
+
+template <typename Real>
+int64_t select(const QueryShape& shape, const Candidates& candidates, const Real* scores, const Real* sums,
+               int64_t top_k, void* workspace, int32_t* positions) {
   selection::Workspace<Real> scratch(workspace, shape.max_parents * shape.r);
-  return selection::select_row(scores, shape.score_stride(), shape.group, candidates.count, top_k,
+  return selection::select_row(scores, sums, shape.score_stride(), shape.group, candidates.count, top_k,
                                shape.importance, scratch, positions);
 }
 
@@ -520,8 +655,15 @@ void accumulate(const QueryShape& shape, const PackedLayer<Real>& layer, const C
 
 template <typename Real>
 constexpr QueryKernels<Real> query_kernels() {
-  return {kLanesOf<VecOf<Real>>, score<Real>, select<Real>,         selection::Workspace<Real>::bytes,
-          accumulate<Real>,      weigh<Real>, query_gradient<Real>, node_gradients<Real>};
+  return {kLanesOf<VecOf<Real>>,
+          score<Real>,
+          score_span<Real>,
+          select<Real>,
+          selection::Workspace<Real>::bytes,
+          accumulate<Real>,
+          weigh<Real>,
+          query_gradient<Real>,
+          node_gradients<Real>};
 }
 
 }  // namespace htree::HTREE_ISA::query

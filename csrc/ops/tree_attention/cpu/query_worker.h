@@ -113,6 +113,11 @@ class QueryWorker {
   int64_t select(const Candidates& candidates, int64_t top_k, int32_t* positions) {
     return select_from(scores_.data(), candidates, top_k, positions);
   }
+  // The same from the scores of span means.
+  int64_t select_by_span(const PackedSpan<Real>& span, const Rotation<Real>& rotation,
+                         const Candidates& candidates, int64_t top_k, int32_t* positions) {
+    return select_by_span(span, rotation, candidates, q_.data(), top_k, positions);
+  }
 
   void accumulate(const PackedLayer<Real>& layer, const Candidates& candidates, const int32_t* excluded,
                   int64_t num_excluded) {
@@ -130,9 +135,21 @@ class QueryWorker {
     kernels_.score(shape_, layer, rotation, candidates, q, rotated_.data(), scores);
   }
   int64_t select_from(const Real* scores, const Candidates& candidates, int64_t top_k, int32_t* positions) {
-    return candidates.count == 0
-               ? 0
-               : kernels_.select(shape_, candidates, scores, top_k, select_workspace_.data(), positions);
+    return candidates.count == 0 ? 0
+                                 : kernels_.select(shape_, candidates, scores, /*sums=*/nullptr, top_k,
+                                                   select_workspace_.data(), positions);
+  }
+  int64_t select_by_span(const PackedSpan<Real>& span, const Rotation<Real>& rotation,
+                         const Candidates& candidates, const Real* q, int64_t top_k, int32_t* positions) {
+    if (candidates.count <= top_k || top_k == 1) {  // no score is read
+      return select_from(nullptr, candidates, top_k, positions);
+    }
+    span_maxima_.resize(shape_.group * shape_.score_stride());
+    span_sums_.resize(span_maxima_.size());
+    kernels_.score_span(shape_, span, rotation, candidates, q, rotated_.data(), span_maxima_.data(),
+                        span_sums_.data());
+    return kernels_.select(shape_, candidates, span_maxima_.data(), span_sums_.data(), top_k,
+                           select_workspace_.data(), positions);
   }
   void query_gradient(const PackedLayer<Real>& layer, const Rotation<Real>& rotation,
                       const Candidates& candidates, const int32_t* excluded, int64_t num_excluded,
@@ -149,6 +166,7 @@ class QueryWorker {
   QueryShape shape_;
   const QueryKernels<Real>& kernels_;
   std::vector<Real> q_, rotated_, scores_, partial_, max_, sum_, out_;
+  std::vector<Real> span_maxima_, span_sums_;  // as scores_, from the first selection by span means on
   std::vector<int32_t> row_positions_, row_nodes_;
   std::vector<double> select_workspace_;
 };

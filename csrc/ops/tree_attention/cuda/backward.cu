@@ -527,8 +527,6 @@ void attention_backward_cuda(const Tensor& dout, const Tensor& q, const Tensor& 
   if (config.path == AttentionPath::kTensorCore) {
     backward_tensor_core(problem, config, backward, tree, scope.stream());
   } else {
-    TORCH_CHECK_NOT_IMPLEMENTED(args.selection_span == 0,
-                                "selection_span has no kernel for these shapes yet");
     run_general_backward(problem, config, backward, tree, scope.stream());
   }
 }

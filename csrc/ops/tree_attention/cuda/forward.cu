@@ -288,8 +288,8 @@ Tensor top_lists(const AttentionProblem& problem, const Slice& slice, const Tens
 }
 
 void general_chunk(const AttentionProblem& problem, const Slice& slice, const Tensor& q, const CudaTree& tree,
-                   const RopeTables& rope, const Tensor& out, const Tensor& gmax, const Tensor& gsum,
-                   const std::vector<Tensor>& parents) {
+                   const Tensor& span_means, const RopeTables& rope, const Tensor& out, const Tensor& gmax,
+                   const Tensor& gsum, const std::vector<Tensor>& parents) {
   const Tensor queries = slice.rows(q);
   const auto options = gmax.options();
   const Tensor max = slice.rows(gmax).fill_(-std::numeric_limits<double>::infinity());
@@ -300,6 +300,8 @@ void general_chunk(const AttentionProblem& problem, const Slice& slice, const Te
   const Tensor layer_max = at::empty(state, options), layer_sum = at::empty(state, options);
   const Tensor layer_out = at::empty(state_out, options);
 
+  const Tensor means = span_means.defined() ? slice.nodes(span_means) : Tensor();
+
   Tensor lists = top_lists(problem, slice, q);
   if (!parents.empty()) {
     slice.lists(parents.back()).copy_(lists);
@@ -309,8 +311,8 @@ void general_chunk(const AttentionProblem& problem, const Slice& slice, const Te
     const Tensor keys = slice.nodes(tree.keys[layer]), values = slice.nodes(tree.values[layer]);
     if (layer > 0) {
       const Tensor next = parents.empty() ? at::empty_like(lists) : slice.lists(parents[layer - 1]);
-      select_accumulate_cuda(queries, keys, values, /*span_k=*/Tensor(), lists, rope.cos, rope.sin, args,
-                             layer_max, layer_sum, layer_out, next);
+      select_accumulate_cuda(queries, keys, values, means, lists, rope.cos, rope.sin, args, layer_max,
+                             layer_sum, layer_out, next);
       lists = next;
     } else {
       bottom_accumulate_cuda(queries, keys, values, lists, rope.cos, rope.sin, args, layer_max, layer_sum,
@@ -337,13 +339,13 @@ void attention_forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, c
     forward_tensor_core(problem, config, q, tree, out, gmax, gsum, parents, scope.stream());
     return;
   }
-  TORCH_CHECK_NOT_IMPLEMENTED(args.selection_span == 0, "selection_span has no kernel for these shapes yet");
   const RopeTables rope = general_rope_tables(problem, q);
+  const Tensor span_means = build_span_means(k, args);
   for (int64_t batch = 0; batch < problem.batch; batch += config.batch_chunk) {
     for (int64_t query = 0; query < problem.num_queries; query += config.query_chunk) {
       const Slice slice{batch, std::min(config.batch_chunk, problem.batch - batch), query,
                         std::min(config.query_chunk, problem.num_queries - query), args.selection_stride};
-      general_chunk(problem, slice, q, tree, rope, out, gmax, gsum, parents);
+      general_chunk(problem, slice, q, tree, span_means, rope, out, gmax, gsum, parents);
     }
   }
 }

@@ -173,9 +173,9 @@ constexpr int64_t kTaskQueries = 32;
 
 // Undefined outputs are not computed. `next` is written above layer 0, the state where lmax is defined.
 template <typename T, typename Real>
-void run_layer(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v, const Tensor& parents,
-               const Tensor& cos, const Tensor& sin, const LayerArgs& args, const Tensor& lmax,
-               const Tensor& lsum, const Tensor& lout, const Tensor& next) {
+void run_layer(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v, const Tensor& span_k,
+               const Tensor& parents, const Tensor& cos, const Tensor& sin, const LayerArgs& args,
+               const Tensor& lmax, const Tensor& lsum, const Tensor& lout, const Tensor& next) {
   const int64_t r = args.compression_rate;
   const int64_t batch = q.size(0);
   const int64_t num_queries = q.size(1);
@@ -191,11 +191,15 @@ void run_layer(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v, co
   const Rotation<Real> rotation = table.rotation<Real>();
   const auto layers =
       PackedLayers<Real>::make(layer_k, layer_v, shape, rotation, /*gradients=*/false, Type<T>{});
+  const int64_t span = node_span(r, args.layer);
+  PackedSpans<Real> means;
+  if (span_k.defined() && span_k.numel() > 0) {
+    means = PackedSpans<Real>(span_k, num_nodes, span / args.selection_span, shape, rotation, Type<T>{});
+  }
 
   const Tensor lists = parents.contiguous();
   const int32_t* list_data = lists.const_data_ptr<int32_t>();
   const int64_t num_lists = lists.size(1);
-  const int64_t span = node_span(r, args.layer);
   const T* q_data = q.const_data_ptr<T>();
   int32_t* next_data = next.defined() ? next.mutable_data_ptr<int32_t>() : nullptr;
   Real* max_data = states ? lmax.mutable_data_ptr<Real>() : nullptr;
@@ -221,9 +225,11 @@ void run_layer(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v, co
         worker.load_query(q_data + b * q.stride(0) + i * q.stride(1) + h * shape.group * q.stride(2),
                           q.stride(2), args.scale);
         const bool merges = args.layer == 0 || candidates.count > args.top_k;  // else all are selected
-        if (merges) worker.score(layer, rotation, candidates);
+        if (merges && (states || means.empty())) worker.score(layer, rotation, candidates);
         if (leader) {
-          num_selected = worker.select(candidates, args.top_k, selected.data());
+          num_selected = means.empty() ? worker.select(candidates, args.top_k, selected.data())
+                                       : worker.select_by_span(means.at(b, h), rotation, candidates,
+                                                               args.top_k, selected.data());
           write_list(candidates, r, selected.data(), num_selected, args.top_k, next_data + row * args.top_k);
         }
         if (!states) continue;
@@ -251,7 +257,7 @@ void select_accumulate_cpu(const Tensor& q, const Tensor& layer_k, const Tensor&
   if (q.numel() == 0) return;
   dispatch_storage("select_accumulate", q.scalar_type(), [&](auto storage, auto real) {
     run_layer<typename decltype(storage)::type, typename decltype(real)::type>(
-        q, layer_k, layer_v, parents, cos, sin, args, lmax, lsum, lout, next_parents);
+        q, layer_k, layer_v, span_k, parents, cos, sin, args, lmax, lsum, lout, next_parents);
   });
 }
 
@@ -261,7 +267,7 @@ void bottom_accumulate_cpu(const Tensor& q, const Tensor& layer_k, const Tensor&
   if (q.numel() == 0) return;
   dispatch_storage("bottom_accumulate", q.scalar_type(), [&](auto storage, auto real) {
     run_layer<typename decltype(storage)::type, typename decltype(real)::type>(
-        q, layer_k, layer_v, parents, cos, sin, args, lmax, lsum, lout, Tensor());
+        q, layer_k, layer_v, Tensor(), parents, cos, sin, args, lmax, lsum, lout, Tensor());
   });
 }
 
@@ -271,7 +277,7 @@ void recompute_selection_cpu(const Tensor& q, const Tensor& layer_k, const Tenso
   if (q.numel() == 0) return;
   dispatch_storage("recompute_selection", q.scalar_type(), [&](auto storage, auto real) {
     run_layer<typename decltype(storage)::type, typename decltype(real)::type>(
-        q, layer_k, Tensor(), parents, cos, sin, args, Tensor(), Tensor(), Tensor(), next_parents);
+        q, layer_k, Tensor(), span_k, parents, cos, sin, args, Tensor(), Tensor(), Tensor(), next_parents);
   });
 }
 

@@ -1,12 +1,13 @@
 // Exact, deterministic selection from one row of candidates (docs/semantics/tree_attention.md §1.6),
 // for the staged and the fused CPU kernels. It knows no torch; include it after host/cpu/simd.h.
 // Scores are [num_heads][stride], with unit stride over the candidates p in [0, n). All arithmetic is
-// in Real, float or double.
+// in Real, float or double. `sums`, of the same layout or null, multiplies the exponential of each score:
+// with a selection_span a candidate's score is the largest of its means', and its sum is that of their
+// exponentials relative to it (§1.15).
 //
 // The order is: candidate n-1, then NaN importances, then larger importances; equal ones by smaller p. Each
 // candidate has an unsigned `rank`, and equal ranks are ordered by position. That is exactly the order of the
 // packed key (rank << 32 | ~p), without its 64 bits (96 for double).
-// as the packed key (rank << 32 | ~p) does, without its 64 bits (96 for double).
 #pragma once
 
 #include "ops/tree_attention/tree_args.h"
@@ -88,22 +89,26 @@ inline bool has_nan(const Real* x, int64_t count) {
   return found;
 }
 
-// e[i] = exp(x[i] - base), 0 where that is below 2^-126; returns their sum. e may be x. base is not -inf.
+// e[i] = exp(x[i] - base) * sums[i], 0 where that is below 2^-126; returns their sum. e may be x. base is not
+// -inf.
 template <typename Real>
-inline Real exp_row(const Real* x, Real base, Real* e, int64_t count) {
+inline Real exp_row(const Real* x, Real base, Real* e, int64_t count, const Real* sums = nullptr) {
   constexpr int kWidth = kLanesOf<VecOf<Real>>;
   constexpr int kChains = 2;
   const VecOf<Real> shift = splat(base);
   const VecOf<Real> smallest = splat(static_cast<Real>(0x1p-126));
   VecOf<Real> sum[kChains] = {};
-  const auto step = [&](VecOf<Real> scores) {
-    const VecOf<Real> value = exp(scores - shift);
+  const auto step = [&](VecOf<Real> scores, int64_t at, int lanes) {
+    VecOf<Real> value = exp(scores - shift);
+    if (sums != nullptr) {
+      value *= load_partial(sums + at, lanes, Real{0});
+    }
     return value < smallest ? VecOf<Real>{} : value;
   };
   int64_t i = 0;
   for (; i + kChains * kWidth <= count; i += kChains * kWidth) {
     for (int c = 0; c < kChains; ++c) {
-      const VecOf<Real> value = step(load(x + i + c * kWidth));
+      const VecOf<Real> value = step(load(x + i + c * kWidth), i + c * kWidth, kWidth);
       store(e + i + c * kWidth, value);
       sum[c] += value;
     }
@@ -111,7 +116,8 @@ inline Real exp_row(const Real* x, Real base, Real* e, int64_t count) {
   for (; i < count; i += kWidth) {
     const int lanes = count - i < kWidth ? static_cast<int>(count - i) : kWidth;
     // Missing lanes add exp(-inf - base) = 0.
-    const VecOf<Real> value = step(load_partial(x + i, lanes, -std::numeric_limits<Real>::infinity()));
+    const VecOf<Real> scores = load_partial(x + i, lanes, -std::numeric_limits<Real>::infinity());
+    const VecOf<Real> value = step(scores, i, lanes);
     store_partial(e + i, value, lanes);
     sum[0] += value;
   }
@@ -123,10 +129,10 @@ inline Real exp_row(const Real* x, Real base, Real* e, int64_t count) {
 // half the exponentials. LSE = -inf gives 0. LSE = +inf gives NaN where the score is +inf and 0 elsewhere. A
 // NaN among the counted scores gives NaN.
 template <typename Real>
-inline Real normalised_weights(const Real* scores, int64_t counted, Real* weights) {
+inline Real normalised_weights(const Real* scores, const Real* sums, int64_t counted, Real* weights) {
   const Real infinity = std::numeric_limits<Real>::infinity();
   const Real top = row_max(scores, counted);
-  const Real sum = exp_row(scores, top == -infinity ? Real{0} : top, weights, counted);
+  const Real sum = exp_row(scores, top == -infinity ? Real{0} : top, weights, counted, sums);
   if (top == infinity) {
     return has_nan(scores, counted) ? std::numeric_limits<Real>::quiet_NaN() : Real{1};
   }
@@ -147,7 +153,7 @@ inline void add_weights(const Real* weights, Real factor, bool first, Real* tota
 // out[p] for p < n-1: the sum of the heads' weights in the order g = 0 ... num_heads-1. out[n-1] is not
 // written: the rightmost candidate is always selected, and its score is read for kLse alone.
 template <typename Real>
-inline void importances(const Real* scores, int64_t stride, int64_t num_heads, int64_t n,
+inline void importances(const Real* scores, const Real* sums, int64_t stride, int64_t num_heads, int64_t n,
                         Importance importance, Real* weights, Real* out) {
   const Real infinity = std::numeric_limits<Real>::infinity();
   const int64_t counted = importance == Importance::kLse ? n : n - 1;
@@ -165,13 +171,14 @@ inline void importances(const Real* scores, int64_t stride, int64_t num_heads, i
   }
   for (int64_t g = 0; g < num_heads; ++g) {
     const Real* row = scores + g * stride;
+    const Real* row_sums = sums != nullptr ? sums + g * stride : nullptr;
     Real factor = 1;
     if (importance != Importance::kExpJoint) {
-      factor = normalised_weights(row, counted, weights);
+      factor = normalised_weights(row, row_sums, counted, weights);
     } else if (joint == -infinity) {
       exp_row(row, Real{0}, weights, counted);  // gives zeros
     } else {
-      exp_row(row, joint, weights, counted);
+      exp_row(row, joint, weights, counted, row_sums);
     }
     add_weights(weights, factor, g == 0, out, n - 1);
   }
@@ -188,9 +195,9 @@ inline Rank<Real> rank_of(Real importance) {
 
 // Fills workspace.ranks[0, n) from scores [num_heads][stride]. n >= 1.
 template <typename Real>
-inline void rank_candidates(const Real* scores, int64_t stride, int64_t num_heads, int64_t n,
-                            Importance importance, Workspace<Real>& workspace) {
-  importances(scores, stride, num_heads, n, importance, workspace.weights, workspace.importance);
+inline void rank_candidates(const Real* scores, const Real* sums, int64_t stride, int64_t num_heads,
+                            int64_t n, Importance importance, Workspace<Real>& workspace) {
+  importances(scores, sums, stride, num_heads, n, importance, workspace.weights, workspace.importance);
   for (int64_t p = 0; p < n - 1; ++p) {
     workspace.ranks[p] = rank_of(workspace.importance[p]);
   }
@@ -281,12 +288,18 @@ inline int64_t select_ranked(int64_t n, int64_t top_k, Workspace<Real>& workspac
   return top_k;
 }
 
+// Whether the choice of top_k among n candidates depends on a score.
+inline bool scores_are_read(int64_t n, int64_t top_k) {
+  return n > top_k && top_k > 1;
+}
+
 // rank_candidates and select_ranked, without any arithmetic where everything is selected.
 template <typename Real>
-inline int64_t select_row(const Real* scores, int64_t stride, int64_t num_heads, int64_t n, int64_t top_k,
-                          Importance importance, Workspace<Real>& workspace, int32_t* positions) {
-  if (n > top_k && top_k > 1) {
-    rank_candidates(scores, stride, num_heads, n, importance, workspace);
+inline int64_t select_row(const Real* scores, const Real* sums, int64_t stride, int64_t num_heads, int64_t n,
+                          int64_t top_k, Importance importance, Workspace<Real>& workspace,
+                          int32_t* positions) {
+  if (scores_are_read(n, top_k)) {
+    rank_candidates(scores, sums, stride, num_heads, n, importance, workspace);
   }
   return select_ranked(n, top_k, workspace, positions);
 }

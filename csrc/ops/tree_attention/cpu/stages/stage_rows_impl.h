@@ -220,7 +220,7 @@ int64_t select_row(const R* scores, int64_t score_stride, int64_t num_heads, int
     ranks[0] = fold;
     return num < top_k ? num : top_k;
   }
-  selection::rank_candidates(by_head, num, num_heads, num, importance, workspace);
+  selection::rank_candidates<R>(by_head, /*sums=*/nullptr, num, num_heads, num, importance, workspace);
   const int64_t count = selection::select_ranked(num, top_k, workspace, positions);
   for (int64_t i = 0; i < count; ++i) {
     ranks[i] = workspace.ranks[positions[i]];

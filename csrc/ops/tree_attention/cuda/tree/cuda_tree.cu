@@ -83,6 +83,16 @@ CudaTree build_cuda_tree(const Tensor& k, const Tensor& v, const AttentionArgs& 
   return tree;
 }
 
+Tensor build_span_means(const Tensor& k, const AttentionArgs& args) {
+  if (args.selection_span == 0) {
+    return {};
+  }
+  Tensor means =
+      at::empty({k.size(0), ceil_div(k.size(1), args.selection_span), k.size(2), k.size(3)}, k.options());
+  span_means_cuda(k, args.selection_span, means);
+  return means;
+}
+
 TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const TreeConfig& config,
                                     const Tensor& q, const CudaTree& tree, bool selects,
                                     cudaStream_t stream) {

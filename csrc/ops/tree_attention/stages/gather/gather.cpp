@@ -157,7 +157,6 @@ LayerArgs resolve(const char* op, const LayerTensors& in, const LayerOptions& op
   args.selection_stride = options.selection_stride;
   args.scale = resolve_scale(options.scale, in.q.size(3));
   args.selection_span = options.selection_span.value_or(0);
-  TORCH_CHECK_NOT_IMPLEMENTED(args.selection_span == 0, op, ": selection_span has no kernel yet");
   return args;
 }
 

@@ -37,8 +37,10 @@ void compute_and_select_cuda(const Tensor& q, const Tensor& layer_k, const Tenso
     return;
   }
   const int64_t num_heads = q.size(2);
+  const Tensor no_span;
   const LayerCall call = {q,
                           layer_k,
+                          no_span,
                           parents,
                           cos,
                           sin,
@@ -64,11 +66,13 @@ void compute_and_select_cuda(const Tensor& q, const Tensor& layer_k, const Tenso
 
 namespace {
 
-LayerCall shared_lists_call(const Tensor& q, const Tensor& layer_k, const Tensor& parents, const Tensor& cos,
-                            const Tensor& sin, const LayerArgs& args, cudaStream_t stream) {
+LayerCall shared_lists_call(const Tensor& q, const Tensor& layer_k, const Tensor& span_k,
+                            const Tensor& parents, const Tensor& cos, const Tensor& sin,
+                            const LayerArgs& args, cudaStream_t stream) {
   const int64_t num_lists = layer_k.size(2);
   return {q,
           layer_k,
+          span_k,
           parents,
           cos,
           sin,
@@ -88,12 +92,12 @@ void select_accumulate_cuda(const Tensor& q, const Tensor& layer_k, const Tensor
   if (lmax.numel() == 0) {
     return;
   }
-  const LayerCall call = shared_lists_call(q, layer_k, parents, cos, sin, args, scope.stream());
+  const LayerCall call = shared_lists_call(q, layer_k, span_k, parents, cos, sin, args, scope.stream());
   dispatch_device_dtype("select_accumulate", q.scalar_type(), FloatTypes{}, [&](auto tag) {
     using T = typename decltype(tag)::type;
     run_in_chunks<T>(call, [&](LayerChunk<T>& chunk) {
       chunk.compute_scores();
-      chunk.select(SelectionOrder::kAscending);
+      chunk.select_ascending();
       chunk.store_next_parents(next_parents);
       chunk.mask();
       chunk.accumulate(layer_v, lmax, lsum, lout);
@@ -109,7 +113,8 @@ void bottom_accumulate_cuda(const Tensor& q, const Tensor& layer_k, const Tensor
   if (lmax.numel() == 0) {
     return;
   }
-  const LayerCall call = shared_lists_call(q, layer_k, parents, cos, sin, args, scope.stream());
+  const Tensor no_span;
+  const LayerCall call = shared_lists_call(q, layer_k, no_span, parents, cos, sin, args, scope.stream());
   dispatch_device_dtype("bottom_accumulate", q.scalar_type(), FloatTypes{}, [&](auto tag) {
     using T = typename decltype(tag)::type;
     run_in_chunks<T>(call, [&](LayerChunk<T>& chunk) {
@@ -127,15 +132,18 @@ void recompute_selection_cuda(const Tensor& q, const Tensor& layer_k, const Tens
   if (next_parents.numel() == 0) {
     return;
   }
-  LayerCall call = shared_lists_call(q, layer_k, parents, cos, sin, args, scope.stream());
+  LayerCall call = shared_lists_call(q, layer_k, span_k, parents, cos, sin, args, scope.stream());
+  call.scores_nodes = !span_k.defined();
   call.whole.num_queries = ceil_div(q.size(1), args.selection_stride);
   call.whole.query_step = args.selection_stride;
   call.whole.queries_per_list = 1;
   dispatch_device_dtype("recompute_selection", q.scalar_type(), FloatTypes{}, [&](auto tag) {
     using T = typename decltype(tag)::type;
     run_in_chunks<T>(call, [&](LayerChunk<T>& chunk) {
-      chunk.compute_scores();
-      chunk.select(SelectionOrder::kAscending);
+      if (call.scores_nodes) {
+        chunk.compute_scores();
+      }
+      chunk.select_ascending();
       chunk.store_next_parents(next_parents);
     });
   });

@@ -23,16 +23,19 @@ View<T> shifted(View<T> view, int64_t batch, int64_t row, int64_t head) {
 struct LayerCall {
   const Tensor& q;        // [B, T_q, H, K]
   const Tensor& layer_k;  // [B, N, H_kv, K]
+  const Tensor& span_k;   // [B, ceil(T / selection_span), H_kv, K], undefined without a selection_span
   const Tensor& parents;  // [B, ceil(T_q/s), S, list_width]
   const Tensor& cos;
   const Tensor& sin;
   const LayerArgs& args;
   Geometry whole;  // of the whole call
   cudaStream_t stream;
+  bool scores_nodes = true;  // false: the selection is all that is wanted, and reads span means
 };
 
 // The scores and candidate counts of one chunk (`box_`, a box of rows) in device scratch, and the steps that
-// write and read them.
+// write and read them. With a selection_span the leaders have scores of their own, the log-sums of their
+// candidates' means, and select() reads these.
 template <typename T>
 class LayerChunk {
  public:
@@ -41,10 +44,17 @@ class LayerChunk {
   LayerChunk(const LayerCall& call, const ChunkPlan& plan) : call_(call) {
     const int64_t rows = plan.batches * plan.queries * plan.lists;
     const auto options = call.q.options();
-    scores_ = at::empty({rows * call.whole.capacity() * call.whole.group}, options.dtype(at::kFloat));
-    num_candidates_ = at::empty({rows}, options.dtype(at::kInt));
+    const int64_t row_scores = call.whole.capacity() * call.whole.group;
     const int64_t leaders = plan.batches * ceil_div(plan.queries, call.whole.queries_per_list) * plan.lists;
     positions_ = at::empty({leaders * call.args.top_k}, options.dtype(at::kInt));
+    if (call.scores_nodes) {
+      scores_ = at::empty({rows * row_scores}, options.dtype(at::kFloat));
+      num_candidates_ = at::empty({rows}, options.dtype(at::kInt));
+    }
+    if (call.span_k.defined()) {
+      span_scores_ = at::empty({leaders * row_scores}, options.dtype(at::kFloat));
+      span_candidates_ = at::empty({leaders}, options.dtype(at::kInt));
+    }
   }
 
   // Moves to another chunk. first_query is a multiple of queries_per_list.
@@ -63,39 +73,36 @@ class LayerChunk {
   }
 
   void compute_scores() {
-    ScoresParams<T> params;
-    params.geometry = box_;
-    params.q = input_view<T>(call_.q);
-    params.q.row *= box_.query_step;
-    params.q = shifted(params.q, batch_, query_, list_ * box_.group);
-    params.keys = shifted(input_view<T>(call_.layer_k), batch_, 0, 0);
-    params.parents = parents_;
-    params.table = rotary_table<float>(call_.cos, call_.sin);
-    params.scores = output<float>(scores_);
-    params.num_candidates = output<int32_t>(num_candidates_);
-    params.key_dim = call_.q.size(3);
-    params.scale = static_cast<float>(call_.args.scale);
-    params.fill_tail = false;
-    C10_CUDA_CHECK(launch_compute_scores<FullWork>(params, call_.stream));
+    C10_CUDA_CHECK(launch_compute_scores<FullWork>(
+        scores_params(box_, call_.layer_k, scores_, num_candidates_), call_.stream));
+  }
+
+  // Positions of the leaders' sets, in order of position.
+  void select_ascending() {
+    if (call_.span_k.defined()) {
+      compute_span_scores();
+    }
+    select(SelectionOrder::kAscending);
   }
 
   // Selects the positions for the leaders.
   void select(SelectionOrder order) {
+    const bool by_span = call_.span_k.defined();
     SelectParams params;
-    params.scores = input<float>(scores_);
-    params.num_candidates = input<int32_t>(num_candidates_);
+    params.scores = input<float>(by_span ? span_scores_ : scores_);
+    params.num_candidates = input<int32_t>(by_span ? span_candidates_ : num_candidates_);
     params.positions = output<int32_t>(positions_);
     params.num_batches = box_.num_batches;
-    params.score_queries = box_.num_queries;
     params.num_queries = num_leaders();
-    params.query_step = box_.queries_per_list;
+    params.score_queries = by_span ? params.num_queries : box_.num_queries;
+    params.query_step = by_span ? 1 : box_.queries_per_list;
     params.num_lists = box_.num_lists;
     params.capacity = box_.capacity();
     params.group = box_.group;
     params.top_k = call_.args.top_k;
     params.importance = call_.args.importance;
     params.order = order;
-    const Tensor scratch = device_scratch(select_scratch_bytes(params), scores_);
+    const Tensor scratch = device_scratch(select_scratch_bytes(params), positions_);
     params.scratch = scratch_pointer(scratch);
     C10_CUDA_CHECK(launch_select_topk<FullWork>(params, call_.stream));
   }
@@ -113,7 +120,7 @@ class LayerChunk {
     params.list_width = box_.list_width;
     params.rate = box_.rate;
     params.top_k = call_.args.top_k;
-    const Tensor scratch = device_scratch(next_parents_scratch_bytes(params), scores_);
+    const Tensor scratch = device_scratch(next_parents_scratch_bytes(params), positions_);
     params.scratch = scratch_pointer(scratch);
     C10_CUDA_CHECK(launch_compute_next_parents<FullWork>(params, call_.stream));
   }
@@ -177,6 +184,38 @@ class LayerChunk {
  private:
   int64_t num_leaders() const { return ceil_div(box_.num_queries, box_.queries_per_list); }
 
+  // What `rows` score: whole layers of keys or span means.
+  ScoresParams<T> scores_params(const Geometry& rows, const Tensor& keys, const Tensor& scores,
+                                const Tensor& num_candidates) const {
+    ScoresParams<T> params;
+    params.geometry = rows;
+    params.q = input_view<T>(call_.q);
+    params.q = shifted(params.q, batch_, query_ * box_.query_step, list_ * box_.group);
+    params.q.row *= rows.query_step;
+    params.keys = shifted(input_view<T>(keys), batch_, 0, 0);
+    params.parents = parents_;
+    params.table = rotary_table<float>(call_.cos, call_.sin);
+    params.scores = output<float>(scores);
+    params.num_candidates = output<int32_t>(num_candidates);
+    params.key_dim = call_.q.size(3);
+    params.scale = static_cast<float>(call_.args.scale);
+    params.fill_tail = false;
+    return params;
+  }
+
+  void compute_span_scores() {
+    Geometry leaders = box_;
+    leaders.num_queries = num_leaders();
+    leaders.query_step = box_.query_step * box_.queries_per_list;
+    leaders.queries_per_list = 1;
+    ComputeSpanScoresParams<T> params;
+    params.row = scores_params(leaders, call_.span_k, span_scores_, span_candidates_);
+    params.means_per_node = box_.node_span / call_.args.selection_span;
+    params.num_means = call_.span_k.size(1);
+    params.top_k = call_.args.top_k;
+    C10_CUDA_CHECK(launch_compute_span_scores(params, call_.stream));
+  }
+
   View<const int32_t> positions_view() const {
     const int64_t list = call_.args.top_k;
     const int64_t query = box_.num_lists * list;
@@ -186,6 +225,8 @@ class LayerChunk {
   const LayerCall& call_;
   Tensor scores_;
   Tensor num_candidates_;
+  Tensor span_scores_;      // of the leaders
+  Tensor span_candidates_;  // of the leaders
   Tensor positions_;
   Geometry box_;
   int64_t batch_ = 0;
@@ -198,7 +239,9 @@ class LayerChunk {
 template <typename T, typename Steps>
 void run_in_chunks(const LayerCall& call, Steps&& steps) {
   const Geometry& whole = call.whole;
-  const int64_t row_bytes = whole.capacity() * whole.group * static_cast<int64_t>(sizeof(float));
+  const int64_t score_bytes = whole.capacity() * whole.group * static_cast<int64_t>(sizeof(float));
+  const int64_t span_bytes = call.span_k.defined() ? ceil_div(score_bytes, whole.queries_per_list) : 0;
+  const int64_t row_bytes = (call.scores_nodes ? score_bytes : 0) + span_bytes;
   const ChunkPlan plan = plan_chunks(whole.num_batches, whole.num_queries, whole.num_lists,
                                      whole.queries_per_list, row_bytes, kScoreScratchBytes);
   LayerChunk<T> chunk(call, plan);

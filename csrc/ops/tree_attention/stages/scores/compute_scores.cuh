@@ -12,6 +12,7 @@
 #include <algorithm>
 
 #include "device/numeric.cuh"
+#include "device/online_softmax.cuh"
 #include "device/pack.cuh"
 #include "device/reduce.cuh"
 #include "device/rotary.cuh"
@@ -272,6 +273,78 @@ __global__ void __launch_bounds__(ScoresTraits::kThreads)
   }
 }
 
+// The same over the span means of each candidate: one after another they take the place of its key, and their
+// scores are reduced in registers.
+template <typename T, int kHeads, int kPack>
+__global__ void __launch_bounds__(ScoresTraits::kThreads)
+    compute_span_scores_kernel(const ComputeSpanScoresParams<T> params) {
+  using Traits = ScoresTraits;
+  __shared__ ScoresShared<kHeads> shared;
+  const Geometry& geometry = params.row.geometry;
+  const RowIndex row = row_index(blockIdx.x, geometry.num_queries, geometry.num_lists);
+  const ListInfo info = list_info<Traits::kThreads>(geometry, params.row.parents, row, shared.first_missing);
+  const int64_t num_candidates = info.num_candidates;
+  if (blockIdx.y == 0 && threadIdx.x == 0) {
+    params.row.num_candidates[blockIdx.x] = static_cast<int32_t>(num_candidates);
+  }
+  if (num_candidates <= params.top_k) {
+    return;
+  }
+  const T* keys = at_row(params.row.keys, row.batch, 0, geometry.kv_head(row.list));
+  const T* queries = at_row(params.row.q, row.batch, row.query, row.list * geometry.group);
+  float* scores = params.row.scores + static_cast<int64_t>(blockIdx.x) * geometry.capacity() * geometry.group;
+  const int64_t pairs = params.row.key_dim / 2;
+  const int64_t num_means = min(params.means_per_node, params.num_means);
+
+  for (int64_t tile = static_cast<int64_t>(blockIdx.y) * Traits::kTile; tile < num_candidates;
+       tile += static_cast<int64_t>(gridDim.y) * Traits::kTile) {
+    const int64_t p = tile + threadIdx.x;
+    // Means of the rightmost candidate may hold tokens after the query.
+    const int64_t node = p < num_candidates - 1 ? info.node(p) : -1;
+    for (int64_t first_head = 0; first_head < geometry.group; first_head += kHeads) {
+      const int64_t num_heads = min(static_cast<int64_t>(kHeads), geometry.group - first_head);
+      device::OnlineSum sums[kHeads];
+#pragma unroll
+      for (int head = 0; head < kHeads; ++head) {
+        sums[head] = device::OnlineSum::empty();
+      }
+      for (int64_t i = 0; i < num_means; ++i) {
+        const int64_t mean = node * params.means_per_node + i;
+        const bool present = node >= 0 && mean < params.num_means;
+        float products[kHeads] = {};
+        for (int64_t first_pair = 0; first_pair < pairs; first_pair += Traits::kPairs) {
+          __syncthreads();
+          if (first_pair == 0) {
+            shared.nodes[threadIdx.x] = present ? static_cast<int32_t>(mean) : -1;
+            __syncthreads();
+          }
+          stage_keys<FullWork, kPack>(params.row, keys, tile, first_pair, shared);
+          if (i == 0 || pairs > Traits::kPairs) {
+            stage_queries<FullWork>(params.row, queries + first_head * params.row.q.head, num_heads,
+                                    num_candidates - 1, first_pair, shared);
+          }
+          __syncthreads();
+          multiply_slice(shared, products);
+        }
+#pragma unroll
+        for (int head = 0; head < kHeads; ++head) {
+          if (present) {
+            sums[head].add(products[head]);
+          }
+        }
+      }
+      if (p < num_candidates) {
+        float logs[kHeads];
+#pragma unroll
+        for (int head = 0; head < kHeads; ++head) {
+          logs[head] = sums[head].log_sum();
+        }
+        store_scores(scores + p * geometry.group + first_head, num_heads, logs);
+      }
+    }
+  }
+}
+
 // Splits a row's tiles over enough blocks to fill a large GPU a few times, where there are too
 // few rows for that.
 inline unsigned score_splits(int64_t num_rows, int64_t num_tiles) {
@@ -280,18 +353,34 @@ inline unsigned score_splits(int64_t num_rows, int64_t num_tiles) {
   return static_cast<unsigned>(std::clamp<int64_t>(wanted, 1, std::clamp<int64_t>(num_tiles, 1, 65535)));
 }
 
-template <typename Work, typename T, int kHeads>
-cudaError_t launch_compute_scores_for(const ScoresParams<T>& params, cudaStream_t stream) {
+template <typename T>
+LaunchShape score_launch(const ScoresParams<T>& params) {
   using Traits = ScoresTraits;
-  constexpr int kWide = device::kPackOf<T>;
   const int64_t tiles = (params.geometry.capacity() + Traits::kTile - 1) / Traits::kTile;
   const int64_t rows = params.geometry.num_rows();
-  const dim3 grid(static_cast<unsigned>(rows), score_splits(rows, tiles));
-  const bool wide =
-      params.key_dim / 2 % kWide == 0 && rows_aligned(params.keys) && rows_aligned(params.table);
-  const auto kernel =
-      wide ? compute_scores_kernel<Work, T, kHeads, kWide> : compute_scores_kernel<Work, T, kHeads, 1>;
-  return launch_kernel(kernel, {.grid = grid, .threads = Traits::kThreads}, stream, params);
+  return {.grid = dim3(static_cast<unsigned>(rows), score_splits(rows, tiles)), .threads = Traits::kThreads};
+}
+
+// Whether keys and table are read in whole packs.
+template <typename T>
+bool wide_loads(const ScoresParams<T>& params) {
+  return params.key_dim / 2 % device::kPackOf<T> == 0 && rows_aligned(params.keys) &&
+         rows_aligned(params.table);
+}
+
+// Calls launch(heads) with the number of heads that a thread takes at a time.
+template <typename Launch>
+cudaError_t dispatch_heads(int64_t group, Launch&& launch) {
+  if (group == 1) {
+    return launch(std::integral_constant<int, 1>{});
+  }
+  if (group == 2) {
+    return launch(std::integral_constant<int, 2>{});
+  }
+  if (group <= 4) {
+    return launch(std::integral_constant<int, 4>{});
+  }
+  return launch(std::integral_constant<int, ScoresTraits::kMaxHeads>{});
 }
 
 template <typename Work, typename T>
@@ -299,17 +388,24 @@ cudaError_t launch_compute_scores(const ScoresParams<T>& params, cudaStream_t st
   if (params.geometry.num_rows() == 0) {
     return cudaSuccess;
   }
-  const int64_t group = params.geometry.group;
-  if (group == 1) {
-    return launch_compute_scores_for<Work, T, 1>(params, stream);
+  return dispatch_heads(params.geometry.group, [&](auto heads) {
+    const auto kernel = wide_loads(params) ? compute_scores_kernel<Work, T, heads.value, device::kPackOf<T>>
+                                           : compute_scores_kernel<Work, T, heads.value, 1>;
+    return launch_kernel(kernel, score_launch(params), stream, params);
+  });
+}
+
+template <typename T>
+cudaError_t launch_compute_span_scores(const ComputeSpanScoresParams<T>& params, cudaStream_t stream) {
+  if (params.row.geometry.num_rows() == 0) {
+    return cudaSuccess;
   }
-  if (group == 2) {
-    return launch_compute_scores_for<Work, T, 2>(params, stream);
-  }
-  if (group <= 4) {
-    return launch_compute_scores_for<Work, T, 4>(params, stream);
-  }
-  return launch_compute_scores_for<Work, T, ScoresTraits::kMaxHeads>(params, stream);
+  return dispatch_heads(params.row.geometry.group, [&](auto heads) {
+    const auto kernel = wide_loads(params.row)
+                            ? compute_span_scores_kernel<T, heads.value, device::kPackOf<T>>
+                            : compute_span_scores_kernel<T, heads.value, 1>;
+    return launch_kernel(kernel, score_launch(params.row), stream, params);
+  });
 }
 
 }  // namespace htree::tree_attention

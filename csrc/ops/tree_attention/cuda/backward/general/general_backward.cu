@@ -25,6 +25,7 @@ class GeneralBackward {
                                      problem.args.rope_base, problem.args.rotate, stream));
     if (b.parents.empty()) {
       tables_ = general_rope_tables(problem, b.q);
+      span_means_ = build_span_means(tree.keys[0], problem.args);
     }
     for (size_t i = 0; i < tree.keys.size(); ++i) {
       const int64_t rows =
@@ -74,9 +75,10 @@ class GeneralBackward {
                                     stream_));
     for (size_t i = top; i > 0 && b_.parents.empty(); --i) {
       lists[i - 1] = new_lists();
-      recompute_selection_cuda(rows_of(b_.q, c), tree_.keys[i].narrow(0, c.batch, c.num_batches),
-                               /*span_k=*/Tensor(), lists[i], tables_.cos, tables_.sin,
-                               layer_args(problem_, static_cast<int64_t>(i), c.query), lists[i - 1]);
+      recompute_selection_cuda(
+          rows_of(b_.q, c), tree_.keys[i].narrow(0, c.batch, c.num_batches),
+          span_means_.defined() ? span_means_.narrow(0, c.batch, c.num_batches) : Tensor(), lists[i],
+          tables_.cos, tables_.sin, layer_args(problem_, static_cast<int64_t>(i), c.query), lists[i - 1]);
     }
     return lists;
   }
@@ -248,6 +250,7 @@ class GeneralBackward {
   cudaStream_t stream_;
   Tensor rope_;
   RopeTables tables_;
+  Tensor span_means_;  // where lists are selected again
   std::vector<Tensor> key_sums_, value_sums_;
 };
 
