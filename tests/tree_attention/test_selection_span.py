@@ -107,6 +107,8 @@ def test_output_and_lists_against_the_reference(case, device):
     expected = forced(q, k, v, parents, options)
     assert_output(out, expected.out, v)
     a, b = STATE_TOLERANCE[case.dtype]
+    if device == "cuda" and case.dtype in (torch.float16, torch.bfloat16):
+        a = b = 1e-3  # tensor cores round the rotated queries and keys to fp16
     assert_close_spec(gmax.double() + gsum.double().log(), expected.lse, rtol=b, atol=a + b, name="lse")
 
 
