@@ -1,5 +1,6 @@
-// Append: rows of new tokens, then layer by layer the nodes that they finish, then span means. A thread owns a
-// pack of columns of one row; sums run over the children in their order, as in tree_build.
+// Append: writes the rows of new tokens, then layer by layer the nodes that those tokens finish,
+// then span means. A thread owns a pack of columns of one row. Sums run over the children in their
+// order, as in tree_build.
 #pragma once
 
 #include <algorithm>
@@ -13,14 +14,14 @@ namespace htree::tree_cache {
 
 constexpr int kAppendThreads = 256;
 
-// The new tokens of a sequence: rows [first, first + count) of the call; count 0 where the sequence is refused.
+// The new tokens of a sequence: rows [first, first + count) of the call. A refused sequence has count 0.
 struct NewSpan {
   int64_t first;
   int64_t before;
   int64_t count;
 };
 
-// Every thread of the block must call; costs one __syncthreads.
+// Every thread of the block must call. Has one __syncthreads.
 template <typename T>
 __device__ __forceinline__ NewSpan new_span(const AppendParams<T>& params, int sequence) {
   const int64_t first = params.cu_new[sequence];
@@ -43,7 +44,7 @@ __device__ __forceinline__ NewSpan new_span(const AppendParams<T>& params, int s
   return {first, before, __syncthreads_and(good) ? count : 0};
 }
 
-// Rows of a head in one pool.
+// The rows of one head in one pool.
 template <typename T>
 struct HeadRows {
   T* pool;
@@ -52,7 +53,7 @@ struct HeadRows {
   int width;
   int head;
 
-  // Null where the page is none of the pool.
+  // Null where the block table holds no page of the pool.
   __device__ __forceinline__ T* at(const PageLayout& layout, const Place& place) const {
     const uint32_t page = static_cast<uint32_t>(table[place.page]);
     return page < layout.num_pages
@@ -61,7 +62,7 @@ struct HeadRows {
   }
 };
 
-// The mean of `count` rows of a layer, from node `first` on, into `to`.
+// Stores the mean of `count` rows of a layer, from node `first` on, at `to`.
 template <typename T, int kPack>
 __device__ __forceinline__ void store_mean(const PageLayout& layout, const HeadRows<T>& rows, uint32_t layer,
                                            uint32_t first, uint32_t count, int column, const Place& place) {
@@ -91,7 +92,8 @@ __device__ __forceinline__ void store_mean(const PageLayout& layout, const HeadR
   }
 }
 
-// What level `level` adds to one pool: 0 tokens, 1 ... L-1 nodes, L span means. Block `part` of `num_parts`.
+// Writes what level `level` adds to one pool: tokens at level 0, nodes at 1 ... L-1, span means at L. This is
+// block `part` of `num_parts`.
 template <typename T, int kPack>
 __device__ __forceinline__ void append_level(const PageLayout& layout, const HeadRows<T>& rows,
                                              const NewRows<T>& from, const NewSpan& span, uint32_t level,
@@ -120,8 +122,8 @@ __device__ __forceinline__ void append_level(const PageLayout& layout, const Hea
   }
 }
 
-// Block (sequence and head, part): the levels [begin, end). More than one level needs num_parts = 1: the rows that
-// a level reads are then this block's own.
+// Block (sequence and head, part) writes the levels [begin, end). More than one level needs num_parts = 1,
+// because then a block reads only rows that it wrote itself.
 template <typename T, int kPack>
 __global__ void __launch_bounds__(kAppendThreads)
     append_kernel(const AppendParams<T> params, uint32_t begin, uint32_t end) {

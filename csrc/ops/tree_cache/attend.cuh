@@ -1,5 +1,6 @@
-// One layer of the walk of tree_cache_attention on pages: scores, selection, weighted values. A row is a query and a
-// K/V head; blocks split its candidates. Scores stand in device memory between the kernels.
+// One layer of the walk of tree_cache_attention on pages: scores, selection, weighted values. A row is
+// a query and a K/V head; several thread blocks share its candidates. Between the kernels the scores
+// are in device memory.
 #pragma once
 
 #include <algorithm>
@@ -18,13 +19,14 @@ namespace htree::tree_cache {
 struct AttendTraits {
   static constexpr int kThreads = 128;
   static constexpr int kWarps = kThreads / device::kWarpSize;
-  static constexpr int kTile = 16;      // candidates of a warp: two lanes each
+  static constexpr int kTile = 16;      // candidates of a warp, two lanes for each
   static constexpr int kMaxLanes = 32;  // threads on one value row
 };
 
 // ---- scores
 
-// queries [K][kHeads] of up to kHeads heads, rotated by `position` and scaled; zeros beyond num_heads.
+// Fills queries [K][kHeads] with up to kHeads heads, rotated by `position` and scaled; heads
+// beyond num_heads are zero.
 template <typename T, int kHeads>
 __device__ __forceinline__ void stage_queries(const AttendParams<T>& params, const T* q, int num_heads,
                                               int position, float* queries) {
@@ -47,7 +49,8 @@ __device__ __forceinline__ void stage_queries(const AttendParams<T>& params, con
   }
 }
 
-// Adds this lane's part of the products of the key at `key` with the heads. `part` is 0 or 1.
+// Adds this lane's share of the products of the key at `key` with the heads. `part`, 0 or 1, is the half of
+// the dims that the lane takes.
 template <typename T, int kHeads, int kPack>
 __device__ __forceinline__ void multiply_key(const AttendParams<T>& params, const T* key, int position,
                                              int part, const float* queries, float (&sums)[kHeads]) {
@@ -79,7 +82,8 @@ __device__ __forceinline__ void multiply_key(const AttendParams<T>& params, cons
   }
 }
 
-// Block (row, split): warps take the tiles split, split + gridDim.y, ... of the row's candidates.
+// Block (row, y): its warps take the tiles y kWarps, ..., y kWarps + kWarps - 1 of the row's candidates, and
+// those gridDim.y kWarps further.
 template <typename T, int kHeads, int kPack>
 __global__ void __launch_bounds__(AttendTraits::kThreads)
     cache_scores_kernel(const AttendParams<T> params, int layer) {
@@ -108,7 +112,8 @@ __global__ void __launch_bounds__(AttendTraits::kThreads)
          tile += static_cast<int>(gridDim.y) * Traits::kWarps) {
       const int p = tile * Traits::kTile + lane / 2;
       int64_t at = -1;
-      // The rightmost node above the tokens is opened whatever its score, and need not be finished.
+      // Above the tokens the rightmost node is opened whatever its score, and may be unfinished:
+      // it has no score.
       if (p < num - (layer > 0)) {
         at = row_of(params, walk, layer, node_of(list, p, params.layout.rate), params.layout.key_rows(),
                     params.key_dim);
@@ -131,7 +136,8 @@ __global__ void __launch_bounds__(AttendTraits::kThreads)
 
 // ---- selection
 
-// Block (row): a leader's list of the layer below, ascending. docs/semantics/tree_attention.md §1.6
+// Block (row): writes the list that a leader uses in the layer
+// below, ascending. docs/semantics/tree_attention.md §1.6
 template <typename T, int kHeads>
 __global__ void __launch_bounds__(tree_attention::SelectTraits::kThreads)
     cache_select_kernel(const AttendParams<T> params, int layer) {
@@ -177,7 +183,7 @@ __global__ void __launch_bounds__(tree_attention::SelectTraits::kThreads)
 template <int kHeads, int kPack>
 struct ValuesShared {
   alignas(16) float weights[kSplit][kHeads];
-  int64_t rows[kSplit];  // first element of the value, -1: not read
+  int64_t rows[kSplit];  // first element of the value in the pool; -1: do not read it
   uint32_t selected[kSplit / 32];
   float parts[AttendTraits::kThreads * kPack];
   float reduced[2][AttendTraits::kWarps];
@@ -196,7 +202,7 @@ __device__ __forceinline__ void mark_selected(const AttendParams<T>& params, con
     if (node < 0) {
       continue;
     }
-    int low = 0, high = slots;  // the last parent at or before that of the node
+    int low = 0, high = slots;  // search for the last parent that is not behind the node's parent
     while (high - low > 1) {
       const int middle = (low + high) / 2;
       if (list[middle] <= node / rate) {
@@ -212,7 +218,7 @@ __device__ __forceinline__ void mark_selected(const AttendParams<T>& params, con
   }
 }
 
-// Where the values of the split's candidates stand, and the scores' maximum per head among those that count.
+// Finds the values of the split's candidates, and per head the largest score of those that count.
 template <typename T, int kHeads, int kPack>
 __device__ __forceinline__ void stage_rows(const AttendParams<T>& params, const WalkRow& walk, int layer,
                                            int num, int first, const float* scores, int num_heads,
@@ -249,7 +255,8 @@ __device__ __forceinline__ void stage_rows(const AttendParams<T>& params, const 
   }
 }
 
-// Scores to weights; sums holds this thread's part. A weight of -1 marks a score of -inf, whose value is not read.
+// Turns scores into weights and adds this thread's share to `sums`. A score of -inf becomes weight -1, and
+// its value is not read.
 template <int kHeads, int kPack>
 __device__ __forceinline__ void make_weights(const float (&maximum)[kHeads], float (&sums)[kHeads],
                                              ValuesShared<kHeads, kPack>& shared) {
@@ -268,7 +275,7 @@ __device__ __forceinline__ void make_weights(const float (&maximum)[kHeads], flo
   }
 }
 
-// Adds the teams' columns in order and stores them.
+// Adds the teams' columns in the order of the teams and stores them.
 template <int kHeads, int kPack>
 __device__ __forceinline__ void store_columns(const float (&columns)[kHeads][kPack], float* out,
                                               int value_dim, int num_heads, int first_column, int lanes,
@@ -377,7 +384,7 @@ cudaError_t launch_layers(const AttendParams<T>& params, cudaStream_t stream) {
   using Traits = AttendTraits;
   const int64_t capacity = int64_t{params.layout.rate} * params.options.top_k;
   const auto rows = static_cast<unsigned>(params.chunk.num * params.layout.num_kv_heads);
-  // Enough blocks to fill a large GPU a few times where the rows alone do not.
+  // Where the rows alone are too few, as many blocks as fill a large GPU a few times.
   constexpr int64_t kEnoughBlocks = 2048;
   const int64_t tiles = ceil_div(capacity, int64_t{Traits::kTile} * Traits::kWarps);
   const dim3 score_grid(rows, static_cast<unsigned>(std::clamp<int64_t>(kEnoughBlocks / rows, 1,

@@ -8,7 +8,7 @@
 
 namespace htree::tree_cache {
 
-// Positions are below 2^31 and r is at least 2: no tree is deeper.
+// Positions are below 2^31 and r is at least 2, so no tree has more layers.
 constexpr int kMaxLayers = 32;
 
 // Page `page` of a block table, row `row` in it.
@@ -17,9 +17,9 @@ struct Place {
   uint32_t row;
 };
 
-// Rows of a page of one K/V head: the tokens, then the finished nodes of layer 1, of layer 2 and so on, each
-// layer ascending; keys have the span means behind them. A page holds what ends in it. Sizes are 32-bit: the
-// kernels divide by them for every row.
+// The rows of a page for one K/V head: the tokens, then the finished nodes of layer 1, of layer 2 and so on,
+// each layer ascending, and for keys the span means. A node stands in the page in which its last token
+// stands. Sizes are 32-bit because the kernels divide by them for every row.
 struct PageLayout {
   uint32_t page_size = 256;  // P, tokens
   uint32_t rate = 16;        // r
@@ -28,27 +28,27 @@ struct PageLayout {
   uint32_t num_pages = 0;    // of the pools
   uint32_t max_pages = 0;    // of a sequence
   uint32_t num_kv_heads = 1;
-  uint32_t first_row[kMaxLayers + 1] = {};  // of layer l; [L] is the first span mean
+  uint32_t first_row[kMaxLayers + 1] = {};  // where layer l begins; [L] is the first span mean
   uint32_t tokens[kMaxLayers] = {};         // r^l, tokens of a node
 
   HTREE_HOST_DEVICE int64_t value_rows() const { return first_row[num_layers]; }
   HTREE_HOST_DEVICE int64_t key_rows() const { return value_rows() + (span > 0 ? page_size / span : 0); }
   HTREE_HOST_DEVICE int64_t capacity() const { return int64_t{max_pages} * page_size; }
 
-  // Of a finished node of a layer.
+  // The place of a finished node of a layer.
   HTREE_HOST_DEVICE Place node(uint32_t layer, uint32_t index) const {
     const uint32_t size = tokens[layer];
     const uint32_t page = ((index + 1) * size - 1) / page_size;
     return {page, first_row[layer] + index - page * page_size / size};
   }
-  // Of the mean of tokens [c index, c (index + 1)).
+  // The place of the mean of tokens [c index, c (index + 1)).
   HTREE_HOST_DEVICE Place span_mean(uint32_t index) const {
     const uint32_t page = index * span / page_size;
     return {page, first_row[num_layers] + index - page * (page_size / span)};
   }
 };
 
-// Layers whose nodes can end below `capacity` tokens, and the place of each. `capacity` is below 2^31.
+// The layout of pages with num_layers layers. max_pages * page_size is below 2^31.
 inline PageLayout page_layout(int64_t page_size, int64_t rate, int64_t num_layers, int64_t span,
                               int64_t num_pages, int64_t max_pages, int64_t num_kv_heads) {
   PageLayout layout;
@@ -70,15 +70,15 @@ inline PageLayout page_layout(int64_t page_size, int64_t rate, int64_t num_layer
   return layout;
 }
 
-// What a step of the page table found wrong with a sequence, bit by bit.
+// What a step on the page table found wrong with a sequence; errors are ORed.
 enum PageError : int32_t {
   kNoCapacity = 1,      // the tokens exceed the capacity
   kNoPage = 2,          // the pool has no page left
   kBadLength = 4,       // a negative number of tokens, or more than the sequence holds
   kInsideStride = 8,    // truncated inside a stride whose leader's lists are gone
   kMissingLeader = 16,  // a query whose leader is neither in the call nor in the ring
-  kBadSequence = 32,    // a beam that is none
-  kBadPage = 64,        // a page of the table that is none of the pool
+  kBadSequence = 32,    // request names a beam that does not exist
+  kBadPage = 64,        // the table names a page that the pool does not have
 };
 
 // The steps that change the page table.

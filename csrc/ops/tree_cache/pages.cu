@@ -1,5 +1,5 @@
-// The table of pages on the device: one block does a step for all sequences, in their order, and gives the very
-// table that the CPU gives. docs/semantics/tree_cache.md §7.4. No torch.
+// The table of pages on the device. One thread block does a step for all sequences, in their order, so that
+// the table is exactly that of the CPU. docs/semantics/tree_cache.md §7.4. No torch.
 #include "device/select.cuh"
 #include "host/cuda/kernel_launch.h"
 #include "ops/tree_cache/tree_cache_params.h"
@@ -13,7 +13,7 @@ enum PlanRow { kBefore, kTaken, kFrom, kTo };
 
 struct PageShared {
   uint32_t sums[kPageThreads / device::kWarpSize];
-  int slow[kPageThreads];  // sequences of a tile that need the block
+  int slow[kPageThreads];  // sequences of a tile whose pages the whole block has to change
   int flag;
 };
 
@@ -26,7 +26,7 @@ __device__ __forceinline__ int32_t* pages_of(const PageTableParams& table, int s
 __device__ __forceinline__ int64_t pages_for(int64_t tokens, const PageStepParams& step) {
   return (tokens + step.page_size - 1) / step.page_size;
 }
-// A held count as the table allows it, whatever memory holds.
+// The pages that a sequence holds, cut to what the table allows whatever is in memory.
 __device__ __forceinline__ int held_by(const PageTableParams& table, int sequence) {
   return max(0, min(table.held[sequence], table.max_pages));
 }
@@ -39,15 +39,15 @@ __device__ __forceinline__ bool has_lists(const PageTableParams& table, int sequ
   return found;
 }
 
-// One thread. Takes a page off the stack.
+// Takes a page off the stack. One thread calls.
 __device__ __forceinline__ int32_t pop_page(const PageTableParams& table) {
   const int32_t page = table.free_pages[table.free_pages[0]--];
   table.users[page] = 1;
   return page;
 }
 
-// Every thread of the block must call. Drops the pages [first, last) of `pages`, and stacks those without users in
-// their order.
+// Drops the pages [first, last) of `pages` and puts those without users on the stack, in their order. Every
+// thread of the block must call.
 __device__ void drop_pages(const PageTableParams& table, const int32_t* pages, int64_t first, int64_t last,
                            PageShared& shared) {
   for (int64_t tile = first; tile < last; tile += kPageThreads) {
@@ -70,7 +70,7 @@ __device__ void drop_pages(const PageTableParams& table, const int32_t* pages, i
 
 // ---- append and reserve
 
-// 0 where the sequence can have the tokens if there are pages.
+// The error of a request, or 0 if it needs nothing but free pages.
 __device__ __forceinline__ int32_t request_error(const PageTableParams& table, const PageStepParams& step,
                                                  int sequence) {
   const int64_t after = int64_t{table.lengths[sequence]} + table.request[sequence];
@@ -133,7 +133,7 @@ __device__ void step_append(const PageTableParams& table, const PageStepParams& 
       if (threadIdx.x == 0) {
         table.free_pages[0] = free - static_cast<int32_t>(total);
       }
-    } else if (threadIdx.x == 0) {  // not enough for all: first come, first served
+    } else if (threadIdx.x == 0) {  // not enough for all: the earlier sequences get theirs
       for (int b = tile; b < min(tile + kPageThreads, table.num_sequences); ++b) {
         if (request_error(table, step, b) != 0) {
           finish(b, false);
@@ -175,7 +175,8 @@ __device__ __forceinline__ void set_length(const PageTableParams& table, int seq
   }
 }
 
-// Every thread of the block must call: pages are given back, and a shared open page is copied.
+// Shortens one sequence: gives pages back, and copies its open page if others share it. Every thread of the
+// block must call.
 __device__ void shorten(const PageTableParams& table, const PageStepParams& step, int sequence,
                         PageShared& shared) {
   const int32_t length = table.request[sequence];
@@ -243,7 +244,7 @@ __device__ void step_truncate(const PageTableParams& table, const PageStepParams
 
 // ---- reorder: sequence b becomes what request[b] was
 
-// The table before the step.
+// The table as it was before the step.
 struct OldTable {
   const int32_t* block_table;
   const int32_t* lengths;
@@ -257,7 +258,8 @@ __device__ __forceinline__ OldTable old_table(const PageTableParams& table) {
   return {table.old, lengths, lengths + batch, lengths + 2 * batch};
 }
 
-// Calls f(sequence, index) for the pages of all moved sequences, spread over the block; `num(b)` counts those of b.
+// Calls f(sequence, index) for the pages of all sequences that move, spread over the block; num(b) is their
+// number in sequence b.
 template <typename Count, typename F>
 __device__ __forceinline__ void for_moved_pages(const PageTableParams& table, Count&& num, F&& f) {
   for (int b = 0; b < table.num_sequences; ++b) {
@@ -288,7 +290,7 @@ __device__ void step_reorder(const PageTableParams& table, const PageStepParams&
   if (__syncthreads_or(bad)) {
     return;
   }
-  // Who keeps the open page of a sequence: itself, or the first that takes it.
+  // The open page of a sequence stays with the sequence itself, or goes to the first one that takes it.
   for (int b = threadIdx.x; b < batch; b += kPageThreads) {
     atomicMin(&table.owner[table.request[b]], table.request[b] == b ? -1 : b);
   }
@@ -326,7 +328,7 @@ __device__ void step_reorder(const PageTableParams& table, const PageStepParams&
     shared.flag = wanted > table.free_pages[0];
   }
   __syncthreads();
-  if (shared.flag) {  // not a page for every copy: all as it was
+  if (shared.flag) {  // too few pages for all copies: everything stays as it was
     if (threadIdx.x == 0) {
       table.free_pages[0] = free_before;
     }
@@ -406,7 +408,7 @@ __global__ void __launch_bounds__(kPageThreads)
 
 constexpr int kCopyThreads = 256;
 
-// Block (pair, part): words of W bytes.
+// Block (pair, part) copies words of W bytes.
 template <typename W>
 __global__ void __launch_bounds__(kCopyThreads)
     copy_pages_kernel(W* pool, int64_t words, const int32_t* pages, int64_t num, int64_t num_pages) {

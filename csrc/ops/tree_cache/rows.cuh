@@ -1,5 +1,5 @@
-// The ends of a walk: what each row is and the lists of its top, before; the merge of all its parts and the ring of
-// lists, behind.
+// What comes before and after the walk. Before: what each row is, and the lists at its top. After: the merge
+// of all parts of its softmax, and the ring that keeps lists for later calls.
 #pragma once
 
 #include "device/numeric.cuh"
@@ -10,7 +10,7 @@ namespace htree::tree_cache {
 
 constexpr int kRowThreads = 128;
 
-// The queries of a sequence: rows [first, first + count) of the call are its last tokens.
+// The queries of a sequence: rows [first, first + count) of the call, which are its last tokens.
 struct QuerySpan {
   int64_t first;
   int64_t count;
@@ -29,7 +29,7 @@ __device__ __forceinline__ QuerySpan query_span(const CacheSequences& sequences,
   return {first, count > 0 ? count : 0, sequences.lengths[sequence]};
 }
 
-// A thread per row of the whole call.
+// One thread per query of the whole call.
 template <typename T>
 __global__ void __launch_bounds__(kRowThreads) rows_kernel(const AttendParams<T> params) {
   const CacheSequences& sequences = params.sequences;
@@ -76,8 +76,8 @@ __global__ void __launch_bounds__(kRowThreads) rows_kernel(const AttendParams<T>
   params.chunk.rows[row] = found;
 }
 
-// Block (sequence, slot): who stands in the ring after the call. What is kept is copied; the lists of the call's own
-// leaders come from store_ring_kernel.
+// Block (sequence, entry of the ring): decides which leader the entry holds after the call. Lists of earlier
+// calls are copied here; store_ring_kernel writes those of the call's own leaders.
 template <typename T>
 __global__ void __launch_bounds__(kRowThreads) start_ring_kernel(const AttendParams<T> params) {
   const CacheSequences& sequences = params.sequences;
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kRowThreads) start_ring_kernel(const AttendPar
   if (kept >= span.begin()) {
     kept = -1;
   }
-  // The newest leader of the call that has this slot.
+  // The newest leader of the call that belongs in this entry.
   int64_t newest = (span.length - 1) / stride;
   newest -= ((newest - slot) % sequences.ring + sequences.ring) % sequences.ring;
   const bool own = span.length > 0 && newest >= 0 && newest * stride >= span.begin();
@@ -107,7 +107,7 @@ __device__ __forceinline__ bool leads(const WalkRow& walk) {
   return walk.query.token >= 0 && walk.query.leader == walk.row;
 }
 
-// Block (row, head): the lists of a leader from its top upwards, which open everything.
+// Block (query, kv head): writes a leader's lists from its top layer upwards, which open every node.
 template <typename T>
 __global__ void __launch_bounds__(kRowThreads) top_lists_kernel(const AttendParams<T> params) {
   const WalkRow walk = walk_row(params, blockIdx.x);
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kRowThreads) top_lists_kernel(const AttendPara
   }
 }
 
-// Block (row, head): the lists of a leader that the ring keeps.
+// Block (query, kv head): copies a leader's lists to the ring, if the ring keeps them.
 template <typename T>
 __global__ void __launch_bounds__(kRowThreads) store_ring_kernel(const AttendParams<T> params) {
   const WalkRow walk = walk_row(params, blockIdx.x);
@@ -147,8 +147,8 @@ __global__ void __launch_bounds__(kRowThreads) store_ring_kernel(const AttendPar
   }
 }
 
-// Block (row, head, query head of the group): all parts of the softmax, from the top down and in the order of the
-// candidates.
+// Block (query, kv head; query head of the group): merges all parts of the softmax, from the top layer down
+// and in the order of the candidates.
 template <typename T>
 __global__ void __launch_bounds__(kRowThreads) merge_parts_kernel(const AttendParams<T> params, int splits) {
   const WalkRow walk = walk_row(params, blockIdx.x);
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kRowThreads) merge_parts_kernel(const AttendPa
     return;
   }
   const int64_t layers = params.layout.num_layers;
-  // Calls f(index of the part in part_max) for every part that holds something.
+  // Calls f(index of the part in part_max) for every part that is not empty.
   const auto for_each_part = [&](auto&& f) {
     for (int layer = walk.query.top; layer >= 0; --layer) {
       const int num = num_candidates(params.layout, walk.query, params.options.top_k, layer);

@@ -37,8 +37,9 @@ void append(const Tensor& k_pool, const Tensor& v_pool, const Tensor& k, const T
   }
 }
 
-// for b, for the last rows t of its lengths[b] tokens: row t of tree_attention over k[:t + 1], v[:t + 1], the
-// lists those of the leader t - t % s: from this call, or from lists[b, j] where list_pos[b, j] is the leader
+// for b, for each of the queries, which are the last tokens t of lengths[b]:
+//   row t of tree_attention over k[:t + 1], v[:t + 1] with the lists of the leader t - t % s, which come from
+//   this call, or from lists[b, j] where list_pos[b, j] is the leader
 template <Attention* kKernel>
 AttentionOutputs attention(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool,
                            const Tensor& block_table, const Tensor& lengths, const Tensor& cu_q,
@@ -83,8 +84,8 @@ AttentionOutputs attention(const Tensor& q, const Tensor& k_pool, const Tensor& 
   return outputs;
 }
 
-// The step `step` on the table of pages, sequence after sequence: docs/semantics/tree_cache.md §7.4 has it in
-// words, htree_ops/reference/tree_cache.py in Python.
+// Does the step `step` on the table of pages, sequence after sequence. docs/semantics/tree_cache.md §7.4
+// describes the steps, htree_ops/reference/tree_cache.py has them in Python.
 template <Pages* kKernel>
 void pages(const Tensor& block_table, const Tensor& lengths, const Tensor& held, const Tensor& users,
            const Tensor& free_pages, const Tensor& errors, const Tensor& list_pos, const Tensor& plan,
@@ -124,7 +125,8 @@ constexpr char kAppendName[] = "htree::tree_cache_append_";
 constexpr char kPagesName[] = "htree::tree_cache_pages_";
 constexpr char kCopyName[] = "htree::tree_cache_copy_";
 
-// The op kName, of which kFunction is the Meta kernel and whose first kWritten arguments it writes.
+// Autograd and ADInplaceOrView kernels of the op kName. Its Meta kernel is kFunction, and it writes
+// its first kWritten arguments.
 template <const char* kName, auto kFunction, int kWritten, typename = decltype(kFunction)>
 struct Mutating;
 template <const char* kName, auto kFunction, int kWritten, typename... Arguments>

@@ -1,5 +1,5 @@
-// Contract of the tree cache: options, checks and outputs of its ops, and the entry points of CPU and CUDA.
-// docs/semantics/tree_cache.md §7.
+// Contract of the tree cache: options, checks and outputs of its ops, and the entry points of CPU
+// and CUDA. docs/semantics/tree_cache.md §7.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,7 +18,7 @@ using c10::SymInt;
 using tree_attention::AttentionArgs;
 using tree_attention::TreeOptions;
 
-// What decides which rows a page holds.
+// The options that decide which rows a page holds.
 struct PageOptions {
   int64_t page_size = 256;
   int64_t compression_rate = 16;
@@ -34,11 +34,11 @@ struct Pools {
   const Tensor& lengths;      // int32 [B]
 };
 
-// Layers that a sequence of max_pages * page_size tokens can need.
+// The number of layers that a sequence of max_pages * page_size tokens can need.
 int64_t cache_layers(const SymInt& max_pages, const PageOptions& options);
 // Checks the pools against the options.
 void check_pools(const char* op, const Pools& pools, const PageOptions& options);
-// Of checked pools with real sizes.
+// The layout of checked pools with real sizes.
 PageLayout layout_of(const Pools& pools, const PageOptions& options);
 
 // ---- tree_cache_append_
@@ -58,7 +58,7 @@ Append append_cpu, append_cuda;
 
 // ---- tree_cache_attention
 
-// The ring of the leaders' lists has this many entries where the caller gives none.
+// How many leaders' lists the ring keeps for a sequence where the caller gives no ring.
 constexpr int64_t kRing = 4;
 
 struct AttentionInputs {
@@ -84,10 +84,10 @@ struct PageState {
   const Tensor& lengths;      // int32 [B]
   const Tensor& held;         // int32 [B], pages of a sequence
   const Tensor& users;        // int32 [num_pages], sequences that have the page
-  const Tensor& free_pages;   // int32 [1 + num_pages]: how many are free, and a stack of them
+  const Tensor& free_pages;   // int32 [1 + num_pages]: the number of free pages, then a stack of them
   const Tensor& errors;       // int32 [B], PageError
   const Tensor& list_pos;     // int32 [B, ring]
-  const Tensor& plan;         // int32 [4, B]: length before, rows or beam taken, page to copy, copy
+  const Tensor& plan;         // int32 [4, B]: length before, rows or beam taken, copy from, copy to
 };
 struct PageRequest {
   const Tensor& request;  // int32 [B]
@@ -103,7 +103,7 @@ using Pages = void(const PageState& state, const PageRequest& request);
 Pages pages_cpu, pages_cuda;
 
 void check_copy(const Tensor& k_pool, const Tensor& v_pool, const Tensor& pages);
-// pages int32 [2, n]: from, to; -1 copies nothing.
+// `pages` is int32 [2, n]: from, to; a pair with -1 copies nothing.
 using Copy = void(const Tensor& k_pool, const Tensor& v_pool, const Tensor& pages);
 Copy copy_cpu, copy_cuda;
 

@@ -1,9 +1,10 @@
 // CPU kernel of tree_cache_attention. A task takes the queries of one stride of one sequence and one
-// key/value head from layer to layer, with the row kernels of tree_attention: the same rows in the same order
-// give the same bits as there. docs/semantics/tree_cache.md §7.3.
+// key/value head from layer to layer, with the row kernels of tree_attention. These see the same rows in the
+// same order as there, so the bits are the same. docs/semantics/tree_cache.md §7.3.
 //
-// A query reads at most k r rows of a layer. They are gathered and laid out for it alone, or, where a sequence
-// has so many queries that every row would be read several times, its layers are laid out once as a whole.
+// A query reads at most k r rows of a layer. They are gathered and laid out for that query alone. Where
+// a sequence has so many queries that every row would be read several times, its layers are laid out
+// once as a whole.
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
@@ -27,10 +28,11 @@ using tree_attention::RotationTable;
 
 constexpr const char* kOp = "tree_cache_attention";
 
-// The queries of a sequence: rows [first_row, first_row + count) of the call, the last of `length` tokens.
+// The queries of a sequence: rows [first_row, first_row + count) of the call, which are the
+// last of `length` tokens.
 struct Sequence {
   int64_t index, first_row, count, length;
-  int64_t first_token() const { return length - count; }  // negative where the sequence lacks rows
+  int64_t first_token() const { return length - count; }  // negative where `length` is less than `count`
   int64_t begin() const { return std::max<int64_t>(0, first_token()); }
 };
 
@@ -63,7 +65,7 @@ std::vector<Sequence> sequences_of(const Pools& pools, const PageLayout& layout,
   return all;
 }
 
-// The table of rotations is the same in every step of a generation: the latest ones are kept.
+// The table of rotations. It is the same in every step of a generation, so the latest ones are kept.
 template <typename Real>
 RotationTable kept_rotation(int64_t positions, const QueryShape& shape, double base) {
   struct Kept {
@@ -89,7 +91,7 @@ RotationTable kept_rotation(int64_t positions, const QueryShape& shape, double b
   return kept.back().table;
 }
 
-// What the tasks of a call share.
+// What all tasks of a call share.
 template <typename T, typename Real>
 struct Call {
   const Pools& pools;
@@ -121,7 +123,7 @@ struct Call {
   int64_t ring() const { return std::get<3>(outputs).size(1); }
   int64_t ring_slot(int64_t leader) const { return leader / args.selection_stride % ring(); }
 
-  // A finished node, or a token, of one head.
+  // The row of a token or a finished node, for one head.
   const T* row(const Tensor& pool, int64_t page_rows, int64_t b, int64_t layer, int64_t node,
                int64_t head) const {
     const Place place = layout.node(static_cast<uint32_t>(layer), static_cast<uint32_t>(node));
@@ -136,7 +138,7 @@ struct Call {
     return row(pools.values, layout.value_rows(), b, layer, node, head);
   }
 
-  // All nodes of a layer as tensors [1, N, H_kv, .]; a last one that is not finished is zero.
+  // All nodes of a layer as tensors [1, N, H_kv, .]. The last node is zero if it is not finished.
   std::pair<Tensor, Tensor> whole_layer(const Sequence& sequence, int64_t layer) const {
     const int64_t heads = layout.num_kv_heads;
     const int64_t nodes = ceil_div(sequence.length, layout.tokens[layer]);
@@ -163,7 +165,7 @@ struct Call {
   }
 };
 
-// The layers of one sequence, laid out as tree_attention does; empty where each query gathers for itself.
+// The layers of one sequence, laid out as tree_attention does it. Empty where each query gathers for itself.
 template <typename Real>
 using WholeLayers = std::vector<PackedLayers<Real>>;
 
@@ -181,7 +183,7 @@ class StrideTask {
       slots_[i] = static_cast<int32_t>(i);
   }
 
-  // The queries of tokens [stride s, stride (s + 1)) that the call has.
+  // Computes the queries of the call among the tokens [stride s, stride (s + 1)).
   void run(const Sequence& sequence, int64_t stride, int64_t head, const WholeLayers<Real>& whole) {
     const int64_t leader = stride * call_.args.selection_stride;
     const int64_t begin = std::max(leader, sequence.begin());
@@ -221,7 +223,8 @@ class StrideTask {
     }
   }
 
-  // The layers above the top of a text that ends at the token open everything.
+  // Writes the lists of the layers from the top of a text that ends at the token upwards,
+  // which open every node.
   void write_top_lists(int64_t token, int64_t top) {
     for (int64_t layer = top; layer < call_.layout.num_layers; ++layer) {
       const int64_t count = token / call_.layout.tokens[layer] / call_.layout.rate + 1;
@@ -231,7 +234,7 @@ class StrideTask {
     }
   }
 
-  // False where a list is none.
+  // Computes one row. False where one of its lists is not valid.
   bool attend(const Sequence& sequence, int64_t token, int64_t head, bool leads,
               const WholeLayers<Real>& whole) {
     const AttentionArgs& args = call_.args;
@@ -248,7 +251,7 @@ class StrideTask {
       const int64_t num_nodes = whole.empty() ? rightmost + 1 : whole[static_cast<size_t>(l)].num_nodes();
       const Candidates candidates = tree_attention::candidates_of(list(l), width_, rightmost, num_nodes, r);
       if (!candidates.regular) return false;
-      const bool merges = l == 0 || candidates.count > width_;  // else all are selected
+      const bool merges = l == 0 || candidates.count > width_;  // else every candidate is selected
       Candidates seen = candidates;
       PackedLayer<Real> layer;
       if (merges && whole.empty()) {
@@ -273,7 +276,7 @@ class StrideTask {
     return true;
   }
 
-  // The gathered parents as a layer of their own, whose parent `slot` is the slot of the list.
+  // The gathered parents as a layer of their own, in which parent i is entry i of the list.
   PackedLayer<Real> gathered(int64_t num_nodes) {
     const QueryShape& shape = call_.shape;
     if (keys_.empty()) {
@@ -284,7 +287,7 @@ class StrideTask {
     return {keys_.data(), values_.data(), nullptr, nullptr, num_nodes};
   }
 
-  // The score of the rightmost node above the tokens is never used, and it need not be finished.
+  // Above the tokens the rightmost node is left out: its score is never used, and it may be unfinished.
   void gather_keys(int64_t b, int64_t layer, int64_t head, const Candidates& candidates) {
     const QueryShape& shape = call_.shape;
     const int64_t tile_size = 2 * shape.half * shape.r_pad;
@@ -338,12 +341,12 @@ class StrideTask {
   QueryWorker<Real> worker_;
   int64_t width_;
   std::vector<int32_t> lists_;      // [L][k] of the leader
-  std::vector<int32_t> positions_;  // [k] selected in the layer at hand
+  std::vector<int32_t> positions_;  // selected positions of the current layer
   std::vector<int32_t> slots_;      // 0, 1, 2, ...
   std::vector<Real> keys_, values_, row_;
 };
 
-// The ring after the call: what it held and still stands, and the last leaders of the call.
+// Makes the ring after the call: entries that are still valid, and the last leaders of the call.
 template <typename T, typename Real>
 void start_ring(const Call<T, Real>& call, const std::vector<Sequence>& sequences) {
   const auto& [out, lse, lists, list_pos] = call.outputs;
@@ -400,7 +403,7 @@ void attention_typed(const Pools& pools, const PageLayout& layout, const Attenti
     const int64_t rows = sequence.length - sequence.begin();
     if (rows == 0 || sequence.count == 0) continue;
     const int64_t seen = std::min(args.top_k * args.compression_rate, sequence.length);
-    constexpr int64_t kReadsPerRow = 4;  // laying out a whole layer pays from here on
+    constexpr int64_t kReadsPerRow = 4;  // above so many reads of a row it pays to lay out whole layers
     const bool lays_out = rows * seen > kReadsPerRow * sequence.length;
     std::vector<Task> tasks;
     for (int64_t i = sequence.begin() / args.selection_stride; i * args.selection_stride < sequence.length;

@@ -23,7 +23,7 @@ constexpr const char* kPagesOp = "tree_cache_pages_";
 
 // ---- append
 
-// The new tokens of a sequence: rows [first, first + count) of the call behind `before` tokens.
+// The new tokens of a sequence: rows [first, first + count) of the call, which follow `before` tokens.
 struct NewTokens {
   int64_t sequence, first, before, count;
 };
@@ -55,7 +55,7 @@ std::vector<NewTokens> new_tokens(const Pools& pools, const PageLayout& layout, 
                       layout.capacity(), ", got ", before[b], " and ", count, " more at ", b);
     if (count == 0) continue;
     const auto* table = pools.block_table.const_data_ptr<int32_t>() + b * layout.max_pages;
-    // The children of the nodes that end now may stand in any page before.
+    // The children of nodes that end now may stand in any earlier page.
     for (int64_t page = 0; page * layout.page_size < before[b] + count; ++page) {
       check_page(kAppendOp, table, b, page, layout.num_pages);
     }
@@ -64,11 +64,11 @@ std::vector<NewTokens> new_tokens(const Pools& pools, const PageLayout& layout, 
   return all;
 }
 
-// Rows of one pool, keys or values.
+// The rows of one pool, keys or values.
 template <typename T>
 struct PoolRows {
   const PageLayout& layout;
-  const int32_t* table;  // of a sequence
+  const int32_t* table;  // of one sequence
   T* pool;
   int64_t page_rows;
   int64_t width;
@@ -78,7 +78,7 @@ struct PoolRows {
   }
 };
 
-// The rows of one sequence in one pool: tokens, nodes and, with `means`, span means.
+// Writes the rows of one sequence to one pool: tokens, nodes and, if `means`, span means.
 template <typename T>
 void append_rows(const NewTokens& tokens, const Tensor& rows, const PoolRows<Storage<T>>& pool, bool means) {
   const PageLayout& layout = pool.layout;
@@ -266,7 +266,7 @@ class PageTable {
 
   bool shortens(int64_t b) const { return request_[b] >= 0 && request_[b] < lengths_[b]; }
 
-  // That a page is there for every open page that is shared, when its turn comes.
+  // Checks that each shared open page finds a free page for its copy when its sequence is shortened.
   void check_copies() {
     std::map<int32_t, int32_t> drops;
     int64_t left = *num_free_;
@@ -330,7 +330,7 @@ class PageTable {
       if (first < 0 || request_[b] == b) first = b;
     }
     const auto moves = [&](int64_t b) { return request_[b] != b; };
-    const auto takes = [&](int64_t b) {  // pages of its source that b shares or keeps
+    const auto takes = [&](int64_t b) {  // how many pages of its source b shares or keeps
       const int64_t source = request_[b];
       return full(source) + (open(source) && owner[static_cast<size_t>(source)] == b);
     };
@@ -378,7 +378,7 @@ class PageTable {
     }
   }
 
-  // Notes the sequences with a query whose leader is neither in the call nor in the ring.
+  // Reports the sequences that have a query whose leader is neither in the call nor in the ring.
   void attend() {
     for (int64_t b = 0; b < batch_; ++b) {
       const int64_t first = std::max<int64_t>(0, int64_t{lengths_[b]} - request_[b]);

@@ -15,7 +15,7 @@
 namespace htree::tree_cache {
 namespace {
 
-// Scratch of one chunk of rows, unless one stride of rows alone needs more.
+// The most scratch for one chunk of rows, unless the rows of a single stride need more.
 constexpr int64_t kScratchBytes = int64_t{256} << 20;
 
 template <typename T>
@@ -52,7 +52,7 @@ CacheSequences sequences_of(const Pools& pools, const AttentionInputs& inputs,
   return sequences;
 }
 
-// cos and sin [2, k r, K/2], of the caller or new; undefined without rotation.
+// cos and sin [2, k r, K/2], given by the caller or computed here; undefined without rotation.
 Tensor rotations(const AttentionInputs& inputs, const AttentionArgs& args) {
   if (!args.rotate) return {};
   if (inputs.rope_table.has_value()) return *inputs.rope_table;
@@ -63,7 +63,7 @@ Tensor rotations(const AttentionInputs& inputs, const AttentionArgs& args) {
                  inputs.q.device());
 }
 
-// Bytes of scratch of the parts of one row and head, in floats and ints of four.
+// The scratch of one row and head, each part counted in elements of four bytes.
 struct RowScratch {
   int64_t scores, keys, lists, parts, outs;
   int64_t bytes() const { return 4 * (scores + keys + 2 * lists + 2 * parts + outs); }
@@ -82,7 +82,7 @@ RowScratch row_scratch(const AttendParams<T>& params) {
   return scratch;
 }
 
-// All rows of the call, a chunk after the other on the stream.
+// Computes all rows of the call, one chunk after another on the stream.
 template <typename T>
 void attend_chunks(AttendParams<T> params, const Tensor& like, cudaStream_t stream) {
   const int64_t heads = params.layout.num_kv_heads;

@@ -11,7 +11,7 @@ namespace htree::tree_cache {
 
 // ---- append
 
-// New rows [N_new, H_kv, width] with a unit last stride.
+// New rows [N_new, H_kv, width]; the last stride is 1.
 template <typename T>
 struct NewRows {
   const T* data = nullptr;
@@ -33,7 +33,7 @@ struct AppendParams {
   const int32_t* new_lengths = nullptr;  // [B] or null
   int num_sequences = 0;
   int64_t num_rows = 0;  // N_new
-  int64_t max_new = 0;   // of a sequence
+  int64_t max_new = 0;   // most new tokens of a sequence
 };
 
 template <typename T>
@@ -41,17 +41,17 @@ cudaError_t launch_append(const AppendParams<T>& params, cudaStream_t stream);
 
 // ---- attention
 
-// One query row, as the first kernel of a call finds it.
+// One query, as the first kernel of a call describes it.
 struct QueryRow {
   int32_t sequence = 0;
-  int32_t token = -1;   // -1: the row does not count
-  int32_t leader = -1;  // row of the call that has the lists; kFromRing + slot; kNoLists
+  int32_t token = -1;   // -1: the row is ignored
+  int32_t leader = -1;  // the row of the call that has the lists; kFromRing + entry of the ring; kNoLists
   int32_t top = 0;      // top layer of a text that ends at the token
 };
 constexpr int32_t kNoLists = -2;
-constexpr int32_t kFromRing = 1 << 30;  // rows of a chunked call stay below
+constexpr int32_t kFromRing = 1 << 30;  // the rows of a call are fewer
 
-// The sequences of a call and what earlier calls left of their lists.
+// The sequences of a call, and the lists that earlier calls left.
 struct CacheSequences {
   const int32_t* block_table = nullptr;  // [B, max_pages]
   const int32_t* lengths = nullptr;      // [B]
@@ -75,16 +75,16 @@ struct CacheOptions {
   const float* sin = nullptr;
 };
 
-// Rows [first, first + num) of a call of `total`, and their scratch. The lists of the chunk before are kept: the
-// leader of a chunk's first rows may stand in it.
+// Rows [first, first + num) of a call of `total` rows, and their scratch. The lists of the previous chunk are
+// kept, because the leader of a chunk's first rows may be in it.
 struct RowChunk {
   int64_t first = 0;
   int64_t num = 0;
   int64_t total = 0;
-  int64_t previous = 0;               // first row of the chunk before
+  int64_t previous = 0;               // first row of the previous chunk
   QueryRow* rows = nullptr;           // [total]
-  int32_t* lists = nullptr;           // [num, L, H_kv, k], those of leaders alone
-  int32_t* previous_lists = nullptr;  // the same of the chunk before
+  int32_t* lists = nullptr;           // [num, L, H_kv, k], filled for leaders alone
+  int32_t* previous_lists = nullptr;  // the lists of the previous chunk
   float* scores = nullptr;            // [num, H_kv, k r, G]
   uint32_t* keys = nullptr;           // [num, H_kv, k r], null where shared memory holds them
   float* part_max = nullptr;          // [num, H_kv, L, splits, G]
@@ -110,19 +110,21 @@ struct AttendParams {
   float* lse = nullptr;  // [N_q, H]
 };
 
-// Candidates whose values one block adds up: fixed, so that a row's bits follow from its own list alone.
+// The candidates whose values one block adds. The number is fixed, so that a row's bits follow from
+// its own list alone.
 constexpr int kSplit = 512;
 inline int num_splits(int64_t capacity) {
   return static_cast<int>(ceil_div(capacity, kSplit));
 }
 
-// Where each row of the whole call stands, and the ring after it.
+// Finds what each row of the whole call is, and which leaders the ring holds after it.
 template <typename T>
 cudaError_t launch_rows(const AttendParams<T>& params, cudaStream_t stream);
-// The chunk's rows through all layers, and its leaders' lists into the ring.
+// Takes the chunk's rows through all layers, and copies its leaders' lists to the ring.
 template <typename T>
 cudaError_t launch_attend(const AttendParams<T>& params, cudaStream_t stream);
-// Shared memory that the selection of one row takes for its keys; beyond it they stand in device memory.
+// The most shared memory that the selection of one row takes for its keys. Where they need more, they
+// are in device memory.
 constexpr int64_t kMaxKeyBytes = 96 * 1024;
 
 // ---- the table of pages

@@ -1,5 +1,5 @@
-// What the kernels of a walk share: where a row stands, how many candidates it has in a layer, its lists, and the
-// rows of a page.
+// What the kernels of a walk share: the description of a row, its candidates in a layer, its lists, and where
+// the pages keep their rows.
 #pragma once
 
 #include "device/numeric.cuh"
@@ -10,7 +10,7 @@ namespace htree::tree_cache {
 // A row (query, head) of the chunk, as every kernel of the walk sees it.
 struct WalkRow {
   QueryRow query;
-  int64_t row;  // of the call
+  int64_t row;  // in the call
   int64_t at;   // (row - chunk.first) * H_kv + head
   int head;
 };
@@ -31,8 +31,8 @@ __device__ __forceinline__ bool counts(const QueryRow& query) {
   return query.token >= 0 && query.leader != kNoLists;
 }
 
-// Candidates of the row in a layer, layer <= top. Every list above is as long as its candidates allow, so the
-// number follows from the token alone. docs/semantics/tree_attention.md §1.3
+// The number of candidates of the row in a layer, layer <= top. All lists of the layers above are as long as
+// their candidates allow, so the number follows from the token alone. docs/semantics/tree_attention.md §1.3
 __device__ __forceinline__ int num_candidates(const PageLayout& layout, const QueryRow& query, int top_k,
                                               int layer) {
   const uint32_t token = static_cast<uint32_t>(query.token);
@@ -46,12 +46,12 @@ __device__ __forceinline__ int num_candidates(const PageLayout& layout, const Qu
   }
 }
 
-// Whether a layer adds to the softmax: else every candidate is opened.
+// Whether a layer adds to the softmax. If not, every candidate is opened.
 __device__ __forceinline__ bool merges(int layer, int num, int top_k) {
   return layer == 0 || num > top_k;
 }
 
-// The list used at a layer, that of the row's leader. [top_k]
+// The list that the row uses at a layer, which is its leader's. [top_k]
 template <typename T>
 __device__ __forceinline__ const int32_t* list_of(const AttendParams<T>& params, const WalkRow& walk,
                                                   int layer) {
@@ -71,7 +71,7 @@ __device__ __forceinline__ const int32_t* list_of(const AttendParams<T>& params,
   return lists + ((row * layers + layer) * heads + walk.head) * params.options.top_k;
 }
 
-// Where a leader writes. [top_k]
+// The list that a leader writes. [top_k]
 template <typename T>
 __device__ __forceinline__ int32_t* own_list(const AttendParams<T>& params, const WalkRow& walk, int layer) {
   const int64_t layers = params.layout.num_layers, heads = params.layout.num_kv_heads;
@@ -79,8 +79,8 @@ __device__ __forceinline__ int32_t* own_list(const AttendParams<T>& params, cons
          (((walk.row - params.chunk.first) * layers + layer) * heads + walk.head) * params.options.top_k;
 }
 
-// First element of a node's row in its pool, or -1 where the node or its page is none. `rightmost` is the row's own
-// node.
+// The first element of a node's row in its pool; -1 if the node is beyond the row's own one, or its page is
+// not in the pool.
 template <typename T>
 __device__ __forceinline__ int64_t row_of(const AttendParams<T>& params, const WalkRow& walk, int layer,
                                           int64_t node, int64_t page_rows, int width) {
@@ -101,7 +101,7 @@ __device__ __forceinline__ int64_t row_of(const AttendParams<T>& params, const W
              : -1;
 }
 
-// Node of candidate p in a list.
+// The node that candidate p of a list is.
 __device__ __forceinline__ int64_t node_of(const int32_t* parents, uint32_t p, uint32_t rate) {
   const uint32_t slot = p / rate;
   return int64_t{parents[slot]} * rate + (p - slot * rate);

@@ -42,15 +42,16 @@ struct DenseLayerParams {
 template <typename T, int kDim>
 cudaError_t launch_dense_layer(const DenseLayerParams& params, cudaStream_t stream);
 
-// ---- span means of the tokens, by which nodes are scored (selection_span), see span_copies.cuh
+// ---- span means of the tokens, by which nodes are scored with selection_span, see span_copies.cuh
 
-// Of a gathered layer: for every parent and j < rows, mean j of each of its 16 children.
+// The span means of a gathered layer: for every parent and every j < rows a block with mean j of each
+// of its 16 children.
 struct PackedSpans {
   char* blocks = nullptr;  // [B, H_kv, num_parents, rows] blocks of packed_span_bytes; null: none
   int rows = 1;            // span means of a node
 };
 
-// Of the top layer, as tiles for dense products.
+// The span means of the top layer, as tiles for dense products.
 struct SpanTiles {
   char* keys = nullptr;       // [B, H_kv, num_tiles] tiles
   float* scales = nullptr;    // [B, H_kv, num_tiles * 128]

@@ -1,12 +1,12 @@
-// Means of a few tokens each, by which nodes are scored instead of their stored means: selection_span, see
-// docs/semantics/tree_attention.md §1.14. A mean is summed in fp32 and rounded once to the input's type, as
-// the tree rounds its nodes; then it is rotated to the position of its node and kept in fp16 times a power
-// of two of its own, as in packed_layer.cuh.
+// Copies of the span means, by which nodes are scored instead of their stored means (selection_span, see
+// docs/semantics/tree_attention.md §1.14). A span mean is summed in fp32 and rounded once to the input's
+// type, as the tree rounds its nodes. Then it is rotated to the position of its node and stored in fp16,
+// scaled by a power of two of its own as in packed_layer.cuh.
 //
 //   packed spans  of a gathered layer: for each parent, block j holds span mean j of each of the 16 children,
 //                 laid out as the keys and scales of a packed parent
-//   span tiles    of the top layer: tiles of 128 rows as in dense_layer.cuh, without values. Which row holds
-//                 which mean is said by span_place(): a thread of the product gets all rows of its nodes.
+//   span tiles    of the top layer: tiles of 128 rows as in dense_layer.cuh, without values. span_place()
+//                 says which row holds which mean: a thread of the product gets all rows of its nodes.
 #pragma once
 
 #include <algorithm>
@@ -20,16 +20,16 @@
 namespace htree::tree_attention {
 
 struct SpanPlace {
-  int node;  // in the group of tiles
-  int mean;  // of those that the tile holds of the node
+  int node;  // index among the nodes of the group of tiles
+  int mean;  // index among the node's means in this tile
 };
 
-// What column `column` of a product with a tile stands for. In an accumulator of wgmma a thread holds, of each row,
-// the columns 8 i + 2 q + e with q = lane % 4 fixed: those are 2^rows_log2 means of each of its nodes. Neighbouring
-// threads have neighbouring runs of up to four nodes, so that they store 64 bytes together.
+// The span mean in column `column` of a product with a tile. A wgmma accumulator gives a thread the columns
+// 8 i + 2 q + e of each row, with q = lane % 4: those are 2^rows_log2 means of each of the thread's nodes.
+// Neighbouring threads have neighbouring runs of up to four nodes, so that they store 64 bytes together.
 __host__ __device__ constexpr SpanPlace span_place(int column, int rows_log2) {
   const int quad = column % 8 / 2;
-  const int own = column / 8 * 2 + column % 2;  // of the 32 columns of a thread
+  const int own = column / 8 * 2 + column % 2;  // among the 32 columns of a thread
   const int own_node = own >> rows_log2;
   const int run_log2 = kSpanRowsLog2 - rows_log2 < 2 ? kSpanRowsLog2 - rows_log2 : 2;
   return {
@@ -37,15 +37,16 @@ __host__ __device__ constexpr SpanPlace span_place(int column, int rows_log2) {
       own & ((1 << rows_log2) - 1)};
 }
 
-// Tokens of a span mean, and where it is rotated to.
+// Which tokens a span mean sums, and the position that it is rotated to.
 struct SpanMean {
   int64_t batch, head;
   int64_t first_token;
   int64_t position;
 };
 
-// Whole warps. store(dim, x, y) keeps the elements `dim` and `dim` + 1 of the rotated row. Returns what undoes the
-// row's power of two. Rows without a token are zero.
+// Computes, rotates and scales one span mean. store(dim, x, y) stores the elements `dim` and `dim` + 1
+// of the rotated row. Returns the row's power of two and its inverse. Rows without a token are zero.
+// Whole warps must call.
 template <typename T, int kDim, typename Store>
 __device__ __forceinline__ PowerOfTwo copy_span_mean(const SpanCopyParams& p, const SpanMean& mean,
                                                      Store store) {
@@ -90,7 +91,7 @@ __device__ __forceinline__ PowerOfTwo copy_span_mean(const SpanCopyParams& p, co
 
 constexpr int kSpanCopyWarps = 8;
 
-// One warp per row (batch, kv head, parent, mean of a child, child).
+// One warp copies one row (batch, kv head, parent, mean of a child, child).
 template <typename T, int kDim>
 __global__ void __launch_bounds__(kSpanCopyWarps * 32) pack_spans_kernel(SpanCopyParams p) {
   const int64_t row = int64_t{blockIdx.x} * kSpanCopyWarps + threadIdx.x / 32;
@@ -114,7 +115,7 @@ __global__ void __launch_bounds__(kSpanCopyWarps * 32) pack_spans_kernel(SpanCop
   }
 }
 
-// A block per tile of a (batch, kv head), a warp per row.
+// A thread block fills one tile of a (batch, kv head), a warp one row at a time.
 template <typename T, int kDim>
 __global__ void __launch_bounds__(kSpanCopyWarps * 32) tile_spans_kernel(SpanCopyParams p) {
   const int64_t tile_index = blockIdx.x;
