@@ -6,14 +6,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from htree_ops.bench.results import Row
 
 __all__ = [
+    "MARKERS",
     "THEMES",
+    "Measured",
     "MissingMatplotlibError",
     "bars",
+    "finish",
     "lengths",
     "load_matplotlib",
     "place",
@@ -101,7 +104,27 @@ def time_us(row: Row) -> float:
     return row.median_us if row.graph_us is None else row.graph_us
 
 
-def place(rows: Sequence[Row]) -> str:
+class Measured(Protocol):
+    """What a picture says about where its rows come from, as :class:`Row` has it."""
+
+    @property
+    def gpu(self) -> str:
+        """Its name, ``"none"`` for a CPU run."""
+
+    @property
+    def cpu(self) -> str:
+        """Its name."""
+
+    @property
+    def torch(self) -> str:
+        """The version."""
+
+    @property
+    def commit(self) -> str:
+        """Of the measured source."""
+
+
+def place(rows: Sequence[Measured]) -> str:
     """Machine, torch and commits of rows of one machine."""
     row = rows[0]
     machine = re.sub(r"\((R|TM)\)", "", row.cpu) if row.gpu == "none" else row.gpu
@@ -110,7 +133,8 @@ def place(rows: Sequence[Row]) -> str:
     return f"{machine} · torch {row.torch} · commit{'s' if len(commits) > 1 else ''} {shown}"
 
 
-def _finish(plt: Any, figure: Any, axes: Any, rows: Sequence[Row], title: str, path: Path) -> Path:
+def finish(plt: Any, figure: Any, axes: Any, rows: Sequence[Measured], title: str, path: Path) -> Path:
+    """Gives a picture its title and the place of its rows, and saves it."""
     axes.set_title(title, loc="left", fontsize=12.5, fontweight="bold", pad=24)
     where = {"xy": (0, 1), "xycoords": "axes fraction", "xytext": (0, 7), "textcoords": "offset points"}
     axes.annotate(place(rows), **where, fontsize=9, color=plt.rcParams["axes.edgecolor"], va="bottom")
@@ -191,7 +215,7 @@ def roofline(rows: Sequence[Row], path: Path) -> Path | None:
     axes.legend(
         loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=9.5, handletextpad=0.3, borderaxespad=0
     )
-    return _finish(plt, figure, axes, list(cases.values()), "Roofline of every measured case", path)
+    return finish(plt, figure, axes, list(cases.values()), "Roofline of every measured case", path)
 
 
 def _one_family(rows: Sequence[Row]) -> list[Row]:
@@ -303,7 +327,7 @@ def lengths(
     axes.set_ylabel("time of one forward call (lower is better)")
     axes.legend(loc="upper left", fontsize=10)
     title = f"Forward time of tree attention and of dense causal attention\n{_sizes(used[0])}"
-    return _finish(plt, figure, axes, used, title, path)
+    return finish(plt, figure, axes, used, title, path)
 
 
 def _sizes(row: Row) -> str:
@@ -365,6 +389,6 @@ def bars(rows: Sequence[Row], path: Path) -> Path | None:
     axes.xaxis.set_minor_formatter(plt.NullFormatter())
     axes.grid(axis="y", visible=False)
     axes.set_xlabel(f"time of the fastest baseline / time of htree_ops (above 1: htree_ops is faster){note}")
-    return _finish(
+    return finish(
         plt, figure, axes, chosen, "Speed-up over the fastest baseline that computes the same", path
     )

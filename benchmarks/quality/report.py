@@ -1,0 +1,140 @@
+"""Tables and pictures of what ``benchmarks/quality/run.py`` measured.
+
+Run: ``python benchmarks/quality/report.py DIR...`` prints the tables of the rows in the folders. With ``--publish`` the
+rows go to benchmarks/results/quality as JSON and CSV, in place of earlier ones of the same runs, the pictures to
+docs/images and the tables into docs/quality.md. ``--publish`` without a folder writes pictures and tables again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+
+try:
+    from study import pictures, record, tables
+
+    from htree_ops.bench.readme_table import replace_section
+    from htree_ops.command_line import OneLineParser
+except ImportError as error:
+    print(
+        f"report.py: {error}; install the package, or run in its folder with PYTHONPATH=. set",
+        file=sys.stderr,
+    )
+    sys.exit(2)
+
+ROOT = Path(__file__).resolve().parents[2]
+PUBLISHED = "quality"  # name of the files under the folder of results
+SHOWN = {
+    "conversion": "quality_conversion",
+    "scratch": "quality_scratch",
+    "long-128k": "quality_position",
+    "needle": "quality_needle",
+}
+
+
+def merge(earlier: Sequence[record.Row], later: Sequence[record.Row]) -> list[record.Row]:
+    """All rows of finished or failed runs; a finished run takes the place of an earlier one of its name.
+
+    Rows of a run that was interrupted are left out; it is repeated.
+    """
+    rows: list[record.Row] = []
+    for some in (earlier, later):
+        done = {key_of(row) for row in some if row.status in record.DONE}
+        failed = {key_of(row) for row in some if row.status == "error"} - done
+        rows = [row for row in rows if key_of(row) not in done]
+        known = {key_of(row) for row in rows}
+        rows += [row for row in some if key_of(row) in done and row.status not in ("error", "partial")]
+        rows += [row for row in some if key_of(row) in failed - known and row.status == "error"]
+    return rows
+
+
+def key_of(row: record.Row) -> tuple[str, str, str]:
+    """What makes two rows rows of the same run."""
+    return row.piece, row.run, row.scale
+
+
+def read_published(folder: Path) -> list[record.Row]:
+    """The rows that are published; none where there is no file."""
+    path = folder / f"{PUBLISHED}.json"
+    return [record.Row(**entry) for entry in json.loads(path.read_text())] if path.is_file() else []
+
+
+def write_published(folder: Path, rows: Sequence[record.Row]) -> None:
+    """JSON and CSV with every row; a list is one cell of the CSV."""
+    folder.mkdir(parents=True, exist_ok=True)
+    entries = [asdict(row) for row in rows]
+    lines = ",\n".join(json.dumps(entry) for entry in entries)
+    (folder / f"{PUBLISHED}.json").write_text(f"[\n{lines}\n]\n")
+    with (folder / f"{PUBLISHED}.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(record.Row)], lineterminator="\n")
+        writer.writeheader()
+        for entry in entries:
+            cells = {k: " ".join(map(str, v)) if isinstance(v, list) else v for k, v in entry.items()}
+            writer.writerow(cells)
+
+
+def section(name: str, table: str) -> str:
+    """What stands in the page: the picture, if the section has one, and the table."""
+    picture = SHOWN.get(name)
+    if not table or picture is None:
+        return table
+    return (
+        f'<picture>\n  <source media="(prefers-color-scheme: dark)" srcset="images/{picture}_dark.png">\n'
+        f'  <img src="images/{picture}_light.png" alt="{name}: the table below as a picture">\n</picture>\n\n{table}'
+    )
+
+
+def page_with(page: str, rows: Sequence[record.Row]) -> str:
+    """docs/quality.md with the tables of the rows of full scale."""
+    for name, table in tables.render([row for row in rows if row.scale == "full"]).items():
+        page = replace_section(page, section(name, table), name)
+    return page
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = OneLineParser(prog="report.py", description="tables and pictures of benchmarks/quality/run.py")
+    parser.add_argument("folders", nargs="*", type=Path, metavar="DIR", help="folders that run.py wrote to")
+    parser.add_argument("--publish", action="store_true", help="write results, pictures and the page")
+    parser.add_argument("--pictures", type=Path, metavar="DIR", help="draw the pictures of the rows there")
+    parser.add_argument("--root", type=Path, default=ROOT, metavar="DIR", help="checkout to publish in")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0, or 2 where there are no rows."""
+    arguments = make_parser().parse_args(argv)
+    results = arguments.root / "benchmarks" / "results" / "quality"
+    try:
+        measured = [row for folder in arguments.folders for row in record.read_rows(folder)]
+        rows = merge(read_published(results) if arguments.publish else [], measured)
+    except ValueError as error:
+        print(f"report.py: {error}", file=sys.stderr)
+        return 2
+    if not rows:
+        print("report.py: no rows of finished runs", file=sys.stderr)
+        return 2
+    for name, table in tables.render(rows).items():
+        if table:
+            print(f"## {name}\n\n{table}\n")
+    for row in rows:
+        if row.status == "error":
+            print(f"failed: {row.piece}: {row.run}: {row.note}")
+    if arguments.pictures:
+        pictures.draw(rows, arguments.pictures)
+    if arguments.publish:
+        write_published(results, rows)
+        full = [row for row in rows if row.scale == "full"]
+        pictures.draw(full, arguments.root / "docs" / "images")
+        page = arguments.root / "docs" / "quality.md"
+        page.write_text(page_with(page.read_text(), rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

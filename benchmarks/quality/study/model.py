@@ -1,0 +1,192 @@
+"""The language model of the study. Its parameters serve every attention, which is an argument of each call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from htree_ops import tree_attention
+from htree_ops.ops.tree_attention import rope, rope_cache
+
+from .settings import RATE, Attention, Training
+
+__all__ = ["LanguageModel", "attend", "sliding_window"]
+
+Function = TypeVar("Function", bound=Callable[..., object])
+#: cos, sin and positions; None where nothing is rotated.
+Table = tuple[Tensor, Tensor, Tensor] | None
+
+EPSILON = 1e-6
+ROTARY_BASE = 10000.0
+#: Fastest first; torch takes the first one that knows the call.
+DENSE_BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+@functools.lru_cache(maxsize=2)
+def rotary(context: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """cos, sin [context, head_dim / 2] and positions [context] of a text."""
+    cos, sin = rope_cache(context, head_dim, ROTARY_BASE, device=device)
+    return cos, sin, torch.arange(context, device=device)
+
+
+def before_attention(
+    x: Tensor, norm: Tensor, weight: Tensor, heads: int, kv_heads: int, table: Table
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x [B, T, E] to q [B, T, H, D] and k, v [B, T, H_kv, D]; q and k rotated where there is a table."""
+    y = F.linear(F.rms_norm(x, (x.shape[-1],), norm, EPSILON), weight)
+    q, k, v = y.unflatten(-1, (heads + 2 * kv_heads, -1)).split((heads, kv_heads, kv_heads), dim=2)
+    if table is not None:
+        q, k = rope(q, *table), rope(k, *table)
+    return q.contiguous(), k.contiguous(), v.contiguous()
+
+
+def after_attention(x: Tensor, attended: Tensor, o: Tensor, norm: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """x + o(attended), then + MLP: [B, T, E]."""
+    x = x + F.linear(attended.flatten(2), o)
+    h = F.linear(F.rms_norm(x, (x.shape[-1],), norm, EPSILON), up)
+    return x + F.linear(F.gelu(h, approximate="tanh"), down)
+
+
+def compiled(function: Function) -> Function:
+    """``function`` under torch.compile, one graph per shape; the same object at every call."""
+    if function not in _COMPILED:
+        torch._dynamo.config.recompile_limit = 64
+        _COMPILED[function] = torch.compile(function, dynamic=False, fullgraph=True)
+    return _COMPILED[function]  # type: ignore[return-value]
+
+
+_COMPILED: dict[Callable[..., object], Callable[..., object]] = {}
+
+
+def sliding_window(q: Tensor, k: Tensor, v: Tensor, width: int) -> Tensor:
+    """Causal attention of each query to the last ``width`` tokens, itself among them; q [B, T, H, D].
+
+    Blocks of ``width`` queries see their own block and the one before it, through a mask.
+
+    Raises:
+        ValueError: T is no multiple of ``width``.
+    """
+    count, context, heads, _ = q.shape
+    if context % width:
+        raise ValueError(f"the window, {width}, must divide the text, {context}")
+    blocks = context // width
+
+    def in_blocks(x: Tensor) -> Tensor:
+        return x.unflatten(1, (blocks, width))
+
+    def with_previous(x: Tensor) -> Tensor:
+        x = in_blocks(x.repeat_interleave(heads // x.shape[2], dim=2))
+        previous = torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), dim=1)
+        return torch.cat((previous, x), dim=2).flatten(0, 1).transpose(1, 2)
+
+    row, column = torch.arange(width, device=q.device)[:, None], torch.arange(2 * width, device=q.device)
+    seen = (column > row) & (column <= row + width)
+    seen = seen & ((torch.arange(blocks, device=q.device) > 0)[:, None, None] | (column >= width))
+    with sdpa_kernel(MASKED_BACKENDS, set_priority=True):
+        out = F.scaled_dot_product_attention(
+            in_blocks(q).flatten(0, 1).transpose(1, 2),
+            with_previous(k),
+            with_previous(v),
+            attn_mask=seen.repeat(count, 1, 1)[:, None],
+        )
+    return out.transpose(1, 2).unflatten(0, (count, blocks)).flatten(1, 2)
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention to every earlier token; q [B, T, H, D]."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if q.device.type != "cuda":
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    with sdpa_kernel(DENSE_BACKENDS, set_priority=True):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
+    """The attention of q [B, T, H, D] on k, v [B, T, H_kv, D], as q; rotated unless positions are compact."""
+    if attention.kind == "dense":
+        return dense_attention(q, k, v)
+    if attention.kind == "window":
+        return sliding_window(q, k, v, attention.window)
+    out = tree_attention(
+        q,
+        k,
+        v,
+        compression_rate=RATE,
+        max_top_nodes=attention.max_top_nodes,
+        top_k=attention.top_k,
+        selection_stride=attention.stride,
+        rope_base=ROTARY_BASE if attention.positions == "compact" else None,
+        selection_span=attention.span,
+    )
+    assert isinstance(out, Tensor)  # a pair only with return_lse
+    return out
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + MLP(norm(x)) of four times the width."""
+
+    def __init__(self, size: Training) -> None:
+        super().__init__()
+        head_dim = size.width // size.heads
+        self.heads, self.kv_heads = size.heads, size.kv_heads
+        self.attention_norm = nn.Parameter(torch.ones(size.width))
+        self.mlp_norm = nn.Parameter(torch.ones(size.width))
+        self.qkv = nn.Linear(size.width, (size.heads + 2 * size.kv_heads) * head_dim, bias=False)
+        self.o = nn.Linear(size.width, size.width, bias=False)
+        self.up = nn.Linear(size.width, 4 * size.width, bias=False)
+        self.down = nn.Linear(4 * size.width, size.width, bias=False)
+
+    def forward(self, x: Tensor, attention: Attention, table: Table, fused: bool) -> Tensor:
+        before = compiled(before_attention) if fused else before_attention
+        after = compiled(after_attention) if fused else after_attention
+        q, k, v = before(x, self.attention_norm, self.qkv.weight, self.heads, self.kv_heads, table)
+        attended = attend(q, k, v, attention)
+        return after(x, attended, self.o.weight, self.mlp_norm, self.up.weight, self.down.weight)
+
+
+class LanguageModel(nn.Module):
+    """Embedding, blocks, norm and a tied output.
+
+    Args:
+        size: layers, width and heads. vocabulary: 256 for bytes. seed: of the initial weights.
+        fused: compile what stands between the attentions, while gradients are recorded.
+    """
+
+    def __init__(self, size: Training, vocabulary: int = 256, seed: int = 0, fused: bool = False) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.head_dim = size.width // size.heads
+        self.fused = fused
+        self.embedding = nn.Parameter(torch.empty(vocabulary, size.width))
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.norm = nn.Parameter(torch.ones(size.width))
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                # what adds to the residual stream starts smaller, by the number of additions
+                adds = name.endswith(("o.weight", "down.weight"))
+                deviation = parameter.shape[1] ** -0.5 / ((2 * size.layers) ** 0.5 if adds else 1)
+                nn.init.normal_(parameter, std=deviation, generator=generator)
+
+    def forward(self, tokens: Tensor, attention: Attention) -> Tensor:
+        """tokens int64 [B, T] -> hidden states [B, T, E], ready for :meth:`logits`."""
+        x = F.embedding(tokens, self.embedding)
+        table = rotary(tokens.shape[1], self.head_dim, x.device) if attention.positions == "own" else None
+        fused = self.fused and torch.is_grad_enabled()
+        for block in self.blocks:
+            x = block(x, attention, table, fused)
+        return F.rms_norm(x, (x.shape[-1],), self.norm, EPSILON)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [..., E] -> float32 [..., vocabulary]."""
+        return F.linear(hidden, self.embedding).float()
+
+    def num_parameters(self) -> int:
+        """All of them."""
+        return sum(parameter.numel() for parameter in self.parameters())

@@ -1,0 +1,343 @@
+"""The experiments, cheap ones first: lists of runs, so that another call can go on where one ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import evaluation, record
+from .corpus import Texts, draw_texts
+from .model import LanguageModel
+from .recall import draw_recall
+from .session import Progress, Session, Setup
+from .settings import RATE, Attention, Scale, Training, dense, tree, window
+from .training import train
+
+__all__ = ["PIECES", "Piece", "Run"]
+
+CHECKPOINT = "dense"
+HELD_OUT_SEED = 10**9  # of the texts that models are evaluated on
+STEP_SEEDS = 1_000_003  # seeds of steps of two trainings are apart
+SPANS = (None, 4, 2, 1)  # of ``selection_span``; 1 selects by the true mass of the tokens
+
+
+@dataclass(frozen=True)
+class Run:
+    """Something that is done whole or repeated. ``work`` writes the rows; the last has the status "final" or "cut"."""
+
+    name: str
+    work: Callable[[Session], None]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of an experiment that one call holds.
+
+    Attributes:
+        minutes: expected on one H200 at full scale. runs: of a scale. part_of: the experiment that its rows name, where
+            it has another name. quick: whether a quick run has it.
+    """
+
+    name: str
+    about: str
+    minutes: float
+    runs: Callable[[Scale], list[Run]]
+    part_of: str = ""
+    quick: bool = False
+
+    @property
+    def experiment(self) -> str:
+        """What the rows call it."""
+        return self.part_of or self.name
+
+
+def held_out_texts(session: Session, size: Training, context: int = 0, **changes: object) -> Texts:
+    """The texts of an evaluation: the same for every model."""
+    options = {"reach": 0.5, "even": False, "strings": size.strings, "count": size.texts} | changes
+    return draw_texts(
+        session.corpus.held_out,
+        context=context or size.context,
+        letters=size.letters,
+        seed=HELD_OUT_SEED,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def text_loss(
+    session: Session,
+    model: LanguageModel,
+    size: Training,
+    seed: int,
+    attention_of: Callable[[int], Attention],
+    reach: float = 0.5,
+) -> Callable[[int], Tensor]:
+    """The mean loss of all bytes of a step's texts, a function of ``seed`` and the step."""
+
+    def loss_of(step: int) -> Tensor:
+        texts = draw_texts(
+            session.corpus.train, size.batch, size.context, size.strings, size.letters, seed * STEP_SEEDS + step, reach
+        )  # fmt: skip
+        return evaluation.byte_losses(model, attention_of(step), texts.tokens).mean()
+
+    return loss_of
+
+
+def train_on_text(
+    session: Session, setup: Setup, model: LanguageModel, after: Callable[[Progress, str], None] | None = None
+) -> None:
+    """Trains with one attention on texts with planted strings and evaluates it on the way."""
+    texts = held_out_texts(session, setup.size)
+
+    def measure(status: str, progress: Progress) -> None:
+        found = evaluation.measure_texts(session, model, setup.attention, texts)
+        if status not in record.DONE:
+            found |= {"series": None, "series_of": None}  # the curves of the end are enough
+        elif after is not None:
+            after(progress, status)
+        session.write(setup, status, progress, **found)
+
+    loss_of = text_loss(session, model, setup.size, setup.seed, lambda _: setup.attention)
+    train(session, setup, model, loss_of, measure)
+
+
+def evaluate_runs(
+    piece: str, size: Training, settings: list[Attention], load: Callable[[Session], LanguageModel]
+) -> list[Run]:
+    """One run per attention, all with the weights that ``load`` gives."""
+
+    def work(session: Session, attention: Attention) -> None:
+        model = load(session)
+        setup = Setup(
+            piece,
+            name(attention),
+            attention,
+            size,
+            parameters=model.num_parameters(),
+            baseline="dense, same weights",
+        )
+        found = evaluation.measure_texts(session, model, attention, held_out_texts(session, size))
+        session.write(setup, "final", Progress(), **found)
+
+    def name(attention: Attention) -> str:
+        return f"evaluated: {attention.label}"
+
+    return [Run(name(a), lambda session, a=a: work(session, a)) for a in settings]  # type: ignore[misc]
+
+
+def most_top_nodes(top_k: int, context: int) -> int:
+    """The largest M that ``top_k`` allows and that leaves two layers or more."""
+    return min(top_k * RATE, context // RATE)
+
+
+def conversion_settings(size: Training, scale: Scale) -> list[Attention]:
+    """Score, stride and kind of positions at the budget of the experiment, then other budgets."""
+    strides = (1, 4) if scale.name == "tiny" else (1, 16) if scale.name == "quick" else (1, 2, 4, 8, 16)
+    found = [dense(), window(size.budget)]
+    found += [size.tree(span, stride) for stride in strides for span in SPANS]
+    some = (1, 4) if scale.name == "full" else (1,)
+    found += [size.tree(span, stride, "compact") for stride in some for span in SPANS]
+    if scale.name == "full":
+        for top_k in (size.top_k // 2, 2 * size.top_k, 4 * size.top_k):
+            nodes = most_top_nodes(top_k, size.context)
+            found += [tree(top_k, nodes, span) for span in (None, 4, 2)]
+    return found
+
+
+def conversion(scale: Scale) -> list[Run]:
+    """(a) A model trained with dense attention, evaluated with all others."""
+    size = scale.conversion
+    loaded: list[LanguageModel] = []
+
+    def load(session: Session) -> LanguageModel:
+        if not loaded:
+            loaded.append(session.load_model(size, CHECKPOINT))
+        return loaded[0]
+
+    def work(session: Session) -> None:
+        model = session.make_model(size)
+        setup = Setup(
+            "conversion", "train: dense", dense(), size, parameters=model.num_parameters(), baseline="itself"
+        )
+
+        def save(progress: Progress, status: str) -> None:
+            paths = record.save_checkpoint(session.out, CHECKPOINT, model.state_dict())
+            session.say(f"weights in {', '.join(path.name for path in paths)}")
+
+        train_on_text(session, setup, model, save)
+
+    settings = conversion_settings(size, scale)
+    return [Run("train: dense", work), *evaluate_runs("conversion", size, settings, load)]
+
+
+def conversion_long(scale: Scale) -> list[Run]:
+    """(a) The same at 32 768 tokens, after some more dense training on texts of that length.
+
+    The weights are not kept: training and evaluations are one run.
+    """
+    size = scale.conversion_long
+    strides = (1, 4) if scale.name == "tiny" else (1, 4, 16)
+    settings = [dense()] + [size.tree(span, stride) for stride in strides for span in (None, 4, 2)]
+    settings += [size.tree(span, 1, "compact") for span in (None, 2)]
+    for top_k in (size.top_k // 4, size.top_k // 2):
+        settings += [tree(top_k, top_k * RATE, span) for span in (None, 4, 2)]
+
+    def work(session: Session) -> None:
+        model = session.load_model(scale.conversion, CHECKPOINT)
+        name = "train: dense, longer texts"
+        parameters = model.num_parameters()
+        setup = Setup("conversion-32k", name, dense(), size, parameters=parameters, baseline="itself")
+
+        def evaluate(progress: Progress, status: str) -> None:
+            for run in evaluate_runs("conversion-32k", size, settings, lambda _: model):
+                run.work(session)
+
+        train_on_text(session, setup, model, evaluate)
+
+    return [Run("train: dense, longer texts", work)]
+
+
+def scratch_run(piece: str, size: Training, attention: Attention, seed: int = 0) -> Run:
+    """(b) One model trained from the beginning with ``attention``."""
+    name = f"{attention.label}, seed {seed}"
+
+    def work(session: Session) -> None:
+        model = session.make_model(size, seed)
+        baseline = "itself" if attention.kind == "dense" else "dense, same training"
+        setup = Setup(
+            piece, name, attention, size, seed=seed, parameters=model.num_parameters(), baseline=baseline
+        )
+        train_on_text(session, setup, model)
+
+    return Run(name, work)
+
+
+def scratch(scale: Scale) -> list[Run]:
+    """(b) What decides: the score at stride 1, beside dense attention and a window of the same budget."""
+    size = scale.scratch
+    settings = [size.tree(2), dense(), size.tree(None), window(size.budget)]
+    return [scratch_run("scratch", size, attention) for attention in settings]
+
+
+def scratch_strides(scale: Scale) -> list[Run]:
+    """(b) Shared selections."""
+    size = scale.scratch
+    settings = [size.tree(2, 4), size.tree(4, 4), size.tree(2, 16)]
+    return [scratch_run("scratch", size, attention) for attention in settings]
+
+
+def scratch_more(scale: Scale) -> list[Run]:
+    """(b) A second seed of the three that matter, and compact positions."""
+    size = scale.scratch
+    again = [scratch_run("scratch", size, attention, 1) for attention in (size.tree(2), dense(), size.tree())]
+    return again + [scratch_run("scratch", size, size.tree(span, 1, "compact")) for span in (2, None)]
+
+
+def recall(scale: Scale) -> list[Run]:
+    """(c) Multi-query associative recall."""
+    size = scale.recall
+    settings = [dense(), size.tree(2), size.tree(None), window(size.budget)]
+    if scale.name != "quick":
+        settings += [size.tree(4), size.tree(2, 4), size.tree(2, 16)]
+    return [recall_run(size, scale, attention) for attention in settings]
+
+
+def recall_run(size: Training, scale: Scale, attention: Attention) -> Run:
+    """One model, trained on texts of all numbers of pairs in turn and evaluated on each."""
+
+    def work(session: Session) -> None:
+        model = session.make_model(size, vocabulary=scale.vocabulary)
+        setup = Setup("recall", attention.label, attention, size, parameters=model.num_parameters())
+
+        def loss_of(step: int) -> Tensor:
+            pairs = scale.pairs[step % len(scale.pairs)]
+            task = draw_recall(size.batch, size.context, pairs, scale.vocabulary, step, session.device)
+            hidden = model(task.tokens, attention)
+            places = task.questions[..., None].expand(-1, -1, hidden.shape[2])
+            logits = model.logits(hidden.gather(1, places))
+            return F.cross_entropy(logits.flatten(0, 1), task.answers.flatten())
+
+        def measure(status: str, progress: Progress) -> None:
+            found = {
+                pairs: evaluation.measure_recall(session, model, attention, size, pairs, HELD_OUT_SEED)
+                for pairs in scale.pairs
+            }
+            for pairs, accuracy in found.items():
+                session.write(setup, status, progress, texts=size.texts, pairs=pairs, accuracy=accuracy)
+
+        train(session, setup, model, loss_of, measure)
+
+    return Run(attention.label, work)
+
+
+def long_texts(piece: str, size: Training, scale: Scale) -> list[Run]:
+    """(d) Dense attention and two trees on long texts: at equal steps, or for equal seconds."""
+    settings = [dense()] + [size.tree(span, stride) for span, stride in scale.long_settings]
+    return [scratch_run(piece, size, attention) for attention in settings]
+
+
+def needle_run(size: Training, scale: Scale, attention: Attention) -> Run:
+    """(e) The weights of (a) trained further on texts of one length, then strings looked for in longer texts.
+
+    Every other step has an upper layer more than the shortest texts need, as longer ones do.
+    """
+
+    def attention_of(step: int) -> Attention:
+        if attention.kind != "tree" or step % 2 == 0:
+            return attention
+        return replace(attention, max_top_nodes=scale.wide)
+
+    def work(session: Session) -> None:
+        model = session.load_model(scale.conversion, CHECKPOINT)
+        setup = Setup("needle", attention.label, attention, size, parameters=model.num_parameters())
+        texts = held_out_texts(session, size, reach=1.0)
+
+        def measure(status: str, progress: Progress) -> None:
+            found = evaluation.measure_texts(session, model, attention, texts)
+            if status in record.DONE:
+                for length in scale.needle_lengths:
+                    look(progress, length)
+            session.write(setup, status, progress, **found)
+
+        def look(progress: Progress, length: int) -> None:
+            count = max(1, min(8, 2**19 // length))
+            planted = held_out_texts(
+                session, size, length, reach=1.0, even=True, strings=scale.depths, count=count
+            )
+            found = evaluation.needles(session, model, attention, planted)
+            session.write(replace(setup, context=length), "step", progress, **found)
+
+        loss_of = text_loss(session, model, size, 0, attention_of, reach=1.0)
+        train(session, setup, model, loss_of, measure)
+
+    return Run(attention.label, work)
+
+
+def needle(scale: Scale) -> list[Run]:
+    """(e) Compact positions."""
+    size = scale.needle
+    return [needle_run(size, scale, size.tree(2, 1, "compact"))]
+
+
+def needle_others(scale: Scale) -> list[Run]:
+    """(e) Own positions and dense attention, which do not extrapolate by themselves."""
+    size = scale.needle
+    return [needle_run(size, scale, attention) for attention in (size.tree(2), dense())]
+
+
+PIECES = (
+    Piece(
+        "conversion", "a dense model evaluated with every attention, 4096 bytes", 4.5, conversion, quick=True
+    ),
+    Piece("scratch", "from scratch: span 2, dense, mean, window", 8.5, scratch),
+    Piece("recall", "multi-query associative recall", 5, recall, quick=True),
+    Piece("scratch-strides", "from scratch: shared selections", 6.5, scratch_strides, "scratch"),
+    Piece("conversion-32k", "the dense model at 32 768 bytes", 6, conversion_long),
+    Piece("scratch-more", "from scratch: second seeds, compact positions", 9, scratch_more, "scratch"),
+    Piece("long-32k", "32 768 bytes, equal steps", 9, lambda s: long_texts("long-32k", s.long, s)),
+    Piece("long-128k", "131 072 bytes, equal time", 9, lambda s: long_texts("long-128k", s.longest, s)),
+    Piece("needle", "needles by depth up to 1M bytes: compact positions", 5, needle),
+    Piece("needle-others", "the same: own positions, dense", 8, needle_others, "needle"),
+)

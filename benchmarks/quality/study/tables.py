@@ -1,0 +1,182 @@
+"""Tables of the study in Markdown, made from rows alone; an experiment without rows has no table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from htree_ops.bench.plots import place
+
+from .record import DONE, Row
+
+__all__ = ["SECTIONS", "label", "last_rows", "render"]
+
+JUMP = 0.5  # share of copies from which on a model is said to copy
+
+
+def label(row: Row) -> str:
+    """The attention of a row in a few words, without the budget."""
+    if row.kind == "dense":
+        return "dense"
+    if row.kind == "window":
+        return f"window {row.window}"
+    score = "mean" if row.span is None else f"span {row.span}"
+    return f"tree, {score}, s={row.stride}" + (", compact" if row.positions == "compact" else "")
+
+
+def last_rows(rows: Sequence[Row], piece: str) -> list[Row]:
+    """The rows that finished runs of an experiment ended with, in the order of the runs."""
+    return [row for row in rows if row.piece == piece and row.status in DONE]
+
+
+def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table; all columns but the first are aligned right."""
+    rule = ["---"] + ["---:"] * (len(header) - 1)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *lines))
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    return "" if value is None else f"{100 * value:.{digits}f} %"
+
+
+def found(row: Row) -> str:
+    """Copies found with the standard error."""
+    error = "" if row.copies_error is None else f" ± {100 * row.copies_error:.1f}"
+    return f"{100 * (row.copies_found or 0.0):.1f}{error} %"
+
+
+def bits(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def conversion(rows: Sequence[Row], piece: str = "conversion") -> str:
+    """(a) Every attention on the same weights."""
+    used = [row for row in last_rows(rows, piece) if row.run.startswith("evaluated")]
+    if not used:
+        return ""
+    dense = next((row for row in used if row.kind == "dense"), None)
+    lines = []
+    for row in used:
+        share = (
+            ""
+            if not dense or not dense.copies_found
+            else percent((row.copies_found or 0) / dense.copies_found)
+        )
+        budget = str(row.top_k * row.compression_rate or row.window or row.context)
+        lines.append(
+            [label(row), budget, str(row.tree_layers or ""), bits(row.bits_per_byte), found(row), share]
+        )
+    head = ("attention", "tokens per query", "layers", "bits per byte", "copies found", "of the dense ones")
+    words = f"{used[0].context} bytes, {used[0].texts} texts; {place(used)}."
+    return f"{words}\n\n{table(head, lines)}"
+
+
+def conversion_long(rows: Sequence[Row]) -> str:
+    """(a) The same on longer texts."""
+    return conversion(rows, "conversion-32k")
+
+
+def jump(rows: Sequence[Row], last: Row) -> str:
+    """The first evaluated step from which on a run finds half of the letters."""
+    steps = sorted(
+        (row for row in rows if row.piece == last.piece and row.run == last.run), key=lambda r: r.step
+    )
+    for row in steps:
+        if all((later.copies_found or 0.0) > JUMP for later in steps if later.step >= row.step):
+            return str(row.step)
+    return "–"
+
+
+def trained(rows: Sequence[Row], piece: str) -> str:
+    """(b), (d) A model per attention, trained alike."""
+    used = last_rows(rows, piece)
+    if not used:
+        return ""
+    dense = {row.seed: row.bits_per_byte or 0.0 for row in used if row.kind == "dense"}
+    lines = []
+    for row in used:
+        apart = f"{(row.bits_per_byte or 0.0) - dense[row.seed]:+.4f}" if row.seed in dense else ""
+        cut = f"{row.step} (cut)" if row.status == "cut" else str(row.step)
+        measured = [bits(row.bits_per_byte), apart, found(row), f"{row.copies_bits:.2f}", jump(rows, row)]
+        lines.append([label(row), str(row.seed), cut, f"{row.tokens / 1e6:.1f}", *measured])
+    head = (
+        "attention", "seed", "steps", "million bytes", "bits per byte", "beyond dense", "copies found", "bits a letter",
+        "half of them from step",
+    )  # fmt: skip
+    words = f"{used[0].context} bytes, {used[0].texts} texts of the evaluation; {place(used)}."
+    return f"{words}\n\n{table(head, lines)}"
+
+
+def scratch(rows: Sequence[Row]) -> str:
+    return trained(rows, "scratch")
+
+
+def long_steps(rows: Sequence[Row]) -> str:
+    return trained(rows, "long-32k")
+
+
+def long_clock(rows: Sequence[Row]) -> str:
+    return trained(rows, "long-128k")
+
+
+def recall(rows: Sequence[Row]) -> str:
+    """(c) Accuracy by the number of pairs."""
+    used = last_rows(rows, "recall")
+    if not used:
+        return ""
+    pairs = sorted({row.pairs for row in used if row.pairs is not None})
+    lines = []
+    for run in dict.fromkeys(row.run for row in used):
+        mine = {row.pairs: row for row in used if row.run == run}
+        first = next(iter(mine.values()))
+        cells = [percent(mine[n].accuracy) if n in mine else "" for n in pairs]
+        lines.append([label(first), f"{first.step}", *cells])
+    words = f"{used[0].context} tokens, {used[0].texts} texts for each number of pairs; {place(used)}."
+    return f"{words}\n\n{table(('attention', 'steps', *(f'{n} pairs' for n in pairs)), lines)}"
+
+
+def needle_rows(rows: Sequence[Row]) -> list[Row]:
+    """The rows of the grid whose runs are finished."""
+    finished = {row.run for row in last_rows(rows, "needle")}
+    return [row for row in rows if row.series_of == "letters found by depth" and row.run in finished]
+
+
+def needle(rows: Sequence[Row]) -> str:
+    """(e) The worst depth of each length."""
+    used = needle_rows(rows)
+    if not used:
+        return ""
+    lengths = sorted({row.context for row in used})
+    lines = []
+    for run in dict.fromkeys(row.run for row in used):
+        mine = {row.context: row for row in used if row.run == run}
+        first = next(iter(mine.values()))
+        cells = [
+            f"{percent(mine[n].copies_found, 0)} ({percent(min(x or 0.0 for x in mine[n].series or [None]), 0)})"
+            if n in mine
+            else ""
+            for n in lengths
+        ]
+        lines.append([label(first), *cells])
+    head = ("attention", *(f"{n // 1024}k" for n in lengths))
+    words = (
+        f"Letters found over all depths, in brackets at the worst one; trained at {used[0].trained_context} bytes; "
+        f"{place(used)}."
+    )
+    return f"{words}\n\n{table(head, lines)}"
+
+
+#: The sections of docs/quality.md with what writes them.
+SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
+    "conversion": conversion,
+    "conversion-32k": conversion_long,
+    "scratch": scratch,
+    "recall": recall,
+    "long-32k": long_steps,
+    "long-128k": long_clock,
+    "needle": needle,
+}
+
+
+def render(rows: Sequence[Row]) -> dict[str, str]:
+    """The tables by section; empty where nothing was measured."""
+    return {name: write(rows) for name, write in SECTIONS.items()}

@@ -1,0 +1,214 @@
+"""The study of quality at a tiny size: what it measures, that it goes on where it ended, its report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "benchmarks" / "quality"
+
+
+@pytest.fixture(scope="module")
+def study():
+    """The scripts and their parts as modules, on one thread: at this size more of them only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        import report
+        import run
+        from study import (
+            corpus,
+            evaluation,
+            model,
+            pictures,
+            pieces,
+            recall,
+            record,
+            session,
+            settings,
+            tables,
+            training,
+        )
+
+        yield SimpleNamespace(
+            main=run.main, publish=report.main, report=report, corpus=corpus, evaluation=evaluation, model=model,
+            pictures=pictures,
+            pieces=pieces, recall=recall, record=record, session=session, settings=settings, tables=tables,
+            training=training,
+        )  # fmt: skip
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A folder of sources, small enough to read in no time: 60 folders, some of which are held out."""
+    folder = tmp_path_factory.mktemp("text")
+    content = "".join(path.read_text() for path in sorted((ROOT / "htree_ops").rglob("*.py")))
+    for number in range(60):
+        part = folder / f"package_{number}"
+        part.mkdir()
+        (part / "code.py").write_text(content[number * 4000 :][:8000])
+    return folder
+
+
+def session_of(study, out, text, **changes):
+    return study.session.Session(
+        out=out,
+        scale=study.settings.TINY,
+        device="cpu",
+        text_folders=[text],
+        said=lambda line: None,
+        **changes,
+    )
+
+
+def test_a_failure_is_a_row(study, text, tmp_path, capsys):
+    flags = ["--tiny", "--device", "cpu", "--text", str(text), "--out", str(tmp_path), "--piece", "needle"]
+    assert study.main(flags) == 1
+    (row,) = study.record.read_rows(tmp_path)
+    assert row.status == "error"
+    assert "no checkpoint dense" in row.note
+    assert study.publish([str(tmp_path)]) == 0
+    assert "failed: needle" in capsys.readouterr().out
+
+
+def test_the_limit_cuts_the_first_run_and_leaves_the_others(study, text, tmp_path):
+    session = session_of(study, tmp_path, text, limit_s=study.training.RESERVE_S + 100)
+    setup = study.session.Setup("scratch", "dense", study.settings.dense(), study.settings.TINY.scratch)
+    schedule = study.training.Schedule(1000, 0.0, 1e-3)
+    assert not study.training.fit(session, setup, schedule, 0.05, 0)
+    assert schedule.steps == 1000
+    assert study.training.fit(session, setup, schedule, 1.0, 11)
+    assert 100 <= schedule.steps <= 111
+    clock = study.training.Schedule(0, 500.0, 1e-3)
+    assert study.training.fit(session, setup, clock, 1.0, 11)
+    assert 90 < clock.seconds <= 100
+    session.ran = 1
+    with pytest.raises(study.session.NoTime):
+        study.training.fit(session, setup, study.training.Schedule(1000, 0.0, 1e-3), 1.0, 11)
+
+
+def test_planted_strings_are_repeated_and_counted(study):
+    source = torch.arange(4096).remainder(90).to(torch.uint8)
+    for reach, even in ((0.5, False), (1.0, True)):
+        texts = study.corpus.draw_texts(source, 3, 400, 5, 12, seed=4, reach=reach, even=even)
+        again = study.corpus.draw_texts(source, 3, 400, 5, 12, seed=4, reach=reach, even=even)
+        assert torch.equal(texts.tokens, again.tokens)
+        for row, kinds, places, repeats in zip(
+            texts.tokens, texts.kinds, texts.places, texts.repeats, strict=True
+        ):
+            for place, repeat in zip(places.tolist(), repeats.tolist(), strict=True):
+                assert torch.equal(row[place : place + 12], row[repeat : repeat + 12])
+                assert (kinds[place : place + 12] == study.corpus.PLANTED).all()
+                assert (kinds[repeat : repeat + 12] == study.corpus.REPEATED).all()
+                assert row[place - 1] == row[place + 12] == row[repeat - 1] == row[repeat + 12] == 10
+            assert (kinds == study.corpus.TEXT).sum() == 401 - 5 * 14 - (5 * 13 + 1)
+        # where the model gives the repeated letters, and nothing else, a high probability
+        losses = torch.full((3, 400), 3.0)
+        losses.scatter_(1, texts.repeated(), 0.1)
+        assert (study.evaluation.copies(losses, texts) == 0.1).all()
+        assert (losses[texts.kinds[:, 1:] == study.corpus.REPEATED] == 0.1).all()
+        assert (losses == 3.0).sum() == 3 * (400 - 60)
+    with pytest.raises(ValueError, match="5 strings of 40 letters need a longer text"):
+        study.corpus.draw_texts(source, 3, 400, 5, 40, seed=4)
+
+
+def test_half_of_the_letters_found(study, text, tmp_path, monkeypatch):
+    """A model that knows every other string exactly, in bits and shares."""
+    session = session_of(study, tmp_path, text)
+    size = study.settings.TINY.scratch
+    texts = study.pieces.held_out_texts(session, replace(size, strings=4))
+    losses = torch.full((2, size.context), 8.0).log2().mul(torch.tensor(2.0).log())  # three bits a byte
+    where = texts.repeated().unflatten(1, (4, size.letters))[:, ::2].flatten(1)
+    losses.scatter_(1, where, 0.0)
+    monkeypatch.setattr(study.evaluation, "byte_losses", lambda model, attention, tokens: losses)
+    found = study.evaluation.measure_texts(session, torch.nn.Module(), study.settings.dense(), texts)
+    assert found["copies_found"] == found["copies_whole"] == 0.5
+    assert found["copies_error"] == 0.0
+    assert found["copies_bits"] == pytest.approx(1.5)
+    assert found["bits_per_byte"] == pytest.approx(3.0)
+
+
+def test_recall_asks_for_values_of_its_keys(study):
+    task = study.recall.draw_recall(5, 64, 16, 100, 3, "cpu")
+    keys, values = task.tokens[:, :32:2], task.tokens[:, 1:32:2]
+    assert ((keys > 0) & (keys < 50)).all()
+    assert (values >= 50).all()
+    assert all(len(set(row)) == 16 for row in (*keys.tolist(), *values.tolist(), *task.questions.tolist()))
+    assert torch.equal(task.tokens.gather(1, task.questions), keys)
+    assert torch.equal(task.answers, values)
+    assert ((task.questions >= 32) & (task.questions % 2 == 0)).all()
+    assert torch.equal(task.tokens, study.recall.draw_recall(5, 64, 16, 100, 3, "cpu").tokens)
+
+
+def test_the_window_is_a_window(study):
+    q, k, v = (torch.randn(2, 48, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    t = torch.arange(48)
+    seen = (t <= t[:, None]) & (t > t[:, None] - 16)
+    expected = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=seen, enable_gqa=True
+    ).transpose(1, 2)
+    assert torch.allclose(study.model.sliding_window(q, k, v, 16), expected)
+    with pytest.raises(ValueError, match="window, 32, must divide the text, 48"):
+        study.model.sliding_window(q, k, v, 32)
+
+
+def test_compiled_parts_are_made_once(study, monkeypatch):
+    """One graph for all layers, seeds and models of a shape: the weights are arguments."""
+    made = []
+    monkeypatch.setattr(study.model, "_COMPILED", {})
+    monkeypatch.setattr(torch, "compile", lambda f, **_: made.append(f) or f)
+    for seed in (0, 1):
+        model = study.model.LanguageModel(study.settings.TINY.scratch, seed=seed, fused=True)
+        hidden = model(torch.zeros(1, 256, dtype=torch.int64), study.settings.dense())
+    assert made == [study.model.before_attention, study.model.after_attention]
+    with torch.no_grad():
+        model.fused = False
+        assert torch.equal(hidden, model(torch.zeros(1, 256, dtype=torch.int64), study.settings.dense()))
+
+
+def test_a_checkpoint_in_small_files(study, tmp_path, monkeypatch):
+    monkeypatch.setattr(study.record, "LARGEST_PART", 4000)
+    state = {f"w{i}": torch.randn(20, 40) for i in range(5)}
+    paths = study.record.save_checkpoint(tmp_path, "some", state)
+    assert len(paths) == 3
+    loaded = study.record.load_checkpoint([tmp_path / "none", tmp_path], "some")
+    assert all(torch.equal(loaded[name], state[name].bfloat16()) for name in state)
+    paths[1].unlink()
+    with pytest.raises(FileNotFoundError, match="no checkpoint some"):
+        study.record.load_checkpoint([tmp_path], "some")
+    with pytest.raises(ValueError, match="w has 8000 bytes"):
+        study.record.save_checkpoint(tmp_path, "big", {"w": torch.zeros(4000)})
+
+
+def test_the_page_shows_the_published_rows(study):
+    page = (ROOT / "docs" / "quality.md").read_text()
+    rows = study.report.read_published(ROOT / "benchmarks" / "results" / "quality")
+    assert study.report.page_with(page, rows) == page, "run python benchmarks/quality/report.py --publish"
+    named = {f"{name}_{theme}.png" for name in study.report.SHOWN.values() for theme in ("light", "dark")}
+    assert {path.name for path in (ROOT / "docs" / "images").glob("quality_*.png")} <= named
+
+
+def test_wrong_flags_are_one_line(study, tmp_path, capsys):
+    for flags, complaint in (
+        ([], "--out is required"),
+        (["--out", str(tmp_path), "--piece", "all"], "--piece must be one of conversion, scratch"),
+        (["--out", str(tmp_path), "--device", "tpu"], "--device must be cpu, cuda or auto, got tpu"),
+        (["--out", str(tmp_path), "--previous", str(tmp_path / "none")], "is not a folder"),
+    ):
+        assert study.main(flags) == 2
+        assert complaint in capsys.readouterr().err
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"piece": "x"}) + "\n")
+    assert study.main(["--out", str(tmp_path), "--resume"]) == 2
+    assert "line 1 is no row" in capsys.readouterr().err
+    assert study.main(["--list"]) == 0
+    assert "conversion-32k" in capsys.readouterr().out
+    assert study.publish([str(tmp_path / "none")]) == 2
