@@ -16,7 +16,7 @@ __all__ = ["cache_layers", "gather_tokens", "tree_cache_append", "tree_cache_att
 
 
 def cache_layers(capacity: int, compression_rate: int, max_top_nodes: int) -> int:
-    """Depth of the tree over ``capacity`` tokens."""
+    """The number of layers of the tree over ``capacity`` tokens."""
     layers = 1
     while capacity > max_top_nodes * compression_rate ** (layers - 1):
         layers += 1
@@ -33,7 +33,7 @@ def _mean(rows: Tensor) -> Tensor:
 
 
 def _place(end: int, span: int, page_size: int) -> tuple[int, int]:
-    """Page of what ends before token ``end``, and how many of its kind, ``span`` tokens each, end before it there."""
+    """The page of a node of ``span`` tokens that ends before token ``end``, and its rank among those of that page."""
     page = (end - 1) // page_size
     return page, end // span - 1 - page * page_size // span
 
@@ -63,7 +63,7 @@ def tree_cache_append(
     for b, table in enumerate(block_table.tolist()):
         rows = int(cu_new[b + 1] - cu_new[b]) if new_lengths is None else int(new_lengths[b])
         for i in range(rows):
-            end = int(lengths[b]) + i + 1  # tokens with this one
+            end = int(lengths[b]) + i + 1  # tokens up to this one
             for pool, x in ((k_pool, k), (v_pool, v)):
                 page, row = _place(end, 1, page_size)
                 pool[table[page], :, row] = x[int(cu_new[b]) + i]
@@ -127,7 +127,7 @@ def tree_cache_attention(
     new_lists = torch.full(shape, -1, dtype=torch.int32) if lists is None else lists.clone()
 
     def forward(query: Tensor, keys: Tensor, values: Tensor, length: int, parents: list[Tensor] | None):  # type: ignore[no-untyped-def]
-        # With more nodes than the text has, the layers above its own open everything: all lists have one depth.
+        # A tree deeper than the text needs opens everything above, so that all lists have the same depth.
         return htree_forward_naive(
             query[None, None],
             keys[None, :length],
@@ -176,7 +176,7 @@ def tree_cache_attention(
 
 
 def _opened(token: int, layer: int, rate: int, kv_heads: int, top_k: int) -> Tensor:
-    """The list [1, 1, H_kv, k] of a layer above which everything is opened."""
+    """The list [1, 1, H_kv, k] of a layer in which everything is opened."""
     count = token // rate**layer // rate + 1
     nodes = torch.arange(top_k, dtype=torch.int32)
     return torch.where(nodes < count, nodes, -1).expand(1, 1, kv_heads, top_k)

@@ -31,12 +31,12 @@ from htree_ops.ops.tree_cache.state import check_state, free_stack, options_as_t
 __all__ = ["TreeCacheBytes", "TreeKVCache"]
 
 OP = "TreeKVCache"
-#: Leaders whose lists are kept: drafts of up to 3 strides can be taken back.
+#: How many leaders' lists are kept, so that drafts of up to 3 strides can be taken back.
 RING = 4
-#: Tokens of a page, at least.
+#: The default page is the smallest one of at least so many tokens.
 LEAST_PAGE = 256
 
-#: What the device records (csrc/ops/tree_cache/page_layout.h), bit by bit.
+#: The bits of the errors that the device records (csrc/ops/tree_cache/page_layout.h).
 ERRORS = {
     1: "was given tokens beyond the capacity",
     2: "found no free page",
@@ -49,10 +49,10 @@ ERRORS = {
 
 
 class TreeCacheBytes(NamedTuple):
-    """What a cache takes.
+    """The memory of a cache.
 
     Attributes:
-        tokens: of all sequences together; those of shared pages count for each.
+        tokens: of all sequences together; tokens of a shared page count for each sequence.
         used: bytes of the pages that hold something; a shared page counts once.
         allocated: bytes of everything the cache has taken, empty pages included.
     """
@@ -66,8 +66,8 @@ class TreeKVCache:
     """Keys, values and finished tree nodes of one tree attention layer, in pages, for ``batch`` sequences.
 
     ``cache.append(k, v); out = cache.attend(q)`` gives the rows of :func:`htree_ops.tree_attention` over all tokens so
-    far. A step costs what the selection reads, not what the text is long. Only finished nodes are stored, so tokens
-    are taken back by a new length. Sequences share full pages and own the page that is still open: :meth:`fork` and
+    far. A step's cost follows from what it reads, not from the text's length. Only finished nodes are stored, so tokens
+    can be taken back by a new length. Sequences share full pages and own the page that is still open: :meth:`fork` and
     :meth:`reorder_` copy that one alone. On CUDA, ``append``, ``attend``, ``truncate``, ``reorder_`` and ``reserve``
     never wait for the device and can be captured in a graph, whose cost follows the lengths at replay; what only the
     device can see is left undone there and reported by :meth:`check`. On the CPU the call raises before it changes
@@ -79,9 +79,9 @@ class TreeKVCache:
         capacity: most tokens of a sequence.
         max_top_nodes: M; None is min(8192, top_k * compression_rate).
         compression_rate, top_k, selection_stride, selection_span, scale, rope_base, importance: as in
-            :func:`htree_ops.tree_attention`; importance="lse" needs nodes that are not finished and is refused.
+            :func:`htree_ops.tree_attention`; importance="lse" needs unfinished nodes and is refused.
         page_size: P, tokens of a page, a multiple of compression_rate; None is the smallest one of at least 256.
-        num_pages: of the pool; None is enough for every sequence to be full.
+        num_pages: pages of the pool; None is enough for the capacity of all sequences.
         dtype: float32, float16 or bfloat16, float64 on the CPU. device: where the cache lies.
 
     Attributes:
@@ -191,7 +191,7 @@ class TreeKVCache:
         ring = RING if selection_stride > 1 else 0
         self._list_pos = integers(batch, ring, fill=-1)
         self._lists = integers(batch, ring, self.num_layers, num_kv_heads, top_k, fill=-1)
-        # The CPU keeps a table of its own between calls, the very one of tree_attention.
+        # The CPU keeps the table of tree_attention between calls.
         self._rope_table = (
             rope_cache(top_k * compression_rate, head_dim, rope_base, device=place)
             if rope_base is not None and place.type != "cpu"
@@ -210,7 +210,7 @@ class TreeKVCache:
 
         Raises:
             ShapeMismatchError, UnsupportedDtypeError, DeviceError: a tensor that does not fit.
-            ValueError: the capacity or the pages do not suffice, on the CPU. On CUDA such a sequence is left as it was
+            ValueError: on the CPU, if the capacity or the pages do not suffice. On CUDA such a sequence does not change
                 and the others get their tokens; :meth:`check` reports it.
         """
         name = f"{OP}.append"
@@ -302,8 +302,8 @@ class TreeKVCache:
         the ring of the last 4.
 
         Raises:
-            ValueError: another length, or more than the sequence holds, on the CPU. On CUDA the sequence is left as it
-                was and :meth:`check` reports it.
+            ValueError: on the CPU, for another length or more than the sequence holds. On CUDA the sequence does not
+                change and :meth:`check` reports it.
         """
         if isinstance(lengths, int):
             lengths = [lengths] * self.batch
@@ -315,15 +315,15 @@ class TreeKVCache:
         """Sequence b becomes what sequence ``beams[b]`` was. Full pages are shared, open ones copied.
 
         Raises:
-            ValueError: a beam that is none, or no page for a copy, on the CPU. On CUDA nothing is reordered then, and
-                :meth:`check` reports it.
+            ValueError: on the CPU, for a beam that does not exist or too few pages for the copies. On CUDA nothing
+                moves then, and :meth:`check` reports it.
         """
         self._step("reorder_", self._integers(f"{OP}.reorder_", "beams", beams), "reorder")
         self._copy_pages()
         self._lists.copy_(self._lists.index_select(0, self._plan[1]))
 
     def fork(self, source: int, target: int) -> None:
-        """Sequence ``target`` becomes a copy of ``source``, whose full pages it shares. What it held is freed."""
+        """Sequence ``target`` becomes a copy of ``source``, whose full pages it shares. The old ``target`` is freed."""
         for name, sequence in (("source", source), ("target", target)):
             check_int(f"{OP}.fork", name, sequence, 0, self.batch - 1)
         beams = list(range(self.batch))
@@ -340,17 +340,17 @@ class TreeKVCache:
         """Takes the pages for the next ``tokens`` tokens of every sequence now, so that they cannot run out later.
 
         Raises:
-            ValueError: the capacity or the pages do not suffice, on the CPU; on CUDA :meth:`check` reports it.
+            ValueError: on the CPU, if the capacity or the pages do not suffice; on CUDA :meth:`check` reports it.
         """
         check_int(f"{OP}.reserve", "tokens", tokens, 0)
         counts = torch.full((self.batch,), tokens, dtype=torch.int32, device=self.device)
         self._step("reserve", counts, "reserve")
 
     def check(self) -> None:
-        """Raises what the device has recorded since the last call, and clears it. Waits for the device.
+        """Raises the errors that the device has recorded since the last call, and clears them. Waits for the device.
 
         Raises:
-            ValueError: naming the sequences.
+            ValueError: an error was recorded; the message names the sequences.
         """
         found = self._errors.tolist()
         if not any(found):
@@ -367,7 +367,7 @@ class TreeKVCache:
     # ---- what it holds
 
     def layer(self, sequence: int, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys [N, H_kv, K] and values [N, H_kv, V] of the finished nodes of a layer, copied; layer 0 is the tokens."""
+        """Copies of keys [N, H_kv, K] and values [N, H_kv, V] of a layer's finished nodes; layer 0 is the tokens."""
         check_int(f"{OP}.layer", "sequence", sequence, 0, self.batch - 1)
         check_int(f"{OP}.layer", "layer", layer, 0, self.num_layers - 1)
         rate, size = self.options.compression_rate, self.page_size
@@ -379,7 +379,7 @@ class TreeKVCache:
         return self.k_pool[place, :, row], self.v_pool[place, :, row]
 
     def num_bytes(self) -> TreeCacheBytes:
-        """Bytes in use and taken. Waits for the device."""
+        """The memory that is in use and allocated. Waits for the device."""
         tensors = [x for x in vars(self).values() if isinstance(x, Tensor)]
         used = int((self._users > 0).sum())
         return TreeCacheBytes(
@@ -389,7 +389,7 @@ class TreeKVCache:
         )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything the cache holds, as tensors of its own; pages that nobody uses are left out."""
+        """Everything the cache holds, as copies; pages that nobody uses are left out."""
         pages = torch.nonzero(self._users > 0).flatten()
         return {
             "pages": pages.int(),
@@ -407,7 +407,7 @@ class TreeKVCache:
         """Takes the state of a cache of the same sizes and options; the pool must have the pages that it names.
 
         Raises:
-            ValueError, TypeError: an entry that is missing, of another shape, dtype or option, or pages that contradict
+            ValueError, TypeError: an entry is missing or has another shape, dtype or option, or the pages contradict
                 each other. The cache is left as it was.
         """
         own = self.state_dict()
@@ -453,11 +453,11 @@ class TreeKVCache:
     # ---- steps
 
     def _cu(self, n: int) -> Tensor:
-        """Where the rows of each sequence begin in [B * n]: made anew, for a graph owns what is made in its capture."""
+        """Where the rows of each sequence begin in [B * n]: made anew, as a graph owns what its capture makes."""
         return torch.arange(0, (self.batch + 1) * max(n, 1), max(n, 1), dtype=torch.int32, device=self.device)
 
     def _integers(self, name: str, argument: str, values: Tensor | Sequence[int]) -> Tensor:
-        """int32 [B] on the device."""
+        """``values`` as int32 [B] on the device."""
         if not isinstance(values, Tensor):
             for value in values:
                 check_int(name, argument, value, -1)
@@ -469,7 +469,7 @@ class TreeKVCache:
         return values.to(self.device, torch.int32)
 
     def _counts(self, name: str, lengths: Tensor | Sequence[int] | None, n: int) -> Tensor:
-        """Rows that count, of n."""
+        """How many of the n rows of each sequence count, [B]."""
         if lengths is None:
             return torch.full((self.batch,), n, dtype=torch.int32, device=self.device)
         counts = self._integers(name, "lengths", lengths)

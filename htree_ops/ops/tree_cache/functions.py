@@ -63,9 +63,9 @@ def tree_cache_append_(
         k: [N_new, H_kv, K], not rotated; v: [N_new, H_kv, V], in the dtype of the pools.
         block_table: int32 [B, max_pages]: page i of sequence b holds its tokens i * page_size and following. The pages
             that are written belong to one sequence each.
-        lengths: int32 [B], tokens before the call. They are not changed.
+        lengths: int32 [B], tokens before the call; the op does not change them.
         cu_new: int32 [B + 1], ascending from 0.
-        new_lengths: int32 [B]: rows of a sequence that count, the others are ignored; None is all.
+        new_lengths: int32 [B]: how many rows of a sequence count; the others are ignored. None is all.
         max_new: most new tokens of a sequence, if the caller knows; with at most page_size of them one launch is enough
             on CUDA.
         page_size: P, a multiple of compression_rate.
@@ -75,7 +75,7 @@ def tree_cache_append_(
     Raises:
         ShapeMismatchError, UnsupportedDtypeError, DeviceError: a tensor that does not fit.
         ValueError: an option out of range; on the CPU also tokens beyond max_pages * page_size.
-        IndexError: a page that is none of the pool, on the CPU. On CUDA such a sequence is left as it was.
+        IndexError: on the CPU, for a page that the pool does not have. On CUDA such a sequence does not change.
         NotImplementedError: grad mode is on and a tensor requires grad.
     """
     torch.ops.htree.tree_cache_append_(
@@ -121,7 +121,7 @@ def tree_cache_attention(
     """Rows of :func:`htree_ops.tree_attention` from pages: the last tokens of each sequence attend to all before them.
 
     The rows cu_q[b] ... cu_q[b + 1] - 1 of q, at most ``q_lengths[b]`` of them, are the last tokens of the
-    ``lengths[b]`` of sequence b: one is decoding, more are a chunk of a prompt or drafts to verify. Row t takes the
+    ``lengths[b]`` of sequence b: one row decodes, more are a chunk of a prompt or drafts to verify. Row t takes the
     lists of its leader t - t % s: from this call if the leader is in it, else from ``lists`` where ``list_pos`` names
     it. A row whose leader is in neither is NaN. The result of a row depends on nothing but the tokens up to its own.
     Source: docs/semantics/tree_cache.md §7.3.
@@ -133,7 +133,7 @@ def tree_cache_attention(
         cu_q: int32 [B + 1], ascending from 0.
         lists: int32 [B, ring, layers, H_kv, top_k], the lists of earlier leaders; list_pos: int32 [B, ring], their
             tokens, -1 for none. Both or neither.
-        q_lengths: int32 [B]: rows of a sequence that count; None is all.
+        q_lengths: int32 [B]: how many rows of a sequence count; None is all.
         rope_table: ``rope_cache(size, K, rope_base)`` with size >= top_k * compression_rate. Without it CUDA computes
             one in every call, and the CPU keeps one between calls.
         page_size: P, a multiple of compression_rate.
@@ -142,13 +142,13 @@ def tree_cache_attention(
     Returns:
         out [N_q, H, V] in the dtype of q; lse [N_q, H], natural logarithm, float32 (float64 for float64). A row that
         does not count, or that a sequence is too short for, has out 0 and lse -inf. lists and list_pos as given, with
-        the last leaders of the call: of 4 entries where none were given and selection_stride > 1, of none for stride 1.
+        the last leaders of the call: if none were given, 4 entries for selection_stride > 1 and 0 for stride 1.
 
     Raises:
         ShapeMismatchError, UnsupportedDtypeError, DeviceError: a tensor that does not fit.
         ValueError: an option out of range, importance="lse"; on the CPU also lengths beyond max_pages * page_size.
         NotImplementedError: selection_span is given.
-        IndexError: a page that is none of the pool, on the CPU. On CUDA its rows are left out.
+        IndexError: on the CPU, for a page that the pool does not have. On CUDA its rows are left out.
     """
     return torch.ops.htree.tree_cache_attention(
         q,

@@ -1,4 +1,4 @@
-"""What a state of a tree cache must be before a cache takes it."""
+"""Checks of a state_dict before a tree cache takes it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IMPORTANCES = ("lse_causal", "exp_joint")
 
 
 def free_stack(users: Tensor) -> Tensor:
-    """int32 [1 + num_pages]: how many pages have no users, and these as a stack with the smallest on top."""
+    """int32 [1 + num_pages]: the number of pages without users, then a stack of them with the smallest on top."""
     free = torch.nonzero(users == 0).flatten().flip(0).int()
     stack = users.new_zeros(len(users) + 1)
     stack[0] = len(free)
