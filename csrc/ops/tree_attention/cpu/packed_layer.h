@@ -162,19 +162,20 @@ class PackedLayers {
   int64_t num_nodes_ = 0;
 };
 
-// The span means of all (batch, key/value head) pairs for the layer of `num_nodes` nodes: an fp32 (or fp64) copy
-// of them, padded, B H_kv ceil(T / selection_span) K elements and more where the last tiles are not full.
+// The span means of all (batch, key/value head) pairs for the layer of `num_nodes` nodes: a padded copy in
+// fp32 (fp64 for fp64 inputs). It takes B H_kv ceil(T / selection_span) K elements, and more where the last
+// tiles are not full.
 template <typename Real>
 class PackedSpans {
  public:
   PackedSpans() = default;
-  // span_k [B, ceil(T / selection_span), H_kv, K], unit stride in the last dim; node i has the means from
-  // i * means_per_node on.
+  // span_k is [B, ceil(T / selection_span), H_kv, K] with unit stride in the last dim; the means of node i
+  // begin at i * means_per_node.
   template <typename T>
   PackedSpans(const at::Tensor& span_k, int64_t num_nodes, int64_t means_per_node, const QueryShape& shape,
               const Rotation<Real>& rotation, Type<T>);
 
-  // Without means nothing is laid out: every candidate of the layer is selected.
+  // Empty where every candidate of the layer is selected, so that no means are needed.
   bool empty() const { return !keys_.defined(); }
   PackedSpan<Real> at(int64_t batch, int64_t kv_head) const {
     PackedSpan<Real> span = span_;
@@ -188,7 +189,8 @@ class PackedSpans {
   PackedSpan<Real> span_;
 };
 
-// Of child `child` of a parent, `key` [K]: K' as a padded row, and in its lane of the parent's tile [K][lanes].
+// Writes `key` [K] of child `child` of a parent as K' twice: as a padded row, and in the child's lane of the
+// parent's tile [K][lanes].
 template <typename T, typename Real>
 inline void pack_key(const T* key, const QueryShape& shape, const Rotation<Real>& rotation, int64_t child,
                      int64_t lanes, Real* row, Real* tile) {

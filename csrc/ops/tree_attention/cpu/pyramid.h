@@ -31,7 +31,7 @@ struct Pyramid {
   QueryShape shape;
   RotationTable table;
   std::vector<PackedLayers<Real>> layers;
-  // Per layer; empty where nothing is selected by span means.
+  // One per layer; empty where no selection reads span means.
   std::vector<PackedSpans<Real>> span_means;
   std::vector<int64_t> spans;  // tokens per node
 
@@ -61,7 +61,7 @@ struct Pyramid {
     if (selects && args.selection_span > 0) pack_span_means(k, args, storage);
   }
 
-  // Not for a layer of top_k nodes or fewer, which are all selected.
+  // Skips layers of at most top_k nodes, all of which are selected.
   template <typename T>
   void pack_span_means(const Tensor& k, const AttentionArgs& args, Type<T> storage) {
     const int64_t span = args.selection_span;

@@ -43,8 +43,8 @@ struct PackedLayer {
   int64_t num_nodes = 0;
 };
 
-// The span means of one layer of one (batch, key/value head), docs/semantics/tree_attention.md §1.15: mean m of
-// a node, rotated as the node's key is, stands in tile m of the node's parent.
+// The span means of one layer of one (batch, key/value head), docs/semantics/tree_attention.md §1.15. Mean m
+// of a node is rotated as the node's key is, and stands in tile m of the node's parent.
 template <typename Real>
 struct PackedSpan {
   const Real* keys = nullptr;  // [num_parents][tiles][K][lanes], a parent's children side by side
@@ -110,7 +110,7 @@ struct QueryKernels {
   void (*score_span)(const QueryShape&, const PackedSpan<Real>&, const Rotation<Real>&, const Candidates&,
                      const Real* q, Real* rotated, Real* maxima, Real* sums);
   // Writes the min(top_k, count) positions that the key of §1.6 selects, ascending, and returns their number.
-  // `sums` comes from score_span or is null.
+  // `sums` is what score_span wrote, or null.
   int64_t (*select)(const QueryShape&, const Candidates&, const Real* scores, const Real* sums, int64_t top_k,
                     void* workspace, int32_t* positions);
   int64_t (*select_workspace_bytes)(int64_t max_candidates);

@@ -442,21 +442,21 @@ void score(const QueryShape& shape, const PackedLayer<Real>& layer, const Rotati
 
 // ---- span means: docs/semantics/tree_attention.md §1.15
 
-// Means whose scores are in memory before they are added to the sums.
+// The scores of so many means are kept in memory before they are added to the sums.
 constexpr int kMeanBlock = 8;
-// Tiles that share every loaded query value: AVX-512 has registers for two.
+// How many tiles share each loaded query value: only AVX-512 has registers for two.
 constexpr int kTileBlock = HTREE_LANES == 16 ? 2 : 1;
 
-// The means of one vector of the children of one parent.
+// The means of one vector of children of one parent.
 template <typename Real>
 struct SpanVector {
   const Real* tiles;  // tile 0 at the vector's first lane
-  const Real* next;   // what comes after the last tile
+  const Real* next;   // what to request from memory while the last tile is read
   int64_t first_node;
   const Real* rows;  // the rotated query of the first of some heads
 };
 
-// Makes the scores [count][heads][width] of the means from `first_mean` on that do not exist -inf.
+// Sets the scores [count][heads][width] of those means from `first_mean` on that do not exist to -inf.
 template <typename Real>
 inline void drop_absent(const PackedSpan<Real>& span, const Candidates& candidates,
                         const SpanVector<Real>& at, int64_t first_mean, int64_t count, int64_t heads,
@@ -474,7 +474,7 @@ inline void drop_absent(const PackedSpan<Real>& span, const Candidates& candidat
   }
 }
 
-// Maximum and sum of one vector of children for a block of heads, `stride` apart.
+// Computes maximum and sum of one vector of children for a block of heads; heads are score_stride() apart.
 template <int Heads, typename Real>
 inline void score_span_vector(const QueryShape& shape, const PackedSpan<Real>& span,
                               const Candidates& candidates, const SpanVector<Real>& at, Real* maxima,
@@ -518,7 +518,8 @@ inline void score_span_vector(const QueryShape& shape, const PackedSpan<Real>& s
     }
   }
   for (int g = 0; g < Heads; ++g) {
-    // With +inf the sum is NaN, and with NaN too: 1 leaves the choice to the maximum, as a node's own score.
+    // A score of +inf or NaN makes the sum NaN. The sum 1 in its place lets the maximum alone decide, as if
+    // it were the node's own score.
     const Vec whole = broken[g] == Vec{} ? sum[g] : splat(Real{1});
     store(sums + g * shape.score_stride(), top[g] == infinite ? splat(Real{1}) : whole);
     store(maxima + g * shape.score_stride(),
@@ -532,7 +533,7 @@ void score_span(const QueryShape& shape, const PackedSpan<Real>& span, const Rot
   constexpr int width = kLanesOf<VecOf<Real>>;
   const int64_t stride = shape.score_stride();
   const int64_t parent_size = span.tiles * 2 * shape.half * span.lanes;
-  // Nothing is scored from the rightmost candidate on: its means may hold tokens after the query.
+  // The rightmost candidate gets no score: its means may hold tokens after the query.
   for (int64_t begin = 0, slot = 0; begin < candidates.count - 1; begin += shape.r, ++slot) {
     const int64_t parent = candidates.parents[slot];
     const int64_t left = candidates.count - 1 - begin;

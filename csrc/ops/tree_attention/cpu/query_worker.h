@@ -113,7 +113,7 @@ class QueryWorker {
   int64_t select(const Candidates& candidates, int64_t top_k, int32_t* positions) {
     return select_from(scores_.data(), candidates, top_k, positions);
   }
-  // The same from the scores of span means.
+  // Selects from the scores of span means instead.
   int64_t select_by_span(const PackedSpan<Real>& span, const Rotation<Real>& rotation,
                          const Candidates& candidates, int64_t top_k, int32_t* positions) {
     return select_by_span(span, rotation, candidates, q_.data(), top_k, positions);
@@ -141,7 +141,7 @@ class QueryWorker {
   }
   int64_t select_by_span(const PackedSpan<Real>& span, const Rotation<Real>& rotation,
                          const Candidates& candidates, const Real* q, int64_t top_k, int32_t* positions) {
-    if (candidates.count <= top_k || top_k == 1) {  // no score is read
+    if (candidates.count <= top_k || top_k == 1) {  // no score is needed
       return select_from(nullptr, candidates, top_k, positions);
     }
     span_maxima_.resize(shape_.group * shape_.score_stride());
@@ -166,7 +166,8 @@ class QueryWorker {
   QueryShape shape_;
   const QueryKernels<Real>& kernels_;
   std::vector<Real> q_, rotated_, scores_, partial_, max_, sum_, out_;
-  std::vector<Real> span_maxima_, span_sums_;  // as scores_, from the first selection by span means on
+  std::vector<Real> span_maxima_,
+      span_sums_;  // laid out as scores_; empty before the first selection by span means
   std::vector<int32_t> row_positions_, row_nodes_;
   std::vector<double> select_workspace_;
 };

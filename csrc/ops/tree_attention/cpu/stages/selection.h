@@ -1,9 +1,10 @@
 // Exact, deterministic selection from one row of candidates (docs/semantics/tree_attention.md §1.6),
 // for the staged and the fused CPU kernels. It knows no torch; include it after host/cpu/simd.h.
 // Scores are [num_heads][stride], with unit stride over the candidates p in [0, n). All arithmetic is
-// in Real, float or double. `sums`, of the same layout or null, multiplies the exponential of each score:
-// with a selection_span a candidate's score is the largest of its means', and its sum is that of their
-// exponentials relative to it (§1.15).
+// Scores are [num_heads][stride], with unit stride over the candidates p in [0, n). All arithmetic is in
+// Real, float or double. With a selection_span (§1.15) a candidate's score is the largest of its means'
+// scores, and `sums`, laid out as the scores, has the sum of exp(score - largest) over its means. It
+// multiplies the exponential of the candidate's score. Without a selection_span `sums` is null.
 //
 // The order is: candidate n-1, then NaN importances, then larger importances; equal ones by smaller p. Each
 // candidate has an unsigned `rank`, and equal ranks are ordered by position. That is exactly the order of the

@@ -1,5 +1,5 @@
 // Copies of the span means, by which nodes are scored instead of their stored means (selection_span, see
-// docs/semantics/tree_attention.md §1.14). A span mean is summed in fp32 and rounded once to the input's
+// docs/semantics/tree_attention.md §1.15). A span mean is summed in fp32 and rounded once to the input's
 // type, as the tree rounds its nodes. Then it is rotated to the position of its node and stored in fp16,
 // scaled by a power of two of its own as in packed_layer.cuh.
 //

@@ -30,7 +30,7 @@ struct LayerCall {
   const LayerArgs& args;
   Geometry whole;  // of the whole call
   cudaStream_t stream;
-  bool scores_nodes = true;  // false: the selection is all that is wanted, and reads span means
+  bool scores_nodes = true;  // false: the call only selects, and does so by span means
 };
 
 // The scores and candidate counts of one chunk (`box_`, a box of rows) in device scratch, and the steps that
@@ -77,7 +77,7 @@ class LayerChunk {
         scores_params(box_, call_.layer_k, scores_, num_candidates_), call_.stream));
   }
 
-  // Positions of the leaders' sets, in order of position.
+  // Writes the positions that the leaders select, ascending.
   void select_ascending() {
     if (call_.span_k.defined()) {
       compute_span_scores();
@@ -184,7 +184,7 @@ class LayerChunk {
  private:
   int64_t num_leaders() const { return ceil_div(box_.num_queries, box_.queries_per_list); }
 
-  // What `rows` score: whole layers of keys or span means.
+  // The parameters for scoring `rows` against whole layers of keys or of span means.
   ScoresParams<T> scores_params(const Geometry& rows, const Tensor& keys, const Tensor& scores,
                                 const Tensor& num_candidates) const {
     ScoresParams<T> params;

@@ -273,8 +273,8 @@ __global__ void __launch_bounds__(ScoresTraits::kThreads)
   }
 }
 
-// The same over the span means of each candidate: one after another they take the place of its key, and their
-// scores are reduced in registers.
+// compute_scores_kernel over the span means of each candidate: one after another they take the place of its
+// key, and their scores are reduced in registers.
 template <typename T, int kHeads, int kPack>
 __global__ void __launch_bounds__(ScoresTraits::kThreads)
     compute_span_scores_kernel(const ComputeSpanScoresParams<T> params) {
@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(ScoresTraits::kThreads)
   for (int64_t tile = static_cast<int64_t>(blockIdx.y) * Traits::kTile; tile < num_candidates;
        tile += static_cast<int64_t>(gridDim.y) * Traits::kTile) {
     const int64_t p = tile + threadIdx.x;
-    // Means of the rightmost candidate may hold tokens after the query.
+    // The means of the rightmost candidate may hold tokens after the query.
     const int64_t node = p < num_candidates - 1 ? info.node(p) : -1;
     for (int64_t first_head = 0; first_head < geometry.group; first_head += kHeads) {
       const int64_t num_heads = min(static_cast<int64_t>(kHeads), geometry.group - first_head);
@@ -368,7 +368,7 @@ bool wide_loads(const ScoresParams<T>& params) {
          rows_aligned(params.table);
 }
 
-// Calls launch(heads) with the number of heads that a thread takes at a time.
+// Calls launch(heads) with the number of heads that a thread computes at a time.
 template <typename Launch>
 cudaError_t dispatch_heads(int64_t group, Launch&& launch) {
   if (group == 1) {

@@ -28,17 +28,17 @@ struct ScoresParams {
 template <typename Work, typename T>
 cudaError_t launch_compute_scores(const ScoresParams<T>& params, cudaStream_t stream);
 
-// Of each candidate before the rightmost one, the log-sum-exp of the scores of its span means; -inf elsewhere.
-// docs/semantics/tree_attention.md §1.15
+// Writes for each candidate before the rightmost one the log-sum-exp of the scores of its span means, and
+// -inf for the others. docs/semantics/tree_attention.md §1.15
 template <typename T>
 struct ComputeSpanScoresParams {
   ScoresParams<T> row;         // its keys are the means [B, num_means, H_kv, K]; fill_tail is not read
   int64_t means_per_node = 1;  // node i has the means from i * means_per_node on
   int64_t num_means = 0;
-  int64_t top_k = 0;  // rows with no more candidates keep their scores unwritten: all are selected
+  int64_t top_k = 0;  // rows with no more candidates get no scores: all are selected
 };
 
-// T: float, __half, __nv_bfloat16.
+// T is float, __half or __nv_bfloat16.
 template <typename T>
 cudaError_t launch_compute_span_scores(const ComputeSpanScoresParams<T>& params, cudaStream_t stream);
 
