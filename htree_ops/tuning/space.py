@@ -64,7 +64,9 @@ def config_search(space: Space, accept: Callable[[Config], bool] | None = None) 
         if not isinstance(key, str) or not isinstance(values, Sequence):
             raise TypeError(f"config_search: space must map names to sequences, got {key!r}: {values!r}")
         if not len(values):
-            raise ValueError(f"config_search: {key} has no values")
+            raise ValueError(
+                f"config_search: space must have at least one value for every name, got none for {key!r}"
+            )
     product = (dict(zip(space, values, strict=True)) for values in itertools.product(*space.values()))
     return [config for config in product if accept is None or accept(config)]
 

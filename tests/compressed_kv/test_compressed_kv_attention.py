@@ -280,7 +280,7 @@ def test_wrong_calls() -> None:
     with pytest.raises(UnsupportedDtypeError, match="prefill: k must have dtype"):
         module(q.float(), k.float(), v.float(), cache=cache)
     module(q, k, v, cache=cache)
-    with pytest.raises(NotImplementedError, match="takes one at a time, got 5"):
+    with pytest.raises(NotImplementedError, match="S of query must be 1 where the cache holds tokens, got 5"):
         module(q, k, v, cache=cache)
     with pytest.raises(NotImplementedError, match="with lengths"):
         module(q[:, :, :1], k[:, :, :1], v[:, :, :1], cache=cache, lengths=[1, 1])

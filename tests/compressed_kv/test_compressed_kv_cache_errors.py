@@ -30,12 +30,15 @@ def test_a_state_of_another_cache_is_refused(device: str) -> None:
     cache.append(*tokens(device, 60))
     state = cache.state_dict()
     for changes, message in (
-        ({"bits": 4}, r"the state has bits = \(8, 8\), this cache \(4, 4\)"),
-        ({"chunk": 8}, "the state has chunk = 16, this cache 8"),
-        ({"hadamard_group": 1}, "the state has hadamard_group = 0, this cache 1"),
-        ({"dtype": torch.bfloat16}, r"the state has dtype = torch\.float16"),
-        ({"batch": 2}, "the state has 3 sequences, this cache 2"),
-        ({"capacity": 59}, "up to 60 tokens per sequence, the capacity is 59"),
+        ({"bits": 4}, r"bits of the state must be that of the cache, \(4, 4\), got \(8, 8\)"),
+        ({"chunk": 8}, "chunk of the state must be that of the cache, 8, got 16"),
+        ({"hadamard_group": 1}, "hadamard_group of the state must be that of the cache, 1, got 0"),
+        (
+            {"dtype": torch.bfloat16},
+            r"dtype of the state must be that of the cache, torch\.bfloat16, got torch\.float16",
+        ),
+        ({"batch": 2}, "must have 2 numbers, one per sequence of the cache, got"),
+        ({"capacity": 59}, "must be at most the capacity of 59, got 60"),
     ):
         with pytest.raises(ValueError, match=message):
             make(device, **changes).load_state_dict(state)
@@ -68,11 +71,11 @@ def test_a_state_that_no_cache_gives_is_refused(kind: str) -> None:
         with pytest.raises(ValueError, match=name):
             full.load_state_dict(state | {name.split()[-1]: value})
     for name in state:
-        with pytest.raises(ValueError, match=f"the state has no {name}"):
+        with pytest.raises(ValueError, match=f"state must have {name}, got "):
             full.load_state_dict({n: x for n, x in state.items() if n != name})
-    with pytest.raises(ValueError, match="the state has num_kv_heads = None"):
+    with pytest.raises(ValueError, match="num_kv_heads of the state must be that of the cache, 4, got None"):
         full.load_state_dict(state | {"config": {}})
-    with pytest.raises(TypeError, match="the state must be a dict, got list"):
+    with pytest.raises(TypeError, match="state must be a dict, got list"):
         full.load_state_dict([])  # type: ignore[arg-type]
     assert_same_content(full, before)
     full.load_state_dict(state)
@@ -230,7 +233,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "capacity": ({"capacity": 0}, ValueError, r"capacity must be between 1"),
     "page": ({"page_size": 5}, ValueError, r"page_size must divide chunk = 16, got 5"),
     "page 0": ({"page_size": 0}, ValueError, r"page_size must be between 1"),
-    "pages": ({"num_pages": 5}, ValueError, r"num_pages needs a page_size"),
+    "pages": ({"num_pages": 5}, ValueError, r"num_pages must be None where page_size is None, got 5"),
     "group": ({"hadamard_group": 3}, ValueError, r"hadamard_group must divide H_kv = 4, got 3"),
     "split": ({"split_size": -1}, ValueError, r"split_size"),
     "dtype": ({"dtype": torch.float64}, UnsupportedDtypeError, r"dtype must be"),

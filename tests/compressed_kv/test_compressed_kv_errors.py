@@ -36,7 +36,7 @@ COMPRESS: dict[str, tuple[Call, type[Exception], str]] = {
     "weight shape": (lambda f: f(X, 20, 8, WEIGHT[:, :1]), ShapeMismatchError, r"weight"),
     "weight rank": (lambda f: f(X, 20, 8, WEIGHT[0]), ShapeMismatchError, r"weight must (be 3-D|have shape)"),
     "weight dtype": (lambda f: f(X, 20, 8, WEIGHT.int()), UnsupportedDtypeError, r"weight must have .*dtypes?"),
-    "weight negative": (lambda f: f(X, 20, 8, -WEIGHT), ValueError, r"weight must not be negative"),
+    "weight negative": (lambda f: f(X, 20, 8, -WEIGHT), ValueError, r"weight must not be negative, got -"),
     "weight device": (lambda f: f(X, 20, 8, WEIGHT.to("meta")), DeviceError, r"weight"),
 }  # fmt: skip
 DECOMPRESS: dict[str, tuple[Call, type[Exception], str]] = {

@@ -244,7 +244,7 @@ def test_layers_that_occur_twice_stay_one_layer() -> None:
     assert float(model[0].activation_scale) == 5.0
     assert model[1].activation_scale is None
     quantize_model_(twice(), activation_scales={"0": 5.0, "2": torch.tensor(5.0)})
-    with pytest.raises(ValueError, match="several scales for one layer"):
+    with pytest.raises(ValueError, match="must have one scale for a layer of several names, got"):
         quantize_model_(twice(), activation_scales={"0": 5.0, "2": 6.0})
     model = quantize_model_(twice(), lambda name, _: name != "2")
     assert [type(layer) for layer in model] == [nn.Linear, FP8Linear, nn.Linear]
@@ -299,7 +299,7 @@ def test_refusals() -> None:
         quantize_model_(linear)
     with pytest.raises(TypeError, match=r"linear must be an nn\.Linear, got Embedding"):
         FP8Linear.from_linear(nn.Embedding(2, 3))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="names no swapped layer: absent"):
+    with pytest.raises(ValueError, match="must name swapped layers, got absent"):
         quantize_model_(nn.Sequential(linear), activation_scales={"absent": 1.0})
     for wrong in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="activation_scale must be positive and finite"):

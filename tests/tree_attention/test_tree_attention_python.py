@@ -223,7 +223,7 @@ def test_dtypes_of_options_and_lists_have_the_classes_of_the_package() -> None:
         (parents[0][0], ShapeMismatchError, r"parents\[1\] must have shape \[1, 40, 2, 4\]"),
         (parents[0][..., :3], ShapeMismatchError, r"parents\[1\] must have shape \[1, 40, 2, 4\]"),
         (parents[0][:, :, :1], ShapeMismatchError, r"parents\[1\] must have shape \[1, 40, 2, 4\]"),
-        (parents[0].to("meta"), DeviceError, r"parents\[1\] must be on the device of the other arguments"),
+        (parents[0].to("meta"), DeviceError, r"parents\[1\] must be on the device of q \(cpu\), got meta"),
         (None, TypeError, r"parents\[1\] must be a Tensor"),
     ):
         lists = [parents[0], wrong, *parents[2:]]

@@ -36,7 +36,7 @@ bool aligned(const Matrix<T>& m) {
 // batch, shape) for each.
 template <typename Launch>
 void for_each_slice(const Problem& p, const KernelConfig& config, Launch&& launch) {
-  TORCH_CHECK(p.rows <= INT32_MAX, "causal_softmax: at most 2^31 - 1 rows (h) on CUDA, got ", p.rows);
+  TORCH_CHECK(p.rows <= INT32_MAX, "causal_softmax: h of x must be at most 2^31 - 1 on CUDA, got ", p.rows);
   const int64_t slice = INT32_MAX / p.rows;
   for (int64_t first = 0; first < p.batch; first += slice) {
     const cudaError_t error = launch(first, Shape{std::min(slice, p.batch - first), p.rows, p.cols});

@@ -13,7 +13,7 @@ constexpr int64_t kRowGrain = 64;
 
 void check_weight_sign(const char* op, const at::Tensor& weight) {
   TORCH_CHECK_VALUE(!weight.defined() || !weight.lt(0).any().item<bool>(), op,
-                    ": weight must not be negative");
+                    ": weight must not be negative, got ", weight.min().item<double>());
 }
 
 // Calls row(index, the row of x, its weights) in parallel over the rows of x [B, H_kv, S, D].

@@ -104,8 +104,8 @@ Operands operands_of(const Arguments& a) {
   constexpr int64_t kMost =
       std::numeric_limits<int32_t>::max() - 1024;  // tile numbers and coordinates are 32-bit
   TORCH_CHECK_VALUE(sizes.rows <= kMost && sizes.inner <= kMost && sizes.hidden <= kMost,
-                    "gated_mlp: sizes must be below 2^31, got ", sizes.rows, " rows, I = ", sizes.inner,
-                    ", Hd = ", sizes.hidden);
+                    "gated_mlp: the rows and Hd of x and I of gate_weight must be below 2^31, got ",
+                    sizes.rows, " rows, I = ", sizes.inner, ", Hd = ", sizes.hidden);
   const bool swapped = a.act_on == "gate";
   return {sizes,
           a.activation == "silu" ? Activation::kSilu : Activation::kGelu,

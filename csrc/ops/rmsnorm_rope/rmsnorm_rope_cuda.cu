@@ -69,9 +69,10 @@ bool aligned(std::initializer_list<std::reference_wrapper<const at::Tensor>> ten
 }
 
 void check_sizes(const Problem& p) {
-  TORCH_CHECK(p.num_rows() <= INT32_MAX, "rmsnorm_rope: at most 2^31 - 1 rows on CUDA, got ", p.num_rows());
-  TORCH_CHECK(p.width <= INT32_MAX / 4, "rmsnorm_rope: at most 2^29 - 1 elements per row on CUDA, got ",
-              p.width);
+  TORCH_CHECK(p.num_rows() <= INT32_MAX, "rmsnorm_rope: x must have at most 2^31 - 1 rows on CUDA, got ",
+              p.num_rows());
+  TORCH_CHECK(p.width <= INT32_MAX / 4,
+              "rmsnorm_rope: x must have at most 2^29 - 1 elements per row on CUDA, got ", p.width);
 }
 
 int attribute_of_device(cudaDeviceAttr attribute) {

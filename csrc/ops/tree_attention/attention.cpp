@@ -20,7 +20,7 @@ namespace {
 // parents, and a node of r >= T children is a node of T. A k that is too large for the tensor cores stays so:
 // whether lists are kept must not change which kernels run.
 AttentionArgs resolve(const char* op, const TreeOptions& options, const Tensor& k, bool lists_given) {
-  TORCH_CHECK_VALUE(k.size(1) < kIndexLimit, op, ": T must be below 2^31, got ", k.size(1));
+  TORCH_CHECK_VALUE(k.size(1) < kIndexLimit, op, ": T of k must be below 2^31, got ", k.size(1));
   AttentionArgs args;
   const int64_t stride = options.selection_stride;
   const int64_t longest = ceil_div(std::max<int64_t>(k.size(1), 1024), stride) * stride;

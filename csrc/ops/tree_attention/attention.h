@@ -108,7 +108,7 @@ inline Gradients prepare_attention_backward(const Tensor& dout, const Tensor& q,
   }
   for (size_t layer = 0; layer < parents.size(); ++layer) {
     check_indices(kOp, ("parents[" + std::to_string(layer) + "]").c_str(), parents[layer],
-                  list_shape(q, k, options), "[B, ceil(T_q / selection_stride), H_kv, top_k]", q);
+                  list_shape(q, k, options), "[B, ceil(T_q / selection_stride), H_kv, top_k]", "q", q);
   }
   const auto gradient = [&](bool wanted, const Tensor& like) {
     return wanted ? new_tensor(like.sym_sizes(), like.scalar_type(), like) : Tensor();

@@ -87,23 +87,27 @@ void check_values(const char* op, const char* keys_name, const Tensor& keys, con
   check_rank(op, values_name, values, 4, "[B, N, H_kv, V]");
   check_same_dtype(op, values_name, values, keys_name, keys);
   check_same_device(op, values_name, values, keys_name, keys);
-  check_size(op, values_name, values, 0, keys.sym_size(0), "B");
-  check_size(op, values_name, values, 1, keys.sym_size(1), "the length of the keys");
-  check_size(op, values_name, values, 2, keys.sym_size(2), "H_kv of the keys");
+  const auto check_like_keys = [&](int64_t dim, const char* meaning) {
+    TORCH_CHECK_VALUE(same_size(values.sym_size(dim), keys.sym_size(dim)), op, ": size ", dim, " of ",
+                      values_name, " must be ", keys.sym_size(dim), " (", meaning, " of ", keys_name,
+                      "), got ", values.sym_size(dim), " in ", values.sym_sizes());
+  };
+  check_like_keys(0, "B");
+  check_like_keys(1, "length");
+  check_like_keys(2, "H_kv");
   TORCH_CHECK_VALUE(holds(values.sym_size(3).sym_ge(1)), op, ": V, the last size of ", values_name,
                     ", must be at least 1, got ", values.sym_sizes());
 }
 
 void check_indices(const char* op, const char* name, const Tensor& indices, c10::SymIntArrayRef shape,
-                   const char* meaning, const Tensor& like) {
+                   const char* meaning, const char* like_name, const Tensor& like) {
   check_dtype(op, name, indices, {at::kInt});
   check_shape(op, name, indices, shape, meaning);
-  TORCH_CHECK(indices.device() == like.device(), op, ": ", name,
-              " must be on the device of the other arguments (", like.device(), "), got ", indices.device());
+  check_same_device(op, name, indices, like_name, like);
 }
 
-void check_parents(const char* op, const Tensor& parents, const Tensor& q, const SymInt& heads,
-                   int64_t compression_rate, int64_t selection_stride) {
+void check_parents(const char* op, const Tensor& parents, const char* q_name, const Tensor& q,
+                   const SymInt& heads, int64_t compression_rate, int64_t selection_stride) {
   check_rank(op, "parents", parents, 4, "[B, ceil(T_q / s), H_kv, k]");
   const SymInt width = parents.sym_size(3);
   TORCH_CHECK_VALUE(
@@ -112,15 +116,15 @@ void check_parents(const char* op, const Tensor& parents, const Tensor& q, const
       parents.sym_sizes());
   check_indices(op, "parents", parents,
                 {q.sym_size(0), list_rows(q.sym_size(1), selection_stride), heads, width},
-                "[B, ceil(T_q / selection_stride), selection heads, k]", q);
+                "[B, ceil(T_q / selection_stride), selection heads, k]", q_name, q);
 }
 
-void check_cache(const char* op, const Tensor& cos, const Tensor& sin, const Tensor& x,
+void check_cache(const char* op, const Tensor& cos, const Tensor& sin, const char* x_name, const Tensor& x,
                  const SymInt& min_size) {
   check_rank(op, "cos", cos, 2, "[size, K/2]");
   check_dtype(op, "cos", cos, {state_dtype(x)});
-  check_same_device(op, "cos", cos, "the rotated tensor", x);
-  check_size(op, "cos", cos, 1, x.sym_size(3) / 2, "K/2");
+  check_same_device(op, "cos", cos, x_name, x);
+  check_size(op, "cos", cos, 1, x.sym_size(3) / 2, "K / 2");
   TORCH_CHECK_VALUE(holds(cos.sym_size(0).sym_ge(min_size)), op, ": cos must hold at least ", min_size,
                     " positions, got ", cos.sym_sizes());
   check_same_dtype(op, "sin", sin, "cos", cos);
@@ -165,7 +169,7 @@ std::tuple<Tensor, Tensor, Tensor> new_state(const SymInt& batch, const SymInt& 
 LayerArgs resolve_layer(const char* op, int64_t layer, int64_t compression_rate, int64_t list_width,
                         int64_t top_k, const SymInt& t0, int64_t num_nodes, int64_t num_queries) {
   const int64_t first = t0.guard_int(__FILE__, __LINE__);
-  TORCH_CHECK_VALUE(num_nodes < kIndexLimit, op, ": a layer must have fewer than 2^31 nodes, got ",
+  TORCH_CHECK_VALUE(num_nodes < kIndexLimit, op, ": N, the nodes of the layer, must be below 2^31, got ",
                     num_nodes);
   TORCH_CHECK_VALUE(first < kIndexLimit && num_queries < kIndexLimit - first, op,
                     ": t0 + T_q must be below 2^31, got t0 = ", first, " and T_q = ", num_queries);

@@ -51,12 +51,12 @@ void check_values(const char* op, const char* keys_name, const Tensor& keys, con
                   const Tensor& values);
 // int32 with exactly this shape, which `meaning` spells in the letters of the documentation.
 void check_indices(const char* op, const char* name, const Tensor& indices, c10::SymIntArrayRef shape,
-                   const char* meaning, const Tensor& like);
+                   const char* meaning, const char* like_name, const Tensor& like);
 // parents int32 [B, ceil(T_q / s), heads, k], k at least 1.
-void check_parents(const char* op, const Tensor& parents, const Tensor& q, const SymInt& heads,
-                   int64_t compression_rate, int64_t selection_stride = 1);
+void check_parents(const char* op, const Tensor& parents, const char* q_name, const Tensor& q,
+                   const SymInt& heads, int64_t compression_rate, int64_t selection_stride = 1);
 // cos and sin [size, K/2] in the state dtype of x, size at least `min_size`.
-void check_cache(const char* op, const Tensor& cos, const Tensor& sin, const Tensor& x,
+void check_cache(const char* op, const Tensor& cos, const Tensor& sin, const char* x_name, const Tensor& x,
                  const SymInt& min_size);
 // A layer state: max and sum [B, T_q, H], out [B, T_q, H, V], all in `dtype`.
 void check_state(const char* op, const char* const (&names)[3], const Tensor& max, const Tensor& sum,

@@ -292,7 +292,7 @@ class MustafarAttention(nn.Module):
         decoding = cache is not None and any(cache.lengths)
         if decoding and (query.shape[2] != 1 or lengths is not None):
             raise NotImplementedError(
-                f"{OP}: a cache that holds tokens takes one at a time, got {query.shape[2]}"
+                f"{OP}: S of query must be 1 where the cache holds tokens, got {query.shape[2]}"
                 + (" with lengths" if lengths is not None else "")
             )
         if position_ids is None:

@@ -144,7 +144,7 @@ class CompressedKVCache:
         self.storage: ContiguousRows | PagedRows
         if page_size is None:
             if num_pages is not None:
-                raise ValueError(f"{OP}: num_pages needs a page_size")
+                raise ValueError(f"{OP}: num_pages must be None where page_size is None, got {num_pages}")
             self.storage = ContiguousRows(*place)
         else:
             full = batch * rows // page_size

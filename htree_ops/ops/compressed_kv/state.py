@@ -19,17 +19,17 @@ _DTYPES = (torch.int64, torch.uint8, torch.float16)
 
 def _check_keys(op: str, state: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     if not isinstance(state, Mapping):
-        raise TypeError(f"{op}: the state must be a dict, got {type(state).__name__}")
+        raise TypeError(f"{op}: state must be a dict, got {type(state).__name__}")
     rows = (f"{prefix}_{name}" for prefix in "kv" for name in CompressedKV._fields)
     for name in ("config", "compressed", "dense", *rows, "k_win", "v_win", "key_weight"):
         if name not in state:
-            raise ValueError(f"{op}: the state has no {name}")
+            raise ValueError(f"{op}: state must have {name}, got {', '.join(map(str, state))}")
     if not isinstance(state["config"], Mapping):
         raise ValueError(f"{op}: config of the state must be a dict, got {type(state['config']).__name__}")
     for name, value in config.items():
         stored = state["config"].get(name)
         if stored != value:
-            raise ValueError(f"{op}: the state has {name} = {stored}, this cache {value}")
+            raise ValueError(f"{op}: {name} of the state must be that of the cache, {value}, got {stored}")
 
 
 def _check_lengths(
@@ -41,7 +41,7 @@ def _check_lengths(
             raise ValueError(f"{op}: {name} of the state must be a list of ints >= 0, got {numbers!r}")
         if len(numbers) != batch:
             raise ValueError(
-                f"{op}: the state has {len(numbers)} sequences, this cache {batch}: {name} = {numbers}"
+                f"{op}: {name} of the state must have {batch} numbers, one per sequence of the cache, got {numbers}"
             )
     window, chunk = config["window"], config["chunk"]
     for compressed, dense in zip(state["compressed"], state["dense"], strict=True):
@@ -56,7 +56,7 @@ def _check_lengths(
     longest = max((c + d for c, d in zip(state["compressed"], state["dense"], strict=True)), default=0)
     if longest > capacity:
         raise ValueError(
-            f"{op}: the state has up to {longest} tokens per sequence, the capacity is {capacity}"
+            f"{op}: compressed + dense of the state must be at most the capacity of {capacity}, got {longest}"
         )
 
 

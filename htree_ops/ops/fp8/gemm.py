@@ -34,7 +34,9 @@ def _check_operands(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tenso
     check_tensors("fp8_gemm", a=(a, "M K"), b=(b, "K N"))
     for name, x, scale in (("a", a, a_scale), ("b", b, b_scale)):
         if x.dtype == FP8 and scale is None:
-            raise ValueError(f"fp8_gemm: {name}_scale is required where {name} is quantised already")
+            raise ValueError(
+                f"fp8_gemm: {name}_scale must be a Tensor where {name} is quantised already, got None"
+            )
 
 
 def _quantised(x: Tensor, scale: Tensor | None, dim: int) -> tuple[Tensor, Tensor]:

@@ -270,7 +270,9 @@ def quantize_model_(
             that is not positive and finite.
     """
     if isinstance(module, nn.Linear):
-        raise TypeError("quantize_model_: module is itself an nn.Linear; use FP8Linear.from_linear")
+        raise TypeError(
+            "quantize_model_: module must hold its layers, got an nn.Linear itself: use FP8Linear.from_linear"
+        )
     layers = _linears("quantize_model_", module, filter)
     if activation_scales is not None and not isinstance(activation_scales, Mapping):
         raise TypeError(
@@ -279,13 +281,17 @@ def quantize_model_(
     scales = dict(activation_scales or {})
     unknown = sorted(set(scales) - {name for names in layers.values() for name in names})
     if unknown:
-        raise ValueError(f"quantize_model_: activation_scales names no swapped layer: {', '.join(unknown)}")
+        raise ValueError(
+            f"quantize_model_: activation_scales must name swapped layers, got {', '.join(unknown)}"
+        )
     swapped: dict[str, FP8Linear] = {}
     for linear, names in layers.items():
         given = {name: scales[name] for name in names if name in scales}
         values = {float(_static_scale(f"quantize_model_: layer {name!r}", given[name])) for name in given}
         if len(values) > 1:
-            raise ValueError(f"quantize_model_: activation_scales has several scales for one layer: {given}")
+            raise ValueError(
+                f"quantize_model_: activation_scales must have one scale for a layer of several names, got {given}"
+            )
         op = f"quantize_model_: layer {names[0]!r}"
         layer = FP8Linear._from_linear(op, linear, next(iter(given.values()), None))
         swapped.update(dict.fromkeys(names, layer))

@@ -46,7 +46,7 @@ class FusedRMSNormRoPE(nn.Module):
             check_option_dtype(name, dtype, FLOATING_AND_DOUBLE)
         if head_dim < 2 or head_dim % 2 or hidden_dim % head_dim:
             raise ValueError(
-                f"head_dim must be even and divide hidden_dim = {hidden_dim}, got head_dim = {head_dim}"
+                f"{name}: head_dim must be even and divide hidden_dim = {hidden_dim}, got {head_dim}"
             )
         self.hidden_dim = hidden_dim
         self.head_dim = head_dim

@@ -1,4 +1,4 @@
-// What the CPU files of the room share: the tables of their kernels by dtype.
+// What the CPU files of the room share: the tables of their kernels by dtype, and gated_mlp_fused_cpu.cpp's forward.
 #pragma once
 
 #include <c10/util/BFloat16.h>

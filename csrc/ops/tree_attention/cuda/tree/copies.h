@@ -1,5 +1,5 @@
-// Copies of the tree in the layouts of the kernels, and tables that depend on positions alone. No torch.
-//
+// The launchers of this folder: copies of the tree in the layouts of the kernels, each in a .cuh of its name, and
+// tables that depend on positions alone, in tables.cu. No torch.
 // A packed layer holds the children of each parent together, see packed_layer.cuh.
 #pragma once
 

@@ -44,8 +44,8 @@ inline void check_layer(const char* op, const LayerTensors& in, const LayerOptio
     check_values(op, "layer_k", in.layer_k, "layer_v", in.layer_v);
   }
   const SymInt list_heads = (list_per_query_head ? in.q : in.layer_k).sym_size(2);
-  check_parents(op, in.parents, in.q, list_heads, options.compression_rate, options.selection_stride);
-  check_cache(op, in.cos, in.sin, in.q, in.parents.sym_size(3) * options.compression_rate);
+  check_parents(op, in.parents, "q", in.q, list_heads, options.compression_rate, options.selection_stride);
+  check_cache(op, in.cos, in.sin, "q", in.q, in.parents.sym_size(3) * options.compression_rate);
 }
 
 inline void check_above_bottom(const char* op, int64_t layer) {
@@ -102,7 +102,7 @@ inline State prepare_accumulate_non_topk(const Tensor& layer_v, const Tensor& pa
   TORCH_CHECK_VALUE(holds(layer_v.sym_size(3).sym_ge(1)), op,
                     ": V, the last size of layer_v, must be at least 1, ", "got ", layer_v.sym_sizes());
   check_num_candidates(op, num_candidates, scores);
-  check_parents(op, parents, scores, scores.sym_size(2), compression_rate);
+  check_parents(op, parents, "scores", scores, scores.sym_size(2), compression_rate);
   check_size(op, "scores", scores, 3, parents.sym_size(3) * compression_rate,
              "k of parents times compression_rate");
   return new_state(scores.sym_size(0), scores.sym_size(1), scores.sym_size(2) * scores.sym_size(4),

@@ -56,7 +56,7 @@ inline Tensor prepare_subtract_topk(const Tensor& layer_v, const Tensor& topk_in
   check_rank(kOp, "topk_indices", topk_indices, 4, "[B, T_q, H, k]");
   check_indices(kOp, "topk_indices", topk_indices,
                 {lout.sym_size(0), lout.sym_size(1), heads, topk_indices.sym_size(3)},
-                "[B, T_q, H] of lout, then k", layer_v);
+                "[B, T_q, H] of lout, then k", "layer_v", layer_v);
   check_same_dtype(kOp, "topk_scores", topk_scores, "lout", lout);
   check_same_device(kOp, "topk_scores", topk_scores, "lout", lout);
   check_shape(kOp, "topk_scores", topk_scores, topk_indices.sym_sizes(), "the shape of topk_indices");

@@ -37,7 +37,7 @@ inline Tensor prepare_rope(const Tensor& x, const Tensor& cos, const Tensor& sin
   const SymInt key_dim = x.sym_size(3);
   TORCH_CHECK_VALUE(holds(key_dim.sym_ge(2)) && same_size(key_dim % 2, 0), kOp,
                     ": K, the last size of x, must be even and at least 2, got ", x.sym_sizes());
-  check_cache(kOp, cos, sin, x, /*min_size=*/1);
+  check_cache(kOp, cos, sin, "x", x, /*min_size=*/1);
   check_dtype(kOp, "positions", positions, {at::kInt, at::kLong});
   check_same_device(kOp, "positions", positions, "x", x);
   if (positions.dim() == 1) {

@@ -18,9 +18,9 @@ inline std::tuple<Tensor, Tensor> prepare_compute_scores(const Tensor& q, const 
   check_scale(op, scale);
   check_queries(op, q, "layer_k", layer_k);
   const SymInt kv_heads = layer_k.sym_size(2);
-  check_parents(op, parents, q, kv_heads, compression_rate);
+  check_parents(op, parents, "q", q, kv_heads, compression_rate);
   const SymInt capacity = parents.sym_size(3) * compression_rate;
-  check_cache(op, cos, sin, q, capacity);
+  check_cache(op, cos, sin, "q", q, capacity);
   return {new_tensor({q.sym_size(0), q.sym_size(1), kv_heads, capacity, q.sym_size(2) / kv_heads},
                      state_dtype(q), q),
           new_tensor({q.sym_size(0), q.sym_size(1), kv_heads}, at::kInt, q)};

@@ -17,7 +17,7 @@ inline void check_scores(const char* op, const Tensor& scores) {
 
 inline void check_num_candidates(const char* op, const Tensor& num_candidates, const Tensor& scores) {
   check_indices(op, "num_candidates", num_candidates, scores.sym_sizes().slice(0, 3),
-                "[B, T_q, H_kv] of scores", scores);
+                "[B, T_q, H_kv] of scores", "scores", scores);
 }
 
 // Returns topk_positions int32 [B, T_q, H_kv, top_k], uninitialised.
@@ -62,7 +62,7 @@ inline void prepare_mask_topk_scores(const Tensor& scores, const Tensor& topk_po
   check_rank(kOp, "topk_positions", topk_positions, 4, "[B, T_q, H_kv, k]");
   check_indices(kOp, "topk_positions", topk_positions,
                 {scores.sym_size(0), scores.sym_size(1), scores.sym_size(2), topk_positions.sym_size(3)},
-                "[B, T_q, H_kv] of scores, then k", scores);
+                "[B, T_q, H_kv] of scores, then k", "scores", scores);
   check_writable(kOp, "scores", scores);
   check_disjoint(kOp, "scores", scores, "topk_positions", topk_positions);
 }
@@ -79,7 +79,7 @@ inline Tensor prepare_compute_next_parents(const Tensor& parents, const Tensor& 
   check_rank(op, "topk_positions", topk_positions, 4, "[B, T_q, H_kv, k]");
   check_indices(op, "topk_positions", topk_positions,
                 {parents.sym_size(0), parents.sym_size(1), parents.sym_size(2), topk_positions.sym_size(3)},
-                "[B, T_q, H_kv] of parents, then k", parents);
+                "[B, T_q, H_kv] of parents, then k", "parents", parents);
   return new_tensor(topk_positions.sym_sizes(), at::kInt, parents);
 }
 
