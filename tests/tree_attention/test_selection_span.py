@@ -291,7 +291,7 @@ def test_threads_change_no_bit(dtype):
     assert all(same_bits(results[0], other) for other in results[1:])
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", ISAS[:-1])  # the other tests run the best one
 def test_instruction_sets(isa):
     script = """
 import dataclasses, re, torch, htree_ops
