@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import signal
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,6 +62,14 @@ def text(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def whole(study, text, tmp_path_factory):
+    """Every piece, once."""
+    out = tmp_path_factory.mktemp("whole")
+    assert study.main(["--tiny", "--device", "cpu", "--out", str(out), "--text", str(text)]) == 0
+    return out
+
+
 def session_of(study, out, text, **changes):
     return study.session.Session(
         out=out,
@@ -68,6 +79,88 @@ def session_of(study, out, text, **changes):
         said=lambda line: None,
         **changes,
     )
+
+
+def test_every_run_ends_with_its_row(study, whole):
+    rows = study.record.read_rows(whole)
+    runs = {
+        (piece.experiment, r.name) for piece in study.pieces.PIECES for r in piece.runs(study.settings.TINY)
+    }
+    done = {(row.piece, row.run) for row in rows if row.status == "final"}
+    assert runs <= done
+    assert {row.status for row in rows} == {"final", "step"}
+    for row in rows:
+        assert row.gpu == "none"
+        assert row.torch == torch.__version__
+        assert row.commit
+        assert row.baseline
+        assert row.accuracy is not None or row.copies_found is not None
+    kinds = Counter((row.kind, row.span, row.positions) for row in rows)
+    assert {
+        ("tree", None, "own"),
+        ("tree", 2, "own"),
+        ("tree", 2, "compact"),
+        ("window", None, "own"),
+    } <= set(kinds)
+    trained = [row for row in rows if (row.piece, row.run) == ("scratch", "dense, seed 0")]
+    assert [row.step for row in trained] == [6, 12]
+    assert trained[1].bits_per_byte < trained[0].bits_per_byte
+    swapped = [row for row in rows if row.run.startswith("mean, s=1, k=2, own, seed 0, evaluated: ")]
+    assert [(row.kind, row.span) for row in swapped] == [("tree", 2), ("tree", 1), ("dense", None)]
+    assert len({row.bits_per_byte for row in swapped}) == 3
+    long = [row for row in rows if row.piece == "long-128k" and row.status == "final"]
+    assert {row.steps for row in long} == {0}
+    assert all(row.train_seconds >= 0.3 and row.step > 3 and len(row.series) == 32 for row in long)
+
+
+def test_conversion_keeps_the_weights(study, whole):
+    """The model of the checkpoint, in bfloat16, is evaluated as it was trained, to rounding."""
+    rows = [
+        row for row in study.record.read_rows(whole) if row.piece == "conversion" and row.status == "final"
+    ]
+    trained = next(row for row in rows if row.run == "train: dense")
+    converted = {row.run: row for row in rows if row.run.startswith("evaluated")}
+    assert converted["evaluated: dense"].bits_per_byte == pytest.approx(trained.bits_per_byte, abs=2e-3)
+    bits = [converted[f"evaluated: {name}, s=1, k=2, own"].bits_per_byte for name in ("mean", "span 2")]
+    assert bits[0] != bits[1]  # the span reaches the op
+
+
+def test_a_finished_folder_stays_as_it_is(study, whole, text, tmp_path, capsys):
+    before = (whole / "rows.jsonl").read_text()
+    flags = ["--tiny", "--device", "cpu", "--text", str(text), "--out"]
+    assert study.main([*flags, str(whole), "--resume"]) == 0
+    assert (whole / "rows.jsonl").read_text() == before
+    assert study.main([*flags, str(tmp_path / "next"), "--previous", str(whole)]) == 0
+    assert not (tmp_path / "next" / "rows.jsonl").exists()
+    assert study.main([*flags, str(whole)]) == 2
+    assert "--resume" in capsys.readouterr().err
+
+
+def test_a_signal_leaves_a_partial_row_and_the_rest_for_later(study, text, tmp_path, monkeypatch):
+    made = study.pieces.draw_texts
+
+    def press(*arguments, **keywords):
+        if len(drawn) == 8:
+            signal.raise_signal(signal.SIGTERM)
+        drawn.append(1)
+        return made(*arguments, **keywords)
+
+    drawn: list[int] = []
+    flags = f"--tiny --device cpu --piece needle-others --text {text} --out {tmp_path}".split()
+    weights = study.model.LanguageModel(study.settings.TINY.conversion).state_dict()
+    study.record.save_checkpoint(tmp_path, "dense", weights)
+    handler = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        patch.setattr(study.pieces, "draw_texts", press)
+        assert study.main(flags) == 3
+    assert signal.getsignal(signal.SIGTERM) == handler
+    assert [(row.status, row.step) for row in study.record.read_rows(tmp_path)][-1] == ("partial", 8)
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"piece": "needle", "ru')  # killed while it wrote
+    assert study.main([*flags, "--resume"]) == 0
+    rows = study.record.read_rows(tmp_path)
+    assert [row.status for row in rows].count("final") == 2
+    assert study.report.merge([], rows) == [row for row in rows if row.status != "partial"]
 
 
 def test_a_failure_is_a_row(study, text, tmp_path, capsys):
@@ -187,6 +280,37 @@ def test_a_checkpoint_in_small_files(study, tmp_path, monkeypatch):
         study.record.load_checkpoint([tmp_path], "some")
     with pytest.raises(ValueError, match="w has 8000 bytes"):
         study.record.save_checkpoint(tmp_path, "big", {"w": torch.zeros(4000)})
+
+
+def test_the_report_publishes_every_finished_run(study, whole, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    light = {
+        "light": study.pictures.plots.THEMES["light"]
+    }  # the dark pictures take as long and differ in colours
+    monkeypatch.setattr(study.pictures.plots, "THEMES", light)
+    (tmp_path / "docs").mkdir()
+    shutil.copy(ROOT / "docs" / "quality.md", tmp_path / "docs")
+    full = tmp_path / "measured"
+    full.mkdir()
+    lines = (whole / "rows.jsonl").read_text().replace('"scale": "tiny"', '"scale": "full"')
+    (full / "rows.jsonl").write_text(lines)
+    flags = ["--publish", "--root", str(tmp_path)]
+    assert study.publish([str(full), *flags]) == 0
+    page = (tmp_path / "docs" / "quality.md").read_text()
+    shown = capsys.readouterr().out
+    for name in study.tables.SECTIONS:
+        assert f"## {name}" in shown
+        assert "| dense |" in page.partition(f"<!-- {name} -->")[2].partition(f"<!-- /{name} -->")[0]
+    rows = study.report.read_published(tmp_path / "benchmarks" / "results" / "quality")
+    assert len(rows) == len(lines.splitlines())
+    assert "| tree, mean, s=1, seed 0 | tree, span 1, s=1 |" in page
+    for name in study.report.SHOWN.values():
+        assert f"images/{name}_dark.png" in page
+        assert (tmp_path / "docs" / "images" / f"{name}_light.png").is_file()
+    again = study.report.merge(rows, [replace(row, note="again") for row in rows if row.piece == "recall"])
+    assert Counter(row.note for row in again) == {"": len(rows) - 28, "again": 28}
+    assert study.publish(flags) == 0
+    assert (tmp_path / "docs" / "quality.md").read_text() == page
 
 
 def test_the_page_shows_the_published_rows(study):

@@ -209,7 +209,17 @@ def scratch_run(piece: str, size: Training, attention: Attention, seed: int = 0)
         setup = Setup(
             piece, name, attention, size, seed=seed, parameters=model.num_parameters(), baseline=baseline
         )
-        train_on_text(session, setup, model)
+
+        def swap(progress: Progress, status: str) -> None:
+            texts = held_out_texts(session, size)
+            for other in others:
+                found = evaluation.measure_texts(session, model, other, texts)
+                swapped = replace(setup, run=f"{name}, evaluated: {other.label}", attention=other)
+                session.write(replace(swapped, baseline="as trained"), status, progress, **found)
+
+        others = [size.tree(span) for span in (None, 2, 1) if span != attention.span] + [dense()]
+        swaps = piece == "scratch" and attention.kind == "tree" and attention.positions == "own"
+        train_on_text(session, setup, model, swap if swaps and attention.stride == 1 else None)
 
     return Run(name, work)
 

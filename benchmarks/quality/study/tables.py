@@ -10,6 +10,8 @@ from .record import DONE, Row
 
 __all__ = ["SECTIONS", "label", "last_rows", "render"]
 
+SWAPPED = ", evaluated: "  # in the name of a row whose model was trained with another attention
+
 JUMP = 0.5  # share of copies from which on a model is said to copy
 
 
@@ -25,7 +27,7 @@ def label(row: Row) -> str:
 
 def last_rows(rows: Sequence[Row], piece: str) -> list[Row]:
     """The rows that finished runs of an experiment ended with, in the order of the runs."""
-    return [row for row in rows if row.piece == piece and row.status in DONE]
+    return [row for row in rows if row.piece == piece and row.status in DONE and SWAPPED not in row.run]
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -107,7 +109,23 @@ def trained(rows: Sequence[Row], piece: str) -> str:
 
 
 def scratch(rows: Sequence[Row]) -> str:
-    return trained(rows, "scratch")
+    """(b) The models, then those of stride 1 with another selection at the evaluation than in the training."""
+    first = trained(rows, "scratch")
+    by_run = {row.run: row for row in last_rows(rows, "scratch")}
+    swapped = {
+        row.run: row
+        for row in rows
+        if row.piece == "scratch" and row.status in DONE and row.run.partition(SWAPPED)[0] in by_run
+    }
+    lines = []
+    for run in [run for run in swapped if run not in by_run]:
+        row, as_trained = swapped[run], by_run[run.partition(SWAPPED)[0]]
+        cells = [label(row), bits(row.bits_per_byte), found(row)]
+        lines.append([f"{label(as_trained)}, seed {row.seed}", *cells])
+    if not lines:
+        return first
+    head = ("trained with", "evaluated with", "bits per byte", "copies found")
+    return f"{first}\n\nThe same weights with another attention:\n\n{table(head, lines)}"
 
 
 def long_steps(rows: Sequence[Row]) -> str:
