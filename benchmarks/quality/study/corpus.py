@@ -54,7 +54,8 @@ def _folders(roots: Sequence[Path]) -> list[tuple[str, list[Path]]]:
             subfolders[:] = [name for name in subfolders if name not in ("__pycache__", "site-packages")]
             files = [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
             if files:
-                found.setdefault(os.path.relpath(folder, root), files)
+                # with the name of the root: the standard library and the packages both have files at the top
+                found.setdefault(os.path.join(root.name, os.path.relpath(folder, root)), files)
     return sorted(found.items(), key=lambda item: _digest(item[0].encode()))
 
 
