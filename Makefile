@@ -8,6 +8,8 @@ TORCH ?= torch==2.11.0
 OUT ?= runs/gpu
 LIMIT ?= 7200
 JOBS ?= 4
+# Processes of `test`: most tests are calls of microseconds, which keep one core busy.
+WORKERS ?= 2
 # A PY of one's own needs no environment here: it has torch, and a library is in place or in build/cuda.
 READY = $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.built)
 
@@ -32,8 +34,8 @@ help: ## list the targets
 demo: $(VENV)/.built ## train a small tree-attention language model on real text
 	$(PY) examples/train_lm.py $(ARGS)
 
-test: $(VENV)/.built ## every test that this machine can run
-	$(PY) -m pytest $(ARGS)
+test: $(VENV)/.built ## every test that this machine can run, in WORKERS=2 processes
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-gpu: $(READY) ## the tests on the GPU, no skips allowed: OUT=folder for logs, JOBS=processes, PY=interpreter
 	JOBS="$(JOBS)" tests/gpu.sh test "$(OUT)" "$(LIMIT)" "$(PY)" $(ARGS)
