@@ -124,12 +124,7 @@ class BackwardRun {
   cudaError_t run() {
     cudaError_t error =
         cudaMemsetAsync(at_.key_bounds, 0, p_.batch * p_.num_kv_heads * sizeof(KeyBounds), stream_);
-    PackParams tokens;
-    tokens.keys = call_.layers[0].keys;
-    tokens.values = call_.layers[0].values;
-    tokens.num_nodes = call_.layers[0].num_nodes;
-    tokens.num_batches = p_.batch;
-    tokens.num_kv_heads = p_.num_kv_heads;
+    const PackParams tokens = layer_params<PackParams>(call_, call_.layers[0]);
     if (layer_per_list(p_, config_, top_)) {  // they only ever add
       const int64_t first = config_.per_list ? 0 : gradient_sum_row(p_, top_);
       const size_t rows = static_cast<size_t>(gradient_sum_row(p_, p_.layers()) - first);

@@ -184,15 +184,9 @@ cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream) {
   rotations(call.dim_rotations, RotationOrder::kDims);
   for (size_t i = 0; i < call.layers.size() && error == cudaSuccess; ++i) {
     const TreeLayer& layer = call.layers[i];
-    PackParams pack;
-    pack.keys = layer.keys;
-    pack.values = layer.values;
-    pack.rope = call.rope;
+    PackParams pack = layer_params<PackParams>(call, layer);
     pack.packed = layer.packed;
-    pack.num_nodes = layer.num_nodes;
     pack.num_parents = layer.num_parents;
-    pack.num_batches = p.batch;
-    pack.num_kv_heads = p.num_kv_heads;
     error = dispatch_shape(call.shape, [&](auto type, auto dim) {
       return launch_pack_layer<typename decltype(type)::type, dim.value>(pack, stream);
     });
@@ -201,14 +195,8 @@ cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream) {
     error = copy_spans(call, stream);
   }
   if (call.config.dense_top && error == cudaSuccess) {
-    DenseLayerParams pack;
-    pack.keys = call.layers.back().keys;
-    pack.values = call.layers.back().values;
-    pack.rope = call.rope;
+    DenseLayerParams pack = layer_params<DenseLayerParams>(call, call.layers.back());
     pack.tiles = call.top;
-    pack.num_nodes = call.layers.back().num_nodes;
-    pack.num_batches = p.batch;
-    pack.num_kv_heads = p.num_kv_heads;
     error = dispatch_shape(call.shape, [&](auto type, auto dim) {
       return launch_dense_layer<typename decltype(type)::type, dim.value>(pack, stream);
     });

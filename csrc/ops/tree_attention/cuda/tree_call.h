@@ -39,6 +39,19 @@ struct TreeCall {
   int64_t rotation_slots() const { return problem.args.top_k + 1; }
 };
 
+// What all launchers that read the keys and values of a layer take: PackParams and DenseLayerParams.
+template <typename Params>
+Params layer_params(const TreeCall& call, const TreeLayer& layer) {
+  Params params;
+  params.keys = layer.keys;
+  params.values = layer.values;
+  params.rope = call.rope;
+  params.num_nodes = layer.num_nodes;
+  params.num_batches = call.problem.batch;
+  params.num_kv_heads = call.problem.num_kv_heads;
+  return params;
+}
+
 // Batches from `batch` on, queries from `query` on.
 struct Chunk {
   int64_t batch, num_batches, query, num_queries;
