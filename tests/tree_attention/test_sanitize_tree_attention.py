@@ -64,6 +64,29 @@ def test_attention_and_its_gradient(
             assert gradient.isfinite().all()
 
 
+SPANS = [
+    *(tensor_core(f"means_{16 // span}", torch.bfloat16, K=128, V=128, selection_span=span) for span in (1, 2, 4, 8)),
+    tensor_core("three_layers", torch.float16, T=1100, top_k=2, K=64, V=64, selection_span=4),
+    tensor_core("joint", torch.bfloat16, K=32, V=32, selection_span=2, importance="exp_joint", selection_stride=4),
+    tensor_core("group1", torch.bfloat16, H=1, K=64, V=64, selection_span=4),
+    tensor_core("group3", torch.bfloat16, H=3, K=128, V=128, selection_span=2),
+    tensor_core("group16_suffix", torch.float16, T=297, num_queries=37, H=16, K=64, V=64, selection_span=2),
+    tensor_core("group16_three_layers", torch.bfloat16, T=1100, H=16, top_k=2, K=128, V=128, selection_span=8),
+    tensor_core("general", torch.float32, K=64, V=64, selection_span=4, selection_stride=2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SPANS, ids=case_id)
+def test_selection_by_span_means(case: TreeAttentionCase) -> None:
+    q, k, v = (x.requires_grad_() for x in case.make_qkv("cuda"))
+    for store_parents in (True, False):
+        out = torch.ops.htree.attention(
+            q, k, v, *case.op_options(), store_parents, selection_span=case.selection_span
+        )
+        for gradient in torch.autograd.grad(out, (q, k, v), torch.randn_like(out)):
+            assert gradient.isfinite().all()
+
+
 @pytest.mark.parametrize("stride", [1, 16])
 def test_backward_under_lists_that_break_the_rules(stride: int) -> None:
     case = tensor_core("wild", torch.bfloat16, K=64, V=64, selection_stride=stride)

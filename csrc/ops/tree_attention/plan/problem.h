@@ -136,7 +136,7 @@ inline bool dense_top_shape(const AttentionProblem& p) {
          p.num_kv_heads * importance_width(top_nodes(p)) * kTopLists < (int64_t{1} << 32);
 }
 
-// ---- nodes scored by span means: docs/semantics/tree_attention.md §1.14
+// ---- nodes scored by span means: docs/semantics/tree_attention.md §1.15
 
 // Span means that make the score of a node of a layer above the tokens; 1 where the stored mean is the score.
 inline int64_t span_rows(const AttentionProblem& p, int64_t layer) {
