@@ -28,8 +28,8 @@ void check_contiguous(const char* op, const char* name, const Tensor& tensor) {
 }
 
 void check_int32(const char* op, const char* name, const Tensor& tensor, c10::SymIntArrayRef shape,
-                 const char* meaning, const Tensor& like) {
-  tree_attention::check_indices(op, name, tensor, shape, meaning, like);
+                 const char* meaning, const char* like_name, const Tensor& like) {
+  tree_attention::check_indices(op, name, tensor, shape, meaning, like_name, like);
 }
 
 void check_page_options(const char* op, const PageOptions& options) {
@@ -65,9 +65,9 @@ void check_rows(const char* op, const char* name, const Tensor& rows, const Pool
   check_same_device(op, name, rows, "k_pool", pools.keys);
   TORCH_CHECK_VALUE(holds(rows.sym_size(0).sym_lt(tree_attention::kIndexLimit)), op, ": ", name,
                     " must have fewer than 2^31 rows, got ", rows.sym_sizes());
-  check_int32(op, cu_name, cu, {batch + 1}, "[B + 1]", pools.keys);
+  check_int32(op, cu_name, cu, {batch + 1}, "[B + 1]", "k_pool", pools.keys);
   if (lengths.has_value()) {
-    check_int32(op, lengths_name, *lengths, {batch}, "[B]", pools.keys);
+    check_int32(op, lengths_name, *lengths, {batch}, "[B]", "k_pool", pools.keys);
   }
 }
 
@@ -89,8 +89,8 @@ void check_pools(const char* op, const Pools& pools, const PageOptions& options)
   check_rank(op, "block_table", pools.block_table, 2, "[B, max_pages]");
   const SymInt max_pages = pools.block_table.sym_size(1);
   check_int32(op, "block_table", pools.block_table, {pools.block_table.sym_size(0), max_pages},
-              "[B, max_pages]", pools.keys);
-  check_int32(op, "lengths", pools.lengths, {pools.block_table.sym_size(0)}, "[B]", pools.keys);
+              "[B, max_pages]", "k_pool", pools.keys);
+  check_int32(op, "lengths", pools.lengths, {pools.block_table.sym_size(0)}, "[B]", "k_pool", pools.keys);
   TORCH_CHECK_VALUE(holds((max_pages * options.page_size).sym_lt(tree_attention::kIndexLimit)), op,
                     ": max_pages * page_size must be below 2^31, got ", max_pages, " and ",
                     options.page_size);
@@ -167,8 +167,8 @@ AttentionOutputs prepare_attention(const Pools& pools, const AttentionInputs& in
   const int64_t layers = cache_layers(pools.block_table.sym_size(1), page_options);
   const std::array<SymInt, 5> list_shape = {batch, ring, layers, kv_heads, options.top_k};
   if (inputs.lists.has_value()) {
-    check_int32(op, "list_pos", *inputs.list_pos, {batch, ring}, "[B, ring]", q);
-    check_int32(op, "lists", *inputs.lists, list_shape, "[B, ring, layers, H_kv, top_k]", q);
+    check_int32(op, "list_pos", *inputs.list_pos, {batch, ring}, "[B, ring]", "q", q);
+    check_int32(op, "lists", *inputs.lists, list_shape, "[B, ring, layers, H_kv, top_k]", "q", q);
   }
   if (inputs.rope_table.has_value() && options.rope_base.has_value()) {
     const Tensor& table = *inputs.rope_table;
@@ -234,7 +234,7 @@ void check_pages(const PageState& state, const Tensor& request, std::string_view
   }};
   for (size_t i = 0; i < tensors.size(); ++i) {
     const auto& [name, tensor, shape, meaning] = tensors[i];
-    check_int32(op, name, tensor, shape, meaning, state.block_table);
+    check_int32(op, name, tensor, shape, meaning, "block_table", state.block_table);
     check_contiguous(op, name, tensor);
     for (size_t j = 0; j < i; ++j) {
       check_disjoint(op, std::get<0>(tensors[j]), std::get<1>(tensors[j]), name, tensor);
@@ -253,7 +253,7 @@ void check_copy(const Tensor& k_pool, const Tensor& v_pool, const Tensor& pages)
   check_contiguous(op, "k_pool", k_pool);
   check_contiguous(op, "v_pool", v_pool);
   check_rank(op, "pages", pages, 2, "[2, n]");
-  check_int32(op, "pages", pages, {2, pages.sym_size(1)}, "[2, n]", k_pool);
+  check_int32(op, "pages", pages, {2, pages.sym_size(1)}, "[2, n]", "k_pool", k_pool);
   check_disjoint(op, "k_pool", k_pool, "v_pool", v_pool);
   check_disjoint(op, "k_pool", k_pool, "pages", pages);
   check_disjoint(op, "v_pool", v_pool, "pages", pages);
