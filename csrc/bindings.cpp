@@ -225,7 +225,8 @@ std::string fp8_gemm_config(int64_t m, int64_t n, int64_t k, bool hopper, bool c
   return htree::fp8::describe(htree::fp8::choose_gemm_config({m, n, k, multiprocessors, hopper, cublas}));
 }
 
-// A call of tree attention on a GPU of the given capability and shared memory per block: what plan/ chooses for it.
+// A call of tree attention on a GPU of the given capability and shared memory per thread block, and what plan/
+// chooses for it.
 namespace tree = htree::tree_attention;
 class TreeAttentionCall {
  public:

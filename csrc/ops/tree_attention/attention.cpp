@@ -15,10 +15,10 @@ namespace htree::tree_attention {
 
 namespace {
 
-// `lists_given`: lists of width top_k are read or written. Otherwise an option far beyond what T tokens can
-// use is cut down to what they can, so that scratch follows the length: no list is longer than the number of
-// parents, and a node of r >= T children is a node of T. A k that is too large for the tensor cores stays so:
-// whether lists are kept must not change which kernels run.
+// Resolves the options. With `lists_given`, lists of width top_k are read or written. Otherwise r and k are
+// cut down to what T tokens can use, so that scratch follows the length: no list is longer than the number of
+// parents, and a node of r >= T children is a node of T. A k that is too large for the tensor cores stays so,
+// because keeping the lists must not change which kernels run.
 AttentionArgs resolve(const char* op, const TreeOptions& options, const Tensor& k, bool lists_given) {
   TORCH_CHECK_VALUE(k.size(1) < kIndexLimit, op, ": T of k must be below 2^31, got ", k.size(1));
   AttentionArgs args;
@@ -34,13 +34,13 @@ AttentionArgs resolve(const char* op, const TreeOptions& options, const Tensor& 
   args.rotate = options.rope_base.has_value();
   args.rope_base = options.rope_base.value_or(args.rope_base);
   args.importance = parse_importance(op, options.importance);
-  // Where r was cut down, every query has one candidate at the one layer above the tokens: nothing to score.
+  // With r cut down, every query has one candidate at the one layer above the tokens, so nothing is scored.
   const bool cut = args.compression_rate < options.compression_rate;
   args.selection_span = cut ? 0 : options.selection_span.value_or(0);
   return args;
 }
 
-// One body for CPU, CUDA and Meta: without a kernel it ends after the checks and allocations.
+// The body for CPU, CUDA and Meta. Without a kernel it ends after the checks and allocations.
 
 // layers = [(k, v)]; while the last has more than M nodes: layers.append(tree_build(*layers[-1], r))
 // state = (-inf, 0, 0); parents[L - 1] = top_parents(B, T_q, H_kv, top_k, L, r, T - T_q, s)
@@ -68,8 +68,8 @@ AttentionState attention_forward(const Tensor& q, const Tensor& k, const Tensor&
   return run_forward<kKernel>("attention_forward", q, k, v, options, store_parents);
 }
 
-// attention_forward(...)[0]. This kernel runs without grad, where nobody reads the lists: they are never
-// stored.
+// attention_forward(...)[0]. This kernel runs without grad, where nobody reads the lists, so
+// it never stores them.
 template <AttentionForward* kKernel>
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const TreeOptions& options,
                  bool /*store_parents*/) {
@@ -77,9 +77,9 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const TreeOp
 }
 
 // The gradient of the loop above with `parents` held fixed:
-// torch.autograd.grad(attention of the given cut, (q, k, v), dout); P = (s - gmax).exp() / gsum per merged
-// candidate, D = (dout * out).sum(-1), dS = P * (dout @ V^T - D); each layer's dK, dV go down through
-// tree_build_backward
+// torch.autograd.grad(attention of the given cut, (q, k, v), dout); P = (s - gmax).exp() / gsum
+// per merged candidate, D = (dout * out).sum(-1), dS = P * (dout @ V^T - D); each layer's dK, dV
+// go down through tree_build_backward
 template <AttentionBackward* kKernel>
 Gradients attention_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                              const Tensor& out, const Tensor& gmax, const Tensor& gsum,
@@ -177,7 +177,7 @@ const ForwardOp& attention_forward_op() {
   return op;
 }
 
-// What the backward reads, in the order in which it is saved.
+// What the backward reads, in the order in which the tensors are saved.
 struct Saved {
   Tensor q, k, v, out, gmax, gsum;
   std::vector<Tensor> parents;
@@ -226,7 +226,7 @@ struct AttentionNode : Function<AttentionNode> {
   }
 };
 
-// Only the wanted gradients become outputs: a node cannot have undefined ones.
+// Only the wanted gradients become outputs, because outputs of a node must be defined.
 struct AttentionBackwardNode : Function<AttentionBackwardNode> {
   static constexpr bool is_traceable = true;
 
@@ -253,7 +253,7 @@ struct AttentionBackwardNode : Function<AttentionBackwardNode> {
 Tensor attention_autograd(const Tensor& q, const Tensor& k, const Tensor& v, const TreeOptions& options,
                           bool store_parents) {
   if (needs_grad({q, k, v})) {
-    check_attention("tree_attention", q, k, v, options);  // the node calls attention_forward
+    check_attention("tree_attention", q, k, v, options);  // attention_forward would name itself
     return AttentionNode::apply(q, k, v, options, store_parents);
   }
   at::AutoDispatchBelowAutograd guard;

@@ -1,5 +1,5 @@
-// Contract of the whole operator: every check and every output. docs/semantics/tree_attention.md §1.5, §1.8,
-// §1.10, §1.12, §1.13.
+// Contract of the whole operator: its checks and outputs. docs/semantics/tree_attention.md §1.5,
+// §1.8, §1.10, §1.12, §1.13.
 #pragma once
 
 #include <array>
@@ -11,13 +11,13 @@
 
 namespace htree::tree_attention {
 
-// (out [B, T_q, H, V], gmax [B, T_q, H], gsum [B, T_q, H], parents per layer int32 [B, ceil(T_q / s), H_kv,
-// k])
+// (out [B, T_q, H, V], gmax [B, T_q, H], gsum [B, T_q, H], parents: an int32 [B, ceil(T_q / s), H_kv,
+// k] for each layer)
 using AttentionState = std::tuple<Tensor, Tensor, Tensor, std::vector<Tensor>>;
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 
-// L of §1.2. ceil(T / r^l) > M is T > M * r^l, so a symbolic T is compared with one bound per layer and no
-// more: compiled code serves every length of the same depth.
+// L of §1.2. ceil(T / r^l) > M means T > M * r^l, so a symbolic T is compared with one bound per layer and
+// with nothing else. Code that was compiled for one length therefore serves all lengths of the same depth.
 inline int64_t depth_of(const SymInt& num_tokens, const TreeOptions& options) {
   constexpr int64_t kMost = int64_t{1} << 62;
   int64_t layers = 1;
@@ -66,7 +66,7 @@ inline std::vector<SymInt> list_shape(const Tensor& q, const Tensor& k, const Tr
   return {q.sym_size(0), list_rows(q.sym_size(1), options.selection_stride), k.sym_size(2), options.top_k};
 }
 
-// Everything uninitialised; no lists unless they are stored.
+// Returns uninitialised tensors; lists only if they are stored.
 inline AttentionState prepare_attention_forward(const char* op, const Tensor& q, const Tensor& k,
                                                 const Tensor& v, const TreeOptions& options,
                                                 bool store_parents) {
@@ -80,8 +80,8 @@ inline AttentionState prepare_attention_forward(const char* op, const Tensor& q,
           new_tensor(rows, state_dtype(q), q), new_tensor(rows, state_dtype(q), q), std::move(parents)};
 }
 
-// Returns dq, dk, dv of the shapes and dtype of q, k, v, uninitialised; undefined where `output_mask` is
-// false.
+// Returns uninitialised dq, dk, dv with the shapes and dtype of q, k, v; undefined
+// where `output_mask` is false.
 inline Gradients prepare_attention_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
                                             const Tensor& v, const Tensor& out, const Tensor& gmax,
                                             const Tensor& gsum, at::TensorList parents,

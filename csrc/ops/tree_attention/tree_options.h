@@ -1,8 +1,8 @@
-// The options of tree attention, from the schema to the kernels and through autograd. An option is added in
-// this struct and nowhere else on that way; AttentionArgs has the options resolved.
+// The options of tree attention, from the schema to the kernels and through autograd. To add an option, add
+// it to this struct; nothing else on that way changes. AttentionArgs has the resolved options.
 //
-// A schema has the older options before the op's last argument (store_parents, output_mask) and the later ones
-// behind it, so that positional calls of old keep their meaning. A new option goes to the end of `Later`.
+// A schema has the older options before the op's last argument (store_parents, output_mask) and the later
+// ones behind it, so that positional calls keep their meaning. A new option goes to the end of `Later`.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -49,7 +49,7 @@ struct TreeOptions {
   }
   Later later() const { return {selection_span}; }
 
-  // Into and out of the `saved_data` of autograd.
+  // Writes the options to the `saved_data` of autograd.
   template <typename SavedData>
   void save(SavedData& data) const {
     size_t i = 0;
@@ -86,7 +86,7 @@ struct TreeOptions {
   }
 };
 
-// Between functions that take a TreeOptions and the dispatcher, which passes every option by itself.
+// Converts between functions that take a TreeOptions and the dispatcher, which passes each option separately.
 template <typename Before, typename Options, typename After, typename Later>
 struct LooseCall;
 
@@ -112,7 +112,7 @@ struct LooseCall<std::tuple<Before...>, std::tuple<Option...>, std::tuple<After.
   }
 };
 
-// The arguments of a function, cut before and behind its TreeOptions.
+// The arguments of a function, split into those before and those behind its TreeOptions.
 template <typename Before, typename Rest>
 struct CutAtOptions;
 template <typename... Before, typename... After>

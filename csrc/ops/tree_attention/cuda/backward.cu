@@ -1,6 +1,7 @@
-// attention_backward on CUDA: docs/semantics/tree_attention.md §1.10. What it allocates, and the order of its launches
-// over chunks and layers. Deterministic, without float atomics. Scratch beyond the fp32 sums of dK and dV and the
-// tree: at most kBackwardScratchBytes (1.8 GiB) at any T, as long as one list of one batch fits.
+// attention_backward on CUDA: docs/semantics/tree_attention.md §1.10. Allocates memory and launches the
+// kernels, in chunks of queries and layer by layer. Deterministic, without float atomics. Scratch beyond the
+// fp32 sums of dK and dV and the tree is at most kBackwardScratchBytes (1.8 GiB) at any T, as long as one
+// list of one batch fits.
 #include <c10/cuda/CUDAException.h>
 
 #include <algorithm>
@@ -17,16 +18,17 @@
 namespace htree::tree_attention {
 
 struct PerListLayerParams {
-  PartialSumParams sums;     // without partials, first_task and num_tasks; keys and values may be null
-  int64_t tasks = 1;         // of kGradientRows rows per list
-  char* partials = nullptr;  // partial_bytes of them
+  PartialSumParams sums;     // partials and tasks are set per launch; keys and values may be null
+  int64_t tasks = 1;         // of kGradientRows rows, for each list
+  char* partials = nullptr;  // partial_bytes of partial sums
   int64_t partial_bytes = 0;
   int64_t num_sms = 1;
 };
 
-// Lists from `first` on, counted over all heads, whose partial sums fit `slots` of them together; `most` is
-// how many slots each of them may need. Without lists, later queries need more of them. A thread block takes
-// one list at a time, so that a launch has a multiple of `wave` lists, as many as run together, if it can.
+// The lists of one launch, counted over all heads from `first` on: as many as have partial sums that fit
+// `slots`; `most` is how many each of them may need. Where there are no lists (at the top), later queries
+// need more. A list keeps one SM busy for each of its tasks, so if possible a launch has a multiple of `wave`
+// lists, which run at the same time.
 struct ListRun {
   int64_t lists, most;
 };
@@ -36,7 +38,7 @@ inline ListRun next_lists(const PerListGradientParams& b, int64_t first, int64_t
   const int64_t row = first % p.num_lists, left = num_lists - first;
   const auto needed = [&](int64_t lists) {
     if (p.lists) {
-      return b.run.slots;  // a caller's list may hold more than it should
+      return b.run.slots;  // a caller's list may hold more than its queries can see
     }
     const int64_t last_row = std::min(row + lists, int64_t{p.num_lists}) - 1;
     return (p.t0 - b.lead + last_row * p.stride) / p.node_span / kTensorCoreRate + 1;
@@ -87,7 +89,7 @@ inline cudaError_t run_per_list_layer(const TensorCoreShape& shape, const PerLis
   return cudaSuccess;
 }
 
-// ---- the order of launches over chunks and layers
+// ---- launches over chunks and layers
 
 static_assert(sizeof(RowMeta) == kRowMetaBytes);
 static_assert(sizeof(KeyBounds) == kBoundsBytes && sizeof(QueryBounds) == kBoundsBytes);
@@ -97,11 +99,11 @@ struct BackwardBuffers {
   TensorView outputs;          // O
   const float* max = nullptr;  // [B, T_q, H]
   const float* sum = nullptr;
-  std::vector<const int32_t*> parents;  // per layer, or empty: recomputed
+  std::vector<const int32_t*> parents;  // one per layer; empty: lists are recomputed
   void* query_gradient = nullptr;       // [B, T_q, H, K]; null: not wanted
   void* key_gradient = nullptr;         // [B, T, H_kv, K]
   void* value_gradient = nullptr;       // [B, T, H_kv, V]
-  float* key_sums = nullptr;    // gradient_sum_row(layers) rows of K; null where the gradient is not wanted
+  float* key_sums = nullptr;    // gradient_sum_row(layers) rows of K; null: the gradient is not wanted
   float* value_sums = nullptr;  // rows of V
   BackwardMemory memory;
 };
@@ -110,7 +112,7 @@ namespace {
 
 class BackwardRun {
  public:
-  // run_prepare has run.
+  // run_prepare() must have run before.
   BackwardRun(const TreeCall& call, const BackwardConfig& config, const BackwardBuffers& buffers,
               cudaStream_t stream)
       : call_(call),
@@ -125,7 +127,7 @@ class BackwardRun {
     cudaError_t error =
         cudaMemsetAsync(at_.key_bounds, 0, p_.batch * p_.num_kv_heads * sizeof(KeyBounds), stream_);
     const PackParams tokens = layer_params<PackParams>(call_, call_.layers[0]);
-    if (layer_per_list(p_, config_, top_)) {  // they only ever add
+    if (layer_per_list(p_, config_, top_)) {  // the per-list kernels only add to the sums
       const int64_t first = config_.per_list ? 0 : gradient_sum_row(p_, top_);
       const size_t rows = static_cast<size_t>(gradient_sum_row(p_, p_.layers()) - first);
       if (buffers_.key_sums && error == cudaSuccess) {
@@ -166,7 +168,7 @@ class BackwardRun {
     const int64_t row = p_.num_kv_heads * p_.args.top_k;
     if (!buffers_.parents.empty()) {
       const int64_t batch_stride = p_.num_lists() * row;
-      // only read: the lists of the caller are never a target of select_layer
+      // select_layer never writes to lists of the caller, so they are only read.
       return {const_cast<int32_t*>(buffers_.parents[layer_idx]) + chunk.batch * batch_stride +
                   chunk.query / p_.args.selection_stride * row,
               batch_stride};
@@ -317,7 +319,7 @@ class BackwardRun {
     return error;
   }
 
-  // Users of every parent of the layer.
+  // Finds the users of every parent of the layer.
   cudaError_t invert(const TreeLayer& layer, const GatherParams& gather, const ListSlice& lists) {
     InverseParams inverse;
     inverse.lists = lists.data;
@@ -341,7 +343,7 @@ class BackwardRun {
     values = buffers_.value_sums ? buffers_.value_sums + rows * p_.value_dim : nullptr;
   }
 
-  // Both gradients at once.
+  // Computes both gradients of a layer with the per-list kernels.
   cudaError_t per_list_layer(size_t layer_idx, const Chunk& chunk, const GradientParams& common,
                              const ListSlice& lists) {
     PerListLayerParams layer;
@@ -391,7 +393,7 @@ class BackwardRun {
     return run_per_list_layer(call_.shape, layer, stream_);
   }
 
-  // From the top to the tokens, where the sums are rounded into the gradients.
+  // Pushes the sums from the top down to the tokens, where they are rounded into the gradients.
   cudaError_t finish() {
     const StoreType type = call_.shape.dtype == HalfType::kHalf ? StoreType::kHalf : StoreType::kBFloat16;
     cudaError_t error = cudaSuccess;
@@ -431,9 +433,7 @@ class BackwardRun {
 
 }  // namespace
 
-// ---- attention_backward on CUDA: docs/semantics/tree_attention.md §1.10. Deterministic, without float atomics.
-// Scratch beyond the fp32 sums of dK and dV and the tree: at most kBackwardScratchBytes (1.8 GiB) at any T,
-// as long as one list of one batch fits.
+// ---- attention_backward
 
 namespace {
 
@@ -472,7 +472,7 @@ void backward_tensor_core(const AttentionProblem& problem, const BackwardConfig&
   C10_CUDA_CHECK(BackwardRun(call, config, buffers, stream).run());
 }
 
-// Blocks stand along y of a grid by batch and K/V head.
+// Batch and K/V head together are the y dimension of a grid, which has this limit.
 constexpr int64_t kMostPairs = 65535;
 
 }  // namespace
@@ -485,7 +485,7 @@ void attention_backward_cuda(const Tensor& dout, const Tensor& q, const Tensor& 
   if (!dq.defined() && !dk.defined() && !dv.defined()) {
     return;
   }
-  if (gmax.numel() == 0 || k.size(2) == 0) {  // no query: nothing reaches the keys
+  if (gmax.numel() == 0 || k.size(2) == 0) {  // without a query no key has a gradient
     for (const Tensor& gradient : {dk, dv}) {
       if (gradient.defined()) {
         gradient.zero_();

@@ -1,5 +1,5 @@
-// attention_forward on CUDA: docs/semantics/tree_attention.md §1.5. What it allocates, and the order of its launches
-// over layers and chunks. Temporary memory: plan/ and §1.8.
+// attention_forward on CUDA: docs/semantics/tree_attention.md §1.5. Allocates memory and launches the
+// kernels, layer by layer and in chunks of queries. For the temporary memory see plan/ and §1.8.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -46,7 +46,7 @@ cudaError_t attend_layer(const TreeCall& call, const ForwardConfig& config, size
         return launch_shared_gather_attend<typename decltype(type)::type, dim.value>(attend, stream);
       });
     case LayerKernel::kPerQuery:
-    case LayerKernel::kGeneral:  // does not come here: forward.cu
+    case LayerKernel::kGeneral:  // never on the tensor-core path
       return dispatch_shape(call.shape, [&](auto type, auto dim) {
         return launch_per_query_attend<typename decltype(type)::type, dim.value>(attend, stream);
       });
@@ -138,7 +138,7 @@ GatherParams gather_of(const TreeCall& call, size_t layer_idx, const Chunk& chun
 
 namespace {
 
-// The copies of the span means, of the layers that have them.
+// Fills the copies of the span means of the layers that have them.
 cudaError_t copy_spans(const TreeCall& call, cudaStream_t stream) {
   const AttentionProblem& p = call.problem;
   SpanCopyParams params;
@@ -229,8 +229,7 @@ cudaError_t run_forward(const TreeCall& call, const ForwardConfig& c, const Forw
   return cudaSuccess;
 }
 
-// ---- attention_forward on CUDA: docs/semantics/tree_attention.md §1.5. Temporary memory: plan/ and
-// §1.8; calls go over the queries in chunks.
+// ---- attention_forward
 
 void forward_tensor_core(const AttentionProblem& problem, const ForwardConfig& config, const Tensor& q,
                          const CudaTree& tree, const Tensor& out, const Tensor& gmax, const Tensor& gsum,
@@ -251,8 +250,8 @@ void forward_tensor_core(const AttentionProblem& problem, const ForwardConfig& c
   C10_CUDA_CHECK(run_forward(prepared.call, config, buffers, stream));
 }
 
-// Batches [batch, batch + batches), queries [query, query + queries): contiguous slices of contiguous
-// outputs, since a chunk of several batches holds all queries.
+// Batches [batch, batch + batches), queries [query, query + queries). Slices of the outputs are contiguous,
+// because a chunk of several batches holds all queries.
 struct Slice {
   int64_t batch, batches, query, queries, stride;
 

@@ -1,44 +1,45 @@
-// The backward of tree attention on CUDA: which kernels, in which chunks, in how much memory. Pure functions, so that
-// they can be printed and tested without a GPU. No CUDA and no torch.
+// The backward of tree attention on CUDA: which kernels run, in which chunks and in how much memory. Pure
+// functions, so that they can be printed and tested without a GPU. No CUDA and no torch.
 #pragma once
 
 #include "ops/tree_attention/plan/forward.h"
 
 namespace htree::tree_attention {
 
-// Scores of recomputed parents in the backward.
+// The most memory for the scores of recomputed lists.
 constexpr int64_t kScoreBytes = kScratchBytes / 2;
-// Chunks of the backward: records and numbers of the queries, dQ between layers, masks, the inverse of one
-// layer's lists and the lists of every layer. The last count whether they are stored or recomputed: the order
-// of the fp32 sums, and so every bit, is the same either way. The same holds of the scores of recomputed
-// lists (kScoreBytes), which lie where blocks leave their sums later, if there are blocks. What a chunk takes
-// however few its queries comes on top, some MiB: a table of rotations and two counts per parent.
+// The most scratch of a chunk of the backward: the queries' records and numbers, dQ between layers, masks,
+// the inverse of one layer's lists, the lists of every layer, and either the partial sums or the scores of
+// recomputed lists, which share their memory. Lists and scores are counted whether lists are stored or
+// recomputed, so that the order of the fp32 sums, and with it every bit, is the same either way. A table of
+// rotations and two counts per parent, some MiB that do not depend on the chunk, come on top.
 constexpr int64_t kBackwardScratchBytes = int64_t{1856} << 20;
-// What blocks leave for dK and dV of their lists takes this much of it: three tasks per SM of an H200 at
-// head dim 128 and k = 512. The more lists a launch has, the less often are the running sums of a parent read
-// and written: with two tasks per SM they are a fifth of all bytes at 131072 tokens.
+// The part of it for partial sums of dK and dV, if all layers run the per-list kernels: three tasks per SM of
+// an H200 at head dim 128 and k = 512. The more lists a launch has, the less often the running sums of a
+// parent are read and written: with two tasks per SM that is a fifth of all bytes at 131072 tokens.
 constexpr int64_t kPartialSumBytes = int64_t{1584} << 20;
 
-// A block of gradients multiplies kGradientRows rows (query, head) of a list, used or not; below this many
-// the kernels that take a warp per query do less work.
+// A thread block of the per-list kernels multiplies kGradientRows rows (query, head), used or not. For lists
+// of fewer rows than this the per-query kernels do less work.
 constexpr int64_t kMinPerListGradientRows = 32;
-// The same at the top, where all lists hold the same parents and a block takes kGradientRun tokens.
+// The same limit at the top, where all lists hold the same parents and a thread
+// block takes kGradientRun tokens.
 constexpr int64_t kMinTopGradientRows = 64;
-// dK and dV by parent_gradient.cuh: below so many heads, kernels that fill a tile with the rows of several
-// users do less work; above there are two tiles.
+// G for which parent_gradient.cuh computes dK and dV. Below, kernels that fill a tile with the rows of
+// several users do less work; above, it would need two tiles.
 constexpr int64_t kMinParentGroup = 4, kMaxParentGroup = 8;
-// Query heads that the registers of a warp of backward/shared_gather/ hold beside their gradients.
+// The most query heads whose gradients fit the registers of a warp of backward/shared_gather/.
 constexpr int64_t kMaxSharedGatherGroup = 8;
 
-// Where queries have lists of their own, what blocks leave at the top, which needs none: two tasks per SM.
+// The part of the scratch for partial sums if only the top runs the per-list kernels: two tasks per SM.
 constexpr int64_t kTopSumBytes = int64_t{1056} << 20;
 
 struct BackwardConfig : TreeConfig {
-  bool per_list = false;               // all layers by backward/per_list/
-  bool per_list_top = false;           // the top by it, for whatever stride, in runs of kGradientRun queries
-  bool shared_gather_queries = false;  // dQ of other layers by backward/shared_gather/, else by per_query/
-  bool parent_warps = false;  // dK and dV of other layers by parent_gradient.cuh, else by key_gradient.cuh
-  int64_t num_sms = 1;        // launches of backward/per_list/ take whole waves
+  bool per_list = false;               // backward/per_list/ computes all layers
+  bool per_list_top = false;           // it computes the top, for any stride, in runs of kGradientRun queries
+  bool shared_gather_queries = false;  // dQ of other layers: backward/shared_gather/, else per_query/
+  bool parent_warps = false;  // dK and dV of other layers: parent_gradient.cuh, else key_gradient.cuh
+  int64_t num_sms = 1;        // a wave of backward/per_list/ has so many thread blocks
 };
 
 inline BackwardConfig choose_backward_config(const AttentionProblem& p, const DeviceFacts& device,
@@ -59,7 +60,8 @@ inline BackwardConfig choose_backward_config(const AttentionProblem& p, const De
   config.parent_warps = !by_list && group >= kMinParentGroup && group <= kMaxParentGroup;
   config.fragment_rotations = config.shared_gather_queries;
   config.dim_rotations = by_list || config.per_list_top;
-  // of a head; where few share a kv head, records are made for 8
+  // Bytes of a record per head. Records for parent_gradient.cuh have room for 8 heads, even if
+  // the group has fewer.
   const int64_t record = by_list               ? 0
                          : config.parent_warps ? ceil_div(tiled_record_bytes(p.key_dim, p.value_dim), group)
                                                : 2 * (p.key_dim + p.value_dim);
@@ -74,7 +76,7 @@ inline BackwardConfig choose_backward_config(const AttentionProblem& p, const De
   int64_t used = std::max<int64_t>(1, std::min(lists, p.num_lists()));
   config.num_sms = device.num_sms;
   if ((by_list || config.per_list_top) && used < p.num_lists()) {
-    // whole waves of tasks of backward/per_list/
+    // Chunks are whole waves of tasks of backward/per_list/.
     const int64_t run = by_list ? stride : kGradientRun;
     const int64_t tasks = ceil_div(run * group, kGradientRows) * p.num_kv_heads;
     const int64_t wave = std::lcm(run * (device.num_sms / std::gcd(device.num_sms, tasks)), stride) / stride;
@@ -87,27 +89,28 @@ inline BackwardConfig choose_backward_config(const AttentionProblem& p, const De
   return config;
 }
 
-// ---- a layer, 0 being the tokens
+// ---- one layer, 0 being the tokens
 
-// Whether backward/per_list/ makes the gradients of a layer, and there for runs of neighbouring queries.
+// Whether backward/per_list/ computes the gradients of a layer, and whether it does so for
+// runs of neighbouring queries.
 inline bool layer_runs(const AttentionProblem& p, const BackwardConfig& c, int64_t layer) {
   return c.per_list_top && layer + 1 == p.layers();
 }
 inline bool layer_per_list(const AttentionProblem& p, const BackwardConfig& c, int64_t layer) {
   return c.per_list || layer_runs(p, c, layer);
 }
-// Tasks of kGradientRows rows per list or run.
+// The tasks, of kGradientRows rows each, of a list or run.
 inline int64_t tasks_of_list(const AttentionProblem& p, const BackwardConfig& c, int64_t layer) {
   const int64_t queries = layer_runs(p, c, layer) ? kGradientRun : p.args.selection_stride;
   return ceil_div(queries * p.group(), kGradientRows);
 }
-// Partial sums of a task, at most: the lists of the top are implicit.
+// The most partial sums of a task. At the top every parent may have one.
 inline int64_t partial_slots(const AttentionProblem& p, int64_t layer) {
   return layer + 1 == p.layers() ? p.parents(layer) : p.args.top_k;
 }
 
-// First row of a layer in the fp32 sums of dK or dV: [B, H_kv, 16 * parents] per layer, layer after layer. At
-// p.layers() the number of rows.
+// The first row of a layer in the fp32 sums of dK or dV, which are [B, H_kv, 16 * parents] for one layer
+// after another. For p.layers() this is the number of all rows.
 inline int64_t gradient_sum_row(const AttentionProblem& p, int64_t layer) {
   int64_t rows = 0;
   for (int64_t i = 0; i < layer; ++i) {
@@ -125,22 +128,22 @@ constexpr int64_t kRowMetaBytes = 16, kBoundsBytes = 8;
 
 struct BackwardMemory {
   KeyBounds* key_bounds;      // [B, H_kv]
-  QueryBounds* query_bounds;  // of a chunk, as all that follows
+  QueryBounds* query_bounds;  // of a chunk, as are all that follow
   char* records;
   RowMeta* meta;
   float* query_sums;    // dQ between layers
-  int32_t* lists;       // of every layer but the top where they are recomputed, list_stride apart
+  int32_t* lists;       // lists of all layers below the top, if recomputed; list_stride apart
   int64_t list_stride;  // in elements
   uint32_t* mask;
   int32_t* counts;
   uint32_t *entries, *offsets, *run_counts;  // of InverseParams
-  void* rotations;                           // of every position in fp16
-  char* partials;                            // partial_bytes of partial sums
+  void* rotations;                           // of every position, in fp16
+  char* partials;                            // the partial sums
   int64_t partial_bytes;
-  float* scores;  // in the place of the partial sums: lists are selected before the first sum
+  float* scores;  // in the memory of the partial sums: lists are selected before the first sum
 };
 
-// Bytes of the partial sums of the layer that needs most.
+// The bytes of the partial sums of the layer that needs most.
 inline int64_t partial_bytes(const AttentionProblem& p, const BackwardConfig& c) {
   const int64_t lists = c.batch_chunk * ceil_div(c.query_chunk, p.args.selection_stride) * p.num_kv_heads;
   const int64_t runs = (c.query_chunk / kGradientRun + 2) * c.batch_chunk * p.num_kv_heads;

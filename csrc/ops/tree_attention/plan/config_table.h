@@ -1,5 +1,5 @@
-// The choices of plan/ in words, of one call and as a table over group sizes and selection strides: what
-// `python -m htree_ops info` prints. No torch.
+// The choices of plan/ in words, for one call and as a table over group sizes and selection strides. This is
+// what `python -m htree_ops info` prints. No torch.
 #pragma once
 
 #include <sstream>
@@ -21,7 +21,7 @@ inline std::string describe(const TreeConfig& config) {
   return text.str();
 }
 
-// The kernels of dQ and of dK and dV below the top, then at the top, by the names of cuda/backward.
+// The kernels of dQ and of dK and dV below the top, then at the top. Names are those of cuda/backward.
 inline std::string describe_gradients(const BackwardConfig& config) {
   const bool general = config.path == AttentionPath::kGeneral;
   const std::string queries = general                        ? "general"
@@ -36,7 +36,7 @@ inline std::string describe_gradients(const BackwardConfig& config) {
          " top_dK_dV=" + (config.per_list_top ? "per_list" : keys);
 }
 
-// layer_kernel() of every layer of the forward, the top first.
+// The layer_kernel() of every layer of the forward, the top first.
 inline std::string describe_layers(const ForwardConfig& config, int64_t num_layers) {
   constexpr const char* kNames[] = {"general", "per_query", "shared_gather", "per_list", "dense"};
   std::string text;
@@ -47,11 +47,12 @@ inline std::string describe_layers(const ForwardConfig& config, int64_t num_laye
   return text;
 }
 
-// A line per choice of kernels for a tree of two layers, with the G = H / H_kv and the strides that take it.
+// One line per choice of kernels for a tree of two layers, with the G = H / H_kv and the strides
+// that lead to it.
 inline std::vector<std::string> tensor_core_kernels(bool hopper) {
   struct Line {
     std::string kernels;
-    std::vector<std::pair<std::string, std::string>> takers;  // strides, groups with exactly these
+    std::vector<std::pair<std::string, std::string>> takers;  // strides, groups with just these
   };
   const DeviceFacts device{hopper ? 9 : 8, hopper ? device::kHopperSharedBytes : 163 << 10, hopper};
   AttentionProblem p;

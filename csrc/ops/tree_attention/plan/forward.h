@@ -1,5 +1,5 @@
-// The forward of tree attention on CUDA: which kernels, in which chunks, in how much memory. Pure functions, so that
-// they can be printed, tested without a GPU and searched. No CUDA and no torch.
+// The forward of tree attention on CUDA: which kernels run, in which chunks and in how much memory. Pure
+// functions, so that they can be printed, tested without a GPU and searched. No CUDA and no torch.
 #pragma once
 
 #include <algorithm>
@@ -13,22 +13,22 @@ namespace htree::tree_attention {
 
 enum class AttentionPath {
   kGeneral,  // staged kernels over chunks, every dtype and shape
-  // r = 16, fp16 or bf16, K = V in {32, 64, 128}, G <= 16, k <= 1024: mma.sync from sm_80 on, wgmma too on
-  // sm_90
+  // r = 16, fp16 or bf16, K = V in {32, 64, 128}, G <= 16, k <= 1024: mma.sync from sm_80 on,
+  // and wgmma on sm_90
   kTensorCore,
 };
 
-// How the tensor-core path takes the softmax over the gathered parents of a list.
+// How the tensor-core path computes the softmax over the gathered parents of a list.
 enum class GatherKernel {
-  kPerQuery,      // a warp per (query, kv head), each with a gather of its own: sm_80 and later
+  kPerQuery,      // a warp per (query, kv head) gathers for itself: sm_80 and later
   kSharedGather,  // neighbouring queries share one gather: sm_90a
-  kPerList,       // all queries of a list together on products of warpgroups: sm_90a
+  kPerList,       // all queries of a list in products of warpgroups: sm_90a
 };
 
-// Which of them a caller wants: the fastest that the GPU has, or the one that every GPU has.
+// Which of them the caller wants: the fastest one that the GPU has, or the one that every GPU has.
 enum class GatherChoice { kAuto, kPerQuery };
 
-// What both directions need to know.
+// What forward and backward both need to know.
 struct TreeConfig {
   AttentionPath path = AttentionPath::kGeneral;
   bool dense_top = false;  // the top layer as dense products of warpgroups (sm_90a), see forward/dense_top/
@@ -37,25 +37,25 @@ struct TreeConfig {
   bool dim_rotations = false;
   int64_t batch_chunk = 1;      // batches of a chunk
   int64_t query_chunk = 0;      // queries of a chunk, a multiple of the stride
-  int64_t selection_chunk = 0;  // lists whose scores are in memory at a time
-  int64_t top_chunk = 0;        // lists whose importances at a dense top are in memory at a time
+  int64_t selection_chunk = 0;  // lists whose scores are in memory at the same time
+  int64_t top_chunk = 0;        // lists whose importances at a dense top are in memory at the same time
 };
 
 struct ForwardConfig : TreeConfig {
   GatherKernel gather = GatherKernel::kPerQuery;
 };
 
-// Temporary memory of the forward beyond the output, stored parents and one packed copy of K and V, in
-// bytes: states and scores of a chunk take at most kScratchBytes, and at most what the tree and the other
-// memory that follows T leave of kForwardBytes; 10^9 bytes in all, a little of which the allocator rounds
-// away. Where they leave less than kLeastScratchBytes (above a million tokens of 32 heads), chunks have that
-// and no less.
+// The temporary memory of the forward, beyond the output, stored parents and one packed copy of K and V,
+// stays below 10^9 bytes, 16 MiB of which are left to the rounding of the allocator. States and scores of a
+// chunk take what the tree and other memory that grows with T leave of kForwardBytes, but at most
+// kScratchBytes and at least kLeastScratchBytes. The latter matters above a million tokens of 32 heads.
 constexpr int64_t kForwardBytes = 1'000'000'000 - (int64_t{16} << 20);
 constexpr int64_t kScratchBytes = int64_t{896} << 20;
 constexpr int64_t kLeastScratchBytes = int64_t{256} << 20;
-// A block's time hardly depends on how many of its rows are used, so it takes lists of several queries.
-// Below, sharing beats gathers per query at every length tried on an H200 (4096 ... 524288); and what a query
-// computes must not depend on how many others are in the call, so length has no say.
+// From this stride on the per-list kernels run. Their time hardly depends on how many of a block's rows are
+// used, so they need lists of several queries. For smaller strides the shared-gather kernels were faster than
+// the per-query ones at every length tried on an H200 (4096 ... 524288). The length must not matter here:
+// what a query computes must not depend on how many others are in the call.
 constexpr int64_t kMinPerListStride = 4;
 
 inline GatherKernel choose_gather(const AttentionProblem& p, const DeviceFacts& device, GatherChoice choice) {
@@ -65,10 +65,9 @@ inline GatherKernel choose_gather(const AttentionProblem& p, const DeviceFacts& 
   return p.args.selection_stride >= kMinPerListStride ? GatherKernel::kPerList : GatherKernel::kSharedGather;
 }
 
-constexpr int64_t kTensorCoreBlock = 16;  // queries that one block of the widest kernels takes together
+constexpr int64_t kTensorCoreBlock = 16;  // queries of one thread block of the widest kernels
 
-// Size of the chunks that `total` is cut into: at most `most` each, about the same, multiples of `block` if
-// they can be.
+// The size of the chunks of `total`: about equal, at most `most`, and multiples of `block` if possible.
 inline int64_t even_chunk(int64_t total, int64_t most, int64_t block) {
   if (total <= most) {
     return std::max<int64_t>(1, total);
@@ -78,8 +77,8 @@ inline int64_t even_chunk(int64_t total, int64_t most, int64_t block) {
   return whole <= most ? whole : most >= block ? most / block * block : most;
 }
 
-// Memory of the tensor-core forward that follows T: the layers above the tokens with their packed copies,
-// the scales of the packed keys, the log-sums, and the tables.
+// The memory of the tensor-core forward that grows with T: the layers above the tokens with their packed
+// copies, the scales of the packed keys, the log-sums, and the tables.
 inline int64_t tensor_core_tree_bytes(const AttentionProblem& p, bool dense_top) {
   const int64_t heads = p.batch * p.num_kv_heads;
   int64_t nodes = p.num_keys;
@@ -98,7 +97,7 @@ inline int64_t tensor_core_tree_bytes(const AttentionProblem& p, bool dense_top)
   return bytes;
 }
 
-// Scores of `rows` (list, head) at a dense top whose nodes are scored by span means, see SpanScores.
+// The scores of `rows` (list, head) at a dense top whose nodes are scored by span means, see SpanScores.
 struct SpanScoreMemory {
   float* sums;        // [rows, importance_width(nodes)]
   float* references;  // [rows, groups]
@@ -127,7 +126,7 @@ inline ForwardConfig choose_forward_config(const AttentionProblem& p, const Devi
     config.dense_top = hopper_kernels(device) && dense_top_shape(p);
   }
   const int64_t stride = p.args.selection_stride;
-  // per list: running states of its queries, two lists and the mask of one
+  // Bytes of a list: the running states of its queries, two lists, and the mask of one.
   const int64_t per_list = stride * p.num_heads * p.value_dim * 4 + p.num_kv_heads * (p.args.top_k * 10 + 64);
   const int64_t scratch = config.path == AttentionPath::kGeneral
                               ? kScratchBytes
@@ -136,8 +135,8 @@ inline ForwardConfig choose_forward_config(const AttentionProblem& p, const Devi
   const int64_t state_bytes = scratch / 2, score_bytes = scratch / 2;
   const int64_t lists = std::max<int64_t>(1, state_bytes / per_list);
   const int64_t heads = std::max<int64_t>(1, p.num_kv_heads);
-  // The widest kernels take a run of 16 queries of a kv head per block and SM: chunks of whole waves of
-  // those.
+  // In the widest kernels a thread block takes 16 queries of a kv head and fills an SM, so chunks are whole
+  // waves of such blocks.
   const int64_t wave = kTensorCoreBlock * device.num_sms / std::gcd(device.num_sms, heads);
   const int64_t block = wave / stride <= lists ? wave : kTensorCoreBlock;
   const int64_t used = even_chunk(p.num_lists(), lists, std::max<int64_t>(1, block / stride));
@@ -147,7 +146,7 @@ inline ForwardConfig choose_forward_config(const AttentionProblem& p, const Devi
   if (p.layers() > 1) {
     const int64_t widest =
         list_candidates(ceil_div(p.num_keys, p.args.compression_rate), p.args.top_k, p.args.compression_rate);
-    const int64_t row = p.num_heads * (widest * 4 + ceil_div(widest, 1024) * 8);  // scores, and sums of runs
+    const int64_t row = p.num_heads * (widest * 4 + ceil_div(widest, 1024) * 8);  // scores and sums of runs
     config.batch_chunk = std::clamp<int64_t>(score_bytes / row, 1, config.batch_chunk);
     config.selection_chunk = std::clamp<int64_t>(score_bytes / (row * config.batch_chunk), 1, used);
     if (config.dense_top && dense_span_shape(p)) {
@@ -165,8 +164,8 @@ inline ForwardConfig choose_forward_config(const AttentionProblem& p, const Devi
   return config;
 }
 
-// The kernels that the forward runs at one layer, 0 being the tokens. Gathered layers share those that
-// select.
+// The kernel that computes the softmax of a layer, 0 being the tokens. The kernels that select are the same
+// for all gathered layers.
 enum class LayerKernel { kGeneral, kPerQuery, kSharedGather, kPerList, kDense };
 
 inline LayerKernel layer_kernel(const ForwardConfig& config, int64_t layer, int64_t num_layers) {
@@ -189,7 +188,7 @@ inline LayerKernel layer_kernel(const ForwardConfig& config, int64_t layer, int6
 
 // ---- memory of a chunk
 
-// Scores of `rows` (list, head) of a gathered list and their sums by runs.
+// The scores of `rows` (list, head) of a gathered layer, and their sums over runs of slots.
 struct ListScoreMemory {
   float* scores;  // [rows, width]
   float* sums;    // [rows, score_runs(width)] pairs
@@ -199,7 +198,7 @@ inline ListScoreMemory lay_out_list_scores(Workspace& space, int64_t rows, int64
   return {scores, space.take<float>(rows * score_runs(width), 2 * sizeof(float))};
 }
 
-// References of all lists of a chunk at a dense top, and importances of some lists at a time.
+// At a dense top: references of all lists of a chunk, and the importances of some of its lists.
 struct DenseScoreMemory {
   float* references;
   float* importances;
@@ -209,7 +208,7 @@ inline DenseScoreMemory lay_out_dense_scores(Workspace& space, int64_t reference
   return {at, space.take<float>(importances)};
 }
 
-// Bytes of the scores of any layer, one layer at a time.
+// The bytes of the scores of the layer that needs most.
 inline int64_t selection_bytes(const AttentionProblem& p, const TreeConfig& c) {
   int64_t bytes = 0;
   for (int64_t layer = 1; layer < p.layers(); ++layer) {
@@ -232,13 +231,13 @@ inline int64_t selection_bytes(const AttentionProblem& p, const TreeConfig& c) {
 
 struct ForwardMemory {
   float* partial;     // states between layers
-  int32_t* lists[2];  // of a layer and of the one below
+  int32_t* lists[2];  // of a layer, and of the layer below
   uint32_t* mask;
   float* scores;  // selection_bytes()
 };
 inline ForwardMemory lay_out_forward(Workspace& space, const AttentionProblem& p, const ForwardConfig& c) {
   const int64_t lists = c.batch_chunk * ceil_div(c.query_chunk, p.args.selection_stride) * p.num_kv_heads;
-  const int64_t many = p.layers() > 1 ? 1 : 0;  // a single layer needs no state and no lists
+  const int64_t many = p.layers() > 1 ? 1 : 0;  // a single layer needs no states and no lists
   ForwardMemory memory;
   memory.partial = space.take<float>(many * c.batch_chunk * c.query_chunk * p.num_heads * p.value_dim);
   memory.lists[0] = space.take<int32_t>(many * lists * p.args.top_k);

@@ -1,5 +1,5 @@
-// A call of tree attention on CUDA as numbers, the GPU as numbers, and the sizes of what the tensor-core kernels keep
-// in memory. No CUDA and no torch: the choices of plan/ are pure functions of these.
+// A call of tree attention on CUDA as numbers, the GPU as numbers, and the sizes of what the tensor-core
+// kernels keep in memory. The choices of plan/ are pure functions of these. No CUDA and no torch.
 #pragma once
 
 #include <algorithm>
@@ -12,26 +12,26 @@ namespace htree::tree_attention {
 
 // ---- sizes in memory
 
-constexpr int kTensorCoreRate = 16;  // r of every tensor-core kernel
+constexpr int kTensorCoreRate = 16;  // r of all tensor-core kernels
 
-// Queries that share a task of backward/per_list/ at the top, where they need no lists.
+// Queries of a task of backward/per_list/ at the top, where no lists are needed.
 constexpr int kGradientRun = 16;
 
-// Query rows (query, head) of a task of backward/per_list/: a list has stride * G of them in
-// ceil(stride * G / kGradientRows) tasks.
+// Rows (query, head) of a task of backward/per_list/. A list of stride * G rows takes ceil(stride *
+// G / kGradientRows) tasks.
 constexpr int kGradientRows = 128;
 
-// A parent's block of packed keys and values, see packed_layer.cuh.
+// The packed keys and values of a parent's children, see packed_layer.cuh.
 constexpr int64_t packed_parent_bytes(int64_t key_dim, int64_t value_dim) {
   return kTensorCoreRate * (2 * key_dim + 4 + 2 * value_dim);
 }
 
-// A query's record of 8 heads, see gradient_rows.cuh.
+// The record of 8 heads of a query, see gradient_rows.cuh.
 constexpr int64_t tiled_record_bytes(int64_t key_dim, int64_t value_dim) {
   return 8 * (2 * (key_dim + value_dim) + 16);
 }
 
-// A rotation table, see launch_params.h.
+// A rotation table, see launch_rotation_table() in copies.h.
 constexpr int64_t rotation_table_bytes(int64_t num_slots, int64_t key_dim) {
   return num_slots * key_dim * 2;
 }
@@ -42,18 +42,18 @@ constexpr int64_t dense_tile_bytes(int64_t dim) {
   return (dim + 63) / 64 * kDenseTileNodes * 128;
 }
 
-// dK' and dV of a parent's 16 children in bf16, see backward/per_list/.
+// A partial sum: dK' and dV of a parent's 16 children in bf16, see backward/per_list/.
 constexpr int64_t partial_sum_bytes(int64_t key_dim, int64_t value_dim) {
   return kTensorCoreRate * 2 * (key_dim + value_dim);
 }
 
-// Slots that one warp scores: short enough to fill the chip, long enough to hide the start.
+// Slots that one warp scores: few enough to fill the chip, enough to hide the start of a warp.
 constexpr int kRunSlots = 64;
 constexpr int64_t score_runs(int64_t score_width) {
   return (score_width + kRunSlots * kTensorCoreRate - 1) / (kRunSlots * kTensorCoreRate);
 }
 
-constexpr int kInverseRows = 256;  // list rows that one block of inverse_lists.cu counts and places
+constexpr int kInverseRows = 256;  // list rows that one thread block of inverse_lists.cu counts and places
 
 // ---- the call and the GPU
 
@@ -71,7 +71,7 @@ struct AttentionProblem {
   int64_t group() const { return num_heads / num_kv_heads; }
   int64_t layers() const { return num_layers(num_keys, args.max_top_nodes, args.compression_rate); }
   int64_t num_lists() const { return ceil_div(num_queries, args.selection_stride); }
-  // Nodes and parents of a layer, 0 being the tokens.
+  // The number of nodes of a layer, 0 being the tokens.
   int64_t nodes(int64_t layer) const {
     int64_t count = num_keys;
     for (; layer > 0; --layer) {
@@ -83,11 +83,11 @@ struct AttentionProblem {
   int64_t t0() const { return num_keys - num_queries; }
 };
 
-// What the choice needs to know of a GPU.
+// What the choices need to know of a GPU.
 struct DeviceFacts {
   int major = 0;             // of the compute capability
-  int64_t shared_bytes = 0;  // most dynamic shared memory of a block
-  bool hopper = false;       // sm_90, and the library holds code made for it
+  int64_t shared_bytes = 0;  // the most dynamic shared memory of a thread block
+  bool hopper = false;       // sm_90, and the library has code for sm_90a
   int64_t num_sms = 1;
 };
 
@@ -95,11 +95,11 @@ inline bool hopper_kernels(const DeviceFacts& facts) {
   return facts.hopper && facts.shared_bytes >= device::kHopperSharedBytes;
 }
 
-// Candidates of a list, at most, on the tensor-core path: the keys of a row are ranked in registers.
+// The most candidates of a list on the tensor-core path, where the keys of a row are ranked in registers.
 constexpr int64_t kMaxSelectWidth = 16384;
 
-// Largest block of the forward and the backward together: one predicate serves both, so that recomputed lists
-// are the forward's. 128-wide heads need 112 KB, which consumer GPUs (99 KB) do not have.
+// The most shared memory of a thread block in forward and backward. One number serves both, so that
+// recomputed lists are the forward's. Heads of 128 need 112 KB, which consumer GPUs (99 KB) do not have.
 inline int64_t tensor_core_shared_bytes(const AttentionProblem& p) {
   return p.key_dim == 128 ? 112 * 1024 : 64 * 1024;
 }
@@ -111,25 +111,25 @@ inline bool tensor_core_shape(const AttentionProblem& p) {
          ceil_div(p.num_keys, 16) < (int64_t{1} << 27);
 }
 
-// Candidates of a list in the layer with `num_nodes` nodes, at most.
+// The most candidates of a list in the layer with `num_nodes` nodes.
 inline int64_t list_candidates(int64_t num_nodes, int64_t top_k, int64_t rate) {
   return std::min(top_k, ceil_div(num_nodes, rate)) * rate;
 }
 
-// Nodes of the top layer.
+// The nodes of the top layer.
 inline int64_t top_nodes(const AttentionProblem& p) {
   return p.nodes(p.layers() - 1);
 }
 
-// Floats of a row of importances at a dense top.
+// The floats of a row of importances at a dense top.
 inline int64_t importance_width(int64_t num_nodes) {
   return ceil_div(num_nodes, kDenseTileNodes) * kDenseTileNodes;
 }
 
-constexpr int64_t kTopLists = 256;  // rows of a block at a dense top, a list being G of them
+constexpr int64_t kTopLists = 256;  // query rows of a thread block at a dense top; a list has G of them
 
-// A single layer has nothing to select: it is one softmax on the kernels of every other layer. A block
-// numbers the importances of its rows with 32 bits.
+// Needs more than one layer: a single layer has nothing to select, and its softmax runs on the kernels of
+// gathered layers. A thread block indexes the importances of its rows with 32 bits.
 inline bool dense_top_shape(const AttentionProblem& p) {
   const int64_t group = p.group();
   return tensor_core_shape(p) && p.layers() > 1 && (group & (group - 1)) == 0 &&
@@ -138,20 +138,21 @@ inline bool dense_top_shape(const AttentionProblem& p) {
 
 // ---- nodes scored by span means: docs/semantics/tree_attention.md §1.15
 
-// Span means that make the score of a node of a layer above the tokens; 1 where the stored mean is the score.
+// The span means of a node of a layer above the tokens, or 1 if nodes are scored by their stored means.
 inline int64_t span_rows(const AttentionProblem& p, int64_t layer) {
   return p.args.selection_span > 0 ? node_span(p.args.compression_rate, layer) / p.args.selection_span : 1;
 }
 
-// 16 span means, one of each child of a parent, see packed_spans.cuh.
+// 16 span means, one of each child of a parent, see span_copies.cuh.
 constexpr int64_t packed_span_bytes(int64_t key_dim) {
   return kTensorCoreRate * (2 * key_dim + 4);
 }
 
-// How the span means of a dense top lie in tiles of 128 rows: a group of tiles holds whole nodes, at least four of
-// them, and a run of groups is what one block scores. All are powers of two, since spans divide 16.
+// How the span means of a dense top are arranged in tiles of 128 rows. A group of tiles holds whole
+// nodes, at least four, and one thread block scores a run of groups. All numbers are powers of two,
+// because spans divide 16.
 struct SpanTiling {
-  int rows_log2 = 0;   // span means of a node that one tile holds, at most 32
+  int rows_log2 = 0;   // span means of a node in one tile, at most 32
   int nodes_log2 = 0;  // nodes of a group
   int tiles_log2 = 0;  // tiles of a group
   int run_log2 = 0;    // groups of a run
@@ -159,8 +160,8 @@ struct SpanTiling {
   int64_t groups(int64_t nodes) const { return ceil_div(nodes, int64_t{1} << nodes_log2); }
   int64_t runs(int64_t nodes) const { return ceil_div(nodes, int64_t{1} << (nodes_log2 + run_log2)); }
 };
-constexpr int kSpanRowsLog2 = 5;      // of a node in a tile, at most: those that one thread sums
-constexpr int kSpanRunTilesLog2 = 5;  // a block's time is then a hundred times that of its start
+constexpr int kSpanRowsLog2 = 5;      // the most span means of a node in a tile: one thread sums these
+constexpr int kSpanRunTilesLog2 = 5;  // a thread block then takes a hundred times as long as its start
 constexpr int kSpanTileRowsLog2 = 7;
 inline SpanTiling span_tiling(int64_t rows) {
   int log2 = 0;
@@ -175,8 +176,9 @@ inline SpanTiling span_tiling(int64_t rows) {
   return tiling;
 }
 
-// Whether the span means of a dense top are scored as dense products too: the selection keeps a weight per group and
-// head in shared memory. Only millions of tokens with 16 heads per K/V head and a `top_k` near 1024 need more.
+// Whether the span means of a dense top are scored as dense products too. The selection then keeps a weight
+// per group and head in shared memory; only millions of tokens with 16 heads per K/V head and a `top_k` near
+// 1024 need more than there is.
 constexpr int64_t kSpanWeightBytes = 160 << 10;
 inline bool dense_span_shape(const AttentionProblem& p) {
   const int64_t rows = span_rows(p, p.layers() - 1);
@@ -184,7 +186,7 @@ inline bool dense_span_shape(const AttentionProblem& p) {
          span_tiling(rows).groups(top_nodes(p)) * p.group() * 4 <= kSpanWeightBytes;
 }
 
-// Words of a row of a mask of candidates, aligned to 16 bytes.
+// The words of a row of a mask of candidates, whose size is a multiple of 16 bytes.
 inline int64_t mask_words(const AttentionProblem& p) {
   return ceil_div(p.args.top_k * kTensorCoreRate, 128) * 4;
 }

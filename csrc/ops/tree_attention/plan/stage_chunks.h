@@ -1,5 +1,5 @@
-// How the staged kernels cut a call of one layer into chunks and where the selection keeps its rows: pure functions
-// of the sizes.
+// How the staged kernels cut a call of one layer into chunks, and where the selection keeps its rows. Pure
+// functions of the sizes.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,18 +11,18 @@
 
 namespace htree::tree_attention {
 
-// Scores of one chunk take at most this many bytes, unless one list row of one kv head alone needs more.
+// The most bytes for the scores of one chunk, unless one list row of one kv head needs more.
 constexpr int64_t kScoreScratchBytes = int64_t{256} << 20;
 
-// A box of rows: whole batches with all their queries, or a range of queries of one batch, or those of a
-// range of its lists. Every box starts at a leader: first_query is a multiple of the selection stride.
+// A box of rows: whole batches with all their queries, or a range of queries of one batch, or a range of the
+// lists of such queries. A box starts at a leader: first_query is a multiple of the selection stride.
 struct ChunkPlan {
   int64_t batches = 1;
   int64_t queries = 1;
   int64_t lists = 1;
 };
 
-// `row_bytes` is the scratch of one (query, list). A box is never less than `stride` queries of one list.
+// `row_bytes` is the scratch of one (query, list). A box has at least `stride` queries of one list.
 inline ChunkPlan plan_chunks(int64_t num_batches, int64_t num_queries, int64_t num_lists, int64_t stride,
                              int64_t row_bytes, int64_t budget) {
   const int64_t rows = std::max<int64_t>(1, budget / std::max<int64_t>(1, row_bytes));
@@ -54,9 +54,9 @@ void for_each_chunk(const ChunkPlan& plan, int64_t num_batches, int64_t num_quer
   }
 }
 
-// ---- Where the selection kernels keep a row: pure functions of the problem and of the device's shared memory.
+// ---- where the selection kernels keep a row: functions of the problem and of the device's shared memory
 
-// Blocks that share device scratch: enough to fill a GPU, few enough to bound the memory.
+// Thread blocks that share device scratch: enough to fill a GPU, few enough to bound the memory.
 constexpr int64_t kScratchBlocks = 512;
 // Shared memory that the kernels' fixed parts and the system need.
 constexpr int64_t kReservedShared = 8 * 1024;
@@ -69,7 +69,7 @@ inline int64_t power_of_two_above(int64_t value) {
   return power;
 }
 
-// Dynamic shared memory one block may ask for on the current device.
+// The dynamic shared memory that one thread block may ask for on the current device.
 inline int64_t shared_limit() {
   int device = 0;
   int bytes = 48 * 1024;
@@ -83,18 +83,19 @@ inline int64_t round_up_16(int64_t bytes) {
   return (bytes + 15) / 16 * 16;
 }
 
-// Where the launcher puts the buffers: each in shared memory when it fits, else in device memory per block.
+// Where the launcher puts each buffer: in shared memory if it fits, else in device memory, one
+// for each thread block.
 struct SelectPlan {
   int64_t sort_size;  // power of two >= top_k, 0 when the order is ascending
   bool keys_shared;
   bool sorting_shared;
   bool normalizer_shared;
   int64_t shared_bytes;
-  int64_t scratch_bytes;  // of one block
+  int64_t scratch_bytes;  // of one thread block
   int64_t num_blocks;
 };
 
-// Sort buffer and normalisers first: they are small and touched most.
+// Shared memory goes first to the sort buffer and the normalisers, which are small and used most.
 inline SelectPlan select_plan(const SelectParams& params) {
   SelectPlan plan{};
   int64_t left = shared_limit();
@@ -119,7 +120,7 @@ struct NextParentsPlan {
   int64_t sort_size;  // power of two >= top_k
   bool in_shared;
   int64_t shared_bytes;
-  int64_t scratch_bytes;  // of one block
+  int64_t scratch_bytes;  // of one thread block
   int64_t num_blocks;
 };
 

@@ -1,5 +1,5 @@
-// Memory that is taken piece by piece out of one allocation. The function that lays out a workspace runs twice: without
-// memory, for the bytes, and with it, for the pointers.
+// Takes memory piece by piece out of one allocation. The function that lays out a workspace runs twice:
+// without memory to count the bytes, and with memory to set the pointers.
 #pragma once
 
 #include <cstdint>

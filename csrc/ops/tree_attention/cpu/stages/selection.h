@@ -90,8 +90,8 @@ inline bool has_nan(const Real* x, int64_t count) {
   return found;
 }
 
-// e[i] = exp(x[i] - base) * sums[i], 0 where that is below 2^-126; returns their sum. e may be x. base is not
-// -inf.
+// e[i] = exp(x[i] - base) * sums[i], 0 where that is below 2^-126; returns their sum. e may be x.
+// base is not -inf.
 template <typename Real>
 inline Real exp_row(const Real* x, Real base, Real* e, int64_t count, const Real* sums = nullptr) {
   constexpr int kWidth = kLanesOf<VecOf<Real>>;

@@ -1,8 +1,9 @@
-// The scores of a dense top, for both passes of its selection and for its softmax: query rows of a block,
-// rotated once and kept in shared memory as fp16, times the tiles of nodes.
+// The scores of a dense top, for both passes of its selection and for its softmax. A thread block rotates its
+// query rows once, keeps them in shared memory as fp16 and multiplies them with tiles of nodes.
 //
-// The scale of the scores and log2(e) are folded in before the rounding. A row out of fp16's comfortable
-// range takes a power of two and a factor that undoes it instead, as keys do (dense_layer.cuh).
+// The scale of the scores and log2(e) are multiplied in before the rounding to fp16. A row whose values
+// are too large or too small for that is stored times a power of two and with the factor that undoes it,
+// as keys are (dense_layer.cuh).
 #pragma once
 
 #include "device/hopper/tma.cuh"
@@ -19,18 +20,18 @@ struct QueryRow {
   int64_t position;
 };
 
-// kThreads threads, numbered by `thread`. row_of(i) gives the source of row i of `tile` (kRows rows in
-// panels) and the position it is rotated to. Returns whether some factor of this thread's rows is not 1. A
-// barrier of these threads has to follow, and then the rows are visible to wgmma.
+// Rotates query rows into `tile`, which has kRows rows in panels. kThreads threads call, numbered by
+// `thread`. row_of(i) gives the source of row i and the position it is rotated to. Returns whether the factor
+// of one of this thread's rows is not 1. After a barrier of these threads the rows are visible to wgmma.
 template <typename T, int kDim, int kRows, int kThreads, int kAhead, typename RowOf>
 __device__ __forceinline__ bool rotate_queries(char* tile, float* factors, const GatherParams& p, int thread,
                                                RowOf row_of) {
   constexpr int kHalf = kDim / 2;
-  constexpr int kTasks = kDim / 16;  // threads of a row: 8 dims of the lower half and their partners
+  constexpr int kTasks = kDim / 16;  // tasks of a row: 8 dims of the lower half and their partners
   constexpr int kRounds = (kRows * kTasks + kThreads - 1) / kThreads;
   static_assert(kRows * kTasks % 32 == 0 && kThreads % 32 == 0);  // warps run whole or not at all
   uint4 low_raw[kAhead], high_raw[kAhead];
-  float4 rotations[kAhead][4];  // cos, sin of two dims each
+  float4 rotations[kAhead][4];  // cos and sin of two dims each
   const auto load = [&](int round) {
     const int task = thread + round * kThreads;
     if (task < kRows * kTasks) {
@@ -81,8 +82,8 @@ __device__ __forceinline__ bool rotate_queries(char* tile, float* factors, const
   return scaled;
 }
 
-// Row of the query head `head` of a kv head, rotated to `position`; `query` counts from the first of the
-// chunk.
+// The row of query head `head` of a kv head, to be rotated to `position`; `query` counts
+// from the chunk's first.
 template <typename T>
 __device__ __forceinline__ QueryRow query_row(const GatherParams& p, int64_t batch, int kv_head,
                                               int64_t query, int head, int position) {
@@ -91,17 +92,17 @@ __device__ __forceinline__ QueryRow query_row(const GatherParams& p, int64_t bat
   return {data, position};
 }
 
-// ---- What the two passes of warpgroups over the scores of leaders share: 256 query rows stay in shared memory,
-// tiles of 128 keys pass through a ring of bulk copies, and four warpgroups each make a 64 x 128 piece of the
-// scores. Scores are in log2 units. sm_90a.
+// ---- What all passes over the scores of leaders share. A thread block keeps 256 query rows in shared
+// memory, tiles of 128 keys pass through a ring of bulk copies, and four warpgroups compute a piece of
+// 64 x 128 scores each. Scores are in log2 units. sm_90a.
 
 constexpr int kScoreRows = 256;
 constexpr int kScoreThreads = 512;
 constexpr int kScoreGroups = kScoreThreads / 128;
 constexpr int kTopScoreStages = 4;
-constexpr int kIssueBarrier = 1;  // named barriers 1 ... 4: whose turn it is to issue products
+constexpr int kIssueBarrier = 1;  // barriers 1 ... 4: warpgroup 0 ... 3 may issue its products
 
-// Shared memory from an address aligned to 1024 bytes on.
+// The shared memory of a thread block, from an address aligned to 1024 bytes on.
 template <int kDim>
 struct ScoreShared {
   char queries[kPanels<kDim> * kScoreRows * kPanelRowBytes];
@@ -120,7 +121,7 @@ __device__ __forceinline__ Shared* aligned_shared(char* raw) {
   return reinterpret_cast<Shared*>(raw + ((1024 - at % 1024) % 1024));
 }
 
-// 8 exponentials in a row, so that nothing waits for one of them.
+// Issues 8 exponentials one after another, so that no instruction waits for a single one.
 __device__ __forceinline__ void exp2_eight(float (&x)[8]) {
   asm volatile(
       "ex2.approx.ftz.f32 %0, %0;\n"
@@ -134,7 +135,8 @@ __device__ __forceinline__ void exp2_eight(float (&x)[8]) {
       : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3]), "+f"(x[4]), "+f"(x[5]), "+f"(x[6]), "+f"(x[7]));
 }
 
-// Whether one of this thread's share of the first `count` tiles holds keys with a scale that is not 1.
+// Each thread looks at some of the first `count` tiles. Returns whether one of its tiles has keys with
+// a scale other than 1.
 __device__ __forceinline__ bool scaled_tile(const int32_t* scaled, int count) {
   bool any = false;
   for (int i = threadIdx.x; i < count; i += 128) {
@@ -143,13 +145,14 @@ __device__ __forceinline__ bool scaled_tile(const int32_t* scaled, int count) {
   return any;
 }
 
-// Nodes per query head and tokens per node are powers of two here: no divisions in the kernels.
+// log2 of nodes per query head or of tokens per node. Both are powers of two here, so the
+// kernels need no divisions.
 __device__ __forceinline__ int log2_of(int64_t power) {
   return __ffsll(power) - 1;
 }
 
-// The leaders and tiles of a block. Rows past the last leader repeat it and write the same values again.
-// Grid: x = kv heads, fastest, and runs of leaders, the longest rows first; y = batch.
+// The leaders and tiles of a thread block. Rows past the last leader repeat it and write the same values
+// again. Grid: x = kv heads (fastest) and runs of leaders, those with the longest rows first; y = batch.
 struct ScoreTask {
   int batch, kv_head, first_list, last_list;
   int span_log2, group_log2;
@@ -174,14 +177,14 @@ struct ScoreTask {
   }
 };
 
-// The ring of key tiles, filled by thread 0 between its own products.
+// The ring of key tiles. Thread 0 fills it between its own products.
 template <int kDim>
 struct KeyRing {
   ScoreShared<kDim>& shared;
   const char* tiles;
   int num_tiles;
 
-  // All threads; ends without a barrier.
+  // All threads must call. Ends without a barrier.
   __device__ __forceinline__ void start() {
     if (threadIdx.x == 0) {
 #pragma unroll
@@ -204,7 +207,7 @@ struct KeyRing {
     device::bulk_load(shared.keys[stage], tiles + int64_t{tile} * kTopTileBytes<kDim>, kTopTileBytes<kDim>,
                       &shared.full[stage]);
   }
-  // Keeps the ring filled and returns when the tile is there. Whole warps.
+  // Keeps the ring filled, and returns when the tile has arrived. Whole warps must call.
   __device__ __forceinline__ void wait(int tile) {
     if (threadIdx.x == 0 && tile + kTopScoreStages - 1 < num_tiles) {
       const int next = tile + kTopScoreStages - 1;
@@ -223,8 +226,8 @@ struct KeyRing {
   }
 };
 
-// s = a * b^T over the head dim. Both operands are K-major panels with kRowsA and kRowsB rows each; the
-// descriptors point to their first rows.
+// s = a * b^T over the head dim. Both operands are K-major panels, of kRowsA and kRowsB rows; the descriptors
+// point to the first rows.
 template <int kDim, int kRowsA, int kRowsB>
 __device__ __forceinline__ void multiply_panels(float (&s)[64], uint64_t a, uint64_t b) {
 #pragma unroll
@@ -235,11 +238,11 @@ __device__ __forceinline__ void multiply_panels(float (&s)[64], uint64_t a, uint
   }
 }
 
-// ---- Scores with the queries as rows: a thread holds rows lane / 4 and lane / 4 + 8 of its warp, columns 8 i +
-// 2 (lane % 4) + e.
+// ---- scores with the queries as rows: a thread holds rows lane / 4 and lane / 4 + 8 of its warp,
+// columns 8 i + 2 (lane % 4) + e
 
-// Undoes the powers of two of queries and keys. `factors` starts at the thread's first row in shared memory, `scales` at
-// its first column.
+// Undoes the powers of two of queries and keys. `factors` points to the factor of the thread's first row, in
+// shared memory, `scales` to the scale of its first column.
 __device__ __forceinline__ void undo_powers(float (&s)[64], const float* factors, const float* scales) {
   const float row_factors[2] = {factors[0], factors[8]};
 #pragma unroll

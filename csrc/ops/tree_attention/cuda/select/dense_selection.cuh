@@ -10,21 +10,21 @@ namespace htree::tree_attention {
 
 // ---- references
 //
-// The first pass over a selection at the top: what the scores of each leader and head are lowered by.
+// The first pass of a selection at the top finds the reference of each leader and head, which is what the
+// second pass subtracts from scores.
 //
-// Queries are the rows of a product, so that a thread sums two of them over its own columns and the four
-// lanes of a row meet once at the end. What a row's sums are taken relative to moves only when they would
-// leave the range of fp32, and depends on nothing but the row: no other query, before or after, changes a
-// bit.
+// Queries are the rows of the product, so that a thread sums two rows over its own columns, and the four
+// lanes of a row combine their sums once at the end. The reference that a row's sums are relative to changes
+// only when they would leave the range of fp32. It depends on the row alone, so no other query changes a bit.
 
-// Columns are 8 j + 2 (lane % 4) + c.
+// The sums of a thread's two rows; its columns are 8 j + 2 (lane % 4) + c.
 struct RowSums {
   static constexpr float kUnset = -1e38f;  // finite, so that -inf - kUnset is -inf
-  static constexpr float kLimit = 1e19f;   // of a tile: 16384 candidates stay finite
+  static constexpr float kLimit = 1e19f;   // of the sum of a tile: sums of 16384 candidates stay finite
   float reference[2] = {kUnset, kUnset};
   float sum[2] = {0.f, 0.f};
 
-  // An infinite sum stays so.
+  // An infinite sum stays infinite.
   __device__ __forceinline__ static float rescaled(float sum, float exponent) {
     return sum == INFINITY ? sum : sum * device::exp2_flushed(exponent);
   }
@@ -88,7 +88,7 @@ struct RowSums {
     sum[1] += total[1];
   }
 
-  // Every lane of a row gets its result.
+  // Returns the reference of a row, in every lane of the row.
   __device__ __forceinline__ float finish(int row) {
 #pragma unroll
     for (int offset = 1; offset < 4; offset *= 2) {
@@ -102,7 +102,7 @@ struct RowSums {
   }
 };
 
-// Grid: see ScoreTask.
+// The grid is that of ScoreTask.
 template <typename T, int kDim>
 __global__ void __launch_bounds__(kScoreThreads, 1) dense_references_kernel(DenseReferenceParams params) {
 #if HTREE_SM90A
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1) dense_references_kernel(Dens
   const GatherParams& p = params.gather;
   const ScoreTask task(p);
   if (task.most_rank < p.list_width) {
-    return;  // every candidate is chosen
+    return;  // every candidate is selected
   }
   const int extra = params.importance == Importance::kLse ? 1 : 0;  // the query's own node
   const int most = task.most_rank + extra, least = task.least_rank + extra;
@@ -141,8 +141,8 @@ __global__ void __launch_bounds__(kScoreThreads, 1) dense_references_kernel(Dens
   RowSums sums;
   RowMaxima maxima;
   float s[64];
-  // The warpgroups take turns to issue, so that they do not all wait for products and then all for
-  // exponentials.
+  // The warpgroups issue their products one after another, so that some compute exponentials while others
+  // wait for products.
   if (group_idx == kScoreGroups - 1) {
     device::named_barrier_arrive(kIssueBarrier, 256);
   }
@@ -193,13 +193,13 @@ __global__ void __launch_bounds__(kScoreThreads, 1) dense_references_kernel(Dens
 
 // ---- importances
 //
-// The second pass over a selection at the top: importances from scores and references.
+// The second pass of a selection at the top computes importances from scores and references.
 //
-// Keys are the rows of the product and a column is (run of 8 leaders, head, leader in the run): a thread
-// holds all heads of its (key, leader) pairs, and the sum over the heads in order is additions of its own
-// registers, whatever the tile. Warpgroup = (half of the keys, half of the columns).
+// Keys are the rows of the product, and a column is (run of 8 leaders, head, leader in the run). A thread
+// therefore holds all heads of its (key, leader) pairs and adds them in the order of the heads, whatever the
+// tile. A warpgroup computes half of the keys times half of the columns.
 
-// For kExpJoint the heads of a leader share the largest of their references.
+// Replaces the references of a leader's heads by the largest one, for kExpJoint.
 template <int kGroup>
 __device__ __forceinline__ void join_references(float (&lowered)[32]) {
 #pragma unroll
@@ -219,12 +219,12 @@ __device__ __forceinline__ void join_references(float (&lowered)[32]) {
   }
 }
 
-// Importances of a tile of keys: sums over the heads, in order, of what the scores give.
+// Writes the importances of a tile of keys, which sum 2^(score - reference) over the heads, in order.
 template <int kGroup>
 __device__ __forceinline__ void store_importances(const float (&s)[64], const float (&lowered)[32],
                                                   float* rows, uint32_t row_stride, int first_list,
                                                   const ScoreTask& task, int tile) {
-  // i: half of the rows, leader of the pair
+  // i is (half of the rows, leader of the pair)
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     float importance = 0.f;
@@ -240,7 +240,7 @@ __device__ __forceinline__ void store_importances(const float (&s)[64], const fl
   }
 }
 
-// Grid: see ScoreTask. kGroup: G.
+// The grid is that of ScoreTask; kGroup is G.
 template <typename T, int kDim, int kGroup>
 __global__ void __launch_bounds__(kScoreThreads, 1) dense_importance_kernel(DenseImportanceParams all) {
 #if HTREE_SM90A
@@ -271,7 +271,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1) dense_importance_kernel(Dens
   const int group_idx = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const int key_half = group_idx % 2, first_column = group_idx / 2 * 128 + lane % 4 * 2;
   const int first_key = key_half * 64 + warp * 16 + lane / 4;
-  // block j of 8 columns: head j % G of the run j / G
+  // Block j of 8 columns has head j % G of run j / G.
   float lowered[32];
 #pragma unroll
   for (int i = 0; i < 32; ++i) {
@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1) dense_importance_kernel(Dens
   if (params.importance == Importance::kExpJoint) {
     join_references<kGroup>(lowered);
   }
-  // leaders of this thread: first_list + 8 * run (+ 1), at most the last
+  // The leaders of this thread are first_list + 8 * run (+ 1), but at most the last one.
   const int first_list = task.first_list + first_column / (8 * kGroup) * 8 + first_column % 8;
   const uint32_t row_stride = static_cast<uint32_t>(p.num_kv_heads * all.width);
   float* rows =

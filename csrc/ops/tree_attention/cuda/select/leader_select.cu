@@ -1,4 +1,10 @@
-// Exact selection: its kernels and their launch.
+// Exact selection of the next layer's parents for one leader: docs/semantics/tree_attention.md §1.6.
+//
+// One thread block holds the importances of a whole row in registers, which it reads or computes from scores.
+// They are not negative, so their bits order as signed integers like the numbers, with NaN (always
+// 0x7fffffff) above infinity. Maxima of disjoint groups give a lower bound of the smallest selected key.
+// Histograms narrow the range down to a bin of a few keys, and those are ranked by (key, smaller position
+// first). The result does not depend on the order in which threads arrive.
 #include <algorithm>
 
 #include "device/mma.cuh"
@@ -18,7 +24,7 @@ constexpr int kMaxSelected = 1024;  // k
 template <int kKeys>
 struct SelectShared {
   static constexpr int kWords = kKeys * kSelectThreads / 32;
-  alignas(16) uint32_t bins[kSelectBins + 4];  // the last ones take what lies outside
+  alignas(16) uint32_t bins[kSelectBins + 4];  // the last ones count keys outside the range
   uint64_t finalists[kFinalists];
   uint32_t above[kWords];
   uint32_t equal[kWords];
@@ -28,8 +34,8 @@ struct SelectShared {
   int bin, bin_above, bin_count, num_finalists;
 };
 
-// Sum over the threads before this one; `total` over all. One barrier; `scratch` holds kSelectWarps ints
-// that nobody reads any more.
+// The sum over the threads before this one; `total` is the sum over all. Has one barrier. `scratch` holds
+// kSelectWarps ints that no thread still reads.
 __device__ __forceinline__ int sum_before(int value, int* scratch, int* total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int inclusive = value;
@@ -47,15 +53,15 @@ __device__ __forceinline__ int sum_before(int value, int* scratch, int* total) {
   return __reduce_add_sync(device::kFullMask, lane < warp ? of_warp : 0) + inclusive - value;
 }
 
-// Position of key i of this thread: i * 256 + thread. Groups of 4 keys are skipped as one where the row is
-// shorter, so that the cost follows its length.
+// The keys of a row. Key i of this thread has position i * 256 + thread. Where the row is shorter, groups of
+// 4 keys are skipped together, so that the cost follows the row's length.
 template <int kKeys>
 struct RowKeys {
   static constexpr int kStep = 4;
   int key[kKeys];  // -1 past the end
-  int used;        // keys of a thread that reach the end of the row
+  int used;        // keys of a thread up to the end of the row
 
-  // importance(p) of the positions p < count.
+  // Loads importance(p) of the positions p < count.
   template <typename F>
   __device__ __forceinline__ void load(int count, F importance) {
     used = (count + kSelectThreads - 1) / kSelectThreads;
@@ -83,12 +89,14 @@ struct RowKeys {
   }
 };
 
-// Keys in [low, high], of which the `wanted` largest and everything above are chosen; `count` lie inside.
+// Keys in [low, high]. Everything above them is selected, and so are the `wanted` largest of
+// them; `count` are inside.
 struct KeyRange {
   int low, high, wanted, count;
 };
 
-// 512 disjoint groups have a key each that is at least the smallest of their maxima, so as many are above it.
+// The range of all keys that may be selected. 512 disjoint groups have a key each that is at least the
+// smallest of the groups' maxima, so up to 512 keys can be wanted from there on.
 template <int kKeys>
 __device__ __forceinline__ KeyRange bracket(const RowKeys<kKeys>& keys, int wanted,
                                             SelectShared<kKeys>& shared) {
@@ -119,8 +127,8 @@ __device__ __forceinline__ void clear_bins(uint32_t* bins) {
   reinterpret_cast<uint4*>(bins)[threadIdx.x + kSelectThreads] = make_uint4(0, 0, 0, 0);
 }
 
-// Narrows `range` to the bin of its `wanted`-th largest key, `bins` being clear. Returns whether a bin is one
-// key.
+// Narrows `range` to the bin of its `wanted`-th largest key. The bins must be clear. Returns whether a
+// bin is one key.
 template <int kKeys>
 __device__ __forceinline__ bool narrow(const RowKeys<kKeys>& keys, KeyRange& range,
                                        SelectShared<kKeys>& shared) {
@@ -131,7 +139,7 @@ __device__ __forceinline__ bool narrow(const RowKeys<kKeys>& keys, KeyRange& ran
     asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(bins + bin * 4) : "memory");
   };
   if (shift > 0) {
-    // below the range the difference wraps; above there is nothing, or the range is a power of two
+    // Below the range the difference wraps. Above it there is nothing, or the range is a power of two.
     keys.each([&](int, int key) {
       count(min(static_cast<uint32_t>(key - range.low) >> shift, uint32_t{kSelectBins}));
     });
@@ -142,7 +150,7 @@ __device__ __forceinline__ bool narrow(const RowKeys<kKeys>& keys, KeyRange& ran
     });
   }
   __syncthreads();
-  // thread i owns 8 bins, the largest keys first
+  // Thread i owns 8 bins; the first threads have the largest keys.
   const int first = kSelectBins - 8 - static_cast<int>(threadIdx.x) * 8;
   const uint4 lower = *reinterpret_cast<const uint4*>(shared.bins + first);
   const uint4 upper = *reinterpret_cast<const uint4*>(shared.bins + first + 4);
@@ -175,18 +183,12 @@ __device__ __forceinline__ bool narrow(const RowKeys<kKeys>& keys, KeyRange& ran
   return shift == 0;
 }
 
-// ---- Exact selection of the next layer's parents for one leader: docs/semantics/tree_attention.md §1.6.
-//
-// One block per row holds the importances of the whole row in registers, read as they are or made from
-// scores. They are not negative, so their bits as signed integers order like the numbers, with NaN
-// (0x7fffffff, as every instruction makes it) above infinity. A lower bound of the wanted key comes from
-// maxima of disjoint groups, histograms narrow it down to a bin of a few keys, and those are ranked by (key,
-// smaller position first). The result does not depend on the order in which threads arrive.
+// ---- the choice
 
 constexpr int kMaxGroup = 16;
 
-// Words of chosen positions in `shared.above`: everything above the range, and of the few keys in it the
-// `wanted` first by (key, position).
+// Writes the selected positions as words of bits to `shared.above`: everything above the range, and the first
+// `wanted` of the few keys in it, by (key, position).
 template <int kKeys>
 __device__ __forceinline__ void choose_few(const RowKeys<kKeys>& keys, const KeyRange& range,
                                            SelectShared<kKeys>& shared) {
@@ -218,7 +220,7 @@ __device__ __forceinline__ void choose_few(const RowKeys<kKeys>& keys, const Key
   }
 }
 
-// As choose_few where the range is one key that many positions hold: the smallest win.
+// The same where the range is one key that many positions hold. The smallest positions are selected.
 template <int kKeys>
 __device__ __forceinline__ void choose_ties(const RowKeys<kKeys>& keys, const KeyRange& range,
                                             SelectShared<kKeys>& shared) {
@@ -250,7 +252,7 @@ __device__ __forceinline__ void choose_ties(const RowKeys<kKeys>& keys, const Ke
   }
 }
 
-// Chooses `wanted` of the keys and writes their words to `shared.above`.
+// Selects `wanted` of the keys and writes their words to `shared.above`.
 template <int kKeys>
 __device__ __forceinline__ void choose(const RowKeys<kKeys>& keys, int wanted, SelectShared<kKeys>& shared) {
   clear_bins(shared.bins);
@@ -271,8 +273,8 @@ __device__ __forceinline__ void choose(const RowKeys<kKeys>& keys, int wanted, S
   }
 }
 
-// References of the heads into `references` [kMaxGroup], from the sums of `runs` runs of the row's candidates
-// ([runs, G]) in order; the joint maximum for kExpJoint. Two barriers.
+// Writes the references of the heads to `references` [kMaxGroup], from the sums of `runs` runs of the row's
+// candidates ([runs, G]) in order. For kExpJoint they are the joint maximum. Has two barriers.
 __device__ __forceinline__ void combine_sums(const float2* sums, int runs, int group, bool joint,
                                              float* references) {
   if (threadIdx.x < group) {
@@ -295,8 +297,8 @@ __device__ __forceinline__ void combine_sums(const float2* sums, int runs, int g
   __syncthreads();
 }
 
-// Importances of the first `count` candidates from their scores [p, G]: sums over the heads in order. kGroup:
-// G, or 0 for any.
+// Loads the importances of the first `count` candidates from their scores [p, G]: sums over the heads in
+// order. kGroup is G, or 0 for any G.
 template <int kKeys, int kGroup>
 __device__ __forceinline__ void load_scores(RowKeys<kKeys>& keys, const float* scores, int count, int group,
                                             const float* references) {
@@ -330,7 +332,8 @@ __device__ __forceinline__ void load_scores(RowKeys<kKeys>& keys, const float* s
   }
 }
 
-// What the sums of a group of nodes weigh, [groups of the row, G]: 2^(reference - log-sum). Ends with a barrier.
+// Writes the weights of the sums of a group of nodes, [groups of the row, G]: 2^(reference - log-sum). Ends
+// with a barrier.
 __device__ __forceinline__ void weigh_groups(const SpanScores& spans, int64_t row_idx, int count, int group,
                                              const float* log_sums, float* weights) {
   const float* references = spans.references + row_idx * spans.num_groups * group;
@@ -341,8 +344,8 @@ __device__ __forceinline__ void weigh_groups(const SpanScores& spans, int64_t ro
   __syncthreads();
 }
 
-// Importances of the first `count` nodes from the sums of their span means; `sums` [G, width] are the row's. kGroup: G,
-// or 0 for any.
+// Loads the importances of the first `count` nodes from the sums of their span means; `sums` [G, width] are
+// the row's. kGroup is G, or 0 for any G.
 template <int kKeys, int kGroup>
 __device__ __forceinline__ void load_span_scores(RowKeys<kKeys>& keys, const float* sums, int64_t width,
                                                  int nodes_log2, int count, int group, const float* weights) {
@@ -374,7 +377,7 @@ __device__ __forceinline__ void load_span_scores(RowKeys<kKeys>& keys, const flo
 
 enum class RowSource { kImportances, kScores, kScoresOfEight, kSpans, kSpansOfEight };
 
-// Grid: x = list rows * kv heads, the longest rows first; y = batch.
+// Grid: x = list rows * kv heads, those with the longest rows first; y = batch.
 template <RowSource kSource, int kKeys, int kBlocks>
 __global__ void __launch_bounds__(kSelectThreads, kBlocks) leader_select_kernel(LeaderSelectParams params) {
   using Shared = SelectShared<kKeys>;
@@ -407,7 +410,7 @@ __global__ void __launch_bounds__(kSelectThreads, kBlocks) leader_select_kernel(
     return (task.list ? task.list[position / kParentRows] : position / kParentRows) * kParentRows +
            position % kParentRows;
   };
-  if (rank < p.list_width) {  // every candidate
+  if (rank < p.list_width) {  // every candidate is selected
     for (int i = threadIdx.x; i < p.list_width; i += kSelectThreads) {
       next[i] = i <= rank ? node(i) : -1;
     }
@@ -416,7 +419,7 @@ __global__ void __launch_bounds__(kSelectThreads, kBlocks) leader_select_kernel(
     }
     return;
   }
-  const int wanted = p.list_width - 1;  // the query's own node is chosen in any case
+  const int wanted = p.list_width - 1;  // the query's own node is selected in any case
   if (wanted > 0) {
     RowKeys<kKeys> keys;
     const int64_t row_idx = batch * p.num_lists * p.num_kv_heads + row;
@@ -445,7 +448,7 @@ __global__ void __launch_bounds__(kSelectThreads, kBlocks) leader_select_kernel(
   }
   __syncthreads();
 
-  // thread i owns the words from i * kOwn on; word w is positions 32 w ... 32 w + 31
+  // Thread i owns the words from i * kOwn on. Word w has the positions 32 w ... 32 w + 31.
   constexpr int kOwn = (Shared::kWords + kSelectThreads - 1) / kSelectThreads;
   uint32_t words[kOwn];
   int own = 0, total;
@@ -473,11 +476,11 @@ __global__ void __launch_bounds__(kSelectThreads, kBlocks) leader_select_kernel(
   }
 }
 
-// ---- The selection kernels: as few keys per thread as the longest row of a launch needs. No torch.
+// ---- launches, with as few keys per thread as the longest row needs
 
 namespace {
 
-// kBlocks: blocks of an SM that the registers are cut for.
+// The registers are limited so that kBlocks thread blocks fit an SM.
 template <RowSource kSource, int kKeys, int kBlocks>
 cudaError_t launch(const LeaderSelectParams& params, cudaStream_t stream) {
   const GatherParams& p = params.gather;
@@ -486,7 +489,7 @@ cudaError_t launch(const LeaderSelectParams& params, cudaStream_t stream) {
   const int64_t weights = params.spans.sums ? int64_t{params.spans.num_groups} * p.group : 0;
   const LaunchShape shape{
       .grid = grid, .threads = kSelectThreads, .shared_bytes = weights * static_cast<int64_t>(sizeof(float))};
-  // This kernel has more static shared memory than launch_kernel() reckons with, so it asks earlier.
+  // launch_kernel() allows for less static shared memory than this kernel has, so the limit is raised here.
   constexpr int64_t kFreeBytes = (48 << 10) - static_cast<int64_t>(sizeof(SelectShared<kKeys>)) - 256;
   if (shape.shared_bytes > kFreeBytes) {
     const int64_t asked = std::max(shape.shared_bytes, kFreeSharedBytes + 1);

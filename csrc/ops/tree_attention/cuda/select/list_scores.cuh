@@ -1,4 +1,4 @@
-// Scores of the leaders' candidates: one warp per (leader, kv head, run of slots).
+// Scores of the leaders' candidates where parents are gathered: one warp per (leader, kv head, run of slots).
 #pragma once
 
 #include "host/cuda/kernel_launch.h"
@@ -20,12 +20,12 @@ struct ScoreRing {
   static constexpr int kSharedBytes = kScoreWarps * kScoreStages * kStageBytes;
 };
 
-// Sums over the columns (query heads) of accumulators of 16 children by 8 heads per tile.
+// Log-sums of the columns (query heads) of accumulators; a tile has 16 children by 8 heads.
 template <int kTiles>
 struct HeadSums {
   LogSum sums[kTiles][2];
 
-  // Children from `count` on take no part.
+  // Adds a parent's scores without those of the children from `count` on.
   __device__ __forceinline__ void add(const float (&s)[kTiles][4], int count) {
     const int child = threadIdx.x % 32 / 4;
 #pragma unroll
@@ -37,7 +37,7 @@ struct HeadSums {
       }
     }
   }
-  // Whole warps; `to` [G].
+  // Writes the sums of all heads to `to` [G]. Whole warps must call.
   __device__ __forceinline__ void write(float2* to, int group) {
     const int lane = threadIdx.x % 32;
 #pragma unroll

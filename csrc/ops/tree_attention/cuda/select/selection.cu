@@ -1,5 +1,5 @@
-// The launches that select the parents of one layer: out of the scores of a gathered list, or by the dense
-// passes of the top layer.
+// The launches that select the parents of one layer, from the scores of gathered lists or by the dense passes
+// of the top layer.
 #include "ops/tree_attention/cuda/launch_params.h"
 #include "ops/tree_attention/cuda/select/selection.h"
 #include "ops/tree_attention/cuda/tree_call.h"
@@ -27,7 +27,7 @@ SpanTiles span_tiles_of(const TreeCall& call, const Chunk& chunk) {
   return tiles;
 }
 
-// The importances of a gathered layer come with the selection, out of its scores.
+// Computes the scores of a gathered layer. The selection itself turns them into importances.
 cudaError_t score_lists(const TreeCall& call, const TreeLayer& layer, const Chunk& chunk,
                         const GatherParams& gather, int64_t most_candidates, float* scratch,
                         LeaderSelectParams& select, cudaStream_t stream) {
@@ -58,7 +58,7 @@ cudaError_t score_lists(const TreeCall& call, const TreeLayer& layer, const Chun
   });
 }
 
-// Scores of a dense top by span means.
+// Computes the scores of a dense top by span means.
 cudaError_t score_top_spans(const TreeCall& call, const Chunk& chunk, const GatherParams& gather,
                             float* scratch, LeaderSelectParams& select, cudaStream_t stream) {
   SpanScoreParams params;
@@ -82,7 +82,7 @@ cudaError_t score_top_spans(const TreeCall& call, const Chunk& chunk, const Gath
   });
 }
 
-// References of all lists of the chunk.
+// Computes the references of all lists of the chunk.
 cudaError_t refer_top(const TreeCall& call, const Chunk& chunk, const GatherParams& gather, float* scratch,
                       DenseReferenceParams& params, cudaStream_t stream) {
   params.gather = gather;
@@ -95,7 +95,7 @@ cudaError_t refer_top(const TreeCall& call, const Chunk& chunk, const GatherPara
   });
 }
 
-// Importances of the lists of `gather`, `first` lists after those of `reference`.
+// Computes the importances of the lists of `gather`, which are `first` lists behind those of `reference`.
 cudaError_t rank_top(const TreeCall& call, const DenseReferenceParams& reference, float* importances,
                      const GatherParams& gather, int64_t first, int64_t last_rank, LeaderSelectParams& select,
                      cudaStream_t stream) {

@@ -6,25 +6,26 @@
 
 namespace htree::tree_attention {
 
-// Scores of a dense top by span means, see span_scores.cuh. The importance of node p in head g is
-// sums[p] * 2^(references[p >> nodes_log2] - log-sum), and the log-sum is that of the pairs of the runs.
+// Scores of a dense top by span means, see span_scores.cuh. The importance of node p is the sum over the
+// heads g of sums[p] * 2^(references[p >> nodes_log2] - log-sum), where the head's log-sum is that of the
+// pairs of all runs.
 struct SpanScores {
   float* sums = nullptr;        // [B, num_lists, H_kv, G, width], for nodes p < n - 1
   float* references = nullptr;  // [B, num_lists, H_kv, num_groups, G]
-  float2* runs = nullptr;       // [B, num_lists, H_kv, num_runs, G]: as ListScoreParams::sums
+  float2* runs = nullptr;       // [B, num_lists, H_kv, num_runs, G], pairs as in ListScoreParams::sums
   int64_t width = 0;            // a multiple of 128
   int num_groups = 0, num_runs = 0;
   SpanTiling tiling;
 };
 
-// Exact selection: docs/semantics/tree_attention.md §1.6.
+// The last step of a selection: docs/semantics/tree_attention.md §1.6.
 struct LeaderSelectParams {
-  GatherParams gather;            // of the layer the scores belong to
+  GatherParams gather;            // of the layer that the scores belong to
   const float* scores = nullptr;  // as ListScoreParams, or importances [B, num_lists, H_kv, score_width]
   int64_t score_width = 0;
   const float2* sums = nullptr;  // as ListScoreParams; null where `scores` are importances
   int num_runs = 0;
-  SpanScores spans;               // in place of all scores, if there are sums
+  SpanScores spans;               // if it has sums, it replaces the scores
   int32_t* next_lists = nullptr;  // [B, num_lists, H_kv, list_width] node ids, ascending, -1 tail
   int64_t next_batch = 0;         // stride in elements
   uint32_t* selected =
@@ -35,11 +36,11 @@ struct LeaderSelectParams {
 };
 cudaError_t launch_leader_select(const LeaderSelectParams& params, cudaStream_t stream);
 
-// ---- Scores of the leaders over the candidates of their lists. No torch.
+// ---- scores of the leaders over the candidates of their lists
 
-// Scores of the leaders and, for every run of kRunSlots slots and head, (maximum, sum of 2^(s - maximum))
-// over the candidates that are ranked, or over all n for kLse. Entries p >= n of a row are not written, nor
-// are runs past its last slot.
+// Writes the scores of the leaders, and for every run of kRunSlots slots and every head
+// (maximum, sum of 2^(s - maximum)) over the candidates before the rightmost one (for kLse over all n).
+// Entries p >= n of a row are not written, nor are runs past its last slot.
 struct ListScoreParams {
   GatherParams gather;
   Importance importance = Importance::kLseCausal;
@@ -51,19 +52,18 @@ struct ListScoreParams {
 };
 template <typename T, int kDim>
 cudaError_t launch_list_scores(const ListScoreParams& params, cudaStream_t stream);
-// The same where the score of a node is the log-sum over its span means.
+// The same with selection_span: the score of a node is the log-sum over its span means.
 template <typename T, int kDim>
 cudaError_t launch_span_list_scores(const ListScoreParams& params, cudaStream_t stream);
 
-// ---- Selection at a dense top on Hopper (sm_90a): r = 16, fp16 or bf16 inputs, K = V in {32, 64, 128}, G in {1, 2, 4,
-// 8, 16}. The candidates of a query are the nodes 0 ... n - 1 of the layer, so scores are dense products of
-// warpgroups instead of a gather. No torch.
-//
-// A selection is three launches over the leaders of a chunk: references (log-sums), importances, select.
+// ---- Selection at a dense top on Hopper (sm_90a): r = 16, fp16 or bf16 inputs, K = V in {32, 64, 128}, G in
+// {1, 2, 4, 8, 16}. The candidates of a query are the nodes 0 ... n - 1 of the layer, so scores are dense
+// products of warpgroups instead of a gather. Three launches over the leaders of a chunk make a selection:
+// references (log-sums), importances, select.
 
-// What scores of a chunk are lowered by, in log2 units: [num_batches, num_lists, H_kv, G]. The log-sum over
-// the candidates before the query's own node (kLse: with it), +inf where that is -inf; the maximum for
-// kExpJoint.
+// Writes the references, [num_batches, num_lists, H_kv, G] in log2 units, which the second launch subtracts
+// from scores: the log-sum over the candidates before the query's own node (for kLse with it), or +inf where
+// that is -inf; for kExpJoint the maximum.
 struct DenseReferenceParams {
   GatherParams gather;  // its blocks and lists are not read
   DenseTiles tiles;     // from the chunk's first batch on
@@ -74,8 +74,8 @@ struct DenseReferenceParams {
 template <typename T, int kDim>
 cudaError_t launch_dense_references(const DenseReferenceParams& params, cudaStream_t stream);
 
-// importances[b, list, kv head, p] = sum over g in order of 2^(score - reference), p < n - 1; further entries
-// of a row's last tile are unspecified.
+// importances[b, list, kv head, p] = sum over g in order of 2^(score - reference) for p < n - 1. Further
+// entries of a row's last tile are unspecified.
 struct DenseImportanceParams {
   DenseReferenceParams reference;
   float* importances = nullptr;  // [num_batches, num_lists, H_kv, width]
@@ -84,7 +84,7 @@ struct DenseImportanceParams {
 template <typename T, int kDim>
 cudaError_t launch_dense_importances(const DenseImportanceParams& params, cudaStream_t stream);
 
-// The same by span means, in one launch before the selection.
+// With selection_span one launch takes the place of both.
 struct SpanScoreParams {
   GatherParams gather;  // its blocks and lists are not read
   SpanTiles tiles;      // from the chunk's first batch on

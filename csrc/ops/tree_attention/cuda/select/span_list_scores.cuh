@@ -1,9 +1,9 @@
-// Scores of the leaders' candidates by span means (selection_span) where parents are gathered: one warp per (leader,
-// kv head, run of slots). The score of a candidate is the log-sum over its span means, so that the selection
-// reads it as list_scores.cuh's.
+// Scores of the leaders' candidates by span means (selection_span) where parents are gathered: one warp per
+// (leader, kv head, run of slots). The score of a candidate is the log-sum over its span means, stored as
+// list_scores.cuh stores scores.
 //
-// A parent's span means arrive as blocks of 16 rows, mean j of each child in block j: a lane of the products
-// holds the same children and heads in every block, and sums over the means without its neighbours.
+// A parent's span means come in blocks of 16 rows, with mean j of each child in block j. A lane of the
+// products therefore holds the same children and heads in every block and sums over the means alone.
 #pragma once
 
 #include "ops/tree_attention/cuda/select/list_scores.cuh"
@@ -12,7 +12,7 @@
 namespace htree::tree_attention {
 
 constexpr int kSpanScoreStages = 4;
-constexpr int kSpanBatch = 4;  // blocks whose scores a lane holds at a time
+constexpr int kSpanBatch = 4;  // blocks of span means whose scores a lane holds at the same time
 
 template <int kKeyDim>
 struct SpanRing {
@@ -22,7 +22,7 @@ struct SpanRing {
   static constexpr int kSharedBytes = kScoreWarps * kWarpBytes;
 };
 
-// As ParentStream, for the blocks of each parent one after another.
+// A ParentStream for the blocks of span means of each parent, one after another.
 template <int kKeyDim>
 class SpanStream {
  public:
@@ -44,14 +44,14 @@ class SpanStream {
     }
   }
 
-  // Shared address of the next block. Waits for the copies of this warp only.
+  // Returns the shared address of the next block. Waits for the copies of this warp alone.
   __device__ __forceinline__ uint32_t wait() const {
     device::wait_copies<kSpanScoreStages - 1>();
     __syncwarp();
     return ring_ + read_ * Ring::kStageBytes;
   }
 
-  // After the last read of the block that wait() gave.
+  // Must be called after the last read of the block that wait() returned.
   __device__ __forceinline__ void release() {
     __syncwarp();
     read_ = (read_ + 1) % kSpanScoreStages;
@@ -98,7 +98,7 @@ class SpanStream {
   int block_ = 0, taken_ = 0, read_ = 0, write_ = 0;
 };
 
-// The query rows of a slot as operands, for all of its blocks.
+// The query rows of a slot as operands of the products with all of its blocks.
 template <int kKeyDim, int kTiles>
 struct SlotQuery {
   static constexpr int kSteps = kKeyDim / 16;
@@ -118,7 +118,7 @@ struct SlotQuery {
     }
   }
 
-  // Scores of a block's rows in log2 units, as slot_scores().
+  // Computes the scores of a block's rows in log2 units, as slot_scores() does.
   __device__ __forceinline__ void scores(const TileAddress<kKeyDim>& at, uint32_t block,
                                          const float (&unscale)[kTiles][2], float (&s)[kTiles][4]) const {
 #pragma unroll
@@ -150,7 +150,7 @@ struct SlotQuery {
   }
 };
 
-// Grid: as list_scores_kernel.
+// The grid is that of list_scores_kernel.
 template <typename T, int kKeyDim, int kTiles>
 __global__ void __launch_bounds__(kScoreWarps * 32, kTiles == 1 ? 3 : 2)
     span_list_scores_kernel(ListScoreParams params) {

@@ -1,14 +1,14 @@
-// Scores of a dense top by span means (selection_span), in one pass over the products.
+// Scores of a dense top by span means (selection_span), with one pass over the products.
 //
-// A score is written as it will be used: for every (leader, head, node) the sum over the node's span means of
-// 2^(score - reference), and beside it the reference, one for each (leader, head) and group of tiles. The
-// importance of a node is then the sum over the heads of these sums times 2^(reference - log-sum), see
-// leader_select.cu, and the log-sums come from the sums of all groups. So no product is made twice, and a span mean costs
-// one exponential.
+// For every (leader, head, node) the kernel writes the sum over the node's span means of
+// 2^(score - reference), and for every (leader, head, group of tiles) the reference. The importance of a node
+// is then the sum over the heads of these sums times 2^(reference - log-sum), see leader_select.cu,
+// and the log-sums follow from the sums of all groups. So every product is computed once, and a span
+// mean costs one exponential.
 //
 // Queries are the rows of the product, and the tiles are ordered so that a thread holds all means of its
-// nodes (span_place in span_copies.cuh). A block takes 256 rows and one run of groups; what a row gets
-// depends on nothing but the row and the run.
+// nodes (span_place in span_copies.cuh). A thread block computes 256 rows and one run of groups. The result
+// of a row depends on nothing but the row and the run.
 #pragma once
 
 #include "host/cuda/kernel_launch.h"
@@ -19,17 +19,19 @@
 
 namespace htree::tree_attention {
 
-// The sums of the two rows of a thread; columns are 8 i + 2 (lane % 4) + e. A tile holds 2^kRowsLog2 means of a node.
+// The sums of a thread's two rows; its columns are 8 i + 2 (lane % 4) + e. A tile holds 2^kRowsLog2
+// means of a node.
 template <int kRowsLog2>
 struct SpanSums {
   static constexpr float kUnset = -1e38f;  // finite, so that -inf - kUnset is -inf
-  static constexpr float kLimit = 1e19f;   // of a tile: sums over a run stay finite
+  static constexpr float kLimit = 1e19f;   // of the sum of a tile: sums of a run stay finite
   float reference[2] = {kUnset, kUnset};   // the same in the four lanes of a row
-  float sum[2] = {0.f, 0.f};               // over the run, of this lane's columns
-  float begun[2] = {0.f, 0.f};             // of a node that later tiles go on with
+  float sum[2] = {0.f, 0.f};               // of the run, over this lane's columns
+  float begun[2] = {0.f, 0.f};             // of a node that continues in later tiles
 
-  // Sums of the nodes of a tile, stored at `to` as soon as four are there, since registers are short: `to` is where the
-  // row's first node of this lane stands. Nodes of 32 means and more are left in total[].
+  // Computes the sums of the nodes of a tile. To save registers, they are stored at `to` as soon as
+  // there are four; `to` points to this lane's first node of each row. The sum of a node of 32 means or
+  // more is left in total[].
   __device__ __forceinline__ void tile_sums(const float (&s)[64], float* const (&to)[2],
                                             float (&total)[2]) const {
     float batch[2][8], pairs[2][4], nodes[2][4];
@@ -60,7 +62,8 @@ struct SpanSums {
     }
   }
 
-  // Eight columns, the `quarter`-th of four; returns their sum. nodes[] keeps what is not stored yet.
+  // Adds eight columns, the `quarter`-th of four, and returns their sum. nodes[] keeps sums that
+  // are not stored yet.
   __device__ __forceinline__ static float add_quarter(const float (&pairs)[4], int quarter, float* to,
                                                       float (&nodes)[4]) {
     const float fours[2] = {pairs[0] + pairs[1], pairs[2] + pairs[3]};
@@ -91,13 +94,13 @@ struct SpanSums {
     *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
   }
 
-  // An infinite sum stays so.
+  // An infinite sum stays infinite.
   __device__ __forceinline__ static float rescaled(float sum, float exponent) {
     return sum == INFINITY ? sum : sum * device::exp2_flushed(exponent);
   }
 
-  // To the largest finite score: beside an infinite one the weights of the others are still 0, not NaN. The
-  // lanes of a row call together.
+  // Raises the reference to the largest finite score: the weights of other scores beside an infinite one are
+  // then 0, not NaN. All lanes of a row must call together.
   __device__ __forceinline__ void raise(const float (&s)[64], int row, bool wanted) {
     float most = reference[row];
 #pragma unroll
@@ -119,7 +122,7 @@ struct SpanSums {
     return (votes >> (threadIdx.x % 32 & ~3) & 15u) != 0;
   }
 
-  // Adds a tile to the sums and returns its own in total[].
+  // Adds a tile to the sums and returns the tile's own sums in total[].
   __device__ __forceinline__ void add(const float (&s)[64], bool first, float* const (&to)[2],
                                       float (&total)[2]) {
     bool beyond[2] = {first, first};
@@ -139,7 +142,8 @@ struct SpanSums {
     sum[1] += total[1];
   }
 
-  // The sum of a lane's only node of a group, of 32 means in each of its tiles.
+  // Adds a tile's part to the sum of a lane's only node of a group, which has 32 means in each
+  // tile of the group.
   __device__ __forceinline__ void add_part(const float (&total)[2], bool ends, float* const (&to)[2]) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
@@ -152,7 +156,8 @@ struct SpanSums {
   }
 };
 
-// Of this thread's 32 columns of a row, those whose nodes stand before node `end` of the group: the first ones.
+// How many of this thread's 32 columns of a row belong to nodes before node `end` of the group:
+// these columns come first.
 template <int kRowsLog2>
 __device__ __forceinline__ int columns_before(int end) {
   constexpr int kRun = kSpanRowsLog2 - kRowsLog2 < 2 ? 1 << (kSpanRowsLog2 - kRowsLog2) : 4;
@@ -160,7 +165,7 @@ __device__ __forceinline__ int columns_before(int end) {
   return (left / (4 * kRun) * kRun + min(left % (4 * kRun), kRun)) << kRowsLog2;
 }
 
-// The run of groups of a block, and the rows of a thread.
+// The run of groups that a thread block computes.
 struct SpanRun {
   int first_group, num_tiles;
 
@@ -171,7 +176,8 @@ struct SpanRun {
   }
 };
 
-// What lies before the row's own node stays; the rest of a tile becomes -inf. `end`: see columns_before.
+// Keeps the scores of nodes before the row's own node and sets the others to -inf.
+// For `end` see columns_before.
 template <int kRowsLog2>
 __device__ __forceinline__ void mask_nodes(float (&s)[64], const int (&end)[2]) {
   const int columns[2] = {columns_before<kRowsLog2>(end[0]), columns_before<kRowsLog2>(end[1])};
@@ -181,16 +187,16 @@ __device__ __forceinline__ void mask_nodes(float (&s)[64], const int (&end)[2]) 
   }
 }
 
-// Where a thread's two rows (leader, head) go, group after group.
+// Where a thread writes the results of its two rows (leader, head), group after group.
 template <int kRowsLog2>
 struct SpanOutputs {
   static constexpr int kGroupNodes = 1 << (kSpanTileRowsLog2 - kRowsLog2);
   float* nodes[2];       // this lane's first node of the group
-  float* references[2];  // of the group
+  float* references[2];  // that of the group
   float2* runs[2];
   int group;
 
-  // `list_rows`: (batch, leader, kv head); `heads` of the kv head.
+  // `list_rows` are (batch, leader, kv head), `heads` those of the kv head.
   __device__ __forceinline__ SpanOutputs(const SpanScores& to, const SpanRun& run,
                                          const int64_t (&list_rows)[2], const int (&heads)[2], int group)
       : group(group) {
@@ -215,7 +221,8 @@ struct SpanOutputs {
     }
   }
 
-  // The run's sum of row i over all lanes, relative to `reference`; an infinite one is relative to infinity.
+  // Writes the run's sum of row i over all lanes, relative to `reference`; an infinite sum
+  // is relative to infinity.
   __device__ __forceinline__ void end_run(int i, float reference, float sum) const {
     sum += __shfl_xor_sync(device::kFullMask, sum, 1);
     sum += __shfl_xor_sync(device::kFullMask, sum, 2);
@@ -225,7 +232,7 @@ struct SpanOutputs {
   }
 };
 
-// Grid: see ScoreTask; z = runs of groups.
+// The grid is that of ScoreTask, with z = runs of groups.
 template <typename T, int kDim, int kRowsLog2>
 __global__ void __launch_bounds__(kScoreThreads, 1) span_scores_kernel(SpanScoreParams params) {
 #if HTREE_SM90A
@@ -236,7 +243,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1) span_scores_kernel(SpanScore
   const ScoreTask task(p);
   const SpanRun run(tiling, task.most_rank);
   if (task.most_rank < p.list_width || run.num_tiles <= 0) {
-    return;  // every candidate is chosen, or none of them is in this run
+    return;  // every candidate is selected, or none of them is in this run
   }
   const int64_t first_tile =
       task.head_index * params.tiles.num_tiles + (int64_t{run.first_group} << tiling.tiles_log2);
@@ -268,10 +275,10 @@ __global__ void __launch_bounds__(kScoreThreads, 1) span_scores_kernel(SpanScore
   const bool joint = params.importance == Importance::kExpJoint;
   SpanSums<kRowsLog2> sums;
   RowMaxima maxima;
-  int first_node = run.first_group * outputs.kGroupNodes;  // of the group
+  int first_node = run.first_group * outputs.kGroupNodes;  // the first node of the group
   float s[64];
-  // The warpgroups take turns to issue, so that they do not all wait for products and then all for
-  // exponentials.
+  // The warpgroups issue their products one after another, so that some compute exponentials while others
+  // wait for products.
   if (group_idx == kScoreGroups - 1) {
     device::named_barrier_arrive(kIssueBarrier, 256);
   }

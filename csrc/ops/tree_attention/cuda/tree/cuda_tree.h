@@ -43,7 +43,8 @@ struct RopeTables {
 };
 RopeTables general_rope_tables(const AttentionProblem& problem, const Tensor& q);
 
-// The span means of k [B, T, H_kv, K], undefined without a selection_span: docs/semantics/tree_attention.md §1.15.
+// The span means of k [B, T, H_kv, K]; undefined without a selection_span.
+// docs/semantics/tree_attention.md §1.15
 Tensor build_span_means(const Tensor& k, const AttentionArgs& args);
 
 // The arguments of the staged launchers for queries from `first_query` on.
