@@ -1,6 +1,6 @@
 """What compression does to attention: outputs of compressed decode attention against the uncompressed cache.
 
-Run: ``python benchmarks/compressed_kv_error.py --csv PATH``. Queries and values are standard normal; so are the keys,
+Run: ``python benchmarks/compressed_kv_error.py --csv PATH``. Queries and values are standard normal. So are the keys,
 or one channel in 29 is ten times as large, as keys of language models have it. The reference is float64 attention over
 the same keys and values before they are pruned and quantised. Figures are reported, never asserted: they depend on the
 data.
@@ -64,7 +64,7 @@ def relative(actual: Tensor, expected: Tensor) -> float:
 
 
 def measure(setting: Setting, keys: str, tokens: int, device: str) -> ErrorRow:
-    """Two sequences of ``tokens`` tokens, eight query heads on two of keys and values, 128 channels, float16."""
+    """Measures two sequences of ``tokens`` tokens: 8 query heads on 2 K/V heads, 128 channels, float16."""
     shape = (2, 2, tokens, 128)
     make_keys = rows_with_outliers if keys == "outliers" else normal
     q = normal((2, 8, 128), torch.float16, device, seed=1)

@@ -26,7 +26,7 @@ from htree_ops.bench.progress import progress
 
 FP8 = torch.float8_e4m3fn
 Product = Callable[[Tensor, Tensor, torch.dtype], Tensor]
-#: Rows and columns of the products whose errors are taken.
+#: Rows and columns of the products whose errors are measured.
 SIZE = 512
 
 
@@ -53,12 +53,12 @@ class ErrorRow:
 
 @functools.cache
 def one() -> Tensor:
-    """The scale that changes nothing, made once."""
+    """The scale 1, made once."""
     return torch.ones((), device="cuda")
 
 
 def forced(config: list[int]) -> Product:
-    """Our tiles with a tuple of the tuning space; its third value is the number of terms between two promotions."""
+    """Our product with a tuple of the tuning space; its third value is the number of terms between promotions."""
     return lambda a, b, dtype: torch.ops.htree.fp8_gemm(a, b, one(), one(), dtype, config)
 
 
@@ -76,7 +76,7 @@ METHODS: dict[str, Product] = {
 
 
 def make_codes(kind: str, rows: int, k: int, seed: int) -> Tensor:
-    """Codes [rows, k]: standard normal values times 16, or of one sign, uniform in [0, 448]."""
+    """Codes [rows, k] of standard normal values times 16, or of values of one sign, uniform in [0, 448]."""
     generator = torch.Generator("cuda").manual_seed(seed)
     if kind == "normal":
         values = torch.randn(rows, k, device="cuda", generator=generator) * 16
@@ -86,12 +86,12 @@ def make_codes(kind: str, rows: int, k: int, seed: int) -> Tensor:
 
 
 def log2(x: float) -> float:
-    """-inf for an error of zero."""
+    """The logarithm of an error; -inf for 0."""
     return math.log2(x) if x > 0 else -math.inf
 
 
 def measure(kind: str, k: int, method: str, times: dict[str, tuple[float, float]]) -> ErrorRow:
-    """Errors of one [SIZE, k] by [k, SIZE] product."""
+    """Measures the errors of one product [SIZE, k] by [k, SIZE]."""
     a, b = make_codes(kind, SIZE, k, 1), make_codes(kind, SIZE, k, 2).t()
     result = METHODS[method](a, b, torch.float32).double()
     exact = a.double() @ b.double()
@@ -113,7 +113,7 @@ def measure(kind: str, k: int, method: str, times: dict[str, tuple[float, float]
 
 
 def time_methods(size: int) -> dict[str, tuple[float, float]]:
-    """Microseconds of each way at m = n = k = ``size``, by events and by graph replay, in turns."""
+    """Microseconds of each method at m = n = k = ``size``, by events and by graph replay; methods alternate."""
     sets = timing.num_input_sets(4 * size * size)
     operands = [
         (make_codes("normal", size, size, 2 * i), make_codes("normal", size, size, 2 * i + 1).t())

@@ -1,8 +1,8 @@
 """``fp8_gemm`` against ``torch._scaled_mm`` over the matrix sizes of transformers: where cuBLASLt is faster.
 
 Run: ``python benchmarks/fp8_gemm_grid.py --csv PATH`` on a GPU with FP8 tensor cores; about a minute. Both get the same
-codes and one scale per operand, cuBLASLt its reciprocal, and give bf16 without fast accumulation. They are timed in
-turns, by graph replays of a few milliseconds. Figures are reported, never asserted.
+codes and one scale per operand, cuBLASLt its reciprocal, and give bf16 without fast accumulation. They alternate and
+are timed by graph replays of a few milliseconds. Figures are reported, never asserted.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class GridRow:
 
 
 def measure(environment: results.Environment, m: int, n: int, k: int, milliseconds: float) -> GridRow:
-    """Times one size: graph replays of about ``milliseconds`` each, in turns."""
+    """Times one size by alternating graph replays of about ``milliseconds`` each."""
     case = FP8GemmCase(name="grid", dtype=torch.bfloat16, m=m, n=n, k=k)
     inputs = [case.make_inputs("cuda", seed) for seed in range(timing.num_input_sets(case.bytes()))]
     ours = [partial(torch.ops.htree.fp8_gemm, *x) for x in inputs]

@@ -28,10 +28,10 @@ LENGTHS = (32_768, 131_072)
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRow:
-    """One backward.
+    """One measured backward.
 
-    ``peak_bytes`` is what the allocator held at most during the call, beyond its inputs and the three gradients. In it
-    are ``sums_bytes``, the fp32 sums of dK and dV of all layers, and ``copy_bytes``, the packed K and V of all layers.
+    ``peak_bytes`` is the most that the allocator held during the call, beyond its inputs and the three gradients. It
+    contains ``sums_bytes``, the fp32 sums of dK and dV, and ``copy_bytes``, the packed K and V, both of all layers.
     """
 
     gpu: str
@@ -48,7 +48,7 @@ class MemoryRow:
 
 
 def peak_of(call: timing.Call) -> tuple[Sequence[Tensor], int]:
-    """The result of a call and the most bytes allocated during it beyond those before."""
+    """The result of a call, and the most bytes allocated during it beyond those allocated before."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -58,7 +58,7 @@ def peak_of(call: timing.Call) -> tuple[Sequence[Tensor], int]:
 
 
 def measure(case: TreeAttentionCase, effort: timing.Effort) -> list[MemoryRow]:
-    """A row for stored lists and one for lists selected again, timed in turns."""
+    """A row for stored lists and one for lists selected again; their timings alternate."""
     q, k, v = case.make_qkv("cuda")
     options = case.op_options()
     out, gmax, gsum, parents = torch.ops.htree.attention_forward(q, k, v, *options)

@@ -9,7 +9,7 @@ Run on a GPU:
     python benchmarks/twin_traffic.py --parse traffic.csv --json traffic.json
 
 "asked" are the sectors that the loads ask of the first cache: the kernel's code and its inputs determine them. What
-reaches L2 and DRAM depends on when blocks run, too: neighbours on one multiprocessor that work on the same positions
+reaches L2 and DRAM also depends on when thread blocks run: neighbours on one multiprocessor with the same positions
 share the cosines and sines in its first cache, and a kernel without arithmetic keeps them closer together. So scores
 are measured twice: with as many queries as the other kernels, and with two, whose blocks have a multiprocessor each.
 """
@@ -31,7 +31,7 @@ import htree_ops  # noqa: F401  registers torch.ops.htree
 from htree_ops.bench.results import source_commit
 from htree_ops.command_line import OneLineParser, at_least, output_file
 
-SECTOR = 32  # bytes
+SECTOR = 32  # bytes of a sector
 NAME = "device__attribute_display_name"
 #: Column of the table -> metric of ncu and bytes per unit of it.
 METRICS = {
@@ -52,7 +52,7 @@ PAIRS = (
     "compute_scores, one block per SM",
 )
 RATE, TOP_K, NODES, GROUP = 16, 512, 8192, 8
-#: Of the run without neighbours: two queries make 128 blocks; wide keys make the bytes many.
+#: Sizes of the run without neighbours: two queries make 128 thread blocks, and wide keys many bytes.
 LONE_QUERIES, LONE_WIDTH = 2, 512
 
 
@@ -65,13 +65,13 @@ class Pair:
     twin: dict[str, float]
 
     def percent(self, column: str) -> float:
-        """How far the twin is off; 0 where the full kernel moves nothing."""
+        """By how many percent the twin's bytes differ; 0 where the full kernel moves none."""
         full = self.full[column]
         return 100 * (self.twin[column] - full) / full if full else 0.0
 
 
 def stages(queries: int, width: int) -> dict[str, tuple[Any, ...]]:
-    """Arguments of the stages for the last queries of 131 072 tokens, lists as a real selection makes them."""
+    """Arguments of the stages for the last queries of 131 072 tokens, with lists from a real selection."""
     ops, device = torch.ops.htree, "cuda"
     generator = torch.Generator(device).manual_seed(0)
     tokens = NODES * RATE
@@ -97,7 +97,7 @@ def stages(queries: int, width: int) -> dict[str, tuple[Any, ...]]:
 
 
 def launch(queries: int, width: int) -> None:
-    """Every pair once: full op, then twin, on the same inputs."""
+    """Calls every pair once: the full op, then its twin, on the same inputs."""
     ops = torch.ops.htree
     many, lone = stages(queries, width), stages(LONE_QUERIES, LONE_WIDTH)
     nodes = many["compute_next_parents"]
@@ -127,7 +127,7 @@ def parse(path: Path) -> tuple[str, list[Pair]]:
     """The GPU and the pairs of a profile.
 
     Raises:
-        ValueError: the file is no raw page of ncu with the metrics, or not of these launches.
+        ValueError: the file is not a raw page of ncu with the metrics, or not of these launches.
     """
     lines = [line for line in path.read_text().splitlines() if line.startswith('"')]
     rows = list(csv.reader(lines))
@@ -151,7 +151,7 @@ def parse(path: Path) -> tuple[str, list[Pair]]:
 
 
 def format_table(pairs: Sequence[Pair]) -> str:
-    """Megabytes of both and how far the twin is off."""
+    """The megabytes of both, and by how much the twin's differ."""
     lines = [f"{'kernel':34}" + "".join(f"{column:>31}" for column in METRICS)]
     for pair in pairs:
         cells = [

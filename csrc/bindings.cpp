@@ -255,8 +255,8 @@ class TreeAttentionCall {
     return tree::describe(backward_) + " " + tree::describe_gradients(backward_);
   }
 
-  // Where the pieces of a chunk's scratch begin in memory at `base`, which is never touched, and where the last one
-  // ends. 0 is no memory: the layout that is asked only for its bytes.
+  // Where the pieces of a chunk's scratch begin in memory at `base`, and where the last one ends. The memory is
+  // never touched. With base 0 the layout only counts bytes.
   using Addresses = std::map<std::string, uintptr_t>;
   Addresses forward_memory(uintptr_t base) const {
     tree::Workspace space(reinterpret_cast<void*>(base));

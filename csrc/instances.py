@@ -208,7 +208,7 @@ GATED_MLP: Table = [
         ],
         {"T": FLOAT_TYPES},
     ),
-    # from products that the forward kept
+    # the backward from products that the forward kept
     Cuda(
         "gated_mlp_gate_backward_{T}",
         "ops/gated_mlp/cuda/gated_mlp_launch.cuh",

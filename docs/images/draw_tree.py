@@ -62,7 +62,7 @@ def walk() -> dict[int, dict[str, set[int]]]:
 
 
 def draw(theme: str, path: Path) -> None:
-    """One picture; ``theme`` is a key of ``THEMES``."""
+    """Draws one picture; ``theme`` is a key of ``THEMES``."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -187,7 +187,7 @@ def _words(
 
 
 def _cut(axes: Any, layers: dict[int, dict[str, set[int]]], box: Any, colour: dict[str, str]) -> None:
-    """The kept pieces of all layers side by side: they cover every token up to the query once."""
+    """Draws the kept pieces of all layers side by side; they cover every token up to the query once."""
     pieces = sorted(
         (node * CHILDREN**layer, min((node + 1) * CHILDREN**layer, QUERY + 1))
         for layer, nodes in layers.items()

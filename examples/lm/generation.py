@@ -45,11 +45,11 @@ class Storage(Protocol):
         """Adds k, v [1, H_kv, S, D] and returns the attention of q [1, H, S, D], causal, as q; not rotated."""
 
     def num_bytes(self) -> float:
-        """In use."""
+        """The bytes in use."""
 
 
 class DenseStorage:
-    """Keys and values as they are; attention by torch."""
+    """Keys and values uncompressed; attention by torch."""
 
     def __init__(self, rotation: MustafarAttention, capacity: int, dtype: torch.dtype, device: str) -> None:
         shape = (1, rotation.num_kv_heads, capacity, rotation.head_dim)
@@ -92,9 +92,9 @@ class Decoder:
     """A model with the caches of one sequence.
 
     Args:
-        model: with dense attention, or the parameters of one.
+        model: a model with dense attention, or the parameters of one.
         options: an entry of :data:`CACHES`.
-        capacity: most bytes of text. window, chunk: of the compressed caches, in bytes of text.
+        capacity: most bytes of text. window, chunk: options of the compressed caches, in bytes of text.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Decoder:
         return F.linear(self.model.norm(x[0, -1]), self.model.embedding.weight).float()
 
     def bytes_per_token(self) -> float:
-        """Of all layers together, per byte of text."""
+        """Bytes of the caches of all layers, per byte of text."""
         return sum(storage.num_bytes() for storage in self.layers) / max(self.length, 1)
 
 
@@ -157,11 +157,11 @@ class Trace:
     bytes_per_token: float
 
     def bits_per_byte(self, tokens: Tensor) -> float:
-        """Cross-entropy of the bytes that came, int64 [N]."""
+        """Cross-entropy of the true next bytes, int64 [N]."""
         return float(F.nll_loss(self.log_shares, tokens.cpu()) / math.log(2))
 
     def agreement(self, other: Trace) -> float:
-        """Part of the steps in which both hold the same byte most likely."""
+        """The share of the steps in which both take the same byte for the most likely one."""
         return float((self.log_shares.argmax(-1) == other.log_shares.argmax(-1)).float().mean())
 
     def divergence(self, other: Trace) -> float:

@@ -36,7 +36,7 @@ Times = dict[str, float]
 
 
 def tree_words(settings: Settings) -> str:
-    """Depth of the tree and candidates per query beside dense attention's."""
+    """The depth of the tree, and the candidates per query beside those of dense attention."""
     sizes = layer_sizes(settings.context, settings)
     counts = candidates_per_query(settings.context, settings)
     dense_mean = (settings.context + 1) / 2
