@@ -1,4 +1,5 @@
-// What the CPU files of the room share: the tables of their kernels by dtype, and gated_mlp_fused_cpu.cpp's forward.
+// What the CPU files of the room share: the tables of their kernels by dtype, and the forward of
+// gated_mlp_fused_cpu.cpp.
 #pragma once
 
 #include <c10/util/BFloat16.h>

@@ -39,7 +39,7 @@ struct TreeCall {
   int64_t rotation_slots() const { return problem.args.top_k + 1; }
 };
 
-// What all launchers that read the keys and values of a layer take: PackParams and DenseLayerParams.
+// The part of PackParams or DenseLayerParams that follows from the call and a layer.
 template <typename Params>
 Params layer_params(const TreeCall& call, const TreeLayer& layer) {
   Params params;
