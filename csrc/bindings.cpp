@@ -225,8 +225,8 @@ std::string fp8_gemm_config(int64_t m, int64_t n, int64_t k, bool hopper, bool c
   return htree::fp8::describe(htree::fp8::choose_gemm_config({m, n, k, multiprocessors, hopper, cublas}));
 }
 
-// A call of tree attention on a GPU of the given capability and shared memory per thread block, and what plan/
-// chooses for it.
+// A call of tree attention on a GPU of the given capability and shared memory per thread block, and what
+// plan/ chooses for it.
 namespace tree = htree::tree_attention;
 class TreeAttentionCall {
  public:
@@ -255,8 +255,8 @@ class TreeAttentionCall {
     return tree::describe(backward_) + " " + tree::describe_gradients(backward_);
   }
 
-  // Where the pieces of a chunk's scratch begin in memory at `base`, and where the last one ends. The memory is
-  // never touched. With base 0 the layout only counts bytes.
+  // Where the pieces of a chunk's scratch begin in memory at `base`, and where the last one ends. The memory
+  // is never touched. With base 0 the layout only counts bytes.
   using Addresses = std::map<std::string, uintptr_t>;
   Addresses forward_memory(uintptr_t base) const {
     tree::Workspace space(reinterpret_cast<void*>(base));
