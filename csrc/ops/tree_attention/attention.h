@@ -59,7 +59,8 @@ inline void check_attention(const char* op, const Tensor& q, const Tensor& k, co
       "got T_q = ", q.sym_size(1), " and T = ", k.sym_size(1), " in ", q.sym_sizes(), " and ", k.sym_sizes());
   TORCH_CHECK_VALUE(options.selection_stride == 1 || same_size(before % options.selection_stride, 0), op,
                     ": T - T_q must be a multiple of selection_stride = ", options.selection_stride,
-                    ", got T = ", k.sym_size(1), " and T_q = ", q.sym_size(1));
+                    ", got T = ", k.sym_size(1), " and T_q = ", q.sym_size(1),
+                    ": give the queries since the last multiple once more, or decode with a TreeKVCache");
 }
 
 inline std::vector<SymInt> list_shape(const Tensor& q, const Tensor& k, const TreeOptions& options) {

@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kRowThreads) rows_kernel(const AttendParams<T>
     const int64_t leader = token - token % stride;
     if (span.length > params.layout.capacity() || span.length < 0) {
       found.leader = kNoLists;
-    } else if (leader >= span.begin()) {
+    } else if (leader >= span.begin() && row >= token - leader) {
       found.leader = static_cast<int32_t>(row - (token - leader));
     } else {
       found.leader = kNoLists;
@@ -92,7 +92,8 @@ __global__ void __launch_bounds__(kRowThreads) start_ring_kernel(const AttendPar
   // The newest leader of the call that belongs in this entry.
   int64_t newest = (span.length - 1) / stride;
   newest -= ((newest - slot) % sequences.ring + sequences.ring) % sequences.ring;
-  const bool own = span.length > 0 && newest >= 0 && newest * stride >= span.begin();
+  const bool own = span.length > 0 && span.length <= params.layout.capacity() && newest >= 0 &&
+                   newest * stride >= span.begin();
   if (threadIdx.x == 0) {
     sequences.new_list_pos[blockIdx.x] = own ? static_cast<int32_t>(newest * stride) : kept;
   }

@@ -19,6 +19,7 @@ from htree_ops.ops.arguments import (
 )
 from htree_ops.ops.tree_attention.attention import tree_attention
 from htree_ops.ops.tree_attention.options import TreeOptions
+from htree_ops.ops.tree_cache.cache import TreeKVCache
 
 __all__ = ["HTreeAttention"]
 
@@ -136,8 +137,70 @@ class HTreeAttention(nn.Module):
         self.v_proj = nn.Linear(embed_dim, num_kv_heads * head_dim, bias=bias, device=device, dtype=dtype)
         self.o_proj = nn.Linear(num_heads * head_dim, embed_dim, bias=bias, device=device, dtype=dtype)
 
+    def make_cache(
+        self,
+        batch: int,
+        capacity: int,
+        *,
+        page_size: int | None = None,
+        num_pages: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> TreeKVCache:
+        """An empty cache for this layer and its options, of ``batch`` sequences of at most ``capacity`` tokens.
+
+        Args:
+            page_size, num_pages: as in :class:`htree_ops.TreeKVCache`.
+            dtype, device: None is that of the parameters; under autocast the dtype has to be that of autocast.
+
+        Raises:
+            ValueError: a size out of range, or importance="lse".
+        """
+        weight, options = self.k_proj.weight, self.options
+        return TreeKVCache(
+            batch,
+            self.num_heads if options.scope == "q_head" else self.num_kv_heads,
+            self.head_dim,
+            capacity,
+            compression_rate=options.compression_rate,
+            max_top_nodes=options.max_top_nodes,
+            top_k=options.top_k,
+            selection_stride=options.selection_stride,
+            scale=options.scale,
+            rope_base=options.rope_base,
+            importance=options.importance,
+            page_size=page_size,
+            num_pages=num_pages,
+            dtype=weight.dtype if dtype is None else dtype,
+            device=weight.device if device is None else device,
+        )
+
+    def _attend_from(self, cache: TreeKVCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Adds the tokens to the cache and returns their rows [B, T, H, K]."""
+        if not isinstance(cache, TreeKVCache):
+            raise TypeError(f"HTreeAttention: cache must be a TreeKVCache, got {type(cache).__name__}")
+        theirs, ours = (
+            {**options.to_dict(), "scope": None, "store_parents": None}  # these do not matter to a cache
+            for options in (cache.options, self.options)
+        )
+        if theirs != ours:
+            raise ValueError(
+                f"HTreeAttention: cache must have the options of the layer ({self.options}), got {cache.options}"
+            )
+        if self.options.scope == "q_head":
+            k, v = (x.repeat_interleave(self.num_heads // self.num_kv_heads, dim=2) for x in (k, v))
+        cache.append(k, v)
+        out = cache.attend(q)
+        assert isinstance(out, Tensor)  # a pair only with return_lse
+        return out
+
     def forward(
-        self, x: Tensor, *, attn_mask: Tensor | None = None, key_padding_mask: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        attn_mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        cache: TreeKVCache | None = None,
     ) -> Tensor:
         """Attends causally within each sequence.
 
@@ -152,6 +215,7 @@ class HTreeAttention(nn.Module):
             ShapeMismatchError: another shape of x.
             UnsupportedDtypeError: x has another dtype than the parameters, outside autocast.
             NotImplementedError: a mask or padding is given.
+            TypeError, ValueError: a cache of another class, of other options or sizes, or without room.
         """
         for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
             if mask is not None:
@@ -181,6 +245,8 @@ class HTreeAttention(nn.Module):
         q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        if cache is not None:
+            return self.o_proj(self._attend_from(cache, q, k, v).flatten(2))
         options = self.options
         out = tree_attention(
             q,

@@ -1,0 +1,195 @@
+"""Problems of the tree cache (docs/semantics/tree_cache.md §7): filled pages, and the last tokens' queries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from htree_ops.ops.tree_cache.functions import cache_layers, page_rows, tree_cache_append_
+from htree_ops.testing.cases import Case, normal
+
+__all__ = ["CASES", "TreeCacheCase", "filled_pools"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeCacheCase(Case):
+    """Sequences of ``lengths`` tokens, of which the last ``queries`` attend."""
+
+    lengths: tuple[int, ...]
+    queries: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    page_size: int
+    compression_rate: int = 16
+    max_top_nodes: int = 8192
+    top_k: int = 512
+    selection_stride: int = 1
+    selection_span: int | None = None
+    rope_base: float | None = 10000.0
+    importance: str = "lse_causal"
+    ring: int | None = None
+
+    @property
+    def max_pages(self) -> int:
+        return max(1, -(-max(self.lengths) // self.page_size))
+
+    @property
+    def layers(self) -> int:
+        return cache_layers(self.max_pages * self.page_size, self.compression_rate, self.max_top_nodes)
+
+    def page_options(self) -> dict[str, Any]:
+        return {
+            "page_size": self.page_size,
+            "compression_rate": self.compression_rate,
+            "max_top_nodes": self.max_top_nodes,
+            "selection_span": self.selection_span,
+        }
+
+    def options(self) -> dict[str, Any]:
+        """Keywords of ``tree_cache_attention``."""
+        return self.page_options() | {
+            "top_k": self.top_k,
+            "selection_stride": self.selection_stride,
+            "rope_base": self.rope_base,
+            "importance": self.importance,
+        }
+
+    def texts(self, device: str | torch.device, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v of all tokens, packed one sequence after the other."""
+        rows = sum(self.lengths)
+        return (
+            normal((rows, self.heads, self.key_dim), self.dtype, device, seed),
+            normal((rows, self.kv_heads, self.key_dim), self.dtype, device, seed + 1),
+            normal((rows, self.kv_heads, self.value_dim), self.dtype, device, seed + 2),
+        )
+
+    def empty_pools(self, device: str | torch.device, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """k_pool and v_pool of NaN, and a block table whose pages stand in a random order."""
+        num_pages = len(self.lengths) * self.max_pages + 1
+        key_rows, value_rows = page_rows(
+            self.page_size, self.layers, self.compression_rate, self.selection_span
+        )
+        pools = [
+            torch.full((num_pages, self.kv_heads, rows, width), torch.nan, dtype=self.dtype, device=device)
+            for rows, width in ((key_rows, self.key_dim), (value_rows, self.value_dim))
+        ]
+        order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed))
+        table = order[: num_pages - 1].view(len(self.lengths), self.max_pages).int()
+        return pools[0], pools[1], table.to(device)
+
+    def make_inputs(self, device: str | torch.device, seed: int = 0) -> tuple[Any, ...]:
+        q, k, v = self.texts(device, seed)
+        k_pool, v_pool, table = filled_pools(self, k, v, seed)
+        ends = torch.tensor(self.lengths).cumsum(0).tolist()
+        rows = torch.cat([q[end - n : end] for end, n in zip(ends, self.queries, strict=True)])
+        lists: tuple[Tensor | None, Tensor | None] = (None, None)
+        if self.ring is not None:
+            shape = (len(self.lengths), self.ring)
+            empty = torch.full(shape, -1, dtype=torch.int32, device=device)
+            wide = (*shape, self.layers, self.kv_heads, self.top_k)
+            lists = (torch.full(wide, -1, dtype=torch.int32, device=device), empty)
+        lengths = torch.tensor(self.lengths, dtype=torch.int32, device=device)
+        return (rows, k_pool, v_pool, table, lengths, offsets(self.queries, device), *lists)
+
+    def bytes(self) -> int:
+        """Rows that the selection reads, each once for a K/V head, and queries and outputs."""
+        size = torch.empty((), dtype=self.dtype).element_size()
+        seen = self.top_k * self.compression_rate
+        rows = sum(
+            n * sum(min(seen, -(-length // self.compression_rate**layer)) for layer in range(self.layers))
+            for length, n in zip(self.lengths, self.queries, strict=True)
+        )
+        width = self.key_dim + self.value_dim
+        return size * width * (rows * self.kv_heads + sum(self.queries) * self.heads)
+
+    def flops(self) -> int:
+        size = torch.empty((), dtype=self.dtype).element_size()
+        return 2 * self.bytes() // size * self.heads // self.kv_heads
+
+
+def offsets(counts: tuple[int, ...], device: str | torch.device) -> Tensor:
+    """int32 [B + 1]: where the rows of each sequence begin."""
+    return torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device=device)
+
+
+def filled_pools(case: TreeCacheCase, k: Tensor, v: Tensor, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """The pools after one append of all tokens, and the block table."""
+    k_pool, v_pool, table = case.empty_pools(k.device, seed)
+    none = torch.zeros(len(case.lengths), dtype=torch.int32, device=k.device)
+    tree_cache_append_(
+        k_pool, v_pool, k, v, table, none, offsets(case.lengths, k.device), **case.page_options()
+    )
+    return k_pool, v_pool, table
+
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+_SMALL: dict[str, Any] = {"heads": 4, "kv_heads": 2, "key_dim": 8, "value_dim": 6}
+_TREE: dict[str, Any] = {"compression_rate": 4, "max_top_nodes": 12, "top_k": 4, "page_size": 8}
+
+CASES = [
+    TreeCacheCase(name="decode", dtype=F32, lengths=(37, 1, 64), queries=(1, 1, 1), **_SMALL, **_TREE),
+    TreeCacheCase(name="ragged", dtype=F32, lengths=(21, 0, 9, 50), queries=(4, 0, 9, 1), **_SMALL, **_TREE),
+    TreeCacheCase(
+        name="stride",
+        dtype=F32,
+        lengths=(40, 29),
+        queries=(16, 9),
+        selection_stride=4,
+        ring=4,
+        **_SMALL,
+        **_TREE,
+    ),
+    TreeCacheCase(name="ring", dtype=F32, lengths=(40, 29), queries=(9, 9), ring=2, **_SMALL, **_TREE),
+    TreeCacheCase(
+        name="joint", dtype=F32, lengths=(60,), queries=(7,), importance="exp_joint", **_SMALL, **_TREE
+    ),
+    TreeCacheCase(name="plain", dtype=F32, lengths=(60,), queries=(3,), rope_base=None, **_SMALL, **_TREE),
+    TreeCacheCase(
+        name="odd rates",
+        dtype=F32,
+        lengths=(100, 77),
+        queries=(5, 2),
+        heads=3,
+        kv_heads=1,
+        key_dim=6,
+        value_dim=5,
+        page_size=9,
+        compression_rate=3,
+        max_top_nodes=5,
+        top_k=2,
+    ),
+    TreeCacheCase(
+        name="wide",
+        dtype=F32,
+        lengths=(700, 300),
+        queries=(2, 3),
+        heads=16,
+        kv_heads=1,
+        key_dim=64,
+        value_dim=64,
+        page_size=64,
+        max_top_nodes=64,
+        top_k=8,
+    ),
+    *(
+        TreeCacheCase(
+            name="model",
+            dtype=dtype,
+            lengths=(1500, 1030),
+            queries=(1, 2),
+            heads=8,
+            kv_heads=2,
+            key_dim=64,
+            value_dim=64,
+            page_size=256,
+            max_top_nodes=128,
+            top_k=8,
+        )
+        for dtype in (F32, F16, BF16)
+    ),
+]

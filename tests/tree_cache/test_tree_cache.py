@@ -1,0 +1,411 @@
+"""The ops of the tree cache against their reference, and what torch asks of ops (docs/semantics/tree_cache.md §7)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import htree_ops
+from htree_ops import TreeKVCache, tree_attention, tree_cache_append_, tree_cache_attention
+from htree_ops.ops.tree_cache import page_rows
+from htree_ops.reference import tree_cache as reference
+from htree_ops.testing.cases import case_id
+from htree_ops.testing.tree_cache_cases import CASES, TreeCacheCase, filled_pools, offsets
+
+ops = torch.ops.htree
+#: (a, b) of docs/semantics/tree_attention.md §1.11: |out - ref| <= a max|v| + b |ref|.
+TOLERANCE = {
+    torch.float64: (1e-12, 1e-12),
+    torch.float32: (2e-5, 1e-4),
+    torch.float16: (1e-3, 1e-3),
+    torch.bfloat16: (8e-3, 8e-3),
+}
+
+
+def assert_near(out: Tensor, expected: Tensor, dtype: torch.dtype, largest: float = 4.0) -> None:
+    a, b = TOLERANCE[dtype]
+    torch.testing.assert_close(
+        out.double().cpu(), expected.double().cpu(), atol=a * largest, rtol=b, equal_nan=True
+    )
+
+
+def on_cpu(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if x is None else x.cpu() for x in tensors]
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_append_writes_the_bytes_of_the_reference(device: str, case: TreeCacheCase) -> None:
+    case = replace(
+        case, selection_span=None if case.page_size % 2 else 2 if case.compression_rate % 2 == 0 else 1
+    )
+    lengths = tuple(min(n, 70) for n in case.lengths)
+    case = replace(case, lengths=lengths, queries=lengths)
+    _, k, v = case.texts(device)
+    k_pool, v_pool, table = filled_pools(case, k, v)
+    empty = case.empty_pools("cpu")
+    none = torch.zeros(len(lengths), dtype=torch.int32)
+    expected = reference.tree_cache_append(
+        *empty[:2], k.cpu(), v.cpu(), empty[2], none, offsets(lengths, "cpu"), **case.page_options()
+    )
+    assert torch.equal(table.cpu(), empty[2])
+    for ours, theirs in zip((k_pool, v_pool), expected, strict=True):
+        assert torch.equal(ours.cpu().isnan(), theirs.isnan())
+        assert torch.equal(ours.cpu().nan_to_num(), theirs.nan_to_num())
+
+
+def test_span_means_of_a_whole_node_are_its_keys(device: str) -> None:
+    """With c = r they are the keys of layer 1 bit for bit."""
+    case = replace(CASES[0], lengths=(61,), queries=(1,), selection_span=4)
+    _, k, v = case.texts(device)
+    k_pool, _, table = filled_pools(case, k, v)
+    keys, _ = ops.tree_build(k[None], v[None], 4)
+    first = page_rows(8, case.layers, 4)[1]
+    means = torch.cat([k_pool[page, :, first:].transpose(0, 1) for page in table[0].long()])
+    assert torch.equal(means[:15], keys[0, :15])
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_attention_gives_the_rows_of_the_reference(device: str, case: TreeCacheCase) -> None:
+    inputs = case.make_inputs(device)
+    out, lse, lists, list_pos = ops.tree_cache_attention(*inputs, **case.options())
+    wide = torch.float64 if case.dtype == torch.float64 else torch.float32
+    expected = reference.tree_cache_attention(
+        *on_cpu(*inputs),
+        **case.options(),
+        compute_dtype=wide,  # type: ignore[arg-type]
+    )
+    if case.dtype in (torch.float32, torch.float64):  # half inputs select as fp32 does on the CPU alone
+        assert torch.equal(list_pos.cpu(), expected[3])
+        assert torch.equal(lists.cpu(), expected[2])
+    assert_near(out, expected[0], case.dtype)
+    assert_near(lse, expected[1], torch.float32, largest=10.0)
+
+
+def test_float64_agrees_to_its_precision() -> None:
+    case = replace(CASES[2], dtype=torch.float64)
+    inputs = case.make_inputs("cpu")
+    out, lse, *_ = ops.tree_cache_attention(*inputs, **case.options())
+    expected = reference.tree_cache_attention(*inputs, **case.options())
+    assert_near(out, expected[0], torch.float64)
+    assert lse.dtype == torch.float64
+
+
+@pytest.mark.parametrize("stride", [1, 4])
+def test_decoding_has_the_bits_of_the_whole_text_on_the_cpu(stride: int) -> None:
+    """Also where the page is larger than the text, and where the text outgrows several layers."""
+    case = replace(CASES[8], lengths=(1200,), queries=(1200,), selection_stride=stride)
+    q, k, v = (x[None] for x in case.texts("cpu"))
+    options = {
+        name: value for name, value in case.options().items() if name not in ("page_size", "selection_span")
+    }
+    whole = tree_attention(q, k, v, **options)
+    cache = TreeKVCache(1, 2, 64, 1200, dtype=case.dtype, **options)
+    done = 0
+    for n in (700, 1, 1, 1, 13, 1, 480, 1, 1, 1):
+        cache.append(k[:, done : done + n], v[:, done : done + n])
+        assert torch.equal(cache.attend(q[:, done : done + n]), whole[:, done : done + n])
+        done += n
+    assert done == 1200
+
+
+def test_queries_may_come_in_any_groups(device: str) -> None:
+    """A row has the same bits alone, in a chunk, beside other sequences and after them."""
+    case = replace(CASES[7], lengths=(200, 120), queries=(7, 120))
+    q, k_pool, v_pool, table, lengths, cu, *_ = case.make_inputs(device)
+    together, lse, *_ = ops.tree_cache_attention(q, k_pool, v_pool, table, lengths, cu, **case.options())
+    for sequence, (first, count) in enumerate(((0, 7), (7, 120))):
+        for i in range(0, count, 3):
+            one = ops.tree_cache_attention(
+                q[first + i : first + i + 1],
+                k_pool,
+                v_pool,
+                table[sequence : sequence + 1],
+                lengths[sequence : sequence + 1] - (count - 1 - i),
+                torch.tensor([0, 1], dtype=torch.int32, device=device),
+                **case.options(),
+            )
+            assert torch.equal(one[0][0], together[first + i])
+            assert torch.equal(one[1][0], lse[first + i])
+
+
+def test_pages_may_lie_anywhere(device: str) -> None:
+    case = CASES[1]
+    q, k_pool, v_pool, table, lengths, cu, *_ = case.make_inputs(device)
+    out, *_ = ops.tree_cache_attention(q, k_pool, v_pool, table, lengths, cu, **case.options())
+    order = torch.randperm(len(k_pool), generator=torch.Generator().manual_seed(9)).to(device)
+    moved_k, moved_v = torch.empty_like(k_pool), torch.empty_like(v_pool)
+    moved_k[order], moved_v[order] = k_pool, v_pool
+    moved, *_ = ops.tree_cache_attention(
+        q, moved_k, moved_v, order.int()[table.long()], lengths, cu, **case.options()
+    )
+    assert torch.equal(moved, out)
+
+
+def test_rows_that_do_not_count(device: str) -> None:
+    """Behind q_lengths, before the first token, and in no sequence."""
+    case = replace(CASES[0], lengths=(5, 3), queries=(4, 4))
+    q, k, v = case.texts(device)
+    k_pool, v_pool, table = filled_pools(case, k, v)
+    lengths = torch.tensor([5, 3], dtype=torch.int32, device=device)
+    cu = torch.tensor([0, 4, 8], dtype=torch.int32, device=device)
+    rows = torch.cat([q, q])[:9]
+    counts = torch.tensor([2, 4], dtype=torch.int32, device=device)
+    out, lse, *_ = tree_cache_attention(
+        rows, k_pool, v_pool, table, lengths, cu, q_lengths=counts, **case.options()
+    )
+    absent = torch.tensor([2, 3, 4, 8], device=device)  # two behind, one before token 0, one in no sequence
+    assert not out[absent].any()
+    assert bool((lse[absent] == -torch.inf).all())
+    first = tree_attention(
+        rows[None, 5:8],
+        k[None, 5:8],
+        v[None, 5:8],
+        **{
+            name: value
+            for name, value in case.options().items()
+            if name not in ("page_size", "selection_span")
+        },
+    )
+    assert_near(out[5:8], first[0], torch.float32)
+
+
+def test_a_row_without_its_leader_is_nan(device: str) -> None:
+    case = replace(CASES[2], lengths=(30,), queries=(1,), ring=None)
+    out, lse, lists, list_pos = ops.tree_cache_attention(*case.make_inputs(device), **case.options())
+    assert bool(out.isnan().all())
+    assert bool(lse.isnan().all())
+    assert list_pos.tolist() == [[-1] * 4]
+    assert lists.shape == (1, 4, case.layers, 2, 4)
+
+
+def test_nothing_behind_a_length_is_read(device: str, nan_memory: None) -> None:
+    """Other pages, rows of the open page behind the text and nodes that are not finished may hold anything."""
+    case = replace(CASES[0], lengths=(37, 22), queries=(2, 1))
+    q, k_pool, v_pool, table, lengths, cu, *_ = case.make_inputs(device)  # NaN where nothing was written
+    for pool in (k_pool, v_pool):
+        pool[table[1, 2:].long()] = torch.inf
+    out, *_ = ops.tree_cache_attention(q, k_pool, v_pool, table, lengths - 6, cu, **case.options())
+    table[0, 4:] = -7
+    table[1, 2:] = 1 << 30
+    again, *_ = ops.tree_cache_attention(q, k_pool, v_pool, table, lengths - 6, cu, **case.options())
+    assert bool(out.isfinite().all())
+    assert torch.equal(out, again)
+
+
+def test_a_rope_table_may_be_given(device: str) -> None:
+    case = CASES[0]
+    inputs = case.make_inputs(device)
+    table = ops.rope_cache(16, 8, 10000.0, device=torch.device(device))
+    out, *_ = ops.tree_cache_attention(*inputs, **case.options())
+    given, *_ = ops.tree_cache_attention(*inputs, rope_table=table, **case.options())
+    assert_near(given, out, torch.float32)
+
+
+# ---- what torch asks of ops
+
+
+def op_calls(device: str) -> dict[str, tuple[tuple, dict]]:
+    case = replace(CASES[2], lengths=(21, 9), queries=(5, 9))
+    inputs = case.make_inputs(device)
+    k_pool, v_pool, table, lengths = inputs[1:5]
+    _, k, v = case.texts(device)
+    state = state_of(device)
+    return {
+        "tree_cache_append_": (
+            (k_pool, v_pool, k[:5], v[:5], table, lengths - 5, offsets((3, 2), device), None, 4),
+            case.page_options(),
+        ),
+        "tree_cache_attention": (inputs, case.options()),
+        "tree_cache_pages_": (
+            (*state, torch.tensor([3, 9], dtype=torch.int32, device=device), "append"),
+            {"capacity": 30, "page_size": 8},
+        ),
+        "tree_cache_copy_": (
+            (k_pool, v_pool, torch.tensor([[1, -1], [0, 0]], dtype=torch.int32, device=device)),
+            {},
+        ),
+    }
+
+
+def state_of(device: str, batch: int = 2, max_pages: int = 4, num_pages: int = 6) -> list[Tensor]:
+    """block_table, lengths, held, users, free_pages, errors, list_pos, plan of an empty cache."""
+
+    def integers(*shape: int, fill: int = 0) -> Tensor:
+        return torch.full(shape, fill, dtype=torch.int32, device=device)
+
+    free = torch.tensor([num_pages, *reversed(range(num_pages))], dtype=torch.int32, device=device)
+    shapes = (
+        integers(batch, max_pages, fill=-1),
+        integers(batch),
+        integers(batch),
+        integers(num_pages),
+        free,
+    )
+    return [*shapes, integers(batch), integers(batch, 0), integers(4, batch)]
+
+
+@pytest.mark.parametrize(
+    "name", ["tree_cache_append_", "tree_cache_attention", "tree_cache_pages_", "tree_cache_copy_"]
+)
+def test_opcheck(device: str, name: str) -> None:
+    arguments, options = op_calls(device)[name]
+    torch.library.opcheck(getattr(ops, name).default, arguments, options)
+
+
+def test_a_step_compiles_and_exports(device: str) -> None:
+    """Append and attend in one graph, with views as inputs, and another batch of lengths."""
+    case = replace(CASES[0], lengths=(21, 9), queries=(1, 1))
+
+    def step(
+        q: Tensor, k_pool: Tensor, v_pool: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor
+    ) -> Tensor:
+        cu = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
+        tree_cache_append_(k_pool, v_pool, k[:, 0], v[:, 0], table, lengths, cu, **case.page_options())
+        return tree_cache_attention(q[:, 0], k_pool, v_pool, table, lengths + 1, cu, **case.options())[0]
+
+    q, k, v = (x[:4].unflatten(0, (2, 2)) for x in case.texts(device))
+    _, all_k, all_v = case.texts(device)
+    k_pool, v_pool, table = filled_pools(case, all_k, all_v)
+    lengths = torch.tensor([20, 8], dtype=torch.int32, device=device)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for count in (0, 1, 4):
+        pools = [x.clone() for x in (k_pool, v_pool)], [x.clone() for x in (k_pool, v_pool)]
+        held = lengths - count
+        expected = step(q, *pools[0], k, v, table, held)
+        assert torch.equal(compiled(q, *pools[1], k, v, table, held), expected)
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(*pools, strict=True))
+
+    class Step(torch.nn.Module):
+        def forward(self, *tensors: Tensor) -> Tensor:
+            return step(*tensors)
+
+    arguments = (q, k_pool.clone(), v_pool.clone(), k, v, table, lengths)
+    exported = torch.export.export(Step(), arguments, strict=False)
+    arguments = (q, k_pool.clone(), v_pool.clone(), k, v, table, lengths)
+    assert torch.equal(exported.module()(*arguments), step(q, k_pool.clone(), v_pool.clone(), *arguments[3:]))
+
+
+def test_no_gradient() -> None:
+    calls = op_calls("cpu")
+    arguments, options = calls["tree_cache_attention"]
+    out, *_ = ops.tree_cache_attention(arguments[0].requires_grad_(), *arguments[1:], **options)
+    with pytest.raises(RuntimeError, match="not implemented"):
+        out.nansum().backward()
+    arguments, options = calls["tree_cache_append_"]
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        ops.tree_cache_append_(*arguments[:2], arguments[2].requires_grad_(), *arguments[3:], **options)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"page_size": 6}, ValueError, "page_size must be a multiple of compression_rate = 4"),
+        ({"compression_rate": 1}, ValueError, "compression_rate must be"),
+        ({"max_top_nodes": 99}, ValueError, "max_top_nodes must be at least 1 and at most"),
+        ({"selection_span": 3}, ValueError, "selection_span must be None or a divisor"),
+        ({"selection_stride": 8}, ValueError, "selection_stride"),
+        ({"importance": "lse"}, ValueError, 'importance must be "lse_causal" or "exp_joint"'),
+        ({"rope_base": -1.0}, ValueError, "rope_base must be positive"),
+        ({"top_k": 5}, ValueError, "lists must have shape"),
+        ({"q": torch.zeros(14, 3, 8)}, ValueError, "H of q must be a positive multiple"),
+        ({"q": torch.zeros(14, 4, 6)}, ValueError, "K of k_pool"),
+        ({"q": torch.zeros(14, 4, 8, dtype=torch.float16)}, TypeError, "q must have the dtype of k_pool"),
+        (
+            {"lengths": torch.tensor([21, 90], dtype=torch.int32)},
+            ValueError,
+            "lengths must lie between 0 and",
+        ),
+        ({"lengths": torch.tensor([21, 9])}, TypeError, "lengths must have dtype torch.int32"),
+        ({"cu_q": torch.tensor([0, 9, 5], dtype=torch.int32)}, ValueError, "cu_q must ascend"),
+        ({"q_lengths": torch.tensor([6, 1], dtype=torch.int32)}, ValueError, "q_lengths must lie between"),
+        ({"lists": None}, ValueError, "lists and list_pos must be given together"),
+        (
+            {"block_table": torch.full((2, 3), 99, dtype=torch.int32)},
+            IndexError,
+            "must be a page of the pool",
+        ),
+        ({"rope_table": torch.zeros(2, 8, 4)}, ValueError, "at least top_k"),
+    ],
+    ids=str,
+)
+def test_attention_refuses(change: dict, error: type, message: str) -> None:
+    names = ("q", "k_pool", "v_pool", "block_table", "lengths", "cu_q", "lists", "list_pos")
+    arguments, options = op_calls("cpu")["tree_cache_attention"]
+    with pytest.raises(error, match=message):
+        tree_cache_attention(**dict(zip(names, arguments, strict=True)) | options | change)
+
+
+def test_a_span_is_refused_by_attention() -> None:
+    case = replace(CASES[0], selection_span=2)
+    with pytest.raises(NotImplementedError, match="selection_span"):
+        tree_cache_attention(*case.make_inputs("cpu"), **case.options())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"k": torch.zeros(5, 1, 8)}, ValueError, "H_kv of k_pool"),
+        ({"v": torch.zeros(4, 2, 6)}, ValueError, "N_new of k"),
+        ({"lengths": torch.tensor([22, 1], dtype=torch.int32)}, ValueError, "at most max_pages"),
+        ({"lengths": torch.tensor([-1, 1], dtype=torch.int32)}, ValueError, "at least 0"),
+        ({"cu_new": torch.tensor([0, 7, 5], dtype=torch.int32)}, ValueError, "cu_new must ascend"),
+        ({"max_new": 2}, ValueError, "max_new = 2 must be at least"),
+        ({"new_lengths": torch.tensor([4, 1], dtype=torch.int32)}, ValueError, "new_lengths must lie"),
+        (
+            {"block_table": torch.full((2, 3), -1, dtype=torch.int32)},
+            IndexError,
+            "must be a page of the pool",
+        ),
+        ({"k_pool": torch.zeros(7, 2, 12, 8)}, ValueError, "rows of a page"),
+        ({"v_pool": torch.zeros(7, 2, 6, 12).mT}, ValueError, "contiguous|rows of a page"),
+    ],
+    ids=str,
+)
+def test_append_refuses_and_writes_nothing(change: dict, error: type, message: str) -> None:
+    names = ("k_pool", "v_pool", "k", "v", "block_table", "lengths", "cu_new", "new_lengths", "max_new")
+    arguments, options = op_calls("cpu")["tree_cache_append_"]
+    named = dict(zip(names, arguments, strict=True)) | options
+    before = [named[name].clone() for name in ("k_pool", "v_pool")]
+    with pytest.raises(error, match=message):
+        tree_cache_append_(**named | change)
+    for name, pool in zip(("k_pool", "v_pool"), before, strict=True):
+        assert torch.equal(named[name].nan_to_num(), pool.nan_to_num())
+
+
+@pytest.mark.gpu
+def test_bad_tables_leave_memory_alone_on_a_gpu() -> None:
+    """Random lengths, offsets, pages and lists: attention stays in bounds, and what does not fit is not written."""
+    generator = torch.Generator().manual_seed(5)
+    case = replace(CASES[2], lengths=(40, 29, 17), queries=(5, 5, 5), ring=4)
+    for _ in range(200):
+        q, k_pool, v_pool, table, lengths, _, lists, list_pos = case.make_inputs("cuda")
+
+        def noise(like: Tensor, low: int, high: int) -> Tensor:
+            drawn = torch.randint(low, high, like.shape, generator=generator, dtype=torch.int32)
+            return torch.where(torch.rand(like.shape, generator=generator) < 0.3, drawn, like.cpu()).to(
+                "cuda"
+            )
+
+        bad_table, bad_lengths = noise(table, -9, 99), noise(lengths, -50, 90)
+        cu = noise(offsets((5, 5, 5), "cuda"), -3, 40)
+        bad_lists, bad_pos = noise(lists, -9, 1 << 30), noise(list_pos, -9, 60)
+        ops.tree_cache_attention(
+            q, k_pool, v_pool, bad_table, bad_lengths, cu, bad_lists, bad_pos, **case.options()
+        )
+        guard = [x.clone() for x in (k_pool, v_pool)]
+        ops.tree_cache_append_(
+            k_pool, v_pool, q[:, :2], q[:, :2, :6], bad_table, bad_lengths % 9 - 9, cu, **case.page_options()
+        )
+        for pool, old in zip((k_pool, v_pool), guard, strict=True):
+            assert torch.equal(pool.nan_to_num(), old.nan_to_num())
+    torch.cuda.synchronize()
+
+
+def test_names_are_exported() -> None:
+    assert {"TreeKVCache", "tree_cache_append_", "tree_cache_attention"} <= set(htree_ops.__all__)
