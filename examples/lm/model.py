@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from htree_ops import HTreeAttention
+from htree_ops import HTreeAttention, TreeKVCache
 
 from .settings import Settings
 
@@ -54,11 +54,16 @@ class DenseAttention(HTreeAttention):
     """The same projections and rotary positions around :func:`dense_attention`; parameters are exchangeable."""
 
     def forward(
-        self, x: Tensor, *, attn_mask: Tensor | None = None, key_padding_mask: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        attn_mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        cache: TreeKVCache | None = None,
     ) -> Tensor:
-        """x [B, T, E] -> [B, T, E]; masks are refused."""
-        if attn_mask is not None or key_padding_mask is not None:
-            raise NotImplementedError("DenseAttention: masks are not supported")
+        """x [B, T, E] -> [B, T, E]; masks and caches are refused."""
+        if attn_mask is not None or key_padding_mask is not None or cache is not None:
+            raise NotImplementedError("DenseAttention: masks and caches are not supported")
         q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))

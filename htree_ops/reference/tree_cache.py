@@ -138,6 +138,7 @@ def tree_cache_attention(
             scale=scale,
             rope_base=rope_base,
             importance=importance,
+            selection_span=selection_span,
             parents=parents,
             compute_dtype=wide,
         )

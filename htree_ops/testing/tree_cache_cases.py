@@ -149,6 +149,20 @@ CASES = [
         name="joint", dtype=F32, lengths=(60,), queries=(7,), importance="exp_joint", **_SMALL, **_TREE
     ),
     TreeCacheCase(name="plain", dtype=F32, lengths=(60,), queries=(3,), rope_base=None, **_SMALL, **_TREE),
+    *(
+        TreeCacheCase(
+            name=f"span {span}",
+            dtype=F32,
+            lengths=(61, 38),
+            queries=(9, 3),
+            selection_span=span,
+            importance=importance,
+            ring=4,
+            **_SMALL,
+            **_TREE,
+        )
+        for span, importance in ((1, "lse_causal"), (2, "lse_causal"), (4, "exp_joint"))
+    ),
     TreeCacheCase(
         name="odd rates",
         dtype=F32,

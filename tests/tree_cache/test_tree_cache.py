@@ -16,6 +16,7 @@ from htree_ops.testing.cases import case_id
 from htree_ops.testing.tree_cache_cases import CASES, TreeCacheCase, filled_pools, offsets
 
 ops = torch.ops.htree
+WIDE, MODEL = (next(case for case in CASES if case.name == name) for name in ("wide", "model"))
 #: (a, b) of docs/semantics/tree_attention.md §1.11: |out - ref| <= a max|v| + b |ref|.
 TOLERANCE = {
     torch.float64: (1e-12, 1e-12),
@@ -93,10 +94,10 @@ def test_float64_agrees_to_its_precision() -> None:
     assert lse.dtype == torch.float64
 
 
-@pytest.mark.parametrize("stride", [1, 4])
-def test_decoding_has_the_bits_of_the_whole_text_on_the_cpu(stride: int) -> None:
+@pytest.mark.parametrize(("stride", "span"), [(1, None), (4, None), (1, 4), (4, 2)])
+def test_decoding_has_the_bits_of_the_whole_text_on_the_cpu(stride: int, span: int | None) -> None:
     """Also where the page is larger than the text, and where the text outgrows several layers."""
-    case = replace(CASES[8], lengths=(1200,), queries=(1200,), selection_stride=stride)
+    case = replace(MODEL, lengths=(1200,), queries=(1200,), selection_stride=stride, selection_span=span)
     q, k, v = (x[None] for x in case.texts("cpu"))
     options = {
         name: value for name, value in case.options().items() if name not in ("page_size", "selection_span")
@@ -113,7 +114,7 @@ def test_decoding_has_the_bits_of_the_whole_text_on_the_cpu(stride: int) -> None
 
 def test_queries_may_come_in_any_groups(device: str) -> None:
     """A row has the same bits alone, in a chunk, beside other sequences and after them."""
-    case = replace(CASES[7], lengths=(200, 120), queries=(7, 120))
+    case = replace(WIDE, lengths=(200, 120), queries=(7, 120))
     q, k_pool, v_pool, table, lengths, cu, *_ = case.make_inputs(device)
     together, lse, *_ = ops.tree_cache_attention(q, k_pool, v_pool, table, lengths, cu, **case.options())
     for sequence, (first, count) in enumerate(((0, 7), (7, 120))):
@@ -339,12 +340,6 @@ def test_attention_refuses(change: dict, error: type, message: str) -> None:
     arguments, options = op_calls("cpu")["tree_cache_attention"]
     with pytest.raises(error, match=message):
         tree_cache_attention(**dict(zip(names, arguments, strict=True)) | options | change)
-
-
-def test_a_span_is_refused_by_attention() -> None:
-    case = replace(CASES[0], selection_span=2)
-    with pytest.raises(NotImplementedError, match="selection_span"):
-        tree_cache_attention(*case.make_inputs("cpu"), **case.options())
 
 
 @pytest.mark.parametrize(

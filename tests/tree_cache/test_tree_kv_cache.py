@@ -289,7 +289,7 @@ def test_a_leader_that_was_never_attended_is_reported() -> None:
     out = cache.attend(rows(2, 1, 4, 2))
     assert isinstance(out, Tensor)
     assert bool(out.isnan().all())
-    with pytest.raises(ValueError, match="sequence 0 has a query whose leader .*; sequence 1 has"):
+    with pytest.raises(ValueError, match=r"sequence 0 has a query whose leader .*; sequence 1 has"):
         cache.check()
     cache.check()
 

@@ -40,6 +40,7 @@ class Shape:
     num_pages: int | None
     rope_base: float | None
     importance: str
+    span: int | None
     dtype: torch.dtype
 
     @staticmethod
@@ -65,6 +66,7 @@ class Shape:
             num_pages=draw.choice((None, None, max(1, full // 2))),
             rope_base=draw.choice((10000.0, 10.0, None)),
             importance=draw.choice(("lse_causal", "exp_joint")),
+            span=draw.choice([None, None, *(c for c in (1, 2, 3, 4) if rate % c == 0)]),
             dtype=draw.choice(dtypes),
         )
 
@@ -76,6 +78,7 @@ class Shape:
             "selection_stride": self.stride,
             "rope_base": self.rope_base,
             "importance": self.importance,
+            "selection_span": self.span,
         }
 
     def cache(self, device: str) -> TreeKVCache:

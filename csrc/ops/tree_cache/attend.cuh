@@ -134,6 +134,72 @@ __global__ void __launch_bounds__(AttendTraits::kThreads)
   }
 }
 
+// The same for the span means of a leader's candidates, where it has to choose: of each candidate and head the
+// log-sum-exp over its means, in their order. From there on the selection is that of single scores.
+// docs/semantics/tree_attention.md §1.15
+template <typename T, int kHeads, int kPack>
+__global__ void __launch_bounds__(AttendTraits::kThreads)
+    cache_span_kernel(const AttendParams<T> params, int layer) {
+  using Traits = AttendTraits;
+  extern __shared__ __align__(16) float queries[];  // [K][kHeads]
+  const WalkRow walk = walk_row(params, blockIdx.x);
+  if (!leads(walk) || !counts(walk.query) || walk.query.top < layer) {
+    return;
+  }
+  const PageLayout& layout = params.layout;
+  const int num = num_candidates(layout, walk.query, params.options.top_k, layer);
+  const int first_tile = static_cast<int>(blockIdx.y) * Traits::kWarps;
+  if (num <= params.options.top_k || first_tile * Traits::kTile >= num) {
+    return;
+  }
+  const int32_t* list = own_list(params, walk, layer);
+  const int lane = threadIdx.x % device::kWarpSize;
+  const uint32_t per_node = layout.tokens[layer] / layout.span;
+  const int64_t capacity = int64_t{layout.rate} * params.options.top_k;
+  float* scores = params.chunk.span_scores + walk.at * capacity * params.group;
+  const T* q = params.q + walk.row * params.q_row + walk.head * params.group * params.q_head;
+  for (int first_head = 0; first_head < params.group; first_head += kHeads) {
+    const int num_heads = min(kHeads, params.group - first_head);
+    __syncthreads();
+    stage_queries<T, kHeads>(params, q + first_head * params.q_head, num_heads, num - 1, queries);
+    __syncthreads();
+    for (int tile = first_tile + threadIdx.x / device::kWarpSize; tile * Traits::kTile < num;
+         tile += static_cast<int>(gridDim.y) * Traits::kWarps) {
+      const int p = tile * Traits::kTile + lane / 2;
+      const bool scored = p < num - 1;  // the means of the rightmost may hold later tokens
+      const uint32_t first_mean =
+          scored ? static_cast<uint32_t>(node_of(list, p, layout.rate)) * per_node : 0;
+      device::OnlineSum sums[kHeads];
+#pragma unroll
+      for (int head = 0; head < kHeads; ++head) {
+        sums[head] = device::OnlineSum::empty();
+      }
+      for (uint32_t mean = 0; mean < per_node; ++mean) {
+        const int64_t at = scored ? row_at(params, walk, layout.span_mean(first_mean + mean),
+                                           layout.key_rows(), params.key_dim)
+                                  : -1;
+        float products[kHeads] = {};
+        if (at >= 0) {
+          multiply_key<T, kHeads, kPack>(params, params.keys + at, p, lane % 2, queries, products);
+        }
+#pragma unroll
+        for (int head = 0; head < kHeads; ++head) {
+          products[head] += __shfl_xor_sync(device::kFullMask, products[head], 1);
+          if (at >= 0) {
+            sums[head].add(products[head]);
+          }
+        }
+      }
+#pragma unroll
+      for (int head = 0; head < kHeads; ++head) {
+        if (lane % 2 == 0 && p < num && head < num_heads) {
+          scores[static_cast<int64_t>(p) * params.group + first_head + head] = sums[head].log_sum();
+        }
+      }
+    }
+  }
+}
+
 // ---- selection
 
 // Block (row): writes the list that a leader uses in the layer
@@ -158,7 +224,8 @@ __global__ void __launch_bounds__(tree_attention::SelectTraits::kThreads)
   uint32_t* keys = params.chunk.keys == nullptr ? reinterpret_cast<uint32_t*>(normalizer + params.group)
                                                 : params.chunk.keys + walk.at * capacity;
   if (num > top_k) {
-    const float* scores = params.chunk.scores + walk.at * capacity * params.group;
+    const float* scores = (layout.span > 0 ? params.chunk.span_scores : params.chunk.scores) +
+                          walk.at * capacity * params.group;
     uint32_t fold = 0;
     if (params.options.importance == tree_attention::Importance::kExpJoint) {
       tree_attention::make_joint_maximum<FullWork>(scores, num - 1, params.group, normalizer, shared, fold);
@@ -405,6 +472,9 @@ cudaError_t launch_layers(const AttendParams<T>& params, cudaStream_t stream) {
   for (int layer = static_cast<int>(params.layout.num_layers) - 1; layer >= 0; --layer) {
     cudaError_t error =
         launch_kernel(cache_scores_kernel<T, kHeads, kPack>, score_shape, stream, params, layer);
+    if (error == cudaSuccess && layer > 0 && params.layout.span > 0) {
+      error = launch_kernel(cache_span_kernel<T, kHeads, kPack>, score_shape, stream, params, layer);
+    }
     if (error == cudaSuccess && layer > 0) {
       error = launch_kernel(cache_select_kernel<T, kHeads>, select_shape, stream, params, layer);
     }

@@ -54,6 +54,7 @@ AttentionOutputs attention(const Tensor& q, const Tensor& k_pool, const Tensor& 
   options.max_top_nodes = max_top_nodes;
   options.top_k = top_k;
   options.selection_stride = selection_stride;
+  options.selection_span = selection_span;
   options.scale = scale;
   options.rope_base = rope_base;
   options.importance = std::string(importance);

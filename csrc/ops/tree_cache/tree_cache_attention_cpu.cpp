@@ -21,6 +21,8 @@ namespace {
 using tree_attention::Candidates;
 using tree_attention::PackedLayer;
 using tree_attention::PackedLayers;
+using tree_attention::PackedSpan;
+using tree_attention::PackedSpans;
 using tree_attention::QueryShape;
 using tree_attention::QueryWorker;
 using tree_attention::Rotation;
@@ -123,19 +125,23 @@ struct Call {
   int64_t ring() const { return std::get<3>(outputs).size(1); }
   int64_t ring_slot(int64_t leader) const { return leader / args.selection_stride % ring(); }
 
-  // The row of a token or a finished node, for one head.
-  const T* row(const Tensor& pool, int64_t page_rows, int64_t b, int64_t layer, int64_t node,
-               int64_t head) const {
-    const Place place = layout.node(static_cast<uint32_t>(layer), static_cast<uint32_t>(node));
+  // A row of a page of one head.
+  const T* row(const Tensor& pool, int64_t page_rows, int64_t b, const Place& place, int64_t head) const {
     const int64_t page = pools.block_table.const_data_ptr<int32_t>()[b * layout.max_pages + place.page];
     return pool.const_data_ptr<T>() +
            ((page * layout.num_kv_heads + head) * page_rows + place.row) * pool.size(3);
   }
+  // A token, or a finished node.
   const T* key(int64_t b, int64_t layer, int64_t node, int64_t head) const {
-    return row(pools.keys, layout.key_rows(), b, layer, node, head);
+    const Place place = layout.node(static_cast<uint32_t>(layer), static_cast<uint32_t>(node));
+    return row(pools.keys, layout.key_rows(), b, place, head);
   }
   const T* value(int64_t b, int64_t layer, int64_t node, int64_t head) const {
-    return row(pools.values, layout.value_rows(), b, layer, node, head);
+    const Place place = layout.node(static_cast<uint32_t>(layer), static_cast<uint32_t>(node));
+    return row(pools.values, layout.value_rows(), b, place, head);
+  }
+  const T* span_mean(int64_t b, int64_t index, int64_t head) const {
+    return row(pools.keys, layout.key_rows(), b, layout.span_mean(static_cast<uint32_t>(index)), head);
   }
 
   // All nodes of a layer as tensors [1, N, H_kv, .]. The last node is zero if it is not finished.
@@ -163,11 +169,30 @@ struct Call {
     };
     return {gather(pools.keys, true), gather(pools.values, false)};
   }
+
+  // All finished span means as a tensor [1, N, H_kv, K].
+  Tensor whole_means(const Sequence& sequence) const {
+    const int64_t heads = layout.num_kv_heads, width = pools.keys.size(3);
+    const Tensor out = at::empty({1, sequence.length / layout.span, heads, width}, pools.keys.options());
+    T* to = out.mutable_data_ptr<T>();
+    at::parallel_for(0, out.size(1) * heads, 256, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const T* from = span_mean(sequence.index, i / heads, i % heads);
+        std::copy(from, from + width, to + i * width);
+      }
+    });
+    return out;
+  }
 };
 
 // The layers of one sequence, laid out as tree_attention does it. Empty where each query gathers for itself.
 template <typename Real>
-using WholeLayers = std::vector<PackedLayers<Real>>;
+struct WholeLayers {
+  std::vector<PackedLayers<Real>> layers;
+  std::vector<PackedSpans<Real>> means;  // as many; empty ones where the selection needs none
+
+  bool empty() const { return layers.empty(); }
+};
 
 template <typename T, typename Real>
 class StrideTask {
@@ -248,7 +273,8 @@ class StrideTask {
     if (leads) write_top_lists(token, top);
     for (int64_t l = top; l >= 0; --l) {
       const int64_t rightmost = token / call_.layout.tokens[l];
-      const int64_t num_nodes = whole.empty() ? rightmost + 1 : whole[static_cast<size_t>(l)].num_nodes();
+      const int64_t num_nodes =
+          whole.empty() ? rightmost + 1 : whole.layers[static_cast<size_t>(l)].num_nodes();
       const Candidates candidates = tree_attention::candidates_of(list(l), width_, rightmost, num_nodes, r);
       if (!candidates.regular) return false;
       const bool merges = l == 0 || candidates.count > width_;  // else every candidate is selected
@@ -260,12 +286,14 @@ class StrideTask {
         seen.rightmost = candidates.count - 1;
         gather_keys(sequence.index, l, head, candidates);
       } else if (merges) {
-        layer = whole[static_cast<size_t>(l)].at(0, head);
+        layer = whole.layers[static_cast<size_t>(l)].at(0, head);
       }
       if (merges) worker_.score(layer, call_.rotation(), seen);
       int64_t num_selected = 0;
       if (l > 0 && leads) {
-        num_selected = worker_.select(seen, width_, positions_.data());
+        num_selected = merges && call_.layout.span > 0
+                           ? select_by_span(sequence.index, l, head, candidates, seen, whole)
+                           : worker_.select(seen, width_, positions_.data());
         tree_attention::write_list(candidates, r, positions_.data(), num_selected, width_, list(l - 1));
       } else if (l > 0 && merges) {
         num_selected = tree_attention::positions_of(candidates, r, list(l - 1), width_, positions_.data());
@@ -301,6 +329,30 @@ class StrideTask {
                                  call_.rotation(), child, shape.r_pad, row_.data(), tile);
       }
     }
+  }
+
+  // Selects from the span means of the candidates. `seen` are the candidates as the layer at hand numbers them.
+  int64_t select_by_span(int64_t b, int64_t layer, int64_t head, const Candidates& candidates,
+                         const Candidates& seen, const WholeLayers<Real>& whole) {
+    PackedSpan<Real> span;
+    if (!whole.empty()) {
+      span = whole.means[static_cast<size_t>(layer)].at(0, head);
+    } else {
+      const QueryShape& shape = call_.shape;
+      const int64_t per_node = call_.layout.tokens[layer] / call_.layout.span;
+      const int64_t tile_size = 2 * shape.half * shape.r_pad;
+      means_.assign(static_cast<size_t>(candidates.num_parents * per_node * tile_size), Real{0});
+      for (int64_t p = 0; p < candidates.count - 1; ++p) {
+        const int64_t node = candidates.parents[p / shape.r] * shape.r + p % shape.r;
+        for (int64_t mean = 0; mean < per_node; ++mean) {
+          tree_attention::pack_key(call_.span_mean(b, node * per_node + mean, head), shape, call_.rotation(),
+                                   p % shape.r, shape.r_pad, row_.data(),
+                                   means_.data() + (p / shape.r * per_node + mean) * tile_size);
+        }
+      }
+      span = {means_.data(), candidates.count, candidates.count * per_node, per_node, per_node, shape.r_pad};
+    }
+    return worker_.select_by_span(span, call_.rotation(), seen, width_, positions_.data());
   }
 
   void gather_values(int64_t b, int64_t layer, int64_t head, const Candidates& candidates,
@@ -343,7 +395,7 @@ class StrideTask {
   std::vector<int32_t> lists_;      // [L][k] of the leader
   std::vector<int32_t> positions_;  // selected positions of the current layer
   std::vector<int32_t> slots_;      // 0, 1, 2, ...
-  std::vector<Real> keys_, values_, row_;
+  std::vector<Real> keys_, values_, row_, means_;
 };
 
 // Makes the ring after the call: entries that are still valid, and the last leaders of the call.
@@ -414,9 +466,17 @@ void attention_typed(const Pools& pools, const PageLayout& layout, const Attenti
     WholeLayers<Real> whole;
     const int64_t depth =
         tree_attention::num_layers(sequence.length, args.max_top_nodes, args.compression_rate);
+    whole.means.resize(static_cast<size_t>(depth));
+    const Tensor means = layout.span > 0 && depth > 1 ? call.whole_means(sequence) : Tensor();
     for (int64_t layer = 0; layer < depth; ++layer) {
       const auto [keys, values] = call.whole_layer(sequence, layer);
-      whole.push_back(PackedLayers<Real>::make(keys, values, call.shape, call.rotation(), false, Type<T>{}));
+      whole.layers.push_back(
+          PackedLayers<Real>::make(keys, values, call.shape, call.rotation(), false, Type<T>{}));
+      const int64_t nodes = keys.size(1);
+      if (layer > 0 && means.defined() && nodes > args.top_k) {
+        whole.means[static_cast<size_t>(layer)] = PackedSpans<Real>(
+            means, nodes, layout.tokens[layer] / layout.span, call.shape, call.rotation(), Type<T>{});
+      }
     }
     run(tasks, whole);
   }

@@ -149,10 +149,6 @@ AttentionOutputs prepare_attention(const Pools& pools, const AttentionInputs& in
       ": importance must be \"lse_causal\" or \"exp_joint\", got \"lse\": it weighs nodes that are "
       "not finished, which a cache does not hold");
   check_pools(op, pools, page_options);
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      !page_options.selection_span.has_value(), op,
-      ": selection_span must be None: the span means of a page are not read yet, got ",
-      page_options.selection_span.value_or(0));
   const Tensor& q = inputs.q;
   check_rank(op, "q", q, 3, "[N_q, H, K]");
   check_rows(op, "q", q, pools, "cu_q", inputs.cu_q, "q_lengths", inputs.q_lengths);

@@ -65,8 +65,8 @@ Tensor rotations(const AttentionInputs& inputs, const AttentionArgs& args) {
 
 // The scratch of one row and head, each part counted in elements of four bytes.
 struct RowScratch {
-  int64_t scores, keys, lists, parts, outs;
-  int64_t bytes() const { return 4 * (scores + keys + 2 * lists + 2 * parts + outs); }
+  int64_t scores, span_scores, keys, lists, parts, outs;
+  int64_t bytes() const { return 4 * (scores + span_scores + keys + 2 * lists + 2 * parts + outs); }
 };
 
 template <typename T>
@@ -75,6 +75,7 @@ RowScratch row_scratch(const AttendParams<T>& params) {
   const int64_t layers = params.layout.num_layers;
   RowScratch scratch;
   scratch.scores = capacity * params.group;
+  scratch.span_scores = params.layout.span > 0 ? scratch.scores : 0;
   scratch.keys = 4 * capacity > kMaxKeyBytes ? capacity : 0;
   scratch.lists = layers * params.options.top_k;
   scratch.parts = layers * num_splits(capacity) * params.group;
@@ -93,12 +94,14 @@ void attend_chunks(AttendParams<T> params, const Tensor& like, cudaStream_t stre
   const int64_t num = std::min(rows, total) * heads;
   const auto words = [&](int64_t count) { return at::empty({count}, like.options().dtype(at::kInt)); };
   const Tensor query_rows = words(total * static_cast<int64_t>(sizeof(QueryRow) / 4));
-  const Tensor floats = words(num * (scratch.scores + 2 * scratch.parts + scratch.outs));
+  const Tensor floats =
+      words(num * (scratch.scores + scratch.span_scores + 2 * scratch.parts + scratch.outs));
   const Tensor ints = words(num * (scratch.keys + 2 * scratch.lists));
   RowChunk& chunk = params.chunk;
   chunk.rows = reinterpret_cast<QueryRow*>(query_rows.mutable_data_ptr());
   chunk.scores = data<float>(floats);
-  chunk.part_max = chunk.scores + num * scratch.scores;
+  chunk.span_scores = chunk.scores + num * scratch.scores;
+  chunk.part_max = chunk.span_scores + num * scratch.span_scores;
   chunk.part_sum = chunk.part_max + num * scratch.parts;
   chunk.part_out = chunk.part_sum + num * scratch.parts;
   chunk.lists = data<int32_t>(ints);

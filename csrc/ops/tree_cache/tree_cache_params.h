@@ -86,10 +86,11 @@ struct RowChunk {
   int32_t* lists = nullptr;           // [num, L, H_kv, k], filled for leaders alone
   int32_t* previous_lists = nullptr;  // the lists of the previous chunk
   float* scores = nullptr;            // [num, H_kv, k r, G]
-  uint32_t* keys = nullptr;           // [num, H_kv, k r], null where shared memory holds them
-  float* part_max = nullptr;          // [num, H_kv, L, splits, G]
-  float* part_sum = nullptr;          // the same
-  float* part_out = nullptr;          // [num, H_kv, L, splits, G, V]
+  float* span_scores = nullptr;  // the same of the span means of a candidate together; null without a span
+  uint32_t* keys = nullptr;      // [num, H_kv, k r], null where shared memory holds them
+  float* part_max = nullptr;     // [num, H_kv, L, splits, G]
+  float* part_sum = nullptr;     // the same
+  float* part_out = nullptr;     // [num, H_kv, L, splits, G, V]
 };
 
 template <typename T>

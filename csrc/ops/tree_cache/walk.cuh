@@ -79,17 +79,11 @@ __device__ __forceinline__ int32_t* own_list(const AttendParams<T>& params, cons
          (((walk.row - params.chunk.first) * layers + layer) * heads + walk.head) * params.options.top_k;
 }
 
-// The first element of a node's row in its pool; -1 if the node is beyond the row's own one, or its page is
-// not in the pool.
+// First element of a place's row in its pool, or -1 where its page is none.
 template <typename T>
-__device__ __forceinline__ int64_t row_of(const AttendParams<T>& params, const WalkRow& walk, int layer,
-                                          int64_t node, int64_t page_rows, int width) {
+__device__ __forceinline__ int64_t row_at(const AttendParams<T>& params, const WalkRow& walk,
+                                          const Place& place, int64_t page_rows, int width) {
   const PageLayout& layout = params.layout;
-  const uint32_t rightmost = static_cast<uint32_t>(walk.query.token) / layout.tokens[layer];
-  if (node < 0 || node > static_cast<int64_t>(rightmost)) {
-    return -1;
-  }
-  const Place place = layout.node(static_cast<uint32_t>(layer), static_cast<uint32_t>(node));
   if (place.page >= layout.max_pages) {
     return -1;
   }
@@ -99,6 +93,18 @@ __device__ __forceinline__ int64_t row_of(const AttendParams<T>& params, const W
   return page < layout.num_pages
              ? ((int64_t{page} * layout.num_kv_heads + walk.head) * page_rows + place.row) * width
              : -1;
+}
+
+// The same of a node, and -1 where the node is none or starts behind the row's token.
+template <typename T>
+__device__ __forceinline__ int64_t row_of(const AttendParams<T>& params, const WalkRow& walk, int layer,
+                                          int64_t node, int64_t page_rows, int width) {
+  const uint32_t rightmost = static_cast<uint32_t>(walk.query.token) / params.layout.tokens[layer];
+  if (node < 0 || node > static_cast<int64_t>(rightmost)) {
+    return -1;
+  }
+  const Place place = params.layout.node(static_cast<uint32_t>(layer), static_cast<uint32_t>(node));
+  return row_at(params, walk, place, page_rows, width);
 }
 
 // The node that candidate p of a list is.

@@ -169,6 +169,7 @@ class HTreeAttention(nn.Module):
             scale=options.scale,
             rope_base=options.rope_base,
             importance=options.importance,
+            selection_span=options.selection_span,
             page_size=page_size,
             num_pages=num_pages,
             dtype=weight.dtype if dtype is None else dtype,

@@ -138,20 +138,13 @@ class TreeKVCache:
                 scale=scale,
                 rope_base=rope_base,
                 importance=importance,
+                selection_span=selection_span,
             )
         if importance == "lse":
             raise ValueError(
                 f'{OP}: importance must be "lse_causal" or "exp_joint", got "lse": it weighs nodes that are not '
                 "finished, which a cache does not hold"
             )
-        if selection_span is not None:
-            check_int(OP, "selection_span", selection_span, 1, compression_rate)
-            if compression_rate % selection_span:
-                raise ValueError(
-                    f"{OP}: selection_span must be a divisor of compression_rate = {compression_rate}, "
-                    f"got {selection_span}"
-                )
-        self.selection_span = selection_span
         if page_size is None:
             page_size = -(-LEAST_PAGE // compression_rate) * compression_rate
         check_int(OP, "page_size", page_size, compression_rate)
@@ -234,7 +227,7 @@ class TreeKVCache:
             page_size=self.page_size,
             compression_rate=self.options.compression_rate,
             max_top_nodes=self.options.max_top_nodes,
-            selection_span=self.selection_span,
+            selection_span=self.options.selection_span,
         )
 
     def attend(
@@ -281,7 +274,7 @@ class TreeKVCache:
             max_top_nodes=options.max_top_nodes,
             top_k=options.top_k,
             selection_stride=options.selection_stride,
-            selection_span=self.selection_span,
+            selection_span=self.options.selection_span,
             scale=options.scale,
             rope_base=options.rope_base,
             importance=options.importance,
@@ -399,7 +392,7 @@ class TreeKVCache:
             "lengths": self.lengths.clone(),
             "lists": self._lists.clone(),
             "list_pos": self._list_pos.clone(),
-            **options_as_tensors(self.options, self.page_size, self.selection_span),
+            **options_as_tensors(self.options, self.page_size),
         }
 
     @torch.no_grad()
@@ -448,7 +441,7 @@ class TreeKVCache:
             )
         }
         listed = ", ".join(f"{name}={value!r}" for name, value in (sizes | options).items())
-        return f"{OP}({listed}, selection_span={self.selection_span}, dtype={self.dtype}, device='{self.device}')"
+        return f"{OP}({listed}, dtype={self.dtype}, device='{self.device}')"
 
     # ---- steps
 

@@ -147,7 +147,6 @@ def tree_cache_attention(
     Raises:
         ShapeMismatchError, UnsupportedDtypeError, DeviceError: a tensor that does not fit.
         ValueError: an option out of range, importance="lse"; on the CPU also lengths beyond max_pages * page_size.
-        NotImplementedError: selection_span is given.
         IndexError: on the CPU, for a page that the pool does not have. On CUDA its rows are left out.
     """
     return torch.ops.htree.tree_cache_attention(

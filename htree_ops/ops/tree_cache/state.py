@@ -24,7 +24,7 @@ def free_stack(users: Tensor) -> Tensor:
     return stack
 
 
-def options_as_tensors(options: TreeOptions, page_size: int, selection_span: int | None) -> dict[str, Tensor]:
+def options_as_tensors(options: TreeOptions, page_size: int) -> dict[str, Tensor]:
     """The options that the bytes and the lists depend on. 0 and NaN stand for None."""
     numbers = [
         page_size,
@@ -32,7 +32,7 @@ def options_as_tensors(options: TreeOptions, page_size: int, selection_span: int
         options.max_top_nodes,
         options.top_k,
         options.selection_stride,
-        selection_span or 0,
+        options.selection_span or 0,
         IMPORTANCES.index(options.importance),
     ]
     factors = [torch.nan if x is None else x for x in (options.scale, options.rope_base)]
