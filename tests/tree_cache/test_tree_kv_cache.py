@@ -304,7 +304,7 @@ def test_a_leader_that_was_never_attended_is_reported() -> None:
         ({"top_k": 0}, ValueError, "top_k"),
         ({"max_top_nodes": 13}, ValueError, "max_top_nodes"),
         ({"selection_stride": 3}, ValueError, "selection_stride"),
-        ({"selection_span": 3}, ValueError, "selection_span must be a divisor"),
+        ({"selection_span": 3}, ValueError, "selection_span must be None or a divisor"),
         ({"dtype": torch.int8}, TypeError, "dtype must be"),
         ({"batch": 1.5}, TypeError, "batch must be an int"),
     ],
