@@ -88,7 +88,7 @@ def tree_cache_append(
 
 def gather_tokens(pool: Tensor, table: Tensor, length: int, page_size: int) -> Tensor:
     """Rows [length, H_kv, D] of the tokens of one sequence."""
-    token = torch.arange(length)
+    token = torch.arange(length, device=pool.device)
     return pool[table.long()[token // page_size], :, token % page_size]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from htree_ops.ops.tree_cache.functions import cache_layers, page_rows, tree_cache_append_
 from htree_ops.testing.cases import Case, normal
 
-__all__ = ["CASES", "TreeCacheCase", "filled_pools"]
+__all__ = ["BENCHMARK_CASES", "CASES", "TreeCacheCase", "filled_pools", "offsets"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +59,21 @@ class TreeCacheCase(Case):
             "importance": self.importance,
         }
 
-    def texts(self, device: str | torch.device, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v of all tokens, packed one sequence after the other."""
+    def tokens(self, device: str | torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
+        """k and v of all tokens, packed one sequence after the other."""
         rows = sum(self.lengths)
         return (
-            normal((rows, self.heads, self.key_dim), self.dtype, device, seed),
             normal((rows, self.kv_heads, self.key_dim), self.dtype, device, seed + 1),
             normal((rows, self.kv_heads, self.value_dim), self.dtype, device, seed + 2),
         )
+
+    def last_queries(self, device: str | torch.device, seed: int = 0) -> Tensor:
+        """q of the last tokens, packed."""
+        return normal((sum(self.queries), self.heads, self.key_dim), self.dtype, device, seed)
+
+    def texts(self, device: str | torch.device, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of all tokens."""
+        return (replace(self, queries=self.lengths).last_queries(device, seed), *self.tokens(device, seed))
 
     def empty_pools(self, device: str | torch.device, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """k_pool and v_pool of NaN, and a block table whose pages stand in a random order."""
@@ -83,10 +90,8 @@ class TreeCacheCase(Case):
         return pools[0], pools[1], table.to(device)
 
     def make_inputs(self, device: str | torch.device, seed: int = 0) -> tuple[Any, ...]:
-        q, k, v = self.texts(device, seed)
-        k_pool, v_pool, table = filled_pools(self, k, v, seed)
-        ends = torch.tensor(self.lengths).cumsum(0).tolist()
-        rows = torch.cat([q[end - n : end] for end, n in zip(ends, self.queries, strict=True)])
+        rows = self.last_queries(device, seed)
+        k_pool, v_pool, table = filled_pools(self, *self.tokens(device, seed), seed)
         lists: tuple[Tensor | None, Tensor | None] = (None, None)
         if self.ring is not None:
             shape = (len(self.lengths), self.ring)
@@ -207,3 +212,39 @@ CASES = [
         for dtype in (F32, F16, BF16)
     ),
 ]
+
+
+def _served(name: str, batch: int, length: int, **others: Any) -> TreeCacheCase:
+    """One token for each of ``batch`` sequences of ``length`` tokens, 32 heads of 128 on 4 K/V heads."""
+    sizes: dict[str, Any] = {"heads": 32, "kv_heads": 4, "key_dim": 128, "value_dim": 128, "page_size": 256}
+    return TreeCacheCase(
+        name=name, dtype=BF16, lengths=(length,) * batch, queries=(1,) * batch, **(sizes | others)
+    )
+
+
+#: Decoding with one graph per layer in mind: a long text, a longer one, batches, a narrow selection, span means.
+BENCHMARK_CASES = {
+    "cuda": [
+        _served("B=1 T=131072", 1, 1 << 17),
+        _served("B=1 T=1048576", 1, 1 << 20),
+        _served("B=8 T=131072", 8, 1 << 17),
+        _served("B=64 T=131072", 64, 1 << 17),
+        _served("B=1 T=1048576 k=128", 1, 1 << 20, top_k=128, max_top_nodes=2048),
+        _served("B=1 T=1048576 span=4", 1, 1 << 20, selection_span=4),
+    ],
+    "cpu": [
+        TreeCacheCase(
+            name="B=1 T=32768",
+            dtype=F32,
+            lengths=(1 << 15,),
+            queries=(1,),
+            heads=4,
+            kv_heads=1,
+            key_dim=64,
+            value_dim=64,
+            page_size=256,
+            max_top_nodes=1024,
+            top_k=64,
+        )
+    ],
+}

@@ -1,0 +1,68 @@
+"""Every CUDA kernel of the tree cache at a small size, for compute-sanitizer; the results are checked as well."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from htree_ops import TreeKVCache, tree_attention
+from htree_ops.testing.cases import case_id
+from htree_ops.testing.tree_cache_cases import CASES, TreeCacheCase
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.name not in ("model", "wide")], ids=case_id)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_pages_are_filled_and_read(case: TreeCacheCase, dtype: torch.dtype) -> None:
+    case = replace(case, dtype=dtype)
+    out, lse, *_ = torch.ops.htree.tree_cache_attention(*case.make_inputs("cuda"), **case.options())
+    assert out.shape == (sum(case.queries), case.heads, case.value_dim)
+    assert not lse.isinf().any()
+
+
+@pytest.mark.parametrize("key_dim", [8, 32])
+@pytest.mark.parametrize("heads", [1, 4, 9])
+def test_heads_and_widths(heads: int, key_dim: int) -> None:
+    """One instance of each kernel: heads of a group, wide and narrow loads, several chunks of heads."""
+    case = TreeCacheCase(
+        name="one",
+        dtype=torch.float16,
+        lengths=(90, 33),
+        queries=(3, 1),
+        heads=heads,
+        kv_heads=1,
+        key_dim=key_dim,
+        value_dim=key_dim // 2 + 4,
+        page_size=32,
+        compression_rate=4,
+        max_top_nodes=8,
+        top_k=3,
+    )
+    out, *_ = torch.ops.htree.tree_cache_attention(*case.make_inputs("cuda"), **case.options())
+    assert bool(out.isfinite().all())
+
+
+def test_every_step_of_a_cache() -> None:
+    options = {"compression_rate": 4, "top_k": 3, "max_top_nodes": 12, "selection_stride": 4}
+    cache = TreeKVCache(3, 2, 8, 64, page_size=8, num_pages=20, dtype=torch.float32, device="cuda", **options)  # type: ignore[arg-type]
+    q, k = (torch.randn(3, 40, heads, 8, device="cuda") for heads in (4, 2))
+    for begin, end in ((0, 21), (21, 22), (22, 40)):  # more than a page at once, one token, a few
+        cache.append(k[:, begin:end], k[:, begin:end])
+        out = cache.attend(q[:, begin:end])
+    whole = tree_attention(q, k, k, **options)  # type: ignore[arg-type]
+    torch.testing.assert_close(out, whole[:, 22:], atol=1e-4, rtol=1e-4)  # type: ignore[index]
+    cache.truncate([39, 25, 8])
+    cache.reorder_([1, 1, 0])
+    cache.fork(2, 0)
+    cache.free(1)
+    cache.reserve(4)
+    cache.truncate([-1, -1, 13])
+    assert cache.lengths.tolist()[:2] == [39, 0]
+    with pytest.raises(ValueError, match="inside a stride"):
+        cache.check()
+    cache.append(k[:, :30], k[:, :30])  # beyond the capacity of one sequence, and no page is left for all
+    with pytest.raises(ValueError, match="beyond the capacity"):
+        cache.check()
