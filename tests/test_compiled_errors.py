@@ -43,6 +43,16 @@ DECODE = HEADS | {
     f"{letter}_{name}": x for letter in "kv" for name, x in zip(TOKENS._fields, TOKENS, strict=True)
 }
 KEEP = {"k_keep": 20, "v_keep": 20, "k_bits": 4, "v_bits": 4}
+#: Two pages of 16 tokens and their 4 parents, for one sequence.
+PAGES = {
+    "k_pool": zeros(2, 2, 20, 6),
+    "v_pool": zeros(2, 2, 20, 5),
+    "block_table": int32(1, 2),
+    "lengths": int32(1),
+    "page_size": 16,
+    "compression_rate": 4,
+    "max_top_nodes": 8,
+}
 ROTATED = {"cos": zeros(12, 32), "sin": zeros(12, 32), "position_ids": torch.arange(5)}
 
 #: A correct call, and changes that make it wrong; the message must name the first changed argument.
@@ -184,6 +194,16 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any], list[dict[str, Any]]]] = [
     (htree_ops.kv_compress, {"x": zeros(2, 2, 5, 64), "keep": 20}, [{"bits": 5}, {"x": zeros(2, 2, 5, 96)}]),
     (htree_ops.kv_decompress, TOKENS._asdict() | {"D": 64, "keep": 20, "bits": 4}, [{"keep": 0}]),
     (htree_ops.kv_decode_attention, DECODE | KEEP, [{"q": zeros(2, 3, 64)}, {"v_win": zeros(2, 2, 4, 64)}]),
+    (
+        htree_ops.tree_cache_append_,
+        PAGES | {"k": zeros(3, 2, 6), "v": zeros(3, 2, 5), "cu_new": int32(2)},
+        [{"k": zeros(3, 2, 8)}, {"page_size": 6}, {"cu_new": int32(3)}],
+    ),
+    (
+        htree_ops.tree_cache_attention,
+        PAGES | {"q": zeros(1, 4, 6), "cu_q": int32(2), "top_k": 2},
+        [{"q": zeros(1, 3, 6)}, {"top_k": 0}, {"lengths": zeros(1)}, {"list_pos": int32(1, 4)}],
+    ),
     (htree_ops.apply_rotary_pos_emb_q, {"q": zeros(2, 4, 5, 64), **ROTATED}, [{"q": zeros(4, 5, 64)}]),
     (htree_ops.apply_rotary_pos_emb_k, {"k": zeros(2, 2, 5, 64), **ROTATED}, [{"k": zeros(2, 5, 64)}]),
 ]
