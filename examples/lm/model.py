@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -89,8 +90,8 @@ class Block(nn.Module):
         self.up = nn.Linear(settings.dim, 4 * settings.dim, bias=False)
         self.down = nn.Linear(4 * settings.dim, settings.dim, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, cache: TreeKVCache | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cache=cache)
         return x + self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh"))
 
 
@@ -116,11 +117,11 @@ class ByteLM(nn.Module):
                     parameter, std=deviation / (2 * settings.layers) ** 0.5 if adds else deviation
                 )
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """tokens int64 [B, T] -> logits [B, T, 256]."""
+    def forward(self, tokens: Tensor, caches: Sequence[TreeKVCache] | None = None) -> Tensor:
+        """tokens int64 [B, T] -> logits [B, T, 256]; with a cache for each block, those behind what the caches hold."""
         x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
+        for i, block in enumerate(self.blocks):
+            x = block(x, None if caches is None else caches[i])
         return F.linear(self.norm(x), self.embedding.weight)
 
 

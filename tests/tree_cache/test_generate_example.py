@@ -1,0 +1,50 @@
+"""The example that generates from a tree cache, at a tiny size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples"
+TINY = {"context": 96, "batch": 2, "layers": 2, "dim": 64, "heads": 1, "kv_heads": 1}
+
+
+@pytest.fixture(scope="module")
+def example():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        import generate
+
+        patch.setattr(generate, "TRAINED_HERE", TINY | {"steps": 5})
+        yield generate
+    torch.set_num_threads(threads)
+
+
+def test_the_cache_writes_what_a_rebuilt_tree_writes(example: ModuleType, tmp_path: Path) -> None:
+    flags = f"--device cpu --train-steps 5 --lengths 500,900 --bytes 6 --chunk 130 --out {tmp_path}"
+    assert example.main(flags.split()) == 0
+    rows = json.loads((tmp_path / "generate.json").read_text())["rows"]
+    assert [row["cache"] for row in rows] == [*example.DECODERS] * 2
+    for tree, rebuilt, dense in (rows[:3], rows[3:]):
+        assert tree["written"] == rebuilt["written"]
+        assert len(dense["written"]) == 6
+        assert tree["bytes_per_second"] > 0
+        assert tree["cache_bytes"] > 0
+
+
+def test_wrong_flags_are_one_line(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, complaint in (
+        ("--bytes 0", "--bytes must be at least 1"),
+        ("--checkpoint absent.pt", "there is no absent.pt"),
+        ("--device tpu", "--device"),
+    ):
+        assert example.main(flags.split()) == 2
+        message = capsys.readouterr().err
+        assert complaint in message
+        assert message.count("\n") == 1
