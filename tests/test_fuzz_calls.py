@@ -24,6 +24,7 @@ from htree_ops.testing.compressed_kv_cases import DecodeCase
 from htree_ops.testing.layouts import in_larger
 from htree_ops.testing.tree_attention_calls import Call, calls
 from htree_ops.testing.tree_attention_cases import SHAPES
+from htree_ops.testing.tree_cache_cases import op_calls
 
 CALLS_PER_SEED = 300
 SEEDS = range(8)  # 2400 calls
@@ -238,6 +239,7 @@ def row_calls() -> list[Call]:
         *compressed_calls(),
         *fp8_calls(wide.float()),
         *matrix_calls(),
+        *(Call(op, arguments, options) for op, (arguments, options) in op_calls("cpu").items()),
     ]
 
 

@@ -13,7 +13,7 @@ from htree_ops import TreeKVCache, tree_attention, tree_cache_append_, tree_cach
 from htree_ops.ops.tree_cache import page_rows
 from htree_ops.reference import tree_cache as reference
 from htree_ops.testing.cases import case_id
-from htree_ops.testing.tree_cache_cases import CASES, TreeCacheCase, filled_pools, offsets
+from htree_ops.testing.tree_cache_cases import CASES, TreeCacheCase, filled_pools, offsets, op_calls
 
 ops = torch.ops.htree
 WIDE, MODEL = (next(case for case in CASES if case.name == name) for name in ("wide", "model"))
@@ -206,46 +206,6 @@ def test_a_rope_table_may_be_given(device: str) -> None:
 
 
 # ---- what torch asks of ops
-
-
-def op_calls(device: str) -> dict[str, tuple[tuple, dict]]:
-    case = replace(CASES[2], lengths=(21, 9), queries=(5, 9))
-    inputs = case.make_inputs(device)
-    k_pool, v_pool, table, lengths = inputs[1:5]
-    _, k, v = case.texts(device)
-    state = state_of(device)
-    return {
-        "tree_cache_append_": (
-            (k_pool, v_pool, k[:5], v[:5], table, lengths - 5, offsets((3, 2), device), None, 4),
-            case.page_options(),
-        ),
-        "tree_cache_attention": (inputs, case.options()),
-        "tree_cache_pages_": (
-            (*state, torch.tensor([3, 9], dtype=torch.int32, device=device), "append"),
-            {"capacity": 30, "page_size": 8},
-        ),
-        "tree_cache_copy_": (
-            (k_pool, v_pool, torch.tensor([[1, -1], [0, 0]], dtype=torch.int32, device=device)),
-            {},
-        ),
-    }
-
-
-def state_of(device: str, batch: int = 2, max_pages: int = 4, num_pages: int = 6) -> list[Tensor]:
-    """block_table, lengths, held, users, free_pages, errors, list_pos, plan of an empty cache."""
-
-    def integers(*shape: int, fill: int = 0) -> Tensor:
-        return torch.full(shape, fill, dtype=torch.int32, device=device)
-
-    free = torch.tensor([num_pages, *reversed(range(num_pages))], dtype=torch.int32, device=device)
-    shapes = (
-        integers(batch, max_pages, fill=-1),
-        integers(batch),
-        integers(batch),
-        integers(num_pages),
-        free,
-    )
-    return [*shapes, integers(batch), integers(batch, 0), integers(4, batch)]
 
 
 @pytest.mark.parametrize(
