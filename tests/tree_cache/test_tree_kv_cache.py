@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -82,8 +85,6 @@ class GpuRun(Run):
 @pytest.mark.gpu
 def test_schedules_on_a_gpu() -> None:
     """Bytes bit for bit; rows to the tolerance of §1.11, but for the few whose selection is a matter of rounding."""
-    import os
-
     tolerance = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
     different = compared = 0
     for seed in range(int(os.environ.get("HTREE_SCHEDULES", "500"))):
@@ -146,6 +147,7 @@ def test_a_captured_step_follows_the_lengths(stride: int) -> None:
     graph = torch.cuda.CUDAGraph()
     before = copy.deepcopy(cache.state_dict())
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         cache.append(k, k)
         cache.attend(q)
@@ -187,6 +189,28 @@ def test_chunks_ragged_rows_and_drafts(device: str) -> None:
     assert not out[1, 1].any()
     assert cache.lengths.tolist() == [13, 12]
     cache.check()
+
+
+def test_eight_threads_with_a_cache_each(device: str) -> None:
+    """On a GPU each has a stream of its own."""
+
+    def generate(seed: int) -> list[Tensor]:
+        stream = torch.cuda.Stream() if device == "cuda" else None
+        with torch.cuda.stream(stream) if stream else nullcontext():
+            cache = make(device, selection_stride=4)
+            outs = [fill(cache, n, seed=100 * seed + i) for i, n in enumerate((13, 1, 1, 9, 1, 4))]
+            cache.truncate(27)
+            cache.reorder_([1, 0])
+            outs.append(fill(cache, 3, seed=seed))
+            if stream:
+                stream.synchronize()
+        return outs
+
+    alone = [generate(seed) for seed in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(generate, range(8)))
+    for ours, theirs in zip(alone, together, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_rows_that_a_short_sequence_lacks(device: str) -> None:

@@ -11,6 +11,7 @@
 #include "device/reduce.cuh"
 #include "device/rotary.cuh"
 #include "device/work.cuh"
+#include "ops/tree_attention/stages/scores/compute_scores.cuh"
 #include "ops/tree_attention/stages/select/select_topk.cuh"
 #include "ops/tree_cache/rows.cuh"
 
@@ -64,13 +65,17 @@ __device__ __forceinline__ void multiply_key(const AttendParams<T>& params, cons
     const int pair = pack * kPack;
     const auto stored_low = device::load_pack<kPack>(key + pair);
     const auto stored_high = device::load_pack<kPack>(key + pairs + pair);
+    float cos[kPack], sin[kPack];
+    if (params.options.cos != nullptr) {
+      tree_attention::load_table(params.options.cos + table + pair, cos);
+      tree_attention::load_table(params.options.sin + table + pair, sin);
+    }
 #pragma unroll
     for (int e = 0; e < kPack; ++e) {
       float low = device::to_acc(stored_low[e]);
       float high = device::to_acc(stored_high[e]);
       if (params.options.cos != nullptr) {
-        device::rotate_pair(low, high, params.options.cos[table + pair + e],
-                            params.options.sin[table + pair + e]);
+        device::rotate_pair(low, high, cos[e], sin[e]);
       }
       const float* q_low = queries + (pair + e) * kHeads;
       const float* q_high = queries + (pairs + pair + e) * kHeads;
@@ -500,7 +505,9 @@ cudaError_t launch_attend(const AttendParams<T>& params, cudaStream_t stream) {
   constexpr int kWide = device::kPackOf<T>;
   const bool wide = params.key_dim / 2 % kWide == 0 && params.value_dim % kWide == 0 &&
                     reinterpret_cast<uintptr_t>(params.keys) % 16 == 0 &&
-                    reinterpret_cast<uintptr_t>(params.values) % 16 == 0;
+                    reinterpret_cast<uintptr_t>(params.values) % 16 == 0 &&
+                    reinterpret_cast<uintptr_t>(params.options.cos) % 16 == 0 &&
+                    reinterpret_cast<uintptr_t>(params.options.sin) % 16 == 0;
   if (params.group == 1) {
     error = wide ? launch_layers<T, 1, kWide>(params, stream) : launch_layers<T, 1, 1>(params, stream);
   } else if (params.group <= 4) {
