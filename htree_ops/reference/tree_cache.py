@@ -6,13 +6,15 @@ rows of the reference of tree attention, which builds the tree anew: the nodes i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from .tree_attention import htree_forward_naive
 from .tree_attention.tree import accumulate_dtype
 
-__all__ = ["cache_layers", "gather_tokens", "tree_cache_append", "tree_cache_attention"]
+__all__ = ["cache_layers", "gather_tokens", "tree_cache_append", "tree_cache_attention", "tree_cache_pages"]
 
 
 def cache_layers(capacity: int, compression_rate: int, max_top_nodes: int) -> int:
@@ -181,3 +183,145 @@ def _opened(token: int, layer: int, rate: int, kv_heads: int, top_k: int) -> Ten
     count = token // rate**layer // rate + 1
     nodes = torch.arange(top_k, dtype=torch.int32)
     return torch.where(nodes < count, nodes, -1).expand(1, 1, kv_heads, top_k)
+
+
+class _Table:
+    """The table of pages as lists: what each sequence has, and the free pages, the next one last."""
+
+    def __init__(self, state: Sequence[Tensor], page_size: int) -> None:
+        table, lengths, held, users, free, errors, list_pos, _ = (x.tolist() for x in state)
+        self.pages = [row[:count] for row, count in zip(table, held, strict=True)]
+        self.lengths, self.users, self.errors, self.ring = lengths, users, errors, list_pos
+        self.free = free[1 : 1 + free[0]]
+        self.before = list(lengths)
+        self.taken = [0] * len(lengths)
+        self.copies: dict[int, tuple[int, int]] = {}
+        self.page_size = page_size
+
+    def take(self, sequence: int, pages: int) -> None:
+        for _ in range(pages):
+            self.pages[sequence].append(self.free.pop())
+            self.users[self.pages[sequence][-1]] = 1
+
+    def drop(self, pages: list[int]) -> None:
+        for page in pages:
+            self.users[page] -= 1
+            if self.users[page] == 0:
+                self.free.append(page)
+
+    def copy_open_page(self, sequence: int, page: int) -> None:
+        self.take(sequence, 1)
+        self.copies[sequence] = (page, self.pages[sequence][-1])
+
+    def append(self, b: int, tokens: int, capacity: int, adds: bool) -> None:
+        needed = -(-(self.lengths[b] + tokens) // self.page_size) - len(self.pages[b])
+        if tokens < 0 or self.lengths[b] + tokens > capacity or needed > len(self.free):
+            self.errors[b] |= 4 if tokens < 0 else 1 if self.lengths[b] + tokens > capacity else 2
+            return
+        self.take(b, needed)
+        self.taken[b] = tokens
+        self.lengths[b] += tokens * adds
+
+    def truncate(self, b: int, length: int, stride: int) -> None:
+        if length in (-1, self.lengths[b]):
+            return
+        if not 0 <= length < self.lengths[b]:
+            self.errors[b] |= 4
+            return
+        if length % stride and (length - 1) - (length - 1) % stride not in self.ring[b]:
+            self.errors[b] |= 8
+            return
+        keep = -(-length // self.page_size)
+        kept, dropped = self.pages[b][:keep], self.pages[b][keep:]
+        shared = length % self.page_size > 0 and self.users[kept[-1]] > 1
+        if shared and not self.free and all(self.users[page] > 1 for page in dropped):
+            self.errors[b] |= 2
+            return
+        self.drop(dropped)
+        self.pages[b] = kept
+        if shared:
+            page = kept.pop()
+            self.users[page] -= 1
+            self.copy_open_page(b, page)
+        self.lengths[b] = length
+        self.ring[b] = [leader if leader < length else -1 for leader in self.ring[b]]
+
+    def reorder(self, beams: list[int]) -> None:
+        self.taken = list(range(len(beams)))
+        for b, beam in enumerate(beams):
+            self.errors[b] |= 0 if 0 <= beam < len(beams) else 32
+        if any(not 0 <= beam < len(beams) for beam in beams):
+            return
+        old, lengths, ring = [list(x) for x in self.pages], list(self.lengths), [list(x) for x in self.ring]
+        full = [n // self.page_size for n in lengths]
+        is_open = [n % self.page_size > 0 for n in lengths]
+        owner = {source: source if beams[source] == source else beams.index(source) for source in set(beams)}
+        moved = [b for b, beam in enumerate(beams) if beam != b]
+        copies = [b for b in moved if is_open[beams[b]] and owner[beams[b]] != b]
+        users, free = list(self.users), list(self.free)
+        for b in moved:
+            count = full[beams[b]] + (is_open[beams[b]] and b not in copies)
+            self.pages[b] = old[beams[b]][:count]
+            for page in self.pages[b]:
+                self.users[page] += 1
+        for b in moved:
+            self.drop(old[b])
+        if len(copies) > len(self.free):
+            self.pages, self.users, self.free = old, users, free
+            for b in copies:
+                self.errors[b] |= 2
+            return
+        for b in moved:
+            self.lengths[b], self.ring[b] = lengths[beams[b]], ring[beams[b]]
+        for b in copies:
+            self.copy_open_page(b, old[beams[b]][full[beams[b]]])
+        self.taken = list(beams)
+
+    def attend(self, b: int, rows: int, stride: int) -> None:
+        first = max(0, self.lengths[b] - rows)
+        if rows > 0 and self.lengths[b] > 0 and first % stride and first - first % stride not in self.ring[b]:
+            self.errors[b] |= 16
+
+
+def tree_cache_pages(
+    block_table: Tensor,
+    lengths: Tensor,
+    held: Tensor,
+    users: Tensor,
+    free_pages: Tensor,
+    errors: Tensor,
+    list_pos: Tensor,
+    plan: Tensor,
+    request: Tensor,
+    step: str,
+    *,
+    capacity: int,
+    page_size: int,
+    selection_stride: int = 1,
+) -> tuple[Tensor, ...]:
+    """Return the eight tensors after `tree_cache_pages_` on CUDA, which notes what is not possible.
+
+    Of free_pages the part behind the count keeps what it held.
+    """
+    state = (block_table, lengths, held, users, free_pages, errors, list_pos, plan)
+    table = _Table(state, page_size)
+    wanted = request.tolist()
+    if step == "reorder":
+        table.reorder(wanted)
+    for b, number in enumerate(wanted):
+        if step in ("append", "reserve"):
+            table.append(b, number, capacity, adds=step == "append")
+        elif step == "truncate":
+            table.truncate(b, number, selection_stride)
+        elif step == "attend":
+            table.attend(b, number, selection_stride)
+    copies = [table.copies.get(b, (-1, -1)) for b in range(len(wanted))]
+    rows = [[*pages, *[-1] * (block_table.shape[1] - len(pages))] for pages in table.pages]
+    stack = free_pages.tolist()
+    stack[: 1 + len(table.free)] = [len(table.free), *table.free]
+    new = (rows, table.lengths, [len(x) for x in table.pages], table.users, stack, table.errors, table.ring)
+    planned = [table.before, table.taken, [x for x, _ in copies], [x for _, x in copies]]
+    return tuple(
+        torch.tensor(values, dtype=torch.int32).view(like.shape)
+        for values, like in zip((*new, planned), state, strict=True)
+    )

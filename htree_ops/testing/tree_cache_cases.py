@@ -274,7 +274,9 @@ def op_calls(device: str) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     }
 
 
-def state_of(device: str, batch: int = 2, max_pages: int = 4, num_pages: int = 6) -> list[Tensor]:
+def state_of(
+    device: str, batch: int = 2, max_pages: int = 4, num_pages: int = 6, ring: int = 0
+) -> list[Tensor]:
     """block_table, lengths, held, users, free_pages, errors, list_pos, plan of an empty cache."""
 
     def integers(*shape: int, fill: int = 0) -> Tensor:
@@ -288,4 +290,4 @@ def state_of(device: str, batch: int = 2, max_pages: int = 4, num_pages: int = 6
         integers(num_pages),
         free,
     )
-    return [*shapes, integers(batch), integers(batch, 0), integers(4, batch)]
+    return [*shapes, integers(batch), integers(batch, ring, fill=-1), integers(4, batch)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from htree_ops import TreeKVCache, tree_attention, tree_cache_append_, tree_cach
 from htree_ops.ops.tree_cache import page_rows
 from htree_ops.reference import tree_cache as reference
 from htree_ops.testing.cases import case_id
-from htree_ops.testing.tree_cache_cases import CASES, TreeCacheCase, filled_pools, offsets, op_calls
+from htree_ops.testing.tree_cache_cases import CASES, TreeCacheCase, filled_pools, offsets, op_calls, state_of
 
 ops = torch.ops.htree
 WIDE, MODEL = (next(case for case in CASES if case.name == name) for name in ("wide", "model"))
@@ -205,7 +206,53 @@ def test_a_rope_table_may_be_given(device: str) -> None:
     assert_near(given, out, torch.float32)
 
 
+def test_steps_of_the_page_table_are_those_of_the_reference(device: str) -> None:
+    """Random steps, possible or not. On the CPU the latter raise and change nothing."""
+    names = ("append", "append", "append", "reserve", "truncate", "truncate", "reorder", "attend")
+    for seed in range(150):
+        draw = random.Random(seed)
+        batch, max_pages, page_size, stride = (
+            draw.randint(1, 4),
+            draw.randint(1, 5),
+            draw.randint(1, 4),
+            1 + seed % 2,
+        )
+        num_pages = draw.randint(1, batch * max_pages)
+        state = state_of(device, batch, max_pages, num_pages, ring=2)
+        capacity = max_pages * page_size - draw.randint(0, page_size - 1)
+        for _ in range(12):
+            step = draw.choice(names)
+            low, high = (
+                (-1, 9) if step != "reorder" else (0, batch - 1 + draw.randint(0, 1) * (seed % 3 == 0))
+            )
+            wanted = [
+                draw.randint(low, high) if step != "append" else draw.randint(0, 4) for _ in range(batch)
+            ]
+            request = torch.tensor(wanted, dtype=torch.int32, device=device)
+            options = {"capacity": capacity, "page_size": page_size, "selection_stride": stride}
+            if step == "attend":
+                state[6].copy_(torch.randint(-1, 9, state[6].shape, dtype=torch.int32))
+            expected = reference.tree_cache_pages(*on_cpu(*state), request.cpu(), step, **options)  # type: ignore[arg-type]
+            impossible = step != "attend" and not torch.equal(expected[5], state[5].cpu())
+            before = [x.clone() for x in state]
+            if impossible and device == "cpu":
+                with pytest.raises(ValueError, match="tree_cache_pages_"):
+                    ops.tree_cache_pages_(*state, request, step, **options)
+                assert all(torch.equal(a, b) for a, b in zip(state[:7], before[:7], strict=True)), (
+                    seed,
+                    step,
+                )
+                continue
+            ops.tree_cache_pages_(*state, request, step, **options)
+            for name, ours, theirs in zip(STATE, state, expected, strict=True):
+                count = int(theirs[0]) + 1 if name == "free_pages" else None
+                assert torch.equal(ours.cpu()[:count], theirs[:count]), (seed, step, name)
+            state[5].zero_()
+
+
 # ---- what torch asks of ops
+
+STATE = ("block_table", "lengths", "held", "users", "free_pages", "errors", "list_pos", "plan")
 
 
 @pytest.mark.parametrize(

@@ -408,17 +408,17 @@ __global__ void __launch_bounds__(kPageThreads)
 
 constexpr int kCopyThreads = 256;
 
-// Block (pair, part) copies words of W bytes.
+// A thread owns one word of W bytes of a page, and copies it for all pairs in their order: a page may be the target of
+// one pair after it was the source of another.
 template <typename W>
 __global__ void __launch_bounds__(kCopyThreads)
     copy_pages_kernel(W* pool, int64_t words, const int32_t* pages, int64_t num, int64_t num_pages) {
-  const int64_t from = pages[blockIdx.x], to = pages[num + blockIdx.x];
-  if (from < 0 || from >= num_pages || to < 0 || to >= num_pages || from == to) {
-    return;
-  }
-  for (int64_t i = int64_t{blockIdx.y} * kCopyThreads + threadIdx.x; i < words;
-       i += int64_t{gridDim.y} * kCopyThreads) {
-    pool[to * words + i] = pool[from * words + i];
+  const int64_t word = int64_t{blockIdx.x} * kCopyThreads + threadIdx.x;
+  for (int64_t i = 0; i < num && word < words; ++i) {
+    const int64_t from = pages[i], to = pages[num + i];
+    if (from >= 0 && from < num_pages && to >= 0 && to < num_pages && from != to) {
+      pool[to * words + word] = pool[from * words + word];
+    }
   }
 }
 
@@ -426,11 +426,8 @@ template <typename W>
 cudaError_t launch_copy(void* pool, int64_t bytes, const int32_t* pages, int64_t num, int64_t num_pages,
                         cudaStream_t stream) {
   const int64_t words = bytes / static_cast<int64_t>(sizeof(W));
-  constexpr int64_t kMostParts = 64;
-  const int64_t parts =
-      ceil_div(words, kCopyThreads) < kMostParts ? ceil_div(words, kCopyThreads) : kMostParts;
-  const dim3 grid(static_cast<unsigned>(num), static_cast<unsigned>(parts));
-  return launch_kernel(copy_pages_kernel<W>, {.grid = grid, .threads = kCopyThreads}, stream,
+  const auto blocks = static_cast<unsigned>(ceil_div(words, kCopyThreads));
+  return launch_kernel(copy_pages_kernel<W>, {.grid = blocks, .threads = kCopyThreads}, stream,
                        static_cast<W*>(pool), words, pages, num, num_pages);
 }
 
