@@ -63,6 +63,6 @@ def test_every_step_of_a_cache() -> None:
     assert cache.lengths.tolist()[:2] == [39, 0]
     with pytest.raises(ValueError, match="inside a stride"):
         cache.check()
-    cache.append(k[:, :30], k[:, :30])  # beyond the capacity of one sequence, and no page is left for all
+    cache.append(k[:, :30], k[:, :30])  # beyond the capacity of two sequences
     with pytest.raises(ValueError, match="beyond the capacity"):
         cache.check()

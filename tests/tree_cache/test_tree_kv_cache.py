@@ -222,6 +222,26 @@ def test_rows_that_a_short_sequence_lacks(device: str) -> None:
     assert bool(lse[:, 3:].isfinite().all())
 
 
+def test_no_tokens_and_no_queries(device: str) -> None:
+    cache = make(device, selection_stride=4)
+    assert fill(cache, 0).shape == (2, 0, 4, 8)
+    fill(cache, 6)
+    assert fill(cache, 0).shape == (2, 0, 4, 8)
+    assert cache.lengths.tolist() == [6, 6]
+    cache.check()
+
+
+def test_a_step_of_the_module_compiles(device: str) -> None:
+    layer = HTreeAttention(32, 4, 2, selection_stride=4, device=device, **OPTIONS)
+    x = torch.randn(2, 12, 32, device=device)
+    cache, eager = layer.make_cache(2, 30), layer.make_cache(2, 30)
+    step = torch.compile(lambda part: layer(part, cache=cache), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for part in x.split((9, 1, 1, 1), dim=1):
+            torch.testing.assert_close(step(part), layer(part, cache=eager), atol=1e-5, rtol=1e-5)
+    assert cache.lengths.tolist() == [12, 12]
+
+
 def test_a_fork_owns_its_open_page(device: str) -> None:
     """Full pages are shared, and what one writes the other does not see."""
     cache = make(device, batch=3, num_pages=9)

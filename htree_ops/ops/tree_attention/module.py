@@ -23,6 +23,18 @@ from htree_ops.ops.tree_cache.cache import TreeKVCache
 
 __all__ = ["HTreeAttention"]
 
+#: The options that a cache shares with its layer. Its heads say what ``scope`` is, and it keeps no ``store_parents``.
+CACHE_OPTIONS = (
+    "compression_rate",
+    "max_top_nodes",
+    "top_k",
+    "selection_stride",
+    "scale",
+    "rope_base",
+    "importance",
+    "selection_span",
+)
+
 
 def _option(name: str) -> property:
     """An option of a module as its attribute. Setting it replaces it in ``options``, which checks it."""
@@ -180,14 +192,12 @@ class HTreeAttention(nn.Module):
         """Adds the tokens to the cache and returns their rows [B, T, H, K]."""
         if not isinstance(cache, TreeKVCache):
             raise TypeError(f"HTreeAttention: cache must be a TreeKVCache, got {type(cache).__name__}")
-        theirs, ours = (
-            {**options.to_dict(), "scope": None, "store_parents": None}  # these do not matter to a cache
-            for options in (cache.options, self.options)
-        )
-        if theirs != ours:
-            raise ValueError(
-                f"HTreeAttention: cache must have the options of the layer ({self.options}), got {cache.options}"
-            )
+        for name in CACHE_OPTIONS:
+            theirs, ours = getattr(cache.options, name), getattr(self.options, name)
+            if theirs != ours:
+                raise ValueError(
+                    f"HTreeAttention: cache must have the options of the layer ({name} = {ours!r}), got {theirs!r}"
+                )
         if self.options.scope == "q_head":
             k, v = (x.repeat_interleave(self.num_heads // self.num_kv_heads, dim=2) for x in (k, v))
         cache.append(k, v)

@@ -447,7 +447,9 @@ class TreeKVCache:
 
     def _cu(self, n: int) -> Tensor:
         """Where the rows of each sequence begin in [B * n]: made anew, as a graph owns what its capture makes."""
-        return torch.arange(0, (self.batch + 1) * max(n, 1), max(n, 1), dtype=torch.int32, device=self.device)
+        if n == 0:
+            return torch.zeros(self.batch + 1, dtype=torch.int32, device=self.device)
+        return torch.arange(0, (self.batch + 1) * n, n, dtype=torch.int32, device=self.device)
 
     def _integers(self, name: str, argument: str, values: Tensor | Sequence[int]) -> Tensor:
         """``values`` as int32 [B] on the device."""
