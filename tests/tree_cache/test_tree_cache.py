@@ -133,6 +133,51 @@ def test_queries_may_come_in_any_groups(device: str) -> None:
             assert torch.equal(one[1][0], lse[first + i])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("span", [None, 4])
+def test_more_rows_than_one_chunk_of_scratch_holds(span: int | None) -> None:
+    """The call is worked off in pieces that end inside a stride; a row's bits do not show where."""
+    case = TreeCacheCase(
+        name="chunks",
+        dtype=torch.bfloat16,
+        lengths=(5000, 3001),
+        queries=(1496, 777),
+        heads=8,
+        kv_heads=1,
+        key_dim=64,
+        value_dim=64,
+        page_size=256,
+        max_top_nodes=1024,
+        selection_stride=16,
+        selection_span=span,
+        ring=4,
+    )
+    q, k_pool, v_pool, table, lengths, cu, lists, list_pos = case.make_inputs("cuda")
+    whole, _, new_lists, new_pos = ops.tree_cache_attention(
+        q, k_pool, v_pool, table, lengths, cu, lists, list_pos, **case.options()
+    )
+    assert bool(whole.isfinite().all())
+    for sequence, (first, count) in enumerate(((0, 1496), (1496, 777))):
+        here = slice(sequence, sequence + 1)
+        kept, kept_pos = lists[here], list_pos[here]
+        for begin in range(0, count, 200):  # every other cut lies inside a stride: the ring has its leader
+            end = min(begin + 200, count)
+            part, _, kept, kept_pos = ops.tree_cache_attention(
+                q[first + begin : first + end],
+                k_pool,
+                v_pool,
+                table[here],
+                lengths[here] - (count - end),
+                offsets((end - begin,), "cuda"),
+                kept,
+                kept_pos,
+                **case.options(),
+            )
+            assert torch.equal(part, whole[first + begin : first + end])
+        assert torch.equal(kept_pos, new_pos[here])
+        assert torch.equal(kept, new_lists[here])
+
+
 def test_pages_may_lie_anywhere(device: str) -> None:
     case = CASES[1]
     q, k_pool, v_pool, table, lengths, cu, *_ = case.make_inputs(device)
