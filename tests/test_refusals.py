@@ -85,7 +85,7 @@ def test_memory_follows_the_length_not_the_options(options: dict[str, int], devi
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "float rate": ({"compression_rate": 2.0}, TypeError, "compression_rate must be an int, got float"),
     "text": ({"top_k": "3"}, TypeError, "top_k must be an int, got str"),
-    "none": ({"max_top_nodes": None}, TypeError, "max_top_nodes must be an int, got NoneType"),
+    "none": ({"compression_rate": None}, TypeError, "compression_rate must be an int, got NoneType"),
     "bool": ({"top_k": True}, TypeError, "top_k must be an int, got bool"),
     "huge": ({"compression_rate": 2**63}, ValueError, "compression_rate must be an int of 64 bits"),
     "zero k": ({"top_k": 0}, ValueError, "top_k must be between 1 and .*, got 0"),

@@ -22,6 +22,7 @@ from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeEr
 __all__ = [
     "FLOATING",
     "FLOATING_AND_DOUBLE",
+    "autocast_dtype",
     "check_devices",
     "check_dtype",
     "check_int",
@@ -53,7 +54,7 @@ _KINDS: dict[str, tuple[str, tuple[type, ...], tuple[type, ...]]] = {
     "float": ("a number", (float, int), (float, int, torch.SymInt, torch.SymFloat)),
     "bool": ("a bool", (bool,), (bool,)),
     **dict.fromkeys(
-        ("str", "Activation", "Side", "Granularity"), ("a str", (str,), (str,))
+        ("str", "Activation", "Side", "Granularity", "Importance", "Scope"), ("a str", (str,), (str,))
     ),  # the op checks the word itself
     "torch.dtype": ("a torch.dtype", (torch.dtype,), (torch.dtype,)),
     "list[Tensor]": ("a list of Tensors", (), (list, tuple)),
@@ -202,6 +203,13 @@ def check_tensor(op: str, name: str, tensor: Any) -> None:
     if tensor.is_nested or tensor.layout != torch.strided:
         came = "a nested one" if tensor.is_nested else f"layout {tensor.layout}"
         raise TypeError(f"{op}: {name} must be a dense tensor, got {came}")
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype of autocast on this device, None where it is off."""
+    if device.type not in ("cpu", "cuda") or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
 
 
 def check_devices(op: str, tensors: Mapping[str, Tensor]) -> None:

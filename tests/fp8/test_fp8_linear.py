@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from htree_ops import FP8Linear, calibrate_activation_scales, quantize_model_
+from htree_ops import FP8Linear, HTreeAttention, calibrate_activation_scales, quantize_model_
 from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError
 from htree_ops.reference import fp8 as reference
 from htree_ops.testing.cases import normal
@@ -353,3 +353,47 @@ def test_refusals() -> None:
         ):
             calibrate_activation_scales(wrong, [])  # type: ignore[arg-type]
     assert "activation=static" in repr(FP8Linear(4, 3, static_activation=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_autocast_reaches_it_as_it_does_a_linear_layer(dtype: torch.dtype, device: str) -> None:
+    linear = make(torch.float32, device)
+    module, x = FP8Linear.from_linear(linear), normal((5, 96), torch.float32, device, seed=6)
+    with torch.autocast(device, dtype=dtype):
+        y, of_linear = module(x), linear(x)
+        with torch.autocast(device, enabled=False):
+            assert module(x).dtype == torch.float32
+    assert y.dtype == of_linear.dtype == dtype
+    assert torch.equal(y, module(x.to(dtype)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_layer_of_tree_attention_is_quantised_like_any_model(dtype: torch.dtype, device: str) -> None:
+    layer = HTreeAttention(64, 4, 2, top_k=4, max_top_nodes=64, device=device, dtype=dtype)
+    x = normal((2, 70, 64), dtype, device, seed=7)
+    with torch.no_grad():
+        before = layer(x)
+        after = quantize_model_(layer)(x)
+    assert all(type(child) is FP8Linear for child in layer.children())
+    assert after.dtype == dtype
+    assert bool((after.float() - before.float()).norm() < 0.15 * before.float().norm())
+    with pytest.raises(UnsupportedDtypeError, match="x"):
+        layer(x.double())
+
+
+def test_the_layer_of_tree_attention_takes_projections_without_a_weight() -> None:
+    class Int8Linear(nn.Module):
+        def __init__(self, linear: nn.Linear) -> None:
+            super().__init__()
+            self.scale = linear.weight.detach().abs().max() / 127
+            self.codes = (linear.weight.detach() / self.scale).round().to(torch.int8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ (self.codes.to(x.dtype) * self.scale.to(x.dtype)).t()
+
+    layer = HTreeAttention(16, 2)
+    x = normal((1, 9, 16), torch.float32, "cpu", seed=8)
+    before = layer(x)
+    for name, child in list(layer.named_children()):
+        setattr(layer, name, Int8Linear(child))
+    assert bool((layer(x) - before).norm() < 0.05 * before.norm())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import htree_ops
 from htree_ops.errors import (
@@ -115,6 +116,70 @@ def test_module_refuses() -> None:
         FusedGatedMLP(4, 4, "tanh")
 
 
+class GatedMLP(nn.Module):
+    """The MLP of a model: ``down(act(gate(x)) * up(x))``, or the activation on the other side."""
+
+    def __init__(
+        self, activation: str, side: str, bias: bool = False, dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(24, 40, bias, dtype=dtype) for _ in range(2))
+        self.down_proj = nn.Linear(40, 24, bias, dtype=dtype)
+        self.side = side
+        self.act_fn = {"silu": nn.SiLU(), "gelu": nn.GELU(), "tanh": nn.Tanh(), "gelu_tanh": nn.GELU("tanh")}[
+            activation
+        ]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(self.act_fn(gate) * up if self.side == "gate" else gate * self.act_fn(up))
+
+
+@pytest.mark.parametrize("side", ["gate", "up"])
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_from_module_finds_the_formula_by_its_outputs(
+    activation: str, side: str, dtype: torch.dtype, device: str
+) -> None:
+    torch.manual_seed(5)
+    theirs = GatedMLP(activation, side, dtype=dtype).to(device)
+    ours = FusedGatedMLP.from_module(theirs)
+    assert (ours.activation, ours.act_on) == (activation, side)
+    assert ours.gate_weight is theirs.gate_proj.weight
+    assert ours.up_weight is theirs.up_proj.weight
+    assert (ours.hidden_dim, ours.intermediate_dim) == (24, 40)
+    x = normal((2, 5, 24), dtype, device, seed=1)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(theirs.down_proj(ours(x)), theirs(x), rtol=tolerance, atol=tolerance)
+    for weight in (theirs.gate_proj.weight, theirs.up_proj.weight):
+        nn.init.zeros_(weight)  # the outputs of the module itself now say nothing
+    assert FusedGatedMLP.from_module(theirs).act_on == side
+    assert FusedGatedMLP.from_module(GatedMLP(activation, side).to("meta")).activation == activation
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "message"),
+    [
+        (GatedMLP("tanh", "gate"), ValueError, "act among silu, gelu, got another output from GatedMLP"),
+        (GatedMLP("gelu_tanh", "gate"), ValueError, "act among silu, gelu"),
+        (GatedMLP("silu", "gate", bias=True), ValueError, "gate_proj must have no bias"),
+        (nn.Linear(3, 4), TypeError, r"module\.gate_proj must be an nn\.Linear, got NoneType"),
+    ],
+    ids=["tanh", "gelu of tanh", "bias", "no MLP"],
+)
+def test_from_module_refuses_what_the_op_does_not_compute(
+    module: nn.Module, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=rf"^FusedGatedMLP\.from_module: .*{message}"):
+        FusedGatedMLP.from_module(module)
+
+
+def test_the_first_lines_say_which_side_is_activated() -> None:
+    for thing in (gated_mlp, FusedGatedMLP):
+        first = thing.__doc__.splitlines()[0]
+        assert "activation is on **up**" in first or "activation on **up**" in first
+
+
 def test_configurations_are_checked_everywhere() -> None:
     x = O(2, 4)
     with pytest.raises(NotImplementedError, match="no kernel is compiled for"):
@@ -208,11 +273,30 @@ def test_training_form_alone_has_no_gradient(device: str) -> None:
         op_forward(x, x, x)[0].sum().backward()
 
 
-def test_autocast_does_not_reach_the_products(device: str) -> None:
-    inputs = GatedMLPCase(name="a", dtype=torch.float32, rows=(9,), inner=16, hidden=24).make_inputs(device)
-    expected = op(*inputs)
+def test_autocast_casts_all_three_tensors(device: str) -> None:
+    """As for a linear layer: master weights in fp32 and activations of another dtype meet, and gradients are fp32."""
+    case = GatedMLPCase(name="a", dtype=torch.float32, rows=(9,), inner=16, hidden=24)
+    inputs = case.make_inputs(device)[:3]
+    half = [x.bfloat16() for x in inputs]
+    expected = op(*half)
+    leaves = [x.requires_grad_() for x in inputs]
     with torch.autocast(device, dtype=torch.bfloat16):
-        assert torch.equal(op(*inputs), expected)
+        for x in (leaves[0], half[0]):
+            assert torch.equal(gated_mlp(x, *leaves[1:]), expected)
+        gradients = torch.autograd.grad(gated_mlp(*leaves).sum(), leaves)
+    again = [x.requires_grad_() for x in half]
+    for ours, theirs in zip(gradients, torch.autograd.grad(op(*again).sum(), again), strict=True):
+        assert ours.dtype == torch.float32
+        assert torch.equal(ours, theirs.float())
+
+
+def test_autocast_does_not_reach_the_products_of_the_backward(device: str) -> None:
+    case = GatedMLPCase(name="a", dtype=torch.float32, rows=(9,), inner=16, hidden=24)
+    inputs, dy = case.make_inputs(device), torch.ones(9, 16, device=device)
+    expected = op_backward(dy, *inputs)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        for ours, theirs in zip(op_backward(dy, *inputs), expected, strict=True):
+            assert torch.equal(ours, theirs)
 
 
 # ---- compile, export

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import math
 import re
+import warnings
+from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -13,7 +17,7 @@ import htree_ops
 import htree_ops.ops.tree_attention as room
 import htree_ops.reference.tree_attention as ref
 from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError
-from htree_ops.ops.tree_attention import stages
+from htree_ops.ops.tree_attention import attention, stages
 from htree_ops.testing.tree_attention_cases import SHAPES
 from htree_ops.testing.tree_attention_checks import assert_output
 
@@ -336,3 +340,50 @@ def test_the_options_of_forward_and_backward_are_named(options, kind, message) -
         room.attention_backward(out, q, k, v, out, gmax, gsum, parents, **options)
     with pytest.raises(TypeError, match="attention_forward: store_parents must be a bool, got int"):
         room.attention_forward(q, k, v, store_parents=1)
+
+
+def test_heads_and_tokens_in_the_wrong_order_are_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8)  # [B, H, T, K]
+    with pytest.raises(
+        ShapeMismatchError, match=r"as many rows as k .*would fit \[B, H, T, K\].*transpose\(1, 2\)"
+    ):
+        htree_ops.tree_attention(q, k, k)
+    with pytest.raises(ShapeMismatchError) as caught:
+        htree_ops.tree_attention(torch.randn(1, 4, 4, 8), k.mT.contiguous().mT[:, :, :2], k[:, :, :2])
+    assert "transpose" not in str(caught.value)
+
+    monkeypatch.setattr(attention, "_warned_of_transposed", False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        htree_ops.tree_attention(q[:, :1], q, q)  # a suffix
+        htree_ops.tree_attention(q.mT.mT.transpose(1, 2), k.transpose(1, 2), k.transpose(1, 2))
+        torch._dynamo.reset()
+        torch.compile(htree_ops.tree_attention, backend="eager", fullgraph=True)(q, q, q)
+    with pytest.warns(UserWarning, match=r"read as 4 tokens of 9 heads.*transpose\(1, 2\)") as said:
+        htree_ops.tree_attention(q, q, q)
+    assert [warning.filename for warning in said] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        htree_ops.tree_attention(q, q, q)
+
+
+def test_what_a_type_checker_sees() -> None:
+    """One overload per value of return_lse, with the keywords of the function, and words as literals."""
+    tree = ast.parse(Path(attention.__file__).read_text())
+    found = [
+        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "tree_attention"
+    ]
+    assert len(found) == 4
+    assert [ast.unparse(node.returns) for node in found] == [
+        "Tensor",
+        "tuple[Tensor, Tensor]",
+        "Tensor | tuple[Tensor, Tensor]",
+        "Tensor | tuple[Tensor, Tensor]",
+    ]
+    keywords = [[argument.arg for argument in node.args.kwonlyargs] for node in found]
+    assert all(names == keywords[-1] for names in keywords)
+    for node in found:
+        kinds = {argument.arg: ast.unparse(argument.annotation) for argument in node.args.kwonlyargs}
+        assert (kinds["importance"], kinds["scope"]) == ("Importance", "Scope")
+    assert get_args(attention.Importance) == ("lse_causal", "exp_joint", "lse")
+    assert get_args(attention.Scope) == attention.SCOPES

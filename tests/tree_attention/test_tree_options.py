@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from htree_ops import HTreeAttention, TreeOptions, tree_attention
+from htree_ops.ops.tree_attention import attention_backward, attention_forward
+from htree_ops.ops.tree_attention.attention import MOST_TOP_NODES
 
 OTHERS = {
     "compression_rate": 8,
@@ -32,6 +34,8 @@ def test_the_options_are_those_of_the_schema() -> None:
     declared["top_k"] = declared.pop("top_k_per_layer")
     ours = {field.name: field.default for field in fields(TreeOptions)}
     assert ours.pop("scope") == "kv_head"  # an option of Python alone
+    assert ours.pop("max_top_nodes") is None  # what the op declares, where top_k allows it
+    assert declared.pop("max_top_nodes") == MOST_TOP_NODES
     assert ours == declared
     assert set(OTHERS) == {field.name for field in fields(TreeOptions)}
 
@@ -89,3 +93,33 @@ def test_a_layer_takes_them_and_lets_them_be_set() -> None:
     assert torch.equal(copy.deepcopy(layer)(x), expected)
     assert "top_k=4, selection_stride=2, scale=0.5" in repr(layer)
     assert "options" not in layer.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("options", "M"),
+    [
+        ({}, 8192),
+        ({"top_k": 16}, 256),
+        ({"compression_rate": 2}, 1024),
+        ({"top_k": 2, "compression_rate": 4}, 8),
+    ],
+    ids=str,
+)
+def test_max_top_nodes_is_what_top_k_allows(options: dict[str, int], M: int) -> None:
+    torch.manual_seed(2)
+    q, k, v = torch.randn(3, 1, 300, 2, 8)
+    wanted = tree_attention(q, k, v, **options, max_top_nodes=M)
+    assert torch.equal(tree_attention(q, k, v, **options), wanted)
+    assert torch.equal(tree_attention(q, k, v, **replace(TreeOptions(), **options).to_dict()), wanted)
+    stage = {("top_k_per_layer" if name == "top_k" else name): value for name, value in options.items()}
+    forward = attention_forward(q, k, v, **stage)
+    assert torch.equal(forward[0], wanted)
+    assert attention_backward(wanted, q, k, v, *forward, **stage)[0].shape == q.shape
+    layer = HTreeAttention(16, 2, **options)
+    x = torch.randn(1, 300, 16)
+    before = layer(x)
+    layer.max_top_nodes = M
+    assert torch.equal(layer(x), before)
+    if options:
+        with pytest.raises(ValueError, match="max_top_nodes"):
+            tree_attention(q, k, v, **options, max_top_nodes=M + 1)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from htree_ops.errors import ShapeMismatchError, refuse
 from htree_ops.ops.arguments import (
     FLOATING,
+    autocast_dtype,
     check_devices,
     check_dtype,
     check_int,
@@ -23,7 +24,10 @@ from htree_ops.ops.arguments import (
 from htree_ops.ops.fp8.quantize import FP8Format, fp8_quantize
 from htree_ops.tuning.select import configured
 
-__all__ = ["FP8Linear", "calibrate_activation_scales", "quantize_model_"]
+__all__ = ["QUANT_METHOD", "FP8Linear", "calibrate_activation_scales", "quantize_model_"]
+
+#: The name of these layers in the config of a transformers model.
+QUANT_METHOD = "htree_fp8"
 
 
 def _is_good(scale: Tensor) -> bool:
@@ -94,7 +98,7 @@ class FP8Linear(nn.Module):
         check_option_dtype("FP8Linear", dtype, FLOATING)
         self._take(nn.Linear(in_features, out_features, bias, device=device, dtype=dtype))
         if static_activation:
-            self.activation_scale = torch.ones((), device=self.weight.device)
+            self.activation_scale = torch.ones((), dtype=torch.float32, device=self.weight.device)
 
     def _take(self, linear: nn.Linear) -> None:
         """Becomes the quantised ``linear``, with dynamic activation scales."""
@@ -138,6 +142,8 @@ class FP8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] in float16, bfloat16 or float32; returns [..., N] in the same dtype.
 
+        Under autocast x takes its dtype first, as in ``nn.Linear``.
+
         Raises:
             ShapeMismatchError, UnsupportedDtypeError: another K or dtype.
             DeviceError: x lies elsewhere than the weight.
@@ -152,6 +158,9 @@ class FP8Linear(nn.Module):
             )
         if x.device != self.weight.device:
             check_devices("FP8Linear", {"weight": self.weight, "x": x})
+        dtype = autocast_dtype(x.device)
+        if dtype is not None and x.dtype in FLOATING:
+            x = x.to(dtype)
         rows = x.reshape(math.prod(x.shape[:-1]), self.in_features)
         granularity = "channel" if self.activation_scale is None else "tensor"
         q, scale, _ = torch.ops.htree.fp8_quantize(rows, self.activation_scale, granularity)
@@ -255,6 +264,9 @@ def quantize_model_(
     projection of ``nn.MultiheadAttention``, are left alone: their owners read the weight themselves. Hooks of a swapped
     layer go with it: register them anew. An error leaves the model as it was.
 
+    The config of a transformers model then names the layers, so that ``save_pretrained`` keeps them and
+    ``from_pretrained``, after :func:`htree_ops.integrations.transformers.register`, finds codes and scales again.
+
     Args:
         module: a model that holds linear layers; not itself one.
         filter: called with a layer's name and the layer; layers that it refuses stay, under all their names. By
@@ -298,6 +310,14 @@ def quantize_model_(
     for name, layer in swapped.items():
         parent, _, last = name.rpartition(".")
         setattr(module.get_submodule(parent), last, layer)
+    config = getattr(module, "config", None)
+    if swapped and hasattr(module, "save_pretrained") and config is not None:
+        before = getattr(config, "quantization_config", None) or {}
+        kinds = {name: "dynamic" if x.activation_scale is None else "static" for name, x in swapped.items()}
+        config.quantization_config = {
+            "quant_method": QUANT_METHOD,
+            "layers": {**dict(before).get("layers", {}), **kinds},
+        }
     return module
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from htree_ops.ops.arguments import named, tuning_config
+from htree_ops.ops.arguments import FLOATING, autocast_dtype, named, tuning_config
 from htree_ops.tuning.select import configured
 
 __all__ = ["gated_mlp"]
@@ -35,10 +35,11 @@ def gated_mlp(
     num_warps: int | None = None,
     num_stages: int | None = None,
 ) -> Tensor:
-    """Two projections of x, one of them through an activation, multiplied: ``out = g · act(u)``.
+    """``out = g · act(u)`` by default, with the activation on **up**; the usual SwiGLU needs ``act_on="gate"``.
 
     ``g = x·Wg^T`` and ``u = x·Wu^T``, accumulated in fp32 (fp64 for fp64), neither rounded before the result is.
-    With ``act_on="gate"`` it is ``act(g) · u``, the usual SwiGLU or GeGLU. ``silu(z) = z·σ(z)``,
+    With ``act_on="gate"`` it is ``act(g) · u``, as in Llama, Qwen, Mistral and nearly every other current model; the
+    default is the order of the design document. ``silu(z) = z·σ(z)``,
     ``gelu(z) = z·Φ(z)`` (the form with erf). On sm_90 in fp16 and bf16 the forward is one kernel, which reads x once
     for both products; elsewhere on CUDA it is two products of cuBLAS in fp32, which follow
     ``torch.backends.cuda.matmul.allow_tf32``, and one elementwise kernel. On the CPU row-major weights of fp16, bf16
@@ -53,7 +54,8 @@ def gated_mlp(
     where the result is finite. ``torch.ops.htree.gated_mlp_backward`` computes g and u again instead.
 
     Args:
-        x: [..., Hd], any strides; float32, float16, bfloat16, on the CPU also float64.
+        x: [..., Hd], any strides; float32, float16, bfloat16, on the CPU also float64. Under autocast all three
+            tensors are cast to its dtype, as those of a linear layer are.
         gate_weight: [I, Hd], Wg, of x's dtype.
         up_weight: [I, Hd], Wu, of x's dtype.
         activation: "silu" or "gelu".
@@ -85,6 +87,11 @@ def gated_mlp(
         num_warps=num_warps,
         num_stages=num_stages,
     )
+    dtype = autocast_dtype(x.device)
+    if dtype is not None:
+        x, gate_weight, up_weight = (
+            tensor.to(dtype) if tensor.dtype in FLOATING else tensor for tensor in (x, gate_weight, up_weight)
+        )
     if config is None and x.dim() and gate_weight.dim():  # the op refuses scalars
         config = configured(
             "gated_mlp",

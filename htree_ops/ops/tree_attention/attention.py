@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import Any, Literal, overload
+
 import torch
 from torch import Tensor
 
@@ -9,7 +12,35 @@ from htree_ops.ops.arguments import named, named_as
 
 __all__ = ["attention_backward", "attention_forward", "tree_attention"]
 
-SCOPES = ("kv_head", "q_head")
+Importance = Literal["lse_causal", "exp_joint", "lse"]
+Scope = Literal["kv_head", "q_head"]
+SCOPES: tuple[Scope, ...] = ("kv_head", "q_head")
+#: max_top_nodes = None is at most this many nodes.
+MOST_TOP_NODES = 8192
+_TRANSPOSED = "[B, H, T, K] in place of [B, T, H, K]: transpose(1, 2) the tensors"
+_warned_of_transposed = False
+
+
+def top_nodes(max_top_nodes: int | None, top_k: int, compression_rate: int) -> int:
+    """M; None is the largest that top_k allows, and at most 8192."""
+    if max_top_nodes is not None:
+        return max_top_nodes
+    return max(
+        1, min(MOST_TOP_NODES, top_k * compression_rate)
+    )  # the op refuses other options by their own names
+
+
+def _warn_of_transposed(q: Tensor, k: Tensor) -> None:
+    """Once per process: [B, H, T, K] with as many heads in k as in q has legal sizes."""
+    global _warned_of_transposed
+    if not _warned_of_transposed and q.dim() == 4 and 1 < q.shape[1] == k.shape[1] < q.shape[2]:
+        _warned_of_transposed = True
+        warnings.warn(
+            f"tree_attention: q is {tuple(q.shape)}, read as {q.shape[1]} tokens of {q.shape[2]} heads. If it is "
+            f"{_TRANSPOSED}. (Said once per process.)",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def _have_groups(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -19,6 +50,60 @@ def _have_groups(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return k.shape[2] > 0 and q.shape[2] % k.shape[2] == 0
 
 
+@overload
+def tree_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    compression_rate: int = ...,
+    max_top_nodes: int | None = ...,
+    top_k: int = ...,
+    selection_stride: int = ...,
+    scale: float | None = ...,
+    rope_base: float | None = ...,
+    importance: Importance = ...,
+    scope: Scope = ...,
+    return_lse: Literal[False] = ...,
+    store_parents: bool = ...,
+    selection_span: int | None = ...,
+) -> Tensor: ...
+@overload
+def tree_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    compression_rate: int = ...,
+    max_top_nodes: int | None = ...,
+    top_k: int = ...,
+    selection_stride: int = ...,
+    scale: float | None = ...,
+    rope_base: float | None = ...,
+    importance: Importance = ...,
+    scope: Scope = ...,
+    return_lse: Literal[True],
+    store_parents: bool = ...,
+    selection_span: int | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def tree_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    compression_rate: int = ...,
+    max_top_nodes: int | None = ...,
+    top_k: int = ...,
+    selection_stride: int = ...,
+    scale: float | None = ...,
+    rope_base: float | None = ...,
+    importance: Importance = ...,
+    scope: Scope = ...,
+    return_lse: bool,
+    store_parents: bool = ...,
+    selection_span: int | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 @named
 def tree_attention(
     q: Tensor,
@@ -26,13 +111,13 @@ def tree_attention(
     v: Tensor,
     *,
     compression_rate: int = 16,
-    max_top_nodes: int = 8192,
+    max_top_nodes: int | None = None,
     top_k: int = 512,
     selection_stride: int = 1,
     scale: float | None = None,
     rope_base: float | None = 10000.0,
-    importance: str = "lse_causal",
-    scope: str = "kv_head",
+    importance: Importance = "lse_causal",
+    scope: Scope = "kv_head",
     return_lse: bool = False,
     store_parents: bool = True,
     selection_span: int | None = None,
@@ -58,6 +143,7 @@ def tree_attention(
             autocast they are cast to its dtype.
         compression_rate: r >= 2, children per node.
         max_top_nodes: M, most nodes of the top layer; 1 <= M <= top_k * r. It decides the number of layers.
+            None is min(8192, top_k * r).
         top_k: k >= 1, candidates that a query refines per layer.
         selection_stride: s, a power of two that divides r: s consecutive queries refine the set of their
             first one. T - T_q must be a multiple of it.
@@ -93,11 +179,33 @@ def tree_attention(
         ValueError: an option outside its range.
         NotImplementedError: the backward is differentiated again.
     """
+    M = top_nodes(max_top_nodes, top_k, compression_rate)
+    options = (compression_rate, M, top_k, scale, rope_base, importance, selection_stride)
+    if torch.compiler.is_compiling():
+        return _attend(q, k, v, options, scope, return_lse, store_parents, selection_span)
+    _warn_of_transposed(q, k)
+    try:
+        return _attend(q, k, v, options, scope, return_lse, store_parents, selection_span)
+    except ValueError as error:
+        if "as many rows as k" in str(error) and q.shape[2] == k.shape[2]:
+            error.args = (f"{error}. This would fit {_TRANSPOSED}",)
+        raise
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: tuple[Any, ...],
+    scope: str,
+    return_lse: bool,
+    store_parents: bool,
+    selection_span: int | None,
+) -> Tensor | tuple[Tensor, Tensor]:
     if scope not in SCOPES:
         raise ValueError(f"tree_attention: scope must be one of {', '.join(SCOPES)}, got {scope!r}")
     if scope == "q_head" and _have_groups(q, k, v):
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
-    options = (compression_rate, max_top_nodes, top_k, scale, rope_base, importance, selection_stride)
     records = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if not return_lse:
         return torch.ops.htree.attention(q, k, v, *options, store_parents, selection_span)
@@ -115,11 +223,11 @@ def attention_forward(
     k: Tensor,
     v: Tensor,
     compression_rate: int = 16,
-    max_top_nodes: int = 8192,
+    max_top_nodes: int | None = None,
     top_k_per_layer: int = 512,
     scale: float | None = None,
     rope_base: float | None = 10000.0,
-    importance: str = "lse_causal",
+    importance: Importance = "lse_causal",
     selection_stride: int = 1,
     store_parents: bool = True,
     selection_span: int | None = None,
@@ -139,7 +247,7 @@ def attention_forward(
     """
     options = (
         compression_rate,
-        max_top_nodes,
+        top_nodes(max_top_nodes, top_k_per_layer, compression_rate),
         top_k_per_layer,
         scale,
         rope_base,
@@ -160,11 +268,11 @@ def attention_backward(
     gsum: Tensor,
     parents: list[Tensor],
     compression_rate: int = 16,
-    max_top_nodes: int = 8192,
+    max_top_nodes: int | None = None,
     top_k_per_layer: int = 512,
     scale: float | None = None,
     rope_base: float | None = 10000.0,
-    importance: str = "lse_causal",
+    importance: Importance = "lse_causal",
     selection_stride: int = 1,
     output_mask: tuple[bool, bool, bool] = (True, True, True),
     selection_span: int | None = None,
@@ -192,7 +300,7 @@ def attention_backward(
     """
     options = (
         compression_rate,
-        max_top_nodes,
+        top_nodes(max_top_nodes, top_k_per_layer, compression_rate),
         top_k_per_layer,
         scale,
         rope_base,

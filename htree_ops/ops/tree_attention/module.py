@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError, refuse
 from htree_ops.ops.arguments import (
     FLOATING_AND_DOUBLE,
+    autocast_dtype,
     check_int,
     check_kind,
     check_option_dtype,
     check_tensor,
     options_of,
 )
-from htree_ops.ops.tree_attention.attention import tree_attention
+from htree_ops.ops.tree_attention.attention import Importance, Scope, tree_attention
 from htree_ops.ops.tree_attention.options import TreeOptions
 from htree_ops.ops.tree_cache.cache import TreeKVCache
 
@@ -94,13 +95,13 @@ class HTreeAttention(nn.Module):
         bias: bool = False,
         *,
         compression_rate: int = 16,
-        max_top_nodes: int = 8192,
+        max_top_nodes: int | None = None,
         top_k: int = 512,
         selection_stride: int = 1,
         scale: float | None = None,
         rope_base: float | None = 10000.0,
-        importance: str = "lse_causal",
-        scope: str = "kv_head",
+        importance: Importance = "lse_causal",
+        scope: Scope = "kv_head",
         store_parents: bool = True,
         selection_span: int | None = None,
         device: torch.device | str | None = None,
@@ -193,7 +194,8 @@ class HTreeAttention(nn.Module):
         if not isinstance(cache, TreeKVCache):
             raise TypeError(f"HTreeAttention: cache must be a TreeKVCache, got {type(cache).__name__}")
         for name in CACHE_OPTIONS:
-            theirs, ours = getattr(cache.options, name), getattr(self.options, name)
+            asked = "top_nodes" if name == "max_top_nodes" else name  # None is a number here
+            theirs, ours = (getattr(options, asked) for options in (cache.options, self.options))
             if theirs != ours:
                 raise ValueError(
                     f"HTreeAttention: cache must have the options of the layer ({name} = {ours!r}), got {theirs!r}"
@@ -224,7 +226,8 @@ class HTreeAttention(nn.Module):
 
         Raises:
             ShapeMismatchError: another shape of x.
-            UnsupportedDtypeError: x has another dtype than the parameters, outside autocast.
+            UnsupportedDtypeError: x has another dtype than the parameters of an ``nn.Linear``, outside autocast; a
+                layer that has replaced ``q_proj`` checks x itself.
             NotImplementedError: a mask or padding is given.
             TypeError, ValueError: a cache of another class, of other options or sizes, or without room.
         """
@@ -236,15 +239,16 @@ class HTreeAttention(nn.Module):
                     "those rows"
                 )
         check_tensor("HTreeAttention", "x", x)
-        autocast = x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
-        if not x.is_floating_point() or not (autocast or x.dtype == self.q_proj.weight.dtype):
-            refuse(
-                UnsupportedDtypeError,
-                f"HTreeAttention: x must have the dtype of the parameters ({self.q_proj.weight.dtype}), got {x.dtype}",
-                dtype=x.dtype,
-                supported_dtypes=(self.q_proj.weight.dtype,),
-                tensor_name="x",
-            )
+        if type(self.q_proj) is nn.Linear:  # a layer that replaced it, such as FP8Linear, has its own rule
+            dtype = self.q_proj.weight.dtype
+            if not x.is_floating_point() or (x.dtype != dtype and autocast_dtype(x.device) is None):
+                refuse(
+                    UnsupportedDtypeError,
+                    f"HTreeAttention: x must have the dtype of the parameters ({dtype}), got {x.dtype}",
+                    dtype=x.dtype,
+                    supported_dtypes=(dtype,),
+                    tensor_name="x",
+                )
         if x.dim() != 3 or x.shape[2] != self.embed_dim:
             refuse(
                 ShapeMismatchError,
@@ -274,7 +278,6 @@ class HTreeAttention(nn.Module):
             store_parents=options.store_parents,
             selection_span=options.selection_span,
         )
-        assert isinstance(out, Tensor)  # a pair only with return_lse
         return self.o_proj(out.flatten(2))
 
     def extra_repr(self) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from htree_ops.ops.tree_attention.attention import tree_attention
+from htree_ops.ops.tree_attention.attention import Importance, Scope, top_nodes, tree_attention
 
 __all__ = ["TreeOptions"]
 
@@ -27,13 +27,13 @@ class TreeOptions:
     """
 
     compression_rate: int = 16
-    max_top_nodes: int = 8192
+    max_top_nodes: int | None = None
     top_k: int = 512
     selection_stride: int = 1
     scale: float | None = None
     rope_base: float | None = 10000.0
-    importance: str = "lse_causal"
-    scope: str = "kv_head"
+    importance: Importance = "lse_causal"
+    scope: Scope = "kv_head"
     store_parents: bool = True
     selection_span: int | None = None
 
@@ -42,6 +42,11 @@ class TreeOptions:
             0, 0, 1, 2, device="meta"
         )  # in a call without tokens the op checks the options alone
         tree_attention(empty, empty, empty, **self.to_dict())
+
+    @property
+    def top_nodes(self) -> int:
+        """``max_top_nodes`` as a number."""
+        return top_nodes(self.max_top_nodes, self.top_k, self.compression_rate)
 
     def to_dict(self) -> dict[str, Any]:
         """Every option by its name."""

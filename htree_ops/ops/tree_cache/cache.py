@@ -18,6 +18,7 @@ from htree_ops.ops.arguments import (
     check_tensors,
     options_of,
 )
+from htree_ops.ops.tree_attention.attention import Importance, top_nodes
 from htree_ops.ops.tree_attention.options import TreeOptions
 from htree_ops.ops.tree_attention.stages import rope_cache
 from htree_ops.ops.tree_cache.functions import (
@@ -108,7 +109,7 @@ class TreeKVCache:
         selection_span: int | None = None,
         scale: float | None = None,
         rope_base: float | None = 10000.0,
-        importance: str = "lse_causal",
+        importance: Importance = "lse_causal",
         page_size: int | None = None,
         num_pages: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
@@ -127,8 +128,7 @@ class TreeKVCache:
             raise ValueError(f"{OP}: head_dim must be even, got {head_dim}")
         check_int(OP, "compression_rate", compression_rate, 2)
         check_int(OP, "top_k", top_k, 1)
-        if max_top_nodes is None:
-            max_top_nodes = min(8192, top_k * compression_rate)
+        max_top_nodes = top_nodes(max_top_nodes, top_k, compression_rate)
         with options_of(OP):
             self.options = TreeOptions(
                 compression_rate=compression_rate,
@@ -226,7 +226,7 @@ class TreeKVCache:
             k.shape[1],
             page_size=self.page_size,
             compression_rate=self.options.compression_rate,
-            max_top_nodes=self.options.max_top_nodes,
+            max_top_nodes=self.options.top_nodes,
             selection_span=self.options.selection_span,
         )
 
@@ -271,7 +271,7 @@ class TreeKVCache:
             self._rope_table,
             page_size=self.page_size,
             compression_rate=options.compression_rate,
-            max_top_nodes=options.max_top_nodes,
+            max_top_nodes=options.top_nodes,
             top_k=options.top_k,
             selection_stride=options.selection_stride,
             selection_span=self.options.selection_span,
