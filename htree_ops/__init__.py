@@ -7,6 +7,7 @@ from htree_ops import _load
 
 _load.load_library()
 
+from htree_ops import flops as flops  # noqa: E402
 from htree_ops import parallel_io_only as parallel_io_only  # noqa: E402
 from htree_ops.errors import (  # noqa: E402
     ArchitectureNotSupportedError,

@@ -1,0 +1,281 @@
+"""FLOP counts of the ops that multiply matrices, for ``torch.utils.flop_counter.FlopCounterMode``.
+
+A product of sizes m, n and p counts 2mnp, as torch counts. Norms, rotations, softmax and transforms count nothing, as
+in torch. Which nodes tree attention opens depends on the data. How many candidates a query has does not: it follows
+from the query's position alone (docs/semantics/tree_attention.md §1.3), so these counts are exact. An op that sees one
+layer counts full lists, and one that reads a cache counts a full cache. A formula gets the arguments of its op, with
+shapes in place of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+__all__ = ["tree_candidates"]
+
+Shape = Sequence[int]
+
+
+def tree_candidates(T: int, T_q: int, r: int, M: int, k: int) -> list[tuple[int, int, np.ndarray]]:
+    """How many candidates the last ``T_q`` of ``T`` queries score and open, layer by layer from the top.
+
+    Returns:
+        Per layer (scored, opened, n): sums over the queries, and the candidates of each query, int64 [T_q].
+    """
+    sizes = [T]
+    while sizes[-1] > M:
+        sizes.append(-(-sizes[-1] // r))
+    t = np.arange(T - T_q, T, dtype=np.int64)
+    parents = t // r ** len(sizes) + 1
+    layers = []
+    for layer in reversed(range(len(sizes))):
+        n = (parents - 1) * r + t // r**layer % r + 1
+        parents = np.minimum(n, k)
+        layers.append((int(n.sum()), int(parents.sum()) if layer else 0, n))
+    return layers
+
+
+def _tree_work(
+    q: Shape, k: Shape, v: Shape, r: int, M: int, top_k: int, stride: int, span: int | None
+) -> tuple[int, int, int]:
+    """(pairs of a query and a candidate that are scored, those that are kept, scores for the selection alone)."""
+    B, T_q, H, _ = q
+    layers = tree_candidates(k[1], T_q, r, M, top_k) if T_q else []
+    scored = sum(scores for scores, _, _ in layers)
+    kept = sum(scores - opened for scores, opened, _ in layers)
+    selecting = 0
+    if span is not None:  # the leaders score every mean of `span` tokens of their candidates but the last
+        for depth, (_, _, n) in enumerate(layers[:-1]):
+            selecting += int((n[::stride] - 1).sum()) * r ** (len(layers) - 1 - depth) // span
+    return B * H * scored, B * H * kept, B * H * selecting
+
+
+def _attention(
+    q: Shape,
+    k: Shape,
+    v: Shape,
+    compression_rate: int = 16,
+    max_top_nodes: int = 8192,
+    top_k_per_layer: int = 512,
+    scale: float | None = None,
+    rope_base: float | None = 10000.0,
+    importance: str = "lse_causal",
+    selection_stride: int = 1,
+    store_parents: bool = True,
+    selection_span: int | None = None,
+    **_: Any,
+) -> int:
+    """Scores of every candidate, and the values of those that are kept."""
+    scored, kept, selecting = _tree_work(
+        q, k, v, compression_rate, max_top_nodes, top_k_per_layer, selection_stride, selection_span
+    )
+    return 2 * k[3] * (scored + selecting) + 2 * v[3] * kept
+
+
+def _attention_backward(
+    dout: Shape,
+    q: Shape,
+    k: Shape,
+    v: Shape,
+    out: Shape,
+    gmax: Shape,
+    gsum: Shape,
+    parents: Sequence[Shape],
+    compression_rate: int = 16,
+    max_top_nodes: int = 8192,
+    top_k_per_layer: int = 512,
+    scale: float | None = None,
+    rope_base: float | None = 10000.0,
+    importance: str = "lse_causal",
+    selection_stride: int = 1,
+    output_mask: Sequence[bool] = (True, True, True),
+    selection_span: int | None = None,
+    **_: Any,
+) -> int:
+    """Per kept candidate the score and dO·V again, and the wanted of dQ, dK and dV; the selection where no list is."""
+    scored, kept, selecting = _tree_work(
+        q, k, v, compression_rate, max_top_nodes, top_k_per_layer, selection_stride, selection_span
+    )
+    dq, dk, dv = output_mask
+    if not (dq or dk or dv):
+        return 0
+    again = 0 if len(parents) else scored - kept + selecting
+    keys = kept * (1 + dq + dk) + again
+    values = kept * ((1 if dq or dk else 0) + dv)
+    return 2 * k[3] * keys + 2 * v[3] * values
+
+
+def _pairs(q: Shape, parents: Shape, r: int) -> int:
+    """Queries of every head times the candidates of a full list."""
+    return prod(q[:3]) * parents[3] * r
+
+
+def _compute_scores(
+    q: Shape,
+    layer_k: Shape,
+    parents: Shape,
+    cos: Shape,
+    sin: Shape,
+    layer: int,
+    compression_rate: int = 16,
+    *_: Any,
+    **__: Any,
+) -> int:
+    return 2 * q[3] * _pairs(q, parents, compression_rate)
+
+
+def _accumulate_non_topk(layer_v: Shape, parents: Shape, scores: Shape, *_: Any, **__: Any) -> int:
+    return 2 * layer_v[3] * prod(scores)
+
+
+def _fused_layer(
+    q: Shape,
+    layer_k: Shape,
+    layer_v: Shape,
+    parents: Shape,
+    cos: Shape,
+    sin: Shape,
+    layer: int,
+    compression_rate: int = 16,
+    *_: Any,
+    **__: Any,
+) -> int:
+    return 2 * (q[3] + layer_v[3]) * _pairs(q, parents, compression_rate)
+
+
+def _bottom_layer(
+    q: Shape,
+    layer_k: Shape,
+    layer_v: Shape,
+    parents: Shape,
+    cos: Shape,
+    sin: Shape,
+    compression_rate: int = 16,
+    *_: Any,
+    **__: Any,
+) -> int:
+    return 2 * (q[3] + layer_v[3]) * _pairs(q, parents, compression_rate)
+
+
+def _subtract_topk(layer_v: Shape, topk_indices: Shape, *_: Any, **__: Any) -> int:
+    return 2 * layer_v[3] * prod(topk_indices)
+
+
+def _gated_mlp(x: Shape, gate_weight: Shape, *_: Any, **__: Any) -> int:
+    return 4 * prod(x) * gate_weight[0]
+
+
+def _of_the_gradients(x: Shape, gate_weight: Shape, output_mask: Sequence[bool]) -> int:
+    dx, dgate, dup = output_mask
+    return 2 * prod(x) * gate_weight[0] * (2 * dx + dgate + dup)
+
+
+def _gated_mlp_backward(
+    dy: Shape,
+    x: Shape,
+    gate_weight: Shape,
+    up_weight: Shape,
+    activation: str = "silu",
+    act_on: str = "up",
+    output_mask: Sequence[bool] = (True, True, True),
+    **_: Any,
+) -> int:
+    both_again = _gated_mlp(x, gate_weight) if any(output_mask) else 0
+    return both_again + _of_the_gradients(x, gate_weight, output_mask)
+
+
+def _gated_mlp_saved_backward(
+    dy: Shape,
+    gate: Shape,
+    up: Shape,
+    x: Shape,
+    gate_weight: Shape,
+    up_weight: Shape,
+    activation: str = "silu",
+    act_on: str = "up",
+    output_mask: Sequence[bool] = (True, True, True),
+    **_: Any,
+) -> int:
+    return _of_the_gradients(x, gate_weight, output_mask)
+
+
+def _gemm(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
+    return 2 * prod(a) * b[1]
+
+
+def _kv_decode_attention(
+    q: Shape,
+    k_bitmap: Shape,
+    k_values: Shape,
+    k_scales: Shape,
+    v_bitmap: Shape,
+    v_values: Shape,
+    v_scales: Shape,
+    k_win: Shape,
+    v_win: Shape,
+    comp_len: Shape | None = None,
+    win_len: Shape | None = None,
+    scale: float | None = None,
+    block_table: Shape | None = None,
+    **_: Any,
+) -> int:
+    rows = k_bitmap[2] * (1 if block_table is None else block_table[1]) + k_win[2]
+    return 4 * prod(q) * rows
+
+
+def _tree_cache_attention(
+    q: Shape,
+    k_pool: Shape,
+    v_pool: Shape,
+    block_table: Shape,
+    *_: Any,
+    page_size: int,
+    compression_rate: int = 16,
+    max_top_nodes: int = 8192,
+    top_k: int = 512,
+    selection_stride: int = 1,
+    selection_span: int | None = None,
+    out_shape: Sequence[Shape],
+    **__: Any,
+) -> int:
+    """Each query as the last token of a full sequence, which selects for itself."""
+    k, v = ((1, block_table[1] * page_size, 1, width) for width in (q[2], out_shape[0][2]))
+    scored, kept, selecting = _tree_work(
+        (1, 1, 1, q[2]), k, v, compression_rate, max_top_nodes, top_k, 1, selection_span
+    )
+    return prod(q[:2]) * (2 * k[3] * (scored + selecting) + 2 * v[3] * kept)
+
+
+FORMULAS: dict[str, Callable[..., int]] = {
+    "attention": _attention,
+    "attention_forward": _attention,
+    "attention_backward": _attention_backward,
+    "compute_scores": _compute_scores,
+    "accumulate_non_topk": _accumulate_non_topk,
+    "compute_and_select": _fused_layer,
+    "subtract_topk": _subtract_topk,
+    "select_accumulate": _fused_layer,
+    "bottom_accumulate": _bottom_layer,
+    "recompute_selection": _compute_scores,
+    "gated_mlp": _gated_mlp,
+    "gated_mlp_forward": _gated_mlp,
+    "gated_mlp_backward": _gated_mlp_backward,
+    "gated_mlp_saved_backward": _gated_mlp_saved_backward,
+    "fp8_gemm": _gemm,
+    "fp8_gemm_exact": _gemm,
+    "kv_decode_attention": _kv_decode_attention,
+    "tree_cache_attention": _tree_cache_attention,
+}
+
+for _name, _formula in FORMULAS.items():
+    _packet = getattr(torch.ops.htree, _name)
+    if (
+        _packet not in flop_registry
+    ):  # torch refuses a second registration, as of a module that is loaded again
+        register_flop_formula(_packet)(_formula)
