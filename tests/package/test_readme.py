@@ -34,7 +34,8 @@ def test_the_example_runs_as_printed(capsys):
     blocks = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
     assert blocks
     assert len(blocks[0].strip().splitlines()) <= 10
-    blocks += re.findall(r"^```python\n(.*?)^```", page("usage.md"), re.M | re.S)
+    for name in ("usage.md", "models.md"):
+        blocks += re.findall(r"^```python\n(.*?)^```", page(name), re.M | re.S)
     for block in blocks:
         names: dict[str, object] = {}
         exec(compile(block, "README.md", "exec"), names)

@@ -1,0 +1,340 @@
+"""Tree attention in Hugging Face transformers 5: ``attn_implementation="htree"`` (docs/models.md).
+
+    from htree_ops.integrations.transformers import register
+    register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="htree")
+
+The options are ``config.htree``, a dict that is saved with the model. What tree attention does not compute is refused
+where the masks of a batch are made or where attention is called, in one line that says what to do.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers.masking_utils import causal_mask_function
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
+from transformers.models.mistral.modeling_mistral import MistralAttention, MistralRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding
+from transformers.utils.import_utils import is_tracing
+
+from htree_ops.integrations import quantizer
+from htree_ops.integrations.documents import (
+    attend_cached,
+    attend_documents,
+    attend_padded,
+    document_lengths,
+    lengths_between,
+    starts_of_documents,
+)
+from htree_ops.ops.tree_attention import TreeOptions, tree_attention
+
+__all__ = ["NAME", "options_of_config", "register"]
+
+#: The value of ``attn_implementation``.
+NAME = "htree"
+Positions = Literal["own", "compact"]
+POSITIONS: tuple[Positions, ...] = ("own", "compact")
+#: Options of tree attention that the model decides.
+OF_THE_MODEL = ("scale", "rope_base")
+#: Attention classes whose rotary module :func:`register` can switch off, and that module.
+ROTARY: dict[type[nn.Module], type[nn.Module]] = {
+    LlamaAttention: LlamaRotaryEmbedding,
+    MistralAttention: MistralRotaryEmbedding,
+    Qwen3Attention: Qwen3RotaryEmbedding,
+}
+#: Tensors among the keywords of an attention call that do not change what attention computes.
+HARMLESS = frozenset(
+    ("cache_position", "labels", "num_items_in_batch", "position_ids", "seq_idx", "token_type_ids")
+)
+#: Keywords that change it, and what to do about each.
+REFUSED = {
+    "sliding_window": "a sliding window is not supported: set config.sliding_window = None, and in a config that has "
+    "layer_types make each 'full_attention'",
+    "softcap": "a soft cap of the scores is not supported: use attn_implementation='eager'",
+    "s_aux": "attention sinks are not supported: use attn_implementation='eager'",
+    "sinks": "attention sinks are not supported: use attn_implementation='eager'",
+    "position_bias": "a bias of the scores is not supported: use attn_implementation='eager'",
+    "attention_bias": "a bias of the scores is not supported: use attn_implementation='eager'",
+    "head_mask": "a mask of heads is not supported: use attn_implementation='eager'",
+    "cache": "a paged cache (continuous batching) is not supported: use generate()",
+}
+PACKED_AND_COMPILED = "packed documents cannot be compiled: call the model uncompiled, or pad them"
+
+_default_positions: Positions = "own"
+
+
+def register(positions: Positions | None = None) -> None:
+    """Makes ``attn_implementation="htree"`` known to transformers, and models with FP8 layers loadable.
+
+    Calling it again changes the default of ``positions`` alone.
+
+    Args:
+        positions: for models whose ``config.htree`` has no key "positions". "own": the model rotates queries and keys
+            as it always does, at the tokens' positions, and the tree pools rotated keys. "compact": they stay
+            unrotated, and the tree rotates them by their place in the query's list of candidates, as
+            :func:`htree_ops.tree_attention` does by itself; for models of Llama, Mistral and Qwen3 with plain rotary
+            positions. While a text is no longer than ``max_top_nodes`` the two are the same attention. None is "own".
+
+    Raises:
+        ValueError: another word.
+    """
+    global _default_positions
+    if positions is not None and positions not in POSITIONS:
+        raise ValueError(f"htree: positions must be one of {', '.join(POSITIONS)}, got {positions!r}")
+    _default_positions = positions or "own"
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+    for rotary in ROTARY.values():
+        if not hasattr(rotary.forward, "rotates"):
+            rotary.forward = _identity_where_compact(rotary.forward)
+    quantizer.register()
+
+
+# ---- options
+
+
+def options_of_config(config: PretrainedConfig) -> tuple[dict[str, Any], bool]:
+    """(keywords of :func:`htree_ops.tree_attention` that ``config.htree`` gives, whether positions are compact).
+
+    Raises:
+        TypeError: ``config.htree`` is no mapping.
+        ValueError: a key that is no option, or one that the model decides; another word for "positions".
+    """
+    given = getattr(config, "htree", None) or {}
+    if not isinstance(given, Mapping):
+        raise TypeError(f"htree: config.htree must be a dict of options, got {type(given).__name__}")
+    options = dict(given)
+    positions = options.pop("positions", _default_positions)
+    if positions not in POSITIONS:
+        raise ValueError(
+            f"htree: config.htree['positions'] must be one of {', '.join(POSITIONS)}, got {positions!r}"
+        )
+    for name in options:
+        if name in OF_THE_MODEL or name not in TreeOptions.__dataclass_fields__:
+            known = [x for x in TreeOptions.__dataclass_fields__ if x not in OF_THE_MODEL]
+            raise ValueError(f"htree: config.htree must have keys among {', '.join(known)}, got {name!r}")
+    return options, positions == "compact"
+
+
+def _refuse(message: str) -> NoReturn:
+    raise NotImplementedError(f"htree: {message}")
+
+
+# ---- positions
+
+
+def _is_compact(config: PretrainedConfig) -> bool:
+    return config._attn_implementation == NAME and options_of_config(config)[1]
+
+
+def _identity_where_compact(forward: Any) -> Any:
+    """The forward of a rotary module: rotates nothing where the tree will."""
+
+    @functools.wraps(forward)
+    def rotate(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        if not _is_compact(self.config):
+            return forward(self, x, position_ids)
+        ones = x.new_ones(*position_ids.shape, 2 * self.inv_freq.shape[0])
+        return ones, torch.zeros_like(ones)
+
+    rotate.rotates = forward  # type: ignore[attr-defined]
+    return rotate
+
+
+def _compact_base(module: nn.Module) -> float:
+    """The rotary base of a model whose positions the tree shall rotate."""
+    if not isinstance(module, tuple(ROTARY)):
+        known = ", ".join(kind.__name__ for kind in ROTARY)
+        _refuse(
+            f"positions='compact' is not supported for {type(module).__name__}, only for {known}: use positions='own'"
+        )
+    rope: Any = module.config.rope_parameters  # type: ignore[union-attr]
+    kind, part = rope.get("rope_type", "default"), rope.get("partial_rotary_factor") or 1.0
+    if kind != "default" or part != 1.0:
+        _refuse(
+            f"positions='compact' rotates whole heads without scaling, got rope_type {kind!r} and "
+            f"partial_rotary_factor {part}: use positions='own'"
+        )
+    return float(rope["rope_theta"])
+
+
+# ---- masks
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> Tensor | None:
+    """What transformers hands to :func:`attention` as its mask; the interface of ``AttentionMaskInterface``.
+
+    Returns:
+        None for causal attention over whole sequences; bool [B, T], False at padding; or int64 [B, T] for packed
+        documents, which goes up by one from each token to the next of its document, and otherwise does not.
+
+    Raises:
+        NotImplementedError: a mask that is neither causal nor padding, or a cache that does not hold exactly the keys.
+    """
+    if local_size is not None:
+        _refuse(REFUSED["sliding_window"])
+    name = mask_function.__name__
+    if use_vmap or name not in ("causal_mask_function", "and_mask"):
+        _refuse(
+            f"only causal attention is supported, this model asks for the mask {name!r}: use attn_implementation='sdpa'"
+        )
+    if isinstance(q_offset, Tensor) or kv_offset != 0 or q_offset + q_length != kv_length:
+        _refuse(
+            "a static cache or a mask beyond the keys is not supported: use a DynamicCache, which generate() takes by "
+            "default (cache_implementation=None), and an attention_mask of the keys' length"
+        )
+    if attention_mask is not None:
+        if attention_mask.shape[-1] != kv_length:
+            _refuse(
+                f"attention_mask must have {kv_length} columns, one per key, got {attention_mask.shape[-1]}"
+            )
+        return None if not is_tracing(attention_mask) and bool(attention_mask.all()) else attention_mask
+    if name == "causal_mask_function":
+        return None
+    batch = torch.arange(batch_size, device=device)[:, None]
+    token = torch.arange(1, q_length, device=device)[None]
+    goes_on = mask_function(batch, torch.zeros_like(batch), token, token - 1).expand(batch_size, -1)
+    return nn.functional.pad((1 + 2 * (~goes_on).long()).cumsum(1), (1, 0))
+
+
+# ---- attention
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """Tree attention of one layer of a model; the interface of ``AttentionInterface``.
+
+    Args:
+        module: the layer, with ``config``.
+        query: [B, H, T_q, K]; key: [B, H_kv, T, K]; value: [B, H_kv, T, V]; rotated, but for compact positions.
+        attention_mask: of :func:`mask`.
+        position_ids: [B or 1, T_q]; where they start again without a mask, documents are packed.
+        cu_seq_lens_q, cu_seq_lens_k: boundaries of packed documents, [number + 1]; B = 1.
+
+    Returns:
+        ([B, T_q, H, V], None)
+
+    Raises:
+        NotImplementedError: what tree attention does not compute.
+        ValueError, TypeError: of :func:`options_of_config` and :func:`htree_ops.tree_attention`.
+    """
+    options, compact = options_of_config(module.config)  # type: ignore[arg-type]
+    _check_call(module, dropout, is_causal, rest)
+    options |= {"scale": scaling, "rope_base": _compact_base(module) if compact else None}
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if cu_seq_lens_q is not None:
+        return _attend_bounded(q, k, v, cu_seq_lens_q, cu_seq_lens_k, options), None
+    if q.shape[1] != k.shape[1]:
+        return _attend_behind_a_cache(q, k, v, attention_mask, options), None
+    if attention_mask is None and position_ids is not None and position_ids.shape[-1] == q.shape[1]:
+        attention_mask = position_ids
+    if attention_mask is None:
+        return tree_attention(q, k, v, **options), None
+    if attention_mask.dim() != 2 or attention_mask.is_floating_point():
+        _refuse(
+            f"attention_mask must be a mask of padding [B, T], got {attention_mask.dtype} "
+            f"{tuple(attention_mask.shape)}: other masks need attn_implementation='sdpa'"
+        )
+    if attention_mask.dtype == torch.bool:
+        return attend_padded(q, k, v, attention_mask, options), None
+    return _attend_positions(q, k, v, attention_mask, options), None
+
+
+def _check_call(module: nn.Module, dropout: float, is_causal: bool | None, rest: Mapping[str, Any]) -> None:
+    """Refuses what a model wants of attention and does not get."""
+    if dropout:
+        _refuse(f"dropout of attention is not supported, got {dropout}: set config.attention_dropout = 0.0")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        _refuse(
+            "attention that is not causal, such as that of an encoder or to another sequence, is not supported: "
+            "use attn_implementation='sdpa'"
+        )
+    if rest.get("output_attentions"):
+        _refuse("there are no weights to return: use output_attentions=False or attn_implementation='eager'")
+    for name, thing in rest.items():
+        if thing is not None and name in REFUSED:
+            _refuse(REFUSED[name])
+        if isinstance(thing, Tensor) and name not in HARMLESS:
+            _refuse(
+                f"the model passes {name!r} to its attention, which htree does not know: use attn_implementation='sdpa'"
+            )
+
+
+def _attend_behind_a_cache(
+    q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, options: dict[str, Any]
+) -> Tensor:
+    """Queries that are the last rows: the tree of all keys is built again."""
+    if options.get("selection_stride", 1) != 1:
+        _refuse(
+            f"queries behind a cache need selection_stride = 1, got {options['selection_stride']}: set "
+            "config.htree['selection_stride'] = 1 to generate, or use_cache=False"
+        )
+    if real is None:
+        return tree_attention(q, k, v, **options)
+    if real.dtype != torch.bool or real.dim() != 2:
+        _refuse("behind a cache only padding may be masked: other masks need attn_implementation='sdpa'")
+    if torch.compiler.is_compiling():
+        _refuse("a padded batch behind a cache cannot be compiled: call the model uncompiled, or pad nothing")
+    return attend_cached(q, k, v, real, options)
+
+
+def _attend_bounded(
+    q: Tensor, k: Tensor, v: Tensor, bounds_q: Tensor, bounds_k: Tensor | None, options: dict[str, Any]
+) -> Tensor:
+    """Documents between boundaries, in one row."""
+    if torch.compiler.is_compiling():
+        _refuse(PACKED_AND_COMPILED)
+    if q.shape[0] != 1:
+        _refuse(f"packed documents (cu_seq_lens_q) need a batch of 1, got {q.shape[0]}")
+    lengths_q, lengths_k = (
+        lengths_between(x) for x in (bounds_q, bounds_q if bounds_k is None else bounds_k)
+    )
+    return attend_documents(q[0], k[0], v[0], lengths_q, lengths_k, options)[None]
+
+
+def _attend_positions(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, options: dict[str, Any]) -> Tensor:
+    """Whole sequences, or documents where positions do not go on by one."""
+    if torch.compiler.is_compiling():
+        # What positions hold is not known here. Documents must not attend to each other in silence.
+        several = starts_of_documents(positions)[:, 1:].any()
+        if not q.is_cuda:
+            torch._assert_async(
+                ~several, "htree: packed documents cannot be compiled: call the model uncompiled, or pad them"
+            )
+        return tree_attention(q.masked_fill(several, torch.nan), k, v, **options)
+    lengths = document_lengths(positions)
+    if len(lengths) == len(positions):
+        return tree_attention(q, k, v, **options)
+    lengths = lengths * (q.shape[0] // len(positions))
+    out = attend_documents(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), lengths, lengths, options)
+    return out.unflatten(0, q.shape[:2])

@@ -1,0 +1,62 @@
+"""Small random models of transformers, in the exact regime: texts no longer than max_top_nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from htree_ops.integrations.transformers import register
+
+register()
+MODELS: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+}
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXACT = {"compression_rate": 4, "top_k": 16, "max_top_nodes": 64}
+SPARSE = {"compression_rate": 4, "top_k": 2, "max_top_nodes": 8}
+
+
+def make_model(
+    kind: str = "llama",
+    options: dict[str, Any] | None = None,
+    attention: str = "htree",
+    device: str = "cpu",
+    **changes: Any,
+) -> PreTrainedModel:
+    """The same weights for the same ``kind`` and sizes."""
+    config_class, model_class, extra = MODELS[kind]
+    config = config_class(**{**SIZES, **extra, **changes}, htree=dict(EXACT if options is None else options))
+    torch.manual_seed(0)
+    model = model_class._from_config(config, attn_implementation=attention)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.2)  # of the usual 0.02 attention would be nearly uniform
+    return model.to(device).eval()
+
+
+def make_text(batch: int = 2, length: int = 40, device: str = "cpu") -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(3, SIZES["vocab_size"], (batch, length), generator=generator).to(device)

@@ -1,0 +1,460 @@
+"""attn_implementation="htree": exact regimes equal the model's own attention, and the rest is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+from small_models import EXACT, MODELS, SPARSE, make_model, make_text
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    DataCollatorWithFlattening,
+    StaticCache,
+    Trainer,
+    TrainingArguments,
+)
+
+import htree_ops
+from htree_ops.integrations.transformers import attention, register
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def logits_and_gradients(model: Any, ids: Tensor, **call: Any) -> tuple[Tensor, list[Tensor]]:
+    model.zero_grad()
+    out = model(ids, use_cache=False, **call).logits
+    mask = call.get("attention_mask")
+    out = out if mask is None else out[mask.bool()]
+    out.square().mean().backward()
+    return out.detach(), [p.grad.clone() for p in model.parameters()]
+
+
+def assert_equal_models(ours: Any, theirs: Any, ids: Tensor, **call: Any) -> None:
+    out, gradients = logits_and_gradients(ours, ids, **call)
+    expected, wanted = logits_and_gradients(theirs, ids, **call)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    for got, want in zip(gradients, wanted, strict=True):
+        assert bool((got - want).norm() <= 1e-4 * want.norm() + 1e-6)
+
+
+# ---- exact regimes
+
+BATCHES: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "left padding": {"attention_mask": [[0] * 11 + [1] * 29, [1] * 40]},
+    "right padding": {"attention_mask": [[1] * 29 + [0] * 11, [1] * 40]},
+    "padding alone": {"attention_mask": [[0] * 40, [0] * 39 + [1]]},
+    "all real": {"attention_mask": [[1] * 40] * 2},
+    "documents": {"position_ids": [[*range(13), *range(20), *range(7)], [*range(40)]]},
+    "documents in every row": {"position_ids": [[*range(1), *range(38), *range(1)]]},
+}
+
+
+@pytest.mark.parametrize("positions", ["own", "compact"])
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("kind", MODELS)
+def test_exact_regimes_equal_the_models_own_attention(
+    kind: str, batch: str, positions: str, device: str
+) -> None:
+    ours = make_model(kind, EXACT | {"positions": positions}, device=device)
+    theirs = make_model(kind, attention="eager", device=device)
+    call = {name: torch.tensor(value, device=device) for name, value in BATCHES[batch].items()}
+    assert_equal_models(ours, theirs, make_text(device=device), **call)
+
+
+@pytest.mark.parametrize("positions", ["own", "compact"])
+def test_documents_between_boundaries(positions: str, device: str) -> None:
+    """What DataCollatorWithFlattening makes: one row, restarting positions, boundaries."""
+    texts = [make_text(1, n)[0].tolist() for n in (13, 1, 26)]
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    batch = collate([{"input_ids": text} for text in texts])
+    batch = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()}
+    batch.pop("labels")
+    ours = make_model(options=SPARSE | {"positions": positions}, device=device)
+    packed = ours(**batch, use_cache=False).logits[0]
+    alone = [ours(torch.tensor([text], device=device), use_cache=False).logits[0] for text in texts]
+    torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-4, atol=1e-4)
+    del batch["cu_seq_lens_q"], batch["cu_seq_lens_k"], batch["max_length_q"], batch["max_length_k"]
+    torch.testing.assert_close(ours(**batch, use_cache=False).logits[0], packed)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_beyond_the_exact_regime_padding_changes_nothing(side: str, device: str) -> None:
+    """Logits and gradients of padded sequences are those of the sequences alone, and NaN of padding stays there."""
+    model = make_model(options=SPARSE, device=device)
+    text = make_text(1, 33, device)
+    out, gradients = logits_and_gradients(model, text)
+    pad = torch.full((1, 9), 5, device=device)
+    parts = (pad, text) if side == "left" else (text, pad)
+    mask = torch.cat([torch.full_like(x, x is text) for x in parts], 1)
+    position_ids = (mask.cumsum(1) - 1).clamp(min=0)
+    both = logits_and_gradients(model, torch.cat(parts, 1), attention_mask=mask, position_ids=position_ids)
+    torch.testing.assert_close(both[0], out[0], rtol=1e-4, atol=1e-4)
+    for got, want in zip(both[1], gradients, strict=True):
+        assert bool((got - want).norm() <= 1e-4 * want.norm() + 1e-6)
+
+    embeddings = model.get_input_embeddings()(torch.cat(parts, 1)).detach()
+    embeddings[mask == 0] = torch.nan
+    broken = model(inputs_embeds=embeddings, attention_mask=mask, position_ids=position_ids).logits
+    torch.testing.assert_close(broken[mask.bool()], out[0], rtol=1e-4, atol=1e-4)
+
+
+def test_compact_positions_are_those_of_tree_attention(device: str) -> None:
+    """The layer's own queries and keys, unrotated, through the function with its own rotation."""
+    model = make_model(options=SPARSE | {"positions": "compact"}, num_hidden_layers=1, device=device)
+    layer, ids = model.model.layers[0], make_text(device=device)
+    x = layer.input_layernorm(model.model.embed_tokens(ids))
+    q, k, v = (
+        p(x).unflatten(-1, (-1, 8))
+        for p in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
+    )
+    base = model.config.rope_parameters["rope_theta"]
+    found: list[Tensor] = []
+    layer.self_attn.o_proj.register_forward_pre_hook(lambda _, args: found.append(args[0]))
+    model(ids, use_cache=False)
+    wanted = htree_ops.tree_attention(q, k, v, **SPARSE, rope_base=base)
+    torch.testing.assert_close(found[0], wanted.flatten(2))
+    own = make_model(options=SPARSE, num_hidden_layers=1, device=device)
+    assert not torch.allclose(own(ids).logits, model(ids).logits, atol=1e-3)
+    model.set_attn_implementation("eager")  # another implementation finds the rotary module as it was
+    torch.testing.assert_close(
+        model(ids).logits, make_model(attention="eager", num_hidden_layers=1, device=device)(ids).logits
+    )
+
+
+# ---- generation and caches
+
+
+@pytest.mark.parametrize(
+    ("kind", "positions"), [("llama", "own"), ("llama", "compact"), ("mistral", "own"), ("qwen3", "compact")]
+)
+def test_generation_equals_that_of_the_models_own_attention(kind: str, positions: str, device: str) -> None:
+    ids = make_text(length=30, device=device)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    keywords = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1}
+    ours = make_model(kind, EXACT | {"positions": positions}, device=device)
+    theirs = make_model(kind, attention="eager", device=device)
+    for call in ({}, {"attention_mask": mask}, {"attention_mask": mask, "num_beams": 2}):
+        assert torch.equal(ours.generate(ids, **call, **keywords), theirs.generate(ids, **call, **keywords))
+
+
+def test_a_cache_gives_what_the_whole_text_gives(device: str) -> None:
+    model, ids = make_model(options=SPARSE, device=device), make_text(device=device)
+    whole = model(ids, use_cache=False).logits
+    first = model(ids[:, :23], use_cache=True)
+    rest = model(ids[:, 23:], past_key_values=first.past_key_values)
+    torch.testing.assert_close(torch.cat([first.logits, rest.logits], 1), whole, rtol=1e-4, atol=1e-4)
+    assert torch.equal(
+        model.generate(ids, max_new_tokens=6, do_sample=False),
+        model.generate(ids, max_new_tokens=6, do_sample=False, use_cache=False),
+    )
+
+
+def test_a_stride_needs_no_cache(device: str) -> None:
+    model, ids = make_model(options=SPARSE | {"selection_stride": 4}, device=device), make_text(device=device)
+    model.generate(ids, max_new_tokens=2, do_sample=False, use_cache=False)
+    with pytest.raises(NotImplementedError, match=r"selection_stride = 1, got 4.*use_cache=False"):
+        model.generate(ids, max_new_tokens=2, do_sample=False)
+
+
+# ---- training
+
+
+def test_a_small_model_learns_the_same_both_ways(device: str) -> None:
+    """And beyond the exact regime: what a text says again is found through nodes that are opened."""
+    losses = {}
+    sparse = {"compression_rate": 4, "top_k": 4, "max_top_nodes": 16}
+    for name, options in {"eager": EXACT, "htree": EXACT, "sparse": sparse}.items():
+        attention = "eager" if name == "eager" else "htree"
+        model = make_model(options=options, attention=attention, num_hidden_layers=1, device=device).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        ids = make_text(4, 16, device).repeat(1, 3)
+        losses[name] = []
+        for _ in range(25):
+            loss = model(ids, labels=ids, use_cache=False).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[name].append(loss.item())
+    assert losses["eager"] == pytest.approx(losses["htree"], rel=1e-2)
+    for curve in losses.values():
+        assert curve[-1] < 0.5 * curve[0]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_changes_nothing(reentrant: bool, device: str) -> None:
+    model, ids = make_model(options=SPARSE, device=device).train(), make_text(device=device)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    for call in ({}, {"attention_mask": mask}, {"position_ids": torch.arange(40, device=device)[None] % 17}):
+        model.gradient_checkpointing_disable()
+        _, wanted = logits_and_gradients(model, ids, **call)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        _, got = logits_and_gradients(model, ids, **call)
+        for ours, theirs in zip(got, wanted, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_the_trainer_trains(packed: bool, tmp_path: Any) -> None:
+    def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        longest = max(len(row["input_ids"]) for row in rows)
+        ids = torch.tensor([[0] * (longest - len(row["input_ids"])) + row["input_ids"] for row in rows])
+        return {
+            "input_ids": ids,
+            "attention_mask": (ids != 0).long(),
+            "labels": ids.masked_fill(ids == 0, -100),
+        }
+
+    texts = [{"input_ids": (make_text(1, 7)[0].tolist() * 6)[: 30 + i % 9]} for i in range(16)]
+    model = make_model(options=SPARSE)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), per_device_train_batch_size=4, max_steps=8, learning_rate=5e-3, report_to=[],
+        logging_steps=1, save_strategy="no", use_cpu=True, gradient_checkpointing=True, disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )  # fmt: skip
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True) if packed else collate
+    trainer = Trainer(model=model, args=arguments, train_dataset=texts, data_collator=collator)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 8
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    """Two models with different options and differently padded batches at once."""
+    models = [make_model(options=options) for options in (SPARSE, EXACT)]
+    ids = make_text()
+    masks = [torch.ones_like(ids), torch.ones_like(ids)]
+    masks[0][0, :9], masks[1][1, :20] = 0, 0
+    with torch.no_grad():
+        wanted = [m(ids, attention_mask=mask).logits for m, mask in zip(models, masks, strict=True)]
+    found: list[list[Tensor]] = [[], []]
+
+    def run(i: int) -> None:
+        with torch.no_grad():
+            for _ in range(8):
+                found[i].append(models[i](ids, attention_mask=masks[i]).logits)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in range(2):
+        assert len(found[i]) == 8
+        assert all(torch.equal(out, wanted[i]) for out in found[i])
+
+
+# ---- saving
+
+
+def test_options_are_saved_with_the_model(tmp_path: Any) -> None:
+    model, ids = make_model(options=SPARSE | {"positions": "compact"}), make_text()
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="htree")
+    assert again.config.htree == SPARSE | {"positions": "compact"}
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, model(ids).logits)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+
+
+def test_register_gives_the_default_of_positions() -> None:
+    model, ids = make_model(options=SPARSE), make_text()
+    own = model(ids).logits
+    register(positions="compact")
+    compact = model(ids).logits
+    model.config.htree = SPARSE | {"positions": "compact"}
+    register()
+    assert torch.equal(model(ids).logits, compact)
+    model.config.htree = SPARSE | {"positions": "own"}
+    assert torch.equal(model(ids).logits, own)
+    assert not torch.allclose(own, compact, atol=1e-3)
+    with pytest.raises(ValueError, match="positions must be one of own, compact, got 'long'"):
+        register(positions="long")  # type: ignore[arg-type]
+
+
+# ---- compile
+
+
+@pytest.mark.parametrize(
+    ("backend", "positions", "padded", "lengths"),
+    [("aot_eager", "own", False, (40,)), ("eager", "compact", True, (40, 57))],
+)
+def test_compiled_models_give_what_uncompiled_ones_give(
+    backend: str, positions: str, padded: bool, lengths: tuple[int, ...]
+) -> None:
+    torch._dynamo.reset()
+    model = make_model(options=SPARSE | {"positions": positions}, num_hidden_layers=1)
+    compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=len(lengths) > 1)
+    for length in lengths:
+        ids = make_text(length=length)
+        mask = torch.ones_like(ids)
+        mask[0, :9] = 0
+        call = {"attention_mask": mask} if padded else {}
+        got, wanted = (logits_and_gradients(m, ids, **call) for m in (compiled, model))
+        torch.testing.assert_close(got[0], wanted[0])
+        for ours, theirs in zip(got[1], wanted[1], strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_a_compiled_model_refuses_packed_documents() -> None:
+    torch._dynamo.reset()
+    model, ids = make_model(options=SPARSE, num_hidden_layers=1), make_text()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    whole = torch.arange(40)[None]
+    torch.testing.assert_close(
+        compiled(ids, position_ids=whole).logits, model(ids, position_ids=whole).logits
+    )
+    with pytest.raises(RuntimeError, match="htree: packed documents cannot be compiled"):
+        compiled(ids, position_ids=whole % 17, use_cache=False)
+    bounds = torch.tensor([0, 17, 40], dtype=torch.int32)
+    with pytest.raises(Exception, match="packed documents cannot be compiled"):
+        compiled(ids[:1], position_ids=whole, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, use_cache=False)
+
+
+# ---- refusals
+
+
+def call_with(changes: dict[str, Any], **call: Any) -> None:
+    make_model(**changes)(make_text(), **call)
+
+
+def encoder() -> None:
+    config = BertConfig(
+        vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32
+    )
+    BertModel._from_config(config, attn_implementation="htree").eval()(make_text())
+
+
+def no_dict() -> Any:
+    layer = make_model().model.layers[0].self_attn
+    layer.config.htree = "fast"
+    return layer
+
+
+def short_mask() -> None:
+    model = make_model()
+    past = model(make_text()).past_key_values
+    model(make_text(), past_key_values=past, attention_mask=torch.ones(2, 40, dtype=torch.long))
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
+REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
+    "sliding window": (
+        lambda: call_with({"kind": "mistral", "sliding_window": 16}),
+        NotImplementedError,
+        "config.sliding_window = None",
+    ),
+    "layers with a window": (
+        lambda: call_with({"kind": "qwen3", **WINDOWS}),
+        NotImplementedError,
+        "layer_types",
+    ),
+    "dropout": (
+        lambda: make_model(attention_dropout=0.1).train()(make_text()),
+        NotImplementedError,
+        r"dropout .* got 0.1: set config.attention_dropout = 0.0",
+    ),
+    "mask of 4 dims": (
+        lambda: call_with({}, attention_mask=torch.ones(2, 1, 40, 40, dtype=torch.bool)),
+        NotImplementedError,
+        r"mask of padding \[B, T\], got torch.bool \(2, 1, 40, 40\)",
+    ),
+    "static cache": (
+        lambda: call_with({}, past_key_values=StaticCache(config=make_model().config, max_cache_len=64)),
+        NotImplementedError,
+        "static cache .* DynamicCache",
+    ),
+    "static cache of generate": (
+        lambda: make_model().generate(make_text(), max_new_tokens=2, cache_implementation="static"),
+        NotImplementedError,
+        "static cache",
+    ),
+    "short mask": (short_mask, NotImplementedError, "must have 80 columns, one per key, got 40"),
+    "encoder": (encoder, NotImplementedError, "only causal attention|not causal"),
+    "weights": (lambda: call_with({}, output_attentions=True), NotImplementedError, "no weights to return"),
+    "unknown option": (
+        lambda: call_with({"options": {"topk": 4}}),
+        ValueError,
+        r"config\.htree must have keys among compression_rate.*'topk'",
+    ),
+    "option of the model": (
+        lambda: call_with({"options": {"rope_base": 1e6}}),
+        ValueError,
+        "got 'rope_base'",
+    ),
+    "value of an option": (lambda: call_with({"options": {"top_k": 0}}), ValueError, "top_k"),
+    "positions": (
+        lambda: call_with({"options": {"positions": "long"}}),
+        ValueError,
+        "own, compact, got 'long'",
+    ),
+    "no dict": (
+        lambda: attention(no_dict(), *(torch.zeros(1, 2, 3, 4) for _ in range(3)), None),
+        TypeError,
+        "config.htree must be a dict of options, got str",
+    ),
+    "scaled positions": (
+        lambda: call_with({"options": EXACT | {"positions": "compact"}, "rope_parameters": LINEAR}),
+        NotImplementedError,
+        "rope_type 'linear'.*positions='own'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_it_cannot_do_is_refused_in_one_line(name: str) -> None:
+    call, kind, message = REFUSALS[name]
+    with pytest.raises(kind, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"softcap": 30.0}, "soft cap"),
+        ({"s_aux": torch.ones(4)}, "sinks"),
+        ({"sliding_window": 8}, "sliding_window"),
+        ({"is_causal": False}, "not causal"),
+        ({"position_bias": torch.ones(1)}, "bias"),
+        ({"something": torch.ones(1)}, "passes 'something'"),
+        ({"cache": object()}, "paged cache"),
+    ],
+    ids=str,
+)
+def test_keywords_of_other_models_are_refused(keywords: dict[str, Any], message: str) -> None:
+    """Keywords that Llama never passes and other models do."""
+    layer = make_model().model.layers[0].self_attn
+    q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
+    assert attention(layer, q, k, k, None, num_items_in_batch=torch.ones(1))[0].shape == (1, 6, 4, 8)
+    with pytest.raises(NotImplementedError, match=message):
+        attention(layer, q, k, k, None, **keywords)
+
+
+def test_compact_positions_need_a_known_model() -> None:
+    layer = make_model(options=EXACT | {"positions": "compact"}).model.layers[0].self_attn
+
+    class Other(torch.nn.Module):
+        config, is_causal = layer.config, True
+
+    q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
+    with pytest.raises(
+        NotImplementedError, match=r"not supported for Other, only for LlamaAttention, Mistral"
+    ):
+        attention(Other(), q, k, k, None)
+
+
+def test_the_package_does_not_need_transformers() -> None:
+    code = "import sys; sys.modules['transformers'] = None; import htree_ops, htree_ops.integrations"
+    subprocess.run([sys.executable, "-c", code], check=True)
