@@ -431,7 +431,7 @@ def test_what_it_cannot_do_is_refused_in_one_line(name: str) -> None:
         ({"something": torch.ones(1)}, "passes 'something'"),
         ({"cache": object()}, "paged cache"),
     ],
-    ids=str,
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else str(value),
 )
 def test_keywords_of_other_models_are_refused(keywords: dict[str, Any], message: str) -> None:
     """Keywords that Llama never passes and other models do."""
