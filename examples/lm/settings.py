@@ -70,7 +70,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     | {
         "context": 4096,
         "batch": 1,
-        "steps": 165,
+        "steps": 150,
         "layers": 3,
         "dim": 128,
         "heads": 4,
