@@ -205,6 +205,10 @@ def tree_attention(device: str) -> Iterator[Call]:
     def staged(case: TreeAttentionCase) -> Any:
         found = []
         for call in calls(case, device):
+            if (
+                call.op == "span_means"
+            ):  # younger than the records; its tests compare its bits with tree_build's
+                continue
             written = [
                 arg
                 for arg, declared in zip(call.args, call.overload._schema.arguments, strict=False)
