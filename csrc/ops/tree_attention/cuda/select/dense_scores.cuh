@@ -252,6 +252,32 @@ __device__ __forceinline__ void undo_powers(float (&s)[64], const float* factors
   }
 }
 
+// Calls use(step, x) for steps 0 ... 7 with x = 2^(s - reference of the row) of elements 8 step ... 8 step + 7. Eight are
+// computed while the eight before them are used.
+template <typename Use>
+__device__ __forceinline__ void weigh_scores(const float (&s)[64], const float (&reference)[2], Use use) {
+  float batch[2][8];
+#pragma unroll
+  for (int step = 0; step <= 8; ++step) {
+    if (step < 8) {
+      float(&x)[8] = batch[step & 1];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        x[i] = s[8 * step + i] - reference[i / 2 & 1];
+      }
+      exp2_eight(x);
+    }
+    if (step > 0) {
+      use(step - 1, batch[(step - 1) & 1]);
+    }
+  }
+}
+
+// A sum of weights relative to a new reference; an infinite sum stays infinite.
+__device__ __forceinline__ float rescaled(float sum, float exponent) {
+  return sum == INFINITY ? sum : sum * device::exp2_flushed(exponent);
+}
+
 struct RowMaxima {
   float largest[2] = {-INFINITY, -INFINITY};
 

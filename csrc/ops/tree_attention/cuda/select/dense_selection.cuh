@@ -24,33 +24,15 @@ struct RowSums {
   float reference[2] = {kUnset, kUnset};
   float sum[2] = {0.f, 0.f};
 
-  // An infinite sum stays infinite.
-  __device__ __forceinline__ static float rescaled(float sum, float exponent) {
-    return sum == INFINITY ? sum : sum * device::exp2_flushed(exponent);
-  }
-
   __device__ __forceinline__ void tile_sums(const float (&s)[64], float (&total)[2]) const {
     float even[2] = {0.f, 0.f}, odd[2] = {0.f, 0.f};
-    float batch[2][8];
+    weigh_scores(s, reference, [&](int, const float(&x)[8]) {
 #pragma unroll
-    for (int step = 0; step <= 8; ++step) {
-      if (step < 8) {
-        float(&x)[8] = batch[step & 1];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          x[i] = s[8 * step + i] - reference[i / 2 & 1];
-        }
-        exp2_eight(x);
+      for (int i = 0; i < 8; i += 2) {
+        even[i / 2 & 1] += x[i];
+        odd[i / 2 & 1] += x[i + 1];
       }
-      if (step > 0) {
-        const float(&x)[8] = batch[(step - 1) & 1];
-#pragma unroll
-        for (int i = 0; i < 8; i += 2) {
-          even[i / 2 & 1] += x[i];
-          odd[i / 2 & 1] += x[i + 1];
-        }
-      }
-    }
+    });
     total[0] = even[0] + odd[0];
     total[1] = even[1] + odd[1];
   }

@@ -34,32 +34,20 @@ struct SpanSums {
   // more is left in total[].
   __device__ __forceinline__ void tile_sums(const float (&s)[64], float* const (&to)[2],
                                             float (&total)[2]) const {
-    float batch[2][8], pairs[2][4], nodes[2][4];
+    float pairs[2][4], nodes[2][4];
     total[0] = total[1] = 0.f;
+    weigh_scores(s, reference, [&](int step, const float(&x)[8]) {
 #pragma unroll
-    for (int step = 0; step <= 8; ++step) {
-      if (step < 8) {
-        float(&x)[8] = batch[step & 1];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          x[i] = s[8 * step + i] - reference[i / 2 & 1];
-        }
-        exp2_eight(x);
+      for (int i = 0; i < 8; i += 2) {
+        pairs[i / 2 & 1][2 * (step & 1) + i / 4] = x[i] + x[i + 1];
       }
-      if (step > 0) {
-        const float(&x)[8] = batch[(step - 1) & 1];
-#pragma unroll
-        for (int i = 0; i < 8; i += 2) {
-          pairs[i / 2 & 1][2 * ((step - 1) & 1) + i / 4] = x[i] + x[i + 1];
-        }
-      }
-      if (step > 0 && step % 2 == 0) {
+      if (step % 2 == 1) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-          total[row] += add_quarter(pairs[row], step / 2 - 1, to[row], nodes[row]);
+          total[row] += add_quarter(pairs[row], step / 2, to[row], nodes[row]);
         }
       }
-    }
+    });
   }
 
   // Adds eight columns, the `quarter`-th of four, and returns their sum. nodes[] keeps sums that
@@ -92,11 +80,6 @@ struct SpanSums {
 
   __device__ __forceinline__ static void store_four(float* to, const float (&x)[4]) {
     *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
-  }
-
-  // An infinite sum stays infinite.
-  __device__ __forceinline__ static float rescaled(float sum, float exponent) {
-    return sum == INFINITY ? sum : sum * device::exp2_flushed(exponent);
   }
 
   // Raises the reference to the largest finite score: the weights of other scores beside an infinite one are
