@@ -14,6 +14,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from htree_ops import HTreeAttention
+from htree_ops.ops.tree_attention.options import RECOMMENDED
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks" / "quality"
 
@@ -336,3 +339,26 @@ def test_wrong_flags_are_one_line(study, tmp_path, capsys):
     assert study.main(["--list"]) == 0
     assert "conversion-32k" in capsys.readouterr().out
     assert study.publish([str(tmp_path / "none")]) == 2
+
+
+def test_the_recommended_settings_are_those_of_the_rows(study):
+    """What README and docstring say of them are shares of the published rows, and each goal keeps what it promises."""
+    rows = study.report.read_published(ROOT / "benchmarks" / "results" / "quality")
+    converted = {
+        row.run: row.copies_found for row in rows if row.piece == "conversion" and row.status == "final"
+    }
+
+    def kept(attention):
+        return 100 * converted[f"evaluated: {attention.label}"] / converted["evaluated: dense"]
+
+    size = study.settings.FULL.conversion
+    least = {"quality": 95.0, "speed": 85.0}
+    shares = [kept(size.tree(None))]
+    for goal, options in RECOMMENDED.items():
+        shares.append(kept(size.tree(options["selection_span"], options["selection_stride"])))
+        assert shares[-1] >= least[goal]
+    for document in ((ROOT / "README.md").read_text(), HTreeAttention.recommended.__doc__):
+        for share in shares:
+            assert f"{share:.1f} %" in document
+    at_16 = max(kept(size.tree(span, 16)) for span in (None, 4, 2, 1))
+    assert f"at most {at_16:.1f} %" in HTreeAttention.recommended.__doc__

@@ -12,6 +12,7 @@ import torch
 from htree_ops import HTreeAttention, TreeOptions, tree_attention
 from htree_ops.ops.tree_attention import attention_backward, attention_forward
 from htree_ops.ops.tree_attention.attention import MOST_TOP_NODES
+from htree_ops.ops.tree_attention.options import RECOMMENDED
 
 OTHERS = {
     "compression_rate": 8,
@@ -93,6 +94,28 @@ def test_a_layer_takes_them_and_lets_them_be_set() -> None:
     assert torch.equal(copy.deepcopy(layer)(x), expected)
     assert "top_k=4, selection_stride=2, scale=0.5" in repr(layer)
     assert "options" not in layer.state_dict()
+
+
+def test_a_recommended_layer_is_one_with_the_options_of_its_goal() -> None:
+    quality, speed = (HTreeAttention.recommended(32, 4, 2, goal=goal) for goal in RECOMMENDED)
+    assert quality.options == TreeOptions(selection_span=2)
+    assert speed.options == TreeOptions(selection_span=2, selection_stride=4)
+    assert HTreeAttention.recommended(32, 4).options == quality.options
+    chosen = HTreeAttention.recommended(
+        32, 4, 2, 6, True, goal="speed", top_k=3, selection_stride=2, dtype=torch.float64
+    )
+    assert chosen.options == TreeOptions(selection_span=2, selection_stride=2, top_k=3)
+    assert chosen.k_proj.weight.shape == (12, 32)
+    assert chosen.o_proj.bias.dtype == torch.float64
+
+    class Other(HTreeAttention):
+        pass
+
+    assert type(Other.recommended(32, 4)) is Other
+    with pytest.raises(ValueError, match=r"goal must be one of quality, speed, got 'fast'"):
+        HTreeAttention.recommended(32, 4, goal="fast")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="topk"):
+        HTreeAttention.recommended(32, 4, topk=3)
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,8 @@ def tree_attention(
             None is min(8192, top_k * r).
         top_k: k >= 1, candidates that a query refines per layer.
         selection_stride: s, a power of two that divides r: s consecutive queries refine the set of their
-            first one. T - T_q must be a multiple of it.
+            first one. T - T_q must be a multiple of it. 1 is recommended for quality, 4 for speed
+            (:meth:`htree_ops.HTreeAttention.recommended`, which names the measurements).
         scale: factor of the scores, finite; None is K^-1/2.
         rope_base: base of the rotary angles, positive; None rotates nothing.
         importance: "lse_causal" or "exp_joint"; or "lse", which is not causal: its normaliser holds the query's own
@@ -161,7 +162,7 @@ def tree_attention(
         selection_span: c, a divisor of r: a candidate is selected by the log-sum-exp of the scores of its
             means of c tokens, which finds single tokens that the mean of the whole node hides. Smaller spans
             find more and cost more: a layer scores 1/c of the tokens below its candidates. None scores the
-            node's own mean. It cannot be combined with importance="lse".
+            node's own mean; 2 is recommended. It cannot be combined with importance="lse".
 
     Returns:
         out [B, T_q, H, V] in the dtype of q, differentiable in q, k and v with the selection held fixed. With

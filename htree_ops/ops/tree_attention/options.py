@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from htree_ops.ops.tree_attention.attention import Importance, Scope, top_nodes, tree_attention
 
-__all__ = ["TreeOptions"]
+__all__ = ["RECOMMENDED", "Goal", "TreeOptions"]
+
+Goal = Literal["quality", "speed"]
+#: What decides how well a selection finds single tokens and what it costs; the other options keep their defaults.
+RECOMMENDED: dict[Goal, dict[str, int]] = {
+    "quality": {"selection_span": 2, "selection_stride": 1},
+    "speed": {"selection_span": 2, "selection_stride": 4},
+}
 
 
 @dataclass(frozen=True)
