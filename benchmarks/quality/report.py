@@ -40,17 +40,19 @@ SHOWN = {
 def merge(earlier: Sequence[record.Row], later: Sequence[record.Row]) -> list[record.Row]:
     """All rows of finished or failed runs; a finished run takes the place of an earlier one of its name.
 
-    Rows of a run that was interrupted are left out; it is repeated.
+    Rows of a run that was not finished are left out. Where a run was interrupted and measured something again when it
+    went on, the last row counts.
     """
     rows: list[record.Row] = []
     for some in (earlier, later):
-        done = {key_of(row) for row in some if row.status in record.DONE}
+        done = {key_of(row) for row in some if row.status == record.DONE}
         failed = {key_of(row) for row in some if row.status == "error"} - done
         rows = [row for row in rows if key_of(row) not in done]
         known = {key_of(row) for row in rows}
         rows += [row for row in some if key_of(row) in done and row.status not in ("error", "partial")]
         rows += [row for row in some if key_of(row) in failed - known and row.status == "error"]
-    return rows
+    last = {(*key_of(row), row.step, row.pairs, row.context, row.status): row for row in rows}
+    return list(last.values())
 
 
 def key_of(row: record.Row) -> tuple[str, str, str]:

@@ -2,8 +2,8 @@
 
 Run: ``python benchmarks/quality/run.py --out DIR``. ``--list`` shows the pieces and their minutes on one H200,
 ``--piece`` chooses, ``--quick`` takes less than 10 minutes in all, ``--limit-s`` ends a call in time and ``--resume``
-goes on after it. Rows go to DIR/rows.jsonl, one JSON object per evaluation; ``benchmarks/quality/report.py`` makes
-tables and pictures of them.
+goes on after it, within a training too. Rows go to DIR/rows.jsonl, one JSON object per evaluation;
+``benchmarks/quality/report.py`` makes tables and pictures of them.
 Exit status: 0 all done, 1 a run failed (its error is a row), 2 wrong use, 3 something is left for another call.
 """
 
@@ -54,6 +54,19 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--resume", action="store_true", help="go on in --out; what is done is not repeated")
     parser.add_argument("--previous", type=Path, metavar="DIR", help="read what an earlier call left there")
+    parser.add_argument(
+        "--state",
+        type=output_folder,
+        metavar="DIR",
+        help="folder for the training under way (default: --out)",
+    )
+    parser.add_argument(
+        "--max-part-mib",
+        type=at_least(1),
+        default=record.LARGEST_PART // 2**20,
+        metavar="N",
+        help="largest file of a checkpoint (default %(default)s)",
+    )
     parser.add_argument("--limit-s", type=at_least(1), metavar="S", help="end within so many seconds")
     parser.add_argument("--device", default="auto", help="cuda, cpu or auto (default)")
     parser.add_argument(
@@ -109,6 +122,8 @@ def make_session(arguments: argparse.Namespace) -> Session:
         device=device,
         text_folders=arguments.text or corpus.default_folders(),
         previous=arguments.previous,
+        state=arguments.state,
+        part_bytes=arguments.max_part_mib * 2**20,
         limit_s=arguments.limit_s,
         fused=device == "cuda" and not arguments.no_compile,
     )

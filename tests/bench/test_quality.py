@@ -105,7 +105,7 @@ def test_every_run_ends_with_its_row(study, whole):
         ("tree", 2, "compact"),
         ("window", None, "own"),
     } <= set(kinds)
-    trained = [row for row in rows if (row.piece, row.run) == ("scratch", "dense, seed 0")]
+    trained = [row for row in rows if (row.piece, row.run) == ("scratch", "dense, seed 1")]
     assert [row.step for row in trained] == [6, 12]
     assert trained[1].bits_per_byte < trained[0].bits_per_byte
     swapped = [row for row in rows if row.run.startswith("mean, s=1, k=2, own, seed 0, evaluated: ")]
@@ -158,11 +158,14 @@ def test_a_signal_leaves_a_partial_row_and_the_rest_for_later(study, text, tmp_p
         assert study.main(flags) == 3
     assert signal.getsignal(signal.SIGTERM) == handler
     assert [(row.status, row.step) for row in study.record.read_rows(tmp_path)][-1] == ("partial", 8)
+    assert len(list(tmp_path.glob("state-*"))) == 1
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write('{"piece": "needle", "ru')  # killed while it wrote
     assert study.main([*flags, "--resume"]) == 0
+    assert not list(tmp_path.glob("state-*"))
     rows = study.record.read_rows(tmp_path)
     assert [row.status for row in rows].count("final") == 2
+    assert [row.step for row in rows if row.run == rows[0].run and row.context == 512] == [6, 8, 12, 12]
     assert study.report.merge([], rows) == [row for row in rows if row.status != "partial"]
 
 
@@ -176,20 +179,90 @@ def test_a_failure_is_a_row(study, text, tmp_path, capsys):
     assert "failed: needle" in capsys.readouterr().out
 
 
-def test_the_limit_cuts_the_first_run_and_leaves_the_others(study, text, tmp_path):
-    session = session_of(study, tmp_path, text, limit_s=study.training.RESERVE_S + 100)
-    setup = study.session.Setup("scratch", "dense", study.settings.dense(), study.settings.TINY.scratch)
-    schedule = study.training.Schedule(1000, 0.0, 1e-3)
-    assert not study.training.fit(session, setup, schedule, 0.05, 0)
-    assert schedule.steps == 1000
-    assert study.training.fit(session, setup, schedule, 1.0, 11)
-    assert 100 <= schedule.steps <= 111
-    clock = study.training.Schedule(0, 500.0, 1e-3)
-    assert study.training.fit(session, setup, clock, 1.0, 11)
-    assert 90 < clock.seconds <= 100
-    session.ran = 1
+class Killed(BaseException):
+    """What no handler of the program sees, as SIGKILL."""
+
+
+@pytest.mark.parametrize("when", [5, 9, 12])
+def test_a_killed_training_goes_on_from_its_last_state(study, whole, text, tmp_path, monkeypatch, when):
+    """After steps before the first state, between two, and in the evaluation at the end: the same rows to the bit."""
+    monkeypatch.setattr(study.training, "STATE_S", 0.0)
+    made, flags = (
+        study.pieces.text_loss,
+        f"--tiny --device cpu --piece scratch --text {text} --out {tmp_path}",
+    )
+
+    def text_loss(*arguments, **keywords):
+        loss_of = made(*arguments, **keywords)
+
+        def work(step):
+            steps.append(step)
+            if len(steps) > when:
+                raise Killed
+            return loss_of(step)
+
+        return work
+
+    def write(*arguments, **keywords):
+        if arguments[2] == "final" and when == 12:
+            raise Killed
+        return written(*arguments, **keywords)
+
+    steps: list[int] = []
+    written = study.session.Session.write
+    with monkeypatch.context() as patch:
+        patch.setattr(study.pieces, "text_loss", text_loss)
+        patch.setattr(study.session.Session, "write", write)
+        with pytest.raises(Killed):
+            study.main(flags.split())
+    assert study.main([*flags.split(), "--resume"]) == 0
+    ours, theirs = (
+        {
+            (row.run, row.step): (row.bits_per_byte, row.copies_bits, row.tokens)
+            for row in study.report.merge([], study.record.read_rows(folder))
+            if row.piece == "scratch"
+        }
+        for folder in (tmp_path, whole)
+    )
+    assert ours
+    assert ours.items() <= theirs.items()
+    first = [
+        row for row in study.record.read_rows(tmp_path) if row.step == 6 and row.run.startswith("span 2")
+    ]
+    assert len(first) == 1  # a training that had a state did not begin again
+    assert not list(tmp_path.glob("state-*"))
+
+
+def test_the_limit_pauses_the_first_run_and_leaves_the_others(study, text, tmp_path, monkeypatch):
+    said: list[str] = []
+    state = tmp_path / "state"
+    session = session_of(study, tmp_path / "out", text, limit_s=1e6, state=state)
+    session.said = said.append
+    runs = study.pieces.scratch(study.settings.TINY)
+    left = iter([1e6] * 6 + [0.0] * 100)
+    monkeypatch.setattr(study.session.Session, "remaining", lambda self: next(left))
     with pytest.raises(study.session.NoTime):
-        study.training.fit(session, setup, study.training.Schedule(1000, 0.0, 1e-3), 1.0, 11)
+        runs[0].work(session)
+    assert study.record.read_rows(session.out)[-1].status == "step"
+    paused = max(int(row.step) for row in study.record.read_rows(session.out))
+    assert [path.suffixes for path in state.iterdir()] == [[".0", ".pt"]]
+    monkeypatch.undo()
+    session.limit_s = None
+    runs[0].work(session)
+    assert any("goes on after step" in line for line in said)
+    last = study.record.read_rows(session.out)[-1]
+    assert (last.status, last.step, last.tokens) == ("final", 12, 12 * 2 * 256)
+    assert paused < 12
+    assert not list(state.iterdir())
+    # the next run of this call finds too little time at its first look
+    setup = study.session.Setup("scratch", "dense", study.settings.dense(), study.settings.TINY.scratch)
+    session.limit_s, progress = 100.0, study.session.Progress(step=11, steps=1000, step_ms=1000.0)
+    for schedule in (study.training.Schedule(1000, 0.0, 1e-3), study.training.Schedule(0, 500.0, 1e-3)):
+        with pytest.raises(study.session.NoTime):
+            study.training.fit(session, setup, schedule, progress)
+        session.ran = 0
+        study.training.fit(session, setup, schedule, progress)
+        session.ran = 1
 
 
 def test_planted_strings_are_repeated_and_counted(study):
@@ -271,18 +344,43 @@ def test_compiled_parts_are_made_once(study, monkeypatch):
         assert torch.equal(hidden, model(torch.zeros(1, 256, dtype=torch.int64), study.settings.dense()))
 
 
-def test_a_checkpoint_in_small_files(study, tmp_path, monkeypatch):
-    monkeypatch.setattr(study.record, "LARGEST_PART", 4000)
-    state = {f"w{i}": torch.randn(20, 40) for i in range(5)}
-    paths = study.record.save_checkpoint(tmp_path, "some", state)
+def test_a_checkpoint_in_small_files(study, tmp_path):
+    state = {f"w{i}": torch.randn(50, 60) for i in range(5)}
+    paths = study.record.save_checkpoint(tmp_path, "some", state, 16384)
     assert len(paths) == 3
+    assert all(path.stat().st_size <= 16384 for path in paths)
     loaded = study.record.load_checkpoint([tmp_path / "none", tmp_path], "some")
     assert all(torch.equal(loaded[name], state[name].bfloat16()) for name in state)
     paths[1].unlink()
     with pytest.raises(FileNotFoundError, match="no checkpoint some"):
         study.record.load_checkpoint([tmp_path], "some")
-    with pytest.raises(ValueError, match="w has 8000 bytes"):
-        study.record.save_checkpoint(tmp_path, "big", {"w": torch.zeros(4000)})
+    (tmp_path / "none").mkdir()
+    other = study.record.save_checkpoint(tmp_path / "none", "some", {"w": torch.zeros(9000)}, 16384)
+    shutil.copy(other[1], paths[1])  # a file of other weights
+    with pytest.raises(FileNotFoundError, match="no checkpoint some"):
+        study.record.load_checkpoint([tmp_path], "some")
+
+
+def test_of_states_the_last_whole_one_counts(study, tmp_path):
+    states, other = (study.record.States(tmp_path / "states", name, 8192) for name in ("one", "another"))
+    assert states.load() is None
+    for step in range(3):
+        states.save({"step": step, "weights": torch.full((3000,), float(step))})
+    other.save({"step": 7})
+    assert states.load()["step"] == 2
+    assert len(list(states.folder.iterdir())) == 4 + 1
+    save = states._remove
+    object.__setattr__(
+        states, "_remove", lambda names: None
+    )  # killed before the earlier state was taken away
+    states.save({"step": 3, "weights": torch.full((3000,), 3.0)})
+    object.__setattr__(states, "_remove", save)
+    assert states.load()["step"] == 3
+    sorted(states.folder.glob("*04.*"))[2].unlink()  # killed while it wrote
+    assert states.load()["step"] == 2
+    states.clear()
+    assert states.load() is None
+    assert other.load() == {"step": 7}
 
 
 def test_the_report_publishes_every_finished_run(study, whole, tmp_path, capsys, monkeypatch):

@@ -9,7 +9,7 @@ from typing import Any
 from htree_ops.bench import plots
 
 from .record import Row
-from .tables import label, last_rows, needle_rows
+from .tables import label, last_rows, needle_rows, with_dense
 
 __all__ = ["PICTURES", "draw"]
 
@@ -53,6 +53,7 @@ def lines(
 
 def copies_over_steps(rows: Sequence[Row], path: Path, theme: str) -> bool:
     """(b)"""
+    rows = with_dense(rows)
     finished = {row.run for row in last_rows(rows, "scratch")}
     used = [
         row for row in rows if row.piece == "scratch" and row.run in finished and row.copies_found is not None
@@ -60,7 +61,7 @@ def copies_over_steps(rows: Sequence[Row], path: Path, theme: str) -> bool:
     curves = []
     for run in dict.fromkeys(row.run for row in used):
         mine = [row for row in used if row.run == run]
-        name = f"{label(mine[0])}, seed {mine[0].seed}"
+        name = f"{label(mine[0])}, {mine[0].context} bytes, seed {mine[0].seed}"
         curves.append((name, [row.step for row in mine], [100 * (row.copies_found or 0.0) for row in mine]))
     if curves:
         names = ("steps of training", "repeated letters found, %")

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import os
+import pickle
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["DONE", "Row", "append_row", "load_checkpoint", "mend", "read_rows", "save_checkpoint"]
+__all__ = [
+    "DONE",
+    "LARGEST_PART",
+    "Row",
+    "States",
+    "append_row",
+    "load_checkpoint",
+    "mend",
+    "read_rows",
+    "save_checkpoint",
+]
 
 ROWS = "rows.jsonl"
-LARGEST_PART = 14 * 2**20  # bytes of a file of a checkpoint
-#: Status of a run that needs no repetition; "cut" had fewer steps than planned, because of the time limit.
-DONE = ("final", "cut")
+LARGEST_PART = 14 * 2**20  # bytes of a file of a checkpoint, unless the command line says otherwise
+AROUND = 4096  # bytes of a file beside its part of the content
+#: Status of a run that needs no repetition.
+DONE = "final"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +41,7 @@ class Row:
     Attributes:
         gpu, cpu, torch, cuda, driver, commit: as in ``htree_ops.bench.results.Environment``. text: the corpus.
         piece, run: which experiment, and which of its runs.
-        status: "step" on the way, "final", "cut" (fewer steps than planned), "partial" (interrupted) or "error".
+        status: "step" on the way, "final", "partial" (interrupted) or "error".
         scale: sizes of the run: full, quick or tiny. baseline: what the row is to be compared with.
         kind, positions, top_k, compression_rate, max_top_nodes, tree_layers, stride, span, window: of the attention.
         context: tokens of a text of the evaluation. trained_context, batch, width, layers, parameters: of the model.
@@ -125,49 +141,94 @@ def mend(folder: Path) -> None:
         os.replace(temporary, path)
 
 
-def save_checkpoint(folder: Path, name: str, state: dict[str, Tensor]) -> list[Path]:
-    """Weights in bfloat16, as NAME.0.pt, NAME.1.pt, ...; the number of files stands in each of them.
+def _save(folder: Path, name: str, content: dict[str, Any], largest: int) -> list[Path]:
+    """``content`` as NAME.0.pt, NAME.1.pt, ... of at most ``largest`` bytes each.
 
-    Raises:
-        ValueError: one tensor alone is larger than a file may be.
+    Every file says how many there are and the digest of the whole, so that files of two contents are not mixed.
     """
-    parts: list[dict[str, Tensor]] = [{}]
-    room = LARGEST_PART
-    for key, tensor in state.items():
-        small = tensor.detach().to("cpu", torch.bfloat16)
-        size = small.numel() * small.element_size()
-        if size > LARGEST_PART:
-            raise ValueError(f"{key} has {size} bytes, a file of a checkpoint holds {LARGEST_PART}")
-        if size > room:
-            parts.append({})
-            room = LARGEST_PART
-        parts[-1][key] = small
-        room -= size
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    whole = buffer.getbuffer()
+    size = largest - AROUND
+    digest, count = hashlib.sha256(whole).hexdigest(), -(-len(whole) // size)
     paths = []
-    for number, part in enumerate(parts):
+    for number in range(count):
         path = folder / f"{name}.{number}.pt"
         temporary = path.with_suffix(".tmp")
-        torch.save({"parts": len(parts), "weights": part}, temporary)
+        part = torch.frombuffer(whole, dtype=torch.uint8)[number * size : (number + 1) * size]
+        torch.save({"parts": count, "digest": digest, "part": part.clone()}, temporary)
         os.replace(temporary, path)
         paths.append(path)
     return paths
 
 
-def load_checkpoint(folders: list[Path], name: str) -> dict[str, Tensor]:
+def _load(folder: Path, name: str) -> dict[str, Any] | None:
+    """What :func:`_save` wrote; None where a file is missing, damaged or of another content."""
+    parts: list[dict[str, Any]] = []
+    try:
+        while not parts or len(parts) < parts[0]["parts"]:
+            parts.append(torch.load(folder / f"{name}.{len(parts)}.pt", weights_only=True))
+        whole = b"".join(part["part"].numpy().tobytes() for part in parts)
+        if hashlib.sha256(whole).hexdigest() != parts[0]["digest"]:
+            return None
+        found: dict[str, Any] = torch.load(io.BytesIO(whole), weights_only=True)
+        return found
+    except (OSError, EOFError, RuntimeError, KeyError, pickle.UnpicklingError):
+        return None
+
+
+def save_checkpoint(
+    folder: Path, name: str, state: dict[str, Tensor], largest: int = LARGEST_PART
+) -> list[Path]:
+    """Weights in bfloat16, as NAME.0.pt, NAME.1.pt, ...; returns the files."""
+    small = {key: tensor.detach().to("cpu", torch.bfloat16) for key, tensor in state.items()}
+    return _save(folder, name, small, largest)
+
+
+def load_checkpoint(folders: Sequence[Path], name: str) -> dict[str, Tensor]:
     """What :func:`save_checkpoint` wrote to the first of the folders that holds all of it.
 
     Raises:
         FileNotFoundError: none does.
     """
     for folder in folders:
-        first = folder / f"{name}.0.pt"
-        if not first.is_file():
-            continue
-        count = torch.load(first, weights_only=True)["parts"]
-        paths = [folder / f"{name}.{number}.pt" for number in range(count)]
-        if all(path.is_file() for path in paths):
-            state: dict[str, Tensor] = {}
-            for path in paths:
-                state |= torch.load(path, weights_only=True)["weights"]
-            return state
+        found = _load(folder, name)
+        if found is not None:
+            return found
     raise FileNotFoundError(f"no checkpoint {name} in {', '.join(map(str, folders))}: train it first")
+
+
+@dataclass(frozen=True)
+class States:
+    """States of one training on its way, in ``folder``: the last whole one is never overwritten, only followed."""
+
+    folder: Path
+    run: str
+    largest: int = LARGEST_PART
+
+    def _names(self) -> list[str]:
+        """Of all states of the run, the latest first."""
+        prefix = f"state-{hashlib.sha256(self.run.encode()).hexdigest()[:12]}-"
+        found = {path.name.partition(".")[0] for path in self.folder.glob(f"{prefix}*.*")}
+        return sorted(found, reverse=True) or [f"{prefix}{0:08}"]
+
+    def save(self, content: dict[str, Any]) -> None:
+        """Writes a state and takes the earlier ones away."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        earlier = self._names()
+        prefix, _, number = earlier[0].rpartition("-")
+        _save(self.folder, f"{prefix}-{int(number) + 1:08}", content, self.largest)
+        self._remove(earlier)
+
+    def load(self) -> dict[str, Any] | None:
+        """The last whole state, if there is one."""
+        return next((found for name in self._names() if (found := _load(self.folder, name))), None)
+
+    def clear(self) -> None:
+        """Takes all away: the run is done."""
+        self._remove(self._names())
+
+    def _remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            for path in self.folder.glob(f"{name}.*"):
+                path.unlink(missing_ok=True)

@@ -61,7 +61,8 @@ class Session:
 
     Attributes:
         out: folder for rows and checkpoints. previous: folder of an earlier call, whose finished runs are not repeated
-            and whose checkpoints are used; not written to. text_folders: where .py files are looked for.
+            and whose checkpoints are used; not written to. state: folder for the training that is under way, None for
+            ``out``. text_folders: where .py files are looked for. part_bytes: that a file of a checkpoint holds.
         limit_s: seconds from the beginning of the call, None for no limit. fused: compile the models.
         stopped: set by a signal. said: shows a line.
     """
@@ -71,6 +72,8 @@ class Session:
     device: str
     text_folders: list[Path]
     previous: Path | None = None
+    state: Path | None = None
+    part_bytes: int = record.LARGEST_PART
     limit_s: float | None = None
     fused: bool = False
     stopped: bool = False
@@ -121,9 +124,14 @@ class Session:
     def is_done(self, piece: str, run: str) -> bool:
         """Whether a run of this scale needs no repetition."""
         return any(
-            (row.piece, row.run, row.scale) == (piece, run, self.scale.name) and row.status in record.DONE
+            (row.piece, row.run, row.scale) == (piece, run, self.scale.name) and row.status == record.DONE
             for row in self.rows
         )
+
+    def states(self, setup: Setup) -> record.States:
+        """Where the training of a run keeps its state."""
+        run = f"{setup.piece}: {setup.run}, {self.scale.name}"
+        return record.States(self.state or self.out, run, self.part_bytes)
 
     def precision(self) -> contextlib.AbstractContextManager[object]:
         """bfloat16 autocast on a GPU, float32 on the CPU."""

@@ -132,9 +132,11 @@ FULL = Scale(
     name="full",
     corpus_bytes=131_072_000,
     conversion=Training(
-        4096, 16, 3000, 6, strings=12, letters=48, top_k=16, max_top_nodes=256, evaluate_every=500
+        4096, 16, 3000, 6, strings=12, letters=48, top_k=16, max_top_nodes=256, evaluate_every=250
     ),
-    scratch=Training(2048, 32, 5000, 4, strings=16, letters=40, top_k=8, max_top_nodes=128),
+    scratch=Training(
+        4096, 16, 3000, 6, strings=12, letters=48, top_k=16, max_top_nodes=256, evaluate_every=250
+    ),
     recall=Training(
         1024, 64, 4000, 2, width=256, heads=4, kv_heads=4, top_k=8, max_top_nodes=64, evaluate_every=500, texts=128
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from htree_ops.bench.plots import place
 
@@ -27,7 +28,7 @@ def label(row: Row) -> str:
 
 def last_rows(rows: Sequence[Row], piece: str) -> list[Row]:
     """The rows that finished runs of an experiment ended with, in the order of the runs."""
-    return [row for row in rows if row.piece == piece and row.status in DONE and SWAPPED not in row.run]
+    return [row for row in rows if row.piece == piece and row.status == DONE and SWAPPED not in row.run]
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -88,34 +89,53 @@ def jump(rows: Sequence[Row], last: Row) -> str:
     return "–"
 
 
+def with_dense(rows: Sequence[Row]) -> list[Row]:
+    """The rows of (b), and those of the dense training of (a), which is the dense model of seed 0 on the same text."""
+    own = [row for row in rows if row.piece == "scratch"]
+    shared = [row for row in rows if row.piece == "conversion" and row.run.startswith("train")]
+    alike = {alike_of(row) for row in own}
+    return [
+        *(replace(row, piece="scratch", run="dense, seed 0") for row in shared if alike_of(row) in alike),
+        *own,
+    ]
+
+
+def alike_of(row: Row) -> tuple[object, ...]:
+    """What trainings that may be compared have in common."""
+    return row.text, row.trained_context, row.batch, row.layers, row.width, row.steps, row.seed
+
+
 def trained(rows: Sequence[Row], piece: str) -> str:
     """(b), (d) A model per attention, trained alike."""
     used = last_rows(rows, piece)
     if not used:
         return ""
-    dense = {row.seed: row.bits_per_byte or 0.0 for row in used if row.kind == "dense"}
+    dense = {alike_of(row): row.bits_per_byte or 0.0 for row in used if row.kind == "dense"}
     lines = []
     for row in used:
-        apart = f"{(row.bits_per_byte or 0.0) - dense[row.seed]:+.4f}" if row.seed in dense else ""
-        cut = f"{row.step} (cut)" if row.status == "cut" else str(row.step)
+        other = dense.get(alike_of(row))
+        apart = "" if other is None else f"{(row.bits_per_byte or 0.0) - other:+.4f}"
         measured = [bits(row.bits_per_byte), apart, found(row), f"{row.copies_bits:.2f}", jump(rows, row)]
-        lines.append([label(row), str(row.seed), cut, f"{row.tokens / 1e6:.1f}", *measured])
+        budget = str(row.top_k * row.compression_rate or row.window or row.context)
+        place_of = [str(row.context), budget, str(row.seed), str(row.step)]
+        lines.append([label(row), *place_of, f"{row.tokens / 1e6:.1f}", *measured])
     head = (
-        "attention", "seed", "steps", "million bytes", "bits per byte", "beyond dense", "copies found", "bits a letter",
-        "half of them from step",
+        "attention", "bytes of a text", "tokens per query", "seed", "steps", "million bytes", "bits per byte",
+        "beyond dense", "copies found", "bits a letter", "half of them from step",
     )  # fmt: skip
-    words = f"{used[0].context} bytes, {used[0].texts} texts of the evaluation; {place(used)}."
+    words = f"{used[0].texts} texts of the evaluation; {place(used)}."
     return f"{words}\n\n{table(head, lines)}"
 
 
 def scratch(rows: Sequence[Row]) -> str:
     """(b) The models, then those of stride 1 with another selection at the evaluation than in the training."""
+    rows = with_dense(rows)
     first = trained(rows, "scratch")
     by_run = {row.run: row for row in last_rows(rows, "scratch")}
     swapped = {
         row.run: row
         for row in rows
-        if row.piece == "scratch" and row.status in DONE and row.run.partition(SWAPPED)[0] in by_run
+        if row.piece == "scratch" and row.status == DONE and row.run.partition(SWAPPED)[0] in by_run
     }
     lines = []
     for run in [run for run in swapped if run not in by_run]:

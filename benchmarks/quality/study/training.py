@@ -1,15 +1,16 @@
-"""Training with AdamW: a schedule over steps or over seconds, cut to the time limit if need be."""
+"""Training with AdamW, over steps or over seconds; a training that is interrupted goes on from its last state."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor, nn
 
+from . import record
 from .model import LanguageModel
 from .session import Interrupted, NoTime, Progress, Session, Setup
 from .settings import Training
@@ -22,6 +23,7 @@ LAST_RATE = 0.1  # share of the learning rate at the end
 #: Steps before the clock, which compile and allocate, and steps that are timed to foresee the rest.
 UNTIMED, TIMED = 3, 8
 RESERVE_S = 15.0  # for the evaluation and the checkpoint after the last step
+STATE_S = 30.0  # of training between two states; it is kept at evaluations
 LINES = 250  # steps between two lines on the terminal
 
 
@@ -58,35 +60,30 @@ def make_optimizer(model: nn.Module, size: Training, device: str) -> torch.optim
     )
 
 
-def fit(session: Session, setup: Setup, schedule: Schedule, step_s: float, done: int) -> bool:
-    """Compares what is left to do with what is left of the limit; cuts the schedule of the first run of a call.
-
-    Returns:
-        Whether steps were cut.
+def fit(session: Session, setup: Setup, schedule: Schedule, progress: Progress) -> None:
+    """Compares what is left to do with what is left of the limit.
 
     Raises:
-        NoTime: there is too little time, and a run was trained in this call already.
+        NoTime: there is too little time, and a run was trained in this call already. The first run of a call goes as
+            far as the limit allows.
     """
-    left, need = session.remaining() - RESERVE_S, schedule.seconds or step_s * (schedule.steps - done)
-    planned = f"{schedule.seconds:.0f} s" if schedule.seconds else f"{schedule.steps} steps, {need:.0f} s"
+    step_s = (progress.step_ms or 0.0) / 1e3
+    left = session.remaining() - RESERVE_S
+    need = (
+        schedule.seconds - progress.seconds if schedule.seconds else step_s * (schedule.steps - progress.step)
+    )
+    planned = f"{need:.0f} s" if schedule.seconds else f"{schedule.steps - progress.step} steps, {need:.0f} s"
     limit = "" if session.limit_s is None else f", the limit leaves {left:.0f} s"
     session.say(f"{setup.piece}: {setup.run}: {step_s * 1e3:.1f} ms a step, {planned} to go{limit}")
-    if need <= left:
-        return False
-    if session.ran:
+    if need > left and session.ran:
         raise NoTime
-    if schedule.seconds:
-        schedule.seconds = max(left, step_s)
-    else:
-        schedule.steps = max(done + 1, done + int(left / step_s))
-    return True
 
 
-def first_step(session: Session, model: LanguageModel, loss_of: Callable[[int], Tensor]) -> Tensor:
-    """The loss of step 0 after its backward. Where compiling fails, the model goes on without, and says so."""
+def first_step(session: Session, model: LanguageModel, loss_of: Callable[[int], Tensor], step: int) -> Tensor:
+    """The loss of a call's first step after its backward. Where compiling fails, the model goes on without."""
     try:
         with session.precision():
-            loss = loss_of(0)
+            loss = loss_of(step)
         loss.backward()
         return loss
     except Exception as error:
@@ -95,7 +92,21 @@ def first_step(session: Session, model: LanguageModel, loss_of: Callable[[int], 
         session.say(f"not compiled, because: {type(error).__name__}: {str(error).splitlines()[0]}")
         model.fused = session.fused = False
         model.zero_grad(set_to_none=True)
-    return first_step(session, model, loss_of)
+    return first_step(session, model, loss_of, step)
+
+
+def resume(
+    states: record.States, model: LanguageModel, optimizer: torch.optim.Optimizer, session: Session
+) -> Progress | None:
+    """Goes back to the last state of an earlier call; None where there is none."""
+    found = states.load()
+    if found is None:
+        return None
+    model.load_state_dict(found["model"])
+    optimizer.load_state_dict(found["optimizer"])
+    progress = Progress(**found["progress"])
+    session.say(f"{states.run}: goes on after step {progress.step}")
+    return progress
 
 
 def train(
@@ -112,24 +123,36 @@ def train(
         measure: evaluates and writes rows with the status that it is given.
 
     Raises:
-        NoTime: see :func:`fit`; nothing but rows of the status "step" has been written.
-        Interrupted: after a signal; what was reached is written as "partial".
+        NoTime: the limit is near; see :func:`fit`. What was trained is kept as a state.
+        Interrupted: after a signal; the state is kept, and what was reached is written as "partial".
     """
     size = setup.size
     schedule = Schedule(size.steps, size.seconds, size.learning_rate)
     optimizer = make_optimizer(model, size, session.device)
-    progress = Progress(steps=size.steps)
-    cut, begin, timed_from = False, time.monotonic(), 0.0
+    states = session.states(setup)
+    progress = resume(states, model, optimizer, session) or Progress(steps=size.steps)
+    earlier, first, kept = progress.seconds, progress.step, time.monotonic()
+    begin = timed_from = kept
     model.train()
+
+    def keep() -> None:
+        states.save(
+            {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": asdict(progress)}
+        )
+
     while schedule.progress(progress.step, progress.seconds) < 1.0 or progress.step == 0:
-        if session.stopped:
+        late = progress.step > first + UNTIMED and session.remaining() < RESERVE_S
+        if session.stopped or late:
+            keep()
+            if late:
+                raise NoTime
             session.stopped = False  # a second signal ends the evaluation too
             measure("partial", progress)
             raise Interrupted
         for group in optimizer.param_groups:
             group["lr"] = schedule.rate(progress.step, progress.seconds)
-        if progress.step == 0:
-            loss = first_step(session, model, loss_of)
+        if progress.step == first:
+            loss = first_step(session, model, loss_of, first)
         else:
             with session.precision():
                 loss = loss_of(progress.step)
@@ -139,18 +162,17 @@ def train(
         optimizer.zero_grad(set_to_none=True)
         progress.step += 1
         progress.tokens += size.batch * size.context
-        if size.seconds or progress.step in (UNTIMED, UNTIMED + TIMED):
+        here = progress.step - first  # steps of this call
+        if size.seconds or here in (UNTIMED, UNTIMED + TIMED):
             session.wait()
         now = time.monotonic()
-        if progress.step == UNTIMED:
+        if here == UNTIMED:
             begin = timed_from = now
-        elif progress.step == UNTIMED + TIMED:
-            step_s = (now - timed_from) / TIMED
-            progress.step_ms = round(step_s * 1e3, 3)
-            cut = fit(session, setup, schedule, step_s, progress.step)
-            progress.steps = schedule.steps
-        if progress.step > UNTIMED:
-            progress.seconds = now - begin
+        elif here == UNTIMED + TIMED:
+            progress.step_ms = round((now - timed_from) / TIMED * 1e3, 3)
+            fit(session, setup, schedule, progress)
+        if here > UNTIMED:
+            progress.seconds = earlier + now - begin
         if progress.step % LINES == 0:
             session.say(
                 f"{setup.run}: step {progress.step} of {schedule.steps or '?'}, loss {float(loss.detach()):.3f}"
@@ -163,10 +185,15 @@ def train(
             session.wait()
             paused = time.monotonic()
             measure("step", progress)
+            if paused - kept >= STATE_S:
+                keep()
+                kept = time.monotonic()
             model.train()
             begin += time.monotonic() - paused
     session.wait()
-    progress.seconds = time.monotonic() - begin
+    if progress.step > first + UNTIMED:
+        progress.seconds = earlier + time.monotonic() - begin
     session.ran += 1
-    measure("cut" if cut else "final", progress)
+    measure("final", progress)
+    states.clear()
     return progress
