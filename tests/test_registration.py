@@ -196,7 +196,7 @@ SCHEMAS = {
     "tree_cache_copy_": "(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor pages) -> ()",
 }
 FACTORIES = {"rope_cache", "top_parents"}
-AUTOCAST = {"attention", "attention_forward"}
+AUTOCAST = {"attention", "attention_forward", "gated_mlp", "gated_mlp_forward"}
 DEVICE_KEYS = ("CPU", "Meta", *(("CUDA",) if build_info().get("cuda") else ()))
 
 
@@ -237,6 +237,7 @@ def test_schema(name: str) -> None:
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_kernels(name: str) -> None:
     wanted = {"CompositeExplicitAutograd"} if name in FACTORIES else {*DEVICE_KEYS, "Autograd"}
+    wanted |= {"FuncTorchBatched"}  # refuses vmap
     if overload(name)._schema.is_mutable:
         wanted |= {"ADInplaceOrView", "Negative", "Conjugate"}
     if name in AUTOCAST:

@@ -1,6 +1,7 @@
 // What the Autograd and ADInplaceOrView kernels of the rooms share. docs/semantics/conventions.md §0.5
 #pragma once
 
+#include <ATen/FuncTorchTLS.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
@@ -20,11 +21,31 @@ inline void refuse_tangents(TensorRefs tensors) {
     TORCH_CHECK_NOT_IMPLEMENTED(
         !tensor.defined() || !tensor._fw_grad(/*level=*/0).defined(),
         "htree: forward-mode automatic differentiation (torch.func.jvp, jacfwd) is not "
-        "supported; use reverse mode");
+        "supported; use reverse mode: torch.autograd.grad");
   }
 }
 
-// Whether a graph must be recorded: grad mode is on and one of the tensors requires grad. Refuses tangents.
+// torch refuses C++ autograd functions inside torch.func.grad and the like, in words that name no way out.
+inline void refuse_functorch() {
+  const auto& functorch = at::functorch::functorchTLSAccessor();
+  if (functorch == nullptr) {
+    return;
+  }
+  bool supported = true;
+  try {
+    functorch->checkSupportsCppAutogradFunction();
+  } catch (const c10::Error&) {
+    supported = false;
+  }
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      supported,
+      "htree: torch.func.grad, vjp and jacrev (functorch transforms) are not supported; use "
+      "torch.autograd.grad or "
+      "backward() on tensors that require grad, with torch.func.functional_call for parameters of your own");
+}
+
+// Whether a graph must be recorded: grad mode is on and one of the tensors requires grad. Refuses tangents
+// and the transforms of torch.func.
 inline bool needs_grad(TensorRefs tensors) {
   refuse_tangents(tensors);
   if (!at::GradMode::is_enabled()) {
@@ -32,6 +53,7 @@ inline bool needs_grad(TensorRefs tensors) {
   }
   for (const at::Tensor& tensor : tensors) {
     if (tensor.defined() && tensor.requires_grad()) {
+      refuse_functorch();
       return true;
     }
   }

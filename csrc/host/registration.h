@@ -1,5 +1,5 @@
-// What the registrations of all rooms share: the tags of the schemas, and the Autograd kernel of
-// ops without a gradient.
+// What the registrations of all rooms share: the tags of the schemas, the refusal of vmap, and the Autograd kernel
+// of ops without a gradient.
 #pragma once
 
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
@@ -14,6 +14,14 @@
 
 namespace htree {
 
+// torch's fallback would call the op once per element of the mapped dim, and fails on lists of tensors.
+inline void refuse_vmap(const c10::OperatorHandle& op, torch::jit::Stack*) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false, op.schema().name().substr(sizeof("htree::") - 1),
+      ": torch.func.vmap is not supported; give the mapped dim to the op as its batch "
+      "dim, or call the op in a loop over it");
+}
+
 // The ops can be traced (pt2_compliant_tag), and a compiler must give them the strides of eager mode.
 // Mutating ops take lazy views (host/lazy_views.h).
 inline void define_ops(torch::Library& library, std::initializer_list<const char*> schemas) {
@@ -24,6 +32,8 @@ inline void define_ops(torch::Library& library, std::initializer_list<const char
     const bool is_mutable = parsed.is_mutable();
     const std::string name = c10::toString(parsed.operator_name());
     library.def(std::move(parsed), tags);
+    library.impl(name.c_str(), torch::dispatch(c10::DispatchKey::FuncTorchBatched,
+                                               torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>()));
     if (is_mutable) {
       register_lazy_views(library, name);
     }

@@ -281,8 +281,9 @@ def test_autocast_casts_all_three_tensors(device: str) -> None:
     expected = op(*half)
     leaves = [x.requires_grad_() for x in inputs]
     with torch.autocast(device, dtype=torch.bfloat16):
-        for x in (leaves[0], half[0]):
-            assert torch.equal(gated_mlp(x, *leaves[1:]), expected)
+        for call in (op, gated_mlp, lambda *args: op_forward(*args)[0]):
+            for x in (leaves[0], half[0]):
+                assert torch.equal(call(x, *leaves[1:]), expected)
         gradients = torch.autograd.grad(gated_mlp(*leaves).sum(), leaves)
     again = [x.requires_grad_() for x in half]
     for ours, theirs in zip(gradients, torch.autograd.grad(op(*again).sum(), again), strict=True):

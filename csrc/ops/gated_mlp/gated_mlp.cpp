@@ -1,6 +1,7 @@
-// Schemas, Meta, Autograd and registrations of the gated_mlp room. docs/semantics/gated_mlp.md §3.2
+// Schemas, Meta, Autograd, Autocast and registrations of the gated_mlp room. docs/semantics/gated_mlp.md §3.2
 #include "ops/gated_mlp/gated_mlp.h"
 
+#include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
 #include <string>
@@ -228,6 +229,34 @@ Gradients saved_backward_autograd(const Arguments& a, const Tensor& dy, const Te
   return call_saved_backward(a, dy, gate, up, mask);
 }
 
+// ---- Autocast: x and the weights take the autocast dtype (float64 stays), as in torch.nn.functional.linear
+
+struct Cast {
+  Tensor x, gate_weight, up_weight;
+};
+
+template <at::DeviceType kDevice>
+Cast cast_inputs(const Arguments& a) {
+  const at::ScalarType dtype = at::autocast::get_autocast_dtype(kDevice);
+  return {at::autocast::cached_cast(dtype, a.x, kDevice),
+          at::autocast::cached_cast(dtype, a.gate_weight, kDevice),
+          at::autocast::cached_cast(dtype, a.up_weight, kDevice)};
+}
+
+template <at::DeviceType kDevice>
+Tensor mlp_autocast(const Arguments& a, Config config) {
+  c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
+  const Cast cast = cast_inputs<kDevice>(a);
+  return call_mlp({cast.x, cast.gate_weight, cast.up_weight, a.activation, a.act_on}, config);
+}
+
+template <at::DeviceType kDevice>
+Products forward_autocast(const Arguments& a) {
+  c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
+  const Cast cast = cast_inputs<kDevice>(a);
+  return call_forward({cast.x, cast.gate_weight, cast.up_weight, a.activation, a.act_on});
+}
+
 // ---- from schema arguments to Arguments, one adapter per op
 
 template <Tensor (*kBody)(const Arguments&, Config)>
@@ -302,6 +331,16 @@ TORCH_LIBRARY_IMPL(htree, Autograd, library) {
   library.impl("gated_mlp_backward", TORCH_FN((backward_op<backward_autograd>)));
   library.impl("gated_mlp_saved_backward", TORCH_FN((saved_backward_op<saved_backward_autograd>)));
   register_no_gradient(library, {"gated_mlp_forward"});
+}
+
+TORCH_LIBRARY_IMPL(htree, AutocastCPU, library) {
+  library.impl("gated_mlp", TORCH_FN((mlp_op<mlp_autocast<at::kCPU>>)));
+  library.impl("gated_mlp_forward", TORCH_FN((forward_op<forward_autocast<at::kCPU>>)));
+}
+
+TORCH_LIBRARY_IMPL(htree, AutocastCUDA, library) {
+  library.impl("gated_mlp", TORCH_FN((mlp_op<mlp_autocast<at::kCUDA>>)));
+  library.impl("gated_mlp_forward", TORCH_FN((forward_op<forward_autocast<at::kCUDA>>)));
 }
 
 }  // namespace htree::gated_mlp

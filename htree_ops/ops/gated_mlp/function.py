@@ -88,10 +88,8 @@ def gated_mlp(
         num_stages=num_stages,
     )
     dtype = autocast_dtype(x.device)
-    if dtype is not None:
-        x, gate_weight, up_weight = (
-            tensor.to(dtype) if tensor.dtype in FLOATING else tensor for tensor in (x, gate_weight, up_weight)
-        )
+    if dtype is not None and x.dtype in FLOATING:
+        x = x.to(dtype)  # the op casts all three; a configuration is chosen by the dtype that it then has
     if config is None and x.dim() and gate_weight.dim():  # the op refuses scalars
         config = configured(
             "gated_mlp",
