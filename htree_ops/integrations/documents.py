@@ -18,6 +18,7 @@ __all__ = [
     "document_lengths",
     "lengths_between",
     "starts_of_documents",
+    "take_rows",
 ]
 
 
@@ -67,11 +68,11 @@ def attend_padded(query: Tensor, key: Tensor, value: Tensor, real: Tensor, optio
     order = torch.argsort(~real, dim=1, stable=True)
     back = torch.argsort(order, dim=1)
     padding = ~real[:, :, None, None]
-    front = (_take_rows(x.masked_fill(padding, 0), order) for x in (query, key, value))
-    return _take_rows(tree_attention(*front, **options), back).masked_fill(padding, 0)
+    front = (take_rows(x.masked_fill(padding, 0), order) for x in (query, key, value))
+    return take_rows(tree_attention(*front, **options), back).masked_fill(padding, 0)
 
 
-def _take_rows(x: Tensor, rows: Tensor) -> Tensor:
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
     """x [B, T, ...] in the order ``rows`` [B, T]."""
     return x.gather(1, rows[:, :, None, None].expand(x.shape))
 

@@ -24,6 +24,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Rotary
 from transformers.utils.import_utils import is_tracing
 
 from htree_ops.integrations import quantizer
+from htree_ops.integrations.cache import HandedOver, TreeCache
 from htree_ops.integrations.documents import (
     attend_cached,
     attend_documents,
@@ -34,7 +35,7 @@ from htree_ops.integrations.documents import (
 )
 from htree_ops.ops.tree_attention import TreeOptions, tree_attention
 
-__all__ = ["NAME", "options_of_config", "register"]
+__all__ = ["NAME", "TreeCache", "options_of_config", "register"]
 
 #: The value of ``attn_implementation``.
 NAME = "htree"
@@ -65,6 +66,7 @@ REFUSED = {
     "cache": "a paged cache (continuous batching) is not supported: use generate()",
 }
 PACKED_AND_COMPILED = "packed documents cannot be compiled: call the model uncompiled, or pad them"
+PACKED_AND_CACHED = "a TreeCache holds one text per sequence: give packed documents to a call without a cache"
 
 _default_positions: Positions = "own"
 
@@ -198,8 +200,8 @@ def mask(
         )
     if isinstance(q_offset, Tensor) or kv_offset != 0 or q_offset + q_length != kv_length:
         _refuse(
-            "a static cache or a mask beyond the keys is not supported: use a DynamicCache, which generate() takes by "
-            "default (cache_implementation=None), and an attention_mask of the keys' length"
+            "a static cache or a mask beyond the keys is not supported: use a TreeCache or a DynamicCache, which "
+            "generate() takes by default (cache_implementation=None), and an attention_mask of the keys' length"
         )
     if attention_mask is not None:
         if attention_mask.shape[-1] != kv_length:
@@ -221,8 +223,8 @@ def mask(
 def attention(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | HandedOver,
+    value: Tensor | HandedOver,
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -236,7 +238,8 @@ def attention(
 
     Args:
         module: the layer, with ``config``.
-        query: [B, H, T_q, K]; key: [B, H_kv, T, K]; value: [B, H_kv, T, V]; rotated, but for compact positions.
+        query: [B, H, T_q, K]; key: [B, H_kv, T, K]; value: [B, H_kv, T, V]; rotated, but for compact positions. What a
+            :class:`TreeCache` hands over in their place holds the T_q new tokens.
         attention_mask: of :func:`mask`.
         position_ids: [B or 1, T_q]; where they start again without a mask, documents are packed.
         cu_seq_lens_q, cu_seq_lens_k: boundaries of packed documents, [number + 1]; B = 1.
@@ -251,6 +254,11 @@ def attention(
     options, compact = options_of_config(module.config)  # type: ignore[arg-type]
     _check_call(module, dropout, is_causal, rest)
     options |= {"scale": scaling, "rope_base": _compact_base(module) if compact else None}
+    if isinstance(key, HandedOver):
+        return _attend_from_a_tree_cache(
+            query, key, attention_mask, position_ids, cu_seq_lens_q, options
+        ), None
+    assert isinstance(value, Tensor)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if cu_seq_lens_q is not None:
         return _attend_bounded(q, k, v, cu_seq_lens_q, cu_seq_lens_k, options), None
@@ -260,11 +268,7 @@ def attention(
         attention_mask = position_ids
     if attention_mask is None:
         return tree_attention(q, k, v, **options), None
-    if attention_mask.dim() != 2 or attention_mask.is_floating_point():
-        _refuse(
-            f"attention_mask must be a mask of padding [B, T], got {attention_mask.dtype} "
-            f"{tuple(attention_mask.shape)}: other masks need attn_implementation='sdpa'"
-        )
+    _check_mask(attention_mask)
     if attention_mask.dtype == torch.bool:
         return attend_padded(q, k, v, attention_mask, options), None
     return _attend_positions(q, k, v, attention_mask, options), None
@@ -290,14 +294,45 @@ def _check_call(module: nn.Module, dropout: float, is_causal: bool | None, rest:
             )
 
 
+def _check_mask(attention_mask: Tensor) -> None:
+    if attention_mask.dim() != 2 or attention_mask.is_floating_point():
+        _refuse(
+            f"attention_mask must be a mask of padding [B, T], got {attention_mask.dtype} "
+            f"{tuple(attention_mask.shape)}: other masks need attn_implementation='sdpa'"
+        )
+
+
+def _attend_from_a_tree_cache(
+    query: Tensor,
+    new: HandedOver,
+    mask: Tensor | None,
+    positions: Tensor | None,
+    bounds: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """The new tokens go into the cache, and their rows come from it."""
+    q, k, v = (x.transpose(1, 2) for x in (query, new.key, new.value))
+    if bounds is not None:
+        _refuse(PACKED_AND_CACHED)
+    if mask is not None:
+        _check_mask(mask)
+        mask = mask.bool()
+    elif positions is not None and 1 < q.shape[1] == positions.shape[-1]:
+        if torch.compiler.is_compiling():
+            q = _nan_where_packed(q, positions)
+        elif len(document_lengths(positions)) != len(positions):
+            _refuse(PACKED_AND_CACHED)
+    return new.layer.attend(q, k, v, mask, options)
+
+
 def _attend_behind_a_cache(
     q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, options: dict[str, Any]
 ) -> Tensor:
     """Queries that are the last rows: the tree of all keys is built again."""
     if options.get("selection_stride", 1) != 1:
         _refuse(
-            f"queries behind a cache need selection_stride = 1, got {options['selection_stride']}: set "
-            "config.htree['selection_stride'] = 1 to generate, or use_cache=False"
+            f"queries behind a DynamicCache need selection_stride = 1, got {options['selection_stride']}: "
+            "generate with past_key_values=TreeCache(model.config, max_cache_len=...), or use_cache=False"
         )
     if real is None:
         return tree_attention(q, k, v, **options)
@@ -325,16 +360,18 @@ def _attend_bounded(
 def _attend_positions(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, options: dict[str, Any]) -> Tensor:
     """Whole sequences, or documents where positions do not go on by one."""
     if torch.compiler.is_compiling():
-        # What positions hold is not known here. Documents must not attend to each other in silence.
-        several = starts_of_documents(positions)[:, 1:].any()
-        if not q.is_cuda:
-            torch._assert_async(
-                ~several, "htree: packed documents cannot be compiled: call the model uncompiled, or pad them"
-            )
-        return tree_attention(q.masked_fill(several, torch.nan), k, v, **options)
+        return tree_attention(_nan_where_packed(q, positions), k, v, **options)
     lengths = document_lengths(positions)
     if len(lengths) == len(positions):
         return tree_attention(q, k, v, **options)
     lengths = lengths * (q.shape[0] // len(positions))
     out = attend_documents(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), lengths, lengths, options)
     return out.unflatten(0, q.shape[:2])
+
+
+def _nan_where_packed(q: Tensor, positions: Tensor) -> Tensor:
+    """While torch compiles, what positions hold is not known. Documents must not attend to each other in silence."""
+    several = starts_of_documents(positions)[:, 1:].any()
+    if not q.is_cuda:
+        torch._assert_async(~several, f"htree: {PACKED_AND_COMPILED}")
+    return q.masked_fill(several, torch.nan)

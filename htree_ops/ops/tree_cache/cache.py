@@ -461,14 +461,15 @@ class TreeKVCache:
             raise ValueError(
                 f"{name}: {argument} must be {self.batch} integers, got {values.dtype} {tuple(values.shape)}"
             )
-        return values.to(self.device, torch.int32)
+        return values.to(self.device, torch.int32).contiguous()
 
     def _counts(self, name: str, lengths: Tensor | Sequence[int] | None, n: int) -> Tensor:
         """How many of the n rows of each sequence count, [B]."""
         if lengths is None:
             return torch.full((self.batch,), n, dtype=torch.int32, device=self.device)
         counts = self._integers(name, "lengths", lengths)
-        if counts.device.type == "cpu" and not bool(((counts >= 0) & (counts <= n)).all()):
+        readable = counts.device.type == "cpu" and not torch.compiler.is_compiling()
+        if readable and not bool(((counts >= 0) & (counts <= n)).all()):
             raise ValueError(f"{name}: lengths must lie between 0 and n = {n}, got {counts.tolist()}")
         return counts.clamp(0, n)
 

@@ -1,0 +1,334 @@
+"""The tree cache as a ``Cache`` of transformers: ``generate()`` that never builds a tree again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from htree_ops.integrations.documents import take_rows
+from htree_ops.ops.arguments import autocast_dtype, check_int
+from htree_ops.ops.tree_cache import TreeKVCache
+
+__all__ = ["HandedOver", "TreeCache"]
+
+#: A crop by so many strides always finds the lists that the next token needs (docs/semantics/tree_cache.md §7.4).
+STRIDES_BACK = 3
+#: Options of tree_attention that a cache has no use for.
+NO_OPTIONS_OF_A_CACHE = ("store_parents", "scope")
+
+
+@dataclass
+class HandedOver:
+    """What :meth:`TreeCache.update` returns in the place of keys and values: tree attention appends and attends.
+
+    Attributes:
+        layer: where the new tokens go.
+        key, value: [B, H_kv, n, K] and [B, H_kv, n, V], the new tokens.
+    """
+
+    layer: TreeLayer
+    key: Tensor
+    value: Tensor
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotImplementedError(
+            "htree: a TreeCache needs attn_implementation='htree', and a model that hands what its cache returns to "
+            "its attention unchanged: use a DynamicCache"
+        )
+
+
+@dataclass
+class NewRows:
+    """The new columns of a padded batch.
+
+    Attributes:
+        mask: bool [B, columns], False at padding, of all columns so far.
+        before: columns before the call.
+        order: int64 [B, n], the n new columns with the real ones first; None where n is 1.
+        lengths: int32 [B], how many of them are real.
+        fits: bool [B], whether the mask of the older columns counts the tokens that the cache holds.
+    """
+
+    mask: Tensor
+    before: int
+    order: Tensor | None
+    lengths: Tensor
+    fits: Tensor
+
+
+@dataclass
+class Shared:
+    """What the layers of a cache share.
+
+    Attributes:
+        max_cache_len, page_size, num_pages: of :class:`TreeCache`.
+        rows: of the latest call whose batch was padded.
+    """
+
+    max_cache_len: int
+    page_size: int | None
+    num_pages: int | None
+    rows: NewRows | None = field(default=None)
+
+    def new_rows(self, mask: Tensor | None, before: int, n: int, held: Tensor) -> NewRows | None:
+        """What a mask says of n new columns, worked out by the first layer of a call. None where nothing was padded.
+
+        Raises:
+            ValueError: on the CPU, if the mask of the older columns does not count the tokens ``held`` [B].
+        """
+        if mask is None:
+            if self.rows is None:
+                return None
+            mask = self.rows.mask.new_ones(len(held), before + n)  # the caller says that no column is padding
+        elif self.rows is not None and self.rows.mask is mask and self.rows.before == before:
+            return self.rows
+        new = mask[:, before:]
+        counted = mask[:, :before].sum(1)
+        if (
+            held.device.type == "cpu"
+            and not torch.compiler.is_compiling()
+            and not torch.equal(counted, held.long())
+        ):
+            raise ValueError(
+                "TreeCache: attention_mask must have as many ones before the new tokens as the cache holds, "
+                f"{held.tolist()}, got {counted.tolist()}"
+            )
+        order = torch.argsort(~new, dim=1, stable=True) if n > 1 else None
+        self.rows = NewRows(mask, before, order, new.sum(1, dtype=torch.int32), counted == held)
+        return self.rows
+
+
+class TreeLayer(CacheLayerMixin):
+    """One layer of a :class:`TreeCache`: a :class:`htree_ops.TreeKVCache`, made by the first attention call."""
+
+    is_compileable = (
+        False  # to transformers this means static shapes, for which generate() compiles by itself
+    )
+    is_croppable = True
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, shared: Shared) -> None:
+        super().__init__()
+        self.shared = shared
+        self.cache: TreeKVCache | None = None
+        self.columns = 0
+        self.options: dict[str, Any] = {}
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Not supported: only the attention call knows the scale and the positions of its model."""
+        raise NotImplementedError("htree: a TreeCache is filled by attention calls: give it to the model")
+
+    def update(  # type: ignore[override]
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[HandedOver, HandedOver]:
+        """Changes nothing: the attention call finds the layer in what is returned, and calls :meth:`attend`."""
+        handed = HandedOver(self, key_states, value_states)
+        return handed, handed
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
+        """Appends n tokens to every sequence and returns their rows.
+
+        Args:
+            q: [B, n, H, K]; k: [B, n, H_kv, K]; v: [B, n, H_kv, V].
+            mask: bool [B, columns so far], False at padding; None where there is none.
+            options: keywords of :func:`htree_ops.tree_attention`, the same in every call.
+
+        Returns:
+            [B, n, H, V], 0 at padding.
+
+        Raises:
+            ValueError: more columns than ``max_cache_len``, other options or another batch than before, and on the CPU
+                a mask that does not fit the tokens that the cache holds; on CUDA its rows are NaN.
+        """
+        before, n = self.columns, q.shape[1]
+        if before + n > self.shared.max_cache_len:
+            raise ValueError(
+                f"TreeCache: max_cache_len must be at least {before + n}, the tokens of a sequence with its padding, "
+                f"got {self.shared.max_cache_len}"
+            )
+        if (dtype := autocast_dtype(q.device)) is not None:
+            q, k, v = (x.to(dtype) for x in (q, k, v))
+        if options.get("scope") == "q_head":
+            k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
+        if self.cache is None:
+            if torch.compiler.is_compiling():
+                raise NotImplementedError(
+                    "htree: the first call with a TreeCache takes its memory: make it uncompiled"
+                )
+            self.cache, self.options = self._new_cache(k, v, options), options
+            self.is_initialized = True
+        elif options != self.options:
+            raise ValueError(
+                f"TreeCache: options must stay those of the first call, {self.options}, got {options}"
+            )
+        elif len(q) != self.cache.batch:
+            raise ValueError(f"TreeCache: the batch must stay {self.cache.batch}, got {len(q)}")
+        rows = self.shared.new_rows(mask, before, n, self.cache.lengths)
+        lengths = None if rows is None else rows.lengths
+        if rows is not None and rows.order is not None:
+            order = rows.order
+            q, k, v = (take_rows(x, order) for x in (q, k, v))
+        self.cache.append(k, v, lengths)
+        self.columns += n
+        out = self.cache.attend(q, lengths)
+        assert isinstance(out, Tensor)  # a pair only with return_lse
+        if rows is None:
+            return out
+        if rows.order is not None:
+            out = take_rows(out, torch.argsort(rows.order, dim=1))
+        return out.masked_fill(~rows.fits[:, None, None, None], torch.nan)
+
+    def _new_cache(self, k: Tensor, v: Tensor, options: dict[str, Any]) -> TreeKVCache:
+        batch, _, heads, width = k.shape
+        options = {name: value for name, value in options.items() if name not in NO_OPTIONS_OF_A_CACHE}
+        shared = self.shared
+        return TreeKVCache(
+            batch,
+            heads,
+            width,
+            shared.max_cache_len,
+            value_dim=v.shape[3],
+            page_size=shared.page_size,
+            num_pages=shared.num_pages,
+            dtype=k.dtype,
+            device=k.device,
+            **options,
+        )
+
+    # ---- what transformers asks of a layer
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(columns of a mask, 0)."""
+        return self.columns + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Columns: tokens of a sequence with its padding."""
+        return self.columns
+
+    def get_max_length(self) -> int:
+        """Most columns."""
+        return self.shared.max_cache_len
+
+    def reset(self) -> None:
+        """Takes all tokens back and keeps the memory."""
+        if self.cache is not None:
+            self.cache.truncate(0)
+        self.columns = 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sequence b becomes what sequence ``beam_idx[b]`` was; full pages are shared."""
+        if self.cache is not None:
+            self.cache.reorder_(beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes the last columns back.
+
+        Args:
+            tokens_to_remove: 0, or minus their number.
+
+        Raises:
+            ValueError: a positive number, or one below the number of columns; with selection_stride s > 1 more than
+                3 s tokens, unless nothing is padded and a multiple of s or nothing is left.
+        """
+        remove = -tokens_to_remove
+        if not 0 <= remove <= self.columns:
+            raise ValueError(
+                f"TreeCache.crop: tokens_to_remove must lie between -{self.columns} and 0, got {tokens_to_remove}"
+            )
+        if remove == 0 or self.cache is None:
+            return
+        left = self.columns - remove
+        stride = self.cache.options.selection_stride
+        mask = None if self.shared.rows is None else self.shared.rows.mask
+        aligned = left == 0 or (mask is None and left % stride == 0)
+        if stride > 1 and remove > STRIDES_BACK * stride and not aligned:
+            raise ValueError(
+                f"TreeCache.crop: tokens_to_remove must be at least -{STRIDES_BACK * stride}, {STRIDES_BACK} times "
+                f"selection_stride, got {tokens_to_remove}: take fewer drafts (num_assistant_tokens), or "
+                "selection_stride = 1"
+            )
+        gone = remove if mask is None else mask[:, left : self.columns].sum(1, dtype=torch.int32)
+        self.cache.truncate(self.cache.lengths - gone)
+        self.columns = left
+
+    def offload(self) -> None:
+        """Not supported."""
+        raise NotImplementedError(
+            "htree: a TreeCache cannot be offloaded: use a DynamicCache(offloading=True)"
+        )
+
+    prefetch = offload
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Not supported."""
+        raise NotImplementedError(
+            "htree: the batch of a TreeCache cannot change: repeat the inputs before the first call"
+        )
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Not supported."""
+        raise NotImplementedError(
+            "htree: the batch of a TreeCache cannot change: use reorder_cache, which keeps its size"
+        )
+
+
+class TreeCache(Cache):
+    """A cache of finished tree nodes for models with ``attn_implementation="htree"``, one per ``generate()``.
+
+    ``model.generate(ids, past_key_values=TreeCache(model.config, max_cache_len=4096))`` gives the tokens of
+    ``generate(ids, use_cache=False)``, and a step reads what its query opens. It serves padded batches, beams, drafts
+    (assisted generation), prompts in chunks and any ``selection_stride``. ``copy.deepcopy`` of a filled cache keeps a
+    prompt. Memory for ``max_cache_len`` tokens of every sequence and layer is taken by the first call. No gradient
+    flows through it.
+    Source: docs/semantics/tree_cache.md §7; docs/models.md says how to serve with it.
+
+    Args:
+        config: of the model.
+        max_cache_len: most tokens of a sequence, its padding included.
+        page_size, num_pages: as in :class:`htree_ops.TreeKVCache`.
+
+    Raises:
+        TypeError, ValueError: a size of the wrong kind or out of range.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        max_cache_len: int,
+        *,
+        page_size: int | None = None,
+        num_pages: int | None = None,
+    ) -> None:
+        check_int("TreeCache", "max_cache_len", max_cache_len, 1)
+        self.shared = Shared(max_cache_len, page_size, num_pages)
+        layers = config.get_text_config(decoder=True).num_hidden_layers
+        super().__init__(layers=[TreeLayer(self.shared) for _ in range(layers)])
+
+    def reset(self) -> None:
+        """Takes all tokens back and keeps the memory."""
+        super().reset()
+        self.shared.rows = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sequence b becomes what sequence ``beam_idx[b]`` was; full pages are shared."""
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+        if (rows := self.shared.rows) is not None:
+            rows.mask = rows.mask.index_select(0, beam_idx.to(rows.mask.device))
+
+    def check(self) -> None:
+        """Raises what the device has recorded (:meth:`htree_ops.TreeKVCache.check`); waits for it.
+
+        Raises:
+            ValueError: an error was recorded.
+        """
+        for layer in self.layers:
+            if isinstance(layer, TreeLayer) and layer.cache is not None:
+                layer.cache.check()

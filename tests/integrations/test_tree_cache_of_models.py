@@ -1,0 +1,351 @@
+"""TreeCache: generate() with it gives the tokens of generate() without a cache, and what it cannot do is refused."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from small_models import EXACT, SPARSE, make_model, make_text
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from htree_ops.integrations.documents import attend_padded
+from htree_ops.integrations.transformers import TreeCache, attention
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STRIDED = SPARSE | {"selection_stride": 4}
+COMPACT = {"positions": "compact"}
+#: No token ends a text early.
+GREEDY = {"do_sample": False, "eos_token_id": 60}
+
+
+def padded_mask(ids: Tensor, columns: int = 9) -> Tensor:
+    mask = torch.ones_like(ids)
+    mask[0, :columns] = 0
+    return mask
+
+
+def generate(model: PreTrainedModel, ids: Tensor, cached: bool = True, **call: Any) -> Tensor:
+    cache = {"past_key_values": TreeCache(model.config, 96, page_size=16)} if cached else {"use_cache": False}
+    return model.generate(ids, **{"max_new_tokens": 10, **GREEDY, **cache, **call})
+
+
+# ---- the same tokens
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("llama", SPARSE),
+        ("llama", STRIDED | COMPACT),
+        ("mistral", STRIDED),
+        ("mistral", EXACT | COMPACT),
+        ("qwen3", SPARSE | {"scope": "q_head", "importance": "exp_joint"}),
+        ("qwen3", SPARSE | COMPACT | {"selection_span": 2, "store_parents": False}),
+    ],
+    ids=["llama", "llama-compact", "mistral-stride", "mistral-exact", "qwen3-heads", "qwen3-span"],
+)
+def test_generation_needs_no_tree_built_again(kind: str, options: dict[str, Any], device: str) -> None:
+    model, ids = make_model(kind, options, device=device), make_text(length=30, device=device)
+    mask = padded_mask(ids)
+    for call in ({}, {"attention_mask": mask}, {"attention_mask": mask, "num_beams": 3}):
+        assert torch.equal(generate(model, ids, **call), generate(model, ids, cached=False, **call))
+
+
+@pytest.mark.parametrize("options", [SPARSE, STRIDED], ids=["stride1", "stride4"])
+def test_drafts_are_taken_back(options: dict[str, Any], device: str) -> None:
+    """Assisted generation by another model and by the prompt itself, of a model that repeats itself now and then."""
+    model = make_model(options=options, device=device)
+    ids = make_text(1, 12, device).repeat(1, 3)
+    wanted = generate(model, ids, cached=False, max_new_tokens=24)
+    assistant = make_model(num_hidden_layers=1, device=device)
+    assistant.generation_config.num_assistant_tokens = 8
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    for call in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 5}):
+        assert torch.equal(generate(model, ids, max_new_tokens=24, **call), wanted)
+
+
+@pytest.mark.parametrize("options", [SPARSE, STRIDED | COMPACT], ids=["stride1", "stride4"])
+def test_prompts_in_chunks_and_prompts_that_are_kept(options: dict[str, Any], device: str) -> None:
+    model, ids = make_model(options=options, device=device), make_text(length=40, device=device)
+    wanted = generate(model, ids, cached=False)
+    assert torch.equal(generate(model, ids, prefill_chunk_size=7), wanted)
+    mask = padded_mask(ids)
+    assert torch.equal(
+        generate(model, ids, attention_mask=mask, prefill_chunk_size=7),
+        generate(model, ids, cached=False, attention_mask=mask),
+    )
+    cache = TreeCache(model.config, 96)
+    with torch.no_grad():
+        model(ids[:, :23], past_key_values=cache)
+    for _ in range(2):
+        kept = copy.deepcopy(cache)
+        assert torch.equal(generate(model, ids, past_key_values=kept), wanted)
+        assert kept.get_seq_length() == 49
+    assert torch.equal(generate(model, ids, past_key_values=cache), wanted)
+    longer = torch.cat([wanted, ids], 1)  # goes on where the cache ends
+    again = generate(model, longer, past_key_values=cache, max_new_tokens=3)
+    assert torch.equal(again, generate(model, longer, cached=False, max_new_tokens=3))
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(generate(model, ids, past_key_values=cache, attention_mask=mask)[1], wanted[1])
+    cache.check()
+
+
+@functools.cache
+def make_attention(stride: int) -> torch.nn.Module:
+    return (
+        make_model(options=SPARSE | {"selection_stride": stride}, num_hidden_layers=1)
+        .model.layers[0]
+        .self_attn
+    )
+
+
+@pytest.mark.filterwarnings("ignore:tree_attention. q is")
+@given(data=st.data())
+def test_however_columns_come_rows_are_those_of_the_whole_text(data: st.DataObject) -> None:
+    """Any mask, any cuts, columns that are taken back, sequences that become others."""
+    batch, columns = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 40))
+    stride = data.draw(st.sampled_from([1, 2, 4]))
+    layer = make_attention(stride)
+    masked = data.draw(st.booleans())
+    rows = st.lists(st.booleans() if masked else st.just(True), min_size=columns, max_size=columns)
+    real = torch.tensor(data.draw(st.lists(rows, min_size=batch, max_size=batch)))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    q, k, v = (torch.randn(batch, columns, heads, 8, generator=generator) for heads in (4, 2, 2))
+    cache = TreeCache(layer.config, columns, page_size=8)
+    done = 0
+    while done < columns:
+        n = data.draw(st.integers(1, columns - done))
+        part = slice(done, done + n)
+        wanted = attend_padded(q, k, v, real, layer.config.htree | {"rope_base": None})[:, part]
+        handed = cache.update(*(x[:, part].transpose(1, 2) for x in (k, v)), 0)
+        mask = None if bool(real.all()) else real[:, : done + n]
+        got, _ = attention(layer, q[:, part].transpose(1, 2), *handed, mask)
+        torch.testing.assert_close(got, wanted)
+        done += n
+        step = data.draw(st.sampled_from(["go on", "go on", "crop", "reorder"]))
+        if step == "crop" and done < columns:
+            back = data.draw(st.integers(0, min(done, 3 * stride)))
+            cache.crop(-back)
+            done -= back
+            fresh = torch.randn(q.shape, generator=generator)
+            q = torch.cat([q[:, :done], fresh[:, done:]], 1)
+            k = torch.cat([k[:, :done], fresh[:, done:, :2]], 1)
+        elif step == "reorder":
+            beams = torch.tensor(
+                data.draw(st.lists(st.integers(0, batch - 1), min_size=batch, max_size=batch))
+            )
+            cache.reorder_cache(beams)
+            q, k, v, real = (x[beams] for x in (q, k, v, real))
+    assert cache.get_seq_length() == columns
+
+
+# ---- threads, checkpoints, compile, autocast
+
+
+def test_two_threads_with_a_cache_each() -> None:
+    models = [make_model(options=options) for options in (SPARSE, STRIDED)]
+    ids = make_text(length=30)
+    masks = [padded_mask(ids), padded_mask(ids, 20)]
+    wanted = [generate(m, ids, attention_mask=mask) for m, mask in zip(models, masks, strict=True)]
+    found: list[list[Tensor]] = [[], []]
+
+    def run(i: int) -> None:
+        found[i] += [generate(models[i], ids, attention_mask=masks[i]) for _ in range(4)]
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in range(2):
+        assert len(found[i]) == 4
+        assert all(torch.equal(out, wanted[i]) for out in found[i])
+
+
+def test_training_leaves_the_cache_alone_or_says_that_it_has_no_gradient(device: str) -> None:
+    model, ids = make_model(options=SPARSE, device=device).train(), make_text(device=device)
+    cache = TreeCache(model.config, 64)
+    with pytest.raises(RuntimeError, match="derivative for htree::tree_cache_attention is not implemented"):
+        model(ids, labels=ids, past_key_values=cache).loss.backward()
+    cache.reset()
+    model.zero_grad()
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    wanted = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model.gradient_checkpointing_enable()
+    model(ids, labels=ids, past_key_values=cache).loss.backward()
+    assert cache.get_seq_length() == 0
+    assert all(torch.equal(p.grad, want) for p, want in zip(model.parameters(), wanted, strict=True))
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_steps_compile_into_one_graph(padded: bool, device: str) -> None:
+    torch._dynamo.reset()
+    model = make_model(options=STRIDED, num_hidden_layers=1, device=device)
+    ids = make_text(device=device)
+    mask = padded_mask(ids)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    caches = [TreeCache(model.config, 64) for _ in range(2)]
+
+    def call(m: Any, cache: TreeCache, begin: int, end: int) -> Tensor:
+        masked = {"attention_mask": mask[:, :end]} if padded else {}
+        return m(ids[:, begin:end], past_key_values=cache, **masked).logits
+
+    with torch.no_grad():
+        if not padded:
+            with pytest.raises(Exception, match="the first call with a TreeCache takes its memory"):
+                call(compiled, caches[0], 0, 20)
+        for cache in caches:
+            call(model, cache, 0, 20)
+        for column in range(20, 26):
+            got, wanted = (
+                call(m, c, column, column + 1) for m, c in zip((compiled, model), caches, strict=True)
+            )
+            torch.testing.assert_close(got, wanted)
+        got, wanted = (call(m, c, 26, 31) for m, c in zip((compiled, model), caches, strict=True))
+        torch.testing.assert_close(got, wanted)
+
+
+def test_a_cache_follows_autocast(device: str) -> None:
+    """Qwen3 normalises heads in float32 there, and its values are bfloat16."""
+    model, ids = make_model("qwen3", SPARSE, device=device), make_text(length=30, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        cache = TreeCache(model.config, 64)
+        with torch.no_grad():
+            got = model(ids, past_key_values=cache).logits
+            wanted = model(ids, use_cache=False).logits
+        torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
+        assert cache.layers[0].cache.dtype == torch.bfloat16
+
+
+# ---- refusals
+
+
+def filled(
+    options: dict[str, Any] = SPARSE, mask: Tensor | None = None, size: int = 64
+) -> tuple[Any, TreeCache]:
+    model = make_model(options=options, num_hidden_layers=1)
+    cache = TreeCache(model.config, size)
+    with torch.no_grad():
+        model(make_text(length=30), past_key_values=cache, attention_mask=mask)
+    return model, cache
+
+
+def go_on(model: Any, cache: TreeCache, columns: int = 1, **call: Any) -> None:
+    with torch.no_grad():
+        model(make_text(call.pop("batch", 2), columns), past_key_values=cache, **call)
+
+
+def with_other_options() -> None:
+    model, cache = filled()
+    model.config.htree = SPARSE | {"top_k": 3}
+    go_on(model, cache)
+
+
+def with_other_attention(name: str) -> None:
+    model = make_model(attention=name)
+    generate(model, make_text())
+
+
+PADDING = padded_mask(make_text(length=30))
+DOCUMENTS = torch.arange(30)[None] % 17
+BOUNDS = torch.tensor([0, 17, 30], dtype=torch.int32)
+REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
+    "capacity": (
+        lambda: go_on(*filled(size=35), 6),
+        ValueError,
+        "max_cache_len must be at least 36, .*, got 35",
+    ),
+    "capacity of a prompt": (lambda: filled(size=29), ValueError, "max_cache_len must be at least 30"),
+    "size": (lambda: TreeCache(make_model().config, 0), ValueError, "max_cache_len must be .*1.*got 0"),
+    "batch": (lambda: go_on(*filled(), batch=3), ValueError, "the batch must stay 2, got 3"),
+    "options": (with_other_options, ValueError, "options must stay those of the first call"),
+    "mask that is forgotten": (
+        lambda: go_on(*filled(mask=PADDING)),
+        ValueError,
+        r"as many ones .* as the cache holds, \[21, 30\], got \[30, 30\]",
+    ),
+    "mask that changes": (
+        lambda: go_on(*filled(), attention_mask=padded_mask(make_text(length=31))),
+        ValueError,
+        r"as the cache holds, \[30, 30\], got \[21, 30\]",
+    ),
+    "mask that is too short": (
+        lambda: go_on(*filled(), attention_mask=PADDING),
+        NotImplementedError,
+        "must have 31 columns, one per key, got 30",
+    ),
+    "documents": (
+        lambda: make_model()(
+            make_text(length=30), position_ids=DOCUMENTS, past_key_values=TreeCache(make_model().config, 64)
+        ),
+        NotImplementedError,
+        "one text per sequence",
+    ),
+    "boundaries": (
+        lambda: make_model()(
+            make_text(1, 30), cu_seq_lens_q=BOUNDS, past_key_values=TreeCache(make_model().config, 64)
+        ),
+        NotImplementedError,
+        "one text per sequence",
+    ),
+    "mask of 4 dims": (
+        lambda: go_on(*filled(), attention_mask=torch.ones(2, 1, 1, 31, dtype=torch.bool)),
+        NotImplementedError,
+        r"mask of padding \[B, T\]",
+    ),
+    "sdpa": (lambda: with_other_attention("sdpa"), NotImplementedError, "needs attn_implementation='htree'"),
+    "eager": (
+        lambda: with_other_attention("eager"),
+        NotImplementedError,
+        "needs attn_implementation='htree'",
+    ),
+    "lse": (lambda: filled(SPARSE | {"importance": "lse"}), ValueError, "importance must be"),
+    "offload": (lambda: filled()[1].offload(0), NotImplementedError, "cannot be offloaded"),
+    "prefetch": (lambda: filled()[1].layers[0].prefetch(), NotImplementedError, "cannot be offloaded"),
+    "repeat": (lambda: filled()[1].batch_repeat_interleave(2), NotImplementedError, "batch .* cannot change"),
+    "select": (
+        lambda: filled()[1].batch_select_indices(torch.tensor([0])),
+        NotImplementedError,
+        "batch .* cannot change",
+    ),
+    "early": (
+        lambda: TreeCache(make_model().config, 8).layers[0].lazy_initialization(torch.ones(1), torch.ones(1)),
+        NotImplementedError,
+        "filled by attention calls",
+    ),
+    "crop forward": (lambda: filled()[1].crop(3), ValueError, "between -30 and 0, got 3"),
+    "crop too much": (lambda: filled()[1].crop(-31), ValueError, "between -30 and 0, got -31"),
+    "crop of strides": (
+        lambda: filled(STRIDED)[1].crop(-13),
+        ValueError,
+        "at least -12, 3 times selection_stride, got -13.*num_assistant_tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_a_tree_cache_cannot_do_is_refused_in_one_line(name: str) -> None:
+    call, kind, message = REFUSALS[name]
+    with pytest.raises(kind, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_crop_of_whole_strides_needs_no_lists() -> None:
+    model, cache = filled(STRIDED)
+    cache.crop(-18)
+    go_on(model, cache, 5)
+    assert cache.get_seq_length() == 17
+    assert cache.get_max_length() == 64
+    cache.crop(-17)
+    assert cache.get_seq_length() == 0
