@@ -1,0 +1,215 @@
+"""What a call costs on the host: microseconds from Python until the call returns, for every op, beside plain ATen ops.
+
+Run: ``python benchmarks/host_cost.py --csv PATH`` on a GPU. Tensors are small, and nothing waits for the device while a
+burst is queued. An op that launches more kernels takes longer for each of them, so the time of as many launches of an
+empty kernel is taken away from both sides. An op is compared with an ATen op of as many tensors, arguments and results
+together: ``neg`` has two, ``add`` three, ``addcmul`` four, ``cat`` any number. Figures are reported, never asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+import htree_ops  # noqa: F401 - registers the ops
+from htree_ops.bench import timing
+from htree_ops.bench.plain_rows import print_rows
+from htree_ops.bench.progress import progress
+from htree_ops.bench.results import source_commit
+from htree_ops.testing import compressed_kv_cases, rmsnorm_rope_cases
+from htree_ops.testing.tree_attention_calls import calls
+from htree_ops.testing.tree_attention_cases import TreeAttentionCase
+
+Call = Callable[[], Any]
+BURST = 50
+EMPTY_KERNEL = b".version 7.0\n.target sm_70\n.address_size 64\n.visible .entry empty() { ret; }\n\0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostRow:
+    """One op; ``own_us`` and ``aten_us`` are without the launches of their kernels, ``ratio`` is one by the other."""
+
+    gpu: str
+    torch: str
+    commit: str
+    op: str
+    tensors: int
+    kernels: int
+    host_us: float
+    own_us: float
+    aten: str
+    aten_us: float
+    ratio: float
+
+
+def ops(device: str) -> dict[str, Call]:
+    """A small call of every op that a model calls, by the op's name."""
+    op = torch.ops.htree
+    half = torch.float32 if device == "cpu" else torch.bfloat16
+
+    def normal(*shape: int, dtype: torch.dtype = half) -> Tensor:
+        return torch.randn(*shape, device=device).to(dtype)
+
+    x = normal(1, 16, 256)
+    cos_sin = op.rope_cache(16, 64, device=torch.device(device))
+    positions = torch.arange(16, device=device, dtype=torch.int32)
+    gate, down = normal(256, 256), normal(64, 64)
+    codes, scale, _ = op.fp8_quantize(down, None, "tensor", -1, 128)
+    found: dict[str, Call] = {
+        "causal_softmax": partial(op.causal_softmax, normal(2, 32, 32)),
+        "hadamard_transform": partial(op.hadamard_transform, normal(16, 128)),
+        "rope": partial(op.rope, normal(1, 16, 4, 64), *cos_sin.unbind(0), positions),
+        "gated_mlp": partial(op.gated_mlp, x[0], gate, gate, "silu", "gate"),
+        "fp8_quantize": partial(op.fp8_quantize, down, None, "tensor", -1, 128),
+        "fp8_dequantize": partial(op.fp8_dequantize, codes, scale, half, 128),
+        "fp8_gemm": partial(op.fp8_gemm, codes, codes, scale, scale, half),
+    }
+    norm = next(case for case in rmsnorm_rope_cases.CASES if case.dtype == half and not case.per_head)
+    found["rmsnorm_rope"] = partial(op.rmsnorm_rope, *norm.make_inputs(device))
+    rows = next(case for case in compressed_kv_cases.COMPRESS_CASES if case.dtype == half)
+    found["kv_compress"] = partial(op.kv_compress, *rows.make_inputs(device))
+    decode = next(case for case in compressed_kv_cases.DECODE_CASES if case.dtype == half)
+    found["kv_decode_attention"] = partial(
+        op.kv_decode_attention, *decode.make_inputs(device), **decode.options()
+    )
+    case = TreeAttentionCase(
+        name="host", dtype=half, T=64, H=4, H_kv=1, r=16, top_k=8, M=32, K=64, V=64, selection_stride=1
+    )
+    for call in calls(case, device):
+        if call.op in ("tree_build", "span_means", "attention", "attention_forward", "attention_backward"):
+            found[call.op] = call
+    return found
+
+
+def plain(tensors: int, device: str) -> tuple[str, Call]:
+    """An ATen op that has so many tensors, arguments and results together."""
+    aten = torch.ops.aten
+    rows = [torch.randn(16, 64, device=device) for _ in range(max(1, tensors - 1))]
+    if tensors <= 2:
+        return "neg", partial(aten.neg.default, rows[0])
+    if tensors == 3:
+        return "add", partial(aten.add.Tensor, *rows)
+    if tensors == 4:
+        return "addcmul", partial(aten.addcmul.default, *rows)
+    return "cat", partial(aten.cat.default, rows)
+
+
+def count_tensors(value: Any) -> int:
+    """Tensors in arguments or results, those in lists too."""
+    if isinstance(value, Tensor):
+        return 1
+    if isinstance(value, (tuple, list)):
+        return sum(count_tensors(item) for item in value)
+    return sum(count_tensors(item) for item in value.values()) if isinstance(value, dict) else 0
+
+
+def tensors_of(call: Any) -> int:
+    """Tensors of a call, arguments and results together."""
+    keywords = call.keywords if isinstance(call, partial) else call.kwargs
+    return count_tensors(call.args) + count_tensors(keywords) + count_tensors(call())
+
+
+def count_kernels(call: Call, device: str) -> int:
+    """Kernels that one call launches, copies and fills among them."""
+    if device == "cpu":
+        return 0
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in trace.events())
+
+
+def host_us(call: Call, device: str, bursts: int) -> float:
+    """Median over bursts of the time until the call returns; the device is idle when a burst begins."""
+    samples = []
+    for _ in range(bursts):
+        if device != "cpu":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(BURST):
+            call()
+        samples.append((time.perf_counter() - start) / BURST * 1e6)
+    return timing.percentile(samples, 50)
+
+
+def launch_us(device: str, bursts: int) -> float:
+    """Microseconds in which the driver queues an empty kernel, called from here as an op would call it."""
+    if device == "cpu":
+        return 0.0
+    torch.zeros(1, device=device)  # makes the context current
+    driver = ctypes.CDLL("libcuda.so.1")
+    module, kernel, version = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int()
+
+    def check(code: int) -> None:
+        if code:
+            raise RuntimeError(f"the CUDA driver answered {code}")
+
+    check(driver.cuModuleLoadData(ctypes.byref(module), EMPTY_KERNEL))
+    check(driver.cuModuleGetFunction(ctypes.byref(kernel), module, b"empty"))
+    launch = partial(driver.cuLaunchKernel, kernel, 1, 1, 1, 32, 1, 1, 0, None, None, None)
+    check(launch())
+    nothing = partial(
+        driver.cuDriverGetVersion, ctypes.byref(version)
+    )  # as cheap as a call through ctypes can be
+    return max(0.0, host_us(launch, device, bursts) - host_us(nothing, device, bursts))
+
+
+def measure(device: str, bursts: int) -> list[HostRow]:
+    """A row for every op."""
+    launch = launch_us(device, bursts)
+    rows = []
+    for name, call in progress(list(ops(device).items()), lambda item: item[0]):
+        tensors = tensors_of(call)
+        aten, baseline = plain(tensors, device)
+        kernels = count_kernels(call, device)
+        for warm in (call, baseline):
+            host_us(warm, device, 2)
+        total = host_us(call, device, bursts)
+        own = total - kernels * launch
+        plain_us = host_us(baseline, device, bursts) - count_kernels(baseline, device) * launch
+        rows.append(
+            HostRow(
+                gpu=torch.cuda.get_device_name() if device != "cpu" else "none",
+                torch=torch.__version__,
+                commit=source_commit(),
+                op=name,
+                tensors=tensors,
+                kernels=kernels,
+                host_us=total,
+                own_us=own,
+                aten=aten,
+                aten_us=plain_us,
+                ratio=own / plain_us,
+            )
+        )
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table and writes it where ``--csv`` says."""
+    parser = argparse.ArgumentParser(description="host time of every op beside ATen ops of as many tensors")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: dispatch and kernel together"
+    )
+    parser.add_argument("--bursts", type=int, default=40, help=f"bursts of {BURST} calls per op")
+    parser.add_argument("--csv", type=Path, help="write the rows to this file")
+    arguments = parser.parse_args(argv)
+    print_rows(measure(arguments.device, arguments.bursts), arguments.csv)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
