@@ -318,6 +318,8 @@ def main() -> None:
     setup(
         version=version(),
         **{license_key: "Apache-2.0"},
+        # Said although it is the default: an editable installation is then a plain path, which type checkers follow.
+        package_dir={"": "."},
         packages=find_packages(include=["htree_ops", "htree_ops.*"]),
         package_data={"htree_ops": ["py.typed", "_build_info.json", "tuning/results/*.json"]},
         ext_modules=extensions,

@@ -7,6 +7,8 @@ import json
 import shutil
 import subprocess
 import sys
+import venv
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
@@ -225,3 +227,47 @@ def test_build_info_matches_the_library() -> None:
         "commit",
         "source_hashes",
     }
+
+
+WITHOUT_COMPILING = """
+import runpy, sys
+from torch.utils.cpp_extension import BuildExtension
+BuildExtension.run = lambda self: None
+sys.argv[1:] = ["-q", "editable_wheel", "--dist-dir", "dist"]
+runpy.run_path("setup.py", run_name="__main__")
+"""
+TYPED = """
+from htree_ops import TreeKVCache, tree_attention
+reveal_type(tree_attention)
+reveal_type(TreeKVCache.num_bytes)
+tree_attention(1, 2, 3, importance="lsd")
+"""
+
+
+@in_checkout
+def test_type_checkers_see_an_editable_installation(tmp_path: Path) -> None:
+    """What ``pip install -e .`` unpacks into site-packages, without the libraries; mypy in another folder."""
+    source = tmp_path / "source"
+    for folder in ("htree_ops", "csrc"):
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for file in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, source)
+    subprocess.run([sys.executable, "-c", WITHOUT_COMPILING], cwd=source, check=True, capture_output=True)
+    venv.create(tmp_path / "venv", symlinks=True)
+    (site,) = (tmp_path / "venv" / "lib").glob("*/site-packages")
+    (wheel,) = (source / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        files.extractall(site)
+    user = tmp_path / "user"
+    user.mkdir()
+    (user / "code.py").write_text(TYPED)
+    python = f"--python-executable={tmp_path / 'venv' / 'bin' / 'python'}"
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--ignore-missing-imports", python, "code.py"],
+        cwd=user,
+        capture_output=True,
+        text=True,
+    )
+    assert "Overload(def (q: Any" in done.stdout, done.stdout + done.stderr
+    assert "TreeCacheBytes" in done.stdout
+    assert "No overload variant" in done.stdout
