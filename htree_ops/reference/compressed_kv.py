@@ -235,9 +235,17 @@ def kv_decode_attention(
         limit = torch.full((q.shape[0],), size, device=q.device) if lengths is None else lengths
         return tokens < limit[:, None]
 
-    present = torch.cat((visible(comp_len, length), visible(win_len, k_win.shape[2])), dim=1)
+    compressed, window = visible(comp_len, length), visible(win_len, k_win.shape[2])
+    present = torch.cat((compressed, window), dim=1)
     if hadamard_group:
         keys = keys.masked_fill(~present[:, None, :, None], 0.0)  # what is absent may hold anything
         keys = grouped_hadamard(keys, hadamard_group)
-    out, lse = attention(q.flatten(2) if q.dim() == 4 else q, keys, values, present, scale)
-    return out.view(*q.shape[:-1], v_win.shape[-1]), lse.view(q.shape[:-1])
+    if q.dim() == 3:
+        return attention(q, keys, values, present, scale)
+    out = torch.zeros(*q.shape[:-1], v_win.shape[-1], dtype=torch.float64, device=q.device)
+    lse = torch.zeros(q.shape[:-1], dtype=torch.float64, device=q.device)
+    newer = window.sum(dim=1, keepdim=True) - torch.arange(k_win.shape[2], device=q.device)  # and itself
+    for i in range(q.shape[2]):
+        seen = torch.cat((compressed, window & (newer > q.shape[2] - 1 - i)), dim=1)
+        out[:, :, i], lse[:, :, i] = attention(q[:, :, i], keys, values, seen, scale)
+    return out, lse

@@ -148,10 +148,11 @@ def in_pages(rows: Tensor, page: int, block_table: Tensor, num_pages: int, poiso
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeCase(Case):
-    """One query per head over S compressed and W dense tokens.
+    """Queries of the newest tokens over S compressed and W dense tokens.
 
     Attributes:
         B, H, H_kv, D, S, W: sizes.
+        queries: n of each head; q is [B, H, n, D] where they are several.
         comp_len, win_len: lengths per sequence, or None for all of S and W.
         page: tokens per page; 0 stores the rows without pages.
         four_d: q is [B, H, 1, D].
@@ -163,6 +164,7 @@ class DecodeCase(Case):
     D: int = 128
     S: int = 70
     W: int = 9
+    queries: int = 1
     k_keep: int = 39
     v_keep: int = 64
     k_bits: int = 8
@@ -177,8 +179,9 @@ class DecodeCase(Case):
     packer: Packer | None = None
 
     def dense(self, device: str | torch.device, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, H, D] (or [B, H, 1, D]), all keys [B, H_kv, S + W, D] and values, as a model makes them."""
-        q = normal((self.B, self.H, self.D), self.dtype, device, seed)
+        """q [B, H, D] (or [B, H, n, D]), all keys [B, H_kv, S + W, D] and values, as a model makes them."""
+        several = (self.queries,) if self.queries != 1 else ()
+        q = normal((self.B, self.H, *several, self.D), self.dtype, device, seed)
         tokens = self.S + self.W
         k = rows_with_outliers((self.B, self.H_kv, tokens, self.D), self.dtype, device, seed + 1)
         v = normal((self.B, self.H_kv, tokens, self.D), self.dtype, device, seed + 2)
@@ -227,18 +230,18 @@ class DecodeCase(Case):
         return {name: getattr(self, name) for name in names}
 
     def bytes(self) -> int:
-        """Compressed rows and window read once per K/V head, q read, out written."""
+        """Compressed rows and window read once per K/V head, queries read, out written."""
         row = sum(
             self.D // 8 + reference.row_bytes(keep, bits) + (0 if bits == 16 else 2)
             for keep, bits in ((self.k_keep, self.k_bits), (self.v_keep, self.v_bits))
         )
         dense = 2 * self.D * self.dtype.itemsize
-        return self.B * (self.H_kv * (self.S * row + self.W * dense) + self.H * dense)
+        return self.B * (self.H_kv * (self.S * row + self.W * dense) + self.H * self.queries * dense)
 
     def flops(self) -> int:
-        """Two products per kept channel and query head, and an exponential."""
+        """Two products per kept channel and query, and an exponential."""
         kept = self.S * (self.k_keep + self.v_keep) + self.W * (2 * self.D)
-        return self.B * self.H * (2 * kept + self.S + self.W)
+        return self.B * self.H * self.queries * (2 * kept + self.S + self.W)
 
     @property
     def shapes(self) -> str:
@@ -246,6 +249,7 @@ class DecodeCase(Case):
         return (
             f"B={self.B} S={self.S} W={self.W} H={self.H} H_kv={self.H_kv} D={self.D} "
             f"keep={self.k_keep},{self.v_keep} bits={self.k_bits},{self.v_bits} page={self.page}"
+            + ("" if self.queries == 1 else f" n={self.queries}")
         )
 
 
@@ -319,6 +323,16 @@ _DECODE_FIELDS: dict[str, dict[str, Any]] = {
     "no_batch": {"B": 0, "comp_len": (), "win_len": ()},
     "ragged": {"B": 4, "comp_len": (0, 1, 64, 70), "win_len": (9, 0, 1, 5)},
     "four_d": {"four_d": True},
+    "queries": {"queries": 3},
+    "queries_ragged": {"queries": 5, "B": 4, "comp_len": (0, 1, 64, 70), "win_len": (9, 5, 4, 0)},
+    "queries_of_the_window": {"queries": 9, "k_bits": 4, "v_bits": 4, "v_keep": 39},
+    "queries_without_a_window": {"queries": 2, "W": 0},
+    "queries_alone": {"queries": 4, "S": 0, "B": 1},
+    "no_queries": {"queries": 0},
+    "queries_wide_window": {"queries": 40, "W": 300, "win_len": (300, 280), "S": 130, "B": 2, "H": 2, "H_kv": 1},
+    "queries_splits": {"queries": 3, "S": 128, "split_size": 16, "W": 20, "comp_len": (128, 40), "win_len": (20, 7)},
+    "queries_hadamard_2": {"queries": 3, "hadamard_group": 2, "H": 8, "H_kv": 4, "k_bits": 16, "v_bits": 16},
+    "queries_paged": {"queries": 6, "page": 24, "S": 100, "B": 3, "comp_len": (0, 33, 100), "win_len": (1, 9, 0)},
     "scale": {"scale": 0.25},
     "scale_zero": {"scale": 0.0},
     "long": {"S": 700, "B": 1, "k_bits": 4},

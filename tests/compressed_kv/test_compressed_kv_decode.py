@@ -77,12 +77,13 @@ def test_every_number_of_warps(width: int, k_bits: int, v_bits: int, device: str
     group=st.sampled_from([0, 0, 1, 2]),
     split=st.sampled_from([0, 0, 16, 300]),
     dtype=st.sampled_from(DTYPES),
+    queries=st.sampled_from([1, 1, 2, 5, 25]),
     four_d=st.booleans(),
     seed=st.integers(0, 2**31 - 1),
     data=st.data(),
 )
 def test_property_against_float64(
-    device, batch, heads, width, keeps, bits, sizes, page, group, split, dtype, four_d, seed, data
+    device, batch, heads, width, keeps, bits, sizes, page, group, split, dtype, queries, four_d, seed, data
 ) -> None:
     S, W = sizes
     lengths = [data.draw(st.none() | st.tuples(*[st.integers(0, n)] * batch)) for n in sizes]
@@ -90,7 +91,8 @@ def test_property_against_float64(
         name="drawn", dtype=dtype, B=batch, H=heads[0], H_kv=heads[1], D=width, S=S, W=W,
         k_keep=max(1, round(keeps[0] * width)), v_keep=max(1, round(keeps[1] * width)),
         k_bits=bits[0], v_bits=bits[1], comp_len=lengths[0], win_len=lengths[1], page=page,
-        hadamard_group=group if heads[1] % max(group, 1) == 0 else 1, split_size=split, four_d=four_d,
+        hadamard_group=group if heads[1] % max(group, 1) == 0 else 1, split_size=split, queries=queries,
+        four_d=four_d and queries == 1,
     )  # fmt: skip
     inputs = case.make_inputs(device, seed)
     with poisoned_memory():
@@ -315,6 +317,28 @@ def test_pages_do_not_matter(page: int, device: str) -> None:
         assert torch.equal(actual[0], plain[0])
         assert torch.equal(actual[1], plain[1])
     assert_decode(case, actual, inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("group", [0, 2])
+def test_several_queries_are_single_ones_of_shorter_windows(
+    dtype: torch.dtype, group: int, device: str
+) -> None:
+    case = DecodeCase(
+        name="single", dtype=dtype, queries=11, W=70, S=90, H=12, B=3, split_size=256, hadamard_group=group,
+        comp_len=(90, 0, 7), win_len=(70, 40, 3),
+    )  # fmt: skip
+    inputs = list(case.make_inputs(device, seed=15))
+    q, lengths = inputs[0], inputs[WIN_LEN]
+    out, lse = run(case, tuple(inputs))
+    for i in range(case.queries):
+        inputs[0], inputs[WIN_LEN] = q[:, :, i], (lengths - (case.queries - 1 - i)).clamp(min=0)
+        one, one_lse = run(case, tuple(inputs))
+        if device == "cpu":  # one kernel, whose rows do not know of each other
+            assert torch.equal(out[:, :, i], one)
+            assert torch.equal(lse[:, :, i], one_lse)
+        assert_close_spec(out[:, :, i], one.double(), *decode_tolerance(q, 4.0))
+        assert_close_spec(lse[:, :, i], one_lse.double(), 1e-4, 2e-3)
 
 
 def test_parts_merge_as_softmax_does(device: str) -> None:

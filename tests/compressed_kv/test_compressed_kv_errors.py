@@ -117,7 +117,7 @@ def lengths(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
 #: Changed arguments, class, message, and whether the op checks it too (it does not read lengths on the host).
 DECODE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "q rank": ({"q": torch.zeros(2, 64).half()}, ShapeMismatchError, r"q must be"),
-    "q two tokens": ({"q": torch.zeros(2, 4, 2, 64).half()}, ShapeMismatchError, r"q"),
+    "q five dims": ({"q": torch.zeros(2, 4, 1, 2, 64).half()}, ShapeMismatchError, r"q must be"),
     "q width": ({"q": torch.zeros(2, 4, 128).half()}, ShapeMismatchError, r"128|64"),
     "q batch": ({"q": torch.zeros(3, 4, 64).half()}, ShapeMismatchError, r"2|3"),
     "q dtype": ({"q": torch.zeros(2, 4, 64).double()}, UnsupportedDtypeError, r"q must have (one of the )?dtypes?"),

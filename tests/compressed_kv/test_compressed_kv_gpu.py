@@ -51,6 +51,15 @@ SHAPES = [
     model("long", B=1, H=32, H_kv=8, S=40000, k_bits=4, v_bits=4),
     model("ragged", B=8, comp_len=(0, 1, 15, 16, 17, 1500, 2999, 3000), win_len=(0, 1, 33, 5, 0, 33, 2, 7)),
     model("window", W=300, S=0),
+    *(model(f"queries{queries}_{bits}", queries=queries, k_bits=bits, v_bits=bits, win_len=(33, 5))
+      for bits in (4, 8, 16) for queries in (2, 5, 33)),
+    *(model(f"queries_d{width}", queries=7, D=width, k_keep=width // 2, v_keep=19, win_len=(33, 3), k_bits=4)
+      for width in (64, 256)),
+    model("queries_group_of_3", H=6, queries=3, win_len=(20, 33)),
+    model("queries_window", queries=9, W=300, S=100),
+    model("queries_page", queries=9, page=24, comp_len=(2999, 17)),
+    model("queries_float", torch.float32, queries=9, win_len=(33, 4)),
+    model("queries_transformed", hadamard_group=2, k_keep=128, queries=9),
     model("transformed", hadamard_group=1, k_keep=128, k_bits=4),
     model("transformed_16", torch.bfloat16, hadamard_group=1, k_keep=128, k_bits=16),
 ]  # fmt: skip

@@ -61,7 +61,8 @@ at::Tensor decompress(const at::Tensor& bitmap, const at::Tensor& values, const 
 }
 
 // k, v = decompress(...)[..., :comp_len, :] ++ window[..., :win_len, :]
-// out = softmax(scale * q @ k.T) @ v;  lse = logsumexp(scale * q @ k.T)
+// scores = (scale * q @ k.T).masked_fill(the tokens after that of the query, -inf)
+// out = softmax(scores) @ v;  lse = logsumexp(scores)
 template <auto kDecode>
 Outputs2 decode(const at::Tensor& q, const at::Tensor& k_bitmap, const at::Tensor& k_values,
                 const at::Tensor& k_scales, const at::Tensor& v_bitmap, const at::Tensor& v_values,

@@ -26,9 +26,12 @@ struct Compressed {
   at::Tensor scales;
 };
 
+// The queries of a head lie side by side and count as heads of their own, which read the rows of the same kv
+// head. Of n queries, query i does not see the last n - 1 - i tokens of the window.
 struct DecodeProblem {
   int64_t batch;
-  int64_t num_heads;
+  int64_t num_queries;  // of a head
+  int64_t num_heads;    // H times these
   int64_t num_kv_heads;
   int head_dim;
   int64_t capacity;   // most tokens of the compressed part: S, or max_pages * page
@@ -44,7 +47,7 @@ struct DecodeProblem {
 };
 
 struct DecodeTensors {
-  at::Tensor q;  // [B, H, D]
+  at::Tensor q;  // [B, num_heads, D]
   Compressed k;
   Compressed v;
   at::Tensor k_win;  // [B, H_kv, W, D]
@@ -99,7 +102,7 @@ void compress_cuda(const at::Tensor& x, const at::Tensor& weight, const Compress
 void decompress_cpu(const Compressed& from, const at::Tensor& out);
 void decompress_cuda(const Compressed& from, const at::Tensor& out);
 
-// Tensors are contiguous. out [B, H, D] and lse [B, H] have at least one element.
+// Tensors are contiguous. out [B, num_heads, D] and lse [B, num_heads] have at least one element.
 void decode_cpu(const DecodeProblem& p, const DecodeTensors& t, const at::Tensor& out, const at::Tensor& lse);
 void decode_cuda(const DecodeProblem& p, const DecodeTensors& t, const at::Tensor& out,
                  const at::Tensor& lse);

@@ -141,8 +141,8 @@ at::Tensor prepare_decompress(const at::Tensor& bitmap, const at::Tensor& values
 
 Outputs2 prepare_decode(const DecodeArguments& a) {
   check_dtype(kDecode, "q", a.q, {at::kFloat, at::kHalf, at::kBFloat16});
-  TORCH_CHECK_VALUE(a.q.dim() == 3 || (a.q.dim() == 4 && same_size(a.q.sym_size(2), 1)), kDecode,
-                    ": q must be [B, H, D] or [B, H, 1, D], got ", a.q.sym_sizes());
+  TORCH_CHECK_VALUE(a.q.dim() == 3 || a.q.dim() == 4, kDecode, ": q must be [B, H, D] or [B, H, n, D], got ",
+                    a.q.sym_sizes());
   check_head_dim(kDecode, "q", a.q);
   const int head_dim = static_cast<int>(guard(a.q.sym_size(-1)));
   check_bits(kDecode, "k_bits", a.k.bits);
@@ -202,8 +202,10 @@ DecodeProblem decode_problem_of(const DecodeArguments& a) {
   const int64_t head_dim = a.q.size(-1);
   const int64_t page = paged ? a.k.bitmap.size(2) : 0;
   const int64_t max_pages = paged ? a.block_table->size(1) : 0;
+  const int64_t num_queries = a.q.dim() == 4 ? a.q.size(2) : 1;
   return {.batch = a.q.size(0),
-          .num_heads = a.q.size(1),
+          .num_queries = num_queries,
+          .num_heads = a.q.size(1) * num_queries,
           .num_kv_heads = a.k.bitmap.size(1),
           .head_dim = static_cast<int>(head_dim),
           .capacity = paged ? max_pages * page : a.k.bitmap.size(2),

@@ -32,7 +32,7 @@ void hadamard_row(float* x, int n) {
   }
 }
 
-// From q [B, H, D] to [G, B, H, D], times the scale of the scores: one query for each slot, which is a place
+// From q [B, H, D], in which the queries of a head are heads of their own, to [G, B, H, D], times the scale of the scores: one query for each slot, which is a place
 // in a group of G kv heads, and q alone for G = 0 and 1. Slot j of the expanded query of kv head g is H_G[j,
 // g] / sqrt(G) * (q H_D).
 std::vector<float> transformed_queries(const DecodeProblem& p, std::vector<float> q) {
@@ -199,9 +199,15 @@ class Decoder {
     const int64_t length =
         window ? length_of(t_.win_len, sequence, p_.window) : length_of(t_.comp_len, sequence, p_.capacity);
     const int64_t end = std::min(begin + step, length);
+    const bool causal = window && p_.num_queries > 1;
+    std::vector<int> seen(causal ? heads : 0);
     for (int64_t token = begin; token < end; token += kTileTokens) {
       const Tile tile{static_cast<int>(std::min<int64_t>(kTileTokens, end - token)), p_.head_dim,
-                      static_cast<int>(heads)};
+                      static_cast<int>(heads), causal ? seen.data() : nullptr};
+      for (size_t h = 0; h < seen.size(); ++h) {
+        const int64_t hidden = p_.num_queries - 1 - static_cast<int64_t>(h) % p_.num_queries;
+        seen[h] = static_cast<int>(std::clamp<int64_t>(length - hidden - token, 0, tile.num_tokens));
+      }
       std::fill(scores, scores + heads * kTileTokens, 0.0f);
       const int64_t group_head = kv_head / group_ * group_;
       for (int64_t slot = 0; slot < group_; ++slot) {

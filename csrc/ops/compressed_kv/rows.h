@@ -45,6 +45,7 @@ struct Tile {
   int num_tokens;  // 1 ... kTileTokens
   int head_dim;
   int num_queries;
+  const int* num_seen;  // [queries], how many of the tokens each query sees; null where all of them
 };
 
 // scores[query * kTileTokens + token] += <q[query], k[token]> over rows of D floats.

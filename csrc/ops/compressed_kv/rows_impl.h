@@ -349,13 +349,17 @@ inline void accumulate(const Tile& tile, const float* v, float* scores, float* m
   for (int query = 0; query < tile.num_queries; ++query) {
     float* weight = scores + query * kTileTokens;
     float* out = acc + static_cast<int64_t>(query) * head_dim;
-    const float rescale = weigh(weight, tile.num_tokens, max[query], sum[query]);
+    const int num_tokens = tile.num_seen == nullptr ? tile.num_tokens : tile.num_seen[query];
+    if (num_tokens == 0) {
+      continue;
+    }
+    const float rescale = weigh(weight, num_tokens, max[query], sum[query]);
     for (int d = 0; d < head_dim; d += kStep) {
       VecF value[4];
       for (int i = 0; i < 4; ++i) {
         value[i] = load(out + d + i * kLanes) * rescale;
       }
-      for (int token = 0; token < tile.num_tokens; ++token) {
+      for (int token = 0; token < num_tokens; ++token) {
         const VecF w = splat(weight[token]);
         const float* row = v + static_cast<int64_t>(token) * head_dim + d;
         for (int i = 0; i < 4; ++i) {

@@ -120,21 +120,23 @@ def kv_decode_attention(
     hadamard_group: int = 0,
     split_size: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one new query per head over compressed tokens and a dense window of the latest ones.
+    """Attention of the latest queries of each head over compressed tokens and a dense window of the newest ones.
 
     One fp32 softmax over both parts, query head h on K/V head h // (H / H_kv)::
 
         s_j = scale * <q, K_j>;  out = sum_j exp(s_j - lse) V_j;  lse = log sum_j exp(s_j)
 
-    Without any token, or with scores of -inf alone, out is 0 and lse is -inf. Keys may be stored transformed
-    (docs/semantics §4.2): with ``hadamard_group`` 1 each row is the orthonormal Hadamard transform of the key, with
-    G > 1 the rows are those of :func:`grouped_hadamard` over G adjacent K/V heads. The op transforms q to match,
-    exactly in both cases; values are never transformed. On CUDA a row is read once for up to eight query heads of its
-    K/V head, and once per eight where there are more.
+    Several queries are those of the last n tokens of the window: query i sees all but the last n - 1 - i of them.
+    Where the window has fewer, the first queries see the compressed tokens alone. Without any token, or with scores of
+    -inf alone, out is 0 and lse is -inf. Keys may be stored transformed (docs/semantics §4.2): with ``hadamard_group``
+    1 each row is the orthonormal Hadamard transform of the key, with G > 1 the rows are those of
+    :func:`grouped_hadamard` over G adjacent K/V heads. The op transforms q to match, exactly in both cases; values are
+    never transformed. On CUDA a row is read once for up to eight query heads of its K/V head, and once per eight where
+    there are more.
     Source: docs/semantics/compressed_kv.md §4.6, design document [003] (``mustafar_attention``).
 
     Args:
-        q: [B, H, D] or [B, H, 1, D], D 64, 128 or 256, rotated already; float32, float16 or bfloat16.
+        q: [B, H, D] or [B, H, n, D], D 64, 128 or 256, rotated already; float32, float16 or bfloat16.
         k_bitmap, k_values, k_scales: compressed keys of S tokens, see :class:`CompressedKV`. With ``block_table``
             they are pools [num_pages, H_kv, page, ...].
             16-bit values are of the dtype of q, float16 for a float32 q.
@@ -152,7 +154,7 @@ def kv_decode_attention(
             size of the problem. With a fixed size the bits of a sequence do not depend on the others of its batch.
 
     Returns:
-        out, of the shape and dtype of q; lse float32 [B, H] or [B, H, 1]. No gradient.
+        out, of the shape and dtype of q; lse float32 [B, H] or [B, H, n]. No gradient.
 
     Raises:
         ShapeMismatchError: a rank or size that does not fit.

@@ -65,11 +65,14 @@ struct PartsView {
 };
 
 struct HeadCounts {
-  int query;
+  int query;  // the queries of a head lie side by side and count as heads of their own
   int kv;
-  int chunks;  // blocks for the query heads of one kv head
+  int chunks;   // blocks for the query heads of one kv head
+  int queries;  // of a head
 
   __host__ __device__ constexpr int per_kv() const { return query / kv; }
+  // The newest tokens of the window that head `head`, counted over the batch, does not see.
+  __host__ __device__ constexpr int hidden_from(int head) const { return queries - 1 - head % queries; }
 };
 
 struct PageCounts {

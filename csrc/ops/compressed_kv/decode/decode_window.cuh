@@ -28,16 +28,18 @@ struct WindowScores {
   float score[kMostWindowTokens][kHeadsPerBlock];
 };
 
-// A block's rows of the window: `count` rows from row `first` of [B * H_kv * capacity, D] on.
+// A block's rows of the window: `count` rows from row `first` of [B * H_kv * capacity, D] on. `left` is how many
+// the sequence has from there on.
 struct WindowRows {
   int64_t first;
   int count;
+  int left;
 };
 
 __device__ __forceinline__ WindowRows window_rows(const DecodeParams& p, const Split& s) {
   const WindowView& window = p.window;
   if (window.per_split == 0) {
-    return {0, 0};
+    return {0, 0, 0};
   }
   int length = window.capacity;
   if (window.len != nullptr) {
@@ -45,7 +47,7 @@ __device__ __forceinline__ WindowRows window_rows(const DecodeParams& p, const S
   }
   const int begin = min(s.index * window.per_split, length);
   const int64_t row = static_cast<int64_t>(s.sequence) * p.heads.kv + s.kv_head;
-  return {row * window.capacity + begin, min(window.per_split, length - begin)};
+  return {row * window.capacity + begin, min(window.per_split, length - begin), length - begin};
 }
 
 __device__ __forceinline__ float2 load_pair(const void* pairs, int64_t index, bool bfloat16) {
@@ -112,8 +114,9 @@ __device__ __forceinline__ void weigh_window(const DecodeParams& p, const Split&
   for (int i = threadIdx.x; i < s.num_heads * kHeadDim; i += blockDim.x) {
     const int head = i / kHeadDim;
     const int channel = i % kHeadDim;
+    const int count = min(rows.count, rows.left - p.heads.hidden_from(s.first_head + head));
     float top = device::negative_infinity<float>();
-    for (int token = 0; token < rows.count; ++token) {
+    for (int token = 0; token < count; ++token) {
       top = fmaxf(top, from.score[token][head]);
     }
     const float base = top == device::negative_infinity<float>() ? 0.0f : top;
@@ -123,16 +126,16 @@ __device__ __forceinline__ void weigh_window(const DecodeParams& p, const Split&
     // take the last one.
     constexpr int kAtOnce = 8;
     const auto* const elements = static_cast<const uint16_t*>(p.window.v) + rows.first * kHeadDim + channel;
-    for (int first = 0; first < rows.count; first += kAtOnce) {
+    for (int first = 0; first < count; first += kAtOnce) {
       uint16_t bits[kAtOnce];
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
-        bits[j] = elements[min(first + j, rows.count - 1) * kHeadDim];
+        bits[j] = elements[min(first + j, count - 1) * kHeadDim];
       }
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
-        const bool present = first + j < rows.count;
-        const float score = from.score[min(first + j, rows.count - 1)][head];
+        const bool present = first + j < count;
+        const float score = from.score[min(first + j, count - 1)][head];
         const float weight = present ? device::exp2_flushed(score - base) : 0.0f;
         const float v = present ? to_float(bits[j], p.window.bfloat16) : 0.0f;
         sum += weight;

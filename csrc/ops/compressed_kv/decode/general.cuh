@@ -152,6 +152,11 @@ __global__ void __launch_bounds__(32 * GeneralShared<kHeadDim>::kWarps)
       acc[h][c] = 0.0f;
     }
   }
+  int64_t seen[kHeadsPerBlock];  // each head sees the tokens before this one
+#pragma unroll
+  for (int h = 0; h < kHeadsPerBlock; ++h) {
+    seen[h] = h >= num_heads ? 0 : length - (is_dense(p.k_kind) ? d.heads.hidden_from(first_head + h) : 0);
+  }
   const int group_head = kv_head / d.num_slots * d.num_slots;
   for (int64_t token = begin + warp; token < end; token += Shared::kWarps) {
     // Loaded first, so that it is on its way while the scores are summed.
@@ -175,7 +180,7 @@ __global__ void __launch_bounds__(32 * GeneralShared<kHeadDim>::kWarps)
     }
 #pragma unroll
     for (int h = 0; h < kHeadsPerBlock; ++h) {
-      if (h < num_heads) {
+      if (token < seen[h]) {
         const float s = device::warp_reduce<device::Sum>(score[h]) * d.score_scale;
         const float raised = fmaxf(max[h], s);
         const float base = raised == device::negative_infinity<float>() ? 0.0f : raised;
