@@ -109,6 +109,64 @@ def test_prompts_of_different_length(device: str) -> None:
             assert_close_spec(out[i, :, 0], expected, 2e-3, 4e-2)
 
 
+def test_several_tokens_and_sequences_that_join(device: str) -> None:
+    """A call with several tokens, and a prompt beside sequences that are under way, are as one token at a time."""
+    module = layer(device, output_aware=True, split_size=256)
+    q, k, v = qkv(device, 60)
+    several, single = (module.make_cache(BATCH, 64) for _ in range(2))
+    module(*(x[:, :, :20] for x in (q, k, v)), cache=several, lengths=[20, 0])
+    module(*(x[:, :, :20] for x in (q, k, v)), cache=single, lengths=[20, 0])
+    held = [20, 0]
+    for counts in ([5, 31], [0, 1], [17, 0], [3, 3]):
+        parts = [torch.full_like(x[:, :, : max(counts) + 1], math.nan) for x in (q, k, v)]
+        for part, x in zip(parts, (q, k, v), strict=True):
+            for b, (start, n) in enumerate(zip(held, counts, strict=True)):
+                part[b, :, :n] = x[b, :, start : start + n]
+        out = module(*parts, cache=several, lengths=counts)
+        if single.key_weight is not None:
+            single.key_weight = several.key_weight  # those of a whole prompt, which single tokens do not know
+        for i in range(max(counts)):
+            ones = [int(i < n) for n in counts]
+            expected = module(*(x[:, :, i : i + 1] for x in parts), cache=single, lengths=ones)
+            single.key_weight = several.key_weight
+            for b, one in enumerate(ones):
+                if one and device == "cpu":
+                    assert torch.equal(out[b, :, i], expected[b, :, 0])
+                elif one:
+                    assert_close_spec(out[b, :, i], expected[b, :, 0].double(), 2e-3, 1e-2)
+        held = [n + count for n, count in zip(held, counts, strict=True)]
+        assert several.lengths == single.lengths == held
+    assert several.key_weight is not None
+    own = key_weight_from_queries(rotated(q[1:, :, :31]).half(), KV_HEADS, 4)
+    assert_close_spec(several.key_weight[1:], own.double(), 1e-2, 1e-2)
+
+
+def test_padding_does_not_need_positions(device: str) -> None:
+    module = layer(device, max_positions=12)
+    q, k, v = qkv(device, 8)
+    cache = module.make_cache(BATCH, 12)
+    module(*(x[:, :, :7] for x in (q, k, v)), cache=cache, lengths=[7, 3])
+    module(q, k, v, cache=cache, lengths=[5, 8])
+    assert cache.lengths == [12, 11]
+    with pytest.raises(ValueError, match=r"max_positions = 12 must be at least the tokens .*, got 13"):
+        module(*(x[:, :, :2] for x in (q, k, v)), cache=cache, lengths=[0, 2])
+
+
+def test_caches_have_the_dtype_of_the_module(device: str) -> None:
+    module = layer(device)
+    assert module.dtype == module.make_cache(1, 8).dtype == torch.float16
+    assert module.bfloat16().make_cache(1, 8).dtype == torch.bfloat16
+    assert torch.nn.Sequential(module).float()[0].make_cache(1, 8).dtype == torch.float32
+    assert module.make_cache(1, 8, dtype=torch.float16).dtype == torch.float16
+    assert module.make_cache(1, 8, rollback=3).rollback == 3
+    assert layer(device, dtype=torch.bfloat16).make_cache(1, 8).dtype == torch.bfloat16
+    assert "dtype=torch.float32" in repr(module)
+    with pytest.raises(UnsupportedDtypeError, match="dtype must be"):
+        module.double().make_cache(1, 8)
+    with pytest.raises(UnsupportedDtypeError, match="dtype"):
+        layer(device, dtype=torch.int8)
+
+
 def test_positions_are_the_callers_or_counted(device: str) -> None:
     module = layer(device, sparsity=0.0, bits=16)
     q, k, v = qkv(device, 20)
@@ -280,10 +338,10 @@ def test_wrong_calls() -> None:
     with pytest.raises(UnsupportedDtypeError, match="prefill: k must have dtype"):
         module(q.float(), k.float(), v.float(), cache=cache)
     module(q, k, v, cache=cache)
-    with pytest.raises(NotImplementedError, match="S of query must be 1 where the cache holds tokens, got 5"):
+    with pytest.raises(
+        ValueError, match="decode: sequence 0 holds 5 tokens; 5 more exceed the capacity of 6"
+    ):
         module(q, k, v, cache=cache)
-    with pytest.raises(NotImplementedError, match="with lengths"):
-        module(q[:, :, :1], k[:, :, :1], v[:, :, :1], cache=cache, lengths=[1, 1])
     module(q[:, :, :1], k[:, :, :1], v[:, :, :1], cache=cache)
     with pytest.raises(ValueError, match="exceed the capacity of 6"):
         module(q[:, :, :1], k[:, :, :1], v[:, :, :1], cache=cache)

@@ -310,7 +310,7 @@ def test_the_byte_report(device: str) -> None:
     assert report.per_token == (report.compressed + report.window) / 171
     assert report.of_dense == (report.compressed + report.window) / report.dense
     tensors = [x for part in cache.storage.parts for x in part]
-    tensors += [cache.k_win, cache.v_win, cache.comp_len, cache.win_len, cache.storage.block_table]
+    tensors += [*cache._dense_rows.tensors(), cache.comp_len, cache.win_len, cache.storage.block_table]
     assert report.allocated == sum(x.untyped_storage().nbytes() for x in tensors if x is not None)
 
 

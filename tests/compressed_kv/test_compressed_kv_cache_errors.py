@@ -35,7 +35,7 @@ def test_a_state_of_another_cache_is_refused(device: str) -> None:
         ({"hadamard_group": 1}, "hadamard_group of the state must be that of the cache, 1, got 0"),
         (
             {"dtype": torch.bfloat16},
-            r"dtype of the state must be that of the cache, torch\.bfloat16, got torch\.float16",
+            r"k_win of the state must be a tensor of torch\.bfloat16, got torch\.float16",
         ),
         ({"batch": 2}, "must have 2 numbers, one per sequence of the cache, got"),
         ({"capacity": 59}, "must be at most the capacity of 59, got 60"),
@@ -53,10 +53,14 @@ def test_a_state_that_no_cache_gives_is_refused(kind: str) -> None:
     cache.key_weight = torch.ones(BATCH, HEADS, WIDTH)
     state = cache.state_dict()
     of_rows = ("k_bitmap", "k_values", "k_scales", "v_bitmap", "v_values", "v_scales")
-    wrong: list[tuple[str, Any]] = [("compressed", x) for x in ([48, 48, 47], [48.0] * 3, [-16] * 3, 48)]
-    wrong += [("dense", x) for x in ([22] * 3, [4] * 3, [True] * 3, [12, 12], None)]
-    wrong += [("key_weight", x) for x in (torch.ones(3), -torch.ones(BATCH, HEADS, WIDTH))]
-    wrong += [("config", 1)]
+    numbers = torch.tensor
+    wrong: list[tuple[str, Any]] = [
+        ("compressed", numbers(x)) for x in ([48.0] * 3, [-16] * 3, [128] * 3, 48)
+    ]
+    wrong += [("compressed", [48] * 3)]
+    wrong += [("dense", numbers(x)) for x in ([22] * 3, [-1] * 3, [True] * 3, [12, 12])] + [("dense", None)]
+    wrong += [("key_weight", x) for x in (torch.ones(3), -torch.ones(BATCH, HEADS, WIDTH), None)]
+    wrong += [("options", x) for x in (1, state["options"][1:], state["options"].int(), None)]
     for name in (*of_rows, "k_win", "v_win"):
         x = state[name]
         wrong += [(name, x[:1]), (name, x[:, :1]), (name, x[0]), (name, x.double()), (name, None)]
@@ -73,8 +77,8 @@ def test_a_state_that_no_cache_gives_is_refused(kind: str) -> None:
     for name in state:
         with pytest.raises(ValueError, match=f"state must have {name}, got "):
             full.load_state_dict({n: x for n, x in state.items() if n != name})
-    with pytest.raises(ValueError, match="num_kv_heads of the state must be that of the cache, 4, got None"):
-        full.load_state_dict(state | {"config": {}})
+    with pytest.raises(ValueError, match="num_kv_heads of the state must be that of the cache, 4, got 0"):
+        full.load_state_dict(state | {"options": state["options"] - 4})
     with pytest.raises(TypeError, match="state must be a dict, got list"):
         full.load_state_dict([])  # type: ignore[arg-type]
     assert_same_content(full, before)

@@ -9,7 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from htree_ops.errors import ShapeMismatchError, refuse
-from htree_ops.ops.arguments import FLOATING, check_dtype, check_int, check_kind, check_number, check_tensors
+from htree_ops.ops.arguments import (
+    FLOATING,
+    check_dtype,
+    check_int,
+    check_kind,
+    check_number,
+    check_option_dtype,
+    check_tensors,
+)
 from htree_ops.ops.compressed_kv.cache import CompressedKVCache
 from htree_ops.ops.compressed_kv.checks import check_policy, pair, prompt_lengths
 from htree_ops.ops.compressed_kv.format import check_format, check_hadamard_group, num_kept
@@ -85,6 +93,8 @@ class MustafarAttention(nn.Module):
         max_positions: number of positions that can be rotated, from 0 on.
         scale: factor of the scores; None for D^-1/2.
         window, chunk, page_size, split_size: of the cache.
+        dtype: of the caches that :meth:`make_cache` makes; ``module.half()`` and the like change it. The module
+            computes in the dtype of its inputs.
 
     Raises:
         ShapeMismatchError: another head_dim.
@@ -94,6 +104,7 @@ class MustafarAttention(nn.Module):
     """
 
     tables: Tensor
+    of_dtype: Tensor  # empty: it only has the dtype of the module
 
     def __init__(
         self,
@@ -114,8 +125,10 @@ class MustafarAttention(nn.Module):
         page_size: int | None = None,
         split_size: int = 0,
         device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float16,
     ) -> None:
         super().__init__()
+        check_option_dtype(OP, dtype, FLOATING)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         for name, value in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
             check_int(OP, name, value, 1)
@@ -154,6 +167,12 @@ class MustafarAttention(nn.Module):
         self.window, self.chunk = window, chunk
         self.page_size, self.split_size = page_size, split_size
         self.register_buffer("tables", self._make_tables(device), persistent=False)
+        self.register_buffer("of_dtype", torch.empty(0, dtype=dtype, device=device), persistent=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the caches that :meth:`make_cache` makes."""
+        return self.of_dtype.dtype
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MustafarAttention:
         """Moves the rotary table with the module, but keeps it fp32."""
@@ -175,13 +194,19 @@ class MustafarAttention(nn.Module):
         capacity: int,
         *,
         num_pages: int | None = None,
-        dtype: torch.dtype = torch.float16,
+        rollback: int | None = None,
+        dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> CompressedKVCache:
         """An empty cache for this layer, of ``batch`` sequences of at most ``capacity`` tokens.
 
+        Args:
+            num_pages, rollback: as in :class:`CompressedKVCache`.
+            dtype, device: None is that of the module.
+
         Raises:
             ValueError: capacity above ``max_positions`` where the module rotates.
+            UnsupportedDtypeError: a dtype that a cache with these bits cannot have.
         """
         check_int(f"{OP}.make_cache", "capacity", capacity, 1)
         if self.rope_base is not None and capacity > self.max_positions:
@@ -201,21 +226,25 @@ class MustafarAttention(nn.Module):
             page_size=self.page_size,
             num_pages=num_pages,
             split_size=self.split_size,
-            dtype=dtype,
+            rollback=rollback,
+            dtype=self.dtype if dtype is None else dtype,
             device=self.tables.device if device is None else device,
         )
 
     def _positions(self, query: Tensor, cache: CompressedKVCache | None) -> Tensor:
-        """[S] or [B, S]: the positions after those that the cache holds."""
+        """[S] or [B, S]: the positions after those that the cache holds; rows behind the lengths may have the last."""
         held = [0] if cache is None else cache.lengths
         tokens = torch.arange(query.shape[2], device=query.device)
         if len(set(held)) <= 1:
-            return tokens + (held[0] if held else 0)
-        return torch.tensor(held, device=query.device)[:, None] + tokens
+            tokens = tokens + (held[0] if held else 0)
+        else:
+            tokens = torch.tensor(held, device=query.device)[:, None] + tokens
+        return tokens.clamp(max=self.max_positions - 1)
 
-    def _check_positions(self, query: Tensor, cache: CompressedKVCache | None) -> None:
-        """Raises ValueError where the tokens would be counted beyond the rotary table, which CUDA would not notice."""
-        end = query.shape[2] + max([0] if cache is None else cache.lengths, default=0)
+    def _check_positions(self, stops: Sequence[int], cache: CompressedKVCache | None) -> None:
+        """Raises ValueError where tokens would be counted beyond the rotary table, which CUDA would not notice."""
+        held = [0] * len(stops) if cache is None else cache.lengths
+        end = max((n + stop for n, stop in zip(held, stops, strict=True) if stop), default=0)
         if self.rope_base is not None and end > self.max_positions:
             raise ValueError(
                 f"{OP}: max_positions = {self.max_positions} must be at least the tokens with those that the cache "
@@ -267,15 +296,18 @@ class MustafarAttention(nn.Module):
         cache: CompressedKVCache | None = None,
         lengths: Sequence[int] | None = None,
     ) -> Tensor:
-        """Causal attention of S tokens: of a prompt, dense, or of one token after what the cache holds.
+        """Causal attention of S tokens: of a prompt, dense, or of tokens after what the cache holds.
+
+        While the cache is empty, the tokens attend to each other as they are. Else they attend as if they came one at
+        a time, to what the cache then holds: to compressed rows of all but the latest tokens.
 
         Args:
             query: [B, H, S, D]; key, value: [B, H_kv, S, D]; one dtype, float32, float16 or bfloat16; not rotated.
             position_ids: [S] or [B, S], int32 or int64, below ``max_positions``; None counts on from the cache.
                 One outside is an IndexError on the CPU, and on CUDA the last position is taken.
             cache: from :meth:`make_cache`; the tokens are added to it. None keeps nothing.
-            lengths: number of tokens of each prompt, for prompts of different length; the rows behind them are ignored,
-                whatever they hold, and the results there mean nothing.
+            lengths: number of tokens of each sequence, 0 ... S, which come first in its row; the rows behind them are
+                ignored, whatever they hold, and the results there mean nothing. None is S for all.
 
         Returns:
             [B, H, S, D] in the dtype of query; differentiable for a prompt. A backward through a decoded token
@@ -286,19 +318,13 @@ class MustafarAttention(nn.Module):
             ShapeMismatchError, UnsupportedDtypeError, DeviceError: a tensor that does not fit.
             TypeError: position_ids is not a tensor of ints, cache is of another class, or lengths are not ints.
             ValueError: the cache has no room, positions counted beyond ``max_positions``, or lengths outside 0 ... S.
-            NotImplementedError: several tokens for a cache that holds some, or lengths with such a cache.
         """
         self._check_call(query, key, value, position_ids, cache)
         decoding = cache is not None and any(cache.lengths)
-        if decoding and (query.shape[2] != 1 or lengths is not None):
-            raise NotImplementedError(
-                f"{OP}: S of query must be 1 where the cache holds tokens, got {query.shape[2]}"
-                + (" with lengths" if lengths is not None else "")
-            )
+        stops = prompt_lengths(OP, lengths, query.shape[0], query.shape[2])
         if position_ids is None:
-            self._check_positions(query, cache)
+            self._check_positions(stops, cache)
         if lengths is not None:
-            stops = prompt_lengths(OP, lengths, query.shape[0], query.shape[2])
             places = torch.arange(query.shape[2], device=query.device)
             behind = places >= torch.tensor(stops, device=query.device)[:, None]
             # A weight or a gradient of 0 is not enough: 0 * NaN is NaN.
@@ -308,11 +334,12 @@ class MustafarAttention(nn.Module):
             cos, sin = self.tables
             query, key = (rope(x.transpose(1, 2), cos, sin, places).transpose(1, 2) for x in (query, key))
         if cache is not None and decoding:
-            cache.append(key.detach(), value.detach())
+            if self.output_aware and 0 in cache.lengths:
+                self._weigh_new_sequences(cache, query, stops)
             asks = torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)
             if asks and not query.requires_grad:
                 query = query.detach().requires_grad_()  # so that a backward raises and does not leave zeros
-            return cache.attend(query, self.scale)[0]
+            return cache.decode(query, key, value, stops, self.scale)[0]
         if cache is not None and query.shape[2]:
             if self.output_aware:
                 cache.key_weight = key_weight_from_queries(
@@ -328,10 +355,19 @@ class MustafarAttention(nn.Module):
             enable_gqa=self.num_heads != self.num_kv_heads,
         )
 
+    def _weigh_new_sequences(self, cache: CompressedKVCache, query: Tensor, stops: Sequence[int]) -> None:
+        """Gives sequences that begin beside others the weights of their own queries; rotated query [B, H, S, D]."""
+        new = [held == 0 and stop > 0 for held, stop in zip(cache.lengths, stops, strict=True)]
+        if any(new):
+            own = key_weight_from_queries(query, self.num_kv_heads, max(1, self.window), stops)
+            theirs = torch.ones_like(own) if cache.key_weight is None else cache.key_weight.to(own.dtype)
+            begins = torch.tensor(new, device="cpu").to(own.device)
+            cache.key_weight = torch.where(begins[:, None, None], own, theirs)
+
     def extra_repr(self) -> str:
         """Sizes and the format of the cache."""
         return (
             f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
             f"keep={self.keep}, bits={self.bits}, hadamard_group={self.hadamard_group}, "
-            f"rope_base={self.rope_base}, window={self.window}, chunk={self.chunk}"
+            f"rope_base={self.rope_base}, window={self.window}, chunk={self.chunk}, dtype={self.dtype}"
         )

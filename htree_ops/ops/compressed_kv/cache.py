@@ -1,8 +1,13 @@
-"""The K/V cache of one attention layer: compressed rows and a dense window of the latest tokens (§4.6)."""
+"""The K/V cache of one attention layer: compressed rows and a dense window of the latest tokens (§4.6).
+
+Longer than 700 lines because it is one class: what fills a cache, attends from it, cuts it back and saves it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +26,9 @@ from htree_ops.ops.compressed_kv.checks import (
     prompt_lengths,
 )
 from htree_ops.ops.compressed_kv.format import CompressedKV, check_hadamard_group, check_weight
-from htree_ops.ops.compressed_kv.state import check_state
+from htree_ops.ops.compressed_kv.state import check_state, options_as_tensor, with_tensors
 from htree_ops.ops.compressed_kv.storage import ContiguousRows, PagedRows, RowFormat
+from htree_ops.ops.compressed_kv.window import DenseWindow
 from htree_ops.ops.hadamard.transform import grouped_hadamard
 
 __all__ = ["CacheBytes", "CompressedKVCache", "CompressedTokens"]
@@ -58,6 +64,20 @@ class CacheBytes(NamedTuple):
         return (self.compressed + self.window) / self.dense if self.dense else 1.0
 
 
+def take_rows(x: Tensor, places: Sequence[Sequence[int]]) -> Tensor:
+    """Rows [B, H, n, ...] of x [B, H, S, ...]: row i of sequence b is its row places[b][i], or the last one."""
+    index = torch.tensor([list(row) for row in places], device="cpu").clamp_(max=x.shape[2] - 1).to(x.device)
+    index = index.view(index.shape[0], 1, -1, *[1] * (x.dim() - 3))
+    return x.gather(2, index.expand(x.shape[0], x.shape[1], -1, *x.shape[3:]))
+
+
+def hide_rows(out: Tensor, lse: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Sets out [B, H, n, D] to 0 and lse [B, H, n] to -inf in rows counts[b] and following of sequence b."""
+    stops = torch.tensor(counts, device="cpu").to(out.device)
+    hidden = (torch.arange(out.shape[2], device=out.device) >= stops[:, None])[:, None]
+    return out.masked_fill(hidden[..., None], 0.0), lse.masked_fill(hidden, -math.inf)
+
+
 class CompressedKVCache:
     """Keys and values of one attention layer, the older ones pruned and quantised.
 
@@ -66,8 +86,9 @@ class CompressedKVCache:
     ``chunk * max(0, (L - window) // chunk)`` compressed ones, however they were added. Rows are compressed one by
     one, so the bytes do not depend on that either (where ``key_weight`` is None). Keys must be rotated already.
 
-    In a loop: ``cache.prefill(k, v)`` with the prompt, then per token ``cache.append(k, v); out = cache.attend(q)``.
-    A cache made inside ``torch.inference_mode()`` can only be filled there, as is so for all tensors of torch.
+    In a loop: ``cache.prefill(k, v)`` with the prompt, then ``out, lse = cache.decode(q, k, v)`` with one token or
+    several, or :meth:`append` and :meth:`attend`. Every sequence has its own length, and :meth:`truncate` takes tokens
+    back. A cache made inside ``torch.inference_mode()`` can only be filled there, as is so for all tensors of torch.
     For a CUDA graph, capture :meth:`write_token` and :meth:`attend`, and call :meth:`advance` after each replay.
     Source: docs/semantics/compressed_kv.md §4.5, §4.6, design document [003].
 
@@ -81,6 +102,8 @@ class CompressedKVCache:
         page_size: tokens of a page, a divisor of chunk; None stores rows without pages.
         num_pages: of the pool; by default enough for every sequence to be full.
         split_size: of :func:`htree_ops.kv_decode_attention`.
+        rollback: the last so many tokens can be taken back without a trace, at most ``chunk``: room for their dense
+            rows is added. None is the smaller of window and chunk.
         dtype: of keys, values and queries: float32, float16 or bfloat16. 16 bits need one of the latter two.
         device: where the cache lies.
 
@@ -110,6 +133,7 @@ class CompressedKVCache:
         page_size: int | None = None,
         num_pages: int | None = None,
         split_size: int = 0,
+        rollback: int | None = None,
         dtype: torch.dtype = torch.float16,
         device: torch.device | str | None = None,
     ) -> None:
@@ -121,6 +145,8 @@ class CompressedKVCache:
         ):
             check_int(OP, name, value, least)
         check_policy(OP, window, chunk, page_size, split_size)
+        rollback = min(window, chunk) if rollback is None else rollback
+        check_int(OP, "rollback", rollback, 0, chunk)
         self.formats = [RowFormat(*x) for x in zip((head_dim, head_dim), pair(keep), pair(bits), strict=True)]
         for row_format, prefix in zip(self.formats, ("k_", "v_"), strict=True):
             row_format.check(OP, prefix)
@@ -134,7 +160,7 @@ class CompressedKVCache:
             )
         check_hadamard_group(OP, hadamard_group, num_kv_heads, self.formats[0].head_dim)
         self.batch, self.num_kv_heads, self.capacity = batch, num_kv_heads, capacity
-        self.window, self.chunk = window, chunk
+        self.window, self.chunk, self.rollback = window, chunk, rollback
         self.hadamard_group, self.split_size = hadamard_group, split_size
         self.page_size, self.num_pages = page_size, num_pages
         self.dtype = dtype
@@ -152,9 +178,14 @@ class CompressedKVCache:
             pages = full if num_pages is None else num_pages
             self.storage = PagedRows(*place, page=page_size, num_pages=pages)
         self.window_size = min(window + chunk, capacity)
-        self.k_win, self.v_win = (
-            torch.zeros(batch, num_kv_heads, self.window_size, f.head_dim, dtype=dtype, device=self.device)
-            for f in self.formats
+        self._dense_rows = DenseWindow(
+            (batch, num_kv_heads, self.window_size),
+            [f.head_dim for f in self.formats],
+            dtype,
+            self.device,
+            recent=window,
+            chunk=chunk,
+            spare=rollback,
         )
         self.comp_len, self.win_len = (
             torch.zeros(batch, dtype=torch.int32, device=self.device) for _ in range(2)
@@ -165,6 +196,27 @@ class CompressedKVCache:
 
     def _compressed_tokens(self, length: int) -> int:
         return self.chunk * max(0, (length - self.window) // self.chunk)
+
+    def _limit(self, sequence: int) -> int:
+        """How many dense tokens the window of a sequence may have: the last chunk ends at a multiple of C."""
+        return self.window + self.chunk - self._compressed[sequence] % self.chunk
+
+    def _compressed_after(self, sequence: int, length: int) -> int:
+        """How many tokens are compressed once ``length`` of them are appended, before the cache is settled."""
+        compressed = self._compressed[sequence]
+        if length <= compressed + self._limit(sequence):
+            return compressed
+        return self.chunk * (math.ceil((length - self.window) / self.chunk) - 1)
+
+    @property
+    def k_win(self) -> Tensor:
+        """The window of keys [B, H_kv, slots, D], transformed where the cache transforms them."""
+        return self._dense_rows.parts[0]
+
+    @property
+    def v_win(self) -> Tensor:
+        """The window of values [B, H_kv, slots, D]."""
+        return self._dense_rows.parts[1]
 
     @property
     def lengths(self) -> list[int]:
@@ -194,7 +246,7 @@ class CompressedKVCache:
         width = self.formats[0].head_dim
         check_new_tokens(op, k, v, (self.batch, self.num_kv_heads, width), self.dtype, self.device)
 
-    def _check_room(self, name: str, new_lengths: Sequence[int], newly_compressed: Sequence[int]) -> None:
+    def _check_room(self, name: str, new_lengths: Sequence[int]) -> None:
         for sequence, length in enumerate(new_lengths):
             if length > self.capacity:
                 held = self.lengths[sequence]
@@ -202,10 +254,16 @@ class CompressedKVCache:
                     f"{OP}.{name}: sequence {sequence} holds {held} tokens; {length - held} more exceed the "
                     f"capacity of {self.capacity}"
                 )
-        missing = self.storage.missing_pages(newly_compressed)
-        if missing:
+
+    def _check_pages(self, name: str, compressed: Mapping[int, int]) -> None:
+        """Raises RuntimeError unless there are pages for ``compressed[b]`` compressed tokens of sequences b."""
+        growth = ((b, self._compressed[b], n) for b, n in compressed.items())
+        self._refuse_missing(name, self.storage.missing_pages(growth))
+
+    def _refuse_missing(self, name: str, pages: int) -> None:
+        if pages:
             raise RuntimeError(
-                f"{OP}.{name}: {missing} more pages of {self.page_size} tokens are needed than are free; "
+                f"{OP}.{name}: {pages} more pages of {self.page_size} tokens are needed than are free; "
                 "give num_pages a larger value"
             )
 
@@ -248,7 +306,8 @@ class CompressedKVCache:
         if any(self.lengths):
             raise RuntimeError(f"{OP}.prefill: the cache holds tokens already; append them, or reset() it")
         compressed = [self._compressed_tokens(n) for n in totals]
-        self._check_room("prefill", totals, compressed)
+        self._check_room("prefill", totals)
+        self._check_pages("prefill", dict(enumerate(compressed)))
         k = self._stored(k)
         most = max(compressed, default=0)
         if most:
@@ -262,48 +321,120 @@ class CompressedKVCache:
         for i, (start, stop) in enumerate(zip(compressed, totals, strict=True)):
             for target, x in ((self.k_win, k), (self.v_win, v)):
                 target[i, :, : stop - start] = x[i, :, start:stop]
+            if start:
+                last = slice(start - self.chunk, start)
+                self._dense_rows.keep(i, k[i, :, last], v[i, :, last], stop - start)
         self._count(compressed, [n - c for n, c in zip(totals, compressed, strict=True)])
 
+    def _check_append(self, name: str, counts: Sequence[int]) -> None:
+        """Raises unless ``counts[b]`` tokens can be appended to each sequence."""
+        lengths = [n + count for n, count in zip(self.lengths, counts, strict=True)]
+        self._check_room(name, lengths)
+        after = [self._compressed_after(b, n) for b, n in enumerate(lengths)]
+        self._check_pages(name, dict(enumerate(after)))
+        if self.key_weight is not None and after != self._compressed:
+            check_weight(f"{OP}.{name}", "key_weight", self.key_weight)
+
+    def _pieces(self, counts: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+        """Cuts ``counts[b]`` new tokens of each sequence where its window is full, and compresses what leaves it then.
+
+        Yields the first token of each piece and how many there are; the caller puts them before it asks for the next.
+        What happens to a sequence follows from its own tokens alone.
+        """
+        done = [0] * self.batch
+        while done != list(counts):
+            self._settle([b for b in range(self.batch) if done[b] < counts[b]])
+            sizes = [min(counts[b] - done[b], self._limit(b) - self._dense[b]) for b in range(self.batch)]
+            yield done, sizes
+            done = [n + size for n, size in zip(done, sizes, strict=True)]
+
+    def _put(self, k: Tensor, v: Tensor, starts: Sequence[int], sizes: Sequence[int]) -> None:
+        """Writes rows start ... start + size - 1 of stored keys and values behind the windows, and counts them."""
+        after = [n + size for n, size in zip(self._dense, sizes, strict=True)]
+        if len(set(starts)) == len(set(sizes)) == 1 < len(set(self._dense)):
+            part = slice(starts[0], starts[0] + sizes[0])
+            self._dense_rows.put_at(k[:, :, part], v[:, :, part], self.win_len)
+        else:
+            self._dense_rows.put(k, v, starts, sizes, self._dense)
+        if len(set(sizes)) == 1:
+            self.win_len += sizes[0]
+        else:
+            self.win_len.copy_(torch.tensor(after, dtype=torch.int32, device="cpu"))
+        self._dense = after
+        self._dense_rows.grown(after)
+
     @torch.no_grad()
-    def append(self, k: Tensor, v: Tensor) -> None:
-        """Adds S tokens to every sequence, and compresses what leaves a full window.
+    def append(self, k: Tensor, v: Tensor, lengths: Sequence[int] | None = None) -> None:
+        """Adds S tokens to every sequence, or the first ``lengths[b]`` of them to sequence b.
+
+        What leaves a full window is compressed. A sequence without new tokens does not change.
 
         Args:
             k, v: [B, H_kv, S, D] in the dtype of the cache, keys rotated.
+            lengths: tokens of each sequence that count, 0 ... S; None is S for all.
 
         Raises:
             As :meth:`prefill`, but the cache need not be empty. The cache is left as it was.
             ValueError: key_weight has become negative since it was set (checked on the CPU only).
         """
         self._check_new(f"{OP}.append", k, v)
-        size, full = k.shape[2], self.window + self.chunk
-        chunks = [max(0, -(-(dense + size - full) // self.chunk)) for dense in self._dense]
-        self._check_room("append", [n + size for n in self.lengths], [self.chunk * n for n in chunks])
-        if self.key_weight is not None and any(chunks):
-            check_weight(f"{OP}.append", "key_weight", self.key_weight)
+        counts = prompt_lengths(f"{OP}.append", lengths, self.batch, k.shape[2])
+        self._check_append("append", counts)
         k = self._stored(k)
-        start = 0
-        while start < size:
-            self.settle()
-            stop = min(size, start + self.window_size - max(self._dense, default=0))
-            if len(set(self._dense)) == 1:
-                first = self._dense[0]
-                self.k_win[:, :, first : first + stop - start] = k[:, :, start:stop]
-                self.v_win[:, :, first : first + stop - start] = v[:, :, start:stop]
-                self.win_len += stop - start
-            else:
-                self._write(k[:, :, start:stop], v[:, :, start:stop])
-            self._dense = [n + stop - start for n in self._dense]
-            start = stop
+        for starts, sizes in self._pieces(counts):
+            self._put(k, v, starts, sizes)
 
-    def _write(self, k: Tensor, v: Tensor) -> None:
-        """Writes stored keys and values behind the windows, at places that the device knows."""
-        places = (
-            self.win_len.long()[:, None, None, None] + torch.arange(k.shape[2], device=self.device)[:, None]
-        )
-        for target, x in ((self.k_win, k), (self.v_win, v)):
-            target.scatter_(2, places.expand(x.shape), x)
-        self.win_len += k.shape[2]
+    def decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lengths: Sequence[int] | None = None,
+        scale: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Appends tokens; each attends to everything before it and to itself, as if they came one at a time.
+
+        Where a chunk has to be compressed between two of them, the later ones see its compressed rows.
+
+        Args:
+            q: [B, H, S, D]; k, v: [B, H_kv, S, D]; in the dtype of the cache, rotated, not transformed.
+            lengths: tokens of each sequence that count, 0 ... S, which come first in its row; None is S for all.
+            scale: factor of the scores; None is D^-1/2.
+
+        Returns:
+            As :meth:`attend`. Rows at or behind ``lengths[b]`` have 0 and -inf.
+
+        Raises:
+            As :meth:`append` and :meth:`attend`. The cache is left as it was.
+        """
+        op = f"{OP}.decode"
+        self._check_new(op, k, v)
+        self._check_q(op, q, scale)
+        size = k.shape[2]
+        check_shape(op, "q", q, (self.batch, q.shape[1], size, q.shape[-1]), "[B, H, S of k, D]")
+        counts = prompt_lengths(op, lengths, self.batch, size)
+        self._check_append("decode", counts)
+        stored = self._stored(k.detach())
+        places = [[0] * size for _ in range(self.batch)]  # of each row among those of all pieces
+        outs: list[Tensor] = []
+        lses: list[Tensor] = []
+        first = 0
+        for starts, sizes in self._pieces(counts):
+            with torch.no_grad():
+                self._put(stored, v.detach(), starts, sizes)
+            if sizes == [size] * self.batch:
+                return self.attend(q, scale)
+            part = take_rows(q, [range(n, n + max(sizes)) for n in starts])
+            out, lse = self.attend(part, scale, sizes)
+            outs.append(out)
+            lses.append(lse)
+            for b, (start, count) in enumerate(zip(starts, sizes, strict=True)):
+                places[b][start : start + count] = range(first, first + count)
+            first += max(sizes)
+        if not outs:
+            return torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
+        out, lse = (take_rows(torch.cat(parts, dim=2), places) for parts in (outs, lses))
+        return hide_rows(out, lse, counts)
 
     @torch.no_grad()
     def write_token(self, k: Tensor, v: Tensor) -> None:
@@ -323,10 +454,11 @@ class CompressedKVCache:
         self._check_new(f"{OP}.write_token", k, v)
         wanted = (*k.shape[:2], 1, k.shape[3])
         check_shape(f"{OP}.write_token", "k", k, wanted, f"one token {list(wanted)}")
-        self._check_room("write_token", [n + 1 for n in self.lengths], [])
-        if max(self._dense, default=0) == self.window + self.chunk:
+        self._check_room("write_token", [n + 1 for n in self.lengths])
+        if any(n == self._limit(b) for b, n in enumerate(self._dense)):
             raise ValueError(f"{OP}.write_token: the window is full; settle() compresses its oldest chunk")
-        self._write(self._stored(k), v)
+        self._dense_rows.put_at(self._stored(k), v, self.win_len)
+        self.win_len += 1
 
     def advance(self) -> None:
         """Counts one token that :meth:`write_token` wrote, and compresses a full window.
@@ -336,53 +468,87 @@ class CompressedKVCache:
             RuntimeError: pages are lacking.
         """
         try:
-            self._check_room("advance", [n + 1 for n in self.lengths], [])
+            self._check_room("advance", [n + 1 for n in self.lengths])
         except ValueError:
             self._count(self._compressed, self._dense)  # the device counted it already
             raise
         self._dense = [n + 1 for n in self._dense]
+        self._dense_rows.grown(self._dense)
         self.settle()
 
-    @torch.no_grad()
     def settle(self) -> None:
         """Compresses the oldest chunk of every window that is full.
 
         Raises:
             RuntimeError: pages are lacking.
         """
-        full = [i for i, n in enumerate(self._dense) if n == self.window + self.chunk]
+        self._settle(range(self.batch))
+
+    @torch.no_grad()
+    def _settle(self, sequences: Sequence[int]) -> None:
+        full = [b for b in sequences if self._dense[b] == self._limit(b)]
         if not full:
             return
-        self._check_room("settle", [], [self.chunk] * len(full))
-        places = torch.tensor(full, device=self.device)
-        k, v = (x if len(full) == self.batch else x.index_select(0, places) for x in (self.k_win, self.v_win))
-        rows = self._compress(k[:, :, : self.chunk], v[:, :, : self.chunk], full)
-        self.storage.write(full, [self._compressed[i] for i in full], rows)
+        sizes = {b: self._limit(b) - self.window for b in full}  # less than a chunk after a truncation
+        self._check_pages("settle", {b: self._compressed[b] + size for b, size in sizes.items()})
         compressed, dense = list(self._compressed), list(self._dense)
-        for i in full:
-            compressed[i] += self.chunk
-            dense[i] -= self.chunk
-        for target, x in ((self.k_win, k), (self.v_win, v)):
-            target[:, :, : self.window].index_copy_(0, places, x[:, :, self.chunk :].clone())
+        for size in sorted(set(sizes.values())):
+            some = [b for b in full if sizes[b] == size]
+            k, v = self._dense_rows.oldest(some, size)
+            rows = self._compress(k, v, some)
+            self.storage.write(some, [self._compressed[b] for b in some], rows)
+            self._dense_rows.drop(some, size)
+            for b in some:
+                compressed[b] += size
+                dense[b] -= size
         self._count(compressed, dense)
 
-    def attend(self, q: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
-        """:func:`htree_ops.kv_decode_attention` of q over everything that the cache holds.
+    def _check_q(self, op: str, q: Tensor, scale: float | None) -> None:
+        place = (self.batch, self.num_kv_heads, self.formats[0].head_dim)
+        check_query(op, q, scale, place, self.dtype, self.device)
+
+    def attend(
+        self, q: Tensor, scale: float | None = None, lengths: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """:func:`htree_ops.kv_decode_attention` of q over what the cache holds now.
 
         Args:
-            q: [B, H, D] or [B, H, 1, D] in the dtype of the cache, rotated, not transformed.
+            q: [B, H, D] or [B, H, n, D] in the dtype of the cache, rotated, not transformed. Several queries are those
+                of the last n tokens, which must all be dense still: query i sees the tokens up to its own.
             scale: factor of the scores; None is D^-1/2.
+            lengths: how many of the n queries of each sequence count, 0 ... n, which come first in its row and are
+                those of its last tokens; None is n for all.
 
         Returns:
-            out, of the shape and dtype of q, and lse float32 [B, H] or [B, H, 1]. No gradient: where q requires
-            one, a backward through them raises RuntimeError.
+            out, of the shape and dtype of q, and lse float32 [B, H] or [B, H, n]. Rows at or behind ``lengths[b]``, and
+            rows that a shorter sequence lacks, have 0 and -inf. No gradient: where q requires one, a backward through
+            them raises RuntimeError.
 
         Raises:
             ShapeMismatchError, UnsupportedDtypeError, DeviceError: a q that does not fit.
-            TypeError, ValueError: scale is no finite number.
+            TypeError, ValueError: scale is no finite number, lengths that do not fit, or several queries of which the
+                first is that of a compressed token; :meth:`decode` attends while they are appended.
         """
-        place = (self.batch, self.num_kv_heads, self.formats[0].head_dim)
-        check_query(f"{OP}.attend", q, scale, place, self.dtype, self.device)
+        op = f"{OP}.attend"
+        self._check_q(op, q, scale)
+        if q.dim() == 3:
+            return self._attend(q, scale)
+        size = q.shape[2]
+        counts = prompt_lengths(op, lengths, self.batch, size)
+        for b, (count, dense) in enumerate(zip(counts, self._dense, strict=True)):
+            if count > max(1, dense) and self._compressed[b]:
+                raise ValueError(
+                    f"{op}: the queries must be those of dense tokens, got {count} queries for the {dense} dense "
+                    f"tokens of sequence {b}; decode() attends while it appends"
+                )
+        if counts == [size] * self.batch:
+            return self._attend(q, scale)
+        last = take_rows(q, [[max(0, i - size + n) for i in range(size)] for n in counts])
+        out, lse = self._attend(last, scale)
+        places = [[min(size - 1, i + size - n) for i in range(size)] for n in counts]
+        return hide_rows(take_rows(out, places), take_rows(lse, places), counts)
+
+    def _attend(self, q: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
         keys, values = self.formats
         k, v = self.storage.parts
         return torch.ops.htree.kv_decode_attention(
@@ -419,7 +585,7 @@ class CompressedKVCache:
         row = sum(f.num_bytes() for f in self.formats)
         dense_row = sum(f.head_dim for f in self.formats) * self.dtype.itemsize
         tensors = [x for part in self.storage.parts for x in part]
-        tensors += [self.k_win, self.v_win, self.comp_len, self.win_len]
+        tensors += [*self._dense_rows.tensors(), self.comp_len, self.win_len]
         tensors += [] if self.storage.block_table is None else [self.storage.block_table]
         return CacheBytes(
             tokens=sum(self.lengths),
@@ -429,7 +595,92 @@ class CompressedKVCache:
             allocated=sum(x.numel() * x.element_size() for x in tensors),
         )
 
-    # ---- states and beams
+    # ---- states, beams and what is taken back
+
+    @torch.no_grad()
+    def truncate(self, lengths: int | Tensor | Sequence[int]) -> None:
+        """Takes tokens back: sequence b keeps its first ``lengths[b]`` tokens, or all of them where that is -1.
+
+        Any length up to that of the sequence is possible. Up to ``rollback`` tokens behind the longest length that
+        a sequence had leave no trace: once settled, the cache holds the bytes that it would hold if they had never
+        come. Where more are taken back, the rows that are kept stay as they are, so tokens may be compressed that
+        would else still be dense: all of them, if the new length lies among the compressed tokens. New tokens then
+        go to the window as always, and compressed tokens end at a multiple of the chunk from the next chunk on.
+
+        Raises:
+            TypeError: lengths are not ints. ValueError: another number of them, or one outside -1 ... the length.
+        """
+        op = f"{OP}.truncate"
+        numbers = [lengths] * self.batch if isinstance(lengths, int) else lengths
+        wanted = integers(op, "lengths", numbers)
+        if len(wanted) != self.batch or not all(
+            -1 <= n <= held for n, held in zip(wanted, self.lengths, strict=True)
+        ):
+            raise ValueError(
+                f"{op}: lengths must be {self.batch} numbers between -1 and {self.lengths}, got {wanted}"
+            )
+        compressed, dense = list(self._compressed), list(self._dense)
+        for b, length in enumerate(wanted):
+            if length in (-1, self.lengths[b]):
+                continue
+            start = self._compressed[b]
+            if self._dense_rows.whole[b] and start - self.chunk < length < start + self.window:
+                self._dense_rows.restore(b, max(0, length - start))
+                start -= self.chunk
+            elif length < start:
+                self._dense_rows.whole[b] = False
+            compressed[b], dense[b] = min(start, length), max(0, length - start)
+            self.storage.truncate(b, compressed[b])
+        self._count(compressed, dense)
+
+    def to(
+        self,
+        *to: torch.device | torch.dtype | str,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> CompressedKVCache:
+        """This cache where it is already as asked for, else a copy on that device, or in that dtype.
+
+        As :meth:`torch.Tensor.to`: ``cache.to("cuda")``, ``cache.to(torch.bfloat16)``, ``cache.to("cpu", torch.half)``.
+        Dense tokens and rows of 16 bits are rounded to the dtype; rows of 8 and 4 bits do not change.
+
+        Raises:
+            TypeError: an argument of another kind. UnsupportedDtypeError: a dtype that the cache cannot have.
+        """
+        for x in to:
+            if isinstance(x, torch.dtype):
+                dtype = x
+            elif isinstance(x, (torch.device, str)):
+                device = x
+            else:
+                raise TypeError(f"{OP}.to: takes a device and a dtype, got {type(x).__name__}")
+        place = self.device if device is None else torch.empty(0, device=device).device
+        dtype = self.dtype if dtype is None else dtype
+        if (place, dtype) == (self.device, self.dtype):
+            return self
+        other = self._like(self.batch, num_pages=self.num_pages, dtype=dtype, device=place)
+        source = copy.copy(self.storage)
+        source.parts = [
+            f.cast(part, self.dtype, dtype) for f, part in zip(self.formats, source.parts, strict=True)
+        ]
+        other.storage.copy_from(source)  # type: ignore[arg-type]
+        other._dense_rows.copy_from(self._dense_rows, range(self.batch))
+        weight = self.key_weight
+        other._key_weight = None if weight is None else weight.to(place, copy=True)
+        other._count(list(self._compressed), list(self._dense))
+        return other
+
+    def _like(self, batch: int, **changes: Any) -> CompressedKVCache:
+        """An empty cache like this one of another batch."""
+        options = self.config() | {
+            "capacity": self.capacity,
+            "page_size": self.page_size,
+            "split_size": self.split_size,
+            "rollback": self.rollback,
+            "dtype": self.dtype,
+            "device": self.device,
+        }
+        return CompressedKVCache(batch, **(options | changes))
 
     def config(self) -> dict[str, Any]:
         """What decides the bytes of a token; :meth:`load_state_dict` compares it."""
@@ -444,59 +695,86 @@ class CompressedKVCache:
             "dtype": str(self.dtype),
         }
 
+    def __repr__(self) -> str:
+        names = (
+            "window",
+            "chunk",
+            "hadamard_group",
+            "capacity",
+            "page_size",
+            "num_pages",
+            "split_size",
+            "rollback",
+        )
+        sizes = {"batch": self.batch} | self.config() | {name: getattr(self, name) for name in names}
+        listed = ", ".join(f"{name}={value}" for name, value in sizes.items() if value is not None)
+        return f"{OP}({listed}, device='{self.device}', lengths={self.lengths})"
+
     @torch.no_grad()
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Tensor]:
         """The tokens and what is needed to read them; the same with and without pages.
 
-        Keys: config; compressed and dense, lists of B lengths; k_bitmap ... v_scales [B, H_kv, S, ...] with S the
-        longest compressed part, and k_win, v_win [B, H_kv, W, ...], zeros behind each sequence; key_weight or None.
+        A flat dict of contiguous tensors that share no memory, as safetensors wants it: options, int64; compressed and
+        dense, int64 [B], the lengths; k_bitmap ... v_scales [B, H_kv, S, ...] with S the longest compressed part, and
+        k_win, v_win [B, H_kv, W, ...], zeros behind each sequence; key_weight, [0, H_kv, D] where there is none. The
+        dense rows of the last chunk, with which :meth:`truncate` leaves no trace, are not in it.
         """
-        state: dict[str, Any] = {
-            "config": self.config(),
-            "compressed": list(self._compressed),
-            "dense": list(self._dense),
-            "key_weight": None if self.key_weight is None else self.key_weight.clone(),
+        state: dict[str, Tensor] = {
+            "options": options_as_tensor(self.config()),
+            "compressed": torch.tensor(self._compressed, dtype=torch.int64, device="cpu"),
+            "dense": torch.tensor(self._dense, dtype=torch.int64, device="cpu"),
         }
         most = max(self._compressed, default=0)
         for f, prefix in zip(self.formats, "kv", strict=True):
             rows = f.allocate(self.batch, self.num_kv_heads, most, self.device)
             state |= {f"{prefix}_{name}": x for name, x in rows._asdict().items()}
         for name, window in (("k_win", self.k_win), ("v_win", self.v_win)):
-            state[name] = torch.zeros_like(window[:, :, : max(self._dense, default=0)])
+            shape = (*window.shape[:2], max(self._dense, default=0), window.shape[3])
+            state[name] = window.new_zeros(shape)
             for i, length in enumerate(self._dense):
                 state[name][i, :, :length] = window[i, :, :length]
         for i, length in enumerate(self._compressed):
             for part, prefix in zip(self.storage.read(i, length), "kv", strict=True):
                 for name, x in part._asdict().items():
                     state[f"{prefix}_{name}"][i, :, : x.shape[1]] = x
+        weight = self.key_weight
+        state["key_weight"] = (
+            self.k_win.new_empty(0, self.num_kv_heads, self.formats[0].head_dim)
+            if weight is None
+            else weight.clone(memory_format=torch.contiguous_format)
+        )
         return state
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replaces what the cache holds by :meth:`state_dict` of a cache with the same :meth:`config` and batch.
 
-        Everything is copied. The bytes of the rows are taken as they are.
+        Everything is copied. The bytes of the rows are taken as they are. States of earlier versions, whose config was
+        a dict, are read too.
 
         Raises:
             TypeError: the state is not a dict, or key_weight is not a floating tensor.
             ValueError: an entry is missing or does not fit: another configuration or batch, more tokens than the
-                capacity, lengths that no cache has, a tensor of another shape or dtype. The cache is left as it was.
-            RuntimeError: pages are lacking; the cache is empty then.
+                capacity, lengths that no cache has, a tensor of another shape or dtype.
+            RuntimeError: pages are lacking. The cache is left as it was.
         """
         op = f"{OP}.load_state_dict"
-        check_state(op, state, self.config(), self.formats, self.batch, self.capacity, self.dtype)
+        state = with_tensors(op, state)
+        rows = self._compressed_tokens(self.capacity)
+        check_state(op, state, self.config(), self.formats, self.batch, (self.capacity, rows), self.dtype)
+        compressed, dense = (state[name].tolist() for name in ("compressed", "dense"))
+        self._refuse_missing("load_state_dict", self.storage.pages_beyond_pool(compressed))
         weight = state["key_weight"]
-        self.key_weight = weight.to(self.device, copy=True) if isinstance(weight, Tensor) else weight
-        compressed, dense = list(state["compressed"]), list(state["dense"])
+        self.key_weight = weight.to(self.device, copy=True) if weight.shape[0] or not self.batch else None
         self.reset()
-        self._check_room("load_state_dict", [], compressed)
         parts = [
             CompressedKV(*(state[f"{prefix}_{name}"].to(self.device) for name in CompressedKV._fields))
             for prefix in "kv"
         ]
         for i, length in enumerate(compressed):
-            rows = [CompressedKV(*(x[i : i + 1, :, :length] for x in part)) for part in parts]
-            self.storage.write([i], [0], rows)
+            self.storage.write(
+                [i], [0], [CompressedKV(*(x[i : i + 1, :, :length] for x in part)) for part in parts]
+            )
         for target, name in ((self.k_win, "k_win"), (self.v_win, "v_win")):
             most = max(dense, default=0)
             target[:, :, :most] = state[name][:, :, :most].to(self.device)
@@ -523,8 +801,7 @@ class CompressedKVCache:
             raise ValueError(f"{OP}.reorder: index must have {self.batch} entries, got {len(numbers)}")
         self.storage.reorder(numbers, max(self._compressed, default=0))
         places = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        for window in (self.k_win, self.v_win):
-            window.copy_(window.index_select(0, places))
+        self._dense_rows.reorder(numbers, places)
         if self.key_weight is not None:
             self.key_weight = self.key_weight.index_select(0, places)
         self._count([self._compressed[i] for i in numbers], [self._dense[i] for i in numbers])
@@ -533,23 +810,20 @@ class CompressedKVCache:
     def select(self, index: Tensor | Sequence[int]) -> CompressedKVCache:
         """A new cache whose sequence i is a copy of sequence index[i]; any number of them, repeats allowed."""
         numbers = self._indices("select", index)
-        config = self.config() | {"dtype": self.dtype}
-        chosen = CompressedKVCache(
-            len(numbers), **config, capacity=self.capacity, page_size=self.page_size, split_size=self.split_size,
-            device=self.device,
-        )  # fmt: skip
+        chosen = self._like(len(numbers))
+        places = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         state = self.state_dict()
         for name, value in state.items():
-            if isinstance(value, list):
-                state[name] = [value[i] for i in numbers]
-            elif isinstance(value, Tensor):
-                state[name] = value[torch.tensor(numbers, dtype=torch.int64, device=self.device)]
+            if name != "options" and (name != "key_weight" or self.key_weight is not None):
+                state[name] = value[places.to(value.device)]
         chosen.load_state_dict(state)
+        chosen._dense_rows.copy_from(self._dense_rows, numbers)
         return chosen
 
     def reset(self) -> None:
         """Forgets every token; the memory stays, and pages are free again."""
         self.storage.clear()
+        self._dense_rows.clear()
         self._count([0] * self.batch, [0] * self.batch)
 
 

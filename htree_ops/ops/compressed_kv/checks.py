@@ -86,7 +86,7 @@ def check_query(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Checks q [B, H, D] or [B, H, 1, D] and the scale for a cache of ``sizes`` B, H_kv and D.
+    """Checks q [B, H, D] or [B, H, n, D] and the scale for a cache of ``sizes`` B, H_kv and D.
 
     Raises:
         ShapeMismatchError, UnsupportedDtypeError, DeviceError, TypeError: naming q.
@@ -97,8 +97,8 @@ def check_query(
     check_dtype(op, (dtype,), q=q)
     check_place(op, "q", q, device)
     heads = q.shape[1] if q.dim() > 1 else 0
-    wanted = (batch, heads, width) if q.dim() == 3 else (batch, heads, 1, width)
-    check_shape(op, "q", q, wanted, f"[{batch}, H, {width}] or [{batch}, H, 1, {width}]")
+    wanted = (batch, heads, *(q.shape[2:3] if q.dim() == 4 else ()), width)
+    check_shape(op, "q", q, wanted, f"[{batch}, H, {width}] or [{batch}, H, n, {width}]")
     if heads % kv_heads:
         refuse(
             ShapeMismatchError,

@@ -12,52 +12,97 @@ from htree_ops.errors import ShapeMismatchError, refuse
 from htree_ops.ops.compressed_kv.format import WORD, CompressedKV, row_bytes
 from htree_ops.ops.compressed_kv.storage import RowFormat
 
-__all__ = ["check_state"]
+__all__ = ["check_state", "options_as_tensor", "with_tensors"]
 
 _DTYPES = (torch.int64, torch.uint8, torch.float16)
 
 
-def _check_keys(op: str, state: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+#: The options of a state in their order; those of :func:`htree_ops.CompressedKVCache.config` but the dtype.
+_OPTIONS = ("num_kv_heads", "head_dim", "keep", "bits", "window", "chunk", "hadamard_group")
+_PAIRS = ("keep", "bits")
+
+
+def options_as_tensor(config: Mapping[str, Any]) -> Tensor:
+    """The options that the bytes of a token depend on, int64; those of keys and values one after the other."""
+    numbers = [n for name in _OPTIONS for n in (config[name] if name in _PAIRS else (config[name],))]
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
+def _options_of(op: str, options: Any) -> dict[str, Any]:
+    """The reverse of :func:`options_as_tensor`."""
+    count = len(_OPTIONS) + len(_PAIRS)
+    if not isinstance(options, Tensor) or options.dtype != torch.int64 or options.shape != (count,):
+        raise ValueError(
+            f"{op}: options of the state must be {count} numbers of torch.int64, got {options!r}"
+        )
+    numbers = iter(options.tolist())
+    return {name: (next(numbers), next(numbers)) if name in _PAIRS else next(numbers) for name in _OPTIONS}
+
+
+def with_tensors(op: str, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state of an earlier version, with a config, lists of lengths and a key_weight of None, as one of this version.
+
+    Raises:
+        TypeError: the state is not a dict. ValueError: config or lengths of such a state are no numbers.
+    """
     if not isinstance(state, Mapping):
         raise TypeError(f"{op}: state must be a dict, got {type(state).__name__}")
+    if "config" not in state:
+        return state
+    try:
+        new = dict(state) | {"options": options_as_tensor(state["config"])}
+        for name in ("compressed", "dense"):
+            new[name] = torch.tensor(state[name], dtype=torch.int64, device="cpu")
+        if state["key_weight"] is None:
+            window = state["k_win"]
+            new["key_weight"] = window.new_empty(0, window.shape[1], window.shape[3])
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{op}: the state of an earlier version is damaged: {error!r}") from error
+    return new
+
+
+def _check_keys(op: str, state: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     rows = (f"{prefix}_{name}" for prefix in "kv" for name in CompressedKV._fields)
-    for name in ("config", "compressed", "dense", *rows, "k_win", "v_win", "key_weight"):
+    for name in ("options", "compressed", "dense", *rows, "k_win", "v_win", "key_weight"):
         if name not in state:
             raise ValueError(f"{op}: state must have {name}, got {', '.join(map(str, state))}")
-    if not isinstance(state["config"], Mapping):
-        raise ValueError(f"{op}: config of the state must be a dict, got {type(state['config']).__name__}")
-    for name, value in config.items():
-        stored = state["config"].get(name)
-        if stored != value:
-            raise ValueError(f"{op}: {name} of the state must be that of the cache, {value}, got {stored}")
+    for name, stored in _options_of(op, state["options"]).items():
+        if stored != config[name]:
+            raise ValueError(
+                f"{op}: {name} of the state must be that of the cache, {config[name]}, got {stored}"
+            )
 
 
 def _check_lengths(
-    op: str, state: Mapping[str, Any], config: Mapping[str, Any], batch: int, capacity: int
+    op: str, state: Mapping[str, Any], config: Mapping[str, Any], batch: int, room: tuple[int, int]
 ) -> None:
     for name in ("compressed", "dense"):
         numbers = state[name]
-        if not isinstance(numbers, Sequence) or any(type(n) is not int or n < 0 for n in numbers):
-            raise ValueError(f"{op}: {name} of the state must be a list of ints >= 0, got {numbers!r}")
+        if not isinstance(numbers, Tensor) or numbers.dtype != torch.int64 or numbers.dim() != 1:
+            raise ValueError(f"{op}: {name} of the state must be numbers of torch.int64, got {numbers!r}")
         if len(numbers) != batch:
             raise ValueError(
-                f"{op}: {name} of the state must have {batch} numbers, one per sequence of the cache, got {numbers}"
+                f"{op}: {name} of the state must have {batch} numbers, one per sequence of the cache, got "
+                f"{numbers.tolist()}"
             )
     window, chunk = config["window"], config["chunk"]
-    for compressed, dense in zip(state["compressed"], state["dense"], strict=True):
-        if compressed % chunk:
-            raise ValueError(f"{op}: compressed of the state must be multiples of {chunk}, got {compressed}")
-        least = window if compressed else 0
-        if not least <= dense <= window + chunk:
+    capacity, rows = room
+    for compressed, dense in zip(state["compressed"].tolist(), state["dense"].tolist(), strict=True):
+        if compressed + dense > capacity:
             raise ValueError(
-                f"{op}: dense of the state must lie between {least} and {window + chunk} beside {compressed} "
-                f"compressed tokens, got {dense}"
+                f"{op}: compressed + dense of the state must be at most the capacity of {capacity}, got "
+                f"{compressed + dense}"
             )
-    longest = max((c + d for c, d in zip(state["compressed"], state["dense"], strict=True)), default=0)
-    if longest > capacity:
-        raise ValueError(
-            f"{op}: compressed + dense of the state must be at most the capacity of {capacity}, got {longest}"
-        )
+        if not 0 <= compressed <= rows:
+            raise ValueError(
+                f"{op}: compressed of the state must lie between 0 and {rows} for this capacity, got {compressed}"
+            )
+        most = window + chunk - compressed % chunk
+        if not 0 <= dense <= most:
+            raise ValueError(
+                f"{op}: dense of the state must lie between 0 and {most} beside {compressed} compressed tokens, "
+                f"got {dense}"
+            )
 
 
 def _check_entry(
@@ -88,23 +133,23 @@ def check_state(
     config: Mapping[str, Any],
     formats: Sequence[RowFormat],
     batch: int,
-    capacity: int,
+    room: tuple[int, int],
     dtype: torch.dtype,
 ) -> None:
     """Checks everything but the bytes of the rows and the key weight, and copies nothing.
 
     Args:
         state: of :meth:`htree_ops.CompressedKVCache.state_dict`.
-        config, formats, batch, capacity, dtype: of the cache that is to take it.
+        config, formats, batch, dtype: of the cache that is to take it.
+        room: most tokens of a sequence, and most compressed ones.
 
     Raises:
-        TypeError: the state is not a dict.
         ValueError: an entry is missing or does not fit; the message names it.
     """
     _check_keys(op, state, config)
-    _check_lengths(op, state, config, batch, capacity)
+    _check_lengths(op, state, config, batch, room)
     heads = config["num_kv_heads"]
-    rows, tokens = (max(state[name], default=0) for name in ("compressed", "dense"))
+    rows, tokens = (max(state[name].tolist(), default=0) for name in ("compressed", "dense"))
     for prefix, f in zip("kv", formats, strict=True):
         shapes: tuple[tuple[int, ...], ...] = (
             (batch, heads, -1, f.head_dim // WORD),
@@ -122,4 +167,10 @@ def check_state(
             expected=k_width,
             actual=v_width,
             tensor_name="v_win",
+        )
+    weight = state["key_weight"]
+    if not isinstance(weight, Tensor) or weight.dim() != 3 or weight.shape[0] not in (0, batch):
+        raise ValueError(
+            f"{op}: key_weight of the state must be a tensor [0 or {batch}, H_kv, D], got "
+            f"{tuple(weight.shape) if isinstance(weight, Tensor) else weight!r}"
         )

@@ -7,7 +7,7 @@ cache knows (:mod:`htree_ops.ops.compressed_kv.cache`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +34,12 @@ class RowFormat:
         """Bytes of one row: bitmap, values and scale."""
         return self.head_dim // 8 + row_bytes(self.keep, self.bits) + (0 if self.bits == 16 else 2)
 
+    def cast(self, rows: CompressedKV, old: torch.dtype, new: torch.dtype) -> CompressedKV:
+        """Rows whose 16-bit values are of dtype ``old``, with such values of dtype ``new``; others as they are."""
+        if self.bits != 16 or old == new:
+            return rows
+        return rows._replace(values=rows.values.view(old).to(new).view(torch.uint8))
+
     def allocate(self, lead: int, heads: int, rows: int, device: torch.device) -> CompressedKV:
         """Zeros [lead, heads, rows, ...]."""
         return CompressedKV(
@@ -41,6 +47,12 @@ class RowFormat:
             torch.zeros(lead, heads, rows, row_bytes(self.keep, self.bits), dtype=torch.uint8, device=device),
             torch.zeros(lead, heads, 0 if self.bits == 16 else rows, dtype=torch.float16, device=device),
         )
+
+
+def _copy_parts(to: Sequence[CompressedKV], source: Sequence[CompressedKV]) -> None:
+    for mine, theirs in zip(to, source, strict=True):
+        for target, x in zip(mine, theirs, strict=True):
+            target.copy_(x)
 
 
 class ContiguousRows:
@@ -58,8 +70,12 @@ class ContiguousRows:
     ) -> None:
         self.parts = [f.allocate(batch, heads, capacity, device) for f in formats]
 
-    def missing_pages(self, tokens: Sequence[int]) -> int:
-        """How many pages are lacking for that many more tokens per sequence: none, since all rows exist."""
+    def missing_pages(self, growth: Iterable[tuple[int, int, int]]) -> int:
+        """How many pages are lacking for more rows: none, since all rows exist."""
+        return 0
+
+    def pages_beyond_pool(self, lengths: Sequence[int]) -> int:
+        """How many pages are lacking for sequences of these lengths and nothing else: none."""
         return 0
 
     def write(self, sequences: Sequence[int], starts: Sequence[int], rows: Sequence[CompressedKV]) -> None:
@@ -85,6 +101,13 @@ class ContiguousRows:
                 places = torch.tensor(index, dtype=torch.int64, device=x.device)
                 used.copy_(used.index_select(0, places))
 
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forgets the rows of a sequence behind its first ``length``."""
+
+    def copy_from(self, other: ContiguousRows) -> None:
+        """Takes the rows of other storage of the same sizes."""
+        _copy_parts(self.parts, other.parts)
+
     def clear(self) -> None:
         """Forgets every sequence."""
 
@@ -92,7 +115,8 @@ class ContiguousRows:
 class PagedRows:
     """Rows in pages of a pool [num_pages, H_kv, page, ...]; sequences may share pages after a reorder.
 
-    A page is written once, whole, and never changes, so that sharing needs no copies.
+    Rows of a page are written once and never change, so that sharing needs no copies. A page that a truncation has
+    opened again is copied before it is written to, if other sequences use it.
 
     Args:
         formats: of keys and values.
@@ -121,35 +145,70 @@ class PagedRows:
         self.block_table = torch.full((batch, columns), -1, dtype=torch.int32, device=device)
         self.pages: list[list[int]] = [[] for _ in range(batch)]
         self.users: Counter[int] = Counter()
+        self.num_pages = num_pages
         self.free = list(range(num_pages))[::-1]
 
-    def missing_pages(self, tokens: Sequence[int]) -> int:
-        """How many pages are lacking for that many more tokens per sequence."""
-        return max(0, sum(n // self.page for n in tokens) - len(self.free))
+    def missing_pages(self, growth: Iterable[tuple[int, int, int]]) -> int:
+        """How many pages are lacking for more rows; ``growth`` has sequences, their first new row and the end."""
+        users = Counter(self.users)
+        needed = 0
+        for sequence, start, stop in growth:
+            needed += -(-stop // self.page) - -(-start // self.page)
+            if start % self.page and start < stop:
+                page = self.pages[sequence][start // self.page]
+                needed += users[page] > 1
+                users[page] -= 1
+        return max(0, needed - len(self.free))
+
+    def pages_beyond_pool(self, lengths: Sequence[int]) -> int:
+        """How many pages are lacking for sequences of these lengths and nothing else."""
+        return max(0, sum(-(-n // self.page) for n in lengths) - self.num_pages)
+
+    def _open_pages(self, sequences: Sequence[int], starts: Sequence[int], size: int) -> None:
+        """Gives each sequence pages of its own for its rows start ... start + size - 1."""
+        changed: list[tuple[int, int, int]] = []  # sequence, column, page
+        copies: list[tuple[int, int]] = []
+        for sequence, start in zip(sequences, starts, strict=True):
+            pages, column = self.pages[sequence], start // self.page
+            if start % self.page and self.users[pages[column]] > 1:
+                copies.append((pages[column], self.free[-1]))
+                self.users[pages[column]] -= 1
+                pages.pop()
+            while len(pages) < -(-(start + size) // self.page):
+                changed.append((sequence, len(pages), self.free[-1]))
+                self.users[self.free[-1]] += 1
+                pages.append(self.free.pop())
+        if copies:
+            old, new = torch.tensor(copies, device=self.block_table.device).T
+            for x in (x for part in self.parts for x in part):
+                x[new] = x[old]
+        if changed:
+            lines, columns, places = torch.tensor(changed, device=self.block_table.device).T
+            self.block_table[lines, columns] = places.int()
 
     def write(self, sequences: Sequence[int], starts: Sequence[int], rows: Sequence[CompressedKV]) -> None:
-        """Stores rows [n, H_kv, S, ...] behind the pages of n sequences; starts and S are multiples of the page."""
-        count = rows[0].bitmap.shape[2] // self.page
-        if not count:
+        """Stores rows [n, H_kv, S, ...] of keys and values as tokens start ... start + S - 1 of n sequences."""
+        size, page = rows[0].bitmap.shape[2], self.page
+        if not size:
             return
-        new: list[int] = []
-        slots: list[int] = []
-        for sequence, start in zip(sequences, starts, strict=True):
-            first = start // self.page
-            self.pages[sequence][first:] = [self.free.pop() for _ in range(count)]
-            new += self.pages[sequence][first:]
-            slots += range(first, first + count)
-        self.users.update(new)
-        places, columns, lines = torch.tensor(
-            (new, slots, [sequence for sequence in sequences for _ in range(count)]),
-            device=self.block_table.device,
-        )
-        self.block_table[lines, columns] = places.int()
+        self._open_pages(sequences, starts, size)
+        whole = size % page == 0 and not any(start % page for start in starts)
+        step = page if whole else 1
+        at = [
+            (i, start + t) for i, start in zip(sequences, starts, strict=True) for t in range(0, size, step)
+        ]
+        places, slots = torch.tensor(
+            [(self.pages[i][t // page], t % page) for i, t in at], device=self.block_table.device
+        ).T
         for part, source in zip(self.parts, rows, strict=True):
             for target, x in zip(part, source, strict=True):
-                if x.shape[2]:  # no scales for 16 bits
-                    pages = x.unflatten(2, (count, self.page)).transpose(1, 2).flatten(0, 1)
+                if not x.shape[2]:  # no scales for 16 bits
+                    continue
+                if whole:
+                    pages = x.unflatten(2, (size // page, page)).transpose(1, 2).flatten(0, 1)
                     target.index_copy_(0, places, pages)
+                else:
+                    target[places, :, slots] = x.transpose(1, 2).flatten(0, 1)
 
     def read(self, sequence: int, length: int) -> list[CompressedKV]:
         """Rows [H_kv, length, ...] of the first ``length`` tokens, keys and values; a copy."""
@@ -168,13 +227,29 @@ class PagedRows:
         self.pages = kept
         self.block_table.copy_(table)
 
+    def _drop(self, sequence: int, count: int) -> None:
+        """Gives back the pages of a sequence behind its first ``count``."""
+        for page in self.pages[sequence][count:]:
+            self.users[page] -= 1
+            if not self.users[page]:
+                self.free.append(page)
+                del self.users[page]
+        del self.pages[sequence][count:]
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forgets the rows of a sequence behind its first ``length``; pages that nobody else uses are free again."""
+        self._drop(sequence, -(-length // self.page))
+        self.block_table[sequence, len(self.pages[sequence]) :] = -1
+
+    def copy_from(self, other: PagedRows) -> None:
+        """Takes the rows and pages of other storage of the same sizes."""
+        _copy_parts(self.parts, other.parts)
+        self.block_table.copy_(other.block_table)
+        self.pages = [list(pages) for pages in other.pages]
+        self.users, self.free = Counter(other.users), list(other.free)
+
     def clear(self) -> None:
         """Forgets every sequence; pages that no other sequence uses are free again."""
-        for pages in self.pages:
-            self.users.subtract(pages)
-            self.free += [page for page in pages if not self.users[page]]
-            for page in pages:
-                if not self.users[page]:
-                    del self.users[page]
-        self.pages = [[] for _ in self.pages]
+        for sequence in range(len(self.pages)):
+            self._drop(sequence, 0)
         self.block_table.fill_(-1)
