@@ -1,0 +1,230 @@
+"""A training step and a prefill of a Llama-shaped model, with the ways in which one would run it.
+
+Run: ``python benchmarks/models.py --csv PATH`` on a GPU with 120 GB; needs transformers. Eight layers of 4096 channels,
+bf16, one sequence of random tokens. A training step is forward, backward and AdamW without the language model's head:
+the loss is the mean square of the last hidden states. From 64k tokens on, every way checkpoints the activations of each
+layer, because the step would not fit otherwise. The ways run one after the other. Up to max_top_nodes tokens tree
+attention computes what dense attention computes; beyond, the column ``same_function`` says that it does not.
+Figures are reported, never asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaModel
+
+from htree_ops.bench import timing
+from htree_ops.bench.plain_rows import print_rows
+from htree_ops.bench.progress import progress
+from htree_ops.bench.results import source_commit
+from htree_ops.integrations import patch_model_
+
+LENGTHS = (8_192, 32_768, 131_072)
+CHECKPOINT_FROM = 65_536
+
+
+@dataclass(frozen=True)
+class Size:
+    """Sizes of the model, by the names of its config."""
+
+    num_hidden_layers: int = 8
+    hidden_size: int = 4096
+    intermediate_size: int = 14_336
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 8
+    vocab_size: int = 32_768
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model is run: with options of tree attention and fused parts, or with SDPA; compiled; patched by Liger."""
+
+    name: str
+    htree: dict[str, Any] | None = field(default=None)
+    compiled: bool = False
+    liger: bool = False
+
+
+WAYS = (
+    Way("eager + SDPA"),
+    Way("torch.compile + SDPA", compiled=True),
+    Way("Liger + SDPA", liger=True),
+    Way("ours, stride 1", htree={"selection_stride": 1}),
+    Way("ours, stride 4, span 2", htree={"selection_stride": 4, "selection_span": 2}),
+    Way("ours, stride 16", htree={"selection_stride": 16}),
+    Way("ours, stride 16, torch.compile", htree={"selection_stride": 16}, compiled=True),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRow:
+    """One way at one length. ``peak_bytes`` is what the allocator held at most, the model included; None on the CPU."""
+
+    gpu: str
+    torch: str
+    transformers: str
+    commit: str
+    phase: str
+    tokens: int
+    layers: int
+    hidden: int
+    dtype: str
+    checkpointed: bool
+    way: str
+    same_function: bool
+    median_ms: float
+    p20_ms: float
+    p80_ms: float
+    sustained_ms: float
+    tokens_per_s: float
+    peak_bytes: int | None
+
+
+def make_model(way: Way, size: Size, tokens: int, device: str, dtype: torch.dtype) -> LlamaModel:
+    """The same weights for every way."""
+    config = LlamaConfig(**asdict(size), max_position_embeddings=tokens, use_cache=False)
+    if way.htree is not None:
+        config.htree = way.htree
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = LlamaModel._from_config(config, attn_implementation="sdpa", dtype=dtype)
+    if way.htree is not None:
+        patch_model_(model)
+    if way.liger:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+    return model
+
+
+def make_call(
+    way: Way, phase: str, size: Size, tokens: int, device: str, dtype: torch.dtype
+) -> Callable[[], Tensor]:
+    """A training step, which returns the loss before it, or a prefill, which returns the last hidden state."""
+    model = make_model(way, size, tokens, device, dtype)
+    ids = torch.randint(size.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(1)).to(device)
+    run: nn.Module | Callable[..., Any] = torch.compile(model, dynamic=False) if way.compiled else model
+    if phase == "prefill":
+        model.eval()
+
+        def prefill() -> Tensor:
+            with torch.no_grad():
+                return run(ids).last_hidden_state[:, -1]
+
+        return prefill
+    model.train()
+    if tokens >= CHECKPOINT_FROM:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device != "cpu")
+
+    def step() -> Tensor:
+        loss = run(ids).last_hidden_state.float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def most_exact_tokens(way: Way) -> float:
+    """Up to so many tokens the way computes dense attention."""
+    if way.htree is None:
+        return float("inf")
+    rate, top_k = way.htree.get("compression_rate", 16), way.htree.get("top_k", 512)
+    return way.htree.get("max_top_nodes", min(8192, rate * top_k))
+
+
+def measure(
+    way: Way, phase: str, size: Size, tokens: int, device: str, dtype: torch.dtype, effort: timing.Effort
+) -> ModelRow:
+    """Builds, times and drops the model of one row."""
+    on_gpu = device != "cpu"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    call = make_call(way, phase, size, tokens, device, dtype)
+    clock = timing.clock_for(device)
+    times = timing.measure_undisturbed({way.name: [call]}, clock, effort)[way.name]
+    sustained = timing.sustained([call], clock, times.median_us, effort).median_us
+    peak = torch.cuda.max_memory_allocated() if on_gpu else None
+    del call
+    torch._dynamo.reset()
+    gc.collect()
+    if on_gpu:
+        torch.cuda.empty_cache()
+    return ModelRow(
+        gpu=torch.cuda.get_device_name() if on_gpu else "none",
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        commit=source_commit(),
+        phase=phase,
+        tokens=tokens,
+        layers=size.num_hidden_layers,
+        hidden=size.hidden_size,
+        dtype=str(dtype).removeprefix("torch."),
+        checkpointed=phase == "train" and tokens >= CHECKPOINT_FROM,
+        way=way.name,
+        same_function=tokens <= most_exact_tokens(way),
+        median_ms=times.median_us / 1e3,
+        p20_ms=times.p20_us / 1e3,
+        p80_ms=times.p80_us / 1e3,
+        sustained_ms=sustained / 1e3,
+        tokens_per_s=tokens / (times.median_us / 1e6),
+        peak_bytes=peak,
+    )
+
+
+def available(ways: Sequence[Way]) -> Iterator[Way]:
+    """Those that can run here; says which cannot."""
+    for way in ways:
+        if way.liger and importlib.util.find_spec("liger_kernel") is None:
+            print(f"{way.name}: skipped, liger_kernel is not installed", file=sys.stderr)
+        else:
+            yield way
+
+
+def main(argv: Sequence[str] | None = None, size: Size | None = None, ways: Sequence[Way] = WAYS) -> int:
+    """Prints the table and writes it where ``--csv`` says."""
+    parser = argparse.ArgumentParser(description="a training step and a prefill of a Llama-shaped model")
+    parser.add_argument("--csv", type=Path, help="write the rows to this file")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=LENGTHS, help="lengths (default 8k, 32k, 128k)"
+    )
+    parser.add_argument("--phase", choices=("train", "prefill"), nargs="+", default=("prefill", "train"))
+    parser.add_argument("--rounds", type=int, default=5, help="turns of a row (default 5)")
+    parser.add_argument("--device", default="cuda", help="cuda or cpu (default cuda)")
+    arguments = parser.parse_args(argv)
+    dtype = torch.float32 if arguments.device == "cpu" else torch.bfloat16
+    effort = timing.Effort(rounds=arguments.rounds)
+    work = [
+        (way, phase, size or Size(), tokens, arguments.device, dtype)
+        for tokens in arguments.tokens
+        for phase in arguments.phase
+        for way in available(ways)
+    ]
+    work.sort(
+        key=lambda item: item[0].liger
+    )  # last, because Liger changes the classes of transformers for good
+    rows = []
+    for item in progress(work, lambda item: f"{item[3]} tokens, {item[1]}, {item[0].name}"):
+        try:
+            rows.append(measure(*item, effort))
+        except torch.cuda.OutOfMemoryError:
+            print(f"{item[3]} tokens, {item[1]}, {item[0].name}: out of memory", file=sys.stderr)
+    print_rows(rows, arguments.csv)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
