@@ -2,8 +2,9 @@
 
 Run: ``python examples/train_lm.py`` (``--help`` lists the flags). On two CPU cores it takes about five minutes:
 it trains both models on the same batches of the standard library's sources, then prints their losses and step
-times side by side, the time of attention alone for growing contexts and a generated sample, and leaves
-checkpoint, curves and history under ``runs/train_lm``. On a GPU it takes a longer context and a larger model.
+times side by side, the copies that a small model finds with each selection, the time of attention alone for growing
+contexts and a generated sample, and leaves checkpoint, curves and history under ``runs/train_lm``. On a GPU it takes a
+longer context and a larger model.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 
 try:
-    from lm import report, settings, text, training
+    from lm import copies, report, settings, text, training
 
     from htree_ops.testing.devices import cuda_missing
 except ImportError as error:
@@ -77,6 +78,7 @@ def prepare(arguments: argparse.Namespace) -> training.Run:
     if arguments.sample_bytes < 0:
         raise settings.UserError(f"--sample-bytes must not be negative, got {arguments.sample_bytes}")
     settings.check_size("--sample-bytes", arguments.sample_bytes, 0)
+    settings.check_size("--copy-steps", arguments.copy_steps, 0)
     try:
         arguments.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -106,21 +108,30 @@ def introduce(run: training.Run, unigram_bits: float) -> None:
         print(f"continuing after step {run.steps_done} of {chosen.steps}")
 
 
-def finish(run: training.Run, lengths: Sequence[int], num_sample_bytes: int, unigram_bits: float) -> None:
-    """Comparison, times, sample and files."""
+def finish(
+    run: training.Run, lengths: Sequence[int], arguments: argparse.Namespace, unigram_bits: float
+) -> None:
+    """Comparison, copies, times, sample and files."""
     for learner in run.learners:
         if not learner.validation or learner.validation[-1][0] != run.steps_done:
             learner.validate(run.windows)
     print("\n" + report.comparison(run.learners, unigram_bits))
+    found: dict[str, float] = {}
+    if arguments.copy_steps:
+        source = run.text
+        found, table = copies.copies_table(
+            source.train, source.validation, arguments.copy_steps, run.settings.seed
+        )
+        print("\n" + table)
     times = report.attention_times(run.settings, lengths, run.settings.dense)
     if times:
         print("\n" + report.times_table(times, run.settings))
-    if num_sample_bytes:
-        prompt, sample = report.generate(run.tree.model, run.text, run.settings, num_sample_bytes)
+    if arguments.sample_bytes:
+        prompt, sample = report.generate(run.tree.model, run.text, run.settings, arguments.sample_bytes)
         print(f"\nsample of the tree model after {len(prompt)} characters of unseen text, which end in")
         print(f"{prompt[-60:]!r}\n--- it writes ---\n{sample}\n---")
         (run.folder / "sample.txt").write_text(prompt + sample)
-    report.write_history(run.folder / "history.json", run, unigram_bits, times)
+    report.write_history(run.folder / "history.json", run, unigram_bits, times, found)
     report.draw_curves(run.folder / "curves.png", run, unigram_bits, times)
 
 
@@ -151,7 +162,7 @@ def train_and_report(words: list[str]) -> int:
         finished = run.train()
         run.save()
         if finished:
-            finish(run, lengths, arguments.sample_bytes, unigram_bits)
+            finish(run, lengths, arguments, unigram_bits)
     except KeyboardInterrupt:
         print(f"\nstopped at once; from the last checkpoint it goes on with\n  {again}")
         return INTERRUPTED

@@ -21,6 +21,7 @@ __all__ = [
     "dense_attention",
     "layer_sizes",
     "rotate",
+    "span_means_of_last_query",
 ]
 
 VOCABULARY = 256
@@ -85,6 +86,7 @@ class Block(nn.Module):
             max_top_nodes=settings.max_top_nodes,
             top_k=settings.top_k,
             selection_stride=settings.selection_stride,
+            selection_span=settings.selection_span or None,
         )
         self.mlp_norm = nn.RMSNorm(settings.dim, eps=1e-6)
         self.up = nn.Linear(settings.dim, 4 * settings.dim, bias=False)
@@ -133,8 +135,8 @@ def layer_sizes(context: int, settings: Settings) -> list[int]:
     return sizes
 
 
-def candidates_per_query(context: int, settings: Settings) -> Tensor:
-    """Nodes that each query scores, all layers together, int64 [context] (docs/semantics/tree_attention.md §1.3).
+def candidates_by_layer(context: int, settings: Settings) -> list[Tensor]:
+    """Nodes that each query scores, int64 [context] per layer, tokens first (docs/semantics/tree_attention.md §1.3).
 
     Dense attention scores t + 1 at position t. A layer gives (m - 1) * r + (t // r^l) % r + 1 candidates from m
     parents; min(k, that many) of them are the parents of the layer below.
@@ -142,9 +144,23 @@ def candidates_per_query(context: int, settings: Settings) -> Tensor:
     rate, top = settings.compression_rate, len(layer_sizes(context, settings)) - 1
     position = torch.arange(context)
     parents = position // rate ** (top + 1) + 1
-    total = torch.zeros_like(position)
+    counts = []
     for layer in range(top, -1, -1):
-        count = (parents - 1) * rate + position // rate**layer % rate + 1
-        total += count
-        parents = count.clamp(max=settings.top_k)
-    return total
+        counts.append((parents - 1) * rate + position // rate**layer % rate + 1)
+        parents = counts[-1].clamp(max=settings.top_k)
+    return counts[::-1]
+
+
+def candidates_per_query(context: int, settings: Settings) -> Tensor:
+    """Nodes that each query scores, all layers together, int64 [context]."""
+    return torch.stack(candidates_by_layer(context, settings)).sum(0)
+
+
+def span_means_of_last_query(context: int, settings: Settings) -> int:
+    """Means of tokens that the last query scores to select (docs/semantics/tree_attention.md §1.15)."""
+    if not settings.selection_span:
+        return 0
+    above = list(enumerate(candidates_by_layer(context, settings)))[1:]
+    return sum(
+        (int(n[-1]) - 1) * settings.compression_rate**layer // settings.selection_span for layer, n in above
+    )

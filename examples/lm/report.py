@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,13 @@ from tqdm import tqdm
 
 from htree_ops import tree_attention
 
-from .model import ByteLM, candidates_per_query, dense_attention, layer_sizes
+from .model import (
+    ByteLM,
+    candidates_per_query,
+    dense_attention,
+    layer_sizes,
+    span_means_of_last_query,
+)
 from .settings import Settings
 from .text import Text
 from .training import Learner, Run, precision, wait_for
@@ -45,6 +51,11 @@ def tree_words(settings: Settings) -> str:
         f"the last query scores {int(counts[-1])} candidates, dense attention {settings.context}; "
         f"on average {counts.double().mean():.0f} and {dense_mean:.0f}"
     )
+    means = span_means_of_last_query(settings.context, settings)
+    if means:
+        words += (
+            f"\n(to select, the last query also scores {means} means of {settings.selection_span} tokens)"
+        )
     if len(sizes) == 1:
         words += f"\n(one layer: --context {settings.context} is not above M = {settings.max_top_nodes}, "
         words += "so nothing is selected and this is dense attention)"
@@ -92,7 +103,7 @@ def attention_times(settings: Settings, lengths: Sequence[int], dense: bool = Tr
     options = {
         name: getattr(settings, name)
         for name in ("compression_rate", "top_k", "max_top_nodes", "selection_stride")
-    }
+    } | {"selection_span": settings.selection_span or None}
     kinds: dict[str, Callable[..., Any]] = {"tree": lambda q, k, v: tree_attention(q, k, v, **options)}
     if dense:
         kinds["dense"] = dense_attention
@@ -173,13 +184,16 @@ def generate(model: ByteLM, text: Text, settings: Settings, num_bytes: int) -> t
     return raw[:size].decode(errors="replace"), raw[size:].decode(errors="replace")
 
 
-def write_history(path: Path, run: Run, unigram_bits: float, times: Sequence[Times]) -> None:
-    """Settings, curves and times as JSON."""
+def write_history(
+    path: Path, run: Run, unigram_bits: float, times: Sequence[Times], copies: Mapping[str, float]
+) -> None:
+    """Settings, curves, times and shares of copies found as JSON."""
     content = {
         "settings": vars(run.settings),
         "unigram_bits_per_byte": unigram_bits,
         "models": {learner.name: learner.history() for learner in run.learners},
         "attention_seconds": list(times),
+        "copies_found": dict(copies),
     }
     path.write_text(json.dumps(content, indent=1) + "\n")
 

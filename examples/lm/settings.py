@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from htree_ops.ops.tree_attention import HTreeAttention
+from htree_ops.ops.tree_attention.options import RECOMMENDED
 
 __all__ = ["MOST", "Settings", "UserError", "check_size", "is_out_of_memory", "make_parser", "resolve"]
 
@@ -29,7 +30,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 class Settings:
     """Everything that decides the numbers of a run; stored in its checkpoint.
 
-    Sizes are in bytes of text (context, sample), in bytes per step = batch * context, or plain counts.
+    Sizes are in bytes of text (context, sample), in bytes per step = batch * context, or plain counts. A
+    ``selection_span`` of 0 stands for None.
     """
 
     device: str
@@ -45,6 +47,7 @@ class Settings:
     top_k: int
     max_top_nodes: int
     selection_stride: int
+    selection_span: int
     learning_rate: float
     seed: int
     eval_every: int
@@ -59,7 +62,7 @@ COMMON: dict[str, Any] = {
     "compression_rate": 16,
     "top_k": 32,
     "max_top_nodes": 256,
-    "selection_stride": 1,
+    **RECOMMENDED["quality"],
     "learning_rate": 0.03,
     "seed": 0,
     "eval_every": 20,
@@ -70,7 +73,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     | {
         "context": 4096,
         "batch": 1,
-        "steps": 150,
+        "steps": 130,
         "layers": 3,
         "dim": 128,
         "heads": 4,
@@ -161,6 +164,13 @@ def make_parser() -> argparse.ArgumentParser:
         help="s consecutive queries refine the set of their first one; a power of two that divides r "
         f"({both('selection_stride')})",
     )
+    tree.add_argument(
+        "--selection-span",
+        type=int,
+        metavar="N",
+        help="tokens of a mean by which nodes are selected, a divisor of r; 0 takes one mean of the whole node "
+        f"({both('selection_span')})",
+    )
     training = parser.add_argument_group("training")
     training.add_argument(
         "--context",
@@ -209,6 +219,14 @@ def make_parser() -> argparse.ArgumentParser:
         help="context lengths at which attention alone is timed, or 'none' "
         "(default 4096,8192,16384,32768, on a GPU up to 131072)",
     )
+    after.add_argument(
+        "--copy-steps",
+        default=200,
+        type=int,
+        metavar="N",
+        help="steps in which a model of one layer learns to copy, to see what each selection finds; 0 leaves it out "
+        "(default %(default)s)",
+    )
     return parser
 
 
@@ -245,7 +263,7 @@ def check(settings: Settings) -> None:
     """Raises UserError for the first value outside its range; tree options are checked by the package."""
     smallest = {"context": 2, "batch": 1, "steps": 1, "layers": 1, "dim": 2, "heads": 1, "kv_heads": 1}
     smallest |= {"seed": 0, "eval_every": 1, "eval_windows": 1, "compression_rate": 2, "top_k": 1}
-    smallest |= {"max_top_nodes": 1, "selection_stride": 1}
+    smallest |= {"max_top_nodes": 1, "selection_stride": 1, "selection_span": 0}
     for name, least in smallest.items():
         check_size(f"--{name.replace('_', '-')}", getattr(settings, name), least)
     check_size("--batch * --context", settings.batch * settings.context, 2)
@@ -263,6 +281,8 @@ def check(settings: Settings) -> None:
         )
     if s & (s - 1) or r % s:
         raise UserError(f"--selection-stride must be a power of two that divides {r}, got {s}")
+    if settings.selection_span and r % settings.selection_span:
+        raise UserError(f"--selection-span must be 0 or a divisor of {r}, got {settings.selection_span}")
     try:
         HTreeAttention(settings.dim, settings.heads, settings.kv_heads, device="meta")
     except ValueError as error:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import htree_ops
 
@@ -19,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "train_lm.py"
 MODEL = "--layers 2 --dim 48 --heads 2 --kv-heads 1 --compression-rate 4 --top-k 8 --max-top-nodes 24"
 TINY = f"--device cpu {MODEL} --context 256 --batch 4 --eval-windows 2 --time-lengths none --sample-bytes 0"
+TINY += " --copy-steps 0"
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +31,12 @@ def lm():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(SCRIPT.parent))
         import train_lm
-        from lm import model, report, settings, text, training
+        from lm import copies, model, report, settings, text, training
 
         yield SimpleNamespace(
-            main=train_lm.main, model=model, report=report, settings=settings, text=text, training=training
-        )
+            main=train_lm.main, model=model, report=report, settings=settings, text=text, training=training,
+            copies=copies,
+        )  # fmt: skip
     torch.set_num_threads(threads)
 
 
@@ -47,7 +50,7 @@ def history(folder: Path) -> dict:
 
 def test_it_learns_real_text(lm, tmp_path, capsys):
     flags = f"{TINY} --batch 8 --steps 70 --eval-every 35 --eval-windows 24 --time-lengths 64,128 --sample-bytes 8"
-    flags += f" --out {tmp_path}"
+    flags += f" --copy-steps 2 --out {tmp_path}"
     assert lm.main(flags.split()) == 0
     shown = capsys.readouterr().out
     found = history(tmp_path)
@@ -68,6 +71,8 @@ def test_it_learns_real_text(lm, tmp_path, capsys):
         row[f"{kind}_training"] > 0 for row in found["attention_seconds"] for kind in ("tree", "dense")
     )
     assert "tree over 256 tokens: 3 layers of 256, 64, 16 nodes" in shown
+    assert list(found["copies_found"].values()) == [0.0] * 4  # two steps teach nothing
+    assert "tree, recommended for quality          0.0 %" in shown
     assert "validation, bits per byte" in shown
     assert "tokens per second" in shown
     assert (tmp_path / "sample.txt").read_text()
@@ -126,6 +131,8 @@ def test_an_interrupted_run_continues_exactly(lm, tmp_path, capsys, monkeypatch)
         ("--dim 30 --heads 4", "--dim 30, --heads 4"),
         ("--heads 4 --kv-heads 3", "--kv-heads 3"),
         ("--max-top-nodes 1000", "--max-top-nodes must be at most top-k * compression-rate = 32 * 16 = 512"),
+        ("--selection-span 3", "--selection-span must be 0 or a divisor of 16, got 3"),
+        ("--copy-steps -1", "--copy-steps must be at least 0, got -1"),
         ("--selection-stride 3", "--selection-stride must be a power of two that divides 16, got 3"),
         ("--learning-rate nan", "--learning-rate must be positive and finite, got nan"),
         (
@@ -226,6 +233,10 @@ def test_the_printed_candidates_are_those_of_the_algorithm(lm, context):
     expected = sum(layer.candidates.present.sum(-1).flatten() for layer in trace)
     torch.testing.assert_close(lm.model.candidates_per_query(context, settings), expected)
     assert len(lm.model.layer_sizes(context, settings)) == len(trace)
+    # every whole candidate above the tokens has a mean of two for each pair of its tokens
+    whole = [int(layer.candidates.present[0, -1].sum()) - 1 for layer in trace][-2::-1]
+    means = sum(count * 4 ** (layer + 1) // 2 for layer, count in enumerate(whole))
+    assert lm.model.span_means_of_last_query(context, settings) == means
 
 
 def test_the_text_is_split_by_file(lm, tmp_path):
@@ -244,3 +255,36 @@ def test_the_text_is_split_by_file(lm, tmp_path):
     assert batch.shape == (3, 9)
     assert torch.equal(batch, lm.text.training_batch(first, 5, 8, 3, seed=0))
     assert not torch.equal(batch, lm.text.training_batch(first, 6, 8, 3, seed=0))
+
+
+def test_the_demo_finds_copies_as_it_says(lm):
+    """A model that learned to copy where nothing is selected loses copies to the mean, not to the recommendation."""
+    text = lm.text.load_text(lm.text.default_folder(), lm.copies.LONG_CONTEXT)
+    found, table = lm.copies.copies_table(text.train, text.validation, 200, seed=0)
+    dense, quality, speed, mean = found.values()
+    assert dense > 0.85
+    assert quality > 0.85 * dense
+    assert quality > speed > mean + 0.2
+    assert f"{100 * quality:.1f} %" in table
+
+
+def test_planted_strings_are_repeated_at_the_end(lm):
+    source = torch.arange(3000).remainder(90).to(torch.uint8)
+    texts = lm.copies.draw_planted(source, 3, 300, 4, torch.Generator().manual_seed(3))
+    for tokens, places in zip(texts.tokens.tolist(), texts.repeated.tolist(), strict=True):
+        first_half = bytes(tokens[:151])
+        lines = [bytes(tokens[i] for i in place) for place in places]
+        assert all(b"\n" + line + b"\n" in first_half for line in lines)
+        assert bytes(tokens).endswith(b"\n" + b"\n".join(lines) + b"\n")
+        assert all(97 <= letter <= 122 for line in lines for letter in line)
+
+    class Knows(torch.nn.Module):
+        """Gives the next byte of the first text a high score, of the others none."""
+
+        def forward(self, tokens):
+            return 20.0 * F.one_hot(texts.tokens[:, 1:], 256) * torch.tensor([1.0, 0.0, 0.0]).view(3, 1, 1)
+
+    losses = texts.losses(Knows())
+    assert losses.shape == (3, 4, lm.copies.LETTERS)
+    assert (losses[0] < 1e-3).all()
+    assert (losses[1:] > 5).all()
