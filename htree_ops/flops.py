@@ -111,6 +111,46 @@ def _attention_backward(
     return 2 * k[3] * keys + 2 * v[3] * values
 
 
+def _until(keys: Shape, end: int) -> Shape:
+    """The keys that the queries before token ``end`` can see."""
+    return (keys[0], end, *keys[2:])
+
+
+def _piece(q: Shape, starts: Sequence[int]) -> Shape:
+    """The queries of one of the pieces that start there."""
+    return (q[0], q[1] // len(starts), *q[2:])
+
+
+def _attention_rows(q: Shape, k: Shape, v: Shape, starts: Sequence[int], *options: Any, **named: Any) -> int:
+    """Those of calls whose keys end with their queries; layers above that open everything are left out."""
+    piece = _piece(q, starts)
+    ends = [start + piece[1] for start in starts]
+    return sum(_attention(piece, _until(k, end), _until(v, end), *options, **named) for end in ends)
+
+
+def _attention_rows_backward(
+    dout: Shape,
+    q: Shape,
+    k: Shape,
+    v: Shape,
+    out: Shape,
+    gmax: Shape,
+    gsum: Shape,
+    lists: Shape,
+    starts: Sequence[int],
+    *options: Any,
+    **named: Any,
+) -> int:
+    """The same for the gradient; there are lists where their tensor has layers."""
+    dout, q, out, gmax, gsum = (_piece(x, starts) for x in (dout, q, out, gmax, gsum))
+    stored = [_piece(lists[1:], starts)] * lists[0]
+    total = 0
+    for end in (start + q[1] for start in starts):
+        keys, values = _until(k, end), _until(v, end)
+        total += _attention_backward(dout, q, keys, values, out, gmax, gsum, stored, *options, **named)
+    return total
+
+
 def _pairs(q: Shape, parents: Shape, r: int) -> int:
     """Queries of every head times the candidates of a full list."""
     return prod(q[:3]) * parents[3] * r
@@ -256,6 +296,8 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "attention": _attention,
     "attention_forward": _attention,
     "attention_backward": _attention_backward,
+    "attention_rows": _attention_rows,
+    "attention_rows_backward": _attention_rows_backward,
     "compute_scores": _compute_scores,
     "accumulate_non_topk": _accumulate_non_topk,
     "compute_and_select": _fused_layer,

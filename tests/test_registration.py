@@ -150,6 +150,19 @@ SCHEMAS = {
         'int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str importance="lse_causal", '
         "int selection_stride=1, bool store_parents=True, int? selection_span=None) -> Tensor"
     ),
+    "attention_rows": (
+        "(Tensor q, Tensor k, Tensor v, SymInt[] starts, int compression_rate=16, int max_top_nodes=8192, "
+        'int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str importance="lse_causal", '
+        "int selection_stride=1, bool store_parents=True, int? selection_span=None) "
+        "-> (Tensor out, Tensor gmax, Tensor gsum, Tensor lists)"
+    ),
+    "attention_rows_backward": (
+        "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, Tensor lists, "
+        "SymInt[] starts, int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "
+        'float? rope_base=10000., str importance="lse_causal", int selection_stride=1, '
+        "bool[3] output_mask=[True, True, True], int? selection_span=None) "
+        "-> (Tensor dq, Tensor dk, Tensor dv)"
+    ),
     "io_compute_scores": (
         "(Tensor q, Tensor layer_k, Tensor parents, Tensor cos, Tensor sin, int layer, "
         "int compression_rate=16, float? scale=None, SymInt t0=0) -> (Tensor scores, Tensor num_candidates)"
@@ -196,7 +209,7 @@ SCHEMAS = {
     "tree_cache_copy_": "(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor pages) -> ()",
 }
 FACTORIES = {"rope_cache", "top_parents"}
-AUTOCAST = {"attention", "attention_forward", "gated_mlp", "gated_mlp_forward"}
+AUTOCAST = {"attention", "attention_forward", "attention_rows", "gated_mlp", "gated_mlp_forward"}
 DEVICE_KEYS = ("CPU", "Meta", *(("CUDA",) if build_info().get("cuda") else ()))
 
 

@@ -103,7 +103,13 @@ def calls(case: TreeAttentionCase, device: str | torch.device, seed: int = 0) ->
         Call("io_attention_forward", (q, k, v, *io_shared)),
         Call("attention_forward", (q, k, v, *shared), span),
         Call("attention", (q, k, v, *shared), span, differentiable=(0, 1, 2)),
+        Call("attention_rows", (q, k, v, [t0], *shared), span),
         Call("attention_backward", (dout, q, k, v, *forward[:3], parents, *shared), span),
+        Call(
+            "attention_rows_backward",
+            (dout, q, k, v, *forward[:3], torch.stack(parents), [t0], *shared),
+            span,
+        ),
     ]
     if top.layer > 0:
         found += [

@@ -63,6 +63,12 @@ def test_the_counts_of_attention_are_those_of_its_lists(case, device: str) -> No
     stored = 2 * kept * (3 * K + 2 * V)
     assert counted(lambda: backward(parents, *case.op_options())) == stored
     assert counted(lambda: backward([], *case.op_options())) == stored + 2 * K * (scored - kept)
+    starts = [k.shape[1] - q.shape[1]]
+    assert counted(lambda: torch.ops.htree.attention_rows(q, k, v, starts, *case.op_options())) == forward
+    rows = partial(torch.ops.htree.attention_rows_backward, out, q, k, v, out, gmax, gsum)
+    lists = torch.stack(parents)
+    assert counted(lambda: rows(lists, starts, *case.op_options())) == stored
+    assert counted(lambda: rows(lists[:0], starts, *case.op_options())) == stored + 2 * K * (scored - kept)
     only_dv = {"output_mask": [False, False, True]}
     assert counted(lambda: backward(parents, *case.op_options(), **only_dv)) == 2 * kept * (K + V)
 
@@ -149,15 +155,15 @@ def test_a_profile_shows_ops_by_name_with_their_shapes(device: str) -> None:
         tree_attention(*leaves, **OPTIONS).sum().backward()
     shapes = {event.key: event.input_shapes for event in found.key_averages(group_by_input_shape=True)}
     assert shapes["htree::attention"][:3] == [list(x.shape) for x in leaves]
-    assert shapes["htree::attention_forward"][:3] == [list(x.shape) for x in leaves]
-    assert shapes["htree::attention_backward"][:4] == [[1, 70, 4, 6], *(list(x.shape) for x in leaves)]
+    assert shapes["htree::attention_rows"][:3] == [list(x.shape) for x in leaves]
+    assert shapes["htree::attention_rows_backward"][:4] == [[1, 70, 4, 6], *(list(x.shape) for x in leaves)]
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "again"])
-def test_selective_checkpointing_names_attention_forward(kept: bool, device: str) -> None:
+def test_selective_checkpointing_names_attention_rows(kept: bool, device: str) -> None:
     leaves = [x.requires_grad_() for x in qkv(device)]
     wanted = torch.autograd.grad(tree_attention(*leaves, **OPTIONS).square().sum(), leaves)
-    ops = [torch.ops.htree.attention_forward.default] if kept else []
+    ops = [torch.ops.htree.attention_rows.default] if kept else []
     out = checkpoint(
         lambda *x: tree_attention(*x, **OPTIONS),
         *leaves,
@@ -168,7 +174,7 @@ def test_selective_checkpointing_names_attention_forward(kept: bool, device: str
         got = torch.autograd.grad(out.square().sum(), leaves)
     for ours, theirs in zip(got, wanted, strict=True):
         assert torch.equal(ours, theirs)
-    again = counter.get_flop_counts()["Global"].get(torch.ops.htree.attention_forward, 0)
+    again = counter.get_flop_counts()["Global"].get(torch.ops.htree.attention_rows, 0)
     assert (again == 0) == kept
 
 

@@ -100,6 +100,32 @@ BACKWARD = {
     ),
 }
 
+#: Of attention_rows, whose queries stand where `starts` says.
+ROWS = {
+    **{what: row for what, row in WHOLE.items() if not any("T_q" in word for word in row[2])},
+    "start below 0": ({"starts": [-1]}, ValueError, ["starts", "0", "-1"]),
+    "start too large": ({"starts": [0, 15]}, ValueError, ["starts", "15", "6 rows", "20"]),
+    "start inside a stride": (
+        {"starts": [6], "selection_stride": 4},
+        ValueError,
+        ["starts", "selection_stride", "4", "6"],
+    ),
+    "no start": ({"starts": []}, ValueError, ["starts", "none"]),
+    "uneven pieces": ({"starts": [0] * 5}, ValueError, ["5 pieces", "12"]),
+    "pieces inside a stride": (
+        {"starts": [0, 8], "selection_stride": 4},
+        ValueError,
+        ["2 pieces", "selection_stride = 4", "12"],
+    ),
+}
+ROWS_BACKWARD = {
+    **ROWS,
+    **{what: row for what, row in BACKWARD.items() if "parents" not in row[0]},
+    "lists of one layer": ({"lists": int32(1, 2, 12, 2, 2)}, ValueError, ["lists", "2", "1"]),
+    "lists rank": ({"lists": int32(2, 12, 2, 2)}, ValueError, ["lists", "2", "12"]),
+    "lists dtype": ({"lists": zeros(2, 2, 12, 2, 2)}, TypeError, ["lists", "int32", "float32"]),
+}
+
 LAYER = {
     "parents rank": ({"parents": int32(2, 12, 2)}, ValueError, ["parents", "4", "3"]),
     "parents rows": ({"parents": int32(2, 11, 2, 2)}, ValueError, ["parents", "12", "11"]),
@@ -261,6 +287,8 @@ LAYER_OPS = (
 )
 TABLE = [
     *((op, what, *row) for op in ("attention", "attention_forward") for what, row in WHOLE.items()),
+    *(("attention_rows", what, *row) for what, row in ROWS.items()),
+    *(("attention_rows_backward", what, *row) for what, row in ROWS_BACKWARD.items()),
     *(("attention_backward", what, *row) for what, row in {**WHOLE, **BACKWARD}.items()),
     *((op, what, *row) for op in LAYER_OPS for what, row in LAYER.items() if set(row[0]) <= set(CALLS[op])),
     *((op, what, *row) for what, (op, *row) in OTHERS.items()),

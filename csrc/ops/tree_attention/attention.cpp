@@ -3,6 +3,7 @@
 #include <ATen/autocast_mode.h>
 
 #include <algorithm>
+#include <functional>
 
 #include "host/autograd.h"
 #include "host/op_handle.h"
@@ -19,9 +20,14 @@ namespace {
 // cut down to what T tokens can use, so that scratch follows the length: no list is longer than the number of
 // parents, and a node of r >= T children is a node of T. A k that is too large for the tensor cores stays so,
 // because keeping the lists must not change which kernels run.
-AttentionArgs resolve(const char* op, const TreeOptions& options, const Tensor& k, bool lists_given) {
+AttentionArgs resolve(const char* op, const TreeOptions& options, const Tensor& k, c10::SymIntArrayRef starts,
+                      bool lists_given) {
   TORCH_CHECK_VALUE(k.size(1) < kIndexLimit, op, ": T of k must be below 2^31, got ", k.size(1));
   AttentionArgs args;
+  args.starts.clear();
+  for (const SymInt& start : starts) {
+    args.starts.push_back(start.expect_int());
+  }
   const int64_t stride = options.selection_stride;
   const int64_t longest = ceil_div(std::max<int64_t>(k.size(1), 1024), stride) * stride;
   args.compression_rate = std::min(options.compression_rate, longest);
@@ -40,32 +46,44 @@ AttentionArgs resolve(const char* op, const TreeOptions& options, const Tensor& 
   return args;
 }
 
+// The token of the first query where the queries are the last tokens (§1.13).
+SymInt suffix_start(const Tensor& q, const Tensor& k) {
+  return k.sym_size(1) - q.sym_size(1);
+}
+
 // The body for CPU, CUDA and Meta. Without a kernel it ends after the checks and allocations.
 
 // layers = [(k, v)]; while the last has more than M nodes: layers.append(tree_build(*layers[-1], r))
-// state = (-inf, 0, 0); parents[L - 1] = top_parents(B, T_q, H_kv, top_k, L, r, T - T_q, s)
+// state = (-inf, 0, 0); parents[L - 1] = top_parents(B, T_q, H_kv, top_k, L, r, starts[0], s)
 // for l = L-1 ... 1: *layer, parents[l - 1] = select_accumulate(q, *layers[l], parents[l], cos, sin, l, ...)
 //                    merge_to_global_(*state, *layer)
 // merge_to_global_(*state, *bottom_accumulate(q, k, v, parents[0], cos, sin, ...))
 // out = final_normalize(state out, state sum, q.dtype)
 template <AttentionForward* kKernel>
-AttentionState run_forward(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
-                           const TreeOptions& options, bool store_parents) {
-  AttentionState result = prepare_attention_forward(op, q, k, v, options, store_parents);
+void run_forward(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
+                 c10::SymIntArrayRef starts, const TreeOptions& options, const Tensor& out,
+                 const Tensor& gmax, const Tensor& gsum, const std::vector<Tensor>& parents) {
   if constexpr (kKernel != nullptr) {
-    const auto& [out, gmax, gsum, parents] = result;
-    const AttentionArgs args = resolve(op, options, k, !parents.empty());
+    const AttentionArgs args = resolve(op, options, k, starts, !parents.empty());
     if (out.numel() > 0) {
       kKernel(unit_last(q), unit_last(k), unit_last(v), args, out, gmax, gsum, parents);
     }
   }
+}
+
+template <AttentionForward* kKernel>
+AttentionState run_suffix(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
+                          const TreeOptions& options, bool store_parents) {
+  AttentionState result = prepare_attention_forward(op, q, k, v, options, store_parents);
+  const auto& [out, gmax, gsum, parents] = result;
+  run_forward<kKernel>(op, q, k, v, {suffix_start(q, k)}, options, out, gmax, gsum, parents);
   return result;
 }
 
 template <AttentionForward* kKernel>
 AttentionState attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                  const TreeOptions& options, bool store_parents) {
-  return run_forward<kKernel>("attention_forward", q, k, v, options, store_parents);
+  return run_suffix<kKernel>("attention_forward", q, k, v, options, store_parents);
 }
 
 // attention_forward(...)[0]. This kernel runs without grad, where nobody reads the lists, so
@@ -73,22 +91,30 @@ AttentionState attention_forward(const Tensor& q, const Tensor& k, const Tensor&
 template <AttentionForward* kKernel>
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const TreeOptions& options,
                  bool /*store_parents*/) {
-  return std::get<0>(run_forward<kKernel>("tree_attention", q, k, v, options, /*store_parents=*/false));
+  return std::get<0>(run_suffix<kKernel>("tree_attention", q, k, v, options, /*store_parents=*/false));
+}
+
+// attention_forward for queries in pieces, with its lists as torch.stack(parents): what Autograd calls. The tree is
+// built once for all pieces.
+template <AttentionForward* kKernel>
+AttentionRows attention_rows(const Tensor& q, const Tensor& k, const Tensor& v, c10::SymIntArrayRef starts,
+                             const TreeOptions& options, bool store_parents) {
+  AttentionRows result = prepare_attention_rows(q, k, v, starts, options, store_parents);
+  const auto& [out, gmax, gsum, lists] = result;
+  run_forward<kKernel>("attention_rows", q, k, v, starts, options, out, gmax, gsum, lists.unbind(0));
+  return result;
 }
 
 // The gradient of the loop above with `parents` held fixed:
-// torch.autograd.grad(attention of the given cut, (q, k, v), dout); P = (s - gmax).exp() / gsum
-// per merged candidate, D = (dout * out).sum(-1), dS = P * (dout @ V^T - D); each layer's dK, dV
-// go down through tree_build_backward
+// torch.autograd.grad(attention of the given cut, (q, k, v), dout); P = (s - gmax).exp() / gsum per merged
+// candidate, D = (dout * out).sum(-1), dS = P * (dout @ V^T - D); each layer's dK, dV go down through
+// tree_build_backward
 template <AttentionBackward* kKernel>
-Gradients attention_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                             const Tensor& out, const Tensor& gmax, const Tensor& gsum,
-                             at::TensorList parents, const TreeOptions& options,
-                             std::array<bool, 3> output_mask) {
-  Gradients gradients =
-      prepare_attention_backward(dout, q, k, v, out, gmax, gsum, parents, options, output_mask);
+void run_backward(const char* op, const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                  const Tensor& out, const Tensor& gmax, const Tensor& gsum, at::TensorList parents,
+                  c10::SymIntArrayRef starts, const TreeOptions& options, const Gradients& gradients) {
   if constexpr (kKernel != nullptr) {
-    const AttentionArgs args = resolve("attention_backward", options, k, !parents.empty());
+    const AttentionArgs args = resolve(op, options, k, starts, !parents.empty());
     const auto& [dq, dk, dv] = gradients;
     if (dout.numel() == 0) {
       // Without a query no key has a gradient.
@@ -106,6 +132,29 @@ Gradients attention_backward(const Tensor& dout, const Tensor& q, const Tensor& 
               unit_last(gsum), lists, args, dq, dk, dv);
     }
   }
+}
+
+template <AttentionBackward* kKernel>
+Gradients attention_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                             const Tensor& out, const Tensor& gmax, const Tensor& gsum,
+                             at::TensorList parents, const TreeOptions& options,
+                             std::array<bool, 3> output_mask) {
+  Gradients gradients =
+      prepare_attention_backward(dout, q, k, v, out, gmax, gsum, parents, options, output_mask);
+  run_backward<kKernel>("attention_backward", dout, q, k, v, out, gmax, gsum, parents, {suffix_start(q, k)},
+                        options, gradients);
+  return gradients;
+}
+
+template <AttentionBackward* kKernel>
+Gradients attention_rows_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                                  const Tensor& out, const Tensor& gmax, const Tensor& gsum,
+                                  const Tensor& lists, c10::SymIntArrayRef starts, const TreeOptions& options,
+                                  std::array<bool, 3> output_mask) {
+  Gradients gradients =
+      prepare_attention_rows_backward(dout, q, k, v, out, gmax, gsum, lists, starts, options, output_mask);
+  run_backward<kKernel>("attention_rows_backward", dout, q, k, v, out, gmax, gsum, lists.unbind(0), starts,
+                        options, gradients);
   return gradients;
 }
 
@@ -113,7 +162,9 @@ template <AttentionForward* kForward, AttentionBackward* kBackward>
 void register_kernels(torch::Library& library) {
   library.impl("attention_forward", TORCH_FN(kLoose<attention_forward<kForward>>));
   library.impl("attention", TORCH_FN(kLoose<attention<kForward>>));
+  library.impl("attention_rows", TORCH_FN(kLoose<attention_rows<kForward>>));
   library.impl("attention_backward", TORCH_FN(kLoose<attention_backward<kBackward>>));
+  library.impl("attention_rows_backward", TORCH_FN(kLoose<attention_rows_backward<kBackward>>));
 }
 
 }  // namespace
@@ -121,17 +172,22 @@ void register_kernels(torch::Library& library) {
 TORCH_LIBRARY_FRAGMENT(htree, library) {
   const std::string options = TreeOptions::kSchema;
   const std::string later = TreeOptions::kLaterSchema;
-  const std::string forward =
-      "(Tensor q, Tensor k, Tensor v, " + options + ", bool store_parents=True, " + later + ") -> ";
+  const std::string forward = options + ", bool store_parents=True, " + later + ") -> ";
+  const std::string backward = options + ", bool[3] output_mask=[True, True, True], " + later +
+                               ") -> (Tensor dq, Tensor dk, Tensor dv)";
+  const std::string qkv = "(Tensor q, Tensor k, Tensor v, ";
+  const std::string results =
+      "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, ";
   const std::string attention_forward =
-      "attention_forward" + forward + "(Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents)";
-  const std::string attention = "attention" + forward + "Tensor";
-  const std::string attention_backward =
-      "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, "
-      "Tensor[] parents, " +
-      options + ", bool[3] output_mask=[True, True, True], " + later +
-      ") -> (Tensor dq, Tensor dk, Tensor dv)";
-  define_ops(library, {attention_forward.c_str(), attention.c_str(), attention_backward.c_str()});
+      "attention_forward" + qkv + forward + "(Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents)";
+  const std::string attention = "attention" + qkv + forward + "Tensor";
+  const std::string attention_rows = "attention_rows" + qkv + "SymInt[] starts, " + forward +
+                                     "(Tensor out, Tensor gmax, Tensor gsum, Tensor lists)";
+  const std::string attention_backward = "attention_backward" + results + "Tensor[] parents, " + backward;
+  const std::string attention_rows_backward =
+      "attention_rows_backward" + results + "Tensor lists, SymInt[] starts, " + backward;
+  define_ops(library, {attention_forward.c_str(), attention.c_str(), attention_rows.c_str(),
+                       attention_backward.c_str(), attention_rows_backward.c_str()});
 }
 
 TORCH_LIBRARY_IMPL(htree, CPU, library) {
@@ -162,9 +218,16 @@ using AttentionOp = TreeOp<Tensor(const Tensor& q, const Tensor& k, const Tensor
                                   const TreeOptions& options, bool store_parents)>;
 using ForwardOp = TreeOp<AttentionState(const Tensor& q, const Tensor& k, const Tensor& v,
                                         const TreeOptions& options, bool store_parents)>;
+using RowsOp =
+    TreeOp<AttentionRows(const Tensor& q, const Tensor& k, const Tensor& v, c10::SymIntArrayRef starts,
+                         const TreeOptions& options, bool store_parents)>;
 using BackwardOp =
     TreeOp<Gradients(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                      const Tensor& gmax, const Tensor& gsum, at::TensorList parents,
+                     const TreeOptions& options, std::array<bool, 3> output_mask)>;
+using RowsBackwardOp =
+    TreeOp<Gradients(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                     const Tensor& gmax, const Tensor& gsum, const Tensor& lists, c10::SymIntArrayRef starts,
                      const TreeOptions& options, std::array<bool, 3> output_mask)>;
 
 const AttentionOp& attention_op() {
@@ -177,30 +240,24 @@ const ForwardOp& attention_forward_op() {
   return op;
 }
 
-// What the backward reads, in the order in which the tensors are saved.
-struct Saved {
-  Tensor q, k, v, out, gmax, gsum;
-  std::vector<Tensor> parents;
+const RowsOp& attention_rows_op() {
+  static const RowsOp op("htree::attention_rows");
+  return op;
+}
 
-  variable_list to_list() const {
-    variable_list list = {q, k, v, out, gmax, gsum};
-    list.insert(list.end(), parents.begin(), parents.end());
-    return list;
-  }
-
-  static Saved from_list(const variable_list& list) {
-    return {list[0], list[1], list[2], list[3], list[4], list[5], {list.begin() + 6, list.end()}};
-  }
-};
-
-Gradients call_attention_backward(const Tensor& dout, const Saved& s, const TreeOptions& options,
-                                  std::array<bool, 3> output_mask) {
+const BackwardOp& attention_backward_op() {
   static const BackwardOp op("htree::attention_backward");
-  return op(dout, s.q, s.k, s.v, s.out, s.gmax, s.gsum, s.parents, options, output_mask);
+  return op;
+}
+
+const RowsBackwardOp& attention_rows_backward_op() {
+  static const RowsBackwardOp op("htree::attention_rows_backward");
+  return op;
 }
 
 // ---- Autograd
 
+// It calls ops with a fixed number of plain tensors: a DTensor has no metadata for the elements of a Tensor[].
 struct AttentionNode : Function<AttentionNode> {
   static constexpr bool is_traceable = true;
 
@@ -208,8 +265,9 @@ struct AttentionNode : Function<AttentionNode> {
                         const TreeOptions& options, bool store_parents) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->set_materialize_grads(false);
-    auto [out, gmax, gsum, parents] = attention_forward_op()(q, k, v, options, store_parents);
-    ctx->save_for_backward(Saved{q, k, v, out, gmax, gsum, std::move(parents)}.to_list());
+    const auto [out, gmax, gsum, lists] =
+        attention_rows_op()(q, k, v, {suffix_start(q, k)}, options, store_parents);
+    ctx->save_for_backward({q, k, v, out, gmax, gsum, lists});
     options.save(ctx->saved_data);
     return out;
   }
@@ -218,24 +276,26 @@ struct AttentionNode : Function<AttentionNode> {
     if (!grads[0].defined()) {
       return variable_list(5);
     }
-    const Saved saved = Saved::from_list(ctx->get_saved_variables());
+    const variable_list saved = ctx->get_saved_variables();
+    const Tensor &q = saved[0], &k = saved[1], &v = saved[2];
     const std::array<bool, 3> wanted = {ctx->needs_input_grad(0), ctx->needs_input_grad(1),
                                         ctx->needs_input_grad(2)};
-    auto [dq, dk, dv] = call_attention_backward(grads[0], saved, TreeOptions::load(ctx->saved_data), wanted);
+    auto [dq, dk, dv] =
+        attention_rows_backward_op()(grads[0], q, k, v, saved[3], saved[4], saved[5], saved[6],
+                                     {suffix_start(q, k)}, TreeOptions::load(ctx->saved_data), wanted);
     return {dq, dk, dv, Tensor(), Tensor()};
   }
 };
 
-// Only the wanted gradients become outputs, because outputs of a node must be defined.
+// Only the wanted gradients become outputs, because outputs of a node must be defined. `call` computes them.
 struct AttentionBackwardNode : Function<AttentionBackwardNode> {
   static constexpr bool is_traceable = true;
 
-  static variable_list forward(AutogradContext*, const Tensor& dout, const Tensor& q, const Tensor& k,
-                               const Tensor& v, const Tensor& out, const Saved& saved,
-                               const TreeOptions& options, std::array<bool, 3> output_mask) {
+  static variable_list forward(AutogradContext*, const Tensor& /*dout*/, const Tensor& /*q*/,
+                               const Tensor& /*k*/, const Tensor& /*v*/, const Tensor& /*out*/,
+                               const std::function<Gradients()>& call) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    const auto [dq, dk, dv] = call_attention_backward(
-        dout, {q, k, v, out, saved.gmax, saved.gsum, saved.parents}, options, output_mask);
+    const auto [dq, dk, dv] = call();
     variable_list wanted;
     for (const Tensor& gradient : {dq, dk, dv}) {
       if (gradient.defined()) {
@@ -253,30 +313,48 @@ struct AttentionBackwardNode : Function<AttentionBackwardNode> {
 Tensor attention_autograd(const Tensor& q, const Tensor& k, const Tensor& v, const TreeOptions& options,
                           bool store_parents) {
   if (needs_grad({q, k, v})) {
-    check_attention("tree_attention", q, k, v, options);  // attention_forward would name itself
+    check_attention("tree_attention", q, k, v, options);  // attention_rows would name itself
     return AttentionNode::apply(q, k, v, options, store_parents);
   }
   at::AutoDispatchBelowAutograd guard;
   return attention_op()(q, k, v, options, store_parents);
 }
 
-Gradients attention_backward_autograd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                                      const Tensor& out, const Tensor& gmax, const Tensor& gsum,
-                                      at::TensorList parents, const TreeOptions& options,
-                                      std::array<bool, 3> output_mask) {
-  const Saved saved = {q, k, v, out, gmax, gsum, parents.vec()};
+// `call` runs one of the two backward ops.
+Gradients gradients_autograd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                             const Tensor& out, std::array<bool, 3> output_mask,
+                             const std::function<Gradients()>& call) {
   const bool any_wanted = output_mask[0] || output_mask[1] || output_mask[2];
   if (!any_wanted || !needs_grad({dout, q, k, v, out})) {
     at::AutoDispatchBelowAutograd guard;
-    return call_attention_backward(dout, saved, options, output_mask);
+    return call();
   }
-  const variable_list wanted = AttentionBackwardNode::apply(dout, q, k, v, out, saved, options, output_mask);
+  const variable_list wanted = AttentionBackwardNode::apply(dout, q, k, v, out, call);
   Gradients gradients;
   size_t next = 0;
   std::get<0>(gradients) = output_mask[0] ? wanted[next++] : Tensor();
   std::get<1>(gradients) = output_mask[1] ? wanted[next++] : Tensor();
   std::get<2>(gradients) = output_mask[2] ? wanted[next++] : Tensor();
   return gradients;
+}
+
+Gradients attention_backward_autograd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                                      const Tensor& out, const Tensor& gmax, const Tensor& gsum,
+                                      at::TensorList parents, const TreeOptions& options,
+                                      std::array<bool, 3> output_mask) {
+  return gradients_autograd(dout, q, k, v, out, output_mask, [&] {
+    return attention_backward_op()(dout, q, k, v, out, gmax, gsum, parents, options, output_mask);
+  });
+}
+
+Gradients attention_rows_backward_autograd(const Tensor& dout, const Tensor& q, const Tensor& k,
+                                           const Tensor& v, const Tensor& out, const Tensor& gmax,
+                                           const Tensor& gsum, const Tensor& lists,
+                                           c10::SymIntArrayRef starts, const TreeOptions& options,
+                                           std::array<bool, 3> output_mask) {
+  return gradients_autograd(dout, q, k, v, out, output_mask, [&] {
+    return attention_rows_backward_op()(dout, q, k, v, out, gmax, gsum, lists, starts, options, output_mask);
+  });
 }
 
 // ---- Autocast: q, k and v take the autocast dtype (float64 stays); the states remain fp32
@@ -308,22 +386,34 @@ AttentionState attention_forward_autocast(const Tensor& q, const Tensor& k, cons
   return attention_forward_op()(cast.q, cast.k, cast.v, options, store_parents);
 }
 
+template <at::DeviceType kDevice>
+AttentionRows attention_rows_autocast(const Tensor& q, const Tensor& k, const Tensor& v,
+                                      c10::SymIntArrayRef starts, const TreeOptions& options,
+                                      bool store_parents) {
+  c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
+  const Cast cast = cast_inputs<kDevice>(q, k, v);
+  return attention_rows_op()(cast.q, cast.k, cast.v, starts, options, store_parents);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(htree, Autograd, library) {
-  register_no_gradient(library, {"attention_forward"});
+  register_no_gradient(library, {"attention_forward", "attention_rows"});
   library.impl("attention", TORCH_FN(kLoose<attention_autograd>));
   library.impl("attention_backward", TORCH_FN(kLoose<attention_backward_autograd>));
+  library.impl("attention_rows_backward", TORCH_FN(kLoose<attention_rows_backward_autograd>));
 }
 
 TORCH_LIBRARY_IMPL(htree, AutocastCPU, library) {
   library.impl("attention", TORCH_FN(kLoose<attention_autocast<at::kCPU>>));
   library.impl("attention_forward", TORCH_FN(kLoose<attention_forward_autocast<at::kCPU>>));
+  library.impl("attention_rows", TORCH_FN(kLoose<attention_rows_autocast<at::kCPU>>));
 }
 
 TORCH_LIBRARY_IMPL(htree, AutocastCUDA, library) {
   library.impl("attention", TORCH_FN(kLoose<attention_autocast<at::kCUDA>>));
   library.impl("attention_forward", TORCH_FN(kLoose<attention_forward_autocast<at::kCUDA>>));
+  library.impl("attention_rows", TORCH_FN(kLoose<attention_rows_autocast<at::kCUDA>>));
 }
 
 }  // namespace htree::tree_attention

@@ -14,6 +14,10 @@ namespace htree::tree_attention {
 // (out [B, T_q, H, V], gmax [B, T_q, H], gsum [B, T_q, H], parents: an int32 [B, ceil(T_q / s), H_kv,
 // k] for each layer)
 using AttentionState = std::tuple<Tensor, Tensor, Tensor, std::vector<Tensor>>;
+// The same with the lists of all layers in one tensor int32 [layers, B, ceil(T_q / s), H_kv, k], of 0 layers where
+// they are not stored. The lists of a layer start at any multiple of 4 bytes, as every row of odd k does: kernels
+// read and write entries one by one.
+using AttentionRows = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 
 // L of §1.2. ceil(T / r^l) > M means T > M * r^l, so a symbolic T is compared with one bound per layer and
@@ -47,7 +51,30 @@ inline void check_options(const char* op, const TreeOptions& options) {
   }
 }
 
-// q [B, T_q, H, K] against k [B, T, H_kv, K] and v [B, T, H_kv, V]; row i of q stands at token T - T_q + i.
+// q [B, T_q, H, K] against k [B, T, H_kv, K] and v [B, T, H_kv, V]. q is as many equal pieces as there are `starts`,
+// one behind the other; the first row of piece p stands at token starts[p].
+inline void check_attention_rows(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
+                                 c10::SymIntArrayRef starts, const TreeOptions& options) {
+  check_options(op, options);
+  check_queries(op, q, "k", k);
+  check_values(op, "k", k, "v", v);
+  const int64_t stride = options.selection_stride, num_pieces = static_cast<int64_t>(starts.size());
+  TORCH_CHECK_VALUE(num_pieces > 0, op, ": starts must have the token of a first query, got none");
+  TORCH_CHECK_VALUE(num_pieces == 1 || same_size(q.sym_size(1) % (num_pieces * stride), 0), op, ": the ",
+                    num_pieces,
+                    " pieces of q must have as many rows each, a multiple of selection_stride = ", stride,
+                    ", got T_q = ", q.sym_size(1));
+  const SymInt piece = q.sym_size(1) / num_pieces;
+  for (const SymInt& start : starts) {
+    TORCH_CHECK_VALUE(holds(start.sym_ge(0)) && holds((start + piece).sym_le(k.sym_size(1))), op,
+                      ": starts must lie between 0 and T less the rows of a piece, got ", start, ", ", piece,
+                      " rows and T = ", k.sym_size(1));
+    TORCH_CHECK_VALUE(stride == 1 || same_size(start % stride, 0), op,
+                      ": starts must be multiples of selection_stride = ", stride, ", got ", start);
+  }
+}
+
+// The same for queries that are the last T_q tokens.
 inline void check_attention(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
                             const TreeOptions& options) {
   check_options(op, options);
@@ -67,22 +94,68 @@ inline std::vector<SymInt> list_shape(const Tensor& q, const Tensor& k, const Tr
   return {q.sym_size(0), list_rows(q.sym_size(1), options.selection_stride), k.sym_size(2), options.top_k};
 }
 
+// out, gmax and gsum, uninitialised.
+inline std::tuple<Tensor, Tensor, Tensor> new_results(const Tensor& q, const Tensor& v) {
+  const std::array<SymInt, 3> rows = {q.sym_size(0), q.sym_size(1), q.sym_size(2)};
+  return {new_tensor({rows[0], rows[1], rows[2], v.sym_size(3)}, q.scalar_type(), q),
+          new_tensor(rows, state_dtype(q), q), new_tensor(rows, state_dtype(q), q)};
+}
+
 // Returns uninitialised tensors; lists only if they are stored.
 inline AttentionState prepare_attention_forward(const char* op, const Tensor& q, const Tensor& k,
                                                 const Tensor& v, const TreeOptions& options,
                                                 bool store_parents) {
   check_attention(op, q, k, v, options);
-  const std::array<SymInt, 3> rows = {q.sym_size(0), q.sym_size(1), q.sym_size(2)};
   std::vector<Tensor> parents;
   for (int64_t layer = 0; store_parents && layer < depth_of(k.sym_size(1), options); ++layer) {
     parents.push_back(new_tensor(list_shape(q, k, options), at::kInt, q));
   }
-  return {new_tensor({rows[0], rows[1], rows[2], v.sym_size(3)}, q.scalar_type(), q),
-          new_tensor(rows, state_dtype(q), q), new_tensor(rows, state_dtype(q), q), std::move(parents)};
+  return std::tuple_cat(new_results(q, v), std::make_tuple(std::move(parents)));
+}
+
+// [layers, B, lists, H_kv, k]
+inline std::vector<SymInt> all_lists_shape(const Tensor& q, const Tensor& k, const TreeOptions& options,
+                                           int64_t num_layers) {
+  std::vector<SymInt> shape = list_shape(q, k, options);
+  shape.insert(shape.begin(), num_layers);
+  return shape;
+}
+
+inline AttentionRows prepare_attention_rows(const Tensor& q, const Tensor& k, const Tensor& v,
+                                            c10::SymIntArrayRef starts, const TreeOptions& options,
+                                            bool store_parents) {
+  check_attention_rows("attention_rows", q, k, v, starts, options);
+  const int64_t stored = store_parents ? depth_of(k.sym_size(1), options) : 0;
+  return std::tuple_cat(new_results(q, v),
+                        std::make_tuple(new_tensor(all_lists_shape(q, k, options, stored), at::kInt, q)));
+}
+
+// What a forward gave, and the gradient of its output.
+inline void check_results(const char* op, const Tensor& dout, const Tensor& q, const Tensor& v,
+                          const Tensor& out, const Tensor& gmax, const Tensor& gsum) {
+  const std::array<SymInt, 4> shape = {q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)};
+  const auto check_one = [&](const char* name, const Tensor& tensor, at::ScalarType dtype, int64_t rank) {
+    check_dtype(op, name, tensor, {dtype});
+    check_same_device(op, name, tensor, "q", q);
+    check_shape(op, name, tensor, c10::SymIntArrayRef(shape).slice(0, rank),
+                rank == 4 ? "[B, T_q, H, V]" : "[B, T_q, H]");
+  };
+  check_one("dout", dout, q.scalar_type(), 4);
+  check_one("out", out, q.scalar_type(), 4);
+  check_one("gmax", gmax, state_dtype(q), 3);
+  check_one("gsum", gsum, state_dtype(q), 3);
 }
 
 // Returns uninitialised dq, dk, dv with the shapes and dtype of q, k, v; undefined
 // where `output_mask` is false.
+inline Gradients new_gradients(const Tensor& q, const Tensor& k, const Tensor& v,
+                               const std::array<bool, 3>& output_mask) {
+  const auto gradient = [&](bool wanted, const Tensor& like) {
+    return wanted ? new_tensor(like.sym_sizes(), like.scalar_type(), like) : Tensor();
+  };
+  return {gradient(output_mask[0], q), gradient(output_mask[1], k), gradient(output_mask[2], v)};
+}
+
 inline Gradients prepare_attention_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
                                             const Tensor& v, const Tensor& out, const Tensor& gmax,
                                             const Tensor& gsum, at::TensorList parents,
@@ -90,17 +163,7 @@ inline Gradients prepare_attention_backward(const Tensor& dout, const Tensor& q,
                                             const std::array<bool, 3>& output_mask) {
   constexpr const char* kOp = "attention_backward";
   check_attention(kOp, q, k, v, options);
-  const std::array<SymInt, 4> shape = {q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)};
-  const auto check_one = [&](const char* name, const Tensor& tensor, at::ScalarType dtype, int64_t rank) {
-    check_dtype(kOp, name, tensor, {dtype});
-    check_same_device(kOp, name, tensor, "q", q);
-    check_shape(kOp, name, tensor, c10::SymIntArrayRef(shape).slice(0, rank),
-                rank == 4 ? "[B, T_q, H, V]" : "[B, T_q, H]");
-  };
-  check_one("dout", dout, q.scalar_type(), 4);
-  check_one("out", out, q.scalar_type(), 4);
-  check_one("gmax", gmax, state_dtype(q), 3);
-  check_one("gsum", gsum, state_dtype(q), 3);
+  check_results(kOp, dout, q, v, out, gmax, gsum);
   if (!parents.empty()) {
     const int64_t depth = depth_of(k.sym_size(1), options);
     TORCH_CHECK_VALUE(static_cast<int64_t>(parents.size()) == depth, kOp,
@@ -111,10 +174,22 @@ inline Gradients prepare_attention_backward(const Tensor& dout, const Tensor& q,
     check_indices(kOp, ("parents[" + std::to_string(layer) + "]").c_str(), parents[layer],
                   list_shape(q, k, options), "[B, ceil(T_q / selection_stride), H_kv, top_k]", "q", q);
   }
-  const auto gradient = [&](bool wanted, const Tensor& like) {
-    return wanted ? new_tensor(like.sym_sizes(), like.scalar_type(), like) : Tensor();
-  };
-  return {gradient(output_mask[0], q), gradient(output_mask[1], k), gradient(output_mask[2], v)};
+  return new_gradients(q, k, v, output_mask);
+}
+
+inline Gradients prepare_attention_rows_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
+                                                 const Tensor& v, const Tensor& out, const Tensor& gmax,
+                                                 const Tensor& gsum, const Tensor& lists,
+                                                 c10::SymIntArrayRef starts, const TreeOptions& options,
+                                                 const std::array<bool, 3>& output_mask) {
+  constexpr const char* kOp = "attention_rows_backward";
+  check_attention_rows(kOp, q, k, v, starts, options);
+  check_results(kOp, dout, q, v, out, gmax, gsum);
+  const bool stored = lists.dim() > 0 && lists.sym_size(0) != 0;
+  const int64_t layers = stored ? depth_of(k.sym_size(1), options) : 0;
+  check_indices(kOp, "lists", lists, all_lists_shape(q, k, options, layers),
+                "[layers or 0, B, ceil(T_q / selection_stride), H_kv, top_k]", "q", q);
+  return new_gradients(q, k, v, output_mask);
 }
 
 }  // namespace htree::tree_attention

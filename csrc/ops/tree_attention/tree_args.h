@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "device/sizes.h"
 
@@ -30,7 +31,9 @@ struct LayerArgs {
   int64_t selection_span = 0;  // tokens of a span mean that the selection scores, a divisor of r; 0 for None
 };
 
-// A whole attention call. Query row i stands at token t = (T - T_q) + i.
+// A whole attention call. The queries are as many equal pieces as there are `starts`, one behind the other; the
+// first query of piece p stands at token starts[p]. Several pieces, and where they start, are multiples of
+// `selection_stride`.
 struct AttentionArgs {
   int64_t compression_rate = 16;
   int64_t max_top_nodes = 8192;
@@ -41,7 +44,14 @@ struct AttentionArgs {
   double rope_base = 10000.0;
   Importance importance = Importance::kLseCausal;
   int64_t selection_span = 0;  // as in LayerArgs
+  std::vector<int64_t> starts = {0};
 };
+
+// The token of a query of a call with `num_queries` of them.
+inline int64_t token_of_query(const AttentionArgs& args, int64_t num_queries, int64_t query) {
+  const int64_t piece_queries = num_queries / static_cast<int64_t>(args.starts.size());
+  return args.starts[query / piece_queries] + query % piece_queries;
+}
 
 // The number of layers of the tree over `num_tokens` tokens; the top layer has at most `max_top_nodes` nodes.
 inline int64_t num_layers(int64_t num_tokens, int64_t max_top_nodes, int64_t compression_rate) {

@@ -197,7 +197,7 @@ class Backward {
   void visit(QueryWorker<Real>& worker, const PackedLayer<Real>& layer, int64_t b, int64_t h, int64_t l,
              int64_t begin, int64_t i, std::vector<int32_t>& positions) {
     const int64_t r = args_.compression_rate;
-    const int64_t token = pyramid_.first_token + i;
+    const int64_t token = token_of_query(args_, pyramid_.num_queries, i);
     const int64_t row = i - begin;
     const bool selects = parents_.empty() && i % args_.selection_stride == 0;
     int32_t* list = list_of(b, h, l, begin, i);

@@ -39,7 +39,7 @@ void forward_typed(const Tensor& q, const Tensor& k, const Tensor& v, const Atte
       const int64_t begin = (tasks_per_head - 1 - task % tasks_per_head) * task_queries;
       const int64_t end = std::min(begin + task_queries, pyramid.num_queries);
       for (int64_t i = begin; i < end; ++i) {
-        const int64_t token = pyramid.first_token + i;
+        const int64_t token = token_of_query(args, pyramid.num_queries, i);
         const bool leader = i % args.selection_stride == 0;
         const int64_t list_row = (b * pyramid.num_lists + i / args.selection_stride) * pyramid.kv_heads + h;
         const auto list_of = [&](int64_t layer) {

@@ -26,8 +26,7 @@ inline std::vector<std::pair<Tensor, Tensor>> build_layers(const Tensor& k, cons
 template <typename Real>
 struct Pyramid {
   int64_t batch, num_queries, heads, num_tokens, kv_heads, value_dim, depth;
-  int64_t first_token;  // position of query row 0
-  int64_t num_lists;    // rows of a list tensor
+  int64_t num_lists;  // rows of a list tensor
   QueryShape shape;
   RotationTable table;
   std::vector<PackedLayers<Real>> layers;
@@ -45,7 +44,6 @@ struct Pyramid {
         kv_heads(k.size(2)),
         value_dim(v.size(3)),
         depth(num_layers(num_tokens, args.max_top_nodes, args.compression_rate)),
-        first_token(num_tokens - num_queries),
         num_lists(ceil_div(num_queries, args.selection_stride)) {
     const int64_t r = args.compression_rate;
     // A list never names more parents than the bottom layer has.

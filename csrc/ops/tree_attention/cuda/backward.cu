@@ -148,9 +148,10 @@ class BackwardRun {
       });
     }
     for (int64_t batch = 0; batch < p_.batch; batch += config_.batch_chunk) {
-      for (int64_t query = 0; query < p_.num_queries && error == cudaSuccess; query += config_.query_chunk) {
-        error = chunk({batch, std::min(config_.batch_chunk, p_.batch - batch), query,
-                       std::min(config_.query_chunk, p_.num_queries - query)});
+      for (int64_t query = 0; query < p_.num_queries && error == cudaSuccess;) {
+        const int64_t num_queries = p_.chunk_queries(query, config_.query_chunk);
+        error = chunk({batch, std::min(config_.batch_chunk, p_.batch - batch), query, num_queries});
+        query += num_queries;
       }
     }
     return error != cudaSuccess ? error : finish();

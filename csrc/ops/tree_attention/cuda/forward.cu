@@ -125,7 +125,7 @@ GatherParams gather_of(const TreeCall& call, size_t layer_idx, const Chunk& chun
   g.rope = call.rope;
   g.score_scale = static_cast<float>(p.args.scale * kLog2E);
   g.node_span = layer.node_span;
-  g.t0 = p.t0() + chunk.query;
+  g.t0 = p.token_of(chunk.query);
   g.num_queries = static_cast<int>(chunk.num_queries);
   g.num_lists = static_cast<int>(ceil_div(chunk.num_queries, p.args.selection_stride));
   g.num_batches = static_cast<int>(chunk.num_batches);
@@ -206,24 +206,38 @@ cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream) {
 
 namespace {
 
+// The lists of the top layer, of all batches at once unless the queries are in several pieces.
+cudaError_t write_top_lists(const TreeCall& call, int32_t* lists, cudaStream_t stream) {
+  const AttentionProblem& p = call.problem;
+  const int64_t num_pieces = p.num_pieces(), stride = p.args.selection_stride;
+  const int64_t num_lists = ceil_div(p.piece_queries(), stride);
+  const int64_t batches = num_pieces == 1 ? p.batch : 1;
+  cudaError_t error = cudaSuccess;
+  for (int64_t i = 0; i < p.batch / batches * num_pieces && error == cudaSuccess; ++i) {
+    error = launch_top_lists(lists + i * num_lists * p.num_kv_heads * p.args.top_k, batches, num_lists,
+                             p.num_kv_heads, p.args.top_k, p.args.starts[i % num_pieces], stride,
+                             call.layers.back().node_span * kTensorCoreRate, stream);
+  }
+  return error;
+}
+
 cudaError_t run_forward(const TreeCall& call, const ForwardConfig& c, const ForwardBuffers& buffers,
                         cudaStream_t stream) {
   const AttentionProblem& p = call.problem;
   if (!buffers.parents.empty()) {
-    const cudaError_t error =
-        launch_top_lists(buffers.parents.back(), p.batch, p.num_lists(), p.num_kv_heads, p.args.top_k, p.t0(),
-                         p.args.selection_stride, call.layers.back().node_span * kTensorCoreRate, stream);
-    if (error != cudaSuccess) {
+    if (const cudaError_t error = write_top_lists(call, buffers.parents.back(), stream);
+        error != cudaSuccess) {
       return error;
     }
   }
   for (int64_t batch = 0; batch < p.batch; batch += c.batch_chunk) {
-    for (int64_t query = 0; query < p.num_queries; query += c.query_chunk) {
+    for (int64_t query = 0; query < p.num_queries;) {
       const Chunk chunk{batch, std::min(c.batch_chunk, p.batch - batch), query,
-                        std::min(c.query_chunk, p.num_queries - query)};
+                        p.chunk_queries(query, c.query_chunk)};
       if (const cudaError_t error = forward_chunk(call, c, buffers, chunk, stream); error != cudaSuccess) {
         return error;
       }
+      query += chunk.num_queries;
     }
   }
   return cudaSuccess;
@@ -268,7 +282,7 @@ Tensor top_lists(const AttentionProblem& problem, const Slice& slice, const Tens
                            like.options().dtype(at::kInt));
   const int64_t rate = problem.args.compression_rate;
   C10_CUDA_CHECK(launch_top_lists(lists.mutable_data_ptr<int32_t>(), slice.batches, num_lists,
-                                  problem.num_kv_heads, problem.args.top_k, problem.t0() + slice.query,
+                                  problem.num_kv_heads, problem.args.top_k, problem.token_of(slice.query),
                                   slice.stride, node_span(rate, problem.layers()),
                                   c10::cuda::getCurrentCUDAStream()));
   return lists;
@@ -329,10 +343,11 @@ void attention_forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, c
   const RopeTables rope = general_rope_tables(problem, q);
   const Tensor span_means = build_span_means(k, args);
   for (int64_t batch = 0; batch < problem.batch; batch += config.batch_chunk) {
-    for (int64_t query = 0; query < problem.num_queries; query += config.query_chunk) {
+    for (int64_t query = 0; query < problem.num_queries;) {
       const Slice slice{batch, std::min(config.batch_chunk, problem.batch - batch), query,
-                        std::min(config.query_chunk, problem.num_queries - query), args.selection_stride};
+                        problem.chunk_queries(query, config.query_chunk), args.selection_stride};
       general_chunk(problem, slice, q, tree, span_means, rope, out, gmax, gsum, parents);
+      query += slice.queries;
     }
   }
 }

@@ -73,9 +73,10 @@ inline BackwardConfig choose_backward_config(const AttentionProblem& p, const De
       p.num_kv_heads * (p.args.top_k * 4 * p.layers() + p.args.top_k * p.args.compression_rate / 8 +
                         ceil_div(p.num_keys, p.args.compression_rate) / 64 + 64);
   const int64_t lists = std::max<int64_t>(1, scratch / per_list);
-  int64_t used = std::max<int64_t>(1, std::min(lists, p.num_lists()));
+  const int64_t piece_lists = ceil_div(p.piece_queries(), stride);
+  int64_t used = std::max<int64_t>(1, std::min(lists, piece_lists));
   config.num_sms = device.num_sms;
-  if ((by_list || config.per_list_top) && used < p.num_lists()) {
+  if ((by_list || config.per_list_top) && used < piece_lists) {
     // Chunks are whole waves of tasks of backward/per_list/.
     const int64_t run = by_list ? stride : kGradientRun;
     const int64_t tasks = ceil_div(run * group, kGradientRows) * p.num_kv_heads;

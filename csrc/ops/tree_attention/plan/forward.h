@@ -139,10 +139,12 @@ inline ForwardConfig choose_forward_config(const AttentionProblem& p, const Devi
   // waves of such blocks.
   const int64_t wave = kTensorCoreBlock * device.num_sms / std::gcd(device.num_sms, heads);
   const int64_t block = wave / stride <= lists ? wave : kTensorCoreBlock;
-  const int64_t used = even_chunk(p.num_lists(), lists, std::max<int64_t>(1, block / stride));
+  const int64_t used =
+      even_chunk(ceil_div(p.piece_queries(), stride), lists, std::max<int64_t>(1, block / stride));
   config.query_chunk = used * stride;
-  config.batch_chunk =
-      std::clamp<int64_t>(lists / used, 1, std::max<int64_t>(1, std::min(p.batch, 65535 / heads)));
+  // A chunk of several batches has all of their queries, which are neighbours in memory.
+  const int64_t most_batches = p.num_pieces() == 1 ? std::min(p.batch, 65535 / heads) : 1;
+  config.batch_chunk = std::clamp<int64_t>(lists / used, 1, std::max<int64_t>(1, most_batches));
   if (p.layers() > 1) {
     const int64_t widest =
         list_candidates(ceil_div(p.num_keys, p.args.compression_rate), p.args.top_k, p.args.compression_rate);

@@ -80,7 +80,16 @@ struct AttentionProblem {
     return count;
   }
   int64_t parents(int64_t layer) const { return ceil_div(nodes(layer), args.compression_rate); }
-  int64_t t0() const { return num_keys - num_queries; }
+  // The queries of a piece, see AttentionArgs::starts. A chunk never has queries of two pieces.
+  int64_t piece_queries() const { return num_queries / num_pieces(); }
+  int64_t num_pieces() const { return static_cast<int64_t>(args.starts.size()); }
+  // The token of a query.
+  int64_t token_of(int64_t query) const { return token_of_query(args, num_queries, query); }
+  // The queries of a chunk that begins with `query` and takes at most `most`.
+  int64_t chunk_queries(int64_t query, int64_t most) const {
+    const int64_t piece = piece_queries();
+    return std::min(most, piece - query % piece);
+  }
 };
 
 // What the choices need to know of a GPU.

@@ -140,7 +140,7 @@ cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& ch
     part.query += first * p.args.selection_stride;
     part.num_queries =
         std::min(count * p.args.selection_stride, chunk.num_queries - first * p.args.selection_stride);
-    const int64_t last_rank = (p.t0() + part.query + part.num_queries - 1) / layer.node_span;
+    const int64_t last_rank = p.token_of(part.query + part.num_queries - 1) / layer.node_span;
     GatherParams gather = gather_of(call, layer_idx, part);
     const int64_t row_offset = first * p.num_kv_heads * p.args.top_k;
     gather.lists = lists.data ? lists.data + row_offset : nullptr;

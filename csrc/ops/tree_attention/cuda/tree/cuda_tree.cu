@@ -178,7 +178,7 @@ LayerArgs layer_args(const AttentionProblem& problem, int64_t layer, int64_t fir
   args.compression_rate = problem.args.compression_rate;
   args.list_width = problem.args.top_k;
   args.top_k = problem.args.top_k;
-  args.t0 = problem.t0() + first_query;
+  args.t0 = problem.token_of(first_query);
   args.selection_stride = problem.args.selection_stride;
   args.scale = problem.args.scale;
   args.importance = problem.args.importance;

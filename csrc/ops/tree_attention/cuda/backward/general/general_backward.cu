@@ -39,9 +39,10 @@ class GeneralBackward {
 
   void run() {
     for (int64_t batch = 0; batch < problem_.batch; batch += config_.batch_chunk) {
-      for (int64_t query = 0; query < problem_.num_queries; query += config_.query_chunk) {
-        chunk({batch, std::min(config_.batch_chunk, problem_.batch - batch), query,
-               std::min(config_.query_chunk, problem_.num_queries - query)});
+      for (int64_t query = 0; query < problem_.num_queries;) {
+        const int64_t num_queries = problem_.chunk_queries(query, config_.query_chunk);
+        chunk({batch, std::min(config_.batch_chunk, problem_.batch - batch), query, num_queries});
+        query += num_queries;
       }
     }
     finish(key_sums_, problem_.key_dim, b_.dk);
@@ -71,7 +72,7 @@ class GeneralBackward {
     };
     lists[top] = new_lists();
     C10_CUDA_CHECK(launch_top_lists(lists[top].mutable_data_ptr<int32_t>(), c.num_batches, count,
-                                    problem_.num_kv_heads, problem_.args.top_k, problem_.t0() + c.query,
+                                    problem_.num_kv_heads, problem_.args.top_k, problem_.token_of(c.query),
                                     stride, node_span(problem_.args.compression_rate, problem_.layers()),
                                     stream_));
     for (size_t i = top; i > 0 && b_.parents.empty(); --i) {
@@ -117,7 +118,7 @@ class GeneralBackward {
     params.layer.num_nodes = tree_.keys[i].size(1);
     params.layer.rate = problem_.args.compression_rate;
     params.layer.node_span = node_span(params.layer.rate, static_cast<int64_t>(i));
-    params.t0 = problem_.t0() + c.query;
+    params.t0 = problem_.token_of(c.query);
     params.lists.stride = problem_.args.selection_stride;
     params.scale = static_cast<float>(problem_.args.scale);
     params.num_batches = static_cast<int>(c.num_batches);

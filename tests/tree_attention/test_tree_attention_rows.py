@@ -1,0 +1,140 @@
+"""attention_rows: queries at any place of the text have the bits of a call with all of them (docs/semantics §1.8)."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from htree_ops.testing.cases import normal
+
+OPS = torch.ops.htree
+#: B, T, H, H_kv, K, V, dtype, where the text is cut, and the options up to selection_stride.
+CASES: dict[str, tuple[tuple[int, ...], torch.dtype, tuple[int, ...], tuple[Any, ...]]] = {
+    "three_layers": ((2, 61, 4, 2, 6, 5), torch.float32, (0, 7, 32, 61), (4, 8, 2)),
+    "deep": ((1, 130, 2, 1, 4, 4), torch.float32, (0, 128, 130), (2, 2, 1)),
+    "stride": (
+        (1, 96, 4, 2, 8, 8),
+        torch.float32,
+        (0, 16, 48, 96),
+        (8, 8, 2, None, 10000.0, "lse_causal", 4),
+    ),
+    "one_layer": ((1, 20, 2, 2, 4, 4), torch.float64, (0, 5, 20), (4, 32, 8)),
+    "half": ((1, 640, 8, 2, 64, 64), torch.bfloat16, (0, 128, 320, 640), (16, 32, 4)),
+    "half_stride": (
+        (1, 608, 8, 2, 128, 128),
+        torch.bfloat16,
+        (0, 208, 608),
+        (16, 32, 4, None, 10000.0, "lse_causal", 16),
+    ),
+    "half_stride_4": (
+        (1, 608, 16, 1, 32, 32),
+        torch.float16,
+        (0, 304, 608),
+        (16, 32, 4, None, None, "exp_joint", 4),
+    ),
+}
+
+
+#: How far the sum of gradients in another order may be off, as a share of the largest.
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+def assert_close(found: Tensor, expected: Tensor, share: float) -> None:
+    """Equal but for ``share`` of the largest expected number; 0 means bit for bit."""
+    error = float((found.double() - expected.double()).abs().max())
+    assert error <= share * float(expected.double().abs().max())
+
+
+def qkv(sizes: tuple[int, ...], dtype: torch.dtype, device: str) -> list[Tensor]:
+    B, T, H, H_kv, K, V = sizes
+    shapes = ((B, T, H, K), (B, T, H_kv, K), (B, T, H_kv, V), (B, T, H, V))
+    return [normal(shape, dtype, device, seed) for seed, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_are_those_of_the_whole(name: str, device: str) -> None:
+    sizes, dtype, cuts, options = CASES[name]
+    q, k, v, dout = qkv(sizes, dtype, device)
+    stride = options[6] if len(options) > 6 else 1
+    *whole, parents = OPS.attention_forward(q, k, v, *options)
+    dq, dk, dv = OPS.attention_backward(dout, q, k, v, *whole, parents, *options)
+    sums = [torch.zeros_like(x, dtype=torch.float64) for x in (dk, dv)]
+    for begin, end in itertools.pairwise(cuts):
+        rows = q[:, begin:end]
+        *results, lists = OPS.attention_rows(rows, k, v, [begin], *options)
+        for found, expected in zip(results, whole, strict=True):
+            assert torch.equal(found, expected[:, begin:end])
+        assert torch.equal(lists, torch.stack(parents)[:, :, begin // stride : -(-end // stride)])
+        unstored = OPS.attention_rows(rows, k, v, [begin], *options, store_parents=False)
+        assert unstored[3].shape == (0, *lists.shape[1:])
+        assert torch.equal(unstored[0], results[0])
+        state = (dout[:, begin:end], rows, k, v, *results)
+        gradients = OPS.attention_rows_backward(*state, lists, [begin], *options)
+        again = OPS.attention_rows_backward(*state, unstored[3], [begin], *options)
+        for one, other in zip(gradients, again, strict=True):
+            assert torch.equal(one, other)
+        assert_close(gradients[0], dq[:, begin:end], 0 if device == "cpu" else 2e-2)
+        for total, part in zip(sums, gradients[1:], strict=True):
+            total += part
+    for total, expected in zip(sums, (dk, dv), strict=True):
+        assert_close(total, expected, BOUNDS.get(dtype, 2e-2))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pieces_share_a_tree(name: str, device: str) -> None:
+    """Rows from several places in one call are those of a call for each place."""
+    sizes, dtype, _, options = CASES[name]
+    q, k, v, dout = qkv(sizes, dtype, device)
+    stride = options[6] if len(options) > 6 else 1
+    step = sizes[1] // 4 // stride * stride
+    for starts in ([0, 3 * step], [2 * step, step], [0, step, 2 * step, 3 * step]):
+        rows, upstream = (torch.cat([x[:, at : at + step] for at in starts], 1) for x in (q, dout))
+        *results, lists = OPS.attention_rows(rows, k, v, starts, *options)
+        ours = OPS.attention_rows_backward(upstream, rows, k, v, *results, lists, starts, *options)
+        again = OPS.attention_rows_backward(upstream, rows, k, v, *results, lists[:0], starts, *options)
+        sums = [torch.zeros_like(x, dtype=torch.float64) for x in (k, v)]
+        for i, start in enumerate(starts):
+            piece = slice(i * step, (i + 1) * step)
+            one = OPS.attention_rows(rows[:, piece], k, v, [start], *options)
+            for found, expected in zip(results, one[:3], strict=True):
+                assert torch.equal(found[:, piece], expected)
+            assert torch.equal(lists[:, :, i * step // stride : (i + 1) * step // stride], one[3])
+            state = (upstream[:, piece], rows[:, piece], k, v, *one)
+            theirs = OPS.attention_rows_backward(*state, [start], *options)
+            assert_close(ours[0][:, piece], theirs[0], 0 if device == "cpu" else 2e-2)
+            for total, part in zip(sums, theirs[1:], strict=True):
+                total += part
+        for found, other, total in zip(ours[1:], again[1:], sums, strict=True):
+            assert torch.equal(found, other)
+            assert_close(found, total, BOUNDS.get(dtype, 2e-2))
+
+
+def test_lists_are_one_tensor_for_autograd(device: str) -> None:
+    """What autograd keeps: q, k, v, out, gmax, gsum and the lists."""
+    q, k, v, _ = qkv((1, 40, 4, 2, 6, 5), torch.float32, device)
+    kept: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        OPS.attention(q.requires_grad_(), k, v, 4, 8, 2)
+    assert [tuple(x.shape) for x in kept[-1:]] == [(3, 1, 40, 2, 2)]
+    assert len(kept) == 7
+
+
+def test_no_row(device: str) -> None:
+    q, k, v, dout = qkv((1, 8, 2, 1, 4, 4), torch.float32, device)
+    out, gmax, gsum, lists = OPS.attention_rows(q[:, :0], k, v, [4], 4, 8, 2)
+    assert out.shape == (1, 0, 2, 4)
+    dq, dk, dv = OPS.attention_rows_backward(
+        dout[:, :0], q[:, :0], k, v, out, gmax, gsum, lists, [4], 4, 8, 2
+    )
+    assert dq.numel() == 0
+    assert not dk.any()
+    assert not dv.any()
