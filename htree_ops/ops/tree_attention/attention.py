@@ -30,6 +30,12 @@ def top_nodes(max_top_nodes: int | None, top_k: int, compression_rate: int) -> i
     )  # the op refuses other options by their own names
 
 
+def check_scope(function: str, scope: object) -> None:
+    """Raises ValueError unless ``scope`` is one of the known ones: it is no option of the op."""
+    if scope not in SCOPES:
+        raise ValueError(f"{function}: scope must be one of {', '.join(SCOPES)}, got {scope!r}")
+
+
 def _warn_of_transposed(q: Tensor, k: Tensor) -> None:
     """Once per process: [B, H, T, K] with as many heads in k as in q has legal sizes."""
     global _warned_of_transposed
@@ -203,8 +209,7 @@ def _attend(
     store_parents: bool,
     selection_span: int | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    if scope not in SCOPES:
-        raise ValueError(f"tree_attention: scope must be one of {', '.join(SCOPES)}, got {scope!r}")
+    check_scope("tree_attention", scope)
     if scope == "q_head" and _have_groups(q, k, v):
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     records = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)

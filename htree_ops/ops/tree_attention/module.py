@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,10 @@ from htree_ops.ops.arguments import (
 from htree_ops.ops.tree_attention.attention import Importance, Scope, tree_attention
 from htree_ops.ops.tree_attention.options import RECOMMENDED, Goal, TreeOptions
 from htree_ops.ops.tree_cache.cache import TreeKVCache
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["HTreeAttention"]
 
@@ -63,6 +69,9 @@ class HTreeAttention(nn.Module):
         num_kv_heads: H_kv, key and value heads, a divisor of H; None is H.
         head_dim: K = V, even; None is embed_dim / num_heads.
         bias: whether the projections have one.
+        cp_group: ranks that share the tokens, for :func:`htree_ops.distributed.tree_attention_cp`; None is this process
+            alone.
+        cp_balance: how they share them, "head_tail" or "contiguous".
         device, dtype: of the parameters.
         The other keywords: as in :func:`tree_attention`.
 
@@ -104,6 +113,8 @@ class HTreeAttention(nn.Module):
         scope: Scope = "kv_head",
         store_parents: bool = True,
         selection_span: int | None = None,
+        cp_group: ProcessGroup | DeviceMesh | None = None,
+        cp_balance: str = "head_tail",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -141,6 +152,12 @@ class HTreeAttention(nn.Module):
                 store_parents=store_parents,
                 selection_span=selection_span,
             )
+        if cp_balance not in ("head_tail", "contiguous"):
+            raise ValueError(
+                f"HTreeAttention: cp_balance must be head_tail or contiguous, got {cp_balance!r}"
+            )
+        self.cp_group = cp_group
+        self.cp_balance = cp_balance
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -242,6 +259,16 @@ class HTreeAttention(nn.Module):
         assert isinstance(out, Tensor)  # a pair only with return_lse
         return out
 
+    def _heads(self, name: str, x: Tensor) -> Tensor:
+        """A projection of x [B, T, E] as [B, T, heads, head_dim], with the heads that this rank has."""
+        rows: Tensor = getattr(self, name)(x)
+        if rows.shape[-1] % self.head_dim:
+            raise ValueError(
+                f"HTreeAttention: {name} must give whole heads of {self.head_dim} channels, got {rows.shape[-1]}: "
+                "heads that the ranks do not divide stay whole on every rank"
+            )
+        return rows.unflatten(-1, (-1, self.head_dim))
+
     def forward(
         self,
         x: Tensor,
@@ -253,7 +280,8 @@ class HTreeAttention(nn.Module):
         """Attends causally within each sequence.
 
         Args:
-            x: [B, T, E].
+            x: [B, T, E]; with ``cp_group`` this rank's tokens, as :func:`htree_ops.distributed.shard_sequence` gives
+                them.
             attn_mask, key_padding_mask: must be None; they exist so that they can be refused by name.
 
         Returns:
@@ -265,6 +293,7 @@ class HTreeAttention(nn.Module):
                 layer that has replaced ``q_proj`` checks x itself.
             NotImplementedError: a mask or padding is given.
             TypeError, ValueError: a cache of another class, of other options or sizes, or without room.
+            ValueError: projections that are sharded over ranks give query and key heads that do not belong together.
         """
         for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
             if mask is not None:
@@ -292,13 +321,23 @@ class HTreeAttention(nn.Module):
                 actual=tuple(x.shape),
                 tensor_name="x",
             )
-        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
-        k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        q, k, v = (self._heads(name, x) for name in ("q_proj", "k_proj", "v_proj"))
+        # Under tensor parallelism the projections of a rank may give some of the heads.
+        if q.shape[2] * self.num_kv_heads != k.shape[2] * self.num_heads:
+            raise ValueError(
+                f"HTreeAttention: the projections must give {self.num_heads // self.num_kv_heads} query heads per key "
+                f"head, got {q.shape[2]} and {k.shape[2]}: shard all three or, where num_kv_heads = "
+                f"{self.num_kv_heads} is no multiple of the ranks, none"
+            )
         if cache is not None:
             return self.o_proj(self._attend_from(cache, q, k, v).flatten(2))
+        attend: Callable[..., Any] = tree_attention
+        if self.cp_group is not None:
+            from htree_ops.distributed import tree_attention_cp  # only where it is asked for
+
+            attend = partial(tree_attention_cp, group=self.cp_group, balance=self.cp_balance)
         options = self.options
-        out = tree_attention(
+        out = attend(
             q,
             k,
             v,

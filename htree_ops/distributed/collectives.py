@@ -1,0 +1,156 @@
+"""Collectives that autograd and torch.compile know, slices of a text among ranks, and agreement before a call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import GroupName
+
+from htree_ops.errors import ShapeMismatchError
+
+__all__ = [
+    "BALANCES",
+    "added",
+    "agree",
+    "all_gather",
+    "cut",
+    "exchange",
+    "group_of",
+    "join",
+    "parts_of",
+    "waited",
+]
+
+BALANCES = ("head_tail", "contiguous")
+
+
+def group_of(function: str, group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+    """The process group that a caller means; None is the default group.
+
+    Raises:
+        TypeError: no process group that this process is in, and no mesh. ValueError: a mesh of several dimensions.
+        RuntimeError: torch.distributed is not initialised.
+    """
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"{function}: group must be a mesh of one dimension, got {group.ndim}: {group}")
+        return group.get_group()
+    if group is None:
+        group = dist.group.WORLD if dist.is_initialized() else None
+        if group is None:
+            raise RuntimeError(f"{function}: torch.distributed must be initialised (init_process_group)")
+        return group
+    if not isinstance(group, dist.ProcessGroup):
+        outside = group == dist.GroupMember.NON_GROUP_MEMBER
+        came = "a group without it" if outside else type(group).__name__
+        raise TypeError(f"{function}: group must be a ProcessGroup that holds this process, got {came}")
+    return group
+
+
+# ---- who has which tokens. Of n ranks each has one part of the text ("contiguous"), or the parts i and 2n - 1 - i of
+# 2n, one behind the other ("head_tail"), so that short and long causal rows meet on each rank.
+
+
+def parts_of(rank: int, size: int, balance: str) -> tuple[int, ...]:
+    """The parts of a rank, in its order; the text has ``size`` times as many."""
+    return (rank, 2 * size - 1 - rank) if balance == "head_tail" else (rank,)
+
+
+def join(gathered: Tensor, dim: int, balance: str) -> Tensor:
+    """[n, *slice of a rank] -> the whole text along ``dim``, in its order; a view where that is one."""
+    if balance == "contiguous":
+        return gathered.movedim(0, dim).flatten(dim, dim + 1)
+    halves = [x.chunk(2, dim) for x in gathered.unbind(0)]
+    return torch.cat([half[0] for half in halves] + [half[1] for half in reversed(halves)], dim)
+
+
+def cut(text: Tensor, size: int, dim: int, balance: str) -> Tensor:
+    """The whole text -> [n, parts, *part]: the parts of every rank."""
+    per_rank = len(parts_of(0, size, balance))
+    parts = text.chunk(per_rank * size, dim)
+    order = [i for rank in range(size) for i in parts_of(rank, size, balance)]
+    return torch.stack([parts[i] for i in order]).unflatten(0, (size, per_rank))
+
+
+# ---- collectives, by the name of the group: a traced graph holds no group
+
+
+def all_gather(x: Tensor, group_name: GroupName) -> Tensor:
+    """[n, *x.shape]: what every rank has, in the order of ranks. :func:`waited` gives the values."""
+    return functional.all_gather_tensor(x.contiguous()[None], 0, group_name)
+
+
+def waited(x: Tensor) -> Tensor:
+    """The result of a collective, when it is there."""
+    return x.wait() if isinstance(x, functional.AsyncCollectiveTensor) else x
+
+
+def exchange(x: Tensor, group_name: GroupName) -> Tensor:
+    """[n, *x.shape[1:]]: what each rank has for this one, x[rank of this process]. :func:`waited` gives the values."""
+    return functional.all_to_all_single(x.contiguous(), None, None, group_name)
+
+
+def added(received: Tensor, dim: int) -> Tensor:
+    """What :func:`exchange` of :func:`cut` gave -> this rank's slice, summed over the ranks in fp32 (fp64 for fp64).
+
+    The two are a reduce-scatter that moves the dtype of x, and whose result does not depend on the order that a backend
+    takes.
+    """
+    total = waited(received).sum(0, dtype=torch.promote_types(received.dtype, torch.float32))
+    return torch.cat(total.unbind(0), dim)
+
+
+# ---- agreement
+
+
+#: Numbers of one exchange; the same for all calls, so that calls that differ meet as well.
+_FACTS = 24
+
+
+def agree(
+    function: str, group: dist.ProcessGroup, facts: Mapping[str, int], refusal: Exception | None
+) -> None:
+    """Compares what the ranks are about to do, so that all of them raise where one cannot go on.
+
+    A collective whose sizes differ hangs or gives garbage. This one has the same size for every call. It waits for the
+    device unless the group has a backend for the CPU. Not while torch.compile traces.
+
+    Args:
+        facts: numbers that must be the same on every rank, by their names.
+        refusal: the error that this rank would raise by itself.
+
+    Raises:
+        ShapeMismatchError: a fact differs; it is named with its values by rank.
+        RuntimeError: another rank has refused its arguments.
+        Exception: ``refusal``.
+    """
+    code = sum(ord(letter) * 31**place for place, letter in enumerate(function)) % 2**31
+    mine = [code, int(refusal is not None), *facts.values()]
+    mine += [0] * (_FACTS - len(mine))
+    kinds = {kind.type for kind in group._device_types}
+    where = "cpu" if "cpu" in kinds else min(kinds)  # the current device of that kind
+    gathered = torch.empty(group.size() * _FACTS, dtype=torch.int64, device=where)
+    dist.all_gather_into_tensor(gathered, torch.tensor(mine, dtype=torch.int64, device=where), group=group)
+    rows = gathered.view(-1, _FACTS).tolist()
+    if refusal is not None:
+        raise refusal
+    if any(row[0] != code for row in rows):
+        raise RuntimeError(f"{function}: another rank of the group makes another call")
+    refused = [rank for rank, row in enumerate(rows) if row[1]]
+    if refused:
+        raise RuntimeError(
+            f"{function}: rank {refused[0]} of the group has refused its arguments; see its error"
+        )
+    for place, name in enumerate(facts, start=2):
+        values = [row[place] for row in rows]
+        if len(set(values)) > 1:
+            raise ShapeMismatchError(
+                f"{function}: {name} must be the same on every rank, got {values} by rank",
+                expected=values[0],
+                actual=values[group.rank()],
+            )

@@ -1,0 +1,291 @@
+"""Tree attention over a text whose tokens lie on several ranks (docs/distributed.md)."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import GroupName
+
+from htree_ops.distributed.collectives import (
+    added,
+    agree,
+    all_gather,
+    cut,
+    exchange,
+    group_of,
+    join,
+    parts_of,
+    waited,
+)
+from htree_ops.distributed.sequence import check_balance
+from htree_ops.ops.arguments import check_tensors, named_as
+from htree_ops.ops.tree_attention.attention import check_scope, top_nodes, tree_attention
+
+__all__ = ["tree_attention_cp"]
+
+
+#: Keys and values are gathered in up to so many steps, of at least so many bytes: less is soon there, and the results
+#: of several steps have to be put together. For fewer ranks than these the exchange is a hundredth of the work.
+MOST_STEPS = 4
+STEP_BYTES = 32 << 20
+FEWEST_RANKS = 4
+
+
+def choose_steps(kv_heads: int, num_bytes: int, ranks: int) -> int:
+    """The steps in which the keys and values of all ranks are gathered, a divisor of their heads.
+
+    The attention of one step runs while the keys of the next are on their way. ``num_bytes``: of the gathered tensors.
+    """
+    if ranks < FEWEST_RANKS:
+        return 1
+    steps = [n for n in range(2, MOST_STEPS + 1) if kv_heads % n == 0 and num_bytes >= n * STEP_BYTES]
+    return steps[-1] if steps else 1
+
+
+class _Attention(torch.autograd.Function):
+    """Attention of this rank's rows over the keys and values of all ranks, in steps of K/V heads.
+
+    What is kept for the backward is this rank's own: keys and values are gathered there again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        group_name: GroupName,
+        rank: int,
+        size: int,
+        balance: str,
+        groups: int,
+        steps: int,
+        store_parents: bool,
+        span: int | None,
+        *options: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.group_name, ctx.size, ctx.balance, ctx.groups = group_name, size, balance, groups
+        ctx.steps, ctx.span, ctx.options = steps, span, options
+        parts = parts_of(rank, size, balance)
+        ctx.starts = [part * (q.shape[1] // len(parts)) for part in parts]
+        under_way = _gather(k, v, ctx)
+        results = []
+        for rows in q.chunk(steps, 2):
+            keys, values = _whole(under_way.pop(0), ctx)
+            results.append(
+                torch.ops.htree.attention_rows(rows, keys, values, ctx.starts, *options, store_parents, span)
+            )
+        out, gmax, gsum = (_together([result[i] for result in results]) for i in range(3))
+        ctx.save_for_backward(q, k, v, out, gmax, gsum, *(result[3] for result in results))
+        ctx.mark_non_differentiable(gmax, gsum)
+        return out, gmax, gsum
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        nothing = [None] * (8 + len(ctx.options))
+        if dout is None:
+            return None, None, None, *nothing
+        q, k, v, out, gmax, gsum, *lists = ctx.saved_tensors
+        mask = list(ctx.needs_input_grad[:3])
+        under_way = _gather(k, v, ctx)
+        dq: list[Tensor] = []
+        dk: list[Tensor] = []
+        dv: list[Tensor] = []
+        by_step = zip(*(x.chunk(ctx.steps, 2) for x in (dout, q, out, gmax, gsum)), strict=True)
+        for (d, rows, *states), stored in zip(by_step, lists, strict=True):
+            keys, values = _whole(under_way.pop(0), ctx)
+            gradients = torch.ops.htree.attention_rows_backward(
+                d, rows, keys, values, *states, stored, ctx.starts, *ctx.options, mask, ctx.span
+            )
+            dq.append(gradients[0])
+            # The exchange of this step runs while the next one computes.
+            if mask[1]:
+                dk.append(_send(gradients[1], ctx))
+            if mask[2]:
+                dv.append(_send(gradients[2], ctx))
+        return (
+            _together(dq) if mask[0] else None,
+            _together([added(x, 1).to(k.dtype) for x in dk]) if mask[1] else None,
+            _together([added(x, 1).to(v.dtype) for x in dv]) if mask[2] else None,
+            *nothing,
+        )
+
+
+def _together(steps: list[Tensor]) -> Tensor:
+    """The heads of all steps."""
+    return torch.cat(steps, 2) if len(steps) > 1 else steps[0]
+
+
+def _gather(k: Tensor, v: Tensor, ctx: Any) -> list[list[Tensor]]:
+    """Of every step the keys and values of all ranks [n, B, T/n, heads, D]; all are under way when this returns."""
+    steps = zip(k.chunk(ctx.steps, 2), v.chunk(ctx.steps, 2), strict=True)
+    return [[all_gather(x, ctx.group_name) for x in pair] for pair in steps]
+
+
+def _whole(gathered: list[Tensor], ctx: Any) -> list[Tensor]:
+    """A step's keys and values in the order of the text [B, T, heads * groups, D], when they are there."""
+    texts = [join(waited(x), 1, ctx.balance) for x in gathered]
+    return texts if ctx.groups == 1 else [x.repeat_interleave(ctx.groups, 2) for x in texts]
+
+
+def _send(gradient: Tensor, ctx: Any) -> Tensor:
+    """Sends every rank what this rank's rows give for the rank's keys or values, in fp32 if it is a sum."""
+    if ctx.groups > 1:
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        gradient = wide.unflatten(2, (-1, ctx.groups)).sum(3)
+    return exchange(cut(gradient, ctx.size, 1, ctx.balance), ctx.group_name)
+
+
+@named_as("tree_attention_cp")
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    size: int,
+    balance: str,
+    compression_rate: int,
+    max_top_nodes: int | None,
+    top_k: int,
+    selection_stride: int,
+    scale: float | None,
+    rope_base: float | None,
+    importance: str,
+    scope: str,
+    store_parents: bool,
+    selection_span: int | None,
+    gather_steps: int | None,
+) -> None:
+    """Raises what this rank alone can see, before it waits for another."""
+    name = "tree_attention_cp"
+    check_scope(name, scope)
+    check_balance(name, balance)
+    check_tensors(name, q=(q, "B T H K"), k=(k, "B T H_kv K"), v=(v, "B T H_kv V"))
+    tokens = q.shape[1] * size
+    step = len(parts_of(0, size, balance)) * size * compression_rate
+    if compression_rate > 0 and tokens % step:
+        pieces = "2 * n * r" if balance == "head_tail" else "n * r"
+        raise ValueError(
+            f"{name}: the tokens of all ranks must be a multiple of {pieces} = {step}, got {size} * "
+            f"{q.shape[1]} = {tokens}; the next length that works is {(tokens // step + 1) * step}"
+        )
+    if gather_steps is not None and (gather_steps < 1 or k.shape[2] % gather_steps):
+        raise ValueError(f"{name}: gather_steps must be a divisor of H_kv = {k.shape[2]}, got {gather_steps}")
+    if torch.compiler.is_compiling():
+        return  # the op refuses the rest where it is traced
+    M = top_nodes(max_top_nodes, top_k, compression_rate)
+    options = (compression_rate, M, top_k, scale, rope_base, importance, selection_stride)
+    whole = [x.new_empty((x.shape[0], tokens, *x.shape[2:]), device="meta") for x in (k, v)]
+    torch.ops.htree.attention_rows(
+        q.new_empty(q.shape, device="meta"), *whole, [0], *options, False, selection_span
+    )
+
+
+def _facts(q: Tensor, k: Tensor, v: Tensor, chosen: tuple[Any, ...]) -> dict[str, int]:
+    """What the ranks must have in common."""
+    facts = dict(zip(("the batch of q", "T/n", "H", "K"), q.shape, strict=True))
+    facts |= {"H_kv": k.shape[2], "V": v.shape[3]}
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        facts[f"whether {name} needs a gradient"] = int(torch.is_grad_enabled() and tensor.requires_grad)
+    facts["the checksum of dtype and options"] = zlib.crc32(repr((q.dtype, *chosen)).encode())
+    return facts
+
+
+def tree_attention_cp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: dist.ProcessGroup | DeviceMesh | None,
+    *,
+    balance: str = "head_tail",
+    compression_rate: int = 16,
+    max_top_nodes: int | None = None,
+    top_k: int = 512,
+    selection_stride: int = 1,
+    scale: float | None = None,
+    rope_base: float | None = 10000.0,
+    importance: str = "lse_causal",
+    scope: str = "kv_head",
+    return_lse: bool = False,
+    store_parents: bool = True,
+    selection_span: int | None = None,
+    gather_steps: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`htree_ops.tree_attention` over a text whose tokens are split among the ranks of a group.
+
+    Each rank has the tokens that :func:`shard_sequence` gives it, and gets their rows of the attention over the whole
+    text. Keys and values are gathered; each rank builds the tree and attends for its own rows. The selection is that of
+    one process, from all tokens. The backward gathers keys and values again, and adds their gradients over the ranks in
+    fp32 (fp64 for fp64) in a fixed order: every call gives the same bits. All ranks of the group must call.
+    Source: docs/semantics/tree_attention.md §1.13; docs/distributed.md has memory, costs and limits.
+
+    Args:
+        q: this rank's queries [B, T/n, H, K].
+        k: its keys [B, T/n, H_kv, K]. v: its values [B, T/n, H_kv, V].
+        group: the ranks; None is the default group, a mesh must have one dimension. With one rank this is
+            :func:`htree_ops.tree_attention`.
+        balance: "head_tail" or "contiguous", as in :func:`shard_sequence`. 2 * n * r (contiguous: n * r) divides T.
+        gather_steps: a divisor of H_kv, in so many steps keys and values are gathered and the attention runs, the one
+            while the next is on its way; None chooses by the length. The rows do not depend on it.
+        The others: as in :func:`htree_ops.tree_attention`.
+
+    Returns:
+        out [B, T/n, H, V], differentiable in q, k and v; with ``return_lse`` also lse [B, T/n, H] in fp32 (fp64 for
+        fp64), without a gradient. The rows are those of :func:`htree_ops.tree_attention` on the whole text, bit for
+        bit, and on the CPU so is the gradient of q. The gradients of k and v differ by the order of sums and one more
+        rounding per rank.
+
+    Raises:
+        ShapeMismatchError, UnsupportedDtypeError, DeviceError, ValueError, TypeError: as
+            :func:`htree_ops.tree_attention`; a T that does not divide (the message names the next one that does);
+            sizes, dtypes, options or wanted gradients that differ between the ranks, on every rank.
+        RuntimeError: another rank has refused its arguments.
+        In compiled code a rank sees its own mistakes alone, and ranks that differ may wait for each other until the
+        time-out of the group.
+    """
+    name = "tree_attention_cp"
+    members = group_of(name, group)
+    rank, size = members.rank(), members.size()
+    settings: dict[str, Any] = {
+        "compression_rate": compression_rate,
+        "max_top_nodes": max_top_nodes,
+        "top_k": top_k,
+        "selection_stride": selection_stride,
+        "scale": scale,
+        "rope_base": rope_base,
+        "importance": importance,
+        "scope": scope,
+        "store_parents": store_parents,
+        "selection_span": selection_span,
+    }
+    if size == 1:
+        check_balance(name, balance)
+        return tree_attention(q, k, v, return_lse=return_lse, **settings)
+    if all(isinstance(x, Tensor) for x in (q, k, v)):
+        kind = q.device.type
+        if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    if torch.compiler.is_compiling():
+        _check(q, k, v, size, balance, **settings, gather_steps=gather_steps)
+    else:
+        facts: dict[str, int] = {}
+        refusal: Exception | None = None
+        try:
+            _check(q, k, v, size, balance, **settings, gather_steps=gather_steps)
+            facts = _facts(q, k, v, (balance, *settings.values(), gather_steps))
+        except (TypeError, ValueError, RuntimeError) as error:
+            refusal = error
+        agree(name, members, facts, refusal)
+    groups = q.shape[2] // k.shape[2] if scope == "q_head" else 1
+    steps = gather_steps or choose_steps(k.shape[2], size * (k.numel() + v.numel()) * k.element_size(), size)
+    M = top_nodes(max_top_nodes, top_k, compression_rate)
+    options = (compression_rate, M, top_k, scale, rope_base, importance, selection_stride)
+    plan = (members.group_name, rank, size, balance, groups, steps, store_parents, selection_span)
+    out, gmax, gsum = _Attention.apply(q, k, v, *plan, *options)
+    return (out, gmax + gsum.log()) if return_lse else out

@@ -1,0 +1,154 @@
+"""The tokens of a text among the ranks of a group, and back (docs/distributed.md)."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import GroupName
+
+from htree_ops.distributed.collectives import (
+    BALANCES,
+    added,
+    agree,
+    all_gather,
+    cut,
+    exchange,
+    group_of,
+    join,
+    parts_of,
+    waited,
+)
+from htree_ops.ops.arguments import check_kind, check_tensor
+
+__all__ = ["check_balance", "shard_sequence", "unshard_sequence"]
+
+
+def check_balance(function: str, balance: object) -> None:
+    """Raises ValueError unless ``balance`` is one of the known ones."""
+    if balance not in BALANCES:
+        raise ValueError(f"{function}: balance must be one of {', '.join(BALANCES)}, got {balance!r}")
+
+
+def _checked_dim(function: str, x: Tensor, dim: int) -> int:
+    check_tensor(function, "x", x)
+    check_kind(function, "dim", dim, "int")
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"{function}: dim must be a dimension of x, got {dim} for x {tuple(x.shape)}")
+    return dim % x.dim()
+
+
+def shard_sequence(
+    x: Tensor,
+    group: dist.ProcessGroup | DeviceMesh | None,
+    dim: int = 1,
+    *,
+    balance: str = "head_tail",
+) -> Tensor:
+    """The tokens of this rank, from a text that every rank has.
+
+    With n ranks "head_tail" cuts the text into 2n parts and gives rank i the parts i and 2n - 1 - i, one behind the
+    other: early rows of causal attention are cheap, late ones are not, and each rank has both. "contiguous" gives
+    rank i part i of n. Nothing is communicated.
+
+    Args:
+        x: [..., T, ...], the same on every rank; any dtype.
+        group: the ranks that share the text; None is the default group, a mesh must have one dimension.
+        dim: the dimension of the tokens.
+        balance: "head_tail" or "contiguous".
+
+    Returns:
+        [..., T / n, ...], a new tensor. Its gradient with respect to x is 0 for the tokens of other ranks.
+
+    Raises:
+        ValueError: T is not divided by 2n (head_tail) or n (contiguous); the message names the next length that is.
+        TypeError: no tensor, or no process group.
+    """
+    name = "shard_sequence"
+    check_balance(name, balance)
+    dim = _checked_dim(name, x, dim)
+    members = group_of(name, group)
+    rank, size = members.rank(), members.size()
+    if size == 1:
+        return x.clone()
+    mine = parts_of(rank, size, balance)
+    count = len(mine) * size
+    tokens = x.shape[dim]
+    if tokens % count:
+        raise ValueError(
+            f"{name}: size {dim} of x must be a multiple of {count} for {size} ranks and balance={balance!r}, got "
+            f"{tokens}; the next length that works is {(tokens // count + 1) * count}"
+        )
+    parts = x.chunk(count, dim)
+    return torch.cat([parts[i] for i in mine], dim)
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group_name: GroupName, size: int, dim: int, balance: str) -> Tensor:
+        ctx.group_name, ctx.size, ctx.dim, ctx.balance = group_name, size, dim, balance
+        return join(waited(all_gather(x, group_name)), dim, balance)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        received = exchange(cut(gradient, ctx.size, ctx.dim, ctx.balance), ctx.group_name)
+        return added(received, ctx.dim).to(gradient.dtype), None, None, None, None
+
+
+def _checked_slice(x: Tensor, dim: int, balance: str) -> int:
+    """Raises what this rank alone can see of a call of :func:`unshard_sequence`."""
+    name = "unshard_sequence"
+    check_balance(name, balance)
+    dim = _checked_dim(name, x, dim)
+    if balance == "head_tail" and x.shape[dim] % 2:
+        raise ValueError(f"{name}: size {dim} of x must be even for head_tail, got {tuple(x.shape)}")
+    return dim
+
+
+def unshard_sequence(
+    x: Tensor,
+    group: dist.ProcessGroup | DeviceMesh | None,
+    dim: int = 1,
+    *,
+    balance: str = "head_tail",
+) -> Tensor:
+    """The whole text on every rank, from the tokens of each; undoes :func:`shard_sequence`.
+
+    Args:
+        x: [..., T / n, ...], of the same shape and dtype on every rank.
+        group, dim, balance: as in :func:`shard_sequence`.
+
+    Returns:
+        [..., T, ...]. The gradient of x is the sum over all ranks of their gradients of these tokens, added in fp32
+        (fp64 for fp64) in a fixed order: a loss that every rank computes from the whole text counts n times.
+
+    Raises:
+        ShapeMismatchError: the ranks have different shapes or dtypes, on every rank; not in compiled code.
+        ValueError: an odd number of tokens with "head_tail". TypeError: no tensor, or no process group.
+    """
+    name = "unshard_sequence"
+    members = group_of(name, group)
+    size = members.size()
+    if size == 1:
+        check_balance(name, balance)
+        _checked_dim(name, x, dim)
+        return x.clone()
+    if torch.compiler.is_compiling():
+        dim = _checked_slice(x, dim, balance)
+    else:
+        facts: dict[str, int] = {}
+        refusal: Exception | None = None
+        try:
+            dim = _checked_slice(x, dim, balance)
+            facts = {"the number of dimensions of x": x.dim(), "dim": dim}
+            facts["the checksum of dtype and balance"] = zlib.crc32(f"{x.dtype} {balance}".encode())
+            facts["whether x needs a gradient"] = int(torch.is_grad_enabled() and x.requires_grad)
+            facts |= {f"size {i} of x": length for i, length in enumerate(x.shape[:16])}
+        except (TypeError, ValueError) as error:
+            refusal = error
+        agree(name, members, facts, refusal)
+    return _Unshard.apply(x, members.group_name, size, dim, balance)

@@ -1,0 +1,282 @@
+"""Rules by which DTensor shards the ops of this package (docs/distributed.md).
+
+The interface, ``torch.distributed.tensor.experimental.register_sharding``, is experimental: torch may change it.
+This is the one file that uses it.
+
+A rule lists, for one dimension of a mesh, the placements under which every rank computes its part of the result from
+its parts of the arguments. DTensor takes the cheapest one and moves tensors where they lie otherwise. No rule takes a
+tensor that is a pending sum (``Partial``): DTensor adds it up first, because few of the formulas are linear. A gradient
+of a tensor that every rank has whole is such a sum, and so is a product whose inner dimension is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor.placement_types import Placement
+
+__all__ = ["register"]
+
+#: Placements of the outputs and of the arguments; None for what is no tensor.
+Rule = tuple[list[Placement | None], list[Placement | None]]
+_WHOLE = Replicate()
+
+
+def _rule(outputs: Sequence[Placement | None], tensors: Sequence[Placement | None], arguments: int) -> Rule:
+    """``tensors`` come first among the ``arguments`` of a call."""
+    return list(outputs), [*tensors, *[None] * (arguments - len(tensors))]
+
+
+def _wanted(outputs: Sequence[Placement], mask: Sequence[bool]) -> list[Placement | None]:
+    """The placements of gradients, None for one that is not computed."""
+    return [placement if wanted else None for placement, wanted in zip(outputs, mask, strict=True)]
+
+
+def _mask(args: tuple[Any, ...], place: int, size: int) -> Sequence[bool]:
+    """The ``output_mask`` of a call; the dispatcher leaves out what has its default value."""
+    return args[place] if len(args) > place else (True,) * size
+
+
+def _size(spec: Any, dim: int) -> int:
+    return int(spec.shape[dim])
+
+
+# ---- tree attention
+
+
+def _heads_divide(q: Any, k: Any, v: Any) -> bool:
+    """Whether ranks that shard the heads have whole groups: the same K/V heads as their query heads have.
+
+    A group of query heads shares one selection, so it is never split. Allowed are meshes whose size divides the K/V
+    heads, and meshes of several dimensions on which q, k and v already lie the same way, by batch and by heads alone.
+    """
+    heads = _size(k, 2)
+    if heads % k.mesh.size() == 0:
+        return True
+    same = q.placements == k.placements == v.placements
+    if not same or any(p not in (Shard(0), Shard(2), _WHOLE) for p in k.placements):
+        return False
+    ranks = 1
+    for dim, placement in enumerate(k.placements):
+        ranks *= k.mesh.size(dim) if placement == Shard(2) else 1
+    return ranks > 1 and heads % ranks == 0
+
+
+def _attention_ways(q: Any, k: Any, v: Any) -> list[int]:
+    """Dims of q, k and v that may be sharded together."""
+    return [0, 2] if _heads_divide(q, k, v) else [0]
+
+
+def _lists_of(place: Placement) -> Placement:
+    """Placement of the lists [layers, B, T, H, k] beside that of q [B, T, H, K]."""
+    return Shard(place.dim + 1) if isinstance(place, Shard) else place
+
+
+def _attention(q: Any, k: Any, v: Any, *options: Any) -> list[Rule]:
+    ways = [_WHOLE, *map(Shard, _attention_ways(q, k, v))]
+    return [_rule([way], [way] * 3, 3 + len(options)) for way in ways]
+
+
+def _attention_rows(q: Any, k: Any, v: Any, *options: Any) -> list[Rule]:
+    ways = [_WHOLE, *map(Shard, _attention_ways(q, k, v))]
+    return [_rule([way] * 3 + [_lists_of(way)], [way] * 3, 3 + len(options)) for way in ways]
+
+
+def _attention_rows_backward(*args: Any) -> list[Rule]:
+    _, q, k, v = args[:4]
+    mask = _mask(args, 16, 3)
+    ways = [_WHOLE, *map(Shard, _attention_ways(q, k, v))]
+    return [_rule(_wanted([way] * 3, mask), [way] * 7 + [_lists_of(way)], len(args)) for way in ways]
+
+
+# ---- norms and rotary positions
+
+
+def _table_of(way: Placement, x: Any, table: Any) -> Placement | None:
+    """Placement of cos or sin beside x [B, S, ...], None where a rank could not find the rows of its positions."""
+    if way != Shard(1):
+        return _WHOLE
+    dim = 1 if len(table.shape) == 4 else 0
+    return Shard(dim) if _size(table, dim) == _size(x, 1) else None
+
+
+def _norm_ways(x: Any, cos: Any, sin: Any) -> list[tuple[Placement, Placement, Placement]]:
+    """Placements of (x, cos, sin): rows and, where each head has a norm of its own, heads."""
+    ways = [_WHOLE, Shard(0), Shard(1), *([Shard(2)] if len(x.shape) == 4 else [])]
+    tables = [(_table_of(way, x, cos), _table_of(way, x, sin)) for way in ways]
+    return [(way, c, s) for way, (c, s) in zip(ways, tables, strict=True) if c is not None and s is not None]
+
+
+def _norm(x: Any, weight: Any, cos: Any, sin: Any, *options: Any) -> list[Rule]:
+    return [_rule([way], [way, _WHOLE, c, s], 4 + len(options)) for way, c, s in _norm_ways(x, cos, sin)]
+
+
+def _norm_backward(mask_place: int) -> Callable[..., list[Rule]]:
+    def rules(dy: Any, x: Any, weight: Any, cos: Any, sin: Any, *options: Any) -> list[Rule]:
+        args = (dy, x, weight, cos, sin, *options)
+        mask = _mask(args, mask_place, 2)
+        return [
+            _rule(
+                _wanted([way, _WHOLE if way == _WHOLE else Partial()], mask),
+                [way, way, _WHOLE, c, s],
+                len(args),
+            )
+            for way, c, s in _norm_ways(x, cos, sin)
+        ]
+
+    return rules
+
+
+# ---- gated MLP
+
+
+def _row_ways(x: Any) -> list[Placement]:
+    """Every dimension of x [..., n] but the last."""
+    return [Shard(dim) for dim in range(len(x.shape) - 1)]
+
+
+def _gated_mlp(outputs: int) -> Callable[..., list[Rule]]:
+    def rules(x: Any, gate_weight: Any, up_weight: Any, *options: Any) -> list[Rule]:
+        arguments = 3 + len(options)
+        columns = Shard(len(x.shape) - 1)
+        return [
+            *(_rule([way] * outputs, [way, _WHOLE, _WHOLE], arguments) for way in [_WHOLE, *_row_ways(x)]),
+            _rule([columns] * outputs, [_WHOLE, Shard(0), Shard(0)], arguments),
+        ]
+
+    return rules
+
+
+def _gated_mlp_backward(saved: int) -> Callable[..., list[Rule]]:
+    """Of (dy, what was saved, x, gate_weight, up_weight, ...)."""
+
+    def rules(*args: Any) -> list[Rule]:
+        x = args[1 + saved]
+        mask = _mask(args, saved + 6, 3)
+        columns = Shard(len(x.shape) - 1)
+        ways: list[tuple[list[Placement], list[Placement]]] = [([_WHOLE] * 3, [_WHOLE] * (saved + 4))]
+        ways += [
+            ([way, Partial(), Partial()], [way] * (saved + 2) + [_WHOLE, _WHOLE]) for way in _row_ways(x)
+        ]
+        ways += [([Partial(), Shard(0), Shard(0)], [columns] * (saved + 1) + [_WHOLE, Shard(0), Shard(0)])]
+        return [_rule(_wanted(gradients, mask), tensors, len(args)) for gradients, tensors in ways]
+
+    return rules
+
+
+# ---- FP8
+
+
+def _option(args: tuple[Any, ...], place: int, default: Any) -> Any:
+    return args[place] if len(args) > place else default
+
+
+def _scale_ways(x: Any, scale: Any, granularity: str, dim: int) -> list[tuple[Placement, Placement]]:
+    """Placements of x and of its scale. Blocks may be cut anywhere but at their ends, so they are not sharded."""
+    ways: list[tuple[Placement, Placement]] = [(_WHOLE, _WHOLE)]
+    if granularity == "channel":
+        along = dim % len(x.shape)
+        ways += [(Shard(d), Shard(d)) for d in range(len(x.shape)) if d != along]
+    elif granularity == "tensor" and scale is not None:  # the maximum of the whole is not that of a part
+        ways += [(Shard(d), _WHOLE) for d in range(len(x.shape))]
+    return ways
+
+
+def _fp8_compute_scale(x: Any, *options: Any) -> list[Rule]:
+    ways = _scale_ways(x, None, _option(options, 0, "tensor"), _option(options, 1, -1))
+    return [_rule([scale], [way], 1 + len(options)) for way, scale in ways]
+
+
+def _quantized(outputs: Callable[[Placement, Placement], list[Placement]]) -> Callable[..., list[Rule]]:
+    """Of (x, scale or None, granularity, dim, block)."""
+
+    def rules(x: Any, *args: Any) -> list[Rule]:
+        given = _option(args, 0, None)
+        ways = _scale_ways(x, given, _option(args, 1, "tensor"), _option(args, 2, -1))
+        return [
+            _rule(outputs(way, scale), [way, *([scale] if given is not None else [])], 1 + len(args))
+            for way, scale in ways
+        ]
+
+    return rules
+
+
+def _fp8_fake_quant_backward(dy: Any, x: Any, scale: Any, *options: Any) -> list[Rule]:
+    ways = _scale_ways(x, scale, _option(options, 0, "tensor"), _option(options, 1, -1))
+    return [_rule([way], [way, way, scale_way], 3 + len(options)) for way, scale_way in ways]
+
+
+def _fp8_gemm(a: Any, b: Any, a_scale: Any, b_scale: Any, *options: Any) -> list[Rule]:
+    arguments = 4 + len(options)
+    rows = Shard(0) if len(a_scale.shape) == 2 and _size(a_scale, 0) > 1 else _WHOLE
+    columns = Shard(1) if len(b_scale.shape) == 2 and _size(b_scale, 1) > 1 else _WHOLE
+    ways = [
+        _rule([_WHOLE], [_WHOLE] * 4, arguments),
+        _rule([Shard(0)], [Shard(0), _WHOLE, rows, _WHOLE], arguments),
+        _rule([Shard(1)], [_WHOLE, Shard(1), _WHOLE, columns], arguments),
+    ]
+    # FP8 tensor cores take multiples of 16; each part of the sum is rounded to the output's dtype.
+    if _size(a, 1) % (16 * a.mesh.size()) == 0:
+        ways.append(_rule([Partial()], [Shard(1), Shard(0), _WHOLE, _WHOLE], arguments))
+    return ways
+
+
+# ---- row-wise functions
+
+
+def _rows(kept: int, tensors: int = 1) -> Callable[..., list[Rule]]:
+    """Of ops that work within the last ``kept`` dimensions of their first ``tensors`` arguments, all of one shape."""
+
+    def rules(x: Any, *args: Any) -> list[Rule]:
+        ways = [_WHOLE, *(Shard(dim) for dim in range(len(x.shape) - kept))]
+        return [_rule([way], [way] * tensors, 1 + len(args)) for way in ways]
+
+    return rules
+
+
+def _grouped_hadamard(x: Any, group: int, *options: Any) -> list[Rule]:
+    ways = [_WHOLE, Shard(0), Shard(2)]
+    if _size(x, 1) % (group * x.mesh.size()) == 0:  # whole groups of heads on every rank
+        ways.append(Shard(1))
+    return [_rule([way], [way], 2 + len(options)) for way in ways]
+
+
+#: The rule of each op, and how many of its arguments are tensors.
+RULES: dict[str, tuple[Callable[..., list[Rule]], int]] = {
+    "attention": (_attention, 3),
+    "attention_rows": (_attention_rows, 3),
+    "attention_rows_backward": (_attention_rows_backward, 8),
+    "rmsnorm_rope": (_norm, 4),
+    "rmsnorm_rope_backward": (_norm_backward(7), 5),
+    "head_rmsnorm_rope": (_norm, 4),
+    "head_rmsnorm_rope_backward": (_norm_backward(6), 5),
+    "gated_mlp": (_gated_mlp(1), 3),
+    "gated_mlp_forward": (_gated_mlp(3), 3),
+    "gated_mlp_backward": (_gated_mlp_backward(0), 4),
+    "gated_mlp_saved_backward": (_gated_mlp_backward(2), 6),
+    "fp8_compute_scale": (_fp8_compute_scale, 1),
+    "fp8_quantize": (_quantized(lambda way, scale: [way, scale, _WHOLE if way == _WHOLE else Partial()]), 1),
+    "fp8_fake_quant": (_quantized(lambda way, scale: [way]), 1),
+    "fp8_fake_quant_backward": (_fp8_fake_quant_backward, 3),
+    "fp8_gemm": (_fp8_gemm, 4),
+    "fp8_gemm_exact": (_fp8_gemm, 4),
+    "hadamard_transform": (_rows(1), 1),
+    "grouped_hadamard": (_grouped_hadamard, 1),
+    "causal_softmax": (_rows(2), 1),
+    "causal_softmax_backward": (_rows(2, tensors=2), 2),
+}
+
+
+def register() -> None:
+    """Gives DTensor the rule of every op in :data:`RULES`; done when ``htree_ops.distributed`` is imported."""
+    known = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
+    for name, (rules, tensors) in RULES.items():
+        op = getattr(torch.ops.htree, name).default
+        register_sharding(op)(rules)
+        # DTensor remembers a decision by the arguments from the first int on. Ours follow from all behind the tensors:
+        # output_mask, for one, says which gradients there are.
+        known[op].static_argnum = tensors

@@ -1,0 +1,205 @@
+"""What the tests of context parallelism run on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from process_pool import group_of
+from torch import Tensor
+
+import htree_ops
+from htree_ops.distributed import shard_sequence, tree_attention_cp, unshard_sequence
+from htree_ops.testing.cases import normal
+
+Sizes = tuple[int, int, int, int, int, int]  # B, T, H, H_kv, K, V
+
+
+def inputs(sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
+    """q, k, v and an upstream gradient of the whole text."""
+    B, T, H, H_kv, K, V = sizes
+    shapes = ((B, T, H, K), (B, T, H_kv, K), (B, T, H_kv, V), (B, T, H, V))
+    return [normal(shape, dtype, device, seed) for seed, shape in enumerate(shapes)]
+
+
+def one_process(
+    sizes: Sizes, dtype: torch.dtype, options: dict[str, Any], device: str = "cpu"
+) -> list[Tensor]:
+    """out, lse and the gradients of q, k and v by one process."""
+    *qkv, dout = inputs(sizes, dtype, device)
+    q, k, v = (x.requires_grad_() for x in qkv)
+    out, lse = htree_ops.tree_attention(q, k, v, return_lse=True, **options)
+    return [x.detach() for x in (out, lse, *torch.autograd.grad(out, (q, k, v), dout))]
+
+
+def many_processes(
+    size: int, balance: str, sizes: Sizes, dtype: torch.dtype, options: dict[str, Any], device: str = "cpu"
+) -> list[Tensor]:
+    """The same with the tokens on ``size`` ranks, put together again."""
+    group = group_of(size)
+
+    def share(x: Tensor) -> Tensor:
+        return shard_sequence(x, group, balance=balance)
+
+    *qkv, dout = map(share, inputs(sizes, dtype, device))
+    q, k, v = (x.requires_grad_() for x in qkv)
+    out, lse = tree_attention_cp(q, k, v, group, balance=balance, return_lse=True, **options)
+    found = (out, lse, *torch.autograd.grad(out, (q, k, v), dout))
+    return [unshard_sequence(x.detach(), group, balance=balance) for x in found]
+
+
+def compare(
+    size: int, balance: str, sizes: Sizes, dtype: torch.dtype, options: dict[str, Any], device: str = "cpu"
+) -> dict[str, Any]:
+    """Which results equal those of one process bit for bit, the errors of the gradients, and whether a call repeats.
+
+    The third call gathers every K/V head in a step of its own.
+    """
+    one = one_process(sizes, dtype, options, device)
+    many = many_processes(size, balance, sizes, dtype, options, device)
+    again = many_processes(size, balance, sizes, dtype, options, device)
+    names = ("out", "lse", "dq", "dk", "dv")
+    heads = sizes[3]
+    stepwise = many_processes(size, balance, sizes, dtype, options | {"gather_steps": heads}, device)
+    return {
+        "equal": {name: torch.equal(a, b) for name, a, b in zip(names, many, one, strict=True)},
+        "error": {name: float((a - b).abs().max()) for name, a, b in zip(names, many, one, strict=True)},
+        "repeats": all(torch.equal(a, b) for a, b in zip(many, again, strict=True)),
+        "in steps": {name: torch.equal(a, b) for name, a, b in zip(names, many, stepwise, strict=True)},
+    }
+
+
+def round_trip(size: int, balance: str, shape: tuple[int, ...], dim: int) -> dict[str, Any]:
+    """shard, unshard, and the gradient of a loss that every rank computes from the whole."""
+    group = group_of(size)
+    x = normal(shape, torch.float64, "cpu", 0)
+    part = shard_sequence(x, group, dim, balance=balance).requires_grad_()
+    whole = unshard_sequence(part, group, dim, balance=balance)
+    weight = normal(shape, torch.float64, "cpu", 1) * (dist.get_rank(group) + 1)
+    (gradient,) = torch.autograd.grad((whole * weight).sum(), part)
+    total = normal(shape, torch.float64, "cpu", 1) * sum(range(1, size + 1))
+    wanted = shard_sequence(total, group, dim, balance=balance)
+    return {
+        "part": part.detach(),
+        "whole": torch.equal(whole, x),
+        "gradient": float((gradient - wanted).abs().max()),
+    }
+
+
+def share(size: int, balance: str, tokens: int) -> list[int]:
+    """The tokens of this rank."""
+    return shard_sequence(torch.arange(tokens), group_of(size), 0, balance=balance).tolist()
+
+
+OPTIONS: dict[str, Any] = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2}
+
+
+def layer(size: int, balance: str) -> dict[str, Any]:
+    """HTreeAttention on a slice of the text, with gradients that the ranks add, and its twin on the whole text."""
+    group = group_of(size)
+    torch.manual_seed(1)
+    one = htree_ops.HTreeAttention(24, 4, 2, 6, **OPTIONS)
+    many = htree_ops.HTreeAttention(24, 4, 2, 6, cp_group=group, cp_balance=balance, **OPTIONS)
+    many.load_state_dict(one.state_dict())
+    x = normal((2, 128, 24), torch.float32, "cpu", 5)
+    expected = one(x)
+    expected.square().sum().backward()
+    out = many(shard_sequence(x, group, balance=balance))
+    out.square().sum().backward()
+    errors = []
+    for ours, theirs in zip(many.parameters(), one.parameters(), strict=True):
+        dist.all_reduce(ours.grad, group=group)
+        errors.append(float((ours.grad - theirs.grad).abs().max() / theirs.grad.abs().max()))
+    difference = unshard_sequence(out, group, balance=balance) - expected
+    return {"out": float(difference.abs().max()), "gradients": max(errors)}
+
+
+def compiled(size: int, balance: str) -> dict[str, Any]:
+    """Forward and backward under torch.compile, by the first group of this size alone: compiling takes seconds."""
+    group = group_of(size)
+    if dist.get_rank() >= size:
+        return {"errors": [0.0]}
+
+    def model(x: Tensor, w: Tensor) -> Tensor:
+        q, k, v = (x @ w).split([24, 12, 12], -1)
+        out = tree_attention_cp(
+            q.unflatten(-1, (4, 6)),
+            k.unflatten(-1, (2, 6)),
+            v.unflatten(-1, (2, 6)),
+            group,
+            balance=balance,
+            **OPTIONS,
+        )
+        return out.flatten(2).cos()
+
+    def results(call: Any) -> list[Tensor]:
+        x = shard_sequence(
+            normal((2, 128, 10), torch.float32, "cpu", 0), group, balance=balance
+        ).requires_grad_()
+        w = normal((10, 48), torch.float32, "cpu", 1, 0.5).requires_grad_()
+        out = call(x, w)
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), (x, w))]
+
+    torch._dynamo.reset()
+    fast = torch.compile(model, fullgraph=True, backend="aot_eager")
+    pairs = zip(results(model), results(fast), strict=True)
+    return {"errors": [float((a - b).abs().max()) for a, b in pairs]}
+
+
+def autocast(size: int) -> dict[str, Any]:
+    """The dtype of a call under autocast, and whether it equals one that was cast by hand."""
+    group = group_of(size)
+    q, k, v, _ = (shard_sequence(x, group) for x in inputs((1, 64, 2, 1, 4, 4), torch.float32))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = tree_attention_cp(q, k, v, group, **OPTIONS)
+    by_hand = tree_attention_cp(*(x.bfloat16() for x in (q, k, v)), group, **OPTIONS)
+    return {"dtype": str(out.dtype), "equal": torch.equal(out, by_hand)}
+
+
+def fault(what: str) -> None:
+    """A call that must raise on every rank, without a rank that waits for another."""
+    group = group_of(4)
+    rank = dist.get_rank(group)
+    q, k, v, _ = inputs((1, 32, 2, 1, 4, 4), torch.float32)
+    options: dict[str, Any] = dict(OPTIONS)
+    call = {"balance": "head_tail"}
+    if what == "other length" and rank == 2:
+        q, k, v = (x[:, :24] for x in (q, k, v))
+    elif what == "other batch" and rank == 1:
+        q, k, v = (x.expand(2, -1, -1, -1) for x in (q, k, v))
+    elif what == "other options" and rank == 3:
+        options["top_k"] = 4
+    elif what == "other balance" and rank == 3:
+        call["balance"] = "contiguous"
+    elif what == "other gradients" and rank == 0:
+        k.requires_grad_()
+    elif what == "bad rank" and rank == 1:
+        k = k[..., :2]
+    elif what == "bad option" and rank == 1:
+        options["compression_rate"] = 1
+    elif what == "bad steps" and rank == 1:
+        options["gather_steps"] = 2
+    elif what == "no tensor" and rank == 1:
+        q = None  # type: ignore[assignment]
+    elif what == "uneven":
+        q, k, v = (x[:, :30] for x in (q, k, v))
+    elif what == "unknown balance":
+        call["balance"] = "diagonal"
+    elif what == "other call" and rank == 1:
+        unshard_sequence(q, group)
+    elif what == "unshard":
+        unshard_sequence(q[:, : 32 - 2 * rank], group)
+    elif what == "shard":
+        shard_sequence(q[:, :27], group)
+    elif what == "no group":
+        tree_attention_cp(q, k, v, "world", **options)  # type: ignore[arg-type]
+    tree_attention_cp(q, k, v, group, **call, **options)
+
+
+def leaves(stays: int) -> None:
+    """Every rank but ``stays`` raises before the call."""
+    if dist.get_rank() != stays:
+        raise ValueError("this rank gives up")
+    q, k, v, _ = inputs((1, 32, 2, 1, 4, 4), torch.float32)
+    tree_attention_cp(q, k, v, None, **OPTIONS)

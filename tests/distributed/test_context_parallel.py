@@ -1,0 +1,254 @@
+"""Tree attention over tokens on several ranks, against one process (docs/semantics/tree_attention.md §1.11, §1.13)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import cp_on_ranks
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from process_pool import Pool, started
+
+import htree_ops
+from htree_ops.distributed import tree_attention_cp
+from htree_ops.distributed.context_parallel import choose_steps
+
+BALANCES = ("head_tail", "contiguous")
+#: B, T, H, H_kv, K, V and the options.
+CASES: dict[str, tuple[cp_on_ranks.Sizes, dict[str, Any]]] = {
+    "three_layers": ((2, 128, 4, 2, 8, 6), {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2}),
+    "stride": (
+        (1, 256, 4, 1, 8, 8),
+        {"compression_rate": 8, "max_top_nodes": 16, "top_k": 3, "selection_stride": 4},
+    ),
+    "lists_not_stored": (
+        (1, 128, 2, 1, 4, 4),
+        {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2, "store_parents": False},
+    ),
+    "q_head": (
+        (1, 128, 4, 2, 8, 6),
+        {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2, "scope": "q_head"},
+    ),
+    "one_layer": ((1, 64, 2, 2, 8, 8), {"compression_rate": 4, "max_top_nodes": 64, "top_k": 16}),
+    "no_rotation": (
+        (1, 96, 3, 3, 2, 5),
+        {"compression_rate": 2, "max_top_nodes": 4, "top_k": 2, "rope_base": None, "importance": "exp_joint"},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Pool]:
+    """Four processes on the CPU: groups of 4, 2 and 1."""
+    yield from started(4)
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[Pool]:
+    """A process for each of two GPUs; with one GPU a group of one."""
+    yield from started(min(2, torch.cuda.device_count()), "nccl")
+
+
+def assert_matches(found: dict[str, Any], dtype: torch.dtype) -> None:
+    """Forward and dq bit for bit; dk and dv up to the order of sums."""
+    assert found["repeats"]
+    assert all(found["in steps"].values()), found
+    assert found["equal"]["out"], found
+    assert found["equal"]["lse"], found
+    assert found["equal"]["dq"], found
+    tolerance = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 6e-2}[dtype]
+    assert max(found["error"]["dk"], found["error"]["dv"]) < tolerance, found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(name: str, dtype: torch.dtype, ranks: Pool) -> None:
+    sizes, options = CASES[name]
+    balances = BALANCES if dtype == torch.float32 else BALANCES[:1]
+    for balance in balances:
+        for size in (2, 4) if dtype == torch.float32 else (4,):
+            if sizes[1] % (size * options["compression_rate"] * (2 if balance == "head_tail" else 1)):
+                continue
+            for found in ranks.run(cp_on_ranks.compare, size, balance, sizes, dtype, options):
+                assert_matches(found, dtype)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[int, str, cp_on_ranks.Sizes, dict[str, Any]]:
+    """Any sizes and options that a group can take."""
+    size = draw(st.sampled_from((1, 2, 4)))
+    balance = draw(st.sampled_from(BALANCES))
+    rate = draw(st.sampled_from((2, 3, 4, 8)))
+    top_k = draw(st.integers(1, 4))
+    step = size * rate * (2 if balance == "head_tail" else 1)
+    heads = draw(st.integers(1, 2))
+    sizes = (
+        draw(st.integers(1, 2)),
+        step * draw(st.integers(1, max(1, 128 // step))),
+        heads * draw(st.integers(1, 3)),
+        heads,
+        2 * draw(st.integers(1, 3)),
+        draw(st.integers(1, 5)),
+    )
+    strides = [s for s in (1, 2, 4, 8) if rate % s == 0]
+    options = {
+        "compression_rate": rate,
+        "max_top_nodes": draw(st.integers(1, top_k * rate)),
+        "top_k": top_k,
+        "selection_stride": draw(st.sampled_from(strides)),
+        "scope": draw(st.sampled_from(("kv_head", "q_head"))),
+        "store_parents": draw(st.booleans()),
+    }
+    return size, balance, sizes, options
+
+
+@settings(max_examples=100)
+@given(problem=problems())
+def test_equals_one_process_for_any_problem(
+    problem: tuple[int, str, cp_on_ranks.Sizes, dict[str, Any]], ranks: Pool
+) -> None:
+    size, balance, sizes, options = problem
+    for found in ranks.run(cp_on_ranks.compare, size, balance, sizes, torch.float64, options):
+        assert_matches(found, torch.float64)
+
+
+@pytest.mark.gpu
+def test_equals_one_gpu(gpus: Pool) -> None:
+    """Two GPUs, or one with a group of one; the tensor-core kernels and the general ones."""
+    size = len(gpus.processes)
+    for dtype, width, stride in ((torch.bfloat16, 128, 16), (torch.bfloat16, 64, 1), (torch.float32, 8, 4)):
+        sizes = (1, 16384, 8, 2, width, width)
+        options = {"top_k": 64, "max_top_nodes": 512, "selection_stride": stride}
+        for balance in BALANCES:
+            for found in gpus.run(cp_on_ranks.compare, size, balance, sizes, dtype, options, "cuda"):
+                assert found["repeats"]
+                assert found["in steps"]["out"], found
+                assert found["in steps"]["lse"], found
+                assert found["equal"]["out"], found
+                assert found["equal"]["lse"], found
+                assert max(found["error"].values()) < (0.25 if dtype == torch.bfloat16 else 1e-3), found
+
+
+# ---- the slices
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+def test_shards_come_back(balance: str, ranks: Pool) -> None:
+    for size, shape, dim in ((4, (2, 16, 3), 1), (2, (8, 5), 0), (4, (3, 2, 24), -1), (1, (2, 7), 1)):
+        results = ranks.run(cp_on_ranks.round_trip, size, balance, shape, dim)
+        assert all(found["whole"] for found in results)
+        assert max(found["gradient"] for found in results) < 1e-12
+        assert results[0]["part"].shape[dim] * size == shape[dim]
+
+
+def test_who_has_which_tokens(ranks: Pool) -> None:
+    assert ranks.run(cp_on_ranks.share, 4, "contiguous", 8) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert ranks.run(cp_on_ranks.share, 4, "head_tail", 8) == [[0, 7], [1, 6], [2, 5], [3, 4]]
+
+
+# ---- the module, the compiler, autocast
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+def test_the_module_equals_its_twin(balance: str, ranks: Pool) -> None:
+    for found in ranks.run(cp_on_ranks.layer, 4, balance):
+        assert found["out"] < 1e-5, found
+        assert found["gradients"] < 1e-4, found
+
+
+def test_compiles_whole(ranks: Pool) -> None:
+    for found in ranks.run(cp_on_ranks.compiled, 2, "head_tail"):
+        assert max(found["errors"]) < 1e-4, found
+
+
+def test_autocast(ranks: Pool) -> None:
+    assert ranks.run(cp_on_ranks.autocast, 2) == [{"dtype": "torch.bfloat16", "equal": True}] * 4
+
+
+# ---- faults
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (
+            "other length",
+            r"tree_attention_cp: T/n must be the same on every rank, got \[32, 32, 24, 32\] by rank",
+        ),
+        ("other batch", r"the batch of q must be the same on every rank, got \[1, 2, 1, 1\] by rank"),
+        ("other options", "the checksum of dtype and options must be the same on every rank"),
+        ("other balance", "the checksum of dtype and options must be the same on every rank"),
+        ("other gradients", r"whether k needs a gradient must be the same on every rank, got \[1, 0, 0, 0\]"),
+        (
+            "uneven",
+            r"must be a multiple of 2 \* n \* r = 32, got 4 \* 30 = 120; the next length that works is 128",
+        ),
+        ("unknown balance", "balance must be one of head_tail, contiguous, got 'diagonal'"),
+        ("unshard", r"size 1 of x must be the same on every rank, got \[32, 30, 28, 26\] by rank"),
+        (
+            "shard",
+            "must be a multiple of 8 for 4 ranks and balance='head_tail', got 27; the next length that works is 32",
+        ),
+        ("no group", "group must be a ProcessGroup that holds this process, got str"),
+    ],
+)
+def test_a_fault_raises_on_every_rank(what: str, message: str, ranks: Pool) -> None:
+    for _, found in ranks.refusals(cp_on_ranks.fault, what):
+        assert re.search(message, found), found
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "message"),
+    [
+        ("bad rank", "ShapeMismatchError", "tree_attention_cp: size 3 of k must be K of q"),
+        ("bad option", "ValueError", "tree_attention_cp: compression_rate must be between 2 and"),
+        ("bad steps", "ValueError", "gather_steps must be a divisor of H_kv = 1, got 2"),
+        ("no tensor", "TypeError", "q must be a Tensor"),
+    ],
+)
+def test_the_mistake_of_one_rank_stops_all(what: str, kind: str, message: str, ranks: Pool) -> None:
+    found = ranks.refusals(cp_on_ranks.fault, what)
+    assert found[1][0] == kind
+    assert message in found[1][1]
+    for rank in (0, 2, 3):
+        assert found[rank] == (
+            "RuntimeError",
+            "tree_attention_cp: rank 1 of the group has refused its arguments; see its error",
+        )
+
+
+def test_ranks_that_make_different_calls(ranks: Pool) -> None:
+    for _, message in ranks.refusals(cp_on_ranks.fault, "other call"):
+        assert "another rank of the group makes another call" in message
+
+
+def test_a_rank_that_raises_leaves_no_hang() -> None:
+    """The others get the error of their backend when the time of the group is over."""
+    pool = Pool(2, seconds=3)
+    try:
+        kinds = [kind for kind, _ in pool.refusals(cp_on_ranks.leaves, 0)]
+        assert kinds[1] == "ValueError"
+        assert kinds[0] != "ValueError"
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("heads", "megabytes", "steps"),
+    [(4, 1024, 4), (8, 1024, 4), (6, 1024, 3), (4, 64, 2), (4, 63, 1), (5, 1024, 1), (1, 1024, 1)],
+)
+def test_steps_divide_the_heads_and_are_large(heads: int, megabytes: int, steps: int) -> None:
+    assert choose_steps(heads, megabytes << 20, 4) == steps
+    assert choose_steps(heads, megabytes << 20, 2) == 1
+
+
+def test_a_group_is_needed() -> None:
+    q = torch.zeros(1, 8, 1, 2)
+    with pytest.raises(RuntimeError, match="must be initialised"):
+        tree_attention_cp(q, q, q, None)
+    with pytest.raises(ValueError, match="cp_balance must be head_tail or contiguous, got 'middle'"):
+        htree_ops.HTreeAttention(8, 2, cp_balance="middle")

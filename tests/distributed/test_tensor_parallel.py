@@ -1,0 +1,141 @@
+"""Ops and modules on DTensors, against one process; the rules of htree_ops/distributed/sharding.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import tp_on_ranks
+from process_pool import Pool, started
+
+from htree_ops.distributed import sharding
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Pool]:
+    """Four processes on the CPU: groups of 4, 2 and 1."""
+    yield from started(4)
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[Pool]:
+    """A process for each of two GPUs; with one GPU a group of one."""
+    yield from started(min(2, torch.cuda.device_count()), "nccl")
+
+
+# ---- the rules
+
+
+@pytest.mark.parametrize("name", sharding.RULES)
+def test_every_way_of_a_rule_gives_the_result_without_a_message(name: str, ranks: Pool) -> None:
+    for size in (4, 2):
+        for ways in ranks.run(tp_on_ranks.follow_rules, size, name):
+            assert len(ways) > 1, "a rule that only replicates"
+            for found in ways:
+                assert found["as said"], found
+                assert found["messages"] == 0, found
+                assert found["error"] < 2e-5, found
+
+
+@pytest.mark.parametrize("name", [name for name in sharding.RULES if name.endswith("_backward")])
+def test_gradients_that_are_not_wanted(name: str, ranks: Pool) -> None:
+    """Each mask has a decision of its own in DTensor's memory."""
+    schema = getattr(torch.ops.htree, name).default._schema
+    if "output_mask" not in [argument.name for argument in schema.arguments]:
+        return
+    size = len(schema.returns)
+    for mask in ((True,) * size, (False,) + (True,) * (size - 1), (True,) + (False,) * (size - 1)):
+        for ways in ranks.run(tp_on_ranks.follow_rules, 4, name, mask):
+            for found in ways:
+                assert found["whole"], found
+                assert found["as said"], found
+                assert found["error"] < 2e-5, found
+
+
+def test_pending_sums_are_added_and_heads_that_do_not_divide_are_gathered(ranks: Pool) -> None:
+    for found in ranks.run(tp_on_ranks.pending_sums, 2):
+        assert found["softmax"] < 1e-6, found
+        assert found["placed"] != "S(2)", found
+        assert found["attention"], found
+
+
+def test_batch_and_heads_on_a_mesh_of_two_dimensions(ranks: Pool) -> None:
+    for found in ranks.run(tp_on_ranks.two_dimensions):
+        assert found["error"] < 1e-4, found
+        assert "Shard(dim=0), Shard(dim=2)" in found["placements"], found
+
+
+# ---- modules
+
+
+def assert_trains(found: dict[str, Any], bound: float = 1e-5) -> None:
+    first, *_, last = found["losses"][0]
+    assert last < first, "a step has changed nothing"
+    assert found["loss"] < bound * max(1, abs(last)), found
+    assert found["parameters"] < 10 * bound, found
+
+
+@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize("size", [2, 4])
+def test_attention_trains(size: int, local: bool, ranks: Pool) -> None:
+    for found in ranks.run(tp_on_ranks.attention, size, local):
+        assert_trains(found)
+
+
+def test_attention_trains_with_fewer_key_heads_than_ranks(ranks: Pool) -> None:
+    """The key heads are on every rank, and so is the attention."""
+    for found in ranks.run(tp_on_ranks.attention, 4, False, 2):
+        assert_trains(found)
+
+
+def test_attention_with_a_selection_per_query_head_trains(ranks: Pool) -> None:
+    for found in ranks.run(tp_on_ranks.attention, 2, False, 4, "q_head"):
+        assert_trains(found)
+
+
+def test_heads_that_do_not_belong_together_are_refused(ranks: Pool) -> None:
+    for kind, message in ranks.refusals(tp_on_ranks.one_sided, 4):
+        assert kind == "ValueError"
+        assert "the projections must give 2 query heads per key head, got 2 and 4" in message
+    for kind, message in ranks.refusals(tp_on_ranks.split_heads, 4):
+        assert kind == "ValueError"
+        assert "k_proj must give whole heads of 4 channels, got 2" in message
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_gated_mlp_trains(local: bool, ranks: Pool) -> None:
+    for size in (2, 4):
+        for found in ranks.run(tp_on_ranks.gated_mlp, size, local):
+            assert_trains(found)
+
+
+def test_norm_trains(ranks: Pool) -> None:
+    for size in (2, 4):
+        for found in ranks.run(tp_on_ranks.norm, size):
+            assert_trains(found)
+
+
+@pytest.mark.parametrize("row", [False, True])
+@pytest.mark.parametrize("static", [False, True])
+def test_fp8_linear(row: bool, static: bool, ranks: Pool) -> None:
+    for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
+        for found in ranks.run(tp_on_ranks.fp8, 4, row, static, dtype):
+            assert found["error"] <= bound, found
+            assert found["bytes"] == 128 * 32 // 4
+
+
+def test_styles_refuse_what_they_cannot_share(ranks: Pool) -> None:
+    for kind, _ in ranks.refusals(tp_on_ranks.refused_style, "rows"):
+        assert kind == "NotImplementedError"
+
+
+@pytest.mark.gpu
+def test_modules_train_on_gpus(gpus: Pool) -> None:
+    """Two GPUs, or one with a group of one, on NCCL. cuBLAS may take other kernels for other sizes."""
+    size = len(gpus.processes)
+    for local in (True, False):
+        for call in (("attention", size, local, 4, "kv_head", "cuda"), ("gated_mlp", size, local, "cuda")):
+            for found in gpus.run(getattr(tp_on_ranks, call[0]), *call[1:]):
+                assert_trains(found, 1e-3)

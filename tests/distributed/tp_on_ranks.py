@@ -1,0 +1,289 @@
+"""What the tests of tensor parallelism run on every rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from process_pool import group_of
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import parallelize_module
+
+import htree_ops
+from htree_ops.distributed import ColwiseParallel, RowwiseParallel, SequenceParallel, sharding
+from htree_ops.testing.cases import normal
+
+TREE: dict[str, Any] = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2}
+
+
+def mesh_of(size: int, device: str = "cpu") -> DeviceMesh:
+    return DeviceMesh.from_group(group_of(size), device)
+
+
+# ---- the rules
+
+
+def example(name: str) -> tuple[Any, ...]:
+    """Arguments of an op, with sizes that four ranks divide."""
+    ops = torch.ops.htree
+
+    def x(*shape: int, seed: int = 0) -> Tensor:
+        return normal(shape, torch.float32, "cpu", seed)
+
+    q, k, v = x(4, 40, 8, 4), x(4, 40, 4, 4, seed=1), x(4, 40, 4, 6, seed=2)
+    tree = (4, 8, 2)
+    rows = (q[:, :16], k, v, [12, 4], *tree)
+    wide, weight = x(4, 8, 16, seed=3), x(16, seed=4)
+    heads, angles = x(4, 8, 4, 6, seed=5), x(8, 6, seed=6)
+    mlp = (x(4, 8, 16, seed=7), x(12, 16, seed=8), x(12, 16, seed=9))
+    gradient = x(4, 8, 12, seed=10)
+    codes = [x(*shape, seed=11).to(torch.float8_e4m3fn) for shape in ((8, 64), (64, 12))]
+    scales = (x(8, 1, seed=12).abs() + 1, x(1, 12, seed=13).abs() + 1)
+    table: dict[str, Callable[[], tuple[Any, ...]]] = {
+        "attention": lambda: (q, k, v, *tree),
+        "attention_rows": lambda: rows,
+        "attention_rows_backward": lambda: (
+            x(4, 16, 8, 6, seed=14),
+            *rows[:3],
+            *ops.attention_rows(*rows),
+            *rows[3:],
+        ),
+        "rmsnorm_rope": lambda: (wide, weight, angles[:, :4], angles[:, 2:], 1e-5, 4),
+        "rmsnorm_rope_backward": lambda: (wide + 1, wide, weight, angles[:, :4], angles[:, 2:], 1e-5, 4),
+        "head_rmsnorm_rope": lambda: (heads, weight[:6], angles, angles + 1),
+        "head_rmsnorm_rope_backward": lambda: (heads + 1, heads, weight[:6], angles, angles + 1),
+        "gated_mlp": lambda: mlp,
+        "gated_mlp_forward": lambda: mlp,
+        "gated_mlp_backward": lambda: (gradient, *mlp),
+        "gated_mlp_saved_backward": lambda: (gradient, *ops.gated_mlp_forward(*mlp)[1:], *mlp),
+        "fp8_compute_scale": lambda: (wide, "channel"),
+        "fp8_quantize": lambda: (wide, None, "channel"),
+        "fp8_fake_quant": lambda: (wide, torch.tensor(3.0), "tensor"),
+        "fp8_fake_quant_backward": lambda: (wide + 1, wide, torch.tensor(3.0), "tensor"),
+        "fp8_gemm": lambda: (*codes, *scales, torch.float32),
+        "fp8_gemm_exact": lambda: (*codes, *scales, torch.float32),
+        "hadamard_transform": lambda: (wide,),
+        "grouped_hadamard": lambda: (x(4, 8, 4, 4, seed=15), 2),
+        "causal_softmax": lambda: (x(4, 6, 6, seed=16),),
+        "causal_softmax_backward": lambda: (x(4, 6, 6, seed=17), ops.causal_softmax(x(4, 6, 6))),
+    }
+    return table[name]()
+
+
+def spread(x: Any, mesh: DeviceMesh, placement: Placement | None) -> Any:
+    """This rank's part of a tensor that every rank has, as a DTensor."""
+    if placement is None:
+        return x
+    if isinstance(placement, Shard):
+        part = x.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()].contiguous()
+        return DTensor.from_local(part, mesh, [placement], run_check=False)
+    return DTensor.from_local(x, mesh, [placement], run_check=False)
+
+
+def together(x: Any) -> Any:
+    """The whole of a DTensor; the bytes of FP8 codes, which no backend sends."""
+    if not isinstance(x, DTensor):
+        return x
+    if x.dtype == torch.float8_e4m3fn:
+        parts = DTensor.from_local(
+            x.to_local().view(torch.uint8), x.device_mesh, x.placements, run_check=False
+        )
+        return parts.full_tensor().float()
+    return x.full_tensor()
+
+
+def plain(x: Any) -> Any:
+    return x.view(torch.uint8).float() if isinstance(x, Tensor) and x.dtype == torch.float8_e4m3fn else x
+
+
+def follow_rules(size: int, name: str, mask: tuple[bool, ...] | None = None) -> list[dict[str, Any]]:
+    """Runs an op under every way that its rule lists, and compares with the op itself."""
+    mesh = mesh_of(size)
+    op = getattr(torch.ops.htree, name).default
+    args = example(name)
+    if mask is not None:
+        defaults = [a.default_value for a in op._schema.arguments[len(args) :] if a.name != "output_mask"]
+        before = [a.name for a in op._schema.arguments].index("output_mask") - len(args)
+        args = (*args, *defaults[:before], list(mask))
+    expected = op(*args)
+    expected = expected if isinstance(expected, (list, tuple)) else (expected,)
+    specs = [spread(x, mesh, Replicate())._spec if isinstance(x, Tensor) else x for x in args]
+    found = []
+    for outputs, inputs in sharding.RULES[name][0](*specs):
+        given = [spread(x, mesh, place) for x, place in zip(args, inputs, strict=True)]
+        with CommDebugMode() as traffic:
+            results = op(*given)
+        results = results if isinstance(results, (list, tuple)) else (results,)
+        places = [x.placements[0] if isinstance(x, DTensor) else None for x in results]
+        errors = [
+            float((together(ours).double() - plain(theirs).double()).abs().max())
+            for ours, theirs in zip(results, expected, strict=True)
+            if theirs is not None
+        ]
+        found.append(
+            {
+                "way": repr(inputs),
+                "as said": places == list(outputs),
+                "messages": traffic.get_total_counts(),
+                "error": max(errors),
+                "whole": [x is None for x in results] == [x is None for x in expected],
+            }
+        )
+    return found
+
+
+def pending_sums(size: int) -> dict[str, Any]:
+    """An op on a tensor that is a pending sum, and attention whose heads the ranks do not divide."""
+    mesh = mesh_of(size)
+    x = normal((4, 8, 16), torch.float32, "cpu", 0)
+    pending = DTensor.from_local(x / size, mesh, [Partial()], run_check=False)
+    softmax = torch.ops.htree.causal_softmax(pending)
+    q, k, v = (normal((1, 24, heads, 4), torch.float32, "cpu", heads) for heads in (6, 3, 3))
+    sharded = [distribute_tensor(x, mesh, [Shard(2)]) for x in (q, k, v)]
+    out = htree_ops.tree_attention(*sharded, **TREE)
+    return {
+        "softmax": float((softmax.full_tensor() - torch.ops.htree.causal_softmax(x)).abs().max()),
+        "placed": str(out.placements[0]),
+        "attention": torch.equal(out.full_tensor(), htree_ops.tree_attention(q, k, v, **TREE)),
+    }
+
+
+def two_dimensions() -> dict[str, Any]:
+    """Batch and heads on a mesh of 2 by 2."""
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2))
+    q, k, v = (normal((2, 24, heads, 4), torch.float32, "cpu", heads).requires_grad_() for heads in (4, 2, 2))
+    out = htree_ops.tree_attention(q, k, v, **TREE)
+    expected = [out, *torch.autograd.grad(out.square().sum(), (q, k, v))]
+    sharded = [distribute_tensor(x.detach(), mesh, [Shard(0), Shard(2)]).requires_grad_() for x in (q, k, v)]
+    with CommDebugMode() as traffic:
+        placed = htree_ops.tree_attention(*sharded, **TREE)
+        gradients = torch.autograd.grad(placed.square().sum(), sharded)
+    pairs = zip((placed, *gradients), expected, strict=True)
+    return {
+        "messages": traffic.get_total_counts(),
+        "placements": str(placed.placements),
+        "error": max(float((a.full_tensor() - b).abs().max()) for a, b in pairs),
+    }
+
+
+# ---- modules
+
+
+def whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def train(
+    one: nn.Module, many: nn.Module, inputs: tuple[Tensor, ...], given: tuple[Any, ...]
+) -> dict[str, Any]:
+    """Three steps of gradient descent of a model and of its parallel twin."""
+    losses: list[list[float]] = [[], []]
+    for model, args, record in ((one, inputs, losses[0]), (many, given, losses[1])):
+        optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimiser.zero_grad()
+            loss = model(*args).square().mean()
+            loss = whole(loss)
+            loss.backward()
+            optimiser.step()
+            record.append(float(loss))
+    pairs = zip(one.parameters(), many.parameters(), strict=True)
+    moved = max(float((whole(ours) - theirs).abs().max()) for theirs, ours in pairs)
+    return {"losses": losses, "parameters": moved, "loss": abs(losses[0][-1] - losses[1][-1])}
+
+
+def attention(
+    size: int, local: bool, num_kv_heads: int = 4, scope: str = "kv_head", device: str = "cpu"
+) -> dict[str, Any]:
+    """HTreeAttention with its projections sharded by heads."""
+    mesh = mesh_of(size, device)
+    torch.manual_seed(3)
+    one = htree_ops.HTreeAttention(24, 8, num_kv_heads, 4, scope=scope, **TREE).to(device)
+    plan: dict[str, Any] = {
+        name: ColwiseParallel(use_local_output=local) for name in ("q_proj", "k_proj", "v_proj")
+    }
+    if num_kv_heads % size and not local:  # too few to share: every rank has them all
+        plan |= {
+            name: ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
+            for name in ("k_proj", "v_proj")
+        }
+    many = parallelize_module(copy.deepcopy(one), mesh, {**plan, "o_proj": RowwiseParallel()})
+    x = normal((2, 40, 24), torch.float32, device, 0)
+    return train(one, many, (x,), (x,))
+
+
+def one_sided(size: int) -> None:
+    """Query heads sharded, key heads not: the heads of a rank do not belong together."""
+    many = htree_ops.HTreeAttention(24, 8, 4, 4, **TREE)
+    parallelize_module(many, mesh_of(size), {"q_proj": ColwiseParallel()})
+    many(normal((2, 40, 24), torch.float32, "cpu", 0))
+
+
+def split_heads(size: int) -> None:
+    """Fewer key heads than ranks: a rank would have a part of a head."""
+    many = htree_ops.HTreeAttention(24, 8, 2, 4, **TREE)
+    plan = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
+    parallelize_module(many, mesh_of(size), plan)
+    many(normal((2, 40, 24), torch.float32, "cpu", 0))
+
+
+class Mlp(nn.Module):
+    """The gated MLP of a Transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gated = htree_ops.FusedGatedMLP(16, 32, act_on="gate")
+        self.down = nn.Linear(32, 16)
+        for weight in (self.gated.gate_weight, self.gated.up_weight):
+            nn.init.normal_(weight, std=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.gated(x))
+
+
+def gated_mlp(size: int, local: bool, device: str = "cpu") -> dict[str, Any]:
+    torch.manual_seed(4)
+    one = Mlp().to(device)
+    plan = {"gated": ColwiseParallel(use_local_output=local), "down": RowwiseParallel()}
+    many = parallelize_module(copy.deepcopy(one), mesh_of(size, device), plan)
+    x = normal((2, 8, 16), torch.float32, device, 0)
+    return train(one, many, (x,), (x,))
+
+
+def norm(size: int) -> dict[str, Any]:
+    mesh = mesh_of(size)
+    one = htree_ops.FusedRMSNormRoPE(16, 4)
+    many = parallelize_module(copy.deepcopy(one), mesh, SequenceParallel())
+    x, cos, sin = (
+        normal(shape, torch.float32, "cpu", i) for i, shape in enumerate(((2, 8, 16), (8, 4), (8, 4)))
+    )
+    part = x.chunk(size, 1)[mesh.get_local_rank()]
+    return train(one, many, (x, cos, sin), (part, cos, sin))
+
+
+def fp8(size: int, row: bool, static: bool, dtype: torch.dtype) -> dict[str, Any]:
+    """FP8Linear, sharded by the columns of its output or of its input."""
+    mesh = mesh_of(size)
+    torch.manual_seed(5)
+    linear = nn.Linear(128, 32, dtype=dtype)
+    one = htree_ops.FP8Linear.from_linear(linear, 100.0 if static else None)
+    style = RowwiseParallel if row else ColwiseParallel
+    many = parallelize_module(copy.deepcopy(one), mesh, style(use_local_output=False))
+    x = normal((3, 4, 128), dtype, "cpu", 0)
+    given = x.chunk(size, -1)[mesh.get_local_rank()] if row else x
+    with torch.no_grad():
+        expected, out = one(x), many(given)
+    difference = (out.full_tensor() - expected).abs().max() / expected.abs().max()
+    return {"error": float(difference), "bytes": many.weight.to_local().numel()}
+
+
+def refused_style(which: str) -> None:
+    """A gated MLP cannot be sharded by rows."""
+    module = htree_ops.FusedGatedMLP(16, 32)
+    style = RowwiseParallel() if which == "rows" else SequenceParallel()
+    parallelize_module(module, mesh_of(4), style)
