@@ -1,0 +1,44 @@
+"""The computed table of docs/distributed.md is what its program prints, and its model agrees with what was measured."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def cost():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        import context_parallel_cost
+
+        yield context_parallel_cost
+
+
+def test_the_document_has_the_table(cost, capsys):
+    assert cost.main([]) == 0
+    assert capsys.readouterr().out.strip() in (ROOT / "docs" / "distributed.md").read_text()
+
+
+def test_the_fit_gives_back_the_measured_times(cost):
+    costs = cost.measured()
+    for tokens, measured in ((131072, 52.677), (262144, 151.558), (524288, 343.152), (1048576, 751.700)):
+        assert costs.forward(tokens) / 1e3 == pytest.approx(measured, rel=0.05)
+    assert cost.work_of(131072) == (4096, 0, 1)
+    assert cost.work_of(262144) == (512, 1, 1)
+
+
+def test_overlap_and_more_ranks_behave(cost):
+    assert cost.overlapped(1, 10, 4, 2) == 16  # one step: nothing is hidden
+    assert cost.overlapped(4, 12, 4, 4) == 14  # work rules: a part in, a part out
+    assert cost.overlapped(4, 4, 12, 4) == 17  # the link rules
+    costs = cost.measured()
+    rows = [cost.cost(costs, ranks, 1 << 20) for ranks in (2, 4, 8, 64)]
+    for few, many in itertools.pairwise(rows):
+        assert few.forward > many.forward
+        assert few.efficiency > many.efficiency
+    assert cost.cost(costs, 8, 1 << 20, 50e9).waiting > rows[2].waiting
