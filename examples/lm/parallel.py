@@ -1,0 +1,268 @@
+"""Training of the language model on a mesh of ranks: FSDP2, tensor parallelism and one text on several ranks."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict as states
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from tqdm import tqdm
+
+from htree_ops import HTreeAttention
+from htree_ops.distributed import ColwiseParallel, RowwiseParallel, shard_sequence
+
+from .model import ByteLM
+from .settings import Settings, UserError
+from .text import Text, training_batch, validation_windows
+from .training import CLIP_NORM, learning_rate
+
+__all__ = ["DIMENSIONS", "Trainer", "check_mesh", "make_mesh", "read_latest"]
+
+#: Dimensions of the mesh: ranks with sequences of their own, with tokens of one sequence, and with heads and columns.
+DIMENSIONS = ("data", "context", "tensor")
+
+
+def check_mesh(settings: Settings, sizes: dict[str, int], ranks: int) -> None:
+    """Raises UserError where the model or the batch cannot be shared out like this."""
+    product = sizes["data"] * sizes["context"] * sizes["tensor"]
+    if product != ranks:
+        words = " * ".join(str(sizes[name]) for name in DIMENSIONS)
+        raise UserError(
+            f"--data-parallel * --context-parallel * --tensor-parallel must be the {ranks} ranks, "
+            f"got {words} = {product}"
+        )
+    if settings.batch % sizes["data"]:
+        raise UserError(
+            f"--batch must be a multiple of --data-parallel = {sizes['data']}, got {settings.batch}"
+        )
+    step = 2 * sizes["context"] * settings.compression_rate
+    if sizes["context"] > 1 and settings.context % step:
+        raise UserError(
+            f"--context must be a multiple of 2 * context-parallel * compression-rate = {step}, got {settings.context}"
+        )
+    if settings.kv_heads % sizes["tensor"]:
+        raise UserError(
+            f"--kv-heads must be a multiple of --tensor-parallel = {sizes['tensor']}, got {settings.kv_heads}"
+        )
+
+
+def make_mesh(kind: str, sizes: dict[str, int]) -> DeviceMesh:
+    """A mesh [data, context, tensor] of all ranks; neighbours share heads, which they exchange most often."""
+    return init_device_mesh(kind, tuple(sizes[name] for name in DIMENSIONS), mesh_dim_names=DIMENSIONS)
+
+
+def build_model(settings: Settings, mesh: DeviceMesh) -> ByteLM:
+    """The model with its heads and columns on the tensor ranks and every parameter cut among all others."""
+    torch.manual_seed(settings.seed)  # the same numbers on every rank, whatever the mesh
+    attention = functools.partial(HTreeAttention, cp_group=mesh["context"])
+    model = ByteLM(settings, attention).to(mesh.device_type)  # type: ignore[arg-type]
+    plan: dict[str, ParallelStyle] = {f"attention.{name}_proj": ColwiseParallel() for name in "qkv"}
+    plan |= {"attention.o_proj": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    # Ranks that share a sequence have the same parameters and other tokens, as ranks with other sequences.
+    replicas = mesh["data", "context"]._flatten("replicas")
+    gpu = mesh.device_type == "cuda"
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if gpu else MixedPrecisionPolicy()
+    for block in model.blocks:
+        if mesh["tensor"].size() > 1:
+            parallelize_module(block, mesh["tensor"], plan)
+        fully_shard(block, mesh=replicas, mp_policy=policy)
+    fully_shard(model, mesh=replicas, mp_policy=policy)
+    return model
+
+
+def clip_gradients(model: ByteLM, mesh: DeviceMesh, most: float) -> None:
+    """Scales all gradients so that their norm is at most ``most``; parameters lie on one or two mesh dimensions."""
+    whole = torch.zeros((), device=mesh.device_type)  # of parameters that every tensor rank has
+    parts = torch.zeros((), device=mesh.device_type)
+    gradients = [p.grad for p in model.parameters() if isinstance(p.grad, DTensor)]
+    for gradient in gradients:
+        squares = gradient.to_local().float().square().sum()
+        if gradient.device_mesh.ndim > 1:
+            parts += squares
+        else:
+            whole += squares
+    dist.all_reduce(parts, group=mesh.get_group("tensor"))
+    total = whole + parts
+    for name in ("data", "context"):
+        dist.all_reduce(total, group=mesh.get_group(name))
+    scale = (most / (total.sqrt() + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.to_local().mul_(scale)
+
+
+def read_latest(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The newest whole checkpoint below ``folder`` and what stands in it beside the tensors.
+
+    Raises:
+        UserError: there is none.
+    """
+    note = folder / "latest"
+    if not note.is_file():
+        raise UserError(f"--resume: there is no {note}")
+    path = folder / note.read_text().strip()
+    try:
+        return path, json.loads((path / "progress.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"--resume: {path} is not a checkpoint of this script ({error})") from error
+
+
+@contextmanager
+def stop_flag() -> Iterator[Callable[[], bool]]:
+    """Yields a function that says whether Ctrl-C or SIGTERM came; the second one acts as usual."""
+    came: list[int] = []
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def note(number: int, frame: object) -> None:
+        came.append(number)
+        signal.signal(number, before[number])
+
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield lambda: bool(came)
+    finally:
+        for number, action in before.items():
+            signal.signal(number, action)
+
+
+class Trainer:
+    """A run on a mesh. ``train``: bits per byte per step. ``validation``: [steps done, bits]. ``seconds``: per step."""
+
+    def __init__(self, settings: Settings, text: Text, folder: Path, mesh: DeviceMesh) -> None:
+        self.settings, self.text, self.folder, self.mesh = settings, text, folder, mesh
+        self.model = build_model(settings, mesh)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1
+        )
+        self.windows = validation_windows(text, settings.context, settings.eval_windows)
+        self.train: list[float] = []
+        self.validation: list[list[float]] = []
+        self.seconds: list[float] = []
+        self.stopped = False
+
+    @property
+    def steps_done(self) -> int:
+        return len(self.train)
+
+    def bits(self, sequences: Tensor) -> Tensor:
+        """Mean bits per byte over this rank's tokens of int64 [B, context + 1]."""
+        group = self.mesh["context"]
+        tokens, targets = (
+            shard_sequence(x, group).to(self.mesh.device_type) for x in (sequences[:, :-1], sequences[:, 1:])
+        )
+        logits = self.model(tokens)
+        nats = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return nats / torch.log(torch.tensor(2.0))
+
+    def over_ranks(self, *numbers: Tensor | float) -> list[float]:
+        """The mean of each number over all ranks."""
+        mine = torch.stack([torch.as_tensor(x, device=self.mesh.device_type).float() for x in numbers])
+        dist.all_reduce(mine)
+        return (mine / dist.get_world_size()).tolist()
+
+    def step(self, stops: bool) -> None:
+        """One update. Every rank learns whether one of them is to stop."""
+        started = time.perf_counter()
+        settings, data = self.settings, self.mesh["data"]
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.steps_done, settings)
+        self.optimizer.zero_grad(set_to_none=True)
+        batch = training_batch(self.text, self.steps_done, settings.context, settings.batch, settings.seed)
+        loss = self.bits(batch.chunk(data.size())[data.get_local_rank()])
+        loss.backward()
+        clip_gradients(self.model, self.mesh, CLIP_NORM)
+        self.optimizer.step()
+        mean, stopping = self.over_ranks(loss.detach(), float(stops))
+        self.train.append(mean)
+        self.seconds.append(time.perf_counter() - started)  # reading the mean has waited for the device
+        self.stopped = stopping > 0
+
+    @torch.no_grad()
+    def validate(self) -> None:
+        """Mean over the windows, one at a time."""
+        bits = [self.over_ranks(self.bits(window[None]))[0] for window in self.windows]
+        self.validation.append([self.steps_done, statistics.fmean(bits)])
+
+    def run(self, save_every: int) -> bool:
+        """Steps up to ``settings.steps``; False if a signal to any rank ended it early."""
+        settings = self.settings
+        leads = dist.get_rank() == 0
+        with (
+            stop_flag() as stops,
+            tqdm(
+                total=settings.steps, initial=self.steps_done, unit="step", desc="training", disable=not leads
+            ) as bar,
+        ):
+            while self.steps_done < settings.steps and not self.stopped:
+                self.step(stops())
+                done = self.steps_done
+                if done % settings.eval_every == 0 or done == settings.steps:
+                    self.validate()
+                if done % save_every == 0 or done == settings.steps or self.stopped:
+                    self.save()
+                bar.update()
+                rate = settings.batch * settings.context / self.seconds[-1]
+                bar.set_postfix_str(
+                    f"{statistics.fmean(self.train[-10:]):.2f} bits {rate / 1e3:.1f}k tokens/s"
+                )
+        return self.steps_done >= settings.steps
+
+    # ---- checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """Tensors as DTensors by the names of parameters, so that another mesh can read them."""
+        return {
+            "model": states.get_model_state_dict(self.model),
+            "optimizer": states.get_optimizer_state_dict(self.model, self.optimizer),
+        }
+
+    def save(self) -> None:
+        """Writes a folder of its own, then names it in ``latest``: what is named is always whole."""
+        path = self.folder / f"step-{self.steps_done:06d}"
+        dcp.save(self.state(), checkpoint_id=path)
+        if dist.get_rank() == 0:
+            progress = {"settings": asdict(self.settings), **self.history()}
+            (path / "progress.json").write_text(json.dumps(progress))
+            note = self.folder / "latest.tmp"
+            note.write_text(path.name)
+            os.replace(note, self.folder / "latest")
+            for old in self.folder.glob("step-*"):
+                if old != path:
+                    shutil.rmtree(old)
+        dist.barrier()
+
+    def load(self, path: Path, progress: dict[str, Any]) -> None:
+        """Continues from what :func:`read_latest` gave, which a run on another mesh may have written."""
+        content = self.state()
+        dcp.load(content, checkpoint_id=path)
+        states.set_model_state_dict(self.model, content["model"])
+        states.set_optimizer_state_dict(self.model, self.optimizer, content["optimizer"])
+        self.train, self.seconds = progress["train_bits_per_byte"], progress["seconds_per_step"]
+        self.validation = progress["validation_bits_per_byte"]
+
+    def history(self) -> dict[str, Any]:
+        """For history.json, the plot and the checkpoint."""
+        return {
+            "train_bits_per_byte": self.train,
+            "validation_bits_per_byte": self.validation,
+            "seconds_per_step": self.seconds,
+        }

@@ -1,0 +1,150 @@
+"""examples/train_distributed.py: the losses do not depend on the mesh, and a run goes on after a rank was lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import training_on_ranks
+from process_pool import Pool, started
+
+import htree_ops
+
+SCRIPT = training_on_ranks.EXAMPLES / "train_distributed.py"
+MODEL = "--layers 2 --dim 32 --heads 4 --kv-heads 2 --compression-rate 4 --top-k 4 --max-top-nodes 16"
+TINY = f"{MODEL} --device cpu --context 128 --batch 2 --eval-windows 2 --eval-every 3 --steps 6"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few sources to learn from."""
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(24):
+        (folder / f"part{i}.py").write_text(f"def function_{i}(x):\n    return x + {i}\n" * 20)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pool]:
+    yield from started(2)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Pool]:
+    yield from started(1)
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[Pool]:
+    """A process for each of two GPUs; with one GPU a group of one."""
+    yield from started(min(2, torch.cuda.device_count()), "nccl")
+
+
+@pytest.fixture(scope="module")
+def reference(text: Path, alone: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of six steps of one process."""
+    (found,) = alone.run(training_on_ranks.train, flags(text, tmp_path_factory.mktemp("one")))
+    assert found["status"] == 0
+    losses = found["train_bits_per_byte"]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0] - 0.1
+    return losses
+
+
+def flags(text: Path, out: Path, *more: str) -> list[str]:
+    return [*TINY.split(), "--text", str(text), "--out", str(out), *more]
+
+
+@pytest.mark.parametrize("way", ["data", "context", "tensor"])
+def test_the_losses_are_those_of_one_process(
+    way: str, text: Path, pair: Pool, reference: list[float], tmp_path: Path
+) -> None:
+    for found in pair.run(training_on_ranks.train, flags(text, tmp_path, f"--{way}-parallel", "2")):
+        assert found["status"] == 0
+        assert found["train_bits_per_byte"] == pytest.approx(reference, abs=2e-4)
+        assert [step for step, _ in found["validation_bits_per_byte"]] == [3, 6]
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG\r\n")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["data", "context", "tensor"])
+def test_the_losses_on_gpus_are_those_of_one_process(
+    way: str, text: Path, gpus: Pool, reference: list[float], tmp_path: Path
+) -> None:
+    """Two GPUs, or one with a group of one; parameters are bf16 in the products."""
+    more = f"--device cuda --{way}-parallel {len(gpus.processes)}".split()
+    for found in gpus.run(training_on_ranks.train, flags(text, tmp_path, *more)):
+        assert found["status"] == 0
+        assert found["train_bits_per_byte"] == pytest.approx(reference, abs=0.1)
+    for found in gpus.run(training_on_ranks.train, flags(text, tmp_path, *more, "--resume", "--steps", "8")):
+        assert len(found["train_bits_per_byte"]) == 8
+
+
+def test_a_run_that_lost_a_rank_goes_on_under_another_mesh(
+    text: Path, alone: Pool, reference: list[float], tmp_path: Path
+) -> None:
+    many = flags(text, tmp_path, "--context-parallel", "2", "--save-every", "2")
+    pool = Pool(2)
+    try:
+        outcomes = pool.outcomes(training_on_ranks.train_and_signal, many, 1, 3, signal.SIGKILL)
+    finally:
+        pool.close()
+    assert outcomes[1] == (False, ("EOFError", "the process has ended"))
+    assert not outcomes[0][0], "the rank that is left has not noticed"
+    assert (tmp_path / "latest").read_text() == "step-000002"
+    (found,) = alone.run(training_on_ranks.train, flags(text, tmp_path, "--resume"))
+    assert found["train_bits_per_byte"] == pytest.approx(reference, abs=2e-4)
+
+
+def test_a_signal_to_one_rank_ends_all_after_the_same_step(
+    text: Path, pair: Pool, reference: list[float], tmp_path: Path
+) -> None:
+    many = flags(text, tmp_path, "--tensor-parallel", "2")
+    stopped = pair.run(training_on_ranks.train_and_signal, many, 1, 2, signal.SIGTERM)
+    assert stopped == [{"status": 130}] * 2
+    assert (tmp_path / "latest").read_text() == "step-000004"
+    for found in pair.run(
+        training_on_ranks.train, flags(text, tmp_path, "--resume")
+    ):  # with --data-parallel 2
+        assert found["train_bits_per_byte"] == pytest.approx(reference, abs=2e-4)
+
+
+def test_ranks_of_torchrun(text: Path, tmp_path: Path) -> None:
+    """The command of the documentation."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPT)]
+    found = subprocess.run(
+        [*command, *flags(text, tmp_path, "--context-parallel", "2", "--steps", "2")],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(htree_ops.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert found.returncode == 0, found.stderr
+    assert "mesh: data 1, context 2, tensor 1; each rank on a CPU, with 64 of the 128 tokens" in found.stdout
+    assert "bits per byte after 2 steps" in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--context-parallel 3", "must be the 2 ranks, got 1 * 3 * 1 = 3"),
+        ("--data-parallel 2 --batch 3", "--batch must be a multiple of --data-parallel = 2, got 3"),
+        ("--context-parallel 2 --context 120", "--context must be a multiple of 2 * context-parallel"),
+        ("--tensor-parallel 2 --kv-heads 1", "--kv-heads must be a multiple of --tensor-parallel = 2, got 1"),
+        ("--resume", "--resume: there is no"),
+        ("--save-every 0", "--save-every must be at least 1, got 0"),
+    ],
+)
+def test_wrong_flags_end_every_rank_in_one_line(
+    more: str, message: str, text: Path, pair: Pool, tmp_path: Path
+) -> None:
+    for found in pair.run(training_on_ranks.refused, flags(text, tmp_path, *more.split())):
+        assert found["status"] == 2
+        assert message in found["stderr"], found
+        assert found["stderr"].count("\n") == 1
