@@ -425,7 +425,7 @@ def test_the_page_shows_the_published_rows(study):
 def test_wrong_flags_are_one_line(study, tmp_path, capsys):
     for flags, complaint in (
         ([], "--out is required"),
-        (["--out", str(tmp_path), "--piece", "all"], "--piece must be one of conversion, scratch"),
+        (["--out", str(tmp_path), "--piece", "all"], "--piece must be one of conversion, search"),
         (["--out", str(tmp_path), "--device", "tpu"], "--device must be cpu, cuda or auto, got tpu"),
         (["--out", str(tmp_path), "--previous", str(tmp_path / "none")], "is not a folder"),
     ):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .corpus import TEXT, Texts
-from .model import LanguageModel
+from .model import Model
 from .recall import draw_recall
 from .session import Session
 from .settings import Attention, Training
@@ -26,7 +26,7 @@ BUCKETS = 32  # of positions in a text
 TOKENS_AT_ONCE = 2**17
 
 
-def byte_losses(model: LanguageModel, attention: Attention, tokens: Tensor) -> Tensor:
+def byte_losses(model: Model, attention: Attention, tokens: Tensor) -> Tensor:
     """Natural logarithms of the inverse probabilities of bytes 1 ... T, float32 [B, T]; tokens int64 [B, T + 1]."""
     logits = model.logits(model(tokens[:, :-1], attention))
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(
@@ -47,9 +47,7 @@ def copies(losses: Tensor, texts: Texts) -> Tensor:
 
 
 @torch.no_grad()
-def measure_texts(
-    session: Session, model: LanguageModel, attention: Attention, texts: Texts
-) -> dict[str, Any]:
+def measure_texts(session: Session, model: Model, attention: Attention, texts: Texts) -> dict[str, Any]:
     """Bits per byte of natural text, copies found and, of 32 parts of the text by position, the bits per byte."""
     model.eval()
     losses = []
@@ -79,7 +77,7 @@ def measure_texts(
 
 
 @torch.no_grad()
-def needles(session: Session, model: LanguageModel, attention: Attention, texts: Texts) -> dict[str, Any]:
+def needles(session: Session, model: Model, attention: Attention, texts: Texts) -> dict[str, Any]:
     """Share of the letters found by depth, without the first 8 of a string; the strings stand at even places."""
     model.eval()
     found = []
@@ -100,7 +98,7 @@ def needles(session: Session, model: LanguageModel, attention: Attention, texts:
 
 @torch.no_grad()
 def measure_recall(
-    session: Session, model: LanguageModel, attention: Attention, size: Training, pairs: int, seed: int
+    session: Session, model: Model, attention: Attention, size: Training, pairs: int, seed: int
 ) -> float:
     """Share of the questions whose answer has the highest probability."""
     model.eval()

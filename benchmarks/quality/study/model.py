@@ -16,7 +16,7 @@ from htree_ops.ops.tree_attention import rope, rope_cache
 
 from .settings import RATE, Attention, Training
 
-__all__ = ["LanguageModel", "attend", "sliding_window"]
+__all__ = ["LanguageModel", "Model", "SearchModel", "attend", "sliding_window"]
 
 Function = TypeVar("Function", bound=Callable[..., object])
 #: cos, sin and positions; None where nothing is rotated.
@@ -190,3 +190,50 @@ class LanguageModel(nn.Module):
     def num_parameters(self) -> int:
         """All of them."""
         return sum(parameter.numel() for parameter in self.parameters())
+
+
+class SearchModel(nn.Module):
+    """One layer of attention that can find what followed the last tokens before, with nothing around it.
+
+    What enters it at a position are the embeddings of ``size.seen`` tokens side by side, of the token itself and of
+    those before it.
+
+    Args:
+        size: width, heads and ``seen``. vocabulary: 256 for bytes. seed: of the initial weights.
+    """
+
+    fused = False
+
+    def __init__(self, size: Training, vocabulary: int = 256, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.heads, self.kv_heads, self.head_dim = size.heads, size.kv_heads, size.width // size.heads
+        self.seen = size.seen
+        self.embedding = nn.Parameter(torch.randn(vocabulary, size.width // size.seen, generator=generator))
+        self.norm = nn.Parameter(torch.ones(size.width))
+        self.qkv = nn.Linear(size.width, (size.heads + 2 * size.kv_heads) * self.head_dim, bias=False)
+        self.o = nn.Linear(size.width, size.width, bias=False)
+        self.output = nn.Linear(size.width, vocabulary, bias=False)
+        bound = size.width**-0.5
+        for linear in (self.qkv, self.o, self.output):
+            nn.init.uniform_(linear.weight, -bound, bound, generator=generator)
+
+    def forward(self, tokens: Tensor, attention: Attention) -> Tensor:
+        """tokens int64 [B, T] -> hidden states [B, T, E], ready for :meth:`logits`."""
+        embedded = F.embedding(tokens, self.embedding)
+        context = tokens.shape[1]
+        x = torch.cat([F.pad(embedded, (0, 0, back, 0))[:, :context] for back in range(self.seen)], dim=-1)
+        table = rotary(context, self.head_dim, x.device) if attention.positions == "own" else None
+        q, k, v = before_attention(x, self.norm, self.qkv.weight, self.heads, self.kv_heads, table)
+        return self.o(attend(q, k, v, attention).flatten(2))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [..., E] -> float32 [..., vocabulary]."""
+        return self.output(hidden).float()
+
+    def num_parameters(self) -> int:
+        """All of them."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+
+Model = LanguageModel | SearchModel

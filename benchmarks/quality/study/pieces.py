@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import evaluation, record
 from .corpus import Texts, draw_texts
-from .model import LanguageModel
+from .model import LanguageModel, SearchModel
 from .recall import draw_recall
 from .session import Progress, Session, Setup
 from .settings import RATE, Attention, Scale, Training, dense, tree, window
@@ -224,6 +224,38 @@ def scratch_run(piece: str, size: Training, attention: Attention, seed: int = 0)
     return Run(name, work)
 
 
+def search(scale: Scale) -> list[Run]:
+    """(f) One layer of attention learns to copy: nothing but the search is left to learn."""
+    size = scale.search
+    settings = [size.tree(2), dense(), size.tree(None), window(size.budget)]
+    settings += [size.tree(2, 4), size.tree(2, 1, "compact"), size.tree(None, 1, "compact")]
+    return [search_run(size, attention) for attention in settings]
+
+
+def search_run(size: Training, attention: Attention) -> Run:
+    """One model, which is asked for the repeated letters alone."""
+
+    def work(session: Session) -> None:
+        model = SearchModel(size).to(session.device)
+        setup = Setup("search", attention.label, attention, size, parameters=model.num_parameters())
+        held_out = held_out_texts(session, size)
+
+        def loss_of(step: int) -> Tensor:
+            texts = draw_texts(
+                session.corpus.train, size.batch, size.context, size.strings, size.letters, step
+            )
+            return evaluation.copies(evaluation.byte_losses(model, attention, texts.tokens), texts).mean()
+
+        def measure(status: str, progress: Progress) -> None:
+            found = evaluation.measure_texts(session, model, attention, held_out)
+            nothing = {"bits_per_byte": None, "series": None, "series_of": None}  # not trained on the text
+            session.write(setup, status, progress, **(found | nothing))
+
+        train(session, setup, model, loss_of, measure)
+
+    return Run(attention.label, work)
+
+
 def scratch(scale: Scale) -> list[Run]:
     """(b) What decides: the score at stride 1. The dense model of seed 0 is that of (a), which is trained alike."""
     return [scratch_run("scratch", scale.scratch, scale.scratch.tree(span)) for span in (2, None)]
@@ -345,6 +377,7 @@ PIECES = (
     Piece(
         "conversion", "a dense model evaluated with every attention, 4096 bytes", 4.5, conversion, quick=True
     ),
+    Piece("search", "one layer that learns to copy: minutes on a CPU too", 1, search, quick=True),
     Piece("scratch", "from scratch: span 2, mean", 7, scratch),
     Piece("recall", "multi-query associative recall", 5, recall, quick=True),
     Piece("scratch-compact", "from scratch: compact positions, a window", 9, scratch_compact, "scratch"),

@@ -72,7 +72,8 @@ class Training:
     Attributes:
         context: bytes (or tokens) of a text. batch: texts per step. strings, letters: planted per text.
         seconds: 0, or the training time on the clock instead of ``steps``. texts: of an evaluation.
-        evaluate_every: steps between two evaluations.
+        evaluate_every: steps between two evaluations. seen: tokens that enter a position before the first layer, itself
+            and those before it. weight_decay: of matrices.
     """
 
     context: int
@@ -90,6 +91,8 @@ class Training:
     kv_heads: int = 2
     learning_rate: float = 1.5e-3
     seconds: float = 0.0
+    seen: int = 1
+    weight_decay: float = 0.1
 
     @property
     def budget(self) -> int:
@@ -114,6 +117,7 @@ class Scale:
     name: str
     corpus_bytes: int
     conversion: Training
+    search: Training
     scratch: Training
     recall: Training
     conversion_long: Training
@@ -133,6 +137,10 @@ FULL = Scale(
     corpus_bytes=131_072_000,
     conversion=Training(
         4096, 16, 3000, 6, strings=12, letters=48, top_k=16, max_top_nodes=256, evaluate_every=250
+    ),
+    search=Training(
+        512, 8, 300, 1, strings=8, letters=24, top_k=4, max_top_nodes=32, evaluate_every=25, texts=32, width=128,
+        heads=2, kv_heads=1, learning_rate=1e-2, seen=4, weight_decay=0.0,
     ),
     scratch=Training(
         4096, 16, 3000, 6, strings=12, letters=48, top_k=16, max_top_nodes=256, evaluate_every=250
@@ -185,6 +193,7 @@ TINY = replace(
     name="tiny",
     corpus_bytes=600_000,
     conversion=_tiny(FULL.conversion),
+    search=_tiny(FULL.search),
     scratch=_tiny(FULL.scratch),
     recall=_tiny(FULL.recall, kv_heads=2),
     conversion_long=_tiny(FULL.conversion_long, context=512, top_k=4),

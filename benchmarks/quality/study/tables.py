@@ -148,6 +148,23 @@ def scratch(rows: Sequence[Row]) -> str:
     return f"{first}\n\nThe same weights with another attention:\n\n{table(head, lines)}"
 
 
+def search(rows: Sequence[Row]) -> str:
+    """(f) Copies over steps of one layer of attention."""
+    finished = {row.run for row in last_rows(rows, "search")}
+    used = [row for row in rows if row.piece == "search" and row.run in finished]
+    if not used:
+        return ""
+    steps = sorted({row.step for row in used})
+    shown = [step for step in steps if step % max(1, steps[-1] // 8) == 0]
+    lines = []
+    for run in dict.fromkeys(row.run for row in used):
+        mine = {row.step: row for row in used if row.run == run}
+        cells = [percent(mine[step].copies_found) if step in mine else "" for step in shown]
+        lines.append([label(next(iter(mine.values()))), *cells])
+    words = f"{used[0].context} bytes, {used[0].texts} texts; {place(used)}."
+    return f"{words}\n\n{table(('attention', *(f'step {step}' for step in shown)), lines)}"
+
+
 def long_steps(rows: Sequence[Row]) -> str:
     return trained(rows, "long-32k")
 
@@ -207,6 +224,7 @@ def needle(rows: Sequence[Row]) -> str:
 SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
     "conversion": conversion,
     "conversion-32k": conversion_long,
+    "search": search,
     "scratch": scratch,
     "recall": recall,
     "long-32k": long_steps,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import record
-from .model import LanguageModel
+from .model import Model
 from .session import Interrupted, NoTime, Progress, Session, Setup
 from .settings import Training
 
@@ -53,7 +53,7 @@ def make_optimizer(model: nn.Module, size: Training, device: str) -> torch.optim
     matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and name != "embedding"]
     others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
     return torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
+        [{"params": matrices, "weight_decay": size.weight_decay}, {"params": others, "weight_decay": 0.0}],
         lr=size.learning_rate,
         betas=(0.9, 0.95),
         fused=torch.device(device).type == "cuda",
@@ -79,7 +79,7 @@ def fit(session: Session, setup: Setup, schedule: Schedule, progress: Progress) 
         raise NoTime
 
 
-def first_step(session: Session, model: LanguageModel, loss_of: Callable[[int], Tensor], step: int) -> Tensor:
+def first_step(session: Session, model: Model, loss_of: Callable[[int], Tensor], step: int) -> Tensor:
     """The loss of a call's first step after its backward. Where compiling fails, the model goes on without."""
     try:
         with session.precision():
@@ -96,7 +96,7 @@ def first_step(session: Session, model: LanguageModel, loss_of: Callable[[int], 
 
 
 def resume(
-    states: record.States, model: LanguageModel, optimizer: torch.optim.Optimizer, session: Session
+    states: record.States, model: Model, optimizer: torch.optim.Optimizer, session: Session
 ) -> Progress | None:
     """Goes back to the last state of an earlier call; None where there is none."""
     found = states.load()
@@ -112,7 +112,7 @@ def resume(
 def train(
     session: Session,
     setup: Setup,
-    model: LanguageModel,
+    model: Model,
     loss_of: Callable[[int], Tensor],
     measure: Callable[[str, Progress], None],
 ) -> Progress:
