@@ -95,6 +95,14 @@ def test_attention_with_a_selection_per_query_head_trains(ranks: Pool) -> None:
         assert_trains(found)
 
 
+@pytest.mark.parametrize("scope", ["kv_head", "q_head"])
+def test_caches_hold_the_heads_of_their_rank(scope: str, ranks: Pool) -> None:
+    for size in (2, 4):
+        for found in ranks.run(tp_on_ranks.decode, size, scope):
+            assert max(found["errors"]) < 1e-5, found
+            assert found["bytes"][0] == size * found["bytes"][1]
+
+
 def test_heads_that_do_not_belong_together_are_refused(ranks: Pool) -> None:
     for kind, message in ranks.refusals(tp_on_ranks.one_sided, 4):
         assert kind == "ValueError"

@@ -217,6 +217,25 @@ def attention(
     return train(one, many, (x,), (x,))
 
 
+def decode(size: int, scope: str) -> dict[str, Any]:
+    """A prompt and single tokens from caches that hold the heads of each rank."""
+    mesh = mesh_of(size)
+    torch.manual_seed(3)
+    one = htree_ops.HTreeAttention(24, 8, 4, 4, scope=scope, **TREE)
+    plan = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
+    many = parallelize_module(copy.deepcopy(one), mesh, {**plan, "o_proj": RowwiseParallel()})
+    x = normal((2, 40, 24), torch.float32, "cpu", 0)
+    caches = [model.make_cache(2, 48) for model in (one, many)]
+    errors = []
+    with torch.no_grad():
+        for begin, end in ((0, 37), (37, 38), (38, 40)):
+            expected, out = (
+                model(x[:, begin:end], cache=cache) for model, cache in zip((one, many), caches, strict=True)
+            )
+            errors.append(float((out - expected).abs().max()))
+    return {"errors": errors, "bytes": [cache.k_pool.numel() for cache in caches]}
+
+
 def one_sided(size: int) -> None:
     """Query heads sharded, key heads not: the heads of a rank do not belong together."""
     many = htree_ops.HTreeAttention(24, 8, 4, 4, **TREE)

@@ -214,6 +214,8 @@ class HTreeAttention(nn.Module):
     ) -> TreeKVCache:
         """An empty cache for this layer and its options, of ``batch`` sequences of at most ``capacity`` tokens.
 
+        Where the projections are sharded over ranks by heads, it holds those of this rank.
+
         Args:
             page_size, num_pages: as in :class:`htree_ops.TreeKVCache`.
             dtype, device: None is that of the parameters; under autocast the dtype has to be that of autocast.
@@ -222,9 +224,12 @@ class HTreeAttention(nn.Module):
             ValueError: a size out of range, or importance="lse".
         """
         weight, options = self.k_proj.weight, self.options
+        heads = self.num_heads if options.scope == "q_head" else self.num_kv_heads
+        if hasattr(weight, "to_local"):  # sharded over ranks: each of them keeps its own heads
+            heads = heads * weight.to_local().shape[0] // weight.shape[0]
         return TreeKVCache(
             batch,
-            self.num_heads if options.scope == "q_head" else self.num_kv_heads,
+            heads,
             self.head_dim,
             capacity,
             compression_rate=options.compression_rate,
@@ -291,7 +296,7 @@ class HTreeAttention(nn.Module):
             ShapeMismatchError: another shape of x.
             UnsupportedDtypeError: x has another dtype than the parameters of an ``nn.Linear``, outside autocast; a
                 layer that has replaced ``q_proj`` checks x itself.
-            NotImplementedError: a mask or padding is given.
+            NotImplementedError: a mask or padding is given, or a cache beside ``cp_group``.
             TypeError, ValueError: a cache of another class, of other options or sizes, or without room.
             ValueError: projections that are sharded over ranks give query and key heads that do not belong together.
         """
@@ -330,6 +335,10 @@ class HTreeAttention(nn.Module):
                 f"{self.num_kv_heads} is no multiple of the ranks, none"
             )
         if cache is not None:
+            if self.cp_group is not None:
+                raise NotImplementedError(
+                    "HTreeAttention: a cache is not supported beside cp_group: make the layer without a group to decode"
+                )
             return self.o_proj(self._attend_from(cache, q, k, v).flatten(2))
         attend: Callable[..., Any] = tree_attention
         if self.cp_group is not None:
