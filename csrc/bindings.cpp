@@ -88,7 +88,8 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
   }
   auto& compressed = rooms["compressed_kv"];
   compressed.push_back(
-      "tiles: fp16, bf16; D = 64, 128, 256; bits 16, 8, 4; pages of a multiple of 16; sm_80 and later");
+      "tiles: fp16, bf16; D of keys and values = 64, 128, 192, 256; bits 16, 8, 4; pages of a multiple of "
+      "16; sm_80 and later");
   compressed.push_back("general: fp32; hadamard_group above 1; other pages; the window");
   auto& quantize = rooms["fp8"];
   for (int pack : {8, 1}) {

@@ -115,7 +115,9 @@ CAUSAL_SOFTMAX: Table = [
     row_kernels("causal_softmax_rows", "ops/causal_softmax/causal_softmax_rows_impl.h"),
 ]
 
-HEAD_SIZES = (64, 128, 256)
+# Of keys and values; the kernel for tiles takes the smaller ones, and transformed queries are powers of two.
+HEAD_SIZES = tuple(range(64, 513, 64))
+TILE_HEAD_SIZES = (64, 128, 192, 256)
 
 COMPRESSED_KV: Table = [
     Cuda(
@@ -133,7 +135,7 @@ COMPRESSED_KV: Table = [
         [
             "cudaError_t launch_decode_keys<{D}, {K}>(const DecodeParams&, int, QueryType, int64_t, cudaStream_t)"
         ],
-        {"D": HEAD_SIZES, "K": (4, 8, 16)},
+        {"D": TILE_HEAD_SIZES, "K": (4, 8, 16)},
     ),
     Cuda(
         "decode_general_d{D}",
@@ -141,9 +143,16 @@ COMPRESSED_KV: Table = [
         [
             "cudaError_t launch_general<{D}>(const GeneralParams&, int64_t, cudaStream_t)",
             "cudaError_t launch_merge<{D}>(const DecodeParams&, int64_t, cudaStream_t)",
-            "cudaError_t launch_transform_query<{D}>(const DecodeParams&, int64_t, float*, cudaStream_t)",
         ],
         {"D": HEAD_SIZES},
+    ),
+    Cuda(
+        "decode_transform_query",
+        "ops/compressed_kv/decode/general.cuh",
+        [
+            f"cudaError_t launch_transform_query<{size}>(const DecodeParams&, int64_t, float*, cudaStream_t)"
+            for size in (64, 128, 256, 512)
+        ],
     ),
     row_kernels("rows", "ops/compressed_kv/rows_impl.h"),
 ]

@@ -29,7 +29,7 @@ except ImportError as error:
     print(f"compressed_generation.py: {error}; run 'make demo' once", file=sys.stderr)
     sys.exit(2)
 
-WIDTHS = (64, 128, 256)
+WIDTHS = (64, 128, 256, 512)  # one of the caches transforms keys, which takes a power of two
 TRAINED_HERE: dict[str, Any] = {
     "context": 1024,
     "batch": 4,
@@ -51,8 +51,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--checkpoint",
         type=Path,
         metavar="FILE",
-        help="checkpoint.pt of train_lm.py with heads of 64, 128 or 256 channels (train_lm.py --heads 2 makes one); "
-        "default: a model that is trained first and kept in --out",
+        help="checkpoint.pt of train_lm.py with heads of 64, 128, 256 or 512 channels (train_lm.py --heads 2 makes "
+        "one); default: a model that is trained first and kept in --out",
     )
     parser.add_argument(
         "--out",
@@ -107,7 +107,7 @@ def read_model(path: Path, device: str) -> tuple[settings.Settings, ByteLM]:
     width = stored.dim // stored.heads
     if width not in WIDTHS:
         raise settings.UserError(
-            f"--checkpoint: {path} has heads of {width} channels; caches compress 64, 128 or 256 "
+            f"--checkpoint: {path} has heads of {width} channels; these caches take 64, 128, 256 or 512 "
             f"(train_lm.py --heads {max(stored.dim // 64, 1)})"
         )
     model = ByteLM(stored, DenseAttention).to(device)

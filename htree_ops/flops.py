@@ -266,7 +266,7 @@ def _kv_decode_attention(
     **_: Any,
 ) -> int:
     rows = k_bitmap[2] * (1 if block_table is None else block_table[1]) + k_win[2]
-    return 4 * prod(q) * rows
+    return 2 * prod(q[:-1]) * (q[-1] + v_win[3]) * rows
 
 
 def _tree_cache_attention(

@@ -153,6 +153,7 @@ class DecodeCase(Case):
     Attributes:
         B, H, H_kv, D, S, W: sizes.
         queries: n of each head; q is [B, H, n, D] where they are several.
+        V: D of values; 0 is that of keys.
         comp_len, win_len: lengths per sequence, or None for all of S and W.
         page: tokens per page; 0 stores the rows without pages.
         four_d: q is [B, H, 1, D].
@@ -165,6 +166,7 @@ class DecodeCase(Case):
     S: int = 70
     W: int = 9
     queries: int = 1
+    V: int = 0
     k_keep: int = 39
     v_keep: int = 64
     k_bits: int = 8
@@ -184,7 +186,7 @@ class DecodeCase(Case):
         q = normal((self.B, self.H, *several, self.D), self.dtype, device, seed)
         tokens = self.S + self.W
         k = rows_with_outliers((self.B, self.H_kv, tokens, self.D), self.dtype, device, seed + 1)
-        v = normal((self.B, self.H_kv, tokens, self.D), self.dtype, device, seed + 2)
+        v = normal((self.B, self.H_kv, tokens, self.V or self.D), self.dtype, device, seed + 2)
         return q[:, :, None] if self.four_d else q, k, v
 
     def stored_keys(self, k: Tensor) -> Tensor:
@@ -231,16 +233,19 @@ class DecodeCase(Case):
 
     def bytes(self) -> int:
         """Compressed rows and window read once per K/V head, queries read, out written."""
+        widths = (self.D, self.V or self.D)
         row = sum(
-            self.D // 8 + reference.row_bytes(keep, bits) + (0 if bits == 16 else 2)
-            for keep, bits in ((self.k_keep, self.k_bits), (self.v_keep, self.v_bits))
+            width // 8 + reference.row_bytes(keep, bits) + (0 if bits == 16 else 2)
+            for width, keep, bits in zip(
+                widths, (self.k_keep, self.v_keep), (self.k_bits, self.v_bits), strict=True
+            )
         )
-        dense = 2 * self.D * self.dtype.itemsize
+        dense = sum(widths) * self.dtype.itemsize
         return self.B * (self.H_kv * (self.S * row + self.W * dense) + self.H * self.queries * dense)
 
     def flops(self) -> int:
         """Two products per kept channel and query, and an exponential."""
-        kept = self.S * (self.k_keep + self.v_keep) + self.W * (2 * self.D)
+        kept = self.S * (self.k_keep + self.v_keep) + self.W * (self.D + (self.V or self.D))
         return self.B * self.H * self.queries * (2 * kept + self.S + self.W)
 
     @property
@@ -250,6 +255,7 @@ class DecodeCase(Case):
             f"B={self.B} S={self.S} W={self.W} H={self.H} H_kv={self.H_kv} D={self.D} "
             f"keep={self.k_keep},{self.v_keep} bits={self.k_bits},{self.v_bits} page={self.page}"
             + ("" if self.queries == 1 else f" n={self.queries}")
+            + (f" V={self.V}" if self.V else "")
         )
 
 
@@ -262,13 +268,19 @@ def _compress(name: str, **fields: Any) -> list[CompressCase]:
     ]
 
 
-#: Every width with every number of bits at 0, 50 and 70 % sparsity, one kept channel, and the edges of the format.
+#: Three widths with every number of bits at 0, 50 and 70 % sparsity and one kept channel, the other widths with some
+#: of these, and the edges of the format.
 COMPRESS_CASES = [
     case
     for width in (64, 128, 256)
     for bits in (16, 8, 4)
     for keep in (1, reference.num_kept(width, 0.7), width // 2, width - 1, width)
     for case in _compress(f"d{width}_k{keep}_b{bits}", shape=(2, 2, 5, width), keep=keep, bits=bits)
+] + [
+    case
+    for i, width in enumerate((192, 320, 384, 448, 512))
+    for keep, bits in ((reference.num_kept(width, 0.7), (16, 8, 4)[i % 3]), (width, (4, 16)[i % 2]), (width - 1, 8))
+    for case in _compress(f"d{width}_k{keep}_b{bits}", shape=(2, 2, 3, width), keep=keep, bits=bits)
 ] + [
     case
     for name, fields in (
@@ -279,6 +291,10 @@ COMPRESS_CASES = [
         ("many_rows", {"shape": (3, 5, 67, 128), "keep": 39, "bits": 4}),
         ("ties", {"shape": (2, 2, 33, 128), "keep": 50, "coarse": True}),
         ("ties_4", {"shape": (2, 2, 33, 64), "keep": 13, "bits": 4, "coarse": True}),
+        ("ties_192", {"shape": (2, 2, 33, 192), "keep": 77, "coarse": True}),
+        ("ties_weighted_320", {"shape": (2, 2, 9, 320), "keep": 300, "coarse": True, "weight": torch.float32}),
+        ("zero_448", {"shape": (1, 2, 3, 448), "keep": 447, "magnitude": 0.0}),
+        ("many_rows_384", {"shape": (3, 5, 7, 384), "keep": 39, "bits": 4}),
         ("ties_weighted", {"shape": (2, 2, 9, 128), "keep": 50, "coarse": True, "weight": torch.float32}),
         ("weight_half", {"shape": (2, 3, 9, 128), "keep": 39, "weight": torch.float16}),
         ("weight_bfloat16", {"shape": (2, 3, 9, 64), "keep": 20, "bits": 4, "weight": torch.bfloat16}),
@@ -302,6 +318,16 @@ _DECODE_FIELDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "d64": {"D": 64, "k_keep": 20, "v_keep": 32},
     "d256": {"D": 256, "k_keep": 77, "v_keep": 128},
+    "d192": {"D": 192, "k_keep": 58, "v_keep": 97},
+    "d192_4": {"D": 192, "k_keep": 192, "v_keep": 191, "k_bits": 4, "v_bits": 4},
+    "d192_v128": {"D": 192, "V": 128, "k_keep": 96, "v_keep": 128, "k_bits": 8, "v_bits": 16, "queries": 2},
+    "d64_v512": {"D": 64, "V": 512, "k_keep": 20, "v_keep": 300, "v_bits": 4},
+    "d512_v64": {"D": 512, "V": 64, "k_keep": 512, "v_keep": 1, "k_bits": 16, "win_len": (9, 4)},
+    "d512": {"D": 512, "k_keep": 200, "v_keep": 512, "v_bits": 16, "W": 3, "queries": 3},
+    "d320": {"D": 320, "k_keep": 100, "v_keep": 160, "k_bits": 4},
+    "d384_paged": {"D": 384, "k_keep": 301, "v_keep": 384, "page": 16, "H": 6},
+    "d448_v320": {"D": 448, "V": 320, "k_keep": 448, "v_keep": 319, "k_bits": 16, "v_bits": 4},
+    "d512_hadamard": {"D": 512, "V": 192, "k_keep": 512, "v_keep": 60, "hadamard_group": 2},
     "bits_4": {"k_bits": 4, "v_bits": 4, "v_keep": 39},
     "bits_4_odd_keep": {"k_bits": 4, "v_bits": 4, "k_keep": 37, "v_keep": 1},
     "bits_16": {"k_bits": 16, "v_bits": 16},

@@ -103,7 +103,7 @@ def test_decoding_is_the_model_run_as_a_whole(example, trained, name):
         ("--checkpoint {damaged}", "--checkpoint: {damaged} is not a checkpoint of this script"),
         (
             "--checkpoint {narrow}",
-            "has heads of 32 channels; caches compress 64, 128 or 256 (train_lm.py --heads 2)",
+            "has heads of 32 channels; these caches take 64, 128, 256 or 512 (train_lm.py --heads 2)",
         ),
         ("--checkpoint {tree}", "has no dense model"),
         ("--prompt-bytes 0", "--prompt-bytes must be at least 1, got 0"),

@@ -67,7 +67,7 @@ def test_every_byte_and_its_decoding(case: CompressCase, device: str, nan_memory
 
 @given(
     sizes=st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 9)),
-    width=st.sampled_from([64, 128, 256]),
+    width=st.sampled_from([64, 128, 192, 256, 320, 512]),
     fraction=st.floats(0, 1),
     bits=st.sampled_from([16, 8, 4]),
     dtype=st.sampled_from(DTYPES),

@@ -152,6 +152,37 @@ def test_padding_does_not_need_positions(device: str) -> None:
         module(*(x[:, :, :2] for x in (q, k, v)), cache=cache, lengths=[0, 2])
 
 
+@pytest.mark.parametrize(("width", "value_width"), [(192, 128), (64, 192)])
+def test_values_of_another_size(width: int, value_width: int, device: str) -> None:
+    module = MustafarAttention(
+        4,
+        2,
+        width,
+        value_dim=value_width,
+        sparsity=0.0,
+        bits=16,
+        rope_base=None,
+        window=4,
+        chunk=8,
+        device=device,
+    )
+    assert module.keep == (width, value_width)
+    q, k = (normal((BATCH, heads, 30, width), torch.float16, device, heads) for heads in (4, 2))
+    v = normal((BATCH, 2, 30, value_width), torch.float16, device, 3)
+    expected = F.scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True
+    )
+    cache = module.make_cache(BATCH, 30)
+    out = [module(*(x[:, :, part] for x in (q, k, v)), cache=cache) for part in (slice(0, 17), slice(17, 30))]
+    assert_close_spec(torch.cat(out, dim=2), expected, 2e-3, 1e-2)
+    with pytest.raises(ShapeMismatchError, match=f"D of value must be {value_width}, got"):
+        module(q, k, k)
+    with pytest.raises(ShapeMismatchError, match="value_dim must be a multiple of 64"):
+        MustafarAttention(4, 2, width, value_dim=32)
+    with pytest.raises(ValueError, match=r"hadamard_group \* Dk must be a power of two"):
+        MustafarAttention(4, 2, 192, use_grouped_hadamard=True)
+
+
 def test_caches_have_the_dtype_of_the_module(device: str) -> None:
     module = layer(device)
     assert module.dtype == module.make_cache(1, 8).dtype == torch.float16
@@ -285,7 +316,7 @@ def test_output_aware_keys(device: str) -> None:
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "heads": ({"num_heads": 6}, ValueError, "num_heads must be a multiple of num_kv_heads, got 6 and 4"),
     "no heads": ({"num_heads": 0}, ValueError, "num_heads must be between 1"),
-    "width": ({"head_dim": 80}, ShapeMismatchError, "64, 128 or 256"),
+    "width": ({"head_dim": 80}, ShapeMismatchError, "a multiple of 64 between 64 and 512, got 80"),
     "sparsity": ({"sparsity": 1.5}, ValueError, r"sparsity must be between 0 and 1, got 1\.5"),
     "sparsity nan": ({"sparsity": float("nan")}, ValueError, "sparsity must be finite"),
     "bits": ({"bits": 3}, ValueError, "bits must be one of 16, 8, 4, got 3"),

@@ -255,7 +255,9 @@ def test_wrong_options(name: str) -> None:
 def test_wrong_tokens_and_indices() -> None:
     cache = make("cpu")
     k, v = tokens("cpu", 4)
-    with pytest.raises(ShapeMismatchError, match="64, 128 or 256"):
+    with pytest.raises(
+        ShapeMismatchError, match="head_dim must be a multiple of 64 between 64 and 512, got 80"
+    ):
         CompressedKVCache(1, 1, 80, 10, 40)
     for call, kind, message in (
         (lambda: cache.append(k[:2], v[:2]), ShapeMismatchError, r"append: k must be \[3, 4, S, 64\], got"),

@@ -54,7 +54,7 @@ def test_against_float64(case: DecodeCase, device: str, nan_memory: None) -> Non
 
 @pytest.mark.parametrize("k_bits", [4, 8, 16])
 @pytest.mark.parametrize("v_bits", [4, 8, 16])
-@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("width", [64, 128, 192, 256])
 def test_every_number_of_warps(width: int, k_bits: int, v_bits: int, device: str) -> None:
     """The number of warps follows from the rows of a tile; it need not divide what they merge."""
     for keep in (1, width // 4, width // 2, width * 3 // 4, width - 1, width):
@@ -69,7 +69,8 @@ def test_every_number_of_warps(width: int, k_bits: int, v_bits: int, device: str
 @given(
     batch=st.integers(1, 3),
     heads=st.sampled_from([(1, 1), (4, 2), (6, 2), (8, 8), (8, 4), (10, 1), (16, 2)]),
-    width=st.sampled_from([64, 128, 256]),
+    width=st.sampled_from([64, 128, 192, 256, 448]),
+    value_width=st.sampled_from([0, 0, 64, 128, 320]),
     keeps=st.tuples(st.floats(0, 1), st.floats(0, 1)),
     bits=st.tuples(*[st.sampled_from([16, 8, 4])] * 2),
     sizes=st.tuples(st.integers(0, 90), st.integers(0, 20)),
@@ -83,16 +84,31 @@ def test_every_number_of_warps(width: int, k_bits: int, v_bits: int, device: str
     data=st.data(),
 )
 def test_property_against_float64(
-    device, batch, heads, width, keeps, bits, sizes, page, group, split, dtype, queries, four_d, seed, data
+    device,
+    batch,
+    heads,
+    width,
+    value_width,
+    keeps,
+    bits,
+    sizes,
+    page,
+    group,
+    split,
+    dtype,
+    queries,
+    four_d,
+    seed,
+    data,
 ) -> None:
     S, W = sizes
     lengths = [data.draw(st.none() | st.tuples(*[st.integers(0, n)] * batch)) for n in sizes]
     case = DecodeCase(
         name="drawn", dtype=dtype, B=batch, H=heads[0], H_kv=heads[1], D=width, S=S, W=W,
-        k_keep=max(1, round(keeps[0] * width)), v_keep=max(1, round(keeps[1] * width)),
+        V=value_width, k_keep=max(1, round(keeps[0] * width)), v_keep=max(1, round(keeps[1] * (value_width or width))),
         k_bits=bits[0], v_bits=bits[1], comp_len=lengths[0], win_len=lengths[1], page=page,
-        hadamard_group=group if heads[1] % max(group, 1) == 0 else 1, split_size=split, queries=queries,
-        four_d=four_d and queries == 1,
+        hadamard_group=0 if width & (width - 1) else group if heads[1] % max(group, 1) == 0 else 1,
+        split_size=split, queries=queries, four_d=four_d and queries == 1,
     )  # fmt: skip
     inputs = case.make_inputs(device, seed)
     with poisoned_memory():

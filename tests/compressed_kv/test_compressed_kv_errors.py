@@ -23,8 +23,9 @@ DENSE = htree_ops.kv_compress(X.half(), 20, 16)
 Call = Callable[[Any], Any]
 COMPRESS: dict[str, tuple[Call, type[Exception], str]] = {
     "rank": (lambda f: f(X[0], 20, 8), ShapeMismatchError, r"x must be 4-D \[B, H_kv, S, D\], got 3-D"),
-    "width": (lambda f: f(torch.zeros(1, 1, 1, 96), 20, 8), ShapeMismatchError, r"D of x must be 64, 128 or 256.*96"),
-    "no width": (lambda f: f(torch.zeros(1, 1, 1, 0), 1, 8), ShapeMismatchError, r"64, 128 or 256.*0"),
+    "width": (lambda f: f(torch.zeros(1, 1, 1, 96), 20, 8), ShapeMismatchError, r"D of x must be a multiple of 64.*96"),
+    "no width": (lambda f: f(torch.zeros(1, 1, 1, 0), 1, 8), ShapeMismatchError, r"between 64 and 512, got 0"),
+    "too wide": (lambda f: f(torch.zeros(1, 1, 1, 576), 20, 8), ShapeMismatchError, r"between 64 and 512, got 576"),
     "dtype": (lambda f: f(X.double(), 20, 8), UnsupportedDtypeError, r"dtype"),
     "integers": (lambda f: f(X.int(), 20, 8), UnsupportedDtypeError, r"dtype"),
     "keep 0": (lambda f: f(X, 0, 8), ValueError, r"keep must be between 1 and (D = )?64, got 0"),
@@ -138,6 +139,9 @@ DECODE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "table shape": ({"block_table": torch.zeros(3, 1, dtype=torch.int32)}, ShapeMismatchError, r"block_table"),
     "table dtype": ({"block_table": torch.zeros(2, 1)}, UnsupportedDtypeError, r"block_table"),
     "group": ({"hadamard_group": 3}, ValueError, r"hadamard_group must .*divide.* H_kv = 2, got 3"),
+    "values of no width": (
+        {"v_bitmap": torch.zeros(2, 2, 20, 9, dtype=torch.int64)}, ShapeMismatchError, r"D/64 of v_bitmap .*got 9",
+    ),
     "group negative": ({"hadamard_group": -1}, ValueError, r"hadamard_group"),
     "split": ({"split_size": -1}, ValueError, r"split_size"),
     "split beyond 32 bits": ({"split_size": 2**63 - 1}, ValueError, r"split_size must .*, got 9223372036854775807"),

@@ -33,7 +33,7 @@ def run(case: DecodeCase, inputs: tuple[object, ...]) -> tuple[Tensor, Tensor]:
 WIDTHS = [
     model(f"d{width}_{k_bits}_{v_bits}", dtype, D=width, k_bits=k_bits, v_bits=v_bits, k_keep=width * 3 // 10,
           v_keep=width // 2 + 1, S=1000)
-    for width in (64, 128, 256)
+    for width in (64, 128, 192, 256)
     for k_bits in (4, 8, 16)
     for v_bits in (4, 8, 16)
     for dtype in HALVES
@@ -45,7 +45,7 @@ SHAPES = [
       for bits in (4, 16) for group in (1, 3, 5, 8, 9, 16, 20)),
     *(model(f"tokens{tokens}", S=tokens, k_bits=4) for tokens in (1, 15, 16, 17, 31, 255, 256, 257)),
     *(model(f"odd{tokens}_d{width}", S=tokens, D=width, k_keep=19, v_keep=33, v_bits=4)
-      for tokens in (301, 777) for width in (64, 128, 256)),
+      for tokens in (301, 777) for width in (64, 128, 192, 256)),
     *(model(f"split{split}", split_size=split, comp_len=(3000, 1234)) for split in (1, 16, 272, 4096)),
     *(model(f"page{page}", page=page, comp_len=(2999, 17), k_bits=4, v_bits=16) for page in (16, 48, 256)),
     model("long", B=1, H=32, H_kv=8, S=40000, k_bits=4, v_bits=4),
@@ -55,6 +55,14 @@ SHAPES = [
       for bits in (4, 8, 16) for queries in (2, 5, 33)),
     *(model(f"queries_d{width}", queries=7, D=width, k_keep=width // 2, v_keep=19, win_len=(33, 3), k_bits=4)
       for width in (64, 256)),
+    *(model(f"general_d{width}_v{v}_{bits}", dtype, D=width, V=v, k_bits=bits, v_bits=24 - bits if bits != 4 else 4,
+            k_keep=width * 2 // 3, v_keep=v - 1, S=700)
+      for width, v, bits, dtype in (
+          (192, 128, 8, torch.float16), (320, 320, 16, torch.bfloat16), (384, 384, 4, torch.float16),
+          (448, 448, 8, torch.float16), (512, 512, 8, torch.bfloat16), (512, 64, 16, torch.float16),
+          (64, 512, 4, torch.float16), (192, 192, 8, torch.float32), (320, 448, 8, torch.float32),
+      )),
+    model("general_transformed_512", D=512, V=256, k_keep=512, v_keep=100, hadamard_group=2),
     model("queries_group_of_3", H=6, queries=3, win_len=(20, 33)),
     model("queries_window", queries=9, W=300, S=100),
     model("queries_page", queries=9, page=24, comp_len=(2999, 17)),

@@ -436,13 +436,44 @@ def test_a_cache_moves_to_a_gpu_and_back(kind: str) -> None:
     assert_same_content(there.to("cpu"), cache)
 
 
+@pytest.mark.parametrize(("width", "value_width"), [(192, 128), (64, 320)])
+def test_values_of_another_size(width: int, value_width: int, device: str) -> None:
+    options: dict[str, Any] = {"keep": (width // 3, value_width), "bits": (8, 4), "window": 5, "chunk": 16}
+    cache = CompressedKVCache(2, 2, width, 70, value_dim=value_width, device=device, page_size=8, **options)
+    q, k = (normal((2, heads, 60, width), torch.float16, device, heads) for heads in (4, 2))
+    v = normal((2, 2, 60, value_width), torch.float16, device, 3)
+    cache.prefill(k[:, :, :50], v[:, :, :50], [50, 20])
+    out, lse = cache.decode(q[:, :, 50:], k[:, :, 50:], v[:, :, 50:], [10, 0])
+    assert out.shape == (2, 4, 10, value_width)
+    keys, values = cache.to_dense()
+    assert keys.shape == (2, 2, 60, width)
+    present = torch.ones(2, 60, dtype=torch.bool, device=device)
+    expected, expected_lse = reference.attention(q[:, :, 59], keys, values, present)
+    assert_close_spec(out[0, :, 9], expected[0], *decode_tolerance(q, float(values.abs().max())))
+    assert_close_spec(lse[0, :, 9], expected_lse[0], 1e-4, 1e-2)
+    assert not cache.decode(q[:, :, :0], k[:, :, :0], v[:, :, :0])[0].numel()
+    other = CompressedKVCache(2, 2, width, 70, value_dim=value_width, device=device, **options)
+    other.load_state_dict(load(save(cache.state_dict())))
+    assert_same_content(other.to(torch.bfloat16).select([1, 0]), cache.to(torch.bfloat16).select([1, 0]))
+    assert f"value_dim={value_width}" in repr(other)
+    one = CompressedKVCache(2, 2, width, 70, device=device, **{**options, "keep": 20})
+    with pytest.raises(ValueError, match=f"value_dim of the state must be that of the cache, {width}, got"):
+        one.load_state_dict(cache.state_dict())
+    with pytest.raises(ShapeMismatchError, match=rf"append: v must be \[2, 2, S, {width}\]"):
+        one.append(k, v)
+    with pytest.raises(
+        ShapeMismatchError, match="value_dim must be a multiple of 64 between 64 and 512, got 100"
+    ):
+        CompressedKVCache(2, 2, width, 70, value_dim=100, device=device, **options)
+
+
 def test_its_words(device: str) -> None:
     cache = make(device, page_size=8, keep=(20, 30))
     cache.append(*tokens(device, 30), [30, 0, 7])
     words = repr(cache)
     for part in (
-        "CompressedKVCache(batch=3, num_kv_heads=4, head_dim=64, keep=(20, 30), bits=(8, 8), window=5, chunk=16",
-        "capacity=130", "page_size=8", "rollback=5", "dtype=torch.float16", f"device='{cache.device}'",
+        "CompressedKVCache(batch=3, num_kv_heads=4, head_dim=64, value_dim=64, keep=(20, 30), bits=(8, 8), window=5",
+        "chunk=16", "capacity=130", "page_size=8", "rollback=5", "dtype=torch.float16", f"device='{cache.device}'",
         "lengths=[30, 0, 7]",
     ):  # fmt: skip
         assert part in words

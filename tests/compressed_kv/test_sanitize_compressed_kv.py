@@ -18,7 +18,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("width", [64, 128, 192, 256, 320, 512])
 def test_rows(width: int, dtype: torch.dtype) -> None:
     x = rows_with_outliers((2, 3, 7, width), dtype, "cuda", seed=width)
     weight = torch.rand(2, 3, width, device="cuda")
@@ -43,7 +43,7 @@ def case_of(width: int, k_bits: int, v_bits: int, dtype: torch.dtype, **sizes: o
 
 CASES = [
     case_of(width, k_bits, v_bits, dtype)
-    for width in (64, 128, 256)
+    for width in (64, 128, 192, 256)
     for k_bits in (4, 8, 16)
     for v_bits in (4, 8, 16)
     for dtype in (torch.float16, torch.bfloat16)
@@ -51,6 +51,10 @@ CASES = [
     case_of(128, 4, 8, torch.float32),
     case_of(256, 16, 16, torch.float32, hadamard_group=2),
     case_of(64, 4, 4, torch.float16, hadamard_group=1),
+    *(
+        case_of(width, 8, 4, torch.float16, V=value_width, queries=3)
+        for width, value_width in ((320, 320), (512, 64), (192, 128), (448, 512))
+    ),
     case_of(128, 8, 4, torch.float16, page=16),
     case_of(128, 8, 4, torch.float16, page=5),
     case_of(128, 4, 16, torch.bfloat16, H=24, split_size=32),

@@ -89,14 +89,13 @@ Outputs2 decode(const at::Tensor& q, const at::Tensor& k_bitmap, const at::Tenso
   const auto contiguous = [](const OptionalTensor& t) {
     return t.has_value() ? OptionalTensor(t->contiguous()) : t;
   };
-  const int64_t head_dim = q.size(-1);
   const DecodeProblem problem = decode_problem_of(a);
   kDecode(problem,
-          DecodeTensors{q.reshape({problem.batch, problem.num_heads, head_dim}).contiguous(),
-                        {format_of(head_dim, k_keep, k_bits), k_bitmap.contiguous(), k_values.contiguous(),
-                         k_scales.contiguous()},
-                        {format_of(head_dim, v_keep, v_bits), v_bitmap.contiguous(), v_values.contiguous(),
-                         v_scales.contiguous()},
+          DecodeTensors{q.reshape({problem.batch, problem.num_heads, problem.key_dim}).contiguous(),
+                        {format_of(problem.key_dim, k_keep, k_bits), k_bitmap.contiguous(),
+                         k_values.contiguous(), k_scales.contiguous()},
+                        {format_of(problem.value_dim, v_keep, v_bits), v_bitmap.contiguous(),
+                         v_values.contiguous(), v_scales.contiguous()},
                         k_win.contiguous(),
                         v_win.contiguous(),
                         contiguous(comp_len),

@@ -33,7 +33,8 @@ struct DecodeProblem {
   int64_t num_queries;  // of a head
   int64_t num_heads;    // H times these
   int64_t num_kv_heads;
-  int head_dim;
+  int key_dim;
+  int value_dim;
   int64_t capacity;   // most tokens of the compressed part: S, or max_pages * page
   int64_t window;     // tokens that the dense window has room for
   int64_t page;       // tokens of a page; 0 without a block table
@@ -47,7 +48,7 @@ struct DecodeProblem {
 };
 
 struct DecodeTensors {
-  at::Tensor q;  // [B, num_heads, D]
+  at::Tensor q;  // [B, num_heads, D of keys]
   Compressed k;
   Compressed v;
   at::Tensor k_win;  // [B, H_kv, W, D]
@@ -102,7 +103,7 @@ void compress_cuda(const at::Tensor& x, const at::Tensor& weight, const Compress
 void decompress_cpu(const Compressed& from, const at::Tensor& out);
 void decompress_cuda(const Compressed& from, const at::Tensor& out);
 
-// Tensors are contiguous. out [B, num_heads, D] and lse [B, num_heads] have at least one element.
+// Tensors are contiguous. out [B, num_heads, D of values] and lse [B, num_heads] have at least one element.
 void decode_cpu(const DecodeProblem& p, const DecodeTensors& t, const at::Tensor& out, const at::Tensor& lse);
 void decode_cuda(const DecodeProblem& p, const DecodeTensors& t, const at::Tensor& out,
                  const at::Tensor& lse);

@@ -1,6 +1,8 @@
 // All checks and the outputs' allocation, shared by the CPU, CUDA and Meta kernels.
 #include <ATen/ops/empty.h>
 
+#include <vector>
+
 #include "host/check.h"
 #include "ops/compressed_kv/compressed_kv.h"
 #include "ops/hadamard/hadamard_params.h"
@@ -13,14 +15,11 @@ int64_t guard(const c10::SymInt& size) {
   return size.guard_int(__FILE__, __LINE__);
 }
 
-bool is_head_dim(int64_t size) {
-  return size == 64 || size == 128 || size == 256;
-}
-
-void check_head_dim(const char* op, const char* name, const at::Tensor& tensor) {
+int check_head_dim(const char* op, const char* name, const at::Tensor& tensor) {
   const int64_t head_dim = guard(tensor.sym_size(-1));
-  TORCH_CHECK_VALUE(is_head_dim(head_dim), op, ": D of ", name, " must be 64, 128 or 256, got ", head_dim,
-                    " in ", tensor.sym_sizes());
+  TORCH_CHECK_VALUE(is_head_dim(head_dim), op, ": D of ", name, " must be a multiple of 64 between 64 and ",
+                    kMostHeadDim, ", got ", head_dim, " in ", tensor.sym_sizes());
+  return static_cast<int>(head_dim);
 }
 
 void check_keep(const char* op, const char* name, int64_t keep, int64_t head_dim) {
@@ -44,8 +43,7 @@ void check_weight(const char* op, const at::Tensor& x, const OptionalTensor& wei
 RowFormat check_rows(const char* op, const at::Tensor& x, int64_t keep, int64_t bits,
                      const OptionalTensor& weight) {
   check_rank(op, "x", x, 4, "[B, H_kv, S, D]");
-  check_head_dim(op, "x", x);
-  const int head_dim = static_cast<int>(guard(x.sym_size(3)));
+  const int head_dim = check_head_dim(op, "x", x);
   check_keep(op, "keep", keep, head_dim);
   check_weight(op, x, weight);
   return {.head_dim = head_dim, .keep = static_cast<int>(keep), .bits = static_cast<int>(bits)};
@@ -89,12 +87,11 @@ void check_lengths(const char* name, const OptionalTensor& lengths, const at::Te
 }
 
 void check_window(const char* name, const at::Tensor& window, const DecodeArguments& a,
-                  const c10::SymInt& num_kv_heads, const c10::SymInt& length) {
+                  const c10::SymInt& num_kv_heads, int head_dim, const char* words) {
   check_rank(kDecode, name, window, 4, "[B, H_kv, W, D]");
   check_same_dtype(kDecode, name, window, "q", a.q);
   check_same_device(kDecode, name, window, "q", a.q);
-  check_shape(kDecode, name, window, {a.q.sym_size(0), num_kv_heads, length, a.q.sym_size(-1)},
-              "[B, H_kv, W, D] of q and k_win");
+  check_shape(kDecode, name, window, {a.q.sym_size(0), num_kv_heads, a.k_win.sym_size(2), head_dim}, words);
 }
 
 }  // namespace
@@ -126,7 +123,8 @@ at::Tensor prepare_decompress(const at::Tensor& bitmap, const at::Tensor& values
                               c10::SymInt head_dim, int64_t keep, int64_t bits, at::ScalarType dtype) {
   constexpr const char* kOp = "kv_decompress";
   const int64_t channels = guard(head_dim);
-  TORCH_CHECK_VALUE(is_head_dim(channels), kOp, ": D must be 64, 128 or 256, got ", channels);
+  TORCH_CHECK_VALUE(is_head_dim(channels), kOp, ": D must be a multiple of 64 between 64 and ", kMostHeadDim,
+                    ", got ", channels);
   check_keep(kOp, "keep", keep, channels);
   check_bits(kOp, "bits", bits);
   const RowFormat format{
@@ -143,20 +141,26 @@ Outputs2 prepare_decode(const DecodeArguments& a) {
   check_dtype(kDecode, "q", a.q, {at::kFloat, at::kHalf, at::kBFloat16});
   TORCH_CHECK_VALUE(a.q.dim() == 3 || a.q.dim() == 4, kDecode, ": q must be [B, H, D] or [B, H, n, D], got ",
                     a.q.sym_sizes());
-  check_head_dim(kDecode, "q", a.q);
-  const int head_dim = static_cast<int>(guard(a.q.sym_size(-1)));
+  const int key_dim = check_head_dim(kDecode, "q", a.q);
+  check_rank(kDecode, "v_bitmap", a.v.bitmap, 4, "[B, H_kv, S, D/64]");
+  const int64_t words = guard(a.v.bitmap.sym_size(3));
+  TORCH_CHECK_VALUE(words >= 1 && words <= kMostHeadDim / 64, kDecode,
+                    ": D/64 of v_bitmap must be between 1 and ", kMostHeadDim / 64, ", got ", words, " in ",
+                    a.v.bitmap.sym_sizes());
+  const int value_dim = static_cast<int>(64 * words);
   check_bits(kDecode, "k_bits", a.k.bits);
   check_bits(kDecode, "v_bits", a.v.bits);
-  check_keep(kDecode, "k_keep", a.k.keep, head_dim);
-  check_keep(kDecode, "v_keep", a.v.keep, head_dim);
+  check_keep(kDecode, "k_keep", a.k.keep, key_dim);
+  check_keep(kDecode, "v_keep", a.v.keep, value_dim);
   check_same_device(kDecode, "k_bitmap", a.k.bitmap, "q", a.q);
   check_same_device(kDecode, "v_bitmap", a.v.bitmap, "q", a.q);
   check_compressed(kDecode, {"k_bitmap", "k_values", "k_scales"}, a.k.bitmap, a.k.values, a.k.scales,
-                   format_of(a.k, head_dim));
+                   format_of(a.k, key_dim));
   check_compressed(kDecode, {"v_bitmap", "v_values", "v_scales"}, a.v.bitmap, a.v.values, a.v.scales,
-                   format_of(a.v, head_dim));
+                   format_of(a.v, value_dim));
   const auto sizes = a.k.bitmap.sym_sizes();
-  check_shape(kDecode, "v_bitmap", a.v.bitmap, sizes, "the shape of k_bitmap");
+  check_shape(kDecode, "v_bitmap", a.v.bitmap, {sizes[0], sizes[1], sizes[2], words},
+              "the first dims of k_bitmap, then D/64 of the values");
   const c10::SymInt num_kv_heads = sizes[1];
   TORCH_CHECK_VALUE(holds(num_kv_heads.sym_ge(1)), kDecode, ": H_kv of k_bitmap must be at least 1, got ",
                     sizes);
@@ -175,8 +179,9 @@ Outputs2 prepare_decode(const DecodeArguments& a) {
     check_size(kDecode, "k_bitmap", a.k.bitmap, 0, a.q.sym_size(0), "B of q");
   }
   check_rank(kDecode, "k_win", a.k_win, 4, "[B, H_kv, W, D]");
-  check_window("k_win", a.k_win, a, num_kv_heads, a.k_win.sym_size(2));
-  check_window("v_win", a.v_win, a, num_kv_heads, a.k_win.sym_size(2));
+  check_window("k_win", a.k_win, a, num_kv_heads, key_dim, "[B, H_kv, W, D] of q and k_bitmap");
+  check_window("v_win", a.v_win, a, num_kv_heads, value_dim,
+               "[B, H_kv, W, D], the first dims those of k_win");
   check_lengths("comp_len", a.comp_len, a.q);
   check_lengths("win_len", a.win_len, a.q);
   if (a.scale.has_value()) {
@@ -190,16 +195,20 @@ Outputs2 prepare_decode(const DecodeArguments& a) {
       kDecode, ": hadamard_group must be 0 or a power of two that divides H_kv = ", num_kv_heads, ", got ",
       group);
   constexpr int64_t kMostChannels = int64_t{1} << hadamard::kMaxLog2Length;
-  TORCH_CHECK_VALUE(group <= kMostChannels / head_dim, kDecode, ": hadamard_group must be at most ",
-                    kMostChannels / head_dim, " for D = ", head_dim, ", got ", group);
-  const auto q_sizes = a.q.sym_sizes();
-  return {empty_of(a.q, q_sizes, a.q.scalar_type()),
-          empty_of(a.q, q_sizes.slice(0, q_sizes.size() - 1), at::kFloat)};
+  TORCH_CHECK_VALUE(group <= kMostChannels / key_dim, kDecode, ": hadamard_group must be at most ",
+                    kMostChannels / key_dim, " for D = ", key_dim, ", got ", group);
+  TORCH_CHECK_VALUE(group == 0 || (key_dim & (key_dim - 1)) == 0, kDecode,
+                    ": hadamard_group must be 0 where D of keys is no power of two, got ", group,
+                    " for D = ", key_dim);
+  const auto rows = a.q.sym_sizes().slice(0, a.q.dim() - 1);
+  std::vector<c10::SymInt> out_sizes(rows.begin(), rows.end());
+  out_sizes.emplace_back(value_dim);
+  return {empty_of(a.q, out_sizes, a.q.scalar_type()), empty_of(a.q, rows, at::kFloat)};
 }
 
 DecodeProblem decode_problem_of(const DecodeArguments& a) {
   const bool paged = a.block_table.has_value();
-  const int64_t head_dim = a.q.size(-1);
+  const int64_t key_dim = a.q.size(-1);
   const int64_t page = paged ? a.k.bitmap.size(2) : 0;
   const int64_t max_pages = paged ? a.block_table->size(1) : 0;
   const int64_t num_queries = a.q.dim() == 4 ? a.q.size(2) : 1;
@@ -207,7 +216,8 @@ DecodeProblem decode_problem_of(const DecodeArguments& a) {
           .num_queries = num_queries,
           .num_heads = a.q.size(1) * num_queries,
           .num_kv_heads = a.k.bitmap.size(1),
-          .head_dim = static_cast<int>(head_dim),
+          .key_dim = static_cast<int>(key_dim),
+          .value_dim = static_cast<int>(a.v_win.size(-1)),
           .capacity = paged ? max_pages * page : a.k.bitmap.size(2),
           .window = a.k_win.size(2),
           .page = page,
@@ -215,7 +225,7 @@ DecodeProblem decode_problem_of(const DecodeArguments& a) {
           .max_pages = max_pages,
           .hadamard_group = static_cast<int>(a.hadamard_group),
           .split_size = a.split_size,
-          .scale = a.scale.value_or(1.0 / std::sqrt(static_cast<double>(head_dim)))};
+          .scale = a.scale.value_or(1.0 / std::sqrt(static_cast<double>(key_dim)))};
 }
 
 }  // namespace htree::compressed_kv

@@ -40,19 +40,19 @@ std::vector<float> transformed_queries(const DecodeProblem& p, std::vector<float
   const int64_t group = p.hadamard_group > 1 ? p.hadamard_group : 1;
   if (p.hadamard_group > 0) {
     for (int64_t row = 0; row < rows; ++row) {
-      hadamard_row(q.data() + row * p.head_dim, p.head_dim);
+      hadamard_row(q.data() + row * p.key_dim, p.key_dim);
     }
   }
-  std::vector<float> slots(static_cast<size_t>(group * rows * p.head_dim));
+  std::vector<float> slots(static_cast<size_t>(group * rows * p.key_dim));
   const auto factor = static_cast<float>(p.scale / std::sqrt(static_cast<double>(group)));
   for (int64_t slot = 0; slot < group; ++slot) {
     for (int64_t row = 0; row < rows; ++row) {
       const int64_t own = row % p.num_heads / p.heads_per_kv() % group;
       const bool negative = (__builtin_popcountll(static_cast<uint64_t>(slot & own)) & 1) != 0;
       const float sign = negative ? -factor : factor;
-      for (int64_t d = 0; d < p.head_dim; ++d) {
-        slots[static_cast<size_t>((slot * rows + row) * p.head_dim + d)] =
-            sign * q[static_cast<size_t>(row * p.head_dim + d)];
+      for (int64_t d = 0; d < p.key_dim; ++d) {
+        slots[static_cast<size_t>((slot * rows + row) * p.key_dim + d)] =
+            sign * q[static_cast<size_t>(row * p.key_dim + d)];
       }
     }
   }
@@ -73,7 +73,7 @@ int64_t length_of(const OptionalTensor& lengths, int64_t sequence, int64_t capac
 struct Partial {
   float* max;  // [queries]
   float* sum;  // [queries]
-  float* acc;  // [queries, D]
+  float* acc;  // [queries, value_dim]
 };
 
 template <typename Storage>
@@ -93,14 +93,14 @@ class Decoder {
     const int64_t rows = p.batch * p.num_heads * num_splits_;
     max_.resize(rows);
     sum_.resize(rows);
-    acc_.resize(rows * p.head_dim);
+    acc_.resize(rows * p.value_dim);
   }
 
   void run() {
     const int64_t num_tasks = p_.batch * p_.num_kv_heads * num_splits_;
     at::parallel_for(0, num_tasks, 1, [&](int64_t begin, int64_t end) {
-      std::vector<float> k(static_cast<size_t>(kTileTokens * p_.head_dim));
-      std::vector<float> v(k.size());
+      std::vector<float> k(static_cast<size_t>(kTileTokens * p_.key_dim));
+      std::vector<float> v(static_cast<size_t>(kTileTokens * p_.value_dim));
       std::vector<float> scores(static_cast<size_t>(p_.heads_per_kv() * kTileTokens));
       for (int64_t task = begin; task < end; ++task) {
         attend(task, k.data(), v.data(), scores.data());
@@ -110,7 +110,7 @@ class Decoder {
 
   // Merges as docs/semantics/tree_attention.md §1.7 says, in the order of the splits.
   void merge(Storage* out, float* lse) const {
-    const int64_t head_dim = p_.head_dim;
+    const int64_t head_dim = p_.value_dim;
     at::parallel_for(0, p_.batch * p_.num_heads, 8, [&](int64_t begin, int64_t end) {
       std::vector<float> total(static_cast<size_t>(head_dim));
       for (int64_t row = begin; row < end; ++row) {
@@ -153,9 +153,9 @@ class Decoder {
   }
 
   std::vector<float> expand_queries(const Storage* q) const {
-    std::vector<float> wide(static_cast<size_t>(p_.batch * p_.num_heads * p_.head_dim));
+    std::vector<float> wide(static_cast<size_t>(p_.batch * p_.num_heads * p_.key_dim));
     for (int64_t row = 0; row < p_.batch * p_.num_heads; ++row) {
-      kernels_of<Storage>().widen(q + row * p_.head_dim, p_.head_dim, wide.data() + row * p_.head_dim);
+      kernels_of<Storage>().widen(q + row * p_.key_dim, p_.key_dim, wide.data() + row * p_.key_dim);
     }
     return transformed_queries(p_, wide);
   }
@@ -192,7 +192,7 @@ class Decoder {
     const int64_t first_row = sequence * p_.num_heads + kv_head * heads;
     std::vector<float> max(heads, -kInfinity);
     std::vector<float> sum(heads, 0.0f);
-    std::vector<float> acc(heads * p_.head_dim, 0.0f);
+    std::vector<float> acc(heads * p_.value_dim, 0.0f);
     const bool window = split >= num_comp_;
     const int64_t step = window ? kSplitTokens : split_;
     const int64_t begin = (window ? split - num_comp_ : split) * step;
@@ -202,7 +202,7 @@ class Decoder {
     const bool causal = window && p_.num_queries > 1;
     std::vector<int> seen(causal ? heads : 0);
     for (int64_t token = begin; token < end; token += kTileTokens) {
-      const Tile tile{static_cast<int>(std::min<int64_t>(kTileTokens, end - token)), p_.head_dim,
+      const Tile tile{static_cast<int>(std::min<int64_t>(kTileTokens, end - token)), p_.key_dim, p_.value_dim,
                       static_cast<int>(heads), causal ? seen.data() : nullptr};
       for (size_t h = 0; h < seen.size(); ++h) {
         const int64_t hidden = p_.num_queries - 1 - static_cast<int64_t>(h) % p_.num_queries;
@@ -212,7 +212,7 @@ class Decoder {
       const int64_t group_head = kv_head / group_ * group_;
       for (int64_t slot = 0; slot < group_; ++slot) {
         load_tile(tile, sequence, group_head + slot, token, window, /*of_keys=*/true, k);
-        const float* q = queries_.data() + (slot * p_.batch * p_.num_heads + first_row) * p_.head_dim;
+        const float* q = queries_.data() + (slot * p_.batch * p_.num_heads + first_row) * p_.key_dim;
         row_kernels().add_scores(tile, q, k, scores);
       }
       load_tile(tile, sequence, kv_head, token, window, /*of_keys=*/false, v);
@@ -222,7 +222,7 @@ class Decoder {
       const int64_t at = (first_row + h) * num_splits_ + split;
       max_[at] = max[h];
       sum_[at] = sum[h];
-      std::copy_n(acc.data() + h * p_.head_dim, p_.head_dim, acc_.data() + at * p_.head_dim);
+      std::copy_n(acc.data() + h * p_.value_dim, p_.value_dim, acc_.data() + at * p_.value_dim);
     }
   }
 
@@ -233,10 +233,11 @@ class Decoder {
     const CompressedRows& rows = of_keys ? keys_ : values_;
     const auto* dense =
         static_cast<const Storage*>(of_keys ? t_.k_win.const_data_ptr() : t_.v_win.const_data_ptr());
-    for (int i = 0; i < tile.num_tokens; ++i, to += p_.head_dim) {
+    const int head_dim = from.format.head_dim;
+    for (int i = 0; i < tile.num_tokens; ++i, to += head_dim) {
       if (window) {
         const int64_t row = (sequence * p_.num_kv_heads + kv_head) * p_.window + token + i;
-        kernels.widen(dense + row * p_.head_dim, p_.head_dim, to);
+        kernels.widen(dense + row * head_dim, head_dim, to);
       } else {
         const int64_t row = row_of(sequence, kv_head, token + i);
         kernels.expand(rows.bitmap(row), rows.values(row), rows.scale(row), from.format, to);
@@ -255,7 +256,7 @@ class Decoder {
   std::vector<float> queries_;  // [G, B, H, D], transformed, times the scale
   std::vector<float> max_;      // [B, H, splits]
   std::vector<float> sum_;
-  std::vector<float> acc_;  // [B, H, splits, D]
+  std::vector<float> acc_;  // [B, H, splits, value_dim]
 };
 
 }  // namespace

@@ -78,8 +78,10 @@ Schedule schedule_of(const DecodeProblem& p, QueryType type) {
   Schedule s{};
   s.head_chunks = ceil_div(p.heads_per_kv(), kHeadsPerBlock);
   s.num_groups = p.batch * p.num_kv_heads * s.head_chunks;
-  // Queries of half types with one slot go to the tensor cores, where pages hold whole tiles.
-  s.tiles = type != QueryType::kFloat && p.hadamard_group <= 1 && p.page % kTileRows == 0;
+  // Queries of half types with one slot go to the tensor cores, where pages hold whole tiles and a kernel takes
+  // the size of the heads.
+  s.tiles = type != QueryType::kFloat && p.hadamard_group <= 1 && p.page % kTileRows == 0 &&
+            p.key_dim == p.value_dim && p.key_dim <= kMostTileHeadDim;
   // A split size that the caller gave is rounded up to a multiple of 16, which tiles need.
   s.split_size = p.split_size > 0 ? ceil_div(p.split_size, kTileRows) * kTileRows
                  : s.tiles ? choose_split_size(p.capacity, s.num_groups, num_processors, 256, cheap_splits)
@@ -113,7 +115,7 @@ struct Operands {
     const auto floats = t.q.options().dtype(at::kFloat);
     const int64_t num_queries = p.batch * p.num_heads;
     const int64_t stored_parts = s.ending == Ending::kParts ? s.num_parts : 0;
-    acc = at::empty({num_queries, stored_parts, p.head_dim}, floats);
+    acc = at::empty({num_queries, stored_parts, p.value_dim}, floats);
     stats = at::empty({2, num_queries, stored_parts}, floats);
   }
 
@@ -165,7 +167,7 @@ DecodeParams params_of(const DecodeProblem& p, const DecodeTensors& t, const Sch
 GeneralParams window_params(const DecodeProblem& p, const DecodeTensors& t, const Schedule& s,
                             const Operands& o, const DecodeParams& d) {
   const RowKind kind = dense_kind(d.output.type);
-  GeneralParams window{d, o.k_win.const_data_ptr(), o.v_win.const_data_ptr(), kind, kind};
+  GeneralParams window{d, o.k_win.const_data_ptr(), o.v_win.const_data_ptr(), kind, kind, p.key_dim};
   window.base.tables.comp_len = lengths_of(t.win_len);
   window.base.capacity = p.window;
   window.base.split_size = kWindowSplit;
@@ -195,28 +197,36 @@ void decode_cuda(const DecodeProblem& p, const DecodeTensors& t, const at::Tenso
   const int v_bits = o.v.format.bits;
   const QueryType type = d.output.type;
 
-  dispatch_int<64, 128, 256>("kv_decode_attention", "D", p.head_dim, [&](auto head_dim) {
-    constexpr int kHeadDim = decltype(head_dim)::value;
-    at::Tensor transformed;
-    if (p.hadamard_group > 0) {
-      transformed = at::empty({d.num_slots, d.num_queries, p.head_dim}, t.q.options().dtype(at::kFloat));
-      check_launch(
-          launch_transform_query<kHeadDim>(d, d.num_queries, transformed.mutable_data_ptr<float>(), stream));
-      d.q = {transformed.const_data_ptr(), QueryType::kFloat};
-    }
-    if (s.num_splits > 0 && s.tiles) {
-      check_launch(launch_decode<kHeadDim>(d, k_bits, v_bits, type, s.num_groups, stream));
-    } else if (s.num_splits > 0) {
-      const GeneralParams general{d, nullptr, nullptr, packed_kind(k_bits, type), packed_kind(v_bits, type)};
-      check_launch(launch_general<kHeadDim>(general, s.num_groups, stream));
-    }
-    if (p.window > 0 && !s.fused) {
-      check_launch(launch_general<kHeadDim>(window_params(p, t, s, o, d), s.num_groups, stream));
-    }
-    if (s.ending == Ending::kParts) {
-      check_launch(launch_merge<kHeadDim>(d, d.num_queries, stream));
-    }
-  });
+  at::Tensor transformed;
+  if (p.hadamard_group > 0) {
+    transformed = at::empty({d.num_slots, d.num_queries, p.key_dim}, t.q.options().dtype(at::kFloat));
+    dispatch_int<64, 128, 256, 512>("kv_decode_attention", "D of transformed keys", p.key_dim,
+                                    [&](auto key_dim) {
+                                      check_launch(launch_transform_query<decltype(key_dim)::value>(
+                                          d, d.num_queries, transformed.mutable_data_ptr<float>(), stream));
+                                    });
+    d.q = {transformed.const_data_ptr(), QueryType::kFloat};
+  }
+  if (s.num_splits > 0 && s.tiles) {
+    dispatch_int<64, 128, 192, 256>("kv_decode_attention", "D", p.key_dim, [&](auto head_dim) {
+      check_launch(launch_decode<decltype(head_dim)::value>(d, k_bits, v_bits, type, s.num_groups, stream));
+    });
+  }
+  dispatch_int<64, 128, 192, 256, 320, 384, 448, 512>(
+      "kv_decode_attention", "D of values", p.value_dim, [&](auto head_dim) {
+        constexpr int kValueDim = decltype(head_dim)::value;
+        if (s.num_splits > 0 && !s.tiles) {
+          const GeneralParams general{
+              d, nullptr, nullptr, packed_kind(k_bits, type), packed_kind(v_bits, type), p.key_dim};
+          check_launch(launch_general<kValueDim>(general, s.num_groups, stream));
+        }
+        if (p.window > 0 && !s.fused) {
+          check_launch(launch_general<kValueDim>(window_params(p, t, s, o, d), s.num_groups, stream));
+        }
+        if (s.ending == Ending::kParts) {
+          check_launch(launch_merge<kValueDim>(d, d.num_queries, stream));
+        }
+      });
 }
 
 }  // namespace htree::compressed_kv

@@ -11,8 +11,14 @@
 
 namespace htree::compressed_kv {
 
+// D is a multiple of 64, a word of the bitmap, up to this.
+constexpr int kMostHeadDim = 512;
+constexpr bool is_head_dim(int64_t size) {
+  return size >= 64 && size <= kMostHeadDim && size % 64 == 0;
+}
+
 struct RowFormat {
-  int head_dim;  // D: 64, 128 or 256
+  int head_dim;  // D
   int keep;      // kept channels, 1 ... D
   int bits;      // 16, 8 or 4
 

@@ -10,7 +10,7 @@
 namespace htree::compressed_kv {
 
 // Floats of a buffer for the unpacked codes of one row: reads of a whole vector may start at any code.
-constexpr int kUnpackedFloats = 256 + 16;
+constexpr int kUnpackedFloats = kMostHeadDim + 16;
 
 template <typename T>
 using PruneRow = void (*)(const T* x, const float* weight, const RowFormat& format, T* pruned,
@@ -43,16 +43,17 @@ constexpr int kTileTokens = 32;
 
 struct Tile {
   int num_tokens;  // 1 ... kTileTokens
-  int head_dim;
+  int key_dim;
+  int value_dim;
   int num_queries;
   const int* num_seen;  // [queries], how many of the tokens each query sees; null where all of them
 };
 
-// scores[query * kTileTokens + token] += <q[query], k[token]> over rows of D floats.
+// scores[query * kTileTokens + token] += <q[query], k[token]> over rows of key_dim floats.
 using AddScores = void (*)(const Tile& tile, const float* q, const float* k, float* scores);
 
-// One step of the online softmax of §1.7. max and sum are [queries], acc is [queries,
-// D]; scores become weights.
+// One step of the online softmax of §1.7. max and sum are [queries], acc is [queries, value_dim]; scores
+// become weights.
 using Accumulate = void (*)(const Tile& tile, const float* v, float* scores, float* max, float* sum,
                             float* acc);
 

@@ -8,7 +8,7 @@ namespace htree::HTREE_ISA {
 
 using compressed_kv::RowFormat;
 
-constexpr int kMaxHeadDim = 256;
+constexpr int kMaxHeadDim = compressed_kv::kMostHeadDim;
 
 inline int horizontal_count(VecI mask) {  // lanes are 0 or -1
   int32_t lanes[kLanes];
@@ -292,7 +292,7 @@ using compressed_kv::Tile;
 
 // Four tokens share each load of the query.
 inline void add_scores(const Tile& tile, const float* q, const float* k, float* scores) {
-  const int head_dim = tile.head_dim;
+  const int head_dim = tile.key_dim;
   for (int query = 0; query < tile.num_queries; ++query) {
     const float* row = q + static_cast<int64_t>(query) * head_dim;
     float* score = scores + query * kTileTokens;
@@ -344,7 +344,7 @@ inline float weigh(float* scores, int num_tokens, float& max, float& sum) {
 }
 
 inline void accumulate(const Tile& tile, const float* v, float* scores, float* max, float* sum, float* acc) {
-  const int head_dim = tile.head_dim;
+  const int head_dim = tile.value_dim;
   constexpr int kStep = 4 * kLanes;  // channels in registers; D is a multiple of 64
   for (int query = 0; query < tile.num_queries; ++query) {
     float* weight = scores + query * kTileTokens;

@@ -82,7 +82,8 @@ class MustafarAttention(nn.Module):
 
     Args:
         num_heads: H, query heads. num_kv_heads: H_kv, a divisor of H; None is H.
-        head_dim: D of keys and values, 64, 128 or 256.
+        head_dim: D of queries and keys, a multiple of 64 up to 512; transformed keys need a power of two.
+        value_dim: D of values, a multiple of 64 up to 512; None is that of keys.
         sparsity: part of the channels that is dropped, one number or (keys, values). By default half, but none of the
             keys where those are transformed.
         bits: 16, 8 or 4 per kept value, one number or (keys, values).
@@ -112,6 +113,7 @@ class MustafarAttention(nn.Module):
         num_kv_heads: int | None = None,
         head_dim: int = 128,
         *,
+        value_dim: int | None = None,
         sparsity: float | tuple[float, float] | None = None,
         bits: int | tuple[int, int] = 8,
         use_grouped_hadamard: bool = False,
@@ -146,10 +148,13 @@ class MustafarAttention(nn.Module):
         if sparsity is None:
             sparsity = (0.0 if use_grouped_hadamard else 0.5, 0.5)
         of_keys, of_values = pair(sparsity)
-        self.keep = (num_kept(head_dim, of_keys), num_kept(head_dim, of_values))
+        value_dim = head_dim if value_dim is None else value_dim
+        for prefix, width in (("", head_dim), ("v_", value_dim)):
+            check_format(OP, width, 1, 8, prefix)
+        self.keep = (num_kept(head_dim, of_keys), num_kept(value_dim, of_values))
         self.bits = pair(bits)
-        for keep, one in zip(self.keep, self.bits, strict=True):
-            check_format(OP, head_dim, keep, one)
+        for width, keep, one in zip((head_dim, value_dim), self.keep, self.bits, strict=True):
+            check_format(OP, width, keep, one)
         if use_grouped_hadamard and self.keep[0] != head_dim:
             raise ValueError(
                 f"{OP}: transformed keys are not pruned, for the transform spreads what pruning looks for: the "
@@ -161,7 +166,8 @@ class MustafarAttention(nn.Module):
             check_number(OP, "rope_base", rope_base, positive=True)
         if scale is not None:
             check_number(OP, "scale", scale)
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.head_dim, self.value_dim = head_dim, value_dim
         self.output_aware, self.rope_base, self.scale = output_aware, rope_base, scale
         self.max_positions = max_positions
         self.window, self.chunk = window, chunk
@@ -222,6 +228,7 @@ class MustafarAttention(nn.Module):
             self.bits,
             self.window,
             self.chunk,
+            value_dim=self.value_dim,
             hadamard_group=self.hadamard_group,
             page_size=self.page_size,
             num_pages=num_pages,
@@ -259,7 +266,7 @@ class MustafarAttention(nn.Module):
         position_ids: Tensor | None,
         cache: CompressedKVCache | None,
     ) -> None:
-        check_tensors(OP, query=(query, "B H S D"), key=(key, "B H_kv S D"), value=(value, "B H_kv S D"))
+        check_tensors(OP, query=(query, "B H S D"), key=(key, "B H_kv S D"), value=(value, "B H_kv S V"))
         check_dtype(OP, FLOATING, query=query, key=key, value=value)
         wanted = (self.num_heads, self.num_kv_heads, self.head_dim)
         if (query.shape[1], key.shape[1], query.shape[3]) != wanted:
@@ -269,6 +276,14 @@ class MustafarAttention(nn.Module):
                 expected=wanted,
                 actual=(query.shape[1], key.shape[1], query.shape[3]),
                 tensor_name="query",
+            )
+        if value.shape[3] != self.value_dim:
+            refuse(
+                ShapeMismatchError,
+                f"{OP}: D of value must be {self.value_dim}, got {tuple(value.shape)}",
+                expected=self.value_dim,
+                actual=value.shape[3],
+                tensor_name="value",
             )
         if position_ids is not None:
             rows = "S" if isinstance(position_ids, Tensor) and position_ids.dim() == 1 else "B S"
@@ -302,7 +317,8 @@ class MustafarAttention(nn.Module):
         a time, to what the cache then holds: to compressed rows of all but the latest tokens.
 
         Args:
-            query: [B, H, S, D]; key, value: [B, H_kv, S, D]; one dtype, float32, float16 or bfloat16; not rotated.
+            query: [B, H, S, D]; key, value: [B, H_kv, S, D], each with its D; one dtype, float32, float16 or bfloat16;
+                not rotated.
             position_ids: [S] or [B, S], int32 or int64, below ``max_positions``; None counts on from the cache.
                 One outside is an IndexError on the CPU, and on CUDA the last position is taken.
             cache: from :meth:`make_cache`; the tokens are added to it. None keeps nothing.
@@ -310,9 +326,9 @@ class MustafarAttention(nn.Module):
                 ignored, whatever they hold, and the results there mean nothing. None is S for all.
 
         Returns:
-            [B, H, S, D] in the dtype of query; differentiable for a prompt. A backward through a decoded token
-            raises RuntimeError, and what the cache holds never has a gradient. A NaN or an infinity in the value of
-            a token of a prompt may also reach the rows before it: torch multiplies it by the weight 0.
+            [B, H, S, D of values] in the dtype of query; differentiable for a prompt. A backward through a decoded
+            token raises RuntimeError, and what the cache holds never has a gradient. A NaN or an infinity in the value
+            of a token of a prompt may also reach the rows before it: torch multiplies it by the weight 0.
 
         Raises:
             ShapeMismatchError, UnsupportedDtypeError, DeviceError: a tensor that does not fit.
@@ -368,6 +384,6 @@ class MustafarAttention(nn.Module):
         """Sizes and the format of the cache."""
         return (
             f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
-            f"keep={self.keep}, bits={self.bits}, hadamard_group={self.hadamard_group}, "
+            f"value_dim={self.value_dim}, keep={self.keep}, bits={self.bits}, hadamard_group={self.hadamard_group}, "
             f"rope_base={self.rope_base}, window={self.window}, chunk={self.chunk}, dtype={self.dtype}"
         )

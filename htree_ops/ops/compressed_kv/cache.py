@@ -94,7 +94,7 @@ class CompressedKVCache:
 
     Args:
         batch: B, sequences; num_kv_heads: H_kv.
-        head_dim: D, 64, 128 or 256.
+        head_dim: D of keys, a multiple of 64 up to 512. value_dim: D of values, the same; None is that of keys.
         capacity: most tokens of a sequence.
         keep, bits: of the rows, 1 ... D and 16, 8 or 4; one number, or (keys, values).
         window: R, tokens that always stay dense. chunk: C, tokens that are compressed at a time.
@@ -129,6 +129,7 @@ class CompressedKVCache:
         window: int = 32,
         chunk: int = 256,
         *,
+        value_dim: int | None = None,
         hadamard_group: int = 0,
         page_size: int | None = None,
         num_pages: int | None = None,
@@ -147,7 +148,8 @@ class CompressedKVCache:
         check_policy(OP, window, chunk, page_size, split_size)
         rollback = min(window, chunk) if rollback is None else rollback
         check_int(OP, "rollback", rollback, 0, chunk)
-        self.formats = [RowFormat(*x) for x in zip((head_dim, head_dim), pair(keep), pair(bits), strict=True)]
+        widths = (head_dim, head_dim if value_dim is None else value_dim)
+        self.formats = [RowFormat(*x) for x in zip(widths, pair(keep), pair(bits), strict=True)]
         for row_format, prefix in zip(self.formats, ("k_", "v_"), strict=True):
             row_format.check(OP, prefix)
         supported = FLOATING[1:] if 16 in pair(bits) else FLOATING
@@ -243,8 +245,8 @@ class CompressedKVCache:
         self._key_weight = weight
 
     def _check_new(self, op: str, k: Tensor, v: Tensor) -> None:
-        width = self.formats[0].head_dim
-        check_new_tokens(op, k, v, (self.batch, self.num_kv_heads, width), self.dtype, self.device)
+        widths = (self.formats[0].head_dim, self.formats[1].head_dim)
+        check_new_tokens(op, k, v, (self.batch, self.num_kv_heads, *widths), self.dtype, self.device)
 
     def _check_room(self, name: str, new_lengths: Sequence[int]) -> None:
         for sequence, length in enumerate(new_lengths):
@@ -432,7 +434,8 @@ class CompressedKVCache:
                 places[b][start : start + count] = range(first, first + count)
             first += max(sizes)
         if not outs:
-            return torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
+            out = q.new_zeros(*q.shape[:3], self.formats[1].head_dim)
+            return out, q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
         out, lse = (take_rows(torch.cat(parts, dim=2), places) for parts in (outs, lses))
         return hide_rows(out, lse, counts)
 
@@ -520,9 +523,9 @@ class CompressedKVCache:
                 those of its last tokens; None is n for all.
 
         Returns:
-            out, of the shape and dtype of q, and lse float32 [B, H] or [B, H, n]. Rows at or behind ``lengths[b]``, and
-            rows that a shorter sequence lacks, have 0 and -inf. No gradient: where q requires one, a backward through
-            them raises RuntimeError.
+            out, of the shape and dtype of q but with the D of values, and lse float32 [B, H] or [B, H, n]. Rows at or
+            behind ``lengths[b]``, and rows that a shorter sequence lacks, have 0 and -inf. No gradient: where q
+            requires one, a backward through them raises RuntimeError.
 
         Raises:
             ShapeMismatchError, UnsupportedDtypeError, DeviceError: a q that does not fit.
@@ -687,6 +690,7 @@ class CompressedKVCache:
         return {
             "num_kv_heads": self.num_kv_heads,
             "head_dim": self.formats[0].head_dim,
+            "value_dim": self.formats[1].head_dim,
             "keep": tuple(f.keep for f in self.formats),
             "bits": tuple(f.bits for f in self.formats),
             "window": self.window,

@@ -54,28 +54,29 @@ def check_shape(op: str, name: str, x: Tensor, wanted: tuple[int, ...], words: s
 
 
 def check_new_tokens(
-    op: str, k: Tensor, v: Tensor, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+    op: str, k: Tensor, v: Tensor, sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Checks k and v [B, H_kv, S, D] for a cache of ``sizes`` B, H_kv and D.
+    """Checks k and v [B, H_kv, S, D] for a cache of ``sizes`` B, H_kv, D of keys and D of values.
 
     Raises:
         ShapeMismatchError, UnsupportedDtypeError, DeviceError, TypeError: naming k or v.
     """
-    batch, heads, width = sizes
+    batch, heads, width, value_width = sizes
     if (
         isinstance(k, Tensor)
         and isinstance(v, Tensor)
         and k.dim() == 4
-        and k.shape == v.shape == (batch, heads, k.shape[2], width)
+        and k.shape == (batch, heads, k.shape[2], width)
+        and v.shape == (batch, heads, k.shape[2], value_width)
         and k.dtype == v.dtype == dtype
         and k.device == v.device == device
     ):
         return  # fast path: a model's step comes here twice per layer; the rest only finds the words
-    check_tensors(op, k=(k, "B H_kv S D"), v=(v, "B H_kv S D"))
+    check_tensors(op, k=(k, "B H_kv S D"), v=(v, "B H_kv S V"))
     check_dtype(op, (dtype,), k=k, v=v)
     check_place(op, "k", k, device)
-    for name, x in (("k", k), ("v", v)):
-        check_shape(op, name, x, (batch, heads, x.shape[2], width), f"[{batch}, {heads}, S, {width}]")
+    for name, x, size in (("k", k, width), ("v", v, value_width)):
+        check_shape(op, name, x, (batch, heads, x.shape[2], size), f"[{batch}, {heads}, S, {size}]")
 
 
 def check_query(

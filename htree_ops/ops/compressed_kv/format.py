@@ -18,7 +18,7 @@ BITS = (16, 8, 4)
 #: Channels that one word of a bitmap covers.
 WORD = 64
 #: The numbers of channels that a row may have.
-WIDTHS = (64, 128, 256)
+WIDTHS = tuple(range(WORD, 513, WORD))
 
 
 class CompressedKV(NamedTuple):
@@ -52,14 +52,15 @@ def check_format(op: str, head_dim: int, keep: int, bits: int, prefix: str = "")
     """Checks the numbers that describe rows.
 
     Raises:
-        ShapeMismatchError: head_dim is not 64, 128 or 256.
+        ShapeMismatchError: head_dim is not a multiple of 64 up to 512; it is called value_dim for the prefix "v_".
         TypeError: keep or bits is not an int.
         ValueError: keep outside 1 ... head_dim, or bits other than 16, 8 and 4.
     """
     if head_dim not in WIDTHS:
+        name = "value_dim" if prefix == "v_" else "head_dim"
         refuse(
             ShapeMismatchError,
-            f"{op}: head_dim must be 64, 128 or 256, got {head_dim}",
+            f"{op}: {name} must be a multiple of {WORD} between {WORD} and {WIDTHS[-1]}, got {head_dim}",
             expected=WIDTHS,
             actual=head_dim,
         )

@@ -24,7 +24,7 @@ def kv_prune(x: Tensor, keep: int, weight: Tensor | None = None) -> tuple[Tensor
     Source: docs/semantics/compressed_kv.md §4.4, design document [003].
 
     Args:
-        x: [B, H_kv, S, D], D 64, 128 or 256, any strides; float32, float16 or bfloat16.
+        x: [B, H_kv, S, D], D a multiple of 64 up to 512, any strides; float32, float16 or bfloat16.
         keep: channels that stay, 1 ... D; :func:`num_kept` gives it for a sparsity.
         weight: [B, H_kv, D] >= 0, any floating dtype, or None for ones.
 
@@ -52,7 +52,8 @@ def kv_compress(x: Tensor, keep: int, bits: int = 8, weight: Tensor | None = Non
     Source: docs/semantics/compressed_kv.md §4.5, design document [003] (``convert_key_batched_quant``).
 
     Args:
-        x: [B, H_kv, S, D], D 64, 128 or 256, any strides; float32, float16 or bfloat16. Not float32 for 16 bits.
+        x: [B, H_kv, S, D], D a multiple of 64 up to 512, any strides; float32, float16 or bfloat16. Not float32 for 16
+            bits.
         keep: channels that stay, 1 ... D.
         bits: 16, 8 or 4 per kept value.
         weight: as in :func:`kv_prune`.
@@ -136,11 +137,11 @@ def kv_decode_attention(
     Source: docs/semantics/compressed_kv.md §4.6, design document [003] (``mustafar_attention``).
 
     Args:
-        q: [B, H, D] or [B, H, n, D], D 64, 128 or 256, rotated already; float32, float16 or bfloat16.
+        q: [B, H, D] or [B, H, n, D], D a multiple of 64 up to 512, rotated already; float32, float16 or bfloat16.
         k_bitmap, k_values, k_scales: compressed keys of S tokens, see :class:`CompressedKV`. With ``block_table``
             they are pools [num_pages, H_kv, page, ...].
             16-bit values are of the dtype of q, float16 for a float32 q.
-        v_bitmap, v_values, v_scales: the values of the same tokens.
+        v_bitmap, v_values, v_scales: the values of the same tokens, whose D is any multiple of 64 up to 512.
         k_win, v_win: dense window [B, H_kv, W, D] in the dtype of q, the keys transformed like the compressed ones.
         comp_len: int32 [B], compressed tokens of each sequence that exist; None is all S.
         win_len: int32 [B], tokens of each window that exist; None is all W.
@@ -149,12 +150,12 @@ def kv_decode_attention(
             Entries past comp_len are never read. One before it that the pool does not have is an IndexError on the CPU;
             on CUDA some page of the pool is read.
         k_keep, v_keep, k_bits, v_bits: as compressed.
-        hadamard_group: 0, 1, or a divisor of H_kv.
+        hadamard_group: 0, 1, or a divisor of H_kv; above 0 the D of keys is a power of two.
         split_size: compressed tokens per partial softmax, rounded up to a multiple of 16 on CUDA; 0 chooses by the
             size of the problem. With a fixed size the bits of a sequence do not depend on the others of its batch.
 
     Returns:
-        out, of the shape and dtype of q; lse float32 [B, H] or [B, H, n]. No gradient.
+        out, of the shape and dtype of q but with the D of values; lse float32 [B, H] or [B, H, n]. No gradient.
 
     Raises:
         ShapeMismatchError: a rank or size that does not fit.

@@ -18,7 +18,7 @@ _DTYPES = (torch.int64, torch.uint8, torch.float16)
 
 
 #: The options of a state in their order; those of :func:`htree_ops.CompressedKVCache.config` but the dtype.
-_OPTIONS = ("num_kv_heads", "head_dim", "keep", "bits", "window", "chunk", "hadamard_group")
+_OPTIONS = ("num_kv_heads", "head_dim", "value_dim", "keep", "bits", "window", "chunk", "hadamard_group")
 _PAIRS = ("keep", "bits")
 
 
@@ -50,7 +50,8 @@ def with_tensors(op: str, state: Mapping[str, Any]) -> Mapping[str, Any]:
     if "config" not in state:
         return state
     try:
-        new = dict(state) | {"options": options_as_tensor(state["config"])}
+        config = {"value_dim": state["config"]["head_dim"]} | state["config"]
+        new = dict(state) | {"options": options_as_tensor(config)}
         for name in ("compressed", "dense"):
             new[name] = torch.tensor(state[name], dtype=torch.int64, device="cpu")
         if state["key_weight"] is None:

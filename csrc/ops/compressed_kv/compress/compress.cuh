@@ -1,6 +1,8 @@
 // Pruning and packing of rows. docs/semantics/compressed_kv.md §4.4 and §4.5
 //
-// A thread has 32 channels of a row, which are one word of its bitmap; D/32 neighbouring lanes have the row.
+// A thread has 32 channels of a row, which are one word of its bitmap; 2, 4, 8 or 16 neighbouring lanes have the
+// row. Where D/32 is another number, the last lanes have zeros, which are never kept: of equal channels the lower
+// ones stay, and those of the row are enough.
 // The keys of those channels are transposed into bit planes. The keep-th largest key of the row is then found
 // bit by bit from the highest down: one AND and one population count per 32 channels and bit.
 #pragma once
@@ -173,12 +175,12 @@ __device__ __forceinline__ void store_pruned(const Channels<T>& x, uint32_t sele
   }
 }
 
-// Blocks of kCompressThreads threads. A warp takes 1024 / D rows.
-template <typename T, int kHeadDim, bool kWeighted, bool kPrune>
+// Blocks of kCompressThreads threads. A row has kLanes lanes, at least D/32 of them.
+template <typename T, int kLanes, bool kWeighted, bool kPrune>
 __global__ void __launch_bounds__(kCompressThreads)
     compress_kernel(const __grid_constant__ CompressParams p) {
-  constexpr int kLanes = kHeadDim / 32;  // lanes of a row
-  constexpr int kRows = 32 / kLanes;     // rows of a warp
+  static_assert(32 % kLanes == 0 && 32 * kLanes <= kMostHeadDim);
+  constexpr int kRows = 32 / kLanes;  // rows of a warp
   const int lane = threadIdx.x & 31;
   const int warp = threadIdx.x >> 5;
   const int lane_of_row = lane % kLanes;
@@ -193,20 +195,31 @@ __global__ void __launch_bounds__(kCompressThreads)
   const int64_t head = row / p.length;
   const T* data = static_cast<const T*>(p.x) + head / p.num_heads * p.strides[0] +
                   head % p.num_heads * p.strides[1] + row % p.length * p.strides[2];
-  const Channels<T> x = load_32(data + 32 * lane_of_row);
-  const float* weight = kWeighted ? p.weight + head * kHeadDim + 32 * lane_of_row : nullptr;
+  const int words = p.format.head_dim / 32;
+  // A lane behind the row takes the first channels, so that it reads nothing else, and then zeros.
+  const bool within = lane_of_row < words;
+  const int first_channel = within ? 32 * lane_of_row : 0;
+  Channels<T> x = load_32(data + first_channel);
+  if (!within) {
+#pragma unroll
+    for (int i = 0; i < Channels<T>::kWords; ++i) {
+      x.words[i] = 0;
+    }
+  }
+  const float* weight = kWeighted ? p.weight + head * p.format.head_dim + first_channel : nullptr;
   const Planes<T, kWeighted> keys = planes_of<T, kWeighted>(x, weight);
   const uint32_t selected = select_channels<kLanes>(keys, p.format.keep, lane_of_row);
-  if (own_row < num_rows) {
-    p.bitmap[row * kLanes + lane_of_row] = selected;
+  const bool stores = within && own_row < num_rows;
+  if (stores) {
+    p.bitmap[row * words + lane_of_row] = selected;
   }
   if constexpr (kPrune) {
-    if (own_row < num_rows) {
-      store_pruned(x, selected, static_cast<T*>(p.pruned) + row * kHeadDim + 32 * lane_of_row);
+    if (stores) {
+      store_pruned(x, selected, static_cast<T*>(p.pruned) + row * p.format.head_dim + 32 * lane_of_row);
     }
   } else {
-    __shared__ PackScratch<T, kHeadDim> scratch[kCompressThreads / 32];
-    pack_rows<T, kHeadDim, !kWeighted>(p, x, selected, first, num_rows, scratch[warp]);
+    __shared__ PackScratch<T, kLanes> scratch[kCompressThreads / 32];
+    pack_rows<T, kLanes, !kWeighted>(p, x, selected, first, num_rows, scratch[warp]);
   }
 }
 

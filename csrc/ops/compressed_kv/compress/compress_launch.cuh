@@ -10,22 +10,21 @@
 namespace htree::compressed_kv {
 namespace {
 
-template <typename T, int kHeadDim, bool kWeighted, bool kPrune>
+template <typename T, int kLanes, bool kWeighted, bool kPrune>
 cudaError_t launch_compress_one(const CompressParams& p, cudaStream_t stream) {
-  constexpr int64_t kRows = kCompressThreads * 32 / kHeadDim;  // rows of a block
+  constexpr int64_t kRows = kCompressThreads / kLanes;  // rows of a block
   const auto blocks = static_cast<unsigned>(ceil_div(p.num_rows, kRows));
-  return launch_kernel(compress_kernel<T, kHeadDim, kWeighted, kPrune>, {blocks, kCompressThreads}, stream,
-                       p);
+  return launch_kernel(compress_kernel<T, kLanes, kWeighted, kPrune>, {blocks, kCompressThreads}, stream, p);
 }
 
-template <typename T, int kHeadDim>
+template <typename T, int kLanes>
 cudaError_t launch_compress_of(const CompressParams& p, cudaStream_t stream) {
   if (p.pruned != nullptr) {
-    return p.weight != nullptr ? launch_compress_one<T, kHeadDim, true, true>(p, stream)
-                               : launch_compress_one<T, kHeadDim, false, true>(p, stream);
+    return p.weight != nullptr ? launch_compress_one<T, kLanes, true, true>(p, stream)
+                               : launch_compress_one<T, kLanes, false, true>(p, stream);
   }
-  return p.weight != nullptr ? launch_compress_one<T, kHeadDim, true, false>(p, stream)
-                             : launch_compress_one<T, kHeadDim, false, false>(p, stream);
+  return p.weight != nullptr ? launch_compress_one<T, kLanes, true, false>(p, stream)
+                             : launch_compress_one<T, kLanes, false, false>(p, stream);
 }
 
 template <typename T, int kHeadDim>
@@ -39,15 +38,14 @@ cudaError_t launch_decompress_of(const DecompressParams& p, cudaStream_t stream)
 
 template <typename T>
 cudaError_t launch_compress(const CompressParams& p, cudaStream_t stream) {
-  switch (p.format.head_dim) {
-    case 64:
-      return launch_compress_of<T, 64>(p, stream);
-    case 128:
-      return launch_compress_of<T, 128>(p, stream);
-    case 256:
-      return launch_compress_of<T, 256>(p, stream);
+  if (!is_head_dim(p.format.head_dim)) {
+    return cudaErrorInvalidValue;
   }
-  return cudaErrorInvalidValue;
+  const int lanes = p.format.head_dim / 32;
+  return lanes <= 2   ? launch_compress_of<T, 2>(p, stream)
+         : lanes <= 4 ? launch_compress_of<T, 4>(p, stream)
+         : lanes <= 8 ? launch_compress_of<T, 8>(p, stream)
+                      : launch_compress_of<T, 16>(p, stream);
 }
 
 template <typename T>
@@ -57,8 +55,18 @@ cudaError_t launch_decompress(const DecompressParams& p, cudaStream_t stream) {
       return launch_decompress_of<T, 64>(p, stream);
     case 128:
       return launch_decompress_of<T, 128>(p, stream);
+    case 192:
+      return launch_decompress_of<T, 192>(p, stream);
     case 256:
       return launch_decompress_of<T, 256>(p, stream);
+    case 320:
+      return launch_decompress_of<T, 320>(p, stream);
+    case 384:
+      return launch_decompress_of<T, 384>(p, stream);
+    case 448:
+      return launch_decompress_of<T, 448>(p, stream);
+    case 512:
+      return launch_decompress_of<T, 512>(p, stream);
   }
   return cudaErrorInvalidValue;
 }

@@ -1,5 +1,4 @@
-// Unpacking of rows: a row has one warp, and a lane has D/32
-// neighbouring channels. docs/semantics/compressed_kv.md §4.5
+// Unpacking of rows: a row has one warp, and a lane has D/32 channels. docs/semantics/compressed_kv.md §4.5
 #pragma once
 
 #include <cuda_bf16.h>
@@ -20,7 +19,7 @@ constexpr int kDecompressThreads = 256;
 template <typename T, int kHeadDim>
 __global__ void __launch_bounds__(kDecompressThreads)
     decompress_kernel(const __grid_constant__ DecompressParams p) {
-  constexpr int kChannels = kHeadDim / 32;
+  using Lane = LaneChannels<kHeadDim>;
   const int lane = threadIdx.x & 31;
   const int64_t row = (static_cast<int64_t>(blockIdx.x) * kDecompressThreads + threadIdx.x) >> 5;
   if (row >= p.num_rows) {
@@ -28,12 +27,12 @@ __global__ void __launch_bounds__(kDecompressThreads)
   }
   const uint8_t* values = p.values + row * p.format.row_bytes();
   const float scale = p.format.quantised() ? __half2float(__ushort_as_half(p.scales[row])) : 1.0f;
-  T out[kChannels];
+  T out[Lane::kCount];
 #pragma unroll
-  for (int c = 0; c < kChannels; ++c) {
+  for (int c = 0; c < Lane::kCount; ++c) {
     out[c] = device::from_acc<T>(0.0f);
   }
-  for_kept_channels<kHeadDim>(p.bitmap + row * (kHeadDim / 32), p.format.keep, lane, [&](int c, int at) {
+  for_kept_channels<kHeadDim>(p.bitmap + row * (kHeadDim / 32), p.format.keep, 0, lane, [&](int c, int at) {
     if (p.format.bits == 16) {
       if constexpr (sizeof(T) == 2) {  // the checks refuse fp32
         out[c] = reinterpret_cast<const T*>(values)[at];
@@ -43,16 +42,16 @@ __global__ void __launch_bounds__(kDecompressThreads)
       out[c] = device::from_acc<T>(scale * static_cast<float>(code));
     }
   });
-  constexpr int kPack = kChannels < device::kPackOf<T> ? kChannels : device::kPackOf<T>;
-  T* to = static_cast<T*>(p.out) + row * kHeadDim + lane * kChannels;
+  constexpr int kPack = Lane::kRun < device::kPackOf<T> ? Lane::kRun : device::kPackOf<T>;
+  T* to = static_cast<T*>(p.out) + row * kHeadDim;
 #pragma unroll
-  for (int c = 0; c < kChannels; c += kPack) {
+  for (int c = 0; c < Lane::kCount; c += kPack) {
     device::Pack<T, kPack> pack;
 #pragma unroll
     for (int i = 0; i < kPack; ++i) {
       pack[i] = out[c + i];
     }
-    device::store_pack<kPack>(to + c, pack);
+    device::store_pack<kPack>(to + Lane::channel_at(lane, c), pack);
   }
 }
 

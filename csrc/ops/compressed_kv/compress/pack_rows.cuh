@@ -97,11 +97,11 @@ __device__ __forceinline__ uint32_t pack_word(const T* kept, int index, const Ro
 }
 
 // The rows of a warp in shared memory, on the way from channels to codes.
-template <typename T, int kHeadDim>
+template <typename T, int kLanes>
 struct PackScratch {
-  static constexpr int kRows = 1024 / kHeadDim;
+  static constexpr int kRows = 32 / kLanes;
   // There are 16 bytes between rows, or the same rank of all rows would lie in one bank.
-  alignas(16) T kept[kRows][kHeadDim + 16 / sizeof(T)];
+  alignas(16) T kept[kRows][32 * kLanes + 16 / sizeof(T)];
   uint16_t scales[kRows];
 };
 
@@ -122,10 +122,9 @@ __device__ __forceinline__ uint32_t largest_of(const Channels<T>& x) {
 
 // Writes values and scales of rows first ... first + num_rows - 1. All lanes must call. kLargestKept: the
 // largest magnitude of a row is among those that are kept.
-template <typename T, int kHeadDim, bool kLargestKept>
+template <typename T, int kLanes, bool kLargestKept>
 __device__ __forceinline__ void pack_rows(const CompressParams& p, const Channels<T>& x, uint32_t selected,
-                                          int64_t first, int num_rows, PackScratch<T, kHeadDim>& scratch) {
-  constexpr int kLanes = kHeadDim / 32;
+                                          int64_t first, int num_rows, PackScratch<T, kLanes>& scratch) {
   const int lane = threadIdx.x & 31;
   const int lane_of_row = lane % kLanes;
   const int own_row = lane / kLanes;

@@ -5,28 +5,49 @@
 
 namespace htree::compressed_kv {
 
-// Lane i has channels [i * D/32, (i + 1) * D/32). Calls take(c, at) for each of them that was
-// kept, c counting from the lane's first. `at` is the place of its code among the `keep` codes of
-// the row. words [D/32].
-template <int kHeadDim, class Take>
-__device__ __forceinline__ void for_kept_channels(const uint32_t* words, int keep, int lane, Take&& take) {
-  constexpr int kChannels = kHeadDim / 32;
-  const int first = lane * kChannels;
-  int rank = 0;
-#pragma unroll
-  for (int i = 0; i < kHeadDim / 32; ++i) {
-    const uint32_t word = words[i];
-    const int below = first - 32 * i;  // channels of this word that come before the lane's first
-    rank += below >= 32 ? __popc(word) : below > 0 ? __popc(word & ((1u << below) - 1)) : 0;
+// Which channels of a row a lane has: runs of kRun neighbouring ones, those of the 32 lanes side by side. There
+// is one run where D is a power of two. Channel c of a lane is channel channel_at(lane, c) of the row.
+template <int kHeadDim>
+struct LaneChannels {
+  static constexpr int kCount = kHeadDim / 32;
+  static constexpr int kRun = kCount & -kCount;
+  static constexpr int kRuns = kCount / kRun;
+
+  static __device__ __forceinline__ int channel_at(int lane, int c) {
+    return c / kRun * (32 * kRun) + lane * kRun + c % kRun;
   }
-  const uint32_t bits = words[first / 32] >> (first % 32);
+};
+
+// Calls take(c, at) for the channels of a lane that were kept, c as in LaneChannels. `at` is the place of its
+// code among the `keep` codes of the row, of which `before` belong to channels before these. words [D/32].
+// Returns what `before` is for the channels behind these.
+template <int kHeadDim, class Take>
+__device__ __forceinline__ int for_kept_channels(const uint32_t* words, int keep, int before, int lane,
+                                                 Take&& take) {
+  using Lane = LaneChannels<kHeadDim>;
+  const int first = lane * Lane::kRun;  // in its run, which has kRun words
 #pragma unroll
-  for (int c = 0; c < kChannels; ++c) {
-    if ((bits >> c & 1) != 0) {
-      take(c, min(rank, keep - 1));  // a bitmap with too many bits must not read other memory
-      ++rank;
+  for (int run = 0; run < Lane::kRuns; ++run) {
+    const uint32_t* const own = words + run * Lane::kRun;
+    int rank = before;
+#pragma unroll
+    for (int i = 0; i < Lane::kRun; ++i) {
+      const uint32_t word = own[i];
+      const int below = first - 32 * i;  // channels of this word that come before the lane's first
+      rank += below >= 32 ? __popc(word) : below > 0 ? __popc(word & ((1u << below) - 1)) : 0;
+      before += __popc(word);
+    }
+    const uint32_t bits = own[first / 32] >> (first % 32);
+#pragma unroll
+    for (int c = 0; c < Lane::kRun; ++c) {
+      if ((bits >> c & 1) != 0) {
+        // A bitmap with too many bits must not read other memory.
+        take(run * Lane::kRun + c, min(rank, keep - 1));
+        ++rank;
+      }
     }
   }
+  return before;
 }
 
 // Code number `at` of a row with 8 or 4 bits.

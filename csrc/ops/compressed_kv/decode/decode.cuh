@@ -24,6 +24,7 @@ namespace htree::compressed_kv {
 // kHeads: 4 or 8 query heads of a block.
 template <int kHeadDim, int kKeyBits, int kValueBits, int kHeads, typename T>
 struct DecodeTraits {
+  static_assert(kHeadDim % 64 == 0 && kHeadDim <= kMostTileHeadDim);
   using Pair = T;  // the type of 16-bit values
   static constexpr int kD = kHeadDim;
   static constexpr int kK = kKeyBits;
@@ -36,6 +37,7 @@ struct DecodeTraits {
   static constexpr int kOwnWords = (kGroups + 3) / 4;  // words that hold the bytes of a lane
   // More warps hide each other's latencies, as long as the registers suffice.
   static constexpr int kMaxWarps = kHeadDim == 256                                     ? 8
+                                   : kHeadDim == 192                                   ? 12
                                    : kHeads == 4 && kKeyBits != 16 && kValueBits != 16 ? 20
                                                                                        : 16;
   static constexpr bool kTwoTables = kKeyBits != kValueBits;

@@ -13,6 +13,9 @@ namespace htree::compressed_kv {
 constexpr int kHeadsPerBlock = 8;
 // Tokens of a tile: the rows of one tensor-core product.
 constexpr int kTileRows = 16;
+// The tensor-core kernel exists for keys and values of one size, up to this: with more, a warp's accumulators
+// and query do not fit its registers.
+constexpr int kMostTileHeadDim = 256;
 
 // One compressed tensor, contiguous. Its first bytes are aligned to 16.
 struct RowsView {
@@ -47,7 +50,7 @@ enum class Ending {
 constexpr int kMostClusterSplits = 8;  // blocks of a portable cluster
 
 struct QueryView {
-  const void* data;  // [slots, B, H, D]; a slot per kv head of a group for expanded queries, else one
+  const void* data;  // [slots, B, H, D of keys]; a slot per kv head of a group for expanded queries, else one
   QueryType type;
 };
 
@@ -59,7 +62,7 @@ struct SequenceTables {
 
 // Sums of the splits for the merge kernel.
 struct PartsView {
-  float* acc;  // [B, H, num_parts, D], not normalised
+  float* acc;  // [B, H, num_parts, D of values], not normalised
   float* max;  // [B, H, num_parts], in units of log2
   float* sum;  // [B, H, num_parts]
 };
@@ -89,7 +92,7 @@ struct SplitCounts {
 
 struct OutputView {
   Ending ending;
-  void* out;       // [B, H, D]
+  void* out;       // [B, H, D of values]
   float* lse;      // [B, H]
   QueryType type;  // type of out
 };

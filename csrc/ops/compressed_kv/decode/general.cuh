@@ -1,6 +1,6 @@
 // Decode attention for what the tensor-core kernel does not take: the dense window, fp32 queries, expanded
-// queries of a group of kv heads, and pages that hold no whole tiles. A token has one warp, and all
-// arithmetic is in fp32.
+// queries of a group of kv heads, pages that hold no whole tiles, and head sizes without such a kernel. A token
+// has one warp, and all arithmetic is in fp32.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -22,30 +22,32 @@ __device__ __forceinline__ bool is_dense(RowKind kind) {
   return kind == RowKind::kFloat || kind == RowKind::kHalf || kind == RowKind::kBfloat16;
 }
 
-// Loads channels [lane * D/32, (lane + 1) * D/32) of a row as floats. All 32 lanes must call
+// Loads the lane's part (LaneChannels) of kChannels channels from channel `first` on, of a row of `row_dim`, as
+// floats. The channels before have `before` codes; returns that of the channels behind. All 32 lanes must call
 // with the same row.
-template <int kHeadDim>
-__device__ __forceinline__ void load_channels(const RowsView& rows, const void* dense, RowKind kind,
-                                              int64_t row, int lane, float (&x)[kHeadDim / 32]) {
-  constexpr int kChannels = kHeadDim / 32;
+template <int kChannels>
+__device__ __forceinline__ int load_channels(const RowsView& rows, const void* dense, RowKind kind,
+                                             int64_t row, int row_dim, int first, int before, int lane,
+                                             float (&x)[kChannels / 32]) {
+  using Lane = LaneChannels<kChannels>;
   if (is_dense(kind)) {
 #pragma unroll
-    for (int c = 0; c < kChannels; ++c) {
-      const int64_t at = row * kHeadDim + lane * kChannels + c;
+    for (int c = 0; c < Lane::kCount; ++c) {
+      const int64_t at = row * row_dim + first + Lane::channel_at(lane, c);
       x[c] = kind == RowKind::kFloat  ? static_cast<const float*>(dense)[at]
              : kind == RowKind::kHalf ? __half2float(static_cast<const __half*>(dense)[at])
                                       : __bfloat162float(static_cast<const __nv_bfloat16*>(dense)[at]);
     }
-    return;
+    return 0;
   }
-  const uint32_t* words = reinterpret_cast<const uint32_t*>(rows.bitmap + row * (kHeadDim / 8));
+  const uint32_t* words = reinterpret_cast<const uint32_t*>(rows.bitmap + row * (row_dim / 8) + first / 8);
   const uint8_t* values = rows.values + row * rows.row_bytes;
   const float scale = rows.scales == nullptr ? 1.0f : __half2float(__ushort_as_half(rows.scales[row]));
 #pragma unroll
-  for (int c = 0; c < kChannels; ++c) {
+  for (int c = 0; c < Lane::kCount; ++c) {
     x[c] = 0.0f;
   }
-  for_kept_channels<kHeadDim>(words, rows.keep, lane, [&](int c, int at) {
+  return for_kept_channels<kChannels>(words, rows.keep, before, lane, [&](int c, int at) {
     switch (kind) {
       case RowKind::kPackedHalf:
         x[c] = __half2float(reinterpret_cast<const __half*>(values)[at]);
@@ -78,11 +80,13 @@ __device__ __forceinline__ int64_t row_of_token(const GeneralParams& p, int sequ
 
 template <int kHeadDim>
 struct GeneralShared {
-  static constexpr int kWarps = kHeadDim == 256 ? 4 : 8;
+  static constexpr int kWarps = kHeadDim <= 128 ? 8 : kHeadDim <= 256 ? 4 : 2;
   float acc[kWarps][kHeadsPerBlock][kHeadDim];
   float max[kWarps][kHeadsPerBlock];
   float sum[kWarps][kHeadsPerBlock];
 };
+static_assert(sizeof(GeneralShared<128>) <= 48 * 1024 && sizeof(GeneralShared<256>) <= 48 * 1024 &&
+              sizeof(GeneralShared<512>) <= 48 * 1024);  // it is static
 
 // Adds the sums of the warps of a block in their order and stores them as split `split` of heads `first_head`
 // to first_head + num_heads - 1. Every thread of the block must call.
@@ -114,14 +118,51 @@ __device__ __forceinline__ void store_part(const GeneralShared<kHeadDim>& shared
   }
 }
 
+// Adds the lane's products of the keys' channels kChannels from `first` on with those of each head.
+template <int kChannels>
+__device__ __forceinline__ void add_products(const DecodeParams& d, const float (&x)[kChannels / 32],
+                                             int64_t first_query, int num_heads, int key_dim, int first,
+                                             int lane, float (&score)[kHeadsPerBlock]) {
+#pragma unroll
+  for (int h = 0; h < kHeadsPerBlock; ++h) {
+    if (h < num_heads) {
+      const int64_t at = (first_query + h) * key_dim + first;
+#pragma unroll
+      for (int c = 0; c < kChannels / 32; ++c) {
+        score[h] += load_query(d, at + LaneChannels<kChannels>::channel_at(lane, c)) * x[c];
+      }
+    }
+  }
+}
+
+// The lane's part of the scores of one key row. With kKeyDim 0 the size of the keys is known at run time only,
+// and 64 channels are taken at a time.
+template <int kKeyDim>
+__device__ __forceinline__ void score_key(const GeneralParams& p, int64_t row, int64_t first_query,
+                                          int num_heads, int lane, float (&score)[kHeadsPerBlock]) {
+  const DecodeParams& d = p.base;
+  if constexpr (kKeyDim > 0) {
+    float x[kKeyDim / 32];
+    load_channels<kKeyDim>(d.k, p.k_dense, p.k_kind, row, kKeyDim, 0, 0, lane, x);
+    add_products<kKeyDim>(d, x, first_query, num_heads, kKeyDim, 0, lane, score);
+  } else {
+    int before = 0;
+    for (int first = 0; first < p.key_dim; first += 64) {
+      float x[2];
+      before = load_channels<64>(d.k, p.k_dense, p.k_kind, row, p.key_dim, first, before, lane, x);
+      add_products<64>(d, x, first_query, num_heads, p.key_dim, first, lane, score);
+    }
+  }
+}
+
 // Grid: B * H_kv * head_chunks * num_splits, splits innermost; blocks of GeneralShared::kWarps warps.
-// comp_len, capacity and split_size are those of the part that is attended to.
-template <int kHeadDim>
-__global__ void __launch_bounds__(32 * GeneralShared<kHeadDim>::kWarps)
+// comp_len, capacity and split_size are those of the part that is attended to. kKeyDim as in score_key.
+template <int kKeyDim, int kValueDim>
+__global__ void __launch_bounds__(32 * GeneralShared<kValueDim>::kWarps)
     general_kernel(const __grid_constant__ GeneralParams p) {
-  using Shared = GeneralShared<kHeadDim>;
+  using Shared = GeneralShared<kValueDim>;
+  using Lane = LaneChannels<kValueDim>;
   __shared__ Shared shared;
-  constexpr int kChannels = kHeadDim / 32;
   const DecodeParams& d = p.base;
   const int lane = threadIdx.x & 31;
   const int warp = threadIdx.x >> 5;
@@ -142,13 +183,13 @@ __global__ void __launch_bounds__(32 * GeneralShared<kHeadDim>::kWarps)
 
   float max[kHeadsPerBlock];
   float sum[kHeadsPerBlock];
-  float acc[kHeadsPerBlock][kChannels];
+  float acc[kHeadsPerBlock][Lane::kCount];
 #pragma unroll
   for (int h = 0; h < kHeadsPerBlock; ++h) {
     max[h] = device::negative_infinity<float>();
     sum[h] = 0.0f;
 #pragma unroll
-    for (int c = 0; c < kChannels; ++c) {
+    for (int c = 0; c < Lane::kCount; ++c) {
       acc[h][c] = 0.0f;
     }
   }
@@ -160,23 +201,13 @@ __global__ void __launch_bounds__(32 * GeneralShared<kHeadDim>::kWarps)
   const int group_head = kv_head / d.num_slots * d.num_slots;
   for (int64_t token = begin + warp; token < end; token += Shared::kWarps) {
     // Loaded first, so that it is on its way while the scores are summed.
-    float value[kChannels];
-    load_channels<kHeadDim>(d.v, p.v_dense, p.v_kind, row_of_token(p, sequence, kv_head, token), lane, value);
+    float value[Lane::kCount];
+    load_channels<kValueDim>(d.v, p.v_dense, p.v_kind, row_of_token(p, sequence, kv_head, token), kValueDim,
+                             0, 0, lane, value);
     float score[kHeadsPerBlock] = {};
-    float x[kChannels];
     for (int slot = 0; slot < d.num_slots; ++slot) {
       const int64_t row = row_of_token(p, sequence, group_head + slot, token);
-      load_channels<kHeadDim>(d.k, p.k_dense, p.k_kind, row, lane, x);
-#pragma unroll
-      for (int h = 0; h < kHeadsPerBlock; ++h) {
-        if (h < num_heads) {
-          const int64_t at = (slot * d.num_queries + first_head + h) * kHeadDim + lane * kChannels;
-#pragma unroll
-          for (int c = 0; c < kChannels; ++c) {
-            score[h] += load_query(d, at + c) * x[c];
-          }
-        }
-      }
+      score_key<kKeyDim>(p, row, slot * d.num_queries + first_head, num_heads, lane, score);
     }
 #pragma unroll
     for (int h = 0; h < kHeadsPerBlock; ++h) {
@@ -189,7 +220,7 @@ __global__ void __launch_bounds__(32 * GeneralShared<kHeadDim>::kWarps)
         max[h] = raised;
         sum[h] = sum[h] * factor + weight;
 #pragma unroll
-        for (int c = 0; c < kChannels; ++c) {
+        for (int c = 0; c < Lane::kCount; ++c) {
           acc[h][c] = acc[h][c] * factor + weight * value[c];
         }
       }
@@ -202,8 +233,8 @@ __global__ void __launch_bounds__(32 * GeneralShared<kHeadDim>::kWarps)
       shared.sum[warp][h] = sum[h];
     }
 #pragma unroll
-    for (int c = 0; c < kChannels; ++c) {
-      shared.acc[warp][h][lane * kChannels + c] = acc[h][c];
+    for (int c = 0; c < Lane::kCount; ++c) {
+      shared.acc[warp][h][Lane::channel_at(lane, c)] = acc[h][c];
     }
   }
   __syncthreads();
@@ -266,10 +297,13 @@ __global__ void __launch_bounds__(kHeadDim)
   }
 }
 
-template <int kHeadDim>
+template <int kValueDim>
 cudaError_t launch_general(const GeneralParams& p, int64_t num_groups, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>(num_groups * p.base.splits.launched);
-  return launch_kernel(general_kernel<kHeadDim>, {blocks, 32 * GeneralShared<kHeadDim>::kWarps}, stream, p);
+  constexpr int kThreads = 32 * GeneralShared<kValueDim>::kWarps;
+  return p.key_dim == kValueDim
+             ? launch_kernel(general_kernel<kValueDim, kValueDim>, {blocks, kThreads}, stream, p)
+             : launch_kernel(general_kernel<0, kValueDim>, {blocks, kThreads}, stream, p);
 }
 
 template <int kHeadDim>

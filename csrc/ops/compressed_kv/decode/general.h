@@ -1,5 +1,5 @@
 // Torch-free launchers of the kernels beside the one for tiles: general decode, the merge of parts, and
-// queries in the space of the keys. One set per head size; csrc/instances.py lists them.
+// queries in the space of the keys. One set per size of values, or of queries; csrc/instances.py lists them.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,14 +18,15 @@ struct GeneralParams {
   const void* v_dense;
   RowKind k_kind;
   RowKind v_kind;
+  int key_dim;
 };
 
 // Launch on `stream`; the errors are those of the runtime. num_groups = B * H_kv * head_chunks.
-template <int kHeadDim>
+template <int kValueDim>
 cudaError_t launch_general(const GeneralParams& p, int64_t num_groups, cudaStream_t stream);
-template <int kHeadDim>
+template <int kValueDim>
 cudaError_t launch_merge(const DecodeParams& p, int64_t num_rows, cudaStream_t stream);
-// From q [rows, D] to [num_slots, rows, D]; rows = B * H.
+// From q [rows, D] to [num_slots, rows, D]; rows = B * H, D a power of two.
 template <int kHeadDim>
 cudaError_t launch_transform_query(const DecodeParams& p, int64_t num_rows, float* to, cudaStream_t stream);
 

@@ -49,7 +49,7 @@ struct StageLayout {
 
 // Bytes behind the last stage. A bitmap with too many bits makes lanes read them: D values of 2 bytes, and a
 // stretch of codes.
-constexpr int kStagePadding = 2 * 256 + 32;
+constexpr int kStagePadding = 2 * kMostTileHeadDim + 32;
 
 // One of the tensors that a tile has a part of. The part is contiguous; its first 16 bytes may begin before
 // the first row.
