@@ -50,7 +50,12 @@ from htree_ops.ops.hadamard import (  # noqa: E402
     hadamard_transform_,
 )
 from htree_ops.ops.rmsnorm_rope import FusedRMSNormRoPE, head_rmsnorm_rope, rmsnorm_rope  # noqa: E402
-from htree_ops.ops.tree_attention import HTreeAttention, TreeOptions, tree_attention  # noqa: E402
+from htree_ops.ops.tree_attention import (  # noqa: E402
+    HTreeAttention,
+    TreeOptions,
+    tree_attention,
+    tree_attention_varlen,
+)
 from htree_ops.ops.tree_cache import (  # noqa: E402
     TreeKVCache,
     tree_cache_append_,
@@ -124,6 +129,7 @@ __all__ = [
     "quantize_model_",
     "rmsnorm_rope",
     "tree_attention",
+    "tree_attention_varlen",
     "tree_cache_append_",
     "tree_cache_attention",
     "validate_fp8_gemm_inputs",

@@ -3,7 +3,8 @@
 A product of sizes m, n and p counts 2mnp, as torch counts. Norms, rotations, softmax and transforms count nothing, as
 in torch. Which nodes tree attention opens depends on the data. How many candidates a query has does not: it follows
 from the query's position alone (docs/semantics/tree_attention.md §1.3), so these counts are exact. An op that sees one
-layer counts full lists, and one that reads a cache counts a full cache. A formula gets the arguments of its op, with
+layer counts full lists, one that reads a cache counts a full cache, and one that takes packed documents counts the
+longest ones. A formula gets the arguments of its op, with
 shapes in place of tensors.
 """
 
@@ -149,6 +150,76 @@ def _attention_rows_backward(
         keys, values = _until(k, end), _until(v, end)
         total += _attention_backward(dout, q, keys, values, out, gmax, gsum, stored, *options, **named)
     return total
+
+
+def _longest_documents(
+    query: Shape, key: Shape, value: Shape, max_q: int, max_k: int
+) -> tuple[int, Shape, Shape, Shape]:
+    """All rows as documents of max_k tokens, the last max_q of them queries: (their number, q, k and v of one).
+
+    The lengths of the documents are no shapes, so this is the most that they can cost.
+    """
+    queries = max(1, min(max_q, query[0]))
+    keys = max(queries, min(max_k, key[0]))
+    return -(-query[0] // queries), (1, queries, *query[1:]), (1, keys, *key[1:]), (1, keys, *value[1:])
+
+
+def _attention_varlen(
+    query: Shape,
+    key: Shape,
+    value: Shape,
+    cu_seq_q: Shape,
+    cu_seq_k: Shape,
+    max_q: int,
+    max_k: int,
+    compression_rate: int = 16,
+    max_top_nodes: int = 8192,
+    top_k_per_layer: int = 512,
+    scale: float | None = None,
+    rope_base: float | None = 10000.0,
+    importance: str = "lse_causal",
+    selection_stride: int = 1,
+    grouping: str = "auto",
+    selection_span: int | None = None,
+    **_: Any,
+) -> int:
+    """:func:`_attention` of the longest documents."""
+    count, q, k, v = _longest_documents(query, key, value, max_q, max_k)
+    options = (compression_rate, max_top_nodes, top_k_per_layer, scale, rope_base, importance)
+    return count * _attention(q, k, v, *options, selection_stride, selection_span=selection_span)
+
+
+def _attention_varlen_backward(
+    dout: Shape,
+    query: Shape,
+    key: Shape,
+    value: Shape,
+    cu_seq_q: Shape,
+    cu_seq_k: Shape,
+    max_q: int,
+    max_k: int,
+    out: Shape,
+    gmax: Shape,
+    gsum: Shape,
+    compression_rate: int = 16,
+    max_top_nodes: int = 8192,
+    top_k_per_layer: int = 512,
+    scale: float | None = None,
+    rope_base: float | None = 10000.0,
+    importance: str = "lse_causal",
+    selection_stride: int = 1,
+    grouping: str = "auto",
+    output_mask: Sequence[bool] = (True, True, True),
+    selection_span: int | None = None,
+    **_: Any,
+) -> int:
+    """:func:`_attention_backward` of the longest documents; it has no lists."""
+    count, q, k, v = _longest_documents(query, key, value, max_q, max_k)
+    options = (compression_rate, max_top_nodes, top_k_per_layer, scale, rope_base, importance)
+    none: Shape = ()
+    return count * _attention_backward(
+        none, q, k, v, none, none, none, [], *options, selection_stride, output_mask, selection_span
+    )
 
 
 def _pairs(q: Shape, parents: Shape, r: int) -> int:
@@ -298,6 +369,9 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "attention_backward": _attention_backward,
     "attention_rows": _attention_rows,
     "attention_rows_backward": _attention_rows_backward,
+    "attention_varlen": _attention_varlen,
+    "attention_varlen_forward": _attention_varlen,
+    "attention_varlen_backward": _attention_varlen_backward,
     "compute_scores": _compute_scores,
     "accumulate_non_topk": _accumulate_non_topk,
     "compute_and_select": _fused_layer,

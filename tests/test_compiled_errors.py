@@ -75,6 +75,12 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any], list[dict[str, Any]]]] = [
             {"q": zeros(2, 12, 6), "scope": "q_head"},
         ],
     ),
+    (
+        htree_ops.tree_attention_varlen,
+        {"query": Q[0], "key": K[0], "value": V[0], "max_q": 12, "max_k": 12}
+        | {"cu_seq_q": int32(1), "cu_seq_k": int32(1)},
+        [{"key": zeros(12, 3, 6)}, {"cu_seq_k": int32(2)}, {"max_k": -1}, {"top_k": 0}],
+    ),
     (room.attention_forward, {"q": Q, "k": K, "v": V}, [{"q": zeros(12, 4, 6)}]),
     (
         room.attention_backward,

@@ -189,6 +189,25 @@ SCHEMAS = {
         "bool[3] output_mask=[True, True, True], int? selection_span=None) "
         "-> (Tensor dq, Tensor dk, Tensor dv)"
     ),
+    "attention_varlen": (
+        "(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, SymInt max_q, SymInt max_k, "
+        "int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "
+        'float? rope_base=10000., str importance="lse_causal", int selection_stride=1, str grouping="auto", '
+        "int? selection_span=None) -> (Tensor out, Tensor lse)"
+    ),
+    "attention_varlen_forward": (
+        "(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, SymInt max_q, SymInt max_k, "
+        "int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "
+        'float? rope_base=10000., str importance="lse_causal", int selection_stride=1, str grouping="auto", '
+        "int? selection_span=None) -> (Tensor out, Tensor gmax, Tensor gsum)"
+    ),
+    "attention_varlen_backward": (
+        "(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, SymInt max_q, "
+        "SymInt max_k, Tensor out, Tensor gmax, Tensor gsum, int compression_rate=16, int max_top_nodes=8192, "
+        'int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str importance="lse_causal", '
+        'int selection_stride=1, str grouping="auto", bool[3] output_mask=[True, True, True], '
+        "int? selection_span=None) -> (Tensor dq, Tensor dk, Tensor dv)"
+    ),
     "tree_cache_append_": (
         "(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor k, Tensor v, Tensor block_table, Tensor lengths, "
         "Tensor cu_new, Tensor? new_lengths=None, SymInt? max_new=None, *, int page_size, "
@@ -209,7 +228,15 @@ SCHEMAS = {
     "tree_cache_copy_": "(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor pages) -> ()",
 }
 FACTORIES = {"rope_cache", "top_parents"}
-AUTOCAST = {"attention", "attention_forward", "attention_rows", "gated_mlp", "gated_mlp_forward"}
+AUTOCAST = {
+    "attention",
+    "attention_forward",
+    "attention_rows",
+    "attention_varlen",
+    "attention_varlen_forward",
+    "gated_mlp",
+    "gated_mlp_forward",
+}
 DEVICE_KEYS = ("CPU", "Meta", *(("CUDA",) if build_info().get("cuda") else ()))
 
 

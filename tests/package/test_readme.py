@@ -334,8 +334,8 @@ def test_what_the_limits_say_is_refused():
     """What docs/limits.md says is refused is refused, for the sentences that a few lines can check."""
     layer = htree_ops.HTreeAttention(16, 2)
     x = torch.randn(1, 8, 16)
-    with pytest.raises(NotImplementedError, match="key_padding_mask"):
-        layer(x, key_padding_mask=torch.ones(1, 8))
+    with pytest.raises(NotImplementedError, match="attn_mask"):
+        layer(x, attn_mask=torch.ones(8, 8))
     q = torch.randn(1, 8, 2, 8, requires_grad=True)
     (dq,) = torch.autograd.grad(htree_ops.tree_attention(q, q, q).sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="double backward"):

@@ -14,14 +14,8 @@
 
 namespace htree::tree_attention {
 
-namespace {
-
-// Resolves the options. With `lists_given`, lists of width top_k are read or written. Otherwise r and k are
-// cut down to what T tokens can use, so that scratch follows the length: no list is longer than the number of
-// parents, and a node of r >= T children is a node of T. A k that is too large for the tensor cores stays so,
-// because keeping the lists must not change which kernels run.
-AttentionArgs resolve(const char* op, const TreeOptions& options, const Tensor& k, c10::SymIntArrayRef starts,
-                      bool lists_given) {
+AttentionArgs resolve_options(const char* op, const TreeOptions& options, const Tensor& k,
+                              c10::SymIntArrayRef starts, bool lists_given) {
   TORCH_CHECK_VALUE(k.size(1) < kIndexLimit, op, ": T of k must be below 2^31, got ", k.size(1));
   AttentionArgs args;
   args.starts.clear();
@@ -46,6 +40,8 @@ AttentionArgs resolve(const char* op, const TreeOptions& options, const Tensor& 
   return args;
 }
 
+namespace {
+
 // The token of the first query where the queries are the last tokens (§1.13).
 SymInt suffix_start(const Tensor& q, const Tensor& k) {
   return k.sym_size(1) - q.sym_size(1);
@@ -64,7 +60,7 @@ void run_forward(const char* op, const Tensor& q, const Tensor& k, const Tensor&
                  c10::SymIntArrayRef starts, const TreeOptions& options, const Tensor& out,
                  const Tensor& gmax, const Tensor& gsum, const std::vector<Tensor>& parents) {
   if constexpr (kKernel != nullptr) {
-    const AttentionArgs args = resolve(op, options, k, starts, !parents.empty());
+    const AttentionArgs args = resolve_options(op, options, k, starts, !parents.empty());
     if (out.numel() > 0) {
       kKernel(unit_last(q), unit_last(k), unit_last(v), args, out, gmax, gsum, parents);
     }
@@ -114,7 +110,7 @@ void run_backward(const char* op, const Tensor& dout, const Tensor& q, const Ten
                   const Tensor& out, const Tensor& gmax, const Tensor& gsum, at::TensorList parents,
                   c10::SymIntArrayRef starts, const TreeOptions& options, const Gradients& gradients) {
   if constexpr (kKernel != nullptr) {
-    const AttentionArgs args = resolve(op, options, k, starts, !parents.empty());
+    const AttentionArgs args = resolve_options(op, options, k, starts, !parents.empty());
     const auto& [dq, dk, dv] = gradients;
     if (dout.numel() == 0) {
       // Without a query no key has a gradient.

@@ -90,6 +90,13 @@ inline void check_attention(const char* op, const Tensor& q, const Tensor& k, co
                     ": give the queries since the last multiple once more, or decode with a TreeKVCache");
 }
 
+// Resolves the options. With `lists_given`, lists of width top_k are read or written. Otherwise r and k are
+// cut down to what T tokens can use, so that scratch follows the length: no list is longer than the number of
+// parents, and a node of r >= T children is a node of T. A k that is too large for the tensor cores stays so,
+// because keeping the lists must not change which kernels run.
+AttentionArgs resolve_options(const char* op, const TreeOptions& options, const Tensor& k,
+                              c10::SymIntArrayRef starts, bool lists_given);
+
 inline std::vector<SymInt> list_shape(const Tensor& q, const Tensor& k, const TreeOptions& options) {
   return {q.sym_size(0), list_rows(q.sym_size(1), options.selection_stride), k.sym_size(2), options.top_k};
 }

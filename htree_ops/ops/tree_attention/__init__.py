@@ -23,6 +23,7 @@ from htree_ops.ops.tree_attention.stages import (
     tree_build,
     tree_build_backward,
 )
+from htree_ops.ops.tree_attention.varlen import tree_attention_varlen
 
 __all__ = [
     "HTreeAttention",
@@ -46,6 +47,7 @@ __all__ = [
     "subtract_topk",
     "top_parents",
     "tree_attention",
+    "tree_attention_varlen",
     "tree_build",
     "tree_build_backward",
 ]

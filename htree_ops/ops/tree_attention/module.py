@@ -14,14 +14,17 @@ from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError, refuse
 from htree_ops.ops.arguments import (
     FLOATING_AND_DOUBLE,
     autocast_dtype,
+    check_devices,
     check_int,
     check_kind,
     check_option_dtype,
     check_tensor,
+    named_as,
     options_of,
 )
 from htree_ops.ops.tree_attention.attention import Importance, Scope, tree_attention
 from htree_ops.ops.tree_attention.options import RECOMMENDED, Goal, TreeOptions
+from htree_ops.ops.tree_attention.padding import Padding
 from htree_ops.ops.tree_cache.cache import TreeKVCache
 
 if TYPE_CHECKING:
@@ -54,6 +57,33 @@ def _option(name: str) -> property:
             module.options = replace(module.options, **{name: value})
 
     return property(read, write, doc=f"``{name}`` of :attr:`options`.")
+
+
+@named_as(
+    "HTreeAttention", cu_seq_q="cu_seqlens", cu_seq_k="cu_seqlens", max_q="max_seqlen", max_k="max_seqlen"
+)
+def _attend_packed(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, options: TreeOptions
+) -> Tensor:
+    """tree_attention_varlen of documents whose queries are all of their tokens."""
+    out, _ = torch.ops.htree.attention_varlen(
+        query,
+        key,
+        value,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        options.compression_rate,
+        options.top_nodes,
+        options.top_k,
+        options.scale,
+        options.rope_base,
+        options.importance,
+        options.selection_stride,
+        selection_span=options.selection_span,
+    )
+    return out
 
 
 class HTreeAttention(nn.Module):
@@ -265,7 +295,7 @@ class HTreeAttention(nn.Module):
         return out
 
     def _heads(self, name: str, x: Tensor) -> Tensor:
-        """A projection of x [B, T, E] as [B, T, heads, head_dim], with the heads that this rank has."""
+        """A projection of x [..., E] as [..., heads, head_dim], with the heads that this rank has."""
         rows: Tensor = getattr(self, name)(x)
         if rows.shape[-1] % self.head_dim:
             raise ValueError(
@@ -274,72 +304,20 @@ class HTreeAttention(nn.Module):
             )
         return rows.unflatten(-1, (-1, self.head_dim))
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        attn_mask: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        cache: TreeKVCache | None = None,
-    ) -> Tensor:
-        """Attends causally within each sequence.
-
-        Args:
-            x: [B, T, E]; with ``cp_group`` this rank's tokens, as :func:`htree_ops.distributed.shard_sequence` gives
-                them.
-            attn_mask, key_padding_mask: must be None; they exist so that they can be refused by name.
-
-        Returns:
-            [B, T, E] in the dtype of x (of autocast, where it is on).
-
-        Raises:
-            ShapeMismatchError: another shape of x.
-            UnsupportedDtypeError: x has another dtype than the parameters of an ``nn.Linear``, outside autocast; a
-                layer that has replaced ``q_proj`` checks x itself.
-            NotImplementedError: a mask or padding is given, or a cache beside ``cp_group``.
-            TypeError, ValueError: a cache of another class, of other options or sizes, or without room.
-            ValueError: projections that are sharded over ranks give query and key heads that do not belong together.
-        """
-        for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
-            if mask is not None:
-                raise NotImplementedError(
-                    f"HTreeAttention: {name} is not supported: the attention is causal over the whole "
-                    "sequence. Run sequences of different lengths one by one, or pad at the end and ignore "
-                    "those rows"
-                )
-        check_tensor("HTreeAttention", "x", x)
-        if type(self.q_proj) is nn.Linear:  # a layer that replaced it, such as FP8Linear, has its own rule
-            dtype = self.q_proj.weight.dtype
-            if not x.is_floating_point() or (x.dtype != dtype and autocast_dtype(x.device) is None):
-                refuse(
-                    UnsupportedDtypeError,
-                    f"HTreeAttention: x must have the dtype of the parameters ({dtype}), got {x.dtype}",
-                    dtype=x.dtype,
-                    supported_dtypes=(dtype,),
-                    tensor_name="x",
-                )
-        if x.dim() != 3 or x.shape[2] != self.embed_dim:
-            refuse(
-                ShapeMismatchError,
-                f"HTreeAttention: x must be [B, T, {self.embed_dim}], got {tuple(x.shape)}",
-                expected=("B", "T", self.embed_dim),
-                actual=tuple(x.shape),
-                tensor_name="x",
-            )
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, with the heads before the last dim."""
         q, k, v = (self._heads(name, x) for name in ("q_proj", "k_proj", "v_proj"))
         # Under tensor parallelism the projections of a rank may give some of the heads.
-        if q.shape[2] * self.num_kv_heads != k.shape[2] * self.num_heads:
+        if q.shape[-2] * self.num_kv_heads != k.shape[-2] * self.num_heads:
             raise ValueError(
                 f"HTreeAttention: the projections must give {self.num_heads // self.num_kv_heads} query heads per key "
-                f"head, got {q.shape[2]} and {k.shape[2]}: shard all three or, where num_kv_heads = "
+                f"head, got {q.shape[-2]} and {k.shape[-2]}: shard all three or, where num_kv_heads = "
                 f"{self.num_kv_heads} is no multiple of the ranks, none"
             )
-        if cache is not None:
-            if self.cp_group is not None:
-                raise NotImplementedError(
-                    "HTreeAttention: a cache is not supported beside cp_group: make the layer without a group to decode"
-                )
-            return self.o_proj(self._attend_from(cache, q, k, v).flatten(2))
+        return q, k, v
+
+    def _attend(self, x: Tensor) -> Tensor:
+        """The layer on [B, T, E]."""
         attend: Callable[..., Any] = tree_attention
         if self.cp_group is not None:
             from htree_ops.distributed import tree_attention_cp  # only where it is asked for
@@ -347,9 +325,7 @@ class HTreeAttention(nn.Module):
             attend = partial(tree_attention_cp, group=self.cp_group, balance=self.cp_balance)
         options = self.options
         out = attend(
-            q,
-            k,
-            v,
+            *self._project(x),
             compression_rate=options.compression_rate,
             max_top_nodes=options.max_top_nodes,
             top_k=options.top_k,
@@ -362,6 +338,152 @@ class HTreeAttention(nn.Module):
             selection_span=options.selection_span,
         )
         return self.o_proj(out.flatten(2))
+
+    def _attend_documents(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Tensor:
+        """The layer on packed documents [N, E]."""
+        check_tensor("HTreeAttention", "cu_seqlens", cu_seqlens)
+        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+            refuse(
+                ShapeMismatchError,
+                f"HTreeAttention: cu_seqlens must be [documents + 1], got {tuple(cu_seqlens.shape)}",
+                expected=("documents + 1",),
+                actual=tuple(cu_seqlens.shape),
+                tensor_name="cu_seqlens",
+            )
+        check_devices("HTreeAttention", {"x": x, "cu_seqlens": cu_seqlens})
+        behind = (torch.arange(x.shape[0], device=x.device) >= cu_seqlens[-1])[:, None]
+        q, k, v = self._project(x.masked_fill(behind, 0))
+        if self.options.scope == "q_head":
+            k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], dim=1) for y in (k, v))
+        longest = x.shape[0] if max_seqlen is None else max_seqlen
+        out = _attend_packed(q, k, v, cu_seqlens, longest, self.options)
+        return self.o_proj(out.flatten(1)).masked_fill(behind, 0)
+
+    def _padding_of(self, x: Tensor, mask: Tensor) -> Padding:
+        """Checks a key_padding_mask."""
+        check_tensor("HTreeAttention", "key_padding_mask", mask)
+        if mask.dtype != torch.bool:
+            refuse(
+                UnsupportedDtypeError,
+                "HTreeAttention: key_padding_mask must have dtype torch.bool, with True at padding, got "
+                f"{mask.dtype}",
+                dtype=mask.dtype,
+                supported_dtypes=(torch.bool,),
+                tensor_name="key_padding_mask",
+            )
+        if mask.shape != x.shape[:2]:
+            refuse(
+                ShapeMismatchError,
+                f"HTreeAttention: key_padding_mask must be [B, T] = {tuple(x.shape[:2])}, got {tuple(mask.shape)}",
+                expected=tuple(x.shape[:2]),
+                actual=tuple(mask.shape),
+                tensor_name="key_padding_mask",
+            )
+        check_devices("HTreeAttention", {"x": x, "key_padding_mask": mask})
+        if self.options.importance == "lse":
+            raise ValueError(
+                "HTreeAttention: key_padding_mask must be None where importance is 'lse', which is not causal"
+            )
+        padding = Padding.of(mask)
+        if mask.device.type == "cpu" and not torch.compiler.is_compiling() and bool(padding.broken.any()):
+            raise ValueError(
+                "HTreeAttention: key_padding_mask must be True at one or both ends of each sequence and nowhere "
+                f"else, got padding between tokens of sequence {int(padding.broken.int().argmax())}"
+            )
+        return padding
+
+    def _check_x(self, x: Tensor, is_packed: bool) -> None:
+        check_tensor("HTreeAttention", "x", x)
+        if type(self.q_proj) is nn.Linear:  # a layer that replaced it, such as FP8Linear, has its own rule
+            dtype = self.q_proj.weight.dtype
+            if not x.is_floating_point() or (x.dtype != dtype and autocast_dtype(x.device) is None):
+                refuse(
+                    UnsupportedDtypeError,
+                    f"HTreeAttention: x must have the dtype of the parameters ({dtype}), got {x.dtype}",
+                    dtype=x.dtype,
+                    supported_dtypes=(dtype,),
+                    tensor_name="x",
+                )
+        fits = (x.dim() == 2 or (x.dim() == 3 and x.shape[0] == 1)) if is_packed else x.dim() == 3
+        if not fits or x.shape[-1] != self.embed_dim:
+            width = self.embed_dim
+            refuse(
+                ShapeMismatchError,
+                f"HTreeAttention: x must be {f'[1, N, {width}] or [N, {width}]' if is_packed else f'[B, T, {width}]'}"
+                f"{' with cu_seqlens' if is_packed else ''}, got {tuple(x.shape)}",
+                expected=("N", width) if is_packed else ("B", "T", width),
+                actual=tuple(x.shape),
+                tensor_name="x",
+            )
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        attn_mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        cache: TreeKVCache | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        """Attends causally within each sequence, or within each document.
+
+        Nothing of padding reaches a real row or a gradient, whatever stands there.
+
+        Args:
+            x: [B, T, E]; with ``cp_group`` this rank's tokens, as :func:`htree_ops.distributed.shard_sequence` gives
+                them; with ``cu_seqlens`` [1, N, E] or [N, E].
+            attn_mask: must be None; it exists so that it can be refused by name.
+            key_padding_mask: bool [B, T], True at padding as in ``torch.nn.MultiheadAttention``. Padding stands at one
+                or both ends of a sequence, whose first real row is its token 0. The host reads nothing.
+            cache: x holds the new tokens of its sequences.
+            cu_seqlens: int32 [documents + 1], ascending from 0: document i is the rows cu_seqlens[i] ...
+                cu_seqlens[i + 1] - 1, as in :func:`htree_ops.tree_attention_varlen`, which says when it reads them.
+            max_seqlen: no document is longer; None is N.
+
+        Returns:
+            The shape of x, in its dtype (of autocast, where it is on). Padded rows, and rows at or behind
+            cu_seqlens[-1], are 0. On CUDA and under torch.compile, where nothing is read, the other rows of a sequence
+            with padding between tokens are NaN.
+
+        Raises:
+            ShapeMismatchError: another shape of x or of the mask.
+            UnsupportedDtypeError: x has another dtype than the parameters of an ``nn.Linear``, outside autocast; a
+                layer that has replaced ``q_proj`` checks x itself. A mask that is not bool.
+            NotImplementedError: attn_mask is given, or a cache, a mask or documents beside ``cp_group``.
+            TypeError, ValueError: a cache of another class, of other options or sizes, or without room; more than one
+                of key_padding_mask, cache and cu_seqlens; key_padding_mask with importance="lse"; on the CPU padding
+                between tokens, or documents that do not fit.
+            ValueError: projections that are sharded over ranks give query and key heads that do not belong together.
+        """
+        if attn_mask is not None:
+            raise NotImplementedError(
+                "HTreeAttention: attn_mask is not supported: the attention is causal over the whole sequence. "
+                "key_padding_mask leaves out padding, cu_seqlens separates packed documents"
+            )
+        given = {"key_padding_mask": key_padding_mask, "cache": cache, "cu_seqlens": cu_seqlens}
+        names = [name for name, value in given.items() if value is not None]
+        if len(names) > 1:
+            raise ValueError(f"HTreeAttention: {names[1]} must be None where {names[0]} is given")
+        if names and self.cp_group is not None:
+            what = "a cache" if cache is not None else names[0]
+            raise NotImplementedError(
+                f"HTreeAttention: {what} is not supported beside cp_group: make the layer without a group"
+                f"{' to decode' if cache is not None else ''}"
+            )
+        if max_seqlen is not None:
+            check_int("HTreeAttention", "max_seqlen", max_seqlen, 0)
+            if cu_seqlens is None:
+                raise ValueError("HTreeAttention: max_seqlen must be None where cu_seqlens is None")
+        self._check_x(x, is_packed=cu_seqlens is not None)
+        if cu_seqlens is not None:
+            return self._attend_documents(x.flatten(0, -2), cu_seqlens, max_seqlen).view(x.shape)
+        if cache is not None:
+            return self.o_proj(self._attend_from(cache, *self._project(x)).flatten(2))
+        if key_padding_mask is None:
+            return self._attend(x)
+        padding = self._padding_of(x, key_padding_mask)
+        return padding.from_front(self._attend(padding.to_front(x)))
 
     def extra_repr(self) -> str:
         """Sizes and the options that shape the tree."""

@@ -50,12 +50,14 @@ from .tree import (
     tree_build,
     tree_build_backward,
 )
+from .varlen import attention_varlen
 
 __all__ = [
     "Candidates",
     "Forward",
     "LayerTrace",
     "accumulate_non_topk",
+    "attention_varlen",
     "bottom_accumulate",
     "build_layers",
     "candidates",

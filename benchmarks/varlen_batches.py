@@ -1,0 +1,162 @@
+"""Packed documents of different lengths, beside what each would take in a full batch, and beside dense attention.
+
+Run: ``python benchmarks/varlen_batches.py --csv PATH`` on a GPU with 40 GB. Three questions, forward and backward, each
+with a yardstick that ``multiple`` divides by:
+
+* ``spread``, documents of very different lengths: the sum over documents of the time of a batch of that length that
+  fills the GPU, divided by its size. What is above 1 is padding, copies and launches.
+* ``equal``, documents of one length: ``tree_attention`` of the same tensors as a batch.
+* ``dense``, documents of which no key is left out: ``torch.nn.attention.varlen.varlen_attn``, causal, without rotation.
+
+Figures are reported, never asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import htree_ops  # noqa: F401 - registers the ops
+from htree_ops.bench import timing
+from htree_ops.bench.plain_rows import print_rows
+from htree_ops.bench.progress import progress
+from htree_ops.bench.results import source_commit
+from htree_ops.testing.cases import normal
+from htree_ops.testing.tree_attention_varlen_cases import BENCHMARK_CASES, VarlenCase
+
+#: Tokens of a batch that fills the GPU.
+FULL_BATCH = 65_536
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VarlenRow:
+    """One batch in one direction; ``multiple`` is its time by that of the yardstick."""
+
+    device: str
+    torch: str
+    commit: str
+    batch: str
+    direction: str
+    documents: int
+    tokens: int
+    selection_stride: int
+    median_ms: float
+    yardstick: str
+    yardstick_ms: float
+    multiple: float
+
+
+def differentiate(attend: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Call:
+    """The backward of ``attend(*inputs)``, whose graph is made here."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = attend(*leaves)
+    dout = normal(tuple(out.shape), out.dtype, out.device, 7)
+    return partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
+
+
+def calls_of(attend: Callable[..., Tensor], inputs: Sequence[Tensor]) -> dict[str, Call]:
+    """The call of each direction."""
+    return {"forward": partial(attend, *inputs), "backward": differentiate(attend, inputs)}
+
+
+def attend_packed(case: VarlenCase, cu: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    longest = max(case.lengths)
+    return torch.ops.htree.attention_varlen(q, k, v, cu, cu, longest, longest, *case.op_options())[0]
+
+
+def attend_batch(case: VarlenCase, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Equal documents as a batch; the backward selects again, as that of packed documents does."""
+    batch = (x.unflatten(0, (len(case.lengths), case.lengths[0])) for x in (q, k, v))
+    return torch.ops.htree.attention(*batch, *case.op_options(), False).flatten(0, 1)
+
+
+def attend_densely(case: VarlenCase, cu: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    longest = max(case.lengths)
+    out = varlen_attn(q, k, v, cu, cu, longest, longest, window_size=(-1, 0))
+    assert isinstance(out, Tensor)  # a pair only where more is asked for
+    return out
+
+
+def times_of(calls: dict[str, Call], device: str, rounds: int) -> dict[str, float]:
+    """Milliseconds of each call, taken in turns."""
+    effort, clock = timing.Effort(rounds=rounds), timing.clock_for(device)
+    found = timing.measure_undisturbed({name: [call] for name, call in calls.items()}, clock, effort)
+    return {name: found[name].median_us / 1e3 for name in calls}
+
+
+def full_batches(case: VarlenCase, device: str, rounds: int) -> dict[str, float]:
+    """For each direction the sum over documents of their share of a full batch."""
+    total = {"forward": 0.0, "backward": 0.0}
+    for length in progress(case.lengths, lambda length: f"full batch of {length}"):
+        count = max(1, -(-FULL_BATCH // length)) if device == "cuda" else 1
+        batch = replace(case, lengths=(length,) * count)
+        calls = calls_of(partial(attend_batch, batch), batch.make_qkv(device))
+        for direction, time in times_of(calls, device, rounds).items():
+            total[direction] += time / count
+    return total
+
+
+def measure(case: VarlenCase, device: str, rounds: int) -> list[VarlenRow]:
+    """A row for each direction."""
+    inputs, cu = case.make_qkv(device), case.make_offsets(device)[0]
+    calls = calls_of(partial(attend_packed, case, cu), inputs)
+    if case.name == "spread":
+        yardstick, theirs = "sum of full batches", full_batches(case, device, rounds)
+        ours = times_of(calls, device, rounds)
+    else:
+        equal = case.name == "equal"
+        yardstick = "tree_attention" if equal else "varlen_attn"
+        other = calls_of(partial(attend_batch, case) if equal else partial(attend_densely, case, cu), inputs)
+        ours, theirs = {}, {}
+        for direction, call in calls.items():
+            both = times_of({"ours": call, "theirs": other[direction]}, device, rounds)
+            ours[direction], theirs[direction] = both["ours"], both["theirs"]
+    return [
+        VarlenRow(
+            device=torch.cuda.get_device_name() if device == "cuda" else "cpu",
+            torch=torch.__version__,
+            commit=source_commit(),
+            batch=case.name,
+            direction=direction,
+            documents=len(case.lengths),
+            tokens=sum(case.lengths),
+            selection_stride=case.selection_stride,
+            median_ms=time,
+            yardstick=yardstick,
+            yardstick_ms=theirs[direction],
+            multiple=time / theirs[direction],
+        )
+        for direction, time in ours.items()
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table and writes it where ``--csv`` says."""
+    parser = argparse.ArgumentParser(description="time of packed documents")
+    parser.add_argument("--csv", type=Path, help="write the rows to this file")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args(argv)
+    cases = BENCHMARK_CASES[arguments.device]
+    rows = [
+        row
+        for case in progress(cases, lambda case: f"{case.name} stride {case.selection_stride}")
+        for row in measure(case, arguments.device, arguments.rounds)
+    ]
+    print_rows(rows, arguments.csv)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,351 @@
+// Schemas, checks, CPU, CUDA and Meta kernels, Autograd and Autocast of tree attention over packed documents.
+// docs/semantics/tree_attention.md §1.16; docs/semantics/conventions.md §0.5.
+#include "ops/tree_attention/varlen/varlen.h"
+
+#include <ATen/autocast_mode.h>
+
+#include "host/autograd.h"
+#include "host/op_handle.h"
+#include "host/registration.h"
+
+namespace htree::tree_attention {
+
+// ---- checks
+
+void check_varlen(const char* op, const PackedInputs& inputs, const Documents& documents,
+                  const TreeOptions& options, std::string_view grouping) {
+  const auto& [query, key, value] = inputs;
+  check_options(op, options);
+  check_rank(op, "query", query, 3, "[N, H, K]");
+  check_rank(op, "key", key, 3, "[N_k, H_kv, K]");
+  check_rank(op, "value", value, 3, "[N_k, H_kv, V]");
+  check_floating(op, "query", query, /*double_on_cuda=*/false);
+  for (const auto& [name, x] : {std::pair("key", key), std::pair("value", value)}) {
+    check_same_dtype(op, name, x, "query", query);
+    check_same_device(op, name, x, "query", query);
+  }
+  const SymInt key_dim = query.sym_size(2), heads = query.sym_size(1), kv_heads = key.sym_size(1);
+  check_size(op, "key", key, 2, key_dim, "K of query");
+  TORCH_CHECK_VALUE(holds(key_dim.sym_ge(2)) && same_size(key_dim % 2, 0), op,
+                    ": K, the last size of query, must be even and at least 2, got ", key_dim, " in ",
+                    query.sym_sizes());
+  TORCH_CHECK_VALUE(holds(kv_heads.sym_ge(1)) && holds(heads.sym_ge(1)) && same_size(heads % kv_heads, 0), op,
+                    ": H of query must be a positive multiple of H_kv of key, got H = ", heads,
+                    " and H_kv = ", kv_heads, " in ", query.sym_sizes(), " and ", key.sym_sizes());
+  check_size(op, "value", value, 0, key.sym_size(0), "N_k of key");
+  check_size(op, "value", value, 1, kv_heads, "H_kv of key");
+  TORCH_CHECK_VALUE(holds(value.sym_size(2).sym_ge(1)), op,
+                    ": V, the last size of value, must be at least 1, got ", value.sym_sizes());
+  for (const auto& [name, rows] :
+       {std::pair("query", query.sym_size(0)), std::pair("key", key.sym_size(0))}) {
+    TORCH_CHECK_VALUE(holds(rows.sym_lt(kIndexLimit)), op, ": ", name, " must have less than 2^31 rows, got ",
+                      rows);
+  }
+  for (const auto& [name, offsets] :
+       {std::pair("cu_seq_q", documents.cu_seq_q), std::pair("cu_seq_k", documents.cu_seq_k)}) {
+    check_rank(op, name, offsets, 1, "[documents + 1]");
+    check_dtype(op, name, offsets, {at::kInt});
+    check_same_device(op, name, offsets, "query", query);
+    TORCH_CHECK_VALUE(holds(offsets.sym_size(0).sym_ge(1)), op, ": ", name,
+                      " must have at least one element, got ", offsets.sym_sizes());
+  }
+  check_size(op, "cu_seq_k", documents.cu_seq_k, 0, documents.cu_seq_q.sym_size(0),
+             "documents + 1 of cu_seq_q");
+  for (const auto& [name, most] :
+       {std::pair("max_q", documents.max_q), std::pair("max_k", documents.max_k)}) {
+    TORCH_CHECK_VALUE(holds(most.sym_ge(0)), op, ": ", name, " must be at least 0, got ", most);
+  }
+  TORCH_CHECK_VALUE(
+      grouping == "auto" || grouping == "document" || grouping == "length" || grouping == "rank", op,
+      ": grouping must be one of auto, document, length, rank, got '", grouping, "'");
+}
+
+void check_varlen_state(const char* op, const Tensor& dout, const PackedInputs& inputs,
+                        const VarlenState& state) {
+  const Tensor& query = inputs.query;
+  const std::array<SymInt, 3> shape = {query.sym_size(0), query.sym_size(1), inputs.value.sym_size(2)};
+  const auto check_one = [&](const char* name, const Tensor& tensor, at::ScalarType dtype, int64_t rank) {
+    check_dtype(op, name, tensor, {dtype});
+    check_same_device(op, name, tensor, "query", query);
+    check_shape(op, name, tensor, c10::SymIntArrayRef(shape).slice(0, rank),
+                rank == 3 ? "[N, H, V]" : "[N, H]");
+  };
+  check_one("dout", dout, query.scalar_type(), 3);
+  check_one("out", std::get<0>(state), query.scalar_type(), 3);
+  check_one("gmax", std::get<1>(state), state_dtype(query), 2);
+  check_one("gsum", std::get<2>(state), state_dtype(query), 2);
+}
+
+namespace {
+
+// ---- kernels
+
+Tensor lse_of(const VarlenState& state) {
+  return std::get<1>(state) + std::get<2>(state).log();
+}
+
+// for every document: out[its queries] = attention(query[its queries], key[its keys], value[its keys])
+template <const VarlenKernels* kKernels>
+VarlenState forward(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seq_q,
+                    const Tensor& cu_seq_k, SymInt max_q, SymInt max_k, const TreeOptions& options,
+                    std::string_view grouping) {
+  return varlen_forward(kKernels, "attention_varlen_forward", {query, key, value},
+                        {cu_seq_q, cu_seq_k, max_q, max_k}, options, grouping);
+}
+
+// (attention_varlen_forward(...)[0], gmax + log(gsum))
+template <const VarlenKernels* kKernels>
+std::tuple<Tensor, Tensor> attention_varlen(const Tensor& query, const Tensor& key, const Tensor& value,
+                                            const Tensor& cu_seq_q, const Tensor& cu_seq_k, SymInt max_q,
+                                            SymInt max_k, const TreeOptions& options,
+                                            std::string_view grouping) {
+  const VarlenState state = varlen_forward(kKernels, "attention_varlen", {query, key, value},
+                                           {cu_seq_q, cu_seq_k, max_q, max_k}, options, grouping);
+  return {std::get<0>(state), lse_of(state)};
+}
+
+// for every document: the gradients of the call above
+template <const VarlenKernels* kKernels>
+Gradients backward(const Tensor& dout, const Tensor& query, const Tensor& key, const Tensor& value,
+                   const Tensor& cu_seq_q, const Tensor& cu_seq_k, SymInt max_q, SymInt max_k,
+                   const Tensor& out, const Tensor& gmax, const Tensor& gsum, const TreeOptions& options,
+                   std::string_view grouping, std::array<bool, 3> output_mask) {
+  return varlen_backward(kKernels, dout, {query, key, value}, {cu_seq_q, cu_seq_k, max_q, max_k},
+                         {out, gmax, gsum}, options, grouping, output_mask);
+}
+
+template <const VarlenKernels* kKernels>
+void register_kernels(torch::Library& library) {
+  library.impl("attention_varlen_forward", TORCH_FN(kLoose<forward<kKernels>>));
+  library.impl("attention_varlen", TORCH_FN(kLoose<attention_varlen<kKernels>>));
+  library.impl("attention_varlen_backward", TORCH_FN(kLoose<backward<kKernels>>));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(htree, library) {
+  const std::string options = TreeOptions::kSchema;
+  const std::string later = TreeOptions::kLaterSchema;
+  const std::string inputs =
+      "Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, SymInt max_q, SymInt "
+      "max_k, ";
+  const std::string rest = options + ", str grouping=\"auto\", ";
+  const std::string attention_varlen =
+      "attention_varlen(" + inputs + rest + later + ") -> (Tensor out, Tensor lse)";
+  const std::string forward =
+      "attention_varlen_forward(" + inputs + rest + later + ") -> (Tensor out, Tensor gmax, Tensor gsum)";
+  const std::string backward =
+      "attention_varlen_backward(Tensor dout, " + inputs + "Tensor out, Tensor gmax, Tensor gsum, " + rest +
+      "bool[3] output_mask=[True, True, True], " + later + ") -> (Tensor dq, Tensor dk, Tensor dv)";
+  define_ops(library, {attention_varlen.c_str(), forward.c_str(), backward.c_str()});
+}
+
+TORCH_LIBRARY_IMPL(htree, CPU, library) {
+  register_kernels<&kVarlenCpu>(library);
+}
+
+#if defined(HTREE_WITH_CUDA)
+TORCH_LIBRARY_IMPL(htree, CUDA, library) {
+  register_kernels<&kVarlenCuda>(library);
+}
+#endif
+
+TORCH_LIBRARY_IMPL(htree, Meta, library) {
+  register_kernels<nullptr>(library);
+}
+
+// ---- Autograd and Autocast
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::variable_list;
+
+// The documents and how they run, as autograd passes and keeps them.
+struct VarlenArguments {
+  Tensor cu_seq_q, cu_seq_k;
+  SymInt max_q, max_k;
+  TreeOptions options;
+  std::string grouping;
+};
+
+using VarlenOp =
+    TreeOp<std::tuple<Tensor, Tensor>(const Tensor& query, const Tensor& key, const Tensor& value,
+                                      const Tensor& cu_seq_q, const Tensor& cu_seq_k, SymInt max_q,
+                                      SymInt max_k, const TreeOptions& options, std::string_view grouping)>;
+using ForwardOp = TreeOp<VarlenState(const Tensor& query, const Tensor& key, const Tensor& value,
+                                     const Tensor& cu_seq_q, const Tensor& cu_seq_k, SymInt max_q,
+                                     SymInt max_k, const TreeOptions& options, std::string_view grouping)>;
+using BackwardOp =
+    TreeOp<Gradients(const Tensor& dout, const Tensor& query, const Tensor& key, const Tensor& value,
+                     const Tensor& cu_seq_q, const Tensor& cu_seq_k, SymInt max_q, SymInt max_k,
+                     const Tensor& out, const Tensor& gmax, const Tensor& gsum, const TreeOptions& options,
+                     std::string_view grouping, std::array<bool, 3> output_mask)>;
+
+const VarlenOp& varlen_op() {
+  static const VarlenOp op("htree::attention_varlen");
+  return op;
+}
+
+const ForwardOp& varlen_forward_op() {
+  static const ForwardOp op("htree::attention_varlen_forward");
+  return op;
+}
+
+Gradients call_varlen_backward(const Tensor& dout, const PackedInputs& x, const VarlenState& state,
+                               const VarlenArguments& a, std::array<bool, 3> output_mask) {
+  static const BackwardOp op("htree::attention_varlen_backward");
+  return op(dout, x.query, x.key, x.value, a.cu_seq_q, a.cu_seq_k, a.max_q, a.max_k, std::get<0>(state),
+            std::get<1>(state), std::get<2>(state), a.options, a.grouping, output_mask);
+}
+
+struct VarlenNode : Function<VarlenNode> {
+  static constexpr bool is_traceable = true;
+
+  // Writes the log-sum-exps to `lse`. They have no gradient, and an output that says so of itself cannot be traced.
+  static Tensor forward(AutogradContext* ctx, const Tensor& query, const Tensor& key, const Tensor& value,
+                        const VarlenArguments& a, Tensor* lse) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->set_materialize_grads(false);
+    const VarlenState state = varlen_forward_op()(query, key, value, a.cu_seq_q, a.cu_seq_k, a.max_q, a.max_k,
+                                                  a.options, a.grouping);
+    const auto& [out, gmax, gsum] = state;
+    ctx->save_for_backward({query, key, value, a.cu_seq_q, a.cu_seq_k, out, gmax, gsum});
+    a.options.save(ctx->saved_data);
+    ctx->saved_data["max_q"] = a.max_q;
+    ctx->saved_data["max_k"] = a.max_k;
+    ctx->saved_data["grouping"] = a.grouping;
+    *lse = lse_of(state);
+    return out;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    if (!grads[0].defined()) {
+      return variable_list(5);
+    }
+    const variable_list saved = ctx->get_saved_variables();
+    auto& data = ctx->saved_data;
+    const VarlenArguments a = {saved[3],
+                               saved[4],
+                               data["max_q"].toSymInt(),
+                               data["max_k"].toSymInt(),
+                               TreeOptions::load(data),
+                               data["grouping"].toStringRef()};
+    const std::array<bool, 3> wanted = {ctx->needs_input_grad(0), ctx->needs_input_grad(1),
+                                        ctx->needs_input_grad(2)};
+    auto [dq, dk, dv] = call_varlen_backward(grads[0], {saved[0], saved[1], saved[2]},
+                                             {saved[5], saved[6], saved[7]}, a, wanted);
+    return {dq, dk, dv, Tensor(), Tensor()};
+  }
+};
+
+// Only the wanted gradients become outputs, because outputs of a node must be defined.
+struct VarlenBackwardNode : Function<VarlenBackwardNode> {
+  static constexpr bool is_traceable = true;
+
+  static variable_list forward(AutogradContext*, const Tensor& dout, const Tensor& query, const Tensor& key,
+                               const Tensor& value, const Tensor& out, const VarlenState& state,
+                               const VarlenArguments& a, std::array<bool, 3> output_mask) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    const auto [dq, dk, dv] = call_varlen_backward(
+        dout, {query, key, value}, {out, std::get<1>(state), std::get<2>(state)}, a, output_mask);
+    variable_list wanted;
+    for (const Tensor& gradient : {dq, dk, dv}) {
+      if (gradient.defined()) {
+        wanted.push_back(gradient);
+      }
+    }
+    return wanted;
+  }
+
+  static variable_list backward(AutogradContext*, const variable_list&) {
+    refuse_double_backward("attention_varlen_backward");
+  }
+};
+
+std::tuple<Tensor, Tensor> varlen_autograd(const Tensor& query, const Tensor& key, const Tensor& value,
+                                           const Tensor& cu_seq_q, const Tensor& cu_seq_k, SymInt max_q,
+                                           SymInt max_k, const TreeOptions& options,
+                                           std::string_view grouping) {
+  if (needs_grad({query, key, value})) {
+    check_varlen("attention_varlen", {query, key, value}, {cu_seq_q, cu_seq_k, max_q, max_k}, options,
+                 grouping);
+    Tensor lse;
+    const Tensor out = VarlenNode::apply(
+        query, key, value, VarlenArguments{cu_seq_q, cu_seq_k, max_q, max_k, options, std::string(grouping)},
+        &lse);
+    return {out, lse};
+  }
+  at::AutoDispatchBelowAutograd guard;
+  return varlen_op()(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, options, grouping);
+}
+
+Gradients varlen_backward_autograd(const Tensor& dout, const Tensor& query, const Tensor& key,
+                                   const Tensor& value, const Tensor& cu_seq_q, const Tensor& cu_seq_k,
+                                   SymInt max_q, SymInt max_k, const Tensor& out, const Tensor& gmax,
+                                   const Tensor& gsum, const TreeOptions& options, std::string_view grouping,
+                                   std::array<bool, 3> output_mask) {
+  const VarlenArguments a = {cu_seq_q, cu_seq_k, max_q, max_k, options, std::string(grouping)};
+  const VarlenState state = {out, gmax, gsum};
+  const bool any_wanted = output_mask[0] || output_mask[1] || output_mask[2];
+  if (!any_wanted || !needs_grad({dout, query, key, value, out})) {
+    at::AutoDispatchBelowAutograd guard;
+    return call_varlen_backward(dout, {query, key, value}, state, a, output_mask);
+  }
+  const variable_list wanted = VarlenBackwardNode::apply(dout, query, key, value, out, state, a, output_mask);
+  Gradients gradients;
+  size_t next = 0;
+  std::get<0>(gradients) = output_mask[0] ? wanted[next++] : Tensor();
+  std::get<1>(gradients) = output_mask[1] ? wanted[next++] : Tensor();
+  std::get<2>(gradients) = output_mask[2] ? wanted[next++] : Tensor();
+  return gradients;
+}
+
+template <at::DeviceType kDevice, typename Result, typename Op>
+Result cast_and_call(const Op& op, const Tensor& query, const Tensor& key, const Tensor& value,
+                     const VarlenArguments& a) {
+  c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
+  const at::ScalarType dtype = at::autocast::get_autocast_dtype(kDevice);
+  const auto cast = [&](const Tensor& x) { return at::autocast::cached_cast(dtype, x, kDevice); };
+  return op(cast(query), cast(key), cast(value), a.cu_seq_q, a.cu_seq_k, a.max_q, a.max_k, a.options,
+            a.grouping);
+}
+
+template <at::DeviceType kDevice>
+std::tuple<Tensor, Tensor> varlen_autocast(const Tensor& query, const Tensor& key, const Tensor& value,
+                                           const Tensor& cu_seq_q, const Tensor& cu_seq_k, SymInt max_q,
+                                           SymInt max_k, const TreeOptions& options,
+                                           std::string_view grouping) {
+  return cast_and_call<kDevice, std::tuple<Tensor, Tensor>>(
+      varlen_op(), query, key, value, {cu_seq_q, cu_seq_k, max_q, max_k, options, std::string(grouping)});
+}
+
+template <at::DeviceType kDevice>
+VarlenState varlen_forward_autocast(const Tensor& query, const Tensor& key, const Tensor& value,
+                                    const Tensor& cu_seq_q, const Tensor& cu_seq_k, SymInt max_q,
+                                    SymInt max_k, const TreeOptions& options, std::string_view grouping) {
+  return cast_and_call<kDevice, VarlenState>(
+      varlen_forward_op(), query, key, value,
+      {cu_seq_q, cu_seq_k, max_q, max_k, options, std::string(grouping)});
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(htree, Autograd, library) {
+  register_no_gradient(library, {"attention_varlen_forward"});
+  library.impl("attention_varlen", TORCH_FN(kLoose<varlen_autograd>));
+  library.impl("attention_varlen_backward", TORCH_FN(kLoose<varlen_backward_autograd>));
+}
+
+TORCH_LIBRARY_IMPL(htree, AutocastCPU, library) {
+  library.impl("attention_varlen", TORCH_FN(kLoose<varlen_autocast<at::kCPU>>));
+  library.impl("attention_varlen_forward", TORCH_FN(kLoose<varlen_forward_autocast<at::kCPU>>));
+}
+
+TORCH_LIBRARY_IMPL(htree, AutocastCUDA, library) {
+  library.impl("attention_varlen", TORCH_FN(kLoose<varlen_autocast<at::kCUDA>>));
+  library.impl("attention_varlen_forward", TORCH_FN(kLoose<varlen_forward_autocast<at::kCUDA>>));
+}
+
+}  // namespace htree::tree_attention

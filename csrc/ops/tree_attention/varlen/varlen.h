@@ -1,0 +1,76 @@
+// Contract of tree attention over packed documents: checks, outputs, and what CPU and CUDA have to provide.
+// docs/semantics/tree_attention.md §1.16
+#pragma once
+
+#include "ops/tree_attention/attention.h"
+#include "ops/tree_attention/kernels.h"
+#include "ops/tree_attention/plan/varlen.h"
+
+namespace htree::tree_attention {
+
+// The documents of a call: document i has the queries cu_seq_q[i] ... cu_seq_q[i + 1] - 1 and the keys
+// cu_seq_k[i] ... cu_seq_k[i + 1] - 1, at most max_q and max_k of them.
+struct Documents {
+  Tensor cu_seq_q, cu_seq_k;  // int32 [documents + 1]
+  SymInt max_q, max_k;
+};
+
+// query [N, H, K], key [N_k, H_kv, K], value [N_k, H_kv, V]
+struct PackedInputs {
+  Tensor query, key, value;
+};
+
+// (out [N, H, V], gmax [N, H], gsum [N, H])
+using VarlenState = std::tuple<Tensor, Tensor, Tensor>;
+
+// What the rows of a document without a group become.
+enum DocumentKind : int32_t {
+  kInGroup = 0,  // groups write them
+  kBroken = 1,   // NaN: its lengths break the contract
+  kUnused = 2,   // the empty value: it has keys and no query
+};
+
+// Columns of a plan's table: which padded rows of a group are whose. Padded row i of a document is packed row
+// begin + i - shift where 0 <= i - shift < count, else padding.
+enum TableColumn { kQueryBegin, kQueryShift, kQueryCount, kKeyBegin, kKeyShift, kKeyCount, kTableColumns };
+
+// Rows between a packed tensor [N, ...] and a padded one [documents, rows, ...]; `table` is int32
+// [documents, 3], three columns of a plan's table.
+using GatherRows = void(const Tensor& packed, const Tensor& table, double padding, const Tensor& padded);
+using ScatterRows = void(const Tensor& padded, const Tensor& table, const Tensor& packed);
+// Writes the rows of `packed` that no group writes: NaN in those of broken documents, else `empty`. starts int32
+// [documents + 1] ascends from 0, kinds int32 [documents] holds DocumentKind.
+using FillRows = void(const Tensor& starts, const Tensor& kinds, double empty, const Tensor& packed);
+
+GatherRows gather_rows_cpu, gather_rows_cuda;
+ScatterRows scatter_rows_cpu, scatter_rows_cuda;
+FillRows fill_rows_cpu, fill_rows_cuda;
+
+struct VarlenKernels {
+  AttentionForward* forward;
+  AttentionBackward* backward;
+  GatherRows* gather;
+  ScatterRows* scatter;
+  FillRows* fill;
+  // Whether the stream of a tensor records a graph, so that nothing can be read on the host.
+  bool (*records_graph)(const Tensor& like);
+  // On the CPU, where "auto" runs document by document, and a broken one is an error.
+  bool on_host;
+};
+extern const VarlenKernels kVarlenCpu, kVarlenCuda;
+
+// Everything that can be checked without reading the lengths. `grouping` is "auto", "document", "length" or "rank".
+void check_varlen(const char* op, const PackedInputs& inputs, const Documents& documents,
+                  const TreeOptions& options, std::string_view grouping);
+
+void check_varlen_state(const char* op, const Tensor& dout, const PackedInputs& inputs,
+                        const VarlenState& state);
+
+// Without `kernels` (Meta) both end after checks and allocations.
+VarlenState varlen_forward(const VarlenKernels* kernels, const char* op, const PackedInputs& inputs,
+                           const Documents& documents, const TreeOptions& options, std::string_view grouping);
+Gradients varlen_backward(const VarlenKernels* kernels, const Tensor& dout, const PackedInputs& inputs,
+                          const Documents& documents, const VarlenState& state, const TreeOptions& options,
+                          std::string_view grouping, std::array<bool, 3> output_mask);
+
+}  // namespace htree::tree_attention

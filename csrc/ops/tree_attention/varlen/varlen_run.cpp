@@ -1,0 +1,152 @@
+// Runs the groups of a plan, one after another, with the kernels of attention_forward and attention_backward.
+#include <ATen/ops/empty.h>
+
+#include <limits>
+#include <vector>
+
+#include "ops/tree_attention/varlen/varlen_plan.h"
+
+namespace htree::tree_attention {
+namespace {
+
+// The rows of one group, as batches [documents, rows, ...].
+class GroupRows {
+ public:
+  enum Side { kQueries, kKeys };
+
+  GroupRows(const VarlenKernels& kernels, const VarlenPlan& plan, const VarlenGroup& group)
+      : kernels_(kernels), plan_(plan), group_(group) {}
+
+  // `padding` is what rows that belong to no document hold.
+  Tensor take(const Tensor& packed, Side side, double padding = 0) const {
+    if (group_.in_place) return unit_last(view(packed, side));
+    const Tensor batch = empty(packed, side);
+    kernels_.gather(packed, table(side), padding, batch);
+    return batch;
+  }
+
+  // Memory for an output that give() brings into `packed`.
+  Tensor place(const Tensor& packed, Side side) const {
+    if (!packed.defined()) return {};
+    return group_.in_place ? view(packed, side) : empty(packed, side);
+  }
+
+  void give(const Tensor& batch, const Tensor& packed, Side side) const {
+    if (packed.defined() && !group_.in_place) kernels_.scatter(batch, table(side), packed);
+  }
+
+ private:
+  int64_t rows(Side side) const { return side == kQueries ? group_.num_queries : group_.num_keys; }
+
+  Tensor empty(const Tensor& packed, Side side) const {
+    std::vector<int64_t> shape = {group_.count, rows(side)};
+    shape.insert(shape.end(), packed.sizes().begin() + 1, packed.sizes().end());
+    return at::empty(shape, packed.options());
+  }
+
+  Tensor view(const Tensor& packed, Side side) const {
+    const int64_t begin = side == kQueries ? group_.query_begin : group_.key_begin;
+    return packed.narrow(0, begin, group_.count * rows(side)).unflatten(0, {group_.count, rows(side)});
+  }
+
+  Tensor table(Side side) const {
+    return plan_.table.narrow(0, group_.first, group_.count)
+        .narrow(1, side == kQueries ? kQueryBegin : kKeyBegin, kTableColumns / 2);
+  }
+
+  const VarlenKernels& kernels_;
+  const VarlenPlan& plan_;
+  const VarlenGroup& group_;
+};
+
+AttentionArgs group_args(const char* op, const TreeOptions& options, const Tensor& keys,
+                         const VarlenGroup& group) {
+  return resolve_options(op, options, keys, {group.num_keys - group.num_queries}, /*lists_given=*/false);
+}
+
+// Rows of a packed tensor as the kernels copy them: whole, wherever the next row begins.
+Tensor whole_rows(const Tensor& x) {
+  const bool whole = (x.size(2) == 1 || x.stride(2) == 1) && (x.size(1) == 1 || x.stride(1) == x.size(2));
+  return whole ? x : x.contiguous();
+}
+
+}  // namespace
+
+VarlenState varlen_forward(const VarlenKernels* kernels, const char* op, const PackedInputs& inputs,
+                           const Documents& documents, const TreeOptions& options,
+                           std::string_view grouping) {
+  check_varlen(op, inputs, documents, options, grouping);
+  const auto& [query, key, value] = inputs;
+  const std::array<SymInt, 2> rows = {query.sym_size(0), query.sym_size(1)};
+  const VarlenState state = {new_tensor({rows[0], rows[1], value.sym_size(2)}, query.scalar_type(), query),
+                             new_tensor(rows, state_dtype(query), query),
+                             new_tensor(rows, state_dtype(query), query)};
+  if (kernels == nullptr) return state;
+  const auto& [out, gmax, gsum] = state;
+  const VarlenPlan plan = plan_varlen(*kernels, op, inputs, documents, options, grouping);
+  const Tensor q = whole_rows(query), k = whole_rows(key), v = whole_rows(value);
+  using Rows = GroupRows;
+  for (const VarlenGroup& group : plan.groups) {
+    const GroupRows batch(*kernels, plan, group);
+    const Tensor batch_q = batch.take(q, Rows::kQueries);
+    const Tensor batch_k = batch.take(k, Rows::kKeys), batch_v = batch.take(v, Rows::kKeys);
+    const Tensor batch_out = batch.place(out, Rows::kQueries), batch_max = batch.place(gmax, Rows::kQueries),
+                 batch_sum = batch.place(gsum, Rows::kQueries);
+    kernels->forward(batch_q, batch_k, batch_v, group_args(op, options, batch_k, group), batch_out, batch_max,
+                     batch_sum, /*parents=*/{});
+    batch.give(batch_out, out, Rows::kQueries);
+    batch.give(batch_max, gmax, Rows::kQueries);
+    batch.give(batch_sum, gsum, Rows::kQueries);
+  }
+  if (plan.fills) {
+    kernels->fill(plan.starts_q, plan.kinds, 0, out);
+    kernels->fill(plan.starts_q, plan.kinds, -std::numeric_limits<double>::infinity(), gmax);
+    kernels->fill(plan.starts_q, plan.kinds, 0, gsum);
+  }
+  return state;
+}
+
+Gradients varlen_backward(const VarlenKernels* kernels, const Tensor& dout, const PackedInputs& inputs,
+                          const Documents& documents, const VarlenState& state, const TreeOptions& options,
+                          std::string_view grouping, std::array<bool, 3> output_mask) {
+  constexpr const char* kOp = "attention_varlen_backward";
+  check_varlen(kOp, inputs, documents, options, grouping);
+  const auto& [query, key, value] = inputs;
+  const auto& [out, gmax, gsum] = state;
+  check_varlen_state(kOp, dout, inputs, state);
+  const auto gradient = [&](bool wanted, const Tensor& like) {
+    return wanted ? new_tensor(like.sym_sizes(), like.scalar_type(), like) : Tensor();
+  };
+  const Gradients gradients = {gradient(output_mask[0], query), gradient(output_mask[1], key),
+                               gradient(output_mask[2], value)};
+  const auto& [dq, dk, dv] = gradients;
+  if (kernels == nullptr || !(output_mask[0] || output_mask[1] || output_mask[2])) return gradients;
+  const VarlenPlan plan = plan_varlen(*kernels, kOp, inputs, documents, options, grouping);
+  const Tensor q = whole_rows(query), k = whole_rows(key), v = whole_rows(value);
+  const Tensor upstream = whole_rows(dout), result = whole_rows(out), max = gmax.contiguous(),
+               sum = gsum.contiguous();
+  using Rows = GroupRows;
+  for (const VarlenGroup& group : plan.groups) {
+    const GroupRows batch(*kernels, plan, group);
+    const Tensor batch_k = batch.take(k, Rows::kKeys);
+    const Tensor batch_dq = batch.place(dq, Rows::kQueries), batch_dk = batch.place(dk, Rows::kKeys),
+                 batch_dv = batch.place(dv, Rows::kKeys);
+    // A padded query has the scores 0, so with maximum 0 and sum 1 all of its weights are finite, and without
+    // an upstream gradient it adds 0.
+    kernels->backward(batch.take(upstream, Rows::kQueries), batch.take(q, Rows::kQueries), batch_k,
+                      batch.take(v, Rows::kKeys), batch.take(result, Rows::kQueries),
+                      batch.take(max, Rows::kQueries), batch.take(sum, Rows::kQueries, /*padding=*/1),
+                      /*parents=*/{}, group_args(kOp, options, batch_k, group), batch_dq, batch_dk, batch_dv);
+    batch.give(batch_dq, dq, Rows::kQueries);
+    batch.give(batch_dk, dk, Rows::kKeys);
+    batch.give(batch_dv, dv, Rows::kKeys);
+  }
+  if (plan.fills) {
+    if (dq.defined()) kernels->fill(plan.starts_q, plan.kinds, 0, dq);
+    if (dk.defined()) kernels->fill(plan.starts_k, plan.kinds, 0, dk);
+    if (dv.defined()) kernels->fill(plan.starts_k, plan.kinds, 0, dv);
+  }
+  return gradients;
+}
+
+}  // namespace htree::tree_attention

@@ -1,0 +1,48 @@
+"""Sequences with padding at one end, moved to the front without a look at them on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Padding"]
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Where the real rows of each sequence stand, from a mask [B, T] that is True at padding.
+
+    Attributes:
+        mask: the mask.
+        first: the first real row, int64 [B, 1].
+        broken: whether there is padding between real rows, bool [B].
+    """
+
+    mask: Tensor
+    first: Tensor
+    broken: Tensor
+
+    @classmethod
+    def of(cls, mask: Tensor) -> Padding:
+        """Reads the mask on its device."""
+        real = ~mask
+        steps = torch.arange(mask.shape[1], device=mask.device)
+        first = real.int().argmax(1, keepdim=True) if mask.shape[1] else mask.new_zeros(len(mask), 1).long()
+        inside = (steps >= first) & (steps < first + real.sum(1, keepdim=True))
+        return cls(mask, first, (inside != real).any(1))
+
+    def to_front(self, x: Tensor) -> Tensor:
+        """x [B, T, E] with the real rows of each sequence first and zeros behind them."""
+        return self._rolled(x.masked_fill(self.mask[:, :, None], 0), self.first)
+
+    def from_front(self, x: Tensor) -> Tensor:
+        """The inverse of :meth:`to_front`: 0 at padding, and NaN in the real rows of a broken sequence."""
+        back = self._rolled(x, -self.first).masked_fill(self.broken[:, None, None], torch.nan)
+        return back.masked_fill(self.mask[:, :, None], 0)
+
+    def _rolled(self, x: Tensor, by: Tensor) -> Tensor:
+        length = max(1, x.shape[1])
+        rows = (torch.arange(x.shape[1], device=x.device) + by) % length
+        return x.gather(1, rows[:, :, None].expand(x.shape))

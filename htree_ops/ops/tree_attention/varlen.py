@@ -1,0 +1,158 @@
+"""Tree attention over packed documents (docs/semantics/tree_attention.md §1.16)."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from htree_ops.ops.arguments import named
+from htree_ops.ops.tree_attention.attention import Importance, top_nodes
+
+__all__ = ["tree_attention_varlen"]
+
+
+@overload
+def tree_attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    compression_rate: int = ...,
+    max_top_nodes: int | None = ...,
+    top_k: int = ...,
+    selection_stride: int = ...,
+    selection_span: int | None = ...,
+    scale: float | None = ...,
+    rope_base: float | None = ...,
+    importance: Importance = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def tree_attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    compression_rate: int = ...,
+    max_top_nodes: int | None = ...,
+    top_k: int = ...,
+    selection_stride: int = ...,
+    selection_span: int | None = ...,
+    scale: float | None = ...,
+    rope_base: float | None = ...,
+    importance: Importance = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def tree_attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    compression_rate: int = ...,
+    max_top_nodes: int | None = ...,
+    top_k: int = ...,
+    selection_stride: int = ...,
+    selection_span: int | None = ...,
+    scale: float | None = ...,
+    rope_base: float | None = ...,
+    importance: Importance = ...,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@named
+def tree_attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    compression_rate: int = 16,
+    max_top_nodes: int | None = None,
+    top_k: int = 512,
+    selection_stride: int = 1,
+    selection_span: int | None = None,
+    scale: float | None = None,
+    rope_base: float | None = 10000.0,
+    importance: Importance = "lse_causal",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`htree_ops.tree_attention` of documents that lie packed one behind the other, each with a tree of its own.
+
+    Document i has the keys cu_seq_k[i] ... cu_seq_k[i + 1] - 1, and its queries cu_seq_q[i] ... cu_seq_q[i + 1] - 1 are
+    its last tokens::
+
+        out[its queries] = tree_attention(query[None, its queries], key[None, its keys], value[None, its keys])[0]
+
+    and so are its gradients. Nothing of one document reaches another. The argument names are those of
+    ``torch.nn.attention.varlen.varlen_attn``.
+    Source: docs/semantics/tree_attention.md §1.16.
+
+    On CUDA documents run in batches, padded at their ends, which changes no row. Where padding by bounds on the lengths
+    costs little (at most 1.5 times the rows, as in a batch of sequences of about ``max_k`` tokens) and in a CUDA graph,
+    nothing is read on the host. Otherwise a call reads ``cu_seq_q`` and ``cu_seq_k`` and **waits for the device**, once
+    in the forward and once in the backward, to put documents of similar lengths together. ``importance="lse"`` always
+    reads them, so that it cannot be in a graph.
+
+    Args:
+        query: [N, H, K], not rotated, K even.
+        key: [N_k, H_kv, K], H a multiple of H_kv; value: [N_k, H_kv, V]. Dtypes as in :func:`htree_ops.tree_attention`.
+        cu_seq_q, cu_seq_k: int32 [documents + 1] on the device of query, ascending from 0. Equal entries are an empty
+            document. The same tensor where every document's queries are all of its tokens.
+        max_q, max_k: no document has more queries or keys. Only the rows that are there cost time, but a bound that is
+            far too large keeps CUDA from running without a look at the lengths.
+        return_lse: also return the log-sum-exp of each row's scores.
+        The other keywords: as in :func:`htree_ops.tree_attention`. The number of keys less that of queries must be a
+            multiple of selection_stride in every document that has queries.
+
+    Returns:
+        out [N, H, V] in the dtype of query, differentiable in query, key and value. With ``return_lse`` also lse
+        [N, H], natural logarithm, float32 (float64 for float64), without gradient. Rows at or behind cu_seq_q[-1] are
+        0, with lse -inf, and have no gradient.
+
+    A document that breaks these rules (more queries than keys, longer than max_q or max_k, a difference that is no
+    multiple of the stride, offsets that descend or leave the tensors) is a ValueError on the CPU. On CUDA its rows and
+    gradients are NaN, and other documents keep theirs.
+
+    Raises:
+        ShapeMismatchError: a rank or size that does not fit, H not a multiple of H_kv, odd K.
+        UnsupportedDtypeError: a dtype that is not supported, different ones, or offsets that are not int32.
+        DeviceError: tensors on different devices.
+        ValueError: an option outside its range; on the CPU a document that breaks the rules.
+        RuntimeError: importance="lse" while a CUDA graph is recorded.
+        NotImplementedError: the backward is differentiated again.
+    """
+    out, lse = torch.ops.htree.attention_varlen(
+        query,
+        key,
+        value,
+        cu_seq_q,
+        cu_seq_k,
+        max_q,
+        max_k,
+        compression_rate,
+        top_nodes(max_top_nodes, top_k, compression_rate),
+        top_k,
+        scale,
+        rope_base,
+        importance,
+        selection_stride,
+        selection_span=selection_span,
+    )
+    return (out, lse) if return_lse else out

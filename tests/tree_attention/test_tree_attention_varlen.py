@@ -1,0 +1,561 @@
+"""Tree attention over packed documents: values, gradients, isolation and refusals (docs/semantics §1.16).
+
+``grouping`` forces a way to put documents together. "auto" is what users get; on the CPU it runs document by document,
+and "length" and "rank", which pad, are those of CUDA.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+from tree_attention_strategies import CAUSAL, EVERY_IMPORTANCE, dtypes_of, seeds, spans_of
+
+import htree_ops
+from htree_ops import tree_attention, tree_attention_varlen
+from htree_ops.reference import tree_attention as reference
+from htree_ops.testing.cases import case_id, normal
+from htree_ops.testing.devices import poisoned_memory
+from htree_ops.testing.tree_attention_varlen_cases import CASES, VarlenCase, offsets
+
+OPS = torch.ops.htree
+GROUPINGS = ("auto", "document", "length", "rank")
+by_case = pytest.mark.parametrize("case", CASES, ids=case_id)
+by_grouping = pytest.mark.parametrize("grouping", GROUPINGS)
+
+
+def groupings_of(case: VarlenCase) -> tuple[str, ...]:
+    return GROUPINGS if case.importance != "lse" else GROUPINGS[:3]
+
+
+def packed(case: VarlenCase, inputs: tuple[Any, ...], grouping: str = "auto") -> tuple[Tensor, Tensor]:
+    return OPS.attention_varlen(*inputs, grouping=grouping, selection_span=case.selection_span)
+
+
+def one_by_one(case: VarlenCase, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """A call per document; what is behind the last document is 0, with lse -inf."""
+    q, k, v, cu_q, cu_k = inputs[:5]
+    options = case.options()
+    parts = []
+    ends = zip(cu_q.tolist()[:-1], cu_q.tolist()[1:], cu_k.tolist()[:-1], cu_k.tolist()[1:], strict=True)
+    for first_q, last_q, first_k, last_k in ends:
+        if first_q < last_q:
+            rows = q[None, first_q:last_q], k[None, first_k:last_k], v[None, first_k:last_k]
+            parts.append(
+                [x[0] for x in tree_attention(*rows, **options, store_parents=False, return_lse=True)]
+            )
+    rest = q[int(cu_q[-1]) :]
+    out = [*(out for out, _ in parts), rest.new_zeros(*rest.shape[:2], v.shape[2])]
+    lse = [*(lse for _, lse in parts), rest.new_full(rest.shape[:2], -torch.inf, dtype=case_state(case))]
+    return torch.cat(out), torch.cat(lse)
+
+
+def case_state(case: VarlenCase) -> torch.dtype:
+    return torch.float64 if case.dtype == torch.float64 else torch.float32
+
+
+def with_gradients(call: Any, case: VarlenCase, inputs: tuple[Any, ...], *more: Any) -> tuple[Tensor, ...]:
+    """(out, lse, dq, dk, dv) for a fixed upstream gradient."""
+    leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+    out, lse = call(case, (*leaves, *inputs[3:]), *more)
+    dout = normal(tuple(out.shape), out.dtype, out.device, 99)
+    gradients = [None] * 3  # of calls for no document
+    if out.requires_grad:
+        gradients = torch.autograd.grad(out, leaves, dout, allow_unused=True)
+    found = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients, strict=True)]
+    return (out.detach(), lse.detach(), *found)
+
+
+def assert_equal_documents(case: VarlenCase, device: str, grouping: str, seed: int = 0) -> None:
+    """Equal to a call per document: bit for bit on the CPU, where every row is computed for itself."""
+    inputs = case.make_inputs(device, seed)
+    wanted = with_gradients(one_by_one, case, inputs)
+    with poisoned_memory():
+        found = with_gradients(packed, case, inputs, grouping)
+    for name, ours, theirs in zip(("out", "lse", "dq", "dk", "dv"), found, wanted, strict=True):
+        if device == "cpu" and (grouping in ("auto", "document") or name in ("out", "lse")):
+            assert torch.equal(ours, theirs), name
+        else:  # a padded batch may add the gradients of its chunks in another order
+            tolerance = {torch.float64: 1e-12, torch.float32: 2e-5}.get(case.dtype, 2e-2)
+            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+# ---- values and gradients
+
+
+@by_grouping
+@by_case
+def test_equal_to_a_call_per_document(case: VarlenCase, grouping: str, device: str) -> None:
+    if case.dtype == torch.float64 and device == "cuda":
+        with pytest.raises(TypeError, match="float64"):
+            packed(case, case.make_inputs(device), grouping)
+        return
+    if grouping in groupings_of(case):
+        assert_equal_documents(case, device, grouping)
+    else:
+        with pytest.raises(ValueError, match="importance must not be 'lse' where grouping is 'rank'"):
+            packed(case, case.make_inputs(device), grouping)
+
+
+@by_case
+def test_equal_to_the_reference(case: VarlenCase, device: str) -> None:
+    case = replace(case, dtype=torch.float64 if device == "cpu" else torch.float32)
+    inputs = case.make_inputs(device)
+    options = {("top_k_per_layer" if name == "top_k" else name): x for name, x in case.options().items()}
+    wide = [x.double().cpu() for x in inputs[:3]]
+    wanted = reference.attention_varlen(*wide, *(x.cpu() for x in inputs[3:5]), **options)
+    found = packed(case, inputs)
+    tolerance = 1e-9 if device == "cpu" else 2e-5
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours.double().cpu(), theirs, rtol=tolerance, atol=tolerance)
+
+
+@st.composite
+def batches(draw: Any, device: str, importances: tuple[str, ...] = CAUSAL) -> VarlenCase:
+    """Documents around the lengths that add a layer, some empty, some with a suffix of queries."""
+    r = draw(st.sampled_from((2, 4, 5)))
+    top_k = draw(st.integers(1, 4))
+    stride = draw(st.sampled_from([s for s in (1, 2, 4) if r % s == 0]))
+    lengths = draw(st.lists(st.one_of(st.integers(0, 6), st.integers(0, 60)), max_size=6))
+    queries = None
+    if draw(st.booleans()):
+        before = [draw(st.integers(0, keys // stride)) * stride for keys in lengths]
+        queries = tuple(keys - skipped for keys, skipped in zip(lengths, before, strict=True))
+    kv_heads = draw(st.integers(1, 2))
+    importance = draw(st.sampled_from(importances))
+    return VarlenCase(
+        name="drawn",
+        dtype=draw(st.sampled_from(dtypes_of(device))),
+        lengths=tuple(lengths),
+        queries=queries,
+        spare=draw(st.integers(0, 4)),
+        H=kv_heads * draw(st.integers(1, 3)),
+        H_kv=kv_heads,
+        K=draw(st.sampled_from((2, 6, 16))),
+        V=draw(st.integers(1, 5)),
+        r=r,
+        top_k=top_k,
+        M=draw(st.integers(1, top_k * r)),
+        selection_stride=stride,
+        selection_span=None if importance == "lse" else draw(spans_of(r)),
+        importance=importance,
+    )
+
+
+@pytest.mark.usefixtures("one_thread")
+@given(data=st.data(), seed=seeds)
+def test_any_batch_equals_a_call_per_document(data: st.DataObject, seed: int, device: str) -> None:
+    case = data.draw(batches(device, EVERY_IMPORTANCE))
+    grouping = data.draw(st.sampled_from(groupings_of(case)))
+    assert_equal_documents(case, device, grouping, seed)
+
+
+@pytest.mark.usefixtures("one_thread")
+@given(data=st.data(), seed=seeds)
+def test_a_broken_document_reaches_no_other(data: st.DataObject, seed: int, device: str) -> None:
+    """NaN in one document: its rows may become NaN, and every other row and gradient keeps its bits."""
+    case = data.draw(batches(device).filter(lambda case: any(case.queries_of)))
+    grouping = data.draw(st.sampled_from(GROUPINGS))
+    broken = data.draw(st.sampled_from([i for i, n in enumerate(case.queries_of) if n]))
+    inputs = case.make_inputs(device, seed)
+    clean = with_gradients(packed, case, inputs, grouping)
+    cu_q, cu_k = (x.tolist() for x in inputs[3:5])
+    rows_q, rows_k = (slice(cu[broken], cu[broken + 1]) for cu in (cu_q, cu_k))
+    which = data.draw(st.sampled_from((0, 1, 2)))
+    poison = data.draw(st.sampled_from((torch.nan, torch.inf, -torch.inf)))
+    inputs[which][rows_q if which == 0 else rows_k] = poison
+    inputs[which][(cu_q if which == 0 else cu_k)[-1] :] = poison  # what is behind the documents
+    found = with_gradients(packed, case, inputs, grouping)
+    for ours, theirs, own in zip(found, clean, (rows_q, rows_q, rows_q, rows_k, rows_k), strict=True):
+        kept = torch.ones(len(ours), dtype=torch.bool)
+        kept[own] = False
+        assert torch.equal(ours[kept], theirs[kept])
+
+
+@by_grouping
+def test_thousands_of_short_documents(grouping: str, device: str) -> None:
+    lengths = tuple(1 + (i * 7) % 5 for i in range(2000))
+    case = VarlenCase(name="short", dtype=torch.float32, lengths=lengths, H=2, H_kv=1, K=4, V=3)
+    inputs = case.make_inputs(device)
+    out, lse = packed(case, inputs, grouping)
+    starts = inputs[3][:-1].long()
+    torch.testing.assert_close(
+        out[starts], inputs[2][starts].expand(-1, 2, -1)
+    )  # a first token sees itself alone
+    some = range(0, 2000, 97)
+    for i in some:
+        rows = slice(int(starts[i]), int(starts[i]) + lengths[i])
+        own = tree_attention(*(x[None, rows] for x in inputs[:3]), **case.options())
+        torch.testing.assert_close(out[rows], own[0], rtol=1e-5, atol=1e-6)
+    assert lse.isfinite().all()
+
+
+@by_grouping
+def test_one_huge_document_among_tiny_ones(grouping: str, device: str) -> None:
+    lengths = (3,) * 20 + (1500,) + (2,) * 20
+    case = VarlenCase(name="huge", dtype=torch.float32, lengths=lengths, M=32, top_k=8)
+    assert_equal_documents(case, device, grouping)
+
+
+def test_results_of_stored_and_of_packed_views_agree(device: str) -> None:
+    """Slices of one projection, heads in another order, and rows off the grid of 16 bytes give the same bits."""
+    case = CASES[0]
+    q, k, v, *rest = case.make_inputs(device)
+    for grouping in GROUPINGS:
+        wanted = packed(case, (q, k, v, *rest), grouping)[0]
+        joint = torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], 1)
+        parts = joint.split([x[0].numel() for x in (q, k, v)], dim=1)
+        views = [part.unflatten(1, x.shape[1:]) for part, x in zip(parts, (q, k, v), strict=True)]
+        assert torch.equal(packed(case, (*views, *rest), grouping)[0], wanted)
+        heads = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
+        assert torch.equal(packed(case, (*heads, *rest), grouping)[0], wanted)
+        last = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+        assert torch.equal(packed(case, (*last, *rest), grouping)[0], wanted)
+
+
+def test_gradcheck() -> None:
+    case = replace(CASES[1], lengths=(3, 0, 9), spare=1, H=2, H_kv=1, K=2, V=2, top_k=3, M=12)
+    q, k, v, *rest = case.make_inputs("cpu")
+    leaves = tuple(x.requires_grad_() for x in (q, k, v))
+    for grouping in GROUPINGS:
+        assert torch.autograd.gradcheck(lambda *x, g=grouping: packed(case, (*x, *rest), g)[0], leaves)
+
+
+def test_lse_has_no_gradient_and_frozen_inputs_cost_none(device: str) -> None:
+    case = CASES[0]
+    q, k, v, *rest = case.make_inputs(device)
+    out, lse = packed(case, (q, k.requires_grad_(), v, *rest))
+    assert out.requires_grad
+    assert not lse.requires_grad
+    full = with_gradients(packed, case, (q, k.detach(), v, *rest))
+    (dk,) = torch.autograd.grad(
+        out, k, normal(tuple(out.shape), out.dtype, out.device, 99), create_graph=True
+    )
+    assert torch.equal(dk, full[3])
+    state = OPS.attention_varlen_forward(q, k.detach(), v, *rest)
+    found = OPS.attention_varlen_backward(
+        out, q, k, v, *rest[:4], *state, *rest[4:], output_mask=[True, False, True]
+    )
+    assert [x is not None for x in found] == [True, False, True]
+
+
+def test_double_backward_is_refused(device: str) -> None:
+    case = CASES[0]
+    q, k, v, *rest = case.make_inputs(device)
+    out, _ = packed(case, (q.requires_grad_(), k, v, *rest))
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="double backward"):
+        dq.sum().backward()
+
+
+# ---- documents that break the rules
+
+BROKEN: dict[str, tuple[dict[str, Any], int, str]] = {
+    "more_queries": ({"q": [0, 20, 30]}, 0, "cu_seq_q must give no document more queries .* 20 and 15 in document 0"),
+    "long_queries": ({"max_q": 19}, 1, "max_q must be at least .*got 19 and 20 rows in document 1"),
+    "long_keys": ({"max_k": 24}, 1, "max_k must be at least .*got 24 and 25 rows in document 1"),
+    "offset": ({"q": [0, 9, 29]}, 0, "cu_seq_q and cu_seq_k must differ by a multiple .* 9 queries and 15 keys"),
+    "descends": ({"q": [0, 10, 8]}, 1, "cu_seq_q must not descend, got 8 behind 10 at document 1"),
+    "too_far": ({"k": [0, 15, 99]}, 1, "cu_seq_k must end at or before the last row of key .*, got 99 at document 1"),
+    "begins": ({"k": [1, 15, 40]}, 0, "cu_seq_k must begin with 0, got 1"),
+    "negative": ({"q": [0, -5, 20]}, 0, "cu_seq_q must not descend, got -5 behind 0 at document 0"),
+}  # fmt: skip
+
+
+def broken_call(change: dict[str, Any], device: str, grouping: str) -> tuple[Any, ...]:
+    values = {"q": [0, 10, 30], "k": [0, 15, 40], "max_q": 25, "max_k": 25, "stride": 1} | change
+    q, k, v = (normal(size, torch.float32, device, 1) for size in ((32, 2, 4), (40, 1, 4), (40, 1, 3)))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    cu = [torch.tensor(values[name], dtype=torch.int32, device=device) for name in "qk"]
+    stride = 4 if values["q"][1] == 9 else 1
+    options = (4, 8, 2, None, 1e4, "lse_causal", stride)
+    out, lse = OPS.attention_varlen(*leaves, *cu, values["max_q"], values["max_k"], *options, grouping)
+    return out, lse, *torch.autograd.grad(out.sum(), leaves)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_document_that_breaks_the_rules_is_named_on_the_cpu(name: str) -> None:
+    change, _, message = BROKEN[name]
+    with pytest.raises(ValueError, match=f"attention_varlen_forward: {message}"):
+        broken_call(change, "cpu", "auto")
+
+
+@pytest.mark.parametrize("grouping", ["length", "rank"])
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_document_that_breaks_the_rules_is_nan_elsewhere(name: str, grouping: str, device: str) -> None:
+    change, document, _ = BROKEN[name]
+    found = broken_call(change, device, grouping)
+    if grouping == "length" and device == "cuda":
+        for ours, theirs in zip(broken_call(change, device, "auto"), found, strict=True):
+            assert torch.equal(ours.isnan(), theirs.isnan())
+    assert found[0].isnan().any() or name in ("descends", "negative")  # those have no row of their own
+    fine = broken_call({}, device, grouping)
+    queries, keys = ((0, 10), (10, 30))[1 - document], ((0, 15), (15, 40))[1 - document]
+    if "q" in change or "k" in change:  # the offsets of the other document changed as well
+        return
+    for i, (ours, theirs) in enumerate(zip(found, fine, strict=True)):
+        first, last = queries if i < 3 else keys
+        assert torch.equal(ours[first:last], theirs[first:last])
+    for x in found[:3]:
+        assert x[slice(*((0, 10), (10, 30))[document])].isnan().all()
+    assert (found[0][30:] == 0).all()
+
+
+@pytest.mark.usefixtures("one_thread")
+@given(
+    offsets_q=st.lists(st.integers(-70, 70), min_size=1, max_size=5),
+    data=st.data(),
+    bounds=st.tuples(st.integers(0, 40), st.integers(0, 40)),
+    grouping=st.sampled_from(("auto", "length", "rank")),
+    stride=st.sampled_from((1, 2)),
+)
+def test_any_offsets_stay_in_bounds(
+    offsets_q: list[int],
+    data: st.DataObject,
+    bounds: tuple[int, int],
+    grouping: str,
+    stride: int,
+    device: str,
+) -> None:
+    """Numbers without sense are refused or give NaN, and touch no other memory; the result repeats."""
+    offsets_k = data.draw(st.lists(st.integers(-70, 70), min_size=len(offsets_q), max_size=len(offsets_q)))
+    q, k, v = (normal(size, torch.float32, device, 1) for size in ((30, 2, 4), (33, 1, 4), (33, 1, 3)))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    cu = [torch.tensor(x, dtype=torch.int32, device=device) for x in (offsets_q, offsets_k)]
+    options = (4, 8, 2, None, 1e4, "lse_causal", stride, grouping)
+
+    def run() -> tuple[Tensor, ...]:
+        with poisoned_memory():
+            out, lse = OPS.attention_varlen(*leaves, *cu, *bounds, *options)
+            return out, lse, *torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    def refused() -> str:
+        """What the CPU says about offsets that it does not run."""
+        if grouping == "auto" and device == "cpu":
+            try:
+                run()
+            except ValueError as error:
+                return str(error)
+        return ""
+
+    if message := refused():
+        assert re.match("attention_varlen_forward: (cu_seq_[qk]|max_[qk]) ", message)
+        return
+    first = run()
+    for ours, theirs in zip(first, run(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    kept = ~first[0].isnan().any(-1)
+    assert torch.equal(kept, ~first[1].isnan())
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"query": torch.zeros(1, 9, 4, 8)}, htree_ops.ShapeMismatchError, "query must be 3-D"),
+        ({"key": torch.zeros(9, 3, 8)}, htree_ops.ShapeMismatchError, "H of query must be a positive multiple"),
+        ({"key": torch.zeros(9, 2, 6)}, htree_ops.ShapeMismatchError, "size 2 of key must be 8"),
+        ({"value": torch.zeros(8, 2, 6)}, htree_ops.ShapeMismatchError, "size 0 of value must be 9"),
+        ({"value": torch.zeros(9, 2, 6).half()}, htree_ops.UnsupportedDtypeError, "value must have the dtype of query"),
+        ({"cu_seq_q": torch.zeros(2).long()}, htree_ops.UnsupportedDtypeError, "cu_seq_q must have dtype torch.int32"),
+        ({"cu_seq_k": offsets((4, 5), "cpu")}, htree_ops.ShapeMismatchError, "size 0 of cu_seq_k must be 2"),
+        ({"cu_seq_q": torch.zeros(0, dtype=torch.int32)}, htree_ops.ShapeMismatchError, "at least one element"),
+        ({"max_q": -1}, ValueError, "max_q must be at least 0, got -1"),
+        ({"max_k": 3}, ValueError, "max_k must be at least the length of every document, got 3 and 9 rows"),
+        ({"max_q": 9.0}, TypeError, "max_q must be an int, got float"),
+        ({"top_k": 0}, ValueError, "top_k must be between 1"),
+        ({"return_lse": 1}, TypeError, "return_lse must be a bool"),
+        ({"importance": "most"}, ValueError, "importance must be one of"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_bad_input_is_named(change: dict[str, Any], kind: type[Exception], message: str) -> None:
+    call = {
+        "query": torch.zeros(9, 4, 8),
+        "key": torch.zeros(9, 2, 8),
+        "value": torch.zeros(9, 2, 6),
+        "cu_seq_q": offsets((9,), "cpu"),
+        "cu_seq_k": offsets((9,), "cpu"),
+        "max_q": 9,
+        "max_k": 9,
+    }
+    with pytest.raises(kind, match=f"tree_attention_varlen: .*{message}"):
+        tree_attention_varlen(**(call | change))
+
+
+def test_return_lse_and_defaults() -> None:
+    q, k, v = (normal((9, heads, 8), torch.float32, "cpu", heads) for heads in (4, 2, 2))
+    cu = offsets((4, 5), "cpu")
+    out, lse = tree_attention_varlen(q, k, v, cu, cu, 5, 5, return_lse=True)
+    assert torch.equal(tree_attention_varlen(q, k, v, cu, cu, 5, 5), out)
+    wanted, its_lse = tree_attention(q[None, 4:], k[None, 4:], v[None, 4:], return_lse=True)
+    assert torch.equal(out[4:], wanted[0])
+    assert torch.equal(lse[4:], its_lse[0])
+
+
+# ---- torch's machinery
+
+CHECKED = ("ragged", "span", "stride", "empty_documents", "half")
+
+
+@pytest.mark.parametrize("case", [x for x in CASES if x.name in CHECKED], ids=case_id)
+def test_opcheck(case: VarlenCase, device: str) -> None:
+    inputs = case.make_inputs(device)
+    span = {"selection_span": case.selection_span}
+    torch.library.opcheck(OPS.attention_varlen_forward.default, inputs, span)
+    q, k, v, *rest = inputs
+    torch.library.opcheck(
+        OPS.attention_varlen.default, (q.requires_grad_(), k.requires_grad_(), v, *rest), span
+    )
+    state = OPS.attention_varlen_forward(*inputs, **span)
+    dout = torch.ones_like(state[0].detach())
+    state = [x.detach() for x in state]
+    backward = (dout, q.detach(), k.detach(), v, *rest[:4], *state, *rest[4:])
+    torch.library.opcheck(OPS.attention_varlen_backward.default, backward, span)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_lengths_alone_do_not_recompile(grad: bool, device: str) -> None:
+    torch._dynamo.reset()
+    case = CASES[0]
+    names = ("compression_rate", "max_top_nodes", "top_k")
+    options = {name: case.options()[name] for name in names}
+
+    def model(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int) -> Tensor:
+        out = tree_attention_varlen(q * 2, k, v, cu, cu, longest, longest, **options)
+        assert isinstance(out, Tensor)
+        return out.cos()
+
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    for step, lengths in enumerate([(33, 70, 9), (1, 1, 110), (40, 0, 72), (20, 60, 5), (90, 7, 7)]):
+        case = replace(CASES[0], lengths=lengths)
+        q, k, v = case.make_qkv(device, step)
+        cu = offsets(lengths, device)
+        longest = 112 - step  # another bound each time
+        with torch.compiler.set_stance("default" if step == 0 else "fail_on_recompile"):
+            leaves = [x.detach().requires_grad_(grad) for x in (q, k, v)]
+            found = compiled(*leaves, cu, longest)
+            wanted = model(q, k, v, cu, longest)
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+            if grad:
+                found.sum().backward()
+                assert all(x.grad is not None for x in leaves)
+
+
+def test_autocast(device: str) -> None:
+    case = CASES[0]
+    inputs = case.make_inputs(device)
+    with torch.autocast(device, torch.bfloat16):
+        out, lse = packed(case, inputs)
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    wanted = packed(case, (*(x.bfloat16() for x in inputs[:3]), *inputs[3:]))
+    assert torch.equal(out, wanted[0])
+
+
+def test_compiled_autograd(device: str) -> None:
+    case = CASES[0]
+    q, k, v, *rest = case.make_inputs(device)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def gradients(traced: bool) -> list[Tensor]:
+        from contextlib import nullcontext
+
+        from torch._dynamo import compiled_autograd
+
+        out, _ = packed(case, (*leaves, *rest))
+        with compiled_autograd._enable(torch.compile(backend="eager")) if traced else nullcontext():
+            out.square().sum().backward()
+        found = [x.grad for x in leaves]
+        for x in leaves:
+            x.grad = None
+        return found
+
+    for ours, theirs in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+# ---- CUDA alone
+
+
+@pytest.mark.gpu
+def test_a_graph_follows_lengths_on_the_device() -> None:
+    case = VarlenCase(
+        name="graph", dtype=torch.bfloat16, lengths=(300, 200, 12), spare=88, K=32, V=32, M=64, top_k=16
+    )
+    q, k, v, cu, _, *rest = case.make_inputs("cuda")
+    longest = (512, 512)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    dout = normal((600, 4, 32), torch.bfloat16, "cuda", 5)
+
+    def step() -> tuple[Tensor, ...]:
+        out, lse = OPS.attention_varlen(*leaves, cu, cu, *longest, *rest[2:], grouping="auto")
+        return out, lse, *torch.autograd.grad(out, leaves, dout)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        OPS.attention_varlen(*leaves, cu, cu, *longest, *rest[2:], grouping="rank")
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for lengths in ((300, 200, 12), (1, 500, 99), (0, 0, 512), (200, 200, 200)):
+        now = replace(case, lengths=lengths, spare=600 - sum(lengths))
+        cu.copy_(offsets(lengths, "cuda"))
+        graph.replay()
+        wanted = with_gradients(packed, now, (*leaves, cu, cu, *longest, *rest[2:]), "rank")
+        assert torch.equal(captured[0], wanted[0])
+        own = one_by_one(now, (q.detach(), k.detach(), v.detach(), cu, cu))
+        torch.testing.assert_close(captured[0], own[0], rtol=2e-2, atol=2e-2)
+    with (
+        pytest.raises(RuntimeError, match="have to be read on the host"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        OPS.attention_varlen(q, k, v, cu, cu, *longest, *rest[2:], grouping="length")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stride", [1, 16])
+@pytest.mark.parametrize("grouping", GROUPINGS)
+def test_tensor_cores_give_the_rows_of_a_call_per_document(grouping: str, stride: int) -> None:
+    """Bit for bit where every document runs with its own depth, on the kernels of models."""
+    lengths = (700, 2048, 300, 1900, 1, 2048, 16, 640)
+    case = VarlenCase(
+        name="models", dtype=torch.bfloat16, lengths=lengths, H=8, H_kv=2, K=128, V=128, r=16, top_k=32, M=512,
+        selection_stride=stride,
+    )  # fmt: skip
+    inputs = case.make_inputs("cuda")
+    wanted = with_gradients(one_by_one, case, inputs)
+    found = with_gradients(packed, case, inputs, grouping)
+    for i, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        if i < 2 and grouping in ("document", "length"):
+            assert torch.equal(ours, theirs)
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=4e-2, atol=4e-2)
+    for ours, theirs in zip(found, with_gradients(packed, case, inputs, grouping), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.gpu
+def test_scratch_is_that_of_one_sequence() -> None:
+    lengths = (4096, 3900, 1000, 7000, 128, 256, 8192, 8192)
+    case = VarlenCase(
+        name="scratch", dtype=torch.bfloat16, lengths=lengths, H=8, H_kv=2, K=64, V=64, r=16, top_k=64, M=1024
+    )
+    inputs = case.make_inputs("cuda")
+    peaks = []
+    for call in (
+        lambda: packed(case, inputs),
+        lambda: OPS.attention(*(x[None] for x in inputs[:3]), *inputs[7:]),
+    ):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    sizes = sum(x.numel() * x.element_size() for x in (*inputs[:3], inputs[0]))
+    assert peaks[0] <= peaks[1] + 2 * sizes
