@@ -25,6 +25,7 @@
 #include "ops/rmsnorm_rope/rmsnorm_rope_config.h"
 #include "ops/tree_attention/plan/backward.h"
 #include "ops/tree_attention/plan/config_table.h"
+#include "ops/tree_attention/plan/varlen.h"
 
 namespace py = pybind11;
 
@@ -295,6 +296,34 @@ class TreeAttentionCall {
   tree::BackwardConfig backward_;
 };
 
+// (documents, queries and keys of each after padding, whether nothing is copied) for every group of a packed
+// call, whose documents have the given numbers of queries and keys.
+std::vector<std::tuple<int64_t, int64_t, int64_t, bool>> varlen_groups(
+    const std::vector<int64_t>& num_queries, const std::vector<int64_t>& num_keys,
+    const std::string& grouping, int64_t num_heads, int64_t compression_rate, int64_t max_top_nodes,
+    int64_t top_k) {
+  namespace tree = htree::tree_attention;
+  std::vector<tree::VarlenDocument> documents;
+  int64_t query_begin = 0, key_begin = 0, longest = 0;
+  for (size_t i = 0; i < num_keys.size(); ++i) {
+    documents.push_back({query_begin, num_queries.at(i), key_begin, num_keys[i]});
+    query_begin += num_queries[i];
+    key_begin += num_keys[i];
+    longest = std::max(longest, num_keys[i]);
+  }
+  const auto count = static_cast<int64_t>(documents.size());
+  const tree::VarlenProblem problem = {num_heads, compression_rate, max_top_nodes, top_k};
+  const std::vector<tree::VarlenGroup> groups =
+      grouping == "rank"     ? tree::group_by_rank(count, key_begin, longest)
+      : grouping == "length" ? tree::group_by_length(documents, problem)
+                             : tree::group_by_document(documents);
+  std::vector<std::tuple<int64_t, int64_t, int64_t, bool>> found;
+  for (const tree::VarlenGroup& group : groups) {
+    found.emplace_back(group.count, group.num_queries, group.num_keys, group.in_place);
+  }
+  return found;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_host, module) {
@@ -352,5 +381,9 @@ PYBIND11_MODULE(_host, module) {
            "Addresses of the scratch of a forward chunk on the tensor cores in memory at `base`.")
       .def("backward_memory", &TreeAttentionCall::backward_memory, py::arg("base"), py::arg("recompute"),
            "The same of a backward chunk, which selects lists again or is given them.");
+  module.def("varlen_groups", &varlen_groups, py::arg("num_queries"), py::arg("num_keys"),
+             py::arg("grouping"), py::arg("num_heads") = 32, py::arg("compression_rate") = 16,
+             py::arg("max_top_nodes") = 8192, py::arg("top_k") = 512,
+             "Documents, padded queries and keys, and in place or not, of each group.");
   module.def("device_facts", &device_facts, "Name, capability and sizes of each visible GPU.");
 }

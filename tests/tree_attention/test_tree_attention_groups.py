@@ -1,0 +1,83 @@
+"""Which packed documents run together (csrc/ops/tree_attention/plan/varlen.h): pure functions, tested on the CPU."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from htree_ops.testing.tree_attention_varlen_cases import BENCHMARK_CASES
+
+try:
+    from htree_ops import _host as host
+except ImportError:  # the library works without it
+    host = None
+
+pytestmark = pytest.mark.skipif(host is None, reason="_host is not built for this Python")
+
+MOST_ROWS = 65536
+lengths = st.lists(st.one_of(st.integers(1, 40), st.integers(1, 100_000)), max_size=60)
+
+
+def candidates(num_keys: int, r: int = 16, M: int = 8192, k: int = 512) -> float:
+    """What a query of a text scores on average."""
+    total, nodes = 0.0, num_keys
+    while nodes > M:
+        total += min(k * r, nodes / 2)
+        nodes = -(-nodes // r)
+    return total + nodes / 2
+
+
+@given(keys=lengths, data=st.data())
+def test_groups_by_length_hold_every_document_once(keys: list[int], data: st.DataObject) -> None:
+    """Each is padded to the longest of its group, and to no deeper tree."""
+    queries = [data.draw(st.sampled_from((n, n, (n + 1) // 2, 1))) for n in keys]
+    groups = host.varlen_groups(queries, keys, "length")
+    assert sum(count for count, *_ in groups) == len(keys)
+    offsets = sorted((n - q, n) for q, n in zip(queries, keys, strict=True))
+    for count, num_queries, num_keys, _ in groups:
+        assert count == 1 or count * num_keys <= MOST_ROWS
+        assert 1 <= num_queries <= num_keys
+        assert num_keys in keys
+        assert any(offset == num_keys - num_queries for offset, _ in offsets)
+    depths = {n > 8192 for n in keys}
+    assert {num_keys > 8192 for _, _, num_keys, _ in groups} == depths
+
+
+@given(keys=lengths)
+def test_groups_by_rank_hold_any_lengths_of_as_many_rows(keys: list[int]) -> None:
+    """Document of rank i, longest first, fits the bound of its group, and all of them take few rows."""
+    groups = host.varlen_groups(keys, keys, "rank")
+    bounds = [num_keys for count, _, num_keys, _ in groups for _ in range(count)]
+    assert all(n <= bound for n, bound in zip(sorted(keys, reverse=True), bounds, strict=False))
+    assert len(bounds) == len(keys)
+    assert bounds == sorted(bounds, reverse=True)
+    assert all(count == 1 or count * num_keys <= MOST_ROWS for count, _, num_keys, _ in groups)
+    harmonic = sum(1 / i for i in range(1, len(keys) + 1))
+    assert sum(bounds) <= min(len(keys) * max(keys, default=0), 1.25 * sum(keys) * harmonic)
+
+
+@given(keys=st.lists(st.integers(1, 4), max_size=40))
+def test_equal_neighbours_run_together_where_they_lie(keys: list[int]) -> None:
+    groups = host.varlen_groups(keys, keys, "document")
+    assert [n for count, _, n, _ in groups for _ in range(count)] == keys
+    assert all(in_place for *_, in_place in groups)
+    assert all(a[2] != b[2] for a, b in pairwise(groups))
+
+
+def test_equal_documents_are_one_batch_without_copies() -> None:
+    assert host.varlen_groups([8192] * 8, [8192] * 8, "length") == [(8, 8192, 8192, True)]
+    assert host.varlen_groups([8192] * 8, [8192] * 8, "rank") == [(8, 8192, 8192, False)]
+    assert host.varlen_groups([16384] * 8, [16384] * 8, "length") == [(4, 16384, 16384, True)] * 2
+
+
+def test_padding_of_very_different_documents_costs_little() -> None:
+    case = BENCHMARK_CASES["cuda"][0]
+    keys = list(case.lengths)
+    groups = host.varlen_groups(keys, keys, "length", num_heads=case.H)
+    work = sum(n * candidates(n) for n in keys)
+    padded = sum(count * n * candidates(n) for count, _, n, _ in groups)
+    assert padded <= 1.06 * work
+    assert len(groups) <= 12
