@@ -3,52 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from htree_ops.ops.tree_attention import tree_attention
+from htree_ops.ops.tree_attention import tree_attention, tree_attention_varlen
+
+T = TypeVar("T")
 
 __all__ = [
+    "Documents",
     "attend_cached",
     "attend_documents",
     "attend_padded",
-    "document_lengths",
-    "lengths_between",
+    "documents_of",
     "starts_of_documents",
     "take_rows",
 ]
 
 
-def attend_documents(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths_q: Sequence[int],
-    lengths_k: Sequence[int],
-    options: dict[str, Any],
-) -> Tensor:
-    """Tree attention of packed documents, one call per document.
+@dataclass(frozen=True)
+class Documents:
+    """Documents that lie packed one behind the other.
 
-    The calls are made on the host, so the lengths must be known there: on a GPU whoever reads them from a tensor waits
-    for the device once per batch (:func:`document_lengths`). Many short documents keep a GPU less busy than one text.
+    Attributes:
+        cu_q, cu_k: int32 [number + 1] on the device, where each one's queries and keys begin.
+        max_q, max_k: no document has more of them.
+    """
+
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+
+    @classmethod
+    def of(cls, lengths_q: Sequence[int], lengths_k: Sequence[int], device: torch.device) -> Documents:
+        """From lengths that are known on the host."""
+        cu_q, cu_k = (
+            torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+            for lengths in (lengths_q, lengths_k)
+        )
+        return cls(cu_q, cu_k, max(lengths_q, default=0), max(lengths_k, default=0))
+
+
+def attend_documents(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, options: dict[str, Any]
+) -> Tensor:
+    """Tree attention of packed documents: :func:`htree_ops.tree_attention_varlen`.
 
     Args:
-        query: [N, H, K], the documents one behind the other; the rows of each are its last ``lengths_q[i]`` tokens.
+        query: [N, H, K], the documents one behind the other; the rows of each are its last tokens.
         key: [N_k, H_kv, K]; value: [N_k, H_kv, V].
-        lengths_q, lengths_k: rows of each document; 0 is legal in lengths_q.
+        documents: where they begin.
         options: keywords of :func:`htree_ops.tree_attention`.
 
     Returns:
         [N, H, V].
     """
-    parts = zip(
-        query.split(list(lengths_q)), key.split(list(lengths_k)), value.split(list(lengths_k)), strict=True
+    options = {name: value for name, value in options.items() if name != "store_parents"}
+    if options.pop("scope", "kv_head") == "q_head":
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    out = tree_attention_varlen(
+        query, key, value, documents.cu_q, documents.cu_k, documents.max_q, documents.max_k, **options
     )
-    out = [tree_attention(q[None], k[None], v[None], **options)[0] for q, k, v in parts if len(q)]
-    return torch.cat(out) if out else query.new_empty(0, query.shape[1], value.shape[2])
+    assert isinstance(out, Tensor)  # a pair only with return_lse
+    return out
 
 
 def attend_padded(query: Tensor, key: Tensor, value: Tensor, real: Tensor, options: dict[str, Any]) -> Tensor:
@@ -81,15 +104,18 @@ def attend_cached(query: Tensor, key: Tensor, value: Tensor, real: Tensor, optio
     """:func:`attend_padded` for queries [B, T_q, H, K] that are the last rows of ``real`` [B, T]; reads its lengths."""
     B, T_q = query.shape[:2]
     last = real[:, real.shape[1] - T_q :]
-    lengths_k, lengths_q = _remembered(real, T_q, lambda mask: [mask.sum(1).tolist(), last.sum(1).tolist()])
-    rows_q, rows_k = (
-        torch.argsort(~mask.flatten(), stable=True)[: sum(lengths)]
-        for mask, lengths in ((last, lengths_q), (real, lengths_k))
-    )
+    documents, rows_q, rows_k = _remembered(real, T_q, lambda real: _real_rows(real, last))
     q, k, v = (x.flatten(0, 1)[rows] for x, rows in ((query, rows_q), (key, rows_k), (value, rows_k)))
-    out = attend_documents(q, k, v, lengths_q, lengths_k, options)
+    out = attend_documents(q, k, v, documents, options)
     result = out.new_zeros(B * T_q, *out.shape[1:])
     return result.index_copy(0, rows_q, out).unflatten(0, (B, T_q))
+
+
+def _real_rows(real: Tensor, last: Tensor) -> tuple[Documents, Tensor, Tensor]:
+    """The sequences without their padding, and the rows of queries [B * T_q] and keys [B * T] that are real."""
+    documents = Documents.of(last.sum(1).tolist(), real.sum(1).tolist(), real.device)
+    rows_q, rows_k = (mask.flatten().nonzero().flatten() for mask in (last, real))
+    return documents, rows_q, rows_k
 
 
 # ---- lengths, read once per tensor: every layer of a model gets the same one
@@ -97,7 +123,7 @@ def attend_cached(query: Tensor, key: Tensor, value: Tensor, real: Tensor, optio
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def _remembered(x: Tensor, what: object, read: Callable[[Tensor], list[Any]]) -> list[Any]:
+def _remembered(x: Tensor, what: object, read: Callable[[Tensor], T]) -> T:
     """``read(x)``, which waits for the device, or what it gave for ``what`` before this tensor was changed."""
     if x.is_inference():
         return read(x)  # such a tensor does not count its changes
@@ -114,16 +140,15 @@ def starts_of_documents(positions: Tensor) -> Tensor:
     return starts
 
 
-def document_lengths(positions: Tensor) -> list[int]:
-    """Lengths of the documents in position_ids [B, T], sequence after sequence."""
+def documents_of(positions: Tensor, batch: int) -> Documents | None:
+    """The documents in position_ids [B or 1, T], sequence after sequence. None where every sequence is one."""
 
-    def read(positions: Tensor) -> list[int]:
+    def read(positions: Tensor) -> Documents | None:
         first = starts_of_documents(positions).flatten().nonzero().flatten().tolist()
-        return [end - begin for begin, end in zip(first, [*first[1:], positions.numel()], strict=True)]
+        if len(first) == len(positions):
+            return None
+        lengths = [end - begin for begin, end in zip(first, [*first[1:], positions.numel()], strict=True)]
+        lengths *= batch // len(positions)
+        return Documents.of(lengths, lengths, positions.device)
 
-    return _remembered(positions, "documents", read)
-
-
-def lengths_between(boundaries: Tensor) -> list[int]:
-    """Lengths of the documents that [0, n_1, n_1 + n_2, ...] bounds."""
-    return _remembered(boundaries, "boundaries", lambda x: x.diff().tolist())
+    return _remembered(positions, ("documents", batch), read)

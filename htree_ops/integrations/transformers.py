@@ -26,11 +26,11 @@ from transformers.utils.import_utils import is_tracing
 from htree_ops.integrations import quantizer
 from htree_ops.integrations.cache import HandedOver, TreeCache
 from htree_ops.integrations.documents import (
+    Documents,
     attend_cached,
     attend_documents,
     attend_padded,
-    document_lengths,
-    lengths_between,
+    documents_of,
     starts_of_documents,
 )
 from htree_ops.ops.tree_attention import TreeOptions, tree_attention
@@ -65,7 +65,9 @@ REFUSED = {
     "head_mask": "a mask of heads is not supported: use attn_implementation='eager'",
     "cache": "a paged cache (continuous batching) is not supported: use generate()",
 }
-PACKED_AND_COMPILED = "packed documents cannot be compiled: call the model uncompiled, or pad them"
+PACKED_AND_COMPILED = (
+    "a compiled model cannot see where position_ids start again: give cu_seq_lens_q, or do not compile"
+)
 PACKED_AND_CACHED = "a TreeCache holds one text per sequence: give packed documents to a call without a cache"
 
 _default_positions: Positions = "own"
@@ -232,6 +234,8 @@ def attention(
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """Tree attention of one layer of a model; the interface of ``AttentionInterface``.
@@ -243,6 +247,7 @@ def attention(
         attention_mask: of :func:`mask`.
         position_ids: [B or 1, T_q]; where they start again without a mask, documents are packed.
         cu_seq_lens_q, cu_seq_lens_k: boundaries of packed documents, [number + 1]; B = 1.
+        max_length_q, max_length_k: no document is longer; None is the length of the row.
 
     Returns:
         ([B, T_q, H, V], None)
@@ -261,7 +266,9 @@ def attention(
     assert isinstance(value, Tensor)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if cu_seq_lens_q is not None:
-        return _attend_bounded(q, k, v, cu_seq_lens_q, cu_seq_lens_k, options), None
+        bounds_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
+        longest = (max_length_q or q.shape[1], max_length_k or k.shape[1])
+        return _attend_bounded(q, k, v, Documents(cu_seq_lens_q, bounds_k, *longest), options), None
     if q.shape[1] != k.shape[1]:
         return _attend_behind_a_cache(q, k, v, attention_mask, options), None
     if attention_mask is None and position_ids is not None and position_ids.shape[-1] == q.shape[1]:
@@ -320,7 +327,7 @@ def _attend_from_a_tree_cache(
     elif positions is not None and 1 < q.shape[1] == positions.shape[-1]:
         if torch.compiler.is_compiling():
             q = _nan_where_packed(q, positions)
-        elif len(document_lengths(positions)) != len(positions):
+        elif documents_of(positions, len(q)) is not None:
             _refuse(PACKED_AND_CACHED)
     return new.layer.attend(q, k, v, mask, options)
 
@@ -343,29 +350,21 @@ def _attend_behind_a_cache(
     return attend_cached(q, k, v, real, options)
 
 
-def _attend_bounded(
-    q: Tensor, k: Tensor, v: Tensor, bounds_q: Tensor, bounds_k: Tensor | None, options: dict[str, Any]
-) -> Tensor:
+def _attend_bounded(q: Tensor, k: Tensor, v: Tensor, documents: Documents, options: dict[str, Any]) -> Tensor:
     """Documents between boundaries, in one row."""
-    if torch.compiler.is_compiling():
-        _refuse(PACKED_AND_COMPILED)
     if q.shape[0] != 1:
         _refuse(f"packed documents (cu_seq_lens_q) need a batch of 1, got {q.shape[0]}")
-    lengths_q, lengths_k = (
-        lengths_between(x) for x in (bounds_q, bounds_q if bounds_k is None else bounds_k)
-    )
-    return attend_documents(q[0], k[0], v[0], lengths_q, lengths_k, options)[None]
+    return attend_documents(q[0], k[0], v[0], documents, options)[None]
 
 
 def _attend_positions(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, options: dict[str, Any]) -> Tensor:
     """Whole sequences, or documents where positions do not go on by one."""
     if torch.compiler.is_compiling():
         return tree_attention(_nan_where_packed(q, positions), k, v, **options)
-    lengths = document_lengths(positions)
-    if len(lengths) == len(positions):
+    documents = documents_of(positions, len(q))
+    if documents is None:
         return tree_attention(q, k, v, **options)
-    lengths = lengths * (q.shape[0] // len(positions))
-    out = attend_documents(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), lengths, lengths, options)
+    out = attend_documents(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), documents, options)
     return out.unflatten(0, q.shape[:2])
 
 

@@ -306,7 +306,7 @@ def test_compiled_models_give_what_uncompiled_ones_give(
             torch.testing.assert_close(ours, theirs)
 
 
-def test_a_compiled_model_refuses_packed_documents() -> None:
+def test_a_compiled_model_takes_packed_documents_between_boundaries() -> None:
     torch._dynamo.reset()
     model, ids = make_model(options=SPARSE, num_hidden_layers=1), make_text()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -314,11 +314,16 @@ def test_a_compiled_model_refuses_packed_documents() -> None:
     torch.testing.assert_close(
         compiled(ids, position_ids=whole).logits, model(ids, position_ids=whole).logits
     )
-    with pytest.raises(RuntimeError, match="htree: packed documents cannot be compiled"):
+    with pytest.raises(
+        RuntimeError, match="htree: a compiled model cannot see where position_ids start again"
+    ):
         compiled(ids, position_ids=whole % 17, use_cache=False)
     bounds = torch.tensor([0, 17, 40], dtype=torch.int32)
-    with pytest.raises(Exception, match="packed documents cannot be compiled"):
-        compiled(ids[:1], position_ids=whole, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, use_cache=False)
+    packed = {"position_ids": whole % 17, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    got, wanted = (logits_and_gradients(m, ids[:1], **packed) for m in (compiled, model))
+    torch.testing.assert_close(got[0], wanted[0])
+    for ours, theirs in zip(got[1], wanted[1], strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 # ---- refusals
