@@ -86,7 +86,8 @@ class Shared:
         if mask is None:
             if self.rows is None:
                 return None
-            mask = self.rows.mask.new_ones(len(held), before + n)  # the caller says that no column is padding
+            # The caller says that no column is padding.
+            mask = torch.ones(len(held), before + n, dtype=torch.bool, device=held.device)
         elif self.rows is not None and self.rows.mask is mask and self.rows.before == before:
             return self.rows
         new = mask[:, before:]
@@ -255,7 +256,9 @@ class TreeLayer(CacheLayerMixin):
                 f"selection_stride, got {tokens_to_remove}: take fewer drafts (num_assistant_tokens), or "
                 "selection_stride = 1"
             )
-        gone = remove if mask is None else mask[:, left : self.columns].sum(1, dtype=torch.int32)
+        gone: int | Tensor = remove
+        if mask is not None:  # it may lie where another layer does
+            gone = mask[:, left : self.columns].sum(1, dtype=torch.int32).to(self.cache.device)
         self.cache.truncate(self.cache.lengths - gone)
         self.columns = left
 
