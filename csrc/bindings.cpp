@@ -244,6 +244,7 @@ class TreeAttentionCall {
     problem_.args.top_k = top_k;
     problem_.args.selection_stride = selection_stride;
     problem_.args.selection_span = selection_span;
+    problem_.args.starts = {problem_.num_keys - problem_.num_queries};
     const tree::DeviceFacts device{major, shared_bytes, major == 9 && hopper_kernels, num_sms};
     const auto gather = per_query_gather ? tree::GatherChoice::kPerQuery : tree::GatherChoice::kAuto;
     forward_ = tree::choose_forward_config(problem_, device, gather);
@@ -251,7 +252,7 @@ class TreeAttentionCall {
   }
 
   std::string forward() const {
-    return tree::describe(forward_) + " layers=" + tree::describe_layers(forward_, problem_.layers());
+    return tree::describe(forward_) + " layers=" + tree::describe_layers(problem_, forward_);
   }
   std::string backward() const {
     return tree::describe(backward_) + " " + tree::describe_gradients(backward_);

@@ -91,7 +91,7 @@ def test_importances_are_bounded_and_chunks_even(length: int, stride: int) -> No
     lists, chunk = int(found["top_chunk"]), int(found["query_chunk"]) // stride
     assert 1 <= lists <= chunk
     assert lists * 4 * (-(-top // 128) * 128) * 4 + chunk * 32 * 4 <= 448 * 2**20
-    total = -(-length // stride)
+    total = -(-(length - 8192) // stride)  # the rows before max_top_nodes are dense
     if chunk < total:
         last = total - (-(-total // chunk) - 1) * chunk
         assert last > chunk // 2 or -(-total // chunk) > 4
@@ -141,7 +141,7 @@ def test_kernels_of_every_layer_on_hopper(
 ) -> None:
     gathered = "per_list" if stride >= 4 else "shared_gather"
     above = LENGTHS[length]
-    wanted = [gathered] if above == 0 else ["dense"] + [gathered] * above
+    wanted = ["dense_rows"] if above == 0 else ["dense"] + [gathered] * above
     sizes = (1, length, length, *heads, width, width)
     assert layers(sizes, selection_stride=stride) == wanted
     suffix = (1, length, 64, *heads, width, width)
@@ -206,9 +206,30 @@ def test_other_gpus_and_builds_gather_for_each_query(options: dict[str, int | bo
 @pytest.mark.parametrize("stride", [1, 16])
 def test_a_gather_for_each_query_on_request(stride: int) -> None:
     assert layers(selection_stride=stride, per_query_gather=True) == ["dense", "per_query"]
-    chunks = choices(selection_stride=stride)
-    per_query = choices(selection_stride=stride, per_query_gather=True)
-    assert {**chunks, "layers": ""} == {**per_query, "layers": ""}, "the chunks stay"
+    assert choices(selection_stride=stride, per_query_gather=True)["dense_rows"] == "0"
+
+
+@pytest.mark.parametrize(("stride", "top_nodes", "end"), [(1, 8192, 8192), (16, 8191, 8176), (16, 13, 0)])
+def test_dense_rows_end_where_a_list_begins(stride: int, top_nodes: int, end: int) -> None:
+    for length, queries, batch in ((100_000, 100_000, 1), (100_000, 7, 3), (8176, 8176, 16), (20, 20, 1)):
+        found = choices(
+            (batch, length, queries, 32, 4, 128, 128), selection_stride=stride, max_top_nodes=top_nodes
+        )
+        assert int(found["dense_rows"]) == end, "whatever the length and the batch"
+        assert (found["layers"] == "dense_rows") == (length <= end)
+
+
+def test_dense_rows_follow_max_top_nodes_and_need_hopper() -> None:
+    assert choices(top_k=128, max_top_nodes=2000)["dense_rows"] == "2000"
+    for options in ({"major": 8, "shared_bytes": 166_912}, {"hopper_kernels": False}, {"major": 10}):
+        assert choices(**options)["dense_rows"] == "0"
+    assert choices(half=False)["dense_rows"] == "0"
+    assert choices(backward=True)["dense_rows"] == "0", "the backward walks the tree for every row"
+
+
+def test_a_call_of_dense_rows_alone_needs_no_scratch() -> None:
+    call = host.TreeAttentionCall((16, 8192, 8192, 32, 4, 128, 128), True)
+    assert call.forward_memory(0)["end"] == 0
 
 
 def gradients(

@@ -35,7 +35,7 @@ cudaError_t attend_layer(const TreeCall& call, const ForwardConfig& config, size
     case LayerKernel::kDense:
       return dispatch_shape(call.shape, [&](auto type, auto dim) {
         return launch_dense_attend<typename decltype(type)::type, dim.value>(
-            {attend, dense_tiles_of(call, chunk)}, stream);
+            {attend, tiles_of_batch(call, call.top, chunk.batch)}, stream);
       });
     case LayerKernel::kPerList:
       return dispatch_shape(call.shape, [&](auto type, auto dim) {
@@ -182,7 +182,7 @@ cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream) {
   };
   rotations(call.fragment_rotations, RotationOrder::kFragments);
   rotations(call.dim_rotations, RotationOrder::kDims);
-  for (size_t i = 0; i < call.layers.size() && error == cudaSuccess; ++i) {
+  for (size_t i = 0; i < call.layers.size() && walks(p, call.config) && error == cudaSuccess; ++i) {
     const TreeLayer& layer = call.layers[i];
     PackParams pack = layer_params<PackParams>(call, layer);
     pack.packed = layer.packed;
@@ -194,29 +194,75 @@ cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream) {
   if (error == cudaSuccess) {
     error = copy_spans(call, stream);
   }
-  if (call.config.dense_top && error == cudaSuccess) {
-    DenseLayerParams pack = layer_params<DenseLayerParams>(call, call.layers.back());
-    pack.tiles = call.top;
-    error = dispatch_shape(call.shape, [&](auto type, auto dim) {
-      return launch_dense_layer<typename decltype(type)::type, dim.value>(pack, stream);
-    });
+  const auto lay_out = [&](const TreeLayer& layer, const DenseTiles& tiles, int64_t rows) {
+    if (error == cudaSuccess) {
+      DenseLayerParams pack = layer_params<DenseLayerParams>(call, layer);
+      pack.tiles = tiles;
+      pack.num_nodes = rows;
+      error = dispatch_shape(call.shape, [&](auto type, auto dim) {
+        return launch_dense_layer<typename decltype(type)::type, dim.value>(pack, stream);
+      });
+    }
+  };
+  if (const int64_t rows = dense_row_tokens(p, call.config); rows > 0) {
+    lay_out(call.layers.front(), call.rows, rows);
+  }
+  if (call.config.dense_top) {
+    lay_out(call.layers.back(), call.top, call.layers.back().num_nodes);
   }
   return error;
 }
 
 namespace {
 
-// The lists of the top layer, of all batches at once unless the queries are in several pieces.
-cudaError_t write_top_lists(const TreeCall& call, int32_t* lists, cudaStream_t stream) {
+// The lists that hold every parent up to the queries' own: those of the top, and of the dense rows at all layers.
+cudaError_t write_full_lists(const TreeCall& call, const ForwardBuffers& buffers, cudaStream_t stream) {
   const AttentionProblem& p = call.problem;
-  const int64_t num_pieces = p.num_pieces(), stride = p.args.selection_stride;
-  const int64_t num_lists = ceil_div(p.piece_queries(), stride);
-  const int64_t batches = num_pieces == 1 ? p.batch : 1;
+  const int64_t stride = p.args.selection_stride;
+  TopListParams params;
+  params.num_batches = p.batch;
+  params.batch_lists = p.num_lists();
+  params.num_kv_heads = p.num_kv_heads;
+  params.width = p.args.top_k;
+  params.stride = stride;
   cudaError_t error = cudaSuccess;
-  for (int64_t i = 0; i < p.batch / batches * num_pieces && error == cudaSuccess; ++i) {
-    error = launch_top_lists(lists + i * num_lists * p.num_kv_heads * p.args.top_k, batches, num_lists,
-                             p.num_kv_heads, p.args.top_k, p.args.starts[i % num_pieces], stride,
-                             call.layers.back().node_span * kTensorCoreRate, stream);
+  for (size_t i = 0; i < buffers.parents.size(); ++i) {
+    const bool top = i + 1 == buffers.parents.size();
+    params.parent_span = call.layers[i].node_span * kTensorCoreRate;
+    for (int64_t piece = 0; piece < p.num_pieces() && error == cudaSuccess; ++piece) {
+      params.lists =
+          buffers.parents[i] + piece * ceil_div(p.piece_queries(), stride) * p.num_kv_heads * p.args.top_k;
+      params.num_lists = ceil_div(top ? p.piece_queries() : dense_queries(p, call.config, piece), stride);
+      params.t0 = p.args.starts[piece];
+      if (params.num_lists > 0) {
+        error = launch_top_lists(params, stream);
+      }
+    }
+  }
+  return error;
+}
+
+// The first queries of every batch and piece as dense attention.
+cudaError_t attend_dense_rows(const TreeCall& call, int64_t piece, const ForwardBuffers& buffers,
+                              cudaStream_t stream) {
+  const AttentionProblem& p = call.problem;
+  constexpr int64_t kMostBatches = 65535;  // of a grid
+  cudaError_t error = cudaSuccess;
+  for (int64_t batch = 0; batch < p.batch && error == cudaSuccess; batch += kMostBatches) {
+    const Chunk chunk{batch, std::min(kMostBatches, p.batch - batch), piece * p.piece_queries(),
+                      dense_queries(p, call.config, piece)};
+    const int64_t state = (batch * p.num_queries + chunk.query) * p.num_heads;
+    AttendParams attend;
+    attend.gather = gather_of(call, 0, chunk);
+    attend.first = attend.last = true;
+    attend.max = buffers.max + state;
+    attend.sum = buffers.sum + state;
+    attend.state_batch = p.num_queries * p.num_heads;
+    attend.out = static_cast<char*>(buffers.out) + 2 * state * p.value_dim;
+    error = dispatch_shape(call.shape, [&](auto type, auto dim) {
+      return launch_dense_rows<typename decltype(type)::type, dim.value>(
+          {attend, tiles_of_batch(call, call.rows, batch)}, stream);
+    });
   }
   return error;
 }
@@ -224,14 +270,22 @@ cudaError_t write_top_lists(const TreeCall& call, int32_t* lists, cudaStream_t s
 cudaError_t run_forward(const TreeCall& call, const ForwardConfig& c, const ForwardBuffers& buffers,
                         cudaStream_t stream) {
   const AttentionProblem& p = call.problem;
-  if (!buffers.parents.empty()) {
-    if (const cudaError_t error = write_top_lists(call, buffers.parents.back(), stream);
-        error != cudaSuccess) {
-      return error;
+  cudaError_t error = write_full_lists(call, buffers, stream);
+  for (int64_t piece = 0; piece < p.num_pieces() && error == cudaSuccess; ++piece) {
+    if (dense_queries(p, c, piece) > 0) {
+      error = attend_dense_rows(call, piece, buffers, stream);
     }
+  }
+  if (error != cudaSuccess) {
+    return error;
   }
   for (int64_t batch = 0; batch < p.batch; batch += c.batch_chunk) {
     for (int64_t query = 0; query < p.num_queries;) {
+      const int64_t piece = query / p.piece_queries();
+      query = std::max(query, piece * p.piece_queries() + dense_queries(p, c, piece));
+      if (query == (piece + 1) * p.piece_queries()) {
+        continue;
+      }
       const Chunk chunk{batch, std::min(c.batch_chunk, p.batch - batch), query,
                         p.chunk_queries(query, c.query_chunk)};
       if (const cudaError_t error = forward_chunk(call, c, buffers, chunk, stream); error != cudaSuccess) {
@@ -280,11 +334,11 @@ Tensor top_lists(const AttentionProblem& problem, const Slice& slice, const Tens
   const int64_t num_lists = ceil_div(slice.queries, slice.stride);
   Tensor lists = at::empty({slice.batches, num_lists, problem.num_kv_heads, problem.args.top_k},
                            like.options().dtype(at::kInt));
-  const int64_t rate = problem.args.compression_rate;
-  C10_CUDA_CHECK(launch_top_lists(lists.mutable_data_ptr<int32_t>(), slice.batches, num_lists,
-                                  problem.num_kv_heads, problem.args.top_k, problem.token_of(slice.query),
-                                  slice.stride, node_span(rate, problem.layers()),
-                                  c10::cuda::getCurrentCUDAStream()));
+  const int64_t parent_span = node_span(problem.args.compression_rate, problem.layers());
+  C10_CUDA_CHECK(launch_top_lists(
+      {lists.mutable_data_ptr<int32_t>(), slice.batches, num_lists, num_lists, problem.num_kv_heads,
+       problem.args.top_k, problem.token_of(slice.query), slice.stride, parent_span},
+      c10::cuda::getCurrentCUDAStream()));
   return lists;
 }
 

@@ -32,12 +32,26 @@ struct TreeCall {
   // asks for are filled.
   __half2* fragment_rotations = nullptr;
   __half2* dim_rotations = nullptr;
+  DenseTiles rows;      // tiles of the tokens that the dense rows see
   DenseTiles top;       // tiles of layers.back() where config.dense_top holds
   SpanTiles top_spans;  // the same where its nodes are scored by span means
 
-  int64_t rope_rows() const { return problem.args.top_k * kTensorCoreRate + 1; }
+  int64_t rope_rows() const {
+    return walks(problem, config) ? problem.args.top_k * kTensorCoreRate + 1
+                                  : dense_row_tokens(problem, config);
+  }
   int64_t rotation_slots() const { return problem.args.top_k + 1; }
 };
+
+// The tiles from batch `batch` on.
+inline DenseTiles tiles_of_batch(const TreeCall& call, DenseTiles tiles, int64_t batch) {
+  const int64_t first = batch * call.problem.num_kv_heads * tiles.num_tiles;
+  tiles.keys += first * dense_tile_bytes(call.problem.key_dim);
+  tiles.values += first * dense_tile_bytes(call.problem.value_dim);
+  tiles.scales += first * kDenseTileNodes;
+  tiles.scaled += first;
+  return tiles;
+}
 
 // The part of PackParams or DenseLayerParams that follows from the call and a layer.
 template <typename Params>
@@ -74,10 +88,7 @@ GatherParams gather_of(const TreeCall& call, size_t layer_idx, const Chunk& chun
 cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& chunk, const ListSlice& lists,
                          const ListSlice& next, float* scratch, uint32_t* mask, cudaStream_t stream);
 
-// The tiles of the top layer, from the chunk's first batch on.
-DenseTiles dense_tiles_of(const TreeCall& call, const Chunk& chunk);
-
-// Fills call.rope, the rotation tables and the packed copy of every layer.
+// Fills call.rope, the rotation tables, the tiles and the packed copy of every layer.
 cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream);
 
 }  // namespace htree::tree_attention

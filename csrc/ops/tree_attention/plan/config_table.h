@@ -17,7 +17,8 @@ inline std::string describe(const TreeConfig& config) {
   text << (config.path == AttentionPath::kTensorCore ? "tensor_core" : "general")
        << " batch_chunk=" << config.batch_chunk << " query_chunk=" << config.query_chunk
        << " selection_chunk=" << config.selection_chunk
-       << " top=" << (config.dense_top ? "dense" : "gathered") << " top_chunk=" << config.top_chunk;
+       << " top=" << (config.dense_top ? "dense" : "gathered") << " top_chunk=" << config.top_chunk
+       << " dense_rows=" << config.dense_rows;
   return text.str();
 }
 
@@ -36,12 +37,15 @@ inline std::string describe_gradients(const BackwardConfig& config) {
          " top_dK_dV=" + (config.per_list_top ? "per_list" : keys);
 }
 
-// The layer_kernel() of every layer of the forward, the top first.
-inline std::string describe_layers(const ForwardConfig& config, int64_t num_layers) {
+// The layer_kernel() of every layer of the forward, the top first, for the rows that walk the tree.
+inline std::string describe_layers(const AttentionProblem& p, const ForwardConfig& config) {
   constexpr const char* kNames[] = {"general", "per_query", "shared_gather", "per_list", "dense"};
+  if (!walks(p, config)) {
+    return "dense_rows";
+  }
   std::string text;
-  for (int64_t layer = num_layers; layer-- > 0;) {
-    text += kNames[static_cast<int>(layer_kernel(config, layer, num_layers))];
+  for (int64_t layer = p.layers(); layer-- > 0;) {
+    text += kNames[static_cast<int>(layer_kernel(config, layer, p.layers()))];
     text += layer > 0 ? "," : "";
   }
   return text;
@@ -65,8 +69,8 @@ inline std::vector<std::string> tensor_core_kernels(bool hopper) {
     std::vector<std::pair<std::string, std::string>> choices;  // kernels, strides of this group
     for (p.args.selection_stride = 1; p.args.selection_stride <= 16; p.args.selection_stride *= 2) {
       const BackwardConfig backward = choose_backward_config(p, device);
-      const std::string kernels = "layers=" + describe_layers(choose_forward_config(p, device), p.layers()) +
-                                  " " + describe_gradients(backward);
+      const std::string kernels = "layers=" + describe_layers(p, choose_forward_config(p, device)) + " " +
+                                  describe_gradients(backward);
       const std::string stride = std::to_string(p.args.selection_stride);
       if (choices.empty() || choices.back().first != kernels) {
         choices.emplace_back(kernels, stride);

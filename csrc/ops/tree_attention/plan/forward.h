@@ -32,6 +32,9 @@ enum class GatherChoice { kAuto, kPerQuery };
 struct TreeConfig {
   AttentionPath path = AttentionPath::kGeneral;
   bool dense_top = false;  // the top layer as dense products of warpgroups (sm_90a), see forward/dense_top/
+  // The rows before this token of the text are dense causal attention (sm_90a), see forward/dense_rows/. The others walk
+  // the tree. The backward walks it for all rows.
+  int64_t dense_rows = 0;
   // Which tables of rotations the kernels read, see RotationOrder.
   bool fragment_rotations = false;
   bool dim_rotations = false;
@@ -65,6 +68,42 @@ inline GatherKernel choose_gather(const AttentionProblem& p, const DeviceFacts& 
   return p.args.selection_stride >= kMinPerListStride ? GatherKernel::kPerList : GatherKernel::kSharedGather;
 }
 
+// A row before max_top_nodes opens every node at every layer, because max_top_nodes <= top_k * r, so its result is dense
+// causal attention. The bound is a multiple of the stride, where a list of queries begins. It must not depend on the
+// length of the text.
+inline int64_t choose_dense_rows(const AttentionProblem& p, const DeviceFacts& device, GatherChoice choice) {
+  if (!hopper_kernels(device) || choice == GatherChoice::kPerQuery) {
+    return 0;
+  }
+  return p.args.max_top_nodes / p.args.selection_stride * p.args.selection_stride;
+}
+
+// The queries of a piece that are dense rows; they come first.
+inline int64_t dense_queries(const AttentionProblem& p, const TreeConfig& config, int64_t piece) {
+  return std::clamp<int64_t>(config.dense_rows - p.args.starts[piece], 0, p.piece_queries());
+}
+// The most queries of a piece that walk the tree. A call without any needs no packed layers.
+inline int64_t walking_queries(const AttentionProblem& p, const TreeConfig& config) {
+  int64_t most = 0;
+  for (int64_t piece = 0; piece < p.num_pieces(); ++piece) {
+    most = std::max(most, p.piece_queries() - dense_queries(p, config, piece));
+  }
+  return most;
+}
+inline bool walks(const AttentionProblem& p, const TreeConfig& config) {
+  return walking_queries(p, config) > 0;
+}
+// The tokens that the dense rows of a call see.
+inline int64_t dense_row_tokens(const AttentionProblem& p, const TreeConfig& config) {
+  int64_t tokens = 0;
+  for (int64_t piece = 0; piece < p.num_pieces(); ++piece) {
+    if (const int64_t queries = dense_queries(p, config, piece); queries > 0) {
+      tokens = std::max(tokens, p.args.starts[piece] + queries);
+    }
+  }
+  return tokens;
+}
+
 constexpr int64_t kTensorCoreBlock = 16;  // queries of one thread block of the widest kernels
 
 // The size of the chunks of `total`: about equal, at most `most`, and multiples of `block` if possible.
@@ -72,14 +111,28 @@ inline int64_t even_chunk(int64_t total, int64_t most, int64_t block) {
   if (total <= most) {
     return std::max<int64_t>(1, total);
   }
-  const int64_t even = ceil_div(total, ceil_div(total, most));
-  const int64_t whole = ceil_div(even, block) * block;
-  return whole <= most ? whole : most >= block ? most / block * block : most;
+  if (most < block) {
+    return most;
+  }
+  for (int64_t chunks = ceil_div(total, most);; ++chunks) {
+    const int64_t whole = ceil_div(ceil_div(total, chunks), block) * block;
+    if (whole <= most) {
+      return whole;
+    }
+  }
+}
+
+// A copy of `rows` keys and values per K/V head in tiles, with scales and flags, see dense_layer.cuh.
+inline int64_t dense_layer_bytes(const AttentionProblem& p, int64_t rows) {
+  return p.batch * p.num_kv_heads *
+         (ceil_div(rows, kDenseTileNodes) *
+          (dense_tile_bytes(p.key_dim) + dense_tile_bytes(p.value_dim) + kDenseTileNodes * 4 + 4));
 }
 
 // The memory of the tensor-core forward that grows with T: the layers above the tokens with their packed
-// copies, the scales of the packed keys, the log-sums, and the tables.
-inline int64_t tensor_core_tree_bytes(const AttentionProblem& p, bool dense_top) {
+// copies, the scales of the packed keys, the log-sums, the tables, and where some rows are dense and others walk, the
+// tiles of the former.
+inline int64_t tensor_core_tree_bytes(const AttentionProblem& p, const TreeConfig& config) {
   const int64_t heads = p.batch * p.num_kv_heads;
   int64_t nodes = p.num_keys;
   int64_t bytes = heads * nodes * 4 + p.batch * p.num_queries * p.num_heads * 8 +
@@ -89,10 +142,11 @@ inline int64_t tensor_core_tree_bytes(const AttentionProblem& p, bool dense_top)
     bytes += heads * (nodes * (p.key_dim + p.value_dim) * 2 +
                       ceil_div(nodes, kTensorCoreRate) * packed_parent_bytes(p.key_dim, p.value_dim));
   }
-  if (dense_top) {
-    bytes +=
-        heads * (ceil_div(nodes, kDenseTileNodes) *
-                 (dense_tile_bytes(p.key_dim) + dense_tile_bytes(p.value_dim) + kDenseTileNodes * 4 + 4));
+  if (config.dense_top) {
+    bytes += dense_layer_bytes(p, nodes);
+  }
+  if (walks(p, config)) {
+    bytes += dense_layer_bytes(p, dense_row_tokens(p, config));
   }
   return bytes;
 }
@@ -121,17 +175,18 @@ inline ForwardConfig choose_forward_config(const AttentionProblem& p, const Devi
   if (tensor_core_shape(p) && device.major >= 8 && device.shared_bytes >= tensor_core_shared_bytes(p)) {
     config.path = AttentionPath::kTensorCore;
     config.gather = choose_gather(p, device, gather);
-    config.fragment_rotations = config.gather == GatherKernel::kSharedGather;
-    config.dim_rotations = config.gather == GatherKernel::kPerList;
+    config.dense_rows = choose_dense_rows(p, device, gather);
+    config.fragment_rotations = config.gather == GatherKernel::kSharedGather && walks(p, config);
+    config.dim_rotations = config.gather == GatherKernel::kPerList && walks(p, config);
     config.dense_top = hopper_kernels(device) && dense_top_shape(p);
   }
   const int64_t stride = p.args.selection_stride;
   // Bytes of a list: the running states of its queries, two lists, and the mask of one.
   const int64_t per_list = stride * p.num_heads * p.value_dim * 4 + p.num_kv_heads * (p.args.top_k * 10 + 64);
-  const int64_t scratch = config.path == AttentionPath::kGeneral
-                              ? kScratchBytes
-                              : std::clamp(kForwardBytes - tensor_core_tree_bytes(p, config.dense_top),
-                                           kLeastScratchBytes, kScratchBytes);
+  const int64_t scratch =
+      config.path == AttentionPath::kGeneral
+          ? kScratchBytes
+          : std::clamp(kForwardBytes - tensor_core_tree_bytes(p, config), kLeastScratchBytes, kScratchBytes);
   const int64_t state_bytes = scratch / 2, score_bytes = scratch / 2;
   const int64_t lists = std::max<int64_t>(1, state_bytes / per_list);
   const int64_t heads = std::max<int64_t>(1, p.num_kv_heads);
@@ -140,7 +195,7 @@ inline ForwardConfig choose_forward_config(const AttentionProblem& p, const Devi
   const int64_t wave = kTensorCoreBlock * device.num_sms / std::gcd(device.num_sms, heads);
   const int64_t block = wave / stride <= lists ? wave : kTensorCoreBlock;
   const int64_t used =
-      even_chunk(ceil_div(p.piece_queries(), stride), lists, std::max<int64_t>(1, block / stride));
+      even_chunk(ceil_div(walking_queries(p, config), stride), lists, std::max<int64_t>(1, block / stride));
   config.query_chunk = used * stride;
   // A chunk of several batches has all of their queries, which are neighbours in memory.
   const int64_t most_batches = p.num_pieces() == 1 ? std::min(p.batch, 65535 / heads) : 1;

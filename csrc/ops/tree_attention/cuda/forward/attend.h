@@ -52,4 +52,10 @@ struct DenseAttendParams {
 template <typename T, int kDim>
 cudaError_t launch_dense_attend(const DenseAttendParams& params, cudaStream_t stream);
 
+// ---- the rows before max_top_nodes, as dense causal attention over the tokens: Hopper (sm_90a)
+
+// `attend.first` and `attend.last` hold: max, sum and out are written.
+template <typename T, int kDim>
+cudaError_t launch_dense_rows(const DenseAttendParams& params, cudaStream_t stream);
+
 }  // namespace htree::tree_attention

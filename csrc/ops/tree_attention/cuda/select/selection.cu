@@ -6,16 +6,6 @@
 
 namespace htree::tree_attention {
 
-DenseTiles dense_tiles_of(const TreeCall& call, const Chunk& chunk) {
-  const int64_t first = chunk.batch * call.problem.num_kv_heads * call.top.num_tiles;
-  DenseTiles tiles = call.top;
-  tiles.keys += first * dense_tile_bytes(call.problem.key_dim);
-  tiles.values += first * dense_tile_bytes(call.problem.value_dim);
-  tiles.scales += first * kDenseTileNodes;
-  tiles.scaled += first;
-  return tiles;
-}
-
 namespace {
 
 SpanTiles span_tiles_of(const TreeCall& call, const Chunk& chunk) {
@@ -86,7 +76,7 @@ cudaError_t score_top_spans(const TreeCall& call, const Chunk& chunk, const Gath
 cudaError_t refer_top(const TreeCall& call, const Chunk& chunk, const GatherParams& gather, float* scratch,
                       DenseReferenceParams& params, cudaStream_t stream) {
   params.gather = gather;
-  params.tiles = dense_tiles_of(call, chunk);
+  params.tiles = tiles_of_batch(call, call.top, chunk.batch);
   params.importance = call.problem.args.importance;
   params.references = scratch;
   params.reference_batch = int64_t{gather.num_lists} * call.problem.num_heads;

@@ -90,11 +90,19 @@ enum class RotationOrder { kDims, kFragments };
 cudaError_t launch_rotation_table(__half2* table, int64_t num_slots, int key_dim, RotationOrder order,
                                   double base, bool rotate, cudaStream_t stream);
 
-// The lists of the top layer, for every r: parents 0 ... t / parent_span, then -1,
-// with parent_span = r^layers.
-cudaError_t launch_top_lists(int32_t* lists, int64_t num_batches, int64_t num_lists, int64_t num_kv_heads,
-                             int64_t width, int64_t t0, int64_t stride, int64_t parent_span,
-                             cudaStream_t stream);
+// Lists that hold every parent, as at the top, for every r: parents 0 ... t / parent_span, then -1.
+struct TopListParams {
+  int32_t* lists = nullptr;  // [num_batches, num_lists, num_kv_heads, width], batches batch_lists lists apart
+  int64_t num_batches = 0;
+  int64_t num_lists = 0;
+  int64_t batch_lists = 0;
+  int64_t num_kv_heads = 0;
+  int64_t width = 0;
+  int64_t t0 = 0;  // token of the first list
+  int64_t stride = 1;
+  int64_t parent_span = 1;  // tokens of a parent
+};
+cudaError_t launch_top_lists(const TopListParams& params, cudaStream_t stream);
 
 // The angles of `rope` [num_positions, K/2] in fp16, in the order in which rotate_user() in
 // per_parent/parent_gradient.cuh reads them.

@@ -123,17 +123,27 @@ TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const TreeC
     layer.num_nodes = tree.keys[i].size(1);
     layer.num_parents = ceil_div(layer.num_nodes, kTensorCoreRate);
     layer.node_span = node_span(kTensorCoreRate, static_cast<int64_t>(i));
-    layer.packed = static_cast<char*>(own(problem.batch * problem.num_kv_heads * layer.num_parents *
-                                          packed_parent_bytes(problem.key_dim, problem.value_dim)));
+    if (walks(problem, config)) {
+      layer.packed = static_cast<char*>(own(problem.batch * problem.num_kv_heads * layer.num_parents *
+                                            packed_parent_bytes(problem.key_dim, problem.value_dim)));
+    }
     call.layers.push_back(layer);
   }
+  const auto own_tiles = [&](int64_t rows) {
+    DenseTiles tiles;
+    tiles.num_tiles = static_cast<int>(ceil_div(rows, kDenseTileNodes));
+    const int64_t count = problem.batch * problem.num_kv_heads * tiles.num_tiles;
+    tiles.keys = static_cast<char*>(own(count * dense_tile_bytes(problem.key_dim)));
+    tiles.values = static_cast<char*>(own(count * dense_tile_bytes(problem.value_dim)));
+    tiles.scales = static_cast<float*>(own(count * kDenseTileNodes * sizeof(float)));
+    tiles.scaled = static_cast<int32_t*>(own(count * sizeof(int32_t)));
+    return tiles;
+  };
+  if (const int64_t rows = dense_row_tokens(problem, config); rows > 0) {
+    call.rows = own_tiles(rows);
+  }
   if (config.dense_top) {
-    call.top.num_tiles = static_cast<int>(ceil_div(call.layers.back().num_nodes, kDenseTileNodes));
-    const int64_t tiles = problem.batch * problem.num_kv_heads * call.top.num_tiles;
-    call.top.keys = static_cast<char*>(own(tiles * dense_tile_bytes(problem.key_dim)));
-    call.top.values = static_cast<char*>(own(tiles * dense_tile_bytes(problem.value_dim)));
-    call.top.scales = static_cast<float*>(own(tiles * kDenseTileNodes * sizeof(float)));
-    call.top.scaled = static_cast<int32_t*>(own(tiles * sizeof(int32_t)));
+    call.top = own_tiles(call.layers.back().num_nodes);
   }
   for (size_t i = 1; selects && i < tree.keys.size(); ++i) {
     const int64_t rows = span_rows(problem, static_cast<int64_t>(i));

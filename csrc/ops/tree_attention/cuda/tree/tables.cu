@@ -46,16 +46,17 @@ __global__ void rotation_table_kernel(__half2* table, int64_t num_slots, int key
   at[row_pairs] = __floats2half2_rn(sin_of[0], sin_of[1]);
 }
 
-__global__ void top_lists_kernel(int32_t* lists, int64_t total, int64_t num_lists, int64_t num_kv_heads,
-                                 int64_t width, int64_t t0, int64_t stride, int64_t parent_span) {
+__global__ void top_lists_kernel(TopListParams p, int64_t total) {
   const int64_t i = int64_t{blockIdx.x} * kTableThreads + threadIdx.x;
   if (i >= total) {
     return;
   }
-  const int64_t slot = i % width;
-  const int64_t list_row = i / width / num_kv_heads % num_lists;
-  const int64_t last = (t0 + list_row * stride) / parent_span;
-  lists[i] = slot <= last ? static_cast<int32_t>(slot) : -1;
+  const int64_t slot = i % p.width;
+  const int64_t list_row = i / p.width / p.num_kv_heads % p.num_lists;
+  const int64_t batch = i / p.width / p.num_kv_heads / p.num_lists;
+  const int64_t last = (p.t0 + list_row * p.stride) / p.parent_span;
+  p.lists[i + batch * (p.batch_lists - p.num_lists) * p.num_kv_heads * p.width] =
+      slot <= last ? static_cast<int32_t>(slot) : -1;
 }
 
 // For positions [0, num_positions): [pair of 8-dim chunks][lane % 4][cos, cos, sin, sin], so that a lane
@@ -92,12 +93,10 @@ cudaError_t launch_rotation_table(__half2* table, int64_t num_slots, int key_dim
                        stream, table, num_slots, key_dim, order, log(base), rotate);
 }
 
-cudaError_t launch_top_lists(int32_t* lists, int64_t num_batches, int64_t num_lists, int64_t num_kv_heads,
-                             int64_t width, int64_t t0, int64_t stride, int64_t parent_span,
-                             cudaStream_t stream) {
-  const int64_t total = num_batches * num_lists * num_kv_heads * width;
+cudaError_t launch_top_lists(const TopListParams& params, cudaStream_t stream) {
+  const int64_t total = params.num_batches * params.num_lists * params.num_kv_heads * params.width;
   return launch_kernel(top_lists_kernel, {.grid = num_blocks(total, kTableThreads), .threads = kTableThreads},
-                       stream, lists, total, num_lists, num_kv_heads, width, t0, stride, parent_span);
+                       stream, params, total);
 }
 
 cudaError_t launch_position_rotations(const float2* rope, __half2* rotations, int64_t num_positions,

@@ -71,10 +71,11 @@ class GeneralBackward {
                        b_.q.options().dtype(at::kInt));
     };
     lists[top] = new_lists();
-    C10_CUDA_CHECK(launch_top_lists(lists[top].mutable_data_ptr<int32_t>(), c.num_batches, count,
-                                    problem_.num_kv_heads, problem_.args.top_k, problem_.token_of(c.query),
-                                    stride, node_span(problem_.args.compression_rate, problem_.layers()),
-                                    stream_));
+    const int64_t parent_span = node_span(problem_.args.compression_rate, problem_.layers());
+    C10_CUDA_CHECK(launch_top_lists(
+        {lists[top].mutable_data_ptr<int32_t>(), c.num_batches, count, count, problem_.num_kv_heads,
+         problem_.args.top_k, problem_.token_of(c.query), stride, parent_span},
+        stream_));
     for (size_t i = top; i > 0 && b_.parents.empty(); --i) {
       lists[i - 1] = new_lists();
       recompute_selection_cuda(

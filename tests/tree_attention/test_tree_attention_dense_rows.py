@@ -1,0 +1,124 @@
+"""The rows before max_top_nodes, which Hopper computes as dense causal attention, beside the kernels that gather."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tree_attention_fast import TENSOR_CORE_TOLERANCE, assert_fast_output, model
+
+import htree_ops  # noqa: F401
+from htree_ops.testing.cases import case_id
+from htree_ops.testing.compare import assert_close_spec
+from htree_ops.testing.tree_attention_cases import TreeAttentionCase
+from htree_ops.testing.tree_attention_checks import assert_lists, forced
+
+pytestmark = pytest.mark.gpu
+
+op = torch.ops.htree
+
+SHAPES = [
+    # every number of heads per K/V head, so every arrangement of rows in a block, across several tiles
+    *(model(f"group{g}", T=700, H=2 * g, K=128, V=128, M=640, top_k=40) for g in range(1, 17)),
+    *(model(f"d{d}", T=1100, K=d, V=d, M=1024, top_k=64, selection_stride=4) for d in (32, 64, 128)),
+    *(
+        model(f"length{t}", T=t, K=128, V=128, M=1024, top_k=64)
+        for t in (1, 2, 127, 128, 129, 385, 1023, 1024, 1025)
+    ),
+    model("batch", B=3, T=1100, K=64, V=64, M=512, top_k=32, selection_stride=16),
+    model("end_inside_a_run", T=900, K=64, V=64, M=301, top_k=32),
+    model("end_before_the_top", T=900, K=64, V=64, M=301, top_k=32, selection_stride=16),
+    model("stride_beyond_the_top", T=200, K=64, V=64, M=13, top_k=2, selection_stride=16),
+    model(
+        "suffix_across_the_end", T=1100, num_queries=700, K=128, V=128, M=512, top_k=32, selection_stride=4
+    ),
+    model("suffix_of_dense_rows", T=500, num_queries=77, K=128, V=128, M=512, top_k=32),
+    model("decode", T=500, num_queries=1, K=128, V=128, M=512, top_k=32),
+    model("span", T=2000, K=64, V=64, M=512, top_k=32, selection_span=2),
+    model("three_layers", T=9000, K=64, V=64, M=512, top_k=32),
+    model("peaked", T=700, K=128, V=128, M=640, top_k=40, spread=4.0),
+    model("no_rotation", T=700, K=128, V=128, M=640, top_k=40, rope_base=None),
+    model("fused_projection", T=700, M=640, top_k=40, layout="fused_projection"),
+]
+CASES = [shape.with_dtype(dtype) for shape in SHAPES for dtype in (torch.bfloat16, torch.float16)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_output_log_sums_and_lists(case: TreeAttentionCase, nan_memory: None) -> None:
+    q, k, v = case.make_qkv("cuda")
+    options = case.reference_options()
+    out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
+    assert_lists(parents, case.T_q, case.T, options)
+    expected = forced(q, k, v, parents, options)
+    assert_fast_output(out, expected.out, v)
+    a = TENSOR_CORE_TOLERANCE[case.dtype]
+    lse = gmax.double() + gsum.double().log()
+    assert_close_spec(lse, expected.lse, rtol=a, atol=a * max(1.0, case.spread), name="lse")
+    assert torch.equal(out, op.attention(q, k, v, **options)), "stored or not, the same bits"
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_the_lists_are_those_of_the_other_kernels(
+    case: TreeAttentionCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dense row stores the lists that its selection would have found: every parent up to its own."""
+    q, k, v = case.make_qkv("cuda")
+    options = case.reference_options()
+    parents = op.attention_forward(q, k, v, **options)[3]
+    monkeypatch.setenv("HTREE_TREE_GATHER", "per_query")
+    others = op.attention_forward(q, k, v, **options)[3]
+    leaders = torch.arange(case.T - case.T_q, case.T, case.selection_stride, device="cuda")
+    dense = leaders < options["max_top_nodes"] // case.selection_stride * case.selection_stride
+    for mine, theirs in zip(parents, others, strict=True):
+        assert torch.equal(mine[:, dense], theirs[:, dense])
+
+
+@pytest.mark.parametrize("stride", [1, 4, 16])
+@pytest.mark.parametrize("group", [1, 3, 8, 16])
+def test_a_row_has_the_same_bits_in_every_call(group: int, stride: int) -> None:
+    case = model("rows", T=1500, B=2, H=2 * group, K=128, V=128, M=1024, top_k=64, selection_stride=stride)
+    q, k, v = case.make_qkv("cuda")
+    options = case.reference_options()
+    whole = op.attention(q, k, v, **options)
+    for end in (1, 17, 128, 700, 1008, 1024, 1040, 1500):
+        assert torch.equal(op.attention(q[:, :end], k[:, :end], v[:, :end], **options), whole[:, :end]), end
+        start = end // 2 // stride * stride
+        part = op.attention(q[:, start:end], k[:, :end], v[:, :end], **options)
+        assert torch.equal(part, whole[:, start:end]), (start, end)
+    assert torch.equal(op.attention(q[1:], k[1:], v[1:], **options), whole[1:])
+
+
+@pytest.mark.parametrize("group", [1, 3, 8, 16])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_reaches_its_readers_alone(group: int, value: float) -> None:
+    case = model("poisoned", T=500, H=2 * group, K=128, V=128, M=512, top_k=32)
+    q, k, v = case.make_qkv("cuda")
+    options = case.reference_options()
+    clean = op.attention(q, k, v, **options)
+    for token in (0, 1, 7, 127, 128, 200, 383, 499):
+        poisoned = v.clone()
+        poisoned[:, token, :, 5] = value
+        out = op.attention(q, k, poisoned, **options)
+        assert torch.equal(out[:, :token], clean[:, :token])
+        hit = out[:, token:, :, 5]
+        assert (hit.isnan() if math.isnan(value) else hit == value).all()
+        out[..., 5] = clean[..., 5]
+        assert torch.equal(out, clean), "no other channel"
+        poisoned = k.clone()
+        poisoned[:, token] = value
+        assert torch.equal(op.attention(q, poisoned, v, **options)[:, :token], clean[:, :token])
+
+
+def test_a_graph_replays_dense_rows() -> None:
+    case = model("graph", T=700, K=128, V=128, M=1024, top_k=64, selection_stride=16)
+    q, k, v = case.make_qkv("cuda")
+    options = case.reference_options()
+    op.attention(q, k, v, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = op.attention(q, k, v, **options)
+    q.neg_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, op.attention(q, k, v, **options))
