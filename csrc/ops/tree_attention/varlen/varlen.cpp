@@ -99,7 +99,7 @@ std::tuple<Tensor, Tensor> attention_varlen(const Tensor& query, const Tensor& k
                                             const Tensor& cu_seq_q, const Tensor& cu_seq_k, SymInt max_q,
                                             SymInt max_k, const TreeOptions& options,
                                             std::string_view grouping) {
-  const VarlenState state = varlen_forward(kKernels, "attention_varlen", {query, key, value},
+  const VarlenState state = varlen_forward(kKernels, "tree_attention_varlen", {query, key, value},
                                            {cu_seq_q, cu_seq_k, max_q, max_k}, options, grouping);
   return {std::get<0>(state), lse_of(state)};
 }
@@ -269,7 +269,7 @@ std::tuple<Tensor, Tensor> varlen_autograd(const Tensor& query, const Tensor& ke
                                            SymInt max_k, const TreeOptions& options,
                                            std::string_view grouping) {
   if (needs_grad({query, key, value})) {
-    check_varlen("attention_varlen", {query, key, value}, {cu_seq_q, cu_seq_k, max_q, max_k}, options,
+    check_varlen("tree_attention_varlen", {query, key, value}, {cu_seq_q, cu_seq_k, max_q, max_k}, options,
                  grouping);
     Tensor lse;
     const Tensor out = VarlenNode::apply(
