@@ -13,6 +13,7 @@ __all__ = ["SECTIONS", "label", "last_rows", "render"]
 
 SWAPPED = ", evaluated: "  # in the name of a row whose model was trained with another attention
 
+MOST_STEPS = 8  # that a table over steps shows, the last one among them
 JUMP = 0.5  # share of copies from which on a model is said to copy
 
 
@@ -155,7 +156,7 @@ def search(rows: Sequence[Row]) -> str:
     if not used:
         return ""
     steps = sorted({row.step for row in used})
-    shown = [step for step in steps if step % max(1, steps[-1] // 8) == 0]
+    shown = steps[::-1][:: -(-len(steps) // MOST_STEPS)][::-1]
     lines = []
     for run in dict.fromkeys(row.run for row in used):
         mine = {row.step: row for row in used if row.run == run}
