@@ -443,6 +443,9 @@ TREE_ATTENTION: Table = [
     ),
 ]
 
+NODES = Type("nodes", "false")
+SPANS = Type("spans", "true")
+
 TREE_CACHE: Table = [
     Cuda(
         "tree_cache_append",
@@ -460,6 +463,12 @@ TREE_CACHE: Table = [
             for name in ("launch_rows", "launch_attend")
         ],
         {"T": FLOAT_TYPES},
+    ),
+    Cuda(
+        "tree_cache_decode_{T}_d{D}_{S}",
+        "ops/tree_cache/decode/decode.cuh",
+        ["cudaError_t launch_decode<{T}, {D}, {S}>(const AttendParams<{T}>&, const DecodePlan&, cudaStream_t)"],
+        {"T": HALF_TYPES, "D": (64, 128), "S": (NODES, SPANS)},
     ),
 ]
 

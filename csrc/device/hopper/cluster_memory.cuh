@@ -44,4 +44,20 @@ __device__ __forceinline__ void send_to_block(float4* shared, Barrier* barrier, 
       : "memory");
 }
 
+// Reads, in block `block_rank` of the cluster, what stands at the place of `shared`. What was written there
+// before a cluster_sync() is seen.
+__device__ __forceinline__ float load_from_block(const float* shared, uint32_t block_rank) {
+  float value;
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %1, %2;\n"
+      "ld.shared::cluster.f32 %0, [remote];\n"
+      "}"
+      : "=f"(value)
+      : "r"(shared_address(shared)), "r"(block_rank)
+      : "memory");
+  return value;
+}
+
 }  // namespace htree::device

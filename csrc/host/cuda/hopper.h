@@ -5,6 +5,8 @@
 #include <cuda_runtime.h>
 
 #include "device/hopper/wgmma.cuh"
+#include "device/sizes.h"
+#include "host/cuda/kernel_launch.h"
 
 namespace htree {
 namespace device {
@@ -30,6 +32,32 @@ inline bool hopper_kernels_compiled() {
   return attributes.sharedSizeBytes > 0;
 }
 
+template <int = 0>
+__global__ void cluster_probe_kernel() {}
+
+// Whether the device holds a cluster of so many blocks, each of which has a multiprocessor to itself.
+inline bool holds_cluster(int cluster) {
+  auto* kernel = cluster_probe_kernel<>;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(cluster));
+  config.blockDim = dim3(32);
+  config.dynamicSmemBytes = kHopperSharedBytes;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  int clusters = 0;
+  const bool answered = allow_shared_bytes(kernel, kHopperSharedBytes) == cudaSuccess &&
+                        allow_cluster(kernel, cluster) == cudaSuccess &&
+                        cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess;
+  if (!answered) {
+    cudaGetLastError();  // a device that refuses the question does not hold it
+  }
+  return answered && clusters > 0;
+}
+
 }  // namespace device
 
 // Answers for the current device. The library is asked once, by the first call on an sm_90 device, so that
@@ -41,6 +69,13 @@ inline bool has_hopper_kernels() {
   }
   static const bool compiled = device::hopper_kernels_compiled();
   return compiled;
+}
+
+// The most blocks of a cluster: 16 where the device has them side by side. It is asked once, like
+// has_hopper_kernels(), and only where that is true.
+inline int most_cluster_blocks() {
+  static const int most = device::holds_cluster(16) ? 16 : kPortableCluster;
+  return most;
 }
 
 }  // namespace htree

@@ -42,11 +42,24 @@ cudaError_t allow_shared_bytes(Kernel* kernel, int64_t bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
 }
 
+constexpr int kPortableCluster = 8;  // a kernel must ask for more
+
+// Allows the kernel clusters of `cluster` blocks on the current device.
+template <typename Kernel>
+cudaError_t allow_cluster(Kernel* kernel, int cluster) {
+  return cluster <= kPortableCluster
+             ? cudaSuccess
+             : cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+}
+
 // Returns what the launch returned. An error inside the kernel shows later, as everywhere in CUDA.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_kernel(void (*kernel)(Parameters...), const LaunchShape& shape, cudaStream_t stream,
                           const Arguments&... arguments) {
   if (const cudaError_t error = allow_shared_bytes(kernel, shape.shared_bytes); error != cudaSuccess) {
+    return error;
+  }
+  if (const cudaError_t error = allow_cluster(kernel, shape.cluster); error != cudaSuccess) {
     return error;
   }
   cudaLaunchAttribute attributes[2]{};

@@ -274,17 +274,8 @@ __device__ __forceinline__ void mark_selected(const AttendParams<T>& params, con
     if (node < 0) {
       continue;
     }
-    int low = 0, high = slots;  // search for the last parent that is not behind the node's parent
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      if (list[middle] <= node / rate) {
-        low = middle;
-      } else {
-        high = middle;
-      }
-    }
-    const int p = low * rate + node % rate - first;
-    if (list[low] == node / rate && p >= 0 && p < kSplit) {
+    const int p = candidate_of(list, slots, node, rate) - first;
+    if (p >= 0 && p < kSplit) {
       atomicOr(&selected[p / 32], 1u << (p % 32));
     }
   }

@@ -29,6 +29,41 @@ __device__ __forceinline__ QuerySpan query_span(const CacheSequences& sequences,
   return {first, count > 0 ? count : 0, sequences.lengths[sequence]};
 }
 
+// What a row of the call is, if it is one of `sequence`.
+template <typename T>
+__device__ __forceinline__ QueryRow describe_row(const AttendParams<T>& params, int64_t row, int sequence) {
+  const CacheSequences& sequences = params.sequences;
+  QueryRow found;
+  found.sequence = sequence;
+  const QuerySpan span = query_span(sequences, sequence);
+  const int64_t token = span.first_token() + row - span.first;
+  if (row < span.first || row >= span.first + span.count || token < 0) {
+    return found;
+  }
+  found.token = static_cast<int32_t>(token);
+  const int stride = params.options.stride;
+  const int64_t leader = token - token % stride;
+  if (span.length > params.layout.capacity() || span.length < 0) {
+    found.leader = kNoLists;
+  } else if (leader >= span.begin() && row >= token - leader) {
+    found.leader = static_cast<int32_t>(row - (token - leader));
+  } else {
+    found.leader = kNoLists;
+    if (sequences.ring > 0 && sequences.lists != nullptr) {
+      const int64_t slot = leader / stride % sequences.ring;
+      if (sequences.list_pos[static_cast<int64_t>(sequence) * sequences.ring + slot] == leader) {
+        found.leader = kFromRing + static_cast<int32_t>(slot);
+      }
+    }
+  }
+  int64_t bound = params.options.max_top_nodes;
+  while (token + 1 > bound) {
+    ++found.top;
+    bound *= params.layout.rate;
+  }
+  return found;
+}
+
 // One thread per query of the whole call.
 template <typename T>
 __global__ void __launch_bounds__(kRowThreads) rows_kernel(const AttendParams<T> params) {
@@ -46,34 +81,7 @@ __global__ void __launch_bounds__(kRowThreads) rows_kernel(const AttendParams<T>
       high = middle;
     }
   }
-  QueryRow found;
-  found.sequence = low;
-  const QuerySpan span = query_span(sequences, low);
-  const int64_t token = span.first_token() + row - span.first;
-  if (row >= span.first && row < span.first + span.count && token >= 0) {
-    found.token = static_cast<int32_t>(token);
-    const int stride = params.options.stride;
-    const int64_t leader = token - token % stride;
-    if (span.length > params.layout.capacity() || span.length < 0) {
-      found.leader = kNoLists;
-    } else if (leader >= span.begin() && row >= token - leader) {
-      found.leader = static_cast<int32_t>(row - (token - leader));
-    } else {
-      found.leader = kNoLists;
-      if (sequences.ring > 0 && sequences.lists != nullptr) {
-        const int64_t slot = leader / stride % sequences.ring;
-        if (sequences.list_pos[static_cast<int64_t>(low) * sequences.ring + slot] == leader) {
-          found.leader = kFromRing + static_cast<int32_t>(slot);
-        }
-      }
-    }
-    int64_t bound = params.options.max_top_nodes;
-    while (token + 1 > bound) {
-      ++found.top;
-      bound *= params.layout.rate;
-    }
-  }
-  params.chunk.rows[row] = found;
+  params.chunk.rows[row] = describe_row(params, row, low);
 }
 
 // Block (sequence, entry of the ring): decides which leader the entry holds after the call. Lists of earlier
@@ -125,6 +133,18 @@ __global__ void __launch_bounds__(kRowThreads) top_lists_kernel(const AttendPara
   }
 }
 
+// Where the ring keeps the lists of a leader after the call, or -1.
+template <typename T>
+__device__ __forceinline__ int64_t ring_entry(const AttendParams<T>& params, const WalkRow& walk) {
+  const CacheSequences& sequences = params.sequences;
+  if (sequences.ring == 0) {
+    return -1;
+  }
+  const int64_t entry = static_cast<int64_t>(walk.query.sequence) * sequences.ring +
+                        walk.query.token / params.options.stride % sequences.ring;
+  return sequences.new_list_pos[entry] == walk.query.token ? entry : -1;
+}
+
 // Block (query, kv head): copies a leader's lists to the ring, if the ring keeps them.
 template <typename T>
 __global__ void __launch_bounds__(kRowThreads) store_ring_kernel(const AttendParams<T> params) {
@@ -133,15 +153,14 @@ __global__ void __launch_bounds__(kRowThreads) store_ring_kernel(const AttendPar
     return;
   }
   const CacheSequences& sequences = params.sequences;
-  const int64_t slot = static_cast<int64_t>(walk.query.sequence) * sequences.ring +
-                       walk.query.token / params.options.stride % sequences.ring;
-  if (sequences.new_list_pos[slot] != walk.query.token) {
+  const int64_t entry = ring_entry(params, walk);
+  if (entry < 0) {
     return;
   }
   const int64_t heads = params.layout.num_kv_heads, layers = params.layout.num_layers;
   for (int layer = 0; layer < layers; ++layer) {
     const int32_t* from = own_list(params, walk, layer);
-    int32_t* to = sequences.new_lists + ((slot * layers + layer) * heads + walk.head) * params.options.top_k;
+    int32_t* to = sequences.new_lists + ((entry * layers + layer) * heads + walk.head) * params.options.top_k;
     for (int i = threadIdx.x; i < params.options.top_k; i += kRowThreads) {
       to[i] = from[i];
     }
@@ -212,7 +231,7 @@ cudaError_t launch_rows(const AttendParams<T>& params, cudaStream_t stream) {
       return error;
     }
   }
-  if (params.chunk.total == 0) {
+  if (params.chunk.total == 0 || params.chunk.rows == nullptr) {
     return cudaSuccess;
   }
   const auto blocks = static_cast<unsigned>(ceil_div(params.chunk.total, kRowThreads));

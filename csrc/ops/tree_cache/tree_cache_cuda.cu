@@ -6,8 +6,10 @@
 #include <algorithm>
 
 #include "host/cuda/device_type.h"
+#include "host/cuda/hopper.h"
 #include "host/cuda/launch_scope.h"
 #include "host/dispatch.h"
+#include "host/env.h"
 #include "host/op_handle.h"
 #include "ops/tree_cache/tree_cache.h"
 #include "ops/tree_cache/tree_cache_params.h"
@@ -83,35 +85,97 @@ RowScratch row_scratch(const AttendParams<T>& params) {
   return scratch;
 }
 
+// HTREE_TREE_DECODE is read at every call, so that a test can compare the kernels: auto, general, or the number
+// of blocks that share a row and K/V head.
+struct DecodeChoice {
+  bool allowed = true;
+  int cluster = 0;
+};
+DecodeChoice decode_choice() {
+  const std::string choice = env_or("HTREE_TREE_DECODE", "auto");
+  if (choice == "auto") return {};
+  if (choice == "general") return {.allowed = false};
+  for (int cluster = 1; cluster <= kShares; cluster *= 2) {
+    if (choice == std::to_string(cluster)) return {.cluster = cluster};
+  }
+  TORCH_CHECK_VALUE(false, "HTREE_TREE_DECODE is auto, general, 1, 2, 4, 8 or 16, got ", choice);
+}
+
+bool to_16_bytes(const void* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
+}
+
+// Whether and how the decode kernel takes `rows` rows of the call.
+template <typename T>
+DecodePlan decode_plan(const AttendParams<T>& params, int64_t rows) {
+  const DecodeChoice choice = decode_choice();
+  if (!choice.allowed || !has_hopper_kernels()) return {};
+  DecodeProblem problem;
+  problem.rows = rows * params.layout.num_kv_heads;
+  problem.group = params.group;
+  problem.rate = params.layout.rate;
+  problem.top_k = params.options.top_k;
+  problem.key_dim = params.key_dim;
+  problem.value_dim = params.value_dim;
+  problem.pool_rows =
+      int64_t{params.layout.num_pages} * params.layout.num_kv_heads * params.layout.key_rows();
+  problem.spans = params.layout.span > 0;
+  problem.two_byte_type = sizeof(T) == 2;
+  problem.aligned = to_16_bytes(params.keys) && to_16_bytes(params.values) &&
+                    to_16_bytes(params.options.cos) && to_16_bytes(params.options.sin);
+  return plan_decode(problem, at::cuda::getCurrentDeviceProperties()->multiProcessorCount,
+                     most_cluster_blocks(), choice.cluster);
+}
+
+template <typename T>
+cudaError_t launch_chunk(const AttendParams<T>& params, const DecodePlan& plan, cudaStream_t stream) {
+  if constexpr (sizeof(T) == 2) {
+    if (plan.cluster > 0 && params.layout.span == 0) {
+      return params.key_dim == 64 ? launch_decode<T, 64, false>(params, plan, stream)
+                                  : launch_decode<T, 128, false>(params, plan, stream);
+    }
+    if (plan.cluster > 0) {
+      return params.key_dim == 64 ? launch_decode<T, 64, true>(params, plan, stream)
+                                  : launch_decode<T, 128, true>(params, plan, stream);
+    }
+  }
+  return launch_attend(params, stream);
+}
+
 // Computes all rows of the call, one chunk after another on the stream.
 template <typename T>
 void attend_chunks(AttendParams<T> params, const Tensor& like, cudaStream_t stream) {
   const int64_t heads = params.layout.num_kv_heads;
   const int64_t total = params.chunk.total;
-  const RowScratch scratch = row_scratch(params);
-  const int64_t rows = std::clamp<int64_t>(kScratchBytes / (scratch.bytes() * heads), params.options.stride,
-                                           std::max<int64_t>(total, params.options.stride));
+  const DecodePlan plan = decode_plan(params, total);
+  const bool general = plan.cluster == 0;
+  RowScratch scratch = row_scratch(params);
+  if (!general) scratch = {.lists = params.options.stride > 1 ? scratch.lists : 0};
+  const int64_t most = general ? total : std::min(total, (int64_t{1} << 30) / (kShares * heads));
+  const int64_t rows =
+      std::clamp<int64_t>(kScratchBytes / std::max<int64_t>(scratch.bytes() * heads, 1),
+                          params.options.stride, std::max<int64_t>(most, params.options.stride));
   const int64_t num = std::min(rows, total) * heads;
   const auto words = [&](int64_t count) { return at::empty({count}, like.options().dtype(at::kInt)); };
-  const Tensor query_rows = words(total * static_cast<int64_t>(sizeof(QueryRow) / 4));
+  const Tensor query_rows = words(general ? total * static_cast<int64_t>(sizeof(QueryRow) / 4) : 0);
   const Tensor floats =
       words(num * (scratch.scores + scratch.span_scores + 2 * scratch.parts + scratch.outs));
   const Tensor ints = words(num * (scratch.keys + 2 * scratch.lists));
   RowChunk& chunk = params.chunk;
-  chunk.rows = reinterpret_cast<QueryRow*>(query_rows.mutable_data_ptr());
+  chunk.rows = general ? reinterpret_cast<QueryRow*>(query_rows.mutable_data_ptr()) : nullptr;
   chunk.scores = data<float>(floats);
   chunk.span_scores = chunk.scores + num * scratch.scores;
   chunk.part_max = chunk.span_scores + num * scratch.span_scores;
   chunk.part_sum = chunk.part_max + num * scratch.parts;
   chunk.part_out = chunk.part_sum + num * scratch.parts;
-  chunk.lists = data<int32_t>(ints);
+  chunk.lists = scratch.lists == 0 ? nullptr : data<int32_t>(ints);
   chunk.previous_lists = chunk.lists + num * scratch.lists;
   chunk.keys =
       scratch.keys == 0 ? nullptr : reinterpret_cast<uint32_t*>(chunk.previous_lists + num * scratch.lists);
   C10_CUDA_CHECK(launch_rows(params, stream));
   for (chunk.first = 0; chunk.first < total; chunk.first += rows) {
     chunk.num = std::min(rows, total - chunk.first);
-    C10_CUDA_CHECK(launch_attend(params, stream));
+    C10_CUDA_CHECK(launch_chunk(params, plan, stream));
     chunk.previous = chunk.first;
     std::swap(chunk.lists, chunk.previous_lists);
   }

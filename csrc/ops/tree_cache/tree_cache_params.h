@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
+#include "ops/tree_cache/decode/decode_plan.h"
 #include "ops/tree_cache/page_layout.h"
 
 namespace htree::tree_cache {
@@ -82,8 +83,8 @@ struct RowChunk {
   int64_t num = 0;
   int64_t total = 0;
   int64_t previous = 0;               // first row of the previous chunk
-  QueryRow* rows = nullptr;           // [total]
-  int32_t* lists = nullptr;           // [num, L, H_kv, k], filled for leaders alone
+  QueryRow* rows = nullptr;           // [total], or null where nobody asks for them
+  int32_t* lists = nullptr;           // [num, L, H_kv, k], filled for leaders alone; null where none are kept
   int32_t* previous_lists = nullptr;  // the lists of the previous chunk
   float* scores = nullptr;            // [num, H_kv, k r, G]
   float* span_scores = nullptr;  // the same of the span means of a candidate together; null without a span
@@ -118,12 +119,16 @@ inline int num_splits(int64_t capacity) {
   return static_cast<int>(ceil_div(capacity, kSplit));
 }
 
-// Finds what each row of the whole call is, and which leaders the ring holds after it.
+// Decides which leaders the ring holds after the call, and describes each row of the whole call.
 template <typename T>
 cudaError_t launch_rows(const AttendParams<T>& params, cudaStream_t stream);
 // Takes the chunk's rows through all layers, and copies its leaders' lists to the ring.
 template <typename T>
 cudaError_t launch_attend(const AttendParams<T>& params, cudaStream_t stream);
+// The same in one launch, with a stride in two, on Hopper. K = V = kDim; `plan` has a cluster. Rows need no
+// description. kSpans says whether the pages have span means.
+template <typename T, int kDim, bool kSpans>
+cudaError_t launch_decode(const AttendParams<T>& params, const DecodePlan& plan, cudaStream_t stream);
 // The most shared memory that the selection of one row takes for its keys. Where they need more, they
 // are in device memory.
 constexpr int64_t kMaxKeyBytes = 96 * 1024;

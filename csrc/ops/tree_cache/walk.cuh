@@ -113,4 +113,20 @@ __device__ __forceinline__ int64_t node_of(const int32_t* parents, uint32_t p, u
   return int64_t{parents[slot]} * rate + (p - slot * rate);
 }
 
+// The candidate that a node is, where its parent is one of the first `slots` of an ascending list; else a
+// number below every candidate.
+__device__ __forceinline__ int candidate_of(const int32_t* parents, int slots, int32_t node, int32_t rate) {
+  const int32_t parent = node / rate;
+  int low = 0, high = slots;  // search for the last parent that is not behind the node's parent
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (parents[middle] <= parent) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return parents[low] == parent ? low * rate + node % rate : -1;
+}
+
 }  // namespace htree::tree_cache

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "device/hopper/cluster_memory.cuh"
 #include "device/hopper/mbarrier.cuh"
 #include "ops/compressed_kv/decode/decode_result.cuh"
 #include "ops/compressed_kv/decode/decode_softmax.cuh"
@@ -135,23 +136,6 @@ __device__ __forceinline__ BlockSum sum_warps(const BlockMerge<Tr>& shared, cons
   return sum;
 }
 
-#if __CUDA_ARCH__ >= 900
-// Reads, in block `block` of the cluster, what stands at the place of `shared`.
-__device__ __forceinline__ float load_from_block(const float* shared, uint32_t block) {
-  float value;
-  asm volatile(
-      "{\n"
-      ".reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %1, %2;\n"
-      "ld.shared::cluster.f32 %0, [remote];\n"
-      "}"
-      : "=f"(value)
-      : "r"(device::shared_address(shared)), "r"(block)
-      : "memory");
-  return value;
-}
-#endif
-
 // The sum of one head and channel over the blocks of a cluster, in their order.
 template <int kHeadDim>
 __device__ __forceinline__ BlockSum sum_blocks(const SplitPart<kHeadDim>& part, int num_blocks, int head,
@@ -165,9 +149,9 @@ __device__ __forceinline__ BlockSum sum_blocks(const SplitPart<kHeadDim>& part, 
 #pragma unroll
   for (int block = 0; block < kMostClusterSplits; ++block) {
     const bool present = block < num_blocks;
-    max[block] = present ? load_from_block(&part.max[head], block) : kMinusInfinity;
-    weights[block] = present ? load_from_block(&part.sum[head], block) : 0.0f;
-    value[block] = present ? load_from_block(&part.acc[head][channel], block) : 0.0f;
+    max[block] = present ? device::load_from_block(&part.max[head], block) : kMinusInfinity;
+    weights[block] = present ? device::load_from_block(&part.sum[head], block) : 0.0f;
+    value[block] = present ? device::load_from_block(&part.acc[head][channel], block) : 0.0f;
   }
 #pragma unroll
   for (int block = 0; block < kMostClusterSplits; ++block) {

@@ -1,0 +1,148 @@
+// What a block of the decode kernel knows: its row, its shares of each layer, and its shared memory.
+#pragma once
+
+#include "device/hopper/mbarrier.cuh"
+#include "device/divmod.cuh"
+#include "device/mma.cuh"
+#include "device/select.cuh"
+#include "ops/tree_cache/decode/decode_plan.h"
+#include "ops/tree_cache/rows.cuh"
+
+namespace htree::tree_cache {
+
+// A head dim, the query heads of a K/V head in tiles of eight, and whether span means choose.
+template <typename T_, int kDim_, int kHeadTiles_, bool kSpans_>
+struct DecodeTraits {
+  using T = T_;
+  static constexpr bool kSpans = kSpans_;
+  static constexpr int kDim = kDim_;
+  static constexpr int kHalf = kDim / 2;  // dim i is rotated with dim i + kHalf
+  static constexpr int kHeadTiles = kHeadTiles_;
+  static constexpr int kHeads = 8 * kHeadTiles;
+  static constexpr int kChunks = kDim / 8;  // 16 bytes of a row each
+  static constexpr int kSteps = kDim / 64;  // packs of eight that a lane has in each half of a row
+  static constexpr int kRowBytes = kDim * 2;
+  static constexpr int kTileBytes = kDecodeRate * kRowBytes;
+  static constexpr int kStageBytes = kTileBytes + kHalf * 8;
+  static constexpr int kMergeStride = kDim + 4;
+};
+
+// A softmax that is not finished: out is relative to max, which is in units of log2.
+template <class Tr>
+struct DecodeState {
+  float max[Tr::kHeads];
+  float sum[Tr::kHeads];
+  float out[Tr::kHeads][Tr::kDim];
+};
+
+// Maximum in units of log2, and the sum of the powers relative to it.
+struct LogSum {
+  float max;
+  float sum;
+};
+
+struct DecodeShared {
+  device::Barrier sums_arrived;  // log sums of all shares of the cluster
+  device::Barrier keys_arrived;  // keys of the other blocks
+  alignas(16) LogSum shares[kShares][16];
+  LogSum warps[kDecodeWarps][16];
+  float ready[kShares];  // a word from every block, because one without candidates has no keys to send
+  float normalizer[16];
+  device::RadixScratch radix;
+  uint32_t counts[2][kDecodeWarps];  // candidates of a warp that are larger than the threshold, and equal
+};
+
+template <typename T>
+struct DecodeParams {
+  AttendParams<T> attend;
+  DecodePlan plan;
+  device::FastDivisor key_rows;  // of a page and head
+  // With a stride, leaders come first, in a launch of their own: other rows read their lists.
+  bool leaders = true;
+};
+
+// One row, as a block of its cluster sees it.
+template <class Tr>
+struct DecodeBlock {
+  using T = typename Tr::T;
+
+  const DecodeParams<T>& params;
+  DecodeShared& shared;
+  uint8_t* dynamic;
+  WalkRow walk;
+  bool leads;
+  int rank;  // of the block in its cluster
+  int warp;
+  int lane;
+
+  __device__ __forceinline__ const AttendParams<T>& attend() const { return params.attend; }
+  __device__ __forceinline__ int top_k() const { return params.attend.options.top_k; }
+  __device__ __forceinline__ float* scores() const {
+    return reinterpret_cast<float*>(dynamic + params.plan.places.scores);
+  }
+  __device__ __forceinline__ float* span_scores() const {
+    return reinterpret_cast<float*>(dynamic + params.plan.places.span_scores);
+  }
+  __device__ __forceinline__ uint32_t* keys() const {
+    return reinterpret_cast<uint32_t*>(dynamic + params.plan.places.keys);
+  }
+  __device__ __forceinline__ float* warp_sums() const {
+    return reinterpret_cast<float*>(dynamic + params.plan.places.keys);
+  }
+  __device__ __forceinline__ int32_t* list(int which) const {
+    return reinterpret_cast<int32_t*>(dynamic + params.plan.places.lists) + which * top_k();
+  }
+  __device__ __forceinline__ uint32_t* rows(int which) const {
+    const int slots = params.plan.shares * ((top_k() + kShares - 1) / kShares);
+    return reinterpret_cast<uint32_t*>(dynamic + params.plan.places.rows) + which * slots * kDecodeRate;
+  }
+  __device__ __forceinline__ uint32_t* selected() const {
+    return reinterpret_cast<uint32_t*>(dynamic + params.plan.places.selected);
+  }
+  __device__ __forceinline__ DecodeState<Tr>* states() const {
+    return reinterpret_cast<DecodeState<Tr>*>(dynamic + params.plan.places.states);
+  }
+  __device__ __forceinline__ uint32_t* queries() const {
+    return reinterpret_cast<uint32_t*>(dynamic + params.plan.places.queries);
+  }
+  __device__ __forceinline__ uint8_t* ring() const {
+    return dynamic + params.plan.places.ring + warp * params.plan.stages * Tr::kStageBytes;
+  }
+};
+
+// The slots of a row's list in one layer, and those of this block and warp among them.
+struct LayerSlots {
+  int layer = -1;  // -1: no layer
+  int num = 0;     // candidates
+  int slots = 0;   // of the list
+  int share = 0;   // slots of a share, but for the last ones
+  int first = 0;   // slot of this block
+  int tiles = 0;   // slots of this warp in a share; the last of them may not exist
+
+  // The number of slots of this block.
+  __device__ __forceinline__ int own(int shares) const { return max(0, min(slots - first, shares * share)); }
+};
+
+template <class Tr>
+__device__ __forceinline__ LayerSlots layer_slots(const DecodeBlock<Tr>& block, int layer) {
+  LayerSlots found;
+  found.layer = layer;
+  found.num = num_candidates(block.attend().layout, block.walk.query, block.top_k(), layer);
+  found.slots = (found.num + kDecodeRate - 1) / kDecodeRate;
+  found.share = (found.slots + kShares - 1) / kShares;
+  found.first = block.rank * block.params.plan.shares * found.share;
+  found.tiles = found.share > block.warp ? (found.share - block.warp + kDecodeWarps - 1) / kDecodeWarps : 0;
+  return found;
+}
+
+// The slot of the warp's tile `index`, counted from the block's first slot; -1 where it does not exist.
+template <class Tr>
+__device__ __forceinline__ int slot_of_tile(const DecodeBlock<Tr>& block, const LayerSlots& slots,
+                                            int index) {
+  const int share = index / slots.tiles;
+  const int in_share = block.warp + (index - share * slots.tiles) * kDecodeWarps;
+  const int slot = share * slots.share + in_share;
+  return slots.first + slot < slots.slots ? slot : -1;
+}
+
+}  // namespace htree::tree_cache

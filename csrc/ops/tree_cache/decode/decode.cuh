@@ -1,0 +1,290 @@
+// The decode kernel: a cluster of blocks takes a row through all layers in one launch (sm_90a). Where a layer
+// has to choose, the blocks exchange sums and importances through their shared memory.
+#pragma once
+
+#include "device/hopper/wgmma.cuh"
+#include "host/cuda/kernel_launch.h"
+#include "ops/tree_cache/decode/scores.cuh"
+#include "ops/tree_cache/decode/select.cuh"
+#include "ops/tree_cache/decode/spans.cuh"
+#include "ops/tree_cache/decode/values.cuh"
+
+namespace htree::tree_cache {
+
+// The row of this cluster. Every thread of the block calls it.
+template <typename T>
+__device__ __forceinline__ WalkRow find_row(const DecodeParams<T>& params) {
+  const auto& attend = params.attend;
+  const int64_t heads = attend.layout.num_kv_heads;
+  WalkRow walk;
+  walk.at = blockIdx.x / params.plan.cluster;
+  walk.row = attend.chunk.first + walk.at / heads;
+  walk.head = static_cast<int>(walk.at % heads);
+  int begun = 0;  // sequences that begin at or before the row
+  for (int first = 0; first < attend.sequences.num_sequences; first += kDecodeThreads) {
+    const int sequence = first + static_cast<int>(threadIdx.x);
+    begun += __syncthreads_count(sequence < attend.sequences.num_sequences &&
+                                 attend.sequences.cu_q[sequence] <= walk.row);
+  }
+  walk.query = describe_row(attend, walk.row, max(begun - 1, 0));
+  return walk;
+}
+
+// A row that is ignored is 0, one without lists NaN.
+template <class Tr>
+__device__ __forceinline__ void store_nothing(const DecodeBlock<Tr>& block) {
+  using T = typename Tr::T;
+  const auto& attend = block.attend();
+  const bool ignored = block.walk.query.token < 0;
+  const int64_t row =
+      (block.walk.row * attend.layout.num_kv_heads + block.walk.head) * int64_t{attend.group};
+  if (block.rank > 0) {
+    return;
+  }
+  for (int i = threadIdx.x; i < attend.group * Tr::kDim; i += kDecodeThreads) {
+    attend.out[row * Tr::kDim + i] = device::from_acc<T>(ignored ? 0.0f : nanf(""));
+  }
+  for (int head = threadIdx.x; head < attend.group; head += kDecodeThreads) {
+    attend.lse[row + head] = ignored ? kNoScore : nanf("");
+  }
+}
+
+// Merges the states of all shares in their order. The blocks of the cluster divide the outputs.
+template <class Tr>
+__device__ __forceinline__ void store_row(const DecodeBlock<Tr>& block) {
+  using T = typename Tr::T;
+  const auto& attend = block.attend();
+  const int shares = block.params.plan.shares, cluster = block.params.plan.cluster;
+  const int num = attend.group * Tr::kDim;
+  const int each = (num + cluster - 1) / cluster;
+  const int64_t row =
+      (block.walk.row * attend.layout.num_kv_heads + block.walk.head) * int64_t{attend.group};
+  for (int i = threadIdx.x; i < each && block.rank * each + i < num; i += kDecodeThreads) {
+    const int item = block.rank * each + i;
+    const int head = item / Tr::kDim, column = item % Tr::kDim;
+    // The loads of all shares come first, so that their latencies overlap.
+    float max[kShares], sum[kShares], out[kShares];
+#pragma unroll
+    for (int share = 0; share < kShares; ++share) {
+      const DecodeState<Tr>& state = block.states()[share % shares];
+      const uint32_t from = share / shares;
+      max[share] = device::load_from_block(&state.max[head], from);
+      sum[share] = device::load_from_block(&state.sum[head], from);
+      out[share] = device::load_from_block(&state.out[head][column], from);
+    }
+    float top = max[0];
+#pragma unroll
+    for (int share = 1; share < kShares; ++share) {
+      top = fmaxf(top, max[share]);
+    }
+    const float base = top == kNoScore ? 0.0f : top;
+    float total = 0.0f, value = 0.0f;
+#pragma unroll
+    for (int share = 0; share < kShares; ++share) {
+      const float factor = device::exp2_flushed(max[share] - base);
+      total += sum[share] * factor;
+      value += out[share] * factor;
+    }
+    attend.out[row * Tr::kDim + item] = device::from_acc<T>(value / total);
+    if (column == 0) {
+      attend.lse[row + head] = (top + log2f(total)) * 0.69314718055994530942f;
+    }
+  }
+}
+
+// The lists of a leader from its top layer upwards, which open every node; that of the top stays in `list`.
+template <class Tr>
+__device__ __forceinline__ void make_top_lists(const DecodeBlock<Tr>& block, int64_t entry, int32_t* list) {
+  const PageLayout& layout = block.attend().layout;
+  const bool stored = block.attend().chunk.lists != nullptr || entry >= 0;
+  const int top = block.walk.query.top;
+  for (int layer = stored ? static_cast<int>(layout.num_layers) - 1 : top; layer >= top; --layer) {
+    const int count = static_cast<int>(block.walk.query.token / layout.tokens[layer] / kDecodeRate + 1);
+    for (int i = threadIdx.x; i < block.top_k(); i += kDecodeThreads) {
+      list[i] = i < count ? i : -1;  // store_list gives each thread its own elements
+    }
+    store_list(block, layer, entry, list);
+  }
+  __syncthreads();
+}
+
+// Starts the exchange of a layer: the log sums of the scores that importances come from.
+template <class Tr>
+__device__ __forceinline__ void begin_choice(const DecodeBlock<Tr>& block, const LayerSlots& slots,
+                                             const float* weighed) {
+  __syncthreads();  // all warps have written their scores
+  if (threadIdx.x == 0) {
+    device::barrier_arrive_expect(&block.shared.sums_arrived, kLogSumBytes<Tr>);
+    device::barrier_arrive_expect(&block.shared.keys_arrived, arriving_key_bytes(block, slots));
+  }
+  send_log_sums(block, slots, weighed);
+}
+
+// The list of the layer below, and the bits of the candidates that it opens. Stages that layer's queries on
+// the way, where they hide a wait.
+template <class Tr>
+__device__ __forceinline__ void choose(const DecodeBlock<Tr>& block, const LayerSlots& slots,
+                                       const LayerSlots& below, const float* weighed, const int32_t* list,
+                                       int32_t* next, uint32_t parity) {
+  stage_decode_queries(block, below);
+  if (!block.leads) {
+    load_list(block, below.layer, next);
+    mark_next(block, slots, list, next);
+    return;
+  }
+  make_normalizers(block, parity);
+  send_keys(block, slots, weighed);
+  device::barrier_wait(&block.shared.keys_arrived, parity);
+  write_selection(block, slots, list, next);
+}
+
+// From the top layer of the row to the tokens. `current` is the half of lists and rows that belongs to a layer.
+template <class Tr>
+__device__ __forceinline__ void walk_layers(const DecodeBlock<Tr>& block) {
+  const int64_t entry = block.leads ? ring_entry(block.attend(), block.walk) : -1;
+  LayerSlots slots = layer_slots(block, block.walk.query.top);
+  int current = 0;
+  if (block.leads) {
+    make_top_lists(block, entry, block.list(current));
+  } else {
+    load_list(block, slots.layer, block.list(current));
+  }
+  for (; !merges(slots.layer, slots.num, block.top_k()); current ^= 1) {
+    int32_t* next = block.list(current ^ 1);
+    if (block.leads) {
+      open_all(block, slots, block.list(current), next);
+      store_list(block, slots.layer - 1, entry, next);
+    } else {
+      load_list(block, slots.layer - 1, next);
+    }
+    slots = layer_slots(block, slots.layer - 1);
+  }
+  TileRing<Tr> ring(block);
+  find_rows(block, slots, block.list(current), block.rows(current));
+  ChildRotations<Tr> children;
+  children.load(block, block.lane / 4, block.lane / 4 + 8);
+  stage_decode_queries(block, slots);
+  device::cluster_wait();  // the barriers of the other blocks are ready
+  __syncthreads();
+  int asked = 0;
+  for (uint32_t parity = 0;; parity ^= 1, current ^= 1) {
+    const int32_t* list = block.list(current);
+    int32_t* next = block.list(current ^ 1);
+    const bool chooses = slots.layer > 0 && block.leads;
+    const bool by_spans = Tr::kSpans && chooses;
+    if constexpr (Tr::kSpans) {
+      if (by_spans) {
+        score_spans(block, ring, slots, list);
+        begin_choice(block, slots, block.span_scores());
+      }
+    }
+    score_layer(block, ring, slots, block.rows(current), asked, children);
+    if (chooses && !by_spans) {
+      begin_choice(block, slots, block.scores());
+    }
+    __syncthreads();
+    LayerSlots below;
+    if (slots.layer > 0) {
+      below = layer_slots(block, slots.layer - 1);
+      choose(block, slots, below, by_spans ? block.span_scores() : block.scores(), list, next, parity);
+      if (block.leads) {
+        store_list(block, below.layer, entry, next);
+      }
+      find_rows(block, below, next, block.rows(current ^ 1));
+    }
+    // The keys of the layer below follow without a gap only where the values fill the ring, and not where its
+    // span means come first.
+    const bool follows = block.params.plan.shares * slots.tiles >= ring.ahead() &&
+                         !(by_spans && below.layer > 0);
+    add_layer(block, ring, slots, block.rows(current), follows ? below : LayerSlots{},
+              block.rows(current ^ 1));
+    if (slots.layer == 0) {
+      return;
+    }
+    asked = follows ? ring.ahead() : 0;
+    slots = below;
+  }
+}
+
+// Cluster (query, kv head).
+template <class Tr>
+__global__ void __launch_bounds__(kDecodeThreads, 1)
+    cache_decode_kernel(const __grid_constant__ DecodeParams<typename Tr::T> params) {
+#if HTREE_SM90A
+  extern __shared__ __align__(16) uint8_t dynamic[];
+  __shared__ DecodeShared shared;
+  DecodeBlock<Tr> block = {.params = params,
+                           .shared = shared,
+                           .dynamic = dynamic,
+                           .walk = find_row(params),
+                           .leads = true,
+                           .rank = static_cast<int>(blockIdx.x % params.plan.cluster),
+                           .warp = static_cast<int>(threadIdx.x / device::kWarpSize),
+                           .lane = static_cast<int>(threadIdx.x % device::kWarpSize)};
+  if (!counts(block.walk.query)) {
+    if (params.leaders) {
+      store_nothing(block);
+    }
+    return;
+  }
+  block.leads = leads(block.walk);
+  if (block.leads != params.leaders) {
+    return;
+  }
+  if (threadIdx.x == 0) {
+    device::barrier_init(&shared.sums_arrived, 1);
+    device::barrier_init(&shared.keys_arrived, 1);
+    device::fence_barrier_init();
+  }
+  __syncwarp();
+  device::cluster_arrive_relaxed();
+  const int words = params.plan.shares * static_cast<int>(sizeof(DecodeState<Tr>) / 4);
+  for (int i = threadIdx.x; i < words; i += kDecodeThreads) {
+    reinterpret_cast<float*>(block.states())[i] = 0.0f;
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < params.plan.shares * Tr::kHeads; i += kDecodeThreads) {
+    block.states()[i / Tr::kHeads].max[i % Tr::kHeads] = kNoScore;
+  }
+  walk_layers(block);
+  device::wait_copies<0>();
+  device::cluster_sync();
+  store_row(block);
+  device::cluster_arrive_relaxed();  // no block ends while another reads its states
+  device::cluster_wait();
+#endif
+}
+
+template <class Tr>
+cudaError_t launch_decode_kernel(const DecodeParams<typename Tr::T>& params, cudaStream_t stream) {
+  const auto& attend = params.attend;
+  const int64_t rows = attend.chunk.num * attend.layout.num_kv_heads;
+  return launch_kernel(cache_decode_kernel<Tr>,
+                       {.grid = static_cast<unsigned>(rows * params.plan.cluster),
+                        .threads = kDecodeThreads,
+                        .shared_bytes = params.plan.places.bytes,
+                        .cluster = params.plan.cluster},
+                       stream, params);
+}
+
+template <typename T, int kDim, bool kSpans>
+cudaError_t launch_decode(const AttendParams<T>& attend, const DecodePlan& plan, cudaStream_t stream) {
+  DecodeParams<T> params{.attend = attend,
+                         .plan = plan,
+                         .key_rows = device::FastDivisor(static_cast<uint32_t>(attend.layout.key_rows()))};
+  for (int launch = 0; launch < (attend.options.stride > 1 ? 2 : 1); ++launch) {
+    params.leaders = launch == 0;
+    cudaError_t error = cudaSuccess;
+    if (kSpans || attend.group <= 8) {
+      error = launch_decode_kernel<DecodeTraits<T, kDim, 1, kSpans>>(params, stream);
+    } else {
+      error = launch_decode_kernel<DecodeTraits<T, kDim, 2, false>>(params, stream);
+    }
+    if (error != cudaSuccess) {
+      return error;
+    }
+  }
+  return cudaSuccess;
+}
+
+}  // namespace htree::tree_cache

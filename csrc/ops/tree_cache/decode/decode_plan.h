@@ -1,0 +1,137 @@
+// Which calls the decode kernel takes, how many blocks share a row, and where they keep what in shared memory.
+// Pure functions of sizes that the host knows. No torch.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "device/sizes.h"
+
+namespace htree::tree_cache {
+
+constexpr int kDecodeRate = 16;       // r: the children of a slot are one tile of the tensor cores
+constexpr int kDecodeMaxTopK = 1024;  // slots of a list
+constexpr int kDecodeThreads = 256;
+constexpr int kDecodeWarps = kDecodeThreads / 32;
+// The slots of a layer are cut into so many shares, whatever the launch. A share is summed in an order that
+// follows from the row's own number of slots, and shares are merged in their order: so a row's bits do not
+// depend on how many blocks divide the shares between them.
+constexpr int kShares = 16;
+
+// What the decode kernel must know of a call.
+struct DecodeProblem {
+  int64_t rows = 0;  // query rows of a launch times K/V heads
+  int64_t group = 1;
+  int64_t rate = 16;
+  int64_t top_k = 0;
+  int64_t key_dim = 0;
+  int64_t value_dim = 0;
+  int64_t pool_rows = 0;  // of both pools, the larger number
+  bool spans = false;
+  bool two_byte_type = false;
+  bool aligned = false;  // pools and table of rotations to 16 bytes
+};
+
+// Byte offsets in dynamic shared memory.
+struct DecodePlaces {
+  int scores = 0;       // float [slots of a block][16][heads], in units of log2
+  int span_scores = 0;  // the same of span means; only with spans
+  int keys = 0;         // uint32 [16 k], and before and after the selection the parts of the warps
+  int lists = 0;        // int32 [2][k]
+  int rows = 0;         // uint32 [2][slots of a block][16]
+  int selected = 0;     // uint32 [k / 2 + 1]: a bit for each candidate
+  int states = 0;       // DecodeState [shares of a block]
+  int queries = 0;      // the rotated queries as operands of products
+  int ring = 0;         // [warps][stages] tiles
+  int bytes = 0;
+};
+
+struct DecodePlan {
+  int cluster = 0;  // blocks of a row and K/V head, a divisor of kShares; 0: the kernel does not take the call
+  int shares = 0;   // of a block
+  int stages = 0;   // tiles that a warp has room for
+  DecodePlaces places;
+};
+
+// Query heads as the tiles of the tensor cores take them.
+constexpr int padded_heads(int64_t group) {
+  return group <= 8 ? 8 : 16;
+}
+// Bytes of the partial sums of all warps, for eight heads. A head has four more floats than columns, which
+// spreads the stores over the banks.
+constexpr int merge_bytes(int64_t dim) {
+  return static_cast<int>(kDecodeWarps * 8 * (dim + 4) * 4);
+}
+// A tile of 16 rows, and the rotation of its first candidate.
+constexpr int stage_bytes(int64_t dim) {
+  return static_cast<int>(kDecodeRate * dim * 2 + dim / 2 * 8);
+}
+constexpr int state_bytes(int64_t dim, int heads) {
+  return static_cast<int>(heads * (dim + 2) * 4);
+}
+
+inline DecodePlaces decode_places(const DecodeProblem& problem, int cluster, int stages) {
+  const int heads = padded_heads(problem.group);
+  const int top_k = static_cast<int>(problem.top_k), dim = static_cast<int>(problem.key_dim);
+  const int shares = kShares / cluster;
+  const int slots = shares * static_cast<int>(ceil_div(top_k, kShares));
+  int next = 0;
+  const auto take = [&](int bytes) {
+    const int at = next;
+    next += (bytes + 15) / 16 * 16;
+    return at;
+  };
+  DecodePlaces places;
+  places.scores = take(slots * kDecodeRate * heads * 4);
+  places.span_scores = problem.spans ? take(slots * kDecodeRate * heads * 4) : places.scores;
+  places.keys = take(std::max(kDecodeRate * top_k * 4, merge_bytes(dim)));
+  places.lists = take(2 * top_k * 4);
+  places.rows = take(2 * slots * kDecodeRate * 4);
+  places.selected = take((top_k / 2 + 1) * 4);
+  places.states = take(shares * state_bytes(dim, heads));
+  places.queries = take(heads * dim * 4);
+  places.ring = take(kDecodeWarps * stages * stage_bytes(dim));
+  places.bytes = next;
+  return places;
+}
+
+// Static shared memory of the kernel is part of what a block may have.
+constexpr int kDecodeStaticBytes = 8 * 1024;
+
+// `wanted_cluster` 0 lets the sizes decide; a test may ask for a number.
+inline DecodePlan plan_decode(const DecodeProblem& problem, int processors, int most_cluster,
+                              int wanted_cluster = 0) {
+  const bool taken = problem.two_byte_type && problem.aligned && problem.rate == kDecodeRate &&
+                     problem.top_k <= kDecodeMaxTopK && problem.group <= (problem.spans ? 8 : 16) &&
+                     problem.key_dim == problem.value_dim &&
+                     (problem.key_dim == 64 || problem.key_dim == 128) &&
+                     problem.pool_rows < (int64_t{1} << 31) && problem.rows > 0;
+  if (!taken) {
+    return {};
+  }
+  // A block should have some 64 slots to amortise its exchanges. Fewer are right only where there are more
+  // multiprocessors than such blocks.
+  int cluster = 1;
+  while (cluster < most_cluster &&
+         (cluster * 64 < problem.top_k || problem.rows * cluster * 2 <= processors)) {
+    cluster *= 2;
+  }
+  if (wanted_cluster > 0) {
+    cluster = std::min(wanted_cluster, most_cluster);
+  }
+  constexpr int kMostStages = 4, kLeastStages = 2;
+  for (; cluster <= most_cluster; cluster *= 2) {
+    for (int stages = kMostStages; stages >= kLeastStages; --stages) {
+      const DecodePlan plan{.cluster = cluster,
+                            .shares = kShares / cluster,
+                            .stages = stages,
+                            .places = decode_places(problem, cluster, stages)};
+      if (plan.places.bytes + kDecodeStaticBytes <= device::kHopperSharedBytes) {
+        return plan;
+      }
+    }
+  }
+  return {};
+}
+
+}  // namespace htree::tree_cache

@@ -1,0 +1,148 @@
+// The stream of tiles of a warp: the 16 rows of a slot come through a ring of the warp's own, keys of all its
+// slots of a layer first, then their values, then the keys of the layer below.
+#pragma once
+
+#include "ops/tree_cache/decode/block.cuh"
+
+namespace htree::tree_cache {
+
+constexpr uint32_t kAbsentRow = 0xffffffffu;
+
+// Where the pack `chunk` of row `row` stands in a tile. Both ways of reading meet all banks: four neighbouring
+// packs of two rows, and one pack of eight rows.
+template <class Tr>
+__device__ __forceinline__ int pack_offset(int row, int chunk) {
+  const int swizzle = (row & 1) << 2 | (row >> 1 & 3);
+  return row * Tr::kRowBytes + (chunk ^ swizzle) * 16;
+}
+
+// Writes the pool row of each candidate of the warp's slots to rows(which). Only this warp reads them.
+template <class Tr>
+__device__ __forceinline__ void find_rows(const DecodeBlock<Tr>& block, const LayerSlots& slots,
+                                          const int32_t* list, uint32_t* rows) {
+  const int tiles = block.params.plan.shares * slots.tiles;
+  // Above the tokens the rightmost node is opened whatever its score, and may be unfinished: it is not read.
+  const int readable = slots.num - (slots.layer > 0);
+  const auto& attend = block.attend();
+  for (int index = block.lane / kDecodeRate; index < tiles; index += 32 / kDecodeRate) {
+    const int slot = slot_of_tile(block, slots, index);
+    const int child = block.lane % kDecodeRate;
+    if (slot < 0) {
+      continue;
+    }
+    const int p = (slots.first + slot) * kDecodeRate + child;
+    int64_t row = -1;
+    if (p < readable) {
+      const int64_t node = int64_t{list[slots.first + slot]} * kDecodeRate + child;
+      row = row_of(attend, block.walk, slots.layer, node, attend.layout.key_rows(), 1);
+    }
+    rows[slot * kDecodeRate + child] = row < 0 ? kAbsentRow : static_cast<uint32_t>(row);
+  }
+  __syncwarp();
+}
+
+// The ring of a warp. Tiles are waited for in the order in which they were asked for.
+template <class Tr>
+class TileRing {
+ public:
+  using T = typename Tr::T;
+
+  __device__ __forceinline__ explicit TileRing(const DecodeBlock<Tr>& block)
+      : block_(block), memory_(block.ring()), stages_(block.params.plan.stages) {}
+
+  __device__ __forceinline__ int ahead() const { return stages_ - 1; }
+
+  // Asks for place `index` of a layer's sequence: its keys, then its values. Places without a tile
+  // count too, because waiting counts. The tile that was taken last is given up.
+  __device__ __forceinline__ void ask(const LayerSlots& slots, const uint32_t* rows, int index) {
+    __syncwarp();
+    const int tiles = block_.params.plan.shares * slots.tiles;
+    if (slots.layer >= 0 && index < 2 * tiles) {
+      const bool values = index >= tiles;
+      const int slot = slot_of_tile(block_, slots, values ? index - tiles : index);
+      if (slot >= 0) {
+        copy_rows([&](int row) { return rows[slot * kDecodeRate + row]; }, values);
+        if (!values) {
+          copy_rotation((slots.first + slot) * kDecodeRate);
+        }
+      }
+      asked_ = asked_ + 1 == stages_ ? 0 : asked_ + 1;
+    }
+    device::commit_copies();
+  }
+
+  // Asks for a tile of span means, or for none: `row` of lane i is that of row i % 16, and the rotation is that
+  // of `position`.
+  __device__ __forceinline__ void ask_means(bool exists, uint32_t row, int position) {
+    __syncwarp();
+    if (exists) {
+      copy_rows([&](int i) { return __shfl_sync(device::kFullMask, row, i); }, /*values=*/false);
+      copy_rotation(position);
+      asked_ = asked_ + 1 == stages_ ? 0 : asked_ + 1;
+    }
+    device::commit_copies();
+  }
+
+  // Returns the oldest tile that was asked for and not yet taken, when it has arrived.
+  __device__ __forceinline__ uint8_t* take() {
+    if (stages_ == 4) {
+      device::wait_copies<2>();
+    } else if (stages_ == 3) {
+      device::wait_copies<1>();
+    } else {
+      device::wait_copies<0>();
+    }
+    __syncwarp();
+    uint8_t* tile = memory_ + taken_ * Tr::kStageBytes;
+    taken_ = taken_ + 1 == stages_ ? 0 : taken_ + 1;
+    return tile;
+  }
+
+ private:
+  // row_of(i) is the pool row of row i of the tile.
+  template <class RowOf>
+  __device__ __forceinline__ void copy_rows(RowOf&& row_of, bool values) {
+    constexpr int kRowsAtOnce = 32 / Tr::kChunks;
+    const auto& attend = block_.attend();
+    const uint32_t tile = device::shared_address(memory_ + asked_ * Tr::kStageBytes);
+    const int chunk = block_.lane % Tr::kChunks;
+    // A page has more key rows than value rows where it has span means.
+    const auto extra = static_cast<uint32_t>(attend.layout.key_rows() - attend.layout.value_rows());
+    const T* pool = (values ? attend.values : attend.keys) + chunk * 8;
+#pragma unroll
+    for (int first = 0; first < kDecodeRate; first += kRowsAtOnce) {
+      const int row = first + block_.lane / Tr::kChunks;
+      uint32_t index = row_of(row);
+      const bool present = index != kAbsentRow;
+      index = present ? index : 0;
+      if (values && extra > 0) {
+        index -= block_.params.key_rows.quotient(index) * extra;
+      }
+      device::copy_async_16_prefix(tile + pack_offset<Tr>(row, chunk), pool + int64_t{index} * Tr::kDim,
+                                   present ? 16 : 0);
+    }
+  }
+
+  // cos and sin of a position stand behind the rows.
+  __device__ __forceinline__ void copy_rotation(int position) {
+    constexpr int kPacks = Tr::kHalf / 4;
+    const auto& options = block_.attend().options;
+    if (options.cos == nullptr) {
+      return;
+    }
+    const uint32_t to = device::shared_address(memory_ + asked_ * Tr::kStageBytes + Tr::kTileBytes);
+    if (block_.lane < 2 * kPacks) {
+      const float* table = block_.lane < kPacks ? options.cos : options.sin;
+      device::copy_async_16(to + block_.lane * 16,
+                            table + int64_t{position} * Tr::kHalf + block_.lane % kPacks * 4);
+    }
+  }
+
+  const DecodeBlock<Tr>& block_;
+  uint8_t* memory_;
+  int stages_;
+  int asked_ = 0;  // stage of the next tile to ask for
+  int taken_ = 0;  // stage of the next tile to take
+};
+
+}  // namespace htree::tree_cache

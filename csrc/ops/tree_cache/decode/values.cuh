@@ -1,0 +1,191 @@
+// The weighted values of a layer: the candidates that were not selected, on the tensor cores. A warp adds its
+// slots of a share, then the block adds its warps to the share's state.
+#pragma once
+
+#include "ops/tree_cache/decode/select.cuh"
+#include "ops/tree_cache/decode/tiles.cuh"
+
+namespace htree::tree_cache {
+
+// The sums of a warp over its slots of a share. Lane i has columns 16 m + i / 4 and 8 further on of heads
+// 2 * (i % 4) and the next in out, and max and sum of head i / 4.
+template <class Tr>
+struct WarpValues {
+  float max[Tr::kHeadTiles];
+  float sum[Tr::kHeadTiles];
+  float out[Tr::kDim / 16][Tr::kHeadTiles][4];
+};
+
+// The scores of the four candidates that this lane weighs: 2 * (lane % 4) and the next, and those 8 further on,
+// of head lane / 4 of a tile. -inf where the candidate is left out.
+template <class Tr>
+__device__ __forceinline__ void load_scores(const DecodeBlock<Tr>& block, int slot, uint32_t left_out,
+                                            int head_tile, float (&scores)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int child = block.lane % 4 * 2 + i % 2 + i / 2 * 8;
+    const float score =
+        block.scores()[(slot * kDecodeRate + child) * Tr::kHeads + head_tile * 8 + block.lane / 4];
+    scores[i] = (left_out >> child & 1) != 0 ? kNoScore : score;
+  }
+}
+
+// The children of a slot that the layer below opens, as 16 bits. `slot` counts from the block's first.
+template <class Tr>
+__device__ __forceinline__ uint32_t opened(const DecodeBlock<Tr>& block, const LayerSlots& slots, int slot) {
+  if (slots.layer == 0) {
+    return 0;
+  }
+  const int in_list = slots.first + slot;
+  return block.selected()[in_list / 2] >> (in_list % 2 * 16) & 0xffffu;
+}
+
+// Puts zeros in the place of values that are left out: a NaN among them must not meet a weight of 0.
+template <class Tr>
+__device__ __forceinline__ void clear_rows(uint32_t tile, uint32_t rows, int lane) {
+  for (; rows != 0; rows &= rows - 1) {
+    const int row = __ffs(static_cast<int>(rows)) - 1;
+    if (lane < Tr::kChunks) {
+      device::store_shared_16(tile + row * Tr::kRowBytes + lane * 16, make_uint4(0, 0, 0, 0));
+    }
+  }
+  __syncwarp();
+}
+
+// Adds the values in `tile`, weighed by powers of two.
+template <class Tr>
+__device__ __forceinline__ void add_tile(const DecodeBlock<Tr>& block, uint32_t tile, int slot,
+                                         uint32_t left_out, WarpValues<Tr>& values) {
+  using T = typename Tr::T;
+  uint32_t weights[Tr::kHeadTiles][2];
+#pragma unroll
+  for (int head_tile = 0; head_tile < Tr::kHeadTiles; ++head_tile) {
+    float scores[4];
+    load_scores(block, slot, left_out, head_tile, scores);
+    const float base = values.max[head_tile] == kNoScore ? 0.0f : values.max[head_tile];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      scores[i] = device::exp2_flushed(scores[i] - base);
+      values.sum[head_tile] += scores[i];
+    }
+    weights[head_tile][0] = device::pack_pair<T>(scores[0], scores[1]);
+    weights[head_tile][1] = device::pack_pair<T>(scores[2], scores[3]);
+  }
+  // Matrix i of four: children 8 (i / 2) and the next seven, columns 8 (i % 2) and the next seven.
+  const int matrix = block.lane / 8;
+  const int child = block.lane % 8 + matrix / 2 * 8;
+#pragma unroll
+  for (int m = 0; m < Tr::kDim / 16; ++m) {
+    uint32_t columns[4];
+    device::load_matrices_transposed(columns, tile + pack_offset<Tr>(child, 2 * m + matrix % 2));
+#pragma unroll
+    for (int head_tile = 0; head_tile < Tr::kHeadTiles; ++head_tile) {
+      device::mma_16x8x16<T>(values.out[m][head_tile], columns, weights[head_tile][0],
+                             weights[head_tile][1]);
+    }
+  }
+}
+
+// Adds what the warps have for one share to its state, eight heads at a time, in the order of the warps. Every
+// thread calls it. Ends with a __syncthreads.
+template <class Tr>
+__device__ __forceinline__ void merge_warps(const DecodeBlock<Tr>& block, const WarpValues<Tr>& values,
+                                            DecodeState<Tr>& state) {
+  DecodeShared& shared = block.shared;
+#pragma unroll
+  for (int head_tile = 0; head_tile < Tr::kHeadTiles; ++head_tile) {
+    float sum = values.sum[head_tile];
+    sum += __shfl_xor_sync(device::kFullMask, sum, 1);
+    sum += __shfl_xor_sync(device::kFullMask, sum, 2);
+    if (block.lane % 4 == 0) {
+      shared.warps[block.warp][head_tile * 8 + block.lane / 4] = {values.max[head_tile], sum};
+    }
+  }
+#pragma unroll
+  for (int head_tile = 0; head_tile < Tr::kHeadTiles; ++head_tile) {
+    float* own = block.warp_sums() + block.warp * 8 * Tr::kMergeStride;
+#pragma unroll
+    for (int m = 0; m < Tr::kDim / 16; ++m) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int head = block.lane % 4 * 2 + i % 2, column = m * 16 + block.lane / 4 + i / 2 * 8;
+        own[head * Tr::kMergeStride + column] = values.out[m][head_tile][i];
+      }
+    }
+    __syncthreads();
+    // A thread keeps its column, so each head has its threads side by side.
+    for (int item = threadIdx.x; item < 8 * Tr::kDim; item += kDecodeThreads) {
+      const int in_tile = item / Tr::kDim, column = item % Tr::kDim;
+      const int head = head_tile * 8 + in_tile;
+      float top = state.max[head];
+#pragma unroll
+      for (int warp = 0; warp < kDecodeWarps; ++warp) {
+        top = fmaxf(top, shared.warps[warp][head].max);
+      }
+      const float base = top == kNoScore ? 0.0f : top;
+      const float before = device::exp2_flushed(state.max[head] - base);
+      float total = state.sum[head] * before, out = state.out[head][column] * before;
+#pragma unroll
+      for (int warp = 0; warp < kDecodeWarps; ++warp) {
+        const LogSum& part = shared.warps[warp][head];
+        const float factor = device::exp2_flushed(part.max - base);
+        total += part.sum * factor;
+        out += block.warp_sums()[(warp * 8 + in_tile) * Tr::kMergeStride + column] * factor;
+      }
+      state.out[head][column] = out;
+      // The others of the head read max and sum above. They are in the same warps or behind the barrier.
+      __syncthreads();
+      if (column == 0) {
+        state.max[head] = top;
+        state.sum[head] = total;
+      }
+    }
+    __syncthreads();
+  }
+}
+
+// Adds the layer to the states of the block's shares. Asks for the keys of `below`, where it is a layer, once
+// all values have been asked for.
+template <class Tr>
+__device__ __forceinline__ void add_layer(const DecodeBlock<Tr>& block, TileRing<Tr>& ring,
+                                          const LayerSlots& slots, const uint32_t* rows,
+                                          const LayerSlots& below, const uint32_t* rows_below) {
+  const int shares = block.params.plan.shares;
+  const int tiles = shares * slots.tiles;
+  for (int share = 0; share < shares; ++share) {
+    WarpValues<Tr> values = {};
+#pragma unroll
+    for (int head_tile = 0; head_tile < Tr::kHeadTiles; ++head_tile) {
+      float max = kNoScore;
+      for (int i = 0; i < slots.tiles; ++i) {
+        const int slot = slot_of_tile(block, slots, share * slots.tiles + i);
+        if (slot >= 0) {
+          float scores[4];
+          load_scores(block, slot, opened(block, slots, slot), head_tile, scores);
+          max = fmaxf(max, fmaxf(fmaxf(scores[0], scores[1]), fmaxf(scores[2], scores[3])));
+        }
+      }
+      max = fmaxf(max, __shfl_xor_sync(device::kFullMask, max, 1));
+      values.max[head_tile] = fmaxf(max, __shfl_xor_sync(device::kFullMask, max, 2));
+    }
+    for (int i = 0; i < slots.tiles; ++i) {
+      const int index = share * slots.tiles + i;
+      const uint32_t tile = device::shared_address(ring.take());
+      const int slot = slot_of_tile(block, slots, index);
+      if (slot >= 0) {
+        const uint32_t left_out = opened(block, slots, slot);
+        clear_rows<Tr>(tile, left_out, block.lane);
+        add_tile(block, tile, slot, left_out, values);
+      }
+      const int next = index + ring.ahead();
+      if (next < tiles) {
+        ring.ask(slots, rows, tiles + next);
+      } else {
+        ring.ask(below, rows_below, next - tiles);
+      }
+    }
+    merge_warps(block, values, block.states()[share]);
+  }
+}
+
+}  // namespace htree::tree_cache
