@@ -26,6 +26,7 @@
 #include "ops/tree_attention/plan/backward.h"
 #include "ops/tree_attention/plan/config_table.h"
 #include "ops/tree_attention/plan/varlen.h"
+#include "ops/tree_cache/decode/decode_plan.h"
 
 namespace py = pybind11;
 
@@ -227,6 +228,21 @@ std::string fp8_gemm_config(int64_t m, int64_t n, int64_t k, bool hopper, bool c
   return htree::fp8::describe(htree::fp8::choose_gemm_config({m, n, k, multiprocessors, hopper, cublas}));
 }
 
+// Blocks of a cluster, stages and dynamic shared bytes; zeros where the general kernels stay.
+std::array<int, 3> tree_decode_config(int64_t rows, int64_t group, int64_t dim, int64_t top_k, bool spans,
+                                      int multiprocessors, int most_cluster, int wanted_cluster) {
+  const htree::tree_cache::DecodeProblem problem = {.rows = rows,
+                                                    .group = group,
+                                                    .top_k = top_k,
+                                                    .key_dim = dim,
+                                                    .value_dim = dim,
+                                                    .spans = spans,
+                                                    .two_byte_type = true,
+                                                    .aligned = true};
+  const auto plan = htree::tree_cache::plan_decode(problem, multiprocessors, most_cluster, wanted_cluster);
+  return {plan.cluster, plan.stages, plan.places.bytes};
+}
+
 // A call of tree attention on a GPU of the given capability and shared memory per thread block, and what
 // plan/ chooses for it.
 namespace tree = htree::tree_attention;
@@ -365,6 +381,10 @@ PYBIND11_MODULE(_host, module) {
   module.def("fp8_gemm_config", &fp8_gemm_config, py::arg("m"), py::arg("n"), py::arg("k") = 4096,
              py::arg("hopper") = true, py::arg("cublas") = true, py::arg("multiprocessors") = 132,
              "The kernel that fp8_gemm takes for a result [m, n] and sums of length k.");
+  module.def("tree_decode_config", &tree_decode_config, py::arg("rows"), py::arg("group"), py::arg("dim"),
+             py::arg("top_k") = 512, py::arg("spans") = false, py::arg("multiprocessors") = 132,
+             py::arg("most_cluster") = 16, py::arg("wanted_cluster") = 0,
+             "The decode kernel for `rows` rows and K/V heads: (blocks of a cluster, stages, shared bytes).");
   py::class_<TreeAttentionCall>(module, "TreeAttentionCall",
                                 "An attention call, its sizes being (B, T, T_q, H, H_kv, K, V), and a GPU: "
                                 "kernels, chunks and scratch.")

@@ -467,7 +467,9 @@ TREE_CACHE: Table = [
     Cuda(
         "tree_cache_decode_{T}_d{D}_{S}",
         "ops/tree_cache/decode/decode.cuh",
-        ["cudaError_t launch_decode<{T}, {D}, {S}>(const AttendParams<{T}>&, const DecodePlan&, cudaStream_t)"],
+        [
+            "cudaError_t launch_decode<{T}, {D}, {S}>(const AttendParams<{T}>&, const DecodePlan&, cudaStream_t)"
+        ],
         {"T": HALF_TYPES, "D": (64, 128), "S": (NODES, SPANS)},
     ),
 ]

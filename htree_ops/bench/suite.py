@@ -28,6 +28,9 @@ __all__ = [
     "verify",
 ]
 
+#: The inputs of a case that reads a part of them are repeated up to this size.
+_MOST_BYTES = 40_000_000_000
+
 Inputs = tuple[Any, ...]
 MakeInputs = Callable[[Any, str, int], Inputs]
 
@@ -109,12 +112,16 @@ def make_calls(
 ) -> tuple[Inputs, dict[str, list[Callable[[], Any]]]]:
     """The first inputs of the case, and for each candidate a list with one call per set of inputs.
 
-    There are ``num_sets`` sets, by default enough to keep them out of the caches. Candidates share their sets unless
+    There are ``num_sets`` sets, by default enough to keep what is read out of the caches. Candidates share their sets unless
     they make inputs of their own.
     """
     case = benchmark.case
     first = case.make_inputs(device, 0)
-    num_sets = num_sets or timing.num_input_sets(_tensor_bytes(first))
+    if num_sets is None:
+        held = _tensor_bytes(first)
+        num_sets = timing.num_input_sets(held)
+        if case.reads_a_part:  # as many as keep what is read out of the caches, within a GPU's memory
+            num_sets = max(num_sets, min(timing.num_input_sets(case.bytes()), _MOST_BYTES // held))
     shared = [first, *(case.make_inputs(device, seed) for seed in range(1, num_sets))]
     made: dict[MakeInputs | None, list[Inputs]] = {None: shared}
     calls: dict[str, list[Callable[[], Any]]] = {}

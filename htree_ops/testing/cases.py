@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,10 +20,12 @@ class Case(abc.ABC):
     Attributes:
         name: short and unique within its list.
         dtype: dtype of the floating inputs.
+        reads_a_part: whether the op reads only what ``bytes`` counts of much larger inputs.
     """
 
     name: str
     dtype: torch.dtype
+    reads_a_part: ClassVar[bool] = False
 
     @abc.abstractmethod
     def make_inputs(self, device: str | torch.device, seed: int = 0) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,12 +11,17 @@ from torch import Tensor
 from htree_ops.ops.tree_cache.functions import cache_layers, page_rows, tree_cache_append_
 from htree_ops.testing.cases import Case, normal
 
-__all__ = ["BENCHMARK_CASES", "CASES", "TreeCacheCase", "filled_pools", "offsets", "op_calls"]
+__all__ = ["BENCHMARK_CASES", "CASES", "DECODE_CASES", "TreeCacheCase", "filled_pools", "offsets", "op_calls"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TreeCacheCase(Case):
-    """Sequences of ``lengths`` tokens, of which the last ``queries`` attend."""
+    """Sequences of ``lengths`` tokens, of which the last ``queries`` attend.
+
+    ``capacity`` is what a sequence's pages can hold, where that is more than the longest of them needs.
+    """
+
+    reads_a_part: ClassVar[bool] = True
 
     lengths: tuple[int, ...]
     queries: tuple[int, ...]
@@ -33,10 +38,11 @@ class TreeCacheCase(Case):
     rope_base: float | None = 10000.0
     importance: str = "lse_causal"
     ring: int | None = None
+    capacity: int = 0
 
     @property
     def max_pages(self) -> int:
-        return max(1, -(-max(self.lengths) // self.page_size))
+        return max(1, -(-max(*self.lengths, self.capacity) // self.page_size))
 
     @property
     def layers(self) -> int:
@@ -101,20 +107,28 @@ class TreeCacheCase(Case):
         lengths = torch.tensor(self.lengths, dtype=torch.int32, device=device)
         return (rows, k_pool, v_pool, table, lengths, offsets(self.queries, device), *lists)
 
+    def rows_read(self) -> tuple[int, int]:
+        """Rows of keys and of values that the selection reads, each once for a K/V head."""
+        seen, rate = self.top_k * self.compression_rate, self.compression_rate
+        nodes = means = 0
+        for length, n in zip(self.lengths, self.queries, strict=True):
+            for layer in range(cache_layers(max(1, length), rate, self.max_top_nodes)):
+                count = min(seen, -(-length // rate**layer))
+                nodes += n * count
+                if layer > 0 and self.selection_span is not None:
+                    means += n * min(count * rate**layer, length) // self.selection_span
+        return (nodes + means) * self.kv_heads, nodes * self.kv_heads
+
     def bytes(self) -> int:
-        """Rows that the selection reads, each once for a K/V head, and queries and outputs."""
+        """What :meth:`rows_read` counts, and queries and outputs."""
         size = torch.empty((), dtype=self.dtype).element_size()
-        seen = self.top_k * self.compression_rate
-        rows = sum(
-            n * sum(min(seen, -(-length // self.compression_rate**layer)) for layer in range(self.layers))
-            for length, n in zip(self.lengths, self.queries, strict=True)
-        )
-        width = self.key_dim + self.value_dim
-        return size * width * (rows * self.kv_heads + sum(self.queries) * self.heads)
+        keys, values = self.rows_read()
+        heads = sum(self.queries) * self.heads
+        return size * ((keys + heads) * self.key_dim + (values + heads) * self.value_dim)
 
     def flops(self) -> int:
-        size = torch.empty((), dtype=self.dtype).element_size()
-        return 2 * self.bytes() // size * self.heads // self.kv_heads
+        keys, values = self.rows_read()
+        return 2 * (keys * self.key_dim + values * self.value_dim) * self.heads // self.kv_heads
 
 
 def offsets(counts: tuple[int, ...], device: str | torch.device) -> Tensor:
@@ -214,6 +228,40 @@ CASES = [
 ]
 
 
+def _decoded(name: str, dtype: torch.dtype = BF16, **others: Any) -> TreeCacheCase:
+    sizes: dict[str, Any] = {
+        "lengths": (700, 300),
+        "queries": (1, 1),
+        "heads": 8,
+        "kv_heads": 1,
+        "key_dim": 64,
+        "value_dim": 64,
+        "page_size": 64,
+        "max_top_nodes": 64,
+        "top_k": 8,
+    }
+    return TreeCacheCase(name=name, dtype=dtype, **(sizes | others))
+
+
+_LARGE_HEADS: dict[str, Any] = {"key_dim": 128, "value_dim": 128}
+
+#: Calls that the decode kernel takes on Hopper.
+DECODE_CASES = [
+    _decoded("three layers", lengths=(1500, 1030), queries=(2, 1)),
+    _decoded("half, 128, G = 16", F16, heads=16, **_LARGE_HEADS),
+    _decoded("128, G = 3", heads=6, kv_heads=2, **_LARGE_HEADS),
+    _decoded("ragged", F16, lengths=(700, 0, 5, 129), queries=(3, 0, 2, 7)),
+    _decoded("plain", rope_base=None),
+    _decoded("joint", importance="exp_joint"),
+    _decoded("stride", lengths=(600, 429), queries=(9, 5), selection_stride=4, ring=4),
+    _decoded("ring", queries=(3, 5), ring=2),
+    _decoded("span 1", selection_span=1),
+    _decoded("span 4", selection_span=4, ring=4, importance="exp_joint"),
+    _decoded("span 8, stride", F16, selection_span=8, selection_stride=2, queries=(5, 3), **_LARGE_HEADS),
+    _decoded("wide lists", lengths=(6000, 33), max_top_nodes=600, top_k=40),
+]
+
+
 def _served(name: str, batch: int, length: int, **others: Any) -> TreeCacheCase:
     """One token for each of ``batch`` sequences of ``length`` tokens, 32 heads of 128 on 4 K/V heads."""
     sizes: dict[str, Any] = {"heads": 32, "kv_heads": 4, "key_dim": 128, "value_dim": 128, "page_size": 256}
@@ -222,15 +270,22 @@ def _served(name: str, batch: int, length: int, **others: Any) -> TreeCacheCase:
     )
 
 
-#: Decoding with one graph per layer in mind: a long text, a longer one, batches, a narrow selection, span means.
+#: Decoding with one graph per layer in mind: a long text, a longer one, batches, a narrow selection, span means, and a
+#: short text in pages for a long one, which must not cost more than in pages of its own.
 BENCHMARK_CASES = {
     "cuda": [
         _served("B=1 T=131072", 1, 1 << 17),
         _served("B=1 T=1048576", 1, 1 << 20),
         _served("B=8 T=131072", 8, 1 << 17),
         _served("B=64 T=131072", 64, 1 << 17),
+        _served("B=1 T=131072 k=128", 1, 1 << 17, top_k=128, max_top_nodes=2048),
         _served("B=1 T=1048576 k=128", 1, 1 << 20, top_k=128, max_top_nodes=2048),
+        _served("B=1 T=131072 span=4", 1, 1 << 17, selection_span=4),
         _served("B=1 T=1048576 span=4", 1, 1 << 20, selection_span=4),
+        _served("B=1 T=131072 span=2", 1, 1 << 17, selection_span=2),
+        _served("B=1 T=1048576 span=2", 1, 1 << 20, selection_span=2),
+        _served("B=1 T=8192", 1, 1 << 13),
+        _served("B=1 T=8192 in 1048576", 1, 1 << 13, capacity=1 << 20),
     ],
     "cpu": [
         TreeCacheCase(

@@ -1,8 +1,8 @@
 // What a block of the decode kernel knows: its row, its shares of each layer, and its shared memory.
 #pragma once
 
-#include "device/hopper/mbarrier.cuh"
 #include "device/divmod.cuh"
+#include "device/hopper/mbarrier.cuh"
 #include "device/mma.cuh"
 #include "device/select.cuh"
 #include "ops/tree_cache/decode/decode_plan.h"

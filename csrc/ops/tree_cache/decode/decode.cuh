@@ -36,8 +36,7 @@ __device__ __forceinline__ void store_nothing(const DecodeBlock<Tr>& block) {
   using T = typename Tr::T;
   const auto& attend = block.attend();
   const bool ignored = block.walk.query.token < 0;
-  const int64_t row =
-      (block.walk.row * attend.layout.num_kv_heads + block.walk.head) * int64_t{attend.group};
+  const int64_t row = (block.walk.row * attend.layout.num_kv_heads + block.walk.head) * int64_t{attend.group};
   if (block.rank > 0) {
     return;
   }
@@ -57,8 +56,7 @@ __device__ __forceinline__ void store_row(const DecodeBlock<Tr>& block) {
   const int shares = block.params.plan.shares, cluster = block.params.plan.cluster;
   const int num = attend.group * Tr::kDim;
   const int each = (num + cluster - 1) / cluster;
-  const int64_t row =
-      (block.walk.row * attend.layout.num_kv_heads + block.walk.head) * int64_t{attend.group};
+  const int64_t row = (block.walk.row * attend.layout.num_kv_heads + block.walk.head) * int64_t{attend.group};
   for (int i = threadIdx.x; i < each && block.rank * each + i < num; i += kDecodeThreads) {
     const int item = block.rank * each + i;
     const int head = item / Tr::kDim, column = item % Tr::kDim;
@@ -194,8 +192,8 @@ __device__ __forceinline__ void walk_layers(const DecodeBlock<Tr>& block) {
     }
     // The keys of the layer below follow without a gap only where the values fill the ring, and not where its
     // span means come first.
-    const bool follows = block.params.plan.shares * slots.tiles >= ring.ahead() &&
-                         !(by_spans && below.layer > 0);
+    const bool follows =
+        block.params.plan.shares * slots.tiles >= ring.ahead() && !(by_spans && below.layer > 0);
     add_layer(block, ring, slots, block.rows(current), follows ? below : LayerSlots{},
               block.rows(current ^ 1));
     if (slots.layer == 0) {

@@ -47,9 +47,10 @@ struct DecodePlaces {
 };
 
 struct DecodePlan {
-  int cluster = 0;  // blocks of a row and K/V head, a divisor of kShares; 0: the kernel does not take the call
-  int shares = 0;   // of a block
-  int stages = 0;   // tiles that a warp has room for
+  int cluster =
+      0;           // blocks of a row and K/V head, a divisor of kShares; 0: the kernel does not take the call
+  int shares = 0;  // of a block
+  int stages = 0;  // tiles that a warp has room for
   DecodePlaces places;
 };
 

@@ -83,14 +83,13 @@ __device__ __forceinline__ void send_log_sums(const DecodeBlock<Tr>& block, cons
 }
 
 template <class Tr>
-constexpr int kLogSumBytes = kShares * Tr::kHeads * static_cast<int>(sizeof(LogSum));
+constexpr int kLogSumBytes = kShares* Tr::kHeads* static_cast<int>(sizeof(LogSum));
 
 // Makes the normaliser of each head from all shares, once they have arrived. Costs one __syncthreads.
 template <class Tr>
 __device__ __forceinline__ void make_normalizers(const DecodeBlock<Tr>& block, uint32_t parity) {
   device::barrier_wait(&block.shared.sums_arrived, parity);
-  const bool joint =
-      block.attend().options.importance == tree_attention::Importance::kExpJoint;
+  const bool joint = block.attend().options.importance == tree_attention::Importance::kExpJoint;
   if (block.warp == 0) {
     const int head = block.lane % Tr::kHeads;
     LogSum sum = {kNoScore, 0.0f};
@@ -132,10 +131,10 @@ __device__ __forceinline__ void send_keys(const DecodeBlock<Tr>& block, const La
       }
     }
     const int p = first + i;
-    keys[i] = p == slots.num - 1           ? Select::kRightmost
-              : p >= slots.num             ? 0
-              : importance != importance   ? Select::kNan
-                                           : __float_as_uint(importance);
+    keys[i] = p == slots.num - 1         ? Select::kRightmost
+              : p >= slots.num           ? 0
+              : importance != importance ? Select::kNan
+                                         : __float_as_uint(importance);
   }
   __syncthreads();
   const int packs = own / 4;
@@ -168,8 +167,8 @@ __device__ __forceinline__ void write_selection(const DecodeBlock<Tr>& block, co
                                                 const int32_t* list, int32_t* next) {
   const uint32_t* keys = block.keys();
   DecodeShared& shared = block.shared;
-  const device::Threshold threshold = device::block_radix_select(
-      keys, slots.num, static_cast<uint32_t>(block.top_k()), shared.radix);
+  const device::Threshold threshold =
+      device::block_radix_select(keys, slots.num, static_cast<uint32_t>(block.top_k()), shared.radix);
   const int words = (slots.num + 31) / 32;
   const int each = (words + kDecodeWarps - 1) / kDecodeWarps;
   const int begin = min(block.warp * each, words), end = min(begin + each, words);
@@ -200,8 +199,8 @@ __device__ __forceinline__ void write_selection(const DecodeBlock<Tr>& block, co
     ballots(word, larger, equal);
     const uint32_t larger_rank = num_larger + __popc(larger & before);
     const uint32_t equal_rank = num_equal + __popc(equal & before);
-    const bool chosen = (larger >> block.lane & 1) != 0 ||
-                        ((equal >> block.lane & 1) != 0 && equal_rank < threshold.equal);
+    const bool chosen =
+        (larger >> block.lane & 1) != 0 || ((equal >> block.lane & 1) != 0 && equal_rank < threshold.equal);
     if (chosen) {
       const uint32_t p = static_cast<uint32_t>(word * 32 + block.lane);
       next[larger_rank + min(equal_rank, threshold.equal)] =
@@ -271,8 +270,7 @@ __device__ __forceinline__ void store_list(const DecodeBlock<Tr>& block, int lay
   }
   if (block.rank == 0 && entry >= 0) {
     const int64_t layers = attend.layout.num_layers, heads = attend.layout.num_kv_heads;
-    store(attend.sequences.new_lists +
-          ((entry * layers + layer) * heads + block.walk.head) * block.top_k());
+    store(attend.sequences.new_lists + ((entry * layers + layer) * heads + block.walk.head) * block.top_k());
   }
 }
 

@@ -80,8 +80,7 @@ __device__ __forceinline__ void add_tile(const DecodeBlock<Tr>& block, uint32_t 
     device::load_matrices_transposed(columns, tile + pack_offset<Tr>(child, 2 * m + matrix % 2));
 #pragma unroll
     for (int head_tile = 0; head_tile < Tr::kHeadTiles; ++head_tile) {
-      device::mma_16x8x16<T>(values.out[m][head_tile], columns, weights[head_tile][0],
-                             weights[head_tile][1]);
+      device::mma_16x8x16<T>(values.out[m][head_tile], columns, weights[head_tile][0], weights[head_tile][1]);
     }
   }
 }

@@ -1,0 +1,153 @@
+"""The decode kernel of the tree cache: which calls take it, and that nothing shows how many blocks share a row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from htree_ops import _host
+from htree_ops.testing.cases import case_id
+from htree_ops.testing.tree_cache_cases import DECODE_CASES, TreeCacheCase
+
+ops = torch.ops.htree
+SHARED_BYTES = 227 * 1024
+#: (a, b) of docs/semantics/tree_attention.md §1.11: |out - ref| <= a max|v| + b |ref|.
+TOLERANCE = {torch.float16: (1e-3, 1e-3), torch.bfloat16: (8e-3, 8e-3)}
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "cluster"),
+    [
+        (4, {}, 16),
+        (8, {}, 16),
+        (16, {}, 8),
+        (32, {}, 8),
+        (256, {}, 8),
+        (256, {"top_k": 128}, 2),
+        (4, {"top_k": 128}, 16),
+        (256, {"top_k": 64}, 1),
+        (1 << 20, {"top_k": 1024}, 16),
+        (4, {"most_cluster": 8}, 8),
+        (256, {"wanted_cluster": 16}, 16),
+        (256, {"spans": True}, 8),
+        (256, {"group": 16}, 8),
+        (4, {"top_k": 1025}, 0),
+        (4, {"group": 17}, 0),
+        (4, {"group": 9, "spans": True}, 0),
+        (4, {"dim": 96}, 0),
+        (0, {}, 0),
+    ],
+    ids=str,
+)
+def test_blocks_of_a_row(rows: int, options: dict[str, Any], cluster: int) -> None:
+    found, stages, shared_bytes = _host.tree_decode_config(rows, **({"group": 8, "dim": 128} | options))
+    assert found == cluster
+    assert stages == 0 or 2 <= stages <= 4
+    assert shared_bytes <= SHARED_BYTES - 8 * 1024
+
+
+def run(case: TreeCacheCase, choice: str, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, ...]:
+    monkeypatch.setenv("HTREE_TREE_DECODE", choice)
+    return ops.tree_cache_attention(*case.make_inputs("cuda"), **case.options())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", DECODE_CASES, ids=case_id)
+def test_rows_near_those_of_the_cpu(case: TreeCacheCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, lse, lists, list_pos = run(case, "auto", monkeypatch)
+    expected = ops.tree_cache_attention(*case.make_inputs("cpu"), **case.options())
+    a, b = TOLERANCE[case.dtype]
+    torch.testing.assert_close(out.float().cpu(), expected[0].float(), atol=4 * a, rtol=b, equal_nan=True)
+    torch.testing.assert_close(lse.cpu(), expected[1], atol=2e-4, rtol=1e-4, equal_nan=True)
+    assert torch.equal(list_pos.cpu(), expected[3])
+    assert lists.numel() == 0 or (lists.cpu() == expected[2]).float().mean() > 0.9  # near ties may differ
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", DECODE_CASES, ids=case_id)
+def test_the_number_of_blocks_does_not_show(case: TreeCacheCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = run(case, "1", monkeypatch)
+    for choice in ("2", "4", "8", "16"):
+        for ours, theirs in zip(run(case, choice, monkeypatch), one, strict=True):
+            assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", DECODE_CASES, ids=case_id)
+def test_rows_near_those_of_the_general_kernels(case: TreeCacheCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, lse, *_ = run(case, "auto", monkeypatch)
+    general = run(case, "general", monkeypatch)
+    a, b = TOLERANCE[case.dtype]
+    torch.testing.assert_close(out, general[0], atol=4 * a, rtol=b, equal_nan=True)
+    torch.testing.assert_close(lse, general[1], atol=2e-4, rtol=1e-4, equal_nan=True)
+
+
+@pytest.mark.gpu
+def test_a_row_does_not_depend_on_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor on the room that its pages have, nor on how many rows there are."""
+    case = replace(DECODE_CASES[0], lengths=(700, 45, 333), queries=(2, 1, 3))
+    q, k_pool, v_pool, table, lengths, cu, *_ = case.make_inputs("cuda")
+    together = ops.tree_cache_attention(q, k_pool, v_pool, table, lengths, cu, **case.options())
+    for sequence, (first, count) in enumerate(((0, 2), (2, 1), (3, 3))):
+        here = slice(sequence, sequence + 1)
+        rows = slice(first, first + count)
+        alone = ops.tree_cache_attention(
+            q[rows],
+            k_pool,
+            v_pool,
+            table[here],
+            lengths[here],
+            torch.tensor([0, count], dtype=torch.int32, device="cuda"),
+            **case.options(),
+        )
+        assert torch.equal(alone[0], together[0][rows])
+        assert torch.equal(alone[1], together[1][rows])
+
+
+@pytest.mark.gpu
+def test_values_of_opened_nodes_do_not_reach_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A NaN in the value of a node that is opened meets no weight, not even 0; its tokens' values are what counts."""
+    case = DECODE_CASES[0]
+    q, k_pool, v_pool, table, lengths, cu, *_ = case.make_inputs("cuda")
+    _, _, lists, _ = ops.tree_cache_attention(
+        q, k_pool, v_pool, table, lengths, cu, *ring_of(case), **case.options()
+    )
+    plain, *_ = ops.tree_cache_attention(q, k_pool, v_pool, table, lengths, cu, **case.options())
+    opened = lists[0, 0, 0, 0]  # the parents of row 0 at the tokens
+    for node in opened[opened >= 0].tolist():
+        page = int(table[0, ((node + 1) * 16 - 1) // case.page_size])
+        v_pool[page, 0, case.page_size + node % (case.page_size // 16)] = torch.nan
+    again, *_ = ops.tree_cache_attention(q, k_pool, v_pool, table, lengths, cu, **case.options())
+    assert torch.equal(again[:1], plain[:1])
+
+
+def ring_of(case: TreeCacheCase) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (len(case.lengths), 1)
+    lists = torch.full((*shape, case.layers, case.kv_heads, case.top_k), -1, dtype=torch.int32, device="cuda")
+    return lists, torch.full(shape, -1, dtype=torch.int32, device="cuda")
+
+
+@pytest.mark.gpu
+def test_a_switch_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="HTREE_TREE_DECODE is auto, general"):
+        run(DECODE_CASES[0], "3", monkeypatch)
+
+
+@pytest.mark.gpu
+def test_a_step_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the decode kernel needs sm_90")
+    case = DECODE_CASES[0]
+    table = ops.rope_cache(case.top_k * 16, case.key_dim, 10000.0, device=torch.device("cuda"))
+    inputs = case.make_inputs("cuda")
+    ops.tree_cache_attention(*inputs, rope_table=table, **case.options())
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        ops.tree_cache_attention(*inputs, rope_table=table, **case.options())
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() if "kernel" in event.name]
+    assert len(names) == 1
+    assert "cache_decode_kernel" in names[0]
