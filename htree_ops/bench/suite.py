@@ -112,8 +112,8 @@ def make_calls(
 ) -> tuple[Inputs, dict[str, list[Callable[[], Any]]]]:
     """The first inputs of the case, and for each candidate a list with one call per set of inputs.
 
-    There are ``num_sets`` sets, by default enough to keep what is read out of the caches. Candidates share their sets unless
-    they make inputs of their own.
+    There are ``num_sets`` sets, by default enough to keep what is read out of the caches. Candidates share their sets
+    unless they make inputs of their own.
     """
     case = benchmark.case
     first = case.make_inputs(device, 0)
