@@ -162,8 +162,8 @@ __device__ __forceinline__ void walk_layers(const DecodeBlock<Tr>& block) {
   ChildRotations<Tr> children;
   children.load(block, block.lane / 4, block.lane / 4 + 8);
   stage_decode_queries(block, slots);
-  device::cluster_wait();  // the barriers of the other blocks are ready
   __syncthreads();
+  device::cluster_wait();  // the barriers of the other blocks are ready
   int asked = 0;
   for (uint32_t parity = 0;; parity ^= 1, current ^= 1) {
     const int32_t* list = block.list(current);
@@ -246,8 +246,10 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   }
   walk_layers(block);
   device::wait_copies<0>();
+  __syncwarp();
   device::cluster_sync();
   store_row(block);
+  __syncwarp();
   device::cluster_arrive_relaxed();  // no block ends while another reads its states
   device::cluster_wait();
 #endif
