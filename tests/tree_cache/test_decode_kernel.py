@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from htree_ops import _host
 from htree_ops.testing.cases import case_id
 from htree_ops.testing.tree_cache_cases import DECODE_CASES, TreeCacheCase
+
+try:
+    from htree_ops import _host
+except ImportError:  # built for one Python version; the package works without it
+    _host = None
 
 ops = torch.ops.htree
 SHARED_BYTES = 227 * 1024
@@ -18,6 +22,7 @@ SHARED_BYTES = 227 * 1024
 TOLERANCE = {torch.float16: (1e-3, 1e-3), torch.bfloat16: (8e-3, 8e-3)}
 
 
+@pytest.mark.skipif(_host is None, reason="_host is not built for this Python")
 @pytest.mark.parametrize(
     ("rows", "options", "cluster"),
     [
@@ -86,7 +91,7 @@ def test_rows_near_those_of_the_general_kernels(case: TreeCacheCase, monkeypatch
 
 
 @pytest.mark.gpu
-def test_a_row_does_not_depend_on_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_does_not_depend_on_the_others() -> None:
     """Nor on the room that its pages have, nor on how many rows there are."""
     case = replace(DECODE_CASES[0], lengths=(700, 45, 333), queries=(2, 1, 3))
     q, k_pool, v_pool, table, lengths, cu, *_ = case.make_inputs("cuda")
@@ -108,7 +113,7 @@ def test_a_row_does_not_depend_on_the_others(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.gpu
-def test_values_of_opened_nodes_do_not_reach_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_of_opened_nodes_do_not_reach_a_row() -> None:
     """A NaN in the value of a node that is opened meets no weight, not even 0; its tokens' values are what counts."""
     case = DECODE_CASES[0]
     q, k_pool, v_pool, table, lengths, cu, *_ = case.make_inputs("cuda")
@@ -116,12 +121,13 @@ def test_values_of_opened_nodes_do_not_reach_a_row(monkeypatch: pytest.MonkeyPat
         q, k_pool, v_pool, table, lengths, cu, *ring_of(case), **case.options()
     )
     plain, *_ = ops.tree_cache_attention(q, k_pool, v_pool, table, lengths, cu, **case.options())
-    opened = lists[0, 0, 0, 0]  # the parents of row 0 at the tokens
+    opened = lists[0, 0, 0, 0]  # the parents at the tokens of the first sequence's last row
     for node in opened[opened >= 0].tolist():
         page = int(table[0, ((node + 1) * 16 - 1) // case.page_size])
         v_pool[page, 0, case.page_size + node % (case.page_size // 16)] = torch.nan
     again, *_ = ops.tree_cache_attention(q, k_pool, v_pool, table, lengths, cu, **case.options())
-    assert torch.equal(again[:1], plain[:1])
+    last = case.queries[0] - 1
+    assert torch.equal(again[last], plain[last])
 
 
 def ring_of(case: TreeCacheCase) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,9 +143,7 @@ def test_a_switch_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-def test_a_step_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the decode kernel needs sm_90")
+def test_a_step_is_one_launch_on_hopper() -> None:
     case = DECODE_CASES[0]
     table = ops.rope_cache(case.top_k * 16, case.key_dim, 10000.0, device=torch.device("cuda"))
     inputs = case.make_inputs("cuda")
@@ -149,5 +153,6 @@ def test_a_step_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         ops.tree_cache_attention(*inputs, rope_table=table, **case.options())
         torch.cuda.synchronize()
     names = [event.name for event in profile.events() if "kernel" in event.name]
-    assert len(names) == 1
-    assert "cache_decode_kernel" in names[0]
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    assert (len(names) == 1) == hopper
+    assert any("cache_decode_kernel" in name for name in names) == hopper

@@ -275,8 +275,10 @@ cudaError_t launch_decode(const AttendParams<T>& attend, const DecodePlan& plan,
   for (int launch = 0; launch < (attend.options.stride > 1 ? 2 : 1); ++launch) {
     params.leaders = launch == 0;
     cudaError_t error = cudaSuccess;
-    if (kSpans || attend.group <= 8) {
-      error = launch_decode_kernel<DecodeTraits<T, kDim, 1, kSpans>>(params, stream);
+    if constexpr (kSpans) {
+      error = launch_decode_kernel<DecodeTraits<T, kDim, 1, true>>(params, stream);
+    } else if (attend.group <= 8) {
+      error = launch_decode_kernel<DecodeTraits<T, kDim, 1, false>>(params, stream);
     } else {
       error = launch_decode_kernel<DecodeTraits<T, kDim, 2, false>>(params, stream);
     }
