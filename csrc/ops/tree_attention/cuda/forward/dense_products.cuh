@@ -108,6 +108,22 @@ template <int kDim, int kGroups>
 constexpr int kAttendSharedBytes = sizeof(AttendShared<kDim, kGroups>) + 1024;
 static_assert(kAttendSharedBytes<128, 2> <= device::kHopperSharedBytes);
 
+// All threads of the block call.
+template <int kDim, int kGroups>
+__device__ __forceinline__ void init_rings(AttendShared<kDim, kGroups>& shared) {
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int i = 0; i < kTopAttendStages; ++i) {
+      device::barrier_init(&shared.key_full[i], 1);
+      device::barrier_init(&shared.key_empty[i], 4 * kGroups);
+      device::barrier_init(&shared.value_full[i], 1);
+      device::barrier_init(&shared.value_empty[i], 4 * kGroups);
+    }
+    device::fence_barrier_init();
+  }
+  __syncthreads();
+}
+
 // The copies, made by one thread of their warpgroup.
 template <int kDim, int kGroups>
 __device__ __forceinline__ void copy_tiles(AttendShared<kDim, kGroups>& shared, const char* keys,

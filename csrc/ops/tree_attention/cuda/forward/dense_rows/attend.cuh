@@ -254,17 +254,7 @@ __global__ void __launch_bounds__(kRowsThreads, 1) dense_rows_kernel(DenseAttend
   const GatherParams& p = attend.gather;
   const RowsTask task(p);
   const int64_t first_tile = task.head_index * params.tiles.num_tiles;
-  if (threadIdx.x == 0) {
-#pragma unroll
-    for (int i = 0; i < kTopAttendStages; ++i) {
-      device::barrier_init(&shared.key_full[i], 1);
-      device::barrier_init(&shared.key_empty[i], 4 * kRowsGroups);
-      device::barrier_init(&shared.value_full[i], 1);
-      device::barrier_init(&shared.value_empty[i], 4 * kRowsGroups);
-    }
-    device::fence_barrier_init();
-  }
-  __syncthreads();
+  init_rings(shared);
   if (threadIdx.x >= kRowsConsumers) {
     device::lower_registers<kCopyRegisters>();
     if (threadIdx.x == kRowsConsumers) {

@@ -228,17 +228,7 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1) dense_attend_kernel(De
   const GatherParams& p = attend.gather;
   const AttendTask task(p);
   const int64_t first_tile = task.head_index * params.tiles.num_tiles;
-  if (threadIdx.x == 0) {
-#pragma unroll
-    for (int i = 0; i < kTopAttendStages; ++i) {
-      device::barrier_init(&shared.key_full[i], 1);
-      device::barrier_init(&shared.key_empty[i], 4 * kGroups);
-      device::barrier_init(&shared.value_full[i], 1);
-      device::barrier_init(&shared.value_empty[i], 4 * kGroups);
-    }
-    device::fence_barrier_init();
-  }
-  __syncthreads();
+  init_rings(shared);
   if (threadIdx.x >= 128 * kGroups) {
     if constexpr (kGroups == 2) {
       device::lower_registers<kCopyRegisters>();
