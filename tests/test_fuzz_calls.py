@@ -24,6 +24,8 @@ from htree_ops.testing.compressed_kv_cases import DecodeCase
 from htree_ops.testing.layouts import in_larger
 from htree_ops.testing.tree_attention_calls import Call, calls
 from htree_ops.testing.tree_attention_cases import SHAPES
+from htree_ops.testing.tree_attention_varlen_cases import CASES as VARLEN_CASES
+from htree_ops.testing.tree_attention_varlen_cases import VarlenBackwardCase
 from htree_ops.testing.tree_cache_cases import op_calls
 
 CALLS_PER_SEED = 300
@@ -239,6 +241,7 @@ def row_calls() -> list[Call]:
         *compressed_calls(),
         *fp8_calls(wide.float()),
         *matrix_calls(),
+        *varlen_calls(),
         *(Call(op, arguments, options) for op, (arguments, options) in op_calls("cpu").items()),
     ]
 
@@ -289,6 +292,17 @@ def matrix_calls() -> list[Call]:
         Call("gated_mlp_saved_backward", (dy, dy, dy, x, gate, up, "gelu", "up")),
         Call("fp8_gemm", (a, b.t(), rows, columns, torch.float32)),
         Call("fp8_gemm_exact", (a, b.t(), rows, columns, torch.bfloat16)),
+    ]
+
+
+def varlen_calls() -> list[Call]:
+    """Packed documents, empty ones and some with fewer queries than keys among them."""
+    case = next(case for case in VARLEN_CASES if case.name == "suffix")
+    backward = VarlenBackwardCase(name=case.name, dtype=case.dtype, forward=case)
+    return [
+        Call("attention_varlen", case.make_inputs("cpu")),
+        Call("attention_varlen_forward", case.make_inputs("cpu")),
+        Call("attention_varlen_backward", backward.make_inputs("cpu")),
     ]
 
 

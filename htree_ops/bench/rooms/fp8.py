@@ -5,7 +5,7 @@ Run: ``python -m htree_ops bench --room fp8 --json PATH --csv PATH``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ def check_dequantized(inputs: tuple[Any, ...], result: torch.Tensor) -> None:
 
 
 def as_kind(case: FP8Case, kind: type[FP8Case]) -> FP8Case:
-    return kind(**{name: getattr(case, name) for name in case.__dataclass_fields__})
+    return kind(**{field.name: getattr(case, field.name) for field in fields(case)})
 
 
 def copy_of(x: torch.Tensor, *_: Any) -> torch.Tensor:
