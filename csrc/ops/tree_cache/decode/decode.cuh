@@ -112,7 +112,7 @@ __device__ __forceinline__ void begin_choice(const DecodeBlock<Tr>& block, const
                                              const float* weighed) {
   __syncthreads();  // all warps have written their scores
   if (threadIdx.x == 0) {
-    device::barrier_arrive_expect(&block.shared.sums_arrived, kLogSumBytes<Tr>);
+    device::barrier_arrive_expect(&block.shared.sums_arrived, arriving_sum_bytes(block));
     device::barrier_arrive_expect(&block.shared.keys_arrived, arriving_key_bytes(block, slots));
   }
   send_log_sums(block, slots, weighed);

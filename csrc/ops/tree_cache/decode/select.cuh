@@ -52,7 +52,8 @@ __device__ __forceinline__ void sum_share(const DecodeBlock<Tr>& block, const fl
 }
 
 // Gives every block of the cluster the log sums of this block's shares. `scores` is in shared memory, and all
-// threads have written theirs.
+// threads have written theirs. A block stores its own plainly: a kernel that was launched without clusters, as
+// one block to a row is, stops at a st.async with an illegal instruction.
 template <class Tr>
 __device__ __forceinline__ void send_log_sums(const DecodeBlock<Tr>& block, const LayerSlots& slots,
                                               const float* scores) {
@@ -75,15 +76,23 @@ __device__ __forceinline__ void send_log_sums(const DecodeBlock<Tr>& block, cons
         }
       }
       auto* to = reinterpret_cast<float4*>(&block.shared.shares[block.rank * shares + share][head]);
-      device::send_to_block(to, &block.shared.sums_arrived, threadIdx.x / kPairs,
-                            make_float4(sums[0].max, sums[0].sum, sums[1].max, sums[1].sum));
+      const auto packed = make_float4(sums[0].max, sums[0].sum, sums[1].max, sums[1].sum);
+      const int other = static_cast<int>(threadIdx.x) / kPairs;
+      if (other == block.rank) {
+        *to = packed;
+      } else {
+        device::send_to_block(to, &block.shared.sums_arrived, static_cast<uint32_t>(other), packed);
+      }
     }
     __syncthreads();
   }
 }
 
+// The bytes that send_log_sums() of the other blocks sends to this one.
 template <class Tr>
-constexpr int kLogSumBytes = kShares* Tr::kHeads* static_cast<int>(sizeof(LogSum));
+__device__ __forceinline__ uint32_t arriving_sum_bytes(const DecodeBlock<Tr>& block) {
+  return static_cast<uint32_t>((kShares - block.params.plan.shares) * Tr::kHeads) * sizeof(LogSum);
+}
 
 // Makes the normaliser of each head from all shares, once they have arrived. Costs one __syncthreads.
 template <class Tr>

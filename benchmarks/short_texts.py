@@ -1,0 +1,121 @@
+"""Tree attention of texts that are no longer than max_top_nodes, beside cuDNN: every row is dense causal attention.
+
+Run: ``python benchmarks/short_texts.py --csv PATH`` on a GPU: about a minute. H = 32, H_kv = 4, K = V = 128, k = 512,
+M = 8192, bf16, random normal inputs. cuDNN gets rotated queries and keys; the time of ``htree_ops`` has its rotation in
+it. The backward is that of autograd after a forward that is not timed. Figures are reported, never asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from htree_ops import tree_attention
+from htree_ops.bench import timing
+from htree_ops.bench.plain_rows import print_rows
+from htree_ops.bench.progress import progress
+from htree_ops.bench.results import source_commit
+from htree_ops.testing.cases import normal
+
+HEADS, KV_HEADS, WIDTH = 32, 4, 128
+LENGTHS, BATCHES, STRIDES = (256, 512, 1024, 2048, 4096, 8192), (1, 2, 4, 8, 16), (1, 2, 4, 16)
+EFFORT = timing.Effort(rounds=6, candidate_ms=250.0, warm_up_ms=15.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortRow:
+    """One length, batch and stride; ``ratio`` is ``htree_us / cudnn_us``."""
+
+    gpu: str
+    torch: str
+    commit: str
+    what: str
+    T: int
+    B: int
+    selection_stride: int
+    htree_us: float
+    cudnn_us: float
+    ratio: float
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same attention by cuDNN, of tensors in its own layout [B, H, T, D]."""
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def inputs(batch: int, length: int, seed: int) -> list[Tensor]:
+    """q, k and v [B, T, heads, D]."""
+    return [
+        normal((batch, length, heads, WIDTH), torch.bfloat16, "cuda", seed + i)
+        for i, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))
+    ]
+
+
+def heads_first(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [x.transpose(1, 2).contiguous() for x in tensors]
+
+
+def backward_of(call: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Callable[[], Any]:
+    """The backward of a call, whose forward is done."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out = call(*leaves)
+    return partial(torch.autograd.grad, out, leaves, torch.ones_like(out), retain_graph=True)
+
+
+def measure(what: str, length: int, batch: int) -> list[ShortRow]:
+    """A row for every stride."""
+    sizes = batch * length * (HEADS + 2 * KV_HEADS) * WIDTH * 2
+    sets = [inputs(batch, length, 10 * i) for i in range(min(16, timing.num_input_sets(sizes)))]
+    make = backward_of if what == "backward" else partial
+    calls: dict[str, list[Callable[[], Any]]] = {
+        "cudnn": [
+            make(dense, heads_first(x)) if what == "backward" else partial(dense, *heads_first(x))
+            for x in sets
+        ]
+    }
+    for stride in STRIDES if what == "forward" else (1, 16):
+        ours = partial(tree_attention, selection_stride=stride)
+        calls[str(stride)] = [make(ours, x) if what == "backward" else partial(ours, *x) for x in sets]
+    found = timing.measure_undisturbed(calls, timing.clock_for("cuda"), EFFORT)
+    return [
+        ShortRow(
+            gpu=torch.cuda.get_device_name(),
+            torch=torch.__version__,
+            commit=source_commit(),
+            what=what,
+            T=length,
+            B=batch,
+            selection_stride=int(name),
+            htree_us=found[name].median_us,
+            cudnn_us=found["cudnn"].median_us,
+            ratio=found[name].median_us / found["cudnn"].median_us,
+        )
+        for name in calls
+        if name != "cudnn"
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table and writes it where ``--csv`` says."""
+    parser = argparse.ArgumentParser(description="tree attention of short texts beside cuDNN")
+    parser.add_argument("--csv", type=Path, help="write the rows to this file")
+    arguments = parser.parse_args(argv)
+    settings = [("forward", T, B) for T in LENGTHS for B in BATCHES]
+    settings += [("backward", T, B) for T in LENGTHS[2:] for B in (1, 4)]
+    rows = [row for setting in progress(settings, str) for row in measure(*setting)]
+    print_rows(rows, arguments.csv)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
