@@ -43,46 +43,120 @@ struct Threshold {
   uint32_t equal;  // how many keys equal to it are among them too
 };
 
+constexpr int kRadixDigits = 512;
+
 struct RadixScratch {
-  uint32_t histogram[256];
-  uint32_t warp_sums[8];
+  alignas(8) uint32_t histogram[kRadixDigits];
+  uint32_t warp_sums[32];
+  uint32_t least, most;  // of the keys below 2^31
+  uint32_t upper;        // number of the others
   uint32_t digit;
   uint32_t remaining;
 };
 
-// Works from the most significant digit down, eight bits a pass. It counts in integers, so the order of
-// arrival does not matter. Every thread of a block of 256 must call, after a __syncthreads that follows the
-// writing of the keys; all get the result.
-__device__ inline Threshold block_radix_select(const uint32_t* keys, int64_t num, uint32_t count,
-                                               RadixScratch& scratch) {
-  constexpr int kThreads = 256;
-  uint32_t prefix = 0;
-  uint32_t remaining = count;
-  for (int shift = 24; shift >= 0; shift -= 8) {
-    const uint32_t known = shift == 24 ? 0 : ~0u << (shift + 8);
-    scratch.histogram[threadIdx.x] = 0;
-    __syncthreads();
-    for (int64_t i = threadIdx.x; i < num; i += kThreads) {
-      const uint32_t key = keys[i];
-      if ((key & known) == prefix) {
-        atomicAdd(&scratch.histogram[(key >> shift) & 255], 1u);
+// Calls f with the keys of this thread. Some are loaded before the first is used, so that their latencies overlap.
+template <int kThreads, typename Index, typename F>
+__device__ __forceinline__ void for_own_keys(const uint32_t* keys, Index num, F&& f) {
+  constexpr int kBatch = 8;
+  for (Index first = threadIdx.x; first < num; first += kBatch * kThreads) {
+    uint32_t batch[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      batch[i] = first + i * kThreads < num ? keys[first + i * kThreads] : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (first + i * kThreads < num) {
+        f(batch[i]);
       }
     }
-    __syncthreads();
-    const uint32_t digit = kThreads - 1 - threadIdx.x;  // the largest digit first
-    const uint32_t own = scratch.histogram[digit];
-    uint32_t total;
-    const uint32_t above = block_exclusive_sum<kThreads>(own, scratch.warp_sums, total);
-    if (above < remaining && above + own >= remaining) {
-      scratch.digit = digit;
-      scratch.remaining = remaining - above;
+  }
+}
+
+// The smallest interval that holds all keys below 2^31, and the number of the other keys. Ends with a __syncthreads.
+template <int kThreads, typename Index>
+__device__ __forceinline__ void find_key_range(const uint32_t* keys, Index num, RadixScratch& scratch) {
+  if (threadIdx.x == 0) {
+    scratch.least = ~0u;
+    scratch.most = 0;
+    scratch.upper = 0;
+  }
+  uint32_t least = ~0u, most = 0, upper = 0;
+  for_own_keys<kThreads>(keys, num, [&](uint32_t key) {
+    const bool lower = key >> 31 == 0;
+    least = min(least, key);
+    most = max(most, lower ? key : 0);
+    upper += lower ? 0 : 1;
+  });
+#pragma unroll
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+    least = min(least, __shfl_xor_sync(kFullMask, least, offset));
+    most = max(most, __shfl_xor_sync(kFullMask, most, offset));
+    upper += __shfl_xor_sync(kFullMask, upper, offset);
+  }
+  __syncthreads();
+  if (threadIdx.x % kWarpSize == 0) {
+    atomicMin(&scratch.least, least);
+    atomicMax(&scratch.most, most);
+    atomicAdd(&scratch.upper, upper);
+  }
+  __syncthreads();
+}
+
+// The digit that holds the key which is `remaining`-th from above goes to scratch.digit, and which key of that digit
+// it is to scratch.remaining. Ends with a __syncthreads.
+template <int kThreads>
+__device__ __forceinline__ void find_digit(uint32_t remaining, RadixScratch& scratch) {
+  constexpr int kOwn = 2;  // digits of a thread, of which the first threads have the largest
+  static_assert(kOwn * kThreads >= kRadixDigits);
+  const int upper_digit = kRadixDigits - 1 - kOwn * static_cast<int>(threadIdx.x);
+  uint2 own = make_uint2(0, 0);
+  if (upper_digit > 0) {
+    own = *reinterpret_cast<const uint2*>(&scratch.histogram[upper_digit - 1]);
+  }
+  uint32_t total;
+  const uint32_t above = block_exclusive_sum<kThreads>(own.x + own.y, scratch.warp_sums, total);
+  if (above < remaining && above + own.x + own.y >= remaining) {
+    const bool upper = above + own.y >= remaining;
+    scratch.digit = upper ? upper_digit : upper_digit - 1;
+    scratch.remaining = remaining - above - (upper ? 0 : own.y);
+  }
+  __syncthreads();
+}
+
+// Narrows an interval of keys, nine bits a pass, until it holds one key. It begins with the range of the keys, so that
+// floats, of which most have few different exponents, fall into many digits. Keys from 2^31 on are not the bits of a
+// float that is >= 0: they are counted apart. It counts in integers, so the order of arrival does not matter. Every
+// thread of a block of kThreads must call, after a __syncthreads that follows the writing of the keys; all get the
+// result.
+template <int kThreads, typename Index>
+__device__ inline Threshold block_radix_select(const uint32_t* keys, Index num, uint32_t count,
+                                               RadixScratch& scratch) {
+  find_key_range<kThreads>(keys, num, scratch);
+  const bool among_upper = count <= scratch.upper;
+  uint32_t first = among_upper ? 1u << 31 : scratch.least;
+  uint32_t last = among_upper ? ~0u : scratch.most;
+  uint32_t remaining = among_upper ? count : count - scratch.upper;
+  while (first < last) {
+    const int shift = max(0, 32 - __clz(last - first) - 9);
+    for (int i = threadIdx.x; i < kRadixDigits; i += kThreads) {
+      scratch.histogram[i] = 0;
     }
     __syncthreads();
-    prefix |= scratch.digit << shift;
+    for_own_keys<kThreads>(keys, num, [&](uint32_t key) {
+      if (key - first <= last - first) {
+        atomicAdd(&scratch.histogram[(key - first) >> shift], 1u);
+      }
+    });
+    __syncthreads();
+    find_digit<kThreads>(remaining, scratch);
+    first += scratch.digit << shift;
+    last = min(last, first + (1u << shift) - 1);
     remaining = scratch.remaining;
   }
-  return {prefix, remaining};
+  return {first, remaining};
 }
+static_assert(kRadixDigits == 1 << 9);
 
 // Bitonic sort of `size` keys, a power of two, ascending, in memory that the whole block sees. Every
 // thread of the block must call, after a __syncthreads that follows the writing of the keys. The sort

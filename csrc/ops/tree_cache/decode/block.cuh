@@ -10,11 +10,13 @@
 
 namespace htree::tree_cache {
 
-// A head dim, the query heads of a K/V head in tiles of eight, and whether span means choose.
-template <typename T_, int kDim_, int kHeadTiles_, bool kSpans_>
+// A head dim, the query heads of a K/V head in tiles of eight, whether span means choose, and the warps of a block.
+template <typename T_, int kDim_, int kHeadTiles_, bool kSpans_, int kWarps_>
 struct DecodeTraits {
   using T = T_;
   static constexpr bool kSpans = kSpans_;
+  static constexpr int kWarps = kWarps_;
+  static constexpr int kThreads = 32 * kWarps;
   static constexpr int kDim = kDim_;
   static constexpr int kHalf = kDim / 2;  // dim i is rotated with dim i + kHalf
   static constexpr int kHeadTiles = kHeadTiles_;
@@ -45,11 +47,11 @@ struct DecodeShared {
   device::Barrier sums_arrived;  // log sums of all shares of the cluster
   device::Barrier keys_arrived;  // keys of the other blocks
   alignas(16) LogSum shares[kShares][16];
-  LogSum warps[kDecodeWarps][16];
+  LogSum warps[kDecodeMostWarps][16];
   float ready[kShares];  // a word from every block, because one without candidates has no keys to send
   float normalizer[16];
   device::RadixScratch radix;
-  uint32_t counts[2][kDecodeWarps];  // candidates of a warp that are larger than the threshold, and equal
+  uint32_t counts[2][kDecodeMostWarps];  // candidates of a warp that are larger than the threshold, and equal
 };
 
 template <typename T>
@@ -131,7 +133,7 @@ __device__ __forceinline__ LayerSlots layer_slots(const DecodeBlock<Tr>& block, 
   found.slots = (found.num + kDecodeRate - 1) / kDecodeRate;
   found.share = (found.slots + kShares - 1) / kShares;
   found.first = block.rank * block.params.plan.shares * found.share;
-  found.tiles = found.share > block.warp ? (found.share - block.warp + kDecodeWarps - 1) / kDecodeWarps : 0;
+  found.tiles = found.share > block.warp ? (found.share - block.warp + Tr::kWarps - 1) / Tr::kWarps : 0;
   return found;
 }
 
@@ -139,8 +141,8 @@ __device__ __forceinline__ LayerSlots layer_slots(const DecodeBlock<Tr>& block, 
 template <class Tr>
 __device__ __forceinline__ int slot_of_tile(const DecodeBlock<Tr>& block, const LayerSlots& slots,
                                             int index) {
-  const int share = index / slots.tiles;
-  const int in_share = block.warp + (index - share * slots.tiles) * kDecodeWarps;
+  const int share = block.params.plan.shares == 1 ? 0 : index / slots.tiles;
+  const int in_share = block.warp + (index - share * slots.tiles) * Tr::kWarps;
   const int slot = share * slots.share + in_share;
   return slots.first + slot < slots.slots ? slot : -1;
 }

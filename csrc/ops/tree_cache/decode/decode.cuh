@@ -12,8 +12,8 @@
 namespace htree::tree_cache {
 
 // The row of this cluster. Every thread of the block calls it.
-template <typename T>
-__device__ __forceinline__ WalkRow find_row(const DecodeParams<T>& params) {
+template <class Tr>
+__device__ __forceinline__ WalkRow find_row(const DecodeParams<typename Tr::T>& params) {
   const auto& attend = params.attend;
   const int64_t heads = attend.layout.num_kv_heads;
   WalkRow walk;
@@ -21,7 +21,7 @@ __device__ __forceinline__ WalkRow find_row(const DecodeParams<T>& params) {
   walk.row = attend.chunk.first + walk.at / heads;
   walk.head = static_cast<int>(walk.at % heads);
   int begun = 0;  // sequences that begin at or before the row
-  for (int first = 0; first < attend.sequences.num_sequences; first += kDecodeThreads) {
+  for (int first = 0; first < attend.sequences.num_sequences; first += Tr::kThreads) {
     const int sequence = first + static_cast<int>(threadIdx.x);
     begun += __syncthreads_count(sequence < attend.sequences.num_sequences &&
                                  attend.sequences.cu_q[sequence] <= walk.row);
@@ -40,52 +40,65 @@ __device__ __forceinline__ void store_nothing(const DecodeBlock<Tr>& block) {
   if (block.rank > 0) {
     return;
   }
-  for (int i = threadIdx.x; i < attend.group * Tr::kDim; i += kDecodeThreads) {
+  for (int i = threadIdx.x; i < attend.group * Tr::kDim; i += Tr::kThreads) {
     attend.out[row * Tr::kDim + i] = device::from_acc<T>(ignored ? 0.0f : nanf(""));
   }
-  for (int head = threadIdx.x; head < attend.group; head += kDecodeThreads) {
+  for (int head = threadIdx.x; head < attend.group; head += Tr::kThreads) {
     attend.lse[row + head] = ignored ? kNoScore : nanf("");
   }
 }
 
-// Merges the states of all shares in their order. The blocks of the cluster divide the outputs.
+// Merges the states of all shares. The blocks of the cluster divide the outputs, and four lanes the shares of one.
 template <class Tr>
 __device__ __forceinline__ void store_row(const DecodeBlock<Tr>& block) {
   using T = typename Tr::T;
+  constexpr int kLanes = 4, kEach = kShares / kLanes, kAtOnce = 32 / kLanes;
   const auto& attend = block.attend();
   const int shares = block.params.plan.shares, cluster = block.params.plan.cluster;
   const int num = attend.group * Tr::kDim;
-  const int each = (num + cluster - 1) / cluster;
+  const int outputs = (num + cluster - 1) / cluster;
   const int64_t row = (block.walk.row * attend.layout.num_kv_heads + block.walk.head) * int64_t{attend.group};
-  for (int i = threadIdx.x; i < each && block.rank * each + i < num; i += kDecodeThreads) {
-    const int item = block.rank * each + i;
-    const int head = item / Tr::kDim, column = item % Tr::kDim;
-    // The loads of all shares come first, so that their latencies overlap.
-    float max[kShares], sum[kShares], out[kShares];
+  for (int first = block.warp * kAtOnce; first < outputs; first += Tr::kWarps * kAtOnce) {
+    const int in_block = first + block.lane / kLanes;
+    const int item = block.rank * outputs + in_block;
+    const bool exists = in_block < outputs && item < num;
+    const int head = exists ? item / Tr::kDim : 0, column = exists ? item % Tr::kDim : 0;
+    // The loads come first, so that their latencies overlap.
+    float max[kEach], sum[kEach], out[kEach];
 #pragma unroll
-    for (int share = 0; share < kShares; ++share) {
+    for (int i = 0; i < kEach; ++i) {
+      const int share = block.lane % kLanes * kEach + i;
       const DecodeState<Tr>& state = block.states()[share % shares];
       const uint32_t from = share / shares;
-      max[share] = device::load_from_block(&state.max[head], from);
-      sum[share] = device::load_from_block(&state.sum[head], from);
-      out[share] = device::load_from_block(&state.out[head][column], from);
+      max[i] = device::load_from_block(&state.max[head], from);
+      sum[i] = device::load_from_block(&state.sum[head], from);
+      out[i] = device::load_from_block(&state.out[head][column], from);
     }
     float top = max[0];
 #pragma unroll
-    for (int share = 1; share < kShares; ++share) {
-      top = fmaxf(top, max[share]);
+    for (int i = 1; i < kEach; ++i) {
+      top = fmaxf(top, max[i]);
     }
+    top = fmaxf(top, __shfl_xor_sync(device::kFullMask, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(device::kFullMask, top, 2));
     const float base = top == kNoScore ? 0.0f : top;
     float total = 0.0f, value = 0.0f;
 #pragma unroll
-    for (int share = 0; share < kShares; ++share) {
-      const float factor = device::exp2_flushed(max[share] - base);
-      total += sum[share] * factor;
-      value += out[share] * factor;
+    for (int i = 0; i < kEach; ++i) {
+      const float factor = device::exp2_flushed(max[i] - base);
+      total += sum[i] * factor;
+      value += out[i] * factor;
     }
-    attend.out[row * Tr::kDim + item] = device::from_acc<T>(value / total);
-    if (column == 0) {
-      attend.lse[row + head] = (top + log2f(total)) * 0.69314718055994530942f;
+#pragma unroll
+    for (int offset = 1; offset < kLanes; offset *= 2) {
+      total += __shfl_xor_sync(device::kFullMask, total, offset);
+      value += __shfl_xor_sync(device::kFullMask, value, offset);
+    }
+    if (exists && block.lane % kLanes == 0) {
+      attend.out[row * Tr::kDim + item] = device::from_acc<T>(value / total);
+      if (column == 0) {
+        attend.lse[row + head] = (top + log2f(total)) * 0.69314718055994530942f;
+      }
     }
   }
 }
@@ -98,7 +111,7 @@ __device__ __forceinline__ void make_top_lists(const DecodeBlock<Tr>& block, int
   const int top = block.walk.query.top;
   for (int layer = stored ? static_cast<int>(layout.num_layers) - 1 : top; layer >= top; --layer) {
     const int count = static_cast<int>(block.walk.query.token / layout.tokens[layer] / kDecodeRate + 1);
-    for (int i = threadIdx.x; i < block.top_k(); i += kDecodeThreads) {
+    for (int i = threadIdx.x; i < block.top_k(); i += Tr::kThreads) {
       list[i] = i < count ? i : -1;  // store_list gives each thread its own elements
     }
     store_list(block, layer, entry, list);
@@ -206,15 +219,16 @@ __device__ __forceinline__ void walk_layers(const DecodeBlock<Tr>& block) {
 
 // Cluster (query, kv head).
 template <class Tr>
-__global__ void __launch_bounds__(kDecodeThreads, 1)
+__global__ void __launch_bounds__(Tr::kThreads, 1)
     cache_decode_kernel(const __grid_constant__ DecodeParams<typename Tr::T> params) {
 #if HTREE_SM90A
+  static_assert(sizeof(DecodeShared) <= kDecodeStaticBytes);
   extern __shared__ __align__(16) uint8_t dynamic[];
   __shared__ DecodeShared shared;
   DecodeBlock<Tr> block = {.params = params,
                            .shared = shared,
                            .dynamic = dynamic,
-                           .walk = find_row(params),
+                           .walk = find_row<Tr>(params),
                            .leads = true,
                            .rank = static_cast<int>(blockIdx.x % params.plan.cluster),
                            .warp = static_cast<int>(threadIdx.x / device::kWarpSize),
@@ -237,11 +251,11 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   __syncwarp();
   device::cluster_arrive_relaxed();
   const int words = params.plan.shares * static_cast<int>(sizeof(DecodeState<Tr>) / 4);
-  for (int i = threadIdx.x; i < words; i += kDecodeThreads) {
+  for (int i = threadIdx.x; i < words; i += Tr::kThreads) {
     reinterpret_cast<float*>(block.states())[i] = 0.0f;
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < params.plan.shares * Tr::kHeads; i += kDecodeThreads) {
+  for (int i = threadIdx.x; i < params.plan.shares * Tr::kHeads; i += Tr::kThreads) {
     block.states()[i / Tr::kHeads].max[i % Tr::kHeads] = kNoScore;
   }
   walk_layers(block);
@@ -261,7 +275,7 @@ cudaError_t launch_decode_kernel(const DecodeParams<typename Tr::T>& params, cud
   const int64_t rows = attend.chunk.num * attend.layout.num_kv_heads;
   return launch_kernel(cache_decode_kernel<Tr>,
                        {.grid = static_cast<unsigned>(rows * params.plan.cluster),
-                        .threads = kDecodeThreads,
+                        .threads = Tr::kThreads,
                         .shared_bytes = params.plan.places.bytes,
                         .cluster = params.plan.cluster},
                        stream, params);
@@ -276,11 +290,13 @@ cudaError_t launch_decode(const AttendParams<T>& attend, const DecodePlan& plan,
     params.leaders = launch == 0;
     cudaError_t error = cudaSuccess;
     if constexpr (kSpans) {
-      error = launch_decode_kernel<DecodeTraits<T, kDim, 1, true>>(params, stream);
-    } else if (attend.group <= 8) {
-      error = launch_decode_kernel<DecodeTraits<T, kDim, 1, false>>(params, stream);
+      error = launch_decode_kernel<DecodeTraits<T, kDim, 1, true, 8>>(params, stream);
+    } else if (attend.group > 8) {
+      error = launch_decode_kernel<DecodeTraits<T, kDim, 2, false, 8>>(params, stream);
+    } else if (plan.warps == kDecodeMostWarps) {
+      error = launch_decode_kernel<DecodeTraits<T, kDim, 1, false, kDecodeMostWarps>>(params, stream);
     } else {
-      error = launch_decode_kernel<DecodeTraits<T, kDim, 2, false>>(params, stream);
+      error = launch_decode_kernel<DecodeTraits<T, kDim, 1, false, 8>>(params, stream);
     }
     if (error != cudaSuccess) {
       return error;

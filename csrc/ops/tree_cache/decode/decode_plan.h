@@ -11,8 +11,7 @@ namespace htree::tree_cache {
 
 constexpr int kDecodeRate = 16;       // r: the children of a slot are one tile of the tensor cores
 constexpr int kDecodeMaxTopK = 1024;  // slots of a list
-constexpr int kDecodeThreads = 256;
-constexpr int kDecodeWarps = kDecodeThreads / 32;
+constexpr int kDecodeMostWarps = 12;  // of a block
 // The slots of a layer are cut into so many shares, whatever the launch. A share is summed in an order that
 // follows from the row's own number of slots, and shares are merged in their order: so a row's bits do not
 // depend on how many blocks divide the shares between them.
@@ -50,6 +49,7 @@ struct DecodePlan {
   int cluster =
       0;           // blocks of a row and K/V head, a divisor of kShares; 0: the kernel does not take the call
   int shares = 0;  // of a block
+  int warps = 0;   // of a block
   int stages = 0;  // tiles that a warp has room for
   DecodePlaces places;
 };
@@ -58,10 +58,18 @@ struct DecodePlan {
 constexpr int padded_heads(int64_t group) {
   return group <= 8 ? 8 : 16;
 }
-// Bytes of the partial sums of all warps, for eight heads. A head has four more floats than columns, which
-// spreads the stores over the banks.
-constexpr int merge_bytes(int64_t dim) {
-  return static_cast<int>(kDecodeWarps * 8 * (dim + 4) * 4);
+// Warps of a block: as many as shared memory has room for, whatever the number of blocks that share a row, because
+// a row's bits depend on it.
+constexpr int decode_warps(int heads, bool spans, int64_t top_k) {
+  return heads == 8 && !spans && top_k <= 512 ? kDecodeMostWarps : 8;
+}
+// Heads whose partial sums all warps bring together at a time.
+constexpr int merge_heads(int warps) {
+  return warps > 8 ? 4 : 8;
+}
+// Bytes of these partial sums. A head has four more floats than columns, which spreads the stores over the banks.
+constexpr int merge_bytes(int64_t dim, int warps) {
+  return static_cast<int>(warps * merge_heads(warps) * (dim + 4) * 4);
 }
 // A tile of 16 rows, and the rotation of its first candidate.
 constexpr int stage_bytes(int64_t dim) {
@@ -75,6 +83,7 @@ inline DecodePlaces decode_places(const DecodeProblem& problem, int cluster, int
   const int heads = padded_heads(problem.group);
   const int top_k = static_cast<int>(problem.top_k), dim = static_cast<int>(problem.key_dim);
   const int shares = kShares / cluster;
+  const int warps = decode_warps(heads, problem.spans, problem.top_k);
   const int slots = shares * static_cast<int>(ceil_div(top_k, kShares));
   int next = 0;
   const auto take = [&](int bytes) {
@@ -85,13 +94,13 @@ inline DecodePlaces decode_places(const DecodeProblem& problem, int cluster, int
   DecodePlaces places;
   places.scores = take(slots * kDecodeRate * heads * 4);
   places.span_scores = problem.spans ? take(slots * kDecodeRate * heads * 4) : places.scores;
-  places.keys = take(std::max(kDecodeRate * top_k * 4, merge_bytes(dim)));
+  places.keys = take(std::max(kDecodeRate * top_k * 4, merge_bytes(dim, warps)));
   places.lists = take(2 * top_k * 4);
   places.rows = take(2 * slots * kDecodeRate * 4);
   places.selected = take((top_k / 2 + 1) * 4);
   places.states = take(shares * state_bytes(dim, heads));
   places.queries = take(heads * dim * 4);
-  places.ring = take(kDecodeWarps * stages * stage_bytes(dim));
+  places.ring = take(warps * stages * stage_bytes(dim));
   places.bytes = next;
   return places;
 }
@@ -125,6 +134,7 @@ inline DecodePlan plan_decode(const DecodeProblem& problem, int processors, int 
     for (int stages = kMostStages; stages >= kLeastStages; --stages) {
       const DecodePlan plan{.cluster = cluster,
                             .shares = kShares / cluster,
+                            .warps = decode_warps(padded_heads(problem.group), problem.spans, problem.top_k),
                             .stages = stages,
                             .places = decode_places(problem, cluster, stages)};
       if (plan.places.bytes + kDecodeStaticBytes <= device::kHopperSharedBytes) {

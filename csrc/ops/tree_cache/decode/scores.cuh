@@ -49,7 +49,7 @@ __device__ __forceinline__ void stage_decode_queries(const DecodeBlock<Tr>& bloc
   const auto* q =
       attend.q + block.walk.row * attend.q_row + int64_t{block.walk.head} * attend.group * attend.q_head;
   const int64_t table = int64_t{slots.num - 1} * Tr::kHalf;
-  for (int item = threadIdx.x; item < Tr::kHeads * Tr::kHalf / 2; item += kDecodeThreads) {
+  for (int item = threadIdx.x; item < Tr::kHeads * Tr::kHalf / 2; item += Tr::kThreads) {
     const int head = item / (Tr::kHalf / 2);
     const int dim = item % (Tr::kHalf / 2) * 2;
     float low[2] = {}, high[2] = {};
@@ -223,6 +223,7 @@ __device__ __forceinline__ void score_layer(const DecodeBlock<Tr>& block, TileRi
   const int tiles = block.params.plan.shares * slots.tiles;
   for (int index = 0; index < tiles; ++index) {
     const uint8_t* tile = ring.take();
+    ring.ask(slots, rows, index + ring.ahead());
     const int slot = slot_of_tile(block, slots, index);
     if (slot >= 0) {
       float sums[Tr::kHeadTiles][4] = {};
@@ -245,7 +246,6 @@ __device__ __forceinline__ void score_layer(const DecodeBlock<Tr>& block, TileRi
         }
       }
     }
-    ring.ask(slots, rows, index + ring.ahead());
   }
 }
 

@@ -30,7 +30,7 @@ __device__ __forceinline__ float log2_of(const LogSum& sum) {
 template <class Tr>
 __device__ __forceinline__ void sum_share(const DecodeBlock<Tr>& block, const float* scores, int num) {
   const int head = threadIdx.x % Tr::kHeads;
-  constexpr int kStep = kDecodeThreads / Tr::kHeads;
+  constexpr int kStep = Tr::kThreads / Tr::kHeads;
   LogSum sum = {kNoScore, 0.0f};
   for (int p = threadIdx.x / Tr::kHeads; p < num; p += kStep) {
     sum.max = fmaxf(sum.max, scores[p * Tr::kHeads + head]);
@@ -71,7 +71,7 @@ __device__ __forceinline__ void send_log_sums(const DecodeBlock<Tr>& block, cons
       for (int i = 0; i < 2; ++i) {
         sums[i] = block.shared.warps[0][head + i];
 #pragma unroll
-        for (int warp = 1; warp < kDecodeWarps; ++warp) {
+        for (int warp = 1; warp < Tr::kWarps; ++warp) {
           sums[i] = merge_log_sums(sums[i], block.shared.warps[warp][head + i]);
         }
       }
@@ -129,7 +129,7 @@ __device__ __forceinline__ void send_keys(const DecodeBlock<Tr>& block, const La
   const int first = slots.first * kDecodeRate;
   uint32_t* keys = block.keys() + first;
   const int group = block.attend().group;
-  for (int i = threadIdx.x; i < own; i += kDecodeThreads) {
+  for (int i = threadIdx.x; i < own; i += Tr::kThreads) {
     float importance = 0.0f;
 #pragma unroll
     for (int head = 0; head < Tr::kHeads; ++head) {
@@ -148,7 +148,7 @@ __device__ __forceinline__ void send_keys(const DecodeBlock<Tr>& block, const La
   __syncthreads();
   const int packs = own / 4;
   const int others = block.params.plan.cluster - 1;
-  for (int i = threadIdx.x; i < packs * others; i += kDecodeThreads) {
+  for (int i = threadIdx.x; i < packs * others; i += Tr::kThreads) {
     const int other = i / packs;
     auto* place = reinterpret_cast<float4*>(keys) + (i - other * packs);
     device::send_to_block(place, &block.shared.keys_arrived,
@@ -176,23 +176,19 @@ __device__ __forceinline__ void write_selection(const DecodeBlock<Tr>& block, co
                                                 const int32_t* list, int32_t* next) {
   const uint32_t* keys = block.keys();
   DecodeShared& shared = block.shared;
-  const device::Threshold threshold =
-      device::block_radix_select(keys, slots.num, static_cast<uint32_t>(block.top_k()), shared.radix);
+  const device::Threshold threshold = device::block_radix_select<Tr::kThreads>(
+      keys, slots.num, static_cast<uint32_t>(block.top_k()), shared.radix);
   const int words = (slots.num + 31) / 32;
-  const int each = (words + kDecodeWarps - 1) / kDecodeWarps;
+  const int each = (words + Tr::kWarps - 1) / Tr::kWarps;
   const int begin = min(block.warp * each, words), end = min(begin + each, words);
-  const auto ballots = [&](int word, uint32_t& larger, uint32_t& equal) {
-    const int p = word * 32 + block.lane;
-    const uint32_t key = p < slots.num ? keys[p] : 0;
-    larger = __ballot_sync(device::kFullMask, p < slots.num && key > threshold.key);
-    equal = __ballot_sync(device::kFullMask, p < slots.num && key == threshold.key);
-  };
-  uint32_t larger = 0, equal = 0, num_larger = 0, num_equal = 0;
-  for (int word = begin; word < end; ++word) {
-    ballots(word, larger, equal);
-    num_larger += __popc(larger);
-    num_equal += __popc(equal);
+  uint32_t num_larger = 0, num_equal = 0;
+#pragma unroll 4
+  for (int p = begin * 32 + block.lane; p < min(end * 32, slots.num); p += 32) {
+    num_larger += keys[p] > threshold.key ? 1 : 0;
+    num_equal += keys[p] == threshold.key ? 1 : 0;
   }
+  num_larger = __reduce_add_sync(device::kFullMask, num_larger);
+  num_equal = __reduce_add_sync(device::kFullMask, num_equal);
   if (block.lane == 0) {
     shared.counts[0][block.warp] = num_larger;
     shared.counts[1][block.warp] = num_equal;
@@ -204,23 +200,35 @@ __device__ __forceinline__ void write_selection(const DecodeBlock<Tr>& block, co
     num_equal += shared.counts[1][warp];
   }
   const uint32_t before = (1u << block.lane) - 1;
-  for (int word = begin; word < end; ++word) {
-    ballots(word, larger, equal);
-    const uint32_t larger_rank = num_larger + __popc(larger & before);
-    const uint32_t equal_rank = num_equal + __popc(equal & before);
-    const bool chosen =
-        (larger >> block.lane & 1) != 0 || ((equal >> block.lane & 1) != 0 && equal_rank < threshold.equal);
-    if (chosen) {
-      const uint32_t p = static_cast<uint32_t>(word * 32 + block.lane);
-      next[larger_rank + min(equal_rank, threshold.equal)] =
-          static_cast<int32_t>(node_of(list, p, kDecodeRate));
+  constexpr int kBatch = 4;  // words whose keys are loaded together
+  for (int first = begin; first < end; first += kBatch) {
+    uint32_t batch[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int p = (first + i) * 32 + block.lane;
+      batch[i] = p < slots.num ? keys[p] : 0;
     }
-    const uint32_t bits = __ballot_sync(device::kFullMask, chosen);
-    if (block.lane == 0) {
-      block.selected()[word] = bits;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int word = first + i, p = word * 32 + block.lane;
+      const bool exists = word < end && p < slots.num;
+      const uint32_t larger = __ballot_sync(device::kFullMask, exists && batch[i] > threshold.key);
+      const uint32_t equal = __ballot_sync(device::kFullMask, exists && batch[i] == threshold.key);
+      const uint32_t larger_rank = num_larger + __popc(larger & before);
+      const uint32_t equal_rank = num_equal + __popc(equal & before);
+      const bool chosen =
+          (larger >> block.lane & 1) != 0 || ((equal >> block.lane & 1) != 0 && equal_rank < threshold.equal);
+      if (chosen) {
+        next[larger_rank + min(equal_rank, threshold.equal)] =
+            static_cast<int32_t>(node_of(list, static_cast<uint32_t>(p), kDecodeRate));
+      }
+      const uint32_t bits = __ballot_sync(device::kFullMask, chosen);
+      if (block.lane == 0 && word < end) {
+        block.selected()[word] = bits;
+      }
+      num_larger += __popc(larger);
+      num_equal += __popc(equal);
     }
-    num_larger += __popc(larger);
-    num_equal += __popc(equal);
   }
   __syncthreads();
 }
@@ -229,7 +237,7 @@ __device__ __forceinline__ void write_selection(const DecodeBlock<Tr>& block, co
 template <class Tr>
 __device__ __forceinline__ void open_all(const DecodeBlock<Tr>& block, const LayerSlots& slots,
                                          const int32_t* list, int32_t* next) {
-  for (int i = threadIdx.x; i < block.top_k(); i += kDecodeThreads) {
+  for (int i = threadIdx.x; i < block.top_k(); i += Tr::kThreads) {
     next[i] = i < slots.num ? static_cast<int32_t>(node_of(list, static_cast<uint32_t>(i), kDecodeRate)) : -1;
   }
   __syncthreads();
@@ -241,7 +249,7 @@ __device__ __forceinline__ void open_all(const DecodeBlock<Tr>& block, const Lay
 template <class Tr>
 __device__ __forceinline__ void load_list(const DecodeBlock<Tr>& block, int layer, int32_t* to) {
   const int32_t* from = list_of(block.attend(), block.walk, layer);
-  for (int i = threadIdx.x; i < block.top_k(); i += kDecodeThreads) {
+  for (int i = threadIdx.x; i < block.top_k(); i += Tr::kThreads) {
     to[i] = from[i];
   }
   __syncthreads();
@@ -251,11 +259,11 @@ __device__ __forceinline__ void load_list(const DecodeBlock<Tr>& block, int laye
 template <class Tr>
 __device__ __forceinline__ void mark_next(const DecodeBlock<Tr>& block, const LayerSlots& slots,
                                           const int32_t* list, const int32_t* next) {
-  for (int i = threadIdx.x; i < (slots.num + 31) / 32; i += kDecodeThreads) {
+  for (int i = threadIdx.x; i < (slots.num + 31) / 32; i += Tr::kThreads) {
     block.selected()[i] = 0;
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < block.top_k(); i += kDecodeThreads) {
+  for (int i = threadIdx.x; i < block.top_k(); i += Tr::kThreads) {
     const int p = next[i] < 0 ? -1 : candidate_of(list, slots.slots, next[i], kDecodeRate);
     if (p >= 0 && p < slots.num) {
       atomicOr(&block.selected()[p / 32], 1u << (p % 32));
@@ -270,7 +278,7 @@ __device__ __forceinline__ void store_list(const DecodeBlock<Tr>& block, int lay
                                            const int32_t* list) {
   const auto& attend = block.attend();
   const auto store = [&](int32_t* to) {
-    for (int i = threadIdx.x; i < block.top_k(); i += kDecodeThreads) {
+    for (int i = threadIdx.x; i < block.top_k(); i += Tr::kThreads) {
       to[i] = list[i];
     }
   };

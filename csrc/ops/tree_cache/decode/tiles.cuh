@@ -53,7 +53,7 @@ class TileRing {
   __device__ __forceinline__ int ahead() const { return stages_ - 1; }
 
   // Asks for place `index` of a layer's sequence: its keys, then its values. Places without a tile
-  // count too, because waiting counts. The tile that was taken last is given up.
+  // count too, because waiting counts. It takes the room of the tile before the last one that was taken.
   __device__ __forceinline__ void ask(const LayerSlots& slots, const uint32_t* rows, int index) {
     __syncwarp();
     const int tiles = block_.params.plan.shares * slots.tiles;

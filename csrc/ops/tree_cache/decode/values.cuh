@@ -85,61 +85,81 @@ __device__ __forceinline__ void add_tile(const DecodeBlock<Tr>& block, uint32_t 
   }
 }
 
-// Adds what the warps have for one share to its state, eight heads at a time, in the order of the warps. Every
-// thread calls it. Ends with a __syncthreads.
+// Adds the warps' partial sums of some heads to the state, in the order of the warps. Ends with a __syncthreads.
+template <class Tr>
+__device__ __forceinline__ void add_parts(const DecodeBlock<Tr>& block, int first_head,
+                                          DecodeState<Tr>& state) {
+  // A thread keeps its column, so each head has its threads side by side, in one round.
+  static_assert(Tr::kThreads % Tr::kDim == 0);
+  constexpr int kItems = merge_heads(Tr::kWarps) * Tr::kDim;
+  for (int begin = 0; begin < kItems; begin += Tr::kThreads) {
+    const int item = begin + static_cast<int>(threadIdx.x);
+    const int part = item / Tr::kDim, column = item % Tr::kDim;
+    const int head = first_head + part;
+    float top = 0.0f, total = 0.0f;
+    if (item < kItems) {
+      top = state.max[head];
+#pragma unroll
+      for (int warp = 0; warp < Tr::kWarps; ++warp) {
+        top = fmaxf(top, block.shared.warps[warp][head].max);
+      }
+      const float base = top == kNoScore ? 0.0f : top;
+      const float before = device::exp2_flushed(state.max[head] - base);
+      float out = state.out[head][column] * before;
+      total = state.sum[head] * before;
+#pragma unroll
+      for (int warp = 0; warp < Tr::kWarps; ++warp) {
+        const LogSum& sum = block.shared.warps[warp][head];
+        const float factor = device::exp2_flushed(sum.max - base);
+        total += sum.sum * factor;
+        out +=
+            block.warp_sums()[(warp * merge_heads(Tr::kWarps) + part) * Tr::kMergeStride + column] * factor;
+      }
+      state.out[head][column] = out;
+    }
+    __syncthreads();  // the others of the head have read max and sum
+    if (item < kItems && column == 0) {
+      state.max[head] = top;
+      state.sum[head] = total;
+    }
+  }
+  __syncthreads();
+}
+
+// Adds what the warps have for one share to its state, some heads at a time. Every thread calls it. Ends with a
+// __syncthreads.
 template <class Tr>
 __device__ __forceinline__ void merge_warps(const DecodeBlock<Tr>& block, const WarpValues<Tr>& values,
                                             DecodeState<Tr>& state) {
-  DecodeShared& shared = block.shared;
 #pragma unroll
   for (int head_tile = 0; head_tile < Tr::kHeadTiles; ++head_tile) {
     float sum = values.sum[head_tile];
     sum += __shfl_xor_sync(device::kFullMask, sum, 1);
     sum += __shfl_xor_sync(device::kFullMask, sum, 2);
     if (block.lane % 4 == 0) {
-      shared.warps[block.warp][head_tile * 8 + block.lane / 4] = {values.max[head_tile], sum};
+      block.shared.warps[block.warp][head_tile * 8 + block.lane / 4] = {values.max[head_tile], sum};
     }
   }
+  constexpr int kAtOnce = merge_heads(Tr::kWarps);
 #pragma unroll
   for (int head_tile = 0; head_tile < Tr::kHeadTiles; ++head_tile) {
-    float* own = block.warp_sums() + block.warp * 8 * Tr::kMergeStride;
 #pragma unroll
-    for (int m = 0; m < Tr::kDim / 16; ++m) {
+    for (int first = 0; first < 8; first += kAtOnce) {
+      float* own = block.warp_sums() + block.warp * kAtOnce * Tr::kMergeStride;
+      const int head = block.lane % 4 * 2 - first;  // and the next
+      if (head >= 0 && head < kAtOnce) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int head = block.lane % 4 * 2 + i % 2, column = m * 16 + block.lane / 4 + i / 2 * 8;
-        own[head * Tr::kMergeStride + column] = values.out[m][head_tile][i];
+        for (int m = 0; m < Tr::kDim / 16; ++m) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int column = m * 16 + block.lane / 4 + i / 2 * 8;
+            own[(head + i % 2) * Tr::kMergeStride + column] = values.out[m][head_tile][i];
+          }
+        }
       }
-    }
-    __syncthreads();
-    // A thread keeps its column, so each head has its threads side by side.
-    for (int item = threadIdx.x; item < 8 * Tr::kDim; item += kDecodeThreads) {
-      const int in_tile = item / Tr::kDim, column = item % Tr::kDim;
-      const int head = head_tile * 8 + in_tile;
-      float top = state.max[head];
-#pragma unroll
-      for (int warp = 0; warp < kDecodeWarps; ++warp) {
-        top = fmaxf(top, shared.warps[warp][head].max);
-      }
-      const float base = top == kNoScore ? 0.0f : top;
-      const float before = device::exp2_flushed(state.max[head] - base);
-      float total = state.sum[head] * before, out = state.out[head][column] * before;
-#pragma unroll
-      for (int warp = 0; warp < kDecodeWarps; ++warp) {
-        const LogSum& part = shared.warps[warp][head];
-        const float factor = device::exp2_flushed(part.max - base);
-        total += part.sum * factor;
-        out += block.warp_sums()[(warp * 8 + in_tile) * Tr::kMergeStride + column] * factor;
-      }
-      state.out[head][column] = out;
-      // The others of the head read max and sum above. They are in the same warps or behind the barrier.
       __syncthreads();
-      if (column == 0) {
-        state.max[head] = top;
-        state.sum[head] = total;
-      }
+      add_parts(block, head_tile * 8 + first, state);
     }
-    __syncthreads();
   }
 }
 
@@ -170,17 +190,17 @@ __device__ __forceinline__ void add_layer(const DecodeBlock<Tr>& block, TileRing
     for (int i = 0; i < slots.tiles; ++i) {
       const int index = share * slots.tiles + i;
       const uint32_t tile = device::shared_address(ring.take());
-      const int slot = slot_of_tile(block, slots, index);
-      if (slot >= 0) {
-        const uint32_t left_out = opened(block, slots, slot);
-        clear_rows<Tr>(tile, left_out, block.lane);
-        add_tile(block, tile, slot, left_out, values);
-      }
       const int next = index + ring.ahead();
       if (next < tiles) {
         ring.ask(slots, rows, tiles + next);
       } else {
         ring.ask(below, rows_below, next - tiles);
+      }
+      const int slot = slot_of_tile(block, slots, index);
+      if (slot >= 0) {
+        const uint32_t left_out = opened(block, slots, slot);
+        clear_rows<Tr>(tile, left_out, block.lane);
+        add_tile(block, tile, slot, left_out, values);
       }
     }
     merge_warps(block, values, block.states()[share]);

@@ -21,7 +21,7 @@
 namespace htree::tree_attention {
 
 struct SelectTraits {
-  static constexpr int kThreads = 256;  // also the number of digits of a radix pass
+  static constexpr int kThreads = 256;
   static constexpr int kMaxHeads = 8;
   static constexpr uint32_t kRightmost = 0xffffffffu;
   static constexpr uint32_t kNan = 0xfffffffeu;  // above the bits of every float >= 0, below the rightmost's
@@ -152,8 +152,8 @@ __device__ __forceinline__ void for_each_selected(const uint32_t* keys, int64_t 
     }
     return;
   }
-  const device::Threshold threshold =
-      device::block_radix_select(keys, num, static_cast<uint32_t>(count), shared.radix);
+  const device::Threshold threshold = device::block_radix_select<SelectTraits::kThreads>(
+      keys, num, static_cast<uint32_t>(count), shared.radix);
   uint32_t larger_before = 0;
   uint32_t equal_before = 0;
   for (int64_t tile = 0; tile < num; tile += SelectTraits::kThreads) {
