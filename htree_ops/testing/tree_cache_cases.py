@@ -258,7 +258,20 @@ DECODE_CASES = [
     _decoded("span 1", selection_span=1),
     _decoded("span 4", selection_span=4, ring=4, importance="exp_joint"),
     _decoded("span 8, stride", F16, selection_span=8, selection_stride=2, queries=(5, 3), **_LARGE_HEADS),
+    _decoded("three layers, span 4", lengths=(1500, 1030), queries=(2, 1), selection_span=4),
+    _decoded("span 2, large pages", lengths=(1500, 700), selection_span=2, page_size=256, **_LARGE_HEADS),
     _decoded("wide lists", lengths=(6000, 33), max_top_nodes=600, top_k=40),
+    _decoded(
+        "as served",
+        lengths=(20000,),
+        queries=(1,),
+        max_top_nodes=8192,
+        top_k=512,
+        heads=16,
+        kv_heads=2,
+        **_LARGE_HEADS,
+    ),
+    _decoded("k = 600", lengths=(12000, 9700), max_top_nodes=9600, top_k=600),
 ]
 
 

@@ -107,6 +107,9 @@ struct DecodeBlock {
   __device__ __forceinline__ uint32_t* queries() const {
     return reinterpret_cast<uint32_t*>(dynamic + params.plan.places.queries);
   }
+  __device__ __forceinline__ float* children(int child) const {
+    return reinterpret_cast<float*>(dynamic + params.plan.places.children) + child * child_stride(Tr::kDim);
+  }
   __device__ __forceinline__ uint8_t* ring() const {
     return dynamic + params.plan.places.ring + warp * params.plan.stages * Tr::kStageBytes;
   }

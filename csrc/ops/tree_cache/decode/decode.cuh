@@ -172,8 +172,6 @@ __device__ __forceinline__ void walk_layers(const DecodeBlock<Tr>& block) {
   }
   TileRing<Tr> ring(block);
   find_rows(block, slots, block.list(current), block.rows(current));
-  ChildRotations<Tr> children;
-  children.load(block, block.lane / 4, block.lane / 4 + 8);
   stage_decode_queries(block, slots);
   __syncthreads();
   device::cluster_wait();  // the barriers of the other blocks are ready
@@ -189,7 +187,7 @@ __device__ __forceinline__ void walk_layers(const DecodeBlock<Tr>& block) {
         begin_choice(block, slots, block.span_scores());
       }
     }
-    score_layer(block, ring, slots, block.rows(current), asked, children);
+    score_layer(block, ring, slots, block.rows(current), asked);
     if (chooses && !by_spans) {
       begin_choice(block, slots, block.scores());
     }
@@ -258,6 +256,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   for (int i = threadIdx.x; i < params.plan.shares * Tr::kHeads; i += Tr::kThreads) {
     block.states()[i / Tr::kHeads].max[i % Tr::kHeads] = kNoScore;
   }
+  stage_child_rotations(block);
   walk_layers(block);
   device::wait_copies<0>();
   __syncwarp();

@@ -41,6 +41,7 @@ struct DecodePlaces {
   int selected = 0;     // uint32 [k / 2 + 1]: a bit for each candidate
   int states = 0;       // DecodeState [shares of a block]
   int queries = 0;      // the rotated queries as operands of products
+  int children = 0;     // float [16][child_stride()]: rotations by the places in a slot
   int ring = 0;         // [warps][stages] tiles
   int bytes = 0;
 };
@@ -75,6 +76,10 @@ constexpr int merge_bytes(int64_t dim, int warps) {
 constexpr int stage_bytes(int64_t dim) {
   return static_cast<int>(kDecodeRate * dim * 2 + dim / 2 * 8);
 }
+// Floats of a child's cosines and sines. Four more spread the loads over the banks.
+constexpr int child_stride(int64_t dim) {
+  return static_cast<int>(dim + 4);
+}
 constexpr int state_bytes(int64_t dim, int heads) {
   return static_cast<int>(heads * (dim + 2) * 4);
 }
@@ -100,6 +105,7 @@ inline DecodePlaces decode_places(const DecodeProblem& problem, int cluster, int
   places.selected = take((top_k / 2 + 1) * 4);
   places.states = take(shares * state_bytes(dim, heads));
   places.queries = take(heads * dim * 4);
+  places.children = take(kDecodeRate * child_stride(dim) * 4);
   places.ring = take(warps * stages * stage_bytes(dim));
   places.bytes = next;
   return places;

@@ -75,29 +75,20 @@ __device__ __forceinline__ void stage_decode_queries(const DecodeBlock<Tr>& bloc
   }
 }
 
-// The rotations of the two children of a slot whose keys this lane loads, by their places in the slot.
+// The rotations of the sixteen children of a slot by their places in it, in shared memory: of each the cosines, then
+// the sines. Every thread calls it; a __syncthreads has to follow.
 template <class Tr>
-struct ChildRotations {
-  float cos[2][Tr::kSteps][8];
-  float sin[2][Tr::kSteps][8];
-
-  __device__ __forceinline__ void load(const DecodeBlock<Tr>& block, int first, int second) {
-    const auto& options = block.attend().options;
-    if (options.cos == nullptr) {
-      return;
-    }
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-#pragma unroll
-      for (int step = 0; step < Tr::kSteps; ++step) {
-        const int child = row == 0 ? first : second;
-        const int64_t at = int64_t{child} * Tr::kHalf + (4 * step + block.lane % 4) * 8;
-        tree_attention::load_table(options.cos + at, cos[row][step]);
-        tree_attention::load_table(options.sin + at, sin[row][step]);
-      }
-    }
+__device__ __forceinline__ void stage_child_rotations(const DecodeBlock<Tr>& block) {
+  const auto& options = block.attend().options;
+  if (options.cos == nullptr) {
+    return;
   }
-};
+  for (int i = threadIdx.x; i < kDecodeRate * Tr::kHalf; i += Tr::kThreads) {
+    float* to = block.children(i / Tr::kHalf) + i % Tr::kHalf;
+    to[0] = options.cos[i];
+    to[Tr::kHalf] = options.sin[i];
+  }
+}
 
 // Eight elements of T as floats.
 template <typename T>
@@ -163,11 +154,11 @@ __device__ __forceinline__ void multiply_keys(const KeyOperands& keys, const Que
   multiply_parts(keys.high, queries.words[0], sums);
 }
 
-// Products of the keys in `tile` with all heads, of which each key is rotated by its position.
+// Products of the keys in `tile` with all heads. Each key is rotated by its position: `child` are the places in the slot
+// of this lane's two keys.
 template <class Tr, bool kRotate>
 __device__ __forceinline__ void score_tile(const DecodeBlock<Tr>& block, const uint8_t* tile,
-                                           const ChildRotations<Tr>& children,
-                                           float (&sums)[Tr::kHeadTiles][4]) {
+                                           const int (&child)[2], float (&sums)[Tr::kHeadTiles][4]) {
   using T = typename Tr::T;
   const uint32_t address = device::shared_address(tile);
 #pragma unroll
@@ -182,17 +173,19 @@ __device__ __forceinline__ void score_tile(const DecodeBlock<Tr>& block, const u
     KeyOperands low_keys, high_keys;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const int child = block.lane / 4 + 8 * row;
+      const int key = block.lane / 4 + 8 * row;
       float low[8], high[8];
-      unpack_eight<T>(device::load_shared_16(address + pack_offset<Tr>(child, chunk)), low);
-      unpack_eight<T>(device::load_shared_16(address + pack_offset<Tr>(child, chunk + Tr::kChunks / 2)),
-                      high);
+      unpack_eight<T>(device::load_shared_16(address + pack_offset<Tr>(key, chunk)), low);
+      unpack_eight<T>(device::load_shared_16(address + pack_offset<Tr>(key, chunk + Tr::kChunks / 2)), high);
       if constexpr (kRotate) {
+        float child_cos[8], child_sin[8];
+        tree_attention::load_table(block.children(child[row]) + chunk * 8, child_cos);
+        tree_attention::load_table(block.children(child[row]) + Tr::kHalf + chunk * 8, child_sin);
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
           // by the place in the slot and by the slot together
           float cos = slot_cos[e], sin = slot_sin[e];
-          device::rotate_pair(cos, sin, children.cos[row][step][e], children.sin[row][step][e]);
+          device::rotate_pair(cos, sin, child_cos[e], child_sin[e]);
           device::rotate_pair(low[e], high[e], cos, sin);
         }
       }
@@ -214,12 +207,12 @@ __device__ __forceinline__ void score_tile(const DecodeBlock<Tr>& block, const u
 // values. `asked` says how many of the layer's places have been asked for.
 template <class Tr>
 __device__ __forceinline__ void score_layer(const DecodeBlock<Tr>& block, TileRing<Tr>& ring,
-                                            const LayerSlots& slots, const uint32_t* rows, int asked,
-                                            const ChildRotations<Tr>& children) {
+                                            const LayerSlots& slots, const uint32_t* rows, int asked) {
   for (; asked < ring.ahead(); ++asked) {
     ring.ask(slots, rows, asked);
   }
   const bool rotates = block.attend().options.cos != nullptr;
+  const int children[2] = {block.lane / 4, block.lane / 4 + 8};
   const int tiles = block.params.plan.shares * slots.tiles;
   for (int index = 0; index < tiles; ++index) {
     const uint8_t* tile = ring.take();

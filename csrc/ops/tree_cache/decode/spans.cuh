@@ -67,13 +67,15 @@ struct SpanQueries {
   }
 };
 
-// Products of the means in `tile`, as they are, with queries that were rotated back.
+// Products of the means in `tile`, as they are, with queries that were rotated back. Each half and step of the dims has
+// sums of its own, so that products need not wait for one another.
 template <class Tr>
 __device__ __forceinline__ void multiply_means(const DecodeBlock<Tr>& block, const uint8_t* tile,
                                                const SpanQueries<Tr>& queries,
                                                float (&sums)[Tr::kHeadTiles][4]) {
   using T = typename Tr::T;
   const uint32_t address = device::shared_address(tile);
+  float parts[2 * Tr::kSteps][Tr::kHeadTiles][4] = {};
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -98,12 +100,23 @@ __device__ __forceinline__ void multiply_means(const DecodeBlock<Tr>& block, con
 #pragma unroll
       for (int head_tile = 0; head_tile < Tr::kHeadTiles; ++head_tile) {
         const QueryOperands& words = queries.of[head_tile][half][step];
+        float(&part)[4] = parts[half * Tr::kSteps + step][head_tile];
         if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-          multiply_parts(keys.high, words.words[1], sums[head_tile]);
-          multiply_parts(keys.high, words.words[0], sums[head_tile]);
+          multiply_parts(keys.high, words.words[1], part);
+          multiply_parts(keys.high, words.words[0], part);
         } else {
-          multiply_keys(keys, words, sums[head_tile]);
+          multiply_keys(keys, words, part);
         }
+      }
+    }
+  }
+#pragma unroll
+  for (int part = 0; part < 2 * Tr::kSteps; ++part) {
+#pragma unroll
+    for (int head_tile = 0; head_tile < Tr::kHeadTiles; ++head_tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        sums[head_tile][i] += parts[part][head_tile][i];
       }
     }
   }
@@ -119,47 +132,122 @@ __device__ __forceinline__ void add_score(LogSum& sum, float score) {
   }
 }
 
-// The tiles of means of a warp's slots, in their order.
+__device__ __forceinline__ int log2_of_power(int power) {
+  return 31 - __clz(power);
+}
+
+// One tile after the other of the means of a warp's slots: a slot has as many tiles as a candidate has means, which is a
+// power of two.
 template <class Tr>
-struct SpanTiles {
+struct SpanCursor {
   const DecodeBlock<Tr>& block;
   const LayerSlots& slots;
-  const int32_t* list;
-  int per_node;  // means of a candidate, and tiles of a slot
+  int log2_per_node;  // of the means of a candidate
+  int place = 0;      // among the warp's slots
+  int part = 0;       // tile of the slot
+  int slot;           // counted from the block's first, or -1
 
-  __device__ __forceinline__ int total() const { return block.params.plan.shares * slots.tiles * per_node; }
-  // The slot of a tile, counted from the block's first, or -1.
-  __device__ __forceinline__ int slot(int index) const {
-    return slot_of_tile(block, slots, index / per_node);
+  __device__ __forceinline__ SpanCursor(const DecodeBlock<Tr>& block, const LayerSlots& slots, int per_node)
+      : block(block), slots(slots), log2_per_node(log2_of_power(per_node)) {
+    find_slot();
   }
-  __device__ __forceinline__ int first_mean(int index) const { return index % per_node * kDecodeRate; }
-
-  // The pool row of row lane % 16 of a tile.
-  __device__ __forceinline__ uint32_t row(int index) const {
-    const int slot_idx = index < total() ? slot(index) : -1;
-    if (slot_idx < 0) {
-      return kAbsentRow;
+  __device__ __forceinline__ bool ended() const { return place >= block.params.plan.shares * slots.tiles; }
+  __device__ __forceinline__ void advance() {
+    if (++part >> log2_per_node != 0) {
+      part = 0;
+      ++place;
+      find_slot();
     }
-    const int mean = first_mean(index) + block.lane % kDecodeRate;
-    const int child = mean / per_node;
-    const int p = (slots.first + slot_idx) * kDecodeRate + child;
-    if (p >= slots.num - 1) {  // the means of the rightmost may hold later tokens
-      return kAbsentRow;
-    }
-    const auto& attend = block.attend();
-    const auto node = static_cast<uint32_t>(node_of(list, static_cast<uint32_t>(p), kDecodeRate));
-    const Place place = attend.layout.span_mean(node * per_node + (mean - child * per_node));
-    const int64_t found = row_at(attend, block.walk, place, attend.layout.key_rows(), 1);
-    return found < 0 ? kAbsentRow : static_cast<uint32_t>(found);
+  }
+  // First mean of the tile, of those of the slot; and the place in the slot of the candidate of a mean.
+  __device__ __forceinline__ int first_mean() const { return part * kDecodeRate; }
+  __device__ __forceinline__ int child(int mean) const { return mean >> log2_per_node; }
+  // Whether the tile begins a candidate, if candidates fill tiles.
+  __device__ __forceinline__ bool begins_candidate() const {
+    return (first_mean() & ((1 << log2_per_node) - 1)) == 0;
   }
 
-  // The position whose rotation comes with a tile: that of its candidate where it has only one, else that
-  // of the slot's first.
-  __device__ __forceinline__ int position(int index) const {
-    const int slot_idx = index < total() ? slot(index) : -1;
-    const int child = per_node >= kDecodeRate ? first_mean(index) / per_node : 0;
-    return slot_idx < 0 ? 0 : (slots.first + slot_idx) * kDecodeRate + child;
+ private:
+  __device__ __forceinline__ void find_slot() { slot = ended() ? -1 : slot_of_tile(block, slots, place); }
+};
+
+// Asks for the tiles that a cursor names. Rows of the next tile are looked up one tile ahead, because the table of pages
+// is in global memory.
+template <class Tr>
+class SpanStream {
+ public:
+  __device__ __forceinline__ SpanStream(const DecodeBlock<Tr>& block, TileRing<Tr>& ring,
+                                        const LayerSlots& slots, const int32_t* list, int per_node)
+      : block_(block), ring_(ring), list_(list), cursor_(block, slots, per_node), per_node_(per_node) {
+    const PageLayout& layout = block.attend().layout;
+    const uint32_t means = layout.page_size / layout.span;
+    run_ = static_cast<int>(means & -means);  // neighbouring rows of the pool, from multiples of it on
+    look_up();
   }
+
+  // Asks for the next tile, or for none behind the last. Its present rows become bits 16 * pending and further of
+  // `present`.
+  __device__ __forceinline__ void ask(int pending, uint64_t& present) {
+    const uint64_t bits = __ballot_sync(device::kFullMask, row_ != kAbsentRow) & 0xffffu;
+    present |= bits << (16 * pending);
+    const bool exists = !cursor_.ended();
+    ring_.ask_means(exists, row_, position());
+    if (exists) {
+      cursor_.advance();
+      look_up();
+    }
+  }
+
+ private:
+  // The pool row of row lane % 16 of the tile. The means of the rightmost candidate may hold later tokens.
+  __device__ __forceinline__ void look_up() {
+    row_ = kAbsentRow;
+    if (cursor_.slot < 0) {
+      return;
+    }
+    const LayerSlots& slots = cursor_.slots;
+    const int in_slot = cursor_.first_mean() + block_.lane % kDecodeRate;
+    const int in_list = slots.first + cursor_.slot;
+    const auto first =
+        static_cast<uint32_t>(list_[in_list]) * (kDecodeRate * per_node_) + cursor_.first_mean();
+    const uint32_t own = first + block_.lane % kDecodeRate;
+    if (run_ < kDecodeRate) {
+      row_ = row_of_mean(own);
+    } else {
+      if (cursor_.part == 0 || (first & (run_ - 1)) == 0) {
+        run_row_ = row_of_mean(first);
+        run_first_ = first;
+      }
+      row_ = run_row_ == kAbsentRow ? kAbsentRow : run_row_ + (own - run_first_);
+    }
+    if (in_list * kDecodeRate + cursor_.child(in_slot) >= slots.num - 1) {
+      row_ = kAbsentRow;
+    }
+  }
+  __device__ __forceinline__ uint32_t row_of_mean(uint32_t mean) const {
+    const auto& attend = block_.attend();
+    const int64_t row =
+        row_at(attend, block_.walk, attend.layout.span_mean(mean), attend.layout.key_rows(), 1);
+    return row < 0 ? kAbsentRow : static_cast<uint32_t>(row);
+  }
+  // The position whose rotation comes with a tile: that of its candidate where it has only one, else that of the
+  // slot's first.
+  __device__ __forceinline__ int position() const {
+    if (cursor_.slot < 0) {
+      return 0;
+    }
+    const int child = per_node_ >= kDecodeRate ? cursor_.child(cursor_.first_mean()) : 0;
+    return (cursor_.slots.first + cursor_.slot) * kDecodeRate + child;
+  }
+
+  const DecodeBlock<Tr>& block_;
+  TileRing<Tr>& ring_;
+  const int32_t* list_;
+  SpanCursor<Tr> cursor_;  // of the tile that is looked up
+  int per_node_;
+  int run_;
+  uint32_t row_;
+  uint32_t run_row_ = kAbsentRow, run_first_ = 0;
 };
 
 template <class Tr>
@@ -231,65 +319,53 @@ template <class Tr>
 __device__ __forceinline__ void score_spans(const DecodeBlock<Tr>& block, TileRing<Tr>& ring,
                                             const LayerSlots& slots, const int32_t* list) {
   const PageLayout& layout = block.attend().layout;
-  const SpanTiles<Tr> tiles = {block, slots, list,
-                               static_cast<int>(layout.tokens[slots.layer] / layout.span)};
+  const int per_node = static_cast<int>(layout.tokens[slots.layer] / layout.span);
   const bool rotates = block.attend().options.cos != nullptr;
-  const bool whole_tiles = tiles.per_node >= kDecodeRate;
-  const int total = tiles.total();
+  const bool whole_tiles = per_node >= kDecodeRate;
+  SpanStream<Tr> stream(block, ring, slots, list, per_node);
   uint64_t present = 0;  // sixteen bits for each tile that was asked for
-  uint32_t row = tiles.row(0);
-  // The row of the next tile is looked up one tile ahead.
-  const auto ask = [&](int index, int pending) {
-    const uint64_t bits = __ballot_sync(device::kFullMask, row != kAbsentRow) & 0xffffu;
-    present |= bits << (16 * pending);
-    ring.ask_means(index < total, row, tiles.position(index));
-    row = tiles.row(index + 1);
-  };
-  for (int index = 0; index < ring.ahead(); ++index) {
-    ask(index, index);
+  for (int pending = 0; pending < ring.ahead(); ++pending) {
+    stream.ask(pending, present);
   }
   SpanQueries<Tr> queries;
   queries.load(block, nullptr);
   LogSum sums[2][Tr::kHeadTiles][2];
-  clear_sums<Tr>(sums);
-  for (int index = 0; index < total; ++index) {
+  for (SpanCursor<Tr> cursor(block, slots, per_node); !cursor.ended(); cursor.advance()) {
     const uint8_t* tile = ring.take();
-    const int slot = tiles.slot(index);
     const auto bits = static_cast<uint32_t>(present & 0xffffu);
     present >>= 16;
-    if (slot >= 0) {
-      const int mean = tiles.first_mean(index);
-      if (!whole_tiles || mean % tiles.per_node == 0) {
-        clear_sums<Tr>(sums);
-      }
-      const auto* rotation = reinterpret_cast<const float*>(tile + Tr::kTileBytes);
-      float products[Tr::kHeadTiles][4] = {};
-      if (whole_tiles) {
-        if (mean % tiles.per_node == 0) {
-          queries.load(block, rotates ? rotation : nullptr);
-        }
-        multiply_means(block, tile, queries, products);
-        add_means<Tr>(products, bits, block.lane, sums);
-        if ((mean + kDecodeRate) % tiles.per_node == 0) {
-          merge_rows<Tr>(sums);
-          store_log_sums(block, 8, slot * kDecodeRate + mean / tiles.per_node, sums[0]);
-        }
-      } else {
-        const int child = (mean + block.lane / 4) / tiles.per_node;
-        const int second = child + 8 / tiles.per_node;
-        ChildRotations<Tr> children;
-        children.load(block, child, second);
-        if (rotates) {
-          score_tile<Tr, true>(block, tile, children, products);
-        } else {
-          score_tile<Tr, false>(block, tile, children, products);
-        }
-        add_means<Tr>(products, bits, block.lane, sums);
-        store_log_sums(block, tiles.per_node, slot * kDecodeRate + child, sums[0]);
-        store_log_sums(block, tiles.per_node, slot * kDecodeRate + second, sums[1]);
-      }
+    stream.ask(ring.ahead() - 1, present);
+    if (cursor.slot < 0) {
+      continue;
     }
-    ask(index + ring.ahead(), ring.ahead() - 1);
+    if (!whole_tiles || cursor.begins_candidate()) {
+      clear_sums<Tr>(sums);
+    }
+    const auto* rotation = reinterpret_cast<const float*>(tile + Tr::kTileBytes);
+    const int first = cursor.slot * kDecodeRate;  // candidate of the block
+    float products[Tr::kHeadTiles][4] = {};
+    if (whole_tiles) {
+      if (cursor.begins_candidate()) {
+        queries.load(block, rotates ? rotation : nullptr);
+      }
+      multiply_means(block, tile, queries, products);
+      add_means<Tr>(products, bits, block.lane, sums);
+      if (((cursor.first_mean() + kDecodeRate) & (per_node - 1)) == 0) {
+        merge_rows<Tr>(sums);
+        store_log_sums(block, 8, first + cursor.child(cursor.first_mean()), sums[0]);
+      }
+    } else {
+      const int child = cursor.child(cursor.first_mean() + block.lane / 4);
+      const int children[2] = {child, child + 8 / per_node};
+      if (rotates) {
+        score_tile<Tr, true>(block, tile, children, products);
+      } else {
+        score_tile<Tr, false>(block, tile, children, products);
+      }
+      add_means<Tr>(products, bits, block.lane, sums);
+      store_log_sums(block, per_node, first + children[0], sums[0]);
+      store_log_sums(block, per_node, first + children[1], sums[1]);
+    }
   }
 }
 

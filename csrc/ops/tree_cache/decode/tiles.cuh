@@ -106,8 +106,6 @@ class TileRing {
     const auto& attend = block_.attend();
     const uint32_t tile = device::shared_address(memory_ + asked_ * Tr::kStageBytes);
     const int chunk = block_.lane % Tr::kChunks;
-    // A page has more key rows than value rows where it has span means.
-    const auto extra = static_cast<uint32_t>(attend.layout.key_rows() - attend.layout.value_rows());
     const T* pool = (values ? attend.values : attend.keys) + chunk * 8;
 #pragma unroll
     for (int first = 0; first < kDecodeRate; first += kRowsAtOnce) {
@@ -115,7 +113,9 @@ class TileRing {
       uint32_t index = row_of(row);
       const bool present = index != kAbsentRow;
       index = present ? index : 0;
-      if (values && extra > 0) {
+      if (Tr::kSpans && values) {
+        // A page has more key rows than value rows.
+        const auto extra = static_cast<uint32_t>(attend.layout.key_rows() - attend.layout.value_rows());
         index -= block_.params.key_rows.quotient(index) * extra;
       }
       device::copy_async_16_prefix(tile + pack_offset<Tr>(row, chunk), pool + int64_t{index} * Tr::kDim,
