@@ -76,16 +76,14 @@ def measure(what: str, length: int, batch: int) -> list[ShortRow]:
     """A row for every stride."""
     sizes = batch * length * (HEADS + 2 * KV_HEADS) * WIDTH * 2
     sets = [inputs(batch, length, 10 * i) for i in range(min(16, timing.num_input_sets(sizes)))]
-    make = backward_of if what == "backward" else partial
-    calls: dict[str, list[Callable[[], Any]]] = {
-        "cudnn": [
-            make(dense, heads_first(x)) if what == "backward" else partial(dense, *heads_first(x))
-            for x in sets
-        ]
-    }
+
+    def prepared(call: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Callable[[], Any]:
+        return backward_of(call, tensors) if what == "backward" else partial(call, *tensors)
+
+    calls = {"cudnn": [prepared(dense, heads_first(x)) for x in sets]}
     for stride in STRIDES if what == "forward" else (1, 16):
         ours = partial(tree_attention, selection_stride=stride)
-        calls[str(stride)] = [make(ours, x) if what == "backward" else partial(ours, *x) for x in sets]
+        calls[str(stride)] = [prepared(ours, x) for x in sets]
     found = timing.measure_undisturbed(calls, timing.clock_for("cuda"), EFFORT)
     return [
         ShortRow(
