@@ -27,6 +27,13 @@ from htree_ops.ops.tree_cache.functions import (
     tree_cache_append_,
     tree_cache_attention,
 )
+from htree_ops.ops.tree_cache.prompts import (
+    PROMPT_ROWS,
+    HostLengths,
+    attend_prompts,
+    host_counts,
+    is_recorded,
+)
 from htree_ops.ops.tree_cache.state import check_state, free_stack, options_as_tensors
 
 __all__ = ["TreeCacheBytes", "TreeKVCache"]
@@ -70,9 +77,11 @@ class TreeKVCache:
     far. A step's cost follows from what it reads, not from the text's length. Only finished nodes are stored, so tokens
     can be taken back by a new length. Sequences share full pages and own the page that is still open: :meth:`fork` and
     :meth:`reorder_` copy that one alone. On CUDA, ``append``, ``attend``, ``truncate``, ``reorder_`` and ``reserve``
-    never wait for the device and can be captured in a graph, whose cost follows the lengths at replay; what only the
-    device can see is left undone there and reported by :meth:`check`. On the CPU the call raises before it changes
-    anything. No gradient flows through a cache.
+    can be captured in a graph, whose cost follows the lengths at replay, and do not wait for the device. One thing
+    does: a prompt, 256 or more rows of a sequence in one ``attend``, reads the lengths where the host does not know
+    them (after ``truncate``, ``reorder_`` or a captured step), because the kernels of ``tree_attention`` compute it.
+    What only the device can see is left undone and reported by :meth:`check`. On the CPU the call raises before it
+    changes anything. No gradient flows through a cache.
     Source: docs/semantics/tree_cache.md §7.
 
     Args:
@@ -176,6 +185,7 @@ class TreeKVCache:
         self.v_pool = torch.empty(num_pages, num_kv_heads, value_rows, value_dim, dtype=dtype, device=place)
         self.block_table = integers(batch, max_pages, fill=-1)
         self.lengths = integers(batch)
+        self.host_lengths = HostLengths(batch)
         self._held = integers(batch)
         self._users = integers(num_pages)
         self._free = free_stack(self._users)
@@ -214,6 +224,7 @@ class TreeKVCache:
         if k.shape[1] == 0:
             return
         self._step("append", counts, "append")
+        self._note_append(host_counts(lengths, self.batch, k.shape[1]))
         tree_cache_append_(
             self.k_pool,
             self.v_pool,
@@ -253,28 +264,41 @@ class TreeKVCache:
         check_tensors(name, cache=(self.lengths, "B"), q=(q, "B n H K"))
         check_dtype(name, (self.dtype,), q=q)
         self._check_sizes(name, q=q)
-        n, options = q.shape[1], self.options
+        n = q.shape[1]
         counts = self._counts(name, lengths, n)
-        strided = options.selection_stride > 1
-        if strided:
+        if self.options.selection_stride > 1:
             self._step("attend", counts, "attend")
+        if n >= PROMPT_ROWS and self.device.type == "cuda" and not is_recorded(self.device):
+            on_host = host_counts(lengths, self.batch, n)
+            return attend_prompts(self, q, counts.tolist() if on_host is None else on_host, return_lse)
+        out, lse = self.attend_pages(q, self.lengths, None if lengths is None else counts)
+        return (out, lse) if return_lse else out
+
+    def attend_pages(self, q: Tensor, lengths: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Rows of q, the last ``counts[b]`` of the first ``lengths[b]`` tokens, by ``tree_cache_attention``.
+
+        Returns:
+            out [B, n, H, V] and lse [B, n, H].
+        """
+        n, options = q.shape[1], self.options
+        strided = options.selection_stride > 1
         out, lse, lists, list_pos = tree_cache_attention(
             q.flatten(0, 1),
             self.k_pool,
             self.v_pool,
             self.block_table,
-            self.lengths,
+            lengths,
             self._cu(n),
             self._lists if strided else None,
             self._list_pos if strided else None,
-            None if lengths is None else counts,
+            counts,
             self._rope_table,
             page_size=self.page_size,
             compression_rate=options.compression_rate,
             max_top_nodes=options.top_nodes,
             top_k=options.top_k,
             selection_stride=options.selection_stride,
-            selection_span=self.options.selection_span,
+            selection_span=options.selection_span,
             scale=options.scale,
             rope_base=options.rope_base,
             importance=options.importance,
@@ -282,8 +306,7 @@ class TreeKVCache:
         if strided:
             self._lists.copy_(lists)
             self._list_pos.copy_(list_pos)
-        out = out.unflatten(0, (self.batch, n))
-        return (out, lse.unflatten(0, (self.batch, n))) if return_lse else out
+        return out.unflatten(0, (self.batch, n)), lse.unflatten(0, (self.batch, n))
 
     # ---- sequences
 
@@ -301,6 +324,7 @@ class TreeKVCache:
         if isinstance(lengths, int):
             lengths = [lengths] * self.batch
         self._step("truncate", self._integers(f"{OP}.truncate", "lengths", lengths), "truncate")
+        self.host_lengths.forget(self.device)
         self._copy_pages()
 
     @torch.no_grad()
@@ -312,6 +336,7 @@ class TreeKVCache:
                 moves then, and :meth:`check` reports it.
         """
         self._step("reorder_", self._integers(f"{OP}.reorder_", "beams", beams), "reorder")
+        self.host_lengths.forget(self.device)
         self._copy_pages()
         self._lists.copy_(self._lists.index_select(0, self._plan[1]))
 
@@ -421,6 +446,7 @@ class TreeKVCache:
         self._held.copy_(held)
         self._free.copy_(free_stack(users))
         self._errors.zero_()
+        self.host_lengths.forget(self.device)
 
     def __repr__(self) -> str:
         options = {
@@ -444,6 +470,11 @@ class TreeKVCache:
         return f"{OP}({listed}, dtype={self.dtype}, device='{self.device}')"
 
     # ---- steps
+
+    def _note_append(self, counts: list[int] | None) -> None:
+        """Tells the host's lengths of an append, whose outcome only the device knows where pages may be lacking."""
+        enough = self.num_pages >= self.batch * self.block_table.shape[1]
+        self.host_lengths.append(counts if enough else None, self.capacity, self.device)
 
     def _cu(self, n: int) -> Tensor:
         """Where the rows of each sequence begin in [B * n]: made anew, as a graph owns what its capture makes."""

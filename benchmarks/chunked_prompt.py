@@ -1,0 +1,132 @@
+"""A prompt that enters a tree cache in chunks, as a multiple of one call of tree attention over it.
+
+Run: ``python benchmarks/chunked_prompt.py --csv PATH`` on a GPU with 40 GB; ``--quick`` leaves out a million tokens.
+B = 1, H = 32, H_kv = 4, K = V = 128, k = 512, M = 8192, bf16, random normal inputs. A chunk is appended and attended;
+the time of all chunks of a text is added up. ``peak_bytes`` is the most that the allocator held during the chunks
+beyond the inputs and the cache. Figures are reported, never asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from htree_ops import TreeKVCache, tree_attention
+from htree_ops.bench.plain_rows import print_rows
+from htree_ops.bench.progress import progress
+from htree_ops.bench.results import source_commit
+from htree_ops.testing.cases import normal
+
+HEADS, KV_HEADS, WIDTH = 32, 4, 128
+#: T, chunk, selection_stride, selection_span, rounds.
+Setting = tuple[int, int, int, int | None, int]
+QUICK: list[Setting] = [
+    (131_072, 4096, 16, None, 5),
+    (131_072, 4096, 4, 2, 3),
+    (131_072, 4096, 1, None, 3),
+    (131_072, 1024, 16, None, 3),
+]
+WHOLE: list[Setting] = [*QUICK, (1_048_576, 16_384, 16, None, 2)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptRow:
+    """One text; ``multiple`` is the time of its chunks by that of one call."""
+
+    gpu: str
+    torch: str
+    commit: str
+    T: int
+    chunk: int
+    selection_stride: int
+    selection_span: int | None
+    chunks_ms: float
+    one_call_ms: float
+    multiple: float
+    cache_bytes: int
+    peak_bytes: int
+
+
+def read_prompt(cache: TreeKVCache, chunk: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """All chunks; their rows are thrown away, as a model's next layer would take them."""
+    for begin in range(0, q.shape[1], chunk):
+        rows = slice(begin, begin + chunk)
+        cache.append(k[:, rows], v[:, rows])
+        cache.attend(q[:, rows])
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    """Of one call on the GPU."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end)
+
+
+def measure(length: int, chunk: int, stride: int, span: int | None, rounds: int) -> PromptRow:
+    """Both in turns, each after a call that is not timed."""
+    q, k, v = (
+        normal((1, length, heads, WIDTH), torch.bfloat16, "cuda", i)
+        for i, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))
+    )
+    cache = TreeKVCache(
+        1, KV_HEADS, WIDTH, length, selection_stride=stride, selection_span=span, device="cuda"
+    )
+    chunks = functools.partial(read_prompt, cache, chunk, q, k, v)
+    whole = functools.partial(
+        tree_attention, q, k, v, selection_stride=stride, selection_span=span, store_parents=False
+    )
+    cached, single, peak = [], [], 0
+    for turn in range(rounds + 1):
+        cache.truncate(0)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        took = milliseconds(chunks)
+        peak = max(peak, torch.cuda.max_memory_allocated() - before)
+        if turn:
+            cached.append(took)
+        took = milliseconds(whole)
+        if turn:
+            single.append(took)
+    cache.check()
+    return PromptRow(
+        gpu=torch.cuda.get_device_name(),
+        torch=torch.__version__,
+        commit=source_commit(),
+        T=length,
+        chunk=chunk,
+        selection_stride=stride,
+        selection_span=span,
+        chunks_ms=median(cached),
+        one_call_ms=median(single),
+        multiple=median(cached) / median(single),
+        cache_bytes=cache.num_bytes().used,
+        peak_bytes=peak,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table and writes it where ``--csv`` says."""
+    parser = argparse.ArgumentParser(description="a prompt in chunks beside one call")
+    parser.add_argument("--csv", type=Path, help="write the rows to this file")
+    parser.add_argument("--quick", action="store_true", help="128k tokens alone")
+    arguments = parser.parse_args(argv)
+    settings = QUICK if arguments.quick else WHOLE
+    rows = [measure(*setting) for setting in progress(settings, lambda s: f"T={s[0]} stride {s[2]}")]
+    print_rows(rows, arguments.csv)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

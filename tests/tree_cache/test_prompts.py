@@ -1,0 +1,281 @@
+"""Prompts from a ``TreeKVCache``: rows by the kernels of tree attention (docs/semantics/tree_cache.md §7.4)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from htree_ops import HTreeAttention, TreeKVCache, tree_attention
+from htree_ops.ops.tree_cache import prompts
+from htree_ops.ops.tree_cache.prompts import PROMPT_ROWS, attend_prompts
+
+KV_HEADS, HEADS, WIDTH = 2, 4, 8
+GPU: dict[str, Any] = {"max_top_nodes": 256, "top_k": 16, "page_size": 64}
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def small_cache(batch: int, **others: Any) -> TreeKVCache:
+    settings = {
+        "compression_rate": 4,
+        "top_k": 3,
+        "max_top_nodes": 12,
+        "page_size": 8,
+        "dtype": torch.float32,
+    }
+    return TreeKVCache(batch, KV_HEADS, WIDTH, 120, **{**settings, **others})
+
+
+def step(caches: list[TreeKVCache], counts: list[int], n: int, seed: int) -> Tensor:
+    """Appends the same tokens to all caches; returns queries for them."""
+    batch = len(counts)
+    k, v = (normal(seed + i, batch, n, KV_HEADS, WIDTH) for i in range(2))
+    for cache in caches:
+        cache.append(k, v, counts)
+    return normal(seed + 2, batch, n, HEADS, WIDTH)
+
+
+@pytest.fixture
+def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the CPU, whose every row has the bits of the whole text, can judge prompts of few rows."""
+    monkeypatch.setattr(prompts, "PROMPT_ROWS", 6)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("stride", [1, 2, 4])
+@pytest.mark.parametrize("span", [None, 2])
+@pytest.mark.usefixtures("short_prompts")
+def test_rows_and_lists_are_those_of_the_cache(batch: int, stride: int, span: int | None) -> None:
+    """Beside ``tree_cache_attention``, bit for bit, for many lengths, and so are the steps that follow."""
+    compared = 0
+    for seed in range(30):
+        draw = torch.Generator().manual_seed(seed)
+        prompt, plain = (small_cache(batch, selection_stride=stride, selection_span=span) for _ in range(2))
+        for call in range(4):
+            n = int(torch.randint(1, 26, (), generator=draw))
+            counts = [
+                n if seed % 3 else int(torch.randint(0, n + 1, (), generator=draw)) for _ in range(batch)
+            ]
+            q = step([prompt, plain], counts, n, 100 * seed + 10 * call)
+            found = attend_prompts(prompt, q, counts, return_lse=True)
+            expected = plain.attend(q, counts, return_lse=True)
+            assert torch.equal(found[0], expected[0]), (seed, call, counts)
+            torch.testing.assert_close(
+                found[1], expected[1], rtol=1e-6, atol=1e-6
+            )  # their logs differ by a rounding
+            assert torch.equal(prompt._list_pos, plain._list_pos)
+            known = prompt._list_pos >= 0
+            assert torch.equal(prompt._lists[known], plain._lists[known])
+            compared += sum(counts)
+    assert compared > 1000
+
+
+@pytest.mark.usefixtures("short_prompts")
+def test_most_rows_of_a_prompt_go_through_tree_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All with stride 1; with a stride all but those before the first leader and those of the last four."""
+    took: list[int] = []
+
+    def counted(q: Tensor, *arguments: Any, **options: Any) -> Any:
+        took.append(q.shape[1])
+        return tree_attention(q, *arguments, **options)
+
+    monkeypatch.setattr(prompts, "tree_attention", counted)
+    for stride, rows in ((1, 50), (4, 50 - 3 - 14)):
+        cache = small_cache(1, selection_stride=stride)
+        cache.attend(step([cache], [1], 1, 0))  # so that token 1 has its leader's lists
+        took.clear()
+        attend_prompts(cache, step([cache], [50], 50, 1), [50], return_lse=False)
+        # tokens 1 ... 50: with stride 4 the first leader is 4 and the last four are 36, 40, 44 and 48
+        assert took == [rows if stride == 1 else 36 - 4], (stride, took)
+
+
+@given(
+    steps=st.lists(
+        st.one_of(
+            st.tuples(st.just("append"), st.lists(st.integers(0, 40), min_size=2, max_size=2)),
+            st.tuples(st.just("truncate"), st.lists(st.integers(-1, 30), min_size=2, max_size=2)),
+            st.tuples(st.just("reorder_"), st.lists(st.integers(0, 1), min_size=2, max_size=2)),
+            st.tuples(st.just("copy"), st.just([])),
+        ),
+        max_size=8,
+    )
+)
+def test_the_host_knows_the_lengths(steps: list[tuple[str, list[int]]]) -> None:
+    cache = small_cache(2)
+    for kind, numbers in steps:
+        try:
+            if kind == "append":
+                step([cache], numbers, 40, 0)
+            elif kind == "truncate":
+                cache.truncate(numbers)
+            elif kind == "reorder_":
+                cache.reorder_(numbers)
+            else:
+                other = small_cache(2)
+                other.load_state_dict(cache.state_dict())
+                cache = other
+        except ValueError:  # more than it holds or has room for: nothing changed
+            pass
+        if cache.host_lengths.known is not None:
+            assert cache.host_lengths.known == cache.lengths.tolist()
+        assert cache.host_lengths.read(cache.lengths) == cache.lengths.tolist()
+
+
+def test_what_only_the_device_knows_is_read() -> None:
+    lengths = prompts.HostLengths(2)
+    lengths.append([3, 4], 10, torch.device("cpu"))
+    lengths.append([7, 7], 10, torch.device("cpu"))  # the second does not fit
+    assert lengths.known == [10, 4]
+    lengths.append(None, 10, torch.device("cpu"))
+    assert lengths.known is None
+    assert lengths.read(torch.tensor([1, 2])) == [1, 2]
+    assert lengths.known == [1, 2]
+
+
+@pytest.mark.usefixtures("short_prompts")
+def test_a_backward_is_refused() -> None:
+    cache = small_cache(1)
+    q = step([cache], [20], 20, 0).requires_grad_()
+    out = attend_prompts(cache, q, [20], return_lse=False)
+    assert isinstance(out, Tensor)
+    with pytest.raises(NotImplementedError, match=r"TreeKVCache\.attend"):
+        out.sum().backward()
+
+
+# ---- on a GPU
+
+
+def gpu_step(cache: TreeKVCache, n: int, heads: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = (
+        (heads, cache.head_dim),
+        (cache.num_kv_heads, cache.head_dim),
+        (cache.num_kv_heads, cache.value_dim),
+    )
+    return tuple(
+        normal(seed + i, cache.batch, n, *size).to("cuda", cache.dtype) for i, size in enumerate(sizes)
+    )  # type: ignore[return-value]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stride", [1, 2, 4, 16])
+@pytest.mark.parametrize("span", [None, 4])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_chunks_of_a_prompt_have_the_bits_of_one_call(
+    stride: int, span: int | None, width: int, dtype: torch.dtype
+) -> None:
+    """But for the rows of the last four leaders of a chunk, which the cache computes, to the tolerance of §1.11."""
+    options = {**GPU, "selection_stride": stride, "selection_span": span, "dtype": dtype}
+    cache = TreeKVCache(2, 2, width, 4000, device="cuda", **options)
+    tokens = gpu_step(cache, 2500, 8, 0)
+    named = cache.options.to_dict() | {"store_parents": False}
+    expected = tree_attention(*tokens, **named)
+    assert isinstance(expected, Tensor)
+    begin, same, near = 0, 0, {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    for n in (700, 333, 1, 466, 1000):
+        q, k, v = (x[:, begin : begin + n] for x in tokens)
+        cache.append(k, v)
+        out = cache.attend(q)
+        rows = expected[:, begin : begin + n]
+        assert isinstance(out, Tensor)
+        equal = (out == rows).flatten(2).all(2)
+        first, end = prompts.prompt_rows(begin + n, n, stride)
+        assert equal[:, first:end].all()
+        wrong = ~torch.isclose(out.float(), rows.float(), rtol=near, atol=near).flatten(2).all(2)
+        assert int(wrong.sum()) <= 2 * n // 100, (
+            n,
+            int(wrong.sum()),
+        )  # lists may differ where importances tie
+        same += int(equal.sum())
+        begin += n
+    assert same >= 2 * 2100
+    cache.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stride", [1, 4])
+def test_a_prompt_does_not_wait_for_the_device(stride: int) -> None:
+    cache = TreeKVCache(2, 2, 64, 4000, device="cuda", selection_stride=stride, **GPU)
+    warm = TreeKVCache(2, 2, 64, 4000, device="cuda", selection_stride=stride, **GPU)
+    q, k, v = gpu_step(cache, 1000, 8, 0)
+    warm.append(k, v)
+    warm.attend(q)
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        cache.append(k, v)
+        out = cache.attend(q)
+        cache.append(k[:, :300], v[:, :300])
+        cache.attend(q[:, :300])
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    assert isinstance(out, Tensor)
+    assert bool(torch.isfinite(out).all())
+
+
+@pytest.mark.gpu
+def test_sequences_of_other_lengths_and_other_company() -> None:
+    """A sequence has the same bits alone, beside others, and in other pages."""
+    lengths = [900, 0, 300, 899]
+    together = TreeKVCache(4, 2, 64, 1000, device="cuda", **GPU)
+    q, k, v = gpu_step(together, 900, 8, 3)
+    together.append(k, v, lengths)
+    out = together.attend(q, lengths)
+    assert isinstance(out, Tensor)
+    for b, n in enumerate(lengths):
+        alone = TreeKVCache(1, 2, 64, 1000, device="cuda", **GPU)
+        alone.append(k[b : b + 1, :n], v[b : b + 1, :n])
+        own = alone.attend(q[b : b + 1, :n])
+        assert isinstance(own, Tensor)
+        assert torch.equal(own[0], out[b, :n])
+        assert not out[b, n:].any()
+    together.check()
+
+
+@pytest.mark.gpu
+def test_lengths_that_a_graph_has_changed_are_read() -> None:
+    cache, eager = (TreeKVCache(1, 2, 64, 2000, device="cuda", **GPU) for _ in range(2))
+    q, k, v = gpu_step(cache, 600, 8, 5)
+    single = [x[:, :1].clone() for x in (q, k, v)]
+    for own in (cache, eager):
+        own.append(k, v)
+        own.attend(q)
+        own.append(*single[1:])
+        own.attend(single[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cache.append(*single[1:])
+        cache.attend(single[0])
+    for _ in range(3):
+        graph.replay()
+        eager.append(*single[1:])
+    for own in (cache, eager):
+        own.append(k, v)
+    assert torch.equal(cache.lengths, eager.lengths)
+    assert torch.equal(cache.attend(q), eager.attend(q))  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+def test_a_layer_takes_a_prompt_and_goes_on() -> None:
+    layer = HTreeAttention(
+        512, num_heads=8, num_kv_heads=2, top_k=16, max_top_nodes=256, selection_stride=4, device="cuda"
+    ).to(torch.bfloat16)
+    cache = layer.make_cache(1, 2000)
+    x = normal(0, 1, 1001, 512).to("cuda", torch.bfloat16)
+    with torch.no_grad():
+        whole = layer(x)
+        parts = torch.cat([layer(x[:, :1000], cache=cache), layer(x[:, 1000:], cache=cache)], 1)
+    assert (whole - parts).float().norm() <= 0.02 * whole.float().norm()
+    cache.check()
+
+
+def test_a_prompt_has_some_hundreds_of_rows() -> None:
+    assert PROMPT_ROWS == 256
