@@ -239,7 +239,7 @@ class TreeLayer(CacheLayerMixin):
             ValueError: a positive number, or one below the number of columns; with selection_stride s > 1 more than
                 3 s tokens, unless nothing is padded and a multiple of s or nothing is left.
         """
-        remove = -tokens_to_remove
+        remove = -int(tokens_to_remove)  # transformers 5.17 hands over a tensor
         if not 0 <= remove <= self.columns:
             raise ValueError(
                 f"TreeCache.crop: tokens_to_remove must lie between -{self.columns} and 0, got {tokens_to_remove}"
