@@ -65,6 +65,18 @@ def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         assert (row["commit"], row["checkpointed"], row["peak_bytes"]) == ("abc123", "False", "")
 
 
+def test_a_look_takes_one_length_and_compiles_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTREE_COMMIT", "abc123")
+    path = tmp_path / "models.csv"
+    call = ["--device", "cpu", "--tokens", "24", "48", "--phase", "prefill", "--quick", "--csv", str(path)]
+    assert models.main([*call, "--way", "stride (1|16)|SDPA$"], TINY, HERE) == 0
+    rows = list(csv.DictReader(path.open()))
+    ways = ["eager + SDPA", "ours, stride 1", "ours, stride 16"]
+    assert [(row["tokens"], row["way"]) for row in rows] == [("24", way) for way in ways]
+
+
 @pytest.mark.gpu
 def test_a_row_on_a_gpu(tmp_path: Path) -> None:
     path = tmp_path / "models.csv"
