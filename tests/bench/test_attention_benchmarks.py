@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from benchmark_programs import program
 
 from htree_ops.bench import timing
-
-
-def program(name: str) -> ModuleType:
-    """A file of the folder benchmarks."""
-    path = Path(__file__).resolve().parents[2] / "benchmarks" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
 
 varlen_batches, selection_span = program("varlen_batches"), program("selection_span")
 

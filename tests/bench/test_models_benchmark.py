@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import csv
 import functools
-import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from benchmark_programs import program
 
-PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "models.py"
-spec = importlib.util.spec_from_file_location("models_benchmark", PATH)
-assert spec is not None
-assert spec.loader is not None
-models = importlib.util.module_from_spec(spec)
-sys.modules["models_benchmark"] = models
-spec.loader.exec_module(models)
+models = program("models")
 
 TINY = models.Size(1, 32, 48, 4, 2, 61)
 HERE = [way for way in models.WAYS if not way.liger]
