@@ -102,10 +102,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
     arguments = parser.parse_args(argv)
     problems = [(setting, keys) for keys in ("normal", "outliers") for setting in SETTINGS]
-    rows = [
+    rows = (
         measure(setting, keys, arguments.tokens, arguments.device)
         for setting, keys in progress(problems, lambda problem: f"{problem[1]} keys")
-    ]
+    )
     print_rows(rows, arguments.csv)
     return 0
 

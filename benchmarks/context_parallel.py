@@ -12,7 +12,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -193,13 +193,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     dtype = torch.bfloat16 if on_gpu else torch.float32
     bench = Bench(device, heads, kv_heads, width, dtype, options, arguments.rounds, arguments.steps)
     problems = ((arguments.tokens, "forward and backward"),) if arguments.tokens else PROBLEMS
-    rows = []
-    for tokens, what in problems:
-        rows += measure(bench, tokens, what)
-        if on_gpu:
-            torch.cuda.empty_cache()
+
+    def measured() -> Iterator[Row]:
+        for problem in problems:
+            yield from measure(bench, *problem)
+            if on_gpu:
+                torch.cuda.empty_cache()
+
     if dist.get_rank() == 0:
-        print_rows(rows, arguments.csv)
+        print_rows(measured(), arguments.csv)
+    else:
+        list(measured())
     dist.destroy_process_group()
     return 0
 

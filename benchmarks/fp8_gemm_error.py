@@ -147,10 +147,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for k in (32, 128, 1024, 4096, 16384)
         for method in METHODS
     ]
-    rows = [
+    rows = (
         measure(kind, k, method, times if k == arguments.size and kind == "normal" else {})
         for kind, k, method in progress(problems, lambda problem: f"{problem[2]}, k = {problem[1]}")
-    ]
+    )
     print_rows(rows, arguments.csv)
     return 0
 

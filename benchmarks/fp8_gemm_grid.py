@@ -111,8 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     here = results.collect_environment("cuda", timing.copy_bandwidth("cuda"))
     shapes = [(m, n, k) for n, k, sizes in SHAPES for m in sizes]
     names = progress(shapes, lambda shape: "x".join(map(str, shape)))
-    rows = [measure(here, *shape, arguments.milliseconds) for shape in names]
-    print_rows(rows, arguments.csv)
+    rows = print_rows((measure(here, *shape, arguments.milliseconds) for shape in names), arguments.csv)
     mean = math.exp(sum(math.log(row.speedup) for row in rows) / len(rows))
     slower = sorted((row for row in rows if row.speedup < 1), key=lambda row: row.speedup)
     print(f"{len(rows)} sizes, geometric mean {mean:.3f}; cuBLASLt is faster at {len(slower)}:")

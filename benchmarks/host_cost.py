@@ -1,9 +1,10 @@
 """What a call costs on the host: microseconds from Python until the call returns, for every op, beside plain ATen ops.
 
-Run: ``python benchmarks/host_cost.py --csv PATH`` on a GPU. Tensors are small, and nothing waits for the device while a
-burst is queued. An op that launches more kernels takes longer for each of them, so the time of as many launches of an
-empty kernel is taken away from both sides. An op is compared with an ATen op of as many tensors, arguments and results
-together: ``neg`` has two, ``add`` three, ``addcmul`` four, ``cat`` any number. Figures are reported, never asserted.
+Run: ``python benchmarks/host_cost.py --csv PATH`` on a GPU; ``--bursts 5`` for a look. Tensors are small, and nothing
+waits for the device while a burst is queued. An op that launches more kernels takes longer for each of them, so the
+time of as many launches of an empty kernel is taken away from both sides. An op is compared with an ATen op of as
+many tensors, arguments and results together: ``neg`` has two, ``add`` three, ``addcmul`` four, ``cat`` any number.
+Figures are reported, never asserted.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 import ctypes
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,7 @@ from htree_ops.testing.tree_attention_cases import TreeAttentionCase
 
 Call = Callable[[], Any]
 BURST = 50
-EMPTY_KERNEL = b".version 7.0\n.target sm_70\n.address_size 64\n.visible .entry empty() { ret; }\n\0"
+EMPTY_KERNEL = b".version 7.0\n.target sm_80\n.address_size 64\n.visible .entry empty() { ret; }\n\0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,10 +168,9 @@ def launch_us(device: str, bursts: int) -> float:
     return max(0.0, host_us(launch, device, bursts) - host_us(nothing, device, bursts))
 
 
-def measure(device: str, bursts: int) -> list[HostRow]:
+def measure(device: str, bursts: int) -> Iterator[HostRow]:
     """A row for every op."""
     launch = launch_us(device, bursts)
-    rows = []
     for name, call in progress(list(ops(device).items()), lambda item: item[0]):
         tensors = tensors_of(call)
         aten, baseline = plain(tensors, device)
@@ -180,22 +180,19 @@ def measure(device: str, bursts: int) -> list[HostRow]:
         total = host_us(call, device, bursts)
         own = total - kernels * launch
         plain_us = host_us(baseline, device, bursts) - count_kernels(baseline, device) * launch
-        rows.append(
-            HostRow(
-                gpu=torch.cuda.get_device_name() if device != "cpu" else "none",
-                torch=torch.__version__,
-                commit=source_commit(),
-                op=name,
-                tensors=tensors,
-                kernels=kernels,
-                host_us=total,
-                own_us=own,
-                aten=aten,
-                aten_us=plain_us,
-                ratio=own / plain_us,
-            )
+        yield HostRow(
+            gpu=torch.cuda.get_device_name() if device != "cpu" else "none",
+            torch=torch.__version__,
+            commit=source_commit(),
+            op=name,
+            tensors=tensors,
+            kernels=kernels,
+            host_us=total,
+            own_us=own,
+            aten=aten,
+            aten_us=plain_us,
+            ratio=own / plain_us,
         )
-    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,6 +1,7 @@
 """A training step and a prefill of a Llama-shaped model, with the ways in which one would run it.
 
-Run: ``python benchmarks/models.py --csv PATH`` on a GPU with 120 GB; needs transformers. Eight layers of 4096 channels,
+Run: ``python benchmarks/models.py --csv PATH`` on a GPU with 120 GB; needs transformers. ``--quick`` takes the shortest
+text and what need not be compiled, for a look. Eight layers of 4096 channels,
 bf16, one sequence of random tokens. A training step is forward, backward and AdamW without the language model's head:
 the loss is the mean square of the last hidden states. From 64k tokens on, every way checkpoints the activations of each
 layer, because the step would not fit otherwise. The ways run one after the other. Up to max_top_nodes tokens tree
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -28,6 +30,7 @@ from htree_ops.bench import timing
 from htree_ops.bench.plain_rows import print_rows
 from htree_ops.bench.progress import progress
 from htree_ops.bench.results import source_commit
+from htree_ops.command_line import regular_expression
 from htree_ops.integrations import patch_model_
 
 LENGTHS = (8_192, 32_768, 131_072)
@@ -158,11 +161,6 @@ def measure(
     times = timing.measure_undisturbed({way.name: [call]}, clock, effort)[way.name]
     sustained = timing.sustained([call], clock, times.median_us, effort).median_us
     peak = torch.cuda.max_memory_allocated() if on_gpu else None
-    del call
-    torch._dynamo.reset()
-    gc.collect()
-    if on_gpu:
-        torch.cuda.empty_cache()
     return ModelRow(
         gpu=torch.cuda.get_device_name() if on_gpu else "none",
         torch=torch.__version__,
@@ -185,6 +183,21 @@ def measure(
     )
 
 
+def measure_all(
+    work: Sequence[tuple[Way, str, Size, int, str, torch.dtype]], effort: timing.Effort
+) -> Iterator[ModelRow]:
+    """The rows of what fits into memory; says what does not."""
+    for item in progress(work, lambda item: f"{item[3]} tokens, {item[1]}, {item[0].name}"):
+        try:
+            yield measure(*item, effort)
+        except torch.cuda.OutOfMemoryError:
+            print(f"{item[3]} tokens, {item[1]}, {item[0].name}: out of memory", file=sys.stderr)
+        torch._dynamo.reset()  # the model of this row goes before the next one is made
+        gc.collect()
+        if item[4] != "cpu":
+            torch.cuda.empty_cache()
+
+
 def available(ways: Sequence[Way]) -> Iterator[Way]:
     """Those that can run here; says which cannot."""
     for way in ways:
@@ -203,26 +216,29 @@ def main(argv: Sequence[str] | None = None, size: Size | None = None, ways: Sequ
     )
     parser.add_argument("--phase", choices=("train", "prefill"), nargs="+", default=("prefill", "train"))
     parser.add_argument("--rounds", type=int, default=5, help="turns of a row (default 5)")
+    parser.add_argument(
+        "--way", type=regular_expression, default="", metavar="REGEX", help="only ways whose name matches"
+    )
     parser.add_argument("--device", default="cuda", help="cuda or cpu (default cuda)")
+    parser.add_argument(
+        "--quick", action="store_true", help="the first length alone, nothing compiled, few repetitions"
+    )
     arguments = parser.parse_args(argv)
     dtype = torch.float32 if arguments.device == "cpu" else torch.bfloat16
-    effort = timing.Effort(rounds=arguments.rounds)
+    effort = timing.QUICK if arguments.quick else timing.Effort(rounds=arguments.rounds)
+    ways = [
+        way for way in ways if re.search(arguments.way, way.name) and not (arguments.quick and way.compiled)
+    ]
     work = [
         (way, phase, size or Size(), tokens, arguments.device, dtype)
-        for tokens in arguments.tokens
+        for tokens in (arguments.tokens[:1] if arguments.quick else arguments.tokens)
         for phase in arguments.phase
         for way in available(ways)
     ]
     work.sort(
         key=lambda item: item[0].liger
     )  # last, because Liger changes the classes of transformers for good
-    rows = []
-    for item in progress(work, lambda item: f"{item[3]} tokens, {item[1]}, {item[0].name}"):
-        try:
-            rows.append(measure(*item, effort))
-        except torch.cuda.OutOfMemoryError:
-            print(f"{item[3]} tokens, {item[1]}, {item[0].name}: out of memory", file=sys.stderr)
-    print_rows(rows, arguments.csv)
+    print_rows(measure_all(work, effort), arguments.csv)
     return 0
 
 

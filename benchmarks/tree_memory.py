@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     effort = timing.Effort(rounds=arguments.rounds)
     names = {f"T{length}_s{stride}" for length in LENGTHS for stride in (16, 1)}
     cases = [case for case in BENCHMARK_CASES["cuda"] if case.name in names]
-    rows = [row for case in progress(cases, lambda case: case.name) for row in measure(case, effort)]
+    rows = (row for case in progress(cases, lambda case: case.name) for row in measure(case, effort))
     print_rows(rows, arguments.csv)
     return 0
 

@@ -1,12 +1,13 @@
 """Packed documents of different lengths, beside what each would take in a full batch, and beside dense attention.
 
-Run: ``python benchmarks/varlen_batches.py --csv PATH`` on a GPU with 40 GB. Three questions, forward and backward, each
-with a yardstick that ``multiple`` divides by:
+Run: ``python benchmarks/varlen_batches.py --csv PATH`` on a GPU with 40 GB; ``--quick`` for a look at fewer documents.
+Three questions, forward and backward, each with a yardstick that ``multiple`` divides by:
 
 * ``spread``, documents of very different lengths: the sum over documents of the time of a batch of that length that
   fills the GPU, divided by its size. What is above 1 is padding, copies and launches.
 * ``equal``, documents of one length: ``tree_attention`` of the same tensors as a batch.
-* ``dense``, documents of which no key is left out: ``torch.nn.attention.varlen.varlen_attn``, causal, without rotation.
+* ``dense``, documents of which no key is left out: ``torch.nn.attention.varlen.varlen_attn``, causal, without rotation;
+  on the CPU ``scaled_dot_product_attention``, one document after the other.
 
 Figures are reported, never asserted.
 """
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 import htree_ops  # noqa: F401 - registers the ops
 from htree_ops.bench import timing
@@ -80,47 +82,53 @@ def attend_batch(case: VarlenCase, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def attend_densely(case: VarlenCase, cu: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """varlen_attn on a GPU; it has no kernel for the CPU, where documents run one by one."""
     from torch.nn.attention.varlen import varlen_attn
 
+    if not q.is_cuda:
+        texts = zip(*(x.transpose(0, 1).split(case.lengths, 1) for x in (q, k, v)), strict=True)
+        rows = [scaled_dot_product_attention(a, b, c, is_causal=True, enable_gqa=True) for a, b, c in texts]
+        return torch.cat(rows, 1).transpose(0, 1)
     longest = max(case.lengths)
     out = varlen_attn(q, k, v, cu, cu, longest, longest, window_size=(-1, 0))
     assert isinstance(out, Tensor)  # a pair only where more is asked for
     return out
 
 
-def times_of(calls: dict[str, Call], device: str, rounds: int) -> dict[str, float]:
+def times_of(calls: dict[str, Call], device: str, effort: timing.Effort) -> dict[str, float]:
     """Milliseconds of each call, taken in turns."""
-    effort, clock = timing.Effort(rounds=rounds), timing.clock_for(device)
+    clock = timing.clock_for(device)
     found = timing.measure_undisturbed({name: [call] for name, call in calls.items()}, clock, effort)
     return {name: found[name].median_us / 1e3 for name in calls}
 
 
-def full_batches(case: VarlenCase, device: str, rounds: int) -> dict[str, float]:
+def full_batches(case: VarlenCase, device: str, effort: timing.Effort) -> dict[str, float]:
     """For each direction the sum over documents of their share of a full batch."""
     total = {"forward": 0.0, "backward": 0.0}
     for length in progress(case.lengths, lambda length: f"full batch of {length}"):
         count = max(1, -(-FULL_BATCH // length)) if device == "cuda" else 1
         batch = replace(case, lengths=(length,) * count)
         calls = calls_of(partial(attend_batch, batch), batch.make_qkv(device))
-        for direction, time in times_of(calls, device, rounds).items():
+        for direction, time in times_of(calls, device, effort).items():
             total[direction] += time / count
     return total
 
 
-def measure(case: VarlenCase, device: str, rounds: int) -> list[VarlenRow]:
+def measure(case: VarlenCase, device: str, effort: timing.Effort) -> list[VarlenRow]:
     """A row for each direction."""
     inputs, cu = case.make_qkv(device), case.make_offsets(device)[0]
     calls = calls_of(partial(attend_packed, case, cu), inputs)
     if case.name == "spread":
-        yardstick, theirs = "sum of full batches", full_batches(case, device, rounds)
-        ours = times_of(calls, device, rounds)
+        yardstick, theirs = "sum of full batches", full_batches(case, device, effort)
+        ours = times_of(calls, device, effort)
     else:
         equal = case.name == "equal"
-        yardstick = "tree_attention" if equal else "varlen_attn"
+        dense = "varlen_attn" if device == "cuda" else "SDPA by document"
+        yardstick = "tree_attention" if equal else dense
         other = calls_of(partial(attend_batch, case) if equal else partial(attend_densely, case, cu), inputs)
         ours, theirs = {}, {}
         for direction, call in calls.items():
-            both = times_of({"ours": call, "theirs": other[direction]}, device, rounds)
+            both = times_of({"ours": call, "theirs": other[direction]}, device, effort)
             ours[direction], theirs[direction] = both["ours"], both["theirs"]
     return [
         VarlenRow(
@@ -147,13 +155,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="every fourth document, few repetitions")
     arguments = parser.parse_args(argv)
-    cases = BENCHMARK_CASES[arguments.device]
-    rows = [
+    cases, effort = BENCHMARK_CASES[arguments.device], timing.Effort(rounds=arguments.rounds)
+    if arguments.quick:
+        cases, effort = [replace(case, lengths=case.lengths[::4]) for case in cases], timing.QUICK
+    rows = (
         row
         for case in progress(cases, lambda case: f"{case.name} stride {case.selection_stride}")
-        for row in measure(case, arguments.device, arguments.rounds)
-    ]
+        for row in measure(case, arguments.device, effort)
+    )
     print_rows(rows, arguments.csv)
     return 0
 

@@ -169,16 +169,16 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{name}: out of memory, not timed: {reason}", file=sys.stderr)
             too_large += 1
         bar.done += 1
-        if arguments.json:
-            results.write_json(arguments.json, rows)  # after each benchmark, in case the run is cut short
+        if arguments.json:  # both after each benchmark, in case the run is cut short
+            results.write_json(arguments.json, rows)
+        if arguments.csv:
+            results.write_csv(arguments.csv, rows)
     bar.clear()
     print(results.format_table(rows))
     print(
         f"the op and the baselines that compute it were checked before timing: {wrong} cases wrong, not timed"
         + (f"; {too_large} cases out of memory, not timed" if too_large else "")
     )
-    if arguments.csv:
-        results.write_csv(arguments.csv, rows)
     return 1 if wrong or too_large else 0
 
 
@@ -187,7 +187,7 @@ COMMAND = Command(
     "time the ops of a room beside their baselines",
     """Checks each op and its baselines on each case, times them in turns, and prints a table.
 
-With --json the rows go to a file after each case; report draws such files and compare compares two of them.
+With --json or --csv the rows go to a file after each case; report draws JSON files and compare compares two of them.
 Status 1 where a result was wrong or a case did not fit into memory.""",
     add_arguments,
     run,

@@ -4,35 +4,53 @@ from __future__ import annotations
 
 import csv
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 __all__ = ["print_rows"]
 
+R = TypeVar("R", bound="DataclassInstance")
 
-def print_rows(rows: Sequence[DataclassInstance], path: Path | None = None) -> None:
+
+def print_rows(rows: Iterable[R], path: Path | None = None) -> list[R]:
     """Prints the rows as CSV with three digits and writes them whole to ``path``, if given.
+
+    Each is written as soon as ``rows`` gives it, so that a run that is cut short leaves those that it has measured.
+
+    Returns:
+        The rows.
 
     Raises:
         ValueError: there are no rows.
         OSError: ``path`` cannot be written.
     """
-    if not rows:
+    done: list[R] = []
+    with ExitStack() as stack:
+        streams = [sys.stdout]
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            streams.append(stack.enter_context(path.open("w", newline="")))
+        for row in rows:
+            record = asdict(row)
+            if sys.stderr.isatty():
+                print("\r\033[K", end="", file=sys.stderr, flush=True)  # the line of htree_ops.bench.progress
+            for stream in streams:
+                writer = csv.DictWriter(stream, record, lineterminator="\n")
+                if not done:
+                    writer.writeheader()
+                writer.writerow(record if stream is not sys.stdout else _short(record))
+                stream.flush()
+            done.append(row)
+    if not done:
         raise ValueError("rows: at least one is required, got none")
-    records = [asdict(row) for row in rows]
-    screen = csv.DictWriter(sys.stdout, records[0], lineterminator="\n")
-    screen.writeheader()
-    screen.writerows(
-        {key: f"{value:.3g}" if isinstance(value, float) else value for key, value in record.items()}
-        for record in records
-    )
-    if path is not None:
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, records[0], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(records)
+    return done
+
+
+def _short(record: dict[str, object]) -> dict[str, object]:
+    return {key: f"{value:.3g}" if isinstance(value, float) else value for key, value in record.items()}

@@ -28,8 +28,8 @@ __all__ = [
     "verify",
 ]
 
-#: The inputs of a case that reads a part of them are repeated up to this size.
-_MOST_BYTES = 40_000_000_000
+#: The inputs of a case that reads a part of them are repeated up to this size, by the type of the device.
+_MOST_BYTES = {"cuda": 40_000_000_000, "cpu": 4_000_000_000}
 
 Inputs = tuple[Any, ...]
 MakeInputs = Callable[[Any, str, int], Inputs]
@@ -113,22 +113,26 @@ def make_calls(
     """The first inputs of the case, and for each candidate a list with one call per set of inputs.
 
     There are ``num_sets`` sets, by default enough to keep what is read out of the caches. Candidates share their sets
-    unless they make inputs of their own.
+    unless they make inputs of their own. Where the case reads a part of its inputs, those are read whole, so that fewer
+    sets are enough.
     """
     case = benchmark.case
     first = case.make_inputs(device, 0)
     if num_sets is None:
         held = _tensor_bytes(first)
         num_sets = timing.num_input_sets(held)
-        if case.reads_a_part:  # as many as keep what is read out of the caches, within a GPU's memory
-            num_sets = max(num_sets, min(timing.num_input_sets(case.bytes()), _MOST_BYTES // held))
+        if case.reads_a_part:  # as many as keep what is read out of the caches, within the device's memory
+            most = _MOST_BYTES[torch.device(device).type] // held
+            num_sets = max(num_sets, min(timing.num_input_sets(case.bytes()), most))
     shared = [first, *(case.make_inputs(device, seed) for seed in range(1, num_sets))]
     made: dict[MakeInputs | None, list[Inputs]] = {None: shared}
     calls: dict[str, list[Callable[[], Any]]] = {}
     for candidate in candidates:
         make = candidate.make_inputs
         if make is not None and make not in made:
-            made[make] = [make(case, device, seed) for seed in range(num_sets)]
+            own = make(case, device, 0)
+            count = timing.num_input_sets(_tensor_bytes(own)) if case.reads_a_part else num_sets
+            made[make] = [own, *(make(case, device, seed) for seed in range(1, min(count, num_sets)))]
         calls[candidate.name] = [partial(candidate.run, *inputs) for inputs in made[make]]
     return first, calls
 

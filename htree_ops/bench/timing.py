@@ -17,6 +17,7 @@ import torch
 
 __all__ = [
     "ALONE_BYTES",
+    "QUICK",
     "ROTATED_BYTES",
     "Clock",
     "CpuClock",
@@ -177,6 +178,10 @@ class Effort:
     candidate_ms: float = 2000.0
     sustained_from_us: float = 1000.0
     sustained_ms: float = 2000.0
+
+
+#: Enough to see that a program works and about what it gives; not for figures.
+QUICK = Effort(warm_up_ms=5.0, rounds=3, burst=5, turn_ms=50.0, candidate_ms=150.0, sustained_ms=200.0)
 
 
 def num_input_sets(input_bytes: int, rotated_bytes: int = ROTATED_BYTES) -> int:

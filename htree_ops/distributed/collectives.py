@@ -14,7 +14,6 @@ from torch.distributed.distributed_c10d import GroupName
 from htree_ops.errors import ShapeMismatchError
 
 __all__ = [
-    "BALANCES",
     "added",
     "agree",
     "all_gather",
@@ -25,8 +24,6 @@ __all__ = [
     "parts_of",
     "waited",
 ]
-
-BALANCES = ("head_tail", "contiguous")
 
 
 def group_of(function: str, group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:

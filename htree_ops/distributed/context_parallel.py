@@ -22,9 +22,8 @@ from htree_ops.distributed.collectives import (
     parts_of,
     waited,
 )
-from htree_ops.distributed.sequence import check_balance
 from htree_ops.ops.arguments import check_tensors, named_as
-from htree_ops.ops.tree_attention.attention import check_scope, top_nodes, tree_attention
+from htree_ops.ops.tree_attention.attention import check_balance, check_scope, top_nodes, tree_attention
 
 __all__ = ["tree_attention_cp"]
 

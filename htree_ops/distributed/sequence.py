@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName
 
 from htree_ops.distributed.collectives import (
-    BALANCES,
     added,
     agree,
     all_gather,
@@ -24,14 +23,9 @@ from htree_ops.distributed.collectives import (
     waited,
 )
 from htree_ops.ops.arguments import check_kind, check_tensor
+from htree_ops.ops.tree_attention.attention import check_balance
 
-__all__ = ["check_balance", "shard_sequence", "unshard_sequence"]
-
-
-def check_balance(function: str, balance: object) -> None:
-    """Raises ValueError unless ``balance`` is one of the known ones."""
-    if balance not in BALANCES:
-        raise ValueError(f"{function}: balance must be one of {', '.join(BALANCES)}, got {balance!r}")
+__all__ = ["shard_sequence", "unshard_sequence"]
 
 
 def _checked_dim(function: str, x: Tensor, dim: int) -> int:

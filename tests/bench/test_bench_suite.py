@@ -8,6 +8,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -387,6 +388,20 @@ def test_plain_rows_are_written_whole(tmp_path: Path, capsys: pytest.CaptureFixt
     with (tmp_path / "rows.csv").open(newline="") as file:
         read = list(csv.DictReader(file))
     assert [_Point(row["name"], float(row["error"])) for row in read] == rows
+
+
+def test_plain_rows_are_written_as_they_come(tmp_path: Path) -> None:
+    path, first = tmp_path / "new" / "rows.csv", "name,error\na,0.5\n"
+
+    def measured() -> Iterator[_Point]:
+        yield _Point("a", 0.5)
+        assert path.read_text() == first
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        print_rows(measured(), path)
+    assert path.read_text() == first
+    assert print_rows(iter([_Point("b", 1.0)])) == [_Point("b", 1.0)]
 
 
 def test_plain_rows_need_a_row() -> None:

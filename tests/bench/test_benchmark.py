@@ -265,6 +265,28 @@ def test_candidates_of_one_maker_share_their_inputs():
     assert made == [0, 1, 2, 0, 0]
 
 
+def test_inputs_that_are_read_in_part_have_more_sets(monkeypatch):
+    """What reads a twentieth of them takes as many as fit; a baseline that reads all of its own takes few."""
+
+    class Partly(SumCase):
+        reads_a_part = True
+
+        def bytes(self) -> int:
+            return super().bytes() // 20
+
+    case = Partly(name="partly", dtype=torch.float32, n=1000)
+    monkeypatch.setattr(timing, "num_input_sets", lambda size: 20 * 4000 // size)
+    whole = suite.Candidate("whole", torch.neg, lambda case, device, seed: case.make_inputs(device, seed))
+    benchmark = dataclasses.replace(sum_benchmark(), case=case)
+    for most, expected in ((10**9, 400), (4000 * 50, 50)):
+        monkeypatch.setitem(suite._MOST_BYTES, "cpu", most)
+        _, calls = suite.make_calls(benchmark, [benchmark.ours, whole], "cpu")
+        assert {name: len(some) for name, some in calls.items()} == {
+            benchmark.ours.name: expected,
+            "whole": 20,
+        }
+
+
 def test_copy_bandwidth_is_of_this_world(device):
     assert 0.5 < timing.copy_bandwidth(device, 1 << 26) < 20_000
 

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from benchmark_programs import program
 
-PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "host_cost.py"
-spec = importlib.util.spec_from_file_location("host_cost", PATH)
-assert spec is not None
-assert spec.loader is not None
-host_cost = importlib.util.module_from_spec(spec)
-sys.modules["host_cost"] = host_cost
-spec.loader.exec_module(host_cost)
+host_cost = program("host_cost")
 
 
 @pytest.mark.parametrize(

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import csv
 import functools
-import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from benchmark_programs import program
 
-PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "models.py"
-spec = importlib.util.spec_from_file_location("models_benchmark", PATH)
-assert spec is not None
-assert spec.loader is not None
-models = importlib.util.module_from_spec(spec)
-sys.modules["models_benchmark"] = models
-spec.loader.exec_module(models)
+models = program("models")
 
 TINY = models.Size(1, 32, 48, 4, 2, 61)
 HERE = [way for way in models.WAYS if not way.liger]
@@ -63,6 +57,18 @@ def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         assert row["same_function"] == str(row["way"] != "ours, short")
         assert float(row["tokens_per_s"]) == pytest.approx(24e3 / float(row["median_ms"]))
         assert (row["commit"], row["checkpointed"], row["peak_bytes"]) == ("abc123", "False", "")
+
+
+def test_a_look_takes_one_length_and_compiles_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTREE_COMMIT", "abc123")
+    path = tmp_path / "models.csv"
+    call = ["--device", "cpu", "--tokens", "24", "48", "--phase", "prefill", "--quick", "--csv", str(path)]
+    assert models.main([*call, "--way", "stride (1|16)|SDPA$"], TINY, HERE) == 0
+    rows = list(csv.DictReader(path.open()))
+    ways = ["eager + SDPA", "ours, stride 1", "ours, stride 16"]
+    assert [(row["tokens"], row["way"]) for row in rows] == [("24", way) for way in ways]
 
 
 @pytest.mark.gpu

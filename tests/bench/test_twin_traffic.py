@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from benchmark_programs import program
 
-PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "twin_traffic.py"
-spec = importlib.util.spec_from_file_location("twin_traffic", PATH)
-assert spec is not None
-assert spec.loader is not None
-twin_traffic = importlib.util.module_from_spec(spec)
-sys.modules["twin_traffic"] = twin_traffic
-spec.loader.exec_module(twin_traffic)
+twin_traffic = program("twin_traffic")
 
 
 def profile(path, launches, unit="Mbyte"):

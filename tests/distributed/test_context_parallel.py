@@ -253,5 +253,5 @@ def test_a_group_is_needed() -> None:
     layer = htree_ops.HTreeAttention(8, 2, cp_group="any")  # type: ignore[arg-type]
     with pytest.raises(NotImplementedError, match="a cache is not supported beside cp_group"):
         layer(torch.zeros(1, 4, 8), cache=layer.make_cache(1, 16))
-    with pytest.raises(ValueError, match="cp_balance must be head_tail or contiguous, got 'middle'"):
+    with pytest.raises(ValueError, match="cp_balance must be one of head_tail, contiguous, got 'middle'"):
         htree_ops.HTreeAttention(8, 2, cp_balance="middle")

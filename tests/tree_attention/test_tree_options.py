@@ -51,6 +51,13 @@ def test_they_are_saved_and_loaded() -> None:
         options.top_k = 5  # type: ignore[misc]
 
 
+def test_ops_take_all_but_what_the_heads_and_a_backward_say() -> None:
+    left_out = {"scope", "store_parents"}
+    kept = {name: value for name, value in OTHERS.items() if name not in left_out}
+    assert TreeOptions(**OTHERS).of_ops() == kept
+    assert TreeOptions(top_k=3).of_ops()["max_top_nodes"] == 48  # a number where None was asked
+
+
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [

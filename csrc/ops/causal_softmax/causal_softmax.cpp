@@ -90,19 +90,6 @@ struct ForwardNode : Function<ForwardNode> {
   }
 };
 
-struct BackwardNode : Function<BackwardNode> {
-  static constexpr bool is_traceable = true;
-
-  static at::Tensor forward(AutogradContext*, const at::Tensor& dy, const at::Tensor& y) {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    return call_backward(dy, y);
-  }
-
-  static variable_list backward(AutogradContext*, const variable_list&) {
-    refuse_double_backward("causal_softmax_backward");
-  }
-};
-
 at::Tensor forward_autograd(const at::Tensor& x, int64_t block_size) {
   if (needs_grad({x})) {
     return ForwardNode::apply(x, block_size);
@@ -112,11 +99,8 @@ at::Tensor forward_autograd(const at::Tensor& x, int64_t block_size) {
 }
 
 at::Tensor backward_autograd(const at::Tensor& dy, const at::Tensor& y) {
-  if (needs_grad({dy, y})) {
-    return BackwardNode::apply(dy, y);
-  }
-  at::AutoDispatchBelowAutograd guard;
-  return call_backward(dy, y);
+  return std::get<0>(once_differentiable("causal_softmax_backward", {dy, y}, std::array{true},
+                                         [&] { return std::tuple(call_backward(dy, y)); }));
 }
 
 void forward_out_autograd(const at::Tensor& x, int64_t block_size, const at::Tensor& out) {

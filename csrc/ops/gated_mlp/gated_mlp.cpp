@@ -171,62 +171,15 @@ Tensor mlp_autograd(const Arguments& a, Config config) {
   return call_mlp(a, config);
 }
 
-// Only the wanted gradients become outputs: a node cannot have undefined ones.
-struct BackwardNode : Function<BackwardNode> {
-  static constexpr bool is_traceable = true;
-
-  static variable_list forward(AutogradContext*, const Tensor& dy, const Tensor& gate, const Tensor& up,
-                               const Tensor&, const Tensor&, const Tensor&, const Arguments& a, bool saved,
-                               Mask mask) {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    const auto [dx, dgate_weight, dup_weight] =
-        saved ? call_saved_backward(a, dy, gate, up, mask) : call_backward(a, dy, mask);
-    variable_list wanted;
-    for (const Tensor& gradient : {dx, dgate_weight, dup_weight}) {
-      if (gradient.defined()) {
-        wanted.push_back(gradient);
-      }
-    }
-    return wanted;
-  }
-
-  static variable_list backward(AutogradContext*, const variable_list&) {
-    refuse_double_backward("gated_mlp_backward");
-  }
-};
-
-bool any(Mask mask) {
-  return mask[0] || mask[1] || mask[2];
-}
-
-// Where no products are saved, dy stands in their place: every input of a node must be a tensor.
-Gradients record_backward(const Arguments& a, const Tensor& dy, const Tensor& gate, const Tensor& up,
-                          bool saved, Mask mask) {
-  const variable_list wanted =
-      BackwardNode::apply(dy, gate, up, a.x, a.gate_weight, a.up_weight, a, saved, mask);
-  Gradients gradients;
-  size_t next = 0;
-  std::get<0>(gradients) = mask[0] ? wanted[next++] : Tensor();
-  std::get<1>(gradients) = mask[1] ? wanted[next++] : Tensor();
-  std::get<2>(gradients) = mask[2] ? wanted[next++] : Tensor();
-  return gradients;
-}
-
 Gradients backward_autograd(const Arguments& a, const Tensor& dy, Mask mask) {
-  if (any(mask) && needs_grad({dy, a.x, a.gate_weight, a.up_weight})) {
-    return record_backward(a, dy, dy, dy, /*saved=*/false, mask);
-  }
-  at::AutoDispatchBelowAutograd guard;
-  return call_backward(a, dy, mask);
+  return once_differentiable("gated_mlp_backward", {dy, a.x, a.gate_weight, a.up_weight}, mask,
+                             [&] { return call_backward(a, dy, mask); });
 }
 
 Gradients saved_backward_autograd(const Arguments& a, const Tensor& dy, const Tensor& gate, const Tensor& up,
                                   Mask mask) {
-  if (any(mask) && needs_grad({dy, gate, up, a.x, a.gate_weight, a.up_weight})) {
-    return record_backward(a, dy, gate, up, /*saved=*/true, mask);
-  }
-  at::AutoDispatchBelowAutograd guard;
-  return call_saved_backward(a, dy, gate, up, mask);
+  return once_differentiable("gated_mlp_backward", {dy, gate, up, a.x, a.gate_weight, a.up_weight}, mask,
+                             [&] { return call_saved_backward(a, dy, gate, up, mask); });
 }
 
 // ---- Autocast: x and the weights take the autocast dtype (float64 stays), as in torch.nn.functional.linear

@@ -109,29 +109,6 @@ struct ForwardNode : Function<ForwardNode> {
   }
 };
 
-// Only the wanted gradients become outputs: a node cannot have undefined ones.
-struct BackwardNode : Function<BackwardNode> {
-  static constexpr bool is_traceable = true;
-
-  static variable_list forward(AutogradContext* ctx, const Tensor& dy, const Tensor&, const Tensor&,
-                               const Arguments& a, Mask mask) {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    ctx->saved_data["norm"] = static_cast<int64_t>(a.norm);
-    const auto [dx, dweight] = call_backward(a, dy, mask);
-    variable_list wanted;
-    for (const Tensor& gradient : {dx, dweight}) {
-      if (gradient.defined()) {
-        wanted.push_back(gradient);
-      }
-    }
-    return wanted;
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list&) {
-    refuse_double_backward(backward_name(static_cast<Norm>(ctx->saved_data["norm"].toInt())));
-  }
-};
-
 Tensor forward_autograd(const Arguments& a, at::OptionalIntArrayRef config) {
   TORCH_CHECK_NOT_IMPLEMENTED(!needs_grad({a.cos, a.sin}), op_name(a.norm),
                               ": cos and sin are not differentiated; detach them");
@@ -143,16 +120,8 @@ Tensor forward_autograd(const Arguments& a, at::OptionalIntArrayRef config) {
 }
 
 Gradients backward_autograd(const Arguments& a, const Tensor& dy, Mask mask) {
-  if (!(mask[0] || mask[1]) || !needs_grad({dy, a.x, a.weight, a.cos, a.sin})) {
-    at::AutoDispatchBelowAutograd guard;
-    return call_backward(a, dy, mask);
-  }
-  const variable_list wanted = BackwardNode::apply(dy, a.x, a.weight, a, mask);
-  Gradients gradients;
-  size_t next = 0;
-  std::get<0>(gradients) = mask[0] ? wanted[next++] : Tensor();
-  std::get<1>(gradients) = mask[1] ? wanted[next++] : Tensor();
-  return gradients;
+  return once_differentiable(backward_name(a.norm), {dy, a.x, a.weight, a.cos, a.sin}, mask,
+                             [&] { return call_backward(a, dy, mask); });
 }
 
 // ---- from schema arguments to Arguments, one adapter per op

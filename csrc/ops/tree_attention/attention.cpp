@@ -3,7 +3,6 @@
 #include <ATen/autocast_mode.h>
 
 #include <algorithm>
-#include <functional>
 
 #include "host/autograd.h"
 #include "host/op_handle.h"
@@ -283,29 +282,6 @@ struct AttentionNode : Function<AttentionNode> {
   }
 };
 
-// Only the wanted gradients become outputs, because outputs of a node must be defined. `call` computes them.
-struct AttentionBackwardNode : Function<AttentionBackwardNode> {
-  static constexpr bool is_traceable = true;
-
-  static variable_list forward(AutogradContext*, const Tensor& /*dout*/, const Tensor& /*q*/,
-                               const Tensor& /*k*/, const Tensor& /*v*/, const Tensor& /*out*/,
-                               const std::function<Gradients()>& call) {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    const auto [dq, dk, dv] = call();
-    variable_list wanted;
-    for (const Tensor& gradient : {dq, dk, dv}) {
-      if (gradient.defined()) {
-        wanted.push_back(gradient);
-      }
-    }
-    return wanted;
-  }
-
-  static variable_list backward(AutogradContext*, const variable_list&) {
-    refuse_double_backward("attention_backward");
-  }
-};
-
 Tensor attention_autograd(const Tensor& q, const Tensor& k, const Tensor& v, const TreeOptions& options,
                           bool store_parents) {
   if (needs_grad({q, k, v})) {
@@ -316,29 +292,11 @@ Tensor attention_autograd(const Tensor& q, const Tensor& k, const Tensor& v, con
   return attention_op()(q, k, v, options, store_parents);
 }
 
-// `call` runs one of the two backward ops.
-Gradients gradients_autograd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                             const Tensor& out, std::array<bool, 3> output_mask,
-                             const std::function<Gradients()>& call) {
-  const bool any_wanted = output_mask[0] || output_mask[1] || output_mask[2];
-  if (!any_wanted || !needs_grad({dout, q, k, v, out})) {
-    at::AutoDispatchBelowAutograd guard;
-    return call();
-  }
-  const variable_list wanted = AttentionBackwardNode::apply(dout, q, k, v, out, call);
-  Gradients gradients;
-  size_t next = 0;
-  std::get<0>(gradients) = output_mask[0] ? wanted[next++] : Tensor();
-  std::get<1>(gradients) = output_mask[1] ? wanted[next++] : Tensor();
-  std::get<2>(gradients) = output_mask[2] ? wanted[next++] : Tensor();
-  return gradients;
-}
-
 Gradients attention_backward_autograd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                                       const Tensor& out, const Tensor& gmax, const Tensor& gsum,
                                       at::TensorList parents, const TreeOptions& options,
                                       std::array<bool, 3> output_mask) {
-  return gradients_autograd(dout, q, k, v, out, output_mask, [&] {
+  return once_differentiable("attention_backward", {dout, q, k, v, out}, output_mask, [&] {
     return attention_backward_op()(dout, q, k, v, out, gmax, gsum, parents, options, output_mask);
   });
 }
@@ -348,7 +306,7 @@ Gradients attention_rows_backward_autograd(const Tensor& dout, const Tensor& q, 
                                            const Tensor& gsum, const Tensor& lists,
                                            c10::SymIntArrayRef starts, const TreeOptions& options,
                                            std::array<bool, 3> output_mask) {
-  return gradients_autograd(dout, q, k, v, out, output_mask, [&] {
+  return once_differentiable("attention_backward", {dout, q, k, v, out}, output_mask, [&] {
     return attention_rows_backward_op()(dout, q, k, v, out, gmax, gsum, lists, starts, options, output_mask);
   });
 }

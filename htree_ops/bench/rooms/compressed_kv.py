@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from htree_ops.bench.baselines import copy_of
 from htree_ops.bench.suite import Benchmark, Candidate
 from htree_ops.reference import compressed_kv as reference
 from htree_ops.testing.compressed_kv_cases import (
@@ -75,10 +76,6 @@ def check_rows(inputs: tuple[Any, ...], result: tuple[Tensor, Tensor, Tensor]) -
     expected = reference.kv_compress(x[:1, :1, :CHECKED_ROWS], keep, bits)
     for actual, part in zip(result, expected, strict=True):
         assert torch.equal(actual[:1, :1, :CHECKED_ROWS], part)
-
-
-def copy_of(x: Tensor, *_: Any) -> Tensor:
-    return x.clone()
 
 
 def decode_benchmark(case: DecodeCase, device: str) -> Benchmark:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-import torch._dynamo.config as dynamo_config
 
+from htree_ops.bench.baselines import compile_every_case, copy_compiled_eager
 from htree_ops.bench.suite import Benchmark, Candidate
 from htree_ops.reference import fp8 as reference
 from htree_ops.testing.fp8_cases import (
@@ -107,29 +107,16 @@ def as_kind(case: FP8Case, kind: type[FP8Case]) -> FP8Case:
     return kind(**{field.name: getattr(case, field.name) for field in fields(case)})
 
 
-def copy_of(x: torch.Tensor, *_: Any) -> torch.Tensor:
-    return x.clone()
-
-
-def with_eager(function: Any) -> tuple[Candidate, ...]:
-    return (
-        Candidate("copy", copy_of, same_function=False),
-        Candidate("torch.compile", torch.compile(function, dynamic=False)),
-        Candidate("eager", function),
-    )
-
-
 def make_benchmarks(device: str) -> list[Benchmark]:
     """All benchmarks of quantisation on ``device`` ("cpu" or "cuda")."""
-    # One compilation per case: beyond the limit torch.compile would run a baseline eagerly.
-    dynamo_config.recompile_limit = max(64, dynamo_config.recompile_limit)
+    compile_every_case()
     cases = BENCHMARK_CASES[device]
     quantize = Candidate("htree_ops", torch.ops.htree.fp8_quantize)
     dequantize = Candidate("htree_ops", torch.ops.htree.fp8_dequantize)
     fake = Candidate("htree_ops", torch.ops.htree.fp8_fake_quant)
     some = [case for case in cases if case.granularity in ("tensor", "channel") and case.dim == -1]
-    baselines = with_eager(eager_quantize)
-    backwards, rounded = with_eager(eager_dequantize), with_eager(eager_fake_quant)
+    baselines = copy_compiled_eager(eager_quantize)
+    backwards, rounded = copy_compiled_eager(eager_dequantize), copy_compiled_eager(eager_fake_quant)
     return [
         *(Benchmark("fp8_quantize", case, quantize, baselines, check) for case in cases),
         *(

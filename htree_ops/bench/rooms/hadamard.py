@@ -5,13 +5,12 @@ Run: ``python -m htree_ops bench --room hadamard --json PATH --csv PATH``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import torch
-import torch._dynamo.config as dynamo_config
 
+from htree_ops.bench.baselines import compile_every_case, copy_compiled_eager
 from htree_ops.bench.suite import Benchmark, Candidate
 from htree_ops.reference import hadamard as reference
 from htree_ops.testing.compare import assert_close_spec
@@ -57,23 +56,10 @@ def check_grouped(inputs: tuple[Any, ...], result: torch.Tensor) -> None:
     assert_close_spec(result, reference.grouped_hadamard(x, group, scale), rtol, atol, dtype=x.dtype)
 
 
-def copy_of(x: torch.Tensor, *_: Any) -> torch.Tensor:
-    return x.clone()
-
-
-def baselines(function: Callable[..., torch.Tensor]) -> tuple[Candidate, ...]:
-    return (
-        Candidate("copy", copy_of, same_function=False),
-        Candidate("torch.compile", torch.compile(function, dynamic=False)),
-        Candidate("eager", function),
-    )
-
-
 def make_benchmarks(device: str) -> list[Benchmark]:
     """All benchmarks of the room on ``device`` ("cpu" or "cuda")."""
-    # One compilation per case: beyond the limit torch.compile would run a baseline eagerly.
-    dynamo_config.recompile_limit = max(64, dynamo_config.recompile_limit)
-    plain, grouped = baselines(butterflies), baselines(grouped_butterflies)
+    compile_every_case()
+    plain, grouped = copy_compiled_eager(butterflies), copy_compiled_eager(grouped_butterflies)
     with_product = (*plain, Candidate("x @ H", product, check=check_product))
     ours = Candidate("htree_ops", torch.ops.htree.hadamard_transform)
     ours_grouped = Candidate("htree_ops", torch.ops.htree.grouped_hadamard)

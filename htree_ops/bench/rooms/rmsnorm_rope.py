@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 from torch import Tensor
 
+from htree_ops.bench.baselines import compile_every_case
 from htree_ops.bench.suite import Benchmark, Candidate
 from htree_ops.reference import rmsnorm_rope as reference
 from htree_ops.testing.compare import assert_close_spec
@@ -156,6 +156,5 @@ def make_benchmarks(device: str) -> list[Benchmark]:
     """All benchmarks of the room on ``device`` ("cpu" or "cuda")."""
     # The compiled backward runs often on one graph, so it may not reuse the memory of saved tensors.
     functorch_config.donated_buffer = False
-    # One compilation per case: beyond the limit torch.compile would run a baseline eagerly.
-    dynamo_config.recompile_limit = max(64, dynamo_config.recompile_limit)
+    compile_every_case()
     return forward_benchmarks(device) + backward_benchmarks(device)

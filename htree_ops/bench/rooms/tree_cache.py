@@ -113,7 +113,8 @@ class AppendCase(TreeCacheCase):
         batch = len(self.lengths)
         before = torch.tensor(self.lengths, dtype=torch.int32, device=device) - 1
         cu = offsets((1,) * batch, device)
-        return (k_pool, v_pool, k[:batch], v[:batch], table, before, cu, None, 1)
+        new = (x[:batch].clone() for x in (k, v))  # a view would keep all tokens
+        return (k_pool, v_pool, *new, table, before, cu, None, 1)
 
     def bytes(self) -> int:
         """A row is read and written; each finishes a node of layer 1 in one of r steps, counted as if it did."""

@@ -15,6 +15,8 @@ __all__ = ["attention_backward", "attention_forward", "tree_attention"]
 Importance = Literal["lse_causal", "exp_joint", "lse"]
 Scope = Literal["kv_head", "q_head"]
 SCOPES: tuple[Scope, ...] = ("kv_head", "q_head")
+#: How ranks share the tokens of a text (htree_ops.distributed). They stand here because layers keep one.
+BALANCES = ("head_tail", "contiguous")
 #: max_top_nodes = None is at most this many nodes.
 MOST_TOP_NODES = 8192
 _TRANSPOSED = "[B, H, T, K] in place of [B, T, H, K]: transpose(1, 2) the tensors"
@@ -34,6 +36,12 @@ def check_scope(function: str, scope: object) -> None:
     """Raises ValueError unless ``scope`` is one of the known ones: it is no option of the op."""
     if scope not in SCOPES:
         raise ValueError(f"{function}: scope must be one of {', '.join(SCOPES)}, got {scope!r}")
+
+
+def check_balance(function: str, balance: object, name: str = "balance") -> None:
+    """Raises ValueError unless ``balance``, an argument called ``name``, is a known way to share tokens among ranks."""
+    if balance not in BALANCES:
+        raise ValueError(f"{function}: {name} must be one of {', '.join(BALANCES)}, got {balance!r}")
 
 
 def _warn_of_transposed(q: Tensor, k: Tensor) -> None:

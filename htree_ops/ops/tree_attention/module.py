@@ -22,7 +22,7 @@ from htree_ops.ops.arguments import (
     named_as,
     options_of,
 )
-from htree_ops.ops.tree_attention.attention import Importance, Scope, tree_attention
+from htree_ops.ops.tree_attention.attention import Importance, Scope, check_balance, tree_attention
 from htree_ops.ops.tree_attention.options import RECOMMENDED, Goal, TreeOptions
 from htree_ops.ops.tree_attention.padding import Padding
 from htree_ops.ops.tree_cache.cache import TreeKVCache
@@ -32,18 +32,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["HTreeAttention"]
-
-#: The options that a cache shares with its layer. Its heads say what ``scope`` is, and it keeps no ``store_parents``.
-CACHE_OPTIONS = (
-    "compression_rate",
-    "max_top_nodes",
-    "top_k",
-    "selection_stride",
-    "scale",
-    "rope_base",
-    "importance",
-    "selection_span",
-)
 
 
 def _option(name: str) -> property:
@@ -66,23 +54,10 @@ def _attend_packed(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, options: TreeOptions
 ) -> Tensor:
     """tree_attention_varlen of documents whose queries are all of their tokens."""
-    out, _ = torch.ops.htree.attention_varlen(
-        query,
-        key,
-        value,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        options.compression_rate,
-        options.top_nodes,
-        options.top_k,
-        options.scale,
-        options.rope_base,
-        options.importance,
-        options.selection_stride,
-        selection_span=options.selection_span,
-    )
+    given = options.of_ops()
+    top_k = given.pop("top_k")
+    documents = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    out, _ = torch.ops.htree.attention_varlen(query, key, value, *documents, top_k_per_layer=top_k, **given)
     return out
 
 
@@ -182,10 +157,7 @@ class HTreeAttention(nn.Module):
                 store_parents=store_parents,
                 selection_span=selection_span,
             )
-        if cp_balance not in ("head_tail", "contiguous"):
-            raise ValueError(
-                f"HTreeAttention: cp_balance must be head_tail or contiguous, got {cp_balance!r}"
-            )
+        check_balance("HTreeAttention", cp_balance, "cp_balance")
         self.cp_group = cp_group
         self.cp_balance = cp_balance
         self.embed_dim = embed_dim
@@ -262,14 +234,7 @@ class HTreeAttention(nn.Module):
             heads,
             self.head_dim,
             capacity,
-            compression_rate=options.compression_rate,
-            max_top_nodes=options.max_top_nodes,
-            top_k=options.top_k,
-            selection_stride=options.selection_stride,
-            scale=options.scale,
-            rope_base=options.rope_base,
-            importance=options.importance,
-            selection_span=options.selection_span,
+            **options.of_ops(),
             page_size=page_size,
             num_pages=num_pages,
             dtype=weight.dtype if dtype is None else dtype,
@@ -280,9 +245,9 @@ class HTreeAttention(nn.Module):
         """Adds the tokens to the cache and returns their rows [B, T, H, K]."""
         if not isinstance(cache, TreeKVCache):
             raise TypeError(f"HTreeAttention: cache must be a TreeKVCache, got {type(cache).__name__}")
-        for name in CACHE_OPTIONS:
-            asked = "top_nodes" if name == "max_top_nodes" else name  # None is a number here
-            theirs, ours = (getattr(options, asked) for options in (cache.options, self.options))
+        held = cache.options.of_ops()
+        for name, ours in self.options.of_ops().items():
+            theirs = held[name]
             if theirs != ours:
                 raise ValueError(
                     f"HTreeAttention: cache must have the options of the layer ({name} = {ours!r}), got {theirs!r}"
@@ -325,17 +290,7 @@ class HTreeAttention(nn.Module):
             attend = partial(tree_attention_cp, group=self.cp_group, balance=self.cp_balance)
         options = self.options
         out = attend(
-            *self._project(x),
-            compression_rate=options.compression_rate,
-            max_top_nodes=options.max_top_nodes,
-            top_k=options.top_k,
-            selection_stride=options.selection_stride,
-            scale=options.scale,
-            rope_base=options.rope_base,
-            importance=options.importance,
-            scope=options.scope,
-            store_parents=options.store_parents,
-            selection_span=options.selection_span,
+            *self._project(x), scope=options.scope, store_parents=options.store_parents, **options.of_ops()
         )
         return self.o_proj(out.flatten(2))
 

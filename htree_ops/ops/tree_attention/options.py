@@ -19,6 +19,18 @@ RECOMMENDED: dict[Goal, dict[str, int]] = {
     "speed": {"selection_span": 2, "selection_stride": 4},
 }
 
+#: The options but ``scope``, which the heads of keys and values say, and ``store_parents``, which is about a backward.
+OF_OPS = (
+    "compression_rate",
+    "max_top_nodes",
+    "top_k",
+    "selection_stride",
+    "scale",
+    "rope_base",
+    "importance",
+    "selection_span",
+)
+
 
 @dataclass(frozen=True)
 class TreeOptions:
@@ -58,6 +70,10 @@ class TreeOptions:
     def to_dict(self) -> dict[str, Any]:
         """Every option by its name."""
         return asdict(self)
+
+    def of_ops(self) -> dict[str, Any]:
+        """What every op over a whole tree takes, and a cache keeps, by name; ``max_top_nodes`` as a number."""
+        return {name: getattr(self, name) for name in OF_OPS} | {"max_top_nodes": self.top_nodes}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> TreeOptions:

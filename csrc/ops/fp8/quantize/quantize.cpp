@@ -165,20 +165,6 @@ struct FakeNode : Function<FakeNode> {
   }
 };
 
-struct FakeBackwardNode : Function<FakeBackwardNode> {
-  static constexpr bool is_traceable = true;
-
-  static Tensor forward(AutogradContext*, const Tensor& dy, const Tensor& x, const Tensor& scale,
-                        const Grouping& g) {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    return call_fake_backward(dy, x, scale, g);
-  }
-
-  static variable_list backward(AutogradContext*, const variable_list&) {
-    refuse_double_backward("fp8_fake_quant_backward");
-  }
-};
-
 Tensor fake_quant_autograd(const Tensor& x, const OptionalTensor& scale, std::string_view granularity,
                            int64_t dim, int64_t block) {
   const Grouping grouping{granularity, dim, block};
@@ -196,11 +182,9 @@ Tensor fake_quant_autograd(const Tensor& x, const OptionalTensor& scale, std::st
 Tensor fake_quant_backward_autograd(const Tensor& dy, const Tensor& x, const Tensor& scale,
                                     std::string_view granularity, int64_t dim, int64_t block) {
   const Grouping grouping{granularity, dim, block};
-  if (needs_grad({dy, x, scale})) {
-    return FakeBackwardNode::apply(dy, x, scale, grouping);
-  }
-  at::AutoDispatchBelowAutograd guard;
-  return call_fake_backward(dy, x, scale, grouping);
+  return std::get<0>(once_differentiable("fp8_fake_quant_backward", {dy, x, scale}, std::array{true}, [&] {
+    return std::tuple(call_fake_backward(dy, x, scale, grouping));
+  }));
 }
 
 template <Quantize kQuantize, Dequantize kDequantize, FakeBackward kFakeBackward>

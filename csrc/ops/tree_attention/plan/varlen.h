@@ -39,6 +39,13 @@ struct VarlenGroup {
   int64_t query_begin = 0, key_begin = 0;  // packed rows, where it is in place
 };
 
+// What the rows of a document without a group become.
+enum DocumentKind : int32_t {
+  kInGroup = 0,  // groups write them
+  kBroken = 1,   // NaN: its lengths break the contract
+  kUnused = 2,   // the empty value: it has keys and no query
+};
+
 // What the time of a batch depends on.
 struct VarlenProblem {
   int64_t num_heads = 1;

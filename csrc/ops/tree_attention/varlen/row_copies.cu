@@ -4,13 +4,13 @@
 
 #include "device/sizes.h"
 #include "host/cuda/kernel_launch.h"
+#include "ops/tree_attention/plan/varlen.h"
 #include "ops/tree_attention/varlen/row_copies.h"
 
 namespace htree::tree_attention {
 namespace {
 
 constexpr int kWarp = 32, kRowThreads = 256;
-constexpr int kBroken = 1, kInGroup = 0;  // DocumentKind
 
 template <typename Word>
 __device__ __forceinline__ Word repeat(uint32_t bytes) {

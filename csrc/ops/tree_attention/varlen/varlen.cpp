@@ -240,30 +240,6 @@ struct VarlenNode : Function<VarlenNode> {
   }
 };
 
-// Only the wanted gradients become outputs, because outputs of a node must be defined.
-struct VarlenBackwardNode : Function<VarlenBackwardNode> {
-  static constexpr bool is_traceable = true;
-
-  static variable_list forward(AutogradContext*, const Tensor& dout, const Tensor& query, const Tensor& key,
-                               const Tensor& value, const Tensor& out, const VarlenState& state,
-                               const VarlenArguments& a, std::array<bool, 3> output_mask) {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    const auto [dq, dk, dv] = call_varlen_backward(
-        dout, {query, key, value}, {out, std::get<1>(state), std::get<2>(state)}, a, output_mask);
-    variable_list wanted;
-    for (const Tensor& gradient : {dq, dk, dv}) {
-      if (gradient.defined()) {
-        wanted.push_back(gradient);
-      }
-    }
-    return wanted;
-  }
-
-  static variable_list backward(AutogradContext*, const variable_list&) {
-    refuse_double_backward("attention_varlen_backward");
-  }
-};
-
 std::tuple<Tensor, Tensor> varlen_autograd(const Tensor& query, const Tensor& key, const Tensor& value,
                                            const Tensor& cu_seq_q, const Tensor& cu_seq_k, SymInt max_q,
                                            SymInt max_k, const TreeOptions& options,
@@ -288,18 +264,9 @@ Gradients varlen_backward_autograd(const Tensor& dout, const Tensor& query, cons
                                    std::array<bool, 3> output_mask) {
   const VarlenArguments a = {cu_seq_q, cu_seq_k, max_q, max_k, options, std::string(grouping)};
   const VarlenState state = {out, gmax, gsum};
-  const bool any_wanted = output_mask[0] || output_mask[1] || output_mask[2];
-  if (!any_wanted || !needs_grad({dout, query, key, value, out})) {
-    at::AutoDispatchBelowAutograd guard;
+  return once_differentiable("attention_varlen_backward", {dout, query, key, value, out}, output_mask, [&] {
     return call_varlen_backward(dout, {query, key, value}, state, a, output_mask);
-  }
-  const variable_list wanted = VarlenBackwardNode::apply(dout, query, key, value, out, state, a, output_mask);
-  Gradients gradients;
-  size_t next = 0;
-  std::get<0>(gradients) = output_mask[0] ? wanted[next++] : Tensor();
-  std::get<1>(gradients) = output_mask[1] ? wanted[next++] : Tensor();
-  std::get<2>(gradients) = output_mask[2] ? wanted[next++] : Tensor();
-  return gradients;
+  });
 }
 
 template <at::DeviceType kDevice, typename Result, typename Op>

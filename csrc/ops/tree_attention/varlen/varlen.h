@@ -23,13 +23,6 @@ struct PackedInputs {
 // (out [N, H, V], gmax [N, H], gsum [N, H])
 using VarlenState = std::tuple<Tensor, Tensor, Tensor>;
 
-// What the rows of a document without a group become.
-enum DocumentKind : int32_t {
-  kInGroup = 0,  // groups write them
-  kBroken = 1,   // NaN: its lengths break the contract
-  kUnused = 2,   // the empty value: it has keys and no query
-};
-
 // Columns of a plan's table: which padded rows of a group are whose. Padded row i of a document is packed row
 // begin + i - shift where 0 <= i - shift < count, else padding.
 enum TableColumn { kQueryBegin, kQueryShift, kQueryCount, kKeyBegin, kKeyShift, kKeyCount, kTableColumns };

@@ -135,21 +135,6 @@ struct BuildNode : Function<BuildNode> {
   }
 };
 
-struct BuildBackwardNode : Function<BuildBackwardNode> {
-  static constexpr bool is_traceable = true;
-
-  static variable_list forward(AutogradContext*, const Tensor& dpk, const Tensor& dpv, const SymInt& n_child,
-                               int64_t r) {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    auto [dk, dv] = call_tree_build_backward(dpk, dpv, n_child, r);
-    return {dk, dv};
-  }
-
-  static variable_list backward(AutogradContext*, const variable_list&) {
-    refuse_double_backward("tree_build_backward");
-  }
-};
-
 Pair tree_build_autograd(const Tensor& k, const Tensor& v, int64_t r) {
   if (needs_grad({k, v})) {
     const variable_list outputs = BuildNode::apply(k, v, r);
@@ -160,12 +145,8 @@ Pair tree_build_autograd(const Tensor& k, const Tensor& v, int64_t r) {
 }
 
 Pair tree_build_backward_autograd(const Tensor& dpk, const Tensor& dpv, SymInt n_child, int64_t r) {
-  if (needs_grad({dpk, dpv})) {
-    const variable_list outputs = BuildBackwardNode::apply(dpk, dpv, n_child, r);
-    return {outputs[0], outputs[1]};
-  }
-  at::AutoDispatchBelowAutograd guard;
-  return call_tree_build_backward(dpk, dpv, n_child, r);
+  return once_differentiable("tree_build_backward", {dpk, dpv}, std::array{true, true},
+                             [&] { return call_tree_build_backward(dpk, dpv, n_child, r); });
 }
 
 }  // namespace
