@@ -22,8 +22,8 @@ from htree_ops.ops.arguments import (
     named_as,
     options_of,
 )
-from htree_ops.ops.tree_attention.attention import Importance, Scope, tree_attention
-from htree_ops.ops.tree_attention.options import RECOMMENDED, Goal, TreeOptions
+from htree_ops.ops.tree_attention.attention import Frequencies, Importance, Scope, tree_attention
+from htree_ops.ops.tree_attention.options import RECOMMENDED, Goal, TreeOptions, check_frequencies
 from htree_ops.ops.tree_attention.padding import Padding
 from htree_ops.ops.tree_cache.cache import TreeKVCache
 
@@ -43,6 +43,7 @@ CACHE_OPTIONS = (
     "rope_base",
     "importance",
     "selection_span",
+    "inv_freq",
 )
 
 
@@ -82,6 +83,7 @@ def _attend_packed(
         options.importance,
         options.selection_stride,
         selection_span=options.selection_span,
+        inv_freq=options.inv_freq,
     )
     return out
 
@@ -124,6 +126,7 @@ class HTreeAttention(nn.Module):
     scope = _option("scope")
     store_parents = _option("store_parents")
     selection_span = _option("selection_span")
+    inv_freq = _option("inv_freq")
 
     def __init__(
         self,
@@ -143,6 +146,7 @@ class HTreeAttention(nn.Module):
         scope: Scope = "kv_head",
         store_parents: bool = True,
         selection_span: int | None = None,
+        inv_freq: Frequencies | None = None,
         cp_group: ProcessGroup | DeviceMesh | None = None,
         cp_balance: str = "head_tail",
         device: torch.device | str | None = None,
@@ -181,7 +185,9 @@ class HTreeAttention(nn.Module):
                 scope=scope,
                 store_parents=store_parents,
                 selection_span=selection_span,
+                inv_freq=inv_freq,
             )
+        check_frequencies("HTreeAttention", self.options, head_dim)
         if cp_balance not in ("head_tail", "contiguous"):
             raise ValueError(
                 f"HTreeAttention: cp_balance must be head_tail or contiguous, got {cp_balance!r}"
@@ -270,6 +276,7 @@ class HTreeAttention(nn.Module):
             rope_base=options.rope_base,
             importance=options.importance,
             selection_span=options.selection_span,
+            inv_freq=options.inv_freq,
             page_size=page_size,
             num_pages=num_pages,
             dtype=weight.dtype if dtype is None else dtype,
@@ -336,6 +343,7 @@ class HTreeAttention(nn.Module):
             scope=options.scope,
             store_parents=options.store_parents,
             selection_span=options.selection_span,
+            inv_freq=options.inv_freq,
         )
         return self.o_proj(out.flatten(2))
 
