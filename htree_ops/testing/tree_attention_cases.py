@@ -141,7 +141,7 @@ FREQUENCY_SHAPES: tuple[TreeAttentionCase, ...] = tuple(
         _shape("key_18", T=50, K=18, V=18),
         _shape("key_600", T=40, K=600, V=3),  # more pairs than one launch carries
         _shape("head_64", T=80, H=4, H_kv=2, K=64, V=64, r=4, top_k=4, M=16),
-        _shape("r16", T=300, r=16, top_k=2, M=20, K=32, V=32, H=4, H_kv=2),
+        _shape("r16", T=300, r=16, top_k=2, M=20, H=4, H_kv=2),
         _shape("stride4_suffix", T=125, num_queries=37, r=4, top_k=3, selection_stride=4),
         _shape("span", T=107, r=4, top_k=2, M=8, selection_span=2),
         _shape("joint", B=2, T=100, H=6, H_kv=2, importance="exp_joint"),

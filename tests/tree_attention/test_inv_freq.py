@@ -158,6 +158,31 @@ def test_a_table_may_be_given_to_the_op_of_the_cache(device):
         torch.testing.assert_close(found[0], wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.gpu
+def test_a_graph_keeps_the_frequencies():
+    """Nothing waits for the device, and nothing of the call's host memory is read at replay."""
+    q, k, v = (normal((1, 40, h, 8), torch.float32, "cuda", h) for h in (4, 2, 2))
+    tree = OPTIONS | {"inv_freq": FREQUENCIES}
+    cache = htree_ops.TreeKVCache(1, 2, 8, 40, dtype=torch.float32, device="cuda", page_size=8, **tree)
+    cache.append(k, v)
+    cu = torch.tensor([0, 40], dtype=torch.int32, device="cuda")
+    pages = (cache.k_pool, cache.v_pool, cache.block_table, cache.lengths, cu)
+
+    def both():
+        rows = ops.tree_cache_attention(q[0], *pages, page_size=8, **tree)[0]
+        return rows, ops.attention(q, k, v, 4, 8, 2, inv_freq=FREQUENCIES)
+
+    both()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = both()
+    q.neg_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, y) for x, y in zip(captured, both(), strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_rope_cache(dtype, device):
     numbers = tuple(0.0 if i == 3 else (-0.9) ** i for i in range(300))

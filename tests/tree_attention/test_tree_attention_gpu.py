@@ -233,8 +233,9 @@ def test_values_that_are_not_finite_reach_their_readers_alone(value: float, stri
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_stream_and_graph(dtype: torch.dtype) -> None:
-    case = model("graph", dtype, T=600, K=64, V=64)
+@pytest.mark.parametrize("inv_freq", [None, frequencies(64)], ids=["base", "inv_freq"])
+def test_stream_and_graph(dtype: torch.dtype, inv_freq: tuple[float, ...] | None) -> None:
+    case = model("graph", dtype, T=600, K=64, V=64, inv_freq=inv_freq)
     q, k, v = case.make_qkv("cuda")
     expected = op.attention(q, k, v, **case.reference_options())
     stream = torch.cuda.Stream()

@@ -109,7 +109,7 @@ def rope_cache(
     Args:
         size: positions; dim: K, even; base: positive; dtype: float32 or float64.
         inv_freq: dim / 2 floats in place of base^(-2i/dim), as in :func:`htree_ops.tree_attention`; base keeps its
-            default then.
+            default then. They are copied to the device from the host, which a CUDA graph cannot record.
 
     Returns:
         [2, size, dim/2], the cosines first, on ``device`` (torch's default device where it is None).
