@@ -70,6 +70,7 @@ def _attention(
     selection_stride: int = 1,
     store_parents: bool = True,
     selection_span: int | None = None,
+    inv_freq: Sequence[float] | None = None,
     **_: Any,
 ) -> int:
     """Scores of every candidate, and the values of those that are kept."""
@@ -97,6 +98,7 @@ def _attention_backward(
     selection_stride: int = 1,
     output_mask: Sequence[bool] = (True, True, True),
     selection_span: int | None = None,
+    inv_freq: Sequence[float] | None = None,
     **_: Any,
 ) -> int:
     """Per kept candidate the score and dO·V again, and the wanted of dQ, dK and dV; the selection where no list is."""
@@ -181,6 +183,7 @@ def _attention_varlen(
     selection_stride: int = 1,
     grouping: str = "auto",
     selection_span: int | None = None,
+    inv_freq: Sequence[float] | None = None,
     **_: Any,
 ) -> int:
     """:func:`_attention` of the longest documents."""
@@ -211,6 +214,7 @@ def _attention_varlen_backward(
     grouping: str = "auto",
     output_mask: Sequence[bool] = (True, True, True),
     selection_span: int | None = None,
+    inv_freq: Sequence[float] | None = None,
     **_: Any,
 ) -> int:
     """:func:`_attention_backward` of the longest documents; it has no lists."""

@@ -87,7 +87,8 @@ SCHEMAS = {
         "(Tensor dpk, Tensor dpv, SymInt n_child, int compression_rate=16) -> (Tensor, Tensor)"
     ),
     "rope_cache": (
-        "(SymInt size, int dim, float base=10000., *, ScalarType dtype=float, Device? device=None) -> Tensor"
+        "(SymInt size, int dim, float base=10000., *, ScalarType dtype=float, Device? device=None, "
+        "float[]? inv_freq=None) -> Tensor"
     ),
     "rope": "(Tensor x, Tensor cos, Tensor sin, Tensor positions, bool inverse=False) -> Tensor",
     "top_parents": (
@@ -142,25 +143,25 @@ SCHEMAS = {
     "attention_forward": (
         "(Tensor q, Tensor k, Tensor v, int compression_rate=16, int max_top_nodes=8192, "
         'int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str importance="lse_causal", '
-        "int selection_stride=1, bool store_parents=True, int? selection_span=None) "
+        "int selection_stride=1, bool store_parents=True, int? selection_span=None, float[]? inv_freq=None) "
         "-> (Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents)"
     ),
     "attention": (
         "(Tensor q, Tensor k, Tensor v, int compression_rate=16, int max_top_nodes=8192, "
         'int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str importance="lse_causal", '
-        "int selection_stride=1, bool store_parents=True, int? selection_span=None) -> Tensor"
+        "int selection_stride=1, bool store_parents=True, int? selection_span=None, float[]? inv_freq=None) -> Tensor"
     ),
     "attention_rows": (
         "(Tensor q, Tensor k, Tensor v, SymInt[] starts, int compression_rate=16, int max_top_nodes=8192, "
         'int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str importance="lse_causal", '
-        "int selection_stride=1, bool store_parents=True, int? selection_span=None) "
+        "int selection_stride=1, bool store_parents=True, int? selection_span=None, float[]? inv_freq=None) "
         "-> (Tensor out, Tensor gmax, Tensor gsum, Tensor lists)"
     ),
     "attention_rows_backward": (
         "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, Tensor lists, "
         "SymInt[] starts, int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "
         'float? rope_base=10000., str importance="lse_causal", int selection_stride=1, '
-        "bool[3] output_mask=[True, True, True], int? selection_span=None) "
+        "bool[3] output_mask=[True, True, True], int? selection_span=None, float[]? inv_freq=None) "
         "-> (Tensor dq, Tensor dk, Tensor dv)"
     ),
     "io_compute_scores": (
@@ -186,27 +187,27 @@ SCHEMAS = {
         "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents, "
         "int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "
         'float? rope_base=10000., str importance="lse_causal", int selection_stride=1, '
-        "bool[3] output_mask=[True, True, True], int? selection_span=None) "
+        "bool[3] output_mask=[True, True, True], int? selection_span=None, float[]? inv_freq=None) "
         "-> (Tensor dq, Tensor dk, Tensor dv)"
     ),
     "attention_varlen": (
         "(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, SymInt max_q, SymInt max_k, "
         "int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "
         'float? rope_base=10000., str importance="lse_causal", int selection_stride=1, str grouping="auto", '
-        "int? selection_span=None) -> (Tensor out, Tensor lse)"
+        "int? selection_span=None, float[]? inv_freq=None) -> (Tensor out, Tensor lse)"
     ),
     "attention_varlen_forward": (
         "(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, SymInt max_q, SymInt max_k, "
         "int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "
         'float? rope_base=10000., str importance="lse_causal", int selection_stride=1, str grouping="auto", '
-        "int? selection_span=None) -> (Tensor out, Tensor gmax, Tensor gsum)"
+        "int? selection_span=None, float[]? inv_freq=None) -> (Tensor out, Tensor gmax, Tensor gsum)"
     ),
     "attention_varlen_backward": (
         "(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, SymInt max_q, "
         "SymInt max_k, Tensor out, Tensor gmax, Tensor gsum, int compression_rate=16, int max_top_nodes=8192, "
         'int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str importance="lse_causal", '
         'int selection_stride=1, str grouping="auto", bool[3] output_mask=[True, True, True], '
-        "int? selection_span=None) -> (Tensor dq, Tensor dk, Tensor dv)"
+        "int? selection_span=None, float[]? inv_freq=None) -> (Tensor dq, Tensor dk, Tensor dv)"
     ),
     "tree_cache_append_": (
         "(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor k, Tensor v, Tensor block_table, Tensor lengths, "
@@ -218,7 +219,8 @@ SCHEMAS = {
         "Tensor? lists=None, Tensor? list_pos=None, Tensor? q_lengths=None, Tensor? rope_table=None, *, "
         "int page_size, int compression_rate=16, int max_top_nodes=8192, int top_k=512, "
         "int selection_stride=1, int? selection_span=None, float? scale=None, float? rope_base=10000., "
-        'str importance="lse_causal") -> (Tensor out, Tensor lse, Tensor lists, Tensor list_pos)'
+        'str importance="lse_causal", float[]? inv_freq=None) '
+        "-> (Tensor out, Tensor lse, Tensor lists, Tensor list_pos)"
     ),
     "tree_cache_pages_": (
         "(Tensor(a!) block_table, Tensor(b!) lengths, Tensor(c!) held, Tensor(d!) users, "

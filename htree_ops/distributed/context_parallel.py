@@ -23,7 +23,14 @@ from htree_ops.distributed.collectives import (
     waited,
 )
 from htree_ops.ops.arguments import check_tensors, named_as
-from htree_ops.ops.tree_attention.attention import check_balance, check_scope, top_nodes, tree_attention
+from htree_ops.ops.tree_attention.attention import (
+    Frequencies,
+    check_balance,
+    check_scope,
+    frequencies,
+    top_nodes,
+    tree_attention,
+)
 
 __all__ = ["tree_attention_cp"]
 
@@ -65,12 +72,12 @@ class _Attention(torch.autograd.Function):
         groups: int,
         steps: int,
         store_parents: bool,
-        span: int | None,
+        later: tuple[int | None, tuple[float, ...] | None],
         *options: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.group_name, ctx.size, ctx.balance, ctx.groups = group_name, size, balance, groups
-        ctx.steps, ctx.span, ctx.options = steps, span, options
+        ctx.steps, ctx.later, ctx.options = steps, later, options
         parts = parts_of(rank, size, balance)
         ctx.starts = [part * (q.shape[1] // len(parts)) for part in parts]
         under_way = _gather(k, v, ctx)
@@ -78,7 +85,9 @@ class _Attention(torch.autograd.Function):
         for rows in q.chunk(steps, 2):
             keys, values = _whole(under_way.pop(0), ctx)
             results.append(
-                torch.ops.htree.attention_rows(rows, keys, values, ctx.starts, *options, store_parents, span)
+                torch.ops.htree.attention_rows(
+                    rows, keys, values, ctx.starts, *options, store_parents, *later
+                )
             )
         out, gmax, gsum = (_together([result[i] for result in results]) for i in range(3))
         ctx.save_for_backward(q, k, v, out, gmax, gsum, *(result[3] for result in results))
@@ -100,7 +109,7 @@ class _Attention(torch.autograd.Function):
         for (d, rows, *states), stored in zip(by_step, lists, strict=True):
             keys, values = _whole(under_way.pop(0), ctx)
             gradients = torch.ops.htree.attention_rows_backward(
-                d, rows, keys, values, *states, stored, ctx.starts, *ctx.options, mask, ctx.span
+                d, rows, keys, values, *states, stored, ctx.starts, *ctx.options, mask, *ctx.later
             )
             dq.append(gradients[0])
             # The exchange of this step runs while the next one computes.
@@ -158,6 +167,7 @@ def _check(
     scope: str,
     store_parents: bool,
     selection_span: int | None,
+    inv_freq: tuple[float, ...] | None,
     gather_steps: int | None,
 ) -> None:
     """Raises what this rank alone can see, before it waits for another."""
@@ -181,7 +191,7 @@ def _check(
     options = (compression_rate, M, top_k, scale, rope_base, importance, selection_stride)
     whole = [x.new_empty((x.shape[0], tokens, *x.shape[2:]), device="meta") for x in (k, v)]
     torch.ops.htree.attention_rows(
-        q.new_empty(q.shape, device="meta"), *whole, [0], *options, False, selection_span
+        q.new_empty(q.shape, device="meta"), *whole, [0], *options, False, selection_span, inv_freq
     )
 
 
@@ -213,6 +223,7 @@ def tree_attention_cp(
     return_lse: bool = False,
     store_parents: bool = True,
     selection_span: int | None = None,
+    inv_freq: Frequencies | None = None,
     gather_steps: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`htree_ops.tree_attention` over a text whose tokens are split among the ranks of a group.
@@ -261,6 +272,7 @@ def tree_attention_cp(
         "scope": scope,
         "store_parents": store_parents,
         "selection_span": selection_span,
+        "inv_freq": inv_freq,
     }
     if size == 1:
         check_balance(name, balance)
@@ -271,11 +283,13 @@ def tree_attention_cp(
             dtype = torch.get_autocast_dtype(kind)
             q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     if torch.compiler.is_compiling():
+        settings["inv_freq"] = frequencies(name, inv_freq)
         _check(q, k, v, size, balance, **settings, gather_steps=gather_steps)
     else:
         facts: dict[str, int] = {}
         refusal: Exception | None = None
         try:
+            settings["inv_freq"] = frequencies(name, inv_freq)
             _check(q, k, v, size, balance, **settings, gather_steps=gather_steps)
             facts = _facts(q, k, v, (balance, *settings.values(), gather_steps))
         except (TypeError, ValueError, RuntimeError) as error:
@@ -285,6 +299,7 @@ def tree_attention_cp(
     steps = gather_steps or choose_steps(k.shape[2], size * (k.numel() + v.numel()) * k.element_size(), size)
     M = top_nodes(max_top_nodes, top_k, compression_rate)
     options = (compression_rate, M, top_k, scale, rope_base, importance, selection_stride)
-    plan = (members.group_name, rank, size, balance, groups, steps, store_parents, selection_span)
+    later = (selection_span, settings["inv_freq"])
+    plan = (members.group_name, rank, size, balance, groups, steps, store_parents, later)
     out, gmax, gsum = _Attention.apply(q, k, v, *plan, *options)
     return (out, gmax + gsum.log()) if return_lse else out

@@ -16,8 +16,10 @@ from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, PretrainedConfig
 from transformers.masking_utils import causal_mask_function
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 from transformers.models.mistral.modeling_mistral import MistralAttention, MistralRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding
@@ -42,7 +44,9 @@ NAME = "htree"
 Positions = Literal["own", "compact"]
 POSITIONS: tuple[Positions, ...] = ("own", "compact")
 #: Options of tree attention that the model decides.
-OF_THE_MODEL = ("scale", "rope_base")
+OF_THE_MODEL = ("scale", "rope_base", "inv_freq")
+#: Kinds of scaled rotary positions whose frequencies are the same for every length of a text, and fill whole heads.
+SCALED = ("linear", "llama3", "proportional", "yarn")
 #: Attention classes whose rotary module :func:`register` can switch off, and that module.
 ROTARY: dict[type[nn.Module], type[nn.Module]] = {
     LlamaAttention: LlamaRotaryEmbedding,
@@ -82,8 +86,9 @@ def register(positions: Positions | None = None) -> None:
         positions: for models whose ``config.htree`` has no key "positions". "own": the model rotates queries and keys
             as it always does, at the tokens' positions, and the tree pools rotated keys. "compact": they stay
             unrotated, and the tree rotates them by their place in the query's list of candidates, as
-            :func:`htree_ops.tree_attention` does by itself; for models of Llama, Mistral and Qwen3 with plain rotary
-            positions. While a text is no longer than ``max_top_nodes`` the two are the same attention. None is "own".
+            :func:`htree_ops.tree_attention` does by itself; for models of Llama, Mistral and Qwen3 whose frequencies do
+            not follow the length of a text (plain, linear, Llama 3, YaRN, proportional). While a text is no longer than
+            ``max_top_nodes`` the two are the same attention. None is "own".
 
     Raises:
         ValueError: another word.
@@ -151,21 +156,54 @@ def _identity_where_compact(forward: Any) -> Any:
     return rotate
 
 
-def _compact_base(module: nn.Module) -> float:
-    """The rotary base of a model whose positions the tree shall rotate."""
+@functools.lru_cache
+def _computed_rotation(
+    kind: str, head_dim: int, max_positions: int, parameters: tuple[tuple[str, Any], ...]
+) -> tuple[tuple[float, ...], float]:
+    """(frequencies, factor of cos and sin) as the rotary module of a model computes them when it is made."""
+    with _disable_current_modes(), torch.device("cpu"):  # real numbers, also while a graph is exported
+        config = LlamaConfig(
+            head_dim=head_dim, max_position_embeddings=max_positions, rope_parameters=dict(parameters)
+        )
+        inv_freq, factor = ROPE_INIT_FUNCTIONS[kind](config)
+        return tuple(inv_freq.tolist()), float(factor)
+
+
+@torch.compiler.assume_constant_result
+def _scaled_rotation(*arguments: Any) -> tuple[tuple[float, ...], float]:
+    """:func:`_computed_rotation`, of which a compiled model keeps the numbers."""
+    return _computed_rotation(*arguments)
+
+
+def _compact_options(module: nn.Module, scaling: float | None) -> dict[str, Any]:
+    """The scale and the rotation of a model whose positions the tree shall rotate."""
     if not isinstance(module, tuple(ROTARY)):
         known = ", ".join(kind.__name__ for kind in ROTARY)
         _refuse(
             f"positions='compact' is not supported for {type(module).__name__}, only for {known}: use positions='own'"
         )
-    rope: Any = module.config.rope_parameters  # type: ignore[union-attr]
+    config: Any = module.config
+    rope: Any = config.rope_parameters
     kind, part = rope.get("rope_type", "default"), rope.get("partial_rotary_factor") or 1.0
-    if kind != "default" or part != 1.0:
+    if kind not in ("default", *SCALED):
         _refuse(
-            f"positions='compact' rotates whole heads without scaling, got rope_type {kind!r} and "
-            f"partial_rotary_factor {part}: use positions='own'"
+            f"positions='compact' needs frequencies that do not follow the length of the text, of rope_type default, "
+            f"{', '.join(SCALED)}, got {kind!r}: use positions='own'"
         )
-    return float(rope["rope_theta"])
+    if part != 1.0 and kind != "proportional":
+        _refuse(
+            f"positions='compact' rotates whole heads, got partial_rotary_factor {part} with rope_type {kind!r}: use "
+            "positions='own'"
+        )
+    if kind == "default":
+        return {"scale": scaling, "rope_base": float(rope["rope_theta"])}
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    parameters = tuple((name, x) for name, x in rope.items() if isinstance(x, (str, int, float)))
+    inv_freq, factor = _scaled_rotation(kind, head_dim, config.max_position_embeddings, parameters)
+    # The model multiplies both rotated queries and rotated keys by the factor.
+    scale = (head_dim**-0.5 if scaling is None else scaling) * factor**2
+    # Dynamo cannot guard what it took for constant, and needs no guard for a tuple that is made here.
+    return {"scale": scale, "inv_freq": tuple(float(x) for x in inv_freq)}
 
 
 # ---- masks
@@ -258,7 +296,7 @@ def attention(
     """
     options, compact = options_of_config(module.config)  # type: ignore[arg-type]
     _check_call(module, dropout, is_causal, rest)
-    options |= {"scale": scaling, "rope_base": _compact_base(module) if compact else None}
+    options |= _compact_options(module, scaling) if compact else {"scale": scaling, "rope_base": None}
     if isinstance(key, HandedOver):
         return _attend_from_a_tree_cache(
             query, key, attention_mask, position_ids, cu_seq_lens_q, options

@@ -115,6 +115,7 @@ def tree_cache_attention(
     scale: float | None = None,
     rope_base: float | None = 10000.0,
     importance: str = "lse_causal",
+    inv_freq: Sequence[float] | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (out, lse, lists, list_pos) of `tree_cache_attention`, row by row; out in the compute dtype."""
@@ -139,6 +140,7 @@ def tree_cache_attention(
             top_k_per_layer=top_k,
             scale=scale,
             rope_base=rope_base,
+            inv_freq=inv_freq,
             importance=importance,
             selection_span=selection_span,
             parents=parents,

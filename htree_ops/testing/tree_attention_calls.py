@@ -61,9 +61,11 @@ def calls(case: TreeAttentionCase, device: str | torch.device, seed: int = 0) ->
     layer = (q, top.layer_k, top.layer_v, top.parents, cos, sin)
     step = (case.scale, case.importance, t0, case.selection_stride)
     span: dict[str, Any] = {} if case.selection_span is None else {"selection_span": case.selection_span}
+    given: dict[str, Any] = {} if case.inv_freq is None else {"inv_freq": list(case.inv_freq)}
+    later = span | given
     means = reference.span_means(k, case.selection_span or 2)
     layer_span = span and {"span_k": means, **span}
-    forward = torch.ops.htree.attention_forward(q, k, v, *shared, **span)
+    forward = torch.ops.htree.attention_forward(q, k, v, *shared, **later)
     parents = [stage.parents for stage in stages]
     dout = normal((*rows, case.V), case.dtype, device, seed + 9)
     io_shared = (rate, case.M, top_k, case.scale, "stratified", True)
@@ -73,7 +75,7 @@ def calls(case: TreeAttentionCase, device: str | torch.device, seed: int = 0) ->
         Call("tree_build", (k, v, rate), differentiable=(0, 1)),
         Call("tree_build_backward", (*built, case.T, rate)),
         Call("span_means", (k, case.selection_span or 2)),
-        Call("rope_cache", (rate * top_k, case.K), {"device": torch.device(device)}),
+        Call("rope_cache", (rate * top_k, case.K), {"device": torch.device(device), **given}),
         Call("rope", (q, cos, sin, times), differentiable=(0,)),
         Call(
             "top_parents",
@@ -101,14 +103,14 @@ def calls(case: TreeAttentionCase, device: str | torch.device, seed: int = 0) ->
         Call("io_accumulate_non_topk", (top.layer_v, lists, scores, count, top.layer, rate, t0)),
         Call("io_compute_next_parents", (lists, positions, rate)),
         Call("io_attention_forward", (q, k, v, *io_shared)),
-        Call("attention_forward", (q, k, v, *shared), span),
-        Call("attention", (q, k, v, *shared), span, differentiable=(0, 1, 2)),
-        Call("attention_rows", (q, k, v, [t0], *shared), span),
-        Call("attention_backward", (dout, q, k, v, *forward[:3], parents, *shared), span),
+        Call("attention_forward", (q, k, v, *shared), later),
+        Call("attention", (q, k, v, *shared), later, differentiable=(0, 1, 2)),
+        Call("attention_rows", (q, k, v, [t0], *shared), later),
+        Call("attention_backward", (dout, q, k, v, *forward[:3], parents, *shared), later),
         Call(
             "attention_rows_backward",
             (dout, q, k, v, *forward[:3], torch.stack(parents), [t0], *shared),
-            span,
+            later,
         ),
     ]
     if top.layer > 0:

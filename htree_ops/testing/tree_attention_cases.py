@@ -124,6 +124,33 @@ SHAPES: tuple[TreeAttentionCase, ...] = (
 CASES = [shape.with_dtype(dtype) for shape in SHAPES for dtype in DTYPES]
 
 
+def frequencies(width: int) -> tuple[float, ...]:
+    """width / 2 numbers: falling ones, the slower half scaled, one negative, the last quarter without rotation."""
+    pairs = width // 2
+    scaled = [(1.0 if i < pairs // 2 else 0.125) * 500_000.0 ** (-i / pairs) for i in range(pairs)]
+    return tuple(0.0 if 4 * i >= 3 * pairs else -x if i == 1 else x for i, x in enumerate(scaled))
+
+
+#: Shapes with frequencies of their own (§1.4).
+FREQUENCY_SHAPES: tuple[TreeAttentionCase, ...] = tuple(
+    dataclasses.replace(shape, name=f"{shape.name}_inv_freq", inv_freq=frequencies(shape.K))
+    for shape in (
+        _shape("ragged", T=107),
+        _shape("batch", B=3, T=50, H=4, H_kv=2),
+        _shape("narrow_key", T=60, K=2, V=4),
+        _shape("key_18", T=50, K=18, V=18),
+        _shape("key_600", T=40, K=600, V=3),  # more pairs than one launch carries
+        _shape("head_64", T=80, H=4, H_kv=2, K=64, V=64, r=4, top_k=4, M=16),
+        _shape("r16", T=300, r=16, top_k=2, M=20, H=4, H_kv=2),
+        _shape("stride4_suffix", T=125, num_queries=37, r=4, top_k=3, selection_stride=4),
+        _shape("span", T=107, r=4, top_k=2, M=8, selection_span=2),
+        _shape("joint", B=2, T=100, H=6, H_kv=2, importance="exp_joint"),
+        _shape("one_layer", T=20, M=20, top_k=5, r=4),
+    )
+)
+FREQUENCY_CASES = [shape.with_dtype(dtype) for shape in FREQUENCY_SHAPES for dtype in DTYPES]
+
+
 def _with_spans(shapes: tuple[TreeAttentionCase, ...]) -> tuple[TreeAttentionCase, ...]:
     """Each shape with one selection_span, so that all divisors of its r come up (§1.15)."""
     found = []

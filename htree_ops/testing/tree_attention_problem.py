@@ -99,6 +99,7 @@ class TreeAttentionCase(Case):
     importance: str = "lse_causal"
     scale: float | None = None
     rope_base: float | None = 10000.0
+    inv_freq: tuple[float, ...] | None = None
     layout: str = "contiguous"
     spread: float = 1.0
     correlation: float = 0.0
@@ -161,6 +162,7 @@ class TreeAttentionCase(Case):
             "top_k_per_layer": self.top_k,
             "scale": self.scale,
             "rope_base": self.rope_base,
+            "inv_freq": self.inv_freq,
             "importance": self.importance,
             "selection_stride": self.selection_stride,
             "selection_span": self.selection_span,
@@ -205,7 +207,12 @@ class TreeAttentionCase(Case):
     def make_table(self, device: str | torch.device) -> tuple[Tensor, Tensor]:
         """cos and sin [k*r, K/2] for the staged ops, in the library's own dtype."""
         table = reference.rope_cache(
-            self.top_k * self.r, self.K, self.rope_base, dtype=self.state_dtype, device=torch.device(device)
+            self.top_k * self.r,
+            self.K,
+            self.rope_base,
+            dtype=self.state_dtype,
+            device=torch.device(device),
+            inv_freq=self.inv_freq,
         )
         return table[0], table[1]
 

@@ -41,6 +41,7 @@ class VarlenCase(Case):
     importance: str = "lse_causal"
     scale: float | None = None
     rope_base: float | None = 10000.0
+    inv_freq: tuple[float, ...] | None = None
 
     @property
     def queries_of(self) -> tuple[int, ...]:
@@ -50,7 +51,9 @@ class VarlenCase(Case):
     def documents(self) -> list[TreeAttentionCase]:
         """The documents that have queries, as problems of their own; they share no random numbers with this one."""
         names = ("dtype", "H", "H_kv", "K", "V", "r", "top_k", "M", "selection_stride", "selection_span")
-        options = {name: getattr(self, name) for name in (*names, "importance", "scale", "rope_base")}
+        options = {
+            name: getattr(self, name) for name in (*names, "importance", "scale", "rope_base", "inv_freq")
+        }
         return [
             TreeAttentionCase(name=self.name, T=keys, num_queries=queries, **options)
             for queries, keys in zip(self.queries_of, self.lengths, strict=True)
@@ -99,7 +102,12 @@ class VarlenCase(Case):
             "scale": self.scale,
             "rope_base": self.rope_base,
             "importance": self.importance,
+            "inv_freq": self.inv_freq,
         }
+
+    def later_options(self) -> dict[str, Any]:
+        """The options of the ops behind the stride, by name."""
+        return {"selection_span": self.selection_span, "inv_freq": self.inv_freq}
 
     def make_inputs(self, device: str | torch.device, seed: int = 0) -> tuple[Any, ...]:
         """Positional arguments of ``torch.ops.htree.attention_varlen`` up to the stride."""
@@ -181,6 +189,7 @@ CASES: list[VarlenCase] = [
     replace(_RAGGED, name="no_document", lengths=(), spare=3),
     replace(_RAGGED, name="empty_documents", lengths=(0, 0), spare=0),
     replace(_RAGGED, name="half", dtype=torch.bfloat16, H=2, K=32, V=32),
+    replace(_RAGGED, name="inv_freq", inv_freq=(1.0, -0.3, 0.01, 0.0)),
     replace(_RAGGED, name="joint", importance="exp_joint"),
     replace(_RAGGED, name="not_causal", importance="lse"),
 ]

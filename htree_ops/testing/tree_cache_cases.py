@@ -10,6 +10,7 @@ from torch import Tensor
 
 from htree_ops.ops.tree_cache.functions import cache_layers, page_rows, tree_cache_append_
 from htree_ops.testing.cases import Case, normal
+from htree_ops.testing.tree_attention_cases import frequencies
 
 __all__ = ["BENCHMARK_CASES", "CASES", "DECODE_CASES", "TreeCacheCase", "filled_pools", "offsets", "op_calls"]
 
@@ -36,6 +37,7 @@ class TreeCacheCase(Case):
     selection_stride: int = 1
     selection_span: int | None = None
     rope_base: float | None = 10000.0
+    inv_freq: tuple[float, ...] | None = None
     importance: str = "lse_causal"
     ring: int | None = None
     capacity: int = 0
@@ -63,6 +65,7 @@ class TreeCacheCase(Case):
             "selection_stride": self.selection_stride,
             "rope_base": self.rope_base,
             "importance": self.importance,
+            "inv_freq": self.inv_freq,
         }
 
     def tokens(self, device: str | torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -168,6 +171,15 @@ CASES = [
         name="joint", dtype=F32, lengths=(60,), queries=(7,), importance="exp_joint", **_SMALL, **_TREE
     ),
     TreeCacheCase(name="plain", dtype=F32, lengths=(60,), queries=(3,), rope_base=None, **_SMALL, **_TREE),
+    TreeCacheCase(
+        name="inv_freq",
+        dtype=F32,
+        lengths=(60, 37),
+        queries=(3, 1),
+        inv_freq=(1.0, -0.3, 0.01, 0.0),
+        **_SMALL,
+        **_TREE,
+    ),
     *(
         TreeCacheCase(
             name=f"span {span}",
@@ -252,6 +264,8 @@ DECODE_CASES = [
     _decoded("128, G = 3", heads=6, kv_heads=2, **_LARGE_HEADS),
     _decoded("ragged", F16, lengths=(700, 0, 5, 129), queries=(3, 0, 2, 7)),
     _decoded("plain", rope_base=None),
+    _decoded("inv_freq", inv_freq=frequencies(64)),
+    _decoded("inv_freq, 128, span 2", F16, inv_freq=frequencies(128), selection_span=2, **_LARGE_HEADS),
     _decoded("joint", importance="exp_joint"),
     _decoded("stride", lengths=(600, 429), queries=(9, 5), selection_stride=4, ring=4),
     _decoded("ring", queries=(3, 5), ring=2),

@@ -34,6 +34,10 @@ CASES: dict[str, tuple[cp_on_ranks.Sizes, dict[str, Any]]] = {
         {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2, "scope": "q_head"},
     ),
     "one_layer": ((1, 64, 2, 2, 8, 8), {"compression_rate": 4, "max_top_nodes": 64, "top_k": 16}),
+    "frequencies": (
+        (1, 96, 3, 3, 4, 5),
+        {"compression_rate": 2, "max_top_nodes": 4, "top_k": 2, "inv_freq": [0.7, 0.0]},
+    ),
     "no_rotation": (
         (1, 96, 3, 3, 2, 5),
         {"compression_rate": 2, "max_top_nodes": 4, "top_k": 2, "rope_base": None, "importance": "exp_joint"},

@@ -95,6 +95,12 @@ def test_attention_with_a_selection_per_query_head_trains(ranks: Pool) -> None:
         assert_trains(found)
 
 
+@pytest.mark.parametrize("local", [True, False])
+def test_attention_with_frequencies_of_its_own_trains(local: bool, ranks: Pool) -> None:
+    for found in ranks.run(tp_on_ranks.attention, 2, local, 4, "kv_head", "cpu", (0.7, 0.0)):
+        assert_trains(found)
+
+
 @pytest.mark.parametrize("scope", ["kv_head", "q_head"])
 def test_caches_hold_the_heads_of_their_rank(scope: str, ranks: Pool) -> None:
     for size in (2, 4):

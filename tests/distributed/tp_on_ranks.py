@@ -198,12 +198,18 @@ def train(
 
 
 def attention(
-    size: int, local: bool, num_kv_heads: int = 4, scope: str = "kv_head", device: str = "cpu"
+    size: int,
+    local: bool,
+    num_kv_heads: int = 4,
+    scope: str = "kv_head",
+    device: str = "cpu",
+    inv_freq: tuple[float, ...] | None = None,
 ) -> dict[str, Any]:
     """HTreeAttention with its projections sharded by heads."""
     mesh = mesh_of(size, device)
     torch.manual_seed(3)
-    one = htree_ops.HTreeAttention(24, 8, num_kv_heads, 4, scope=scope, **TREE).to(device)
+    options = {"scope": scope, "inv_freq": inv_freq, **TREE}
+    one = htree_ops.HTreeAttention(24, 8, num_kv_heads, 4, **options).to(device)
     plan: dict[str, Any] = {
         name: ColwiseParallel(use_local_output=local) for name in ("q_proj", "k_proj", "v_proj")
     }

@@ -22,7 +22,8 @@ from transformers import (
 )
 
 import htree_ops
-from htree_ops.integrations.transformers import attention, register
+from htree_ops.integrations.cache import TreeCache
+from htree_ops.integrations.transformers import _compact_options, _computed_rotation, attention, register
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -127,6 +128,79 @@ def test_compact_positions_are_those_of_tree_attention(device: str) -> None:
     torch.testing.assert_close(
         model(ids).logits, make_model(attention="eager", num_hidden_layers=1, device=device)(ids).logits
     )
+
+
+#: Rotary positions whose frequencies are not those of rope_theta, at 512 positions.
+SCALED: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "rope_theta": 500.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 128},
+    "yarn with a factor of its own": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 128,
+        "attention_factor": 1.6,
+    },
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 100.0},
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("scaling", SCALED)
+def test_compact_positions_have_the_frequencies_of_the_model(
+    scaling: str, kind: str, batch: str, device: str
+) -> None:
+    rope = {"rope_parameters": SCALED[scaling]}
+    ours = make_model(kind, EXACT | {"positions": "compact"}, device=device, **rope)
+    theirs = make_model(kind, attention="eager", device=device, **rope)
+    call = {name: torch.tensor(value, device=device) for name, value in BATCHES[batch].items()}
+    assert_equal_models(ours, theirs, make_text(device=device), **call)
+    plain = {"rope_parameters": {"rope_type": "default", "rope_theta": SCALED[scaling]["rope_theta"]}}
+    other = make_model(kind, attention="eager", device=device, **plain)
+    text = make_text(device=device)
+    assert not torch.allclose(other(text).logits, theirs(text).logits, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("scaling", SCALED)
+def test_the_rotation_is_that_of_the_rotary_module(scaling: str, kind: str) -> None:
+    model = make_model(
+        kind, SPARSE | {"positions": "compact"}, num_hidden_layers=1, rope_parameters=SCALED[scaling]
+    )
+    rotary, layer = model.model.rotary_emb, model.model.layers[0].self_attn
+    found = _compact_options(layer, layer.scaling)
+    assert found["inv_freq"] == tuple(rotary.inv_freq.tolist())
+    assert found["scale"] == pytest.approx(layer.scaling * rotary.attention_scaling**2)
+    assert _compact_options(layer, None)["scale"] == pytest.approx(8**-0.5 * rotary.attention_scaling**2)
+
+
+def test_scaled_positions_are_compiled_exported_and_served() -> None:
+    torch._dynamo.reset()
+    options = SPARSE | {"positions": "compact"}
+    model = make_model(options=options, num_hidden_layers=1, rope_parameters=SCALED["yarn"])
+    ids = make_text()
+    _computed_rotation.cache_clear()
+    with torch.no_grad():
+        exported = torch.export.export(model, (ids,), {"use_cache": False}, strict=False)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    got, wanted = (logits_and_gradients(m, ids) for m in (compiled, model))
+    torch.testing.assert_close(got[0], wanted[0])
+    for ours, theirs in zip(got[1], wanted[1], strict=True):
+        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(exported.module()(ids, use_cache=False).logits, model(ids).logits)
+    cache = TreeCache(model.config, max_cache_len=40)
+    with torch.no_grad():
+        parts = [model(part, past_key_values=cache).logits for part in ids.split((31, 1, 1, 7), dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 # ---- generation and caches
@@ -352,7 +426,17 @@ def short_mask() -> None:
     model(make_text(), past_key_values=past, attention_mask=torch.ones(2, 40, dtype=torch.long))
 
 
-LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+COMPACT = EXACT | {"positions": "compact"}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 128,
+    "factor": 4.0,
+}
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
 REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
     "sliding window": (
@@ -409,10 +493,25 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
         TypeError,
         "config.htree must be a dict of options, got str",
     ),
-    "scaled positions": (
-        lambda: call_with({"options": EXACT | {"positions": "compact"}, "rope_parameters": LINEAR}),
+    "frequencies of the model": (
+        lambda: call_with({"options": {"inv_freq": [1.0] * 4}}),
+        ValueError,
+        "got 'inv_freq'",
+    ),
+    "dynamic positions": (
+        lambda: call_with({"options": COMPACT, "rope_parameters": DYNAMIC}),
         NotImplementedError,
-        "rope_type 'linear'.*positions='own'",
+        "do not follow the length of the text, .*got 'dynamic': use positions='own'",
+    ),
+    "longrope": (
+        lambda: call_with({"options": COMPACT, "rope_parameters": LONG}),
+        NotImplementedError,
+        "do not follow the length of the text, .*got 'longrope': use positions='own'",
+    ),
+    "partial positions": (
+        lambda: call_with({"options": COMPACT, "rope_parameters": PARTIAL}),
+        NotImplementedError,
+        "rotates whole heads, got partial_rotary_factor 0.5 with rope_type 'default': use positions='own'",
     ),
 }
 

@@ -9,7 +9,7 @@ from tree_attention_helpers import wild_lists
 import htree_ops  # noqa: F401
 from htree_ops.testing.cases import case_id
 from htree_ops.testing.tree_attention_calls import calls
-from htree_ops.testing.tree_attention_cases import SHAPES, TreeAttentionCase
+from htree_ops.testing.tree_attention_cases import SHAPES, TreeAttentionCase, frequencies
 
 pytestmark = pytest.mark.gpu
 
@@ -84,6 +84,23 @@ def test_selection_by_span_means(case: TreeAttentionCase) -> None:
     for store_parents in (True, False):
         out = torch.ops.htree.attention(
             q, k, v, *case.op_options(), store_parents, selection_span=case.selection_span
+        )
+        for gradient in torch.autograd.grad(out, (q, k, v), torch.randn_like(out)):
+            assert gradient.isfinite().all()
+
+
+FREQUENCIES = [
+    *(tensor_core(f"stride{s}", torch.bfloat16, K=64, V=64, selection_stride=s) for s in (1, 16)),
+    tensor_core("general", torch.float32, K=64, V=64),
+]
+
+
+@pytest.mark.parametrize("case", FREQUENCIES, ids=case_id)
+def test_frequencies_of_the_caller(case: TreeAttentionCase) -> None:
+    q, k, v = (x.requires_grad_() for x in case.make_qkv("cuda"))
+    for store_parents in (True, False):
+        out = torch.ops.htree.attention(
+            q, k, v, *case.op_options(), store_parents, inv_freq=frequencies(case.K)
         )
         for gradient in torch.autograd.grad(out, (q, k, v), torch.randn_like(out)):
             assert gradient.isfinite().all()

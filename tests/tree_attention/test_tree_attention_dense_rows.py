@@ -11,7 +11,7 @@ from tree_attention_fast import TENSOR_CORE_TOLERANCE, assert_fast_output, model
 import htree_ops  # noqa: F401
 from htree_ops.testing.cases import case_id
 from htree_ops.testing.compare import assert_close_spec
-from htree_ops.testing.tree_attention_cases import TreeAttentionCase
+from htree_ops.testing.tree_attention_cases import TreeAttentionCase, frequencies
 from htree_ops.testing.tree_attention_checks import assert_lists, forced
 
 pytestmark = pytest.mark.gpu
@@ -39,6 +39,7 @@ SHAPES = [
     model("three_layers", T=9000, K=64, V=64, M=512, top_k=32),
     model("peaked", T=700, K=128, V=128, M=640, top_k=40, spread=4.0),
     model("no_rotation", T=700, K=128, V=128, M=640, top_k=40, rope_base=None),
+    model("inv_freq", T=700, K=128, V=128, M=640, top_k=40, inv_freq=frequencies(128)),
     model("fused_projection", T=700, M=640, top_k=40, layout="fused_projection"),
 ]
 CASES = [shape.with_dtype(dtype) for shape in SHAPES for dtype in (torch.bfloat16, torch.float16)]

@@ -20,7 +20,7 @@ import htree_ops  # noqa: F401  registers torch.ops.htree
 import htree_ops.reference.tree_attention as ref
 from htree_ops.testing.compare import assert_close_spec
 from htree_ops.testing.devices import poisoned_memory
-from htree_ops.testing.tree_attention_cases import TreeAttentionCase
+from htree_ops.testing.tree_attention_cases import TreeAttentionCase, frequencies
 from htree_ops.testing.tree_attention_checks import assert_epsilon_optimal, assert_lists, forced
 
 ops = torch.ops.htree
@@ -48,6 +48,7 @@ def problems(draw, layers=None):
         T=length, num_queries=num_queries, H=heads_kv * draw(st.sampled_from((1, 2, 3, 4, 8, 16))),
         H_kv=heads_kv, K=width, V=width, r=16, top_k=top_k, M=top_nodes, selection_stride=stride,
         importance=draw(st.sampled_from(("lse_causal", "exp_joint"))), selection_span=draw(spans_of(16)),
+        inv_freq=draw(st.sampled_from((None, frequencies(width)))),
         spread=draw(st.sampled_from((1.0, 0.2))), layout=draw(st.sampled_from(LAYOUTS)),
     )  # fmt: skip
 
@@ -90,7 +91,9 @@ def test_h3_exact_regimes_are_dense_attention(case, seed):
     case = dataclasses.replace(case, top_k=-(-case.T // 16))  # every node of every upper layer is opened
     q, k, v = case.make_qkv("cuda", seed)
     out = forward(q, k, v, case)[0]
-    dense = ref.dense_causal_attention(q, k, v, case.scale, case.rope_base, compute_dtype=torch.float64)
+    dense = ref.dense_causal_attention(
+        q, k, v, case.scale, case.rope_base, case.inv_freq, compute_dtype=torch.float64
+    )
     assert_fast_output(out, dense, v)
 
 

@@ -13,7 +13,7 @@ from tree_attention_fast import model as fast_model
 import htree_ops  # noqa: F401
 from htree_ops.testing.cases import case_id
 from htree_ops.testing.compare import assert_close_spec
-from htree_ops.testing.tree_attention_cases import TreeAttentionCase
+from htree_ops.testing.tree_attention_cases import TreeAttentionCase, frequencies
 from htree_ops.testing.tree_attention_checks import assert_lists, forced
 
 pytestmark = pytest.mark.gpu
@@ -37,6 +37,7 @@ SHAPES = [
     model("suffix", num_queries=77),
     model("decode", num_queries=1),
     model("no_rotation", rope_base=None, K=128, V=128),
+    model("inv_freq", inv_freq=frequencies(128), K=128, V=128),
     model("peaked", spread=4.0, K=128, V=128),
     *(model(f"short{t}", T=t, K=128, V=128) for t in (1, 15, 16, 17, 33)),
 ]

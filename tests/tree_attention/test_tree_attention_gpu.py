@@ -11,7 +11,7 @@ from tree_attention_fast import TENSOR_CORE_DELTA, TENSOR_CORE_TOLERANCE, assert
 import htree_ops  # noqa: F401
 from htree_ops.testing.cases import case_id
 from htree_ops.testing.compare import assert_close_spec
-from htree_ops.testing.tree_attention_cases import TreeAttentionCase
+from htree_ops.testing.tree_attention_cases import TreeAttentionCase, frequencies
 from htree_ops.testing.tree_attention_checks import (
     GRADIENT_FACTOR,
     assert_epsilon_optimal,
@@ -68,6 +68,15 @@ SHAPES = [
     model("fused_projection", layout="fused_projection"),
     model("joint", importance="exp_joint"),
     model("no_rotation", rope_base=None),
+    *(
+        model(f"stride{s}_d{d}_inv_freq", H=16, K=d, V=d, selection_stride=s, inv_freq=frequencies(d))
+        for s in (1, 4, 16)
+        for d in (32, 64, 128)
+    ),
+    model("k64_v128_inv_freq", V=128, inv_freq=frequencies(64)),
+    model("one_layer_inv_freq", T=900, M=1024, top_k=64, inv_freq=frequencies(64)),
+    model("group1_inv_freq", H=2, K=128, V=128, inv_freq=frequencies(128)),
+    model("span_inv_freq", selection_span=2, inv_freq=frequencies(64)),
     model("peaked", spread=4.0),
     *(
         model(f"many_tiles{name}", T=20_000, K=128, V=128, top_k=128, M=2048, **sizes)
@@ -84,7 +93,7 @@ SHAPES = [
     *(model(f"short{t}", T=t, K=128, V=128) for t in (1, 15, 16, 17, 64)),
 ]
 CASES = [s.with_dtype(dtype) for s in SHAPES for dtype in (torch.bfloat16, torch.float16)] + [
-    s.with_dtype(torch.float32) for s in SHAPES[:4]
+    s.with_dtype(torch.float32) for s in (*SHAPES[:4], *(s for s in SHAPES if s.inv_freq and s.K == 64))
 ]
 
 
@@ -224,8 +233,9 @@ def test_values_that_are_not_finite_reach_their_readers_alone(value: float, stri
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_stream_and_graph(dtype: torch.dtype) -> None:
-    case = model("graph", dtype, T=600, K=64, V=64)
+@pytest.mark.parametrize("inv_freq", [None, frequencies(64)], ids=["base", "inv_freq"])
+def test_stream_and_graph(dtype: torch.dtype, inv_freq: tuple[float, ...] | None) -> None:
+    case = model("graph", dtype, T=600, K=64, V=64, inv_freq=inv_freq)
     q, k, v = case.make_qkv("cuda")
     expected = op.attention(q, k, v, **case.reference_options())
     stream = torch.cuda.Stream()

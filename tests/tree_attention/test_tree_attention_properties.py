@@ -78,7 +78,9 @@ def test_h3_exact_regimes_are_dense_attention(data, seed, one_layer, device):
     with poisoned_memory():
         out = ops.attention(q, k, v, **case.reference_options()).cpu()
     q, k, v = on_cpu(q, k, v)
-    dense = ref.dense_causal_attention(q, k, v, case.scale, case.rope_base, compute_dtype=torch.float64)
+    dense = ref.dense_causal_attention(
+        q, k, v, case.scale, case.rope_base, case.inv_freq, compute_dtype=torch.float64
+    )
     assert_output(out, dense, v)
 
 
@@ -163,7 +165,7 @@ def test_h7_and_h8_the_output_is_a_weighted_mean_of_values(data, seed, device):
 def test_h9_a_constant_added_to_all_scores_cancels(data, seed, shift, device):
     """Without rotation, two extra channels of q and k add one constant to every score at every layer."""
     case = data.draw(problems(dtypes_of(device), importances=CAUSAL))
-    case = dataclasses.replace(case, rope_base=None, layout="contiguous", scale=0.5)
+    case = dataclasses.replace(case, rope_base=None, inv_freq=None, layout="contiguous", scale=0.5)
     q, k, v = case.make_qkv(device, seed)
     pair = torch.tensor([1.0, 0.0], dtype=case.dtype, device=device)
     moved_q = torch.cat([q, pair.expand(*q.shape[:3], 2)], dim=-1)

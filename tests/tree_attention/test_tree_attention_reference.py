@@ -221,7 +221,7 @@ def test_exact_regimes_are_dense_attention(case, regime):
     if regime == "one layer":
         options["max_top_nodes"] = width
     got = ref.htree_forward_naive(q, k, v, **options)
-    dense = ref.dense_causal_attention(q, k, v, case.scale, case.rope_base)
+    dense = ref.dense_causal_attention(q, k, v, case.scale, case.rope_base, case.inv_freq)
     torch.testing.assert_close(got.out, dense, rtol=1e-12, atol=1e-12)
 
 

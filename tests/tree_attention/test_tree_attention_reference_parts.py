@@ -191,7 +191,13 @@ def test_explicit_backward_is_autograd_and_central_differences(case):
     found = ref.htree_forward_naive(q, k, v, **options)
     dout = torch.randn(found.out.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     explicit = ref.htree_backward_naive(
-        dout, q, found, compression_rate=case.r, scale=case.scale, rope_base=case.rope_base
+        dout,
+        q,
+        found,
+        compression_rate=case.r,
+        scale=case.scale,
+        rope_base=case.rope_base,
+        inv_freq=case.inv_freq,
     )
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     taped = ref.htree_forward_naive(*leaves, **options, parents=found.parents)

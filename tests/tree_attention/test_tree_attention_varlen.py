@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from torch import Tensor
-from tree_attention_strategies import CAUSAL, EVERY_IMPORTANCE, dtypes_of, seeds, spans_of
+from tree_attention_strategies import CAUSAL, EVERY_IMPORTANCE, dtypes_of, frequencies_of, seeds, spans_of
 
 import htree_ops
 from htree_ops import tree_attention, tree_attention_varlen
@@ -35,7 +35,7 @@ def groupings_of(case: VarlenCase) -> tuple[str, ...]:
 
 
 def packed(case: VarlenCase, inputs: tuple[Any, ...], grouping: str = "auto") -> tuple[Tensor, Tensor]:
-    return OPS.attention_varlen(*inputs, grouping=grouping, selection_span=case.selection_span)
+    return OPS.attention_varlen(*inputs, grouping=grouping, **case.later_options())
 
 
 def one_by_one(case: VarlenCase, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
@@ -129,6 +129,7 @@ def batches(draw: Any, device: str, importances: tuple[str, ...] = CAUSAL) -> Va
         queries = tuple(keys - skipped for keys, skipped in zip(lengths, before, strict=True))
     kv_heads = draw(st.integers(1, 2))
     importance = draw(st.sampled_from(importances))
+    width = draw(st.sampled_from((2, 6, 16)))
     return VarlenCase(
         name="drawn",
         dtype=draw(st.sampled_from(dtypes_of(device))),
@@ -137,7 +138,7 @@ def batches(draw: Any, device: str, importances: tuple[str, ...] = CAUSAL) -> Va
         spare=draw(st.integers(0, 4)),
         H=kv_heads * draw(st.integers(1, 3)),
         H_kv=kv_heads,
-        K=draw(st.sampled_from((2, 6, 16))),
+        K=width,
         V=draw(st.integers(1, 5)),
         r=r,
         top_k=top_k,
@@ -145,6 +146,7 @@ def batches(draw: Any, device: str, importances: tuple[str, ...] = CAUSAL) -> Va
         selection_stride=stride,
         selection_span=None if importance == "lse" else draw(spans_of(r)),
         importance=importance,
+        inv_freq=draw(frequencies_of(width)),
     )
 
 
@@ -400,13 +402,13 @@ def test_return_lse_and_defaults() -> None:
 
 # ---- torch's machinery
 
-CHECKED = ("ragged", "span", "stride", "empty_documents", "half")
+CHECKED = ("ragged", "span", "stride", "empty_documents", "half", "inv_freq")
 
 
 @pytest.mark.parametrize("case", [x for x in CASES if x.name in CHECKED], ids=case_id)
 def test_opcheck(case: VarlenCase, device: str) -> None:
     inputs = case.make_inputs(device)
-    span = {"selection_span": case.selection_span}
+    span = case.later_options()
     torch.library.opcheck(OPS.attention_varlen_forward.default, inputs, span)
     q, k, v, *rest = inputs
     torch.library.opcheck(

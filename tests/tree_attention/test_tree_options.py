@@ -20,11 +20,12 @@ OTHERS = {
     "top_k": 3,
     "selection_stride": 4,
     "scale": 0.5,
-    "rope_base": None,
+    "rope_base": 10000.0,
     "importance": "exp_joint",
     "scope": "q_head",
     "store_parents": False,
     "selection_span": 2,
+    "inv_freq": (1.0, 0.5, -0.25, 0.0),
 }
 
 
@@ -73,6 +74,9 @@ def test_ops_take_all_but_what_the_heads_and_a_backward_say() -> None:
         ),
         ({"selection_span": 2.0}, TypeError, "selection_span"),
         ({"selection_span": 4, "importance": "lse"}, ValueError, "selection_span .*'lse'"),
+        ({"inv_freq": (1.0, float("nan"))}, ValueError, "inv_freq"),
+        ({"inv_freq": 1.0}, TypeError, "inv_freq"),
+        ({"inv_freq": (1.0,), "rope_base": None}, ValueError, "rope_base"),
         ({"scope": "head"}, ValueError, "scope"),
         ({"scale": float("nan")}, ValueError, "scale"),
     ],

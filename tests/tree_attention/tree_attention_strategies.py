@@ -22,6 +22,13 @@ def spans_of(rate):
     return st.one_of(st.none(), st.sampled_from([span for span in range(1, rate + 1) if rate % span == 0]))
 
 
+def frequencies_of(width):
+    """None as often as K/2 frequencies of any sign, zeros among them."""
+    some = st.sampled_from((0.0, 1.0, -0.5, 0.1, 1e-3, 2.5))
+    numbers = st.lists(st.one_of(some, st.floats(-4, 4, width=32)), min_size=width // 2, max_size=width // 2)
+    return st.one_of(st.none(), numbers.map(tuple))
+
+
 @st.composite
 def problems(
     draw, dtypes, *, importances=("lse_causal",), layers=None, max_length=90, spreads=(1.0, 0.2, 4.0)
@@ -46,6 +53,7 @@ def problems(
         num_queries = length - draw(st.integers(0, (length - 1) // stride)) * stride
     heads_kv = draw(st.integers(1, 3))
     importance = draw(st.sampled_from(importances))
+    width = draw(st.sampled_from((2, 4, 6, 16)))
     return TreeAttentionCase(
         name="drawn",
         dtype=draw(st.sampled_from(dtypes)),
@@ -54,7 +62,7 @@ def problems(
         num_queries=num_queries,
         H=heads_kv * draw(st.integers(1, 4)),
         H_kv=heads_kv,
-        K=draw(st.sampled_from((2, 4, 6, 16))),
+        K=width,
         V=draw(st.integers(1, 5)),
         r=r,
         top_k=top_k,
@@ -62,6 +70,7 @@ def problems(
         selection_stride=stride,
         selection_span=None if importance == "lse" else draw(spans_of(r)),
         importance=importance,
+        inv_freq=draw(frequencies_of(width)),
         spread=draw(st.sampled_from(spreads)),
         layout=draw(st.sampled_from(("contiguous", "fused_projection", "head_major", "misaligned"))),
     )

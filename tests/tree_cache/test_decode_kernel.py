@@ -33,7 +33,8 @@ TOLERANCE = {torch.float16: (1e-3, 1e-3), torch.bfloat16: (8e-3, 8e-3)}
         (256, {}, 8),
         (256, {"top_k": 128}, 2),
         (4, {"top_k": 128}, 16),
-        (256, {"top_k": 64}, 1),
+        (256, {"top_k": 64}, 2),  # the rings of twelve warps leave no room for all 16 shares in one block
+        (256, {"top_k": 64, "dim": 64}, 1),
         (1 << 20, {"top_k": 1024}, 16),
         (4, {"most_cluster": 8}, 8),
         (256, {"wanted_cluster": 16}, 16),

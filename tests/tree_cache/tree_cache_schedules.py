@@ -39,6 +39,7 @@ class Shape:
     capacity: int
     num_pages: int | None
     rope_base: float | None
+    frequencies: tuple[float, ...] | None
     importance: str
     span: int | None
     dtype: torch.dtype
@@ -50,12 +51,14 @@ class Shape:
         kv_heads, batch = draw.randint(1, 2), draw.randint(1, 3)
         page_size, capacity = rate * draw.randint(1, 4), draw.randint(6, 40)
         full = batch * -(-capacity // page_size)
+        key_dim = draw.choice((2, 4, 6))
+        own = draw.random() < 0.3
         return Shape(
             seed=seed,
             batch=batch,
             heads=kv_heads * draw.randint(1, 3),
             kv_heads=kv_heads,
-            key_dim=draw.choice((2, 4, 6)),
+            key_dim=key_dim,
             value_dim=draw.randint(1, 4),
             rate=rate,
             top_k=top_k,
@@ -64,7 +67,8 @@ class Shape:
             page_size=page_size,
             capacity=capacity,
             num_pages=draw.choice((None, None, max(1, full // 2))),
-            rope_base=draw.choice((10000.0, 10.0, None)),
+            rope_base=10000.0 if own else draw.choice((10000.0, 10.0, None)),
+            frequencies=tuple(draw.choice((0.0, 1.0, -0.2)) for _ in range(key_dim // 2)) if own else None,
             importance=draw.choice(("lse_causal", "exp_joint")),
             span=draw.choice([None, None, *(c for c in (1, 2, 3, 4) if rate % c == 0)]),
             dtype=draw.choice(dtypes),
@@ -77,6 +81,7 @@ class Shape:
             "top_k": self.top_k,
             "selection_stride": self.stride,
             "rope_base": self.rope_base,
+            "inv_freq": self.frequencies,
             "importance": self.importance,
             "selection_span": self.span,
         }

@@ -32,6 +32,7 @@ AttentionArgs resolve_options(const char* op, const TreeOptions& options, const 
   args.scale = resolve_scale(options.scale, k.size(3));
   args.rotate = options.rope_base.has_value();
   args.rope_base = options.rope_base.value_or(args.rope_base);
+  args.inv_freq = options.inv_freq.value_or(args.inv_freq);
   args.importance = parse_importance(op, options.importance);
   // With r cut down, every query has one candidate at the one layer above the tokens, so nothing is scored.
   const bool cut = args.compression_rate < options.compression_rate;

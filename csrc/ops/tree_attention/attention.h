@@ -49,6 +49,25 @@ inline void check_options(const char* op, const TreeOptions& options) {
                       ": rope_base must be positive and finite in float32, or None for no rotation, got ",
                       *options.rope_base);
   }
+  if (options.inv_freq.has_value()) {
+    TORCH_CHECK_VALUE(options.rope_base == TreeOptions().rope_base, op, ": rope_base must keep its default ",
+                      *TreeOptions().rope_base, " where inv_freq is given, got ",
+                      options.rope_base.has_value() ? std::to_string(*options.rope_base) : "None");
+    for (size_t i = 0; i < options.inv_freq->size(); ++i) {
+      const double frequency = (*options.inv_freq)[i];
+      TORCH_CHECK_VALUE(std::isfinite(static_cast<float>(frequency)), op,
+                        ": inv_freq must be finite in float32, got ", frequency, " at ", i);
+    }
+  }
+}
+
+// One frequency for each pair of the K dims of a key.
+inline void check_frequencies(const char* op, const TreeOptions& options, const SymInt& key_dim) {
+  if (options.inv_freq.has_value()) {
+    const auto count = static_cast<int64_t>(options.inv_freq->size());
+    TORCH_CHECK_VALUE(same_size(key_dim, 2 * count), op, ": inv_freq must have K/2 numbers, got ", count,
+                      " and K = ", key_dim);
+  }
 }
 
 // q [B, T_q, H, K] against k [B, T, H_kv, K] and v [B, T, H_kv, V]. q is as many equal pieces as there are `starts`,
@@ -58,6 +77,7 @@ inline void check_attention_rows(const char* op, const Tensor& q, const Tensor& 
   check_options(op, options);
   check_queries(op, q, "k", k);
   check_values(op, "k", k, "v", v);
+  check_frequencies(op, options, k.sym_size(3));
   const int64_t stride = options.selection_stride, num_pieces = static_cast<int64_t>(starts.size());
   TORCH_CHECK_VALUE(num_pieces > 0, op, ": starts must have the token of a first query, got none");
   TORCH_CHECK_VALUE(num_pieces == 1 || same_size(q.sym_size(1) % (num_pieces * stride), 0), op, ": the ",
@@ -80,6 +100,7 @@ inline void check_attention(const char* op, const Tensor& q, const Tensor& k, co
   check_options(op, options);
   check_queries(op, q, "k", k);
   check_values(op, "k", k, "v", v);
+  check_frequencies(op, options, k.sym_size(3));
   const SymInt before = k.sym_size(1) - q.sym_size(1);
   TORCH_CHECK_VALUE(
       holds(before.sym_ge(0)), op, ": q must have at most as many rows as k (q is a suffix of the keys), ",

@@ -40,10 +40,9 @@ Tensor prepare_io_attention(const Tensor& q, const Tensor& k, const Tensor& v, c
 // ---- the stages, through the dispatcher
 
 Tensor rope_cache(int64_t size, int64_t dim, const Tensor& like) {
-  static const auto op =
-      op_handle<Tensor(SymInt, int64_t, double, at::ScalarType, std::optional<at::Device>)>(
-          "htree::rope_cache");
-  return op.call(size, dim, 10000.0, state_dtype(like), like.device());
+  static const auto op = op_handle<Tensor(SymInt, int64_t, double, at::ScalarType, std::optional<at::Device>,
+                                          std::optional<at::ArrayRef<double>>)>("htree::rope_cache");
+  return op.call(size, dim, 10000.0, state_dtype(like), like.device(), std::nullopt);
 }
 
 struct Layer {

@@ -42,6 +42,7 @@ struct AttentionArgs {
   double scale = 1.0;
   bool rotate = true;  // false where rope_base is None: no rotation at any layer
   double rope_base = 10000.0;
+  std::vector<double> inv_freq;  // radians per position of each pair of dims; empty for rope_base^(-2i/K)
   Importance importance = Importance::kLseCausal;
   int64_t selection_span = 0;  // as in LayerArgs
   std::vector<int64_t> starts = {0};

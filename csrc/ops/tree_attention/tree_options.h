@@ -12,6 +12,7 @@
 #include <string>
 #include <string_view>
 #include <tuple>
+#include <vector>
 
 #include "host/op_handle.h"
 
@@ -21,14 +22,14 @@ struct TreeOptions {
   // The options as the dispatcher passes them, in the order of the schema.
   using Loose = std::tuple<int64_t, int64_t, int64_t, std::optional<double>, std::optional<double>,
                            std::string_view, int64_t>;
-  using Later = std::tuple<std::optional<int64_t>>;
+  using Later = std::tuple<std::optional<int64_t>, std::optional<at::ArrayRef<double>>>;
   static constexpr const char* kSchema =
       "int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "
       "float? rope_base=10000., str importance=\"lse_causal\", int selection_stride=1";
-  static constexpr const char* kLaterSchema = "int? selection_span=None";
+  static constexpr const char* kLaterSchema = "int? selection_span=None, float[]? inv_freq=None";
   static constexpr std::array<const char*, std::tuple_size_v<Loose> + std::tuple_size_v<Later>> kNames = {
-      "compression_rate", "max_top_nodes", "top_k_per_layer",  "scale",
-      "rope_base",        "importance",    "selection_stride", "selection_span"};
+      "compression_rate", "max_top_nodes",    "top_k_per_layer", "scale",   "rope_base",
+      "importance",       "selection_stride", "selection_span",  "inv_freq"};
 
   int64_t compression_rate = 16;
   int64_t max_top_nodes = 8192;
@@ -38,16 +39,19 @@ struct TreeOptions {
   std::string importance = "lse_causal";
   int64_t selection_stride = 1;
   std::optional<int64_t> selection_span;
+  std::optional<std::vector<double>> inv_freq;
 
   TreeOptions() = default;
   TreeOptions(const Loose& loose, const Later& later) {
     std::tie(compression_rate, max_top_nodes, top_k, scale, rope_base, importance, selection_stride) = loose;
-    std::tie(selection_span) = later;
+    std::optional<at::ArrayRef<double>> frequencies;
+    std::tie(selection_span, frequencies) = later;
+    if (frequencies.has_value()) inv_freq = frequencies->vec();
   }
   Loose loose() const {
     return {compression_rate, max_top_nodes, top_k, scale, rope_base, importance, selection_stride};
   }
-  Later later() const { return {selection_span}; }
+  Later later() const { return {selection_span, inv_freq}; }
 
   // Writes the options to the `saved_data` of autograd.
   template <typename SavedData>
@@ -58,9 +62,10 @@ struct TreeOptions {
   }
   template <typename SavedData>
   static TreeOptions load(SavedData& data) {
-    return {
-        load<Loose, 0>(data, std::make_index_sequence<std::tuple_size_v<Loose>>()),
-        load<Later, std::tuple_size_v<Loose>>(data, std::make_index_sequence<std::tuple_size_v<Later>>())};
+    constexpr size_t kFirst = std::tuple_size_v<Loose>;
+    const auto loose = load<Loose, 0>(data, std::make_index_sequence<kFirst>());
+    const auto later = load<Later, kFirst>(data, std::make_index_sequence<std::tuple_size_v<Later>>());
+    return {loose, later};
   }
 
  private:
@@ -72,17 +77,21 @@ struct TreeOptions {
       return c10::IValue(option);
     }
   }
+  // An IValue has no array of doubles to point at, so a list is copied.
   template <typename T>
-  static T from_value(const c10::IValue& value) {
+  static auto from_value(const c10::IValue& value) {
     if constexpr (std::is_same_v<T, std::string_view>) {
-      return value.toStringRef();
+      return std::string_view(value.toStringRef());
+    } else if constexpr (std::is_same_v<T, std::optional<at::ArrayRef<double>>>) {
+      return value.to<std::optional<std::vector<double>>>();
     } else {
       return value.to<T>();
     }
   }
   template <typename Options, size_t kFirst, typename SavedData, size_t... kIndex>
-  static Options load(SavedData& data, std::index_sequence<kIndex...>) {
-    return Options(from_value<std::tuple_element_t<kIndex, Options>>(data[kNames[kFirst + kIndex]])...);
+  static auto load(SavedData& data, std::index_sequence<kIndex...>) {
+    return std::make_tuple(
+        from_value<std::tuple_element_t<kIndex, Options>>(data[kNames[kFirst + kIndex]])...);
   }
 };
 

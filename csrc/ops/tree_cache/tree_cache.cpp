@@ -48,7 +48,7 @@ AttentionOutputs attention(const Tensor& q, const Tensor& k_pool, const Tensor& 
                            int64_t page_size, int64_t compression_rate, int64_t max_top_nodes, int64_t top_k,
                            int64_t selection_stride, std::optional<int64_t> selection_span,
                            std::optional<double> scale, std::optional<double> rope_base,
-                           std::string_view importance) {
+                           std::string_view importance, std::optional<at::ArrayRef<double>> inv_freq) {
   TreeOptions options;
   options.compression_rate = compression_rate;
   options.max_top_nodes = max_top_nodes;
@@ -58,6 +58,7 @@ AttentionOutputs attention(const Tensor& q, const Tensor& k_pool, const Tensor& 
   options.scale = scale;
   options.rope_base = rope_base;
   options.importance = std::string(importance);
+  if (inv_freq.has_value()) options.inv_freq = inv_freq->vec();
   const PageOptions page_options = {page_size, compression_rate, max_top_nodes, selection_span};
   const Pools pools = {k_pool, v_pool, block_table, lengths};
   AttentionOutputs outputs =
@@ -71,6 +72,7 @@ AttentionOutputs attention(const Tensor& q, const Tensor& k_pool, const Tensor& 
     args.scale = tree_attention::resolve_scale(scale, q.size(2));
     args.rotate = rope_base.has_value();
     args.rope_base = rope_base.value_or(args.rope_base);
+    args.inv_freq = options.inv_freq.value_or(args.inv_freq);
     args.importance = tree_attention::parse_importance("tree_cache_attention", importance);
     const auto dense = [](const OptionalTensor& x) {
       return x.has_value() ? OptionalTensor(x->contiguous()) : OptionalTensor();
@@ -186,8 +188,8 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
           "Tensor cu_q, Tensor? lists=None, Tensor? list_pos=None, Tensor? q_lengths=None, Tensor? "
           "rope_table=None, *, int page_size, int compression_rate=16, int max_top_nodes=8192, int "
           "top_k=512, int selection_stride=1, int? selection_span=None, float? scale=None, float? "
-          "rope_base=10000., str importance=\"lse_causal\") -> (Tensor out, Tensor lse, Tensor lists, Tensor "
-          "list_pos)",
+          "rope_base=10000., str importance=\"lse_causal\", float[]? inv_freq=None) -> (Tensor out, Tensor "
+          "lse, Tensor lists, Tensor list_pos)",
           "tree_cache_pages_(Tensor(a!) block_table, Tensor(b!) lengths, Tensor(c!) held, Tensor(d!) users, "
           "Tensor(e!) free_pages, Tensor(f!) errors, Tensor(g!) list_pos, Tensor(h!) plan, Tensor request, "
           "str step, *, int capacity, int page_size, int selection_stride=1) -> ()",

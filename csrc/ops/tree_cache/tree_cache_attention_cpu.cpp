@@ -69,9 +69,11 @@ std::vector<Sequence> sequences_of(const Pools& pools, const PageLayout& layout,
 
 // The table of rotations. It is the same in every step of a generation, so the latest ones are kept.
 template <typename Real>
-RotationTable kept_rotation(int64_t positions, const QueryShape& shape, double base) {
+RotationTable kept_rotation(int64_t positions, const QueryShape& shape, double base,
+                            const std::vector<double>& inv_freq) {
   struct Kept {
     double base;
+    std::vector<double> inv_freq;
     int64_t half, half_pad;
     RotationTable table;
   };
@@ -80,7 +82,7 @@ RotationTable kept_rotation(int64_t positions, const QueryShape& shape, double b
   static std::vector<Kept> kept;
   const std::lock_guard<std::mutex> lock(mutex);
   const auto fits = [&](const Kept& x) {
-    return x.base == base && x.half == shape.half && x.half_pad == shape.half_pad;
+    return x.base == base && x.inv_freq == inv_freq && x.half == shape.half && x.half_pad == shape.half_pad;
   };
   const auto found = std::find_if(kept.begin(), kept.end(), fits);
   if (found != kept.end() && found->table.table.size(1) >= positions) return found->table;
@@ -89,7 +91,8 @@ RotationTable kept_rotation(int64_t positions, const QueryShape& shape, double b
   int64_t size = 256;  // doubled as the text grows
   while (size < positions)
     size *= 2;
-  kept.push_back({base, shape.half, shape.half_pad, tree_attention::make_rotation<Real>(size, shape, base)});
+  kept.push_back({base, inv_freq, shape.half, shape.half_pad,
+                  tree_attention::make_rotation<Real>(size, shape, base, inv_freq)});
   return kept.back().table;
 }
 
@@ -117,7 +120,7 @@ struct Call {
       table = tree_attention::copy_rotation<Real>(inputs.rope_table->select(0, 0),
                                                   inputs.rope_table->select(0, 1), max_parents * r, shape);
     } else {
-      table = kept_rotation<Real>(max_parents * r, shape, args.rope_base);
+      table = kept_rotation<Real>(max_parents * r, shape, args.rope_base, args.inv_freq);
     }
   }
 

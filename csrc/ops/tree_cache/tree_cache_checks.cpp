@@ -153,6 +153,7 @@ AttentionOutputs prepare_attention(const Pools& pools, const AttentionInputs& in
   check_rank(op, "q", q, 3, "[N_q, H, K]");
   check_rows(op, "q", q, pools, "cu_q", inputs.cu_q, "q_lengths", inputs.q_lengths);
   check_size(op, "q", q, 2, pools.keys.sym_size(3), "K of k_pool");
+  tree_attention::check_frequencies(op, options, q.sym_size(2));
   const SymInt kv_heads = pools.keys.sym_size(1);
   TORCH_CHECK_VALUE(holds(q.sym_size(1).sym_ge(1)) && same_size(q.sym_size(1) % kv_heads, 0), op,
                     ": H of q must be a positive multiple of H_kv = ", kv_heads, ", got ", q.sym_sizes());

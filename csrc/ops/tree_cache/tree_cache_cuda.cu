@@ -1,7 +1,10 @@
 // CUDA entry points of the tree cache: scratch, chunks of rows and launches.
+#include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/outer.h>
+#include <ATen/ops/stack.h>
 
 #include <algorithm>
 
@@ -11,6 +14,7 @@
 #include "host/dispatch.h"
 #include "host/env.h"
 #include "host/op_handle.h"
+#include "ops/tree_attention/cuda/tree/cuda_tree.h"
 #include "ops/tree_cache/tree_cache.h"
 #include "ops/tree_cache/tree_cache_params.h"
 
@@ -55,14 +59,18 @@ CacheSequences sequences_of(const Pools& pools, const AttentionInputs& inputs,
 }
 
 // cos and sin [2, k r, K/2], given by the caller or computed here; undefined without rotation.
-Tensor rotations(const AttentionInputs& inputs, const AttentionArgs& args) {
+Tensor rotations(const AttentionInputs& inputs, const AttentionArgs& args, cudaStream_t stream) {
   if (!args.rotate) return {};
   if (inputs.rope_table.has_value()) return *inputs.rope_table;
-  static const auto op =
-      op_handle<Tensor(SymInt, int64_t, double, at::ScalarType, std::optional<at::Device>)>(
-          "htree::rope_cache");
-  return op.call(args.top_k * args.compression_rate, inputs.q.size(2), args.rope_base, at::kFloat,
-                 inputs.q.device());
+  const int64_t size = args.top_k * args.compression_rate;
+  if (const Tensor given = tree_attention::given_frequencies(args.inv_freq, inputs.q, stream);
+      given.defined()) {
+    const Tensor angle = at::outer(at::arange(size, given.options()), given);
+    return at::stack({angle.cos(), angle.sin()}).to(at::kFloat);
+  }
+  static const auto op = op_handle<Tensor(SymInt, int64_t, double, at::ScalarType, std::optional<at::Device>,
+                                          std::optional<at::ArrayRef<double>>)>("htree::rope_cache");
+  return op.call(size, inputs.q.size(2), args.rope_base, at::kFloat, inputs.q.device(), std::nullopt);
 }
 
 // The scratch of one row and head, each part counted in elements of four bytes.
@@ -220,7 +228,7 @@ void attention_cuda(const Pools& pools, const PageLayout& layout, const Attentio
   TORCH_CHECK_VALUE(total < kFromRing, kOp, ": q must have fewer than 2^30 rows on CUDA, got ", total);
   dispatch_device(kOp, inputs.q.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const Tensor table = rotations(inputs, args);
+    const Tensor table = rotations(inputs, args, scope.stream());
     AttendParams<T> params;
     params.layout = layout;
     params.sequences = sequences_of(pools, inputs, outputs);

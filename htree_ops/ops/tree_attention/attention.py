@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, Literal, overload
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias, overload
 
 import torch
 from torch import Tensor
 
-from htree_ops.ops.arguments import named, named_as
+from htree_ops.ops.arguments import check_kind, named, named_as
 
 __all__ = ["attention_backward", "attention_forward", "tree_attention"]
 
@@ -17,6 +18,8 @@ Scope = Literal["kv_head", "q_head"]
 SCOPES: tuple[Scope, ...] = ("kv_head", "q_head")
 #: How ranks share the tokens of a text (htree_ops.distributed). They stand here because layers keep one.
 BALANCES = ("head_tail", "contiguous")
+#: inv_freq, as the functions take it.
+Frequencies: TypeAlias = Sequence[float] | Tensor
 #: max_top_nodes = None is at most this many nodes.
 MOST_TOP_NODES = 8192
 _TRANSPOSED = "[B, H, T, K] in place of [B, T, H, K]: transpose(1, 2) the tensors"
@@ -30,6 +33,36 @@ def top_nodes(max_top_nodes: int | None, top_k: int, compression_rate: int) -> i
     return max(
         1, min(MOST_TOP_NODES, top_k * compression_rate)
     )  # the op refuses other options by their own names
+
+
+def frequencies(function: str, inv_freq: Frequencies | None) -> tuple[float, ...] | None:
+    """``inv_freq`` as the floats that an op takes; their number and their values are left to the op.
+
+    Raises:
+        TypeError: something else than a sequence of floats or a floating tensor [K/2] on the CPU; in compiled code a
+            tensor, whose numbers are not known there.
+    """
+    if inv_freq is None:
+        return None
+    if isinstance(inv_freq, (tuple, list)):
+        for place, x in enumerate(inv_freq):
+            if type(x) is not float:
+                check_kind(function, f"inv_freq[{place}]", x, "float")
+        return tuple(float(x) for x in inv_freq)
+    if isinstance(inv_freq, Tensor):
+        if torch.compiler.is_compiling():
+            raise TypeError(f"{function}: inv_freq must be a tuple of floats in compiled code, got a Tensor")
+        if inv_freq.dim() != 1 or not inv_freq.is_floating_point() or inv_freq.device.type != "cpu":
+            raise TypeError(
+                f"{function}: inv_freq must be floats or a floating tensor [K/2] on the CPU, got {inv_freq.dtype} "
+                f"{tuple(inv_freq.shape)} on {inv_freq.device}"
+            )
+        return tuple(inv_freq.tolist())
+    if isinstance(inv_freq, Sequence) and not isinstance(inv_freq, (str, bytes)):
+        return frequencies(function, tuple(inv_freq))
+    raise TypeError(
+        f"{function}: inv_freq must be floats or a floating tensor [K/2] on the CPU, got {type(inv_freq).__name__}"
+    )
 
 
 def check_scope(function: str, scope: object) -> None:
@@ -81,6 +114,7 @@ def tree_attention(
     return_lse: Literal[False] = ...,
     store_parents: bool = ...,
     selection_span: int | None = ...,
+    inv_freq: Frequencies | None = ...,
 ) -> Tensor: ...
 @overload
 def tree_attention(
@@ -99,6 +133,7 @@ def tree_attention(
     return_lse: Literal[True],
     store_parents: bool = ...,
     selection_span: int | None = ...,
+    inv_freq: Frequencies | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def tree_attention(
@@ -117,6 +152,7 @@ def tree_attention(
     return_lse: bool,
     store_parents: bool = ...,
     selection_span: int | None = ...,
+    inv_freq: Frequencies | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @named
 def tree_attention(
@@ -135,6 +171,7 @@ def tree_attention(
     return_lse: bool = False,
     store_parents: bool = True,
     selection_span: int | None = None,
+    inv_freq: Frequencies | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention over a tree of mean-pooled keys and values, at most top_k * r of them per layer.
 
@@ -163,7 +200,8 @@ def tree_attention(
             first one. T - T_q must be a multiple of it. 1 is recommended for quality, 4 for speed
             (:meth:`htree_ops.HTreeAttention.recommended`, which names the measurements).
         scale: factor of the scores, finite; None is K^-1/2.
-        rope_base: base of the rotary angles, positive; None rotates nothing.
+        rope_base: base of the rotary angles, positive; None rotates nothing. Where inv_freq is given it keeps its
+            default.
         importance: "lse_causal" or "exp_joint"; or "lse", which is not causal: its normaliser holds the query's own
                 node, whose pooled key covers later tokens. Where H = H_kv that cancels, except for keys that are not
                 finite and weights flushed to 0.
@@ -177,6 +215,10 @@ def tree_attention(
             means of c tokens, which finds single tokens that the mean of the whole node hides. Smaller spans
             find more and cost more: a layer scores 1/c of the tokens below its candidates. None scores the
             node's own mean; 2 is recommended. It cannot be combined with importance="lse".
+        inv_freq: [K/2] floats, finite in float32: pair i of a head (elements i and K/2 + i) rotates by position *
+            inv_freq[i], and not at all where that is 0. For scaled rotary positions (Llama 3, YaRN, linear) and for
+            partial ones; a factor on cos and sin, as YaRN has it, goes squared into ``scale``. A sequence or a 1-D
+            floating tensor on the CPU; a sequence in compiled code. None is rope_base^(-2i/K).
 
     Returns:
         out [B, T_q, H, V] in the dtype of q, differentiable in q, k and v with the selection held fixed. With
@@ -196,11 +238,12 @@ def tree_attention(
     """
     M = top_nodes(max_top_nodes, top_k, compression_rate)
     options = (compression_rate, M, top_k, scale, rope_base, importance, selection_stride)
+    later = (selection_span, frequencies("tree_attention", inv_freq))
     if torch.compiler.is_compiling():
-        return _attend(q, k, v, options, scope, return_lse, store_parents, selection_span)
+        return _attend(q, k, v, options, scope, return_lse, store_parents, later)
     _warn_of_transposed(q, k)
     try:
-        return _attend(q, k, v, options, scope, return_lse, store_parents, selection_span)
+        return _attend(q, k, v, options, scope, return_lse, store_parents, later)
     except ValueError as error:
         if "as many rows as k" in str(error) and q.shape[2] == k.shape[2]:
             error.args = (f"{error}. This would fit {_TRANSPOSED}",)
@@ -215,19 +258,19 @@ def _attend(
     scope: str,
     return_lse: bool,
     store_parents: bool,
-    selection_span: int | None,
+    later: tuple[int | None, tuple[float, ...] | None],
 ) -> Tensor | tuple[Tensor, Tensor]:
     check_scope("tree_attention", scope)
     if scope == "q_head" and _have_groups(q, k, v):
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     records = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if not return_lse:
-        return torch.ops.htree.attention(q, k, v, *options, store_parents, selection_span)
+        return torch.ops.htree.attention(q, k, v, *options, store_parents, *later)
     out, gmax, gsum, _ = torch.ops.htree.attention_forward(
-        q.detach(), k.detach(), v.detach(), *options, store_parents=False, selection_span=selection_span
+        q.detach(), k.detach(), v.detach(), *options, False, *later
     )
     if records:
-        out = torch.ops.htree.attention(q, k, v, *options, store_parents, selection_span)
+        out = torch.ops.htree.attention(q, k, v, *options, store_parents, *later)
     return out, gmax + gsum.log()
 
 
@@ -245,6 +288,7 @@ def attention_forward(
     selection_stride: int = 1,
     store_parents: bool = True,
     selection_span: int | None = None,
+    inv_freq: Frequencies | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """:func:`tree_attention` with its states and lists, without a gradient (docs/semantics/tree_attention.md §1.8).
 
@@ -268,7 +312,8 @@ def attention_forward(
         importance,
         selection_stride,
     )
-    return torch.ops.htree.attention_forward(q, k, v, *options, store_parents, selection_span)
+    given = frequencies("attention_forward", inv_freq)
+    return torch.ops.htree.attention_forward(q, k, v, *options, store_parents, selection_span, given)
 
 
 @named_as(top_k="top_k_per_layer")
@@ -290,6 +335,7 @@ def attention_backward(
     selection_stride: int = 1,
     output_mask: tuple[bool, bool, bool] = (True, True, True),
     selection_span: int | None = None,
+    inv_freq: Frequencies | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of :func:`tree_attention` with the selection held fixed (docs/semantics/tree_attention.md §1.10).
 
@@ -321,6 +367,7 @@ def attention_backward(
         importance,
         selection_stride,
     )
+    given = frequencies("attention_backward", inv_freq)
     return torch.ops.htree.attention_backward(
-        dout, q, k, v, out, gmax, gsum, parents, *options, output_mask, selection_span
+        dout, q, k, v, out, gmax, gsum, parents, *options, output_mask, selection_span, given
     )

@@ -22,8 +22,14 @@ from htree_ops.ops.arguments import (
     named_as,
     options_of,
 )
-from htree_ops.ops.tree_attention.attention import Importance, Scope, check_balance, tree_attention
-from htree_ops.ops.tree_attention.options import RECOMMENDED, Goal, TreeOptions
+from htree_ops.ops.tree_attention.attention import (
+    Frequencies,
+    Importance,
+    Scope,
+    check_balance,
+    tree_attention,
+)
+from htree_ops.ops.tree_attention.options import RECOMMENDED, Goal, TreeOptions, check_frequencies
 from htree_ops.ops.tree_attention.padding import Padding
 from htree_ops.ops.tree_cache.cache import TreeKVCache
 
@@ -99,6 +105,7 @@ class HTreeAttention(nn.Module):
     scope = _option("scope")
     store_parents = _option("store_parents")
     selection_span = _option("selection_span")
+    inv_freq = _option("inv_freq")
 
     def __init__(
         self,
@@ -118,6 +125,7 @@ class HTreeAttention(nn.Module):
         scope: Scope = "kv_head",
         store_parents: bool = True,
         selection_span: int | None = None,
+        inv_freq: Frequencies | None = None,
         cp_group: ProcessGroup | DeviceMesh | None = None,
         cp_balance: str = "head_tail",
         device: torch.device | str | None = None,
@@ -156,7 +164,9 @@ class HTreeAttention(nn.Module):
                 scope=scope,
                 store_parents=store_parents,
                 selection_span=selection_span,
+                inv_freq=inv_freq,
             )
+        check_frequencies("HTreeAttention", self.options, head_dim)
         check_balance("HTreeAttention", cp_balance, "cp_balance")
         self.cp_group = cp_group
         self.cp_balance = cp_balance

@@ -8,9 +8,16 @@ from typing import Any, Literal
 
 import torch
 
-from htree_ops.ops.tree_attention.attention import Importance, Scope, top_nodes, tree_attention
+from htree_ops.ops.tree_attention.attention import (
+    Frequencies,
+    Importance,
+    Scope,
+    frequencies,
+    top_nodes,
+    tree_attention,
+)
 
-__all__ = ["RECOMMENDED", "Goal", "TreeOptions"]
+__all__ = ["RECOMMENDED", "Goal", "TreeOptions", "check_frequencies"]
 
 Goal = Literal["quality", "speed"]
 #: What decides how well a selection finds single tokens and what it costs; the other options keep their defaults.
@@ -29,6 +36,7 @@ OF_OPS = (
     "rope_base",
     "importance",
     "selection_span",
+    "inv_freq",
 )
 
 
@@ -36,9 +44,10 @@ OF_OPS = (
 class TreeOptions:
     """The keywords of :func:`htree_ops.tree_attention` that a model keeps, checked when they are set.
 
-    ``tree_attention(q, k, v, **options.to_dict())`` uses them. ``to_dict()`` holds ints, floats, strings, bools and
-    None alone, so that it goes into JSON or a checkpoint, and ``from_dict()`` reads it. ``dataclasses.replace`` makes
-    a changed copy. The meaning of each option: :func:`htree_ops.tree_attention`.
+    ``tree_attention(q, k, v, **options.to_dict())`` uses them. ``to_dict()`` holds ints, floats, strings, bools,
+    None and a list of floats alone, so that it goes into JSON or a checkpoint, and ``from_dict()`` reads it.
+    ``dataclasses.replace`` makes a changed copy. ``inv_freq`` is kept as a tuple of floats. The meaning of each option:
+    :func:`htree_ops.tree_attention`.
 
     Raises:
         TypeError: an option of a wrong type.
@@ -55,11 +64,14 @@ class TreeOptions:
     scope: Scope = "kv_head"
     store_parents: bool = True
     selection_span: int | None = None
+    inv_freq: Frequencies | None = None
 
     def __post_init__(self) -> None:
-        empty = torch.empty(
-            0, 0, 1, 2, device="meta"
-        )  # in a call without tokens the op checks the options alone
+        given = frequencies("tree_attention", self.inv_freq)
+        object.__setattr__(self, "inv_freq", given)
+        width = 2 * max(1, len(given or ()))
+        # In a call without tokens the op checks the options alone.
+        empty = torch.empty(0, 0, 1, width, device="meta")
         tree_attention(empty, empty, empty, **self.to_dict())
 
     @property
@@ -69,7 +81,10 @@ class TreeOptions:
 
     def to_dict(self) -> dict[str, Any]:
         """Every option by its name."""
-        return asdict(self)
+        options = asdict(self)
+        if self.inv_freq is not None:
+            options["inv_freq"] = list(self.inv_freq)  # as it comes back from JSON
+        return options
 
     def of_ops(self) -> dict[str, Any]:
         """What every op over a whole tree takes, and a cache keeps, by name; ``max_top_nodes`` as a number."""
@@ -87,3 +102,12 @@ class TreeOptions:
             if name not in known:
                 raise ValueError(f"TreeOptions: options must be among {', '.join(known)}, got {name!r}")
         return cls(**saved)
+
+
+def check_frequencies(function: str, options: TreeOptions, head_dim: int) -> None:
+    """Raises ValueError unless ``inv_freq`` has a number for every pair of ``head_dim``."""
+    given = options.inv_freq
+    if given is not None and len(given) != head_dim // 2:
+        raise ValueError(
+            f"{function}: inv_freq must have head_dim / 2 = {head_dim // 2} numbers, got {len(given)}"
+        )

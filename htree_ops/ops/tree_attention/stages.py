@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from htree_ops.ops.arguments import named
+from htree_ops.ops.tree_attention.attention import Frequencies, frequencies
 
 __all__ = [
     "accumulate_non_topk",
@@ -101,16 +102,22 @@ def rope_cache(
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
+    inv_freq: Frequencies | None = None,
 ) -> Tensor:
     """cos and sin of angle[p, i] = p * base^(-2i/dim), computed in float64 and rounded (§1.4).
 
     Args:
         size: positions; dim: K, even; base: positive; dtype: float32 or float64.
+        inv_freq: dim / 2 floats in place of base^(-2i/dim), as in :func:`htree_ops.tree_attention`; base keeps its
+            default then. They are copied to the device from the host, which a CUDA graph cannot record.
 
     Returns:
         [2, size, dim/2], the cosines first, on ``device`` (torch's default device where it is None).
     """
-    return torch.ops.htree.rope_cache(size, dim, base, dtype=dtype, device=_default_device(device))
+    given = frequencies("rope_cache", inv_freq)
+    return torch.ops.htree.rope_cache(
+        size, dim, base, dtype=dtype, device=_default_device(device), inv_freq=given
+    )
 
 
 @named

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from htree_ops.ops.arguments import named
-from htree_ops.ops.tree_attention.attention import Importance, top_nodes
+from htree_ops.ops.tree_attention.attention import Frequencies, Importance, frequencies, top_nodes
 
 __all__ = ["tree_attention_varlen"]
 
@@ -32,6 +32,7 @@ def tree_attention_varlen(
     rope_base: float | None = ...,
     importance: Importance = ...,
     return_lse: Literal[False] = ...,
+    inv_freq: Frequencies | None = ...,
 ) -> Tensor: ...
 @overload
 def tree_attention_varlen(
@@ -52,6 +53,7 @@ def tree_attention_varlen(
     rope_base: float | None = ...,
     importance: Importance = ...,
     return_lse: Literal[True],
+    inv_freq: Frequencies | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def tree_attention_varlen(
@@ -72,6 +74,7 @@ def tree_attention_varlen(
     rope_base: float | None = ...,
     importance: Importance = ...,
     return_lse: bool,
+    inv_freq: Frequencies | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @named
 def tree_attention_varlen(
@@ -92,6 +95,7 @@ def tree_attention_varlen(
     rope_base: float | None = 10000.0,
     importance: Importance = "lse_causal",
     return_lse: bool = False,
+    inv_freq: Frequencies | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`htree_ops.tree_attention` of documents that lie packed one behind the other, each with a tree of its own.
 
@@ -154,5 +158,6 @@ def tree_attention_varlen(
         importance,
         selection_stride,
         selection_span=selection_span,
+        inv_freq=frequencies("tree_attention_varlen", inv_freq),
     )
     return (out, lse) if return_lse else out

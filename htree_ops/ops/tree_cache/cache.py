@@ -18,8 +18,8 @@ from htree_ops.ops.arguments import (
     check_tensors,
     options_of,
 )
-from htree_ops.ops.tree_attention.attention import Importance, top_nodes
-from htree_ops.ops.tree_attention.options import TreeOptions
+from htree_ops.ops.tree_attention.attention import Frequencies, Importance, top_nodes
+from htree_ops.ops.tree_attention.options import TreeOptions, check_frequencies
 from htree_ops.ops.tree_attention.stages import rope_cache
 from htree_ops.ops.tree_cache.functions import (
     cache_layers,
@@ -88,7 +88,7 @@ class TreeKVCache:
         batch: B, sequences. num_kv_heads: H_kv. head_dim: K, even. value_dim: V; None is K.
         capacity: most tokens of a sequence.
         max_top_nodes: M; None is min(8192, top_k * compression_rate).
-        compression_rate, top_k, selection_stride, selection_span, scale, rope_base, importance: as in
+        compression_rate, top_k, selection_stride, selection_span, scale, rope_base, importance, inv_freq: as in
             :func:`htree_ops.tree_attention`; importance="lse" needs unfinished nodes and is refused.
         page_size: P, tokens of a page, a multiple of compression_rate; None is the smallest one of at least 256.
         num_pages: pages of the pool; None is enough for the capacity of all sequences.
@@ -119,6 +119,7 @@ class TreeKVCache:
         scale: float | None = None,
         rope_base: float | None = 10000.0,
         importance: Importance = "lse_causal",
+        inv_freq: Frequencies | None = None,
         page_size: int | None = None,
         num_pages: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
@@ -148,7 +149,9 @@ class TreeKVCache:
                 rope_base=rope_base,
                 importance=importance,
                 selection_span=selection_span,
+                inv_freq=inv_freq,
             )
+        check_frequencies(OP, self.options, head_dim)
         if importance == "lse":
             raise ValueError(
                 f'{OP}: importance must be "lse_causal" or "exp_joint", got "lse": it weighs nodes that are not '
@@ -196,7 +199,9 @@ class TreeKVCache:
         self._lists = integers(batch, ring, self.num_layers, num_kv_heads, top_k, fill=-1)
         # The CPU keeps the table of tree_attention between calls.
         self._rope_table = (
-            rope_cache(top_k * compression_rate, head_dim, rope_base, device=place)
+            rope_cache(
+                top_k * compression_rate, head_dim, rope_base, device=place, inv_freq=self.options.inv_freq
+            )
             if rope_base is not None and place.type != "cpu"
             else None
         )
@@ -302,6 +307,7 @@ class TreeKVCache:
             scale=options.scale,
             rope_base=options.rope_base,
             importance=options.importance,
+            inv_freq=options.inv_freq,
         )
         if strided:
             self._lists.copy_(lists)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from htree_ops.ops.arguments import named
+from htree_ops.ops.tree_attention.attention import Frequencies, frequencies
 
 __all__ = ["cache_layers", "page_rows", "tree_cache_append_", "tree_cache_attention"]
 
@@ -117,6 +118,7 @@ def tree_cache_attention(
     scale: float | None = None,
     rope_base: float | None = 10000.0,
     importance: str = "lse_causal",
+    inv_freq: Frequencies | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows of :func:`htree_ops.tree_attention` from pages: the last tokens of each sequence attend to all before them.
 
@@ -134,8 +136,9 @@ def tree_cache_attention(
         lists: int32 [B, ring, layers, H_kv, top_k], the lists of earlier leaders; list_pos: int32 [B, ring], their
             tokens, -1 for none. Both or neither.
         q_lengths: int32 [B]: how many rows of a sequence count; None is all.
-        rope_table: ``rope_cache(size, K, rope_base)`` with size >= top_k * compression_rate. Without it CUDA computes
-            one in every call, and the CPU keeps one between calls.
+        rope_table: ``rope_cache(size, K, rope_base)``, where inv_freq is given ``rope_cache(size, K,
+            inv_freq=inv_freq)``, with size >= top_k * compression_rate. Without it CUDA computes one in every call, and
+            the CPU keeps one between calls.
         page_size: P, a multiple of compression_rate.
         The other keywords: as in :func:`htree_ops.tree_attention`.
 
@@ -169,4 +172,5 @@ def tree_cache_attention(
         scale=scale,
         rope_base=rope_base,
         importance=importance,
+        inv_freq=frequencies("tree_cache_attention", inv_freq),
     )

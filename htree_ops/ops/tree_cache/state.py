@@ -25,7 +25,7 @@ def free_stack(users: Tensor) -> Tensor:
 
 
 def options_as_tensors(options: TreeOptions, page_size: int) -> dict[str, Tensor]:
-    """The options that the bytes and the lists depend on. 0 and NaN stand for None."""
+    """The options that the bytes and the lists depend on. 0 and NaN stand for None, no number for no inv_freq."""
     numbers = [
         page_size,
         options.compression_rate,
@@ -36,6 +36,7 @@ def options_as_tensors(options: TreeOptions, page_size: int) -> dict[str, Tensor
         IMPORTANCES.index(options.importance),
     ]
     factors = [torch.nan if x is None else x for x in (options.scale, options.rope_base)]
+    factors.extend(options.inv_freq or ())
     return {
         "options": torch.tensor(numbers, dtype=torch.int64),
         "factors": torch.tensor(factors, dtype=torch.float64),

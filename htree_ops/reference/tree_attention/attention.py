@@ -92,6 +92,7 @@ def htree_forward_naive(
     top_k_per_layer: int = 512,
     scale: float | None = None,
     rope_base: float | None = 10000.0,
+    inv_freq: Sequence[float] | None = None,
     importance: str = "lse_causal",
     scope: str = "kv_head",
     accumulate: str = "direct",
@@ -106,6 +107,7 @@ def htree_forward_naive(
 
     importance: "lse_causal" | "lse" | "exp_joint" (§1.6). scope: "kv_head" shares one set among the G
     query heads of a K/V head, "q_head" selects per query head. accumulate: "direct" | "subtract" (§1.7).
+    inv_freq: K/2 frequencies in place of rope_base^(-2i/K) (§1.4).
     tie_bits: low bits of the importance that are ignored when ordering.
     selection_span: tokens of a span mean whose scores decide the selection (§1.15); None scores the nodes.
     parents: one list per layer, as `attention_forward` returns them; they replace the selection
@@ -142,7 +144,14 @@ def htree_forward_naive(
         busy = int(num_parents(lists).max()) if lists.numel() else 0  # the tail of -1 costs only time
         short = lists[..., :busy]
         found = candidates(rows_of_queries(short, num_queries, stride), layer, layer_k.shape[1], rate, t0)
-        table = rope_cache(max(busy * rate, 1), width, rope_base, dtype=accumulate_dtype(q), device=q.device)
+        table = rope_cache(
+            max(busy * rate, 1),
+            width,
+            rope_base,
+            dtype=accumulate_dtype(q),
+            device=q.device,
+            inv_freq=inv_freq,
+        )
         cos, sin = table.to(wide)
         scores = score_candidates(query, layer_k, found, cos, sin, scale)
         value = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ def htree_backward_naive(
     compression_rate: int = 16,
     scale: float | None = None,
     rope_base: float | None = 10000.0,
+    inv_freq: Sequence[float] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq [B,T_q,H,K], dk [B,T,S,K], dv [B,T,S,V] for dout [B,T_q,H,V], the selection held fixed.
 
@@ -43,7 +46,12 @@ def htree_backward_naive(
         found = step.candidates
         num_positions = found.nodes.shape[-1]
         table = rope_cache(
-            max(num_positions, 1), width, rope_base, dtype=accumulate_dtype(q), device=q.device
+            max(num_positions, 1),
+            width,
+            rope_base,
+            dtype=accumulate_dtype(q),
+            device=q.device,
+            inv_freq=inv_freq,
         )
         cos, sin = table.to(wide)
         last = (found.num - 1).clamp(min=0)

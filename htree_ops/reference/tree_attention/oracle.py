@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ def dense_causal_attention(
     v: Tensor,
     scale: float | None = None,
     rope_base: float | None = 10000.0,
+    inv_freq: Sequence[float] | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Causal attention with rotary embedding at token positions; q [B,T_q,H,K] is a suffix of k [B,T,H_kv,K].
@@ -25,7 +28,14 @@ def dense_causal_attention(
     """
     wide = accumulate_dtype(q) if compute_dtype is None else compute_dtype
     length, num_queries, group = k.shape[1], q.shape[1], q.shape[2] // k.shape[2]
-    table = rope_cache(max(length, 1), q.shape[3], rope_base, dtype=accumulate_dtype(q), device=q.device)
+    table = rope_cache(
+        max(length, 1),
+        q.shape[3],
+        rope_base,
+        dtype=accumulate_dtype(q),
+        device=q.device,
+        inv_freq=inv_freq,
+    )
     cos, sin = table.to(wide)
     tokens = torch.arange(length, device=q.device)
     times = tokens[length - num_queries :]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,19 +15,27 @@ def rope_cache(
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
+    inv_freq: Sequence[float] | None = None,
 ) -> Tensor:
     """Return cos and sin of position * base^(-2i/dim), computed in float64, as `dtype` [2,size,dim/2].
 
-    base None gives the identity rotation (cos 1, sin 0). Odd dim raises ValueError.
+    base None gives the identity rotation (cos 1, sin 0). inv_freq gives dim/2 frequencies in place of base^(-2i/dim).
+    Odd dim, or inv_freq of another length, raises ValueError.
     """
     if dim % 2:
         raise ValueError(f"dim must be even, got {dim}")
+    positions = torch.arange(size, dtype=torch.float64, device=device)[:, None]
+    if inv_freq is not None:
+        if len(inv_freq) != dim // 2:
+            raise ValueError(f"inv_freq must have dim/2 = {dim // 2} numbers, got {len(inv_freq)}")
+        angles = positions * torch.tensor(inv_freq, dtype=torch.float64, device=device)
+        return torch.stack([angles.cos(), angles.sin()]).to(dtype)
     if base is None:
         table = torch.zeros(2, size, dim // 2, dtype=dtype, device=device)
         table[0] = 1
         return table
     exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=device) / max(dim, 1)
-    angles = torch.arange(size, dtype=torch.float64, device=device)[:, None] * base**-exponents
+    angles = positions * base**-exponents
     return torch.stack([angles.cos(), angles.sin()]).to(dtype)
 
 

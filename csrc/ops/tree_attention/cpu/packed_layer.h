@@ -105,14 +105,16 @@ struct RotationTable {
   }
 };
 
-// From the angles p base^(-2i/K), computed in double and rounded once.
+// From the angles p inv_freq[i], or p base^(-2i/K) where `inv_freq` is empty, computed in double and rounded once.
 template <typename Real>
-RotationTable make_rotation(int64_t positions, const QueryShape& shape, double base) {
+RotationTable make_rotation(int64_t positions, const QueryShape& shape, double base,
+                            const std::vector<double>& inv_freq) {
   at::Tensor table = at::empty({2, positions, shape.half_pad}, kRealType<Real>);
   Real* cos = table.mutable_data_ptr<Real>();
   Real* sin = cos + positions * shape.half_pad;
-  std::vector<double> frequencies(shape.half);
-  for (int64_t i = 0; i < shape.half; ++i) {
+  std::vector<double> frequencies = inv_freq;
+  frequencies.resize(shape.half);
+  for (int64_t i = 0; inv_freq.empty() && i < shape.half; ++i) {
     frequencies[i] = 1.0 / std::pow(base, static_cast<double>(i) / static_cast<double>(shape.half));
   }
   at::parallel_for(0, positions, 64, [&](int64_t begin, int64_t end) {

@@ -49,7 +49,7 @@ struct Pyramid {
     // A list never names more parents than the bottom layer has.
     const int64_t max_parents = std::min(args.top_k, ceil_div(num_tokens, r));
     shape = query_shape(q, kv_heads, value_dim, r, max_parents, args.importance, query_kernels<Real>().lanes);
-    if (args.rotate) table = make_rotation<Real>(max_parents * r, shape, args.rope_base);
+    if (args.rotate) table = make_rotation<Real>(max_parents * r, shape, args.rope_base, args.inv_freq);
     int64_t layer = 0;
     for (const auto& [layer_k, layer_v] : build_layers(k, v, args)) {
       layers.push_back(PackedLayers<Real>::make(layer_k, layer_v, shape, rotation(), gradients, storage));

@@ -172,12 +172,18 @@ cudaError_t copy_spans(const TreeCall& call, cudaStream_t stream) {
 
 cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream) {
   const AttentionProblem& p = call.problem;
-  cudaError_t error = launch_rope_table(call.rope, call.rope_rows(), static_cast<int>(p.key_dim),
-                                        p.args.rope_base, p.args.rotate, stream);
+  cudaError_t error = cudaSuccess;
+  if (call.inv_freq) {
+    error = launch_frequencies(call.inv_freq, p.args.inv_freq.data(), p.key_dim / 2, stream);
+  }
+  if (error == cudaSuccess) {
+    error = launch_rope_table(call.rope, call.rope_rows(), static_cast<int>(p.key_dim), call.frequencies(),
+                              stream);
+  }
   const auto rotations = [&](__half2* table, RotationOrder order) {
     if (table && error == cudaSuccess) {
       error = launch_rotation_table(table, call.rotation_slots(), static_cast<int>(p.key_dim), order,
-                                    p.args.rope_base, p.args.rotate, stream);
+                                    call.frequencies(), stream);
     }
   };
   rotations(call.fragment_rotations, RotationOrder::kFragments);
@@ -394,7 +400,7 @@ void attention_forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, c
     forward_tensor_core(problem, config, q, tree, out, gmax, gsum, parents, scope.stream());
     return;
   }
-  const RopeTables rope = general_rope_tables(problem, q);
+  const RopeTables rope = general_rope_tables(problem, q, scope.stream());
   const Tensor span_means = build_span_means(k, args);
   for (int64_t batch = 0; batch < problem.batch; batch += config.batch_chunk) {
     for (int64_t query = 0; query < problem.num_queries;) {

@@ -27,7 +27,8 @@ struct TreeCall {
   TensorCoreShape shape;
   TensorView queries;  // [B, T_q, H, K]
   std::vector<TreeLayer> layers;
-  float2* rope = nullptr;  // [rope_rows(), K/2]
+  double* inv_freq = nullptr;  // [K/2] where the call has frequencies of its own
+  float2* rope = nullptr;      // [rope_rows(), K/2]
   // Rotation tables of rotation_slots() slots, one per RotationOrder; those that `config`
   // asks for are filled.
   __half2* fragment_rotations = nullptr;
@@ -41,6 +42,7 @@ struct TreeCall {
                                   : dense_row_tokens(problem, config);
   }
   int64_t rotation_slots() const { return problem.args.top_k + 1; }
+  Frequencies frequencies() const { return {problem.args.rope_base, problem.args.rotate, inv_freq}; }
 };
 
 // The tiles from batch `batch` on.
@@ -88,7 +90,7 @@ GatherParams gather_of(const TreeCall& call, size_t layer_idx, const Chunk& chun
 cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& chunk, const ListSlice& lists,
                          const ListSlice& next, float* scratch, uint32_t* mask, cudaStream_t stream);
 
-// Fills call.rope, the rotation tables, the tiles and the packed copy of every layer.
+// Fills call.inv_freq, call.rope, the rotation tables, the tiles and the packed copy of every layer.
 cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream);
 
 }  // namespace htree::tree_attention

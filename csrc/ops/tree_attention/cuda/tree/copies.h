@@ -79,16 +79,27 @@ cudaError_t launch_tile_spans(const SpanCopyParams& params, cudaStream_t stream)
 
 // ---- tables: angles, and the lists of the top layer
 
-// cos and sin of position * base^(-2i/K), [size, K/2]. Without `rotate` every angle is 0.
-cudaError_t launch_rope_table(float2* table, int64_t size, int key_dim, double base, bool rotate,
+// Radians per position: inv_freq[i] of dim i < K/2, or base^(-2i/K) where inv_freq is null, or 0 without `rotate`.
+struct Frequencies {
+  double base = 10000.0;
+  bool rotate = true;
+  const double* inv_freq = nullptr;  // [K/2] in device memory
+};
+
+// Writes `count` numbers of the host to device memory. They travel as arguments of kernels, so that nothing waits and
+// a graph keeps its own copy.
+cudaError_t launch_frequencies(double* to, const double* numbers, int64_t count, cudaStream_t stream);
+
+// cos and sin of position * frequency, [size, K/2].
+cudaError_t launch_rope_table(float2* table, int64_t size, int key_dim, const Frequencies& frequencies,
                               cudaStream_t stream);
 
-// cos and sin of 16 j base^(-2i/K) in fp16 for slots j < num_slots, [num_slots][cos, sin][K/4] pairs of dims
-// i. Without `rotate` every angle is 0. In the order kDims a pair holds dims 2i and 2i + 1; kFragments is the
-// order in which RotationFactors of rotated_half_query.cuh reads.
+// cos and sin of 16 j * frequency in fp16 for slots j < num_slots, [num_slots][cos, sin][K/4] pairs of dims
+// i. In the order kDims a pair holds dims 2i and 2i + 1; kFragments is the order in which RotationFactors of
+// rotated_half_query.cuh reads.
 enum class RotationOrder { kDims, kFragments };
 cudaError_t launch_rotation_table(__half2* table, int64_t num_slots, int key_dim, RotationOrder order,
-                                  double base, bool rotate, cudaStream_t stream);
+                                  const Frequencies& frequencies, cudaStream_t stream);
 
 // Lists that hold every parent, as at the top, for every r: parents 0 ... t / parent_span, then -1.
 struct TopListParams {

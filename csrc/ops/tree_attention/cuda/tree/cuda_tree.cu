@@ -108,6 +108,9 @@ TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const TreeC
     result.memory.push_back(device_bytes(bytes, q));
     return result.memory.back().mutable_data_ptr();
   };
+  if (!problem.args.inv_freq.empty()) {
+    call.inv_freq = static_cast<double*>(own(problem.key_dim / 2 * sizeof(double)));
+  }
   call.rope = static_cast<float2*>(own(call.rope_rows() * problem.key_dim / 2 * sizeof(float2)));
   const int64_t table_bytes = rotation_table_bytes(call.rotation_slots(), problem.key_dim);
   if (config.fragment_rotations) {
@@ -169,16 +172,30 @@ TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const TreeC
   return result;
 }
 
-RopeTables general_rope_tables(const AttentionProblem& problem, const Tensor& q) {
+Tensor given_frequencies(const std::vector<double>& inv_freq, const Tensor& like, cudaStream_t stream) {
+  if (inv_freq.empty()) {
+    return {};
+  }
+  const auto count = static_cast<int64_t>(inv_freq.size());
+  Tensor frequencies = at::empty({count}, like.options().dtype(at::kDouble));
+  C10_CUDA_CHECK(launch_frequencies(frequencies.mutable_data_ptr<double>(), inv_freq.data(), count, stream));
+  return frequencies;
+}
+
+RopeTables general_rope_tables(const AttentionProblem& problem, const Tensor& q, cudaStream_t stream) {
   if (!problem.args.rotate) {
     return {};
   }
   const int64_t rate = problem.args.compression_rate;
   const int64_t size = list_candidates(problem.num_keys, problem.args.top_k, rate);
   const auto options = q.options().dtype(at::kDouble);
-  const Tensor exponent =
-      at::arange(0, problem.key_dim, 2, options).div(-static_cast<double>(problem.key_dim));
-  const Tensor angle = at::outer(at::arange(size, options), at::pow(problem.args.rope_base, exponent));
+  Tensor frequencies = given_frequencies(problem.args.inv_freq, q, stream);
+  if (!frequencies.defined()) {
+    const Tensor exponent =
+        at::arange(0, problem.key_dim, 2, options).div(-static_cast<double>(problem.key_dim));
+    frequencies = at::pow(problem.args.rope_base, exponent);
+  }
+  const Tensor angle = at::outer(at::arange(size, options), frequencies);
   return {angle.cos().to(at::kFloat), angle.sin().to(at::kFloat)};
 }
 

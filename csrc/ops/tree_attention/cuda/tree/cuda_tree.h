@@ -41,7 +41,10 @@ TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const TreeC
 struct RopeTables {
   Tensor cos, sin;
 };
-RopeTables general_rope_tables(const AttentionProblem& problem, const Tensor& q);
+RopeTables general_rope_tables(const AttentionProblem& problem, const Tensor& q, cudaStream_t stream);
+
+// The frequencies that the caller gave, float64 [K/2] on the device of `like`; undefined where there are none.
+Tensor given_frequencies(const std::vector<double>& inv_freq, const Tensor& like, cudaStream_t stream);
 
 // The span means of k [B, T, H_kv, K]; undefined without a selection_span.
 // docs/semantics/tree_attention.md §1.15

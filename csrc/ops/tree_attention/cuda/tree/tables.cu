@@ -1,6 +1,8 @@
 // The tables of rotations and the lists of the top, declared in copies.h. No torch.
 #include "ops/tree_attention/cuda/tree/copies.h"
 
+#include <algorithm>
+
 #include "host/cuda/kernel_launch.h"
 #include "ops/tree_attention/cuda/launch_params.h"
 #include "ops/tree_attention/cuda/rotated_query.cuh"
@@ -11,19 +13,40 @@ namespace {
 
 constexpr int kTableThreads = 256;
 
-__global__ void rope_table_kernel(float2* table, int64_t size, int half, double log_base, bool rotate) {
+// As many numbers as one launch of launch_frequencies() carries: 2 KB of the 4 KB that arguments may have.
+constexpr int kCarried = 256;
+struct Carried {
+  double numbers[kCarried];
+};
+
+__global__ void frequencies_kernel(double* to, Carried carried, int count) {
+  if (static_cast<int>(threadIdx.x) < count) {
+    to[threadIdx.x] = carried.numbers[threadIdx.x];
+  }
+}
+
+// The frequency of dim i < half. `log_base` is that of the base.
+__device__ __forceinline__ double frequency_of(const Frequencies& frequencies, double log_base, int i,
+                                               int half) {
+  return frequencies.inv_freq ? frequencies.inv_freq[i] : exp(-log_base * static_cast<double>(i) / half);
+}
+
+__global__ void rope_table_kernel(float2* table, int64_t size, int half, Frequencies frequencies,
+                                  double log_base) {
   const int64_t i = int64_t{blockIdx.x} * kTableThreads + threadIdx.x;
   if (i >= size * half) {
     return;
   }
-  const double angle =
-      rotate ? static_cast<double>(i / half) * exp(-log_base * static_cast<double>(i % half) / half) : 0.0;
+  const double angle = frequencies.rotate
+                           ? static_cast<double>(i / half) *
+                                 frequency_of(frequencies, log_base, static_cast<int>(i % half), half)
+                           : 0.0;
   table[i] = make_float2(static_cast<float>(cos(angle)), static_cast<float>(sin(angle)));
 }
 
 // One thread per slot and pair of dims.
 __global__ void rotation_table_kernel(__half2* table, int64_t num_slots, int key_dim, RotationOrder order,
-                                      double log_base, bool rotate) {
+                                      Frequencies frequencies, double log_base) {
   const int64_t i = int64_t{blockIdx.x} * kTableThreads + threadIdx.x;
   const int row_pairs = key_dim / 4, lane_pairs = key_dim / 16;
   if (i >= num_slots * row_pairs) {
@@ -37,7 +60,8 @@ __global__ void rotation_table_kernel(__half2* table, int64_t num_slots, int key
     const int dim = order == RotationOrder::kDims
                         ? 2 * pair + e
                         : fragment_dim(2 * (pair % lane_pairs) + e, pair / lane_pairs);
-    const double angle = rotate ? position * exp(-log_base * dim / (key_dim / 2)) : 0.0;
+    const double angle =
+        frequencies.rotate ? position * frequency_of(frequencies, log_base, dim, key_dim / 2) : 0.0;
     cos_of[e] = static_cast<float>(cos(angle));
     sin_of[e] = static_cast<float>(sin(angle));
   }
@@ -78,19 +102,31 @@ __global__ void position_rotations_kernel(const float2* rope, __half2* rotations
 
 }  // namespace
 
-cudaError_t launch_rope_table(float2* table, int64_t size, int key_dim, double base, bool rotate,
+cudaError_t launch_frequencies(double* to, const double* numbers, int64_t count, cudaStream_t stream) {
+  cudaError_t error = cudaSuccess;
+  for (int64_t first = 0; first < count && error == cudaSuccess; first += kCarried) {
+    const int some = static_cast<int>(std::min<int64_t>(kCarried, count - first));
+    Carried carried{};
+    std::copy(numbers + first, numbers + first + some, carried.numbers);
+    error = launch_kernel(frequencies_kernel, {.grid = 1, .threads = kCarried}, stream, to + first, carried,
+                          some);
+  }
+  return error;
+}
+
+cudaError_t launch_rope_table(float2* table, int64_t size, int key_dim, const Frequencies& frequencies,
                               cudaStream_t stream) {
   const int half = key_dim / 2;
   return launch_kernel(rope_table_kernel,
                        {.grid = num_blocks(size * half, kTableThreads), .threads = kTableThreads}, stream,
-                       table, size, half, log(base), rotate);
+                       table, size, half, frequencies, log(frequencies.base));
 }
 
 cudaError_t launch_rotation_table(__half2* table, int64_t num_slots, int key_dim, RotationOrder order,
-                                  double base, bool rotate, cudaStream_t stream) {
+                                  const Frequencies& frequencies, cudaStream_t stream) {
   return launch_kernel(rotation_table_kernel,
                        {.grid = num_blocks(num_slots * key_dim / 4, kTableThreads), .threads = kTableThreads},
-                       stream, table, num_slots, key_dim, order, log(base), rotate);
+                       stream, table, num_slots, key_dim, order, frequencies, log(frequencies.base));
 }
 
 cudaError_t launch_top_lists(const TopListParams& params, cudaStream_t stream) {

@@ -4,16 +4,18 @@
 #include <ATen/ops/outer.h>
 #include <ATen/ops/pow.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/tensor.h>
 
 #include "host/autograd.h"
 #include "host/op_handle.h"
 #include "host/registration.h"
-#include "ops/tree_attention/checks.h"
+#include "ops/tree_attention/attention.h"
 #include "ops/tree_attention/kernels.h"
 
 namespace htree::tree_attention {
 
-inline void check_rope_cache(const SymInt& size, int64_t dim, double base, at::ScalarType dtype) {
+inline void check_rope_cache(const SymInt& size, int64_t dim, double base, at::ScalarType dtype,
+                             const std::optional<at::ArrayRef<double>>& inv_freq) {
   constexpr const char* kOp = "rope_cache";
   TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble, kOp, ": dtype must be ",
                    dtype_names({at::kFloat, at::kDouble}), ", got ", dtype_name(dtype));
@@ -24,6 +26,14 @@ inline void check_rope_cache(const SymInt& size, int64_t dim, double base, at::S
   TORCH_CHECK_VALUE(dim >= 2 && dim % 2 == 0, kOp, ": dim must be even and at least 2, got ", dim);
   TORCH_CHECK_VALUE(std::isfinite(static_cast<float>(base)) && base > 0, kOp,
                     ": base must be positive and finite in float32, got ", base);
+  if (inv_freq.has_value()) {
+    TreeOptions options;
+    TORCH_CHECK_VALUE(base == *options.rope_base, kOp, ": base must keep its default ", *options.rope_base,
+                      " where inv_freq is given, got ", base);
+    options.inv_freq = inv_freq->vec();
+    check_options(kOp, options);
+    check_frequencies(kOp, options, dim);
+  }
 }
 
 // x [B, T, H, K], cos and sin [size, K/2], positions int32 or int64, [T] or [B, T]. Returns an uninitialised
@@ -68,15 +78,21 @@ Tensor call_rope(const Tensor& x, const Tensor& cos, const Tensor& sin, const Te
 
 // ---- factory
 
-// angle = torch.outer(torch.arange(size).double(), base ** (-torch.arange(0, dim, 2).double() / dim))
+// frequencies = base ** (-torch.arange(0, dim, 2).double() / dim) if inv_freq is None else inv_freq
+// angle = torch.outer(torch.arange(size).double(), frequencies)
 // torch.stack((angle.cos(), angle.sin())).to(dtype)
 // In double until the end: fp32 angles are off by up to 5e-4 rad at position 9000.
 Tensor rope_cache(SymInt size, int64_t dim, double base, at::ScalarType dtype,
-                  std::optional<at::Device> device) {
-  check_rope_cache(size, dim, base, dtype);
+                  std::optional<at::Device> device, std::optional<at::ArrayRef<double>> inv_freq) {
+  check_rope_cache(size, dim, base, dtype, inv_freq);
   const auto options = at::TensorOptions().dtype(at::kDouble).device(device.value_or(at::kCPU));
-  const Tensor exponents = at::arange(0, dim, 2, options).div(-static_cast<double>(dim));
-  const Tensor angle = at::outer(at::arange(size, options), at::pow(base, exponents));
+  Tensor frequencies;
+  if (inv_freq.has_value()) {
+    frequencies = at::tensor(*inv_freq, at::TensorOptions().dtype(at::kDouble)).to(options.device());
+  } else {
+    frequencies = at::pow(base, at::arange(0, dim, 2, options).div(-static_cast<double>(dim)));
+  }
+  const Tensor angle = at::outer(at::arange(size, options), frequencies);
   return at::stack({angle.cos(), angle.sin()}).to(dtype);
 }
 
@@ -133,7 +149,7 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
   define_ops(library,
              {
                  "rope_cache(SymInt size, int dim, float base=10000., *, ScalarType dtype=float, Device? "
-                 "device=None) -> Tensor",
+                 "device=None, float[]? inv_freq=None) -> Tensor",
                  "rope(Tensor x, Tensor cos, Tensor sin, Tensor positions, bool inverse=False) -> Tensor",
              });
 }

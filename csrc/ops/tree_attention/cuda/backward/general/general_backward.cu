@@ -22,10 +22,13 @@ class GeneralBackward {
     const int64_t positions =
         list_candidates(problem.num_keys, problem.args.top_k, problem.args.compression_rate);
     rope_ = scratch_of(positions * problem.key_dim, at::kFloat, b.q);
+    const Tensor inv_freq = given_frequencies(problem.args.inv_freq, b.q, stream);
     C10_CUDA_CHECK(launch_rope_table(rope(), positions, static_cast<int>(problem.key_dim),
-                                     problem.args.rope_base, problem.args.rotate, stream));
+                                     {problem.args.rope_base, problem.args.rotate,
+                                      inv_freq.defined() ? inv_freq.const_data_ptr<double>() : nullptr},
+                                     stream));
     if (b.parents.empty()) {
-      tables_ = general_rope_tables(problem, b.q);
+      tables_ = general_rope_tables(problem, b.q, stream);
       span_means_ = build_span_means(tree.keys[0], problem.args);
     }
     for (size_t i = 0; i < tree.keys.size(); ++i) {
