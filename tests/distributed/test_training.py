@@ -92,10 +92,10 @@ def test_a_run_that_lost_a_rank_goes_on_under_another_mesh(
     many = flags(text, tmp_path, "--context-parallel", "2", "--save-every", "2")
     pool = Pool(2)
     try:
-        outcomes = pool.outcomes(training_on_ranks.train_and_signal, many, 1, 3, signal.SIGKILL)
+        kill = (training_on_ranks.train_and_signal, many, 1, 3, signal.SIGKILL)
+        outcomes = pool.outcomes(*kill, killed=(1,))
     finally:
         pool.close()
-    assert outcomes[1] == (False, ("EOFError", "the process has ended"))
     assert not outcomes[0][0], "the rank that is left has not noticed"
     assert (tmp_path / "latest").read_text() == "step-000002"
     (found,) = alone.run(training_on_ranks.train, flags(text, tmp_path, "--resume"))
