@@ -68,7 +68,8 @@ class InstructionSets:
     Attributes:
         file: name of the files without instruction set and suffix.
         headers: the loops, in the order in which they are included.
-        table: definition of the table of functions; ``{isa}`` is Baseline, Avx2 or Avx512.
+        table: definition of the table of functions; ``{isa}`` is Baseline, Avx2 or Avx512. It is constexpr: code that
+            filled it at import would be of an instruction set that the CPU may lack.
     """
 
     file: str
@@ -99,7 +100,7 @@ Table = Sequence[Cuda | InstructionSets]
 
 def row_kernels(file: str, *headers: str) -> InstructionSets:
     """A table of row kernels: ``headers`` define ``row_kernels()``."""
-    return InstructionSets(file, headers, "const RowKernels kRowKernels{isa} = HTREE_ISA::row_kernels()")
+    return InstructionSets(file, headers, "constexpr RowKernels kRowKernels{isa} = HTREE_ISA::row_kernels()")
 
 
 CAUSAL_SOFTMAX: Table = [
@@ -180,7 +181,7 @@ FP8: Table = [
     InstructionSets(
         "gemm_rows",
         ["ops/fp8/gemm/cpu/gemm_rows_impl.h"],
-        "const GemmKernels kGemmKernels{isa} = HTREE_ISA::gemm_kernels()",
+        "constexpr GemmKernels kGemmKernels{isa} = HTREE_ISA::gemm_kernels()",
     ),
     row_kernels("quantize_rows", "ops/fp8/quantize/quantize_rows_impl.h"),
 ]
@@ -231,7 +232,7 @@ GATED_MLP: Table = [
     InstructionSets(
         "gated_mlp_products",
         ["ops/gated_mlp/cpu/gated_mlp_products_impl.h"],
-        "const ProductKernels kProductKernels{isa} = HTREE_ISA::product_kernels()",
+        "constexpr ProductKernels kProductKernels{isa} = HTREE_ISA::product_kernels()",
     ),
 ]
 
@@ -434,12 +435,12 @@ TREE_ATTENTION: Table = [
     InstructionSets(
         "stage_rows",
         ["ops/tree_attention/cpu/stages/stage_rows_impl.h"],
-        "const StageTables kStageTables{isa} = HTREE_ISA::stage_tables()",
+        "constexpr StageTables kStageTables{isa} = HTREE_ISA::stage_tables()",
     ),
     InstructionSets(
         "query_kernels",
         ["ops/tree_attention/cpu/query_kernels_impl.h"],
-        "const QueryKernels<float> kQueryKernels{isa} = HTREE_ISA::query::query_kernels<float>()",
+        "constexpr QueryKernels<float> kQueryKernels{isa} = HTREE_ISA::query::query_kernels<float>()",
     ),
 ]
 

@@ -167,6 +167,21 @@ def test_every_source_is_built_and_shipped(build: ModuleType, monkeypatch: pytes
     assert "graft csrc" in (ROOT / "MANIFEST.in").read_text()
 
 
+@in_checkout
+def test_import_runs_no_instruction_that_the_cpu_may_lack(build: ModuleType) -> None:
+    """What is compiled for AVX2 or AVX-512 and runs before the CPU was asked would end the process on other CPUs."""
+    texts = {name: text for name, text in build.instances().texts().items() if "_avx" in name}
+    assert len(texts) >= 20
+    for name, text in texts.items():
+        lines = [
+            line
+            for line in text.splitlines()
+            if line.startswith(("const ", "constexpr ", "static ")) or " = " in line
+        ]
+        assert lines, name
+        assert all(line.startswith("constexpr ") for line in lines), name
+
+
 def import_in(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", "import htree_ops"],

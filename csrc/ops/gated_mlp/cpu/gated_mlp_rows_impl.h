@@ -78,7 +78,7 @@ void gate_backward(int64_t count, const T* dy, A* linear, A* acted) {
 }
 
 template <typename T, typename A>
-gated_mlp::GateKernels<T, A> gate_kernels() {
+constexpr gated_mlp::GateKernels<T, A> gate_kernels() {
   return {[](Activation activation, int64_t count, const A* linear, const A* acted, T* out) {
             activation == Activation::kSilu ? gate_forward<Activation::kSilu>(count, linear, acted, out)
                                             : gate_forward<Activation::kGelu>(count, linear, acted, out);
@@ -89,7 +89,7 @@ gated_mlp::GateKernels<T, A> gate_kernels() {
           }};
 }
 
-inline gated_mlp::RowKernels row_kernels() {
+constexpr gated_mlp::RowKernels row_kernels() {
   return {gate_kernels<float, float>(), gate_kernels<Fp16, float>(), gate_kernels<Bf16, float>(),
           gate_kernels<double, double>()};
 }
