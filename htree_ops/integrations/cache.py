@@ -237,7 +237,9 @@ class TreeLayer(CacheLayerMixin):
 
         Raises:
             ValueError: a positive number, or one below the number of columns; with selection_stride s > 1 more than
-                3 s tokens, unless nothing is padded and a multiple of s or nothing is left.
+                3 s tokens, unless nothing is padded and a multiple of s or nothing is left. Tokens that were taken
+                back before and have not come again count too: on the CPU the cache raises then, on CUDA it stays as
+                it was and :meth:`TreeCache.check` reports it.
         """
         remove = -int(tokens_to_remove)  # transformers 5.17 hands over a tensor
         if not 0 <= remove <= self.columns:
