@@ -131,7 +131,9 @@ def test_however_columns_come_rows_are_those_of_the_whole_text(data: st.DataObje
         got, _ = attention(layer, q[:, part].transpose(1, 2), *handed, mask)
         torch.testing.assert_close(got, wanted)
         done += n
-        most = max(most, done)  # the lists of the last four leaders before this one are kept, and no older ones
+        most = max(
+            most, done
+        )  # the lists of the last four leaders before this one are kept, and no older ones
         step = data.draw(st.sampled_from(["go on", "go on", "crop", "reorder"]))
         if step == "crop" and done < columns:
             back = data.draw(st.integers(0, max(0, min(done, done - most + 3 * stride))))

@@ -46,6 +46,7 @@ def step(caches: list[TreeKVCache], counts: list[int], n: int, seed: int) -> Ten
 def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the CPU, whose every row has the bits of the whole text, can judge prompts of few rows."""
     monkeypatch.setattr(prompts, "PROMPT_ROWS", 6)
+    monkeypatch.setattr(prompts, "LISTED_ROWS", 20)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -79,7 +80,7 @@ def test_rows_and_lists_are_those_of_the_cache(batch: int, stride: int, span: in
 
 @pytest.mark.usefixtures("short_prompts")
 def test_most_rows_of_a_prompt_go_through_tree_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All with stride 1; with a stride all but those before the first leader and those of the last four."""
+    """All with stride 1; with a stride all from the first leader on, the last of them with their lists."""
     took: list[int] = []
 
     def counted(q: Tensor, *arguments: Any, **options: Any) -> Any:
@@ -87,13 +88,13 @@ def test_most_rows_of_a_prompt_go_through_tree_attention(monkeypatch: pytest.Mon
         return tree_attention(q, *arguments, **options)
 
     monkeypatch.setattr(prompts, "tree_attention", counted)
-    for stride, rows in ((1, 50), (4, 50 - 3 - 14)):
+    for stride in (1, 4):
         cache = small_cache(1, selection_stride=stride)
         cache.attend(step([cache], [1], 1, 0))  # so that token 1 has its leader's lists
         took.clear()
         attend_prompts(cache, step([cache], [50], 50, 1), [50], return_lse=False)
-        # tokens 1 ... 50: with stride 4 the first leader is 4 and the last four are 36, 40, 44 and 48
-        assert took == [rows if stride == 1 else 36 - 4], (stride, took)
+        # tokens 1 ... 50: with stride 4 the first leader is 4; the last 20 to 23 rows store lists
+        assert took == ([50] if stride == 1 else [24])
 
 
 @given(
@@ -184,14 +185,14 @@ def test_chunks_of_a_prompt_have_the_bits_of_one_call(
             own.append(k, v)
         out = cache.attend(q)
         rows, _ = plain.attend_pages(q, plain.lengths, None)
-        first, end = prompts.prompt_rows(begin + n, n, stride)
+        first = prompts.prompt_begin(begin + n, n, stride)
         assert isinstance(out, Tensor)
-        assert torch.equal(out[:, first:end], expected[:, begin + first : begin + end])
-        assert torch.equal(out[:, :first], rows[:, :first])
-        assert torch.equal(out[:, end:], rows[:, end:])
-        assert (out - rows).float().norm() <= 0.05 * rows.float().norm()
-        begin, prompt_rows = begin + n, prompt_rows + end - first
-    assert prompt_rows >= 2150
+        assert torch.equal(out[:, first:], expected[:, begin + first : begin + n])
+        # Two kernels may choose other nodes where importances nearly tie: a row in a hundred, all rows of its stride.
+        near = (out - rows).float().norm(dim=(2, 3)) <= 0.05 * rows.float().norm(dim=(2, 3))
+        assert int((~near).sum()) <= 2 * stride + n // 20
+        begin, prompt_rows = begin + n, prompt_rows + n - first
+    assert prompt_rows >= 2450
     cache.check()
 
 

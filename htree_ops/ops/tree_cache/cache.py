@@ -279,6 +279,11 @@ class TreeKVCache:
         out, lse = self.attend_pages(q, self.lengths, None if lengths is None else counts)
         return (out, lse) if return_lse else out
 
+    @property
+    def ring(self) -> tuple[Tensor, Tensor]:
+        """The lists of the last leaders [B, ring, layers, H_kv, k], and which leaders they are [B, ring] (§7.3)."""
+        return self._lists, self._list_pos
+
     def attend_pages(self, q: Tensor, lengths: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
         """Rows of q, the last ``counts[b]`` of the first ``lengths[b]`` tokens, by ``tree_cache_attention``.
 

@@ -22,6 +22,10 @@ __all__ = ["PROMPT_ROWS", "HostLengths", "attend_prompts", "host_counts", "is_re
 #: From so many rows of a sequence in a call on, they are a prompt. It depends on nothing else, so that a row has the
 #: same bits beside other sequences and in other pages.
 PROMPT_ROWS = 256
+#: Leaders whose lists the ring of a cache keeps (tree_cache.md §7.4), where it has one.
+KEPT_LEADERS = 4
+#: The last rows of a prompt for which lists are stored: enough for the ring, few enough for the memory that they take.
+LISTED_ROWS = 4096
 #: The widest element that copies of rows may be made of.
 WIDE = torch.complex128
 
@@ -80,19 +84,18 @@ class HostLengths:
         return read
 
 
-def prompt_rows(length: int, count: int, stride: int) -> tuple[int, int]:
-    """The rows first ... end - 1, of the last ``count`` rows of a text, that kernels of ``tree_attention`` take.
+def prompt_begin(length: int, count: int, stride: int) -> int:
+    """The first of the last ``count`` rows of a text from which on kernels of ``tree_attention`` take them.
 
-    They begin with a leader. The last four leaders and their rows stay for the cache, which keeps those leaders' lists.
+    It is that of the first leader; ``count`` where there is no prompt. A prompt has all leaders whose lists the cache
+    keeps, so nothing that was kept before it matters.
     """
     start = length - count
     if count < PROMPT_ROWS or start < 0:
-        return count, count
-    if stride == 1:
-        return 0, count
+        return count
     first = -(-start // stride) * stride
-    end = (length - 1) // stride * stride - 3 * stride
-    return (first - start, end - start) if first < end else (count, count)
+    leaders = -(-(length - first) // stride)
+    return first - start if leaders >= KEPT_LEADERS else count
 
 
 def _tokens(pool: Tensor, pages: Tensor, page_size: int, count: int) -> Tensor:
@@ -121,8 +124,8 @@ def attend_prompts(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``TreeKVCache.attend`` where some sequence has a prompt.
 
-    Rows before a prompt's first leader, the rows of its last four leaders, and sequences without a prompt are computed
-    by ``tree_cache_attention``, before and behind the others, because each call reads the lists that the last one left.
+    Rows before a prompt's first leader, and sequences without a prompt, are computed by ``tree_cache_attention`` first,
+    because they read lists that the cache has kept. The prompt then leaves the lists of its last leaders there.
 
     Args:
         q: [B, n, H, K]. counts: rows of each sequence that count.
@@ -141,55 +144,80 @@ def _attend_prompts(cache: TreeKVCache, q: Tensor, counts: list[int], return_lse
     batch, n, heads, _ = q.shape
     lengths = cache.host_lengths.read(cache.lengths)
     stride = cache.options.selection_stride
-    spans = [prompt_rows(length, count, stride) for length, count in zip(lengths, counts, strict=True)]
-    groups: dict[tuple[int, int, int, int], list[int]] = {}
-    for b, (length, count, span) in enumerate(zip(lengths, counts, spans, strict=True)):
-        if span[0] < span[1]:
-            groups.setdefault((length, count, *span), []).append(b)
-    whole = stride == 1 and len(groups) == 1 and len(next(iter(groups.values()))) == batch and counts[0] == n
-    if whole:
-        return _group_rows(cache, q, lengths[0], n, list(range(batch)), return_lse)
+    begins = [prompt_begin(length, count, stride) for length, count in zip(lengths, counts, strict=True)]
+    groups: dict[tuple[int, int, int], list[int]] = {}
+    for b, (length, count, begin) in enumerate(zip(lengths, counts, begins, strict=True)):
+        if begin < count:
+            groups.setdefault((length, count, begin), []).append(b)
+    if len(groups) == 1 and begins == [0] * batch and counts[0] == n:
+        return _group_rows(cache, q, lengths[0], list(range(batch)), return_lse)
 
+    rows = max(begins)
     out = q.new_zeros(batch, n, heads, cache.value_dim)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_full((batch, n, heads), -torch.inf, dtype=wide)
-
-    def attend_pages(begin: list[int], end: list[int]) -> None:
-        """Rows begin[b] ... end[b] - 1 by ``tree_cache_attention``."""
-        rows = max((e - b for b, e in zip(begin, end, strict=True)), default=0)
-        if rows == 0:
-            return
-        part = q.new_zeros(batch, rows, heads, q.shape[3])
-        for b in range(batch):
-            part[b, : end[b] - begin[b]] = q[b, begin[b] : end[b]]
-        at = [length - count + e for length, count, e in zip(lengths, counts, end, strict=True)]
-        took = [e - b for b, e in zip(begin, end, strict=True)]
-        own_out, own_lse = cache.attend_pages(part, _on(at, q.device), _on(took, q.device))
-        for b in range(batch):
-            out[b, begin[b] : end[b]] = own_out[b, : took[b]]
-            lse[b, begin[b] : end[b]] = own_lse[b, : took[b]]
-
-    attend_pages([0] * batch, [first for first, _ in spans])
-    for (length, count, first, end), sequences in groups.items():
-        rows = torch.stack([q[b, first:end] for b in sequences])
-        found = _group_rows(cache, rows, length - count + end, end - first, sequences, return_lse)
+    if rows:
+        at = [length - count + begin for length, count, begin in zip(lengths, counts, begins, strict=True)]
+        out[:, :rows], lse[:, :rows] = cache.attend_pages(
+            q[:, :rows], _on(at, q.device), _on(begins, q.device)
+        )
+    for (length, count, begin), sequences in groups.items():
+        prompt = torch.stack([q[b, begin:count] for b in sequences])
+        found = _group_rows(cache, prompt, length, sequences, return_lse)
         for i, b in enumerate(sequences):
-            out[b, first:end] = found[0][i]
+            out[b, begin:count] = found[0][i]
             if return_lse:
-                lse[b, first:end] = found[1][i]
-    attend_pages([end for _, end in spans], counts)
+                lse[b, begin:count] = found[1][i]
     return (out, lse) if return_lse else (out,)
 
 
 def _group_rows(
-    cache: TreeKVCache, q: Tensor, length: int, rows: int, sequences: list[int], return_lse: bool
+    cache: TreeKVCache, q: Tensor, length: int, sequences: list[int], return_lse: bool
 ) -> tuple[Tensor, ...]:
-    """The last ``rows`` rows of sequences whose text has ``length`` tokens."""
+    """The last rows of sequences whose text has ``length`` tokens; the ring gets the lists of the last leaders."""
     pages = torch.stack([cache.block_table[b, : -(-length // cache.page_size)] for b in sequences])
     k, v = (_tokens(pool, pages, cache.page_size, length) for pool in (cache.k_pool, cache.v_pool))
-    options = cache.options.to_dict() | {"scope": "kv_head", "store_parents": False}
-    found = tree_attention(q, k, v, **options, return_lse=return_lse)
-    return found if isinstance(found, tuple) else (found,)
+    options, stride = cache.options, cache.options.selection_stride
+    named = options.to_dict() | {"scope": "kv_head", "store_parents": False}
+    if stride == 1:
+        found = tree_attention(q, k, v, **named, return_lse=return_lse)
+        return found if isinstance(found, tuple) else (found,)
+    # Lists are kept of the last rows alone, from a leader on.
+    listed = max(LISTED_ROWS, KEPT_LEADERS * stride)
+    plain = max(0, (q.shape[1] - listed) // stride * stride)
+    parts = []
+    if plain:
+        end = length - q.shape[1] + plain
+        found = tree_attention(q[:, :plain], k[:, :end], v[:, :end], **named, return_lse=return_lse)
+        parts.append(found if isinstance(found, tuple) else (found,))
+    of_op = options.of_ops()
+    of_op["top_k_per_layer"] = of_op.pop("top_k")
+    out, gmax, gsum, lists = torch.ops.htree.attention_forward(
+        q[:, plain:], k, v, **of_op, store_parents=True
+    )
+    _keep_lists(cache, sequences, length, lists)
+    parts.append((out, gmax + gsum.log()) if return_lse else (out,))
+    return parts[0] if len(parts) == 1 else tuple(torch.cat(x, dim=1) for x in zip(*parts, strict=True))
+
+
+def _keep_lists(cache: TreeKVCache, sequences: list[int], length: int, lists: list[Tensor]) -> None:
+    """Puts the last leaders' lists [B, leaders, H_kv, k] of every layer of a text into the ring."""
+    ring, kept = cache.ring
+    rate, stride, size = cache.options.compression_rate, cache.options.selection_stride, ring.shape[1]
+    behind = -(-length // stride)  # leaders up to this one, of which leader i has entry i % size
+    leaders = torch.arange(behind - size, behind, dtype=torch.int32, device=ring.device)
+    tokens = leaders.roll(behind % size) * stride
+    nodes = torch.arange(ring.shape[4], dtype=torch.int32, device=ring.device)
+    for layer in range(cache.num_layers):
+        if layer < len(lists):
+            own = lists[layer][:, -size:].roll(behind % size, dims=1)
+        else:  # above the top of the text every node is opened
+            opened = nodes <= tokens[:, None] // rate ** (layer + 1)
+            own = nodes.where(opened, -1)[None, :, None].expand(len(sequences), -1, ring.shape[3], -1)
+        for i, b in enumerate(sequences):
+            ring[b, :, layer] = own[i]
+    for b in sequences:
+        kept[b] = tokens
 
 
 def _on(values: list[int], device: torch.device) -> Tensor:
