@@ -285,7 +285,7 @@ DECODE_CASES = [
         kv_heads=2,
         **_LARGE_HEADS,
     ),
-    _decoded("k = 600", lengths=(12000, 9700), max_top_nodes=9600, top_k=600),
+    _decoded("k = 500", lengths=(10000, 8100), max_top_nodes=8000, top_k=500),
 ]
 
 

@@ -292,10 +292,8 @@ cudaError_t launch_decode(const AttendParams<T>& attend, const DecodePlan& plan,
       error = launch_decode_kernel<DecodeTraits<T, kDim, 1, true, 8>>(params, stream);
     } else if (attend.group > 8) {
       error = launch_decode_kernel<DecodeTraits<T, kDim, 2, false, 8>>(params, stream);
-    } else if (plan.warps == kDecodeMostWarps) {
-      error = launch_decode_kernel<DecodeTraits<T, kDim, 1, false, kDecodeMostWarps>>(params, stream);
     } else {
-      error = launch_decode_kernel<DecodeTraits<T, kDim, 1, false, 8>>(params, stream);
+      error = launch_decode_kernel<DecodeTraits<T, kDim, 1, false, kDecodeMostWarps>>(params, stream);
     }
     if (error != cudaSuccess) {
       return error;
