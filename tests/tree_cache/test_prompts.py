@@ -78,6 +78,22 @@ def test_rows_and_lists_are_those_of_the_cache(batch: int, stride: int, span: in
     assert compared > 1000
 
 
+@pytest.mark.parametrize("stride", [1, 4])
+@pytest.mark.parametrize("before", [0, 5])
+@pytest.mark.usefixtures("short_prompts")
+def test_sequences_without_rows_beside_a_prompt(stride: int, before: int) -> None:
+    for counts in ([40, 0], [0, 40], [40, 0, 40], [40, 40, 0], [0, 0, 40], [40, 1], [0, 0]):
+        prompt, plain = (small_cache(len(counts), selection_stride=stride) for _ in range(2))
+        q = step([prompt, plain], [before] * len(counts), max(before, 1), 7)
+        for cache in (prompt, plain):
+            cache.attend(q, [before] * len(counts))
+        q = step([prompt, plain], counts, 40, 0)
+        found = attend_prompts(prompt, q, counts, return_lse=True)
+        expected = plain.attend(q, counts, return_lse=True)
+        assert torch.equal(found[0], expected[0]), counts
+        torch.testing.assert_close(found[1], expected[1], rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.usefixtures("short_prompts")
 def test_most_rows_of_a_prompt_go_through_tree_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """All with stride 1; with a stride all from the first leader on, the last of them with their lists."""

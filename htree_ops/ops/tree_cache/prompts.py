@@ -149,7 +149,7 @@ def _attend_prompts(cache: TreeKVCache, q: Tensor, counts: list[int], return_lse
     for b, (length, count, begin) in enumerate(zip(lengths, counts, begins, strict=True)):
         if begin < count:
             groups.setdefault((length, count, begin), []).append(b)
-    if len(groups) == 1 and begins == [0] * batch and counts[0] == n:
+    if list(groups) == [(lengths[0], n, 0)] and len(groups[lengths[0], n, 0]) == batch:
         return _group_rows(cache, q, lengths[0], list(range(batch)), return_lse)
 
     rows = max(begins)
