@@ -76,6 +76,13 @@ def test_ops_take_all_but_what_the_heads_and_a_backward_say() -> None:
         ({"selection_span": 4, "importance": "lse"}, ValueError, "selection_span .*'lse'"),
         ({"inv_freq": (1.0, float("nan"))}, ValueError, "inv_freq"),
         ({"inv_freq": 1.0}, TypeError, "inv_freq"),
+        ({"inv_freq": (10**400, 1)}, ValueError, "inv_freq must be finite"),
+        ({"inv_freq": torch.ones(4).to_sparse()}, TypeError, "inv_freq must be a strided tensor"),
+        (
+            {"inv_freq": torch.nested.nested_tensor([torch.ones(2)])},
+            TypeError,
+            "inv_freq .* that is nested",
+        ),
         ({"inv_freq": (1.0,), "rope_base": None}, ValueError, "rope_base"),
         ({"scope": "head"}, ValueError, "scope"),
         ({"scale": float("nan")}, ValueError, "scale"),

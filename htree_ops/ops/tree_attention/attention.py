@@ -48,10 +48,20 @@ def frequencies(function: str, inv_freq: Frequencies | None) -> tuple[float, ...
         for place, x in enumerate(inv_freq):
             if type(x) is not float:
                 check_kind(function, f"inv_freq[{place}]", x, "float")
-        return tuple(float(x) for x in inv_freq)
+        try:
+            return tuple(float(x) for x in inv_freq)
+        except OverflowError:
+            raise ValueError(
+                f"{function}: inv_freq must be finite in float32, got an int beyond it"
+            ) from None
     if isinstance(inv_freq, Tensor):
         if torch.compiler.is_compiling():
             raise TypeError(f"{function}: inv_freq must be a tuple of floats in compiled code, got a Tensor")
+        if inv_freq.layout is not torch.strided or inv_freq.is_nested:
+            kind = "nested" if inv_freq.is_nested else str(inv_freq.layout)
+            raise TypeError(
+                f"{function}: inv_freq must be a strided tensor [K/2], got a tensor that is {kind}"
+            )
         if inv_freq.dim() != 1 or not inv_freq.is_floating_point() or inv_freq.device.type != "cpu":
             raise TypeError(
                 f"{function}: inv_freq must be floats or a floating tensor [K/2] on the CPU, got {inv_freq.dtype} "
