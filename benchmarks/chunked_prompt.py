@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="128k tokens alone")
     arguments = parser.parse_args(argv)
     settings = QUICK if arguments.quick else WHOLE
-    rows = [measure(*setting) for setting in progress(settings, lambda s: f"T={s[0]} stride {s[2]}")]
+    rows = (measure(*setting) for setting in progress(settings, lambda s: f"T={s[0]} stride {s[2]}"))
     print_rows(rows, arguments.csv)
     return 0
 

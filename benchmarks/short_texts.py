@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     settings = [("forward", T, B) for T in LENGTHS for B in BATCHES]
     settings += [("backward", T, B) for T in LENGTHS[2:] for B in (1, 4)]
-    rows = [row for setting in progress(settings, str) for row in measure(*setting)]
+    rows = (row for setting in progress(settings, str) for row in measure(*setting))
     print_rows(rows, arguments.csv)
     return 0
 

@@ -289,11 +289,11 @@ cudaError_t launch_decode(const AttendParams<T>& attend, const DecodePlan& plan,
     params.leaders = launch == 0;
     cudaError_t error = cudaSuccess;
     if constexpr (kSpans) {
-      error = launch_decode_kernel<DecodeTraits<T, kDim, 1, true, 8>>(params, stream);
+      error = launch_decode_kernel<DecodeTraits<T, kDim, 1, true, decode_warps(8, true)>>(params, stream);
     } else if (attend.group > 8) {
-      error = launch_decode_kernel<DecodeTraits<T, kDim, 2, false, 8>>(params, stream);
+      error = launch_decode_kernel<DecodeTraits<T, kDim, 2, false, decode_warps(16, false)>>(params, stream);
     } else {
-      error = launch_decode_kernel<DecodeTraits<T, kDim, 1, false, kDecodeMostWarps>>(params, stream);
+      error = launch_decode_kernel<DecodeTraits<T, kDim, 1, false, decode_warps(8, false)>>(params, stream);
     }
     if (error != cudaSuccess) {
       return error;

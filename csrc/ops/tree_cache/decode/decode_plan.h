@@ -52,7 +52,6 @@ struct DecodePlan {
   int cluster =
       0;           // blocks of a row and K/V head, a divisor of kShares; 0: the kernel does not take the call
   int shares = 0;  // of a block
-  int warps = 0;   // of a block
   int stages = 0;  // tiles that a warp has room for
   DecodePlaces places;
 };
@@ -142,7 +141,6 @@ inline DecodePlan plan_decode(const DecodeProblem& problem, int processors, int 
     for (int stages = kMostStages; stages >= kLeastStages; --stages) {
       const DecodePlan plan{.cluster = cluster,
                             .shares = kShares / cluster,
-                            .warps = decode_warps(padded_heads(problem.group), problem.spans),
                             .stages = stages,
                             .places = decode_places(problem, cluster, stages)};
       if (plan.places.bytes + kDecodeStaticBytes <= device::kHopperSharedBytes) {
