@@ -286,6 +286,23 @@ DECODE_CASES = [
         **_LARGE_HEADS,
     ),
     _decoded("k = 500", lengths=(10000, 8100), max_top_nodes=8000, top_k=500),
+    # A choice among nodes of many span means, then one in a list; and tiles of span means that pages cut.
+    _decoded("three choices, span 4", lengths=(5000, 2600), selection_span=4),
+    _decoded("three choices, span 2, 128", F16, lengths=(5000, 257), selection_span=2, **_LARGE_HEADS),
+    _decoded("pages of 48, span 2", lengths=(3000, 700), selection_span=2, page_size=48),
+    _decoded("pages of 48, span 8", lengths=(6000, 700), selection_span=8, page_size=48, queries=(2, 2)),
+    # Every kernel that is compiled.
+    *(
+        _decoded(f"{size}, G = {group}", dtype, heads=group, key_dim=size, value_dim=size)
+        for dtype in (F16, BF16)
+        for size in (64, 128)
+        for group in (8, 16)
+    ),
+    *(
+        _decoded(f"{size}, span 2", dtype, key_dim=size, value_dim=size, selection_span=2)
+        for dtype in (F16, BF16)
+        for size in (64, 128)
+    ),
 ]
 
 

@@ -158,7 +158,12 @@ void attend_chunks(AttendParams<T> params, const Tensor& like, cudaStream_t stre
   const DecodePlan plan = decode_plan(params, total);
   const bool general = plan.cluster == 0;
   RowScratch scratch = row_scratch(params);
-  if (!general) scratch = {.lists = params.options.stride > 1 ? scratch.lists : 0};
+  if (!general) {
+    const int64_t span_scores =
+        int64_t{params.layout.rate} * params.options.top_k * padded_heads(params.group);
+    scratch = {.span_scores = params.layout.span > 0 ? span_scores : 0,
+               .lists = params.options.stride > 1 ? scratch.lists : 0};
+  }
   const int64_t most = general ? total : std::min(total, (int64_t{1} << 30) / (kShares * heads));
   const int64_t rows =
       std::clamp<int64_t>(kScratchBytes / std::max<int64_t>(scratch.bytes() * heads, 1),

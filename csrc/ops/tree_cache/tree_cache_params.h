@@ -87,11 +87,13 @@ struct RowChunk {
   int32_t* lists = nullptr;           // [num, L, H_kv, k], filled for leaders alone; null where none are kept
   int32_t* previous_lists = nullptr;  // the lists of the previous chunk
   float* scores = nullptr;            // [num, H_kv, k r, G]
-  float* span_scores = nullptr;  // the same of the span means of a candidate together; null without a span
-  uint32_t* keys = nullptr;      // [num, H_kv, k r], null where shared memory holds them
-  float* part_max = nullptr;     // [num, H_kv, L, splits, G]
-  float* part_sum = nullptr;     // the same
-  float* part_out = nullptr;     // [num, H_kv, L, splits, G, V]
+  // The same of the span means of a candidate together; null without a span. The decode kernel keeps those of the
+  // first layer that chooses here, of eight heads.
+  float* span_scores = nullptr;
+  uint32_t* keys = nullptr;   // [num, H_kv, k r], null where shared memory holds them
+  float* part_max = nullptr;  // [num, H_kv, L, splits, G]
+  float* part_sum = nullptr;  // the same
+  float* part_out = nullptr;  // [num, H_kv, L, splits, G, V]
 };
 
 template <typename T>

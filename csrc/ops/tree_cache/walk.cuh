@@ -35,15 +35,14 @@ __device__ __forceinline__ bool counts(const QueryRow& query) {
 // their candidates allow, so the number follows from the token alone. docs/semantics/tree_attention.md §1.3
 __device__ __forceinline__ int num_candidates(const PageLayout& layout, const QueryRow& query, int top_k,
                                               int layer) {
-  const uint32_t token = static_cast<uint32_t>(query.token);
-  uint32_t parents = token / layout.tokens[query.top] / layout.rate + 1;
-  for (int l = query.top;; --l) {
-    const uint32_t n = (parents - 1) * layout.rate + token / layout.tokens[l] % layout.rate + 1;
-    if (l == layer) {
-      return static_cast<int>(n);
-    }
-    parents = n < static_cast<uint32_t>(top_k) ? n : static_cast<uint32_t>(top_k);
+  const uint32_t token = static_cast<uint32_t>(query.token), most = static_cast<uint32_t>(top_k);
+  const uint32_t tops = token / layout.tokens[query.top];
+  uint32_t num = tops + 1;
+  // The loop has its end in its head: with a return in its body nvcc 13.0 left the end out in some kernels.
+  for (int l = query.top - 1; l >= layer; --l) {
+    num = (min(num, most) - 1) * layout.rate + token / layout.tokens[l] % layout.rate + 1;
   }
+  return static_cast<int>(num);
 }
 
 // Whether a layer adds to the softmax. If not, every candidate is opened.

@@ -115,14 +115,33 @@ struct DecodeBlock {
   }
 };
 
+// Row `at` of the chunk and its K/V heads. Every thread of the block calls it.
+template <class Tr>
+__device__ __forceinline__ WalkRow find_row(const AttendParams<typename Tr::T>& attend, int64_t at) {
+  const int64_t heads = attend.layout.num_kv_heads;
+  WalkRow walk;
+  walk.at = at;
+  walk.row = attend.chunk.first + walk.at / heads;
+  walk.head = static_cast<int>(walk.at % heads);
+  int begun = 0;  // sequences that begin at or before the row
+  for (int first = 0; first < attend.sequences.num_sequences; first += Tr::kThreads) {
+    const int sequence = first + static_cast<int>(threadIdx.x);
+    begun += __syncthreads_count(sequence < attend.sequences.num_sequences &&
+                                 attend.sequences.cu_q[sequence] <= walk.row);
+  }
+  walk.query = describe_row(attend, walk.row, max(begun - 1, 0));
+  return walk;
+}
+
 // The slots of a row's list in one layer, and those of this block and warp among them.
 struct LayerSlots {
-  int layer = -1;  // -1: no layer
-  int num = 0;     // candidates
-  int slots = 0;   // of the list
-  int share = 0;   // slots of a share, but for the last ones
-  int first = 0;   // slot of this block
-  int tiles = 0;   // slots of this warp in a share; the last of them may not exist
+  int layer = -1;   // -1: no layer
+  int num = 0;      // candidates
+  int slots = 0;    // of the list
+  int share = 0;    // slots of a share, but for the last ones
+  int first = 0;    // slot of this block
+  int tiles = 0;    // slots of this warp in a share; the last of them may not exist
+  int inverse = 0;  // of `tiles`, times 2^16 and rounded up: a tile's share by one product
 
   // The number of slots of this block.
   __device__ __forceinline__ int own(int shares) const { return max(0, min(slots - first, shares * share)); }
@@ -137,6 +156,7 @@ __device__ __forceinline__ LayerSlots layer_slots(const DecodeBlock<Tr>& block, 
   found.share = (found.slots + kShares - 1) / kShares;
   found.first = block.rank * block.params.plan.shares * found.share;
   found.tiles = found.share > block.warp ? (found.share - block.warp + Tr::kWarps - 1) / Tr::kWarps : 0;
+  found.inverse = found.tiles > 0 ? (0xffff + found.tiles) / found.tiles : 0;
   return found;
 }
 
@@ -144,7 +164,8 @@ __device__ __forceinline__ LayerSlots layer_slots(const DecodeBlock<Tr>& block, 
 template <class Tr>
 __device__ __forceinline__ int slot_of_tile(const DecodeBlock<Tr>& block, const LayerSlots& slots,
                                             int index) {
-  const int share = block.params.plan.shares == 1 ? 0 : index / slots.tiles;
+  // Exact, because `tiles` is far below 2^8.
+  const int share = index * slots.inverse >> 16;
   const int in_share = block.warp + (index - share * slots.tiles) * Tr::kWarps;
   const int slot = share * slots.share + in_share;
   return slots.first + slot < slots.slots ? slot : -1;

@@ -6,29 +6,10 @@
 #include "host/cuda/kernel_launch.h"
 #include "ops/tree_cache/decode/scores.cuh"
 #include "ops/tree_cache/decode/select.cuh"
-#include "ops/tree_cache/decode/spans.cuh"
+#include "ops/tree_cache/decode/top_spans.cuh"
 #include "ops/tree_cache/decode/values.cuh"
 
 namespace htree::tree_cache {
-
-// The row of this cluster. Every thread of the block calls it.
-template <class Tr>
-__device__ __forceinline__ WalkRow find_row(const DecodeParams<typename Tr::T>& params) {
-  const auto& attend = params.attend;
-  const int64_t heads = attend.layout.num_kv_heads;
-  WalkRow walk;
-  walk.at = blockIdx.x / params.plan.cluster;
-  walk.row = attend.chunk.first + walk.at / heads;
-  walk.head = static_cast<int>(walk.at % heads);
-  int begun = 0;  // sequences that begin at or before the row
-  for (int first = 0; first < attend.sequences.num_sequences; first += Tr::kThreads) {
-    const int sequence = first + static_cast<int>(threadIdx.x);
-    begun += __syncthreads_count(sequence < attend.sequences.num_sequences &&
-                                 attend.sequences.cu_q[sequence] <= walk.row);
-  }
-  walk.query = describe_row(attend, walk.row, max(begun - 1, 0));
-  return walk;
-}
 
 // A row that is ignored is 0, one without lists NaN.
 template <class Tr>
@@ -176,6 +157,7 @@ __device__ __forceinline__ void walk_layers(const DecodeBlock<Tr>& block) {
   __syncthreads();
   device::cluster_wait();  // the barriers of the other blocks are ready
   int asked = 0;
+  bool first = true;
   for (uint32_t parity = 0;; parity ^= 1, current ^= 1) {
     const int32_t* list = block.list(current);
     int32_t* next = block.list(current ^ 1);
@@ -183,7 +165,11 @@ __device__ __forceinline__ void walk_layers(const DecodeBlock<Tr>& block) {
     const bool by_spans = Tr::kSpans && chooses;
     if constexpr (Tr::kSpans) {
       if (by_spans) {
-        score_spans(block, ring, slots, list);
+        if (first) {
+          load_top_spans(block, slots);
+        } else {
+          score_spans(block, slots, list);
+        }
         begin_choice(block, slots, block.span_scores());
       }
     }
@@ -201,10 +187,8 @@ __device__ __forceinline__ void walk_layers(const DecodeBlock<Tr>& block) {
       }
       find_rows(block, below, next, block.rows(current ^ 1));
     }
-    // The keys of the layer below follow without a gap only where the values fill the ring, and not where its
-    // span means come first.
-    const bool follows =
-        block.params.plan.shares * slots.tiles >= ring.ahead() && !(by_spans && below.layer > 0);
+    // The keys of the layer below follow without a gap only where the values fill the ring.
+    const bool follows = block.params.plan.shares * slots.tiles >= ring.ahead();
     add_layer(block, ring, slots, block.rows(current), follows ? below : LayerSlots{},
               block.rows(current ^ 1));
     if (slots.layer == 0) {
@@ -212,6 +196,7 @@ __device__ __forceinline__ void walk_layers(const DecodeBlock<Tr>& block) {
     }
     asked = follows ? ring.ahead() : 0;
     slots = below;
+    first = false;
   }
 }
 
@@ -226,7 +211,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   DecodeBlock<Tr> block = {.params = params,
                            .shared = shared,
                            .dynamic = dynamic,
-                           .walk = find_row<Tr>(params),
+                           .walk = find_row<Tr>(params.attend, blockIdx.x / params.plan.cluster),
                            .leads = true,
                            .rank = static_cast<int>(blockIdx.x % params.plan.cluster),
                            .warp = static_cast<int>(threadIdx.x / device::kWarpSize),
@@ -289,6 +274,12 @@ cudaError_t launch_decode(const AttendParams<T>& attend, const DecodePlan& plan,
     params.leaders = launch == 0;
     cudaError_t error = cudaSuccess;
     if constexpr (kSpans) {
+      if (params.leaders) {
+        error = launch_top_spans<T, kDim>(attend, plan, stream);
+        if (error != cudaSuccess) {
+          return error;
+        }
+      }
       error = launch_decode_kernel<DecodeTraits<T, kDim, 1, true, decode_warps(8, true)>>(params, stream);
     } else if (attend.group > 8) {
       error = launch_decode_kernel<DecodeTraits<T, kDim, 2, false, decode_warps(16, false)>>(params, stream);

@@ -10,8 +10,7 @@
 namespace htree::tree_cache {
 
 constexpr int kDecodeRate = 16;  // r: the children of a slot are one tile of the tensor cores
-// Slots of a list. More leave no room for twelve warps at 128 channels, and with eight of them a step of 600 slots never
-// ended on an H200.
+// Slots of a list. More leave no room for twelve warps at 128 channels.
 constexpr int kDecodeMaxTopK = 512;
 constexpr int kDecodeMostWarps = 12;  // of a block
 // The slots of a layer are cut into so many shares, whatever the launch. A share is summed in an order that
@@ -53,6 +52,7 @@ struct DecodePlan {
       0;           // blocks of a row and K/V head, a divisor of kShares; 0: the kernel does not take the call
   int shares = 0;  // of a block
   int stages = 0;  // tiles that a warp has room for
+  int top_span_blocks = 0;  // blocks of a row and K/V head that score span means before the walk
   DecodePlaces places;
 };
 
@@ -112,6 +112,9 @@ inline DecodePlaces decode_places(const DecodeProblem& problem, int cluster, int
   return places;
 }
 
+// Thread blocks of the kernel that scores the span means of the top on a multiprocessor.
+constexpr int kTopSpanBlocks = 4;
+
 // Static shared memory of the kernel is part of what a block may have.
 constexpr int kDecodeStaticBytes = 8 * 1024;
 
@@ -139,10 +142,12 @@ inline DecodePlan plan_decode(const DecodeProblem& problem, int processors, int 
   constexpr int kMostStages = 4, kLeastStages = 2;
   for (; cluster <= most_cluster; cluster *= 2) {
     for (int stages = kMostStages; stages >= kLeastStages; --stages) {
-      const DecodePlan plan{.cluster = cluster,
-                            .shares = kShares / cluster,
-                            .stages = stages,
-                            .places = decode_places(problem, cluster, stages)};
+      const DecodePlan plan{
+          .cluster = cluster,
+          .shares = kShares / cluster,
+          .stages = stages,
+          .top_span_blocks = static_cast<int>(ceil_div(int64_t{processors} * kTopSpanBlocks, problem.rows)),
+          .places = decode_places(problem, cluster, stages)};
       if (plan.places.bytes + kDecodeStaticBytes <= device::kHopperSharedBytes) {
         return plan;
       }

@@ -39,16 +39,15 @@ __device__ __forceinline__ int query_word(int part, int head, int dim) {
          in_half % 8 / 2;
 }
 
-// Stages the queries for a layer, rotated by the position of its last candidate, in units of log2. Heads
-// beyond the group are zero.
+// Stages the queries of a row in `words`, rotated by `position`, in units of log2. Heads beyond the group are zero. Every
+// thread of the block calls it.
 template <class Tr>
-__device__ __forceinline__ void stage_decode_queries(const DecodeBlock<Tr>& block, const LayerSlots& slots) {
-  const auto& attend = block.attend();
+__device__ __forceinline__ void stage_queries(const AttendParams<typename Tr::T>& attend, const WalkRow& walk,
+                                              int position, uint32_t* words) {
   const auto& options = attend.options;
   const float scale = options.scale * 1.44269504088896340736f;
-  const auto* q =
-      attend.q + block.walk.row * attend.q_row + int64_t{block.walk.head} * attend.group * attend.q_head;
-  const int64_t table = int64_t{slots.num - 1} * Tr::kHalf;
+  const auto* q = attend.q + walk.row * attend.q_row + int64_t{walk.head} * attend.group * attend.q_head;
+  const int64_t table = int64_t{position} * Tr::kHalf;
   for (int item = threadIdx.x; item < Tr::kHeads * Tr::kHalf / 2; item += Tr::kThreads) {
     const int head = item / (Tr::kHalf / 2);
     const int dim = item % (Tr::kHalf / 2) * 2;
@@ -67,12 +66,17 @@ __device__ __forceinline__ void stage_decode_queries(const DecodeBlock<Tr>& bloc
     }
     const auto low0 = split_any_float(low[0]), low1 = split_any_float(low[1]);
     const auto high0 = split_any_float(high[0]), high1 = split_any_float(high[1]);
-    uint32_t* words = block.queries();
     words[query_word<Tr>(0, head, dim)] = pack_upper_halves(low0.high, low1.high);
     words[query_word<Tr>(1, head, dim)] = device::pack_pair<__nv_bfloat16>(low0.low, low1.low);
     words[query_word<Tr>(0, head, Tr::kHalf + dim)] = pack_upper_halves(high0.high, high1.high);
     words[query_word<Tr>(1, head, Tr::kHalf + dim)] = device::pack_pair<__nv_bfloat16>(high0.low, high1.low);
   }
+}
+
+// The queries for a layer, at the position of its last candidate.
+template <class Tr>
+__device__ __forceinline__ void stage_decode_queries(const DecodeBlock<Tr>& block, const LayerSlots& slots) {
+  stage_queries<Tr>(block.attend(), block.walk, slots.num - 1, block.queries());
 }
 
 // The rotations of the sixteen children of a slot by their places in it, in shared memory: of each the cosines, then
@@ -154,39 +158,36 @@ __device__ __forceinline__ void multiply_keys(const KeyOperands& keys, const Que
   multiply_parts(keys.high, queries.words[0], sums);
 }
 
-// Products of the keys in `tile` with all heads. Each key is rotated by its position: `child` are the places in the slot
-// of this lane's two keys.
-template <class Tr, bool kRotate>
-__device__ __forceinline__ void score_tile(const DecodeBlock<Tr>& block, const uint8_t* tile,
-                                           const int (&child)[2], float (&sums)[Tr::kHeadTiles][4]) {
+// The pack of eight dims of a row that a lane has in a half and step of the dims.
+template <class Tr>
+__device__ __forceinline__ int pack_of(int half, int step, int lane) {
+  return half * Tr::kChunks / 2 + 4 * step + lane % 4;
+}
+
+// Products of this lane's two keys with all heads. load(row, half, step) is a pack of a key. Keys are rotated with what
+// `rotation` gives: it is told which pack comes, and asked for the cosines and sines of that pack for each key.
+template <class Tr, bool kRotate, class Load, class Rotation>
+__device__ __forceinline__ void score_keys(const uint32_t* query_words, int lane, Load&& load,
+                                           Rotation&& rotation, float (&sums)[Tr::kHeadTiles][4]) {
   using T = typename Tr::T;
-  const uint32_t address = device::shared_address(tile);
 #pragma unroll
   for (int step = 0; step < Tr::kSteps; ++step) {
-    const int chunk = 4 * step + block.lane % 4;
-    float slot_cos[8], slot_sin[8];
+    const int chunk = pack_of<Tr>(0, step, lane);
     if constexpr (kRotate) {
-      const auto* table = reinterpret_cast<const float*>(tile + Tr::kTileBytes) + chunk * 8;
-      tree_attention::load_table(table, slot_cos);
-      tree_attention::load_table(table + Tr::kHalf, slot_sin);
+      rotation.begin(chunk);
     }
     KeyOperands low_keys, high_keys;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const int key = block.lane / 4 + 8 * row;
       float low[8], high[8];
-      unpack_eight<T>(device::load_shared_16(address + pack_offset<Tr>(key, chunk)), low);
-      unpack_eight<T>(device::load_shared_16(address + pack_offset<Tr>(key, chunk + Tr::kChunks / 2)), high);
+      unpack_eight<T>(load(row, 0, step), low);
+      unpack_eight<T>(load(row, 1, step), high);
       if constexpr (kRotate) {
-        float child_cos[8], child_sin[8];
-        tree_attention::load_table(block.children(child[row]) + chunk * 8, child_cos);
-        tree_attention::load_table(block.children(child[row]) + Tr::kHalf + chunk * 8, child_sin);
+        float cos[8], sin[8];
+        rotation.get(row, chunk, cos, sin);
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
-          // by the place in the slot and by the slot together
-          float cos = slot_cos[e], sin = slot_sin[e];
-          device::rotate_pair(cos, sin, child_cos[e], child_sin[e]);
-          device::rotate_pair(low[e], high[e], cos, sin);
+          device::rotate_pair(low[e], high[e], cos[e], sin[e]);
         }
       }
       low_keys.set<kRotate>(row, low);
@@ -195,12 +196,58 @@ __device__ __forceinline__ void score_tile(const DecodeBlock<Tr>& block, const u
 #pragma unroll
     for (int head_tile = 0; head_tile < Tr::kHeadTiles; ++head_tile) {
       const auto queries = [&](int half) {
-        return load_queries<Tr>(block.queries(), head_tile, half, step, block.lane);
+        return load_queries<Tr>(query_words, head_tile, half, step, lane);
       };
       multiply_keys(low_keys, queries(0), sums[head_tile]);
       multiply_keys(high_keys, queries(1), sums[head_tile]);
     }
   }
+}
+
+// Rotations of two children of a slot: by the slot, which came with its tile, and by the place in the slot together.
+template <class Tr>
+struct SlotRotation {
+  const float* slot;
+  const float* children[2];
+  float cos[8], sin[8];
+
+  __device__ __forceinline__ void begin(int chunk) {
+    tree_attention::load_table(slot + chunk * 8, cos);
+    tree_attention::load_table(slot + Tr::kHalf + chunk * 8, sin);
+  }
+  __device__ __forceinline__ void get(int row, int chunk, float (&c)[8], float (&s)[8]) const {
+    float child_cos[8], child_sin[8];
+    tree_attention::load_table(children[row] + chunk * 8, child_cos);
+    tree_attention::load_table(children[row] + Tr::kHalf + chunk * 8, child_sin);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      c[e] = cos[e];
+      s[e] = sin[e];
+      device::rotate_pair(c[e], s[e], child_cos[e], child_sin[e]);
+    }
+  }
+};
+
+// Reads this lane's packs of a tile in shared memory, as score_keys() and multiply_means() ask for them.
+template <class Tr>
+struct TileLoad {
+  uint32_t tile;  // shared address
+  int lane;
+
+  __device__ __forceinline__ uint4 operator()(int row, int half, int step) const {
+    return device::load_shared_16(tile + pack_offset<Tr>(lane / 4 + 8 * row, pack_of<Tr>(half, step, lane)));
+  }
+};
+
+// Products of the keys in `tile` with all heads. Each key is rotated by its position: `child` are the places in the slot
+// of this lane's two keys.
+template <class Tr, bool kRotate>
+__device__ __forceinline__ void score_tile(const DecodeBlock<Tr>& block, const uint8_t* tile,
+                                           const int (&child)[2], float (&sums)[Tr::kHeadTiles][4]) {
+  SlotRotation<Tr> rotation = {reinterpret_cast<const float*>(tile + Tr::kTileBytes),
+                               {block.children(child[0]), block.children(child[1])}};
+  const TileLoad<Tr> load = {device::shared_address(tile), block.lane};
+  score_keys<Tr, kRotate>(block.queries(), block.lane, load, rotation, sums);
 }
 
 // The block's scores of a layer, -inf where there is no candidate. Brings the tiles and asks for the first

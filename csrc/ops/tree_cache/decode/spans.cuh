@@ -13,18 +13,19 @@ template <class Tr>
 struct SpanQueries {
   QueryOperands of[Tr::kHeadTiles][2][Tr::kSteps];
 
-  // `rotation` is cos and sin of the candidate's position, or null.
-  __device__ __forceinline__ void load(const DecodeBlock<Tr>& block, const float* rotation) {
+  // `words` are the staged queries, cos and sin those of the candidate's position, or null.
+  __device__ __forceinline__ void load(const uint32_t* words, int lane, const float* cos, const float* sin) {
 #pragma unroll
     for (int tile = 0; tile < Tr::kHeadTiles; ++tile) {
 #pragma unroll
       for (int step = 0; step < Tr::kSteps; ++step) {
         QueryOperands& low = of[tile][0][step];
         QueryOperands& high = of[tile][1][step];
-        low = load_queries<Tr>(block.queries(), tile, 0, step, block.lane);
-        high = load_queries<Tr>(block.queries(), tile, 1, step, block.lane);
-        if (rotation != nullptr) {
-          rotate_back(low, high, rotation + (4 * step + block.lane % 4) * 8);
+        low = load_queries<Tr>(words, tile, 0, step, lane);
+        high = load_queries<Tr>(words, tile, 1, step, lane);
+        if (cos != nullptr) {
+          const int dim = (4 * step + lane % 4) * 8;
+          rotate_back(low, high, cos + dim, sin + dim);
         }
       }
     }
@@ -52,10 +53,10 @@ struct SpanQueries {
     to.words[1] = make_uint4(low[0], low[1], low[2], low[3]);
   }
   __device__ __forceinline__ static void rotate_back(QueryOperands& low, QueryOperands& high,
-                                                     const float* rotation) {
+                                                     const float* cos_row, const float* sin_row) {
     float cos[8], sin[8], x[8], y[8];
-    tree_attention::load_table(rotation, cos);
-    tree_attention::load_table(rotation + Tr::kHalf, sin);
+    tree_attention::load_table(cos_row, cos);
+    tree_attention::load_table(sin_row, sin);
     join(low, x);
     join(high, y);
 #pragma unroll
@@ -67,14 +68,12 @@ struct SpanQueries {
   }
 };
 
-// Products of the means in `tile`, as they are, with queries that were rotated back. Each half and step of the dims has
-// sums of its own, so that products need not wait for one another.
-template <class Tr>
-__device__ __forceinline__ void multiply_means(const DecodeBlock<Tr>& block, const uint8_t* tile,
-                                               const SpanQueries<Tr>& queries,
+// Products of this lane's two means, as they are, with queries that were rotated back. load(row, half, step) is a
+// pack of a mean. Each half and step of the dims has sums of its own, so that products need not wait for one another.
+template <class Tr, class Load>
+__device__ __forceinline__ void multiply_means(int lane, Load&& load, const SpanQueries<Tr>& queries,
                                                float (&sums)[Tr::kHeadTiles][4]) {
   using T = typename Tr::T;
-  const uint32_t address = device::shared_address(tile);
   float parts[2 * Tr::kSteps][Tr::kHeadTiles][4] = {};
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -83,9 +82,7 @@ __device__ __forceinline__ void multiply_means(const DecodeBlock<Tr>& block, con
       KeyOperands keys;
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
-        const int chunk = half * Tr::kChunks / 2 + 4 * step + block.lane % 4;
-        const uint4 packed =
-            device::load_shared_16(address + pack_offset<Tr>(block.lane / 4 + 8 * row, chunk));
+        const uint4 packed = load(row, half, step);
         if constexpr (std::is_same_v<T, __nv_bfloat16>) {
           keys.high[0][row] = packed.x;
           keys.high[0][2 + row] = packed.y;
@@ -136,119 +133,19 @@ __device__ __forceinline__ int log2_of_power(int power) {
   return 31 - __clz(power);
 }
 
-// One tile after the other of the means of a warp's slots: a slot has as many tiles as a candidate has means, which is a
-// power of two.
-template <class Tr>
-struct SpanCursor {
-  const DecodeBlock<Tr>& block;
-  const LayerSlots& slots;
-  int log2_per_node;  // of the means of a candidate
-  int place = 0;      // among the warp's slots
-  int part = 0;       // tile of the slot
-  int slot;           // counted from the block's first, or -1
+// The pool row of a span mean, or kAbsentRow where its page is none.
+template <typename T>
+__device__ __forceinline__ uint32_t mean_row(const AttendParams<T>& attend, const WalkRow& walk,
+                                             uint32_t mean) {
+  const int64_t row = row_at(attend, walk, attend.layout.span_mean(mean), attend.layout.key_rows(), 1);
+  return row < 0 ? kAbsentRow : static_cast<uint32_t>(row);
+}
 
-  __device__ __forceinline__ SpanCursor(const DecodeBlock<Tr>& block, const LayerSlots& slots, int per_node)
-      : block(block), slots(slots), log2_per_node(log2_of_power(per_node)) {
-    find_slot();
-  }
-  __device__ __forceinline__ bool ended() const { return place >= block.params.plan.shares * slots.tiles; }
-  __device__ __forceinline__ void advance() {
-    if (++part >> log2_per_node != 0) {
-      part = 0;
-      ++place;
-      find_slot();
-    }
-  }
-  // First mean of the tile, of those of the slot; and the place in the slot of the candidate of a mean.
-  __device__ __forceinline__ int first_mean() const { return part * kDecodeRate; }
-  __device__ __forceinline__ int child(int mean) const { return mean >> log2_per_node; }
-  // Whether the tile begins a candidate, if candidates fill tiles.
-  __device__ __forceinline__ bool begins_candidate() const {
-    return (first_mean() & ((1 << log2_per_node) - 1)) == 0;
-  }
-
- private:
-  __device__ __forceinline__ void find_slot() { slot = ended() ? -1 : slot_of_tile(block, slots, place); }
-};
-
-// Asks for the tiles that a cursor names. Rows of the next tile are looked up one tile ahead, because the table of pages
-// is in global memory.
-template <class Tr>
-class SpanStream {
- public:
-  __device__ __forceinline__ SpanStream(const DecodeBlock<Tr>& block, TileRing<Tr>& ring,
-                                        const LayerSlots& slots, const int32_t* list, int per_node)
-      : block_(block), ring_(ring), list_(list), cursor_(block, slots, per_node), per_node_(per_node) {
-    const PageLayout& layout = block.attend().layout;
-    const uint32_t means = layout.page_size / layout.span;
-    run_ = static_cast<int>(means & -means);  // neighbouring rows of the pool, from multiples of it on
-    look_up();
-  }
-
-  // Asks for the next tile, or for none behind the last. Its present rows become bits 16 * pending and further of
-  // `present`.
-  __device__ __forceinline__ void ask(int pending, uint64_t& present) {
-    const uint64_t bits = __ballot_sync(device::kFullMask, row_ != kAbsentRow) & 0xffffu;
-    present |= bits << (16 * pending);
-    const bool exists = !cursor_.ended();
-    ring_.ask_means(exists, row_, position());
-    if (exists) {
-      cursor_.advance();
-      look_up();
-    }
-  }
-
- private:
-  // The pool row of row lane % 16 of the tile. The means of the rightmost candidate may hold later tokens.
-  __device__ __forceinline__ void look_up() {
-    row_ = kAbsentRow;
-    if (cursor_.slot < 0) {
-      return;
-    }
-    const LayerSlots& slots = cursor_.slots;
-    const int in_slot = cursor_.first_mean() + block_.lane % kDecodeRate;
-    const int in_list = slots.first + cursor_.slot;
-    const auto first =
-        static_cast<uint32_t>(list_[in_list]) * (kDecodeRate * per_node_) + cursor_.first_mean();
-    const uint32_t own = first + block_.lane % kDecodeRate;
-    if (run_ < kDecodeRate) {
-      row_ = row_of_mean(own);
-    } else {
-      if (cursor_.part == 0 || (first & (run_ - 1)) == 0) {
-        run_row_ = row_of_mean(first);
-        run_first_ = first;
-      }
-      row_ = run_row_ == kAbsentRow ? kAbsentRow : run_row_ + (own - run_first_);
-    }
-    if (in_list * kDecodeRate + cursor_.child(in_slot) >= slots.num - 1) {
-      row_ = kAbsentRow;
-    }
-  }
-  __device__ __forceinline__ uint32_t row_of_mean(uint32_t mean) const {
-    const auto& attend = block_.attend();
-    const int64_t row =
-        row_at(attend, block_.walk, attend.layout.span_mean(mean), attend.layout.key_rows(), 1);
-    return row < 0 ? kAbsentRow : static_cast<uint32_t>(row);
-  }
-  // The position whose rotation comes with a tile: that of its candidate where it has only one, else that of the
-  // slot's first.
-  __device__ __forceinline__ int position() const {
-    if (cursor_.slot < 0) {
-      return 0;
-    }
-    const int child = per_node_ >= kDecodeRate ? cursor_.child(cursor_.first_mean()) : 0;
-    return (cursor_.slots.first + cursor_.slot) * kDecodeRate + child;
-  }
-
-  const DecodeBlock<Tr>& block_;
-  TileRing<Tr>& ring_;
-  const int32_t* list_;
-  SpanCursor<Tr> cursor_;  // of the tile that is looked up
-  int per_node_;
-  int run_;
-  uint32_t row_;
-  uint32_t run_row_ = kAbsentRow, run_first_ = 0;
-};
+// So many means stand in neighbouring rows of a pool, from multiples of it on: a power of two.
+__device__ __forceinline__ int mean_run(const PageLayout& layout) {
+  const uint32_t means = layout.page_size / layout.span;
+  return static_cast<int>(means & -means);
+}
 
 template <class Tr>
 __device__ __forceinline__ void clear_sums(LogSum (&sums)[2][Tr::kHeadTiles][2]) {
@@ -292,9 +189,9 @@ __device__ __forceinline__ void merge_rows(LogSum (&sums)[2][Tr::kHeadTiles][2])
   }
 }
 
-// Merges the sums of `rows` neighbouring rows and stores their logarithm for candidate `candidate`.
+// Merges the sums of `rows` neighbouring rows and stores their logarithm in the scores of their candidate, [heads].
 template <class Tr>
-__device__ __forceinline__ void store_log_sums(const DecodeBlock<Tr>& block, int rows, int candidate,
+__device__ __forceinline__ void store_log_sums(int lane, int rows, float* scores,
                                                const LogSum (&sums)[Tr::kHeadTiles][2]) {
 #pragma unroll
   for (int head_tile = 0; head_tile < Tr::kHeadTiles; ++head_tile) {
@@ -307,66 +204,192 @@ __device__ __forceinline__ void store_log_sums(const DecodeBlock<Tr>& block, int
         other.sum = __shfl_xor_sync(device::kFullMask, sum.sum, offset);
         sum = merge_log_sums(sum, other);
       }
-      if (block.lane / 4 % rows == 0) {
-        block.span_scores()[candidate * Tr::kHeads + head_tile * 8 + block.lane % 4 * 2 + i] = log2_of(sum);
+      if (lane / 4 % rows == 0) {
+        scores[head_tile * 8 + lane % 4 * 2 + i] = log2_of(sum);
       }
     }
   }
 }
 
-// The block's span scores of a layer. The ring is empty before and after.
+// The rows of this lane in a tile of 16 neighbouring span means: lane / 4 and 8 further on. They go from global memory
+// straight into the operands of products.
 template <class Tr>
-__device__ __forceinline__ void score_spans(const DecodeBlock<Tr>& block, TileRing<Tr>& ring,
-                                            const LayerSlots& slots, const int32_t* list) {
-  const PageLayout& layout = block.attend().layout;
-  const int per_node = static_cast<int>(layout.tokens[slots.layer] / layout.span);
-  const bool rotates = block.attend().options.cos != nullptr;
-  const bool whole_tiles = per_node >= kDecodeRate;
-  SpanStream<Tr> stream(block, ring, slots, list, per_node);
-  uint64_t present = 0;  // sixteen bits for each tile that was asked for
-  for (int pending = 0; pending < ring.ahead(); ++pending) {
-    stream.ask(pending, present);
+struct MeanTile {
+  uint4 packs[2][2][Tr::kSteps];
+  uint32_t present = 0;  // a bit for each of the 16 rows, right for this lane's two
+
+  // Means from `first` on, a multiple of 16; only the first `count` are there.
+  __device__ __forceinline__ void load(const AttendParams<typename Tr::T>& attend, const WalkRow& walk,
+                                       uint32_t first, int count, int lane) {
+    const int run = mean_run(attend.layout);
+    const uint32_t run_row = run >= kDecodeRate && count > 0 ? mean_row(attend, walk, first) : kAbsentRow;
+    present = 0;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int in_tile = lane / 4 + 8 * i;
+      uint32_t row = run_row == kAbsentRow ? kAbsentRow : run_row + in_tile;
+      if (in_tile >= count) {
+        row = kAbsentRow;
+      } else if (run < kDecodeRate) {
+        row = mean_row(attend, walk, first + in_tile);
+      }
+      const bool exists = row != kAbsentRow;
+      present |= (exists ? 1u : 0u) << in_tile;
+      const auto* from = reinterpret_cast<const uint4*>(attend.keys + int64_t{exists ? row : 0} * Tr::kDim);
+#pragma unroll
+      for (int pack = 0; pack < 2 * Tr::kSteps; ++pack) {
+        const int half = pack / Tr::kSteps, step = pack % Tr::kSteps;
+        packs[i][half][step] = exists ? __ldg(from + pack_of<Tr>(half, step, lane)) : make_uint4(0, 0, 0, 0);
+      }
+    }
   }
-  SpanQueries<Tr> queries;
-  queries.load(block, nullptr);
-  LogSum sums[2][Tr::kHeadTiles][2];
-  for (SpanCursor<Tr> cursor(block, slots, per_node); !cursor.ended(); cursor.advance()) {
-    const uint8_t* tile = ring.take();
-    const auto bits = static_cast<uint32_t>(present & 0xffffu);
-    present >>= 16;
-    stream.ask(ring.ahead() - 1, present);
-    if (cursor.slot < 0) {
-      continue;
-    }
-    if (!whole_tiles || cursor.begins_candidate()) {
-      clear_sums<Tr>(sums);
-    }
-    const auto* rotation = reinterpret_cast<const float*>(tile + Tr::kTileBytes);
-    const int first = cursor.slot * kDecodeRate;  // candidate of the block
-    float products[Tr::kHeadTiles][4] = {};
-    if (whole_tiles) {
-      if (cursor.begins_candidate()) {
-        queries.load(block, rotates ? rotation : nullptr);
-      }
-      multiply_means(block, tile, queries, products);
-      add_means<Tr>(products, bits, block.lane, sums);
-      if (((cursor.first_mean() + kDecodeRate) & (per_node - 1)) == 0) {
-        merge_rows<Tr>(sums);
-        store_log_sums(block, 8, first + cursor.child(cursor.first_mean()), sums[0]);
-      }
+  __device__ __forceinline__ uint4 operator()(int row, int half, int step) const {
+    return packs[row][half][step];
+  }
+};
+
+// Rotations of the candidates of this lane's two rows, from the table.
+template <class Tr>
+struct TableRotation {
+  const float* cos_row[2];
+  const float* sin_row[2];
+
+  __device__ __forceinline__ void begin(int) const {}
+  __device__ __forceinline__ void get(int row, int chunk, float (&cos)[8], float (&sin)[8]) const {
+    tree_attention::load_table(cos_row[row] + chunk * 8, cos);
+    tree_attention::load_table(sin_row[row] + chunk * 8, sin);
+  }
+};
+
+// Neighbouring slots of a layer whose candidates are scored by their span means. A warp takes whole candidates, so no bit
+// depends on how many warps share the slots.
+template <class Tr>
+struct SpanSlots {
+  const AttendParams<typename Tr::T>& attend;
+  const WalkRow& walk;
+  const uint32_t* queries;  // staged
+  float* scores;            // [slots][16][heads]
+  const int32_t* list;      // of the layer; null: slot i is node i
+  int first;                // slot of the layer
+  int slots;
+  int readable;       // candidates of the layer but the rightmost, whose means may hold later tokens
+  int log2_per_node;  // of the means of a candidate
+  int lane;
+
+  // Warp `warp` of `warps`. With kAhead it loads a tile before it computes the one before, for where few warps hide the
+  // way to memory.
+  template <bool kAhead>
+  __device__ __forceinline__ void score(int warp, int warps) const {
+    if ((1 << log2_per_node) >= kDecodeRate) {
+      score_candidates(warp, warps);
     } else {
-      const int child = cursor.child(cursor.first_mean() + block.lane / 4);
-      const int children[2] = {child, child + 8 / per_node};
-      if (rotates) {
-        score_tile<Tr, true>(block, tile, children, products);
-      } else {
-        score_tile<Tr, false>(block, tile, children, products);
-      }
-      add_means<Tr>(products, bits, block.lane, sums);
-      store_log_sums(block, per_node, first + children[0], sums[0]);
-      store_log_sums(block, per_node, first + children[1], sums[1]);
+      score_tiles<kAhead>(warp, warps);
     }
   }
+
+ private:
+  __device__ __forceinline__ bool rotates() const { return attend.options.cos != nullptr; }
+  __device__ __forceinline__ const float* cosines(int position) const {
+    return rotates() ? attend.options.cos + int64_t{position} * Tr::kHalf : nullptr;
+  }
+  __device__ __forceinline__ const float* sines(int position) const {
+    return attend.options.sin + int64_t{position} * Tr::kHalf;
+  }
+  // Loads tile `part` of the means of slot `slot`.
+  __device__ __forceinline__ void load(int slot, int part, MeanTile<Tr>& tile) const {
+    const int in_layer = first + slot;
+    const auto parent = static_cast<uint32_t>(list == nullptr ? in_layer : list[in_layer]);
+    const int count = ((readable - in_layer * kDecodeRate) << log2_per_node) - part * kDecodeRate;
+    tile.load(attend, walk, ((parent * kDecodeRate) << log2_per_node) + part * kDecodeRate,
+              min(max(count, 0), kDecodeRate), lane);
+  }
+
+  // Candidates that fill tiles: the query is rotated back in place of their means.
+  __device__ __forceinline__ void score_candidates(int warp, int warps) const {
+    const int tiles = (1 << log2_per_node) / kDecodeRate;
+    SpanQueries<Tr> rotated;
+    MeanTile<Tr> tile;
+    for (int candidate = warp; candidate < slots * kDecodeRate; candidate += warps) {
+      LogSum sums[2][Tr::kHeadTiles][2];
+      clear_sums<Tr>(sums);
+      const int position = first * kDecodeRate + candidate;
+      if (position < readable) {
+        rotated.load(queries, lane, cosines(position), sines(position));
+        for (int i = 0; i < tiles; ++i) {
+          load(candidate / kDecodeRate, candidate % kDecodeRate * tiles + i, tile);
+          float products[Tr::kHeadTiles][4] = {};
+          multiply_means<Tr>(lane, tile, rotated, products);
+          add_means<Tr>(products, tile.present, lane, sums);
+        }
+        merge_rows<Tr>(sums);
+      }
+      store_log_sums<Tr>(lane, 8, scores + candidate * Tr::kHeads, sums[0]);
+    }
+  }
+
+  // Tiles that hold several candidates: their means are rotated.
+  template <bool kAhead>
+  __device__ __forceinline__ void score_tiles(int warp, int warps) const {
+    const int tiles = slots << log2_per_node;
+    const int parts = (1 << log2_per_node) - 1;  // a mask
+    MeanTile<Tr> tile, next;
+    if (kAhead && warp < tiles) {
+      load(warp >> log2_per_node, warp & parts, tile);
+    }
+    for (int index = warp; index < tiles; index += warps) {
+      if (!kAhead) {
+        load(index >> log2_per_node, index & parts, tile);
+      } else if (index + warps < tiles) {
+        load((index + warps) >> log2_per_node, (index + warps) & parts, next);
+      }
+      const int candidates[2] = {(index * kDecodeRate + lane / 4) >> log2_per_node,
+                                 (index * kDecodeRate + lane / 4 + 8) >> log2_per_node};
+      score_tile(tile, candidates);
+      if (kAhead) {
+        tile = next;
+      }
+    }
+  }
+  __device__ __forceinline__ void score_tile(const MeanTile<Tr>& tile, const int (&candidates)[2]) const {
+    float products[Tr::kHeadTiles][4] = {};
+    if (rotates()) {
+      const int position[2] = {first * kDecodeRate + candidates[0], first * kDecodeRate + candidates[1]};
+      TableRotation<Tr> rotation = {{cosines(position[0]), cosines(position[1])},
+                                    {sines(position[0]), sines(position[1])}};
+      score_keys<Tr, true>(queries, lane, tile, rotation, products);
+    } else {
+      score_keys<Tr, false>(queries, lane, tile, TableRotation<Tr>{}, products);
+    }
+    LogSum sums[2][Tr::kHeadTiles][2];
+    clear_sums<Tr>(sums);
+    add_means<Tr>(products, tile.present, lane, sums);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      store_log_sums<Tr>(lane, 1 << log2_per_node, scores + candidates[i] * Tr::kHeads, sums[i]);
+    }
+  }
+};
+
+// log2 of the span means of a node of a layer.
+__device__ __forceinline__ int log2_means(const PageLayout& layout, int layer) {
+  return log2_of_power(static_cast<int>(layout.tokens[layer] / layout.span));
+}
+
+// The block's span scores of a layer.
+template <class Tr>
+__device__ __forceinline__ void score_spans(const DecodeBlock<Tr>& block, const LayerSlots& slots,
+                                            const int32_t* list) {
+  const SpanSlots<Tr> own = {.attend = block.attend(),
+                             .walk = block.walk,
+                             .queries = block.queries(),
+                             .scores = block.span_scores(),
+                             .list = list,
+                             .first = slots.first,
+                             .slots = slots.own(block.params.plan.shares),
+                             .readable = slots.num - 1,
+                             .log2_per_node = log2_means(block.attend().layout, slots.layer),
+                             .lane = block.lane};
+  own.template score<true>(block.warp, Tr::kWarps);
 }
 
 }  // namespace htree::tree_cache

@@ -71,18 +71,6 @@ class TileRing {
     device::commit_copies();
   }
 
-  // Asks for a tile of span means, or for none: `row` of lane i is that of row i % 16, and the rotation is that
-  // of `position`.
-  __device__ __forceinline__ void ask_means(bool exists, uint32_t row, int position) {
-    __syncwarp();
-    if (exists) {
-      copy_rows([&](int i) { return __shfl_sync(device::kFullMask, row, i); }, /*values=*/false);
-      copy_rotation(position);
-      asked_ = asked_ + 1 == stages_ ? 0 : asked_ + 1;
-    }
-    device::commit_copies();
-  }
-
   // Returns the oldest tile that was asked for and not yet taken, when it has arrived.
   __device__ __forceinline__ uint8_t* take() {
     if (stages_ == 4) {
