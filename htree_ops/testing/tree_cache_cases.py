@@ -286,6 +286,13 @@ DECODE_CASES = [
         **_LARGE_HEADS,
     ),
     _decoded("k = 500", lengths=(10000, 8100), max_top_nodes=8000, top_k=500),
+    _decoded("k = 600", lengths=(11000, 9700), max_top_nodes=9600, top_k=600),
+    _decoded(
+        "k = 1024, 128", F16, lengths=(17000,), queries=(1,), max_top_nodes=16384, top_k=1024, **_LARGE_HEADS
+    ),
+    _decoded(
+        "k = 1000, span 2", lengths=(16500,), queries=(1,), max_top_nodes=16000, top_k=1000, selection_span=2
+    ),
     # A choice among nodes of many span means, then one in a list; and tiles of span means that pages cut.
     _decoded("three choices, span 4", lengths=(5000, 2600), selection_span=4),
     _decoded("three choices, span 2, 128", F16, lengths=(5000, 257), selection_span=2, **_LARGE_HEADS),

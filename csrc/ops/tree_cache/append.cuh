@@ -62,62 +62,82 @@ struct HeadRows {
   }
 };
 
-// Stores the mean of `count` rows of a layer, from node `first` on, at `to`.
+// Stores the mean of `count` rows of a layer, from node `first` on, at `to`. Many rows are on their way at a time; they
+// are added in their order.
 template <typename T, int kPack>
 __device__ __forceinline__ void store_mean(const PageLayout& layout, const HeadRows<T>& rows, uint32_t layer,
                                            uint32_t first, uint32_t count, int column, const Place& place) {
+  constexpr uint32_t kBatch = 8;
   T* to = rows.at(layout, place);
   device::Acc<T> sum[kPack] = {};
   bool whole = to != nullptr;
-#pragma unroll 4
-  for (uint32_t c = 0; c < count; ++c) {
-    const T* child = rows.at(layout, layout.node(layer, first + c));
-    if (child == nullptr) {
-      whole = false;
-      continue;
-    }
-    const auto values = device::load_pack<kPack>(child + column);
+  for (uint32_t begin = 0; begin < count; begin += kBatch) {
+    device::Pack<T, kPack> batch[kBatch];
 #pragma unroll
-    for (int e = 0; e < kPack; ++e) {
-      sum[e] += device::to_acc(values[e]);
+    for (uint32_t i = 0; i < kBatch; ++i) {
+      const T* child = begin + i < count ? rows.at(layout, layout.node(layer, first + begin + i)) : nullptr;
+      whole = whole && (child != nullptr || begin + i >= count);
+      if (child != nullptr) {
+        batch[i] = device::load_pack<kPack>(child + column);
+      }
     }
-  }
-  device::Pack<T, kPack> mean;
 #pragma unroll
-  for (int e = 0; e < kPack; ++e) {
-    mean[e] = device::from_acc<T>(sum[e] / static_cast<device::Acc<T>>(count));
+    for (uint32_t i = 0; i < kBatch; ++i) {
+      if (begin + i < count) {
+#pragma unroll
+        for (int e = 0; e < kPack; ++e) {
+          sum[e] += device::to_acc(batch[i][e]);
+        }
+      }
+    }
   }
   if (whole) {
+    device::Pack<T, kPack> mean;
+#pragma unroll
+    for (int e = 0; e < kPack; ++e) {
+      mean[e] = device::from_acc<T>(sum[e] / static_cast<device::Acc<T>>(count));
+    }
     device::store_pack(to + column, mean);
   }
 }
 
-// Writes what level `level` adds to one pool: tokens at level 0, nodes at 1 ... L-1, span means at L. This is
-// block `part` of `num_parts`.
+// The pools of one head, with the new rows that go there.
+template <typename T>
+struct HeadPools {
+  HeadRows<T> keys, values;
+  const NewRows<T>& k;
+  const NewRows<T>& v;
+};
+
+// Writes what level `level` adds: tokens at level 0, nodes at 1 ... L-1, span means of keys at L. This is block `part` of
+// `num_parts`. Keys and values go side by side, because a new token alone keeps few threads busy.
 template <typename T, int kPack>
-__device__ __forceinline__ void append_level(const PageLayout& layout, const HeadRows<T>& rows,
-                                             const NewRows<T>& from, const NewSpan& span, uint32_t level,
-                                             int part, int num_parts) {
+__device__ __forceinline__ void append_level(const PageLayout& layout, const HeadPools<T>& pools,
+                                             const NewSpan& span, uint32_t level, int part, int num_parts) {
   const bool means = level == layout.num_layers;
   const uint32_t size = means ? layout.span : layout.tokens[level];
   const uint32_t first = static_cast<uint32_t>(span.before) / size;
   const uint32_t num = static_cast<uint32_t>(span.before + span.count) / size - first;
-  const uint32_t packs = static_cast<uint32_t>(rows.width / kPack);
+  const auto key_packs = static_cast<uint32_t>(pools.keys.width / kPack);
+  const uint32_t packs = key_packs + (means ? 0 : static_cast<uint32_t>(pools.values.width / kPack));
   const uint64_t items = uint64_t{num} * packs;
   for (uint64_t item = static_cast<uint64_t>(part) * kAppendThreads + threadIdx.x; item < items;
        item += static_cast<uint64_t>(num_parts) * kAppendThreads) {
-    const uint32_t index = static_cast<uint32_t>(item / packs);
-    const int column = static_cast<int>(item - uint64_t{index} * packs) * kPack;
+    const auto index = static_cast<uint32_t>(item / packs);
+    const auto pack = static_cast<uint32_t>(item - uint64_t{index} * packs);
+    const bool of_keys = pack < key_packs;
+    const HeadRows<T> rows = of_keys ? pools.keys : pools.values;
+    const int column = static_cast<int>(of_keys ? pack : pack - key_packs) * kPack;
     const uint32_t node = first + index;
     if (level == 0) {
-      T* to = rows.at(layout, layout.node(0, node));
+      const NewRows<T>& from = of_keys ? pools.k : pools.v;
       const T* row = from.data + (span.first + index) * from.row + rows.head * from.head + column;
-      device::store_pack(to + column, device::load_pack<kPack>(row));
-    } else if (means) {
-      store_mean<T, kPack>(layout, rows, 0, node * layout.span, layout.span, column, layout.span_mean(node));
+      device::store_pack(rows.at(layout, layout.node(0, node)) + column, device::load_pack<kPack>(row));
     } else {
-      store_mean<T, kPack>(layout, rows, level - 1, node * layout.rate, layout.rate, column,
-                           layout.node(level, node));
+      // A span mean is the mean of tokens, a node that of the nodes below.
+      const uint32_t count = means ? layout.span : layout.rate;
+      store_mean<T, kPack>(layout, rows, means ? 0 : level - 1, node * count, count, column,
+                           means ? layout.span_mean(node) : layout.node(level, node));
     }
   }
 }
@@ -135,14 +155,13 @@ __global__ void __launch_bounds__(kAppendThreads)
     return;
   }
   const int32_t* table = params.block_table + static_cast<int64_t>(sequence) * layout.max_pages;
-  const HeadRows<T> keys = {params.keys, table, layout.key_rows(), params.k.width, head};
-  const HeadRows<T> values = {params.values, table, layout.value_rows(), params.v.width, head};
-  const int part = static_cast<int>(blockIdx.y), parts = static_cast<int>(gridDim.y);
+  const HeadPools<T> pools = {{params.keys, table, layout.key_rows(), params.k.width, head},
+                              {params.values, table, layout.value_rows(), params.v.width, head},
+                              params.k,
+                              params.v};
   for (uint32_t level = begin; level < end; ++level) {
-    append_level<T, kPack>(layout, keys, params.k, span, level, part, parts);
-    if (level < layout.num_layers) {
-      append_level<T, kPack>(layout, values, params.v, span, level, part, parts);
-    }
+    append_level<T, kPack>(layout, pools, span, level, static_cast<int>(blockIdx.y),
+                           static_cast<int>(gridDim.y));
     __syncthreads();
   }
 }
@@ -160,7 +179,7 @@ cudaError_t launch_append_for(const AppendParams<T>& params, cudaStream_t stream
   for (uint32_t level = 0; level < levels; ++level) {
     const int64_t size = level == layout.num_layers ? layout.span : layout.tokens[level];
     const int64_t nodes = params.max_new / size + 1;
-    const int64_t items = nodes * (std::max(params.k.width, params.v.width) / kPack);
+    const int64_t items = nodes * ((params.k.width + params.v.width) / kPack);
     const dim3 grid(rows, static_cast<unsigned>(std::min(ceil_div(items, kAppendThreads), kMostParts)));
     const cudaError_t error = launch_kernel(
         append_kernel<T, kPack>, {.grid = grid, .threads = kAppendThreads}, stream, params, level, level + 1);

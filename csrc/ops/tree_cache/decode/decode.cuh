@@ -280,11 +280,16 @@ cudaError_t launch_decode(const AttendParams<T>& attend, const DecodePlan& plan,
           return error;
         }
       }
-      error = launch_decode_kernel<DecodeTraits<T, kDim, 1, true, decode_warps(8, true)>>(params, stream);
+      error = launch_decode_kernel<DecodeTraits<T, kDim, 1, true, decode_warps(8, true, 0)>>(params, stream);
     } else if (attend.group > 8) {
-      error = launch_decode_kernel<DecodeTraits<T, kDim, 2, false, decode_warps(16, false)>>(params, stream);
+      error =
+          launch_decode_kernel<DecodeTraits<T, kDim, 2, false, decode_warps(16, false, 0)>>(params, stream);
+    } else if (constexpr int kMost = decode_warps(8, false, 0);
+               decode_warps(8, false, attend.options.top_k) == kMost) {
+      error = launch_decode_kernel<DecodeTraits<T, kDim, 1, false, kMost>>(params, stream);
     } else {
-      error = launch_decode_kernel<DecodeTraits<T, kDim, 1, false, decode_warps(8, false)>>(params, stream);
+      constexpr int kFewer = decode_warps(8, false, kDecodeMaxTopK);
+      error = launch_decode_kernel<DecodeTraits<T, kDim, 1, false, kFewer>>(params, stream);
     }
     if (error != cudaSuccess) {
       return error;

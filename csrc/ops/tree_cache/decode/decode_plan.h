@@ -9,9 +9,8 @@
 
 namespace htree::tree_cache {
 
-constexpr int kDecodeRate = 16;  // r: the children of a slot are one tile of the tensor cores
-// Slots of a list. More leave no room for twelve warps at 128 channels.
-constexpr int kDecodeMaxTopK = 512;
+constexpr int kDecodeRate = 16;       // r: the children of a slot are one tile of the tensor cores
+constexpr int kDecodeMaxTopK = 1024;  // slots of a list
 constexpr int kDecodeMostWarps = 12;  // of a block
 // The slots of a layer are cut into so many shares, whatever the launch. A share is summed in an order that
 // follows from the row's own number of slots, and shares are merged in their order: so a row's bits do not
@@ -62,8 +61,8 @@ constexpr int padded_heads(int64_t group) {
 }
 // Warps of a block: as many as shared memory has room for, whatever the number of blocks that share a row, because
 // a row's bits depend on it.
-constexpr int decode_warps(int heads, bool spans) {
-  return heads == 8 && !spans ? kDecodeMostWarps : 8;
+constexpr int decode_warps(int heads, bool spans, int64_t top_k) {
+  return heads == 8 && !spans && top_k <= 512 ? kDecodeMostWarps : 8;
 }
 // Heads whose partial sums all warps bring together at a time.
 constexpr int merge_heads(int warps) {
@@ -89,7 +88,7 @@ inline DecodePlaces decode_places(const DecodeProblem& problem, int cluster, int
   const int heads = padded_heads(problem.group);
   const int top_k = static_cast<int>(problem.top_k), dim = static_cast<int>(problem.key_dim);
   const int shares = kShares / cluster;
-  const int warps = decode_warps(heads, problem.spans);
+  const int warps = decode_warps(heads, problem.spans, top_k);
   const int slots = shares * static_cast<int>(ceil_div(top_k, kShares));
   int next = 0;
   const auto take = [&](int bytes) {
