@@ -4,7 +4,8 @@ Run: ``python examples/generate.py`` (``--help`` lists the flags). It takes the 
 ``examples/train_lm.py`` (``--checkpoint``), or trains a small one first. For each length of prompt it reads the prompt
 in chunks, writes on byte by byte, and prints how long both take and what the caches hold. "rebuild" keeps the keys
 and values alone and builds the tree again for every byte; "dense" runs the same weights with dense attention, for its
-speed.
+speed. ``--passkey`` hides five digits in the middle of each prompt, asks for them at its end, and says whether they
+were found: a model finds them only if it was trained to copy over such distances.
 Two idle CPU cores take under three minutes.
 """
 
@@ -45,6 +46,15 @@ TRAINED_HERE: dict[str, Any] = {
     "heads": 2,
     "kv_heads": 1,
 }
+
+
+#: A passkey test (Mohtashami and Jaggi, "Landmark Attention", 2023): the sentence stands in the middle of the prompt,
+#: the question at its end.
+PASSKEY = "71432"
+SENTENCE, QUESTION = (
+    f"\nThe pass key is {PASSKEY}. Remember it.\n",
+    "\nWhat is the pass key? The pass key is ",
+)
 
 
 class Decoder(Protocol):
@@ -150,6 +160,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--train-steps", type=int, default=TRAINED_HERE["steps"], metavar="N", help="(default %(default)s)"
     )
     parser.add_argument("--lengths", metavar="N,N", help="bytes of the prompts (default: by device)")
+    parser.add_argument(
+        "--passkey", action="store_true", help="hide five digits in the prompts and ask for them"
+    )
     parser.add_argument("--bytes", type=int, default=32, metavar="N", help="to write (default %(default)s)")
     parser.add_argument(
         "--chunk", type=int, default=2048, metavar="N", help="of a prompt (default %(default)s)"
@@ -182,6 +195,18 @@ def make_model(arguments: argparse.Namespace, device: str) -> tuple[settings.Set
         learner.step(text.training_batch(source, step, chosen.context, chosen.batch, chosen.seed).to(device))
         bar.set_postfix_str(f"{learner.recent_bits():.2f} bits per byte")
     return chosen, learner.model.eval()
+
+
+def make_prompt(source: Tensor, length: int, passkey: bool) -> Tensor:
+    """``length`` bytes of the text, from its beginning again where it ends; with the passkey in the middle."""
+    if not passkey:
+        return source.repeat(-(-length // len(source)))[:length]
+    sentence, question = (torch.tensor(list(part.encode())) for part in (SENTENCE, QUESTION))
+    rest = length - len(sentence) - len(question)
+    if rest < 0:
+        raise settings.UserError(f"--lengths: a prompt with a passkey has at least {length - rest} bytes")
+    filler = make_prompt(source, rest, passkey=False)
+    return torch.cat((filler[: rest // 2], sentence, filler[rest // 2 :], question))
 
 
 def write_on(decoder: Decoder, prompt: Tensor, arguments: argparse.Namespace, label: str) -> dict[str, Any]:
@@ -222,17 +247,21 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"{'prompt':>9} {'cache':12}{'prompt, s':>11}{'bytes/s':>10}{'MB':>9}  it writes")
     rows: list[dict[str, Any]] = []
     for length in lengths or (CPU_LENGTHS if kind == "cpu" else GPU_LENGTHS):
-        prompt = source.repeat(-(-length // len(source)))[:length].to(device)
+        prompt = make_prompt(source, length, arguments.passkey).to(device)
         for label, make in DECODERS.items():
             width = chosen.dim // chosen.heads
             if make is Dense and (width not in (64, 128, 256) or length > LONGEST_DENSE[kind]):
                 continue
             row = write_on(make(model, length + arguments.bytes), prompt, arguments, label)
+            found = ""
+            if arguments.passkey:
+                row["passkey_found"] = bytes(row["written"]).startswith(PASSKEY.encode())
+                found = "  passkey found" if row["passkey_found"] else "  passkey not found"
             rows.append(row)
             start = bytes(row["written"][:24]).decode(errors="replace")
             print(
                 f"{length:>9} {label:12}{row['read_seconds']:>11.2f}{row['bytes_per_second']:>10.1f}"
-                f"{row['cache_bytes'] / 1e6:>9.2f}  {start!r}"
+                f"{row['cache_bytes'] / 1e6:>9.2f}  {start!r}{found}"
             )
     try:
         arguments.out.mkdir(parents=True, exist_ok=True)

@@ -38,6 +38,25 @@ def test_the_cache_writes_what_a_rebuilt_tree_writes(example: ModuleType, tmp_pa
         assert tree["cache_bytes"] > 0
 
 
+def test_a_passkey_is_hidden_and_asked_for(
+    example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = torch.arange(97, 123).repeat(7)
+    shortest = len(example.SENTENCE) + len(example.QUESTION)
+    for length in (shortest, shortest + 1, 500):
+        prompt = bytes(example.make_prompt(source, length, passkey=True).tolist()).decode()
+        assert len(prompt) == length
+        assert prompt.count(example.PASSKEY) == 1
+        assert prompt.index(example.SENTENCE) == (length - shortest) // 2
+        assert prompt.endswith(example.QUESTION)
+    flags = f"--device cpu --train-steps 2 --lengths 400 --bytes 5 --passkey --out {tmp_path}"
+    assert example.main(flags.split()) == 0
+    rows = json.loads((tmp_path / "generate.json").read_text())["rows"]
+    assert not any(row["passkey_found"] for row in rows)  # two steps teach nobody to copy
+    assert capsys.readouterr().out.count("passkey not found") == len(rows)
+    assert example.main(f"--device cpu --train-steps 2 --lengths 30 --passkey --out {tmp_path}".split()) == 2
+
+
 def test_wrong_flags_are_one_line(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     for flags, complaint in (
         ("--bytes 0", "--bytes must be at least 1"),
