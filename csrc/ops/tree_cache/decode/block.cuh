@@ -58,7 +58,8 @@ template <typename T>
 struct DecodeParams {
   AttendParams<T> attend;
   DecodePlan plan;
-  device::FastDivisor key_rows;  // of a page and head
+  device::FastDivisor key_rows;   // of a page and head
+  device::FastDivisor page_size;  // tokens
   // With a stride, leaders come first, in a launch of their own: other rows read their lists.
   bool leaders = true;
 };
@@ -147,17 +148,35 @@ struct LayerSlots {
   __device__ __forceinline__ int own(int shares) const { return max(0, min(slots - first, shares * share)); }
 };
 
+// The node of a layer that holds a token: r is 16.
+__device__ __forceinline__ uint32_t node_at(int32_t token, int layer) {
+  return static_cast<uint32_t>(token) >> (kDecodeRateLog2 * layer);
+}
+
 template <class Tr>
-__device__ __forceinline__ LayerSlots layer_slots(const DecodeBlock<Tr>& block, int layer) {
+__device__ __forceinline__ LayerSlots layer_slots(const DecodeBlock<Tr>& block, int layer, int num) {
   LayerSlots found;
   found.layer = layer;
-  found.num = num_candidates(block.attend().layout, block.walk.query, block.top_k(), layer);
+  found.num = num;
   found.slots = (found.num + kDecodeRate - 1) / kDecodeRate;
   found.share = (found.slots + kShares - 1) / kShares;
   found.first = block.rank * block.params.plan.shares * found.share;
   found.tiles = found.share > block.warp ? (found.share - block.warp + Tr::kWarps - 1) / Tr::kWarps : 0;
   found.inverse = found.tiles > 0 ? (0xffff + found.tiles) / found.tiles : 0;
   return found;
+}
+
+// num_candidates() layer by layer: of the row's top, and of the layer below.
+template <class Tr>
+__device__ __forceinline__ LayerSlots top_slots(const DecodeBlock<Tr>& block) {
+  const QueryRow& query = block.walk.query;
+  return layer_slots(block, query.top, static_cast<int>(node_at(query.token, query.top)) + 1);
+}
+template <class Tr>
+__device__ __forceinline__ LayerSlots slots_below(const DecodeBlock<Tr>& block, const LayerSlots& slots) {
+  const int layer = slots.layer - 1;
+  const auto last = static_cast<int>(node_at(block.walk.query.token, layer) % kDecodeRate);
+  return layer_slots(block, layer, (min(slots.num, block.top_k()) - 1) * kDecodeRate + last + 1);
 }
 
 // The slot of the warp's tile `index`, counted from the block's first slot; -1 where it does not exist.

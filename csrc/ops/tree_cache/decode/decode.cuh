@@ -91,7 +91,7 @@ __device__ __forceinline__ void make_top_lists(const DecodeBlock<Tr>& block, int
   const bool stored = block.attend().chunk.lists != nullptr || entry >= 0;
   const int top = block.walk.query.top;
   for (int layer = stored ? static_cast<int>(layout.num_layers) - 1 : top; layer >= top; --layer) {
-    const int count = static_cast<int>(block.walk.query.token / layout.tokens[layer] / kDecodeRate + 1);
+    const int count = static_cast<int>(node_at(block.walk.query.token, layer) / kDecodeRate + 1);
     for (int i = threadIdx.x; i < block.top_k(); i += Tr::kThreads) {
       list[i] = i < count ? i : -1;  // store_list gives each thread its own elements
     }
@@ -134,7 +134,7 @@ __device__ __forceinline__ void choose(const DecodeBlock<Tr>& block, const Layer
 template <class Tr>
 __device__ __forceinline__ void walk_layers(const DecodeBlock<Tr>& block) {
   const int64_t entry = block.leads ? ring_entry(block.attend(), block.walk) : -1;
-  LayerSlots slots = layer_slots(block, block.walk.query.top);
+  LayerSlots slots = top_slots(block);
   int current = 0;
   if (block.leads) {
     make_top_lists(block, entry, block.list(current));
@@ -149,7 +149,7 @@ __device__ __forceinline__ void walk_layers(const DecodeBlock<Tr>& block) {
     } else {
       load_list(block, slots.layer - 1, next);
     }
-    slots = layer_slots(block, slots.layer - 1);
+    slots = slots_below(block, slots);
   }
   TileRing<Tr> ring(block);
   find_rows(block, slots, block.list(current), block.rows(current));
@@ -180,7 +180,7 @@ __device__ __forceinline__ void walk_layers(const DecodeBlock<Tr>& block) {
     __syncthreads();
     LayerSlots below;
     if (slots.layer > 0) {
-      below = layer_slots(block, slots.layer - 1);
+      below = slots_below(block, slots);
       choose(block, slots, below, by_spans ? block.span_scores() : block.scores(), list, next, parity);
       if (block.leads) {
         store_list(block, below.layer, entry, next);
@@ -269,7 +269,8 @@ template <typename T, int kDim, bool kSpans>
 cudaError_t launch_decode(const AttendParams<T>& attend, const DecodePlan& plan, cudaStream_t stream) {
   DecodeParams<T> params{.attend = attend,
                          .plan = plan,
-                         .key_rows = device::FastDivisor(static_cast<uint32_t>(attend.layout.key_rows()))};
+                         .key_rows = device::FastDivisor(static_cast<uint32_t>(attend.layout.key_rows())),
+                         .page_size = device::FastDivisor(attend.layout.page_size)};
   for (int launch = 0; launch < (attend.options.stride > 1 ? 2 : 1); ++launch) {
     params.leaders = launch == 0;
     cudaError_t error = cudaSuccess;

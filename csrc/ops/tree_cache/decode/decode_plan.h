@@ -9,7 +9,9 @@
 
 namespace htree::tree_cache {
 
-constexpr int kDecodeRate = 16;       // r: the children of a slot are one tile of the tensor cores
+constexpr int kDecodeRateLog2 = 4;
+constexpr int kDecodeRate =
+    1 << kDecodeRateLog2;             // r: the children of a slot are one tile of the tensor cores
 constexpr int kDecodeMaxTopK = 1024;  // slots of a list
 constexpr int kDecodeMostWarps = 12;  // of a block
 // The slots of a layer are cut into so many shares, whatever the launch. A share is summed in an order that

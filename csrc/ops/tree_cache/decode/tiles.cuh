@@ -16,6 +16,21 @@ __device__ __forceinline__ int pack_offset(int row, int chunk) {
   return row * Tr::kRowBytes + (chunk ^ swizzle) * 16;
 }
 
+// row_of() for r = 16: the pool row of a finished node, or kAbsentRow. A parent of -1 has children behind every token.
+template <class Tr>
+__device__ __forceinline__ uint32_t row_of_node(const DecodeBlock<Tr>& block, int layer, uint32_t node) {
+  const PageLayout& layout = block.attend().layout;
+  if (node > node_at(block.walk.query.token, layer)) {
+    return kAbsentRow;
+  }
+  const int log2 = kDecodeRateLog2 * layer;  // of the tokens of a node
+  const uint32_t page = block.params.page_size.quotient(((node + 1) << log2) - 1);
+  const uint32_t in_page = node - (page * layout.page_size >> log2);
+  const Place place = {page, layout.first_row[layer] + in_page};
+  const int64_t row = row_at(block.attend(), block.walk, place, layout.key_rows(), 1);
+  return row < 0 ? kAbsentRow : static_cast<uint32_t>(row);
+}
+
 // Writes the pool row of each candidate of the warp's slots to rows(which). Only this warp reads them.
 template <class Tr>
 __device__ __forceinline__ void find_rows(const DecodeBlock<Tr>& block, const LayerSlots& slots,
@@ -23,7 +38,6 @@ __device__ __forceinline__ void find_rows(const DecodeBlock<Tr>& block, const La
   const int tiles = block.params.plan.shares * slots.tiles;
   // Above the tokens the rightmost node is opened whatever its score, and may be unfinished: it is not read.
   const int readable = slots.num - (slots.layer > 0);
-  const auto& attend = block.attend();
   for (int index = block.lane / kDecodeRate; index < tiles; index += 32 / kDecodeRate) {
     const int slot = slot_of_tile(block, slots, index);
     const int child = block.lane % kDecodeRate;
@@ -31,12 +45,12 @@ __device__ __forceinline__ void find_rows(const DecodeBlock<Tr>& block, const La
       continue;
     }
     const int p = (slots.first + slot) * kDecodeRate + child;
-    int64_t row = -1;
+    uint32_t row = kAbsentRow;
     if (p < readable) {
-      const int64_t node = int64_t{list[slots.first + slot]} * kDecodeRate + child;
-      row = row_of(attend, block.walk, slots.layer, node, attend.layout.key_rows(), 1);
+      row = row_of_node(block, slots.layer,
+                        static_cast<uint32_t>(list[slots.first + slot]) * kDecodeRate + child);
     }
-    rows[slot * kDecodeRate + child] = row < 0 ? kAbsentRow : static_cast<uint32_t>(row);
+    rows[slot * kDecodeRate + child] = row;
   }
   __syncwarp();
 }
