@@ -111,6 +111,53 @@ def test_what_is_not_finite_reaches_its_readers_alone(group: int, value: float) 
         assert torch.equal(op.attention(q, poisoned, v, **options)[:, :token], clean[:, :token])
 
 
+@pytest.mark.parametrize("group", [1, 3, 8, 16])
+@pytest.mark.parametrize("stride", [1, 16])
+def test_a_row_has_the_same_bits_whatever_its_block_did_before(group: int, stride: int) -> None:
+    """Blocks with many tasks, whose neighbours need powers of two or have values that are not finite."""
+    case = model(
+        "tasks", T=2048, B=6, H=4 * group, H_kv=4, K=128, V=128, M=2048, top_k=128, selection_stride=stride
+    )
+    q, k, v = case.make_qkv("cuda")
+    options = case.reference_options()
+    clean = op.attention(q, k, v, **options)
+    k[1] *= 2.0**14
+    q[1] *= 2.0**-14
+    k[3, 1500] *= 2.0**14
+    v[2, 5, :, 3] = math.nan
+    v[2, 1000, :, 7] = math.inf
+    v[4, 2047, 1, 9] = -math.inf
+    whole = op.attention(q, k, v, **options)
+    for batch in range(case.B):
+        one = slice(batch, batch + 1)
+        alone = op.attention(q[one], k[one], v[one], **options)
+        assert torch.equal(alone.view(torch.int16), whole[one].view(torch.int16)), batch
+        short = op.attention(q[one, :300], k[one, :300], v[one, :300], **options)
+        assert torch.equal(short.view(torch.int16), whole[one, :300].view(torch.int16)), batch
+    for batch, end in ((0, 2048), (2, 5), (3, 1500), (4, 2047), (5, 2048)):
+        assert torch.equal(whole[batch, :end], clean[batch, :end]), batch
+    assert whole[2, 5:, :, 3].isnan().all()
+    assert (whole[2, 1000:, :, 7] == math.inf).all()
+    assert whole[1].isfinite().all()
+
+
+@pytest.mark.parametrize("width", [32, 64, 128])
+def test_rows_that_are_not_aligned_have_the_same_bits(width: int) -> None:
+    case = model("aligned", T=1024, B=4, H=32, H_kv=4, K=width, V=width, M=1024, top_k=64)
+    q, k, v = case.make_qkv("cuda")
+    options = case.reference_options()
+
+    def moved(x: torch.Tensor) -> torch.Tensor:
+        """The same numbers in rows that start at odd multiples of 2 bytes."""
+        wider = x.new_full((*x.shape[:-1], width + 1), math.nan)
+        wider[..., 1:] = x
+        return wider[..., 1:]
+
+    expected = op.attention(q, k, v, **options)
+    assert torch.equal(op.attention(moved(q), moved(k), moved(v), **options), expected)
+    assert torch.equal(op.attention(moved(q), k, v, **options), expected)
+
+
 def test_a_graph_replays_dense_rows() -> None:
     case = model("graph", T=700, K=128, V=128, M=1024, top_k=64, selection_stride=16)
     q, k, v = case.make_qkv("cuda")

@@ -252,25 +252,18 @@ cudaError_t write_full_lists(const TreeCall& call, const ForwardBuffers& buffers
 cudaError_t attend_dense_rows(const TreeCall& call, int64_t piece, const ForwardBuffers& buffers,
                               cudaStream_t stream) {
   const AttentionProblem& p = call.problem;
-  constexpr int64_t kMostBatches = 65535;  // of a grid
-  cudaError_t error = cudaSuccess;
-  for (int64_t batch = 0; batch < p.batch && error == cudaSuccess; batch += kMostBatches) {
-    const Chunk chunk{batch, std::min(kMostBatches, p.batch - batch), piece * p.piece_queries(),
-                      dense_queries(p, call.config, piece)};
-    const int64_t state = (batch * p.num_queries + chunk.query) * p.num_heads;
-    AttendParams attend;
-    attend.gather = gather_of(call, 0, chunk);
-    attend.first = attend.last = true;
-    attend.max = buffers.max + state;
-    attend.sum = buffers.sum + state;
-    attend.state_batch = p.num_queries * p.num_heads;
-    attend.out = static_cast<char*>(buffers.out) + 2 * state * p.value_dim;
-    error = dispatch_shape(call.shape, [&](auto type, auto dim) {
-      return launch_dense_rows<typename decltype(type)::type, dim.value>(
-          {attend, tiles_of_batch(call, call.rows, batch)}, stream);
-    });
-  }
-  return error;
+  const Chunk chunk{0, p.batch, piece * p.piece_queries(), dense_queries(p, call.config, piece)};
+  const int64_t state = chunk.query * p.num_heads;
+  AttendParams attend;
+  attend.gather = gather_of(call, 0, chunk);
+  attend.first = attend.last = true;
+  attend.max = buffers.max + state;
+  attend.sum = buffers.sum + state;
+  attend.state_batch = p.num_queries * p.num_heads;
+  attend.out = static_cast<char*>(buffers.out) + 2 * state * p.value_dim;
+  return dispatch_shape(call.shape, [&](auto type, auto dim) {
+    return launch_dense_rows<typename decltype(type)::type, dim.value>({attend, call.rows}, stream);
+  });
 }
 
 cudaError_t run_forward(const TreeCall& call, const ForwardConfig& c, const ForwardBuffers& buffers,

@@ -27,7 +27,7 @@ struct TensorView {
   int64_t batch = 0;
   int64_t row = 0;
   int64_t head = 0;
-  bool aligned = false;  // every row starts at a multiple of 16 bytes; set for queries only
+  bool aligned = false;  // every row starts at a multiple of 16 bytes
 };
 
 // The shape that a tensor-core kernel is compiled for.

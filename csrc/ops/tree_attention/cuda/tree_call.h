@@ -51,7 +51,7 @@ inline DenseTiles tiles_of_batch(const TreeCall& call, DenseTiles tiles, int64_t
   tiles.keys += first * dense_tile_bytes(call.problem.key_dim);
   tiles.values += first * dense_tile_bytes(call.problem.value_dim);
   tiles.scales += first * kDenseTileNodes;
-  tiles.scaled += first;
+  tiles.flags += first;
   return tiles;
 }
 

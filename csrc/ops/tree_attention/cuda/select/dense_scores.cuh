@@ -20,6 +20,21 @@ struct QueryRow {
   int64_t position;
 };
 
+// Rotates 8 dims of the lower half of a query row and their partners in the upper half, brings them to fp16 and returns
+// the factor that undoes the row's power of two. kTasks neighbouring lanes have a row and call together.
+template <typename T, int kTasks>
+__device__ __forceinline__ float rotate_query_chunks(uint4& low_chunk, uint4& high_chunk,
+                                                     const float4 (&rotations)[4], float score_scale) {
+  float low[8], high[8];
+  widen_eight<T>(low_chunk, low);
+  widen_eight<T>(high_chunk, high);
+  const float largest = row_magnitude<kTasks>(low, high);
+  const bool plain = fits_half(largest, score_scale);
+  const PowerOfTwo power = half_range_scale(largest);
+  rotate_eight(low, high, plain ? score_scale : power.scale, rotations, low_chunk, high_chunk);
+  return plain ? 1.f : power.inverse * score_scale;
+}
+
 // Rotates query rows into `tile`, which has kRows rows in panels. kThreads threads call, numbered by
 // `thread`. row_of(i) gives the source of row i and the position it is rotated to. Returns whether the factor
 // of one of this thread's rows is not 1. After a barrier of these threads the rows are visible to wgmma.
@@ -59,21 +74,14 @@ __device__ __forceinline__ bool rotate_queries(char* tile, float* factors, const
       break;
     }
     const int row = task / kTasks, chunk = task % kTasks;
-    float low[8], high[8];
-    widen_eight<T>(low_raw[round % kAhead], low);
-    widen_eight<T>(high_raw[round % kAhead], high);
-    const float largest = row_magnitude<kTasks>(low, high);
-    const bool plain = fits_half(largest, p.score_scale);
-    const PowerOfTwo power = half_range_scale(largest);
-    const float scale = plain ? p.score_scale : power.scale;
+    const float factor = rotate_query_chunks<T, kTasks>(low_raw[round % kAhead], high_raw[round % kAhead],
+                                                        rotations[round % kAhead], p.score_scale);
     if (chunk == 0) {
-      factors[row] = plain ? 1.f : power.inverse * p.score_scale;
+      factors[row] = factor;
     }
-    scaled |= !plain;
-    uint4 rotated_low, rotated_high;
-    rotate_eight(low, high, scale, rotations[round % kAhead], rotated_low, rotated_high);
-    *reinterpret_cast<uint4*>(tile + panel_offset(kRows, row, chunk)) = rotated_low;
-    *reinterpret_cast<uint4*>(tile + panel_offset(kRows, row, kHalf / 8 + chunk)) = rotated_high;
+    scaled |= factor != 1.f;
+    *reinterpret_cast<uint4*>(tile + panel_offset(kRows, row, chunk)) = low_raw[round % kAhead];
+    *reinterpret_cast<uint4*>(tile + panel_offset(kRows, row, kTasks + chunk)) = high_raw[round % kAhead];
     if (round + kAhead < kRounds) {
       load(round + kAhead);
     }
@@ -137,10 +145,10 @@ __device__ __forceinline__ void exp2_eight(float (&x)[8]) {
 
 // Each thread looks at some of the first `count` tiles. Returns whether one of its tiles has keys with
 // a scale other than 1.
-__device__ __forceinline__ bool scaled_tile(const int32_t* scaled, int count) {
+__device__ __forceinline__ bool scaled_tile(const int32_t* flags, int count) {
   bool any = false;
   for (int i = threadIdx.x; i < count; i += 128) {
-    any |= __ldg(scaled + i) != 0;
+    any |= (__ldg(flags + i) & kScaledKeys * kInAnyPart) != 0;
   }
   return any;
 }

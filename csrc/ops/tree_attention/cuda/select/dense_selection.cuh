@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1) dense_references_kernel(Dens
   const auto list_of = [&](int row) {
     return min(task.first_list + (row >> task.group_log2), task.last_list);
   };
-  bool scaled = scaled_tile(params.tiles.scaled + first_tile, num_tiles);
+  bool scaled = scaled_tile(params.tiles.flags + first_tile, num_tiles);
   scaled |= rotate_queries<T, kDim, kScoreRows, kScoreThreads, 3>(
       shared.queries, shared.factors, p, threadIdx.x, [&](int row) {
         const int list = list_of(row);
@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1) dense_importance_kernel(Dens
   const auto list_of = [&](int column) {
     return min(task.first_list + column / (8 * kGroup) * 8 + column % 8, task.last_list);
   };
-  bool scaled = scaled_tile(params.tiles.scaled + first_tile, num_tiles);
+  bool scaled = scaled_tile(params.tiles.flags + first_tile, num_tiles);
   scaled |= rotate_queries<T, kDim, kScoreRows, kScoreThreads, 3>(
       shared.queries, shared.factors, p, threadIdx.x, [&](int column) {
         const int list = list_of(column);

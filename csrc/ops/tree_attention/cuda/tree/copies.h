@@ -23,12 +23,16 @@ cudaError_t launch_pack_layer(const PackParams& params, cudaStream_t stream);
 // The top layer as tiles for dense products, see dense_layer.cuh. num_tiles is ceil(num_nodes / 128) per
 // (batch, kv head).
 struct DenseTiles {
-  char* keys = nullptr;       // [B, H_kv, num_tiles] tiles
-  char* values = nullptr;     // [B, H_kv, num_tiles] tiles
-  float* scales = nullptr;    // [B, H_kv, num_tiles * 128]
-  int32_t* scaled = nullptr;  // [B, H_kv, num_tiles]
+  char* keys = nullptr;      // [B, H_kv, num_tiles] tiles
+  char* values = nullptr;    // [B, H_kv, num_tiles] tiles
+  float* scales = nullptr;   // [B, H_kv, num_tiles * 128]
+  int32_t* flags = nullptr;  // [B, H_kv, num_tiles]: a byte for every kTileParts-th of a tile's rows
   int num_tiles = 0;
 };
+constexpr int kTileParts = 4;
+// What a byte of the flags says, and where the same bits stand in the flags of a tile.
+constexpr int kScaledKeys = 1, kInfiniteValues = 2;  // the latter for NaN too
+constexpr int kInAnyPart = 0x01010101;
 
 struct DenseLayerParams {
   TensorView keys;               // [B, N, H_kv, K]

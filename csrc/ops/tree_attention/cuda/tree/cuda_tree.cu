@@ -16,14 +16,14 @@
 namespace htree::tree_attention {
 namespace {
 
-TensorView view_of(const Tensor& x) {
-  return {x.const_data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
+// Whether every row of x [B, rows, heads, D] starts at a multiple of 16 bytes.
+bool aligned_rows(const Tensor& x) {
+  const auto whole = [&](int64_t dim) { return x.size(dim) == 1 || x.stride(dim) % 8 == 0; };
+  return reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0 && whole(0) && whole(1) && whole(2);
 }
 
-// Whether every row of q [B, T_q, H, K] starts at a multiple of 16 bytes.
-bool aligned_rows(const Tensor& q) {
-  const auto whole = [&](int64_t dim) { return q.size(dim) == 1 || q.stride(dim) % 8 == 0; };
-  return reinterpret_cast<uintptr_t>(q.const_data_ptr()) % 16 == 0 && whole(0) && whole(1) && whole(2);
+TensorView view_of(const Tensor& x) {
+  return {x.const_data_ptr(), x.stride(0), x.stride(1), x.stride(2), aligned_rows(x)};
 }
 
 DeviceFacts current_device_facts() {
@@ -103,7 +103,6 @@ TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const TreeC
   call.shape = {q.scalar_type() == at::kHalf ? HalfType::kHalf : HalfType::kBFloat16,
                 static_cast<int>(problem.key_dim), static_cast<int>(problem.value_dim)};
   call.queries = view_of(q);
-  call.queries.aligned = aligned_rows(q);
   const auto own = [&](int64_t bytes) {
     result.memory.push_back(device_bytes(bytes, q));
     return result.memory.back().mutable_data_ptr();
@@ -139,7 +138,7 @@ TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const TreeC
     tiles.keys = static_cast<char*>(own(count * dense_tile_bytes(problem.key_dim)));
     tiles.values = static_cast<char*>(own(count * dense_tile_bytes(problem.value_dim)));
     tiles.scales = static_cast<float*>(own(count * kDenseTileNodes * sizeof(float)));
-    tiles.scaled = static_cast<int32_t*>(own(count * sizeof(int32_t)));
+    tiles.flags = static_cast<int32_t*>(own(count * sizeof(int32_t)));
     return tiles;
   };
   if (const int64_t rows = dense_row_tokens(problem, config); rows > 0) {

@@ -4,21 +4,21 @@
 //   keys    R_p K_p in fp16 times a power of two per node, p = the node
 //           (docs/semantics/tree_attention.md §1.4)
 //   values  in the input's dtype
-//   scales  per node a float that undoes the power of two; per tile a flag: some scale is not 1
+//   scales  per node a float that undoes the power of two
+//   flags   per tile: some scale is not 1; some value is infinite or NaN
 //
 // A tile is cut into panels of 64 dims: 128 rows of 128 bytes in the 128-byte swizzle, so that one bulk copy
 // of a tile is an operand. Heads of 32 dims leave half of every row unused. Rows past the last node are zero.
 //
 // The powers of two are those of the packed parents, 1 for most nodes (packed_layer.cuh). A factor of 1
-// changes no bit, so the scales of a tile whose flag is 0 are not applied.
+// changes no bit, so the scales of a tile without the flag are not applied.
 #pragma once
 
 #include <cstdint>
 
-#include "device/mma.cuh"
-#include "device/numeric.cuh"
-#include "device/reduce.cuh"
+#include "device/hopper/kernel_overlap.cuh"
 #include "host/cuda/kernel_launch.h"
+#include "ops/tree_attention/cuda/query_row.cuh"
 #include "ops/tree_attention/cuda/tree/copies.h"
 #include "ops/tree_attention/cuda/tree/packed_layer.cuh"
 
@@ -38,77 +38,108 @@ __host__ __device__ constexpr int panel_offset(int rows, int row, int chunk) {
   return chunk / 8 * rows * kPanelRowBytes + row * kPanelRowBytes + (((chunk ^ row) & 7) << 4);
 }
 
-constexpr int kDenseLayerWarps = 8;
+// Whether element `index` of a pair is infinite or NaN.
+template <typename T>
+__device__ __forceinline__ bool infinite_or_nan(uint32_t pair, int index) {
+  constexpr uint32_t kExponent = __is_same(T, __nv_bfloat16) ? 0x7f80u : 0x7c00u;
+  return (pair >> (16 * index) & kExponent) == kExponent;
+}
+template <typename T>
+__device__ __forceinline__ bool any_infinite_or_nan(const uint4& eight) {
+  const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
+  bool any = false;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    any |= infinite_or_nan<T>(words[i / 2], i % 2);
+  }
+  return any;
+}
 
-// Copies the top layer into tiles: keys rotated to their positions, values as they are. A block takes a tile
-// of a (batch, kv head), a warp a row of it; lane i handles the key dims 2i, 2i + 1 of both halves.
+constexpr int kLayerThreads = 256;
+constexpr int kLayerRows = kDenseTileNodes / kTileParts;
+
+// Copies the top layer into tiles: keys rotated to their positions, values as they are. A block takes a part of a tile
+// of a (batch, kv head). A thread takes 8 key dims of the lower half of a row and their partners in the upper half, and
+// as much of the values, so that all it reads is on the way at once.
 template <typename T, int kDim>
-__global__ void __launch_bounds__(kDenseLayerWarps * 32) dense_layer_kernel(DenseLayerParams p) {
+__global__ void __launch_bounds__(kLayerThreads) dense_layer_kernel(DenseLayerParams p) {
   constexpr int kHalf = kDim / 2;
-  const int lane = threadIdx.x % 32;
-  const int64_t tile_index = blockIdx.x;
-  const int64_t head_index = tile_index / p.tiles.num_tiles;
-  const int64_t batch = head_index / p.num_kv_heads, head = head_index % p.num_kv_heads;
-  char* keys = p.tiles.keys + tile_index * kTopTileBytes<kDim>;
-  char* values = p.tiles.values + tile_index * kTopTileBytes<kDim>;
-  bool scaled = false;
-  for (int row = threadIdx.x / 32; row < kDenseTileNodes; row += kDenseLayerWarps) {
-    const int64_t node = tile_index % p.tiles.num_tiles * kDenseTileNodes + row;
-    const bool exists = node < p.num_nodes;
-    const T* key =
-        static_cast<const T*>(p.keys.data) + batch * p.keys.batch + node * p.keys.row + head * p.keys.head;
-    const uint16_t* value = static_cast<const uint16_t*>(p.values.data) + batch * p.values.batch +
-                            node * p.values.row + head * p.values.head;
-    const int dim = 2 * lane;
-    const bool active = dim < kHalf;
-    float low[2] = {}, high[2] = {};
-    float largest = 0.f;
+  constexpr int kTasks = kDim / 16;  // of a row
+  static_assert(kLayerRows * kTasks <= kLayerThreads && kLayerRows * kTasks % 32 == 0);
+  // In 32 bits, because divisions of 64 take longer than the loads.
+  const unsigned tile = blockIdx.x / kTileParts, part = blockIdx.x % kTileParts;
+  const unsigned num_tiles = p.tiles.num_tiles, num_heads = static_cast<unsigned>(p.num_kv_heads);
+  const unsigned head_index = tile / num_tiles;
+  const int64_t batch = head_index / num_heads, head = head_index % num_heads;
+  const int64_t tile_index = tile;
+  const bool active = threadIdx.x < kLayerRows * kTasks;  // for whole warps
+  const int row = static_cast<int>(part * kLayerRows + threadIdx.x / kTasks);
+  const int chunk = threadIdx.x % kTasks;
+  const int64_t node = int64_t{tile - head_index * num_tiles} * kDenseTileNodes + row;
+  const bool exists = active && node < p.num_nodes;
+  uint4 key[2] = {}, value[2] = {};
+  if (exists) {
+    const auto row_of = [&](const TensorView& view) {
+      return static_cast<const T*>(view.data) + batch * view.batch + node * view.row + head * view.head +
+             chunk * 8;
+    };
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      low[i] = active && exists ? device::to_acc(key[dim + i]) : 0.f;
-      high[i] = active && exists ? device::to_acc(key[kHalf + dim + i]) : 0.f;
-      largest = fmaxf(largest, fmaxf(finite_magnitude(low[i]), finite_magnitude(high[i])));
+      key[i] = load_eight(row_of(p.keys) + i * kHalf, p.keys.aligned);
+      value[i] = load_eight(row_of(p.values) + i * kHalf, p.values.aligned);
     }
-    largest = device::warp_reduce<device::Max>(largest);
-    const PowerOfTwo power = key_row_scale(largest);
-    scaled |= power.scale != 1.f;
-    if (active) {
-      float first[2], second[2];
+  }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  // Keys and values are older than the kernel before this one, the rotations may be its.
+  device::wait_for_previous_kernels();
+  if (threadIdx.x == 0) {
+    device::let_next_kernel_begin();
+  }
+#endif
+  bool scaled = false;
+  if (active) {
+    float4 rotations[4];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float2 rotation = exists ? p.rope[node * kHalf + dim + i] : make_float2(1.f, 0.f);
-        const float x = low[i] * power.scale, y = high[i] * power.scale;
-        first[i] = x * rotation.x - y * rotation.y;
-        second[i] = x * rotation.y + y * rotation.x;
-      }
-      const auto store = [&](int at, float a, float b) {
-        *reinterpret_cast<uint32_t*>(keys + panel_offset(kDenseTileNodes, row, at / 8) + at % 8 * 2) =
-            device::pack_pair<__half>(a, b);
-      };
-      store(dim, first[0], first[1]);
-      store(kHalf + dim, second[0], second[1]);
+    for (int i = 0; i < 4; ++i) {
+      rotations[i] = exists ? reinterpret_cast<const float4*>(p.rope + node * kHalf + chunk * 8)[i]
+                            : make_float4(1.f, 0.f, 1.f, 0.f);
     }
-    if (lane == 0) {
+    float low[8], high[8];
+    widen_eight<T>(key[0], low);
+    widen_eight<T>(key[1], high);
+    const PowerOfTwo power = key_row_scale(row_magnitude<kTasks>(low, high));
+    scaled = power.scale != 1.f;
+    uint4 rotated[2];
+    rotate_eight(low, high, power.scale, rotations, rotated[0], rotated[1]);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int64_t at =
+          tile_index * kTopTileBytes<kDim> + panel_offset(kDenseTileNodes, row, i * kTasks + chunk);
+      *reinterpret_cast<uint4*>(p.tiles.keys + at) = rotated[i];
+      *reinterpret_cast<uint4*>(p.tiles.values + at) = value[i];
+    }
+    if (chunk == 0) {
       p.tiles.scales[tile_index * kDenseTileNodes + row] = power.inverse;
-    }
-#pragma unroll
-    for (int at = 2 * lane; at < kDim; at += 64) {
-      *reinterpret_cast<uint32_t*>(values + panel_offset(kDenseTileNodes, row, at / 8) + at % 8 * 2) =
-          exists ? value[at] | static_cast<uint32_t>(value[at + 1]) << 16 : 0u;
     }
   }
   scaled = __syncthreads_or(scaled);
+  const bool infinite =
+      __syncthreads_or(any_infinite_or_nan<T>(value[0]) || any_infinite_or_nan<T>(value[1]));
   if (threadIdx.x == 0) {
-    p.tiles.scaled[tile_index] = scaled;
+    reinterpret_cast<uint8_t*>(p.tiles.flags + tile_index)[part] =
+        static_cast<uint8_t>((scaled ? kScaledKeys : 0) | (infinite ? kInfiniteValues : 0));
   }
 }
 
+// The kernel before it must not write keys or values, see dense_layer_kernel. Blocks share multiprocessors, but those
+// that begin early do so when every block of that kernel has begun, so they spread like any others.
 template <typename T, int kDim>
 cudaError_t launch_dense_layer(const DenseLayerParams& params, cudaStream_t stream) {
   const int64_t tiles = params.num_batches * params.num_kv_heads * params.tiles.num_tiles;
-  return launch_kernel(dense_layer_kernel<T, kDim>,
-                       {.grid = static_cast<unsigned>(tiles), .threads = kDenseLayerWarps * 32}, stream,
-                       params);
+  return launch_kernel(
+      dense_layer_kernel<T, kDim>,
+      {.grid = static_cast<unsigned>(tiles * kTileParts), .threads = kLayerThreads, .overlaps = true}, stream,
+      params);
 }
 
 }  // namespace htree::tree_attention

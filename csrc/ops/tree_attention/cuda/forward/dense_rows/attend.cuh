@@ -2,104 +2,399 @@
 //
 // Such a row sees so few tokens that its lists hold every parent, at every layer: all its nodes are opened, and its
 // softmax runs over the tokens up to its own, at their positions in the text. So nothing is selected or gathered. The
-// tokens are laid out once like a dense top, and a thread block multiplies 128 rows with one tile after the other:
-// a run of neighbouring tokens, and all query heads of a K/V head. Runs start at multiples of their length in the text,
-// so a row's result depends on nothing but its own position.
+// tokens are laid out once like a dense top, and a task multiplies 128 rows with one tile after the other: a run of
+// neighbouring tokens, and all query heads of a K/V head. Runs start at multiples of their length in the text, so a
+// row's result depends on nothing but its own position.
 //
-// The shape is FlashAttention-3's: one warpgroup copies and two keep 64 rows each. The product with the keys of one tile
-// runs together with the product of weights and values of the tile before, and the two warpgroups take turns in
-// issuing products, so that one multiplies while the other computes exponentials.
+// The shape is that of FlashAttention-3's persistent kernel: a thread block per multiprocessor takes one task after the
+// other. Two warpgroups keep 64 rows each, and one brings tiles and queries.
+//
+// The file holds first the tasks of a block and its shared memory, then the rotation of queries, the warpgroup that
+// brings, the warpgroups that multiply, and at last the kernel and its launch.
+// Longer than 700 lines because these wait for each other at every step, and none makes sense without the rest.
 #pragma once
 
+#include <algorithm>
+#include <limits>
+
+#include "device/divmod.cuh"
+#include "device/hopper/kernel_overlap.cuh"
 #include "host/cuda/kernel_launch.h"
 #include "ops/tree_attention/cuda/forward/dense_products.cuh"
 #include "ops/tree_attention/cuda/running_state.cuh"
 
 namespace htree::tree_attention {
 
-constexpr int kRowsGroups = 2;
-constexpr int kRowsThreads = 128 * (kRowsGroups + 1);
+constexpr int kRowsGroups = 2;  // warpgroups that multiply
 constexpr int kRowsConsumers = 128 * kRowsGroups;
-constexpr int kTurnBarrier = 2;  // barriers 2 and 3: warpgroup 0 or 1 may issue its products
+constexpr int kRowsThreads = kRowsConsumers + 128;
+constexpr int kBlockRows = 64 * kRowsGroups;
+// Of the last warpgroup, the first warp copies tiles and the others rotate queries.
+constexpr int kRotatorWarps = 3;
+constexpr int kRotatorRegisters = 72, kRowsRegisters = 216;
+static_assert(128 * kRotatorRegisters + kRowsConsumers * kRowsRegisters <= 65536);
 
-// log2 of the tokens of a block: the most whole tokens of G heads in 128 rows, as a power of two, so that a run never
+// log2 of the tokens of a task: the most whole tokens of G heads in 128 rows, as a power of two, so that a run never
 // reaches into two tiles.
 __host__ __device__ constexpr int run_tokens_log2(int group) {
   int log2 = 0;
-  while ((2 << log2) * group <= 64 * kRowsGroups) {
+  while ((2 << log2) * group <= kBlockRows) {
     ++log2;
   }
   return log2;
 }
 static_assert((1 << run_tokens_log2(1)) == kDenseTileNodes);
 
-// The rows of a thread block. Token and head of row i are i / G and i % G.
-struct RowsTask {
-  int batch, kv_head, num_tiles;
-  int64_t head_index;
-  int64_t first, last;  // tokens of the run that the call asks for, by their positions in the text
-  int64_t run;          // first token of the run, asked for or not
+// The order of the tasks of a launch: `section` pairs (batch, K/V head) at a time, so that their tiles stay in the L2,
+// and in a section run by run of tokens. The number of tiles falls from run to run in the last section, rises in the
+// one before, and so on: tasks that come one after the other are about equally long. Block b takes one task of each
+// round of gridDim.x tasks, number b or number b from the end in turns, which shares the tiles out evenly.
+class RowsOrder {
+ public:
+  // `pairs` pairs with `runs` runs each, `section` pairs in a section.
+  RowsOrder(int runs, int pairs, int section)
+      : runs_(runs),
+        section_(section),
+        num_tasks_(runs * pairs),
+        last_section_((pairs - 1) / section),
+        per_section_(static_cast<uint32_t>(section * runs)),
+        pairs_(static_cast<uint32_t>(section)),
+        last_pairs_(static_cast<uint32_t>(pairs - last_section_ * section)) {}
 
-  __device__ __forceinline__ RowsTask(const GatherParams& p) {
+  __device__ __forceinline__ int num_tasks() const { return num_tasks_; }
+  // The task of this block in a round, no smaller than num_tasks() where there is none.
+  __device__ __forceinline__ int number(int round) const {
+    return round * gridDim.x + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
+  }
+  __device__ __forceinline__ void place(int number, int& pair, int& run) const {
+    const uint32_t section = per_section_.quotient(static_cast<uint32_t>(number));
+    const uint32_t at = per_section_.remainder(static_cast<uint32_t>(number), section);
+    const int sections_after = last_section_ - static_cast<int>(section);
+    const device::FastDivisor& pairs = sections_after == 0 ? last_pairs_ : pairs_;
+    const uint32_t step = pairs.quotient(at);
+    pair = static_cast<int>(section) * section_ + static_cast<int>(pairs.remainder(at, step));
+    run = sections_after % 2 == 0 ? runs_ - 1 - static_cast<int>(step) : static_cast<int>(step);
+  }
+
+ private:
+  int runs_, section_, num_tasks_, last_section_;
+  device::FastDivisor per_section_;  // tasks of a section
+  device::FastDivisor pairs_, last_pairs_;
+};
+
+struct DenseRowsParams {
+  DenseAttendParams dense;
+  RowsOrder order;
+  device::FastDivisor kv_heads, group;
+};
+
+// 128 rows: a run of tokens and all query heads of a K/V head. Token and head of row i are i / G and i % G.
+struct RowsTask {
+  int pair, batch, kv_head, num_tiles;
+  int first, last;  // tokens of the run that the call asks for, by their positions in the text
+  int run;          // first token of the run, asked for or not
+
+  __device__ __forceinline__ RowsTask(const DenseRowsParams& params, int number) {
+    const GatherParams& p = params.dense.attend.gather;
+    int run_index;
+    params.order.place(number, pair, run_index);
+    batch = static_cast<int>(params.kv_heads.quotient(static_cast<uint32_t>(pair)));
+    kv_head = pair - batch * p.num_kv_heads;
     const int log2 = run_tokens_log2(p.group);
-    const int64_t runs = gridDim.x / p.num_kv_heads;
-    kv_head = blockIdx.x % p.num_kv_heads;
-    batch = blockIdx.y;
-    head_index = int64_t{batch} * p.num_kv_heads + kv_head;
-    run = ((p.t0 >> log2) + runs - 1 - blockIdx.x / p.num_kv_heads) << log2;
-    first = max(run, p.t0);
-    last = min(run + (int64_t{1} << log2), p.t0 + p.num_queries) - 1;
-    num_tiles = static_cast<int>(last / kDenseTileNodes) + 1;
+    const int t0 = static_cast<int>(p.t0);
+    run = ((t0 >> log2) + run_index) << log2;
+    first = max(run, t0);
+    last = min(run + (1 << log2), t0 + p.num_queries) - 1;
+    num_tiles = last / kDenseTileNodes + 1;
   }
-  // Rows that stand for no query of the call repeat another.
-  __device__ __forceinline__ int64_t token(const GatherParams& p, int row) const {
-    return min(max(run + row / p.group, first), last);
-  }
-  __device__ __forceinline__ bool exists(const GatherParams& p, int row) const {
-    return run + row / p.group == token(p, row);
+  // The token of a row, by the number of its token in the run. Rows that stand for no query of the call repeat another.
+  __device__ __forceinline__ int token(int index) const { return min(max(run + index, first), last); }
+  __device__ __forceinline__ bool exists(int index) const { return run + index == token(index); }
+  __device__ __forceinline__ int64_t first_tile(const DenseTiles& tiles) const {
+    return int64_t{pair} * tiles.num_tiles;
   }
 };
 
-template <typename T>
-__device__ __forceinline__ bool infinite_or_nan(uint32_t pair, int index) {
-  constexpr uint32_t kExponent = __is_same(T, __nv_bfloat16) ? 0x7f80u : 0x7c00u;
-  return (pair >> (16 * index) & kExponent) == kExponent;
+// What a task needs of kScaledKeys and kInfiniteValues by its tiles. Each of `step` threads looks at some of them.
+__device__ __forceinline__ int tile_flags(const DenseRowsParams& params, const RowsTask& task, int thread,
+                                          int step) {
+  const int32_t* flags = params.dense.tiles.flags + task.first_tile(params.dense.tiles);
+  bool scaled = false;
+  for (int tile = thread; tile < task.num_tiles; tile += step) {
+    scaled |= (__ldg(flags + tile) & kScaledKeys * kInAnyPart) != 0;
+  }
+  const bool infinite = (__ldg(flags + task.num_tiles - 1) & kInfiniteValues * kInAnyPart) != 0;
+  return (scaled ? kScaledKeys : 0) | (infinite ? kInfiniteValues : 0);
 }
 
-// Zeroes what a weight of 0 would not silence in the last tile of values: its rows behind the last token of the block,
-// which may hold anything, and infinities and NaN in the rows of the block's own tokens, which some of its rows do not
-// see. Returns whether there were any of the latter. All threads that multiply call.
+// What row `row` of a task stands for: a token of the run and a head of the K/V head.
+struct BlockRow {
+  int token, head;
+
+  __device__ __forceinline__ BlockRow(const DenseRowsParams& params, int row) {
+    token = static_cast<int>(params.group.quotient(static_cast<uint32_t>(row)));
+    head = row - token * params.dense.attend.gather.group;
+  }
+};
+
+constexpr int kQueryBuffers = 2, kKeyStages = 3, kValueStages = 2;
+
+// Task j of a block, counted from 0, has query buffer j mod kQueryBuffers. The rings of tiles go on from task to task.
+template <int kDim>
+struct RowsShared {
+  char queries[kQueryBuffers][kPanels<kDim> * kBlockRows * kPanelRowBytes];
+  char keys[kKeyStages][kTopTileBytes<kDim>];
+  char values[kValueStages][kTopTileBytes<kDim>];
+  float factors[kQueryBuffers][kBlockRows];
+  int flags[kQueryBuffers]
+           [kRotatorWarps];  // of a task: what any of its queries and keys and its last values need
+  device::Barrier query_full[kQueryBuffers], query_empty[kQueryBuffers];
+  device::Barrier key_full[kKeyStages], key_empty[kKeyStages];
+  device::Barrier value_full[kValueStages], value_empty[kValueStages];
+
+  // All threads of the block call.
+  __device__ __forceinline__ void init() {
+    constexpr int kConsumerWarps = kRowsConsumers / 32;
+    const auto all = [](auto& barriers, int num_arrivals) {
+      for (device::Barrier& barrier : barriers) {
+        device::barrier_init(&barrier, num_arrivals);
+      }
+    };
+    if (threadIdx.x == 0) {
+      all(query_full, kRotatorWarps);
+      all(query_empty, kConsumerWarps);
+      all(key_full, 1);
+      all(key_empty, kConsumerWarps);
+      all(value_full, 1);
+      all(value_empty, kConsumerWarps);
+      device::fence_barrier_init();
+    }
+    __syncthreads();
+  }
+};
+template <int kDim>
+constexpr int kRowsSharedBytes = sizeof(RowsShared<kDim>) + 1024;
+static_assert(kRowsSharedBytes<128> <= device::kHopperSharedBytes);
+
+// ---- queries: they come to the places of the rotated ones as they are, with all rows of a task on the way at once,
+// and each thread rotates what it copied
+
+// Warp `warp` of the kWarps that share a task. All lanes call.
+template <typename T, int kDim, int kWarps>
+class QueryRotator {
+ public:
+  __device__ __forceinline__ QueryRotator(const DenseRowsParams& params, int warp)
+      : params_(params), p_(params.dense.attend.gather), warp_(warp), lane_(threadIdx.x % 32) {}
+
+  // Begins the copies. It reads nothing but queries.
+  __device__ __forceinline__ void fetch(const RowsTask& task, char* tile) const {
+#pragma unroll kUnroll
+    for (int step = 0; step < num_steps(); ++step) {
+      const int row = row_of(step);
+      const BlockRow at(params_, row);
+      const int token = task.token(at.token);
+      const QueryRow source = query_row<T>(p_, task.batch, task.kv_head, token - p_.t0, at.head, token);
+      const T* from = static_cast<const T*>(source.data) + chunk() * 8;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint4* to = place(tile, row, half);
+        if (p_.queries.aligned) {
+          device::copy_async_16(device::shared_address(to), from + half * (kDim / 2));
+        } else {
+          *to = load_eight(from + half * (kDim / 2), false);
+        }
+      }
+    }
+    device::commit_copies();
+  }
+
+  // Returns whether a factor of this thread's rows is not 1. After a barrier the rows are visible to wgmma.
+  __device__ __forceinline__ bool rotate(const RowsTask& task, char* tile, float* factors) const {
+    device::wait_copies<0>();
+    bool scaled = false;
+    float4 next[4];
+    load_rotations(next, task, 0);
+#pragma unroll kUnroll
+    for (int step = 0; step < num_steps(); ++step) {
+      const int row = row_of(step);
+      const float4 rotations[4] = {next[0], next[1], next[2], next[3]};
+      if (step + 1 < num_steps()) {
+        load_rotations(next, task, step + 1);
+      }
+      uint4 low = *place(tile, row, 0), high = *place(tile, row, 1);
+      const float factor = rotate_query_chunks<T, kTasks>(low, high, rotations, p_.score_scale);
+      *place(tile, row, 0) = low;
+      *place(tile, row, 1) = high;
+      if (chunk() == 0) {
+        factors[row] = factor;
+      }
+      scaled |= factor != 1.f;
+    }
+    device::fence_async_shared();
+    return scaled;
+  }
+
+ private:
+  static constexpr int kTasks = kDim / 16;  // of a row: 8 dims of the lower half and their partners
+  static constexpr int kWarpRows = 32 / kTasks;
+  static constexpr int kSteps = kBlockRows / kWarpRows;
+  static constexpr bool kEqual = kSteps % kWarps == 0;
+  static constexpr int kUnroll = kEqual ? kSteps / kWarps : 1;
+
+  __device__ __forceinline__ int first_step() const {
+    return kEqual ? kSteps / kWarps * warp_ : kSteps * warp_ / kWarps;
+  }
+  __device__ __forceinline__ int num_steps() const {
+    return kEqual ? kSteps / kWarps : kSteps * (warp_ + 1) / kWarps - first_step();
+  }
+  __device__ __forceinline__ int row_of(int step) const {
+    return (first_step() + step) * kWarpRows + lane_ / kTasks;
+  }
+  __device__ __forceinline__ int chunk() const {
+    return lane_ % kTasks;
+  }
+  __device__ __forceinline__ void load_rotations(float4 (&rotations)[4], const RowsTask& task,
+                                                 int step) const {
+    const float4* from = reinterpret_cast<const float4*>(
+        p_.rope + task.token(BlockRow(params_, row_of(step)).token) * (kDim / 2) + chunk() * 8);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      rotations[i] = __ldg(from + i);
+    }
+  }
+  __device__ __forceinline__ uint4* place(char* tile, int row, int half) const {
+    return reinterpret_cast<uint4*>(tile + panel_offset(kBlockRows, row, half * kTasks + chunk()));
+  }
+
+  const DenseRowsParams& params_;
+  const GatherParams& p_;
+  const int warp_, lane_;
+};
+
+// ---- the warpgroup that brings: one thread copies tiles, and three warps rotate the queries of the next task while
+// the products of this one run
+
+// A place in the sequence of all tiles of a block.
+struct TileCursor {
+  int round = 0, tile = 0, num_tiles = 0;
+  int64_t first_tile = 0;
+
+  __device__ __forceinline__ explicit TileCursor(const DenseRowsParams& params) { find(params); }
+  __device__ __forceinline__ bool ended() const { return tile == num_tiles; }
+  __device__ __forceinline__ void advance(const DenseRowsParams& params) {
+    if (++tile == num_tiles) {
+      ++round;
+      find(params);
+    }
+  }
+  __device__ __forceinline__ void find(const DenseRowsParams& params) {
+    const int number = params.order.number(round);
+    tile = num_tiles = 0;
+    if (number < params.order.num_tasks()) {
+      const RowsTask task(params, number);
+      num_tiles = task.num_tiles;
+      first_tile = task.first_tile(params.dense.tiles);
+    }
+  }
+};
+
+// One thread calls. The keys of the next tile come before the values of this one, as they are needed.
+template <int kDim>
+__device__ __forceinline__ void copy_row_tiles(const DenseRowsParams& params, RowsShared<kDim>& shared) {
+  device::RingPlace<kKeyStages> key_place;
+  device::RingPlace<kValueStages> value_place;
+  const auto copy = [&](const TileCursor& cursor, const char* tiles, char* to, device::Barrier* full,
+                        device::Barrier* empty, uint32_t parity) {
+    device::barrier_wait(empty, parity ^ 1);
+    device::barrier_arrive_expect(full, kTopTileBytes<kDim>);
+    device::bulk_load(to, tiles + (cursor.first_tile + cursor.tile) * kTopTileBytes<kDim>,
+                      kTopTileBytes<kDim>, full);
+  };
+  const auto copy_keys = [&](const TileCursor& cursor) {
+    const int stage = key_place.stage;
+    copy(cursor, params.dense.tiles.keys, shared.keys[stage], &shared.key_full[stage],
+         &shared.key_empty[stage], key_place.parity);
+    key_place.advance();
+  };
+  TileCursor keys(params), values(params);
+  copy_keys(keys);
+  while (!values.ended()) {
+    keys.advance(params);
+    if (!keys.ended()) {
+      copy_keys(keys);
+    }
+    const int stage = value_place.stage;
+    copy(values, params.dense.tiles.values, shared.values[stage], &shared.value_full[stage],
+         &shared.value_empty[stage], value_place.parity);
+    value_place.advance();
+    values.advance(params);
+  }
+}
+
+// One of the warps that rotate the queries of the tasks after the first.
 template <typename T, int kDim>
-__device__ __forceinline__ bool silence_values(char* tile, int first, int end) {
+__device__ __forceinline__ void rotate_task_queries(const DenseRowsParams& params, RowsShared<kDim>& shared,
+                                                    int warp) {
+  const QueryRotator<T, kDim, kRotatorWarps> rotator(params, warp);
+  for (int round = 0;; ++round) {
+    const int number = params.order.number(round);
+    if (number >= params.order.num_tasks()) {
+      return;
+    }
+    const int buffer = round % kQueryBuffers;
+    if (round >= kQueryBuffers) {
+      device::barrier_wait(&shared.query_empty[buffer], (round / kQueryBuffers - 1) & 1);
+    }
+    if (round > 0) {
+      const RowsTask task(params, number);
+      rotator.fetch(task, shared.queries[buffer]);
+      int flags = tile_flags(params, task, threadIdx.x % 32, 32);
+      flags |= rotator.rotate(task, shared.queries[buffer], shared.factors[buffer]) ? kScaledKeys : 0;
+      flags = __reduce_or_sync(device::kFullMask, flags);
+      if (threadIdx.x % 32 == 0) {
+        shared.flags[buffer][warp] = flags;
+      }
+      __syncwarp();
+    }
+    if (threadIdx.x % 32 == 0) {
+      device::barrier_arrive(&shared.query_full[buffer]);
+    }
+  }
+}
+
+// ---- the warpgroups that multiply
+//
+// The products of scores of one tile run together with those of weights and values of the tile before, also where the
+// two belong to different tasks: the rows of a task are finished and written while the weights of the next task's first
+// tile wait. The warpgroups take turns in issuing products, so that one multiplies while the other computes
+// exponentials.
+
+constexpr int kTurnBarrier = 2;  // barriers 2 and 3: warpgroup 0 or 1 may issue its products
+
+// Zeroes what a weight of 0 would not silence in the last tile of values: its rows behind the last token of the task,
+// and infinities and NaN in the rows of the task's own tokens, which some of its rows do not see. All threads that
+// multiply call.
+template <typename T, int kDim>
+__device__ __forceinline__ void silence_values(char* tile, int first, int end) {
   constexpr int kChunks = kDim / 8;
-  bool found = false;
   for (int i = threadIdx.x; i < (kDenseTileNodes - first) * kChunks; i += kRowsConsumers) {
     const int row = first + i / kChunks;
     uint4* at = reinterpret_cast<uint4*>(tile + panel_offset(kDenseTileNodes, row, i % kChunks));
-    if (row >= end) {
-      *at = make_uint4(0, 0, 0, 0);
-      continue;
-    }
     const uint4 chunk = *at;
     uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-    bool any = false;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      if (infinite_or_nan<T>(words[j / 2], j % 2)) {
+      if (row >= end || infinite_or_nan<T>(words[j / 2], j % 2)) {
         words[j / 2] &= j % 2 ? 0x0000ffffu : 0xffff0000u;
-        any = true;
       }
     }
-    if (any) {
-      *at = make_uint4(words[0], words[1], words[2], words[3]);
-      found = true;
-    }
+    *at = make_uint4(words[0], words[1], words[2], words[3]);
   }
   device::fence_async_shared();
-  return device::named_barrier_any(kConsumerBarrier, kRowsConsumers, found);
+  device::named_barrier_sync(kConsumerBarrier, kRowsConsumers);
 }
 
-// Adds the infinities and NaN of the block's own tokens to the rows that see them. `values` is the last tile in global
+// Adds the infinities and NaN of the task's own tokens to the rows that see them. `values` is the last tile in global
 // memory, `first` and `end` are rows of it, `own` those of this thread's two query rows.
 template <typename T, int kDim>
 __device__ __forceinline__ void add_silenced(float (&out)[kDim / 2], const char* values, int first, int end,
@@ -122,198 +417,308 @@ __device__ __forceinline__ void add_silenced(float (&out)[kDim / 2], const char*
   }
 }
 
-// What a warpgroup does with the tiles, on which the queries in shared memory are multiplied.
+// Four lanes have a row, each one pair of every 8 columns. Of 32 columns, a lane gets 8 neighbours: `pairs[i]` is this
+// lane's of columns 8 i ... 8 i + 7, and it gets the pairs of columns 8 q ... 8 q + 7 as lane q of the four.
+__device__ __forceinline__ uint4 gather_columns(uint32_t (&pairs)[4]) {
+  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const uint32_t other = __shfl_xor_sync(device::kFullMask, odd ? pairs[i] : pairs[i + 1], 1);
+    pairs[i + 1] = odd ? pairs[i + 1] : other;
+    pairs[i] = odd ? other : pairs[i];
+  }
+  const uint32_t first = __shfl_xor_sync(device::kFullMask, upper ? pairs[0] : pairs[2], 2);
+  const uint32_t second = __shfl_xor_sync(device::kFullMask, upper ? pairs[1] : pairs[3], 2);
+  return upper ? make_uint4(first, second, pairs[2], pairs[3])
+               : make_uint4(pairs[0], pairs[1], first, second);
+}
+
 template <typename T, int kDim>
-struct RowsConsumer {
-  using Shared = AttendShared<kDim, kRowsGroups>;
-  const DenseTiles& tiles;
-  const RowsTask& task;
-  Shared& shared;
-  AttendState<T, kDim>& state;
-  int64_t first_tile;  // of the K/V head
-  int own[2];          // the tokens of this thread's rows, as rows of the last tile
-  bool scaled;         // whether keys or queries have powers of two to undo
-  float s[64];
-  uint32_t weights[8][4];
+class RowsConsumer {
+ public:
+  __device__ __forceinline__ RowsConsumer(const DenseRowsParams& params, RowsShared<kDim>& shared)
+      : params_(params),
+        shared_(shared),
+        group_(device::uniform(threadIdx.x / 128)),
+        lane_(threadIdx.x % 32) {}
 
-  __device__ __forceinline__ int group_index() const { return threadIdx.x / 128; }
-  __device__ __forceinline__ static int stage(int tile) { return tile % kTopAttendStages; }
-  __device__ __forceinline__ static uint32_t parity(int tile) { return tile / kTopAttendStages & 1; }
+  // All threads that multiply call. The queries of `task`, the first of the block, are in shared memory, and `flags`
+  // say what the task needs, as RowsShared::flags do.
+  __device__ __forceinline__ void run(const RowsTask& task, int flags) {
+    state_.clear_out();
+    begin_turns();
+    begin_task(task);
+    flags_ = flags;
+    score_first_tile();
+    for (;;) {
+      for (tile_ = 1; tile_ < num_tiles_; ++tile_) {
+        step();
+        state_.rescale();
+        pack();
+      }
+      if (ends_) {
+        break;
+      }
+      const bool silenced = silence_last_tile();
+      RowSums sums = state_;
+      static_cast<RowSums&>(state_) = RowSums{};
+      ++round_;
+      find_queries();
+      tile_ = 0;
+      step();
+      finish(round_ - 1, sums, silenced);
+      state_.clear_out();
+      pack();
+    }
+    const bool silenced = silence_last_tile();
+    start_values();
+    device::wgmma_wait<0>();
+    RowSums sums = state_;
+    finish(round_, sums, silenced);
+  }
 
-  __device__ __forceinline__ void release(device::Barrier* barriers, int tile) const {
-    if (threadIdx.x % 32 == 0) {
-      device::barrier_arrive(&barriers[stage(tile)]);
+ private:
+  __device__ __forceinline__ int query_buffer() const { return round_ % kQueryBuffers; }
+
+  __device__ __forceinline__ void begin_task(const RowsTask& task) {
+    num_tiles_ = task.num_tiles;
+    ends_ = params_.order.number(round_ + 1) >= params_.order.num_tasks();
+    first_tile_ = task.first_tile(params_.dense.tiles);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      own_[h] = own_row(task, row(h).token);
     }
   }
-  __device__ __forceinline__ void start_scores(int tile) {
+  // Which of this thread's two rows in the task.
+  __device__ __forceinline__ BlockRow row(int h) const {
+    return BlockRow(params_, static_cast<int>(threadIdx.x) / 32 * 16 + lane_ / 4 + 8 * h);
+  }
+  __device__ __forceinline__ static int own_row(const RowsTask& task, int token) {
+    return task.token(token) - (task.num_tiles - 1) * kDenseTileNodes;
+  }
+  __device__ __forceinline__ void find_queries() {
+    begin_task(RowsTask(params_, params_.order.number(round_)));
+    device::barrier_wait(&shared_.query_full[query_buffer()], (round_ / kQueryBuffers) & 1);
+    flags_ = 0;
+#pragma unroll
+    for (int warp = 0; warp < kRotatorWarps; ++warp) {
+      flags_ |= shared_.flags[query_buffer()][warp];
+    }
+  }
+
+  // ---- turns: warpgroup 0 begins. Each arrival has its wait: at the last tile of the block warpgroup 1 has nobody to
+  // call.
+  __device__ __forceinline__ void begin_turns() const {
+    if (group_ == 1) {
+      device::named_barrier_arrive(kTurnBarrier, kRowsConsumers);
+    }
+  }
+  __device__ __forceinline__ void await_turn() const {
+    device::named_barrier_sync(kTurnBarrier + group_, kRowsConsumers);
+  }
+  __device__ __forceinline__ void end_turn() const {
+    if (group_ == 0 || !ends_ || tile_ + 1 < num_tiles_) {
+      device::named_barrier_arrive(kTurnBarrier + 1 - group_, kRowsConsumers);
+    }
+  }
+
+  // ---- products
+
+  __device__ __forceinline__ void release(device::Barrier& barrier) const {
+    if (lane_ == 0) {
+      device::barrier_arrive(&barrier);
+    }
+  }
+  __device__ __forceinline__ void start_scores() {
     const uint64_t queries = device::k_major_descriptor<device::Swizzle::k128>(
-        shared.queries + group_index() * 64 * kPanelRowBytes);
-    device::barrier_wait(&shared.key_full[stage(tile)], parity(tile));
+        shared_.queries[query_buffer()] + group_ * 64 * kPanelRowBytes);
+    device::barrier_wait(&shared_.key_full[keys_.stage], keys_.parity);
     device::wgmma_fence();
-    multiply_panels<kDim, Shared::kRows, kDenseTileNodes>(
-        s, queries, device::k_major_descriptor<device::Swizzle::k128>(shared.keys[stage(tile)]));
+    multiply_panels<kDim, kBlockRows, kDenseTileNodes>(
+        s_, queries, device::k_major_descriptor<device::Swizzle::k128>(shared_.keys[keys_.stage]));
     device::wgmma_commit();
   }
-  __device__ __forceinline__ void start_values(int tile) {
+  __device__ __forceinline__ void start_values() {
+    device::barrier_wait(&shared_.value_full[values_.stage], values_.parity);
     const uint64_t values =
-        device::mn_major_descriptor<device::Swizzle::k128>(shared.values[stage(tile)], kTopPanelBytes);
+        device::mn_major_descriptor<device::Swizzle::k128>(shared_.values[values_.stage], kTopPanelBytes);
     device::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kDenseTileNodes / 16; ++step) {
-      device::wgmma<T, kDim, device::Major::kMN>(state.out, weights[step],
+      device::wgmma<T, kDim, device::Major::kMN>(state_.out, weights_[step],
                                                  device::advance(values, step * 16 * kPanelRowBytes), true);
     }
     device::wgmma_commit();
   }
-  __device__ __forceinline__ void wait_values(int tile) const {
-    device::barrier_wait(&shared.value_full[stage(tile)], parity(tile));
+  // After the products of scores: lets their operands go and replaces them by weights.
+  __device__ __forceinline__ void weigh() {
+    release(shared_.key_empty[keys_.stage]);
+    keys_.advance();
+    prepare();
+    if (tile_ + 1 == num_tiles_) {
+      __syncwarp();  // every lane has read its factors
+      release(shared_.query_empty[query_buffer()]);
+    }
+    state_.weigh(s_);
   }
   // Brings the scores to log2 units and takes out the tokens behind a row's own.
-  __device__ __forceinline__ void prepare(int tile) {
-    if (scaled) {
-      undo_powers(s, shared.factors + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4,
-                  tiles.scales + (first_tile + tile) * kDenseTileNodes + threadIdx.x % 4 * 2);
+  __device__ __forceinline__ void prepare() {
+    if (flags_ & kScaledKeys) {
+      undo_powers(s_, shared_.factors[query_buffer()] + threadIdx.x / 32 * 16 + lane_ / 4,
+                  params_.dense.tiles.scales + (first_tile_ + tile_) * kDenseTileNodes + lane_ % 4 * 2);
     }
-    if (tile + 1 == task.num_tiles) {
-      const int column = threadIdx.x % 4 * 2;
+    if (tile_ + 1 == num_tiles_) {
+      const int column = lane_ % 4 * 2;
 #pragma unroll
       for (int i = 0; i < 64; ++i) {
-        s[i] = i / 4 * 8 + i % 2 + column > own[i / 2 & 1] ? -INFINITY : s[i];
+        s_[i] = i / 4 * 8 + i % 2 + column > own_[i / 2 & 1] ? -INFINITY : s_[i];
       }
     }
   }
   __device__ __forceinline__ void pack() {
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
-      weights[i / 4][i % 4] = device::pack_pair<T>(s[2 * i], s[2 * i + 1]);
-    }
-  }
-  // Warpgroup 0 begins. Each arrival has its wait: at the last tile warpgroup 1 has nobody to call.
-  __device__ __forceinline__ void begin_turns() const {
-    if (group_index() == 1) {
-      device::named_barrier_arrive(kTurnBarrier, kRowsConsumers);
-    }
-  }
-  __device__ __forceinline__ void await_turn() const {
-    device::named_barrier_sync(kTurnBarrier + group_index(), kRowsConsumers);
-  }
-  __device__ __forceinline__ void end_turn(int tile) const {
-    if (group_index() == 0 || tile + 1 < task.num_tiles) {
-      device::named_barrier_arrive(kTurnBarrier + 1 - group_index(), kRowsConsumers);
+      weights_[i / 4][i % 4] = device::pack_pair<T>(s_[2 * i], s_[2 * i + 1]);
     }
   }
 
-  __device__ __forceinline__ void run() {
-    begin_turns();
+  __device__ __forceinline__ void score_first_tile() {
     await_turn();
-    start_scores(0);
-    end_turn(0);
+    start_scores();
+    end_turn();
     device::wgmma_wait<0>();
-    release(shared.key_empty, 0);
-    prepare(0);
-    state.weigh(s);
+    weigh();
     pack();  // `out` is still zero
-    for (int tile = 1; tile < task.num_tiles; ++tile) {
-      await_turn();
-      start_scores(tile);
-      wait_values(tile - 1);
-      start_values(tile - 1);
-      end_turn(tile);
-      device::wgmma_wait<1>();
-      release(shared.key_empty, tile);
-      prepare(tile);
-      state.weigh(s);
-      device::wgmma_wait<0>();
-      release(shared.value_empty, tile - 1);
-      state.rescale();
-      pack();
-    }
-    const int last = task.num_tiles - 1;
-    const int first_row = static_cast<int>(task.run % kDenseTileNodes);
-    const int end_row = static_cast<int>(task.last % kDenseTileNodes) + 1;
-    wait_values(last);
-    const bool silenced = silence_values<T, kDim>(shared.values[stage(last)], first_row, end_row);
-    start_values(last);
+  }
+  // The scores of a tile and the values of the one before it.
+  __device__ __forceinline__ void step() {
+    await_turn();
+    start_scores();
+    start_values();
+    end_turn();
+    device::wgmma_wait<1>();
+    weigh();
     device::wgmma_wait<0>();
-    state.finish();
+    release(shared_.value_empty[values_.stage]);
+    values_.advance();
+  }
+
+  // ---- the end of a task
+
+  // Both warpgroups come here for the same tasks, without a turn. Returns whether there was anything to silence.
+  __device__ __forceinline__ bool silence_last_tile() const {
+    if ((flags_ & kInfiniteValues) == 0) {
+      return false;
+    }
+    const RowsTask task(params_, params_.order.number(round_));
+    device::barrier_wait(&shared_.value_full[values_.stage], values_.parity);
+    silence_values<T, kDim>(shared_.values[values_.stage], task.run % kDenseTileNodes,
+                            task.last % kDenseTileNodes + 1);
+    return true;
+  }
+
+  // Writes the rows of the task of `round`, whose sums are `sums`.
+  __device__ __forceinline__ void finish(int round, RowSums& sums, bool silenced) {
+    state_.finish(sums);
+    // The task is found a second time, so that the loop over tiles need not keep it.
+    asm volatile("" : "+r"(round));
+    const RowsTask task(params_, params_.order.number(round));
     if (silenced) {
-      add_silenced<T, kDim>(state.out, tiles.values + (first_tile + last) * kTopTileBytes<kDim>, first_row,
-                            end_row, own);
+      const DenseTiles& tiles = params_.dense.tiles;
+      const int own[2] = {own_row(task, row(0).token), own_row(task, row(1).token)};
+      add_silenced<T, kDim>(
+          state_.out, tiles.values + (task.first_tile(tiles) + task.num_tiles - 1) * kTopTileBytes<kDim>,
+          task.run % kDenseTileNodes, task.last % kDenseTileNodes + 1, own);
+    }
+    const AttendParams& attend = params_.dense.attend;
+    const GatherParams& p = attend.gather;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const BlockRow of = row(h);
+      const bool exists = task.exists(of.token);
+      const int64_t at = task.batch * attend.state_batch +
+                         (task.token(of.token) - p.t0) * (int64_t{p.num_kv_heads} * p.group) +
+                         int64_t{task.kv_head} * p.group + of.head;
+      if (exists && lane_ % 4 == 0) {
+        attend.max[at] = sums.largest[h] * kLn2;
+        attend.sum[at] = sums.sum[h];
+      }
+      const float inverse = 1.f / sums.sum[h];
+      uint4* out = reinterpret_cast<uint4*>(static_cast<T*>(attend.out) + at * kDim) + lane_ % 4;
+#pragma unroll
+      for (int j = 0; j < kDim / 8; j += 4) {
+        uint32_t pairs[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int first = 4 * (j + i) + 2 * h;
+          pairs[i] = device::pack_pair<T>(state_.out[first] * inverse, state_.out[first + 1] * inverse);
+        }
+        const uint4 columns = gather_columns(pairs);
+        if (exists) {
+          out[j] = columns;
+        }
+      }
     }
   }
+
+  const DenseRowsParams& params_;
+  RowsShared<kDim>& shared_;
+  const int group_, lane_;
+  int round_ = 0, tile_ = 0;
+  int num_tiles_;  // of the task
+  bool ends_;      // no task comes after it
+  int flags_;      // what it needs
+  int64_t first_tile_;
+  int own_[2];  // the tokens of this thread's rows, as rows of the last tile
+  device::RingPlace<kKeyStages> keys_;
+  device::RingPlace<kValueStages> values_;
+  AttendState<T, kDim> state_;
+  float s_[64];
+  uint32_t weights_[8][4];
 };
 
-// Grid: x = runs of tokens, the longest rows first, by K/V heads, which are fastest; y = batch.
+// ---- the kernel
+
+// Grid: x = blocks, no more than tasks.
 template <typename T, int kDim>
-__global__ void __launch_bounds__(kRowsThreads, 1) dense_rows_kernel(DenseAttendParams params) {
+__global__ void __launch_bounds__(kRowsThreads, 1)
+    dense_rows_kernel(const __grid_constant__ DenseRowsParams params) {
 #if HTREE_SM90A
   extern __shared__ __align__(128) char raw[];
-  using Shared = AttendShared<kDim, kRowsGroups>;
-  Shared& shared = *aligned_shared<Shared>(raw);
-  const AttendParams& attend = params.attend;
-  const GatherParams& p = attend.gather;
-  const RowsTask task(p);
-  const int64_t first_tile = task.head_index * params.tiles.num_tiles;
-  init_rings(shared);
+  RowsShared<kDim>& shared = *aligned_shared<RowsShared<kDim>>(raw);
+  shared.init();
   if (threadIdx.x >= kRowsConsumers) {
-    device::lower_registers<kCopyRegisters>();
-    if (threadIdx.x == kRowsConsumers) {
-      copy_tiles<kDim, kRowsGroups>(shared, params.tiles.keys + first_tile * kTopTileBytes<kDim>,
-                                    params.tiles.values + first_tile * kTopTileBytes<kDim>, task.num_tiles);
+    device::lower_registers<kRotatorRegisters>();
+    device::wait_for_previous_kernels();
+    const int warp = device::uniform(static_cast<int>(threadIdx.x - kRowsConsumers) / 32);
+    if (warp > 0) {
+      rotate_task_queries<T, kDim>(params, shared, warp - 1);
+    } else if (threadIdx.x % 32 == 0) {
+      copy_row_tiles<kDim>(params, shared);
     }
     return;
   }
-  device::raise_registers<kConsumeRegisters>();
-  bool scaled = scaled_tile(params.tiles.scaled + first_tile, task.num_tiles);
-  scaled |= rotate_queries<T, kDim, Shared::kRows, kRowsConsumers, 4>(
-      shared.queries, shared.factors, p, threadIdx.x, [&](int row) {
-        const int64_t token = task.token(p, row);
-        return query_row<T>(p, task.batch, task.kv_head, token - p.t0, row % p.group,
-                            static_cast<int>(token));
-      });
-  scaled = device::named_barrier_any(kConsumerBarrier, kRowsConsumers, scaled);
-
-  const int lane = threadIdx.x % 32;
-  const int rows[2] = {static_cast<int>(threadIdx.x) / 32 * 16 + lane / 4,
-                       static_cast<int>(threadIdx.x) / 32 * 16 + lane / 4 + 8};
-  AttendState<T, kDim> state;
-#pragma unroll
-  for (int i = 0; i < kDim / 2; ++i) {
-    state.out[i] = 0.f;
-  }
-  const int64_t last_tile = int64_t{task.num_tiles - 1} * kDenseTileNodes;
-  RowsConsumer<T, kDim> consumer{params.tiles,
-                                 task,
-                                 shared,
-                                 state,
-                                 first_tile,
-                                 {static_cast<int>(task.token(p, rows[0]) - last_tile),
-                                  static_cast<int>(task.token(p, rows[1]) - last_tile)},
-                                 scaled};
-  consumer.run();
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    if (!task.exists(p, rows[h])) {
-      continue;
-    }
-    const int64_t num_heads = int64_t{p.num_kv_heads} * p.group;
-    const int64_t at = task.batch * attend.state_batch + (task.token(p, rows[h]) - p.t0) * num_heads +
-                       int64_t{task.kv_head} * p.group + rows[h] % p.group;
-    if (lane % 4 == 0) {
-      attend.max[at] = state.largest[h] * kLn2;
-      attend.sum[at] = state.sum[h];
-    }
-    const float inverse = 1.f / state.sum[h];
-    uint32_t* out = reinterpret_cast<uint32_t*>(static_cast<T*>(attend.out) + at * kDim + lane % 4 * 2);
-#pragma unroll
-    for (int j = 0; j < kDim / 8; ++j) {
-      out[4 * j] =
-          device::pack_pair<T>(state.out[4 * j + 2 * h] * inverse, state.out[4 * j + 2 * h + 1] * inverse);
-    }
-  }
+  device::raise_registers<kRowsRegisters>();
+  const RowsTask task(params, params.order.number(0));
+  const QueryRotator<T, kDim, kRowsConsumers / 32> rotator(
+      params, device::uniform(static_cast<int>(threadIdx.x) / 32));
+  rotator.fetch(task, shared.queries[0]);  // older than the kernel before this one
+  device::wait_for_previous_kernels();
+  int flags = tile_flags(params, task, threadIdx.x, kRowsConsumers);
+  const bool scaled = rotator.rotate(task, shared.queries[0], shared.factors[0]);
+  flags = device::named_barrier_any(kConsumerBarrier, kRowsConsumers, scaled || (flags & kScaledKeys))
+              ? flags | kScaledKeys
+              : flags;
+  RowsConsumer<T, kDim>(params, shared).run(task, flags);
 #else
   __trap();
 #endif
+}
+
+// How many of the pairs (batch, K/V head), whose tiles have `bytes` each, are a section of the order.
+inline int section_pairs(int64_t pairs, int64_t bytes) {
+  constexpr int64_t kSectionBytes = 16 << 20;  // a third of the L2 of an H100 or H200
+  return static_cast<int>(ceil_div(pairs, ceil_div(pairs, std::max<int64_t>(1, kSectionBytes / bytes))));
 }
 
 template <typename T, int kDim>
@@ -321,10 +726,24 @@ cudaError_t launch_dense_rows(const DenseAttendParams& params, cudaStream_t stre
   const GatherParams& p = params.attend.gather;
   const int log2 = run_tokens_log2(p.group);
   const int64_t runs = ((p.t0 + p.num_queries - 1) >> log2) - (p.t0 >> log2) + 1;
-  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(runs * p.num_kv_heads), p.num_batches),
+  const int64_t pairs = int64_t{p.num_batches} * p.num_kv_heads;
+  int processors = 0;
+  if (const cudaError_t error = device_attribute(cudaDevAttrMultiProcessorCount, processors);
+      error != cudaSuccess) {
+    return error;
+  }
+  if (runs * pairs > std::numeric_limits<int>::max() - 2 * processors) {
+    return cudaErrorInvalidConfiguration;  // more rows than any GPU's memory holds
+  }
+  const int64_t bytes = 2 * int64_t{params.tiles.num_tiles} * kTopTileBytes<kDim>;
+  const LaunchShape shape{.grid = static_cast<unsigned>(std::min<int64_t>(runs * pairs, processors)),
                           .threads = kRowsThreads,
-                          .shared_bytes = kAttendSharedBytes<kDim, kRowsGroups>};
-  return launch_kernel(dense_rows_kernel<T, kDim>, shape, stream, params);
+                          .shared_bytes = kRowsSharedBytes<kDim>,
+                          .overlaps = true};
+  const RowsOrder order(static_cast<int>(runs), static_cast<int>(pairs), section_pairs(pairs, bytes));
+  return launch_kernel(
+      dense_rows_kernel<T, kDim>, shape, stream,
+      DenseRowsParams{params, order, device::FastDivisor(p.num_kv_heads), device::FastDivisor(p.group)});
 }
 
 }  // namespace htree::tree_attention

@@ -6,7 +6,8 @@
 // has one aligned run of up to 16 tokens, which share n, and all query heads of a kv head. Of the 16 rows of
 // a warp, rows i and i + 8 belong to the same token, so a thread needs the mask of one token only.
 //
-// The file holds first the mask and the rows of a block, then the steps of a tile, then the kernel and its launch.
+// The file holds first the mask and the rows of a block, then its ring of tiles, then the steps of a tile, then the
+// kernel and its launch.
 #pragma once
 
 #include "host/cuda/kernel_launch.h"
@@ -100,6 +101,64 @@ __device__ __forceinline__ bool named_barrier_or(int index, int num_threads, boo
       : "r"(static_cast<int>(value)), "r"(index), "r"(num_threads)
       : "memory");
   return any;
+}
+
+// ---- the ring of tiles that one thread fills while warpgroups of 64 query rows each multiply
+
+constexpr int kTopAttendStages = 3;
+constexpr int kCopyRegisters = 24, kConsumeRegisters = 240;
+static_assert(128 * kCopyRegisters + 256 * kConsumeRegisters <= 65536);
+
+template <int kDim, int kGroups>
+struct AttendShared {
+  static constexpr int kRows = 64 * kGroups;
+  char queries[kPanels<kDim> * kRows * kPanelRowBytes];
+  char keys[kTopAttendStages][kTopTileBytes<kDim>];
+  char values[kTopAttendStages][kTopTileBytes<kDim>];
+  float factors[kRows];
+  device::Barrier key_full[kTopAttendStages], key_empty[kTopAttendStages];
+  device::Barrier value_full[kTopAttendStages], value_empty[kTopAttendStages];
+};
+template <int kDim, int kGroups>
+constexpr int kAttendSharedBytes = sizeof(AttendShared<kDim, kGroups>) + 1024;
+static_assert(kAttendSharedBytes<128, 2> <= device::kHopperSharedBytes);
+
+// All threads of the block call.
+template <int kDim, int kGroups>
+__device__ __forceinline__ void init_rings(AttendShared<kDim, kGroups>& shared) {
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int i = 0; i < kTopAttendStages; ++i) {
+      device::barrier_init(&shared.key_full[i], 1);
+      device::barrier_init(&shared.key_empty[i], 4 * kGroups);
+      device::barrier_init(&shared.value_full[i], 1);
+      device::barrier_init(&shared.value_empty[i], 4 * kGroups);
+    }
+    device::fence_barrier_init();
+  }
+  __syncthreads();
+}
+
+// The copies, made by one thread of their warpgroup.
+template <int kDim, int kGroups>
+__device__ __forceinline__ void copy_tiles(AttendShared<kDim, kGroups>& shared, const char* keys,
+                                           const char* values, int num_tiles) {
+  for (int tile = 0; tile < num_tiles; ++tile) {
+    const int stage = tile % kTopAttendStages;
+    const uint32_t parity = (tile / kTopAttendStages - 1) & 1;
+    if (tile >= kTopAttendStages) {
+      device::barrier_wait(&shared.key_empty[stage], parity);
+    }
+    device::barrier_arrive_expect(&shared.key_full[stage], kTopTileBytes<kDim>);
+    device::bulk_load(shared.keys[stage], keys + int64_t{tile} * kTopTileBytes<kDim>, kTopTileBytes<kDim>,
+                      &shared.key_full[stage]);
+    if (tile >= kTopAttendStages) {
+      device::barrier_wait(&shared.value_empty[stage], parity);
+    }
+    device::barrier_arrive_expect(&shared.value_full[stage], kTopTileBytes<kDim>);
+    device::bulk_load(shared.values[stage], values + int64_t{tile} * kTopTileBytes<kDim>, kTopTileBytes<kDim>,
+                      &shared.value_full[stage]);
+  }
 }
 
 // Zeroes the rows of a tile of values from `first` on. What lies at or past the query's own node may hold
@@ -252,7 +311,7 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1) dense_attend_kernel(De
   bool scaled = false;
   if (task.num_tiles > 0) {
     first_mask.load(mask_row, 0);
-    scaled = scaled_tile(params.tiles.scaled + first_tile, task.num_tiles);
+    scaled = scaled_tile(params.tiles.flags + first_tile, task.num_tiles);
     scaled |= rotate_queries<T, kDim, Shared::kRows, 128 * kGroups, 4>(
         shared.queries, shared.factors, p, threadIdx.x, [&](int row) {
           return query_row<T>(p, task.batch, task.kv_head, task.query(p, row), task.head(p, row), task.rank);
