@@ -1,8 +1,9 @@
 """Tree attention of texts that are no longer than max_top_nodes, beside cuDNN: every row is dense causal attention.
 
-Run: ``python benchmarks/short_texts.py --csv PATH`` on a GPU: about a minute. H = 32, H_kv = 4, K = V = 128, k = 512,
-M = 8192, bf16, random normal inputs. cuDNN gets rotated queries and keys; the time of ``htree_ops`` has its rotation in
-it. The backward is that of autograd after a forward that is not timed. Figures are reported, never asserted.
+Run: ``python benchmarks/short_texts.py --csv PATH`` on a GPU: about a minute; ``--quick`` for a look at the forward.
+H = 32, H_kv = 4, K = V = 128, k = 512, M = 8192, bf16, random normal inputs. cuDNN gets rotated queries and keys; the
+time of ``htree_ops`` has its rotation in it. The backward is that of autograd after a forward that is not timed.
+Figures are reported, never asserted.
 """
 
 from __future__ import annotations
@@ -29,6 +30,13 @@ from htree_ops.testing.cases import normal
 HEADS, KV_HEADS, WIDTH = 32, 4, 128
 LENGTHS, BATCHES, STRIDES = (256, 512, 1024, 2048, 4096, 8192), (1, 2, 4, 8, 16), (1, 2, 4, 16)
 EFFORT = timing.Effort(rounds=6, candidate_ms=250.0, warm_up_ms=15.0)
+WHOLE: list[tuple[str, int, int, Sequence[int]]] = [
+    *(("forward", T, B, STRIDES) for T in LENGTHS for B in BATCHES),
+    *(("backward", T, B, (1, 16)) for T in LENGTHS[2:] for B in (1, 4)),
+]
+QUICK: list[tuple[str, int, int, Sequence[int]]] = [
+    ("forward", T, B, (1,)) for T in (1024, 2048, 4096) for B in (1, 16)
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +80,7 @@ def backward_of(call: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Calla
     return partial(torch.autograd.grad, out, leaves, torch.ones_like(out), retain_graph=True)
 
 
-def measure(what: str, length: int, batch: int) -> list[ShortRow]:
+def measure(what: str, length: int, batch: int, strides: Sequence[int]) -> list[ShortRow]:
     """A row for every stride."""
     sizes = batch * length * (HEADS + 2 * KV_HEADS) * WIDTH * 2
     sets = [inputs(batch, length, 10 * i) for i in range(min(16, timing.num_input_sets(sizes)))]
@@ -81,7 +89,7 @@ def measure(what: str, length: int, batch: int) -> list[ShortRow]:
         return backward_of(call, tensors) if what == "backward" else partial(call, *tensors)
 
     calls = {"cudnn": [prepared(dense, heads_first(x)) for x in sets]}
-    for stride in STRIDES if what == "forward" else (1, 16):
+    for stride in strides:
         ours = partial(tree_attention, selection_stride=stride)
         calls[str(stride)] = [prepared(ours, x) for x in sets]
     found = timing.measure_undisturbed(calls, timing.clock_for("cuda"), EFFORT)
@@ -107,9 +115,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table and writes it where ``--csv`` says."""
     parser = argparse.ArgumentParser(description="tree attention of short texts beside cuDNN")
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
+    parser.add_argument("--quick", action="store_true", help="six settings of the forward, stride 1 alone")
     arguments = parser.parse_args(argv)
-    settings = [("forward", T, B) for T in LENGTHS for B in BATCHES]
-    settings += [("backward", T, B) for T in LENGTHS[2:] for B in (1, 4)]
+    settings = QUICK if arguments.quick else WHOLE
     rows = (row for setting in progress(settings, str) for row in measure(*setting))
     print_rows(rows, arguments.csv)
     return 0
