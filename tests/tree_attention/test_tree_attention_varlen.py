@@ -543,6 +543,25 @@ def test_tensor_cores_give_the_rows_of_a_call_per_document(grouping: str, stride
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("stride", [1, 16])
+def test_long_documents_on_cuda_run_where_they_lie(stride: int) -> None:
+    """Alone, and as equal neighbours, at rows that no power of two divides, beside short ones that are copied."""
+    lengths = (5001, 4990, 37, 12, 4990, 4990, 700)
+    case = VarlenCase(
+        name="where_they_lie", dtype=torch.bfloat16, lengths=lengths, H=32, H_kv=4, K=128, V=128, r=16, top_k=64,
+        M=1024, selection_stride=stride, spare=3,
+    )  # fmt: skip
+    inputs = case.make_inputs("cuda")
+    wanted = with_gradients(one_by_one, case, inputs)
+    with poisoned_memory():
+        found = with_gradients(packed, case, inputs, "length")
+    for i, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        if i < 2:
+            assert torch.equal(ours, theirs)
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=4e-2, atol=4e-2)
+
+
+@pytest.mark.gpu
 def test_scratch_is_that_of_one_sequence() -> None:
     lengths = (4096, 3900, 1000, 7000, 128, 256, 8192, 8192)
     case = VarlenCase(

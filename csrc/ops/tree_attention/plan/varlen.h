@@ -58,12 +58,13 @@ constexpr int64_t kGroupRows = 65536;
 // A call that may not read the lengths takes at most this many times the packed rows; above it, a call
 // outside a graph reads them.
 constexpr double kMostRankRows = 1.5;
-// The time of a group apart from its rows, and of a row apart from its candidates, both as scores of a query
-// and a candidate. On an H200 a call of 8192 tokens of 32 heads, 2^30 scores, takes 1 to 4 ms, and the
-// launches of a group take 0.1 to 0.3 ms.
-constexpr double kGroupScores = 1 << 27;
+// The time of a group apart from its rows, of a row apart from its candidates, and of the copies of a row, all
+// as scores of a query and a candidate. On an H200 a call of 8192 tokens of 32 heads, 2^30 scores, takes 1 to
+// 4 ms, the launches of a group and its last blocks take 0.03 to 0.15 ms, and the copies of a token 10 to 20 ns.
+constexpr double kGroupScores = 1 << 25;
 constexpr double kRowScores = 256;
-// Documents whose lengths differ by less are not told apart, and a group ends at most so many kinds of
+constexpr double kCopyScores = 256;
+// Short documents whose lengths differ by less are not told apart, and a group ends at most so many kinds of
 // documents after its first: both bound the time of the search.
 constexpr double kSameLength = 1.02;
 constexpr int64_t kMostKinds = 64;
@@ -81,6 +82,11 @@ inline double varlen_candidates(const VarlenProblem& p, int64_t num_keys) {
   return candidates + 0.5 * static_cast<double>(nodes);
 }
 
+inline double varlen_copy_cost(const VarlenProblem& p, int64_t num_rows) {
+  return kCopyScores * static_cast<double>(num_rows * p.num_heads);
+}
+
+// Without the copies of a group that is not in place.
 inline double varlen_cost(const VarlenProblem& p, int64_t count, int64_t num_queries, int64_t num_keys) {
   const double scores = static_cast<double>(num_queries) * (varlen_candidates(p, num_keys) + kRowScores) +
                         static_cast<double>(num_keys) * kRowScores / 8;
@@ -93,6 +99,7 @@ namespace varlen_detail {
 struct Kind {
   int64_t first = 0, last = 0;
   int64_t offset = 0, shortest = 0, longest = 0;  // the offset of all, and their numbers of keys
+  bool in_place = true;                           // equal, one behind the other
 };
 
 // Appends the group of documents [first, last) in batches of at most kGroupRows rows of about equal size.
@@ -117,6 +124,35 @@ inline int64_t depth(const VarlenProblem& p, int64_t num_keys) {
   return num_layers(num_keys, p.max_top_nodes, p.compression_rate);
 }
 
+// Documents in ascending order as kinds. To join documents that need no copy with others costs their copies, so
+// that is for those whose copies cost less than a group.
+inline std::vector<Kind> kinds_of(const std::vector<VarlenDocument>& documents, const VarlenProblem& p) {
+  std::vector<Kind> kinds;
+  for (int64_t i = 0; i < static_cast<int64_t>(documents.size()); ++i) {
+    const VarlenDocument& document = documents[i];
+    const auto joins = [&](const Kind& kind) {
+      if (kind.offset != document.offset()) return false;
+      if (kind.in_place && kind.longest == document.num_keys && follows(documents[i - 1], document)) {
+        return true;
+      }
+      const int64_t in_place_rows =
+          std::max(document.num_keys, kind.in_place ? (kind.last - kind.first) * kind.longest : 0);
+      return varlen_copy_cost(p, in_place_rows) < kGroupScores &&
+             static_cast<double>(document.num_keys) <= kSameLength * static_cast<double>(kind.shortest) &&
+             depth(p, kind.shortest) == depth(p, document.num_keys);
+    };
+    if (kinds.empty() || !joins(kinds.back())) {
+      kinds.push_back({i, i, document.offset(), document.num_keys, document.num_keys});
+    } else {
+      kinds.back().in_place &=
+          kinds.back().longest == document.num_keys && follows(documents[i - 1], document);
+    }
+    kinds.back().last = i + 1;
+    kinds.back().longest = document.num_keys;
+  }
+  return kinds;
+}
+
 // For each kind the first kind of its group: the cheapest partition of the kinds into neighbours.
 inline std::vector<int64_t> cheapest_partition(const std::vector<Kind>& kinds, const VarlenProblem& p) {
   const auto size = static_cast<int64_t>(kinds.size());
@@ -130,7 +166,10 @@ inline std::vector<int64_t> cheapest_partition(const std::vector<Kind>& kinds, c
       longest = std::max(longest, kinds[begin].longest);
       if (depth(p, shortest) != depth(p, longest)) break;  // a deeper tree runs other kernels
       const int64_t count = kinds[last].last - kinds[begin].first;
-      const double found = cost[begin] + varlen_cost(p, count, longest - kinds[begin].offset, longest);
+      const bool in_place = begin == last && kinds[begin].in_place;
+      const double copies = in_place ? 0 : varlen_copy_cost(p, count * longest);
+      const double found =
+          cost[begin] + copies + varlen_cost(p, count, longest - kinds[begin].offset, longest);
       if (found < cost[last + 1]) {
         cost[last + 1] = found;
         first[last] = begin;
@@ -142,7 +181,8 @@ inline std::vector<int64_t> cheapest_partition(const std::vector<Kind>& kinds, c
 
 }  // namespace varlen_detail
 
-// Groups by length. `documents` have queries, and are brought into the order of the groups.
+// Groups by length, the one that takes longest first: while it runs, the host launches the others. `documents`
+// have queries; their order is changed.
 inline std::vector<VarlenGroup> group_by_length(std::vector<VarlenDocument>& documents,
                                                 const VarlenProblem& p) {
   using varlen_detail::Kind;
@@ -150,17 +190,7 @@ inline std::vector<VarlenGroup> group_by_length(std::vector<VarlenDocument>& doc
     if (a.offset() != b.offset()) return a.offset() < b.offset();
     return a.num_keys != b.num_keys ? a.num_keys < b.num_keys : a.key_begin < b.key_begin;
   });
-  std::vector<Kind> kinds;
-  for (int64_t i = 0; i < static_cast<int64_t>(documents.size()); ++i) {
-    const VarlenDocument& document = documents[i];
-    const bool same =
-        !kinds.empty() && kinds.back().offset == document.offset() &&
-        static_cast<double>(document.num_keys) <= kSameLength * static_cast<double>(kinds.back().shortest) &&
-        varlen_detail::depth(p, kinds.back().shortest) == varlen_detail::depth(p, document.num_keys);
-    if (!same) kinds.push_back({i, i, document.offset(), document.num_keys, document.num_keys});
-    kinds.back().last = i + 1;
-    kinds.back().longest = document.num_keys;
-  }
+  const std::vector<Kind> kinds = varlen_detail::kinds_of(documents, p);
   const std::vector<int64_t> first = varlen_detail::cheapest_partition(kinds, p);
   std::vector<VarlenGroup> groups;
   for (auto last = static_cast<int64_t>(kinds.size()) - 1; last >= 0; last = first[last] - 1) {
@@ -184,7 +214,9 @@ inline std::vector<VarlenGroup> group_by_length(std::vector<VarlenDocument>& doc
     }
     varlen_detail::append_group(groups, group);
   }
-  std::reverse(groups.begin(), groups.end());
+  const auto cost = [&](const VarlenGroup& x) { return varlen_cost(p, x.count, x.num_queries, x.num_keys); };
+  std::stable_sort(groups.begin(), groups.end(),
+                   [&](const VarlenGroup& a, const VarlenGroup& b) { return cost(a) > cost(b); });
   return groups;
 }
 

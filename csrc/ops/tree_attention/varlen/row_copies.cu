@@ -21,9 +21,8 @@ __device__ __forceinline__ Word repeat(uint32_t bytes) {
   }
 }
 
-// kGather: padded rows are copies of packed ones, or padding. Else packed rows are copies of padded ones.
 template <typename Word, bool kGather>
-__global__ void __launch_bounds__(kRowThreads) copy_rows_kernel(const RowCopyParams p) {
+__device__ __forceinline__ void copy_rows(const RowCopyParams& p) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int64_t words = p.row_bytes / static_cast<int64_t>(sizeof(Word));
   const int64_t warps = int64_t{gridDim.x} * (kRowThreads / kWarp);
@@ -51,6 +50,19 @@ __global__ void __launch_bounds__(kRowThreads) copy_rows_kernel(const RowCopyPar
     for (int64_t i = lane; i < words; i += kWarp) {
       to[i] = from[i];
     }
+  }
+}
+
+// blockIdx.y is the copy.
+template <bool kGather>
+__global__ void __launch_bounds__(kRowThreads) copy_rows_kernel(const __grid_constant__ RowCopies all) {
+  const RowCopyParams& p = all.copies[blockIdx.y];
+  if (p.width == 16) {
+    copy_rows<uint4, kGather>(p);
+  } else if (p.width == 4) {
+    copy_rows<uint32_t, kGather>(p);
+  } else {
+    copy_rows<uint16_t, kGather>(p);
   }
 }
 
@@ -82,33 +94,34 @@ __global__ void __launch_bounds__(kRowThreads) fill_rows_kernel(const RowFillPar
   }
 }
 
-template <typename Params>
-cudaError_t launch(void (*wide)(Params), void (*word)(Params), void (*half)(Params), const Params& params,
-                   int64_t rows, cudaStream_t stream) {
-  if (rows == 0 || params.row_bytes == 0) {
-    return cudaSuccess;
-  }
+LaunchShape shape_of(int64_t rows, int copies) {
   constexpr int64_t kMostBlocks = int64_t{1} << 20;
   const auto blocks = static_cast<unsigned>(std::min(kMostBlocks, ceil_div(rows, kRowThreads / kWarp)));
-  const LaunchShape shape{.grid = dim3(blocks), .threads = kRowThreads};
-  return launch_kernel(params.width == 16 ? wide : params.width == 4 ? word : half, shape, stream, params);
+  return {.grid = dim3(blocks, static_cast<unsigned>(copies)), .threads = kRowThreads};
 }
 
 }  // namespace
 
-cudaError_t launch_gather_rows(const RowCopyParams& params, cudaStream_t stream) {
-  return launch(copy_rows_kernel<uint4, true>, copy_rows_kernel<uint32_t, true>,
-                copy_rows_kernel<uint16_t, true>, params, params.num_documents * params.rows, stream);
-}
-
-cudaError_t launch_scatter_rows(const RowCopyParams& params, cudaStream_t stream) {
-  return launch(copy_rows_kernel<uint4, false>, copy_rows_kernel<uint32_t, false>,
-                copy_rows_kernel<uint16_t, false>, params, params.num_documents * params.rows, stream);
+cudaError_t launch_copy_rows(const RowCopies& copies, bool gathers, cudaStream_t stream) {
+  int64_t rows = 0;
+  for (int i = 0; i < copies.count; ++i) {
+    rows = std::max(rows, copies.copies[i].num_documents * copies.copies[i].rows);
+  }
+  if (rows == 0) {
+    return cudaSuccess;
+  }
+  return launch_kernel(gathers ? copy_rows_kernel<true> : copy_rows_kernel<false>,
+                       shape_of(rows, copies.count), stream, copies);
 }
 
 cudaError_t launch_fill_rows(const RowFillParams& params, cudaStream_t stream) {
-  return launch(fill_rows_kernel<uint4>, fill_rows_kernel<uint32_t>, fill_rows_kernel<uint16_t>, params,
-                params.num_rows, stream);
+  if (params.num_rows == 0 || params.row_bytes == 0) {
+    return cudaSuccess;
+  }
+  const auto kernel = params.width == 16  ? fill_rows_kernel<uint4>
+                      : params.width == 4 ? fill_rows_kernel<uint32_t>
+                                          : fill_rows_kernel<uint16_t>;
+  return launch_kernel(kernel, shape_of(params.num_rows, 1), stream, params);
 }
 
 }  // namespace htree::tree_attention

@@ -19,6 +19,13 @@ struct RowCopyParams {
   int width = 2;
 };
 
+// The copies of a group: those of a backward are q, k, v, out, its two states and its upstream gradient.
+constexpr int kMostRowCopies = 7;
+struct RowCopies {
+  RowCopyParams copies[kMostRowCopies];
+  int count = 0;
+};
+
 struct RowFillParams {
   char* packed = nullptr;           // [num_rows, row_bytes]
   const int32_t* starts = nullptr;  // [num_documents + 1]
@@ -28,8 +35,8 @@ struct RowFillParams {
   int width = 2;
 };
 
-cudaError_t launch_gather_rows(const RowCopyParams& params, cudaStream_t stream);
-cudaError_t launch_scatter_rows(const RowCopyParams& params, cudaStream_t stream);
+// `gathers`: padded rows are copies of packed ones, or padding. Else packed rows are copies of padded ones.
+cudaError_t launch_copy_rows(const RowCopies& copies, bool gathers, cudaStream_t stream);
 cudaError_t launch_fill_rows(const RowFillParams& params, cudaStream_t stream);
 
 }  // namespace htree::tree_attention

@@ -2,6 +2,8 @@
 // docs/semantics/tree_attention.md §1.16
 #pragma once
 
+#include <vector>
+
 #include "ops/tree_attention/attention.h"
 #include "ops/tree_attention/kernels.h"
 #include "ops/tree_attention/plan/varlen.h"
@@ -27,10 +29,15 @@ using VarlenState = std::tuple<Tensor, Tensor, Tensor>;
 // begin + i - shift where 0 <= i - shift < count, else padding.
 enum TableColumn { kQueryBegin, kQueryShift, kQueryCount, kKeyBegin, kKeyShift, kKeyCount, kTableColumns };
 
-// Rows between a packed tensor [N, ...] and a padded one [documents, rows, ...]; `table` is int32
-// [documents, 3], three columns of a plan's table.
-using GatherRows = void(const Tensor& packed, const Tensor& table, double padding, const Tensor& padded);
-using ScatterRows = void(const Tensor& padded, const Tensor& table, const Tensor& packed);
+// Rows between a packed tensor [N, ...] and a padded one [documents, rows, ...].
+struct RowCopy {
+  Tensor packed, padded;
+  Tensor table;        // int32 [documents, 3], three columns of a plan's table
+  double padding = 0;  // what a gather writes to rows that belong to no document
+};
+// All copies of a group at once.
+using GatherRows = void(const std::vector<RowCopy>& copies);
+using ScatterRows = void(const std::vector<RowCopy>& copies);
 // Writes the rows of `packed` that no group writes: NaN in those of broken documents, else `empty`. starts int32
 // [documents + 1] ascends from 0, kinds int32 [documents] holds DocumentKind.
 using FillRows = void(const Tensor& starts, const Tensor& kinds, double empty, const Tensor& packed);

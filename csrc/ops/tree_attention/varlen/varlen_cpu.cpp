@@ -19,17 +19,21 @@ void for_documents(const Tensor& table, Visit&& visit) {
 
 }  // namespace
 
-void gather_rows_cpu(const Tensor& packed, const Tensor& table, double padding, const Tensor& padded) {
-  padded.fill_(padding);
-  for_documents(table, [&](int64_t i, int64_t first, int64_t begin, int64_t count) {
-    padded[i].narrow(0, first, count).copy_(packed.narrow(0, begin, count));
-  });
+void gather_rows_cpu(const std::vector<RowCopy>& copies) {
+  for (const RowCopy& copy : copies) {
+    copy.padded.fill_(copy.padding);
+    for_documents(copy.table, [&](int64_t i, int64_t first, int64_t begin, int64_t count) {
+      copy.padded[i].narrow(0, first, count).copy_(copy.packed.narrow(0, begin, count));
+    });
+  }
 }
 
-void scatter_rows_cpu(const Tensor& padded, const Tensor& table, const Tensor& packed) {
-  for_documents(table, [&](int64_t i, int64_t first, int64_t begin, int64_t count) {
-    packed.narrow(0, begin, count).copy_(padded[i].narrow(0, first, count));
-  });
+void scatter_rows_cpu(const std::vector<RowCopy>& copies) {
+  for (const RowCopy& copy : copies) {
+    for_documents(copy.table, [&](int64_t i, int64_t first, int64_t begin, int64_t count) {
+      copy.packed.narrow(0, begin, count).copy_(copy.padded[i].narrow(0, first, count));
+    });
+  }
 }
 
 void fill_rows_cpu(const Tensor& starts, const Tensor& kinds, double empty, const Tensor& packed) {

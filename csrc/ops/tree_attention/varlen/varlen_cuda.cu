@@ -44,7 +44,8 @@ int widest(const Tensor& packed, int64_t row, int64_t stride) {
   return common == 16 ? 16 : common % 4 == 0 ? 4 : 2;
 }
 
-RowCopyParams copy_params(const Tensor& packed, const Tensor& table, const Tensor& padded) {
+RowCopyParams copy_params(const RowCopy& copy) {
+  const auto& [packed, padded, table, padding] = copy;
   RowCopyParams params;
   params.packed = bytes_of(packed);
   params.padded = bytes_of(padded);
@@ -54,8 +55,20 @@ RowCopyParams copy_params(const Tensor& packed, const Tensor& table, const Tenso
   params.rows = padded.size(1);
   params.row_bytes = row_bytes(packed);
   params.packed_stride = packed.stride(0) * static_cast<int64_t>(packed.element_size());
+  params.padding = four_bytes(padding, packed.scalar_type());
   params.width = widest(packed, params.row_bytes, params.packed_stride);
   return params;
+}
+
+void copy_rows(const std::vector<RowCopy>& copies, bool gathers) {
+  if (copies.empty()) return;
+  const LaunchScope scope(copies.front().packed);
+  TORCH_INTERNAL_ASSERT(copies.size() <= kMostRowCopies);
+  RowCopies all;
+  for (const RowCopy& copy : copies) {
+    all.copies[all.count++] = copy_params(copy);
+  }
+  C10_CUDA_CHECK(launch_copy_rows(all, gathers, scope.stream()));
 }
 
 bool records_graph_cuda(const Tensor& like) {
@@ -65,16 +78,12 @@ bool records_graph_cuda(const Tensor& like) {
 
 }  // namespace
 
-void gather_rows_cuda(const Tensor& packed, const Tensor& table, double padding, const Tensor& padded) {
-  const LaunchScope scope(packed);
-  RowCopyParams params = copy_params(packed, table, padded);
-  params.padding = four_bytes(padding, packed.scalar_type());
-  C10_CUDA_CHECK(launch_gather_rows(params, scope.stream()));
+void gather_rows_cuda(const std::vector<RowCopy>& copies) {
+  copy_rows(copies, /*gathers=*/true);
 }
 
-void scatter_rows_cuda(const Tensor& padded, const Tensor& table, const Tensor& packed) {
-  const LaunchScope scope(packed);
-  C10_CUDA_CHECK(launch_scatter_rows(copy_params(packed, table, padded), scope.stream()));
+void scatter_rows_cuda(const std::vector<RowCopy>& copies) {
+  copy_rows(copies, /*gathers=*/false);
 }
 
 void fill_rows_cuda(const Tensor& starts, const Tensor& kinds, double empty, const Tensor& packed) {

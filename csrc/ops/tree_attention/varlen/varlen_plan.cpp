@@ -9,6 +9,7 @@
 #include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
+#include <array>
 #include <limits>
 
 namespace htree::tree_attention {
@@ -162,16 +163,17 @@ VarlenPlan plan_on_host(const char* op, const VarlenCall& call, const Documents&
   }
   plan.groups =
       grouping == Grouping::kLength ? group_by_length(fitting, call.problem) : group_by_document(fitting);
-  std::vector<int32_t> table;
-  const auto add = [&](auto... values) { (table.push_back(static_cast<int32_t>(values)), ...); };
+  const auto rows = static_cast<int64_t>(fitting.size());
+  std::vector<int32_t> table(rows * kTableColumns);
   for (const VarlenGroup& group : plan.groups) {
     for (int64_t i = group.first; i < group.first + group.count; ++i) {
       const VarlenDocument& x = fitting[i];
       const int64_t shift = x.offset() - (group.num_keys - group.num_queries);
-      add(x.query_begin, shift, x.num_queries, x.key_begin, 0, x.num_keys);
+      const std::array<int64_t, kTableColumns> entry = {x.query_begin, shift, x.num_queries,
+                                                        x.key_begin,   0,     x.num_keys};
+      std::copy(entry.begin(), entry.end(), table.begin() + i * kTableColumns);
     }
   }
-  const auto rows = static_cast<int64_t>(fitting.size());
   if (plan.fills) {
     for (const auto* list : {&queries.starts, &keys.starts}) {
       table.insert(table.end(), list->begin(), list->end());

@@ -17,23 +17,27 @@ class GroupRows {
   GroupRows(const VarlenKernels& kernels, const VarlenPlan& plan, const VarlenGroup& group)
       : kernels_(kernels), plan_(plan), group_(group) {}
 
-  // `padding` is what rows that belong to no document hold.
-  Tensor take(const Tensor& packed, Side side, double padding = 0) const {
+  // `padding` is what rows that belong to no document hold. The rows are there after gather().
+  Tensor take(const Tensor& packed, Side side, double padding = 0) {
     if (group_.in_place) return unit_last(view(packed, side));
     const Tensor batch = empty(packed, side);
-    kernels_.gather(packed, table(side), padding, batch);
+    gathers_.push_back({packed, batch, table(side), padding});
     return batch;
   }
+  void gather() {
+    kernels_.gather(gathers_);
+    gathers_.clear();
+  }
 
-  // Memory for an output that give() brings into `packed`.
-  Tensor place(const Tensor& packed, Side side) const {
+  // Memory for an output that scatter() brings into `packed`.
+  Tensor place(const Tensor& packed, Side side) {
     if (!packed.defined()) return {};
-    return group_.in_place ? view(packed, side) : empty(packed, side);
+    if (group_.in_place) return view(packed, side);
+    const Tensor batch = empty(packed, side);
+    scatters_.push_back({packed, batch, table(side)});
+    return batch;
   }
-
-  void give(const Tensor& batch, const Tensor& packed, Side side) const {
-    if (packed.defined() && !group_.in_place) kernels_.scatter(batch, table(side), packed);
-  }
+  void scatter() const { kernels_.scatter(scatters_); }
 
  private:
   int64_t rows(Side side) const { return side == kQueries ? group_.num_queries : group_.num_keys; }
@@ -57,6 +61,7 @@ class GroupRows {
   const VarlenKernels& kernels_;
   const VarlenPlan& plan_;
   const VarlenGroup& group_;
+  std::vector<RowCopy> gathers_, scatters_;
 };
 
 AttentionArgs group_args(const char* op, const TreeOptions& options, const Tensor& keys,
@@ -87,16 +92,15 @@ VarlenState varlen_forward(const VarlenKernels* kernels, const char* op, const P
   const Tensor q = whole_rows(query), k = whole_rows(key), v = whole_rows(value);
   using Rows = GroupRows;
   for (const VarlenGroup& group : plan.groups) {
-    const GroupRows batch(*kernels, plan, group);
+    GroupRows batch(*kernels, plan, group);
     const Tensor batch_q = batch.take(q, Rows::kQueries);
     const Tensor batch_k = batch.take(k, Rows::kKeys), batch_v = batch.take(v, Rows::kKeys);
     const Tensor batch_out = batch.place(out, Rows::kQueries), batch_max = batch.place(gmax, Rows::kQueries),
                  batch_sum = batch.place(gsum, Rows::kQueries);
+    batch.gather();
     kernels->forward(batch_q, batch_k, batch_v, group_args(op, options, batch_k, group), batch_out, batch_max,
                      batch_sum, /*parents=*/{});
-    batch.give(batch_out, out, Rows::kQueries);
-    batch.give(batch_max, gmax, Rows::kQueries);
-    batch.give(batch_sum, gsum, Rows::kQueries);
+    batch.scatter();
   }
   if (plan.fills) {
     kernels->fill(plan.starts_q, plan.kinds, 0, out);
@@ -127,19 +131,20 @@ Gradients varlen_backward(const VarlenKernels* kernels, const Tensor& dout, cons
                sum = gsum.contiguous();
   using Rows = GroupRows;
   for (const VarlenGroup& group : plan.groups) {
-    const GroupRows batch(*kernels, plan, group);
-    const Tensor batch_k = batch.take(k, Rows::kKeys);
+    GroupRows batch(*kernels, plan, group);
+    const Tensor batch_q = batch.take(q, Rows::kQueries), batch_k = batch.take(k, Rows::kKeys),
+                 batch_v = batch.take(v, Rows::kKeys);
     const Tensor batch_dq = batch.place(dq, Rows::kQueries), batch_dk = batch.place(dk, Rows::kKeys),
                  batch_dv = batch.place(dv, Rows::kKeys);
     // A padded query has the scores 0, so with maximum 0 and sum 1 all of its weights are finite, and without
     // an upstream gradient it adds 0.
-    kernels->backward(batch.take(upstream, Rows::kQueries), batch.take(q, Rows::kQueries), batch_k,
-                      batch.take(v, Rows::kKeys), batch.take(result, Rows::kQueries),
-                      batch.take(max, Rows::kQueries), batch.take(sum, Rows::kQueries, /*padding=*/1),
-                      /*parents=*/{}, group_args(kOp, options, batch_k, group), batch_dq, batch_dk, batch_dv);
-    batch.give(batch_dq, dq, Rows::kQueries);
-    batch.give(batch_dk, dk, Rows::kKeys);
-    batch.give(batch_dv, dv, Rows::kKeys);
+    const Tensor batch_dout = batch.take(upstream, Rows::kQueries),
+                 batch_out = batch.take(result, Rows::kQueries), batch_max = batch.take(max, Rows::kQueries),
+                 batch_sum = batch.take(sum, Rows::kQueries, /*padding=*/1);
+    batch.gather();
+    kernels->backward(batch_dout, batch_q, batch_k, batch_v, batch_out, batch_max, batch_sum, /*parents=*/{},
+                      group_args(kOp, options, batch_k, group), batch_dq, batch_dk, batch_dv);
+    batch.scatter();
   }
   if (plan.fills) {
     if (dq.defined()) kernels->fill(plan.starts_q, plan.kinds, 0, dq);
