@@ -224,7 +224,14 @@ def test_dense_rows_follow_max_top_nodes_and_need_hopper() -> None:
     for options in ({"major": 8, "shared_bytes": 166_912}, {"hopper_kernels": False}, {"major": 10}):
         assert choices(**options)["dense_rows"] == "0"
     assert choices(half=False)["dense_rows"] == "0"
-    assert choices(backward=True)["dense_rows"] == "0", "the backward walks the tree for every row"
+
+
+@pytest.mark.parametrize("stride", [1, 16])
+def test_forward_and_backward_take_the_same_rows_as_dense(stride: int) -> None:
+    for options in ({}, {"top_k": 128, "max_top_nodes": 2000}, {"major": 10}, {"per_query_gather": True}):
+        options = {**options, "selection_stride": stride}
+        assert choices(backward=True, **options)["dense_rows"] == choices(**options)["dense_rows"]
+    assert choices((6, 8192, 8192, 32, 4, 128, 128), backward=True)["query_chunk"] == str(1), "no row walks"
 
 
 def test_a_call_of_dense_rows_alone_needs_no_scratch() -> None:

@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
-from tree_attention_fast import TENSOR_CORE_TOLERANCE, assert_fast_output, model
+from tree_attention_fast import TENSOR_CORE_TOLERANCE, assert_fast_output, assert_small_error, model
 
 import htree_ops  # noqa: F401
 from htree_ops.testing.cases import case_id
 from htree_ops.testing.compare import assert_close_spec
 from htree_ops.testing.tree_attention_cases import TreeAttentionCase, frequencies
-from htree_ops.testing.tree_attention_checks import assert_lists, forced
+from htree_ops.testing.tree_attention_checks import assert_lists, forced, reference_gradients
 
 pytestmark = pytest.mark.gpu
 
@@ -156,6 +156,117 @@ def test_rows_that_are_not_aligned_have_the_same_bits(width: int) -> None:
     expected = op.attention(q, k, v, **options)
     assert torch.equal(op.attention(moved(q), moved(k), moved(v), **options), expected)
     assert torch.equal(op.attention(moved(q), k, v, **options), expected)
+
+
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_gradients(case: TreeAttentionCase, stored: bool, nan_memory: None) -> None:
+    q, k, v = case.make_qkv("cuda")
+    options = case.reference_options()
+    out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
+    dout = torch.randn_like(out)
+    saved = (dout, q, k, v, out, gmax, gsum, parents if stored else [])
+    gradients = op.attention_backward(*saved, **options)
+    wanted = reference_gradients(q, k, v, dout, parents, options)
+    for name, gradient, expected in zip(("dq", "dk", "dv"), gradients, wanted, strict=True):
+        assert_small_error(gradient, expected, name)
+    for first, second in zip(gradients, op.attention_backward(*saved, **options), strict=True):
+        assert torch.equal(first, second), "a repeat has equal bits"
+
+
+@pytest.mark.parametrize("group", [1, 3, 8, 16])
+def test_gradients_of_a_batch_have_the_bits_it_has_alone(group: int) -> None:
+    case = model("rows", T=1100, B=3, H=2 * group, K=128, V=128, M=1024, top_k=64)
+    q, k, v = case.make_qkv("cuda")
+    options = case.reference_options()
+    out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
+    saved = (torch.randn_like(out), q, k, v, out, gmax, gsum)
+    gradients = op.attention_backward(*saved, parents, **options)
+    alone = op.attention_backward(*(x[1:2] for x in saved), [x[1:2] for x in parents], **options)
+    for name, gradient, expected in zip(("dq", "dk", "dv"), gradients, alone, strict=True):
+        assert torch.equal(gradient[1:2], expected), name
+
+
+@pytest.mark.parametrize("group", [1, 3, 8, 16])
+def test_dq_of_a_row_has_the_same_bits_in_every_call(group: int) -> None:
+    """As long as v has the same largest norm and keys the same powers: the first token is far above the others."""
+    case = model("rows", T=1000, H=2 * group, K=128, V=128, M=1024, top_k=64)
+    q, k, v = case.make_qkv("cuda")
+    v[:, 0] *= 16.0
+    options = case.reference_options()
+    dout = torch.randn(q.shape, device="cuda", dtype=q.dtype)
+
+    def query_gradient(start: int, end: int) -> torch.Tensor:
+        inputs = (q[:, start:end], k[:, :end], v[:, :end])
+        saved = op.attention_forward(*inputs, **options)
+        return op.attention_backward(dout[:, start:end], *inputs, *saved, **options)[0]
+
+    whole = query_gradient(0, 1000)
+    for start, end in ((0, 1), (0, 17), (0, 128), (64, 129), (300, 700), (999, 1000)):
+        assert torch.equal(query_gradient(start, end), whole[:, start:end]), (start, end)
+
+
+@pytest.mark.parametrize("group", [1, 3, 8, 16])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_gradients_that_are_not_finite_reach_their_tokens_alone(group: int, value: float) -> None:
+    """A row of dO reaches dk and dv of the tokens up to its own, and a key or a value no dq of an earlier row."""
+    case = model("poisoned", T=500, H=2 * group, K=128, V=128, M=512, top_k=32)
+    inputs = case.make_qkv("cuda")
+    options = case.reference_options()
+    dout = torch.randn_like(inputs[0])
+
+    def gradients(dout: torch.Tensor, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        return op.attention_backward(dout, *inputs, *op.attention_forward(*inputs, **options), **options)
+
+    for token in (0, 1, 7, 127, 128, 200, 383, 499):
+        poisoned = dout.clone()
+        poisoned[:, token, :, 5] = value
+        dq, dk, dv = gradients(poisoned, *inputs)
+        assert dq[:, token].isnan().all()
+        assert dq[:, :token].isfinite().all()
+        assert dq[:, token + 1 :].isfinite().all()
+        for x in (dk, dv):
+            assert x[:, : token + 1].isnan().all()
+            assert x[:, token + 1 :].isfinite().all(), "no later token"
+        silent = dout.clone()
+        silent[:, token:] = 0.0
+        clean = gradients(silent, *inputs)[0]
+        for poisoned_input in (1, 2):
+            changed = [x.clone() for x in inputs]
+            changed[poisoned_input][:, token] = value
+            dq = gradients(silent, *changed)[0]
+            assert_small_error(dq[:, :token], clean[:, :token].double(), "dq", 5e-3)
+
+
+@pytest.mark.parametrize("width", [32, 64, 128])
+def test_gradients_of_rows_whose_sizes_differ(width: int, nan_memory: None) -> None:
+    """Powers of two of single rows of q, k and dO, in several tiles."""
+    case = model("sizes", T=700, H=16, K=width, V=width, M=640, top_k=40)
+    q, k, v = case.make_qkv("cuda")
+    k[:, 1::3] *= 2.0**-11
+    k[:, 300] *= 2.0**-40
+    q[:, 2::5] *= 2.0**-12
+    options = case.reference_options()
+    out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
+    dout = torch.randn_like(out)
+    dout[:, 3::7] *= 2.0**-6
+    gradients = op.attention_backward(dout, q, k, v, out, gmax, gsum, parents, **options)
+    wanted = reference_gradients(q, k, v, dout, parents, options)
+    for name, gradient, expected in zip(("dq", "dk", "dv"), gradients, wanted, strict=True):
+        for kind in (slice(None), slice(1, None, 3), slice(2, None, 5), slice(3, None, 7)):
+            assert_small_error(gradient[:, kind], expected[:, kind], f"{name} of {kind}")
+
+
+def test_many_batches_of_dense_rows_are_laid_out_in_parts() -> None:
+    case = model("parts", B=6, T=8192, H=32, H_kv=4, K=128, V=128, M=8192, top_k=512)
+    q, k, v = case.make_qkv("cuda")
+    options = case.reference_options()
+    out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
+    saved = (torch.randn_like(out), q, k, v, out, gmax, gsum)
+    gradients = op.attention_backward(*saved, parents, **options)
+    alone = op.attention_backward(*(x[5:] for x in saved), [x[5:] for x in parents], **options)
+    for name, gradient, expected in zip(("dq", "dk", "dv"), gradients, alone, strict=True):
+        assert torch.equal(gradient[5:], expected), name
 
 
 def test_a_graph_replays_dense_rows() -> None:

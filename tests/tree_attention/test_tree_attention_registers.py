@@ -1,4 +1,4 @@
-"""Registers of ``per_list/`` and ``dense_rows/`` in ``csrc/ops/tree_attention/cuda/forward``, as ptxas says.
+"""Registers of ``per_list/`` and ``dense_rows/`` in ``csrc/ops/tree_attention/cuda``, as ptxas says.
 
 Needs nvcc and no GPU. A spill in its loops, or warpgroup products that ptxas runs one by one, costs a fifth to a half
 of the time and changes no result, so no other test sees it.
@@ -17,7 +17,7 @@ from tree_attention_instances import CSRC, write_instance
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
 KERNEL = re.compile(
-    r"Function properties for (\w*(?:per_list_attend|dense_rows)_kernel\w*)\n"
+    r"Function properties for (\w*(?:per_list_attend|dense_rows|dense_(?:query|key)_gradient)_kernel\w*)\n"
     r".*?(\d+) bytes spill stores, (\d+) bytes spill loads"
 )
 
@@ -30,6 +30,10 @@ KERNEL = re.compile(
         ("forward_per_list_attend_half_d64", 2),
         ("forward_dense_rows_attend_bfloat16_d128", 1),
         ("forward_dense_rows_attend_half_d64", 1),
+        ("backward_dense_rows_query_gradient_bfloat16_d128", 1),
+        ("backward_dense_rows_query_gradient_half_d64", 1),
+        ("backward_dense_rows_key_gradient_bfloat16_d128", 1),
+        ("backward_dense_rows_key_gradient_half_d128", 1),
     ],
 )
 def test_kernels_spill_nothing_and_overlap_their_products(

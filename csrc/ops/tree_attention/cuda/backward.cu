@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "host/cuda/launch_scope.h"
+#include "ops/tree_attention/cuda/backward/dense_rows/dense_gradients.h"
 #include "ops/tree_attention/cuda/backward/general/general_backward.h"
 #include "ops/tree_attention/cuda/backward/gradients.h"
 #include "ops/tree_attention/cuda/backward/inverse_lists.h"
@@ -127,8 +128,9 @@ class BackwardRun {
     cudaError_t error =
         cudaMemsetAsync(at_.key_bounds, 0, p_.batch * p_.num_kv_heads * sizeof(KeyBounds), stream_);
     const PackParams tokens = layer_params<PackParams>(call_, call_.layers[0]);
-    if (layer_per_list(p_, config_, top_)) {  // the per-list kernels only add to the sums
-      const int64_t first = config_.per_list ? 0 : gradient_sum_row(p_, top_);
+    if (sums_are_zeroed() ||
+        layer_per_list(p_, config_, top_)) {  // the per-list kernels only add to the sums
+      const int64_t first = config_.per_list || sums_are_zeroed() ? 0 : gradient_sum_row(p_, top_);
       const size_t rows = static_cast<size_t>(gradient_sum_row(p_, p_.layers()) - first);
       if (buffers_.key_sums && error == cudaSuccess) {
         error = cudaMemsetAsync(buffers_.key_sums + first * p_.key_dim, 0, rows * p_.key_dim * 4, stream_);
@@ -138,7 +140,7 @@ class BackwardRun {
             cudaMemsetAsync(buffers_.value_sums + first * p_.value_dim, 0, rows * p_.value_dim * 4, stream_);
       }
     }
-    if (error == cudaSuccess && config_.parent_warps && keys_wanted()) {
+    if (error == cudaSuccess && config_.parent_warps && keys_wanted() && walks(p_, config_)) {
       error = launch_position_rotations(call_.rope, static_cast<__half2*>(at_.rotations), call_.rope_rows(),
                                         static_cast<int>(p_.key_dim), stream_);
     }
@@ -147,8 +149,18 @@ class BackwardRun {
         return launch_key_bounds<typename decltype(type)::type, dim.value>(tokens, at_.key_bounds, stream_);
       });
     }
+    for (int64_t piece = 0; piece < p_.num_pieces() && error == cudaSuccess; ++piece) {
+      if (dense_queries(p_, config_, piece) > 0) {
+        error = dense_rows(piece);
+      }
+    }
     for (int64_t batch = 0; batch < p_.batch; batch += config_.batch_chunk) {
       for (int64_t query = 0; query < p_.num_queries && error == cudaSuccess;) {
+        const int64_t piece = query / p_.piece_queries();
+        query = std::max(query, piece * p_.piece_queries() + dense_queries(p_, config_, piece));
+        if (query == (piece + 1) * p_.piece_queries()) {
+          continue;
+        }
         const int64_t num_queries = p_.chunk_queries(query, config_.query_chunk);
         error = chunk({batch, std::min(config_.batch_chunk, p_.batch - batch), query, num_queries});
         query += num_queries;
@@ -159,6 +171,59 @@ class BackwardRun {
 
  private:
   bool keys_wanted() const { return buffers_.key_sums || buffers_.value_sums; }
+
+  // The dense rows of the first piece write the sums of the tokens up to the last of them. Where that is not all, the sums
+  // begin as zeros, and everything after these rows adds.
+  bool sums_are_zeroed() const {
+    return config_.dense_rows > 0 && keys_wanted() && (walks(p_, config_) || p_.num_pieces() > 1);
+  }
+
+  // The gradients of the first queries of every batch of a piece, which are rows of dense attention.
+  cudaError_t dense_rows(int64_t piece) {
+    cudaError_t error = cudaSuccess;
+    for (int64_t batch = 0; batch < p_.batch && error == cudaSuccess; batch += config_.dense_batches) {
+      error = dense_rows({batch, std::min(config_.dense_batches, p_.batch - batch),
+                          piece * p_.piece_queries(), dense_queries(p_, config_, piece)});
+    }
+    return error;
+  }
+
+  cudaError_t dense_rows(const Chunk& chunk) {
+    Workspace space(at_.partials);
+    const DenseGradientMemory memory = lay_out_dense_gradients(space, p_, config_, chunk.num_batches);
+    DenseGradientParams params;
+    params.gather = gather_of(call_, 0, chunk);
+    params.gradients = at_row(buffers_.gradients, chunk.batch, chunk.query);
+    params.outputs = at_row(buffers_.outputs, chunk.batch, chunk.query);
+    const int64_t state = (chunk.batch * p_.num_queries + chunk.query) * p_.num_heads;
+    params.max = buffers_.max + state;
+    params.sum = buffers_.sum + state;
+    params.state_batch = p_.num_queries * p_.num_heads;
+    params.tiles = tiles_of_batch(call_, call_.rows, chunk.batch);
+    const int64_t runs = num_runs(params.gather.t0, chunk.num_queries, p_.group());
+    params.rows = {memory.queries, memory.gradients, memory.numbers, memory.scaled,
+                   static_cast<int>(kRunRows / kRowTileRows * runs)};
+    params.key_bounds = at_.key_bounds + chunk.batch * p_.num_kv_heads;
+    params.query_bounds = memory.bounds;
+    params.scale = static_cast<float>(p_.args.scale);
+    params.query_gradient = buffers_.query_gradient ? query_gradient_of(chunk) : nullptr;
+    sums_of(0, chunk, params.keys, params.values);
+    params.sum_rows = call_.layers[0].num_parents * kTensorCoreRate;
+    params.add = chunk.query > 0;  // of an earlier piece
+    const cudaError_t error =
+        cudaMemsetAsync(memory.bounds, 0, chunk.num_batches * p_.num_kv_heads * sizeof(QueryBounds), stream_);
+    return error != cudaSuccess ? error : dispatch_shape(call_.shape, [&](auto type, auto dim) {
+      using T = typename decltype(type)::type;
+      cudaError_t launched = launch_row_tiles<T, dim.value>(params, stream_);
+      if (params.query_gradient && launched == cudaSuccess) {
+        launched = launch_dense_query_gradient<T, dim.value>(params, stream_);
+      }
+      if (keys_wanted() && launched == cudaSuccess) {
+        launched = launch_dense_key_gradient<T, dim.value>(params, stream_);
+      }
+      return launched;
+    });
+  }
 
   char* query_gradient_of(const Chunk& chunk) const {
     return static_cast<char*>(buffers_.query_gradient) +
@@ -299,7 +364,7 @@ class BackwardRun {
       key.offsets = at_.offsets;
     }
     sums_of(layer_idx, chunk, key.keys, key.values);
-    key.add = chunk.query > 0;
+    key.add = chunk.query > 0 || sums_are_zeroed();
     if (!config_.parent_warps) {
       return dispatch_shape(call_.shape, [&](auto type, auto dim) {
         return launch_key_gradient<typename decltype(type)::type, dim.value>(key, stream_);

@@ -2,6 +2,7 @@
 // functions, so that they can be printed and tested without a GPU. No CUDA and no torch.
 #pragma once
 
+#include "ops/tree_attention/plan/dense_rows.h"
 #include "ops/tree_attention/plan/forward.h"
 
 namespace htree::tree_attention {
@@ -34,7 +35,11 @@ constexpr int64_t kMaxSharedGatherGroup = 8;
 // The part of the scratch for partial sums if only the top runs the per-list kernels: two tasks per SM.
 constexpr int64_t kTopSumBytes = int64_t{1056} << 20;
 
+// The most memory for the query side of dense rows, as long as one batch fits. It is in the memory of the partial sums.
+constexpr int64_t kDenseGradientBytes = kScoreBytes;
+
 struct BackwardConfig : TreeConfig {
+  int64_t dense_batches = 1;           // batches whose dense rows are laid out at the same time
   bool per_list = false;               // backward/per_list/ computes all layers
   bool per_list_top = false;           // it computes the top, for any stride, in runs of kGradientRun queries
   bool shared_gather_queries = false;  // dQ of other layers: backward/shared_gather/, else per_query/
@@ -42,10 +47,57 @@ struct BackwardConfig : TreeConfig {
   int64_t num_sms = 1;        // a wave of backward/per_list/ has so many thread blocks
 };
 
+// ---- the rows before config.dense_rows: backward/dense_rows/ computes their gradients
+
+// The tiles of rows of a batch and K/V head in the piece that has most.
+inline int64_t dense_row_tiles(const AttentionProblem& p, const TreeConfig& config) {
+  int64_t tiles = 0;
+  for (int64_t piece = 0; piece < p.num_pieces(); ++piece) {
+    if (const int64_t queries = dense_queries(p, config, piece); queries > 0) {
+      tiles = std::max(tiles, kRunRows / kRowTileRows * num_runs(p.args.starts[piece], queries, p.group()));
+    }
+  }
+  return tiles;
+}
+
+struct QueryBounds;
+constexpr int64_t kBoundsBytes = 8;
+
+struct DenseGradientMemory {
+  char *queries, *gradients;  // [batches, H_kv, tiles] tiles
+  float* numbers;             // [batches, H_kv, tiles, kRowNumbers, kRowTileRows]
+  int32_t* scaled;            // [batches, H_kv, tiles]
+  QueryBounds* bounds;        // [batches, H_kv]
+};
+inline DenseGradientMemory lay_out_dense_gradients(Workspace& space, const AttentionProblem& p,
+                                                   const TreeConfig& config, int64_t batches) {
+  const int64_t heads = batches * p.num_kv_heads, tiles = heads * dense_row_tiles(p, config);
+  DenseGradientMemory memory;
+  memory.queries = space.take<char>(tiles * row_tile_bytes(p.key_dim));
+  memory.gradients = space.take<char>(tiles * row_tile_bytes(p.value_dim));
+  memory.numbers = space.take<float>(tiles * kRowNumbers * kRowTileRows);
+  memory.scaled = space.take<int32_t>(tiles);
+  memory.bounds = space.take<QueryBounds>(tiles > 0 ? heads : 0, kBoundsBytes);
+  return memory;
+}
+inline int64_t dense_gradient_bytes(const AttentionProblem& p, const TreeConfig& config, int64_t batches) {
+  Workspace space;
+  lay_out_dense_gradients(space, p, config, batches);
+  return space.bytes();
+}
+
+// ---- the choice
+
 inline BackwardConfig choose_backward_config(const AttentionProblem& p, const DeviceFacts& device,
                                              GatherChoice gather = GatherChoice::kAuto) {
   BackwardConfig config;
   static_cast<TreeConfig&>(config) = choose_forward_config(p, device, GatherChoice::kPerQuery);
+  if (config.path == AttentionPath::kTensorCore) {
+    config.dense_rows = choose_dense_rows(p, device, gather);
+    const int64_t batch_bytes = std::max<int64_t>(1, dense_gradient_bytes(p, config, 1));
+    config.dense_batches =
+        std::clamp<int64_t>(kDenseGradientBytes / batch_bytes, 1, std::max<int64_t>(1, p.batch));
+  }
   const int64_t stride = p.args.selection_stride;
   const bool by_list = config.path == AttentionPath::kTensorCore &&
                        choose_gather(p, device, gather) == GatherKernel::kPerList &&
@@ -58,22 +110,22 @@ inline BackwardConfig choose_backward_config(const AttentionProblem& p, const De
   config.shared_gather_queries = config.path == AttentionPath::kTensorCore && gather == GatherChoice::kAuto &&
                                  hopper_kernels(device) && !by_list && group <= kMaxSharedGatherGroup;
   config.parent_warps = !by_list && group >= kMinParentGroup && group <= kMaxParentGroup;
-  config.fragment_rotations = config.shared_gather_queries;
-  config.dim_rotations = by_list || config.per_list_top;
+  config.fragment_rotations = config.shared_gather_queries && walks(p, config);
+  config.dim_rotations = (by_list || config.per_list_top) && walks(p, config);
   // Bytes of a record per head. Records for parent_gradient.cuh have room for 8 heads, even if
   // the group has fewer.
   const int64_t record = by_list               ? 0
                          : config.parent_warps ? ceil_div(tiled_record_bytes(p.key_dim, p.value_dim), group)
                                                : 2 * (p.key_dim + p.value_dim);
-  const int64_t scratch = kBackwardScratchBytes - (by_list               ? kPartialSumBytes
-                                                   : config.per_list_top ? kTopSumBytes
-                                                                         : kScoreBytes);
+  const int64_t shared = by_list ? kPartialSumBytes : config.per_list_top ? kTopSumBytes : kScoreBytes;
+  const int64_t scratch =
+      kBackwardScratchBytes - std::max(shared, dense_gradient_bytes(p, config, config.dense_batches));
   const int64_t per_list =
       stride * p.num_heads * (record + 16 + 4 * p.key_dim) +
       p.num_kv_heads * (p.args.top_k * 4 * p.layers() + p.args.top_k * p.args.compression_rate / 8 +
                         ceil_div(p.num_keys, p.args.compression_rate) / 64 + 64);
   const int64_t lists = std::max<int64_t>(1, scratch / per_list);
-  const int64_t piece_lists = ceil_div(p.piece_queries(), stride);
+  const int64_t piece_lists = ceil_div(walking_queries(p, config), stride);
   int64_t used = std::max<int64_t>(1, std::min(lists, piece_lists));
   config.num_sms = device.num_sms;
   if ((by_list || config.per_list_top) && used < piece_lists) {
@@ -124,8 +176,7 @@ inline int64_t gradient_sum_row(const AttentionProblem& p, int64_t layer) {
 
 struct RowMeta;
 struct KeyBounds;
-struct QueryBounds;
-constexpr int64_t kRowMetaBytes = 16, kBoundsBytes = 8;
+constexpr int64_t kRowMetaBytes = 16;
 
 struct BackwardMemory {
   KeyBounds* key_bounds;      // [B, H_kv]
@@ -139,7 +190,7 @@ struct BackwardMemory {
   int32_t* counts;
   uint32_t *entries, *offsets, *run_counts;  // of InverseParams
   void* rotations;                           // of every position, in fp16
-  char* partials;                            // the partial sums
+  char* partials;                            // the partial sums, or the query side of dense rows
   int64_t partial_bytes;
   float* scores;  // in the memory of the partial sums: lists are selected before the first sum
 };
@@ -189,7 +240,8 @@ inline BackwardMemory lay_out_backward(Workspace& space, const AttentionProblem&
   memory.rotations =
       space.take<char>(c.parent_warps ? (p.args.top_k * kTensorCoreRate + 1) * p.key_dim * 2 : 0);
   memory.partial_bytes = partial_bytes(p, c);
-  memory.partials = space.take<char>(std::max(memory.partial_bytes, recompute ? selection_bytes(p, c) : 0));
+  memory.partials = space.take<char>(std::max({memory.partial_bytes, recompute ? selection_bytes(p, c) : 0,
+                                               dense_gradient_bytes(p, c, c.dense_batches)}));
   memory.scores = reinterpret_cast<float*>(memory.partials);
   return memory;
 }

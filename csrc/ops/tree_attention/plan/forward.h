@@ -32,8 +32,8 @@ enum class GatherChoice { kAuto, kPerQuery };
 struct TreeConfig {
   AttentionPath path = AttentionPath::kGeneral;
   bool dense_top = false;  // the top layer as dense products of warpgroups (sm_90a), see forward/dense_top/
-  // The rows before this token of the text are dense causal attention (sm_90a), see forward/dense_rows/. The others walk
-  // the tree. The backward walks it for all rows.
+  // The rows before this token of the text are dense causal attention (sm_90a), see forward/dense_rows/ and
+  // backward/dense_rows/. The others walk the tree.
   int64_t dense_rows = 0;
   // Which tables of rotations the kernels read, see RotationOrder.
   bool fragment_rotations = false;

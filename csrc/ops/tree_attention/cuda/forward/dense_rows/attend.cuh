@@ -20,30 +20,15 @@
 #include "device/divmod.cuh"
 #include "device/hopper/kernel_overlap.cuh"
 #include "host/cuda/kernel_launch.h"
-#include "ops/tree_attention/cuda/forward/dense_products.cuh"
+#include "ops/tree_attention/cuda/forward/dense_rows/rows.cuh"
 #include "ops/tree_attention/cuda/running_state.cuh"
 
 namespace htree::tree_attention {
 
-constexpr int kRowsGroups = 2;  // warpgroups that multiply
-constexpr int kRowsConsumers = 128 * kRowsGroups;
-constexpr int kRowsThreads = kRowsConsumers + 128;
-constexpr int kBlockRows = 64 * kRowsGroups;
 // Of the last warpgroup, the first warp copies tiles and the others rotate queries.
 constexpr int kRotatorWarps = 3;
 constexpr int kRotatorRegisters = 72, kRowsRegisters = 216;
 static_assert(128 * kRotatorRegisters + kRowsConsumers * kRowsRegisters <= 65536);
-
-// log2 of the tokens of a task: the most whole tokens of G heads in 128 rows, as a power of two, so that a run never
-// reaches into two tiles.
-__host__ __device__ constexpr int run_tokens_log2(int group) {
-  int log2 = 0;
-  while ((2 << log2) * group <= kBlockRows) {
-    ++log2;
-  }
-  return log2;
-}
-static_assert((1 << run_tokens_log2(1)) == kDenseTileNodes);
 
 // The order of the tasks of a launch: `section` pairs (batch, K/V head) at a time, so that their tiles stay in the L2,
 // and in a section run by run of tokens. The number of tiles falls from run to run in the last section, rises in the
@@ -142,10 +127,10 @@ constexpr int kQueryBuffers = 2, kKeyStages = 3, kValueStages = 2;
 // Task j of a block, counted from 0, has query buffer j mod kQueryBuffers. The rings of tiles go on from task to task.
 template <int kDim>
 struct RowsShared {
-  char queries[kQueryBuffers][kPanels<kDim> * kBlockRows * kPanelRowBytes];
+  char queries[kQueryBuffers][kPanels<kDim> * kRunRows * kPanelRowBytes];
   char keys[kKeyStages][kTopTileBytes<kDim>];
   char values[kValueStages][kTopTileBytes<kDim>];
-  float factors[kQueryBuffers][kBlockRows];
+  float factors[kQueryBuffers][kRunRows];
   int flags[kQueryBuffers]
            [kRotatorWarps];  // of a task: what any of its queries and keys and its last values need
   device::Barrier query_full[kQueryBuffers], query_empty[kQueryBuffers];
@@ -237,7 +222,7 @@ class QueryRotator {
  private:
   static constexpr int kTasks = kDim / 16;  // of a row: 8 dims of the lower half and their partners
   static constexpr int kWarpRows = 32 / kTasks;
-  static constexpr int kSteps = kBlockRows / kWarpRows;
+  static constexpr int kSteps = kRunRows / kWarpRows;
   static constexpr bool kEqual = kSteps % kWarps == 0;
   static constexpr int kUnroll = kEqual ? kSteps / kWarps : 1;
 
@@ -263,7 +248,7 @@ class QueryRotator {
     }
   }
   __device__ __forceinline__ uint4* place(char* tile, int row, int half) const {
-    return reinterpret_cast<uint4*>(tile + panel_offset(kBlockRows, row, half * kTasks + chunk()));
+    return reinterpret_cast<uint4*>(tile + panel_offset(kRunRows, row, half * kTasks + chunk()));
   }
 
   const DenseRowsParams& params_;
@@ -368,31 +353,6 @@ __device__ __forceinline__ void rotate_task_queries(const DenseRowsParams& param
 // two belong to different tasks: the rows of a task are finished and written while the weights of the next task's first
 // tile wait. The warpgroups take turns in issuing products, so that one multiplies while the other computes
 // exponentials.
-
-constexpr int kTurnBarrier = 2;  // barriers 2 and 3: warpgroup 0 or 1 may issue its products
-
-// Zeroes what a weight of 0 would not silence in the last tile of values: its rows behind the last token of the task,
-// and infinities and NaN in the rows of the task's own tokens, which some of its rows do not see. All threads that
-// multiply call.
-template <typename T, int kDim>
-__device__ __forceinline__ void silence_values(char* tile, int first, int end) {
-  constexpr int kChunks = kDim / 8;
-  for (int i = threadIdx.x; i < (kDenseTileNodes - first) * kChunks; i += kRowsConsumers) {
-    const int row = first + i / kChunks;
-    uint4* at = reinterpret_cast<uint4*>(tile + panel_offset(kDenseTileNodes, row, i % kChunks));
-    const uint4 chunk = *at;
-    uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      if (row >= end || infinite_or_nan<T>(words[j / 2], j % 2)) {
-        words[j / 2] &= j % 2 ? 0x0000ffffu : 0xffff0000u;
-      }
-    }
-    *at = make_uint4(words[0], words[1], words[2], words[3]);
-  }
-  device::fence_async_shared();
-  device::named_barrier_sync(kConsumerBarrier, kRowsConsumers);
-}
 
 // Adds the infinities and NaN of the task's own tokens to the rows that see them. `values` is the last tile in global
 // memory, `first` and `end` are rows of it, `own` those of this thread's two query rows.
@@ -534,7 +494,7 @@ class RowsConsumer {
         shared_.queries[query_buffer()] + group_ * 64 * kPanelRowBytes);
     device::barrier_wait(&shared_.key_full[keys_.stage], keys_.parity);
     device::wgmma_fence();
-    multiply_panels<kDim, kBlockRows, kDenseTileNodes>(
+    multiply_panels<kDim, kRunRows, kDenseTileNodes>(
         s_, queries, device::k_major_descriptor<device::Swizzle::k128>(shared_.keys[keys_.stage]));
     device::wgmma_commit();
   }

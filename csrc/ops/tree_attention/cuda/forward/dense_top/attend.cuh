@@ -106,8 +106,6 @@ __device__ __forceinline__ bool named_barrier_or(int index, int num_threads, boo
 // ---- the ring of tiles that one thread fills while warpgroups of 64 query rows each multiply
 
 constexpr int kTopAttendStages = 3;
-constexpr int kCopyRegisters = 24, kConsumeRegisters = 240;
-static_assert(128 * kCopyRegisters + 256 * kConsumeRegisters <= 65536);
 
 template <int kDim, int kGroups>
 struct AttendShared {
