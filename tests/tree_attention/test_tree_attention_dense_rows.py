@@ -169,7 +169,9 @@ def test_gradients(case: TreeAttentionCase, stored: bool, nan_memory: None) -> N
     gradients = op.attention_backward(*saved, **options)
     wanted = reference_gradients(q, k, v, dout, parents, options)
     for name, gradient, expected in zip(("dq", "dk", "dv"), gradients, wanted, strict=True):
-        if case.T == 1 and name != "dv":  # the only token has weight 1, so these are the rounding of `out` alone
+        if (
+            case.T == 1 and name != "dv"
+        ):  # the only token has weight 1, so these are the rounding of `out` alone
             assert gradient.abs().max() < 0.1, name
         else:
             assert_small_error(gradient, expected, name, 2e-2 * max(1.0, case.spread))
