@@ -9,8 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from htree_ops import HTreeAttention, TreeKVCache, tree_attention
+from htree_ops.ops.tree_cache import cache as cache_module
 from htree_ops.ops.tree_cache import prompts
 from htree_ops.ops.tree_cache.prompts import PROMPT_ROWS, attend_prompts
 
@@ -111,6 +113,78 @@ def test_most_rows_of_a_prompt_go_through_tree_attention(monkeypatch: pytest.Mon
         attend_prompts(cache, step([cache], [50], 50, 1), [50], return_lse=False)
         # tokens 1 ... 50: with stride 4 the first leader is 4; the last 20 to 23 rows store lists
         assert took == ([50] if stride == 1 else [24])
+
+
+class Launches(TorchDispatchMode):
+    """The ops that a GPU would launch something for."""
+
+    VIEWS = (
+        "alias",
+        "detach",
+        "expand",
+        "empty",
+        "select",
+        "slice",
+        "transpose",
+        "unsqueeze",
+        "view",
+        "_unsafe_view",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
+    ) -> Any:
+        if (name := op.overloadpacket.__name__) not in self.VIEWS:
+            self.names.append(name)
+        return op(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.usefixtures("short_prompts")
+def test_a_chunk_takes_few_launches(batch: int) -> None:
+    """From the second on: constants are made once, and nothing is rolled where the leaders come in whole rings."""
+    cache = small_cache(batch, selection_stride=4, top_k=30, max_top_nodes=120)
+    assert cache.num_layers == 1
+    q, k, v = (normal(i, batch, 16, heads, WIDTH) for i, heads in enumerate((HEADS, KV_HEADS, KV_HEADS)))
+    for chunk in range(4):
+        with Launches() as launches:
+            cache.append(k, v)
+            attend_prompts(cache, q, [16] * batch, return_lse=False)
+        names = ["tree_cache_pages_", "tree_cache_append_", "index_select", "index_select"]
+        names += ["attention_forward", "copy_", "add"]
+        if chunk:
+            assert [name for name in launches.names if batch == 1 or name != "clone"] == names
+
+
+def test_constants_follow_their_key_and_are_not_those_of_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = small_cache(2)
+    first = cache._counts("", None, 3)
+    assert cache._counts("", None, 3) is first
+    assert cache._counts("", None, 4).tolist() == [4, 4]
+    assert cache._counts("", None, 3).tolist() == [3, 3]
+    kept = cache._cu(3)
+    assert kept.tolist() == [0, 3, 6]
+    monkeypatch.setattr(cache_module, "is_recorded", lambda device: True)
+    assert cache._cu(3) is not kept
+    assert cache._cu(5).tolist() == [0, 5, 10]
+    monkeypatch.undo()
+    assert cache._cu(3) is kept
+
+
+@pytest.mark.usefixtures("short_prompts")
+def test_a_prompt_reports_a_leader_that_nobody_has() -> None:
+    cache = small_cache(1, selection_stride=4)
+    step([cache], [5], 5, 0)  # never attended
+    attend_prompts(cache, step([cache], [40], 40, 1), [40], return_lse=False)
+    with pytest.raises(ValueError, match="leader"):
+        cache.check()
+    attend_prompts(cache, step([cache], [3], 3, 2), [3], return_lse=False)  # up to token 48
+    attend_prompts(cache, step([cache], [40], 40, 3), [40], return_lse=False)
+    cache.check()
 
 
 @given(
@@ -250,6 +324,30 @@ def test_sequences_of_other_lengths_and_other_company() -> None:
         assert torch.equal(own[0], out[b, :n])
         assert not out[b, n:].any()
     together.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunk", [256, 300, 320])
+def test_cuda_ring_after_chunks_of_a_prompt(chunk: int) -> None:
+    """Entry i % ring has leader i and the lists that ``attention_forward`` gives it, and -1 behind its text's top."""
+    cache = TreeKVCache(2, 2, 64, 2000, device="cuda", selection_stride=4, **GPU)
+    q, k, v = gpu_step(cache, 4 * chunk, 8, 7)
+    for begin in range(0, 4 * chunk, chunk):
+        rows = slice(begin, begin + chunk)
+        cache.append(k[:, rows], v[:, rows])
+        cache.attend(q[:, rows])
+        length = begin + chunk
+        options = cache.options.of_ops()
+        options["top_k_per_layer"] = options.pop("top_k")
+        lists = torch.ops.htree.attention_forward(
+            q[:, begin:length], k[:, :length], v[:, :length], **options, store_parents=True
+        )[3]
+        ring, kept = cache.ring
+        for leader in range(length // 4 - 4, length // 4):
+            assert kept[:, leader % 4].tolist() == [4 * leader] * 2
+            for layer, own in enumerate(lists):
+                assert torch.equal(ring[:, leader % 4, layer], own[:, leader - begin // 4])
+    cache.check()
 
 
 @pytest.mark.gpu

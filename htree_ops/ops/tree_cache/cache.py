@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -194,6 +194,7 @@ class TreeKVCache:
         self._free = free_stack(self._users)
         self._errors = integers(batch)
         self._plan = integers(4, batch)
+        self._constants: dict[str, tuple[tuple[int, int], Tensor]] = {}
         ring = RING if selection_stride > 1 else 0
         self._list_pos = integers(batch, ring, fill=-1)
         self._lists = integers(batch, ring, self.num_layers, num_kv_heads, top_k, fill=-1)
@@ -271,11 +272,10 @@ class TreeKVCache:
         self._check_sizes(name, q=q)
         n = q.shape[1]
         counts = self._counts(name, lengths, n)
-        if self.options.selection_stride > 1:
-            self._step("attend", counts, "attend")
         if n >= PROMPT_ROWS and self.device.type == "cuda" and not is_recorded(self.device):
             on_host = host_counts(lengths, self.batch, n)
             return attend_prompts(self, q, counts.tolist() if on_host is None else on_host, return_lse)
+        self.report_leaders(counts)
         out, lse = self.attend_pages(q, self.lengths, None if lengths is None else counts)
         return (out, lse) if return_lse else out
 
@@ -283,6 +283,27 @@ class TreeKVCache:
     def ring(self) -> tuple[Tensor, Tensor]:
         """The lists of the last leaders [B, ring, layers, H_kv, k], and which leaders they are [B, ring] (§7.3)."""
         return self._lists, self._list_pos
+
+    def report_leaders(self, counts: Tensor) -> None:
+        """Reports a sequence whose last ``counts[b]`` rows need the lists of a leader that nobody has."""
+        if self.options.selection_stride > 1:
+            self._step("attend", counts, "attend")
+
+    def constant(self, name: str, key: int, make: Callable[[], Tensor]) -> Tensor:
+        """The tensor of a name that ``key`` determines, kept until another key needs it; it must not be written.
+
+        While a graph is captured or a call compiled it is made anew: the graph owns what its capture makes. So it is
+        on another stream, because its memory may be used again as soon as the work of its own stream allows.
+        """
+        if is_recorded(self.device):
+            return make()
+        stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
+        held = self._constants.get(name)
+        if held is None or held[0] != (key, stream):
+            held = ((key, stream), make())
+            if type(held[1]) is Tensor:  # not one of a tracer
+                self._constants[name] = held
+        return held[1]
 
     def attend_pages(self, q: Tensor, lengths: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
         """Rows of q, the last ``counts[b]`` of the first ``lengths[b]`` tokens, by ``tree_cache_attention``.
@@ -488,10 +509,11 @@ class TreeKVCache:
         self.host_lengths.append(counts if enough else None, self.capacity, self.device)
 
     def _cu(self, n: int) -> Tensor:
-        """Where the rows of each sequence begin in [B * n]: made anew, as a graph owns what its capture makes."""
+        """Where the rows of each sequence begin in [B * n]."""
         if n == 0:
             return torch.zeros(self.batch + 1, dtype=torch.int32, device=self.device)
-        return torch.arange(0, (self.batch + 1) * n, n, dtype=torch.int32, device=self.device)
+        end = (self.batch + 1) * n
+        return self.constant("cu", n, lambda: torch.arange(0, end, n, dtype=torch.int32, device=self.device))
 
     def _integers(self, name: str, argument: str, values: Tensor | Sequence[int]) -> Tensor:
         """``values`` as int32 [B] on the device."""
@@ -508,7 +530,9 @@ class TreeKVCache:
     def _counts(self, name: str, lengths: Tensor | Sequence[int] | None, n: int) -> Tensor:
         """How many of the n rows of each sequence count, [B]."""
         if lengths is None:
-            return torch.full((self.batch,), n, dtype=torch.int32, device=self.device)
+            return self.constant(
+                "counts", n, lambda: torch.full((self.batch,), n, dtype=torch.int32, device=self.device)
+            )
         counts = self._integers(name, "lengths", lengths)
         readable = counts.device.type == "cpu" and not torch.compiler.is_compiling()
         if readable and not bool(((counts >= 0) & (counts <= n)).all()):

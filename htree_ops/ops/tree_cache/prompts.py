@@ -150,8 +150,10 @@ def _attend_prompts(cache: TreeKVCache, q: Tensor, counts: list[int], return_lse
         if begin < count:
             groups.setdefault((length, count, begin), []).append(b)
     if list(groups) == [(lengths[0], n, 0)] and len(groups[lengths[0], n, 0]) == batch:
+        # All rows have their leaders in the call, so there is nothing to report.
         return _group_rows(cache, q, lengths[0], list(range(batch)), return_lse)
 
+    cache.report_leaders(_on(counts, q.device))
     rows = max(begins)
     out = q.new_zeros(batch, n, heads, cache.value_dim)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -175,7 +177,8 @@ def _group_rows(
     cache: TreeKVCache, q: Tensor, length: int, sequences: list[int], return_lse: bool
 ) -> tuple[Tensor, ...]:
     """The last rows of sequences whose text has ``length`` tokens; the ring gets the lists of the last leaders."""
-    pages = torch.stack([cache.block_table[b, : -(-length // cache.page_size)] for b in sequences])
+    table = cache.block_table[:, : -(-length // cache.page_size)]
+    pages = table if len(sequences) == cache.batch else torch.stack([table[b] for b in sequences])
     k, v = (_tokens(pool, pages, cache.page_size, length) for pool in (cache.k_pool, cache.v_pool))
     options, stride = cache.options, cache.options.selection_stride
     named = options.to_dict() | {"scope": "kv_head", "store_parents": False}
@@ -205,19 +208,41 @@ def _keep_lists(cache: TreeKVCache, sequences: list[int], length: int, lists: li
     ring, kept = cache.ring
     rate, stride, size = cache.options.compression_rate, cache.options.selection_stride, ring.shape[1]
     behind = -(-length // stride)  # leaders up to this one, of which leader i has entry i % size
-    leaders = torch.arange(behind - size, behind, dtype=torch.int32, device=ring.device)
-    tokens = leaders.roll(behind % size) * stride
-    nodes = torch.arange(ring.shape[4], dtype=torch.int32, device=ring.device)
+    begin = behind % size  # the entry of the first of the last leaders
+    if len(sequences) == cache.batch:
+        parts = [(slice(None), slice(None))]
+    else:
+        parts = [(slice(b, b + 1), slice(i, i + 1)) for i, b in enumerate(sequences)]
     for layer in range(cache.num_layers):
         if layer < len(lists):
-            own = lists[layer][:, -size:].roll(behind % size, dims=1)
-        else:  # above the top of the text every node is opened
-            opened = nodes <= tokens[:, None] // rate ** (layer + 1)
-            own = nodes.where(opened, -1)[None, :, None].expand(len(sequences), -1, ring.shape[3], -1)
-        for i, b in enumerate(sequences):
-            ring[b, :, layer] = own[i]
-    for b in sequences:
-        kept[b] = tokens
+            own = lists[layer][:, -size:]
+        else:
+            own = _lists_above(ring, behind, stride, rate ** (layer + 1)).expand(len(sequences), -1, -1, -1)
+        for to, of in parts:
+            ring[to, begin:, layer] = own[of, : size - begin]
+            if begin:
+                ring[to, :begin, layer] = own[of, size - begin :]
+    offsets = cache.constant("leaders", 0, lambda: _leader_offsets(size, stride, kept.device))[begin]
+    for to, _ in parts:
+        torch.add(offsets.expand(kept[to].shape), (behind - size) * stride, out=kept[to])
+
+
+def _lists_above(ring: Tensor, behind: int, stride: int, tokens: int) -> Tensor:
+    """The lists [1, ring, H_kv, k] of the last leaders above the top of the text, where every node is opened.
+
+    Args:
+        tokens: those of a node of the layer above.
+    """
+    leaders = torch.arange(behind - ring.shape[1], behind, dtype=torch.int32, device=ring.device)
+    nodes = torch.arange(ring.shape[4], dtype=torch.int32, device=ring.device)
+    opened = nodes <= (leaders * stride)[:, None] // tokens
+    return nodes.where(opened, -1)[None, :, None].expand(-1, -1, ring.shape[3], -1)
+
+
+def _leader_offsets(size: int, stride: int, device: torch.device) -> Tensor:
+    """[b, i]: tokens from the first of ``size`` leaders, which has entry b of a ring, to the leader of entry i."""
+    entries = torch.arange(size, dtype=torch.int32, device=device)
+    return (entries - entries[:, None]) % size * stride
 
 
 def _on(values: list[int], device: torch.device) -> Tensor:
