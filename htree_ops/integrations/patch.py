@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
-from transformers.models.mistral.modeling_mistral import MistralMLP, MistralRMSNorm
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralAttention, MistralMLP, MistralRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import (
     ALL_ATTENTION_FUNCTIONS,
     Qwen3Attention,
@@ -17,22 +18,39 @@ from transformers.models.qwen3.modeling_qwen3 import (
     eager_attention_forward,
 )
 
-from htree_ops.integrations.transformers import NAME, register
+from htree_ops.integrations.transformers import NAME, has_compact_positions, register
 from htree_ops.ops.fp8 import quantize_model_
 from htree_ops.ops.gated_mlp import gated_mlp
 from htree_ops.ops.gated_mlp.module import formula_of
 from htree_ops.ops.rmsnorm_rope import head_rmsnorm_rope
+from htree_ops.ops.tree_attention import rope
 
 __all__ = ["patch_model_", "unpatch_model_"]
 
 
+#: Width of the heads of a rotation by no angle, where it divides the width of a row.
+IDENTITY_WIDTH = 128
+
+
+def _trained_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of rows by the op that rotates as well, here by no angle: its backward reads x and dy once."""
+    width = IDENTITY_WIDTH if weight.shape[0] % IDENTITY_WIDTH == 0 else weight.shape[0]
+    rows = x.reshape(1, -1, weight.shape[0])
+    shape = (rows.shape[1], width // 2)
+    cos, sin = x.new_ones(1, shape[1]).expand(shape), x.new_zeros(1, shape[1]).expand(shape)
+    return torch.ops.htree.rmsnorm_rope(rows, weight, cos, sin, eps, weight.shape[0] // width).view(x.shape)
+
+
 class _Norm(nn.Module):
-    """RMSNorm in one kernel of torch's; the package's norm has rotary positions in it, and hidden states have none."""
+    """RMSNorm in one kernel: where a gradient is wanted the package's, else torch's, which torch.compile can fuse."""
 
     weight: nn.Parameter
     variance_epsilon: float
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        wanted = torch.is_grad_enabled() and (hidden_states.requires_grad or self.weight.requires_grad)
+        if wanted and self.weight.shape[0] % 2 == 0 and not torch.compiler.is_compiling():
+            return _trained_norm(hidden_states, self.weight, self.variance_epsilon)
         weight = self.weight.to(hidden_states.dtype)
         return F.rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)
 
@@ -73,30 +91,66 @@ class FusedQwen3MLP(_MLP, Qwen3MLP):
     """:class:`Qwen3MLP` around :func:`htree_ops.gated_mlp`."""
 
 
-class FusedQwen3Attention(Qwen3Attention):
-    """:class:`Qwen3Attention` with the norms of its heads and their rotary positions in one kernel each."""
+def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """``apply_rotary_pos_emb`` of transformers, one kernel for each tensor and one for its gradient.
+
+    Args:
+        query, key: [B, T, H, K].
+        cos, sin: [B or 1, T, K], with equal halves.
+
+    Returns:
+        The rotated tensors, contiguous and in the dtype that they had, rounded once.
+    """
+    half, dtype = cos.shape[-1] // 2, torch.promote_types(query.dtype, torch.float32)
+    cos, sin = (table[..., :half].to(dtype) for table in (cos, sin))
+    rows = torch.arange(cos.shape[:2].numel(), device=cos.device, dtype=torch.int32)
+    rows = rows.view(cos.shape[:2]).expand(query.shape[:2])
+    cos, sin = cos.flatten(0, 1), sin.flatten(0, 1)
+    return rope(query, cos, sin, rows), rope(key, cos, sin, rows)
+
+
+class _Attention(nn.Module):
+    """The attention of a model, with its queries and keys rotated by a kernel each."""
+
+    config: Any
+    layer_idx: int
+    head_dim: int
+    scaling: float
+    attention_dropout: Any
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+
+    def queries_and_keys(
+        self, query: Tensor, key: Tensor, positions: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Both [B, T, H, K], rotated by the tables of ``positions``, [B or 1, T, K]."""
+        if has_compact_positions(self.config):  # the tree rotates, and these tables hold no angle
+            return query, key
+        return rotate(query, key, *positions)
+
+    def window(self) -> dict[str, Any]:
+        """What this model says of its window to an attention."""
+        return {}
 
     def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Tensor | None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """As :class:`Qwen3Attention`."""
+    ) -> tuple[Tensor, Any]:
+        """As the attention of the model."""
         rows = hidden_states.shape[:-1]
-        cos, sin = (table.expand(*rows, -1).flatten(0, -2) for table in position_embeddings)
-
-        def heads(projection: nn.Module, norm: Any) -> Tensor:
-            x = projection(hidden_states).view(1, -1, projection.out_features // self.head_dim, self.head_dim)  # type: ignore[operator]
-            return head_rmsnorm_rope(x, norm.weight, cos, sin, norm.variance_epsilon).view(
-                *rows, -1, self.head_dim
-            )
-
-        query = heads(self.q_proj, self.q_norm).transpose(1, 2)
-        key = heads(self.k_proj, self.k_norm).transpose(1, 2)
-        value = self.v_proj(hidden_states).view(*rows, -1, self.head_dim).transpose(1, 2)
+        query, key, value = (
+            projection(hidden_states).view(*rows, -1, self.head_dim)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        assert position_embeddings is not None
+        query, key = self.queries_and_keys(query, key, position_embeddings)
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
@@ -110,10 +164,54 @@ class FusedQwen3Attention(Qwen3Attention):
             attention_mask,
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
-            sliding_window=self.sliding_window,
+            **self.window(),
             **kwargs,
         )
         return self.o_proj(out.reshape(*rows, -1).contiguous()), weights
+
+
+class RotaryLlamaAttention(_Attention, LlamaAttention):
+    """:class:`LlamaAttention` with :func:`rotate`."""
+
+
+class RotaryMistralAttention(_Attention, MistralAttention):
+    """:class:`MistralAttention` with :func:`rotate`."""
+
+    def window(self) -> dict[str, Any]:
+        """Of the config."""
+        return {"sliding_window": getattr(self.config, "sliding_window", None)}
+
+
+class RotaryQwen3Attention(_Attention, Qwen3Attention):
+    """:class:`Qwen3Attention` with :func:`rotate`."""
+
+    def queries_and_keys(
+        self, query: Tensor, key: Tensor, positions: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """With the norm of each head before the rotation."""
+        return super().queries_and_keys(self.q_norm(query), self.k_norm(key), positions)
+
+    def window(self) -> dict[str, Any]:
+        """Of the layer."""
+        return {"sliding_window": self.sliding_window}
+
+
+class FusedQwen3Attention(RotaryQwen3Attention):
+    """:class:`Qwen3Attention` with the norms of its heads and their rotary positions in one kernel each."""
+
+    def queries_and_keys(
+        self, query: Tensor, key: Tensor, positions: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Norm and rotation at once."""
+        rows = query.shape[:2]
+        cos, sin = (table.expand(*rows, -1).flatten(0, -2) for table in positions)
+
+        def fused(x: Tensor, norm: Any) -> Tensor:
+            return head_rmsnorm_rope(
+                x.flatten(0, 1)[None], norm.weight, cos, sin, norm.variance_epsilon
+            ).view(x.shape)
+
+        return fused(query, self.q_norm), fused(key, self.k_norm)
 
 
 NORMS: dict[type[nn.Module], type[nn.Module]] = {
@@ -122,18 +220,28 @@ NORMS: dict[type[nn.Module], type[nn.Module]] = {
     Qwen3RMSNorm: FusedQwen3RMSNorm,
 }
 HEADS: dict[type[nn.Module], type[nn.Module]] = {Qwen3Attention: FusedQwen3Attention}
+ROTATIONS: dict[type[nn.Module], type[nn.Module]] = {
+    LlamaAttention: RotaryLlamaAttention,
+    MistralAttention: RotaryMistralAttention,
+    Qwen3Attention: RotaryQwen3Attention,
+}
 MLPS: dict[type[nn.Module], type[nn.Module]] = {
     LlamaMLP: FusedLlamaMLP,
     MistralMLP: FusedMistralMLP,
     Qwen3MLP: FusedQwen3MLP,
 }
-ORIGINALS = {fused: plain for table in (NORMS, HEADS, MLPS) for plain, fused in table.items()}
+ORIGINALS = {fused: plain for table in (NORMS, HEADS, ROTATIONS, MLPS) for plain, fused in table.items()}
 #: Names under which a patched model keeps what it had.
 ATTENTION_BEFORE, QUANTISED = "_htree_attention_before", "_htree_quantised"
 
 
 def patch_model_(
-    model: PreTrainedModel, attention: bool = True, norms: bool = True, mlp: bool = True, fp8: bool = False
+    model: PreTrainedModel,
+    attention: bool = True,
+    norms: bool = True,
+    mlp: bool = True,
+    fp8: bool = False,
+    rotary: bool = True,
 ) -> dict[str, list[str]]:
     """Swaps parts of a Llama, Mistral or Qwen3 model for fused ones, in place.
 
@@ -148,9 +256,11 @@ def patch_model_(
         mlp: :func:`htree_ops.gated_mlp`, with the activation on the side where the outputs are those of the model.
         fp8: :func:`htree_ops.quantize_model_` for the linear layers but the output embedding, and but the first two
             of an MLP that is fused, which the op reads by itself. For inference; it cannot be undone.
+        rotary: the rotary positions of queries and keys in one kernel each, by the model's own cos and sin.
 
     Returns:
-        What has changed: under "attention", "norms", "mlp" and "fp8" the names of the modules.
+        What has changed: under "attention", "norms", "rotary", "mlp" and "fp8" the names of the modules. An attention
+        whose norms rotate as well is under both.
 
     Raises:
         TypeError: model is no ``PreTrainedModel``.
@@ -158,7 +268,7 @@ def patch_model_(
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"patch_model_: model must be a PreTrainedModel, got {type(model).__name__}")
-    changed: dict[str, list[str]] = {"attention": [], "norms": [], "mlp": [], "fp8": []}
+    changed: dict[str, list[str]] = {"attention": [], "norms": [], "rotary": [], "mlp": [], "fp8": []}
     if attention:
         register()
         if model.config._attn_implementation != NAME:
@@ -168,6 +278,9 @@ def patch_model_(
     fused_weights = set()
     for name, part in model.named_modules():
         kind = type(part)
+        if rotary and kind in ROTATIONS:
+            part.__class__ = ROTATIONS[kind]
+            changed["rotary"].append(name)
         if norms and kind in {**NORMS, **HEADS}:
             part.__class__ = {**NORMS, **HEADS}[kind]
             changed["norms"].append(name)
@@ -182,7 +295,7 @@ def patch_model_(
         changed["fp8"] = sorted(model.config.quantization_config["layers"])
         setattr(model, QUANTISED, True)
     if not any(changed.values()):
-        known = ", ".join(kind.__name__ for kind in (*NORMS, *HEADS, *MLPS))
+        known = ", ".join(kind.__name__ for kind in (*NORMS, *ROTATIONS, *MLPS))
         raise ValueError(f"patch_model_: model must hold modules among {known}, got {type(model).__name__}")
     return changed
 

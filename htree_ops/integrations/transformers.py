@@ -138,7 +138,8 @@ def _refuse(message: str) -> NoReturn:
 # ---- positions
 
 
-def _is_compact(config: PretrainedConfig) -> bool:
+def has_compact_positions(config: PretrainedConfig) -> bool:
+    """Whether the tree rotates, and not the model."""
     return config._attn_implementation == NAME and options_of_config(config)[1]
 
 
@@ -147,7 +148,7 @@ def _identity_where_compact(forward: Any) -> Any:
 
     @functools.wraps(forward)
     def rotate(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        if not _is_compact(self.config):
+        if not has_compact_positions(self.config):
             return forward(self, x, position_ids)
         ones = x.new_ones(*position_ids.shape, 2 * self.inv_freq.shape[0])
         return ones, torch.zeros_like(ones)

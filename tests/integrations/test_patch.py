@@ -11,11 +11,13 @@ import pytest
 import torch
 from small_models import EXACT, MODELS, make_model, make_text
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from htree_ops import FP8Linear, quantize_model_
 from htree_ops.integrations import patch_model_, unpatch_model_
-from htree_ops.integrations.patch import FusedQwen3Attention
+from htree_ops.integrations.patch import FusedQwen3Attention, _trained_norm, rotate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -40,7 +42,7 @@ def test_a_patched_model_is_the_same_model(kind: str, device: str) -> None:
     changed = patch_model_(model)
     layers = [f"model.layers.{i}" for i in range(2)]
     assert changed["mlp"] == [f"{layer}.mlp" for layer in layers]
-    assert changed["attention"] == [f"{layer}.self_attn" for layer in layers]
+    assert changed["attention"] == changed["rotary"] == [f"{layer}.self_attn" for layer in layers]
     assert set(changed["norms"]) >= {"model.norm", *(f"{layer}.input_layernorm" for layer in layers)}
     assert (FusedQwen3Attention in classes(model)) == (kind == "qwen3")
     assert model.config._attn_implementation == "htree"
@@ -57,15 +59,104 @@ def test_a_patched_model_is_the_same_model(kind: str, device: str) -> None:
     assert all(torch.equal(got, want) for got, want in zip(results(), before, strict=True))
 
 
-@pytest.mark.parametrize("part", ["attention", "norms", "mlp"])
+@pytest.mark.parametrize("part", ["attention", "norms", "rotary", "mlp"])
 def test_parts_are_patched_one_by_one(part: str) -> None:
     model = make_model("qwen3", attention="eager")
     kinds = classes(model)
-    changed = patch_model_(model, **{name: name == part for name in ("attention", "norms", "mlp")})
+    changed = patch_model_(model, **{name: name == part for name in ("attention", "norms", "rotary", "mlp")})
     assert {name for name, names in changed.items() if names} == {part}
     assert (classes(model) != kinds) == (part != "attention")
     unpatch_model_(model)
     assert classes(model) == kinds
+
+
+class Calls(TorchDispatchMode):
+    """Counts the ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func.overloadpacket).removeprefix("htree."))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_rotation_is_that_of_the_model(dtype: torch.dtype, rows: int, device: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, dq, dk = (
+        torch.randn(2, 7, heads, 24, generator=generator).to(device, dtype) for heads in (4, 2, 4, 2)
+    )
+    positions = torch.randint(-5, 9000, (rows, 7, 1), generator=generator)
+    angles = (positions * 10000 ** (-torch.arange(12) / 12)).repeat(1, 1, 2)
+    cos, sin = ((1.3 * table).to(device, dtype) for table in (angles.cos(), angles.sin()))
+
+    def results(function: Any, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        inputs = tuple(x.detach().requires_grad_() for x in inputs)
+        out = function(*inputs)
+        return [*out, *torch.autograd.grad(out, inputs, [x.to(out[0].dtype) for x in (dq, dk)])]
+
+    with Calls() as calls:
+        got = results(lambda q, k: rotate(q, k, cos, sin), q, k)
+    assert calls.names.count("rope") == 4
+    assert not {"aten.mul", "aten.cat", "aten.neg", "aten.add"} & set(calls.names)
+    wanted = results(
+        lambda q, k: apply_rotary_pos_emb(q, k, cos.double(), sin.double(), unsqueeze_dim=2),
+        q.double(),
+        k.double(),
+    )
+    for ours, exact in zip(got, wanted, strict=True):
+        assert ours.dtype == dtype
+        assert ours.is_contiguous()
+        torch.testing.assert_close(ours, exact.to(dtype))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("scaling", ["default", "yarn", "dynamic"])
+def test_rotary_positions_of_any_kind(scaling: str, kind: str, device: str) -> None:
+    rope = {"rope_type": scaling, "rope_theta": 10000.0}
+    rope |= {} if scaling == "default" else {"factor": 4.0, "original_max_position_embeddings": 32}
+    model = make_model(kind, attention="eager", device=device, rope_parameters=rope)
+    ids = make_text(device=device)
+    positions = torch.stack((torch.arange(40), (7 * torch.arange(40) + 3) % 60)).to(device)
+    with torch.no_grad():
+        wanted = model(ids, position_ids=positions, use_cache=False).logits
+        patch_model_(model, attention=False, norms=False, mlp=False)
+        got = model(ids, position_ids=positions, use_cache=False).logits
+    assert bool((got - wanted).norm() <= 1e-5 * wanted.norm())
+
+
+def test_where_the_tree_rotates_nothing_else_does() -> None:
+    model, ids = make_model(options={**EXACT, "positions": "compact"}), make_text()
+    with torch.no_grad():
+        wanted = model(ids, use_cache=False).logits
+        patch_model_(model, norms=False, mlp=False)
+        with Calls() as calls:
+            got = model(ids, use_cache=False).logits
+    assert "rope" not in calls.names
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("width", [6, 256, 4096])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_norm_of_training_is_the_norm(dtype: torch.dtype, width: int, device: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(2, 3, width, generator=generator).to(device, dtype) for _ in range(2))
+    weight = (1 + 0.1 * torch.randn(width, generator=generator)).to(device, dtype)
+
+    def results(function: Any, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        inputs = tuple(x.detach().requires_grad_() for x in inputs)
+        out = function(*inputs)
+        return [out, *torch.autograd.grad(out, inputs, dy.to(out.dtype))]
+
+    got = results(lambda x, weight: _trained_norm(x, weight, 1e-5), x, weight)
+    wanted = results(
+        lambda x, weight: nn.functional.rms_norm(x, weight.shape, weight, 1e-5), x.double(), weight.double()
+    )
+    for ours, exact in zip(got, wanted, strict=True):
+        torch.testing.assert_close(ours, exact.to(dtype))
 
 
 def test_what_has_no_fused_form_stays() -> None:
@@ -73,7 +164,7 @@ def test_what_has_no_fused_form_stays() -> None:
     assert patch_model_(model)["mlp"] == []
     assert patch_model_(make_model(attention="eager", hidden_act="relu"))["mlp"] == []
     with pytest.raises(ValueError, match="patch_model_: model must hold modules among LlamaRMSNorm"):
-        patch_model_(model, attention=False, norms=False)
+        patch_model_(model, attention=False, norms=False, rotary=False)
     with pytest.raises(TypeError, match="model must be a PreTrainedModel, got Linear"):
         patch_model_(nn.Linear(2, 2))  # type: ignore[arg-type]
 
@@ -89,12 +180,22 @@ def test_generation_of_a_patched_model() -> None:
     assert torch.equal(model.generate(ids, **call), wanted)
 
 
-def test_a_patched_model_compiles() -> None:
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("norms", [False, True])
+def test_a_patched_model_compiles(norms: bool, kind: str) -> None:
     torch._dynamo.reset()
-    model, ids = make_model("qwen3", num_hidden_layers=1), make_text()
-    patch_model_(model)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+    model, ids = make_model(kind, num_hidden_layers=1), make_text()
+    patch_model_(model, norms=norms)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+
+    def results(run: Any) -> list[torch.Tensor]:
+        model.zero_grad()
+        out = run(ids, use_cache=False).logits
+        out.square().mean().backward()
+        return [out.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    for got, wanted in zip(results(compiled), results(model), strict=True):
+        torch.testing.assert_close(got, wanted)
 
 
 def test_fp8_is_for_good() -> None:
