@@ -104,13 +104,14 @@ def cost(costs: Costs, ranks: int, tokens: int, link: float = LINK) -> Row:
     pooled = gathered * (1 + 1 / (RATE - 1))
     # Each of them is read and written: the text put in order, the pooled rows, and the packed copy.
     tree = (2 * gathered + pooled + 2 * pooled) / costs.copy
-    # fp32 sums are cleared, pushed down and rounded; the gradients are put in order.
-    sums = (2 * pooled * 2 + 2 * gathered + gathered + 2 * gathered) / costs.copy
+    # fp32 sums are cleared, pushed down and copied out; those of the tokens are put in order, added and rounded.
+    wide = 2 * gathered
+    sums = (2 * pooled * 2 + 2 * wide + 2 * wide + wide) / costs.copy
     one_forward, one_backward = (costs.forward(tokens) * share for share in (1, costs.backward))
-    exchange = gathered * (ranks - 1) / ranks / link * 1e6
+    exchange, returned = (size * (ranks - 1) / ranks / link * 1e6 for size in (gathered, wide))
     work = (one_forward - tree) / ranks + tree, (one_backward - tree - sums) / ranks + tree + sums
     forward = overlapped(steps, work[0], exchange, 0)
-    backward = overlapped(steps, work[1], exchange, exchange)
+    backward = overlapped(steps, work[1], exchange, returned)
     total = forward + backward
     return Row(
         ranks=ranks,
@@ -118,7 +119,7 @@ def cost(costs: Costs, ranks: int, tokens: int, link: float = LINK) -> Row:
         one=(one_forward + one_backward) / 1e3,
         forward=forward / 1e3,
         backward=backward / 1e3,
-        link=3 * exchange / 1e3,
+        link=(2 * exchange + returned) / 1e3,
         waiting=(total - sum(work)) / 1e3,
         efficiency=(one_forward + one_backward) / (ranks * total),
         gathered=gathered,

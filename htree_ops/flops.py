@@ -373,6 +373,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "attention_backward": _attention_backward,
     "attention_rows": _attention_rows,
     "attention_rows_backward": _attention_rows_backward,
+    "attention_rows_backward_sums": _attention_rows_backward,
     "attention_varlen": _attention_varlen,
     "attention_varlen_forward": _attention_varlen,
     "attention_varlen_backward": _attention_varlen_backward,

@@ -157,12 +157,13 @@ SCHEMAS = {
         "int selection_stride=1, bool store_parents=True, int? selection_span=None, float[]? inv_freq=None) "
         "-> (Tensor out, Tensor gmax, Tensor gsum, Tensor lists)"
     ),
-    "attention_rows_backward": (
+    **dict.fromkeys(
+        ("attention_rows_backward", "attention_rows_backward_sums"),
         "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, Tensor lists, "
         "SymInt[] starts, int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "
         'float? rope_base=10000., str importance="lse_causal", int selection_stride=1, '
         "bool[3] output_mask=[True, True, True], int? selection_span=None, float[]? inv_freq=None) "
-        "-> (Tensor dq, Tensor dk, Tensor dv)"
+        "-> (Tensor dq, Tensor dk, Tensor dv)",
     ),
     "io_compute_scores": (
         "(Tensor q, Tensor layer_k, Tensor parents, Tensor cos, Tensor sin, int layer, "

@@ -95,8 +95,7 @@ def exchange(x: Tensor, group_name: GroupName) -> Tensor:
 def added(received: Tensor, dim: int) -> Tensor:
     """What :func:`exchange` of :func:`cut` gave -> this rank's slice, summed over the ranks in fp32 (fp64 for fp64).
 
-    The two are a reduce-scatter that moves the dtype of x, and whose result does not depend on the order that a backend
-    takes.
+    The two are a reduce-scatter whose result does not depend on the order that a backend takes.
     """
     total = waited(received).sum(0, dtype=torch.promote_types(received.dtype, torch.float32))
     return torch.cat(total.unbind(0), dim)

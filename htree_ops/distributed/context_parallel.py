@@ -108,7 +108,7 @@ class _Attention(torch.autograd.Function):
         by_step = zip(*(x.chunk(ctx.steps, 2) for x in (dout, q, out, gmax, gsum)), strict=True)
         for (d, rows, *states), stored in zip(by_step, lists, strict=True):
             keys, values = _whole(under_way.pop(0), ctx)
-            gradients = torch.ops.htree.attention_rows_backward(
+            gradients = torch.ops.htree.attention_rows_backward_sums(
                 d, rows, keys, values, *states, stored, ctx.starts, *ctx.options, mask, *ctx.later
             )
             dq.append(gradients[0])
@@ -143,10 +143,9 @@ def _whole(gathered: list[Tensor], ctx: Any) -> list[Tensor]:
 
 
 def _send(gradient: Tensor, ctx: Any) -> Tensor:
-    """Sends every rank what this rank's rows give for the rank's keys or values, in fp32 if it is a sum."""
+    """Sends every rank what this rank's rows give for the rank's keys or values, as it was summed."""
     if ctx.groups > 1:
-        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        gradient = wide.unflatten(2, (-1, ctx.groups)).sum(3)
+        gradient = gradient.unflatten(2, (-1, ctx.groups)).sum(3)
     return exchange(cut(gradient, ctx.size, 1, ctx.balance), ctx.group_name)
 
 
@@ -230,8 +229,9 @@ def tree_attention_cp(
 
     Each rank has the tokens that :func:`shard_sequence` gives it, and gets their rows of the attention over the whole
     text. Keys and values are gathered; each rank builds the tree and attends for its own rows. The selection is that of
-    one process, from all tokens. The backward gathers keys and values again, and adds their gradients over the ranks in
-    fp32 (fp64 for fp64) in a fixed order: every call gives the same bits. All ranks of the group must call.
+    one process, from all tokens. The backward gathers keys and values again. Their gradients stay in fp32 (fp64 for
+    fp64) until they are added over the ranks in a fixed order: every call gives the same bits. All ranks of the group
+    must call.
     Source: docs/semantics/tree_attention.md §1.13; docs/distributed.md has memory, costs and limits.
 
     Args:
@@ -247,8 +247,7 @@ def tree_attention_cp(
     Returns:
         out [B, T/n, H, V], differentiable in q, k and v; with ``return_lse`` also lse [B, T/n, H] in fp32 (fp64 for
         fp64), without a gradient. The rows are those of :func:`htree_ops.tree_attention` on the whole text, bit for
-        bit, and on the CPU so is the gradient of q. The gradients of k and v differ by the order of sums and one more
-        rounding per rank.
+        bit, and on the CPU so is the gradient of q. The gradients of k and v differ by the order of their sums.
 
     Raises:
         ShapeMismatchError, UnsupportedDtypeError, DeviceError, ValueError, TypeError: as

@@ -107,10 +107,9 @@ def calls(case: TreeAttentionCase, device: str | torch.device, seed: int = 0) ->
         Call("attention", (q, k, v, *shared), later, differentiable=(0, 1, 2)),
         Call("attention_rows", (q, k, v, [t0], *shared), later),
         Call("attention_backward", (dout, q, k, v, *forward[:3], parents, *shared), later),
-        Call(
-            "attention_rows_backward",
-            (dout, q, k, v, *forward[:3], torch.stack(parents), [t0], *shared),
-            later,
+        *(
+            Call(name, (dout, q, k, v, *forward[:3], torch.stack(parents), [t0], *shared), later)
+            for name in ("attention_rows_backward", "attention_rows_backward_sums")
         ),
     ]
     if top.layer > 0:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import htree_ops
 from htree_ops.distributed import shard_sequence, tree_attention_cp, unshard_sequence
+from htree_ops.distributed.collectives import parts_of
 from htree_ops.testing.cases import normal
 
 Sizes = tuple[int, int, int, int, int, int]  # B, T, H, H_kv, K, V
@@ -67,6 +68,31 @@ def compare(
         "error": {name: float((a - b).abs().max()) for name, a, b in zip(names, many, one, strict=True)},
         "repeats": all(torch.equal(a, b) for a, b in zip(many, again, strict=True)),
         "in steps": {name: torch.equal(a, b) for name, a, b in zip(names, many, stepwise, strict=True)},
+    }
+
+
+def sums_of_ranks(
+    size: int, balance: str, sizes: Sizes, dtype: torch.dtype, options: dict[str, Any]
+) -> dict[str, bool]:
+    """Whether dk and dv are the unrounded gradients of every rank's rows, added in the order of ranks, rounded once."""
+    q, k, v, dout = inputs(sizes, dtype)
+    rate, most, top_k = (options[name] for name in ("compression_rate", "max_top_nodes", "top_k"))
+    totals: list[Tensor] = []
+    for rank in range(size):
+        parts = parts_of(rank, size, balance)
+        starts = [part * sizes[1] // (size * len(parts)) for part in parts]
+        length = sizes[1] // (size * len(parts))
+        rows, upstream = (torch.cat([x[:, at : at + length] for at in starts], 1) for x in (q, dout))
+        results = torch.ops.htree.attention_rows(rows, k, v, starts, rate, most, top_k)
+        _, *sums = torch.ops.htree.attention_rows_backward_sums(
+            upstream, rows, k, v, *results, starts, rate, most, top_k
+        )
+        assert all(x.dtype == torch.promote_types(dtype, torch.float32) for x in sums)
+        totals = [a + b for a, b in zip(totals, sums, strict=True)] if totals else sums
+    found = many_processes(size, balance, sizes, dtype, options)[3:]
+    return {
+        name: torch.equal(ours, total.to(dtype))
+        for name, ours, total in zip(("dk", "dv"), found, totals, strict=True)
     }
 
 

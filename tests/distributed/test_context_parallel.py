@@ -81,6 +81,15 @@ def test_equals_one_process(name: str, dtype: torch.dtype, ranks: Pool) -> None:
                 assert_matches(found, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("balance", BALANCES)
+def test_gradients_are_added_before_they_are_rounded(balance: str, dtype: torch.dtype, ranks: Pool) -> None:
+    sizes, options = CASES["three_layers"]
+    for size in (2, 4):
+        for found in ranks.run(cp_on_ranks.sums_of_ranks, size, balance, sizes, dtype, options):
+            assert found == {"dk": True, "dv": True}
+
+
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[int, str, cp_on_ranks.Sizes, dict[str, Any]]:
     """Any sizes and options that a group can take."""

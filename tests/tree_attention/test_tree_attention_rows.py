@@ -75,8 +75,12 @@ def test_rows_are_those_of_the_whole(name: str, device: str) -> None:
         state = (dout[:, begin:end], rows, k, v, *results)
         gradients = OPS.attention_rows_backward(*state, lists, [begin], *options)
         again = OPS.attention_rows_backward(*state, unstored[3], [begin], *options)
-        for one, other in zip(gradients, again, strict=True):
+        unrounded = OPS.attention_rows_backward_sums(*state, lists, [begin], *options)
+        for one, other, wide in zip(gradients, again, unrounded, strict=True):
             assert torch.equal(one, other)
+            assert torch.equal(one, wide.to(dtype))
+        for wide in unrounded[1:]:
+            assert wide.dtype == torch.promote_types(dtype, torch.float32)
         assert_close(gradients[0], dq[:, begin:end], 0 if device == "cpu" else 2e-2)
         for total, part in zip(sums, gradients[1:], strict=True):
             total += part

@@ -187,6 +187,7 @@ CALLS = {
         "output_mask": [True, True, True],
     },
 }
+CALLS["attention_rows_backward_sums"] = CALLS["attention_rows_backward"]
 
 
 def make_call(op, device, **changes):

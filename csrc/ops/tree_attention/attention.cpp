@@ -154,6 +154,26 @@ Gradients attention_rows_backward(const Tensor& dout, const Tensor& q, const Ten
   return gradients;
 }
 
+// attention_rows_backward with dk and dv as the sums that it rounds, fp32 (fp64 for fp64).
+template <AttentionBackward* kKernel>
+Gradients attention_rows_backward_sums(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                                       const Tensor& out, const Tensor& gmax, const Tensor& gsum,
+                                       const Tensor& lists, c10::SymIntArrayRef starts,
+                                       const TreeOptions& options, std::array<bool, 3> output_mask) {
+  Gradients gradients = prepare_attention_rows_backward(dout, q, k, v, out, gmax, gsum, lists, starts,
+                                                        options, {output_mask[0], false, false});
+  auto& [dq, dk, dv] = gradients;
+  if (output_mask[1]) {
+    dk = new_tensor(k.sym_sizes(), state_dtype(k), k);
+  }
+  if (output_mask[2]) {
+    dv = new_tensor(v.sym_sizes(), state_dtype(v), v);
+  }
+  run_backward<kKernel>("attention_rows_backward", dout, q, k, v, out, gmax, gsum, lists.unbind(0), starts,
+                        options, gradients);
+  return gradients;
+}
+
 template <AttentionForward* kForward, AttentionBackward* kBackward>
 void register_kernels(torch::Library& library) {
   library.impl("attention_forward", TORCH_FN(kLoose<attention_forward<kForward>>));
@@ -161,6 +181,7 @@ void register_kernels(torch::Library& library) {
   library.impl("attention_rows", TORCH_FN(kLoose<attention_rows<kForward>>));
   library.impl("attention_backward", TORCH_FN(kLoose<attention_backward<kBackward>>));
   library.impl("attention_rows_backward", TORCH_FN(kLoose<attention_rows_backward<kBackward>>));
+  library.impl("attention_rows_backward_sums", TORCH_FN(kLoose<attention_rows_backward_sums<kBackward>>));
 }
 
 }  // namespace
@@ -180,10 +201,12 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
   const std::string attention_rows = "attention_rows" + qkv + "SymInt[] starts, " + forward +
                                      "(Tensor out, Tensor gmax, Tensor gsum, Tensor lists)";
   const std::string attention_backward = "attention_backward" + results + "Tensor[] parents, " + backward;
-  const std::string attention_rows_backward =
-      "attention_rows_backward" + results + "Tensor lists, SymInt[] starts, " + backward;
+  const std::string rows_backward = results + "Tensor lists, SymInt[] starts, " + backward;
+  const std::string attention_rows_backward = "attention_rows_backward" + rows_backward;
+  const std::string attention_rows_backward_sums = "attention_rows_backward_sums" + rows_backward;
   define_ops(library, {attention_forward.c_str(), attention.c_str(), attention_rows.c_str(),
-                       attention_backward.c_str(), attention_rows_backward.c_str()});
+                       attention_backward.c_str(), attention_rows_backward.c_str(),
+                       attention_rows_backward_sums.c_str()});
 }
 
 TORCH_LIBRARY_IMPL(htree, CPU, library) {
@@ -251,6 +274,11 @@ const RowsBackwardOp& attention_rows_backward_op() {
   return op;
 }
 
+const RowsBackwardOp& attention_rows_backward_sums_op() {
+  static const RowsBackwardOp op("htree::attention_rows_backward_sums");
+  return op;
+}
+
 // ---- Autograd
 
 // It calls ops with a fixed number of plain tensors: a DTensor has no metadata for the elements of a Tensor[].
@@ -302,13 +330,14 @@ Gradients attention_backward_autograd(const Tensor& dout, const Tensor& q, const
   });
 }
 
+template <const RowsBackwardOp& (*kOp)()>
 Gradients attention_rows_backward_autograd(const Tensor& dout, const Tensor& q, const Tensor& k,
                                            const Tensor& v, const Tensor& out, const Tensor& gmax,
                                            const Tensor& gsum, const Tensor& lists,
                                            c10::SymIntArrayRef starts, const TreeOptions& options,
                                            std::array<bool, 3> output_mask) {
   return once_differentiable("attention_backward", {dout, q, k, v, out}, output_mask, [&] {
-    return attention_rows_backward_op()(dout, q, k, v, out, gmax, gsum, lists, starts, options, output_mask);
+    return kOp()(dout, q, k, v, out, gmax, gsum, lists, starts, options, output_mask);
   });
 }
 
@@ -356,7 +385,10 @@ TORCH_LIBRARY_IMPL(htree, Autograd, library) {
   register_no_gradient(library, {"attention_forward", "attention_rows"});
   library.impl("attention", TORCH_FN(kLoose<attention_autograd>));
   library.impl("attention_backward", TORCH_FN(kLoose<attention_backward_autograd>));
-  library.impl("attention_rows_backward", TORCH_FN(kLoose<attention_rows_backward_autograd>));
+  library.impl("attention_rows_backward",
+               TORCH_FN(kLoose<attention_rows_backward_autograd<attention_rows_backward_op>>));
+  library.impl("attention_rows_backward_sums",
+               TORCH_FN(kLoose<attention_rows_backward_autograd<attention_rows_backward_sums_op>>));
 }
 
 TORCH_LIBRARY_IMPL(htree, AutocastCPU, library) {

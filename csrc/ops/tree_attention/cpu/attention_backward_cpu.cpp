@@ -307,6 +307,16 @@ class Backward {
     });
   }
 
+  // Calls f with the elements of a gradient: rounded, or as they were summed.
+  template <typename F>
+  void with_elements_of(const Tensor& gradient, F&& f) {
+    if (gradient.scalar_type() == c10::CppTypeToScalarType<T>::value) {
+      f(gradient.mutable_data_ptr<T>());
+    } else {
+      f(gradient.mutable_data_ptr<Real>());
+    }
+  }
+
   void write_keys(int64_t b, int64_t h) {
     const Rotation<Real> rotation = pyramid_.rotation();
     const int64_t half = shape_.half;
@@ -332,14 +342,16 @@ class Backward {
         }
       });
     }
-    T* out = dk_.mutable_data_ptr<T>();
-    for_nodes(0, [&](int64_t node, int64_t, Real, int64_t) {
-      const Real* row = key_gradients_[0].data() + node * shape_.row();
-      T* target = out + ((b * pyramid_.num_tokens + node) * pyramid_.kv_heads + h) * 2 * half;
-      for (int64_t d = 0; d < half; ++d) {
-        target[d] = static_cast<T>(row[d]);
-        target[half + d] = static_cast<T>(row[shape_.half_pad + d]);
-      }
+    with_elements_of(dk_, [&](auto* out) {
+      using Out = std::remove_pointer_t<decltype(out)>;
+      for_nodes(0, [&](int64_t node, int64_t, Real, int64_t) {
+        const Real* row = key_gradients_[0].data() + node * shape_.row();
+        Out* target = out + ((b * pyramid_.num_tokens + node) * pyramid_.kv_heads + h) * 2 * half;
+        for (int64_t d = 0; d < half; ++d) {
+          target[d] = static_cast<Out>(row[d]);
+          target[half + d] = static_cast<Out>(row[shape_.half_pad + d]);
+        }
+      });
     });
   }
 
@@ -353,13 +365,15 @@ class Backward {
         }
       });
     }
-    T* out = dv_.mutable_data_ptr<T>();
-    for_nodes(0, [&](int64_t node, int64_t, Real, int64_t) {
-      const Real* row = value_gradients_[0].data() + node * shape_.value_pad;
-      T* target = out + ((b * pyramid_.num_tokens + node) * pyramid_.kv_heads + h) * pyramid_.value_dim;
-      for (int64_t d = 0; d < pyramid_.value_dim; ++d) {
-        target[d] = static_cast<T>(row[d]);
-      }
+    with_elements_of(dv_, [&](auto* out) {
+      using Out = std::remove_pointer_t<decltype(out)>;
+      for_nodes(0, [&](int64_t node, int64_t, Real, int64_t) {
+        const Real* row = value_gradients_[0].data() + node * shape_.value_pad;
+        Out* target = out + ((b * pyramid_.num_tokens + node) * pyramid_.kv_heads + h) * pyramid_.value_dim;
+        for (int64_t d = 0; d < pyramid_.value_dim; ++d) {
+          target[d] = static_cast<Out>(row[d]);
+        }
+      });
     });
   }
 

@@ -104,6 +104,7 @@ struct BackwardBuffers {
   void* query_gradient = nullptr;       // [B, T_q, H, K]; null: not wanted
   void* key_gradient = nullptr;         // [B, T, H_kv, K]
   void* value_gradient = nullptr;       // [B, T, H_kv, V]
+  StoreType store = StoreType::kFloat;  // of the two
   float* key_sums = nullptr;    // gradient_sum_row(layers) rows of K; null: the gradient is not wanted
   float* value_sums = nullptr;  // rows of V
   BackwardMemory memory;
@@ -461,7 +462,6 @@ class BackwardRun {
 
   // Pushes the sums from the top down to the tokens, where they are rounded into the gradients.
   cudaError_t finish() {
-    const StoreType type = call_.shape.dtype == HalfType::kHalf ? StoreType::kHalf : StoreType::kBFloat16;
     cudaError_t error = cudaSuccess;
     const auto push = [&](float* sums, int64_t dim, void* out) {
       for (size_t i = top_ + 1; sums && error == cudaSuccess && i-- > 0;) {
@@ -477,7 +477,7 @@ class BackwardRun {
           params.parent_rows = call_.layers[i + 1].num_parents * kTensorCoreRate;
         }
         if (i == 0) {
-          error = launch_store_gradient(params, p_.num_kv_heads, type, out, stream_);
+          error = launch_store_gradient(params, p_.num_kv_heads, buffers_.store, out, stream_);
         } else if (params.parent) {
           error = launch_push_gradient(params, stream_);
         }
@@ -519,6 +519,9 @@ void backward_tensor_core(const AttentionProblem& problem, const BackwardConfig&
   buffers.query_gradient = b.data(b.dq);
   buffers.key_gradient = b.data(b.dk);
   buffers.value_gradient = b.data(b.dv);
+  if (b.dk.defined() || b.dv.defined()) {
+    buffers.store = store_type(b.dk.defined() ? b.dk : b.dv);
+  }
   const int64_t rows = gradient_sum_row(problem, problem.layers());
   Tensor key_sums, value_sums;
   if (b.dk.defined()) {

@@ -238,11 +238,8 @@ class GeneralBackward {
         push.parent_rows = num_parents(i + 1) * push.rate;
       }
       if (i == 0) {
-        const StoreType type = gradient.scalar_type() == at::kFloat  ? StoreType::kFloat
-                               : gradient.scalar_type() == at::kHalf ? StoreType::kHalf
-                                                                     : StoreType::kBFloat16;
-        C10_CUDA_CHECK(
-            launch_store_gradient(push, problem_.num_kv_heads, type, gradient.mutable_data_ptr(), stream_));
+        C10_CUDA_CHECK(launch_store_gradient(push, problem_.num_kv_heads, store_type(gradient),
+                                             gradient.mutable_data_ptr(), stream_));
       } else if (push.parent) {
         C10_CUDA_CHECK(launch_push_gradient(push, stream_));
       }

@@ -4,6 +4,7 @@
 
 #include <ATen/ops/empty.h>
 
+#include "ops/tree_attention/cuda/backward/push_gradient.h"
 #include "ops/tree_attention/cuda/tree/cuda_tree.h"
 
 namespace htree::tree_attention {
@@ -26,6 +27,13 @@ struct Backward {
     return gradient.defined() ? gradient.mutable_data_ptr() : nullptr;
   }
 };
+
+// Rounds the sums of dK or dV to the dtype of a gradient, which may be their own.
+inline StoreType store_type(const Tensor& gradient) {
+  return gradient.scalar_type() == at::kFloat  ? StoreType::kFloat
+         : gradient.scalar_type() == at::kHalf ? StoreType::kHalf
+                                               : StoreType::kBFloat16;
+}
 
 // The lists in `backward.parents` are contiguous. Where there are none, they are selected again.
 void run_general_backward(const AttentionProblem& problem, const BackwardConfig& config,
