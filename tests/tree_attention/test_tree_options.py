@@ -77,6 +77,8 @@ def test_ops_take_all_but_what_the_heads_and_a_backward_say() -> None:
         ({"inv_freq": (1.0, float("nan"))}, ValueError, "inv_freq"),
         ({"inv_freq": 1.0}, TypeError, "inv_freq"),
         ({"inv_freq": (10**400, 1)}, ValueError, "inv_freq must be finite"),
+        ({"inv_freq": []}, ValueError, "inv_freq must have a number for each pair of channels, got none"),
+        ({"inv_freq": torch.empty(0)}, ValueError, "inv_freq must have a number for each pair"),
         ({"inv_freq": torch.ones(4).to_sparse()}, TypeError, "inv_freq must be a strided tensor"),
         (
             {"inv_freq": torch.nested.nested_tensor([torch.ones(2)])},
@@ -104,6 +106,10 @@ def test_a_layer_takes_them_and_lets_them_be_set() -> None:
     assert layer.options == replace(TreeOptions(**OTHERS), top_k=4, selection_stride=2)
     with pytest.raises(ValueError, match=r"^HTreeAttention: .*selection_stride"):
         layer.selection_stride = 3
+    for wrong, came in (((1.0, 0.5), "2"), ((), "none")):
+        with pytest.raises(ValueError, match=rf"^HTreeAttention: inv_freq must have .*, got {came}$"):
+            layer.inv_freq = wrong
+    assert layer.options == replace(TreeOptions(**OTHERS), top_k=4, selection_stride=2)
     x = torch.randn(2, 50, 32)
     q = layer.q_proj(x).unflatten(-1, (4, 8))
     k, v = (projection(x).unflatten(-1, (2, 8)) for projection in (layer.k_proj, layer.v_proj))

@@ -41,14 +41,16 @@ __all__ = ["HTreeAttention"]
 
 
 def _option(name: str) -> property:
-    """An option of a module as its attribute. Setting it replaces it in ``options``, which checks it."""
+    """An option of a layer as its attribute. Setting it replaces it in ``options``, after the checks of a new layer."""
 
     def read(module: Any) -> Any:
         return getattr(module.options, name)
 
     def write(module: Any, value: Any) -> None:
         with options_of("HTreeAttention"):
-            module.options = replace(module.options, **{name: value})
+            options = replace(module.options, **{name: value})
+        check_frequencies("HTreeAttention", options, module.head_dim)
+        module.options = options
 
     return property(read, write, doc=f"``{name}`` of :attr:`options`.")
 
