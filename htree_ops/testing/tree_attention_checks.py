@@ -126,7 +126,27 @@ def assert_gradients(
 def reference_gradients(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, parents: Sequence[Tensor], options: dict[str, Any]
 ) -> tuple[Tensor, ...]:
-    """dq, dk, dv in float64 by autograd through the reference under the given lists."""
+    """dq, dk, dv in float64 by autograd through the reference under the given lists.
+
+    One K/V head of one batch after the other: the tape of all would take gigabytes.
+    """
+    gradients = tuple(torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v))
+    group = q.shape[2] // max(k.shape[2], 1)
+    for batch in range(k.shape[0]):
+        for head in range(k.shape[2]):
+            queries = (slice(batch, batch + 1), slice(None), slice(head * group, (head + 1) * group))
+            keys = (slice(batch, batch + 1), slice(None), slice(head, head + 1))
+            found = _gradients_of_a_head(
+                q[queries], k[keys], v[keys], dout[queries], [x[keys] for x in parents], options
+            )
+            for gradient, place, part in zip(gradients, (queries, keys, keys), found, strict=True):
+                gradient[place] = part
+    return gradients
+
+
+def _gradients_of_a_head(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, parents: Sequence[Tensor], options: dict[str, Any]
+) -> tuple[Tensor, ...]:
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
     # The tree holds values rounded to the storage dtype: differentiate at exactly those values.
     typed = [x.detach().to(y.dtype) for x, y in zip(leaves, (q, k, v), strict=True)]
