@@ -197,15 +197,18 @@ __device__ __forceinline__ void store_log_sums(int lane, int rows, float* scores
   for (int head_tile = 0; head_tile < Tr::kHeadTiles; ++head_tile) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      LogSum sum = sums[head_tile][i];
+      const LogSum own = sums[head_tile][i];
+      LogSum all = own;
       for (int offset = 4; offset < 4 * rows; offset *= 2) {
-        LogSum other;
-        other.max = __shfl_xor_sync(device::kFullMask, sum.max, offset);
-        other.sum = __shfl_xor_sync(device::kFullMask, sum.sum, offset);
-        sum = merge_log_sums(sum, other);
+        all.max = fmaxf(all.max, __shfl_xor_sync(device::kFullMask, all.max, offset));
+      }
+      // Equal maxima count as they are, so that inf - inf is never formed.
+      all.sum = own.max == all.max ? own.sum : own.sum * device::exp2_flushed(own.max - all.max);
+      for (int offset = 4; offset < 4 * rows; offset *= 2) {
+        all.sum += __shfl_xor_sync(device::kFullMask, all.sum, offset);
       }
       if (lane / 4 % rows == 0) {
-        scores[head_tile * 8 + lane % 4 * 2 + i] = log2_of(sum);
+        scores[head_tile * 8 + lane % 4 * 2 + i] = log2_of(all);
       }
     }
   }
@@ -360,12 +363,19 @@ struct SpanSlots {
     } else {
       score_keys<Tr, false>(queries, lane, tile, TableRotation<Tr>{}, products);
     }
-    LogSum sums[2][Tr::kHeadTiles][2];
-    clear_sums<Tr>(sums);
-    add_means<Tr>(products, tile.present, lane, sums);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      store_log_sums<Tr>(lane, 1 << log2_per_node, scores + candidates[i] * Tr::kHeads, sums[i]);
+    for (int row = 0; row < 2; ++row) {
+      const bool exists = (tile.present >> (lane / 4 + 8 * row) & 1) != 0;
+      LogSum sums[Tr::kHeadTiles][2];
+#pragma unroll
+      for (int head_tile = 0; head_tile < Tr::kHeadTiles; ++head_tile) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          sums[head_tile][i] =
+              exists ? LogSum{products[head_tile][2 * row + i], 1.0f} : LogSum{kNoScore, 0.0f};
+        }
+      }
+      store_log_sums<Tr>(lane, 1 << log2_per_node, scores + candidates[row] * Tr::kHeads, sums);
     }
   }
 };
