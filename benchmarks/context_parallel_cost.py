@@ -104,12 +104,14 @@ def cost(costs: Costs, ranks: int, tokens: int, link: float = LINK) -> Row:
     pooled = gathered * (1 + 1 / (RATE - 1))
     # Each of them is read and written: the text put in order, the pooled rows, and the packed copy.
     tree = (2 * gathered + pooled + 2 * pooled) / costs.copy
-    # fp32 sums are cleared, pushed down and copied out; those of the tokens are put in order, added and rounded.
+    # fp32 sums are cleared, pushed down and rounded by one GPU; several copy those of the tokens out, put them in order
+    # and add them.
     wide = 2 * gathered
+    alone = (2 * pooled * 2 + wide + gathered) / costs.copy
     sums = (2 * pooled * 2 + 2 * wide + 2 * wide + wide) / costs.copy
     one_forward, one_backward = (costs.forward(tokens) * share for share in (1, costs.backward))
     exchange, returned = (size * (ranks - 1) / ranks / link * 1e6 for size in (gathered, wide))
-    work = (one_forward - tree) / ranks + tree, (one_backward - tree - sums) / ranks + tree + sums
+    work = (one_forward - tree) / ranks + tree, (one_backward - tree - alone) / ranks + tree + sums
     forward = overlapped(steps, work[0], exchange, 0)
     backward = overlapped(steps, work[1], exchange, returned)
     total = forward + backward

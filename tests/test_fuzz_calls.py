@@ -166,7 +166,9 @@ def storage_bytes(x: Tensor) -> Tensor:
 
 def to_meta(x: Any) -> Any:
     if isinstance(x, list):
-        return [to_meta(y) for y in x]
+        # Among ints torch takes a tensor of one element for its number, which a tensor on meta does not have.
+        numbers = any(isinstance(y, int) for y in x)
+        return [y.item() if numbers and isinstance(y, Tensor) else to_meta(y) for y in x]
     if isinstance(x, Tensor):
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     return torch.device("meta") if isinstance(x, torch.device) else x

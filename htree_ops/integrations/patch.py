@@ -35,7 +35,7 @@ IDENTITY_WIDTH = 128
 def _trained_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of rows by the op that rotates as well, here by no angle: its backward reads x and dy once."""
     width = IDENTITY_WIDTH if weight.shape[0] % IDENTITY_WIDTH == 0 else weight.shape[0]
-    rows = x.reshape(1, -1, weight.shape[0])
+    rows = x if x.dim() == 3 else x.reshape(1, -1, weight.shape[0])
     shape = (rows.shape[1], width // 2)
     cos, sin = x.new_ones(1, shape[1]).expand(shape), x.new_zeros(1, shape[1]).expand(shape)
     return torch.ops.htree.rmsnorm_rope(rows, weight, cos, sin, eps, weight.shape[0] // width).view(x.shape)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import htree_ops  # noqa: F401  (registers the ops)
+from htree_ops import TreeKVCache
 from htree_ops.testing import (
     causal_softmax_cases,
     compressed_kv_cases,
@@ -34,10 +34,12 @@ from htree_ops.testing import (
     hadamard_cases,
     rmsnorm_rope_cases,
     tree_attention_cases,
+    tree_cache_cases,
 )
 from htree_ops.testing.cases import Case, normal
 from htree_ops.testing.tree_attention_calls import calls
 from htree_ops.testing.tree_attention_cases import TreeAttentionCase
+from htree_ops.testing.tree_cache_cases import TreeCacheCase
 
 __all__ = ["ROOMS", "compare", "digest", "digests", "main"]
 
@@ -241,10 +243,96 @@ def tree_attention(device: str) -> Iterator[Call]:
             yield f"model-{case.id}-{stored}", partial(whole, case, stored)
 
 
+def _prompt(name: str, dtype: torch.dtype, **others: Any) -> TreeCacheCase:
+    sizes: dict[str, Any] = {"lengths": (900, 900), "queries": (600, 600), "heads": 4, "kv_heads": 1}
+    widths: dict[str, Any] = {
+        "key_dim": 64,
+        "value_dim": 64,
+        "page_size": 64,
+        "max_top_nodes": 64,
+        "top_k": 8,
+    }
+    return TreeCacheCase(name=f"prompt {name}", dtype=dtype, **(sizes | widths | others))
+
+
+#: Long enough that on CUDA the kernels of tree attention take them from a :class:`TreeKVCache`.
+PROMPTS = [
+    _prompt(name, dtype, **others)
+    for dtype in (torch.float32, torch.bfloat16)
+    for name, others in (
+        ("plain", {}),
+        ("stride", {"selection_stride": 4}),
+        ("span", {"selection_span": 4}),
+    )
+]
+
+
+def tree_cache(device: str) -> Iterator[Call]:
+    lists = tree_cache_cases
+
+    def append(case: TreeCacheCase) -> Any:
+        return lists.filled_pools(case, *case.tokens(device))
+
+    def attend(case: TreeCacheCase) -> Any:
+        out, lse, kept, leaders = op.tree_cache_attention(*case.make_inputs(device), **case.options())
+        unknown = (leaders < 0)[:, :, None, None, None]
+        return [out, lse, kept.masked_fill(unknown, -1), leaders]
+
+    def prompt(case: TreeCacheCase) -> Any:
+        batch, length, last = len(case.lengths), case.lengths[0], case.queries[0]
+        sizes = (batch, case.kv_heads, case.key_dim, length)
+        options = case.options() | {"value_dim": case.value_dim, "dtype": case.dtype, "device": device}
+        cache = TreeKVCache(*sizes, **options)
+        q, k, v = (x.unflatten(0, (batch, length)) for x in case.texts(device))
+        found = []
+        for begin, end in ((0, length - last), (length - last, length - 1), (length - 1, length)):
+            cache.append(k[:, begin:end], v[:, begin:end])
+            found.append(cache.attend(q[:, begin:end], return_lse=True))
+        return found
+
+    def steps(stride: int) -> Any:
+        state = lists.state_of(device, ring=4 if stride > 1 else 0)
+        *before, plan = state
+        found = []
+        for step, request in (
+            ("append", [3, 9]),
+            ("append", [6, 2]),
+            ("truncate", [4, -1]),
+            ("append", [8, 8]),
+        ):
+            asked = torch.tensor(request, dtype=torch.int32, device=device)
+            op.tree_cache_pages_(
+                *before, plan, asked, step, capacity=30, page_size=8, selection_stride=stride
+            )
+            found.append([x.clone() for x in state])
+        return found
+
+    dtypes = (torch.float64,) if device == "cpu" else ()
+    listed = [*lists.CASES, *(lists.DECODE_CASES if device == "cuda" else lists.DECODE_CASES[:4])]
+    others = [replace(case, dtype=dtype) for dtype in dtypes for case in lists.CASES if case.name != "model"]
+    for case in (*listed, *others):
+        name = f"{case.id}-decode" if case in lists.DECODE_CASES else case.id
+        yield f"append-{name}", partial(append, case)
+        yield f"attend-{name}", partial(attend, case)
+    for case in PROMPTS:
+        yield case.id, partial(prompt, case)
+    for stride in (1, 4):
+        yield f"pages-stride {stride}", partial(steps, stride)
+
+
 #: Room to the calls that it is judged by.
 ROOMS: dict[str, Callable[[str], Iterator[Call]]] = {
     room.__name__: room
-    for room in (causal_softmax, compressed_kv, fp8, gated_mlp, hadamard, rmsnorm_rope, tree_attention)
+    for room in (
+        causal_softmax,
+        compressed_kv,
+        fp8,
+        gated_mlp,
+        hadamard,
+        rmsnorm_rope,
+        tree_attention,
+        tree_cache,
+    )
 }
 
 

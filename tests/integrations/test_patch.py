@@ -139,12 +139,12 @@ def test_where_the_tree_rotates_nothing_else_does() -> None:
     assert torch.equal(got, wanted)
 
 
-@pytest.mark.parametrize("width", [6, 256, 4096])
+@pytest.mark.parametrize("shape", [(2, 3, 6), (3, 256), (1, 2, 3, 24), (2, 3, 4096)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_norm_of_training_is_the_norm(dtype: torch.dtype, width: int, device: str) -> None:
+def test_the_norm_of_training_is_the_norm(dtype: torch.dtype, shape: tuple[int, ...], device: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    x, dy = (torch.randn(2, 3, width, generator=generator).to(device, dtype) for _ in range(2))
-    weight = (1 + 0.1 * torch.randn(width, generator=generator)).to(device, dtype)
+    x, dy = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2))
+    weight = (1 + 0.1 * torch.randn(shape[-1], generator=generator)).to(device, dtype)
 
     def results(function: Any, *inputs: torch.Tensor) -> list[torch.Tensor]:
         inputs = tuple(x.detach().requires_grad_() for x in inputs)

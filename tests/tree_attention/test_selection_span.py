@@ -395,7 +395,7 @@ OPCHECK = [
 def test_opcheck(name, device):
     case = spanned(name)
     found = [x for x in calls(case, device) if "selection_span" in x.kwargs or x.op == "span_means"]
-    assert len(found) == (8 if len(case.sizes) > 1 else 6)
+    assert len(found) == (9 if len(case.sizes) > 1 else 7)
     for call in found:
         torch.library.opcheck(call.overload, call.args, call.kwargs)
         if call.differentiable:

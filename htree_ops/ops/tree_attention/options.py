@@ -68,10 +68,8 @@ class TreeOptions:
 
     def __post_init__(self) -> None:
         given = frequencies("tree_attention", self.inv_freq)
-        if given == ():  # the op would count the pairs of keys that stand for any
-            raise ValueError(
-                "tree_attention: inv_freq must have a number for each pair of channels, got none"
-            )
+        if given == ():  # the op would name the width of the keys that stand for any
+            raise ValueError("tree_attention: inv_freq must have K/2 numbers, got 0")
         object.__setattr__(self, "inv_freq", given)
         width = 2 * max(1, len(given or ()))
         # In a call without tokens the op checks the options alone.
