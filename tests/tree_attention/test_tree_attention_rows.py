@@ -36,6 +36,14 @@ CASES: dict[str, tuple[tuple[int, ...], torch.dtype, tuple[int, ...], tuple[Any,
         (0, 304, 608),
         (16, 32, 4, None, None, "exp_joint", 4),
     ),
+    "dense": ((1, 400, 3, 1, 64, 64), torch.bfloat16, (0, 128, 400), (16, 512, 32)),
+    "dense_below_a_top": ((1, 1200, 8, 1, 128, 128), torch.bfloat16, (0, 128, 512, 1200), (16, 512, 32)),
+    "dense_stride": (
+        (1, 800, 4, 2, 64, 64),
+        torch.float16,
+        (0, 256, 800),
+        (16, 512, 32, None, 10000.0, "lse_causal", 16),
+    ),
 }
 
 
@@ -56,7 +64,7 @@ def qkv(sizes: tuple[int, ...], dtype: torch.dtype, device: str) -> list[Tensor]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_rows_are_those_of_the_whole(name: str, device: str) -> None:
+def test_rows_are_those_of_the_whole(name: str, device: str, nan_memory: None) -> None:
     sizes, dtype, cuts, options = CASES[name]
     q, k, v, dout = qkv(sizes, dtype, device)
     stride = options[6] if len(options) > 6 else 1

@@ -173,10 +173,11 @@ class BackwardRun {
  private:
   bool keys_wanted() const { return buffers_.key_sums || buffers_.value_sums; }
 
-  // The dense rows of the first piece write the sums of the tokens up to the last of them. Where that is not all, the sums
-  // begin as zeros, and everything after these rows adds.
+  // The dense rows of the first piece write the sums of the tokens up to the last of them. Where that is not all, because
+  // other rows follow or the text goes on, the sums begin as zeros, and everything after these rows adds.
   bool sums_are_zeroed() const {
-    return config_.dense_rows > 0 && keys_wanted() && (walks(p_, config_) || p_.num_pieces() > 1);
+    return config_.dense_rows > 0 && keys_wanted() &&
+           (walks(p_, config_) || p_.num_pieces() > 1 || dense_row_tokens(p_, config_) < p_.num_keys);
   }
 
   // The gradients of the first queries of every batch of a piece, which are rows of dense attention.

@@ -109,6 +109,7 @@ struct KeyGradientConsumer {
     device::barrier_wait(&shared.full[stage(i)], i / kKeyRowStages & 1);
   }
   __device__ __forceinline__ void release(int i) const {
+    __syncwarp();  // all lanes have read their numbers
     if (threadIdx.x % 32 == 0) {
       device::barrier_arrive(&shared.empty[stage(i)]);
     }
