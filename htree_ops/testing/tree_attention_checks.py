@@ -123,20 +123,26 @@ def assert_gradients(
         )
 
 
+#: Query elements times keys, above which the tape of a reference takes more than about a gigabyte.
+LARGE_TAPE = 1 << 26
+
+
 def reference_gradients(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, parents: Sequence[Tensor], options: dict[str, Any]
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv in float64 by autograd through the reference under the given lists.
 
-    One K/V head of one batch after the other: the tape of all would take gigabytes.
+    Large problems go one K/V head of one batch after the other: the tape of all would take gigabytes.
     """
+    if q.numel() * k.shape[1] < LARGE_TAPE:
+        return _gradients_of_a_part(q, k, v, dout, parents, options)
     gradients = tuple(torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v))
     group = q.shape[2] // max(k.shape[2], 1)
     for batch in range(k.shape[0]):
         for head in range(k.shape[2]):
             queries = (slice(batch, batch + 1), slice(None), slice(head * group, (head + 1) * group))
             keys = (slice(batch, batch + 1), slice(None), slice(head, head + 1))
-            found = _gradients_of_a_head(
+            found = _gradients_of_a_part(
                 q[queries], k[keys], v[keys], dout[queries], [x[keys] for x in parents], options
             )
             for gradient, place, part in zip(gradients, (queries, keys, keys), found, strict=True):
@@ -144,7 +150,7 @@ def reference_gradients(
     return gradients
 
 
-def _gradients_of_a_head(
+def _gradients_of_a_part(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, parents: Sequence[Tensor], options: dict[str, Any]
 ) -> tuple[Tensor, ...]:
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
