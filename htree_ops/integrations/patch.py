@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ __all__ = ["patch_model_", "unpatch_model_"]
 
 #: Width of the heads of a rotation by no angle, where it divides the width of a row.
 IDENTITY_WIDTH = 128
+#: The keyword of a layer's cache: another since transformers 5.24, where "cache" meant a paged one before.
+CACHE = "cache" if "cache" in inspect.signature(LlamaAttention.forward).parameters else "past_key_values"
 
 
 def _trained_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -139,10 +142,10 @@ class _Attention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
         """As the attention of the model."""
+        cache = kwargs.pop(CACHE, None)
         rows = hidden_states.shape[:-1]
         query, key, value = (
             projection(hidden_states).view(*rows, -1, self.head_dim)
@@ -151,8 +154,8 @@ class _Attention(nn.Module):
         assert position_embeddings is not None
         query, key = self.queries_and_keys(query, key, position_embeddings)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:  # a paged one finds and leaves what is its own among the keywords
+            key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
