@@ -48,27 +48,31 @@ def _size(spec: Any, dim: int) -> int:
 # ---- tree attention
 
 
-def _heads_divide(q: Any, k: Any, v: Any) -> bool:
+def _heads_divide(q: Any, k: Any, v: Any, dim: int) -> bool:
     """Whether ranks that shard the heads have whole groups: the same K/V heads as their query heads have.
 
     A group of query heads shares one selection, so it is never split. Allowed are meshes whose size divides the K/V
     heads, and meshes of several dimensions on which q, k and v already lie the same way, by batch and by heads alone.
+
+    Args:
+        dim: of the heads; the dimension of the batch is 0 where it is 2.
     """
-    heads = _size(k, 2)
+    heads = _size(k, dim)
     if heads % k.mesh.size() == 0:
         return True
     same = q.placements == k.placements == v.placements
-    if not same or any(p not in (Shard(0), Shard(2), _WHOLE) for p in k.placements):
+    allowed = (_WHOLE, Shard(dim), Shard(0)) if dim == 2 else (_WHOLE, Shard(dim))
+    if not same or any(p not in allowed for p in k.placements):
         return False
     ranks = 1
-    for dim, placement in enumerate(k.placements):
-        ranks *= k.mesh.size(dim) if placement == Shard(2) else 1
+    for place, placement in enumerate(k.placements):
+        ranks *= k.mesh.size(place) if placement == Shard(dim) else 1
     return ranks > 1 and heads % ranks == 0
 
 
-def _attention_ways(q: Any, k: Any, v: Any) -> list[int]:
-    """Dims of q, k and v that may be sharded together."""
-    return [0, 2] if _heads_divide(q, k, v) else [0]
+def _attention_ways(q: Any, k: Any, v: Any) -> list[Placement]:
+    """Placements that q, k and v [B, T, heads, D] may have together."""
+    return [_WHOLE, Shard(0), *([Shard(2)] if _heads_divide(q, k, v, 2) else [])]
 
 
 def _lists_of(place: Placement) -> Placement:
@@ -77,20 +81,46 @@ def _lists_of(place: Placement) -> Placement:
 
 
 def _attention(q: Any, k: Any, v: Any, *options: Any) -> list[Rule]:
-    ways = [_WHOLE, *map(Shard, _attention_ways(q, k, v))]
-    return [_rule([way], [way] * 3, 3 + len(options)) for way in ways]
+    return [_rule([way], [way] * 3, 3 + len(options)) for way in _attention_ways(q, k, v)]
 
 
 def _attention_rows(q: Any, k: Any, v: Any, *options: Any) -> list[Rule]:
-    ways = [_WHOLE, *map(Shard, _attention_ways(q, k, v))]
-    return [_rule([way] * 3 + [_lists_of(way)], [way] * 3, 3 + len(options)) for way in ways]
+    return [
+        _rule([way] * 3 + [_lists_of(way)], [way] * 3, 3 + len(options)) for way in _attention_ways(q, k, v)
+    ]
 
 
 def _attention_rows_backward(*args: Any) -> list[Rule]:
-    _, q, k, v = args[:4]
     mask = _mask(args, 16, 3)
-    ways = [_WHOLE, *map(Shard, _attention_ways(q, k, v))]
-    return [_rule(_wanted([way] * 3, mask), [way] * 7 + [_lists_of(way)], len(args)) for way in ways]
+    return [
+        _rule(_wanted([way] * 3, mask), [way] * 7 + [_lists_of(way)], len(args))
+        for way in _attention_ways(*args[1:4])
+    ]
+
+
+# ---- tree attention of packed documents, whose offsets every rank has
+
+
+def _varlen_ways(query: Any, key: Any, value: Any) -> list[Placement]:
+    """Placements that query, key and value [N, heads, D] may have together."""
+    return [_WHOLE, *([Shard(1)] if _heads_divide(query, key, value, 1) else [])]
+
+
+def _attention_varlen(outputs: int) -> Callable[..., list[Rule]]:
+    def rules(*args: Any) -> list[Rule]:
+        ways = _varlen_ways(*args[:3])
+        return [_rule([way] * outputs, [way] * 3 + [_WHOLE] * 2, len(args)) for way in ways]
+
+    return rules
+
+
+def _attention_varlen_backward(*args: Any) -> list[Rule]:
+    """Of (dout, query, key, value, both offsets, max_q, max_k, out, gmax, gsum, ...)."""
+    mask = _mask(args, 19, 3)
+    return [
+        _rule(_wanted([way] * 3, mask), [way] * 4 + [_WHOLE] * 2 + [None] * 2 + [way] * 3, len(args))
+        for way in _varlen_ways(*args[1:4])
+    ]
 
 
 # ---- norms and rotary positions
@@ -129,6 +159,18 @@ def _norm_backward(mask_place: int) -> Callable[..., list[Rule]]:
         ]
 
     return rules
+
+
+def _rope(x: Any, cos: Any, sin: Any, positions: Any, *options: Any) -> list[Rule]:
+    """Every rank has the whole table, and the positions of its rows: those of a token, or of one of a sequence."""
+    tokens = len(positions.shape) - 1
+    ways: list[tuple[Placement, Placement]] = [
+        (_WHOLE, _WHOLE),
+        (Shard(0), Shard(0) if tokens else _WHOLE),
+        (Shard(1), Shard(tokens)),
+        (Shard(2), _WHOLE),
+    ]
+    return [_rule([way], [way, _WHOLE, _WHOLE, placed], 4 + len(options)) for way, placed in ways]
 
 
 # ---- gated MLP
@@ -205,6 +247,16 @@ def _quantized(outputs: Callable[[Placement, Placement], list[Placement]]) -> Ca
     return rules
 
 
+def _fp8_dequantize(q: Any, scale: Any, *options: Any) -> list[Rule]:
+    """A scale of no dimension belongs to all codes; another one spans the dimension in which it is shorter."""
+    ways: list[tuple[Placement, Placement]] = [(_WHOLE, _WHOLE)]
+    if len(scale.shape):
+        ways += [(Shard(d), Shard(d)) for d in range(len(q.shape)) if _size(scale, d) == _size(q, d)]
+    else:
+        ways += [(Shard(d), _WHOLE) for d in range(len(q.shape))]
+    return [_rule([way], [way, placed], 2 + len(options)) for way, placed in ways]
+
+
 def _fp8_fake_quant_backward(dy: Any, x: Any, scale: Any, *options: Any) -> list[Rule]:
     ways = _scale_ways(x, scale, _option(options, 0, "tensor"), _option(options, 1, -1))
     return [_rule([way], [way, way, scale_way], 3 + len(options)) for way, scale_way in ways]
@@ -245,11 +297,16 @@ def _grouped_hadamard(x: Any, group: int, *options: Any) -> list[Rule]:
     return [_rule([way], [way], 2 + len(options)) for way in ways]
 
 
-#: The rule of each op, and how many of its arguments are tensors.
+#: The rule of each op, and the place of its first argument that is no tensor.
 RULES: dict[str, tuple[Callable[..., list[Rule]], int]] = {
     "attention": (_attention, 3),
     "attention_rows": (_attention_rows, 3),
     "attention_rows_backward": (_attention_rows_backward, 8),
+    "attention_rows_backward_sums": (_attention_rows_backward, 8),
+    "attention_varlen": (_attention_varlen(2), 5),
+    "attention_varlen_forward": (_attention_varlen(3), 5),
+    "attention_varlen_backward": (_attention_varlen_backward, 6),
+    "rope": (_rope, 4),
     "rmsnorm_rope": (_norm, 4),
     "rmsnorm_rope_backward": (_norm_backward(7), 5),
     "head_rmsnorm_rope": (_norm, 4),
@@ -260,6 +317,7 @@ RULES: dict[str, tuple[Callable[..., list[Rule]], int]] = {
     "gated_mlp_saved_backward": (_gated_mlp_backward(2), 6),
     "fp8_compute_scale": (_fp8_compute_scale, 1),
     "fp8_quantize": (_quantized(lambda way, scale: [way, scale, _WHOLE if way == _WHOLE else Partial()]), 1),
+    "fp8_dequantize": (_fp8_dequantize, 2),
     "fp8_fake_quant": (_quantized(lambda way, scale: [way]), 1),
     "fp8_fake_quant_backward": (_fp8_fake_quant_backward, 3),
     "fp8_gemm": (_fp8_gemm, 4),

@@ -12,6 +12,54 @@ from process_pool import Pool, started
 
 from htree_ops.distributed import sharding
 
+#: Why an op has no sharding rule. An op that stands neither here nor in ``sharding.RULES`` fails a test.
+WITHOUT_A_RULE: dict[str, tuple[str, ...]] = {
+    "lists of tensors have no metadata in DTensor; Autograd calls attention_rows and its backward": (
+        "attention_backward",
+        "attention_forward",
+    ),
+    "writes into an argument and returns nothing, which the interface for rules cannot say": (
+        "causal_softmax.out",
+        "causal_softmax_",
+        "hadamard_transform_",
+        "mask_topk_scores_",
+        "merge_to_global_",
+        "tree_cache_append_",
+        "tree_cache_copy_",
+        "tree_cache_pages_",
+    ),
+    "has no tensor that could be sharded": ("rope_cache", "top_parents"),
+    "a stage of tree attention; a model calls the whole": (
+        "accumulate_non_topk",
+        "bottom_accumulate",
+        "compute_and_select",
+        "compute_next_parents",
+        "compute_scores",
+        "final_normalize",
+        "recompute_selection",
+        "select_accumulate",
+        "select_topk",
+        "span_means",
+        "subtract_topk",
+        "tree_build",
+        "tree_build_backward",
+    ),
+    "measures a stage of tree attention and gives no result": (
+        "io_accumulate_non_topk",
+        "io_attention_forward",
+        "io_compute_next_parents",
+        "io_compute_scores",
+        "io_select_topk",
+    ),
+    "reads a cache, which belongs to its rank": (
+        "kv_compress",
+        "kv_decode_attention",
+        "kv_decompress",
+        "kv_prune",
+        "tree_cache_attention",
+    ),
+}
+
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Pool]:
@@ -39,7 +87,21 @@ def test_every_way_of_a_rule_gives_the_result_without_a_message(name: str, ranks
                 assert found["error"] < 2e-5, found
 
 
-@pytest.mark.parametrize("name", [name for name in sharding.RULES if name.endswith("_backward")])
+def test_every_op_has_a_rule_or_a_reason() -> None:
+    """``torch.ops.htree`` as the dispatcher knows it."""
+    registered = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("htree::")]
+    reasons = [name for names in WITHOUT_A_RULE.values() for name in names]
+    assert sorted([*sharding.RULES, *reasons]) == sorted(name.removeprefix("htree::") for name in registered)
+
+
+def test_every_op_that_models_run_has_a_rule(ranks: Pool) -> None:
+    for names in ranks.run(tp_on_ranks.ops_of_models):
+        assert names - set(sharding.RULES) == set()
+        # The others stand beside an op that a model runs, for whoever calls them by hand.
+        assert set(sharding.RULES) - names == {"fp8_gemm_exact", "gated_mlp_backward"}
+
+
+@pytest.mark.parametrize("name", [name for name in sharding.RULES if "_backward" in name])
 def test_gradients_that_are_not_wanted(name: str, ranks: Pool) -> None:
     """Each mask has a decision of its own in DTensor's memory."""
     schema = getattr(torch.ops.htree, name).default._schema
@@ -98,6 +160,22 @@ def test_attention_with_a_selection_per_query_head_trains(ranks: Pool) -> None:
 @pytest.mark.parametrize("local", [True, False])
 def test_attention_with_frequencies_of_its_own_trains(local: bool, ranks: Pool) -> None:
     for found in ranks.run(tp_on_ranks.attention, 2, local, 4, "kv_head", "cpu", (0.7, 0.0)):
+        assert_trains(found)
+
+
+@pytest.mark.parametrize("scope", ["kv_head", "q_head"])
+@pytest.mark.parametrize("local", [True, False])
+def test_attention_over_packed_documents_trains(local: bool, scope: str, ranks: Pool) -> None:
+    """Behind the last document there is padding."""
+    documents = {"cu_seqlens": torch.tensor([0, 21, 21, 37], dtype=torch.int32), "max_seqlen": 21}
+    for found in ranks.run(tp_on_ranks.attention, 4, local, 4, scope, "cpu", None, documents):
+        assert_trains(found)
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_attention_with_padding_trains(local: bool, ranks: Pool) -> None:
+    padding = {"key_padding_mask": torch.arange(40).repeat(2, 1) >= torch.tensor([[40], [31]])}
+    for found in ranks.run(tp_on_ranks.attention, 4, local, 4, "kv_head", "cpu", None, padding):
         assert_trains(found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import htree_ops
 from htree_ops.distributed import ColwiseParallel, RowwiseParallel, SequenceParallel, sharding
@@ -38,6 +40,9 @@ def example(name: str) -> tuple[Any, ...]:
     q, k, v = x(4, 40, 8, 4), x(4, 40, 4, 4, seed=1), x(4, 40, 4, 6, seed=2)
     tree = (4, 8, 2)
     rows = (q[:, :16], k, v, [12, 4], *tree)
+    rows_and_results = (x(4, 16, 8, 6, seed=14), *rows[:3], *ops.attention_rows(*rows), *rows[3:])
+    ends = torch.tensor([0, 13, 40], dtype=torch.int32)
+    documents = (q[0], k[0], v[0], ends, ends, 27, 27)
     wide, weight = x(4, 8, 16, seed=3), x(16, seed=4)
     heads, angles = x(4, 8, 4, 6, seed=5), x(8, 6, seed=6)
     mlp = (x(4, 8, 16, seed=7), x(12, 16, seed=8), x(12, 16, seed=9))
@@ -47,12 +52,17 @@ def example(name: str) -> tuple[Any, ...]:
     table: dict[str, Callable[[], tuple[Any, ...]]] = {
         "attention": lambda: (q, k, v, *tree),
         "attention_rows": lambda: rows,
-        "attention_rows_backward": lambda: (
-            x(4, 16, 8, 6, seed=14),
-            *rows[:3],
-            *ops.attention_rows(*rows),
-            *rows[3:],
+        "attention_rows_backward": lambda: rows_and_results,
+        "attention_rows_backward_sums": lambda: rows_and_results,
+        "attention_varlen": lambda: (*documents, *tree),
+        "attention_varlen_forward": lambda: (*documents, *tree),
+        "attention_varlen_backward": lambda: (
+            x(40, 8, 6, seed=18),
+            *documents,
+            *ops.attention_varlen_forward(*documents, *tree),
+            *tree,
         ),
+        "rope": lambda: (q, *angles.view(2, 8, 3)[:, :, :2], torch.arange(160).view(4, 40) % 8),
         "rmsnorm_rope": lambda: (wide, weight, angles[:, :4], angles[:, 2:], 1e-5, 4),
         "rmsnorm_rope_backward": lambda: (wide + 1, wide, weight, angles[:, :4], angles[:, 2:], 1e-5, 4),
         "head_rmsnorm_rope": lambda: (heads, weight[:6], angles, angles + 1),
@@ -63,6 +73,7 @@ def example(name: str) -> tuple[Any, ...]:
         "gated_mlp_saved_backward": lambda: (gradient, *ops.gated_mlp_forward(*mlp)[1:], *mlp),
         "fp8_compute_scale": lambda: (wide, "channel"),
         "fp8_quantize": lambda: (wide, None, "channel"),
+        "fp8_dequantize": lambda: (codes[0], scales[0]),
         "fp8_fake_quant": lambda: (wide, torch.tensor(3.0), "tensor"),
         "fp8_fake_quant_backward": lambda: (wide + 1, wide, torch.tensor(3.0), "tensor"),
         "fp8_gemm": lambda: (*codes, *scales, torch.float32),
@@ -171,6 +182,57 @@ def two_dimensions() -> dict[str, Any]:
     }
 
 
+class Recorder(TorchDispatchMode):
+    """The ops of this package that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "htree":
+            self.names.add(func._schema.name.removeprefix("htree::"))
+        return func(*args, **(kwargs or {}))
+
+
+def ops_of_models() -> set[str]:
+    """The ops that the modules and the functions for models run, with and without gradients, on several ranks too."""
+    x = normal((2, 16, 16), torch.float32, "cpu", 0)
+    angles = normal((16, 4), torch.float32, "cpu", 1)
+    ends = torch.tensor([0, 5, 32], dtype=torch.int32)
+    padding = torch.arange(16).repeat(2, 1) >= 12
+    layer = htree_ops.HTreeAttention(16, 4, 2, **TREE)
+    shared = htree_ops.HTreeAttention(16, 4, 2, cp_group=group_of(2), **TREE)
+    linear = nn.Linear(16, 16)
+    calls: list[Callable[[Tensor], Tensor]] = [
+        layer,
+        functools.partial(layer, key_padding_mask=padding),
+        lambda x: layer(x.flatten(0, 1), cu_seqlens=ends),
+        shared,
+        htree_ops.FusedGatedMLP(16, 32),
+        lambda x: htree_ops.FusedRMSNormRoPE(16, 8)(x, angles, angles),
+        lambda x: htree_ops.head_rmsnorm_rope(x.unflatten(-1, (2, 8)), x.new_ones(8), angles, angles),
+        lambda x: torch.ops.htree.rope(x.unflatten(-1, (2, 8)), angles, angles, torch.arange(16)),
+        htree_ops.HadamardTransform(),
+        lambda x: htree_ops.HadamardTransform(2)(x.unflatten(-1, (2, 8)).transpose(1, 2)),
+        htree_ops.causal_softmax,
+        htree_ops.fp8_fake_quant,
+        lambda x: htree_ops.fp8_dequantize(*htree_ops.fp8_quantize(x.detach())[:2], torch.float32),
+        lambda x: htree_ops.FP8Linear.from_linear(linear)(x.detach()),
+        lambda x: htree_ops.FP8Linear.from_linear(linear, 10.0)(x.detach()),
+    ]
+    with Recorder() as recorder:
+        for call in calls:
+            with torch.no_grad():
+                call(x)
+            out = call(x.clone().requires_grad_())
+            if out.requires_grad:
+                out.sum().backward()
+    return recorder.names
+
+
 # ---- modules
 
 
@@ -179,15 +241,24 @@ def whole(x: Tensor) -> Tensor:
 
 
 def train(
-    one: nn.Module, many: nn.Module, inputs: tuple[Tensor, ...], given: tuple[Any, ...]
+    one: nn.Module,
+    many: nn.Module,
+    inputs: tuple[Tensor, ...],
+    given: tuple[Any, ...],
+    call_one: Callable[..., Tensor] | None = None,
+    call_many: Callable[..., Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Three steps of gradient descent of a model and of its parallel twin."""
+    """Three steps of gradient descent of a model and of its parallel twin, each called as it is or as is said."""
     losses: list[list[float]] = [[], []]
-    for model, args, record in ((one, inputs, losses[0]), (many, given, losses[1])):
+    runs = (
+        (one, call_one or one, inputs, losses[0]),
+        (many, call_many or many, given, losses[1]),
+    )
+    for model, call, args, record in runs:
         optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(3):
             optimiser.zero_grad()
-            loss = model(*args).square().mean()
+            loss = call(*args).square().mean()
             loss = whole(loss)
             loss.backward()
             optimiser.step()
@@ -204,8 +275,9 @@ def attention(
     scope: str = "kv_head",
     device: str = "cpu",
     inv_freq: tuple[float, ...] | None = None,
+    keywords: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """HTreeAttention with its projections sharded by heads."""
+    """HTreeAttention with its projections sharded by heads; ``keywords`` are those of its forward."""
     mesh = mesh_of(size, device)
     torch.manual_seed(3)
     options = {"scope": scope, "inv_freq": inv_freq, **TREE}
@@ -219,8 +291,10 @@ def attention(
             for name in ("k_proj", "v_proj")
         }
     many = parallelize_module(copy.deepcopy(one), mesh, {**plan, "o_proj": RowwiseParallel()})
-    x = normal((2, 40, 24), torch.float32, device, 0)
-    return train(one, many, (x,), (x,))
+    packed = bool(keywords and "cu_seqlens" in keywords)
+    x = normal((1 if packed else 2, 40, 24), torch.float32, device, 0)
+    calls = [functools.partial(model, **(keywords or {})) for model in (one, many)]
+    return train(one, many, (x,), (x,), *calls)
 
 
 def decode(size: int, scope: str) -> dict[str, Any]:

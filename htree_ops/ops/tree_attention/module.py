@@ -55,6 +55,16 @@ def _option(name: str) -> property:
     return property(read, write, doc=f"``{name}`` of :attr:`options`.")
 
 
+def _beside(x: Tensor, like: Tensor) -> Tensor:
+    """A tensor that every rank has whole: as a DTensor where ``like`` is one, for an op takes no mixture of the two."""
+    mesh = getattr(like, "device_mesh", None)
+    if mesh is None or hasattr(x, "device_mesh"):
+        return x
+    from torch.distributed.tensor import DTensor, Replicate  # whoever has a DTensor has imported it
+
+    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
 @named_as(
     "HTreeAttention", cu_seq_q="cu_seqlens", cu_seq_k="cu_seqlens", max_q="max_seqlen", max_k="max_seqlen"
 )
@@ -323,8 +333,9 @@ class HTreeAttention(nn.Module):
         if self.options.scope == "q_head":
             k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], dim=1) for y in (k, v))
         longest = x.shape[0] if max_seqlen is None else max_seqlen
-        out = _attend_packed(q, k, v, cu_seqlens, longest, self.options)
-        return self.o_proj(out.flatten(1)).masked_fill(behind, 0)
+        out = _attend_packed(q, k, v, _beside(cu_seqlens, q), longest, self.options)
+        y = self.o_proj(out.flatten(1))
+        return y.masked_fill(_beside(behind, y), 0)
 
     def _padding_of(self, x: Tensor, mask: Tensor) -> Padding:
         """Checks a key_padding_mask."""
