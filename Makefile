@@ -22,7 +22,7 @@ endif
 
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml htree_ops/version.py
 
-.PHONY: help demo test test-gpu bench bits sanitize lint format wheel cuda-build clean preflight
+.PHONY: help demo test test-gpu test-two-gpus bench bits sanitize lint format wheel cuda-build clean preflight
 .DEFAULT_GOAL := help
 
 # Shows which file a build compiles and keeps what it prints: $(WATCH) LOG COMMAND...
@@ -39,6 +39,9 @@ test: $(VENV)/.built ## every test that this machine can run, in WORKERS=2 proce
 
 test-gpu: $(READY) ## the tests on the GPU, no skips allowed: OUT=folder for logs, JOBS=processes, PY=interpreter
 	JOBS="$(JOBS)" tests/gpu.sh test "$(OUT)" "$(LIMIT)" "$(PY)" $(ARGS)
+
+test-two-gpus: $(READY) ## what needs two GPUs: tests on NCCL, efficiency of context parallelism, training runs
+	tests/two_gpus.sh "$(OUT)" "$(LIMIT)" "$(PY)"
 
 sanitize: $(READY) ## compute-sanitizer memcheck and racecheck over small calls of every kernel
 	tests/gpu.sh sanitize "$(OUT)" "$(LIMIT)" "$(PY)" $(ARGS)

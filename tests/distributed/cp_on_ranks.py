@@ -72,10 +72,10 @@ def compare(
 
 
 def sums_of_ranks(
-    size: int, balance: str, sizes: Sizes, dtype: torch.dtype, options: dict[str, Any]
+    size: int, balance: str, sizes: Sizes, dtype: torch.dtype, options: dict[str, Any], device: str = "cpu"
 ) -> dict[str, bool]:
     """Whether dk and dv are the unrounded gradients of every rank's rows, added in the order of ranks, rounded once."""
-    q, k, v, dout = inputs(sizes, dtype)
+    q, k, v, dout = inputs(sizes, dtype, device)
     rate, most, top_k = (options[name] for name in ("compression_rate", "max_top_nodes", "top_k"))
     totals: list[Tensor] = []
     for rank in range(size):
@@ -89,25 +89,27 @@ def sums_of_ranks(
         )
         assert all(x.dtype == torch.promote_types(dtype, torch.float32) for x in sums)
         totals = [a + b for a, b in zip(totals, sums, strict=True)] if totals else sums
-    found = many_processes(size, balance, sizes, dtype, options)[3:]
+    found = many_processes(size, balance, sizes, dtype, options, device)[3:]
     return {
         name: torch.equal(ours, total.to(dtype))
         for name, ours, total in zip(("dk", "dv"), found, totals, strict=True)
     }
 
 
-def round_trip(size: int, balance: str, shape: tuple[int, ...], dim: int) -> dict[str, Any]:
+def round_trip(
+    size: int, balance: str, shape: tuple[int, ...], dim: int, device: str = "cpu"
+) -> dict[str, Any]:
     """shard, unshard, and the gradient of a loss that every rank computes from the whole."""
     group = group_of(size)
-    x = normal(shape, torch.float64, "cpu", 0)
+    x = normal(shape, torch.float64, device, 0)
     part = shard_sequence(x, group, dim, balance=balance).requires_grad_()
     whole = unshard_sequence(part, group, dim, balance=balance)
-    weight = normal(shape, torch.float64, "cpu", 1) * (dist.get_rank(group) + 1)
+    weight = normal(shape, torch.float64, device, 1) * (dist.get_rank(group) + 1)
     (gradient,) = torch.autograd.grad((whole * weight).sum(), part)
-    total = normal(shape, torch.float64, "cpu", 1) * sum(range(1, size + 1))
+    total = normal(shape, torch.float64, device, 1) * sum(range(1, size + 1))
     wanted = shard_sequence(total, group, dim, balance=balance)
     return {
-        "part": part.detach(),
+        "part": part.detach().cpu(),
         "whole": torch.equal(whole, x),
         "gradient": float((gradient - wanted).abs().max()),
     }
@@ -121,14 +123,14 @@ def share(size: int, balance: str, tokens: int) -> list[int]:
 OPTIONS: dict[str, Any] = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2}
 
 
-def layer(size: int, balance: str) -> dict[str, Any]:
+def layer(size: int, balance: str, device: str = "cpu") -> dict[str, Any]:
     """HTreeAttention on a slice of the text, with gradients that the ranks add, and its twin on the whole text."""
     group = group_of(size)
     torch.manual_seed(1)
-    one = htree_ops.HTreeAttention(24, 4, 2, 6, **OPTIONS)
-    many = htree_ops.HTreeAttention(24, 4, 2, 6, cp_group=group, cp_balance=balance, **OPTIONS)
+    one = htree_ops.HTreeAttention(24, 4, 2, 6, device=device, **OPTIONS)
+    many = htree_ops.HTreeAttention(24, 4, 2, 6, cp_group=group, cp_balance=balance, device=device, **OPTIONS)
     many.load_state_dict(one.state_dict())
-    x = normal((2, 128, 24), torch.float32, "cpu", 5)
+    x = normal((2, 128, 24), torch.float32, device, 5)
     expected = one(x)
     expected.square().sum().backward()
     out = many(shard_sequence(x, group, balance=balance))
@@ -141,7 +143,7 @@ def layer(size: int, balance: str) -> dict[str, Any]:
     return {"out": float(difference.abs().max()), "gradients": max(errors)}
 
 
-def compiled(size: int, balance: str) -> dict[str, Any]:
+def compiled(size: int, balance: str, device: str = "cpu") -> dict[str, Any]:
     """Forward and backward under torch.compile, by the first group of this size alone: compiling takes seconds."""
     group = group_of(size)
     if dist.get_rank() >= size:
@@ -161,9 +163,9 @@ def compiled(size: int, balance: str) -> dict[str, Any]:
 
     def results(call: Any) -> list[Tensor]:
         x = shard_sequence(
-            normal((2, 128, 10), torch.float32, "cpu", 0), group, balance=balance
+            normal((2, 128, 10), torch.float32, device, 0), group, balance=balance
         ).requires_grad_()
-        w = normal((10, 48), torch.float32, "cpu", 1, 0.5).requires_grad_()
+        w = normal((10, 48), torch.float32, device, 1, 0.5).requires_grad_()
         out = call(x, w)
         return [out.detach(), *torch.autograd.grad(out.square().sum(), (x, w))]
 
@@ -173,21 +175,21 @@ def compiled(size: int, balance: str) -> dict[str, Any]:
     return {"errors": [float((a - b).abs().max()) for a, b in pairs]}
 
 
-def autocast(size: int) -> dict[str, Any]:
+def autocast(size: int, device: str = "cpu") -> dict[str, Any]:
     """The dtype of a call under autocast, and whether it equals one that was cast by hand."""
     group = group_of(size)
-    q, k, v, _ = (shard_sequence(x, group) for x in inputs((1, 64, 2, 1, 4, 4), torch.float32))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    q, k, v, _ = (shard_sequence(x, group) for x in inputs((1, 64, 2, 1, 4, 4), torch.float32, device))
+    with torch.autocast(device, dtype=torch.bfloat16):
         out = tree_attention_cp(q, k, v, group, **OPTIONS)
     by_hand = tree_attention_cp(*(x.bfloat16() for x in (q, k, v)), group, **OPTIONS)
     return {"dtype": str(out.dtype), "equal": torch.equal(out, by_hand)}
 
 
-def fault(what: str) -> None:
+def fault(what: str, size: int = 4, device: str = "cpu") -> None:
     """A call that must raise on every rank, without a rank that waits for another."""
-    group = group_of(4)
+    group = group_of(size)
     rank = dist.get_rank(group)
-    q, k, v, _ = inputs((1, 32, 2, 1, 4, 4), torch.float32)
+    q, k, v, _ = inputs((1, 32, 2, 1, 4, 4), torch.float32, device)
     options: dict[str, Any] = dict(OPTIONS)
     call = {"balance": "head_tail"}
     if what == "other length" and rank == 2:

@@ -146,6 +146,50 @@ def test_equals_one_gpu(gpus: Pool) -> None:
                 assert max(found["error"].values()) < (0.25 if dtype == torch.bfloat16 else 1e-3), found
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("balance", BALANCES)
+def test_gradients_are_added_before_they_are_rounded_on_gpus(balance: str, gpus: Pool) -> None:
+    sizes, options = CASES["three_layers"]
+    for dtype in (torch.bfloat16, torch.float32):
+        call = (len(gpus.processes), balance, sizes, dtype, options, "cuda")
+        for found in gpus.run(cp_on_ranks.sums_of_ranks, *call):
+            assert found == {"dk": True, "dv": True}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("balance", BALANCES)
+def test_slices_layers_and_compiled_code_on_gpus(balance: str, gpus: Pool) -> None:
+    """NCCL has other streams than the work: a result that is read too early is wrong here."""
+    size = len(gpus.processes)
+    for found in gpus.run(cp_on_ranks.round_trip, size, balance, (2, 4096, 3), 1, "cuda"):
+        assert found["whole"]
+        assert found["gradient"] < 1e-12
+    for found in gpus.run(cp_on_ranks.layer, size, balance, "cuda"):  # cuBLAS may take other kernels for a part
+        assert found["out"] < 1e-4, found
+        assert found["gradients"] < 1e-3, found
+    for found in gpus.run(cp_on_ranks.compiled, size, balance, "cuda"):
+        assert max(found["errors"]) < 1e-4, found
+    expected = {"dtype": "torch.bfloat16", "equal": True}
+    assert gpus.run(cp_on_ranks.autocast, size, "cuda") == [expected] * size
+
+
+@pytest.mark.gpu
+def test_a_fault_raises_on_every_gpu(gpus: Pool) -> None:
+    """The ranks compare their calls through NCCL here, for the group has no backend for the CPU."""
+    size = len(gpus.processes)
+    faults = {"unknown balance": "balance must be one of"}
+    if size > 1:
+        faults |= {
+            "uneven": "the next length that works is",
+            "other batch": "the batch of q must be the same on every rank",
+            "other call": "another rank of the group makes another call",
+            "bad rank": "rank 1 of the group has refused its arguments|size 3 of k must be K of q",
+        }
+    for what, message in faults.items():
+        for _, found in gpus.refusals(cp_on_ranks.fault, what, size, "cuda"):
+            assert re.search(message, found), found
+
+
 # ---- the slices
 
 
