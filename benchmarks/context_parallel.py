@@ -183,7 +183,7 @@ def bars_met(rows: Sequence[Row], bars: dict[int, float]) -> bool:
     """Prints what each length has reached beside its bar; whether all of them have."""
     met = True
     for tokens, bar in bars.items():
-        best = max((row for row in rows if row.T == tokens), key=lambda row: row.efficiency)
+        best = max((row for row in rows if tokens == row.T), key=lambda row: row.efficiency)
         reached = best.efficiency >= bar
         met = met and reached
         print(

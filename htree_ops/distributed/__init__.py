@@ -10,6 +10,7 @@ if not dist.is_available():
 
 from htree_ops.distributed import sharding
 from htree_ops.distributed.context_parallel import tree_attention_cp
+from htree_ops.distributed.documents import tree_attention_varlen_cp
 from htree_ops.distributed.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from htree_ops.distributed.sequence import shard_sequence, unshard_sequence
 
@@ -21,5 +22,6 @@ __all__ = [
     "SequenceParallel",
     "shard_sequence",
     "tree_attention_cp",
+    "tree_attention_varlen_cp",
     "unshard_sequence",
 ]

@@ -22,7 +22,7 @@ from htree_ops.distributed.collectives import (
     parts_of,
     waited,
 )
-from htree_ops.ops.arguments import check_tensors, named_as
+from htree_ops.ops.arguments import autocast_dtype, check_tensors, named_as
 from htree_ops.ops.tree_attention.attention import (
     Frequencies,
     check_balance,
@@ -194,12 +194,30 @@ def _check(
     )
 
 
+def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What autocast makes of the arguments of an attention: its dtype, but float64 stays."""
+    if not all(isinstance(x, Tensor) for x in (q, k, v)):
+        return q, k, v  # refused later, when every rank can be told
+    dtype = autocast_dtype(q.device)
+    if dtype is None:
+        return q, k, v
+    q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    return q, k, v
+
+
+def wanted_gradients(**tensors: Tensor) -> dict[str, int]:
+    """As facts for :func:`agree`."""
+    return {
+        f"whether {name} needs a gradient": int(torch.is_grad_enabled() and x.requires_grad)
+        for name, x in tensors.items()
+    }
+
+
 def _facts(q: Tensor, k: Tensor, v: Tensor, chosen: tuple[Any, ...]) -> dict[str, int]:
     """What the ranks must have in common."""
     facts = dict(zip(("the batch of q", "T/n", "H", "K"), q.shape, strict=True))
     facts |= {"H_kv": k.shape[2], "V": v.shape[3]}
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        facts[f"whether {name} needs a gradient"] = int(torch.is_grad_enabled() and tensor.requires_grad)
+    facts |= wanted_gradients(q=q, k=k, v=v)
     facts["the checksum of dtype and options"] = zlib.crc32(repr((q.dtype, *chosen)).encode())
     return facts
 
@@ -276,11 +294,7 @@ def tree_attention_cp(
     if size == 1:
         check_balance(name, balance)
         return tree_attention(q, k, v, return_lse=return_lse, **settings)
-    if all(isinstance(x, Tensor) for x in (q, k, v)):
-        kind = q.device.type
-        if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    q, k, v = under_autocast(q, k, v)
     if torch.compiler.is_compiling():
         settings["inv_freq"] = frequencies(name, inv_freq)
         _check(q, k, v, size, balance, **settings, gather_steps=gather_steps)

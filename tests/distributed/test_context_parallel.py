@@ -164,7 +164,9 @@ def test_slices_layers_and_compiled_code_on_gpus(balance: str, gpus: Pool) -> No
     for found in gpus.run(cp_on_ranks.round_trip, size, balance, (2, 4096, 3), 1, "cuda"):
         assert found["whole"]
         assert found["gradient"] < 1e-12
-    for found in gpus.run(cp_on_ranks.layer, size, balance, "cuda"):  # cuBLAS may take other kernels for a part
+    for found in gpus.run(
+        cp_on_ranks.layer, size, balance, "cuda"
+    ):  # cuBLAS may take other kernels for a part
         assert found["out"] < 1e-4, found
         assert found["gradients"] < 1e-3, found
     for found in gpus.run(cp_on_ranks.compiled, size, balance, "cuda"):

@@ -92,8 +92,8 @@ class HTreeAttention(nn.Module):
         num_kv_heads: H_kv, key and value heads, a divisor of H; None is H.
         head_dim: K = V, even; None is embed_dim / num_heads.
         bias: whether the projections have one.
-        cp_group: ranks that share the tokens, for :func:`htree_ops.distributed.tree_attention_cp`; None is this process
-            alone.
+        cp_group: ranks that share the tokens, for :func:`htree_ops.distributed.tree_attention_cp` and its twin for
+            packed documents; None is this process alone.
         cp_balance: how they share them, "head_tail" or "contiguous".
         device, dtype: of the parameters.
         The other keywords: as in :func:`tree_attention`.
@@ -327,6 +327,8 @@ class HTreeAttention(nn.Module):
                 actual=tuple(cu_seqlens.shape),
                 tensor_name="cu_seqlens",
             )
+        if self.cp_group is not None:
+            return self._attend_shared_documents(x, cu_seqlens)
         check_devices("HTreeAttention", {"x": x, "cu_seqlens": cu_seqlens})
         behind = (torch.arange(x.shape[0], device=x.device) >= cu_seqlens[-1])[:, None]
         q, k, v = self._project(x.masked_fill(behind, 0))
@@ -336,6 +338,25 @@ class HTreeAttention(nn.Module):
         out = _attend_packed(q, k, v, _beside(cu_seqlens, q), longest, self.options)
         y = self.o_proj(out.flatten(1))
         return y.masked_fill(_beside(behind, y), 0)
+
+    def _attend_shared_documents(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """The layer on this rank's tokens [N/n, E] of packed documents; the offsets may lie on the CPU."""
+        from htree_ops.distributed.documents import positions_of, tree_attention_varlen_cp
+
+        places = positions_of(x.shape[0], self.cp_group, self.cp_balance, x.device)
+        behind = (places >= cu_seqlens[-1])[:, None]
+        options = self.options
+        out = tree_attention_varlen_cp(
+            *self._project(x.masked_fill(behind, 0)),
+            cu_seqlens,
+            self.cp_group,
+            balance=self.cp_balance,
+            scope=options.scope,
+            store_parents=options.store_parents,
+            **options.of_ops(),
+        )
+        assert isinstance(out, Tensor)  # a pair only with return_lse
+        return self.o_proj(out.flatten(1)).masked_fill(behind, 0)
 
     def _padding_of(self, x: Tensor, mask: Tensor) -> Padding:
         """Checks a key_padding_mask."""
@@ -409,14 +430,15 @@ class HTreeAttention(nn.Module):
         Nothing of padding reaches a real row or a gradient, whatever stands there.
 
         Args:
-            x: [B, T, E]; with ``cp_group`` this rank's tokens, as :func:`htree_ops.distributed.shard_sequence` gives
-                them; with ``cu_seqlens`` [1, N, E] or [N, E].
+            x: [B, T, E], with ``cu_seqlens`` [1, N, E] or [N, E]; with ``cp_group`` this rank's tokens, as
+                :func:`htree_ops.distributed.shard_sequence` gives them.
             attn_mask: must be None; it exists so that it can be refused by name.
             key_padding_mask: bool [B, T], True at padding as in ``torch.nn.MultiheadAttention``. Padding stands at one
                 or both ends of a sequence, whose first real row is its token 0. The host reads nothing.
             cache: x holds the new tokens of its sequences.
             cu_seqlens: int32 [documents + 1], ascending from 0: document i is the rows cu_seqlens[i] ...
-                cu_seqlens[i + 1] - 1, as in :func:`htree_ops.tree_attention_varlen`, which says when it reads them.
+                cu_seqlens[i + 1] - 1, as in :func:`htree_ops.tree_attention_varlen`, which says when it reads them;
+                with ``cp_group`` of the whole text, as in :func:`htree_ops.distributed.tree_attention_varlen_cp`.
             max_seqlen: no document is longer; None is N.
 
         Returns:
@@ -428,7 +450,7 @@ class HTreeAttention(nn.Module):
             ShapeMismatchError: another shape of x or of the mask.
             UnsupportedDtypeError: x has another dtype than the parameters of an ``nn.Linear``, outside autocast; a
                 layer that has replaced ``q_proj`` checks x itself. A mask that is not bool.
-            NotImplementedError: attn_mask is given, or a cache, a mask or documents beside ``cp_group``.
+            NotImplementedError: attn_mask is given, or a cache or a mask beside ``cp_group``.
             TypeError, ValueError: a cache of another class, of other options or sizes, or without room; more than one
                 of key_padding_mask, cache and cu_seqlens; key_padding_mask with importance="lse"; on the CPU padding
                 between tokens, or documents that do not fit.
@@ -443,7 +465,7 @@ class HTreeAttention(nn.Module):
         names = [name for name, value in given.items() if value is not None]
         if len(names) > 1:
             raise ValueError(f"HTreeAttention: {names[1]} must be None where {names[0]} is given")
-        if names and self.cp_group is not None:
+        if names and self.cp_group is not None and cu_seqlens is None:
             what = "a cache" if cache is not None else names[0]
             raise NotImplementedError(
                 f"HTreeAttention: {what} is not supported beside cp_group: make the layer without a group"

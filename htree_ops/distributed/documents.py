@@ -1,0 +1,498 @@
+"""Tree attention over packed documents whose tokens lie on several ranks (docs/distributed.md)."""
+
+from __future__ import annotations
+
+import zlib
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import GroupName
+
+from htree_ops.distributed.collectives import (
+    added,
+    agree,
+    all_gather,
+    cut,
+    exchange,
+    group_of,
+    join,
+    parts_of,
+    waited,
+)
+from htree_ops.distributed.context_parallel import under_autocast, wanted_gradients
+from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError, refuse
+from htree_ops.ops.arguments import check_kind, check_tensors, named_as
+from htree_ops.ops.tree_attention.attention import (
+    Frequencies,
+    check_balance,
+    check_scope,
+    frequencies,
+    top_nodes,
+)
+
+__all__ = ["tree_attention_varlen_cp"]
+
+
+# ---- which documents a rank works on. A document inside one part needs nothing of another rank.
+
+
+class Whole(NamedTuple):
+    """Neighbouring documents that lie in one part of a rank."""
+
+    row: int  # of the rank, where the first one begins
+    offsets: tuple[int, ...]  # of the documents, from there
+
+
+class Piece(NamedTuple):
+    """What a rank has of a document that lies in several parts: ``length`` rows in one place or in several."""
+
+    rows: tuple[int, ...]  # of the rank, where each place begins
+    starts: tuple[int, ...]  # tokens of the document before each place
+    length: int
+    begin: int  # the document in the text
+    end: int
+
+
+class Share(NamedTuple):
+    """The work of a rank."""
+
+    whole: tuple[Whole, ...]
+    pieces: tuple[Piece, ...]
+    crosses: bool  # whether any rank has a piece
+
+
+def _crossing(offsets: Sequence[int], length: int) -> list[int]:
+    """The documents that lie in several parts of ``length`` tokens."""
+    borders = range(length, offsets[-1], length) if length else ()
+    found = dict.fromkeys(bisect_right(offsets, border) - 1 for border in borders)
+    return [i for i in found if (offsets[i] // length) != (offsets[i + 1] - 1) // length]
+
+
+def share_of(offsets: Sequence[int], length: int, parts: Sequence[int], stride: int) -> Share:
+    """The work of the rank that has these ``parts`` of ``length`` tokens, one behind the other."""
+    whole: list[Whole] = []
+    pieces: dict[tuple[int, int, int], Piece] = {}
+    for place, part in enumerate(parts):
+        low, high = part * length, (part + 1) * length
+        inside: list[int] = []
+        for i in range(max(0, bisect_right(offsets, low) - 1), len(offsets) - 1):
+            begin, end = offsets[i], offsets[i + 1]
+            if begin >= high:
+                break
+            if begin == end or end <= low:
+                continue
+            if low <= begin and end <= high:
+                inside += [end] if inside else [begin, end]
+                continue
+            first, last = max(begin, low), min(end, high)
+            row = first - low + place * length
+            # The tree is built once for places of one length, which the two parts inside a long document have.
+            key = (begin, end, last - first if (last - first) % stride == 0 else -place)
+            before = pieces.get(key, Piece((), (), last - first, begin, end))
+            pieces[key] = before._replace(rows=(*before.rows, row), starts=(*before.starts, first - begin))
+        if inside:
+            row = inside[0] - low + place * length
+            whole.append(Whole(row, tuple(offset - inside[0] for offset in inside)))
+    return Share(tuple(whole), tuple(pieces.values()), bool(_crossing(offsets, length)))
+
+
+# ---- the attention
+
+
+class _Attention(torch.autograd.Function):
+    """Attention of this rank's rows, each over its own document. Keys and values are gathered in both directions."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        group_name: GroupName,
+        size: int,
+        balance: str,
+        groups: int,
+        share: Share,
+        store_parents: bool,
+        later: tuple[int | None, tuple[float, ...] | None],
+        *options: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.group_name, ctx.size, ctx.balance, ctx.groups = group_name, size, balance, groups
+        ctx.share, ctx.later, ctx.options = share, later, options
+        under_way = _gather(k, v, ctx)
+        state = torch.promote_types(q.dtype, torch.float32)
+        out = q.new_zeros((*q.shape[:2], v.shape[2]))
+        gmax = q.new_full(q.shape[:2], float("-inf"), dtype=state)
+        gsum = q.new_zeros(q.shape[:2], dtype=state)
+        for row, offsets in share.whole:  # while the keys of the others are on their way
+            rows = slice(row, row + offsets[-1])
+            results = torch.ops.htree.attention_varlen_forward(
+                *_documents(q, k, v, rows, offsets, ctx), *options, "auto", *later
+            )
+            for x, result in zip((out, gmax, gsum), results, strict=True):
+                x[rows] = result
+        lists = []
+        keys, values = _text(under_way, ctx)
+        for piece in share.pieces:
+            *results, stored = torch.ops.htree.attention_rows(
+                _rows(q, piece),
+                _keys(keys, piece, ctx),
+                _keys(values, piece, ctx),
+                list(piece.starts),
+                *options,
+                store_parents,
+                *later,
+            )
+            for x, result in zip((out, gmax, gsum), results, strict=True):
+                _put(x, piece, result)
+            lists.append(stored)
+        ctx.save_for_backward(q, k, v, out, gmax, gsum, *lists)
+        ctx.mark_non_differentiable(gmax, gsum)
+        return out, gmax, gsum
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        nothing = [None] * (7 + len(ctx.options))
+        if dout is None:
+            return None, None, None, *nothing
+        q, k, v, out, gmax, gsum, *lists = ctx.saved_tensors
+        mask = list(ctx.needs_input_grad[:3])
+        under_way = _gather(k, v, ctx)
+        dq = torch.zeros_like(q) if mask[0] else None
+        inside: list[tuple[slice, list[Any]]] = []  # of documents that lie in one part: whole on this rank
+        for row, offsets in ctx.share.whole:
+            rows = slice(row, row + offsets[-1])
+            of_rows, *of_keys = torch.ops.htree.attention_varlen_backward(
+                dout[rows],
+                *_documents(q, k, v, rows, offsets, ctx),
+                *(x[rows] for x in (out, gmax, gsum)),
+                *ctx.options,
+                "auto",
+                mask,
+                *ctx.later,
+            )
+            if dq is not None:
+                dq[rows] = of_rows
+            inside.append((rows, [x if x is None else _of_groups(x, ctx) for x in of_keys]))
+        keys, values = _text(under_way, ctx)
+        sums: list[Tensor | None] = [
+            x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32)) if wanted else None
+            for x, wanted in zip((keys, values), mask[1:], strict=True)
+        ]
+        for piece, stored in zip(ctx.share.pieces, lists, strict=True):
+            of_rows, *of_keys = torch.ops.htree.attention_rows_backward_sums(
+                _rows(dout, piece),
+                _rows(q, piece),
+                _keys(keys, piece, ctx),
+                _keys(values, piece, ctx),
+                *(_rows(x, piece) for x in (out, gmax, gsum)),
+                stored,
+                list(piece.starts),
+                *ctx.options,
+                mask,
+                *ctx.later,
+            )
+            if dq is not None:
+                _put(dq, piece, of_rows)
+            for total, x in zip(sums, of_keys, strict=True):
+                if total is not None and x is not None:
+                    total[piece.begin : piece.end] += _of_groups(x[0], ctx)
+        sent = [_send(x, ctx) for x in sums]
+        gradients: list[Tensor | None] = []
+        for place, (received, x) in enumerate(zip(sent, (k, v), strict=True)):
+            if received is None:
+                gradients.append(None)
+                continue
+            gradient = added(received, 0).to(x.dtype) if ctx.share.crosses else torch.zeros_like(x)
+            for rows, found in inside:
+                gradient[rows] = found[place]
+            gradients.append(gradient)
+        return dq, *gradients, *nothing
+
+
+def _gather(k: Tensor, v: Tensor, ctx: Any) -> list[Tensor]:
+    """The keys and values of all ranks [n, N/n, heads, D], under way; none where no document crosses a border."""
+    return [all_gather(x, ctx.group_name) for x in (k, v)] if ctx.share.crosses else []
+
+
+def _text(under_way: list[Tensor], ctx: Any) -> tuple[Tensor, Tensor]:
+    """Keys and values in the order of the text [N, heads, D], when they are there; empty where none were sent."""
+    if not under_way:
+        return torch.empty(0), torch.empty(0)
+    keys, values = (join(waited(x), 0, ctx.balance) for x in under_way)
+    return keys, values
+
+
+def _repeated(x: Tensor, ctx: Any) -> Tensor:
+    """Keys or values [..., heads, D] for the heads of q, where each of them has a selection of its own."""
+    return x if ctx.groups == 1 else x.repeat_interleave(ctx.groups, -2)
+
+
+def _of_groups(gradient: Tensor, ctx: Any) -> Tensor:
+    """The gradient of what :func:`_repeated` was given."""
+    return gradient if ctx.groups == 1 else gradient.unflatten(-2, (-1, ctx.groups)).sum(-2)
+
+
+def _documents(
+    q: Tensor, k: Tensor, v: Tensor, rows: slice, offsets: tuple[int, ...], ctx: Any
+) -> tuple[Any, ...]:
+    """The first arguments of the ops for packed documents."""
+    # A copy that blocks would wait for the work before it.
+    ends = torch.tensor(offsets, dtype=torch.int32).to(q.device, non_blocking=True)
+    longest = max(end - begin for begin, end in pairwise(offsets))
+    return q[rows], _repeated(k[rows], ctx), _repeated(v[rows], ctx), ends, ends, longest, longest
+
+
+def _rows(x: Tensor, piece: Piece) -> Tensor:
+    """The rows of a piece as a batch of one."""
+    return torch.cat([x[row : row + piece.length] for row in piece.rows])[None]
+
+
+def _put(x: Tensor, piece: Piece, rows: Tensor) -> None:
+    """Writes what :func:`_rows` reads."""
+    for row, part in zip(piece.rows, rows[0].chunk(len(piece.rows)), strict=True):
+        x[row : row + piece.length] = part
+
+
+def _keys(text: Tensor, piece: Piece, ctx: Any) -> Tensor:
+    """The keys or values of a piece's document as a batch of one."""
+    return _repeated(text[piece.begin : piece.end], ctx)[None]
+
+
+def _send(sums: Tensor | None, ctx: Any) -> Tensor | None:
+    """Sends every rank what this rank's pieces give for the rank's keys or values, as it was summed."""
+    if sums is None or not ctx.share.crosses:
+        return sums
+    return exchange(cut(sums, ctx.size, 0, ctx.balance), ctx.group_name)
+
+
+# ---- the function
+
+
+def positions_of(
+    tokens: int, group: dist.ProcessGroup | DeviceMesh | None, balance: str, device: torch.device
+) -> Tensor:
+    """Where the ``tokens`` of this rank stand in the text, [tokens]; without a complaint, for a call will have one."""
+    members = group_of("tree_attention_varlen_cp", group)
+    parts = parts_of(members.rank(), members.size(), balance)
+    length = -(-tokens // len(parts))
+    places = [torch.arange(part * length, part * length + length, device=device) for part in parts]
+    return torch.cat(places)[:tokens]
+
+
+def _offsets(function: str, cu_seqlens: object) -> tuple[int, ...]:
+    """``cu_seqlens`` as ints.
+
+    Raises:
+        TypeError, UnsupportedDtypeError, ShapeMismatchError: neither ints nor an int32 tensor [documents + 1].
+        ValueError: they do not ascend from 0.
+    """
+    if isinstance(cu_seqlens, Tensor):
+        if cu_seqlens.dtype != torch.int32:
+            refuse(
+                UnsupportedDtypeError,
+                f"{function}: cu_seqlens must have dtype torch.int32, got {cu_seqlens.dtype}",
+                dtype=cu_seqlens.dtype,
+                supported_dtypes=(torch.int32,),
+                tensor_name="cu_seqlens",
+            )
+        if cu_seqlens.dim() != 1:
+            refuse(
+                ShapeMismatchError,
+                f"{function}: cu_seqlens must be [documents + 1], got {tuple(cu_seqlens.shape)}",
+                expected=("documents + 1",),
+                actual=tuple(cu_seqlens.shape),
+                tensor_name="cu_seqlens",
+            )
+        offsets = tuple(cu_seqlens.tolist())
+    elif isinstance(cu_seqlens, Sequence) and not isinstance(cu_seqlens, (str, bytes)):
+        for place, x in enumerate(cu_seqlens):
+            check_kind(function, f"cu_seqlens[{place}]", x, "int")
+        offsets = tuple(cu_seqlens)
+    else:
+        came = type(cu_seqlens).__name__
+        raise TypeError(f"{function}: cu_seqlens must be ints or an int32 tensor [documents + 1], got {came}")
+    if not offsets:
+        raise ValueError(f"{function}: cu_seqlens must have at least one element, got none")
+    if offsets[0] != 0 or any(a > b for a, b in pairwise(offsets)):
+        raise ValueError(f"{function}: cu_seqlens must ascend from 0, got {list(offsets[:8])} at its begin")
+    return offsets
+
+
+@named_as("tree_attention_varlen_cp")
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: tuple[int, ...],
+    size: int,
+    balance: str,
+    compression_rate: int,
+    max_top_nodes: int | None,
+    top_k: int,
+    selection_stride: int,
+    scale: float | None,
+    rope_base: float | None,
+    importance: str,
+    scope: str,
+    store_parents: bool,
+    selection_span: int | None,
+    inv_freq: tuple[float, ...] | None,
+) -> None:
+    """Raises what this rank alone can see, before it waits for another."""
+    name = "tree_attention_varlen_cp"
+    check_scope(name, scope)
+    check_balance(name, balance)
+    check_tensors(name, query=(query, "N/n H K"), key=(key, "N/n H_kv K"), value=(value, "N/n H_kv V"))
+    parts = len(parts_of(0, size, balance))
+    tokens = query.shape[0] * size
+    if query.shape[0] % parts:
+        raise ValueError(
+            f"{name}: the tokens of all ranks must be a multiple of 2 * n = {2 * size}, got {size} * "
+            f"{query.shape[0]} = {tokens}; the next length that works is {tokens + size}"
+        )
+    if offsets[-1] > tokens:
+        raise ValueError(
+            f"{name}: cu_seqlens must end at or before the {tokens} tokens of all ranks, got {offsets[-1]}"
+        )
+    if selection_stride < 1:
+        raise ValueError(f"{name}: selection_stride must be at least 1, got {selection_stride}")
+    M = top_nodes(max_top_nodes, top_k, compression_rate)
+    options = (compression_rate, M, top_k, scale, rope_base, importance, selection_stride)
+    meta = [x.new_empty(x.shape, device="meta") for x in (query, key, value)]
+    ends = torch.empty(len(offsets), dtype=torch.int32, device="meta")
+    torch.ops.htree.attention_varlen(
+        *meta, ends, ends, tokens, tokens, *options, "auto", selection_span, inv_freq
+    )
+    length = query.shape[0] // parts
+    for i in _crossing(offsets, length):
+        begin, border = offsets[i], offsets[i] // length * length + length
+        is_long = offsets[i + 1] > border + length
+        if (border - begin) % selection_stride or (is_long and length % selection_stride):
+            raise ValueError(
+                f"{name}: a document that lies in several parts of the text must begin a multiple of "
+                f"selection_stride = {selection_stride} before each border, got document {i} at {begin} and parts of "
+                f"{length} tokens"
+            )
+
+
+def _facts(
+    query: Tensor, key: Tensor, value: Tensor, offsets: tuple[int, ...], chosen: Any
+) -> dict[str, int]:
+    """What the ranks must have in common."""
+    facts = dict(zip(("N/n", "H", "K"), query.shape, strict=True))
+    facts |= {"H_kv": key.shape[1], "V": value.shape[2]}
+    facts |= wanted_gradients(query=query, key=key, value=value)
+    facts["the checksum of cu_seqlens"] = zlib.crc32(repr(offsets).encode())
+    facts["the checksum of dtype and options"] = zlib.crc32(repr((query.dtype, *chosen)).encode())
+    return facts
+
+
+@torch.compiler.disable(reason="the work of tree_attention_varlen_cp differs between the ranks")
+def tree_attention_varlen_cp(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor | Sequence[int],
+    group: dist.ProcessGroup | DeviceMesh | None,
+    *,
+    balance: str = "head_tail",
+    compression_rate: int = 16,
+    max_top_nodes: int | None = None,
+    top_k: int = 512,
+    selection_stride: int = 1,
+    scale: float | None = None,
+    rope_base: float | None = 10000.0,
+    importance: str = "lse_causal",
+    scope: str = "kv_head",
+    return_lse: bool = False,
+    store_parents: bool = True,
+    selection_span: int | None = None,
+    inv_freq: Frequencies | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`htree_ops.tree_attention_varlen` over packed documents whose tokens are split among the ranks of a group.
+
+    Each rank has the tokens that :func:`shard_sequence` gives it along dim 0, and gets their rows. A document that lies
+    in one part of a rank is worked on there alone. Where one lies in several parts, keys and values are gathered, and
+    each rank builds the trees of the documents of which it has a piece. Their gradients are added over the ranks as in
+    :func:`tree_attention_cp`. All ranks of the group must call.
+    Source: docs/semantics/tree_attention.md §1.16; docs/distributed.md has memory, costs and limits.
+
+    Args:
+        query: [N/n, H, K], not rotated; key [N/n, H_kv, K]; value [N/n, H_kv, V]: the rank's share of N tokens.
+        cu_seqlens: [documents + 1] ascending from 0, of the whole text and the same on every rank: document i is its
+            tokens cu_seqlens[i] ... cu_seqlens[i + 1] - 1. Ints, or an int32 tensor, whose numbers are read: where it
+            lies on a GPU the call waits for that.
+        group: the ranks that share the text; None is the default group, a mesh must have one dimension. A group of one
+            gives what :func:`htree_ops.tree_attention_varlen` does.
+        balance: "head_tail" or "contiguous", as in :func:`shard_sequence`. 2 * n (contiguous: n) divides N.
+        selection_stride: a document that lies in several parts begins a multiple of it before their border.
+        scope, store_parents: as in :func:`htree_ops.tree_attention`; lists are stored for documents that lie in several
+            parts.
+        The others: as in :func:`htree_ops.tree_attention_varlen`.
+
+    Returns:
+        out [N/n, H, V], differentiable in query, key and value; with ``return_lse`` also lse [N/n, H] in fp32 (fp64 for
+        fp64), without a gradient. Rows at or behind cu_seqlens[-1] are 0, with lse -inf, and have no gradient. On the
+        CPU the rows are those of :func:`htree_ops.tree_attention_varlen`, bit for bit.
+
+    Raises:
+        ShapeMismatchError, UnsupportedDtypeError, DeviceError, ValueError, TypeError: as
+            :func:`htree_ops.tree_attention_varlen`; offsets that do not ascend from 0 or leave the text; a document
+            that does not fit the stride; sizes, documents, dtypes, options or wanted gradients that differ between the
+            ranks, on every rank.
+        RuntimeError: another rank has refused its arguments.
+
+    torch.compile runs the call as it is, between two graphs. Ranks work on different documents, so their graphs would
+    differ, and with them the collectives that a partitioner keeps or repeats.
+    """
+    name = "tree_attention_varlen_cp"
+    members = group_of(name, group)
+    rank, size = members.rank(), members.size()
+    settings: dict[str, Any] = {
+        "compression_rate": compression_rate,
+        "max_top_nodes": max_top_nodes,
+        "top_k": top_k,
+        "selection_stride": selection_stride,
+        "scale": scale,
+        "rope_base": rope_base,
+        "importance": importance,
+        "scope": scope,
+        "store_parents": store_parents,
+        "selection_span": selection_span,
+        "inv_freq": inv_freq,
+    }
+    query, key, value = under_autocast(query, key, value)
+    if size == 1:
+        check_balance(name, balance)
+        balance = "contiguous"  # one part, in which every document lies
+    offsets: tuple[int, ...] = ()
+    facts: dict[str, int] = {}
+    refusal: Exception | None = None
+    try:
+        offsets = _offsets(name, cu_seqlens)
+        settings["inv_freq"] = frequencies(name, inv_freq)
+        _check(query, key, value, offsets, size, balance, **settings)
+        facts = _facts(query, key, value, offsets, (balance, *settings.values()))
+    except (TypeError, ValueError, RuntimeError) as error:
+        refusal = error
+    if size > 1:
+        agree(name, members, facts, refusal)
+    elif refusal is not None:
+        raise refusal
+    parts = parts_of(rank, size, balance)
+    share = share_of(offsets, query.shape[0] // len(parts), parts, selection_stride)
+    groups = query.shape[1] // key.shape[1] if scope == "q_head" else 1
+    M = top_nodes(max_top_nodes, top_k, compression_rate)
+    options = (compression_rate, M, top_k, scale, rope_base, importance, selection_stride)
+    later = (selection_span, settings["inv_freq"])
+    plan = (members.group_name, size, balance, groups, share, store_parents, later)
+    out, gmax, gsum = _Attention.apply(query, key, value, *plan, *options)
+    return (out, gmax + gsum.log()) if return_lse else out

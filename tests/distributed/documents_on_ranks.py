@@ -1,0 +1,160 @@
+"""What the tests of packed documents on several ranks run on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from process_pool import group_of
+from torch import Tensor
+
+import htree_ops
+from htree_ops.distributed import shard_sequence, tree_attention_varlen_cp, unshard_sequence
+from htree_ops.testing.cases import normal
+
+Sizes = tuple[int, int, int, int, int]  # N, H, H_kv, K, V
+
+
+def inputs(sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
+    """query, key, value and an upstream gradient of all tokens."""
+    N, H, H_kv, K, V = sizes
+    shapes = ((N, H, K), (N, H_kv, K), (N, H_kv, V), (N, H, V))
+    return [normal(shape, dtype, device, seed) for seed, shape in enumerate(shapes)]
+
+
+def one_process(
+    sizes: Sizes, offsets: list[int], dtype: torch.dtype, options: dict[str, Any], device: str = "cpu"
+) -> list[Tensor]:
+    """out, lse and the gradients of query, key and value by one process."""
+    *qkv, dout = inputs(sizes, dtype, device)
+    q, k, v = (x.requires_grad_() for x in qkv)
+    ends = torch.tensor(offsets, dtype=torch.int32, device=device)
+    given = {name: value for name, value in options.items() if name not in ("scope", "store_parents")}
+    wide = (k, v)
+    if options.get("scope") == "q_head":
+        wide = tuple(x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    out, lse = htree_ops.tree_attention_varlen(
+        q, *wide, ends, ends, sizes[0], sizes[0], return_lse=True, **given
+    )
+    return [x.detach() for x in (out, lse, *torch.autograd.grad(out, (q, k, v), dout))]
+
+
+def many_processes(
+    size: int,
+    balance: str,
+    sizes: Sizes,
+    offsets: list[int],
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    device: str = "cpu",
+) -> list[Tensor]:
+    """The same with the tokens on ``size`` ranks, put together again."""
+    group = group_of(size)
+    *qkv, dout = (shard_sequence(x, group, 0, balance=balance) for x in inputs(sizes, dtype, device))
+    q, k, v = (x.requires_grad_() for x in qkv)
+    out, lse = tree_attention_varlen_cp(q, k, v, offsets, group, balance=balance, return_lse=True, **options)
+    found = (out, lse, *torch.autograd.grad(out, (q, k, v), dout))
+    return [unshard_sequence(x.detach(), group, 0, balance=balance) for x in found]
+
+
+def compare(
+    size: int,
+    balance: str,
+    sizes: Sizes,
+    offsets: list[int],
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """Which results equal those of one process bit for bit, the errors of the gradients, and whether a call repeats."""
+    one = one_process(sizes, offsets, dtype, options, device)
+    many = many_processes(size, balance, sizes, offsets, dtype, options, device)
+    again = many_processes(size, balance, sizes, offsets, dtype, options, device)
+    names = ("out", "lse", "dq", "dk", "dv")
+    rows = slice(0, offsets[-1])
+    errors = [
+        float((a - b)[rows].abs().max()) if offsets[-1] else 0.0 for a, b in zip(many, one, strict=True)
+    ]
+    return {
+        "equal": {name: torch.equal(a, b) for name, a, b in zip(names, many, one, strict=True)},
+        "error": dict(zip(names, errors, strict=True)),
+        "repeats": all(torch.equal(a, b) for a, b in zip(many, again, strict=True)),
+    }
+
+
+def layer(size: int, balance: str, scope: str, device: str = "cpu") -> dict[str, Any]:
+    """HTreeAttention on a share of packed documents with padding that is no number, and its twin on all of them."""
+    group = group_of(size)
+    torch.manual_seed(1)
+    options: dict[str, Any] = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2, "scope": scope}
+    one = htree_ops.HTreeAttention(24, 4, 2, 6, device=device, **options)
+    many = htree_ops.HTreeAttention(24, 4, 2, 6, cp_group=group, cp_balance=balance, device=device, **options)
+    many.load_state_dict(one.state_dict())
+    ends = torch.tensor([0, 5, 64, 64, 119], dtype=torch.int32, device=device)
+    x = normal((128, 24), torch.float32, device, 5)
+    x[119:] = torch.nan
+    expected = one(x, cu_seqlens=ends)
+    expected.square().sum().backward()
+    out = many(shard_sequence(x, group, 0, balance=balance)[None], cu_seqlens=ends)[0]
+    out.square().sum().backward()
+    errors = []
+    for ours, theirs in zip(many.parameters(), one.parameters(), strict=True):
+        dist.all_reduce(ours.grad, group=group)
+        errors.append(float((ours.grad - theirs.grad).abs().max() / theirs.grad.abs().max()))
+    difference = unshard_sequence(out, group, 0, balance=balance) - expected
+    return {"out": float(difference.abs().max()), "gradients": max(errors)}
+
+
+def compiled(size: int) -> float:
+    """The largest difference that torch.compile makes, by the first group of this size alone: it takes seconds."""
+    group = group_of(size)
+    if dist.get_rank() >= size:
+        return 0.0
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        options = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2}
+        return tree_attention_varlen_cp(q.sin(), k, v, (0, 9, 64), group, **options).cos()
+
+    parts = [
+        shard_sequence(x, group, 0).requires_grad_() for x in inputs((64, 4, 2, 6, 6), torch.float32)[:3]
+    ]
+
+    def results(call: Any) -> list[Tensor]:
+        out = call(*parts)
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), parts)]
+
+    torch._dynamo.reset()
+    fast = torch.compile(model, backend="aot_eager")
+    return max(float((a - b).abs().max()) for a, b in zip(results(model), results(fast), strict=True))
+
+
+def fault(what: str) -> None:
+    """A call that must raise on every rank."""
+    group = group_of(4)
+    rank = dist.get_rank(group)
+    q, k, v, _ = inputs((32, 2, 1, 4, 4), torch.float32)
+    offsets: Any = [0, 10, 128]
+    options: dict[str, Any] = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2}
+    if what == "other documents" and rank == 1:
+        offsets = [0, 11, 128]
+    elif what == "descending" and rank == 2:
+        offsets = [0, 12, 11]
+    elif what == "too long":
+        offsets = [0, 129]
+    elif what == "stride":
+        options["selection_stride"] = 4
+    elif what == "odd":
+        q, k, v = (x[:31] for x in (q, k, v))
+        offsets = [0, 124]
+    elif what == "wide offsets":
+        offsets = torch.tensor(offsets)
+    elif what == "word":
+        offsets = "offsets"
+    elif what == "no offsets":
+        offsets = []
+    elif what == "bad option":
+        options["compression_rate"] = 1
+    elif what == "other keys" and rank == 3:
+        k = k[:30]
+    tree_attention_varlen_cp(q, k, v, offsets, group, **options)
