@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName
+from torch.distributed.tensor import DTensor
 
 from htree_ops.errors import ShapeMismatchError
 
@@ -17,6 +18,7 @@ __all__ = [
     "added",
     "agree",
     "all_gather",
+    "check_local",
     "cut",
     "exchange",
     "group_of",
@@ -47,6 +49,16 @@ def group_of(function: str, group: dist.ProcessGroup | DeviceMesh | None) -> dis
         came = "a group without it" if outside else type(group).__name__
         raise TypeError(f"{function}: group must be a ProcessGroup that holds this process, got {came}")
     return group
+
+
+def check_local(function: str, **tensors: object) -> None:
+    """Raises TypeError for a DTensor: these functions exchange what a rank holds, as it is."""
+    for name, x in tensors.items():
+        if isinstance(x, DTensor):
+            raise TypeError(
+                f"{function}: {name} must be what this rank holds, got a DTensor: take its to_local(), or leave "
+                "use_local_output=True in the plan of parallelize_module"
+            )
 
 
 # ---- who has which tokens. Of n ranks each has one part of the text ("contiguous"), or the parts i and 2n - 1 - i of

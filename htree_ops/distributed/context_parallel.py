@@ -15,6 +15,7 @@ from htree_ops.distributed.collectives import (
     added,
     agree,
     all_gather,
+    check_local,
     cut,
     exchange,
     group_of,
@@ -173,6 +174,7 @@ def _check(
     name = "tree_attention_cp"
     check_scope(name, scope)
     check_balance(name, balance)
+    check_local(name, q=q, k=k, v=v)
     check_tensors(name, q=(q, "B T H K"), k=(k, "B T H_kv K"), v=(v, "B T H_kv V"))
     tokens = q.shape[1] * size
     step = len(parts_of(0, size, balance)) * size * compression_rate

@@ -18,6 +18,7 @@ from htree_ops.distributed.collectives import (
     added,
     agree,
     all_gather,
+    check_local,
     cut,
     exchange,
     group_of,
@@ -350,6 +351,7 @@ def _check(
     name = "tree_attention_varlen_cp"
     check_scope(name, scope)
     check_balance(name, balance)
+    check_local(name, query=query, key=key, value=value)
     check_tensors(name, query=(query, "N/n H K"), key=(key, "N/n H_kv K"), value=(value, "N/n H_kv V"))
     parts = len(parts_of(0, size, balance))
     tokens = query.shape[0] * size

@@ -91,12 +91,18 @@ class ColwiseParallel(styles.ColwiseParallel):
 
     Raises:
         NotImplementedError: another module than these, ``nn.Linear`` and ``nn.Embedding``.
+        ValueError: an :class:`FP8Linear` with fewer columns than ranks.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if isinstance(module, FusedGatedMLP):
             dims: dict[str, int | None] = {"gate_weight": 0, "up_weight": 0}
         elif isinstance(module, FP8Linear):
+            columns, ranks = module.weight.shape[0], device_mesh.size()
+            if columns < ranks:
+                raise ValueError(
+                    f"ColwiseParallel: FP8Linear must have a column for each of {ranks} ranks, got {columns}"
+                )
             dims = {"weight": 0, "weight_scale": 0, "bias": 0, "activation_scale": None}
         else:
             return super()._apply(module, device_mesh)
@@ -115,11 +121,18 @@ class RowwiseParallel(styles.RowwiseParallel):
     Raises:
         NotImplementedError: another module than these, ``nn.Linear`` and ``nn.Embedding``; :class:`FusedGatedMLP` is
             not linear in the columns of x.
+        ValueError: in_features of an :class:`FP8Linear` is no multiple of 16 for each rank.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, FP8Linear):
             return super()._apply(module, device_mesh)
+        step, features = 16 * device_mesh.size(), module.weight.shape[1]
+        if features % step:  # the weight would move at every call, and not every backend sends FP8
+            raise ValueError(
+                f"RowwiseParallel: in_features of FP8Linear must be a multiple of 16 for each rank = {step}, got "
+                f"{features}"
+            )
         dims = {"weight": 1, "weight_scale": None, "bias": None, "activation_scale": None}
         _shard(module, device_mesh, self.src_data_rank, dims)
         return _distributed(

@@ -15,6 +15,7 @@ from htree_ops.distributed.collectives import (
     added,
     agree,
     all_gather,
+    check_local,
     cut,
     exchange,
     group_of,
@@ -29,6 +30,7 @@ __all__ = ["shard_sequence", "unshard_sequence"]
 
 
 def _checked_dim(function: str, x: Tensor, dim: int) -> int:
+    check_local(function, x=x)
     check_tensor(function, "x", x)
     check_kind(function, "dim", dim, "int")
     if not -x.dim() <= dim < x.dim():
@@ -113,7 +115,7 @@ def unshard_sequence(
     """The whole text on every rank, from the tokens of each; undoes :func:`shard_sequence`.
 
     Args:
-        x: [..., T / n, ...], of the same shape and dtype on every rank.
+        x: [..., T / n, ...], of the same shape and dtype on every rank; any dtype.
         group, dim, balance: as in :func:`shard_sequence`.
 
     Returns:
@@ -145,4 +147,7 @@ def unshard_sequence(
         except (TypeError, ValueError) as error:
             refusal = error
         agree(name, members, facts, refusal)
+    if x.is_floating_point() and x.element_size() == 1:  # no backend sends FP8: its bytes go as what they are
+        codes: Tensor = _Unshard.apply(x.view(torch.uint8), members.group_name, size, dim, balance)
+        return codes.view(x.dtype)
     return _Unshard.apply(x, members.group_name, size, dim, balance)

@@ -115,6 +115,13 @@ def round_trip(
     }
 
 
+def any_dtype(size: int, dtype: torch.dtype) -> bool:
+    """Whether numbers that are no fp32 come back."""
+    x = torch.arange(48).view(3, 16).remainder(5).to(torch.float32).to(dtype)
+    back = unshard_sequence(shard_sequence(x, group_of(size)), group_of(size))
+    return back.dtype == dtype and torch.equal(back.to(torch.complex64), x.to(torch.complex64))
+
+
 def share(size: int, balance: str, tokens: int) -> list[int]:
     """The tokens of this rank."""
     return shard_sequence(torch.arange(tokens), group_of(size), 0, balance=balance).tolist()

@@ -204,6 +204,12 @@ def test_shards_come_back(balance: str, ranks: Pool) -> None:
         assert results[0]["part"].shape[dim] * size == shape[dim]
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bool, torch.int64, torch.complex64], ids=str)
+def test_shards_of_any_dtype_come_back(dtype: torch.dtype, ranks: Pool) -> None:
+    for size in (2, 4):
+        assert ranks.run(cp_on_ranks.any_dtype, size, dtype) == [True] * 4
+
+
 def test_who_has_which_tokens(ranks: Pool) -> None:
     assert ranks.run(cp_on_ranks.share, 4, "contiguous", 8) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert ranks.run(cp_on_ranks.share, 4, "head_tail", 8) == [[0, 7], [1, 6], [2, 5], [3, 4]]

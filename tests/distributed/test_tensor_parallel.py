@@ -152,6 +152,12 @@ def test_attention_trains_with_fewer_key_heads_than_ranks(ranks: Pool) -> None:
         assert_trains(found)
 
 
+def test_attention_trains_with_heads_that_the_ranks_do_not_divide(ranks: Pool) -> None:
+    """Nine query heads on four ranks: they are whole on every rank too."""
+    for found in ranks.run(tp_on_ranks.attention, 4, False, 3, "kv_head", "cpu", None, None, 9):
+        assert_trains(found)
+
+
 def test_attention_with_a_selection_per_query_head_trains(ranks: Pool) -> None:
     for found in ranks.run(tp_on_ranks.attention, 2, False, 4, "q_head"):
         assert_trains(found)
@@ -175,8 +181,24 @@ def test_attention_over_packed_documents_trains(local: bool, scope: str, ranks: 
 @pytest.mark.parametrize("local", [True, False])
 def test_attention_with_padding_trains(local: bool, ranks: Pool) -> None:
     padding = {"key_padding_mask": torch.arange(40).repeat(2, 1) >= torch.tensor([[40], [31]])}
-    for found in ranks.run(tp_on_ranks.attention, 4, local, 4, "kv_head", "cpu", None, padding):
-        assert_trains(found)
+    for local_result in (True, False):
+        call = (4, local, 4, "kv_head", "cpu", None, padding, 8, local_result)
+        for found in ranks.run(tp_on_ranks.attention, *call):
+            assert_trains(found)
+
+
+def test_attention_compiles(ranks: Pool) -> None:
+    for local in (True, False):
+        for found in ranks.run(tp_on_ranks.compiled, 2, local):
+            assert found["out"] < 1e-5, found
+            assert found["gradients"] < 1e-4, found
+
+
+def test_tokens_and_heads_on_a_mesh_of_two_dimensions(ranks: Pool) -> None:
+    assert max(ranks.run(tp_on_ranks.tokens_and_heads)) < 1e-5
+    for kind, message in ranks.refusals(tp_on_ranks.placed_beside_shared_tokens):
+        assert kind == "TypeError"
+        assert "tree_attention_cp: q must be what this rank holds, got a DTensor" in message
 
 
 @pytest.mark.parametrize("scope", ["kv_head", "q_head"])
@@ -191,9 +213,10 @@ def test_heads_that_do_not_belong_together_are_refused(ranks: Pool) -> None:
     for kind, message in ranks.refusals(tp_on_ranks.one_sided, 4):
         assert kind == "ValueError"
         assert "the projections must give 2 query heads per key head, got 2 and 4" in message
-    for kind, message in ranks.refusals(tp_on_ranks.split_heads, 4):
-        assert kind == "ValueError"
-        assert "k_proj must give whole heads of 4 channels, got 2" in message
+    for local, got in ((True, "2"), (False, "8 on 4 ranks")):
+        for kind, message in ranks.refusals(tp_on_ranks.split_heads, 4, local):
+            assert kind == "ValueError"
+            assert f"k_proj must give whole heads of 4 channels, got {got}: heads that" in message
 
 
 @pytest.mark.parametrize("local", [True, False])
@@ -221,6 +244,10 @@ def test_fp8_linear(row: bool, static: bool, ranks: Pool) -> None:
 def test_styles_refuse_what_they_cannot_share(ranks: Pool) -> None:
     for kind, _ in ranks.refusals(tp_on_ranks.refused_style, "rows"):
         assert kind == "NotImplementedError"
+    for _, message in ranks.refusals(tp_on_ranks.refused_style, "fp8 columns"):
+        assert "FP8Linear must have a column for each of 4 ranks, got 3" in message
+    for _, message in ranks.refusals(tp_on_ranks.refused_style, "fp8 rows"):
+        assert "in_features of FP8Linear must be a multiple of 16 for each rank = 64, got 80" in message
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from process_pool import group_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,7 +18,14 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import htree_ops
-from htree_ops.distributed import ColwiseParallel, RowwiseParallel, SequenceParallel, sharding
+from htree_ops.distributed import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    shard_sequence,
+    sharding,
+    unshard_sequence,
+)
 from htree_ops.testing.cases import normal
 
 TREE: dict[str, Any] = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2}
@@ -276,21 +284,24 @@ def attention(
     device: str = "cpu",
     inv_freq: tuple[float, ...] | None = None,
     keywords: dict[str, Any] | None = None,
+    num_heads: int = 8,
+    local_result: bool = True,
 ) -> dict[str, Any]:
     """HTreeAttention with its projections sharded by heads; ``keywords`` are those of its forward."""
     mesh = mesh_of(size, device)
     torch.manual_seed(3)
     options = {"scope": scope, "inv_freq": inv_freq, **TREE}
-    one = htree_ops.HTreeAttention(24, 8, num_kv_heads, 4, **options).to(device)
+    one = htree_ops.HTreeAttention(24, num_heads, num_kv_heads, 4, **options).to(device)
     plan: dict[str, Any] = {
         name: ColwiseParallel(use_local_output=local) for name in ("q_proj", "k_proj", "v_proj")
     }
     if num_kv_heads % size and not local:  # too few to share: every rank has them all
         plan |= {
             name: ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
-            for name in ("k_proj", "v_proj")
+            for name in ("k_proj", "v_proj", *(["q_proj"] if num_heads % size else []))
         }
-    many = parallelize_module(copy.deepcopy(one), mesh, {**plan, "o_proj": RowwiseParallel()})
+    plan["o_proj"] = RowwiseParallel(use_local_output=local_result)
+    many = parallelize_module(copy.deepcopy(one), mesh, plan)
     packed = bool(keywords and "cu_seqlens" in keywords)
     x = normal((1 if packed else 2, 40, 24), torch.float32, device, 0)
     calls = [functools.partial(model, **(keywords or {})) for model in (one, many)]
@@ -323,10 +334,10 @@ def one_sided(size: int) -> None:
     many(normal((2, 40, 24), torch.float32, "cpu", 0))
 
 
-def split_heads(size: int) -> None:
+def split_heads(size: int, local: bool) -> None:
     """Fewer key heads than ranks: a rank would have a part of a head."""
     many = htree_ops.HTreeAttention(24, 8, 2, 4, **TREE)
-    plan = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
+    plan = {name: ColwiseParallel(use_local_output=local) for name in ("q_proj", "k_proj", "v_proj")}
     parallelize_module(many, mesh_of(size), plan)
     many(normal((2, 40, 24), torch.float32, "cpu", 0))
 
@@ -382,7 +393,52 @@ def fp8(size: int, row: bool, static: bool, dtype: torch.dtype) -> dict[str, Any
 
 
 def refused_style(which: str) -> None:
-    """A gated MLP cannot be sharded by rows."""
-    module = htree_ops.FusedGatedMLP(16, 32)
-    style = RowwiseParallel() if which == "rows" else SequenceParallel()
+    """A gated MLP cannot be sharded by rows, nor FP8 codes where they would have to be moved."""
+    module: nn.Module = htree_ops.FusedGatedMLP(16, 32)
+    style = ColwiseParallel() if which == "fp8 columns" else RowwiseParallel()
+    if which == "fp8 columns":
+        module = htree_ops.FP8Linear.from_linear(nn.Linear(32, 3))
+    elif which == "fp8 rows":
+        module = htree_ops.FP8Linear.from_linear(nn.Linear(80, 32))
     parallelize_module(module, mesh_of(4), style)
+
+
+def placed_beside_shared_tokens() -> None:
+    """A DTensor of heads is not what a rank holds of a text."""
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("context", "tensor"))
+    many = htree_ops.HTreeAttention(24, 8, 4, 4, cp_group=mesh["context"], **TREE)
+    plan = {name: ColwiseParallel(use_local_output=False) for name in ("q_proj", "k_proj", "v_proj")}
+    parallelize_module(many, mesh["tensor"], plan)
+    many(normal((1, 16, 24), torch.float32, "cpu", 0))
+
+
+def tokens_and_heads() -> float:
+    """The largest difference of a layer with its tokens on two ranks and its heads on two from one process."""
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("context", "tensor"))
+    torch.manual_seed(3)
+    one = htree_ops.HTreeAttention(24, 8, 4, 4, **TREE)
+    many = htree_ops.HTreeAttention(24, 8, 4, 4, cp_group=mesh["context"], **TREE)
+    many.load_state_dict(one.state_dict())
+    plan = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
+    parallelize_module(many, mesh["tensor"], {**plan, "o_proj": RowwiseParallel()})
+    x = normal((2, 64, 24), torch.float32, "cpu", 0)
+    out = unshard_sequence(many(shard_sequence(x, mesh["context"])), mesh["context"])
+    return float((out - one(x)).abs().max())
+
+
+def compiled(size: int, local: bool) -> dict[str, float]:
+    """HTreeAttention with its heads on the ranks under torch.compile, by the first group of this size alone."""
+    if dist.get_rank() >= size:
+        return {"out": 0.0, "gradients": 0.0}
+    torch.manual_seed(3)
+    one = htree_ops.HTreeAttention(24, 8, 4, 4, **TREE)
+    plan = {name: ColwiseParallel(use_local_output=local) for name in ("q_proj", "k_proj", "v_proj")}
+    many = parallelize_module(copy.deepcopy(one), mesh_of(size), {**plan, "o_proj": RowwiseParallel()})
+    x = normal((2, 40, 24), torch.float32, "cpu", 0)
+    torch._dynamo.reset()
+    out, expected = torch.compile(many, backend="aot_eager")(x), one(x)
+    for y in (out, expected):
+        y.square().sum().backward()
+    pairs = zip(many.parameters(), one.parameters(), strict=True)
+    errors = [float((whole(a.grad) - b.grad).abs().max() / b.grad.abs().max()) for a, b in pairs]
+    return {"out": float((out - expected).abs().max()), "gradients": max(errors)}

@@ -30,7 +30,7 @@ from htree_ops.ops.tree_attention.attention import (
     tree_attention,
 )
 from htree_ops.ops.tree_attention.options import RECOMMENDED, Goal, TreeOptions, check_frequencies
-from htree_ops.ops.tree_attention.padding import Padding
+from htree_ops.ops.tree_attention.padding import Padding, beside
 from htree_ops.ops.tree_cache.cache import TreeKVCache
 
 if TYPE_CHECKING:
@@ -55,14 +55,13 @@ def _option(name: str) -> property:
     return property(read, write, doc=f"``{name}`` of :attr:`options`.")
 
 
-def _beside(x: Tensor, like: Tensor) -> Tensor:
-    """A tensor that every rank has whole: as a DTensor where ``like`` is one, for an op takes no mixture of the two."""
-    mesh = getattr(like, "device_mesh", None)
-    if mesh is None or hasattr(x, "device_mesh"):
-        return x
-    from torch.distributed.tensor import DTensor, Replicate  # whoever has a DTensor has imported it
+def _joined(out: Tensor) -> Tensor:
+    """The heads [..., heads, head_dim] of an attention as channels.
 
-    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    The gradient of a DTensor comes back as its channels lie here: one that is cut elsewhere would cut a head.
+    """
+    rows: Any = out.flatten(-2)
+    return rows.redistribute(placements=rows.placements) if hasattr(rows, "device_mesh") else rows
 
 
 @named_as(
@@ -284,12 +283,19 @@ class HTreeAttention(nn.Module):
     def _heads(self, name: str, x: Tensor) -> Tensor:
         """A projection of x [..., E] as [..., heads, head_dim], with the heads that this rank has."""
         rows: Tensor = getattr(self, name)(x)
-        if rows.shape[-1] % self.head_dim:
-            raise ValueError(
-                f"HTreeAttention: {name} must give whole heads of {self.head_dim} channels, got {rows.shape[-1]}: "
-                "heads that the ranks do not divide stay whole on every rank"
-            )
-        return rows.unflatten(-1, (-1, self.head_dim))
+        # A DTensor has the channels of all ranks, and may say itself that a head would be cut.
+        mesh = getattr(rows, "device_mesh", None)
+        if rows.shape[-1] % self.head_dim == 0:
+            try:
+                return rows.unflatten(-1, (-1, self.head_dim))
+            except RuntimeError:
+                if mesh is None:
+                    raise
+        came = rows.shape[-1] if mesh is None else f"{rows.shape[-1]} on {mesh.size()} ranks"
+        raise ValueError(
+            f"HTreeAttention: {name} must give whole heads of {self.head_dim} channels, got {came}: "
+            "heads that the ranks do not divide stay whole on every rank"
+        )
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, with the heads before the last dim."""
@@ -314,7 +320,7 @@ class HTreeAttention(nn.Module):
         out = attend(
             *self._project(x), scope=options.scope, store_parents=options.store_parents, **options.of_ops()
         )
-        return self.o_proj(out.flatten(2))
+        return self.o_proj(_joined(out))
 
     def _attend_documents(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Tensor:
         """The layer on packed documents [N, E]."""
@@ -335,9 +341,9 @@ class HTreeAttention(nn.Module):
         if self.options.scope == "q_head":
             k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], dim=1) for y in (k, v))
         longest = x.shape[0] if max_seqlen is None else max_seqlen
-        out = _attend_packed(q, k, v, _beside(cu_seqlens, q), longest, self.options)
-        y = self.o_proj(out.flatten(1))
-        return y.masked_fill(_beside(behind, y), 0)
+        out = _attend_packed(q, k, v, beside(cu_seqlens, q), longest, self.options)
+        y = self.o_proj(_joined(out))
+        return y.masked_fill(beside(behind, y), 0)
 
     def _attend_shared_documents(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
         """The layer on this rank's tokens [N/n, E] of packed documents; the offsets may lie on the CPU."""
@@ -356,7 +362,7 @@ class HTreeAttention(nn.Module):
             **options.of_ops(),
         )
         assert isinstance(out, Tensor)  # a pair only with return_lse
-        return self.o_proj(out.flatten(1)).masked_fill(behind, 0)
+        return self.o_proj(_joined(out)).masked_fill(behind, 0)
 
     def _padding_of(self, x: Tensor, mask: Tensor) -> Padding:
         """Checks a key_padding_mask."""

@@ -7,7 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Padding"]
+__all__ = ["Padding", "beside"]
+
+
+def beside(x: Tensor, like: Tensor) -> Tensor:
+    """A tensor that every rank has whole: as a DTensor where ``like`` is one, for an op takes no mixture of the two."""
+    mesh = getattr(like, "device_mesh", None)
+    if mesh is None or hasattr(x, "device_mesh"):
+        return x
+    from torch.distributed.tensor import DTensor, Replicate  # whoever has a DTensor has imported it
+
+    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 @dataclass(frozen=True)
@@ -39,10 +49,10 @@ class Padding:
 
     def from_front(self, x: Tensor) -> Tensor:
         """The inverse of :meth:`to_front`: 0 at padding, and NaN in the real rows of a broken sequence."""
-        back = self._rolled(x, -self.first).masked_fill(self.broken[:, None, None], torch.nan)
-        return back.masked_fill(self.mask[:, :, None], 0)
+        back = self._rolled(x, -self.first).masked_fill(beside(self.broken[:, None, None], x), torch.nan)
+        return back.masked_fill(beside(self.mask[:, :, None], x), 0)
 
     def _rolled(self, x: Tensor, by: Tensor) -> Tensor:
         length = max(1, x.shape[1])
         rows = (torch.arange(x.shape[1], device=x.device) + by) % length
-        return x.gather(1, rows[:, :, None].expand(x.shape))
+        return x.gather(1, beside(rows[:, :, None].expand(x.shape), x))
