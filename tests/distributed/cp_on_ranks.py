@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from process_pool import group_of
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import htree_ops
-from htree_ops.distributed import shard_sequence, tree_attention_cp, unshard_sequence
+from htree_ops.distributed import (
+    shard_sequence,
+    tree_attention_cp,
+    tree_attention_varlen_cp,
+    unshard_sequence,
+)
 from htree_ops.distributed.collectives import parts_of
 from htree_ops.testing.cases import normal
 
@@ -113,6 +119,51 @@ def round_trip(
         "whole": torch.equal(whole, x),
         "gradient": float((gradient - wanted).abs().max()),
     }
+
+
+class Order(TorchDispatchMode):
+    """What is sent, waited for and computed inside, in this order; the same thing several times in a row once."""
+
+    NAMES: ClassVar[dict[str, str]] = {
+        "_c10d_functional::all_gather_into_tensor": "gather",
+        "_c10d_functional::all_to_all_single": "exchange",
+        "_c10d_functional::wait_tensor": "wait",
+        "htree::attention_rows": "attend",
+        "htree::attention_rows_backward_sums": "attend",
+        "htree::attention_varlen_forward": "inside",
+        "htree::attention_varlen_backward": "inside",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = self.NAMES.get(func._schema.name)
+        checks = any(
+            isinstance(x, Tensor) and x.is_meta for x in args
+        )  # of the arguments, with nothing computed
+        if name is not None and not checks and self.events[-1:] != [name]:
+            self.events.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def order(size: int, steps: int | None) -> tuple[list[str], list[str]]:
+    """The events of a forward and of its backward; of packed documents where there are no steps."""
+    group = group_of(size)
+    q, k, v, dout = (shard_sequence(x, group) for x in inputs((1, 64, 4, 4, 4, 4), torch.float32))
+    q.requires_grad_()
+    k.requires_grad_()
+    with Order() as forward:
+        if steps is None:
+            out = tree_attention_varlen_cp(q[0], k[0], v[0], [0, 9, 64], group, **OPTIONS)[None]
+        else:
+            out = tree_attention_cp(q, k, v, group, gather_steps=steps, **OPTIONS)
+    with Order() as backward:
+        torch.autograd.grad(out, (q, k), dout)
+    return forward.events, backward.events
 
 
 def any_dtype(size: int, dtype: torch.dtype) -> bool:

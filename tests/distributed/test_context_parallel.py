@@ -215,6 +215,20 @@ def test_who_has_which_tokens(ranks: Pool) -> None:
     assert ranks.run(cp_on_ranks.share, 4, "head_tail", 8) == [[0, 7], [1, 6], [2, 5], [3, 4]]
 
 
+# ---- overlap
+
+
+def test_what_is_sent_is_under_way_before_it_is_waited_for(ranks: Pool) -> None:
+    """All keys before the first wait; gradients leave after their step and are waited for at the end."""
+    for forward, backward in ranks.run(cp_on_ranks.order, 4, 2):
+        assert forward == ["gather", *["wait", "attend"] * 2]
+        assert backward == ["gather", *["wait", "attend", "exchange"] * 2, "wait"]
+    for rank, (forward, backward) in enumerate(ranks.run(cp_on_ranks.order, 2, None)):
+        inside = ["inside"] if rank % 2 == 0 else []  # the document [0, 9)
+        assert forward == ["gather", *inside, "wait", "attend"]
+        assert backward == ["gather", *inside, "wait", "attend", "exchange", "wait"]
+
+
 # ---- the module, the compiler, autocast
 
 

@@ -36,6 +36,11 @@ def pair() -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="module")
+def four() -> Iterator[Pool]:
+    yield from started(4)
+
+
+@pytest.fixture(scope="module")
 def alone() -> Iterator[Pool]:
     yield from started(1)
 
@@ -70,6 +75,18 @@ def test_the_losses_are_those_of_one_process(
         assert found["train_bits_per_byte"] == pytest.approx(reference, abs=2e-4)
         assert [step for step, _ in found["validation_bits_per_byte"]] == [3, 6]
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG\r\n")
+
+
+@pytest.mark.parametrize(
+    "ways", [("data", "context"), ("data", "tensor"), ("context", "tensor")], ids="-".join
+)
+def test_the_losses_on_meshes_of_two_dimensions(
+    ways: tuple[str, str], text: Path, four: Pool, reference: list[float], tmp_path: Path
+) -> None:
+    mesh = [word for way in ways for word in (f"--{way}-parallel", "2")]
+    for found in four.run(training_on_ranks.train, flags(text, tmp_path, *mesh)):
+        assert found["status"] == 0
+        assert found["train_bits_per_byte"] == pytest.approx(reference, abs=2e-4)
 
 
 @pytest.mark.gpu
