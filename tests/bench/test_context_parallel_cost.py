@@ -6,6 +6,7 @@ import itertools
 from pathlib import Path
 
 import pytest
+from benchmark_programs import program
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,3 +43,30 @@ def test_overlap_and_more_ranks_behave(cost):
         assert few.forward > many.forward
         assert few.efficiency > many.efficiency
     assert cost.cost(costs, 8, 1 << 20, 50e9).waiting > rows[2].waiting
+
+
+@pytest.mark.parametrize(("best", "met"), [(0.97, True), (0.959, False)])
+def test_a_bar_is_met_by_the_better_balance(best, met, capsys):
+    measured = program("context_parallel")
+    rows = [
+        measured.Row(
+            device="gpu",
+            commit="0",
+            ranks=2,
+            T=524_288,
+            selection_stride=16,
+            what="forward and backward",
+            balance=balance,
+            gather_steps=1,
+            one_ms=100.0,
+            many_ms=50 / efficiency,
+            efficiency=efficiency,
+            gather_ms=1.0,
+            exchange_ms=1.0,
+            one_bytes=1,
+            many_bytes=1,
+        )
+        for balance, efficiency in (("head_tail", 0.9), ("contiguous", best))
+    ]
+    assert measured.bars_met(rows, {524_288: 0.96}) is met
+    assert ("MISSED" in capsys.readouterr().out) is not met
