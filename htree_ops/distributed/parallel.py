@@ -127,8 +127,11 @@ class RowwiseParallel(styles.RowwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, FP8Linear):
             return super()._apply(module, device_mesh)
-        step, features = 16 * device_mesh.size(), module.weight.shape[1]
-        if features % step:  # the weight would move at every call, and not every backend sends FP8
+        ranks, features = device_mesh.size(), module.weight.shape[1]
+        step = 16 * ranks
+        if (
+            ranks > 1 and features % step
+        ):  # the weight would move at every call, and not every backend sends FP8
             raise ValueError(
                 f"RowwiseParallel: in_features of FP8Linear must be a multiple of 16 for each rank = {step}, got "
                 f"{features}"

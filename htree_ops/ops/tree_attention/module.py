@@ -443,8 +443,9 @@ class HTreeAttention(nn.Module):
                 or both ends of a sequence, whose first real row is its token 0. The host reads nothing.
             cache: x holds the new tokens of its sequences.
             cu_seqlens: int32 [documents + 1], ascending from 0: document i is the rows cu_seqlens[i] ...
-                cu_seqlens[i + 1] - 1, as in :func:`htree_ops.tree_attention_varlen`, which says when it reads them;
-                with ``cp_group`` of the whole text, as in :func:`htree_ops.distributed.tree_attention_varlen_cp`.
+                cu_seqlens[i + 1] - 1, as in :func:`htree_ops.tree_attention_varlen`, which says when it reads them.
+                With ``cp_group`` they are of the whole text and best on the CPU, for each layer reads them, as in
+                :func:`htree_ops.distributed.tree_attention_varlen_cp`.
             max_seqlen: no document is longer; None is N.
 
         Returns:
