@@ -9,6 +9,7 @@ import pytest
 import torch
 import tp_on_ranks
 from process_pool import Pool, started
+from torch.distributed.tensor import Shard
 
 from htree_ops.distributed import sharding
 
@@ -121,6 +122,14 @@ def test_pending_sums_are_added_and_heads_that_do_not_divide_are_gathered(ranks:
         assert found["softmax"] < 1e-6, found
         assert found["placed"] != "S(2)", found
         assert found["attention"], found
+
+
+@pytest.mark.parametrize("tokens", [24, 5])
+def test_log_sums_of_heads_on_several_ranks(tokens: int, ranks: Pool) -> None:
+    for found in ranks.run(tp_on_ranks.log_sums, 4, tokens):
+        assert found["equal"] == [True, True]
+        assert found["placed"] == [(Shard(2),), (Shard(2),)]
+        assert found["differentiable"] == [True, False]
 
 
 def test_batch_and_heads_on_a_mesh_of_two_dimensions(ranks: Pool) -> None:

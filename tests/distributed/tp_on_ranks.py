@@ -172,6 +172,20 @@ def pending_sums(size: int) -> dict[str, Any]:
     }
 
 
+def log_sums(size: int, tokens: int) -> dict[str, Any]:
+    """tree_attention with return_lse on the last ``tokens`` queries, with its heads on the ranks."""
+    q, k, v = (normal((2, 24, heads, 4), torch.float32, "cpu", heads) for heads in (8, 4, 4))
+    q = q[:, 24 - tokens :]
+    sharded = [distribute_tensor(x, mesh_of(size), [Shard(2)]).requires_grad_() for x in (q, k, v)]
+    found = htree_ops.tree_attention(*sharded, return_lse=True, **TREE)
+    expected = htree_ops.tree_attention(q, k, v, return_lse=True, **TREE)
+    return {
+        "equal": [torch.equal(a.full_tensor(), b) for a, b in zip(found, expected, strict=True)],
+        "placed": [x.placements for x in found],
+        "differentiable": [x.requires_grad for x in found],
+    }
+
+
 def two_dimensions() -> dict[str, Any]:
     """Batch and heads on a mesh of 2 by 2."""
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2))

@@ -276,9 +276,12 @@ def _attend(
     records = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if not return_lse:
         return torch.ops.htree.attention(q, k, v, *options, store_parents, *later)
-    out, gmax, gsum, _ = torch.ops.htree.attention_forward(
-        q.detach(), k.detach(), v.detach(), *options, False, *later
-    )
+    tensors = (q.detach(), k.detach(), v.detach())
+    if hasattr(q, "device_mesh"):  # a DTensor has no metadata for the elements of a Tensor[]
+        start = k.shape[1] - q.shape[1]
+        out, gmax, gsum, _ = torch.ops.htree.attention_rows(*tensors, [start], *options, False, *later)
+    else:
+        out, gmax, gsum, _ = torch.ops.htree.attention_forward(*tensors, *options, False, *later)
     if records:
         out = torch.ops.htree.attention(q, k, v, *options, store_parents, *later)
     return out, gmax + gsum.log()
