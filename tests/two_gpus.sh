@@ -43,7 +43,9 @@ if [ "$device" = cuda ]; then
 fi
 export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 : >"$out/summary.txt"
-status=0
+status=0 running=
+trap '[ -z "$running" ] || kill "$running"' EXIT
+trap 'exit 130' INT TERM
 
 # run NAME COMMAND...: a step with its log, its end after LIMIT seconds, and its line in the summary. torchrun gives its
 # ranks 30 seconds to end. The log is no pipe, so that a rank that outlives its launcher holds nothing up.
@@ -51,9 +53,12 @@ run() {
   local name=$1 begun=$SECONDS ended result
   shift
   timeout --kill-after=60 "$limit" "$@" >"$out/$name.log" 2>&1 &
-  tail --pid=$! -s 0.2 -n +1 -f "$out/$name.log"
-  wait $!
+  running=$!
+  tail --pid="$running" -s 0.2 -n +1 -f "$out/$name.log" &
+  wait "$running"
   ended=$?
+  running=
+  wait # for the end of the log
   case $ended in
     0) result=passed ;;
     124 | 137) result="STOPPED after LIMIT=$limit seconds" ;;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import same_losses
 SCRIPT = Path(__file__).resolve().parents[1] / "two_gpus.sh"
 #: In place of Python: says what it is called with; a word of SLEEPS makes it hang, and one of FAILS end with status 3.
 STUB = """#!/usr/bin/env bash
-echo "called: $*"
+echo "process $$ called: $*"
 for word in $SLEEPS; do [[ "$*" != *"$word"* ]] || sleep 60; done
 for word in $FAILS; do [[ "$*" != *"$word"* ]] || exit 3; done
 """
@@ -79,7 +80,7 @@ def test_every_step_runs_on_two_ranks(tmp_path: Path, stub: Path) -> None:
     assert found.returncode == 0, found.stderr
     names = ["bars", *(f"training-{name}" for name in ("one", "data", "context", "tensor", "losses"))]
     assert summary(out) == dict.fromkeys(names, "passed")
-    ranks = "called: -m torch.distributed.run --standalone --nproc-per-node"
+    ranks = " called: -m torch.distributed.run --standalone --nproc-per-node"
     assert f"{ranks} 2 benchmarks/context_parallel.py --csv {out}/" in (out / "bars.log").read_text()
     assert f"{ranks} 1 examples/train_distributed.py" in (out / "training-one.log").read_text()
     assert "--tensor-parallel 2" in (out / "training-tensor.log").read_text()
@@ -94,6 +95,21 @@ def test_a_step_that_fails_or_hangs_leaves_the_others(tmp_path: Path, stub: Path
     assert summary(out)["training-losses"] == "passed"
     losses = (out / "training-losses.log").read_text()
     assert f"{out}/one {out}/context {out}/tensor" in losses, losses
+
+
+def test_a_signal_ends_the_step_too(tmp_path: Path, stub: Path) -> None:
+    env = os.environ | {"DEVICE": "cpu", "STEPS": "bars", "SLEEPS": "context_parallel.py", "FAILS": ""}
+    script = subprocess.Popen(["bash", str(SCRIPT), str(tmp_path), "50", str(stub)], env=env)
+    log = tmp_path / "bars.log"
+    end = time.monotonic() + 20
+    while not (log.exists() and "process" in log.read_text()) and time.monotonic() < end:
+        time.sleep(0.05)
+    script.terminate()
+    assert script.wait(20) == 130
+    step = int(log.read_text().split()[1])
+    while Path(f"/proc/{step}").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{step}").exists()
 
 
 def test_runs_are_compared_with_a_run_that_exists(tmp_path: Path, stub: Path) -> None:
