@@ -52,6 +52,7 @@ trap 'exit 130' INT TERM
 run() {
   local name=$1 begun=$SECONDS ended result
   shift
+  : >"$out/$name.log"
   timeout --kill-after=60 "$limit" "$@" >"$out/$name.log" 2>&1 &
   running=$!
   tail --pid="$running" -s 0.2 -n +1 -f "$out/$name.log" &
