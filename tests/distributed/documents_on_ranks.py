@@ -83,6 +83,19 @@ def compare(
     }
 
 
+def some_gradients(size: int, wanted: tuple[bool, ...]) -> list[bool]:
+    """Whether gradients of some of query, key and value equal those of a call that gives all."""
+    group, offsets = group_of(size), [0, 5, 40, 60]
+    options: dict[str, Any] = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2}
+    *qkv, dout = (shard_sequence(x, group, 0) for x in inputs((64, 4, 2, 4, 4), torch.float32))
+    every = [x.clone().requires_grad_() for x in qkv]
+    some = [x.clone().requires_grad_(wants) for x, wants in zip(qkv, wanted, strict=True)]
+    for tensors in (every, some):
+        tree_attention_varlen_cp(*tensors, offsets, group, **options).backward(dout)
+    pairs = zip(some, every, wanted, strict=True)
+    return [torch.equal(a.grad, b.grad) if wants else a.grad is None for a, b, wants in pairs]
+
+
 def layer(size: int, balance: str, scope: str, device: str = "cpu") -> dict[str, Any]:
     """HTreeAttention on a share of packed documents with padding that is no number, and its twin on all of them."""
     group = group_of(size)

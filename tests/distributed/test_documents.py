@@ -161,6 +161,12 @@ def test_equals_one_process_for_any_documents(
         assert_matches(found, 1e-12)
 
 
+@pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, False, True)])
+def test_gradients_that_are_not_wanted(wanted: tuple[bool, ...], ranks: Pool) -> None:
+    for found in ranks.run(documents_on_ranks.some_gradients, 2, wanted):
+        assert found == [True] * 3
+
+
 @pytest.mark.parametrize("scope", ["kv_head", "q_head"])
 @pytest.mark.parametrize("balance", BALANCES)
 def test_the_module_equals_its_twin(balance: str, scope: str, ranks: Pool) -> None:
