@@ -1,18 +1,21 @@
 """What it costs to keep the tokens of a tree cache in 8 or 4 bits while its nodes stay in 16 (docs/quality.md).
 
-Run: ``python benchmarks/tree_cache_leaves.py errors --csv PATH``, then ``model`` and ``memory``. The first two fill a
-cache with 16-bit tokens, so that its nodes are those of the tokens as they were, and then put in the place of the
-tokens what rows of ``kv_compress`` give back. ``errors`` compares attention from such a cache with that of the
-untouched one on random data, ``model`` evaluates a small model that was trained to find strings again (part (f) of
-docs/quality.md; about two minutes on a CPU), ``memory`` counts bytes of pages and of a decoding step.
+Run: ``python benchmarks/tree_cache_leaves.py errors --csv PATH``, then ``model``, ``memory`` and ``time``. The first
+two fill a cache with 16-bit tokens, so that its nodes are those of the tokens as they were, and then put in the place
+of the tokens what rows of ``kv_compress`` give back. ``errors`` compares attention from such a cache with that of the
+untouched one on random data, ``model`` evaluates small models (some minutes on a CPU), ``memory`` counts bytes of
+pages and of a decoding step, ``time`` takes the time of a step from caches with ``leaf_bits``.
 """
 
 from __future__ import annotations
 
 import argparse
+import platform
+import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -289,22 +292,86 @@ def memory() -> Iterator[MemoryRow]:
                 yield MemoryRow(**(asdict(row) | shares))
 
 
+# ---- time
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeRow:
+    """Time of ``attend`` for one token of one text.
+
+    Attributes:
+        device: its name. microseconds: median over all rounds; on a GPU of a captured graph. ratio: to 16 bits.
+    """
+
+    device: str
+    tokens: int
+    bits: int
+    microseconds: float
+    ratio: float
+
+
+def times(tokens: int, device: str, rounds: int = 30) -> Iterator[TimeRow]:
+    """Caches of ``tokens`` tokens take turns, so that whatever else the machine does meets all of them.
+
+    On a GPU 32 heads of 128 on 4 K/V heads in bfloat16, k = 512, M = 8192; on a CPU 4 heads of 64 on one in float32,
+    k = 64, M = 1024.
+    """
+    cuda = torch.device(device).type == "cuda"
+    heads, kv_heads, width, dtype = (32, 4, 128, torch.bfloat16) if cuda else (4, 1, 64, torch.float32)
+    top_k = 512 if cuda else 64
+    q = normal((1, 1, heads, width), dtype, device, seed=1)
+    steps: dict[int, Callable[[], object]] = {}
+    for bits in (16, 8, 4):
+        cache = TreeKVCache(
+            1, kv_heads, width, tokens, top_k=top_k, dtype=dtype, device=device,
+            leaf_bits=None if bits == 16 else bits,
+        )  # fmt: skip
+        for first in range(0, tokens, 1 << 16):
+            shape = (1, min(1 << 16, tokens - first), kv_heads, width)
+            cache.append(*(normal(shape, dtype, device, seed=first + i) for i in (2, 3)))
+        cache.attend(q)
+        steps[bits] = partial(cache.attend, q)
+        if cuda:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                cache.attend(q)
+            steps[bits] = graph.replay
+    found: dict[int, list[float]] = {bits: [] for bits in steps}
+    for _ in range(rounds):
+        for bits, step in steps.items():
+            begin = time.perf_counter()
+            for _ in range(10):
+                step()
+            if cuda:
+                torch.cuda.synchronize()
+            found[bits].append((time.perf_counter() - begin) * 1e5)
+    name = (
+        torch.cuda.get_device_name() if cuda else f"{platform.machine()}, {torch.get_num_threads()} threads"
+    )
+    plain = statistics.median(found[16])
+    for bits, each in found.items():
+        median = statistics.median(each)
+        yield TimeRow(device=name, tokens=tokens, bits=bits, microseconds=median, ratio=median / plain)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints a table and writes it where ``--csv`` says."""
     parser = argparse.ArgumentParser(description="tokens of a tree cache in 8 and 4 bits")
-    parser.add_argument("part", choices=("errors", "model", "memory"))
-    parser.add_argument("--tokens", type=int, default=16_384, help="tokens of a sequence of `errors`")
+    parser.add_argument("part", choices=("errors", "model", "memory", "time"))
+    parser.add_argument("--tokens", type=int, default=16_384, help="tokens of a text of `errors` and `time`")
     parser.add_argument("--scale", choices=("full", "tiny"), default="full", help="size of `model`")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
     arguments = parser.parse_args(argv)
-    rows: Iterator[ErrorRow] | Iterator[ModelRow] | Iterator[MemoryRow]
+    rows: Iterator[ErrorRow] | Iterator[ModelRow] | Iterator[MemoryRow] | Iterator[TimeRow]
     if arguments.part == "errors":
         rows = errors(arguments.tokens, arguments.device)
     elif arguments.part == "model":
         rows = models(arguments.scale, arguments.device)
-    else:
+    elif arguments.part == "memory":
         rows = memory()
+    else:
+        rows = times(arguments.tokens, arguments.device)
     print_rows(rows, arguments.csv)
     return 0
 

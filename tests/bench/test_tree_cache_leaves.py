@@ -30,16 +30,32 @@ def test_errors_grow_as_bits_are_taken_away() -> None:
     assert error[8, 0.0, "no", 0] < error[4, 0.0, "no", 0] < error[4, 0.5, "no", 0]
 
 
-def test_the_bytes_of_16_bits_are_those_of_a_cache() -> None:
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_the_bytes_are_those_of_a_cache(bits: int) -> None:
     for span in (0, 4):
-        row = leaves.memory_row(131_072, span, 16, 128)
+        row = leaves.memory_row(131_072, span, bits, 128)
         cache = TreeKVCache(
-            1, 4, 128, 131_072, selection_span=span or None, num_pages=1, dtype=torch.bfloat16
-        )
-        assert (
-            256 * (row.leaf_bytes + row.node_bytes + row.mean_bytes)
-            == cache.k_pool.nbytes + cache.v_pool.nbytes
-        )
+            1, 4, 128, 131_072, selection_span=span or None, num_pages=1, dtype=torch.bfloat16,
+            leaf_bits=None if bits == 16 else bits,
+        )  # fmt: skip
+        cache.append(*torch.zeros(2, 1, 1, 4, 128).bfloat16())
+        assert 256 * (row.leaf_bytes + row.node_bytes + row.mean_bytes) == cache.num_bytes().used
+
+
+def test_what_the_study_puts_into_a_cache_is_what_leaf_bits_makes_of_it() -> None:
+    k, v = torch.randn(2, 1, 600, 2, 64).half()
+    q = torch.randn(1, 3, 4, 64).half()
+    for bits in (8, 4):
+        options = {"top_k": 8, "max_top_nodes": 64}
+        cache = TreeKVCache(1, 2, 64, 600, leaf_bits=bits, dtype=torch.float16, **options)
+        cache.append(k, v)
+        assert torch.equal(leaves.attend(q, k, v, leaves.Leaves(bits=bits), **options), cache.attend(q))
+
+
+def test_times_are_taken() -> None:
+    rows = list(leaves.times(3000, "cpu", rounds=2))
+    assert [row.bits for row in rows] == [16, 8, 4]
+    assert all(row.microseconds > 0 for row in rows)
 
 
 def test_the_program_prints_its_memory(capsys: pytest.CaptureFixture[str]) -> None:
