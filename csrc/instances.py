@@ -460,11 +460,22 @@ TREE_CACHE: Table = [
         ],
     ),
     Cuda(
+        "tree_cache_append_packed",
+        "ops/tree_cache/packed/append_packed.cuh",
+        [
+            f"cudaError_t launch_append_packed(const AppendPackedParams<{dtype.cpp}>&, cudaStream_t)"
+            for dtype in FLOAT_TYPES
+        ],
+    ),
+    Cuda(
         "tree_cache_attend_{T}",
         "ops/tree_cache/attend.cuh",
         [
-            f"cudaError_t {name}(const AttendParams<{{T}}>&, cudaStream_t)"
-            for name in ("launch_rows", "launch_attend")
+            *(
+                f"cudaError_t {name}(const AttendParams<{{T}}>&, cudaStream_t)"
+                for name in ("launch_rows", "launch_attend")
+            ),
+            "cudaError_t launch_attend_packed(const AttendParams<{T}>&, const LeafPools&, cudaStream_t)",
         ],
         {"T": FLOAT_TYPES},
     ),

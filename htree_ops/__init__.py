@@ -59,6 +59,7 @@ from htree_ops.ops.tree_attention import (  # noqa: E402
 from htree_ops.ops.tree_cache import (  # noqa: E402
     TreeKVCache,
     tree_cache_append_,
+    tree_cache_append_packed_,
     tree_cache_attention,
 )
 from htree_ops.seed_api import (  # noqa: E402
@@ -131,6 +132,7 @@ __all__ = [
     "tree_attention",
     "tree_attention_varlen",
     "tree_cache_append_",
+    "tree_cache_append_packed_",
     "tree_cache_attention",
     "validate_fp8_gemm_inputs",
     "validate_fp8_quantize_inputs",

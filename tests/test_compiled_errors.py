@@ -53,6 +53,16 @@ PAGES = {
     "compression_rate": 4,
     "max_top_nodes": 8,
 }
+PACKED = PAGES | {
+    "k_pool": zeros(2, 2, 4, 64),
+    "v_pool": zeros(2, 2, 4, 128),
+    "k_codes": zeros(2, 2, 16, 64).byte(),
+    "k_scales": zeros(2, 2, 16).half(),
+    "v_codes": zeros(2, 2, 16, 128).byte(),
+    "v_scales": zeros(2, 2, 16).half(),
+    "k_tail": zeros(1, 2, 8, 64),
+    "v_tail": zeros(1, 2, 8, 128),
+}
 ROTATED = {"cos": zeros(12, 32), "sin": zeros(12, 32), "position_ids": torch.arange(5)}
 
 #: A correct call, and changes that make it wrong; the message must name the first changed argument.
@@ -204,6 +214,11 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any], list[dict[str, Any]]]] = [
         htree_ops.tree_cache_append_,
         PAGES | {"k": zeros(3, 2, 6), "v": zeros(3, 2, 5), "cu_new": int32(2)},
         [{"k": zeros(3, 2, 8)}, {"page_size": 6}, {"cu_new": int32(3)}],
+    ),
+    (
+        htree_ops.tree_cache_append_packed_,
+        PACKED | {"k": zeros(3, 2, 64), "v": zeros(3, 2, 128), "cu_new": int32(2)},
+        [{"k": zeros(3, 2, 8)}, {"k_codes": zeros(2, 2, 16, 64)}, {"v_tail": zeros(1, 2, 4, 128)}],
     ),
     (
         htree_ops.tree_cache_attention,

@@ -215,12 +215,19 @@ SCHEMAS = {
         "Tensor cu_new, Tensor? new_lengths=None, SymInt? max_new=None, *, int page_size, "
         "int compression_rate=16, int max_top_nodes=8192, int? selection_span=None) -> ()"
     ),
+    "tree_cache_append_packed_": (
+        "(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor(c!) k_codes, Tensor(d!) k_scales, Tensor(e!) v_codes, "
+        "Tensor(f!) v_scales, Tensor(g!) k_tail, Tensor(h!) v_tail, Tensor k, Tensor v, Tensor block_table, "
+        "Tensor lengths, Tensor cu_new, Tensor? new_lengths=None, SymInt? max_new=None, *, int page_size, "
+        "int compression_rate=16, int max_top_nodes=8192, int? selection_span=None) -> ()"
+    ),
     "tree_cache_attention": (
         "(Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_table, Tensor lengths, Tensor cu_q, "
         "Tensor? lists=None, Tensor? list_pos=None, Tensor? q_lengths=None, Tensor? rope_table=None, *, "
         "int page_size, int compression_rate=16, int max_top_nodes=8192, int top_k=512, "
         "int selection_stride=1, int? selection_span=None, float? scale=None, float? rope_base=10000., "
-        'str importance="lse_causal", float[]? inv_freq=None) '
+        'str importance="lse_causal", float[]? inv_freq=None, Tensor? k_codes=None, Tensor? k_scales=None, '
+        "Tensor? v_codes=None, Tensor? v_scales=None) "
         "-> (Tensor out, Tensor lse, Tensor lists, Tensor list_pos)"
     ),
     "tree_cache_pages_": (
@@ -297,6 +304,7 @@ def test_mutating_ops_return_nothing() -> None:
         "mask_topk_scores_",
         "merge_to_global_",
         "tree_cache_append_",
+        "tree_cache_append_packed_",
         "tree_cache_copy_",
         "tree_cache_pages_",
     }

@@ -140,12 +140,30 @@ MUTATING = {
         page_size=4,
         compression_rate=2,
     ),
+    "tree_cache_append_packed_": lambda x: op.tree_cache_append_packed_(
+        *(torch.zeros(1, 1, 2, 64, device=x.device) for _ in range(2)),
+        *(
+            torch.zeros(1, 1, 4, *more, dtype=dtype, device=x.device)
+            for more, dtype in 2 * (((64,), torch.uint8), ((), torch.float16))
+        ),
+        x.view(1, 1, 4, 64),
+        torch.zeros(1, 1, 4, 64, device=x.device),
+        *(torch.ones(2, 1, 64, device=x.device) for _ in range(2)),
+        torch.zeros(1, 1, dtype=torch.int32, device=x.device),
+        torch.zeros(1, dtype=torch.int32, device=x.device),
+        torch.tensor([0, 2], dtype=torch.int32, device=x.device),
+        page_size=4,
+        compression_rate=2,
+        max_top_nodes=2,
+    ),
     "tree_cache_copy_": lambda x: op.tree_cache_copy_(
         x.view(2, 1, 2, 4),
         torch.zeros(2, 1, 2, 4, device=x.device),
         torch.tensor([[0], [1]], dtype=torch.int32, device=x.device),
     ),
 }
+#: Of what an op is tried on, where that is not 4 by 4.
+SIZES = {"tree_cache_append_packed_": (4, 64)}
 #: These write int32 tensors alone, and a view of those is never lazy.
 MUTATING_INTEGERS = {"tree_cache_pages_"}
 
@@ -160,7 +178,7 @@ def negated(values: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", MUTATING)
 def test_views_with_a_lazy_sign(name: str, device: str) -> None:
     """Torch negates such a view when it is read: the op must see its values and write values back."""
-    values = torch.randn(4, 4, device=device)
+    values = torch.randn(SIZES.get(name, (4, 4)), device=device)
     expected = values.clone()
     MUTATING[name](expected)
     for _ in range(20):

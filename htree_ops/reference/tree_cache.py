@@ -1,7 +1,8 @@
 """Reference of the tree cache, written from docs/semantics/tree_cache.md §7 and independent of every kernel.
 
 Appending follows the definition token by token. Attention gathers the tokens of a sequence from its pages and takes
-rows of the reference of tree attention, which builds the tree anew: the nodes in the pages are not read.
+rows of the reference of tree attention, which builds the tree anew: the nodes in the pages are not read. Only where
+tokens are packed they are, because then nothing else tells of them.
 """
 
 from __future__ import annotations
@@ -11,10 +12,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from . import compressed_kv
 from .tree_attention import htree_forward_naive
+from .tree_attention.attention import Forward
 from .tree_attention.tree import accumulate_dtype
 
-__all__ = ["cache_layers", "gather_tokens", "tree_cache_append", "tree_cache_attention", "tree_cache_pages"]
+__all__ = [
+    "cache_layers",
+    "gather_tokens",
+    "tree_cache_append",
+    "tree_cache_append_packed",
+    "tree_cache_attention",
+    "tree_cache_pages",
+]
 
 
 def cache_layers(capacity: int, compression_rate: int, max_top_nodes: int) -> int:
@@ -88,6 +98,92 @@ def tree_cache_append(
     return k_pool, v_pool
 
 
+def tree_cache_append_packed(
+    k_pool: Tensor,
+    v_pool: Tensor,
+    k_codes: Tensor,
+    k_scales: Tensor,
+    v_codes: Tensor,
+    v_scales: Tensor,
+    k_tail: Tensor,
+    v_tail: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    cu_new: Tensor,
+    new_lengths: Tensor | None = None,
+    max_new: int | None = None,
+    *,
+    page_size: int,
+    compression_rate: int = 16,
+    max_top_nodes: int = 8192,
+    selection_span: int | None = None,
+) -> tuple[Tensor, ...]:
+    """Return the eight tensors after `tree_cache_append_packed_`."""
+    before = (k_pool, v_pool, k_codes, k_scales, v_codes, v_scales, k_tail, v_tail)
+    k_pool, v_pool, k_codes, k_scales, v_codes, v_scales, k_tail, v_tail = (x.clone() for x in before)
+    layers = cache_layers(block_table.shape[1] * page_size, compression_rate, max_top_nodes)
+    first_row = [0, 0]
+    for layer in range(1, layers):
+        first_row.append(first_row[-1] + -(-page_size // compression_rate**layer))
+    for b, table in enumerate(block_table.tolist()):
+        rows = int(cu_new[b + 1] - cu_new[b]) if new_lengths is None else int(new_lengths[b])
+        for i in range(rows):
+            end = int(lengths[b]) + i + 1  # tokens up to this one
+            of_keys = (k_pool, k_codes, k_scales, k_tail, k)
+            of_values = (v_pool, v_codes, v_scales, v_tail, v)
+            for pool, codes, scales, tail, x in (of_keys, of_values):
+                token = x[int(cu_new[b]) + i]
+                bits = 8 * codes.shape[3] // x.shape[2]
+                _, packed, scale = compressed_kv.kv_compress(token[None, :, None], x.shape[2], bits)
+                page, row = _place(end, 1, page_size)
+                codes[table[page], :, row], scales[table[page], :, row] = packed[0, :, 0], scale[0, :, 0]
+                tail[b, :, (end - 1) % tail.shape[2]] = token
+                for layer in range(1, layers):
+                    span = compression_rate**layer
+                    if end % span:
+                        break
+                    child = span // compression_rate
+                    children = []
+                    for c in range(compression_rate):
+                        last = end - span + (c + 1) * child
+                        page, row = _place(last, child, page_size)
+                        children.append(
+                            tail[b, :, (last - 1) % tail.shape[2]]
+                            if layer == 1
+                            else pool[table[page], :, first_row[layer - 1] + row]
+                        )
+                    page, row = _place(end, span, page_size)
+                    pool[table[page], :, first_row[layer] + row] = _mean(torch.stack(children))
+            if selection_span and end % selection_span == 0:
+                places = torch.arange(end - selection_span, end) % k_tail.shape[2]
+                page, row = _place(end, selection_span, page_size)
+                k_pool[table[page], :, first_row[layers] + row] = _mean(k_tail[b, :, places].transpose(0, 1))
+    return k_pool, v_pool, k_codes, k_scales, v_codes, v_scales, k_tail, v_tail
+
+
+def _expanded(codes: Tensor, scales: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Packed tokens [num_pages, H_kv, P, width] of all pages in ``dtype``."""
+    bitmap = torch.full((*scales.shape, width // 64), -1, dtype=torch.int64, device=codes.device)
+    return compressed_kv.kv_decompress(
+        bitmap, codes, scales, width, width, 8 * codes.shape[3] // width, dtype
+    )
+
+
+def _gather_nodes(
+    pool: Tensor, table: Tensor, length: int, span: int, first_row: int, page_size: int
+) -> Tensor:
+    """Rows [1, N, H_kv, D] of the nodes of ``span`` tokens each; zeros for one that is not finished."""
+    rows = []
+    for end in range(span, length + 1, span):
+        page, row = _place(end, span, page_size)
+        rows.append(pool[int(table[page]), :, first_row + row])
+    if length % span:
+        rows.append(torch.zeros_like(pool[0, :, 0]))
+    return torch.stack(rows)[None]
+
+
 def gather_tokens(pool: Tensor, table: Tensor, length: int, page_size: int) -> Tensor:
     """Rows [length, H_kv, D] of the tokens of one sequence."""
     token = torch.arange(length, device=pool.device)
@@ -116,6 +212,10 @@ def tree_cache_attention(
     rope_base: float | None = 10000.0,
     importance: str = "lse_causal",
     inv_freq: Sequence[float] | None = None,
+    k_codes: Tensor | None = None,
+    k_scales: Tensor | None = None,
+    v_codes: Tensor | None = None,
+    v_scales: Tensor | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (out, lse, lists, list_pos) of `tree_cache_attention`, row by row; out in the compute dtype."""
@@ -129,7 +229,30 @@ def tree_cache_attention(
     shape = (batch, ring, layers, kv_heads, top_k)
     new_lists = torch.full(shape, -1, dtype=torch.int32) if lists is None else lists.clone()
 
-    def forward(query: Tensor, keys: Tensor, values: Tensor, length: int, parents: list[Tensor] | None):  # type: ignore[no-untyped-def]
+    k_tokens, v_tokens = k_pool, v_pool
+    packed = k_codes is not None
+    if k_codes is not None and k_scales is not None and v_codes is not None and v_scales is not None:
+        k_tokens = _expanded(k_codes, k_scales, k_pool.shape[3], k_pool.dtype)
+        v_tokens = _expanded(v_codes, v_scales, v_pool.shape[3], v_pool.dtype)
+
+    def tree_of(
+        b: int, keys: Tensor, values: Tensor, length: int
+    ) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
+        """The layers over the first tokens of sequence b from its pages, and its span means."""
+        table, rate, first = block_table[b], compression_rate, 0
+        found = [(keys[None, :length], values[None, :length])]
+        for layer in range(1, layers):
+            if layer < cache_layers(length, rate, max_top_nodes):
+                rows = (length, rate**layer, first, page_size)
+                found.append((_gather_nodes(k_pool, table, *rows), _gather_nodes(v_pool, table, *rows)))
+            first += -(-page_size // rate**layer)
+        if selection_span is None:
+            return found, None
+        return found, _gather_nodes(k_pool, table, length, selection_span, first, page_size)
+
+    def forward(
+        b: int, query: Tensor, keys: Tensor, values: Tensor, length: int, parents: list[Tensor] | None
+    ) -> Forward:
         # A tree deeper than the text needs opens everything above, so that all lists have the same depth.
         return htree_forward_naive(
             query[None, None],
@@ -145,6 +268,7 @@ def tree_cache_attention(
             selection_span=selection_span,
             parents=parents,
             compute_dtype=wide,
+            tree=tree_of(b, keys, values, length) if packed else None,
         )
 
     for b in range(batch):
@@ -152,13 +276,14 @@ def tree_cache_attention(
         count = int(cu_q[b + 1]) - first if q_lengths is None else int(q_lengths[b])
         begin = length - count
         new_pos[b, new_pos[b] >= max(0, begin)] = -1
-        keys = gather_tokens(k_pool, block_table[b], length, page_size)
-        values = gather_tokens(v_pool, block_table[b], length, page_size)
+        keys = gather_tokens(k_tokens, block_table[b], length, page_size)
+        values = gather_tokens(v_tokens, block_table[b], length, page_size)
         for t in range(max(0, begin), length):
             leader = t - t % stride
             depth = cache_layers(t + 1, compression_rate, max_top_nodes)
+            used: list[Tensor] | None
             if leader >= max(0, begin):
-                own = forward(q[first + leader - begin], keys, values, leader + 1, None)
+                own = forward(b, q[first + leader - begin], keys, values, leader + 1, None)
                 used = own.parents
             else:
                 found = [] if list_pos is None else (list_pos[b] == leader).nonzero().flatten().tolist()
@@ -171,7 +296,7 @@ def tree_cache_attention(
                 used[i] if i < len(used) else _opened(leader, i, compression_rate, kv_heads, top_k)
                 for i in range(layers)
             ]
-            result = forward(q[row], keys, values, t + 1, used[:depth])
+            result = forward(b, q[row], keys, values, t + 1, used[:depth])
             out[row], lse[row] = result.out[0, 0], result.lse[0, 0]
             if leader == t and ring:
                 slot = t // stride % ring

@@ -8,11 +8,27 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from htree_ops.ops.tree_cache.functions import cache_layers, page_rows, tree_cache_append_
+from htree_ops.ops.tree_cache.functions import (
+    cache_layers,
+    page_rows,
+    tree_cache_append_,
+    tree_cache_append_packed_,
+)
 from htree_ops.testing.cases import Case, normal
 from htree_ops.testing.tree_attention_cases import frequencies
 
-__all__ = ["BENCHMARK_CASES", "CASES", "DECODE_CASES", "TreeCacheCase", "filled_pools", "offsets", "op_calls"]
+__all__ = [
+    "BENCHMARK_CASES",
+    "CASES",
+    "DECODE_CASES",
+    "PACKED_CASES",
+    "TreeCacheCase",
+    "empty_packed_pools",
+    "filled_packed_pools",
+    "filled_pools",
+    "offsets",
+    "op_calls",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +165,37 @@ def filled_pools(case: TreeCacheCase, k: Tensor, v: Tensor, seed: int = 0) -> tu
     return k_pool, v_pool, table
 
 
+def empty_packed_pools(
+    case: TreeCacheCase, bits: int, device: str | torch.device, seed: int = 0
+) -> tuple[dict[str, Any], Tensor]:
+    """What ``tree_cache_append_packed_`` writes, by name and filled with what shows, and a block table.
+
+    The tails have room for two nodes.
+    """
+    k_pool, v_pool, table = case.empty_pools(device, seed)
+    pages, rate = (len(k_pool), case.kv_heads, case.page_size), case.compression_rate
+    pools = {"k_pool": k_pool[:, :, case.page_size :], "v_pool": v_pool[:, :, case.page_size :]}
+    widths = {"k": case.key_dim, "v": case.value_dim}
+    for name, width in widths.items():
+        pools[f"{name}_codes"] = torch.full((*pages, width * bits // 8), 7, dtype=torch.uint8, device=device)
+        pools[f"{name}_scales"] = torch.full(pages, torch.nan, dtype=F16, device=device)
+    for name, width in widths.items():
+        tail = (len(case.lengths), case.kv_heads, 2 * rate, width)
+        pools[f"{name}_tail"] = torch.full(tail, torch.nan, dtype=case.dtype, device=device)
+    return {name: x.contiguous() for name, x in pools.items()}, table
+
+
+def filled_packed_pools(
+    case: TreeCacheCase, bits: int, k: Tensor, v: Tensor, seed: int = 0
+) -> tuple[dict[str, Any], Tensor]:
+    """The same after one append of all tokens."""
+    pools, table = empty_packed_pools(case, bits, k.device, seed)
+    none = torch.zeros(len(case.lengths), dtype=torch.int32, device=k.device)
+    new: dict[str, Any] = {"k": k, "v": v, "cu_new": offsets(case.lengths, k.device)}
+    tree_cache_append_packed_(**pools, **new, block_table=table, lengths=none, **case.page_options())
+    return pools, table
+
+
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 _SMALL: dict[str, Any] = {"heads": 4, "kv_heads": 2, "key_dim": 8, "value_dim": 6}
 _TREE: dict[str, Any] = {"compression_rate": 4, "max_top_nodes": 12, "top_k": 4, "page_size": 8}
@@ -238,6 +285,54 @@ CASES = [
         for dtype in (F32, F16, BF16)
     ),
 ]
+
+
+_PACKED: dict[str, Any] = {"heads": 4, "kv_heads": 2, "key_dim": 64, "value_dim": 128}
+
+#: Tokens in 8 or 4 bits.
+PACKED_CASES = [
+    TreeCacheCase(name="decode", dtype=F32, lengths=(37, 1, 64), queries=(1, 1, 1), **_PACKED, **_TREE),
+    TreeCacheCase(name="ragged", dtype=F16, lengths=(21, 0, 9, 50), queries=(4, 0, 9, 1), **_PACKED, **_TREE),
+    TreeCacheCase(
+        name="stride", dtype=F32, lengths=(40, 29), queries=(16, 9), selection_stride=4, ring=4, **_PACKED, **_TREE
+    ),
+    TreeCacheCase(
+        name="span", dtype=BF16, lengths=(61, 38), queries=(9, 3), selection_span=2, **_PACKED, **_TREE
+    ),
+    TreeCacheCase(name="one layer", dtype=BF16, lengths=(11, 5), queries=(3, 5), **_PACKED, **_TREE),
+    TreeCacheCase(
+        name="odd rates",
+        dtype=F32,
+        lengths=(100, 77),
+        queries=(5, 2),
+        heads=1,
+        kv_heads=1,
+        key_dim=192,
+        value_dim=64,
+        page_size=9,
+        compression_rate=3,
+        max_top_nodes=5,
+        top_k=2,
+        rope_base=None,
+        importance="exp_joint",
+    ),
+    *(
+        TreeCacheCase(
+            name=f"model, {dim}",
+            dtype=dtype,
+            lengths=(1500, 1030),
+            queries=(1, 2),
+            heads=16,
+            kv_heads=2,
+            key_dim=dim,
+            value_dim=dim,
+            page_size=256,
+            max_top_nodes=128,
+            top_k=8,
+        )
+        for dim, dtype in ((64, BF16), (128, F16), (512, F32))
+    ),
+]  # fmt: skip
 
 
 def _decoded(name: str, dtype: torch.dtype = BF16, **others: Any) -> TreeCacheCase:
@@ -363,7 +458,23 @@ def op_calls(device: str) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     k_pool, v_pool, table, lengths = inputs[1:5]
     _, k, v = case.texts(device)
     state = state_of(device)
+    packed = replace(PACKED_CASES[2], lengths=(21, 9), queries=(5, 9))
+    _, packed_k, packed_v = packed.texts(device)
+    pools, packed_table = filled_packed_pools(packed, 4, packed_k, packed_v)
     return {
+        "tree_cache_append_packed_": (
+            (
+                *pools.values(),
+                packed_k[:5],
+                packed_v[:5],
+                packed_table,
+                lengths - 5,
+                offsets((3, 2), device),
+                None,
+                4,
+            ),
+            packed.page_options(),
+        ),
         "tree_cache_append_": (
             (k_pool, v_pool, k[:5], v[:5], table, lengths - 5, offsets((3, 2), device), None, 4),
             case.page_options(),

@@ -9,7 +9,13 @@ import torch
 
 from htree_ops import TreeKVCache, tree_attention
 from htree_ops.testing.cases import case_id
-from htree_ops.testing.tree_cache_cases import CASES, TreeCacheCase
+from htree_ops.testing.tree_cache_cases import (
+    CASES,
+    PACKED_CASES,
+    TreeCacheCase,
+    filled_packed_pools,
+    offsets,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -19,6 +25,20 @@ pytestmark = pytest.mark.gpu
 def test_pages_are_filled_and_read(case: TreeCacheCase, dtype: torch.dtype) -> None:
     case = replace(case, dtype=dtype)
     out, lse, *_ = torch.ops.htree.tree_cache_attention(*case.make_inputs("cuda"), **case.options())
+    assert out.shape == (sum(case.queries), case.heads, case.value_dim)
+    assert not lse.isinf().any()
+
+
+@pytest.mark.parametrize("case", PACKED_CASES[:6], ids=case_id)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_packed_tokens_are_written_and_read(case: TreeCacheCase, bits: int) -> None:
+    pools, table = filled_packed_pools(case, bits, *case.tokens("cuda"))
+    packed = {name: pools[name] for name in ("k_codes", "k_scales", "v_codes", "v_scales")}
+    lengths = torch.tensor(case.lengths, dtype=torch.int32, device="cuda")
+    rows = (case.last_queries("cuda"), pools["k_pool"], pools["v_pool"], table, lengths)
+    out, lse, *_ = torch.ops.htree.tree_cache_attention(
+        *rows, offsets(case.queries, "cuda"), *case.make_inputs("cuda")[6:], **case.options(), **packed
+    )
     assert out.shape == (sum(case.queries), case.heads, case.value_dim)
     assert not lse.isinf().any()
 

@@ -43,6 +43,7 @@ class Shape:
     importance: str
     span: int | None
     dtype: torch.dtype
+    leaf_bits: int | None = None
 
     @staticmethod
     def draw(seed: int, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Shape:
@@ -96,6 +97,7 @@ class Shape:
             value_dim=self.value_dim,
             page_size=self.page_size,
             num_pages=self.num_pages,
+            leaf_bits=self.leaf_bits,
             dtype=self.dtype,
             device=device,
             **self.options(),  # type: ignore[arg-type]
@@ -250,7 +252,7 @@ class Run:
     def free(self) -> None:
         sequence = self.draw.randrange(self.shape.batch)
         self.cache.free(sequence)
-        self.model[sequence] = Sequence()
+        self.model[sequence] = type(self.model[sequence])()
 
     # ---- checks
 

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from htree_ops import tree_attention
 from htree_ops.ops.tree_attention import rope, rope_cache
 
-from .settings import RATE, Attention, Training
+from .settings import RATE, Attention, Substitute, Training
 
 __all__ = ["LanguageModel", "Model", "SearchModel", "attend", "sliding_window"]
 
@@ -110,6 +110,8 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
     """The attention of q [B, T, H, D] on k, v [B, T, H_kv, D], as q; rotated unless positions are compact."""
+    if isinstance(attention, Substitute):
+        return attention.function(q, k, v)
     if attention.kind == "dense":
         return dense_attention(q, k, v)
     if attention.kind == "window":

@@ -16,7 +16,7 @@ from .session import Progress, Session, Setup
 from .settings import RATE, Attention, Scale, Training, dense, tree, window
 from .training import train
 
-__all__ = ["PIECES", "Piece", "Run"]
+__all__ = ["PIECES", "Piece", "Run", "held_out_texts", "train_on_text", "trained_search"]
 
 CHECKPOINT = "dense"
 HELD_OUT_SEED = 10**9  # of the texts that models are evaluated on
@@ -29,7 +29,7 @@ class Run:
     """Something that is done whole or repeated. ``work`` writes the rows; the last has the status "final"."""
 
     name: str
-    work: Callable[[Session], None]
+    work: Callable[[Session], object]
 
 
 @dataclass(frozen=True)
@@ -234,26 +234,26 @@ def search(scale: Scale) -> list[Run]:
 
 def search_run(size: Training, attention: Attention) -> Run:
     """One model, which is asked for the repeated letters alone."""
+    return Run(attention.label, lambda session: trained_search(session, size, attention))
 
-    def work(session: Session) -> None:
-        model = SearchModel(size).to(session.device)
-        setup = Setup("search", attention.label, attention, size, parameters=model.num_parameters())
-        held_out = held_out_texts(session, size)
 
-        def loss_of(step: int) -> Tensor:
-            texts = draw_texts(
-                session.corpus.train, size.batch, size.context, size.strings, size.letters, step
-            )
-            return evaluation.copies(evaluation.byte_losses(model, attention, texts.tokens), texts).mean()
+def trained_search(session: Session, size: Training, attention: Attention) -> SearchModel:
+    """The model of such a run, trained and measured."""
+    model = SearchModel(size).to(session.device)
+    setup = Setup("search", attention.label, attention, size, parameters=model.num_parameters())
+    held_out = held_out_texts(session, size)
 
-        def measure(status: str, progress: Progress) -> None:
-            found = evaluation.measure_texts(session, model, attention, held_out)
-            nothing = {"bits_per_byte": None, "series": None, "series_of": None}  # not trained on the text
-            session.write(setup, status, progress, **(found | nothing))
+    def loss_of(step: int) -> Tensor:
+        texts = draw_texts(session.corpus.train, size.batch, size.context, size.strings, size.letters, step)
+        return evaluation.copies(evaluation.byte_losses(model, attention, texts.tokens), texts).mean()
 
-        train(session, setup, model, loss_of, measure)
+    def measure(status: str, progress: Progress) -> None:
+        found = evaluation.measure_texts(session, model, attention, held_out)
+        nothing = {"bits_per_byte": None, "series": None, "series_of": None}  # not trained on the text
+        session.write(setup, status, progress, **(found | nothing))
 
-    return Run(attention.label, work)
+    train(session, setup, model, loss_of, measure)
+    return model
 
 
 def scratch(scale: Scale) -> list[Run]:

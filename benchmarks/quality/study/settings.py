@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
-__all__ = ["SCALES", "Attention", "Scale", "Training", "dense", "tree", "window"]
+from torch import Tensor
+
+__all__ = ["SCALES", "Attention", "Scale", "Substitute", "Training", "dense", "tree", "window"]
 
 RATE = 16  # tokens per node, r
 
@@ -46,6 +49,13 @@ class Attention:
         while nodes > self.max_top_nodes:
             layers, nodes = layers + 1, -(-nodes // RATE)
         return layers
+
+
+@dataclass(frozen=True)
+class Substitute(Attention):
+    """Something else in the place of an attention, for the evaluation of models: ``function`` of q, k and v."""
+
+    function: Callable[[Tensor, Tensor, Tensor], Tensor] = field(kw_only=True)
 
 
 def dense() -> Attention:

@@ -62,20 +62,18 @@ struct HeadRows {
   }
 };
 
-// Stores the mean of `count` rows of a layer, from node `first` on, at `to`. Many rows are on their way at a time; they
-// are added in their order.
-template <typename T, int kPack>
-__device__ __forceinline__ void store_mean(const PageLayout& layout, const HeadRows<T>& rows, uint32_t layer,
-                                           uint32_t first, uint32_t count, int column, const Place& place) {
+// Stores the mean of `count` rows at `to`. child(i) is row i, null where its page is none; then nothing is stored. Many
+// rows are on their way at a time; they are added in their order.
+template <typename T, int kPack, class Child>
+__device__ __forceinline__ void store_mean(uint32_t count, int column, T* to, Child&& child_at) {
   constexpr uint32_t kBatch = 8;
-  T* to = rows.at(layout, place);
   device::Acc<T> sum[kPack] = {};
   bool whole = to != nullptr;
   for (uint32_t begin = 0; begin < count; begin += kBatch) {
     device::Pack<T, kPack> batch[kBatch];
 #pragma unroll
     for (uint32_t i = 0; i < kBatch; ++i) {
-      const T* child = begin + i < count ? rows.at(layout, layout.node(layer, first + begin + i)) : nullptr;
+      const T* child = begin + i < count ? child_at(begin + i) : nullptr;
       whole = whole && (child != nullptr || begin + i >= count);
       if (child != nullptr) {
         batch[i] = device::load_pack<kPack>(child + column);
@@ -136,8 +134,9 @@ __device__ __forceinline__ void append_level(const PageLayout& layout, const Hea
     } else {
       // A span mean is the mean of tokens, a node that of the nodes below.
       const uint32_t count = means ? layout.span : layout.rate;
-      store_mean<T, kPack>(layout, rows, means ? 0 : level - 1, node * count, count, column,
-                           means ? layout.span_mean(node) : layout.node(level, node));
+      store_mean<T, kPack>(
+          count, column, rows.at(layout, means ? layout.span_mean(node) : layout.node(level, node)),
+          [&](uint32_t i) { return rows.at(layout, layout.node(means ? 0 : level - 1, node * count + i)); });
     }
   }
 }
@@ -190,16 +189,19 @@ cudaError_t launch_append_for(const AppendParams<T>& params, cudaStream_t stream
   return cudaSuccess;
 }
 
+// Whether rows of the call and of a pool can be taken in packs of 16 bytes.
+template <typename T>
+bool in_wide_packs(const NewRows<T>& rows, const T* pool) {
+  const int64_t size = sizeof(T);
+  return rows.width % device::kPackOf<T> == 0 && reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 &&
+         reinterpret_cast<uintptr_t>(pool) % 16 == 0 && rows.row * size % 16 == 0 &&
+         rows.head * size % 16 == 0;
+}
+
 template <typename T>
 cudaError_t launch_append(const AppendParams<T>& params, cudaStream_t stream) {
   constexpr int kWide = device::kPackOf<T>;
-  const auto aligned = [](const NewRows<T>& rows, const T* pool) {
-    const int64_t size = sizeof(T);
-    return rows.width % kWide == 0 && reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 &&
-           reinterpret_cast<uintptr_t>(pool) % 16 == 0 && rows.row * size % 16 == 0 &&
-           rows.head * size % 16 == 0;
-  };
-  return aligned(params.k, params.keys) && aligned(params.v, params.values)
+  return in_wide_packs(params.k, params.keys) && in_wide_packs(params.v, params.values)
              ? launch_append_for<T, kWide>(params, stream)
              : launch_append_for<T, 1>(params, stream);
 }

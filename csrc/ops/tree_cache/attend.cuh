@@ -13,6 +13,7 @@
 #include "device/work.cuh"
 #include "ops/tree_attention/stages/scores/compute_scores.cuh"
 #include "ops/tree_attention/stages/select/select_topk.cuh"
+#include "ops/tree_cache/packed/packed_params.h"
 #include "ops/tree_cache/rows.cuh"
 
 namespace htree::tree_cache {
@@ -22,6 +23,71 @@ struct AttendTraits {
   static constexpr int kWarps = kThreads / device::kWarpSize;
   static constexpr int kTile = 16;      // candidates of a warp, two lanes for each
   static constexpr int kMaxLanes = 32;  // threads on one value row
+};
+
+// ---- rows
+
+// A row of T in a pool.
+template <typename T>
+struct StoredRow {
+  const T* first;
+
+  template <int kPack>
+  __device__ __forceinline__ device::Pack<T, kPack> load(int column) const {
+    return device::load_pack<kPack>(first + column);
+  }
+};
+
+// The rows of a pool. What row_of() gives with `page_rows` and `step` names one.
+template <typename T>
+struct StoredRows {
+  const T* pool;
+  int64_t page_rows;
+  int step;  // elements of a row
+
+  __device__ __forceinline__ StoredRow<T> at(int64_t row) const { return {pool + row}; }
+};
+
+// A packed token, whose channels are codes times a scale, rounded to T. docs/semantics/tree_cache.md §7.5
+template <typename T>
+struct PackedRow {
+  const uint8_t* codes;
+  float scale;
+  int bits;
+
+  // The column is a multiple of kPack, which is even.
+  template <int kPack>
+  __device__ __forceinline__ device::Pack<T, kPack> load(int column) const {
+    float values[kPack];
+    if (bits == 8) {
+      const auto bytes = device::load_pack<kPack>(codes + column);
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) {
+        values[i] = scale * static_cast<float>(static_cast<int8_t>(bytes[i]));
+      }
+    } else {
+      const auto pairs = device::load_pack<kPack / 2>(codes + column / 2);
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) {
+        values[i] = scale * static_cast<float>((pairs[i / 2] >> (4 * (i % 2)) & 15) - 8);
+      }
+    }
+    device::Pack<T, kPack> row;
+    device::from_acc<T>(values, row.data);
+    return row;
+  }
+};
+
+template <typename T>
+struct PackedRows {
+  LeafPool pool;
+  int64_t page_rows;  // tokens of a page
+  int bits;
+  static constexpr int step = 1;
+
+  __device__ __forceinline__ PackedRow<T> at(int64_t row) const {
+    return {pool.codes + row * pool.row_bytes, __half2float(__ushort_as_half(pool.scales[row])), bits};
+  }
 };
 
 // ---- scores
@@ -50,10 +116,10 @@ __device__ __forceinline__ void stage_queries(const AttendParams<T>& params, con
   }
 }
 
-// Adds this lane's share of the products of the key at `key` with the heads. `part`, 0 or 1, is the half of
-// the dims that the lane takes.
-template <typename T, int kHeads, int kPack>
-__device__ __forceinline__ void multiply_key(const AttendParams<T>& params, const T* key, int position,
+// Adds this lane's share of the products of a key with the heads. `part`, 0 or 1, is the half of the dims that
+// the lane takes.
+template <typename T, int kHeads, int kPack, class Row>
+__device__ __forceinline__ void multiply_key(const AttendParams<T>& params, const Row& key, int position,
                                              int part, const float* queries, float (&sums)[kHeads]) {
   const int pairs = params.key_dim / 2;
   const int packs = pairs / kPack;
@@ -63,8 +129,8 @@ __device__ __forceinline__ void multiply_key(const AttendParams<T>& params, cons
 #pragma unroll 2
   for (int pack = first; pack < last; ++pack) {
     const int pair = pack * kPack;
-    const auto stored_low = device::load_pack<kPack>(key + pair);
-    const auto stored_high = device::load_pack<kPack>(key + pairs + pair);
+    const auto stored_low = key.template load<kPack>(pair);
+    const auto stored_high = key.template load<kPack>(pairs + pair);
     float cos[kPack], sin[kPack];
     if (params.options.cos != nullptr) {
       tree_attention::load_table(params.options.cos + table + pair, cos);
@@ -89,9 +155,9 @@ __device__ __forceinline__ void multiply_key(const AttendParams<T>& params, cons
 
 // Block (row, y): its warps take the tiles y kWarps, ..., y kWarps + kWarps - 1 of the row's candidates, and
 // those gridDim.y kWarps further.
-template <typename T, int kHeads, int kPack>
+template <typename T, int kHeads, int kPack, class Rows>
 __global__ void __launch_bounds__(AttendTraits::kThreads)
-    cache_scores_kernel(const AttendParams<T> params, int layer) {
+    cache_scores_kernel(const AttendParams<T> params, const Rows keys, int layer) {
   using Traits = AttendTraits;
   extern __shared__ __align__(16) float queries[];  // [K][kHeads]
   const WalkRow walk = walk_row(params, blockIdx.x);
@@ -120,12 +186,11 @@ __global__ void __launch_bounds__(AttendTraits::kThreads)
       // Above the tokens the rightmost node is opened whatever its score, and may be unfinished:
       // it has no score.
       if (p < num - (layer > 0)) {
-        at = row_of(params, walk, layer, node_of(list, p, params.layout.rate), params.layout.key_rows(),
-                    params.key_dim);
+        at = row_of(params, walk, layer, node_of(list, p, params.layout.rate), keys.page_rows, keys.step);
       }
       float sums[kHeads] = {};
       if (at >= 0) {
-        multiply_key<T, kHeads, kPack>(params, params.keys + at, p, lane % 2, queries, sums);
+        multiply_key<T, kHeads, kPack>(params, keys.at(at), p, lane % 2, queries, sums);
       }
 #pragma unroll
       for (int head = 0; head < kHeads; ++head) {
@@ -185,7 +250,8 @@ __global__ void __launch_bounds__(AttendTraits::kThreads)
                                   : -1;
         float products[kHeads] = {};
         if (at >= 0) {
-          multiply_key<T, kHeads, kPack>(params, params.keys + at, p, lane % 2, queries, products);
+          multiply_key<T, kHeads, kPack>(params, StoredRow<T>{params.keys + at}, p, lane % 2, queries,
+                                         products);
         }
 #pragma unroll
         for (int head = 0; head < kHeads; ++head) {
@@ -255,7 +321,7 @@ __global__ void __launch_bounds__(tree_attention::SelectTraits::kThreads)
 template <int kHeads, int kPack>
 struct ValuesShared {
   alignas(16) float weights[kSplit][kHeads];
-  int64_t rows[kSplit];  // first element of the value in the pool; -1: do not read it
+  int64_t rows[kSplit];  // the value among the rows of its layer; -1: do not read it
   uint32_t selected[kSplit / 32];
   float parts[AttendTraits::kThreads * kPack];
   float reduced[2][AttendTraits::kWarps];
@@ -282,10 +348,11 @@ __device__ __forceinline__ void mark_selected(const AttendParams<T>& params, con
 }
 
 // Finds the values of the split's candidates, and per head the largest score of those that count.
-template <typename T, int kHeads, int kPack>
-__device__ __forceinline__ void stage_rows(const AttendParams<T>& params, const WalkRow& walk, int layer,
-                                           int num, int first, const float* scores, int num_heads,
-                                           float (&maximum)[kHeads], ValuesShared<kHeads, kPack>& shared) {
+template <typename T, int kHeads, int kPack, class Rows>
+__device__ __forceinline__ void stage_rows(const AttendParams<T>& params, const WalkRow& walk,
+                                           const Rows& values_of_layer, int layer, int num, int first,
+                                           const float* scores, int num_heads, float (&maximum)[kHeads],
+                                           ValuesShared<kHeads, kPack>& shared) {
   using Traits = AttendTraits;
   const int32_t* list = list_of(params, walk, layer);
 #pragma unroll
@@ -296,8 +363,8 @@ __device__ __forceinline__ void stage_rows(const AttendParams<T>& params, const 
     const int p = first + i;
     int64_t row = -1;
     if (p < num && !(shared.selected[i / 32] >> (i % 32) & 1)) {
-      row = row_of(params, walk, layer, node_of(list, p, params.layout.rate), params.layout.value_rows(),
-                   params.value_dim);
+      row = row_of(params, walk, layer, node_of(list, p, params.layout.rate), values_of_layer.page_rows,
+                   values_of_layer.step);
     }
     shared.rows[i] = row;
     if (row >= 0) {
@@ -369,9 +436,9 @@ __device__ __forceinline__ void store_columns(const float (&columns)[kHeads][kPa
 }
 
 // Block (row, split, chunk of heads): one part of the row's softmax.
-template <typename T, int kHeads, int kPack>
+template <typename T, int kHeads, int kPack, class Rows>
 __global__ void __launch_bounds__(AttendTraits::kThreads)
-    cache_values_kernel(const AttendParams<T> params, int layer, int lanes) {
+    cache_values_kernel(const AttendParams<T> params, const Rows values, int layer, int lanes) {
   using Traits = AttendTraits;
   __shared__ ValuesShared<kHeads, kPack> shared;
   const WalkRow walk = walk_row(params, blockIdx.x);
@@ -396,7 +463,7 @@ __global__ void __launch_bounds__(AttendTraits::kThreads)
   }
   __syncthreads();
   float maximum[kHeads];
-  stage_rows(params, walk, layer, num, first, scores, num_heads, maximum, shared);
+  stage_rows(params, walk, values, layer, num, first, scores, num_heads, maximum, shared);
   float sums[kHeads] = {};
   make_weights(maximum, sums, shared);
   const int64_t part =
@@ -422,7 +489,7 @@ __global__ void __launch_bounds__(AttendTraits::kThreads)
       if (row < 0) {
         continue;
       }
-      const auto stored = device::load_pack<kPack>(params.values + row + column);
+      const auto stored = values.at(row).template load<kPack>(column);
 #pragma unroll
       for (int head = 0; head < kHeads; ++head) {
         const float weight = shared.weights[i][head];
@@ -442,8 +509,9 @@ __global__ void __launch_bounds__(AttendTraits::kThreads)
 
 // ---- launches
 
+// `leaves`: the tokens where they are packed, else null.
 template <typename T, int kHeads, int kPack>
-cudaError_t launch_layers(const AttendParams<T>& params, cudaStream_t stream) {
+cudaError_t launch_layers(const AttendParams<T>& params, const LeafPools* leaves, cudaStream_t stream) {
   using Traits = AttendTraits;
   const int64_t capacity = int64_t{params.layout.rate} * params.options.top_k;
   const auto rows = static_cast<unsigned>(params.chunk.num * params.layout.num_kv_heads);
@@ -465,9 +533,23 @@ cudaError_t launch_layers(const AttendParams<T>& params, cudaStream_t stream) {
   const LaunchShape select_shape{.grid = rows,
                                  .threads = tree_attention::SelectTraits::kThreads,
                                  .shared_bytes = 4 * int64_t{params.group} + key_bytes};
-  for (int layer = static_cast<int>(params.layout.num_layers) - 1; layer >= 0; --layer) {
-    cudaError_t error =
-        launch_kernel(cache_scores_kernel<T, kHeads, kPack>, score_shape, stream, params, layer);
+  const LaunchShape value_shape{.grid = value_grid, .threads = Traits::kThreads};
+  // The two kernels of a layer that read rows, on rows that are found in one way or the other.
+  const auto launch_scores = [&](const auto& keys, int layer) {
+    using Rows = std::decay_t<decltype(keys)>;
+    return launch_kernel(cache_scores_kernel<T, kHeads, kPack, Rows>, score_shape, stream, params, keys,
+                         layer);
+  };
+  const auto launch_values = [&](const auto& values, int layer) {
+    using Rows = std::decay_t<decltype(values)>;
+    return launch_kernel(cache_values_kernel<T, kHeads, kPack, Rows>, value_shape, stream, params, values,
+                         layer, lanes);
+  };
+  const StoredRows<T> keys{params.keys, params.layout.key_rows(), params.key_dim};
+  const StoredRows<T> values{params.values, params.layout.value_rows(), params.value_dim};
+  const int last = leaves == nullptr ? 0 : 1;  // the last layer whose rows are in the pools
+  for (int layer = static_cast<int>(params.layout.num_layers) - 1; layer >= last; --layer) {
+    cudaError_t error = launch_scores(keys, layer);
     if (error == cudaSuccess && layer > 0 && params.layout.span > 0) {
       error = launch_kernel(cache_span_kernel<T, kHeads, kPack>, score_shape, stream, params, layer);
     }
@@ -475,18 +557,25 @@ cudaError_t launch_layers(const AttendParams<T>& params, cudaStream_t stream) {
       error = launch_kernel(cache_select_kernel<T, kHeads>, select_shape, stream, params, layer);
     }
     if (error == cudaSuccess) {
-      error = launch_kernel(cache_values_kernel<T, kHeads, kPack>,
-                            {.grid = value_grid, .threads = Traits::kThreads}, stream, params, layer, lanes);
+      error = launch_values(values, layer);
     }
     if (error != cudaSuccess) {
       return error;
     }
   }
-  return cudaSuccess;
+  if constexpr (kPack > 1) {
+    if (leaves != nullptr) {
+      const int64_t tokens = params.layout.page_size;
+      const cudaError_t error = launch_scores(PackedRows<T>{leaves->keys, tokens, leaves->bits}, 0);
+      return error != cudaSuccess ? error
+                                  : launch_values(PackedRows<T>{leaves->values, tokens, leaves->bits}, 0);
+    }
+  }
+  return leaves == nullptr ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 template <typename T>
-cudaError_t launch_attend(const AttendParams<T>& params, cudaStream_t stream) {
+cudaError_t launch_walk(const AttendParams<T>& params, const LeafPools* leaves, cudaStream_t stream) {
   const auto rows = static_cast<unsigned>(params.chunk.num * params.layout.num_kv_heads);
   cudaError_t error =
       launch_kernel(top_lists_kernel<T>, {.grid = rows, .threads = kRowThreads}, stream, params);
@@ -500,11 +589,14 @@ cudaError_t launch_attend(const AttendParams<T>& params, cudaStream_t stream) {
                     reinterpret_cast<uintptr_t>(params.options.cos) % 16 == 0 &&
                     reinterpret_cast<uintptr_t>(params.options.sin) % 16 == 0;
   if (params.group == 1) {
-    error = wide ? launch_layers<T, 1, kWide>(params, stream) : launch_layers<T, 1, 1>(params, stream);
+    error = wide ? launch_layers<T, 1, kWide>(params, leaves, stream)
+                 : launch_layers<T, 1, 1>(params, leaves, stream);
   } else if (params.group <= 4) {
-    error = wide ? launch_layers<T, 4, kWide>(params, stream) : launch_layers<T, 4, 1>(params, stream);
+    error = wide ? launch_layers<T, 4, kWide>(params, leaves, stream)
+                 : launch_layers<T, 4, 1>(params, leaves, stream);
   } else {
-    error = wide ? launch_layers<T, 8, kWide>(params, stream) : launch_layers<T, 8, 1>(params, stream);
+    error = wide ? launch_layers<T, 8, kWide>(params, leaves, stream)
+                 : launch_layers<T, 8, 1>(params, leaves, stream);
   }
   if (error != cudaSuccess) {
     return error;
@@ -517,6 +609,17 @@ cudaError_t launch_attend(const AttendParams<T>& params, cudaStream_t stream) {
     return error;
   }
   return launch_kernel(store_ring_kernel<T>, {.grid = rows, .threads = kRowThreads}, stream, params);
+}
+
+template <typename T>
+cudaError_t launch_attend(const AttendParams<T>& params, cudaStream_t stream) {
+  return launch_walk(params, nullptr, stream);
+}
+
+template <typename T>
+cudaError_t launch_attend_packed(const AttendParams<T>& params, const LeafPools& leaves,
+                                 cudaStream_t stream) {
+  return launch_walk(params, &leaves, stream);
 }
 
 }  // namespace htree::tree_cache

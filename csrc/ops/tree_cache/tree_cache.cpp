@@ -2,6 +2,9 @@
 // docs/semantics/tree_cache.md §7; docs/semantics/conventions.md §0.5.
 #include "ops/tree_cache/tree_cache.h"
 
+#include <algorithm>
+#include <iterator>
+
 #include "host/autograd.h"
 #include "host/op_handle.h"
 #include "host/registration.h"
@@ -10,6 +13,20 @@ namespace htree::tree_cache {
 namespace {
 
 using OptionalTensor = std::optional<Tensor>;
+
+// The arguments of an append that a kernel takes as they are, made contiguous, and the call itself.
+template <typename Run>
+void with_append_call(const char* op, const Tensor& k, const Tensor& v, const Tensor& block_table,
+                      const Tensor& lengths, const Tensor& cu_new, OptionalTensor new_lengths,
+                      const std::optional<SymInt>& max_new, Run&& run) {
+  const int64_t most = max_new.has_value() ? max_new->guard_int(__FILE__, __LINE__) : k.size(0);
+  if (k.size(0) > 0 && most > 0 && lengths.numel() > 0) {
+    if (new_lengths.has_value()) new_lengths = new_lengths->contiguous();
+    run(block_table.contiguous(), lengths.contiguous(),
+        AppendCall{tree_attention::unit_last(k), tree_attention::unit_last(v), cu_new.contiguous(),
+                   new_lengths, std::min(most, k.size(0)), op});
+  }
+}
 
 // for b: for i in range(new tokens of b): t = lengths[b] + i
 //   page = block_table[b, t // P]; k_pool[page, :, t % P] = k[cu_new[b] + i]; v_pool likewise
@@ -20,20 +37,40 @@ void append(const Tensor& k_pool, const Tensor& v_pool, const Tensor& k, const T
             const Tensor& block_table, const Tensor& lengths, const Tensor& cu_new,
             const OptionalTensor& new_lengths, std::optional<SymInt> max_new, int64_t page_size,
             int64_t compression_rate, int64_t max_top_nodes, std::optional<int64_t> selection_span) {
+  constexpr const char* kOp = "tree_cache_append_";
   const PageOptions options = {page_size, compression_rate, max_top_nodes, selection_span};
   const Pools pools = {k_pool, v_pool, block_table, lengths};
-  check_append(pools, k, v, cu_new, new_lengths, max_new, options);
+  check_append(kOp, pools, k, v, cu_new, new_lengths, max_new, options);
   if constexpr (kKernel != nullptr) {
-    const int64_t most = max_new.has_value() ? max_new->guard_int(__FILE__, __LINE__) : k.size(0);
-    if (k.size(0) > 0 && most > 0 && lengths.numel() > 0) {
-      const Tensor table = block_table.contiguous();
-      const Tensor held = lengths.contiguous();
-      OptionalTensor counts = new_lengths;
-      if (counts.has_value()) counts = counts->contiguous();
-      kKernel({k_pool, v_pool, table, held}, layout_of(pools, options),
-              {tree_attention::unit_last(k), tree_attention::unit_last(v), cu_new.contiguous(), counts,
-               std::min(most, k.size(0))});
-    }
+    with_append_call(kOp, k, v, block_table, lengths, cu_new, new_lengths, max_new,
+                     [&](const Tensor& table, const Tensor& held, const AppendCall& call) {
+                       kKernel({k_pool, v_pool, table, held}, layout_of(pools, options), call);
+                     });
+  }
+}
+
+// The same with k_codes[page, :, t % P], k_scales[page, :, t % P] = quantised k[cu_new[b] + i] in the place of the
+// row of k_pool, and k_tail[b, :, t % S] = k[cu_new[b] + i], from which nodes are made; values likewise
+template <AppendPacked* kKernel>
+void append_packed(const Tensor& k_pool, const Tensor& v_pool, const Tensor& k_codes, const Tensor& k_scales,
+                   const Tensor& v_codes, const Tensor& v_scales, const Tensor& k_tail, const Tensor& v_tail,
+                   const Tensor& k, const Tensor& v, const Tensor& block_table, const Tensor& lengths,
+                   const Tensor& cu_new, const OptionalTensor& new_lengths, std::optional<SymInt> max_new,
+                   int64_t page_size, int64_t compression_rate, int64_t max_top_nodes,
+                   std::optional<int64_t> selection_span) {
+  constexpr const char* kOp = "tree_cache_append_packed_";
+  const PageOptions options = {page_size, compression_rate, max_top_nodes, selection_span};
+  const PackedLeaves leaves = {k_codes, k_scales, v_codes, v_scales};
+  const Pools pools = {k_pool, v_pool, block_table, lengths, &leaves};
+  const Tails tails = {k_tail, v_tail};
+  check_append(kOp, pools, k, v, cu_new, new_lengths, max_new, options);
+  check_tails(pools, tails, k, v, options);
+  if constexpr (kKernel != nullptr) {
+    with_append_call(
+        kOp, k, v, block_table, lengths, cu_new, new_lengths, max_new,
+        [&](const Tensor& table, const Tensor& held, const AppendCall& call) {
+          kKernel({k_pool, v_pool, table, held, &leaves}, tails, layout_of(pools, options), call);
+        });
   }
 }
 
@@ -48,7 +85,9 @@ AttentionOutputs attention(const Tensor& q, const Tensor& k_pool, const Tensor& 
                            int64_t page_size, int64_t compression_rate, int64_t max_top_nodes, int64_t top_k,
                            int64_t selection_stride, std::optional<int64_t> selection_span,
                            std::optional<double> scale, std::optional<double> rope_base,
-                           std::string_view importance, std::optional<at::ArrayRef<double>> inv_freq) {
+                           std::string_view importance, std::optional<at::ArrayRef<double>> inv_freq,
+                           const OptionalTensor& k_codes, const OptionalTensor& k_scales,
+                           const OptionalTensor& v_codes, const OptionalTensor& v_scales) {
   TreeOptions options;
   options.compression_rate = compression_rate;
   options.max_top_nodes = max_top_nodes;
@@ -60,7 +99,17 @@ AttentionOutputs attention(const Tensor& q, const Tensor& k_pool, const Tensor& 
   options.importance = std::string(importance);
   if (inv_freq.has_value()) options.inv_freq = inv_freq->vec();
   const PageOptions page_options = {page_size, compression_rate, max_top_nodes, selection_span};
-  const Pools pools = {k_pool, v_pool, block_table, lengths};
+  const OptionalTensor* packed[] = {&k_codes, &k_scales, &v_codes, &v_scales};
+  const auto given = std::count_if(std::begin(packed), std::end(packed),
+                                   [](const OptionalTensor* x) { return x->has_value(); });
+  TORCH_CHECK_VALUE(
+      given == 0 || given == 4,
+      "tree_cache_attention: k_codes, k_scales, v_codes and v_scales must be given together, got ", given,
+      " of them");
+  std::optional<PackedLeaves> leaves;
+  if (given == 4) leaves.emplace(PackedLeaves{*k_codes, *k_scales, *v_codes, *v_scales});
+  const PackedLeaves* const packed_leaves = leaves.has_value() ? &*leaves : nullptr;
+  const Pools pools = {k_pool, v_pool, block_table, lengths, packed_leaves};
   AttentionOutputs outputs =
       prepare_attention(pools, {q, cu_q, lists, list_pos, q_lengths, rope_table}, options, page_options);
   if constexpr (kKernel != nullptr) {
@@ -79,7 +128,7 @@ AttentionOutputs attention(const Tensor& q, const Tensor& k_pool, const Tensor& 
     };
     const Tensor table = block_table.contiguous();
     const Tensor held = lengths.contiguous();
-    kKernel({k_pool, v_pool, table, held}, layout_of(pools, page_options),
+    kKernel({k_pool, v_pool, table, held, packed_leaves}, layout_of(pools, page_options),
             {tree_attention::unit_last(q), cu_q.contiguous(), dense(lists), dense(list_pos), dense(q_lengths),
              rope_table},
             args, outputs);
@@ -114,9 +163,10 @@ void copy(const Tensor& k_pool, const Tensor& v_pool, const Tensor& page_pairs) 
   }
 }
 
-template <Append* kAppend, Attention* kAttention, Pages* kPages, Copy* kCopy>
+template <Append* kAppend, AppendPacked* kAppendPacked, Attention* kAttention, Pages* kPages, Copy* kCopy>
 void register_device(torch::Library& library) {
   library.impl("tree_cache_append_", TORCH_FN(append<kAppend>));
+  library.impl("tree_cache_append_packed_", TORCH_FN(append_packed<kAppendPacked>));
   library.impl("tree_cache_attention", TORCH_FN(attention<kAttention>));
   library.impl("tree_cache_pages_", TORCH_FN(pages<kPages>));
   library.impl("tree_cache_copy_", TORCH_FN(copy<kCopy>));
@@ -125,6 +175,7 @@ void register_device(torch::Library& library) {
 // ---- Autograd and ADInplaceOrView of the ops that write
 
 constexpr char kAppendName[] = "htree::tree_cache_append_";
+constexpr char kAppendPackedName[] = "htree::tree_cache_append_packed_";
 constexpr char kPagesName[] = "htree::tree_cache_pages_";
 constexpr char kCopyName[] = "htree::tree_cache_copy_";
 
@@ -172,6 +223,7 @@ struct Mutating<kName, kFunction, kWritten, void (*)(Arguments...)> {
 };
 
 using MutatingAppend = Mutating<kAppendName, &append<nullptr>, 2>;
+using MutatingAppendPacked = Mutating<kAppendPackedName, &append_packed<nullptr>, 8>;
 using MutatingPages = Mutating<kPagesName, &pages<nullptr>, 8>;
 using MutatingCopy = Mutating<kCopyName, &copy<nullptr>, 2>;
 
@@ -184,12 +236,18 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
           "tree_cache_append_(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor k, Tensor v, Tensor block_table, "
           "Tensor lengths, Tensor cu_new, Tensor? new_lengths=None, SymInt? max_new=None, *, int page_size, "
           "int compression_rate=16, int max_top_nodes=8192, int? selection_span=None) -> ()",
+          "tree_cache_append_packed_(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor(c!) k_codes, "
+          "Tensor(d!) k_scales, Tensor(e!) v_codes, Tensor(f!) v_scales, Tensor(g!) k_tail, "
+          "Tensor(h!) v_tail, Tensor k, Tensor v, Tensor block_table, Tensor lengths, Tensor cu_new, "
+          "Tensor? new_lengths=None, SymInt? max_new=None, *, int page_size, int compression_rate=16, "
+          "int max_top_nodes=8192, int? selection_span=None) -> ()",
           "tree_cache_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_table, Tensor lengths, "
           "Tensor cu_q, Tensor? lists=None, Tensor? list_pos=None, Tensor? q_lengths=None, Tensor? "
           "rope_table=None, *, int page_size, int compression_rate=16, int max_top_nodes=8192, int "
           "top_k=512, int selection_stride=1, int? selection_span=None, float? scale=None, float? "
-          "rope_base=10000., str importance=\"lse_causal\", float[]? inv_freq=None) -> (Tensor out, Tensor "
-          "lse, Tensor lists, Tensor list_pos)",
+          "rope_base=10000., str importance=\"lse_causal\", float[]? inv_freq=None, Tensor? k_codes=None, "
+          "Tensor? k_scales=None, Tensor? v_codes=None, Tensor? v_scales=None) -> (Tensor out, Tensor lse, "
+          "Tensor lists, Tensor list_pos)",
           "tree_cache_pages_(Tensor(a!) block_table, Tensor(b!) lengths, Tensor(c!) held, Tensor(d!) users, "
           "Tensor(e!) free_pages, Tensor(f!) errors, Tensor(g!) list_pos, Tensor(h!) plan, Tensor request, "
           "str step, *, int capacity, int page_size, int selection_stride=1) -> ()",
@@ -198,28 +256,30 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
 }
 
 TORCH_LIBRARY_IMPL(htree, CPU, library) {
-  register_device<append_cpu, attention_cpu, pages_cpu, copy_cpu>(library);
+  register_device<append_cpu, append_packed_cpu, attention_cpu, pages_cpu, copy_cpu>(library);
 }
 
 #if defined(HTREE_WITH_CUDA)
 TORCH_LIBRARY_IMPL(htree, CUDA, library) {
-  register_device<append_cuda, attention_cuda, pages_cuda, copy_cuda>(library);
+  register_device<append_cuda, append_packed_cuda, attention_cuda, pages_cuda, copy_cuda>(library);
 }
 #endif
 
 TORCH_LIBRARY_IMPL(htree, Meta, library) {
-  register_device<nullptr, nullptr, nullptr, nullptr>(library);
+  register_device<nullptr, nullptr, nullptr, nullptr, nullptr>(library);
 }
 
 TORCH_LIBRARY_IMPL(htree, Autograd, library) {
   register_no_gradient(library, {"tree_cache_attention"});
   library.impl("tree_cache_append_", TORCH_FN(MutatingAppend::autograd));
+  library.impl("tree_cache_append_packed_", TORCH_FN(MutatingAppendPacked::autograd));
   library.impl("tree_cache_pages_", TORCH_FN(MutatingPages::autograd));
   library.impl("tree_cache_copy_", TORCH_FN(MutatingCopy::autograd));
 }
 
 TORCH_LIBRARY_IMPL(htree, ADInplaceOrView, library) {
   library.impl("tree_cache_append_", TORCH_FN(MutatingAppend::in_place));
+  library.impl("tree_cache_append_packed_", TORCH_FN(MutatingAppendPacked::in_place));
   library.impl("tree_cache_pages_", TORCH_FN(MutatingPages::in_place));
   library.impl("tree_cache_copy_", TORCH_FN(MutatingCopy::in_place));
 }

@@ -26,17 +26,27 @@ struct PageOptions {
   std::optional<int64_t> selection_span;
 };
 
+// The tokens of all pages in 8 or 4 bits. docs/semantics/tree_cache.md §7.5
+struct PackedLeaves {
+  const Tensor& k_codes;   // uint8 [num_pages, H_kv, P, K or K/2] contiguous
+  const Tensor& k_scales;  // fp16 [num_pages, H_kv, P] contiguous
+  const Tensor& v_codes;   // uint8 [num_pages, H_kv, P, V or V/2] contiguous
+  const Tensor& v_scales;  // fp16 [num_pages, H_kv, P] contiguous
+};
+
 // The pools and the table of pages, as every op takes them.
 struct Pools {
   const Tensor& keys;         // [num_pages, H_kv, key rows, K] contiguous
   const Tensor& values;       // [num_pages, H_kv, value rows, V] contiguous
   const Tensor& block_table;  // int32 [B, max_pages]
   const Tensor& lengths;      // int32 [B]
+  // Where there are packed leaves, keys and values have no rows of tokens.
+  const PackedLeaves* leaves = nullptr;
 };
 
 // The number of layers that a sequence of max_pages * page_size tokens can need.
 int64_t cache_layers(const SymInt& max_pages, const PageOptions& options);
-// Checks the pools against the options.
+// Checks the pools, packed leaves among them, against the options.
 void check_pools(const char* op, const Pools& pools, const PageOptions& options);
 // The layout of checked pools with real sizes.
 PageLayout layout_of(const Pools& pools, const PageOptions& options);
@@ -49,12 +59,26 @@ struct AppendCall {
   const Tensor& cu_new;                      // int32 [B + 1]
   const std::optional<Tensor>& new_lengths;  // int32 [B]
   int64_t max_new;                           // most new tokens of a sequence
+  const char* op = "tree_cache_append_";
 };
-void check_append(const Pools& pools, const Tensor& k, const Tensor& v, const Tensor& cu_new,
+void check_append(const char* op, const Pools& pools, const Tensor& k, const Tensor& v, const Tensor& cu_new,
                   const std::optional<Tensor>& new_lengths, const std::optional<SymInt>& max_new,
                   const PageOptions& options);
 using Append = void(const Pools& pools, const PageLayout& layout, const AppendCall& call);
 Append append_cpu, append_cuda;
+
+// ---- tree_cache_append_packed_
+
+// The last tokens of each sequence as they came, for nodes that are not finished yet: token t is row t mod S.
+struct Tails {
+  const Tensor& keys;    // [B, H_kv, S, K] contiguous
+  const Tensor& values;  // [B, H_kv, S, V] contiguous
+};
+void check_tails(const Pools& pools, const Tails& tails, const Tensor& k, const Tensor& v,
+                 const PageOptions& options);
+using AppendPacked = void(const Pools& pools, const Tails& tails, const PageLayout& layout,
+                          const AppendCall& call);
+AppendPacked append_packed_cpu, append_packed_cuda;
 
 // ---- tree_cache_attention
 

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "ops/tree_attention/cpu/query_worker.h"
+#include "ops/tree_cache/packed/packed_leaves_cpu.h"
 #include "ops/tree_cache/tree_cache.h"
 
 namespace htree::tree_cache {
@@ -106,6 +107,7 @@ struct Call {
   const AttentionOutputs& outputs;
   QueryShape shape;
   RotationTable table;
+  std::optional<LeafRows<T>> packed_keys, packed_values;
 
   Call(const Pools& pools_, const PageLayout& layout_, const AttentionInputs& inputs_,
        const AttentionArgs& args_, const AttentionOutputs& outputs_, int64_t longest)
@@ -115,6 +117,10 @@ struct Call {
     const Tensor q = inputs.q.unsqueeze(0);
     shape = tree_attention::query_shape(q, layout.num_kv_heads, pools.values.size(3), r, max_parents,
                                         args.importance, tree_attention::query_kernels<Real>().lanes);
+    if (const PackedLeaves* leaves = pools.leaves; leaves != nullptr) {
+      packed_keys.emplace(leaves->k_codes, leaves->k_scales, pools.keys.size(3));
+      packed_values.emplace(leaves->v_codes, leaves->v_scales, pools.values.size(3));
+    }
     if (!args.rotate) return;
     if (inputs.rope_table.has_value()) {
       table = tree_attention::copy_rotation<Real>(inputs.rope_table->select(0, 0),
@@ -128,19 +134,29 @@ struct Call {
   int64_t ring() const { return std::get<3>(outputs).size(1); }
   int64_t ring_slot(int64_t leader) const { return leader / args.selection_stride % ring(); }
 
+  int64_t page_of(int64_t b, const Place& place) const {
+    return pools.block_table.const_data_ptr<int32_t>()[b * layout.max_pages + place.page];
+  }
   // A row of a page of one head.
   const T* row(const Tensor& pool, int64_t page_rows, int64_t b, const Place& place, int64_t head) const {
-    const int64_t page = pools.block_table.const_data_ptr<int32_t>()[b * layout.max_pages + place.page];
     return pool.const_data_ptr<T>() +
-           ((page * layout.num_kv_heads + head) * page_rows + place.row) * pool.size(3);
+           ((page_of(b, place) * layout.num_kv_heads + head) * page_rows + place.row) * pool.size(3);
   }
-  // A token, or a finished node.
-  const T* key(int64_t b, int64_t layer, int64_t node, int64_t head) const {
+  // A token, or a finished node. A packed token is expanded at `scratch`, which has room for a row.
+  const T* key(int64_t b, int64_t layer, int64_t node, int64_t head, T* scratch) const {
     const Place place = layout.node(static_cast<uint32_t>(layer), static_cast<uint32_t>(node));
+    if (layer == 0 && packed_keys.has_value()) {
+      packed_keys->expand(page_of(b, place), head, place.row, scratch);
+      return scratch;
+    }
     return row(pools.keys, layout.key_rows(), b, place, head);
   }
-  const T* value(int64_t b, int64_t layer, int64_t node, int64_t head) const {
+  const T* value(int64_t b, int64_t layer, int64_t node, int64_t head, T* scratch) const {
     const Place place = layout.node(static_cast<uint32_t>(layer), static_cast<uint32_t>(node));
+    if (layer == 0 && packed_values.has_value()) {
+      packed_values->expand(page_of(b, place), head, place.row, scratch);
+      return scratch;
+    }
     return row(pools.values, layout.value_rows(), b, place, head);
   }
   const T* span_mean(int64_t b, int64_t index, int64_t head) const {
@@ -162,9 +178,10 @@ struct Call {
           if (node >= finished) {
             std::fill(to + i * width, to + (i + 1) * width, T{});
           } else {
-            const T* from = keys ? key(sequence.index, layer, node, i % heads)
-                                 : value(sequence.index, layer, node, i % heads);
-            std::copy(from, from + width, to + i * width);
+            T* at = to + i * width;
+            const T* from = keys ? key(sequence.index, layer, node, i % heads, at)
+                                 : value(sequence.index, layer, node, i % heads, at);
+            if (from != at) std::copy(from, from + width, at);
           }
         }
       });
@@ -206,7 +223,8 @@ class StrideTask {
         width_(call.args.top_k),
         lists_(call.layout.num_layers * width_),
         positions_(width_),
-        slots_(call.shape.max_parents) {
+        slots_(call.shape.max_parents),
+        expanded_(std::max(call.pools.keys.size(3), call.pools.values.size(3))) {
     for (size_t i = 0; i < slots_.size(); ++i)
       slots_[i] = static_cast<int32_t>(i);
   }
@@ -328,8 +346,9 @@ class StrideTask {
       const int64_t children = std::min(shape.r, count - slot * shape.r);
       if (children < shape.r_pad) std::fill(tile, tile + tile_size, Real{0});
       for (int64_t child = 0; child < children; ++child) {
-        tree_attention::pack_key(call_.key(b, layer, candidates.parents[slot] * shape.r + child, head), shape,
-                                 call_.rotation(), child, shape.r_pad, row_.data(), tile);
+        const T* key =
+            call_.key(b, layer, candidates.parents[slot] * shape.r + child, head, expanded_.data());
+        tree_attention::pack_key(key, shape, call_.rotation(), child, shape.r_pad, row_.data(), tile);
       }
     }
   }
@@ -367,7 +386,8 @@ class StrideTask {
         ++next;
         continue;
       }
-      const T* from = call_.value(b, layer, candidates.parents[p / shape.r] * shape.r + p % shape.r, head);
+      const T* from = call_.value(b, layer, candidates.parents[p / shape.r] * shape.r + p % shape.r, head,
+                                  expanded_.data());
       Real* to = values_.data() + p * shape.value_pad;
       for (int64_t i = 0; i < shape.value_dim; ++i)
         to[i] = static_cast<Real>(from[i]);
@@ -399,6 +419,7 @@ class StrideTask {
   std::vector<int32_t> positions_;  // selected positions of the current layer
   std::vector<int32_t> slots_;      // 0, 1, 2, ...
   std::vector<Real> keys_, values_, row_, means_;
+  std::vector<T> expanded_;  // a packed token
 };
 
 // Makes the ring after the call: entries that are still valid, and the last leaders of the call.

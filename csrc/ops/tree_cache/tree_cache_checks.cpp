@@ -1,16 +1,18 @@
 // The checks and outputs declared in tree_cache.h, on symbolic sizes: Meta runs them too.
 #include <ATen/ops/empty.h>
 
+#include <array>
 #include <limits>
 
 #include "host/check.h"
 #include "host/overlap.h"
+#include "ops/tree_cache/packed/packed_leaves.h"
 #include "ops/tree_cache/tree_cache.h"
 
 namespace htree::tree_cache {
 namespace {
 
-constexpr const char* kAppendOp = "tree_cache_append_";
+constexpr const char* kPackedOp = "tree_cache_append_packed_";
 constexpr const char* kAttentionOp = "tree_cache_attention";
 constexpr const char* kPagesOp = "tree_cache_pages_";
 constexpr const char* kCopyOp = "tree_cache_copy_";
@@ -57,6 +59,40 @@ int64_t rows_of_page(const PageOptions& options, int64_t num_layers) {
   return rows;
 }
 
+using Named = std::pair<const char*, const Tensor&>;
+
+int64_t leaf_bits(const Tensor& pool, const Tensor& codes) {
+  return same_size(codes.sym_size(3), pool.sym_size(3)) ? 8 : 4;
+}
+
+// The packed tokens of one pool.
+void check_leaves(const char* op, const char* pool_name, const Tensor& pool, const Named& codes,
+                  const Named& scales, int64_t page_size) {
+  check_dtype(op, pool_name, pool, {at::kFloat, at::kHalf, at::kBFloat16});
+  const SymInt width = pool.sym_size(3);
+  TORCH_CHECK_VALUE(
+      same_size(width % 64, 0) && holds(width.sym_ge(64)) && holds(width.sym_le(compressed_kv::kMostHeadDim)),
+      op, ": rows of ", pool_name,
+      " must have a multiple of 64 channels, up to 512, where tokens are packed, got ", width);
+  const auto& [codes_name, packed] = codes;
+  const auto& [scales_name, factors] = scales;
+  check_rank(op, codes_name, packed, 4, "[num_pages, H_kv, page_size, row bytes]");
+  check_dtype(op, codes_name, packed, {at::kByte});
+  check_rank(op, scales_name, factors, 3, "[num_pages, H_kv, page_size]");
+  check_dtype(op, scales_name, factors, {at::kHalf});
+  for (const auto& [name, tensor] : {codes, scales}) {
+    check_same_device(op, name, tensor, pool_name, pool);
+    check_contiguous(op, name, tensor);
+    check_size(op, name, tensor, 0, pool.sym_size(0), "num_pages of the pools");
+    check_size(op, name, tensor, 1, pool.sym_size(1), "H_kv of the pools");
+    check_size(op, name, tensor, 2, page_size, "page_size");
+  }
+  const SymInt bytes = packed.sym_size(3);
+  TORCH_CHECK_VALUE(same_size(bytes, width) || same_size(bytes * 2, width), op, ": ", codes_name,
+                    " must have a byte for each channel or for each two of ", width, ", got ",
+                    packed.sym_sizes());
+}
+
 // The rows of one call and where each sequence's begin.
 void check_rows(const char* op, const char* name, const Tensor& rows, const Pools& pools, const char* cu_name,
                 const Tensor& cu, const char* lengths_name, const std::optional<Tensor>& lengths) {
@@ -94,7 +130,8 @@ void check_pools(const char* op, const Pools& pools, const PageOptions& options)
   TORCH_CHECK_VALUE(holds((max_pages * options.page_size).sym_lt(tree_attention::kIndexLimit)), op,
                     ": max_pages * page_size must be below 2^31, got ", max_pages, " and ",
                     options.page_size);
-  const int64_t rows = rows_of_page(options, cache_layers(max_pages, options));
+  const int64_t tokens = pools.leaves == nullptr ? 0 : options.page_size;  // rows that are elsewhere
+  const int64_t rows = rows_of_page(options, cache_layers(max_pages, options)) - tokens;
   const int64_t means = options.selection_span.has_value() ? options.page_size / *options.selection_span : 0;
   check_size(op, "k_pool", pools.keys, 2, rows + means, "rows of a page: tokens, nodes and span means");
   check_size(op, "v_pool", pools.values, 0, pools.keys.sym_size(0), "num_pages of k_pool");
@@ -108,35 +145,85 @@ void check_pools(const char* op, const Pools& pools, const PageOptions& options)
                     ": H_kv and V of v_pool must be at least 1, got ", pools.values.sym_sizes());
   TORCH_CHECK_VALUE(holds(pools.keys.sym_size(0).sym_lt(tree_attention::kIndexLimit)), op,
                     ": k_pool must have fewer than 2^31 pages, got ", pools.keys.sym_sizes());
+  if (pools.leaves != nullptr) {
+    check_leaves(op, "k_pool", pools.keys, {"k_codes", pools.leaves->k_codes},
+                 {"k_scales", pools.leaves->k_scales}, options.page_size);
+    check_leaves(op, "v_pool", pools.values, {"v_codes", pools.leaves->v_codes},
+                 {"v_scales", pools.leaves->v_scales}, options.page_size);
+    TORCH_CHECK_VALUE(
+        leaf_bits(pools.keys, pools.leaves->k_codes) == leaf_bits(pools.values, pools.leaves->v_codes), op,
+        ": v_codes must have the bits of k_codes, got ", pools.leaves->v_codes.sym_sizes(), " and ",
+        pools.leaves->k_codes.sym_sizes());
+  }
 }
 
 PageLayout layout_of(const Pools& pools, const PageOptions& options) {
-  return page_layout(options.page_size, options.compression_rate,
-                     cache_layers(pools.block_table.sym_size(1), options), options.selection_span.value_or(0),
-                     pools.keys.size(0), pools.block_table.size(1), pools.keys.size(1));
+  const PageLayout layout = page_layout(
+      options.page_size, options.compression_rate, cache_layers(pools.block_table.sym_size(1), options),
+      options.selection_span.value_or(0), pools.keys.size(0), pools.block_table.size(1), pools.keys.size(1));
+  return pools.leaves == nullptr ? layout : without_token_rows(layout);
 }
 
-void check_append(const Pools& pools, const Tensor& k, const Tensor& v, const Tensor& cu_new,
+void check_append(const char* op, const Pools& pools, const Tensor& k, const Tensor& v, const Tensor& cu_new,
                   const std::optional<Tensor>& new_lengths, const std::optional<SymInt>& max_new,
                   const PageOptions& options) {
-  check_pools(kAppendOp, pools, options);
-  check_rank(kAppendOp, "k", k, 3, "[N_new, H_kv, K]");
-  check_rank(kAppendOp, "v", v, 3, "[N_new, H_kv, V]");
-  check_rows(kAppendOp, "k", k, pools, "cu_new", cu_new, "new_lengths", new_lengths);
-  check_same_dtype(kAppendOp, "v", v, "k", k);
-  check_same_device(kAppendOp, "v", v, "k", k);
-  check_size(kAppendOp, "k", k, 1, pools.keys.sym_size(1), "H_kv of k_pool");
-  check_size(kAppendOp, "k", k, 2, pools.keys.sym_size(3), "K of k_pool");
-  check_size(kAppendOp, "v", v, 0, k.sym_size(0), "N_new of k");
-  check_size(kAppendOp, "v", v, 1, pools.keys.sym_size(1), "H_kv of k_pool");
-  check_size(kAppendOp, "v", v, 2, pools.values.sym_size(3), "V of v_pool");
+  check_pools(op, pools, options);
+  check_rank(op, "k", k, 3, "[N_new, H_kv, K]");
+  check_rank(op, "v", v, 3, "[N_new, H_kv, V]");
+  check_rows(op, "k", k, pools, "cu_new", cu_new, "new_lengths", new_lengths);
+  check_same_dtype(op, "v", v, "k", k);
+  check_same_device(op, "v", v, "k", k);
+  check_size(op, "k", k, 1, pools.keys.sym_size(1), "H_kv of k_pool");
+  check_size(op, "k", k, 2, pools.keys.sym_size(3), "K of k_pool");
+  check_size(op, "v", v, 0, k.sym_size(0), "N_new of k");
+  check_size(op, "v", v, 1, pools.keys.sym_size(1), "H_kv of k_pool");
+  check_size(op, "v", v, 2, pools.values.sym_size(3), "V of v_pool");
   if (max_new.has_value()) {
-    TORCH_CHECK_VALUE(holds(max_new->sym_ge(0)), kAppendOp, ": max_new must be at least 0, got ", *max_new);
+    TORCH_CHECK_VALUE(holds(max_new->sym_ge(0)), op, ": max_new must be at least 0, got ", *max_new);
   }
-  check_disjoint(kAppendOp, "k_pool", pools.keys, "v_pool", pools.values);
+  check_disjoint(op, "k_pool", pools.keys, "v_pool", pools.values);
   for (const auto& [name, pool] : {std::pair{"k_pool", pools.keys}, std::pair{"v_pool", pools.values}}) {
-    check_disjoint(kAppendOp, name, pool, "k", k);
-    check_disjoint(kAppendOp, name, pool, "v", v);
+    check_disjoint(op, name, pool, "k", k);
+    check_disjoint(op, name, pool, "v", v);
+  }
+}
+
+void check_tails(const Pools& pools, const Tails& tails, const Tensor& k, const Tensor& v,
+                 const PageOptions& options) {
+  const char* op = kPackedOp;
+  const std::array<std::tuple<const char*, Tensor, const char*, Tensor>, 2> both = {
+      {{"k_tail", tails.keys, "k_pool", pools.keys}, {"v_tail", tails.values, "v_pool", pools.values}}};
+  for (const auto& [name, tail, pool_name, pool] : both) {
+    check_rank(op, name, tail, 4, "[B, H_kv, tokens, channels]");
+    check_same_dtype(op, name, tail, pool_name, pool);
+    check_same_device(op, name, tail, pool_name, pool);
+    check_contiguous(op, name, tail);
+    check_size(op, name, tail, 0, pools.block_table.sym_size(0), "B of block_table");
+    check_size(op, name, tail, 1, pool.sym_size(1), "H_kv of the pools");
+    check_size(op, name, tail, 2, tails.keys.sym_size(2), "tokens of k_tail");
+    check_size(op, name, tail, 3, pool.sym_size(3), "channels of the pool");
+  }
+  const SymInt tokens = tails.keys.sym_size(2);
+  TORCH_CHECK_VALUE(
+      holds(tokens.sym_ge(options.compression_rate)) && same_size(tokens % options.compression_rate, 0) &&
+          holds(tokens.sym_lt(tree_attention::kIndexLimit)),
+      op, ": k_tail must have a positive multiple of compression_rate = ", options.compression_rate,
+      " tokens below 2^31, got ", tails.keys.sym_sizes());
+  const std::array<std::pair<const char*, Tensor>, 8> written = {{{"k_pool", pools.keys},
+                                                                  {"v_pool", pools.values},
+                                                                  {"k_codes", pools.leaves->k_codes},
+                                                                  {"k_scales", pools.leaves->k_scales},
+                                                                  {"v_codes", pools.leaves->v_codes},
+                                                                  {"v_scales", pools.leaves->v_scales},
+                                                                  {"k_tail", tails.keys},
+                                                                  {"v_tail", tails.values}}};
+  for (size_t i = 0; i < written.size(); ++i) {
+    const auto& [name, tensor] = written[i];
+    for (size_t j = 0; j < i; ++j) {
+      check_disjoint(op, written[j].first, written[j].second, name, tensor);
+    }
+    check_disjoint(op, name, tensor, "k", k);
+    check_disjoint(op, name, tensor, "v", v);
   }
 }
 

@@ -9,6 +9,7 @@
 
 #include "host/dispatch.h"
 #include "ops/tree_attention/cpu/stages/stage_cpu.h"
+#include "ops/tree_cache/packed/packed_leaves_cpu.h"
 #include "ops/tree_cache/tree_cache.h"
 
 namespace htree::tree_cache {
@@ -18,7 +19,6 @@ using tree_attention::Stage;
 using tree_attention::stored;
 using tree_attention::stored_mutable;
 
-constexpr const char* kAppendOp = "tree_cache_append_";
 constexpr const char* kPagesOp = "tree_cache_pages_";
 
 // ---- append
@@ -40,24 +40,24 @@ std::vector<NewTokens> new_tokens(const Pools& pools, const PageLayout& layout, 
   const auto* counts = call.new_lengths.has_value() ? call.new_lengths->const_data_ptr<int32_t>() : nullptr;
   std::vector<NewTokens> all;
   for (int64_t b = 0; b < pools.lengths.numel(); ++b) {
-    TORCH_CHECK_VALUE(cu[b] >= 0 && cu[b] <= cu[b + 1] && cu[b + 1] <= call.k.size(0), kAppendOp,
+    TORCH_CHECK_VALUE(cu[b] >= 0 && cu[b] <= cu[b + 1] && cu[b + 1] <= call.k.size(0), call.op,
                       ": cu_new must ascend between 0 and N_new = ", call.k.size(0), ", got ", cu[b], " and ",
                       cu[b + 1], " at ", b);
     const int64_t rows = cu[b + 1] - cu[b];
-    TORCH_CHECK_VALUE(counts == nullptr || (counts[b] >= 0 && counts[b] <= rows), kAppendOp,
+    TORCH_CHECK_VALUE(counts == nullptr || (counts[b] >= 0 && counts[b] <= rows), call.op,
                       ": new_lengths must lie between 0 and the rows of the sequence = ", rows, ", got ",
                       counts == nullptr ? 0 : counts[b], " at ", b);
     const int64_t count = counts == nullptr ? rows : counts[b];
-    TORCH_CHECK_VALUE(count <= call.max_new, kAppendOp, ": max_new = ", call.max_new,
+    TORCH_CHECK_VALUE(count <= call.max_new, call.op, ": max_new = ", call.max_new,
                       " must be at least the new tokens of every sequence, got ", count, " at ", b);
-    TORCH_CHECK_VALUE(before[b] >= 0 && before[b] + count <= layout.capacity(), kAppendOp,
+    TORCH_CHECK_VALUE(before[b] >= 0 && before[b] + count <= layout.capacity(), call.op,
                       ": lengths must be at least 0 and with the new tokens at most max_pages * page_size = ",
                       layout.capacity(), ", got ", before[b], " and ", count, " more at ", b);
     if (count == 0) continue;
     const auto* table = pools.block_table.const_data_ptr<int32_t>() + b * layout.max_pages;
     // The children of nodes that end now may stand in any earlier page.
     for (int64_t page = 0; page * layout.page_size < before[b] + count; ++page) {
-      check_page(kAppendOp, table, b, page, layout.num_pages);
+      check_page(call.op, table, b, page, layout.num_pages);
     }
     all.push_back({b, cu[b], before[b], count});
   }
@@ -78,56 +78,103 @@ struct PoolRows {
   }
 };
 
+// The row of a new token as the caller gave it.
+template <typename T>
+const Storage<T>* given_row(const NewTokens& tokens, const Tensor& rows, uint32_t token, int64_t head) {
+  return stored<T>(rows) + (tokens.first + token - tokens.before) * rows.stride(0) + head * rows.stride(1);
+}
+
+// Writes the nodes that the tokens of one sequence finish to one pool and, if `means`, span means.
+// token_row(token, head) is where a token stands that is not in a node yet.
+template <typename T, typename TokenRow>
+void append_nodes(const NewTokens& tokens, const PoolRows<Storage<T>>& pool, bool means,
+                  TokenRow&& token_row) {
+  const PageLayout& layout = pool.layout;
+  const int64_t heads = layout.num_kv_heads;
+  const auto mean = Stage<T>::rows().mean;
+  const int64_t after = tokens.before + tokens.count;
+  // Writes the mean of `count` rows of a layer at each place(index), index = before / size ... after / size - 1.
+  const auto write_means = [&](int64_t size, uint32_t count, auto&& child, auto&& place) {
+    const int64_t first = tokens.before / size;
+    const int64_t grain = std::max<int64_t>(1, 32768 / (pool.width * count));
+    at::parallel_for(0, (after / size - first) * heads, grain, [&](int64_t begin, int64_t end) {
+      std::vector<Storage<T>> children(static_cast<size_t>(count * pool.width));
+      for (int64_t i = begin; i < end; ++i) {
+        const auto index = static_cast<uint32_t>(first + i / heads);
+        for (uint32_t c = 0; c < count; ++c) {
+          const auto* row = child(index * count + c, i % heads);
+          std::copy(row, row + pool.width, children.begin() + c * pool.width);
+        }
+        mean(children.data(), pool.width, count, pool.width, pool.at(place(index), i % heads));
+      }
+    });
+  };
+  for (uint32_t layer = 1; layer < layout.num_layers; ++layer) {
+    const auto place = [&](uint32_t index) { return layout.node(layer, index); };
+    if (layer == 1) {
+      write_means(layout.tokens[1], layout.rate, token_row, place);
+    } else {
+      const auto node_row = [&](uint32_t node, int64_t head) {
+        return pool.at(layout.node(layer - 1, node), head);
+      };
+      write_means(layout.tokens[layer], layout.rate, node_row, place);
+    }
+  }
+  if (means) {
+    write_means(layout.span, layout.span, token_row, [&](uint32_t index) { return layout.span_mean(index); });
+  }
+}
+
 // Writes the rows of one sequence to one pool: tokens, nodes and, if `means`, span means.
 template <typename T>
 void append_rows(const NewTokens& tokens, const Tensor& rows, const PoolRows<Storage<T>>& pool, bool means) {
   const PageLayout& layout = pool.layout;
   const int64_t heads = layout.num_kv_heads;
-  const auto* from = stored<T>(rows);
-  at::parallel_for(
-      0, tokens.count * heads, std::max<int64_t>(1, 16384 / pool.width), [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) {
-          const auto token = static_cast<uint32_t>(tokens.before + i / heads);
-          std::memcpy(pool.at(layout.node(0, token), i % heads),
-                      from + (tokens.first + i / heads) * rows.stride(0) + i % heads * rows.stride(1),
-                      sizeof(*from) * static_cast<size_t>(pool.width));
-        }
-      });
-  const auto mean = Stage<T>::rows().mean;
-  const int64_t after = tokens.before + tokens.count;
-  const int64_t grain = std::max<int64_t>(1, 32768 / (pool.width * layout.rate));
-  for (uint32_t layer = 1; layer < layout.num_layers; ++layer) {
-    const int64_t first = tokens.before / layout.tokens[layer];
-    const int64_t num_new = after / layout.tokens[layer] - first;
-    at::parallel_for(0, num_new * heads, grain, [&](int64_t begin, int64_t end) {
-      std::vector<Storage<T>> children(static_cast<size_t>(layout.rate * pool.width));
-      for (int64_t i = begin; i < end; ++i) {
-        const auto node = static_cast<uint32_t>(first + i / heads);
-        for (uint32_t c = 0; c < layout.rate; ++c) {
-          const auto* child = pool.at(layout.node(layer - 1, node * layout.rate + c), i % heads);
-          std::copy(child, child + pool.width, children.begin() + c * pool.width);
-        }
-        mean(children.data(), pool.width, layout.rate, pool.width,
-             pool.at(layout.node(layer, node), i % heads));
-      }
-    });
-  }
-  if (!means) return;
-  const int64_t first = tokens.before / layout.span;
-  at::parallel_for(0, (after / layout.span - first) * heads, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const auto index = static_cast<uint32_t>(first + i / heads);
-      mean(pool.at(layout.node(0, index * layout.span), i % heads), pool.width, layout.span, pool.width,
-           pool.at(layout.span_mean(index), i % heads));
-    }
+  const auto at_page = [&](uint32_t token, int64_t head) { return pool.at(layout.node(0, token), head); };
+  at::parallel_for(0, tokens.count * heads, std::max<int64_t>(1, 16384 / pool.width),
+                   [&](int64_t begin, int64_t end) {
+                     for (int64_t i = begin; i < end; ++i) {
+                       const auto token = static_cast<uint32_t>(tokens.before + i / heads);
+                       std::memcpy(at_page(token, i % heads), given_row<T>(tokens, rows, token, i % heads),
+                                   sizeof(Storage<T>) * static_cast<size_t>(pool.width));
+                     }
+                   });
+  append_nodes<T>(tokens, pool, means, at_page);
+}
+
+// The same where tokens are packed. A node is finished by tokens of the call and by earlier ones, which are in the
+// tail as they came; then the call's last tokens replace these.
+template <typename T>
+void append_packed_rows(const NewTokens& tokens, const Tensor& rows, const PoolRows<Storage<T>>& pool,
+                        const LeafRows<T>& leaves, const Tensor& tail, bool means) {
+  const PageLayout& layout = pool.layout;
+  const int64_t heads = layout.num_kv_heads, kept = tail.size(2);
+  const auto tail_row = [&](uint32_t token, int64_t head) {
+    return stored_mutable<T>(tail) + ((tokens.sequence * heads + head) * kept + token % kept) * pool.width;
+  };
+  const auto given = [&](uint32_t token, int64_t head) { return given_row<T>(tokens, rows, token, head); };
+  append_nodes<T>(tokens, pool, means, [&](uint32_t token, int64_t head) -> const Storage<T>* {
+    return token < tokens.before ? tail_row(token, head) : given(token, head);
   });
+  at::parallel_for(0, tokens.count * heads, std::max<int64_t>(1, 4096 / pool.width),
+                   [&](int64_t begin, int64_t end) {
+                     for (int64_t i = begin; i < end; ++i) {
+                       const auto token = static_cast<uint32_t>(tokens.before + i / heads);
+                       const Place place = layout.node(0, token);
+                       leaves.pack(pool.table[place.page], i % heads, place.row, given(token, i % heads));
+                       if (tokens.count - i / heads <= kept) {
+                         const auto* row = given(token, i % heads);
+                         std::copy(row, row + pool.width, tail_row(token, i % heads));
+                       }
+                     }
+                   });
 }
 
 }  // namespace
 
 void append_cpu(const Pools& pools, const PageLayout& layout, const AppendCall& call) {
   const std::vector<NewTokens> all = new_tokens(pools, layout, call);
-  dispatch_dtype(kAppendOp, call.k.scalar_type(), AllFloatTypes{}, [&](auto tag) {
+  dispatch_dtype(call.op, call.k.scalar_type(), AllFloatTypes{}, [&](auto tag) {
     using T = typename decltype(tag)::type;
     for (const NewTokens& tokens : all) {
       const auto* table = pools.block_table.const_data_ptr<int32_t>() + tokens.sequence * layout.max_pages;
@@ -137,6 +184,28 @@ void append_cpu(const Pools& pools, const PageLayout& layout, const AppendCall& 
       append_rows<T>(
           tokens, call.v,
           {layout, table, stored_mutable<T>(pools.values), layout.value_rows(), pools.values.size(3)}, false);
+    }
+  });
+}
+
+void append_packed_cpu(const Pools& pools, const Tails& tails, const PageLayout& layout,
+                       const AppendCall& call) {
+  const std::vector<NewTokens> all = new_tokens(pools, layout, call);
+  const PackedLeaves& leaves = *pools.leaves;
+  dispatch_dtype(call.op, call.k.scalar_type(), FloatTypes{}, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const LeafRows<T> keys(leaves.k_codes, leaves.k_scales, pools.keys.size(3));
+    const LeafRows<T> values(leaves.v_codes, leaves.v_scales, pools.values.size(3));
+    for (const NewTokens& tokens : all) {
+      const auto* table = pools.block_table.const_data_ptr<int32_t>() + tokens.sequence * layout.max_pages;
+      append_packed_rows<T>(
+          tokens, call.k,
+          {layout, table, stored_mutable<T>(pools.keys), layout.key_rows(), pools.keys.size(3)}, keys,
+          tails.keys, layout.span > 0);
+      append_packed_rows<T>(
+          tokens, call.v,
+          {layout, table, stored_mutable<T>(pools.values), layout.value_rows(), pools.values.size(3)}, values,
+          tails.values, false);
     }
   });
 }

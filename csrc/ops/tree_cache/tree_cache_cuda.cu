@@ -15,6 +15,7 @@
 #include "host/env.h"
 #include "host/op_handle.h"
 #include "ops/tree_attention/cuda/tree/cuda_tree.h"
+#include "ops/tree_cache/packed/packed_params.h"
 #include "ops/tree_cache/tree_cache.h"
 #include "ops/tree_cache/tree_cache_params.h"
 
@@ -113,6 +114,25 @@ bool to_16_bytes(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
 }
 
+void check_alignment(const char* op, const char* name, const void* pointer) {
+  TORCH_CHECK_VALUE(to_16_bytes(pointer), op, ": ", name,
+                    " must begin at a multiple of 16 bytes where tokens are packed");
+}
+
+// Attention does not write: a pointer for writing would copy memory that is shared lazily.
+LeafPools leaf_pools(const char* op, const PackedLeaves& leaves, int64_t key_dim, bool writes) {
+  const auto pointer = [&](const Tensor& x) {
+    return writes ? x.mutable_data_ptr() : const_cast<void*>(x.const_data_ptr());
+  };
+  const auto pool = [&](const char* name, const Tensor& codes, const Tensor& scales) {
+    check_alignment(op, name, codes.const_data_ptr());
+    return LeafPool{static_cast<uint8_t*>(pointer(codes)), static_cast<uint16_t*>(pointer(scales)),
+                    static_cast<int>(codes.size(3))};
+  };
+  return {pool("k_codes", leaves.k_codes, leaves.k_scales), pool("v_codes", leaves.v_codes, leaves.v_scales),
+          leaf_format(key_dim, leaves.k_codes.size(3)).bits};
+}
+
 // Whether and how the decode kernel takes `rows` rows of the call.
 template <typename T>
 DecodePlan decode_plan(const AttendParams<T>& params, int64_t rows) {
@@ -136,7 +156,11 @@ DecodePlan decode_plan(const AttendParams<T>& params, int64_t rows) {
 }
 
 template <typename T>
-cudaError_t launch_chunk(const AttendParams<T>& params, const DecodePlan& plan, cudaStream_t stream) {
+cudaError_t launch_chunk(const AttendParams<T>& params, const LeafPools* leaves, const DecodePlan& plan,
+                         cudaStream_t stream) {
+  if (leaves != nullptr) {
+    return launch_attend_packed(params, *leaves, stream);
+  }
   if constexpr (sizeof(T) == 2) {
     if (plan.cluster > 0 && params.layout.span == 0) {
       return params.key_dim == 64 ? launch_decode<T, 64, false>(params, plan, stream)
@@ -150,12 +174,12 @@ cudaError_t launch_chunk(const AttendParams<T>& params, const DecodePlan& plan, 
   return launch_attend(params, stream);
 }
 
-// Computes all rows of the call, one chunk after another on the stream.
+// Computes all rows of the call, one chunk after another on the stream. The decode kernel reads no packed tokens.
 template <typename T>
-void attend_chunks(AttendParams<T> params, const Tensor& like, cudaStream_t stream) {
+void attend_chunks(AttendParams<T> params, const LeafPools* leaves, const Tensor& like, cudaStream_t stream) {
   const int64_t heads = params.layout.num_kv_heads;
   const int64_t total = params.chunk.total;
-  const DecodePlan plan = decode_plan(params, total);
+  const DecodePlan plan = leaves == nullptr ? decode_plan(params, total) : DecodePlan{};
   const bool general = plan.cluster == 0;
   RowScratch scratch = row_scratch(params);
   if (!general) {
@@ -188,35 +212,55 @@ void attend_chunks(AttendParams<T> params, const Tensor& like, cudaStream_t stre
   C10_CUDA_CHECK(launch_rows(params, stream));
   for (chunk.first = 0; chunk.first < total; chunk.first += rows) {
     chunk.num = std::min(rows, total - chunk.first);
-    C10_CUDA_CHECK(launch_chunk(params, plan, stream));
+    C10_CUDA_CHECK(launch_chunk(params, leaves, plan, stream));
     chunk.previous = chunk.first;
     std::swap(chunk.lists, chunk.previous_lists);
   }
+}
+
+template <typename T>
+AppendParams<T> append_params(const Pools& pools, const PageLayout& layout, const AppendCall& call) {
+  const auto rows = [](const Tensor& x) {
+    return NewRows<T>{input<T>(x), x.stride(0), x.stride(1), static_cast<int>(x.size(2))};
+  };
+  AppendParams<T> params;
+  params.layout = layout;
+  params.keys = data<T>(pools.keys);
+  params.values = data<T>(pools.values);
+  params.k = rows(call.k);
+  params.v = rows(call.v);
+  params.block_table = input<int32_t>(pools.block_table);
+  params.lengths = input<int32_t>(pools.lengths);
+  params.cu_new = input<int32_t>(call.cu_new);
+  params.new_lengths = optional_ints(call.new_lengths);
+  params.num_sequences = static_cast<int>(pools.lengths.numel());
+  params.num_rows = call.k.size(0);
+  params.max_new = call.max_new;
+  return params;
 }
 
 }  // namespace
 
 void append_cuda(const Pools& pools, const PageLayout& layout, const AppendCall& call) {
   const LaunchScope scope(call.k);
-  dispatch_device("tree_cache_append_", call.k.scalar_type(), [&](auto tag) {
+  dispatch_device(call.op, call.k.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const auto rows = [](const Tensor& x) {
-      return NewRows<T>{input<T>(x), x.stride(0), x.stride(1), static_cast<int>(x.size(2))};
-    };
-    AppendParams<T> params;
-    params.layout = layout;
-    params.keys = data<T>(pools.keys);
-    params.values = data<T>(pools.values);
-    params.k = rows(call.k);
-    params.v = rows(call.v);
-    params.block_table = input<int32_t>(pools.block_table);
-    params.lengths = input<int32_t>(pools.lengths);
-    params.cu_new = input<int32_t>(call.cu_new);
-    params.new_lengths = optional_ints(call.new_lengths);
-    params.num_sequences = static_cast<int>(pools.lengths.numel());
-    params.num_rows = call.k.size(0);
-    params.max_new = call.max_new;
-    C10_CUDA_CHECK(launch_append(params, scope.stream()));
+    C10_CUDA_CHECK(launch_append(append_params<T>(pools, layout, call), scope.stream()));
+  });
+}
+
+void append_packed_cuda(const Pools& pools, const Tails& tails, const PageLayout& layout,
+                        const AppendCall& call) {
+  const LaunchScope scope(call.k);
+  dispatch_device(call.op, call.k.scalar_type(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    AppendPackedParams<T> params;
+    params.append = append_params<T>(pools, layout, call);
+    params.leaves = leaf_pools(call.op, *pools.leaves, pools.keys.size(3), /*writes=*/true);
+    params.key_tail = data<T>(tails.keys);
+    params.value_tail = data<T>(tails.values);
+    params.tail_tokens = static_cast<uint32_t>(tails.keys.size(2));
+    C10_CUDA_CHECK(launch_append_packed(params, scope.stream()));
   });
 }
 
@@ -257,7 +301,15 @@ void attention_cuda(const Pools& pools, const PageLayout& layout, const Attentio
     params.values = input<T>(pools.values);
     params.out = data<T>(std::get<0>(outputs));
     params.lse = data<float>(std::get<1>(outputs));
-    attend_chunks(params, inputs.q, scope.stream());
+    std::optional<LeafPools> leaves;
+    if (pools.leaves != nullptr) {
+      leaves = leaf_pools(kOp, *pools.leaves, pools.keys.size(3), /*writes=*/false);
+      check_alignment(kOp, "k_pool", params.keys);
+      check_alignment(kOp, "v_pool", params.values);
+      check_alignment(kOp, "rope_table", params.options.cos);
+      check_alignment(kOp, "rope_table", params.options.sin);
+    }
+    attend_chunks(params, leaves.has_value() ? &*leaves : nullptr, inputs.q, scope.stream());
   });
 }
 

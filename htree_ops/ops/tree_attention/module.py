@@ -232,6 +232,7 @@ class HTreeAttention(nn.Module):
         *,
         page_size: int | None = None,
         num_pages: int | None = None,
+        leaf_bits: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> TreeKVCache:
@@ -240,7 +241,7 @@ class HTreeAttention(nn.Module):
         Where the projections are sharded over ranks by heads, it holds those of this rank.
 
         Args:
-            page_size, num_pages: as in :class:`htree_ops.TreeKVCache`.
+            page_size, num_pages, leaf_bits: as in :class:`htree_ops.TreeKVCache`.
             dtype, device: None is that of the parameters; under autocast the dtype has to be that of autocast.
 
         Raises:
@@ -258,6 +259,7 @@ class HTreeAttention(nn.Module):
             **options.of_ops(),
             page_size=page_size,
             num_pages=num_pages,
+            leaf_bits=leaf_bits,
             dtype=weight.dtype if dtype is None else dtype,
             device=weight.device if device is None else device,
         )

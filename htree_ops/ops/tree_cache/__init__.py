@@ -5,6 +5,7 @@ from htree_ops.ops.tree_cache.functions import (
     cache_layers,
     page_rows,
     tree_cache_append_,
+    tree_cache_append_packed_,
     tree_cache_attention,
 )
 
@@ -14,5 +15,6 @@ __all__ = [
     "cache_layers",
     "page_rows",
     "tree_cache_append_",
+    "tree_cache_append_packed_",
     "tree_cache_attention",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,10 @@ from htree_ops.ops.tree_cache.functions import (
     cache_layers,
     page_rows,
     tree_cache_append_,
+    tree_cache_append_packed_,
     tree_cache_attention,
 )
+from htree_ops.ops.tree_cache.leaves import TAIL_LOST, PackedLeaves, check_leaf_bits
 from htree_ops.ops.tree_cache.prompts import (
     PROMPT_ROWS,
     HostLengths,
@@ -53,6 +55,7 @@ ERRORS = {
     16: "has a query whose leader is neither in the call nor in the ring of lists",
     32: "was given a beam that is none",
     64: "has a page in its table that is none of the pool",
+    TAIL_LOST: "was truncated inside a node whose tokens are left in fewer bits only",
 }
 
 
@@ -92,6 +95,9 @@ class TreeKVCache:
             :func:`htree_ops.tree_attention`; importance="lse" needs unfinished nodes and is refused.
         page_size: P, tokens of a page, a multiple of compression_rate; None is the smallest one of at least 256.
         num_pages: pages of the pool; None is enough for the capacity of all sequences.
+        leaf_bits: 8 or 4 to keep tokens in so many bits a channel, with a scale for each row; nodes, and with them the
+            selection, stay those of the tokens as they came. None keeps tokens in ``dtype``. head_dim and value_dim
+            are then multiples of 64 up to 512. docs/quality.md says what it costs, docs/limits.md how fast it is.
         dtype: float32, float16 or bfloat16, float64 on the CPU. device: where the cache lies.
 
     Attributes:
@@ -122,6 +128,7 @@ class TreeKVCache:
         inv_freq: Frequencies | None = None,
         page_size: int | None = None,
         num_pages: int | None = None,
+        leaf_bits: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> None:
@@ -170,6 +177,9 @@ class TreeKVCache:
         check_int(OP, "num_pages", num_pages, 1)
         place = torch.empty(0, device=device).device
         check_option_dtype(OP, dtype, FLOATING_AND_DOUBLE if place.type == "cpu" else FLOATING)
+        if leaf_bits is not None:
+            check_leaf_bits(OP, leaf_bits, head_dim, value_dim, dtype)
+        self.leaf_bits = leaf_bits
         self.batch, self.num_kv_heads, self.head_dim, self.value_dim = (
             batch,
             num_kv_heads,
@@ -179,13 +189,16 @@ class TreeKVCache:
         self.capacity, self.page_size, self.num_pages = capacity, page_size, num_pages
         self.dtype, self.device = dtype, place
         self.num_layers = cache_layers(max_pages * page_size, compression_rate, max_top_nodes)
-        key_rows, value_rows = page_rows(page_size, self.num_layers, compression_rate, selection_span)
+        key_rows, value_rows = page_rows(
+            page_size, self.num_layers, compression_rate, selection_span, packed_tokens=leaf_bits is not None
+        )
 
         def integers(*shape: int, fill: int = 0) -> Tensor:
             return torch.full(shape, fill, dtype=torch.int32, device=place)
 
         self.k_pool = torch.empty(num_pages, num_kv_heads, key_rows, head_dim, dtype=dtype, device=place)
         self.v_pool = torch.empty(num_pages, num_kv_heads, value_rows, value_dim, dtype=dtype, device=place)
+        self._leaves = None if leaf_bits is None else PackedLeaves(self, leaf_bits)
         self.block_table = integers(batch, max_pages, fill=-1)
         self.lengths = integers(batch)
         self.host_lengths = HostLengths(batch)
@@ -231,21 +244,24 @@ class TreeKVCache:
             return
         self._step("append", counts, "append")
         self._note_append(host_counts(lengths, self.batch, k.shape[1]))
-        tree_cache_append_(
-            self.k_pool,
-            self.v_pool,
-            k.detach().flatten(0, 1),
-            v.detach().flatten(0, 1),
-            self.block_table,
-            self._plan[0],
-            self._cu(k.shape[1]),
-            self._plan[1],
-            k.shape[1],
-            page_size=self.page_size,
-            compression_rate=self.options.compression_rate,
-            max_top_nodes=self.options.top_nodes,
-            selection_span=self.options.selection_span,
-        )
+        new: dict[str, Any] = {
+            "k": k.detach().flatten(0, 1),
+            "v": v.detach().flatten(0, 1),
+            "block_table": self.block_table,
+            "lengths": self._plan[0],
+            "cu_new": self._cu(k.shape[1]),
+            "new_lengths": self._plan[1],
+            "max_new": k.shape[1],
+            "page_size": self.page_size,
+            "compression_rate": self.options.compression_rate,
+            "max_top_nodes": self.options.top_nodes,
+            "selection_span": self.options.selection_span,
+        }
+        if self._leaves is None:
+            tree_cache_append_(self.k_pool, self.v_pool, **new)
+        else:
+            tree_cache_append_packed_(self.k_pool, self.v_pool, **self._leaves.written(), **new)
+            self._leaves.note_append(self.lengths)
 
     def attend(
         self, q: Tensor, lengths: Tensor | Sequence[int] | None = None, *, return_lse: bool = False
@@ -272,7 +288,10 @@ class TreeKVCache:
         self._check_sizes(name, q=q)
         n = q.shape[1]
         counts = self._counts(name, lengths, n)
-        if n >= PROMPT_ROWS and self.device.type == "cuda" and not is_recorded(self.device):
+        gathers = (
+            self._leaves is None and self.device.type == "cuda"
+        )  # a tree of packed tokens would be another one
+        if n >= PROMPT_ROWS and gathers and not is_recorded(self.device):
             on_host = host_counts(lengths, self.batch, n)
             return attend_prompts(self, q, counts.tolist() if on_host is None else on_host, return_lse)
         self.report_leaders(counts)
@@ -334,6 +353,7 @@ class TreeKVCache:
             rope_base=options.rope_base,
             importance=options.importance,
             inv_freq=options.inv_freq,
+            **({} if self._leaves is None else self._leaves.paged()),
         )
         if strided:
             self._lists.copy_(lists)
@@ -347,7 +367,8 @@ class TreeKVCache:
         """Takes tokens back: sequence b keeps its first ``lengths[b]`` tokens, or all of them where that is -1.
 
         With selection_stride s > 1 the new length is a multiple of s, or the lists of the last token's leader are in
-        the ring of the last 4.
+        the ring of the last 4. With leaf_bits it is a multiple of compression_rate, or the tokens of the node that it
+        opens are still kept as they came: those of the last page_size tokens are (docs/semantics/tree_cache.md §7.5).
 
         Raises:
             ValueError: on the CPU, for another length or more than the sequence holds. On CUDA the sequence does not
@@ -355,9 +376,14 @@ class TreeKVCache:
         """
         if isinstance(lengths, int):
             lengths = [lengths] * self.batch
-        self._step("truncate", self._integers(f"{OP}.truncate", "lengths", lengths), "truncate")
+        request = self._integers(f"{OP}.truncate", "lengths", lengths)
+        if self._leaves is not None:
+            request = self._without_lost(request)
+        self._step("truncate", request, "truncate")
         self.host_lengths.forget(self.device)
         self._copy_pages()
+        if self._leaves is not None:
+            self._leaves.note_truncate(self.lengths)
 
     @torch.no_grad()
     def reorder_(self, beams: Tensor | Sequence[int]) -> None:
@@ -371,6 +397,8 @@ class TreeKVCache:
         self.host_lengths.forget(self.device)
         self._copy_pages()
         self._lists.copy_(self._lists.index_select(0, self._plan[1]))
+        if self._leaves is not None:
+            self._leaves.reorder(self._plan[1])
 
     def fork(self, source: int, target: int) -> None:
         """Sequence ``target`` becomes a copy of ``source``, whose full pages it shares. The old ``target`` is freed."""
@@ -417,24 +445,35 @@ class TreeKVCache:
     # ---- what it holds
 
     def layer(self, sequence: int, layer: int) -> tuple[Tensor, Tensor]:
-        """Copies of keys [N, H_kv, K] and values [N, H_kv, V] of a layer's finished nodes; layer 0 is the tokens."""
+        """Copies of keys [N, H_kv, K] and values [N, H_kv, V] of a layer's finished nodes; layer 0 is the tokens.
+
+        With leaf_bits these are the tokens as attention reads them.
+        """
         check_int(f"{OP}.layer", "sequence", sequence, 0, self.batch - 1)
         check_int(f"{OP}.layer", "layer", layer, 0, self.num_layers - 1)
         rate, size = self.options.compression_rate, self.page_size
         tokens = rate**layer
         node = torch.arange(int(self.lengths[sequence]) // tokens, device=self.device)
         page = ((node + 1) * tokens - 1) // size
-        row = page_rows(size, layer, rate)[1] + node - page * size // tokens
+        row = node - page * size // tokens
         place = self.block_table[sequence].long()[page]
+        if self._leaves is not None and layer == 0:
+            return self._leaves.tokens(place, row, self.dtype)
+        if layer:
+            row += page_rows(size, layer, rate, packed_tokens=self._leaves is not None)[1]
         return self.k_pool[place, :, row], self.v_pool[place, :, row]
 
     def num_bytes(self) -> TreeCacheBytes:
         """The memory that is in use and allocated. Waits for the device."""
         tensors = [x for x in vars(self).values() if isinstance(x, Tensor)]
+        page = self.k_pool[0].nbytes + self.v_pool[0].nbytes
+        if self._leaves is not None:
+            tensors.extend(self._leaves.tensors().values())
+            page += self._leaves.page_bytes()
         used = int((self._users > 0).sum())
         return TreeCacheBytes(
             tokens=int(self.lengths.sum()),
-            used=used * (self.k_pool[0].nbytes + self.v_pool[0].nbytes),
+            used=used * page,
             allocated=sum(x.nbytes for x in tensors),
         )
 
@@ -449,8 +488,14 @@ class TreeKVCache:
             "lengths": self.lengths.clone(),
             "lists": self._lists.clone(),
             "list_pos": self._list_pos.clone(),
-            **options_as_tensors(self.options, self.page_size),
-        }
+            **options_as_tensors(self.options, self.page_size, self.leaf_bits),
+        } | self._leaves_of_state(pages)
+
+    def _leaves_of_state(self, pages: Tensor) -> dict[str, Tensor]:
+        if self._leaves is None:
+            return {}
+        paged = {name: x[pages] for name, x in self._leaves.paged().items()}
+        return paged | {name: getattr(self._leaves, name).clone() for name in PackedLeaves.OF_SEQUENCES}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -464,6 +509,8 @@ class TreeKVCache:
         users, held = check_state(
             f"{OP}.load_state_dict", state, own, self.page_size, self.capacity, self.num_pages
         )
+        if self._leaves is not None:
+            self._leaves.check_state(f"{OP}.load_state_dict", state)
         pages = state["pages"].to(self.device).long()
         self.k_pool[pages] = state["keys"].to(self.device)
         self.v_pool[pages] = state["values"].to(self.device)
@@ -474,6 +521,12 @@ class TreeKVCache:
             (self._list_pos, "list_pos"),
         ):
             target.copy_(state[name])
+        if self._leaves is not None:
+            for name, tensor in self._leaves.tensors().items():
+                if name in PackedLeaves.PAGED:
+                    tensor[pages] = state[name].to(self.device)
+                else:
+                    tensor.copy_(state[name])
         self._users.copy_(users)
         self._held.copy_(held)
         self._free.copy_(free_stack(users))
@@ -496,6 +549,7 @@ class TreeKVCache:
                 "capacity",
                 "page_size",
                 "num_pages",
+                "leaf_bits",
             )
         }
         listed = ", ".join(f"{name}={value!r}" for name, value in (sizes | options).items())
@@ -574,3 +628,20 @@ class TreeKVCache:
 
     def _copy_pages(self) -> None:
         torch.ops.htree.tree_cache_copy_(self.k_pool, self.v_pool, self._plan[2:])
+        if self._leaves is not None:
+            self._leaves.copy_pages(self._plan[2:])
+
+    def _without_lost(self, request: Tensor) -> Tensor:
+        """A request to truncate without what the tails of packed tokens do not allow."""
+        assert self._leaves is not None
+        rate = self.options.compression_rate
+        lost = self._leaves.lost(request, self.lengths, rate)
+        if self.device.type == "cpu" and not torch.compiler.is_compiling():
+            for b in torch.nonzero(lost).flatten().tolist():
+                raise ValueError(
+                    f"{OP}.truncate: with leaf_bits sequence {b} can be truncated to a multiple of compression_rate = "
+                    f"{rate}, or to {int(self._leaves.tail_begin[b])} and more within a node of which all tokens are "
+                    f"still kept as they came, got {int(request[b])}"
+                )
+        self._errors.bitwise_or_(lost.int() * TAIL_LOST)
+        return request.masked_fill(lost, -1)

@@ -8,7 +8,13 @@ from torch import Tensor
 from htree_ops.ops.arguments import named
 from htree_ops.ops.tree_attention.attention import Frequencies, frequencies
 
-__all__ = ["cache_layers", "page_rows", "tree_cache_append_", "tree_cache_attention"]
+__all__ = [
+    "cache_layers",
+    "page_rows",
+    "tree_cache_append_",
+    "tree_cache_append_packed_",
+    "tree_cache_attention",
+]
 
 
 def cache_layers(capacity: int, compression_rate: int = 16, max_top_nodes: int = 8192) -> int:
@@ -21,7 +27,12 @@ def cache_layers(capacity: int, compression_rate: int = 16, max_top_nodes: int =
 
 
 def page_rows(
-    page_size: int, num_layers: int, compression_rate: int = 16, selection_span: int | None = None
+    page_size: int,
+    num_layers: int,
+    compression_rate: int = 16,
+    selection_span: int | None = None,
+    *,
+    packed_tokens: bool = False,
 ) -> tuple[int, int]:
     """Rows that a page holds of one K/V head: (of the key pool, of the value pool).
 
@@ -29,8 +40,10 @@ def page_rows(
     means behind them. ``num_layers`` is that of the tokens a block table has room for::
 
         page_rows(page_size, cache_layers(max_pages * page_size, r, M), r, c)
+
+    With ``packed_tokens`` the tokens have pools of their own (:func:`tree_cache_append_packed_`) and no row here.
     """
-    rows = sum(-(-page_size // compression_rate**layer) for layer in range(num_layers))
+    rows = sum(-(-page_size // compression_rate**layer) for layer in range(packed_tokens, num_layers))
     return rows + (page_size // selection_span if selection_span else 0), rows
 
 
@@ -97,6 +110,71 @@ def tree_cache_append_(
 
 
 @named
+def tree_cache_append_packed_(
+    k_pool: Tensor,
+    v_pool: Tensor,
+    k_codes: Tensor,
+    k_scales: Tensor,
+    v_codes: Tensor,
+    v_scales: Tensor,
+    k_tail: Tensor,
+    v_tail: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    cu_new: Tensor,
+    new_lengths: Tensor | None = None,
+    max_new: int | None = None,
+    *,
+    page_size: int,
+    compression_rate: int = 16,
+    max_top_nodes: int = 8192,
+    selection_span: int | None = None,
+) -> None:
+    """:func:`tree_cache_append_` for pages whose tokens have 8 or 4 bits a channel.
+
+    A token's row is that of :func:`htree_ops.kv_compress` with all channels kept, without its bitmap. Nodes and span
+    means are those of the tokens as they came: the pools have the bytes of ``tree_cache_append_`` without their token
+    rows. To make nodes whose first tokens came in earlier calls, the tails keep the last tokens of each sequence.
+    Source: docs/semantics/tree_cache.md §7.5.
+
+    Args:
+        k_pool, v_pool: as in :func:`tree_cache_append_`, with the rows that :func:`page_rows` counts for
+            ``packed_tokens``; K and V are multiples of 64 up to 512. float32, float16 or bfloat16.
+        k_codes: uint8 [num_pages, H_kv, page_size, K] for 8 bits, [..., K/2] for 4; v_codes likewise, of as many bits.
+        k_scales, v_scales: float16 [num_pages, H_kv, page_size].
+        k_tail: [B, H_kv, S, K]; v_tail: [B, H_kv, S, V], in the dtype of the pools, S a multiple of compression_rate:
+            token t is row t mod S. Of a node that is not finished, the tokens before ``lengths[b]`` must be there.
+        The others: as in :func:`tree_cache_append_`.
+
+    Raises:
+        As :func:`tree_cache_append_`.
+    """
+    torch.ops.htree.tree_cache_append_packed_(
+        k_pool,
+        v_pool,
+        k_codes,
+        k_scales,
+        v_codes,
+        v_scales,
+        k_tail,
+        v_tail,
+        k,
+        v,
+        block_table,
+        lengths,
+        cu_new,
+        new_lengths,
+        max_new,
+        page_size=page_size,
+        compression_rate=compression_rate,
+        max_top_nodes=max_top_nodes,
+        selection_span=selection_span,
+    )
+
+
+@named
 def tree_cache_attention(
     q: Tensor,
     k_pool: Tensor,
@@ -119,6 +197,10 @@ def tree_cache_attention(
     rope_base: float | None = 10000.0,
     importance: str = "lse_causal",
     inv_freq: Frequencies | None = None,
+    k_codes: Tensor | None = None,
+    k_scales: Tensor | None = None,
+    v_codes: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows of :func:`htree_ops.tree_attention` from pages: the last tokens of each sequence attend to all before them.
 
@@ -140,6 +222,8 @@ def tree_cache_attention(
             inv_freq=inv_freq)``, with size >= top_k * compression_rate. Without it CUDA computes one in every call, and
             the CPU keeps one between calls.
         page_size: P, a multiple of compression_rate.
+        k_codes, k_scales, v_codes, v_scales: the tokens where they are packed, as in
+            :func:`tree_cache_append_packed_`; all or none. A channel is its code times the scale, rounded to the dtype.
         The other keywords: as in :func:`htree_ops.tree_attention`.
 
     Returns:
@@ -173,4 +257,8 @@ def tree_cache_attention(
         rope_base=rope_base,
         importance=importance,
         inv_freq=frequencies("tree_cache_attention", inv_freq),
+        k_codes=k_codes,
+        k_scales=k_scales,
+        v_codes=v_codes,
+        v_scales=v_scales,
     )

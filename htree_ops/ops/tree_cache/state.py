@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from htree_ops.ops.tree_attention.options import TreeOptions
+from htree_ops.ops.tree_cache.leaves import PackedLeaves
 
 __all__ = ["check_state", "free_stack", "options_as_tensors"]
 
 IMPORTANCES = ("lse_causal", "exp_joint")
+#: Entries of a state with a row for each of its pages.
+PAGED = ("pages", "keys", "values", *PackedLeaves.PAGED)
 
 
 def free_stack(users: Tensor) -> Tensor:
@@ -24,8 +27,13 @@ def free_stack(users: Tensor) -> Tensor:
     return stack
 
 
-def options_as_tensors(options: TreeOptions, page_size: int) -> dict[str, Tensor]:
-    """The options that the bytes and the lists depend on. 0 and NaN stand for None, no number for no inv_freq."""
+def options_as_tensors(
+    options: TreeOptions, page_size: int, leaf_bits: int | None = None
+) -> dict[str, Tensor]:
+    """The options that the bytes and the lists depend on.
+
+    0 and NaN stand for None, no number for no inv_freq and for no leaf_bits.
+    """
     numbers = [
         page_size,
         options.compression_rate,
@@ -34,6 +42,7 @@ def options_as_tensors(options: TreeOptions, page_size: int) -> dict[str, Tensor
         options.selection_stride,
         options.selection_span or 0,
         IMPORTANCES.index(options.importance),
+        *([] if leaf_bits is None else [leaf_bits]),
     ]
     factors = [torch.nan if x is None else x for x in (options.scale, options.rope_base)]
     factors.extend(options.inv_freq or ())
@@ -64,14 +73,14 @@ def check_state(
             raise TypeError(
                 f"{name}: {key} must be a Tensor of {mine.dtype}, got {getattr(theirs, 'dtype', type(theirs))}"
             )
-        skip = int(key in ("pages", "keys", "values"))
+        skip = int(key in PAGED)
         if theirs.dim() != mine.dim() or theirs.shape[skip:] != mine.shape[skip:]:
             raise ValueError(f"{name}: {key} must be like {tuple(mine.shape)}, got {tuple(theirs.shape)}")
     for key in ("options", "factors"):
         if not torch.equal(state[key].nan_to_num(nan=-1.0), own[key].nan_to_num(nan=-1.0)):
             raise ValueError(f"{name}: {key} must be {own[key].tolist()}, got {state[key].tolist()}")
     pages, table, lengths = (state[key].tolist() for key in ("pages", "block_table", "lengths"))
-    if not len(pages) == len(set(pages)) == len(state["keys"]) == len(state["values"]):
+    if len(set(pages)) != len(pages) or any(len(state[key]) != len(pages) for key in PAGED if key in state):
         raise ValueError(f"{name}: pages must be distinct, with as many keys and values, got {pages}")
     if any(not 0 <= page < num_pages for page in pages):
         raise ValueError(f"{name}: pages must lie between 0 and num_pages - 1 = {num_pages - 1}, got {pages}")

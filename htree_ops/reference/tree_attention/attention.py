@@ -102,6 +102,7 @@ def htree_forward_naive(
     parents: Sequence[Tensor] | None = None,
     with_importance: bool = False,
     compute_dtype: torch.dtype | None = None,
+    tree: tuple[list[tuple[Tensor, Tensor]], Tensor | None] | None = None,
 ) -> Forward:
     """Tree attention of q [B,T_q,H,K] over k [B,T,H_kv,K], v [B,T,H_kv,V]; q is the suffix of the sequence.
 
@@ -116,6 +117,8 @@ def htree_forward_naive(
     compute_dtype: dtype of everything after the tree, which is always rounded to k's and v's own dtype
     level by level; default float32 (float64 for float64 inputs). The rotary table is rounded to float32
     first unless q is float64, as in the library.
+    tree: the layers and, with selection_span, the span means to use in place of those over k and v, whose shapes are
+    theirs.
     """
     rate, top_k, stride = compression_rate, top_k_per_layer, selection_stride
     _check(q, k, v, rate, max_top_nodes, top_k, stride, selection_span)
@@ -129,9 +132,15 @@ def htree_forward_naive(
         k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
     batch, num_queries, num_heads, width = q.shape
     groups, t0 = k.shape[2], k.shape[1] - num_queries
-    layers = build_layers(k, v, rate, max_top_nodes, wide)
     query = q.to(wide)
-    span_k = None if selection_span is None else span_means(k.detach().to(wide), selection_span).to(k.dtype)
+    if tree is not None:
+        layers = [(keys.to(wide), values.to(wide)) for keys, values in tree[0]]
+        span_k = tree[1]
+    else:
+        layers = build_layers(k, v, rate, max_top_nodes, wide)
+        span_k = (
+            None if selection_span is None else span_means(k.detach().to(wide), selection_span).to(k.dtype)
+        )
     lists = top_parents(batch, num_queries, groups, top_k, len(layers), rate, t0, stride, device=q.device)
     used: list[Tensor] = []
     trace: list[LayerTrace] = []

@@ -1,0 +1,149 @@
+"""The tokens of a tree cache in 8 or 4 bits, beside its 16-bit nodes (docs/semantics/tree_cache.md §7.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from htree_ops.errors import ShapeMismatchError, refuse
+from htree_ops.ops.arguments import FLOATING, check_option_dtype
+from htree_ops.ops.compressed_kv.format import WIDTHS, row_bytes
+from htree_ops.ops.compressed_kv.functions import kv_decompress
+
+if TYPE_CHECKING:
+    from htree_ops.ops.tree_cache.cache import TreeKVCache
+
+__all__ = ["LEAF_BITS", "TAIL_LOST", "PackedLeaves", "check_leaf_bits"]
+
+#: What ``leaf_bits`` may be besides None.
+LEAF_BITS = (8, 4)
+#: The bit that a refused truncation sets in the errors of a cache, beside those of ``tree_cache_pages_``.
+TAIL_LOST = 128
+
+
+def check_leaf_bits(op: str, bits: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> None:
+    """Checks that the tokens of a cache can be packed.
+
+    Raises:
+        ValueError: other bits. ShapeMismatchError: a row that is no multiple of 64 channels up to 512.
+        UnsupportedDtypeError: float64.
+    """
+    if isinstance(bits, bool) or bits not in LEAF_BITS:
+        raise ValueError(f"{op}: leaf_bits must be None, 8 or 4, got {bits!r}")
+    for name, width in (("head_dim", head_dim), ("value_dim", value_dim)):
+        if width not in WIDTHS:
+            refuse(
+                ShapeMismatchError,
+                f"{op}: {name} must be a multiple of 64 up to 512 with leaf_bits, got {width}",
+                expected="a multiple of 64 up to 512",
+                actual=width,
+                tensor_name=name,
+            )
+    check_option_dtype(op, dtype, FLOATING)
+
+
+class PackedLeaves:
+    """Codes and scales of all tokens in pages, and the last ``page_size`` tokens of each sequence as they came.
+
+    A token's row is that of ``kv_compress`` with all channels kept, without its bitmap. The tail serves the nodes that
+    are not finished yet, which are means of tokens as they came.
+
+    Attributes:
+        k_codes, v_codes: uint8 [num_pages, H_kv, P, row bytes]. k_scales, v_scales: float16 [num_pages, H_kv, P].
+        k_tail, v_tail: [B, H_kv, P, K] and [B, H_kv, P, V]; token t is row t mod P.
+        tail_begin: int32 [B]: the first token whose row the tail still has.
+    """
+
+    PAGED = ("k_codes", "k_scales", "v_codes", "v_scales")
+    OF_SEQUENCES = ("k_tail", "v_tail", "tail_begin")
+
+    def __init__(self, cache: TreeKVCache, bits: int) -> None:
+        self.bits = bits
+        pages = (cache.num_pages, cache.num_kv_heads, cache.page_size)
+        tail = (cache.batch, *pages[1:])
+        device = cache.device
+
+        def codes(width: int) -> Tensor:
+            return torch.empty(*pages, row_bytes(width, bits), dtype=torch.uint8, device=device)
+
+        self.k_codes, self.v_codes = codes(cache.head_dim), codes(cache.value_dim)
+        self.k_scales, self.v_scales = (
+            torch.empty(pages, dtype=torch.float16, device=device) for _ in range(2)
+        )
+        self.k_tail, self.v_tail = (
+            torch.zeros(*tail, width, dtype=cache.dtype, device=device)
+            for width in (cache.head_dim, cache.value_dim)
+        )
+        self.tail_begin = torch.zeros(cache.batch, dtype=torch.int32, device=device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them by name."""
+        return {name: getattr(self, name) for name in (*self.PAGED, *self.OF_SEQUENCES)}
+
+    def paged(self) -> dict[str, Any]:
+        """Those in pages by name, as ``tree_cache_attention`` takes them."""
+        return {name: getattr(self, name) for name in self.PAGED}
+
+    def written(self) -> dict[str, Any]:
+        """Those that ``tree_cache_append_packed_`` writes, by name."""
+        return self.paged() | {"k_tail": self.k_tail, "v_tail": self.v_tail}
+
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+        return sum(x[0].nbytes for x in self.paged().values())
+
+    def note_append(self, lengths: Tensor) -> None:
+        """After an append: the tail has the last ``page_size`` tokens at most."""
+        self.tail_begin.copy_(torch.maximum(self.tail_begin, lengths - self.k_tail.shape[2]))
+
+    def lost(self, request: Tensor, lengths: Tensor, rate: int) -> Tensor:
+        """bool [B]: a truncation that would need tokens of an open node which only their codes remember."""
+        begin = request - request % rate
+        shortens = (request > 0) & (request < lengths)
+        return shortens & (begin < request) & (begin < self.tail_begin)
+
+    def note_truncate(self, lengths: Tensor) -> None:
+        """After a truncation: what follows the new length will be written anew."""
+        self.tail_begin.copy_(torch.minimum(self.tail_begin, lengths))
+
+    def reorder(self, beams: Tensor) -> None:
+        """Sequence b becomes what sequence beams[b] was."""
+        for name in self.OF_SEQUENCES:
+            tensor = getattr(self, name)
+            tensor.copy_(tensor.index_select(0, beams))
+
+    def copy_pages(self, pages: Tensor) -> None:
+        """``tree_cache_copy_`` of everything in pages."""
+        rows = (self.k_codes.view(torch.float16), self.v_codes.view(torch.float16))
+        torch.ops.htree.tree_cache_copy_(*rows, pages)
+        torch.ops.htree.tree_cache_copy_(self.k_scales[..., None], self.v_scales[..., None], pages)
+
+    def tokens(self, page: Tensor, row: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys [N, H_kv, K] and values [N, H_kv, V] of the tokens at ``row`` of ``page``, as attention reads them."""
+
+        def expanded(codes: Tensor, scales: Tensor, width: int) -> Tensor:
+            rows = codes[page, :, row].transpose(0, 1)[None].contiguous()
+            bitmap = rows.new_full((*rows.shape[:3], width // 64), -1, dtype=torch.int64)
+            factors = scales[page, :, row].transpose(0, 1)[None].contiguous()
+            return kv_decompress(bitmap, rows, factors, width, width, self.bits, dtype)[0].transpose(0, 1)
+
+        return (
+            expanded(self.k_codes, self.k_scales, self.k_tail.shape[3]),
+            expanded(self.v_codes, self.v_scales, self.v_tail.shape[3]),
+        )
+
+    def check_state(self, name: str, state: Mapping[str, Tensor]) -> None:
+        """Checks what a state says about the tails against its lengths.
+
+        Raises:
+            ValueError: a tail that begins behind its sequence, or too early for its tokens.
+        """
+        begins, lengths = state["tail_begin"].tolist(), state["lengths"].tolist()
+        if any(
+            not max(0, length - self.k_tail.shape[2]) <= begin <= length
+            for begin, length in zip(begins, lengths, strict=True)
+        ):
+            raise ValueError(f"{name}: tail_begin and lengths do not fit: {begins} and {lengths}")
