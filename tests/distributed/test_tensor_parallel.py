@@ -27,6 +27,7 @@ WITHOUT_A_RULE: dict[str, tuple[str, ...]] = {
         "mask_topk_scores_",
         "merge_to_global_",
         "tree_cache_append_",
+        "tree_cache_append_packed_",
         "tree_cache_copy_",
         "tree_cache_pages_",
     ),
