@@ -111,6 +111,7 @@ def test_memory_that_runs_out_is_one_line(monkeypatch, capsys):
         (["--compression-rate=1"], "compression_rate"),
         (["--rope-base=-1"], "rope_base"),
         (["--selection-span=3"], "selection_span"),
+        (["--selection-dtype=int8"], "selection_dtype must be None where selection_span is None"),
         (["--final-atol=-1"], "tolerances"),
         (["--final-atol=nan"], "tolerances"),
         (["--seq-len=0"], "at least 1"),

@@ -9,6 +9,10 @@
 // Queries are the rows of the product, and the tiles are ordered so that a thread holds all means of its
 // nodes (span_place in span_copies.cuh). A thread block computes 256 rows and one run of groups. The result
 // of a row depends on nothing but the row and the run.
+//
+// In int8 (docs/semantics/tree_attention.md §1.15) the products are exact sums of integers, which the steps of rows
+// and columns turn into scores. They take half the time of those in fp16, so that the exponentials, as many as there
+// are products of whole rows, are what a multiprocessor then waits for.
 #pragma once
 
 #include "host/cuda/kernel_launch.h"
@@ -215,12 +219,16 @@ struct SpanOutputs {
   }
 };
 
+template <int kDim, bool kInt8>
+using SpanScoreShared = std::conditional_t<kInt8, Int8ScoreShared, ScoreShared<kDim>>;
+
 // The grid is that of ScoreTask, with z = runs of groups.
-template <typename T, int kDim, int kRowsLog2>
+template <typename T, int kDim, int kRowsLog2, bool kInt8>
 __global__ void __launch_bounds__(kScoreThreads, 1) span_scores_kernel(SpanScoreParams params) {
 #if HTREE_SM90A
+  using Shared = SpanScoreShared<kDim, kInt8>;
   extern __shared__ __align__(128) char raw[];
-  ScoreShared<kDim>& shared = *aligned_shared<ScoreShared<kDim>>(raw);
+  Shared& shared = *aligned_shared<Shared>(raw);
   const GatherParams& p = params.gather;
   const SpanTiling& tiling = params.tiles.tiling;
   const ScoreTask task(p);
@@ -230,20 +238,29 @@ __global__ void __launch_bounds__(kScoreThreads, 1) span_scores_kernel(SpanScore
   }
   const int64_t first_tile =
       task.head_index * params.tiles.num_tiles + (int64_t{run.first_group} << tiling.tiles_log2);
-  KeyRing<kDim> ring{shared, params.tiles.keys + first_tile * kTopTileBytes<kDim>, run.num_tiles};
+  KeyRing<Shared> ring{shared, params.tiles.keys + first_tile * Shared::kTileBytes, run.num_tiles,
+                       params.tiles.scales + first_tile * kDenseTileNodes};
   ring.start();
   const auto list_of = [&](int row) {
     return min(task.first_list + (row >> task.group_log2), task.last_list);
   };
   const auto head_of = [&](int row) { return row & (p.group - 1); };
-  bool scaled = scaled_tile(params.tiles.scaled + first_tile, run.num_tiles);
-  scaled |= rotate_queries<T, kDim, kScoreRows, kScoreThreads, 3>(
-      shared.queries, shared.factors, p, threadIdx.x, [&](int row) {
-        const int list = list_of(row);
-        return query_row<T>(p, task.batch, task.kv_head, int64_t{list} * p.stride, head_of(row),
-                            task.rank(p, list));
-      });
-  scaled = __syncthreads_or(scaled);
+  const auto row_of = [&](int row) {
+    const int list = list_of(row);
+    return query_row<T>(p, task.batch, task.kv_head, int64_t{list} * p.stride, head_of(row),
+                        task.rank(p, list));
+  };
+  bool scaled = false;
+  if constexpr (kInt8) {
+    round_queries<T, kDim, kScoreRows, kScoreThreads, 3>(shared.queries, shared.factors, p, threadIdx.x,
+                                                         row_of);
+    __syncthreads();
+  } else {
+    scaled = scaled_tile(params.tiles.scaled + first_tile, run.num_tiles);
+    scaled |= rotate_queries<T, kDim, kScoreRows, kScoreThreads, 3>(shared.queries, shared.factors, p,
+                                                                    threadIdx.x, row_of);
+    scaled = __syncthreads_or(scaled);
+  }
 
   const int group_idx = threadIdx.x / 128, lane = threadIdx.x % 32;
   const int first_row = threadIdx.x / 32 * 16 + lane / 4;
@@ -271,14 +288,25 @@ __global__ void __launch_bounds__(kScoreThreads, 1) span_scores_kernel(SpanScore
         device::k_major_descriptor<device::Swizzle::k128>(shared.keys[tile % kTopScoreStages]);
     device::named_barrier_sync(kIssueBarrier + group_idx, 256);
     device::wgmma_fence();
-    multiply_panels<kDim, kScoreRows, kDenseTileNodes>(s, queries, keys);
-    device::wgmma_commit();
-    device::named_barrier_arrive(kIssueBarrier + (group_idx + 1) % kScoreGroups, 256);
-    device::wgmma_wait<0>();
-    ring.release(tile);
-    if (scaled) {
-      undo_powers(s, shared.factors + first_row,
-                  params.tiles.scales + (first_tile + tile) * kDenseTileNodes + lane % 4 * 2);
+    if constexpr (kInt8) {
+      int32_t sums_of_products[64];
+      multiply_int8<kDim>(sums_of_products, queries, keys);
+      device::wgmma_commit();
+      device::named_barrier_arrive(kIssueBarrier + (group_idx + 1) % kScoreGroups, 256);
+      device::wgmma_wait<0>();
+      undo_rounding(s, sums_of_products, shared.factors + first_row,
+                    shared.steps[tile % kTopScoreStages] + lane % 4 * 2);
+      ring.release(tile);
+    } else {
+      multiply_panels<kDim, kScoreRows, kDenseTileNodes>(s, queries, keys);
+      device::wgmma_commit();
+      device::named_barrier_arrive(kIssueBarrier + (group_idx + 1) % kScoreGroups, 256);
+      device::wgmma_wait<0>();
+      ring.release(tile);
+      if (scaled) {
+        undo_powers(s, shared.factors + first_row,
+                    params.tiles.scales + (first_tile + tile) * kDenseTileNodes + lane % 4 * 2);
+      }
     }
     if (first_node + outputs.kGroupNodes > task.least_rank) {
       mask_nodes<kRowsLog2>(s, {ranks[0] - first_node, ranks[1] - first_node});
@@ -310,29 +338,35 @@ __global__ void __launch_bounds__(kScoreThreads, 1) span_scores_kernel(SpanScore
 #endif
 }
 
-template <typename T, int kDim>
-cudaError_t launch_span_scores(const SpanScoreParams& params, cudaStream_t stream) {
+template <typename T, int kDim, bool kInt8>
+cudaError_t launch_span_products(const SpanScoreParams& params, cudaStream_t stream) {
   const GatherParams& p = params.gather;
   const LaunchShape shape{
       .grid = dim3(num_blocks(p.num_lists, kScoreRows / p.group) * static_cast<unsigned>(p.num_kv_heads),
                    p.num_batches, static_cast<unsigned>(params.scores.num_runs)),
       .threads = kScoreThreads,
-      .shared_bytes = kScoreSharedBytes<kDim>};
+      .shared_bytes = sizeof(SpanScoreShared<kDim, kInt8>) + 1024};
   const auto launch = [&](auto kernel) { return launch_kernel(kernel, shape, stream, params); };
   switch (params.tiles.tiling.rows_log2) {
     case 1:
-      return launch(span_scores_kernel<T, kDim, 1>);
+      return launch(span_scores_kernel<T, kDim, 1, kInt8>);
     case 2:
-      return launch(span_scores_kernel<T, kDim, 2>);
+      return launch(span_scores_kernel<T, kDim, 2, kInt8>);
     case 3:
-      return launch(span_scores_kernel<T, kDim, 3>);
+      return launch(span_scores_kernel<T, kDim, 3, kInt8>);
     case 4:
-      return launch(span_scores_kernel<T, kDim, 4>);
+      return launch(span_scores_kernel<T, kDim, 4, kInt8>);
     case kSpanRowsLog2:
-      return launch(span_scores_kernel<T, kDim, kSpanRowsLog2>);
+      return launch(span_scores_kernel<T, kDim, kSpanRowsLog2, kInt8>);
     default:
       refuse_shape("2^" + std::to_string(params.tiles.tiling.rows_log2) + " span means of a node in a tile");
   }
+}
+
+template <typename T, int kDim>
+cudaError_t launch_span_scores(const SpanScoreParams& params, cudaStream_t stream) {
+  return params.tiles.int8 ? launch_span_products<T, kDim, true>(params, stream)
+                           : launch_span_products<T, kDim, false>(params, stream);
 }
 
 }  // namespace htree::tree_attention
