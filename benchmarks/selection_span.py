@@ -6,7 +6,8 @@ smaller ones. All spans of a length and stride, scored as they are and in int8 (
 in one process, then one by one under load ("sustained").
 
 ``--loss`` measures instead what the lists lose by int8: the importance of the nodes that are selected in int8 beside
-that of those selected without, both in float64 by the definition without rounding. Figures are reported, never asserted.
+that of those selected without, both in float64 by the definition without rounding. Figures are reported, never
+asserted.
 """
 
 from __future__ import annotations

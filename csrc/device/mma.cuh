@@ -57,18 +57,6 @@ __device__ __forceinline__ uint32_t transpose_matrix(uint32_t x) {
   return y;
 }
 
-// c[16 x 8] += a[16 x 32] * b[32 x 8] in int8 with int32 sums. c is laid out as below. A lane has four neighbouring
-// elements in a register: of a those that load_matrices() gives for rows of 32 bytes, of column i / 4 of b rows 4 * (i %
-// 4) ... + 3 in b0 and the rows 16 further down in b1.
-__device__ __forceinline__ void mma_16x8x32_int8(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0,
-                                                 uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // c[16 x 8] += a[16 x 16] * b[16 x 8]. Lane i holds c of rows i / 4 (c0, c1) and i / 4 + 8 (c2, c3), columns
 // 2 * (i % 4) and the next. Of column i / 4 of b it holds rows 2 * (i % 4) and the next in b0, and the rows 8
 // further down in b1.

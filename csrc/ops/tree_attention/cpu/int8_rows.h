@@ -8,8 +8,18 @@
 
 namespace htree::tree_attention {
 
+// Functions are static, because they are compiled for several instruction sets.
+
+// Whether a list holds the parents 0, 1, ... in their places, so that candidate p is node p.
+static inline bool full_list(const int32_t* parents, int64_t num_parents) {
+  bool full = true;
+  for (int64_t i = 0; i < num_parents; ++i) {
+    full &= parents[i] == i;
+  }
+  return full;
+}
+
 // Replaces a rotated row by integers and returns its step: the row was about the integers times the step.
-// Static, because it is compiled for several instruction sets.
 template <typename Real>
 static inline Real round_row(Real* row, int64_t count) {
   // Adding it to a small number and taking it away again leaves the nearest integer, of two the even one.

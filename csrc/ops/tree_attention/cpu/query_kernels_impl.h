@@ -454,9 +454,9 @@ struct SpanVector {
   const Real* tiles;  // tile 0 at the vector's first lane
   const Real* next;   // what to request from memory while the last tile is read
   int64_t first_node;
-  const Real* rows;       // the rotated query of the first of some heads
-  const Real* steps;      // of tile 0's means where these are integers, else null
-  const Real* row_steps;  // of the heads
+  const Real* rows;                 // the rotated query of the first of some heads
+  const Real* steps = nullptr;      // of tile 0's means where these are integers
+  const Real* row_steps = nullptr;  // of the heads
 };
 
 // Sets the scores [count][heads][width] of those means from `first_mean` on that do not exist to -inf.
@@ -534,26 +534,15 @@ inline void score_span_vector(const QueryShape& shape, const PackedSpan<Real>& s
   }
 }
 
-// Whether a list holds the parents 0, 1, ... in their places, so that candidate p is node p.
-inline bool full_list(const Candidates& candidates) {
-  bool full = true;
-  for (int64_t i = 0; i < candidates.num_parents; ++i) {
-    full &= candidates.parents[i] == i;
-  }
-  return full;
-}
-
 // Rotates the heads to `position` and rounds them; their steps stand behind them.
 template <typename Real>
 inline const Real* round_query(const QueryShape& shape, const Rotation<Real>& rotation, int64_t position,
                                const Real* q, Real* rotated) {
   const int64_t size = shape.group * shape.row();
-  if (rotation.cos != nullptr) {
-    rotate(shape, rotation, position, q, rotated, Real{1});
-  }
-  for (int64_t i = 0; rotation.cos == nullptr && i < size; ++i) {
+  for (int64_t i = 0; i < size; ++i) {
     rotated[i] = q[i];
   }
+  if (rotation.cos != nullptr) rotate(shape, rotation, position, q, rotated, Real{1});
   for (int64_t g = 0; g < shape.group; ++g) {
     rotated[size + g] = round_row(rotated + g * shape.row(), shape.row());
   }
@@ -567,7 +556,7 @@ void score_span(const QueryShape& shape, const PackedSpan<Real>& span, const Rot
   const int64_t stride = shape.score_stride();
   const int64_t steps_size = span.tiles * span.lanes;
   const int64_t parent_size = steps_size * 2 * shape.half;
-  const bool rounded = span.integers != nullptr && full_list(candidates);
+  const bool rounded = span.integers != nullptr && full_list(candidates.parents, candidates.num_parents);
   const Real* keys = rounded ? span.integers : span.keys;
   const Real* row_steps = rounded ? round_query(shape, rotation, candidates.count - 1, q, rotated) : nullptr;
   // The rightmost candidate gets no score: its means may hold tokens after the query.
@@ -589,12 +578,11 @@ void score_span(const QueryShape& shape, const PackedSpan<Real>& span, const Rot
     for (int64_t lane = 0; lane < lanes; lane += width) {
       for_blocks<kHeadBlock>(shape.group, [&](auto heads, int64_t g) {
         // A vector reaches past the r children into the next slot, which is written after this one.
-        const SpanVector<Real> at = {tiles + lane,
-                                     next + lane,
-                                     parent * shape.r + lane,
-                                     row + g * shape.row(),
-                                     rounded ? span.steps + place * steps_size + lane : nullptr,
-                                     rounded ? row_steps + g : nullptr};
+        SpanVector<Real> at = {tiles + lane, next + lane, parent * shape.r + lane, row + g * shape.row()};
+        if (rounded) {
+          at.steps = span.steps + place * steps_size + lane;
+          at.row_steps = row_steps + g;
+        }
         score_span_vector<heads.value>(shape, span, candidates, at, maxima + g * stride + begin + lane,
                                        sums + g * stride + begin + lane);
       });

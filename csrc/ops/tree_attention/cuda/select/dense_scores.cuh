@@ -8,7 +8,7 @@
 
 #include "device/hopper/tma.cuh"
 #include "device/hopper/wgmma.cuh"
-#include "device/hopper/wgmma_int8.cuh"
+#include "device/int8_products.cuh"
 #include "device/mma.cuh"
 #include "device/rotary.cuh"
 #include "device/sizes.h"
@@ -252,7 +252,7 @@ struct KeyRing {
   Shared& shared;
   const char* tiles;
   int num_tiles;
-  const float* steps = nullptr;  // in int8
+  const float* steps = nullptr;  // in int8: those of the tiles' rows
 
   // All threads must call. Ends without a barrier.
   __device__ __forceinline__ void start() {

@@ -9,6 +9,7 @@
 // rounded once, and the query is the same for all slots.
 #pragma once
 
+#include "device/int8_products.cuh"
 #include "ops/tree_attention/cuda/select/list_scores.cuh"
 #include "ops/tree_attention/cuda/tree/span_copies.cuh"
 
@@ -211,7 +212,7 @@ struct Int8Query {
       device::load_matrices(a, block + at.plain(step));
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        device::mma_16x8x32_int8(sums[tile], a, b[tile][step][0], b[tile][step][1]);
+        device::mma_int8(sums[tile], a, b[tile][step][0], b[tile][step][1]);
       }
     }
     float row_scale[2];

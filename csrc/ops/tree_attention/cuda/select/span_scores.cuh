@@ -15,6 +15,8 @@
 // are products of whole rows, are what a multiprocessor then waits for.
 #pragma once
 
+#include <type_traits>
+
 #include "host/cuda/kernel_launch.h"
 #include "ops/tree_attention/cuda/launch_params.h"
 #include "ops/tree_attention/cuda/select/dense_scores.cuh"
@@ -222,6 +224,24 @@ struct SpanOutputs {
 template <int kDim, bool kInt8>
 using SpanScoreShared = std::conditional_t<kInt8, Int8ScoreShared, ScoreShared<kDim>>;
 
+// Brings the rows into shared memory, for row_of see rotate_queries(). Returns whether some power of two of the rows or
+// of the run's tiles is not 1. All threads must call; the rows are visible to wgmma afterwards.
+template <typename T, int kDim, typename Shared, typename RowOf>
+__device__ __forceinline__ bool prepare_rows(Shared& shared, const SpanScoreParams& params,
+                                             int64_t first_tile, int num_tiles, RowOf row_of) {
+  if constexpr (Shared::kInt8) {
+    round_queries<T, kDim, kScoreRows, kScoreThreads, 3>(shared.queries, shared.factors, params.gather,
+                                                         threadIdx.x, row_of);
+    __syncthreads();
+    return false;
+  } else {
+    bool scaled = scaled_tile(params.tiles.scaled + first_tile, num_tiles);
+    scaled |= rotate_queries<T, kDim, kScoreRows, kScoreThreads, 3>(shared.queries, shared.factors,
+                                                                    params.gather, threadIdx.x, row_of);
+    return __syncthreads_or(scaled);
+  }
+}
+
 // The grid is that of ScoreTask, with z = runs of groups.
 template <typename T, int kDim, int kRowsLog2, bool kInt8>
 __global__ void __launch_bounds__(kScoreThreads, 1) span_scores_kernel(SpanScoreParams params) {
@@ -230,8 +250,8 @@ __global__ void __launch_bounds__(kScoreThreads, 1) span_scores_kernel(SpanScore
   extern __shared__ __align__(128) char raw[];
   Shared& shared = *aligned_shared<Shared>(raw);
   const GatherParams& p = params.gather;
-  const SpanTiling& tiling = params.tiles.tiling;
   const ScoreTask task(p);
+  const SpanTiling& tiling = params.tiles.tiling;
   const SpanRun run(tiling, task.most_rank);
   if (task.most_rank < p.list_width || run.num_tiles <= 0) {
     return;  // every candidate is selected, or none of them is in this run
@@ -239,7 +259,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1) span_scores_kernel(SpanScore
   const int64_t first_tile =
       task.head_index * params.tiles.num_tiles + (int64_t{run.first_group} << tiling.tiles_log2);
   KeyRing<Shared> ring{shared, params.tiles.keys + first_tile * Shared::kTileBytes, run.num_tiles,
-                       params.tiles.scales + first_tile * kDenseTileNodes};
+                       kInt8 ? params.tiles.scales + first_tile * kDenseTileNodes : nullptr};
   ring.start();
   const auto list_of = [&](int row) {
     return min(task.first_list + (row >> task.group_log2), task.last_list);
@@ -250,18 +270,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1) span_scores_kernel(SpanScore
     return query_row<T>(p, task.batch, task.kv_head, int64_t{list} * p.stride, head_of(row),
                         task.rank(p, list));
   };
-  bool scaled = false;
-  if constexpr (kInt8) {
-    round_queries<T, kDim, kScoreRows, kScoreThreads, 3>(shared.queries, shared.factors, p, threadIdx.x,
-                                                         row_of);
-    __syncthreads();
-  } else {
-    scaled = scaled_tile(params.tiles.scaled + first_tile, run.num_tiles);
-    scaled |= rotate_queries<T, kDim, kScoreRows, kScoreThreads, 3>(shared.queries, shared.factors, p,
-                                                                    threadIdx.x, row_of);
-    scaled = __syncthreads_or(scaled);
-  }
-
+  const bool scaled = prepare_rows<T, kDim>(shared, params, first_tile, run.num_tiles, row_of);
   const int group_idx = threadIdx.x / 128, lane = threadIdx.x % 32;
   const int first_row = threadIdx.x / 32 * 16 + lane / 4;
   const int ranks[2] = {task.rank(p, list_of(first_row)), task.rank(p, list_of(first_row + 8))};
@@ -275,8 +284,8 @@ __global__ void __launch_bounds__(kScoreThreads, 1) span_scores_kernel(SpanScore
   const bool joint = params.importance == Importance::kExpJoint;
   SpanSums<kRowsLog2> sums;
   RowMaxima maxima;
-  int first_node = run.first_group * outputs.kGroupNodes;  // the first node of the group
   float s[64];
+  int first_node = run.first_group * outputs.kGroupNodes;  // the first node of the group
   // The warpgroups issue their products one after another, so that some compute exponentials while others
   // wait for products.
   if (group_idx == kScoreGroups - 1) {
@@ -284,18 +293,17 @@ __global__ void __launch_bounds__(kScoreThreads, 1) span_scores_kernel(SpanScore
   }
   for (int tile = 0; tile < run.num_tiles; ++tile) {
     ring.wait(tile);
-    const uint64_t keys =
-        device::k_major_descriptor<device::Swizzle::k128>(shared.keys[tile % kTopScoreStages]);
+    const int stage = tile % kTopScoreStages;
+    const uint64_t keys = device::k_major_descriptor<device::Swizzle::k128>(shared.keys[stage]);
     device::named_barrier_sync(kIssueBarrier + group_idx, 256);
     device::wgmma_fence();
     if constexpr (kInt8) {
-      int32_t sums_of_products[64];
-      multiply_int8<kDim>(sums_of_products, queries, keys);
+      int32_t products[64];
+      multiply_int8<kDim>(products, queries, keys);
       device::wgmma_commit();
       device::named_barrier_arrive(kIssueBarrier + (group_idx + 1) % kScoreGroups, 256);
       device::wgmma_wait<0>();
-      undo_rounding(s, sums_of_products, shared.factors + first_row,
-                    shared.steps[tile % kTopScoreStages] + lane % 4 * 2);
+      undo_rounding(s, products, shared.factors + first_row, shared.steps[stage] + lane % 4 * 2);
       ring.release(tile);
     } else {
       multiply_panels<kDim, kScoreRows, kDenseTileNodes>(s, queries, keys);
@@ -329,10 +337,8 @@ __global__ void __launch_bounds__(kScoreThreads, 1) span_scores_kernel(SpanScore
   if (group_idx == 0) {
     device::named_barrier_sync(kIssueBarrier, 256);
   }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    outputs.end_run(i, joint ? maxima.finish(i) : sums.reference[i], sums.sum[i]);
-  }
+  outputs.end_run(0, joint ? maxima.finish(0) : sums.reference[0], sums.sum[0]);
+  outputs.end_run(1, joint ? maxima.finish(1) : sums.reference[1], sums.sum[1]);
 #else
   __trap();
 #endif
