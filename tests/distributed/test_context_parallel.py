@@ -40,7 +40,13 @@ CASES: dict[str, tuple[cp_on_ranks.Sizes, dict[str, Any]]] = {
     ),
     "int8": (
         (1, 128, 2, 1, 8, 4),
-        {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2, "selection_span": 2, "selection_dtype": "int8"},
+        {
+            "compression_rate": 4,
+            "max_top_nodes": 8,
+            "top_k": 2,
+            "selection_span": 2,
+            "selection_dtype": "int8",
+        },
     ),
     "no_rotation": (
         (1, 96, 3, 3, 2, 5),
