@@ -2,8 +2,12 @@
 
 Run: ``python benchmarks/selection_span.py --csv PATH`` on a GPU with 40 GB; ``--quick`` for a look, without the text of
 10^6 tokens. B = 1, H = 32, H_kv = 4, K = V = 128, k = 512, M = 8192, bf16, random normal inputs; ``--device cpu`` takes
-smaller ones. All spans of a length and stride are timed in turns in one process, then one by one under load
-("sustained"). Figures are reported, never asserted.
+smaller ones. All spans of a length and stride, scored as they are and in int8 (``selection_dtype``), are timed in turns
+in one process, then one by one under load ("sustained").
+
+``--loss`` measures instead what the lists lose by int8: the importance of the nodes that are selected in int8 beside
+that of those selected without, both in float64 by the definition without rounding. Figures are reported, never
+asserted.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from typing import Any
 import torch
 
 import htree_ops  # noqa: F401 - registers the ops
+import htree_ops.reference.tree_attention as reference
 from htree_ops.bench import timing
 from htree_ops.bench.plain_rows import print_rows
 from htree_ops.bench.progress import progress
@@ -40,6 +45,21 @@ SIZES: dict[str, dict[str, Any]] = {
     "cuda": {"dtype": torch.bfloat16, "H": 32, "H_kv": 4, "top_k": 512, "M": 8192, "K": 128, "V": 128},
     "cpu": {"dtype": torch.float32, "H": 4, "H_kv": 1, "top_k": 32, "M": 512, "K": 32, "V": 32},
 }
+#: T, H, H_kv, K, k, M, stride, span, standard deviations of the scores.
+LOSSES = {
+    "cuda": (
+        (131_072, 32, 4, 128, 512, 8192, 4, 2, (1.0, 2.0, 4.0)),
+        (131_072, 32, 4, 128, 512, 8192, 4, 4, (1.0,)),
+    ),
+    "cpu": (
+        (16_384, 8, 1, 128, 64, 1024, 4, 2, (1.0, 2.0, 4.0)),
+        (16_384, 8, 1, 128, 64, 1024, 4, 4, (1.0,)),
+        (16_384, 8, 1, 64, 64, 1024, 4, 2, (1.0,)),
+    ),
+}
+#: The last leaders of the text are judged.
+LEADERS = 32
+SELECTION_DTYPES = (None, "int8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +75,7 @@ class SpanRow:
     T: int
     selection_stride: int
     selection_span: int | None
+    selection_dtype: str | None
     median_ms: float
     sustained_ms: float
     multiple: float
@@ -75,22 +96,30 @@ def peak_of(call: Callable[[], object]) -> int:
 def measure(
     length: int, stride: int, spans: Sequence[int], device: str, effort: timing.Effort
 ) -> list[SpanRow]:
-    """A row for None and one for every span."""
+    """A row for None, and for every span one without and one with int8."""
     case = TreeAttentionCase(name="span", T=length, r=16, selection_stride=stride, **SIZES[device])
     q, k, v = case.make_qkv(device)
+    ways = [(None, None), *((span, dtype) for span in spans for dtype in SELECTION_DTYPES)]
     calls = {
-        span: functools.partial(
-            torch.ops.htree.attention, q, k, v, *case.op_options(), store_parents=False, selection_span=span
+        way: functools.partial(
+            torch.ops.htree.attention,
+            q,
+            k,
+            v,
+            *case.op_options(),
+            store_parents=False,
+            selection_span=way[0],
+            selection_dtype=way[1],
         )
-        for span in (None, *spans)
+        for way in ways
     }
     clock, on_gpu = timing.clock_for(device), device == "cuda"
-    peaks = {span: peak_of(call) if on_gpu else None for span, call in calls.items()}
-    times = timing.measure_undisturbed({str(span): [call] for span, call in calls.items()}, clock, effort)
-    medians = {span: times[str(span)].median_us / 1e3 for span in calls}
+    peaks = {way: peak_of(call) if on_gpu else None for way, call in calls.items()}
+    times = timing.measure_undisturbed({str(way): [call] for way, call in calls.items()}, clock, effort)
+    medians = {way: times[str(way)].median_us / 1e3 for way in calls}
     sustained = {
-        span: timing.sustained([call], clock, medians[span] * 1e3, effort).median_us / 1e3
-        for span, call in calls.items()
+        way: timing.sustained([call], clock, medians[way] * 1e3, effort).median_us / 1e3
+        for way, call in calls.items()
     }
     return [
         SpanRow(
@@ -99,15 +128,105 @@ def measure(
             commit=source_commit(),
             T=length,
             selection_stride=stride,
-            selection_span=span,
-            median_ms=medians[span],
-            sustained_ms=sustained[span],
-            multiple=sustained[span] / sustained[None],
-            peak_bytes=peaks[span],
-            score_tflop=0.0 if span is None else length / stride * case.H * (length / span) * case.K / 1e12,
+            selection_span=way[0],
+            selection_dtype=way[1],
+            median_ms=medians[way],
+            sustained_ms=sustained[way],
+            multiple=sustained[way] / sustained[None, None],
+            peak_bytes=peaks[way],
+            score_tflop=0.0
+            if way[0] is None
+            else length / stride * case.H * (length / way[0]) * case.K / 1e12,
         )
-        for span in calls
+        for way in calls
     ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossRow:
+    """What the lists of the last leaders lose by int8; the layer above the tokens is the only one that selects.
+
+    ``lost`` is 1 less the importance of the nodes selected in int8 by that of those selected without, ``most_lost``
+    that of the leader and K/V head which lose most, ``changed`` the share of the selected nodes that are others.
+    """
+
+    gpu: str
+    torch: str
+    commit: str
+    T: int
+    H: int
+    H_kv: int
+    K: int
+    top_k: int
+    selection_stride: int
+    selection_span: int
+    score_deviation: float
+    lost: float
+    most_lost: float
+    changed: float
+
+
+def measure_loss(sizes: Sequence[int], deviation: float, device: str) -> LossRow:
+    """One row; ``deviation`` is that of the scores of single tokens."""
+    length, heads, kv_heads, width, top_k, top_nodes, stride, span = sizes
+    case = TreeAttentionCase(
+        name="loss",
+        dtype=SIZES[device]["dtype"],
+        T=length,
+        num_queries=LEADERS * stride,
+        H=heads,
+        H_kv=kv_heads,
+        K=width,
+        V=width,
+        r=16,
+        top_k=top_k,
+        M=top_nodes,
+        selection_stride=stride,
+        selection_span=span,
+        spread=deviation,
+    )
+    q, k, v = case.make_qkv(device)
+    lists = {
+        dtype: torch.ops.htree.attention_forward(
+            q, k, v, **(case.reference_options() | {"selection_dtype": dtype})
+        )[3]
+        for dtype in SELECTION_DTYPES
+    }
+    top = lists[None][1]
+    nodes = -(-length // 16)
+    found = reference.candidates(reference.rows_of_queries(top, case.T_q, stride), 1, nodes, 16, case.t0)
+    cos, sin = (part.double() for part in case.make_table(device))
+    importance = reference.span_importance(
+        q[:, ::stride].double(),
+        reference.span_means(k, span),
+        found.rows(slice(None, None, stride)),
+        16 // span,
+        cos,
+        sin,
+        None,
+        case.importance,
+    )
+    # The last parent of a list is the query's own, which every list holds.
+    chosen = {dtype: parents[0][..., :-1].long() for dtype, parents in lists.items()}
+    kept = {dtype: importance.gather(-1, some).sum(-1) for dtype, some in chosen.items()}
+    lost = 1 - kept["int8"] / kept[None]
+    shared = (chosen["int8"][..., None] == chosen[None][..., None, :]).any(-1)
+    return LossRow(
+        gpu=torch.cuda.get_device_name() if device == "cuda" else "none",
+        torch=torch.__version__,
+        commit=source_commit(),
+        T=length,
+        H=heads,
+        H_kv=kv_heads,
+        K=width,
+        top_k=top_k,
+        selection_stride=stride,
+        selection_span=span,
+        score_deviation=deviation,
+        lost=float(1 - kept["int8"].sum() / kept[None].sum()),
+        most_lost=float(lost.max()),
+        changed=float(1 - shared.double().mean()),
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,7 +235,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="the shortest text alone, few repetitions")
+    parser.add_argument(
+        "--loss", action="store_true", help="the importance that int8 loses, in place of times"
+    )
     arguments = parser.parse_args(argv)
+    if arguments.loss:
+        losses = [(sizes, x) for *sizes, deviations in LOSSES[arguments.device] for x in deviations]
+        some = losses[:1] if arguments.quick else losses
+        found = (
+            measure_loss(sizes, x, arguments.device)
+            for sizes, x in progress(some, lambda setting: f"T={setting[0][0]} deviation {setting[1]}")
+        )
+        print_rows(found, arguments.csv)
+        return 0
     settings = SETTINGS[arguments.device]
     if arguments.quick:
         settings = tuple(setting for setting in settings if setting[0] == settings[0][0])

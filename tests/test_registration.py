@@ -122,7 +122,8 @@ SCHEMAS = {
     "select_accumulate": (
         "(Tensor q, Tensor layer_k, Tensor layer_v, Tensor parents, Tensor cos, Tensor sin, int layer, "
         'int compression_rate=16, int top_k=512, float? scale=None, str importance="lse_causal", '
-        "SymInt t0=0, int selection_stride=1, Tensor? span_k=None, int? selection_span=None) "
+        "SymInt t0=0, int selection_stride=1, Tensor? span_k=None, int? selection_span=None, "
+        "str? selection_dtype=None) "
         "-> (Tensor lmax, Tensor lsum, Tensor lout, Tensor next_parents)"
     ),
     "bottom_accumulate": (
@@ -133,7 +134,8 @@ SCHEMAS = {
     "recompute_selection": (
         "(Tensor q, Tensor layer_k, Tensor parents, Tensor cos, Tensor sin, int layer, "
         'int compression_rate=16, int top_k=512, float? scale=None, str importance="lse_causal", '
-        "SymInt t0=0, int selection_stride=1, Tensor? span_k=None, int? selection_span=None) "
+        "SymInt t0=0, int selection_stride=1, Tensor? span_k=None, int? selection_span=None, "
+        "str? selection_dtype=None) "
         "-> Tensor next_parents"
     ),
     "merge_to_global_": (
@@ -143,18 +145,21 @@ SCHEMAS = {
     "attention_forward": (
         "(Tensor q, Tensor k, Tensor v, int compression_rate=16, int max_top_nodes=8192, "
         'int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str importance="lse_causal", '
-        "int selection_stride=1, bool store_parents=True, int? selection_span=None, float[]? inv_freq=None) "
+        "int selection_stride=1, bool store_parents=True, int? selection_span=None, float[]? inv_freq=None, "
+        "str? selection_dtype=None) "
         "-> (Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents)"
     ),
     "attention": (
         "(Tensor q, Tensor k, Tensor v, int compression_rate=16, int max_top_nodes=8192, "
         'int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str importance="lse_causal", '
-        "int selection_stride=1, bool store_parents=True, int? selection_span=None, float[]? inv_freq=None) -> Tensor"
+        "int selection_stride=1, bool store_parents=True, int? selection_span=None, float[]? inv_freq=None, "
+        "str? selection_dtype=None) -> Tensor"
     ),
     "attention_rows": (
         "(Tensor q, Tensor k, Tensor v, SymInt[] starts, int compression_rate=16, int max_top_nodes=8192, "
         'int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str importance="lse_causal", '
-        "int selection_stride=1, bool store_parents=True, int? selection_span=None, float[]? inv_freq=None) "
+        "int selection_stride=1, bool store_parents=True, int? selection_span=None, float[]? inv_freq=None, "
+        "str? selection_dtype=None) "
         "-> (Tensor out, Tensor gmax, Tensor gsum, Tensor lists)"
     ),
     **dict.fromkeys(
@@ -162,7 +167,8 @@ SCHEMAS = {
         "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, Tensor lists, "
         "SymInt[] starts, int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "
         'float? rope_base=10000., str importance="lse_causal", int selection_stride=1, '
-        "bool[3] output_mask=[True, True, True], int? selection_span=None, float[]? inv_freq=None) "
+        "bool[3] output_mask=[True, True, True], int? selection_span=None, float[]? inv_freq=None, "
+        "str? selection_dtype=None) "
         "-> (Tensor dq, Tensor dk, Tensor dv)",
     ),
     "io_compute_scores": (
@@ -188,27 +194,31 @@ SCHEMAS = {
         "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents, "
         "int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "
         'float? rope_base=10000., str importance="lse_causal", int selection_stride=1, '
-        "bool[3] output_mask=[True, True, True], int? selection_span=None, float[]? inv_freq=None) "
+        "bool[3] output_mask=[True, True, True], int? selection_span=None, float[]? inv_freq=None, "
+        "str? selection_dtype=None) "
         "-> (Tensor dq, Tensor dk, Tensor dv)"
     ),
     "attention_varlen": (
         "(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, SymInt max_q, SymInt max_k, "
         "int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "
         'float? rope_base=10000., str importance="lse_causal", int selection_stride=1, str grouping="auto", '
-        "int? selection_span=None, float[]? inv_freq=None) -> (Tensor out, Tensor lse)"
+        "int? selection_span=None, float[]? inv_freq=None, "
+        "str? selection_dtype=None) -> (Tensor out, Tensor lse)"
     ),
     "attention_varlen_forward": (
         "(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, SymInt max_q, SymInt max_k, "
         "int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "
         'float? rope_base=10000., str importance="lse_causal", int selection_stride=1, str grouping="auto", '
-        "int? selection_span=None, float[]? inv_freq=None) -> (Tensor out, Tensor gmax, Tensor gsum)"
+        "int? selection_span=None, float[]? inv_freq=None, "
+        "str? selection_dtype=None) -> (Tensor out, Tensor gmax, Tensor gsum)"
     ),
     "attention_varlen_backward": (
         "(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, SymInt max_q, "
         "SymInt max_k, Tensor out, Tensor gmax, Tensor gsum, int compression_rate=16, int max_top_nodes=8192, "
         'int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str importance="lse_causal", '
         'int selection_stride=1, str grouping="auto", bool[3] output_mask=[True, True, True], '
-        "int? selection_span=None, float[]? inv_freq=None) -> (Tensor dq, Tensor dk, Tensor dv)"
+        "int? selection_span=None, float[]? inv_freq=None, "
+        "str? selection_dtype=None) -> (Tensor dq, Tensor dk, Tensor dv)"
     ),
     "tree_cache_append_": (
         "(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor k, Tensor v, Tensor block_table, Tensor lengths, "

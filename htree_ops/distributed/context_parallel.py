@@ -73,7 +73,7 @@ class _Attention(torch.autograd.Function):
         groups: int,
         steps: int,
         store_parents: bool,
-        later: tuple[int | None, tuple[float, ...] | None],
+        later: tuple[int | None, tuple[float, ...] | None, str | None],
         *options: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
@@ -167,6 +167,7 @@ def _check(
     scope: str,
     store_parents: bool,
     selection_span: int | None,
+    selection_dtype: str | None,
     inv_freq: tuple[float, ...] | None,
     gather_steps: int | None,
 ) -> None:
@@ -191,9 +192,8 @@ def _check(
     M = top_nodes(max_top_nodes, top_k, compression_rate)
     options = (compression_rate, M, top_k, scale, rope_base, importance, selection_stride)
     whole = [x.new_empty((x.shape[0], tokens, *x.shape[2:]), device="meta") for x in (k, v)]
-    torch.ops.htree.attention_rows(
-        q.new_empty(q.shape, device="meta"), *whole, [0], *options, False, selection_span, inv_freq
-    )
+    later = (selection_span, inv_freq, selection_dtype)
+    torch.ops.htree.attention_rows(q.new_empty(q.shape, device="meta"), *whole, [0], *options, False, *later)
 
 
 def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -242,6 +242,7 @@ def tree_attention_cp(
     return_lse: bool = False,
     store_parents: bool = True,
     selection_span: int | None = None,
+    selection_dtype: str | None = None,
     inv_freq: Frequencies | None = None,
     gather_steps: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -291,6 +292,7 @@ def tree_attention_cp(
         "scope": scope,
         "store_parents": store_parents,
         "selection_span": selection_span,
+        "selection_dtype": selection_dtype,
         "inv_freq": inv_freq,
     }
     if size == 1:
@@ -314,7 +316,7 @@ def tree_attention_cp(
     steps = gather_steps or choose_steps(k.shape[2], size * (k.numel() + v.numel()) * k.element_size(), size)
     M = top_nodes(max_top_nodes, top_k, compression_rate)
     options = (compression_rate, M, top_k, scale, rope_base, importance, selection_stride)
-    later = (selection_span, settings["inv_freq"])
+    later = (selection_span, settings["inv_freq"], selection_dtype)
     plan = (members.group_name, rank, size, balance, groups, steps, store_parents, later)
     out, gmax, gsum = _Attention.apply(q, k, v, *plan, *options)
     return (out, gmax + gsum.log()) if return_lse else out

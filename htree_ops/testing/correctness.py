@@ -51,6 +51,7 @@ class Problem:
     max_top_nodes: int = 8192
     rope_base: float = 10000.0
     selection_span: int | None = None
+    selection_dtype: str | None = None
     dtype: torch.dtype = torch.float32
 
     @property
@@ -62,6 +63,7 @@ class Problem:
             "top_k_per_layer": self.top_k_per_layer,
             "rope_base": self.rope_base,
             "selection_span": self.selection_span,
+            "selection_dtype": self.selection_dtype,
         }
 
     @property
@@ -138,7 +140,15 @@ def _rows(
             else:
                 per_node = rate**layer // problem.selection_span
                 value = stages.span_importance(
-                    q.detach(), span_k, found, per_node, table[0], table[1], None, "lse_causal"
+                    q.detach(),
+                    span_k,
+                    found,
+                    per_node,
+                    table[0],
+                    table[1],
+                    None,
+                    "lse_causal",
+                    problem.selection_dtype,
                 )
             positions = selection.select_important(value, found.num, top_k)
             parents = selection.compute_next_parents(busy, positions, rate)
@@ -251,6 +261,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--selection-span", type=at_least(1), metavar="N", help="tokens of a mean that the selection scores"
     )
+    parser.add_argument("--selection-dtype", choices=("int8",), help="in what those means are scored")
     bounds = {
         "final-atol": "largest absolute error",
         "final-rtol": "largest error relative to the reference",

@@ -61,6 +61,8 @@ def calls(case: TreeAttentionCase, device: str | torch.device, seed: int = 0) ->
     layer = (q, top.layer_k, top.layer_v, top.parents, cos, sin)
     step = (case.scale, case.importance, t0, case.selection_stride)
     span: dict[str, Any] = {} if case.selection_span is None else {"selection_span": case.selection_span}
+    if case.selection_dtype is not None:
+        span["selection_dtype"] = case.selection_dtype
     given: dict[str, Any] = {} if case.inv_freq is None else {"inv_freq": list(case.inv_freq)}
     later = span | given
     means = reference.span_means(k, case.selection_span or 2)

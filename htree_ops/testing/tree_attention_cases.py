@@ -178,6 +178,18 @@ SPAN_CASES = [
     for dtype in (DTYPES[0], DTYPES[1 + i % (len(DTYPES) - 1)])
 ]
 
+#: The same in int8, every third of them, and those of several layers.
+INT8_SHAPES: tuple[TreeAttentionCase, ...] = tuple(
+    dataclasses.replace(shape, name=f"{shape.name}_int8", selection_dtype="int8")
+    for i, shape in enumerate(SPAN_SHAPES)
+    if i % 3 == 0 or len(shape.sizes) > 2
+)
+INT8_CASES = [
+    shape.with_dtype(dtype)
+    for i, shape in enumerate(INT8_SHAPES)
+    for dtype in (DTYPES[0], DTYPES[1 + i % (len(DTYPES) - 1)])
+]
+
 #: Small problems in float64 for gradcheck and gradient comparisons: several layers, all options.
 GRADIENT_SHAPES: tuple[TreeAttentionCase, ...] = tuple(
     shape.with_dtype(torch.float64)

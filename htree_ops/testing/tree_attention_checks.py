@@ -6,6 +6,7 @@ under the very lists that were selected ("teacher forcing").
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,6 +47,8 @@ STATE_TOLERANCE = {
 
 GRADIENT_FACTOR = 5.0  # gradients may err this much more than outputs
 SCORE_DELTA = 1e-4  # importances within this relative distance count as equal for fp32 scores
+#: The share of rows that may hold an element which int8 rounds the other way, as its rotation ends in other digits.
+ROUNDED_OTHERWISE = 0.01
 
 Triple = tuple[Tensor, Tensor, Tensor]
 
@@ -242,10 +245,17 @@ def assert_epsilon_optimal(
 ) -> None:
     """Assert that no dropped candidate beats a selected one by more than a factor 1 - delta (§1.11 (i)).
 
-    Importances are recomputed in float64 from the lists themselves. Rows with a NaN importance are skipped.
+    Importances are recomputed in float64 from the lists themselves. Rows with a NaN importance are skipped. With
+    scores in int8 one row in a hundred may miss that factor by what a step of two elements of each row is worth.
     """
     __tracebackhide__ = True
     stride = options.get("selection_stride", 1)
+    steps = 0.0
+    if options.get("selection_dtype") is not None:
+        scale = q.shape[-1] ** -0.5 if options.get("scale") is None else abs(options["scale"])
+        steps = (
+            8 * scale * _largest(q) * _largest(k) / 127
+        )  # rotation makes an element sqrt(2) times as large
     for step in forced(q, k, v, parents, options, with_importance=True).trace:
         importance = step.importance
         if importance is None or not step.scores.numel():
@@ -258,6 +268,8 @@ def assert_epsilon_optimal(
         best = importance.masked_fill(selected | ~free, -torch.inf).amax(-1)
         sound = ~(importance.isnan() & free).any(-1)
         broken = sound & (worst < best * (1 - delta))
+        if steps and broken.sum() <= max(1, ROUNDED_OTHERWISE * broken.numel()):
+            broken = broken & (worst < best * math.exp(-steps) * (1 - delta))
         assert not broken.any(), (
             f"layer {step.layer}: at {broken.nonzero()[0].tolist()} a selected candidate has importance "
             f"{worst[broken][0]:.6e}, a dropped one {best[broken][0]:.6e}"

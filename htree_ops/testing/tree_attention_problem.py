@@ -96,6 +96,7 @@ class TreeAttentionCase(Case):
     M: int = 8
     selection_stride: int = 1
     selection_span: int | None = None
+    selection_dtype: str | None = None
     importance: str = "lse_causal"
     scale: float | None = None
     rope_base: float | None = 10000.0
@@ -166,6 +167,7 @@ class TreeAttentionCase(Case):
             "importance": self.importance,
             "selection_stride": self.selection_stride,
             "selection_span": self.selection_span,
+            "selection_dtype": self.selection_dtype,
         }
 
     def make_separated(
@@ -257,7 +259,11 @@ class TreeAttentionCase(Case):
     def shapes(self) -> str:
         """Sizes and the options that shape the tree."""
         queries = "" if self.num_queries is None else f" T_q={self.T_q}"
-        span = "" if self.selection_span is None else f" c={self.selection_span}"
+        span = (
+            ""
+            if self.selection_span is None
+            else f" c={self.selection_span} {self.selection_dtype or ''}".rstrip()
+        )
         alike = f" AR(1) {self.correlation}" if self.correlation else ""
         return (
             f"B={self.B} T={self.T}{queries} H={self.H}/{self.H_kv} K={self.K} V={self.V} "

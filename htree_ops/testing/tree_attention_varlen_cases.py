@@ -38,6 +38,7 @@ class VarlenCase(Case):
     M: int = 8
     selection_stride: int = 1
     selection_span: int | None = None
+    selection_dtype: str | None = None
     importance: str = "lse_causal"
     scale: float | None = None
     rope_base: float | None = 10000.0
@@ -50,10 +51,8 @@ class VarlenCase(Case):
 
     def documents(self) -> list[TreeAttentionCase]:
         """The documents that have queries, as problems of their own; they share no random numbers with this one."""
-        names = ("dtype", "H", "H_kv", "K", "V", "r", "top_k", "M", "selection_stride", "selection_span")
-        options = {
-            name: getattr(self, name) for name in (*names, "importance", "scale", "rope_base", "inv_freq")
-        }
+        names = ("dtype", "H", "H_kv", "K", "V", "r", "top_k", "M", "selection_stride", "importance", "scale")
+        options = {name: getattr(self, name) for name in (*names, "rope_base", *self.later_options())}
         return [
             TreeAttentionCase(name=self.name, T=keys, num_queries=queries, **options)
             for queries, keys in zip(self.queries_of, self.lengths, strict=True)
@@ -98,16 +97,19 @@ class VarlenCase(Case):
             "max_top_nodes": self.M,
             "top_k": self.top_k,
             "selection_stride": self.selection_stride,
-            "selection_span": self.selection_span,
             "scale": self.scale,
             "rope_base": self.rope_base,
             "importance": self.importance,
-            "inv_freq": self.inv_freq,
+            **self.later_options(),
         }
 
     def later_options(self) -> dict[str, Any]:
         """The options of the ops behind the stride, by name."""
-        return {"selection_span": self.selection_span, "inv_freq": self.inv_freq}
+        return {
+            "selection_span": self.selection_span,
+            "inv_freq": self.inv_freq,
+            "selection_dtype": self.selection_dtype,
+        }
 
     def make_inputs(self, device: str | torch.device, seed: int = 0) -> tuple[Any, ...]:
         """Positional arguments of ``torch.ops.htree.attention_varlen`` up to the stride."""
@@ -182,6 +184,7 @@ CASES: list[VarlenCase] = [
     _RAGGED,
     replace(_RAGGED, name="double", dtype=torch.float64),
     replace(_RAGGED, name="span", selection_span=2, top_k=3),
+    replace(_RAGGED, name="int8", selection_span=2, top_k=3, selection_dtype="int8"),
     replace(_RAGGED, name="suffix", queries=(33, 0, 1, 20, 0, 9, 1)),
     replace(_RAGGED, name="stride", selection_stride=4, queries=(33, 0, 1, 22, 9, 1, 4)),
     replace(_RAGGED, name="one_document", lengths=(50,), spare=0),

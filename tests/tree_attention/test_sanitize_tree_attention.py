@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tree_attention_helpers import wild_lists
@@ -76,15 +78,18 @@ SPANS = [
     tensor_core("group16_three_layers", torch.bfloat16, T=1100, H=16, top_k=2, K=128, V=128, selection_span=8),
     tensor_core("general", torch.float32, K=64, V=64, selection_span=4, selection_stride=2),
 ]  # fmt: skip
+INT8 = [
+    replace(case, name=f"{case.name}_int8", selection_dtype="int8")
+    for case in (*SPANS, tensor_core("one_mean", torch.bfloat16, K=64, V=64, selection_span=16))
+]
 
 
-@pytest.mark.parametrize("case", SPANS, ids=case_id)
+@pytest.mark.parametrize("case", [*SPANS, *INT8], ids=case_id)
 def test_selection_by_span_means(case: TreeAttentionCase) -> None:
     q, k, v = (x.requires_grad_() for x in case.make_qkv("cuda"))
+    later = {"selection_span": case.selection_span, "selection_dtype": case.selection_dtype}
     for store_parents in (True, False):
-        out = torch.ops.htree.attention(
-            q, k, v, *case.op_options(), store_parents, selection_span=case.selection_span
-        )
+        out = torch.ops.htree.attention(q, k, v, *case.op_options(), store_parents, **later)
         for gradient in torch.autograd.grad(out, (q, k, v), torch.randn_like(out)):
             assert gradient.isfinite().all()
 

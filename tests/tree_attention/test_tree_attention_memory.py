@@ -47,6 +47,7 @@ class Call:
     stride: int
     gpu: str
     span: int = 0  # 0: None
+    int8: bool = False
 
     @property
     def plan(self) -> host.TreeAttentionCall:
@@ -60,7 +61,8 @@ class Call:
             self.width,
         )
         options = {"max_top_nodes": self.top_nodes, "top_k": self.top_k, "selection_stride": self.stride}
-        return host.TreeAttentionCall(sizes, True, **options, selection_span=self.span, **GPUS[self.gpu])
+        span = {"selection_span": self.span, "selection_int8": self.int8}
+        return host.TreeAttentionCall(sizes, True, **options, **span, **GPUS[self.gpu])
 
     @property
     def layers(self) -> list[int]:
@@ -83,6 +85,7 @@ def calls(lengths: tuple[int, ...] = LENGTHS) -> Iterator[Call]:
             yield call
             if width == 64 and stride in (1, 16):
                 yield from (replace(call, span=span) for span in (1, 4, 16))
+                yield from (replace(call, span=span, int8=True) for span in (4, 16))
 
 
 def facts(text: str) -> tuple[dict[str, int], dict[str, str]]:
@@ -107,7 +110,7 @@ def score_bytes(call: Call, chunk: dict[str, int], top: str) -> int:
             rows = chunk["batch_chunk"] * chunk["top_chunk"] * call.heads
             run = group * max(1, 32 // max(1, means // 32))
             need = rows * (-(-nodes // 128) * 128 * 4 + -(-nodes // group) * 4 + -(-nodes // run) * 8)
-        elif dense and means == 1:
+        elif dense and means == 1 and not call.int8:
             row = call.kv_heads * -(-nodes // 128) * 128 * 4
             need = chunk["batch_chunk"] * (lists * call.heads * 4 + chunk["top_chunk"] * row)
         else:

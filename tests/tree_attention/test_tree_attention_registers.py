@@ -1,4 +1,4 @@
-"""Registers of ``per_list/`` and ``dense_rows/`` in ``csrc/ops/tree_attention/cuda``, as ptxas says.
+"""Registers of ``per_list/``, ``dense_rows/`` and the int8 scores in ``csrc/ops/tree_attention/cuda``, as ptxas says.
 
 Needs nvcc and no GPU. A spill in its loops, or warpgroup products that ptxas runs one by one, costs a fifth to a half
 of the time and changes no result, so no other test sees it.
@@ -17,7 +17,8 @@ from tree_attention_instances import CSRC, write_instance
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
 KERNEL = re.compile(
-    r"Function properties for (\w*(?:per_list_attend|dense_rows|dense_(?:query|key)_gradient)_kernel\w*)\n"
+    r"Function properties for (\w*(?:(?:per_list_attend|dense_rows|dense_(?:query|key)_gradient)_kernel\w*|"
+    r"span_scores_kernel\w*Lb1E\w*))\n"
     r".*?(\d+) bytes spill stores, (\d+) bytes spill loads"
 )
 
@@ -34,6 +35,7 @@ KERNEL = re.compile(
         ("backward_dense_rows_query_gradient_half_d64", 1),
         ("backward_dense_rows_key_gradient_bfloat16_d128", 1),
         ("backward_dense_rows_key_gradient_half_d128", 1),
+        ("select_span_scores_bfloat16_d128", 5),  # in int8, for each number of means of a node in a tile
     ],
 )
 def test_kernels_spill_nothing_and_overlap_their_products(

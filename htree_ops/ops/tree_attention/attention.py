@@ -15,6 +15,7 @@ __all__ = ["attention_backward", "attention_forward", "tree_attention"]
 
 Importance = Literal["lse_causal", "exp_joint", "lse"]
 Scope = Literal["kv_head", "q_head"]
+SelectionDtype = Literal["int8"]
 SCOPES: tuple[Scope, ...] = ("kv_head", "q_head")
 #: How ranks share the tokens of a text (htree_ops.distributed). They stand here because layers keep one.
 BALANCES = ("head_tail", "contiguous")
@@ -124,6 +125,7 @@ def tree_attention(
     return_lse: Literal[False] = ...,
     store_parents: bool = ...,
     selection_span: int | None = ...,
+    selection_dtype: SelectionDtype | None = ...,
     inv_freq: Frequencies | None = ...,
 ) -> Tensor: ...
 @overload
@@ -143,6 +145,7 @@ def tree_attention(
     return_lse: Literal[True],
     store_parents: bool = ...,
     selection_span: int | None = ...,
+    selection_dtype: SelectionDtype | None = ...,
     inv_freq: Frequencies | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -162,6 +165,7 @@ def tree_attention(
     return_lse: bool,
     store_parents: bool = ...,
     selection_span: int | None = ...,
+    selection_dtype: SelectionDtype | None = ...,
     inv_freq: Frequencies | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @named
@@ -181,6 +185,7 @@ def tree_attention(
     return_lse: bool = False,
     store_parents: bool = True,
     selection_span: int | None = None,
+    selection_dtype: SelectionDtype | None = None,
     inv_freq: Frequencies | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention over a tree of mean-pooled keys and values, at most top_k * r of them per layer.
@@ -225,6 +230,11 @@ def tree_attention(
             means of c tokens, which finds single tokens that the mean of the whole node hides. Smaller spans
             find more and cost more: a layer scores 1/c of the tokens below its candidates. None scores the
             node's own mean; 2 is recommended. It cannot be combined with importance="lse".
+        selection_dtype: "int8" rounds queries and means to int8, each row with a scale of its own, for the scores that
+            a selection_span computes at the layer where a query first leaves something out; the lists lose little
+            (docs/semantics/tree_attention.md §1.15 has the numbers). It changes nothing but the lists. It is for long
+            texts on Hopper, whose tensor cores multiply int8 twice as fast; K is at most 1024. None scores in the
+            precision of the path.
         inv_freq: [K/2] floats, finite in float32: pair i of a head (elements i and K/2 + i) rotates by position *
             inv_freq[i], and not at all where that is 0. For scaled rotary positions (Llama 3, YaRN, linear) and for
             partial ones; a factor on cos and sin, as YaRN has it, goes squared into ``scale``. A sequence or a 1-D
@@ -248,7 +258,7 @@ def tree_attention(
     """
     M = top_nodes(max_top_nodes, top_k, compression_rate)
     options = (compression_rate, M, top_k, scale, rope_base, importance, selection_stride)
-    later = (selection_span, frequencies("tree_attention", inv_freq))
+    later = (selection_span, frequencies("tree_attention", inv_freq), selection_dtype)
     if torch.compiler.is_compiling():
         return _attend(q, k, v, options, scope, return_lse, store_parents, later)
     _warn_of_transposed(q, k)
@@ -268,7 +278,7 @@ def _attend(
     scope: str,
     return_lse: bool,
     store_parents: bool,
-    later: tuple[int | None, tuple[float, ...] | None],
+    later: tuple[int | None, tuple[float, ...] | None, str | None],
 ) -> Tensor | tuple[Tensor, Tensor]:
     check_scope("tree_attention", scope)
     if scope == "q_head" and _have_groups(q, k, v):
@@ -302,6 +312,7 @@ def attention_forward(
     store_parents: bool = True,
     selection_span: int | None = None,
     inv_freq: Frequencies | None = None,
+    selection_dtype: SelectionDtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """:func:`tree_attention` with its states and lists, without a gradient (docs/semantics/tree_attention.md §1.8).
 
@@ -325,8 +336,8 @@ def attention_forward(
         importance,
         selection_stride,
     )
-    given = frequencies("attention_forward", inv_freq)
-    return torch.ops.htree.attention_forward(q, k, v, *options, store_parents, selection_span, given)
+    later = (selection_span, frequencies("attention_forward", inv_freq), selection_dtype)
+    return torch.ops.htree.attention_forward(q, k, v, *options, store_parents, *later)
 
 
 @named_as(top_k="top_k_per_layer")
@@ -349,6 +360,7 @@ def attention_backward(
     output_mask: tuple[bool, bool, bool] = (True, True, True),
     selection_span: int | None = None,
     inv_freq: Frequencies | None = None,
+    selection_dtype: SelectionDtype | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of :func:`tree_attention` with the selection held fixed (docs/semantics/tree_attention.md §1.10).
 
@@ -380,7 +392,7 @@ def attention_backward(
         importance,
         selection_stride,
     )
-    given = frequencies("attention_backward", inv_freq)
+    later = (selection_span, frequencies("attention_backward", inv_freq), selection_dtype)
     return torch.ops.htree.attention_backward(
-        dout, q, k, v, out, gmax, gsum, parents, *options, output_mask, selection_span, given
+        dout, q, k, v, out, gmax, gsum, parents, *options, output_mask, *later
     )

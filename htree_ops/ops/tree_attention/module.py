@@ -26,6 +26,7 @@ from htree_ops.ops.tree_attention.attention import (
     Frequencies,
     Importance,
     Scope,
+    SelectionDtype,
     check_balance,
     tree_attention,
 )
@@ -116,6 +117,7 @@ class HTreeAttention(nn.Module):
     scope = _option("scope")
     store_parents = _option("store_parents")
     selection_span = _option("selection_span")
+    selection_dtype = _option("selection_dtype")
     inv_freq = _option("inv_freq")
 
     def __init__(
@@ -136,6 +138,7 @@ class HTreeAttention(nn.Module):
         scope: Scope = "kv_head",
         store_parents: bool = True,
         selection_span: int | None = None,
+        selection_dtype: SelectionDtype | None = None,
         inv_freq: Frequencies | None = None,
         cp_group: ProcessGroup | DeviceMesh | None = None,
         cp_balance: str = "head_tail",
@@ -175,6 +178,7 @@ class HTreeAttention(nn.Module):
                 scope=scope,
                 store_parents=store_parents,
                 selection_span=selection_span,
+                selection_dtype=selection_dtype,
                 inv_freq=inv_freq,
             )
         check_frequencies("HTreeAttention", self.options, head_dim)
@@ -245,7 +249,7 @@ class HTreeAttention(nn.Module):
             dtype, device: None is that of the parameters; under autocast the dtype has to be that of autocast.
 
         Raises:
-            ValueError: a size out of range, or importance="lse".
+            ValueError: a size out of range, importance="lse" or a selection_dtype.
         """
         weight, options = self.k_proj.weight, self.options
         heads = self.num_heads if options.scope == "q_head" else self.num_kv_heads

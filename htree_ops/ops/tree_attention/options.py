@@ -12,6 +12,7 @@ from htree_ops.ops.tree_attention.attention import (
     Frequencies,
     Importance,
     Scope,
+    SelectionDtype,
     frequencies,
     top_nodes,
     tree_attention,
@@ -37,6 +38,7 @@ OF_OPS = (
     "importance",
     "selection_span",
     "inv_freq",
+    "selection_dtype",
 )
 
 
@@ -65,6 +67,7 @@ class TreeOptions:
     store_parents: bool = True
     selection_span: int | None = None
     inv_freq: Frequencies | None = None
+    selection_dtype: SelectionDtype | None = None
 
     def __post_init__(self) -> None:
         given = frequencies("tree_attention", self.inv_freq)

@@ -319,6 +319,7 @@ def select_accumulate(
     selection_stride: int = 1,
     span_k: Tensor | None = None,
     selection_span: int | None = None,
+    selection_dtype: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A layer above the bottom in one op: select, and accumulate what is not selected (§1.5, §1.6, §1.8).
 
@@ -332,6 +333,7 @@ def select_accumulate(
             row, a multiple of s; selection_stride: s, a power of two that divides r.
         span_k: :func:`span_means` of all tokens, [B, ceil(T/c), H_kv, K]; selection_span: c, a divisor of r.
             Given together, they replace the scores in the selection (§1.15); ValueError where one is missing.
+        selection_dtype: "int8" rounds the rows of lists that hold the parents 0, 1, ... in their places.
 
     Returns:
         (lmax, lsum [B, T_q, H], lout [B, T_q, H, V], next_parents int32 [B, ceil(T_q/s), H_kv, top_k]).
@@ -352,6 +354,7 @@ def select_accumulate(
         selection_stride,
         span_k,
         selection_span,
+        selection_dtype,
     )
 
 
@@ -397,6 +400,7 @@ def recompute_selection(
     selection_stride: int = 1,
     span_k: Tensor | None = None,
     selection_span: int | None = None,
+    selection_dtype: str | None = None,
 ) -> Tensor:
     """The same bits as next_parents of :func:`select_accumulate`, without reading a value (§1.8)."""
     return torch.ops.htree.recompute_selection(
@@ -414,6 +418,7 @@ def recompute_selection(
         selection_stride,
         span_k,
         selection_span,
+        selection_dtype,
     )
 
 

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from htree_ops.ops.arguments import named
-from htree_ops.ops.tree_attention.attention import Frequencies, Importance, frequencies, top_nodes
+from htree_ops.ops.tree_attention.attention import (
+    Frequencies,
+    Importance,
+    SelectionDtype,
+    frequencies,
+    top_nodes,
+)
 
 __all__ = ["tree_attention_varlen"]
 
@@ -28,6 +34,7 @@ def tree_attention_varlen(
     top_k: int = ...,
     selection_stride: int = ...,
     selection_span: int | None = ...,
+    selection_dtype: SelectionDtype | None = ...,
     scale: float | None = ...,
     rope_base: float | None = ...,
     importance: Importance = ...,
@@ -49,6 +56,7 @@ def tree_attention_varlen(
     top_k: int = ...,
     selection_stride: int = ...,
     selection_span: int | None = ...,
+    selection_dtype: SelectionDtype | None = ...,
     scale: float | None = ...,
     rope_base: float | None = ...,
     importance: Importance = ...,
@@ -70,6 +78,7 @@ def tree_attention_varlen(
     top_k: int = ...,
     selection_stride: int = ...,
     selection_span: int | None = ...,
+    selection_dtype: SelectionDtype | None = ...,
     scale: float | None = ...,
     rope_base: float | None = ...,
     importance: Importance = ...,
@@ -91,6 +100,7 @@ def tree_attention_varlen(
     top_k: int = 512,
     selection_stride: int = 1,
     selection_span: int | None = None,
+    selection_dtype: SelectionDtype | None = None,
     scale: float | None = None,
     rope_base: float | None = 10000.0,
     importance: Importance = "lse_causal",
@@ -158,6 +168,7 @@ def tree_attention_varlen(
         importance,
         selection_stride,
         selection_span=selection_span,
+        selection_dtype=selection_dtype,
         inv_freq=frequencies("tree_attention_varlen", inv_freq),
     )
     return (out, lse) if return_lse else out

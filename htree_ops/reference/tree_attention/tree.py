@@ -140,16 +140,19 @@ class Candidates:
     num: int64 [B,T_q,S], n of §1.3.
     inside: bool [B,T_q,S,C], position < n.
     present: bool [B,T_q,S,C], inside and the node exists and starts at or before the query.
+    full: bool [B,T_q,S], the list holds the parents 0, 1, ... in their places, so that candidate p is node p (§1.15).
     """
 
     nodes: Tensor
     num: Tensor
     inside: Tensor
     present: Tensor
+    full: Tensor
 
     def rows(self, rows: slice) -> Candidates:
         """The candidates of some of the query rows."""
-        return Candidates(self.nodes[:, rows], self.num[:, rows], self.inside[:, rows], self.present[:, rows])
+        parts = (self.nodes, self.num, self.inside, self.present, self.full)
+        return Candidates(*(part[:, rows] for part in parts))
 
 
 def num_parents(parents: Tensor) -> Tensor:
@@ -177,4 +180,6 @@ def candidates(parents: Tensor, layer: int, num_nodes: int, compression_rate: in
     nodes = (lists[..., None] * rate + torch.arange(rate, device=lists.device)).flatten(-2)
     inside = torch.arange(nodes.shape[-1], device=lists.device) < num[..., None]
     present = inside & (nodes >= 0) & (nodes < num_nodes) & (nodes <= rightmost.view(1, -1, 1, 1))
-    return Candidates(torch.where(present, nodes, 0), num, inside, present)
+    slots = torch.arange(lists.shape[-1], device=lists.device)
+    full = ((lists == slots) | (slots >= counts[..., None])).all(-1)
+    return Candidates(torch.where(present, nodes, 0), num, inside, present, full)

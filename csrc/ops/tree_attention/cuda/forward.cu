@@ -150,13 +150,14 @@ cudaError_t copy_spans(const TreeCall& call, cudaStream_t stream) {
   params.span = static_cast<int>(p.args.selection_span);
   cudaError_t error = cudaSuccess;
   for (const TreeLayer& layer : call.layers) {
-    params.num_parents = layer.num_parents;
     params.node_span = layer.node_span;
-    params.packed = layer.spans;
-    if (layer.spans.blocks && error == cudaSuccess) {
-      error = dispatch_shape(call.shape, [&](auto type, auto dim) {
-        return launch_pack_spans<typename decltype(type)::type, dim.value>(params, stream);
-      });
+    for (const PackedSpans& spans : {layer.spans, layer.int8_spans}) {
+      params.packed = spans;
+      if (spans.blocks && error == cudaSuccess) {
+        error = dispatch_shape(call.shape, [&](auto type, auto dim) {
+          return launch_pack_spans<typename decltype(type)::type, dim.value>(params, stream);
+        });
+      }
     }
   }
   params.tiles = call.top_spans;

@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1) dense_references_kernel(Dens
   const int most = task.most_rank + extra, least = task.least_rank + extra;
   const int num_tiles = (most + kDenseTileNodes - 1) / kDenseTileNodes;
   const int64_t first_tile = task.head_index * params.tiles.num_tiles;
-  KeyRing<kDim> ring{shared, params.tiles.keys + first_tile * kTopTileBytes<kDim>, num_tiles};
+  KeyRing<ScoreShared<kDim>> ring{shared, params.tiles.keys + first_tile * kTopTileBytes<kDim>, num_tiles};
   ring.start();
   const auto list_of = [&](int row) {
     return min(task.first_list + (row >> task.group_log2), task.last_list);
@@ -236,7 +236,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1) dense_importance_kernel(Dens
   }
   const int num_tiles = (task.most_rank + kDenseTileNodes - 1) / kDenseTileNodes;
   const int64_t first_tile = task.head_index * params.tiles.num_tiles;
-  KeyRing<kDim> ring{shared, params.tiles.keys + first_tile * kTopTileBytes<kDim>, num_tiles};
+  KeyRing<ScoreShared<kDim>> ring{shared, params.tiles.keys + first_tile * kTopTileBytes<kDim>, num_tiles};
   ring.start();
   const auto list_of = [&](int column) {
     return min(task.first_list + column / (8 * kGroup) * 8 + column % 8, task.last_list);
