@@ -33,13 +33,12 @@ struct TreeCall {
   // asks for are filled.
   __half2* fragment_rotations = nullptr;
   __half2* dim_rotations = nullptr;
-  DenseTiles rows;      // tiles of the tokens that the dense rows see
+  DenseTiles rows;      // tiles of the tokens that the dense and the masked rows see
   DenseTiles top;       // tiles of layers.back() where config.dense_top holds
   SpanTiles top_spans;  // the same where its nodes are scored by span means
 
   int64_t rope_rows() const {
-    return walks(problem, config) ? problem.args.top_k * kTensorCoreRate + 1
-                                  : dense_row_tokens(problem, config);
+    return walks(problem, config) ? problem.args.top_k * kTensorCoreRate + 1 : tiled_tokens(problem, config);
   }
   int64_t rotation_slots() const { return problem.args.top_k + 1; }
   Frequencies frequencies() const { return {problem.args.rope_base, problem.args.rotate, inv_freq}; }
