@@ -359,17 +359,13 @@ template <typename T, int kDim, bool kMasked>
 __device__ __forceinline__ void rotate_task_queries(const DenseRowsParams& params, RowsShared<kDim>& shared,
                                                     int warp) {
   const QueryRotator<T, kDim, kMasked, kRotatorWarps> rotator(params, warp);
-  for (int round = 0;; ++round) {
-    const int number = params.order.number(round);
-    if (number >= params.order.num_tasks()) {
-      return;
-    }
+  for (int round = 0; params.order.number(round) < params.order.num_tasks(); ++round) {
     const int buffer = round % kQueryBuffers;
     if (round >= kQueryBuffers) {
       device::barrier_wait(&shared.query_empty[buffer], (round / kQueryBuffers - 1) & 1);
     }
     if (round > 0) {
-      const RowsTask task(params, number);
+      const RowsTask task(params, params.order.number(round));
       rotator.fetch(task, shared.queries[buffer]);
       int flags = tile_flags(params, task, threadIdx.x % 32, 32);
       flags |= rotator.rotate(task, shared.queries[buffer], shared.factors[buffer]) ? kScaledKeys : 0;
@@ -584,7 +580,11 @@ class RowsConsumer {
       __syncwarp();  // every lane has read its factors
       release(shared_.query_empty[query_buffer()]);
     }
-    state_.weigh(s_);
+    if constexpr (kMasked) {
+      state_.weigh(s_, marks_);
+    } else {
+      state_.weigh(s_);
+    }
   }
   // The tile among those of all pairs.
   __device__ __forceinline__ int64_t place() const {
@@ -594,18 +594,11 @@ class RowsConsumer {
       return first_tile_ + tile_;
     }
   }
-  // Brings the scores to log2 units and takes out parents that are not in a row's list and the tokens behind a row's own.
+  // Brings the scores to log2 units and takes out the tokens behind a row's own.
   __device__ __forceinline__ void prepare() {
     if (flags_ & kScaledKeys) {
       undo_powers(s_, shared_.factors[query_buffer()] + threadIdx.x / 32 * 16 + lane_ / 4,
                   params_.dense.tiles.scales + place() * kDenseTileNodes + lane_ % 4 * 2);
-    }
-    if constexpr (kMasked) {
-      // Elements 8 p ... 8 p + 7 stand in the 16 columns of parent p.
-#pragma unroll
-      for (int i = 0; i < 64; ++i) {
-        s_[i] = marks_[i / 2 & 1] >> i / 8 & 1 ? s_[i] : -INFINITY;
-      }
     }
     if (tile_ + 1 == num_tiles_) {
       const int column = lane_ % 4 * 2;
