@@ -89,7 +89,8 @@ GatherParams gather_of(const TreeCall& call, size_t layer_idx, const Chunk& chun
 cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& chunk, const ListSlice& lists,
                          const ListSlice& next, float* scratch, uint32_t* mask, cudaStream_t stream);
 
-// Fills call.inv_freq, call.rope, the rotation tables, the tiles and the packed copy of every layer.
+// Fills call.inv_freq, call.rope, the rotation tables, the tiles and the packed copy of every layer. With
+// config.masked_rows that of the tokens comes later, in the place of their tiles.
 cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream);
 
 }  // namespace htree::tree_attention
