@@ -251,7 +251,7 @@ class TreeAttentionCall {
   TreeAttentionCall(const std::array<int64_t, 7>& sizes, bool half_dtype, int64_t compression_rate,
                     int64_t max_top_nodes, int64_t top_k, int64_t selection_stride, int major,
                     int64_t shared_bytes, bool hopper_kernels, bool per_query_gather, int64_t num_sms,
-                    int64_t selection_span, bool selection_int8) {
+                    int64_t selection_span, bool selection_int8, bool rotate, bool gathered) {
     std::tie(problem_.batch, problem_.num_keys, problem_.num_queries, problem_.num_heads,
              problem_.num_kv_heads, problem_.key_dim, problem_.value_dim) = std::tuple_cat(sizes);
     problem_.half_dtype = half_dtype;
@@ -262,9 +262,12 @@ class TreeAttentionCall {
     problem_.args.selection_span = selection_span;
     problem_.args.selection_dtype =
         selection_int8 ? tree::SelectionDtype::kInt8 : tree::SelectionDtype::kAsGiven;
+    problem_.args.rotate = rotate;
     problem_.args.starts = {problem_.num_keys - problem_.num_queries};
     const tree::DeviceFacts device{major, shared_bytes, major == 9 && hopper_kernels, num_sms};
-    const auto gather = per_query_gather ? tree::GatherChoice::kPerQuery : tree::GatherChoice::kAuto;
+    const auto gather = per_query_gather ? tree::GatherChoice::kPerQuery
+                        : gathered       ? tree::GatherChoice::kGathered
+                                         : tree::GatherChoice::kAuto;
     forward_ = tree::choose_forward_config(problem_, device, gather);
     backward_ = tree::choose_backward_config(problem_, device, gather);
   }
@@ -284,7 +287,9 @@ class TreeAttentionCall {
     const tree::ForwardMemory at = tree::lay_out_forward(space, problem_, forward_);
     return {{"partial", address(at.partial)},     {"lists", address(at.lists[0])},
             {"next_lists", address(at.lists[1])}, {"mask", address(at.mask)},
-            {"scores", address(at.scores)},       {"end", base + space.bytes()}};
+            {"scores", address(at.scores)},       {"marks", address(at.marks.marks)},
+            {"tiles", address(at.marks.tiles)},   {"counts", address(at.marks.counts)},
+            {"end", base + space.bytes()}};
   }
   Addresses backward_memory(uintptr_t base, bool recompute) const {
     tree::Workspace space(reinterpret_cast<void*>(base));
@@ -391,12 +396,13 @@ PYBIND11_MODULE(_host, module) {
                                 "An attention call, its sizes being (B, T, T_q, H, H_kv, K, V), and a GPU: "
                                 "kernels, chunks and scratch.")
       .def(py::init<const std::array<int64_t, 7>&, bool, int64_t, int64_t, int64_t, int64_t, int, int64_t,
-                    bool, bool, int64_t, int64_t, bool>(),
+                    bool, bool, int64_t, int64_t, bool, bool, bool>(),
            py::arg("sizes"), py::arg("half_dtype"), py::arg("compression_rate") = 16,
            py::arg("max_top_nodes") = 8192, py::arg("top_k") = 512, py::arg("selection_stride") = 1,
            py::arg("major") = 9, py::arg("shared_bytes") = htree::device::kHopperSharedBytes,
            py::arg("hopper_kernels") = true, py::arg("per_query_gather") = false, py::arg("num_sms") = 132,
-           py::arg("selection_span") = 0, py::arg("selection_int8") = false)
+           py::arg("selection_span") = 0, py::arg("selection_int8") = false, py::arg("rotate") = true,
+           py::arg("gathered") = false)
       .def("forward", &TreeAttentionCall::forward,
            "Path, chunks, and the kernels of the layers from the top down.")
       .def("backward", &TreeAttentionCall::backward, "Path, chunks and the kernels of the gradients.")

@@ -402,6 +402,7 @@ TREE_ATTENTION: Table = [
     ),
     tensor_core("forward/dense_top/attend.cuh", "launch_dense_attend(DenseAttendParams)"),
     tensor_core("forward/dense_rows/attend.cuh", "launch_dense_rows(DenseAttendParams)"),
+    tensor_core("forward/masked_rows/attend.cuh", "launch_masked_rows(MaskedAttendParams)"),
     tensor_core("forward/per_query/attend.cuh", "launch_per_query_attend(AttendParams)"),
     tensor_core("forward/shared_gather/attend.cuh", "launch_shared_gather_attend(AttendParams)"),
     tensor_core("forward/per_list/attend.cuh", "launch_per_list_attend(AttendParams)"),

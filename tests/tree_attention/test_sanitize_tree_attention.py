@@ -40,6 +40,10 @@ TENSOR_CORE = [
     tensor_core("group4_stride2", torch.bfloat16, H=4, K=128, V=128, selection_stride=2),
     tensor_core("dense_rows", torch.bfloat16, M=256, top_k=16, K=128, V=128),
     tensor_core("dense_rows_group3", torch.float16, H=3, M=256, top_k=16, K=64, V=64, selection_stride=16),
+    tensor_core("masked_rows", torch.bfloat16, rope_base=None, T=600, top_k=8, M=64, K=128, V=128),
+    tensor_core("masked_rows_group3", torch.float16, rope_base=None, H=3, K=64, V=64, selection_stride=2),
+    tensor_core("masked_rows_group1", torch.bfloat16, rope_base=None, H=1, K=128, V=128, num_queries=130),
+    tensor_core("masked_rows_group16", torch.bfloat16, rope_base=None, H=16, T=297, K=32, V=32),
     tensor_core("three_layers", torch.bfloat16, T=1100, top_k=2, K=64, V=64),
     tensor_core("stride16_three_layers", torch.bfloat16, T=1100, top_k=2, K=128, V=128, selection_stride=16),
 ]

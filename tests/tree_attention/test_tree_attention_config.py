@@ -239,6 +239,80 @@ def test_a_call_of_dense_rows_alone_needs_no_scratch() -> None:
     assert call.forward_memory(0)["end"] == 0
 
 
+# Heads per K/V head, and how many times k r tokens multiply masked tiles.
+MASKED = {1: 8, 2: 8, 3: 8, 4: 8, 5: 6, 7: 4, 8: 4, 9: 3, 12: 2, 16: 2}
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("group", MASKED)
+def test_masked_rows_follow_the_options_alone(group: int, stride: int) -> None:
+    for top_k, top_nodes in ((512, 8192), (16, 100)):
+        end = MASKED[group] * top_k * 16
+        for width in (32, 64, 128):
+            for length, queries, batch in (
+                (100_000, 100_000, 1),
+                (100_000, 1, 3),
+                (9000, 9000, 2),
+                (20, 20, 1),
+            ):
+                found = choices(
+                    (batch, length, queries, 4 * group, 4, width, width),
+                    selection_stride=stride,
+                    top_k=top_k,
+                    max_top_nodes=top_nodes,
+                    rotate=False,
+                )
+                assert int(found["masked_rows"]) == end, "whatever the length, the batch and the queries"
+                assert end % 128 == 0, "no list and no run reaches across it"
+
+
+def test_masked_rows_need_strides_of_1_and_2_hopper_and_no_rotation() -> None:
+    others: list[dict[str, int | bool]] = [
+        {"rotate": True},
+        {"selection_stride": 4},
+        {"selection_stride": 16},
+        {"major": 8, "shared_bytes": 166_912},
+        {"major": 10},
+        {"hopper_kernels": False},
+        {"per_query_gather": True},
+        {"gathered": True},
+    ]
+    for options in others:
+        found = choices(**{"rotate": False, **options})
+        assert found["masked_rows"] == "0"
+        assert "masked_rows" not in found["layers"]
+    assert choices(half=False, rotate=False)["masked_rows"] == "0"
+    assert choices(rotate=False, backward=True)["masked_rows"] == "0", "the backward gathers"
+
+
+def test_the_switch_for_gathered_rows_changes_nothing_else() -> None:
+    for stride in (1, 2, 4, 16):
+        for options in ({"rotate": True}, {"rotate": False, "backward": True}):
+            here = {"selection_stride": stride, **options}
+            assert choices(**here) == choices(**here, gathered=True)
+    gathered = choices(rotate=False, gathered=True)
+    assert gathered["layers"] == "dense,shared_gather"
+    assert gathered["dense_rows"] == "8192"
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_masked_rows_take_the_place_of_the_gather_at_the_tokens(stride: int) -> None:
+    def found(length: int, queries: int, group: int = 8) -> list[str]:
+        sizes = (1, length, queries, 4 * group, 4, 128, 128)
+        return layers(sizes, selection_stride=stride, rotate=False)
+
+    for queries in (9000, 64):
+        assert found(9000, queries) == ["dense", "masked_rows"]
+        assert found(32_768, queries) == ["dense", "masked_rows"]
+    assert found(8192, 64) == ["dense_rows"]
+    assert found(32_800, 32_800) == ["dense", "masked_rows|shared_gather"]
+    assert found(32_832, 64) == ["dense", "shared_gather"]
+    assert found(131_073, 131_073) == ["dense", "shared_gather", "masked_rows|shared_gather"]
+    assert found(20_000, 20_000, group=6) == ["shared_gather", "masked_rows"]
+    odd = layers((1, 127, 127, 32, 4, 128, 128), selection_stride=2, max_top_nodes=127, rotate=False)
+    assert odd == ["masked_rows"], "the one row behind the last whole list"
+
+
 def gradients(
     sizes: tuple[int, ...] = MODEL, half: bool = True, top: bool = False, **options: int | bool
 ) -> tuple[str, str]:

@@ -48,6 +48,7 @@ class Call:
     gpu: str
     span: int = 0  # 0: None
     int8: bool = False
+    rotate: bool = True
 
     @property
     def plan(self) -> host.TreeAttentionCall:
@@ -62,7 +63,7 @@ class Call:
         )
         options = {"max_top_nodes": self.top_nodes, "top_k": self.top_k, "selection_stride": self.stride}
         span = {"selection_span": self.span, "selection_int8": self.int8}
-        return host.TreeAttentionCall(sizes, True, **options, **span, **GPUS[self.gpu])
+        return host.TreeAttentionCall(sizes, True, **options, **span, rotate=self.rotate, **GPUS[self.gpu])
 
     @property
     def layers(self) -> list[int]:
@@ -86,6 +87,8 @@ def calls(lengths: tuple[int, ...] = LENGTHS) -> Iterator[Call]:
             if width == 64 and stride in (1, 16):
                 yield from (replace(call, span=span) for span in (1, 4, 16))
                 yield from (replace(call, span=span, int8=True) for span in (4, 16))
+            if width == 128 and stride <= 2:
+                yield replace(call, rotate=False)
 
 
 def facts(text: str) -> tuple[dict[str, int], dict[str, str]]:
@@ -121,9 +124,21 @@ def score_bytes(call: Call, chunk: dict[str, int], top: str) -> int:
     return most
 
 
-def forward_needs(call: Call, chunk: dict[str, int], kernels: dict[str, str]) -> dict[str, int]:
-    if len(call.layers) == 1:
+def mark_needs(call: Call, chunk: dict[str, int], kernels: dict[str, str]) -> dict[str, int]:
+    """Marks, tiles and counts of masked rows, for a chunk that begins where most runs of rows are cut."""
+    if "masked_rows" not in kernels["layers"]:
         return {}
+    group = call.heads // call.kv_heads
+    run = 2 ** (128 // group).bit_length() // 2
+    tasks = chunk["batch_chunk"] * call.kv_heads * (-(-(chunk["query_chunk"] - 1) // run) + 1)
+    tiles = tasks * -(-min(call.num_keys, max(chunk["masked_rows"], chunk["dense_rows"])) // 128)
+    return {"marks": tiles * max(16, run), "tiles": tiles * 2, "counts": tasks * 4}
+
+
+def forward_needs(call: Call, chunk: dict[str, int], kernels: dict[str, str]) -> dict[str, int]:
+    marks = mark_needs(call, chunk, kernels)
+    if len(call.layers) == 1:
+        return marks
     queries = chunk["batch_chunk"] * chunk["query_chunk"]
     lists = chunk["batch_chunk"] * -(-chunk["query_chunk"] // call.stride) * call.kv_heads
     return {
@@ -132,6 +147,7 @@ def forward_needs(call: Call, chunk: dict[str, int], kernels: dict[str, str]) ->
         "next_lists": lists * call.top_k * 4,
         "mask": lists * call.mask_bytes,
         "scores": score_bytes(call, chunk, kernels["top"]),
+        **marks,
     }
 
 
@@ -239,9 +255,10 @@ def test_the_backward_holds_what_it_writes_within_its_budget(recompute: bool) ->
 @pytest.mark.parametrize("heads", [(32, 4, 128), (64, 4, 64), (8, 8, 128)], ids=str)
 def test_a_gigabyte_holds_the_forward_but_a_copy_of_the_keys(heads: tuple[int, int, int], gpu: str) -> None:
     """Counts scratch, layers above the tokens with their copies, tiles of a dense top, scales, log-sums, tables."""
-    for length, stride in product((9000, 32_768, 131_072, 262_144, 524_288, 1_000_000), STRIDES):
+    lengths = (9000, 32_768, 131_072, 262_144, 524_288, 1_000_000)
+    for length, stride, rotate in product(lengths, STRIDES, (True, False)):
         num_heads, kv_heads, width = heads
-        call = Call(1, length, length, *heads, 8192, 512, stride, gpu)
+        call = Call(1, length, length, *heads, 8192, 512, stride, gpu, rotate=rotate)
         chunk, kernels = facts(call.plan.forward())
         above = call.layers[1:]
         tree = length * (kv_heads * 4 + num_heads * 8) + (512 * 16 + 1) * width * 4
@@ -250,7 +267,11 @@ def test_a_gigabyte_holds_the_forward_but_a_copy_of_the_keys(heads: tuple[int, i
         if kernels["top"] == "dense":
             tree += kv_heads * -(-above[-1] // 128) * (128 * (2 * max(64, width) * 2 + 4) + 4)
         dense_rows = chunk["dense_rows"]
-        tree += kv_heads * -(-dense_rows // 128) * (128 * (2 * max(64, width) * 2 + 4) + 4)
+        tiled = min(length, max(dense_rows, chunk["masked_rows"]))
+        tiles = kv_heads * -(-tiled // 128) * (128 * (2 * max(64, width) * 2 + 4) + 4)
+        # where rows are masked, the packed copy of the tokens takes the place of the tiles
+        copy = kv_heads * -(-length // 16) * 16 * (4 * width + 4) if chunk["masked_rows"] else 0
+        tree += max(0, tiles - copy)
         total = call.plan.forward_memory(0)["end"] + tree
         assert total <= 10**9, call
         assert total >= 3 * 10**8 or chunk["query_chunk"] >= length - dense_rows, "and what there is is used"

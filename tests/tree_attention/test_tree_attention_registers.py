@@ -1,4 +1,4 @@
-"""Registers of ``per_list/``, ``dense_rows/`` and the int8 scores in ``csrc/ops/tree_attention/cuda``, as ptxas says.
+"""What ptxas says of ``per_list/``, ``dense_rows/``, ``masked_rows/`` and int8 scores in ``csrc/ops/tree_attention/cuda``.
 
 Needs nvcc and no GPU. A spill in its loops, or warpgroup products that ptxas runs one by one, costs a fifth to a half
 of the time and changes no result, so no other test sees it.
@@ -31,6 +31,9 @@ KERNEL = re.compile(
         ("forward_per_list_attend_half_d64", 2),
         ("forward_dense_rows_attend_bfloat16_d128", 1),
         ("forward_dense_rows_attend_half_d64", 1),
+        ("forward_masked_rows_attend_bfloat16_d128", 1),
+        ("forward_masked_rows_attend_half_d128", 1),
+        ("forward_masked_rows_attend_bfloat16_d64", 1),
         ("backward_dense_rows_query_gradient_bfloat16_d128", 1),
         ("backward_dense_rows_query_gradient_half_d64", 1),
         ("backward_dense_rows_key_gradient_bfloat16_d128", 1),

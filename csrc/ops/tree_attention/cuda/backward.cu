@@ -177,7 +177,7 @@ class BackwardRun {
   // other rows follow or the text goes on, the sums begin as zeros, and everything after these rows adds.
   bool sums_are_zeroed() const {
     return config_.dense_rows > 0 && keys_wanted() &&
-           (walks(p_, config_) || p_.num_pieces() > 1 || dense_row_tokens(p_, config_) < p_.num_keys);
+           (walks(p_, config_) || p_.num_pieces() > 1 || tiled_tokens(p_, config_) < p_.num_keys);
   }
 
   // The gradients of the first queries of every batch of a piece, which are rows of dense attention.

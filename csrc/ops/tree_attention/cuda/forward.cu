@@ -29,9 +29,27 @@ struct ForwardBuffers {
   ForwardMemory memory;
 };
 
-cudaError_t attend_layer(const TreeCall& call, const ForwardConfig& config, size_t layer_idx,
-                         const Chunk& chunk, const AttendParams& attend, cudaStream_t stream) {
-  switch (layer_kernel(config, static_cast<int64_t>(layer_idx), static_cast<int64_t>(call.layers.size()))) {
+// The tokens for rows that multiply whole tiles under the bits of their lists.
+cudaError_t attend_masked_rows(const TreeCall& call, const TileMarkMemory& memory, const Chunk& chunk,
+                               const AttendParams& attend, cudaStream_t stream) {
+  const TileMarks marks{memory.marks, memory.tiles, memory.counts, call.rows.num_tiles};
+  if (const cudaError_t error = launch_tile_marks(attend.gather, marks, stream); error != cudaSuccess) {
+    return error;
+  }
+  return dispatch_shape(call.shape, [&](auto type, auto dim) {
+    return launch_masked_rows<typename decltype(type)::type, dim.value>(
+        {{attend, tiles_of_batch(call, call.rows, chunk.batch)}, marks}, stream);
+  });
+}
+
+cudaError_t attend_layer(const TreeCall& call, const ForwardConfig& config, const ForwardMemory& memory,
+                         size_t layer_idx, const Chunk& chunk, const AttendParams& attend,
+                         cudaStream_t stream) {
+  const bool masked = call.problem.token_of(chunk.query) < config.masked_rows;
+  switch (layer_kernel(config, static_cast<int64_t>(layer_idx), static_cast<int64_t>(call.layers.size()),
+                       masked)) {
+    case LayerKernel::kMaskedRows:
+      return attend_masked_rows(call, memory.marks, chunk, attend, stream);
     case LayerKernel::kDense:
       return dispatch_shape(call.shape, [&](auto type, auto dim) {
         return launch_dense_attend<typename decltype(type)::type, dim.value>(
@@ -99,7 +117,7 @@ cudaError_t forward_chunk(const TreeCall& call, const ForwardConfig& config, con
     attend.partial = memory.partial;
     attend.out = static_cast<char*>(buffers.out) + 2 * state * p.value_dim;
     attend.rotations = config.dim_rotations ? call.dim_rotations : call.fragment_rotations;
-    if (const cudaError_t error = attend_layer(call, config, layer_idx, chunk, attend, stream);
+    if (const cudaError_t error = attend_layer(call, config, memory, layer_idx, chunk, attend, stream);
         error != cudaSuccess) {
       return error;
     }
@@ -169,6 +187,19 @@ cudaError_t copy_spans(const TreeCall& call, cudaStream_t stream) {
   return error;
 }
 
+// Fills the packed copy of a layer, if it has one.
+cudaError_t pack_layer(const TreeCall& call, const TreeLayer& layer, cudaStream_t stream) {
+  if (!layer.packed) {
+    return cudaSuccess;
+  }
+  PackParams pack = layer_params<PackParams>(call, layer);
+  pack.packed = layer.packed;
+  pack.num_parents = layer.num_parents;
+  return dispatch_shape(call.shape, [&](auto type, auto dim) {
+    return launch_pack_layer<typename decltype(type)::type, dim.value>(pack, stream);
+  });
+}
+
 }  // namespace
 
 cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream) {
@@ -189,14 +220,8 @@ cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream) {
   };
   rotations(call.fragment_rotations, RotationOrder::kFragments);
   rotations(call.dim_rotations, RotationOrder::kDims);
-  for (size_t i = 0; i < call.layers.size() && walks(p, call.config) && error == cudaSuccess; ++i) {
-    const TreeLayer& layer = call.layers[i];
-    PackParams pack = layer_params<PackParams>(call, layer);
-    pack.packed = layer.packed;
-    pack.num_parents = layer.num_parents;
-    error = dispatch_shape(call.shape, [&](auto type, auto dim) {
-      return launch_pack_layer<typename decltype(type)::type, dim.value>(pack, stream);
-    });
+  for (size_t i = call.config.masked_rows > 0 ? 1 : 0; i < call.layers.size() && error == cudaSuccess; ++i) {
+    error = pack_layer(call, call.layers[i], stream);
   }
   if (error == cudaSuccess) {
     error = copy_spans(call, stream);
@@ -206,12 +231,13 @@ cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream) {
       DenseLayerParams pack = layer_params<DenseLayerParams>(call, layer);
       pack.tiles = tiles;
       pack.num_nodes = rows;
+      pack.rope = p.args.rotate ? call.rope : nullptr;  // the table may end before the tokens do
       error = dispatch_shape(call.shape, [&](auto type, auto dim) {
         return launch_dense_layer<typename decltype(type)::type, dim.value>(pack, stream);
       });
     }
   };
-  if (const int64_t rows = dense_row_tokens(p, call.config); rows > 0) {
+  if (const int64_t rows = tiled_tokens(p, call.config); rows > 0) {
     lay_out(call.layers.front(), call.rows, rows);
   }
   if (call.config.dense_top) {
@@ -267,6 +293,27 @@ cudaError_t attend_dense_rows(const TreeCall& call, int64_t piece, const Forward
   });
 }
 
+// The rows between tokens `begin` and `end` of every batch and piece, from the top of the tree to the tokens.
+cudaError_t walk_rows(const TreeCall& call, const ForwardConfig& c, const ForwardBuffers& buffers,
+                      int64_t begin, int64_t end, cudaStream_t stream) {
+  const AttentionProblem& p = call.problem;
+  for (int64_t batch = 0; batch < p.batch; batch += c.batch_chunk) {
+    for (int64_t piece = 0; piece < p.num_pieces(); ++piece) {
+      const int64_t first = piece * p.piece_queries();
+      const int64_t last = first + queries_before(p, end, piece);
+      for (int64_t query = first + queries_before(p, begin, piece); query < last;) {
+        const Chunk chunk{batch, std::min(c.batch_chunk, p.batch - batch), query,
+                          std::min(c.query_chunk, last - query)};
+        if (const cudaError_t error = forward_chunk(call, c, buffers, chunk, stream); error != cudaSuccess) {
+          return error;
+        }
+        query += chunk.num_queries;
+      }
+    }
+  }
+  return cudaSuccess;
+}
+
 cudaError_t run_forward(const TreeCall& call, const ForwardConfig& c, const ForwardBuffers& buffers,
                         cudaStream_t stream) {
   const AttentionProblem& p = call.problem;
@@ -279,22 +326,15 @@ cudaError_t run_forward(const TreeCall& call, const ForwardConfig& c, const Forw
   if (error != cudaSuccess) {
     return error;
   }
-  for (int64_t batch = 0; batch < p.batch; batch += c.batch_chunk) {
-    for (int64_t query = 0; query < p.num_queries;) {
-      const int64_t piece = query / p.piece_queries();
-      query = std::max(query, piece * p.piece_queries() + dense_queries(p, c, piece));
-      if (query == (piece + 1) * p.piece_queries()) {
-        continue;
-      }
-      const Chunk chunk{batch, std::min(c.batch_chunk, p.batch - batch), query,
-                        p.chunk_queries(query, c.query_chunk)};
-      if (const cudaError_t error = forward_chunk(call, c, buffers, chunk, stream); error != cudaSuccess) {
-        return error;
-      }
-      query += chunk.num_queries;
+  if (c.masked_rows > 0) {
+    error = walk_rows(call, c, buffers, c.dense_rows, c.masked_rows, stream);
+    if (error == cudaSuccess) {
+      error = pack_layer(call, call.layers.front(), stream);  // in the place of the tiles
     }
   }
-  return cudaSuccess;
+  return error == cudaSuccess
+             ? walk_rows(call, c, buffers, std::max(c.dense_rows, c.masked_rows), p.num_keys, stream)
+             : error;
 }
 
 // ---- attention_forward

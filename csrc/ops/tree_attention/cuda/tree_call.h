@@ -34,13 +34,12 @@ struct TreeCall {
   // asks for are filled.
   __half2* fragment_rotations = nullptr;
   __half2* dim_rotations = nullptr;
-  DenseTiles rows;      // tiles of the tokens that the dense rows see
+  DenseTiles rows;      // tiles of the tokens that the dense and the masked rows see
   DenseTiles top;       // tiles of layers.back() where config.dense_top holds
   SpanTiles top_spans;  // the same where its nodes are scored by span means
 
   int64_t rope_rows() const {
-    return walks(problem, config) ? problem.args.top_k * kTensorCoreRate + 1
-                                  : dense_row_tokens(problem, config);
+    return walks(problem, config) ? problem.args.top_k * kTensorCoreRate + 1 : tiled_tokens(problem, config);
   }
   int64_t rotation_slots() const { return problem.args.top_k + 1; }
   Frequencies frequencies() const { return {problem.args.rope_base, problem.args.rotate, inv_freq}; }
@@ -91,7 +90,8 @@ GatherParams gather_of(const TreeCall& call, size_t layer_idx, const Chunk& chun
 cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& chunk, const ListSlice& lists,
                          const ListSlice& next, float* scratch, uint32_t* mask, cudaStream_t stream);
 
-// Fills call.inv_freq, call.rope, the rotation tables, the tiles and the packed copy of every layer.
+// Fills call.inv_freq, call.rope, the rotation tables, the tiles and the packed copy of every layer. With
+// config.masked_rows that of the tokens comes later, in the place of their tiles.
 cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream);
 
 }  // namespace htree::tree_attention

@@ -104,11 +104,12 @@ inline BackwardConfig choose_backward_config(const AttentionProblem& p, const De
                        stride * p.group() >= kMinPerListGradientRows;
   config.per_list = by_list;
   const int64_t group = p.group();
-  config.per_list_top = config.path == AttentionPath::kTensorCore && gather == GatherChoice::kAuto &&
+  config.per_list_top = config.path == AttentionPath::kTensorCore && gather != GatherChoice::kPerQuery &&
                         hopper_kernels(device) && stride < kGradientRun && (group & (group - 1)) == 0 &&
                         kGradientRun * group >= kMinTopGradientRows;
-  config.shared_gather_queries = config.path == AttentionPath::kTensorCore && gather == GatherChoice::kAuto &&
-                                 hopper_kernels(device) && !by_list && group <= kMaxSharedGatherGroup;
+  config.shared_gather_queries = config.path == AttentionPath::kTensorCore &&
+                                 gather != GatherChoice::kPerQuery && hopper_kernels(device) && !by_list &&
+                                 group <= kMaxSharedGatherGroup;
   config.parent_warps = !by_list && group >= kMinParentGroup && group <= kMaxParentGroup;
   config.fragment_rotations = config.shared_gather_queries && walks(p, config);
   config.dim_rotations = (by_list || config.per_list_top) && walks(p, config);

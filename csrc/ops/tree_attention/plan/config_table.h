@@ -18,7 +18,7 @@ inline std::string describe(const TreeConfig& config) {
        << " batch_chunk=" << config.batch_chunk << " query_chunk=" << config.query_chunk
        << " selection_chunk=" << config.selection_chunk
        << " top=" << (config.dense_top ? "dense" : "gathered") << " top_chunk=" << config.top_chunk
-       << " dense_rows=" << config.dense_rows;
+       << " dense_rows=" << config.dense_rows << " masked_rows=" << config.masked_rows;
   return text.str();
 }
 
@@ -37,21 +37,30 @@ inline std::string describe_gradients(const BackwardConfig& config) {
          " top_dK_dV=" + (config.per_list_top ? "per_list" : keys);
 }
 
-// The layer_kernel() of every layer of the forward, the top first, for the rows that walk the tree.
+// The layer_kernel() of every layer of the forward, the top first, for the rows that walk the tree. Where some of them
+// multiply masked tiles at the tokens and others gather, both kernels stand there, with a bar between.
 inline std::string describe_layers(const AttentionProblem& p, const ForwardConfig& config) {
-  constexpr const char* kNames[] = {"general", "per_query", "shared_gather", "per_list", "dense"};
+  constexpr const char* kNames[] = {"general",  "per_query", "shared_gather",
+                                    "per_list", "dense",     "masked_rows"};
   if (!walks(p, config)) {
     return "dense_rows";
   }
   std::string text;
   for (int64_t layer = p.layers(); layer-- > 0;) {
-    text += kNames[static_cast<int>(layer_kernel(config, layer, p.layers()))];
+    const bool masks = layer == 0 && masks_tiles(p, config);
+    if (masks) {
+      text += kNames[static_cast<int>(layer_kernel(config, layer, p.layers(), /*masked=*/true))];
+    }
+    if (!masks || gathers_tokens(p, config)) {
+      text += masks ? "|" : "";
+      text += kNames[static_cast<int>(layer_kernel(config, layer, p.layers(), /*masked=*/false))];
+    }
     text += layer > 0 ? "," : "";
   }
   return text;
 }
 
-// One line per choice of kernels for a tree of two layers, with the G = H / H_kv and the strides
+// One line per choice of kernels for a tree of two layers, with the G = H / H_kv, the strides and the rotation
 // that lead to it.
 inline std::vector<std::string> tensor_core_kernels(bool hopper) {
   struct Line {
@@ -65,12 +74,17 @@ inline std::vector<std::string> tensor_core_kernels(bool hopper) {
   p.key_dim = p.value_dim = 128;
   p.half_dtype = true;
   std::vector<Line> lines;
-  for (p.num_heads = 1; p.num_heads <= 16; ++p.num_heads) {
+  for (int i = 0; i < 2 * 16; ++i) {
+    p.num_heads = i % 16 + 1;
+    p.args.rotate = i < 16;
     std::vector<std::pair<std::string, std::string>> choices;  // kernels, strides of this group
     for (p.args.selection_stride = 1; p.args.selection_stride <= 16; p.args.selection_stride *= 2) {
-      const BackwardConfig backward = choose_backward_config(p, device);
-      const std::string kernels = "layers=" + describe_layers(p, choose_forward_config(p, device)) + " " +
-                                  describe_gradients(backward);
+      const ForwardConfig forward = choose_forward_config(p, device);
+      if (!p.args.rotate && !masks_tiles(p, forward)) {
+        continue;  // as with rotations
+      }
+      const std::string kernels = "layers=" + describe_layers(p, forward) + " " +
+                                  describe_gradients(choose_backward_config(p, device));
       const std::string stride = std::to_string(p.args.selection_stride);
       if (choices.empty() || choices.back().first != kernels) {
         choices.emplace_back(kernels, stride);
@@ -78,7 +92,8 @@ inline std::vector<std::string> tensor_core_kernels(bool hopper) {
         choices.back().second += "," + stride;
       }
     }
-    for (const auto& [kernels, strides] : choices) {
+    for (auto& [kernels, strides] : choices) {
+      strides += p.args.rotate ? "" : " rope_base=None";
       size_t at = 0;
       while (at < lines.size() && lines[at].kernels != kernels) {
         ++at;

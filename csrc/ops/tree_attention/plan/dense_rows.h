@@ -1,5 +1,5 @@
-// Sizes of the dense rows, the queries before `max_top_nodes`: docs/semantics/tree_attention.md §1.5. No CUDA and no
-// torch.
+// Sizes of the dense rows, the queries before `max_top_nodes`: docs/semantics/tree_attention.md §1.5, and of the masked
+// rows behind them, which run on the same kernel. No CUDA and no torch.
 #pragma once
 
 #include "ops/tree_attention/plan/problem.h"
@@ -16,6 +16,18 @@ constexpr int run_tokens_log2(int64_t group) {
     ++log2;
   }
   return log2;
+}
+
+constexpr int64_t run_tokens(int64_t group) {
+  return int64_t{1} << run_tokens_log2(group);
+}
+
+// The marks of a tile under a run's lists: a byte for each token of the run, and whole 16 bytes for one bulk copy. Bit p
+// of a byte: the token's list holds parent p of the tile.
+constexpr int kTileParents = kDenseTileNodes / kTensorCoreRate;
+static_assert(kTileParents == 8);
+constexpr int64_t mark_bytes(int64_t group) {
+  return run_tokens(group) < 16 ? 16 : run_tokens(group);
 }
 
 // The runs that hold `num_queries` queries from token t0 on.

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <numeric>
 
+#include "ops/tree_attention/plan/dense_rows.h"
 #include "ops/tree_attention/plan/problem.h"
 #include "ops/tree_attention/plan/workspace.h"
 
@@ -25,8 +26,9 @@ enum class GatherKernel {
   kPerList,       // all queries of a list in products of warpgroups: sm_90a
 };
 
-// Which of them the caller wants: the fastest one that the GPU has, or the one that every GPU has.
-enum class GatherChoice { kAuto, kPerQuery };
+// Which of them the caller wants: the fastest one that the GPU has, also where masked tiles are faster, or the one that
+// every GPU has.
+enum class GatherChoice { kAuto, kGathered, kPerQuery };
 
 // What forward and backward both need to know.
 struct TreeConfig {
@@ -35,6 +37,10 @@ struct TreeConfig {
   // The rows before this token of the text are dense causal attention (sm_90a), see forward/dense_rows/ and
   // backward/dense_rows/. The others walk the tree.
   int64_t dense_rows = 0;
+  // The rows from there to this token walk the tree and multiply, at the tokens, whole tiles under the bits of their
+  // lists (sm_90a), see forward/masked_rows/. The backward gathers for them, as for all rows that walk. Where this is not
+  // 0, rows that gather tokens come last, and the packed copy of the tokens takes the place of the tiles.
+  int64_t masked_rows = 0;
   // Which tables of rotations the kernels read, see RotationOrder.
   bool fragment_rotations = false;
   bool dim_rotations = false;
@@ -78,9 +84,35 @@ inline int64_t choose_dense_rows(const AttentionProblem& p, const DeviceFacts& d
   return p.args.max_top_nodes / p.args.selection_stride * p.args.selection_stride;
 }
 
+// Rows before this token multiply whole tiles of tokens, most of whose tokens they do not need, rather than gather.
+//
+// With 8 heads of 128 per K/V head an H200 takes, per row and 4 K/V heads, 1.1 us for the gather of 512 parents at any
+// length, and 2.9e-5 us times t for dense causal attention, a tenth more under a mask: the product is the faster one
+// while t < 4.3 k r. Half the heads are half the product, while the gather stays the same: its tiles have 8 columns, for
+// whatever number of heads. Beyond 8 heads it takes two tiles. The factor ends at twice that of 8 heads: for fewer heads
+// and longer texts nothing was measured, and rows with still fewer listed tokens may leave tiles out.
+//
+// The bound follows from the options alone, because a row must have the same bits in every call, and it is a multiple
+// of r, so that no list reaches across it.
+constexpr int64_t kMaskedHeads = 32;  // heads times the bound in units of k r
+constexpr int64_t kLeastMaskedLists = 2, kMostMaskedLists = 8;
+inline int64_t choose_masked_rows(const AttentionProblem& p, const DeviceFacts& device, GatherChoice choice) {
+  // With rotations every pair (query, parent) has one of its own, and no product of whole tiles has that.
+  if (choice != GatherChoice::kAuto || p.args.rotate ||
+      choose_gather(p, device, choice) != GatherKernel::kSharedGather) {
+    return 0;
+  }
+  return std::clamp(kMaskedHeads / p.group(), kLeastMaskedLists, kMostMaskedLists) * p.args.top_k *
+         kTensorCoreRate;
+}
+
+// The queries of a piece that stand before token `end`.
+inline int64_t queries_before(const AttentionProblem& p, int64_t end, int64_t piece) {
+  return std::clamp<int64_t>(end - p.args.starts[piece], 0, p.piece_queries());
+}
 // The queries of a piece that are dense rows; they come first.
 inline int64_t dense_queries(const AttentionProblem& p, const TreeConfig& config, int64_t piece) {
-  return std::clamp<int64_t>(config.dense_rows - p.args.starts[piece], 0, p.piece_queries());
+  return queries_before(p, config.dense_rows, piece);
 }
 // The most queries of a piece that walk the tree. A call without any needs no packed layers.
 inline int64_t walking_queries(const AttentionProblem& p, const TreeConfig& config) {
@@ -93,11 +125,22 @@ inline int64_t walking_queries(const AttentionProblem& p, const TreeConfig& conf
 inline bool walks(const AttentionProblem& p, const TreeConfig& config) {
   return walking_queries(p, config) > 0;
 }
-// The tokens that the dense rows of a call see.
-inline int64_t dense_row_tokens(const AttentionProblem& p, const TreeConfig& config) {
+// Whether some row gathers tokens. A call without any needs no packed copy of them.
+inline bool gathers_tokens(const AttentionProblem& p, const TreeConfig& config) {
+  const int64_t end = std::max(config.dense_rows, config.masked_rows);
+  for (int64_t piece = 0; piece < p.num_pieces(); ++piece) {
+    if (queries_before(p, end, piece) < p.piece_queries()) {
+      return true;
+    }
+  }
+  return false;
+}
+// The tokens that the dense and the masked rows of a call see: those that are laid out as tiles.
+inline int64_t tiled_tokens(const AttentionProblem& p, const TreeConfig& config) {
+  const int64_t end = std::max(config.dense_rows, config.masked_rows);
   int64_t tokens = 0;
   for (int64_t piece = 0; piece < p.num_pieces(); ++piece) {
-    if (const int64_t queries = dense_queries(p, config, piece); queries > 0) {
+    if (const int64_t queries = queries_before(p, end, piece); queries > 0) {
       tokens = std::max(tokens, p.args.starts[piece] + queries);
     }
   }
@@ -122,6 +165,24 @@ inline int64_t even_chunk(int64_t total, int64_t most, int64_t block) {
   }
 }
 
+// Whether some row is a masked one.
+inline bool masks_tiles(const AttentionProblem& p, const TreeConfig& config) {
+  for (int64_t piece = 0; piece < p.num_pieces(); ++piece) {
+    if (queries_before(p, config.masked_rows, piece) > dense_queries(p, config, piece)) {
+      return true;
+    }
+  }
+  return false;
+}
+// The most tiles that a masked row can have a listed parent in.
+inline int64_t marked_tiles(const AttentionProblem& p, const TreeConfig& config) {
+  return ceil_div(tiled_tokens(p, config), kDenseTileNodes);
+}
+
+// The packed copy of a layer, see packed_layer.cuh.
+inline int64_t packed_layer_bytes(const AttentionProblem& p, int64_t layer) {
+  return p.batch * p.num_kv_heads * p.parents(layer) * packed_parent_bytes(p.key_dim, p.value_dim);
+}
 // A copy of `rows` keys and values per K/V head in tiles, with scales and flags, see dense_layer.cuh.
 inline int64_t dense_layer_bytes(const AttentionProblem& p, int64_t rows) {
   return p.batch * p.num_kv_heads *
@@ -130,8 +191,8 @@ inline int64_t dense_layer_bytes(const AttentionProblem& p, int64_t rows) {
 }
 
 // The memory of the tensor-core forward that grows with T: the layers above the tokens with their packed
-// copies, the scales of the packed keys, the log-sums, the tables, and where some rows are dense and others walk, the
-// tiles of the former.
+// copies, the scales of the packed keys, the log-sums, the tables, and what the tiles of the dense and the masked rows take
+// beyond one packed copy of the tokens.
 inline int64_t tensor_core_tree_bytes(const AttentionProblem& p, const TreeConfig& config) {
   const int64_t heads = p.batch * p.num_kv_heads;
   int64_t nodes = p.num_keys;
@@ -145,8 +206,11 @@ inline int64_t tensor_core_tree_bytes(const AttentionProblem& p, const TreeConfi
   if (config.dense_top) {
     bytes += dense_layer_bytes(p, nodes);
   }
-  if (walks(p, config)) {
-    bytes += dense_layer_bytes(p, dense_row_tokens(p, config));
+  const int64_t tiles = dense_layer_bytes(p, tiled_tokens(p, config));
+  if (config.masked_rows > 0) {
+    bytes += std::max<int64_t>(0, tiles - packed_layer_bytes(p, 0));
+  } else if (walks(p, config)) {
+    bytes += tiles;
   }
   return bytes;
 }
@@ -169,6 +233,15 @@ inline int64_t span_score_bytes(const AttentionProblem& p, int64_t rows) {
   return space.bytes();
 }
 
+// The bytes of the marks of a list at the tokens, see TileMarks.
+inline int64_t mark_bytes_of_list(const AttentionProblem& p, const TreeConfig& config) {
+  if (!masks_tiles(p, config)) {
+    return 0;
+  }
+  const int64_t tile = p.num_kv_heads * (mark_bytes(p.group()) + 2);
+  return ceil_div(p.args.selection_stride * tile * marked_tiles(p, config), run_tokens(p.group()));
+}
+
 inline ForwardConfig choose_forward_config(const AttentionProblem& p, const DeviceFacts& device,
                                            GatherChoice gather = GatherChoice::kAuto) {
   ForwardConfig config;
@@ -176,13 +249,15 @@ inline ForwardConfig choose_forward_config(const AttentionProblem& p, const Devi
     config.path = AttentionPath::kTensorCore;
     config.gather = choose_gather(p, device, gather);
     config.dense_rows = choose_dense_rows(p, device, gather);
+    config.masked_rows = choose_masked_rows(p, device, gather);
     config.fragment_rotations = config.gather == GatherKernel::kSharedGather && walks(p, config);
     config.dim_rotations = config.gather == GatherKernel::kPerList && walks(p, config);
     config.dense_top = hopper_kernels(device) && dense_top_shape(p);
   }
   const int64_t stride = p.args.selection_stride;
-  // Bytes of a list: the running states of its queries, two lists, and the mask of one.
-  const int64_t per_list = stride * p.num_heads * p.value_dim * 4 + p.num_kv_heads * (p.args.top_k * 10 + 64);
+  // Bytes of a list: the running states of its queries, two lists, and the mask of one, and its marks.
+  const int64_t per_list = stride * p.num_heads * p.value_dim * 4 +
+                           p.num_kv_heads * (p.args.top_k * 10 + 64) + mark_bytes_of_list(p, config);
   const int64_t scratch =
       config.path == AttentionPath::kGeneral
           ? kScratchBytes
@@ -221,13 +296,16 @@ inline ForwardConfig choose_forward_config(const AttentionProblem& p, const Devi
   return config;
 }
 
-// The kernel that computes the softmax of a layer, 0 being the tokens. The kernels that select are the same
-// for all gathered layers.
-enum class LayerKernel { kGeneral, kPerQuery, kSharedGather, kPerList, kDense };
+// The kernel that computes the softmax of a layer, 0 being the tokens, for rows that walk the tree; `masked` rows stand
+// before config.masked_rows. The kernels that select are the same for all gathered layers.
+enum class LayerKernel { kGeneral, kPerQuery, kSharedGather, kPerList, kDense, kMaskedRows };
 
-inline LayerKernel layer_kernel(const ForwardConfig& config, int64_t layer, int64_t num_layers) {
+inline LayerKernel layer_kernel(const ForwardConfig& config, int64_t layer, int64_t num_layers, bool masked) {
   if (config.path == AttentionPath::kGeneral) {
     return LayerKernel::kGeneral;
+  }
+  if (masked && layer == 0) {
+    return LayerKernel::kMaskedRows;
   }
   if (config.dense_top && layer + 1 == num_layers) {
     return LayerKernel::kDense;
@@ -286,11 +364,29 @@ inline int64_t selection_bytes(const AttentionProblem& p, const TreeConfig& c) {
   return bytes;
 }
 
+// The marks of a chunk's masked rows, see TileMarks in forward/attend.h.
+struct TileMarkMemory {
+  uint8_t* marks;
+  uint16_t* tiles;
+  int32_t* counts;
+};
+inline TileMarkMemory lay_out_tile_marks(Workspace& space, const AttentionProblem& p,
+                                         const ForwardConfig& c) {
+  // Wherever a chunk begins, it lies in no more runs than this.
+  const int64_t runs = masks_tiles(p, c) ? c.query_chunk / run_tokens(p.group()) + 2 : 0;
+  const int64_t tasks = c.batch_chunk * p.num_kv_heads * runs;
+  const int64_t tiles = tasks * marked_tiles(p, c);
+  uint8_t* marks = space.take<uint8_t>(tiles * mark_bytes(p.group()));
+  uint16_t* places = space.take<uint16_t>(tiles);
+  return {marks, places, space.take<int32_t>(tasks)};
+}
+
 struct ForwardMemory {
   float* partial;     // states between layers
   int32_t* lists[2];  // of a layer, and of the layer below
   uint32_t* mask;
   float* scores;  // selection_bytes()
+  TileMarkMemory marks;
 };
 inline ForwardMemory lay_out_forward(Workspace& space, const AttentionProblem& p, const ForwardConfig& c) {
   const int64_t lists = c.batch_chunk * ceil_div(c.query_chunk, p.args.selection_stride) * p.num_kv_heads;
@@ -301,6 +397,7 @@ inline ForwardMemory lay_out_forward(Workspace& space, const AttentionProblem& p
   memory.lists[1] = space.take<int32_t>(many * lists * p.args.top_k);
   memory.mask = space.take<uint32_t>(many * lists * mask_words(p));
   memory.scores = space.take<float>(selection_bytes(p, c), 1);
+  memory.marks = lay_out_tile_marks(space, p, c);
   return memory;
 }
 

@@ -43,6 +43,33 @@ struct AttendState : RowSums {
     for (int i = 0; i < 64; ++i) {
       most[i / 2 & 1][i & 1] = fmaxf(most[i / 2 & 1][i & 1], s[i]);
     }
+    move_references(most);
+    add_weights(s, [&](int i) { return reference[i / 2 & 1]; });
+  }
+  // The same where columns 16 p ... 16 p + 15, elements 8 p ... 8 p + 7, take part only if bit p of the row's marks is
+  // set. Others have no part in the maximum, and an infinite reference makes their weights 0. That costs less than to make
+  // their scores -inf, and fails only where a score is not finite. Then the mean of its parent is not finite either, which
+  // is what the row sees of that parent.
+  __device__ __forceinline__ void weigh(float (&s)[64], const int (&marks)[2]) {
+    const auto marked = [&](int i) { return (marks[i / 2 & 1] & 1 << i / 8) != 0; };
+    float most[2][2] = {{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}};
+#pragma unroll
+    for (int p = 0; p < 64; p += 8) {
+#pragma unroll
+      for (int i = p; i < p + 4; i += 2) {
+        float(&of)[2] = most[i / 2 & 1];
+        if (marked(i)) {
+          of[0] = fmaxf(fmaxf(of[0], s[i]), s[i + 4]);
+          of[1] = fmaxf(fmaxf(of[1], s[i + 1]), s[i + 5]);
+        }
+      }
+    }
+    move_references(most);
+    add_weights(s, [&](int i) { return marked(i) ? reference[i / 2 & 1] : INFINITY; });
+  }
+
+  // Moves the references of rows whose largest new scores, `most` of even and of odd columns, exceed them by far.
+  __device__ __forceinline__ void move_references(float (&most)[2][2]) {
     bool grows = false;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
@@ -61,12 +88,16 @@ struct AttendState : RowSums {
         reference[row] = next;
       }
     }
+  }
+  // from(i) is the reference of element i.
+  template <typename From>
+  __device__ __forceinline__ void add_weights(float (&s)[64], From from) {
     float even[2] = {sum[0], sum[1]}, odd[2] = {0.f, 0.f};
 #pragma unroll
     for (int i = 0; i < 64; i += 2) {
       const int row = i / 2 & 1;
-      s[i] = device::exp2_flushed(s[i] - reference[row]);
-      s[i + 1] = device::exp2_flushed(s[i + 1] - reference[row]);
+      s[i] = device::exp2_flushed(s[i] - from(i));
+      s[i + 1] = device::exp2_flushed(s[i + 1] - from(i + 1));
       even[row] += s[i];
       odd[row] += s[i + 1];
     }

@@ -37,7 +37,7 @@ constexpr int kInAnyPart = 0x01010101;
 struct DenseLayerParams {
   TensorView keys;               // [B, N, H_kv, K]
   TensorView values;             // [B, N, H_kv, V]
-  const float2* rope = nullptr;  // [>= N, K/2]
+  const float2* rope = nullptr;  // [>= N, K/2]; null: no rotation
   DenseTiles tiles;
   int64_t num_nodes = 0;
   int64_t num_batches = 0;

@@ -36,12 +36,26 @@ DeviceFacts current_device_facts() {
 GatherChoice gather_choice() {
   const std::string choice = env_or("HTREE_TREE_GATHER", "auto");
   const bool per_query = choice == "per_query" || choice == "private";  // `private` is an older name
-  TORCH_CHECK_VALUE(choice == "auto" || per_query, "HTREE_TREE_GATHER is auto or per_query, got ", choice);
-  return per_query ? GatherChoice::kPerQuery : GatherChoice::kAuto;
+  const bool gathered = choice == "gathered";
+  TORCH_CHECK_VALUE(choice == "auto" || gathered || per_query,
+                    "HTREE_TREE_GATHER is auto, gathered or per_query, got ", choice);
+  return per_query ? GatherChoice::kPerQuery : gathered ? GatherChoice::kGathered : GatherChoice::kAuto;
 }
 
 Tensor device_bytes(int64_t bytes, const Tensor& like) {
   return at::empty({std::max<int64_t>(bytes, 1)}, like.options().dtype(at::kByte));
+}
+
+// The tiles of `rows` keys and values in dense_layer_bytes() of memory.
+DenseTiles lay_out_tiles(const AttentionProblem& problem, int64_t rows, char* memory) {
+  DenseTiles tiles;
+  tiles.num_tiles = static_cast<int>(ceil_div(rows, kDenseTileNodes));
+  const int64_t count = problem.batch * problem.num_kv_heads * tiles.num_tiles;
+  tiles.keys = memory;
+  tiles.values = tiles.keys + count * dense_tile_bytes(problem.key_dim);
+  tiles.scales = reinterpret_cast<float*>(tiles.values + count * dense_tile_bytes(problem.value_dim));
+  tiles.flags = reinterpret_cast<int32_t*>(tiles.scales + count * kDenseTileNodes);
+  return tiles;
 }
 
 }  // namespace
@@ -118,6 +132,9 @@ TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const TreeC
   if (config.dim_rotations) {
     call.dim_rotations = static_cast<__half2*>(own(table_bytes));
   }
+  const int64_t tiled = tiled_tokens(problem, config);
+  const int64_t tile_bytes = dense_layer_bytes(problem, tiled);
+  const bool shares = config.masked_rows > 0;  // tiles and packed tokens, one after the other
   for (size_t i = 0; i < tree.keys.size(); ++i) {
     TreeLayer layer;
     layer.keys = view_of(tree.keys[i]);
@@ -125,27 +142,20 @@ TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const TreeC
     layer.num_nodes = tree.keys[i].size(1);
     layer.num_parents = ceil_div(layer.num_nodes, kTensorCoreRate);
     layer.node_span = node_span(kTensorCoreRate, static_cast<int64_t>(i));
-    if (walks(problem, config)) {
-      layer.packed = static_cast<char*>(own(problem.batch * problem.num_kv_heads * layer.num_parents *
-                                            packed_parent_bytes(problem.key_dim, problem.value_dim)));
+    if (i == 0 ? gathers_tokens(problem, config) : walks(problem, config)) {
+      const int64_t bytes = packed_layer_bytes(problem, static_cast<int64_t>(i));
+      layer.packed = static_cast<char*>(own(i == 0 && shares ? std::max(bytes, tile_bytes) : bytes));
     }
     call.layers.push_back(layer);
   }
-  const auto own_tiles = [&](int64_t rows) {
-    DenseTiles tiles;
-    tiles.num_tiles = static_cast<int>(ceil_div(rows, kDenseTileNodes));
-    const int64_t count = problem.batch * problem.num_kv_heads * tiles.num_tiles;
-    tiles.keys = static_cast<char*>(own(count * dense_tile_bytes(problem.key_dim)));
-    tiles.values = static_cast<char*>(own(count * dense_tile_bytes(problem.value_dim)));
-    tiles.scales = static_cast<float*>(own(count * kDenseTileNodes * sizeof(float)));
-    tiles.flags = static_cast<int32_t*>(own(count * sizeof(int32_t)));
-    return tiles;
-  };
-  if (const int64_t rows = dense_row_tokens(problem, config); rows > 0) {
-    call.rows = own_tiles(rows);
+  if (tiled > 0) {
+    char* packed = call.layers.front().packed;
+    call.rows =
+        lay_out_tiles(problem, tiled, shares && packed ? packed : static_cast<char*>(own(tile_bytes)));
   }
   if (config.dense_top) {
-    call.top = own_tiles(call.layers.back().num_nodes);
+    const int64_t nodes = call.layers.back().num_nodes;
+    call.top = lay_out_tiles(problem, nodes, static_cast<char*>(own(dense_layer_bytes(problem, nodes))));
   }
   for (size_t i = 1; selects && i < tree.keys.size(); ++i) {
     const auto layer_idx = static_cast<int64_t>(i);

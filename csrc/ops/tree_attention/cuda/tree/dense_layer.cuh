@@ -101,8 +101,8 @@ __global__ void __launch_bounds__(kLayerThreads) dense_layer_kernel(DenseLayerPa
     float4 rotations[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      rotations[i] = exists ? reinterpret_cast<const float4*>(p.rope + node * kHalf + chunk * 8)[i]
-                            : make_float4(1.f, 0.f, 1.f, 0.f);
+      rotations[i] = exists && p.rope ? reinterpret_cast<const float4*>(p.rope + node * kHalf + chunk * 8)[i]
+                                      : make_float4(1.f, 0.f, 1.f, 0.f);
     }
     float low[8], high[8];
     widen_eight<T>(key[0], low);

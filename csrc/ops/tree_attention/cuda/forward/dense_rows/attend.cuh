@@ -9,6 +9,9 @@
 // The shape is that of FlashAttention-3's persistent kernel: a thread block per multiprocessor takes one task after the
 // other. Two warpgroups keep 64 rows each, and one brings tiles and queries.
 //
+// With kMasked the rows are those of forward/masked_rows/: the tiles of a task are those that its marks list, each brings
+// the marks of its parents along, nothing is rotated, and the result is merged with the state of the layers above.
+//
 // The file holds first the tasks of a block and its shared memory, then the rotation of queries, the warpgroup that
 // brings, the warpgroups that multiply, and at last the kernel and its launch.
 // Longer than 700 lines because these wait for each other at every step, and none makes sense without the rest.
@@ -46,6 +49,7 @@ class RowsOrder {
         pairs_(static_cast<uint32_t>(section)),
         last_pairs_(static_cast<uint32_t>(pairs - last_section_ * section)) {}
 
+  __device__ __forceinline__ int runs() const { return runs_; }
   __device__ __forceinline__ int num_tasks() const { return num_tasks_; }
   // The task of this block in a round, no smaller than num_tasks() where there is none.
   __device__ __forceinline__ int number(int round) const {
@@ -71,13 +75,16 @@ struct DenseRowsParams {
   DenseAttendParams dense;
   RowsOrder order;
   device::FastDivisor kv_heads, group;
+  TileMarks marks;  // of masked rows
 };
 
 // 128 rows: a run of tokens and all query heads of a K/V head. Token and head of row i are i / G and i % G.
 struct RowsTask {
-  int pair, batch, kv_head, num_tiles;
+  int pair, batch, kv_head;
+  int index;        // among the marks
   int first, last;  // tokens of the run that the call asks for, by their positions in the text
   int run;          // first token of the run, asked for or not
+  int last_tile;    // that of the run's tokens
 
   __device__ __forceinline__ RowsTask(const DenseRowsParams& params, int number) {
     const GatherParams& p = params.dense.attend.gather;
@@ -90,7 +97,16 @@ struct RowsTask {
     run = ((t0 >> log2) + run_index) << log2;
     first = max(run, t0);
     last = min(run + (1 << log2), t0 + p.num_queries) - 1;
-    num_tiles = last / kDenseTileNodes + 1;
+    last_tile = last / kDenseTileNodes;
+    index = pair * params.order.runs() + run_index;
+  }
+  template <bool kMasked>
+  __device__ __forceinline__ int num_tiles(const DenseRowsParams& params) const {
+    if constexpr (kMasked) {
+      return __ldg(params.marks.counts + index);
+    } else {
+      return last_tile + 1;
+    }
   }
   // The token of a row, by the number of its token in the run. Rows that stand for no query of the call repeat another.
   __device__ __forceinline__ int token(int index) const { return min(max(run + index, first), last); }
@@ -105,10 +121,10 @@ __device__ __forceinline__ int tile_flags(const DenseRowsParams& params, const R
                                           int step) {
   const int32_t* flags = params.dense.tiles.flags + task.first_tile(params.dense.tiles);
   bool scaled = false;
-  for (int tile = thread; tile < task.num_tiles; tile += step) {
+  for (int tile = thread; tile <= task.last_tile; tile += step) {
     scaled |= (__ldg(flags + tile) & kScaledKeys * kInAnyPart) != 0;
   }
-  const bool infinite = (__ldg(flags + task.num_tiles - 1) & kInfiniteValues * kInAnyPart) != 0;
+  const bool infinite = (__ldg(flags + task.last_tile) & kInfiniteValues * kInAnyPart) != 0;
   return (scaled ? kScaledKeys : 0) | (infinite ? kInfiniteValues : 0);
 }
 
@@ -136,6 +152,8 @@ struct RowsShared {
   device::Barrier query_full[kQueryBuffers], query_empty[kQueryBuffers];
   device::Barrier key_full[kKeyStages], key_empty[kKeyStages];
   device::Barrier value_full[kValueStages], value_empty[kValueStages];
+  alignas(16) uint8_t marks[kKeyStages][kDenseTileNodes];  // of masked rows: they come and go with the keys
+  int num_tiles[kQueryBuffers];                            // of masked rows: of a task
 
   // All threads of the block call.
   __device__ __forceinline__ void init() {
@@ -164,8 +182,8 @@ static_assert(kRowsSharedBytes<128> <= device::kHopperSharedBytes);
 // ---- queries: they come to the places of the rotated ones as they are, with all rows of a task on the way at once,
 // and each thread rotates what it copied
 
-// Warp `warp` of the kWarps that share a task. All lanes call.
-template <typename T, int kDim, int kWarps>
+// Warp `warp` of the kWarps that share a task. All lanes call. Masked rows are scaled and rounded here and not rotated.
+template <typename T, int kDim, bool kMasked, int kWarps>
 class QueryRotator {
  public:
   __device__ __forceinline__ QueryRotator(const DenseRowsParams& params, int warp)
@@ -244,7 +262,7 @@ class QueryRotator {
         p_.rope + task.token(BlockRow(params_, row_of(step)).token) * (kDim / 2) + chunk() * 8);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      rotations[i] = __ldg(from + i);
+      rotations[i] = kMasked ? make_float4(1.f, 0.f, 1.f, 0.f) : __ldg(from + i);
     }
   }
   __device__ __forceinline__ uint4* place(char* tile, int row, int half) const {
@@ -260,9 +278,11 @@ class QueryRotator {
 // the products of this one run
 
 // A place in the sequence of all tiles of a block.
+template <bool kMasked>
 struct TileCursor {
   int round = 0, tile = 0, num_tiles = 0;
   int64_t first_tile = 0;
+  int64_t first_mark = 0;  // of masked rows: the task's place among the marked tiles
 
   __device__ __forceinline__ explicit TileCursor(const DenseRowsParams& params) { find(params); }
   __device__ __forceinline__ bool ended() const { return tile == num_tiles; }
@@ -277,31 +297,49 @@ struct TileCursor {
     tile = num_tiles = 0;
     if (number < params.order.num_tasks()) {
       const RowsTask task(params, number);
-      num_tiles = task.num_tiles;
+      num_tiles = task.num_tiles<kMasked>(params);
       first_tile = task.first_tile(params.dense.tiles);
+      if constexpr (kMasked) {
+        first_mark = int64_t{task.index} * params.marks.width;
+      }
+    }
+  }
+  // The tile among those of all pairs.
+  __device__ __forceinline__ int64_t place(const DenseRowsParams& params) const {
+    if constexpr (kMasked) {
+      return first_tile + __ldg(params.marks.tiles + first_mark + tile);
+    } else {
+      return first_tile + tile;
     }
   }
 };
 
 // One thread calls. The keys of the next tile come before the values of this one, as they are needed.
-template <int kDim>
+template <int kDim, bool kMasked>
 __device__ __forceinline__ void copy_row_tiles(const DenseRowsParams& params, RowsShared<kDim>& shared) {
+  using Cursor = TileCursor<kMasked>;
   device::RingPlace<kKeyStages> key_place;
   device::RingPlace<kValueStages> value_place;
-  const auto copy = [&](const TileCursor& cursor, const char* tiles, char* to, device::Barrier* full,
-                        device::Barrier* empty, uint32_t parity) {
+  // `more` bytes of another copy come to the same barrier.
+  const auto copy = [&](const Cursor& cursor, const char* tiles, char* to, device::Barrier* full,
+                        device::Barrier* empty, uint32_t parity, int more) {
+    const int64_t place = cursor.place(params);
     device::barrier_wait(empty, parity ^ 1);
-    device::barrier_arrive_expect(full, kTopTileBytes<kDim>);
-    device::bulk_load(to, tiles + (cursor.first_tile + cursor.tile) * kTopTileBytes<kDim>,
-                      kTopTileBytes<kDim>, full);
+    device::barrier_arrive_expect(full, kTopTileBytes<kDim> + more);
+    device::bulk_load(to, tiles + place * kTopTileBytes<kDim>, kTopTileBytes<kDim>, full);
   };
-  const auto copy_keys = [&](const TileCursor& cursor) {
+  const int marks = kMasked ? static_cast<int>(mark_bytes(params.dense.attend.gather.group)) : 0;
+  const auto copy_keys = [&](const Cursor& cursor) {
     const int stage = key_place.stage;
     copy(cursor, params.dense.tiles.keys, shared.keys[stage], &shared.key_full[stage],
-         &shared.key_empty[stage], key_place.parity);
+         &shared.key_empty[stage], key_place.parity, marks);
+    if constexpr (kMasked) {
+      device::bulk_load(shared.marks[stage], params.marks.marks + (cursor.first_mark + cursor.tile) * marks,
+                        marks, &shared.key_full[stage]);
+    }
     key_place.advance();
   };
-  TileCursor keys(params), values(params);
+  Cursor keys(params), values(params);
   copy_keys(keys);
   while (!values.ended()) {
     keys.advance(params);
@@ -310,34 +348,33 @@ __device__ __forceinline__ void copy_row_tiles(const DenseRowsParams& params, Ro
     }
     const int stage = value_place.stage;
     copy(values, params.dense.tiles.values, shared.values[stage], &shared.value_full[stage],
-         &shared.value_empty[stage], value_place.parity);
+         &shared.value_empty[stage], value_place.parity, 0);
     value_place.advance();
     values.advance(params);
   }
 }
 
 // One of the warps that rotate the queries of the tasks after the first.
-template <typename T, int kDim>
+template <typename T, int kDim, bool kMasked>
 __device__ __forceinline__ void rotate_task_queries(const DenseRowsParams& params, RowsShared<kDim>& shared,
                                                     int warp) {
-  const QueryRotator<T, kDim, kRotatorWarps> rotator(params, warp);
-  for (int round = 0;; ++round) {
-    const int number = params.order.number(round);
-    if (number >= params.order.num_tasks()) {
-      return;
-    }
+  const QueryRotator<T, kDim, kMasked, kRotatorWarps> rotator(params, warp);
+  for (int round = 0; params.order.number(round) < params.order.num_tasks(); ++round) {
     const int buffer = round % kQueryBuffers;
     if (round >= kQueryBuffers) {
       device::barrier_wait(&shared.query_empty[buffer], (round / kQueryBuffers - 1) & 1);
     }
     if (round > 0) {
-      const RowsTask task(params, number);
+      const RowsTask task(params, params.order.number(round));
       rotator.fetch(task, shared.queries[buffer]);
       int flags = tile_flags(params, task, threadIdx.x % 32, 32);
       flags |= rotator.rotate(task, shared.queries[buffer], shared.factors[buffer]) ? kScaledKeys : 0;
       flags = __reduce_or_sync(device::kFullMask, flags);
       if (threadIdx.x % 32 == 0) {
         shared.flags[buffer][warp] = flags;
+        if (kMasked && warp == 0) {
+          shared.num_tiles[buffer] = task.num_tiles<kMasked>(params);
+        }
       }
       __syncwarp();
     }
@@ -393,7 +430,7 @@ __device__ __forceinline__ uint4 gather_columns(uint32_t (&pairs)[4]) {
                : make_uint4(pairs[0], pairs[1], first, second);
 }
 
-template <typename T, int kDim>
+template <typename T, int kDim, bool kMasked>
 class RowsConsumer {
  public:
   __device__ __forceinline__ RowsConsumer(const DenseRowsParams& params, RowsShared<kDim>& shared)
@@ -408,6 +445,9 @@ class RowsConsumer {
     state_.clear_out();
     begin_turns();
     begin_task(task);
+    if constexpr (kMasked) {
+      num_tiles_ = task.num_tiles<kMasked>(params_);
+    }
     flags_ = flags;
     score_first_tile();
     for (;;) {
@@ -441,12 +481,18 @@ class RowsConsumer {
   __device__ __forceinline__ int query_buffer() const { return round_ % kQueryBuffers; }
 
   __device__ __forceinline__ void begin_task(const RowsTask& task) {
-    num_tiles_ = task.num_tiles;
+    if constexpr (!kMasked) {
+      num_tiles_ = task.num_tiles<kMasked>(params_);
+    }
     ends_ = params_.order.number(round_ + 1) >= params_.order.num_tasks();
     first_tile_ = task.first_tile(params_.dense.tiles);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       own_[h] = own_row(task, row(h).token);
+    }
+    if constexpr (kMasked) {
+      run_row_ = task.run % kDenseTileNodes;
+      index_ = task.index;
     }
   }
   // Which of this thread's two rows in the task.
@@ -454,11 +500,14 @@ class RowsConsumer {
     return BlockRow(params_, static_cast<int>(threadIdx.x) / 32 * 16 + lane_ / 4 + 8 * h);
   }
   __device__ __forceinline__ static int own_row(const RowsTask& task, int token) {
-    return task.token(token) - (task.num_tiles - 1) * kDenseTileNodes;
+    return task.token(token) - task.last_tile * kDenseTileNodes;
   }
   __device__ __forceinline__ void find_queries() {
     begin_task(RowsTask(params_, params_.order.number(round_)));
     device::barrier_wait(&shared_.query_full[query_buffer()], (round_ / kQueryBuffers) & 1);
+    if constexpr (kMasked) {
+      num_tiles_ = shared_.num_tiles[query_buffer()];
+    }
     flags_ = 0;
 #pragma unroll
     for (int warp = 0; warp < kRotatorWarps; ++warp) {
@@ -510,8 +559,20 @@ class RowsConsumer {
     }
     device::wgmma_commit();
   }
+  // The tile's keys are there, and so are its marks.
+  __device__ __forceinline__ void read_marks() {
+    if constexpr (kMasked) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        marks_[h] = shared_.marks[keys_.stage][own_[h] - run_row_];
+      }
+    }
+  }
   // After the products of scores: lets their operands go and replaces them by weights.
   __device__ __forceinline__ void weigh() {
+    if constexpr (kMasked) {
+      __syncwarp();  // every lane has read its marks
+    }
     release(shared_.key_empty[keys_.stage]);
     keys_.advance();
     prepare();
@@ -519,13 +580,25 @@ class RowsConsumer {
       __syncwarp();  // every lane has read its factors
       release(shared_.query_empty[query_buffer()]);
     }
-    state_.weigh(s_);
+    if constexpr (kMasked) {
+      state_.weigh(s_, marks_);
+    } else {
+      state_.weigh(s_);
+    }
+  }
+  // The tile among those of all pairs.
+  __device__ __forceinline__ int64_t place() const {
+    if constexpr (kMasked) {
+      return first_tile_ + __ldg(params_.marks.tiles + int64_t{index_} * params_.marks.width + tile_);
+    } else {
+      return first_tile_ + tile_;
+    }
   }
   // Brings the scores to log2 units and takes out the tokens behind a row's own.
   __device__ __forceinline__ void prepare() {
     if (flags_ & kScaledKeys) {
       undo_powers(s_, shared_.factors[query_buffer()] + threadIdx.x / 32 * 16 + lane_ / 4,
-                  params_.dense.tiles.scales + (first_tile_ + tile_) * kDenseTileNodes + lane_ % 4 * 2);
+                  params_.dense.tiles.scales + place() * kDenseTileNodes + lane_ % 4 * 2);
     }
     if (tile_ + 1 == num_tiles_) {
       const int column = lane_ % 4 * 2;
@@ -546,6 +619,7 @@ class RowsConsumer {
     await_turn();
     start_scores();
     end_turn();
+    read_marks();
     device::wgmma_wait<0>();
     weigh();
     pack();  // `out` is still zero
@@ -556,6 +630,7 @@ class RowsConsumer {
     start_scores();
     start_values();
     end_turn();
+    read_marks();
     device::wgmma_wait<1>();
     weigh();
     device::wgmma_wait<0>();
@@ -586,9 +661,9 @@ class RowsConsumer {
     if (silenced) {
       const DenseTiles& tiles = params_.dense.tiles;
       const int own[2] = {own_row(task, row(0).token), own_row(task, row(1).token)};
-      add_silenced<T, kDim>(
-          state_.out, tiles.values + (task.first_tile(tiles) + task.num_tiles - 1) * kTopTileBytes<kDim>,
-          task.run % kDenseTileNodes, task.last % kDenseTileNodes + 1, own);
+      add_silenced<T, kDim>(state_.out,
+                            tiles.values + (task.first_tile(tiles) + task.last_tile) * kTopTileBytes<kDim>,
+                            task.run % kDenseTileNodes, task.last % kDenseTileNodes + 1, own);
     }
     const AttendParams& attend = params_.dense.attend;
     const GatherParams& p = attend.gather;
@@ -599,6 +674,12 @@ class RowsConsumer {
       const int64_t at = task.batch * attend.state_batch +
                          (task.token(of.token) - p.t0) * (int64_t{p.num_kv_heads} * p.group) +
                          int64_t{task.kv_head} * p.group + of.head;
+      if constexpr (kMasked) {
+        if (exists && !attend.first) {
+          merge_before(task, of, h, at, sums);
+        }
+        __syncwarp();  // all lanes of a row have read the state that one of them replaces
+      }
       if (exists && lane_ % 4 == 0) {
         attend.max[at] = sums.largest[h] * kLn2;
         attend.sum[at] = sums.sum[h];
@@ -621,6 +702,32 @@ class RowsConsumer {
     }
   }
 
+  // Adds what the layers above have left of row h to its sums and to `out`.
+  __device__ __forceinline__ void merge_before(const RowsTask& task, const BlockRow& of, int h, int64_t at,
+                                               RowSums& sums) {
+    const AttendParams& attend = params_.dense.attend;
+    const GatherParams& p = attend.gather;
+    const int64_t query = int64_t{task.batch} * p.num_queries + task.token(of.token) - p.t0;
+    const float2* partial =
+        reinterpret_cast<const float2*>(
+            attend.partial +
+            (query * p.num_kv_heads * p.group + int64_t{task.kv_head} * p.group + of.head) * kDim) +
+        lane_ % 4;
+    float2 sum_before[kDim / 8];
+#pragma unroll
+    for (int j = 0; j < kDim / 8; ++j) {
+      sum_before[j] = __ldg(partial + 4 * j);
+    }
+    float own, before;
+    merge_states(sums.largest[h], sums.sum[h], attend.max[at], attend.sum[at], own, before);
+#pragma unroll
+    for (int j = 0; j < kDim / 8; ++j) {
+      float* out = state_.out + 4 * j + 2 * h;
+      out[0] = out[0] * own + sum_before[j].x * before;
+      out[1] = out[1] * own + sum_before[j].y * before;
+    }
+  }
+
   const DenseRowsParams& params_;
   RowsShared<kDim>& shared_;
   const int group_, lane_;
@@ -630,6 +737,8 @@ class RowsConsumer {
   int flags_;      // what it needs
   int64_t first_tile_;
   int own_[2];  // the tokens of this thread's rows, as rows of the last tile
+  // Of masked rows: the run as a row of the last tile, the task's place among the marks, the marks of this thread's rows.
+  int run_row_, index_, marks_[2];
   device::RingPlace<kKeyStages> keys_;
   device::RingPlace<kValueStages> values_;
   AttendState<T, kDim> state_;
@@ -640,7 +749,7 @@ class RowsConsumer {
 // ---- the kernel
 
 // Grid: x = blocks, no more than tasks.
-template <typename T, int kDim>
+template <typename T, int kDim, bool kMasked>
 __global__ void __launch_bounds__(kRowsThreads, 1)
     dense_rows_kernel(const __grid_constant__ DenseRowsParams params) {
 #if HTREE_SM90A
@@ -652,15 +761,15 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
     device::wait_for_previous_kernels();
     const int warp = device::uniform(static_cast<int>(threadIdx.x - kRowsConsumers) / 32);
     if (warp > 0) {
-      rotate_task_queries<T, kDim>(params, shared, warp - 1);
+      rotate_task_queries<T, kDim, kMasked>(params, shared, warp - 1);
     } else if (threadIdx.x % 32 == 0) {
-      copy_row_tiles<kDim>(params, shared);
+      copy_row_tiles<kDim, kMasked>(params, shared);
     }
     return;
   }
   device::raise_registers<kRowsRegisters>();
   const RowsTask task(params, params.order.number(0));
-  const QueryRotator<T, kDim, kRowsConsumers / 32> rotator(
+  const QueryRotator<T, kDim, kMasked, kRowsConsumers / 32> rotator(
       params, device::uniform(static_cast<int>(threadIdx.x) / 32));
   rotator.fetch(task, shared.queries[0]);  // older than the kernel before this one
   device::wait_for_previous_kernels();
@@ -669,7 +778,7 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   flags = device::named_barrier_any(kConsumerBarrier, kRowsConsumers, scaled || (flags & kScaledKeys))
               ? flags | kScaledKeys
               : flags;
-  RowsConsumer<T, kDim>(params, shared).run(task, flags);
+  RowsConsumer<T, kDim, kMasked>(params, shared).run(task, flags);
 #else
   __trap();
 #endif
@@ -681,11 +790,10 @@ inline int section_pairs(int64_t pairs, int64_t bytes) {
   return static_cast<int>(ceil_div(pairs, ceil_div(pairs, std::max<int64_t>(1, kSectionBytes / bytes))));
 }
 
-template <typename T, int kDim>
-cudaError_t launch_dense_rows(const DenseAttendParams& params, cudaStream_t stream) {
+template <typename T, int kDim, bool kMasked>
+cudaError_t launch_rows(const DenseAttendParams& params, const TileMarks& marks, cudaStream_t stream) {
   const GatherParams& p = params.attend.gather;
-  const int log2 = run_tokens_log2(p.group);
-  const int64_t runs = ((p.t0 + p.num_queries - 1) >> log2) - (p.t0 >> log2) + 1;
+  const int64_t runs = num_runs(p.t0, p.num_queries, p.group);
   const int64_t pairs = int64_t{p.num_batches} * p.num_kv_heads;
   int processors = 0;
   if (const cudaError_t error = device_attribute(cudaDevAttrMultiProcessorCount, processors);
@@ -701,9 +809,14 @@ cudaError_t launch_dense_rows(const DenseAttendParams& params, cudaStream_t stre
                           .shared_bytes = kRowsSharedBytes<kDim>,
                           .overlaps = true};
   const RowsOrder order(static_cast<int>(runs), static_cast<int>(pairs), section_pairs(pairs, bytes));
-  return launch_kernel(
-      dense_rows_kernel<T, kDim>, shape, stream,
-      DenseRowsParams{params, order, device::FastDivisor(p.num_kv_heads), device::FastDivisor(p.group)});
+  return launch_kernel(dense_rows_kernel<T, kDim, kMasked>, shape, stream,
+                       DenseRowsParams{params, order, device::FastDivisor(p.num_kv_heads),
+                                       device::FastDivisor(p.group), marks});
+}
+
+template <typename T, int kDim>
+cudaError_t launch_dense_rows(const DenseAttendParams& params, cudaStream_t stream) {
+  return launch_rows<T, kDim, /*kMasked=*/false>(params, {}, stream);
 }
 
 }  // namespace htree::tree_attention
