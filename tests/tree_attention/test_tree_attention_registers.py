@@ -1,4 +1,4 @@
-"""What ptxas says of ``per_list/``, ``dense_rows/``, ``masked_rows/`` and int8 scores in ``csrc/ops/tree_attention/cuda``.
+"""Registers of ``per_list/``, ``dense_rows/``, ``masked_rows/`` and the int8 scores (csrc/ops/tree_attention/cuda).
 
 Needs nvcc and no GPU. A spill in its loops, or warpgroup products that ptxas runs one by one, costs a fifth to a half
 of the time and changes no result, so no other test sees it.
