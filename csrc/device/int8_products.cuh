@@ -38,4 +38,13 @@ __device__ __forceinline__ void wgmma_int8(int32_t (&d)[64], uint64_t a, uint64_
 
 #undef HTREE_D8
 
+// As pin_registers() of device/hopper/wgmma.cuh.
+template <int kCount>
+__device__ __forceinline__ void pin_registers(int32_t (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    asm volatile("" : "+r"(d[i])::"memory");
+  }
+}
+
 }  // namespace htree::device
