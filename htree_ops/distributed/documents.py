@@ -121,7 +121,7 @@ class _Attention(torch.autograd.Function):
         groups: int,
         share: Share,
         store_parents: bool,
-        later: tuple[int | None, tuple[float, ...] | None],
+        later: tuple[int | None, tuple[float, ...] | None, str | None],
         *options: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
@@ -346,6 +346,7 @@ def _check(
     store_parents: bool,
     selection_span: int | None,
     inv_freq: tuple[float, ...] | None,
+    selection_dtype: str | None,
 ) -> None:
     """Raises what this rank alone can see, before it waits for another."""
     name = "tree_attention_varlen_cp"
@@ -371,7 +372,7 @@ def _check(
     meta = [x.new_empty(x.shape, device="meta") for x in (query, key, value)]
     ends = torch.empty(len(offsets), dtype=torch.int32, device="meta")
     torch.ops.htree.attention_varlen(
-        *meta, ends, ends, tokens, tokens, *options, "auto", selection_span, inv_freq
+        *meta, ends, ends, tokens, tokens, *options, "auto", selection_span, inv_freq, selection_dtype
     )
     length = query.shape[0] // parts
     for i in _crossing(offsets, length):
@@ -418,6 +419,7 @@ def tree_attention_varlen_cp(
     store_parents: bool = True,
     selection_span: int | None = None,
     inv_freq: Frequencies | None = None,
+    selection_dtype: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`htree_ops.tree_attention_varlen` over packed documents whose tokens are split among the ranks of a group.
 
@@ -470,6 +472,7 @@ def tree_attention_varlen_cp(
         "store_parents": store_parents,
         "selection_span": selection_span,
         "inv_freq": inv_freq,
+        "selection_dtype": selection_dtype,
     }
     query, key, value = under_autocast(query, key, value)
     if size == 1:
@@ -494,7 +497,7 @@ def tree_attention_varlen_cp(
     groups = query.shape[1] // key.shape[1] if scope == "q_head" else 1
     M = top_nodes(max_top_nodes, top_k, compression_rate)
     options = (compression_rate, M, top_k, scale, rope_base, importance, selection_stride)
-    later = (selection_span, settings["inv_freq"])
+    later = (selection_span, settings["inv_freq"], selection_dtype)
     plan = (members.group_name, size, balance, groups, share, store_parents, later)
     out, gmax, gsum = _Attention.apply(query, key, value, *plan, *options)
     return (out, gmax + gsum.log()) if return_lse else out

@@ -336,10 +336,11 @@ __device__ __forceinline__ void undo_powers(float (&s)[64], const float* factors
   }
 }
 
-// Scores from sums of int8 products. `factors` as in undo_powers(), `steps` points to that of the thread's first
-// column; both are in shared memory.
-__device__ __forceinline__ void undo_rounding(float (&s)[64], const int32_t (&sums)[64], const float* factors,
+// Scores from sums of int8 products that were waited for. `factors` as in undo_powers(), `steps` points to that of the
+// thread's first column; both are in shared memory.
+__device__ __forceinline__ void undo_rounding(float (&s)[64], int32_t (&sums)[64], const float* factors,
                                               const float* steps) {
+  device::pin_registers(sums);
   const float row_factors[2] = {factors[0], factors[8]};
 #pragma unroll
   for (int i = 0; i < 64; i += 4) {

@@ -303,7 +303,6 @@ __global__ void __launch_bounds__(kScoreThreads, 1) span_scores_kernel(SpanScore
       device::wgmma_commit();
       device::named_barrier_arrive(kIssueBarrier + (group_idx + 1) % kScoreGroups, 256);
       device::wgmma_wait<0>();
-      device::pin_registers(products);
       undo_rounding(s, products, shared.factors + first_row, shared.steps[stage] + lane % 4 * 2);
       ring.release(tile);
     } else {
