@@ -35,6 +35,10 @@ from htree_ops.ops.tree_attention.attention import (
 
 __all__ = ["tree_attention_cp"]
 
+#: selection_span, inv_freq and selection_dtype, which stand last among the arguments of an op.
+Later = tuple[int | None, tuple[float, ...] | None, str | None]
+#: What the ops take of the options: those behind the tensors, and the last ones.
+OpOptions = tuple[tuple[Any, ...], Later]
 
 #: Keys and values are gathered in up to so many steps, of at least so many bytes: less is soon there, and the results
 #: of several steps have to be put together. For fewer ranks than these the exchange is a hundredth of the work.
@@ -73,7 +77,7 @@ class _Attention(torch.autograd.Function):
         groups: int,
         steps: int,
         store_parents: bool,
-        later: tuple[int | None, tuple[float, ...] | None, str | None],
+        later: Later,
         *options: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
@@ -170,8 +174,8 @@ def _check(
     selection_dtype: str | None,
     inv_freq: tuple[float, ...] | None,
     gather_steps: int | None,
-) -> None:
-    """Raises what this rank alone can see, before it waits for another."""
+) -> OpOptions:
+    """Raises what this rank alone can see, before it waits for another; else gives the options of the ops."""
     name = "tree_attention_cp"
     check_scope(name, scope)
     check_balance(name, balance)
@@ -187,13 +191,14 @@ def _check(
         )
     if gather_steps is not None and (gather_steps < 1 or k.shape[2] % gather_steps):
         raise ValueError(f"{name}: gather_steps must be a divisor of H_kv = {k.shape[2]}, got {gather_steps}")
-    if torch.compiler.is_compiling():
-        return  # the op refuses the rest where it is traced
     M = top_nodes(max_top_nodes, top_k, compression_rate)
     options = (compression_rate, M, top_k, scale, rope_base, importance, selection_stride)
-    whole = [x.new_empty((x.shape[0], tokens, *x.shape[2:]), device="meta") for x in (k, v)]
     later = (selection_span, inv_freq, selection_dtype)
-    torch.ops.htree.attention_rows(q.new_empty(q.shape, device="meta"), *whole, [0], *options, False, *later)
+    if not torch.compiler.is_compiling():  # else the op refuses the rest where it is traced
+        whole = [x.new_empty((x.shape[0], tokens, *x.shape[2:]), device="meta") for x in (k, v)]
+        rows = q.new_empty(q.shape, device="meta")
+        torch.ops.htree.attention_rows(rows, *whole, [0], *options, False, *later)
+    return options, later
 
 
 def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -301,22 +306,19 @@ def tree_attention_cp(
     q, k, v = under_autocast(q, k, v)
     if torch.compiler.is_compiling():
         settings["inv_freq"] = frequencies(name, inv_freq)
-        _check(q, k, v, size, balance, **settings, gather_steps=gather_steps)
+        options, later = _check(q, k, v, size, balance, **settings, gather_steps=gather_steps)
     else:
         facts: dict[str, int] = {}
         refusal: Exception | None = None
         try:
             settings["inv_freq"] = frequencies(name, inv_freq)
-            _check(q, k, v, size, balance, **settings, gather_steps=gather_steps)
+            options, later = _check(q, k, v, size, balance, **settings, gather_steps=gather_steps)
             facts = _facts(q, k, v, (balance, *settings.values(), gather_steps))
         except (TypeError, ValueError, RuntimeError) as error:
             refusal = error
         agree(name, members, facts, refusal)
     groups = q.shape[2] // k.shape[2] if scope == "q_head" else 1
     steps = gather_steps or choose_steps(k.shape[2], size * (k.numel() + v.numel()) * k.element_size(), size)
-    M = top_nodes(max_top_nodes, top_k, compression_rate)
-    options = (compression_rate, M, top_k, scale, rope_base, importance, selection_stride)
-    later = (selection_span, settings["inv_freq"], selection_dtype)
     plan = (members.group_name, rank, size, balance, groups, steps, store_parents, later)
     out, gmax, gsum = _Attention.apply(q, k, v, *plan, *options)
     return (out, gmax + gsum.log()) if return_lse else out

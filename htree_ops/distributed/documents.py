@@ -26,7 +26,7 @@ from htree_ops.distributed.collectives import (
     parts_of,
     waited,
 )
-from htree_ops.distributed.context_parallel import under_autocast, wanted_gradients
+from htree_ops.distributed.context_parallel import Later, OpOptions, under_autocast, wanted_gradients
 from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError, refuse
 from htree_ops.ops.arguments import check_kind, check_tensors, named_as
 from htree_ops.ops.tree_attention.attention import (
@@ -121,7 +121,7 @@ class _Attention(torch.autograd.Function):
         groups: int,
         share: Share,
         store_parents: bool,
-        later: tuple[int | None, tuple[float, ...] | None, str | None],
+        later: Later,
         *options: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
@@ -347,8 +347,8 @@ def _check(
     selection_span: int | None,
     inv_freq: tuple[float, ...] | None,
     selection_dtype: str | None,
-) -> None:
-    """Raises what this rank alone can see, before it waits for another."""
+) -> OpOptions:
+    """Raises what this rank alone can see, before it waits for another; else gives the options of the ops."""
     name = "tree_attention_varlen_cp"
     check_scope(name, scope)
     check_balance(name, balance)
@@ -369,11 +369,10 @@ def _check(
         raise ValueError(f"{name}: selection_stride must be at least 1, got {selection_stride}")
     M = top_nodes(max_top_nodes, top_k, compression_rate)
     options = (compression_rate, M, top_k, scale, rope_base, importance, selection_stride)
+    later = (selection_span, inv_freq, selection_dtype)
     meta = [x.new_empty(x.shape, device="meta") for x in (query, key, value)]
     ends = torch.empty(len(offsets), dtype=torch.int32, device="meta")
-    torch.ops.htree.attention_varlen(
-        *meta, ends, ends, tokens, tokens, *options, "auto", selection_span, inv_freq, selection_dtype
-    )
+    torch.ops.htree.attention_varlen(*meta, ends, ends, tokens, tokens, *options, "auto", *later)
     length = query.shape[0] // parts
     for i in _crossing(offsets, length):
         begin, border = offsets[i], offsets[i] // length * length + length
@@ -384,6 +383,7 @@ def _check(
                 f"selection_stride = {selection_stride} before each border, got document {i} at {begin} and parts of "
                 f"{length} tokens"
             )
+    return options, later
 
 
 def _facts(
@@ -484,7 +484,7 @@ def tree_attention_varlen_cp(
     try:
         offsets = _offsets(name, cu_seqlens)
         settings["inv_freq"] = frequencies(name, inv_freq)
-        _check(query, key, value, offsets, size, balance, **settings)
+        options, later = _check(query, key, value, offsets, size, balance, **settings)
         facts = _facts(query, key, value, offsets, (balance, *settings.values()))
     except (TypeError, ValueError, RuntimeError) as error:
         refusal = error
@@ -495,9 +495,6 @@ def tree_attention_varlen_cp(
     parts = parts_of(rank, size, balance)
     share = share_of(offsets, query.shape[0] // len(parts), parts, selection_stride)
     groups = query.shape[1] // key.shape[1] if scope == "q_head" else 1
-    M = top_nodes(max_top_nodes, top_k, compression_rate)
-    options = (compression_rate, M, top_k, scale, rope_base, importance, selection_stride)
-    later = (selection_span, settings["inv_freq"], selection_dtype)
     plan = (members.group_name, size, balance, groups, share, store_parents, later)
     out, gmax, gsum = _Attention.apply(query, key, value, *plan, *options)
     return (out, gmax + gsum.log()) if return_lse else out
