@@ -251,7 +251,7 @@ class TreeAttentionCall {
   TreeAttentionCall(const std::array<int64_t, 7>& sizes, bool half_dtype, int64_t compression_rate,
                     int64_t max_top_nodes, int64_t top_k, int64_t selection_stride, int major,
                     int64_t shared_bytes, bool hopper_kernels, bool per_query_gather, int64_t num_sms,
-                    int64_t selection_span, bool selection_int8, bool rotate, bool masked) {
+                    int64_t selection_span, bool selection_int8, bool rotate, bool gathered) {
     std::tie(problem_.batch, problem_.num_keys, problem_.num_queries, problem_.num_heads,
              problem_.num_kv_heads, problem_.key_dim, problem_.value_dim) = std::tuple_cat(sizes);
     problem_.half_dtype = half_dtype;
@@ -266,7 +266,7 @@ class TreeAttentionCall {
     problem_.args.starts = {problem_.num_keys - problem_.num_queries};
     const tree::DeviceFacts device{major, shared_bytes, major == 9 && hopper_kernels, num_sms};
     const auto gather = per_query_gather ? tree::GatherChoice::kPerQuery
-                        : masked         ? tree::GatherChoice::kMasked
+                        : gathered       ? tree::GatherChoice::kGathered
                                          : tree::GatherChoice::kAuto;
     forward_ = tree::choose_forward_config(problem_, device, gather);
     backward_ = tree::choose_backward_config(problem_, device, gather);
@@ -402,7 +402,7 @@ PYBIND11_MODULE(_host, module) {
            py::arg("major") = 9, py::arg("shared_bytes") = htree::device::kHopperSharedBytes,
            py::arg("hopper_kernels") = true, py::arg("per_query_gather") = false, py::arg("num_sms") = 132,
            py::arg("selection_span") = 0, py::arg("selection_int8") = false, py::arg("rotate") = true,
-           py::arg("masked") = false)
+           py::arg("gathered") = false)
       .def("forward", &TreeAttentionCall::forward,
            "Path, chunks, and the kernels of the layers from the top down.")
       .def("backward", &TreeAttentionCall::backward, "Path, chunks and the kernels of the gradients.")

@@ -59,7 +59,7 @@ def test_every_op(case: TreeAttentionCase, dtype: torch.dtype) -> None:
                 assert not tensor.isnan().any(), call.op
 
 
-@pytest.mark.parametrize("gather", ["masked", "private"])
+@pytest.mark.parametrize("gather", ["auto", "private"])
 @pytest.mark.parametrize("case", TENSOR_CORE, ids=case_id)
 def test_attention_and_its_gradient(
     case: TreeAttentionCase, gather: str, monkeypatch: pytest.MonkeyPatch

@@ -261,13 +261,12 @@ def test_masked_rows_follow_the_options_alone(group: int, stride: int) -> None:
                     top_k=top_k,
                     max_top_nodes=top_nodes,
                     rotate=False,
-                    masked=True,
                 )
                 assert int(found["masked_rows"]) == end, "whatever the length, the batch and the queries"
                 assert end % 128 == 0, "no list and no run reaches across it"
 
 
-def test_masked_rows_need_strides_of_1_and_2_hopper_no_rotation_and_the_switch() -> None:
+def test_masked_rows_need_strides_of_1_and_2_hopper_and_no_rotation() -> None:
     others: list[dict[str, int | bool]] = [
         {"rotate": True},
         {"selection_stride": 4},
@@ -276,22 +275,22 @@ def test_masked_rows_need_strides_of_1_and_2_hopper_no_rotation_and_the_switch()
         {"major": 10},
         {"hopper_kernels": False},
         {"per_query_gather": True},
-        {"masked": False},
+        {"gathered": True},
     ]
     for options in others:
-        found = choices(**{"rotate": False, "masked": True, **options})
+        found = choices(**{"rotate": False, **options})
         assert found["masked_rows"] == "0"
         assert "masked_rows" not in found["layers"]
-    assert choices(half=False, rotate=False, masked=True)["masked_rows"] == "0"
-    assert choices(rotate=False, masked=True, backward=True)["masked_rows"] == "0", "the backward gathers"
+    assert choices(half=False, rotate=False)["masked_rows"] == "0"
+    assert choices(rotate=False, backward=True)["masked_rows"] == "0", "the backward gathers"
 
 
 def test_the_switch_for_masked_rows_changes_nothing_else() -> None:
     for stride in (1, 2, 4, 16):
         for options in ({"rotate": True}, {"rotate": False, "backward": True}):
             here = {"selection_stride": stride, **options}
-            assert choices(**here) == choices(**here, masked=True)
-    gathered = choices(rotate=False)
+            assert choices(**here) == choices(**here, gathered=True)
+    gathered = choices(rotate=False, gathered=True)
     assert gathered["layers"] == "dense,shared_gather"
     assert gathered["dense_rows"] == "8192"
 
@@ -300,7 +299,7 @@ def test_the_switch_for_masked_rows_changes_nothing_else() -> None:
 def test_masked_rows_take_the_place_of_the_gather_at_the_tokens(stride: int) -> None:
     def found(length: int, queries: int, group: int = 8) -> list[str]:
         sizes = (1, length, queries, 4 * group, 4, 128, 128)
-        return layers(sizes, selection_stride=stride, rotate=False, masked=True)
+        return layers(sizes, selection_stride=stride, rotate=False)
 
     for queries in (9000, 64):
         assert found(9000, queries) == ["dense", "masked_rows"]
@@ -314,7 +313,6 @@ def test_masked_rows_take_the_place_of_the_gather_at_the_tokens(stride: int) -> 
         "selection_stride": 2,
         "max_top_nodes": 127,
         "rotate": False,
-        "masked": True,
     }
     odd = layers((1, 127, 127, 32, 4, 128, 128), **own)
     assert odd == ["masked_rows"], "the one row behind the last whole list"

@@ -44,7 +44,7 @@ SHAPES = [
 CASES = [s.with_dtype(dtype) for s in SHAPES for dtype in (torch.bfloat16, torch.float16)]
 
 
-@pytest.fixture(params=["auto", "private"])
+@pytest.fixture(params=["auto", "gathered", "private"])
 def gather(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("HTREE_TREE_GATHER", request.param)
     return str(request.param)

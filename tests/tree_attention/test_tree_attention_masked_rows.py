@@ -18,13 +18,6 @@ from htree_ops.testing.tree_attention_checks import assert_lists, forced
 
 pytestmark = pytest.mark.gpu
 
-
-@pytest.fixture(autouse=True)
-def on_masked_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels of these tests."""
-    monkeypatch.setenv("HTREE_TREE_GATHER", "masked")
-
-
 op = torch.ops.htree
 model = functools.partial(fast_model, rope_base=None)
 
@@ -71,7 +64,7 @@ def test_output_log_sums_and_lists(
     lse = gmax.double() + gsum.double().log()
     assert_close_spec(lse, expected.lse, rtol=a, atol=a * max(1.0, case.spread**2), name="lse")
     assert torch.equal(out, op.attention(q, k, v, **options)), "stored or not, the same bits"
-    monkeypatch.setenv("HTREE_TREE_GATHER", "auto")
+    monkeypatch.setenv("HTREE_TREE_GATHER", "gathered")
     gathered, _, _, lists = op.attention_forward(q, k, v, **options)
     assert all(torch.equal(x, y) for x, y in zip(parents, lists, strict=True)), "one selection"
     first = max(0, bound(case) - (case.T - case.T_q))

@@ -63,9 +63,7 @@ class Call:
         )
         options = {"max_top_nodes": self.top_nodes, "top_k": self.top_k, "selection_stride": self.stride}
         span = {"selection_span": self.span, "selection_int8": self.int8}
-        return host.TreeAttentionCall(
-            sizes, True, **options, **span, rotate=self.rotate, masked=True, **GPUS[self.gpu]
-        )
+        return host.TreeAttentionCall(sizes, True, **options, **span, rotate=self.rotate, **GPUS[self.gpu])
 
     @property
     def layers(self) -> list[int]:

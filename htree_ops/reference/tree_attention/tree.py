@@ -140,7 +140,7 @@ class Candidates:
     num: int64 [B,T_q,S], n of §1.3.
     inside: bool [B,T_q,S,C], position < n.
     present: bool [B,T_q,S,C], inside and the node exists and starts at or before the query.
-    full: bool [B,T_q,S], the list holds the parents 0, 1, ... in their places, so that candidate p is node p (§1.15).
+    full: bool [B,T_q,S], the candidates are the nodes 0, 1, ... up to the query's own (§1.15).
     """
 
     nodes: Tensor
@@ -181,5 +181,5 @@ def candidates(parents: Tensor, layer: int, num_nodes: int, compression_rate: in
     inside = torch.arange(nodes.shape[-1], device=lists.device) < num[..., None]
     present = inside & (nodes >= 0) & (nodes < num_nodes) & (nodes <= rightmost.view(1, -1, 1, 1))
     slots = torch.arange(lists.shape[-1], device=lists.device)
-    full = ((lists == slots) | (slots >= counts[..., None])).all(-1)
+    full = ((lists == slots) | (slots >= counts[..., None])).all(-1) & (num == rightmost.view(1, -1, 1) + 1)
     return Candidates(torch.where(present, nodes, 0), num, inside, present, full)

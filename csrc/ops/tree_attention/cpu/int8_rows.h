@@ -6,15 +6,17 @@
 #include <cstdint>
 #include <limits>
 
+#include "ops/tree_attention/cpu/query_kernels.h"
+
 namespace htree::tree_attention {
 
 // Functions are static, because they are compiled for several instruction sets.
 
-// Whether a list holds the parents 0, 1, ... in their places, so that candidate p is node p.
-static inline bool full_list(const int32_t* parents, int64_t num_parents) {
-  bool full = true;
-  for (int64_t i = 0; i < num_parents; ++i) {
-    full &= parents[i] == i;
+// Whether the candidates are the nodes 0, 1, ... up to the query's own, so that candidate p is node p.
+static inline bool full_list(const Candidates& candidates) {
+  bool full = candidates.count == candidates.rightmost + 1;
+  for (int64_t i = 0; i < candidates.num_parents; ++i) {
+    full &= candidates.parents[i] == i;
   }
   return full;
 }

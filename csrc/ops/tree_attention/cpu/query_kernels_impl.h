@@ -556,7 +556,7 @@ void score_span(const QueryShape& shape, const PackedSpan<Real>& span, const Rot
   const int64_t stride = shape.score_stride();
   const int64_t steps_size = span.tiles * span.lanes;
   const int64_t parent_size = steps_size * 2 * shape.half;
-  const bool rounded = span.integers != nullptr && full_list(candidates.parents, candidates.num_parents);
+  const bool rounded = span.integers != nullptr && full_list(candidates);
   const Real* keys = rounded ? span.integers : span.keys;
   const Real* row_steps = rounded ? round_query(shape, rotation, candidates.count - 1, q, rotated) : nullptr;
   // The rightmost candidate gets no score: its means may hold tokens after the query.

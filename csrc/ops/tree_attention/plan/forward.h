@@ -26,9 +26,9 @@ enum class GatherKernel {
   kPerList,       // all queries of a list in products of warpgroups: sm_90a
 };
 
-// Which of them the caller wants: the fastest one that the GPU has; that one, but masked tiles where they should be faster,
-// which has not been timed yet; or the one that every GPU has.
-enum class GatherChoice { kAuto, kMasked, kPerQuery };
+// Which of them the caller wants: the fastest one that the GPU has; that one, but with a gather for the rows that would
+// multiply masked tiles; or the one that every GPU has.
+enum class GatherChoice { kAuto, kGathered, kPerQuery };
 
 // What forward and backward both need to know.
 struct TreeConfig {
@@ -98,7 +98,7 @@ constexpr int64_t kMaskedHeads = 32;  // heads times the bound in units of k r
 constexpr int64_t kLeastMaskedLists = 2, kMostMaskedLists = 8;
 inline int64_t choose_masked_rows(const AttentionProblem& p, const DeviceFacts& device, GatherChoice choice) {
   // With rotations every pair (query, parent) has one of its own, and no product of whole tiles has that.
-  if (choice != GatherChoice::kMasked || p.args.rotate ||
+  if (choice == GatherChoice::kGathered || p.args.rotate ||
       choose_gather(p, device, choice) != GatherKernel::kSharedGather) {
     return 0;
   }

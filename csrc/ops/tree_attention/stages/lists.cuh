@@ -74,12 +74,12 @@ __device__ __forceinline__ ListInfo list_info(const Geometry& geometry, const Vi
   return info;
 }
 
-// Whether the list holds the parents 0, 1, ... in their places, so that candidate p is node p. Every thread of a
-// block of kThreads must call; all get the result.
+// Whether the candidates are the nodes 0, 1, ... up to the query's own, so that candidate p is node p. Every thread of
+// a block of kThreads must call; all get the result.
 template <int kThreads>
 __device__ __forceinline__ bool full_list(const ListInfo& info) {
   const auto count = static_cast<int>((info.num_candidates + info.rate - 1) / info.rate);
-  bool full = true;
+  bool full = info.num_candidates == info.rightmost + 1;
 #pragma unroll 1  // in front of larger loops, whose registers it must not take
   for (int i = threadIdx.x; i < count; i += kThreads) {
     full &= info.parents[i] == i;

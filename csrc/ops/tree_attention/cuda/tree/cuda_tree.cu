@@ -36,10 +36,10 @@ DeviceFacts current_device_facts() {
 GatherChoice gather_choice() {
   const std::string choice = env_or("HTREE_TREE_GATHER", "auto");
   const bool per_query = choice == "per_query" || choice == "private";  // `private` is an older name
-  const bool masked = choice == "masked";
-  TORCH_CHECK_VALUE(choice == "auto" || masked || per_query,
-                    "HTREE_TREE_GATHER is auto, masked or per_query, got ", choice);
-  return per_query ? GatherChoice::kPerQuery : masked ? GatherChoice::kMasked : GatherChoice::kAuto;
+  const bool gathered = choice == "gathered";
+  TORCH_CHECK_VALUE(choice == "auto" || gathered || per_query,
+                    "HTREE_TREE_GATHER is auto, gathered or per_query, got ", choice);
+  return per_query ? GatherChoice::kPerQuery : gathered ? GatherChoice::kGathered : GatherChoice::kAuto;
 }
 
 Tensor device_bytes(int64_t bytes, const Tensor& like) {
