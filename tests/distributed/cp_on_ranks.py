@@ -80,12 +80,15 @@ def compare(
 def sums_of_ranks(
     size: int, balance: str, sizes: Sizes, dtype: torch.dtype, options: dict[str, Any], device: str = "cpu"
 ) -> dict[str, bool]:
-    """Whether dk and dv are the unrounded gradients of every rank's rows, added in the order of ranks, rounded once."""
+    """Whether dk and dv are the unrounded gradients of every rank's rows, added in the order of ranks, rounded once.
+
+    A group of one computes the text as one piece.
+    """
     q, k, v, dout = inputs(sizes, dtype, device)
     rate, most, top_k = (options[name] for name in ("compression_rate", "max_top_nodes", "top_k"))
     totals: list[Tensor] = []
     for rank in range(size):
-        parts = parts_of(rank, size, balance)
+        parts = parts_of(rank, size, balance) if size > 1 else (0,)
         starts = [part * sizes[1] // (size * len(parts)) for part in parts]
         length = sizes[1] // (size * len(parts))
         rows, upstream = (torch.cat([x[:, at : at + length] for at in starts], 1) for x in (q, dout))

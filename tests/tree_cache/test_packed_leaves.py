@@ -625,5 +625,6 @@ def test_plain_pages_are_written_as_before(device: str) -> None:
         zero, offsets((9, 9), device), page_size=8, compression_rate=4, max_top_nodes=12,
     )  # fmt: skip
     pages = cache.block_table[:, :1].flatten().long()
-    assert torch.equal(k_pool[pages], cache.k_pool[pages])
-    assert torch.equal(v_pool[pages], cache.v_pool[pages])
+    for ours, theirs in ((k_pool, cache.k_pool), (v_pool, cache.v_pool)):
+        # as bytes: rows that nothing was written to may hold NaN
+        assert torch.equal(ours[pages].view(torch.uint8), theirs[pages].view(torch.uint8))

@@ -232,9 +232,9 @@ def tree_attention(
             node's own mean; 2 is recommended. It cannot be combined with importance="lse".
         selection_dtype: "int8" rounds queries and means to int8, each row with a scale of its own, for the scores that
             a selection_span computes at the layer where a query first leaves something out; the lists lose little
-            (docs/semantics/tree_attention.md §1.15 has the numbers). It changes nothing but the lists. It is for long
-            texts on Hopper, whose tensor cores multiply int8 twice as fast; K is at most 1024. None scores in the
-            precision of the path.
+            (docs/semantics/tree_attention.md §1.15 has the numbers). It changes nothing but the lists, and saves no
+            time on an H200 (docs/limits.md); K is at most 1024. None, which is recommended, scores in the precision of
+            the path.
         inv_freq: [K/2] floats, finite in float32: pair i of a head (elements i and K/2 + i) rotates by position *
             inv_freq[i], and not at all where that is 0. For scaled rotary positions (Llama 3, YaRN, linear) and for
             partial ones; a factor on cos and sin, as YaRN has it, goes squared into ``scale``. A sequence or a 1-D
