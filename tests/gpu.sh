@@ -84,7 +84,12 @@ case $mode in
         HTREE_SANITIZER=$tool PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout "$limit" compute-sanitizer --tool "$tool" --error-exitcode 86 \
           --target-processes all "$python" -m pytest -q -k cuda -p no:cacheprovider "$file" \
           "${options[@]}" 2>&1 | tee "$out/sanitize-$tool-$(basename "${file%%.py*}").log"
-        checked "${PIPESTATUS[0]}" "$tool of $file" || status=1
+        ended=${PIPESTATUS[0]}
+        # racecheck makes reports that are no races; see there
+        if [ "$tool" = racecheck ] && [ "$ended" -eq 86 ]; then
+          "$python" tests/racecheck_reports.py htree_ops/_C.abi3.so "$out/sanitize-$tool-$(basename "${file%%.py*}").log" && ended=0
+        fi
+        checked "$ended" "$tool of $file" || status=1
       done
     done
     exit "$status"
