@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 from test_tree_cache import assert_near, on_cpu
 from torch import Tensor
-from tree_cache_schedules import DTYPES, Run, Sequence, Shape, bitwise, refusal
+from tree_cache_schedules import DTYPES, Run, Sequence, Shape, bitwise, refusal, schedules
 
 from htree_ops import HTreeAttention, TreeKVCache, kv_compress, kv_decompress
 from htree_ops.ops.tree_cache import (
@@ -372,9 +371,9 @@ def packed_shape(seed: int) -> Shape:
 @pytest.mark.usefixtures("one_thread")
 def test_any_schedule_gives_the_bytes_and_the_rows_of_the_whole_text() -> None:
     """Appends, truncations, beams and forks: what a cache holds follows from the text, and so do its rows."""
-    schedules = int(os.environ.get("HTREE_SCHEDULES", "10000")) // 10
+    seeds = schedules(10_000)[::10]
     refused = 0
-    for seed in range(schedules):
+    for seed in seeds:
         run = PackedRun(packed_shape(seed))
         try:
             run.run(steps=5)
@@ -382,7 +381,7 @@ def test_any_schedule_gives_the_bytes_and_the_rows_of_the_whole_text() -> None:
             raise AssertionError(f"seed {seed}: {run.shape}") from error
         assert run.different == 0, f"seed {seed}: {run.shape}"
         refused += run.refused
-    assert refused > schedules // 40  # the rule of truncations was tried
+    assert refused > len(seeds) // 40  # the rule of truncations was tried
 
 
 # ---- the cache

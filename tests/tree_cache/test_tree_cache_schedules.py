@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
-from tree_cache_schedules import Run, Shape, bitwise
+from tree_cache_schedules import Run, Shape, bitwise, schedules
 
-SCHEDULES = int(os.environ.get("HTREE_SCHEDULES", "10000"))
+SCHEDULES = schedules(10_000)
 PARTS = 10
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -18,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_any_schedule_gives_the_bits_of_the_whole_text(part: int) -> None:
-    for seed in range(part * SCHEDULES // PARTS, (part + 1) * SCHEDULES // PARTS):
+    for seed in SCHEDULES[part::PARTS]:
         run = Run(Shape.draw(seed), "cpu", bitwise)
         try:
             run.run(steps=4)

@@ -7,6 +7,7 @@ cache with ``tree_build`` over it, bit for bit.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +19,14 @@ from torch import Tensor
 from htree_ops import TreeKVCache, tree_attention
 
 BANK = 256
+
+
+def schedules(default: int) -> range:
+    """The seeds of the schedules that ``HTREE_SCHEDULES`` asks for: a number of them, or the first and the end, "3000-6000"."""
+    first, _, end = os.environ.get("HTREE_SCHEDULES", str(default)).rpartition("-")
+    return range(int(first or 0), int(end))
+
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
