@@ -22,7 +22,7 @@ BANK = 256
 
 
 def schedules(default: int) -> range:
-    """The seeds of the schedules that ``HTREE_SCHEDULES`` asks for: a number of them, or the first and the end, "3000-6000"."""
+    """The seeds that ``HTREE_SCHEDULES`` asks for: so many, or from a first one on, as in "3000-6000"."""
     first, _, end = os.environ.get("HTREE_SCHEDULES", str(default)).rpartition("-")
     return range(int(first or 0), int(end))
 
