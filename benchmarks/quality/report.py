@@ -55,9 +55,9 @@ def merge(earlier: Sequence[record.Row], later: Sequence[record.Row]) -> list[re
     return list(last.values())
 
 
-def key_of(row: record.Row) -> tuple[str, str, str]:
+def key_of(row: record.Row) -> tuple[str, str, str, str]:
     """What makes two rows rows of the same run."""
-    return row.piece, row.run, row.scale
+    return row.piece, row.run, row.scale, row.text
 
 
 def read_published(folder: Path) -> list[record.Row]:

@@ -9,7 +9,7 @@ from typing import Any
 from htree_ops.bench import plots
 
 from .record import Row
-from .tables import label, last_rows, needle_rows, with_dense
+from .tables import converted, label, last_rows, needle_rows, with_dense
 
 __all__ = ["PICTURES", "draw"]
 
@@ -71,7 +71,7 @@ def copies_over_steps(rows: Sequence[Row], path: Path, theme: str) -> bool:
 
 def copies_by_stride(rows: Sequence[Row], path: Path, theme: str) -> bool:
     """(a)"""
-    used = [row for row in last_rows(rows, "conversion") if row.run.startswith("evaluated")]
+    used = next(iter(converted(rows, "conversion")), [])
     budget = next((row.window for row in used if row.kind == "window"), 0)
     trees = [row for row in used if row.kind == "tree" and row.top_k * row.compression_rate == budget]
     curves: list[Curve] = []

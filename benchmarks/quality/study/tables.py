@@ -52,11 +52,21 @@ def bits(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
 
 
-def conversion(rows: Sequence[Row], piece: str = "conversion") -> str:
-    """(a) Every attention on the same weights."""
+def converted(rows: Sequence[Row], piece: str) -> list[list[Row]]:
+    """The evaluations of (a), those of one text and so of one model together; most copies of the dense model first."""
     used = [row for row in last_rows(rows, piece) if row.run.startswith("evaluated")]
-    if not used:
-        return ""
+    texts = [[row for row in used if row.text == text] for text in dict.fromkeys(row.text for row in used)]
+    return sorted(
+        texts, key=lambda mine: -max((r.copies_found or 0.0 for r in mine if r.kind == "dense"), default=0.0)
+    )
+
+
+def conversion(rows: Sequence[Row], piece: str = "conversion") -> str:
+    """(a) Every attention on the same weights, a table for each text that a model was trained on."""
+    return "\n\n".join(conversion_of(used) for used in converted(rows, piece))
+
+
+def conversion_of(used: Sequence[Row]) -> str:
     dense = next((row for row in used if row.kind == "dense"), None)
     lines = []
     for row in used:
@@ -70,7 +80,7 @@ def conversion(rows: Sequence[Row], piece: str = "conversion") -> str:
             [label(row), budget, str(row.tree_layers or ""), bits(row.bits_per_byte), found(row), share]
         )
     head = ("attention", "tokens per query", "layers", "bits per byte", "copies found", "of the dense ones")
-    words = f"{used[0].context} bytes, {used[0].texts} texts; {place(used)}."
+    words = f"{used[0].context} bytes, {used[0].texts} texts from {used[0].text}; {place(used)}."
     return f"{words}\n\n{table(head, lines)}"
 
 
