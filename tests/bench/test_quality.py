@@ -442,9 +442,10 @@ def test_wrong_flags_are_one_line(study, tmp_path, capsys):
 def test_the_recommended_settings_are_those_of_the_rows(study):
     """What README and docstring say of them are shares of the published rows, and each goal keeps what it promises."""
     rows = study.report.read_published(ROOT / "benchmarks" / "results" / "quality")
-    converted = {
-        row.run: row.copies_found for row in rows if row.piece == "conversion" and row.status == "final"
-    }
+    of_copies, *_ = study.tables.converted(
+        rows, "conversion"
+    )  # of the text whose copies the dense model learned
+    converted = {row.run: row.copies_found for row in of_copies}
 
     def kept(attention):
         return 100 * converted[f"evaluated: {attention.label}"] / converted["evaluated: dense"]
