@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from htree_ops.integrations.documents import take_rows
 from htree_ops.ops.arguments import autocast_dtype, check_int
 from htree_ops.ops.tree_cache import TreeKVCache
+from htree_ops.ops.tree_cache.leaves import LEAF_BITS
 
 __all__ = ["HandedOver", "TreeCache"]
 
@@ -68,13 +69,14 @@ class Shared:
     """What the layers of a cache share.
 
     Attributes:
-        max_cache_len, page_size, num_pages: of :class:`TreeCache`.
+        max_cache_len, page_size, num_pages, leaf_bits: of :class:`TreeCache`.
         rows: of the latest call whose batch was padded.
     """
 
     max_cache_len: int
     page_size: int | None
     num_pages: int | None
+    leaf_bits: int | None
     rows: NewRows | None = field(default=None)
 
     def new_rows(self, mask: Tensor | None, before: int, n: int, held: Tensor) -> NewRows | None:
@@ -199,6 +201,7 @@ class TreeLayer(CacheLayerMixin):
             value_dim=v.shape[3],
             page_size=shared.page_size,
             num_pages=shared.num_pages,
+            leaf_bits=shared.leaf_bits,
             dtype=k.dtype,
             device=k.device,
             **options,
@@ -237,9 +240,10 @@ class TreeLayer(CacheLayerMixin):
 
         Raises:
             ValueError: a positive number, or one below the number of columns; with selection_stride s > 1 more than
-                3 s tokens, unless nothing is padded and a multiple of s or nothing is left. Tokens that were taken
-                back before and have not come again count too: on the CPU the cache raises then, on CUDA it stays as
-                it was and :meth:`TreeCache.check` reports it.
+                3 s tokens, unless nothing is padded and a multiple of s or nothing is left; with leaf_bits more than
+                page_size - compression_rate tokens, unless nothing is padded and a multiple of compression_rate or
+                nothing is left. Tokens that were taken back before and have not come again count too: on the CPU the
+                cache raises then, on CUDA it stays as it was and :meth:`TreeCache.check` reports it.
         """
         remove = -int(tokens_to_remove)  # transformers 5.17 hands over a tensor
         if not 0 <= remove <= self.columns:
@@ -257,6 +261,14 @@ class TreeLayer(CacheLayerMixin):
                 f"TreeCache.crop: tokens_to_remove must be at least -{STRIDES_BACK * stride}, {STRIDES_BACK} times "
                 f"selection_stride, got {tokens_to_remove}: take fewer drafts (num_assistant_tokens), or "
                 "selection_stride = 1"
+            )
+        rate, page_size = self.cache.options.compression_rate, self.cache.page_size
+        whole = left == 0 or (mask is None and left % rate == 0)
+        if self.cache.leaf_bits is not None and remove > page_size - rate and not whole:
+            raise ValueError(
+                f"TreeCache.crop: with leaf_bits tokens_to_remove must be at least -{page_size - rate}, "
+                f"page_size - compression_rate, got {tokens_to_remove}: take fewer drafts (num_assistant_tokens), or "
+                "leaf_bits = None"
             )
         gone: int | Tensor = remove
         if mask is not None:  # it may lie where another layer does
@@ -298,10 +310,12 @@ class TreeCache(Cache):
     Args:
         config: of the model.
         max_cache_len: most tokens of a sequence, its padding included.
-        page_size, num_pages: as in :class:`htree_ops.TreeKVCache`.
+        page_size, num_pages, leaf_bits: as in :class:`htree_ops.TreeKVCache`. leaf_bits = 8 halves the memory; what it
+            costs in time and quality is in docs/limits.md and docs/quality.md (g).
 
     Raises:
-        TypeError, ValueError: a size of the wrong kind or out of range.
+        TypeError, ValueError: a size of the wrong kind or out of range. The head size and dtype of the model must suit
+            leaf_bits; the first call finds out.
     """
 
     def __init__(
@@ -311,9 +325,12 @@ class TreeCache(Cache):
         *,
         page_size: int | None = None,
         num_pages: int | None = None,
+        leaf_bits: int | None = None,
     ) -> None:
         check_int("TreeCache", "max_cache_len", max_cache_len, 1)
-        self.shared = Shared(max_cache_len, page_size, num_pages)
+        if leaf_bits not in (None, *LEAF_BITS):
+            raise ValueError(f"TreeCache: leaf_bits must be None, 8 or 4, got {leaf_bits!r}")
+        self.shared = Shared(max_cache_len, page_size, num_pages, leaf_bits)
         layers = config.get_text_config(decoder=True).num_hidden_layers
         super().__init__(layers=[TreeLayer(self.shared) for _ in range(layers)])
 

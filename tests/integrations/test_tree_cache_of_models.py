@@ -15,6 +15,7 @@ from small_models import EXACT, SPARSE, make_model, make_text
 from torch import Tensor
 from transformers import PreTrainedModel
 
+import htree_ops
 from htree_ops.integrations.documents import attend_padded
 from htree_ops.integrations.transformers import TreeCache, attention
 
@@ -32,8 +33,11 @@ def padded_mask(ids: Tensor, columns: int = 9) -> Tensor:
     return mask
 
 
-def generate(model: PreTrainedModel, ids: Tensor, cached: bool = True, **call: Any) -> Tensor:
-    cache = {"past_key_values": TreeCache(model.config, 96, page_size=16)} if cached else {"use_cache": False}
+def generate(
+    model: PreTrainedModel, ids: Tensor, cached: bool = True, leaf_bits: int | None = None, **call: Any
+) -> Tensor:
+    tree = TreeCache(model.config, 96, page_size=16, leaf_bits=leaf_bits)
+    cache = {"past_key_values": tree} if cached else {"use_cache": False}
     return model.generate(ids, **{"max_new_tokens": 10, **GREEDY, **cache, **call})
 
 
@@ -70,6 +74,28 @@ def test_drafts_are_taken_back(options: dict[str, Any], device: str) -> None:
     assistant.generation_config.assistant_confidence_threshold = 0.0
     for call in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 5}):
         assert torch.equal(generate(model, ids, max_new_tokens=24, **call), wanted)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_tokens_in_fewer_bits(bits: int, device: str) -> None:
+    """Near to 16 bits, in less memory, and with drafts and chunks the same tokens as step by step."""
+    model, ids = make_model(options=SPARSE, device=device, head_dim=64), make_text(length=30, device=device)
+    plain, packed = (TreeCache(model.config, 96, page_size=16, leaf_bits=x) for x in (None, bits))
+    wanted, found = (model(ids, past_key_values=cache).logits for cache in (plain, packed))
+    assert not torch.equal(found, wanted)
+    error = (found - wanted).norm() / wanted.norm()
+    assert error < {8: 0.02, 4: 0.3}[bits]
+    layers = [cache.layers[0].cache for cache in (plain, packed)]
+    assert [layer.leaf_bits for layer in layers] == [None, bits]
+    stepwise = generate(model, ids[:1], leaf_bits=bits, max_new_tokens=16)
+    assert torch.equal(
+        generate(model, ids[:1], leaf_bits=bits, max_new_tokens=16, prompt_lookup_num_tokens=5), stepwise
+    )
+    packed.crop(-12)
+    assert packed.get_seq_length() == 18
+    again = model(ids[:, 18:], past_key_values=packed).logits
+    torch.testing.assert_close(again, found[:, 18:], rtol=1e-5, atol=1e-4)
+    packed.check()
 
 
 @pytest.mark.parametrize("options", [SPARSE, STRIDED | COMPACT], ids=["stride1", "stride4"])
@@ -234,10 +260,14 @@ def test_a_cache_follows_autocast(device: str) -> None:
 
 
 def filled(
-    options: dict[str, Any] = SPARSE, mask: Tensor | None = None, size: int = 64
+    options: dict[str, Any] = SPARSE,
+    mask: Tensor | None = None,
+    size: int = 64,
+    head_dim: int = 8,
+    **memory: int,
 ) -> tuple[Any, TreeCache]:
-    model = make_model(options=options, num_hidden_layers=1)
-    cache = TreeCache(model.config, size)
+    model = make_model(options=options, num_hidden_layers=1, head_dim=head_dim)
+    cache = TreeCache(model.config, size, **memory)
     with torch.no_grad():
         model(make_text(length=30), past_key_values=cache, attention_mask=mask)
     return model, cache
@@ -328,6 +358,21 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "crop forward": (lambda: filled()[1].crop(3), ValueError, "between -30 and 0, got 3"),
     "crop too much": (lambda: filled()[1].crop(-31), ValueError, "between -30 and 0, got -31"),
+    "bits": (
+        lambda: TreeCache(make_model().config, 8, leaf_bits=5),
+        ValueError,
+        "must be None, 8 or 4, got 5",
+    ),
+    "bits of narrow heads": (
+        lambda: generate(make_model(options=SPARSE), make_text(length=9), leaf_bits=8),
+        htree_ops.errors.ShapeMismatchError,
+        "head_dim must be a multiple of 64 up to 512 with leaf_bits, got 8",
+    ),
+    "crop of packed tokens": (
+        lambda: filled(SPARSE, head_dim=64, page_size=16, leaf_bits=8)[1].crop(-13),
+        ValueError,
+        "at least -12, page_size - compression_rate, got -13.*num_assistant_tokens",
+    ),
     "crop of strides": (
         lambda: filled(STRIDED)[1].crop(-13),
         ValueError,
