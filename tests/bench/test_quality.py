@@ -306,6 +306,16 @@ def test_half_of_the_letters_found(study, text, tmp_path, monkeypatch):
     assert found["bits_per_byte"] == pytest.approx(3.0)
 
 
+def test_recall_begins_with_short_texts(study):
+    """And ends with all numbers of pairs at the whole length; every lesson can be drawn."""
+    lessons = [study.recall.lesson(step, 100, 1024, (4, 8, 16, 32, 64, 128, 256)) for step in range(100)]
+    assert set(lessons[:40]) == {(64, 4), (64, 8)}
+    assert set(lessons[40:60]) == {(128, 4), (128, 8), (128, 16)}
+    assert set(lessons[60:]) == {(1024, n) for n in (4, 8, 16, 32, 64, 128, 256)}
+    for context, pairs in {*lessons, study.recall.lesson(0, 10, 64, (4,))}:
+        assert study.recall.draw_recall(1, context, pairs, 600, 0, "cpu").questions.shape == (1, pairs)
+
+
 def test_recall_asks_for_values_of_its_keys(study):
     task = study.recall.draw_recall(5, 64, 16, 100, 3, "cpu")
     keys, values = task.tokens[:, :32:2], task.tokens[:, 1:32:2]
@@ -326,6 +336,10 @@ def test_the_window_is_a_window(study):
         *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=seen, enable_gqa=True
     ).transpose(1, 2)
     assert torch.allclose(study.model.sliding_window(q, k, v, 16), expected)
+    whole = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
+    ).transpose(1, 2)
+    assert torch.allclose(study.model.sliding_window(q, k, v, 64), whole)
     with pytest.raises(ValueError, match="window, 32, must divide the text, 48"):
         study.model.sliding_window(q, k, v, 32)
 

@@ -71,9 +71,10 @@ def sliding_window(q: Tensor, k: Tensor, v: Tensor, width: int) -> Tensor:
     Blocks of ``width`` queries see their own block and the one before it, through a mask.
 
     Raises:
-        ValueError: T is no multiple of ``width``.
+        ValueError: T is above ``width`` and no multiple of it.
     """
     count, context, heads, _ = q.shape
+    width = min(width, context)
     if context % width:
         raise ValueError(f"the window, {width}, must divide the text, {context}")
     blocks = context // width

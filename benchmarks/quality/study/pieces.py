@@ -11,7 +11,7 @@ from torch import Tensor
 from . import evaluation, record
 from .corpus import Texts, draw_texts
 from .model import LanguageModel, SearchModel
-from .recall import draw_recall
+from .recall import draw_recall, lesson
 from .session import Progress, Session, Setup
 from .settings import RATE, Attention, Scale, Training, dense, tree, window
 from .training import train
@@ -291,15 +291,16 @@ def recall(scale: Scale) -> list[Run]:
 
 
 def recall_run(size: Training, scale: Scale, attention: Attention) -> Run:
-    """One model, trained on texts of all numbers of pairs in turn and evaluated on each."""
+    """One model, trained on texts of all numbers of pairs, short ones first, and evaluated on each number."""
 
     def work(session: Session) -> None:
         model = session.make_model(size, vocabulary=scale.vocabulary)
         setup = Setup("recall", attention.label, attention, size, parameters=model.num_parameters())
 
         def loss_of(step: int) -> Tensor:
-            pairs = scale.pairs[step % len(scale.pairs)]
-            task = draw_recall(size.batch, size.context, pairs, scale.vocabulary, step, session.device)
+            context, pairs = lesson(step, size.steps, size.context, scale.pairs)
+            texts = size.batch * size.context // context
+            task = draw_recall(texts, context, pairs, scale.vocabulary, step, session.device)
             hidden = model(task.tokens, attention)
             places = task.questions[..., None].expand(-1, -1, hidden.shape[2])
             logits = model.logits(hidden.gather(1, places))

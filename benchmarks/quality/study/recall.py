@@ -5,14 +5,17 @@ The task of Arora et al., "Zoology: Measuring and Improving Recall in Efficient 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["Recall", "draw_recall"]
+__all__ = ["Recall", "draw_recall", "lesson"]
 
 POWER = 0.01  # of the law that the places of the questions follow
+#: Shares of a training until which texts have a sixteenth, then an eighth of their length.
+SHORT, MIDDLE = 0.4, 0.6
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,21 @@ class Recall:
     tokens: Tensor
     questions: Tensor
     answers: Tensor
+
+
+def lesson(step: int, steps: int, context: int, pairs: Sequence[int]) -> tuple[int, int]:
+    """(tokens of a text, pairs) of a step.
+
+    Models of two layers learn to look for a key in short texts first, as Zoology's are trained; the last part of a
+    training has texts of ``context`` tokens and all numbers of ``pairs`` in turn.
+    """
+    if step < SHORT * steps:
+        context //= 16
+    elif step < MIDDLE * steps:
+        context //= 8
+    fitting = [n for n in pairs if 8 * n <= context] or [max(1, context // 8)]
+    most = [n for n in pairs if 4 * n <= context] if step >= MIDDLE * steps else fitting
+    return context, most[step % len(most)]
 
 
 def draw_recall(

@@ -156,7 +156,8 @@ FULL = Scale(
         4096, 16, 3000, 6, strings=12, letters=48, top_k=16, max_top_nodes=256, evaluate_every=250
     ),
     recall=Training(
-        1024, 64, 4000, 2, width=256, heads=4, kv_heads=4, top_k=8, max_top_nodes=64, evaluate_every=500, texts=128
+        1024, 64, 4000, 2, width=256, heads=4, kv_heads=4, top_k=8, max_top_nodes=64, evaluate_every=500, texts=128,
+        learning_rate=5e-3,
     ),
     conversion_long=Training(
         32_768, 4, 400, 6, strings=96, letters=48, top_k=128, max_top_nodes=2048, evaluate_every=200, texts=16,
