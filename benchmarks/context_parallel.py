@@ -3,7 +3,7 @@
 Run: ``torchrun --nproc-per-node 2 benchmarks/context_parallel.py --csv PATH`` on GPUs with 100 GB: about two minutes.
 Every rank measures both: the whole text on its own GPU, and its part of the text together with the others. A time is
 the median of the rounds, each of which counts the slowest rank. Figures are reported; with ``--bars`` the status is 1
-where a length misses its efficiency under both balances.
+where a length misses its efficiency under every balance.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from htree_ops.bench.results import source_commit
 from htree_ops.distributed import shard_sequence, tree_attention_cp
 from htree_ops.distributed.collectives import added, all_gather, cut, exchange, group_of, join, waited
 from htree_ops.distributed.context_parallel import choose_steps
+from htree_ops.ops.tree_attention.attention import BALANCES
 
 #: Tokens, what is measured, and the efficiency that two H200s should reach at selection_stride 16.
 PROBLEMS = (
@@ -141,7 +142,7 @@ def measure(bench: Bench, tokens: int, what: str) -> list[Row]:
     one = partial(attend, partial(tree_attention, **bench.options), whole, gradients)
     calls: dict[str, Callable[[], Any]] = {"one": one}
     peaks = {"one": bench.peak(one)}
-    for balance in ("head_tail", "contiguous"):
+    for balance in BALANCES:
         parts = [shard_sequence(x, group, balance=balance) for x in whole]
         many = partial(
             tree_attention_cp, group=group, balance=balance, gather_steps=bench.steps, **bench.options
@@ -175,7 +176,7 @@ def measure(bench: Bench, tokens: int, what: str) -> list[Row]:
             one_bytes=peaks["one"],
             many_bytes=peaks[balance],
         )
-        for balance in ("head_tail", "contiguous")
+        for balance in BALANCES
     ]
 
 

@@ -62,20 +62,31 @@ def check_local(function: str, **tensors: object) -> None:
 
 
 # ---- who has which tokens. Of n ranks each has one part of the text ("contiguous"), or the parts i and 2n - 1 - i of
-# 2n, one behind the other ("head_tail"), so that short and long causal rows meet on each rank.
+# 2n, one behind the other ("head_tail"), so that short and long causal rows meet on each rank. "striped" does that in
+# each quarter of the text: the work of a row of tree attention does not grow evenly along the text, but evenly enough
+# along a quarter.
+
+STRETCHES = {"contiguous": 1, "head_tail": 1, "striped": 4}
 
 
 def parts_of(rank: int, size: int, balance: str) -> tuple[int, ...]:
     """The parts of a rank, in its order; the text has ``size`` times as many."""
-    return (rank, 2 * size - 1 - rank) if balance == "head_tail" else (rank,)
+    if balance == "contiguous":
+        return (rank,)
+    ends = (rank, 2 * size - 1 - rank)
+    return tuple(2 * size * stretch + end for stretch in range(STRETCHES[balance]) for end in ends)
 
 
 def join(gathered: Tensor, dim: int, balance: str) -> Tensor:
     """[n, *slice of a rank] -> the whole text along ``dim``, in its order; a view where that is one."""
     if balance == "contiguous":
         return gathered.movedim(0, dim).flatten(dim, dim + 1)
-    halves = [x.chunk(2, dim) for x in gathered.unbind(0)]
-    return torch.cat([half[0] for half in halves] + [half[1] for half in reversed(halves)], dim)
+    size = gathered.shape[0]
+    parts: dict[int, Tensor] = {}
+    for rank, text in enumerate(gathered.unbind(0)):
+        own = parts_of(rank, size, balance)
+        parts |= zip(own, text.chunk(len(own), dim), strict=True)
+    return torch.cat([parts[i] for i in range(len(parts))], dim)
 
 
 def cut(text: Tensor, size: int, dim: int, balance: str) -> Tensor:

@@ -182,9 +182,10 @@ def _check(
     check_local(name, q=q, k=k, v=v)
     check_tensors(name, q=(q, "B T H K"), k=(k, "B T H_kv K"), v=(v, "B T H_kv V"))
     tokens = q.shape[1] * size
-    step = len(parts_of(0, size, balance)) * size * compression_rate
+    per_rank = len(parts_of(0, size, balance))
+    step = per_rank * size * compression_rate
     if compression_rate > 0 and tokens % step:
-        pieces = "2 * n * r" if balance == "head_tail" else "n * r"
+        pieces = "n * r" if per_rank == 1 else f"{per_rank} * n * r"
         raise ValueError(
             f"{name}: the tokens of all ranks must be a multiple of {pieces} = {step}, got {size} * "
             f"{q.shape[1]} = {tokens}; the next length that works is {(tokens // step + 1) * step}"
@@ -265,7 +266,8 @@ def tree_attention_cp(
         k: its keys [B, T/n, H_kv, K]. v: its values [B, T/n, H_kv, V].
         group: the ranks; None is the default group, a mesh must have one dimension. With one rank this is
             :func:`htree_ops.tree_attention`.
-        balance: "head_tail" or "contiguous", as in :func:`shard_sequence`. 2 * n * r (contiguous: n * r) divides T.
+        balance: "head_tail", "striped" or "contiguous", as in :func:`shard_sequence`. 2 * n * r (striped: 8 * n * r,
+            contiguous: n * r) divides T.
         gather_steps: a divisor of H_kv, in so many steps keys and values are gathered and the attention runs, the one
             while the next is on its way; None chooses by the length. The rows do not depend on it.
         The others: as in :func:`htree_ops.tree_attention`.

@@ -436,7 +436,8 @@ def tree_attention_varlen_cp(
             lies on a GPU the call waits for that.
         group: the ranks that share the text; None is the default group, a mesh must have one dimension. A group of one
             gives what :func:`htree_ops.tree_attention_varlen` does.
-        balance: "head_tail" or "contiguous", as in :func:`shard_sequence`. 2 * n (contiguous: n) divides N.
+        balance: "head_tail", "striped" or "contiguous", as in :func:`shard_sequence`. 2 * n (striped: 8 * n,
+            contiguous: n) divides N.
         selection_stride: a document that lies in several parts begins a multiple of it before their border.
         scope, store_parents: as in :func:`htree_ops.tree_attention`; lists are stored for documents that lie in several
             parts.

@@ -48,20 +48,22 @@ def shard_sequence(
     """The tokens of this rank, from a text that every rank has.
 
     With n ranks "head_tail" cuts the text into 2n parts and gives rank i the parts i and 2n - 1 - i, one behind the
-    other: early rows of causal attention are cheap, late ones are not, and each rank has both. "contiguous" gives
-    rank i part i of n. Nothing is communicated.
+    other: early rows of causal attention are cheap, late ones are not, and each rank has both. "striped" does that in
+    each quarter of the text, which shares the work of tree attention more evenly (docs/distributed.md). "contiguous"
+    gives rank i part i of n. Nothing is communicated.
 
     Args:
         x: [..., T, ...], the same on every rank; any dtype.
         group: the ranks that share the text; None is the default group, a mesh must have one dimension.
         dim: the dimension of the tokens.
-        balance: "head_tail" or "contiguous".
+        balance: "head_tail", "striped" or "contiguous".
 
     Returns:
         [..., T / n, ...], a new tensor. Its gradient with respect to x is 0 for the tokens of other ranks.
 
     Raises:
-        ValueError: T is not divided by 2n (head_tail) or n (contiguous); the message names the next length that is.
+        ValueError: T is not divided by 2n (head_tail), 8n (striped) or n (contiguous); the message names the next
+            length that is.
         TypeError: no tensor, or no process group.
     """
     name = "shard_sequence"
@@ -100,8 +102,11 @@ def _checked_slice(x: Tensor, dim: int, balance: str) -> int:
     name = "unshard_sequence"
     check_balance(name, balance)
     dim = _checked_dim(name, x, dim)
-    if balance == "head_tail" and x.shape[dim] % 2:
-        raise ValueError(f"{name}: size {dim} of x must be even for head_tail, got {tuple(x.shape)}")
+    count = len(parts_of(0, 1, balance))
+    if x.shape[dim] % count:
+        raise ValueError(
+            f"{name}: size {dim} of x must be a multiple of {count} for {balance}, got {tuple(x.shape)}"
+        )
     return dim
 
 
@@ -124,7 +129,8 @@ def unshard_sequence(
 
     Raises:
         ShapeMismatchError: the ranks have different shapes or dtypes, on every rank; not in compiled code.
-        ValueError: an odd number of tokens with "head_tail". TypeError: no tensor, or no process group.
+        ValueError: a number of tokens that 2 (head_tail) or 8 (striped) does not divide.
+        TypeError: no tensor, or no process group.
     """
     name = "unshard_sequence"
     members = group_of(name, group)

@@ -15,9 +15,10 @@ from process_pool import Pool, started
 
 import htree_ops
 from htree_ops.distributed import tree_attention_cp
+from htree_ops.distributed.collectives import parts_of
 from htree_ops.distributed.context_parallel import choose_steps
 
-BALANCES = ("head_tail", "contiguous")
+BALANCES = ("head_tail", "striped", "contiguous")
 #: B, T, H, H_kv, K, V and the options.
 CASES: dict[str, tuple[cp_on_ranks.Sizes, dict[str, Any]]] = {
     "three_layers": ((2, 128, 4, 2, 8, 6), {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2}),
@@ -85,7 +86,7 @@ def test_equals_one_process(name: str, dtype: torch.dtype, ranks: Pool) -> None:
     balances = BALANCES if dtype == torch.float32 else BALANCES[:1]
     for balance in balances:
         for size in (2, 4) if dtype == torch.float32 else (4,):
-            if sizes[1] % (size * options["compression_rate"] * (2 if balance == "head_tail" else 1)):
+            if sizes[1] % (size * options["compression_rate"] * len(parts_of(0, 1, balance))):
                 continue
             for found in ranks.run(cp_on_ranks.compare, size, balance, sizes, dtype, options):
                 assert_matches(found, dtype)
@@ -107,7 +108,7 @@ def problems(draw: st.DrawFn) -> tuple[int, str, cp_on_ranks.Sizes, dict[str, An
     balance = draw(st.sampled_from(BALANCES))
     rate = draw(st.sampled_from((2, 3, 4, 8)))
     top_k = draw(st.integers(1, 4))
-    step = size * rate * (2 if balance == "head_tail" else 1)
+    step = size * rate * len(parts_of(0, 1, balance))
     heads = draw(st.integers(1, 2))
     sizes = (
         draw(st.integers(1, 2)),
@@ -207,7 +208,7 @@ def test_a_fault_raises_on_every_gpu(gpus: Pool) -> None:
 
 @pytest.mark.parametrize("balance", BALANCES)
 def test_shards_come_back(balance: str, ranks: Pool) -> None:
-    for size, shape, dim in ((4, (2, 16, 3), 1), (2, (8, 5), 0), (4, (3, 2, 24), -1), (1, (2, 7), 1)):
+    for size, shape, dim in ((4, (2, 32, 3), 1), (2, (16, 5), 0), (4, (3, 2, 96), -1), (1, (2, 7), 1)):
         results = ranks.run(cp_on_ranks.round_trip, size, balance, shape, dim)
         assert all(found["whole"] for found in results)
         assert max(found["gradient"] for found in results) < 1e-12
@@ -223,6 +224,8 @@ def test_shards_of_any_dtype_come_back(dtype: torch.dtype, ranks: Pool) -> None:
 def test_who_has_which_tokens(ranks: Pool) -> None:
     assert ranks.run(cp_on_ranks.share, 4, "contiguous", 8) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert ranks.run(cp_on_ranks.share, 4, "head_tail", 8) == [[0, 7], [1, 6], [2, 5], [3, 4]]
+    stripes = [[0, 3, 4, 7, 8, 11, 12, 15], [1, 2, 5, 6, 9, 10, 13, 14]]
+    assert ranks.run(cp_on_ranks.share, 2, "striped", 16) == stripes * 2
 
 
 # ---- overlap
@@ -276,7 +279,7 @@ def test_autocast(ranks: Pool) -> None:
             "uneven",
             r"must be a multiple of 2 \* n \* r = 32, got 4 \* 30 = 120; the next length that works is 128",
         ),
-        ("unknown balance", "balance must be one of head_tail, contiguous, got 'diagonal'"),
+        ("unknown balance", "balance must be one of head_tail, striped, contiguous, got 'diagonal'"),
         ("unshard", r"size 1 of x must be the same on every rank, got \[32, 30, 28, 26\] by rank"),
         (
             "shard",
@@ -342,5 +345,7 @@ def test_a_group_is_needed() -> None:
     layer = htree_ops.HTreeAttention(8, 2, cp_group="any")  # type: ignore[arg-type]
     with pytest.raises(NotImplementedError, match="a cache is not supported beside cp_group"):
         layer(torch.zeros(1, 4, 8), cache=layer.make_cache(1, 16))
-    with pytest.raises(ValueError, match="cp_balance must be one of head_tail, contiguous, got 'middle'"):
+    with pytest.raises(
+        ValueError, match="cp_balance must be one of head_tail, striped, contiguous, got 'middle'"
+    ):
         htree_ops.HTreeAttention(8, 2, cp_balance="middle")

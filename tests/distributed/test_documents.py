@@ -16,7 +16,7 @@ from process_pool import Pool, started
 from htree_ops.distributed.collectives import parts_of
 from htree_ops.distributed.documents import Piece, Share, Whole, share_of
 
-BALANCES = ("head_tail", "contiguous")
+BALANCES = ("head_tail", "striped", "contiguous")
 SMALL: dict[str, Any] = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2}
 #: N, H, H_kv, K, V; the documents; the options.
 CASES: dict[str, tuple[documents_on_ranks.Sizes, list[int], dict[str, Any]]] = {
@@ -155,7 +155,7 @@ def test_equals_one_process_for_any_documents(
     offsets = [0]
     for length in lengths:
         offsets.append(offsets[-1] + length)
-    count = size * (2 if balance == "head_tail" else 1)
+    count = size * len(parts_of(0, 1, balance))
     tokens = max(1, -(-(offsets[-1] + more) // count)) * count
     call = (size, balance, (tokens, 4, 2, 4, 3), offsets, torch.float64, options)
     for found in ranks.run(documents_on_ranks.compare, *call):
