@@ -272,6 +272,15 @@ def test_masked_rows_follow_the_options_alone(group: int, stride: int, backward:
                 assert end % 128 == 0, "no list and no run reaches across it"
 
 
+def test_tiles_of_masked_rows_are_numbered_in_16_bits() -> None:
+    for group in range(1, 17):
+        sizes = (1, 1_048_576, 1_048_576, group, 1, 128, 128)
+        end = int(choices(sizes, top_k=1024, rotate=False, backward=True)["masked_rows"])
+        run = 2 ** (128 // group).bit_length() // 2  # tokens of two tiles of rows
+        assert 2 * (end // run + 1) <= 2**16
+        assert end // 128 <= 2**16
+
+
 def test_masked_rows_need_strides_of_1_and_2_hopper_and_no_rotation() -> None:
     others: list[dict[str, int | bool]] = [
         {"rotate": True},

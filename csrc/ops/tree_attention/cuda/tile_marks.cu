@@ -205,6 +205,9 @@ cudaError_t launch_tile_users(const GatherParams& gather, const TileMarks& marks
   const int runs = static_cast<int>(num_runs(gather.t0, gather.num_queries, gather.group));
   const int tiles = static_cast<int>((gather.t0 + gather.num_queries - 1) / kDenseTileNodes) + 1;
   const int64_t rows = int64_t{gather.num_batches} * gather.num_kv_heads * tiles;
+  if (2 * runs > 1 << 16 || tiles > 1 << 16) {
+    return cudaErrorInvalidConfiguration;  // a user is two numbers of 16 bits; masked rows end far before this
+  }
   return launch_kernel(tile_users_kernel, {.grid = num_blocks(rows, kUserWarps), .threads = kUserWarps * 32},
                        stream, gather, marks, users, runs, tiles, static_cast<int>(mark_bytes(gather.group)));
 }
