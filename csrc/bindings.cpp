@@ -276,7 +276,7 @@ class TreeAttentionCall {
     return tree::describe(forward_) + " layers=" + tree::describe_layers(problem_, forward_);
   }
   std::string backward() const {
-    return tree::describe(backward_) + " " + tree::describe_gradients(backward_);
+    return tree::describe(backward_) + " " + tree::describe_gradients(problem_, backward_);
   }
 
   // Where the pieces of a chunk's scratch begin in memory at `base`, and where the last one ends. The memory
@@ -309,6 +309,17 @@ class TreeAttentionCall {
             {"partials", address(at.partials)},
             {"partials_end", address(at.partials) + at.partial_bytes},
             {"scores", address(at.scores)},
+            {"end", base + space.bytes()}};
+  }
+  // Likewise what masked rows have in the memory of `partials`.
+  Addresses masked_gradient_memory(uintptr_t base) const {
+    tree::Workspace space(reinterpret_cast<void*>(base));
+    const tree::MaskedGradientMemory at = tree::lay_out_masked_gradients(space, problem_, backward_);
+    return {{"queries", address(at.rows.queries)}, {"gradients", address(at.rows.gradients)},
+            {"numbers", address(at.rows.numbers)}, {"scaled", address(at.rows.scaled)},
+            {"bounds", address(at.rows.bounds)},   {"marks", address(at.marks.marks)},
+            {"tiles", address(at.marks.tiles)},    {"counts", address(at.marks.counts)},
+            {"users", address(at.users)},          {"user_counts", address(at.user_counts)},
             {"end", base + space.bytes()}};
   }
 
@@ -408,6 +419,9 @@ PYBIND11_MODULE(_host, module) {
       .def("backward", &TreeAttentionCall::backward, "Path, chunks and the kernels of the gradients.")
       .def("forward_memory", &TreeAttentionCall::forward_memory, py::arg("base"),
            "Addresses of the scratch of a forward chunk on the tensor cores in memory at `base`.")
+      .def("masked_gradient_memory", &TreeAttentionCall::masked_gradient_memory, py::arg("base"),
+           "Where the pieces of the masked rows of the backward begin, behind each other from address base "
+           "on.")
       .def("backward_memory", &TreeAttentionCall::backward_memory, py::arg("base"), py::arg("recompute"),
            "The same of a backward chunk, which selects lists again or is given them.");
   module.def("varlen_groups", &varlen_groups, py::arg("num_queries"), py::arg("num_keys"),

@@ -429,6 +429,12 @@ TREE_ATTENTION: Table = [
     tensor_core_copy("backward/dense_rows/rows.cuh", "launch_row_tiles(DenseGradientParams)"),
     tensor_core("backward/dense_rows/query_gradient.cuh", "launch_dense_query_gradient(DenseGradientParams)"),
     tensor_core("backward/dense_rows/key_gradient.cuh", "launch_dense_key_gradient(DenseGradientParams)"),
+    tensor_core(
+        "backward/masked_rows/gradients.cuh",
+        "launch_masked_row_tiles(MaskedGradientParams)",
+        "launch_masked_query_gradient(MaskedGradientParams)",
+        "launch_masked_key_gradient(MaskedGradientParams)",
+    ),
     tensor_core("backward/per_list/gradient.cuh", "launch_per_list_gradient(PerListGradientParams)"),
     tensor_core("backward/per_list/partial_sum.cuh", "launch_partial_sums(PartialSumParams)"),
     # the backward of every dtype and shape

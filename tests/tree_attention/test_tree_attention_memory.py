@@ -87,7 +87,7 @@ def calls(lengths: tuple[int, ...] = LENGTHS) -> Iterator[Call]:
             if width == 64 and stride in (1, 16):
                 yield from (replace(call, span=span) for span in (1, 4, 16))
                 yield from (replace(call, span=span, int8=True) for span in (4, 16))
-            if width == 128 and stride <= 2:
+            if width != 64 and stride <= 2:
                 yield replace(call, rotate=False)
 
 
@@ -124,19 +124,37 @@ def score_bytes(call: Call, chunk: dict[str, int], top: str) -> int:
     return most
 
 
-def mark_needs(call: Call, chunk: dict[str, int], kernels: dict[str, str]) -> dict[str, int]:
-    """Marks, tiles and counts of masked rows, for a chunk that begins where most runs of rows are cut."""
-    if "masked_rows" not in kernels["layers"]:
-        return {}
-    group = call.heads // call.kv_heads
-    run = 2 ** (128 // group).bit_length() // 2
+def marked_tasks(call: Call, chunk: dict[str, int]) -> tuple[int, int, int]:
+    """Runs of masked rows of all heads, for a chunk that begins where most are cut; tiles and tokens of a run."""
+    run = 2 ** (128 * call.kv_heads // call.heads).bit_length() // 2
     tasks = chunk["batch_chunk"] * call.kv_heads * (-(-(chunk["query_chunk"] - 1) // run) + 1)
-    tiles = tasks * -(-min(call.num_keys, max(chunk["masked_rows"], chunk["dense_rows"])) // 128)
-    return {"marks": tiles * max(16, run), "tiles": tiles * 2, "counts": tasks * 4}
+    return tasks, -(-min(call.num_keys, max(chunk["masked_rows"], chunk["dense_rows"])) // 128), run
+
+
+def mark_needs(call: Call, chunk: dict[str, int]) -> dict[str, int]:
+    """Marks, tiles and counts of masked rows."""
+    tasks, tiles, run = marked_tasks(call, chunk)
+    return {"marks": tasks * tiles * max(16, run), "tiles": tasks * tiles * 2, "counts": tasks * 4}
+
+
+def masked_gradient_needs(call: Call, chunk: dict[str, int]) -> dict[str, int]:
+    """The query side of masked rows in tiles of 64 rows, marks, and for each tile of tokens the tiles of rows."""
+    tasks, tiles, _ = marked_tasks(call, chunk)
+    heads = chunk["batch_chunk"] * call.kv_heads
+    return {
+        "queries": 2 * tasks * 64 * max(64, call.width) * 2,
+        "gradients": 2 * tasks * 64 * max(64, call.width) * 2,
+        "numbers": 2 * tasks * 64 * 5 * 4,
+        "scaled": 2 * tasks * 4,
+        "bounds": heads * 8,
+        **mark_needs(call, chunk),
+        "users": 2 * tasks * tiles * 4,
+        "user_counts": heads * tiles * 4,
+    }
 
 
 def forward_needs(call: Call, chunk: dict[str, int], kernels: dict[str, str]) -> dict[str, int]:
-    marks = mark_needs(call, chunk, kernels)
+    marks = mark_needs(call, chunk) if "masked_rows" in kernels["layers"] else {}
     if len(call.layers) == 1:
         return marks
     queries = chunk["batch_chunk"] * chunk["query_chunk"]
@@ -245,6 +263,13 @@ def test_the_backward_holds_what_it_writes_within_its_budget(recompute: bool) ->
         check_pieces(found, needs, base)
         # scores and partial sums share their memory: lists are selected before their gradients are summed
         assert found["scores"] == found["partials"] <= found["partials_end"] <= found["end"]
+
+        masked = plan.masked_gradient_memory(base)
+        if "token_dQ" in kernels:
+            check_pieces(masked, masked_gradient_needs(call, chunk), base)
+        else:
+            assert masked["end"] == base
+        assert masked["end"] - base <= found["end"] - found["partials"], "it lies in the memory of the sums"
 
         # what a chunk of any size needs: a table, and two counts for every parent
         fixed = needs.get("rotations", 0) + 2 * needs.get("offsets", 0) + len(found) * ALIGNMENT

@@ -155,17 +155,14 @@ class BackwardRun {
         error = dense_rows(piece);
       }
     }
-    for (int64_t batch = 0; batch < p_.batch; batch += config_.batch_chunk) {
-      for (int64_t query = 0; query < p_.num_queries && error == cudaSuccess;) {
-        const int64_t piece = query / p_.piece_queries();
-        query = std::max(query, piece * p_.piece_queries() + dense_queries(p_, config_, piece));
-        if (query == (piece + 1) * p_.piece_queries()) {
-          continue;
-        }
-        const int64_t num_queries = p_.chunk_queries(query, config_.query_chunk);
-        error = chunk({batch, std::min(config_.batch_chunk, p_.batch - batch), query, num_queries});
-        query += num_queries;
+    if (config_.masked_rows > 0 && error == cudaSuccess) {
+      error = walk_rows(config_.dense_rows, config_.masked_rows);
+      if (error == cudaSuccess) {
+        error = pack_layer(call_, call_.layers.front(), stream_);  // in the place of the tiles
       }
+    }
+    if (error == cudaSuccess) {
+      error = walk_rows(std::max(config_.dense_rows, config_.masked_rows), p_.num_keys);
     }
     return error != cudaSuccess ? error : finish();
   }
@@ -174,10 +171,32 @@ class BackwardRun {
   bool keys_wanted() const { return buffers_.key_sums || buffers_.value_sums; }
 
   // The dense rows of the first piece write the sums of the tokens up to the last of them. Where that is not all, because
-  // other rows follow or the text goes on, the sums begin as zeros, and everything after these rows adds.
+  // other rows follow or the text goes on, the sums begin as zeros, and everything after these rows adds. Masked rows
+  // always add.
   bool sums_are_zeroed() const {
-    return config_.dense_rows > 0 && keys_wanted() &&
-           (walks(p_, config_) || p_.num_pieces() > 1 || tiled_tokens(p_, config_) < p_.num_keys);
+    return keys_wanted() && (masks_tiles(p_, config_) ||
+                             (config_.dense_rows > 0 && (walks(p_, config_) || p_.num_pieces() > 1 ||
+                                                         tiled_tokens(p_, config_) < p_.num_keys)));
+  }
+
+  // The rows between tokens `begin` and `end` of every batch and piece, which walk the tree.
+  cudaError_t walk_rows(int64_t begin, int64_t end) {
+    for (int64_t batch = 0; batch < p_.batch; batch += config_.batch_chunk) {
+      for (int64_t piece = 0; piece < p_.num_pieces(); ++piece) {
+        const int64_t first = piece * p_.piece_queries();
+        const int64_t last = first + queries_before(p_, end, piece);
+        for (int64_t query = first + queries_before(p_, begin, piece); query < last;) {
+          const int64_t num_queries = std::min(config_.query_chunk, last - query);
+          const cudaError_t error =
+              chunk({batch, std::min(config_.batch_chunk, p_.batch - batch), query, num_queries});
+          if (error != cudaSuccess) {
+            return error;
+          }
+          query += num_queries;
+        }
+      }
+    }
+    return cudaSuccess;
   }
 
   // The gradients of the first queries of every batch of a piece, which are rows of dense attention.
@@ -192,8 +211,56 @@ class BackwardRun {
 
   cudaError_t dense_rows(const Chunk& chunk) {
     Workspace space(at_.partials);
-    const DenseGradientMemory memory = lay_out_dense_gradients(space, p_, config_, chunk.num_batches);
     DenseGradientParams params;
+    params.add = chunk.query > 0;  // of an earlier piece
+    const cudaError_t error =
+        set_rows(params, lay_out_dense_gradients(space, p_, config_, chunk.num_batches), chunk);
+    return error != cudaSuccess ? error : dispatch_shape(call_.shape, [&](auto type, auto dim) {
+      using T = typename decltype(type)::type;
+      cudaError_t launched = launch_row_tiles<T, dim.value>(params, stream_);
+      if (params.query_gradient && launched == cudaSuccess) {
+        launched = launch_dense_query_gradient<T, dim.value>(params, stream_);
+      }
+      if (keys_wanted() && launched == cudaSuccess) {
+        launched = launch_dense_key_gradient<T, dim.value>(params, stream_);
+      }
+      return launched;
+    });
+  }
+
+  // The tokens for rows that multiply whole tiles under the bits of their lists; `first`: there are no layers above.
+  cudaError_t masked_rows(const Chunk& chunk, const ListSlice& lists, bool first) {
+    Workspace space(at_.partials);
+    const MaskedGradientMemory memory = lay_out_masked_gradients(space, p_, config_);
+    MaskedGradientParams params;
+    cudaError_t error = set_rows(params, memory.rows, chunk);
+    params.gather.lists = lists.data;
+    params.gather.list_batch = lists.batch;
+    params.marks = {memory.marks.marks, memory.marks.tiles, memory.marks.counts, params.tiles.num_tiles};
+    params.users = {memory.users, memory.user_counts};
+    params.query_sums = first ? nullptr : at_.query_sums;
+    params.add = true;
+    if (error == cudaSuccess) {
+      error = launch_tile_marks(params.gather, params.marks, stream_);
+    }
+    if (keys_wanted() && error == cudaSuccess) {
+      error = launch_tile_users(params.gather, params.marks, params.users, stream_);
+    }
+    return error != cudaSuccess ? error : dispatch_shape(call_.shape, [&](auto type, auto dim) {
+      using T = typename decltype(type)::type;
+      cudaError_t launched = launch_masked_row_tiles<T, dim.value>(params, stream_);
+      if (params.query_gradient && launched == cudaSuccess) {
+        launched = launch_masked_query_gradient<T, dim.value>(params, stream_);
+      }
+      if (keys_wanted() && launched == cudaSuccess) {
+        launched = launch_masked_key_gradient<T, dim.value>(params, stream_);
+      }
+      return launched;
+    });
+  }
+
+  // Sets what dense and masked rows have in common, and zeroes the bounds of the queries.
+  cudaError_t set_rows(DenseGradientParams& params, const DenseGradientMemory& memory, const Chunk& chunk) {
     params.gather = gather_of(call_, 0, chunk);
     params.gradients = at_row(buffers_.gradients, chunk.batch, chunk.query);
     params.outputs = at_row(buffers_.outputs, chunk.batch, chunk.query);
@@ -211,20 +278,8 @@ class BackwardRun {
     params.query_gradient = buffers_.query_gradient ? query_gradient_of(chunk) : nullptr;
     sums_of(0, chunk, params.keys, params.values);
     params.sum_rows = call_.layers[0].num_parents * kTensorCoreRate;
-    params.add = chunk.query > 0;  // of an earlier piece
-    const cudaError_t error =
-        cudaMemsetAsync(memory.bounds, 0, chunk.num_batches * p_.num_kv_heads * sizeof(QueryBounds), stream_);
-    return error != cudaSuccess ? error : dispatch_shape(call_.shape, [&](auto type, auto dim) {
-      using T = typename decltype(type)::type;
-      cudaError_t launched = launch_row_tiles<T, dim.value>(params, stream_);
-      if (params.query_gradient && launched == cudaSuccess) {
-        launched = launch_dense_query_gradient<T, dim.value>(params, stream_);
-      }
-      if (keys_wanted() && launched == cudaSuccess) {
-        launched = launch_dense_key_gradient<T, dim.value>(params, stream_);
-      }
-      return launched;
-    });
+    return cudaMemsetAsync(memory.bounds, 0, chunk.num_batches * p_.num_kv_heads * sizeof(QueryBounds),
+                           stream_);
   }
 
   char* query_gradient_of(const Chunk& chunk) const {
@@ -287,6 +342,9 @@ class BackwardRun {
   cudaError_t layer(size_t layer_idx, const Chunk& chunk) {
     const bool implicit = layer_idx == top_;
     const ListSlice lists = implicit ? ListSlice{} : lists_of(layer_idx, chunk);
+    if (layer_idx == 0 && p_.token_of(chunk.query) < config_.masked_rows) {
+      return masked_rows(chunk, lists, implicit);
+    }
     GradientParams common;
     common.gather = gather_of(call_, layer_idx, chunk);
     common.gather.lists = lists.data;

@@ -187,7 +187,8 @@ cudaError_t copy_spans(const TreeCall& call, cudaStream_t stream) {
   return error;
 }
 
-// Fills the packed copy of a layer, if it has one.
+}  // namespace
+
 cudaError_t pack_layer(const TreeCall& call, const TreeLayer& layer, cudaStream_t stream) {
   if (!layer.packed) {
     return cudaSuccess;
@@ -199,8 +200,6 @@ cudaError_t pack_layer(const TreeCall& call, const TreeLayer& layer, cudaStream_
     return launch_pack_layer<typename decltype(type)::type, dim.value>(pack, stream);
   });
 }
-
-}  // namespace
 
 cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream) {
   const AttentionProblem& p = call.problem;

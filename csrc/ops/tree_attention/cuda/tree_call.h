@@ -94,4 +94,7 @@ cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& ch
 // config.masked_rows that of the tokens comes later, in the place of their tiles.
 cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream);
 
+// Fills the packed copy of a layer, if it has one.
+cudaError_t pack_layer(const TreeCall& call, const TreeLayer& layer, cudaStream_t stream);
+
 }  // namespace htree::tree_attention

@@ -69,9 +69,9 @@ struct DenseGradientMemory {
   int32_t* scaled;            // [batches, H_kv, tiles]
   QueryBounds* bounds;        // [batches, H_kv]
 };
-inline DenseGradientMemory lay_out_dense_gradients(Workspace& space, const AttentionProblem& p,
-                                                   const TreeConfig& config, int64_t batches) {
-  const int64_t heads = batches * p.num_kv_heads, tiles = heads * dense_row_tiles(p, config);
+// `tiles` of rows of all `heads`, which are pairs (batch, K/V head).
+inline DenseGradientMemory lay_out_row_tiles(Workspace& space, const AttentionProblem& p, int64_t heads,
+                                             int64_t tiles) {
   DenseGradientMemory memory;
   memory.queries = space.take<char>(tiles * row_tile_bytes(p.key_dim));
   memory.gradients = space.take<char>(tiles * row_tile_bytes(p.value_dim));
@@ -80,10 +80,58 @@ inline DenseGradientMemory lay_out_dense_gradients(Workspace& space, const Atten
   memory.bounds = space.take<QueryBounds>(tiles > 0 ? heads : 0, kBoundsBytes);
   return memory;
 }
+inline DenseGradientMemory lay_out_dense_gradients(Workspace& space, const AttentionProblem& p,
+                                                   const TreeConfig& config, int64_t batches) {
+  const int64_t heads = batches * p.num_kv_heads;
+  return lay_out_row_tiles(space, p, heads, heads * dense_row_tiles(p, config));
+}
 inline int64_t dense_gradient_bytes(const AttentionProblem& p, const TreeConfig& config, int64_t batches) {
   Workspace space;
   lay_out_dense_gradients(space, p, config, batches);
   return space.bytes();
+}
+
+// ---- the rows from there to config.masked_rows: at the tokens backward/masked_rows/ computes their gradients
+
+// Of a chunk, in the memory of the partial sums: the tokens come last, and these rows have no partial sums there.
+struct MaskedGradientMemory {
+  DenseGradientMemory rows;
+  TileMarkMemory marks;
+  uint32_t* users;  // as in TileUsers, as is the next
+  int32_t* user_counts;
+};
+inline MaskedGradientMemory lay_out_masked_gradients(Workspace& space, const AttentionProblem& p,
+                                                     const TreeConfig& c) {
+  const int64_t heads = c.batch_chunk * p.num_kv_heads, tiles = marked_tiles(p, c);
+  const int64_t row_tiles = kRunRows / kRowTileRows * marked_tasks(p, c);
+  MaskedGradientMemory memory;
+  memory.rows = lay_out_row_tiles(space, p, heads, row_tiles);
+  memory.marks = lay_out_tile_marks(space, p, c);
+  memory.users = space.take<uint32_t>(row_tiles * tiles);
+  memory.user_counts = space.take<int32_t>(row_tiles > 0 ? heads * tiles : 0);
+  return memory;
+}
+inline int64_t masked_gradient_bytes(const AttentionProblem& p, const TreeConfig& c) {
+  Workspace space;
+  lay_out_masked_gradients(space, p, c);
+  return space.bytes();
+}
+
+// About the bytes of that for every list of a chunk, and for every batch beside its lists: two runs may be cut.
+struct MaskedGradientCost {
+  int64_t list = 0, batch = 0;
+};
+inline MaskedGradientCost masked_gradient_cost(const AttentionProblem& p, const TreeConfig& config) {
+  if (!masks_tiles(p, config)) {
+    return {};
+  }
+  const int64_t tiles = marked_tiles(p, config);
+  const int64_t row_tile = row_tile_bytes(p.key_dim) + row_tile_bytes(p.value_dim) +
+                           (kRowNumbers * kRowTileRows + 1) * 4 + tiles * 4;
+  const int64_t run =
+      p.num_kv_heads * (kRunRows / kRowTileRows * row_tile + tiles * (mark_bytes(p.group()) + 2) + 4);
+  return {ceil_div(p.args.selection_stride * run, run_tokens(p.group())),
+          2 * run + p.num_kv_heads * (tiles * 4 + kBoundsBytes)};
 }
 
 // ---- the choice
@@ -94,6 +142,7 @@ inline BackwardConfig choose_backward_config(const AttentionProblem& p, const De
   static_cast<TreeConfig&>(config) = choose_forward_config(p, device, GatherChoice::kPerQuery);
   if (config.path == AttentionPath::kTensorCore) {
     config.dense_rows = choose_dense_rows(p, device, gather);
+    config.masked_rows = choose_masked_rows(p, device, gather);
     const int64_t batch_bytes = std::max<int64_t>(1, dense_gradient_bytes(p, config, 1));
     config.dense_batches =
         std::clamp<int64_t>(kDenseGradientBytes / batch_bytes, 1, std::max<int64_t>(1, p.batch));
@@ -125,7 +174,11 @@ inline BackwardConfig choose_backward_config(const AttentionProblem& p, const De
       stride * p.num_heads * (record + 16 + 4 * p.key_dim) +
       p.num_kv_heads * (p.args.top_k * 4 * p.layers() + p.args.top_k * p.args.compression_rate / 8 +
                         ceil_div(p.num_keys, p.args.compression_rate) / 64 + 64);
-  const int64_t lists = std::max<int64_t>(1, scratch / per_list);
+  // The query side of masked rows shares the memory of the partial sums, so a chunk must fit beside either.
+  const MaskedGradientCost masked = masked_gradient_cost(p, config);
+  const int64_t masked_list = per_list + masked.list;
+  const int64_t lists = std::max<int64_t>(
+      1, std::min(scratch / per_list, (kBackwardScratchBytes - masked.batch) / masked_list));
   const int64_t piece_lists = ceil_div(walking_queries(p, config), stride);
   int64_t used = std::max<int64_t>(1, std::min(lists, piece_lists));
   config.num_sms = device.num_sms;
@@ -137,7 +190,8 @@ inline BackwardConfig choose_backward_config(const AttentionProblem& p, const De
     used -= used > wave ? used % wave : 0;
   }
   config.query_chunk = used * stride;
-  config.batch_chunk = std::clamp<int64_t>(lists / used, 1, config.batch_chunk);
+  const int64_t batches = std::min(lists / used, kBackwardScratchBytes / (used * masked_list + masked.batch));
+  config.batch_chunk = std::clamp<int64_t>(batches, 1, config.batch_chunk);
   config.selection_chunk = std::min(config.selection_chunk, used);
   config.top_chunk = std::min(config.top_chunk, used);
   return config;
@@ -191,7 +245,7 @@ struct BackwardMemory {
   int32_t* counts;
   uint32_t *entries, *offsets, *run_counts;  // of InverseParams
   void* rotations;                           // of every position, in fp16
-  char* partials;                            // the partial sums, or the query side of dense rows
+  char* partials;  // the partial sums, or the query side of dense rows, or MaskedGradientMemory
   int64_t partial_bytes;
   float* scores;  // in the memory of the partial sums: lists are selected before the first sum
 };
@@ -241,8 +295,9 @@ inline BackwardMemory lay_out_backward(Workspace& space, const AttentionProblem&
   memory.rotations =
       space.take<char>(c.parent_warps ? (p.args.top_k * kTensorCoreRate + 1) * p.key_dim * 2 : 0);
   memory.partial_bytes = partial_bytes(p, c);
-  memory.partials = space.take<char>(std::max({memory.partial_bytes, recompute ? selection_bytes(p, c) : 0,
-                                               dense_gradient_bytes(p, c, c.dense_batches)}));
+  memory.partials =
+      space.take<char>(std::max({memory.partial_bytes, recompute ? selection_bytes(p, c) : 0,
+                                 dense_gradient_bytes(p, c, c.dense_batches), masked_gradient_bytes(p, c)}));
   memory.scores = reinterpret_cast<float*>(memory.partials);
   return memory;
 }
