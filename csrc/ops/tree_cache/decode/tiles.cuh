@@ -2,7 +2,7 @@
 // slots of a layer first, then their values, then the keys of the layer below.
 #pragma once
 
-#include "ops/tree_cache/decode/block.cuh"
+#include "ops/tree_cache/decode/codes.cuh"
 
 namespace htree::tree_cache {
 
@@ -17,6 +17,7 @@ __device__ __forceinline__ int pack_offset(int row, int chunk) {
 }
 
 // row_of() for r = 16: the pool row of a finished node, or kAbsentRow. A parent of -1 has children behind every token.
+// Packed tokens have pools of their own.
 template <class Tr>
 __device__ __forceinline__ uint32_t row_of_node(const DecodeBlock<Tr>& block, int layer, uint32_t node) {
   const PageLayout& layout = block.attend().layout;
@@ -27,7 +28,8 @@ __device__ __forceinline__ uint32_t row_of_node(const DecodeBlock<Tr>& block, in
   const uint32_t page = block.params.page_size.quotient(((node + 1) << log2) - 1);
   const uint32_t in_page = node - (page * layout.page_size >> log2);
   const Place place = {page, layout.first_row[layer] + in_page};
-  const int64_t row = row_at(block.attend(), block.walk, place, layout.key_rows(), 1);
+  const int64_t page_rows = Tr::kLeafBits > 0 && layer == 0 ? layout.page_size : layout.key_rows();
+  const int64_t row = row_at(block.attend(), block.walk, place, page_rows, 1);
   return row < 0 ? kAbsentRow : static_cast<uint32_t>(row);
 }
 
@@ -75,7 +77,7 @@ class TileRing {
       const bool values = index >= tiles;
       const int slot = slot_of_tile(block_, slots, values ? index - tiles : index);
       if (slot >= 0) {
-        copy_rows([&](int row) { return rows[slot * kDecodeRate + row]; }, values);
+        copy_children(slots, rows, slot, values);
         if (!values) {
           copy_rotation((slots.first + slot) * kDecodeRate);
         }
@@ -101,6 +103,17 @@ class TileRing {
   }
 
  private:
+  __device__ __forceinline__ void copy_children(const LayerSlots& slots, const uint32_t* rows, int slot,
+                                                bool values) {
+    if constexpr (Tr::kLeafBits > 0) {
+      if (has_codes<Tr>(slots)) {
+        copy_codes(rows + slot * kDecodeRate, values);
+        return;
+      }
+    }
+    copy_rows([&](int row) { return rows[slot * kDecodeRate + row]; }, values);
+  }
+
   // row_of(i) is the pool row of row i of the tile.
   template <class RowOf>
   __device__ __forceinline__ void copy_rows(RowOf&& row_of, bool values) {
@@ -122,6 +135,30 @@ class TileRing {
       }
       device::copy_async_16_prefix(tile + pack_offset<Tr>(row, chunk), pool + int64_t{index} * Tr::kDim,
                                    present ? 16 : 0);
+    }
+  }
+
+  // `rows` are those of a slot, whose 16 tokens are neighbours in a page. Tokens behind the query's own are absent: their
+  // codes and scales become zeros.
+  __device__ __forceinline__ void copy_codes(const uint32_t* rows, bool values) {
+    constexpr int kChunks = Tr::kCodeBytes / 16, kRowsAtOnce = 32 / kChunks;
+    const LeafPool& pool = values ? block_.params.leaves.values : block_.params.leaves.keys;
+    const uint32_t tile = device::shared_address(memory_ + asked_ * Tr::kStageBytes);
+    const bool present = rows[block_.lane % kDecodeRate] != kAbsentRow;
+    const int count = __popc(__ballot_sync(device::kFullMask, present)) / 2;  // two lanes saw each token
+    const int64_t first_row = count > 0 ? rows[0] : 0;
+    const int chunk = block_.lane % kChunks;
+#pragma unroll
+    for (int first = 0; first < kDecodeRate; first += kRowsAtOnce) {
+      const int row = first + block_.lane / kChunks;
+      const int64_t from = (first_row + (row < count ? row : 0)) * Tr::kCodeBytes + chunk * 16;
+      device::copy_async_16_prefix(tile + code_offset<Tr>(row, chunk), pool.codes + from,
+                                   row < count ? 16 : 0);
+    }
+    if (block_.lane < 2) {
+      const int eight = block_.lane * 8;  // the tokens of a chunk of scales begin there
+      device::copy_async_16_prefix(tile + Tr::kScalesAt + eight * 2, pool.scales + first_row + eight,
+                                   min(max(count - eight, 0), 8) * 2);
     }
   }
 
