@@ -502,6 +502,24 @@ TREE_CACHE: Table = [
         ],
         {"T": HALF_TYPES, "D": (64, 128), "S": (NODES, SPANS)},
     ),
+    Cuda(
+        "tree_cache_decode_packed_{T}_d{D}_{S}",
+        "ops/tree_cache/decode/decode.cuh",
+        [
+            "cudaError_t launch_decode_packed<{T}, {D}, {S}>("
+            "const AttendParams<{T}>&, const LeafPools&, const DecodePlan&, cudaStream_t)"
+        ],
+        {"T": HALF_TYPES, "D": (64, 128), "S": (NODES, SPANS)},
+    ),
+    Cuda(
+        "tree_cache_top_spans_{T}",
+        "ops/tree_cache/decode/top_spans.cuh",
+        [
+            f"cudaError_t launch_top_spans<{{T}}, {dim}>(const AttendParams<{{T}}>&, const DecodePlan&, cudaStream_t)"
+            for dim in (64, 128)
+        ],
+        {"T": HALF_TYPES},
+    ),
 ]
 
 # Room, which is also the namespace, to its table.
