@@ -68,13 +68,14 @@ class Shared:
     """What the layers of a cache share.
 
     Attributes:
-        max_cache_len, page_size, num_pages: of :class:`TreeCache`.
+        max_cache_len, page_size, num_pages, prompt_bytes: of :class:`TreeCache`.
         rows: of the latest call whose batch was padded.
     """
 
     max_cache_len: int
     page_size: int | None
     num_pages: int | None
+    prompt_bytes: int | None
     rows: NewRows | None = field(default=None)
 
     def new_rows(self, mask: Tensor | None, before: int, n: int, held: Tensor) -> NewRows | None:
@@ -199,6 +200,7 @@ class TreeLayer(CacheLayerMixin):
             value_dim=v.shape[3],
             page_size=shared.page_size,
             num_pages=shared.num_pages,
+            prompt_bytes=shared.prompt_bytes,
             dtype=k.dtype,
             device=k.device,
             **options,
@@ -298,7 +300,7 @@ class TreeCache(Cache):
     Args:
         config: of the model.
         max_cache_len: most tokens of a sequence, its padding included.
-        page_size, num_pages: as in :class:`htree_ops.TreeKVCache`.
+        page_size, num_pages, prompt_bytes: as in :class:`htree_ops.TreeKVCache`; each layer has a cache of its own.
 
     Raises:
         TypeError, ValueError: a size of the wrong kind or out of range.
@@ -311,9 +313,10 @@ class TreeCache(Cache):
         *,
         page_size: int | None = None,
         num_pages: int | None = None,
+        prompt_bytes: int | None = None,
     ) -> None:
         check_int("TreeCache", "max_cache_len", max_cache_len, 1)
-        self.shared = Shared(max_cache_len, page_size, num_pages)
+        self.shared = Shared(max_cache_len, page_size, num_pages, prompt_bytes)
         layers = config.get_text_config(decoder=True).num_hidden_layers
         super().__init__(layers=[TreeLayer(self.shared) for _ in range(layers)])
 
