@@ -167,6 +167,7 @@ def test_copies_never_outlive_their_text(stride: int) -> None:
             return int(torch.randint(low, high + 1, (), generator=draw))
 
         cache, plain = (small_cache(3, selection_stride=stride, num_pages=60) for _ in range(2))
+        saved = plain.state_dict()
         with StampedCopies() as copies:
             for call in range(14):
                 kind = number(0, 15)
@@ -181,10 +182,12 @@ def test_copies_never_outlive_their_text(stride: int) -> None:
                         own.fork(0, 1)
                     elif kind == 3:
                         own.free(call % 3)
-                    elif kind == 4 and own is cache:
-                        own.load_state_dict(plain.state_dict())
+                    elif kind == 4:
+                        own.load_state_dict(saved)
                 if kind <= 4:
                     continue
+                if kind == 8:
+                    saved = plain.state_dict()
                 n = number(1, 4) if kind == 5 else number(6 if stride == 1 else 13, 20)
                 n = min(n, 120 - max(lengths))
                 counts = [n if number(0, 3) else 0 for _ in lengths] if kind < 8 else [n, n, n]
@@ -232,6 +235,10 @@ def test_copies_are_kept_from_the_second_chunk_to_the_next_step() -> None:
         assert [x.sequences for x in kept.kept] == [(0,), (1,)]
         chunk(8, 1)
         assert [x.sequences for x in kept.kept] == [(0,)]
+        other = small_cache(2, num_pages=60)
+        other.prompt_copies.kept = kept.kept
+        other.load_state_dict(cache.state_dict())
+        assert other.prompt_copies.kept == ()
         cache.host_lengths.captured = True  # a graph may have changed the text
         packed = len(copies.packed)
         chunk(8, 0)

@@ -6,7 +6,7 @@
 #include "host/cuda/launch_scope.h"
 #include "ops/tree_attention/cuda/tree/growing_tree.h"
 #include "ops/tree_cache/prompt/page_copies.h"
-#include "ops/tree_cache/prompt/prompt.h"
+#include "ops/tree_cache/prompt/prompt_ops.h"
 
 namespace htree::tree_cache {
 namespace {

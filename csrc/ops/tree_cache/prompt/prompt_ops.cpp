@@ -1,6 +1,6 @@
 // Schemas, checks, CPU and Meta kernels, Autograd and ADInplaceOrView of the ops for prompts.
 // docs/semantics/tree_cache.md §7.6; docs/semantics/conventions.md §0.5.
-#include "ops/tree_cache/prompt/prompt.h"
+#include "ops/tree_cache/prompt/prompt_ops.h"
 
 #include <algorithm>
 #include <array>
