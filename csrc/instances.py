@@ -483,6 +483,16 @@ TREE_CACHE: Table = [
         ],
     ),
     Cuda(
+        "tree_cache_page_copies",
+        "ops/tree_cache/prompt/page_copies.cuh",
+        [
+            f"cudaError_t launch_page_copy<{dtype.cpp}, {dim}>(const PageCopy<{target}>&, cudaStream_t)"
+            for target in ("ParentTarget", "TileTarget", "ParentSpanTarget", "TileSpanTarget")
+            for dtype in HALF_TYPES
+            for dim in HEAD_DIMS
+        ],
+    ),
+    Cuda(
         "tree_cache_attend_{T}",
         "ops/tree_cache/attend.cuh",
         [
