@@ -297,8 +297,12 @@ class TreeAttentionCall {
   Addresses backward_memory(uintptr_t base, bool recompute) const {
     tree::Workspace space(reinterpret_cast<void*>(base));
     const tree::BackwardMemory at = tree::lay_out_backward(space, problem_, backward_, recompute);
-    return {{"key_bounds", address(at.key_bounds)},
+    return {{"node_bounds", address(at.node_bounds)},
+            {"parent_bounds", address(at.parent_bounds)},
+            {"earlier_bounds", address(at.earlier_bounds)},
             {"query_bounds", address(at.query_bounds)},
+            {"list_bounds", address(at.list_bounds)},
+            {"task_powers", address(at.task_powers)},
             {"records", address(at.records)},
             {"meta", address(at.meta)},
             {"query_sums", address(at.query_sums)},

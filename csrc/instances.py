@@ -414,7 +414,7 @@ TREE_ATTENTION: Table = [
             for dim in HEAD_DIMS
             for name, params in (
                 ("launch_gradient_rows", "RowParams&"),
-                ("launch_key_bounds", "PackParams&, KeyBounds*"),
+                ("launch_key_bounds", "PackParams&, const LayerBounds&"),
             )
         ],
         {"T": HALF_TYPES},

@@ -172,6 +172,21 @@ def test_the_range_of_bfloat16(size: float, stride: int) -> None:
     assert_epsilon_optimal(q, k, v, parents, options, TENSOR_CORE_DELTA[case.dtype])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("stride", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("size", [2.0**24, 2.0**28, 2.0**31, 2.0**34, 2.0**60])
+def test_scores_with_steps_of_many_powers_of_two(dtype: torch.dtype, stride: int, size: float) -> None:
+    """Half a step beyond the largest score is no weight: outputs stay finite and within the values."""
+    case = model("steep", dtype, T=2100, H=16, K=128, V=128, M=256, selection_stride=stride)
+    q, k, v = case.make_qkv("cuda")
+    out, gmax, gsum, _ = op.attention_forward(q, k, v, **{**case.reference_options(), "scale": size})
+    assert gmax.isfinite().all()
+    assert gsum.isfinite().all()
+    assert (gsum > 0.9).all()
+    assert out.isfinite().all()
+    assert out.abs().max() <= v.abs().max() * (1 + 2**-6)
+
+
 def test_mixed_sizes_of_keys_and_queries() -> None:
     """Rows of q and of k stand next to rows of far different sizes."""
     case = model("mixed", T=3000, K=128, V=128, top_k=16, M=256)

@@ -169,6 +169,26 @@ def forward_needs(call: Call, chunk: dict[str, int], kernels: dict[str, str]) ->
     }
 
 
+def layer_tasks(call: Call, chunk: dict[str, int], kernels: dict[str, str]) -> Iterator[tuple[int, int, int]]:
+    """(layer, lists, tasks of a list) of the layers whose gradients the per-list kernels compute."""
+    group = call.heads // call.kv_heads
+    heads = chunk["batch_chunk"] * call.kv_heads
+    for layer in range(len(call.layers)):
+        top = layer + 1 == len(call.layers)
+        if kernels["top_dK_dV" if top else "dK_dV"] != "per_list":
+            continue
+        if top and call.stride < 16 and group in (4, 8, 16):  # runs of 16 queries, the first and last cut
+            queries, lists = 16, heads * (chunk["query_chunk"] // 16 + 2)
+        else:
+            queries, lists = call.stride, heads * -(-chunk["query_chunk"] // call.stride)
+        yield layer, lists, -(-queries * group // 128)
+
+
+def num_tasks(call: Call, chunk: dict[str, int], kernels: dict[str, str]) -> int:
+    """The most tasks of the per-list kernels in a layer."""
+    return max((lists * tasks for _, lists, tasks in layer_tasks(call, chunk, kernels)), default=0)
+
+
 def backward_needs(
     call: Call, chunk: dict[str, int], kernels: dict[str, str], recompute: bool
 ) -> dict[str, int]:
@@ -177,10 +197,15 @@ def backward_needs(
     lists = chunk["batch_chunk"] * chunk_lists * call.kv_heads
     kv_heads = chunk["batch_chunk"] * call.kv_heads
     parents = -(-call.num_keys // 16)
+    nodes = call.batch * call.kv_heads * sum(-(-nodes // 16) * 16 for nodes in call.layers)
     record = 2 * 2 * call.width  # a query in fp16 and a gradient in 16 bits
     needs = {
-        "key_bounds": call.batch * call.kv_heads * 8,
-        "query_bounds": kv_heads * 8,
+        "node_bounds": nodes * 2,
+        "parent_bounds": nodes // 16 * 2,
+        "earlier_bounds": nodes // 16 * 2,
+        "query_bounds": kv_heads * 12,
+        "list_bounds": lists * 2,
+        "task_powers": num_tasks(call, chunk, kernels) * 8,
         "meta": queries * call.heads * 16,
         "counts": lists * 4,
     }
@@ -207,20 +232,12 @@ def backward_needs(
 
 def sum_bytes(call: Call, chunk: dict[str, int], kernels: dict[str, str]) -> int:
     """Partial sums of the per-list kernels: of all lists of a chunk, or as many as the budget holds, at least one."""
-    group = call.heads // call.kv_heads
     budget = LIST_SUMS if kernels["dQ"] == "per_list" else TOP_SUMS
-    heads = chunk["batch_chunk"] * call.kv_heads
     most = 0
-    for layer, nodes in enumerate(call.layers):
-        top = layer + 1 == len(call.layers)
-        if kernels["top_dK_dV" if top else "dK_dV"] != "per_list":
-            continue
-        if top and call.stride < 16 and group in (4, 8, 16):  # runs of 16 queries, the first and last cut
-            queries, lists = 16, heads * (chunk["query_chunk"] // 16 + 2)
-        else:
-            queries, lists = call.stride, heads * -(-chunk["query_chunk"] // call.stride)
-        slots = -(-nodes // 16) if top else call.top_k
-        one = -(-queries * group // 128) * slots * 16 * 2 * 2 * call.width
+    for layer, lists, tasks in layer_tasks(call, chunk, kernels):
+        nodes = call.layers[layer]
+        slots = -(-nodes // 16) if layer + 1 == len(call.layers) else call.top_k
+        one = tasks * slots * 16 * 2 * 2 * call.width
         most = max(most, one * min(lists, max(1, budget // one)))
     return most
 
@@ -271,9 +288,11 @@ def test_the_backward_holds_what_it_writes_within_its_budget(recompute: bool) ->
             assert masked["end"] == base
         assert masked["end"] - base <= found["end"] - found["partials"], "it lies in the memory of the sums"
 
-        # what a chunk of any size needs: a table, and two counts for every parent
+        # what a chunk of any size needs: a table, and two counts for every parent; the bounds of nodes follow T
         fixed = needs.get("rotations", 0) + 2 * needs.get("offsets", 0) + len(found) * ALIGNMENT
-        assert sizes["end"] <= BACKWARD_SCRATCH + fixed < 2**31, call
+        bounds = needs["node_bounds"] + needs["parent_bounds"] + needs["earlier_bounds"]
+        assert bounds <= 2.4 * call.batch * call.kv_heads * (call.num_keys + 16 * len(call.layers)), call
+        assert sizes["end"] - bounds <= BACKWARD_SCRATCH + fixed < 2**31, call
 
 
 @pytest.mark.parametrize("gpu", GPUS)

@@ -93,7 +93,8 @@ inline cudaError_t run_per_list_layer(const TensorCoreShape& shape, const PerLis
 // ---- launches over chunks and layers
 
 static_assert(sizeof(RowMeta) == kRowMetaBytes);
-static_assert(sizeof(KeyBounds) == kBoundsBytes && sizeof(QueryBounds) == kBoundsBytes);
+static_assert(sizeof(KeyBound) == kKeyBoundBytes && sizeof(QueryBounds) == kQueryBoundsBytes);
+static_assert(sizeof(TaskPowers) == kTaskPowersBytes);
 
 struct BackwardBuffers {
   TensorView gradients;        // dO [B, T_q, H, V]
@@ -126,14 +127,12 @@ class BackwardRun {
         top_(call.layers.size() - 1) {}
 
   cudaError_t run() {
-    cudaError_t error =
-        cudaMemsetAsync(at_.key_bounds, 0, p_.batch * p_.num_kv_heads * sizeof(KeyBounds), stream_);
-    const PackParams tokens = layer_params<PackParams>(call_, call_.layers[0]);
+    cudaError_t error = cudaSuccess;
     if (sums_are_zeroed() ||
         layer_per_list(p_, config_, top_)) {  // the per-list kernels only add to the sums
       const int64_t first = config_.per_list || sums_are_zeroed() ? 0 : gradient_sum_row(p_, top_);
       const size_t rows = static_cast<size_t>(gradient_sum_row(p_, p_.layers()) - first);
-      if (buffers_.key_sums && error == cudaSuccess) {
+      if (buffers_.key_sums) {
         error = cudaMemsetAsync(buffers_.key_sums + first * p_.key_dim, 0, rows * p_.key_dim * 4, stream_);
       }
       if (buffers_.value_sums && error == cudaSuccess) {
@@ -145,10 +144,8 @@ class BackwardRun {
       error = launch_position_rotations(call_.rope, static_cast<__half2*>(at_.rotations), call_.rope_rows(),
                                         static_cast<int>(p_.key_dim), stream_);
     }
-    if (error == cudaSuccess) {
-      error = dispatch_shape(call_.shape, [&](auto type, auto dim) {
-        return launch_key_bounds<typename decltype(type)::type, dim.value>(tokens, at_.key_bounds, stream_);
-      });
+    for (size_t i = 0; i <= top_ && error == cudaSuccess; ++i) {
+      error = bound_layer(i);
     }
     for (int64_t piece = 0; piece < p_.num_pieces() && error == cudaSuccess; ++piece) {
       if (dense_queries(p_, config_, piece) > 0) {
@@ -169,6 +166,32 @@ class BackwardRun {
 
  private:
   bool keys_wanted() const { return buffers_.key_sums || buffers_.value_sums; }
+
+  // The bounds of a layer from batch `batch` on.
+  LayerBounds bounds_of(size_t layer_idx, int64_t batch) const {
+    const int64_t parents = gradient_sum_row(p_, static_cast<int64_t>(layer_idx)) / kTensorCoreRate +
+                            batch * p_.num_kv_heads * call_.layers[layer_idx].num_parents;
+    return {at_.node_bounds + parents * kTensorCoreRate, at_.parent_bounds + parents,
+            at_.earlier_bounds + parents};
+  }
+
+  cudaError_t bound_layer(size_t layer_idx) {
+    const TreeLayer& layer = call_.layers[layer_idx];
+    PackParams rows = layer_params<PackParams>(call_, layer);
+    rows.num_parents = layer.num_parents;
+    EarlierBoundParams earlier;
+    earlier.bounds = bounds_of(layer_idx, 0);
+    // Implicit lists hold all parents before their own, dense rows all tokens before theirs.
+    earlier.num_parents = layer_idx == top_ ? layer.num_parents
+                          : layer_idx == 0  ? ceil_div(tiled_tokens(p_, config_), kTensorCoreRate)
+                                            : 0;
+    earlier.head_parents = layer.num_parents;
+    earlier.num_heads = static_cast<int>(p_.batch * p_.num_kv_heads);
+    const cudaError_t error = dispatch_shape(call_.shape, [&](auto type, auto dim) {
+      return launch_key_bounds<typename decltype(type)::type, dim.value>(rows, earlier.bounds, stream_);
+    });
+    return error != cudaSuccess || earlier.num_parents == 0 ? error : launch_earlier_bounds(earlier, stream_);
+  }
 
   // The dense rows of the first piece write the sums of the tokens up to the last of them. Where that is not all, because
   // other rows follow or the text goes on, the sums begin as zeros, and everything after these rows adds. Masked rows
@@ -272,7 +295,7 @@ class BackwardRun {
     const int64_t runs = num_runs(params.gather.t0, chunk.num_queries, p_.group());
     params.rows = {memory.queries, memory.gradients, memory.numbers, memory.scaled,
                    static_cast<int>(kRunRows / kRowTileRows * runs)};
-    params.key_bounds = at_.key_bounds + chunk.batch * p_.num_kv_heads;
+    params.bounds = bounds_of(0, chunk.batch);
     params.query_bounds = memory.bounds;
     params.scale = static_cast<float>(p_.args.scale);
     params.query_gradient = buffers_.query_gradient ? query_gradient_of(chunk) : nullptr;
@@ -352,7 +375,8 @@ class BackwardRun {
     common.records = at_.records;
     common.tiled = config_.parent_warps;
     common.meta = at_.meta;
-    common.key_bounds = at_.key_bounds + chunk.batch * p_.num_kv_heads;
+    common.list_bounds = at_.list_bounds;
+    common.parent_bounds = bounds_of(layer_idx, chunk.batch).parents;
     common.query_bounds = at_.query_bounds;
     common.selected = layer_idx > 0 ? at_.mask : nullptr;
     common.mask_words = mask_words(p_);
@@ -385,6 +409,11 @@ class BackwardRun {
       return per_list_layer(layer_idx, chunk, common, lists);
     }
     if (buffers_.query_gradient) {
+      ListBoundParams bounds = list_bounds_of(layer_idx, chunk, common.gather);
+      bounds.lists = at_.list_bounds;
+      if (const cudaError_t error = launch_list_bounds(bounds, stream_); error != cudaSuccess) {
+        return error;
+      }
       QueryGradientParams query;
       query.common = common;
       query.first = implicit;
@@ -408,6 +437,15 @@ class BackwardRun {
       }
     }
     return keys_wanted() ? layer_keys(layer_idx, chunk, common, lists) : cudaSuccess;
+  }
+
+  // What all bounds of a layer's lists have in common.
+  ListBoundParams list_bounds_of(size_t layer_idx, const Chunk& chunk, const GatherParams& gather) const {
+    ListBoundParams bounds;
+    bounds.gather = gather;
+    bounds.refines_own = layer_idx > 0;
+    bounds.bounds = bounds_of(layer_idx, chunk.batch);
+    return bounds;
   }
 
   cudaError_t layer_keys(size_t layer_idx, const Chunk& chunk, const GradientParams& common,
@@ -498,7 +536,7 @@ class BackwardRun {
     }
     tasks.gradients = at_row(buffers_.gradients, chunk.batch, chunk.query);
     tasks.meta = common.meta;
-    tasks.key_bounds = common.key_bounds;
+    tasks.powers = at_.task_powers;
     tasks.query_bounds = common.query_bounds;
     tasks.counts = lists.data ? at_.counts : nullptr;
     tasks.selected = common.selected;
@@ -513,6 +551,14 @@ class BackwardRun {
     }
     tasks.run.slots = partial_slots(p_, layer_idx);
     layer.tasks = tasks_of_list(p_, config_, layer_idx);
+    ListBoundParams bounds = list_bounds_of(layer_idx, chunk, tasks.gather);
+    bounds.lead = tasks.lead;
+    bounds.powers = at_.task_powers;
+    bounds.tasks = static_cast<int>(layer.tasks);
+    bounds.meta = at_.meta;
+    if (const cudaError_t error = launch_list_bounds(bounds, stream_); error != cudaSuccess) {
+      return error;
+    }
     layer.partials = at_.partials;
     layer.partial_bytes = at_.partial_bytes;
     layer.num_sms = config_.num_sms;

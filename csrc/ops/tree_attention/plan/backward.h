@@ -13,7 +13,8 @@ constexpr int64_t kScoreBytes = kScratchBytes / 2;
 // the inverse of one layer's lists, the lists of every layer, and either the partial sums or the scores of
 // recomputed lists, which share their memory. Lists and scores are counted whether lists are stored or
 // recomputed, so that the order of the fp32 sums, and with it every bit, is the same either way. A table of
-// rotations and two counts per parent, some MiB that do not depend on the chunk, come on top.
+// rotations, two counts per parent and two bytes per node for its bound, some MiB that do not depend on the chunk, come on
+// top.
 constexpr int64_t kBackwardScratchBytes = int64_t{1856} << 20;
 // The part of it for partial sums of dK and dV, if all layers run the per-list kernels: three tasks per SM of
 // an H200 at head dim 128 and k = 512. The more lists a launch has, the less often the running sums of a
@@ -61,7 +62,7 @@ inline int64_t dense_row_tiles(const AttentionProblem& p, const TreeConfig& conf
 }
 
 struct QueryBounds;
-constexpr int64_t kBoundsBytes = 8;
+constexpr int64_t kQueryBoundsBytes = 12;
 
 struct DenseGradientMemory {
   char *queries, *gradients;  // [batches, H_kv, tiles] tiles
@@ -77,7 +78,7 @@ inline DenseGradientMemory lay_out_row_tiles(Workspace& space, const AttentionPr
   memory.gradients = space.take<char>(tiles * row_tile_bytes(p.value_dim));
   memory.numbers = space.take<float>(tiles * kRowNumbers * kRowTileRows);
   memory.scaled = space.take<int32_t>(tiles);
-  memory.bounds = space.take<QueryBounds>(tiles > 0 ? heads : 0, kBoundsBytes);
+  memory.bounds = space.take<QueryBounds>(tiles > 0 ? heads : 0, kQueryBoundsBytes);
   return memory;
 }
 inline DenseGradientMemory lay_out_dense_gradients(Workspace& space, const AttentionProblem& p,
@@ -230,12 +231,15 @@ inline int64_t gradient_sum_row(const AttentionProblem& p, int64_t layer) {
 // ---- memory
 
 struct RowMeta;
-struct KeyBounds;
-constexpr int64_t kRowMetaBytes = 16;
+struct KeyBound;
+struct TaskPowers;
+constexpr int64_t kRowMetaBytes = 16, kKeyBoundBytes = 2, kTaskPowersBytes = 8;
 
 struct BackwardMemory {
-  KeyBounds* key_bounds;      // [B, H_kv]
-  QueryBounds* query_bounds;  // of a chunk, as are all that follow
+  KeyBound *node_bounds, *parent_bounds, *earlier_bounds;  // of LayerBounds, one layer after another
+  QueryBounds* query_bounds;                               // of a chunk, as are all that follow
+  KeyBound* list_bounds;
+  TaskPowers* task_powers;
   char* records;
   RowMeta* meta;
   float* query_sums;    // dQ between layers
@@ -267,6 +271,20 @@ inline int64_t partial_bytes(const AttentionProblem& p, const BackwardConfig& c)
   return bytes;
 }
 
+// The most tasks of backward/per_list/ that a layer of a chunk has.
+inline int64_t chunk_tasks(const AttentionProblem& p, const BackwardConfig& c) {
+  const int64_t heads = c.batch_chunk * p.num_kv_heads;
+  const int64_t lists = ceil_div(c.query_chunk, p.args.selection_stride);
+  const int64_t runs = c.query_chunk / kGradientRun + 2;
+  int64_t tasks = 0;
+  for (int64_t layer = 0; layer < p.layers(); ++layer) {
+    if (layer_per_list(p, c, layer)) {
+      tasks = std::max(tasks, heads * (layer_runs(p, c, layer) ? runs : lists) * tasks_of_list(p, c, layer));
+    }
+  }
+  return tasks;
+}
+
 inline BackwardMemory lay_out_backward(Workspace& space, const AttentionProblem& p, const BackwardConfig& c,
                                        bool recompute) {
   const int64_t chunk_lists = ceil_div(c.query_chunk, p.args.selection_stride);
@@ -280,8 +298,13 @@ inline BackwardMemory lay_out_backward(Workspace& space, const AttentionProblem&
                               ? queries * p.num_kv_heads * tiled_record_bytes(p.key_dim, p.value_dim)
                               : rows * 2 * (p.key_dim + p.value_dim);
   BackwardMemory memory;
-  memory.key_bounds = space.take<KeyBounds>(p.batch * p.num_kv_heads, kBoundsBytes);
-  memory.query_bounds = space.take<QueryBounds>(c.batch_chunk * p.num_kv_heads, kBoundsBytes);
+  const int64_t all_nodes = gradient_sum_row(p, p.layers());
+  memory.node_bounds = space.take<KeyBound>(all_nodes, kKeyBoundBytes);
+  memory.parent_bounds = space.take<KeyBound>(all_nodes / kTensorCoreRate, kKeyBoundBytes);
+  memory.earlier_bounds = space.take<KeyBound>(all_nodes / kTensorCoreRate, kKeyBoundBytes);
+  memory.query_bounds = space.take<QueryBounds>(c.batch_chunk * p.num_kv_heads, kQueryBoundsBytes);
+  memory.list_bounds = space.take<KeyBound>(lists, kKeyBoundBytes);
+  memory.task_powers = space.take<TaskPowers>(chunk_tasks(p, c), kTaskPowersBytes);
   memory.records = space.take<char>(records);
   memory.meta = space.take<RowMeta>(rows, kRowMetaBytes);
   memory.query_sums = space.take<float>(many * rows * p.key_dim);

@@ -28,8 +28,8 @@ struct DenseGradientParams {
   int64_t state_batch = 0;
   DenseTiles tiles;  // of the tokens
   RowTiles rows;
-  const KeyBounds* key_bounds = nullptr;  // [B, H_kv]
-  QueryBounds* query_bounds = nullptr;    // [B, H_kv], zeroed by the caller
+  LayerBounds bounds;                   // of the tokens
+  QueryBounds* query_bounds = nullptr;  // [B, H_kv], zeroed by the caller
   float scale = 0.f;
   void* query_gradient = nullptr;  // dQ [B, T_q, H, K]
   float* keys = nullptr;           // [B, H_kv, sum_rows, K]; null: not wanted

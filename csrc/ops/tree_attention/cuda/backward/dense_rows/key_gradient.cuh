@@ -5,7 +5,7 @@
 // sums stay in registers over all rows and heads of the K/V head. A third warpgroup copies the rows.
 //
 // A token belongs to one thread block, which adds its rows in their order, so nothing is exchanged. dS is multiplied by a
-// power of two that the K/V head has in common and rounded to fp16.
+// power of two that the 16 tokens of a warp have in common and rounded to fp16.
 //
 // With kMasked the rows are those of backward/masked_rows/: a block walks the tiles of rows that have a mark in its
 // tokens, each brings the marks along, nothing is rotated, and the sums are always added to what is there.
@@ -16,6 +16,7 @@
 namespace htree::tree_attention {
 
 constexpr int kKeyRowStages = 4;
+constexpr int kDenseTileParents = kDenseTileNodes / kParentRows;  // one for each warp that multiplies
 
 template <int kDim>
 struct KeyGradientShared {
@@ -384,11 +385,15 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
       task.end - task.begin);
   scaled = device::named_barrier_any(kConsumerBarrier, kRowsConsumers, scaled);
 
-  const KeyBounds keys = params.key_bounds[task.head_index];
+  // Of the 16 tokens of this warp, which are the children of one parent.
+  const int parent = task.tile * kDenseTileParents + device::uniform(static_cast<int>(threadIdx.x) / 32);
+  const KeyBound bound = parent < p.num_parents
+                             ? params.bounds.parents[task.head_index * p.num_parents + parent]
+                             : KeyBound{0, 0};
   const QueryBounds queries = params.query_bounds[task.head_index];
   const PowerOfTwo power =
-      score_gradient_scale(__uint_as_float(queries.gradient_norm), __uint_as_float(keys.value_norm),
-                           __uint_as_float(queries.query_unscale));
+      score_gradient_scale(__uint_as_float(queries.gradient_norm), __uint_as_float(queries.delta),
+                           bound.value, exponent_field(__uint_as_float(queries.query_unscale)));
   const int own =
       static_cast<int>(threadIdx.x) / 32 * 16 + static_cast<int>(threadIdx.x) % 32 / 4;  // in the tile
   const int first_token =

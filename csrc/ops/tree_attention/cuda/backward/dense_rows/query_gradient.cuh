@@ -5,8 +5,8 @@
 // issuing products, so that one multiplies while the other computes weights. dS is the operand A of its product and never
 // leaves the registers.
 //
-// dS of a row is multiplied by a power of two of its own and rounded to fp16. A sum over tokens belongs to one thread
-// block, so nothing is exchanged and every bit is the same in every launch.
+// dS of a row is multiplied by a power of two that follows from the row and from the tokens that it sees, and rounded to
+// fp16. A sum over tokens belongs to one thread block, so nothing is exchanged and every bit is the same in every launch.
 //
 // With kMasked the rows are those of backward/masked_rows/: the tiles of a block are those that its marks list, each
 // brings the marks of its parents along, nothing is rotated, and dQ of the layers above is added at the end.
@@ -295,6 +295,17 @@ struct QueryGradientConsumer {
   }
 };
 
+// The bound of the keys and values up to `token`, -1 for none.
+__device__ __forceinline__ KeyBound bound_of_tokens(const DenseGradientParams& params, int64_t head_index,
+                                                    int token) {
+  if (token < 0) {
+    return {0, 0};
+  }
+  const int64_t parent = head_index * params.gather.num_parents + token / kParentRows;
+  return larger(params.bounds.earlier[parent],
+                params.bounds.nodes[parent * kParentRows + token % kParentRows]);
+}
+
 // Adds dQ of the layers above, `before` or null, to this thread's elements of a row, times `factor`, and rounds them.
 template <typename T, int kDim>
 __device__ __forceinline__ void store_query_row(const float (&sum)[kDim / 2], int h, float factor,
@@ -355,14 +366,14 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   }
   device::barrier_wait(&shared.rows_full, 0);
   const float* numbers = params.rows.numbers + (row_tile + group) * kRowNumbers * kRowTileRows + first_row;
-  const KeyBounds bounds = params.key_bounds[task.head_index];
   consumer.query_factors = numbers + kQueryFactor * kRowTileRows;
   float inverse[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const auto number = [&](RowNumber which) { return numbers[which * kRowTileRows + 8 * h]; };
-    const PowerOfTwo power = score_gradient_scale(number(kGradientNorm), __uint_as_float(bounds.value_norm),
-                                                  __uint_as_float(bounds.key_unscale));
+    const KeyBound bound = bound_of_tokens(params, task.head_index, __float_as_int(number(kRowToken)));
+    const PowerOfTwo power =
+        score_gradient_scale(number(kGradientNorm), number(kDelta), bound.value, bound.unscale);
     inverse[h] = power.inverse;
     consumer.own[h] = __float_as_int(number(kRowToken)) - (task.end_tile() - 1) * kDenseTileNodes;
     consumer.log_sum[h] = number(kLogSum);

@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kRowTileThreads<kDim>) row_tiles_kernel(DenseG
   char* gradients = params.rows.gradients + tile * kRowTileBytes<kDim>;
   float* numbers = params.rows.numbers + tile * kRowNumbers * kRowTileRows;
   const int chunk = threadIdx.x % kLanes;
-  float largest_norm = 0.f, largest_factor = 0.f;
+  float largest_norm = 0.f, largest_factor = 0.f, largest_delta = 0.f;
   bool scaled = false;
   for (int begin = 0; begin < kRowTileRows; begin += kPass) {
     const int row = begin + threadIdx.x / kLanes;
@@ -118,6 +118,7 @@ __global__ void __launch_bounds__(kRowTileThreads<kDim>) row_tiles_kernel(DenseG
     *reinterpret_cast<uint4*>(gradients + panel_offset(kRowTileRows, row, kHalf / 8 + chunk)) = gradient[1];
     largest_norm = fmaxf(largest_norm, norm);
     largest_factor = fmaxf(largest_factor, largest > 0.f ? fabsf(factor) : 0.f);
+    largest_delta = fmaxf(largest_delta, finite_magnitude(delta));
     scaled |= factor != 1.f;
     if (chunk == 0) {
       float log_sum = INFINITY;
@@ -136,8 +137,7 @@ __global__ void __launch_bounds__(kRowTileThreads<kDim>) row_tiles_kernel(DenseG
   if (threadIdx.x == 0) {
     params.rows.scaled[tile] = scaled;
   }
-  raise_bounds(&params.query_bounds[blockIdx.y].gradient_norm, &params.query_bounds[blockIdx.y].query_unscale,
-               largest_norm, largest_factor);
+  raise_bounds(&params.query_bounds[blockIdx.y], largest_norm, largest_factor, largest_delta);
 }
 
 template <typename T, int kDim, bool kMasked>
