@@ -132,7 +132,7 @@ inline MaskedGradientCost masked_gradient_cost(const AttentionProblem& p, const 
   const int64_t run =
       p.num_kv_heads * (kRunRows / kRowTileRows * row_tile + tiles * (mark_bytes(p.group()) + 2) + 4);
   return {ceil_div(p.args.selection_stride * run, run_tokens(p.group())),
-          2 * run + p.num_kv_heads * (tiles * 4 + kBoundsBytes)};
+          2 * run + p.num_kv_heads * (tiles * 4 + kQueryBoundsBytes)};
 }
 
 // ---- the choice
