@@ -102,6 +102,8 @@ FAMILIES = {
     "per_query": (model(H=8, K=32, V=32, selection_stride=4), True),
     "dense_rows": (model(M=1024, top_k=64), False),
     "dense_rows_group3": (model(H=6, M=1024, top_k=64, selection_stride=4), False),
+    "masked_rows": (model(rope_base=None), False),
+    "masked_rows_group3_stride2": (model(H=6, rope_base=None, selection_stride=2), False),
     "three_layers": (model(T=3000, top_k=4, M=32, selection_stride=4), False),
     "three_layers_stride1": (model(T=3000, top_k=4, M=32), False),
 }
@@ -138,6 +140,26 @@ def test_a_value_that_no_gradient_reads(
     for name, gradient, wanted in zip(("dq", "dk", "dv"), gradients, expected, strict=True):
         assert gradient.isfinite().all(), name
         assert_small_error(gradient[:, others], wanted[:, others].double(), name, 5e-3)
+
+
+@pytest.mark.parametrize("zeros", [1, 8, 40, 300])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_of_zeros_alone(
+    family: str, zeros: int, nan_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a text begins that was padded with zeros: the first rows see no other keys."""
+    case, alone = FAMILIES[family]
+    monkeypatch.setenv("HTREE_TREE_GATHER", "per_query" if alone else "auto")
+    q, k, v = case.make_qkv("cuda")
+    k[:, :zeros] = 0.0
+    options = case.reference_options()
+    dout = torch.randn_like(q)
+    out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
+    gradients = op.attention_backward(dout, q, k, v, out, gmax, gsum, parents, **options)
+    wanted = reference_gradients(q, k, v, dout, parents, options)
+    for name, gradient, expected in zip(("dq", "dk", "dv"), gradients, wanted, strict=True):
+        assert gradient.isfinite().all(), name
+        assert_small_error(gradient, expected, name)
 
 
 @pytest.mark.parametrize("t", [112, 645, 899])

@@ -201,6 +201,20 @@ def test_copies_never_outlive_their_text(stride: int) -> None:
     assert reused > 20
 
 
+@pytest.mark.parametrize("stride", [1, 4])
+@pytest.mark.usefixtures("short_prompts")
+def test_rows_may_come_again(stride: int) -> None:
+    """With a stride the first of many rows are computed over a text that ends before the copies do."""
+    cache, plain = (small_cache(1, selection_stride=stride) for _ in range(2))
+    with StampedCopies():
+        for call, (new, rows) in enumerate(((40, 40), (40, 40), (5, 40), (0, 40))):
+            if new:
+                step([cache, plain], [new], new, 10 * call)
+            q = normal(10 * call + 5, 1, rows, HEADS, WIDTH)
+            expected = plain.attend(q, [rows])
+            torch.testing.assert_close(attend(cache, q, [rows]), expected, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.usefixtures("short_prompts")
 def test_copies_are_kept_from_the_second_chunk_to_the_next_step() -> None:
     cache = small_cache(2, num_pages=60)

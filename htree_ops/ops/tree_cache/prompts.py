@@ -272,6 +272,8 @@ def _group_rows(
     def rows(begin: int, end: int, *, store_lists: bool) -> tuple[Tensor, ...]:
         """Those of q, and the lists of all layers."""
         text = length - n + end
+        if copies.tokens > text:  # rows that come again: a shorter text may have another top
+            copies.tokens = 0
         if copies.buffer.numel():
             torch.ops.htree.tree_cache_pack_prompt_(
                 copies.buffer, *pages, heads, copies.tokens, text, copies.capacity, **of_copies

@@ -1,7 +1,7 @@
 // attention_backward on CUDA: docs/semantics/tree_attention.md §1.10. Allocates memory and launches the
 // kernels, in chunks of queries and layer by layer. Deterministic, without float atomics. Scratch beyond the
 // fp32 sums of dK and dV and the tree is at most kBackwardScratchBytes (1.8 GiB) at any T, as long as one
-// list of one batch fits.
+// list of one batch fits. Longer than 700 lines because it is one walk, whose steps share its state.
 #include <c10/cuda/CUDAException.h>
 
 #include <algorithm>

@@ -95,7 +95,7 @@ void prompt_cuda(const PromptPages& pages, const PageLayout& layout, const Promp
   if (const int64_t rows = tree_attention::tiled_tokens(problem, config); rows > 0) {
     tiles = at::empty({tree_attention::dense_layer_bytes(problem, rows)}, call.q.options().dtype(at::kByte));
     tree.rows = tree_attention::lay_out_tiles(problem, rows, static_cast<char*>(tiles.mutable_data_ptr()));
-    copy_units(tree, text_of(pages, layout, problem.num_keys), 0, TileTarget{tree.rows}, text_rope(tree),
+    copy_units(tree, text_of(pages, layout, rows), 0, TileTarget{tree.rows}, text_rope(tree),
                {0, tree.rows.num_tiles}, scope.stream());
   }
   const auto& [out, gmax, gsum, lists] = call.outputs;

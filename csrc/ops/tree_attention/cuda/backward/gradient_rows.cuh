@@ -273,7 +273,9 @@ __device__ __forceinline__ PowerOfTwo score_gradient_scale(float gradient_norm, 
   // 2^above(field) is larger than any float with this exponent field.
   const auto above = [](uint8_t field) { return static_cast<int>(field) - 126; };
   const int product = above(exponent_field(gradient_norm)) + above(value_field);
-  const int bound = 1 + max(product, above(exponent_field(delta))) + above(unscale_field);
+  // Rows of zeros alone have the power 1, field 127: an infinite dS times their zeros would be NaN.
+  const int unscale = unscale_field == 0 ? above(127) : above(unscale_field);
+  const int bound = 1 + max(product, above(exponent_field(delta))) + unscale;
   const int shift = min(max(15 - bound, -126), 126);
   return {__uint_as_float(static_cast<uint32_t>(127 + shift) << 23),
           __uint_as_float(static_cast<uint32_t>(127 - shift) << 23)};
