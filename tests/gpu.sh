@@ -81,13 +81,14 @@ case $mode in
     [ ${#files[@]} -gt 0 ] || files=(tests/*/test_sanitize*.py)
     for tool in memcheck racecheck; do
       for file in "${files[@]}"; do
+        log=$out/sanitize-$tool-$(basename "${file%%.py*}").log
         HTREE_SANITIZER=$tool PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout "$limit" compute-sanitizer --tool "$tool" --error-exitcode 86 \
           --target-processes all "$python" -m pytest -q -k cuda -p no:cacheprovider "$file" \
-          "${options[@]}" 2>&1 | tee "$out/sanitize-$tool-$(basename "${file%%.py*}").log"
+          "${options[@]}" 2>&1 | tee "$log"
         ended=${PIPESTATUS[0]}
         # racecheck makes reports that are no races; see there
         if [ "$tool" = racecheck ] && [ "$ended" -eq 86 ]; then
-          "$python" tests/racecheck_reports.py htree_ops/_C.abi3.so "$out/sanitize-$tool-$(basename "${file%%.py*}").log" && ended=0
+          "$python" tests/racecheck_reports.py htree_ops/_C.abi3.so "$log" && ended=0
         fi
         checked "$ended" "$tool of $file" || status=1
       done

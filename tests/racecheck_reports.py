@@ -65,14 +65,11 @@ def reports(log: str) -> list[list[Access]]:
 def is_race(report: Sequence[Access], opcodes: Opcodes) -> bool:
     """False for a raw bulk copy against ordinary loads, see above."""
     names = [opcodes(access.kernel).get(access.offset, "unknown").split(".")[0] for access in report]
-    copies = [
-        access.kind == "Write" and name == BULK_COPY for access, name in zip(report, names, strict=True)
-    ]
-    loads = [
-        access.kind == "Read" and name.startswith(LOAD) for access, name in zip(report, names, strict=True)
-    ]
-    one_copy = (copies[0] and all(loads[1:])) or (loads[0] and all(copies[1:]))
-    return len(report) < 2 or not one_copy
+    sides = list(zip((access.kind for access in report), names, strict=True))
+    copies = [kind == "Write" and name == BULK_COPY for kind, name in sides]
+    loads = [kind == "Read" and name.startswith(LOAD) for kind, name in sides]
+    ordered = (copies[0] and all(loads[1:])) or (loads[0] and all(copies[1:]))
+    return len(report) < 2 or not ordered
 
 
 def judge(log: str, opcodes: Opcodes) -> tuple[Counter[str], list[str]]:

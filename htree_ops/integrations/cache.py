@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from htree_ops.integrations.documents import take_rows
 from htree_ops.ops.arguments import autocast_dtype, check_int
 from htree_ops.ops.tree_cache import TreeKVCache
-from htree_ops.ops.tree_cache.leaves import LEAF_BITS
+from htree_ops.ops.tree_cache.leaves import check_bits
 
 __all__ = ["HandedOver", "TreeCache"]
 
@@ -257,16 +257,18 @@ class TreeLayer(CacheLayerMixin):
         left = self.columns - remove
         stride = self.cache.options.selection_stride
         mask = None if self.shared.rows is None else self.shared.rows.mask
-        aligned = left == 0 or (mask is None and left % stride == 0)
-        if stride > 1 and remove > STRIDES_BACK * stride and not aligned:
+
+        def ends_at(multiple: int) -> bool:
+            return left == 0 or (mask is None and left % multiple == 0)
+
+        if stride > 1 and remove > STRIDES_BACK * stride and not ends_at(stride):
             raise ValueError(
                 f"TreeCache.crop: tokens_to_remove must be at least -{STRIDES_BACK * stride}, {STRIDES_BACK} times "
                 f"selection_stride, got {tokens_to_remove}: take fewer drafts (num_assistant_tokens), or "
                 "selection_stride = 1"
             )
         rate, page_size = self.cache.options.compression_rate, self.cache.page_size
-        whole = left == 0 or (mask is None and left % rate == 0)
-        if self.cache.leaf_bits is not None and remove > page_size - rate and not whole:
+        if self.cache.leaf_bits is not None and remove > page_size - rate and not ends_at(rate):
             raise ValueError(
                 f"TreeCache.crop: with leaf_bits tokens_to_remove must be at least -{page_size - rate}, "
                 f"page_size - compression_rate, got {tokens_to_remove}: take fewer drafts (num_assistant_tokens), or "
@@ -332,8 +334,8 @@ class TreeCache(Cache):
         prompt_bytes: int | None = None,
     ) -> None:
         check_int("TreeCache", "max_cache_len", max_cache_len, 1)
-        if leaf_bits not in (None, *LEAF_BITS):
-            raise ValueError(f"TreeCache: leaf_bits must be None, 8 or 4, got {leaf_bits!r}")
+        if leaf_bits is not None:
+            check_bits("TreeCache", leaf_bits)
         self.shared = Shared(max_cache_len, page_size, num_pages, leaf_bits, prompt_bytes)
         layers = config.get_text_config(decoder=True).num_hidden_layers
         super().__init__(layers=[TreeLayer(self.shared) for _ in range(layers)])

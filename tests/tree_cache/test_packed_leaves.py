@@ -386,7 +386,7 @@ def test_any_schedule_gives_the_bytes_and_the_rows_of_the_whole_text() -> None:
             raise AssertionError(f"seed {seed}: {run.shape}") from error
         assert run.different == 0, f"seed {seed}: {run.shape}"
         refused += run.refused
-    assert refused >= len(seeds) // 40  # the rule of truncations was tried
+    assert refused > len(seeds) // 40  # the rule of truncations was tried
 
 
 # ---- the cache

@@ -19,15 +19,13 @@ from torch import Tensor
 from htree_ops import TreeKVCache, tree_attention
 
 BANK = 256
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def schedules(default: int) -> range:
     """The seeds that ``HTREE_SCHEDULES`` asks for: so many, or from a first one on, as in "3000-6000"."""
     first, _, end = os.environ.get("HTREE_SCHEDULES", str(default)).rpartition("-")
     return range(int(first or 0), int(end))
-
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)

@@ -33,13 +33,13 @@ def lesson(step: int, steps: int, context: int, pairs: Sequence[int]) -> tuple[i
     Models of two layers learn to look for a key in short texts first, as Zoology's are trained; the last part of a
     training has texts of ``context`` tokens and all numbers of ``pairs`` in turn.
     """
-    if step < SHORT * steps:
-        context //= 16
-    elif step < MIDDLE * steps:
-        context //= 8
-    fitting = [n for n in pairs if 8 * n <= context] or [max(1, context // 8)]
-    most = [n for n in pairs if 4 * n <= context] if step >= MIDDLE * steps else fitting
-    return context, most[step % len(most)]
+    if step >= MIDDLE * steps:
+        room = 4  # tokens for each pair
+    else:
+        room = 8
+        context //= 16 if step < SHORT * steps else 8
+    fitting = [n for n in pairs if room * n <= context] or [max(1, context // room)]
+    return context, fitting[step % len(fitting)]
 
 
 def draw_recall(

@@ -67,6 +67,7 @@ def conversion(rows: Sequence[Row], piece: str = "conversion") -> str:
 
 
 def conversion_of(used: Sequence[Row]) -> str:
+    """The table of one text."""
     dense = next((row for row in used if row.kind == "dense"), None)
     lines = []
     for row in used:

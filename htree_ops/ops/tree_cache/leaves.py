@@ -16,12 +16,18 @@ from htree_ops.ops.compressed_kv.functions import kv_decompress
 if TYPE_CHECKING:
     from htree_ops.ops.tree_cache.cache import TreeKVCache
 
-__all__ = ["LEAF_BITS", "TAIL_LOST", "PackedLeaves", "check_leaf_bits"]
+__all__ = ["LEAF_BITS", "TAIL_LOST", "PackedLeaves", "check_bits", "check_leaf_bits"]
 
 #: What ``leaf_bits`` may be besides None.
 LEAF_BITS = (8, 4)
 #: The bit that a refused truncation sets in the errors of a cache, beside those of ``tree_cache_pages_``.
 TAIL_LOST = 128
+
+
+def check_bits(op: str, bits: int) -> None:
+    """Raises ValueError for bits that tokens cannot be packed in."""
+    if isinstance(bits, bool) or bits not in LEAF_BITS:
+        raise ValueError(f"{op}: leaf_bits must be None, 8 or 4, got {bits!r}")
 
 
 def check_leaf_bits(op: str, bits: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> None:
@@ -31,8 +37,7 @@ def check_leaf_bits(op: str, bits: int, head_dim: int, value_dim: int, dtype: to
         ValueError: other bits. ShapeMismatchError: a row that is no multiple of 64 channels up to 512.
         UnsupportedDtypeError: float64.
     """
-    if isinstance(bits, bool) or bits not in LEAF_BITS:
-        raise ValueError(f"{op}: leaf_bits must be None, 8 or 4, got {bits!r}")
+    check_bits(op, bits)
     for name, width in (("head_dim", head_dim), ("value_dim", value_dim)):
         if width not in WIDTHS:
             refuse(
