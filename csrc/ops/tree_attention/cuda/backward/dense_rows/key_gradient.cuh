@@ -26,9 +26,7 @@ struct KeyGradientShared {
   char gradients[kKeyRowStages][kRowTileBytes<kDim>];
   float numbers[kKeyRowStages][kRowNumbers * kRowTileRows];
   device::Barrier own_full, full[kKeyRowStages], empty[kKeyRowStages];
-  // Of masked rows: the marks of a run's tokens, and where among them are those of the tile, which is half the run.
-  alignas(16) uint8_t marks[kKeyRowStages][kDenseTileNodes];
-  int first_mark[kKeyRowStages];
+  alignas(16) uint8_t marks[kKeyRowStages][kDenseTileNodes];  // of masked rows: those of a run's tokens
 };
 template <int kDim>
 constexpr int kKeyGradientBytes = sizeof(KeyGradientShared<kDim>) + 1024;
@@ -105,7 +103,6 @@ __device__ __forceinline__ void copy_key_operands(KeyGradientShared<kDim>& share
     const int number = static_cast<int>(user >> 16);  // of the tile of rows
     if constexpr (kMasked) {
       const int64_t run = (stored + number) / 2;  // every run has two tiles of rows
-      shared.first_mark[stage] = number % 2 << task.row_log2;
       device::barrier_arrive_expect(&shared.full[stage], 2 * kRowTile + kRowNumberBytes + bytes);
       device::bulk_load(shared.marks[stage],
                         params.marks.marks + (run * params.marks.width + (user & 0xffff)) * bytes, bytes,
@@ -189,10 +186,11 @@ struct KeyGradientConsumer {
       mark_at[half] = min((lane + 32 * half) / group, (1 << task.row_log2) - 1);
     }
   }
-  // The rows are there, and so are their marks. All lanes of a warp call.
+  // The rows are there, and so are the marks of their run, of which the tile is one half. All lanes of a warp call.
   __device__ __forceinline__ void read_marks(int i) {
     if constexpr (kMasked) {
-      const uint8_t* marks = shared.marks[stage(i)] + shared.first_mark[stage(i)];
+      const uint32_t half_of_run = __ldg(task.users + i) >> 16 & 1;
+      const uint8_t* marks = shared.marks[stage(i)] + (half_of_run << task.row_log2);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const bool own = marks[mark_at[half]] >> threadIdx.x / 32 & 1;
