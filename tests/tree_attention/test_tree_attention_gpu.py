@@ -268,6 +268,26 @@ def test_stream_and_graph(dtype: torch.dtype, inv_freq: tuple[float, ...] | None
     assert torch.equal(captured, op.attention(q, k, v, **case.reference_options()))
 
 
+@pytest.mark.parametrize("stride", [1, 4, 16])
+@pytest.mark.parametrize("group", [1, 3, 4, 8, 16])
+def test_bits_do_not_depend_on_the_length(group: int, stride: int) -> None:
+    """In texts with as many layers; with more of them before M, and if no top is dense everywhere (§1.14)."""
+    case = model("lengths", T=5200, H=2 * group, top_k=13, M=200, selection_stride=stride)
+    q, k, v = case.make_qkv("cuda")
+    two_layers, three_layers = (208, 304, 1501, 3200), (3201, 4096, 5200)
+    rows = {
+        length: op.attention(q[:, :length], k[:, :length], v[:, :length], **case.reference_options())
+        for length in (200, *two_layers, *three_layers)
+    }
+    for depth in (two_layers, three_layers):
+        for length in depth[:-1]:
+            assert torch.equal(rows[length], rows[depth[-1]][:, :length]), length
+    dense_top = group != 3
+    for length, shorter in rows.items():
+        same = case.M if dense_top else length
+        assert torch.equal(shorter[:, :same], rows[5200][:, :same]), length
+
+
 @pytest.mark.parametrize(("length", "stride"), [(65_536, 1), (524_288, 16)])
 def test_temporary_memory_is_bounded(length: int, stride: int) -> None:
     """Beyond the output and one packed copy of K and V, at most 1 GB (docs/semantics §1.8)."""
