@@ -1,11 +1,13 @@
 """Tree attention with positions of its own (``rope_base=None``) where lists cover much of the text, beside cuDNN.
 
-Run: ``python benchmarks/masked_tiles.py --csv PATH`` on a GPU: about a minute; ``--quick`` for 32768 tokens alone.
+Run: ``python benchmarks/masked_tiles.py --csv PATH`` on a GPU: about a minute; ``--quick`` for 32768 tokens alone, and
+``--backward`` for the gradients alone, under stored lists.
 H = 32, H_kv = 4, K = V = 128, k = 512, M = 8192, bf16, B = 1. Each row has three figures of one run, interleaved:
 the package's own choice, which multiplies tiles of tokens under the bits of the lists up to 4 k r tokens; the same
 call with ``HTREE_TREE_GATHER=gathered``, which gathers everywhere; and dense causal attention by cuDNN. ``error`` is
-the norm of the difference of the first two, relative to that of the outputs. Inputs are independent (``iid``) or alike
-from token to token (AR(1) of 0.95), which leaves tiles out. Figures are reported, never asserted.
+the norm of the difference of the first two, relative to that of the outputs (of gradients: the largest of dQ, dK and
+dV). Inputs are independent (``iid``) or alike from token to token (AR(1) of 0.95), which leaves tiles out. Figures are
+reported, never asserted.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,7 +39,7 @@ QUICK = [(32_768, 1, 0.0)]
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedRow:
-    """One length, stride and kind of inputs; times of a forward."""
+    """One length, stride and kind of inputs; times of a forward, or of a backward."""
 
     gpu: str
     torch: str
@@ -65,7 +67,25 @@ def tree(gather: str, stride: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return tree_attention(q, k, v, rope_base=None, selection_stride=stride)
 
 
-def measure(length: int, stride: int, correlation: float) -> MaskedRow:
+class Gradients:
+    """The backward of an attention of the given inputs, whose forward has run; it can be called again and again."""
+
+    def __init__(self, attention: Callable[..., Tensor], inputs: Sequence[Tensor]) -> None:
+        self.inputs = [x.detach().requires_grad_() for x in inputs]
+        self.out = attention(*self.inputs)
+        self.upstream = torch.randn_like(self.out)
+
+    def __call__(self, gather: str) -> tuple[Tensor, ...]:
+        os.environ["HTREE_TREE_GATHER"] = gather
+        return torch.autograd.grad(self.out, self.inputs, self.upstream, retain_graph=True)
+
+
+def difference(found: Tensor, wanted: Tensor) -> float:
+    """The norm of the difference, relative to that of ``wanted``."""
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+def measure(length: int, stride: int, correlation: float, backward: bool) -> MaskedRow:
     """A row of three calls on the same inputs."""
     case = TreeAttentionCase(
         name="masked_tiles",
@@ -79,9 +99,19 @@ def measure(length: int, stride: int, correlation: float) -> MaskedRow:
     )
     sizes = length * (HEADS + 2 * KV_HEADS) * WIDTH * 2
     sets = [case.make_qkv("cuda", seed) for seed in range(timing.num_input_sets(sizes))]
-    masked, gathered = (tree(kind, stride, *sets[0]).float() for kind in ("auto", "gathered"))
-    calls = {kind: [partial(tree, kind, stride, *x) for x in sets] for kind in ("auto", "gathered")}
-    calls["cudnn"] = [partial(dense, *(y.transpose(1, 2).contiguous() for y in x)) for x in sets]
+    dense_sets = [[y.transpose(1, 2).contiguous() for y in x] for x in sets]
+    calls: dict[str, list[Callable[[], object]]] = {}
+    if backward:
+        trees = [Gradients(partial(tree, "auto", stride), x) for x in sets]
+        for kind in ("auto", "gathered"):
+            calls[kind] = [partial(x, kind) for x in trees]
+        calls["cudnn"] = [partial(Gradients(dense, x), "auto") for x in dense_sets]
+        error = max(map(difference, trees[0]("auto"), trees[0]("gathered")))
+    else:
+        for kind in ("auto", "gathered"):
+            calls[kind] = [partial(tree, kind, stride, *x) for x in sets]
+        calls["cudnn"] = [partial(dense, *x) for x in dense_sets]
+        error = difference(*(tree(kind, stride, *sets[0]) for kind in ("auto", "gathered")))
     found = timing.measure_undisturbed(calls, timing.clock_for("cuda"), EFFORT)
     times = {name: found[name].median_us / 1000 for name in calls}
     return MaskedRow(
@@ -96,7 +126,7 @@ def measure(length: int, stride: int, correlation: float) -> MaskedRow:
         cudnn_ms=times["cudnn"],
         against_gathered=times["auto"] / times["gathered"],
         against_cudnn=times["auto"] / times["cudnn"],
-        error=float((masked - gathered).norm() / gathered.norm()),
+        error=error,
     )
 
 
@@ -105,8 +135,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="tree attention on masked tiles beside its gather and cuDNN")
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
     parser.add_argument("--quick", action="store_true", help="32768 independent tokens alone, stride 1")
+    parser.add_argument("--backward", action="store_true", help="the gradients in place of the outputs")
     arguments = parser.parse_args(argv)
-    rows = (measure(*setting) for setting in progress(QUICK if arguments.quick else WHOLE, str))
+    settings = progress(QUICK if arguments.quick else WHOLE, str)
+    rows = (measure(*setting, arguments.backward) for setting in settings)
     print_rows(rows, arguments.csv)
     return 0
 

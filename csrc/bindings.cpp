@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <iterator>
 #include <map>
 #include <stdexcept>
 #include <string>
@@ -25,6 +26,7 @@
 #include "ops/rmsnorm_rope/rmsnorm_rope_config.h"
 #include "ops/tree_attention/plan/backward.h"
 #include "ops/tree_attention/plan/config_table.h"
+#include "ops/tree_attention/plan/growing_tree.h"
 #include "ops/tree_attention/plan/varlen.h"
 #include "ops/tree_cache/decode/decode_plan.h"
 
@@ -270,13 +272,14 @@ class TreeAttentionCall {
                                          : tree::GatherChoice::kAuto;
     forward_ = tree::choose_forward_config(problem_, device, gather);
     backward_ = tree::choose_backward_config(problem_, device, gather);
+    hopper_ = tree::hopper_kernels(device);
   }
 
   std::string forward() const {
     return tree::describe(forward_) + " layers=" + tree::describe_layers(problem_, forward_);
   }
   std::string backward() const {
-    return tree::describe(backward_) + " " + tree::describe_gradients(backward_);
+    return tree::describe(backward_) + " " + tree::describe_gradients(problem_, backward_);
   }
 
   // Where the pieces of a chunk's scratch begin in memory at `base`, and where the last one ends. The memory
@@ -294,8 +297,12 @@ class TreeAttentionCall {
   Addresses backward_memory(uintptr_t base, bool recompute) const {
     tree::Workspace space(reinterpret_cast<void*>(base));
     const tree::BackwardMemory at = tree::lay_out_backward(space, problem_, backward_, recompute);
-    return {{"key_bounds", address(at.key_bounds)},
+    return {{"node_bounds", address(at.node_bounds)},
+            {"parent_bounds", address(at.parent_bounds)},
+            {"earlier_bounds", address(at.earlier_bounds)},
             {"query_bounds", address(at.query_bounds)},
+            {"list_bounds", address(at.list_bounds)},
+            {"task_powers", address(at.task_powers)},
             {"records", address(at.records)},
             {"meta", address(at.meta)},
             {"query_sums", address(at.query_sums)},
@@ -311,6 +318,57 @@ class TreeAttentionCall {
             {"scores", address(at.scores)},
             {"end", base + space.bytes()}};
   }
+  // Likewise what masked rows have in the memory of `partials`.
+  Addresses masked_gradient_memory(uintptr_t base) const {
+    tree::Workspace space(reinterpret_cast<void*>(base));
+    const tree::MaskedGradientMemory at = tree::lay_out_masked_gradients(space, problem_, backward_);
+    return {{"queries", address(at.rows.queries)}, {"gradients", address(at.rows.gradients)},
+            {"numbers", address(at.rows.numbers)}, {"scaled", address(at.rows.scaled)},
+            {"bounds", address(at.rows.bounds)},   {"marks", address(at.marks.marks)},
+            {"tiles", address(at.marks.tiles)},    {"counts", address(at.marks.counts)},
+            {"users", address(at.users)},          {"user_counts", address(at.user_counts)},
+            {"end", base + space.bytes()}};
+  }
+
+  // Units of the copies of texts of up to T tokens: (parents of each layer, span means of a node of each layer, tiles of
+  // the top, tiles of its span means).
+  using Room = std::tuple<std::vector<int64_t>, std::vector<int64_t>, int64_t, int64_t>;
+  Room growing_room() const {
+    const tree::TreeRoom room = tree::tree_room(problem_, hopper_);
+    return {room.parents, room.span_rows, room.top_tiles, room.top_span_tiles};
+  }
+  // Where these copies begin in memory at `base`, as (name, layer or -1, address), and where the last one ends.
+  using Copies = std::vector<std::tuple<std::string, int64_t, uintptr_t>>;
+  Copies growing_memory(uintptr_t base) const {
+    tree::Workspace space(reinterpret_cast<void*>(base));
+    const tree::GrowingMemory at =
+        tree::lay_out_growing_tree(space, problem_, tree::tree_room(problem_, hopper_));
+    Copies copies = {{"inv_freq", -1, address(at.inv_freq)},
+                     {"rope", -1, address(at.rope)},
+                     {"fragment_rotations", -1, address(at.fragment_rotations)},
+                     {"dim_rotations", -1, address(at.dim_rotations)}};
+    for (size_t layer = 0; layer < at.packed.size(); ++layer) {
+      copies.emplace_back("packed", layer, address(at.packed[layer]));
+      copies.emplace_back("spans", layer, address(at.spans[layer]));
+    }
+    copies.emplace_back("top", -1, address(at.top));
+    copies.emplace_back("top_span_keys", -1, address(at.top_span_keys));
+    copies.emplace_back("top_span_scales", -1, address(at.top_span_scales));
+    copies.emplace_back("top_span_scaled", -1, address(at.top_span_scaled));
+    copies.emplace_back("end", -1, base + space.bytes());
+    return copies;
+  }
+  // What tokens [begin, T) change in them, as pairs (first unit, end): (packed parents of each layer, packed span means of
+  // each layer, tiles of the top, tiles of its span means).
+  using Units = std::pair<int64_t, int64_t>;
+  std::tuple<std::vector<Units>, std::vector<Units>, Units, Units> growing_change(int64_t begin) const {
+    const auto pair = [](const tree::UnitRange& range) { return Units{range.first, range.last}; };
+    const tree::TreeChange change = tree::tree_change(problem_, hopper_, begin);
+    std::vector<Units> packed, spans;
+    std::transform(change.packed.begin(), change.packed.end(), std::back_inserter(packed), pair);
+    std::transform(change.spans.begin(), change.spans.end(), std::back_inserter(spans), pair);
+    return {packed, spans, pair(change.top), pair(change.top_spans)};
+  }
 
  private:
   static uintptr_t address(const void* piece) { return reinterpret_cast<uintptr_t>(piece); }
@@ -318,6 +376,7 @@ class TreeAttentionCall {
   tree::AttentionProblem problem_;
   tree::ForwardConfig forward_;
   tree::BackwardConfig backward_;
+  bool hopper_ = false;
 };
 
 // (documents, queries and keys of each after padding, whether nothing is copied) for every group of a packed
@@ -408,8 +467,17 @@ PYBIND11_MODULE(_host, module) {
       .def("backward", &TreeAttentionCall::backward, "Path, chunks and the kernels of the gradients.")
       .def("forward_memory", &TreeAttentionCall::forward_memory, py::arg("base"),
            "Addresses of the scratch of a forward chunk on the tensor cores in memory at `base`.")
+      .def("masked_gradient_memory", &TreeAttentionCall::masked_gradient_memory, py::arg("base"),
+           "Where the pieces of the masked rows of the backward begin, behind each other from address base "
+           "on.")
       .def("backward_memory", &TreeAttentionCall::backward_memory, py::arg("base"), py::arg("recompute"),
-           "The same of a backward chunk, which selects lists again or is given them.");
+           "The same of a backward chunk, which selects lists again or is given them.")
+      .def("growing_room", &TreeAttentionCall::growing_room,
+           "Units of the copies of texts that grow to T tokens.")
+      .def("growing_memory", &TreeAttentionCall::growing_memory, py::arg("base"),
+           "Addresses of these copies in memory at `base`.")
+      .def("growing_change", &TreeAttentionCall::growing_change, py::arg("begin"),
+           "Units of these copies that the tokens from `begin` to T change.");
   module.def("varlen_groups", &varlen_groups, py::arg("num_queries"), py::arg("num_keys"),
              py::arg("grouping"), py::arg("num_heads") = 32, py::arg("compression_rate") = 16,
              py::arg("max_top_nodes") = 8192, py::arg("top_k") = 512,

@@ -414,7 +414,7 @@ TREE_ATTENTION: Table = [
             for dim in HEAD_DIMS
             for name, params in (
                 ("launch_gradient_rows", "RowParams&"),
-                ("launch_key_bounds", "PackParams&, KeyBounds*"),
+                ("launch_key_bounds", "PackParams&, const LayerBounds&"),
             )
         ],
         {"T": HALF_TYPES},
@@ -429,6 +429,12 @@ TREE_ATTENTION: Table = [
     tensor_core_copy("backward/dense_rows/rows.cuh", "launch_row_tiles(DenseGradientParams)"),
     tensor_core("backward/dense_rows/query_gradient.cuh", "launch_dense_query_gradient(DenseGradientParams)"),
     tensor_core("backward/dense_rows/key_gradient.cuh", "launch_dense_key_gradient(DenseGradientParams)"),
+    tensor_core(
+        "backward/masked_rows/gradients.cuh",
+        "launch_masked_row_tiles(MaskedGradientParams)",
+        "launch_masked_query_gradient(MaskedGradientParams)",
+        "launch_masked_key_gradient(MaskedGradientParams)",
+    ),
     tensor_core("backward/per_list/gradient.cuh", "launch_per_list_gradient(PerListGradientParams)"),
     tensor_core("backward/per_list/partial_sum.cuh", "launch_partial_sums(PartialSumParams)"),
     # the backward of every dtype and shape
@@ -477,6 +483,16 @@ TREE_CACHE: Table = [
         ],
     ),
     Cuda(
+        "tree_cache_page_copies",
+        "ops/tree_cache/prompt/page_copies.cuh",
+        [
+            f"cudaError_t launch_page_copy<{dtype.cpp}, {dim}>(const PageCopy<{target}>&, cudaStream_t)"
+            for target in ("ParentTarget", "TileTarget", "ParentSpanTarget", "TileSpanTarget")
+            for dtype in HALF_TYPES
+            for dim in HEAD_DIMS
+        ],
+    ),
+    Cuda(
         "tree_cache_attend_{T}",
         "ops/tree_cache/attend.cuh",
         [
@@ -495,6 +511,24 @@ TREE_CACHE: Table = [
             "cudaError_t launch_decode<{T}, {D}, {S}>(const AttendParams<{T}>&, const DecodePlan&, cudaStream_t)"
         ],
         {"T": HALF_TYPES, "D": (64, 128), "S": (NODES, SPANS)},
+    ),
+    Cuda(
+        "tree_cache_decode_packed_{T}_d{D}_{S}",
+        "ops/tree_cache/decode/decode.cuh",
+        [
+            "cudaError_t launch_decode_packed<{T}, {D}, {S}>("
+            "const AttendParams<{T}>&, const LeafPools&, const DecodePlan&, cudaStream_t)"
+        ],
+        {"T": HALF_TYPES, "D": (64, 128), "S": (NODES, SPANS)},
+    ),
+    Cuda(
+        "tree_cache_top_spans_{T}",
+        "ops/tree_cache/decode/top_spans.cuh",
+        [
+            f"cudaError_t launch_top_spans<{{T}}, {dim}>(const AttendParams<{{T}}>&, const DecodePlan&, cudaStream_t)"
+            for dim in (64, 128)
+        ],
+        {"T": HALF_TYPES},
     ),
 ]
 

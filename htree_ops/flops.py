@@ -367,6 +367,22 @@ def _tree_cache_attention(
     return prod(q[:2]) * (2 * k[3] * (scored + selecting) + 2 * v[3] * kept)
 
 
+def _tree_cache_prompt(
+    q: Shape,
+    k_pool: Shape,
+    v_pool: Shape,
+    block_table: Shape,
+    length: int,
+    *_: Any,
+    page_size: int,
+    top_k: int = 512,
+    **options: Any,
+) -> int:
+    """The last rows of texts of ``length`` tokens."""
+    k, v = ((q[0], length, pool[1], pool[3]) for pool in (k_pool, v_pool))
+    return _attention(q, k, v, top_k_per_layer=top_k, **options)
+
+
 FORMULAS: dict[str, Callable[..., int]] = {
     "attention": _attention,
     "attention_forward": _attention,
@@ -392,6 +408,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "fp8_gemm_exact": _gemm,
     "kv_decode_attention": _kv_decode_attention,
     "tree_cache_attention": _tree_cache_attention,
+    "tree_cache_prompt": _tree_cache_prompt,
 }
 
 for _name, _formula in FORMULAS.items():

@@ -95,8 +95,18 @@ def judge(log: str, opcodes: Opcodes) -> tuple[Counter[str], list[str]]:
 
 
 def plain(name: str) -> str:
-    """A demangled name without the types of template arguments, which tools write or leave out."""
-    return re.sub(r"\((?:int|bool|unsigned int|long)\)", "", name).replace("true", "1").replace("false", "0")
+    """A kernel's demangled name without what tools write in different ways: the types of template arguments, and the
+    parameters, which may depend on those.
+    """
+    name = re.sub(r"\((?:int|bool|unsigned int|long)\)", "", name).replace("true", "1").replace("false", "0")
+    if not name.endswith(")"):
+        return name
+    depth = 0
+    for begin in range(len(name) - 1, -1, -1):
+        depth += (name[begin] == ")") - (name[begin] == "(")
+        if depth == 0:
+            break
+    return name[:begin]
 
 
 def tool() -> str:

@@ -164,10 +164,10 @@ def storage_bytes(x: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()).clone()
 
 
-def to_meta(x: Any) -> Any:
+def to_meta(x: Any, argument: torch.Argument | None = None) -> Any:
     if isinstance(x, list):
         # Among ints torch takes a tensor of one element for its number, which a tensor on meta does not have.
-        numbers = any(isinstance(y, int) for y in x)
+        numbers = argument is not None and "int" in str(argument.type)
         return [y.item() if numbers and isinstance(y, Tensor) else to_meta(y) for y in x]
     if isinstance(x, Tensor):
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
@@ -192,7 +192,9 @@ def check_call(call: Call, args: list[Any], outcomes: Counter[str]) -> None:
     before = [(i, x, storage_bytes(x)) for i, arg in enumerate(args) for x in tensors_of(arg)]
     result, error = attempt(call, args)
     if error is None:
-        meta = call.overload(*map(to_meta, args), **{k: to_meta(v) for k, v in call.kwargs.items()})
+        # A call may leave out the last arguments.
+        on_meta = map(to_meta, args, call.overload._schema.arguments[: len(args)])
+        meta = call.overload(*on_meta, **{k: to_meta(v) for k, v in call.kwargs.items()})
         assert facts(result) == facts(meta), call.op
     else:
         text = str(error)

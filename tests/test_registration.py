@@ -246,6 +246,23 @@ SCHEMAS = {
         "str step, *, int capacity, int page_size, int selection_stride=1) -> ()"
     ),
     "tree_cache_copy_": "(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor pages) -> ()",
+    "tree_cache_prompt_bytes": (
+        "(Tensor k_pool, Tensor v_pool, int num_sequences, int num_heads, int capacity, *, "
+        "int compression_rate=16, int max_top_nodes=8192, int top_k=512, int selection_stride=1, "
+        "int? selection_span=None) -> int"
+    ),
+    "tree_cache_pack_prompt_": (
+        "(Tensor(a!) copies, Tensor k_pool, Tensor v_pool, Tensor block_table, int num_heads, int begin, int end, "
+        "int capacity, *, int page_size, int compression_rate=16, int max_top_nodes=8192, int top_k=512, "
+        "int selection_stride=1, int? selection_span=None, float? rope_base=10000., float[]? inv_freq=None) -> ()"
+    ),
+    "tree_cache_prompt": (
+        "(Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_table, int length, Tensor? copies=None, "
+        "int capacity=0, bool store_lists=False, *, int page_size, int compression_rate=16, "
+        "int max_top_nodes=8192, int top_k=512, int selection_stride=1, int? selection_span=None, "
+        'float? scale=None, float? rope_base=10000., str importance="lse_causal", float[]? inv_freq=None) '
+        "-> (Tensor out, Tensor gmax, Tensor gsum, Tensor lists)"
+    ),
 }
 FACTORIES = {"rope_cache", "top_parents"}
 AUTOCAST = {
@@ -316,6 +333,7 @@ def test_mutating_ops_return_nothing() -> None:
         "tree_cache_append_",
         "tree_cache_append_packed_",
         "tree_cache_copy_",
+        "tree_cache_pack_prompt_",
         "tree_cache_pages_",
     }
     assert not any(overload(name)._schema.returns for name in mutating)

@@ -164,8 +164,8 @@ MUTATING = {
 }
 #: Of what an op is tried on, where that is not 4 by 4.
 SIZES = {"tree_cache_append_packed_": (4, 64)}
-#: These write int32 tensors alone, and a view of those is never lazy.
-MUTATING_INTEGERS = {"tree_cache_pages_"}
+#: These write integers alone, and a view of those is never lazy.
+MUTATING_INTEGERS = {"tree_cache_pack_prompt_", "tree_cache_pages_"}
 
 
 def negated(values: Tensor) -> Tensor:

@@ -36,10 +36,20 @@ __device__ __forceinline__ void store_shared_16(uint32_t address, const uint4& x
                : "memory");
 }
 // `address` is a multiple of 8.
+__device__ __forceinline__ uint2 load_shared_8(uint32_t address) {
+  uint2 x;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address) : "memory");
+  return x;
+}
 __device__ __forceinline__ void store_shared_8(uint32_t address, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
 // `address` is a multiple of 4.
+__device__ __forceinline__ uint32_t load_shared_4(uint32_t address) {
+  uint32_t x;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
 __device__ __forceinline__ void store_shared_4(uint32_t address, float x) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
 }

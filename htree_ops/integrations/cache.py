@@ -69,7 +69,7 @@ class Shared:
     """What the layers of a cache share.
 
     Attributes:
-        max_cache_len, page_size, num_pages, leaf_bits: of :class:`TreeCache`.
+        max_cache_len, page_size, num_pages, leaf_bits, prompt_bytes: of :class:`TreeCache`.
         rows: of the latest call whose batch was padded.
     """
 
@@ -77,6 +77,7 @@ class Shared:
     page_size: int | None
     num_pages: int | None
     leaf_bits: int | None
+    prompt_bytes: int | None
     rows: NewRows | None = field(default=None)
 
     def new_rows(self, mask: Tensor | None, before: int, n: int, held: Tensor) -> NewRows | None:
@@ -202,6 +203,7 @@ class TreeLayer(CacheLayerMixin):
             page_size=shared.page_size,
             num_pages=shared.num_pages,
             leaf_bits=shared.leaf_bits,
+            prompt_bytes=shared.prompt_bytes,
             dtype=k.dtype,
             device=k.device,
             **options,
@@ -312,8 +314,9 @@ class TreeCache(Cache):
     Args:
         config: of the model.
         max_cache_len: most tokens of a sequence, its padding included.
-        page_size, num_pages, leaf_bits: as in :class:`htree_ops.TreeKVCache`. leaf_bits = 8 halves the memory; what it
-            costs in time and quality is in docs/limits.md and docs/quality.md (g).
+        page_size, num_pages, leaf_bits, prompt_bytes: as in :class:`htree_ops.TreeKVCache`; each layer has a cache of
+            its own. leaf_bits = 8 halves the memory; what it costs in time and quality is in docs/limits.md and
+            docs/quality.md (g).
 
     Raises:
         TypeError, ValueError: a size of the wrong kind or out of range. The head size and dtype of the model must suit
@@ -328,11 +331,12 @@ class TreeCache(Cache):
         page_size: int | None = None,
         num_pages: int | None = None,
         leaf_bits: int | None = None,
+        prompt_bytes: int | None = None,
     ) -> None:
         check_int("TreeCache", "max_cache_len", max_cache_len, 1)
         if leaf_bits is not None:
             check_bits("TreeCache", leaf_bits)
-        self.shared = Shared(max_cache_len, page_size, num_pages, leaf_bits)
+        self.shared = Shared(max_cache_len, page_size, num_pages, leaf_bits, prompt_bytes)
         layers = config.get_text_config(decoder=True).num_hidden_layers
         super().__init__(layers=[TreeLayer(self.shared) for _ in range(layers)])
 

@@ -8,6 +8,7 @@ tokens are packed they are, because then nothing else tells of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ __all__ = [
     "tree_cache_append_packed",
     "tree_cache_attention",
     "tree_cache_pages",
+    "tree_cache_prompt",
 ]
 
 
@@ -303,6 +305,30 @@ def tree_cache_attention(
                 new_pos[b, slot] = t
                 new_lists[b, slot] = torch.stack([x[0, 0] for x in used])
     return out, lse, new_lists, new_pos
+
+
+def tree_cache_prompt(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    block_table: Tensor,
+    length: int,
+    copies: Tensor | None = None,
+    capacity: int = 0,
+    store_lists: bool = False,
+    *,
+    page_size: int,
+    top_k: int = 512,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (out, lse, lists) of `tree_cache_prompt`, whose log-sum-exp is gmax + log(gsum). No copies are read."""
+    k, v = (
+        torch.stack([gather_tokens(pool, table, length, page_size) for table in block_table])
+        for pool in (k_pool, v_pool)
+    )
+    found = htree_forward_naive(q, k, v, top_k_per_layer=top_k, **options)
+    lists = torch.stack(found.parents) if store_lists else q.new_zeros(0, dtype=torch.int32)
+    return found.out, found.lse, lists
 
 
 def _opened(token: int, layer: int, rate: int, kv_heads: int, top_k: int) -> Tensor:

@@ -13,6 +13,7 @@ from htree_ops.testing.cases import Case, normal
 from htree_ops.testing.compare import assert_close_spec
 
 __all__ = [
+    "ANY_SUM",
     "BENCHMARK_CASES",
     "CASES",
     "EXACT_SUM",
@@ -34,6 +35,8 @@ EXACT_SUM = 2.0**-20
 TENSOR_CORE_SUM = 2.0**-10
 #: On values of one sign, whose sums are cut off again and again: 2^-8.98 was measured for 384 terms.
 ONE_SIGN_SUM = 2.0**-8.9
+#: The bound for any codes, beside the K·2^-31 of the fp32 sums: one large term cuts off whole what is far below it.
+ANY_SUM = 131 * 2.0**-13
 
 
 def sum_error(device: str) -> float:

@@ -461,7 +461,23 @@ def op_calls(device: str) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     packed = replace(PACKED_CASES[2], lengths=(21, 9), queries=(5, 9))
     _, packed_k, packed_v = packed.texts(device)
     pools, packed_table = filled_packed_pools(packed, 4, packed_k, packed_v)
+    prompt = replace(case, lengths=(21, 21), queries=(13, 13))
+    prompt_q, *prompt_pools = prompt.make_inputs(device)[:4]
+    copies = torch.empty(
+        0, dtype=torch.uint8, device=device
+    )  # the general kernels and those of the CPU read none
+    of_copies = prompt.options()
+    del of_copies["importance"]
+    of_bytes = {
+        name: x for name, x in of_copies.items() if name not in ("page_size", "rope_base", "inv_freq")
+    }
     return {
+        "tree_cache_prompt_bytes": ((*prompt_pools[:2], 2, prompt.heads, 30), of_bytes),
+        "tree_cache_pack_prompt_": ((copies, *prompt_pools, prompt.heads, 3, 21, 30), of_copies),
+        "tree_cache_prompt": (
+            (prompt_q.unflatten(0, (2, 13)), *prompt_pools, 21, copies, 30, True),
+            prompt.options(),
+        ),
         "tree_cache_append_packed_": (
             (
                 *pools.values(),

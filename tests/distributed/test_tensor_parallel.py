@@ -29,6 +29,7 @@ WITHOUT_A_RULE: dict[str, tuple[str, ...]] = {
         "tree_cache_append_",
         "tree_cache_append_packed_",
         "tree_cache_copy_",
+        "tree_cache_pack_prompt_",
         "tree_cache_pages_",
     ),
     "has no tensor that could be sharded": ("rope_cache", "top_parents"),
@@ -60,6 +61,8 @@ WITHOUT_A_RULE: dict[str, tuple[str, ...]] = {
         "kv_decompress",
         "kv_prune",
         "tree_cache_attention",
+        "tree_cache_prompt",
+        "tree_cache_prompt_bytes",
     ),
 }
 

@@ -137,7 +137,7 @@ def test_every_op_with_products_has_a_formula() -> None:
         "head_rmsnorm_rope_backward", "kv_compress", "kv_decompress", "kv_prune", "mask_topk_scores_",
         "merge_to_global_", "rmsnorm_rope", "rmsnorm_rope_backward", "rope", "rope_cache", "select_topk", "span_means",
         "top_parents", "tree_cache_append_", "tree_cache_append_packed_", "tree_cache_copy_", "tree_cache_pages_",
-        "tree_build", "tree_build_backward",
+        "tree_cache_pack_prompt_", "tree_cache_prompt_bytes", "tree_build", "tree_build_backward",
     }  # fmt: skip
     names = {name for name in op_names() if not name.startswith("io_")}
     assert names - set(FORMULAS) - without == set()

@@ -78,6 +78,8 @@ def test_a_log_must_be_whole_and_its_tests_must_pass() -> None:
 
 def test_names_are_those_of_the_symbols() -> None:
     assert plain("void f<__half, (int)64, (bool)1>(P)") == plain("void f<__half, 64, true>(P)")
+    dependent = plain("void f<(bool)1>(std::conditional<T1, A, B (*)(int)>::type)")
+    assert dependent == plain("void f<true>(std::conditional<(bool)1, A, B (*)(int)>::type)") == "void f<1>"
 
 
 def test_instructions_come_from_the_disassembly(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:

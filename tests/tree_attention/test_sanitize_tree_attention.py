@@ -115,9 +115,9 @@ def test_frequencies_of_the_caller(case: TreeAttentionCase) -> None:
             assert gradient.isfinite().all()
 
 
-@pytest.mark.parametrize("stride", [1, 16])
-def test_backward_under_lists_that_break_the_rules(stride: int) -> None:
-    case = tensor_core("wild", torch.bfloat16, K=64, V=64, selection_stride=stride)
+@pytest.mark.parametrize(("stride", "rope_base"), [(1, 10000.0), (16, 10000.0), (1, None)])
+def test_backward_under_lists_that_break_the_rules(stride: int, rope_base: float | None) -> None:
+    case = tensor_core("wild", torch.bfloat16, K=64, V=64, selection_stride=stride, rope_base=rope_base)
     q, k, v = case.make_qkv("cuda")
     out, gmax, gsum, parents = torch.ops.htree.attention_forward(q, k, v, *case.op_options())
     generator = torch.Generator().manual_seed(stride)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -86,6 +87,121 @@ def test_keys_of_mixed_size(stride: int, nan_memory: None) -> None:
     for name, gradient, expected in zip(("dq", "dk", "dv"), (dq, dk, dv), wanted, strict=True):
         for kind in kinds:
             assert_small_error(gradient[:, kind], expected[:, kind], f"{name} of {kind}")
+
+
+# A case for each family of kernels, and whether each query gathers for itself.
+FAMILIES = {
+    "per_list": (model(selection_stride=16), False),
+    "per_list_stride4": (model(selection_stride=4), False),
+    "per_list_group16": (model(H=32, selection_stride=8), False),
+    "shared_gather_parent_gradient": (model(), False),
+    "shared_gather_stride2_group4": (model(H=8, selection_stride=2), False),
+    "shared_gather_key_gradient": (model(H=4), False),
+    "group3": (model(H=6, K=64, V=64, selection_stride=2), False),
+    "per_query_group16": (model(H=32), False),
+    "per_query": (model(H=8, K=32, V=32, selection_stride=4), True),
+    "dense_rows": (model(M=1024, top_k=64), False),
+    "dense_rows_group3": (model(H=6, M=1024, top_k=64, selection_stride=4), False),
+    "masked_rows": (model(rope_base=None), False),
+    "masked_rows_group3_stride2": (model(H=6, rope_base=None, selection_stride=2), False),
+    "three_layers": (model(T=3000, top_k=4, M=32, selection_stride=4), False),
+    "three_layers_stride1": (model(T=3000, top_k=4, M=32), False),
+}
+FAR_ABOVE = 2.0**20
+
+
+def gradients_of(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, object]
+) -> list[torch.Tensor]:
+    saved = op.attention_forward(q, k, v, **options)
+    return list(op.attention_backward(dout, q, k, v, *saved, **options))
+
+
+@pytest.mark.parametrize("t", [112, 640, 645, 899])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_value_that_no_gradient_reads(
+    family: str, t: int, nan_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A value far above the others, from which on nothing flows back, as padding has it, costs no digits elsewhere."""
+    case, alone = FAMILIES[family]
+    monkeypatch.setenv("HTREE_TREE_GATHER", "per_query" if alone else "auto")
+    q, k, v = case.make_qkv("cuda")
+    options = case.reference_options()
+    dout = torch.randn_like(q)
+    dout[:, t:] = 0.0
+    expected = gradients_of(dout, q, k, v, options)
+    v[:, t] *= FAR_ABOVE
+    gradients = gradients_of(dout, q, k, v, options)
+    # Sixteen queries may share a task, sixteen keys a parent; both share powers of two with the value.
+    run = t // 16 * 16
+    others = torch.ones(case.T, dtype=torch.bool, device="cuda")
+    others[run : run + 16] = False
+    assert torch.equal(gradients[0][:, :run], expected[0][:, :run])
+    for name, gradient, wanted in zip(("dq", "dk", "dv"), gradients, expected, strict=True):
+        assert gradient.isfinite().all(), name
+        assert_small_error(gradient[:, others], wanted[:, others].double(), name, 5e-3)
+
+
+@pytest.mark.parametrize("zeros", [1, 8, 40, 300])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_of_zeros_alone(
+    family: str, zeros: int, nan_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a text begins that was padded with zeros: the first rows see no other keys."""
+    case, alone = FAMILIES[family]
+    monkeypatch.setenv("HTREE_TREE_GATHER", "per_query" if alone else "auto")
+    q, k, v = case.make_qkv("cuda")
+    k[:, :zeros] = 0.0
+    options = case.reference_options()
+    dout = torch.randn_like(q)
+    out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
+    gradients = op.attention_backward(dout, q, k, v, out, gmax, gsum, parents, **options)
+    wanted = reference_gradients(q, k, v, dout, parents, options)
+    for name, gradient, expected in zip(("dq", "dk", "dv"), gradients, wanted, strict=True):
+        assert gradient.isfinite().all(), name
+        assert_small_error(gradient, expected, name)
+
+
+@pytest.mark.parametrize("t", [112, 645, 899])
+@pytest.mark.parametrize("of", ["k", "v"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_future_changes_no_bit_of_dq(
+    family: str, of: str, t: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However large a later row is, and whatever flows back from the queries that see it."""
+    case, alone = FAMILIES[family]
+    monkeypatch.setenv("HTREE_TREE_GATHER", "per_query" if alone else "auto")
+    inputs = dict(zip("qkv", case.make_qkv("cuda"), strict=True))
+    options = case.reference_options()
+    dout = torch.randn_like(inputs["q"])
+    expected = gradients_of(dout, **inputs, options=options)[0]
+    for factor in (FAR_ABOVE, 2.0**-20, 2.0**100):
+        changed = {**inputs, of: inputs[of].clone()}
+        changed[of][:, t] *= factor
+        dq = gradients_of(dout, **changed, options=options)[0]
+        run = t // 16 * 16
+        assert torch.equal(dq[:, :run], expected[:, :run]), factor
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_far_above_the_others(family: str, nan_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where gradients read such a value they follow the reference, and those of another batch do not change."""
+    case, alone = FAMILIES[family]
+    case = dataclasses.replace(case, B=2)
+    monkeypatch.setenv("HTREE_TREE_GATHER", "per_query" if alone else "auto")
+    q, k, v = case.make_qkv("cuda")
+    options = case.reference_options()
+    dout = torch.randn_like(q)
+    expected = gradients_of(dout, q, k, v, options)
+    v[1, 333] *= FAR_ABOVE
+    out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
+    gradients = op.attention_backward(dout, q, k, v, out, gmax, gsum, parents, **options)
+    wanted = reference_gradients(q, k, v, dout, parents, options)
+    for name, gradient, reference, before in zip(
+        ("dq", "dk", "dv"), gradients, wanted, expected, strict=True
+    ):
+        assert torch.equal(gradient[0], before[0]), name
+        assert_small_error(gradient, reference, name)
 
 
 @pytest.mark.parametrize("stride", STRIDES)

@@ -174,6 +174,10 @@ def test_info_lists_every_choice_of_kernels() -> None:
             kernels = [f"layers={forward['layers']}"]
             kernels += [f"{key}={backward[key]}" for key in ("dQ", "dK_dV", "top_dQ", "top_dK_dV")]
             assert any(" ".join(kernels) in line for line in listed), kernels
+            masked = choices(sizes, selection_stride=stride, backward=True, rotate=False)
+            if "token_dQ" in masked:
+                tokens = " ".join(f"{key}={masked[key]}" for key in ("token_dQ", "token_dK_dV"))
+                assert any(tokens in line and "rope_base=None" in line for line in listed), tokens
 
 
 def test_the_shape_of_the_public_triton_version() -> None:
@@ -243,9 +247,10 @@ def test_a_call_of_dense_rows_alone_needs_no_scratch() -> None:
 MASKED = {1: 8, 2: 8, 3: 8, 4: 8, 5: 6, 7: 4, 8: 4, 9: 3, 12: 2, 16: 2}
 
 
+@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("group", MASKED)
-def test_masked_rows_follow_the_options_alone(group: int, stride: int) -> None:
+def test_masked_rows_follow_the_options_alone(group: int, stride: int, backward: bool) -> None:
     for top_k, top_nodes in ((512, 8192), (16, 100)):
         end = MASKED[group] * top_k * 16
         for width in (32, 64, 128):
@@ -261,9 +266,19 @@ def test_masked_rows_follow_the_options_alone(group: int, stride: int) -> None:
                     top_k=top_k,
                     max_top_nodes=top_nodes,
                     rotate=False,
+                    backward=backward,
                 )
                 assert int(found["masked_rows"]) == end, "whatever the length, the batch and the queries"
                 assert end % 128 == 0, "no list and no run reaches across it"
+
+
+def test_tiles_of_masked_rows_are_numbered_in_16_bits() -> None:
+    for group in range(1, 17):
+        sizes = (1, 1_048_576, 1_048_576, group, 1, 128, 128)
+        end = int(choices(sizes, top_k=1024, rotate=False, backward=True)["masked_rows"])
+        run = 2 ** (128 // group).bit_length() // 2  # tokens of two tiles of rows
+        assert 2 * (end // run + 1) <= 2**16
+        assert end // 128 <= 2**16
 
 
 def test_masked_rows_need_strides_of_1_and_2_hopper_and_no_rotation() -> None:
@@ -277,19 +292,22 @@ def test_masked_rows_need_strides_of_1_and_2_hopper_and_no_rotation() -> None:
         {"per_query_gather": True},
         {"gathered": True},
     ]
-    for options in others:
-        found = choices(**{"rotate": False, **options})
-        assert found["masked_rows"] == "0"
-        assert "masked_rows" not in found["layers"]
-    assert choices(half=False, rotate=False)["masked_rows"] == "0"
-    assert choices(rotate=False, backward=True)["masked_rows"] == "0", "the backward gathers"
+    for backward in (False, True):
+        for options in others:
+            found = choices(**{"rotate": False, "backward": backward, **options})
+            assert found["masked_rows"] == "0"
+            assert "masked_rows" not in found.get("layers", "")
+            assert "token_dQ" not in found
+        assert choices(half=False, rotate=False, backward=backward)["masked_rows"] == "0"
 
 
 def test_the_switch_for_masked_rows_changes_nothing_else() -> None:
     for stride in (1, 2, 4, 16):
-        for options in ({"rotate": True}, {"rotate": False, "backward": True}):
-            here = {"selection_stride": stride, **options}
+        for backward in (False, True):
+            here = {"selection_stride": stride, "backward": backward}
             assert choices(**here) == choices(**here, gathered=True)
+            without = {**here, "rotate": False, "gathered": True}
+            assert choices(**without) == choices(**here), "the kernels of rotated keys"
     gathered = choices(rotate=False, gathered=True)
     assert gathered["layers"] == "dense,shared_gather"
     assert gathered["dense_rows"] == "8192"
@@ -316,6 +334,34 @@ def test_masked_rows_take_the_place_of_the_gather_at_the_tokens(stride: int) -> 
     }
     odd = layers((1, 127, 127, 32, 4, 128, 128), **own)
     assert odd == ["masked_rows"], "the one row behind the last whole list"
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_gradients_of_masked_rows_take_the_place_of_the_gathers_at_the_tokens(stride: int) -> None:
+    def found(length: int, queries: int, group: int = 8, **options: int) -> tuple[str | None, str | None]:
+        sizes = (1, length, queries, 4 * group, 4, 128, 128)
+        taken = choices(sizes, selection_stride=stride, rotate=False, backward=True, **options)
+        return taken.get("token_dQ"), taken.get("token_dK_dV")
+
+    for queries in (9000, 64):
+        assert found(9000, queries) == ("masked_rows", "masked_rows")
+        assert found(32_768, queries) == ("masked_rows", "masked_rows")
+    assert found(8192, 64) == (None, None)
+    assert found(32_832, 64) == (None, None)
+    assert found(32_800, 32_800) == ("masked_rows|shared_gather", "masked_rows|parent_gradient")
+    assert found(32_800, 32_800, group=16) == ("masked_rows|per_query", "masked_rows|key_gradient")
+    odd = found(127, 127, max_top_nodes=127, top_k=8)
+    row_behind_the_last_whole_list = (None, None) if stride == 1 else ("masked_rows", "masked_rows")
+    assert odd == row_behind_the_last_whole_list
+
+
+def test_masked_rows_leave_the_chunks_of_a_model_as_they_are() -> None:
+    """The query side of a chunk fits into the memory of the partial sums of the top."""
+    for length in (32_768, 131_072):
+        sizes = (1, length, length, 32, 4, 128, 128)
+        masked = choices(sizes, rotate=False, backward=True)
+        gathered = choices(sizes, rotate=False, backward=True, gathered=True)
+        assert masked["query_chunk"] == gathered["query_chunk"]
 
 
 def gradients(

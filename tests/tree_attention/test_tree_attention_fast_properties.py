@@ -158,12 +158,13 @@ def test_h11_expanded_heads_select_per_query_head(case, seed):
     stride=st.sampled_from((1, 4, 16)),
     group=st.sampled_from((2, 4, 8, 16)),
     extreme=st.booleans(),
+    rope_base=st.sampled_from((10000.0, None)),
 )
-def test_backward_under_lists_that_break_the_rules_stays_in_bounds(seed, stride, group, extreme):
+def test_backward_under_lists_that_break_the_rules_stays_in_bounds(seed, stride, group, extreme, rope_base):
     """attention_backward keeps to §1.3 for any lists; memcheck watches two of these calls."""
     case = TreeAttentionCase(
         name="wild", dtype=torch.bfloat16, T=300, H=group, H_kv=1, K=64, V=64, r=16, top_k=4, M=32,
-        selection_stride=stride,
+        selection_stride=stride, rope_base=rope_base,
     )  # fmt: skip
     q, k, v = case.make_qkv("cuda", seed)
     out, gmax, gsum, parents = forward(q, k, v, case)

@@ -172,6 +172,21 @@ def test_the_range_of_bfloat16(size: float, stride: int) -> None:
     assert_epsilon_optimal(q, k, v, parents, options, TENSOR_CORE_DELTA[case.dtype])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("stride", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("size", [2.0**24, 2.0**28, 2.0**31, 2.0**34, 2.0**60])
+def test_scores_with_steps_of_many_powers_of_two(dtype: torch.dtype, stride: int, size: float) -> None:
+    """Half a step beyond the largest score is no weight: outputs stay finite and within the values."""
+    case = model("steep", dtype, T=2100, H=16, K=128, V=128, M=256, selection_stride=stride)
+    q, k, v = case.make_qkv("cuda")
+    out, gmax, gsum, _ = op.attention_forward(q, k, v, **{**case.reference_options(), "scale": size})
+    assert gmax.isfinite().all()
+    assert gsum.isfinite().all()
+    assert (gsum > 0.9).all()
+    assert out.isfinite().all()
+    assert out.abs().max() <= v.abs().max() * (1 + 2**-6)
+
+
 def test_mixed_sizes_of_keys_and_queries() -> None:
     """Rows of q and of k stand next to rows of far different sizes."""
     case = model("mixed", T=3000, K=128, V=128, top_k=16, M=256)
@@ -251,6 +266,26 @@ def test_stream_and_graph(dtype: torch.dtype, inv_freq: tuple[float, ...] | None
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(captured, op.attention(q, k, v, **case.reference_options()))
+
+
+@pytest.mark.parametrize("stride", [1, 4, 16])
+@pytest.mark.parametrize("group", [1, 3, 4, 8, 16])
+def test_bits_do_not_depend_on_the_length(group: int, stride: int) -> None:
+    """In texts with as many layers; with more of them before M, and if no top is dense everywhere (§1.14)."""
+    case = model("lengths", T=5200, H=2 * group, top_k=13, M=200, selection_stride=stride)
+    q, k, v = case.make_qkv("cuda")
+    two_layers, three_layers = (208, 304, 1501, 3200), (3201, 4096, 5200)
+    rows = {
+        length: op.attention(q[:, :length], k[:, :length], v[:, :length], **case.reference_options())
+        for length in (200, *two_layers, *three_layers)
+    }
+    for depth in (two_layers, three_layers):
+        for length in depth[:-1]:
+            assert torch.equal(rows[length], rows[depth[-1]][:, :length]), length
+    dense_top = group != 3
+    for length, shorter in rows.items():
+        same = case.M if dense_top else length
+        assert torch.equal(shorter[:, :same], rows[5200][:, :same]), length
 
 
 @pytest.mark.parametrize(("length", "stride"), [(65_536, 1), (524_288, 16)])

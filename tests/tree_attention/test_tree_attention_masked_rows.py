@@ -7,18 +7,19 @@ import math
 
 import pytest
 import torch
-from tree_attention_fast import TENSOR_CORE_TOLERANCE, assert_fast_output
+from tree_attention_fast import TENSOR_CORE_TOLERANCE, assert_fast_output, assert_small_error
 from tree_attention_fast import model as fast_model
 
 import htree_ops  # noqa: F401
 from htree_ops.testing.cases import case_id
 from htree_ops.testing.compare import assert_close_spec
 from htree_ops.testing.tree_attention_cases import TreeAttentionCase
-from htree_ops.testing.tree_attention_checks import assert_lists, forced
+from htree_ops.testing.tree_attention_checks import assert_lists, forced, reference_gradients
 
 pytestmark = pytest.mark.gpu
 
 op = torch.ops.htree
+NAMES = ("dq", "dk", "dv")
 model = functools.partial(fast_model, rope_base=None)
 
 
@@ -35,6 +36,7 @@ SHAPES = [
     *(model(f"length{t}", T=t, H=8, H_kv=1, K=128, V=128) for t in (129, 143, 1008, 1023, 1024, 1025, 1039)),
     model("three_layers", T=3000, H=4, H_kv=1, K=128, V=128, top_k=8, M=64),
     model("three_layers_group16", T=3000, H=16, H_kv=1, top_k=8, M=64),
+    model("lists_of_40", T=2500, H_kv=1, top_k=40, M=256, K=128, V=128),
     model("long_lists", T=5000, H_kv=1, top_k=128, M=512, K=128, V=128),
     model("one_walking_row_and_layer", T=127, M=127, selection_stride=2, K=128, V=128),
     model("batch", B=3, T=1100, H=8, H_kv=1),
@@ -48,6 +50,8 @@ SHAPES = [
     model("misaligned", T=700, layout="misaligned"),
 ]
 CASES = [shape.with_dtype(dtype) for shape in SHAPES for dtype in (torch.bfloat16, torch.float16)]
+# of longer lists the tape of the reference takes tens of gigabytes
+GRADIENT_CASES = [case for case in CASES if case.T * case.top_k <= 100_000]
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
@@ -182,19 +186,167 @@ def test_powers_of_two_of_keys_are_those_of_the_tiles_that_are_left(width: int) 
     assert_fast_output(out, forced(q, k, v, parents, options).out, v)
 
 
-@pytest.mark.parametrize("stride", [1, 2])
-def test_gradients_take_the_masked_rows(stride: int) -> None:
-    """The backward gathers; what the forward leaves for it is the same to rounding."""
-    case = model("gradients", T=1500, H=16, K=128, V=128, selection_stride=stride)
+@pytest.mark.parametrize("case", GRADIENT_CASES, ids=case_id)
+def test_gradients(case: TreeAttentionCase, nan_memory: None) -> None:
     q, k, v = case.make_qkv("cuda")
     options = case.reference_options()
     out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
+    saved = (torch.randn_like(out), q, k, v, out, gmax, gsum)
+    gradients = op.attention_backward(*saved, parents, **options)
+    wanted = reference_gradients(q, k, v, saved[0], parents, options)
+    for name, gradient, expected in zip(NAMES, gradients, wanted, strict=True):
+        assert_small_error(gradient, expected, name, 2e-2 * max(1.0, case.spread))
+    for lists in (parents, []):
+        for name, x, y in zip(NAMES, gradients, op.attention_backward(*saved, lists, **options), strict=True):
+            assert torch.equal(x, y), f"{name}: a repeat has equal bits, with stored lists and without"
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("group", [1, 3, 8, 16])
+def test_every_row_has_its_own_gradient(group: int, stride: int) -> None:
+    """Rows whose dO is far above that of the others, so that a single row or tile that is wrong shows."""
+    case = model("single", T=1100, H=group, H_kv=1, K=64, V=64, selection_stride=stride)
+    q, k, v = case.make_qkv("cuda")
+    options = case.reference_options()
+    out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
+    for t in (128, 143, 191, 256, 383, 511, 512, 1099):
+        dout = torch.randn_like(out)
+        dout[:, t] *= 100.0
+        got = op.attention_backward(dout, q, k, v, out, gmax, gsum, parents, **options)
+        wanted = reference_gradients(q, k, v, dout, parents, options)
+        assert_small_error(got[0][:, t], wanted[0][:, t], f"dq of row {t}", 3e-2)
+        for name, gradient, expected in zip(NAMES[1:], got[1:], wanted[1:], strict=True):
+            for first in range(0, case.T, 128):
+                tile = slice(first, first + 128)
+                assert_small_error(
+                    gradient[:, tile], expected[:, tile], f"{name} from {first}, row {t}", 3e-2
+                )
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("group", [1, 3, 8, 16])
+def test_dq_of_a_row_has_the_same_bits_in_every_call(group: int, stride: int) -> None:
+    """As long as all powers of two are the same: rows of q and of dO have one size, the first value is the largest."""
+    case = model("rows", T=1000, H=2 * group, K=128, V=128, top_k=8, M=64, selection_stride=stride)
+    q, k, v = case.make_qkv("cuda")
+    q[..., 0] = 6.0
+    v[:, 0] *= 16.0
+    options = case.reference_options()
+    dout = torch.randn_like(q).sign()
+
+    def query_gradient(start: int, end: int) -> torch.Tensor:
+        inputs = (q[:, start:end], k[:, :end], v[:, :end])
+        saved = op.attention_forward(*inputs, **options)
+        return op.attention_backward(dout[:, start:end], *inputs, *saved, **options)[0]
+
+    whole = query_gradient(0, 1000)
+    for start, end in (
+        (0, 65),
+        (0, 81),
+        (64, 129),
+        (98, 250),
+        (250, 256),
+        (300, 513),
+        (510, 1000),
+        (998, 999),
+    ):
+        assert torch.equal(query_gradient(start, end), whole[:, start:end]), (start, end)
+
+
+@pytest.mark.parametrize("group", [1, 3, 8, 16])
+def test_gradients_of_a_batch_have_the_bits_it_has_alone(group: int) -> None:
+    case = model("rows", T=1100, B=3, H=2 * group, K=128, V=128)
+    q, k, v = case.make_qkv("cuda")
+    options = case.reference_options()
+    out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
+    saved = (torch.randn_like(out), q, k, v, out, gmax, gsum)
+    gradients = op.attention_backward(*saved, parents, **options)
+    alone = op.attention_backward(*(x[1:2] for x in saved), [x[1:2] for x in parents], **options)
+    for name, gradient, expected in zip(NAMES, gradients, alone, strict=True):
+        assert torch.equal(gradient[1:2], expected), name
+
+
+@pytest.mark.parametrize("group", [1, 3, 8, 16])
+def test_gradients_where_tiles_are_left_out(group: int) -> None:
+    """All queries want the same few parents."""
+    case = model("alike", T=1000, H=group, H_kv=1, K=64, V=64)
+    q, k, v = case.make_qkv("cuda")
+    same = q[:, :1, :1].clone()
+    q[:] = same
+    k[:, 130:400] += same
+    options = case.reference_options()
+    out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
     dout = torch.randn_like(out)
-    stored = op.attention_backward(dout, q, k, v, out, gmax, gsum, parents, **options)
-    recomputed = op.attention_backward(dout, q, k, v, out, gmax, gsum, [], **options)
-    for name, x, y in zip(("dq", "dk", "dv"), stored, recomputed, strict=True):
-        assert x.isfinite().all(), name
-        assert torch.equal(x, y), name
+    gradients = op.attention_backward(dout, q, k, v, out, gmax, gsum, parents, **options)
+    wanted = reference_gradients(q, k, v, dout, parents, options)
+    for name, gradient, expected in zip(NAMES, gradients, wanted, strict=True):
+        assert_small_error(gradient, expected, name)
+
+
+@pytest.mark.parametrize("width", [32, 64, 128])
+def test_gradients_of_rows_whose_sizes_differ(width: int, nan_memory: None) -> None:
+    """Powers of two of single rows of q, k and dO, in several tiles."""
+    case = model("sizes", T=1000, H=16, K=width, V=width)
+    q, k, v = case.make_qkv("cuda")
+    k[:, 1::3] *= 2.0**-11
+    k[:, 300] *= 2.0**-40
+    q[:, 2::5] *= 2.0**-12
+    options = case.reference_options()
+    out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
+    dout = torch.randn_like(out)
+    dout[:, 3::7] *= 2.0**-6
+    gradients = op.attention_backward(dout, q, k, v, out, gmax, gsum, parents, **options)
+    wanted = reference_gradients(q, k, v, dout, parents, options)
+    for name, gradient, expected in zip(NAMES, gradients, wanted, strict=True):
+        for kind in (slice(None), slice(1, None, 3), slice(2, None, 5), slice(3, None, 7)):
+            assert_small_error(gradient[:, kind], expected[:, kind], f"{name} of {kind}")
+
+
+@pytest.mark.parametrize("group", [1, 3, 8, 16])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_gradients_that_are_not_finite_reach_their_tokens_alone(group: int, value: float) -> None:
+    """A row of dO reaches its own dq and the tokens up to its own, and a key or a value no dq of an earlier row."""
+    case = model("poisoned", T=500, H=2 * group, K=128, V=128)
+    inputs = case.make_qkv("cuda")
+    options = case.reference_options()
+    dout = torch.randn_like(inputs[0])
+
+    def gradients(dout: torch.Tensor, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        return op.attention_backward(dout, *inputs, *op.attention_forward(*inputs, **options), **options)
+
+    for token in (128, 130, 200, 255, 256, 383, 499):
+        poisoned = dout.clone()
+        poisoned[:, token, :, 5] = value
+        dq, dk, dv = gradients(poisoned, *inputs)
+        assert dq[:, token].isnan().all()
+        assert dq[:, :token].isfinite().all()
+        assert dq[:, token + 1 :].isfinite().all()
+        for x in (dk, dv):
+            assert not x[:, : token + 1, :, 5].isfinite().any()
+            # the other queries and nodes of a task of the top may share its numbers, later parents do not
+            assert x[:, (token // 256 + 1) * 256 :].isfinite().all(), "no later token"
+        silent = dout.clone()
+        silent[:, token:] = 0.0
+        clean = gradients(silent, *inputs)[0]
+        for poisoned_input in (1, 2):
+            changed = [x.clone() for x in inputs]
+            changed[poisoned_input][:, token] = value
+            dq = gradients(silent, *changed)[0]
+            assert_small_error(dq[:, :token], clean[:, :token].double(), "dq", 5e-3)
+
+
+@pytest.mark.parametrize(
+    "mask", [[True, False, False], [False, True, False], [False, False, True], [False, True, True]]
+)
+def test_some_of_the_gradients(mask: list[bool], nan_memory: None) -> None:
+    case = model("some", T=1100, H=8, H_kv=1, K=128, V=128)
+    q, k, v = case.make_qkv("cuda")
+    options = case.reference_options()
+    out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
+    saved = (torch.randn_like(out), q, k, v, out, gmax, gsum, parents)
+    some = op.attention_backward(*saved, **options, output_mask=mask)
+    for wanted, full, gradient in zip(mask, op.attention_backward(*saved, **options), some, strict=True):
+        assert not wanted or torch.equal(gradient, full)
 
 
 def test_a_graph_replays_masked_rows() -> None:
@@ -209,6 +361,46 @@ def test_a_graph_replays_masked_rows() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(captured, op.attention(q, k, v, **options))
+
+
+def test_a_graph_replays_gradients_of_masked_rows() -> None:
+    case = model("graph", T=1500, H=8, H_kv=1, K=128, V=128)
+    q, k, v = case.make_qkv("cuda")
+    options = case.reference_options()
+    saved = op.attention_forward(q, k, v, **options)
+    dout = torch.randn_like(q)
+    op.attention_backward(dout, q, k, v, *saved, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = op.attention_backward(dout, q, k, v, *saved, **options)
+    dout.neg_()
+    graph.replay()
+    torch.cuda.synchronize()
+    for x, y in zip(captured, op.attention_backward(dout, q, k, v, *saved, **options), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("heads", [(32, 4), (8, 8), (32, 2)], ids=str)
+@pytest.mark.parametrize("stride", [1, 2])
+def test_gradients_of_a_text_of_many_chunks(
+    stride: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks that begin anywhere in the text, and rows on both sides of the bound, beside the kernels that gather."""
+    H, H_kv = heads
+    case = model("chunks", T=40_000, H=H, H_kv=H_kv, K=128, V=128, top_k=512, M=8192, selection_stride=stride)
+    q, k, v = case.make_qkv("cuda")
+    options = case.reference_options()
+    out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
+    saved = (torch.randn_like(out), q, k, v, out, gmax, gsum, parents)
+    gradients = op.attention_backward(*saved, **options)
+    for name, x, y in zip(NAMES, gradients, op.attention_backward(*saved, **options), strict=True):
+        assert torch.equal(x, y), name
+    monkeypatch.setenv("HTREE_TREE_GATHER", "gathered")
+    wanted = op.attention_backward(*saved, **options)
+    for name, gradient, expected in zip(NAMES, gradients, wanted, strict=True):
+        for first in range(0, case.T, 4096):
+            part = slice(first, first + 4096)
+            assert_small_error(gradient[:, part], expected[:, part].double(), f"{name} from {first}", 1e-2)
 
 
 @pytest.mark.parametrize("stride", [1, 2])

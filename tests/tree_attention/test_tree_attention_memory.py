@@ -87,7 +87,7 @@ def calls(lengths: tuple[int, ...] = LENGTHS) -> Iterator[Call]:
             if width == 64 and stride in (1, 16):
                 yield from (replace(call, span=span) for span in (1, 4, 16))
                 yield from (replace(call, span=span, int8=True) for span in (4, 16))
-            if width == 128 and stride <= 2:
+            if width != 64 and stride <= 2:
                 yield replace(call, rotate=False)
 
 
@@ -124,19 +124,37 @@ def score_bytes(call: Call, chunk: dict[str, int], top: str) -> int:
     return most
 
 
-def mark_needs(call: Call, chunk: dict[str, int], kernels: dict[str, str]) -> dict[str, int]:
-    """Marks, tiles and counts of masked rows, for a chunk that begins where most runs of rows are cut."""
-    if "masked_rows" not in kernels["layers"]:
-        return {}
-    group = call.heads // call.kv_heads
-    run = 2 ** (128 // group).bit_length() // 2
+def marked_tasks(call: Call, chunk: dict[str, int]) -> tuple[int, int, int]:
+    """Runs of masked rows of all heads, for a chunk that begins where most are cut; tiles and tokens of a run."""
+    run = 2 ** (128 * call.kv_heads // call.heads).bit_length() // 2
     tasks = chunk["batch_chunk"] * call.kv_heads * (-(-(chunk["query_chunk"] - 1) // run) + 1)
-    tiles = tasks * -(-min(call.num_keys, max(chunk["masked_rows"], chunk["dense_rows"])) // 128)
-    return {"marks": tiles * max(16, run), "tiles": tiles * 2, "counts": tasks * 4}
+    return tasks, -(-min(call.num_keys, max(chunk["masked_rows"], chunk["dense_rows"])) // 128), run
+
+
+def mark_needs(call: Call, chunk: dict[str, int]) -> dict[str, int]:
+    """Marks, tiles and counts of masked rows."""
+    tasks, tiles, run = marked_tasks(call, chunk)
+    return {"marks": tasks * tiles * max(16, run), "tiles": tasks * tiles * 2, "counts": tasks * 4}
+
+
+def masked_gradient_needs(call: Call, chunk: dict[str, int]) -> dict[str, int]:
+    """The query side of masked rows in tiles of 64 rows, marks, and for each tile of tokens the tiles of rows."""
+    tasks, tiles, _ = marked_tasks(call, chunk)
+    heads = chunk["batch_chunk"] * call.kv_heads
+    return {
+        "queries": 2 * tasks * 64 * max(64, call.width) * 2,
+        "gradients": 2 * tasks * 64 * max(64, call.width) * 2,
+        "numbers": 2 * tasks * 64 * 5 * 4,
+        "scaled": 2 * tasks * 4,
+        "bounds": heads * 8,
+        **mark_needs(call, chunk),
+        "users": 2 * tasks * tiles * 4,
+        "user_counts": heads * tiles * 4,
+    }
 
 
 def forward_needs(call: Call, chunk: dict[str, int], kernels: dict[str, str]) -> dict[str, int]:
-    marks = mark_needs(call, chunk, kernels)
+    marks = mark_needs(call, chunk) if "masked_rows" in kernels["layers"] else {}
     if len(call.layers) == 1:
         return marks
     queries = chunk["batch_chunk"] * chunk["query_chunk"]
@@ -151,6 +169,26 @@ def forward_needs(call: Call, chunk: dict[str, int], kernels: dict[str, str]) ->
     }
 
 
+def layer_tasks(call: Call, chunk: dict[str, int], kernels: dict[str, str]) -> Iterator[tuple[int, int, int]]:
+    """(layer, lists, tasks of a list) of the layers whose gradients the per-list kernels compute."""
+    group = call.heads // call.kv_heads
+    heads = chunk["batch_chunk"] * call.kv_heads
+    for layer in range(len(call.layers)):
+        top = layer + 1 == len(call.layers)
+        if kernels["top_dK_dV" if top else "dK_dV"] != "per_list":
+            continue
+        if top and call.stride < 16 and group in (4, 8, 16):  # runs of 16 queries, the first and last cut
+            queries, lists = 16, heads * (chunk["query_chunk"] // 16 + 2)
+        else:
+            queries, lists = call.stride, heads * -(-chunk["query_chunk"] // call.stride)
+        yield layer, lists, -(-queries * group // 128)
+
+
+def num_tasks(call: Call, chunk: dict[str, int], kernels: dict[str, str]) -> int:
+    """The most tasks of the per-list kernels in a layer."""
+    return max((lists * tasks for _, lists, tasks in layer_tasks(call, chunk, kernels)), default=0)
+
+
 def backward_needs(
     call: Call, chunk: dict[str, int], kernels: dict[str, str], recompute: bool
 ) -> dict[str, int]:
@@ -159,10 +197,15 @@ def backward_needs(
     lists = chunk["batch_chunk"] * chunk_lists * call.kv_heads
     kv_heads = chunk["batch_chunk"] * call.kv_heads
     parents = -(-call.num_keys // 16)
+    nodes = call.batch * call.kv_heads * sum(-(-nodes // 16) * 16 for nodes in call.layers)
     record = 2 * 2 * call.width  # a query in fp16 and a gradient in 16 bits
     needs = {
-        "key_bounds": call.batch * call.kv_heads * 8,
-        "query_bounds": kv_heads * 8,
+        "node_bounds": nodes * 2,
+        "parent_bounds": nodes // 16 * 2,
+        "earlier_bounds": nodes // 16 * 2,
+        "query_bounds": kv_heads * 12,
+        "list_bounds": lists * 2,
+        "task_powers": num_tasks(call, chunk, kernels) * 8,
         "meta": queries * call.heads * 16,
         "counts": lists * 4,
     }
@@ -189,20 +232,12 @@ def backward_needs(
 
 def sum_bytes(call: Call, chunk: dict[str, int], kernels: dict[str, str]) -> int:
     """Partial sums of the per-list kernels: of all lists of a chunk, or as many as the budget holds, at least one."""
-    group = call.heads // call.kv_heads
     budget = LIST_SUMS if kernels["dQ"] == "per_list" else TOP_SUMS
-    heads = chunk["batch_chunk"] * call.kv_heads
     most = 0
-    for layer, nodes in enumerate(call.layers):
-        top = layer + 1 == len(call.layers)
-        if kernels["top_dK_dV" if top else "dK_dV"] != "per_list":
-            continue
-        if top and call.stride < 16 and group in (4, 8, 16):  # runs of 16 queries, the first and last cut
-            queries, lists = 16, heads * (chunk["query_chunk"] // 16 + 2)
-        else:
-            queries, lists = call.stride, heads * -(-chunk["query_chunk"] // call.stride)
-        slots = -(-nodes // 16) if top else call.top_k
-        one = -(-queries * group // 128) * slots * 16 * 2 * 2 * call.width
+    for layer, lists, tasks in layer_tasks(call, chunk, kernels):
+        nodes = call.layers[layer]
+        slots = -(-nodes // 16) if layer + 1 == len(call.layers) else call.top_k
+        one = tasks * slots * 16 * 2 * 2 * call.width
         most = max(most, one * min(lists, max(1, budget // one)))
     return most
 
@@ -246,9 +281,18 @@ def test_the_backward_holds_what_it_writes_within_its_budget(recompute: bool) ->
         # scores and partial sums share their memory: lists are selected before their gradients are summed
         assert found["scores"] == found["partials"] <= found["partials_end"] <= found["end"]
 
-        # what a chunk of any size needs: a table, and two counts for every parent
+        masked = plan.masked_gradient_memory(base)
+        if "token_dQ" in kernels:
+            check_pieces(masked, masked_gradient_needs(call, chunk), base)
+        else:
+            assert masked["end"] == base
+        assert masked["end"] - base <= found["end"] - found["partials"], "it lies in the memory of the sums"
+
+        # what a chunk of any size needs: a table, and two counts for every parent; the bounds of nodes follow T
         fixed = needs.get("rotations", 0) + 2 * needs.get("offsets", 0) + len(found) * ALIGNMENT
-        assert sizes["end"] <= BACKWARD_SCRATCH + fixed < 2**31, call
+        bounds = needs["node_bounds"] + needs["parent_bounds"] + needs["earlier_bounds"]
+        assert bounds <= 2.4 * call.batch * call.kv_heads * (call.num_keys + 16 * len(call.layers)), call
+        assert sizes["end"] - bounds <= BACKWARD_SCRATCH + fixed < 2**31, call
 
 
 @pytest.mark.parametrize("gpu", GPUS)

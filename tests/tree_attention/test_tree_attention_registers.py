@@ -38,6 +38,9 @@ KERNEL = re.compile(
         ("backward_dense_rows_query_gradient_half_d64", 1),
         ("backward_dense_rows_key_gradient_bfloat16_d128", 1),
         ("backward_dense_rows_key_gradient_half_d128", 1),
+        ("backward_masked_rows_gradients_bfloat16_d128", 2),  # dQ, and dK with dV
+        ("backward_masked_rows_gradients_half_d128", 2),
+        ("backward_masked_rows_gradients_bfloat16_d64", 2),
         ("select_span_scores_bfloat16_d128", 5),  # in int8, for each number of means of a node in a tile
     ],
 )

@@ -36,6 +36,13 @@ CASES: dict[str, tuple[tuple[int, ...], torch.dtype, tuple[int, ...], tuple[Any,
         (0, 304, 608),
         (16, 32, 4, None, None, "exp_joint", 4),
     ),
+    "masked": ((1, 640, 8, 2, 64, 64), torch.bfloat16, (0, 128, 320, 640), (16, 32, 4, None, None)),
+    "masked_stride": (
+        (2, 608, 16, 1, 128, 128),
+        torch.float16,
+        (0, 208, 302, 608),
+        (16, 64, 8, None, None, "lse_causal", 2),
+    ),
     "dense": ((1, 400, 3, 1, 64, 64), torch.bfloat16, (0, 128, 400), (16, 512, 32)),
     "dense_below_a_top": ((1, 1200, 8, 1, 128, 128), torch.bfloat16, (0, 128, 512, 1200), (16, 512, 32)),
     "dense_stride": (

@@ -51,6 +51,17 @@ def expanded(x: Tensor, bits: int) -> Tensor:
     return kv_decompress(*rows, x.shape[2], x.shape[2], bits, x.dtype)[0].transpose(0, 1)
 
 
+def expanded_pools(case: TreeCacheCase, bits: int, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+    """Plain pages with nodes of the tokens as they came, into which the tokens are put as they come back."""
+    k_pool, v_pool, table = filled_pools(case, k, v)
+    for pool, x in ((k_pool, expanded(k, bits)), (v_pool, expanded(v, bits))):
+        for b, (length, first) in enumerate(zip(case.lengths, offsets(case.lengths, "cpu"), strict=False)):
+            token = torch.arange(length, device=k.device)
+            page, row = table[b].long()[token // case.page_size], token % case.page_size
+            pool[page, :, row] = x[int(first) : int(first) + length]
+    return {"k_pool": k_pool, "v_pool": v_pool}
+
+
 def attention_of(
     case: TreeCacheCase, pools: dict[str, Tensor], table: Tensor, q: Tensor, device: str
 ) -> tuple[Tensor, ...]:
@@ -145,18 +156,12 @@ def test_attention_gives_the_rows_of_the_reference(device: str, case: TreeCacheC
 def test_a_row_has_the_bits_of_plain_pages_with_these_tokens(
     device: str, case: TreeCacheCase, bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plain pages with nodes of the tokens as they came, into which the tokens are put as they come back."""
+    """On CUDA by the general kernels; those of the decode kernel are in test_packed_decode.py."""
     monkeypatch.setenv("HTREE_TREE_DECODE", "general")
     q, k, v = case.last_queries(device), *case.tokens(device)
     pools, table = filled_packed_pools(case, bits, k, v)
-    plain_k, plain_v, _ = filled_pools(case, k, v)
-    for pool, x in ((plain_k, expanded(k, bits)), (plain_v, expanded(v, bits))):
-        for b, (length, first) in enumerate(zip(case.lengths, offsets(case.lengths, "cpu"), strict=False)):
-            token = torch.arange(length, device=device)
-            page, row = table[b].long()[token // case.page_size], token % case.page_size
-            pool[page, :, row] = x[int(first) : int(first) + length]
     ours = attention_of(case, pools, table, q, device)
-    theirs = attention_of(case, {"k_pool": plain_k, "v_pool": plain_v}, table, q, device)
+    theirs = attention_of(case, expanded_pools(case, bits, k, v), table, q, device)
     assert bool(ours[0].isfinite().all())
     for name, a, b in zip(("out", "lse", "lists", "list_pos"), ours, theirs, strict=True):
         assert torch.equal(a, b), name

@@ -15,6 +15,7 @@ from htree_ops import HTreeAttention, TreeKVCache, tree_attention
 from htree_ops.ops.tree_cache import cache as cache_module
 from htree_ops.ops.tree_cache import prompts
 from htree_ops.ops.tree_cache.prompts import PROMPT_ROWS, attend_prompts
+from htree_ops.reference.tree_cache import gather_tokens
 
 KV_HEADS, HEADS, WIDTH = 2, 4, 8
 GPU: dict[str, Any] = {"max_top_nodes": 256, "top_k": 16, "page_size": 64}
@@ -97,22 +98,180 @@ def test_sequences_without_rows_beside_a_prompt(stride: int, before: int) -> Non
 
 
 @pytest.mark.usefixtures("short_prompts")
-def test_most_rows_of_a_prompt_go_through_tree_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_most_rows_of_a_prompt_go_through_tree_attention() -> None:
     """All with stride 1; with a stride all from the first leader on, the last of them with their lists."""
-    took: list[int] = []
-
-    def counted(q: Tensor, *arguments: Any, **options: Any) -> Any:
-        took.append(q.shape[1])
-        return tree_attention(q, *arguments, **options)
-
-    monkeypatch.setattr(prompts, "tree_attention", counted)
     for stride in (1, 4):
         cache = small_cache(1, selection_stride=stride)
         cache.attend(step([cache], [1], 1, 0))  # so that token 1 has its leader's lists
-        took.clear()
-        attend_prompts(cache, step([cache], [50], 50, 1), [50], return_lse=False)
+        q = step([cache], [50], 50, 1)
+        with StampedCopies() as copies:
+            attend_prompts(cache, q, [50], return_lse=False)
         # tokens 1 ... 50: with stride 4 the first leader is 4; the last 20 to 23 rows store lists
-        assert took == ([50] if stride == 1 else [24])
+        assert copies.calls == ([(50, False)] if stride == 1 else [(24, False), (23, True)])
+
+
+class StampedCopies(TorchDispatchMode):
+    """Copies on the CPU, whose kernels read none: a stamp of every token, which a call must find as the pages say it.
+
+    A stamp is the first key channel of the token, which no other token of these tests has.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[int, bool]] = []
+        self.packed: list[tuple[int, int]] = []
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
+    ) -> Any:
+        options, name = options or {}, op.overloadpacket.__name__
+        if name == "tree_cache_prompt_bytes":
+            return 4 * arguments[2] * arguments[4]
+        if name == "tree_cache_pack_prompt_":
+            copies, k_pool, _, table, _, begin, end, capacity = arguments
+            assert 0 <= begin <= end <= capacity
+            found = self.tokens(k_pool, table, end, options["page_size"])
+            copies.view(torch.float32).view(len(table), capacity)[:, begin:end] = found[:, begin:]
+            self.packed.append((begin, end))
+            return None
+        if name == "tree_cache_prompt":
+            q, k_pool, v_pool, table, length, copies, capacity, listed = (*arguments, False)[:8]
+            stamps = copies.view(torch.float32).view(len(table), capacity)[:, :length]
+            assert torch.equal(stamps, self.tokens(k_pool, table, length, options["page_size"]))
+            self.calls.append((q.shape[1], listed))
+            arguments = (q, k_pool, v_pool, table, length, None, 0, listed)
+        return op(*arguments, **options)
+
+    @staticmethod
+    def tokens(k_pool: Tensor, table: Tensor, length: int, page_size: int) -> Tensor:
+        return torch.stack([gather_tokens(k_pool, row, length, page_size)[:, 0, 0] for row in table])
+
+
+def attend(cache: TreeKVCache, q: Tensor, counts: list[int]) -> Tensor:
+    """As a cache on a GPU does it."""
+    prompt = q.shape[1] >= prompts.PROMPT_ROWS
+    out = attend_prompts(cache, q, counts, return_lse=False) if prompt else cache.attend(q, counts)
+    assert isinstance(out, Tensor)
+    return out
+
+
+@pytest.mark.parametrize("stride", [1, 4])
+@pytest.mark.usefixtures("short_prompts")
+def test_copies_never_outlive_their_text(stride: int) -> None:
+    """Random chunks, steps, truncations, beams, forks and states: every call finds the copies of its own text."""
+    reused = 0
+    for seed in range(40):
+        draw = torch.Generator().manual_seed(seed)
+
+        def number(low: int, high: int, draw: torch.Generator = draw) -> int:
+            return int(torch.randint(low, high + 1, (), generator=draw))
+
+        cache, plain = (small_cache(3, selection_stride=stride, num_pages=60) for _ in range(2))
+        saved = plain.state_dict()
+        with StampedCopies() as copies:
+            for call in range(14):
+                kind = number(0, 15)
+                lengths = plain.lengths.tolist()
+                for own in (cache, plain):
+                    if kind == 0:
+                        cut = [length // 2 // stride * stride for length in lengths]
+                        own.truncate([cut[0], -1, cut[2]] if call % 2 else torch.tensor(cut))
+                    elif kind == 1:
+                        own.reorder_([(0, 0, 2), (1, 0, 2), (0, 1, 2)][call % 3])
+                    elif kind == 2:
+                        own.fork(0, 1)
+                    elif kind == 3:
+                        own.free(call % 3)
+                    elif kind == 4:
+                        own.load_state_dict(saved)
+                if kind <= 4:
+                    continue
+                if kind == 8:
+                    saved = plain.state_dict()
+                n = number(1, 4) if kind == 5 else number(6 if stride == 1 else 13, 20)
+                n = min(n, 120 - max(lengths))
+                counts = [n if number(0, 3) else 0 for _ in lengths] if kind < 8 else [n, n, n]
+                if n:
+                    q = step([cache, plain], counts, n, 1000 * seed + 10 * call)
+                    expected = plain.attend(q, counts)
+                    torch.testing.assert_close(
+                        attend(cache, q, counts), expected, rtol=0, atol=0, equal_nan=True
+                    )
+        reused += sum(begin > 0 for begin, _ in copies.packed)
+    assert reused > 20
+
+
+@pytest.mark.parametrize("stride", [1, 4])
+@pytest.mark.usefixtures("short_prompts")
+def test_rows_may_come_again(stride: int) -> None:
+    """With a stride the first of many rows are computed over a text that ends before the copies do."""
+    cache, plain = (small_cache(1, selection_stride=stride) for _ in range(2))
+    with StampedCopies():
+        for call, (new, rows) in enumerate(((40, 40), (40, 40), (5, 40), (0, 40))):
+            if new:
+                step([cache, plain], [new], new, 10 * call)
+            q = normal(10 * call + 5, 1, rows, HEADS, WIDTH)
+            expected = plain.attend(q, [rows])
+            torch.testing.assert_close(attend(cache, q, [rows]), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.usefixtures("short_prompts")
+def test_copies_are_kept_from_the_second_chunk_to_the_next_step() -> None:
+    cache = small_cache(2, num_pages=60)
+    kept = cache.prompt_copies
+
+    def chunk(*counts: int) -> None:
+        n = max(counts)
+        attend(cache, step([cache], list(counts), n, sum(cache.lengths.tolist())), list(counts))
+
+    with StampedCopies() as copies:
+        chunk(16, 0)
+        assert kept.kept == ()
+        chunk(16, 0)
+        assert [(x.sequences, x.tokens, x.capacity) for x in kept.kept] == [((0,), 32, 48)]
+        assert cache.num_bytes().allocated >= kept.num_bytes() == 4 * 48
+        chunk(0, 2)  # of another sequence
+        chunk(16, 0)
+        chunk(16, 0)  # more than there is room for: all of it again
+        assert copies.packed == [(0, 16), (0, 32), (32, 48), (0, 64)]
+        assert kept.kept[0].capacity == 96
+        cache.truncate([-1, 0])
+        cache.reorder_([0, 0])  # sequence 0 stays
+        assert [x.sequences for x in kept.kept] == [(0,)]
+        chunk(8, 8)  # another company
+        assert [x.sequences for x in kept.kept] == [(0, 1)]
+        cache.append(*(normal(i, 2, 1, KV_HEADS, WIDTH) for i in range(2)))
+        assert kept.kept
+        cache.attend(normal(3, 2, 1, HEADS, WIDTH))
+        assert kept.kept == ()
+        chunk(8, 0)
+        chunk(8, 8)
+        assert [x.sequences for x in kept.kept] == [(0,), (1,)]
+        chunk(8, 1)
+        assert [x.sequences for x in kept.kept] == [(0,)]
+        other = small_cache(2, num_pages=60)
+        other.prompt_copies.kept = kept.kept
+        other.load_state_dict(cache.state_dict())
+        assert other.prompt_copies.kept == ()
+        cache.host_lengths.captured = True  # a graph may have changed the text
+        packed = len(copies.packed)
+        chunk(8, 0)
+        assert kept.kept == ()
+        assert [begin for begin, _ in copies.packed[packed:]] == [0]
+
+
+@pytest.mark.usefixtures("short_prompts")
+def test_kept_copies_are_bounded() -> None:
+    for most, kept in ((0, []), (4 * 30, []), (4 * 48, [32, 48]), (None, [32, 48, 64])):
+        cache = small_cache(1, prompt_bytes=most)
+        found = []
+        with StampedCopies():
+            for seed in range(4):
+                attend(cache, step([cache], [16], 16, seed), [16])
+                found.extend(x.tokens for x in cache.prompt_copies.kept)
+        assert found == kept
+    with pytest.raises(ValueError, match="prompt_bytes"):
+        small_cache(1, prompt_bytes=-1)
 
 
 class Launches(TorchDispatchMode):
@@ -129,6 +288,7 @@ class Launches(TorchDispatchMode):
         "unsqueeze",
         "view",
         "_unsafe_view",
+        "tree_cache_prompt_bytes",
     )
 
     def __init__(self) -> None:
@@ -154,8 +314,7 @@ def test_a_chunk_takes_few_launches(batch: int) -> None:
         with Launches() as launches:
             cache.append(k, v)
             attend_prompts(cache, q, [16] * batch, return_lse=False)
-        names = ["tree_cache_pages_", "tree_cache_append_", "index_select", "index_select"]
-        names += ["attention_forward", "copy_", "add"]
+        names = ["tree_cache_pages_", "tree_cache_append_", "tree_cache_prompt", "copy_", "add"]
         if chunk:
             assert [name for name in launches.names if batch == 1 or name != "clone"] == names
 
@@ -243,6 +402,118 @@ def test_a_backward_is_refused() -> None:
 # ---- on a GPU
 
 
+#: What decides which copies a text has: head dim, query heads of two K/V heads, and options. With at most 200 nodes at
+#: the top a text of 201 ... 3200 tokens has two layers, a longer one three.
+COPIED: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "per list": (128, 16, {"selection_stride": 16}),
+    "per list, spans": (64, 16, {"selection_stride": 4, "selection_span": 4}),
+    "shared gather": (128, 8, {}),
+    "shared gather, spans": (32, 4, {"selection_span": 1}),
+    "spans of a node": (64, 8, {"selection_stride": 2, "selection_span": 16}),
+    "no dense top": (64, 6, {"selection_span": 2}),
+    "masked tiles, then gathered": (64, 16, {"rope_base": None}),
+    "frequencies": (64, 8, {"inv_freq": [0.5 ** (i / 4) for i in range(32)], "selection_stride": 4}),
+    "half": (128, 8, {"dtype": torch.float16, "importance": "exp_joint"}),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("choice", ["auto", "per_query"])
+@pytest.mark.parametrize("name", COPIED)
+def test_kept_copies_give_the_bits_of_one_call(
+    name: str, choice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For chunks of any length, while the buffer grows and the top moves up; after a truncation and a fork.
+
+    One call has the text up to the chunk's end. A longer text may have a layer more, and where a top is dense its rows
+    agree with these to rounding alone (docs/semantics/tree_attention.md §1.14).
+    """
+    monkeypatch.setenv("HTREE_TREE_GATHER", choice)
+    width, heads, others = COPIED[name]
+    options = {"max_top_nodes": 200, "top_k": 13, "page_size": 48, **others}
+    stride = options.get("selection_stride", 1)
+    cache = TreeKVCache(2, 2, width, 6000, device="cuda", **options)
+    single = TreeKVCache(2, 2, width, 6000, device="cuda", prompt_bytes=0, **options)
+    tokens = gpu_step(cache, 5200, heads, 0)
+
+    def chunk(begin: int, end: int, kept: bool) -> None:
+        q, k, v = (x[:, begin:end] for x in tokens)
+        expected = tree_attention(*(x[:, :end] for x in tokens), **cache.options.to_dict())
+        assert isinstance(expected, Tensor)
+        first = prompts.prompt_begin(end, end - begin, stride)
+        for own in (cache, single):
+            own.append(k, v)
+            out = own.attend(q)
+            assert isinstance(out, Tensor)
+            assert torch.equal(out[:, first:], expected[:, begin + first :]), (begin, end)
+        assert bool(cache.prompt_copies.kept) == kept
+        assert not single.prompt_copies.kept
+
+    ends = [300, 556, 830, 1279, 1920, 2817, 3200, 3471, 4100, 4400]
+    for begin, end in zip([0, *ends], ends, strict=False):
+        chunk(begin, end, kept=begin > 0)
+    assert cache.prompt_copies.kept[0].tokens == 4400
+    for own in (cache, single):
+        own.truncate(3200)  # text that comes again is another one for a moment
+        own.append(*(x.flip(1)[:, :400] for x in tokens[1:]))
+        own.truncate(3200)
+    assert not cache.prompt_copies.kept
+    chunk(3200, 3900, kept=True)
+    chunk(3900, 4500, kept=True)
+    for own in (cache, single):
+        own.fork(0, 1)
+    assert not cache.prompt_copies.kept  # they were those of both
+    tokens = tuple(torch.stack([x[0], x[0]]) for x in tokens)  # type: ignore[assignment]
+    chunk(4500, 5000, kept=True)
+    chunk(5000, 5001, kept=False)
+    chunk(5001, 5200, kept=False)
+    cache.check()
+
+
+@pytest.mark.gpu
+def test_copies_of_sequences_of_several_lengths() -> None:
+    """Each group grows by itself, and a sequence without a row keeps its copies."""
+    lengths = [[600, 300, 0, 600], [512, 0, 700, 512], [400, 400, 400, 400], [300, 300, 1, 300]]
+    together = TreeKVCache(4, 2, 64, 3000, device="cuda", selection_stride=4, **GPU)
+    texts = gpu_step(together, 3000, 8, 11)
+    alone = [TreeKVCache(1, 2, 64, 3000, device="cuda", selection_stride=4, **GPU) for _ in range(4)]
+    held = [0] * 4
+    for counts in lengths:
+        n = max(counts)
+        q, k, v = (torch.stack([x[b, begin : begin + n] for b, begin in enumerate(held)]) for x in texts)
+        together.append(k, v, counts)
+        out = together.attend(q, counts)
+        assert isinstance(out, Tensor)
+        for b, count in enumerate(counts):
+            alone[b].append(k[b : b + 1, :count], v[b : b + 1, :count])
+            if count:
+                assert torch.equal(alone[b].attend(q[b : b + 1, :count])[0], out[b, :count])  # type: ignore[index]
+            held[b] += count
+    assert [x.sequences for x in together.prompt_copies.kept] == [(0, 3), (1,)]
+    together.check()
+
+
+@pytest.mark.gpu
+def test_a_step_frees_the_copies_of_a_prompt() -> None:
+    cache = TreeKVCache(1, 2, 128, 20_000, device="cuda", **GPU)
+    q, k, v = gpu_step(cache, 8000, 8, 0)
+    before = torch.cuda.memory_allocated()
+    for begin in (0, 4000):
+        rows = slice(begin, begin + 4000)
+        cache.append(k[:, rows], v[:, rows])
+        cache.attend(q[:, rows])
+    kept = torch.cuda.memory_allocated() - before
+    pages = (
+        12_000 * 2 * 2 * 128 * 2 * 16 // 15
+    )  # of tokens and nodes, with room for half as many tokens again
+    assert cache.prompt_copies.num_bytes() <= kept
+    assert pages <= cache.prompt_copies.num_bytes() <= 1.1 * pages + (1 << 20)
+    cache.append(k[:, :1], v[:, :1])
+    cache.attend(q[:, :1])
+    assert cache.prompt_copies.num_bytes() == 0
+    assert torch.cuda.memory_allocated() - before < kept - pages + (1 << 20)
+
+
 def gpu_step(cache: TreeKVCache, n: int, heads: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     sizes = (
         (heads, cache.head_dim),
@@ -262,7 +533,10 @@ def gpu_step(cache: TreeKVCache, n: int, heads: int, seed: int) -> tuple[Tensor,
 def test_chunks_of_a_prompt_have_the_bits_of_one_call(
     stride: int, span: int | None, width: int, dtype: torch.dtype
 ) -> None:
-    """But for rows around a chunk's prompt, which have the bits that ``tree_cache_attention`` gives to every row."""
+    """But for rows around a chunk's prompt, which have the bits that ``tree_cache_attention`` gives to every row.
+
+    One call has all chunks: these texts have two layers each, so no bit depends on the length.
+    """
     options = {**GPU, "selection_stride": stride, "selection_span": span, "dtype": dtype}
     cache, plain = (TreeKVCache(2, 2, width, 4000, device="cuda", **options) for _ in range(2))
     tokens = gpu_step(cache, 2500, 8, 0)

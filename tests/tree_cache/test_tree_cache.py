@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -301,7 +302,16 @@ STATE = ("block_table", "lengths", "held", "users", "free_pages", "errors", "lis
 
 
 @pytest.mark.parametrize(
-    "name", ["tree_cache_append_", "tree_cache_attention", "tree_cache_pages_", "tree_cache_copy_"]
+    "name",
+    [
+        "tree_cache_append_",
+        "tree_cache_attention",
+        "tree_cache_pages_",
+        "tree_cache_copy_",
+        "tree_cache_prompt_bytes",
+        "tree_cache_pack_prompt_",
+        "tree_cache_prompt",
+    ],
 )
 def test_opcheck(device: str, name: str) -> None:
     arguments, options = op_calls(device)[name]
@@ -350,6 +360,115 @@ def test_no_gradient() -> None:
     arguments, options = calls["tree_cache_append_"]
     with pytest.raises(NotImplementedError, match="no gradient"):
         ops.tree_cache_append_(*arguments[:2], arguments[2].requires_grad_(), *arguments[3:], **options)
+
+
+# ---- prompts
+
+
+def prompt_call(device: str, **change: Any) -> tuple[Any, ...]:
+    arguments, options = op_calls(device)["tree_cache_prompt"]
+    names = ("q", "k_pool", "v_pool", "block_table", "length", "copies", "capacity", "store_lists")
+    return ops.tree_cache_prompt(**dict(zip(names, arguments, strict=True)) | options | change)
+
+
+@pytest.mark.parametrize("span", [None, 2])
+@pytest.mark.parametrize("stride", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_prompt(device: str, dtype: torch.dtype, stride: int, span: int | None) -> None:
+    """Those of ``attention_rows`` over the tokens, bit for bit, and those of the reference."""
+    case = replace(
+        CASES[2],
+        lengths=(41, 41),
+        queries=(13, 13),
+        dtype=dtype,
+        selection_stride=stride,
+        selection_span=span,
+    )
+    q, k_pool, v_pool, table = case.make_inputs(device)[:4]
+    arguments = (q.unflatten(0, (2, 13))[:, 13 - 41 % stride - 8 :], k_pool, v_pool, table, 41, None, 0, True)
+    out, gmax, gsum, lists = ops.tree_cache_prompt(*arguments, **case.options())
+    k, v = (x.unflatten(0, (2, 41)) for x in case.tokens(device))
+    options = case.options()
+    del options["page_size"]
+    options["top_k_per_layer"] = options.pop("top_k")
+    start = 41 - arguments[0].shape[1]
+    for found, wanted in zip(
+        (out, gmax, gsum, lists),
+        ops.attention_rows(arguments[0], k, v, [start], **options, store_parents=True),
+        strict=True,
+    ):
+        assert torch.equal(found, wanted)
+    expected = reference.tree_cache_prompt(
+        *(x.cpu() if isinstance(x, Tensor) else x for x in arguments), **case.options()
+    )
+    if dtype == torch.float32:
+        assert torch.equal(lists.cpu(), expected[2])
+        torch.testing.assert_close(out.cpu(), expected[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close((gmax + gsum.log()).cpu(), expected[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": torch.zeros(2, 13, 4, 6)}, ValueError, "K of k_pool"),
+        ({"q": torch.zeros(3, 13, 4, 8)}, ValueError, "B of block_table"),
+        ({"q": torch.zeros(2, 13, 3, 8)}, ValueError, "H of q must be a positive multiple"),
+        ({"q": torch.zeros(2, 13, 4, 8, dtype=torch.float16)}, TypeError, "q must have the dtype of k_pool"),
+        ({"q": torch.zeros(2, 22, 4, 8)}, ValueError, "q must have at most length = 21 rows"),
+        ({"q": torch.zeros(2, 12, 4, 8)}, ValueError, "must be a multiple of selection_stride = 4"),
+        ({"length": 99}, ValueError, "length must lie between 0 and max_pages"),
+        ({"copies": torch.zeros(3, dtype=torch.uint8)}, ValueError, "copies must have the 0 bytes"),
+        ({"copies": torch.zeros(0)}, TypeError, "copies must have dtype torch.uint8"),
+        ({"capacity": 20}, ValueError, "capacity must be at least 21"),
+        ({"importance": "lse"}, ValueError, 'importance must be "lse_causal" or "exp_joint"'),
+        ({"max_top_nodes": 99}, ValueError, "max_top_nodes must be at least 1 and at most"),
+        ({"inv_freq": [1.0]}, ValueError, "inv_freq must have K/2 numbers"),
+        (
+            {"block_table": torch.full((2, 3), 99, dtype=torch.int32)},
+            IndexError,
+            "must be a page of the pool",
+        ),
+        ({"block_table": torch.zeros(2, 3)}, TypeError, "block_table must have dtype torch.int32"),
+    ],
+    ids=str,
+)
+def test_rows_of_a_prompt_refuse(change: dict, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        prompt_call("cpu", **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"copies": torch.zeros(3, dtype=torch.uint8)}, ValueError, "copies must have the 0 bytes"),
+        ({"copies": torch.zeros(2, 0, dtype=torch.uint8)}, ValueError, "copies must"),
+        ({"begin": 22}, ValueError, "begin must lie between 0 and end = 21"),
+        ({"begin": -1}, ValueError, "begin must lie between"),
+        ({"end": 90}, ValueError, "end must lie between 0 and max_pages"),
+        ({"capacity": 20}, ValueError, "capacity must be at least 21"),
+        ({"num_heads": 3}, ValueError, "num_heads must be a positive multiple of H_kv = 2"),
+        ({"page_size": 6}, ValueError, "page_size must be a multiple"),
+    ],
+    ids=str,
+)
+def test_copies_of_a_prompt_refuse(change: dict, error: type, message: str) -> None:
+    names = ("copies", "k_pool", "v_pool", "block_table", "num_heads", "begin", "end", "capacity")
+    arguments, options = op_calls("cpu")["tree_cache_pack_prompt_"]
+    with pytest.raises(error, match=message):
+        ops.tree_cache_pack_prompt_(**dict(zip(names, arguments, strict=True)) | options | change)
+
+
+def test_sizes_of_copies_refuse() -> None:
+    arguments, options = op_calls("cpu")["tree_cache_prompt_bytes"]
+    assert ops.tree_cache_prompt_bytes(*arguments, **options) == 0
+    for place, value, message in (
+        (2, -1, "num_sequences must be at least 0"),
+        (3, 5, "num_heads must be a positive multiple"),
+        (4, 0, "capacity must be at least 1"),
+    ):
+        wrong = [*arguments[:place], value, *arguments[place + 1 :]]
+        with pytest.raises(ValueError, match=message):
+            ops.tree_cache_prompt_bytes(*wrong, **options)
 
 
 # ---- what is refused

@@ -5,9 +5,8 @@
 #include <algorithm>
 #include <iterator>
 
-#include "host/autograd.h"
-#include "host/op_handle.h"
 #include "host/registration.h"
+#include "ops/tree_cache/mutating.h"
 
 namespace htree::tree_cache {
 namespace {
@@ -178,49 +177,6 @@ constexpr char kAppendName[] = "htree::tree_cache_append_";
 constexpr char kAppendPackedName[] = "htree::tree_cache_append_packed_";
 constexpr char kPagesName[] = "htree::tree_cache_pages_";
 constexpr char kCopyName[] = "htree::tree_cache_copy_";
-
-// Autograd and ADInplaceOrView kernels of the op kName. Its Meta kernel is kFunction, and it writes
-// its first kWritten arguments.
-template <const char* kName, auto kFunction, int kWritten, typename = decltype(kFunction)>
-struct Mutating;
-template <const char* kName, auto kFunction, int kWritten, typename... Arguments>
-struct Mutating<kName, kFunction, kWritten, void (*)(Arguments...)> {
-  static void again(Arguments... arguments) {
-    static const auto op = op_handle<void(Arguments...)>(kName);
-    op.call(arguments...);
-  }
-
-  static void autograd(Arguments... arguments) {
-    (refuse(arguments), ...);
-    at::AutoDispatchBelowAutograd guard;
-    again(arguments...);
-  }
-
-  static void in_place(Arguments... arguments) {
-    {
-      at::AutoDispatchBelowADInplaceOrView guard;
-      again(arguments...);
-    }
-    int place = 0;
-    (bump(arguments, place++), ...);
-  }
-
- private:
-  template <typename Argument>
-  static void refuse(const Argument& argument) {
-    if constexpr (std::is_same_v<Argument, Tensor>) {
-      refuse_grad(kName + std::string_view("htree::").size(), {argument});
-    }
-  }
-  template <typename Argument>
-  static void bump(const Argument& argument, int place) {
-    if constexpr (std::is_same_v<Argument, Tensor>) {
-      if (place < kWritten && !argument.is_inference()) {
-        argument.unsafeGetTensorImpl()->bump_version();
-      }
-    }
-  }
-};
 
 using MutatingAppend = Mutating<kAppendName, &append<nullptr>, 2>;
 using MutatingAppendPacked = Mutating<kAppendPackedName, &append_packed<nullptr>, 8>;

@@ -39,7 +39,7 @@ struct Pools {
   const Tensor& keys;         // [num_pages, H_kv, key rows, K] contiguous
   const Tensor& values;       // [num_pages, H_kv, value rows, V] contiguous
   const Tensor& block_table;  // int32 [B, max_pages]
-  const Tensor& lengths;      // int32 [B]
+  const Tensor& lengths;      // int32 [B]; undefined where an op takes the length otherwise
   // Where there are packed leaves, keys and values have no rows of tokens.
   const PackedLeaves* leaves = nullptr;
 };
@@ -105,7 +105,7 @@ Attention attention_cpu, attention_cuda;
 
 struct PageState {
   const Tensor& block_table;  // int32 [B, max_pages], -1 where there is no page
-  const Tensor& lengths;      // int32 [B]
+  const Tensor& lengths;      // int32 [B]; undefined where an op takes the length otherwise
   const Tensor& held;         // int32 [B], pages of a sequence
   const Tensor& users;        // int32 [num_pages], sequences that have the page
   const Tensor& free_pages;   // int32 [1 + num_pages]: the number of free pages, then a stack of them

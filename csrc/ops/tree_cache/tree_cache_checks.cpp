@@ -126,7 +126,9 @@ void check_pools(const char* op, const Pools& pools, const PageOptions& options)
   const SymInt max_pages = pools.block_table.sym_size(1);
   check_int32(op, "block_table", pools.block_table, {pools.block_table.sym_size(0), max_pages},
               "[B, max_pages]", "k_pool", pools.keys);
-  check_int32(op, "lengths", pools.lengths, {pools.block_table.sym_size(0)}, "[B]", "k_pool", pools.keys);
+  if (pools.lengths.defined()) {
+    check_int32(op, "lengths", pools.lengths, {pools.block_table.sym_size(0)}, "[B]", "k_pool", pools.keys);
+  }
   TORCH_CHECK_VALUE(holds((max_pages * options.page_size).sym_lt(tree_attention::kIndexLimit)), op,
                     ": max_pages * page_size must be below 2^31, got ", max_pages, " and ",
                     options.page_size);

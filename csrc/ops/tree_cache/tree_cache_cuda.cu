@@ -133,9 +133,10 @@ LeafPools leaf_pools(const char* op, const PackedLeaves& leaves, int64_t key_dim
           leaf_format(key_dim, leaves.k_codes.size(3)).bits};
 }
 
-// Whether and how the decode kernel takes `rows` rows of the call.
+// Whether and how the decode kernel takes `rows` rows of the call. `leaves` are the tokens where they are packed, else
+// null.
 template <typename T>
-DecodePlan decode_plan(const AttendParams<T>& params, int64_t rows) {
+DecodePlan decode_plan(const AttendParams<T>& params, const LeafPools* leaves, int64_t rows) {
   const DecodeChoice choice = decode_choice();
   if (!choice.allowed || !has_hopper_kernels()) return {};
   DecodeProblem problem;
@@ -145,41 +146,52 @@ DecodePlan decode_plan(const AttendParams<T>& params, int64_t rows) {
   problem.top_k = params.options.top_k;
   problem.key_dim = params.key_dim;
   problem.value_dim = params.value_dim;
-  problem.pool_rows =
-      int64_t{params.layout.num_pages} * params.layout.num_kv_heads * params.layout.key_rows();
+  const int64_t page_rows = leaves == nullptr
+                                ? params.layout.key_rows()
+                                : std::max<int64_t>(params.layout.key_rows(), params.layout.page_size);
+  problem.pool_rows = int64_t{params.layout.num_pages} * params.layout.num_kv_heads * page_rows;
   problem.spans = params.layout.span > 0;
   problem.two_byte_type = sizeof(T) == 2;
   problem.aligned = to_16_bytes(params.keys) && to_16_bytes(params.values) &&
                     to_16_bytes(params.options.cos) && to_16_bytes(params.options.sin);
+  if (leaves != nullptr) {
+    problem.aligned = problem.aligned && to_16_bytes(leaves->keys.codes) &&
+                      to_16_bytes(leaves->keys.scales) && to_16_bytes(leaves->values.codes) &&
+                      to_16_bytes(leaves->values.scales);
+  }
   return plan_decode(problem, at::cuda::getCurrentDeviceProperties()->multiProcessorCount,
                      most_cluster_blocks(), choice.cluster);
+}
+
+template <typename T, int kDim, bool kSpans>
+cudaError_t launch_decode_chunk(const AttendParams<T>& params, const LeafPools* leaves,
+                                const DecodePlan& plan, cudaStream_t stream) {
+  return leaves == nullptr ? launch_decode<T, kDim, kSpans>(params, plan, stream)
+                           : launch_decode_packed<T, kDim, kSpans>(params, *leaves, plan, stream);
 }
 
 template <typename T>
 cudaError_t launch_chunk(const AttendParams<T>& params, const LeafPools* leaves, const DecodePlan& plan,
                          cudaStream_t stream) {
-  if (leaves != nullptr) {
-    return launch_attend_packed(params, *leaves, stream);
-  }
   if constexpr (sizeof(T) == 2) {
     if (plan.cluster > 0 && params.layout.span == 0) {
-      return params.key_dim == 64 ? launch_decode<T, 64, false>(params, plan, stream)
-                                  : launch_decode<T, 128, false>(params, plan, stream);
+      return params.key_dim == 64 ? launch_decode_chunk<T, 64, false>(params, leaves, plan, stream)
+                                  : launch_decode_chunk<T, 128, false>(params, leaves, plan, stream);
     }
     if (plan.cluster > 0) {
-      return params.key_dim == 64 ? launch_decode<T, 64, true>(params, plan, stream)
-                                  : launch_decode<T, 128, true>(params, plan, stream);
+      return params.key_dim == 64 ? launch_decode_chunk<T, 64, true>(params, leaves, plan, stream)
+                                  : launch_decode_chunk<T, 128, true>(params, leaves, plan, stream);
     }
   }
-  return launch_attend(params, stream);
+  return leaves == nullptr ? launch_attend(params, stream) : launch_attend_packed(params, *leaves, stream);
 }
 
-// Computes all rows of the call, one chunk after another on the stream. The decode kernel reads no packed tokens.
+// Computes all rows of the call, one chunk after another on the stream.
 template <typename T>
 void attend_chunks(AttendParams<T> params, const LeafPools* leaves, const Tensor& like, cudaStream_t stream) {
   const int64_t heads = params.layout.num_kv_heads;
   const int64_t total = params.chunk.total;
-  const DecodePlan plan = leaves == nullptr ? decode_plan(params, total) : DecodePlan{};
+  const DecodePlan plan = decode_plan(params, leaves, total);
   const bool general = plan.cluster == 0;
   RowScratch scratch = row_scratch(params);
   if (!general) {

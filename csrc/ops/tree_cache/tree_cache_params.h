@@ -131,6 +131,9 @@ cudaError_t launch_attend(const AttendParams<T>& params, cudaStream_t stream);
 // description. kSpans says whether the pages have span means.
 template <typename T, int kDim, bool kSpans>
 cudaError_t launch_decode(const AttendParams<T>& params, const DecodePlan& plan, cudaStream_t stream);
+// What comes before it with span means: their scores in the layer where a leader first chooses, in chunk.span_scores.
+template <typename T, int kDim>
+cudaError_t launch_top_spans(const AttendParams<T>& params, const DecodePlan& plan, cudaStream_t stream);
 // The most shared memory that the selection of one row takes for its keys. Where they need more, they
 // are in device memory.
 constexpr int64_t kMaxKeyBytes = 96 * 1024;

@@ -237,6 +237,7 @@ class HTreeAttention(nn.Module):
         page_size: int | None = None,
         num_pages: int | None = None,
         leaf_bits: int | None = None,
+        prompt_bytes: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> TreeKVCache:
@@ -245,7 +246,7 @@ class HTreeAttention(nn.Module):
         Where the projections are sharded over ranks by heads, it holds those of this rank.
 
         Args:
-            page_size, num_pages, leaf_bits: as in :class:`htree_ops.TreeKVCache`.
+            page_size, num_pages, leaf_bits, prompt_bytes: as in :class:`htree_ops.TreeKVCache`.
             dtype, device: None is that of the parameters; under autocast the dtype has to be that of autocast.
 
         Raises:
@@ -264,6 +265,7 @@ class HTreeAttention(nn.Module):
             page_size=page_size,
             num_pages=num_pages,
             leaf_bits=leaf_bits,
+            prompt_bytes=prompt_bytes,
             dtype=weight.dtype if dtype is None else dtype,
             device=weight.device if device is None else device,
         )

@@ -32,6 +32,7 @@ from htree_ops.ops.tree_cache.leaves import TAIL_LOST, PackedLeaves, check_leaf_
 from htree_ops.ops.tree_cache.prompts import (
     PROMPT_ROWS,
     HostLengths,
+    PromptCopies,
     attend_prompts,
     host_counts,
     is_recorded,
@@ -100,6 +101,9 @@ class TreeKVCache:
         leaf_bits: 8 or 4 to keep tokens in so many bits a channel, with a scale for each row; nodes, and with them the
             selection, stay those of the tokens as they came. None keeps tokens in ``dtype``. head_dim and value_dim
             are then multiples of 64 up to 512. docs/quality.md says what it costs, docs/limits.md how fast it is.
+        prompt_bytes: most bytes of the copies that a prompt in chunks leaves on a GPU for its next chunk, until a step
+            of few rows; they take as much as the pages of the prompt, at most half as much again. None is no bound, 0
+            keeps none, so that every chunk copies the whole text again (docs/semantics/tree_cache.md §7.6).
         dtype: float32, float16 or bfloat16, float64 on the CPU. device: where the cache lies.
 
     Attributes:
@@ -132,6 +136,7 @@ class TreeKVCache:
         page_size: int | None = None,
         num_pages: int | None = None,
         leaf_bits: int | None = None,
+        prompt_bytes: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> None:
@@ -187,7 +192,10 @@ class TreeKVCache:
         check_option_dtype(OP, dtype, FLOATING_AND_DOUBLE if place.type == "cpu" else FLOATING)
         if leaf_bits is not None:
             check_leaf_bits(OP, leaf_bits, head_dim, value_dim, dtype)
+        if prompt_bytes is not None:
+            check_int(OP, "prompt_bytes", prompt_bytes, 0)
         self.leaf_bits = leaf_bits
+        self.prompt_copies = PromptCopies(prompt_bytes)
         self.batch, self.num_kv_heads, self.head_dim, self.value_dim = (
             batch,
             num_kv_heads,
@@ -302,6 +310,7 @@ class TreeKVCache:
         if n >= PROMPT_ROWS and gathers and not is_recorded(self.device):
             on_host = host_counts(lengths, self.batch, n)
             return attend_prompts(self, q, counts.tolist() if on_host is None else on_host, return_lse)
+        self._end_prompts(None if lengths is None else host_counts(lengths, self.batch, n))
         self.report_leaders(counts)
         out, lse = self.attend_pages(q, self.lengths, None if lengths is None else counts)
         return (out, lse) if return_lse else out
@@ -385,6 +394,7 @@ class TreeKVCache:
         if isinstance(lengths, int):
             lengths = [lengths] * self.batch
         request = self._integers(f"{OP}.truncate", "lengths", lengths)
+        self._end_prompts(None if isinstance(lengths, Tensor) else [length + 1 for length in lengths])
         if self._leaves is not None:
             request = self._without_lost(request)
         self._step("truncate", request, "truncate")
@@ -401,7 +411,10 @@ class TreeKVCache:
             ValueError: on the CPU, for a beam that does not exist or too few pages for the copies. On CUDA nothing
                 moves then, and :meth:`check` reports it.
         """
-        self._step("reorder_", self._integers(f"{OP}.reorder_", "beams", beams), "reorder")
+        request = self._integers(f"{OP}.reorder_", "beams", beams)
+        moves = None if isinstance(beams, Tensor) else [int(beam != b) for b, beam in enumerate(beams)]
+        self._end_prompts(moves)
+        self._step("reorder_", request, "reorder")
         self.host_lengths.forget(self.device)
         self._copy_pages()
         self._lists.copy_(self._lists.index_select(0, self._plan[1]))
@@ -482,7 +495,7 @@ class TreeKVCache:
         return TreeCacheBytes(
             tokens=int(self.lengths.sum()),
             used=used * page,
-            allocated=sum(x.nbytes for x in tensors),
+            allocated=sum(x.nbytes for x in tensors) + self.prompt_copies.num_bytes(),
         )
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -519,6 +532,7 @@ class TreeKVCache:
         )
         if self._leaves is not None:
             self._leaves.check_state(f"{OP}.load_state_dict", state)
+        self._end_prompts(None)
         pages = state["pages"].to(self.device).long()
         self.k_pool[pages] = state["keys"].to(self.device)
         self.v_pool[pages] = state["values"].to(self.device)
@@ -564,6 +578,13 @@ class TreeKVCache:
         return f"{OP}({listed}, dtype={self.dtype}, device='{self.device}')"
 
     # ---- steps
+
+    def _end_prompts(self, counts: list[int] | None) -> None:
+        """Frees what chunks of prompts left, of the sequences with ``counts[b]`` > 0; None is all of them."""
+        known = counts is not None and not is_recorded(self.device)
+        self.prompt_copies.drop(
+            [b for b, count in enumerate(counts) if count > 0] if known and counts else None
+        )
 
     def _note_append(self, counts: list[int] | None) -> None:
         """Tells the host's lengths of an append, whose outcome only the device knows where pages may be lacking."""

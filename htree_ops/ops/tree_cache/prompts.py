@@ -1,23 +1,23 @@
-"""Rows of a prompt from a cache on a GPU: kernels of tree attention on tokens from pages (tree_cache.md §7.4).
+"""Rows of a prompt from a cache on a GPU: kernels of tree attention on tokens from pages (tree_cache.md §7.4, §7.6).
 
 A decode kernel takes each row through the tree by itself. Where many rows of a sequence come at once, the kernels of
-``tree_attention`` share what neighbouring rows read. They need the sequence's length on the host.
+``tree_attention`` share what neighbouring rows read. They need the sequence's length on the host, and copies of keys
+and values in layouts of their own, which the chunks of a prompt share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from htree_ops.ops.tree_attention.attention import tree_attention
-
 if TYPE_CHECKING:
     from htree_ops.ops.tree_cache.cache import TreeKVCache
 
-__all__ = ["PROMPT_ROWS", "HostLengths", "attend_prompts", "host_counts", "is_recorded"]
+__all__ = ["PROMPT_ROWS", "HostLengths", "PromptCopies", "attend_prompts", "host_counts", "is_recorded"]
 
 #: From so many rows of a sequence in a call on, they are a prompt. It depends on nothing else, so that a row has the
 #: same bits beside other sequences and in other pages.
@@ -26,8 +26,6 @@ PROMPT_ROWS = 256
 KEPT_LEADERS = 4
 #: The last rows of a prompt for which lists are stored: enough for the ring, few enough for the memory that they take.
 LISTED_ROWS = 4096
-#: The widest element that copies of rows may be made of.
-WIDE = torch.complex128
 
 
 def is_recorded(device: torch.device) -> bool:
@@ -98,13 +96,91 @@ def prompt_begin(length: int, count: int, stride: int) -> int:
     return first - start if leaders >= KEPT_LEADERS else count
 
 
-def _tokens(pool: Tensor, pages: Tensor, page_size: int, count: int) -> Tensor:
-    """The first ``count`` tokens [B, count, H_kv, .] of sequences with ``pages`` [B, n]."""
-    dtype, rows = pool.dtype, pool
-    if pool.shape[3] * pool.element_size() % WIDE.itemsize == 0:  # copies are faster in wide elements
-        rows = pool.view(WIDE)
-    rows = rows.transpose(1, 2)[:, :page_size].index_select(0, pages.flatten())
-    return rows.view(dtype).unflatten(0, pages.shape).flatten(1, 2)[:, :count]
+@dataclass
+class TextCopies:
+    """The copies of the first ``tokens`` tokens of sequences of one length, in a buffer with room for ``capacity``."""
+
+    sequences: tuple[int, ...]
+    heads: int
+    stream: int
+    capacity: int
+    buffer: Tensor
+    tokens: int = 0
+
+
+class PromptCopies:
+    """What a chunk of a prompt leaves for the next one: the copies of the text so far (tree_cache.md §7.6).
+
+    The copies of the same sequences grow together. They are kept from the second chunk on, because a prompt that comes
+    at once has no use for them, until :meth:`drop`, and never after a step of the cache was captured in a graph, which
+    changes texts without the host.
+
+    Args:
+        most_bytes: of all that is kept; None is no bound.
+    """
+
+    def __init__(self, most_bytes: int | None) -> None:
+        self.most_bytes = most_bytes
+        self.kept: tuple[TextCopies, ...] = ()
+
+    def num_bytes(self) -> int:
+        """Of all that is kept."""
+        return sum(copies.buffer.nbytes for copies in self.kept)
+
+    def drop(self, sequences: Iterable[int] | None) -> None:
+        """Forgets the copies in which one of the sequences is; None is all of them."""
+        if sequences is None:
+            self.kept = ()
+        elif self.kept:
+            gone = set(sequences)
+            self.kept = tuple(copies for copies in self.kept if gone.isdisjoint(copies.sequences))
+
+    def take(
+        self, cache: TreeKVCache, sequences: list[int], heads: int, length: int, rows: int
+    ) -> tuple[TextCopies, bool]:
+        """Copies with room for texts of ``length`` tokens, the last ``rows`` of which attend, and whether to keep them.
+
+        They are no longer among those that are kept: :meth:`keep` puts them back when they are whole again.
+        """
+        if cache.host_lengths.captured:
+            self.drop(None)
+        stream = torch.cuda.current_stream(cache.device).cuda_stream if cache.device.type == "cuda" else 0
+        names = tuple(sequences)
+        wanted = (names, heads, stream)
+        held = next((x for x in self.kept if (x.sequences, x.heads, x.stream) == wanted), None)
+        self.drop(names)
+        if held is not None and held.tokens <= length <= held.capacity:
+            return held, True
+        held = None  # its buffer goes before a larger one is taken
+        options = cache.options
+
+        def num_bytes(capacity: int) -> int:
+            return torch.ops.htree.tree_cache_prompt_bytes(
+                cache.k_pool,
+                cache.v_pool,
+                len(names),
+                heads,
+                capacity,
+                compression_rate=options.compression_rate,
+                max_top_nodes=options.top_nodes,
+                top_k=options.top_k,
+                selection_stride=options.selection_stride,
+                selection_span=options.selection_span,
+            )
+
+        # With room for half as many tokens again, all of the text is copied anew a few times only while it grows.
+        capacity = min(cache.capacity, length + length // 2)
+        size = num_bytes(capacity)
+        bounded = self.most_bytes is not None and self.num_bytes() + size > self.most_bytes
+        keeps = size > 0 and rows < length and not cache.host_lengths.captured and not bounded
+        if not keeps:
+            capacity, size = length, num_bytes(length) if size else 0
+        buffer = torch.empty(size, dtype=torch.uint8, device=cache.device)
+        return TextCopies(names, heads, stream, capacity, buffer), keeps
+
+    def keep(self, copies: TextCopies) -> None:
+        """Keeps what :meth:`take` gave."""
+        self.kept = (*self.kept, copies)
 
 
 class _WithoutGradient(torch.autograd.Function):
@@ -145,6 +221,9 @@ def _attend_prompts(cache: TreeKVCache, q: Tensor, counts: list[int], return_lse
     lengths = cache.host_lengths.read(cache.lengths)
     stride = cache.options.selection_stride
     begins = [prompt_begin(length, count, stride) for length, count in zip(lengths, counts, strict=True)]
+    cache.prompt_copies.drop(
+        b for b, count in enumerate(counts) if 0 < count == begins[b]
+    )  # without a prompt
     groups: dict[tuple[int, int, int], list[int]] = {}
     for b, (length, count, begin) in enumerate(zip(lengths, counts, begins, strict=True)):
         if begin < count:
@@ -177,34 +256,49 @@ def _group_rows(
     cache: TreeKVCache, q: Tensor, length: int, sequences: list[int], return_lse: bool
 ) -> tuple[Tensor, ...]:
     """The last rows of sequences whose text has ``length`` tokens; the ring gets the lists of the last leaders."""
-    table = cache.block_table[:, : -(-length // cache.page_size)]
-    pages = table if len(sequences) == cache.batch else torch.stack([table[b] for b in sequences])
-    k, v = (_tokens(pool, pages, cache.page_size, length) for pool in (cache.k_pool, cache.v_pool))
     options, stride = cache.options, cache.options.selection_stride
-    named = options.to_dict() | {"scope": "kv_head", "store_parents": False}
-    if stride == 1:
-        found = tree_attention(q, k, v, **named, return_lse=return_lse)
-        return found if isinstance(found, tuple) else (found,)
+    first, last = sequences[0], sequences[-1] + 1
+    if len(sequences) == last - first:
+        table = cache.block_table[first:last]
+    else:
+        table = torch.stack([cache.block_table[b] for b in sequences])
+    of_op = options.of_ops() | {"page_size": cache.page_size}
+    del of_op["selection_dtype"]
+    of_copies = {name: value for name, value in of_op.items() if name not in ("scale", "importance")}
+    n, heads = q.shape[1:3]
+    copies, keeps = cache.prompt_copies.take(cache, sequences, heads, length, n)
+    pages = (cache.k_pool, cache.v_pool, table)
+
+    def rows(begin: int, end: int, *, store_lists: bool) -> tuple[Tensor, ...]:
+        """Those of q, and the lists of all layers."""
+        text = length - n + end
+        if copies.tokens > text:  # rows that come again: a shorter text may have another top
+            copies.tokens = 0
+        if copies.buffer.numel():
+            torch.ops.htree.tree_cache_pack_prompt_(
+                copies.buffer, *pages, heads, copies.tokens, text, copies.capacity, **of_copies
+            )
+            copies.tokens = text
+        out, gmax, gsum, lists = torch.ops.htree.tree_cache_prompt(
+            q[:, begin:end], *pages, text, copies.buffer, copies.capacity, store_lists, **of_op
+        )
+        return (out, gmax + gsum.log(), lists) if return_lse else (out, lists)
+
     # Lists are kept of the last rows alone, from a leader on.
     listed = max(LISTED_ROWS, KEPT_LEADERS * stride)
-    plain = max(0, (q.shape[1] - listed) // stride * stride)
-    parts = []
-    if plain:
-        end = length - q.shape[1] + plain
-        found = tree_attention(q[:, :plain], k[:, :end], v[:, :end], **named, return_lse=return_lse)
-        parts.append(found if isinstance(found, tuple) else (found,))
-    of_op = options.of_ops()
-    of_op["top_k_per_layer"] = of_op.pop("top_k")
-    out, gmax, gsum, lists = torch.ops.htree.attention_forward(
-        q[:, plain:], k, v, **of_op, store_parents=True
-    )
-    _keep_lists(cache, sequences, length, lists)
-    parts.append((out, gmax + gsum.log()) if return_lse else (out,))
-    return parts[0] if len(parts) == 1 else tuple(torch.cat(x, dim=1) for x in zip(*parts, strict=True))
+    plain = max(0, (n - listed) // stride * stride) if stride > 1 else 0
+    parts = [rows(0, plain, store_lists=False)] if plain else []
+    parts.append(rows(plain, n, store_lists=stride > 1))
+    if stride > 1:
+        _keep_lists(cache, sequences, length, parts[-1][-1])
+    if keeps:
+        cache.prompt_copies.keep(copies)
+    found = [part[:-1] for part in parts]
+    return found[0] if len(found) == 1 else tuple(torch.cat(x, dim=1) for x in zip(*found, strict=True))
 
 
-def _keep_lists(cache: TreeKVCache, sequences: list[int], length: int, lists: list[Tensor]) -> None:
-    """Puts the last leaders' lists [B, leaders, H_kv, k] of every layer of a text into the ring."""
+def _keep_lists(cache: TreeKVCache, sequences: list[int], length: int, lists: Tensor) -> None:
+    """Puts the last leaders of lists [layers, B, leaders, H_kv, k], those of every layer of a text, into the ring."""
     ring, kept = cache.ring
     rate, stride, size = cache.options.compression_rate, cache.options.selection_stride, ring.shape[1]
     behind = -(-length // stride)  # leaders up to this one, of which leader i has entry i % size

@@ -1,7 +1,7 @@
 // attention_backward on CUDA: docs/semantics/tree_attention.md §1.10. Allocates memory and launches the
 // kernels, in chunks of queries and layer by layer. Deterministic, without float atomics. Scratch beyond the
 // fp32 sums of dK and dV and the tree is at most kBackwardScratchBytes (1.8 GiB) at any T, as long as one
-// list of one batch fits.
+// list of one batch fits. Longer than 700 lines because it is one walk, whose steps share its state.
 #include <c10/cuda/CUDAException.h>
 
 #include <algorithm>
@@ -93,7 +93,8 @@ inline cudaError_t run_per_list_layer(const TensorCoreShape& shape, const PerLis
 // ---- launches over chunks and layers
 
 static_assert(sizeof(RowMeta) == kRowMetaBytes);
-static_assert(sizeof(KeyBounds) == kBoundsBytes && sizeof(QueryBounds) == kBoundsBytes);
+static_assert(sizeof(KeyBound) == kKeyBoundBytes && sizeof(QueryBounds) == kQueryBoundsBytes);
+static_assert(sizeof(TaskPowers) == kTaskPowersBytes);
 
 struct BackwardBuffers {
   TensorView gradients;        // dO [B, T_q, H, V]
@@ -126,14 +127,12 @@ class BackwardRun {
         top_(call.layers.size() - 1) {}
 
   cudaError_t run() {
-    cudaError_t error =
-        cudaMemsetAsync(at_.key_bounds, 0, p_.batch * p_.num_kv_heads * sizeof(KeyBounds), stream_);
-    const PackParams tokens = layer_params<PackParams>(call_, call_.layers[0]);
+    cudaError_t error = cudaSuccess;
     if (sums_are_zeroed() ||
         layer_per_list(p_, config_, top_)) {  // the per-list kernels only add to the sums
       const int64_t first = config_.per_list || sums_are_zeroed() ? 0 : gradient_sum_row(p_, top_);
       const size_t rows = static_cast<size_t>(gradient_sum_row(p_, p_.layers()) - first);
-      if (buffers_.key_sums && error == cudaSuccess) {
+      if (buffers_.key_sums) {
         error = cudaMemsetAsync(buffers_.key_sums + first * p_.key_dim, 0, rows * p_.key_dim * 4, stream_);
       }
       if (buffers_.value_sums && error == cudaSuccess) {
@@ -145,27 +144,22 @@ class BackwardRun {
       error = launch_position_rotations(call_.rope, static_cast<__half2*>(at_.rotations), call_.rope_rows(),
                                         static_cast<int>(p_.key_dim), stream_);
     }
-    if (error == cudaSuccess) {
-      error = dispatch_shape(call_.shape, [&](auto type, auto dim) {
-        return launch_key_bounds<typename decltype(type)::type, dim.value>(tokens, at_.key_bounds, stream_);
-      });
+    for (size_t i = 0; i <= top_ && error == cudaSuccess; ++i) {
+      error = bound_layer(i);
     }
     for (int64_t piece = 0; piece < p_.num_pieces() && error == cudaSuccess; ++piece) {
       if (dense_queries(p_, config_, piece) > 0) {
         error = dense_rows(piece);
       }
     }
-    for (int64_t batch = 0; batch < p_.batch; batch += config_.batch_chunk) {
-      for (int64_t query = 0; query < p_.num_queries && error == cudaSuccess;) {
-        const int64_t piece = query / p_.piece_queries();
-        query = std::max(query, piece * p_.piece_queries() + dense_queries(p_, config_, piece));
-        if (query == (piece + 1) * p_.piece_queries()) {
-          continue;
-        }
-        const int64_t num_queries = p_.chunk_queries(query, config_.query_chunk);
-        error = chunk({batch, std::min(config_.batch_chunk, p_.batch - batch), query, num_queries});
-        query += num_queries;
+    if (config_.masked_rows > 0 && error == cudaSuccess) {
+      error = walk_rows(config_.dense_rows, config_.masked_rows);
+      if (error == cudaSuccess) {
+        error = pack_layer(call_, call_.layers.front(), stream_);  // in the place of the tiles
       }
+    }
+    if (error == cudaSuccess) {
+      error = walk_rows(std::max(config_.dense_rows, config_.masked_rows), p_.num_keys);
     }
     return error != cudaSuccess ? error : finish();
   }
@@ -173,11 +167,59 @@ class BackwardRun {
  private:
   bool keys_wanted() const { return buffers_.key_sums || buffers_.value_sums; }
 
+  // The bounds of a layer from batch `batch` on.
+  LayerBounds bounds_of(size_t layer_idx, int64_t batch) const {
+    const int64_t parents = gradient_sum_row(p_, static_cast<int64_t>(layer_idx)) / kTensorCoreRate +
+                            batch * p_.num_kv_heads * call_.layers[layer_idx].num_parents;
+    return {at_.node_bounds + parents * kTensorCoreRate, at_.parent_bounds + parents,
+            at_.earlier_bounds + parents};
+  }
+
+  cudaError_t bound_layer(size_t layer_idx) {
+    const TreeLayer& layer = call_.layers[layer_idx];
+    PackParams rows = layer_params<PackParams>(call_, layer);
+    rows.num_parents = layer.num_parents;
+    EarlierBoundParams earlier;
+    earlier.bounds = bounds_of(layer_idx, 0);
+    // Implicit lists hold all parents before their own, dense rows all tokens before theirs.
+    earlier.num_parents = layer_idx == top_ ? layer.num_parents
+                          : layer_idx == 0  ? ceil_div(tiled_tokens(p_, config_), kTensorCoreRate)
+                                            : 0;
+    earlier.head_parents = layer.num_parents;
+    earlier.num_heads = static_cast<int>(p_.batch * p_.num_kv_heads);
+    const cudaError_t error = dispatch_shape(call_.shape, [&](auto type, auto dim) {
+      return launch_key_bounds<typename decltype(type)::type, dim.value>(rows, earlier.bounds, stream_);
+    });
+    return error != cudaSuccess || earlier.num_parents == 0 ? error : launch_earlier_bounds(earlier, stream_);
+  }
+
   // The dense rows of the first piece write the sums of the tokens up to the last of them. Where that is not all, because
-  // other rows follow or the text goes on, the sums begin as zeros, and everything after these rows adds.
+  // other rows follow or the text goes on, the sums begin as zeros, and everything after these rows adds. Masked rows
+  // always add.
   bool sums_are_zeroed() const {
-    return config_.dense_rows > 0 && keys_wanted() &&
-           (walks(p_, config_) || p_.num_pieces() > 1 || tiled_tokens(p_, config_) < p_.num_keys);
+    return keys_wanted() && (masks_tiles(p_, config_) ||
+                             (config_.dense_rows > 0 && (walks(p_, config_) || p_.num_pieces() > 1 ||
+                                                         tiled_tokens(p_, config_) < p_.num_keys)));
+  }
+
+  // The rows between tokens `begin` and `end` of every batch and piece, which walk the tree.
+  cudaError_t walk_rows(int64_t begin, int64_t end) {
+    for (int64_t batch = 0; batch < p_.batch; batch += config_.batch_chunk) {
+      for (int64_t piece = 0; piece < p_.num_pieces(); ++piece) {
+        const int64_t first = piece * p_.piece_queries();
+        const int64_t last = first + queries_before(p_, end, piece);
+        for (int64_t query = first + queries_before(p_, begin, piece); query < last;) {
+          const int64_t num_queries = std::min(config_.query_chunk, last - query);
+          const cudaError_t error =
+              chunk({batch, std::min(config_.batch_chunk, p_.batch - batch), query, num_queries});
+          if (error != cudaSuccess) {
+            return error;
+          }
+          query += num_queries;
+        }
+      }
+    }
+    return cudaSuccess;
   }
 
   // The gradients of the first queries of every batch of a piece, which are rows of dense attention.
@@ -192,28 +234,10 @@ class BackwardRun {
 
   cudaError_t dense_rows(const Chunk& chunk) {
     Workspace space(at_.partials);
-    const DenseGradientMemory memory = lay_out_dense_gradients(space, p_, config_, chunk.num_batches);
     DenseGradientParams params;
-    params.gather = gather_of(call_, 0, chunk);
-    params.gradients = at_row(buffers_.gradients, chunk.batch, chunk.query);
-    params.outputs = at_row(buffers_.outputs, chunk.batch, chunk.query);
-    const int64_t state = (chunk.batch * p_.num_queries + chunk.query) * p_.num_heads;
-    params.max = buffers_.max + state;
-    params.sum = buffers_.sum + state;
-    params.state_batch = p_.num_queries * p_.num_heads;
-    params.tiles = tiles_of_batch(call_, call_.rows, chunk.batch);
-    const int64_t runs = num_runs(params.gather.t0, chunk.num_queries, p_.group());
-    params.rows = {memory.queries, memory.gradients, memory.numbers, memory.scaled,
-                   static_cast<int>(kRunRows / kRowTileRows * runs)};
-    params.key_bounds = at_.key_bounds + chunk.batch * p_.num_kv_heads;
-    params.query_bounds = memory.bounds;
-    params.scale = static_cast<float>(p_.args.scale);
-    params.query_gradient = buffers_.query_gradient ? query_gradient_of(chunk) : nullptr;
-    sums_of(0, chunk, params.keys, params.values);
-    params.sum_rows = call_.layers[0].num_parents * kTensorCoreRate;
     params.add = chunk.query > 0;  // of an earlier piece
     const cudaError_t error =
-        cudaMemsetAsync(memory.bounds, 0, chunk.num_batches * p_.num_kv_heads * sizeof(QueryBounds), stream_);
+        set_rows(params, lay_out_dense_gradients(space, p_, config_, chunk.num_batches), chunk);
     return error != cudaSuccess ? error : dispatch_shape(call_.shape, [&](auto type, auto dim) {
       using T = typename decltype(type)::type;
       cudaError_t launched = launch_row_tiles<T, dim.value>(params, stream_);
@@ -225,6 +249,60 @@ class BackwardRun {
       }
       return launched;
     });
+  }
+
+  // The tokens for rows that multiply whole tiles under the bits of their lists; `first`: there are no layers above.
+  cudaError_t masked_rows(const Chunk& chunk, const ListSlice& lists, bool first) {
+    Workspace space(at_.partials);
+    const MaskedGradientMemory memory = lay_out_masked_gradients(space, p_, config_);
+    MaskedGradientParams params;
+    cudaError_t error = set_rows(params, memory.rows, chunk);
+    params.gather.lists = lists.data;
+    params.gather.list_batch = lists.batch;
+    params.marks = {memory.marks.marks, memory.marks.tiles, memory.marks.counts, params.tiles.num_tiles};
+    params.users = {memory.users, memory.user_counts};
+    params.query_sums = first ? nullptr : at_.query_sums;
+    params.add = true;
+    if (error == cudaSuccess) {
+      error = launch_tile_marks(params.gather, params.marks, stream_);
+    }
+    if (keys_wanted() && error == cudaSuccess) {
+      error = launch_tile_users(params.gather, params.marks, params.users, stream_);
+    }
+    return error != cudaSuccess ? error : dispatch_shape(call_.shape, [&](auto type, auto dim) {
+      using T = typename decltype(type)::type;
+      cudaError_t launched = launch_masked_row_tiles<T, dim.value>(params, stream_);
+      if (params.query_gradient && launched == cudaSuccess) {
+        launched = launch_masked_query_gradient<T, dim.value>(params, stream_);
+      }
+      if (keys_wanted() && launched == cudaSuccess) {
+        launched = launch_masked_key_gradient<T, dim.value>(params, stream_);
+      }
+      return launched;
+    });
+  }
+
+  // Sets what dense and masked rows have in common, and zeroes the bounds of the queries.
+  cudaError_t set_rows(DenseGradientParams& params, const DenseGradientMemory& memory, const Chunk& chunk) {
+    params.gather = gather_of(call_, 0, chunk);
+    params.gradients = at_row(buffers_.gradients, chunk.batch, chunk.query);
+    params.outputs = at_row(buffers_.outputs, chunk.batch, chunk.query);
+    const int64_t state = (chunk.batch * p_.num_queries + chunk.query) * p_.num_heads;
+    params.max = buffers_.max + state;
+    params.sum = buffers_.sum + state;
+    params.state_batch = p_.num_queries * p_.num_heads;
+    params.tiles = tiles_of_batch(call_, call_.rows, chunk.batch);
+    const int64_t runs = num_runs(params.gather.t0, chunk.num_queries, p_.group());
+    params.rows = {memory.queries, memory.gradients, memory.numbers, memory.scaled,
+                   static_cast<int>(kRunRows / kRowTileRows * runs)};
+    params.bounds = bounds_of(0, chunk.batch);
+    params.query_bounds = memory.bounds;
+    params.scale = static_cast<float>(p_.args.scale);
+    params.query_gradient = buffers_.query_gradient ? query_gradient_of(chunk) : nullptr;
+    sums_of(0, chunk, params.keys, params.values);
+    params.sum_rows = call_.layers[0].num_parents * kTensorCoreRate;
+    return cudaMemsetAsync(memory.bounds, 0, chunk.num_batches * p_.num_kv_heads * sizeof(QueryBounds),
+                           stream_);
   }
 
   char* query_gradient_of(const Chunk& chunk) const {
@@ -287,6 +365,9 @@ class BackwardRun {
   cudaError_t layer(size_t layer_idx, const Chunk& chunk) {
     const bool implicit = layer_idx == top_;
     const ListSlice lists = implicit ? ListSlice{} : lists_of(layer_idx, chunk);
+    if (layer_idx == 0 && p_.token_of(chunk.query) < config_.masked_rows) {
+      return masked_rows(chunk, lists, implicit);
+    }
     GradientParams common;
     common.gather = gather_of(call_, layer_idx, chunk);
     common.gather.lists = lists.data;
@@ -294,7 +375,8 @@ class BackwardRun {
     common.records = at_.records;
     common.tiled = config_.parent_warps;
     common.meta = at_.meta;
-    common.key_bounds = at_.key_bounds + chunk.batch * p_.num_kv_heads;
+    common.list_bounds = at_.list_bounds;
+    common.parent_bounds = bounds_of(layer_idx, chunk.batch).parents;
     common.query_bounds = at_.query_bounds;
     common.selected = layer_idx > 0 ? at_.mask : nullptr;
     common.mask_words = mask_words(p_);
@@ -327,6 +409,11 @@ class BackwardRun {
       return per_list_layer(layer_idx, chunk, common, lists);
     }
     if (buffers_.query_gradient) {
+      ListBoundParams bounds = list_bounds_of(layer_idx, chunk, common.gather);
+      bounds.lists = at_.list_bounds;
+      if (const cudaError_t error = launch_list_bounds(bounds, stream_); error != cudaSuccess) {
+        return error;
+      }
       QueryGradientParams query;
       query.common = common;
       query.first = implicit;
@@ -350,6 +437,15 @@ class BackwardRun {
       }
     }
     return keys_wanted() ? layer_keys(layer_idx, chunk, common, lists) : cudaSuccess;
+  }
+
+  // What all bounds of a layer's lists have in common.
+  ListBoundParams list_bounds_of(size_t layer_idx, const Chunk& chunk, const GatherParams& gather) const {
+    ListBoundParams bounds;
+    bounds.gather = gather;
+    bounds.refines_own = layer_idx > 0;
+    bounds.bounds = bounds_of(layer_idx, chunk.batch);
+    return bounds;
   }
 
   cudaError_t layer_keys(size_t layer_idx, const Chunk& chunk, const GradientParams& common,
@@ -440,7 +536,7 @@ class BackwardRun {
     }
     tasks.gradients = at_row(buffers_.gradients, chunk.batch, chunk.query);
     tasks.meta = common.meta;
-    tasks.key_bounds = common.key_bounds;
+    tasks.powers = at_.task_powers;
     tasks.query_bounds = common.query_bounds;
     tasks.counts = lists.data ? at_.counts : nullptr;
     tasks.selected = common.selected;
@@ -455,6 +551,14 @@ class BackwardRun {
     }
     tasks.run.slots = partial_slots(p_, layer_idx);
     layer.tasks = tasks_of_list(p_, config_, layer_idx);
+    ListBoundParams bounds = list_bounds_of(layer_idx, chunk, tasks.gather);
+    bounds.lead = tasks.lead;
+    bounds.powers = at_.task_powers;
+    bounds.tasks = static_cast<int>(layer.tasks);
+    bounds.meta = at_.meta;
+    if (const cudaError_t error = launch_list_bounds(bounds, stream_); error != cudaSuccess) {
+      return error;
+    }
     layer.partials = at_.partials;
     layer.partial_bytes = at_.partial_bytes;
     layer.num_sms = config_.num_sms;

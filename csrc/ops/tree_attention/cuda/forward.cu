@@ -187,7 +187,8 @@ cudaError_t copy_spans(const TreeCall& call, cudaStream_t stream) {
   return error;
 }
 
-// Fills the packed copy of a layer, if it has one.
+}  // namespace
+
 cudaError_t pack_layer(const TreeCall& call, const TreeLayer& layer, cudaStream_t stream) {
   if (!layer.packed) {
     return cudaSuccess;
@@ -200,17 +201,14 @@ cudaError_t pack_layer(const TreeCall& call, const TreeLayer& layer, cudaStream_
   });
 }
 
-}  // namespace
-
-cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream) {
+cudaError_t prepare_tables(const TreeCall& call, int64_t positions, cudaStream_t stream) {
   const AttentionProblem& p = call.problem;
   cudaError_t error = cudaSuccess;
   if (call.inv_freq) {
     error = launch_frequencies(call.inv_freq, p.args.inv_freq.data(), p.key_dim / 2, stream);
   }
   if (error == cudaSuccess) {
-    error = launch_rope_table(call.rope, call.rope_rows(), static_cast<int>(p.key_dim), call.frequencies(),
-                              stream);
+    error = launch_rope_table(call.rope, positions, static_cast<int>(p.key_dim), call.frequencies(), stream);
   }
   const auto rotations = [&](__half2* table, RotationOrder order) {
     if (table && error == cudaSuccess) {
@@ -220,6 +218,12 @@ cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream) {
   };
   rotations(call.fragment_rotations, RotationOrder::kFragments);
   rotations(call.dim_rotations, RotationOrder::kDims);
+  return error;
+}
+
+cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream) {
+  const AttentionProblem& p = call.problem;
+  cudaError_t error = prepare_tables(call, call.rope_rows(), stream);
   for (size_t i = call.config.masked_rows > 0 ? 1 : 0; i < call.layers.size() && error == cudaSuccess; ++i) {
     error = pack_layer(call, call.layers[i], stream);
   }
@@ -328,7 +332,7 @@ cudaError_t run_forward(const TreeCall& call, const ForwardConfig& c, const Forw
   }
   if (c.masked_rows > 0) {
     error = walk_rows(call, c, buffers, c.dense_rows, c.masked_rows, stream);
-    if (error == cudaSuccess) {
+    if (error == cudaSuccess && !call.grows) {
       error = pack_layer(call, call.layers.front(), stream);  // in the place of the tiles
     }
   }
@@ -337,26 +341,29 @@ cudaError_t run_forward(const TreeCall& call, const ForwardConfig& c, const Forw
              : error;
 }
 
+}  // namespace
+
 // ---- attention_forward
 
-void forward_tensor_core(const AttentionProblem& problem, const ForwardConfig& config, const Tensor& q,
-                         const CudaTree& tree, const Tensor& out, const Tensor& gmax, const Tensor& gsum,
-                         const std::vector<Tensor>& parents, cudaStream_t stream) {
-  const TensorCoreTree prepared = prepare_tensor_cores(problem, config, q, tree, /*selects=*/true, stream);
+void run_tensor_core_forward(const TreeCall& call, const ForwardConfig& config, const Tensor& out,
+                             const Tensor& gmax, const Tensor& gsum, const std::vector<Tensor>& parents,
+                             cudaStream_t stream) {
   Workspace sizes;
-  lay_out_forward(sizes, problem, config);
-  const Tensor scratch = at::empty({std::max<int64_t>(sizes.bytes(), 1)}, q.options().dtype(at::kByte));
+  lay_out_forward(sizes, call.problem, config);
+  const Tensor scratch = at::empty({std::max<int64_t>(sizes.bytes(), 1)}, out.options().dtype(at::kByte));
   Workspace space(scratch.mutable_data_ptr());
   ForwardBuffers buffers;
   buffers.out = out.mutable_data_ptr();
   buffers.max = gmax.mutable_data_ptr<float>();
   buffers.sum = gsum.mutable_data_ptr<float>();
-  buffers.memory = lay_out_forward(space, problem, config);
+  buffers.memory = lay_out_forward(space, call.problem, config);
   for (const Tensor& list : parents) {
     buffers.parents.push_back(list.mutable_data_ptr<int32_t>());
   }
-  C10_CUDA_CHECK(run_forward(prepared.call, config, buffers, stream));
+  C10_CUDA_CHECK(run_forward(call, config, buffers, stream));
 }
+
+namespace {
 
 // Batches [batch, batch + batches), queries [query, query + queries). Slices of the outputs are contiguous,
 // because a chunk of several batches holds all queries.
@@ -431,7 +438,9 @@ void attention_forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, c
   const ForwardConfig config = forward_config(problem);
   const CudaTree tree = build_cuda_tree(k, v, args);
   if (config.path == AttentionPath::kTensorCore) {
-    forward_tensor_core(problem, config, q, tree, out, gmax, gsum, parents, scope.stream());
+    const TensorCoreTree prepared =
+        prepare_tensor_cores(problem, config, q, tree, /*selects=*/true, scope.stream());
+    run_tensor_core_forward(prepared.call, config, out, gmax, gsum, parents, scope.stream());
     return;
   }
   const RopeTables rope = general_rope_tables(problem, q, scope.stream());

@@ -34,6 +34,8 @@ struct TreeCall {
   // asks for are filled.
   __half2* fragment_rotations = nullptr;
   __half2* dim_rotations = nullptr;
+  // The copies are those of a growing tree, which has room for the tokens' packed copy beside their tiles.
+  bool grows = false;
   DenseTiles rows;      // tiles of the tokens that the dense and the masked rows see
   DenseTiles top;       // tiles of layers.back() where config.dense_top holds
   SpanTiles top_spans;  // the same where its nodes are scored by span means
@@ -90,8 +92,13 @@ GatherParams gather_of(const TreeCall& call, size_t layer_idx, const Chunk& chun
 cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& chunk, const ListSlice& lists,
                          const ListSlice& next, float* scratch, uint32_t* mask, cudaStream_t stream);
 
-// Fills call.inv_freq, call.rope, the rotation tables, the tiles and the packed copy of every layer. With
+// Fills call.inv_freq, `positions` rows of call.rope and the rotation tables.
+cudaError_t prepare_tables(const TreeCall& call, int64_t positions, cudaStream_t stream);
+// Fills these tables, the tiles and the packed copy of every layer. With
 // config.masked_rows that of the tokens comes later, in the place of their tiles.
 cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream);
+
+// Fills the packed copy of a layer, if it has one.
+cudaError_t pack_layer(const TreeCall& call, const TreeLayer& layer, cudaStream_t stream);
 
 }  // namespace htree::tree_attention

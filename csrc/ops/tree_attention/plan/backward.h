@@ -13,7 +13,8 @@ constexpr int64_t kScoreBytes = kScratchBytes / 2;
 // the inverse of one layer's lists, the lists of every layer, and either the partial sums or the scores of
 // recomputed lists, which share their memory. Lists and scores are counted whether lists are stored or
 // recomputed, so that the order of the fp32 sums, and with it every bit, is the same either way. A table of
-// rotations and two counts per parent, some MiB that do not depend on the chunk, come on top.
+// rotations, two counts per parent and two bytes per node for its bound, some MiB that do not depend on the chunk, come on
+// top.
 constexpr int64_t kBackwardScratchBytes = int64_t{1856} << 20;
 // The part of it for partial sums of dK and dV, if all layers run the per-list kernels: three tasks per SM of
 // an H200 at head dim 128 and k = 512. The more lists a launch has, the less often the running sums of a
@@ -61,7 +62,7 @@ inline int64_t dense_row_tiles(const AttentionProblem& p, const TreeConfig& conf
 }
 
 struct QueryBounds;
-constexpr int64_t kBoundsBytes = 8;
+constexpr int64_t kQueryBoundsBytes = 12;
 
 struct DenseGradientMemory {
   char *queries, *gradients;  // [batches, H_kv, tiles] tiles
@@ -69,21 +70,69 @@ struct DenseGradientMemory {
   int32_t* scaled;            // [batches, H_kv, tiles]
   QueryBounds* bounds;        // [batches, H_kv]
 };
-inline DenseGradientMemory lay_out_dense_gradients(Workspace& space, const AttentionProblem& p,
-                                                   const TreeConfig& config, int64_t batches) {
-  const int64_t heads = batches * p.num_kv_heads, tiles = heads * dense_row_tiles(p, config);
+// `tiles` of rows of all `heads`, which are pairs (batch, K/V head).
+inline DenseGradientMemory lay_out_row_tiles(Workspace& space, const AttentionProblem& p, int64_t heads,
+                                             int64_t tiles) {
   DenseGradientMemory memory;
   memory.queries = space.take<char>(tiles * row_tile_bytes(p.key_dim));
   memory.gradients = space.take<char>(tiles * row_tile_bytes(p.value_dim));
   memory.numbers = space.take<float>(tiles * kRowNumbers * kRowTileRows);
   memory.scaled = space.take<int32_t>(tiles);
-  memory.bounds = space.take<QueryBounds>(tiles > 0 ? heads : 0, kBoundsBytes);
+  memory.bounds = space.take<QueryBounds>(tiles > 0 ? heads : 0, kQueryBoundsBytes);
   return memory;
+}
+inline DenseGradientMemory lay_out_dense_gradients(Workspace& space, const AttentionProblem& p,
+                                                   const TreeConfig& config, int64_t batches) {
+  const int64_t heads = batches * p.num_kv_heads;
+  return lay_out_row_tiles(space, p, heads, heads * dense_row_tiles(p, config));
 }
 inline int64_t dense_gradient_bytes(const AttentionProblem& p, const TreeConfig& config, int64_t batches) {
   Workspace space;
   lay_out_dense_gradients(space, p, config, batches);
   return space.bytes();
+}
+
+// ---- the rows from there to config.masked_rows: at the tokens backward/masked_rows/ computes their gradients
+
+// Of a chunk, in the memory of the partial sums: the tokens come last, and these rows have no partial sums there.
+struct MaskedGradientMemory {
+  DenseGradientMemory rows;
+  TileMarkMemory marks;
+  uint32_t* users;  // as in TileUsers, as is the next
+  int32_t* user_counts;
+};
+inline MaskedGradientMemory lay_out_masked_gradients(Workspace& space, const AttentionProblem& p,
+                                                     const TreeConfig& c) {
+  const int64_t heads = c.batch_chunk * p.num_kv_heads, tiles = marked_tiles(p, c);
+  const int64_t row_tiles = kRunRows / kRowTileRows * marked_tasks(p, c);
+  MaskedGradientMemory memory;
+  memory.rows = lay_out_row_tiles(space, p, heads, row_tiles);
+  memory.marks = lay_out_tile_marks(space, p, c);
+  memory.users = space.take<uint32_t>(row_tiles * tiles);
+  memory.user_counts = space.take<int32_t>(row_tiles > 0 ? heads * tiles : 0);
+  return memory;
+}
+inline int64_t masked_gradient_bytes(const AttentionProblem& p, const TreeConfig& c) {
+  Workspace space;
+  lay_out_masked_gradients(space, p, c);
+  return space.bytes();
+}
+
+// About the bytes of that for every list of a chunk, and for every batch beside its lists: two runs may be cut.
+struct MaskedGradientCost {
+  int64_t list = 0, batch = 0;
+};
+inline MaskedGradientCost masked_gradient_cost(const AttentionProblem& p, const TreeConfig& config) {
+  if (!masks_tiles(p, config)) {
+    return {};
+  }
+  const int64_t tiles = marked_tiles(p, config);
+  const int64_t row_tile = row_tile_bytes(p.key_dim) + row_tile_bytes(p.value_dim) +
+                           (kRowNumbers * kRowTileRows + 1) * 4 + tiles * 4;
+  const int64_t run =
+      p.num_kv_heads * (kRunRows / kRowTileRows * row_tile + tiles * (mark_bytes(p.group()) + 2) + 4);
+  return {ceil_div(p.args.selection_stride * run, run_tokens(p.group())),
+          2 * run + p.num_kv_heads * (tiles * 4 + kQueryBoundsBytes)};
 }
 
 // ---- the choice
@@ -94,6 +143,7 @@ inline BackwardConfig choose_backward_config(const AttentionProblem& p, const De
   static_cast<TreeConfig&>(config) = choose_forward_config(p, device, GatherChoice::kPerQuery);
   if (config.path == AttentionPath::kTensorCore) {
     config.dense_rows = choose_dense_rows(p, device, gather);
+    config.masked_rows = choose_masked_rows(p, device, gather);
     const int64_t batch_bytes = std::max<int64_t>(1, dense_gradient_bytes(p, config, 1));
     config.dense_batches =
         std::clamp<int64_t>(kDenseGradientBytes / batch_bytes, 1, std::max<int64_t>(1, p.batch));
@@ -125,7 +175,11 @@ inline BackwardConfig choose_backward_config(const AttentionProblem& p, const De
       stride * p.num_heads * (record + 16 + 4 * p.key_dim) +
       p.num_kv_heads * (p.args.top_k * 4 * p.layers() + p.args.top_k * p.args.compression_rate / 8 +
                         ceil_div(p.num_keys, p.args.compression_rate) / 64 + 64);
-  const int64_t lists = std::max<int64_t>(1, scratch / per_list);
+  // The query side of masked rows shares the memory of the partial sums, so a chunk must fit beside either.
+  const MaskedGradientCost masked = masked_gradient_cost(p, config);
+  const int64_t masked_list = per_list + masked.list;
+  const int64_t lists = std::max<int64_t>(
+      1, std::min(scratch / per_list, (kBackwardScratchBytes - masked.batch) / masked_list));
   const int64_t piece_lists = ceil_div(walking_queries(p, config), stride);
   int64_t used = std::max<int64_t>(1, std::min(lists, piece_lists));
   config.num_sms = device.num_sms;
@@ -137,7 +191,8 @@ inline BackwardConfig choose_backward_config(const AttentionProblem& p, const De
     used -= used > wave ? used % wave : 0;
   }
   config.query_chunk = used * stride;
-  config.batch_chunk = std::clamp<int64_t>(lists / used, 1, config.batch_chunk);
+  const int64_t batches = std::min(lists / used, kBackwardScratchBytes / (used * masked_list + masked.batch));
+  config.batch_chunk = std::clamp<int64_t>(batches, 1, config.batch_chunk);
   config.selection_chunk = std::min(config.selection_chunk, used);
   config.top_chunk = std::min(config.top_chunk, used);
   return config;
@@ -176,12 +231,15 @@ inline int64_t gradient_sum_row(const AttentionProblem& p, int64_t layer) {
 // ---- memory
 
 struct RowMeta;
-struct KeyBounds;
-constexpr int64_t kRowMetaBytes = 16;
+struct KeyBound;
+struct TaskPowers;
+constexpr int64_t kRowMetaBytes = 16, kKeyBoundBytes = 2, kTaskPowersBytes = 8;
 
 struct BackwardMemory {
-  KeyBounds* key_bounds;      // [B, H_kv]
-  QueryBounds* query_bounds;  // of a chunk, as are all that follow
+  KeyBound *node_bounds, *parent_bounds, *earlier_bounds;  // of LayerBounds, one layer after another
+  QueryBounds* query_bounds;                               // of a chunk, as are all that follow
+  KeyBound* list_bounds;
+  TaskPowers* task_powers;
   char* records;
   RowMeta* meta;
   float* query_sums;    // dQ between layers
@@ -191,7 +249,7 @@ struct BackwardMemory {
   int32_t* counts;
   uint32_t *entries, *offsets, *run_counts;  // of InverseParams
   void* rotations;                           // of every position, in fp16
-  char* partials;                            // the partial sums, or the query side of dense rows
+  char* partials;  // the partial sums, or the query side of dense rows, or MaskedGradientMemory
   int64_t partial_bytes;
   float* scores;  // in the memory of the partial sums: lists are selected before the first sum
 };
@@ -213,6 +271,20 @@ inline int64_t partial_bytes(const AttentionProblem& p, const BackwardConfig& c)
   return bytes;
 }
 
+// The most tasks of backward/per_list/ that a layer of a chunk has.
+inline int64_t chunk_tasks(const AttentionProblem& p, const BackwardConfig& c) {
+  const int64_t heads = c.batch_chunk * p.num_kv_heads;
+  const int64_t lists = ceil_div(c.query_chunk, p.args.selection_stride);
+  const int64_t runs = c.query_chunk / kGradientRun + 2;
+  int64_t tasks = 0;
+  for (int64_t layer = 0; layer < p.layers(); ++layer) {
+    if (layer_per_list(p, c, layer)) {
+      tasks = std::max(tasks, heads * (layer_runs(p, c, layer) ? runs : lists) * tasks_of_list(p, c, layer));
+    }
+  }
+  return tasks;
+}
+
 inline BackwardMemory lay_out_backward(Workspace& space, const AttentionProblem& p, const BackwardConfig& c,
                                        bool recompute) {
   const int64_t chunk_lists = ceil_div(c.query_chunk, p.args.selection_stride);
@@ -226,8 +298,13 @@ inline BackwardMemory lay_out_backward(Workspace& space, const AttentionProblem&
                               ? queries * p.num_kv_heads * tiled_record_bytes(p.key_dim, p.value_dim)
                               : rows * 2 * (p.key_dim + p.value_dim);
   BackwardMemory memory;
-  memory.key_bounds = space.take<KeyBounds>(p.batch * p.num_kv_heads, kBoundsBytes);
-  memory.query_bounds = space.take<QueryBounds>(c.batch_chunk * p.num_kv_heads, kBoundsBytes);
+  const int64_t all_nodes = gradient_sum_row(p, p.layers());
+  memory.node_bounds = space.take<KeyBound>(all_nodes, kKeyBoundBytes);
+  memory.parent_bounds = space.take<KeyBound>(all_nodes / kTensorCoreRate, kKeyBoundBytes);
+  memory.earlier_bounds = space.take<KeyBound>(all_nodes / kTensorCoreRate, kKeyBoundBytes);
+  memory.query_bounds = space.take<QueryBounds>(c.batch_chunk * p.num_kv_heads, kQueryBoundsBytes);
+  memory.list_bounds = space.take<KeyBound>(lists, kKeyBoundBytes);
+  memory.task_powers = space.take<TaskPowers>(chunk_tasks(p, c), kTaskPowersBytes);
   memory.records = space.take<char>(records);
   memory.meta = space.take<RowMeta>(rows, kRowMetaBytes);
   memory.query_sums = space.take<float>(many * rows * p.key_dim);
@@ -241,8 +318,9 @@ inline BackwardMemory lay_out_backward(Workspace& space, const AttentionProblem&
   memory.rotations =
       space.take<char>(c.parent_warps ? (p.args.top_k * kTensorCoreRate + 1) * p.key_dim * 2 : 0);
   memory.partial_bytes = partial_bytes(p, c);
-  memory.partials = space.take<char>(std::max({memory.partial_bytes, recompute ? selection_bytes(p, c) : 0,
-                                               dense_gradient_bytes(p, c, c.dense_batches)}));
+  memory.partials =
+      space.take<char>(std::max({memory.partial_bytes, recompute ? selection_bytes(p, c) : 0,
+                                 dense_gradient_bytes(p, c, c.dense_batches), masked_gradient_bytes(p, c)}));
   memory.scores = reinterpret_cast<float*>(memory.partials);
   return memory;
 }

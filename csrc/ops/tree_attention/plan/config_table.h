@@ -22,8 +22,9 @@ inline std::string describe(const TreeConfig& config) {
   return text.str();
 }
 
-// The kernels of dQ and of dK and dV below the top, then at the top. Names are those of cuda/backward.
-inline std::string describe_gradients(const BackwardConfig& config) {
+// The kernels of dQ and of dK and dV below the top, then at the top, and where some rows multiply masked tiles at the
+// tokens, those of the tokens: behind a bar stand the kernels of the other rows. Names are those of cuda/backward.
+inline std::string describe_gradients(const AttentionProblem& p, const BackwardConfig& config) {
   const bool general = config.path == AttentionPath::kGeneral;
   const std::string queries = general                        ? "general"
                               : config.per_list              ? "per_list"
@@ -33,8 +34,15 @@ inline std::string describe_gradients(const BackwardConfig& config) {
                            : config.per_list     ? "per_list"
                            : config.parent_warps ? "parent_gradient"
                                                  : "key_gradient";
-  return "dQ=" + queries + " dK_dV=" + keys + " top_dQ=" + (config.per_list_top ? "per_list" : queries) +
-         " top_dK_dV=" + (config.per_list_top ? "per_list" : keys);
+  const std::string top_queries = config.per_list_top ? "per_list" : queries;
+  const std::string top_keys = config.per_list_top ? "per_list" : keys;
+  std::string text = "dQ=" + queries + " dK_dV=" + keys + " top_dQ=" + top_queries + " top_dK_dV=" + top_keys;
+  if (masks_tiles(p, config)) {
+    const bool gathers = gathers_tokens(p, config), top = p.layers() == 1;
+    text += " token_dQ=masked_rows" + (gathers ? "|" + (top ? top_queries : queries) : "");
+    text += " token_dK_dV=masked_rows" + (gathers ? "|" + (top ? top_keys : keys) : "");
+  }
+  return text;
 }
 
 // The layer_kernel() of every layer of the forward, the top first, for the rows that walk the tree. Where some of them
@@ -84,7 +92,7 @@ inline std::vector<std::string> tensor_core_kernels(bool hopper) {
         continue;  // as with rotations
       }
       const std::string kernels = "layers=" + describe_layers(p, forward) + " " +
-                                  describe_gradients(choose_backward_config(p, device));
+                                  describe_gradients(p, choose_backward_config(p, device));
       const std::string stride = std::to_string(p.args.selection_stride);
       if (choices.empty() || choices.back().first != kernels) {
         choices.emplace_back(kernels, stride);

@@ -38,8 +38,8 @@ struct TreeConfig {
   // backward/dense_rows/. The others walk the tree.
   int64_t dense_rows = 0;
   // The rows from there to this token walk the tree and multiply, at the tokens, whole tiles under the bits of their
-  // lists (sm_90a), see forward/masked_rows/. The backward gathers for them, as for all rows that walk. Where this is not
-  // 0, rows that gather tokens come last, and the packed copy of the tokens takes the place of the tiles.
+  // lists (sm_90a), see forward/masked_rows/ and backward/masked_rows/. Where this is not 0, rows that gather tokens come
+  // last, and the packed copy of the tokens takes the place of the tiles.
   int64_t masked_rows = 0;
   // Which tables of rotations the kernels read, see RotationOrder.
   bool fragment_rotations = false;
@@ -91,6 +91,9 @@ inline int64_t choose_dense_rows(const AttentionProblem& p, const DeviceFacts& d
 // while t < 4.3 k r. Half the heads are half the product, while the gather stays the same: its tiles have 8 columns, for
 // whatever number of heads. Beyond 8 heads it takes two tiles. The factor ends at twice that of 8 heads: for fewer heads
 // and longer texts nothing was measured, and rows with still fewer listed tokens may leave tiles out.
+//
+// The backward has the same bound: its seven products take 3.5 times as long as the two of the forward, and its gathers
+// were measured at 3.3 times those of the forward.
 //
 // The bound follows from the options alone, because a row must have the same bits in every call, and it is a multiple
 // of r, so that no list reaches across it.
@@ -370,12 +373,13 @@ struct TileMarkMemory {
   uint16_t* tiles;
   int32_t* counts;
 };
-inline TileMarkMemory lay_out_tile_marks(Workspace& space, const AttentionProblem& p,
-                                         const ForwardConfig& c) {
-  // Wherever a chunk begins, it lies in no more runs than this.
+// The runs of a chunk over all batches and K/V heads: the tasks of its masked rows. Wherever it begins, it lies in no more.
+inline int64_t marked_tasks(const AttentionProblem& p, const TreeConfig& c) {
   const int64_t runs = masks_tiles(p, c) ? c.query_chunk / run_tokens(p.group()) + 2 : 0;
-  const int64_t tasks = c.batch_chunk * p.num_kv_heads * runs;
-  const int64_t tiles = tasks * marked_tiles(p, c);
+  return c.batch_chunk * p.num_kv_heads * runs;
+}
+inline TileMarkMemory lay_out_tile_marks(Workspace& space, const AttentionProblem& p, const TreeConfig& c) {
+  const int64_t tasks = marked_tasks(p, c), tiles = tasks * marked_tiles(p, c);
   uint8_t* marks = space.take<uint8_t>(tiles * mark_bytes(p.group()));
   uint16_t* places = space.take<uint16_t>(tiles);
   return {marks, places, space.take<int32_t>(tasks)};

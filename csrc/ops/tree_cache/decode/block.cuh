@@ -6,14 +6,17 @@
 #include "device/mma.cuh"
 #include "device/select.cuh"
 #include "ops/tree_cache/decode/decode_plan.h"
+#include "ops/tree_cache/packed/packed_params.h"
 #include "ops/tree_cache/rows.cuh"
 
 namespace htree::tree_cache {
 
-// A head dim, the query heads of a K/V head in tiles of eight, whether span means choose, and the warps of a block.
-template <typename T_, int kDim_, int kHeadTiles_, bool kSpans_, int kWarps_>
+// A head dim, the query heads of a K/V head in tiles of eight, whether span means choose, the warps of a block, and the
+// bits of a channel of the tokens where they are packed; 0: tokens are rows of T.
+template <typename T_, int kDim_, int kHeadTiles_, bool kSpans_, int kWarps_, int kLeafBits_ = 0>
 struct DecodeTraits {
   using T = T_;
+  static constexpr int kLeafBits = kLeafBits_;
   static constexpr bool kSpans = kSpans_;
   static constexpr int kWarps = kWarps_;
   static constexpr int kThreads = 32 * kWarps;
@@ -27,6 +30,9 @@ struct DecodeTraits {
   static constexpr int kTileBytes = kDecodeRate * kRowBytes;
   static constexpr int kStageBytes = kTileBytes + kHalf * 8;
   static constexpr int kMergeStride = kDim + 4;
+  // Of a packed token, and where the scales stand in a tile of them: behind all codes.
+  static constexpr int kCodeBytes = kDim * kLeafBits / 8;
+  static constexpr int kScalesAt = kDecodeRate * kCodeBytes;
 };
 
 // A softmax that is not finished: out is relative to max, which is in units of log2.
@@ -62,6 +68,7 @@ struct DecodeParams {
   device::FastDivisor page_size;  // tokens
   // With a stride, leaders come first, in a launch of their own: other rows read their lists.
   bool leaders = true;
+  LeafPools leaves;  // only with packed tokens
 };
 
 // One row, as a block of its cluster sees it.
@@ -147,6 +154,12 @@ struct LayerSlots {
   // The number of slots of this block.
   __device__ __forceinline__ int own(int shares) const { return max(0, min(slots - first, shares * share)); }
 };
+
+// Whether the rows of a layer are packed tokens.
+template <class Tr>
+__device__ __forceinline__ bool has_codes(const LayerSlots& slots) {
+  return Tr::kLeafBits > 0 && slots.layer == 0;
+}
 
 // The node of a layer that holds a token: r is 16.
 __device__ __forceinline__ uint32_t node_at(int32_t token, int layer) {

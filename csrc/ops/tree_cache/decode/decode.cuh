@@ -6,7 +6,7 @@
 #include "host/cuda/kernel_launch.h"
 #include "ops/tree_cache/decode/scores.cuh"
 #include "ops/tree_cache/decode/select.cuh"
-#include "ops/tree_cache/decode/top_spans.cuh"
+#include "ops/tree_cache/decode/spans.cuh"
 #include "ops/tree_cache/decode/values.cuh"
 
 namespace htree::tree_cache {
@@ -265,12 +265,19 @@ cudaError_t launch_decode_kernel(const DecodeParams<typename Tr::T>& params, cud
                        stream, params);
 }
 
-template <typename T, int kDim, bool kSpans>
-cudaError_t launch_decode(const AttendParams<T>& attend, const DecodePlan& plan, cudaStream_t stream) {
+// `leaves` are the tokens where they have kLeafBits bits a channel, else null.
+template <typename T, int kDim, bool kSpans, int kLeafBits>
+cudaError_t launch_decode_layers(const AttendParams<T>& attend, const LeafPools* leaves,
+                                 const DecodePlan& plan, cudaStream_t stream) {
+  // A page of packed tokens may have no other rows.
+  const auto key_rows = static_cast<uint32_t>(std::max<int64_t>(attend.layout.key_rows(), 1));
   DecodeParams<T> params{.attend = attend,
                          .plan = plan,
-                         .key_rows = device::FastDivisor(static_cast<uint32_t>(attend.layout.key_rows())),
+                         .key_rows = device::FastDivisor(key_rows),
                          .page_size = device::FastDivisor(attend.layout.page_size)};
+  if constexpr (kLeafBits > 0) {
+    params.leaves = *leaves;
+  }
   for (int launch = 0; launch < (attend.options.stride > 1 ? 2 : 1); ++launch) {
     params.leaders = launch == 0;
     cudaError_t error = cudaSuccess;
@@ -281,22 +288,35 @@ cudaError_t launch_decode(const AttendParams<T>& attend, const DecodePlan& plan,
           return error;
         }
       }
-      error = launch_decode_kernel<DecodeTraits<T, kDim, 1, true, decode_warps(8, true, 0)>>(params, stream);
+      constexpr int kWarps = decode_warps(8, true, 0);
+      error = launch_decode_kernel<DecodeTraits<T, kDim, 1, true, kWarps, kLeafBits>>(params, stream);
     } else if (attend.group > 8) {
-      error =
-          launch_decode_kernel<DecodeTraits<T, kDim, 2, false, decode_warps(16, false, 0)>>(params, stream);
+      constexpr int kWarps = decode_warps(16, false, 0);
+      error = launch_decode_kernel<DecodeTraits<T, kDim, 2, false, kWarps, kLeafBits>>(params, stream);
     } else if (constexpr int kMost = decode_warps(8, false, 0);
                decode_warps(8, false, attend.options.top_k) == kMost) {
-      error = launch_decode_kernel<DecodeTraits<T, kDim, 1, false, kMost>>(params, stream);
+      error = launch_decode_kernel<DecodeTraits<T, kDim, 1, false, kMost, kLeafBits>>(params, stream);
     } else {
       constexpr int kFewer = decode_warps(8, false, kDecodeMaxTopK);
-      error = launch_decode_kernel<DecodeTraits<T, kDim, 1, false, kFewer>>(params, stream);
+      error = launch_decode_kernel<DecodeTraits<T, kDim, 1, false, kFewer, kLeafBits>>(params, stream);
     }
     if (error != cudaSuccess) {
       return error;
     }
   }
   return cudaSuccess;
+}
+
+template <typename T, int kDim, bool kSpans>
+cudaError_t launch_decode(const AttendParams<T>& attend, const DecodePlan& plan, cudaStream_t stream) {
+  return launch_decode_layers<T, kDim, kSpans, 0>(attend, nullptr, plan, stream);
+}
+
+template <typename T, int kDim, bool kSpans>
+cudaError_t launch_decode_packed(const AttendParams<T>& attend, const LeafPools& leaves,
+                                 const DecodePlan& plan, cudaStream_t stream) {
+  return leaves.bits == 8 ? launch_decode_layers<T, kDim, kSpans, 8>(attend, &leaves, plan, stream)
+                          : launch_decode_layers<T, kDim, kSpans, 4>(attend, &leaves, plan, stream);
 }
 
 }  // namespace htree::tree_cache

@@ -234,27 +234,53 @@ struct TileLoad {
   uint32_t tile;  // shared address
   int lane;
 
+  __device__ __forceinline__ TileLoad(uint32_t tile_address, int own_lane)
+      : tile(tile_address), lane(own_lane) {}
   __device__ __forceinline__ uint4 operator()(int row, int half, int step) const {
     return device::load_shared_16(tile + pack_offset<Tr>(lane / 4 + 8 * row, pack_of<Tr>(half, step, lane)));
   }
 };
 
+// The same where the tile holds packed tokens.
+template <class Tr>
+struct CodeLoad {
+  uint32_t tile;
+  int lane;
+  uint32_t scales[2];  // of this lane's two keys, twice in a word each
+
+  __device__ __forceinline__ CodeLoad(uint32_t tile_address, int own_lane)
+      : tile(tile_address), lane(own_lane) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const int key = lane / 4 + 8 * row;
+      const uint32_t pair = device::load_shared_4(tile + Tr::kScalesAt + key / 2 * 4);
+      scales[row] = __byte_perm(pair, 0, key % 2 == 0 ? 0x1010 : 0x3232);
+    }
+  }
+  __device__ __forceinline__ uint4 operator()(int row, int half, int step) const {
+    const int first = pack_of<Tr>(half, step, lane) * Tr::kLeafBits;  // eight codes have kLeafBits bytes
+    const uint32_t at = tile + code_offset<Tr>(lane / 4 + 8 * row, first / 16) + first % 16;
+    return expand_eight<typename Tr::T, Tr::kLeafBits>(at, scales[row]);
+  }
+};
+
 // Products of the keys in `tile` with all heads. Each key is rotated by its position: `child` are the places in the slot
-// of this lane's two keys.
-template <class Tr, bool kRotate>
+// of this lane's two keys. kCodes: they are packed tokens.
+template <class Tr, bool kRotate, bool kCodes>
 __device__ __forceinline__ void score_tile(const DecodeBlock<Tr>& block, const uint8_t* tile,
                                            const int (&child)[2], float (&sums)[Tr::kHeadTiles][4]) {
   SlotRotation<Tr> rotation = {reinterpret_cast<const float*>(tile + Tr::kTileBytes),
                                {block.children(child[0]), block.children(child[1])}};
-  const TileLoad<Tr> load = {device::shared_address(tile), block.lane};
+  using Load = std::conditional_t<kCodes, CodeLoad<Tr>, TileLoad<Tr>>;
+  const Load load(device::shared_address(tile), block.lane);
   score_keys<Tr, kRotate>(block.queries(), block.lane, load, rotation, sums);
 }
 
 // The block's scores of a layer, -inf where there is no candidate. Brings the tiles and asks for the first
-// values. `asked` says how many of the layer's places have been asked for.
-template <class Tr>
-__device__ __forceinline__ void score_layer(const DecodeBlock<Tr>& block, TileRing<Tr>& ring,
-                                            const LayerSlots& slots, const uint32_t* rows, int asked) {
+// values. `asked` says how many of the layer's places have been asked for. kCodes: the layer is that of packed tokens.
+template <class Tr, bool kCodes>
+__device__ __forceinline__ void score_rows(const DecodeBlock<Tr>& block, TileRing<Tr>& ring,
+                                           const LayerSlots& slots, const uint32_t* rows, int asked) {
   for (; asked < ring.ahead(); ++asked) {
     ring.ask(slots, rows, asked);
   }
@@ -268,9 +294,9 @@ __device__ __forceinline__ void score_layer(const DecodeBlock<Tr>& block, TileRi
     if (slot >= 0) {
       float sums[Tr::kHeadTiles][4] = {};
       if (rotates) {
-        score_tile<Tr, true>(block, tile, children, sums);
+        score_tile<Tr, true, kCodes>(block, tile, children, sums);
       } else {
-        score_tile<Tr, false>(block, tile, children, sums);
+        score_tile<Tr, false, kCodes>(block, tile, children, sums);
       }
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
@@ -287,6 +313,20 @@ __device__ __forceinline__ void score_layer(const DecodeBlock<Tr>& block, TileRi
       }
     }
   }
+}
+
+// The same for any layer. Packed tokens have a loop of their own, because one for both kinds of tiles would keep more
+// addresses in registers than there are.
+template <class Tr>
+__device__ __forceinline__ void score_layer(const DecodeBlock<Tr>& block, TileRing<Tr>& ring,
+                                            const LayerSlots& slots, const uint32_t* rows, int asked) {
+  if constexpr (Tr::kLeafBits > 0) {
+    if (has_codes<Tr>(slots)) {
+      score_rows<Tr, true>(block, ring, slots, rows, asked);
+      return;
+    }
+  }
+  score_rows<Tr, false>(block, ring, slots, rows, asked);
 }
 
 }  // namespace htree::tree_cache

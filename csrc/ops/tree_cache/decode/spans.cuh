@@ -402,4 +402,18 @@ __device__ __forceinline__ void score_spans(const DecodeBlock<Tr>& block, const 
   own.template score<true>(block.warp, Tr::kWarps);
 }
 
+// Brings the block's own of the scores that top_spans.cuh has made to its shared memory. A __syncthreads has to follow.
+template <class Tr>
+__device__ __forceinline__ void load_top_spans(const DecodeBlock<Tr>& block, const LayerSlots& slots) {
+  constexpr int kSlotFloats = kDecodeRate * Tr::kHeads;
+  const auto& attend = block.attend();
+  const int64_t at = block.walk.at * int64_t{block.top_k()} + slots.first;
+  const auto* from = reinterpret_cast<const float4*>(attend.chunk.span_scores + at * kSlotFloats);
+  auto* to = reinterpret_cast<float4*>(block.span_scores());
+  const int packs = slots.own(block.params.plan.shares) * kSlotFloats / 4;
+  for (int i = threadIdx.x; i < packs; i += Tr::kThreads) {
+    to[i] = from[i];
+  }
+}
+
 }  // namespace htree::tree_cache

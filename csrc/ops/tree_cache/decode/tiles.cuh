@@ -2,6 +2,8 @@
 // slots of a layer first, then their values, then the keys of the layer below.
 #pragma once
 
+#include <type_traits>
+
 #include "ops/tree_cache/decode/block.cuh"
 
 namespace htree::tree_cache {
@@ -16,7 +18,76 @@ __device__ __forceinline__ int pack_offset(int row, int chunk) {
   return row * Tr::kRowBytes + (chunk ^ swizzle) * 16;
 }
 
+// ---- packed tokens: where codes and scales stand in a tile, and how codes become elements of T, with the numbers of
+// PackedRow in attend.cuh. docs/semantics/tree_cache.md §7.5
+
+// Where the 16 bytes `chunk` of the codes of row `row` stand in a tile. A row has 2, 4 or 8 chunks. They change places
+// within their row, by the line of 128 bytes in which the row stands. Then both ways of reading meet all banks: one
+// chunk of eight rows, and two neighbouring ones of four rows.
+template <class Tr>
+__device__ __forceinline__ int code_offset(int row, int chunk) {
+  constexpr int kChunks = Tr::kCodeBytes / 16;
+  const int line = row / (8 / kChunks);
+  const int swizzle = (line << 1 & (kChunks - 2)) | (line / (kChunks / 2) & 1);
+  return row * Tr::kCodeBytes + (chunk ^ swizzle) * 16;
+}
+
+// Four codes of a word as bytes, each above its code by kCodeBias. Of codes of 4 bits they are those in even places, or
+// in odd ones.
+template <int kBits>
+constexpr int kCodeBias = kBits == 8 ? 128 : 8;
+template <int kBits>
+__device__ __forceinline__ uint32_t biased_codes(uint32_t word, int odd) {
+  return kBits == 8 ? word ^ 0x80808080u : word >> 4 * odd & 0x0f0f0f0fu;
+}
+
+// The bytes kLow and kHigh of biased codes, each times its scale (two fp16 in a word), as two elements of T. A code and a
+// scale have 18 bits together, so a product is rounded once: by the fp16 multiplication itself, or behind an exact one
+// in fp32.
+template <typename T, int kBits, int kLow, int kHigh>
+__device__ __forceinline__ uint32_t expand_pair(uint32_t biased, uint32_t scales) {
+  constexpr int kBias = kCodeBias<kBits>;
+  const __half2 factors = *reinterpret_cast<const __half2*>(&scales);
+  if constexpr (std::is_same_v<T, __half>) {
+    // The upper byte 0x64 makes 1024 + x of a byte x.
+    const uint32_t sums = __byte_perm(biased, 0x64646464, 0x4040 | kHigh << 8 | kLow);
+    constexpr uint32_t kSubtracted = (0x6400 + kBias) * 0x00010001u;
+    const __half2 codes =
+        __hsub2(*reinterpret_cast<const __half2*>(&sums), *reinterpret_cast<const __half2*>(&kSubtracted));
+    const __half2 values = __hmul2(codes, factors);
+    return *reinterpret_cast<const uint32_t*>(&values);
+  } else {
+    // The upper byte 0x4b makes 2^23 + x of a byte x.
+    const auto code = [&](int byte) {
+      return __uint_as_float(__byte_perm(biased, 0x4b000000, 0x7440 | byte)) - (8388608.0f + kBias);
+    };
+    const float2 wide = __half22float2(factors);
+    return device::pack_pair<T>(wide.x * code(kLow), wide.y * code(kHigh));
+  }
+}
+
+// The eight codes at a shared address, times one scale that a word holds twice.
+template <typename T, int kBits>
+__device__ __forceinline__ uint4 expand_eight(uint32_t address, uint32_t scale) {
+  uint32_t first, second;  // biased, in their order
+  if constexpr (kBits == 8) {
+    const uint2 words = device::load_shared_8(address);
+    first = biased_codes<8>(words.x, 0);
+    second = biased_codes<8>(words.y, 0);
+  } else {
+    const uint32_t word = device::load_shared_4(address);
+    const uint32_t even = biased_codes<4>(word, 0), odd = biased_codes<4>(word, 1);
+    first = __byte_perm(even, odd, 0x5140);
+    second = __byte_perm(even, odd, 0x7362);
+  }
+  return make_uint4(expand_pair<T, kBits, 0, 1>(first, scale), expand_pair<T, kBits, 2, 3>(first, scale),
+                    expand_pair<T, kBits, 0, 1>(second, scale), expand_pair<T, kBits, 2, 3>(second, scale));
+}
+
+// ---- rows and the ring
+
 // row_of() for r = 16: the pool row of a finished node, or kAbsentRow. A parent of -1 has children behind every token.
+// Packed tokens have pools of their own.
 template <class Tr>
 __device__ __forceinline__ uint32_t row_of_node(const DecodeBlock<Tr>& block, int layer, uint32_t node) {
   const PageLayout& layout = block.attend().layout;
@@ -27,7 +98,8 @@ __device__ __forceinline__ uint32_t row_of_node(const DecodeBlock<Tr>& block, in
   const uint32_t page = block.params.page_size.quotient(((node + 1) << log2) - 1);
   const uint32_t in_page = node - (page * layout.page_size >> log2);
   const Place place = {page, layout.first_row[layer] + in_page};
-  const int64_t row = row_at(block.attend(), block.walk, place, layout.key_rows(), 1);
+  const int64_t page_rows = Tr::kLeafBits > 0 && layer == 0 ? layout.page_size : layout.key_rows();
+  const int64_t row = row_at(block.attend(), block.walk, place, page_rows, 1);
   return row < 0 ? kAbsentRow : static_cast<uint32_t>(row);
 }
 
@@ -75,7 +147,7 @@ class TileRing {
       const bool values = index >= tiles;
       const int slot = slot_of_tile(block_, slots, values ? index - tiles : index);
       if (slot >= 0) {
-        copy_rows([&](int row) { return rows[slot * kDecodeRate + row]; }, values);
+        copy_children(slots, rows, slot, values);
         if (!values) {
           copy_rotation((slots.first + slot) * kDecodeRate);
         }
@@ -101,6 +173,17 @@ class TileRing {
   }
 
  private:
+  __device__ __forceinline__ void copy_children(const LayerSlots& slots, const uint32_t* rows, int slot,
+                                                bool values) {
+    if constexpr (Tr::kLeafBits > 0) {
+      if (has_codes<Tr>(slots)) {
+        copy_codes(rows + slot * kDecodeRate, values);
+        return;
+      }
+    }
+    copy_rows([&](int row) { return rows[slot * kDecodeRate + row]; }, values);
+  }
+
   // row_of(i) is the pool row of row i of the tile.
   template <class RowOf>
   __device__ __forceinline__ void copy_rows(RowOf&& row_of, bool values) {
@@ -122,6 +205,30 @@ class TileRing {
       }
       device::copy_async_16_prefix(tile + pack_offset<Tr>(row, chunk), pool + int64_t{index} * Tr::kDim,
                                    present ? 16 : 0);
+    }
+  }
+
+  // `rows` are those of a slot, whose 16 tokens are neighbours in a page. Tokens behind the query's own are absent: their
+  // codes and scales become zeros.
+  __device__ __forceinline__ void copy_codes(const uint32_t* rows, bool values) {
+    constexpr int kChunks = Tr::kCodeBytes / 16, kRowsAtOnce = 32 / kChunks;
+    const LeafPool& pool = values ? block_.params.leaves.values : block_.params.leaves.keys;
+    const uint32_t tile = device::shared_address(memory_ + asked_ * Tr::kStageBytes);
+    const bool present = rows[block_.lane % kDecodeRate] != kAbsentRow;
+    const int count = __popc(__ballot_sync(device::kFullMask, present)) / 2;  // two lanes saw each token
+    const int64_t first_row = count > 0 ? rows[0] : 0;
+    const int chunk = block_.lane % kChunks;
+#pragma unroll
+    for (int first = 0; first < kDecodeRate; first += kRowsAtOnce) {
+      const int row = first + block_.lane / kChunks;
+      const int64_t from = (first_row + (row < count ? row : 0)) * Tr::kCodeBytes + chunk * 16;
+      device::copy_async_16_prefix(tile + code_offset<Tr>(row, chunk), pool.codes + from,
+                                   row < count ? 16 : 0);
+    }
+    if (block_.lane < 2) {
+      const int eight = block_.lane * 8;  // the tokens of a chunk of scales begin there
+      device::copy_async_16_prefix(tile + Tr::kScalesAt + eight * 2, pool.scales + first_row + eight,
+                                   min(max(count - eight, 0), 8) * 2);
     }
   }
 

@@ -3,6 +3,8 @@
 // as many blocks share a row as fill the device.
 #pragma once
 
+#include "device/hopper/wgmma.cuh"
+#include "host/cuda/kernel_launch.h"
 #include "ops/tree_cache/decode/spans.cuh"
 
 namespace htree::tree_cache {
@@ -52,20 +54,6 @@ cudaError_t launch_top_spans(const AttendParams<T>& attend, const DecodePlan& pl
   return launch_kernel(top_spans_kernel<Tr>,
                        {.grid = static_cast<unsigned>(rows * plan.top_span_blocks), .threads = Tr::kThreads},
                        stream, attend, plan.top_span_blocks);
-}
-
-// Brings the block's own of these scores to its shared memory. A __syncthreads has to follow.
-template <class Tr>
-__device__ __forceinline__ void load_top_spans(const DecodeBlock<Tr>& block, const LayerSlots& slots) {
-  constexpr int kSlotFloats = kDecodeRate * Tr::kHeads;
-  const auto& attend = block.attend();
-  const int64_t at = block.walk.at * int64_t{block.top_k()} + slots.first;
-  const auto* from = reinterpret_cast<const float4*>(attend.chunk.span_scores + at * kSlotFloats);
-  auto* to = reinterpret_cast<float4*>(block.span_scores());
-  const int packs = slots.own(block.params.plan.shares) * kSlotFloats / 4;
-  for (int i = threadIdx.x; i < packs; i += Tr::kThreads) {
-    to[i] = from[i];
-  }
 }
 
 }  // namespace htree::tree_cache

@@ -8,7 +8,7 @@
 namespace htree::tree_cache {
 
 // The sums of a warp over its slots of a share. Lane i has columns 16 m + i / 4 and 8 further on of heads
-// 2 * (i % 4) and the next in out, and max and sum of head i / 4.
+// 2 * (i % 4) and the next in out, and max and sum of head i / 4. Of packed tokens it has other columns: code_column().
 template <class Tr>
 struct WarpValues {
   float max[Tr::kHeadTiles];
@@ -52,9 +52,56 @@ __device__ __forceinline__ void clear_rows(uint32_t tile, uint32_t rows, int lan
   __syncwarp();
 }
 
-// Adds the values in `tile`, weighed by powers of two.
+// The column of a value that row `row` of product `m` is where tokens are packed. Codes are transposed in units of two
+// bytes, which hold two or four neighbouring columns of a token. A product takes two columns of a unit, one into its
+// first eight rows and one into its last.
 template <class Tr>
-__device__ __forceinline__ void add_tile(const DecodeBlock<Tr>& block, uint32_t tile, int slot,
+__device__ __forceinline__ int code_column(int m, int row) {
+  if constexpr (Tr::kLeafBits == 8) {
+    return m * 16 + row % 8 * 2 + row / 8;
+  } else {
+    return m / 2 * 32 + row % 8 * 4 + row / 8 * 2 + m % 2;
+  }
+}
+
+// Adds weighed values of packed tokens, with rows of the products as code_column() says.
+template <class Tr>
+__device__ __forceinline__ void add_codes(uint32_t tile, int lane,
+                                          const uint32_t (&weights)[Tr::kHeadTiles][2],
+                                          WarpValues<Tr>& values) {
+  using T = typename Tr::T;
+  constexpr int kBits = Tr::kLeafBits;
+  constexpr int kProducts = 8 / kBits;  // of a chunk of 16 bytes
+  // Of children 2 * (lane % 4) and the next, and of those 8 further on.
+  const uint32_t scales[2] = {device::load_shared_4(tile + Tr::kScalesAt + lane % 4 * 4),
+                              device::load_shared_4(tile + Tr::kScalesAt + lane % 4 * 4 + 16)};
+  // Matrix i of four: children 8 (i / 2) and the next seven, of two chunks the one with number i % 2.
+  const int matrix = lane / 8;
+  const int child = lane % 8 + matrix / 2 * 8;
+#pragma unroll
+  for (int first = 0; first < Tr::kCodeBytes / 16; first += 2) {
+    uint32_t codes[4];
+    device::load_matrices_transposed(codes, tile + code_offset<Tr>(child, first + matrix % 2));
+#pragma unroll
+    for (int product = 0; product < 2 * kProducts; ++product) {
+      const int chunk = product / kProducts, odd = product % kProducts;
+      const uint32_t low = biased_codes<kBits>(codes[chunk], odd);
+      const uint32_t high = biased_codes<kBits>(codes[2 + chunk], odd);
+      const uint32_t columns[4] = {
+          expand_pair<T, kBits, 0, 2>(low, scales[0]), expand_pair<T, kBits, 1, 3>(low, scales[0]),
+          expand_pair<T, kBits, 0, 2>(high, scales[1]), expand_pair<T, kBits, 1, 3>(high, scales[1])};
+#pragma unroll
+      for (int head_tile = 0; head_tile < Tr::kHeadTiles; ++head_tile) {
+        device::mma_16x8x16<T>(values.out[first * kProducts + product][head_tile], columns,
+                               weights[head_tile][0], weights[head_tile][1]);
+      }
+    }
+  }
+}
+
+// Adds the values in `tile`, weighed by powers of two. `codes` says whether they are packed tokens.
+template <class Tr>
+__device__ __forceinline__ void add_tile(const DecodeBlock<Tr>& block, uint32_t tile, bool codes, int slot,
                                          uint32_t left_out, WarpValues<Tr>& values) {
   using T = typename Tr::T;
   uint32_t weights[Tr::kHeadTiles][2];
@@ -70,6 +117,12 @@ __device__ __forceinline__ void add_tile(const DecodeBlock<Tr>& block, uint32_t 
     }
     weights[head_tile][0] = device::pack_pair<T>(scores[0], scores[1]);
     weights[head_tile][1] = device::pack_pair<T>(scores[2], scores[3]);
+  }
+  if constexpr (Tr::kLeafBits > 0) {
+    if (codes) {
+      add_codes<Tr>(tile, block.lane, weights, values);
+      return;
+    }
   }
   // Matrix i of four: children 8 (i / 2) and the next seven, columns 8 (i % 2) and the next seven.
   const int matrix = block.lane / 8;
@@ -126,11 +179,11 @@ __device__ __forceinline__ void add_parts(const DecodeBlock<Tr>& block, int firs
   __syncthreads();
 }
 
-// Adds what the warps have for one share to its state, some heads at a time. Every thread calls it. Ends with a
-// __syncthreads.
+// Adds what the warps have for one share to its state, some heads at a time. `codes` is that of add_tile(). Every
+// thread calls it. Ends with a __syncthreads.
 template <class Tr>
 __device__ __forceinline__ void merge_warps(const DecodeBlock<Tr>& block, const WarpValues<Tr>& values,
-                                            DecodeState<Tr>& state) {
+                                            bool codes, DecodeState<Tr>& state) {
 #pragma unroll
   for (int head_tile = 0; head_tile < Tr::kHeadTiles; ++head_tile) {
     float sum = values.sum[head_tile];
@@ -152,7 +205,10 @@ __device__ __forceinline__ void merge_warps(const DecodeBlock<Tr>& block, const 
         for (int m = 0; m < Tr::kDim / 16; ++m) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const int column = m * 16 + block.lane / 4 + i / 2 * 8;
+            int column = m * 16 + block.lane / 4 + i / 2 * 8;
+            if constexpr (Tr::kLeafBits > 0) {
+              column = codes ? code_column<Tr>(m, column % 16) : column;
+            }
             own[(head + i % 2) * Tr::kMergeStride + column] = values.out[m][head_tile][i];
           }
         }
@@ -200,10 +256,10 @@ __device__ __forceinline__ void add_layer(const DecodeBlock<Tr>& block, TileRing
       if (slot >= 0) {
         const uint32_t left_out = opened(block, slots, slot);
         clear_rows<Tr>(tile, left_out, block.lane);
-        add_tile(block, tile, slot, left_out, values);
+        add_tile(block, tile, has_codes<Tr>(slots), slot, left_out, values);
       }
     }
-    merge_warps(block, values, block.states()[share]);
+    merge_warps(block, values, has_codes<Tr>(slots), block.states()[share]);
   }
 }
 

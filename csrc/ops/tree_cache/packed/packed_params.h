@@ -35,5 +35,9 @@ cudaError_t launch_append_packed(const AppendPackedParams<T>& params, cudaStream
 // launch_attend for packed tokens. Pools and the table of rotations are aligned to 16 bytes.
 template <typename T>
 cudaError_t launch_attend_packed(const AttendParams<T>& params, const LeafPools& leaves, cudaStream_t stream);
+// launch_decode for packed tokens. Their scales are aligned to 16 bytes as well.
+template <typename T, int kDim, bool kSpans>
+cudaError_t launch_decode_packed(const AttendParams<T>& params, const LeafPools& leaves,
+                                 const DecodePlan& plan, cudaStream_t stream);
 
 }  // namespace htree::tree_cache

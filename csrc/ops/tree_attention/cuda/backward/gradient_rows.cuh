@@ -1,5 +1,5 @@
 // Prepares the gradients of a chunk: records of its queries and dO, the numbers of its query heads (RowMeta),
-// and the largest magnitudes, which keep the gradients of scores in fp16's range.
+// and the bounds of queries and of keys, which keep the gradients of scores in fp16's range.
 #pragma once
 
 #include <cfloat>
@@ -94,24 +94,28 @@ __device__ __forceinline__ float row_norm(const float (&x)[8]) {
   return fminf(sqrtf(sum_over_lanes<kLanes>(squares)) * power.inverse, FLT_MAX);
 }
 
-// Raises *a_bound to the largest `a` of the block and *b_bound to the largest `b`, with one atomic each;
-// neither number is negative. Maxima do not depend on the order of arrival. The whole block calls.
-__device__ __forceinline__ void raise_bounds(unsigned* a_bound, unsigned* b_bound, float a, float b) {
-  __shared__ unsigned largest[2];
-  if (threadIdx.x < 2) {
+// Raises the bounds to the largest numbers of the block, with one atomic each; none is negative. Maxima do not depend on
+// the order of arrival. The whole block calls.
+__device__ __forceinline__ void raise_bounds(QueryBounds* bounds, float gradient_norm, float query_unscale,
+                                             float delta) {
+  __shared__ unsigned largest[3];
+  if (threadIdx.x < 3) {
     largest[threadIdx.x] = 0;
   }
   __syncthreads();
-  a = max_over_lanes<32>(a);
-  b = max_over_lanes<32>(b);
+  const float numbers[3] = {max_over_lanes<32>(gradient_norm), max_over_lanes<32>(query_unscale),
+                            max_over_lanes<32>(delta)};
   if (threadIdx.x % 32 == 0) {
-    atomicMax(&largest[0], __float_as_uint(a));
-    atomicMax(&largest[1], __float_as_uint(b));
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      atomicMax(&largest[i], __float_as_uint(numbers[i]));
+    }
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    atomicMax(a_bound, largest[0]);
-    atomicMax(b_bound, largest[1]);
+    atomicMax(&bounds->gradient_norm, largest[0]);
+    atomicMax(&bounds->query_unscale, largest[1]);
+    atomicMax(&bounds->delta, largest[2]);
   }
 }
 
@@ -133,7 +137,7 @@ __global__ void __launch_bounds__(kRowWarps * 32) gradient_rows_kernel(RowParams
   const int rows_per_query = p.tiled ? kRecordRows : p.group;
   const int num_rows = min(kRowQueries, p.num_queries - first) * rows_per_query;
   const int chunk = threadIdx.x % kLanes;
-  float largest_norm = 0.f, largest_unscale = 0.f;
+  float largest_norm = 0.f, largest_unscale = 0.f, largest_delta = 0.f;
   for (int begin = 0; begin < num_rows; begin += kPass) {
     const int row = begin + threadIdx.x / kLanes;
     const int query = first + row / rows_per_query, row_head = row % rows_per_query;
@@ -167,6 +171,7 @@ __global__ void __launch_bounds__(kRowWarps * 32) gradient_rows_kernel(RowParams
       meta = {p.max[state] * 1.442695040888963f + log2f(p.sum[state]), delta, power.inverse, norm};
       largest_norm = fmaxf(largest_norm, norm);
       largest_unscale = fmaxf(largest_unscale, largest > 0.f ? power.inverse : 0.f);
+      largest_delta = fmaxf(largest_delta, finite_magnitude(delta));
       if (chunk == 0) {
         p.meta[record_idx * p.group + row_head] = meta;
       }
@@ -195,22 +200,37 @@ __global__ void __launch_bounds__(kRowWarps * 32) gradient_rows_kernel(RowParams
       record[kDim / 8 + chunk] = gradient;
     }
   }
-  raise_bounds(&p.bounds[head_idx].gradient_norm, &p.bounds[head_idx].query_unscale, largest_norm,
-               largest_unscale);
+  raise_bounds(&p.bounds[head_idx], largest_norm, largest_unscale, largest_delta);
 }
 
-constexpr int kBoundNodes = 256;  // nodes per thread block
+__device__ __forceinline__ uint8_t exponent_field(float x) {
+  return static_cast<uint8_t>(__float_as_uint(x) >> 23 & 0xff);
+}
+
+__device__ __forceinline__ KeyBound larger(KeyBound a, KeyBound b) {
+  return {a.value < b.value ? b.value : a.value, a.unscale < b.unscale ? b.unscale : a.unscale};
+}
+
+// The bound that the lane `offset` lanes before this one holds. All lanes of a warp call.
+__device__ __forceinline__ KeyBound bound_of_lane_before(KeyBound bound, int offset) {
+  const unsigned bits = __shfl_up_sync(device::kFullMask, bound.value | bound.unscale << 8, offset);
+  return {static_cast<uint8_t>(bits & 0xff), static_cast<uint8_t>(bits >> 8)};
+}
+
+// Nodes of a thread block. Each has kDim / 8 threads while its rows are read, and one for its bound.
+constexpr int kBoundNodes = 256;
 
 // Grid: x = runs of kBoundNodes nodes of the layer, y = batch * kv head.
 template <typename T, int kDim>
-__global__ void __launch_bounds__(kRowWarps * 32) key_bounds_kernel(PackParams p, KeyBounds* bounds) {
-  constexpr int kLanes = kDim / 8, kPass = kRowWarps * 32 / kLanes;
+__global__ void __launch_bounds__(kBoundNodes) key_bounds_kernel(PackParams p, LayerBounds bounds) {
+  constexpr int kLanes = kDim / 8, kPass = kBoundNodes / kLanes;
+  __shared__ KeyBound of_rows[kBoundNodes];
   const int64_t batch = blockIdx.y / p.num_kv_heads, head = blockIdx.y % p.num_kv_heads;
   const int64_t first = int64_t{blockIdx.x} * kBoundNodes;
   const int chunk = threadIdx.x % kLanes;
-  float largest_norm = 0.f, largest_unscale = 0.f;
-  for (int i = 0; i < kBoundNodes; i += kPass) {
-    const int64_t node = first + i + threadIdx.x / kLanes;
+  for (int begin = 0; begin < kBoundNodes; begin += kPass) {
+    const int row = begin + threadIdx.x / kLanes;
+    const int64_t node = first + row;
     float x[8] = {}, v[8] = {};
     if (node < p.num_nodes) {
       widen_eight<T>(load_row_chunk<T>(p.keys, batch, node, head, chunk * 8), x);
@@ -222,24 +242,51 @@ __global__ void __launch_bounds__(kRowWarps * 32) key_bounds_kernel(PackParams p
       largest = fmaxf(largest, finite_magnitude(x[j]));
     }
     largest = max_over_lanes<kLanes>(largest);
-    largest_norm = fmaxf(largest_norm, row_norm<kLanes>(v));
-    if (largest > 0.f) {
-      largest_unscale = fmaxf(largest_unscale, key_row_scale(largest).inverse);
+    const float norm = row_norm<kLanes>(v);
+    if (chunk == 0) {
+      of_rows[row] = {exponent_field(norm),
+                      exponent_field(largest > 0.f ? key_row_scale(largest).inverse : 0.f)};
     }
   }
-  raise_bounds(&bounds[blockIdx.y].value_norm, &bounds[blockIdx.y].key_unscale, largest_norm,
-               largest_unscale);
+  __syncthreads();
+  KeyBound bound = of_rows[threadIdx.x];
+#pragma unroll
+  for (int offset = 1; offset < kParentRows; offset *= 2) {
+    const KeyBound before = bound_of_lane_before(bound, offset);
+    bound = static_cast<int>(threadIdx.x) % kParentRows >= offset ? larger(bound, before) : bound;
+  }
+  const int64_t node = first + threadIdx.x;
+  if (node >= p.num_parents * kParentRows) {
+    return;
+  }
+  const int64_t at = int64_t{blockIdx.y} * p.num_parents * kParentRows + node;
+  bounds.nodes[at] = bound;
+  if (threadIdx.x % kParentRows == kParentRows - 1) {
+    bounds.parents[at / kParentRows] = bound;
+  }
 }
 
-// The power of two that keeps |dS| * unscale below 2^15, so that dS can be the fp16 operand of a product.
-// |dS| <= 2 |dO| |V|.
-__device__ __forceinline__ PowerOfTwo score_gradient_scale(float gradient_norm, float value_norm,
-                                                           float unscale) {
-  const auto above = [](float x) { return static_cast<int>(__float_as_uint(x) >> 23 & 0xff) - 126; };
-  const int bound = 1 + above(gradient_norm) + above(value_norm) + above(unscale);
+// The power of two that keeps |dS| times what undoes a power of a key or query below 2^15, so that dS can be the fp16
+// operand of a product. |dS| <= |dO| |V| + |delta|; the two fields are those of KeyBound.
+__device__ __forceinline__ PowerOfTwo score_gradient_scale(float gradient_norm, float delta,
+                                                           uint8_t value_field, uint8_t unscale_field) {
+  // 2^above(field) is larger than any float with this exponent field.
+  const auto above = [](uint8_t field) { return static_cast<int>(field) - 126; };
+  const int product = above(exponent_field(gradient_norm)) + above(value_field);
+  // Rows of zeros alone have the power 1, field 127: an infinite dS times their zeros would be NaN.
+  const int unscale = unscale_field == 0 ? above(127) : above(unscale_field);
+  const int bound = 1 + max(product, above(exponent_field(delta))) + unscale;
   const int shift = min(max(15 - bound, -126), 126);
   return {__uint_as_float(static_cast<uint32_t>(127 + shift) << 23),
           __uint_as_float(static_cast<uint32_t>(127 - shift) << 23)};
+}
+
+// The power of two of dS for the children of a parent of head blockIdx.y, with any query of the chunk.
+__device__ __forceinline__ PowerOfTwo parent_power(const GradientParams& params, int64_t parent) {
+  const KeyBound bound = params.parent_bounds[int64_t{blockIdx.y} * params.gather.num_parents + parent];
+  const QueryBounds queries = params.query_bounds[blockIdx.y];
+  return score_gradient_scale(__uint_as_float(queries.gradient_norm), __uint_as_float(queries.delta),
+                              bound.value, exponent_field(__uint_as_float(queries.query_unscale)));
 }
 
 // The first entry in [begin, end) whose list is `list` or a later one; entries are those of InverseParams.
@@ -266,10 +313,10 @@ cudaError_t launch_gradient_rows(const RowParams& params, cudaStream_t stream) {
 }
 
 template <typename T, int kDim>
-cudaError_t launch_key_bounds(const PackParams& pack, KeyBounds* bounds, cudaStream_t stream) {
+cudaError_t launch_key_bounds(const PackParams& pack, const LayerBounds& bounds, cudaStream_t stream) {
   const dim3 grid(num_blocks(pack.num_nodes, kBoundNodes),
                   static_cast<unsigned>(pack.num_batches * pack.num_kv_heads));
-  return launch_kernel(key_bounds_kernel<T, kDim>, {.grid = grid, .threads = kRowWarps * 32}, stream, pack,
+  return launch_kernel(key_bounds_kernel<T, kDim>, {.grid = grid, .threads = kBoundNodes}, stream, pack,
                        bounds);
 }
 

@@ -19,15 +19,30 @@ struct RowMeta {
   float gradient_norm;  // norm of the row of dO
 };
 
-// Largest magnitudes per (batch, kv head), as the bits of floats that are not negative. From them follow the
-// powers of two that keep the gradients of scores in fp16's range.
-struct KeyBounds {
-  unsigned value_norm;   // largest norm of a row of V
-  unsigned key_unscale;  // largest number that undoes the power of two of a key row
+// How large some rows of keys and of values are, as the exponent fields of floats that are not negative; rows of zeros
+// have 0. From them follow the powers of two that keep the gradients of scores in fp16's range.
+struct KeyBound {
+  uint8_t value;    // of the largest norm of a row of V
+  uint8_t unscale;  // of the largest number that undoes the power of two of a key row
 };
+// The bounds of a layer, for each (batch, kv head).
+struct LayerBounds {
+  KeyBound* nodes = nullptr;    // [16 num_parents]: the children of a node's parent up to the node itself
+  KeyBound* parents = nullptr;  // [num_parents]: all children
+  KeyBound* earlier = nullptr;  // [num_parents]: all parents before; filled by launch_earlier_bounds()
+};
+
+// The same for the query heads of a (batch, kv head): the largest, as the bits of floats that are not negative.
 struct QueryBounds {
   unsigned gradient_norm;
   unsigned query_unscale;
+  unsigned delta;
+};
+
+// The powers of two of a task of backward/per_list/.
+struct TaskPowers {
+  float key;             // brings the keys of its list into fp16's range
+  float score_gradient;  // keeps dS below 2^14
 };
 
 struct RowParams {
@@ -49,9 +64,36 @@ struct RowParams {
 template <typename T, int kDim>
 cudaError_t launch_gradient_rows(const RowParams& params, cudaStream_t stream);
 
-// `bounds` [B, H_kv] is zeroed by the caller. Of `pack` only the views and sizes are used.
+// Fills `nodes` and `parents` of `bounds`. Of `pack` only the views and sizes are used.
 template <typename T, int kDim>
-cudaError_t launch_key_bounds(const PackParams& pack, KeyBounds* bounds, cudaStream_t stream);
+cudaError_t launch_key_bounds(const PackParams& pack, const LayerBounds& bounds, cudaStream_t stream);
+
+// ---- bounds of what a list multiplies, list_bounds.cu
+
+// Fills `earlier` of a layer for the first num_parents parents of each head; a head has `head_parents`.
+struct EarlierBoundParams {
+  LayerBounds bounds;
+  int64_t num_parents = 0;
+  int64_t head_parents = 0;
+  int num_heads = 0;  // B * H_kv
+};
+cudaError_t launch_earlier_bounds(const EarlierBoundParams& params, cudaStream_t stream);
+
+// One layer of a chunk of queries. A list counts with all of its parents but its queries' own, of which it has the children
+// up to the node of the last of them, and above the bottom without that node, which is always selected. So no later token
+// changes what a list multiplies, nor what it is multiplied by.
+struct ListBoundParams {
+  GatherParams gather;        // null lists: parents 0, 1, ... up to the own
+  int lead = 0;               // as in PerListGradientParams
+  bool refines_own = true;    // above the bottom
+  LayerBounds bounds;         // `earlier` is read for null lists alone
+  KeyBound* lists = nullptr;  // [B, H_kv, num_lists]; null: not wanted
+  // Where backward/per_list/ computes the layer: the powers of its tasks, [B, H_kv, num_lists, tasks of a list].
+  TaskPowers* powers = nullptr;
+  int tasks = 1;                  // of a list, kGradientRows rows each
+  const RowMeta* meta = nullptr;  // [B, H_kv, num_queries, G]
+};
+cudaError_t launch_list_bounds(const ListBoundParams& params, cudaStream_t stream);
 
 // What per_query/, shared_gather/ and per_parent/ share.
 struct GradientParams {
@@ -59,7 +101,8 @@ struct GradientParams {
   const char* records = nullptr;
   bool tiled = false;
   const RowMeta* meta = nullptr;
-  const KeyBounds* key_bounds = nullptr;
+  const KeyBound* list_bounds = nullptr;    // [B, H_kv, num_lists]
+  const KeyBound* parent_bounds = nullptr;  // [B, H_kv, num_parents]
   const QueryBounds* query_bounds = nullptr;
   const uint32_t* selected = nullptr;  // null at the bottom
   int64_t mask_words = 0;
@@ -149,7 +192,7 @@ struct PerListGradientParams {
   const __half2* rotations = nullptr;  // table of list_width slots, RotationOrder::kDims
   TensorView gradients;                // dO [B, T_q, H, V], from the first query of the chunk
   const RowMeta* meta = nullptr;       // [B, H_kv, num_queries, G]
-  const KeyBounds* key_bounds = nullptr;
+  const TaskPowers* powers = nullptr;  // [B, H_kv, num_lists, tasks of a list]
   const QueryBounds* query_bounds = nullptr;
   const int32_t* counts = nullptr;     // [B, num_lists, H_kv]: parents in a list; null: implicit lists
   const uint32_t* selected = nullptr;  // [B, lists, H_kv, mask_words]; null at the bottom

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "ops/tree_attention/cuda/launch_params.h"
+#include "ops/tree_attention/cuda/tile_marks.h"
 #include "ops/tree_attention/cuda/tree/copies.h"
 
 namespace htree::tree_attention {
@@ -60,18 +61,6 @@ cudaError_t launch_dense_rows(const DenseAttendParams& params, cudaStream_t stre
 
 // ---- rows without rotations whose lists cover much of the text: tiles of tokens under the bits of their lists, with the
 // runs of rows of forward/dense_rows/, Hopper (sm_90a)
-
-// For each task (batch and K/V head, run) the tiles in which some list of the run holds a parent, ascending. The last one
-// is that of the run's own tokens. Byte i of a tile's marks is that of the run's token i: bit p says that its list holds
-// parent p of the tile. Bytes of tokens that the call does not ask for are 0.
-struct TileMarks {
-  uint8_t* marks = nullptr;   // [tasks, width, mark_bytes(G)]
-  uint16_t* tiles = nullptr;  // [tasks, width]
-  int32_t* counts = nullptr;  // [tasks]
-  int width = 0;
-};
-// Lists must be those of the selection: ascending, and a list holds the parent of its queries.
-cudaError_t launch_tile_marks(const GatherParams& gather, const TileMarks& marks, cudaStream_t stream);
 
 struct MaskedAttendParams {
   DenseAttendParams dense;  // `attend.last` holds

@@ -22,16 +22,6 @@ bool aligned_rows(const Tensor& x) {
   return reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0 && whole(0) && whole(1) && whole(2);
 }
 
-TensorView view_of(const Tensor& x) {
-  return {x.const_data_ptr(), x.stride(0), x.stride(1), x.stride(2), aligned_rows(x)};
-}
-
-DeviceFacts current_device_facts() {
-  const cudaDeviceProp* properties = at::cuda::getCurrentDeviceProperties();
-  return {properties->major, static_cast<int64_t>(properties->sharedMemPerBlockOptin), has_hopper_kernels(),
-          properties->multiProcessorCount};
-}
-
 // HTREE_TREE_GATHER is read at every call, so that a test can compare the kernels.
 GatherChoice gather_choice() {
   const std::string choice = env_or("HTREE_TREE_GATHER", "auto");
@@ -46,7 +36,18 @@ Tensor device_bytes(int64_t bytes, const Tensor& like) {
   return at::empty({std::max<int64_t>(bytes, 1)}, like.options().dtype(at::kByte));
 }
 
-// The tiles of `rows` keys and values in dense_layer_bytes() of memory.
+}  // namespace
+
+DeviceFacts current_device_facts() {
+  const cudaDeviceProp* properties = at::cuda::getCurrentDeviceProperties();
+  return {properties->major, static_cast<int64_t>(properties->sharedMemPerBlockOptin), has_hopper_kernels(),
+          properties->multiProcessorCount};
+}
+
+TensorView aligned_view_of(const Tensor& x) {
+  return {x.const_data_ptr(), x.stride(0), x.stride(1), x.stride(2), aligned_rows(x)};
+}
+
 DenseTiles lay_out_tiles(const AttentionProblem& problem, int64_t rows, char* memory) {
   DenseTiles tiles;
   tiles.num_tiles = static_cast<int>(ceil_div(rows, kDenseTileNodes));
@@ -57,8 +58,6 @@ DenseTiles lay_out_tiles(const AttentionProblem& problem, int64_t rows, char* me
   tiles.flags = reinterpret_cast<int32_t*>(tiles.scales + count * kDenseTileNodes);
   return tiles;
 }
-
-}  // namespace
 
 AttentionProblem attention_problem(const Tensor& q, const Tensor& k, const Tensor& v,
                                    const AttentionArgs& args) {
@@ -116,7 +115,7 @@ TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const TreeC
   call.config = config;
   call.shape = {q.scalar_type() == at::kHalf ? HalfType::kHalf : HalfType::kBFloat16,
                 static_cast<int>(problem.key_dim), static_cast<int>(problem.value_dim)};
-  call.queries = view_of(q);
+  call.queries = aligned_view_of(q);
   const auto own = [&](int64_t bytes) {
     result.memory.push_back(device_bytes(bytes, q));
     return result.memory.back().mutable_data_ptr();
@@ -137,8 +136,8 @@ TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const TreeC
   const bool shares = config.masked_rows > 0;  // tiles and packed tokens, one after the other
   for (size_t i = 0; i < tree.keys.size(); ++i) {
     TreeLayer layer;
-    layer.keys = view_of(tree.keys[i]);
-    layer.values = view_of(tree.values[i]);
+    layer.keys = aligned_view_of(tree.keys[i]);
+    layer.values = aligned_view_of(tree.values[i]);
     layer.num_nodes = tree.keys[i].size(1);
     layer.num_parents = ceil_div(layer.num_nodes, kTensorCoreRate);
     layer.node_span = node_span(kTensorCoreRate, static_cast<int64_t>(i));

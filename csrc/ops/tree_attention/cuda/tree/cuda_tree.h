@@ -17,6 +17,13 @@ struct CudaTree {
   std::vector<Tensor> values;  // per layer [B, N, H_kv, V]
 };
 
+// The current device, as plan/ asks for it.
+DeviceFacts current_device_facts();
+// x [B, rows, heads, D] with a unit last stride, and whether its rows are aligned.
+TensorView aligned_view_of(const Tensor& x);
+// The tiles of `rows` keys and values in dense_layer_bytes() of memory.
+DenseTiles lay_out_tiles(const AttentionProblem& problem, int64_t rows, char* memory);
+
 AttentionProblem attention_problem(const Tensor& q, const Tensor& k, const Tensor& v,
                                    const AttentionArgs& args);
 // The configurations for the current device.
@@ -35,6 +42,11 @@ struct TensorCoreTree {
 };
 TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const TreeConfig& config,
                                     const Tensor& q, const CudaTree& tree, bool selects, cudaStream_t stream);
+
+// attention_forward on a call whose copies are filled. `parents` are the lists of each layer, or none.
+void run_tensor_core_forward(const TreeCall& call, const ForwardConfig& config, const Tensor& out,
+                             const Tensor& gmax, const Tensor& gsum, const std::vector<Tensor>& parents,
+                             cudaStream_t stream);
 
 // cos and sin in fp32, rounded from double, [min(k r, nodes a list can span),
 // K/2]; undefined without rotation.

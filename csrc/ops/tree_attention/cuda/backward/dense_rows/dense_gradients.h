@@ -1,8 +1,11 @@
-// Parameters and launchers of the gradients of dense rows (docs/semantics/tree_attention.md §1.5, §1.10) on Hopper
-// (sm_90a), any G. No torch.
+// Parameters and launchers of the gradients of dense rows (docs/semantics/tree_attention.md §1.5, §1.10), and of masked
+// rows, whose kernels are the same under marks, on Hopper (sm_90a), any G. No torch.
 #pragma once
 
+#include <type_traits>
+
 #include "ops/tree_attention/cuda/backward/gradients.h"
+#include "ops/tree_attention/cuda/tile_marks.h"
 #include "ops/tree_attention/plan/dense_rows.h"
 
 namespace htree::tree_attention {
@@ -25,8 +28,8 @@ struct DenseGradientParams {
   int64_t state_batch = 0;
   DenseTiles tiles;  // of the tokens
   RowTiles rows;
-  const KeyBounds* key_bounds = nullptr;  // [B, H_kv]
-  QueryBounds* query_bounds = nullptr;    // [B, H_kv], zeroed by the caller
+  LayerBounds bounds;                   // of the tokens
+  QueryBounds* query_bounds = nullptr;  // [B, H_kv], zeroed by the caller
   float scale = 0.f;
   void* query_gradient = nullptr;  // dQ [B, T_q, H, K]
   float* keys = nullptr;           // [B, H_kv, sum_rows, K]; null: not wanted
@@ -34,6 +37,15 @@ struct DenseGradientParams {
   int64_t sum_rows = 0;
   bool add = false;  // adds to what is there, else replaces it
 };
+
+// The tokens of masked rows, without rotations. `add` holds: the tokens' sums are there.
+struct MaskedGradientParams : DenseGradientParams {
+  TileMarks marks;
+  TileUsers users;
+  const float* query_sums = nullptr;  // [B, T_q, H, K] of the chunk: dQ of the layers above; null: none
+};
+template <bool kMasked>
+using RowGradientParams = std::conditional_t<kMasked, MaskedGradientParams, DenseGradientParams>;
 
 // Fills params.rows and raises params.query_bounds. It comes before the other two.
 template <typename T, int kDim>
@@ -43,5 +55,13 @@ cudaError_t launch_dense_query_gradient(const DenseGradientParams& params, cudaS
 // dK and dV of every token up to the last query.
 template <typename T, int kDim>
 cudaError_t launch_dense_key_gradient(const DenseGradientParams& params, cudaStream_t stream);
+
+// The same for masked rows. Marks and, for the tokens, users must be there.
+template <typename T, int kDim>
+cudaError_t launch_masked_row_tiles(const MaskedGradientParams& params, cudaStream_t stream);
+template <typename T, int kDim>
+cudaError_t launch_masked_query_gradient(const MaskedGradientParams& params, cudaStream_t stream);
+template <typename T, int kDim>
+cudaError_t launch_masked_key_gradient(const MaskedGradientParams& params, cudaStream_t stream);
 
 }  // namespace htree::tree_attention

@@ -5,7 +5,10 @@
 // sums stay in registers over all rows and heads of the K/V head. A third warpgroup copies the rows.
 //
 // A token belongs to one thread block, which adds its rows in their order, so nothing is exchanged. dS is multiplied by a
-// power of two that the K/V head has in common and rounded to fp16.
+// power of two that the 16 tokens of a warp have in common and rounded to fp16.
+//
+// With kMasked the rows are those of backward/masked_rows/: a block walks the tiles of rows that have a mark in its
+// tokens, each brings the marks along, nothing is rotated, and the sums are always added to what is there.
 #pragma once
 
 #include "ops/tree_attention/cuda/backward/dense_rows/products.cuh"
@@ -13,6 +16,7 @@
 namespace htree::tree_attention {
 
 constexpr int kKeyRowStages = 4;
+constexpr int kDenseTileParents = kDenseTileNodes / kParentRows;  // one for each warp that multiplies
 
 template <int kDim>
 struct KeyGradientShared {
@@ -22,12 +26,14 @@ struct KeyGradientShared {
   char gradients[kKeyRowStages][kRowTileBytes<kDim>];
   float numbers[kKeyRowStages][kRowNumbers * kRowTileRows];
   device::Barrier own_full, full[kKeyRowStages], empty[kKeyRowStages];
+  alignas(16) uint8_t marks[kKeyRowStages][kDenseTileNodes];  // of masked rows: those of a run's tokens
 };
 template <int kDim>
 constexpr int kKeyGradientBytes = sizeof(KeyGradientShared<kDim>) + 1024;
 static_assert(kKeyGradientBytes<128> <= device::kHopperSharedBytes);
 
 // The tokens of a thread block and the tiles of rows that see some of them.
+template <bool kMasked>
 struct KeyTask {
   int batch, kv_head;
   int tile;      // of tokens
@@ -36,9 +42,12 @@ struct KeyTask {
   int end;
   int first_stored;  // what number the first stored tile of rows has
   int64_t head_index;
-  int last_token;  // of the queries
+  int last_token;         // of the queries
+  const uint32_t* users;  // of masked rows: the tiles of rows, TileUsers
+  int num_users;
 
-  __device__ __forceinline__ KeyTask(const GatherParams& p) {
+  __device__ __forceinline__ KeyTask(const RowGradientParams<kMasked>& params) {
+    const GatherParams& p = params.gather;
     row_log2 = run_tokens_log2(p.group) - 1;
     kv_head = blockIdx.x % p.num_kv_heads;
     tile = blockIdx.x / p.num_kv_heads;
@@ -48,7 +57,14 @@ struct KeyTask {
     first_stored = static_cast<int>(p.t0) >> (row_log2 + 1) << 1;
     begin = max(first_stored, tile * kDenseTileNodes >> row_log2);
     end = (last_token >> row_log2) + 1;
+    if constexpr (kMasked) {
+      const int64_t place = head_index * params.marks.width + tile;
+      users = params.users.users + place * params.rows.num_tiles;
+      num_users = __ldg(params.users.counts + place);
+    }
   }
+  // The tiles of rows that the block walks.
+  __device__ __forceinline__ int count() const { return kMasked ? num_users : end - begin; }
 };
 
 // All threads of the block call.
@@ -66,40 +82,59 @@ __device__ __forceinline__ void init_barriers(KeyGradientShared<kDim>& shared) {
 }
 
 // One thread calls.
-template <int kDim>
+template <int kDim, bool kMasked>
 __device__ __forceinline__ void copy_key_operands(KeyGradientShared<kDim>& shared,
-                                                  const DenseGradientParams& params, const KeyTask& task) {
+                                                  const RowGradientParams<kMasked>& params,
+                                                  const KeyTask<kMasked>& task) {
   constexpr int kTile = kTopTileBytes<kDim>, kRowTile = kRowTileBytes<kDim>;
   const int64_t tile = task.head_index * params.tiles.num_tiles + task.tile;
   device::barrier_arrive_expect(&shared.own_full, 2 * kTile);
   device::bulk_load(shared.keys, params.tiles.keys + tile * kTile, kTile, &shared.own_full);
   device::bulk_load(shared.values, params.tiles.values + tile * kTile, kTile, &shared.own_full);
-  const int64_t first = task.head_index * params.rows.num_tiles + task.begin - task.first_stored;
-  for (int i = 0; i < task.end - task.begin; ++i) {
+  const int64_t stored = task.head_index * params.rows.num_tiles;
+  const int64_t first = stored + task.begin - task.first_stored;
+  const auto bytes = static_cast<uint32_t>(kMasked ? mark_bytes(params.gather.group) : 0);  // of a tile
+  for (int i = 0; i < task.count(); ++i) {
     const int stage = i % kKeyRowStages;
+    const uint32_t user = kMasked ? __ldg(task.users + i) : 0;
     if (i >= kKeyRowStages) {
       device::barrier_wait(&shared.empty[stage], (i / kKeyRowStages - 1) & 1);
     }
-    device::barrier_arrive_expect(&shared.full[stage], 2 * kRowTile + kRowNumberBytes);
-    device::bulk_load(shared.queries[stage], params.rows.queries + (first + i) * kRowTile, kRowTile,
+    const int number = static_cast<int>(user >> 16);  // of the tile of rows
+    if constexpr (kMasked) {
+      const int64_t run = (stored + number) / 2;  // every run has two tiles of rows
+      device::barrier_arrive_expect(&shared.full[stage], 2 * kRowTile + kRowNumberBytes + bytes);
+      device::bulk_load(shared.marks[stage],
+                        params.marks.marks + (run * params.marks.width + (user & 0xffff)) * bytes, bytes,
+                        &shared.full[stage]);
+    } else {
+      device::barrier_arrive_expect(&shared.full[stage], 2 * kRowTile + kRowNumberBytes);
+    }
+    const auto row_tile = [&] { return kMasked ? stored + number : first + i; };
+    device::bulk_load(shared.queries[stage], params.rows.queries + row_tile() * kRowTile, kRowTile,
                       &shared.full[stage]);
-    device::bulk_load(shared.gradients[stage], params.rows.gradients + (first + i) * kRowTile, kRowTile,
+    device::bulk_load(shared.gradients[stage], params.rows.gradients + row_tile() * kRowTile, kRowTile,
                       &shared.full[stage]);
-    device::bulk_load(shared.numbers[stage], params.rows.numbers + (first + i) * kRowNumbers * kRowTileRows,
+    device::bulk_load(shared.numbers[stage], params.rows.numbers + row_tile() * kRowNumbers * kRowTileRows,
                       kRowNumberBytes, &shared.full[stage]);
   }
 }
 
 // What a warpgroup does with the tiles of rows, whose numbers `i` count from task.begin. A thread has tokens lane / 4 and
-// lane / 4 + 8 of its warp and rows 8 j + 2 (lane % 4) and the next.
-template <typename T, int kDim>
+// lane / 4 + 8 of its warp and rows 8 j + 2 (lane % 4) and the next. Of masked rows `i` is a place in task.users. The 16
+// tokens of a warp are a parent, so one bit for each row says whether its list holds them.
+template <typename T, int kDim, bool kMasked>
 struct KeyGradientConsumer {
   KeyGradientShared<kDim>& shared;
-  const KeyTask& task;
+  const KeyTask<kMasked>& task;
   const bool scaled;      // whether keys or queries have powers of two to undo
   const int first_token;  // of the warpgroup
   const float product_factor;
   float scale[2];  // undo the powers of the two keys
+  // Of masked rows: how many of them may not see some token of the warpgroup; where the marks of rows `lane` and
+  // `lane + 32` are; and bit 8 j + e of a half of the rows: the list of row 8 j + 2 (lane % 4) + e holds the parent.
+  int num_crossing, mark_at[2];
+  uint32_t listed[2];
   float key_sum[kDim / 2], value_sum[kDim / 2];
   float s[32], dp[32];
   uint32_t weights[4][4], ds[4][4];
@@ -138,9 +173,39 @@ struct KeyGradientConsumer {
     return *reinterpret_cast<const float2*>(
         &shared.numbers[stage(i)][which * kRowTileRows + 8 * j + threadIdx.x % 4 * 2]);
   }
+  // Sets what masked rows need. Their tiles ascend, so those that cross come first, and these begin in the block's tile of
+  // tokens, where there are no more than lanes: a tile of rows has at least 4 tokens.
+  __device__ __forceinline__ void find_marks(int group) {
+    const int lane = threadIdx.x % 32;
+    const int end = (first_token + 63 + (1 << task.row_log2) - 1) >> task.row_log2;
+    const bool crosses =
+        lane < task.num_users && static_cast<int>(__ldg(task.users + lane) >> 16) + task.first_stored < end;
+    num_crossing = __popc(__ballot_sync(device::kFullMask, crosses));
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {  // rows that stand for no query have the weight 0 under any marks
+      mark_at[half] = min((lane + 32 * half) / group, (1 << task.row_log2) - 1);
+    }
+  }
+  // The rows are there, and so are the marks of their run, of which the tile is one half. All lanes of a warp call.
+  __device__ __forceinline__ void read_marks(int i) {
+    if constexpr (kMasked) {
+      const uint32_t half_of_run = __ldg(task.users + i) >> 16 & 1;
+      const uint8_t* marks = shared.marks[stage(i)] + (half_of_run << task.row_log2);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const bool own = marks[mark_at[half]] >> threadIdx.x / 32 & 1;
+        listed[half] = __ballot_sync(device::kFullMask, own) >> threadIdx.x % 4 * 2;
+      }
+    }
+  }
+  // What to subtract from the score of row 8 j + 2 (lane % 4) + e: an infinite reference makes the weights of rows whose
+  // lists do not hold the parent 0. That fails only where a score is not finite, and then nothing of such a row is.
+  __device__ __forceinline__ float reference(float log_sum, int j, int e) const {
+    return !kMasked || (listed[j / 4] & 1u << (j % 4 * 8 + e)) != 0 ? log_sum : INFINITY;
+  }
   // Whether some row of the tile does not see some token of the warpgroup.
   __device__ __forceinline__ bool crosses(int i) const {
-    return ((task.begin + i) << task.row_log2) < first_token + 63;
+    return kMasked ? i < num_crossing : ((task.begin + i) << task.row_log2) < first_token + 63;
   }
   // Zeroes elements of tokens behind their rows' own.
   __device__ __forceinline__ void mask(int i, float (&x)[32]) const {
@@ -179,7 +244,9 @@ struct KeyGradientConsumer {
     }
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float2 log_sum = numbers(i, kLogSum, j);
+      float2 log_sum = numbers(i, kLogSum, j);
+      log_sum.x = reference(log_sum.x, j, 0);
+      log_sum.y = reference(log_sum.y, j, 1);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         s[4 * j + e] = device::exp2_flushed(s[4 * j + e] - (e % 2 ? log_sum.y : log_sum.x));
@@ -213,9 +280,9 @@ struct KeyGradientConsumer {
   }
 
   __device__ __forceinline__ void run() {
-    const int count = task.end - task.begin;
-    // Tiles of rows before the warpgroup's first token.
-    const int first = min(max((first_token >> task.row_log2) - task.begin, 0), count);
+    const int count = task.count();
+    // Tiles of rows before the warpgroup's first token. Masked ones are multiplied too: mask() makes their weights 0.
+    const int first = kMasked ? 0 : min(max((first_token >> task.row_log2) - task.begin, 0), count);
     for (int i = 0; i < first; ++i) {
       wait_rows(i);
       release(i);
@@ -227,6 +294,7 @@ struct KeyGradientConsumer {
     wait_rows(first);
     start_scores(first);
     start_products(first);
+    read_marks(first);
     device::wgmma_wait<1>();
     weigh(first);
     start_values(first);
@@ -239,6 +307,7 @@ struct KeyGradientConsumer {
       device::wgmma_wait<1>();  // both operands in registers are free
       release(i - 1);
       start_products(i);
+      read_marks(i);
       device::wgmma_wait<1>();
       weigh(i);
       start_values(i);
@@ -271,20 +340,38 @@ struct OldSums {
   }
 };
 
+// Adds this thread's elements of row h of an accumulator, times `factor`, to a row of sums or makes them that row.
+template <int kDim>
+__device__ __forceinline__ void add_row(const float (&sum)[kDim / 2], int h, float factor, float* to,
+                                        bool add) {
+  const OldSums<kDim> old(to, add);
+#pragma unroll
+  for (int j = 0; j < kDim / 8; ++j) {
+    const float* own = sum + 4 * j + 2 * h;
+    old.store(to, 8 * j + threadIdx.x % 4 * 2, own[0] * factor, own[1] * factor);
+  }
+}
+
 // Grid: x = tiles of tokens, those with the most rows first, by K/V heads, which are fastest; y = batch.
-template <typename T, int kDim>
-__global__ void __launch_bounds__(kRowsThreads, 1) dense_key_gradient_kernel(DenseGradientParams params) {
+template <typename T, int kDim, bool kMasked>
+__global__ void __launch_bounds__(kRowsThreads, 1)
+    dense_key_gradient_kernel(RowGradientParams<kMasked> params) {
 #if HTREE_SM90A
   extern __shared__ __align__(128) char raw[];
   using Shared = KeyGradientShared<kDim>;
   Shared& shared = *aligned_shared<Shared>(raw);
   const GatherParams& p = params.gather;
-  const KeyTask task(p);
+  const KeyTask<kMasked> task(params);
+  if constexpr (kMasked) {
+    if (task.num_users == 0) {
+      return;  // nothing to add, for the whole block
+    }
+  }
   init_barriers(shared);
   if (threadIdx.x >= kRowsConsumers) {
     device::lower_registers<kCopyRegisters>();
     if (threadIdx.x == kRowsConsumers) {
-      copy_key_operands<kDim>(shared, params, task);
+      copy_key_operands<kDim, kMasked>(shared, params, task);
     }
     return;
   }
@@ -296,16 +383,24 @@ __global__ void __launch_bounds__(kRowsThreads, 1) dense_key_gradient_kernel(Den
       task.end - task.begin);
   scaled = device::named_barrier_any(kConsumerBarrier, kRowsConsumers, scaled);
 
-  const KeyBounds keys = params.key_bounds[task.head_index];
+  // Of the 16 tokens of this warp, which are the children of one parent.
+  const int parent = task.tile * kDenseTileParents + device::uniform(static_cast<int>(threadIdx.x) / 32);
+  const KeyBound bound = parent < p.num_parents
+                             ? params.bounds.parents[task.head_index * p.num_parents + parent]
+                             : KeyBound{0, 0};
   const QueryBounds queries = params.query_bounds[task.head_index];
   const PowerOfTwo power =
-      score_gradient_scale(__uint_as_float(queries.gradient_norm), __uint_as_float(keys.value_norm),
-                           __uint_as_float(queries.query_unscale));
+      score_gradient_scale(__uint_as_float(queries.gradient_norm), __uint_as_float(queries.delta),
+                           bound.value, exponent_field(__uint_as_float(queries.query_unscale)));
   const int own =
       static_cast<int>(threadIdx.x) / 32 * 16 + static_cast<int>(threadIdx.x) % 32 / 4;  // in the tile
   const int first_token =
       task.tile * kDenseTileNodes + device::uniform(static_cast<int>(threadIdx.x) / 128) * 64;
-  KeyGradientConsumer<T, kDim> consumer{shared, task, scaled, first_token, power.scale * kRowWeightUnit<T>};
+  KeyGradientConsumer<T, kDim, kMasked> consumer{shared, task, scaled, first_token,
+                                                 power.scale * kRowWeightUnit<T>};
+  if constexpr (kMasked) {
+    consumer.find_marks(p.group);
+  }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     consumer.scale[h] = params.tiles.scales[tile * kDenseTileNodes + own + 8 * h];
@@ -322,19 +417,18 @@ __global__ void __launch_bounds__(kRowsThreads, 1) dense_key_gradient_kernel(Den
     const int64_t row = task.head_index * params.sum_rows + token;
     if (params.keys) {
       float* to = params.keys + row * kDim;
-      const OldSums<kDim> old(to, params.add);
-      // The queries hold the scale of the scores and log2(e).
-      rotate_back<kDim>(consumer.key_sum, h, p.rope + int64_t{token} * (kDim / 2), power.inverse * kLn2,
-                        [&](int i, float x, float y) { old.store(to, i, x, y); });
+      const float factor = power.inverse * kLn2;  // the queries hold the scale of the scores and log2(e)
+      if constexpr (kMasked) {
+        add_row<kDim>(consumer.key_sum, h, factor, to, /*add=*/true);
+      } else {
+        const OldSums<kDim> old(to, params.add);
+        rotate_back<kDim>(consumer.key_sum, h, p.rope + int64_t{token} * (kDim / 2), factor,
+                          [&](int i, float x, float y) { old.store(to, i, x, y); });
+      }
     }
     if (params.values) {
-      float* to = params.values + row * kDim;
-      const OldSums<kDim> old(to, params.add);
-#pragma unroll
-      for (int j = 0; j < kDim / 8; ++j) {
-        const float* sum = consumer.value_sum + 4 * j + 2 * h;
-        old.store(to, 8 * j + threadIdx.x % 4 * 2, sum[0] * kRowWeightUnit<T>, sum[1] * kRowWeightUnit<T>);
-      }
+      add_row<kDim>(consumer.value_sum, h, kRowWeightUnit<T>, params.values + row * kDim,
+                    kMasked || params.add);
     }
   }
 #else
@@ -342,14 +436,19 @@ __global__ void __launch_bounds__(kRowsThreads, 1) dense_key_gradient_kernel(Den
 #endif
 }
 
-template <typename T, int kDim>
-cudaError_t launch_dense_key_gradient(const DenseGradientParams& params, cudaStream_t stream) {
+template <typename T, int kDim, bool kMasked>
+cudaError_t launch_key_gradient_of_rows(const RowGradientParams<kMasked>& params, cudaStream_t stream) {
   const GatherParams& p = params.gather;
   const int64_t tiles = (p.t0 + p.num_queries + kDenseTileNodes - 1) / kDenseTileNodes;
   const LaunchShape shape{.grid = dim3(static_cast<unsigned>(tiles * p.num_kv_heads), p.num_batches),
                           .threads = kRowsThreads,
                           .shared_bytes = kKeyGradientBytes<kDim>};
-  return launch_kernel(dense_key_gradient_kernel<T, kDim>, shape, stream, params);
+  return launch_kernel(dense_key_gradient_kernel<T, kDim, kMasked>, shape, stream, params);
+}
+
+template <typename T, int kDim>
+cudaError_t launch_dense_key_gradient(const DenseGradientParams& params, cudaStream_t stream) {
+  return launch_key_gradient_of_rows<T, kDim, /*kMasked=*/false>(params, stream);
 }
 
 }  // namespace htree::tree_attention

@@ -1,7 +1,8 @@
 // The query side of the dense rows, laid out once for both gradients: tiles of 64 rows, half a run each. Token and head
 // of row i are i / G and i % G.
 //
-//   queries    R_t q in fp16, times the scale of the scores and log2(e), as the forward rotates them
+//   queries    R_t q in fp16, times the scale of the scores and log2(e), as the forward rotates them; masked rows have
+//              no rotation
 //   gradients  dO in the input's dtype
 //   numbers    kRowNumbers floats of each row, RowNumber
 //
@@ -53,7 +54,7 @@ __device__ __forceinline__ bool all_finite(const float (&x)[kCount]) {
 }
 
 // Grid: x = tiles, y = batch * kv head.
-template <typename T, int kDim>
+template <typename T, int kDim, bool kMasked>
 __global__ void __launch_bounds__(kRowTileThreads<kDim>) row_tiles_kernel(DenseGradientParams params) {
   constexpr int kHalf = kDim / 2, kLanes = kDim / 16, kPass = kRowTileThreads<kDim> / kLanes;
   static_assert(kRowTileRows % kPass == 0);
@@ -66,7 +67,7 @@ __global__ void __launch_bounds__(kRowTileThreads<kDim>) row_tiles_kernel(DenseG
   char* gradients = params.rows.gradients + tile * kRowTileBytes<kDim>;
   float* numbers = params.rows.numbers + tile * kRowNumbers * kRowTileRows;
   const int chunk = threadIdx.x % kLanes;
-  float largest_norm = 0.f, largest_factor = 0.f;
+  float largest_norm = 0.f, largest_factor = 0.f, largest_delta = 0.f;
   bool scaled = false;
   for (int begin = 0; begin < kRowTileRows; begin += kPass) {
     const int row = begin + threadIdx.x / kLanes;
@@ -83,7 +84,7 @@ __global__ void __launch_bounds__(kRowTileThreads<kDim>) row_tiles_kernel(DenseG
       const float4* table = reinterpret_cast<const float4*>(p.rope + token * kHalf + chunk * 8);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        rotations[i] = __ldg(table + i);
+        rotations[i] = kMasked ? make_float4(1.f, 0.f, 1.f, 0.f) : __ldg(table + i);
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -117,6 +118,7 @@ __global__ void __launch_bounds__(kRowTileThreads<kDim>) row_tiles_kernel(DenseG
     *reinterpret_cast<uint4*>(gradients + panel_offset(kRowTileRows, row, kHalf / 8 + chunk)) = gradient[1];
     largest_norm = fmaxf(largest_norm, norm);
     largest_factor = fmaxf(largest_factor, largest > 0.f ? fabsf(factor) : 0.f);
+    largest_delta = fmaxf(largest_delta, finite_magnitude(delta));
     scaled |= factor != 1.f;
     if (chunk == 0) {
       float log_sum = INFINITY;
@@ -135,16 +137,20 @@ __global__ void __launch_bounds__(kRowTileThreads<kDim>) row_tiles_kernel(DenseG
   if (threadIdx.x == 0) {
     params.rows.scaled[tile] = scaled;
   }
-  raise_bounds(&params.query_bounds[blockIdx.y].gradient_norm, &params.query_bounds[blockIdx.y].query_unscale,
-               largest_norm, largest_factor);
+  raise_bounds(&params.query_bounds[blockIdx.y], largest_norm, largest_factor, largest_delta);
+}
+
+template <typename T, int kDim, bool kMasked>
+cudaError_t launch_row_tiles_as(const DenseGradientParams& params, cudaStream_t stream) {
+  const GatherParams& p = params.gather;
+  const dim3 grid(static_cast<unsigned>(params.rows.num_tiles), p.num_batches * p.num_kv_heads);
+  return launch_kernel(row_tiles_kernel<T, kDim, kMasked>, {.grid = grid, .threads = kRowTileThreads<kDim>},
+                       stream, params);
 }
 
 template <typename T, int kDim>
 cudaError_t launch_row_tiles(const DenseGradientParams& params, cudaStream_t stream) {
-  const GatherParams& p = params.gather;
-  const dim3 grid(static_cast<unsigned>(params.rows.num_tiles), p.num_batches * p.num_kv_heads);
-  return launch_kernel(row_tiles_kernel<T, kDim>, {.grid = grid, .threads = kRowTileThreads<kDim>}, stream,
-                       params);
+  return launch_row_tiles_as<T, kDim, /*kMasked=*/false>(params, stream);
 }
 
 }  // namespace htree::tree_attention

@@ -84,7 +84,7 @@ class GradientConsumer {
     if (task.num_slots == 0) {
       return;
     }
-    const HeadPowers<T> powers(params_, task.head_index);
+    const OperandPowers<T> powers(params_, task_idx, task.head_index);
     device::named_barrier_sync(kRowsMeet, 256);  // no warp reads the rows of the previous task any more
     load_gradient_rows<T, Tile, 256>(params_, task, powers, shared_, threadIdx.x - 128);
     device::named_barrier_sync(kRowsMeet, 256);
@@ -330,7 +330,7 @@ class GradientConsumer {
     if (task.num_slots == 0 && !params_.query.first && !params_.query.last) {
       return;
     }
-    const float factor = HeadPowers<T>(params_, task.head_index).query_factor(params_.scale);
+    const float factor = OperandPowers<T>(params_, task_idx, task.head_index).query_factor(params_.scale);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const PairPlace at = pair_place(p, task, group_ * kGroupRows + warp_ * 16 + lane_ / 4 + 8 * h);

@@ -58,6 +58,7 @@ __device__ __forceinline__ PartialUsers partial_users(const PartialSumParams& pa
 class PartialPlaces {
  public:
   uint32_t place = 0, slot = 0;  // of the partial sum that this lane looked up
+  float factor = 0.f;            // of its dK, key_factor()
 
   __device__ __forceinline__ PartialPlaces(const PartialSumParams& params, int head_index, int parent)
       : params_(params),
@@ -65,6 +66,8 @@ class PartialPlaces {
         head_index_(head_index),
         parent_(parent),
         tasks_(tasks_per_list(params.tasks.gather)),
+        powers_(params.tasks.powers + int64_t{head_index} * params.tasks.gather.num_lists * tasks_),
+        query_power_(query_power(params.tasks, head_index)),
         num_partials_((users_.end - users_.begin) * tasks_),
         index_(threadIdx.x % 32) {
     entry_ = read_entry(index_);
@@ -98,6 +101,8 @@ class PartialPlaces {
     place = static_cast<uint32_t>(
         users_.first_partial +
         ((list - users_.first_list) * int64_t{tasks_} + index_ % tasks_) * b.run.slots + slot);
+    factor =
+        key_factor(b.scale, query_power_, powers_[int64_t{list} * tasks_ + index_ % tasks_].score_gradient);
     // Entries past the end of a list, and lists that refine everything, left no sum.
     const int count = taking_part(b, head_index_ / p.num_kv_heads, head_index_ % p.num_kv_heads, list);
     return static_cast<int>(slot) < count;
@@ -106,7 +111,10 @@ class PartialPlaces {
   const PartialSumParams& params_;
   PartialUsers users_;
   int head_index_, parent_;
-  uint32_t tasks_, num_partials_, index_, entry_;
+  uint32_t tasks_;
+  const TaskPowers* powers_;  // of the head
+  float query_power_;
+  uint32_t num_partials_, index_, entry_;
 };
 
 // A warp adds 16 of the lower dims of dK and their 16 partners in the upper half; as many warps do the same
@@ -117,10 +125,12 @@ struct SumShape {
   static constexpr int kShares = kDim / 32;
   static constexpr int kWarps = 2 * kShares;
   static constexpr int kMatrixBytes = kParentRows * kDim * 2;
-  // A stage of a warp's ring holds its lower dims, their partners, and the cos and sin that rotate them back.
+  // A stage of a warp's ring holds its lower dims, their partners, the cos and sin that rotate them back, and the factor of
+  // the partial sum.
   static constexpr int kHighOffset = 512;
   static constexpr int kRotationOffset = 1024;
-  static constexpr int kStageBytes = kRotationOffset + 128;
+  static constexpr int kFactorOffset = kRotationOffset + 128;
+  static constexpr int kStageBytes = kFactorOffset + 16;
   static constexpr int kStages = kDim == 128 ? 5 : 8;
   static constexpr int kWarpBytes = kStages * kStageBytes;
   static_assert(kWarps * kWarpBytes <= 48 * 1024);
@@ -157,7 +167,8 @@ class PartialSum {
           __syncthreads();  // warps in step read whole pages of memory
         }
         issue(__shfl_sync(device::kFullMask, places.place, from),
-              __shfl_sync(device::kFullMask, places.slot, from));
+              __shfl_sync(device::kFullMask, places.slot, from),
+              __shfl_sync(device::kFullMask, places.factor, from));
         any = true;
         if (++on_their_way > kAhead) {
           device::wait_copies<kAhead>();
@@ -177,11 +188,9 @@ class PartialSum {
   template <typename T>
   __device__ __forceinline__ void store(int head_index, int parent) const {
     float* sums = is_value_ ? params_.values : params_.keys;
-    const HeadPowers<T> powers(params_.tasks, head_index);
     const GatherParams& p = params_.tasks.gather;
     const int64_t first_row = (int64_t{head_index} * p.num_parents + parent) * kParentRows;
-    const float factor = is_value_ ? (HeadPowers<T>::kWeightShift == 0.f ? 1.f : 0x1p-14f)
-                                   : powers.key_factor(params_.tasks.scale);
+    const float factor = is_value_ && OperandPowers<T>::kWeightShift != 0.f ? 0x1p-14f : 1.f;
     // All loads come before the first store, which might go to the same address.
     float4 rotation[2][2];
     float2 old[2][2][2];
@@ -231,7 +240,7 @@ class PartialSum {
     return stage == (Shape::kStages - 1) * Shape::kStageBytes ? 0 : stage + Shape::kStageBytes;
   }
 
-  __device__ __forceinline__ void issue(uint32_t place, uint32_t slot) {
+  __device__ __forceinline__ void issue(uint32_t place, uint32_t slot, float factor) {
     const uint32_t to = ring_ + write_ + lane_ * 16;
     const char* from = params_.tasks.run.partials + place * int64_t{2 * Shape::kMatrixBytes} +
                        (is_value_ ? Shape::kMatrixBytes : 0) + (share_ * 32 + lane_) * 16;
@@ -241,6 +250,10 @@ class PartialSum {
       device::copy_async_16(
           to + Shape::kRotationOffset,
           params_.tasks.gather.rope + int64_t{slot} * (kParentRows * kDim / 2) + share_ * 16 + lane_ * 2);
+    }
+    if (!is_value_ && lane_ == 0) {
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(ring_ + write_ + Shape::kFactorOffset), "f"(factor)
+                   : "memory");
     }
     device::commit_copies();
     write_ = following(write_);
@@ -256,14 +269,18 @@ class PartialSum {
     const uint32_t low[4] = {low_bits.x, low_bits.y, low_bits.z, low_bits.w};
     const uint32_t high[4] = {high_bits.x, high_bits.y, high_bits.z, high_bits.w};
     const uint32_t rotations = stage + Shape::kRotationOffset + lane_ % 4 * 16;
+    float factor = 1.f;
+    if (!is_value_) {
+      asm volatile("ld.shared.f32 %0, [%1];" : "=f"(factor) : "r"(stage + Shape::kFactorOffset) : "memory");
+    }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       uint4 rotation = {};
       if (!is_value_) {
         rotation = device::load_shared_16(rotations + i * 64);
       }
-      const float cos[2] = {__uint_as_float(rotation.x), __uint_as_float(rotation.z)};
-      const float sin[2] = {__uint_as_float(rotation.y), __uint_as_float(rotation.w)};
+      const float cos[2] = {__uint_as_float(rotation.x) * factor, __uint_as_float(rotation.z) * factor};
+      const float sin[2] = {__uint_as_float(rotation.y) * factor, __uint_as_float(rotation.w) * factor};
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const float2 x = unpack(low[2 * i + j]), y = unpack(high[2 * i + j]);

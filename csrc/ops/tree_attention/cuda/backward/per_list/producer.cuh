@@ -16,7 +16,7 @@ struct SlotPair {
   int slot;            // slot of the first; the second is in the slot before it
   uint32_t selected;   // lane 2 i + j: the children of parent j that take no part for query i of the block
   float scale;         // lane 16 i + c: undoes the power of two of child c of parent i
-  float power;         // common power of two of the head's keys
+  float power;         // common power of two of the task's keys
   uint32_t own_rows;   // children of the own parent that the first (bits 0-7) and last (8-15) query see
 
   static constexpr uint32_t kExists = 1u << 18;  // takes part for some query; else it is read as zeros
@@ -92,7 +92,7 @@ class PairWalk {
       own_parent_ = static_cast<int>(task.own_parent);
       own_rows_ = static_cast<uint32_t>(task.own_first | task.own_last << 8);
       first_parent_ = task.head_index * static_cast<uint32_t>(p.num_parents);
-      key_power_ = HeadPowers<T>(params_, task.head_index).key;
+      key_power_ = params_.powers[task_idx_].key;
       const int64_t row = int64_t{task.list_row} * p.num_kv_heads + task.kv_head;
       list_ = p.lists ? p.lists + task.batch * p.list_batch + row * p.list_width : nullptr;
       selected_ = nullptr;
@@ -197,8 +197,9 @@ class GradientProducer {
     const int stage = gradient_stage<Tile>(tile_idx);
     SlotRotation rotation = Rotation::load(params_.rotations, max(pair.slot, 0));
     device::barrier_wait(&shared_.keys_landed[stage][warp_], gradient_phase<Tile>(tile_idx));
-    // Brings the keys to the head's common power of two.
-    const float scale = pair.scale * pair.power;
+    // Brings the keys to the task's common power of two. It exceeds 1 for no key that takes part, but may overflow for a
+    // later one, whose row is cleared.
+    const float scale = fminf(pair.scale * pair.power, 1.f);
     const unsigned scaled = __ballot_sync(0xffffffffu, scale != 1.f);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -299,7 +300,7 @@ class GradientProducer {
     }
   }
 
-  // Rare: the head's keys do not share one power of two.
+  // Rare: the task's keys do not share one power of two.
   __device__ __forceinline__ void scale_rows(char* keys, float scale, int i) const {
 #pragma unroll 1
     for (int step = 0; step < Tile::kSlotBytes; step += 512) {

@@ -95,29 +95,37 @@ __device__ __forceinline__ int exponent_of(float power) {
   return static_cast<int>(__float_as_uint(power) >> 23 & 0xff) - 127;
 }
 
-// Powers of two that a (batch, kv head) of the chunk has in common. One fp16 copy of dS can then serve both
-// dQ += dS K and dK += dS^T Q; a power that a row or a key had of its own would have to be undone inside one
-// of the two sums.
+__device__ __forceinline__ float inverse_power(float power) {
+  return power_of_two(-exponent_of(power));
+}
+
+// The power of two that brings the queries of a (batch, kv head) of the chunk to at most 2^14.
+__device__ __forceinline__ float query_power(const PerListGradientParams& params, int head_index) {
+  const unsigned unscale = params.query_bounds[head_index].query_unscale;
+  return unscale ? power_of_two(6 - exponent_of(__uint_as_float(unscale))) : 1.f;
+}
+// What a sum dS^T Q still has to be multiplied by, where dS was multiplied by `score_gradient`.
+__device__ __forceinline__ float key_factor(float scale, float query, float score_gradient) {
+  return fabsf(scale) * inverse_power(query) * inverse_power(score_gradient);
+}
+
+// Powers of two that the rows and keys of a task have in common, that of the queries with all of their (batch, kv head) in
+// the chunk. One fp16 copy of dS can then serve both dQ += dS K and dK += dS^T Q; a power that a row or a key had of its own
+// would have to be undone inside one of the two sums.
 template <typename T>
-struct HeadPowers {
+struct OperandPowers {
   float key;             // brings keys into fp16's range
-  float query;           // brings queries to at most 2^14
-  float score_gradient;  // keeps dS below 2^15
+  float query;           // query_power()
+  float score_gradient;  // keeps dS below 2^14
   // log2 of what weights are multiplied by, since fp16 has too few small numbers for them.
   static constexpr float kWeightShift = __is_same(T, __half) ? 14.f : 0.f;
 
-  __device__ __forceinline__ HeadPowers(const PerListGradientParams& params, int head_index) {
-    const KeyBounds keys = params.key_bounds[head_index];
-    const QueryBounds queries = params.query_bounds[head_index];
-    key = keys.key_unscale ? power_of_two(-exponent_of(__uint_as_float(keys.key_unscale))) : 1.f;
-    query =
-        queries.query_unscale ? power_of_two(6 - exponent_of(__uint_as_float(queries.query_unscale))) : 1.f;
-    score_gradient =
-        score_gradient_scale(__uint_as_float(queries.gradient_norm), __uint_as_float(keys.value_norm), 1.f)
-            .scale;
-  }
+  __device__ __forceinline__ OperandPowers(const PerListGradientParams& params, uint32_t task_idx,
+                                           int head_index)
+      : key(params.powers[task_idx].key),
+        query(query_power(params, head_index)),
+        score_gradient(params.powers[task_idx].score_gradient) {}
 
-  __device__ __forceinline__ static float inverse(float power) { return power_of_two(-exponent_of(power)); }
   // Factor of dP and delta, which are multiplied by the shifted weights.
   __device__ __forceinline__ float weighted_gradient() const {
     return score_gradient * (kWeightShift == 0.f ? 1.f : 0x1p-14f);
@@ -127,14 +135,11 @@ struct HeadPowers {
   __device__ __forceinline__ float signed_query(float scale) const { return scale < 0.f ? -query : query; }
   // Brings scores to log2 units.
   __device__ __forceinline__ float score_factor(float score_scale) const {
-    return fmaxf(fabsf(score_scale) * inverse(query) * inverse(key), 0x1p-126f);
+    return fmaxf(fabsf(score_scale) * inverse_power(query) * inverse_power(key), 0x1p-126f);
   }
-  // What sum dS K' still has to be multiplied by, and in key_factor() sum dS^T Q.
+  // What sum dS K' still has to be multiplied by.
   __device__ __forceinline__ float query_factor(float scale) const {
-    return scale * inverse(key) * inverse(score_gradient);
-  }
-  __device__ __forceinline__ float key_factor(float scale) const {
-    return fabsf(scale) * inverse(query) * inverse(score_gradient);
+    return scale * inverse_power(key) * inverse_power(score_gradient);
   }
 };
 
@@ -212,7 +217,7 @@ __device__ __forceinline__ int position_of(const GatherParams& p, const Gradient
 // so are their weights.
 template <typename T, typename Tile, int kThreads>
 __device__ __forceinline__ void load_gradient_rows(const PerListGradientParams& params,
-                                                   const GradientTask& task, const HeadPowers<T>& powers,
+                                                   const GradientTask& task, const OperandPowers<T>& powers,
                                                    GradientShared<Tile>& shared, int thread) {
   constexpr int kHalf = Tile::kDim / 2;
   constexpr int kLanes = kHalf / 8;  // lanes on one row: each has 8 dims of the lower half and their partners
@@ -274,7 +279,7 @@ __device__ __forceinline__ void load_gradient_rows(const PerListGradientParams& 
       float log_sum = INFINITY, delta = 0.f;
       int limit = 0;
       if (at.exists) {
-        log_sum = meta[pass].log_sum - HeadPowers<T>::kWeightShift;
+        log_sum = meta[pass].log_sum - OperandPowers<T>::kWeightShift;
         delta = meta[pass].delta * powers.weighted_gradient();
         limit = position % kParentRows + (params.selected ? 0 : 1);
       }

@@ -423,11 +423,7 @@ __global__ void __launch_bounds__(kKeyGradientWarps * 32, 2) key_gradient_kernel
   device::wait_copies<0>();
   __syncthreads();
 
-  const KeyBounds key_bounds = common.key_bounds[blockIdx.y];
-  const QueryBounds query_bounds = common.query_bounds[blockIdx.y];
-  const PowerOfTwo power = score_gradient_scale(__uint_as_float(query_bounds.gradient_norm),
-                                                __uint_as_float(key_bounds.value_norm),
-                                                __uint_as_float(query_bounds.query_unscale));
+  const PowerOfTwo power = parent_power(common, users.parent);
   float key_sum[kKeyDim / 8][4] = {}, value_sum[kValueDim / 8][4] = {};
   const uint32_t num_steps = (users.num_rows + kParentRows - 1) / kParentRows;
   const uint32_t steps_per_warp = (num_steps + kKeyGradientWarps - 1) / kKeyGradientWarps;

@@ -440,11 +440,7 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps) parent_gradient_kerne
   if (users.num_users == 0 && params.add) {
     return;
   }
-  const KeyBounds key_bounds = common.key_bounds[blockIdx.y];
-  const QueryBounds query_bounds = common.query_bounds[blockIdx.y];
-  const PowerOfTwo power = score_gradient_scale(__uint_as_float(query_bounds.gradient_norm),
-                                                __uint_as_float(key_bounds.value_norm),
-                                                __uint_as_float(query_bounds.query_unscale));
+  const PowerOfTwo power = parent_power(common, parent);
   const uint32_t rings = device::shared_address(shared);
   const uint32_t ring = rings + warp * Stage::kWarpBytes;
   const uint32_t run = (users.num_users + kWarps - 1) / kWarps;

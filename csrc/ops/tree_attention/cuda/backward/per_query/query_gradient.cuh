@@ -85,11 +85,10 @@ struct QueryGradientRows {
 // Loads both, chooses the powers of two of dS, and undoes the record's power of two in the query.
 template <int kDim, int kTiles>
 __device__ __forceinline__ void load_rows(int lane, const GradientParams& common,
-                                          const RecordRows<kDim>& record, int64_t record_idx,
+                                          const RecordRows<kDim>& record, int64_t record_idx, KeyBound bound,
                                           QueryGradientRows<kDim, kTiles>& of, RotatedQuery<kDim, kTiles>& q,
                                           PowerOfTwo (&power)[kTiles][2]) {
   const GatherParams& p = common.gather;
-  const KeyBounds bounds = common.key_bounds[blockIdx.y];
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
     const int head = tile * 8 + lane / 4;
@@ -108,9 +107,8 @@ __device__ __forceinline__ void load_rows(int lane, const GradientParams& common
       of.meta[tile][i] = column < p.group ? common.meta[record_idx + column] : RowMeta{0.f, 0.f, 1.f, 0.f};
       // RotatedQuery scaled the record's row once more; here the record's own power of two is undone.
       q.unscale[tile][i] *= of.meta[tile][i].unscale;
-      power[tile][i] =
-          score_gradient_scale(of.meta[tile][i].gradient_norm, __uint_as_float(bounds.value_norm),
-                               __uint_as_float(bounds.key_unscale));
+      power[tile][i] = score_gradient_scale(of.meta[tile][i].gradient_norm, of.meta[tile][i].delta,
+                                            bound.value, bound.unscale);
     }
   }
 }
@@ -250,7 +248,8 @@ __global__ void __launch_bounds__(kQueryGradientWarps * 32, 2)
     q.load([&](int head, int dim) { return __half2float(*record.query(head, dim)); }, p.group, p.score_scale,
            p.rope, task.num_candidates - 1);
     QueryGradientRows<kKeyDim, kTiles> of;
-    load_rows(lane, common, record, record_idx, of, q, power);
+    const KeyBound bound = common.list_bounds[int64_t{blockIdx.y} * p.num_lists + list_row];
+    load_rows(lane, common, record, record_idx, bound, of, q, power);
     const TileAddress<kKeyDim> key_at;
     const TileAddress<kValueDim> value_at;
     unsigned next_selected = selected ? selected[0] : 0;

@@ -64,7 +64,7 @@ class SharedGatherGradientQuery {
             head < p.group ? *reinterpret_cast<const uint32_t*>(record.gradient(head, dim)) : 0u;
       }
     }
-    const KeyBounds bounds = common.key_bounds[blockIdx.y];
+    const KeyBound bound = common.list_bounds[int64_t{blockIdx.y} * p.num_lists + list_of(p, query)];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int column = lane % 4 * 2 + i;
@@ -73,9 +73,7 @@ class SharedGatherGradientQuery {
       delta_[i] = meta.delta;
       // load() scaled the record's row once more; here the record's own power of two is undone.
       q_.unscale[0][i] *= meta.unscale;
-      power_[i] = score_gradient_scale(meta.gradient_norm, __uint_as_float(bounds.value_norm),
-                                       __uint_as_float(bounds.key_unscale))
-                      .scale;
+      power_[i] = score_gradient_scale(meta.gradient_norm, meta.delta, bound.value, bound.unscale).scale;
     }
     factors_.load(rotations_);
     if constexpr (kSelected) {

@@ -18,6 +18,9 @@ struct PerListSoftmax {
   // A reference moves only when a score exceeds it by this many powers of two. That is rare, so the maxima of
   // most tiles need no exchange between lanes.
   static constexpr float kSlack = 8.f;
+  // From this size on references are multiples of 16 or more. A fused multiply-add does not round its product, which may
+  // then lie half a step above the reference that was rounded from it: too far for a weight.
+  static constexpr float kCoarse = 0x1p27f;
   static constexpr int kScores = kTileKeys / 2;  // scores of a thread
   static constexpr int kOut = kValueDim / 2;
 
@@ -119,22 +122,46 @@ struct PerListSoftmax {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       largest[h] = fmaxf(largest[h], top[h]);
-      grows |= top[h] * unscale[h] > reference[h] + kSlack;
+      grows |= top[h] * unscale[h] > most_below(h);
     }
     rescale = __any_sync(device::kFullMask, grows);
     if (rescale) {
       move_references(top);
     }
+    // Asked anew for every tile: an answer that is kept would cost a register.
+    if (__any_sync(device::kFullMask, fmaxf(fabsf(reference[0]), fabsf(reference[1])) >= kCoarse)) {
+      add_weights([&](int h, float score, float from) {
+        return is_coarse(h) ? __fadd_rn(__fmul_rn(score, unscale[h]), from) : fmaf(score, unscale[h], from);
+      });
+    } else {
+      add_weights([&](int h, float score, float from) { return fmaf(score, unscale[h], from); });
+    }
+  }
+
+  // relative(h, score, -reference) is what a score of row h has beyond the reference, in log2 units.
+  template <typename Relative>
+  __device__ __forceinline__ void add_weights(Relative relative) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float from = reference[h] == -INFINITY ? 0.f : -reference[h];
 #pragma unroll
       for (int i = 2 * h; i < kScores; i += 4) {
-        scores[i] = device::exp2_flushed(fmaf(scores[i], unscale[h], from));
-        scores[i + 1] = device::exp2_flushed(fmaf(scores[i + 1], unscale[h], from));
+        scores[i] = device::exp2_flushed(relative(h, scores[i], from));
+        scores[i + 1] = device::exp2_flushed(relative(h, scores[i + 1], from));
         sum[h] += scores[i] + scores[i + 1];
       }
     }
+  }
+
+  // The largest score that leaves the reference of a row where it is.
+  __device__ __forceinline__ float most_below(int h) const {
+    return __fadd_rd(reference[h], kSlack);
+  }
+
+  // Whether the scores of a row are rounded before the reference is subtracted, so that the largest one, of which it was
+  // made, has weight 1. Rows without scores or with an infinite one need that not.
+  __device__ __forceinline__ bool is_coarse(int h) const {
+    return fabsf(reference[h]) >= kCoarse && fabsf(reference[h]) < INFINITY;
   }
 
   __device__ __forceinline__ void move_references(const float (&top)[2]) {
@@ -143,7 +170,7 @@ struct PerListSoftmax {
       float row_top = top[h] * unscale[h];
       row_top = fmaxf(row_top, __shfl_xor_sync(device::kFullMask, row_top, 1));
       row_top = fmaxf(row_top, __shfl_xor_sync(device::kFullMask, row_top, 2));
-      const bool moves = row_top > reference[h] + kSlack;
+      const bool moves = row_top > most_below(h);
       factor[h] = !moves                      ? 1.f
                   : reference[h] == -INFINITY ? 0.f
                                               : device::exp2_flushed(reference[h] - row_top);
