@@ -66,7 +66,7 @@ def check_local(function: str, **tensors: object) -> None:
 # each quarter of the text: the work of a row of tree attention does not grow evenly along the text, but evenly enough
 # along a quarter.
 
-STRETCHES = {"contiguous": 1, "head_tail": 1, "striped": 4}
+STRETCHES = {"head_tail": 1, "striped": 4}
 
 
 def parts_of(rank: int, size: int, balance: str) -> tuple[int, ...]:
