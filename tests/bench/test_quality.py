@@ -117,13 +117,15 @@ def test_every_run_ends_with_its_row(study, whole):
 
 
 def test_conversion_keeps_the_weights(study, whole):
-    """The model of the checkpoint, in bfloat16, is evaluated as it was trained, to rounding."""
-    rows = [
-        row for row in study.record.read_rows(whole) if row.piece == "conversion" and row.status == "final"
-    ]
-    trained = next(row for row in rows if row.run == "train: dense")
+    """The model of the checkpoint, in bfloat16, is evaluated as it was trained, to rounding.
+
+    Weights of 8 bits move the bits per byte by up to 0.002 here, steps and attentions by 0.03 and more.
+    """
+    rows = [row for row in study.record.read_rows(whole) if row.piece == "conversion"]
+    earlier, trained = (row.bits_per_byte for row in rows if row.run == "train: dense")
     converted = {row.run: row for row in rows if row.run.startswith("evaluated")}
-    assert converted["evaluated: dense"].bits_per_byte == pytest.approx(trained.bits_per_byte, abs=2e-3)
+    assert converted["evaluated: dense"].bits_per_byte == pytest.approx(trained, abs=1e-2)
+    assert trained < earlier - 3e-2  # so that weights of an earlier step are told apart
     bits = [converted[f"evaluated: {name}, s=1, k=2, own"].bits_per_byte for name in ("mean", "span 2")]
     assert bits[0] != bits[1]  # the span reaches the op
 
