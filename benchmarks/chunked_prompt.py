@@ -3,7 +3,8 @@
 Run: ``python benchmarks/chunked_prompt.py --csv PATH`` on a GPU with 40 GB; ``--quick`` leaves out a million tokens.
 B = 1, H = 32, H_kv = 4, K = V = 128, k = 512, M = 8192, bf16, random normal inputs. A chunk is appended and attended;
 the time of all chunks of a text is added up. ``peak_bytes`` is the most that the allocator held during the chunks
-beyond the inputs and the cache. Figures are reported, never asserted.
+beyond the inputs and the cache. Figures are reported, never asserted. ``--profile`` prints instead what each kernel
+takes of the chunks and of the call, and how long the host takes to launch them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,8 +75,10 @@ def milliseconds(call: Callable[[], object]) -> float:
     return begin.elapsed_time(end)
 
 
-def measure(length: int, chunk: int, stride: int, span: int | None, rounds: int) -> PromptRow:
-    """Both in turns, each after a call that is not timed."""
+def prepared(
+    length: int, chunk: int, stride: int, span: int | None
+) -> tuple[TreeKVCache, Callable[[], object], Callable[[], object]]:
+    """An empty cache, all chunks of a text, and one call over it."""
     q, k, v = (
         normal((1, length, heads, WIDTH), torch.bfloat16, "cuda", i)
         for i, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))
@@ -86,6 +90,12 @@ def measure(length: int, chunk: int, stride: int, span: int | None, rounds: int)
     whole = functools.partial(
         tree_attention, q, k, v, selection_stride=stride, selection_span=span, store_parents=False
     )
+    return cache, chunks, whole
+
+
+def measure(length: int, chunk: int, stride: int, span: int | None, rounds: int) -> PromptRow:
+    """Both in turns, each after a call that is not timed."""
+    cache, chunks, whole = prepared(length, chunk, stride, span)
     cached, single, peak = [], [], 0
     for turn in range(rounds + 1):
         cache.truncate(0)
@@ -116,13 +126,51 @@ def measure(length: int, chunk: int, stride: int, span: int | None, rounds: int)
     )
 
 
+def profile(length: int, chunk: int, stride: int, span: int | None) -> str:
+    """What each kernel takes in milliseconds of the chunks and of the call, those that differ most first."""
+    cache, chunks, whole = prepared(length, chunk, stride, span)
+    spent: list[dict[str, tuple[float, int]]] = []
+    lines = [f"T={length}, chunks of {chunk}, stride {stride}, span {span}"]
+    for name, call in (("chunks", chunks), ("one call", whole)):
+        for _ in range(2):  # the second one finds everything prepared
+            cache.truncate(0)
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            call()
+            launched = time.perf_counter() - begin
+        lines.append(f"{name}: the host launches it in {1e3 * launched:.2f} ms")
+        cache.truncate(0)
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            call()
+            torch.cuda.synchronize()
+        events = profiler.key_averages()
+        spent.append({event.key: (event.self_device_time_total / 1e3, event.count) for event in events})
+    of_chunks, of_call = spent
+
+    def beyond(key: str) -> float:
+        return of_chunks.get(key, (0.0, 0))[0] - of_call.get(key, (0.0, 0))[0]
+
+    lines.append(f"{'chunks ms':>10} {'calls':>6} {'whole ms':>10} {'calls':>6}  kernel")
+    for key in sorted(of_chunks.keys() | of_call.keys(), key=beyond, reverse=True):
+        columns = (f"{ms:10.3f} {count:6}" for ms, count in (x.get(key, (0.0, 0)) for x in spent))
+        lines.append(f"{' '.join(columns)}  {key[:120]}")
+    lines.append(" ".join(f"{sum(ms for ms, _ in x.values()):10.3f}       " for x in spent) + " all")
+    return "\n".join(lines)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table and writes it where ``--csv`` says."""
     parser = argparse.ArgumentParser(description="a prompt in chunks beside one call")
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
     parser.add_argument("--quick", action="store_true", help="128k tokens alone")
+    parser.add_argument("--profile", action="store_true", help="what each kernel takes instead of the table")
     arguments = parser.parse_args(argv)
     settings = QUICK if arguments.quick else WHOLE
+    if arguments.profile:
+        for setting in settings:
+            print(profile(*setting[:4]), flush=True)
+        return 0
     rows = (measure(*setting) for setting in progress(settings, lambda s: f"T={s[0]} stride {s[2]}"))
     print_rows(rows, arguments.csv)
     return 0
