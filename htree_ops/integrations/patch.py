@@ -25,7 +25,7 @@ from htree_ops.integrations.transformers import (
     refuse_without_interface,
     register,
 )
-from htree_ops.ops.fp8 import quantize_model_
+from htree_ops.ops.fp8 import FP8Linear, quantize_model_
 from htree_ops.ops.gated_mlp import gated_mlp
 from htree_ops.ops.gated_mlp.module import formula_of
 from htree_ops.ops.rmsnorm_rope import head_rmsnorm_rope
@@ -322,10 +322,11 @@ def patch_model_(
         if isinstance(part, _MLP):
             fused_weights |= {f"{name}.gate_proj", f"{name}.up_proj"}
     if fp8:
-        output = model.get_output_embeddings()
+        output, before = model.get_output_embeddings(), _quantised(model)
         quantize_model_(model, lambda name, linear: linear is not output and name not in fused_weights)
-        changed["fp8"] = sorted(model.config.quantization_config["layers"])
-        setattr(model, QUANTISED, True)
+        changed["fp8"] = sorted(_quantised(model) - before)
+        if changed["fp8"]:
+            setattr(model, QUANTISED, True)
     tables = ((norms, NORMS), (norms, HEADS), (rotary, HEADS), (rotary, ROTATIONS), (mlp, MLPS))
     fused = {kind for wanted, table in tables if wanted for kind in table.values()}  # by an earlier call
     if not any(changed.values()) and not any(type(part) in fused for part in model.modules()):
@@ -333,6 +334,10 @@ def patch_model_(
         known = ", ".join(kind.__name__ for kind in (*NORMS, *ROTATIONS, *MLPS))
         raise ValueError(f"patch_model_: model must hold modules among {known}, got {type(model).__name__}")
     return changed
+
+
+def _quantised(model: nn.Module) -> set[str]:
+    return {name for name, part in model.named_modules() if type(part) is FP8Linear}
 
 
 def _implementations(config: PretrainedConfig) -> str | dict[str, Any]:

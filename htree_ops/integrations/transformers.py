@@ -370,7 +370,7 @@ def attention(
         return tree_attention(q, k, v, **options), None
     _check_mask(attention_mask)
     if attention_mask.dtype == torch.bool:
-        return attend_padded(q, k, v, attention_mask, options), None
+        return _attend_real(q, k, v, attention_mask, options), None
     return _attend_positions(q, k, v, attention_mask, options), None
 
 
@@ -429,6 +429,16 @@ def _attend_from_a_tree_cache(
         elif documents_of(positions, len(q)) is not None:
             _refuse(PACKED_AND_CACHED)
     return new.layer.attend(q, k, v, mask, options)
+
+
+def _attend_real(q: Tensor, k: Tensor, v: Tensor, real: Tensor, options: dict[str, Any]) -> Tensor:
+    """The rows that are no padding."""
+    if options.get("importance") != "lse":
+        return attend_padded(q, k, v, real, options)
+    # Its lists depend on what stands behind a row, padding too: each sequence needs a call of its own length.
+    if torch.compiler.is_compiling():
+        _refuse("padding with importance='lse' cannot be compiled: call the model uncompiled, or pad nothing")
+    return attend_cached(q, k, v, real, options)
 
 
 def _attend_behind_a_cache(

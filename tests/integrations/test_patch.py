@@ -12,7 +12,7 @@ import torch
 from small_models import EXACT, MODELS, make_model, make_text
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from htree_ops import FP8Linear, quantize_model_
@@ -279,6 +279,17 @@ def test_patching_again_changes_nothing() -> None:
     assert classes(model) == kinds
     unpatch_model_(unpatch_model_(model))
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_fp8_names_what_a_call_has_quantised() -> None:
+    """GPT-2 has no layer to quantise."""
+    model = make_model(attention="eager")
+    first = patch_model_(model, attention=False, fp8=True)["fp8"]
+    assert (len(first), patch_model_(model, attention=False, fp8=True)["fp8"]) == (10, [])
+    config = GPT2Config(vocab_size=61, n_embd=32, n_layer=1, n_head=4)
+    model = GPT2LMHeadModel._from_config(config, attn_implementation="eager")
+    assert patch_model_(model, fp8=True)["fp8"] == []
+    assert unpatch_model_(model).config._attn_implementation == "eager"
 
 
 # ---- models with FP8 layers on disk
