@@ -6,7 +6,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # they import transformers
+    from htree_ops.integrations.patch import patch_model_, unpatch_model_
 
 __all__ = ["patch_model_", "unpatch_model_"]
 

@@ -21,6 +21,10 @@ __all__ = ["HandedOver", "TreeCache"]
 STRIDES_BACK = 3
 #: Options of tree_attention that a cache has no use for.
 NO_OPTIONS_OF_A_CACHE = ("store_parents", "scope")
+CHANGED_ON_THE_WAY = (
+    "htree: a TreeCache needs attn_implementation='htree', and a model that hands what its cache returns to its "
+    "attention unchanged: use a DynamicCache"
+)
 
 
 @dataclass
@@ -39,10 +43,11 @@ class HandedOver:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise NotImplementedError(
-            "htree: a TreeCache needs attn_implementation='htree', and a model that hands what its cache returns to "
-            "its attention unchanged: use a DynamicCache"
-        )
+        raise NotImplementedError(CHANGED_ON_THE_WAY)
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> NoReturn:
+        raise NotImplementedError(CHANGED_ON_THE_WAY)
 
 
 @dataclass
@@ -319,6 +324,7 @@ class TreeCache(Cache):
             docs/quality.md (g).
 
     Raises:
+        NotImplementedError: a config with other layers than those of full attention.
         TypeError, ValueError: a size of the wrong kind or out of range. The head size and dtype of the model must suit
             leaf_bits; the first call finds out.
     """
@@ -337,8 +343,14 @@ class TreeCache(Cache):
         if leaf_bits is not None:
             check_bits("TreeCache", leaf_bits)
         self.shared = Shared(max_cache_len, page_size, num_pages, leaf_bits, prompt_bytes)
-        layers = config.get_text_config(decoder=True).num_hidden_layers
-        super().__init__(layers=[TreeLayer(self.shared) for _ in range(layers)])
+        text = config.get_text_config(decoder=True)
+        others = sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention"})
+        if others:
+            raise NotImplementedError(
+                f"htree: a TreeCache holds layers of 'full_attention', this config has {', '.join(others)} too: use a "
+                "DynamicCache"
+            )
+        super().__init__(layers=[TreeLayer(self.shared) for _ in range(text.num_hidden_layers)])
 
     def reset(self) -> None:
         """Takes all tokens back and keeps the memory."""

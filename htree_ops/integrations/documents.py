@@ -78,7 +78,7 @@ def attend_padded(query: Tensor, key: Tensor, value: Tensor, real: Tensor, optio
     """Tree attention of sequences of which some rows are padding, anywhere; nothing is read on the host.
 
     The real rows of each sequence move to its front, in order, and become a text of their own. What stands behind them
-    influences no earlier row, because the attention is causal.
+    influences no earlier row, because the attention is causal, with every importance but "lse".
 
     Args:
         query: [B, T, H, K]; key: [B, T, H_kv, K]; value: [B, T, H_kv, V].

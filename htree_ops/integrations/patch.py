@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralAttention, MistralMLP, MistralRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import (
@@ -19,8 +19,13 @@ from transformers.models.qwen3.modeling_qwen3 import (
     eager_attention_forward,
 )
 
-from htree_ops.integrations.transformers import NAME, has_compact_positions, register
-from htree_ops.ops.fp8 import quantize_model_
+from htree_ops.integrations.transformers import (
+    NAME,
+    has_compact_positions,
+    refuse_without_interface,
+    register,
+)
+from htree_ops.ops.fp8 import FP8Linear, quantize_model_
 from htree_ops.ops.gated_mlp import gated_mlp
 from htree_ops.ops.gated_mlp.module import formula_of
 from htree_ops.ops.rmsnorm_rope import head_rmsnorm_rope
@@ -33,6 +38,21 @@ __all__ = ["patch_model_", "unpatch_model_"]
 IDENTITY_WIDTH = 128
 #: The keyword of a layer's cache: another since transformers 5.24, where "cache" meant a paged one before.
 CACHE = "cache" if "cache" in inspect.signature(LlamaAttention.forward).parameters else "past_key_values"
+
+
+def _is_just(module: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Whether a call of the module is the forward of one of ``kinds`` and nothing else.
+
+    A part that another library has wrapped, such as one with an adapter, and one with hooks, such as those that fetch
+    its weights, must be called; an op that reads its weight alone would leave that out.
+    """
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return type(module) in kinds and not any(hooks) and "forward" not in module.__dict__
 
 
 def _trained_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -59,7 +79,7 @@ class _Norm(nn.Module):
 
 
 class _MLP(nn.Module):
-    """The gated MLP with its two first products and the activation in one op."""
+    """The gated MLP with its two first products and the activation in one op, while these are plain layers."""
 
     gate_proj: nn.Linear
     up_proj: nn.Linear
@@ -67,7 +87,10 @@ class _MLP(nn.Module):
     htree_formula: Any
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(gated_mlp(x, self.gate_proj.weight, self.up_proj.weight, *self.htree_formula))
+        gate, up = self.gate_proj, self.up_proj
+        if not (_is_just(gate, nn.Linear) and _is_just(up, nn.Linear)):
+            return super().forward(x)  # of the model
+        return self.down_proj(gated_mlp(x, gate.weight, up.weight, *self.htree_formula))
 
 
 class FusedLlamaRMSNorm(_Norm, LlamaRMSNorm):
@@ -206,6 +229,9 @@ class FusedQwen3Attention(RotaryQwen3Attention):
         self, query: Tensor, key: Tensor, positions: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Norm and rotation at once."""
+        kinds = (Qwen3RMSNorm, FusedQwen3RMSNorm)
+        if not (_is_just(self.q_norm, *kinds) and _is_just(self.k_norm, *kinds)):
+            return super().queries_and_keys(query, key, positions)
         rows = query.shape[:2]
         cos, sin = (table.expand(*rows, -1).flatten(0, -2) for table in positions)
 
@@ -250,7 +276,8 @@ def patch_model_(
 
     Modules change their class and nothing else, so that parameters, the state dict, hooks and optimisers stay as they
     are. Results differ by rounding: the fused ops round once where the model rounds after every step. What has no fused
-    form, such as an MLP with a bias, stays.
+    form, such as an MLP with a bias, stays. Where a part is wrapped or gets hooks later, as by an adapter, the model's
+    own computation comes back.
 
     Args:
         model: of transformers, or a part of such a model that holds the parts to be swapped.
@@ -268,14 +295,16 @@ def patch_model_(
     Raises:
         TypeError: model is no ``PreTrainedModel``.
         ValueError: nothing in it can be swapped.
+        NotImplementedError: attention of a model that does not use the attention interface of transformers.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"patch_model_: model must be a PreTrainedModel, got {type(model).__name__}")
     changed: dict[str, list[str]] = {"attention": [], "norms": [], "rotary": [], "mlp": [], "fp8": []}
     if attention:
+        refuse_without_interface(type(model))
         register()
         if model.config._attn_implementation != NAME:
-            setattr(model, ATTENTION_BEFORE, model.config._attn_implementation)
+            setattr(model, ATTENTION_BEFORE, _implementations(model.config))
             model.set_attn_implementation(NAME)
         changed["attention"] = [name for name, part in model.named_modules() if hasattr(part, "is_causal")]
     fused_weights = set()
@@ -293,14 +322,31 @@ def patch_model_(
         if isinstance(part, _MLP):
             fused_weights |= {f"{name}.gate_proj", f"{name}.up_proj"}
     if fp8:
-        output = model.get_output_embeddings()
+        output, before = model.get_output_embeddings(), _quantised(model)
         quantize_model_(model, lambda name, linear: linear is not output and name not in fused_weights)
-        changed["fp8"] = sorted(model.config.quantization_config["layers"])
-        setattr(model, QUANTISED, True)
-    if not any(changed.values()):
+        changed["fp8"] = sorted(_quantised(model) - before)
+        if changed["fp8"]:
+            setattr(model, QUANTISED, True)
+    tables = ((norms, NORMS), (norms, HEADS), (rotary, HEADS), (rotary, ROTATIONS), (mlp, MLPS))
+    fused = {kind for wanted, table in tables if wanted for kind in table.values()}  # by an earlier call
+    if not any(changed.values()) and not any(type(part) in fused for part in model.modules()):
+        unpatch_model_(model)
         known = ", ".join(kind.__name__ for kind in (*NORMS, *ROTATIONS, *MLPS))
         raise ValueError(f"patch_model_: model must hold modules among {known}, got {type(model).__name__}")
     return changed
+
+
+def _quantised(model: nn.Module) -> set[str]:
+    return {name for name, part in model.named_modules() if type(part) is FP8Linear}
+
+
+def _implementations(config: PretrainedConfig) -> str | dict[str, Any]:
+    """The attention of a model, and where it has parts that of each, as ``set_attn_implementation`` takes them."""
+    parts = {name: getattr(config, name, None) for name in config.sub_configs}
+    own = config._attn_implementation
+    if not any(parts.values()):
+        return own
+    return {"": own} | {name: _implementations(part) for name, part in parts.items() if part is not None}
 
 
 def _formula(mlp: nn.Module) -> tuple[Any, Any] | None:

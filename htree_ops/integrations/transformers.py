@@ -17,7 +17,13 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
-from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, PretrainedConfig
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.masking_utils import causal_mask_function
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
@@ -37,7 +43,7 @@ from htree_ops.integrations.documents import (
 )
 from htree_ops.ops.tree_attention import TreeOptions, tree_attention
 
-__all__ = ["NAME", "TreeCache", "options_of_config", "register"]
+__all__ = ["NAME", "TreeCache", "options_of_config", "refuse_without_interface", "register"]
 
 #: The value of ``attn_implementation``.
 NAME = "htree"
@@ -57,10 +63,15 @@ ROTARY: dict[type[nn.Module], type[nn.Module]] = {
 HARMLESS = frozenset(
     ("cache_position", "labels", "num_items_in_batch", "position_ids", "seq_idx", "token_type_ids")
 )
+#: What to do with a model, or with a part of one, that tree attention cannot serve.
+PART = "{'text_config': 'htree'} for the language model of a model with several parts"
+ELSEWHERE = f"use attn_implementation='sdpa', or {PART}"
+#: Kinds of layers, as a config calls them, that have no window.
+WITHOUT_WINDOW = frozenset(("full_attention", "linear_attention"))
 #: Keywords that change it, and what to do about each.
 REFUSED = {
-    "sliding_window": "a sliding window is not supported: set config.sliding_window = None, and in a config that has "
-    "layer_types make each 'full_attention'",
+    "sliding_window": "a window of attention, sliding or in chunks, is not supported: make each of config.layer_types "
+    "'full_attention', or set config.sliding_window = None in a config that has no layer_types",
     "softcap": "a soft cap of the scores is not supported: use attn_implementation='eager'",
     "s_aux": "attention sinks are not supported: use attn_implementation='eager'",
     "sinks": "attention sinks are not supported: use attn_implementation='eager'",
@@ -102,7 +113,38 @@ def register(positions: Positions | None = None) -> None:
     for rotary in ROTARY.values():
         if not hasattr(rotary.forward, "rotates"):
             rotary.forward = _identity_where_compact(rotary.forward)
+    chosen = PreTrainedModel.get_correct_attn_implementation
+    if not hasattr(chosen, "refuses"):
+        PreTrainedModel.get_correct_attn_implementation = _only_with_interface(chosen)  # type: ignore[method-assign]
     quantizer.register()
+
+
+def refuse_without_interface(kind: type[PreTrainedModel]) -> None:
+    """Refuses a model of transformers that computes its attention itself, whatever ``attn_implementation`` says.
+
+    Some of these ask for a mask, and would take None for attention to every token; others ask for nothing.
+
+    Raises:
+        NotImplementedError: it is such a model.
+    """
+    if kind.__module__.startswith("transformers.models.") and not kind._can_set_attn_implementation():
+        _refuse(
+            f"{kind.__name__} does not use the attention interface of transformers: leave attn_implementation out, or "
+            f"give {PART}"
+        )
+
+
+def _only_with_interface(chosen: Any) -> Any:
+    """The method by which a model finds the implementation for what was asked: not htree for one that ignores it."""
+
+    @functools.wraps(chosen)
+    def choose(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> Any:
+        if requested_attention == NAME:
+            refuse_without_interface(type(self))
+        return chosen(self, requested_attention, *args, **kwargs)
+
+    choose.refuses = chosen  # type: ignore[attr-defined]
+    return choose
 
 
 # ---- options
@@ -221,24 +263,28 @@ def mask(
     local_size: int | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
+    config: PretrainedConfig | None = None,
     **_: Any,
 ) -> Tensor | None:
     """What transformers hands to :func:`attention` as its mask; the interface of ``AttentionMaskInterface``.
 
     Returns:
         None for causal attention over whole sequences; bool [B, T], False at padding; or int64 [B, T] for packed
-        documents, which goes up by one from each token to the next of its document, and otherwise does not.
+        documents, which goes up by one from each token to the next of its document, and otherwise does not. An empty
+        tensor, which :func:`attention` refuses, for a window that no layer of the config has: some models make the
+        masks of all kinds of layers.
 
     Raises:
         NotImplementedError: a mask that is neither causal nor padding, or a cache that does not hold exactly the keys.
     """
     if local_size is not None:
-        _refuse(REFUSED["sliding_window"])
+        kinds = getattr(config, "layer_types", None)
+        if not kinds or not WITHOUT_WINDOW.issuperset(kinds):
+            _refuse(REFUSED["sliding_window"])
+        return torch.empty(0, device=device)
     name = mask_function.__name__
     if use_vmap or name not in ("causal_mask_function", "and_mask"):
-        _refuse(
-            f"only causal attention is supported, this model asks for the mask {name!r}: use attn_implementation='sdpa'"
-        )
+        _refuse(f"only causal attention is supported, this model asks for the mask {name!r}: {ELSEWHERE}")
     if isinstance(q_offset, Tensor) or kv_offset != 0 or q_offset + q_length != kv_length:
         _refuse(
             "a static cache or a mask beyond the keys is not supported: use a TreeCache or a DynamicCache, which "
@@ -254,8 +300,15 @@ def mask(
         return None
     batch = torch.arange(batch_size, device=device)[:, None]
     token = torch.arange(1, q_length, device=device)[None]
-    goes_on = mask_function(batch, torch.zeros_like(batch), token, token - 1).expand(batch_size, -1)
-    return nn.functional.pad((1 + 2 * (~goes_on).long()).cumsum(1), (1, 0))
+    head = torch.zeros_like(batch)
+    goes_on = mask_function(batch, head, token, token - 1).expand(batch_size, -1)
+    # Packing wraps what the model asks for, such as images whose tokens see each other, in a mask of the same name.
+    sees_later = mask_function(batch, head, token - 1, token).expand(batch_size, -1)
+    if not is_tracing(sees_later) and bool(sees_later.any()):
+        _refuse(
+            f"only causal attention is supported, this model shows later tokens to earlier ones: {ELSEWHERE}"
+        )
+    return nn.functional.pad((1 + 2 * (sees_later | ~goes_on).long()).cumsum(1), (1, 0))
 
 
 # ---- attention
@@ -304,10 +357,11 @@ def attention(
         ), None
     assert isinstance(value, Tensor)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if cu_seq_lens_q is not None:
-        bounds_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         longest = (max_length_q or q.shape[1], max_length_k or k.shape[1])
-        return _attend_bounded(q, k, v, Documents(cu_seq_lens_q, bounds_k, *longest), options), None
+        return _attend_bounded(
+            q, k, v, attention_mask, (cu_seq_lens_q, cu_seq_lens_k), longest, options
+        ), None
     if q.shape[1] != k.shape[1]:
         return _attend_behind_a_cache(q, k, v, attention_mask, options), None
     if attention_mask is None and position_ids is not None and position_ids.shape[-1] == q.shape[1]:
@@ -316,7 +370,7 @@ def attention(
         return tree_attention(q, k, v, **options), None
     _check_mask(attention_mask)
     if attention_mask.dtype == torch.bool:
-        return attend_padded(q, k, v, attention_mask, options), None
+        return _attend_real(q, k, v, attention_mask, options), None
     return _attend_positions(q, k, v, attention_mask, options), None
 
 
@@ -324,12 +378,18 @@ def _check_call(module: nn.Module, dropout: float, is_causal: bool | None, rest:
     """Refuses what a model wants of attention and does not get."""
     if dropout:
         _refuse(f"dropout of attention is not supported, got {dropout}: set config.attention_dropout = 0.0")
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", None)
+    if is_causal is None:
+        _refuse(
+            f"{type(module).__name__} must say whether its attention is causal, in is_causal: {ELSEWHERE}"
+        )
+    if not is_causal:
         _refuse(
             "attention that is not causal, such as that of an encoder or to another sequence, is not supported: "
-            "use attn_implementation='sdpa'"
+            f"{ELSEWHERE}"
         )
-    if rest.get("output_attentions"):
+    if rest.get("output_attentions", getattr(module.config, "output_attentions", False)):
         _refuse("there are no weights to return: use output_attentions=False or attn_implementation='eager'")
     for name, thing in rest.items():
         if thing is not None and name in REFUSED:
@@ -371,6 +431,16 @@ def _attend_from_a_tree_cache(
     return new.layer.attend(q, k, v, mask, options)
 
 
+def _attend_real(q: Tensor, k: Tensor, v: Tensor, real: Tensor, options: dict[str, Any]) -> Tensor:
+    """The rows that are no padding."""
+    if options.get("importance") != "lse":
+        return attend_padded(q, k, v, real, options)
+    # Its lists depend on what stands behind a row, padding too: each sequence needs a call of its own length.
+    if torch.compiler.is_compiling():
+        _refuse("padding with importance='lse' cannot be compiled: call the model uncompiled, or pad nothing")
+    return attend_cached(q, k, v, real, options)
+
+
 def _attend_behind_a_cache(
     q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, options: dict[str, Any]
 ) -> Tensor:
@@ -389,10 +459,26 @@ def _attend_behind_a_cache(
     return attend_cached(q, k, v, real, options)
 
 
-def _attend_bounded(q: Tensor, k: Tensor, v: Tensor, documents: Documents, options: dict[str, Any]) -> Tensor:
-    """Documents between boundaries, in one row."""
+def _attend_bounded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bounds: tuple[Tensor | None, Tensor | None],
+    longest: tuple[int, int],
+    options: dict[str, Any],
+) -> Tensor:
+    """Documents between boundaries of queries and of keys, in one row."""
+    bounds_q, bounds_k = bounds
     if q.shape[0] != 1:
         _refuse(f"packed documents (cu_seq_lens_q) need a batch of 1, got {q.shape[0]}")
+    if bounds_q is None:
+        _refuse("packed documents need cu_seq_lens_q beside cu_seq_lens_k")
+    if bounds_k is None and q.shape[1] != k.shape[1]:
+        _refuse("packed documents behind a cache need cu_seq_lens_k beside cu_seq_lens_q")
+    if mask is not None and mask.dtype != torch.int64:  # not one that restarting positions have made
+        _refuse("packed documents (cu_seq_lens_q) must have no attention_mask: leave padding out of them")
+    documents = Documents(bounds_q, bounds_q if bounds_k is None else bounds_k, *longest)
     return attend_documents(q[0], k[0], v[0], documents, options)[None]
 
 

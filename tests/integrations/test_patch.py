@@ -12,7 +12,7 @@ import torch
 from small_models import EXACT, MODELS, make_model, make_text
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from htree_ops import FP8Linear, quantize_model_
@@ -212,6 +212,84 @@ def test_fp8_is_for_good() -> None:
     assert bool((after - before).norm() < 0.3 * before.norm())
     with pytest.raises(ValueError, match="load its checkpoint again"):
         unpatch_model_(model)
+
+
+class Adapter(nn.Module):
+    """A layer with another beside it; like those of peft it shows the weight of the first."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.beside = base, nn.Linear(base.in_features, base.out_features)
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.base.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.beside(x)
+
+
+def add_adapters(model: nn.Module) -> None:
+    torch.manual_seed(5)
+    for name, part in list(model.named_modules()):
+        if name.endswith(("gate_proj", "up_proj")):
+            model.set_submodule(name, Adapter(part))
+
+
+def add_hooks(model: nn.Module) -> None:
+    for name, part in model.named_modules():
+        if name.endswith(("gate_proj", "q_norm")):
+            part.register_forward_hook(lambda part, args, out: 2 * out)
+
+
+def replace_forwards(model: nn.Module) -> None:
+    """As accelerate does, whose hooks fetch the weights."""
+    for name, part in model.named_modules():
+        if name.endswith(("up_proj", "k_norm")):
+            part.forward = lambda x, forward=part.forward: 2 * forward(x)
+
+
+def quantise(model: nn.Module) -> None:
+    quantize_model_(model, lambda name, _: name.endswith("gate_proj"))
+
+
+@pytest.mark.parametrize("change", [add_adapters, add_hooks, replace_forwards, quantise])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_what_changes_after_the_patch_counts(kind: str, change: Any, device: str) -> None:
+    model, patched = (make_model(kind, attention="eager", device=device) for _ in range(2))
+    patch_model_(patched)
+    ids = make_text(device=device)
+    with torch.no_grad():
+        before = model(ids).logits
+        for x in (model, patched):
+            change(x)
+            x.to(device)
+        wanted, found = model(ids).logits, patched(ids).logits
+    effect = (wanted - before).norm() / before.norm()
+    assert effect > 1e-3
+    assert bool((found - wanted).norm() <= 0.2 * effect * wanted.norm())
+
+
+def test_patching_again_changes_nothing() -> None:
+    model = make_model(attention="sdpa")
+    patch_model_(model)
+    kinds = classes(model)
+    nothing = patch_model_(model, attention=False)
+    assert not any(nothing.values())
+    assert classes(model) == kinds
+    unpatch_model_(unpatch_model_(model))
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_fp8_names_what_a_call_has_quantised() -> None:
+    """GPT-2 has no layer to quantise."""
+    model = make_model(attention="eager")
+    first = patch_model_(model, attention=False, fp8=True)["fp8"]
+    assert (len(first), patch_model_(model, attention=False, fp8=True)["fp8"]) == (10, [])
+    config = GPT2Config(vocab_size=61, n_embd=32, n_layer=1, n_head=4)
+    model = GPT2LMHeadModel._from_config(config, attn_implementation="eager")
+    assert patch_model_(model, fp8=True)["fp8"] == []
+    assert unpatch_model_(model).config._attn_implementation == "eager"
 
 
 # ---- models with FP8 layers on disk

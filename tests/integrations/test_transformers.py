@@ -107,6 +107,27 @@ def test_beyond_the_exact_regime_padding_changes_nothing(side: str, device: str)
     torch.testing.assert_close(broken[mask.bool()], out[0], rtol=1e-4, atol=1e-4)
 
 
+def test_padding_changes_nothing_where_later_tokens_count(device: str) -> None:
+    """importance="lse" is not causal: what stands behind a row is in its lists."""
+    layer = make_model(options=SPARSE | {"importance": "lse"}, device=device).model.layers[0].self_attn
+    real = torch.tensor([[False] * 2 + [True] * 33 + [False] * 3], device=device)
+
+    def attend(seed: int, mask: Tensor | None) -> Tensor:
+        torch.manual_seed(seed)
+        q, k, v = (3 * torch.randn(1, heads, 33, 8, device=device) for heads in (4, 1, 1))
+        if mask is not None:
+            q, k, v = (torch.nn.functional.pad(x, (0, 0, 2, 3), value=torch.nan) for x in (q, k, v))
+        return attention(layer, q, k, v, mask)[0]
+
+    for seed in range(20):
+        out = attend(seed, real)
+        torch.testing.assert_close(out[real], attend(seed, None)[0], rtol=1e-4, atol=1e-4)
+        assert not out[~real].any()
+    compiled = torch.compile(lambda q: attention(layer, q, q, q, real)[0], backend="eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="padding with importance='lse' cannot be compiled"):
+        compiled(torch.zeros(1, 4, 38, 8, device=device))
+
+
 def test_compact_positions_are_those_of_tree_attention(device: str) -> None:
     """The layer's own queries and keys, unrotated, through the function with its own rotation."""
     model = make_model(options=SPARSE | {"positions": "compact"}, num_hidden_layers=1, device=device)

@@ -253,6 +253,8 @@ runpy.run_path("setup.py", run_name="__main__")
 """
 TYPED = """
 from htree_ops import TreeKVCache, tree_attention
+from htree_ops.integrations import patch_model_
+reveal_type(patch_model_)
 reveal_type(tree_attention)
 reveal_type(TreeKVCache.num_bytes)
 tree_attention(1, 2, 3, importance="lsd")
@@ -284,5 +286,6 @@ def test_type_checkers_see_an_editable_installation(tmp_path: Path) -> None:
         text=True,
     )
     assert "Overload(def (q: Any" in done.stdout, done.stdout + done.stderr
+    assert "attention: bool =" in done.stdout
     assert "TreeCacheBytes" in done.stdout
     assert "No overload variant" in done.stdout

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tree_cache_schedules import Run, Shape, bitwise, schedules
 
-from htree_ops import HTreeAttention, TreeKVCache, tree_attention
+from htree_ops import HTreeAttention, TreeKVCache, quantize_model_, tree_attention
 
 OPTIONS: dict[str, Any] = {"compression_rate": 4, "top_k": 3, "max_top_nodes": 12}
 
@@ -421,6 +421,32 @@ def test_the_module_decodes_what_it_computes_at_once(device: str, scope: str, st
         HTreeAttention(32, 4, 2, device=device)(x, cache=cache)
     with pytest.raises(TypeError, match="cache must be a TreeKVCache"):
         layer(x, cache=3)  # type: ignore[arg-type]
+
+
+class Wrapped(nn.Module):
+    """A layer that shows no weight."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.inner = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def test_the_cache_of_a_module_whose_projections_were_replaced(device: str) -> None:
+    quantised, wrapped = (HTreeAttention(32, 4, 2, device=device, **OPTIONS) for _ in range(2))
+    quantize_model_(quantised)
+    wrapped.k_proj = Wrapped(wrapped.k_proj)
+    x = torch.randn(2, 30, 32, device=device)
+    for layer, kind in ((quantised, "FP8Linear"), (wrapped, "Wrapped")):
+        with pytest.raises(ValueError, match=f"make_cache: dtype must be given, .* because {kind} in the"):
+            layer.make_cache(2, 30)
+        cache = layer.make_cache(2, 30, dtype=torch.float32)
+        assert str(cache.device).split(":")[0] == device
+        with torch.no_grad():
+            parts = [layer(part, cache=cache) for part in x.split((17, 1, 12), dim=1)]
+            torch.testing.assert_close(torch.cat(parts, dim=1), layer(x), atol=1e-4, rtol=1e-4)
 
 
 def test_without_a_cache_the_message_says_what_to_do() -> None:

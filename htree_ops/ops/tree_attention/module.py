@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -247,12 +248,24 @@ class HTreeAttention(nn.Module):
 
         Args:
             page_size, num_pages, leaf_bits, prompt_bytes: as in :class:`htree_ops.TreeKVCache`.
-            dtype, device: None is that of the parameters; under autocast the dtype has to be that of autocast.
+            dtype, device: None is that of the parameters; under autocast the dtype has to be that of autocast. Where
+                ``k_proj`` was replaced by a layer without a floating weight, such as FP8Linear, dtype must be given.
 
         Raises:
-            ValueError: a size out of range, importance="lse" or a selection_dtype.
+            ValueError: a size out of range, importance="lse" or a selection_dtype; no dtype.
         """
-        weight, options = self.k_proj.weight, self.options
+        options = self.options
+        weight: Any = getattr(self.k_proj, "weight", None)  # a layer in its place may have none
+        if dtype is None:
+            dtype = getattr(weight, "dtype", None)
+            if dtype not in FLOATING_AND_DOUBLE:
+                raise ValueError(
+                    "HTreeAttention.make_cache: dtype must be given, that of the keys and values, because "
+                    f"{type(self.k_proj).__name__} in the place of k_proj does not tell it, got None"
+                )
+        if device is None:
+            tensors = chain(self.k_proj.parameters(), self.k_proj.buffers())
+            device = next((x.device for x in tensors), None)
         heads = self.num_heads if options.scope == "q_head" else self.num_kv_heads
         if hasattr(weight, "to_local"):  # sharded over ranks: each of them keeps its own heads
             heads = heads * weight.to_local().shape[0] // weight.shape[0]
@@ -266,8 +279,8 @@ class HTreeAttention(nn.Module):
             num_pages=num_pages,
             leaf_bits=leaf_bits,
             prompt_bytes=prompt_bytes,
-            dtype=weight.dtype if dtype is None else dtype,
-            device=weight.device if device is None else device,
+            dtype=dtype,
+            device=device,
         )
 
     def _attend_from(self, cache: TreeKVCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
