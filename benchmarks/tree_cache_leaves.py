@@ -144,6 +144,7 @@ class ModelRow:
 
     The row with 32 bits is the model as it was trained, in float32 and without a cache. ``copies_bits`` is the loss of
     the repeated letters and ``copies_found`` the share of those found; ``bits_per_byte`` that of natural text.
+    ``text`` names the texts, which are the Python sources of the machine: compare only rows of one text.
     """
 
     model: str
@@ -154,6 +155,7 @@ class ModelRow:
     bits_per_byte: float | None
     copies_bits: float
     copies_found: float
+    text: str
 
 
 def models(scale: str, device: str) -> Iterator[ModelRow]:
@@ -216,6 +218,7 @@ def models(scale: str, device: str) -> Iterator[ModelRow]:
                     bits_per_byte=found["bits_per_byte"] if name == "language" else None,
                     copies_bits=found["copies_bits"],
                     copies_found=found["copies_found"],
+                    text=session.corpus.name,
                 )
 
 

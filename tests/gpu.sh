@@ -15,9 +15,10 @@ else
   echo "library: htree_ops/_C.abi3.so"
 fi
 
-# Every half minute, how far the parts of the tests are: the last percentages in their logs.
+# Every half minute, how far the parts of the tests are: the last percentages in their logs. The last sleep outlives this
+# script; it must not hold the pipe that the script may write to.
 report() {
-  while sleep 30; do
+  while sleep 30 >/dev/null 2>&1; do
     for log in "$out"/test-gpu-*.log; do
       printf '%s: %s  ' "$(basename "$log" .log)" "$(grep -o '[0-9]*%' "$log" | tail -n 1)"
     done
@@ -52,6 +53,7 @@ export HTREE_REQUIRE_CUDA=1 PYTHONUNBUFFERED=1
 case $mode in
   test)
     jobs=${JOBS:-1} status=0 running=()
+    rm -f "$out"/test-gpu-*.log # of an earlier run, which may have had more parts
     [ "$jobs" -eq 1 ] || start_mps
     for part in $(seq "$jobs"); do
       timeout "$limit" "$python" -m pytest -q -k cuda -p no:cacheprovider -o timeout=300 --shard "$part/$jobs" \

@@ -121,9 +121,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not rows:
         print("report.py: no rows of finished runs", file=sys.stderr)
         return 2
-    for name, table in tables.render(rows).items():
-        if table:
-            print(f"## {name}\n\n{table}\n")
+    for scale in dict.fromkeys(row.scale for row in rows):
+        of_scale = "" if scale == "full" else f", {scale}"
+        for name, table in tables.render([row for row in rows if row.scale == scale]).items():
+            if table:
+                print(f"## {name}{of_scale}\n\n{table}\n")
     for row in rows:
         if row.status == "error":
             print(f"failed: {row.piece}: {row.run}: {row.note}")

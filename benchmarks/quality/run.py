@@ -20,7 +20,7 @@ import torch
 
 try:
     from study import corpus, pieces, record
-    from study.session import Interrupted, NoTime, Progress, Session, Setup
+    from study.session import WITHOUT_TEXT, Interrupted, NoTime, Progress, Session, Setup
     from study.settings import SCALES, dense
 
     from htree_ops.command_line import OneLineParser, UsageError, at_least, output_folder
@@ -185,6 +185,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         session.say(f"{session.scale.name} on {session.facts['gpu']}, {session.facts['cpu']}")
+        try:
+            if any(piece.experiment != WITHOUT_TEXT for piece in todo):
+                _ = session.corpus
+        except ValueError as error:
+            print(f"run.py: --text: {error}", file=sys.stderr)
+            return WRONG_USE
         return work(session, todo)
     finally:
         for number, handler in previous.items():

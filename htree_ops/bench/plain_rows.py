@@ -1,4 +1,4 @@
-"""Tables of measurements that are not times: any dataclass, one row each."""
+"""Tables of measurements of any kind: any dataclass, one row each, with the commit that was measured."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+
+from .results import source_commit
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -22,6 +24,7 @@ def print_rows(rows: Iterable[R], path: Path | None = None) -> list[R]:
     """Prints the rows as CSV with three digits and writes them whole to ``path``, if given.
 
     Each is written as soon as ``rows`` gives it, so that a run that is cut short leaves those that it has measured.
+    Rows that do not name their commit get it as their last column.
 
     Returns:
         The rows.
@@ -29,7 +32,9 @@ def print_rows(rows: Iterable[R], path: Path | None = None) -> list[R]:
     Raises:
         ValueError: there are no rows.
         OSError: ``path`` cannot be written.
+        UsageError: the commit is unknown.
     """
+    commit = source_commit()
     done: list[R] = []
     with ExitStack() as stack:
         streams = [sys.stdout]
@@ -38,6 +43,7 @@ def print_rows(rows: Iterable[R], path: Path | None = None) -> list[R]:
             streams.append(stack.enter_context(path.open("w", newline="")))
         for row in rows:
             record = asdict(row)
+            record.setdefault("commit", commit)
             if sys.stderr.isatty():
                 print("\r\033[K", end="", file=sys.stderr, flush=True)  # the line of htree_ops.bench.progress
             for stream in streams:

@@ -125,12 +125,13 @@ class Measured(Protocol):
 
 
 def place(rows: Sequence[Measured]) -> str:
-    """Machine, torch and commits of rows of one machine."""
-    row = rows[0]
-    machine = re.sub(r"\((R|TM)\)", "", row.cpu) if row.gpu == "none" else row.gpu
+    """Machines, versions of torch and commits of rows."""
+    machines = dict.fromkeys(re.sub(r"\((R|TM)\)", "", r.cpu) if r.gpu == "none" else r.gpu for r in rows)
+    versions = dict.fromkeys(r.torch for r in rows)
     commits = sorted({re.sub(r"^(\w{7})\w*", r"\1", r.commit) for r in rows})
     shown = ", ".join(commits[:4]) + (", …" if len(commits) > 4 else "")
-    return f"{machine} · torch {row.torch} · commit{'s' if len(commits) > 1 else ''} {shown}"
+    where, made_by = " and ".join(machines), " and ".join(versions)
+    return f"{where} · torch {made_by} · commit{'s' if len(commits) > 1 else ''} {shown}"
 
 
 def finish(plt: Any, figure: Any, axes: Any, rows: Sequence[Measured], title: str, path: Path) -> Path:

@@ -381,17 +381,32 @@ class _Point:
     error: float
 
 
+@dataclasses.dataclass(frozen=True)
+class _OfCommit:
+    commit: str
+    error: float
+
+
+@pytest.fixture
+def commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTREE_COMMIT", "abc123")
+
+
+@pytest.mark.usefixtures("commit")
 def test_plain_rows_are_written_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [_Point("a", 1 / 3), _Point("b, c", 2.0)]
     print_rows(rows, tmp_path / "rows.csv")
-    assert capsys.readouterr().out == 'name,error\na,0.333\n"b, c",2\n'
+    assert capsys.readouterr().out == 'name,error,commit\na,0.333,abc123\n"b, c",2,abc123\n'
     with (tmp_path / "rows.csv").open(newline="") as file:
         read = list(csv.DictReader(file))
     assert [_Point(row["name"], float(row["error"])) for row in read] == rows
+    print_rows([_OfCommit("its own", 2.0)])
+    assert capsys.readouterr().out == "commit,error\nits own,2\n"
 
 
+@pytest.mark.usefixtures("commit")
 def test_plain_rows_are_written_as_they_come(tmp_path: Path) -> None:
-    path, first = tmp_path / "new" / "rows.csv", "name,error\na,0.5\n"
+    path, first = tmp_path / "new" / "rows.csv", "name,error,commit\na,0.5,abc123\n"
 
     def measured() -> Iterator[_Point]:
         yield _Point("a", 0.5)

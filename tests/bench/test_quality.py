@@ -98,6 +98,7 @@ def test_every_run_ends_with_its_row(study, whole):
         assert row.commit
         assert row.baseline
         assert row.accuracy is not None or row.copies_found is not None
+        assert (row.text == "random tokens") == (row.piece == "recall")
     kinds = Counter((row.kind, row.span, row.positions) for row in rows)
     assert {
         ("tree", None, "own"),
@@ -153,7 +154,7 @@ def test_a_signal_leaves_a_partial_row_and_the_rest_for_later(study, text, tmp_p
     drawn: list[int] = []
     flags = f"--tiny --device cpu --piece needle-others --text {text} --out {tmp_path}".split()
     weights = study.model.LanguageModel(study.settings.TINY.conversion).state_dict()
-    study.record.save_checkpoint(tmp_path, "dense", weights)
+    study.record.save_checkpoint(tmp_path, session_of(study, tmp_path, text).checkpoint, weights)
     handler = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
         patch.setattr(study.pieces, "draw_texts", press)
@@ -185,10 +186,12 @@ class Killed(BaseException):
     """What no handler of the program sees, as SIGKILL."""
 
 
-@pytest.mark.parametrize("when", [5, 9, 12])
-def test_a_killed_training_goes_on_from_its_last_state(study, whole, text, tmp_path, monkeypatch, when):
+@pytest.mark.parametrize(("when", "state_s"), [(5, 1e9), (9, 0.0), (12, 0.0)])
+def test_a_killed_training_goes_on_from_its_last_state(
+    study, whole, text, tmp_path, monkeypatch, when, state_s
+):
     """After steps before the first state, between two, and in the evaluation at the end: the same rows to the bit."""
-    monkeypatch.setattr(study.training, "STATE_S", 0.0)
+    monkeypatch.setattr(study.training, "STATE_S", state_s)
     made, flags = (
         study.pieces.text_loss,
         f"--tiny --device cpu --piece scratch --text {text} --out {tmp_path}",
@@ -265,6 +268,97 @@ def test_the_limit_pauses_the_first_run_and_leaves_the_others(study, text, tmp_p
         session.ran = 0
         study.training.fit(session, setup, schedule, progress)
         session.ran = 1
+
+
+def test_a_training_without_evaluations_has_states_too(study, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(study.training, "STATE_S", 0.0)
+    made = study.pieces.text_loss
+    steps: list[int] = []
+
+    def text_loss(*arguments, **keywords):
+        loss_of = made(*arguments, **keywords)
+
+        def work(step):
+            if len(steps) == 5:
+                raise Killed
+            steps.append(step)
+            return loss_of(step)
+
+        return work
+
+    session = session_of(study, tmp_path, text)
+    size = replace(study.settings.TINY.longest, seconds=1e6)
+    (run, *_) = study.pieces.long_texts("long-128k", size, study.settings.TINY)
+    with monkeypatch.context() as patch:
+        patch.setattr(study.pieces, "text_loss", text_loss)
+        with pytest.raises(Killed):
+            run.work(session)
+    setup = study.session.Setup("long-128k", run.name, study.settings.dense(), size)
+    assert session.states(setup).load()["progress"]["step"] == 5
+
+
+def test_an_evaluation_ends_at_the_limit_and_keeps_the_training(study, text, tmp_path, monkeypatch):
+    """The evaluations behind the last step are left for the next call, which does not train again."""
+    session = session_of(study, tmp_path, text, limit_s=1e6)
+    (run,) = study.pieces.conversion_long(study.settings.TINY)
+    weights = study.model.LanguageModel(study.settings.TINY.conversion).state_dict()
+    study.record.save_checkpoint(tmp_path, session.checkpoint, weights)
+    made, write = study.pieces.text_loss, study.session.Session.write
+    steps: list[int] = []
+
+    def text_loss(*arguments, **keywords):
+        loss_of = made(*arguments, **keywords)
+        return lambda step: (steps.append(step), loss_of(step))[1]
+
+    def written(self, setup, status, *arguments, **measured):
+        if setup.run.startswith("evaluated"):
+            self.limit_s = 0.0  # the first evaluation took all that was left
+        return write(self, setup, status, *arguments, **measured)
+
+    monkeypatch.setattr(study.pieces, "text_loss", text_loss)
+    with monkeypatch.context() as patch:
+        patch.setattr(study.session.Session, "write", written)
+        with pytest.raises(study.session.NoTime):
+            run.work(session)
+    assert [row.run for row in session.rows if row.run.startswith("evaluated")] == ["evaluated: dense"]
+    session.limit_s = None
+    run.work(session)
+    assert steps == list(range(12))
+    assert session.is_done("conversion-32k", run.name)
+
+
+def test_rows_weights_and_states_belong_to_one_text(study, whole, text, tmp_path):
+    """On another text a run is another run: nothing is taken for done, and no other weights are evaluated on it."""
+    other = tmp_path / "other"
+    shutil.copytree(text, other)
+    (other / "package_0" / "more.py").write_text("# one line more\n")
+    said: list[str] = []
+    old, new = session_of(study, whole, text), session_of(study, whole, other)
+    new.said = said.append
+    assert old.is_done("conversion", "train: dense")
+    assert not new.is_done("conversion", "train: dense")
+    assert any(f"rows of another text are kept and not continued: {old.corpus.name}" in line for line in said)
+    assert old.is_done("recall", "dense")
+    assert new.is_done("recall", "dense")
+    old.load_model(study.settings.TINY.conversion, old.checkpoint)
+    with pytest.raises(FileNotFoundError, match="no checkpoint dense-tiny-"):
+        new.load_model(study.settings.TINY.conversion, new.checkpoint)
+    quick = replace(study.settings.TINY, name="quick")
+    assert replace(old, scale=quick, out=tmp_path / "quick").checkpoint != old.checkpoint
+    setup = study.session.Setup("scratch", "dense", study.settings.dense(), study.settings.TINY.scratch)
+    assert old.states(setup).run != new.states(setup).run
+
+
+def test_folders_of_one_name_are_both_read(study, tmp_path):
+    for number in range(40):
+        for root in ("one", "two"):
+            folder = tmp_path / root / "src" / f"package_{number}"
+            folder.mkdir(parents=True)
+            (folder / "code.py").write_text(f"{root} {number}\n" * 20)
+    roots = [tmp_path / root / "src" for root in ("one", "two")]
+    corpus = study.corpus.read_corpus(roots, 10**6, 20)
+    assert corpus.name.startswith("80 Python files")
+    assert corpus.name.endswith(corpus.digest)
 
 
 def test_planted_strings_are_repeated_and_counted(study):
@@ -430,6 +524,35 @@ def test_the_report_publishes_every_finished_run(study, whole, tmp_path, capsys,
     assert (tmp_path / "docs" / "quality.md").read_text() == page
 
 
+def test_runs_of_one_name_on_two_texts_are_two_runs(study, whole):
+    """In every table rows of another text add lines or a table, and change none of those that are there."""
+    rows = study.report.merge([], study.record.read_rows(whole))
+    text = "9 Python files, 0.6 MB, sha256 0123456789ab"
+    others = [
+        replace(row, text=text, copies_found=1.0 - 0.01 * row.step) for row in rows if row.piece != "recall"
+    ]
+    for name, write in study.tables.SECTIONS.items():
+        alone = write(rows).splitlines()
+        both = study.report.merge(rows, others)
+        assert set(alone) <= set(write(both).splitlines()), name
+        again = text if name in ("conversion", "conversion-32k", "search", "needle") else "0123456789ab"
+        assert (again in write(both)) == (name != "recall"), name
+    last = study.tables.last_rows(both, "scratch")
+    assert {study.tables.jump(both, row) for row in last if row.text == text} == {"6"}
+    assert {study.tables.jump(both, row) for row in last if row.text != text} == {"–"}
+
+
+def test_scales_are_shown_apart(study, whole, tmp_path, capsys):
+    rows = [row for row in study.record.read_rows(whole) if row.piece == "conversion"]
+    for scale in ("full", "quick"):
+        for row in rows:
+            study.record.append_row(tmp_path, replace(row, scale=scale))
+    assert study.publish([str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("## conversion\n") == shown.count("## conversion, quick\n") == 1
+    assert shown.count("| dense |") == 2
+
+
 def test_the_page_shows_the_published_rows(study):
     page = (ROOT / "docs" / "quality.md").read_text()
     rows = study.report.read_published(ROOT / "benchmarks" / "results" / "quality")
@@ -447,6 +570,11 @@ def test_wrong_flags_are_one_line(study, tmp_path, capsys):
     ):
         assert study.main(flags) == 2
         assert complaint in capsys.readouterr().err
+    (tmp_path / "no_text").mkdir()
+    flags = ["--tiny", "--device", "cpu", "--out", str(tmp_path), "--text", str(tmp_path / "no_text")]
+    assert study.main([*flags, "--piece", "search"]) == 2
+    assert "run.py: --text: the text below" in capsys.readouterr().err
+    assert not (tmp_path / "rows.jsonl").exists()
     (tmp_path / "rows.jsonl").write_text(json.dumps({"piece": "x"}) + "\n")
     assert study.main(["--out", str(tmp_path), "--resume"]) == 2
     assert "line 1 is no row" in capsys.readouterr().err

@@ -47,6 +47,18 @@ def png_size(data: bytes) -> tuple[int, int]:
     return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
 
 
+def test_rows_of_two_machines_name_both():
+    rows = [
+        row(commit="a" * 40),
+        row(gpu="none", cpu="AMD EPYC(TM), 2 threads", torch="2.12.0", commit="b" * 40),
+    ]
+    assert plots.place(rows[:1]) == f"{rows[0].gpu} · torch {rows[0].torch} · commit aaaaaaa"
+    both = (
+        f"{rows[0].gpu} and AMD EPYC, 2 threads · torch {rows[0].torch} and 2.12.0 · commits aaaaaaa, bbbbbbb"
+    )
+    assert plots.place(rows) == both
+
+
 def test_a_page_and_pictures_per_machine(tmp_path, capsys):
     results.write_json(tmp_path / "in" / "a.json", ROWS)
     (tmp_path / "in" / "io.json").write_text(json.dumps({"kernels": [], "rows": []}))

@@ -29,11 +29,12 @@ NEWLINE = 10
 
 @dataclass(frozen=True)
 class Corpus:
-    """Bytes to train on and bytes held out, uint8 [num_bytes] each; ``name`` says how much of what, with a digest."""
+    """Bytes to train on and bytes held out, uint8 [num_bytes] each; ``name`` says how much of what, with the digest."""
 
     train: Tensor
     held_out: Tensor
     name: str
+    digest: str
 
 
 def default_folders() -> list[Path]:
@@ -55,7 +56,7 @@ def _folders(roots: Sequence[Path]) -> list[tuple[str, list[Path]]]:
             files = [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
             if files:
                 # with the name of the root: the standard library and the packages both have files at the top
-                found.setdefault(os.path.join(root.name, os.path.relpath(folder, root)), files)
+                found.setdefault(os.path.join(root.name, os.path.relpath(folder, root)), []).extend(files)
     return sorted(found.items(), key=lambda item: _digest(item[0].encode()))
 
 
@@ -108,10 +109,9 @@ def read_corpus(roots: Sequence[Path], most: int, least_held_out: int) -> Corpus
             f"the text below {', '.join(map(str, roots))} has {len(train)} bytes to train on and {len(held)} held "
             f"out; at least {least_held_out} of each are needed"
         )
-    name = (
-        f"{files} Python files, {size / 1e6:.1f} MB, sha256 {hashlib.sha256(train + held).hexdigest()[:12]}"
-    )
-    return Corpus(_tensor(train), _tensor(held), name)
+    digest = hashlib.sha256(train + held).hexdigest()[:12]
+    name = f"{files} Python files, {size / 1e6:.1f} MB, sha256 {digest}"
+    return Corpus(_tensor(train), _tensor(held), name, digest)
 
 
 def _tensor(content: bytes) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 from htree_ops.bench import plots
 
 from .record import Row
-from .tables import converted, label, last_rows, needle_rows, with_dense
+from .tables import by_run, by_text, converted, digest, label, last_rows, needle_rows, run_of, with_dense
 
 __all__ = ["PICTURES", "draw"]
 
@@ -54,14 +54,17 @@ def lines(
 def copies_over_steps(rows: Sequence[Row], path: Path, theme: str) -> bool:
     """(b)"""
     rows = with_dense(rows)
-    finished = {row.run for row in last_rows(rows, "scratch")}
+    finished = {run_of(row) for row in last_rows(rows, "scratch")}
     used = [
-        row for row in rows if row.piece == "scratch" and row.run in finished and row.copies_found is not None
+        row
+        for row in rows
+        if row.piece == "scratch" and run_of(row) in finished and row.copies_found is not None
     ]
     curves = []
-    for run in dict.fromkeys(row.run for row in used):
-        mine = [row for row in used if row.run == run]
+    for mine in by_run(used):
         name = f"{label(mine[0])}, {mine[0].context} bytes, seed {mine[0].seed}"
+        if len(by_text(used)) > 1:
+            name += f", text {digest(mine[0])}"
         curves.append((name, [row.step for row in mine], [100 * (row.copies_found or 0.0) for row in mine]))
     if curves:
         names = ("steps of training", "repeated letters found, %")
@@ -103,7 +106,8 @@ def loss_by_position(rows: Sequence[Row], path: Path, theme: str) -> bool:
         series = row.series or []
         width = row.context / len(series) / 1024
         points = [((i + 0.5) * width, value) for i, value in enumerate(series) if value is not None]
-        curves.append((label(row), [x for x, _ in points], [y for _, y in points]))
+        name = label(row) + (f", text {digest(row)}" if len(by_text(used)) > 1 else "")
+        curves.append((name, [x for x, _ in points], [y for _, y in points]))
     if curves:
         names = ("position in the text, 1024 bytes", "bits per byte")
         lines(path, theme, used, curves, names, "Loss by position after equal time on the clock", False)
@@ -113,13 +117,13 @@ def loss_by_position(rows: Sequence[Row], path: Path, theme: str) -> bool:
 def needles(rows: Sequence[Row], path: Path, theme: str) -> bool:
     """(e) A grid per attention: depth by length."""
     used = needle_rows(rows)
-    runs = list(dict.fromkeys(row.run for row in used))
+    runs = by_run(used)
     if not used:
         return False
     plt = plots.load_matplotlib(theme)
     figure, every = plt.subplots(1, len(runs), figsize=(3.4 * len(runs) + 2, 4.2), squeeze=False, sharey=True)
     for axes, run in zip(every[0], runs, strict=True):
-        mine = sorted((row for row in used if row.run == run), key=lambda row: row.context)
+        mine = sorted(run, key=lambda row: row.context)
         grid = list(zip(*(row.series or [] for row in mine), strict=True))  # depth by length
         picture: Any = axes.imshow(
             [[100 * (x or 0.0) for x in line] for line in grid], vmin=0, vmax=100, aspect="auto"

@@ -18,7 +18,6 @@ from .training import train
 
 __all__ = ["PIECES", "Piece", "Run", "held_out_texts", "train_on_text", "trained_search"]
 
-CHECKPOINT = "dense"
 HELD_OUT_SEED = 10**9  # of the texts that models are evaluated on
 STEP_SEEDS = 1_000_003  # seeds of steps of two trainings are apart
 SPANS = (None, 4, 2, 1)  # of ``selection_span``; 1 selects by the true mass of the tokens
@@ -153,7 +152,7 @@ def conversion(scale: Scale) -> list[Run]:
 
     def load(session: Session) -> LanguageModel:
         if not loaded:
-            loaded.append(session.load_model(size, CHECKPOINT))
+            loaded.append(session.load_model(size, session.checkpoint))
         return loaded[0]
 
     def work(session: Session) -> None:
@@ -163,7 +162,9 @@ def conversion(scale: Scale) -> list[Run]:
         )
 
         def save(progress: Progress, status: str) -> None:
-            paths = record.save_checkpoint(session.out, CHECKPOINT, model.state_dict(), session.part_bytes)
+            paths = record.save_checkpoint(
+                session.out, session.checkpoint, model.state_dict(), session.part_bytes
+            )
             session.say(f"weights in {', '.join(path.name for path in paths)}")
 
         train_on_text(session, setup, model, save)
@@ -185,7 +186,7 @@ def conversion_long(scale: Scale) -> list[Run]:
         settings += [tree(top_k, top_k * RATE, span) for span in (None, 4, 2)]
 
     def work(session: Session) -> None:
-        model = session.load_model(scale.conversion, CHECKPOINT)
+        model = session.load_model(scale.conversion, session.checkpoint)
         name = "train: dense, longer texts"
         parameters = model.num_parameters()
         setup = Setup("conversion-32k", name, dense(), size, parameters=parameters, baseline="itself")
@@ -337,7 +338,7 @@ def needle_run(size: Training, scale: Scale, attention: Attention) -> Run:
         return replace(attention, max_top_nodes=scale.wide)
 
     def work(session: Session) -> None:
-        model = session.load_model(scale.conversion, CHECKPOINT)
+        model = session.load_model(scale.conversion, session.checkpoint)
         setup = Setup("needle", attention.label, attention, size, parameters=model.num_parameters())
         texts = held_out_texts(session, size, reach=1.0)
 

@@ -18,7 +18,10 @@ from .corpus import Corpus, read_corpus
 from .model import LanguageModel
 from .settings import RATE, Attention, Scale, Training
 
-__all__ = ["Interrupted", "NoTime", "Session", "Setup"]
+__all__ = ["WITHOUT_TEXT", "Interrupted", "NoTime", "Session", "Setup"]
+
+#: The experiment that needs no text, and what its rows name in place of one.
+WITHOUT_TEXT, RANDOM_TOKENS = "recall", "random tokens"
 
 
 class NoTime(Exception):
@@ -106,7 +109,19 @@ class Session:
                 found, train=found.train.to(self.device), held_out=found.held_out.to(self.device)
             )
             self.say(f"text: {found.name}; read in {time.monotonic() - begin:.1f} s")
+            others = {row.text for row in self.rows} - {found.name, RANDOM_TOKENS}
+            if others:
+                self.say(f"rows of another text are kept and not continued: {'; '.join(sorted(others))}")
         return self._corpus
+
+    def text_of(self, piece: str) -> str:
+        """What rows of an experiment say about its text, which is read where it has one."""
+        return RANDOM_TOKENS if piece == WITHOUT_TEXT else self.corpus.name
+
+    @property
+    def checkpoint(self) -> str:
+        """Name of the weights of (a): those of another scale or text are other weights."""
+        return f"dense-{self.scale.name}-{self.corpus.digest}"
 
     def say(self, line: str) -> None:
         """Shows a line with the time since the beginning."""
@@ -117,20 +132,20 @@ class Session:
         return float("inf") if self.limit_s is None else self.limit_s - (time.monotonic() - self.begin)
 
     def check(self) -> None:
-        """Raises :class:`Interrupted` after a signal."""
+        """Raises :class:`Interrupted` after a signal and :class:`NoTime` past the limit."""
         if self.stopped:
             raise Interrupted
+        if self.remaining() <= 0:
+            raise NoTime
 
     def is_done(self, piece: str, run: str) -> bool:
-        """Whether a run of this scale needs no repetition."""
-        return any(
-            (row.piece, row.run, row.scale) == (piece, run, self.scale.name) and row.status == record.DONE
-            for row in self.rows
-        )
+        """Whether a run of this scale and on this text needs no repetition."""
+        wanted = (piece, run, self.scale.name, self.text_of(piece), record.DONE)
+        return any((row.piece, row.run, row.scale, row.text, row.status) == wanted for row in self.rows)
 
     def states(self, setup: Setup) -> record.States:
         """Where the training of a run keeps its state."""
-        run = f"{setup.piece}: {setup.run}, {self.scale.name}"
+        run = f"{setup.piece}: {setup.run}, {self.scale.name}, {self.text_of(setup.piece)}"
         return record.States(self.state or self.out, run, self.part_bytes)
 
     def precision(self) -> contextlib.AbstractContextManager[object]:
@@ -165,7 +180,7 @@ class Session:
             status=status,
             scale=self.scale.name,
             **self.facts,
-            text=self._corpus.name if self._corpus else "random tokens",
+            text=self.text_of(setup.piece),
             baseline=setup.baseline,
             kind=attention.kind,
             positions=attention.positions,

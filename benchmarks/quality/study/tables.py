@@ -27,6 +27,29 @@ def label(row: Row) -> str:
     return f"tree, {score}, s={row.stride}" + (", compact" if row.positions == "compact" else "")
 
 
+def run_of(row: Row) -> tuple[str, str]:
+    """What rows of one run of an experiment have in common: runs of the same name on two texts are two runs."""
+    return row.run, row.text
+
+
+def by_run(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows of each run, in the order of the runs."""
+    runs: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        runs.setdefault(run_of(row), []).append(row)
+    return list(runs.values())
+
+
+def by_text(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows of each text, in the order of the texts."""
+    return [[row for row in rows if row.text == text] for text in dict.fromkeys(row.text for row in rows)]
+
+
+def digest(row: Row) -> str:
+    """Names the text of a row in a few letters."""
+    return row.text.rpartition(" ")[2]
+
+
 def last_rows(rows: Sequence[Row], piece: str) -> list[Row]:
     """The rows that finished runs of an experiment ended with, in the order of the runs."""
     return [row for row in rows if row.piece == piece and row.status == DONE and SWAPPED not in row.run]
@@ -55,9 +78,9 @@ def bits(value: float | None) -> str:
 def converted(rows: Sequence[Row], piece: str) -> list[list[Row]]:
     """The evaluations of (a), those of one text and so of one model together; most copies of the dense model first."""
     used = [row for row in last_rows(rows, piece) if row.run.startswith("evaluated")]
-    texts = [[row for row in used if row.text == text] for text in dict.fromkeys(row.text for row in used)]
     return sorted(
-        texts, key=lambda mine: -max((r.copies_found or 0.0 for r in mine if r.kind == "dense"), default=0.0)
+        by_text(used),
+        key=lambda mine: -max((r.copies_found or 0.0 for r in mine if r.kind == "dense"), default=0.0),
     )
 
 
@@ -93,7 +116,7 @@ def conversion_long(rows: Sequence[Row]) -> str:
 def jump(rows: Sequence[Row], last: Row) -> str:
     """The first evaluated step from which on a run finds half of the letters."""
     steps = sorted(
-        (row for row in rows if row.piece == last.piece and row.run == last.run), key=lambda r: r.step
+        (row for row in rows if row.piece == last.piece and run_of(row) == run_of(last)), key=lambda r: r.step
     )
     for row in steps:
         if all((later.copies_found or 0.0) > JUMP for later in steps if later.step >= row.step):
@@ -130,10 +153,10 @@ def trained(rows: Sequence[Row], piece: str) -> str:
         measured = [bits(row.bits_per_byte), apart, found(row), f"{row.copies_bits:.2f}", jump(rows, row)]
         budget = str(row.top_k * row.compression_rate or row.window or row.context)
         place_of = [str(row.context), budget, str(row.seed), str(row.step)]
-        lines.append([label(row), *place_of, f"{row.tokens / 1e6:.1f}", *measured])
+        lines.append([label(row), *place_of, f"{row.tokens / 1e6:.1f}", *measured, digest(row)])
     head = (
         "attention", "bytes of a text", "tokens per query", "seed", "steps", "million bytes", "bits per byte",
-        "beyond dense", "copies found", "bits a letter", "half of them from step",
+        "beyond dense", "copies found", "bits a letter", "half of them from step", "text, sha256",
     )  # fmt: skip
     words = f"{used[0].texts} texts of the evaluation; {place(used)}."
     return f"{words}\n\n{table(head, lines)}"
@@ -143,37 +166,37 @@ def scratch(rows: Sequence[Row]) -> str:
     """(b) The models, then those of stride 1 with another selection at the evaluation than in the training."""
     rows = with_dense(rows)
     first = trained(rows, "scratch")
-    by_run = {row.run: row for row in last_rows(rows, "scratch")}
-    swapped = {
-        row.run: row
-        for row in rows
-        if row.piece == "scratch" and row.status == DONE and row.run.partition(SWAPPED)[0] in by_run
-    }
+    trained_runs = {run_of(row): row for row in last_rows(rows, "scratch")}
     lines = []
-    for run in [run for run in swapped if run not in by_run]:
-        row, as_trained = swapped[run], by_run[run.partition(SWAPPED)[0]]
-        cells = [label(row), bits(row.bits_per_byte), found(row)]
-        lines.append([f"{label(as_trained)}, seed {row.seed}", *cells])
+    for row in rows:
+        run, swapped, _ = row.run.partition(SWAPPED)
+        as_trained = trained_runs.get((run, row.text))
+        if row.piece == "scratch" and row.status == DONE and swapped and as_trained is not None:
+            cells = [label(row), bits(row.bits_per_byte), found(row), digest(row)]
+            lines.append([f"{label(as_trained)}, seed {row.seed}", *cells])
     if not lines:
         return first
-    head = ("trained with", "evaluated with", "bits per byte", "copies found")
+    head = ("trained with", "evaluated with", "bits per byte", "copies found", "text, sha256")
     return f"{first}\n\nThe same weights with another attention:\n\n{table(head, lines)}"
 
 
 def search(rows: Sequence[Row]) -> str:
-    """(f) Copies over steps of one layer of attention."""
-    finished = {row.run for row in last_rows(rows, "search")}
-    used = [row for row in rows if row.piece == "search" and row.run in finished]
-    if not used:
-        return ""
+    """(f) Copies over steps of one layer of attention, a table for each text."""
+    finished = {run_of(row) for row in last_rows(rows, "search")}
+    used = [row for row in rows if row.piece == "search" and run_of(row) in finished]
+    return "\n\n".join(search_of(mine) for mine in by_text(used))
+
+
+def search_of(used: Sequence[Row]) -> str:
+    """The table of one text."""
     steps = sorted({row.step for row in used})
     shown = steps[::-1][:: -(-len(steps) // MOST_STEPS)][::-1]
     lines = []
-    for run in dict.fromkeys(row.run for row in used):
-        mine = {row.step: row for row in used if row.run == run}
+    for run in by_run(used):
+        mine = {row.step: row for row in run}
         cells = [percent(mine[step].copies_found) if step in mine else "" for step in shown]
-        lines.append([label(next(iter(mine.values()))), *cells])
-    words = f"{used[0].context} bytes, {used[0].texts} texts; {place(used)}."
+        lines.append([label(run[0]), *cells])
+    words = f"{used[0].context} bytes, {used[0].texts} texts from {used[0].text}; {place(used)}."
     return f"{words}\n\n{table(('attention', *(f'step {step}' for step in shown)), lines)}"
 
 
@@ -192,42 +215,42 @@ def recall(rows: Sequence[Row]) -> str:
         return ""
     pairs = sorted({row.pairs for row in used if row.pairs is not None})
     lines = []
-    for run in dict.fromkeys(row.run for row in used):
-        mine = {row.pairs: row for row in used if row.run == run}
-        first = next(iter(mine.values()))
+    for run in by_run(used):
+        mine = {row.pairs: row for row in run}
         cells = [percent(mine[n].accuracy) if n in mine else "" for n in pairs]
-        lines.append([label(first), f"{first.step}", *cells])
+        lines.append([label(run[0]), f"{run[0].step}", *cells])
     words = f"{used[0].context} tokens, {used[0].texts} texts for each number of pairs; {place(used)}."
     return f"{words}\n\n{table(('attention', 'steps', *(f'{n} pairs' for n in pairs)), lines)}"
 
 
 def needle_rows(rows: Sequence[Row]) -> list[Row]:
     """The rows of the grid whose runs are finished."""
-    finished = {row.run for row in last_rows(rows, "needle")}
-    return [row for row in rows if row.series_of == "letters found by depth" and row.run in finished]
+    finished = {run_of(row) for row in last_rows(rows, "needle")}
+    return [row for row in rows if row.series_of == "letters found by depth" and run_of(row) in finished]
 
 
 def needle(rows: Sequence[Row]) -> str:
-    """(e) The worst depth of each length."""
-    used = needle_rows(rows)
-    if not used:
-        return ""
+    """(e) The worst depth of each length, a table for each text."""
+    return "\n\n".join(needle_of(mine) for mine in by_text(needle_rows(rows)))
+
+
+def needle_of(used: Sequence[Row]) -> str:
+    """The table of one text."""
     lengths = sorted({row.context for row in used})
     lines = []
-    for run in dict.fromkeys(row.run for row in used):
-        mine = {row.context: row for row in used if row.run == run}
-        first = next(iter(mine.values()))
+    for run in by_run(used):
+        mine = {row.context: row for row in run}
         cells = [
             f"{percent(mine[n].copies_found, 0)} ({percent(min(x or 0.0 for x in mine[n].series or [None]), 0)})"
             if n in mine
             else ""
             for n in lengths
         ]
-        lines.append([label(first), *cells])
+        lines.append([label(run[0]), *cells])
     head = ("attention", *(f"{n // 1024}k" for n in lengths))
     words = (
-        f"Letters found over all depths, in brackets at the worst one; trained at {used[0].trained_context} bytes; "
-        f"{place(used)}."
+        f"Letters found over all depths, in brackets at the worst one; trained at {used[0].trained_context} bytes of "
+        f"{used[0].text}; {place(used)}."
     )
     return f"{words}\n\n{table(head, lines)}"
 

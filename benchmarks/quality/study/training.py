@@ -23,7 +23,7 @@ LAST_RATE = 0.1  # share of the learning rate at the end
 #: Steps before the clock, which compile and allocate, and steps that are timed to foresee the rest.
 UNTIMED, TIMED = 3, 8
 RESERVE_S = 15.0  # for the evaluation and the checkpoint after the last step
-STATE_S = 30.0  # of training between two states; it is kept at evaluations
+STATE_S = 30.0  # of training between two states
 LINES = 250  # steps between two lines on the terminal
 
 
@@ -136,9 +136,21 @@ def train(
     model.train()
 
     def keep() -> None:
+        nonlocal kept
         states.save(
             {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": asdict(progress)}
         )
+        kept = time.monotonic()
+
+    def aside(work: Callable[[], None]) -> None:
+        """Does something between two steps that does not count as training."""
+        nonlocal begin, timed_from
+        session.wait()
+        paused = time.monotonic()
+        work()
+        model.train()
+        took = time.monotonic() - paused
+        begin, timed_from = begin + took, timed_from + took
 
     while schedule.progress(progress.step, progress.seconds) < 1.0 or progress.step == 0:
         late = progress.step > first + UNTIMED and session.remaining() < RESERVE_S
@@ -182,18 +194,14 @@ def train(
             and progress.step % size.evaluate_every == 0
             and progress.step < schedule.steps
         ):
-            session.wait()
-            paused = time.monotonic()
-            measure("step", progress)
-            if paused - kept >= STATE_S:
-                keep()
-                kept = time.monotonic()
-            model.train()
-            begin += time.monotonic() - paused
+            aside(lambda: measure("step", progress))
+        if time.monotonic() - kept >= STATE_S:
+            aside(keep)
     session.wait()
     if progress.step > first + UNTIMED:
         progress.seconds = earlier + time.monotonic() - begin
     session.ran += 1
+    keep()  # the evaluation at the end may take longer than the limit allows
     measure("final", progress)
     states.clear()
     return progress

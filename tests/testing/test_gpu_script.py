@@ -1,0 +1,52 @@
+"""tests/gpu.sh without a GPU: what it prints of its parts, and that it ends with them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[1] / "gpu.sh"
+
+#: In the place of python: fails in the part that FAILS names.
+STUB = """#!/usr/bin/env bash
+case "$*" in
+  *"--shard $FAILS "*) echo "FAILED tests/of_this_run.py"; exit 1 ;;
+  *) echo "1 passed [100%]" ;;
+esac
+"""
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> Path:
+    path = tmp_path / "python"
+    path.write_text(STUB)
+    path.chmod(0o755)
+    return path
+
+
+def run(out: Path, stub: Path, fails: str) -> subprocess.CompletedProcess[str]:
+    """From a folder of its own, so that a library in build/cuda of the checkout is not put in place."""
+    script = stub.parent / "tests" / "gpu.sh"
+    script.parent.mkdir(exist_ok=True)
+    shutil.copy(SCRIPT, script)
+    environment = os.environ | {"JOBS": "2", "FAILS": fails, "CUDA_MPS_PIPE_DIRECTORY": "given"}
+    command = ["bash", str(script), "test", str(out), "60", str(stub), "tests/some.py"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_it_ends_with_its_parts_and_shows_their_failures_alone(tmp_path: Path, stub: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "test-gpu-3.log").write_text("FAILED tests/of_an_earlier_run.py\n")
+    begin = time.monotonic()
+    found = run(out, stub, "2/2")
+    assert time.monotonic() - begin < 20  # not the half minute between two reports
+    assert found.returncode == 1
+    assert "FAILED tests/of_this_run.py" in found.stdout
+    assert "of_an_earlier_run" not in found.stdout
+    assert run(out, stub, "none").returncode == 0
