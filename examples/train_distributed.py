@@ -88,12 +88,11 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def join_ranks(device: str, seconds: float) -> None:
+def join_ranks(device: str, wait: timedelta) -> None:
     """Makes this process a rank of the group that torchrun describes, or the only one."""
     if dist.is_initialized():
         return
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    wait = timedelta(seconds=seconds)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if "RANK" in os.environ:
@@ -109,6 +108,10 @@ def prepare(arguments: argparse.Namespace) -> parallel.Trainer:
     if device == "cuda" and missing:
         raise settings.UserError(f"--device cuda: {missing}")
     settings.check_size("--save-every", arguments.save_every, 1)
+    if not 1 <= arguments.timeout <= settings.MOST:
+        raise settings.UserError(
+            f"--timeout must be between 1 and {settings.MOST} seconds, got {arguments.timeout}"
+        )
     path, progress = parallel.read_latest(arguments.out) if arguments.resume else (None, {})
     stored = settings.Settings(**progress["settings"]) if path else None
     folder = arguments.text or (stored.text if stored else str(text.default_folder()))
@@ -125,8 +128,9 @@ def prepare(arguments: argparse.Namespace) -> parallel.Trainer:
     except OSError as error:
         raise settings.UserError(f"--out: {arguments.out} cannot be made: {error.strerror}") from error
     loaded = text.load_text(Path(folder), chosen.context)
-    join_ranks(device, arguments.timeout)
-    trainer = parallel.Trainer(chosen, loaded, arguments.out, parallel.make_mesh(device, sizes))
+    wait = timedelta(seconds=arguments.timeout)
+    join_ranks(device, wait)
+    trainer = parallel.Trainer(chosen, loaded, arguments.out, parallel.make_mesh(device, sizes, wait))
     if path:
         trainer.load(path, progress)
     return trainer

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,21 @@ def check_mesh(settings: Settings, sizes: dict[str, int], ranks: int) -> None:
         )
 
 
-def make_mesh(kind: str, sizes: dict[str, int]) -> DeviceMesh:
-    """A mesh [data, context, tensor] of all ranks; neighbours share heads, which they exchange most often."""
-    return init_device_mesh(kind, tuple(sizes[name] for name in DIMENSIONS), mesh_dim_names=DIMENSIONS)
+def make_mesh(kind: str, sizes: dict[str, int], wait: timedelta) -> DeviceMesh:
+    """A mesh [data, context, tensor] of all ranks; neighbours share heads, which they exchange most often.
+
+    torch gives the groups of a mesh its own time-out, not that of the default group, so they get ``wait`` here.
+    """
+    mesh = init_device_mesh(kind, tuple(sizes[name] for name in DIMENSIONS), mesh_dim_names=DIMENSIONS)
+    for part in (*(mesh[name] for name in DIMENSIONS), replicas_of(mesh)):
+        if part.get_group() is not dist.group.WORLD:
+            part.get_group().set_timeout(wait)
+    return mesh
+
+
+def replicas_of(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks that have the same parameters, with other sequences or with other tokens of one."""
+    return mesh["data", "context"]._flatten("replicas")
 
 
 def build_model(settings: Settings, mesh: DeviceMesh) -> ByteLM:
@@ -77,8 +90,7 @@ def build_model(settings: Settings, mesh: DeviceMesh) -> ByteLM:
     model = ByteLM(settings, attention).to(mesh.device_type)  # type: ignore[arg-type]
     plan: dict[str, ParallelStyle] = {f"attention.{name}_proj": ColwiseParallel() for name in "qkv"}
     plan |= {"attention.o_proj": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
-    # Ranks that share a sequence have the same parameters and other tokens, as ranks with other sequences.
-    replicas = mesh["data", "context"]._flatten("replicas")
+    replicas = replicas_of(mesh)
     gpu = mesh.device_type == "cuda"
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if gpu else MixedPrecisionPolicy()
     for block in model.blocks:
@@ -109,16 +121,22 @@ def clip_gradients(model: ByteLM, mesh: DeviceMesh, most: float) -> None:
         gradient.to_local().mul_(scale)
 
 
+def named(folder: Path) -> str | None:
+    """The checkpoint that ``latest`` names, None where there is no such file."""
+    note = folder / "latest"
+    return note.read_text().strip() if note.is_file() else None
+
+
 def read_latest(folder: Path) -> tuple[Path, dict[str, Any]]:
     """The newest whole checkpoint below ``folder`` and what stands in it beside the tensors.
 
     Raises:
         UserError: there is none.
     """
-    note = folder / "latest"
-    if not note.is_file():
-        raise UserError(f"--resume: there is no {note}")
-    path = folder / note.read_text().strip()
+    name = named(folder)
+    if name is None:
+        raise UserError(f"--resume: there is no {folder / 'latest'}")
+    path = folder / name
     try:
         return path, json.loads((path / "progress.json").read_text())
     except (OSError, ValueError) as error:
@@ -238,6 +256,10 @@ class Trainer:
     def save(self) -> None:
         """Writes a folder of its own, then names it in ``latest``: what is named is always whole."""
         path = self.folder / f"step-{self.steps_done:06d}"
+        if dist.get_rank() == 0 and named(self.folder) == path.name:
+            (
+                self.folder / "latest"
+            ).unlink()  # it names a run before this one, whose files are written over now
         dcp.save(self.state(), checkpoint_id=path)
         if dist.get_rank() == 0:
             progress = {"settings": asdict(self.settings), **self.history()}

@@ -7,11 +7,13 @@ import io
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+import torch.distributed.checkpoint
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -32,20 +34,52 @@ def train(flags: list[str]) -> dict[str, Any]:
     }
 
 
-def train_and_signal(flags: list[str], rank: int, step: int, number: int) -> dict[str, Any]:
-    """The same; one rank gets a signal where a step begins."""
+def _train_with(flags: list[str], act: Callable[[int], None]) -> dict[str, Any]:
+    """The same; ``act`` gets the steps done where a step begins."""
     if str(EXAMPLES) not in sys.path:
         sys.path.insert(0, str(EXAMPLES))
     from lm import parallel
 
-    class Signalled(parallel.Trainer):
+    class Disturbed(parallel.Trainer):
         def step(self, stops: bool) -> None:
-            if self.steps_done == step and dist.get_rank() == rank:
-                os.kill(os.getpid(), number)
+            act(self.steps_done)
             super().step(stops)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallel, "Trainer", Signalled)
+        patch.setattr(parallel, "Trainer", Disturbed)
+        return train(flags)
+
+
+def train_and_signal(flags: list[str], rank: int, step: int, number: int) -> dict[str, Any]:
+    """One rank gets a signal where a step begins."""
+
+    def act(done: int) -> None:
+        if done == step and dist.get_rank() == rank:
+            os.kill(os.getpid(), number)
+
+    return _train_with(flags, act)
+
+
+def train_and_raise(flags: list[str], rank: int, step: int) -> dict[str, Any]:
+    """One rank raises where a step begins."""
+
+    def act(done: int) -> None:
+        if done == step and dist.get_rank() == rank:
+            raise ValueError("this rank gives up")
+
+    return _train_with(flags, act)
+
+
+def train_and_fail_to_save(flags: list[str]) -> dict[str, Any]:
+    """A checkpoint is written in part."""
+
+    def fails(state: Any, checkpoint_id: Path) -> None:
+        checkpoint_id.mkdir(exist_ok=True)
+        (checkpoint_id / "__0_0.distcp").write_bytes(b"")
+        raise OSError("the disk is full")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed.checkpoint, "save", fails)
         return train(flags)
 
 
