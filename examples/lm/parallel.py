@@ -83,16 +83,18 @@ def replicas_of(mesh: DeviceMesh) -> DeviceMesh:
     return mesh["data", "context"]._flatten("replicas")
 
 
-def build_model(settings: Settings, mesh: DeviceMesh) -> ByteLM:
-    """The model with its heads and columns on the tensor ranks and every parameter cut among all others."""
+def build_model(settings: Settings, mesh: DeviceMesh, bf16: bool) -> ByteLM:
+    """The model with its heads and columns on the tensor ranks and every parameter cut among all others.
+
+    With ``bf16`` products and their gradients are in bfloat16, parameters and sums over ranks in float32.
+    """
     torch.manual_seed(settings.seed)  # the same numbers on every rank, whatever the mesh
     attention = functools.partial(HTreeAttention, cp_group=mesh["context"])
     model = ByteLM(settings, attention).to(mesh.device_type)  # type: ignore[arg-type]
     plan: dict[str, ParallelStyle] = {f"attention.{name}_proj": ColwiseParallel() for name in "qkv"}
     plan |= {"attention.o_proj": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
     replicas = replicas_of(mesh)
-    gpu = mesh.device_type == "cuda"
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if gpu else MixedPrecisionPolicy()
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     for block in model.blocks:
         if mesh["tensor"].size() > 1:
             parallelize_module(block, mesh["tensor"], plan)
@@ -163,11 +165,16 @@ def stop_flag() -> Iterator[Callable[[], bool]]:
 
 
 class Trainer:
-    """A run on a mesh. ``train``: bits per byte per step. ``validation``: [steps done, bits]. ``seconds``: per step."""
+    """A run on a mesh, in bfloat16 on GPUs unless ``bf16`` says otherwise.
 
-    def __init__(self, settings: Settings, text: Text, folder: Path, mesh: DeviceMesh) -> None:
+    ``train``: bits per byte per step. ``validation``: [steps done, bits]. ``seconds``: per step.
+    """
+
+    def __init__(
+        self, settings: Settings, text: Text, folder: Path, mesh: DeviceMesh, bf16: bool | None = None
+    ) -> None:
         self.settings, self.text, self.folder, self.mesh = settings, text, folder, mesh
-        self.model = build_model(settings, mesh)
+        self.model = build_model(settings, mesh, mesh.device_type == "cuda" if bf16 is None else bf16)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1
         )
@@ -191,6 +198,12 @@ class Trainer:
         nats = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
         return nats / torch.log(torch.tensor(2.0))
 
+    def learn(self, sequences: Tensor) -> Tensor:
+        """The gradients of this rank's sequences, and what :meth:`bits` says of them."""
+        loss = self.bits(sequences)
+        loss.backward()
+        return loss.detach()
+
     def over_ranks(self, *numbers: Tensor | float) -> list[float]:
         """The mean of each number over all ranks."""
         mine = torch.stack([torch.as_tensor(x, device=self.mesh.device_type).float() for x in numbers])
@@ -205,11 +218,10 @@ class Trainer:
             group["lr"] = learning_rate(self.steps_done, settings)
         self.optimizer.zero_grad(set_to_none=True)
         batch = training_batch(self.text, self.steps_done, settings.context, settings.batch, settings.seed)
-        loss = self.bits(batch.chunk(data.size())[data.get_local_rank()])
-        loss.backward()
+        loss = self.learn(batch.chunk(data.size())[data.get_local_rank()])
         clip_gradients(self.model, self.mesh, CLIP_NORM)
         self.optimizer.step()
-        mean, stopping = self.over_ranks(loss.detach(), float(stops))
+        mean, stopping = self.over_ranks(loss, float(stops))
         self.train.append(mean)
         self.seconds.append(time.perf_counter() - started)  # reading the mean has waited for the device
         self.stopped = stopping > 0

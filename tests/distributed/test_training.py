@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import same_losses
 import torch
 import training_on_ranks
 from process_pool import Pool, started
@@ -87,6 +88,23 @@ def test_the_losses_on_meshes_of_two_dimensions(
     for found in four.run(training_on_ranks.train, flags(text, tmp_path, *mesh)):
         assert found["status"] == 0
         assert found["train_bits_per_byte"] == pytest.approx(reference, abs=2e-4)
+
+
+def test_rounding_and_a_wrong_gradient_are_told_apart(
+    text: Path, alone: Pool, pair: Pool, tmp_path: Path
+) -> None:
+    """In bf16 at the learning rate of two_gpus.sh, by its judge."""
+
+    def train(pool: Pool, name: str, *more: str, broken: bool = False) -> str:
+        usual = ["--context", "1024", "--steps", "20", "--eval-every", "20", "--learning-rate", "0.0003"]
+        many = [*flags(text, tmp_path / name), *usual, *more]
+        assert all(found["status"] == 0 for found in pool.run(training_on_ranks.train_in_bf16, many, broken))
+        return str(tmp_path / name)
+
+    one = train(alone, "one")
+    ways = [train(pair, way, f"--{way}-parallel", "2") for way in ("data", "context", "tensor")]
+    assert same_losses.main([one, *ways]) == 0
+    assert same_losses.main([one, train(pair, "broken", "--context-parallel", "2", broken=True)]) == 1
 
 
 @pytest.mark.gpu

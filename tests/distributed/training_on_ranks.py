@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -14,6 +15,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint
+from torch import Tensor
+
+from htree_ops.distributed import context_parallel
+from htree_ops.distributed.collectives import added, waited
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -68,6 +73,22 @@ def train_and_raise(flags: list[str], rank: int, step: int) -> dict[str, Any]:
             raise ValueError("this rank gives up")
 
     return _train_with(flags, act)
+
+
+def train_in_bf16(flags: list[str], broken: bool) -> dict[str, Any]:
+    """As on GPUs; where it is broken, the gradients of keys and values lack what the rows of rank 0 give."""
+    if str(EXAMPLES) not in sys.path:
+        sys.path.insert(0, str(EXAMPLES))
+    from lm import parallel
+
+    def some(received: Tensor, dim: int) -> Tensor:
+        return added(waited(received)[1:], dim)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel, "Trainer", functools.partial(parallel.Trainer, bf16=True))
+        if broken:
+            patch.setattr(context_parallel, "added", some)
+        return train(flags)
 
 
 def train_and_fail_to_save(flags: list[str]) -> dict[str, Any]:
