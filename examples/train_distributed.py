@@ -35,10 +35,11 @@ except ImportError as error:
     sys.exit(2)
 
 INTERRUPTED = 130  # as shells report a Ctrl-C
+LEARNING_RATE = 0.003  # AdamW's; the default of train_lm.py is Muon's
 HELP = {
     "context": "bytes per sequence",
     "batch": "sequences per step, of all ranks together",
-    "learning_rate": "peak of AdamW's",
+    "learning_rate": f"peak of AdamW's (default {LEARNING_RATE})",
     "kv_heads": "key and value heads, a divisor of heads",
     "max_top_nodes": "M, most nodes of the top layer, at most k * r",
 }
@@ -84,7 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
             flag = f"--{field.name.replace('_', '-')}"
             kind = float if field.name == "learning_rate" else int
             parser.add_argument(flag, type=kind, metavar="N", help=HELP.get(field.name))
-    parser.set_defaults(dense=False, learning_rate=0.003)
+    parser.set_defaults(dense=False)
     return parser
 
 
@@ -114,6 +115,8 @@ def prepare(arguments: argparse.Namespace) -> parallel.Trainer:
         )
     path, progress = parallel.read_latest(arguments.out) if arguments.resume else (None, {})
     stored = settings.Settings(**progress["settings"]) if path else None
+    if stored is None and arguments.learning_rate is None:
+        arguments.learning_rate = LEARNING_RATE
     folder = arguments.text or (stored.text if stored else str(text.default_folder()))
     chosen = settings.resolve(arguments, device, folder, stored)
     ranks = int(os.environ.get("WORLD_SIZE", "1")) if not dist.is_initialized() else dist.get_world_size()

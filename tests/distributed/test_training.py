@@ -150,6 +150,14 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step(
         assert found["train_bits_per_byte"] == pytest.approx(reference, abs=2e-4)
 
 
+def test_a_run_goes_on_with_its_own_learning_rate(text: Path, alone: Pool, tmp_path: Path) -> None:
+    first = flags(text, tmp_path, "--steps", "2", "--learning-rate", "0.001")
+    assert alone.run(training_on_ranks.train, first)[0]["settings"]["learning_rate"] == 0.001
+    (found,) = alone.run(training_on_ranks.train, flags(text, tmp_path, "--resume", "--steps", "3"))
+    assert found["settings"]["learning_rate"] == 0.001
+    assert len(found["train_bits_per_byte"]) == 3
+
+
 def test_a_rank_that_raises_ends_the_others_in_time(text: Path, tmp_path: Path) -> None:
     """A rank that shares no group with it but the whole waits for others, in groups of the mesh."""
     pool = Pool(4, seconds=10)
