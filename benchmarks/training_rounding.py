@@ -1,6 +1,6 @@
 """How far losses of training drift apart by rounding alone, beside those of two ranks, on the CPU.
 
-Run: ``python benchmarks/training_rounding.py --csv PATH``: fifteen minutes on two cores. A model as that of
+Run: ``python benchmarks/training_rounding.py --csv PATH``: half an hour on two cores. A model as that of
 ``examples/train_distributed.py``, but small, is trained by one process. Then it is trained again, by one process with
 other roundings and by two that share texts, tokens or heads. A row has the largest differences of the losses from the
 first run. Figures are reported, never asserted; docs/distributed.md has the table.
@@ -77,6 +77,7 @@ class Row:
 
     commit: str
     dtype: str
+    selects: bool
     learning_rate: float
     seed: int
     run: str
@@ -161,6 +162,7 @@ def rows(
             yield Row(
                 commit=commit,
                 dtype=dtype,
+                selects=settings.top_k == SETTINGS.top_k,
                 learning_rate=rate,
                 seed=seed,
                 run=f"two ranks share {name}" if name in SHARED else name,
@@ -176,11 +178,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="how far rounding lets losses of training drift apart")
     parser.add_argument("--csv", type=Path, metavar="PATH", help="also write the rows to this file")
     parser.add_argument("--steps", type=int, default=SETTINGS.steps, help="steps of a run (default 40)")
+    parser.add_argument(
+        "--open-all", action="store_true", help="open every node, so that nothing is selected"
+    )
     parser.add_argument("--dtypes", nargs="+", default=["bf16", "fp32"], choices=("bf16", "fp32"))
     parser.add_argument("--learning-rates", type=float, nargs="+", default=[0.003, 0.0003], metavar="X")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], metavar="N")
     chosen = parser.parse_args(argv)
     settings = replace(SETTINGS, steps=chosen.steps)
+    if chosen.open_all:
+        settings = replace(settings, top_k=64, max_top_nodes=settings.context, selection_span=0)
     print_rows(rows(settings, chosen.dtypes, chosen.learning_rates, chosen.seeds), chosen.csv)
     return 0
 
