@@ -35,10 +35,11 @@ except ImportError as error:
     sys.exit(2)
 
 INTERRUPTED = 130  # as shells report a Ctrl-C
+LEARNING_RATE = 0.003  # AdamW's; the default of train_lm.py is Muon's
 HELP = {
     "context": "bytes per sequence",
     "batch": "sequences per step, of all ranks together",
-    "learning_rate": "peak of AdamW's",
+    "learning_rate": f"peak of AdamW's (default {LEARNING_RATE})",
     "kv_heads": "key and value heads, a divisor of heads",
     "max_top_nodes": "M, most nodes of the top layer, at most k * r",
 }
@@ -84,16 +85,15 @@ def make_parser() -> argparse.ArgumentParser:
             flag = f"--{field.name.replace('_', '-')}"
             kind = float if field.name == "learning_rate" else int
             parser.add_argument(flag, type=kind, metavar="N", help=HELP.get(field.name))
-    parser.set_defaults(dense=False, learning_rate=0.003)
+    parser.set_defaults(dense=False)
     return parser
 
 
-def join_ranks(device: str, seconds: float) -> None:
+def join_ranks(device: str, wait: timedelta) -> None:
     """Makes this process a rank of the group that torchrun describes, or the only one."""
     if dist.is_initialized():
         return
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    wait = timedelta(seconds=seconds)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if "RANK" in os.environ:
@@ -109,8 +109,14 @@ def prepare(arguments: argparse.Namespace) -> parallel.Trainer:
     if device == "cuda" and missing:
         raise settings.UserError(f"--device cuda: {missing}")
     settings.check_size("--save-every", arguments.save_every, 1)
+    if not 1 <= arguments.timeout <= settings.MOST:
+        raise settings.UserError(
+            f"--timeout must be between 1 and {settings.MOST} seconds, got {arguments.timeout}"
+        )
     path, progress = parallel.read_latest(arguments.out) if arguments.resume else (None, {})
     stored = settings.Settings(**progress["settings"]) if path else None
+    if stored is None and arguments.learning_rate is None:
+        arguments.learning_rate = LEARNING_RATE
     folder = arguments.text or (stored.text if stored else str(text.default_folder()))
     chosen = settings.resolve(arguments, device, folder, stored)
     ranks = int(os.environ.get("WORLD_SIZE", "1")) if not dist.is_initialized() else dist.get_world_size()
@@ -125,8 +131,9 @@ def prepare(arguments: argparse.Namespace) -> parallel.Trainer:
     except OSError as error:
         raise settings.UserError(f"--out: {arguments.out} cannot be made: {error.strerror}") from error
     loaded = text.load_text(Path(folder), chosen.context)
-    join_ranks(device, arguments.timeout)
-    trainer = parallel.Trainer(chosen, loaded, arguments.out, parallel.make_mesh(device, sizes))
+    wait = timedelta(seconds=arguments.timeout)
+    join_ranks(device, wait)
+    trainer = parallel.Trainer(chosen, loaded, arguments.out, parallel.make_mesh(device, sizes, wait))
     if path:
         trainer.load(path, progress)
     return trainer

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -65,22 +66,35 @@ def check_mesh(settings: Settings, sizes: dict[str, int], ranks: int) -> None:
         )
 
 
-def make_mesh(kind: str, sizes: dict[str, int]) -> DeviceMesh:
-    """A mesh [data, context, tensor] of all ranks; neighbours share heads, which they exchange most often."""
-    return init_device_mesh(kind, tuple(sizes[name] for name in DIMENSIONS), mesh_dim_names=DIMENSIONS)
+def make_mesh(kind: str, sizes: dict[str, int], wait: timedelta) -> DeviceMesh:
+    """A mesh [data, context, tensor] of all ranks; neighbours share heads, which they exchange most often.
+
+    torch gives the groups of a mesh its own time-out, not that of the default group, so they get ``wait`` here.
+    """
+    mesh = init_device_mesh(kind, tuple(sizes[name] for name in DIMENSIONS), mesh_dim_names=DIMENSIONS)
+    for part in (*(mesh[name] for name in DIMENSIONS), replicas_of(mesh)):
+        if part.get_group() is not dist.group.WORLD:
+            part.get_group().set_timeout(wait)
+    return mesh
 
 
-def build_model(settings: Settings, mesh: DeviceMesh) -> ByteLM:
-    """The model with its heads and columns on the tensor ranks and every parameter cut among all others."""
+def replicas_of(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks that have the same parameters, with other sequences or with other tokens of one."""
+    return mesh["data", "context"]._flatten("replicas")
+
+
+def build_model(settings: Settings, mesh: DeviceMesh, bf16: bool) -> ByteLM:
+    """The model with its heads and columns on the tensor ranks and every parameter cut among all others.
+
+    With ``bf16`` products and their gradients are in bfloat16, parameters and sums over ranks in float32.
+    """
     torch.manual_seed(settings.seed)  # the same numbers on every rank, whatever the mesh
     attention = functools.partial(HTreeAttention, cp_group=mesh["context"])
     model = ByteLM(settings, attention).to(mesh.device_type)  # type: ignore[arg-type]
     plan: dict[str, ParallelStyle] = {f"attention.{name}_proj": ColwiseParallel() for name in "qkv"}
     plan |= {"attention.o_proj": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
-    # Ranks that share a sequence have the same parameters and other tokens, as ranks with other sequences.
-    replicas = mesh["data", "context"]._flatten("replicas")
-    gpu = mesh.device_type == "cuda"
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if gpu else MixedPrecisionPolicy()
+    replicas = replicas_of(mesh)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     for block in model.blocks:
         if mesh["tensor"].size() > 1:
             parallelize_module(block, mesh["tensor"], plan)
@@ -109,16 +123,22 @@ def clip_gradients(model: ByteLM, mesh: DeviceMesh, most: float) -> None:
         gradient.to_local().mul_(scale)
 
 
+def named(folder: Path) -> str | None:
+    """The checkpoint that ``latest`` names, None where there is no such file."""
+    note = folder / "latest"
+    return note.read_text().strip() if note.is_file() else None
+
+
 def read_latest(folder: Path) -> tuple[Path, dict[str, Any]]:
     """The newest whole checkpoint below ``folder`` and what stands in it beside the tensors.
 
     Raises:
         UserError: there is none.
     """
-    note = folder / "latest"
-    if not note.is_file():
-        raise UserError(f"--resume: there is no {note}")
-    path = folder / note.read_text().strip()
+    name = named(folder)
+    if name is None:
+        raise UserError(f"--resume: there is no {folder / 'latest'}")
+    path = folder / name
     try:
         return path, json.loads((path / "progress.json").read_text())
     except (OSError, ValueError) as error:
@@ -145,11 +165,16 @@ def stop_flag() -> Iterator[Callable[[], bool]]:
 
 
 class Trainer:
-    """A run on a mesh. ``train``: bits per byte per step. ``validation``: [steps done, bits]. ``seconds``: per step."""
+    """A run on a mesh, in bfloat16 on GPUs unless ``bf16`` says otherwise.
 
-    def __init__(self, settings: Settings, text: Text, folder: Path, mesh: DeviceMesh) -> None:
+    ``train``: bits per byte per step. ``validation``: [steps done, bits]. ``seconds``: per step.
+    """
+
+    def __init__(
+        self, settings: Settings, text: Text, folder: Path, mesh: DeviceMesh, bf16: bool | None = None
+    ) -> None:
         self.settings, self.text, self.folder, self.mesh = settings, text, folder, mesh
-        self.model = build_model(settings, mesh)
+        self.model = build_model(settings, mesh, mesh.device_type == "cuda" if bf16 is None else bf16)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1
         )
@@ -173,6 +198,12 @@ class Trainer:
         nats = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
         return nats / torch.log(torch.tensor(2.0))
 
+    def learn(self, sequences: Tensor) -> Tensor:
+        """The gradients of this rank's sequences, and what :meth:`bits` says of them."""
+        loss = self.bits(sequences)
+        loss.backward()
+        return loss.detach()
+
     def over_ranks(self, *numbers: Tensor | float) -> list[float]:
         """The mean of each number over all ranks."""
         mine = torch.stack([torch.as_tensor(x, device=self.mesh.device_type).float() for x in numbers])
@@ -187,11 +218,10 @@ class Trainer:
             group["lr"] = learning_rate(self.steps_done, settings)
         self.optimizer.zero_grad(set_to_none=True)
         batch = training_batch(self.text, self.steps_done, settings.context, settings.batch, settings.seed)
-        loss = self.bits(batch.chunk(data.size())[data.get_local_rank()])
-        loss.backward()
+        loss = self.learn(batch.chunk(data.size())[data.get_local_rank()])
         clip_gradients(self.model, self.mesh, CLIP_NORM)
         self.optimizer.step()
-        mean, stopping = self.over_ranks(loss.detach(), float(stops))
+        mean, stopping = self.over_ranks(loss, float(stops))
         self.train.append(mean)
         self.seconds.append(time.perf_counter() - started)  # reading the mean has waited for the device
         self.stopped = stopping > 0
@@ -238,6 +268,10 @@ class Trainer:
     def save(self) -> None:
         """Writes a folder of its own, then names it in ``latest``: what is named is always whole."""
         path = self.folder / f"step-{self.steps_done:06d}"
+        if dist.get_rank() == 0 and named(self.folder) == path.name:
+            (
+                self.folder / "latest"
+            ).unlink()  # it names a run before this one, whose files are written over now
         dcp.save(self.state(), checkpoint_id=path)
         if dist.get_rank() == 0:
             progress = {"settings": asdict(self.settings), **self.history()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import reprlib
+import zlib
 from collections.abc import Mapping
 
 import torch
@@ -32,12 +34,14 @@ def group_of(function: str, group: dist.ProcessGroup | DeviceMesh | None) -> dis
     """The process group that a caller means; None is the default group.
 
     Raises:
-        TypeError: no process group that this process is in, and no mesh. ValueError: a mesh of several dimensions.
+        TypeError: neither a process group nor a mesh that this process is in. ValueError: a mesh of several dimensions.
         RuntimeError: torch.distributed is not initialised.
     """
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(f"{function}: group must be a mesh of one dimension, got {group.ndim}: {group}")
+        if group.get_coordinate() is None:
+            raise TypeError(f"{function}: group must be a mesh that holds this process, got {group}")
         return group.get_group()
     if group is None:
         group = dist.group.WORLD if dist.is_initialized() else None
@@ -128,11 +132,15 @@ def added(received: Tensor, dim: int) -> Tensor:
 
 
 #: Numbers of one exchange; the same for all calls, so that calls that differ meet as well.
-_FACTS = 24
+_FACTS = 32
 
 
 def agree(
-    function: str, group: dist.ProcessGroup, facts: Mapping[str, int], refusal: Exception | None
+    function: str,
+    group: dist.ProcessGroup,
+    facts: Mapping[str, int],
+    options: Mapping[str, object],
+    refusal: Exception | None,
 ) -> None:
     """Compares what the ranks are about to do, so that all of them raise where one cannot go on.
 
@@ -141,15 +149,17 @@ def agree(
 
     Args:
         facts: numbers that must be the same on every rank, by their names.
+        options: what else must be the same; of it the ranks compare checksums.
         refusal: the error that this rank would raise by itself.
 
     Raises:
-        ShapeMismatchError: a fact differs; it is named with its values by rank.
+        ShapeMismatchError: a fact or an option differs; it is named with what is known of its values.
         RuntimeError: another rank has refused its arguments.
         Exception: ``refusal``.
     """
     code = sum(ord(letter) * 31**place for place, letter in enumerate(function)) % 2**31
-    mine = [code, int(refusal is not None), *facts.values()]
+    sums = [zlib.crc32(repr(value).encode()) for value in options.values()]
+    mine = [code, int(refusal is not None), *facts.values(), *sums]
     mine += [0] * (_FACTS - len(mine))
     kinds = {kind.type for kind in group._device_types}
     where = "cpu" if "cpu" in kinds else min(kinds)  # the current device of that kind
@@ -165,11 +175,18 @@ def agree(
         raise RuntimeError(
             f"{function}: rank {refused[0]} of the group has refused its arguments; see its error"
         )
-    for place, name in enumerate(facts, start=2):
+    for place, name in enumerate((*facts, *options), start=2):
         values = [row[place] for row in rows]
-        if len(set(values)) > 1:
-            raise ShapeMismatchError(
-                f"{function}: {name} must be the same on every rank, got {values} by rank",
-                expected=values[0],
-                actual=values[group.rank()],
-            )
+        ours = values[group.rank()]
+        others = [rank for rank, value in enumerate(values) if value != ours]
+        if not others:
+            continue
+        came = f"{values} by rank"
+        if name in options:
+            ours = reprlib.repr(options[name])
+            came = f"{ours} on this one and another on rank {others[0]}"
+        raise ShapeMismatchError(
+            f"{function}: {name} must be the same on every rank, got {came}",
+            expected=None if name in options else values[0],
+            actual=ours,
+        )

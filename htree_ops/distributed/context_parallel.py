@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
 import torch
@@ -221,13 +220,16 @@ def wanted_gradients(**tensors: Tensor) -> dict[str, int]:
     }
 
 
-def _facts(q: Tensor, k: Tensor, v: Tensor, chosen: tuple[Any, ...]) -> dict[str, int]:
-    """What the ranks must have in common."""
+def kind_of(x: Tensor) -> dict[str, object]:
+    """As options for :func:`agree`."""
+    return {"dtype": x.dtype, "the type of device": x.device.type}
+
+
+def _facts(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
+    """What the ranks must have in common, beside dtype, device and options."""
     facts = dict(zip(("the batch of q", "T/n", "H", "K"), q.shape, strict=True))
     facts |= {"H_kv": k.shape[2], "V": v.shape[3]}
-    facts |= wanted_gradients(q=q, k=k, v=v)
-    facts["the checksum of dtype and options"] = zlib.crc32(repr((q.dtype, *chosen)).encode())
-    return facts
+    return facts | wanted_gradients(q=q, k=k, v=v)
 
 
 def tree_attention_cp(
@@ -280,7 +282,7 @@ def tree_attention_cp(
     Raises:
         ShapeMismatchError, UnsupportedDtypeError, DeviceError, ValueError, TypeError: as
             :func:`htree_ops.tree_attention`; a T that does not divide (the message names the next one that does);
-            sizes, dtypes, options or wanted gradients that differ between the ranks, on every rank.
+            sizes, dtypes, devices, options or wanted gradients that differ between the ranks, on every rank.
         RuntimeError: another rank has refused its arguments.
         In compiled code a rank sees its own mistakes alone, and ranks that differ may wait for each other until the
         time-out of the group.
@@ -311,14 +313,16 @@ def tree_attention_cp(
         options, later = _check(q, k, v, size, balance, **settings, gather_steps=gather_steps)
     else:
         facts: dict[str, int] = {}
+        same: dict[str, object] = {}
         refusal: Exception | None = None
         try:
             settings["inv_freq"] = frequencies(name, inv_freq)
             options, later = _check(q, k, v, size, balance, **settings, gather_steps=gather_steps)
-            facts = _facts(q, k, v, (balance, *settings.values(), gather_steps))
+            facts = _facts(q, k, v)
+            same = {**kind_of(q), "balance": balance, **settings, "gather_steps": gather_steps}
         except (TypeError, ValueError, RuntimeError) as error:
             refusal = error
-        agree(name, members, facts, refusal)
+        agree(name, members, facts, same, refusal)
     groups = q.shape[2] // k.shape[2] if scope == "q_head" else 1
     steps = gather_steps or choose_steps(k.shape[2], size * (k.numel() + v.numel()) * k.element_size(), size)
     plan = (members.group_name, rank, size, balance, groups, steps, store_parents, later)

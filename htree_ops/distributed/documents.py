@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
@@ -26,9 +25,9 @@ from htree_ops.distributed.collectives import (
     parts_of,
     waited,
 )
-from htree_ops.distributed.context_parallel import Later, OpOptions, under_autocast, wanted_gradients
-from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError, refuse
-from htree_ops.ops.arguments import check_kind, check_tensors, named_as
+from htree_ops.distributed.context_parallel import Later, OpOptions, kind_of, under_autocast, wanted_gradients
+from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError, refuse
+from htree_ops.ops.arguments import check_kind, check_tensor, check_tensors, named_as
 from htree_ops.ops.tree_attention.attention import (
     Frequencies,
     check_balance,
@@ -293,9 +292,14 @@ def _offsets(function: str, cu_seqlens: object) -> tuple[int, ...]:
 
     Raises:
         TypeError, UnsupportedDtypeError, ShapeMismatchError: neither ints nor an int32 tensor [documents + 1].
-        ValueError: they do not ascend from 0.
+        DeviceError: a tensor without numbers. ValueError: they do not ascend from 0.
     """
     if isinstance(cu_seqlens, Tensor):
+        check_tensor(function, "cu_seqlens", cu_seqlens)
+        if cu_seqlens.is_meta:
+            raise DeviceError(
+                f"{function}: cu_seqlens must have numbers to read, got a tensor on {cu_seqlens.device}"
+            )
         if cu_seqlens.dtype != torch.int32:
             refuse(
                 UnsupportedDtypeError,
@@ -355,11 +359,11 @@ def _check(
     check_local(name, query=query, key=key, value=value)
     check_tensors(name, query=(query, "N/n H K"), key=(key, "N/n H_kv K"), value=(value, "N/n H_kv V"))
     parts = len(parts_of(0, size, balance))
-    tokens = query.shape[0] * size
-    if query.shape[0] % parts:
+    tokens, step = query.shape[0] * size, parts * size
+    if tokens % step:
         raise ValueError(
-            f"{name}: the tokens of all ranks must be a multiple of 2 * n = {2 * size}, got {size} * "
-            f"{query.shape[0]} = {tokens}; the next length that works is {tokens + size}"
+            f"{name}: the tokens of all ranks must be a multiple of {parts} * n = {step}, got {size} * "
+            f"{query.shape[0]} = {tokens}; the next length that works is {(tokens // step + 1) * step}"
         )
     if offsets[-1] > tokens:
         raise ValueError(
@@ -386,16 +390,11 @@ def _check(
     return options, later
 
 
-def _facts(
-    query: Tensor, key: Tensor, value: Tensor, offsets: tuple[int, ...], chosen: Any
-) -> dict[str, int]:
-    """What the ranks must have in common."""
+def _facts(query: Tensor, key: Tensor, value: Tensor) -> dict[str, int]:
+    """What the ranks must have in common, beside documents, dtype, device and options."""
     facts = dict(zip(("N/n", "H", "K"), query.shape, strict=True))
     facts |= {"H_kv": key.shape[1], "V": value.shape[2]}
-    facts |= wanted_gradients(query=query, key=key, value=value)
-    facts["the checksum of cu_seqlens"] = zlib.crc32(repr(offsets).encode())
-    facts["the checksum of dtype and options"] = zlib.crc32(repr((query.dtype, *chosen)).encode())
-    return facts
+    return facts | wanted_gradients(query=query, key=key, value=value)
 
 
 @torch.compiler.disable(reason="the work of tree_attention_varlen_cp differs between the ranks")
@@ -451,8 +450,8 @@ def tree_attention_varlen_cp(
     Raises:
         ShapeMismatchError, UnsupportedDtypeError, DeviceError, ValueError, TypeError: as
             :func:`htree_ops.tree_attention_varlen`; offsets that do not ascend from 0 or leave the text; a document
-            that does not fit the stride; sizes, documents, dtypes, options or wanted gradients that differ between the
-            ranks, on every rank.
+            that does not fit the stride; sizes, documents, dtypes, devices, options or wanted gradients that differ
+            between the ranks, on every rank.
         RuntimeError: another rank has refused its arguments.
 
     torch.compile runs the call as it is, between two graphs. Ranks work on different documents, so their graphs would
@@ -481,16 +480,18 @@ def tree_attention_varlen_cp(
         balance = "contiguous"  # one part, in which every document lies
     offsets: tuple[int, ...] = ()
     facts: dict[str, int] = {}
+    same: dict[str, object] = {}
     refusal: Exception | None = None
     try:
         offsets = _offsets(name, cu_seqlens)
         settings["inv_freq"] = frequencies(name, inv_freq)
         options, later = _check(query, key, value, offsets, size, balance, **settings)
-        facts = _facts(query, key, value, offsets, (balance, *settings.values()))
+        facts = _facts(query, key, value)
+        same = {"cu_seqlens": offsets, **kind_of(query), "balance": balance, **settings}
     except (TypeError, ValueError, RuntimeError) as error:
         refusal = error
     if size > 1:
-        agree(name, members, facts, refusal)
+        agree(name, members, facts, same, refusal)
     elif refusal is not None:
         raise refusal
     parts = parts_of(rank, size, balance)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
 import torch
@@ -128,7 +127,7 @@ def unshard_sequence(
         (fp64 for fp64) in a fixed order: a loss that every rank computes from the whole text counts n times.
 
     Raises:
-        ShapeMismatchError: the ranks have different shapes or dtypes, on every rank; not in compiled code.
+        ShapeMismatchError: the ranks have different shapes, dtypes or devices, on every rank; not in compiled code.
         ValueError: a number of tokens that 2 (head_tail) or 8 (striped) does not divide.
         TypeError: no tensor, or no process group.
     """
@@ -143,16 +142,17 @@ def unshard_sequence(
         dim = _checked_slice(x, dim, balance)
     else:
         facts: dict[str, int] = {}
+        same: dict[str, object] = {}
         refusal: Exception | None = None
         try:
             dim = _checked_slice(x, dim, balance)
             facts = {"the number of dimensions of x": x.dim(), "dim": dim}
-            facts["the checksum of dtype and balance"] = zlib.crc32(f"{x.dtype} {balance}".encode())
             facts["whether x needs a gradient"] = int(torch.is_grad_enabled() and x.requires_grad)
             facts |= {f"size {i} of x": length for i, length in enumerate(x.shape[:16])}
+            same = {"dtype": x.dtype, "the type of device": x.device.type, "balance": balance}
         except (TypeError, ValueError) as error:
             refusal = error
-        agree(name, members, facts, refusal)
+        agree(name, members, facts, same, refusal)
     if x.is_floating_point() and x.element_size() == 1:  # no backend sends FP8: its bytes go as what they are
         codes: Tensor = _Unshard.apply(x.view(torch.uint8), members.group_name, size, dim, balance)
         return codes.view(x.dtype)

@@ -33,6 +33,13 @@ def test_the_fit_gives_back_the_measured_times(cost):
     assert cost.work_of(262144) == (512, 1, 1)
 
 
+@pytest.mark.parametrize(("tokens", "computed"), [(131_072, "97.6 %"), (524_288, "98.5 %")])
+def test_the_document_has_what_is_computed_for_two_gpus(cost, tokens, computed):
+    assert f"{100 * cost.cost(cost.measured(), 2, tokens).efficiency:.1f} %" == computed
+    words = f"{computed} at {tokens:_} tokens".replace("_", " ")
+    assert words in " ".join((ROOT / "docs" / "distributed.md").read_text().split())
+
+
 def test_overlap_and_more_ranks_behave(cost):
     assert cost.overlapped(1, 10, 4, 2) == 16  # one step: nothing is hidden
     assert cost.overlapped(4, 12, 4, 4) == 14  # work rules: a part in, a part out

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from process_pool import group_of
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import htree_ops
@@ -261,6 +263,10 @@ def fault(what: str, size: int = 4, device: str = "cpu") -> None:
         options["top_k"] = 4
     elif what == "other balance" and rank == 3:
         call["balance"] = "contiguous"
+    elif what == "other dtype" and rank == 3:
+        q, k, v = (x.half() for x in (q, k, v))
+    elif what == "other device" and rank == 3:
+        q, k, v = (x.to("meta") for x in (q, k, v))
     elif what == "other gradients" and rank == 0:
         k.requires_grad_()
     elif what == "bad rank" and rank == 1:
@@ -279,11 +285,35 @@ def fault(what: str, size: int = 4, device: str = "cpu") -> None:
         unshard_sequence(q, group)
     elif what == "unshard":
         unshard_sequence(q[:, : 32 - 2 * rank], group)
+    elif what == "unshard another device":
+        unshard_sequence(q.to("meta") if rank == 2 else q, group)
     elif what == "shard":
         shard_sequence(q[:, :27], group)
     elif what == "no group":
         tree_attention_cp(q, k, v, "world", **options)  # type: ignore[arg-type]
     tree_attention_cp(q, k, v, group, **call, **options)
+
+
+def outside(size: int) -> str:
+    """What a process says of a mesh of the first ranks alone, of which it may be none."""
+    mesh = DeviceMesh("cpu", torch.arange(size))
+    x = torch.zeros(1, 8 * size, 2)
+    try:
+        return str(tuple(shard_sequence(x, mesh).shape))
+    except TypeError as error:
+        return str(error)
+
+
+def copied(size: int) -> bool:
+    """Whether a copy of a layer has weights of its own and the same rows, with the same ranks."""
+    group = group_of(size)
+    layer = htree_ops.HTreeAttention(24, 4, 2, 6, cp_group=group, **OPTIONS)
+    holder = torch.nn.ModuleList([layer, layer])  # one layer in two places
+    first, second = twins = copy.deepcopy(holder)
+    x = shard_sequence(normal((1, 64, 24), torch.float32, "cpu", 0), group)
+    rows = torch.equal(first(x), layer(x))
+    own = first.q_proj.weight is not layer.q_proj.weight
+    return rows and own and first is second and twins is not holder and first.cp_group is group
 
 
 def leaves(stays: int) -> None:

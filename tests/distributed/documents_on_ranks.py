@@ -149,6 +149,7 @@ def fault(what: str) -> None:
     q, k, v, _ = inputs((32, 2, 1, 4, 4), torch.float32)
     offsets: Any = [0, 10, 128]
     options: dict[str, Any] = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2}
+    balance = "head_tail"
     if what == "other documents" and rank == 1:
         offsets = [0, 11, 128]
     elif what == "descending" and rank == 2:
@@ -160,6 +161,11 @@ def fault(what: str) -> None:
     elif what == "odd":
         q, k, v = (x[:31] for x in (q, k, v))
         offsets = [0, 124]
+    elif what == "odd stripes":
+        q, k, v = (x[:28] for x in (q, k, v))
+        offsets, balance = [0, 112], "striped"
+    elif what == "offsets without numbers":
+        offsets = torch.tensor(offsets, dtype=torch.int32, device="meta")
     elif what == "wide offsets":
         offsets = torch.tensor(offsets)
     elif what == "word":
@@ -170,4 +176,4 @@ def fault(what: str) -> None:
         options["compression_rate"] = 1
     elif what == "other keys" and rank == 3:
         k = k[:30]
-    tree_attention_varlen_cp(q, k, v, offsets, group, **options)
+    tree_attention_varlen_cp(q, k, v, offsets, group, balance=balance, **options)

@@ -272,8 +272,16 @@ def test_autocast(ranks: Pool) -> None:
             r"tree_attention_cp: T/n must be the same on every rank, got \[32, 32, 24, 32\] by rank",
         ),
         ("other batch", r"the batch of q must be the same on every rank, got \[1, 2, 1, 1\] by rank"),
-        ("other options", "the checksum of dtype and options must be the same on every rank"),
-        ("other balance", "the checksum of dtype and options must be the same on every rank"),
+        (
+            "other options",
+            "top_k must be the same on every rank, got (2 on this one and another on rank 3|4 on)",
+        ),
+        (
+            "other balance",
+            "balance must be the same on every rank, got '(head_tail' on this|contiguous' on this)",
+        ),
+        ("other dtype", r"dtype must be the same on every rank, got torch\.float(32|16) on this one"),
+        ("other device", "the type of device must be the same on every rank, got '(cpu|meta)' on this one"),
         ("other gradients", r"whether k needs a gradient must be the same on every rank, got \[1, 0, 0, 0\]"),
         (
             "uneven",
@@ -281,6 +289,7 @@ def test_autocast(ranks: Pool) -> None:
         ),
         ("unknown balance", "balance must be one of head_tail, striped, contiguous, got 'diagonal'"),
         ("unshard", r"size 1 of x must be the same on every rank, got \[32, 30, 28, 26\] by rank"),
+        ("unshard another device", "unshard_sequence: the type of device must be the same on every rank"),
         (
             "shard",
             "must be a multiple of 8 for 4 ranks and balance='head_tail', got 27; the next length that works is 32",
@@ -336,6 +345,17 @@ def test_a_rank_that_raises_leaves_no_hang() -> None:
 def test_steps_divide_the_heads_and_are_large(heads: int, megabytes: int, steps: int) -> None:
     assert choose_steps(heads, megabytes << 20, 4) == steps
     assert choose_steps(heads, megabytes << 20, 2) == 1
+
+
+def test_a_mesh_must_hold_the_process(ranks: Pool) -> None:
+    found = ranks.run(cp_on_ranks.outside, 2)
+    assert found[:2] == ["(1, 8, 2)"] * 2
+    for said in found[2:]:
+        assert "shard_sequence: group must be a mesh that holds this process, got DeviceMesh" in said
+
+
+def test_a_copy_of_a_layer_has_the_same_ranks(ranks: Pool) -> None:
+    assert ranks.run(cp_on_ranks.copied, 2) == [True] * 4
 
 
 def test_a_group_is_needed() -> None:

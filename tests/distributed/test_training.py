@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import same_losses
 import torch
 import training_on_ranks
 from process_pool import Pool, started
@@ -89,6 +90,23 @@ def test_the_losses_on_meshes_of_two_dimensions(
         assert found["train_bits_per_byte"] == pytest.approx(reference, abs=2e-4)
 
 
+def test_rounding_and_a_wrong_gradient_are_told_apart(
+    text: Path, alone: Pool, pair: Pool, tmp_path: Path
+) -> None:
+    """In bf16 at the learning rate of two_gpus.sh, by its judge."""
+
+    def train(pool: Pool, name: str, *more: str, broken: bool = False) -> str:
+        usual = ["--context", "1024", "--steps", "20", "--eval-every", "20", "--learning-rate", "0.0003"]
+        many = [*flags(text, tmp_path / name), *usual, *more]
+        assert all(found["status"] == 0 for found in pool.run(training_on_ranks.train_in_bf16, many, broken))
+        return str(tmp_path / name)
+
+    one = train(alone, "one")
+    ways = [train(pair, way, f"--{way}-parallel", "2") for way in ("data", "context", "tensor")]
+    assert same_losses.main([one, *ways]) == 0
+    assert same_losses.main([one, train(pair, "broken", "--context-parallel", "2", broken=True)]) == 1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", ["data", "context", "tensor"])
 def test_the_losses_on_gpus_are_those_of_one_process(
@@ -132,6 +150,40 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step(
         assert found["train_bits_per_byte"] == pytest.approx(reference, abs=2e-4)
 
 
+def test_a_run_goes_on_with_its_own_learning_rate(text: Path, alone: Pool, tmp_path: Path) -> None:
+    first = flags(text, tmp_path, "--steps", "2", "--learning-rate", "0.001")
+    assert alone.run(training_on_ranks.train, first)[0]["settings"]["learning_rate"] == 0.001
+    (found,) = alone.run(training_on_ranks.train, flags(text, tmp_path, "--resume", "--steps", "3"))
+    assert found["settings"]["learning_rate"] == 0.001
+    assert len(found["train_bits_per_byte"]) == 3
+
+
+def test_a_rank_that_raises_ends_the_others_in_time(text: Path, tmp_path: Path) -> None:
+    """A rank that shares no group with it but the whole waits for others, in groups of the mesh."""
+    pool = Pool(4, seconds=10)
+    mesh = ["--context-parallel", "2", "--tensor-parallel", "2", "--timeout", "10"]
+    many = flags(text, tmp_path, *mesh)
+    try:
+        kinds = [kind for kind, _ in pool.refusals(training_on_ranks.train_and_raise, many, 0, 1)]
+    finally:
+        pool.close()
+    assert kinds[0] == "ValueError"
+    assert "ValueError" not in kinds[1:]
+
+
+def test_a_new_run_that_dies_while_it_saves_leaves_no_mixture(
+    text: Path, alone: Pool, tmp_path: Path
+) -> None:
+    """Its checkpoint has the name of one that was there before, and is not whole."""
+    assert alone.run(training_on_ranks.train, flags(text, tmp_path))[0]["status"] == 0
+    assert (tmp_path / "latest").read_text() == "step-000006"
+    again = flags(text, tmp_path, "--seed", "1")
+    ((kind, _),) = alone.refusals(training_on_ranks.train_and_fail_to_save, again)
+    assert kind == "OSError"
+    (found,) = alone.run(training_on_ranks.refused, flags(text, tmp_path, "--resume"))
+    assert "--resume: there is no" in found["stderr"]
+
+
 def test_ranks_of_torchrun(text: Path, tmp_path: Path) -> None:
     """The command of the documentation."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPT)]
@@ -156,6 +208,8 @@ def test_ranks_of_torchrun(text: Path, tmp_path: Path) -> None:
         ("--tensor-parallel 2 --kv-heads 1", "--kv-heads must be a multiple of --tensor-parallel = 2, got 1"),
         ("--resume", "--resume: there is no"),
         ("--save-every 0", "--save-every must be at least 1, got 0"),
+        ("--timeout 0", "--timeout must be between 1 and 2147483647 seconds, got 0.0"),
+        ("--timeout nan", "--timeout must be between 1 and 2147483647 seconds, got nan"),
     ],
 )
 def test_wrong_flags_end_every_rank_in_one_line(

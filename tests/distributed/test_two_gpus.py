@@ -83,7 +83,9 @@ def test_every_step_runs_on_two_ranks(tmp_path: Path, stub: Path) -> None:
     ranks = " called: -m torch.distributed.run --standalone --nproc-per-node"
     assert f"{ranks} 2 benchmarks/context_parallel.py --csv {out}/" in (out / "bars.log").read_text()
     assert f"{ranks} 1 examples/train_distributed.py" in (out / "training-one.log").read_text()
-    assert "--tensor-parallel 2" in (out / "training-tensor.log").read_text()
+    tensor = (out / "training-tensor.log").read_text()
+    assert "--learning-rate 0.0003 " in tensor
+    assert "--tensor-parallel 2" in tensor
 
 
 def test_a_step_that_fails_or_hangs_leaves_the_others(tmp_path: Path, stub: Path) -> None:
@@ -119,23 +121,34 @@ def test_runs_are_compared_with_a_run_that_exists(tmp_path: Path, stub: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("other", "status"),
-    [([8.0, 7.0, 6.02], 0), ([8.0, 7.0, 6.1], 1), ([8.0, 7.0], 1), ([8.0, float("nan"), 6.0], 1)],
+    ("other", "rate", "status"),
+    [
+        ([8.0, 7.0, 6.004], 0.0003, 0),
+        ([8.0, 7.0, 6.02], 0.0003, 1),
+        ([8.0, 7.02, 6.0], 0.0003, 1),
+        ([8.0, 7.0], 0.0003, 1),
+        ([8.0, float("nan"), 6.0], 0.0003, 1),
+        ([8.0, 7.0, 6.0], 0.003, 1),
+    ],
 )
 def test_losses_of_another_run(
-    other: list[float], status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    other: list[float], rate: float, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders = [tmp_path / "one", tmp_path / "other"]
-    for folder, losses in zip(folders, ([8.0, 7.0, 6.0], other), strict=True):
+    for folder, losses, used in zip(folders, ([8.0, 7.0, 6.0], other), (0.0003, rate), strict=True):
         folder.mkdir()
-        content = {"train_bits_per_byte": losses, "seconds_per_step": [1.0, 0.25, 0.25]}
+        content = {
+            "settings": {"learning_rate": used},
+            "train_bits_per_byte": losses,
+            "seconds_per_step": [1.0, 0.25, 0.25],
+        }
         (folder / "history.json").write_text(json.dumps(content))
     assert same_losses.main([str(x) for x in folders]) == status
     assert "steps of 250.0 ms" in capsys.readouterr().out
 
 
 def test_a_run_that_learned_nothing_is_no_measure(tmp_path: Path) -> None:
-    content = {"train_bits_per_byte": [8.0, 8.0], "seconds_per_step": [1.0, 1.0]}
+    content = {"settings": {}, "train_bits_per_byte": [8.0, 8.0], "seconds_per_step": [1.0, 1.0]}
     (tmp_path / "history.json").write_text(json.dumps(content))
     assert same_losses.main([str(tmp_path)] * 2) == 1
     assert same_losses.main([str(tmp_path)]) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -194,6 +195,13 @@ class HTreeAttention(nn.Module):
         self.k_proj = nn.Linear(embed_dim, num_kv_heads * head_dim, bias=bias, device=device, dtype=dtype)
         self.v_proj = nn.Linear(embed_dim, num_kv_heads * head_dim, bias=bias, device=device, dtype=dtype)
         self.o_proj = nn.Linear(num_heads * head_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HTreeAttention:
+        """A copy that shares the tokens with the same ranks: Python cannot copy a process group."""
+        twin = type(self).__new__(type(self))
+        memo |= {id(self): twin, id(self.cp_group): self.cp_group}
+        twin.__setstate__(deepcopy(self.__dict__, memo))
+        return twin
 
     @classmethod
     def recommended(
