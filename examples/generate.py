@@ -4,7 +4,8 @@ Run: ``python examples/generate.py`` (``--help`` lists the flags). It takes the 
 ``examples/train_lm.py`` (``--checkpoint``), or trains a small one first. For each length of prompt it reads the prompt
 in chunks, writes on byte by byte, and prints how long both take and what the caches hold. "rebuild" keeps the keys
 and values alone and builds the tree again for every byte; "dense" runs the same weights with dense attention, for its
-speed. ``--passkey`` hides five digits in the middle of each prompt, asks for them at its end, and says whether they
+speed, where heads have a multiple of 64 channels up to 512. All caches are float32 on the CPU and bfloat16 on a GPU.
+``--passkey`` hides five digits in the middle of each prompt, asks for them at its end, and says whether they
 were found: a model finds them only if it was trained to copy over such distances.
 Two idle CPU cores take under three minutes.
 """
@@ -30,6 +31,7 @@ try:
     from tqdm import tqdm
 
     from htree_ops import tree_attention
+    from htree_ops.ops.compressed_kv.format import WIDTHS
 except ImportError as error:
     print(f"generate.py: {error}; run 'make demo' once", file=sys.stderr)
     sys.exit(2)
@@ -57,6 +59,11 @@ SENTENCE, QUESTION = (
 )
 
 
+def dtype_on(device: torch.device) -> torch.dtype:
+    """What caches hold."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 class Decoder(Protocol):
     """Reads text and says what comes next."""
 
@@ -74,7 +81,8 @@ class FromCache:
 
     def __init__(self, model: ByteLM, capacity: int) -> None:
         self.model = model
-        self.caches = [block.attention.make_cache(1, capacity) for block in blocks_of(model)]
+        dtype = dtype_on(model.embedding.weight.device)
+        self.caches = [block.attention.make_cache(1, capacity, dtype=dtype) for block in blocks_of(model)]
 
     @torch.no_grad()
     def read(self, tokens: Tensor) -> Tensor:
@@ -89,11 +97,10 @@ class Rebuild:
 
     def __init__(self, model: ByteLM, capacity: int) -> None:
         self.model, self.length = model, 0
-        weight = model.embedding.weight
-        self.rows = [
-            torch.empty(2, 1, capacity, block.attention.num_kv_heads, block.attention.head_dim).to(weight)
-            for block in blocks_of(model)
-        ]
+        device = model.embedding.weight.device
+        layers = [block.attention for block in blocks_of(model)]
+        sizes = [(2, 1, capacity, layer.num_kv_heads, layer.head_dim) for layer in layers]
+        self.rows = [torch.empty(size, dtype=dtype_on(device), device=device) for size in sizes]
 
     @torch.no_grad()
     def read(self, tokens: Tensor) -> Tensor:
@@ -123,7 +130,8 @@ class Dense:
     """The same weights with dense attention from a dense cache."""
 
     def __init__(self, model: ByteLM, capacity: int) -> None:
-        self.decoder = generation.Decoder(model, None, capacity, window=32, chunk=64)
+        dtype = dtype_on(model.embedding.weight.device)
+        self.decoder = generation.Decoder(model, None, capacity, window=32, chunk=64, dtype=dtype)
 
     def read(self, tokens: Tensor) -> Tensor:
         return self.decoder.read(tokens)
@@ -197,14 +205,37 @@ def make_model(arguments: argparse.Namespace, device: str) -> tuple[settings.Set
     return chosen, learner.model.eval()
 
 
+def parse_lengths(arguments: argparse.Namespace, device: str) -> Sequence[int]:
+    """Bytes of the prompts, from ``--lengths``.
+
+    Raises:
+        UserError: no positive numbers, too large ones, or a prompt that is too short for the passkey.
+    """
+    words = arguments.lengths
+    if words is None:
+        return CPU_LENGTHS if torch.device(device).type == "cpu" else GPU_LENGTHS
+    try:
+        lengths = [int(word) for word in words.split(",")]
+    except ValueError:
+        lengths = [0]
+    if min(lengths) < 1:
+        raise settings.UserError(f"--lengths must be positive numbers, got {words!r}")
+    settings.check_size("--lengths", max(lengths), 1)
+    settings.check_size("--lengths and --bytes together", max(lengths) + arguments.bytes, 1)
+    least = len(SENTENCE) + len(QUESTION)
+    if arguments.passkey and min(lengths) < least:
+        raise settings.UserError(
+            f"--lengths: a prompt with a passkey has at least {least} bytes, got {words!r}"
+        )
+    return lengths
+
+
 def make_prompt(source: Tensor, length: int, passkey: bool) -> Tensor:
     """``length`` bytes of the text, from its beginning again where it ends; with the passkey in the middle."""
     if not passkey:
         return source.repeat(-(-length // len(source)))[:length]
     sentence, question = (torch.tensor(list(part.encode())) for part in (SENTENCE, QUESTION))
     rest = length - len(sentence) - len(question)
-    if rest < 0:
-        raise settings.UserError(f"--lengths: a prompt with a passkey has at least {length - rest} bytes")
     filler = make_prompt(source, rest, passkey=False)
     return torch.cat((filler[: rest // 2], sentence, filler[rest // 2 :], question))
 
@@ -213,18 +244,19 @@ def write_on(decoder: Decoder, prompt: Tensor, arguments: argparse.Namespace, la
     """Reads the prompt and writes the most likely bytes: times, bytes of the caches, and what was written."""
     device = str(prompt.device)
     whole = isinstance(decoder, Dense)
-    started = time.perf_counter()
-    for piece in tqdm(prompt.split(len(prompt) if whole else arguments.chunk), desc=label, leave=False):
-        logits = decoder.read(piece)
-    training.wait_for(device)
-    read_seconds = time.perf_counter() - started
-    written: list[int] = []
-    started = time.perf_counter()
-    for _ in range(arguments.bytes):
-        token = logits.argmax()
-        written.append(int(token))
-        logits = decoder.read(token[None])
-    training.wait_for(device)
+    with training.precision(device):
+        started = time.perf_counter()
+        for piece in tqdm(prompt.split(len(prompt) if whole else arguments.chunk), desc=label, leave=False):
+            logits = decoder.read(piece)
+        training.wait_for(device)
+        read_seconds = time.perf_counter() - started
+        written: list[int] = []
+        started = time.perf_counter()
+        for _ in range(arguments.bytes):
+            token = logits.argmax()
+            written.append(int(token))
+            logits = decoder.read(token[None])
+        training.wait_for(device)
     return {
         "prompt_bytes": len(prompt),
         "cache": label,
@@ -239,20 +271,32 @@ def run(arguments: argparse.Namespace) -> None:
     """Everything after the command line."""
     device = train_lm.choose_device(arguments.device)
     kind = torch.device(device).type
-    lengths = train_lm.parse_lengths(arguments.lengths, device) if arguments.lengths else None
     for name in ("bytes", "chunk"):
         settings.check_size(f"--{name}", getattr(arguments, name), 1)
+    lengths = parse_lengths(arguments, device)
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise settings.UserError(f"--out: {arguments.out} cannot be made: {error.strerror}") from error
     chosen, model = make_model(arguments, device)
-    source = text.load_text(Path(chosen.text), chosen.context).validation.long()
+    folder = Path(chosen.text)
+    if not folder.is_dir():  # of a checkpoint from another machine
+        folder = text.default_folder()
+    source = text.load_text(folder, chosen.context).validation.long()
     print(f"{'prompt':>9} {'cache':12}{'prompt, s':>11}{'bytes/s':>10}{'MB':>9}  it writes")
     rows: list[dict[str, Any]] = []
-    for length in lengths or (CPU_LENGTHS if kind == "cpu" else GPU_LENGTHS):
+    for length in lengths:
         prompt = make_prompt(source, length, arguments.passkey).to(device)
         for label, make in DECODERS.items():
-            width = chosen.dim // chosen.heads
-            if make is Dense and (width not in (64, 128, 256) or length > LONGEST_DENSE[kind]):
+            if make is Dense and (chosen.dim // chosen.heads not in WIDTHS or length > LONGEST_DENSE[kind]):
                 continue
-            row = write_on(make(model, length + arguments.bytes), prompt, arguments, label)
+            try:
+                row = write_on(make(model, length + arguments.bytes), prompt, arguments, label)
+            except (MemoryError, RuntimeError) as error:
+                if not settings.is_out_of_memory(error):
+                    raise
+                print(f"{length:>9} {label:12}  out of memory")
+                continue
             found = ""
             if arguments.passkey:
                 row["passkey_found"] = bytes(row["written"]).startswith(PASSKEY.encode())
@@ -264,7 +308,6 @@ def run(arguments: argparse.Namespace) -> None:
                 f"{row['cache_bytes'] / 1e6:>9.2f}  {start!r}{found}"
             )
     try:
-        arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / "generate.json").write_text(json.dumps({"settings": asdict(chosen), "rows": rows}))
     except OSError as error:
         raise settings.UserError(f"--out: {arguments.out} cannot be written: {error.strerror}") from error

@@ -95,14 +95,21 @@ class Decoder:
         model: a model with dense attention, or the parameters of one.
         options: an entry of :data:`CACHES`.
         capacity: most bytes of text. window, chunk: options of the compressed caches, in bytes of text.
+        dtype: of the caches; None is that of :func:`cache_dtype`.
     """
 
     def __init__(
-        self, model: ByteLM, options: dict[str, object] | None, capacity: int, window: int, chunk: int
+        self,
+        model: ByteLM,
+        options: dict[str, object] | None,
+        capacity: int,
+        window: int,
+        chunk: int,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.model = model.eval()
         self.device = str(model.embedding.weight.device)
-        self.dtype = cache_dtype(self.device)
+        self.dtype = cache_dtype(self.device) if dtype is None else dtype
         self.length = 0
         self.layers: list[Storage] = []
         self.blocks = cast("list[Block]", list(model.blocks))

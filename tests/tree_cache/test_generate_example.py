@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
@@ -57,11 +58,60 @@ def test_a_passkey_is_hidden_and_asked_for(
     assert example.main(f"--device cpu --train-steps 2 --lengths 30 --passkey --out {tmp_path}".split()) == 2
 
 
+def test_caches_of_one_dtype_beside_each_other(
+    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In float32, and in bfloat16 under autocast as on a GPU; what does not fit is said and left out."""
+    flags = f"--device cpu --train-steps 2 --lengths 300 --bytes 3 --chunk 70 --out {tmp_path}".split()
+    sizes = []
+    for bfloat16 in (False, True):
+        if bfloat16:
+            monkeypatch.setattr(example, "dtype_on", lambda device: torch.bfloat16)
+            monkeypatch.setattr(
+                example.training, "precision", lambda device: torch.autocast("cpu", torch.bfloat16)
+            )
+        assert example.main(flags) == 0
+        rows = json.loads((tmp_path / "generate.json").read_text())["rows"]
+        sizes.append([row["cache_bytes"] for row in rows])
+        assert (
+            sizes[-1][1] == sizes[-1][2]
+        )  # a dense cache holds the keys and values that a rebuilt tree needs
+    assert sizes[0] == [2 * size for size in sizes[1]]
+
+    def too_large(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setitem(example.DECODERS, "rebuild", too_large)
+    capsys.readouterr()
+    assert example.main(flags) == 0
+    assert "300 rebuild       out of memory" in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "generate.json").read_text())["rows"]) == 2
+
+
+def test_a_checkpoint_from_another_machine(example: ModuleType, tmp_path: Path) -> None:
+    """Whose text is not here: the prompts are of the standard library."""
+    chosen = example.settings.Settings(
+        **(example.settings.PRESETS["cpu"] | TINY | {"heads": 2}), device="cpu", text="/not/here"
+    )
+    path = tmp_path / "checkpoint.pt"
+    learners = {"tree": {"model": example.ByteLM(chosen).state_dict()}}
+    torch.save({"settings": asdict(chosen), "learners": learners}, path)
+    flags = f"--device cpu --checkpoint {path} --lengths 100 --bytes 2 --out {tmp_path}"
+    assert example.main(flags.split()) == 0
+    rows = json.loads((tmp_path / "generate.json").read_text())["rows"]
+    assert [row["cache"] for row in rows] == ["tree cache", "rebuild"]  # heads of 32 have no dense row
+
+
 def test_wrong_flags_are_one_line(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     for flags, complaint in (
         ("--bytes 0", "--bytes must be at least 1"),
         ("--checkpoint absent.pt", "there is no absent.pt"),
         ("--device tpu", "--device"),
+        ("--lengths none", "--lengths must be positive numbers, got 'none'"),
+        ("--lengths 9,-3", "--lengths must be positive numbers"),
+        ("--lengths 2147483640", "--lengths and --bytes together"),
+        ("--lengths 30 --passkey", "a prompt with a passkey has at least"),
+        ("--out /dev/null/folder", "--out: /dev/null/folder cannot be made"),
     ):
         assert example.main(flags.split()) == 2
         message = capsys.readouterr().err

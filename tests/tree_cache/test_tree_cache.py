@@ -544,6 +544,55 @@ def test_append_refuses_and_writes_nothing(change: dict, error: type, message: s
         assert torch.equal(named[name].nan_to_num(), pool.nan_to_num())
 
 
+def test_a_page_with_other_tokens_is_not_written() -> None:
+    """The pages that an append writes belong to one sequence; full pages, and rows behind a text, may be anything."""
+    arguments, options = op_calls("cpu")["tree_cache_append_"]
+    k_pool, v_pool, k, v, _, _, cu, *_ = arguments
+    pools = [x.clone() for x in (k_pool, v_pool)]
+
+    def append(table: list[list[int]], lengths: list[int]) -> None:
+        now = (torch.tensor(x, dtype=torch.int32) for x in (table, lengths))
+        tree_cache_append_(*pools, k, v, *now, cu, **options)
+
+    for table, lengths, words in (
+        ([[0, 1, 2], [0, 3, 4]], [9, 3], r"page 0, which is written, at \[1, 0\] and \[0, 0\]"),
+        ([[0, 1, 2], [3, 1, 4]], [9, 9], r"page 1, which is written, at \[1, 1\] and \[0, 1\]"),
+        ([[0, 0, 2], [3, 1, 4]], [9, 9], r"page 0, which is written, at \[0, 1\] and \[0, 0\]"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            append(table, lengths)
+    assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(pools, arguments[:2], strict=True))
+    append([[0, 1, 1], [0, 3, 1]], [9, 9])
+
+
+BROKEN: dict[str, tuple[int, Any, type, str]] = {
+    "held": (2, [5, 0], ValueError, "held must lie between 0 and max_pages = 4, got 5"),
+    "lengths": (1, [9, 0], ValueError, "lengths must lie between 0 and the tokens of the pages held = 8"),
+    "negative length": (1, [-1, 0], ValueError, "lengths must lie between 0"),
+    "table": (0, [[77, -1, -1, -1], [-1] * 4], IndexError, r"block_table\[0, 0\] must be a page of the pool"),
+    "users": (3, [2, 0, 0, 0, 0, 0], ValueError, "users must be how often block_table has each page"),
+    "count": (4, [7, 5, 4, 3, 2, 1, 0], ValueError, "free_pages must begin with their number"),
+    "page twice": (4, [5, 4, 4, 3, 2, 1, 0], ValueError, "each once, got 4 at 2"),
+    "page in use": (4, [6, 5, 4, 3, 2, 1, 0], ValueError, "without users"),
+    "page of nowhere": (4, [1, -3, 4, 3, 2, 1, 0], ValueError, "pages of the pool"),
+}
+
+
+@pytest.mark.parametrize("step", ["append", "reserve", "truncate", "reorder"])
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_table_that_contradicts_itself_is_refused(name: str, step: str) -> None:
+    which, values, error, message = BROKEN[name]
+    state = state_of("cpu")
+    request = torch.tensor([6, 0], dtype=torch.int32)
+    options = {"capacity": 30, "page_size": 8}
+    ops.tree_cache_pages_(*state, request, "append", **options)
+    state[which].copy_(torch.tensor(values, dtype=torch.int32))
+    before = [x.clone() for x in state]
+    with pytest.raises(error, match=f"tree_cache_pages_: .*{message}"):
+        ops.tree_cache_pages_(*state, torch.tensor([1, 0], dtype=torch.int32), step, **options)
+    assert all(torch.equal(x, y) for x, y in zip(state, before, strict=True))
+
+
 @pytest.mark.gpu
 def test_bad_tables_leave_memory_alone_on_a_gpu() -> None:
     """Random lengths, offsets, pages and lists: attention stays in bounds, and what does not fit is not written."""

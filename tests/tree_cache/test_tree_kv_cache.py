@@ -381,10 +381,68 @@ def test_calls_are_checked() -> None:
         cache.layer(0, 9)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_numbers_that_int32_cannot_hold_do_not_wrap(dtype: torch.dtype) -> None:
+    cache = make()
+    fill(cache, 9)
+    beyond = torch.tensor([5, 1]).to(dtype) + (2**32 if dtype == torch.int64 else 99)
+    for call in (
+        cache.truncate,
+        cache.reorder_,
+        lambda lengths: cache.append(rows(2, 6, 2, 0), rows(2, 6, 2, 1), lengths),
+        lambda lengths: cache.attend(rows(2, 6, 4, 0), lengths),
+    ):
+        with pytest.raises(ValueError, match="TreeKVCache"):
+            call(beyond)
+    for wrong in (1.0, None, torch.tensor([3, 3]).to_sparse()):
+        with pytest.raises(TypeError, match=r"TreeKVCache\.truncate: lengths must be"):
+            cache.truncate(wrong)  # type: ignore[arg-type]
+    assert cache.lengths.tolist() == [9, 9]
+
+
+def test_tokens_that_are_not_written_do_not_count() -> None:
+    """Whatever the op that writes refuses: rows of the cache's own pages, a table that somebody has broken."""
+    cache, other = make(batch=1), make(batch=1)
+    for x in (cache, other):
+        fill(x, 7)
+    own = cache.k_pool[:1, :, :2].transpose(1, 2)
+    with pytest.raises(RuntimeError, match="k_pool must not share memory with k"):
+        cache.append(own, own.clone())
+    table = cache.block_table.clone()
+    cache.block_table[0, 0] = 99
+    for call in (lambda: fill(cache, 2), lambda: cache.truncate(2), lambda: cache.reorder_([0])):
+        with pytest.raises(IndexError, match=r"block_table\[0, 0\] must be a page of the pool"):
+            call()
+    assert cache.lengths.tolist() == [7]
+    cache.block_table.copy_(table)
+    assert torch.equal(fill(cache, 5, seed=3), fill(other, 5, seed=3))
+
+
+@pytest.mark.parametrize("stride", [1, 4])
+def test_a_cache_made_in_inference_mode_serves_outside(stride: int, device: str) -> None:
+    with torch.inference_mode():
+        cache = make(device, selection_stride=stride)
+        fill(cache, 9)
+    other = make(device, selection_stride=stride)
+    fill(other, 9)
+    for x in (cache, other):
+        x.reorder_([1, 1])
+    assert torch.equal(fill(cache, 3), fill(other, 3))
+    cache.load_state_dict(other.state_dict())
+
+
+def test_a_bound_of_many_bytes() -> None:
+    assert make(prompt_bytes=1 << 40).prompt_copies.most_bytes == 1 << 40
+
+
 def test_states_are_checked() -> None:
     cache = make()
     fill(cache, 9)
     state = cache.state_dict()
+    with pytest.raises(ValueError, match="factors must be"):
+        make(scale=-1.0).load_state_dict(state)
+    with pytest.raises(TypeError, match="state must be a dict, got NoneType"):
+        cache.load_state_dict(None)  # type: ignore[arg-type]
     table = state["block_table"].clone()
     table[0, 0] = table[1, 0]
     twice = table.clone()

@@ -33,12 +33,37 @@ void check_page(const char* name, const int32_t* table, int64_t sequence, int64_
                     "] must be a page of the pool, between 0 and ", num_pages - 1, ", got ", table[page]);
 }
 
+// A page that is written must not hold other tokens, of its own sequence or of another one.
+void check_owners(const Pools& pools, const PageLayout& layout, const char* op,
+                  const std::vector<NewTokens>& all, const std::vector<int64_t>& after) {
+  const auto* table = pools.block_table.const_data_ptr<int32_t>();
+  std::vector<int64_t> written(layout.num_pages, -1);  // the entry of the table, by page
+  for (const NewTokens& tokens : all) {
+    const int64_t last = tokens.before + tokens.count - 1;
+    for (int64_t i = tokens.before / layout.page_size; i <= last / layout.page_size; ++i) {
+      const int64_t entry = tokens.sequence * layout.max_pages + i;
+      written[static_cast<size_t>(table[entry])] = entry;
+    }
+  }
+  for (int64_t b = 0; b < pools.lengths.numel() && !all.empty(); ++b) {
+    for (int64_t i = 0; i * layout.page_size < after[static_cast<size_t>(b)]; ++i) {
+      const int64_t entry = b * layout.max_pages + i, page = table[entry];
+      if (page < 0 || page >= layout.num_pages) continue;  // of a sequence that gets no tokens
+      const int64_t owner = written[static_cast<size_t>(page)];
+      TORCH_CHECK_VALUE(owner < 0 || owner == entry, op, ": block_table names page ", page,
+                        ", which is written, at [", owner / layout.max_pages, ", ", owner % layout.max_pages,
+                        "] and [", b, ", ", i, "]: only full pages can be shared");
+    }
+  }
+}
+
 // Everything is checked before anything is written.
 std::vector<NewTokens> new_tokens(const Pools& pools, const PageLayout& layout, const AppendCall& call) {
   const auto* before = pools.lengths.const_data_ptr<int32_t>();
   const auto* cu = call.cu_new.const_data_ptr<int32_t>();
   const auto* counts = call.new_lengths.has_value() ? call.new_lengths->const_data_ptr<int32_t>() : nullptr;
   std::vector<NewTokens> all;
+  std::vector<int64_t> after(static_cast<size_t>(pools.lengths.numel()));
   for (int64_t b = 0; b < pools.lengths.numel(); ++b) {
     TORCH_CHECK_VALUE(cu[b] >= 0 && cu[b] <= cu[b + 1] && cu[b + 1] <= call.k.size(0), call.op,
                       ": cu_new must ascend between 0 and N_new = ", call.k.size(0), ", got ", cu[b], " and ",
@@ -53,6 +78,7 @@ std::vector<NewTokens> new_tokens(const Pools& pools, const PageLayout& layout, 
     TORCH_CHECK_VALUE(before[b] >= 0 && before[b] + count <= layout.capacity(), call.op,
                       ": lengths must be at least 0 and with the new tokens at most max_pages * page_size = ",
                       layout.capacity(), ", got ", before[b], " and ", count, " more at ", b);
+    after[static_cast<size_t>(b)] = before[b] + count;
     if (count == 0) continue;
     const auto* table = pools.block_table.const_data_ptr<int32_t>() + b * layout.max_pages;
     // The children of nodes that end now may stand in any earlier page.
@@ -61,6 +87,7 @@ std::vector<NewTokens> new_tokens(const Pools& pools, const PageLayout& layout, 
     }
     all.push_back({b, cu[b], before[b], count});
   }
+  check_owners(pools, layout, call.op, all, after);
   return all;
 }
 
@@ -243,6 +270,7 @@ class PageTable {
         ring_(state.list_pos.size(1)),
         page_size_(request.page_size),
         capacity_(request.capacity),
+        num_pages_(state.users.size(0)),
         stride_(request.selection_stride),
         table_(state.block_table.mutable_data_ptr<int32_t>()),
         lengths_(state.lengths.mutable_data_ptr<int32_t>()),
@@ -256,6 +284,7 @@ class PageTable {
         request_(request.request.const_data_ptr<int32_t>()) {}
 
   void run(PageStep step) {
+    if (step != PageStep::kAttend) check_state();
     for (int64_t b = 0; b < batch_; ++b) {
       row(kBefore)[b] = lengths_[b];
       row(kTaken)[b] = 0;
@@ -278,6 +307,41 @@ class PageTable {
 
  private:
   enum PlanRow { kBefore, kTaken, kFrom, kTo };
+
+  // The caller keeps these tensors. Steps follow what stands in them, so it must fit together.
+  void check_state() {
+    std::vector<int32_t> users(static_cast<size_t>(num_pages_));
+    for (int64_t b = 0; b < batch_; ++b) {
+      TORCH_CHECK_VALUE(held_[b] >= 0 && held_[b] <= max_pages_, kPagesOp,
+                        ": held must lie between 0 and max_pages = ", max_pages_, ", got ", held_[b], " at ",
+                        b);
+      TORCH_CHECK_VALUE(lengths_[b] >= 0 && lengths_[b] <= held_[b] * page_size_, kPagesOp,
+                        ": lengths must lie between 0 and the tokens of the pages held = ",
+                        held_[b] * page_size_, ", got ", lengths_[b], " at ", b);
+      for (int64_t i = 0; i < held_[b]; ++i) {
+        check_page(kPagesOp, pages(b), b, i, num_pages_);
+        ++users[static_cast<size_t>(pages(b)[i])];
+      }
+    }
+    for (int64_t page = 0; page < num_pages_; ++page) {
+      const int32_t count = users[static_cast<size_t>(page)];
+      TORCH_CHECK_VALUE(users_[page] == count, kPagesOp,
+                        ": users must be how often block_table has each page, ", count, " for page ", page,
+                        ", got ", users_[page]);
+    }
+    TORCH_CHECK_VALUE(*num_free_ >= 0 && *num_free_ <= num_pages_, kPagesOp,
+                      ": free_pages must begin with their number, between 0 and num_pages = ", num_pages_,
+                      ", got ", *num_free_);
+    for (int64_t i = 0; i < *num_free_; ++i) {
+      const int32_t page = stack_[i];
+      const bool is_free =
+          page >= 0 && page < num_pages_ && users[static_cast<size_t>(page)]++ == 0;  // it comes once
+      TORCH_CHECK_VALUE(is_free, kPagesOp,
+                        ": free_pages must name pages of the pool without users, each once, got ", page,
+                        " at ", 1 + i);
+    }
+  }
+
   int32_t* row(PlanRow which) { return plan_ + which * batch_; }
   int32_t* pages(int64_t b) { return table_ + b * max_pages_; }
 
@@ -458,7 +522,7 @@ class PageTable {
     }
   }
 
-  int64_t batch_, max_pages_, ring_, page_size_, capacity_, stride_;
+  int64_t batch_, max_pages_, ring_, page_size_, capacity_, num_pages_, stride_;
   int32_t *table_, *lengths_, *held_, *users_, *num_free_, *stack_, *errors_, *list_pos_, *plan_;
   const int32_t* request_;
 };

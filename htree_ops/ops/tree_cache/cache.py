@@ -15,6 +15,7 @@ from htree_ops.ops.arguments import (
     check_dtype,
     check_int,
     check_option_dtype,
+    check_tensor,
     check_tensors,
     options_of,
 )
@@ -115,6 +116,7 @@ class TreeKVCache:
         TypeError, ValueError: an option of the wrong kind or out of range.
     """
 
+    @torch.inference_mode(False)  # what is made in it could not be changed outside of it
     def __init__(
         self,
         batch: int,
@@ -193,7 +195,7 @@ class TreeKVCache:
         if leaf_bits is not None:
             check_leaf_bits(OP, leaf_bits, head_dim, value_dim, dtype)
         if prompt_bytes is not None:
-            check_int(OP, "prompt_bytes", prompt_bytes, 0)
+            check_int(OP, "prompt_bytes", prompt_bytes, 0, 2**63 - 1)
         self.leaf_bits = leaf_bits
         self.prompt_copies = PromptCopies(prompt_bytes)
         self.batch, self.num_kv_heads, self.head_dim, self.value_dim = (
@@ -259,7 +261,6 @@ class TreeKVCache:
         if k.shape[1] == 0:
             return
         self._step("append", counts, "append")
-        self._note_append(host_counts(lengths, self.batch, k.shape[1]))
         new: dict[str, Any] = {
             "k": k.detach().flatten(0, 1),
             "v": v.detach().flatten(0, 1),
@@ -273,11 +274,17 @@ class TreeKVCache:
             "max_top_nodes": self.options.top_nodes,
             "selection_span": self.options.selection_span,
         }
-        if self._leaves is None:
-            tree_cache_append_(self.k_pool, self.v_pool, **new)
-        else:
-            tree_cache_append_packed_(self.k_pool, self.v_pool, **self._leaves.written(), **new)
+        try:
+            if self._leaves is None:
+                tree_cache_append_(self.k_pool, self.v_pool, **new)
+            else:
+                tree_cache_append_packed_(self.k_pool, self.v_pool, **self._leaves.written(), **new)
+        except Exception:
+            self.lengths.copy_(self._plan[0])  # nothing was written
+            raise
+        if self._leaves is not None:
             self._leaves.note_append(self.lengths)
+        self._note_append(host_counts(lengths, self.batch, k.shape[1]))
 
     def attend(
         self, q: Tensor, lengths: Tensor | Sequence[int] | None = None, *, return_lse: bool = False
@@ -601,13 +608,21 @@ class TreeKVCache:
     def _integers(self, name: str, argument: str, values: Tensor | Sequence[int]) -> Tensor:
         """``values`` as int32 [B] on the device."""
         if not isinstance(values, Tensor):
+            if not isinstance(values, Sequence):
+                raise TypeError(
+                    f"{name}: {argument} must be {self.batch} integers, got {type(values).__name__}"
+                )
+            values = list(values)
             for value in values:
                 check_int(name, argument, value, -1)
-            values = torch.tensor(list(values), dtype=torch.int32)
+            values = torch.tensor(values, dtype=torch.int32)
+        check_tensor(name, argument, values)
         if values.shape != (self.batch,) or values.dtype not in (torch.int32, torch.int64):
             raise ValueError(
                 f"{name}: {argument} must be {self.batch} integers, got {values.dtype} {tuple(values.shape)}"
             )
+        if values.dtype == torch.int64:
+            values = values.clamp(-(2**31), 2**31 - 1)  # a number that int32 cannot hold is refused as one
         return values.to(self.device, torch.int32).contiguous()
 
     def _counts(self, name: str, lengths: Tensor | Sequence[int] | None, n: int) -> Tensor:

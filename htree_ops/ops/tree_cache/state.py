@@ -65,6 +65,8 @@ def check_state(
     Raises:
         ValueError, TypeError: see :meth:`htree_ops.TreeKVCache.load_state_dict`.
     """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"{name}: state must be a dict, got {type(state).__name__}")
     if state.keys() != own.keys():
         raise ValueError(f"{name}: the state must hold {sorted(own)}, got {sorted(state)}")
     for key, mine in own.items():
@@ -77,7 +79,7 @@ def check_state(
         if theirs.dim() != mine.dim() or theirs.shape[skip:] != mine.shape[skip:]:
             raise ValueError(f"{name}: {key} must be like {tuple(mine.shape)}, got {tuple(theirs.shape)}")
     for key in ("options", "factors"):
-        if not torch.equal(state[key].nan_to_num(nan=-1.0), own[key].nan_to_num(nan=-1.0)):
+        if not torch.allclose(state[key], own[key], rtol=0.0, atol=0.0, equal_nan=True):
             raise ValueError(f"{name}: {key} must be {own[key].tolist()}, got {state[key].tolist()}")
     pages, table, lengths = (state[key].tolist() for key in ("pages", "block_table", "lengths"))
     if len(set(pages)) != len(pages) or any(len(state[key]) != len(pages) for key in PAGED if key in state):
