@@ -1,0 +1,55 @@
+"""The program that says how far rounding lets losses drift, and the table of docs/distributed.md."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+
+from benchmark_programs import FOLDER, program
+
+RESULTS = FOLDER / "results" / "training_rounding_cpu.csv"
+DOCUMENT = FOLDER.parent / "docs" / "distributed.md"
+
+
+def test_the_document_has_the_largest_differences():
+    most: dict[tuple[str, str, str], dict[tuple[bool, str], float]] = {}
+    with RESULTS.open(newline="") as file:
+        for row in csv.DictReader(file):
+            cells = most.setdefault((row["dtype"], row["selects"], row["learning_rate"]), {})
+            for steps in ("10", "40"):
+                key = (row["run"].startswith("two ranks"), steps)
+                cells[key] = max(cells.get(key, 0.0), float(row[f"difference_of_{steps}_steps"]))
+    lines = []
+    for (dtype, selects, rate), cells in most.items():
+        words = dtype if selects == "True" else f"{dtype}, every node opened"
+        numbers = [f"{cells[many, steps]:.0e}" for many in (False, True) for steps in ("10", "40")]
+        lines.append(f"| {words} | {rate} | {' | '.join(numbers)} |")
+    assert len(lines) == 6
+    found = [line for line in DOCUMENT.read_text().splitlines() if line.startswith(("| bf16", "| fp32"))]
+    assert sorted(found) == sorted(lines)
+
+
+def test_roundings_differ_and_two_ranks_train(tmp_path):
+    """Two steps, in a process of its own, whose file the processes that it starts can import."""
+    rounding = program("training_rounding")
+    flags = ["--steps", "2", "--dtypes", "fp32", "--learning-rates", "0.003", "--seeds", "1"]
+    command = [
+        sys.executable,
+        str(FOLDER / "training_rounding.py"),
+        *flags,
+        "--csv",
+        str(tmp_path / "rows.csv"),
+    ]
+    env = os.environ | {"PYTHONPATH": str(FOLDER.parent)}
+    subprocess.run(command, env=env, check=True, timeout=300)
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["run"] for row in rows] == [
+        *rounding.ALONE,
+        *(f"two ranks share {x}" for x in rounding.SHARED),
+    ]
+    assert all(float(row["difference_of_10_steps"]) < 1e-3 for row in rows)
+    assert float(rows[0]["difference_of_10_steps"]) == 0
+    assert any(float(row["difference_of_10_steps"]) > 0 for row in rows[1:])
