@@ -116,7 +116,6 @@ class TreeKVCache:
         TypeError, ValueError: an option of the wrong kind or out of range.
     """
 
-    @torch.inference_mode(False)  # what is made in it could not be changed outside of it
     def __init__(
         self,
         batch: int,
@@ -211,12 +210,20 @@ class TreeKVCache:
             page_size, self.num_layers, compression_rate, selection_span, packed_tokens=leaf_bits is not None
         )
 
-        def integers(*shape: int, fill: int = 0) -> Tensor:
-            return torch.full(shape, fill, dtype=torch.int32, device=place)
+        with torch.inference_mode(False):  # what is made in it could not be changed outside of it
+            self._make_tensors(max_pages, key_rows, value_rows)
 
-        self.k_pool = torch.empty(num_pages, num_kv_heads, key_rows, head_dim, dtype=dtype, device=place)
-        self.v_pool = torch.empty(num_pages, num_kv_heads, value_rows, value_dim, dtype=dtype, device=place)
-        self._leaves = None if leaf_bits is None else PackedLeaves(self, leaf_bits)
+    def _make_tensors(self, max_pages: int, key_rows: int, value_rows: int) -> None:
+        """Pages, their table and the ring of lists, all of them empty."""
+        options, batch, heads, num_pages = self.options, self.batch, self.num_kv_heads, self.num_pages
+        as_pages: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+
+        def integers(*shape: int, fill: int = 0) -> Tensor:
+            return torch.full(shape, fill, dtype=torch.int32, device=self.device)
+
+        self.k_pool = torch.empty(num_pages, heads, key_rows, self.head_dim, **as_pages)
+        self.v_pool = torch.empty(num_pages, heads, value_rows, self.value_dim, **as_pages)
+        self._leaves = None if self.leaf_bits is None else PackedLeaves(self, self.leaf_bits)
         self.block_table = integers(batch, max_pages, fill=-1)
         self.lengths = integers(batch)
         self.host_lengths = HostLengths(batch)
@@ -226,15 +233,19 @@ class TreeKVCache:
         self._errors = integers(batch)
         self._plan = integers(4, batch)
         self._constants: dict[str, tuple[tuple[int, int], Tensor]] = {}
-        ring = RING if selection_stride > 1 else 0
+        ring = RING if options.selection_stride > 1 else 0
         self._list_pos = integers(batch, ring, fill=-1)
-        self._lists = integers(batch, ring, self.num_layers, num_kv_heads, top_k, fill=-1)
+        self._lists = integers(batch, ring, self.num_layers, heads, options.top_k, fill=-1)
         # The CPU keeps the table of tree_attention between calls.
         self._rope_table = (
             rope_cache(
-                top_k * compression_rate, head_dim, rope_base, device=place, inv_freq=self.options.inv_freq
+                options.top_k * options.compression_rate,
+                self.head_dim,
+                options.rope_base,
+                device=self.device,
+                inv_freq=options.inv_freq,
             )
-            if rope_base is not None and place.type != "cpu"
+            if options.rope_base is not None and self.device.type != "cpu"
             else None
         )
 

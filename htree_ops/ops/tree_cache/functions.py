@@ -88,8 +88,8 @@ def tree_cache_append_(
 
     Raises:
         ShapeMismatchError, UnsupportedDtypeError, DeviceError: a tensor that does not fit.
-        ValueError: an option out of range; on the CPU also tokens beyond max_pages * page_size, and a page that would be
-            written and holds tokens of another sequence.
+        ValueError: an option out of range; on the CPU also tokens beyond max_pages * page_size, and a page that would
+            be written and holds tokens of another sequence.
         IndexError: on the CPU, for a page that the pool does not have. On CUDA such a sequence does not change.
         NotImplementedError: grad mode is on and a tensor requires grad.
     """
