@@ -197,12 +197,8 @@ class TreeKVCache:
             check_int(OP, "prompt_bytes", prompt_bytes, 0, 2**63 - 1)
         self.leaf_bits = leaf_bits
         self.prompt_copies = PromptCopies(prompt_bytes)
-        self.batch, self.num_kv_heads, self.head_dim, self.value_dim = (
-            batch,
-            num_kv_heads,
-            head_dim,
-            value_dim,
-        )
+        self.batch, self.num_kv_heads = batch, num_kv_heads
+        self.head_dim, self.value_dim = head_dim, value_dim
         self.capacity, self.page_size, self.num_pages = capacity, page_size, num_pages
         self.dtype, self.device = dtype, place
         self.num_layers = cache_layers(max_pages * page_size, compression_rate, max_top_nodes)
